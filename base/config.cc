@@ -1,0 +1,175 @@
+#include "base/config.h"
+
+#include <arpa/inet.h>
+
+#include <array>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <variant>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/status.h"
+
+namespace kvferry {
+namespace {
+
+using Member = std::variant<std::string Config::*, int64_t Config::*, bool Config::*>;
+
+struct Field {
+  const char* name;
+  Member member;
+  int64_t min = 0;  // Integers only.
+  int64_t max = 0;
+};
+
+constexpr int64_t kHourMs = 3600 * 1000;
+
+// The one table that JSON, the environment and validation read.
+constexpr std::array kFields = {
+    Field{"listen_host", &Config::listen_host},
+    Field{"listen_port", &Config::listen_port, 0, 65535},
+    Field{"allowed_hosts", &Config::allowed_hosts},
+    Field{"allow_insecure_network", &Config::allow_insecure_network},
+    Field{"net_device", &Config::net_device},
+    Field{"ucx_tls", &Config::ucx_tls},
+    Field{"chunk_bytes", &Config::chunk_bytes, 4 << 10, 4 << 20},
+    Field{"arena_bytes", &Config::arena_bytes, 64 << 10, int64_t{64} << 30},
+    Field{"credits_per_transfer", &Config::credits_per_transfer, 1, 4096},
+    Field{"checksum", &Config::checksum},
+    Field{"heartbeat_interval_ms", &Config::heartbeat_interval_ms, 10, kHourMs},
+    Field{"heartbeat_timeout_ms", &Config::heartbeat_timeout_ms, 20, kHourMs},
+    Field{"connect_timeout_ms", &Config::connect_timeout_ms, 1, kHourMs},
+    Field{"lease_ms", &Config::lease_ms, 1, 24 * kHourMs},
+    Field{"publish_grace_ms", &Config::publish_grace_ms, 0, kHourMs},
+    Field{"fetch_timeout_ms", &Config::fetch_timeout_ms, 1, 24 * kHourMs},
+    Field{"max_fetch_timeout_ms", &Config::max_fetch_timeout_ms, 1, 24 * kHourMs},
+    Field{"busy_poll_us", &Config::busy_poll_us, 0, 10000},
+    Field{"max_peers", &Config::max_peers, 1, 65536},
+    Field{"max_fetches_per_peer", &Config::max_fetches_per_peer, 1, 65536},
+    Field{"max_leases", &Config::max_leases, 1, 1 << 24},
+};
+
+const Field* FindField(absl::string_view name) {
+  for (const Field& field : kFields) {
+    if (name == field.name) return &field;
+  }
+  return nullptr;
+}
+
+absl::Status WrongType(const Field& field, absl::string_view got) {
+  const char* want = std::holds_alternative<int64_t Config::*>(field.member) ? "an integer"
+                     : std::holds_alternative<bool Config::*>(field.member)  ? "true or false"
+                                                                             : "a string";
+  return absl::InvalidArgumentError(
+      absl::StrCat("config: ", field.name, " is ", got, " but must be ", want));
+}
+
+absl::Status SetFromJson(const Field& field, const nlohmann::json& value, Config* config) {
+  if (const auto* text = std::get_if<std::string Config::*>(&field.member)) {
+    if (!value.is_string()) return WrongType(field, value.dump());
+    config->*(*text) = value.get<std::string>();
+  } else if (const auto* number = std::get_if<int64_t Config::*>(&field.member)) {
+    if (!value.is_number_integer()) return WrongType(field, value.dump());
+    // A value above INT64_MAX would wrap round to a negative one and pass for small.
+    if (value.is_number_unsigned() && value.get<uint64_t>() > INT64_MAX) {
+      return WrongType(field, value.dump());
+    }
+    config->*(*number) = value.get<int64_t>();
+  } else {
+    if (!value.is_boolean()) return WrongType(field, value.dump());
+    config->*std::get<bool Config::*>(field.member) = value.get<bool>();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SetFromText(const Field& field, const std::string& text, Config* config) {
+  if (const auto* string = std::get_if<std::string Config::*>(&field.member)) {
+    config->*(*string) = text;
+  } else if (const auto* number = std::get_if<int64_t Config::*>(&field.member)) {
+    if (!absl::SimpleAtoi(text, &(config->*(*number)))) return WrongType(field, text);
+  } else if (!absl::SimpleAtob(text, &(config->*std::get<bool Config::*>(field.member)))) {
+    return WrongType(field, text);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckRange(const Field& field, const Config& config) {
+  const auto* number = std::get_if<int64_t Config::*>(&field.member);
+  if (number == nullptr) return absl::OkStatus();
+  const int64_t value = config.*(*number);
+  if (value >= field.min && value <= field.max) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("config: ", field.name, " is ", value,
+                                                 " but must lie in [", field.min, ", ", field.max,
+                                                 "]"));
+}
+
+}  // namespace
+
+std::vector<std::string> Config::FieldNames() {
+  std::vector<std::string> names;
+  for (const Field& field : kFields) names.emplace_back(field.name);
+  return names;
+}
+
+absl::StatusOr<Config> Config::FromJson(absl::string_view json, const Config& base) {
+  const nlohmann::json object = nlohmann::json::parse(json.begin(), json.end(), nullptr,
+                                                      /*allow_exceptions=*/false);
+  if (!object.is_object()) {
+    return absl::InvalidArgumentError("config: not a JSON object");
+  }
+  Config config = base;
+  for (const auto& [key, value] : object.items()) {
+    const Field* field = FindField(key);
+    if (field == nullptr) {
+      return absl::InvalidArgumentError(absl::StrCat("config: unknown key '", key, "'; the keys are ",
+                                                     absl::StrJoin(FieldNames(), ", ")));
+    }
+    KVFERRY_RETURN_IF_ERROR(SetFromJson(*field, value, &config));
+  }
+  return config;
+}
+
+absl::StatusOr<Config> Config::FromEnv(const Config& base) {
+  Config config = base;
+  for (const Field& field : kFields) {
+    const std::string name = absl::StrCat("KVFERRY_", absl::AsciiStrToUpper(field.name));
+    const char* text = std::getenv(name.c_str());
+    if (text != nullptr) KVFERRY_RETURN_IF_ERROR(SetFromText(field, text, &config));
+  }
+  return config;
+}
+
+absl::Status Config::Validate() const {
+  for (const Field& field : kFields) KVFERRY_RETURN_IF_ERROR(CheckRange(field, *this));
+  if (heartbeat_timeout_ms < 2 * heartbeat_interval_ms) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("config: heartbeat_timeout_ms is ", heartbeat_timeout_ms,
+                     " but must be at least twice heartbeat_interval_ms (", heartbeat_interval_ms,
+                     "), or one late beat looks like a death"));
+  }
+  if (arena_bytes < chunk_bytes) {
+    return absl::InvalidArgumentError(absl::StrCat("config: arena_bytes is ", arena_bytes,
+                                                   " but must hold at least one chunk_bytes (",
+                                                   chunk_bytes, ")"));
+  }
+  if (!IsLoopbackHost(listen_host) && !allow_insecure_network) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "config: listen_host is ", listen_host,
+        ", which is not loopback, and peers are not authenticated: put the nodes on a network that "
+        "only they reach and set allow_insecure_network=true"));
+  }
+  return absl::OkStatus();
+}
+
+bool IsLoopbackHost(absl::string_view host) {
+  if (host == "localhost" || host == "::1" || host == "[::1]") return true;
+  // Parsed, not matched by prefix: "127.example.com" is somebody's name server's answer.
+  in_addr address{};
+  const bool is_ipv4 = inet_pton(AF_INET, std::string(host).c_str(), &address) == 1;
+  return is_ipv4 && (ntohl(address.s_addr) >> 24) == 127;
+}
+
+}  // namespace kvferry

@@ -1,0 +1,9 @@
+# kvferry_library(NAME SOURCES... [PUBLIC deps...] [PRIVATE deps...])
+# One static library a folder, alias kvferry::NAME, includes rooted at the repository.
+function(kvferry_library name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;PUBLIC;PRIVATE" ${ARGN})
+  add_library(kvferry_${name} STATIC ${ARG_SOURCES})
+  add_library(kvferry::${name} ALIAS kvferry_${name})
+  target_include_directories(kvferry_${name} PUBLIC "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>")
+  target_link_libraries(kvferry_${name} PUBLIC ${ARG_PUBLIC} PRIVATE ${ARG_PRIVATE} kvferry_flags)
+endfunction()

@@ -1,0 +1,146 @@
+#include "connector/lease_table.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace kvferry {
+
+absl::string_view LeaseOutcomeName(LeaseOutcome outcome) {
+  switch (outcome) {
+    case LeaseOutcome::kFetched:
+      return "fetched";
+    case LeaseOutcome::kReleased:
+      return "released";
+    case LeaseOutcome::kExpired:
+      return "expired";
+  }
+  return "unknown";
+}
+
+absl::Status LeaseTable::NotLive(uint64_t lease_id) const {
+  const auto found = remembered_.find(lease_id);
+  if (found == remembered_.end()) {
+    return absl::NotFoundError(absl::StrCat("lease ", absl::Hex(lease_id),
+                                            " is unknown here; was the ticket made by this process?"));
+  }
+  const absl::string_view hint =
+      found->second == LeaseOutcome::kExpired ? "; raise lease_ms or fetch sooner" : "";
+  return absl::FailedPreconditionError(absl::StrCat("lease ", absl::Hex(lease_id), " has already been ",
+                                                    LeaseOutcomeName(found->second), hint));
+}
+
+absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t ready_layers,
+                                 Deadline expiry) {
+  MutexLock lock(&mutex_);
+  if (leases_.contains(lease_id) || remembered_.contains(lease_id)) {
+    return absl::AlreadyExistsError(absl::StrCat("lease ", absl::Hex(lease_id), " was published before"));
+  }
+  if (static_cast<int64_t>(leases_.size() + ended_.size()) >= config_.max_leases) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("max_leases (", config_.max_leases, "): ", leases_.size(), " requests are published and ",
+                     ended_.size(), " ended ones have not been taken"));
+  }
+  leases_.emplace(lease_id, Lease{std::move(pages), ready_layers, expiry, State::kIdle});
+  return absl::OkStatus();
+}
+
+absl::Status LeaseTable::SetReadyLayers(uint64_t lease_id, int64_t layers) {
+  MutexLock lock(&mutex_);
+  const auto found = leases_.find(lease_id);
+  if (found == leases_.end()) return NotLive(lease_id);
+  found->second.ready_layers = std::max(found->second.ready_layers, layers);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> LeaseTable::Withdraw(uint64_t lease_id) {
+  MutexLock lock(&mutex_);
+  const auto found = leases_.find(lease_id);
+  if (found == leases_.end()) return NotLive(lease_id);
+  if (found->second.state == State::kIdle) {
+    End(lease_id, LeaseOutcome::kReleased);
+    return true;
+  }
+  found->second.state = State::kWithdrawing;
+  return false;
+}
+
+std::vector<EndedLease> LeaseTable::TakeEnded() {
+  MutexLock lock(&mutex_);
+  return std::exchange(ended_, {});
+}
+
+int64_t LeaseTable::num_live() const {
+  MutexLock lock(&mutex_);
+  return static_cast<int64_t>(leases_.size());
+}
+
+absl::StatusOr<PageRuns> LeaseTable::BeginTransfer(uint64_t lease_id) {
+  MutexLock lock(&mutex_);
+  const auto found = leases_.find(lease_id);
+  if (found == leases_.end()) return NotLive(lease_id);
+  if (found->second.state != State::kIdle) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("lease ", absl::Hex(lease_id), " is being ",
+                     found->second.state == State::kTransferring ? "fetched already" : "withdrawn"));
+  }
+  found->second.state = State::kTransferring;
+  return found->second.pages;
+}
+
+int64_t LeaseTable::ReadyLayers(uint64_t lease_id) {
+  MutexLock lock(&mutex_);
+  const auto found = leases_.find(lease_id);
+  return found == leases_.end() ? 0 : found->second.ready_layers;
+}
+
+void LeaseTable::EndTransfer(uint64_t lease_id, const absl::Status& outcome) {
+  MutexLock lock(&mutex_);
+  const auto found = leases_.find(lease_id);
+  if (found == leases_.end()) return;
+  if (outcome.ok()) {
+    End(lease_id, LeaseOutcome::kFetched);
+  } else if (found->second.state == State::kWithdrawing) {
+    End(lease_id, LeaseOutcome::kReleased);
+  } else {
+    found->second.state = State::kIdle;
+  }
+}
+
+void LeaseTable::NothingNeeded(uint64_t lease_id) {
+  MutexLock lock(&mutex_);
+  const auto found = leases_.find(lease_id);
+  if (found != leases_.end() && found->second.state == State::kIdle) {
+    End(lease_id, LeaseOutcome::kFetched);
+  }
+}
+
+Deadline LeaseTable::Tick(Deadline now) {
+  MutexLock lock(&mutex_);
+  std::vector<uint64_t> expired;
+  Deadline next = Deadline::max();
+  for (const auto& [lease_id, lease] : leases_) {
+    if (lease.state != State::kIdle) continue;
+    if (lease.expiry <= now) {
+      expired.push_back(lease_id);
+    } else {
+      next = std::min(next, lease.expiry);
+    }
+  }
+  for (const uint64_t lease_id : expired) End(lease_id, LeaseOutcome::kExpired);
+  return next;
+}
+
+void LeaseTable::End(uint64_t lease_id, LeaseOutcome outcome) {
+  leases_.erase(lease_id);
+  ended_.push_back({lease_id, outcome});
+  remembered_.emplace(lease_id, outcome);
+  remembered_order_.push_back(lease_id);
+  if (remembered_order_.size() > kMaxRemembered) {
+    remembered_.erase(remembered_order_.front());
+    remembered_order_.pop_front();
+  }
+}
+
+}  // namespace kvferry

@@ -1,0 +1,86 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "base/clock.h"
+#include "base/config.h"
+#include "base/mutex.h"
+#include "pool/page_runs.h"
+#include "transport/fetch_source.h"
+
+namespace kvferry {
+
+// How a lease ended. Every published lease ends in exactly one of these, and is reported once.
+enum class LeaseOutcome { kFetched, kReleased, kExpired };
+absl::string_view LeaseOutcomeName(LeaseOutcome outcome);
+
+struct EndedLease {
+  uint64_t lease_id = 0;
+  LeaseOutcome outcome = LeaseOutcome::kReleased;
+};
+
+// The requests that a prefill side has published.
+//
+//   state          on                        becomes        because
+//   idle           BeginTransfer             transferring   a fetch reads the pages: no expiry meanwhile
+//   idle           expiry                    ended expired  nobody came
+//   idle           Withdraw, NothingNeeded   ended          -
+//   transferring   EndTransfer(OK)           ended fetched  -
+//   transferring   EndTransfer(error)        idle           the decode side may come again, until expiry
+//   transferring   Withdraw                  withdrawing    the pages are still being read
+//   withdrawing    EndTransfer(any)          ended          fetched if all arrived, else released
+//
+// Pages belong to the owner again when the lease has ended, not before. Thread-safe; never blocks.
+class LeaseTable : public FetchSource {
+ public:
+  explicit LeaseTable(const Config& config) : config_(config) {}
+
+  // ALREADY_EXISTS for a lease id that was used before, RESOURCE_EXHAUSTED at max_leases (live ones and
+  // ended ones not yet taken).
+  absl::Status Publish(uint64_t lease_id, PageRuns pages, int64_t ready_layers, Deadline expiry);
+  // Layers [0, layers) are final; never shrinks. NOT_FOUND for a lease that is not live.
+  absl::Status SetReadyLayers(uint64_t lease_id, int64_t layers);
+  // True: ended at once. False: a transfer has to end first. NOT_FOUND for a lease that is not live.
+  absl::StatusOr<bool> Withdraw(uint64_t lease_id);
+  // Leases that ended since the last call, oldest first.
+  std::vector<EndedLease> TakeEnded();
+  int64_t num_live() const;
+
+  // FetchSource.
+  absl::StatusOr<PageRuns> BeginTransfer(uint64_t lease_id) override;
+  int64_t ReadyLayers(uint64_t lease_id) override;
+  void EndTransfer(uint64_t lease_id, const absl::Status& outcome) override;
+  void NothingNeeded(uint64_t lease_id) override;
+  Deadline Tick(Deadline now) override;
+
+ private:
+  enum class State { kIdle, kTransferring, kWithdrawing };
+  struct Lease {
+    PageRuns pages;
+    int64_t ready_layers = 0;
+    Deadline expiry;
+    State state = State::kIdle;
+  };
+  // Ended leases that are remembered, to say what became of a ticket.
+  static constexpr size_t kMaxRemembered = 4096;
+
+  void End(uint64_t lease_id, LeaseOutcome outcome) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status NotLive(uint64_t lease_id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const Config config_;
+  mutable Mutex mutex_;
+  absl::flat_hash_map<uint64_t, Lease> leases_ ABSL_GUARDED_BY(mutex_);
+  std::vector<EndedLease> ended_ ABSL_GUARDED_BY(mutex_);
+  std::deque<uint64_t> remembered_order_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<uint64_t, LeaseOutcome> remembered_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace kvferry

@@ -1,0 +1,94 @@
+#include "pool/kv_pool.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/slab.h"
+#include "base/status.h"
+
+namespace kvferry {
+namespace {
+
+constexpr int64_t kBufferAlignment = 4096;  // A memory page, so that no two buffers share one.
+
+int64_t AlignUp(int64_t bytes) {
+  return (bytes + kBufferAlignment - 1) / kBufferAlignment * kBufferAlignment;
+}
+
+absl::Status CheckBuffer(const KvLayout& layout, std::span<const BufferInfo> buffers, int64_t index) {
+  const BufferInfo& buffer = buffers[index];
+  const int64_t want_item_bytes = layout.item_bytes(index / layout.num_layers);
+  const auto bad = [&](auto&&... what) {
+    return absl::InvalidArgumentError(absl::StrCat("pool: buffer ", index, " ", what...));
+  };
+  if (buffer.address == nullptr) return bad("has a null address");
+  if (buffer.item_bytes != want_item_bytes) {
+    return bad("has item_bytes ", buffer.item_bytes, " but the layout's pages have ", want_item_bytes);
+  }
+  if (buffer.bytes <= 0 || buffer.bytes % want_item_bytes != 0) {
+    return bad("has ", buffer.bytes, " bytes, which is no multiple of item_bytes ", want_item_bytes);
+  }
+  const int64_t pages = buffer.bytes / want_item_bytes;
+  const int64_t first_pages = buffers[0].bytes / layout.item_bytes(0);
+  if (pages != first_pages) return bad("has ", pages, " pages but buffer 0 has ", first_pages);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+KvPool::KvPool(const KvLayout& layout, std::vector<BufferInfo> buffers,
+               std::shared_ptr<const void> owner)
+    : layout_(layout),
+      buffers_(std::move(buffers)),
+      num_pages_(buffers_[0].bytes / layout_.item_bytes(0)),
+      owner_(std::move(owner)) {}
+
+absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Create(const KvLayout& layout, int64_t num_pages) {
+  KVFERRY_RETURN_IF_ERROR(layout.Validate());
+  // With at most 2^44 bytes (16 TiB) in all, none of the sums below can overflow.
+  const int64_t max_pages = std::max<int64_t>(1, (int64_t{1} << 44) / layout.page_bytes());
+  if (num_pages < 1 || num_pages > max_pages) {
+    return absl::InvalidArgumentError(absl::StrCat("pool: num_pages is ", num_pages,
+                                                   " but must lie in [1, ", max_pages,
+                                                   "] for this layout"));
+  }
+  int64_t slab_bytes = 0;
+  for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
+    slab_bytes += layout.num_layers * AlignUp(num_pages * layout.item_bytes(tensor));
+  }
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> slab, MapSlab(slab_bytes));
+  std::vector<BufferInfo> buffers;
+  std::byte* next = slab.get();
+  for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
+    const int64_t item_bytes = layout.item_bytes(tensor);
+    for (int64_t layer = 0; layer < layout.num_layers; ++layer) {
+      buffers.push_back({next, num_pages * item_bytes, item_bytes});
+      next += AlignUp(num_pages * item_bytes);
+    }
+  }
+  return std::shared_ptr<KvPool>(new KvPool(layout, std::move(buffers), std::move(slab)));
+}
+
+absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Adopt(const KvLayout& layout,
+                                                      std::span<const BufferInfo> buffers,
+                                                      std::shared_ptr<const void> owner) {
+  KVFERRY_RETURN_IF_ERROR(layout.Validate());
+  if (static_cast<int64_t>(buffers.size()) != layout.num_buffers()) {
+    return absl::InvalidArgumentError(absl::StrCat("pool: ", buffers.size(),
+                                                   " buffers given but the layout (",
+                                                   layout.ToString(), ") has ", layout.num_buffers()));
+  }
+  for (int64_t index = 0; index < layout.num_buffers(); ++index) {
+    KVFERRY_RETURN_IF_ERROR(CheckBuffer(layout, buffers, index));
+  }
+  return std::shared_ptr<KvPool>(
+      new KvPool(layout, {buffers.begin(), buffers.end()}, std::move(owner)));
+}
+
+std::span<std::byte> KvPool::page(int64_t layer, int64_t tensor, int64_t page_id) const {
+  const BufferInfo& info = buffer(layer, tensor);
+  return {info.address + page_id * info.item_bytes, static_cast<size_t>(info.item_bytes)};
+}
+
+}  // namespace kvferry

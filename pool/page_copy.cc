@@ -1,0 +1,44 @@
+#include "pool/page_copy.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvferry {
+namespace {
+
+// Calls copy(address, packed_offset, bytes) for each contiguous piece of the window.
+template <typename Copy>
+void ForEachPiece(const BufferInfo& buffer, const PageRuns& runs, int64_t offset, int64_t bytes,
+                  const Copy& copy) {
+  if (bytes == 0) return;
+  size_t index = runs.RunAt(offset / buffer.item_bytes);
+  for (int64_t done = 0; done < bytes; ++index) {
+    const PageRun& run = runs.runs()[index];
+    const int64_t run_end = runs.RunEnd(index) * buffer.item_bytes;
+    const int64_t run_begin = run_end - run.count * buffer.item_bytes;
+    const int64_t into_run = offset + done - run_begin;
+    const int64_t piece = std::min(bytes - done, run_end - (offset + done));
+    copy(buffer.address + run.first * buffer.item_bytes + into_run, done, piece);
+    done += piece;
+  }
+}
+
+}  // namespace
+
+void GatherPages(const BufferInfo& buffer, const PageRuns& runs, int64_t offset,
+                 std::span<std::byte> packed) {
+  ForEachPiece(buffer, runs, offset, static_cast<int64_t>(packed.size()),
+               [&](const std::byte* page, int64_t at, int64_t bytes) {
+                 std::memcpy(packed.data() + at, page, bytes);
+               });
+}
+
+void ScatterPages(const BufferInfo& buffer, const PageRuns& runs, int64_t offset,
+                  std::span<const std::byte> packed) {
+  ForEachPiece(buffer, runs, offset, static_cast<int64_t>(packed.size()),
+               [&](std::byte* page, int64_t at, int64_t bytes) {
+                 std::memcpy(page, packed.data() + at, bytes);
+               });
+}
+
+}  // namespace kvferry

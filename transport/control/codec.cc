@@ -1,0 +1,363 @@
+#include "transport/control/codec.h"
+
+#include <exception>
+#include <map>
+#include <msgpack.hpp>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/status.h"
+
+namespace kvferry {
+namespace {
+
+using Packer = msgpack::packer<msgpack::sbuffer>;
+
+// ---------------------------------------------------------------- encoding
+
+// A map is written as its size and then its entries; each PackBody announces how many it adds.
+struct Writer {
+  Packer& packer;
+
+  void Key(std::string_view key) { packer.pack(key); }
+  void Uint(std::string_view key, uint64_t value) {
+    Key(key);
+    packer.pack(value);
+  }
+  void Bool(std::string_view key, bool value) {
+    Key(key);
+    packer.pack(value);
+  }
+  void Text(std::string_view key, std::string_view value, size_t max_bytes) {
+    Key(key);
+    packer.pack(value.substr(0, max_bytes));
+  }
+  void Binary(std::string_view key, std::string_view value) {
+    Key(key);
+    packer.pack_bin(static_cast<uint32_t>(value.size()));
+    packer.pack_bin_body(value.data(), static_cast<uint32_t>(value.size()));
+  }
+  void Status(const absl::Status& status) {
+    Uint("code", static_cast<uint64_t>(status.code()));
+    Text("msg", std::string_view(status.message().data(), status.message().size()), kMaxTextBytes);
+  }
+};
+
+void PackLayout(Writer& writer, const KvLayout& layout) {
+  writer.Key("layout");
+  writer.packer.pack_map(5);
+  writer.Uint("layers", layout.num_layers);
+  writer.Uint("page_size", layout.page_size);
+  writer.Text("dtype", std::string(DTypeName(layout.dtype)), KvLayout::kMaxNameBytes);
+  writer.Text("format", layout.page_format, KvLayout::kMaxNameBytes);
+  writer.Key("tensors");
+  writer.packer.pack_array(static_cast<uint32_t>(layout.tensors.size()));
+  for (const KvTensor& tensor : layout.tensors) {
+    writer.packer.pack_map(3);
+    writer.Text("name", tensor.name, KvLayout::kMaxNameBytes);
+    writer.Uint("heads", tensor.num_heads);
+    writer.Uint("dim", tensor.head_dim);
+  }
+}
+
+void PackRuns(Writer& writer, const PageRuns& positions) {
+  writer.Key("runs");
+  writer.packer.pack_array(static_cast<uint32_t>(2 * positions.runs().size()));
+  for (const PageRun& run : positions.runs()) {
+    writer.packer.pack(static_cast<uint64_t>(run.first));
+    writer.packer.pack(static_cast<uint64_t>(run.count));
+  }
+}
+
+// One row a message type: its name on the wire, the number of its own keys, and how to write them.
+struct BodyWriter {
+  Writer& writer;
+  const Message& message;
+
+  void Head(std::string_view type, uint32_t own_keys) const {
+    writer.packer.pack_map(4 + own_keys);
+    writer.Uint("v", kProtocolVersion);
+    writer.Text("t", type, 16);
+    writer.Uint("e", message.from_epoch);
+    writer.Uint("to", message.to_epoch);
+  }
+  void operator()(const HelloMsg& body) const {
+    Head("hello", 4);
+    writer.Text("name", body.name, kMaxNameBytes);
+    writer.Text("model", body.model, kMaxModelBytes);
+    PackLayout(writer, body.layout);
+    writer.Binary("worker", body.worker_address);
+  }
+  void operator()(const WelcomeMsg& body) const {
+    Head("welcome", 2);
+    writer.Text("name", body.name, kMaxNameBytes);
+    writer.Binary("worker", body.worker_address);
+  }
+  void operator()(const RefuseMsg& body) const {
+    Head("refuse", 3);
+    writer.Uint("id", body.transfer_id);
+    writer.Status(body.status);
+  }
+  void operator()(const FetchMsg& body) const {
+    Head("fetch", 7);
+    writer.Uint("id", body.transfer_id);
+    writer.Uint("lease", body.lease_id);
+    PackRuns(writer, body.positions);
+    writer.Uint("ms", body.timeout_ms);
+    writer.Uint("window", body.window_bytes);
+    writer.Uint("chunk", body.chunk_bytes);
+    writer.Bool("sum", body.checksum);
+  }
+  void operator()(const DoneMsg& body) const {
+    Head("done", 3);
+    writer.Uint("id", body.transfer_id);
+    writer.Uint("lease", body.lease_id);
+    writer.Uint("bytes", body.bytes);
+  }
+  void operator()(const CancelMsg& body) const {
+    Head("cancel", 2);
+    writer.Uint("id", body.transfer_id);
+    writer.Text("msg", body.reason, kMaxTextBytes);
+  }
+  void operator()(const AbortMsg& body) const {
+    Head("abort", 3);
+    writer.Uint("id", body.transfer_id);
+    writer.Status(body.status);
+  }
+  void operator()(const PingMsg&) const { Head("ping", 0); }
+  void operator()(const PongMsg&) const { Head("pong", 0); }
+  void operator()(const ByeMsg&) const { Head("bye", 0); }
+};
+
+// ---------------------------------------------------------------- decoding
+
+using Object = msgpack::object;
+
+// Reads keys of one map. After the first failure every further read does nothing, and status() keeps it.
+class Reader {
+ public:
+  explicit Reader(const Object& map) {
+    if (map.type != msgpack::type::MAP) {
+      Fail("not a map");
+      return;
+    }
+    for (uint32_t i = 0; i < map.via.map.size; ++i) {
+      const msgpack::object_kv& entry = map.via.map.ptr[i];
+      if (entry.key.type != msgpack::type::STR) continue;  // Not a key of ours: ignored.
+      keys_.emplace(std::string_view(entry.key.via.str.ptr, entry.key.via.str.size), &entry.val);
+    }
+  }
+
+  uint64_t Uint(std::string_view key, uint64_t min = 0, uint64_t max = UINT64_MAX) {
+    const Object* value = Find(key, msgpack::type::POSITIVE_INTEGER);
+    if (value == nullptr) return 0;
+    if (value->via.u64 >= min && value->via.u64 <= max) return value->via.u64;
+    Fail(absl::StrCat("'", std::string(key), "' is ", value->via.u64, ", not in [", min, ", ", max, "]"));
+    return 0;
+  }
+  int64_t Int(std::string_view key, int64_t min, int64_t max) {
+    return static_cast<int64_t>(Uint(key, min, max));
+  }
+  bool Bool(std::string_view key) {
+    const Object* value = Find(key, msgpack::type::BOOLEAN);
+    return value != nullptr && value->via.boolean;
+  }
+  std::string Text(std::string_view key, size_t max_bytes) {
+    const Object* value = Find(key, msgpack::type::STR);
+    if (value == nullptr) return "";
+    return Bytes(key, value->via.str.ptr, value->via.str.size, max_bytes);
+  }
+  std::string Binary(std::string_view key, size_t max_bytes) {
+    const Object* value = Find(key, msgpack::type::BIN);
+    if (value == nullptr) return "";
+    return Bytes(key, value->via.bin.ptr, value->via.bin.size, max_bytes);
+  }
+  std::span<const Object> Array(std::string_view key, size_t max_elements) {
+    const Object* value = Find(key, msgpack::type::ARRAY);
+    if (value == nullptr) return {};
+    if (value->via.array.size > max_elements) {
+      Fail(absl::StrCat("'", std::string(key), "' has ", value->via.array.size, " elements, limit ",
+                        max_elements));
+      return {};
+    }
+    return {value->via.array.ptr, value->via.array.size};
+  }
+  const Object* Map(std::string_view key) { return Find(key, msgpack::type::MAP); }
+
+  void Fail(absl::string_view what) {
+    if (status_.ok()) status_ = absl::InvalidArgumentError(absl::StrCat("malformed message: ", what));
+  }
+  const absl::Status& status() const { return status_; }
+
+ private:
+  const Object* Find(std::string_view key, msgpack::type::object_type type) {
+    if (!status_.ok()) return nullptr;
+    const auto found = keys_.find(key);
+    if (found == keys_.end()) {
+      Fail(absl::StrCat("no '", std::string(key), "'"));
+      return nullptr;
+    }
+    if (found->second->type == type) return found->second;
+    Fail(absl::StrCat("'", std::string(key), "' has the wrong type"));
+    return nullptr;
+  }
+  std::string Bytes(std::string_view key, const char* data, size_t size, size_t max_bytes) {
+    if (size <= max_bytes) return {data, size};
+    Fail(absl::StrCat("'", std::string(key), "' has ", size, " bytes, limit ", max_bytes));
+    return "";
+  }
+
+  std::map<std::string_view, const Object*> keys_;
+  absl::Status status_;
+};
+
+KvLayout ReadLayout(Reader& reader) {
+  KvLayout layout;
+  const Object* map = reader.Map("layout");
+  if (map == nullptr) return layout;
+  Reader fields(*map);
+  layout.num_layers = fields.Int("layers", 1, KvLayout::kMaxLayers);
+  layout.page_size = fields.Int("page_size", 1, KvLayout::kMaxPageSize);
+  const std::string dtype = fields.Text("dtype", KvLayout::kMaxNameBytes);
+  layout.page_format = fields.Text("format", KvLayout::kMaxNameBytes);
+  for (const Object& entry : fields.Array("tensors", KvLayout::kMaxTensors)) {
+    Reader tensor(entry);
+    layout.tensors.push_back({tensor.Text("name", KvLayout::kMaxNameBytes),
+                              tensor.Int("heads", 1, KvLayout::kMaxHeads),
+                              tensor.Int("dim", 1, KvLayout::kMaxHeadDim)});
+    if (!tensor.status().ok()) fields.Fail(tensor.status().message());
+  }
+  if (!fields.status().ok()) {
+    reader.Fail(fields.status().message());
+    return layout;
+  }
+  const absl::StatusOr<DType> parsed = ParseDType(dtype);
+  if (!parsed.ok()) {
+    reader.Fail(parsed.status().message());
+    return layout;
+  }
+  layout.dtype = *parsed;
+  if (const absl::Status valid = layout.Validate(); !valid.ok()) reader.Fail(valid.message());
+  return layout;
+}
+
+PageRuns ReadRuns(Reader& reader) {
+  const std::span<const Object> numbers = reader.Array("runs", 2 * kMaxRuns);
+  if (numbers.size() % 2 != 0) reader.Fail("'runs' has an odd number of elements");
+  std::vector<PageRun> runs;
+  runs.reserve(numbers.size() / 2);
+  for (size_t i = 0; i + 1 < numbers.size(); i += 2) {
+    for (size_t j = i; j < i + 2; ++j) {
+      if (numbers[j].type != msgpack::type::POSITIVE_INTEGER ||
+          numbers[j].via.u64 > static_cast<uint64_t>(PageRuns::kMaxPages)) {
+        reader.Fail("'runs' holds something that is no page count");
+        return {};
+      }
+    }
+    runs.push_back({static_cast<int64_t>(numbers[i].via.u64),
+                    static_cast<int64_t>(numbers[i + 1].via.u64)});
+  }
+  absl::StatusOr<PageRuns> result = PageRuns::FromRuns(runs);
+  if (result.ok()) return *std::move(result);
+  reader.Fail(result.status().message());
+  return {};
+}
+
+absl::Status ReadStatus(Reader& reader) {
+  // 0 (ok) is no refusal, 16 (unauthenticated) is the last canonical code.
+  const auto code = static_cast<absl::StatusCode>(reader.Uint("code", 1, 16));
+  return {code, reader.Text("msg", kMaxTextBytes)};
+}
+
+constexpr int64_t kMaxWireInt = int64_t{1} << 50;
+
+MessageBody ReadBody(std::string_view type, Reader& reader) {
+  if (type == "hello") {
+    HelloMsg body;
+    body.name = reader.Text("name", kMaxNameBytes);
+    body.model = reader.Text("model", kMaxModelBytes);
+    body.layout = ReadLayout(reader);
+    body.worker_address = reader.Binary("worker", kMaxWorkerAddressBytes);
+    return body;
+  }
+  if (type == "welcome") {
+    return WelcomeMsg{reader.Text("name", kMaxNameBytes),
+                      reader.Binary("worker", kMaxWorkerAddressBytes)};
+  }
+  if (type == "refuse") return RefuseMsg{reader.Uint("id"), ReadStatus(reader)};
+  if (type == "fetch") {
+    FetchMsg body;
+    body.transfer_id = reader.Uint("id", 1);
+    body.lease_id = reader.Uint("lease", 1);
+    body.positions = ReadRuns(reader);
+    body.timeout_ms = reader.Int("ms", 1, kMaxWireInt);
+    body.window_bytes = reader.Int("window", 1, kMaxWireInt);
+    body.chunk_bytes = reader.Int("chunk", 1, kMaxWireInt);
+    body.checksum = reader.Bool("sum");
+    return body;
+  }
+  if (type == "done") {
+    return DoneMsg{reader.Uint("id", 1), reader.Uint("lease", 1), reader.Int("bytes", 0, kMaxWireInt)};
+  }
+  if (type == "cancel") return CancelMsg{reader.Uint("id", 1), reader.Text("msg", kMaxTextBytes)};
+  if (type == "abort") return AbortMsg{reader.Uint("id", 1), ReadStatus(reader)};
+  if (type == "ping") return PingMsg{};
+  if (type == "pong") return PongMsg{};
+  if (type == "bye") return ByeMsg{};
+  reader.Fail(absl::StrCat("unknown type '", std::string(type), "'"));
+  return PingMsg{};
+}
+
+absl::StatusOr<Message> ReadMessage(const Object& root) {
+  Reader reader(root);
+  const uint64_t version = reader.Uint("v");
+  Message message;
+  const std::string type = reader.Text("t", 16);
+  message.from_epoch = reader.Uint("e", 1);
+  message.to_epoch = reader.Uint("to");
+  KVFERRY_RETURN_IF_ERROR(reader.status());
+  // A refusal is understood across versions: it may be about the version.
+  if (version != kProtocolVersion && type != "refuse") {
+    return absl::FailedPreconditionError(
+        absl::StrCat("protocol version: ", kProtocolVersion, " here, ", version,
+                     " there; run the same kvferry release on both sides"));
+  }
+  message.body = ReadBody(type, reader);
+  KVFERRY_RETURN_IF_ERROR(reader.status());
+  return message;
+}
+
+}  // namespace
+
+std::string EncodeMessage(const Message& message) {
+  msgpack::sbuffer buffer;
+  Packer packer(buffer);
+  Writer writer{packer};
+  std::visit(BodyWriter{writer, message}, message.body);
+  return {buffer.data(), buffer.size()};
+}
+
+absl::StatusOr<Message> DecodeMessage(std::span<const std::byte> bytes) {
+  if (bytes.size() > kMaxMessageBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("malformed message: ", bytes.size(),
+                                                   " bytes, limit ", kMaxMessageBytes));
+  }
+  // Arrays, maps, strings, binaries, extensions, depth. Without them five bytes can ask for gigabytes.
+  const msgpack::unpack_limit limit(2 * kMaxRuns, 64, kMaxTextBytes, kMaxWorkerAddressBytes, 0, 4);
+  try {
+    size_t end = 0;
+    const msgpack::object_handle handle =
+        msgpack::unpack(reinterpret_cast<const char*>(bytes.data()), bytes.size(), end,
+                        [](msgpack::type::object_type, size_t, void*) { return true; }, nullptr, limit);
+    if (end != bytes.size()) {
+      return absl::InvalidArgumentError("malformed message: bytes after its end");
+    }
+    return ReadMessage(handle.get());
+  } catch (const std::exception& error) {
+    return absl::InvalidArgumentError(absl::StrCat("malformed message: ", error.what()));
+  }
+}
+
+}  // namespace kvferry

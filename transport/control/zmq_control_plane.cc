@@ -1,0 +1,263 @@
+#include "transport/control/zmq_control_plane.h"
+
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+#include <zmq.hpp>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "base/log.h"
+#include "base/status.h"
+#include "transport/control/codec.h"
+
+namespace kvferry {
+namespace {
+
+constexpr int kHighWaterMark = 4096;        // Messages queued a peer, either way.
+constexpr int kMaxMessagesPerProgress = 64;  // So that control traffic cannot starve the data plane.
+constexpr int kMaxSockets = 65536;
+constexpr int kLingerMs = 200;  // For a goodbye to get out when the plane closes.
+// A peer chooses its routing id; the prefix keeps it from posing as a peer that we dialled.
+const std::string kAccepted = "accepted:";
+const std::string kDialled = "dialled:";
+
+// Sockets' fds are edge-triggered; one epoll fd stands for them all.
+class EpollFd {
+ public:
+  EpollFd() : fd_(epoll_create1(EPOLL_CLOEXEC)) {}
+  ~EpollFd() {
+    if (fd_ >= 0) close(fd_);
+  }
+  EpollFd(const EpollFd&) = delete;
+  EpollFd& operator=(const EpollFd&) = delete;
+
+  int get() const { return fd_; }
+  bool Add(int fd) const {
+    epoll_event event{};
+    event.events = EPOLLIN | EPOLLET;
+    return epoll_ctl(fd_, EPOLL_CTL_ADD, fd, &event) == 0;
+  }
+  void Remove(int fd) const { epoll_ctl(fd_, EPOLL_CTL_DEL, fd, nullptr); }
+  // Takes the edges, so that the epoll fd itself stops being readable.
+  void Drain() const {
+    epoll_event events[16];
+    while (epoll_wait(fd_, events, 16, 0) == 16) {
+    }
+  }
+
+ private:
+  const int fd_;
+};
+
+class ZmqControlPlane : public ControlPlane {
+ public:
+  ZmqControlPlane() {
+    context_.set(zmq::ctxopt::max_sockets, kMaxSockets);
+  }
+  ~ZmqControlPlane() override {
+    dealers_.clear();
+    router_.close();
+  }
+
+  absl::Status Listen(const Config& config) {
+    try {
+      router_ = MakeSocket(zmq::socket_type::router);
+      router_.set(zmq::sockopt::router_mandatory, 1);
+      const bool ipv6 = config.listen_host.find(':') != std::string::npos;
+      const bool bare_ipv6 = ipv6 && config.listen_host[0] != '[';
+      // Only then: an IPv4 address would be reported in its IPv6 form.
+      router_.set(zmq::sockopt::ipv6, ipv6 ? 1 : 0);
+      const std::string host =
+          bare_ipv6 ? absl::StrCat("[", config.listen_host, "]") : config.listen_host;
+      const std::string port = config.listen_port == 0 ? "*" : absl::StrCat(config.listen_port);
+      router_.bind(absl::StrCat("tcp://", host, ":", port));
+      address_ = router_.get(zmq::sockopt::last_endpoint);
+    } catch (const zmq::error_t& error) {
+      return absl::UnavailableError(absl::StrCat("control: cannot listen on ", config.listen_host, ":",
+                                                 config.listen_port, ": ", error.what(),
+                                                 "; set listen_host and listen_port to a free local "
+                                                 "address"));
+    }
+    if (!epoll_.Add(router_.get(zmq::sockopt::fd))) return EpollFailed();
+    return absl::OkStatus();
+  }
+
+  const std::string& listen_address() const override { return address_; }
+
+  absl::StatusOr<PeerKey> Dial(const std::string& address) override {
+    try {
+      zmq::socket_t socket = MakeSocket(zmq::socket_type::dealer);
+      socket.set(zmq::sockopt::ipv6, 1);  // A host name may resolve to either.
+      socket.connect(address);
+      if (!epoll_.Add(socket.get(zmq::sockopt::fd))) return EpollFailed();
+      PeerKey peer = absl::StrCat(kDialled, next_dealer_++);
+      dealers_.emplace(peer, std::move(socket));
+      return peer;
+    } catch (const zmq::error_t& error) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("control: cannot connect to '", address, "': ", error.what()));
+    }
+  }
+
+  void Hangup(const PeerKey& peer) override {
+    const auto found = dealers_.find(peer);
+    if (found == dealers_.end()) return;
+    epoll_.Remove(found->second.get(zmq::sockopt::fd));
+    dealers_.erase(found);
+  }
+
+  absl::Status Send(const PeerKey& peer, const Message& message) override {
+    const std::string bytes = EncodeMessage(message);
+    try {
+      const auto dealer = dealers_.find(peer);
+      if (dealer != dealers_.end()) {
+        return Sent(dealer->second.send(zmq::buffer(bytes), zmq::send_flags::dontwait), peer);
+      }
+      if (!router_) return absl::UnavailableError("control: no such peer");
+      const auto flags = zmq::send_flags::dontwait;
+      const std::string routing_id = peer.substr(std::min(peer.size(), kAccepted.size()));
+      KVFERRY_RETURN_IF_ERROR(
+          Sent(router_.send(zmq::buffer(routing_id), flags | zmq::send_flags::sndmore), peer));
+      return Sent(router_.send(zmq::buffer(bytes), flags), peer);
+    } catch (const zmq::error_t& error) {
+      return absl::UnavailableError(absl::StrCat("control: cannot send: ", error.what()));
+    }
+  }
+
+  bool Progress(ControlEvents* events) override {
+    epoll_.Drain();
+    int budget = kMaxMessagesPerProgress;
+    if (router_) ReceiveFromRouter(events, &budget);
+    // A handler may dial or hang up, so the peers are listed before any of them is heard.
+    ready_.clear();
+    for (auto& [peer, socket] : dealers_) {
+      if (HasInput(socket)) ready_.push_back(peer);
+    }
+    for (const PeerKey& peer : ready_) ReceiveFromDealer(peer, events, &budget);
+    return budget < kMaxMessagesPerProgress;
+  }
+
+  int event_fd() const override { return epoll_.get(); }
+
+  bool Arm() override {
+    epoll_.Drain();
+    if (router_ && HasInput(router_)) return false;
+    for (auto& [peer, socket] : dealers_) {
+      if (HasInput(socket)) return false;
+    }
+    return true;
+  }
+
+ private:
+  zmq::socket_t MakeSocket(zmq::socket_type type) {
+    zmq::socket_t socket(context_, type);
+    socket.set(zmq::sockopt::linger, kLingerMs);
+    socket.set(zmq::sockopt::sndhwm, kHighWaterMark);
+    socket.set(zmq::sockopt::rcvhwm, kHighWaterMark);
+    socket.set(zmq::sockopt::maxmsgsize, static_cast<int64_t>(kMaxMessageBytes));
+    socket.set(zmq::sockopt::reconnect_ivl, 50);
+    socket.set(zmq::sockopt::reconnect_ivl_max, 1000);
+    return socket;
+  }
+
+  static absl::Status EpollFailed() {
+    return absl::ResourceExhaustedError(absl::StrCat("control: epoll: ", std::strerror(errno)));
+  }
+
+  static absl::Status Sent(const zmq::send_result_t& result, const PeerKey& peer) {
+    if (result.has_value()) return absl::OkStatus();
+    return absl::ResourceExhaustedError(
+        absl::StrCat("control: ", kHighWaterMark, " messages to one peer (",
+                     absl::CEscape(peer), ") are queued and it takes none"));
+  }
+
+  // Reading ZMQ_EVENTS also re-arms the socket's fd.
+  static bool HasInput(zmq::socket_t& socket) {
+    return (socket.get(zmq::sockopt::events) & ZMQ_POLLIN) != 0;
+  }
+
+  static void Deliver(const PeerKey& peer, const zmq::message_t& frame, ControlEvents* events) {
+    absl::StatusOr<Message> message =
+        DecodeMessage({static_cast<const std::byte*>(frame.data()), frame.size()});
+    if (message.ok()) {
+      events->OnMessage(peer, *std::move(message));
+    } else {
+      events->OnMalformed(peer, message.status());
+    }
+  }
+
+  // Receives one whole message into frames_; false when there was none.
+  bool Receive(zmq::socket_t& socket) {
+    frames_.clear();
+    for (bool more = true; more;) {
+      zmq::message_t frame;
+      if (!socket.recv(frame, zmq::recv_flags::dontwait).has_value()) return false;
+      more = frame.more();
+      // A message of ours has at most two frames; more are read, to find its end, and not kept.
+      if (frames_.size() < 3) frames_.push_back(std::move(frame));
+    }
+    return true;
+  }
+
+  void ReceiveFromRouter(ControlEvents* events, int* budget) {
+    try {
+      while (*budget > 0 && Receive(router_)) {
+        --*budget;
+        const PeerKey peer = absl::StrCat(kAccepted, frames_[0].to_string());
+        if (frames_.size() == 2) {
+          Deliver(peer, frames_[1], events);
+        } else {
+          events->OnMalformed(peer, absl::InvalidArgumentError("malformed message: not one frame"));
+        }
+      }
+    } catch (const zmq::error_t& error) {
+      Log().error("control: receiving failed: {}", error.what());
+    }
+  }
+
+  void ReceiveFromDealer(const PeerKey& peer, ControlEvents* events, int* budget) {
+    try {
+      while (*budget > 0) {
+        const auto found = dealers_.find(peer);
+        if (found == dealers_.end() || !Receive(found->second)) return;
+        --*budget;
+        if (frames_.size() == 1) {
+          Deliver(peer, frames_[0], events);
+        } else {
+          events->OnMalformed(peer, absl::InvalidArgumentError("malformed message: not one frame"));
+        }
+      }
+    } catch (const zmq::error_t& error) {
+      Log().error("control: receiving failed: {}", error.what());
+    }
+  }
+
+  zmq::context_t context_{1};
+  EpollFd epoll_;
+  zmq::socket_t router_;
+  std::string address_;
+  uint64_t next_dealer_ = 1;
+  absl::flat_hash_map<PeerKey, zmq::socket_t> dealers_;
+  std::vector<PeerKey> ready_;
+  std::vector<zmq::message_t> frames_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<ControlPlane>> MakeZmqControlPlane(const Config& config, bool listen) {
+  try {
+    auto plane = std::make_unique<ZmqControlPlane>();
+    if (listen) KVFERRY_RETURN_IF_ERROR(plane->Listen(config));
+    return plane;
+  } catch (const zmq::error_t& error) {
+    return absl::ResourceExhaustedError(absl::StrCat("control: ZeroMQ: ", error.what()));
+  }
+}
+
+}  // namespace kvferry

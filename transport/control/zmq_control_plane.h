@@ -1,0 +1,16 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "base/config.h"
+#include "transport/control_plane.h"
+
+namespace kvferry {
+
+// The ZeroMQ control plane: a ROUTER when `listen`, and a DEALER for each dialled peer.
+// UNAVAILABLE when listen_host:listen_port cannot be bound.
+absl::StatusOr<std::unique_ptr<ControlPlane>> MakeZmqControlPlane(const Config& config, bool listen);
+
+}  // namespace kvferry

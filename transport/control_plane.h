@@ -1,0 +1,48 @@
+#pragma once
+
+// Where control messages come from and go to. The one implementation is ZeroMQ (control/); tests wrap it.
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "transport/messages.h"
+
+namespace kvferry {
+
+// Names one peer of one control plane, for as long as the connection lives.
+using PeerKey = std::string;
+
+// Called from inside ControlPlane::Progress().
+class ControlEvents {
+ public:
+  virtual ~ControlEvents() = default;
+  virtual void OnMessage(const PeerKey& peer, Message message) = 0;
+  // Bytes that are no message: status as DecodeMessage gives it.
+  virtual void OnMalformed(const PeerKey& peer, const absl::Status& status) = 0;
+};
+
+// Not thread-safe: made on one thread, then used by the progress thread alone. No call blocks.
+class ControlPlane {
+ public:
+  virtual ~ControlPlane() = default;
+
+  // The address that peers dial, "tcp://host:port"; empty when not listening.
+  virtual const std::string& listen_address() const = 0;
+  // Starts a connection; messages may be sent at once. INVALID_ARGUMENT for an address ZeroMQ rejects.
+  virtual absl::StatusOr<PeerKey> Dial(const std::string& address) = 0;
+  // Forgets a dialled peer; no-op for others.
+  virtual void Hangup(const PeerKey& peer) = 0;
+  // RESOURCE_EXHAUSTED when the peer's queue is full, UNAVAILABLE when it is gone.
+  virtual absl::Status Send(const PeerKey& peer, const Message& message) = 0;
+
+  // Delivers what has arrived, at most a bounded number of messages. True when there was any.
+  virtual bool Progress(ControlEvents* events) = 0;
+  // Readable when Progress() may have work; valid after Arm() returned true.
+  virtual int event_fd() const = 0;
+  // True when nothing is pending and it is safe to sleep on event_fd().
+  virtual bool Arm() = 0;
+};
+
+}  // namespace kvferry

@@ -1,0 +1,75 @@
+#pragma once
+
+// Where chunks of KV come from and go to. The one implementation is UCX (ucx/); the direct path will
+// add its operations here, the mapped path needs no wire.
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace kvferry {
+
+// Data messages of docs/wire_protocol.md; the structs are their bytes.
+struct ChunkHeader {
+  uint64_t transfer_id = 0;
+  uint64_t offset = 0;  // In the transfer's stream.
+  uint64_t checksum = 0;
+  uint32_t bytes = 0;
+  uint32_t flags = 0;
+};
+inline constexpr uint32_t kChunkHasChecksum = 1;
+static_assert(sizeof(ChunkHeader) == 32);
+
+struct CreditHeader {
+  uint64_t transfer_id = 0;
+  uint64_t bytes_done = 0;  // Scattered so far.
+};
+static_assert(sizeof(CreditHeader) == 16);
+
+// A connection to one peer's worker. Never reused.
+using LinkId = uint64_t;
+
+// Called from inside DataPlane::Progress().
+class DataEvents {
+ public:
+  virtual ~DataEvents() = default;
+  // `payload` is valid during the call only; payload.size() == header.bytes.
+  virtual void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload) = 0;
+  virtual void OnCredit(const CreditHeader& header) = 0;
+  // The peer is gone. Close(link) is still to be called.
+  virtual void OnLinkDown(LinkId link, const absl::Status& status) = 0;
+};
+
+// Not thread-safe: made on one thread, then used by the progress thread alone. No call blocks, except
+// the destructor, which waits for closing links for a bounded time.
+class DataPlane {
+ public:
+  virtual ~DataPlane() = default;
+
+  // Opaque bytes that peers pass to Connect().
+  virtual const std::string& worker_address() const = 0;
+  // `worker_address` must come from a peer whose hello was accepted: it is parsed by code that trusts it.
+  virtual absl::StatusOr<LinkId> Connect(const std::string& worker_address) = 0;
+  // Sends under way complete with an error, some of them after this returns.
+  virtual void Close(LinkId link) = 0;
+
+  // `payload` must stay as it is until `done` ran: exactly once, perhaps before this returns.
+  // When the link is unknown, `done` runs with UNAVAILABLE.
+  using SendDone = std::function<void(const absl::Status&)>;
+  virtual void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
+                         SendDone done) = 0;
+  virtual void SendCredit(LinkId link, const CreditHeader& header) = 0;
+
+  // Moves everything on; true when something happened.
+  virtual bool Progress(DataEvents* events) = 0;
+  virtual int event_fd() const = 0;
+  // True when nothing is pending and it is safe to sleep on event_fd().
+  virtual bool Arm() = 0;
+};
+
+}  // namespace kvferry

@@ -1,0 +1,88 @@
+#include "transport/fetch_handle.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace kvferry {
+
+FetchHandle::FetchHandle(std::vector<int64_t> pages, int64_t num_layers, int64_t total_bytes,
+                         std::function<void()> cancel)
+    : num_layers_(num_layers),
+      cancel_(std::move(cancel)),
+      status_(absl::UnavailableError("the fetch is still under way")),
+      missing_pages_(std::move(pages)) {
+  report_.total_bytes = total_bytes;
+}
+
+bool FetchHandle::done() const {
+  MutexLock lock(&mutex_);
+  return done_;
+}
+
+absl::Status FetchHandle::status() const {
+  MutexLock lock(&mutex_);
+  return status_;
+}
+
+absl::Status FetchHandle::Wait(Deadline deadline) const {
+  MutexLock lock(&mutex_);
+  while (!done_) {
+    if (!changed_.WaitUntil(&mutex_, deadline) && !done_) {
+      return absl::DeadlineExceededError("the fetch is still under way");
+    }
+  }
+  return status_;
+}
+
+int64_t FetchHandle::layers_done() const {
+  MutexLock lock(&mutex_);
+  return layers_done_;
+}
+
+absl::Status FetchHandle::WaitLayer(int64_t layer, Deadline deadline) const {
+  if (layer < 0 || layer >= num_layers_) {
+    return absl::OutOfRangeError(absl::StrCat("layer ", layer, " of ", num_layers_));
+  }
+  MutexLock lock(&mutex_);
+  while (layers_done_ <= layer) {
+    if (done_) return status_;
+    if (!changed_.WaitUntil(&mutex_, deadline) && layers_done_ <= layer && !done_) {
+      return absl::DeadlineExceededError(absl::StrCat("layer ", layer, " is still under way"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+std::vector<int64_t> FetchHandle::missing_pages() const {
+  MutexLock lock(&mutex_);
+  return missing_pages_;
+}
+
+FetchReport FetchHandle::report() const {
+  MutexLock lock(&mutex_);
+  return report_;
+}
+
+void FetchHandle::Cancel() {
+  if (!done()) cancel_();
+}
+
+void FetchHandle::SetLayersDone(int64_t layers) {
+  MutexLock lock(&mutex_);
+  layers_done_ = layers;
+  changed_.NotifyAll();
+}
+
+void FetchHandle::Finish(const absl::Status& status, std::vector<int64_t> missing_pages,
+                         const FetchReport& report) {
+  MutexLock lock(&mutex_);
+  done_ = true;
+  status_ = status;
+  if (status.ok()) layers_done_ = num_layers_;
+  missing_pages_ = std::move(missing_pages);
+  report_ = report;
+  changed_.NotifyAll();
+}
+
+}  // namespace kvferry

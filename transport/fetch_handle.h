@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "base/clock.h"
+#include "base/mutex.h"
+
+namespace kvferry {
+
+// What happened to a fetch, for logs and metrics.
+struct FetchReport {
+  int64_t total_bytes = 0;
+  int64_t bytes_done = 0;   // Scattered into local pages.
+  double wait_seconds = 0;  // From Fetch() to the request leaving: hello and queueing.
+  double move_seconds = 0;  // From there to the end.
+};
+
+// One fetch under way. Made by Node::Fetch; all methods are thread-safe.
+//
+// Until done() the local pages belong to the transfer: bytes may appear in them at any time. From done()
+// on, whatever the status, nothing will ever write to them again.
+class FetchHandle {
+ public:
+  bool done() const;
+  // OK: every byte is there. While under way: UNAVAILABLE "still under way"; ask done() first.
+  absl::Status status() const;
+  // Waits until done() and returns status(); DEADLINE_EXCEEDED when `deadline` comes first: the fetch then
+  // goes on. (A fetch has its own deadline, so this ends in any case.)
+  absl::Status Wait(Deadline deadline) const;
+
+  // Layers [0, layers_done()) are complete in the local pages.
+  int64_t layers_done() const;
+  // Waits until layer `layer` is complete: OK; or the fetch failed: its status; or DEADLINE_EXCEEDED.
+  absl::Status WaitLayer(int64_t layer, Deadline deadline) const;
+
+  // Local page ids with at least one byte missing, in the order of the fetch; empty after success, all of
+  // them while under way.
+  std::vector<int64_t> missing_pages() const;
+  FetchReport report() const;
+
+  // Asks for the end; done() follows shortly, with CANCELLED unless the fetch ended before.
+  void Cancel();
+
+  // For the transport: the one that moves the data.
+  FetchHandle(std::vector<int64_t> pages, int64_t num_layers, int64_t total_bytes,
+              std::function<void()> cancel);
+  void SetLayersDone(int64_t layers);
+  void Finish(const absl::Status& status, std::vector<int64_t> missing_pages, const FetchReport& report);
+
+ private:
+  const int64_t num_layers_;
+  const std::function<void()> cancel_;
+
+  mutable Mutex mutex_;
+  mutable CondVar changed_;
+  bool done_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+  int64_t layers_done_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::vector<int64_t> missing_pages_ ABSL_GUARDED_BY(mutex_);
+  FetchReport report_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace kvferry

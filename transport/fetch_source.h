@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/clock.h"
+#include "pool/page_runs.h"
+
+namespace kvferry {
+
+// Whoever publishes pages (connector/lease_table.h). Called on the node's progress thread; must not block.
+class FetchSource {
+ public:
+  virtual ~FetchSource() = default;
+
+  // Asks for a lease's pages and holds the lease until EndTransfer: it neither expires nor gives its
+  // pages back meanwhile. NOT_FOUND: not published (perhaps not yet); any other error is final.
+  virtual absl::StatusOr<PageRuns> BeginTransfer(uint64_t lease_id) = 0;
+  // Layers [0, n) hold their final bytes.
+  virtual int64_t ReadyLayers(uint64_t lease_id) = 0;
+  // OK: the lease was fetched and ends. Else it goes on, until it expires or is fetched after all.
+  virtual void EndTransfer(uint64_t lease_id, const absl::Status& outcome) = 0;
+  // The decode side needs nothing of this lease: it ends as fetched. Unknown leases are ignored.
+  virtual void NothingNeeded(uint64_t lease_id) = 0;
+  // Expires what is due; returns when to be called again at the latest.
+  virtual Deadline Tick(Deadline now) = 0;
+};
+
+}  // namespace kvferry

@@ -1,0 +1,74 @@
+#pragma once
+
+// The control messages of docs/wire_protocol.md as plain values. Nothing here knows ZeroMQ or msgpack.
+
+#include <cstdint>
+#include <string>
+#include <variant>
+
+#include "absl/status/status.h"
+#include "pool/kv_layout.h"
+#include "pool/page_runs.h"
+
+namespace kvferry {
+
+inline constexpr uint64_t kProtocolVersion = 1;
+
+// Limits on what a peer may send; the decoder enforces them all.
+inline constexpr size_t kMaxMessageBytes = 2 << 20;
+inline constexpr size_t kMaxNameBytes = 128;
+inline constexpr size_t kMaxModelBytes = 256;
+inline constexpr size_t kMaxWorkerAddressBytes = 4096;
+inline constexpr size_t kMaxTextBytes = 1024;
+inline constexpr size_t kMaxRuns = 65536;
+
+struct HelloMsg {
+  std::string name;
+  std::string model;
+  KvLayout layout;
+  std::string worker_address;
+};
+struct WelcomeMsg {
+  std::string name;
+  std::string worker_address;
+};
+struct RefuseMsg {
+  uint64_t transfer_id = 0;  // 0: the session itself.
+  absl::Status status;
+};
+struct FetchMsg {
+  uint64_t transfer_id = 0;
+  uint64_t lease_id = 0;
+  PageRuns positions;  // In the lease's page list.
+  int64_t timeout_ms = 0;
+  int64_t window_bytes = 0;
+  int64_t chunk_bytes = 0;
+  bool checksum = false;
+};
+struct DoneMsg {
+  uint64_t transfer_id = 0;
+  uint64_t lease_id = 0;
+  int64_t bytes = 0;
+};
+struct CancelMsg {
+  uint64_t transfer_id = 0;
+  std::string reason;
+};
+struct AbortMsg {
+  uint64_t transfer_id = 0;
+  absl::Status status;
+};
+struct PingMsg {};
+struct PongMsg {};
+struct ByeMsg {};
+
+using MessageBody = std::variant<HelloMsg, WelcomeMsg, RefuseMsg, FetchMsg, DoneMsg, CancelMsg,
+                                 AbortMsg, PingMsg, PongMsg, ByeMsg>;
+
+struct Message {
+  uint64_t from_epoch = 0;
+  uint64_t to_epoch = 0;
+  MessageBody body;
+};
+
+}  // namespace kvferry

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace kvferry {
+
+// Counters and gauges of one node; written by its progress thread, readable from any.
+struct Metrics {
+  using Value = std::atomic<int64_t>;
+  Value bytes_sent{0};
+  Value bytes_received{0};
+  Value chunks_sent{0};
+  Value chunks_received{0};
+  Value chunks_dropped{0};       // Of no live transfer, or contradicting one.
+  Value checksum_failures{0};
+  Value fetches_started{0};      // As receiver.
+  Value fetches_ok{0};
+  Value fetches_failed{0};
+  Value transfers_started{0};    // As sender.
+  Value transfers_ok{0};
+  Value transfers_failed{0};
+  Value fetches_refused{0};      // As sender.
+  Value hellos_refused{0};
+  Value messages_malformed{0};
+  Value messages_stale{0};       // Of another epoch.
+  Value peers{0};                // Gauge.
+  Value peers_lost{0};
+  Value transfers_active{0};     // Gauge, as sender.
+  Value fetches_active{0};       // Gauge, as receiver.
+  Value arena_chunks{0};         // Gauge: all of them.
+  Value arena_chunks_taken{0};   // Gauge.
+
+  std::vector<std::pair<std::string, int64_t>> Snapshot() const {
+    return {
+        {"bytes_sent", bytes_sent},
+        {"bytes_received", bytes_received},
+        {"chunks_sent", chunks_sent},
+        {"chunks_received", chunks_received},
+        {"chunks_dropped", chunks_dropped},
+        {"checksum_failures", checksum_failures},
+        {"fetches_started", fetches_started},
+        {"fetches_ok", fetches_ok},
+        {"fetches_failed", fetches_failed},
+        {"transfers_started", transfers_started},
+        {"transfers_ok", transfers_ok},
+        {"transfers_failed", transfers_failed},
+        {"fetches_refused", fetches_refused},
+        {"hellos_refused", hellos_refused},
+        {"messages_malformed", messages_malformed},
+        {"messages_stale", messages_stale},
+        {"peers", peers},
+        {"peers_lost", peers_lost},
+        {"transfers_active", transfers_active},
+        {"fetches_active", fetches_active},
+        {"arena_chunks", arena_chunks},
+        {"arena_chunks_taken", arena_chunks_taken},
+    };
+  }
+};
+
+}  // namespace kvferry

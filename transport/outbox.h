@@ -1,0 +1,17 @@
+#pragma once
+
+#include "transport/control_plane.h"
+#include "transport/data_plane.h"
+
+namespace kvferry {
+
+// What the sender and the receiver need of the node they live in. Progress thread only.
+class Outbox {
+ public:
+  virtual ~Outbox() = default;
+  // Stamps the epochs and sends. A peer that takes no messages is declared dead, later and elsewhere.
+  virtual void Send(const PeerKey& peer, MessageBody body) = 0;
+  virtual DataPlane& data() = 0;
+};
+
+}  // namespace kvferry

@@ -1,0 +1,192 @@
+#include "transport/receiver.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/hash.h"
+#include "base/log.h"
+
+namespace kvferry {
+
+Receiver::Receiver(const Config& config, Outbox* outbox, Metrics* metrics)
+    : config_(config), outbox_(outbox), metrics_(metrics) {}
+
+void Receiver::Add(uint64_t transfer_id, Fetch fetch) {
+  fetches_.emplace(transfer_id, std::move(fetch));
+  ++metrics_->fetches_started;
+  metrics_->fetches_active = static_cast<int64_t>(fetches_.size());
+}
+
+template <typename Matches>
+std::vector<uint64_t> Receiver::IdsWhere(const Matches& matches) const {
+  std::vector<uint64_t> ids;
+  for (const auto& [id, fetch] : fetches_) {
+    if (matches(fetch)) ids.push_back(id);
+  }
+  return ids;
+}
+
+void Receiver::OnPeerReady(const PeerKey& peer, uint64_t epoch, LinkId link) {
+  links_[peer] = link;
+  for (const uint64_t id :
+       IdsWhere([&](const Fetch& f) { return f.peer == peer && !f.requested; })) {
+    Request(id, fetches_.find(id)->second, epoch);
+  }
+}
+
+void Receiver::Request(uint64_t transfer_id, Fetch& fetch, uint64_t epoch) {
+  if (epoch != fetch.ticket.epoch) {
+    End(transfer_id,
+        absl::NotFoundError(absl::StrCat("the prefill side at ", fetch.ticket.address,
+                                         " has restarted since it gave out the ticket; prefill the "
+                                         "request again")));
+    return;
+  }
+  const Deadline now = Clock::now();
+  fetch.requested = true;
+  fetch.requested_at = now;
+  if (fetch.plan.total_bytes() == 0) {
+    outbox_->Send(fetch.peer, DoneMsg{transfer_id, fetch.ticket.lease_id, 0});
+    End(transfer_id, absl::OkStatus());
+    return;
+  }
+  FetchMsg message;
+  message.transfer_id = transfer_id;
+  message.lease_id = fetch.ticket.lease_id;
+  message.positions = fetch.positions;
+  message.timeout_ms = std::max<int64_t>(1, MsUntil(fetch.deadline, now));
+  message.chunk_bytes = config_.chunk_bytes;
+  message.window_bytes = config_.chunk_bytes * config_.credits_per_transfer;
+  message.checksum = config_.checksum;
+  outbox_->Send(fetch.peer, std::move(message));
+}
+
+void Receiver::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
+  links_.erase(peer);
+  for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.peer == peer; })) End(id, status);
+}
+
+void Receiver::OnRefuse(const PeerKey& peer, const RefuseMsg& refuse) {
+  const auto found = fetches_.find(refuse.transfer_id);
+  if (found == fetches_.end() || found->second.peer != peer) return;
+  End(refuse.transfer_id,
+      absl::Status(refuse.status.code(), absl::StrCat("refused by ", found->second.ticket.address,
+                                                      ": ", refuse.status.message())));
+}
+
+void Receiver::OnAbort(const PeerKey& peer, const AbortMsg& abort) {
+  const auto found = fetches_.find(abort.transfer_id);
+  if (found == fetches_.end() || found->second.peer != peer) return;
+  End(abort.transfer_id,
+      absl::Status(abort.status.code(), absl::StrCat("given up by ", found->second.ticket.address,
+                                                     ": ", abort.status.message())));
+}
+
+void Receiver::OnChunk(const ChunkHeader& header, std::span<const std::byte> payload) {
+  ++metrics_->chunks_received;
+  const auto found = fetches_.find(header.transfer_id);
+  if (found == fetches_.end() || !found->second.requested) {
+    ++metrics_->chunks_dropped;
+    return;
+  }
+  Fetch& fetch = found->second;
+  if (const absl::Status status = Accept(fetch, header, payload); !status.ok()) {
+    ++metrics_->chunks_dropped;
+    outbox_->Send(fetch.peer, CancelMsg{header.transfer_id, std::string(status.message())});
+    End(header.transfer_id, status);
+    return;
+  }
+  metrics_->bytes_received += header.bytes;
+  if (fetch.arrived.num_bytes() == fetch.plan.total_bytes()) {
+    outbox_->Send(fetch.peer, DoneMsg{header.transfer_id, fetch.ticket.lease_id,
+                                      fetch.arrived.num_bytes()});
+    End(header.transfer_id, absl::OkStatus());
+    return;
+  }
+  Credit(header.transfer_id, fetch);
+}
+
+absl::Status Receiver::Accept(Fetch& fetch, const ChunkHeader& header,
+                              std::span<const std::byte> payload) {
+  const auto total = static_cast<uint64_t>(fetch.plan.total_bytes());
+  if (header.bytes == 0 || header.offset > total || header.bytes > total - header.offset) {
+    return absl::DataLossError(absl::StrCat("a chunk covers bytes ", header.offset, " + ", header.bytes,
+                                            " of a stream of ", total));
+  }
+  if ((header.flags & kChunkHasChecksum) != 0 && Xxh3(payload) != header.checksum) {
+    ++metrics_->checksum_failures;
+    return absl::DataLossError(
+        absl::StrCat("the checksum of the chunk at byte ", header.offset, " does not match"));
+  }
+  if (config_.checksum && (header.flags & kChunkHasChecksum) == 0) {
+    return absl::DataLossError("a chunk came without the checksum that was asked for");
+  }
+  const int64_t layers_before = fetch.arrived.prefix() / fetch.plan.layer_bytes();
+  const auto begin = static_cast<int64_t>(header.offset);
+  if (!fetch.arrived.Add(begin, begin + header.bytes)) {
+    return absl::DataLossError(
+        absl::StrCat("the chunk at byte ", header.offset, " overlaps what has arrived"));
+  }
+  fetch.plan.Scatter(begin, payload);
+  const int64_t layers = fetch.arrived.prefix() / fetch.plan.layer_bytes();
+  if (layers != layers_before) fetch.handle->SetLayersDone(layers);
+  return absl::OkStatus();
+}
+
+void Receiver::Credit(uint64_t transfer_id, Fetch& fetch) {
+  // A quarter of the window at a time: often enough that the sender never runs dry, and one credit pays
+  // for several chunks.
+  const int64_t step = std::max<int64_t>(1, config_.credits_per_transfer / 4) * config_.chunk_bytes;
+  if (fetch.arrived.num_bytes() - fetch.credited_bytes < step) return;
+  const auto link = links_.find(fetch.peer);
+  if (link == links_.end()) return;
+  fetch.credited_bytes = fetch.arrived.num_bytes();
+  outbox_->data().SendCredit(link->second,
+                             {transfer_id, static_cast<uint64_t>(fetch.credited_bytes)});
+}
+
+void Receiver::Cancel(uint64_t transfer_id, const absl::Status& status) {
+  const auto found = fetches_.find(transfer_id);
+  if (found == fetches_.end()) return;
+  if (found->second.requested) {
+    outbox_->Send(found->second.peer, CancelMsg{transfer_id, std::string(status.message())});
+  }
+  End(transfer_id, status);
+}
+
+void Receiver::CancelAll(const absl::Status& status) {
+  for (const uint64_t id : IdsWhere([](const Fetch&) { return true; })) Cancel(id, status);
+}
+
+void Receiver::End(uint64_t transfer_id, const absl::Status& status) {
+  auto node = fetches_.extract(transfer_id);
+  const Fetch& fetch = node.mapped();
+  const Deadline now = Clock::now();
+  const int64_t total = fetch.plan.total_bytes();
+  const Deadline left = fetch.requested ? fetch.requested_at : now;
+  const FetchReport report{total, fetch.arrived.num_bytes(), SecondsBetween(fetch.created, left),
+                           SecondsBetween(left, now)};
+  ++(status.ok() ? metrics_->fetches_ok : metrics_->fetches_failed);
+  metrics_->fetches_active = static_cast<int64_t>(fetches_.size());
+  if (!status.ok()) {
+    Log().warn("fetch {:x} from {} failed after {} of {} bytes: {}", transfer_id, fetch.ticket.address,
+               report.bytes_done, total, status.ToString());
+  }
+  fetch.handle->Finish(status, fetch.plan.PagesTouchedBy(fetch.arrived.Gaps(total)), report);
+}
+
+Deadline Receiver::Tick(Deadline now) {
+  for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.deadline <= now; })) {
+    const Fetch& fetch = fetches_.find(id)->second;
+    Cancel(id, absl::DeadlineExceededError(
+                   absl::StrCat("the fetch from ", fetch.ticket.address, " did not end in time: ",
+                                fetch.arrived.num_bytes(), " of ", fetch.plan.total_bytes(),
+                                " bytes arrived", fetch.requested ? "" : ", the peer never answered")));
+  }
+  Deadline next = Deadline::max();
+  for (const auto& [id, fetch] : fetches_) next = std::min(next, fetch.deadline);
+  return next;
+}
+
+}  // namespace kvferry

@@ -1,0 +1,310 @@
+#include "transport/sender.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/hash.h"
+#include "base/log.h"
+
+namespace kvferry {
+namespace {
+
+// The decode side gives up at its own deadline and says so; this is for one that cannot any more.
+constexpr int64_t kDeadlineSlackMs = 1000;
+
+}  // namespace
+
+Sender::Sender(const Config& config, std::shared_ptr<const KvPool> pool, FetchSource* source,
+               Arena* arena, Outbox* outbox, Metrics* metrics)
+    : config_(config),
+      pool_(std::move(pool)),
+      source_(source),
+      arena_(arena),
+      outbox_(outbox),
+      metrics_(metrics),
+      chunks_of_peer_(std::make_shared<absl::flat_hash_map<PeerKey, int64_t>>()) {
+  metrics_->arena_chunks = arena_->num_chunks();
+}
+
+void Sender::UpdateGauges() {
+  metrics_->transfers_active = static_cast<int64_t>(transfers_.size());
+  metrics_->arena_chunks_taken = arena_->num_taken();
+}
+
+absl::Status Sender::CheckLimits(const PeerKey& peer, const FetchMsg& fetch) const {
+  if (source_ == nullptr) {
+    return absl::FailedPreconditionError("this endpoint publishes nothing; fetch from a prefill one");
+  }
+  const auto count = fetches_of_peer_.find(peer);
+  if (count != fetches_of_peer_.end() && count->second >= config_.max_fetches_per_peer) {
+    return absl::ResourceExhaustedError(absl::StrCat("max_fetches_per_peer (",
+                                                     config_.max_fetches_per_peer,
+                                                     ") are under way; wait for one to end"));
+  }
+  const bool parked = std::any_of(parked_.begin(), parked_.end(), [&](const Parked& entry) {
+    return entry.fetch.transfer_id == fetch.transfer_id;
+  });
+  if (parked || transfers_.contains(fetch.transfer_id)) {
+    return absl::AlreadyExistsError("the transfer id is in use");
+  }
+  return absl::OkStatus();
+}
+
+void Sender::Refuse(const PeerKey& peer, uint64_t transfer_id, const absl::Status& status) {
+  ++metrics_->fetches_refused;
+  Log().warn("refused a fetch: {}", status.ToString());
+  outbox_->Send(peer, RefuseMsg{transfer_id, status});
+}
+
+void Sender::ForgetFetch(const PeerKey& peer) {
+  const auto count = fetches_of_peer_.find(peer);
+  if (count != fetches_of_peer_.end() && --count->second == 0) fetches_of_peer_.erase(count);
+}
+
+void Sender::OnFetch(const PeerKey& peer, LinkId link, FetchMsg fetch) {
+  if (const absl::Status status = CheckLimits(peer, fetch); !status.ok()) {
+    Refuse(peer, fetch.transfer_id, status);
+    return;
+  }
+  ++fetches_of_peer_[peer];
+  RetryParked({std::move(fetch), peer, link, DeadlineInMs(config_.publish_grace_ms)});
+}
+
+void Sender::RetryParked(Parked parked) {
+  absl::StatusOr<PageRuns> pages = source_->BeginTransfer(parked.fetch.lease_id);
+  if (pages.ok()) {
+    Start(parked.peer, parked.link, std::move(parked.fetch), *pages);
+    return;
+  }
+  if (absl::IsNotFound(pages.status()) && Clock::now() < parked.until) {
+    parked_.push_back(std::move(parked));
+    return;
+  }
+  ForgetFetch(parked.peer);
+  Refuse(parked.peer, parked.fetch.transfer_id, pages.status());
+}
+
+void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const PageRuns& lease_pages) {
+  const auto refuse = [&](const absl::Status& status) {
+    source_->EndTransfer(fetch.lease_id, status);
+    ForgetFetch(peer);
+    Refuse(peer, fetch.transfer_id, status);
+  };
+  // Positions select pages of the lease; the result is what this side reads.
+  if (const absl::Status status = fetch.positions.CheckWithin(lease_pages.num_pages()); !status.ok()) {
+    return refuse(absl::OutOfRangeError(absl::StrCat(
+        "positions outside the lease's ", lease_pages.num_pages(), " pages: ", status.message())));
+  }
+  if (fetch.positions.num_pages() == 0 || fetch.positions.num_pages() > lease_pages.num_pages()) {
+    return refuse(absl::OutOfRangeError(absl::StrCat(
+        fetch.positions.num_pages(), " pages asked of a lease of ", lease_pages.num_pages())));
+  }
+  std::vector<PageRun> runs;
+  for (const PageRun& run : fetch.positions.runs()) {
+    const absl::StatusOr<PageRuns> slice = lease_pages.Slice(run.first, run.count);
+    runs.insert(runs.end(), slice->runs().begin(), slice->runs().end());
+  }
+  absl::StatusOr<PageRuns> pages = PageRuns::FromRuns(runs);
+  if (!pages.ok()) return refuse(pages.status());
+  absl::StatusOr<StreamPlan> plan = StreamPlan::Create(pool_, *std::move(pages));
+  if (!plan.ok()) return refuse(plan.status());
+
+  const int64_t timeout_ms = std::min(fetch.timeout_ms, config_.max_fetch_timeout_ms);
+  const int64_t chunk_bytes = std::min({fetch.chunk_bytes, config_.chunk_bytes, fetch.window_bytes});
+  const int64_t ready_bytes = ReadyBytes(*plan, fetch.lease_id);
+  const uint64_t id = fetch.transfer_id;
+  auto transfer = std::make_shared<Transfer>(
+      Transfer{std::move(fetch), peer, link, *std::move(plan),
+               DeadlineInMs(timeout_ms + kDeadlineSlackMs), chunk_bytes, ready_bytes, 0, 0, {}});
+  transfers_.emplace(id, transfer);
+  turn_.push_back(std::move(transfer));
+  ++metrics_->transfers_started;
+  UpdateGauges();
+}
+
+int64_t Sender::ReadyBytes(const StreamPlan& plan, uint64_t lease_id) const {
+  return plan.layer_bytes() * std::clamp<int64_t>(source_->ReadyLayers(lease_id), 0, plan.num_layers());
+}
+
+void Sender::OnLeaseChanged(uint64_t lease_id) {
+  for (const TransferPtr& transfer : turn_) {
+    if (transfer->fetch.lease_id == lease_id) {
+      transfer->ready_bytes = ReadyBytes(transfer->plan, lease_id);
+    }
+  }
+  std::list<Parked> retry;
+  for (auto it = parked_.begin(); it != parked_.end();) {
+    const auto next = std::next(it);
+    if (it->fetch.lease_id == lease_id) retry.splice(retry.end(), parked_, it);
+    it = next;
+  }
+  for (Parked& parked : retry) RetryParked(std::move(parked));
+}
+
+void Sender::OnDone(const PeerKey& peer, const DoneMsg& done) {
+  const auto found = transfers_.find(done.transfer_id);
+  if (found == transfers_.end()) {
+    if (source_ != nullptr && done.bytes == 0) source_->NothingNeeded(done.lease_id);
+    return;
+  }
+  const Transfer& transfer = *found->second;
+  if (transfer.peer != peer) return;
+  const int64_t total = transfer.plan.total_bytes();
+  if (done.bytes != total || transfer.sent_bytes != total) {
+    End(done.transfer_id,
+        absl::InternalError(absl::StrCat("the receiver reports ", done.bytes, " bytes, of ", total,
+                                         " to send ", transfer.sent_bytes, " were sent")),
+        /*tell=*/true);
+    return;
+  }
+  End(done.transfer_id, absl::OkStatus(), /*tell=*/false);
+}
+
+void Sender::OnCancel(const PeerKey& peer, const CancelMsg& cancel) {
+  const auto found = transfers_.find(cancel.transfer_id);
+  if (found != transfers_.end() && found->second->peer == peer) {
+    End(cancel.transfer_id, absl::CancelledError(absl::StrCat("the receiver: ", cancel.reason)), false);
+  }
+  const auto parked = std::find_if(parked_.begin(), parked_.end(), [&](const Parked& entry) {
+    return entry.fetch.transfer_id == cancel.transfer_id && entry.peer == peer;
+  });
+  if (parked != parked_.end()) {
+    ForgetFetch(peer);
+    parked_.erase(parked);
+  }
+}
+
+void Sender::OnCredit(const CreditHeader& credit) {
+  const auto found = transfers_.find(credit.transfer_id);
+  if (found == transfers_.end()) return;
+  Transfer& transfer = *found->second;
+  // Credit for what was not sent, or less than before, is no credit.
+  const auto done = static_cast<int64_t>(std::min<uint64_t>(credit.bytes_done, transfer.sent_bytes));
+  transfer.credited_bytes = std::max(transfer.credited_bytes, done);
+}
+
+template <typename Matches>
+std::vector<uint64_t> Sender::IdsWhere(const Matches& matches) const {
+  std::vector<uint64_t> ids;
+  for (const TransferPtr& transfer : turn_) {
+    if (matches(*transfer)) ids.push_back(transfer->fetch.transfer_id);
+  }
+  return ids;
+}
+
+void Sender::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
+  parked_.remove_if([&](const Parked& parked) { return parked.peer == peer; });
+  for (const uint64_t id : IdsWhere([&](const Transfer& t) { return t.peer == peer; })) {
+    End(id, status, /*tell=*/false);
+  }
+  fetches_of_peer_.erase(peer);
+}
+
+void Sender::AbortLease(uint64_t lease_id, const absl::Status& status) {
+  for (const uint64_t id : IdsWhere([&](const Transfer& t) { return t.fetch.lease_id == lease_id; })) {
+    End(id, status, /*tell=*/true);
+  }
+  OnLeaseChanged(lease_id);  // Parked fetches of it learn that there is nothing to wait for.
+}
+
+void Sender::AbortAll(const absl::Status& status) {
+  for (const uint64_t id : IdsWhere([](const Transfer&) { return true; })) End(id, status, true);
+}
+
+void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell) {
+  const auto found = transfers_.find(transfer_id);
+  const TransferPtr transfer = found->second;
+  transfers_.erase(found);
+  turn_.erase(std::find(turn_.begin(), turn_.end(), transfer));
+  ForgetFetch(transfer->peer);
+  ++(outcome.ok() ? metrics_->transfers_ok : metrics_->transfers_failed);
+  UpdateGauges();
+  if (!outcome.ok()) {
+    Log().warn("transfer {:x} of lease {:x} ended after {} of {} bytes: {}", transfer_id,
+               transfer->fetch.lease_id, transfer->credited_bytes, transfer->plan.total_bytes(),
+               outcome.ToString());
+  }
+  if (tell) outbox_->Send(transfer->peer, AbortMsg{transfer_id, outcome});
+  source_->EndTransfer(transfer->fetch.lease_id, outcome);
+}
+
+bool Sender::Pump() {
+  if (turn_.empty()) return false;
+  for (const uint64_t id : IdsWhere([](const Transfer& t) { return !t.failed.ok(); })) {
+    End(id, transfers_.find(id)->second->failed, /*tell=*/true);
+  }
+  // One share is always left over, so that a newcomer is served while a stuck peer holds its chunks.
+  const auto peers = static_cast<int64_t>(fetches_of_peer_.size());
+  const int64_t share = std::max<int64_t>(1, arena_->num_chunks() / (peers + 1));
+  bool sent = false;
+  const size_t count = turn_.size();
+  for (size_t i = 0; i < count; ++i) sent |= PumpOne(turn_[(next_turn_ + i) % count], share);
+  next_turn_ = count == 0 ? 0 : (next_turn_ + 1) % count;
+  if (sent) metrics_->arena_chunks_taken = arena_->num_taken();
+  return sent;
+}
+
+bool Sender::PumpOne(const TransferPtr& transfer, int64_t peer_share) {
+  const int64_t window_end = transfer->credited_bytes + transfer->fetch.window_bytes;
+  // A chunk never leaves its layer, so that a layer's end never waits for the next layer's chunk.
+  const int64_t layer_bytes = transfer->plan.layer_bytes();
+  const int64_t layer_end = (transfer->sent_bytes / layer_bytes + 1) * layer_bytes;
+  const int64_t end = std::min(layer_end, transfer->ready_bytes);
+  const int64_t bytes = std::min(transfer->chunk_bytes, end - transfer->sent_bytes);
+  if (bytes <= 0 || transfer->sent_bytes + bytes > window_end) return false;
+  if ((*chunks_of_peer_)[transfer->peer] >= peer_share) return false;
+  if (arena_->num_taken() == arena_->num_chunks()) return false;
+  SendChunk(transfer, bytes);
+  return true;
+}
+
+void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes) {
+  const int64_t chunk = arena_->Take();
+  const std::span<std::byte> packed = arena_->Bytes(chunk).first(bytes);
+  transfer->plan.Gather(transfer->sent_bytes, packed);
+
+  ChunkHeader header;
+  header.transfer_id = transfer->fetch.transfer_id;
+  header.offset = transfer->sent_bytes;
+  header.bytes = static_cast<uint32_t>(bytes);
+  if (transfer->fetch.checksum) {
+    header.flags = kChunkHasChecksum;
+    header.checksum = Xxh3(packed);
+  }
+  transfer->sent_bytes += bytes;
+  ++metrics_->chunks_sent;
+  metrics_->bytes_sent += bytes;
+  ++(*chunks_of_peer_)[transfer->peer];
+  // The completion may outlive the transfer and this object, never the arena.
+  outbox_->data().SendChunk(
+      transfer->link, header, packed,
+      [arena = arena_, chunk, transfer, held = chunks_of_peer_](const absl::Status& status) {
+        arena->GiveBack(chunk);
+        const auto count = held->find(transfer->peer);
+        if (--count->second == 0) held->erase(count);
+        if (!status.ok() && transfer->failed.ok()) transfer->failed = status;
+      });
+}
+
+Deadline Sender::Tick(Deadline now) {
+  for (const uint64_t id : IdsWhere([&](const Transfer& t) { return t.deadline <= now; })) {
+    End(id, absl::DeadlineExceededError("the receiver's deadline passed"), /*tell=*/true);
+  }
+  std::list<Parked> overdue;
+  for (auto it = parked_.begin(); it != parked_.end();) {
+    const auto next = std::next(it);
+    if (it->until <= now) overdue.splice(overdue.end(), parked_, it);
+    it = next;
+  }
+  for (Parked& parked : overdue) RetryParked(std::move(parked));
+  metrics_->arena_chunks_taken = arena_->num_taken();
+
+  Deadline next = source_ == nullptr ? Deadline::max() : source_->Tick(now);
+  for (const TransferPtr& transfer : turn_) next = std::min(next, transfer->deadline);
+  for (const Parked& parked : parked_) next = std::min(next, parked.until);
+  return next;
+}
+
+}  // namespace kvferry

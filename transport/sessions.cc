@@ -1,0 +1,66 @@
+#include "transport/sessions.h"
+
+#include <algorithm>
+
+namespace kvferry {
+
+Session& Sessions::Insert(const PeerKey& peer, Session session) {
+  return sessions_.insert_or_assign(peer, std::move(session)).first->second;
+}
+
+void Sessions::Erase(const PeerKey& peer) { sessions_.erase(peer); }
+
+Session* Sessions::Find(const PeerKey& peer) {
+  const auto found = sessions_.find(peer);
+  return found == sessions_.end() ? nullptr : &found->second;
+}
+
+PeerKey Sessions::FindDialled(const std::string& address) const {
+  for (const auto& [peer, session] : sessions_) {
+    if (session.dialled && session.address == address) return peer;
+  }
+  return "";
+}
+
+PeerKey Sessions::FindLink(LinkId link) const {
+  for (const auto& [peer, session] : sessions_) {
+    if (session.state == Session::State::kReady && session.link == link) return peer;
+  }
+  return "";
+}
+
+std::vector<PeerKey> Sessions::Keys() const {
+  std::vector<PeerKey> keys;
+  for (const auto& [peer, session] : sessions_) keys.push_back(peer);
+  return keys;
+}
+
+std::vector<std::pair<PeerKey, Sessions::Due>> Sessions::TakeDue(Deadline now, int64_t interval_ms,
+                                                                 int64_t timeout_ms, Deadline* next) {
+  const auto interval = std::chrono::milliseconds(interval_ms);
+  const auto timeout = std::chrono::milliseconds(timeout_ms);
+  std::vector<std::pair<PeerKey, Due>> due;
+  *next = Deadline::max();
+  for (auto& [peer, session] : sessions_) {
+    if (session.state == Session::State::kGreeting) {
+      if (session.greeting_until <= now) due.emplace_back(peer, Due::kGreetingFailed);
+      *next = std::min(*next, session.greeting_until);
+      continue;
+    }
+    if (session.last_heard + timeout <= now) {
+      due.emplace_back(peer, Due::kDead);
+      continue;
+    }
+    *next = std::min(*next, session.last_heard + timeout);
+    // The side that dialled pings; the answer tells it, and the ping tells the other.
+    if (!session.dialled) continue;
+    if (session.next_ping <= now) {
+      due.emplace_back(peer, Due::kPing);
+      session.next_ping = now + interval;
+    }
+    *next = std::min(*next, session.next_ping);
+  }
+  return due;
+}
+
+}  // namespace kvferry

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "base/clock.h"
+#include "transport/control_plane.h"
+#include "transport/data_plane.h"
+
+namespace kvferry {
+
+// One peer, from hello to goodbye (docs/wire_protocol.md, "Life of a session").
+struct Session {
+  enum class State { kGreeting, kReady };
+
+  State state = State::kGreeting;
+  bool dialled = false;  // We sent the hello.
+  std::string address;   // Where we dialled; empty for an accepted peer.
+  std::string name;      // As the peer calls itself, for logs.
+  uint64_t epoch = 0;    // The peer's; 0 while greeting.
+  LinkId link = 0;       // 0 while greeting.
+  Deadline last_heard{};
+  Deadline next_ping{};
+  Deadline greeting_until{};
+};
+
+// The sessions of one node. Not thread-safe.
+class Sessions {
+ public:
+  Session& Insert(const PeerKey& peer, Session session);
+  void Erase(const PeerKey& peer);
+  // Null when there is none.
+  Session* Find(const PeerKey& peer);
+  // The dialled session with that address, or an empty key.
+  PeerKey FindDialled(const std::string& address) const;
+  PeerKey FindLink(LinkId link) const;
+  size_t size() const { return sessions_.size(); }
+
+  // What to do about a session at `now`.
+  enum class Due { kNothing, kPing, kDead, kGreetingFailed };
+  // All sessions with something due, and when to ask again at the latest. A session to be pinged counts
+  // as pinged.
+  std::vector<std::pair<PeerKey, Due>> TakeDue(Deadline now, int64_t interval_ms, int64_t timeout_ms,
+                                               Deadline* next);
+  std::vector<PeerKey> Keys() const;
+
+ private:
+  absl::flat_hash_map<PeerKey, Session> sessions_;
+};
+
+}  // namespace kvferry

@@ -1,0 +1,94 @@
+#include "transport/stream_plan.h"
+
+#include <algorithm>
+
+#include "base/status.h"
+#include "pool/page_copy.h"
+
+namespace kvferry {
+namespace {
+
+// One tensor of one layer, as far as a window of the stream covers it.
+struct Segment {
+  const BufferInfo* buffer;
+  int64_t offset;  // Into the pages of that tensor laid end to end.
+  int64_t bytes;
+  int64_t packed;  // Where the segment begins in the window.
+};
+
+template <typename Visit>
+void ForEachSegment(const KvPool& pool, int64_t num_pages, int64_t layer_bytes, int64_t offset,
+                    int64_t bytes, const Visit& visit) {
+  const KvLayout& layout = pool.layout();
+  for (int64_t done = 0; done < bytes;) {
+    const int64_t layer = (offset + done) / layer_bytes;
+    int64_t into = (offset + done) % layer_bytes;
+    for (int64_t tensor = 0; tensor < layout.num_tensors() && done < bytes; ++tensor) {
+      const BufferInfo& buffer = pool.buffer(layer, tensor);
+      const int64_t tensor_bytes = num_pages * buffer.item_bytes;
+      if (into >= tensor_bytes) {
+        into -= tensor_bytes;
+        continue;
+      }
+      const int64_t take = std::min(bytes - done, tensor_bytes - into);
+      visit(Segment{&buffer, into, take, done});
+      done += take;
+      into = 0;
+    }
+  }
+}
+
+}  // namespace
+
+StreamPlan::StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages)
+    : pool_(std::move(pool)),
+      pages_(std::move(pages)),
+      layer_bytes_(pages_.num_pages() * pool_->layout().layer_page_bytes()) {}
+
+absl::StatusOr<StreamPlan> StreamPlan::Create(std::shared_ptr<const KvPool> pool, PageRuns pages) {
+  KVFERRY_RETURN_IF_ERROR(pages.CheckWithin(pool->num_pages()));
+  // Each page once at most, so that the stream is never larger than the pool and sums cannot overflow.
+  if (pages.num_pages() > pool->num_pages()) {
+    return absl::OutOfRangeError("more pages listed than the pool has");
+  }
+  return StreamPlan(std::move(pool), std::move(pages));
+}
+
+void StreamPlan::Gather(int64_t offset, std::span<std::byte> packed) const {
+  ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset,
+                 static_cast<int64_t>(packed.size()), [&](const Segment& segment) {
+                   GatherPages(*segment.buffer, pages_, segment.offset,
+                               packed.subspan(segment.packed, segment.bytes));
+                 });
+}
+
+void StreamPlan::Scatter(int64_t offset, std::span<const std::byte> packed) const {
+  ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset,
+                 static_cast<int64_t>(packed.size()), [&](const Segment& segment) {
+                   ScatterPages(*segment.buffer, pages_, segment.offset,
+                                packed.subspan(segment.packed, segment.bytes));
+                 });
+}
+
+std::vector<int64_t> StreamPlan::PagesTouchedBy(
+    std::span<const std::pair<int64_t, int64_t>> gaps) const {
+  std::vector<bool> touched(pages_.num_pages(), false);
+  bool all = false;
+  for (const auto& [begin, end] : gaps) {
+    ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, begin, end - begin,
+                   [&](const Segment& segment) {
+                     const int64_t item = segment.buffer->item_bytes;
+                     const int64_t last = (segment.offset + segment.bytes - 1) / item;
+                     if (all) return;
+                     for (int64_t i = segment.offset / item; i <= last; ++i) touched[i] = true;
+                     all = segment.bytes == pages_.num_pages() * item;
+                   });
+  }
+  std::vector<int64_t> pages;
+  for (int64_t position = 0; position < pages_.num_pages(); ++position) {
+    if (touched[position]) pages.push_back(pages_.PageAt(position));
+  }
+  return pages;
+}
+
+}  // namespace kvferry

@@ -1,0 +1,87 @@
+#include "transport/ucx/ucx_handles.h"
+
+#include "absl/strings/str_cat.h"
+#include "base/status.h"
+
+namespace kvferry {
+
+absl::Status UcxStatus(ucs_status_t status, const std::string& what) {
+  const std::string text = absl::StrCat("ucx: ", what, ": ", ucs_status_string(status));
+  switch (status) {
+    case UCS_OK:
+      return absl::OkStatus();
+    case UCS_ERR_INVALID_PARAM:
+    case UCS_ERR_INVALID_ADDR:
+    case UCS_ERR_NO_ELEM:
+      return absl::InvalidArgumentError(text);
+    case UCS_ERR_NO_MEMORY:
+    case UCS_ERR_NO_RESOURCE:
+    case UCS_ERR_EXCEEDS_LIMIT:
+      return absl::ResourceExhaustedError(text);
+    case UCS_ERR_CANCELED:
+      return absl::CancelledError(text);
+    default:
+      return absl::UnavailableError(text);
+  }
+}
+
+absl::StatusOr<std::shared_ptr<UcxContext>> UcxContext::Create(const std::vector<Option>& options) {
+  ucp_config_t* read = nullptr;
+  ucs_status_t status = ucp_config_read(nullptr, nullptr, &read);
+  if (status != UCS_OK) return UcxStatus(status, "cannot read UCX's configuration");
+  const std::unique_ptr<ucp_config_t, void (*)(ucp_config_t*)> config(read, ucp_config_release);
+  for (const auto& [name, value] : options) {
+    status = ucp_config_modify(config.get(), name.c_str(), value.c_str());
+    if (status != UCS_OK) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("ucx: UCX_", name, "=", value, " is rejected: ", ucs_status_string(status)));
+    }
+  }
+  ucp_params_t params{};
+  params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_NAME;
+  params.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
+  params.name = "kvferry";
+  ucp_context_h context = nullptr;
+  status = ucp_init(&params, config.get(), &context);
+  if (status != UCS_OK) {
+    return UcxStatus(status, "cannot start; is net_device (UCX_NET_DEVICES) an interface of this host "
+                             "and ucx_tls (UCX_TLS) a transport of this UCX?");
+  }
+  return std::shared_ptr<UcxContext>(new UcxContext(context));
+}
+
+UcxContext::~UcxContext() { ucp_cleanup(context_); }
+
+absl::StatusOr<std::unique_ptr<UcxWorker>> UcxWorker::Create(std::shared_ptr<UcxContext> context) {
+  ucp_worker_params_t params{};
+  params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
+  // Made on the caller's thread, used on the progress thread, never on two at once.
+  params.thread_mode = UCS_THREAD_MODE_SERIALIZED;
+  ucp_worker_h worker = nullptr;
+  const ucs_status_t status = ucp_worker_create(context->get(), &params, &worker);
+  if (status != UCS_OK) {
+    return UcxStatus(status, "cannot make a worker; is net_device an interface that is up?");
+  }
+  return std::unique_ptr<UcxWorker>(new UcxWorker(std::move(context), worker));
+}
+
+UcxWorker::~UcxWorker() { ucp_worker_destroy(worker_); }
+
+absl::StatusOr<std::string> UcxWorker::Address() const {
+  ucp_address_t* address = nullptr;
+  size_t bytes = 0;
+  const ucs_status_t status = ucp_worker_get_address(worker_, &address, &bytes);
+  if (status != UCS_OK) return UcxStatus(status, "cannot get the worker's address");
+  std::string copy(reinterpret_cast<const char*>(address), bytes);
+  ucp_worker_release_address(worker_, address);
+  return copy;
+}
+
+absl::StatusOr<int> UcxWorker::EventFd() const {
+  int fd = -1;
+  const ucs_status_t status = ucp_worker_get_efd(worker_, &fd);
+  if (status != UCS_OK) return UcxStatus(status, "the transport has no event fd to sleep on");
+  return fd;
+}
+
+}  // namespace kvferry
