@@ -160,7 +160,8 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch, const WelcomeMsg& welcome);
   void OnSessionMessage(const PeerKey& peer, Session& session, MessageBody body);
   void RefuseSession(const PeerKey& peer, const absl::Status& status);
-  void DropSession(const PeerKey& peer, const absl::Status& status);
+  void DropSession(const PeerKey& peer, const absl::Status& status,
+                   spdlog::level::level_enum level = spdlog::level::warn);
 
   const Options options_;
   const uint64_t epoch_;
@@ -333,7 +334,7 @@ void NodeImpl::SayGoodbye() {
   receiver_->CancelAll(absl::CancelledError("the decode endpoint is closing"));
   for (const PeerKey& peer : sessions_.Keys()) Send(peer, ByeMsg{});
   for (const PeerKey& peer : sessions_.Keys()) {
-    DropSession(peer, absl::CancelledError("this endpoint is closing"));
+    DropSession(peer, absl::CancelledError("this endpoint is closing"), spdlog::level::info);
   }
   data_.reset();     // Waits for the links, so that no send is left that reads the arena.
   control_.reset();  // Lets the goodbyes out.
@@ -350,7 +351,7 @@ void NodeImpl::Send(const PeerKey& peer, MessageBody body) {
 
 void NodeImpl::StartFetch(uint64_t transfer_id, Receiver::Fetch fetch) {
   const std::string address = fetch.ticket.address;
-  fetch.peer = sessions_.FindDialled(address);
+  fetch.peer = sessions_.FindDialled(address, fetch.ticket.epoch);
   const std::shared_ptr<FetchHandle> handle = fetch.handle;
   if (fetch.peer.empty()) {
     const absl::Status room =
@@ -489,6 +490,15 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
   tick_now_ = true;
   Log().info("connected to '{}' at {}", absl::CEscape(session.name), session.address);
   receiver_->OnPeerReady(peer, epoch, *link);
+  // A second session to one address was opened because a ticket named another epoch. Either the process
+  // there is new, and the old session a ghost, or the ticket was stale, and this session is one too many.
+  const PeerKey twin = sessions_.FindTwin(peer);
+  if (twin.empty()) return;
+  if (sessions_.Find(twin)->epoch == epoch) {
+    DropSession(peer, absl::AlreadyExistsError("there is a session with this process already"));
+  } else {
+    DropSession(twin, absl::UnavailableError("another process has taken its address"));
+  }
 }
 
 void NodeImpl::OnSessionMessage(const PeerKey& peer, Session& session, MessageBody body) {
@@ -506,16 +516,19 @@ void NodeImpl::OnSessionMessage(const PeerKey& peer, Session& session, MessageBo
   } else if (std::holds_alternative<PingMsg>(body)) {
     Send(peer, PongMsg{});
   } else if (std::holds_alternative<ByeMsg>(body)) {
-    DropSession(peer, absl::UnavailableError(absl::StrCat("peer ", absl::CEscape(session.name),
-                                                          " has closed its endpoint")));
+    DropSession(peer,
+                absl::UnavailableError(absl::StrCat("peer ", absl::CEscape(session.name),
+                                                    " has closed its endpoint")),
+                spdlog::level::info);
   }
 }
 
-void NodeImpl::DropSession(const PeerKey& peer, const absl::Status& status) {
+void NodeImpl::DropSession(const PeerKey& peer, const absl::Status& status,
+                           spdlog::level::level_enum level) {
   const Session* found = sessions_.Find(peer);
   if (found == nullptr) return;
   const Session session = *found;
-  if (!stop_) Log().warn("session with '{}' ended: {}", absl::CEscape(session.name), status.ToString());
+  Log().log(level, "session with '{}' ended: {}", absl::CEscape(session.name), status.ToString());
   sessions_.Erase(peer);  // First: nothing below may try to send to it.
   metrics_.peers = static_cast<int64_t>(sessions_.size());
   ++metrics_.peers_lost;

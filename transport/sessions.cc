@@ -15,9 +15,21 @@ Session* Sessions::Find(const PeerKey& peer) {
   return found == sessions_.end() ? nullptr : &found->second;
 }
 
-PeerKey Sessions::FindDialled(const std::string& address) const {
+PeerKey Sessions::FindDialled(const std::string& address, uint64_t epoch) const {
   for (const auto& [peer, session] : sessions_) {
-    if (session.dialled && session.address == address) return peer;
+    const bool fits = session.state == Session::State::kGreeting || session.epoch == epoch;
+    if (session.dialled && session.address == address && fits) return peer;
+  }
+  return "";
+}
+
+PeerKey Sessions::FindTwin(const PeerKey& peer) const {
+  const std::string& address = sessions_.find(peer)->second.address;
+  for (const auto& [other, session] : sessions_) {
+    if (other != peer && session.dialled && session.state == Session::State::kReady &&
+        session.address == address) {
+      return other;
+    }
   }
   return "";
 }

@@ -34,8 +34,11 @@ class Sessions {
   void Erase(const PeerKey& peer);
   // Null when there is none.
   Session* Find(const PeerKey& peer);
-  // The dialled session with that address, or an empty key.
-  PeerKey FindDialled(const std::string& address) const;
+  // A dialled session with that address that is greeting or has that epoch, or an empty key. A ready one of
+  // another epoch does not count: the process behind the address may have been replaced.
+  PeerKey FindDialled(const std::string& address, uint64_t epoch) const;
+  // Another ready dialled session with the same address as `peer`, or an empty key.
+  PeerKey FindTwin(const PeerKey& peer) const;
   PeerKey FindLink(LinkId link) const;
   size_t size() const { return sessions_.size(); }
 
