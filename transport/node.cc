@@ -547,6 +547,8 @@ void NodeImpl::OnChunk(const ChunkHeader& header, std::span<const std::byte> pay
 void NodeImpl::OnCredit(const CreditHeader& header) { sender_->OnCredit(header); }
 
 void NodeImpl::OnLinkDown(LinkId link, const absl::Status& status) {
+  // A peer that closes in order says so on the other plane: better that than a lost connection.
+  control_->Progress(this);
   const PeerKey peer = sessions_.FindLink(link);
   if (!peer.empty()) DropSession(peer, status);
 }

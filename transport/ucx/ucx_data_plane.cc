@@ -23,8 +23,23 @@ constexpr unsigned kCreditAmId = 18;
 constexpr int64_t kSegmentSlackBytes = 4096;
 constexpr int64_t kCloseTimeoutMs = 2000;
 
-std::string TcpSegmentBytes(const Config& config) {
-  return absl::StrCat(config.chunk_bytes + kSegmentSlackBytes);
+std::vector<UcxContext::Option> UcxOptions(const Config& config) {
+  // Releases before 1.17 know a transport's own options without its name (uct_config_modify).
+  unsigned major = 0;
+  unsigned minor = 0;
+  unsigned release = 0;
+  ucp_get_version(&major, &minor, &release);
+  const std::string tcp = major == 1 && minor < 17 ? "" : "TCP_";
+  const std::string segment_bytes = absl::StrCat(config.chunk_bytes + kSegmentSlackBytes);
+  std::vector<UcxContext::Option> options = {
+      {"TLS", config.ucx_tls},
+      {tcp + "TX_SEG_SIZE", segment_bytes},
+      {tcp + "RX_SEG_SIZE", segment_bytes},
+  };
+  std::string device = config.net_device;
+  if (device.empty() && IsLoopbackHost(config.listen_host)) device = "lo";
+  if (!device.empty()) options.emplace_back("NET_DEVICES", device);
+  return options;
 }
 
 class UcxDataPlane : public DataPlane {
@@ -84,15 +99,7 @@ class UcxDataPlane : public DataPlane {
 };
 
 absl::StatusOr<std::unique_ptr<DataPlane>> UcxDataPlane::Create(const Config& config) {
-  std::vector<UcxContext::Option> options = {
-      {"TLS", config.ucx_tls},
-      {"TCP_TX_SEG_SIZE", TcpSegmentBytes(config)},
-      {"TCP_RX_SEG_SIZE", TcpSegmentBytes(config)},
-  };
-  std::string device = config.net_device;
-  if (device.empty() && IsLoopbackHost(config.listen_host)) device = "lo";
-  if (!device.empty()) options.emplace_back("NET_DEVICES", device);
-  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<UcxContext> context, UcxContext::Create(options));
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<UcxContext> context, UcxContext::Create(UcxOptions(config)));
   KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<UcxWorker> worker, UcxWorker::Create(std::move(context)));
 
   std::unique_ptr<UcxDataPlane> plane(new UcxDataPlane(std::move(worker)));
