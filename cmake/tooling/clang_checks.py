@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("base", "pool", "transport", "connector", "python", "examples", "bench", "tests")
+NOISE = re.compile(
+    r"^(\d+ warnings? (generated|treated as)|Suppressed \d+ warning|Use -header-filter)"
+)
 LAUNCHERS = ("ccache", "sccache", "distcc")
 
 
@@ -113,7 +117,8 @@ def main() -> int:
             mark.write_text(key)
             return "passed", ""
         mark.unlink(missing_ok=True)
-        return "failed", done.stdout + done.stderr
+        lines = (done.stdout + done.stderr).splitlines()
+        return "failed", "\n".join(line for line in lines if not NOISE.match(line))
 
     counts = {"passed": 0, "unchanged": 0, "failed": 0}
     with ThreadPoolExecutor(args.jobs) as pool:
