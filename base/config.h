@@ -28,7 +28,7 @@ struct Config {
   // Network interface for UCX, e.g. "eth0". Empty: "lo" when listen_host is loopback, else UCX's choice.
   std::string net_device;
   // UCX transports (UCX_TLS). Only plain active messages are used on them.
-  std::string ucx_tls = "tcp,self";
+  std::string ucx_tls = "tcp";
   int64_t chunk_bytes = 256 << 10;      // Packed path: bytes of one chunk.
   int64_t arena_bytes = 64 << 20;       // Packed path: all chunks being gathered or sent, all peers.
   int64_t credits_per_transfer = 16;    // Chunks a sender may have unacknowledged per transfer.

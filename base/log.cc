@@ -1,11 +1,36 @@
 #include "base/log.h"
 
+#include <spdlog/pattern_formatter.h>
 #include <spdlog/sinks/stdout_sinks.h>
 
 #include <cstdlib>
 #include <memory>
 
 namespace kvferry {
+namespace {
+
+// The message with control characters as \xNN: peers choose some of the words in it, and must not be able
+// to forge a line or to talk to the terminal.
+class OneLine : public spdlog::custom_flag_formatter {
+ public:
+  void format(const spdlog::details::log_msg& message, const std::tm&,
+              spdlog::memory_buf_t& out) override {
+    constexpr char kHex[] = "0123456789abcdef";
+    for (const char c : message.payload) {
+      const auto byte = static_cast<unsigned char>(c);
+      if (byte >= 0x20 && byte != 0x7f) {
+        out.push_back(c);
+      } else {
+        for (const char escaped : {'\\', 'x', kHex[byte >> 4], kHex[byte & 15]}) out.push_back(escaped);
+      }
+    }
+  }
+  std::unique_ptr<custom_flag_formatter> clone() const override {
+    return std::make_unique<OneLine>();
+  }
+};
+
+}  // namespace
 
 spdlog::logger& Log() {
   // Leaked: other static objects may log while the process exits.
@@ -13,7 +38,9 @@ spdlog::logger& Log() {
     auto* made = new spdlog::logger("kvferry", std::make_shared<spdlog::sinks::stderr_sink_mt>());
     const char* level = std::getenv("KVFERRY_LOG");
     made->set_level(level != nullptr ? spdlog::level::from_str(level) : spdlog::level::warn);
-    made->set_pattern("%Y-%m-%d %H:%M:%S.%e %l kvferry[%P:%t] %v");
+    auto formatter = std::make_unique<spdlog::pattern_formatter>();
+    formatter->add_flag<OneLine>('*').set_pattern("%Y-%m-%d %H:%M:%S.%e %l kvferry[%P:%t] %*");
+    made->set_formatter(std::move(formatter));
     return made;
   }();
   return logger;

@@ -502,8 +502,9 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
 }
 
 void NodeImpl::OnSessionMessage(const PeerKey& peer, Session& session, MessageBody body) {
+  // Whatever begins or ends a transfer may bring a deadline nearer; beats do not.
+  if (!std::holds_alternative<PingMsg>(body) && !std::holds_alternative<PongMsg>(body)) tick_now_ = true;
   if (auto* fetch = std::get_if<FetchMsg>(&body)) {
-    tick_now_ = true;
     sender_->OnFetch(peer, session.link, std::move(*fetch));
   } else if (const auto* done = std::get_if<DoneMsg>(&body)) {
     sender_->OnDone(peer, *done);
@@ -536,6 +537,7 @@ void NodeImpl::DropSession(const PeerKey& peer, const absl::Status& status,
   control_->Hangup(peer);
   sender_->OnPeerGone(peer, status);
   receiver_->OnPeerGone(peer, status);
+  tick_now_ = true;  // Leases whose transfers have just ended can expire again.
 }
 
 // ---------------------------------------------------------------- data plane events

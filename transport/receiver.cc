@@ -136,8 +136,9 @@ absl::Status Receiver::Accept(Fetch& fetch, const ChunkHeader& header,
 
 void Receiver::Credit(uint64_t transfer_id, Fetch& fetch) {
   // A quarter of the window at a time: often enough that the sender never runs dry, and one credit pays
-  // for several chunks.
-  const int64_t step = std::max<int64_t>(1, config_.credits_per_transfer / 4) * config_.chunk_bytes;
+  // for several chunks. A window of one chunk is paid back at once: the next chunk may need all of it.
+  const int64_t credits = config_.credits_per_transfer;
+  const int64_t step = credits == 1 ? 1 : std::max<int64_t>(1, credits / 4) * config_.chunk_bytes;
   if (fetch.arrived.num_bytes() - fetch.credited_bytes < step) return;
   const auto link = links_.find(fetch.peer);
   if (link == links_.end()) return;
