@@ -1,0 +1,223 @@
+"""KVFerryConnector: what vLLM loads. It only passes calls on; see scheduler.py and worker.py."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.forward_context import ForwardContext
+from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvferry.vllm import layout
+from kvferry.vllm.metadata import StepMetadata, WorkerAddress
+from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler, warn_wrong_role
+from kvferry.vllm.telemetry import Options, Trace, TransferStats, setup_logging
+from kvferry.vllm.worker import DecodeWorker, PrefillWorker
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+
+class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
+    """Moves the KV of prompts from prefill engines to decode engines, whole blocks, asynchronously.
+
+    Limits, each refused at start with a message: one KV cache group with full attention, pipeline and
+    context parallel size 1, KV in host memory. Both engines need the same model, tensor-parallel size,
+    block size and KV dtype; a wrong pairing is refused when they meet.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+    # What tests replace.
+    prefill_worker_class = PrefillWorker
+    decode_worker_class = DecodeWorker
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ):
+        """Raises ValueError for wrong options and NotImplementedError for an engine beyond the limits."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        setup_logging()
+        transfer = self._kv_transfer_config
+        self._options = Options.parse(transfer.kv_connector_extra_config)
+        layout.check_supported(vllm_config, kv_cache_config)
+        self._prefill: PrefillScheduler | None = None
+        self._decode: DecodeScheduler | None = None
+        self._prefill_worker: PrefillWorker | None = None
+        self._decode_worker: DecodeWorker | None = None
+        self._stats = TransferStats()
+        if role == KVConnectorRole.SCHEDULER:
+            block_size = layout.block_size(kv_cache_config)
+            if transfer.is_kv_producer:
+                self._prefill = PrefillScheduler(vllm_config, block_size)
+            if transfer.is_kv_consumer:
+                self._decode = DecodeScheduler(vllm_config, block_size)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """One block of one layer has to be one run of bytes."""
+        if vllm_config.model_config is None or vllm_config.model_config.use_mla:
+            return None
+        return "LBHNC"
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        return TransferStats(data or {})
+
+    # ---- Scheduler process
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        if self._prefill is not None:
+            self._prefill.set_workers(
+                {rank: it for rank, it in metadata.items() if isinstance(it, WorkerAddress)}
+            )
+
+    def on_new_request(self, request: "Request") -> None:
+        warn_wrong_role(request, self._kv_transfer_config.kv_role)
+        if self._prefill is not None:
+            self._prefill.on_new_request(request)
+
+    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
+        return self._kv_cache_config.transfer_group_ids
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._decode is None:
+            return 0, False
+        return self._decode.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        if self._decode is not None:
+            self._decode.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        meta = StepMetadata()
+        if self._prefill is not None:
+            assert self._kv_cache_manager is not None
+            self._prefill.fill(meta, scheduler_output, self._kv_cache_manager)
+        if self._decode is not None:
+            self._decode.fill(meta)
+        return meta
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._decode is not None:
+            self._decode.request_finished(request)
+        if self._prefill is not None:
+            return self._prefill.request_finished(request)
+        return False, None
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._decode is not None:
+            self._decode.update_connector_output(connector_output)
+
+    # ---- Worker processes
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Adopts the engine's cache and opens the endpoints.
+
+        Raises NotImplementedError for a cache of unknown arrangement, kvferry.Error for an address that
+        is taken.
+        """
+        tp_rank = get_tensor_model_parallel_rank()
+        cache = layout.AdoptedCache(self._vllm_config, self._kv_cache_config, kv_caches)
+        model = layout.model_identity(self._vllm_config, tp_rank)
+        name = f"{self._kv_transfer_config.engine_id}/{tp_rank}"[:128]
+        config = self._options.config(tp_rank)
+        trace = Trace(self._options.trace_path, tp_rank)
+        if self._kv_transfer_config.is_kv_producer:
+            self._prefill_worker = self.prefill_worker_class(
+                cache, config, model, name, trace, self._stats
+            )
+        if self._kv_transfer_config.is_kv_consumer:
+            self._decode_worker = self.decode_worker_class(
+                cache, config, model, name, tp_rank, trace, self._stats
+            )
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return None if self._prefill_worker is None else self._prefill_worker.address()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._prefill_worker is not None:
+            self._prefill_worker.release_preempted(kv_connector_metadata.preempted)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The step begins.
+
+        Unlike start_load_kv(), which vLLM calls after the forward for asynchronous loads, this comes
+        before it: fetches run beside the forward, and prompts are published before their layers are.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        if (prefill := self._prefill_worker) is not None:
+            prefill.withdraw(connector_metadata.withdrawn)
+            prefill.publish(connector_metadata.publications)
+        if (decode := self._decode_worker) is not None:
+            decode.load(connector_metadata.loads)
+            decode.cancel(connector_metadata.cancelled)
+            for tickets in connector_metadata.dismissed:
+                decode.dismiss(tickets)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Nothing: see bind_connector_metadata()."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request is scheduled when all its layers are there."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        if self._prefill_worker is not None:
+            self._prefill_worker.layer_saved(layer_name)
+
+    def wait_for_save(self) -> None:
+        if self._prefill_worker is not None:
+            self._prefill_worker.step_saved()
+
+    def get_finished(
+        self, finished_req_ids: set[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
+        prefill, decode = self._prefill_worker, self._decode_worker
+        sent = prefill.take_finished(finished_req_ids) if prefill is not None else None
+        received = decode.take_finished() if decode is not None else None
+        return sent or None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._decode_worker.take_missing_blocks() if self._decode_worker is not None else set()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._stats.take()
+
+    def shutdown(self) -> None:
+        for worker in (self._decode_worker, self._prefill_worker):
+            if worker is not None:
+                worker.close()
+        self._decode_worker = self._prefill_worker = None

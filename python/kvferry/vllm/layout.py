@@ -1,0 +1,151 @@
+"""vLLM's KV cache tensors as a kvferry pool, without copying them."""
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+import kvferry
+
+_MAX_MODEL_BYTES = 256  # What a hello may carry.
+
+
+def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raises NotImplementedError, naming the setting, for engines we would serve wrongly."""
+    parallel = vllm_config.parallel_config
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if (size := getattr(parallel, name, 1)) != 1:
+            raise NotImplementedError(f"KVFerryConnector needs {name} 1, not {size}")
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise NotImplementedError(
+            f"KVFerryConnector serves models with one KV cache group; this one has {len(groups)} "
+            f"({kinds or 'none'})"
+        )
+    spec = groups[0].kv_cache_spec
+    if not isinstance(spec, FullAttentionSpec) or spec.sliding_window is not None:
+        raise NotImplementedError(
+            f"KVFerryConnector serves models with full attention in every layer and pages of one "
+            f"size, not {type(spec).__name__}"
+        )
+
+
+def block_size(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens in one block."""
+    return kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+
+
+def model_identity(vllm_config: VllmConfig, tp_rank: int) -> str:
+    """What both sides of a transfer have to have in common beside the layout of their KV."""
+    model = vllm_config.model_config
+    shard = f" tp {tp_rank}/{vllm_config.parallel_config.tensor_parallel_size}"
+    revision = f" revision {model.revision}" if model.revision else ""
+    quantization = f" quantization {model.quantization}" if model.quantization else ""
+    name = os.path.basename(os.path.normpath(model.model))  # Paths differ from node to node.
+    room = _MAX_MODEL_BYTES - len((revision + quantization + shard).encode())
+    return name.encode()[:room].decode(errors="ignore") + revision + quantization + shard
+
+
+class AdoptedCache:
+    """The pool over an engine's KV cache, and which layer of it a name stands for."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        kv_caches: dict[str, torch.Tensor],
+    ):
+        """Adopts the tensors and keeps them alive.
+
+        Raises NotImplementedError, naming layer and shape, for tensors in which the bytes of a block are
+        not one run (or two: K and V), or that are not in host memory, or differ from layer to layer.
+        """
+        if not kv_caches:
+            raise ValueError("vLLM registered no KV cache")
+        num_blocks, tokens = kv_cache_config.num_blocks, block_size(kv_cache_config)
+        distinct: dict[int, torch.Tensor] = {}  # By address: some layers share another one's cache.
+        self.layer_index: dict[str, int] = {}
+        first: tuple[str, _Arrangement] | None = None
+        for name, cache in kv_caches.items():
+            arrangement = _arrangement(name, cache, num_blocks, tokens)
+            first = first or (name, arrangement)
+            if arrangement != first[1]:
+                raise NotImplementedError(
+                    f"KVFerryConnector needs the same KV cache in every layer: {first[0]} has "
+                    f"{first[1]} and {name} has {arrangement}"
+                )
+            distinct.setdefault(cache.data_ptr(), cache)
+            self.layer_index[name] = list(distinct).index(cache.data_ptr())
+        assert first is not None
+        tensors = list(distinct.values())
+        self.num_layers = len(tensors)
+        self.pool = kvferry.KvPool.adopt(
+            kvferry.KvLayout(
+                num_layers=self.num_layers,
+                page_size=tokens,
+                dtype=first[1].dtype,
+                page_format=_page_format(vllm_config, first[0], tensors[0], first[1]),
+                tensors=first[1].parts,
+            ),
+            _buffers(tensors, len(first[1].parts)),
+            tensors,
+        )
+
+
+class _Arrangement(NamedTuple):
+    """What one layer's tensor holds."""
+
+    parts: list[tuple[str, int, int]]  # Name, heads, head dim.
+    order: str  # Of a block's values: "HND", "NHD" or "ND".
+    dtype: str
+
+
+def _arrangement(name: str, cache: torch.Tensor, num_blocks: int, tokens: int) -> _Arrangement:
+    if not isinstance(cache, torch.Tensor):
+        raise NotImplementedError(f"layer {name} registered a {type(cache).__name__}, not a tensor")
+    shape = tuple(cache.shape)
+    dtype = str(cache.dtype).removeprefix("torch.")
+    problem = "this arrangement is unknown to KVFerryConnector"
+    if cache.device.type != "cpu":
+        problem = "KVFerryConnector moves KV in host memory only"
+    elif not cache.is_contiguous():
+        problem = f"strides {cache.stride()} are not contiguous"
+    elif len(shape) == 4 and (shape[0], shape[2]) == (num_blocks, tokens):
+        return _Arrangement([("kv", shape[1], shape[3])], "HND", dtype)
+    elif len(shape) == 3 and shape[:2] == (num_blocks, tokens):
+        return _Arrangement([("latent", 1, shape[2])], "ND", dtype)
+    elif len(shape) == 5 and shape[:2] == (2, num_blocks) and tokens in shape[2:4]:
+        order, heads = ("NHD", shape[3]) if shape[2] == tokens else ("HND", shape[2])
+        return _Arrangement([("k", heads, shape[4]), ("v", heads, shape[4])], order, dtype)
+    raise NotImplementedError(
+        f"KV cache of layer {name}: shape {shape} on {cache.device}, with {num_blocks} blocks of "
+        f"{tokens} tokens: {problem}"
+    )
+
+
+def _buffers(tensors: list[torch.Tensor], num_parts: int) -> list[tuple[int, int]]:
+    """(address, bytes): the first part of every layer, then the second."""
+    buffers = []
+    for part in range(num_parts):
+        for tensor in tensors:
+            size = tensor.nbytes // num_parts
+            buffers.append((tensor.data_ptr() + part * size, size))
+    return buffers
+
+
+def _page_format(
+    vllm_config: VllmConfig, layer: str, cache: torch.Tensor, arrangement: _Arrangement
+) -> str:
+    """A name for the order of values in a block; only blocks of equal names are exchanged."""
+    if cache.device.type != "cpu":
+        return arrangement.order
+    # The CPU backend packs K in the way of the instruction set that its attention kernel uses.
+    attention: Any = vllm_config.compilation_config.static_forward_context.get(layer)
+    return f"vllm-cpu-{getattr(attention, 'isa', 'unknown')}-{arrangement.order}"

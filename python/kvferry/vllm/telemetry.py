@@ -1,0 +1,169 @@
+"""What the connector says about itself: log lines, a trace file, numbers for vLLM's metrics."""
+
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+import kvferry
+
+logger = logging.getLogger("kvferry")
+TRACE_PATH = "trace_path"  # The one key of kv_connector_extra_config that is not a field of Config.
+
+
+def setup_logging() -> None:
+    """Sends our log where vLLM's goes, unless the application gave it handlers of its own."""
+    engine = logging.getLogger("vllm")
+    if logger.handlers or not engine.handlers:
+        return
+    logger.handlers = list(engine.handlers)
+    logger.setLevel(engine.getEffectiveLevel())
+    logger.propagate = False
+
+
+class Options(NamedTuple):
+    """A kv_connector_extra_config, checked."""
+
+    fields: dict[str, Any]  # Of kvferry.Config.
+    trace_path: str  # "": no trace.
+
+    @staticmethod
+    def parse(extra_config: dict[str, Any]) -> "Options":
+        """Raises ValueError, listing the right keys, for a wrong key or value."""
+        fields = dict(extra_config)
+        trace_path = fields.pop(TRACE_PATH, "")
+        if not isinstance(trace_path, str):
+            raise ValueError(f"{TRACE_PATH} is {trace_path!r}; it has to be the path of a file")
+        try:
+            kvferry.Config.make(fields)
+        except ValueError as error:
+            raise ValueError(
+                f"kv_connector_extra_config: {error} (KVFerryConnector also takes {TRACE_PATH})"
+            ) from error
+        return Options(fields, trace_path)
+
+    def config(self, tp_rank: int) -> kvferry.Config:
+        """For one worker: with a fixed listen_port, rank r listens on listen_port + r."""
+        config = kvferry.Config.make(self.fields)
+        if config.listen_port == 0 or tp_rank == 0:
+            return config
+        return kvferry.Config.make(self.fields | {"listen_port": config.listen_port + tp_rank})
+
+
+class Trace:
+    """One JSON object a line, appended to a file that several workers may share."""
+
+    def __init__(self, path: str, tp_rank: int):
+        """Raises OSError when the file cannot be opened. An empty path: nothing is written."""
+        self._file = open(path, "a", encoding="utf-8") if path else None  # noqa: SIM115
+        self._tp_rank = tp_rank
+
+    def write(self, event: str, **fields: Any) -> None:
+        if self._file is None:
+            return
+        line = {"event": event, "time": time.time(), "tp_rank": self._tp_rank, "pid": os.getpid()}
+        try:
+            self._file.write(json.dumps(line | fields) + "\n")
+            self._file.flush()  # One write a line, at the end of the file: lines do not mix.
+        except OSError as error:
+            logger.error("trace_path: %s; tracing ends", error)
+            self._file = None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+@dataclass
+class FetchRecord:
+    """One finished fetch, for the log, the trace and the metrics."""
+
+    request_id: str
+    ok: bool
+    error: str
+    blocks: int  # Asked for.
+    blocks_skipped: int  # In the local prefix cache already.
+    blocks_missing: int  # Did not arrive whole.
+    bytes: int  # Arrived.
+    wait_ms: float  # Until the request left: hello and queueing.
+    move_ms: float  # From there until all had arrived.
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.bytes / (self.move_ms * 1e6) if self.move_ms > 0 else 0.0
+
+    def log(self) -> None:
+        if self.ok:
+            logger.info(
+                "fetched KV of %s: %d blocks (%d more were cached), %d bytes, %.1f ms, %.2f GB/s",
+                self.request_id,
+                self.blocks,
+                self.blocks_skipped,
+                self.bytes,
+                self.move_ms,
+                self.gb_per_s,
+            )
+        else:
+            logger.warning(
+                "fetching KV of %s failed, %d of %d blocks are missing: %s",
+                self.request_id,
+                self.blocks_missing,
+                self.blocks,
+                self.error,
+            )
+
+
+@dataclass
+class TransferStats(KVConnectorStats):
+    """Numbers of one interval, which vLLM carries to its logger."""
+
+    KEYS = ("bytes", "move_ms", "failed", "expired")
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        self.data = {key: [] for key in self.KEYS}
+
+    def record(self, fetch: FetchRecord) -> None:
+        if fetch.ok:
+            self.data["bytes"].append(fetch.bytes)
+            self.data["move_ms"].append(fetch.move_ms)
+        else:
+            self.data["failed"].append(1)
+
+    def record_expired(self) -> None:
+        self.data["expired"].append(1)
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for key in self.KEYS:
+            self.data[key].extend(other.data.get(key, []))
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        total, milliseconds = sum(self.data["bytes"]), sum(self.data["move_ms"])
+        return {
+            "Fetches": len(self.data["bytes"]),
+            "MB fetched": round(total / 1e6, 3),
+            "Avg ms": round(milliseconds / max(1, len(self.data["bytes"])), 3),
+            "GB/s": round(total / (milliseconds * 1e6), 3) if milliseconds else 0.0,
+            "Failed fetches": len(self.data["failed"]),
+            "Expired leases": len(self.data["expired"]),
+        }
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+    def take(self) -> "TransferStats | None":
+        """These numbers, None if there are none; this object starts anew."""
+        if self.is_empty():
+            return None
+        taken = TransferStats(self.data)
+        self.reset()
+        return taken

@@ -1,0 +1,296 @@
+"""The half of the connector that lives in vLLM's worker processes: it owns the endpoints.
+
+Every method runs on the engine's own thread and none waits for a peer. The bytes move in a thread of
+the endpoint.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import kvferry
+from kvferry.vllm.layout import AdoptedCache
+from kvferry.vllm.metadata import Load, Publication, WorkerAddress
+from kvferry.vllm.telemetry import FetchRecord, Trace, TransferStats, logger
+
+# What a call of the endpoints raises for bad input and for trouble; never a reason to stop the engine.
+_REFUSED = (kvferry.Error, ValueError)
+# A preempted request's blocks are overwritten next. Nobody has its ticket yet, so this is not used up.
+_PREEMPTION_TIMEOUT_MS = 5000
+
+
+@dataclass
+class _Lease:
+    request_id: str
+    lease_id: int
+    num_blocks: int
+    published: float  # time.monotonic()
+    live: bool = True  # Until the endpoint says how it ended.
+    engine_done: bool = False  # The engine has told us that the request finished.
+    saved: set[int] = field(default_factory=set)  # Layers written in this step.
+    ready: int = 0  # Layers [0, ready) are final.
+
+
+class PrefillWorker:
+    """Publishes prompts and says when their blocks may be freed."""
+
+    def __init__(
+        self,
+        cache: AdoptedCache,
+        config: kvferry.Config,
+        model: str,
+        name: str,
+        trace: Trace,
+        stats: TransferStats,
+    ):
+        """Listens on config.listen_host:listen_port. Raises kvferry.Error if the address is taken."""
+        self._cache = cache
+        self._trace = trace
+        self._stats = stats
+        self._endpoint = kvferry.PrefillEndpoint(cache.pool, config, model, name)
+        self._leases: dict[str, _Lease] = {}  # By request.
+        self._request_of: dict[int, str] = {}  # By lease.
+        self._computing: list[_Lease] = []  # Their last layers are written in this step.
+
+    def address(self) -> WorkerAddress:
+        return WorkerAddress(self._endpoint.address, self._endpoint.epoch)
+
+    def release_preempted(self, request_ids: list[str]) -> None:
+        """Takes leases back before their blocks are overwritten."""
+        for request_id in request_ids:
+            lease = self._leases.pop(request_id, None)
+            if lease is None:
+                continue
+            del self._request_of[lease.lease_id]
+            self._trace_end(lease, "preempted")
+            if not lease.live:
+                continue
+            try:
+                self._endpoint.release(lease.lease_id, timeout_ms=_PREEMPTION_TIMEOUT_MS)
+            except kvferry.FailedPrecondition:
+                pass  # It expired meanwhile.
+            except _REFUSED as error:
+                logger.error("the blocks of preempted %s may be read still: %s", request_id, error)
+
+    def withdraw(self, request_ids: list[str]) -> None:
+        """Takes leases back whose blocks stay until take_finished() reports them."""
+        for request_id in request_ids:
+            lease = self._leases.get(request_id)
+            if lease is None or not lease.live:
+                continue
+            try:
+                self._endpoint.release(lease.lease_id, timeout_ms=0)
+            except kvferry.DeadlineExceeded:
+                pass  # Ends when the transfer that reads it has stopped.
+            except _REFUSED as error:
+                logger.debug("withdrawing %s: %s", request_id, error)
+
+    def publish(self, publications: list[Publication]) -> None:
+        """Offers prompts whose last token the coming forward computes: no layer is ready yet."""
+        for new in publications:
+            lease = _Lease(new.request_id, new.lease_id, len(new.block_ids), time.monotonic())
+            self._leases[new.request_id] = lease
+            self._request_of[new.lease_id] = new.request_id
+            try:
+                self._endpoint.publish(
+                    new.block_ids, num_tokens=new.num_tokens, lease_id=new.lease_id
+                )
+            except _REFUSED as error:
+                lease.live = False  # A fetch will be told that there is no such lease.
+                logger.error("cannot publish the KV of %s: %s", new.request_id, error)
+                self._trace_end(lease, "refused")
+                continue
+            self._computing.append(lease)
+
+    def layer_saved(self, layer_name: str) -> None:
+        """The layer's KV of this step is in the cache."""
+        layer = self._cache.layer_index.get(layer_name)
+        if layer is None:
+            return
+        for lease in self._computing:
+            lease.saved.add(layer)
+            ready = lease.ready
+            while ready in lease.saved:
+                ready += 1
+            if ready > lease.ready:
+                lease.ready = ready
+                self._mark_ready(lease)
+
+    def step_saved(self) -> None:
+        """All layers' KV of this step is in the cache."""
+        for lease in self._computing:
+            if lease.ready < self._cache.num_layers:
+                lease.ready = self._cache.num_layers
+                self._mark_ready(lease)
+        self._computing.clear()
+
+    def _mark_ready(self, lease: _Lease) -> None:
+        try:
+            self._endpoint.layer_ready(lease.lease_id, lease.ready - 1)
+        except _REFUSED as error:  # It expired or was withdrawn.
+            logger.debug("%s: %s", lease.request_id, error)
+
+    def take_finished(self, engine_finished: set[str]) -> set[str]:
+        """Requests that the engine has finished and whose leases have ended, each once."""
+        for lease_id, outcome in self._endpoint.take_ended():
+            request_id = self._request_of.get(lease_id)
+            if request_id is None:
+                continue  # Preempted.
+            lease = self._leases[request_id]
+            lease.live = False
+            self._trace_end(lease, outcome)
+            if outcome == "expired":
+                self._stats.record_expired()
+                logger.warning(
+                    "nobody fetched the KV of %s within %.1f s; its %d blocks are freed",
+                    request_id,
+                    time.monotonic() - lease.published,
+                    lease.num_blocks,
+                )
+        for request_id in engine_finished & self._leases.keys():
+            self._leases[request_id].engine_done = True
+        finished = {key for key, it in self._leases.items() if it.engine_done and not it.live}
+        for request_id in finished:
+            del self._request_of[self._leases.pop(request_id).lease_id]
+        return finished
+
+    def _trace_end(self, lease: _Lease, outcome: str) -> None:
+        self._trace.write(
+            "lease",
+            request_id=lease.request_id,
+            outcome=outcome,
+            blocks=lease.num_blocks,
+            held_ms=round((time.monotonic() - lease.published) * 1e3, 3),
+        )
+
+    def close(self) -> None:
+        """Ends all transfers."""
+        self._endpoint.close()
+
+
+@dataclass
+class _Fetch:
+    load: Load
+    tickets_usable: bool  # The prefill side can be told that nobody will come.
+    handle: kvferry.FetchHandle | None = None  # None: nothing was started.
+    error: str = ""
+
+
+class DecodeWorker:
+    """Fetches prompts and says when they have arrived, and which blocks have not."""
+
+    def __init__(
+        self,
+        cache: AdoptedCache,
+        config: kvferry.Config,
+        model: str,
+        name: str,
+        tp_rank: int,
+        trace: Trace,
+        stats: TransferStats,
+    ):
+        self.pool = cache.pool
+        self._tp_rank = tp_rank
+        self._trace = trace
+        self._stats = stats
+        self._endpoint = kvferry.DecodeEndpoint(cache.pool, config, model, name)
+        self._fetches: dict[str, _Fetch] = {}
+        self._dismissals: list[tuple[str, kvferry.FetchHandle]] = []
+        self._missing_blocks: set[int] = set()
+
+    def load(self, loads: list[Load]) -> None:
+        """Starts fetches. One that cannot be started is reported as failed by take_finished()."""
+        for load in loads:
+            self._fetches[load.request_id] = self._start(load)
+
+    def _start(self, load: Load) -> _Fetch:
+        if load.error:
+            return _Fetch(load, tickets_usable=False, error=load.error)
+        try:
+            ticket = kvferry.Ticket.parse(load.tickets[self._tp_rank])
+            blocks = load.first_block + len(load.block_ids)
+            if (ticket.num_tokens, ticket.num_pages) != (load.num_tokens, blocks):
+                error = (
+                    f"the ticket is for a prompt of {ticket.num_tokens} tokens in {ticket.num_pages} "
+                    f"blocks and this one has {load.num_tokens} in {blocks}: both engines need the same "
+                    f"prompt and block_size"
+                )
+                return _Fetch(load, tickets_usable=True, error=error)
+            handle = self._endpoint.fetch(str(ticket), load.first_block, load.block_ids)
+            return _Fetch(load, tickets_usable=True, handle=handle)
+        except _REFUSED as error:
+            return _Fetch(load, tickets_usable=False, error=str(error))
+
+    def cancel(self, request_ids: list[str]) -> None:
+        """Asks for the end of fetches; take_finished() reports them as usual."""
+        for request_id in request_ids:
+            fetch = self._fetches.get(request_id)
+            if fetch is not None and fetch.handle is not None:
+                fetch.handle.cancel()
+
+    def dismiss(self, tickets: list[str]) -> None:
+        """Tells the prefill side that nobody will fetch, so that it need not wait for the expiry."""
+        if self._tp_rank >= len(tickets):
+            return
+        ticket = tickets[self._tp_rank]
+        try:
+            self._dismissals.append((ticket, self._endpoint.fetch(ticket, 0, [])))
+        except _REFUSED as error:
+            logger.warning("cannot let go of ticket %.200r: %s", ticket, error)
+
+    def take_finished(self) -> set[str]:
+        """Requests whose fetches have ended, well or not, each once. Nothing writes to their blocks."""
+        finished = {
+            key for key, it in self._fetches.items() if it.handle is None or it.handle.done
+        }
+        for request_id in finished:
+            self._finish(self._fetches.pop(request_id))
+        self._reap_dismissals()
+        return finished
+
+    def take_missing_blocks(self) -> set[int]:
+        """Blocks of the requests that take_finished() reported whose bytes did not all arrive."""
+        missing, self._missing_blocks = self._missing_blocks, set()
+        return missing
+
+    def _finish(self, fetch: _Fetch) -> None:
+        record, missing = self._record(fetch)
+        record.log()
+        self._stats.record(record)
+        self._trace.write("fetch", **vars(record), gb_per_s=round(record.gb_per_s, 4))
+        self._missing_blocks.update(missing)
+        if not record.ok and fetch.tickets_usable:
+            self.dismiss(fetch.load.tickets)
+
+    def _record(self, fetch: _Fetch) -> tuple[FetchRecord, list[int]]:
+        load, handle = fetch.load, fetch.handle
+        if handle is None:
+            missing, ok, error, report = load.block_ids, False, fetch.error, {}
+        else:
+            # Everything may have arrived although the end went wrong: then nothing is missing.
+            missing, report = handle.missing_pages(), handle.report()
+            ok, error = handle.ok or not missing, handle.error
+        record = FetchRecord(
+            request_id=load.request_id,
+            ok=ok,
+            error=error,
+            blocks=len(load.block_ids),
+            blocks_skipped=load.first_block,
+            blocks_missing=len(missing),
+            bytes=int(report.get("bytes_done", 0)),
+            wait_ms=round(report.get("wait_seconds", 0.0) * 1e3, 3),
+            move_ms=round(report.get("move_seconds", 0.0) * 1e3, 3),
+        )
+        return record, missing
+
+    def _reap_dismissals(self) -> None:
+        under_way = []
+        for ticket, handle in self._dismissals:
+            if not handle.done:
+                under_way.append((ticket, handle))
+            elif not handle.ok:
+                logger.warning("could not let go of ticket %.200r: %s", ticket, handle.error)
+        self._dismissals = under_way
+
+    def close(self) -> None:
+        """Ends all fetches."""
+        self._endpoint.close()
