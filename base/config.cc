@@ -124,8 +124,8 @@ absl::StatusOr<Config> Config::FromJson(absl::string_view json, const Config& ba
   for (const auto& [key, value] : object.items()) {
     const Field* field = FindField(key);
     if (field == nullptr) {
-      return absl::InvalidArgumentError(absl::StrCat("config: unknown key '", key, "'; the keys are ",
-                                                     absl::StrJoin(FieldNames(), ", ")));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "config: unknown key '", key, "'; the keys are ", absl::StrJoin(FieldNames(), ", ")));
     }
     KVFERRY_RETURN_IF_ERROR(SetFromJson(*field, value, &config));
   }
@@ -167,6 +167,7 @@ absl::Status Config::Validate() const {
 bool IsLoopbackHost(absl::string_view host) {
   if (host == "localhost" || host == "::1" || host == "[::1]") return true;
   // Parsed, not matched by prefix: "127.example.com" is somebody's name server's answer.
+  if (host.find('\0') != absl::string_view::npos) return false;  // inet_pton would stop there.
   in_addr address{};
   const bool is_ipv4 = inet_pton(AF_INET, std::string(host).c_str(), &address) == 1;
   return is_ipv4 && (ntohl(address.s_addr) >> 24) == 127;

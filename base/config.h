@@ -18,31 +18,32 @@ struct Config {
   // Address that a prefill endpoint binds and hands out in its tickets. Port 0 takes a free one.
   std::string listen_host = "127.0.0.1";
   int64_t listen_port = 0;
-  // Hosts that a decode endpoint may be sent to by a ticket (tickets can travel through HTTP clients),
-  // comma separated; "*" allows any. Empty: loopback, and whatever listen_host is.
+  // Hosts that a decode endpoint may be sent to by a ticket (tickets can travel through HTTP
+  // clients), comma separated; "*" allows any. Empty: loopback, and whatever listen_host is.
   std::string allowed_hosts;
   // Peers are not authenticated yet, so listening off loopback has to be asked for.
   bool allow_insecure_network = false;
 
   // --- Data plane ---
-  // Network interface for UCX, e.g. "eth0". Empty: "lo" when listen_host is loopback, else UCX's choice.
+  // Network interface for UCX, e.g. "eth0". Empty: "lo" when listen_host is loopback, else UCX's
+  // choice.
   std::string net_device;
   // UCX transports (UCX_TLS). Only plain active messages are used on them.
   std::string ucx_tls = "tcp";
-  int64_t chunk_bytes = 256 << 10;      // Packed path: bytes of one chunk.
-  int64_t arena_bytes = 64 << 20;       // Packed path: all chunks being gathered or sent, all peers.
-  int64_t credits_per_transfer = 16;    // Chunks a sender may have unacknowledged per transfer.
-  bool checksum = false;                // XXH3 of each chunk, verified before it is scattered.
+  int64_t chunk_bytes = 256 << 10;    // Packed path: bytes of one chunk.
+  int64_t arena_bytes = 64 << 20;     // Packed path: all chunks being gathered or sent, all peers.
+  int64_t credits_per_transfer = 16;  // Chunks a sender may have unacknowledged per transfer.
+  bool checksum = false;              // XXH3 of each chunk, verified before it is scattered.
 
   // --- Time ---
   int64_t heartbeat_interval_ms = 1000;
-  int64_t heartbeat_timeout_ms = 5000;  // Silence after which a peer is taken for dead.
-  int64_t connect_timeout_ms = 5000;    // A hello without an answer.
-  int64_t lease_ms = 60000;             // A published request nobody fetches.
-  int64_t publish_grace_ms = 1000;      // A fetch may precede its publish by this much.
-  int64_t fetch_timeout_ms = 30000;     // Default deadline of a fetch.
+  int64_t heartbeat_timeout_ms = 10000;   // Silence after which a peer is taken for dead.
+  int64_t connect_timeout_ms = 10000;     // A hello without an answer.
+  int64_t lease_ms = 60000;               // A published request nobody fetches.
+  int64_t publish_grace_ms = 1000;        // A fetch may precede its publish by this much.
+  int64_t fetch_timeout_ms = 30000;       // Default deadline of a fetch.
   int64_t max_fetch_timeout_ms = 600000;  // Longest deadline that a peer may ask for.
-  int64_t busy_poll_us = 50;            // Spinning after the last activity, before the thread sleeps.
+  int64_t busy_poll_us = 50;  // Spinning after the last activity, before the thread sleeps.
 
   // --- Limits: reaching one is answered with RESOURCE_EXHAUSTED ---
   int64_t max_peers = 256;

@@ -9,8 +9,8 @@
 namespace kvferry {
 namespace {
 
-// The message with control characters as \xNN: peers choose some of the words in it, and must not be able
-// to forge a line or to talk to the terminal.
+// The message with control characters as \xNN: peers choose some of the words in it, and must not
+// be able to forge a line or to talk to the terminal.
 class OneLine : public spdlog::custom_flag_formatter {
  public:
   void format(const spdlog::details::log_msg& message, const std::tm&,
@@ -21,7 +21,8 @@ class OneLine : public spdlog::custom_flag_formatter {
       if (byte >= 0x20 && byte != 0x7f) {
         out.push_back(c);
       } else {
-        for (const char escaped : {'\\', 'x', kHex[byte >> 4], kHex[byte & 15]}) out.push_back(escaped);
+        for (const char escaped : {'\\', 'x', kHex[byte >> 4], kHex[byte & 15]})
+          out.push_back(escaped);
       }
     }
   }

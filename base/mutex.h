@@ -1,7 +1,8 @@
 #pragma once
 
-// std::mutex with Clang thread-safety annotations. absl::Mutex would do, but distributions ship Abseil
-// without ThreadSanitizer instrumentation, and TSan then cannot see its lock order; it does see pthreads.
+// std::mutex with Clang thread-safety annotations. absl::Mutex would do, but distributions ship
+// Abseil without ThreadSanitizer instrumentation, and TSan then cannot see its lock order; it does
+// see pthreads.
 
 #include <condition_variable>
 #include <mutex>

@@ -4,8 +4,8 @@
 
 namespace kvferry {
 
-// An unpredictable, non-zero 64-bit number from the operating system: epochs, lease and transfer ids.
-// Thread-safe.
+// An unpredictable, non-zero 64-bit number from the operating system: epochs, lease and transfer
+// ids. Thread-safe.
 uint64_t RandomId();
 
 }  // namespace kvferry

@@ -1,7 +1,7 @@
 #pragma once
 
-// Early return on a failed absl::Status or absl::StatusOr. Every API of kvferry that can fail returns
-// one of the two; no exception crosses a kvferry function.
+// Early return on a failed absl::Status or absl::StatusOr. Every API of kvferry that can fail
+// returns one of the two; no exception crosses a kvferry function.
 
 #include <utility>
 
@@ -16,11 +16,11 @@ const absl::Status& AsStatus(const absl::StatusOr<T>& result) {
 }
 }  // namespace kvferry::internal
 
-#define KVFERRY_RETURN_IF_ERROR(expr)                                       \
-  do {                                                                      \
-    if (auto kvferry_status_ = (expr); !kvferry_status_.ok()) {             \
-      return ::kvferry::internal::AsStatus(kvferry_status_);                \
-    }                                                                       \
+#define KVFERRY_RETURN_IF_ERROR(expr)                           \
+  do {                                                          \
+    if (auto kvferry_status_ = (expr); !kvferry_status_.ok()) { \
+      return ::kvferry::internal::AsStatus(kvferry_status_);    \
+    }                                                           \
   } while (false)
 
 #define KVFERRY_CONCAT_INNER_(a, b) a##b

@@ -22,25 +22,26 @@ absl::string_view LeaseOutcomeName(LeaseOutcome outcome) {
 absl::Status LeaseTable::NotLive(uint64_t lease_id) const {
   const auto found = remembered_.find(lease_id);
   if (found == remembered_.end()) {
-    return absl::NotFoundError(absl::StrCat("lease ", absl::Hex(lease_id),
-                                            " is unknown here; was the ticket made by this process?"));
+    return absl::NotFoundError(absl::StrCat(
+        "lease ", absl::Hex(lease_id), " is unknown here; was the ticket made by this process?"));
   }
   const absl::string_view hint =
       found->second == LeaseOutcome::kExpired ? "; raise lease_ms or fetch sooner" : "";
-  return absl::FailedPreconditionError(absl::StrCat("lease ", absl::Hex(lease_id), " has already been ",
-                                                    LeaseOutcomeName(found->second), hint));
+  return absl::FailedPreconditionError(absl::StrCat(
+      "lease ", absl::Hex(lease_id), " has already been ", LeaseOutcomeName(found->second), hint));
 }
 
 absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t ready_layers,
                                  Deadline expiry) {
   MutexLock lock(&mutex_);
   if (leases_.contains(lease_id) || remembered_.contains(lease_id)) {
-    return absl::AlreadyExistsError(absl::StrCat("lease ", absl::Hex(lease_id), " was published before"));
+    return absl::AlreadyExistsError(
+        absl::StrCat("lease ", absl::Hex(lease_id), " was published before"));
   }
   if (static_cast<int64_t>(leases_.size() + ended_.size()) >= config_.max_leases) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("max_leases (", config_.max_leases, "): ", leases_.size(), " requests are published and ",
-                     ended_.size(), " ended ones have not been taken"));
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "max_leases (", config_.max_leases, "): ", leases_.size(), " requests are published and ",
+        ended_.size(), " ended ones have not been taken"));
   }
   leases_.emplace(lease_id, Lease{std::move(pages), ready_layers, expiry, State::kIdle});
   return absl::OkStatus();
@@ -81,9 +82,9 @@ absl::StatusOr<PageRuns> LeaseTable::BeginTransfer(uint64_t lease_id) {
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) return NotLive(lease_id);
   if (found->second.state != State::kIdle) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("lease ", absl::Hex(lease_id), " is being ",
-                     found->second.state == State::kTransferring ? "fetched already" : "withdrawn"));
+    return absl::FailedPreconditionError(absl::StrCat(
+        "lease ", absl::Hex(lease_id), " is being ",
+        found->second.state == State::kTransferring ? "fetched already" : "withdrawn"));
   }
   found->second.state = State::kTransferring;
   return found->second.pages;

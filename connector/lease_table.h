@@ -30,12 +30,11 @@ struct EndedLease {
 // The requests that a prefill side has published.
 //
 //   state          on                        becomes        because
-//   idle           BeginTransfer             transferring   a fetch reads the pages: no expiry meanwhile
-//   idle           expiry                    ended expired  nobody came
-//   idle           Withdraw, NothingNeeded   ended          -
-//   transferring   EndTransfer(OK)           ended fetched  -
-//   transferring   EndTransfer(error)        idle           the decode side may come again, until expiry
-//   transferring   Withdraw                  withdrawing    the pages are still being read
+//   idle           BeginTransfer             transferring   a fetch reads the pages: no expiry
+//   meanwhile idle           expiry                    ended expired  nobody came idle Withdraw,
+//   NothingNeeded   ended          - transferring   EndTransfer(OK)           ended fetched  -
+//   transferring   EndTransfer(error)        idle           the decode side may come again, until
+//   expiry transferring   Withdraw                  withdrawing    the pages are still being read
 //   withdrawing    EndTransfer(any)          ended          fetched if all arrived, else released
 //
 // Pages belong to the owner again when the lease has ended, not before. Thread-safe; never blocks.
@@ -43,12 +42,13 @@ class LeaseTable : public FetchSource {
  public:
   explicit LeaseTable(const Config& config) : config_(config) {}
 
-  // ALREADY_EXISTS for a lease id that was used before, RESOURCE_EXHAUSTED at max_leases (live ones and
-  // ended ones not yet taken).
+  // ALREADY_EXISTS for a lease id that was used before, RESOURCE_EXHAUSTED at max_leases (live ones
+  // and ended ones not yet taken).
   absl::Status Publish(uint64_t lease_id, PageRuns pages, int64_t ready_layers, Deadline expiry);
   // Layers [0, layers) are final; never shrinks. NOT_FOUND for a lease that is not live.
   absl::Status SetReadyLayers(uint64_t lease_id, int64_t layers);
-  // True: ended at once. False: a transfer has to end first. NOT_FOUND for a lease that is not live.
+  // True: ended at once. False: a transfer has to end first. NOT_FOUND for a lease that is not
+  // live.
   absl::StatusOr<bool> Withdraw(uint64_t lease_id);
   // Leases that ended since the last call, oldest first.
   std::vector<EndedLease> TakeEnded();

@@ -39,8 +39,7 @@ absl::StatusOr<Ticket> PrefillEndpoint::Publish(const Publication& publication) 
 
 absl::Status PrefillEndpoint::LayerReady(uint64_t lease_id, int64_t layer) {
   if (layer < 0 || layer >= pool_->layout().num_layers) {
-    return absl::OutOfRangeError(
-        absl::StrCat("layer ", layer, " of ", pool_->layout().num_layers));
+    return absl::OutOfRangeError(absl::StrCat("layer ", layer, " of ", pool_->layout().num_layers));
   }
   KVFERRY_RETURN_IF_ERROR(leases_.SetReadyLayers(lease_id, layer + 1));
   node_->LeaseChanged(lease_id);

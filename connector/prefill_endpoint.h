@@ -24,8 +24,8 @@ struct EndpointOptions {
   std::string name;   // For the peer's logs.
 };
 
-// The side that computes KV and lets others fetch it. Serves any number of decode processes. All methods
-// are thread-safe and none blocks, except Release and the destructor, for a bounded time.
+// The side that computes KV and lets others fetch it. Serves any number of decode processes. All
+// methods are thread-safe and none blocks, except Release and the destructor, for a bounded time.
 class PrefillEndpoint {
  public:
   // Listens on config.listen_host:listen_port.
@@ -43,12 +43,12 @@ class PrefillEndpoint {
     int64_t ready_layers = 0;  // Layers [0, n) are final already.
     int64_t lease_ms = 0;      // 0: config.lease_ms.
   };
-  // Offers a request. From here on until the lease has ended (TakeEnded), the pages must keep their bytes.
-  // OUT_OF_RANGE for a page that is not in the pool, ALREADY_EXISTS, RESOURCE_EXHAUSTED.
+  // Offers a request. From here on until the lease has ended (TakeEnded), the pages must keep their
+  // bytes. OUT_OF_RANGE for a page that is not in the pool, ALREADY_EXISTS, RESOURCE_EXHAUSTED.
   absl::StatusOr<Ticket> Publish(const Publication& publication);
 
-  // Layer `layer` and all before it are final; a fetch may be waiting for them. NOT_FOUND for an unknown
-  // lease, FAILED_PRECONDITION for one that has ended.
+  // Layer `layer` and all before it are final; a fetch may be waiting for them. NOT_FOUND for an
+  // unknown lease, FAILED_PRECONDITION for one that has ended.
   absl::Status LayerReady(uint64_t lease_id, int64_t layer);
   absl::Status AllLayersReady(uint64_t lease_id);
 
@@ -56,7 +56,8 @@ class PrefillEndpoint {
   // DEADLINE_EXCEEDED: not yet. FAILED_PRECONDITION: it had ended before.
   absl::Status Release(uint64_t lease_id, Deadline deadline);
 
-  // Leases that ended since the last call: their pages are the caller's again. Each is reported once.
+  // Leases that ended since the last call: their pages are the caller's again. Each is reported
+  // once.
   std::vector<EndedLease> TakeEnded() { return leases_.TakeEnded(); }
   int64_t num_live_leases() const { return leases_.num_live(); }
 

@@ -71,13 +71,15 @@ absl::StatusOr<DType> ParseDType(absl::string_view name) {
     if (row.name == plain) return row.dtype;
     absl::StrAppend(&known, known.empty() ? "" : ", ", row.name);
   }
-  return absl::InvalidArgumentError(
-      absl::StrCat("dtype '", name, "' is not one of ", known));
+  return absl::InvalidArgumentError(absl::StrCat("dtype '", name, "' is not one of ", known));
 }
 
-KvLayout KvLayout::Mha(int64_t num_layers, int64_t page_size, int64_t num_kv_heads, int64_t head_dim,
-                       DType dtype) {
-  return {num_layers, page_size, dtype, "NHD",
+KvLayout KvLayout::Mha(int64_t num_layers, int64_t page_size, int64_t num_kv_heads,
+                       int64_t head_dim, DType dtype) {
+  return {num_layers,
+          page_size,
+          dtype,
+          "NHD",
           {{"k", num_kv_heads, head_dim}, {"v", num_kv_heads, head_dim}}};
 }
 

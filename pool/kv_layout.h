@@ -1,6 +1,7 @@
 #pragma once
 
-// How one request's keys and values lie in memory: what two peers must agree on before a byte moves.
+// How one request's keys and values lie in memory: what two peers must agree on before a byte
+// moves.
 
 #include <cstdint>
 #include <string>
@@ -16,7 +17,8 @@ enum class DType : uint8_t { kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8
 
 int64_t DTypeBytes(DType dtype);
 absl::string_view DTypeName(DType dtype);
-// Accepts the names that torch uses, with or without "torch.": float32, bfloat16, float8_e4m3fn, ...
+// Accepts the names that torch uses, with or without "torch.": float32, bfloat16, float8_e4m3fn,
+// ...
 absl::StatusOr<DType> ParseDType(absl::string_view name);
 
 // One tensor of a layer. A page of it holds [page_size, num_heads, head_dim] values (NHD) or
@@ -35,8 +37,8 @@ struct KvLayout {
   int64_t num_layers = 0;
   int64_t page_size = 0;  // Tokens in a page.
   DType dtype = DType::kBFloat16;
-  // "NHD", "HND", or the name of an engine's private arrangement. Peers move whole pages, so equal names
-  // are all they need.
+  // "NHD", "HND", or the name of an engine's private arrangement. Peers move whole pages, so equal
+  // names are all they need.
   std::string page_format = "NHD";
   std::vector<KvTensor> tensors;  // The same in every layer.
 
@@ -44,8 +46,8 @@ struct KvLayout {
   static KvLayout Mha(int64_t num_layers, int64_t page_size, int64_t num_kv_heads, int64_t head_dim,
                       DType dtype);
   // K and V of a head side by side, [.., 2 * head_dim], as in vLLM's CPU backend.
-  static KvLayout Fused(int64_t num_layers, int64_t page_size, int64_t num_kv_heads, int64_t head_dim,
-                        DType dtype);
+  static KvLayout Fused(int64_t num_layers, int64_t page_size, int64_t num_kv_heads,
+                        int64_t head_dim, DType dtype);
   // One latent vector a token: kv_lora_rank + qk_rope_head_dim values.
   static KvLayout Mla(int64_t num_layers, int64_t page_size, int64_t latent_dim, DType dtype);
 

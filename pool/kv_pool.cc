@@ -16,7 +16,8 @@ int64_t AlignUp(int64_t bytes) {
   return (bytes + kBufferAlignment - 1) / kBufferAlignment * kBufferAlignment;
 }
 
-absl::Status CheckBuffer(const KvLayout& layout, std::span<const BufferInfo> buffers, int64_t index) {
+absl::Status CheckBuffer(const KvLayout& layout, std::span<const BufferInfo> buffers,
+                         int64_t index) {
   const BufferInfo& buffer = buffers[index];
   const int64_t want_item_bytes = layout.item_bytes(index / layout.num_layers);
   const auto bad = [&](auto&&... what) {
@@ -24,10 +25,12 @@ absl::Status CheckBuffer(const KvLayout& layout, std::span<const BufferInfo> buf
   };
   if (buffer.address == nullptr) return bad("has a null address");
   if (buffer.item_bytes != want_item_bytes) {
-    return bad("has item_bytes ", buffer.item_bytes, " but the layout's pages have ", want_item_bytes);
+    return bad("has item_bytes ", buffer.item_bytes, " but the layout's pages have ",
+               want_item_bytes);
   }
   if (buffer.bytes <= 0 || buffer.bytes % want_item_bytes != 0) {
-    return bad("has ", buffer.bytes, " bytes, which is no multiple of item_bytes ", want_item_bytes);
+    return bad("has ", buffer.bytes, " bytes, which is no multiple of item_bytes ",
+               want_item_bytes);
   }
   const int64_t pages = buffer.bytes / want_item_bytes;
   const int64_t first_pages = buffers[0].bytes / layout.item_bytes(0);
@@ -49,9 +52,8 @@ absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Create(const KvLayout& layout, i
   // With at most 2^44 bytes (16 TiB) in all, none of the sums below can overflow.
   const int64_t max_pages = std::max<int64_t>(1, (int64_t{1} << 44) / layout.page_bytes());
   if (num_pages < 1 || num_pages > max_pages) {
-    return absl::InvalidArgumentError(absl::StrCat("pool: num_pages is ", num_pages,
-                                                   " but must lie in [1, ", max_pages,
-                                                   "] for this layout"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "pool: num_pages is ", num_pages, " but must lie in [1, ", max_pages, "] for this layout"));
   }
   int64_t slab_bytes = 0;
   for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
@@ -75,9 +77,9 @@ absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Adopt(const KvLayout& layout,
                                                       std::shared_ptr<const void> owner) {
   KVFERRY_RETURN_IF_ERROR(layout.Validate());
   if (static_cast<int64_t>(buffers.size()) != layout.num_buffers()) {
-    return absl::InvalidArgumentError(absl::StrCat("pool: ", buffers.size(),
-                                                   " buffers given but the layout (",
-                                                   layout.ToString(), ") has ", layout.num_buffers()));
+    return absl::InvalidArgumentError(
+        absl::StrCat("pool: ", buffers.size(), " buffers given but the layout (", layout.ToString(),
+                     ") has ", layout.num_buffers()));
   }
   for (int64_t index = 0; index < layout.num_buffers(); ++index) {
     KVFERRY_RETURN_IF_ERROR(CheckBuffer(layout, buffers, index));

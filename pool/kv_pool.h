@@ -19,18 +19,20 @@ struct BufferInfo {
   int64_t item_bytes = 0;  // Bytes of one page in this buffer.
 };
 
-// The memory of a paged KV cache in one process: layout().num_buffers() buffers of num_pages() pages.
+// The memory of a paged KV cache in one process: layout().num_buffers() buffers of num_pages()
+// pages.
 //
-// Either owns its memory (Create) or looks at an engine's (Adopt); nothing is ever copied. Immutable
-// after construction, so any thread may use it; the bytes of a page belong to whoever holds the page.
+// Either owns its memory (Create) or looks at an engine's (Adopt); nothing is ever copied.
+// Immutable after construction, so any thread may use it; the bytes of a page belong to whoever
+// holds the page.
 class KvPool {
  public:
   // Zeroed memory of the pool's own. RESOURCE_EXHAUSTED when the machine will not give it,
   // INVALID_ARGUMENT for a bad layout or page count.
   static absl::StatusOr<std::shared_ptr<KvPool>> Create(const KvLayout& layout, int64_t num_pages);
 
-  // Looks at `buffers`, K layers then V layers (KvLayout::buffer_index), all of the same page count.
-  // `owner` is kept alive as long as the pool; the memory must stay valid while it lives.
+  // Looks at `buffers`, K layers then V layers (KvLayout::buffer_index), all of the same page
+  // count. `owner` is kept alive as long as the pool; the memory must stay valid while it lives.
   // INVALID_ARGUMENT names the buffer whose address, size or item size does not fit the layout.
   static absl::StatusOr<std::shared_ptr<KvPool>> Adopt(const KvLayout& layout,
                                                        std::span<const BufferInfo> buffers,
@@ -46,7 +48,8 @@ class KvPool {
   std::span<std::byte> page(int64_t layer, int64_t tensor, int64_t page_id) const;
 
  private:
-  KvPool(const KvLayout& layout, std::vector<BufferInfo> buffers, std::shared_ptr<const void> owner);
+  KvPool(const KvLayout& layout, std::vector<BufferInfo> buffers,
+         std::shared_ptr<const void> owner);
 
   const KvLayout layout_;
   const std::vector<BufferInfo> buffers_;

@@ -36,8 +36,8 @@ void PageAllocator::EraseFree(PageRun run) {
 
 absl::StatusOr<PageRuns> PageAllocator::Allocate(int64_t count) {
   if (count < 1) {
-    return absl::InvalidArgumentError(absl::StrCat("page allocator: count is ", count,
-                                                   " but must be at least 1"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("page allocator: count is ", count, " but must be at least 1"));
   }
   if (count > num_free_) {
     return absl::ResourceExhaustedError(absl::StrCat("page allocator: ", count, " pages asked, ",
@@ -75,9 +75,8 @@ absl::Status PageAllocator::CheckAllocated(std::span<const PageRun> sorted) cons
     if (next == by_start_.begin()) continue;
     const auto [free_first, free_count] = *std::prev(next);
     if (free_first + free_count > run.first) {
-      return absl::InvalidArgumentError(absl::StrCat("page allocator: page ",
-                                                     std::max(free_first, run.first),
-                                                     " is already free"));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "page allocator: page ", std::max(free_first, run.first), " is already free"));
     }
   }
   return absl::OkStatus();

@@ -11,10 +11,10 @@
 
 namespace kvferry {
 
-// Imagine the pages of `runs` laid end to end: runs.num_pages() * buffer.item_bytes bytes. Gather copies
-// the window [offset, offset + packed.size()) of them into `packed`; Scatter copies `packed` into that
-// window. One memcpy a run. The window and the pages must be inside the list and the buffer; the caller
-// has checked both (PageRuns::CheckWithin). Thread-compatible.
+// Imagine the pages of `runs` laid end to end: runs.num_pages() * buffer.item_bytes bytes. Gather
+// copies the window [offset, offset + packed.size()) of them into `packed`; Scatter copies `packed`
+// into that window. One memcpy a run. The window and the pages must be inside the list and the
+// buffer; the caller has checked both (PageRuns::CheckWithin). Thread-compatible.
 void GatherPages(const BufferInfo& buffer, const PageRuns& runs, int64_t offset,
                  std::span<std::byte> packed);
 void ScatterPages(const BufferInfo& buffer, const PageRuns& runs, int64_t offset,

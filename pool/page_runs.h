@@ -22,8 +22,8 @@ struct PageRun {
 class PageRuns {
  public:
   PageRuns() = default;
-  // Merges neighbours: {4, 5, 6, 9} becomes runs {4 x 3}, {9 x 1}. Order is kept, repeats are legal here.
-  // INVALID_ARGUMENT on a page id outside [0, kMaxPages).
+  // Merges neighbours: {4, 5, 6, 9} becomes runs {4 x 3}, {9 x 1}. Order is kept, repeats are legal
+  // here. INVALID_ARGUMENT on a page id outside [0, kMaxPages).
   static absl::StatusOr<PageRuns> FromPages(std::span<const int64_t> pages);
   // INVALID_ARGUMENT on a negative first, a count below 1, or more than kMaxPages in all.
   static absl::StatusOr<PageRuns> FromRuns(std::span<const PageRun> runs);

@@ -1,5 +1,5 @@
-// Python bindings: argument conversion and nothing else. Behaviour, units and errors are documented in the
-// C++ headers that each class wraps.
+// Python bindings: argument conversion and nothing else. Behaviour, units and errors are documented
+// in the C++ headers that each class wraps.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -87,14 +87,14 @@ PyObject* ExceptionFor(absl::StatusCode code) {
 }
 
 void BindErrors(nb::module_& module) {
-  g_error = PyErr_NewExceptionWithDoc("kvferry.Error", "Base of kvferry's errors.", PyExc_RuntimeError,
-                                      nullptr);
+  g_error = PyErr_NewExceptionWithDoc("kvferry.Error", "Base of kvferry's errors.",
+                                      PyExc_RuntimeError, nullptr);
   module.attr("Error") = nb::borrow(g_error);
   for (size_t i = 0; i < kErrors.size(); ++i) {
     const bool timeout = kErrors[i].code == absl::StatusCode::kDeadlineExceeded;
-    const nb::object bases = timeout ? nb::object(nb::make_tuple(nb::borrow(g_error),
-                                                                 nb::borrow(PyExc_TimeoutError)))
-                                     : nb::borrow(g_error);
+    const nb::object bases =
+        timeout ? nb::object(nb::make_tuple(nb::borrow(g_error), nb::borrow(PyExc_TimeoutError)))
+                : nb::borrow(g_error);
     const std::string name = std::string("kvferry.") + kErrors[i].name;
     g_errors[i] = PyErr_NewException(name.c_str(), bases.ptr(), nullptr);
     module.attr(kErrors[i].name) = nb::borrow(g_errors[i]);
@@ -143,10 +143,11 @@ KvLayout Validated(const KvLayout& layout) {
 
 void BindConfig(nb::module_& module) {
   nb::class_<Config> config(module, "Config", "All tunables; see base/config.h.");
-  config.def_static("make", &MakeConfig, "options"_a = nb::none(),
-                    nb::sig("def make(options: dict[str, object] | None = None) -> Config"),
-                    "Defaults, then KVFERRY_* variables, then options; validated. ValueError names the "
-                    "wrong key or value and lists the right ones.");
+  config.def_static(
+      "make", &MakeConfig, "options"_a = nb::none(),
+      nb::sig("def make(options: dict[str, object] | None = None) -> Config"),
+      "Defaults, then KVFERRY_* variables, then options; validated. ValueError names the "
+      "wrong key or value and lists the right ones.");
   config.def_static("field_names", &Config::FieldNames, "Keys that make() knows.");
   config.def_ro("listen_host", &Config::listen_host)
       .def_ro("listen_port", &Config::listen_port)
@@ -173,34 +174,37 @@ void BindConfig(nb::module_& module) {
 
 void BindLayout(nb::module_& module) {
   nb::class_<KvLayout>(module, "KvLayout", "How KV lies in memory; see pool/kv_layout.h.")
-      .def("__init__",
-           [](KvLayout* self, int64_t num_layers, int64_t page_size, const std::string& dtype,
-              const std::string& page_format, const std::vector<TensorTuple>& tensors) {
-             new (self) KvLayout(MakeLayout(num_layers, page_size, dtype, page_format, tensors));
-           },
-           nb::kw_only(), "num_layers"_a, "page_size"_a, "dtype"_a, "page_format"_a, "tensors"_a,
-           "tensors: (name, num_heads, head_dim) of each tensor of one layer.")
-      .def_static("mha",
-                  [](int64_t num_layers, int64_t page_size, int64_t num_kv_heads, int64_t head_dim,
-                     const std::string& dtype) {
-                    return Validated(KvLayout::Mha(num_layers, page_size, num_kv_heads, head_dim,
-                                                   Value(ParseDType(dtype))));
-                  },
-                  "num_layers"_a, "page_size"_a, "num_kv_heads"_a, "head_dim"_a, "dtype"_a)
-      .def_static("fused",
-                  [](int64_t num_layers, int64_t page_size, int64_t num_kv_heads, int64_t head_dim,
-                     const std::string& dtype) {
-                    return Validated(KvLayout::Fused(num_layers, page_size, num_kv_heads, head_dim,
-                                                     Value(ParseDType(dtype))));
-                  },
-                  "num_layers"_a, "page_size"_a, "num_kv_heads"_a, "head_dim"_a, "dtype"_a)
-      .def_static("mla",
-                  [](int64_t num_layers, int64_t page_size, int64_t latent_dim,
-                     const std::string& dtype) {
-                    return Validated(
-                        KvLayout::Mla(num_layers, page_size, latent_dim, Value(ParseDType(dtype))));
-                  },
-                  "num_layers"_a, "page_size"_a, "latent_dim"_a, "dtype"_a)
+      .def(
+          "__init__",
+          [](KvLayout* self, int64_t num_layers, int64_t page_size, const std::string& dtype,
+             const std::string& page_format, const std::vector<TensorTuple>& tensors) {
+            new (self) KvLayout(MakeLayout(num_layers, page_size, dtype, page_format, tensors));
+          },
+          nb::kw_only(), "num_layers"_a, "page_size"_a, "dtype"_a, "page_format"_a, "tensors"_a,
+          "tensors: (name, num_heads, head_dim) of each tensor of one layer.")
+      .def_static(
+          "mha",
+          [](int64_t num_layers, int64_t page_size, int64_t num_kv_heads, int64_t head_dim,
+             const std::string& dtype) {
+            return Validated(KvLayout::Mha(num_layers, page_size, num_kv_heads, head_dim,
+                                           Value(ParseDType(dtype))));
+          },
+          "num_layers"_a, "page_size"_a, "num_kv_heads"_a, "head_dim"_a, "dtype"_a)
+      .def_static(
+          "fused",
+          [](int64_t num_layers, int64_t page_size, int64_t num_kv_heads, int64_t head_dim,
+             const std::string& dtype) {
+            return Validated(KvLayout::Fused(num_layers, page_size, num_kv_heads, head_dim,
+                                             Value(ParseDType(dtype))));
+          },
+          "num_layers"_a, "page_size"_a, "num_kv_heads"_a, "head_dim"_a, "dtype"_a)
+      .def_static(
+          "mla",
+          [](int64_t num_layers, int64_t page_size, int64_t latent_dim, const std::string& dtype) {
+            return Validated(
+                KvLayout::Mla(num_layers, page_size, latent_dim, Value(ParseDType(dtype))));
+          },
+          "num_layers"_a, "page_size"_a, "latent_dim"_a, "dtype"_a)
       .def_ro("num_layers", &KvLayout::num_layers)
       .def_ro("page_size", &KvLayout::page_size)
       .def_ro("page_format", &KvLayout::page_format)
@@ -215,12 +219,13 @@ void BindLayout(nb::module_& module) {
                    })
       .def_prop_ro("page_bytes", &KvLayout::page_bytes, "Bytes of one page over all layers.")
       .def_prop_ro("layer_page_bytes", &KvLayout::layer_page_bytes)
-      .def("item_bytes",
-           [](const KvLayout& self, int64_t tensor) {
-             if (tensor < 0 || tensor >= self.num_tensors()) throw nb::index_error("tensor");
-             return self.item_bytes(tensor);
-           },
-           "tensor"_a, "Bytes of one page of that tensor in one layer.")
+      .def(
+          "item_bytes",
+          [](const KvLayout& self, int64_t tensor) {
+            if (tensor < 0 || tensor >= self.num_tensors()) throw nb::index_error("tensor");
+            return self.item_bytes(tensor);
+          },
+          "tensor"_a, "Bytes of one page of that tensor in one layer.")
       .def("__eq__", [](const KvLayout& a, const KvLayout& b) { return a == b; })
       .def("__repr__", [](const KvLayout& self) { return "KvLayout(" + self.ToString() + ")"; });
 }
@@ -234,7 +239,8 @@ PoolPtr AdoptPool(const KvLayout& layout, const std::vector<std::pair<uintptr_t,
     const auto tensor = static_cast<int64_t>(i) / layout.num_layers;
     // Too many buffers are refused by Adopt; until then any item size will do.
     const int64_t item_bytes = tensor < layout.num_tensors() ? layout.item_bytes(tensor) : 0;
-    infos.push_back({reinterpret_cast<std::byte*>(buffers[i].first), buffers[i].second, item_bytes});
+    infos.push_back(
+        {reinterpret_cast<std::byte*>(buffers[i].first), buffers[i].second, item_bytes});
   }
   // The last reference may go away on any thread.
   std::shared_ptr<const void> keep_alive(owner.release().ptr(), [](const void* object) {
@@ -246,7 +252,7 @@ PoolPtr AdoptPool(const KvLayout& layout, const std::vector<std::pair<uintptr_t,
 }
 
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> PageView(const PoolPtr& pool, int64_t layer,
-                                                     int64_t tensor, int64_t page) {
+                                                      int64_t tensor, int64_t page) {
   const KvLayout& layout = pool->layout();
   if (layer < 0 || layer >= layout.num_layers || tensor < 0 || tensor >= layout.num_tensors() ||
       page < 0 || page >= pool->num_pages()) {
@@ -260,42 +266,50 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> PageView(const PoolPtr& pool, int64
 
 void BindPools(nb::module_& module) {
   nb::class_<KvPool>(module, "KvPool", "The memory of a paged KV cache; see pool/kv_pool.h.")
-      .def_static("create",
-                  [](const KvLayout& layout, int64_t num_pages) {
-                    return Value(KvPool::Create(layout, num_pages));
-                  },
-                  "layout"_a, "num_pages"_a, "Zeroed host memory of the pool's own.")
-      .def_static("adopt", &AdoptPool, "layout"_a, "buffers"_a, "owner"_a,
-                  "Looks at an engine's memory: (address, bytes) of each buffer, tensor by tensor, each "
-                  "over all layers. `owner` is kept alive with the pool.")
+      .def_static(
+          "create",
+          [](const KvLayout& layout, int64_t num_pages) {
+            return Value(KvPool::Create(layout, num_pages));
+          },
+          "layout"_a, "num_pages"_a, "Zeroed host memory of the pool's own.")
+      .def_static(
+          "adopt", &AdoptPool, "layout"_a, "buffers"_a, "owner"_a,
+          "Looks at an engine's memory: (address, bytes) of each buffer, tensor by tensor, each "
+          "over all layers. `owner` is kept alive with the pool.")
       .def_prop_ro("num_pages", &KvPool::num_pages)
       .def_prop_ro("layout", &KvPool::layout)
-      .def("buffer_infos",
-           [](const KvPool& self) {
-             std::vector<std::tuple<uintptr_t, int64_t, int64_t>> infos;
-             for (const BufferInfo& info : self.buffer_infos()) {
-               infos.emplace_back(reinterpret_cast<uintptr_t>(info.address), info.bytes,
-                                  info.item_bytes);
-             }
-             return infos;
-           },
-           "(address, bytes, item bytes) of each buffer: K layers, then V layers.")
-      .def("page", &PageView, "layer"_a, "tensor"_a, "page"_a, "One page as bytes, without a copy.");
+      .def(
+          "buffer_infos",
+          [](const KvPool& self) {
+            std::vector<std::tuple<uintptr_t, int64_t, int64_t>> infos;
+            for (const BufferInfo& info : self.buffer_infos()) {
+              infos.emplace_back(reinterpret_cast<uintptr_t>(info.address), info.bytes,
+                                 info.item_bytes);
+            }
+            return infos;
+          },
+          "(address, bytes, item bytes) of each buffer: K layers, then V layers.")
+      .def("page", &PageView, "layer"_a, "tensor"_a, "page"_a,
+           "One page as bytes, without a copy.");
 
-  nb::class_<PageAllocator>(module, "PageAllocator", "Page ids in long runs; see pool/page_allocator.h.")
-      .def("__init__",
-           [](PageAllocator* self, int64_t num_pages, int64_t reserved) {
-             new (self) PageAllocator(Value(PageAllocator::Create(num_pages, reserved)));
-           },
-           "num_pages"_a, "reserved"_a = 0)
-      .def("allocate",
-           [](PageAllocator& self, int64_t count) { return Value(self.Allocate(count)).ToPages(); },
-           "count"_a)
-      .def("free",
-           [](PageAllocator& self, const std::vector<int64_t>& pages) {
-             Check(self.Free(Value(PageRuns::FromPages(pages))));
-           },
-           "pages"_a)
+  nb::class_<PageAllocator>(module, "PageAllocator",
+                            "Page ids in long runs; see pool/page_allocator.h.")
+      .def(
+          "__init__",
+          [](PageAllocator* self, int64_t num_pages, int64_t reserved) {
+            new (self) PageAllocator(Value(PageAllocator::Create(num_pages, reserved)));
+          },
+          "num_pages"_a, "reserved"_a = 0)
+      .def(
+          "allocate",
+          [](PageAllocator& self, int64_t count) { return Value(self.Allocate(count)).ToPages(); },
+          "count"_a)
+      .def(
+          "free",
+          [](PageAllocator& self, const std::vector<int64_t>& pages) {
+            Check(self.Free(Value(PageRuns::FromPages(pages))));
+          },
+          "pages"_a)
       .def_prop_ro("num_free", &PageAllocator::num_free)
       .def_prop_ro("num_free_runs", &PageAllocator::num_free_runs)
       .def_prop_ro("longest_free_run", &PageAllocator::longest_free_run);
@@ -323,7 +337,8 @@ class Closable {
 
   // Call with the GIL held. The result outlives a Close() on another thread.
   std::shared_ptr<Endpoint> get() const {
-    if (endpoint_ == nullptr) throw StatusError(absl::FailedPreconditionError("the endpoint is closed"));
+    if (endpoint_ == nullptr)
+      throw StatusError(absl::FailedPreconditionError("the endpoint is closed"));
     return endpoint_;
   }
   void Close() {
@@ -339,15 +354,18 @@ using Prefill = Closable<PrefillEndpoint>;
 using Decode = Closable<DecodeEndpoint>;
 
 void BindTicket(nb::module_& module) {
-  nb::class_<Ticket>(module, "Ticket", "What a decode process needs to fetch; see transport/ticket.h.")
-      .def("__init__",
-           [](Ticket* self, const std::string& address, uint64_t epoch, uint64_t lease_id,
-              int64_t num_pages, int64_t num_tokens) {
-             const Ticket ticket{address, epoch, lease_id, num_pages, num_tokens};
-             new (self) Ticket(Value(Ticket::Parse(ticket.ToString())));
-           },
-           nb::kw_only(), "address"_a, "epoch"_a, "lease_id"_a, "num_pages"_a, "num_tokens"_a)
-      .def_static("parse", [](const std::string& text) { return Value(Ticket::Parse(text)); }, "text"_a)
+  nb::class_<Ticket>(module, "Ticket",
+                     "What a decode process needs to fetch; see transport/ticket.h.")
+      .def(
+          "__init__",
+          [](Ticket* self, const std::string& address, uint64_t epoch, uint64_t lease_id,
+             int64_t num_pages, int64_t num_tokens) {
+            const Ticket ticket{address, epoch, lease_id, num_pages, num_tokens};
+            new (self) Ticket(Value(Ticket::Parse(ticket.ToString())));
+          },
+          nb::kw_only(), "address"_a, "epoch"_a, "lease_id"_a, "num_pages"_a, "num_tokens"_a)
+      .def_static(
+          "parse", [](const std::string& text) { return Value(Ticket::Parse(text)); }, "text"_a)
       .def_ro("address", &Ticket::address)
       .def_ro("epoch", &Ticket::epoch)
       .def_ro("lease_id", &Ticket::lease_id)
@@ -360,104 +378,123 @@ void BindTicket(nb::module_& module) {
 void BindPrefill(nb::module_& module) {
   nb::class_<Prefill>(module, "PrefillEndpoint",
                       "Publishes requests for others to fetch; see connector/prefill_endpoint.h.")
-      .def(nb::init<const PoolPtr&, const Config&, const std::string&, const std::string&>(), "pool"_a,
-           "config"_a, "model"_a, "name"_a = "")
+      .def(nb::init<const PoolPtr&, const Config&, const std::string&, const std::string&>(),
+           "pool"_a, "config"_a, "model"_a, "name"_a = "")
       .def_prop_ro("address", [](const Prefill& self) { return self.get()->address(); })
       .def_prop_ro("epoch", [](const Prefill& self) { return self.get()->epoch(); })
-      .def("publish",
-           [](const Prefill& self, std::vector<int64_t> pages, int64_t num_tokens, uint64_t lease_id,
-              int64_t ready_layers, int64_t lease_ms) {
-             return Value(self.get()->Publish(
-                              {std::move(pages), num_tokens, lease_id, ready_layers, lease_ms}))
-                 .ToString();
-           },
-           "pages"_a, "num_tokens"_a = 0, "lease_id"_a = 0, "ready_layers"_a = 0, "lease_ms"_a = 0,
-           "Offers a request and returns its ticket. lease_id 0 draws one, lease_ms 0 is the configured.")
-      .def("layer_ready",
-           [](const Prefill& self, uint64_t lease_id, int64_t layer) {
-             Check(self.get()->LayerReady(lease_id, layer));
-           },
-           "lease_id"_a, "layer"_a, "This layer and all before it hold their final bytes.")
-      .def("all_layers_ready",
-           [](const Prefill& self, uint64_t lease_id) { Check(self.get()->AllLayersReady(lease_id)); },
-           "lease_id"_a)
-      .def("release",
-           [](const Prefill& self, uint64_t lease_id, int64_t timeout_ms) {
-             const std::shared_ptr<PrefillEndpoint> endpoint = self.get();
-             absl::Status status;
-             {
-               const nb::gil_scoped_release nogil;
-               status = endpoint->Release(lease_id, DeadlineInMs(timeout_ms));
-             }
-             Check(status);
-           },
-           "lease_id"_a, "timeout_ms"_a = 5000,
-           "Takes a request back; when this returns none of its pages is read any more.")
-      .def("take_ended",
-           [](const Prefill& self) {
-             std::vector<std::pair<uint64_t, std::string>> ended;
-             for (const EndedLease& lease : self.get()->TakeEnded()) {
-               ended.emplace_back(lease.lease_id, std::string(LeaseOutcomeName(lease.outcome)));
-             }
-             return ended;
-           },
-           "(lease_id, 'fetched' | 'released' | 'expired') of leases that ended since the last call.")
-      .def("metrics", [](const Prefill& self) { return MetricsDict(*self.get()); },
-           nb::sig("def metrics(self) -> dict[str, int]"))
+      .def(
+          "publish",
+          [](const Prefill& self, std::vector<int64_t> pages, int64_t num_tokens, uint64_t lease_id,
+             int64_t ready_layers, int64_t lease_ms) {
+            return Value(self.get()->Publish(
+                             {std::move(pages), num_tokens, lease_id, ready_layers, lease_ms}))
+                .ToString();
+          },
+          "pages"_a, "num_tokens"_a = 0, "lease_id"_a = 0, "ready_layers"_a = 0, "lease_ms"_a = 0,
+          "Offers a request and returns its ticket. lease_id 0 draws one, lease_ms 0 is the "
+          "configured.")
+      .def(
+          "layer_ready",
+          [](const Prefill& self, uint64_t lease_id, int64_t layer) {
+            Check(self.get()->LayerReady(lease_id, layer));
+          },
+          "lease_id"_a, "layer"_a, "This layer and all before it hold their final bytes.")
+      .def(
+          "all_layers_ready",
+          [](const Prefill& self, uint64_t lease_id) {
+            Check(self.get()->AllLayersReady(lease_id));
+          },
+          "lease_id"_a)
+      .def(
+          "release",
+          [](const Prefill& self, uint64_t lease_id, int64_t timeout_ms) {
+            const std::shared_ptr<PrefillEndpoint> endpoint = self.get();
+            absl::Status status;
+            {
+              const nb::gil_scoped_release nogil;
+              status = endpoint->Release(lease_id, DeadlineInMs(timeout_ms));
+            }
+            Check(status);
+          },
+          "lease_id"_a, "timeout_ms"_a = 5000,
+          "Takes a request back; when this returns none of its pages is read any more.")
+      .def(
+          "take_ended",
+          [](const Prefill& self) {
+            std::vector<std::pair<uint64_t, std::string>> ended;
+            for (const EndedLease& lease : self.get()->TakeEnded()) {
+              ended.emplace_back(lease.lease_id, std::string(LeaseOutcomeName(lease.outcome)));
+            }
+            return ended;
+          },
+          "(lease_id, 'fetched' | 'released' | 'expired') of leases that ended since the last "
+          "call.")
+      .def(
+          "metrics", [](const Prefill& self) { return MetricsDict(*self.get()); },
+          nb::sig("def metrics(self) -> dict[str, int]"))
       .def("close", &Prefill::Close, "Ends all transfers and joins the progress thread.");
 }
 
 void BindDecode(nb::module_& module) {
-  nb::class_<FetchHandle>(module, "FetchHandle", "One fetch under way; see transport/fetch_handle.h.")
-      .def_prop_ro("done", &FetchHandle::done, "Once true, nothing writes to the local pages any more.")
+  nb::class_<FetchHandle>(module, "FetchHandle",
+                          "One fetch under way; see transport/fetch_handle.h.")
+      .def_prop_ro("done", &FetchHandle::done,
+                   "Once true, nothing writes to the local pages any more.")
       .def_prop_ro("ok", [](const FetchHandle& self) { return self.status().ok(); })
-      .def_prop_ro("error",
-                   [](const FetchHandle& self) {
-                     return self.done() ? std::string(self.status().message()) : std::string();
-                   },
-                   "Why it failed; empty while under way and after success.")
-      .def("wait",
-           [](const FetchHandle& self, int64_t timeout_ms) {
-             Check(self.Wait(DeadlineInMs(timeout_ms)));
-           },
-           "timeout_ms"_a, nb::call_guard<nb::gil_scoped_release>(),
-           "Returns after success, raises after failure or timeout_ms.")
+      .def_prop_ro(
+          "error",
+          [](const FetchHandle& self) {
+            return self.done() ? std::string(self.status().message()) : std::string();
+          },
+          "Why it failed; empty while under way and after success.")
+      .def(
+          "wait",
+          [](const FetchHandle& self, int64_t timeout_ms) {
+            Check(self.Wait(DeadlineInMs(timeout_ms)));
+          },
+          "timeout_ms"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "Returns after success, raises after failure or timeout_ms.")
       .def_prop_ro("layers_done", &FetchHandle::layers_done)
-      .def("wait_layer",
-           [](const FetchHandle& self, int64_t layer, int64_t timeout_ms) {
-             Check(self.WaitLayer(layer, DeadlineInMs(timeout_ms)));
-           },
-           "layer"_a, "timeout_ms"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "wait_layer",
+          [](const FetchHandle& self, int64_t layer, int64_t timeout_ms) {
+            Check(self.WaitLayer(layer, DeadlineInMs(timeout_ms)));
+          },
+          "layer"_a, "timeout_ms"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("missing_pages", &FetchHandle::missing_pages,
            "Local page ids that did not arrive whole; all of them while under way.")
-      .def("report",
-           [](const FetchHandle& self) {
-             const FetchReport report = self.report();
-             nb::dict dict;
-             dict["total_bytes"] = report.total_bytes;
-             dict["bytes_done"] = report.bytes_done;
-             dict["wait_seconds"] = report.wait_seconds;
-             dict["move_seconds"] = report.move_seconds;
-             return dict;
-           },
-           nb::sig("def report(self) -> dict[str, float]"))
+      .def(
+          "report",
+          [](const FetchHandle& self) {
+            const FetchReport report = self.report();
+            nb::dict dict;
+            dict["total_bytes"] = report.total_bytes;
+            dict["bytes_done"] = report.bytes_done;
+            dict["wait_seconds"] = report.wait_seconds;
+            dict["move_seconds"] = report.move_seconds;
+            return dict;
+          },
+          nb::sig("def report(self) -> dict[str, float]"))
       .def("cancel", &FetchHandle::Cancel, "Asks for the end; done follows shortly.");
 
   nb::class_<Decode>(module, "DecodeEndpoint",
                      "Fetches requests into its own pages; see connector/decode_endpoint.h.")
-      .def(nb::init<const PoolPtr&, const Config&, const std::string&, const std::string&>(), "pool"_a,
-           "config"_a, "model"_a, "name"_a = "")
-      .def("fetch",
-           [](const Decode& self, const std::string& ticket, int64_t first_page,
-              const std::vector<int64_t>& pages, int64_t timeout_ms) {
-             return Value(
-                 self.get()->Fetch(Value(Ticket::Parse(ticket)), first_page, pages, timeout_ms));
-           },
-           "ticket"_a, "first_page"_a, "pages"_a, "timeout_ms"_a = 0,
-           "Fetches the ticket's pages from first_page on into the local `pages`. Without pages it only "
-           "tells the prefill side that its lease may end.")
-      .def("metrics", [](const Decode& self) { return MetricsDict(*self.get()); },
-           nb::sig("def metrics(self) -> dict[str, int]"))
+      .def(nb::init<const PoolPtr&, const Config&, const std::string&, const std::string&>(),
+           "pool"_a, "config"_a, "model"_a, "name"_a = "")
+      .def(
+          "fetch",
+          [](const Decode& self, const std::string& ticket, int64_t first_page,
+             const std::vector<int64_t>& pages, int64_t timeout_ms) {
+            return Value(
+                self.get()->Fetch(Value(Ticket::Parse(ticket)), first_page, pages, timeout_ms));
+          },
+          "ticket"_a, "first_page"_a, "pages"_a, "timeout_ms"_a = 0,
+          "Fetches the ticket's pages from first_page on into the local `pages`. Without pages it "
+          "only "
+          "tells the prefill side that its lease may end.")
+      .def(
+          "metrics", [](const Decode& self) { return MetricsDict(*self.get()); },
+          nb::sig("def metrics(self) -> dict[str, int]"))
       .def("close", &Decode::Close, "Ends all fetches and joins the progress thread.");
 }
 

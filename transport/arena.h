@@ -10,9 +10,9 @@
 
 namespace kvferry {
 
-// The only memory that the packed path takes: arena_bytes / chunk_bytes chunks, made once and never more.
-// What is being sent lies here and not in pool pages, so a page is free again the moment it was gathered,
-// even when its chunk can no longer be recalled. Not thread-safe.
+// The only memory that the packed path takes: arena_bytes / chunk_bytes chunks, made once and never
+// more. What is being sent lies here and not in pool pages, so a page is free again the moment it
+// was gathered, even when its chunk can no longer be recalled. Not thread-safe.
 class Arena {
  public:
   static absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t arena_bytes, int64_t chunk_bytes);

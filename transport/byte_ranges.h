@@ -8,12 +8,12 @@
 
 namespace kvferry {
 
-// Which bytes of a stream have arrived. In order, it is one number; what arrives ahead waits in a bounded
-// list of ranges. Not thread-safe.
+// Which bytes of a stream have arrived. In order, it is one number; what arrives ahead waits in a
+// bounded list of ranges. Not thread-safe.
 class ByteRanges {
  public:
-  // Marks [begin, end), begin < end. False, and nothing changes, when it overlaps what is there or would
-  // need more than kMaxAhead separate ranges.
+  // Marks [begin, end), begin < end. False, and nothing changes, when it overlaps what is there or
+  // would need more than kMaxAhead separate ranges.
   bool Add(int64_t begin, int64_t end);
 
   // All of [0, prefix()) is there.

@@ -1,6 +1,7 @@
 #pragma once
 
-// Where control messages come from and go to. The one implementation is ZeroMQ (control/); tests wrap it.
+// Where control messages come from and go to. The one implementation is ZeroMQ (control/); tests
+// wrap it.
 
 #include <cstdint>
 #include <string>
@@ -30,7 +31,8 @@ class ControlPlane {
 
   // The address that peers dial, "tcp://host:port"; empty when not listening.
   virtual const std::string& listen_address() const = 0;
-  // Starts a connection; messages may be sent at once. INVALID_ARGUMENT for an address ZeroMQ rejects.
+  // Starts a connection; messages may be sent at once. INVALID_ARGUMENT for an address ZeroMQ
+  // rejects.
   virtual absl::StatusOr<PeerKey> Dial(const std::string& address) = 0;
   // Forgets a dialled peer; no-op for others.
   virtual void Hangup(const PeerKey& peer) = 0;

@@ -1,7 +1,7 @@
 #pragma once
 
-// Where chunks of KV come from and go to. The one implementation is UCX (ucx/); the direct path will
-// add its operations here, the mapped path needs no wire.
+// Where chunks of KV come from and go to. The one implementation is UCX (ucx/); the direct path
+// will add its operations here, the mapped path needs no wire.
 
 #include <cstddef>
 #include <cstdint>
@@ -45,15 +45,16 @@ class DataEvents {
   virtual void OnLinkDown(LinkId link, const absl::Status& status) = 0;
 };
 
-// Not thread-safe: made on one thread, then used by the progress thread alone. No call blocks, except
-// the destructor, which waits for closing links for a bounded time.
+// Not thread-safe: made on one thread, then used by the progress thread alone. No call blocks,
+// except the destructor, which waits for closing links for a bounded time.
 class DataPlane {
  public:
   virtual ~DataPlane() = default;
 
   // Opaque bytes that peers pass to Connect().
   virtual const std::string& worker_address() const = 0;
-  // `worker_address` must come from a peer whose hello was accepted: it is parsed by code that trusts it.
+  // `worker_address` must come from a peer whose hello was accepted: it is parsed by code that
+  // trusts it.
   virtual absl::StatusOr<LinkId> Connect(const std::string& worker_address) = 0;
   // Sends under way complete with an error, some of them after this returns.
   virtual void Close(LinkId link) = 0;

@@ -22,24 +22,25 @@ struct FetchReport {
 
 // One fetch under way. Made by Node::Fetch; all methods are thread-safe.
 //
-// Until done() the local pages belong to the transfer: bytes may appear in them at any time. From done()
-// on, whatever the status, nothing will ever write to them again.
+// Until done() the local pages belong to the transfer: bytes may appear in them at any time. From
+// done() on, whatever the status, nothing will ever write to them again.
 class FetchHandle {
  public:
   bool done() const;
   // OK: every byte is there. While under way: UNAVAILABLE "still under way"; ask done() first.
   absl::Status status() const;
-  // Waits until done() and returns status(); DEADLINE_EXCEEDED when `deadline` comes first: the fetch then
-  // goes on. (A fetch has its own deadline, so this ends in any case.)
+  // Waits until done() and returns status(); DEADLINE_EXCEEDED when `deadline` comes first: the
+  // fetch then goes on. (A fetch has its own deadline, so this ends in any case.)
   absl::Status Wait(Deadline deadline) const;
 
   // Layers [0, layers_done()) are complete in the local pages.
   int64_t layers_done() const;
-  // Waits until layer `layer` is complete: OK; or the fetch failed: its status; or DEADLINE_EXCEEDED.
+  // Waits until layer `layer` is complete: OK; or the fetch failed: its status; or
+  // DEADLINE_EXCEEDED.
   absl::Status WaitLayer(int64_t layer, Deadline deadline) const;
 
-  // Local page ids with at least one byte missing, in the order of the fetch; empty after success, all of
-  // them while under way.
+  // Local page ids with at least one byte missing, in the order of the fetch; empty after success,
+  // all of them while under way.
   std::vector<int64_t> missing_pages() const;
   FetchReport report() const;
 
@@ -50,7 +51,8 @@ class FetchHandle {
   FetchHandle(std::vector<int64_t> pages, int64_t num_layers, int64_t total_bytes,
               std::function<void()> cancel);
   void SetLayersDone(int64_t layers);
-  void Finish(const absl::Status& status, std::vector<int64_t> missing_pages, const FetchReport& report);
+  void Finish(const absl::Status& status, std::vector<int64_t> missing_pages,
+              const FetchReport& report);
 
  private:
   const int64_t num_layers_;

@@ -9,13 +9,14 @@
 
 namespace kvferry {
 
-// Whoever publishes pages (connector/lease_table.h). Called on the node's progress thread; must not block.
+// Whoever publishes pages (connector/lease_table.h). Called on the node's progress thread; must not
+// block.
 class FetchSource {
  public:
   virtual ~FetchSource() = default;
 
-  // Asks for a lease's pages and holds the lease until EndTransfer: it neither expires nor gives its
-  // pages back meanwhile. NOT_FOUND: not published (perhaps not yet); any other error is final.
+  // Asks for a lease's pages and holds the lease until EndTransfer: it neither expires nor gives
+  // its pages back meanwhile. NOT_FOUND: not published (perhaps not yet); any other error is final.
   virtual absl::StatusOr<PageRuns> BeginTransfer(uint64_t lease_id) = 0;
   // Layers [0, n) hold their final bytes.
   virtual int64_t ReadyLayers(uint64_t lease_id) = 0;

@@ -1,6 +1,7 @@
 #pragma once
 
-// The control messages of docs/wire_protocol.md as plain values. Nothing here knows ZeroMQ or msgpack.
+// The control messages of docs/wire_protocol.md as plain values. Nothing here knows ZeroMQ or
+// msgpack.
 
 #include <cstdint>
 #include <string>

@@ -15,24 +15,24 @@ struct Metrics {
   Value bytes_received{0};
   Value chunks_sent{0};
   Value chunks_received{0};
-  Value chunks_dropped{0};       // Of no live transfer, or contradicting one.
+  Value chunks_dropped{0};  // Of no live transfer, or contradicting one.
   Value checksum_failures{0};
-  Value fetches_started{0};      // As receiver.
+  Value fetches_started{0};  // As receiver.
   Value fetches_ok{0};
   Value fetches_failed{0};
-  Value transfers_started{0};    // As sender.
+  Value transfers_started{0};  // As sender.
   Value transfers_ok{0};
   Value transfers_failed{0};
-  Value fetches_refused{0};      // As sender.
+  Value fetches_refused{0};  // As sender.
   Value hellos_refused{0};
   Value messages_malformed{0};
-  Value messages_stale{0};       // Of another epoch.
-  Value peers{0};                // Gauge.
+  Value messages_stale{0};  // Of another epoch.
+  Value peers{0};           // Gauge.
   Value peers_lost{0};
-  Value transfers_active{0};     // Gauge, as sender.
-  Value fetches_active{0};       // Gauge, as receiver.
-  Value arena_chunks{0};         // Gauge: all of them.
-  Value arena_chunks_taken{0};   // Gauge.
+  Value transfers_active{0};    // Gauge, as sender.
+  Value fetches_active{0};      // Gauge, as receiver.
+  Value arena_chunks{0};        // Gauge: all of them.
+  Value arena_chunks_taken{0};  // Gauge.
 
   std::vector<std::pair<std::string, int64_t>> Snapshot() const {
     return {

@@ -112,12 +112,13 @@ absl::Status CheckOptions(const Node::Options& options) {
   KVFERRY_RETURN_IF_ERROR(options.config.Validate());
   if (options.pool == nullptr) return absl::InvalidArgumentError("node: no pool");
   if (options.model.empty() || options.model.size() > kMaxModelBytes) {
-    return absl::InvalidArgumentError(absl::StrCat("node: the model's name has ", options.model.size(),
+    return absl::InvalidArgumentError(absl::StrCat("node: the model's name has ",
+                                                   options.model.size(),
                                                    " bytes but must have 1 to ", kMaxModelBytes));
   }
   if (options.name.size() > kMaxNameBytes) {
-    return absl::InvalidArgumentError(absl::StrCat("node: the name has ", options.name.size(),
-                                                   " bytes, limit ", kMaxNameBytes));
+    return absl::InvalidArgumentError(
+        absl::StrCat("node: the name has ", options.name.size(), " bytes, limit ", kMaxNameBytes));
   }
   return absl::OkStatus();
 }
@@ -172,15 +173,16 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   const std::shared_ptr<CommandQueue> commands_ = std::make_shared<CommandQueue>();
   std::atomic<bool> stop_{false};
 
-  // From here on: the progress thread's alone, once it runs. The arena outlives the data plane, which
-  // may still be sending from it.
+  // From here on: the progress thread's alone, once it runs. The arena outlives the data plane,
+  // which may still be sending from it.
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<ControlPlane> control_;
   std::unique_ptr<DataPlane> data_;
   std::unique_ptr<Sender> sender_;
   std::unique_ptr<Receiver> receiver_;
   Sessions sessions_;
-  std::vector<std::pair<PeerKey, absl::Status>> lost_;  // Found while sending; dropped when it is safe.
+  std::vector<std::pair<PeerKey, absl::Status>>
+      lost_;  // Found while sending; dropped when it is safe.
   Deadline next_control_{};
   Deadline next_tick_{};
   bool tick_now_ = false;
@@ -235,9 +237,10 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
         commands->Post([this, id] { receiver_->Cancel(id, absl::CancelledError("cancelled")); });
       });
   const Deadline now = Clock::now();
-  Receiver::Fetch fetch{handle, ticket, std::move(request.positions), std::move(plan),
-                        request.deadline, now, ""};
-  commands_->Post([this, id, fetch = std::move(fetch)]() mutable { StartFetch(id, std::move(fetch)); });
+  Receiver::Fetch fetch{
+      handle, ticket, std::move(request.positions), std::move(plan), request.deadline, now, ""};
+  commands_->Post(
+      [this, id, fetch = std::move(fetch)]() mutable { StartFetch(id, std::move(fetch)); });
   return handle;
 }
 
@@ -266,7 +269,8 @@ void NodeImpl::Run() {
     if (now >= next_tick_ || tick_now_) next_tick_ = Tick(now);
     if (busy) {
       last_busy = now;
-    } else if (now - last_busy >= busy_poll) {
+    } else if (now - last_busy >= busy_poll &&
+               !tick_now_) {  // The tick itself may ask for another.
       Sleep(next_tick_);
     }
   }
@@ -319,8 +323,8 @@ Deadline NodeImpl::Tick(Deadline now) {
         break;
       case Sessions::Due::kGreetingFailed:
         DropSession(peer, absl::UnavailableError(absl::StrCat(
-                              "no answer to the hello from ", sessions_.Find(peer)->address, " within ",
-                              "connect_timeout_ms (", config.connect_timeout_ms,
+                              "no answer to the hello from ", sessions_.Find(peer)->address,
+                              " within ", "connect_timeout_ms (", config.connect_timeout_ms,
                               "); is a prefill endpoint listening there?")));
         break;
     }
@@ -357,9 +361,10 @@ void NodeImpl::StartFetch(uint64_t transfer_id, Receiver::Fetch fetch) {
     const absl::Status room =
         static_cast<int64_t>(sessions_.size()) < options_.config.max_peers
             ? absl::OkStatus()
-            : absl::ResourceExhaustedError(absl::StrCat("max_peers (", options_.config.max_peers,
-                                                        ") are connected"));
-    absl::StatusOr<PeerKey> peer = room.ok() ? control_->Dial(address) : absl::StatusOr<PeerKey>(room);
+            : absl::ResourceExhaustedError(
+                  absl::StrCat("max_peers (", options_.config.max_peers, ") are connected"));
+    absl::StatusOr<PeerKey> peer =
+        room.ok() ? control_->Dial(address) : absl::StatusOr<PeerKey>(room);
     if (!peer.ok()) {
       handle->Finish(peer.status(), fetch.plan.pages().ToPages(), handle->report());
       return;
@@ -371,8 +376,8 @@ void NodeImpl::StartFetch(uint64_t transfer_id, Receiver::Fetch fetch) {
     session.name = address;
     session.greeting_until = DeadlineInMs(options_.config.connect_timeout_ms);
     sessions_.Insert(*peer, session);
-    Send(*peer, HelloMsg{options_.name, options_.model, options_.pool->layout(),
-                         data_->worker_address()});
+    Send(*peer,
+         HelloMsg{options_.name, options_.model, options_.pool->layout(), data_->worker_address()});
   }
   const PeerKey peer = fetch.peer;
   receiver_->Add(transfer_id, std::move(fetch));
@@ -404,16 +409,18 @@ void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
   const auto* refuse = std::get_if<RefuseMsg>(&message.body);
   if (refuse != nullptr && refuse->transfer_id == 0) {
     if (session != nullptr && session->dialled) {
-      DropSession(peer, absl::Status(refuse->status.code(), absl::StrCat("refused by ", session->address,
-                                                                  ": ", refuse->status.message())));
+      DropSession(
+          peer, absl::Status(refuse->status.code(), absl::StrCat("refused by ", session->address,
+                                                                 ": ", refuse->status.message())));
     }
     return;
   }
   if (message.to_epoch != epoch_ || session == nullptr ||
       (session->state == Session::State::kReady && message.from_epoch != session->epoch)) {
     ++metrics_.messages_stale;
-    RefuseSession(peer, absl::NotFoundError("no session with that epoch; this process has restarted or "
-                                            "has given the session up"));
+    RefuseSession(peer,
+                  absl::NotFoundError("no session with that epoch; this process has restarted or "
+                                      "has given the session up"));
     return;
   }
   session->last_heard = Clock::now();
@@ -438,8 +445,8 @@ absl::Status NodeImpl::CheckHello(const HelloMsg& hello) const {
         absl::StrCat("KV layout: ", difference, "; start both sides with the same value"));
   }
   if (static_cast<int64_t>(sessions_.size()) >= options_.config.max_peers) {
-    return absl::ResourceExhaustedError(absl::StrCat("max_peers (", options_.config.max_peers,
-                                                     ") are connected"));
+    return absl::ResourceExhaustedError(
+        absl::StrCat("max_peers (", options_.config.max_peers, ") are connected"));
   }
   return absl::OkStatus();
 }
@@ -490,8 +497,9 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
   tick_now_ = true;
   Log().info("connected to '{}' at {}", absl::CEscape(session.name), session.address);
   receiver_->OnPeerReady(peer, epoch, *link);
-  // A second session to one address was opened because a ticket named another epoch. Either the process
-  // there is new, and the old session a ghost, or the ticket was stale, and this session is one too many.
+  // A second session to one address was opened because a ticket named another epoch. Either the
+  // process there is new, and the old session a ghost, or the ticket was stale, and this session is
+  // one too many.
   const PeerKey twin = sessions_.FindTwin(peer);
   if (twin.empty()) return;
   if (sessions_.Find(twin)->epoch == epoch) {
@@ -503,7 +511,8 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
 
 void NodeImpl::OnSessionMessage(const PeerKey& peer, Session& session, MessageBody body) {
   // Whatever begins or ends a transfer may bring a deadline nearer; beats do not.
-  if (!std::holds_alternative<PingMsg>(body) && !std::holds_alternative<PongMsg>(body)) tick_now_ = true;
+  if (!std::holds_alternative<PingMsg>(body) && !std::holds_alternative<PongMsg>(body))
+    tick_now_ = true;
   if (auto* fetch = std::get_if<FetchMsg>(&body)) {
     sender_->OnFetch(peer, session.link, std::move(*fetch));
   } else if (const auto* done = std::get_if<DoneMsg>(&body)) {
@@ -518,8 +527,8 @@ void NodeImpl::OnSessionMessage(const PeerKey& peer, Session& session, MessageBo
     Send(peer, PongMsg{});
   } else if (std::holds_alternative<ByeMsg>(body)) {
     DropSession(peer,
-                absl::UnavailableError(absl::StrCat("peer ", absl::CEscape(session.name),
-                                                    " has closed its endpoint")),
+                absl::UnavailableError(
+                    absl::StrCat("peer ", absl::CEscape(session.name), " has closed its endpoint")),
                 spdlog::level::info);
   }
 }

@@ -19,9 +19,9 @@
 
 namespace kvferry {
 
-// One end of the transport: a progress thread with a control plane, a data plane, a sender and a receiver.
-// The thread does all the work and sleeps when there is none; no call of the owner is needed for
-// progress. All public methods are thread-safe.
+// One end of the transport: a progress thread with a control plane, a data plane, a sender and a
+// receiver. The thread does all the work and sleeps when there is none; no call of the owner is
+// needed for progress. All public methods are thread-safe.
 class Node {
  public:
   struct Options {
@@ -29,7 +29,8 @@ class Node {
     std::string model;  // Peers must name the same. At most 256 bytes.
     std::string name;   // For the peer's logs. At most 128 bytes.
     std::shared_ptr<const KvPool> pool;
-    FetchSource* source = nullptr;  // What to answer fetches from; null: nothing. Outlives the node.
+    FetchSource* source =
+        nullptr;  // What to answer fetches from; null: nothing. Outlives the node.
     bool listen = false;
   };
 
@@ -48,15 +49,16 @@ class Node {
     Deadline deadline;
   };
   // Starts a fetch. INVALID_ARGUMENT, OUT_OF_RANGE or PERMISSION_DENIED for a request that cannot
-  // work; everything later is the handle's status. With no pages at all the fetch just tells the prefill
-  // side that its lease may end.
+  // work; everything later is the handle's status. With no pages at all the fetch just tells the
+  // prefill side that its lease may end.
   virtual absl::StatusOr<std::shared_ptr<FetchHandle>> Fetch(FetchRequest request) = 0;
 
   // The source has published the lease, or made layers of it ready.
   virtual void LeaseChanged(uint64_t lease_id) = 0;
-  // Ends the lease's transfers. OK: from now on none of its pages is read. DEADLINE_EXCEEDED: the thread
-  // did not answer in time, and the pages are still in use.
-  virtual absl::Status AbortLease(uint64_t lease_id, const absl::Status& why, Deadline deadline) = 0;
+  // Ends the lease's transfers. OK: from now on none of its pages is read. DEADLINE_EXCEEDED: the
+  // thread did not answer in time, and the pages are still in use.
+  virtual absl::Status AbortLease(uint64_t lease_id, const absl::Status& why,
+                                  Deadline deadline) = 0;
 
   // Names and values of all counters and gauges (transport/metrics.h).
   virtual std::vector<std::pair<std::string, int64_t>> Metrics() const = 0;

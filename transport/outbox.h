@@ -9,7 +9,8 @@ namespace kvferry {
 class Outbox {
  public:
   virtual ~Outbox() = default;
-  // Stamps the epochs and sends. A peer that takes no messages is declared dead, later and elsewhere.
+  // Stamps the epochs and sends. A peer that takes no messages is declared dead, later and
+  // elsewhere.
   virtual void Send(const PeerKey& peer, MessageBody body) = 0;
   virtual DataPlane& data() = 0;
 };

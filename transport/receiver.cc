@@ -64,7 +64,8 @@ void Receiver::Request(uint64_t transfer_id, Fetch& fetch, uint64_t epoch) {
 
 void Receiver::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
   links_.erase(peer);
-  for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.peer == peer; })) End(id, status);
+  for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.peer == peer; }))
+    End(id, status);
 }
 
 void Receiver::OnRefuse(const PeerKey& peer, const RefuseMsg& refuse) {
@@ -99,8 +100,8 @@ void Receiver::OnChunk(const ChunkHeader& header, std::span<const std::byte> pay
   }
   metrics_->bytes_received += header.bytes;
   if (fetch.arrived.num_bytes() == fetch.plan.total_bytes()) {
-    outbox_->Send(fetch.peer, DoneMsg{header.transfer_id, fetch.ticket.lease_id,
-                                      fetch.arrived.num_bytes()});
+    outbox_->Send(fetch.peer,
+                  DoneMsg{header.transfer_id, fetch.ticket.lease_id, fetch.arrived.num_bytes()});
     End(header.transfer_id, absl::OkStatus());
     return;
   }
@@ -111,8 +112,8 @@ absl::Status Receiver::Accept(Fetch& fetch, const ChunkHeader& header,
                               std::span<const std::byte> payload) {
   const auto total = static_cast<uint64_t>(fetch.plan.total_bytes());
   if (header.bytes == 0 || header.offset > total || header.bytes > total - header.offset) {
-    return absl::DataLossError(absl::StrCat("a chunk covers bytes ", header.offset, " + ", header.bytes,
-                                            " of a stream of ", total));
+    return absl::DataLossError(absl::StrCat("a chunk covers bytes ", header.offset, " + ",
+                                            header.bytes, " of a stream of ", total));
   }
   if ((header.flags & kChunkHasChecksum) != 0 && Xxh3(payload) != header.checksum) {
     ++metrics_->checksum_failures;
@@ -135,8 +136,9 @@ absl::Status Receiver::Accept(Fetch& fetch, const ChunkHeader& header,
 }
 
 void Receiver::Credit(uint64_t transfer_id, Fetch& fetch) {
-  // A quarter of the window at a time: often enough that the sender never runs dry, and one credit pays
-  // for several chunks. A window of one chunk is paid back at once: the next chunk may need all of it.
+  // A quarter of the window at a time: often enough that the sender never runs dry, and one credit
+  // pays for several chunks. A window of one chunk is paid back at once: the next chunk may need
+  // all of it.
   const int64_t credits = config_.credits_per_transfer;
   const int64_t step = credits == 1 ? 1 : std::max<int64_t>(1, credits / 4) * config_.chunk_bytes;
   if (fetch.arrived.num_bytes() - fetch.credited_bytes < step) return;
@@ -171,8 +173,8 @@ void Receiver::End(uint64_t transfer_id, const absl::Status& status) {
   ++(status.ok() ? metrics_->fetches_ok : metrics_->fetches_failed);
   metrics_->fetches_active = static_cast<int64_t>(fetches_.size());
   if (!status.ok()) {
-    Log().warn("fetch {:x} from {} failed after {} of {} bytes: {}", transfer_id, fetch.ticket.address,
-               report.bytes_done, total, status.ToString());
+    Log().warn("fetch {:x} from {} failed after {} of {} bytes: {}", transfer_id,
+               fetch.ticket.address, report.bytes_done, total, status.ToString());
   }
   fetch.handle->Finish(status, fetch.plan.PagesTouchedBy(fetch.arrived.Gaps(total)), report);
 }
@@ -180,10 +182,10 @@ void Receiver::End(uint64_t transfer_id, const absl::Status& status) {
 Deadline Receiver::Tick(Deadline now) {
   for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.deadline <= now; })) {
     const Fetch& fetch = fetches_.find(id)->second;
-    Cancel(id, absl::DeadlineExceededError(
-                   absl::StrCat("the fetch from ", fetch.ticket.address, " did not end in time: ",
-                                fetch.arrived.num_bytes(), " of ", fetch.plan.total_bytes(),
-                                " bytes arrived", fetch.requested ? "" : ", the peer never answered")));
+    Cancel(id, absl::DeadlineExceededError(absl::StrCat(
+                   "the fetch from ", fetch.ticket.address, " did not end in time: ",
+                   fetch.arrived.num_bytes(), " of ", fetch.plan.total_bytes(), " bytes arrived",
+                   fetch.requested ? "" : ", the peer never answered")));
   }
   Deadline next = Deadline::max();
   for (const auto& [id, fetch] : fetches_) next = std::min(next, fetch.deadline);

@@ -26,8 +26,8 @@ namespace kvferry {
 //                  '--------------------------'-- refuse, abort, peer gone, deadline, cancel,
 //                                                 bad chunk --> (gone: that error)
 //
-// A chunk is scattered only while its fetch is here, so a fetch that has ended is never written for.
-// Progress thread only.
+// A chunk is scattered only while its fetch is here, so a fetch that has ended is never written
+// for. Progress thread only.
 class Receiver {
  public:
   struct Fetch {

@@ -35,7 +35,8 @@ void Sender::UpdateGauges() {
 
 absl::Status Sender::CheckLimits(const PeerKey& peer, const FetchMsg& fetch) const {
   if (source_ == nullptr) {
-    return absl::FailedPreconditionError("this endpoint publishes nothing; fetch from a prefill one");
+    return absl::FailedPreconditionError(
+        "this endpoint publishes nothing; fetch from a prefill one");
   }
   const auto count = fetches_of_peer_.find(peer);
   if (count != fetches_of_peer_.end() && count->second >= config_.max_fetches_per_peer) {
@@ -93,7 +94,8 @@ void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const PageR
     Refuse(peer, fetch.transfer_id, status);
   };
   // Positions select pages of the lease; the result is what this side reads.
-  if (const absl::Status status = fetch.positions.CheckWithin(lease_pages.num_pages()); !status.ok()) {
+  if (const absl::Status status = fetch.positions.CheckWithin(lease_pages.num_pages());
+      !status.ok()) {
     return refuse(absl::OutOfRangeError(absl::StrCat(
         "positions outside the lease's ", lease_pages.num_pages(), " pages: ", status.message())));
   }
@@ -112,12 +114,20 @@ void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const PageR
   if (!plan.ok()) return refuse(plan.status());
 
   const int64_t timeout_ms = std::min(fetch.timeout_ms, config_.max_fetch_timeout_ms);
-  const int64_t chunk_bytes = std::min({fetch.chunk_bytes, config_.chunk_bytes, fetch.window_bytes});
+  const int64_t chunk_bytes =
+      std::min({fetch.chunk_bytes, config_.chunk_bytes, fetch.window_bytes});
   const int64_t ready_bytes = ReadyBytes(*plan, fetch.lease_id);
   const uint64_t id = fetch.transfer_id;
-  auto transfer = std::make_shared<Transfer>(
-      Transfer{std::move(fetch), peer, link, *std::move(plan),
-               DeadlineInMs(timeout_ms + kDeadlineSlackMs), chunk_bytes, ready_bytes, 0, 0, {}});
+  auto transfer = std::make_shared<Transfer>(Transfer{std::move(fetch),
+                                                      peer,
+                                                      link,
+                                                      *std::move(plan),
+                                                      DeadlineInMs(timeout_ms + kDeadlineSlackMs),
+                                                      chunk_bytes,
+                                                      ready_bytes,
+                                                      0,
+                                                      0,
+                                                      {}});
   transfers_.emplace(id, transfer);
   turn_.push_back(std::move(transfer));
   ++metrics_->transfers_started;
@@ -125,7 +135,8 @@ void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const PageR
 }
 
 int64_t Sender::ReadyBytes(const StreamPlan& plan, uint64_t lease_id) const {
-  return plan.layer_bytes() * std::clamp<int64_t>(source_->ReadyLayers(lease_id), 0, plan.num_layers());
+  return plan.layer_bytes() *
+         std::clamp<int64_t>(source_->ReadyLayers(lease_id), 0, plan.num_layers());
 }
 
 void Sender::OnLeaseChanged(uint64_t lease_id) {
@@ -165,7 +176,8 @@ void Sender::OnDone(const PeerKey& peer, const DoneMsg& done) {
 void Sender::OnCancel(const PeerKey& peer, const CancelMsg& cancel) {
   const auto found = transfers_.find(cancel.transfer_id);
   if (found != transfers_.end() && found->second->peer == peer) {
-    End(cancel.transfer_id, absl::CancelledError(absl::StrCat("the receiver: ", cancel.reason)), false);
+    End(cancel.transfer_id, absl::CancelledError(absl::StrCat("the receiver: ", cancel.reason)),
+        false);
   }
   const auto parked = std::find_if(parked_.begin(), parked_.end(), [&](const Parked& entry) {
     return entry.fetch.transfer_id == cancel.transfer_id && entry.peer == peer;
@@ -181,7 +193,8 @@ void Sender::OnCredit(const CreditHeader& credit) {
   if (found == transfers_.end()) return;
   Transfer& transfer = *found->second;
   // Credit for what was not sent, or less than before, is no credit.
-  const auto done = static_cast<int64_t>(std::min<uint64_t>(credit.bytes_done, transfer.sent_bytes));
+  const auto done =
+      static_cast<int64_t>(std::min<uint64_t>(credit.bytes_done, transfer.sent_bytes));
   transfer.credited_bytes = std::max(transfer.credited_bytes, done);
 }
 
@@ -203,7 +216,8 @@ void Sender::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
 }
 
 void Sender::AbortLease(uint64_t lease_id, const absl::Status& status) {
-  for (const uint64_t id : IdsWhere([&](const Transfer& t) { return t.fetch.lease_id == lease_id; })) {
+  for (const uint64_t id :
+       IdsWhere([&](const Transfer& t) { return t.fetch.lease_id == lease_id; })) {
     End(id, status, /*tell=*/true);
   }
   OnLeaseChanged(lease_id);  // Parked fetches of it learn that there is nothing to wait for.
@@ -235,7 +249,8 @@ bool Sender::Pump() {
   for (const uint64_t id : IdsWhere([](const Transfer& t) { return !t.failed.ok(); })) {
     End(id, transfers_.find(id)->second->failed, /*tell=*/true);
   }
-  // One share is always left over, so that a newcomer is served while a stuck peer holds its chunks.
+  // One share is always left over, so that a newcomer is served while a stuck peer holds its
+  // chunks.
   const auto peers = static_cast<int64_t>(fetches_of_peer_.size());
   const int64_t share = std::max<int64_t>(1, arena_->num_chunks() / (peers + 1));
   bool sent = false;

@@ -22,15 +22,16 @@ namespace kvferry {
 //
 // A transfer is    parked --publish--> active --done--> (gone: fetched)
 //                     |                  |
-//                     '-- grace over     '-- cancel, abort, peer gone, deadline --> (gone: lease goes on)
+//                     '-- grace over     '-- cancel, abort, peer gone, deadline --> (gone: lease
+//                     goes on)
 //                         --> refused
 //
 // Progress thread only.
 class Sender {
  public:
   // All pointers outlive the sender; `source` may be null: then every fetch is refused.
-  Sender(const Config& config, std::shared_ptr<const KvPool> pool, FetchSource* source, Arena* arena,
-         Outbox* outbox, Metrics* metrics);
+  Sender(const Config& config, std::shared_ptr<const KvPool> pool, FetchSource* source,
+         Arena* arena, Outbox* outbox, Metrics* metrics);
 
   void OnFetch(const PeerKey& peer, LinkId link, FetchMsg fetch);
   void OnDone(const PeerKey& peer, const DoneMsg& done);
@@ -39,7 +40,8 @@ class Sender {
   void OnPeerGone(const PeerKey& peer, const absl::Status& status);
   // The lease has new layers, or has just been published.
   void OnLeaseChanged(uint64_t lease_id);
-  // The owner takes the lease back: its transfers end, and no page of it is read after this returns.
+  // The owner takes the lease back: its transfers end, and no page of it is read after this
+  // returns.
   void AbortLease(uint64_t lease_id, const absl::Status& status);
   void AbortAll(const absl::Status& status);
 
@@ -56,10 +58,10 @@ class Sender {
     StreamPlan plan;
     Deadline deadline;
     int64_t chunk_bytes;
-    int64_t ready_bytes;     // The stream up to here may be read.
+    int64_t ready_bytes;  // The stream up to here may be read.
     int64_t sent_bytes = 0;
     int64_t credited_bytes = 0;
-    absl::Status failed;     // A send went wrong; ended by the next Pump.
+    absl::Status failed;  // A send went wrong; ended by the next Pump.
   };
   struct Parked {
     FetchMsg fetch;
@@ -91,7 +93,7 @@ class Sender {
   Metrics* const metrics_;
 
   absl::flat_hash_map<uint64_t, TransferPtr> transfers_;  // By transfer id.
-  std::vector<TransferPtr> turn_;                         // Active transfers, in the order of their turns.
+  std::vector<TransferPtr> turn_;  // Active transfers, in the order of their turns.
   size_t next_turn_ = 0;
   std::list<Parked> parked_;
   absl::flat_hash_map<PeerKey, int64_t> fetches_of_peer_;  // Active and parked; none is 0.

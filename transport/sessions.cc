@@ -16,11 +16,16 @@ Session* Sessions::Find(const PeerKey& peer) {
 }
 
 PeerKey Sessions::FindDialled(const std::string& address, uint64_t epoch) const {
+  PeerKey greeting;
   for (const auto& [peer, session] : sessions_) {
-    const bool fits = session.state == Session::State::kGreeting || session.epoch == epoch;
-    if (session.dialled && session.address == address && fits) return peer;
+    if (!session.dialled || session.address != address) continue;
+    if (session.state == Session::State::kGreeting) {
+      greeting = peer;
+    } else if (session.epoch == epoch) {
+      return peer;
+    }
   }
-  return "";
+  return greeting;
 }
 
 PeerKey Sessions::FindTwin(const PeerKey& peer) const {
@@ -48,7 +53,8 @@ std::vector<PeerKey> Sessions::Keys() const {
 }
 
 std::vector<std::pair<PeerKey, Sessions::Due>> Sessions::TakeDue(Deadline now, int64_t interval_ms,
-                                                                 int64_t timeout_ms, Deadline* next) {
+                                                                 int64_t timeout_ms,
+                                                                 Deadline* next) {
   const auto interval = std::chrono::milliseconds(interval_ms);
   const auto timeout = std::chrono::milliseconds(timeout_ms);
   std::vector<std::pair<PeerKey, Due>> due;

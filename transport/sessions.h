@@ -34,8 +34,9 @@ class Sessions {
   void Erase(const PeerKey& peer);
   // Null when there is none.
   Session* Find(const PeerKey& peer);
-  // A dialled session with that address that is greeting or has that epoch, or an empty key. A ready one of
-  // another epoch does not count: the process behind the address may have been replaced.
+  // The dialled session with that address and epoch, else one with that address that is greeting,
+  // else an empty key. A ready one of another epoch does not count: the process behind the address
+  // may have been replaced.
   PeerKey FindDialled(const std::string& address, uint64_t epoch) const;
   // Another ready dialled session with the same address as `peer`, or an empty key.
   PeerKey FindTwin(const PeerKey& peer) const;
@@ -44,10 +45,10 @@ class Sessions {
 
   // What to do about a session at `now`.
   enum class Due { kNothing, kPing, kDead, kGreetingFailed };
-  // All sessions with something due, and when to ask again at the latest. A session to be pinged counts
-  // as pinged.
-  std::vector<std::pair<PeerKey, Due>> TakeDue(Deadline now, int64_t interval_ms, int64_t timeout_ms,
-                                               Deadline* next);
+  // All sessions with something due, and when to ask again at the latest. A session to be pinged
+  // counts as pinged.
+  std::vector<std::pair<PeerKey, Due>> TakeDue(Deadline now, int64_t interval_ms,
+                                               int64_t timeout_ms, Deadline* next);
   std::vector<PeerKey> Keys() const;
 
  private:

@@ -47,7 +47,8 @@ StreamPlan::StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages)
 
 absl::StatusOr<StreamPlan> StreamPlan::Create(std::shared_ptr<const KvPool> pool, PageRuns pages) {
   KVFERRY_RETURN_IF_ERROR(pages.CheckWithin(pool->num_pages()));
-  // Each page once at most, so that the stream is never larger than the pool and sums cannot overflow.
+  // Each page once at most, so that the stream is never larger than the pool and sums cannot
+  // overflow.
   if (pages.num_pages() > pool->num_pages()) {
     return absl::OutOfRangeError("more pages listed than the pool has");
   }

@@ -13,9 +13,9 @@
 
 namespace kvferry {
 
-// Where each byte of a transfer's stream (docs/wire_protocol.md) lies in one side's pool. Arithmetic over
-// the layout and the runs of pages: making one costs O(runs), and nothing grows with pages x layers.
-// Immutable; the pool is kept alive.
+// Where each byte of a transfer's stream (docs/wire_protocol.md) lies in one side's pool.
+// Arithmetic over the layout and the runs of pages: making one costs O(runs), and nothing grows
+// with pages x layers. Immutable; the pool is kept alive.
 class StreamPlan {
  public:
   // OUT_OF_RANGE when a page is not in the pool.

@@ -64,8 +64,8 @@ absl::StatusOr<std::string> HostOfAddress(absl::string_view address) {
   if (absl::ConsumePrefix(&host, "[")) absl::ConsumeSuffix(&host, "]");
   // ZeroMQ reads ';' as "source address; target": the host checked must be the host dialled.
   if (host.empty() || host.find_first_of(";/@ \t\r\n") != absl::string_view::npos) {
-    return absl::InvalidArgumentError(absl::StrCat("address '", address.substr(0, 128),
-                                                   "' names no plain host"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("address '", address.substr(0, 128), "' names no plain host"));
   }
   return std::string(host);
 }
@@ -77,8 +77,8 @@ absl::Status CheckHostAllowed(absl::string_view address, const Config& config) {
     const absl::string_view name = absl::StripAsciiWhitespace(allowed);
     if (name == "*" || name == host) return absl::OkStatus();
   }
-  const bool by_default = config.allowed_hosts.empty() &&
-                          (IsLoopbackHost(host) || host == config.listen_host);
+  const bool by_default =
+      config.allowed_hosts.empty() && (IsLoopbackHost(host) || host == config.listen_host);
   if (by_default) return absl::OkStatus();
   return absl::PermissionDeniedError(absl::StrCat("the ticket names host ", host,
                                                   ", which allowed_hosts ('", config.allowed_hosts,

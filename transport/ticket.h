@@ -11,8 +11,8 @@
 namespace kvferry {
 
 // What a decode process needs to fetch one published request. Travels as text, through routers that
-// need not understand it: "kvferry1|tcp://10.0.0.1:4000|<epoch>|<lease>|<pages>|<tokens>", ids in hex.
-// The lease id is random: who has no ticket cannot guess one.
+// need not understand it: "kvferry1|tcp://10.0.0.1:4000|<epoch>|<lease>|<pages>|<tokens>", ids in
+// hex. The lease id is random: who has no ticket cannot guess one.
 struct Ticket {
   std::string address;  // Of the prefill side's control plane.
   uint64_t epoch = 0;
@@ -30,8 +30,8 @@ struct Ticket {
 // The host of "tcp://host:port"; IPv6 without brackets.
 absl::StatusOr<std::string> HostOfAddress(absl::string_view address);
 
-// PERMISSION_DENIED unless config.allowed_hosts (or its default) admits the address's host: without this
-// whoever can hand in a ticket could make a decode process connect anywhere.
+// PERMISSION_DENIED unless config.allowed_hosts (or its default) admits the address's host: without
+// this whoever can hand in a ticket could make a decode process connect anywhere.
 absl::Status CheckHostAllowed(absl::string_view address, const Config& config);
 
 }  // namespace kvferry

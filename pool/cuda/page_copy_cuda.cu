@@ -35,10 +35,12 @@ absl::Status Launch(const BufferInfo& buffer, const int64_t* pages, int64_t num_
   }
   if (num_pages == 0) return absl::OkStatus();
   const auto blocks = static_cast<unsigned>(std::min(num_pages, kMaxBlocks));
-  const auto address = reinterpret_cast<uintptr_t>(buffer.address) | reinterpret_cast<uintptr_t>(packed);
+  const auto address =
+      reinterpret_cast<uintptr_t>(buffer.address) | reinterpret_cast<uintptr_t>(packed);
   if ((address | static_cast<uintptr_t>(buffer.item_bytes)) % sizeof(int4) == 0) {
     CopyPages<int4, kGather><<<blocks, kThreads, 0, stream>>>(
-        buffer.address, pages, num_pages, buffer.item_bytes / static_cast<int64_t>(sizeof(int4)), packed);
+        buffer.address, pages, num_pages, buffer.item_bytes / static_cast<int64_t>(sizeof(int4)),
+        packed);
   } else {
     CopyPages<char, kGather><<<blocks, kThreads, 0, stream>>>(buffer.address, pages, num_pages,
                                                               buffer.item_bytes, packed);
@@ -50,8 +52,8 @@ absl::Status Launch(const BufferInfo& buffer, const int64_t* pages, int64_t num_
 
 }  // namespace
 
-absl::Status GatherPagesCuda(const BufferInfo& buffer, const int64_t* device_pages, int64_t num_pages,
-                             std::byte* packed, cudaStream_t stream) {
+absl::Status GatherPagesCuda(const BufferInfo& buffer, const int64_t* device_pages,
+                             int64_t num_pages, std::byte* packed, cudaStream_t stream) {
   return Launch<true>(buffer, device_pages, num_pages, packed, stream);
 }
 

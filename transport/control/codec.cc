@@ -135,7 +135,8 @@ struct BodyWriter {
 
 using Object = msgpack::object;
 
-// Reads keys of one map. After the first failure every further read does nothing, and status() keeps it.
+// Reads keys of one map. After the first failure every further read does nothing, and status()
+// keeps it.
 class Reader {
  public:
   explicit Reader(const Object& map) {
@@ -154,7 +155,8 @@ class Reader {
     const Object* value = Find(key, msgpack::type::POSITIVE_INTEGER);
     if (value == nullptr) return 0;
     if (value->via.u64 >= min && value->via.u64 <= max) return value->via.u64;
-    Fail(absl::StrCat("'", std::string(key), "' is ", value->via.u64, ", not in [", min, ", ", max, "]"));
+    Fail(absl::StrCat("'", std::string(key), "' is ", value->via.u64, ", not in [", min, ", ", max,
+                      "]"));
     return 0;
   }
   int64_t Int(std::string_view key, int64_t min, int64_t max) {
@@ -187,7 +189,8 @@ class Reader {
   const Object* Map(std::string_view key) { return Find(key, msgpack::type::MAP); }
 
   void Fail(absl::string_view what) {
-    if (status_.ok()) status_ = absl::InvalidArgumentError(absl::StrCat("malformed message: ", what));
+    if (status_.ok())
+      status_ = absl::InvalidArgumentError(absl::StrCat("malformed message: ", what));
   }
   const absl::Status& status() const { return status_; }
 
@@ -256,8 +259,8 @@ PageRuns ReadRuns(Reader& reader) {
         return {};
       }
     }
-    runs.push_back({static_cast<int64_t>(numbers[i].via.u64),
-                    static_cast<int64_t>(numbers[i + 1].via.u64)});
+    runs.push_back(
+        {static_cast<int64_t>(numbers[i].via.u64), static_cast<int64_t>(numbers[i + 1].via.u64)});
   }
   absl::StatusOr<PageRuns> result = PageRuns::FromRuns(runs);
   if (result.ok()) return *std::move(result);
@@ -299,7 +302,8 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
     return body;
   }
   if (type == "done") {
-    return DoneMsg{reader.Uint("id", 1), reader.Uint("lease", 1), reader.Int("bytes", 0, kMaxWireInt)};
+    return DoneMsg{reader.Uint("id", 1), reader.Uint("lease", 1),
+                   reader.Int("bytes", 0, kMaxWireInt)};
   }
   if (type == "cancel") return CancelMsg{reader.Uint("id", 1), reader.Text("msg", kMaxTextBytes)};
   if (type == "abort") return AbortMsg{reader.Uint("id", 1), ReadStatus(reader)};
@@ -341,16 +345,17 @@ std::string EncodeMessage(const Message& message) {
 
 absl::StatusOr<Message> DecodeMessage(std::span<const std::byte> bytes) {
   if (bytes.size() > kMaxMessageBytes) {
-    return absl::InvalidArgumentError(absl::StrCat("malformed message: ", bytes.size(),
-                                                   " bytes, limit ", kMaxMessageBytes));
+    return absl::InvalidArgumentError(
+        absl::StrCat("malformed message: ", bytes.size(), " bytes, limit ", kMaxMessageBytes));
   }
-  // Arrays, maps, strings, binaries, extensions, depth. Without them five bytes can ask for gigabytes.
+  // Arrays, maps, strings, binaries, extensions, depth. Without them five bytes can ask for
+  // gigabytes.
   const msgpack::unpack_limit limit(2 * kMaxRuns, 64, kMaxTextBytes, kMaxWorkerAddressBytes, 0, 4);
   try {
     size_t end = 0;
-    const msgpack::object_handle handle =
-        msgpack::unpack(reinterpret_cast<const char*>(bytes.data()), bytes.size(), end,
-                        [](msgpack::type::object_type, size_t, void*) { return true; }, nullptr, limit);
+    const msgpack::object_handle handle = msgpack::unpack(
+        reinterpret_cast<const char*>(bytes.data()), bytes.size(), end,
+        [](msgpack::type::object_type, size_t, void*) { return true; }, nullptr, limit);
     if (end != bytes.size()) {
       return absl::InvalidArgumentError("malformed message: bytes after its end");
     }

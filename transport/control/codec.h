@@ -12,9 +12,9 @@ namespace kvferry {
 // Encodes one control message. Texts longer than their limit are cut; nothing else can fail.
 std::string EncodeMessage(const Message& message);
 
-// Decodes bytes from a peer that may be hostile: bounded in size, depth and element counts, and never
-// throws. INVALID_ARGUMENT says what is malformed; FAILED_PRECONDITION is a message of another
-// protocol version, and names both.
+// Decodes bytes from a peer that may be hostile: bounded in size, depth and element counts, and
+// never throws. INVALID_ARGUMENT says what is malformed; FAILED_PRECONDITION is a message of
+// another protocol version, and names both.
 absl::StatusOr<Message> DecodeMessage(std::span<const std::byte> bytes);
 
 }  // namespace kvferry

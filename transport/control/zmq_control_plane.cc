@@ -19,8 +19,9 @@
 namespace kvferry {
 namespace {
 
-constexpr int kHighWaterMark = 4096;        // Messages queued a peer, either way.
-constexpr int kMaxMessagesPerProgress = 64;  // So that control traffic cannot starve the data plane.
+constexpr int kHighWaterMark = 4096;  // Messages queued a peer, either way.
+constexpr int kMaxMessagesPerProgress =
+    64;  // So that control traffic cannot starve the data plane.
 constexpr int kMaxSockets = 65536;
 constexpr int kLingerMs = 200;  // For a goodbye to get out when the plane closes.
 // A peer chooses its routing id; the prefix keeps it from posing as a peer that we dialled.
@@ -57,9 +58,7 @@ class EpollFd {
 
 class ZmqControlPlane : public ControlPlane {
  public:
-  ZmqControlPlane() {
-    context_.set(zmq::ctxopt::max_sockets, kMaxSockets);
-  }
+  ZmqControlPlane() { context_.set(zmq::ctxopt::max_sockets, kMaxSockets); }
   ~ZmqControlPlane() override {
     dealers_.clear();
     router_.close();
@@ -79,10 +78,11 @@ class ZmqControlPlane : public ControlPlane {
       router_.bind(absl::StrCat("tcp://", host, ":", port));
       address_ = router_.get(zmq::sockopt::last_endpoint);
     } catch (const zmq::error_t& error) {
-      return absl::UnavailableError(absl::StrCat("control: cannot listen on ", config.listen_host, ":",
-                                                 config.listen_port, ": ", error.what(),
-                                                 "; set listen_host and listen_port to a free local "
-                                                 "address"));
+      return absl::UnavailableError(
+          absl::StrCat("control: cannot listen on ", config.listen_host, ":", config.listen_port,
+                       ": ", error.what(),
+                       "; set listen_host and listen_port to a free local "
+                       "address"));
     }
     if (!epoll_.Add(router_.get(zmq::sockopt::fd))) return EpollFailed();
     return absl::OkStatus();
@@ -172,9 +172,9 @@ class ZmqControlPlane : public ControlPlane {
 
   static absl::Status Sent(const zmq::send_result_t& result, const PeerKey& peer) {
     if (result.has_value()) return absl::OkStatus();
-    return absl::ResourceExhaustedError(
-        absl::StrCat("control: ", kHighWaterMark, " messages to one peer (",
-                     absl::CEscape(peer), ") are queued and it takes none"));
+    return absl::ResourceExhaustedError(absl::StrCat("control: ", kHighWaterMark,
+                                                     " messages to one peer (", absl::CEscape(peer),
+                                                     ") are queued and it takes none"));
   }
 
   // Reading ZMQ_EVENTS also re-arms the socket's fd.
@@ -250,7 +250,8 @@ class ZmqControlPlane : public ControlPlane {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<ControlPlane>> MakeZmqControlPlane(const Config& config, bool listen) {
+absl::StatusOr<std::unique_ptr<ControlPlane>> MakeZmqControlPlane(const Config& config,
+                                                                  bool listen) {
   try {
     auto plane = std::make_unique<ZmqControlPlane>();
     if (listen) KVFERRY_RETURN_IF_ERROR(plane->Listen(config));

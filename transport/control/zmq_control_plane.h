@@ -11,6 +11,7 @@ namespace kvferry {
 
 // The ZeroMQ control plane: a ROUTER when `listen`, and a DEALER for each dialled peer.
 // UNAVAILABLE when listen_host:listen_port cannot be bound.
-absl::StatusOr<std::unique_ptr<ControlPlane>> MakeZmqControlPlane(const Config& config, bool listen);
+absl::StatusOr<std::unique_ptr<ControlPlane>> MakeZmqControlPlane(const Config& config,
+                                                                  bool listen);
 
 }  // namespace kvferry

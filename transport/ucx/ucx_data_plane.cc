@@ -18,8 +18,8 @@ namespace {
 
 constexpr unsigned kChunkAmId = 17;
 constexpr unsigned kCreditAmId = 18;
-// UCX's own headers around ours must fit into a segment together with a whole chunk: a chunk that needs
-// two segments is copied once more to put it together.
+// UCX's own headers around ours must fit into a segment together with a whole chunk: a chunk that
+// needs two segments is copied once more to put it together.
 constexpr int64_t kSegmentSlackBytes = 4096;
 constexpr int64_t kCloseTimeoutMs = 2000;
 
@@ -77,8 +77,8 @@ class UcxDataPlane : public DataPlane {
 
   explicit UcxDataPlane(std::unique_ptr<UcxWorker> worker) : worker_(std::move(worker)) {}
   absl::Status SetHandler(unsigned am_id, ucp_am_recv_callback_t handler);
-  void Start(ucp_ep_h endpoint, unsigned am_id, size_t header_bytes, std::span<const std::byte> payload,
-             std::unique_ptr<Send> send);
+  void Start(ucp_ep_h endpoint, unsigned am_id, size_t header_bytes,
+             std::span<const std::byte> payload, std::unique_ptr<Send> send);
   void ReapClosed();
 
   static void OnError(void* arg, ucp_ep_h endpoint, ucs_status_t status);
@@ -99,8 +99,10 @@ class UcxDataPlane : public DataPlane {
 };
 
 absl::StatusOr<std::unique_ptr<DataPlane>> UcxDataPlane::Create(const Config& config) {
-  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<UcxContext> context, UcxContext::Create(UcxOptions(config)));
-  KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<UcxWorker> worker, UcxWorker::Create(std::move(context)));
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<UcxContext> context,
+                           UcxContext::Create(UcxOptions(config)));
+  KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<UcxWorker> worker,
+                           UcxWorker::Create(std::move(context)));
 
   std::unique_ptr<UcxDataPlane> plane(new UcxDataPlane(std::move(worker)));
   KVFERRY_ASSIGN_OR_RETURN(plane->address_, plane->worker_->Address());
@@ -128,7 +130,8 @@ absl::Status UcxDataPlane::SetHandler(unsigned am_id, ucp_am_recv_callback_t han
 
 UcxDataPlane::~UcxDataPlane() {
   while (!links_.empty()) Close(links_.begin()->first);
-  // Destroying a worker with a close under way is undefined; a dead peer must not hold us up either.
+  // Destroying a worker with a close under way is undefined; a dead peer must not hold us up
+  // either.
   const Deadline deadline = DeadlineInMs(kCloseTimeoutMs);
   while (!closing_.empty() && Clock::now() < deadline) {
     ucp_worker_progress(worker_->get());
@@ -140,8 +143,9 @@ UcxDataPlane::~UcxDataPlane() {
 absl::StatusOr<LinkId> UcxDataPlane::Connect(const std::string& worker_address) {
   // UCX parses the address without knowing its length, so it gets one that zeros follow.
   if (worker_address.empty() || worker_address.size() > kMaxWorkerAddressBytes) {
-    return absl::InvalidArgumentError(absl::StrCat("ucx: a worker address of ", worker_address.size(),
-                                                   " bytes, limit ", kMaxWorkerAddressBytes));
+    return absl::InvalidArgumentError(absl::StrCat("ucx: a worker address of ",
+                                                   worker_address.size(), " bytes, limit ",
+                                                   kMaxWorkerAddressBytes));
   }
   std::vector<char> padded(2 * kMaxWorkerAddressBytes, 0);
   std::memcpy(padded.data(), worker_address.data(), worker_address.size());
@@ -157,8 +161,9 @@ absl::StatusOr<LinkId> UcxDataPlane::Connect(const std::string& worker_address) 
   params.err_handler = {&OnError, link.get()};
   const ucs_status_t status = ucp_ep_create(worker_->get(), &params, &link->endpoint);
   if (status != UCS_OK) {
-    return UcxStatus(status, "cannot reach the peer's worker; do both sides name networks that see each "
-                             "other in net_device?");
+    return UcxStatus(status,
+                     "cannot reach the peer's worker; do both sides name networks that see each "
+                     "other in net_device?");
   }
   const LinkId id = link->id;
   links_.emplace(id, std::move(link));
@@ -191,8 +196,8 @@ void UcxDataPlane::ReapClosed() {
   }
 }
 
-void UcxDataPlane::SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
-                             SendDone done) {
+void UcxDataPlane::SendChunk(LinkId link, const ChunkHeader& header,
+                             std::span<const std::byte> payload, SendDone done) {
   const auto found = links_.find(link);
   if (found == links_.end()) {
     done(absl::UnavailableError("ucx: the link is closed"));

@@ -44,8 +44,9 @@ absl::StatusOr<std::shared_ptr<UcxContext>> UcxContext::Create(const std::vector
   ucp_context_h context = nullptr;
   status = ucp_init(&params, config.get(), &context);
   if (status != UCS_OK) {
-    return UcxStatus(status, "cannot start; is net_device (UCX_NET_DEVICES) an interface of this host "
-                             "and ucx_tls (UCX_TLS) a transport of this UCX?");
+    return UcxStatus(status,
+                     "cannot start; is net_device (UCX_NET_DEVICES) an interface of this host "
+                     "and ucx_tls (UCX_TLS) a transport of this UCX?");
   }
   return std::shared_ptr<UcxContext>(new UcxContext(context));
 }

@@ -20,8 +20,8 @@ absl::Status UcxStatus(ucs_status_t status, const std::string& what);
 class UcxContext {
  public:
   using Option = std::pair<std::string, std::string>;
-  // Options such as {"TLS", "tcp"}; environment variables UCX_* lose to them. INVALID_ARGUMENT names
-  // the option that UCX rejects.
+  // Options such as {"TLS", "tcp"}; environment variables UCX_* lose to them. INVALID_ARGUMENT
+  // names the option that UCX rejects.
   static absl::StatusOr<std::shared_ptr<UcxContext>> Create(const std::vector<Option>& options);
   ~UcxContext();
   UcxContext(const UcxContext&) = delete;
