@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves the KV of prompts from prefill engines to decode engines, whole blocks, asynchronously.
 
-    Limits, each refused at start with a message: one KV cache group with full attention, pipeline and
-    context parallel size 1, KV in host memory. Both engines need the same model, tensor-parallel size,
-    block size and KV dtype; a wrong pairing is refused when they meet.
+    Limits, each refused at start with a message: one KV cache group with full attention, pipeline
+    and context parallel size 1, KV in host memory. Both engines need the same model,
+    tensor-parallel size, block size and KV dtype; a wrong pairing is refused when they meet.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -47,7 +47,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ):
-        """Raises ValueError for wrong options and NotImplementedError for an engine beyond the limits."""
+        """Raises ValueError for wrong options, NotImplementedError beyond the limits."""
         super().__init__(vllm_config, role, kv_cache_config)
         setup_logging()
         transfer = self._kv_transfer_config
@@ -141,8 +141,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Adopts the engine's cache and opens the endpoints.
 
-        Raises NotImplementedError for a cache of unknown arrangement, kvferry.Error for an address that
-        is taken.
+        Raises NotImplementedError for a cache of unknown arrangement, kvferry.Error for an address
+        that is taken.
         """
         tp_rank = get_tensor_model_parallel_rank()
         cache = layout.AdoptedCache(self._vllm_config, self._kv_cache_config, kv_caches)
@@ -169,8 +169,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The step begins.
 
-        Unlike start_load_kv(), which vLLM calls after the forward for asynchronous loads, this comes
-        before it: fetches run beside the forward, and prompts are published before their layers are.
+        Unlike start_load_kv(), which vLLM calls after the forward for asynchronous loads, this
+        comes before it: fetches run beside the forward, and prompts are published before their
+        layers are.
         """
         super().bind_connector_metadata(connector_metadata)
         if (prefill := self._prefill_worker) is not None:
@@ -202,16 +203,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if self._prefill_worker is not None:
             self._prefill_worker.step_saved()
 
-    def get_finished(
-        self, finished_req_ids: set[str]
-    ) -> tuple[set[str] | None, set[str] | None]:
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         prefill, decode = self._prefill_worker, self._decode_worker
         sent = prefill.take_finished(finished_req_ids) if prefill is not None else None
         received = decode.take_finished() if decode is not None else None
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._decode_worker.take_missing_blocks() if self._decode_worker is not None else set()
+        decode = self._decode_worker
+        return decode.take_missing_blocks() if decode is not None else set()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._stats.take()

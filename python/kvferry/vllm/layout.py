@@ -64,8 +64,9 @@ class AdoptedCache:
     ):
         """Adopts the tensors and keeps them alive.
 
-        Raises NotImplementedError, naming layer and shape, for tensors in which the bytes of a block are
-        not one run (or two: K and V), or that are not in host memory, or differ from layer to layer.
+        Raises NotImplementedError, naming layer and shape, for tensors in which the bytes of a
+        block are not one run (or two: K and V), or that are not in host memory, or differ from
+        layer to layer.
         """
         if not kv_caches:
             raise ValueError("vLLM registered no KV cache")

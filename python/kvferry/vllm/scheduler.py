@@ -1,4 +1,4 @@
-"""The half of the connector that lives in vLLM's scheduler process: it decides, and moves nothing."""
+"""The half of the connector in vLLM's scheduler process: it decides, and moves nothing."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -117,9 +117,9 @@ class PrefillScheduler:
 class DecodeScheduler:
     """Loads prompts that another engine has computed.
 
-    A request with do_remote_prefill gets blocks for its whole prompt and waits while the workers fetch
-    what the local prefix cache lacks. Parameters that cannot work make a load that fails, so that vLLM's
-    kv_load_failure_policy decides what becomes of the request.
+    A request with do_remote_prefill gets blocks for its whole prompt and waits while the workers
+    fetch what the local prefix cache lacks. Parameters that cannot work make a load that fails, so
+    that vLLM's kv_load_failure_policy decides what becomes of the request.
     """
 
     def __init__(self, vllm_config: VllmConfig, block_size: int):

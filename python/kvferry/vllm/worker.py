@@ -1,7 +1,7 @@
 """The half of the connector that lives in vLLM's worker processes: it owns the endpoints.
 
-Every method runs on the engine's own thread and none waits for a peer. The bytes move in a thread of
-the endpoint.
+Every method runs on the engine's own thread and none waits for a peer. The bytes move in a thread
+of the endpoint.
 """
 
 import time
@@ -12,9 +12,9 @@ from kvferry.vllm.layout import AdoptedCache
 from kvferry.vllm.metadata import Load, Publication, WorkerAddress
 from kvferry.vllm.telemetry import FetchRecord, Trace, TransferStats, logger
 
-# What a call of the endpoints raises for bad input and for trouble; never a reason to stop the engine.
+# What the endpoints raise for bad input and for trouble; never a reason to stop the engine.
 _REFUSED = (kvferry.Error, ValueError)
-# A preempted request's blocks are overwritten next. Nobody has its ticket yet, so this is not used up.
+# Nobody has the ticket of a request that can be preempted, so this time is not used up.
 _PREEMPTION_TIMEOUT_MS = 5000
 
 
@@ -42,7 +42,8 @@ class PrefillWorker:
         trace: Trace,
         stats: TransferStats,
     ):
-        """Listens on config.listen_host:listen_port. Raises kvferry.Error if the address is taken."""
+        """Listens on config.listen_host:listen_port. Raises kvferry.Error if the address is
+        taken."""
         self._cache = cache
         self._trace = trace
         self._stats = stats
@@ -210,9 +211,9 @@ class DecodeWorker:
             blocks = load.first_block + len(load.block_ids)
             if (ticket.num_tokens, ticket.num_pages) != (load.num_tokens, blocks):
                 error = (
-                    f"the ticket is for a prompt of {ticket.num_tokens} tokens in {ticket.num_pages} "
-                    f"blocks and this one has {load.num_tokens} in {blocks}: both engines need the same "
-                    f"prompt and block_size"
+                    f"the ticket is for a prompt of {ticket.num_tokens} tokens in "
+                    f"{ticket.num_pages} blocks and this one has {load.num_tokens} in {blocks}: "
+                    f"both engines need the same prompt and block_size"
                 )
                 return _Fetch(load, tickets_usable=True, error=error)
             handle = self._endpoint.fetch(str(ticket), load.first_block, load.block_ids)
@@ -228,7 +229,8 @@ class DecodeWorker:
                 fetch.handle.cancel()
 
     def dismiss(self, tickets: list[str]) -> None:
-        """Tells the prefill side that nobody will fetch, so that it need not wait for the expiry."""
+        """Tells the prefill side that nobody will fetch, so that it need not wait for the
+        expiry."""
         if self._tp_rank >= len(tickets):
             return
         ticket = tickets[self._tp_rank]
@@ -238,10 +240,9 @@ class DecodeWorker:
             logger.warning("cannot let go of ticket %.200r: %s", ticket, error)
 
     def take_finished(self) -> set[str]:
-        """Requests whose fetches have ended, well or not, each once. Nothing writes to their blocks."""
-        finished = {
-            key for key, it in self._fetches.items() if it.handle is None or it.handle.done
-        }
+        """Requests whose fetches have ended, well or not, each once. Nothing writes to their
+        blocks."""
+        finished = {key for key, it in self._fetches.items() if it.handle is None or it.handle.done}
         for request_id in finished:
             self._finish(self._fetches.pop(request_id))
         self._reap_dismissals()
