@@ -1,0 +1,183 @@
+// Peers that do not fit: refused at hello, and both sides' logs say which field differed and what to do.
+
+#include <gtest/gtest.h>
+
+#include "tests/support/captured_log.h"
+#include "tests/support/endpoints.h"
+#include "tests/support/raw_peer.h"
+#include "transport/control/codec.h"
+
+namespace kvferry {
+namespace {
+
+class Hello : public testing::Test {
+ protected:
+  // A decode endpoint with this model and layout is refused with all of `parts`, in its handle and in
+  // both logs; a good one is served afterwards.
+  void ExpectRefused(const std::string& model, const KvLayout& layout,
+                     std::vector<absl::string_view> parts) {
+    const auto target = MakePatternPool(layout, 8, 2);
+    const auto decode = MakeDecode(target, SmallChunks(), model);
+    const Ticket ticket = Publish(*prefill_, *source_, {1, 2});
+    const auto handle = Fetch(*decode, ticket, {3, 4});
+    const absl::Status status = handle->Wait(Soon());
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status.ToString();
+    for (const absl::string_view part : parts) {
+      EXPECT_NE(status.message().find(part), std::string::npos) << part << " in " << status.ToString();
+    }
+    EXPECT_TRUE(IsUntouched(*target, 2));
+    std::vector<absl::string_view> prefill_line = parts;
+    prefill_line.push_back("refused peer 'decode'");
+    EXPECT_TRUE(log_.Has(prefill_line)) << log_.ToString();
+    std::vector<absl::string_view> decode_line = parts;
+    decode_line.push_back("ended: FAILED_PRECONDITION: refused by tcp://127.0.0.1");
+    EXPECT_TRUE(log_.Has(decode_line)) << log_.ToString();
+    EXPECT_EQ(Metric(*prefill_, "hellos_refused"), 1);
+    EXPECT_EQ(Metric(*prefill_, "peers"), 0);
+
+    const auto good_target = MakePatternPool(SmallLayout(), 8, 3);
+    const auto good = MakeDecode(good_target, SmallChunks());
+    EXPECT_TRUE(IsOk(Fetch(*good, ticket, {5, 6})->Wait(Soon())));
+    EXPECT_TRUE(HoldsExactly(*good_target, 3, std::vector<int64_t>{5, 6}, 1,
+                             std::vector<int64_t>{1, 2}));
+  }
+
+  CapturedLog log_;
+  std::shared_ptr<KvPool> source_ = MakePatternPool(SmallLayout(), 8, 1);
+  std::unique_ptr<PrefillEndpoint> prefill_ = MakePrefill(source_, SmallChunks());
+};
+
+TEST_F(Hello, AnotherModel) {
+  ExpectRefused("other/model", SmallLayout(),
+                {"model: 'test/model' here, 'other/model' there", "start both sides with the same model"});
+}
+
+TEST_F(Hello, AnotherDtype) {
+  KvLayout layout = SmallLayout();
+  layout.dtype = DType::kFloat16;
+  ExpectRefused(kTestModel, layout, {"KV layout: dtype: bfloat16 here, float16 there", "start both sides"});
+}
+
+TEST_F(Hello, AnotherPageSize) {
+  KvLayout layout = SmallLayout();
+  layout.page_size = 32;
+  ExpectRefused(kTestModel, layout, {"page_size: 16 here, 32 there", "start both sides"});
+}
+
+TEST_F(Hello, AnotherNumberOfLayers) {
+  KvLayout layout = SmallLayout();
+  layout.num_layers = 5;
+  ExpectRefused(kTestModel, layout, {"num_layers: 4 here, 5 there", "start both sides"});
+}
+
+TEST_F(Hello, AnotherPageFormat) {
+  KvLayout layout = SmallLayout();
+  layout.page_format = "HND";
+  ExpectRefused(kTestModel, layout, {"page_format: NHD here, HND there", "start both sides"});
+}
+
+TEST_F(Hello, OtherTensors) {
+  ExpectRefused(kTestModel, KvLayout::Mha(4, 16, 4, 16, DType::kBFloat16),
+                {"tensors: k[2 heads x 32]+v[2 heads x 32] here, k[4 heads x 16]+v[4 heads x 16] there",
+                 "start both sides"});
+}
+
+// A decode process of a later release, against a prefill process of this one.
+TEST_F(Hello, DecodeSideOfAnotherVersion) {
+  RawDecode peer(prefill_->address());
+  const Message hello{42, 0, HelloMsg{"later", kTestModel, SmallLayout(), "address"}};
+  peer.SendFrames({WithVersion(EncodeMessage(hello), 2)});
+  const std::optional<Message> answer = peer.Receive(Soon());
+  ASSERT_TRUE(answer.has_value());
+  const auto* refuse = std::get_if<RefuseMsg>(&answer->body);
+  ASSERT_NE(refuse, nullptr);
+  EXPECT_EQ(refuse->transfer_id, 0u);
+  EXPECT_EQ(answer->from_epoch, prefill_->epoch());
+  EXPECT_TRUE(Fails(refuse->status, absl::StatusCode::kFailedPrecondition,
+                    "protocol version: 1 here, 2 there", "run the same kvferry release on both sides"));
+  EXPECT_TRUE(log_.Has({"protocol version: 1 here, 2 there", "run the same kvferry release"}))
+      << log_.ToString();
+  const auto target = MakePatternPool(SmallLayout(), 8, 3);
+  const auto good = MakeDecode(target, SmallChunks());
+  EXPECT_TRUE(IsOk(Fetch(*good, Publish(*prefill_, *source_, {1}), {5})->Wait(Soon())));
+}
+
+// A decode process of this release, against a prefill process of a later one, which refuses in its own
+// version: a refusal is understood across versions.
+TEST(HelloToOthers, PrefillSideOfAnotherVersionRefuses) {
+  CapturedLog log;
+  RawPrefill prefill;
+  const auto target = MakePatternPool(SmallLayout(), 8, 3);
+  const auto decode = MakeDecode(target, SmallChunks());
+  const auto handle = Fetch(*decode, Ticket{prefill.address(), 5, 6, 1, 16}, {0});
+  const auto hello = prefill.Receive(Soon());
+  ASSERT_TRUE(hello.has_value());
+  ASSERT_TRUE(std::holds_alternative<HelloMsg>(hello->second.body));
+  EXPECT_EQ(hello->second.to_epoch, 0u);
+  const Message refuse{5, 0,
+                       RefuseMsg{0, absl::FailedPreconditionError("protocol version: 2 here, 1 there")}};
+  prefill.SendBytes(hello->first, WithVersion(EncodeMessage(refuse), 2));
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kFailedPrecondition, "refused by",
+                    prefill.address(), "protocol version: 2 here, 1 there"));
+  EXPECT_TRUE(log.Has({"ended", "protocol version: 2 here, 1 there"})) << log.ToString();
+}
+
+// The same, when the later one welcomes instead.
+TEST(HelloToOthers, PrefillSideOfAnotherVersionWelcomes) {
+  RawPrefill prefill;
+  const auto target = MakePatternPool(SmallLayout(), 8, 3);
+  const auto decode = MakeDecode(target, SmallChunks());
+  const auto handle = Fetch(*decode, Ticket{prefill.address(), 5, 6, 1, 16}, {0});
+  const auto hello = prefill.Receive(Soon());
+  ASSERT_TRUE(hello.has_value());
+  const Message welcome{5, hello->second.from_epoch, WelcomeMsg{"later", "address"}};
+  prefill.SendBytes(hello->first, WithVersion(EncodeMessage(welcome), 2));
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kFailedPrecondition,
+                    "protocol version: 1 here, 2 there"));
+}
+
+TEST(HelloToOthers, NoAnswerEndsAtTheConnectTimeout) {
+  RawPrefill prefill;  // Takes the hello and says nothing.
+  Config config = SmallChunks();
+  config.connect_timeout_ms = 150;
+  const auto target = MakePatternPool(SmallLayout(), 8, 3);
+  const auto decode = MakeDecode(target, config);
+  const auto handle = Fetch(*decode, Ticket{prefill.address(), 5, 6, 1, 16}, {0});
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable, "connect_timeout_ms (150)",
+                    prefill.address()));
+}
+
+// A welcome that is meant for another process at the same address is none.
+TEST(HelloToOthers, WelcomeForAnotherEpochIsStale) {
+  RawPrefill prefill;
+  Config config = SmallChunks();
+  config.connect_timeout_ms = 300;
+  const auto target = MakePatternPool(SmallLayout(), 8, 3);
+  const auto decode = MakeDecode(target, config);
+  const auto handle = Fetch(*decode, Ticket{prefill.address(), 5, 6, 1, 16}, {0});
+  const auto hello = prefill.Receive(Soon());
+  ASSERT_TRUE(hello.has_value());
+  const Message welcome{5, hello->second.from_epoch ^ 1, WelcomeMsg{"other", "address"}};
+  prefill.SendBytes(hello->first, EncodeMessage(welcome));
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable, "connect_timeout_ms"));
+  EXPECT_EQ(Metric(*decode, "messages_stale"), 1);
+}
+
+// Names that peers choose end up in logs; they must not be able to forge a line of one.
+TEST_F(Hello, LogsStayOnOneLine) {
+  testing::internal::CaptureStderr();
+  RawDecode peer(prefill_->address());
+  KvLayout layout = SmallLayout();
+  layout.page_format = "NHD\nforged format";
+  peer.Send({42, 0, HelloMsg{"x\nforged name", "y\nforged model", layout, "address"}});
+  ASSERT_TRUE(peer.Receive(Soon()).has_value());
+  peer.Send({42, 0, HelloMsg{"x", kTestModel, layout, "address"}});
+  ASSERT_TRUE(peer.Receive(Soon()).has_value());
+  const std::string stderr_text = testing::internal::GetCapturedStderr();
+  EXPECT_NE(stderr_text.find("y\\x0aforged model"), std::string::npos) << stderr_text;
+  EXPECT_NE(stderr_text.find("NHD\\x0aforged format"), std::string::npos) << stderr_text;
+  EXPECT_EQ(stderr_text.find("\nforged"), std::string::npos) << stderr_text;
+}
+
+}  // namespace
+}  // namespace kvferry

@@ -1,0 +1,322 @@
+#include "connector/lease_table.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+#include <set>
+#include <tuple>
+
+#include "tests/support/status.h"
+
+namespace kvferry {
+namespace {
+
+constexpr uint64_t kLease = 0xabc;
+
+PageRuns Pages(std::vector<int64_t> pages) { return Must(PageRuns::FromPages(pages)); }
+
+class Leases : public testing::Test {
+ protected:
+  Deadline At(int64_t ms) const { return start_ + std::chrono::milliseconds(ms); }
+  absl::Status Publish(uint64_t lease = kLease, int64_t expires_ms = 100) {
+    return table_.Publish(lease, Pages({3, 4, 9}), 0, At(expires_ms));
+  }
+  // The one lease that has ended since the last call.
+  std::string Ended() {
+    const std::vector<EndedLease> ended = table_.TakeEnded();
+    if (ended.empty()) return "none";
+    EXPECT_EQ(ended.size(), 1u);
+    EXPECT_EQ(ended[0].lease_id, kLease);
+    return std::string(LeaseOutcomeName(ended[0].outcome));
+  }
+
+  const Deadline start_ = Clock::now();
+  LeaseTable table_{Config()};
+};
+
+// One test for each row of the table in lease_table.h.
+
+TEST_F(Leases, IdleBeginTransferHoldsIt) {
+  ASSERT_TRUE(IsOk(Publish()));
+  const absl::StatusOr<PageRuns> pages = table_.BeginTransfer(kLease);
+  ASSERT_TRUE(IsOk(pages));
+  EXPECT_EQ(pages->ToPages(), (std::vector<int64_t>{3, 4, 9}));
+  EXPECT_EQ(table_.Tick(At(1000)), Deadline::max());  // No expiry meanwhile, and none to wait for.
+  EXPECT_EQ(Ended(), "none");
+  EXPECT_TRUE(Fails(table_.BeginTransfer(kLease), absl::StatusCode::kFailedPrecondition,
+                    "being fetched already"));
+}
+
+TEST_F(Leases, IdleExpires) {
+  ASSERT_TRUE(IsOk(Publish()));
+  EXPECT_EQ(table_.Tick(At(99)), At(100));
+  EXPECT_EQ(Ended(), "none");
+  EXPECT_EQ(table_.Tick(At(100)), Deadline::max());
+  EXPECT_EQ(Ended(), "expired");
+  EXPECT_TRUE(Fails(table_.BeginTransfer(kLease), absl::StatusCode::kFailedPrecondition, "expired",
+                    "raise lease_ms"));
+}
+
+TEST_F(Leases, IdleWithdraw) {
+  ASSERT_TRUE(IsOk(Publish()));
+  EXPECT_EQ(Must(table_.Withdraw(kLease)), true);
+  EXPECT_EQ(Ended(), "released");
+  EXPECT_TRUE(Fails(table_.Withdraw(kLease), absl::StatusCode::kFailedPrecondition, "released"));
+}
+
+TEST_F(Leases, IdleNothingNeeded) {
+  ASSERT_TRUE(IsOk(Publish()));
+  table_.NothingNeeded(kLease);
+  EXPECT_EQ(Ended(), "fetched");
+}
+
+TEST_F(Leases, TransferringEndsWell) {
+  ASSERT_TRUE(IsOk(Publish()));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
+  table_.EndTransfer(kLease, absl::OkStatus());
+  EXPECT_EQ(Ended(), "fetched");
+  table_.EndTransfer(kLease, absl::OkStatus());  // Too late to matter.
+  EXPECT_EQ(Ended(), "none");
+}
+
+TEST_F(Leases, TransferringEndsBadlyAndIsIdleAgain) {
+  ASSERT_TRUE(IsOk(Publish()));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
+  table_.EndTransfer(kLease, absl::UnavailableError("gone"));
+  EXPECT_EQ(Ended(), "none");
+  EXPECT_TRUE(IsOk(table_.BeginTransfer(kLease)));
+  table_.EndTransfer(kLease, absl::UnavailableError("gone"));
+  table_.Tick(At(100));
+  EXPECT_EQ(Ended(), "expired");
+}
+
+TEST_F(Leases, TransferringNothingNeededIsIgnored) {
+  ASSERT_TRUE(IsOk(Publish()));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
+  table_.NothingNeeded(kLease);
+  EXPECT_EQ(Ended(), "none");
+}
+
+TEST_F(Leases, TransferringWithdrawWaitsForTheTransfer) {
+  for (const bool arrived : {true, false}) {
+    const uint64_t lease = arrived ? 1 : 2;
+    ASSERT_TRUE(IsOk(Publish(lease)));
+    ASSERT_TRUE(IsOk(table_.BeginTransfer(lease)));
+    EXPECT_EQ(Must(table_.Withdraw(lease)), false);
+    EXPECT_TRUE(table_.TakeEnded().empty());
+    table_.Tick(At(1000));
+    EXPECT_TRUE(table_.TakeEnded().empty()) << "its pages are still being read";
+    EXPECT_TRUE(Fails(table_.BeginTransfer(lease), absl::StatusCode::kFailedPrecondition, "withdrawn"));
+    EXPECT_EQ(Must(table_.Withdraw(lease)), false);  // Again, to no effect.
+    table_.EndTransfer(lease, arrived ? absl::OkStatus() : absl::AbortedError("taken back"));
+    const std::vector<EndedLease> ended = table_.TakeEnded();
+    ASSERT_EQ(ended.size(), 1u);
+    EXPECT_EQ(ended[0].outcome, arrived ? LeaseOutcome::kFetched : LeaseOutcome::kReleased);
+  }
+}
+
+TEST_F(Leases, UnknownIsNotFound) {
+  EXPECT_TRUE(Fails(table_.BeginTransfer(1), absl::StatusCode::kNotFound, "unknown"));
+  EXPECT_TRUE(Fails(table_.Withdraw(1), absl::StatusCode::kNotFound));
+  EXPECT_TRUE(Fails(table_.SetReadyLayers(1, 1), absl::StatusCode::kNotFound));
+  EXPECT_EQ(table_.ReadyLayers(1), 0);
+  table_.NothingNeeded(1);
+  table_.EndTransfer(1, absl::OkStatus());
+  EXPECT_TRUE(table_.TakeEnded().empty());
+}
+
+TEST_F(Leases, AnIdIsUsedOnce) {
+  ASSERT_TRUE(IsOk(Publish()));
+  EXPECT_TRUE(Fails(Publish(), absl::StatusCode::kAlreadyExists));
+  ASSERT_TRUE(IsOk(table_.Withdraw(kLease)));
+  EXPECT_TRUE(Fails(Publish(), absl::StatusCode::kAlreadyExists));
+}
+
+TEST_F(Leases, ReadyLayersOnlyGrow) {
+  ASSERT_TRUE(IsOk(Publish()));
+  ASSERT_TRUE(IsOk(table_.SetReadyLayers(kLease, 3)));
+  ASSERT_TRUE(IsOk(table_.SetReadyLayers(kLease, 1)));
+  EXPECT_EQ(table_.ReadyLayers(kLease), 3);
+}
+
+TEST_F(Leases, MemoryOfEndedLeasesIsBounded) {
+  for (uint64_t lease = 1; lease <= 10000; ++lease) {
+    ASSERT_TRUE(IsOk(Publish(lease)));
+    ASSERT_TRUE(IsOk(table_.Withdraw(lease)));
+    table_.TakeEnded();
+  }
+  EXPECT_TRUE(Fails(table_.Withdraw(10000), absl::StatusCode::kFailedPrecondition));
+  EXPECT_TRUE(Fails(table_.Withdraw(1), absl::StatusCode::kNotFound));  // Forgotten.
+}
+
+// ---------------------------------------------------------------- against a naive model
+
+struct Model {
+  enum State { kIdle, kTransferring, kWithdrawing };
+  struct Lease {
+    State state = kIdle;
+    int64_t expires = 0;
+    int64_t ready = 0;
+  };
+  std::map<uint64_t, Lease> live;
+  std::map<uint64_t, LeaseOutcome> ended;
+  std::vector<std::pair<uint64_t, LeaseOutcome>> untaken;
+
+  void End(uint64_t id, LeaseOutcome outcome) {
+    live.erase(id);
+    ended[id] = outcome;
+    untaken.emplace_back(id, outcome);
+  }
+  absl::StatusCode NotLive(uint64_t id) const {
+    return ended.contains(id) ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kNotFound;
+  }
+};
+
+class ModelRun {
+ public:
+  explicit ModelRun(uint64_t seed) : random_(seed) {
+    config_.max_leases = 40;
+    table_ = std::make_unique<LeaseTable>(config_);
+  }
+  void Run(int64_t operations) {
+    for (int64_t i = 0; i < operations && !testing::Test::HasFailure(); ++i) Step();
+    Compare();
+  }
+
+ private:
+  // Ids come from a window that moves on, so that most of them exist and none is used after the table
+  // may have forgotten it.
+  uint64_t AnyId() { return base_ + random_() % 60; }
+
+  void Step() {
+    if (random_() % 32 == 0) ++base_;
+    const uint64_t id = AnyId();
+    const auto found = model_.live.find(id);
+    const bool live = found != model_.live.end();
+    switch (random_() % 10) {
+      case 0:
+      case 1:
+        Publish(id, live);
+        break;
+      case 2: {
+        const int64_t layers = static_cast<int64_t>(random_() % 9);
+        const absl::Status status = table_->SetReadyLayers(id, layers);
+        ASSERT_EQ(status.code(), live ? absl::StatusCode::kOk : model_.NotLive(id));
+        if (live) found->second.ready = std::max(found->second.ready, layers);
+        break;
+      }
+      case 3: {
+        const absl::StatusOr<bool> result = table_->Withdraw(id);
+        ASSERT_EQ(result.status().code(), live ? absl::StatusCode::kOk : model_.NotLive(id));
+        if (!live) break;
+        ASSERT_EQ(*result, found->second.state == Model::kIdle);
+        if (*result) {
+          model_.End(id, LeaseOutcome::kReleased);
+        } else {
+          found->second.state = Model::kWithdrawing;
+        }
+        break;
+      }
+      case 4:
+      case 5: {
+        const absl::StatusCode want = !live ? model_.NotLive(id)
+                                      : found->second.state == Model::kIdle
+                                          ? absl::StatusCode::kOk
+                                          : absl::StatusCode::kFailedPrecondition;
+        const absl::StatusOr<PageRuns> pages = table_->BeginTransfer(id);
+        ASSERT_EQ(pages.status().code(), want);
+        if (!pages.ok()) break;
+        ASSERT_EQ(pages->PageAt(0), static_cast<int64_t>(id % 1000));
+        found->second.state = Model::kTransferring;
+        break;
+      }
+      case 6:
+      case 7: {
+        // Only whoever began a transfer ends it.
+        if (live && found->second.state == Model::kIdle) break;
+        const bool ok = random_() % 2 == 0;
+        table_->EndTransfer(id, ok ? absl::OkStatus() : absl::UnavailableError("x"));
+        if (!live) break;
+        if (ok) {
+          model_.End(id, LeaseOutcome::kFetched);
+        } else if (found->second.state == Model::kWithdrawing) {
+          model_.End(id, LeaseOutcome::kReleased);
+        } else {
+          found->second.state = Model::kIdle;
+        }
+        break;
+      }
+      case 8:
+        table_->NothingNeeded(id);
+        if (live && found->second.state == Model::kIdle) model_.End(id, LeaseOutcome::kFetched);
+        break;
+      default:
+        Tick();
+    }
+    if (random_() % 16 == 0) Compare();
+  }
+
+  void Publish(uint64_t id, bool live) {
+    const int64_t expires = now_ + 1 + static_cast<int64_t>(random_() % 50);
+    const absl::Status status = table_->Publish(id, Pages({static_cast<int64_t>(id % 1000)}), 0, At(expires));
+    if (live || model_.ended.contains(id)) {
+      ASSERT_EQ(status.code(), absl::StatusCode::kAlreadyExists);
+    } else if (model_.live.size() + model_.untaken.size() >= 40) {
+      ASSERT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+    } else {
+      ASSERT_TRUE(status.ok()) << status;
+      model_.live[id] = {Model::kIdle, expires, 0};
+    }
+  }
+
+  void Tick() {
+    now_ += static_cast<int64_t>(random_() % 4);
+    const Deadline next = table_->Tick(At(now_));
+    Deadline want = Deadline::max();
+    std::vector<uint64_t> expired;
+    for (const auto& [id, lease] : model_.live) {
+      if (lease.state != Model::kIdle) continue;
+      if (lease.expires <= now_) {
+        expired.push_back(id);
+      } else {
+        want = std::min(want, At(lease.expires));
+      }
+    }
+    for (const uint64_t id : expired) model_.End(id, LeaseOutcome::kExpired);
+    ASSERT_EQ(next, want);
+  }
+
+  void Compare() {
+    std::vector<std::pair<uint64_t, LeaseOutcome>> got;
+    for (const EndedLease& lease : table_->TakeEnded()) got.emplace_back(lease.lease_id, lease.outcome);
+    // Leases that expire in one tick have no order.
+    std::sort(got.begin(), got.end());
+    std::sort(model_.untaken.begin(), model_.untaken.end());
+    ASSERT_EQ(got, model_.untaken);
+    model_.untaken.clear();
+    ASSERT_EQ(table_->num_live(), static_cast<int64_t>(model_.live.size()));
+    for (const auto& [id, lease] : model_.live) ASSERT_EQ(table_->ReadyLayers(id), lease.ready);
+  }
+
+  Deadline At(int64_t ms) const { return start_ + std::chrono::milliseconds(ms); }
+
+  std::mt19937_64 random_;
+  Config config_;
+  std::unique_ptr<LeaseTable> table_;
+  Model model_;
+  uint64_t base_ = 1;
+  int64_t now_ = 0;
+  const Deadline start_ = Clock::now();
+};
+
+TEST(LeasesAgainstModel, AMillionRandomOperations) {
+  for (uint64_t seed = 1; seed <= 10; ++seed) {
+    SCOPED_TRACE(seed);
+    ModelRun(seed).Run(100000);
+    if (HasFailure()) return;
+  }
+}
+
+}  // namespace
+}  // namespace kvferry

@@ -1,0 +1,190 @@
+// Layers that become final one after the other while a fetch is under way.
+
+#include <gtest/gtest.h>
+
+#include "base/random.h"
+#include "tests/support/endpoints.h"
+
+namespace kvferry {
+namespace {
+
+constexpr uint64_t kSourceSeed = 1;
+constexpr uint64_t kOwnSeed = 2;
+
+class Streaming : public testing::Test {
+ protected:
+  std::shared_ptr<KvPool> source_ = MakePatternPool(SmallLayout(), 64, kOwnSeed);
+  std::shared_ptr<KvPool> target_ = MakePatternPool(SmallLayout(), 64, kOwnSeed);
+  const std::vector<int64_t> pages_ = {60, 3, 4, 5, 20, 1};
+  const std::vector<int64_t> local_ = {7, 8, 2, 50, 51, 52};
+  const int64_t layers_ = SmallLayout().num_layers;
+
+  // A layer is written only just before it is announced: bytes read too early would be wrong.
+  void WriteLayer(int64_t layer) {
+    for (int64_t tensor = 0; tensor < 2; ++tensor) {
+      for (const int64_t page : pages_) {
+        PatternBytes(kSourceSeed, SmallLayout().buffer_index(layer, tensor), page,
+                     source_->page(layer, tensor, page));
+      }
+    }
+  }
+};
+
+TEST_F(Streaming, ALayerIsReadableBeforeTheNextIsReady) {
+  const auto prefill = MakePrefill(source_, SmallChunks());
+  const auto decode = MakeDecode(target_, SmallChunks());
+  const Ticket ticket = Publish(*prefill, *source_, pages_, 0);
+  const auto handle = Fetch(*decode, ticket, local_);
+  for (int64_t layer = 0; layer < layers_; ++layer) {
+    EXPECT_EQ(handle->layers_done(), layer);
+    EXPECT_FALSE(handle->done());
+    WriteLayer(layer);
+    ASSERT_TRUE(IsOk(prefill->LayerReady(ticket.lease_id, layer)));
+    ASSERT_TRUE(IsOk(handle->WaitLayer(layer, Soon())));
+    EXPECT_TRUE(HoldsPages(*target_, local_, kSourceSeed, pages_, 0, layer + 1));
+    // Nothing of the next layer can have come.
+    if (layer + 1 < layers_) {
+      EXPECT_TRUE(HoldsPages(*target_, local_, kOwnSeed, local_, layer + 1, layers_));
+    }
+  }
+  ASSERT_TRUE(IsOk(handle->Wait(Soon())));
+  EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, local_, kSourceSeed, pages_));
+}
+
+TEST_F(Streaming, WaitLayerTimesOutAndTheFetchGoesOn) {
+  const auto prefill = MakePrefill(source_, SmallChunks());
+  const auto decode = MakeDecode(target_, SmallChunks());
+  const Ticket ticket = Publish(*prefill, *source_, pages_, 0);
+  const auto handle = Fetch(*decode, ticket, local_);
+  EXPECT_TRUE(Fails(handle->WaitLayer(0, DeadlineInMs(50)), absl::StatusCode::kDeadlineExceeded));
+  EXPECT_TRUE(Fails(handle->Wait(DeadlineInMs(50)), absl::StatusCode::kDeadlineExceeded));
+  EXPECT_TRUE(Fails(handle->WaitLayer(layers_, Soon()), absl::StatusCode::kOutOfRange));
+  EXPECT_TRUE(Fails(handle->WaitLayer(-1, Soon()), absl::StatusCode::kOutOfRange));
+  for (int64_t layer = 0; layer < layers_; ++layer) WriteLayer(layer);
+  ASSERT_TRUE(IsOk(prefill->AllLayersReady(ticket.lease_id)));
+  EXPECT_TRUE(IsOk(handle->WaitLayer(layers_ - 1, Soon())));
+}
+
+TEST_F(Streaming, ReadyLayersNeverShrink) {
+  const auto prefill = MakePrefill(source_, SmallChunks());
+  const auto decode = MakeDecode(target_, SmallChunks());
+  for (int64_t layer = 0; layer < layers_; ++layer) WriteLayer(layer);
+  const Ticket ticket = Publish(*prefill, *source_, pages_, 0);
+  ASSERT_TRUE(IsOk(prefill->AllLayersReady(ticket.lease_id)));
+  ASSERT_TRUE(IsOk(prefill->LayerReady(ticket.lease_id, 0)));
+  ASSERT_TRUE(IsOk(Fetch(*decode, ticket, local_)->Wait(Soon())));
+}
+
+TEST_F(Streaming, LayersThatDoNotExist) {
+  const auto prefill = MakePrefill(source_, SmallChunks());
+  const Ticket ticket = Publish(*prefill, *source_, pages_, 0);
+  EXPECT_TRUE(Fails(prefill->LayerReady(ticket.lease_id, layers_), absl::StatusCode::kOutOfRange));
+  EXPECT_TRUE(Fails(prefill->LayerReady(ticket.lease_id, -1), absl::StatusCode::kOutOfRange));
+  EXPECT_TRUE(Fails(prefill->LayerReady(ticket.lease_id + 1, 0), absl::StatusCode::kNotFound));
+}
+
+// Nothing of a fetch that has ended is ever written, although its layers become ready afterwards.
+TEST_F(Streaming, DeadlineWithoutLayersThenLateLayersWriteNothing) {
+  const auto prefill = MakePrefill(source_, SmallChunks());
+  const auto decode = MakeDecode(target_, SmallChunks());
+  const Ticket ticket = Publish(*prefill, *source_, pages_, 0);
+  WriteLayer(0);
+  ASSERT_TRUE(IsOk(prefill->LayerReady(ticket.lease_id, 0)));
+  const auto handle = Fetch(*decode, ticket, local_, 0, 400);
+  ASSERT_TRUE(IsOk(handle->WaitLayer(0, Soon())));
+  const absl::Status status = handle->Wait(Soon());
+  EXPECT_TRUE(Fails(status, absl::StatusCode::kDeadlineExceeded, prefill->address()));
+  EXPECT_EQ(handle->missing_pages(), local_);
+  EXPECT_EQ(handle->layers_done(), 1);
+
+  for (int64_t layer = 1; layer < layers_; ++layer) WriteLayer(layer);
+  ASSERT_TRUE(IsOk(prefill->AllLayersReady(ticket.lease_id)));
+  // A second fetch on the same connection, so that whatever the first still sent has come before it.
+  const std::vector<int64_t> elsewhere = {30, 31, 32, 33, 34, 35};
+  ASSERT_TRUE(IsOk(Fetch(*decode, ticket, elsewhere)->Wait(Soon())));
+  EXPECT_TRUE(HoldsPages(*target_, elsewhere, kSourceSeed, pages_, 0, layers_));
+  EXPECT_TRUE(HoldsPages(*target_, local_, kOwnSeed, local_, 1, layers_));
+}
+
+TEST_F(Streaming, CancelledFetchIsNeverWrittenForAgainAndItsLeaseCanBeFetchedAgain) {
+  const auto prefill = MakePrefill(source_, SmallChunks());
+  const auto decode = MakeDecode(target_, SmallChunks());
+  const Ticket ticket = Publish(*prefill, *source_, pages_, 0);
+  WriteLayer(0);
+  ASSERT_TRUE(IsOk(prefill->LayerReady(ticket.lease_id, 0)));
+  const auto handle = Fetch(*decode, ticket, local_);
+  ASSERT_TRUE(IsOk(handle->WaitLayer(0, Soon())));
+  handle->Cancel();
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kCancelled));
+  handle->Cancel();  // Of no effect.
+
+  for (int64_t layer = 1; layer < layers_; ++layer) WriteLayer(layer);
+  ASSERT_TRUE(IsOk(prefill->AllLayersReady(ticket.lease_id)));
+  const std::vector<int64_t> elsewhere = {30, 31, 32, 33, 34, 35};
+  ASSERT_TRUE(IsOk(Fetch(*decode, ticket, elsewhere)->Wait(Soon())));
+  EXPECT_TRUE(HoldsPages(*target_, elsewhere, kSourceSeed, pages_, 0, layers_));
+  EXPECT_TRUE(HoldsPages(*target_, local_, kOwnSeed, local_, 1, layers_));
+  EXPECT_EQ(EndedLeases(prefill.get()).Wait(ticket.lease_id), "fetched");
+}
+
+// Cancelling at full speed, over and over: the pages are the caller's at once, and stay as they are.
+TEST_F(Streaming, CancelRaceLeavesPagesAlone) {
+  const KvLayout layout = KvLayout::Mha(8, 16, 4, 64, DType::kBFloat16);
+  const auto source = MakePatternPool(layout, 64, kSourceSeed);
+  const auto target = MakePatternPool(layout, 64, kOwnSeed);
+  const auto prefill = MakePrefill(source, SmallChunks());
+  const auto decode = MakeDecode(target, SmallChunks());
+  std::mt19937_64 random(5);
+  const std::vector<int64_t> pages = MakePages("rand", 64, 64, &random);
+  for (int round = 0; round < 30; ++round) {
+    const auto handle = Fetch(*decode, Publish(*prefill, *source, pages), pages);
+    const int64_t until = static_cast<int64_t>(random() % 4);
+    (void)handle->WaitLayer(until, Soon());
+    handle->Cancel();
+    const absl::Status status = handle->Wait(Soon());
+    ASSERT_TRUE(status.ok() || absl::IsCancelled(status)) << status.ToString();
+    FillPattern(*target, 1000 + round);  // The pages are ours again.
+    // The next fetch's first layer, on the same connection, is behind all that was still on its way.
+    const auto fence = Fetch(*decode, Publish(*prefill, *source, {pages[0]}), {pages[0]});
+    ASSERT_TRUE(IsOk(fence->Wait(Soon())));
+    ASSERT_TRUE(HoldsExactly(*target, 1000 + round, std::vector{pages[0]}, kSourceSeed,
+                             std::vector{pages[0]}))
+        << "round " << round;
+  }
+}
+
+TEST_F(Streaming, FetchBeforePublishWaitsForIt) {
+  const auto prefill = MakePrefill(source_, SmallChunks());
+  const auto decode = MakeDecode(target_, SmallChunks());
+  for (int64_t layer = 0; layer < layers_; ++layer) WriteLayer(layer);
+  const Ticket early{prefill->address(), prefill->epoch(), RandomId(),
+                     static_cast<int64_t>(pages_.size()), 0};
+  const auto handle = Fetch(*decode, early, local_);
+  // The session is up, so the fetch is at the prefill side or on its way there.
+  ASSERT_TRUE(WaitFor([&] { return Metric(*decode, "peers") == 1; }, Soon()));
+  EXPECT_FALSE(handle->done());
+  PrefillEndpoint::Publication publication;
+  publication.pages = pages_;
+  publication.lease_id = early.lease_id;
+  publication.ready_layers = layers_;
+  ASSERT_TRUE(IsOk(prefill->Publish(publication)));
+  ASSERT_TRUE(IsOk(handle->Wait(Soon())));
+  EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, local_, kSourceSeed, pages_));
+}
+
+TEST_F(Streaming, FetchThatIsNeverPublishedIsRefusedAfterTheGrace) {
+  Config config = SmallChunks();
+  config.publish_grace_ms = 200;
+  const auto prefill = MakePrefill(source_, config);
+  const auto decode = MakeDecode(target_, config);
+  const Ticket early{prefill->address(), prefill->epoch(), RandomId(), 6, 0};
+  const Deadline begin = Clock::now();
+  const absl::Status status = Fetch(*decode, early, local_)->Wait(Soon());
+  EXPECT_TRUE(Fails(status, absl::StatusCode::kNotFound, "refused by", "unknown"));
+  EXPECT_GE(SecondsBetween(begin, Clock::now()), 0.2);
+  EXPECT_EQ(Metric(*prefill, "fetches_refused"), 1);
+  EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+}
+
+}  // namespace
+}  // namespace kvferry

@@ -1,0 +1,201 @@
+// Tickets that cannot be served: what the decode side is told.
+
+#include <gtest/gtest.h>
+
+#include "base/random.h"
+#include "tests/support/captured_log.h"
+#include "tests/support/endpoints.h"
+
+namespace kvferry {
+namespace {
+
+class TicketRefused : public testing::Test {
+ protected:
+  static Config Quick() {
+    Config config = SmallChunks();
+    config.publish_grace_ms = 50;
+    return config;
+  }
+  absl::Status FetchStatus(const Ticket& ticket) {
+    return Fetch(*decode_, ticket, {0, 1, 2})->Wait(Soon());
+  }
+
+  CapturedLog log_;
+  std::shared_ptr<KvPool> source_ = MakePatternPool(SmallLayout(), 8, 1);
+  std::shared_ptr<KvPool> target_ = MakePatternPool(SmallLayout(), 8, 2);
+  std::unique_ptr<PrefillEndpoint> prefill_ = MakePrefill(source_, Quick());
+  std::unique_ptr<DecodeEndpoint> decode_ = MakeDecode(target_, Quick());
+};
+
+TEST_F(TicketRefused, UnknownLease) {
+  Ticket ticket = Publish(*prefill_, *source_, {4, 5, 6});
+  ticket.lease_id = RandomId();
+  EXPECT_TRUE(Fails(FetchStatus(ticket), absl::StatusCode::kNotFound, prefill_->address(),
+                    "is unknown here", "was the ticket made by this process?"));
+  EXPECT_TRUE(IsUntouched(*target_, 2));
+  EXPECT_TRUE(log_.Has({"refused a fetch", "unknown"})) << log_.ToString();  // Prefill side.
+  EXPECT_TRUE(log_.Has({"fetch", prefill_->address(), "unknown"})) << log_.ToString();  // Decode.
+}
+
+TEST_F(TicketRefused, ExpiredLease) {
+  const Ticket ticket = Publish(*prefill_, *source_, {4, 5, 6}, -1, 1);
+  ASSERT_EQ(EndedLeases(prefill_.get()).Wait(ticket.lease_id), "expired");
+  EXPECT_TRUE(Fails(FetchStatus(ticket), absl::StatusCode::kFailedPrecondition, "expired",
+                    "raise lease_ms or fetch sooner"));
+}
+
+TEST_F(TicketRefused, ReleasedLease) {
+  const Ticket ticket = Publish(*prefill_, *source_, {4, 5, 6});
+  ASSERT_TRUE(IsOk(prefill_->Release(ticket.lease_id, Soon())));
+  EXPECT_TRUE(Fails(FetchStatus(ticket), absl::StatusCode::kFailedPrecondition,
+                    "already been released"));
+  EXPECT_EQ(EndedLeases(prefill_.get()).Wait(ticket.lease_id), "released");
+}
+
+TEST_F(TicketRefused, FetchedLease) {
+  const Ticket ticket = Publish(*prefill_, *source_, {4, 5, 6});
+  ASSERT_TRUE(IsOk(FetchStatus(ticket)));
+  EXPECT_TRUE(Fails(FetchStatus(ticket), absl::StatusCode::kFailedPrecondition,
+                    "already been fetched"));
+}
+
+TEST_F(TicketRefused, LeaseThatIsBeingFetched) {
+  const Ticket ticket = Publish(*prefill_, *source_, {4, 5, 6}, 1);
+  const auto first = Fetch(*decode_, ticket, {3, 4, 5});
+  ASSERT_TRUE(IsOk(first->WaitLayer(0, Soon())));
+  EXPECT_TRUE(Fails(FetchStatus(ticket), absl::StatusCode::kFailedPrecondition,
+                    "being fetched already"));
+  ASSERT_TRUE(IsOk(prefill_->AllLayersReady(ticket.lease_id)));
+  EXPECT_TRUE(IsOk(first->Wait(Soon())));  // Unharmed.
+}
+
+// A ticket of a process that has since restarted at the same address.
+TEST_F(TicketRefused, AnotherEpoch) {
+  Ticket ticket = Publish(*prefill_, *source_, {4, 5, 6});
+  ticket.epoch ^= 1;
+  EXPECT_TRUE(Fails(FetchStatus(ticket), absl::StatusCode::kNotFound, "has restarted",
+                    "prefill the request again"));
+  // The same with the session up already.
+  EXPECT_TRUE(Fails(FetchStatus(ticket), absl::StatusCode::kNotFound, "has restarted"));
+  EXPECT_TRUE(IsUntouched(*target_, 2));
+}
+
+// Stale tickets do no harm to good ones of the same address that are fetched at the same time.
+TEST_F(TicketRefused, AnotherEpochHurtsNobodyElse) {
+  ASSERT_TRUE(IsOk(FetchStatus(Publish(*prefill_, *source_, {4, 5, 6}))));
+  for (int round = 0; round < 20; ++round) {
+    Ticket stale = Publish(*prefill_, *source_, {1});
+    stale.epoch ^= 1;
+    const auto bad = Fetch(*decode_, stale, {7});
+    std::vector<std::shared_ptr<FetchHandle>> good;
+    for (int64_t i = 0; i < 4; ++i) {
+      good.push_back(Fetch(*decode_, Publish(*prefill_, *source_, {i}), {i}));
+    }
+    EXPECT_TRUE(Fails(bad->Wait(Soon()), absl::StatusCode::kNotFound, "has restarted"));
+    for (const auto& handle : good) ASSERT_TRUE(IsOk(handle->Wait(Soon()))) << "round " << round;
+  }
+}
+
+TEST_F(TicketRefused, MorePagesThanTheLeaseHas) {
+  Ticket ticket = Publish(*prefill_, *source_, {4, 5, 6});
+  ticket.num_pages = 8;  // Whoever carried the ticket has changed it.
+  const absl::Status status = Fetch(*decode_, ticket, {0, 1, 2, 3})->Wait(Soon());
+  EXPECT_TRUE(Fails(status, absl::StatusCode::kOutOfRange, "refused by", "3 pages"));
+  EXPECT_TRUE(IsUntouched(*target_, 2));
+  ticket.num_pages = 3;
+  EXPECT_TRUE(IsOk(FetchStatus(ticket)));  // The lease has survived the attempt.
+}
+
+TEST_F(TicketRefused, BeforeAnythingIsSent) {
+  const Ticket ticket = Publish(*prefill_, *source_, {4, 5, 6});
+  const auto fetch = [&](const Ticket& from, int64_t first, std::vector<int64_t> pages,
+                         int64_t timeout_ms = 0) {
+    return decode_->Fetch(from, first, pages, timeout_ms).status();
+  };
+  EXPECT_TRUE(Fails(fetch(ticket, 1, {0, 1, 2}), absl::StatusCode::kOutOfRange));
+  EXPECT_TRUE(Fails(fetch(ticket, 3, {0}), absl::StatusCode::kOutOfRange));
+  EXPECT_TRUE(Fails(fetch(ticket, -1, {0}), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(fetch(ticket, 0, {8}), absl::StatusCode::kOutOfRange, "8 pages"));
+  EXPECT_TRUE(Fails(fetch(ticket, 0, {-1}), absl::StatusCode::kInvalidArgument, "-1"));
+  EXPECT_TRUE(Fails(fetch(ticket, 0, {0}, -5), absl::StatusCode::kInvalidArgument, "timeout_ms"));
+  EXPECT_TRUE(Fails(fetch(ticket, 0, {0}, Config().max_fetch_timeout_ms + 1),
+                    absl::StatusCode::kInvalidArgument, "timeout_ms"));
+  Ticket elsewhere = ticket;
+  elsewhere.address = "tcp://192.0.2.1:4000";
+  EXPECT_TRUE(Fails(fetch(elsewhere, 0, {0}), absl::StatusCode::kPermissionDenied, "192.0.2.1",
+                    "allowed_hosts"));
+  elsewhere.address = "ipc:///tmp/x";
+  EXPECT_TRUE(Fails(fetch(elsewhere, 0, {0}), absl::StatusCode::kInvalidArgument));
+  EXPECT_EQ(Metric(*decode_, "fetches_started"), 0);
+  EXPECT_EQ(Metric(*prefill_, "peers"), 0);
+}
+
+TEST_F(TicketRefused, PublishErrors) {
+  PrefillEndpoint::Publication publication;
+  EXPECT_TRUE(Fails(prefill_->Publish(publication), absl::StatusCode::kInvalidArgument, "no pages"));
+  publication.pages = {0, 8};
+  EXPECT_TRUE(Fails(prefill_->Publish(publication), absl::StatusCode::kOutOfRange, "8 pages"));
+  publication.pages = {-1};
+  EXPECT_TRUE(Fails(prefill_->Publish(publication), absl::StatusCode::kInvalidArgument, "-1"));
+  publication.pages = {0};
+  publication.lease_ms = -1;
+  EXPECT_TRUE(Fails(prefill_->Publish(publication), absl::StatusCode::kInvalidArgument, "lease_ms"));
+  publication.lease_ms = 0;
+  publication.lease_id = 77;
+  EXPECT_TRUE(IsOk(prefill_->Publish(publication)));
+  EXPECT_TRUE(Fails(prefill_->Publish(publication), absl::StatusCode::kAlreadyExists, "4d"));
+}
+
+TEST_F(TicketRefused, NobodyListens) {
+  Config config = Quick();
+  config.connect_timeout_ms = 200;
+  const auto decode = MakeDecode(target_, config);
+  Ticket ticket = Publish(*prefill_, *source_, {4, 5, 6});
+  ticket.address = "tcp://127.0.0.1:1";  // tcpmux; nothing here listens.
+  const absl::Status status = Fetch(*decode, ticket, {0, 1, 2})->Wait(Soon());
+  EXPECT_TRUE(Fails(status, absl::StatusCode::kUnavailable, "tcp://127.0.0.1:1", "connect_timeout_ms"));
+  // With a shorter deadline of its own, the fetch ends at that.
+  const Deadline begin = Clock::now();
+  EXPECT_TRUE(Fails(Fetch(*decode, ticket, {0}, 0, 50)->Wait(Soon()),
+                    absl::StatusCode::kDeadlineExceeded, "never answered"));
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 5);
+}
+
+TEST(Endpoints, BadOptions) {
+  const auto pool = MakePatternPool(SmallLayout(), 2, 1);
+  Config config;
+  config.chunk_bytes = 1;
+  EXPECT_TRUE(Fails(PrefillEndpoint::Create(pool, {config, "m", ""}).status(),
+                    absl::StatusCode::kInvalidArgument, "chunk_bytes"));
+  EXPECT_TRUE(Fails(PrefillEndpoint::Create(pool, {Config(), "", ""}).status(),
+                    absl::StatusCode::kInvalidArgument, "model"));
+  EXPECT_TRUE(Fails(DecodeEndpoint::Create(pool, {Config(), std::string(257, 'm'), ""}).status(),
+                    absl::StatusCode::kInvalidArgument, "model"));
+  EXPECT_TRUE(Fails(DecodeEndpoint::Create(pool, {Config(), "m", std::string(129, 'n')}).status(),
+                    absl::StatusCode::kInvalidArgument, "name"));
+  EXPECT_TRUE(Fails(PrefillEndpoint::Create(nullptr, {Config(), "m", ""}).status(),
+                    absl::StatusCode::kInvalidArgument, "pool"));
+  EXPECT_TRUE(Fails(DecodeEndpoint::Create(nullptr, {Config(), "m", ""}).status(),
+                    absl::StatusCode::kInvalidArgument, "pool"));
+}
+
+TEST(Endpoints, PortTaken) {
+  const auto pool = MakePatternPool(SmallLayout(), 2, 1);
+  const auto first = MakePrefill(pool, Config());
+  Config config;
+  config.listen_port = std::stoi(first->address().substr(first->address().rfind(':') + 1));
+  EXPECT_TRUE(Fails(PrefillEndpoint::Create(pool, {config, "m", ""}).status(),
+                    absl::StatusCode::kUnavailable, "listen_port"));
+}
+
+TEST(Endpoints, InterfaceThatDoesNotExist) {
+  const auto pool = MakePatternPool(SmallLayout(), 2, 1);
+  Config config;
+  config.net_device = "nosuchdev0";
+  const absl::Status status = DecodeEndpoint::Create(pool, {config, "m", ""}).status();
+  EXPECT_FALSE(status.ok());
+  EXPECT_NE(status.message().find("net_device"), std::string::npos) << status.ToString();
+}
+
+}  // namespace
+}  // namespace kvferry

@@ -1,0 +1,78 @@
+"""Three vLLM engines for the tests here, and what tests do with them."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples" / "vllm_pair"))
+
+from pair import DEFAULT_MODEL, Engine, Pair, transfer_config  # noqa: E402
+
+MODEL = Path(os.environ.get("KVFERRY_TEST_MODEL", DEFAULT_MODEL))
+BLOCK_TOKENS = 32
+NUM_BLOCKS = 48  # Block 0 is vLLM's own.
+SPARE_LEASE_MS = 2000
+# Small blocks and few of them: leaks show soon.
+ENGINE = {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": NUM_BLOCKS, "max_model_len": 1280}
+
+
+class Engines(Pair):
+    """prefill and decode: a pair as in production. spare: a kv_both engine with what a pair must
+    not have.
+
+    That is leases that expire soon, kv_load_failure_policy "recompute", and a connector that zeroes
+    the KV it fetched while the file `break_switch` exists.
+    """
+
+    def __init__(self, folder: Path):
+        """Starts all three and returns at once."""
+        self.break_switch = folder / "break"
+        os.environ["KVFERRY_BREAK_FILE"] = str(self.break_switch)
+        super().__init__(
+            MODEL,
+            folder,
+            prefill=ENGINE,
+            decode=ENGINE,
+            decode_transfer={"kv_connector_extra_config": {"connect_timeout_ms": 1500}},
+        )
+        options = {"lease_ms": SPARE_LEASE_MS, "trace_path": str(folder / "spare.trace")}
+        transfer = transfer_config(
+            "kv_both",
+            kv_connector="BrokenKVConnector",
+            kv_connector_module_path="broken_connector",
+            kv_connector_extra_config=options,
+            kv_load_failure_policy="recompute",
+            engine_id="spare",
+        )
+        self.spare = Engine("spare", MODEL, folder, kv_transfer_config=transfer, **ENGINE)
+
+    def wait_ready(self) -> None:
+        super().wait_ready()
+        self.spare.wait_ready()
+
+    def close(self) -> None:
+        self.spare.stop()
+        super().close()
+        self.spare.close()
+
+    def idle(self, engine: Engine, timeout_s: float = 10.0) -> None:
+        """Waits until the engine holds no block and no request. Fails if that does not come."""
+        names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+        deadline = time.monotonic() + timeout_s
+        while True:
+            metrics = engine.metrics()
+            held = {name: metrics.get(f"vllm:{name}", 0) for name in names}
+            if not any(held.values()):
+                return
+            assert time.monotonic() < deadline, f"{engine.name} still holds {held}"
+            time.sleep(0.05)
+
+    def check_alive(self) -> None:
+        """The pair serves a request as if nothing had happened, and no block is lost."""
+        prompt = self.decode.tokenize(f"How are you? It is {time.monotonic_ns()}.")
+        expected = self.prefill.generate(prompt, 4)
+        assert self.answer(prompt, 4).tokens == expected.tokens != []
+        self.idle(self.prefill)
+        self.idle(self.decode)

@@ -1,0 +1,107 @@
+#include "pool/kv_pool.h"
+
+#include <gtest/gtest.h>
+
+#include "tests/support/status.h"
+
+namespace kvferry {
+namespace {
+
+const KvLayout kLayout{3, 4, DType::kFloat16, "NHD", {{"k", 2, 8}, {"v", 2, 4}}};  // 128 and 64 bytes.
+
+TEST(Pools, CreateGivesZeroedPagesOfItsOwn) {
+  const auto pool = Must(KvPool::Create(kLayout, 5));
+  EXPECT_EQ(pool->num_pages(), 5);
+  ASSERT_EQ(pool->buffer_infos().size(), 6u);
+  for (size_t i = 0; i < 6; ++i) {
+    const BufferInfo& info = pool->buffer_infos()[i];
+    EXPECT_EQ(info.item_bytes, i < 3 ? 128 : 64) << "K layers, then V layers";
+    EXPECT_EQ(info.bytes, 5 * info.item_bytes);
+    for (int64_t j = 0; j < info.bytes; ++j) ASSERT_EQ(info.address[j], std::byte{0});
+    for (size_t k = 0; k < i; ++k) {  // No two buffers overlap.
+      const BufferInfo& other = pool->buffer_infos()[k];
+      EXPECT_TRUE(info.address >= other.address + other.bytes || other.address >= info.address + info.bytes);
+    }
+  }
+}
+
+TEST(Pools, PagesLieWhereTheBuffersSay) {
+  const auto pool = Must(KvPool::Create(kLayout, 5));
+  for (int64_t layer = 0; layer < 3; ++layer) {
+    for (int64_t tensor = 0; tensor < 2; ++tensor) {
+      const BufferInfo& info = pool->buffer_infos()[tensor * 3 + layer];
+      EXPECT_EQ(&pool->buffer(layer, tensor), &info);
+      EXPECT_EQ(pool->page(layer, tensor, 4).data(), info.address + 4 * info.item_bytes);
+      EXPECT_EQ(static_cast<int64_t>(pool->page(layer, tensor, 4).size()), info.item_bytes);
+    }
+  }
+}
+
+TEST(Pools, CreateErrors) {
+  EXPECT_TRUE(Fails(KvPool::Create(kLayout, 0), absl::StatusCode::kInvalidArgument, "num_pages is 0"));
+  EXPECT_TRUE(Fails(KvPool::Create(kLayout, -1), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(KvPool::Create(kLayout, INT64_MAX), absl::StatusCode::kInvalidArgument));
+  KvLayout bad = kLayout;
+  bad.num_layers = 0;
+  EXPECT_TRUE(Fails(KvPool::Create(bad, 5), absl::StatusCode::kInvalidArgument, "num_layers"));
+}
+
+class Adopting : public testing::Test {
+ protected:
+  Adopting() {
+    for (int64_t i = 0; i < 6; ++i) {
+      const int64_t item = kLayout.item_bytes(i / 3);
+      memory_.emplace_back(5 * item, std::byte{static_cast<unsigned char>(i + 1)});
+      infos_.push_back({memory_.back().data(), 5 * item, item});
+    }
+  }
+  absl::Status Adopt() { return KvPool::Adopt(kLayout, infos_, nullptr).status(); }
+
+  std::vector<std::vector<std::byte>> memory_;
+  std::vector<BufferInfo> infos_;
+};
+
+TEST_F(Adopting, LooksAtTheMemoryItself) {
+  const auto pool = Must(KvPool::Adopt(kLayout, infos_, nullptr));
+  EXPECT_EQ(pool->num_pages(), 5);
+  EXPECT_EQ(pool->page(1, 1, 2).data(), memory_[4].data() + 128);
+  pool->page(1, 1, 2)[0] = std::byte{0xee};
+  EXPECT_EQ(memory_[4][128], std::byte{0xee});
+}
+
+TEST_F(Adopting, KeepsTheOwnerAlive) {
+  auto owner = std::make_shared<int>(1);
+  auto pool = Must(KvPool::Adopt(kLayout, infos_, owner));
+  EXPECT_EQ(owner.use_count(), 2);
+  pool.reset();
+  EXPECT_EQ(owner.use_count(), 1);
+}
+
+TEST_F(Adopting, ErrorsNameTheBuffer) {
+  const std::vector<BufferInfo> good = infos_;
+  const auto fails = [&](const auto&... parts) {
+    return Fails(Adopt(), absl::StatusCode::kInvalidArgument, parts...);
+  };
+  infos_[4].address = nullptr;
+  EXPECT_TRUE(fails("buffer 4", "null"));
+  infos_ = good;
+  infos_[2].item_bytes = 64;
+  EXPECT_TRUE(fails("buffer 2", "item_bytes 64", "128"));
+  infos_ = good;
+  infos_[5].bytes += 1;
+  EXPECT_TRUE(fails("buffer 5", "321 bytes"));
+  infos_ = good;
+  infos_[5].bytes = 0;
+  EXPECT_TRUE(fails("buffer 5"));
+  infos_ = good;
+  infos_[3].bytes = 4 * 64;
+  EXPECT_TRUE(fails("buffer 3", "4 pages", "5"));
+  infos_ = good;
+  infos_.pop_back();
+  EXPECT_TRUE(fails("5 buffers given", "6"));
+  infos_.clear();
+  EXPECT_TRUE(fails("0 buffers given"));
+}
+
+}  // namespace
+}  // namespace kvferry

@@ -1,0 +1,165 @@
+#include "pool/page_allocator.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "tests/support/status.h"
+
+namespace kvferry {
+namespace {
+
+PageRuns Pages(const std::vector<int64_t>& pages) { return Must(PageRuns::FromPages(pages)); }
+
+TEST(Allocator, BadSizes) {
+  EXPECT_TRUE(Fails(PageAllocator::Create(4, 4), absl::StatusCode::kInvalidArgument, "reserved is 4"));
+  EXPECT_TRUE(Fails(PageAllocator::Create(4, -1), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(PageAllocator::Create(0, 0), absl::StatusCode::kInvalidArgument));
+}
+
+TEST(Allocator, ReservedPagesAreNeverHandedOut) {
+  PageAllocator allocator = Must(PageAllocator::Create(10, 2));
+  EXPECT_EQ(allocator.num_free(), 8);
+  EXPECT_EQ(Must(allocator.Allocate(8)).ToPages(), (std::vector<int64_t>{2, 3, 4, 5, 6, 7, 8, 9}));
+  EXPECT_TRUE(Fails(allocator.Free(Pages({1})), absl::StatusCode::kInvalidArgument, "outside"));
+}
+
+TEST(Allocator, ErrorsChangeNothing) {
+  PageAllocator allocator = Must(PageAllocator::Create(10, 0));
+  ASSERT_TRUE(IsOk(allocator.Allocate(6)));  // 0..5
+  const auto same = [&] {
+    return allocator.num_free() == 4 && allocator.num_free_runs() == 1 && allocator.longest_free_run() == 4;
+  };
+  EXPECT_TRUE(Fails(allocator.Allocate(5), absl::StatusCode::kResourceExhausted, "5 pages asked, 4 of 10"));
+  EXPECT_TRUE(Fails(allocator.Allocate(0), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(allocator.Allocate(-1), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(same());
+  EXPECT_TRUE(Fails(allocator.Free(Pages({0, 1, 6})), absl::StatusCode::kInvalidArgument, "page 6 is already free"));
+  EXPECT_TRUE(Fails(allocator.Free(Pages({4, 5, 6, 7})), absl::StatusCode::kInvalidArgument, "page 6"));
+  EXPECT_TRUE(Fails(allocator.Free(Pages({3, 0, 3})), absl::StatusCode::kInvalidArgument, "page 3 is freed twice"));
+  EXPECT_TRUE(Fails(allocator.Free(Pages({2, 3, 3, 4})), absl::StatusCode::kInvalidArgument, "page 3"));
+  EXPECT_TRUE(Fails(allocator.Free(Pages({0, 10})), absl::StatusCode::kInvalidArgument, "[10, 11)"));
+  EXPECT_TRUE(Fails(allocator.Free(Pages({9})), absl::StatusCode::kInvalidArgument, "page 9"));
+  EXPECT_TRUE(same());
+  ASSERT_TRUE(IsOk(allocator.Free(Pages({0}))));
+  EXPECT_TRUE(Fails(allocator.Free(Pages({0})), absl::StatusCode::kInvalidArgument, "page 0 is already free"));
+}
+
+TEST(Allocator, PrefersTheTightestSingleRun) {
+  PageAllocator allocator = Must(PageAllocator::Create(100, 0));
+  ASSERT_TRUE(IsOk(allocator.Allocate(100)));
+  for (const std::vector<int64_t>& free : std::vector<std::vector<int64_t>>{
+           {0, 1, 2, 3, 4, 5, 6, 7}, {20, 21, 22}, {40, 41, 42, 43}, {60}}) {
+    ASSERT_TRUE(IsOk(allocator.Free(Pages(free))));
+  }
+  EXPECT_EQ(Must(allocator.Allocate(3)).ToPages(), (std::vector<int64_t>{20, 21, 22}));
+  EXPECT_EQ(Must(allocator.Allocate(4)).ToPages(), (std::vector<int64_t>{40, 41, 42, 43}));
+  // No single run holds nine: the longest first, and the rest from the tightest.
+  EXPECT_EQ(Must(allocator.Allocate(9)).ToPages(), (std::vector<int64_t>{0, 1, 2, 3, 4, 5, 6, 7, 60}));
+}
+
+TEST(Allocator, FreeNeighboursMerge) {
+  PageAllocator allocator = Must(PageAllocator::Create(6, 0));
+  ASSERT_TRUE(IsOk(allocator.Allocate(6)));
+  for (const int64_t page : {1, 3, 5, 0, 4, 2}) ASSERT_TRUE(IsOk(allocator.Free(Pages({page}))));
+  EXPECT_EQ(allocator.num_free_runs(), 1);
+  EXPECT_EQ(allocator.longest_free_run(), 6);
+}
+
+class Model {
+ public:
+  Model(int64_t pages, int64_t reserved) : pages_(pages), reserved_(reserved), taken_(pages, false) {}
+
+  bool Take(const PageRuns& runs) {
+    for (const int64_t page : runs.ToPages()) {
+      if (page < reserved_ || page >= pages_ || taken_[page]) return false;
+      taken_[page] = true;
+    }
+    return true;
+  }
+  bool MayFree(const std::vector<int64_t>& pages) const {
+    std::vector<bool> seen(pages_, false);
+    for (const int64_t page : pages) {
+      if (page < reserved_ || page >= pages_ || !taken_[page] || seen[page]) return false;
+      seen[page] = true;
+    }
+    return true;
+  }
+  void Free(const std::vector<int64_t>& pages) {
+    for (const int64_t page : pages) taken_[page] = false;
+  }
+  // Pages, runs and the longest run, all free.
+  std::tuple<int64_t, int64_t, int64_t> Count() const {
+    int64_t free = 0, runs = 0, longest = 0, length = 0;
+    for (int64_t page = reserved_; page < pages_; ++page) {
+      length = taken_[page] ? 0 : length + 1;
+      if (length == 1) ++runs;
+      if (length > 0) ++free;
+      longest = std::max(longest, length);
+    }
+    return {free, runs, longest};
+  }
+
+ private:
+  const int64_t pages_;
+  const int64_t reserved_;
+  std::vector<bool> taken_;
+};
+
+TEST(Allocator, AMillionRandomOperationsAgainstASet) {
+  constexpr int64_t kPages = 200;
+  std::mt19937_64 random(1);
+  PageAllocator allocator = Must(PageAllocator::Create(kPages, 3));
+  Model model(kPages, 3);
+  std::vector<std::vector<int64_t>> held;
+  for (int operation = 0; operation < 1000000; ++operation) {
+    const auto [free, runs, longest] = operation % 64 == 0 ? model.Count()
+                                                           : std::tuple{allocator.num_free(),
+                                                                        allocator.num_free_runs(),
+                                                                        allocator.longest_free_run()};
+    ASSERT_EQ(allocator.num_free(), free);
+    ASSERT_EQ(allocator.num_free_runs(), runs);
+    ASSERT_EQ(allocator.longest_free_run(), longest);
+    const uint64_t choice = random() % 16;
+    if (choice < 8) {
+      const int64_t count = static_cast<int64_t>(random() % 20);
+      const absl::StatusOr<PageRuns> got = allocator.Allocate(count);
+      if (count < 1) {
+        ASSERT_TRUE(absl::IsInvalidArgument(got.status()));
+      } else if (count > free) {
+        ASSERT_TRUE(absl::IsResourceExhausted(got.status()));
+      } else {
+        ASSERT_TRUE(IsOk(got));
+        ASSERT_EQ(got->num_pages(), count);
+        ASSERT_TRUE(model.Take(*got)) << "a page was handed out twice";
+        ASSERT_TRUE(count > longest || got->runs().size() == 1) << "a single run would have done";
+        held.push_back(got->ToPages());
+      }
+    } else if (choice < 15 && !held.empty()) {
+      const size_t index = random() % held.size();
+      std::vector<int64_t> pages = std::move(held[index]);
+      held[index] = std::move(held.back());
+      held.pop_back();
+      if (random() % 4 == 0) std::shuffle(pages.begin(), pages.end(), random);
+      ASSERT_TRUE(IsOk(allocator.Free(Pages(pages))));
+      model.Free(pages);
+    } else {  // Any list of pages at all.
+      std::vector<int64_t> pages(1 + random() % 3);
+      for (int64_t& page : pages) page = static_cast<int64_t>(random() % (kPages + 5));
+      const absl::Status status = allocator.Free(Pages(pages));
+      if (!model.MayFree(pages)) {
+        ASSERT_TRUE(absl::IsInvalidArgument(status)) << status;
+      } else {
+        ASSERT_TRUE(IsOk(status));
+        model.Free(pages);
+        for (std::vector<int64_t>& one : held) {
+          std::erase_if(one, [&](int64_t page) { return std::count(pages.begin(), pages.end(), page) > 0; });
+        }
+        std::erase_if(held, [](const std::vector<int64_t>& one) { return one.empty(); });
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvferry

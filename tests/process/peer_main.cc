@@ -1,0 +1,168 @@
+// One endpoint in a process of its own, so that tests can kill it. Reads commands from stdin, a line each,
+// and answers each with a line on stdout; tests/support/child_peer.h is the other end.
+//
+//   kvferry_test_peer prefill|decode CONFIG_JSON LAYERS PAGES SEED
+
+#include <cstdio>
+#include <iostream>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
+#include "tests/support/endpoints.h"
+
+namespace kvferry {
+namespace {
+
+using Words = std::vector<std::string>;
+
+int64_t Number(const std::string& text) {
+  int64_t value = 0;
+  if (!absl::SimpleAtoi(text, &value)) std::abort();
+  return value;
+}
+
+std::vector<int64_t> Pages(const std::string& text) {
+  std::vector<int64_t> pages;
+  for (const absl::string_view page : absl::StrSplit(text, ',', absl::SkipEmpty())) {
+    pages.push_back(Number(std::string(page)));
+  }
+  return pages;
+}
+
+std::string Answer(const absl::Status& status) {
+  return absl::StrReplaceAll(status.ToString(), {{"\n", " "}});
+}
+
+std::string Answer(const ::testing::AssertionResult& result) {
+  return result ? "OK" : absl::StrReplaceAll(result.message(), {{"\n", " "}});
+}
+
+class PrefillPeer {
+ public:
+  PrefillPeer(std::shared_ptr<KvPool> pool, const Config& config)
+      : pool_(pool), endpoint_(MakePrefill(std::move(pool), config)) {}
+
+  std::string Greeting() const { return absl::StrCat("ready ", endpoint_->address()); }
+
+  std::string Handle(const Words& words) {
+    if (words[0] == "publish") {
+      PrefillEndpoint::Publication publication;
+      publication.pages = Pages(words[1]);
+      publication.ready_layers = Number(words[2]);
+      publication.lease_ms = Number(words[3]);
+      const absl::StatusOr<Ticket> ticket = endpoint_->Publish(publication);
+      return ticket.ok() ? ticket->ToString() : Answer(ticket.status());
+    }
+    if (words[0] == "ready") return Answer(endpoint_->AllLayersReady(Lease(words[1])));
+    if (words[0] == "release") return Answer(endpoint_->Release(Lease(words[1]), DeadlineInMs(5000)));
+    if (words[0] == "ended") {  // How the lease ended, waiting for it.
+      const uint64_t lease = Lease(words[1]);
+      WaitFor([&] { return TakeEnded().contains(lease); }, DeadlineInMs(Number(words[2])));
+      return ended_.contains(lease) ? ended_[lease] : "live";
+    }
+    if (words[0] == "metric") return absl::StrCat(Metric(*endpoint_, words[1]));
+    return "what?";
+  }
+
+ private:
+  static uint64_t Lease(const std::string& hex) {
+    uint64_t lease = 0;
+    if (!absl::SimpleHexAtoi(hex, &lease)) std::abort();
+    return lease;
+  }
+  std::map<uint64_t, std::string>& TakeEnded() {
+    for (const EndedLease& lease : endpoint_->TakeEnded()) {
+      std::string& outcome = ended_[lease.lease_id];
+      outcome = outcome.empty() ? std::string(LeaseOutcomeName(lease.outcome)) : "ended twice";
+    }
+    return ended_;
+  }
+
+  const std::shared_ptr<KvPool> pool_;
+  const std::unique_ptr<PrefillEndpoint> endpoint_;
+  std::map<uint64_t, std::string> ended_;
+};
+
+class DecodePeer {
+ public:
+  DecodePeer(std::shared_ptr<KvPool> pool, const Config& config, uint64_t seed)
+      : pool_(pool), seed_(seed), endpoint_(MakeDecode(std::move(pool), config)) {}
+
+  std::string Greeting() const { return "ready"; }
+
+  std::string Handle(const Words& words) {
+    if (words[0] == "fetch") {
+      const absl::StatusOr<Ticket> ticket = Ticket::Parse(words[1]);
+      if (!ticket.ok()) return Answer(ticket.status());
+      auto handle = endpoint_->Fetch(*ticket, 0, Pages(words[2]), Number(words[3]));
+      if (!handle.ok()) return Answer(handle.status());
+      handles_.push_back(*handle);
+      return absl::StrCat(handles_.size() - 1);
+    }
+    if (words[0] == "wait") {
+      const FetchHandle& handle = *handles_[Number(words[1])];
+      const absl::Status status = handle.Wait(DeadlineInMs(Number(words[2])));
+      return handle.done() ? Answer(handle.status()) : absl::IsDeadlineExceeded(status) ? "PENDING" : "?";
+    }
+    if (words[0] == "wait_layer") {
+      return Answer(handles_[Number(words[1])]->WaitLayer(Number(words[2]),
+                                                          DeadlineInMs(Number(words[3]))));
+    }
+    if (words[0] == "metric") return absl::StrCat(Metric(*endpoint_, words[1]));
+    if (words[0] == "verify") {
+      uint64_t seed = 0;
+      if (!absl::SimpleAtoi(words[1], &seed)) std::abort();
+      return Answer(HoldsExactly(*pool_, seed_, Pages(words[3]), seed, Pages(words[2])));
+    }
+    if (words[0] == "reset") {
+      FillPattern(*pool_, seed_);
+      return "OK";
+    }
+    return "what?";
+  }
+
+ private:
+  const std::shared_ptr<KvPool> pool_;
+  const uint64_t seed_;
+  const std::unique_ptr<DecodeEndpoint> endpoint_;
+  std::vector<std::shared_ptr<FetchHandle>> handles_;
+};
+
+template <typename Peer>
+int Serve(Peer& peer) {
+  std::cout << peer.Greeting() << std::endl;
+  std::string line;
+  while (std::getline(std::cin, line)) {
+    const Words words = absl::StrSplit(line, ' ');
+    std::cout << peer.Handle(words) << std::endl;
+  }
+  return 0;
+}
+
+int Main(int argc, char** argv) {
+  if (argc != 6) {
+    std::fprintf(stderr, "usage: kvferry_test_peer prefill|decode CONFIG_JSON LAYERS PAGES SEED\n");
+    return 2;
+  }
+  const Config config = Must(Config::FromJson(argv[2], Config()));
+  // 8 KiB a page and tensor, as small models have.
+  const KvLayout layout = KvLayout::Mha(Number(argv[3]), 16, 4, 64, DType::kBFloat16);
+  const auto seed = static_cast<uint64_t>(Number(argv[5]));
+  const auto pool = MakePatternPool(layout, Number(argv[4]), seed);
+  if (std::string(argv[1]) == "prefill") {
+    PrefillPeer peer(pool, config);
+    return Serve(peer);
+  }
+  DecodePeer peer(pool, config, seed);
+  return Serve(peer);
+}
+
+}  // namespace
+}  // namespace kvferry
+
+int main(int argc, char** argv) { return kvferry::Main(argc, argv); }

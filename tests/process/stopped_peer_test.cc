@@ -1,0 +1,128 @@
+// SIGSTOP: the process is there, its sockets too, and nothing moves. Only our own heartbeats and deadlines see
+// it.
+
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <numeric>
+
+#include "tests/support/child_peer.h"
+#include "tests/support/wait_for.h"
+
+namespace kvferry {
+namespace {
+
+constexpr int64_t kLayers = 8;
+constexpr int64_t kPages = 256;
+
+ChildPeer::Options Peer(const std::string& role, const std::string& config) {
+  return {.role = role,
+          .config_json = config,
+          .num_layers = kLayers,
+          .num_pages = kPages,
+          .seed = role == "prefill" ? 11u : 22u};
+}
+
+constexpr char kQuickHeart[] =
+    R"({"chunk_bytes": 16384, "heartbeat_interval_ms": 300, "heartbeat_timeout_ms": 1500})";
+constexpr char kSlowHeart[] = R"({"chunk_bytes": 16384, "heartbeat_timeout_ms": 600000})";
+
+std::vector<int64_t> AllPages() {
+  std::vector<int64_t> pages(kPages);
+  std::iota(pages.begin(), pages.end(), 0);
+  return pages;
+}
+
+TEST(StoppedPeer, PrefillIsMissedByTheHeartbeat) {
+  ChildPeer prefill(Peer("prefill", kQuickHeart));
+  ChildPeer decode(Peer("decode", kQuickHeart));
+  const std::vector<int64_t> pages = AllPages();
+  const std::string fetch = decode.Fetch(prefill.Publish(pages, 1, 60000), pages, 60000);
+  ASSERT_EQ(decode.WaitLayer(fetch, 0, 20000), "OK");
+  prefill.Signal(SIGSTOP);
+  const Deadline begin = Clock::now();
+  const std::string status = decode.Wait(fetch, 20000);
+  EXPECT_NE(status.find("silent for heartbeat_timeout_ms"), std::string::npos) << status;
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 15);
+  EXPECT_TRUE(decode.alive());
+  prefill.Signal(SIGCONT);
+  // It wakes up as a peer that was given up; the next fetch says hello anew.
+  const std::vector<int64_t> few = {5, 1};
+  ASSERT_EQ(decode.Ask("reset"), "OK");
+  const std::string again = decode.Fetch(prefill.Publish(few, kLayers, 60000), few, 20000);
+  EXPECT_EQ(decode.Wait(again, 20000), "OK");
+  EXPECT_EQ(decode.Verify(11, few, few), "OK");
+}
+
+TEST(StoppedPeer, PrefillIsMissedByTheFetchsDeadline) {
+  ChildPeer prefill(Peer("prefill", kSlowHeart));
+  ChildPeer decode(Peer("decode", kSlowHeart));
+  const std::vector<int64_t> pages = AllPages();
+  const std::string ticket = prefill.Publish(pages, 1, 60000);
+  const std::string fetch = decode.Fetch(ticket, pages, 1500);
+  ASSERT_EQ(decode.WaitLayer(fetch, 0, 20000), "OK");
+  prefill.Signal(SIGSTOP);
+  const std::string status = decode.Wait(fetch, 10000);
+  EXPECT_EQ(status.rfind("DEADLINE_EXCEEDED", 0), 0u) << status;
+  prefill.Signal(SIGCONT);
+  ASSERT_EQ(decode.Ask("reset"), "OK");
+  const std::vector<int64_t> few = {5, 1};
+  const std::string again = decode.Fetch(prefill.Publish(few, kLayers, 60000), few, 20000);
+  EXPECT_EQ(decode.Wait(again, 20000), "OK");
+  EXPECT_EQ(decode.Verify(11, few, few), "OK");  // And nothing else has come late.
+}
+
+// A decode process that stands still with chunks on their way to it uses up its own credits and its own
+// share of the arena; another one is served meanwhile.
+TEST(StoppedPeer, DecodeDoesNotHoldUpAnother) {
+  // A window far larger than the arena: the stopped peer could take all of it.
+  ChildPeer prefill(Peer("prefill", R"({"chunk_bytes": 16384, "arena_bytes": 524288,
+                                        "heartbeat_timeout_ms": 600000})"));
+  const std::string greedy = R"({"chunk_bytes": 16384, "credits_per_transfer": 4096,
+                                 "heartbeat_timeout_ms": 600000})";
+  ChildPeer stopped(Peer("decode", greedy));
+  ChildPeer other(Peer("decode", kSlowHeart));
+  const std::vector<int64_t> pages = AllPages();
+  const std::string ticket = prefill.Publish(pages, 1, 60000);
+  const std::string fetch = stopped.Fetch(ticket, pages, 60000);
+  ASSERT_EQ(stopped.WaitLayer(fetch, 0, 20000), "OK");
+  stopped.Signal(SIGSTOP);
+  ASSERT_EQ(prefill.Ask("ready " + LeaseOf(ticket)), "OK");
+  // Until nothing more fits: the transfer to the stopped one stands still.
+  int64_t sent = -1;
+  ASSERT_TRUE(WaitFor(
+      [&] {
+        const int64_t now = prefill.Metric("bytes_sent");
+        return now == std::exchange(sent, now) && prefill.Metric("arena_chunks_taken") > 0;
+      },
+      Soon()));
+  for (int i = 0; i < 3; ++i) {
+    const std::string served = other.Fetch(prefill.Publish(pages, kLayers, 60000), pages, 20000);
+    EXPECT_EQ(other.Wait(served, 20000), "OK");
+  }
+  EXPECT_EQ(other.Verify(11, pages, pages), "OK");
+  // And the stopped one gets the rest when it wakes up.
+  stopped.Signal(SIGCONT);
+  EXPECT_EQ(stopped.Wait(fetch, 20000), "OK");
+  EXPECT_EQ(stopped.Verify(11, pages, pages), "OK");
+}
+
+// Its session ends at the heartbeat timeout, and the pages come back.
+TEST(StoppedPeer, DecodeLosesItsLease) {
+  ChildPeer prefill(Peer("prefill", kQuickHeart));
+  ChildPeer decode(Peer("decode", kQuickHeart));
+  const std::vector<int64_t> pages = AllPages();
+  const std::string ticket = prefill.Publish(pages, 1, 2000);
+  const std::string fetch = decode.Fetch(ticket, pages, 60000);
+  ASSERT_EQ(decode.WaitLayer(fetch, 0, 20000), "OK");
+  decode.Signal(SIGSTOP);
+  EXPECT_EQ(prefill.Ask("ended " + LeaseOf(ticket) + " 15000"), "expired");
+  EXPECT_EQ(prefill.Metric("peers"), 0);
+  decode.Signal(SIGCONT);
+  const std::string status = decode.Wait(fetch, 20000);
+  EXPECT_EQ(status.rfind("UNAVAILABLE", 0) == 0 || status.rfind("NOT_FOUND", 0) == 0, true) << status;
+  EXPECT_TRUE(decode.alive());
+}
+
+}  // namespace
+}  // namespace kvferry

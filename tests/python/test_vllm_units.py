@@ -1,0 +1,294 @@
+"""The connector's decisions, without an engine: what its scheduler half hands to its worker
+half."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed")
+torch = pytest.importorskip("torch")
+
+import kvferry  # noqa: E402
+from kvferry.vllm.layout import _arrangement, check_supported  # noqa: E402
+from kvferry.vllm.metadata import (  # noqa: E402
+    StepMetadata,
+    WorkerAddress,
+    parse_tickets,
+)
+from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler  # noqa: E402
+from kvferry.vllm.telemetry import FetchRecord, Options, TransferStats  # noqa: E402
+from vllm.v1.request import RequestStatus  # noqa: E402
+
+BLOCK = 16
+
+
+def vllm_config(tp_size: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id="engine"),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tp_size,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+    )
+
+
+def request(request_id: str, prompt: int, params: dict | None = None, computed: int = 0):
+    return SimpleNamespace(
+        request_id=request_id,
+        num_prompt_tokens=prompt,
+        num_computed_tokens=computed,
+        kv_transfer_params=params,
+        status=RequestStatus.RUNNING,
+    )
+
+
+def step(scheduled: dict[str, int], preempted: set[str] = frozenset()) -> SimpleNamespace:
+    return SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=preempted)
+
+
+class Blocks:
+    """Block table of a request, as the cache manager and update_state_after_alloc() show it."""
+
+    def __init__(self, ids: list[int]):
+        self._ids = ids
+
+    def get_block_ids(self, request_id: str = "") -> tuple[list[int]]:
+        return (self._ids,)
+
+
+class Prefill:
+    def __init__(self, tp_size: int = 1):
+        self.scheduler = PrefillScheduler(vllm_config(tp_size), BLOCK)
+        self.scheduler.set_workers(
+            {
+                rank: WorkerAddress(f"tcp://127.0.0.1:{5000 + rank}", 7 + rank)
+                for rank in range(tp_size)
+            }
+        )
+
+    def arrive(self, prompt: int, params: dict | None = None):
+        arrived = request("r", prompt, {"do_remote_decode": True} if params is None else params)
+        self.scheduler.on_new_request(arrived)
+        return arrived
+
+    def step(self, scheduled: dict[str, int], preempted: set[str] = frozenset()) -> StepMetadata:
+        meta = StepMetadata()
+        self.scheduler.fill(meta, step(scheduled, preempted), Blocks([4, 9, 2, 7]))
+        return meta
+
+
+def test_prompt_is_published_in_the_step_that_computes_its_last_token():
+    prefill = Prefill()
+    it = prefill.arrive(40)
+    assert prefill.step({"r": 32}).publications == []
+    it.num_computed_tokens = 32
+    (publication,) = prefill.step({"r": 8}).publications
+    assert publication.block_ids == [4, 9, 2] and publication.num_tokens == 40
+    it.num_computed_tokens = 40
+    assert prefill.step({"r": 1}).publications == []  # Once.
+
+
+def test_only_requests_for_remote_decode_are_published():
+    prefill = Prefill()
+    prefill.arrive(10, params={})
+    assert prefill.step({"r": 10}) == StepMetadata()
+    assert prefill.scheduler.request_finished(request("r", 10)) == (False, None)
+
+
+def test_answer_carries_a_ticket_for_each_rank():
+    prefill = Prefill(tp_size=2)
+    it = prefill.arrive(20)
+    (publication,) = prefill.step({"r": 20}).publications
+    it.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    delay, params = prefill.scheduler.request_finished(it)
+    assert delay
+    assert params["do_remote_prefill"] is True and params["do_remote_decode"] is False
+    assert params["remote_block_ids"] == [[4, 9]] and params["tp_size"] == 2
+    assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", 5000)
+    tickets = [kvferry.Ticket.parse(text) for text in params["kvferry_tickets"]]
+    assert [(it.address, it.epoch) for it in tickets] == [
+        ("tcp://127.0.0.1:5000", 7),
+        ("tcp://127.0.0.1:5001", 8),
+    ]
+    assert {(it.lease_id, it.num_pages, it.num_tokens) for it in tickets} == {
+        (publication.lease_id, 2, 20)
+    }
+
+
+def test_preempted_prompt_gets_a_new_lease():
+    prefill = Prefill()
+    prefill.arrive(10)
+    (first,) = prefill.step({"r": 10}).publications
+    assert prefill.step({}, {"r"}).preempted == ["r"]
+    (second,) = prefill.step({"r": 10}).publications
+    assert second.lease_id != first.lease_id
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_aborted_prompt(published: bool):
+    prefill = Prefill()
+    it = prefill.arrive(40)
+    prefill.step({"r": 40 if published else 16})
+    it.status = RequestStatus.FINISHED_ABORTED
+    assert prefill.scheduler.request_finished(it) == (published, None)
+    assert prefill.step({}).withdrawn == (["r"] if published else [])
+    assert prefill.step({}).withdrawn == []
+
+
+class Decode:
+    def __init__(self, tp_size: int = 1):
+        self.scheduler = DecodeScheduler(vllm_config(tp_size), BLOCK)
+
+    def allocate(self, it, cached: int, block_ids: list[int]):
+        missing, later = self.scheduler.get_num_new_matched_tokens(it, cached)
+        assert later == (missing > 0)
+        self.scheduler.update_state_after_alloc(it, Blocks(block_ids), missing)
+        return self.step()
+
+    def step(self) -> StepMetadata:
+        meta = StepMetadata()
+        self.scheduler.fill(meta)
+        return meta
+
+
+def remote(**changes) -> dict:
+    return {"do_remote_prefill": True, "kvferry_tickets": ["t"]} | changes
+
+
+def test_blocks_of_a_cached_prefix_are_not_loaded():
+    decode, it = Decode(), request("r", 40, remote())
+    (load,) = decode.allocate(it, 32, [5, 6, 8]).loads
+    assert (load.first_block, load.block_ids, load.num_tokens) == (2, [8], 40)
+    assert load.tickets == ["t"] and load.error == ""
+    assert decode.scheduler.get_num_new_matched_tokens(it, 0) == (0, False)  # Once.
+
+
+def test_prompt_that_is_all_here_is_dismissed():
+    decode, it = Decode(), request("r", 32, remote())
+    meta = decode.allocate(it, 32, [5, 6])
+    assert meta.loads == [] and meta.dismissed == [["t"]]
+
+
+def test_request_that_ends_before_it_got_blocks_is_dismissed():
+    decode, it = Decode(), request("r", 32, remote())
+    decode.scheduler.request_finished(it)
+    assert decode.step().dismissed == [["t"]]
+
+
+def test_load_of_an_aborted_request_is_cancelled():
+    decode, it = Decode(), request("r", 32, remote())
+    decode.allocate(it, 0, [5, 6])
+    decode.scheduler.request_finished(it)
+    assert decode.step().cancelled == ["r"]
+
+
+def test_load_that_was_reported_is_not_cancelled():
+    decode, it = Decode(), request("r", 32, remote())
+    decode.allocate(it, 0, [5, 6])
+    decode.scheduler.update_connector_output(SimpleNamespace(finished_recving={"r"}))
+    decode.scheduler.request_finished(it)
+    assert decode.step().cancelled == []
+
+
+def test_requests_without_parameters_are_left_alone():
+    decode, it = Decode(), request("r", 32)
+    assert decode.allocate(it, 0, [5, 6]) == StepMetadata()
+    decode.scheduler.request_finished(it)
+    assert decode.step() == StepMetadata()
+
+
+@pytest.mark.parametrize(
+    "params, word",
+    [
+        ({}, "kvferry_tickets"),
+        ({"kvferry_tickets": "t"}, "kvferry_tickets"),
+        ({"kvferry_tickets": [None]}, "kvferry_tickets"),
+        ({"kvferry_tickets": ["t", "u"]}, "tensor_parallel_size"),
+        ({"kvferry_tickets": []}, "tensor_parallel_size"),
+    ],
+)
+def test_wrong_parameters_become_a_load_that_fails(params: dict, word: str):
+    decode, it = Decode(), request("r", 32, {"do_remote_prefill": True} | params)
+    (load,) = decode.allocate(it, 0, [5, 6]).loads
+    assert word in load.error and load.block_ids == [5, 6]
+    assert word in parse_tickets(params, 1)[1]
+
+
+def test_options_name_the_right_keys():
+    options = Options.parse({"trace_path": "/tmp/trace", "lease_ms": 1234, "listen_port": 6000})
+    assert options.trace_path == "/tmp/trace"
+    assert options.config(0).lease_ms == 1234
+    assert [options.config(rank).listen_port for rank in range(3)] == [6000, 6001, 6002]
+    assert Options.parse({}).config(2).listen_port == 0
+    for wrong in ({"lease": 1}, {"lease_ms": "soon"}, {"lease_ms": -1}, {"trace_path": 1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Options.parse(wrong)
+    with pytest.raises(ValueError, match="trace_path"):
+        Options.parse({"lease": 1})
+
+
+@pytest.mark.parametrize(
+    "shape, parts, order",
+    [
+        ((10, 3, BLOCK, 128), [("kv", 3, 128)], "HND"),
+        ((10, BLOCK, 576), [("latent", 1, 576)], "ND"),
+        ((2, 10, BLOCK, 3, 64), [("k", 3, 64), ("v", 3, 64)], "NHD"),
+        ((2, 10, 3, BLOCK, 64), [("k", 3, 64), ("v", 3, 64)], "HND"),
+    ],
+)
+def test_known_arrangements_of_a_cache(shape, parts, order):
+    cache = torch.zeros(shape, dtype=torch.bfloat16)
+    assert _arrangement("layer", cache, 10, BLOCK) == (parts, order, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        torch.zeros(9, 3, BLOCK, 128),
+        torch.zeros(10, BLOCK, 3, 128).transpose(1, 2),
+        torch.zeros(10, 3 * BLOCK * 128),
+        torch.zeros(10, 3, BLOCK, 128, device="meta"),
+        [torch.zeros(10, 3, BLOCK, 128)],
+    ],
+    ids=["blocks", "strides", "dimensions", "device", "not a tensor"],
+)
+def test_unknown_arrangements_name_the_layer(cache):
+    with pytest.raises(NotImplementedError, match="layer.7"):
+        _arrangement("layer.7", cache, 10, BLOCK)
+
+
+def test_engines_beyond_the_limits_are_refused():
+    def groups(*kinds: str):
+        return SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=type(kind, (), {})()) for kind in kinds]
+        )
+
+    with pytest.raises(NotImplementedError, match="has 2 .FullSpec, SlidingSpec."):
+        check_supported(vllm_config(), groups("FullSpec", "SlidingSpec"))
+    with pytest.raises(NotImplementedError, match="MambaSpec"):
+        check_supported(vllm_config(), groups("MambaSpec"))
+    config = vllm_config()
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(NotImplementedError, match="pipeline_parallel_size"):
+        check_supported(config, groups("FullSpec"))
+
+
+def test_stats_add_up():
+    stats = TransferStats()
+    assert stats.is_empty() and stats.take() is None
+    stats.record(FetchRecord("a", True, "", 2, 0, 0, 3_000_000, 1.0, 2.0))
+    stats.record(FetchRecord("b", False, "lost", 2, 0, 2, 0, 1.0, 2.0))
+    stats.record_expired()
+    taken = stats.take()
+    assert taken is not None and stats.is_empty()
+    total = TransferStats().aggregate(taken).aggregate(TransferStats(dict(taken.to_dict())))
+    assert total.reduce() == {
+        "Fetches": 2,
+        "MB fetched": 6.0,
+        "Avg ms": 2.0,
+        "GB/s": 1.5,
+        "Failed fetches": 2,
+        "Expired leases": 2,
+    }

@@ -1,0 +1,119 @@
+#include "tests/support/kv_pattern.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <set>
+
+#include "tests/support/status.h"
+
+namespace kvferry {
+namespace {
+
+uint64_t Mix(uint64_t x) {  // splitmix64
+  x += 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+std::span<std::byte> PageOf(const KvPool& pool, int64_t buffer, int64_t page) {
+  const BufferInfo& info = pool.buffer_infos()[buffer];
+  return {info.address + page * info.item_bytes, static_cast<size_t>(info.item_bytes)};
+}
+
+::testing::AssertionResult PageHolds(const KvPool& pool, int64_t buffer, int64_t page, uint64_t seed,
+                                     int64_t source_page) {
+  const std::span<const std::byte> got = PageOf(pool, buffer, page);
+  std::vector<std::byte> want(got.size());
+  PatternBytes(seed, buffer, source_page, want);
+  const auto [bad, expected] = std::mismatch(got.begin(), got.end(), want.begin());
+  if (bad == got.end()) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure()
+         << "buffer " << buffer << " page " << page << " (source page " << source_page << ", seed "
+         << seed << ") differs at byte " << bad - got.begin() << " of " << got.size();
+}
+
+}  // namespace
+
+void PatternBytes(uint64_t seed, int64_t buffer, int64_t page, std::span<std::byte> out) {
+  uint64_t state = Mix(seed ^ Mix(static_cast<uint64_t>(buffer) << 32 | static_cast<uint64_t>(page)));
+  for (size_t i = 0; i < out.size(); i += sizeof(state)) {
+    state = state * 6364136223846793005ull + 1442695040888963407ull;
+    const uint64_t word = state ^ (state >> 29);
+    std::memcpy(out.data() + i, &word, std::min(sizeof(word), out.size() - i));
+  }
+}
+
+void FillPattern(const KvPool& pool, uint64_t seed, std::span<const int64_t> pages) {
+  for (int64_t buffer = 0; buffer < pool.layout().num_buffers(); ++buffer) {
+    for (const int64_t page : pages) PatternBytes(seed, buffer, page, PageOf(pool, buffer, page));
+  }
+}
+
+void FillPattern(const KvPool& pool, uint64_t seed) {
+  std::vector<int64_t> all(pool.num_pages());
+  std::iota(all.begin(), all.end(), 0);
+  FillPattern(pool, seed, all);
+}
+
+std::shared_ptr<KvPool> MakePatternPool(const KvLayout& layout, int64_t num_pages, uint64_t seed) {
+  std::shared_ptr<KvPool> pool = Must(KvPool::Create(layout, num_pages));
+  FillPattern(*pool, seed);
+  return pool;
+}
+
+::testing::AssertionResult HoldsPages(const KvPool& pool, std::span<const int64_t> pages,
+                                      uint64_t source_seed, std::span<const int64_t> source_pages,
+                                      int64_t first_layer, int64_t end_layer) {
+  const KvLayout& layout = pool.layout();
+  for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
+    for (int64_t layer = first_layer; layer < end_layer; ++layer) {
+      for (size_t i = 0; i < pages.size(); ++i) {
+        auto result = PageHolds(pool, layout.buffer_index(layer, tensor), pages[i], source_seed,
+                                      source_pages[i]);
+        if (!result) return result << "; layer " << layer << " tensor " << tensor;
+      }
+    }
+  }
+  return ::testing::AssertionSuccess();
+}
+
+::testing::AssertionResult HoldsExactly(const KvPool& pool, uint64_t own_seed,
+                                        std::span<const int64_t> pages, uint64_t source_seed,
+                                        std::span<const int64_t> source_pages) {
+  const std::set<int64_t> moved(pages.begin(), pages.end());
+  for (int64_t buffer = 0; buffer < pool.layout().num_buffers(); ++buffer) {
+    for (int64_t page = 0; page < pool.num_pages(); ++page) {
+      if (moved.contains(page)) continue;
+      auto result = PageHolds(pool, buffer, page, own_seed, page);
+      if (!result) return result << "; the page was not asked for";
+    }
+  }
+  return HoldsPages(pool, pages, source_seed, source_pages, 0, pool.layout().num_layers);
+}
+
+::testing::AssertionResult IsUntouched(const KvPool& pool, uint64_t seed) {
+  return HoldsExactly(pool, seed, {}, 0, {});
+}
+
+std::vector<int64_t> MakePages(const std::string& shape, int64_t count, int64_t pool_pages,
+                               std::mt19937_64* random) {
+  std::vector<int64_t> pages(pool_pages);
+  std::iota(pages.begin(), pages.end(), 0);
+  if (shape == "rand") {
+    std::shuffle(pages.begin(), pages.end(), *random);
+  } else if (shape == "runs8") {
+    std::vector<int64_t> starts;
+    for (int64_t page = 0; page + 8 <= pool_pages; page += 8) starts.push_back(page);
+    std::shuffle(starts.begin(), starts.end(), *random);
+    pages.clear();
+    for (const int64_t start : starts) {
+      for (int64_t i = 0; i < 8; ++i) pages.push_back(start + i);
+    }
+  }
+  pages.resize(count);
+  return pages;
+}
+
+}  // namespace kvferry

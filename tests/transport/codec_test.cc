@@ -1,0 +1,177 @@
+#include "transport/control/codec.h"
+
+#include <gtest/gtest.h>
+
+#include <msgpack.hpp>
+
+#include "tests/support/raw_peer.h"
+#include "tests/transport/sample_messages.h"
+
+namespace kvferry {
+namespace {
+
+absl::StatusOr<Message> Decode(const std::string& bytes) {
+  return DecodeMessage(std::as_bytes(std::span(bytes)));
+}
+
+// Packs a ping by hand, so that one thing can be added or changed.
+class HandMade {
+ public:
+  explicit HandMade(uint32_t keys) { packer_.pack_map(keys); }
+  template <typename T>
+  HandMade& Add(const std::string& key, const T& value) {
+    packer_.pack(key);
+    packer_.pack(value);
+    return *this;
+  }
+  HandMade& Head(const std::string& type, uint64_t version = 1, uint64_t epoch = 7) {
+    return Add("v", version).Add("t", type).Add("e", epoch).Add("to", uint64_t{9});
+  }
+  msgpack::packer<msgpack::sbuffer>& packer() { return packer_; }
+  std::string bytes() const { return {buffer_.data(), buffer_.size()}; }
+
+ private:
+  msgpack::sbuffer buffer_;
+  msgpack::packer<msgpack::sbuffer> packer_{buffer_};
+};
+
+TEST(Codec, RoundTripOfEachMessage) {
+  for (const auto& [name, message] : SampleMessages()) {
+    const absl::StatusOr<Message> decoded = Decode(EncodeMessage(message));
+    ASSERT_TRUE(IsOk(decoded)) << name;
+    EXPECT_EQ(Describe(*decoded), Describe(message));
+  }
+}
+
+TEST(Codec, ExtremesRoundTrip) {
+  FetchMsg fetch;
+  fetch.transfer_id = fetch.lease_id = UINT64_MAX;
+  fetch.positions = Must(PageRuns::FromRuns(std::vector<PageRun>{{PageRuns::kMaxPages, 1}}));
+  fetch.timeout_ms = fetch.window_bytes = fetch.chunk_bytes = int64_t{1} << 50;
+  const Message message{UINT64_MAX, UINT64_MAX, fetch};
+  EXPECT_EQ(Describe(Must(Decode(EncodeMessage(message)))), Describe(message));
+}
+
+TEST(Codec, AsManyRunsAsAllowed) {
+  std::vector<PageRun> runs;
+  for (int64_t i = 0; i < static_cast<int64_t>(kMaxRuns); ++i) {
+    runs.push_back({(PageRuns::kMaxPages - 1) - 3 * i, 1});
+  }
+  FetchMsg fetch;
+  fetch.transfer_id = fetch.lease_id = UINT64_MAX;
+  fetch.positions = Must(PageRuns::FromRuns(runs));
+  fetch.timeout_ms = fetch.window_bytes = fetch.chunk_bytes = 1;
+  const std::string bytes = EncodeMessage({1, 2, fetch});
+  EXPECT_LE(bytes.size(), kMaxMessageBytes);
+  EXPECT_TRUE(IsOk(Decode(bytes)));
+  runs.push_back({0, 1});
+  fetch.positions = Must(PageRuns::FromRuns(runs));
+  EXPECT_TRUE(Fails(Decode(EncodeMessage({1, 2, fetch})), absl::StatusCode::kInvalidArgument));
+}
+
+TEST(Codec, LongTextsAreCut) {
+  const absl::Status decoded =
+      std::get<AbortMsg>(
+          Must(Decode(EncodeMessage({1, 2, AbortMsg{3, absl::AbortedError(std::string(5000, 'x'))}}))).body)
+          .status;
+  EXPECT_EQ(decoded, absl::AbortedError(std::string(kMaxTextBytes, 'x')));
+}
+
+TEST(Codec, UnknownKeysAreIgnored) {
+  HandMade message(7);
+  message.Head("ping").Add("later", std::string("x")).Add("list", std::vector<int>{1, 2});
+  message.packer().pack(5);  // A key that is no string.
+  message.packer().pack_nil();
+  EXPECT_TRUE(IsOk(Decode(message.bytes())));
+}
+
+TEST(Codec, AnotherVersionNamesBoth) {
+  for (const auto& [name, message] : SampleMessages()) {
+    const absl::StatusOr<Message> decoded = Decode(WithVersion(EncodeMessage(message), 9));
+    if (name == "refuse" || name == "refuse_fetch") {
+      EXPECT_TRUE(IsOk(decoded)) << "a refusal is understood across versions";
+    } else {
+      EXPECT_TRUE(Fails(decoded, absl::StatusCode::kFailedPrecondition, "protocol version: 1 here, 9 there"))
+          << name;
+    }
+  }
+  // Even when nothing else in it makes sense here.
+  EXPECT_TRUE(Fails(Decode(HandMade(4).Head("a new type", 2).bytes()),
+                    absl::StatusCode::kFailedPrecondition));
+}
+
+TEST(Codec, WhatIsWrongIsNamed) {
+  const auto expect = [](const std::string& bytes, absl::string_view part) {
+    EXPECT_TRUE(Fails(Decode(bytes), absl::StatusCode::kInvalidArgument, "malformed message", part));
+  };
+  expect(HandMade(4).Head("nonsense").bytes(), "unknown type 'nonsense'");
+  expect(HandMade(4).Head("a type of seventeen").bytes(), "limit 16");
+  expect(HandMade(4).Head("ping", 1, 0).bytes(), "'e' is 0");
+  expect(HandMade(1).Add("v", 1).bytes(), "no 't'");
+  expect(HandMade(1).Add("v", -1).bytes(), "'v' has the wrong type");
+  expect(HandMade(1).Add("v", std::string("1")).bytes(), "'v' has the wrong type");
+  expect(HandMade(6).Head("cancel").Add("id", 0).Add("msg", std::string()).bytes(), "'id' is 0");
+  expect(HandMade(6).Head("cancel").Add("id", 1).Add("msg", 5).bytes(), "'msg' has the wrong type");
+  expect(HandMade(7).Head("abort").Add("id", 1).Add("code", 0).Add("msg", std::string()).bytes(),
+         "'code' is 0");
+  expect(HandMade(7).Head("abort").Add("id", 1).Add("code", 17).Add("msg", std::string()).bytes(),
+         "'code' is 17");
+  expect("", "");
+  expect("\x93\x01\x02\x03", "not a map");
+  expect(EncodeMessage({1, 2, PingMsg{}}) + "x", "bytes after its end");
+}
+
+TEST(Codec, RunsThatCannotBe) {
+  const auto with_runs = [](const std::vector<uint64_t>& runs) {
+    return Decode(HandMade(11)
+                      .Head("fetch")
+                      .Add("id", 1)
+                      .Add("lease", 1)
+                      .Add("runs", runs)
+                      .Add("ms", 1)
+                      .Add("window", 1)
+                      .Add("chunk", 1)
+                      .Add("sum", false)
+                      .bytes())
+        .status();
+  };
+  const uint64_t max = PageRuns::kMaxPages;
+  EXPECT_TRUE(IsOk(with_runs({0, 1, 5, 2})));
+  EXPECT_TRUE(IsOk(with_runs({})));
+  EXPECT_TRUE(Fails(with_runs({1}), absl::StatusCode::kInvalidArgument, "odd"));
+  EXPECT_TRUE(Fails(with_runs({0, 0}), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(with_runs({max + 1, 1}), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(with_runs({0, max + 1}), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(with_runs({0, max, 0, max}), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(with_runs({UINT64_MAX, 1}), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(with_runs({0, UINT64_MAX}), absl::StatusCode::kInvalidArgument));
+}
+
+TEST(Codec, LayoutsThatCannotBe) {
+  const auto with = [](void (*change)(HelloMsg&)) {
+    HelloMsg hello = std::get<HelloMsg>(SampleMessages()[0].second.body);
+    change(hello);
+    return Decode(EncodeMessage({1, 0, hello})).status();
+  };
+  const auto refused = [](const absl::Status& status, absl::string_view part) {
+    return Fails(status, absl::StatusCode::kInvalidArgument, "malformed message", part);
+  };
+  EXPECT_TRUE(IsOk(with([](HelloMsg&) {})));
+  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.layout.num_layers = 0; }), "'layers'"));
+  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.layout.num_layers = 4097; }), "'layers'"));
+  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.layout.page_size = -1; }), "'page_size'"));
+  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.layout.tensors.clear(); }), "number of tensors"));
+  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.layout.tensors.resize(17, h.layout.tensors[0]); }),
+                      "'tensors' has 17"));
+  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.layout.tensors[1].head_dim = 0; }), "'dim'"));
+  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.layout.dtype = static_cast<DType>(99); }), "dtype"));
+  EXPECT_TRUE(refused(with([](HelloMsg& h) {
+                        h.layout.page_size = KvLayout::kMaxPageSize;
+                        h.layout.tensors[0] = {"k", KvLayout::kMaxHeads, KvLayout::kMaxHeadDim};
+                      }),
+                      "bytes of a page"));
+  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.worker_address.assign(4097, 'x'); }), ""));
+}
+
+}  // namespace
+}  // namespace kvferry

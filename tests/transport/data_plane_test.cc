@@ -1,0 +1,172 @@
+// The UCX data plane by itself: two workers in one process, progressed by hand.
+
+#include "transport/data_plane.h"
+
+#include <gtest/gtest.h>
+#include <poll.h>
+
+#include <random>
+
+#include "base/config.h"
+#include "tests/support/status.h"
+#include "tests/support/wait_for.h"
+#include "transport/messages.h"
+#include "transport/ucx/ucx_data_plane.h"
+
+namespace kvferry {
+namespace {
+
+struct Recorder : public DataEvents {
+  void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload) override {
+    chunks.emplace_back(header, std::vector<std::byte>(payload.begin(), payload.end()));
+  }
+  void OnCredit(const CreditHeader& header) override { credits.push_back(header); }
+  void OnLinkDown(LinkId link, const absl::Status& status) override { down.emplace_back(link, status); }
+
+  std::vector<std::pair<ChunkHeader, std::vector<std::byte>>> chunks;
+  std::vector<CreditHeader> credits;
+  std::vector<std::pair<LinkId, absl::Status>> down;
+};
+
+class Planes : public testing::Test {
+ protected:
+  static std::unique_ptr<DataPlane> Make() { return Must(MakeUcxDataPlane(Config())); }
+  template <typename Predicate>
+  bool ProgressUntil(const Predicate& holds) {
+    return WaitFor(
+        [&] {
+          for (int i = 0; i < 100 && !holds(); ++i) {
+            if (a_ != nullptr) a_->Progress(&at_a_);
+            if (b_ != nullptr) b_->Progress(&at_b_);
+          }
+          return holds();
+        },
+        Soon());
+  }
+  static std::vector<std::byte> RandomBytes(size_t size, uint64_t seed) {
+    std::mt19937_64 random(seed);
+    std::vector<std::byte> bytes(size);
+    for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+    return bytes;
+  }
+
+  std::unique_ptr<DataPlane> a_ = Make();
+  std::unique_ptr<DataPlane> b_ = Make();
+  Recorder at_a_;
+  Recorder at_b_;
+};
+
+TEST_F(Planes, ChunksOfAllSizesInOrder) {
+  const LinkId link = Must(a_->Connect(b_->worker_address()));
+  const std::vector<size_t> sizes = {1,    2,     7,      8,      64,     1000,   4096,
+                                     8191, 65536, 131072, 200000, 262143, 262144};
+  std::vector<std::vector<std::byte>> payloads;
+  size_t sent = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    payloads.push_back(RandomBytes(sizes[i], i));
+    const ChunkHeader header{1000 + i, i << 40, ~i, static_cast<uint32_t>(sizes[i]), kChunkHasChecksum};
+    a_->SendChunk(link, header, payloads.back(), [&](const absl::Status& status) {
+      EXPECT_TRUE(IsOk(status));
+      ++sent;
+    });
+  }
+  ASSERT_TRUE(ProgressUntil([&] { return at_b_.chunks.size() == sizes.size() && sent == sizes.size(); }));
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const auto& [header, payload] = at_b_.chunks[i];
+    EXPECT_EQ(header.transfer_id, 1000 + i);
+    EXPECT_EQ(header.offset, i << 40);
+    EXPECT_EQ(header.checksum, ~i);
+    EXPECT_EQ(header.bytes, sizes[i]);
+    EXPECT_EQ(header.flags, kChunkHasChecksum);
+    EXPECT_EQ(payload, payloads[i]);
+  }
+}
+
+TEST_F(Planes, CreditsGoTheOtherWay) {
+  const LinkId there = Must(a_->Connect(b_->worker_address()));
+  const LinkId back = Must(b_->Connect(a_->worker_address()));
+  a_->SendCredit(there, {1, 2});
+  b_->SendCredit(back, {UINT64_MAX, 7});
+  b_->SendCredit(back, {8, UINT64_MAX});
+  ASSERT_TRUE(ProgressUntil([&] { return at_b_.credits.size() == 1 && at_a_.credits.size() == 2; }));
+  EXPECT_EQ(at_b_.credits[0].bytes_done, 2u);
+  EXPECT_EQ(at_a_.credits[0].transfer_id, UINT64_MAX);
+  EXPECT_EQ(at_a_.credits[1].bytes_done, UINT64_MAX);
+}
+
+TEST_F(Planes, AHeaderThatLiesAboutItsBytesIsDropped) {
+  const LinkId link = Must(a_->Connect(b_->worker_address()));
+  const std::vector<std::byte> payload = RandomBytes(100, 1);
+  const auto ignore = [](const absl::Status&) {};
+  a_->SendChunk(link, {1, 0, 0, 99, 0}, payload, ignore);
+  a_->SendChunk(link, {2, 0, 0, 101, 0}, payload, ignore);
+  a_->SendChunk(link, {3, 0, 0, 100, 0}, payload, ignore);
+  ASSERT_TRUE(ProgressUntil([&] { return !at_b_.chunks.empty(); }));
+  ASSERT_EQ(at_b_.chunks.size(), 1u);
+  EXPECT_EQ(at_b_.chunks[0].first.transfer_id, 3u);
+}
+
+TEST_F(Planes, EverySendCompletesOnceWhenThePeerGoesAway) {
+  const LinkId link = Must(a_->Connect(b_->worker_address()));
+  const std::vector<std::byte> payload = RandomBytes(256 << 10, 1);
+  std::vector<int> completions(200, 0);
+  const auto send = [&](size_t i) {
+    a_->SendChunk(link, {i, 0, 0, 256 << 10, 0}, payload, [&, i](const absl::Status&) { ++completions[i]; });
+  };
+  send(0);
+  ASSERT_TRUE(ProgressUntil([&] { return !at_b_.chunks.empty(); }));
+  for (size_t i = 1; i < completions.size(); ++i) send(i);
+  b_.reset();  // With most of it still on its way.
+  ASSERT_TRUE(ProgressUntil([&] { return !at_a_.down.empty(); }));
+  EXPECT_EQ(at_a_.down[0].first, link);
+  EXPECT_FALSE(at_a_.down[0].second.ok());
+  a_->Close(link);
+  a_->Close(link);  // No-op.
+  a_.reset();       // Waits for what is left.
+  for (size_t i = 0; i < completions.size(); ++i) EXPECT_EQ(completions[i], 1) << i;
+}
+
+TEST_F(Planes, ClosedLinks) {
+  const LinkId link = Must(a_->Connect(b_->worker_address()));
+  a_->Close(link);
+  absl::Status status;
+  a_->SendChunk(link, {1, 0, 0, 1, 0}, RandomBytes(1, 1), [&](const absl::Status& s) { status = s; });
+  EXPECT_TRUE(Fails(status, absl::StatusCode::kUnavailable, "closed"));
+  a_->SendCredit(link, {1, 1});
+  const LinkId next = Must(a_->Connect(b_->worker_address()));
+  EXPECT_NE(next, link) << "link ids are never used again";
+  a_->SendCredit(next, {4, 4});
+  ASSERT_TRUE(ProgressUntil([&] { return !at_b_.credits.empty(); }));
+}
+
+TEST_F(Planes, SleepsUntilSomethingComes) {
+  const LinkId link = Must(a_->Connect(b_->worker_address()));
+  a_->SendCredit(link, {1, 1});
+  ASSERT_TRUE(ProgressUntil([&] { return at_b_.credits.size() == 1; }));
+  // Idle: it can be armed, and its fd stays quiet.
+  ASSERT_TRUE(WaitFor([&] { return !b_->Progress(&at_b_) && b_->Arm(); }, Soon()));
+  pollfd fd = {b_->event_fd(), POLLIN, 0};
+  EXPECT_EQ(poll(&fd, 1, 0), 0);
+  a_->SendCredit(link, {2, 2});
+  ASSERT_TRUE(WaitFor(
+      [&] {
+        a_->Progress(&at_a_);
+        return poll(&fd, 1, 0) == 1;
+      },
+      Soon()));
+  ASSERT_TRUE(ProgressUntil([&] { return at_b_.credits.size() == 2; }));
+}
+
+TEST_F(Planes, WorkerAddressesOfAWrongSize) {
+  EXPECT_TRUE(Fails(a_->Connect(""), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(a_->Connect(std::string(kMaxWorkerAddressBytes + 1, 'x')), absl::StatusCode::kInvalidArgument));
+}
+
+TEST(UcxPlane, TransportThatDoesNotExist) {
+  Config config;
+  config.ucx_tls = "nosuch";
+  EXPECT_TRUE(Fails(MakeUcxDataPlane(config), absl::StatusCode::kUnavailable, "ucx_tls"));
+}
+
+}  // namespace
+}  // namespace kvferry

@@ -1,0 +1,66 @@
+#include "transport/fetch_handle.h"
+
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "tests/support/status.h"
+#include "tests/support/wait_for.h"
+
+namespace kvferry {
+namespace {
+
+TEST(Handle, LifeOfASuccess) {
+  int cancels = 0;
+  FetchHandle handle({3, 4}, 3, 600, [&] { ++cancels; });
+  EXPECT_FALSE(handle.done());
+  EXPECT_TRUE(absl::IsUnavailable(handle.status()));
+  EXPECT_EQ(handle.missing_pages(), (std::vector<int64_t>{3, 4}));
+  EXPECT_EQ(handle.report().total_bytes, 600);
+  EXPECT_TRUE(Fails(handle.Wait(Clock::now()), absl::StatusCode::kDeadlineExceeded));
+  handle.SetLayersDone(2);
+  EXPECT_TRUE(IsOk(handle.WaitLayer(1, Clock::now())));
+  EXPECT_TRUE(Fails(handle.WaitLayer(2, Clock::now()), absl::StatusCode::kDeadlineExceeded));
+  handle.Cancel();
+  EXPECT_EQ(cancels, 1);
+  handle.Finish(absl::OkStatus(), {}, {600, 600, 0.5, 1.5});
+  EXPECT_TRUE(handle.done());
+  EXPECT_TRUE(IsOk(handle.Wait(Clock::now())));
+  EXPECT_TRUE(IsOk(handle.WaitLayer(2, Clock::now())));
+  EXPECT_EQ(handle.layers_done(), 3);
+  EXPECT_EQ(handle.report().move_seconds, 1.5);
+  handle.Cancel();  // Nobody is bothered any more.
+  EXPECT_EQ(cancels, 1);
+}
+
+TEST(Handle, FailureIsWhatEveryWaiterGets) {
+  FetchHandle handle({3, 4}, 3, 600, [] {});
+  handle.SetLayersDone(1);
+  handle.Finish(absl::DataLossError("bad"), {4}, {600, 300, 0, 0});
+  EXPECT_TRUE(Fails(handle.Wait(Soon()), absl::StatusCode::kDataLoss, "bad"));
+  EXPECT_TRUE(IsOk(handle.WaitLayer(0, Soon())));
+  EXPECT_TRUE(Fails(handle.WaitLayer(1, Soon()), absl::StatusCode::kDataLoss));
+  EXPECT_EQ(handle.missing_pages(), std::vector<int64_t>{4});
+  EXPECT_EQ(handle.layers_done(), 1);
+}
+
+TEST(Handle, WaitersOnOtherThreadsWakeUp) {
+  FetchHandle handle({3}, 4, 400, [] {});
+  std::vector<std::thread> threads;
+  std::atomic<int> in_order{0};
+  for (int64_t layer = 0; layer < 4; ++layer) {
+    threads.emplace_back([&, layer] {
+      if (handle.WaitLayer(layer, Soon()).ok() && handle.layers_done() > layer) ++in_order;
+    });
+  }
+  threads.emplace_back([&] {
+    if (handle.Wait(Soon()).ok() && handle.done()) ++in_order;
+  });
+  for (int64_t layers = 1; layers <= 4; ++layers) handle.SetLayersDone(layers);
+  handle.Finish(absl::OkStatus(), {}, {});
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(in_order, 5);
+}
+
+}  // namespace
+}  // namespace kvferry

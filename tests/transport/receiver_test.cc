@@ -1,0 +1,312 @@
+// The receiver against a hostile or broken network: chunks that are dropped, doubled, reordered, cut, forged or
+// late. Whatever comes, only pages of a live fetch are written, and success means all bytes.
+
+#include "transport/receiver.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+
+#include "base/hash.h"
+#include "tests/support/endpoints.h"
+#include "tests/transport/fake_outbox.h"
+
+namespace kvferry {
+namespace {
+
+constexpr uint64_t kId = 77;
+constexpr uint64_t kEpoch = 5;
+constexpr uint64_t kSourceSeed = 1;
+constexpr uint64_t kOwnSeed = 2;
+const PeerKey kPeer = "dialled:1";
+
+class ReceiverAlone : public testing::Test {
+ protected:
+  struct Chunk {
+    ChunkHeader header;
+    std::vector<std::byte> payload;
+  };
+
+  static Config MakeConfig() {
+    Config config = SmallChunks();
+    config.credits_per_transfer = 4;
+    return config;
+  }
+  StreamPlan Plan(const std::shared_ptr<KvPool>& pool, const std::vector<int64_t>& pages) {
+    return Must(StreamPlan::Create(pool, Must(PageRuns::FromPages(pages))));
+  }
+  std::shared_ptr<FetchHandle> Begin(uint64_t id = kId, Deadline deadline = DeadlineInMs(60000)) {
+    StreamPlan plan = Plan(target_, local_);
+    auto handle = std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
+    const Ticket ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0};
+    const PageRun all{0, static_cast<int64_t>(local_.size())};
+    Receiver::Fetch fetch{handle,   ticket,       Must(PageRuns::FromRuns({&all, 1})),
+                          std::move(plan), deadline, Clock::now(),
+                          kPeer};
+    receiver_.Add(id, std::move(fetch));
+    receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
+    return handle;
+  }
+  // The stream as the other side would send it.
+  std::vector<Chunk> Stream(int64_t chunk_bytes, uint64_t id = kId) {
+    const StreamPlan plan = Plan(source_, remote_);
+    std::vector<Chunk> chunks;
+    for (int64_t at = 0; at < plan.total_bytes(); at += chunk_bytes) {
+      Chunk chunk;
+      chunk.payload.resize(std::min(chunk_bytes, plan.total_bytes() - at));
+      plan.Gather(at, chunk.payload);
+      chunk.header.transfer_id = id;
+      chunk.header.offset = at;
+      chunk.header.bytes = static_cast<uint32_t>(chunk.payload.size());
+      chunks.push_back(std::move(chunk));
+    }
+    return chunks;
+  }
+  void Deliver(const Chunk& chunk) { receiver_.OnChunk(chunk.header, chunk.payload); }
+  // The fetch failed with DATA_LOSS, said so to the peer, and takes no more.
+  void ExpectDataLoss(const FetchHandle& handle, absl::string_view part) {
+    ASSERT_TRUE(handle.done());
+    EXPECT_TRUE(Fails(handle.status(), absl::StatusCode::kDataLoss, part));
+    ASSERT_NE(outbox_.Last<CancelMsg>(), nullptr);
+    EXPECT_EQ(outbox_.Last<CancelMsg>()->transfer_id, kId);
+    EXPECT_EQ(outbox_.Last<DoneMsg>(), nullptr);
+    FillPattern(*target_, kOwnSeed);
+    for (const Chunk& chunk : Stream(3000)) Deliver(chunk);
+    EXPECT_TRUE(IsUntouched(*target_, kOwnSeed)) << "written after the fetch had ended";
+  }
+
+  Config config_ = MakeConfig();
+  std::shared_ptr<KvPool> source_ = MakePatternPool(SmallLayout(), 16, kSourceSeed);
+  std::shared_ptr<KvPool> target_ = MakePatternPool(SmallLayout(), 16, kOwnSeed);
+  const std::vector<int64_t> remote_ = {3, 4, 5, 9, 0, 15};
+  const std::vector<int64_t> local_ = {8, 1, 2, 3, 14, 7};
+  FakeOutbox outbox_;
+  Metrics metrics_;
+  Receiver receiver_{config_, &outbox_, &metrics_};
+};
+
+TEST_F(ReceiverAlone, AsksForTheStream) {
+  Begin();
+  const FetchMsg* fetch = outbox_.Last<FetchMsg>();
+  ASSERT_NE(fetch, nullptr);
+  EXPECT_EQ(fetch->transfer_id, kId);
+  EXPECT_EQ(fetch->lease_id, 9u);
+  EXPECT_EQ(fetch->positions.num_pages(), 6);
+  EXPECT_EQ(fetch->chunk_bytes, config_.chunk_bytes);
+  EXPECT_EQ(fetch->window_bytes, 4 * config_.chunk_bytes);
+  EXPECT_GT(fetch->timeout_ms, 0);
+  EXPECT_LE(fetch->timeout_ms, 60000);
+}
+
+TEST_F(ReceiverAlone, AnyOrderAndAnyChunkSizes) {
+  std::mt19937_64 random(1);
+  for (const int64_t chunk_bytes : {1000, 4096, 777, 49152}) {
+    FillPattern(*target_, kOwnSeed);
+    const auto handle = Begin();
+    std::vector<Chunk> chunks = Stream(chunk_bytes);
+    std::shuffle(chunks.begin(), chunks.end(), random);
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      EXPECT_FALSE(handle->done()) << "success before all bytes";
+      Deliver(chunks[i]);
+    }
+    ASSERT_TRUE(handle->done());
+    EXPECT_TRUE(IsOk(handle->status()));
+    EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, local_, kSourceSeed, remote_));
+    const DoneMsg* done = outbox_.Last<DoneMsg>();
+    ASSERT_NE(done, nullptr);
+    EXPECT_EQ(done->bytes, 6 * SmallLayout().page_bytes());
+  }
+}
+
+TEST_F(ReceiverAlone, LayersAreDoneInOrderOnly) {
+  const auto handle = Begin();
+  const int64_t layer_bytes = 6 * SmallLayout().layer_page_bytes();
+  std::vector<Chunk> layers = Stream(layer_bytes);
+  ASSERT_EQ(layers.size(), 4u);
+  Deliver(layers[2]);
+  EXPECT_EQ(handle->layers_done(), 0);
+  Deliver(layers[0]);
+  EXPECT_EQ(handle->layers_done(), 1);
+  Deliver(layers[1]);
+  EXPECT_EQ(handle->layers_done(), 3);
+}
+
+TEST_F(ReceiverAlone, ADroppedChunkIsMissedAtTheDeadlineAndItsPagesAreNamed) {
+  const auto handle = Begin(kId, DeadlineInMs(1));
+  const int64_t item = SmallLayout().item_bytes(0);
+  std::vector<Chunk> chunks = Stream(item);  // One page of one tensor each.
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    if (i != 2 && i != 10) Deliver(chunks[i]);  // Position 2 of K, position 4 of V of layer 0.
+  }
+  receiver_.Tick(DeadlineInMs(10));
+  EXPECT_TRUE(Fails(handle->status(), absl::StatusCode::kDeadlineExceeded));
+  EXPECT_EQ(handle->missing_pages(), (std::vector<int64_t>{local_[2], local_[4]}));
+  EXPECT_EQ(handle->report().bytes_done, handle->report().total_bytes - 2 * item);
+  ASSERT_NE(outbox_.Last<CancelMsg>(), nullptr);
+}
+
+TEST_F(ReceiverAlone, DoubledChunk) {
+  const auto handle = Begin();
+  const std::vector<Chunk> chunks = Stream(4096);
+  Deliver(chunks[0]);
+  Deliver(chunks[1]);
+  Deliver(chunks[1]);
+  ExpectDataLoss(*handle, "overlaps");
+}
+
+TEST_F(ReceiverAlone, OverlappingChunkIsNotWritten) {
+  const auto handle = Begin();
+  Deliver(Stream(4096)[0]);
+  Chunk forged = Stream(4096)[1];
+  forged.header.offset = 4095;
+  std::fill(forged.payload.begin(), forged.payload.end(), std::byte{0xee});
+  const std::vector<std::byte> before(target_->page(0, 0, 2).begin(), target_->page(0, 0, 2).end());
+  Deliver(forged);
+  EXPECT_TRUE(std::equal(before.begin(), before.end(), target_->page(0, 0, 2).begin()));
+  ExpectDataLoss(*handle, "overlaps");
+}
+
+TEST_F(ReceiverAlone, ChunkOutsideTheStream) {
+  const uint64_t total = 6 * SmallLayout().page_bytes();
+  for (const auto& [offset, bytes] : std::vector<std::pair<uint64_t, uint32_t>>{
+           {total, 1}, {total - 1, 2}, {UINT64_MAX, 1}, {UINT64_MAX - 10, 100}, {uint64_t{1} << 63, 4096},
+           {0, 0}, {total + 1, 0}}) {
+    SCOPED_TRACE(offset);
+    FillPattern(*target_, kOwnSeed);
+    outbox_.sent.clear();
+    const auto handle = Begin();
+    Chunk forged;
+    forged.header.transfer_id = kId;
+    forged.header.offset = offset;
+    forged.header.bytes = bytes;
+    forged.payload.assign(bytes, std::byte{0xee});
+    Deliver(forged);
+    EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+    ExpectDataLoss(*handle, "a stream of");
+  }
+}
+
+TEST_F(ReceiverAlone, WrongChecksumIsNotWritten) {
+  const auto handle = Begin();
+  Chunk chunk = Stream(4096)[0];
+  chunk.header.flags = kChunkHasChecksum;
+  chunk.header.checksum = Xxh3(chunk.payload);
+  chunk.payload[100] ^= std::byte{1};
+  Deliver(chunk);
+  EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+  EXPECT_EQ(metrics_.checksum_failures, 1);
+  ExpectDataLoss(*handle, "checksum");
+}
+
+TEST_F(ReceiverAlone, MissingChecksumThatWasAskedFor) {
+  config_.checksum = true;
+  const auto handle = Begin();
+  EXPECT_TRUE(outbox_.Last<FetchMsg>()->checksum);
+  Deliver(Stream(4096)[0]);
+  EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+  ExpectDataLoss(*handle, "without the checksum");
+}
+
+TEST_F(ReceiverAlone, ChunksOfUnknownTransfersAreDropped) {
+  const auto handle = Begin();
+  for (const Chunk& chunk : Stream(4096, kId + 1)) Deliver(chunk);
+  EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+  EXPECT_FALSE(handle->done());
+  EXPECT_EQ(metrics_.chunks_dropped, metrics_.chunks_received);
+}
+
+TEST_F(ReceiverAlone, ChunksBeforeTheRequestAreDropped) {
+  StreamPlan plan = Plan(target_, local_);
+  auto handle = std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
+  const PageRun all{0, 6};
+  receiver_.Add(kId, {handle,
+                      Ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0},
+                      Must(PageRuns::FromRuns({&all, 1})),
+                      std::move(plan),
+                      DeadlineInMs(60000),
+                      Clock::now(),
+                      kPeer});
+  for (const Chunk& chunk : Stream(4096)) Deliver(chunk);
+  EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+  EXPECT_FALSE(handle->done());
+}
+
+// However a fetch ends, nothing is written afterwards.
+TEST_F(ReceiverAlone, NothingIsWrittenAfterAnyEnd) {
+  const std::vector<std::pair<std::string, std::function<void()>>> ends = {
+      {"cancel", [&] { receiver_.Cancel(kId, absl::CancelledError("x")); }},
+      {"deadline", [&] { receiver_.Tick(DeadlineInMs(120000)); }},
+      {"refuse", [&] { receiver_.OnRefuse(kPeer, {kId, absl::NotFoundError("x")}); }},
+      {"abort", [&] { receiver_.OnAbort(kPeer, {kId, absl::AbortedError("x")}); }},
+      {"peer gone", [&] { receiver_.OnPeerGone(kPeer, absl::UnavailableError("x")); }},
+      {"close", [&] { receiver_.CancelAll(absl::CancelledError("x")); }},
+  };
+  for (const auto& [name, end] : ends) {
+    SCOPED_TRACE(name);
+    const auto handle = Begin();
+    const std::vector<Chunk> chunks = Stream(4096);
+    Deliver(chunks[0]);
+    EXPECT_FALSE(handle->done());
+    end();
+    EXPECT_TRUE(handle->done());
+    EXPECT_FALSE(handle->status().ok());
+    FillPattern(*target_, kOwnSeed);
+    for (const Chunk& chunk : chunks) Deliver(chunk);
+    EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+    EXPECT_EQ(outbox_.Last<DoneMsg>(), nullptr);
+  }
+  EXPECT_EQ(metrics_.fetches_active, 0);
+}
+
+TEST_F(ReceiverAlone, OnlyItsOwnPeerCanEndAFetch) {
+  const auto handle = Begin();
+  receiver_.OnRefuse("dialled:2", {kId, absl::NotFoundError("x")});
+  receiver_.OnAbort("dialled:2", {kId, absl::NotFoundError("x")});
+  receiver_.OnPeerGone("dialled:2", absl::UnavailableError("x"));
+  EXPECT_FALSE(handle->done());
+}
+
+TEST_F(ReceiverAlone, CreditsGrowAndNeverExceedWhatWasWritten) {
+  Begin();
+  uint64_t credited = 0;
+  uint64_t delivered = 0;
+  for (const Chunk& chunk : Stream(1000)) {
+    Deliver(chunk);
+    delivered += chunk.header.bytes;
+    for (const CreditHeader& credit : std::exchange(outbox_.data().credits, {})) {
+      EXPECT_GT(credit.bytes_done, credited);
+      EXPECT_LE(credit.bytes_done, delivered);
+      credited = credit.bytes_done;
+    }
+    // A sender with a window of four chunks always has room for a whole chunk.
+    EXPECT_LT(delivered - credited, 3u * 4096);
+  }
+}
+
+TEST_F(ReceiverAlone, AnotherEpochEndsTheFetchBeforeItIsAskedFor) {
+  StreamPlan plan = Plan(target_, local_);
+  auto handle = std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
+  const PageRun all{0, 6};
+  receiver_.Add(kId, {handle,
+                      Ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0},
+                      Must(PageRuns::FromRuns({&all, 1})),
+                      std::move(plan),
+                      DeadlineInMs(60000),
+                      Clock::now(),
+                      kPeer});
+  receiver_.OnPeerReady(kPeer, kEpoch + 1, LinkId{3});
+  EXPECT_TRUE(Fails(handle->status(), absl::StatusCode::kNotFound, "restarted"));
+  EXPECT_EQ(outbox_.Last<FetchMsg>(), nullptr);
+}
+
+TEST_F(ReceiverAlone, TickSaysWhenToComeBack) {
+  EXPECT_EQ(receiver_.Tick(Clock::now()), Deadline::max());
+  const Deadline deadline = DeadlineInMs(5000);
+  Begin(kId, deadline);
+  Begin(kId + 1, deadline + std::chrono::seconds(1));
+  EXPECT_EQ(receiver_.Tick(Clock::now()), deadline);
+}
+
+}  // namespace
+}  // namespace kvferry

@@ -1,0 +1,50 @@
+#include "tests/transport/sample_messages.h"
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+
+namespace kvferry {
+namespace {
+
+struct Describer {
+  std::string operator()(const HelloMsg& m) const {
+    return absl::StrCat("hello ", m.name, " ", m.model, " ", m.layout.ToString(), " ",
+                        absl::CHexEscape(m.worker_address));
+  }
+  std::string operator()(const WelcomeMsg& m) const {
+    return absl::StrCat("welcome ", m.name, " ", absl::CHexEscape(m.worker_address));
+  }
+  std::string operator()(const RefuseMsg& m) const {
+    return absl::StrCat("refuse ", m.transfer_id, " ", m.status.ToString());
+  }
+  std::string operator()(const FetchMsg& m) const {
+    const auto run = [](std::string* out, const PageRun& r) {
+      absl::StrAppend(out, r.first, "x", r.count);
+    };
+    return absl::StrCat("fetch ", m.transfer_id, " ", m.lease_id, " [",
+                        absl::StrJoin(m.positions.runs(), ",", run), "] ", m.timeout_ms, " ",
+                        m.window_bytes, " ", m.chunk_bytes, " ", m.checksum);
+  }
+  std::string operator()(const DoneMsg& m) const {
+    return absl::StrCat("done ", m.transfer_id, " ", m.lease_id, " ", m.bytes);
+  }
+  std::string operator()(const CancelMsg& m) const {
+    return absl::StrCat("cancel ", m.transfer_id, " ", m.reason);
+  }
+  std::string operator()(const AbortMsg& m) const {
+    return absl::StrCat("abort ", m.transfer_id, " ", m.status.ToString());
+  }
+  std::string operator()(const PingMsg&) const { return "ping"; }
+  std::string operator()(const PongMsg&) const { return "pong"; }
+  std::string operator()(const ByeMsg&) const { return "bye"; }
+};
+
+}  // namespace
+
+std::string Describe(const Message& message) {
+  return absl::StrCat(message.from_epoch, " -> ", message.to_epoch, ": ",
+                      std::visit(Describer(), message.body));
+}
+
+}  // namespace kvferry

@@ -1,0 +1,50 @@
+#pragma once
+
+// One message of each type with every field set, shared by the codec's tests. The files of corpus/v1 are
+// these, as first encoded.
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/support/status.h"
+#include "transport/messages.h"
+
+namespace kvferry {
+
+inline std::vector<std::pair<std::string, Message>> SampleMessages() {
+  KvLayout layout{61, 64, DType::kFloat8E4M3, "engine-private", {{"k", 8, 128}, {"v", 8, 128}}};
+  FetchMsg fetch;
+  fetch.transfer_id = 0xfedcba9876543210;
+  fetch.lease_id = 0x0123456789abcdef;
+  fetch.positions = Must(PageRuns::FromRuns(std::vector<PageRun>{{0, 7}, {900, 1}, {70000, 300}}));
+  fetch.timeout_ms = 30000;
+  fetch.window_bytes = 4 << 20;
+  fetch.chunk_bytes = 256 << 10;
+  fetch.checksum = true;
+  const std::string worker("\x00\x01worker\xff", 9);
+  const std::vector<std::pair<std::string, MessageBody>> bodies = {
+      {"hello", HelloMsg{"decode-0", "org/model", layout, worker}},
+      {"welcome", WelcomeMsg{"prefill-0", worker}},
+      {"refuse", RefuseMsg{0, absl::FailedPreconditionError("model: 'a' here, 'b' there")}},
+      {"refuse_fetch", RefuseMsg{77, absl::NotFoundError("lease 4d is unknown here")}},
+      {"fetch", fetch},
+      {"done", DoneMsg{fetch.transfer_id, fetch.lease_id, int64_t{1} << 40}},
+      {"cancel", CancelMsg{fetch.transfer_id, "cancelled"}},
+      {"abort", AbortMsg{fetch.transfer_id, absl::AbortedError("taken back")}},
+      {"ping", PingMsg{}},
+      {"pong", PongMsg{}},
+      {"bye", ByeMsg{}},
+  };
+  std::vector<std::pair<std::string, Message>> samples;
+  for (const auto& [name, body] : bodies) {
+    const bool stranger = name == "hello" || name == "refuse";
+    samples.emplace_back(name, Message{0x1111222233334444, stranger ? uint64_t{0} : uint64_t{0x5555666677778888}, body});
+  }
+  return samples;
+}
+
+// Everything that a message says, for comparison.
+std::string Describe(const Message& message);
+
+}  // namespace kvferry

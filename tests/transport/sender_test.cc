@@ -1,0 +1,352 @@
+// The sender against receivers that lie about credits, ask for too much or never answer.
+
+#include "transport/sender.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "base/hash.h"
+#include "connector/lease_table.h"
+#include "tests/support/endpoints.h"
+#include "tests/transport/fake_outbox.h"
+
+namespace kvferry {
+namespace {
+
+constexpr uint64_t kLease = 9;
+constexpr LinkId kLink = 3;
+const PeerKey kPeer = "accepted:1";
+
+class SenderAlone : public testing::Test {
+ protected:
+  SenderAlone() { Publish(kLease, {3, 4, 5, 9, 0, 15}, 4); }
+
+  static Config MakeConfig() {
+    Config config;
+    config.chunk_bytes = 4096;
+    config.arena_bytes = 64 << 10;
+    config.max_fetches_per_peer = 8;
+    return config;
+  }
+  void Publish(uint64_t lease, const std::vector<int64_t>& pages, int64_t ready) {
+    ASSERT_TRUE(IsOk(leases_.Publish(lease, Must(PageRuns::FromPages(pages)), ready, DeadlineInMs(60000))));
+  }
+  static FetchMsg Ask(uint64_t id, uint64_t lease = kLease, int64_t count = 6, int64_t window = 1 << 30) {
+    FetchMsg fetch;
+    fetch.transfer_id = id;
+    fetch.lease_id = lease;
+    const PageRun all{0, count};
+    fetch.positions = Must(PageRuns::FromRuns({&all, 1}));
+    fetch.timeout_ms = 60000;
+    fetch.window_bytes = window;
+    fetch.chunk_bytes = 1 << 30;
+    return fetch;
+  }
+  void PumpDry() {
+    while (sender_.Pump()) {
+    }
+  }
+  // The stream that was sent, put together; each byte must have been sent once, in order.
+  std::vector<std::byte> Sent(uint64_t id) {
+    std::vector<std::byte> stream;
+    for (const SentChunk& chunk : wire().chunks) {
+      if (chunk.header.transfer_id != id) continue;
+      EXPECT_EQ(chunk.header.offset, stream.size());
+      EXPECT_EQ(chunk.header.bytes, chunk.payload.size());
+      stream.insert(stream.end(), chunk.payload.begin(), chunk.payload.end());
+    }
+    return stream;
+  }
+  std::vector<std::byte> Want(const std::vector<int64_t>& pages) {
+    const StreamPlan plan = Must(StreamPlan::Create(pool_, Must(PageRuns::FromPages(pages))));
+    std::vector<std::byte> stream(plan.total_bytes());
+    plan.Gather(0, stream);
+    return stream;
+  }
+  FakeDataPlane& wire() { return outbox_.data(); }
+
+  const Config config_ = MakeConfig();
+  std::shared_ptr<KvPool> pool_ = MakePatternPool(SmallLayout(), 16, 1);
+  LeaseTable leases_{config_};
+  std::unique_ptr<Arena> arena_ = Must(Arena::Create(config_.arena_bytes, config_.chunk_bytes));
+  FakeOutbox outbox_;
+  Metrics metrics_;
+  Sender sender_{config_, pool_, &leases_, arena_.get(), &outbox_, &metrics_};
+};
+
+TEST_F(SenderAlone, SendsTheStream) {
+  sender_.OnFetch(kPeer, kLink, Ask(1));
+  PumpDry();
+  EXPECT_EQ(Sent(1), Want({3, 4, 5, 9, 0, 15}));
+  EXPECT_EQ(leases_.num_live(), 1);
+  sender_.OnDone(kPeer, {1, kLease, 6 * SmallLayout().page_bytes()});
+  EXPECT_EQ(leases_.num_live(), 0);
+  EXPECT_EQ(arena_->num_taken(), 0);
+}
+
+TEST_F(SenderAlone, PositionsPickPagesOfTheLease) {
+  FetchMsg fetch = Ask(1);
+  fetch.positions = Must(PageRuns::FromRuns(std::vector<PageRun>{{4, 2}, {1, 1}}));
+  sender_.OnFetch(kPeer, kLink, fetch);
+  PumpDry();
+  EXPECT_EQ(Sent(1), Want({0, 15, 4}));
+}
+
+TEST_F(SenderAlone, NoChunkSpansTwoLayersOrRunsAheadOfWhatIsReady) {
+  Publish(2, {1, 2, 3}, 0);
+  sender_.OnFetch(kPeer, kLink, Ask(1, 2, 3));
+  const int64_t layer_bytes = 3 * SmallLayout().layer_page_bytes();
+  for (int64_t ready = 0; ready <= 4; ++ready) {
+    ASSERT_TRUE(IsOk(leases_.SetReadyLayers(2, ready)));
+    sender_.OnLeaseChanged(2);
+    PumpDry();
+    EXPECT_EQ(static_cast<int64_t>(Sent(1).size()), ready * layer_bytes);
+  }
+  for (const SentChunk& chunk : wire().chunks) {
+    const auto offset = static_cast<int64_t>(chunk.header.offset);
+    EXPECT_EQ(offset / layer_bytes, (offset + chunk.header.bytes - 1) / layer_bytes);
+  }
+}
+
+TEST_F(SenderAlone, NeverMoreThanTheWindow) {
+  const int64_t window = 10000;
+  sender_.OnFetch(kPeer, kLink, Ask(1, kLease, 6, window));
+  const auto total = static_cast<int64_t>(Want({3, 4, 5, 9, 0, 15}).size());
+  int64_t credited = 0;
+  while (credited < total) {
+    PumpDry();
+    const auto sent = static_cast<int64_t>(Sent(1).size());
+    ASSERT_LE(sent - credited, window);
+    ASSERT_GT(sent, credited) << "stuck";
+    credited = sent;
+    sender_.OnCredit({1, static_cast<uint64_t>(credited)});
+  }
+}
+
+TEST_F(SenderAlone, ForgedCreditsOpenNothing) {
+  sender_.OnFetch(kPeer, kLink, Ask(1, kLease, 6, 8192));
+  PumpDry();
+  const size_t sent = Sent(1).size();
+  EXPECT_EQ(sent, 8192u);
+  sender_.OnCredit({2, 1 << 20});   // Of another transfer.
+  sender_.OnCredit({1, 0});         // Less than before.
+  PumpDry();
+  EXPECT_EQ(Sent(1).size(), sent);
+  sender_.OnCredit({1, UINT64_MAX});  // More than was sent counts as what was sent.
+  PumpDry();
+  EXPECT_EQ(Sent(1).size(), 2 * sent);
+  sender_.OnCredit({1, 1});
+  PumpDry();
+  EXPECT_EQ(Sent(1).size(), 2 * sent);
+}
+
+TEST_F(SenderAlone, ChecksumsWhenAsked) {
+  FetchMsg fetch = Ask(1);
+  fetch.checksum = true;
+  sender_.OnFetch(kPeer, kLink, fetch);
+  PumpDry();
+  for (const SentChunk& chunk : wire().chunks) {
+    EXPECT_EQ(chunk.header.flags, kChunkHasChecksum);
+    EXPECT_EQ(chunk.header.checksum, Xxh3(chunk.payload));
+  }
+}
+
+TEST_F(SenderAlone, HostileChunkAndWindowSizes) {
+  for (const auto& [window, chunk] : std::vector<std::pair<int64_t, int64_t>>{
+           {1, 1}, {1, int64_t{1} << 50}, {int64_t{1} << 50, 1}, {int64_t{1} << 50, int64_t{1} << 50}}) {
+    wire().chunks.clear();
+    Publish(100 + window % 97 + chunk % 89, {1}, 4);
+    FetchMsg fetch = Ask(static_cast<uint64_t>(window % 97 + chunk % 89 + 1), 100 + window % 97 + chunk % 89, 1);
+    fetch.window_bytes = window;
+    fetch.chunk_bytes = chunk;
+    sender_.OnFetch(kPeer, kLink, fetch);
+    for (int i = 0; i < 50; ++i) sender_.Pump();
+    for (const SentChunk& sent : wire().chunks) {
+      EXPECT_LE(sent.header.bytes, std::min<uint64_t>({4096, static_cast<uint64_t>(window),
+                                                       static_cast<uint64_t>(chunk)}));
+    }
+    EXPECT_FALSE(wire().chunks.empty());
+    sender_.OnPeerGone(kPeer, absl::UnavailableError("x"));
+  }
+}
+
+TEST_F(SenderAlone, AStuckPeerLeavesRoomInTheArena) {
+  wire().complete_at_once = false;
+  sender_.OnFetch(kPeer, kLink, Ask(1));
+  Publish(2, {1}, 4);
+  PumpDry();
+  const int64_t taken = arena_->num_taken();
+  EXPECT_EQ(taken, arena_->num_chunks() / 2);
+  sender_.OnFetch("accepted:2", kLink + 1, Ask(2, 2, 1));
+  PumpDry();
+  EXPECT_GT(arena_->num_taken(), taken);
+  EXPECT_FALSE(Sent(2).empty());
+}
+
+// What is being sent lies in the arena: a transfer that has ended reads no page, and its chunks come back
+// when their sends complete, however late.
+TEST_F(SenderAlone, ChunksOfEndedTransfersComeBackLate) {
+  wire().complete_at_once = false;
+  sender_.OnFetch(kPeer, kLink, Ask(1));
+  PumpDry();
+  EXPECT_GT(arena_->num_taken(), 0);
+  sender_.OnPeerGone(kPeer, absl::UnavailableError("gone"));
+  EXPECT_EQ(leases_.TakeEnded().size(), 0u);
+  ASSERT_TRUE(IsOk(leases_.Withdraw(kLease)));
+  EXPECT_EQ(leases_.num_live(), 0);
+  const size_t sent = wire().chunks.size();
+  PumpDry();
+  EXPECT_EQ(wire().chunks.size(), sent);
+  for (size_t i = 0; i < sent; ++i) wire().Complete(i, absl::CancelledError("closed"));
+  EXPECT_EQ(arena_->num_taken(), 0);
+}
+
+TEST_F(SenderAlone, AFailedSendEndsTheTransferAndNotTheLease) {
+  wire().complete_at_once = false;
+  sender_.OnFetch(kPeer, kLink, Ask(1));
+  PumpDry();
+  wire().Complete(0, absl::UnavailableError("reset"));
+  PumpDry();
+  ASSERT_NE(outbox_.Last<AbortMsg>(), nullptr);
+  EXPECT_EQ(outbox_.Last<AbortMsg>()->transfer_id, 1u);
+  EXPECT_EQ(metrics_.transfers_active, 0);
+  EXPECT_TRUE(IsOk(leases_.BeginTransfer(kLease)));  // Idle again.
+}
+
+TEST_F(SenderAlone, AbortLeaseReadsNothingMore) {
+  Publish(2, {1, 2}, 1);
+  sender_.OnFetch(kPeer, kLink, Ask(1, 2, 2));
+  PumpDry();
+  EXPECT_EQ(Must(leases_.Withdraw(2)), false);
+  sender_.AbortLease(2, absl::AbortedError("taken back"));
+  EXPECT_EQ(leases_.TakeEnded().size(), 1u);
+  const size_t sent = wire().chunks.size();
+  sender_.OnLeaseChanged(2);
+  PumpDry();
+  EXPECT_EQ(wire().chunks.size(), sent);
+  ASSERT_NE(outbox_.Last<AbortMsg>(), nullptr);
+}
+
+TEST_F(SenderAlone, DeadlineOfAReceiverThatCannotSaySo) {
+  FetchMsg fetch = Ask(1, kLease, 6, 4096);
+  fetch.timeout_ms = 100;
+  sender_.OnFetch(kPeer, kLink, fetch);
+  PumpDry();
+  sender_.Tick(DeadlineInMs(90));
+  EXPECT_EQ(metrics_.transfers_active, 1);
+  sender_.Tick(DeadlineInMs(5000));
+  EXPECT_EQ(metrics_.transfers_active, 0);
+  ASSERT_NE(outbox_.Last<AbortMsg>(), nullptr);
+  EXPECT_TRUE(absl::IsDeadlineExceeded(outbox_.Last<AbortMsg>()->status));
+}
+
+TEST_F(SenderAlone, TimeoutsAreCapped) {
+  FetchMsg fetch = Ask(1);
+  fetch.timeout_ms = int64_t{1} << 50;
+  sender_.OnFetch(kPeer, kLink, fetch);
+  EXPECT_LE(sender_.Tick(Clock::now()), DeadlineInMs(config_.max_fetch_timeout_ms + 2000));
+}
+
+TEST_F(SenderAlone, MessagesOfOtherPeersAboutItChangeNothing) {
+  sender_.OnFetch(kPeer, kLink, Ask(1));
+  PumpDry();
+  sender_.OnCancel("accepted:2", {1, "x"});
+  sender_.OnDone("accepted:2", {1, kLease, 6 * SmallLayout().page_bytes()});
+  EXPECT_EQ(metrics_.transfers_active, 1);
+  EXPECT_EQ(leases_.num_live(), 1);
+}
+
+TEST_F(SenderAlone, ParkedFetchIsServedWhenPublished) {
+  sender_.OnFetch(kPeer, kLink, Ask(1, 50, 2));
+  EXPECT_FALSE(sender_.Pump());
+  EXPECT_EQ(outbox_.Count<RefuseMsg>(), 0);
+  Publish(50, {7, 8}, 4);
+  sender_.OnLeaseChanged(50);
+  PumpDry();
+  EXPECT_EQ(Sent(1), Want({7, 8}));
+}
+
+TEST_F(SenderAlone, ParkedFetchCanBeCancelled) {
+  sender_.OnFetch(kPeer, kLink, Ask(1, 50, 2));
+  sender_.OnCancel(kPeer, {1, "x"});
+  Publish(50, {7, 8}, 4);
+  sender_.OnLeaseChanged(50);
+  PumpDry();
+  EXPECT_TRUE(Sent(1).empty());
+  EXPECT_TRUE(IsOk(leases_.BeginTransfer(50)));
+}
+
+// Random peers, fetches, credits, cancels and completions: limits hold, nothing leaks.
+TEST_F(SenderAlone, RandomRun) {
+  std::mt19937_64 random(4);
+  wire().complete_at_once = false;
+  uint64_t next_id = 1000;
+  std::vector<std::pair<PeerKey, uint64_t>> known;
+  for (int step = 0; step < 20000; ++step) {
+    const PeerKey peer = "accepted:" + std::to_string(random() % 5);
+    switch (random() % 8) {
+      case 0: {
+        const uint64_t lease = next_id++;
+        if (random() % 4 != 0) {
+          if (!leases_.Publish(lease, Must(PageRuns::FromPages(std::vector<int64_t>{1, 2})), 4, DeadlineInMs(600000)).ok()) break;
+        }
+        const uint64_t id = next_id++;
+        sender_.OnFetch(peer, kLink, Ask(id, lease, 2, static_cast<int64_t>(1 + random() % 20000)));
+        known.emplace_back(peer, id);
+        break;
+      }
+      case 1:
+        if (!known.empty()) sender_.OnCredit({known[random() % known.size()].second, random() % 40000});
+        break;
+      case 2:
+        if (!known.empty()) {
+          const auto& [owner, id] = known[random() % known.size()];
+          sender_.OnCancel(owner, {id, "x"});
+        }
+        break;
+      case 3:
+        if (random() % 20 == 0) sender_.OnPeerGone(peer, absl::UnavailableError("x"));
+        break;
+      case 4:
+        for (SentChunk& chunk : wire().chunks) {
+          if (!chunk.done || random() % 2 == 0) continue;
+          std::exchange(chunk.done, nullptr)(random() % 30 == 0 ? absl::UnavailableError("x") : absl::OkStatus());
+        }
+        std::erase_if(wire().chunks, [](const SentChunk& chunk) { return !chunk.done; });
+        break;
+      case 5:
+        sender_.Tick(Clock::now());
+        leases_.TakeEnded();
+        break;
+      default:
+        sender_.Pump();
+    }
+    ASSERT_LE(arena_->num_taken(), arena_->num_chunks());
+    ASSERT_EQ(arena_->num_taken(), static_cast<int64_t>(wire().chunks.size()));
+  }
+  for (int i = 0; i < 5; ++i) sender_.OnPeerGone("accepted:" + std::to_string(i), absl::UnavailableError("x"));
+  for (SentChunk& chunk : wire().chunks) std::exchange(chunk.done, nullptr)(absl::OkStatus());
+  EXPECT_EQ(arena_->num_taken(), 0);
+  sender_.Tick(Clock::now());
+  EXPECT_EQ(metrics_.transfers_active, 0);
+  EXPECT_EQ(metrics_.transfers_started, metrics_.transfers_ok + metrics_.transfers_failed);
+}
+
+TEST(SenderOfADecodeEndpoint, RefusesEverything) {
+  const Config config;
+  const auto arena = Must(Arena::Create(1 << 20, 256 << 10));
+  FakeOutbox outbox;
+  Metrics metrics;
+  Sender sender(config, MakePatternPool(SmallLayout(), 2, 1), nullptr, arena.get(), &outbox, &metrics);
+  FetchMsg fetch;
+  fetch.transfer_id = fetch.lease_id = 1;
+  sender.OnFetch("p", 1, fetch);
+  ASSERT_NE(outbox.Last<RefuseMsg>(), nullptr);
+  EXPECT_TRUE(Fails(outbox.Last<RefuseMsg>()->status, absl::StatusCode::kFailedPrecondition, "publishes nothing"));
+  sender.OnDone("p", {1, 1, 0});
+  EXPECT_EQ(sender.Tick(Clock::now()), Deadline::max());
+}
+
+}  // namespace
+}  // namespace kvferry
