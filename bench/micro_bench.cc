@@ -1,0 +1,172 @@
+// Plan, gather and scatter against plain loops of memcpy, and the page allocator. Google Benchmark:
+// kvferry_micro_bench --help.
+
+#include <benchmark/benchmark.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "pool/kv_pool.h"
+#include "pool/page_allocator.h"
+#include "pool/page_runs.h"
+#include "transport/stream_plan.h"
+
+namespace kvferry {
+namespace {
+
+constexpr int64_t kChunkBytes = 256 << 10;  // What the packed path gathers at a time.
+constexpr int64_t kMovedBytes = 64 << 20;   // One pass: beyond any cache that pages would stay in.
+
+template <typename T>
+T Must(absl::StatusOr<T> result) {
+  if (result.ok()) return *std::move(result);
+  std::cerr << result.status() << std::endl;
+  std::abort();
+}
+
+std::vector<int64_t> RandomPages(int64_t pool_pages, int64_t count, uint64_t seed) {
+  std::vector<int64_t> ids(pool_pages);
+  std::iota(ids.begin(), ids.end(), 0);
+  std::shuffle(ids.begin(), ids.end(), std::mt19937_64(seed));
+  ids.resize(count);
+  return ids;
+}
+
+// One tensor of one layer whose pages are item_bytes long, in a pool twice the size of what is
+// moved.
+struct Setup {
+  explicit Setup(int64_t item_bytes)
+      : count(kMovedBytes / item_bytes),
+        pool(Must(KvPool::Create(KvLayout::Mla(1, 1, item_bytes, DType::kUint8), 2 * count))),
+        pages(RandomPages(2 * count, count, 1)),
+        packed(kChunkBytes) {
+    const BufferInfo& buffer = pool->buffer(0, 0);
+    std::memset(buffer.address, 1, buffer.bytes);
+  }
+  StreamPlan Plan() const {
+    return Must(StreamPlan::Create(pool, Must(PageRuns::FromPages(pages))));
+  }
+
+  int64_t count;
+  std::shared_ptr<KvPool> pool;
+  std::vector<int64_t> pages;
+  std::vector<std::byte> packed;
+};
+
+void SetBytes(benchmark::State& state, const Setup& setup) {
+  state.SetBytesProcessed(state.iterations() * setup.count * state.range(0));
+}
+
+// The page list of a request to runs, and runs to a plan.
+void BM_Plan(benchmark::State& state) {
+  const Setup setup(state.range(0));
+  for (auto _ : state) benchmark::DoNotOptimize(setup.Plan());
+  state.SetItemsProcessed(state.iterations() * setup.count);
+}
+
+void BM_Gather(benchmark::State& state) {
+  Setup setup(state.range(0));
+  const StreamPlan plan = setup.Plan();
+  for (auto _ : state) {
+    for (int64_t at = 0; at < plan.total_bytes(); at += kChunkBytes) {
+      const int64_t bytes = std::min(kChunkBytes, plan.total_bytes() - at);
+      plan.Gather(at, std::span(setup.packed).first(bytes));
+      benchmark::ClobberMemory();
+    }
+  }
+  SetBytes(state, setup);
+}
+
+void BM_Scatter(benchmark::State& state) {
+  Setup setup(state.range(0));
+  const StreamPlan plan = setup.Plan();
+  for (auto _ : state) {
+    for (int64_t at = 0; at < plan.total_bytes(); at += kChunkBytes) {
+      const int64_t bytes = std::min(kChunkBytes, plan.total_bytes() - at);
+      plan.Scatter(at, std::span(setup.packed).first(bytes));
+      benchmark::ClobberMemory();
+    }
+  }
+  SetBytes(state, setup);
+}
+
+// The same copies with nothing around them: page by page into a buffer of a chunk's size.
+void BM_MemcpyGather(benchmark::State& state) {
+  Setup setup(state.range(0));
+  const BufferInfo& buffer = setup.pool->buffer(0, 0);
+  const int64_t item = state.range(0);
+  const int64_t last = kChunkBytes - item;
+  for (auto _ : state) {
+    int64_t at = 0;
+    for (const int64_t page : setup.pages) {
+      std::memcpy(setup.packed.data() + at, buffer.address + page * item, item);
+      at = at + item > last ? 0 : at + item;
+    }
+    benchmark::ClobberMemory();
+  }
+  SetBytes(state, setup);
+}
+
+void BM_MemcpyScatter(benchmark::State& state) {
+  Setup setup(state.range(0));
+  const BufferInfo& buffer = setup.pool->buffer(0, 0);
+  const int64_t item = state.range(0);
+  const int64_t last = kChunkBytes - item;
+  for (auto _ : state) {
+    int64_t at = 0;
+    for (const int64_t page : setup.pages) {
+      std::memcpy(buffer.address + page * item, setup.packed.data() + at, item);
+      at = at + item > last ? 0 : at + item;
+    }
+    benchmark::ClobberMemory();
+  }
+  SetBytes(state, setup);
+}
+
+// Requests come and go in random order in a pool that is nine tenths full.
+void BM_AllocateFree(benchmark::State& state) {
+  const int64_t request_pages = state.range(0);
+  constexpr int64_t kPoolPages = 100000;
+  PageAllocator allocator = Must(PageAllocator::Create(kPoolPages, 1));
+  std::mt19937_64 random(1);
+  std::vector<PageRuns> live;
+  // Halves and whole requests, so that holes of several sizes appear.
+  const auto pages_of_next = [&] { return std::max<int64_t>(1, request_pages >> (random() % 2)); };
+  while (allocator.num_free() > kPoolPages / 10 + request_pages) {
+    live.push_back(Must(allocator.Allocate(pages_of_next())));
+  }
+  for (auto _ : state) {
+    PageRuns& victim = live[random() % live.size()];
+    if (!allocator.Free(victim).ok()) std::abort();
+    victim = Must(allocator.Allocate(std::min(pages_of_next(), allocator.num_free())));
+  }
+  state.SetItemsProcessed(state.iterations());
+  state.counters["free_runs"] = static_cast<double>(allocator.num_free_runs());
+}
+
+void ItemSizes(benchmark::internal::Benchmark* benchmark) {
+  benchmark->ArgName("item")->Arg(32768)->Arg(2048)->Arg(1152)->Unit(benchmark::kMillisecond);
+}
+
+BENCHMARK(BM_Plan)->Apply(ItemSizes);
+BENCHMARK(BM_Gather)->Apply(ItemSizes);
+BENCHMARK(BM_MemcpyGather)->Apply(ItemSizes);
+BENCHMARK(BM_Scatter)->Apply(ItemSizes);
+BENCHMARK(BM_MemcpyScatter)->Apply(ItemSizes);
+BENCHMARK(BM_AllocateFree)
+    ->ArgName("pages")
+    ->Arg(1)
+    ->Arg(16)
+    ->Arg(256)
+    ->Unit(benchmark::kMicrosecond);
+
+}  // namespace
+}  // namespace kvferry
+
+BENCHMARK_MAIN();

@@ -1,0 +1,134 @@
+// One side of a measured transfer (driver.h). Besides the driver's commands:
+//
+//   prefill   publish RUNS           {"ticket": TEXT}
+//             ended                  waits for the last lease's end: {"outcome": TEXT}
+//             cpu                    as everywhere
+//   decode    fetch TICKET RUNS      {"seconds": from Fetch() until the handle is done, "cpu": this
+//   process's
+//                                     meanwhile}
+//   both      metrics                the endpoint's
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/clock.h"
+#include "base/status.h"
+#include "bench/driver.h"
+#include "connector/decode_endpoint.h"
+#include "connector/prefill_endpoint.h"
+#include "examples/two_node/layout_flags.h"
+#include "examples/two_node/support.h"
+
+namespace kvferry::bench {
+namespace {
+
+constexpr int64_t kTimeoutMs = 60000;
+
+struct Flags {
+  std::string role;
+  examples::LayoutFlags layout;
+  int64_t pool_pages = 0;
+  std::vector<std::string> settings;
+};
+
+nlohmann::json ToJson(const std::vector<std::pair<std::string, int64_t>>& metrics) {
+  nlohmann::json json = nlohmann::json::object();
+  for (const auto& [name, value] : metrics) json[name] = value;
+  return json;
+}
+
+class PrefillSide {
+ public:
+  explicit PrefillSide(std::unique_ptr<PrefillEndpoint> endpoint)
+      : endpoint_(std::move(endpoint)) {}
+
+  Answer Publish(const Words& words) {
+    KVFERRY_ASSIGN_OR_RETURN(const PageRuns pages, examples::ParseRuns(words[0]));
+    PrefillEndpoint::Publication publication;
+    publication.pages = pages.ToPages();
+    publication.ready_layers = num_layers_;
+    KVFERRY_ASSIGN_OR_RETURN(const Ticket ticket, endpoint_->Publish(publication));
+    return nlohmann::json{{"ticket", ticket.ToString()}};
+  }
+
+  Answer Ended(const Words& /*words*/) {
+    const Deadline deadline = DeadlineInMs(kTimeoutMs);
+    while (Clock::now() < deadline) {
+      const std::vector<EndedLease> ended = endpoint_->TakeEnded();
+      if (!ended.empty()) {
+        return nlohmann::json{{"outcome", std::string(LeaseOutcomeName(ended.back().outcome))}};
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return absl::DeadlineExceededError("the lease has not ended");
+  }
+
+  int Serve(const std::shared_ptr<KvPool>& pool) {
+    num_layers_ = pool->layout().num_layers;
+    Driver driver(pool);
+    driver.Add("publish", 1, [this](const Words& words) { return Publish(words); });
+    driver.Add("ended", 0, [this](const Words& words) { return Ended(words); });
+    driver.Add("metrics", 0,
+               [this](const Words&) -> Answer { return ToJson(endpoint_->Metrics()); });
+    return driver.Run();
+  }
+
+ private:
+  const std::unique_ptr<PrefillEndpoint> endpoint_;
+  int64_t num_layers_ = 0;
+};
+
+Answer Fetch(DecodeEndpoint* endpoint, const Words& words) {
+  KVFERRY_ASSIGN_OR_RETURN(const Ticket ticket, Ticket::Parse(words[0]));
+  KVFERRY_ASSIGN_OR_RETURN(const PageRuns runs, examples::ParseRuns(words[1]));
+  const std::vector<int64_t> pages = runs.ToPages();
+
+  const double cpu_before = examples::CpuSeconds();
+  const Deadline begin = Clock::now();
+  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<FetchHandle> handle,
+                           endpoint->Fetch(ticket, 0, pages, kTimeoutMs));
+  KVFERRY_RETURN_IF_ERROR(handle->Wait(DeadlineInMs(2 * kTimeoutMs)));
+  const Deadline end = Clock::now();
+  return nlohmann::json{{"seconds", SecondsBetween(begin, end)},
+                        {"cpu", examples::CpuSeconds() - cpu_before}};
+}
+
+absl::StatusOr<int> Run(const Flags& flags) {
+  KVFERRY_ASSIGN_OR_RETURN(const Config config, examples::ConfigFromSettings(flags.settings));
+  KVFERRY_ASSIGN_OR_RETURN(const KvLayout layout, flags.layout.Make());
+  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<KvPool> pool,
+                           TouchedPool(layout, flags.pool_pages));
+  const EndpointOptions options{config, "bench", flags.role};
+  if (flags.role == "prefill") {
+    KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<PrefillEndpoint> endpoint,
+                             PrefillEndpoint::Create(pool, options));
+    return PrefillSide(std::move(endpoint)).Serve(pool);
+  }
+  KVFERRY_ASSIGN_OR_RETURN(const std::unique_ptr<DecodeEndpoint> endpoint,
+                           DecodeEndpoint::Create(pool, options));
+  Driver driver(pool);
+  driver.Add("fetch", 2, [&](const Words& words) { return Fetch(endpoint.get(), words); });
+  driver.Add("metrics", 0, [&](const Words&) -> Answer { return ToJson(endpoint->Metrics()); });
+  return driver.Run();
+}
+
+}  // namespace
+}  // namespace kvferry::bench
+
+int main(int argc, char** argv) {
+  CLI::App app("One side of a measured transfer; bench/run.py drives it.");
+  kvferry::bench::Flags flags;
+  app.add_option("--role", flags.role, "prefill or decode")
+      ->required()
+      ->check(CLI::IsMember({"prefill", "decode"}));
+  app.add_option("--pool-pages", flags.pool_pages, "pages of the pool")->required();
+  app.add_option("--config", flags.settings, "KEY=VALUE, may be repeated")->allow_extra_args(false);
+  flags.layout.AddTo(&app);
+  CLI11_PARSE(app, argc, argv);
+  const absl::StatusOr<int> rc = kvferry::bench::Run(flags);
+  return rc.ok() ? *rc : kvferry::bench::Fail("kvferry_bench_transfer", rc.status());
+}
