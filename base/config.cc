@@ -110,6 +110,7 @@ absl::Status CheckRange(const Field& field, const Config& config) {
 
 std::vector<std::string> Config::FieldNames() {
   std::vector<std::string> names;
+  names.reserve(std::size(kFields));
   for (const Field& field : kFields) names.emplace_back(field.name);
   return names;
 }

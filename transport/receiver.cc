@@ -12,7 +12,7 @@ namespace kvferry {
 Receiver::Receiver(const Config& config, Outbox* outbox, Metrics* metrics)
     : config_(config), outbox_(outbox), metrics_(metrics) {}
 
-void Receiver::Add(uint64_t transfer_id, Fetch fetch) {
+void Receiver::Add(uint64_t transfer_id, Fetch&& fetch) {
   fetches_.emplace(transfer_id, std::move(fetch));
   ++metrics_->fetches_started;
   metrics_->fetches_active = static_cast<int64_t>(fetches_.size());

@@ -48,7 +48,7 @@ class Receiver {
   Receiver(const Config& config, Outbox* outbox, Metrics* metrics);
 
   // Takes a fetch for a session with `peer`; the request leaves with the next OnPeerReady.
-  void Add(uint64_t transfer_id, Fetch fetch);
+  void Add(uint64_t transfer_id, Fetch&& fetch);
   // The session is up: requests all that waits for it.
   void OnPeerReady(const PeerKey& peer, uint64_t epoch, LinkId link);
   void OnPeerGone(const PeerKey& peer, const absl::Status& status);

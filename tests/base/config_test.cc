@@ -91,7 +91,8 @@ TEST(ConfigEnvironment, SetsEveryField) {
 TEST(ConfigEnvironment, WrongValuesNameTheField) {
   for (const std::string value : {"", "x", "5x", "1.5", "9223372036854775808"}) {
     const Variable variable("KVFERRY_LEASE_MS", value);
-    EXPECT_TRUE(Fails(Config::FromEnv(Config()), absl::StatusCode::kInvalidArgument, "lease_ms")) << value;
+    EXPECT_TRUE(Fails(Config::FromEnv(Config()), absl::StatusCode::kInvalidArgument, "lease_ms"))
+        << value;
   }
   const Variable variable("KVFERRY_CHECKSUM", "maybe");
   EXPECT_TRUE(Fails(Config::FromEnv(Config()), absl::StatusCode::kInvalidArgument, "checksum"));
@@ -114,7 +115,7 @@ TEST(ConfigEnvironment, EveryFieldIsReachable) {
 
 struct Range {
   const char* name;
-  int64_t Config::* field;
+  int64_t Config::*field;
   int64_t min;
   int64_t max;
 };
@@ -158,7 +159,8 @@ TEST(ConfigValidate, Relations) {
   EXPECT_TRUE(IsOk(config.Validate()));
   config.chunk_bytes = 128 << 10;
   config.arena_bytes = 64 << 10;
-  EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument, "arena_bytes", "chunk_bytes"));
+  EXPECT_TRUE(
+      Fails(config.Validate(), absl::StatusCode::kInvalidArgument, "arena_bytes", "chunk_bytes"));
   config.arena_bytes = 128 << 10;
   EXPECT_TRUE(IsOk(config.Validate()));
 }
@@ -180,8 +182,9 @@ TEST(Loopback, Hosts) {
   for (const char* host : {"127.0.0.1", "127.255.3.9", "::1", "[::1]", "localhost"}) {
     EXPECT_TRUE(IsLoopbackHost(host)) << host;
   }
-  for (const char* host : {"", "127", "127.1", "127.0.0.1.", "127.example.com", "127.0.0.1.example.com", "128.0.0.1",
-                           "10.127.0.1", "localhost.", "LOCALHOST.example.com", "::", "0.0.0.0", "::ffff:127.0.0.1"}) {
+  for (const char* host :
+       {"", "127", "127.1", "127.0.0.1.", "127.example.com", "127.0.0.1.example.com", "128.0.0.1",
+        "10.127.0.1", "localhost.", "LOCALHOST.example.com", "::", "0.0.0.0", "::ffff:127.0.0.1"}) {
     EXPECT_FALSE(IsLoopbackHost(host)) << host;
   }
   EXPECT_FALSE(IsLoopbackHost(absl::string_view("127.0.0.1\0x", 11)));

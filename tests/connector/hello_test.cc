@@ -1,4 +1,5 @@
-// Peers that do not fit: refused at hello, and both sides' logs say which field differed and what to do.
+// Peers that do not fit: refused at hello, and both sides' logs say which field differed and what
+// to do.
 
 #include <gtest/gtest.h>
 
@@ -12,10 +13,10 @@ namespace {
 
 class Hello : public testing::Test {
  protected:
-  // A decode endpoint with this model and layout is refused with all of `parts`, in its handle and in
-  // both logs; a good one is served afterwards.
+  // A decode endpoint with this model and layout is refused with all of `parts`, in its handle and
+  // in both logs; a good one is served afterwards.
   void ExpectRefused(const std::string& model, const KvLayout& layout,
-                     std::vector<absl::string_view> parts) {
+                     const std::vector<absl::string_view>& parts) {
     const auto target = MakePatternPool(layout, 8, 2);
     const auto decode = MakeDecode(target, SmallChunks(), model);
     const Ticket ticket = Publish(*prefill_, *source_, {1, 2});
@@ -23,7 +24,8 @@ class Hello : public testing::Test {
     const absl::Status status = handle->Wait(Soon());
     EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status.ToString();
     for (const absl::string_view part : parts) {
-      EXPECT_NE(status.message().find(part), std::string::npos) << part << " in " << status.ToString();
+      EXPECT_NE(status.message().find(part), std::string::npos)
+          << part << " in " << status.ToString();
     }
     EXPECT_TRUE(IsUntouched(*target, 2));
     std::vector<absl::string_view> prefill_line = parts;
@@ -38,8 +40,8 @@ class Hello : public testing::Test {
     const auto good_target = MakePatternPool(SmallLayout(), 8, 3);
     const auto good = MakeDecode(good_target, SmallChunks());
     EXPECT_TRUE(IsOk(Fetch(*good, ticket, {5, 6})->Wait(Soon())));
-    EXPECT_TRUE(HoldsExactly(*good_target, 3, std::vector<int64_t>{5, 6}, 1,
-                             std::vector<int64_t>{1, 2}));
+    EXPECT_TRUE(
+        HoldsExactly(*good_target, 3, std::vector<int64_t>{5, 6}, 1, std::vector<int64_t>{1, 2}));
   }
 
   CapturedLog log_;
@@ -48,14 +50,16 @@ class Hello : public testing::Test {
 };
 
 TEST_F(Hello, AnotherModel) {
-  ExpectRefused("other/model", SmallLayout(),
-                {"model: 'test/model' here, 'other/model' there", "start both sides with the same model"});
+  ExpectRefused(
+      "other/model", SmallLayout(),
+      {"model: 'test/model' here, 'other/model' there", "start both sides with the same model"});
 }
 
 TEST_F(Hello, AnotherDtype) {
   KvLayout layout = SmallLayout();
   layout.dtype = DType::kFloat16;
-  ExpectRefused(kTestModel, layout, {"KV layout: dtype: bfloat16 here, float16 there", "start both sides"});
+  ExpectRefused(kTestModel, layout,
+                {"KV layout: dtype: bfloat16 here, float16 there", "start both sides"});
 }
 
 TEST_F(Hello, AnotherPageSize) {
@@ -77,9 +81,10 @@ TEST_F(Hello, AnotherPageFormat) {
 }
 
 TEST_F(Hello, OtherTensors) {
-  ExpectRefused(kTestModel, KvLayout::Mha(4, 16, 4, 16, DType::kBFloat16),
-                {"tensors: k[2 heads x 32]+v[2 heads x 32] here, k[4 heads x 16]+v[4 heads x 16] there",
-                 "start both sides"});
+  ExpectRefused(
+      kTestModel, KvLayout::Mha(4, 16, 4, 16, DType::kBFloat16),
+      {"tensors: k[2 heads x 32]+v[2 heads x 32] here, k[4 heads x 16]+v[4 heads x 16] there",
+       "start both sides"});
 }
 
 // A decode process of a later release, against a prefill process of this one.
@@ -94,7 +99,8 @@ TEST_F(Hello, DecodeSideOfAnotherVersion) {
   EXPECT_EQ(refuse->transfer_id, 0u);
   EXPECT_EQ(answer->from_epoch, prefill_->epoch());
   EXPECT_TRUE(Fails(refuse->status, absl::StatusCode::kFailedPrecondition,
-                    "protocol version: 1 here, 2 there", "run the same kvferry release on both sides"));
+                    "protocol version: 1 here, 2 there",
+                    "run the same kvferry release on both sides"));
   EXPECT_TRUE(log_.Has({"protocol version: 1 here, 2 there", "run the same kvferry release"}))
       << log_.ToString();
   const auto target = MakePatternPool(SmallLayout(), 8, 3);
@@ -102,8 +108,8 @@ TEST_F(Hello, DecodeSideOfAnotherVersion) {
   EXPECT_TRUE(IsOk(Fetch(*good, Publish(*prefill_, *source_, {1}), {5})->Wait(Soon())));
 }
 
-// A decode process of this release, against a prefill process of a later one, which refuses in its own
-// version: a refusal is understood across versions.
+// A decode process of this release, against a prefill process of a later one, which refuses in its
+// own version: a refusal is understood across versions.
 TEST(HelloToOthers, PrefillSideOfAnotherVersionRefuses) {
   CapturedLog log;
   RawPrefill prefill;
@@ -114,8 +120,8 @@ TEST(HelloToOthers, PrefillSideOfAnotherVersionRefuses) {
   ASSERT_TRUE(hello.has_value());
   ASSERT_TRUE(std::holds_alternative<HelloMsg>(hello->second.body));
   EXPECT_EQ(hello->second.to_epoch, 0u);
-  const Message refuse{5, 0,
-                       RefuseMsg{0, absl::FailedPreconditionError("protocol version: 2 here, 1 there")}};
+  const Message refuse{
+      5, 0, RefuseMsg{0, absl::FailedPreconditionError("protocol version: 2 here, 1 there")}};
   prefill.SendBytes(hello->first, WithVersion(EncodeMessage(refuse), 2));
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kFailedPrecondition, "refused by",
                     prefill.address(), "protocol version: 2 here, 1 there"));
@@ -143,8 +149,8 @@ TEST(HelloToOthers, NoAnswerEndsAtTheConnectTimeout) {
   const auto target = MakePatternPool(SmallLayout(), 8, 3);
   const auto decode = MakeDecode(target, config);
   const auto handle = Fetch(*decode, Ticket{prefill.address(), 5, 6, 1, 16}, {0});
-  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable, "connect_timeout_ms (150)",
-                    prefill.address()));
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable,
+                    "connect_timeout_ms (150)", prefill.address()));
 }
 
 // A welcome that is meant for another process at the same address is none.

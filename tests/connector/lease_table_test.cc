@@ -107,7 +107,8 @@ TEST_F(Leases, TransferringWithdrawWaitsForTheTransfer) {
     EXPECT_TRUE(table_.TakeEnded().empty());
     table_.Tick(At(1000));
     EXPECT_TRUE(table_.TakeEnded().empty()) << "its pages are still being read";
-    EXPECT_TRUE(Fails(table_.BeginTransfer(lease), absl::StatusCode::kFailedPrecondition, "withdrawn"));
+    EXPECT_TRUE(
+        Fails(table_.BeginTransfer(lease), absl::StatusCode::kFailedPrecondition, "withdrawn"));
     EXPECT_EQ(Must(table_.Withdraw(lease)), false);  // Again, to no effect.
     table_.EndTransfer(lease, arrived ? absl::OkStatus() : absl::AbortedError("taken back"));
     const std::vector<EndedLease> ended = table_.TakeEnded();
@@ -185,8 +186,8 @@ class ModelRun {
   }
 
  private:
-  // Ids come from a window that moves on, so that most of them exist and none is used after the table
-  // may have forgotten it.
+  // Ids come from a window that moves on, so that most of them exist and none is used after the
+  // table may have forgotten it.
   uint64_t AnyId() { return base_ + random_() % 60; }
 
   void Step() {
@@ -259,7 +260,8 @@ class ModelRun {
 
   void Publish(uint64_t id, bool live) {
     const int64_t expires = now_ + 1 + static_cast<int64_t>(random_() % 50);
-    const absl::Status status = table_->Publish(id, Pages({static_cast<int64_t>(id % 1000)}), 0, At(expires));
+    const absl::Status status =
+        table_->Publish(id, Pages({static_cast<int64_t>(id % 1000)}), 0, At(expires));
     if (live || model_.ended.contains(id)) {
       ASSERT_EQ(status.code(), absl::StatusCode::kAlreadyExists);
     } else if (model_.live.size() + model_.untaken.size() >= 40) {
@@ -289,7 +291,8 @@ class ModelRun {
 
   void Compare() {
     std::vector<std::pair<uint64_t, LeaseOutcome>> got;
-    for (const EndedLease& lease : table_->TakeEnded()) got.emplace_back(lease.lease_id, lease.outcome);
+    for (const EndedLease& lease : table_->TakeEnded())
+      got.emplace_back(lease.lease_id, lease.outcome);
     // Leases that expire in one tick have no order.
     std::sort(got.begin(), got.end());
     std::sort(model_.untaken.begin(), model_.untaken.end());

@@ -38,7 +38,8 @@ TEST_F(Lifetime, ReleaseDuringAFetchEndsBoth) {
   EXPECT_EQ(handle->missing_pages(), pages_);
   EXPECT_TRUE(Fails(prefill_->Release(ticket.lease_id, Soon()),
                     absl::StatusCode::kFailedPrecondition, "released"));
-  EXPECT_TRUE(Fails(prefill_->LayerReady(ticket.lease_id, 1), absl::StatusCode::kFailedPrecondition));
+  EXPECT_TRUE(
+      Fails(prefill_->LayerReady(ticket.lease_id, 1), absl::StatusCode::kFailedPrecondition));
 }
 
 TEST_F(Lifetime, ReleaseOfTheUnknown) {
@@ -59,8 +60,8 @@ TEST_F(Lifetime, ReleaseRefusesAParkedFetchAtOnce) {
   EXPECT_TRUE(absl::IsAborted(status) || absl::IsFailedPrecondition(status)) << status.ToString();
 }
 
-// A fetch holds its lease; it expires soon after the fetch has ended without success, without anything
-// else having to happen (the heartbeat timeout is far away here).
+// A fetch holds its lease; it expires soon after the fetch has ended without success, without
+// anything else having to happen (the heartbeat timeout is far away here).
 TEST_F(Lifetime, ExpiryWaitsForTheFetchAndComesSoonAfterIt) {
   Config config = SmallChunks();
   config.heartbeat_interval_ms = 100000;
@@ -136,8 +137,8 @@ TEST_F(Lifetime, PrefillEndpointRestartedAtItsAddress) {
   prefill_.reset();
   prefill_ = MakePrefill(source_, config);
   ASSERT_TRUE(WaitFor([&] { return Metric(*decode_, "peers") == 0; }, Soon()));
-  EXPECT_TRUE(Fails(Fetch(*decode_, old, pages_)->Wait(Soon()), absl::StatusCode::kNotFound,
-                    "restarted"));
+  EXPECT_TRUE(
+      Fails(Fetch(*decode_, old, pages_)->Wait(Soon()), absl::StatusCode::kNotFound, "restarted"));
   EXPECT_TRUE(IsOk(Fetch(*decode_, Publish(*prefill_, *source_, pages_), pages_)->Wait(Soon())));
 }
 

@@ -1,5 +1,5 @@
-// Whole transfers in one process, over real UCX and ZeroMQ: every byte of every page is checked, and so is
-// every page that nobody asked for.
+// Whole transfers in one process, over real UCX and ZeroMQ: every byte of every page is checked,
+// and so is every page that nobody asked for.
 
 #include <gtest/gtest.h>
 
@@ -53,14 +53,14 @@ TEST_P(Move, EveryByteAndNoOther) {
   EXPECT_EQ(EndedLeases(prefill.get()).Wait(ticket.lease_id), "fetched");
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Loopback, Move,
-    testing::Combine(testing::Values("mha", "fused", "mla", "odd"),
-                     testing::Values("seq", "runs8", "rand"), testing::Values(0, 13, 39)),
-    [](const auto& instance) {
-      return std::get<0>(instance.param) + "_" + std::get<1>(instance.param) + "_from" +
-             std::to_string(std::get<2>(instance.param));
-    });
+INSTANTIATE_TEST_SUITE_P(Loopback, Move,
+                         testing::Combine(testing::Values("mha", "fused", "mla", "odd"),
+                                          testing::Values("seq", "runs8", "rand"),
+                                          testing::Values(0, 13, 39)),
+                         [](const auto& instance) {
+                           return std::get<0>(instance.param) + "_" + std::get<1>(instance.param) +
+                                  "_from" + std::to_string(std::get<2>(instance.param));
+                         });
 
 // Chunk and window sizes that do not divide anything, on sides that disagree about them.
 class Chunks : public testing::TestWithParam<std::tuple<int64_t, int64_t, int64_t>> {};
@@ -89,9 +89,9 @@ INSTANTIATE_TEST_SUITE_P(Loopback, Chunks,
                                           testing::Values(4 << 10, 13001, 256 << 10),
                                           testing::Values(1, 2, 3, 5, 16)),
                          [](const auto& instance) {
-                           return "prefill" + std::to_string(std::get<0>(instance.param)) + "_decode" +
-                                  std::to_string(std::get<1>(instance.param)) + "_credits" +
-                                  std::to_string(std::get<2>(instance.param));
+                           return "prefill" + std::to_string(std::get<0>(instance.param)) +
+                                  "_decode" + std::to_string(std::get<1>(instance.param)) +
+                                  "_credits" + std::to_string(std::get<2>(instance.param));
                          });
 
 TEST(Loopback, ArenaOfOneChunkMovesARequestManyTimesItsSize) {
@@ -174,8 +174,7 @@ TEST(Loopback, SeveralPrefillAndDecodeEndpointsCrosswise) {
   std::vector<std::shared_ptr<FetchHandle>> handles;
   for (int p = 0; p < kSides; ++p) {
     for (int d = 0; d < kSides; ++d) {
-      handles.push_back(
-          Fetch(*decodes[d], Publish(*prefills[p], *sources[p], block(d)), block(p)));
+      handles.push_back(Fetch(*decodes[d], Publish(*prefills[p], *sources[p], block(d)), block(p)));
     }
   }
   for (const auto& handle : handles) ASSERT_TRUE(IsOk(handle->Wait(Soon())));

@@ -99,7 +99,8 @@ TEST_F(Streaming, DeadlineWithoutLayersThenLateLayersWriteNothing) {
 
   for (int64_t layer = 1; layer < layers_; ++layer) WriteLayer(layer);
   ASSERT_TRUE(IsOk(prefill->AllLayersReady(ticket.lease_id)));
-  // A second fetch on the same connection, so that whatever the first still sent has come before it.
+  // A second fetch on the same connection, so that whatever the first still sent has come before
+  // it.
   const std::vector<int64_t> elsewhere = {30, 31, 32, 33, 34, 35};
   ASSERT_TRUE(IsOk(Fetch(*decode, ticket, elsewhere)->Wait(Soon())));
   EXPECT_TRUE(HoldsPages(*target_, elsewhere, kSourceSeed, pages_, 0, layers_));
@@ -127,7 +128,8 @@ TEST_F(Streaming, CancelledFetchIsNeverWrittenForAgainAndItsLeaseCanBeFetchedAga
   EXPECT_EQ(EndedLeases(prefill.get()).Wait(ticket.lease_id), "fetched");
 }
 
-// Cancelling at full speed, over and over: the pages are the caller's at once, and stay as they are.
+// Cancelling at full speed, over and over: the pages are the caller's at once, and stay as they
+// are.
 TEST_F(Streaming, CancelRaceLeavesPagesAlone) {
   const KvLayout layout = KvLayout::Mha(8, 16, 4, 64, DType::kBFloat16);
   const auto source = MakePatternPool(layout, 64, kSourceSeed);
@@ -144,7 +146,8 @@ TEST_F(Streaming, CancelRaceLeavesPagesAlone) {
     const absl::Status status = handle->Wait(Soon());
     ASSERT_TRUE(status.ok() || absl::IsCancelled(status)) << status.ToString();
     FillPattern(*target, 1000 + round);  // The pages are ours again.
-    // The next fetch's first layer, on the same connection, is behind all that was still on its way.
+    // The next fetch's first layer, on the same connection, is behind all that was still on its
+    // way.
     const auto fence = Fetch(*decode, Publish(*prefill, *source, {pages[0]}), {pages[0]});
     ASSERT_TRUE(IsOk(fence->Wait(Soon())));
     ASSERT_TRUE(HoldsExactly(*target, 1000 + round, std::vector{pages[0]}, kSourceSeed,

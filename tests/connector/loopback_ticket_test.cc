@@ -47,24 +47,24 @@ TEST_F(TicketRefused, ExpiredLease) {
 TEST_F(TicketRefused, ReleasedLease) {
   const Ticket ticket = Publish(*prefill_, *source_, {4, 5, 6});
   ASSERT_TRUE(IsOk(prefill_->Release(ticket.lease_id, Soon())));
-  EXPECT_TRUE(Fails(FetchStatus(ticket), absl::StatusCode::kFailedPrecondition,
-                    "already been released"));
+  EXPECT_TRUE(
+      Fails(FetchStatus(ticket), absl::StatusCode::kFailedPrecondition, "already been released"));
   EXPECT_EQ(EndedLeases(prefill_.get()).Wait(ticket.lease_id), "released");
 }
 
 TEST_F(TicketRefused, FetchedLease) {
   const Ticket ticket = Publish(*prefill_, *source_, {4, 5, 6});
   ASSERT_TRUE(IsOk(FetchStatus(ticket)));
-  EXPECT_TRUE(Fails(FetchStatus(ticket), absl::StatusCode::kFailedPrecondition,
-                    "already been fetched"));
+  EXPECT_TRUE(
+      Fails(FetchStatus(ticket), absl::StatusCode::kFailedPrecondition, "already been fetched"));
 }
 
 TEST_F(TicketRefused, LeaseThatIsBeingFetched) {
   const Ticket ticket = Publish(*prefill_, *source_, {4, 5, 6}, 1);
   const auto first = Fetch(*decode_, ticket, {3, 4, 5});
   ASSERT_TRUE(IsOk(first->WaitLayer(0, Soon())));
-  EXPECT_TRUE(Fails(FetchStatus(ticket), absl::StatusCode::kFailedPrecondition,
-                    "being fetched already"));
+  EXPECT_TRUE(
+      Fails(FetchStatus(ticket), absl::StatusCode::kFailedPrecondition, "being fetched already"));
   ASSERT_TRUE(IsOk(prefill_->AllLayersReady(ticket.lease_id)));
   EXPECT_TRUE(IsOk(first->Wait(Soon())));  // Unharmed.
 }
@@ -132,14 +132,16 @@ TEST_F(TicketRefused, BeforeAnythingIsSent) {
 
 TEST_F(TicketRefused, PublishErrors) {
   PrefillEndpoint::Publication publication;
-  EXPECT_TRUE(Fails(prefill_->Publish(publication), absl::StatusCode::kInvalidArgument, "no pages"));
+  EXPECT_TRUE(
+      Fails(prefill_->Publish(publication), absl::StatusCode::kInvalidArgument, "no pages"));
   publication.pages = {0, 8};
   EXPECT_TRUE(Fails(prefill_->Publish(publication), absl::StatusCode::kOutOfRange, "8 pages"));
   publication.pages = {-1};
   EXPECT_TRUE(Fails(prefill_->Publish(publication), absl::StatusCode::kInvalidArgument, "-1"));
   publication.pages = {0};
   publication.lease_ms = -1;
-  EXPECT_TRUE(Fails(prefill_->Publish(publication), absl::StatusCode::kInvalidArgument, "lease_ms"));
+  EXPECT_TRUE(
+      Fails(prefill_->Publish(publication), absl::StatusCode::kInvalidArgument, "lease_ms"));
   publication.lease_ms = 0;
   publication.lease_id = 77;
   EXPECT_TRUE(IsOk(prefill_->Publish(publication)));
@@ -153,7 +155,8 @@ TEST_F(TicketRefused, NobodyListens) {
   Ticket ticket = Publish(*prefill_, *source_, {4, 5, 6});
   ticket.address = "tcp://127.0.0.1:1";  // tcpmux; nothing here listens.
   const absl::Status status = Fetch(*decode, ticket, {0, 1, 2})->Wait(Soon());
-  EXPECT_TRUE(Fails(status, absl::StatusCode::kUnavailable, "tcp://127.0.0.1:1", "connect_timeout_ms"));
+  EXPECT_TRUE(
+      Fails(status, absl::StatusCode::kUnavailable, "tcp://127.0.0.1:1", "connect_timeout_ms"));
   // With a shorter deadline of its own, the fetch ends at that.
   const Deadline begin = Clock::now();
   EXPECT_TRUE(Fails(Fetch(*decode, ticket, {0}, 0, 50)->Wait(Soon()),

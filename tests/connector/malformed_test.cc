@@ -1,5 +1,5 @@
-// Bytes from strangers on the control plane: refused, with peer and reason logged, while the endpoint goes
-// on serving good peers.
+// Bytes from strangers on the control plane: refused, with peer and reason logged, while the
+// endpoint goes on serving good peers.
 
 #include <gtest/gtest.h>
 
@@ -19,7 +19,8 @@ class Malformed : public testing::Test {
     const auto target = MakePatternPool(SmallLayout(), 8, 3);
     const auto decode = MakeDecode(target, SmallChunks());
     ASSERT_TRUE(IsOk(Fetch(*decode, Publish(*prefill_, *source_, {1, 7}), {5, 0})->Wait(Soon())));
-    EXPECT_TRUE(HoldsExactly(*target, 3, std::vector<int64_t>{5, 0}, 1, std::vector<int64_t>{1, 7}));
+    EXPECT_TRUE(
+        HoldsExactly(*target, 3, std::vector<int64_t>{5, 0}, 1, std::vector<int64_t>{1, 7}));
   }
   bool CountsMalformed(int64_t count) {
     return WaitFor([&] { return Metric(*prefill_, "messages_malformed") == count; }, Soon());
@@ -73,7 +74,8 @@ TEST_F(Malformed, Garbage) {
     peer.SendFrames({bytes});
   }
   EXPECT_TRUE(CountsMalformed(200));
-  EXPECT_TRUE(log_.Has({"dropped a message from accepted:", "malformed message"})) << log_.ToString();
+  EXPECT_TRUE(log_.Has({"dropped a message from accepted:", "malformed message"}))
+      << log_.ToString();
   ExpectServing();
 }
 
@@ -97,7 +99,8 @@ TEST_F(Malformed, ThreeMebibytes) {
 TEST_F(Malformed, TwoMebibytesOfNils) {
   RawDecode peer(prefill_->address());
   // An array of 2^21 - 5 elements.
-  peer.SendFrames({std::string("\xdd\x00\x1f\xff\xfb", 5) + std::string(kMaxMessageBytes - 5, '\xc0')});
+  peer.SendFrames(
+      {std::string("\xdd\x00\x1f\xff\xfb", 5) + std::string(kMaxMessageBytes - 5, '\xc0')});
   EXPECT_TRUE(CountsMalformed(1));
   ExpectServing();
 }
@@ -116,7 +119,8 @@ TEST_F(Malformed, HelloWithoutAKey) {
     RawDecode peer(prefill_->address());
     peer.SendFrames({bytes});
     EXPECT_TRUE(WaitFor([&] { return log_.Has({"malformed message: no '" + key + "'"}); }, Soon()))
-        << key << "\n" << log_.ToString();
+        << key << "\n"
+        << log_.ToString();
   }
   EXPECT_EQ(Metric(*prefill_, "peers"), 0);
   ExpectServing();

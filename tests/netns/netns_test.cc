@@ -1,5 +1,5 @@
-// Two hosts, as far as the kernel is concerned: two network namespaces joined by a veth pair, an endpoint in a
-// process in each. Needs root; elsewhere the tests are skipped by name.
+// Two hosts, as far as the kernel is concerned: two network namespaces joined by a veth pair, an
+// endpoint in a process in each. Needs root; elsewhere the tests are skipped by name.
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -33,15 +33,17 @@ class TwoNamespaces : public testing::Test {
     }
     made_ = true;
     if (!Shell("ip netns add " + decode_ns_) ||
-        !Shell(absl::StrCat("ip link add ", prefill_dev_, " netns ", prefill_ns_, " type veth peer name ",
-                            decode_dev_, " netns ", decode_ns_))) {
+        !Shell(absl::StrCat("ip link add ", prefill_dev_, " netns ", prefill_ns_,
+                            " type veth peer name ", decode_dev_, " netns ", decode_ns_))) {
       GTEST_SKIP() << "this machine lets nobody add a veth pair (ip link add type veth fails)";
     }
     ASSERT_TRUE(Up(prefill_ns_, prefill_dev_, kPrefillHost));
     ASSERT_TRUE(Up(decode_ns_, decode_dev_, kDecodeHost));
-    // The kernel takes up to a second to believe in the carrier, and UCX takes no interface without one.
-    ASSERT_TRUE(WaitFor([&] { return Running(prefill_ns_, prefill_dev_) && Running(decode_ns_, decode_dev_); },
-                        Soon()));
+    // The kernel takes up to a second to believe in the carrier, and UCX takes no interface without
+    // one.
+    ASSERT_TRUE(WaitFor(
+        [&] { return Running(prefill_ns_, prefill_dev_) && Running(decode_ns_, decode_dev_); },
+        Soon()));
   }
   void TearDown() override {
     // Deleting a namespace deletes its end of the pair, and so the pair.
@@ -63,16 +65,17 @@ class TwoNamespaces : public testing::Test {
   }
   ChildPeer::Options Peer(const std::string& role) const {
     const bool prefill = role == "prefill";
-    return {.role = role,
-            .config_json = absl::StrCat(
-                R"({"listen_host": ")", prefill ? kPrefillHost : kDecodeHost,
-                R"(", "allow_insecure_network": true, "net_device": ")",
-                prefill ? prefill_dev_ : decode_dev_, R"(", "allowed_hosts": ")", kPrefillHost,
-                R"(", "chunk_bytes": 65536, "heartbeat_interval_ms": 300, "heartbeat_timeout_ms": 3000})"),
-            .num_layers = kLayers,
-            .num_pages = kPages,
-            .seed = prefill ? 11u : 22u,
-            .netns = prefill ? prefill_ns_ : decode_ns_};
+    return {
+        .role = role,
+        .config_json = absl::StrCat(
+            R"({"listen_host": ")", prefill ? kPrefillHost : kDecodeHost,
+            R"(", "allow_insecure_network": true, "net_device": ")",
+            prefill ? prefill_dev_ : decode_dev_, R"(", "allowed_hosts": ")", kPrefillHost,
+            R"(", "chunk_bytes": 65536, "heartbeat_interval_ms": 300, "heartbeat_timeout_ms": 3000})"),
+        .num_layers = kLayers,
+        .num_pages = kPages,
+        .seed = prefill ? 11u : 22u,
+        .netns = prefill ? prefill_ns_ : decode_ns_};
   }
 
   // One name for all that this process makes.
@@ -112,7 +115,8 @@ TEST_F(TwoNamespaces, LinkDownMidFetch) {
   ASSERT_TRUE(SetLink("down"));
   const Deadline begin = Clock::now();
   const std::string status = decode.Wait(fetch, 12000);
-  EXPECT_TRUE(status.rfind("UNAVAILABLE", 0) == 0 || status.rfind("DEADLINE_EXCEEDED", 0) == 0) << status;
+  EXPECT_TRUE(status.rfind("UNAVAILABLE", 0) == 0 || status.rfind("DEADLINE_EXCEEDED", 0) == 0)
+      << status;
   EXPECT_LT(SecondsBetween(begin, Clock::now()), 10);
   EXPECT_EQ(prefill.Ask("ended " + LeaseOf(ticket) + " 15000"), "expired");
   EXPECT_TRUE(prefill.alive());
@@ -124,7 +128,8 @@ TEST_F(TwoNamespaces, LinkDownMidFetch) {
   std::string last;
   ASSERT_TRUE(WaitFor(
       [&] {
-        const std::string again = decode.Fetch(prefill.Publish({7, 8}, kLayers, 60000), {9, 3}, 3000);
+        const std::string again =
+            decode.Fetch(prefill.Publish({7, 8}, kLayers, 60000), {9, 3}, 3000);
         last = decode.Wait(again, 5000);
         return last == "OK";
       },

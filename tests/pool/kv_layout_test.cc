@@ -57,7 +57,10 @@ TEST(Layouts, ValidateNamesTheField) {
       {[](KvLayout& l) { l.page_size = -1; }, "page_size is -1"},
       {[](KvLayout& l) { l.page_size = KvLayout::kMaxPageSize + 1; }, "page_size"},
       {[](KvLayout& l) { l.tensors.clear(); }, "number of tensors is 0"},
-      {[](KvLayout& l) { l.tensors.resize(17, {"t", 1, 1}); }, "number of tensors is 17"},
+      {[](KvLayout& l) {
+         l.tensors.resize(17, {"t", 1, 1});
+       },
+       "number of tensors is 17"},
       {[](KvLayout& l) { l.page_format = ""; }, "page_format has 0 bytes"},
       {[](KvLayout& l) { l.page_format.assign(65, 'x'); }, "page_format has 65 bytes"},
       {[](KvLayout& l) { l.tensors[0].name = ""; }, "tensor name"},
@@ -80,7 +83,8 @@ TEST(Layouts, ValidateNamesTheField) {
 }
 
 TEST(Layouts, LimitsThemselvesAreLegal) {
-  KvLayout layout = KvLayout::Mha(KvLayout::kMaxLayers, KvLayout::kMaxPageSize, 1, 1, DType::kUint8);
+  KvLayout layout =
+      KvLayout::Mha(KvLayout::kMaxLayers, KvLayout::kMaxPageSize, 1, 1, DType::kUint8);
   layout.page_format.assign(64, 'x');
   layout.tensors.assign(16, {"t", 1, 4096});  // 2^20 x 2^12 = 2^32 bytes.
   EXPECT_TRUE(IsOk(layout.Validate()));
@@ -115,7 +119,8 @@ TEST(DTypes, NamesRoundTrip) {
     EXPECT_EQ(Must(ParseDType("torch." + name)), dtype);
     EXPECT_GT(DTypeBytes(dtype), 0);
   }
-  EXPECT_TRUE(Fails(ParseDType("bf16"), absl::StatusCode::kInvalidArgument, "'bf16'", "bfloat16", "float8_e4m3fn"));
+  EXPECT_TRUE(Fails(ParseDType("bf16"), absl::StatusCode::kInvalidArgument, "'bf16'", "bfloat16",
+                    "float8_e4m3fn"));
 }
 
 }  // namespace

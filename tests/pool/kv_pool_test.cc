@@ -7,7 +7,8 @@
 namespace kvferry {
 namespace {
 
-const KvLayout kLayout{3, 4, DType::kFloat16, "NHD", {{"k", 2, 8}, {"v", 2, 4}}};  // 128 and 64 bytes.
+const KvLayout kLayout{
+    3, 4, DType::kFloat16, "NHD", {{"k", 2, 8}, {"v", 2, 4}}};  // 128 and 64 bytes.
 
 TEST(Pools, CreateGivesZeroedPagesOfItsOwn) {
   const auto pool = Must(KvPool::Create(kLayout, 5));
@@ -20,7 +21,8 @@ TEST(Pools, CreateGivesZeroedPagesOfItsOwn) {
     for (int64_t j = 0; j < info.bytes; ++j) ASSERT_EQ(info.address[j], std::byte{0});
     for (size_t k = 0; k < i; ++k) {  // No two buffers overlap.
       const BufferInfo& other = pool->buffer_infos()[k];
-      EXPECT_TRUE(info.address >= other.address + other.bytes || other.address >= info.address + info.bytes);
+      EXPECT_TRUE(info.address >= other.address + other.bytes ||
+                  other.address >= info.address + info.bytes);
     }
   }
 }
@@ -38,7 +40,8 @@ TEST(Pools, PagesLieWhereTheBuffersSay) {
 }
 
 TEST(Pools, CreateErrors) {
-  EXPECT_TRUE(Fails(KvPool::Create(kLayout, 0), absl::StatusCode::kInvalidArgument, "num_pages is 0"));
+  EXPECT_TRUE(
+      Fails(KvPool::Create(kLayout, 0), absl::StatusCode::kInvalidArgument, "num_pages is 0"));
   EXPECT_TRUE(Fails(KvPool::Create(kLayout, -1), absl::StatusCode::kInvalidArgument));
   EXPECT_TRUE(Fails(KvPool::Create(kLayout, INT64_MAX), absl::StatusCode::kInvalidArgument));
   KvLayout bad = kLayout;

@@ -12,7 +12,8 @@ namespace {
 PageRuns Pages(const std::vector<int64_t>& pages) { return Must(PageRuns::FromPages(pages)); }
 
 TEST(Allocator, BadSizes) {
-  EXPECT_TRUE(Fails(PageAllocator::Create(4, 4), absl::StatusCode::kInvalidArgument, "reserved is 4"));
+  EXPECT_TRUE(
+      Fails(PageAllocator::Create(4, 4), absl::StatusCode::kInvalidArgument, "reserved is 4"));
   EXPECT_TRUE(Fails(PageAllocator::Create(4, -1), absl::StatusCode::kInvalidArgument));
   EXPECT_TRUE(Fails(PageAllocator::Create(0, 0), absl::StatusCode::kInvalidArgument));
 }
@@ -28,21 +29,29 @@ TEST(Allocator, ErrorsChangeNothing) {
   PageAllocator allocator = Must(PageAllocator::Create(10, 0));
   ASSERT_TRUE(IsOk(allocator.Allocate(6)));  // 0..5
   const auto same = [&] {
-    return allocator.num_free() == 4 && allocator.num_free_runs() == 1 && allocator.longest_free_run() == 4;
+    return allocator.num_free() == 4 && allocator.num_free_runs() == 1 &&
+           allocator.longest_free_run() == 4;
   };
-  EXPECT_TRUE(Fails(allocator.Allocate(5), absl::StatusCode::kResourceExhausted, "5 pages asked, 4 of 10"));
+  EXPECT_TRUE(
+      Fails(allocator.Allocate(5), absl::StatusCode::kResourceExhausted, "5 pages asked, 4 of 10"));
   EXPECT_TRUE(Fails(allocator.Allocate(0), absl::StatusCode::kInvalidArgument));
   EXPECT_TRUE(Fails(allocator.Allocate(-1), absl::StatusCode::kInvalidArgument));
   EXPECT_TRUE(same());
-  EXPECT_TRUE(Fails(allocator.Free(Pages({0, 1, 6})), absl::StatusCode::kInvalidArgument, "page 6 is already free"));
-  EXPECT_TRUE(Fails(allocator.Free(Pages({4, 5, 6, 7})), absl::StatusCode::kInvalidArgument, "page 6"));
-  EXPECT_TRUE(Fails(allocator.Free(Pages({3, 0, 3})), absl::StatusCode::kInvalidArgument, "page 3 is freed twice"));
-  EXPECT_TRUE(Fails(allocator.Free(Pages({2, 3, 3, 4})), absl::StatusCode::kInvalidArgument, "page 3"));
-  EXPECT_TRUE(Fails(allocator.Free(Pages({0, 10})), absl::StatusCode::kInvalidArgument, "[10, 11)"));
+  EXPECT_TRUE(Fails(allocator.Free(Pages({0, 1, 6})), absl::StatusCode::kInvalidArgument,
+                    "page 6 is already free"));
+  EXPECT_TRUE(
+      Fails(allocator.Free(Pages({4, 5, 6, 7})), absl::StatusCode::kInvalidArgument, "page 6"));
+  EXPECT_TRUE(Fails(allocator.Free(Pages({3, 0, 3})), absl::StatusCode::kInvalidArgument,
+                    "page 3 is freed twice"));
+  EXPECT_TRUE(
+      Fails(allocator.Free(Pages({2, 3, 3, 4})), absl::StatusCode::kInvalidArgument, "page 3"));
+  EXPECT_TRUE(
+      Fails(allocator.Free(Pages({0, 10})), absl::StatusCode::kInvalidArgument, "[10, 11)"));
   EXPECT_TRUE(Fails(allocator.Free(Pages({9})), absl::StatusCode::kInvalidArgument, "page 9"));
   EXPECT_TRUE(same());
   ASSERT_TRUE(IsOk(allocator.Free(Pages({0}))));
-  EXPECT_TRUE(Fails(allocator.Free(Pages({0})), absl::StatusCode::kInvalidArgument, "page 0 is already free"));
+  EXPECT_TRUE(Fails(allocator.Free(Pages({0})), absl::StatusCode::kInvalidArgument,
+                    "page 0 is already free"));
 }
 
 TEST(Allocator, PrefersTheTightestSingleRun) {
@@ -55,7 +64,8 @@ TEST(Allocator, PrefersTheTightestSingleRun) {
   EXPECT_EQ(Must(allocator.Allocate(3)).ToPages(), (std::vector<int64_t>{20, 21, 22}));
   EXPECT_EQ(Must(allocator.Allocate(4)).ToPages(), (std::vector<int64_t>{40, 41, 42, 43}));
   // No single run holds nine: the longest first, and the rest from the tightest.
-  EXPECT_EQ(Must(allocator.Allocate(9)).ToPages(), (std::vector<int64_t>{0, 1, 2, 3, 4, 5, 6, 7, 60}));
+  EXPECT_EQ(Must(allocator.Allocate(9)).ToPages(),
+            (std::vector<int64_t>{0, 1, 2, 3, 4, 5, 6, 7, 60}));
 }
 
 TEST(Allocator, FreeNeighboursMerge) {
@@ -68,7 +78,8 @@ TEST(Allocator, FreeNeighboursMerge) {
 
 class Model {
  public:
-  Model(int64_t pages, int64_t reserved) : pages_(pages), reserved_(reserved), taken_(pages, false) {}
+  Model(int64_t pages, int64_t reserved)
+      : pages_(pages), reserved_(reserved), taken_(pages, false) {}
 
   bool Take(const PageRuns& runs) {
     for (const int64_t page : runs.ToPages()) {
@@ -113,10 +124,10 @@ TEST(Allocator, AMillionRandomOperationsAgainstASet) {
   Model model(kPages, 3);
   std::vector<std::vector<int64_t>> held;
   for (int operation = 0; operation < 1000000; ++operation) {
-    const auto [free, runs, longest] = operation % 64 == 0 ? model.Count()
-                                                           : std::tuple{allocator.num_free(),
-                                                                        allocator.num_free_runs(),
-                                                                        allocator.longest_free_run()};
+    const auto [free, runs, longest] =
+        operation % 64 == 0 ? model.Count()
+                            : std::tuple{allocator.num_free(), allocator.num_free_runs(),
+                                         allocator.longest_free_run()};
     ASSERT_EQ(allocator.num_free(), free);
     ASSERT_EQ(allocator.num_free_runs(), runs);
     ASSERT_EQ(allocator.longest_free_run(), longest);
@@ -153,7 +164,8 @@ TEST(Allocator, AMillionRandomOperationsAgainstASet) {
         ASSERT_TRUE(IsOk(status));
         model.Free(pages);
         for (std::vector<int64_t>& one : held) {
-          std::erase_if(one, [&](int64_t page) { return std::count(pages.begin(), pages.end(), page) > 0; });
+          std::erase_if(
+              one, [&](int64_t page) { return std::count(pages.begin(), pages.end(), page) > 0; });
         }
         std::erase_if(held, [](const std::vector<int64_t>& one) { return one.empty(); });
       }

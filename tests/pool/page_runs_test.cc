@@ -19,8 +19,10 @@ TEST(Runs, Neighbours) {
 }
 
 TEST(Runs, BadPages) {
-  EXPECT_TRUE(Fails(PageRuns::FromPages(std::vector<int64_t>{0, -1}), absl::StatusCode::kInvalidArgument, "-1"));
-  EXPECT_TRUE(Fails(PageRuns::FromPages(std::vector<int64_t>{PageRuns::kMaxPages}), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(PageRuns::FromPages(std::vector<int64_t>{0, -1}),
+                    absl::StatusCode::kInvalidArgument, "-1"));
+  EXPECT_TRUE(Fails(PageRuns::FromPages(std::vector<int64_t>{PageRuns::kMaxPages}),
+                    absl::StatusCode::kInvalidArgument));
   EXPECT_TRUE(IsOk(PageRuns::FromPages(std::vector<int64_t>{PageRuns::kMaxPages - 1})));
 }
 
@@ -29,17 +31,27 @@ TEST(Runs, BadRuns) {
   const int64_t max = PageRuns::kMaxPages;
   EXPECT_TRUE(IsOk(from({})));
   EXPECT_TRUE(IsOk(from({{0, max}})));
-  for (const auto& runs : std::vector<std::vector<PageRun>>{
-           {{-1, 1}}, {{0, 0}}, {{0, -1}}, {{max + 1, 1}}, {{0, max + 1}}, {{0, max}, {0, 1}},
-           {{INT64_MAX, 1}}, {{0, INT64_MAX}}, {{INT64_MAX, INT64_MAX}}, {{INT64_MIN, 1}}}) {
-    EXPECT_TRUE(Fails(from(runs), absl::StatusCode::kInvalidArgument)) << runs[0].first << " x " << runs[0].count;
+  for (const auto& runs : std::vector<std::vector<PageRun>>{{{-1, 1}},
+                                                            {{0, 0}},
+                                                            {{0, -1}},
+                                                            {{max + 1, 1}},
+                                                            {{0, max + 1}},
+                                                            {{0, max}, {0, 1}},
+                                                            {{INT64_MAX, 1}},
+                                                            {{0, INT64_MAX}},
+                                                            {{INT64_MAX, INT64_MAX}},
+                                                            {{INT64_MIN, 1}}}) {
+    EXPECT_TRUE(Fails(from(runs), absl::StatusCode::kInvalidArgument))
+        << runs[0].first << " x " << runs[0].count;
   }
 }
 
 TEST(Runs, CheckWithin) {
   EXPECT_TRUE(IsOk(Runs({0, 9}).CheckWithin(10)));
-  EXPECT_TRUE(Fails(Runs({0, 10}).CheckWithin(10), absl::StatusCode::kOutOfRange, "[10, 11)", "10 pages"));
-  EXPECT_TRUE(Fails(Runs({8, 9, 10, 11}).CheckWithin(10), absl::StatusCode::kOutOfRange, "[8, 12)"));
+  EXPECT_TRUE(
+      Fails(Runs({0, 10}).CheckWithin(10), absl::StatusCode::kOutOfRange, "[10, 11)", "10 pages"));
+  EXPECT_TRUE(
+      Fails(Runs({8, 9, 10, 11}).CheckWithin(10), absl::StatusCode::kOutOfRange, "[8, 12)"));
   EXPECT_TRUE(IsOk(PageRuns().CheckWithin(0)));
 }
 

@@ -32,13 +32,15 @@ class DeviceBytes {
 
 template <typename T>
 void ToDevice(const DeviceBytes& device, const std::vector<T>& host) {
-  ASSERT_EQ(cudaMemcpy(device.as<T>(), host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice),
-            cudaSuccess);
+  ASSERT_EQ(
+      cudaMemcpy(device.as<T>(), host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice),
+      cudaSuccess);
 }
 
 std::vector<std::byte> ToHost(const DeviceBytes& device, size_t bytes) {
   std::vector<std::byte> host(bytes);
-  EXPECT_EQ(cudaMemcpy(host.data(), device.as<std::byte>(), bytes, cudaMemcpyDeviceToHost), cudaSuccess);
+  EXPECT_EQ(cudaMemcpy(host.data(), device.as<std::byte>(), bytes, cudaMemcpyDeviceToHost),
+            cudaSuccess);
   return host;
 }
 
@@ -73,7 +75,8 @@ TEST_P(PageCopyCuda, GathersWhatTheCpuGathers) {
   const int64_t item_bytes = GetParam();
   std::vector<std::byte> pool = RandomBytes(kPages * item_bytes, 1);
   std::vector<std::byte> want(pages_.size() * item_bytes);
-  GatherPages({pool.data(), kPages * item_bytes, item_bytes}, *PageRuns::FromPages(pages_), 0, want);
+  GatherPages({pool.data(), kPages * item_bytes, item_bytes}, *PageRuns::FromPages(pages_), 0,
+              want);
 
   const DeviceBytes device_pool(pool.size());
   const DeviceBytes device_packed(want.size());
@@ -81,8 +84,9 @@ TEST_P(PageCopyCuda, GathersWhatTheCpuGathers) {
   ToDevice(device_pool, pool);
   ToDevice(device_pages, pages_);
   const BufferInfo buffer{device_pool.as<std::byte>(), kPages * item_bytes, item_bytes};
-  ASSERT_TRUE(GatherPagesCuda(buffer, device_pages.as<int64_t>(), static_cast<int64_t>(pages_.size()),
-                              device_packed.as<std::byte>(), nullptr)
+  ASSERT_TRUE(GatherPagesCuda(buffer, device_pages.as<int64_t>(),
+                              static_cast<int64_t>(pages_.size()), device_packed.as<std::byte>(),
+                              nullptr)
                   .ok());
   EXPECT_EQ(ToHost(device_packed, want.size()), want);
 }
@@ -93,15 +97,17 @@ TEST_P(PageCopyCuda, ScattersWhatTheCpuScattersAndNothingElse) {
   const std::vector<std::byte> packed = RandomBytes(pages_.size() * item_bytes, 3);
   const DeviceBytes device_pool(want.size());
   ToDevice(device_pool, want);
-  ScatterPages({want.data(), kPages * item_bytes, item_bytes}, *PageRuns::FromPages(pages_), 0, packed);
+  ScatterPages({want.data(), kPages * item_bytes, item_bytes}, *PageRuns::FromPages(pages_), 0,
+               packed);
 
   const DeviceBytes device_packed(packed.size());
   const DeviceBytes device_pages(pages_.size() * sizeof(int64_t));
   ToDevice(device_packed, packed);
   ToDevice(device_pages, pages_);
   const BufferInfo buffer{device_pool.as<std::byte>(), kPages * item_bytes, item_bytes};
-  ASSERT_TRUE(ScatterPagesCuda(buffer, device_pages.as<int64_t>(), static_cast<int64_t>(pages_.size()),
-                               device_packed.as<std::byte>(), nullptr)
+  ASSERT_TRUE(ScatterPagesCuda(buffer, device_pages.as<int64_t>(),
+                               static_cast<int64_t>(pages_.size()), device_packed.as<std::byte>(),
+                               nullptr)
                   .ok());
   EXPECT_EQ(ToHost(device_pool, want.size()), want);
 }

@@ -1,5 +1,5 @@
-// kill -9 of the decode process in the middle of a fetch: the prefill process lives on, gets its pages back at
-// lease expiry and serves another decode process.
+// kill -9 of the decode process in the middle of a fetch: the prefill process lives on, gets its
+// pages back at lease expiry and serves another decode process.
 
 #include <gtest/gtest.h>
 
@@ -32,7 +32,8 @@ void KillDecodeOnce(ChildPeer& prefill, int round) {
   std::string ticket;
   {
     ChildPeer victim(Peer("decode"));
-    // A session first, so that the lease below is short and still long enough for the fetch to begin.
+    // A session first, so that the lease below is short and still long enough for the fetch to
+    // begin.
     const std::string warm = victim.Fetch(prefill.Publish({0}, kLayers, 60000), {0}, 20000);
     ASSERT_EQ(victim.Wait(warm, 20000), "OK");
     const int64_t sent = prefill.Metric("bytes_sent");

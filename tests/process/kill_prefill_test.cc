@@ -1,5 +1,5 @@
-// kill -9 of the prefill process in the middle of a fetch: the decode side's handle fails well within its
-// deadline, nothing is written afterwards, and a new prefill process serves it.
+// kill -9 of the prefill process in the middle of a fetch: the decode side's handle fails well
+// within its deadline, nothing is written afterwards, and a new prefill process serves it.
 
 #include <gtest/gtest.h>
 

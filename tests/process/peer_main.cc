@@ -1,5 +1,5 @@
-// One endpoint in a process of its own, so that tests can kill it. Reads commands from stdin, a line each,
-// and answers each with a line on stdout; tests/support/child_peer.h is the other end.
+// One endpoint in a process of its own, so that tests can kill it. Reads commands from stdin, a
+// line each, and answers each with a line on stdout; tests/support/child_peer.h is the other end.
 //
 //   kvferry_test_peer prefill|decode CONFIG_JSON LAYERS PAGES SEED
 
@@ -59,7 +59,8 @@ class PrefillPeer {
       return ticket.ok() ? ticket->ToString() : Answer(ticket.status());
     }
     if (words[0] == "ready") return Answer(endpoint_->AllLayersReady(Lease(words[1])));
-    if (words[0] == "release") return Answer(endpoint_->Release(Lease(words[1]), DeadlineInMs(5000)));
+    if (words[0] == "release")
+      return Answer(endpoint_->Release(Lease(words[1]), DeadlineInMs(5000)));
     if (words[0] == "ended") {  // How the lease ended, waiting for it.
       const uint64_t lease = Lease(words[1]);
       WaitFor([&] { return TakeEnded().contains(lease); }, DeadlineInMs(Number(words[2])));
@@ -107,11 +108,13 @@ class DecodePeer {
     if (words[0] == "wait") {
       const FetchHandle& handle = *handles_[Number(words[1])];
       const absl::Status status = handle.Wait(DeadlineInMs(Number(words[2])));
-      return handle.done() ? Answer(handle.status()) : absl::IsDeadlineExceeded(status) ? "PENDING" : "?";
+      return handle.done()                      ? Answer(handle.status())
+             : absl::IsDeadlineExceeded(status) ? "PENDING"
+                                                : "?";
     }
     if (words[0] == "wait_layer") {
-      return Answer(handles_[Number(words[1])]->WaitLayer(Number(words[2]),
-                                                          DeadlineInMs(Number(words[3]))));
+      return Answer(
+          handles_[Number(words[1])]->WaitLayer(Number(words[2]), DeadlineInMs(Number(words[3]))));
     }
     if (words[0] == "metric") return absl::StrCat(Metric(*endpoint_, words[1]));
     if (words[0] == "verify") {

@@ -1,5 +1,5 @@
-// SIGSTOP: the process is there, its sockets too, and nothing moves. Only our own heartbeats and deadlines see
-// it.
+// SIGSTOP: the process is there, its sockets too, and nothing moves. Only our own heartbeats and
+// deadlines see it.
 
 #include <gtest/gtest.h>
 
@@ -72,8 +72,8 @@ TEST(StoppedPeer, PrefillIsMissedByTheFetchsDeadline) {
   EXPECT_EQ(decode.Verify(11, few, few), "OK");  // And nothing else has come late.
 }
 
-// A decode process that stands still with chunks on their way to it uses up its own credits and its own
-// share of the arena; another one is served meanwhile.
+// A decode process that stands still with chunks on their way to it uses up its own credits and its
+// own share of the arena; another one is served meanwhile.
 TEST(StoppedPeer, DecodeDoesNotHoldUpAnother) {
   // A window far larger than the arena: the stopped peer could take all of it.
   ChildPeer prefill(Peer("prefill", R"({"chunk_bytes": 16384, "arena_bytes": 524288,
@@ -120,7 +120,8 @@ TEST(StoppedPeer, DecodeLosesItsLease) {
   EXPECT_EQ(prefill.Metric("peers"), 0);
   decode.Signal(SIGCONT);
   const std::string status = decode.Wait(fetch, 20000);
-  EXPECT_EQ(status.rfind("UNAVAILABLE", 0) == 0 || status.rfind("NOT_FOUND", 0) == 0, true) << status;
+  EXPECT_EQ(status.rfind("UNAVAILABLE", 0) == 0 || status.rfind("NOT_FOUND", 0) == 0, true)
+      << status;
   EXPECT_TRUE(decode.alive());
 }
 

@@ -33,7 +33,8 @@ TEST(TwoProcesses, ManyDecodeProcessesShareOnePrefillProcess) {
   std::vector<int64_t> from(16);
   for (int64_t i = 0; i < 16; ++i) from[i] = 63 - 2 * i;
   for (int i = 0; i < 4; ++i) {
-    decodes.push_back(std::make_unique<ChildPeer>(ChildPeer::Options{.role = "decode", .seed = 22}));
+    decodes.push_back(
+        std::make_unique<ChildPeer>(ChildPeer::Options{.role = "decode", .seed = 22}));
     fetches.push_back(decodes[i]->Fetch(prefill.Publish(from, 4, 60000), to, 20000));
   }
   for (int i = 0; i < 4; ++i) {

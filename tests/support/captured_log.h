@@ -8,8 +8,8 @@
 
 namespace kvferry {
 
-// What kvferry::Log() said since this object was made. Make it before the endpoints whose logs it is to
-// hold: loggers do not like new sinks while other threads log.
+// What kvferry::Log() said since this object was made. Make it before the endpoints whose logs it
+// is to hold: loggers do not like new sinks while other threads log.
 class CapturedLog {
  public:
   CapturedLog();

@@ -25,7 +25,8 @@ std::vector<std::string> CommandLine(const ChildPeer::Options& options) {
   if (!options.netns.empty()) line = {"ip", "netns", "exec", options.netns};
   for (const std::string& argument :
        {std::string(KVFERRY_TEST_PEER), options.role, options.config_json,
-        absl::StrCat(options.num_layers), absl::StrCat(options.num_pages), absl::StrCat(options.seed)}) {
+        absl::StrCat(options.num_layers), absl::StrCat(options.num_pages),
+        absl::StrCat(options.seed)}) {
     line.push_back(argument);
   }
   return line;
@@ -43,6 +44,7 @@ ChildPeer::ChildPeer(const Options& options) {
   }
   std::vector<std::string> line = CommandLine(options);
   std::vector<char*> arguments;
+  arguments.reserve(line.size() + 1);
   for (std::string& argument : line) arguments.push_back(argument.data());
   arguments.push_back(nullptr);
   const pid_t parent = getpid();
@@ -105,7 +107,7 @@ std::string ChildPeer::ReadLine(Deadline deadline) {
   for (;;) {
     const size_t end = buffer_.find('\n');
     if (end != std::string::npos) {
-      const std::string line = buffer_.substr(0, end);
+      std::string line = buffer_.substr(0, end);
       buffer_.erase(0, end + 1);
       return line;
     }

@@ -16,19 +16,20 @@ namespace kvferry {
 class ChildPeer {
  public:
   struct Options {
-    std::string role;                  // "prefill" or "decode"
-    std::string config_json = "{}";    // kvferry::Config
+    std::string role;                // "prefill" or "decode"
+    std::string config_json = "{}";  // kvferry::Config
     int64_t num_layers = 4;
     int64_t num_pages = 64;
-    uint64_t seed = 1;                 // Of the pattern that its pool begins with.
-    std::string netns = {};            // Run inside this network namespace.
+    uint64_t seed = 1;       // Of the pattern that its pool begins with.
+    std::string netns = {};  // Run inside this network namespace.
   };
   explicit ChildPeer(const Options& options);
   ~ChildPeer();  // kill -9, and reaps.
   ChildPeer(const ChildPeer&) = delete;
   ChildPeer& operator=(const ChildPeer&) = delete;
 
-  // Sends a command and returns the line that answers it; "" when none came in time or the process died.
+  // Sends a command and returns the line that answers it; "" when none came in time or the process
+  // died.
   std::string Ask(const std::string& command, Deadline deadline);
   std::string Ask(const std::string& command);  // Within 20 s.
 
@@ -42,12 +43,14 @@ class ChildPeer {
   // --- Words for the commands ---
   std::string Publish(const std::vector<int64_t>& pages, int64_t ready_layers, int64_t lease_ms);
   // The number of the fetch.
-  std::string Fetch(const std::string& ticket, const std::vector<int64_t>& pages, int64_t timeout_ms);
+  std::string Fetch(const std::string& ticket, const std::vector<int64_t>& pages,
+                    int64_t timeout_ms);
   // "OK", or a status, or "PENDING" when it is still under way after `ms`.
   std::string Wait(const std::string& fetch, int64_t ms);
   std::string WaitLayer(const std::string& fetch, int64_t layer, int64_t ms);
   int64_t Metric(const std::string& name);
-  // Whether its pool's `pages` hold what `source_pages` hold under the seed, and nothing else has changed.
+  // Whether its pool's `pages` hold what `source_pages` hold under the seed, and nothing else has
+  // changed.
   std::string Verify(uint64_t seed, const std::vector<int64_t>& source_pages,
                      const std::vector<int64_t>& pages);
 

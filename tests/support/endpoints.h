@@ -40,8 +40,9 @@ inline std::unique_ptr<DecodeEndpoint> MakeDecode(std::shared_ptr<const KvPool> 
 }
 
 // Publishes with `ready_layers` layers final; -1 for all of them.
-inline Ticket Publish(PrefillEndpoint& prefill, const KvPool& pool, const std::vector<int64_t>& pages,
-                      int64_t ready_layers = -1, int64_t lease_ms = 0) {
+inline Ticket Publish(PrefillEndpoint& prefill, const KvPool& pool,
+                      const std::vector<int64_t>& pages, int64_t ready_layers = -1,
+                      int64_t lease_ms = 0) {
   PrefillEndpoint::Publication publication;
   publication.pages = pages;
   publication.num_tokens = static_cast<int64_t>(pages.size()) * pool.layout().page_size;

@@ -22,8 +22,8 @@ std::span<std::byte> PageOf(const KvPool& pool, int64_t buffer, int64_t page) {
   return {info.address + page * info.item_bytes, static_cast<size_t>(info.item_bytes)};
 }
 
-::testing::AssertionResult PageHolds(const KvPool& pool, int64_t buffer, int64_t page, uint64_t seed,
-                                     int64_t source_page) {
+::testing::AssertionResult PageHolds(const KvPool& pool, int64_t buffer, int64_t page,
+                                     uint64_t seed, int64_t source_page) {
   const std::span<const std::byte> got = PageOf(pool, buffer, page);
   std::vector<std::byte> want(got.size());
   PatternBytes(seed, buffer, source_page, want);
@@ -37,7 +37,8 @@ std::span<std::byte> PageOf(const KvPool& pool, int64_t buffer, int64_t page) {
 }  // namespace
 
 void PatternBytes(uint64_t seed, int64_t buffer, int64_t page, std::span<std::byte> out) {
-  uint64_t state = Mix(seed ^ Mix(static_cast<uint64_t>(buffer) << 32 | static_cast<uint64_t>(page)));
+  uint64_t state =
+      Mix(seed ^ Mix(static_cast<uint64_t>(buffer) << 32 | static_cast<uint64_t>(page)));
   for (size_t i = 0; i < out.size(); i += sizeof(state)) {
     state = state * 6364136223846793005ull + 1442695040888963407ull;
     const uint64_t word = state ^ (state >> 29);
@@ -71,7 +72,7 @@ std::shared_ptr<KvPool> MakePatternPool(const KvLayout& layout, int64_t num_page
     for (int64_t layer = first_layer; layer < end_layer; ++layer) {
       for (size_t i = 0; i < pages.size(); ++i) {
         auto result = PageHolds(pool, layout.buffer_index(layer, tensor), pages[i], source_seed,
-                                      source_pages[i]);
+                                source_pages[i]);
         if (!result) return result << "; layer " << layer << " tensor " << tensor;
       }
     }

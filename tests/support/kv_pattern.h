@@ -1,7 +1,7 @@
 #pragma once
 
-// Pools full of bytes that anyone can recompute from a seed: what moved is checked byte by byte, and
-// so is what must not have.
+// Pools full of bytes that anyone can recompute from a seed: what moved is checked byte by byte,
+// and so is what must not have.
 
 #include <gtest/gtest.h>
 

@@ -38,7 +38,8 @@ template <typename T, typename... Parts>
   return ::testing::AssertionSuccess();
 }
 
-// The value of a StatusOr, or a failed test and the end of this process: for arranging, not for asserting.
+// The value of a StatusOr, or a failed test and the end of this process: for arranging, not for
+// asserting.
 template <typename T>
 T Must(absl::StatusOr<T> result) {
   if (!result.ok()) {

@@ -7,8 +7,8 @@
 
 namespace kvferry {
 
-// Asks until `holds` does or the deadline has passed; returns what it said last. The only way in which
-// tests wait for something that has no handle to wait on.
+// Asks until `holds` does or the deadline has passed; returns what it said last. The only way in
+// which tests wait for something that has no handle to wait on.
 template <typename Predicate>
 bool WaitFor(const Predicate& holds, Deadline deadline) {
   while (!holds()) {

@@ -46,7 +46,8 @@ TEST(ByteRanges, AgainstABitmap) {
     Bitmap bitmap(total);
     for (int step = 0; step < 120; ++step) {
       const int64_t begin = static_cast<int64_t>(random() % total);
-      const int64_t end = begin + 1 + static_cast<int64_t>(random() % std::min<int64_t>(total - begin, 20));
+      const int64_t end =
+          begin + 1 + static_cast<int64_t>(random() % std::min<int64_t>(total - begin, 20));
       if (end > total) continue;
       ASSERT_EQ(ranges.Add(begin, end), bitmap.Add(begin, end)) << begin << ".." << end;
       ASSERT_EQ(ranges.prefix(), bitmap.prefix());

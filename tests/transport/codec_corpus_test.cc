@@ -1,5 +1,5 @@
-// Messages as the first release of protocol version 1 encoded them: they must parse for as long as that
-// version is spoken. KVFERRY_WRITE_CORPUS=<folder> writes the files anew, for a new version.
+// Messages as the first release of protocol version 1 encoded them: they must parse for as long as
+// that version is spoken. KVFERRY_WRITE_CORPUS=<folder> writes the files anew, for a new version.
 
 #include <gtest/gtest.h>
 
@@ -23,7 +23,8 @@ TEST(CodecCorpus, OldMessagesKeepTheirMeaning) {
   }
   size_t files = 0;
   for (const auto& [name, message] : SampleMessages()) {
-    std::ifstream file(std::filesystem::path(KVFERRY_CORPUS_DIR) / (name + ".bin"), std::ios::binary);
+    std::ifstream file(std::filesystem::path(KVFERRY_CORPUS_DIR) / (name + ".bin"),
+                       std::ios::binary);
     ASSERT_TRUE(file.is_open()) << name;
     const std::string bytes{std::istreambuf_iterator<char>(file), {}};
     const absl::StatusOr<Message> decoded = DecodeMessage(std::as_bytes(std::span(bytes)));

@@ -21,8 +21,8 @@
 namespace kvferry {
 namespace {
 
-// Decodes from memory of exactly that size, so that AddressSanitizer sees a read past the end. A message
-// that decodes must also encode and decode again to the same.
+// Decodes from memory of exactly that size, so that AddressSanitizer sees a read past the end. A
+// message that decodes must also encode and decode again to the same.
 void Try(const std::string& bytes) {
   const std::unique_ptr<std::byte[]> exact(new std::byte[bytes.size()]);
   std::memcpy(exact.get(), bytes.data(), bytes.size());
@@ -34,7 +34,8 @@ void Try(const std::string& bytes) {
     ASSERT_EQ(Describe(*again), Describe(*decoded));
     return;
   }
-  ASSERT_TRUE(absl::IsInvalidArgument(decoded.status()) || absl::IsFailedPrecondition(decoded.status()))
+  ASSERT_TRUE(absl::IsInvalidArgument(decoded.status()) ||
+              absl::IsFailedPrecondition(decoded.status()))
       << decoded.status();
   ASSERT_LT(decoded.status().message().size(), 2000u);
 }
@@ -116,16 +117,22 @@ TEST(CodecHostile, BombsAreCheap) {
       {"nested map32", Repeat(map32, 1000)},
       {"a million arrays inside each other", Repeat("\x91", 1000000)},
       {"a million maps inside each other", Repeat("\x81\xa1k", 600000)},
-      {"16 MiB of nils", std::string("\xdd\x00\xff\xff\xfb", 5) + std::string((16 << 20) - 5, '\xc0')},
-      {"2 MiB of nils", std::string("\xdd\x00\x1f\xff\xfb", 5) + std::string((2 << 20) - 5, '\xc0')},
+      {"16 MiB of nils",
+       std::string("\xdd\x00\xff\xff\xfb", 5) + std::string((16 << 20) - 5, '\xc0')},
+      {"2 MiB of nils",
+       std::string("\xdd\x00\x1f\xff\xfb", 5) + std::string((2 << 20) - 5, '\xc0')},
       {"arrays as large as allowed, in each other",
        Repeat(std::string("\xdd\x00\x02\x00\x00", 5), 4) + std::string(1 << 20, '\xc0')},
       {"a map of arrays as large as allowed",
-       "\x88" + Repeat("\xa1" "a" + std::string("\xdd\x00\x02\x00\x00", 5) + std::string(1 << 17, '\xc0'), 8)},
+       "\x88" + Repeat("\xa1"
+                       "a" +
+                           std::string("\xdd\x00\x02\x00\x00", 5) + std::string(1 << 17, '\xc0'),
+                       8)},
   };
   const int64_t before = PeakKib();
   for (const auto& [name, bytes] : bombs) {
-    EXPECT_TRUE(Fails(DecodeMessage(std::as_bytes(std::span(bytes))), absl::StatusCode::kInvalidArgument))
+    EXPECT_TRUE(
+        Fails(DecodeMessage(std::as_bytes(std::span(bytes))), absl::StatusCode::kInvalidArgument))
         << name;
   }
 #ifndef KVFERRY_SANITIZED

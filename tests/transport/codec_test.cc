@@ -71,8 +71,9 @@ TEST(Codec, AsManyRunsAsAllowed) {
 
 TEST(Codec, LongTextsAreCut) {
   const absl::Status decoded =
-      std::get<AbortMsg>(
-          Must(Decode(EncodeMessage({1, 2, AbortMsg{3, absl::AbortedError(std::string(5000, 'x'))}}))).body)
+      std::get<AbortMsg>(Must(Decode(EncodeMessage(
+                                  {1, 2, AbortMsg{3, absl::AbortedError(std::string(5000, 'x'))}})))
+                             .body)
           .status;
   EXPECT_EQ(decoded, absl::AbortedError(std::string(kMaxTextBytes, 'x')));
 }
@@ -91,7 +92,8 @@ TEST(Codec, AnotherVersionNamesBoth) {
     if (name == "refuse" || name == "refuse_fetch") {
       EXPECT_TRUE(IsOk(decoded)) << "a refusal is understood across versions";
     } else {
-      EXPECT_TRUE(Fails(decoded, absl::StatusCode::kFailedPrecondition, "protocol version: 1 here, 9 there"))
+      EXPECT_TRUE(Fails(decoded, absl::StatusCode::kFailedPrecondition,
+                        "protocol version: 1 here, 9 there"))
           << name;
     }
   }
@@ -102,7 +104,8 @@ TEST(Codec, AnotherVersionNamesBoth) {
 
 TEST(Codec, WhatIsWrongIsNamed) {
   const auto expect = [](const std::string& bytes, absl::string_view part) {
-    EXPECT_TRUE(Fails(Decode(bytes), absl::StatusCode::kInvalidArgument, "malformed message", part));
+    EXPECT_TRUE(
+        Fails(Decode(bytes), absl::StatusCode::kInvalidArgument, "malformed message", part));
   };
   expect(HandMade(4).Head("nonsense").bytes(), "unknown type 'nonsense'");
   expect(HandMade(4).Head("a type of seventeen").bytes(), "limit 16");

@@ -21,7 +21,9 @@ struct Recorder : public DataEvents {
     chunks.emplace_back(header, std::vector<std::byte>(payload.begin(), payload.end()));
   }
   void OnCredit(const CreditHeader& header) override { credits.push_back(header); }
-  void OnLinkDown(LinkId link, const absl::Status& status) override { down.emplace_back(link, status); }
+  void OnLinkDown(LinkId link, const absl::Status& status) override {
+    down.emplace_back(link, status);
+  }
 
   std::vector<std::pair<ChunkHeader, std::vector<std::byte>>> chunks;
   std::vector<CreditHeader> credits;
@@ -58,19 +60,21 @@ class Planes : public testing::Test {
 
 TEST_F(Planes, ChunksOfAllSizesInOrder) {
   const LinkId link = Must(a_->Connect(b_->worker_address()));
-  const std::vector<size_t> sizes = {1,    2,     7,      8,      64,     1000,   4096,
+  const std::vector<size_t> sizes = {1,    2,     7,      8,      64,     1000,  4096,
                                      8191, 65536, 131072, 200000, 262143, 262144};
   std::vector<std::vector<std::byte>> payloads;
   size_t sent = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
     payloads.push_back(RandomBytes(sizes[i], i));
-    const ChunkHeader header{1000 + i, i << 40, ~i, static_cast<uint32_t>(sizes[i]), kChunkHasChecksum};
+    const ChunkHeader header{1000 + i, i << 40, ~i, static_cast<uint32_t>(sizes[i]),
+                             kChunkHasChecksum};
     a_->SendChunk(link, header, payloads.back(), [&](const absl::Status& status) {
       EXPECT_TRUE(IsOk(status));
       ++sent;
     });
   }
-  ASSERT_TRUE(ProgressUntil([&] { return at_b_.chunks.size() == sizes.size() && sent == sizes.size(); }));
+  ASSERT_TRUE(
+      ProgressUntil([&] { return at_b_.chunks.size() == sizes.size() && sent == sizes.size(); }));
   for (size_t i = 0; i < sizes.size(); ++i) {
     const auto& [header, payload] = at_b_.chunks[i];
     EXPECT_EQ(header.transfer_id, 1000 + i);
@@ -88,7 +92,8 @@ TEST_F(Planes, CreditsGoTheOtherWay) {
   a_->SendCredit(there, {1, 2});
   b_->SendCredit(back, {UINT64_MAX, 7});
   b_->SendCredit(back, {8, UINT64_MAX});
-  ASSERT_TRUE(ProgressUntil([&] { return at_b_.credits.size() == 1 && at_a_.credits.size() == 2; }));
+  ASSERT_TRUE(
+      ProgressUntil([&] { return at_b_.credits.size() == 1 && at_a_.credits.size() == 2; }));
   EXPECT_EQ(at_b_.credits[0].bytes_done, 2u);
   EXPECT_EQ(at_a_.credits[0].transfer_id, UINT64_MAX);
   EXPECT_EQ(at_a_.credits[1].bytes_done, UINT64_MAX);
@@ -111,7 +116,8 @@ TEST_F(Planes, EverySendCompletesOnceWhenThePeerGoesAway) {
   const std::vector<std::byte> payload = RandomBytes(256 << 10, 1);
   std::vector<int> completions(200, 0);
   const auto send = [&](size_t i) {
-    a_->SendChunk(link, {i, 0, 0, 256 << 10, 0}, payload, [&, i](const absl::Status&) { ++completions[i]; });
+    a_->SendChunk(link, {i, 0, 0, 256 << 10, 0}, payload,
+                  [&, i](const absl::Status&) { ++completions[i]; });
   };
   send(0);
   ASSERT_TRUE(ProgressUntil([&] { return !at_b_.chunks.empty(); }));
@@ -130,7 +136,8 @@ TEST_F(Planes, ClosedLinks) {
   const LinkId link = Must(a_->Connect(b_->worker_address()));
   a_->Close(link);
   absl::Status status;
-  a_->SendChunk(link, {1, 0, 0, 1, 0}, RandomBytes(1, 1), [&](const absl::Status& s) { status = s; });
+  a_->SendChunk(link, {1, 0, 0, 1, 0}, RandomBytes(1, 1),
+                [&](const absl::Status& s) { status = s; });
   EXPECT_TRUE(Fails(status, absl::StatusCode::kUnavailable, "closed"));
   a_->SendCredit(link, {1, 1});
   const LinkId next = Must(a_->Connect(b_->worker_address()));
@@ -159,7 +166,8 @@ TEST_F(Planes, SleepsUntilSomethingComes) {
 
 TEST_F(Planes, WorkerAddressesOfAWrongSize) {
   EXPECT_TRUE(Fails(a_->Connect(""), absl::StatusCode::kInvalidArgument));
-  EXPECT_TRUE(Fails(a_->Connect(std::string(kMaxWorkerAddressBytes + 1, 'x')), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(a_->Connect(std::string(kMaxWorkerAddressBytes + 1, 'x')),
+                    absl::StatusCode::kInvalidArgument));
 }
 
 TEST(UcxPlane, TransportThatDoesNotExist) {

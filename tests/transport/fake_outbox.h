@@ -1,7 +1,7 @@
 #pragma once
 
-// A node and a wire that only remember what they were told, for the sender and the receiver alone. Tests then
-// are the network: what was sent can be dropped, doubled, reordered or forged.
+// A node and a wire that only remember what they were told, for the sender and the receiver alone.
+// Tests then are the network: what was sent can be dropped, doubled, reordered or forged.
 
 #include <cstring>
 #include <string>
@@ -48,7 +48,9 @@ class FakeDataPlane : public DataPlane {
 
 class FakeOutbox : public Outbox {
  public:
-  void Send(const PeerKey& peer, MessageBody body) override { sent.emplace_back(peer, std::move(body)); }
+  void Send(const PeerKey& peer, MessageBody body) override {
+    sent.emplace_back(peer, std::move(body));
+  }
   FakeDataPlane& data() override { return data_; }
 
   // The last message of that type, or null.

@@ -1,5 +1,6 @@
-// The receiver against a hostile or broken network: chunks that are dropped, doubled, reordered, cut, forged or
-// late. Whatever comes, only pages of a live fetch are written, and success means all bytes.
+// The receiver against a hostile or broken network: chunks that are dropped, doubled, reordered,
+// cut, forged or late. Whatever comes, only pages of a live fetch are written, and success means
+// all bytes.
 
 #include "transport/receiver.h"
 
@@ -38,12 +39,13 @@ class ReceiverAlone : public testing::Test {
   }
   std::shared_ptr<FetchHandle> Begin(uint64_t id = kId, Deadline deadline = DeadlineInMs(60000)) {
     StreamPlan plan = Plan(target_, local_);
-    auto handle = std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
+    auto handle =
+        std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
     const Ticket ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0};
     const PageRun all{0, static_cast<int64_t>(local_.size())};
-    Receiver::Fetch fetch{handle,   ticket,       Must(PageRuns::FromRuns({&all, 1})),
-                          std::move(plan), deadline, Clock::now(),
-                          kPeer};
+    Receiver::Fetch fetch{
+        handle,       ticket, Must(PageRuns::FromRuns({&all, 1})), std::move(plan), deadline,
+        Clock::now(), kPeer};
     receiver_.Add(id, std::move(fetch));
     receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
     return handle;
@@ -169,9 +171,14 @@ TEST_F(ReceiverAlone, OverlappingChunkIsNotWritten) {
 
 TEST_F(ReceiverAlone, ChunkOutsideTheStream) {
   const uint64_t total = 6 * SmallLayout().page_bytes();
-  for (const auto& [offset, bytes] : std::vector<std::pair<uint64_t, uint32_t>>{
-           {total, 1}, {total - 1, 2}, {UINT64_MAX, 1}, {UINT64_MAX - 10, 100}, {uint64_t{1} << 63, 4096},
-           {0, 0}, {total + 1, 0}}) {
+  for (const auto& [offset, bytes] :
+       std::vector<std::pair<uint64_t, uint32_t>>{{total, 1},
+                                                  {total - 1, 2},
+                                                  {UINT64_MAX, 1},
+                                                  {UINT64_MAX - 10, 100},
+                                                  {uint64_t{1} << 63, 4096},
+                                                  {0, 0},
+                                                  {total + 1, 0}}) {
     SCOPED_TRACE(offset);
     FillPattern(*target_, kOwnSeed);
     outbox_.sent.clear();
@@ -220,13 +227,9 @@ TEST_F(ReceiverAlone, ChunksBeforeTheRequestAreDropped) {
   StreamPlan plan = Plan(target_, local_);
   auto handle = std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
   const PageRun all{0, 6};
-  receiver_.Add(kId, {handle,
-                      Ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0},
-                      Must(PageRuns::FromRuns({&all, 1})),
-                      std::move(plan),
-                      DeadlineInMs(60000),
-                      Clock::now(),
-                      kPeer});
+  receiver_.Add(kId, {handle, Ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0},
+                      Must(PageRuns::FromRuns({&all, 1})), std::move(plan), DeadlineInMs(60000),
+                      Clock::now(), kPeer});
   for (const Chunk& chunk : Stream(4096)) Deliver(chunk);
   EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
   EXPECT_FALSE(handle->done());
@@ -237,8 +240,14 @@ TEST_F(ReceiverAlone, NothingIsWrittenAfterAnyEnd) {
   const std::vector<std::pair<std::string, std::function<void()>>> ends = {
       {"cancel", [&] { receiver_.Cancel(kId, absl::CancelledError("x")); }},
       {"deadline", [&] { receiver_.Tick(DeadlineInMs(120000)); }},
-      {"refuse", [&] { receiver_.OnRefuse(kPeer, {kId, absl::NotFoundError("x")}); }},
-      {"abort", [&] { receiver_.OnAbort(kPeer, {kId, absl::AbortedError("x")}); }},
+      {"refuse",
+       [&] {
+         receiver_.OnRefuse(kPeer, {kId, absl::NotFoundError("x")});
+       }},
+      {"abort",
+       [&] {
+         receiver_.OnAbort(kPeer, {kId, absl::AbortedError("x")});
+       }},
       {"peer gone", [&] { receiver_.OnPeerGone(kPeer, absl::UnavailableError("x")); }},
       {"close", [&] { receiver_.CancelAll(absl::CancelledError("x")); }},
   };
@@ -288,13 +297,9 @@ TEST_F(ReceiverAlone, AnotherEpochEndsTheFetchBeforeItIsAskedFor) {
   StreamPlan plan = Plan(target_, local_);
   auto handle = std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
   const PageRun all{0, 6};
-  receiver_.Add(kId, {handle,
-                      Ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0},
-                      Must(PageRuns::FromRuns({&all, 1})),
-                      std::move(plan),
-                      DeadlineInMs(60000),
-                      Clock::now(),
-                      kPeer});
+  receiver_.Add(kId, {handle, Ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0},
+                      Must(PageRuns::FromRuns({&all, 1})), std::move(plan), DeadlineInMs(60000),
+                      Clock::now(), kPeer});
   receiver_.OnPeerReady(kPeer, kEpoch + 1, LinkId{3});
   EXPECT_TRUE(Fails(handle->status(), absl::StatusCode::kNotFound, "restarted"));
   EXPECT_EQ(outbox_.Last<FetchMsg>(), nullptr);

@@ -1,7 +1,7 @@
 #pragma once
 
-// One message of each type with every field set, shared by the codec's tests. The files of corpus/v1 are
-// these, as first encoded.
+// One message of each type with every field set, shared by the codec's tests. The files of
+// corpus/v1 are these, as first encoded.
 
 #include <string>
 #include <utility>
@@ -39,7 +39,9 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   std::vector<std::pair<std::string, Message>> samples;
   for (const auto& [name, body] : bodies) {
     const bool stranger = name == "hello" || name == "refuse";
-    samples.emplace_back(name, Message{0x1111222233334444, stranger ? uint64_t{0} : uint64_t{0x5555666677778888}, body});
+    samples.emplace_back(
+        name,
+        Message{0x1111222233334444, stranger ? uint64_t{0} : uint64_t{0x5555666677778888}, body});
   }
   return samples;
 }

@@ -30,9 +30,11 @@ class SenderAlone : public testing::Test {
     return config;
   }
   void Publish(uint64_t lease, const std::vector<int64_t>& pages, int64_t ready) {
-    ASSERT_TRUE(IsOk(leases_.Publish(lease, Must(PageRuns::FromPages(pages)), ready, DeadlineInMs(60000))));
+    ASSERT_TRUE(
+        IsOk(leases_.Publish(lease, Must(PageRuns::FromPages(pages)), ready, DeadlineInMs(60000))));
   }
-  static FetchMsg Ask(uint64_t id, uint64_t lease = kLease, int64_t count = 6, int64_t window = 1 << 30) {
+  static FetchMsg Ask(uint64_t id, uint64_t lease = kLease, int64_t count = 6,
+                      int64_t window = 1 << 30) {
     FetchMsg fetch;
     fetch.transfer_id = id;
     fetch.lease_id = lease;
@@ -129,8 +131,8 @@ TEST_F(SenderAlone, ForgedCreditsOpenNothing) {
   PumpDry();
   const size_t sent = Sent(1).size();
   EXPECT_EQ(sent, 8192u);
-  sender_.OnCredit({2, 1 << 20});   // Of another transfer.
-  sender_.OnCredit({1, 0});         // Less than before.
+  sender_.OnCredit({2, 1 << 20});  // Of another transfer.
+  sender_.OnCredit({1, 0});        // Less than before.
   PumpDry();
   EXPECT_EQ(Sent(1).size(), sent);
   sender_.OnCredit({1, UINT64_MAX});  // More than was sent counts as what was sent.
@@ -153,11 +155,15 @@ TEST_F(SenderAlone, ChecksumsWhenAsked) {
 }
 
 TEST_F(SenderAlone, HostileChunkAndWindowSizes) {
-  for (const auto& [window, chunk] : std::vector<std::pair<int64_t, int64_t>>{
-           {1, 1}, {1, int64_t{1} << 50}, {int64_t{1} << 50, 1}, {int64_t{1} << 50, int64_t{1} << 50}}) {
+  for (const auto& [window, chunk] :
+       std::vector<std::pair<int64_t, int64_t>>{{1, 1},
+                                                {1, int64_t{1} << 50},
+                                                {int64_t{1} << 50, 1},
+                                                {int64_t{1} << 50, int64_t{1} << 50}}) {
     wire().chunks.clear();
     Publish(100 + window % 97 + chunk % 89, {1}, 4);
-    FetchMsg fetch = Ask(static_cast<uint64_t>(window % 97 + chunk % 89 + 1), 100 + window % 97 + chunk % 89, 1);
+    FetchMsg fetch =
+        Ask(static_cast<uint64_t>(window % 97 + chunk % 89 + 1), 100 + window % 97 + chunk % 89, 1);
     fetch.window_bytes = window;
     fetch.chunk_bytes = chunk;
     sender_.OnFetch(kPeer, kLink, fetch);
@@ -184,8 +190,8 @@ TEST_F(SenderAlone, AStuckPeerLeavesRoomInTheArena) {
   EXPECT_FALSE(Sent(2).empty());
 }
 
-// What is being sent lies in the arena: a transfer that has ended reads no page, and its chunks come back
-// when their sends complete, however late.
+// What is being sent lies in the arena: a transfer that has ended reads no page, and its chunks
+// come back when their sends complete, however late.
 TEST_F(SenderAlone, ChunksOfEndedTransfersComeBackLate) {
   wire().complete_at_once = false;
   sender_.OnFetch(kPeer, kLink, Ask(1));
@@ -289,7 +295,11 @@ TEST_F(SenderAlone, RandomRun) {
       case 0: {
         const uint64_t lease = next_id++;
         if (random() % 4 != 0) {
-          if (!leases_.Publish(lease, Must(PageRuns::FromPages(std::vector<int64_t>{1, 2})), 4, DeadlineInMs(600000)).ok()) break;
+          if (!leases_
+                   .Publish(lease, Must(PageRuns::FromPages(std::vector<int64_t>{1, 2})), 4,
+                            DeadlineInMs(600000))
+                   .ok())
+            break;
         }
         const uint64_t id = next_id++;
         sender_.OnFetch(peer, kLink, Ask(id, lease, 2, static_cast<int64_t>(1 + random() % 20000)));
@@ -297,7 +307,8 @@ TEST_F(SenderAlone, RandomRun) {
         break;
       }
       case 1:
-        if (!known.empty()) sender_.OnCredit({known[random() % known.size()].second, random() % 40000});
+        if (!known.empty())
+          sender_.OnCredit({known[random() % known.size()].second, random() % 40000});
         break;
       case 2:
         if (!known.empty()) {
@@ -311,7 +322,8 @@ TEST_F(SenderAlone, RandomRun) {
       case 4:
         for (SentChunk& chunk : wire().chunks) {
           if (!chunk.done || random() % 2 == 0) continue;
-          std::exchange(chunk.done, nullptr)(random() % 30 == 0 ? absl::UnavailableError("x") : absl::OkStatus());
+          std::exchange(chunk.done, nullptr)(random() % 30 == 0 ? absl::UnavailableError("x")
+                                                                : absl::OkStatus());
         }
         std::erase_if(wire().chunks, [](const SentChunk& chunk) { return !chunk.done; });
         break;
@@ -325,7 +337,8 @@ TEST_F(SenderAlone, RandomRun) {
     ASSERT_LE(arena_->num_taken(), arena_->num_chunks());
     ASSERT_EQ(arena_->num_taken(), static_cast<int64_t>(wire().chunks.size()));
   }
-  for (int i = 0; i < 5; ++i) sender_.OnPeerGone("accepted:" + std::to_string(i), absl::UnavailableError("x"));
+  for (int i = 0; i < 5; ++i)
+    sender_.OnPeerGone("accepted:" + std::to_string(i), absl::UnavailableError("x"));
   for (SentChunk& chunk : wire().chunks) std::exchange(chunk.done, nullptr)(absl::OkStatus());
   EXPECT_EQ(arena_->num_taken(), 0);
   sender_.Tick(Clock::now());
@@ -338,12 +351,14 @@ TEST(SenderOfADecodeEndpoint, RefusesEverything) {
   const auto arena = Must(Arena::Create(1 << 20, 256 << 10));
   FakeOutbox outbox;
   Metrics metrics;
-  Sender sender(config, MakePatternPool(SmallLayout(), 2, 1), nullptr, arena.get(), &outbox, &metrics);
+  Sender sender(config, MakePatternPool(SmallLayout(), 2, 1), nullptr, arena.get(), &outbox,
+                &metrics);
   FetchMsg fetch;
   fetch.transfer_id = fetch.lease_id = 1;
   sender.OnFetch("p", 1, fetch);
   ASSERT_NE(outbox.Last<RefuseMsg>(), nullptr);
-  EXPECT_TRUE(Fails(outbox.Last<RefuseMsg>()->status, absl::StatusCode::kFailedPrecondition, "publishes nothing"));
+  EXPECT_TRUE(Fails(outbox.Last<RefuseMsg>()->status, absl::StatusCode::kFailedPrecondition,
+                    "publishes nothing"));
   sender.OnDone("p", {1, 1, 0});
   EXPECT_EQ(sender.Tick(Clock::now()), Deadline::max());
 }

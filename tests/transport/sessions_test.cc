@@ -104,8 +104,8 @@ TEST_F(SessionTable, Finding) {
   EXPECT_EQ(sessions_.size(), 2u);
 }
 
-// A greeting session will do for any epoch, but not while a ready one has the right epoch: the greeting may
-// turn out to be one too many, and take its fetches along.
+// A greeting session will do for any epoch, but not while a ready one has the right epoch: the
+// greeting may turn out to be one too many, and take its fetches along.
 TEST_F(SessionTable, AReadySessionIsBetterThanAGreetingOne) {
   for (const PeerKey ready : {"a", "b", "c", "d", "e", "f", "g", "h"}) {
     sessions_ = Sessions();

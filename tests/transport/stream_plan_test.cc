@@ -11,7 +11,8 @@
 namespace kvferry {
 namespace {
 
-// The stream of docs/wire_protocol.md, a byte at a time: where each byte lies, and its page's position.
+// The stream of docs/wire_protocol.md, a byte at a time: where each byte lies, and its page's
+// position.
 struct Naive {
   std::vector<std::byte*> bytes;
   std::vector<int64_t> position;
@@ -99,6 +100,7 @@ TEST_P(Plans, PagesTouchedAgainstAByteLoop) {
       at = end + 1;
     }
     std::vector<int64_t> want;
+    want.reserve(touched.size());
     for (const int64_t position : touched) want.push_back(pages[position]);
     ASSERT_EQ(plan.PagesTouchedBy(gaps), want);
   }

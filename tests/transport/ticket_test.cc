@@ -13,7 +13,8 @@ namespace {
 TEST(TicketText, RoundTrip) {
   for (const Ticket& ticket :
        {Ticket{"tcp://127.0.0.1:4000", 1, 2, 0, 0},
-        Ticket{"tcp://[::1]:65535", UINT64_MAX, UINT64_MAX, PageRuns::kMaxPages, PageRuns::kMaxPages},
+        Ticket{"tcp://[::1]:65535", UINT64_MAX, UINT64_MAX, PageRuns::kMaxPages,
+               PageRuns::kMaxPages},
         Ticket{"tcp://prefill-3.example:1", 0xabcdef, 0x1234567890abcdef, 17, 271}}) {
     EXPECT_EQ(Must(Ticket::Parse(ticket.ToString())), ticket) << ticket.ToString();
   }
@@ -25,8 +26,8 @@ TEST(TicketText, Hostile) {
   const std::string good = "kvferry1|tcp://10.0.0.1:4000|ff|10|3|48";
   ASSERT_TRUE(IsOk(Ticket::Parse(good)));
   for (const std::string& text : std::vector<std::string>{
-           "", "|", "|||||", "kvferry1", "kvferry2|tcp://10.0.0.1:4000|ff|10|3|48", good + "|", good + "|1",
-           "kvferry1|tcp://10.0.0.1:4000|ff|10|3", "kvferry1|ipc:///tmp/x|ff|10|3|48",
+           "", "|", "|||||", "kvferry1", "kvferry2|tcp://10.0.0.1:4000|ff|10|3|48", good + "|",
+           good + "|1", "kvferry1|tcp://10.0.0.1:4000|ff|10|3", "kvferry1|ipc:///tmp/x|ff|10|3|48",
            "kvferry1|tcp://10.0.0.1|ff|10|3|48", "kvferry1|tcp://:4000|ff|10|3|48",
            "kvferry1|tcp://10.0.0.1:0|ff|10|3|48", "kvferry1|tcp://10.0.0.1:65536|ff|10|3|48",
            "kvferry1|tcp://10.0.0.1:-1|ff|10|3|48", "kvferry1|tcp://10.0.0.1:x|ff|10|3|48",
@@ -35,12 +36,13 @@ TEST(TicketText, Hostile) {
            "kvferry1|tcp://10.0.0.1:4000|1ffffffffffffffff|10|3|48",
            "kvferry1|tcp://10.0.0.1:4000|ff|10|-3|48", "kvferry1|tcp://10.0.0.1:4000|ff|10|3|-1",
            "kvferry1|tcp://10.0.0.1:4000|ff|10|99999999999999999999|48",
-           "kvferry1|tcp://10.0.0.1:4000|ff|10|1073741825|48", "kvferry1|tcp://10.0.0.1:4000|ff|10|3|",
+           "kvferry1|tcp://10.0.0.1:4000|ff|10|1073741825|48",
+           "kvferry1|tcp://10.0.0.1:4000|ff|10|3|",
            // ZeroMQ would read the first as "from this address, to that one".
            "kvferry1|tcp://127.0.0.1;evil.example:4000|ff|10|3|48",
-           "kvferry1|tcp://127.0.0.1:1;10.0.0.9:4000|ff|10|3|48", "kvferry1|tcp://a b:4000|ff|10|3|48",
-           "kvferry1|tcp://user@host:4000|ff|10|3|48", "kvferry1|tcp://a/b:4000|ff|10|3|48",
-           "kvferry1|tcp://[]:4000|ff|10|3|48",
+           "kvferry1|tcp://127.0.0.1:1;10.0.0.9:4000|ff|10|3|48",
+           "kvferry1|tcp://a b:4000|ff|10|3|48", "kvferry1|tcp://user@host:4000|ff|10|3|48",
+           "kvferry1|tcp://a/b:4000|ff|10|3|48", "kvferry1|tcp://[]:4000|ff|10|3|48",
            "kvferry1|tcp://" + std::string(600, 'a') + ":4000|ff|10|3|48"}) {
     EXPECT_TRUE(Fails(Ticket::Parse(text), absl::StatusCode::kInvalidArgument)) << text;
   }
@@ -52,7 +54,8 @@ TEST(TicketText, RandomMutations) {
   const std::string good = "kvferry1|tcp://10.0.0.1:4000|ff|10|3|48";
   for (int i = 0; i < 100000; ++i) {
     std::string text = good;
-    for (uint64_t j = 0; j <= random() % 4; ++j) text[random() % text.size()] = static_cast<char>(random());
+    for (uint64_t j = 0; j <= random() % 4; ++j)
+      text[random() % text.size()] = static_cast<char>(random());
     const absl::StatusOr<Ticket> ticket = Ticket::Parse(text);
     if (ticket.ok()) {
       ASSERT_EQ(Must(Ticket::Parse(ticket->ToString())), *ticket);
@@ -70,7 +73,8 @@ TEST(TicketHosts, DefaultIsLoopbackAndOneself) {
        {"tcp://10.0.0.1:4000", "tcp://127.example.com:4000", "tcp://127.0.0.1.example.com:4000",
         "tcp://localhost.example.com:4000", "tcp://0.0.0.0:4000", "tcp://169.254.169.254:80",
         "tcp://[::ffff:10.0.0.1]:4000", "tcp://2130706433:4000", "tcp://0x7f.1:4000"}) {
-    EXPECT_TRUE(Fails(CheckHostAllowed(address, config), absl::StatusCode::kPermissionDenied, "allowed_hosts"))
+    EXPECT_TRUE(Fails(CheckHostAllowed(address, config), absl::StatusCode::kPermissionDenied,
+                      "allowed_hosts"))
         << address;
   }
   const std::string with_nul("tcp://127.0.0.1\0.example.com:4000", 33);
@@ -85,11 +89,14 @@ TEST(TicketHosts, ListReplacesTheDefault) {
   EXPECT_TRUE(IsOk(CheckHostAllowed("tcp://prefill-0:4000", config)));
   EXPECT_TRUE(IsOk(CheckHostAllowed("tcp://10.0.0.7:1", config)));
   EXPECT_TRUE(IsOk(CheckHostAllowed("tcp://[fd00::1]:1", config)));
-  EXPECT_TRUE(Fails(CheckHostAllowed("tcp://127.0.0.1:4000", config), absl::StatusCode::kPermissionDenied));
-  EXPECT_TRUE(Fails(CheckHostAllowed("tcp://prefill-01:4000", config), absl::StatusCode::kPermissionDenied));
+  EXPECT_TRUE(
+      Fails(CheckHostAllowed("tcp://127.0.0.1:4000", config), absl::StatusCode::kPermissionDenied));
+  EXPECT_TRUE(Fails(CheckHostAllowed("tcp://prefill-01:4000", config),
+                    absl::StatusCode::kPermissionDenied));
   config.allowed_hosts = "*";
   EXPECT_TRUE(IsOk(CheckHostAllowed("tcp://anything.example:4000", config)));
-  EXPECT_TRUE(Fails(CheckHostAllowed("udp://anything.example:4000", config), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(CheckHostAllowed("udp://anything.example:4000", config),
+                    absl::StatusCode::kInvalidArgument));
 }
 
 }  // namespace
