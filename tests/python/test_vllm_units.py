@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm", reason="vllm is not installed")
-torch = pytest.importorskip("torch")
+pytest.importorskip("vllm", reason="vLLM is not installed")
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import kvferry  # noqa: E402
 from kvferry.vllm.layout import _arrangement, check_supported  # noqa: E402
