@@ -4,6 +4,7 @@
 #include <spdlog/sinks/stdout_sinks.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 
 namespace kvferry {
@@ -31,14 +32,22 @@ class OneLine : public spdlog::custom_flag_formatter {
   }
 };
 
+// The level in KVFERRY_LOG; warn when there is none or it is not one.
+spdlog::level::level_enum LevelFromEnv() {
+  const char* text = std::getenv("KVFERRY_LOG");
+  if (text == nullptr) return spdlog::level::warn;
+  const auto level = spdlog::level::from_str(text);  // What it does not know is "off" to it.
+  const bool known = level != spdlog::level::off || std::strcmp(text, "off") == 0;
+  return known ? level : spdlog::level::warn;
+}
+
 }  // namespace
 
 spdlog::logger& Log() {
   // Leaked: other static objects may log while the process exits.
   static spdlog::logger& logger = *[] {
     auto* made = new spdlog::logger("kvferry", std::make_shared<spdlog::sinks::stderr_sink_mt>());
-    const char* level = std::getenv("KVFERRY_LOG");
-    made->set_level(level != nullptr ? spdlog::level::from_str(level) : spdlog::level::warn);
+    made->set_level(LevelFromEnv());
     auto formatter = std::make_unique<spdlog::pattern_formatter>();
     formatter->add_flag<OneLine>('*').set_pattern("%Y-%m-%d %H:%M:%S.%e %l kvferry[%P:%t] %*");
     made->set_formatter(std::move(formatter));

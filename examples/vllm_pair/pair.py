@@ -424,19 +424,31 @@ def _metrics() -> dict[str, float]:
     return values
 
 
+_owner_is_gone = threading.Event()
+
+
+def _kill_group() -> None:
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
 def _read_commands(loop: asyncio.AbstractEventLoop, commands: asyncio.Queue[Any]) -> None:
     for line in sys.stdin:
         loop.call_soon_threadsafe(commands.put_nowait, json.loads(line))
     # The owner is gone. vLLM's processes go too, and leave no shared memory behind if they can.
+    _owner_is_gone.set()
     loop.call_soon_threadsafe(commands.put_nowait, {"op": "quit"})
     time.sleep(STOP_TIMEOUT_S)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+    _kill_group()
 
 
 def _child_main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What vLLM prints goes to the log, not between our answers.
-    asyncio.run(_Child(out).run(json.loads(sys.argv[1])))
+    try:
+        asyncio.run(_Child(out).run(json.loads(sys.argv[1])))
+    finally:
+        if _owner_is_gone.is_set():  # Else the owner kills what is left.
+            _kill_group()
 
 
 if __name__ == "__main__":

@@ -69,6 +69,13 @@ class Engines(Pair):
             assert time.monotonic() < deadline, f"{engine.name} still holds {held}"
             time.sleep(0.05)
 
+    def wait_metric(self, engine: Engine, name: str, more_than: float) -> None:
+        """Waits until a metric of the engine exceeds a value. Fails if it does not in 10 s."""
+        deadline = time.monotonic() + 10.0
+        while (value := engine.metrics().get(name, 0)) <= more_than:
+            assert time.monotonic() < deadline, f"{engine.name}: {name} stays at {value}"
+            time.sleep(0.02)
+
     def check_alive(self) -> None:
         """The pair serves a request as if nothing had happened, and no block is lost."""
         prompt = self.decode.tokenize(f"How are you? It is {time.monotonic_ns()}.")
