@@ -16,6 +16,7 @@ import platform
 import random
 import re
 import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -145,7 +146,14 @@ class Driver:
             raise BenchError(f"{self.name}: {what}: {answer['error']}")
         return answer
 
+    def pause(self):
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self):
+        self.process.send_signal(signal.SIGCONT)
+
     def stop(self):
+        self.resume()
         with contextlib.suppress(OSError):
             self.process.stdin.write(b"quit\n")
             self.process.stdin.close()
@@ -237,6 +245,19 @@ class NixlPair:
         for own, other in ((self.source, self.target), (self.target, self.source)):
             own.ask("peer", other.ready["metadata"], other.ready["base"])
         self.source.ask("fill", SALT)
+        self.source.pause()
+        self.target.pause()
+
+    @contextlib.contextmanager
+    def awake(self):
+        """NIXL's progress threads poll without pause and would take cores from the others' runs."""
+        self.source.resume()
+        self.target.resume()
+        try:
+            yield
+        finally:
+            self.source.pause()
+            self.target.pause()
 
 
 class Nixl(System):
@@ -247,6 +268,10 @@ class Nixl(System):
         self.about = pair.about
 
     def sample(self):
+        with self.pair.awake():
+            return self.move()
+
+    def move(self):
         source, target = self.pair.source, self.pair.target
         active, passive = (target, source) if self.operation == "read" else (source, target)
         own, other = self.local, self.remote
