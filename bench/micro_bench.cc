@@ -70,63 +70,62 @@ void BM_Plan(benchmark::State& state) {
   state.SetItemsProcessed(state.iterations() * setup.count);
 }
 
-void BM_Gather(benchmark::State& state) {
+// Calls copy(offset, chunk) for each chunk of the plan.
+template <typename Copy>
+void ByChunks(benchmark::State& state, const Copy& copy) {
   Setup setup(state.range(0));
   const StreamPlan plan = setup.Plan();
   for (auto _ : state) {
     for (int64_t at = 0; at < plan.total_bytes(); at += kChunkBytes) {
       const int64_t bytes = std::min(kChunkBytes, plan.total_bytes() - at);
-      plan.Gather(at, std::span(setup.packed).first(bytes));
+      copy(plan, at, std::span(setup.packed).first(bytes));
       benchmark::ClobberMemory();
     }
   }
   SetBytes(state, setup);
 }
 
+void BM_Gather(benchmark::State& state) {
+  ByChunks(state, [](const StreamPlan& plan, int64_t at, std::span<std::byte> chunk) {
+    plan.Gather(at, chunk);
+  });
+}
+
 void BM_Scatter(benchmark::State& state) {
+  ByChunks(state, [](const StreamPlan& plan, int64_t at, std::span<std::byte> chunk) {
+    plan.Scatter(at, chunk);
+  });
+}
+
+// Calls copy(place in a chunk, address of a page, bytes) for each page.
+template <typename Copy>
+void ByPages(benchmark::State& state, const Copy& copy) {
   Setup setup(state.range(0));
-  const StreamPlan plan = setup.Plan();
+  const BufferInfo& buffer = setup.pool->buffer(0, 0);
+  const int64_t item = state.range(0);
+  const int64_t last = kChunkBytes - item;
   for (auto _ : state) {
-    for (int64_t at = 0; at < plan.total_bytes(); at += kChunkBytes) {
-      const int64_t bytes = std::min(kChunkBytes, plan.total_bytes() - at);
-      plan.Scatter(at, std::span(setup.packed).first(bytes));
-      benchmark::ClobberMemory();
+    int64_t at = 0;
+    for (const int64_t page : setup.pages) {
+      copy(setup.packed.data() + at, buffer.address + page * item, item);
+      at = at + item > last ? 0 : at + item;
     }
+    benchmark::ClobberMemory();
   }
   SetBytes(state, setup);
 }
 
 // The same copies with nothing around them: page by page into a buffer of a chunk's size.
 void BM_MemcpyGather(benchmark::State& state) {
-  Setup setup(state.range(0));
-  const BufferInfo& buffer = setup.pool->buffer(0, 0);
-  const int64_t item = state.range(0);
-  const int64_t last = kChunkBytes - item;
-  for (auto _ : state) {
-    int64_t at = 0;
-    for (const int64_t page : setup.pages) {
-      std::memcpy(setup.packed.data() + at, buffer.address + page * item, item);
-      at = at + item > last ? 0 : at + item;
-    }
-    benchmark::ClobberMemory();
-  }
-  SetBytes(state, setup);
+  ByPages(state, [](std::byte* packed, const std::byte* page, int64_t bytes) {
+    std::memcpy(packed, page, bytes);
+  });
 }
 
 void BM_MemcpyScatter(benchmark::State& state) {
-  Setup setup(state.range(0));
-  const BufferInfo& buffer = setup.pool->buffer(0, 0);
-  const int64_t item = state.range(0);
-  const int64_t last = kChunkBytes - item;
-  for (auto _ : state) {
-    int64_t at = 0;
-    for (const int64_t page : setup.pages) {
-      std::memcpy(buffer.address + page * item, setup.packed.data() + at, item);
-      at = at + item > last ? 0 : at + item;
-    }
-    benchmark::ClobberMemory();
-  }
-  SetBytes(state, setup);
+  ByPages(state, [](const std::byte* packed, std::byte* page, int64_t bytes) {
+    std::memcpy(page, packed, bytes);
+  });
 }
 
 // Requests come and go in random order in a pool that is nine tenths full.

@@ -12,15 +12,10 @@
 namespace kvferry {
 namespace {
 
-constexpr int64_t kLayers = 8;
 constexpr int64_t kPages = 256;
 
 ChildPeer::Options Peer(const std::string& role, const std::string& config) {
-  return {.role = role,
-          .config_json = config,
-          .num_layers = kLayers,
-          .num_pages = kPages,
-          .seed = role == "prefill" ? 11u : 22u};
+  return PeerOptions(role, config, kPages);
 }
 
 constexpr char kQuickHeart[] =
@@ -47,11 +42,8 @@ TEST(StoppedPeer, PrefillIsMissedByTheHeartbeat) {
   EXPECT_TRUE(decode.alive());
   prefill.Signal(SIGCONT);
   // It wakes up as a peer that was given up; the next fetch says hello anew.
-  const std::vector<int64_t> few = {5, 1};
   ASSERT_EQ(decode.Ask("reset"), "OK");
-  const std::string again = decode.Fetch(prefill.Publish(few, kLayers, 60000), few, 20000);
-  EXPECT_EQ(decode.Wait(again, 20000), "OK");
-  EXPECT_EQ(decode.Verify(11, few, few), "OK");
+  ExpectServes(prefill, decode);
 }
 
 TEST(StoppedPeer, PrefillIsMissedByTheFetchsDeadline) {
@@ -66,10 +58,7 @@ TEST(StoppedPeer, PrefillIsMissedByTheFetchsDeadline) {
   EXPECT_EQ(status.rfind("DEADLINE_EXCEEDED", 0), 0u) << status;
   prefill.Signal(SIGCONT);
   ASSERT_EQ(decode.Ask("reset"), "OK");
-  const std::vector<int64_t> few = {5, 1};
-  const std::string again = decode.Fetch(prefill.Publish(few, kLayers, 60000), few, 20000);
-  EXPECT_EQ(decode.Wait(again, 20000), "OK");
-  EXPECT_EQ(decode.Verify(11, few, few), "OK");  // And nothing else has come late.
+  ExpectServes(prefill, decode);  // And nothing else has come late.
 }
 
 // A decode process that stands still with chunks on their way to it uses up its own credits and its
@@ -97,7 +86,8 @@ TEST(StoppedPeer, DecodeDoesNotHoldUpAnother) {
       },
       Soon()));
   for (int i = 0; i < 3; ++i) {
-    const std::string served = other.Fetch(prefill.Publish(pages, kLayers, 60000), pages, 20000);
+    const std::string served =
+        other.Fetch(prefill.Publish(pages, kPeerLayers, 60000), pages, 20000);
     EXPECT_EQ(other.Wait(served, 20000), "OK");
   }
   EXPECT_EQ(other.Verify(11, pages, pages), "OK");

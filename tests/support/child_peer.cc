@@ -158,6 +158,22 @@ std::string ChildPeer::Verify(uint64_t seed, const std::vector<int64_t>& source_
                           absl::StrJoin(pages, ",")));
 }
 
+ChildPeer::Options PeerOptions(const std::string& role, const std::string& config_json,
+                               int64_t num_pages) {
+  return {.role = role,
+          .config_json = config_json,
+          .num_layers = kPeerLayers,
+          .num_pages = num_pages,
+          .seed = role == "prefill" ? 11u : 22u};
+}
+
+void ExpectServes(ChildPeer& prefill, ChildPeer& decode) {
+  const std::vector<int64_t> few = {100, 3, 4, 77};
+  const std::string fetch = decode.Fetch(prefill.Publish(few, kPeerLayers, 60000), few, 20000);
+  EXPECT_EQ(decode.Wait(fetch, 20000), "OK");
+  EXPECT_EQ(decode.Verify(11, few, few), "OK");
+}
+
 std::string LeaseOf(absl::string_view ticket) {
   const std::vector<std::string> parts = absl::StrSplit(ticket, '|');
   return parts.size() > 3 ? parts[3] : "";

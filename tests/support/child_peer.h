@@ -65,6 +65,14 @@ class ChildPeer {
   std::string address_;
 };
 
+// A peer of 8 layers; the source's pattern has seed 11.
+ChildPeer::Options PeerOptions(const std::string& role, const std::string& config_json,
+                               int64_t num_pages);
+inline constexpr int64_t kPeerLayers = 8;
+
+// A few pages (ids below 200) get across whole, and nothing else in decode's pool has changed.
+void ExpectServes(ChildPeer& prefill, ChildPeer& decode);
+
 // The lease id in a ticket's text.
 std::string LeaseOf(absl::string_view ticket);
 

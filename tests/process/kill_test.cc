@@ -1,0 +1,108 @@
+// kill -9 in the middle of a fetch, of either side, with the other left to go on.
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "tests/support/child_peer.h"
+#include "tests/support/wait_for.h"
+
+namespace kvferry {
+namespace {
+
+constexpr int64_t kLeaseMs = 1000;
+
+ChildPeer::Options Peer(const std::string& role, int64_t num_pages) {
+  // A killed peer is noticed at once: neither lease nor handle has to wait for a heartbeat.
+  return PeerOptions(role, R"({"chunk_bytes": 16384, "heartbeat_timeout_ms": 600000})", num_pages);
+}
+
+std::vector<int64_t> Reversed(int64_t num_pages) {
+  std::vector<int64_t> pages(num_pages);
+  std::iota(pages.rbegin(), pages.rend(), 0);
+  return pages;
+}
+
+// The prefill process lives on, gets its pages back at lease expiry and serves another decode
+// process.
+void KillDecodeOnce(ChildPeer& prefill, int round) {
+  SCOPED_TRACE(round);
+  const std::vector<int64_t> pages = Reversed(128);  // 16 MiB in all.
+  std::string ticket;
+  {
+    ChildPeer victim(Peer("decode", 128));
+    // A session first, so that the lease below is short and still long enough for the fetch to
+    // begin.
+    const std::string warm = victim.Fetch(prefill.Publish({0}, kPeerLayers, 60000), {0}, 20000);
+    ASSERT_EQ(victim.Wait(warm, 20000), "OK");
+    const int64_t sent = prefill.Metric("bytes_sent");
+    // Even rounds: the fetch waits for a layer. Odd rounds: it moves at full speed.
+    const bool held = round % 2 == 0;
+    ticket = prefill.Publish(pages, held ? 1 : kPeerLayers, kLeaseMs);
+    const std::string fetch = victim.Fetch(ticket, pages, 60000);
+    if (held) {
+      ASSERT_EQ(victim.WaitLayer(fetch, 0, 20000), "OK");
+    } else {
+      ASSERT_TRUE(WaitFor([&] { return prefill.Metric("bytes_sent") > sent; }, Soon()));
+    }
+    victim.Kill();
+  }
+  const std::string ended = prefill.Ask("ended " + LeaseOf(ticket) + " 10000");
+  // At full speed it may just have been through.
+  EXPECT_TRUE(ended == "expired" || (ended == "fetched" && round % 2 == 1)) << ended;
+  ASSERT_TRUE(prefill.alive());
+  EXPECT_EQ(prefill.Metric("transfers_active"), 0);
+  EXPECT_TRUE(WaitFor([&] { return prefill.Metric("arena_chunks_taken") == 0; }, Soon()));
+
+  ChildPeer other(Peer("decode", 128));
+  const std::string again = other.Fetch(prefill.Publish(pages, kPeerLayers, 60000), pages, 20000);
+  EXPECT_EQ(other.Wait(again, 20000), "OK");
+  EXPECT_EQ(other.Verify(11, pages, pages), "OK");
+}
+
+TEST(KillDecode, PrefillGetsItsPagesBackAndServesAnother) {
+  ChildPeer prefill(Peer("prefill", 128));
+  for (int round = 0; round < 10 && !HasFailure(); ++round) KillDecodeOnce(prefill, round);
+  EXPECT_TRUE(prefill.alive());
+  EXPECT_EQ(prefill.Metric("leases_live"), 0);
+}
+
+// The decode side's handle fails well within its deadline, nothing is written afterwards, and a new
+// prefill process serves it.
+void KillPrefillOnce(ChildPeer& decode, int round) {
+  SCOPED_TRACE(round);
+  const std::vector<int64_t> pages = Reversed(256);
+  const bool held = round % 2 == 0;
+  std::string fetch;
+  {
+    ChildPeer victim(Peer("prefill", 256));
+    const int64_t received = decode.Metric("bytes_received");
+    fetch = decode.Fetch(victim.Publish(pages, held ? 1 : kPeerLayers, 60000), pages, 60000);
+    if (held) {
+      ASSERT_EQ(decode.WaitLayer(fetch, 0, 20000), "OK");
+    } else {
+      ASSERT_TRUE(WaitFor([&] { return decode.Metric("bytes_received") > received; }, Soon()));
+    }
+    victim.Kill();
+  }
+  const Deadline begin = Clock::now();
+  const std::string status = decode.Wait(fetch, 10000);
+  const bool in_time = status == "OK" && !held;  // At full speed it may just have been through.
+  EXPECT_TRUE(in_time || status.rfind("UNAVAILABLE", 0) == 0) << status;
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 10);  // The deadline of the fetch is at 60.
+  ASSERT_TRUE(decode.alive());
+  ASSERT_EQ(decode.Ask("reset"), "OK");  // The pages are ours again.
+
+  ChildPeer other(Peer("prefill", 256));
+  ExpectServes(other, decode);
+}
+
+TEST(KillPrefill, HandleFailsWithinItsDeadlineAndAnotherServes) {
+  ChildPeer decode(Peer("decode", 256));
+  for (int round = 0; round < 10 && !HasFailure(); ++round) KillPrefillOnce(decode, round);
+  EXPECT_TRUE(decode.alive());
+  EXPECT_EQ(decode.Metric("fetches_active"), 0);
+}
+
+}  // namespace
+}  // namespace kvferry
