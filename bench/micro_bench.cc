@@ -1,5 +1,5 @@
-// Plan, gather and scatter against plain loops of memcpy, and the page allocator. Google Benchmark:
-// kvferry_micro_bench --help.
+// Plan, gather and scatter against plain loops of memcpy, and what the page allocator costs and
+// keeps together. Google Benchmark: kvferry_micro_bench --help.
 
 #include <benchmark/benchmark.h>
 
@@ -12,6 +12,7 @@
 #include <random>
 #include <vector>
 
+#include "bench/churn.h"
 #include "pool/kv_pool.h"
 #include "pool/page_allocator.h"
 #include "pool/page_runs.h"
@@ -149,6 +150,16 @@ void BM_AllocateFree(benchmark::State& state) {
   state.counters["free_runs"] = static_cast<double>(allocator.num_free_runs());
 }
 
+// Runs of pages after a long time, in counters; the time is that of the whole trace.
+void BM_Fragmentation(benchmark::State& state) {
+  for (auto _ : state) {
+    const bench::ChurnResult runs =
+        Must(bench::Churn({.full = static_cast<double>(state.range(0)) / 100}));
+    state.counters["prompt_runs"] = runs.runs_of_prompt;
+    state.counters["sequence_runs"] = runs.runs_of_sequence;
+  }
+}
+
 void ItemSizes(benchmark::internal::Benchmark* benchmark) {
   benchmark->ArgName("item")->Arg(32768)->Arg(2048)->Arg(1152)->Unit(benchmark::kMillisecond);
 }
@@ -164,6 +175,13 @@ BENCHMARK(BM_AllocateFree)
     ->Arg(16)
     ->Arg(256)
     ->Unit(benchmark::kMicrosecond);
+BENCHMARK(BM_Fragmentation)
+    ->ArgName("percent_full")
+    ->Arg(70)
+    ->Arg(90)
+    ->Arg(97)
+    ->Iterations(1)
+    ->Unit(benchmark::kMillisecond);
 
 }  // namespace
 }  // namespace kvferry

@@ -1,6 +1,7 @@
 #include "pool/page_allocator.h"
 
 #include <algorithm>
+#include <array>
 #include <iterator>
 
 #include "absl/strings/str_cat.h"
@@ -34,7 +35,7 @@ void PageAllocator::EraseFree(PageRun run) {
   num_free_ -= run.count;
 }
 
-absl::StatusOr<PageRuns> PageAllocator::Allocate(int64_t count) {
+absl::Status PageAllocator::CheckCount(int64_t count) const {
   if (count < 1) {
     return absl::InvalidArgumentError(
         absl::StrCat("page allocator: count is ", count, " but must be at least 1"));
@@ -43,17 +44,70 @@ absl::StatusOr<PageRuns> PageAllocator::Allocate(int64_t count) {
     return absl::ResourceExhaustedError(absl::StrCat("page allocator: ", count, " pages asked, ",
                                                      num_free_, " of ", num_pages_, " free"));
   }
-  std::vector<PageRun> taken;
-  for (int64_t left = count; left > 0;) {
-    auto best = by_size_.lower_bound({left, 0});
-    if (best == by_size_.end()) best = std::prev(best);
-    const PageRun run{best->second, best->first};
-    const int64_t take = std::min(left, run.count);
-    EraseFree(run);
-    if (take < run.count) InsertFree({run.first + take, run.count - take});
-    taken.push_back({run.first, take});
-    left -= take;
+  return absl::OkStatus();
+}
+
+PageRun PageAllocator::Take(PageRun part, int64_t count) {
+  const auto holder = std::prev(by_start_.upper_bound(part.first));
+  const PageRun free{holder->first, holder->second};
+  const PageRun taken{part.first, std::min(part.count, count)};
+  const int64_t end = taken.first + taken.count;
+  EraseFree(free);
+  if (taken.first > free.first) InsertFree({free.first, taken.first - free.first});
+  if (free.first + free.count > end) InsertFree({end, free.first + free.count - end});
+  return taken;
+}
+
+// The tightest with half as much again, else the tightest, else the longest there is.
+PageRun PageAllocator::RunForRequest(int64_t count) const {
+  for (const int64_t want : {count + count / 2, count}) {
+    const auto fit = by_size_.lower_bound({want, 0});
+    if (fit != by_size_.end()) return {fit->second, fit->first};
   }
+  return {by_size_.rbegin()->second, by_size_.rbegin()->first};
+}
+
+// The second half of the longest run that is too short for a request: both its new neighbours can
+// grow. When only crumbs are left of those, the smallest crumb that is still worth taking. The
+// constants are the best of a search over 70, 90 and 97% full pools.
+PageRun PageAllocator::RunForGrowth() const {
+  constexpr int64_t kWorthHalving = 16;
+  constexpr int64_t kCrumbShare = 64;
+  auto fit = by_size_.lower_bound({request_pages_, 0});
+  if (fit != by_size_.begin() && std::prev(fit)->first >= kWorthHalving) {
+    const auto [count, first] = *std::prev(fit);
+    return {first + count / 2, count - count / 2};
+  }
+  fit = by_size_.lower_bound({longest_free_run() / kCrumbShare, 0});
+  return {fit->second, fit->first};
+}
+
+absl::StatusOr<PageRuns> PageAllocator::Allocate(int64_t count) {
+  KVFERRY_RETURN_IF_ERROR(CheckCount(count));
+  constexpr int64_t kForgetShare = 64;
+  request_pages_ = std::max(count, request_pages_ - request_pages_ / kForgetShare);
+  std::vector<PageRun> taken;
+  for (int64_t left = count; left > 0; left -= taken.back().count) {
+    taken.push_back(Take(RunForRequest(left), left));
+  }
+  return PageRuns::FromRuns(taken);
+}
+
+absl::StatusOr<PageRuns> PageAllocator::Extend(int64_t last_page, int64_t count) {
+  KVFERRY_RETURN_IF_ERROR(CheckCount(count));
+  const bool inside = last_page >= reserved_ && last_page < num_pages_;
+  if (!inside || !CheckAllocated(std::array{PageRun{last_page, 1}}).ok()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("page allocator: last_page is ", last_page, " but must be an allocated page"));
+  }
+  std::vector<PageRun> taken;
+  int64_t left = count;
+  const auto behind = by_start_.find(last_page + 1);
+  if (behind != by_start_.end()) {
+    taken.push_back(Take({behind->first, behind->second}, left));
+    left -= taken.back().count;
+  }
+  for (; left > 0; left -= taken.back().count) taken.push_back(Take(RunForGrowth(), left));
   return PageRuns::FromRuns(taken);
 }
 

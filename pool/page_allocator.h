@@ -13,9 +13,13 @@
 
 namespace kvferry {
 
-// Hands out the page ids [reserved, num_pages) in as few runs as it can: the tightest free run that
-// holds the whole request, else the longest ones. Free neighbours merge. O(log free runs) a run
-// taken or given back. Not thread-safe.
+// Hands out the page ids [reserved, num_pages) in as few runs as it can, and keeps it that way
+// while sequences come, grow page by page and go. O(log free runs) a run taken or given back,
+// whatever the number of pages. Not thread-safe.
+//
+// A request goes into the tightest free run that also leaves room to grow behind it; free runs that
+// are long enough for a request are left to requests: a sequence that outgrows its room goes on
+// in a shorter one. bench/micro_bench.cc (BM_Fragmentation) measures what that is worth.
 class PageAllocator {
  public:
   // Pages [0, reserved) are never handed out (engines keep page 0 as padding). INVALID_ARGUMENT
@@ -25,6 +29,9 @@ class PageAllocator {
   // RESOURCE_EXHAUSTED when fewer than `count` pages are free, INVALID_ARGUMENT when count < 1;
   // nothing changes then.
   absl::StatusOr<PageRuns> Allocate(int64_t count);
+  // `count` more pages for a sequence whose last page is `last_page`: those right behind it as far
+  // as they are free. Errors as for Allocate, and INVALID_ARGUMENT when last_page is not allocated.
+  absl::StatusOr<PageRuns> Extend(int64_t last_page, int64_t count);
   // INVALID_ARGUMENT naming the page when one was not allocated (or twice in the list); nothing
   // changes then.
   absl::Status Free(const PageRuns& pages);
@@ -36,13 +43,19 @@ class PageAllocator {
  private:
   PageAllocator(int64_t num_pages, int64_t reserved);
 
+  absl::Status CheckCount(int64_t count) const;
   absl::Status CheckAllocated(std::span<const PageRun> sorted) const;
+  PageRun RunForRequest(int64_t count) const;
+  PageRun RunForGrowth() const;
+  // Takes the first `count` pages of `part`, or all of them, out of the free run that holds it.
+  PageRun Take(PageRun part, int64_t count);
   void InsertFree(PageRun run);
   void EraseFree(PageRun run);
 
   int64_t num_pages_;
   int64_t reserved_;
   int64_t num_free_ = 0;
+  int64_t request_pages_ = 0;  // The largest of late: what a free run should be good for.
   absl::btree_map<int64_t, int64_t> by_start_;            // First page -> pages, of each free run.
   absl::btree_set<std::pair<int64_t, int64_t>> by_size_;  // {pages, first page} of the same runs.
 };

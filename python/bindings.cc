@@ -305,6 +305,12 @@ void BindPools(nb::module_& module) {
           [](PageAllocator& self, int64_t count) { return Value(self.Allocate(count)).ToPages(); },
           "count"_a)
       .def(
+          "extend",
+          [](PageAllocator& self, int64_t last_page, int64_t count) {
+            return Value(self.Extend(last_page, count)).ToPages();
+          },
+          "last_page"_a, "count"_a = 1)
+      .def(
           "free",
           [](PageAllocator& self, const std::vector<int64_t>& pages) {
             Check(self.Free(Value(PageRuns::FromPages(pages))));

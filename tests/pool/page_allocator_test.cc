@@ -2,8 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <random>
 
+#include "bench/churn.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -54,18 +56,62 @@ TEST(Allocator, ErrorsChangeNothing) {
                     "page 0 is already free"));
 }
 
-TEST(Allocator, PrefersTheTightestSingleRun) {
+TEST(Allocator, PrefersTheTightestRunWithRoomToGrow) {
   PageAllocator allocator = Must(PageAllocator::Create(100, 0));
   ASSERT_TRUE(IsOk(allocator.Allocate(100)));
-  for (const std::vector<int64_t>& free : std::vector<std::vector<int64_t>>{
-           {0, 1, 2, 3, 4, 5, 6, 7}, {20, 21, 22}, {40, 41, 42, 43}, {60}}) {
-    ASSERT_TRUE(IsOk(allocator.Free(Pages(free))));
+  ASSERT_TRUE(
+      IsOk(allocator.Free(Must(PageRuns::FromRuns({{{0, 10}, {20, 12}, {40, 15}, {60, 1}}})))));
+  EXPECT_EQ(Must(allocator.Allocate(10)).PageAt(0), 40);  // 15 pages: half as much again.
+  EXPECT_EQ(Must(allocator.Allocate(10)).PageAt(0), 0);   // None has that: the tightest.
+  // No single run holds 17: the longest first, and the rest from the tightest.
+  EXPECT_EQ(Must(allocator.Allocate(17)).runs().front(), (PageRun{20, 12}));
+  EXPECT_EQ(allocator.num_free_runs(), 1);
+  EXPECT_EQ(allocator.num_free(), 1);
+}
+
+TEST(Allocator, ExtendTakesWhatLiesBehind) {
+  PageAllocator allocator = Must(PageAllocator::Create(10, 0));
+  ASSERT_TRUE(IsOk(allocator.Allocate(4)));  // 0..3
+  EXPECT_EQ(Must(allocator.Extend(3, 2)).ToPages(), (std::vector<int64_t>{4, 5}));
+  ASSERT_TRUE(IsOk(allocator.Free(Pages({1, 2}))));
+  EXPECT_EQ(Must(allocator.Extend(0, 3)).runs().front(), (PageRun{1, 2}));
+  EXPECT_EQ(allocator.num_free(), 3);
+}
+
+TEST(Allocator, ExtendLeavesLongRunsToRequests) {
+  PageAllocator allocator = Must(PageAllocator::Create(300, 0));
+  for (int i = 0; i < 3; ++i) ASSERT_TRUE(IsOk(allocator.Allocate(100)));
+  ASSERT_TRUE(IsOk(allocator.Free(Must(PageRuns::FromRuns({{{0, 100}, {150, 40}, {250, 3}}})))));
+  EXPECT_EQ(Must(allocator.Extend(299, 1)).PageAt(0), 170);  // The middle of 150..189.
+  ASSERT_TRUE(IsOk(allocator.Extend(170, 19)));
+  ASSERT_TRUE(IsOk(allocator.Extend(149, 10)));              // 150..159 of 150..169.
+  EXPECT_EQ(Must(allocator.Extend(299, 1)).PageAt(0), 250);  // Ten are too few to halve: a crumb.
+  EXPECT_EQ(allocator.longest_free_run(), 100);
+}
+
+TEST(Allocator, ExtendErrorsChangeNothing) {
+  PageAllocator allocator = Must(PageAllocator::Create(10, 2));
+  ASSERT_TRUE(IsOk(allocator.Allocate(4)));  // 2..5
+  for (const int64_t page :
+       {int64_t{-1}, int64_t{1}, int64_t{6}, int64_t{10}, std::numeric_limits<int64_t>::max()}) {
+    EXPECT_TRUE(Fails(allocator.Extend(page, 1), absl::StatusCode::kInvalidArgument, "last_page"));
   }
-  EXPECT_EQ(Must(allocator.Allocate(3)).ToPages(), (std::vector<int64_t>{20, 21, 22}));
-  EXPECT_EQ(Must(allocator.Allocate(4)).ToPages(), (std::vector<int64_t>{40, 41, 42, 43}));
-  // No single run holds nine: the longest first, and the rest from the tightest.
-  EXPECT_EQ(Must(allocator.Allocate(9)).ToPages(),
-            (std::vector<int64_t>{0, 1, 2, 3, 4, 5, 6, 7, 60}));
+  EXPECT_TRUE(Fails(allocator.Extend(5, 0), absl::StatusCode::kInvalidArgument, "count is 0"));
+  EXPECT_TRUE(Fails(allocator.Extend(5, 5), absl::StatusCode::kResourceExhausted, "4 of 10"));
+  EXPECT_EQ(allocator.num_free(), 4);
+  EXPECT_EQ(allocator.longest_free_run(), 4);
+}
+
+// Free lists give a new request of 256 pages 256 runs in this trace, at any load.
+TEST(Allocator, RunsStayLongUnderChurn) {
+  for (const auto& [full, prompt, sequence] :
+       {std::tuple{0.7, 1.1, 4.0}, {0.9, 1.5, 6.0}, {0.97, 20.0, 80.0}}) {
+    SCOPED_TRACE(full);
+    const bench::ChurnResult runs =
+        Must(bench::Churn({.num_pages = 20000, .full = full, .num_requests = 2000}));
+    EXPECT_LE(runs.runs_of_prompt, prompt);
+    EXPECT_LE(runs.runs_of_sequence, sequence);
+  }
 }
 
 TEST(Allocator, FreeNeighboursMerge) {
@@ -88,6 +134,7 @@ class Model {
     }
     return true;
   }
+  bool IsFree(int64_t page) const { return page >= reserved_ && page < pages_ && !taken_[page]; }
   bool MayFree(const std::vector<int64_t>& pages) const {
     std::vector<bool> seen(pages_, false);
     for (const int64_t page : pages) {
@@ -132,7 +179,24 @@ TEST(Allocator, AMillionRandomOperationsAgainstASet) {
     ASSERT_EQ(allocator.num_free_runs(), runs);
     ASSERT_EQ(allocator.longest_free_run(), longest);
     const uint64_t choice = random() % 16;
-    if (choice < 8) {
+    if (choice < 3 && !held.empty()) {
+      std::vector<int64_t>& sequence = held[random() % held.size()];
+      const int64_t count = static_cast<int64_t>(random() % 4);
+      const int64_t behind = sequence.back() + 1;
+      const bool adjacent = model.IsFree(behind);
+      const absl::StatusOr<PageRuns> got = allocator.Extend(sequence.back(), count);
+      if (count < 1) {
+        ASSERT_TRUE(absl::IsInvalidArgument(got.status()));
+      } else if (count > free) {
+        ASSERT_TRUE(absl::IsResourceExhausted(got.status()));
+      } else {
+        ASSERT_TRUE(IsOk(got));
+        ASSERT_EQ(got->num_pages(), count);
+        ASSERT_TRUE(model.Take(*got)) << "a page was handed out twice";
+        ASSERT_TRUE(!adjacent || got->PageAt(0) == behind);
+        for (const int64_t page : got->ToPages()) sequence.push_back(page);
+      }
+    } else if (choice < 8) {
       const int64_t count = static_cast<int64_t>(random() % 20);
       const absl::StatusOr<PageRuns> got = allocator.Allocate(count);
       if (count < 1) {
