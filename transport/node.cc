@@ -561,7 +561,11 @@ void NodeImpl::OnLinkDown(LinkId link, const absl::Status& status) {
   // A peer that closes in order says so on the other plane: better that than a lost connection.
   control_->Progress(this);
   const PeerKey peer = sessions_.FindLink(link);
-  if (!peer.empty()) DropSession(peer, status);
+  if (peer.empty()) return;
+  // The notice may still be on its way: a peer that leaves while nothing moves is no cause for
+  // alarm.
+  const bool idle = metrics_.fetches_active == 0 && metrics_.transfers_active == 0;
+  DropSession(peer, status, idle ? spdlog::level::info : spdlog::level::warn);
 }
 
 }  // namespace
