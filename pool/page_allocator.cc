@@ -1,7 +1,6 @@
 #include "pool/page_allocator.h"
 
 #include <algorithm>
-#include <array>
 #include <iterator>
 
 #include "absl/strings/str_cat.h"
@@ -20,7 +19,23 @@ absl::StatusOr<PageAllocator> PageAllocator::Create(int64_t num_pages, int64_t r
 
 PageAllocator::PageAllocator(int64_t num_pages, int64_t reserved)
     : num_pages_(num_pages), reserved_(reserved) {
-  InsertFree({reserved, num_pages - reserved});
+  Clear();
+}
+
+void PageAllocator::Clear() {
+  by_start_.clear();
+  by_size_.clear();
+  num_free_ = 0;
+  request_pages_ = 0;
+  InsertFree({reserved_, num_pages_ - reserved_});
+}
+
+bool PageAllocator::IsAllocated(int64_t page) const {
+  if (page < reserved_ || page >= num_pages_) return false;
+  const auto after = by_start_.upper_bound(page);
+  if (after == by_start_.begin()) return true;
+  const auto before = std::prev(after);
+  return before->first + before->second <= page;
 }
 
 void PageAllocator::InsertFree(PageRun run) {
@@ -95,8 +110,7 @@ absl::StatusOr<PageRuns> PageAllocator::Allocate(int64_t count) {
 
 absl::StatusOr<PageRuns> PageAllocator::Extend(int64_t last_page, int64_t count) {
   KVFERRY_RETURN_IF_ERROR(CheckCount(count));
-  const bool inside = last_page >= reserved_ && last_page < num_pages_;
-  if (!inside || !CheckAllocated(std::array{PageRun{last_page, 1}}).ok()) {
+  if (!IsAllocated(last_page)) {
     return absl::InvalidArgumentError(
         absl::StrCat("page allocator: last_page is ", last_page, " but must be an allocated page"));
   }

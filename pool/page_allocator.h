@@ -35,6 +35,11 @@ class PageAllocator {
   // INVALID_ARGUMENT naming the page when one was not allocated (or twice in the list); nothing
   // changes then.
   absl::Status Free(const PageRuns& pages);
+  // Every page but the reserved ones is free again.
+  void Clear();
+
+  // False also for a page that is reserved or does not exist.
+  bool IsAllocated(int64_t page) const;
 
   int64_t num_free() const { return num_free_; }
   int64_t longest_free_run() const { return by_size_.empty() ? 0 : by_size_.rbegin()->first; }

@@ -31,6 +31,8 @@ namespace {
 // While data flows, control messages are looked for this often rather than every time round.
 constexpr auto kControlInterval = std::chrono::microseconds(100);
 constexpr int64_t kMaxSleepMs = 60000;
+// How long an endpoint that closes waits for its peers to have read its goodbye.
+constexpr auto kFarewell = std::chrono::milliseconds(250);
 
 // Wakes the progress thread from other threads.
 class WakeFd {
@@ -144,6 +146,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   bool Work();
   void Sleep(Deadline until);
   Deadline Tick(Deadline now);
+  bool HasReadySession();
   void SayGoodbye();
 
   // ControlEvents, DataEvents, Outbox.
@@ -332,11 +335,24 @@ Deadline NodeImpl::Tick(Deadline now) {
   return std::min(next, sessions_next);
 }
 
+bool NodeImpl::HasReadySession() {
+  const std::vector<PeerKey> peers = sessions_.Keys();
+  return std::any_of(peers.begin(), peers.end(), [&](const PeerKey& peer) {
+    return sessions_.Find(peer)->state == Session::State::kReady;
+  });
+}
+
 void NodeImpl::SayGoodbye() {
   commands_->Run();
   sender_->AbortAll(absl::UnavailableError("the prefill endpoint is closing"));
   receiver_->CancelAll(absl::CancelledError("the decode endpoint is closing"));
   for (const PeerKey& peer : sessions_.Keys()) Send(peer, ByeMsg{});
+  // A peer that has read the goodbye answers it. If we closed our links at once, it could see a
+  // broken connection before it reads why.
+  const Deadline farewell = Clock::now() + kFarewell;
+  while (HasReadySession() && Clock::now() < farewell) {
+    if (!Work()) Sleep(farewell);
+  }
   for (const PeerKey& peer : sessions_.Keys()) {
     DropSession(peer, absl::CancelledError("this endpoint is closing"), spdlog::level::info);
   }
@@ -526,6 +542,7 @@ void NodeImpl::OnSessionMessage(const PeerKey& peer, Session& session, MessageBo
   } else if (std::holds_alternative<PingMsg>(body)) {
     Send(peer, PongMsg{});
   } else if (std::holds_alternative<ByeMsg>(body)) {
+    if (!stop_) Send(peer, ByeMsg{});  // Else ours is on its way already.
     DropSession(peer,
                 absl::UnavailableError(
                     absl::StrCat("peer ", absl::CEscape(session.name), " has closed its endpoint")),

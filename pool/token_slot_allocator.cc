@@ -1,0 +1,201 @@
+#include "pool/token_slot_allocator.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/status.h"
+
+namespace kvferry {
+namespace {
+
+constexpr int64_t kMaxSlots = std::numeric_limits<int32_t>::max();
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+absl::Status NotAllocated(int64_t slot) {
+  return absl::InvalidArgumentError(
+      absl::StrCat("slot allocator: slot ", slot, " is not allocated"));
+}
+
+void AppendSlots(int64_t first, int64_t count, std::vector<int32_t>* slots) {
+  for (int64_t slot = first; slot < first + count; ++slot) {
+    slots->push_back(static_cast<int32_t>(slot));
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<TokenSlotAllocator> TokenSlotAllocator::Create(int64_t num_tokens,
+                                                              int64_t page_size) {
+  if (page_size < 1 || page_size > kMaxSlots / 2) {
+    return absl::InvalidArgumentError(absl::StrCat("slot allocator: page_size is ", page_size,
+                                                   " but must lie in [1, ", kMaxSlots / 2, "]"));
+  }
+  if (num_tokens < 1 || num_tokens % page_size != 0 || num_tokens > kMaxSlots - page_size) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("slot allocator: num_tokens is ", num_tokens,
+                     " but must be a positive multiple of page_size = ", page_size, " and at most ",
+                     kMaxSlots - page_size));
+  }
+  KVFERRY_ASSIGN_OR_RETURN(PageAllocator pages,
+                           PageAllocator::Create(num_tokens / page_size + 1, /*reserved=*/1));
+  return TokenSlotAllocator(std::move(pages), page_size);
+}
+
+TokenSlotAllocator::TokenSlotAllocator(PageAllocator pages, int64_t page_size)
+    : pages_(std::move(pages)), page_size_(page_size) {}
+
+absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Allocate(int64_t num_tokens) {
+  if (num_tokens < 1 || num_tokens % page_size_ != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("slot allocator: num_tokens is ", num_tokens,
+                     " but must be a positive multiple of page_size = ", page_size_));
+  }
+  KVFERRY_ASSIGN_OR_RETURN(const PageRuns taken, pages_.Allocate(num_tokens / page_size_));
+  std::vector<int32_t> slots;
+  slots.reserve(num_tokens);
+  for (const PageRun& run : taken.runs()) {
+    AppendSlots(run.first * page_size_, run.count * page_size_, &slots);
+  }
+  return slots;
+}
+
+// ---------------------------------------------------------------- growing
+
+absl::Status TokenSlotAllocator::CheckGrowth(int64_t sequence, const Growth& growth) const {
+  const auto fault = [&](auto... words) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("slot allocator: sequence ", sequence, " of the batch: ", words...));
+  };
+  if (growth.from < 0 || growth.to < growth.from || growth.to > kMaxSlots) {
+    return fault("it cannot grow from ", growth.from, " to ", growth.to, " tokens");
+  }
+  if (growth.from == 0) return absl::OkStatus();
+  if (growth.last_slot < 0 || !pages_.IsAllocated(growth.last_slot / page_size_)) {
+    return fault("its last slot, ", growth.last_slot, ", is not allocated");
+  }
+  if (growth.last_slot % page_size_ != (growth.from - 1) % page_size_) {
+    return fault("its last slot, ", growth.last_slot, ", cannot hold token ", growth.from - 1,
+                 " with pages of ", page_size_, " tokens");
+  }
+  return absl::OkStatus();
+}
+
+int64_t TokenSlotAllocator::NewPages(const Growth& growth) const {
+  return CeilDiv(growth.to, page_size_) - CeilDiv(growth.from, page_size_);
+}
+
+void TokenSlotAllocator::Grow(const Growth& growth, std::vector<int32_t>* slots) {
+  const int64_t room = CeilDiv(growth.from, page_size_) * page_size_ - growth.from;
+  const int64_t filled = std::min(room, growth.to - growth.from);
+  AppendSlots(growth.last_slot + 1, filled, slots);
+  const int64_t new_pages = NewPages(growth);
+  if (new_pages == 0) return;
+  const absl::StatusOr<PageRuns> taken =
+      growth.from == 0 ? pages_.Allocate(new_pages)
+                       : pages_.Extend(growth.last_slot / page_size_, new_pages);
+  int64_t left = growth.to - growth.from - filled;
+  for (const PageRun& run : taken->runs()) {
+    const int64_t count = std::min(left, run.count * page_size_);
+    AppendSlots(run.first * page_size_, count, slots);
+    left -= count;
+  }
+}
+
+absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Extend(
+    std::span<const int64_t> prefix_tokens, std::span<const int64_t> tokens,
+    std::span<const int32_t> last_slots) {
+  if (prefix_tokens.size() != tokens.size() || last_slots.size() != tokens.size()) {
+    return absl::InvalidArgumentError(absl::StrCat("slot allocator: ", prefix_tokens.size(),
+                                                   " prefix_tokens, ", tokens.size(),
+                                                   " tokens and ", last_slots.size(),
+                                                   " last_slots; there must be one of each "
+                                                   "for each sequence"));
+  }
+  std::vector<Growth> batch;
+  batch.reserve(tokens.size());
+  int64_t new_pages = 0, new_tokens = 0;
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    batch.push_back({prefix_tokens[i], tokens[i], last_slots[i]});
+    KVFERRY_RETURN_IF_ERROR(CheckGrowth(static_cast<int64_t>(i), batch[i]));
+    new_pages += NewPages(batch[i]);
+    new_tokens += batch[i].to - batch[i].from;
+  }
+  if (new_pages > pages_.num_free()) {
+    return absl::ResourceExhaustedError(absl::StrCat("slot allocator: the batch needs ", new_pages,
+                                                     " pages of ", page_size_, " tokens, ",
+                                                     pages_.num_free(), " are free"));
+  }
+  std::vector<int32_t> slots;
+  slots.reserve(new_tokens);
+  for (const Growth& growth : batch) Grow(growth, &slots);
+  return slots;
+}
+
+absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Decode(
+    std::span<const int64_t> tokens, std::span<const int32_t> last_slots) {
+  std::vector<int64_t> prefix_tokens(tokens.begin(), tokens.end());
+  for (int64_t& count : prefix_tokens) {
+    if (count < 1) {
+      return absl::InvalidArgumentError(absl::StrCat("slot allocator: a sequence of ", count,
+                                                     " tokens; they count the one to be decoded"));
+    }
+    --count;
+  }
+  return Extend(prefix_tokens, tokens, last_slots);
+}
+
+// ---------------------------------------------------------------- freeing
+
+absl::StatusOr<std::vector<int64_t>> TokenSlotAllocator::PagesOf(
+    std::span<const int32_t> slots) const {
+  std::vector<int64_t> pages;
+  pages.reserve(slots.size());
+  for (const int64_t slot : slots) {
+    const int64_t page = slot / page_size_;
+    if (slot < 0 || !pages_.IsAllocated(page)) return NotAllocated(slot);
+    if (group_.contains(page)) {
+      if (page_size_ == 1) return NotAllocated(slot);
+      continue;
+    }
+    if (pages.empty() || pages.back() != page || page_size_ == 1) pages.push_back(page);
+  }
+  std::sort(pages.begin(), pages.end());
+  const auto twice = std::adjacent_find(pages.begin(), pages.end());
+  if (twice != pages.end() && page_size_ == 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("slot allocator: slot ", *twice, " is freed twice in one list"));
+  }
+  pages.erase(std::unique(twice, pages.end()), pages.end());
+  return pages;
+}
+
+absl::Status TokenSlotAllocator::Free(std::span<const int32_t> slots) {
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<int64_t> pages, PagesOf(slots));
+  if (in_group_) {
+    group_.insert(pages.begin(), pages.end());
+    return absl::OkStatus();
+  }
+  KVFERRY_ASSIGN_OR_RETURN(const PageRuns runs, PageRuns::FromPages(pages));
+  return pages_.Free(runs);
+}
+
+void TokenSlotAllocator::EndFreeGroup() {
+  in_group_ = false;
+  std::vector<int64_t> pages(group_.begin(), group_.end());
+  group_.clear();
+  std::sort(pages.begin(), pages.end());
+  // Cannot fail: each was allocated when it was noted, and nothing in between frees.
+  if (const auto runs = PageRuns::FromPages(pages); runs.ok()) pages_.Free(*runs).IgnoreError();
+}
+
+void TokenSlotAllocator::Clear() {
+  in_group_ = false;
+  group_.clear();
+  pages_.Clear();
+}
+
+}  // namespace kvferry

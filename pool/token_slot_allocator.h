@@ -1,0 +1,84 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "pool/page_allocator.h"
+
+namespace kvferry {
+
+// Hands out token slots of a paged KV cache: slot = page * page_size + place in the page. Page 0
+// (slot 0 with pages of one token) is never handed out, because engines write the rows of padded
+// tokens there. What SGLang and pymllm call TokenToKVPoolAllocator and PagedTokenToKVPoolAllocator.
+//
+// Whole pages are allocated and freed. Free pages merge and stay sorted at all times, so there is
+// no list to merge or to sort on demand. Not thread-safe.
+class TokenSlotAllocator {
+ public:
+  // num_tokens slots beside those of page 0. INVALID_ARGUMENT when page_size is below 1, num_tokens
+  // is not a positive multiple of it, or a slot would not fit an int32.
+  static absl::StatusOr<TokenSlotAllocator> Create(int64_t num_tokens, int64_t page_size);
+
+  int64_t page_size() const { return page_size_; }
+  // Tokens that can be allocated; those of an open free group cannot yet.
+  int64_t num_free() const { return pages_.num_free() * page_size_; }
+  const PageAllocator& pages() const { return pages_; }
+
+  // num_tokens slots in whole pages, page by page. INVALID_ARGUMENT unless num_tokens is a positive
+  // multiple of page_size, RESOURCE_EXHAUSTED when fewer are free; nothing changes then.
+  absl::StatusOr<std::vector<int32_t>> Allocate(int64_t num_tokens);
+
+  // More tokens for a batch of sequences in one call. Sequence i has prefix_tokens[i] tokens, the
+  // last of them at last_slots[i] (not looked at when there is none), and grows to tokens[i]. Its
+  // last page is filled first, then come whole pages, right behind the last one if they are free.
+  // Returns the new slots, sequence by sequence. No two sequences may share a page that is not
+  // full.
+  //
+  // INVALID_ARGUMENT naming the sequence when lengths do not fit each other or last_slots[i] is not
+  // an allocated slot at that place in a page; RESOURCE_EXHAUSTED naming both numbers when the
+  // batch needs more pages than are free. Nothing changes then.
+  absl::StatusOr<std::vector<int32_t>> Extend(std::span<const int64_t> prefix_tokens,
+                                              std::span<const int64_t> tokens,
+                                              std::span<const int32_t> last_slots);
+  // Extend() by one token each: tokens[i] counts the new one.
+  absl::StatusOr<std::vector<int32_t>> Decode(std::span<const int64_t> tokens,
+                                              std::span<const int32_t> last_slots);
+
+  // Frees the pages of these slots; several slots of a page count once. INVALID_ARGUMENT naming a
+  // slot when one is out of range or its page is free, or, with pages of one token, stands twice in
+  // the list; nothing changes then.
+  absl::Status Free(std::span<const int32_t> slots);
+  // From BeginFreeGroup() to EndFreeGroup() what Free() accepts is only noted, and freed at the
+  // end; slots of one page may then come in several calls. Groups do not nest: a second Begin
+  // changes nothing, an End without one neither.
+  void BeginFreeGroup() { in_group_ = true; }
+  void EndFreeGroup();
+
+  // Everything is free, and no group is open.
+  void Clear();
+
+ private:
+  TokenSlotAllocator(PageAllocator pages, int64_t page_size);
+
+  struct Growth {
+    int64_t from = 0;  // Tokens.
+    int64_t to = 0;
+    int64_t last_slot = 0;
+  };
+  absl::Status CheckGrowth(int64_t sequence, const Growth& growth) const;
+  int64_t NewPages(const Growth& growth) const;
+  // Cannot fail after CheckGrowth() and with enough free pages.
+  void Grow(const Growth& growth, std::vector<int32_t>* slots);
+  absl::StatusOr<std::vector<int64_t>> PagesOf(std::span<const int32_t> slots) const;
+
+  PageAllocator pages_;
+  int64_t page_size_;
+  bool in_group_ = false;
+  absl::flat_hash_set<int64_t> group_;  // Pages.
+};
+
+}  // namespace kvferry

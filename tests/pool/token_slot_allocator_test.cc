@@ -1,0 +1,245 @@
+#include "pool/token_slot_allocator.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <random>
+#include <set>
+
+#include "tests/support/status.h"
+
+namespace kvferry {
+namespace {
+
+using Slots = std::vector<int32_t>;
+using Counts = std::vector<int64_t>;
+
+TEST(TokenSlots, BadSizes) {
+  for (const auto& [tokens, page] :
+       std::vector<std::pair<int64_t, int64_t>>{{0, 1},
+                                                {-4, 4},
+                                                {6, 4},
+                                                {8, 0},
+                                                {8, -1},
+                                                {int64_t{1} << 31, 1},
+                                                {std::numeric_limits<int64_t>::max(), 1},
+                                                {8, std::numeric_limits<int64_t>::max()}}) {
+    EXPECT_TRUE(
+        Fails(TokenSlotAllocator::Create(tokens, page), absl::StatusCode::kInvalidArgument));
+  }
+}
+
+TEST(TokenSlots, PageZeroIsPadding) {
+  TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(8, 4));
+  EXPECT_EQ(Must(allocator.Allocate(8)), (Slots{4, 5, 6, 7, 8, 9, 10, 11}));
+  EXPECT_TRUE(Fails(allocator.Free(Slots{0}), absl::StatusCode::kInvalidArgument, "slot 0"));
+  EXPECT_TRUE(Fails(allocator.Free(Slots{3, 4}), absl::StatusCode::kInvalidArgument, "slot 3"));
+  EXPECT_EQ(allocator.num_free(), 0);
+}
+
+TEST(TokenSlots, SlotsOfAPageCountOnce) {
+  TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(16, 4));
+  ASSERT_TRUE(IsOk(allocator.Allocate(16)));
+  EXPECT_TRUE(IsOk(allocator.Free(Slots{4, 9, 5, 4, 7, 11})));
+  EXPECT_EQ(allocator.num_free(), 8);
+  EXPECT_TRUE(Fails(allocator.Free(Slots{12, 6}), absl::StatusCode::kInvalidArgument, "slot 6"));
+  EXPECT_EQ(allocator.num_free(), 8);
+}
+
+TEST(TokenSlots, SingleSlotsAreFreedOnce) {
+  TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(4, 1));
+  ASSERT_TRUE(IsOk(allocator.Allocate(4)));
+  EXPECT_TRUE(Fails(allocator.Free(Slots{1, 2, 1}), absl::StatusCode::kInvalidArgument,
+                    "slot 1 is freed twice"));
+  EXPECT_EQ(allocator.num_free(), 0);
+}
+
+TEST(TokenSlots, FreeGroups) {
+  TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(16, 4));
+  ASSERT_TRUE(IsOk(allocator.Allocate(16)));
+  allocator.EndFreeGroup();  // None is open.
+  allocator.BeginFreeGroup();
+  EXPECT_TRUE(IsOk(allocator.Free(Slots{4, 5})));
+  EXPECT_TRUE(IsOk(allocator.Free(Slots{6, 8})));  // The same page again, and another.
+  EXPECT_EQ(allocator.num_free(), 0);
+  EXPECT_TRUE(Fails(allocator.Allocate(4), absl::StatusCode::kResourceExhausted));
+  allocator.EndFreeGroup();
+  EXPECT_EQ(allocator.num_free(), 8);
+  EXPECT_TRUE(IsOk(allocator.Free(Slots{12})));  // At once again.
+  EXPECT_EQ(allocator.num_free(), 12);
+
+  TokenSlotAllocator single = Must(TokenSlotAllocator::Create(4, 1));
+  ASSERT_TRUE(IsOk(single.Allocate(2)));
+  single.BeginFreeGroup();
+  EXPECT_TRUE(IsOk(single.Free(Slots{1})));
+  EXPECT_TRUE(Fails(single.Free(Slots{2, 1}), absl::StatusCode::kInvalidArgument, "slot 1"));
+  single.Clear();
+  EXPECT_EQ(single.num_free(), 4);
+  ASSERT_TRUE(IsOk(single.Allocate(1)));
+  EXPECT_TRUE(IsOk(single.Free(Slots{1})));
+  EXPECT_EQ(single.num_free(), 4);
+}
+
+TEST(TokenSlots, ExtendFillsTheLastPageFirst) {
+  TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(40, 4));
+  // Six tokens and three: pages 1, 2 and 3.
+  const Slots prompts = Must(allocator.Extend(Counts{0, 0}, Counts{6, 3}, Slots{-1, -1}));
+  EXPECT_EQ(prompts, (Slots{4, 5, 6, 7, 8, 9, 12, 13, 14}));
+  // The first fills 10 and 11 and goes on elsewhere, because page 3 is taken; the second fills 15.
+  const Slots more = Must(allocator.Extend(Counts{6, 3}, Counts{9, 4}, Slots{9, 14}));
+  EXPECT_EQ(Slots(more.begin(), more.begin() + 2), (Slots{10, 11}));
+  EXPECT_EQ(more[2] % 4, 0);
+  EXPECT_EQ(more[3], 15);
+  // The second's next page is the one right behind it, if it is free.
+  const bool free = !allocator.pages().IsAllocated(4);
+  const Slots last = Must(allocator.Decode(Counts{5}, Slots{15}));
+  EXPECT_TRUE(!free || last == Slots{16});
+  EXPECT_EQ(Must(allocator.Extend(Counts{5}, Counts{5}, last)), Slots{});
+}
+
+TEST(TokenSlots, BadBatchesChangeNothing) {
+  TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(12, 4));
+  ASSERT_TRUE(IsOk(allocator.Extend(Counts{0}, Counts{6}, Slots{0})));  // 4..9
+  const auto kInvalid = absl::StatusCode::kInvalidArgument;
+  EXPECT_TRUE(Fails(allocator.Extend(Counts{6}, Counts{7, 8}, Slots{9}), kInvalid, "one of each"));
+  EXPECT_TRUE(Fails(allocator.Extend(Counts{6}, Counts{7}, Slots{}), kInvalid, "one of each"));
+  EXPECT_TRUE(Fails(allocator.Extend(Counts{6}, Counts{5}, Slots{9}), kInvalid, "from 6 to 5"));
+  EXPECT_TRUE(Fails(allocator.Extend(Counts{-1}, Counts{5}, Slots{9}), kInvalid));
+  EXPECT_TRUE(Fails(allocator.Extend(Counts{0, 6}, Counts{1, 7}, Slots{0, 10}), kInvalid,
+                    "sequence 1 of the batch"));
+  EXPECT_TRUE(Fails(allocator.Extend(Counts{6}, Counts{7}, Slots{13}), kInvalid, "13"));
+  EXPECT_TRUE(Fails(allocator.Extend(Counts{6}, Counts{7}, Slots{-3}), kInvalid));
+  EXPECT_TRUE(
+      Fails(allocator.Extend(Counts{0}, Counts{std::numeric_limits<int64_t>::max()}, Slots{0}),
+            kInvalid));
+  EXPECT_TRUE(Fails(allocator.Decode(Counts{0}, Slots{9}), kInvalid));
+  EXPECT_TRUE(Fails(allocator.Extend(Counts{6, 0}, Counts{9, 1}, Slots{9, 0}),
+                    absl::StatusCode::kResourceExhausted, "needs 2 pages of 4 tokens, 1 are free"));
+  EXPECT_EQ(allocator.num_free(), 4);
+}
+
+// Sequences that come, grow alone or in batches, and go, with every slot accounted for in a set.
+class Model {
+ public:
+  Model(int64_t num_tokens, int64_t page_size) : page_size_(page_size) {
+    for (int64_t page = 1; page <= num_tokens / page_size; ++page) free_pages_.insert(page);
+  }
+  int64_t num_free() const { return static_cast<int64_t>(free_pages_.size()) * page_size_; }
+
+  struct Sequence {
+    Slots slots;
+  };
+  std::vector<Sequence> live;
+
+  // Whether these are the next slots of the sequence, and nobody else's.
+  bool Grow(Sequence* sequence, std::span<const int32_t> slots) {
+    for (const int32_t slot : slots) {
+      const auto place = static_cast<int64_t>(sequence->slots.size()) % page_size_;
+      if (slot % page_size_ != place) return false;
+      if (place == 0) {
+        if (free_pages_.erase(slot / page_size_) != 1) return false;
+      } else if (slot != sequence->slots.back() + 1) {
+        return false;
+      }
+      sequence->slots.push_back(slot);
+    }
+    return true;
+  }
+  void Give(const Slots& slots) {
+    for (const int32_t slot : slots) free_pages_.insert(slot / page_size_);
+  }
+
+ private:
+  int64_t page_size_;
+  std::set<int64_t> free_pages_;
+};
+
+void RandomOperations(int64_t page_size, int operations) {
+  SCOPED_TRACE(page_size);
+  constexpr int64_t kPages = 60;
+  std::mt19937_64 random(page_size);
+  TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(kPages * page_size, page_size));
+  Model model(kPages * page_size, page_size);
+  Slots noted;  // In a free group.
+  bool in_group = false;
+  for (int operation = 0; operation < operations; ++operation) {
+    ASSERT_EQ(allocator.num_free(), model.num_free());
+    const uint64_t choice = random() % 100;
+    if (choice < 60) {  // A batch of new sequences and old ones.
+      std::vector<Model::Sequence*> batch;
+      for (Model::Sequence& one : model.live) {
+        if (random() % 2 == 0) batch.push_back(&one);
+      }
+      std::vector<Model::Sequence> fresh(random() % 2);
+      for (Model::Sequence& one : fresh) batch.push_back(&one);
+      Counts from, to;
+      Slots last;
+      int64_t new_pages = 0;
+      for (const Model::Sequence* one : batch) {
+        from.push_back(static_cast<int64_t>(one->slots.size()));
+        to.push_back(from.back() + (choice < 30 ? 1 : static_cast<int64_t>(random() % 20)));
+        last.push_back(one->slots.empty() ? -7 : one->slots.back());
+        new_pages +=
+            (to.back() + page_size - 1) / page_size - (from.back() + page_size - 1) / page_size;
+      }
+      const auto got = choice < 30 ? allocator.Decode(to, last) : allocator.Extend(from, to, last);
+      if (new_pages * page_size > model.num_free()) {
+        ASSERT_TRUE(absl::IsResourceExhausted(got.status())) << got.status();
+        continue;
+      }
+      ASSERT_TRUE(IsOk(got));
+      size_t at = 0;
+      for (size_t i = 0; i < batch.size(); ++i) {
+        const auto count = static_cast<size_t>(to[i] - from[i]);
+        ASSERT_LE(at + count, got->size());
+        ASSERT_TRUE(model.Grow(batch[i], std::span(*got).subspan(at, count)));
+        at += count;
+      }
+      ASSERT_EQ(at, got->size());
+      for (Model::Sequence& one : fresh) {
+        if (!one.slots.empty()) model.live.push_back(std::move(one));
+      }
+    } else if (choice < 70) {  // Whole pages.
+      const auto count = static_cast<int64_t>(random() % 4) * page_size + (random() % 8 == 0);
+      const auto got = allocator.Allocate(count);
+      const bool valid = count > 0 && count % page_size == 0;
+      ASSERT_EQ(got.ok(), valid && count <= model.num_free());
+      if (!got.ok()) continue;
+      Model::Sequence sequence;
+      ASSERT_TRUE(model.Grow(&sequence, *got));
+      model.live.push_back(std::move(sequence));
+    } else if (choice < 93 && !model.live.empty()) {  // One ends.
+      std::swap(model.live[random() % model.live.size()], model.live.back());
+      Slots slots = std::move(model.live.back().slots);
+      model.live.pop_back();
+      std::shuffle(slots.begin(), slots.end(), random);
+      ASSERT_TRUE(IsOk(allocator.Free(slots)));
+      if (in_group) {
+        noted.insert(noted.end(), slots.begin(), slots.end());
+      } else {
+        model.Give(slots);
+        ASSERT_TRUE(absl::IsInvalidArgument(allocator.Free(slots)));  // Twice.
+      }
+    } else if (choice < 96) {
+      allocator.BeginFreeGroup();
+      in_group = true;
+    } else if (choice < 99) {
+      allocator.EndFreeGroup();
+      in_group = false;
+      model.Give(std::exchange(noted, {}));
+    } else if (random() % 50 == 0) {
+      allocator.Clear();
+      in_group = false;
+      noted.clear();
+      model = Model(kPages * page_size, page_size);
+    }
+  }
+}
+
+TEST(TokenSlots, AMillionRandomOperationsAgainstASet) {
+  for (const int64_t page_size : {1, 4, 16, 7}) RandomOperations(page_size, 250000);
+}
+
+}  // namespace
+}  // namespace kvferry
