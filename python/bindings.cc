@@ -11,7 +11,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -26,6 +25,8 @@
 #include "pool/kv_layout.h"
 #include "pool/kv_pool.h"
 #include "pool/page_allocator.h"
+#include "python/slot_pools.h"
+#include "python/status_error.h"
 #include "transport/ticket.h"
 
 namespace nb = nanobind;
@@ -35,25 +36,6 @@ namespace kvferry {
 namespace {
 
 // ---------------------------------------------------------------- errors
-
-class StatusError : public std::runtime_error {
- public:
-  explicit StatusError(const absl::Status& status)
-      : std::runtime_error(std::string(status.message())), code_(status.code()) {}
-  absl::StatusCode code() const { return code_; }
-
- private:
-  absl::StatusCode code_;
-};
-
-void Check(const absl::Status& status) {
-  if (!status.ok()) throw StatusError(status);
-}
-template <typename T>
-T Value(absl::StatusOr<T> result) {
-  Check(result.status());
-  return std::move(result).value();
-}
 
 struct ErrorRow {
   absl::StatusCode code;
@@ -513,6 +495,7 @@ NB_MODULE(_core, module) {
   kvferry::BindConfig(module);
   kvferry::BindLayout(module);
   kvferry::BindPools(module);
+  kvferry::BindSlotPools(module);
   kvferry::BindTicket(module);
   kvferry::BindPrefill(module);
   kvferry::BindDecode(module);

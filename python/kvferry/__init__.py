@@ -17,8 +17,10 @@ from kvferry._core import (
     PageAllocator,
     PermissionDenied,
     PrefillEndpoint,
+    ReqToTokenPool,
     ResourceExhausted,
     Ticket,
+    TokenSlotAllocator,
     Unavailable,
     random_id,
 )
@@ -42,8 +44,10 @@ __all__ = [
     "PageAllocator",
     "PermissionDenied",
     "PrefillEndpoint",
+    "ReqToTokenPool",
     "ResourceExhausted",
     "Ticket",
+    "TokenSlotAllocator",
     "Unavailable",
     "random_id",
 ]
