@@ -93,6 +93,7 @@ void BindReqToTokenPool(nb::module_& module) {
                  static_cast<size_t>(self.max_context_tokens())},
                 owner);
           },
+          nb::rv_policy::reference,  // The array owns its part of the memory.
           "The table [num_requests, max_context_tokens], without a copy.");
 }
 

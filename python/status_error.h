@@ -21,7 +21,7 @@ class StatusError : public std::runtime_error {
   absl::StatusCode code_;
 };
 
-void Check(const absl::Status& status) {
+inline void Check(const absl::Status& status) {
   if (!status.ok()) throw StatusError(status);
 }
 template <typename T>
