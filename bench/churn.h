@@ -3,6 +3,7 @@
 // Requests that come, grow and go: how long a page allocator keeps its runs. Shared by
 // micro_bench.cc and tests/pool/.
 
+#include <cmath>
 #include <cstdint>
 #include <random>
 #include <utility>
@@ -37,8 +38,8 @@ inline absl::StatusOr<ChurnResult> Churn(const ChurnOptions& options) {
     int64_t steps_left;
   };
   KVFERRY_ASSIGN_OR_RETURN(PageAllocator allocator, PageAllocator::Create(options.num_pages, 0));
-  const auto keep_free =
-      static_cast<int64_t>(static_cast<double>(options.num_pages) * (1 - options.full) + 0.5);
+  const int64_t keep_free =
+      std::llround(static_cast<double>(options.num_pages) * (1 - options.full));
   std::mt19937_64 random(1);
   std::vector<Sequence> live;
   int64_t ended = 0, prompts = 0, sequences = 0;
