@@ -44,6 +44,7 @@ std::string TensorsToString(const std::vector<KvTensor>& tensors) {
   for (const KvTensor& tensor : tensors) {
     absl::StrAppend(&text, text.empty() ? "" : "+", tensor.name, "[", tensor.num_heads, " heads x ",
                     tensor.head_dim, "]");
+    if (tensor.dtype) absl::StrAppend(&text, " ", DTypeName(*tensor.dtype));
   }
   return text;
 }
@@ -102,8 +103,13 @@ absl::Status KvLayout::Validate() const {
     KVFERRY_RETURN_IF_ERROR(CheckName("tensor name", tensor.name));
     KVFERRY_RETURN_IF_ERROR(CheckCount("num_heads", tensor.num_heads, kMaxHeads));
     KVFERRY_RETURN_IF_ERROR(CheckCount("head_dim", tensor.head_dim, kMaxHeadDim));
+    const int64_t value_bytes = DTypeBytes(dtype_of(tensor));
+    if (value_bytes == 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("layout: dtype of tensor ", tensor.name, " is not a known one"));
+    }
     // The product of the maxima fits in 63 bits (20 + 16 + 20 + 2), so this cannot overflow.
-    const int64_t bytes = page_size * tensor.num_heads * tensor.head_dim * DTypeBytes(dtype);
+    const int64_t bytes = page_size * tensor.num_heads * tensor.head_dim * value_bytes;
     KVFERRY_RETURN_IF_ERROR(
         CheckCount(absl::StrCat("bytes of a page of tensor ", tensor.name), bytes, kMaxItemBytes));
   }
@@ -112,7 +118,7 @@ absl::Status KvLayout::Validate() const {
 
 int64_t KvLayout::item_bytes(int64_t tensor) const {
   const KvTensor& spec = tensors[tensor];
-  return page_size * spec.num_heads * spec.head_dim * DTypeBytes(dtype);
+  return page_size * spec.num_heads * spec.head_dim * DTypeBytes(dtype_of(spec));
 }
 
 int64_t KvLayout::layer_page_bytes() const {

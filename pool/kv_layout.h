@@ -4,6 +4,7 @@
 // moves.
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,9 +25,10 @@ absl::StatusOr<DType> ParseDType(absl::string_view name);
 // One tensor of a layer. A page of it holds [page_size, num_heads, head_dim] values (NHD) or
 // [num_heads, page_size, head_dim] (HND), or an arrangement of the engine's own of the same size.
 struct KvTensor {
-  std::string name;  // "k", "v", "kv" (fused) or "latent" (MLA).
+  std::string name;  // "k", "v", "kv" (fused), "latent" (MLA), "label", "index_k", ...
   int64_t num_heads = 0;
   int64_t head_dim = 0;
+  std::optional<DType> dtype = std::nullopt;  // The layout's, unless it is set.
 
   bool operator==(const KvTensor&) const = default;
 };
@@ -55,6 +57,7 @@ struct KvLayout {
   absl::Status Validate() const;
 
   // The rest need a valid layout.
+  DType dtype_of(const KvTensor& tensor) const { return tensor.dtype.value_or(dtype); }
   int64_t num_tensors() const { return static_cast<int64_t>(tensors.size()); }
   int64_t num_buffers() const { return num_layers * num_tensors(); }
   // Bytes of one page of tensors[tensor].

@@ -48,6 +48,21 @@ TEST(Layouts, TensorsOfDifferentSizes) {
   EXPECT_EQ(layout.page_bytes(), 400);
 }
 
+TEST(Layouts, ATensorMayHaveItsOwnDtype) {
+  KvLayout layout = KvLayout::Mla(2, 4, 16, DType::kBFloat16);
+  layout.tensors.push_back({"index_scale", 1, 1, DType::kFloat32});
+  EXPECT_TRUE(IsOk(layout.Validate()));
+  EXPECT_EQ(layout.item_bytes(0), 4 * 16 * 2);
+  EXPECT_EQ(layout.item_bytes(1), 4 * 4);
+  KvLayout other = layout;
+  other.tensors[1].dtype = std::nullopt;
+  EXPECT_EQ(layout.FirstDifference(other),
+            "tensors: latent[1 heads x 16]+index_scale[1 heads x 1] float32 here, "
+            "latent[1 heads x 16]+index_scale[1 heads x 1] there");
+  layout.tensors[1].dtype = static_cast<DType>(200);
+  EXPECT_TRUE(Fails(layout.Validate(), absl::StatusCode::kInvalidArgument, "index_scale"));
+}
+
 using Change = std::function<void(KvLayout&)>;
 
 TEST(Layouts, ValidateNamesTheField) {

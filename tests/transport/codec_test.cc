@@ -150,6 +150,16 @@ TEST(Codec, RunsThatCannotBe) {
   EXPECT_TRUE(Fails(with_runs({0, UINT64_MAX}), absl::StatusCode::kInvalidArgument));
 }
 
+TEST(Codec, TensorsOfTheirOwnDtype) {
+  HelloMsg hello = std::get<HelloMsg>(SampleMessages()[0].second.body);
+  hello.layout.tensors = {{"index_k", 1, 128, DType::kFloat8E4M3},
+                          {"index_scale", 1, 1, DType::kFloat32},
+                          {"latent", 1, 576}};
+  const absl::StatusOr<Message> decoded = Decode(EncodeMessage({1, 0, hello}));
+  ASSERT_TRUE(IsOk(decoded));
+  EXPECT_EQ(std::get<HelloMsg>(decoded->body).layout, hello.layout);
+}
+
 TEST(Codec, LayoutsThatCannotBe) {
   const auto with = [](void (*change)(HelloMsg&)) {
     HelloMsg hello = std::get<HelloMsg>(SampleMessages()[0].second.body);

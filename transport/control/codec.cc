@@ -55,10 +55,13 @@ void PackLayout(Writer& writer, const KvLayout& layout) {
   writer.Key("tensors");
   writer.packer.pack_array(static_cast<uint32_t>(layout.tensors.size()));
   for (const KvTensor& tensor : layout.tensors) {
-    writer.packer.pack_map(3);
+    writer.packer.pack_map(tensor.dtype ? 4 : 3);
     writer.Text("name", tensor.name, KvLayout::kMaxNameBytes);
     writer.Uint("heads", tensor.num_heads);
     writer.Uint("dim", tensor.head_dim);
+    if (tensor.dtype) {
+      writer.Text("dtype", std::string(DTypeName(*tensor.dtype)), KvLayout::kMaxNameBytes);
+    }
   }
 }
 
@@ -187,6 +190,7 @@ class Reader {
     return {value->via.array.ptr, value->via.array.size};
   }
   const Object* Map(std::string_view key) { return Find(key, msgpack::type::MAP); }
+  bool Has(std::string_view key) const { return keys_.contains(key); }
 
   void Fail(absl::string_view what) {
     if (status_.ok())
@@ -216,6 +220,23 @@ class Reader {
   absl::Status status_;
 };
 
+DType ReadDType(Reader& reader) {
+  const std::string name = reader.Text("dtype", KvLayout::kMaxNameBytes);
+  const absl::StatusOr<DType> dtype = ParseDType(name);
+  if (dtype.ok()) return *dtype;
+  reader.Fail(dtype.status().message());
+  return DType::kUint8;
+}
+
+KvTensor ReadTensor(Reader& reader) {
+  KvTensor tensor;
+  tensor.name = reader.Text("name", KvLayout::kMaxNameBytes);
+  tensor.num_heads = reader.Int("heads", 1, KvLayout::kMaxHeads);
+  tensor.head_dim = reader.Int("dim", 1, KvLayout::kMaxHeadDim);
+  if (reader.Has("dtype")) tensor.dtype = ReadDType(reader);
+  return tensor;
+}
+
 KvLayout ReadLayout(Reader& reader) {
   KvLayout layout;
   const Object* map = reader.Map("layout");
@@ -223,25 +244,17 @@ KvLayout ReadLayout(Reader& reader) {
   Reader fields(*map);
   layout.num_layers = fields.Int("layers", 1, KvLayout::kMaxLayers);
   layout.page_size = fields.Int("page_size", 1, KvLayout::kMaxPageSize);
-  const std::string dtype = fields.Text("dtype", KvLayout::kMaxNameBytes);
+  layout.dtype = ReadDType(fields);
   layout.page_format = fields.Text("format", KvLayout::kMaxNameBytes);
   for (const Object& entry : fields.Array("tensors", KvLayout::kMaxTensors)) {
     Reader tensor(entry);
-    layout.tensors.push_back({tensor.Text("name", KvLayout::kMaxNameBytes),
-                              tensor.Int("heads", 1, KvLayout::kMaxHeads),
-                              tensor.Int("dim", 1, KvLayout::kMaxHeadDim)});
+    layout.tensors.push_back(ReadTensor(tensor));
     if (!tensor.status().ok()) fields.Fail(tensor.status().message());
   }
   if (!fields.status().ok()) {
     reader.Fail(fields.status().message());
     return layout;
   }
-  const absl::StatusOr<DType> parsed = ParseDType(dtype);
-  if (!parsed.ok()) {
-    reader.Fail(parsed.status().message());
-    return layout;
-  }
-  layout.dtype = *parsed;
   if (const absl::Status valid = layout.Validate(); !valid.ok()) reader.Fail(valid.message());
   return layout;
 }
