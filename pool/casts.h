@@ -1,0 +1,30 @@
+#pragma once
+
+// Conversion of rows of numbers between the dtypes of KV caches.
+
+#include <cstddef>
+#include <cstdint>
+
+#include "pool/kv_layout.h"
+
+namespace kvferry {
+
+// out[i] = in[i] * multiply / divide for i in [0, n), computed in float32 and rounded once, to the
+// nearest and ties to even. The fp8 formats saturate at their largest finite value, infinities too,
+// as engines' KV caches do; float16 and bfloat16 overflow to infinity. NaN stays NaN. `in` and
+// `out` need no alignment and must not overlap.
+using CastFn = void (*)(const std::byte* in, std::byte* out, int64_t n, float multiply,
+                        float divide);
+
+enum class CpuKernels : uint8_t { kPortable, kAvx512 };
+
+// What this machine can run, and this build holds.
+bool CanRun(CpuKernels kernels);
+// The fastest of them. BM_Cast of bench/micro_bench.cc compares them.
+CpuKernels BestCpuKernels();
+
+// nullptr when one of the dtypes holds no numbers (uint8: bytes of somebody's own). CanRun(kernels)
+// must be true.
+CastFn CastBetween(DType from, DType to, CpuKernels kernels = BestCpuKernels());
+
+}  // namespace kvferry

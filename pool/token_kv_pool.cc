@@ -1,0 +1,255 @@
+#include "pool/token_kv_pool.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/status.h"
+#include "pool/token_copy.h"
+
+namespace kvferry {
+namespace {
+
+absl::Status CheckTokens(const KvLayout& layout, int64_t num_tokens) {
+  // Slots are int32 everywhere; so is the last one of the padding page and all others.
+  const int64_t max_tokens = (int64_t{INT32_MAX} / layout.page_size - 1) * layout.page_size;
+  if (num_tokens >= 1 && num_tokens <= max_tokens && num_tokens % layout.page_size == 0) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "token pool: num_tokens is ", num_tokens, " but must be a multiple of page_size ",
+      layout.page_size, " in [", layout.page_size, ", ", max_tokens, "]"));
+}
+
+absl::Status CheckValueDim(const KvLayout& layout, int64_t value_dim) {
+  const bool latent = layout.tensors[0].name == "latent";
+  const int64_t max_dim = latent ? layout.tensors[0].head_dim : 0;
+  if (value_dim >= 0 && value_dim <= max_dim) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("token pool: latent_value_dim is ", value_dim,
+                                                 " but must lie in [0, ", max_dim, "] for ",
+                                                 layout.ToString()));
+}
+
+void RunAll(const std::vector<TokenCopy>& copies) {
+  for (const TokenCopy& copy : copies) copy.Run();
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<TokenKvPool>> TokenKvPool::Create(const KvLayout& layout,
+                                                                 int64_t num_tokens,
+                                                                 int64_t latent_value_dim) {
+  KVFERRY_RETURN_IF_ERROR(layout.Validate());
+  KVFERRY_RETURN_IF_ERROR(CheckTokens(layout, num_tokens));
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<KvPool> pool,
+                           KvPool::Create(layout, num_tokens / layout.page_size + 1));
+  return Over(std::move(pool), latent_value_dim);
+}
+
+absl::StatusOr<std::shared_ptr<TokenKvPool>> TokenKvPool::Over(std::shared_ptr<KvPool> pool,
+                                                               int64_t latent_value_dim) {
+  const KvLayout& layout = pool->layout();
+  KVFERRY_RETURN_IF_ERROR(CheckTokens(layout, (pool->num_pages() - 1) * layout.page_size));
+  KVFERRY_RETURN_IF_ERROR(CheckValueDim(layout, latent_value_dim));
+  std::vector<TokenView> views;
+  for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
+    for (int64_t layer = 0; layer < layout.num_layers; ++layer) {
+      KVFERRY_ASSIGN_OR_RETURN(const TokenView view, TokenView::Of(*pool, layer, tensor));
+      views.push_back(view);
+    }
+  }
+  return std::shared_ptr<TokenKvPool>(
+      new TokenKvPool(std::move(pool), std::move(views), latent_value_dim));
+}
+
+TokenKvPool::TokenKvPool(std::shared_ptr<KvPool> pool, std::vector<TokenView> views,
+                         int64_t latent_value_dim)
+    : pool_(std::move(pool)),
+      views_(std::move(views)),
+      latent_value_dim_(latent_value_dim),
+      layers_(pool_->layout().num_layers) {}
+
+int64_t TokenKvPool::tensor_bytes(int64_t tensor) const {
+  return layout().num_layers * pool_->buffer(0, tensor).bytes;
+}
+
+// ---------------------------------------------------------------- keys and values
+
+absl::Status TokenKvPool::CheckLayer(int64_t layer) const {
+  if (layer >= 0 && layer < layout().num_layers) return absl::OkStatus();
+  return absl::OutOfRangeError(
+      absl::StrCat("token pool: layer ", layer, " is not in [0, ", layout().num_layers, ")"));
+}
+
+TokenView TokenKvPool::KeyView(int64_t layer) const {
+  const TokenView first = view(layer, 0);
+  return layout().tensors[0].name == "kv" ? first.Slice(0, first.head_dim / 2) : first;
+}
+
+TokenView TokenKvPool::ValueView(int64_t layer) const {
+  const TokenView first = view(layer, 0);
+  const std::string& name = layout().tensors[0].name;
+  if (name == "kv") return first.Slice(first.head_dim / 2, first.head_dim / 2);
+  if (name == "latent") {
+    return first.Slice(0, latent_value_dim_ == 0 ? first.head_dim : latent_value_dim_);
+  }
+  return layout().num_tensors() > 1 ? view(layer, 1) : first;
+}
+
+absl::StatusOr<TokenView> TokenKvPool::Key(int64_t layer, Deadline deadline) {
+  KVFERRY_RETURN_IF_ERROR(layers_.WaitFor(layer, deadline));
+  return KeyView(layer);
+}
+
+absl::StatusOr<TokenView> TokenKvPool::Value(int64_t layer, Deadline deadline) {
+  KVFERRY_RETURN_IF_ERROR(layers_.WaitFor(layer, deadline));
+  return ValueView(layer);
+}
+
+std::vector<TokenView> TokenKvPool::Parts(int64_t layer) const {
+  std::vector<TokenView> parts;
+  int64_t next = 0;
+  if (layout().tensors[0].name == "kv") {
+    parts = {KeyView(layer), ValueView(layer)};
+    next = 1;
+  }
+  for (; next < layout().num_tensors(); ++next) parts.push_back(view(layer, next));
+  return parts;
+}
+
+absl::Status TokenKvPool::Set(int64_t layer, std::span<const int32_t> slots,
+                              std::span<const TokenView> rows, std::span<const float> scales) {
+  KVFERRY_RETURN_IF_ERROR(CheckLayer(layer));
+  std::vector<TokenView> parts = Parts(layer);
+  if (rows.size() != parts.size() || (!scales.empty() && scales.size() != parts.size())) {
+    return absl::InvalidArgumentError(absl::StrCat("token pool: ", rows.size(), " tensors and ",
+                                                   scales.size(), " scales given, but a layer has ",
+                                                   parts.size(), " parts"));
+  }
+  std::vector<TokenCopy> copies;
+  for (size_t part = 0; part < parts.size(); ++part) {
+    if (!scales.empty()) parts[part].scale = scales[part];
+    KVFERRY_ASSIGN_OR_RETURN(const TokenCopy copy,
+                             TokenCopy::PlanScatter(rows[part], parts[part], slots));
+    copies.push_back(copy);
+  }
+  RunAll(copies);
+  return absl::OkStatus();
+}
+
+// ---------------------------------------------------------------- flat data
+
+int64_t TokenKvPool::layer_flat_bytes(int64_t num_slots) const {
+  return num_slots * (layout().layer_page_bytes() / layout().page_size);
+}
+
+int64_t TokenKvPool::flat_bytes(int64_t num_slots) const {
+  return layout().num_layers * layer_flat_bytes(num_slots);
+}
+
+absl::StatusOr<std::vector<TokenView>> TokenKvPool::FlatViews(
+    int64_t first_layer, int64_t num_layers, int64_t num_slots,
+    std::span<const std::byte> flat) const {
+  const int64_t want = num_layers * layer_flat_bytes(num_slots);
+  if (static_cast<int64_t>(flat.size()) != want) {
+    return absl::InvalidArgumentError(absl::StrCat("token pool: flat data of ", flat.size(),
+                                                   " bytes, but ", num_slots, " slots of ",
+                                                   num_layers, " layers have ", want));
+  }
+  std::vector<TokenView> views;
+  auto* next = const_cast<std::byte*>(flat.data());  // Written to only when it came as writable.
+  for (int64_t tensor = 0; tensor < layout().num_tensors(); ++tensor) {
+    for (int64_t layer = first_layer; layer < first_layer + num_layers; ++layer) {
+      const TokenView rows = view(layer, tensor);
+      views.push_back(
+          TokenView::Packed(next, rows.dtype, num_slots, rows.num_heads, rows.head_dim));
+      next += num_slots * rows.row_bytes();
+    }
+  }
+  return views;
+}
+
+absl::Status TokenKvPool::CopyFlat(int64_t first_layer, int64_t num_layers,
+                                   std::span<const int32_t> slots, std::span<const std::byte> flat,
+                                   bool read) const {
+  KVFERRY_ASSIGN_OR_RETURN(
+      const std::vector<TokenView> packed,
+      FlatViews(first_layer, num_layers, static_cast<int64_t>(slots.size()), flat));
+  std::vector<TokenCopy> copies;
+  for (size_t i = 0; i < packed.size(); ++i) {
+    const int64_t index = static_cast<int64_t>(i);
+    const TokenView rows = view(first_layer + index % num_layers, index / num_layers);
+    KVFERRY_ASSIGN_OR_RETURN(const TokenCopy copy,
+                             read ? TokenCopy::PlanGather(rows, slots, packed[i])
+                                  : TokenCopy::PlanScatter(packed[i], rows, slots));
+    copies.push_back(copy);
+  }
+  RunAll(copies);
+  return absl::OkStatus();
+}
+
+absl::Status TokenKvPool::ReadFlat(std::span<const int32_t> slots,
+                                   std::span<std::byte> flat) const {
+  return CopyFlat(0, layout().num_layers, slots, flat, true);
+}
+
+absl::Status TokenKvPool::WriteFlat(std::span<const int32_t> slots,
+                                    std::span<const std::byte> flat) {
+  return CopyFlat(0, layout().num_layers, slots, flat, false);
+}
+
+absl::Status TokenKvPool::ReadFlatLayer(int64_t layer, std::span<const int32_t> slots,
+                                        std::span<std::byte> flat) const {
+  KVFERRY_RETURN_IF_ERROR(CheckLayer(layer));
+  return CopyFlat(layer, 1, slots, flat, true);
+}
+
+absl::Status TokenKvPool::WriteFlatLayer(int64_t layer, std::span<const int32_t> slots,
+                                         std::span<const std::byte> flat) {
+  KVFERRY_RETURN_IF_ERROR(CheckLayer(layer));
+  return CopyFlat(layer, 1, slots, flat, false);
+}
+
+// ---------------------------------------------------------------- between pools
+
+absl::Status TokenKvPool::CheckSameTensors(const TokenKvPool& other) const {
+  const KvLayout& theirs = other.layout();
+  bool same =
+      layout().num_layers == theirs.num_layers && layout().num_tensors() == theirs.num_tensors();
+  for (size_t i = 0; same && i < theirs.tensors.size(); ++i) {
+    same = layout().tensors[i].name == theirs.tensors[i].name;
+  }
+  if (same) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("token pool: cannot copy from ", theirs.ToString(),
+                                                 " to ", layout().ToString()));
+}
+
+absl::Status TokenKvPool::CopyLayersFrom(const TokenKvPool& from, int64_t first_layer,
+                                         int64_t num_layers, std::span<const int32_t> from_slots,
+                                         std::span<const int32_t> to_slots) {
+  KVFERRY_RETURN_IF_ERROR(CheckSameTensors(from));
+  std::vector<TokenCopy> copies;
+  for (int64_t tensor = 0; tensor < layout().num_tensors(); ++tensor) {
+    for (int64_t layer = first_layer; layer < first_layer + num_layers; ++layer) {
+      KVFERRY_ASSIGN_OR_RETURN(
+          const TokenCopy copy,
+          TokenCopy::Plan(from.view(layer, tensor), from_slots, view(layer, tensor), to_slots));
+      copies.push_back(copy);
+    }
+  }
+  RunAll(copies);
+  return absl::OkStatus();
+}
+
+absl::Status TokenKvPool::CopyLayerFrom(const TokenKvPool& from, int64_t layer,
+                                        std::span<const int32_t> from_slots,
+                                        std::span<const int32_t> to_slots) {
+  KVFERRY_RETURN_IF_ERROR(CheckLayer(layer));
+  return CopyLayersFrom(from, layer, 1, from_slots, to_slots);
+}
+
+absl::Status TokenKvPool::CopyFrom(const TokenKvPool& from, std::span<const int32_t> from_slots,
+                                   std::span<const int32_t> to_slots) {
+  return CopyLayersFrom(from, 0, layout().num_layers, from_slots, to_slots);
+}
+
+}  // namespace kvferry

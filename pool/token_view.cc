@@ -1,0 +1,56 @@
+#include "pool/token_view.h"
+
+#include "absl/strings/str_cat.h"
+
+namespace kvferry {
+
+TokenView TokenView::Packed(std::byte* data, DType dtype, int64_t num_slots, int64_t num_heads,
+                            int64_t head_dim) {
+  const int64_t value_bytes = DTypeBytes(dtype);
+  const int64_t row_bytes = num_heads * head_dim * value_bytes;
+  return {.data = data,
+          .dtype = dtype,
+          .num_slots = num_slots,
+          .page_size = 1,
+          .num_heads = num_heads,
+          .head_dim = head_dim,
+          .page_stride = row_bytes,
+          .token_stride = row_bytes,
+          .head_stride = head_dim * value_bytes,
+          .value_stride = value_bytes};
+}
+
+absl::StatusOr<TokenView> TokenView::Of(const KvPool& pool, int64_t layer, int64_t tensor) {
+  const KvLayout& layout = pool.layout();
+  if (layer < 0 || layer >= layout.num_layers || tensor < 0 || tensor >= layout.num_tensors()) {
+    return absl::OutOfRangeError(absl::StrCat("token view: layer ", layer, ", tensor ", tensor,
+                                              " but the pool has ", layout.num_layers,
+                                              " layers of ", layout.num_tensors(), " tensors"));
+  }
+  const bool nhd = layout.page_format == "NHD";
+  if (!nhd && layout.page_format != "HND") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("token view: page_format '", layout.page_format,
+                     "' is an engine's own; tokens can be found in NHD and HND only"));
+  }
+  const BufferInfo& buffer = pool.buffer(layer, tensor);
+  const KvTensor& spec = layout.tensors[tensor];
+  TokenView view = Packed(buffer.address, layout.dtype_of(spec),
+                          pool.num_pages() * layout.page_size, spec.num_heads, spec.head_dim);
+  view.page_size = layout.page_size;
+  view.page_stride = buffer.item_bytes;
+  if (!nhd && layout.page_size > 1) {
+    view.token_stride = view.head_bytes();
+    view.head_stride = layout.page_size * view.head_bytes();
+  }
+  return view;
+}
+
+TokenView TokenView::Slice(int64_t first, int64_t count) const {
+  TokenView part = *this;
+  part.data += first * value_stride;
+  part.head_dim = count;
+  return part;
+}
+
+}  // namespace kvferry

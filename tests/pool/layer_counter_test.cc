@@ -1,0 +1,80 @@
+#include "pool/layer_counter.h"
+
+#include <gtest/gtest.h>
+
+#include <thread>
+#include <vector>
+
+#include "tests/support/status.h"
+#include "tests/support/wait_for.h"
+
+namespace kvferry {
+namespace {
+
+Deadline Now() { return Clock::now(); }
+
+TEST(LayerCounters, EveryLayerIsReadyBetweenLoads) {
+  LayerCounter counter(3);
+  EXPECT_TRUE(IsOk(counter.WaitFor(2, Now())));
+  ASSERT_TRUE(IsOk(counter.Begin()));
+  EXPECT_TRUE(
+      Fails(counter.WaitFor(0, Now()), absl::StatusCode::kDeadlineExceeded, "layer 0", "0 of 3"));
+  EXPECT_TRUE(Fails(counter.Begin(), absl::StatusCode::kFailedPrecondition, "under way"));
+  ASSERT_TRUE(IsOk(counter.Ready(2)));
+  ASSERT_TRUE(IsOk(counter.Ready(1)));  // Late news changes nothing.
+  EXPECT_EQ(counter.ready(), 2);
+  EXPECT_TRUE(IsOk(counter.WaitFor(1, Now())));
+  EXPECT_FALSE(counter.WaitFor(2, Now()).ok());
+  ASSERT_TRUE(IsOk(counter.Ready(3)));
+  EXPECT_TRUE(IsOk(counter.WaitFor(2, Now())));
+  EXPECT_TRUE(IsOk(counter.Begin()));
+}
+
+TEST(LayerCounters, LayersThatDoNotExist) {
+  LayerCounter counter(3);
+  constexpr auto kRange = absl::StatusCode::kOutOfRange;
+  EXPECT_TRUE(Fails(counter.WaitFor(3, Now()), kRange, "layer 3", "there are 3"));
+  EXPECT_TRUE(Fails(counter.WaitFor(-1, Now()), kRange, "layer -1"));
+  EXPECT_TRUE(Fails(counter.Ready(4), kRange, "4 layers"));
+  EXPECT_TRUE(Fails(counter.Ready(-1), kRange, "-1 layers"));
+}
+
+TEST(LayerCounters, AFailedLoadWakesItsWaiters) {
+  LayerCounter counter(2);
+  ASSERT_TRUE(IsOk(counter.Begin()));
+  absl::Status seen;
+  std::thread waiter([&] { seen = counter.WaitFor(1, Soon()); });
+  ASSERT_TRUE(IsOk(counter.Ready(1)));
+  counter.Fail(absl::UnavailableError("the host is gone"));
+  waiter.join();
+  EXPECT_TRUE(Fails(seen, absl::StatusCode::kUnavailable, "the host is gone"));
+  EXPECT_TRUE(IsOk(counter.WaitFor(0, Now())));  // What had come before stays.
+  EXPECT_FALSE(counter.WaitFor(1, Now()).ok());
+  ASSERT_TRUE(IsOk(counter.Begin()));
+  EXPECT_TRUE(Fails(counter.WaitFor(0, Now()), absl::StatusCode::kDeadlineExceeded));
+}
+
+// A reader computes with each layer as soon as it is there, and never sooner.
+TEST(LayerCounters, ReadersFollowTheLoader) {
+  constexpr int64_t kLayers = 64;
+  LayerCounter counter(kLayers);
+  for (int load = 1; load <= 200; ++load) {
+    std::vector<int> layers(kLayers, 0);
+    ASSERT_TRUE(IsOk(counter.Begin()));
+    int64_t wrong = 0;
+    std::thread reader([&] {
+      for (int64_t layer = 0; layer < kLayers; ++layer) {
+        if (!counter.WaitFor(layer, Soon()).ok() || layers[layer] != load) ++wrong;
+      }
+    });
+    for (int64_t layer = 0; layer < kLayers; ++layer) {
+      layers[layer] = load;
+      EXPECT_TRUE(IsOk(counter.Ready(layer + 1)));
+    }
+    reader.join();
+    ASSERT_EQ(wrong, 0);
+  }
+}
+
+}  // namespace
+}  // namespace kvferry
