@@ -1,0 +1,283 @@
+#include "pool/host_kv_pool.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <random>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "tests/support/status.h"
+#include "tests/support/wait_for.h"
+
+namespace kvferry {
+namespace {
+
+constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+constexpr auto kExhausted = absl::StatusCode::kResourceExhausted;
+constexpr auto kWrongState = absl::StatusCode::kFailedPrecondition;
+using State = HostSlotState;
+using Slots = std::vector<int32_t>;
+
+std::shared_ptr<TokenKvPool> Device(int64_t tokens = 16, int64_t page_size = 4) {
+  return Must(TokenKvPool::Create(KvLayout::Mha(3, page_size, 2, 4, DType::kFloat32), tokens));
+}
+
+std::unique_ptr<HostKvPool> Host(const std::shared_ptr<TokenKvPool>& device, double ratio = 2) {
+  return Must(HostKvPool::Create(device, {.ratio_to_device = ratio}, 0));
+}
+
+// What each call needs and leads to: the header's table, written down again.
+struct Call {
+  absl::Status (HostKvPool::*call)(std::span<const int32_t>);
+  std::set<State> from;
+  State to;
+};
+const std::vector<Call>& Calls() {
+  static const std::vector<Call> calls = {
+      {&HostKvPool::ProtectWrite, {State::kReserved}, State::kProtected},
+      {&HostKvPool::ProtectLoad, {State::kBackup}, State::kProtected},
+      {&HostKvPool::CompleteIo, {State::kProtected}, State::kSynced},
+      {&HostKvPool::MarkBackup, {State::kSynced}, State::kBackup},
+      {&HostKvPool::MarkSynced, {State::kBackup}, State::kSynced},
+      {&HostKvPool::Free, {State::kReserved, State::kSynced, State::kBackup}, State::kIdle},
+  };
+  return calls;
+}
+
+class HostModel : public testing::TestWithParam<int64_t> {
+ protected:
+  int64_t Upto(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
+
+  // Whole pages, mostly of one state so that calls succeed often; sometimes any slots at all.
+  Slots Some() {
+    const int64_t page_size = GetParam(), pages = pool_->num_tokens() / page_size;
+    Slots slots;
+    const State wanted = static_cast<State>(Upto(5));
+    for (int64_t i = Upto(4); i >= 0; --i) {
+      const int64_t page = 1 + Upto(pages);
+      if (model_[page * page_size] != wanted && Upto(50) > 0) continue;
+      for (int64_t s = 0; s < page_size; ++s) {
+        slots.push_back(static_cast<int32_t>(page * page_size + s));
+      }
+    }
+    if (Upto(30) == 0) slots.push_back(static_cast<int32_t>(Upto(pages * page_size + 20) - 5));
+    if (Upto(30) == 0 && !slots.empty()) slots.pop_back();
+    return slots;
+  }
+
+  bool Allowed(const Call& call, const Slots& slots) {
+    const int64_t page_size = GetParam();
+    const bool frees = call.to == State::kIdle;
+    std::set<int32_t> distinct(slots.begin(), slots.end());
+    if (distinct.size() != slots.size()) return false;
+    for (const int32_t slot : slots) {
+      if (slot < 0 || slot >= pool_->num_tokens() + page_size) return false;
+      if (!call.from.contains(model_[slot])) return false;
+      for (int64_t s = 0; frees && s < page_size; ++s) {
+        if (!distinct.contains(static_cast<int32_t>(slot / page_size * page_size + s)))
+          return false;
+      }
+    }
+    return true;
+  }
+
+  void RandomCall() {
+    const Call& call = Calls()[static_cast<size_t>(Upto(static_cast<int64_t>(Calls().size())))];
+    const Slots slots = Some();
+    const bool allowed = Allowed(call, slots);
+    const absl::Status status = (pool_.get()->*call.call)(slots);
+    ASSERT_EQ(status.ok(), allowed) << status.ToString();
+    if (!allowed) return;
+    for (const int32_t slot : slots) model_[slot] = call.to;
+  }
+
+  void RandomAllocation() {
+    const int64_t tokens = GetParam() * (1 + Upto(4));
+    const int64_t free_tokens = pool_->num_free();
+    const absl::StatusOr<Slots> slots = pool_->Allocate(tokens);
+    ASSERT_EQ(slots.ok(), tokens <= free_tokens);
+    if (!slots.ok()) return;
+    for (const int32_t slot : *slots) {
+      ASSERT_EQ(model_[slot], State::kIdle);
+      model_[slot] = State::kReserved;
+    }
+  }
+
+  std::unique_ptr<HostKvPool> pool_ = Host(Device(16 * GetParam(), GetParam()));
+  std::map<int32_t, State> model_;
+  std::mt19937_64 random_{3};
+};
+
+TEST_P(HostModel, StatesAgreeWithTheTable) {
+  int64_t touched = 0;
+  for (int i = 0; touched < 600000; ++i) {
+    if (Upto(4) == 0) {
+      RandomAllocation();
+    } else {
+      RandomCall();
+    }
+    if (HasFatalFailure()) return;
+    touched += 2;
+    if (i % 64 != 0) continue;
+    int64_t idle = 0;
+    for (int32_t slot = static_cast<int32_t>(GetParam()); slot < pool_->num_tokens() + GetParam();
+         ++slot) {
+      ASSERT_EQ(Must(pool_->StateOf(Slots{slot})), model_[slot]);
+      idle += model_[slot] == State::kIdle ? 1 : 0;
+      ++touched;
+    }
+    ASSERT_EQ(pool_->num_free(), idle);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(PageSizes, HostModel, testing::Values(1, 4));
+
+TEST(HostPools, Sizes) {
+  const auto device = Device(16, 4);
+  const int64_t token_bytes = 3 * 2 * 2 * 4 * 4;
+  const auto by_ratio = Host(device, 2.7);
+  EXPECT_EQ(by_ratio->num_tokens(), 40);  // 43.2, in whole pages.
+  EXPECT_EQ(by_ratio->bytes_per_token(), token_bytes);
+  const auto by_bytes = Must(HostKvPool::Create(device, {.bytes = 9 * token_bytes + 5}, 0));
+  EXPECT_EQ(by_bytes->num_tokens(), 8);
+  // An MLA token counts in every layer.
+  const auto mla = Must(TokenKvPool::Create(KvLayout::Mla(61, 1, 576, DType::kBFloat16), 4));
+  EXPECT_EQ(Host(mla)->bytes_per_token(), 61 * 576 * 2);
+}
+
+TEST(HostPools, SizesThatCannotBe) {
+  const auto device = Device();
+  const auto create = [&](HostKvPool::Size size, int64_t keep_free = 0) {
+    return HostKvPool::Create(device, size, keep_free).status();
+  };
+  EXPECT_TRUE(Fails(create({}), kInvalid, "give one of them"));
+  EXPECT_TRUE(Fails(create({.ratio_to_device = 1, .bytes = 1000}), kInvalid, "give one of them"));
+  EXPECT_TRUE(Fails(create({.ratio_to_device = -1}), kInvalid, "ratio_to_device -1"));
+  EXPECT_TRUE(Fails(create({.ratio_to_device = 0.1}), kInvalid, "a page (4)"));
+  EXPECT_TRUE(Fails(create({.ratio_to_device = 1e300}), kInvalid, "2147483647"));
+  EXPECT_TRUE(Fails(create({.ratio_to_device = std::nan("")}), kInvalid, "nan"));
+  EXPECT_TRUE(Fails(create({.bytes = -5}), kInvalid, "-5 bytes"));
+  EXPECT_TRUE(Fails(create({.bytes = INT64_MAX}), kInvalid, "2147483647"));
+  // The last of the host's memory stays with the host.
+  const int64_t available = Must(AvailableHostBytes());
+  EXPECT_TRUE(Fails(create({.ratio_to_device = 1}, available + (int64_t{1} << 40)), kExhausted,
+                    "are left to others"));
+}
+
+TEST(HostPools, ErrorsNameSlotAndStates) {
+  const auto pool = Host(Device());
+  const Slots slots = Must(pool->Allocate(8));
+  EXPECT_TRUE(Fails(pool->ProtectLoad(slots), kWrongState, "ProtectLoad: slot 4 is reserved",
+                    "must be backup"));
+  ASSERT_TRUE(IsOk(pool->ProtectWrite(slots)));
+  EXPECT_TRUE(Fails(pool->Free(slots), kWrongState, "slot 4 is protected",
+                    "must be reserved or synced or backup"));
+  EXPECT_TRUE(Fails(pool->Clear(), kWrongState, "8 slots are protected"));
+  EXPECT_TRUE(Fails(pool->CompleteIo(Slots{4, 5, 4}), kInvalid, "slot 4 stands twice"));
+  EXPECT_TRUE(Fails(pool->CompleteIo(Slots{36}), absl::StatusCode::kOutOfRange, "slot 36"));
+  ASSERT_TRUE(IsOk(pool->CompleteIo(Slots{4, 5, 6, 7})));
+  EXPECT_TRUE(Fails(pool->StateOf(slots), kInvalid, "slot 4 is synced but slot 8 is protected"));
+  EXPECT_TRUE(Fails(pool->StateOf(Slots{}), kInvalid, "no slots"));
+  EXPECT_TRUE(Fails(pool->Free(Slots{4, 5, 6}), kInvalid, "3 slots of 1 pages"));
+  EXPECT_TRUE(Fails(pool->ProtectWrite(Slots{0}), kWrongState, "slot 0 is idle"));
+  EXPECT_TRUE(Fails(pool->Allocate(64), kExhausted));
+  ASSERT_TRUE(IsOk(pool->CompleteIo(Slots{8, 9, 10, 11})));
+  ASSERT_TRUE(IsOk(pool->Clear()));
+  EXPECT_EQ(pool->num_free(), 32);
+}
+
+Slots Iota(int32_t first, int32_t count) {
+  Slots slots;
+  for (int32_t i = 0; i < count; ++i) slots.push_back(first + i);
+  return slots;
+}
+
+std::vector<std::byte> FlatOf(const TokenKvPool& pool, const Slots& slots) {
+  std::vector<std::byte> flat(
+      static_cast<size_t>(pool.flat_bytes(static_cast<int64_t>(slots.size()))));
+  EXPECT_TRUE(IsOk(pool.ReadFlat(slots, flat)));
+  return flat;
+}
+
+std::vector<std::byte> FillDevice(TokenKvPool& device, const Slots& slots) {
+  std::vector<std::byte> flat(
+      static_cast<size_t>(device.flat_bytes(static_cast<int64_t>(slots.size()))));
+  for (size_t i = 0; i < flat.size(); ++i) flat[i] = static_cast<std::byte>(i * 31 + i / 251);
+  EXPECT_TRUE(IsOk(device.WriteFlat(slots, flat)));
+  return flat;
+}
+
+TEST(HostPools, TokensGoDownAndComeBackElsewhere) {
+  const auto device = Device();
+  const auto pool = Host(device);
+  const Slots away = Iota(4, 8), back = Iota(12, 8);
+  const std::vector<std::byte> bytes = FillDevice(*device, away);
+  const Slots host = Must(pool->Allocate(8));
+  ASSERT_TRUE(IsOk(pool->BackUp(away, host)));
+  EXPECT_EQ(Must(pool->StateOf(host)), State::kSynced);
+  EXPECT_EQ(FlatOf(*pool->host(), host), bytes);
+  ASSERT_TRUE(IsOk(pool->MarkBackup(host)));
+  ASSERT_TRUE(IsOk(pool->Load(host, back)));
+  EXPECT_EQ(Must(pool->StateOf(host)), State::kSynced);
+  EXPECT_EQ(FlatOf(*device, back), bytes);
+  EXPECT_EQ(device->layers().ready(), 3);
+}
+
+TEST(HostPools, AFailedTransferLeavesTheStateItFound) {
+  const auto device = Device();
+  const auto pool = Host(device);
+  const Slots host = Must(pool->Allocate(4));
+  EXPECT_TRUE(Fails(pool->BackUp(Iota(4, 3), host), kInvalid, "3 rows"));
+  EXPECT_EQ(Must(pool->StateOf(host)), State::kReserved);
+  ASSERT_TRUE(IsOk(pool->BackUp(Iota(4, 4), host)));
+  EXPECT_TRUE(Fails(pool->BackUp(Iota(4, 4), host), kWrongState, "synced"));
+  ASSERT_TRUE(IsOk(pool->MarkBackup(host)));
+  EXPECT_TRUE(Fails(pool->Load(host, Iota(18, 4)), absl::StatusCode::kOutOfRange, "slot 20"));
+  EXPECT_EQ(Must(pool->StateOf(host)), State::kBackup);
+  // Whoever waits for a layer of that load is told.
+  EXPECT_TRUE(Fails(device->Key(0, Soon()), absl::StatusCode::kOutOfRange, "slot 20"));
+  ASSERT_TRUE(IsOk(pool->Load(host, Iota(16, 4))));
+  EXPECT_TRUE(IsOk(device->Key(2, Clock::now())));
+}
+
+TEST(HostPools, ALoadWaitsItsTurn) {
+  const auto device = Device();
+  const auto pool = Host(device);
+  const Slots host = Must(pool->Allocate(4));
+  ASSERT_TRUE(IsOk(pool->BackUp(Iota(4, 4), host)));
+  ASSERT_TRUE(IsOk(pool->MarkBackup(host)));
+  ASSERT_TRUE(IsOk(device->layers().Begin()));  // Somebody else's.
+  EXPECT_TRUE(Fails(pool->Load(host, Iota(8, 4)), kWrongState, "under way"));
+  EXPECT_EQ(Must(pool->StateOf(host)), State::kBackup);
+}
+
+// Threads that back up, take back and free their own pages, on one pool.
+TEST(HostPools, SeveralThreads) {
+  const auto device = Device(64, 4);
+  const auto pool = Host(device, 1);
+  std::atomic<int64_t> wrong = 0;
+  std::vector<std::thread> threads;
+  for (int32_t t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      const Slots mine = Iota(4 + 16 * t, 16);
+      for (int i = 0; i < 500; ++i) {
+        const std::vector<std::byte> bytes = FillDevice(*device, mine);
+        const absl::StatusOr<Slots> host = pool->Allocate(16);
+        if (!host.ok() || !pool->BackUp(mine, *host).ok() ||
+            FlatOf(*pool->host(), *host) != bytes || !pool->Free(*host).ok()) {
+          ++wrong;
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0);
+  EXPECT_EQ(pool->num_free(), 64);
+}
+
+}  // namespace
+}  // namespace kvferry
