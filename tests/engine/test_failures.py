@@ -128,18 +128,18 @@ def test_decode_aborted(engines: Engines, delay_s):
 
 
 def test_decode_aborted_while_it_waits_for_kv(engines: Engines):
+    engines.check_alive()  # So that a session is there, and none of it is set-up.
     prompt = engines.prefill.tokenize("This is going to be late.")
     params = engines.hand_over(prompt)
-    # The prefill side waits a second for a lease that it does not know yet.
-    late = params | {"kvferry_tickets": [_ticket(params, lease_id=kvferry.random_id())]}
-    fetches = len(engines.trace("decode"))
-    request = engines.decode.start(prompt, 4, late)
-    engines.wait_metric(engines.decode, "vllm:kv_cache_usage_perc", 0)
-    request.abort()
-    assert request.answer().finish_reason == "abort"
-    event = engines.wait_trace("decode", fetches + 1)[-1]
-    assert not event["ok"] and "cancel" in event["error"].lower()
-    engines.decode.reject(params)
+    fetches, leases = len(engines.trace("decode")), len(engines.trace("prefill"))
+    with engines.prefill.paused():
+        request = engines.decode.start(prompt, 4, params)
+        engines.wait_metric(engines.decode, "vllm:kv_cache_usage_perc", 0)
+        request.abort()
+        assert request.answer().finish_reason == "abort"
+        event = engines.wait_trace("decode", fetches + 1)[-1]
+        assert not event["ok"] and "cancel" in event["error"].lower()
+    assert engines.wait_trace("prefill", leases + 1)[-1]["outcome"] == "fetched"
 
 
 def test_preempted_prompts_are_published_again(engines: Engines, reference):

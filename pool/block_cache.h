@@ -1,0 +1,90 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "pool/kv_layout.h"
+#include "pool/kv_pool.h"
+#include "pool/token_view.h"
+
+namespace kvferry {
+
+// The dimensions of one layer's block cache, [2, num_blocks, block_size, num_kv_heads, head_dim].
+enum class BlockDim : uint8_t { kKv, kBlock, kToken, kHead, kValue };
+
+struct BlockCacheShape {
+  int64_t num_layers = 0;
+  int64_t block_size = 0;  // Tokens.
+  int64_t num_kv_heads = 0;
+  int64_t head_dim = 0;
+  DType dtype = DType::kBFloat16;
+  bool mla = false;  // One latent vector a token instead of a key and a value: kKv has size 1.
+  // Dimensions as they lie in memory, outermost first: each once. The default is vLLM's
+  // FlashAttention, NHD; {kBlock, kKv, kHead, kToken, kValue} its FlashInfer, HND.
+  std::array<BlockDim, 5> order = {BlockDim::kKv, BlockDim::kBlock, BlockDim::kToken,
+                                   BlockDim::kHead, BlockDim::kValue};
+
+  bool operator==(const BlockCacheShape&) const = default;
+  // INVALID_ARGUMENT naming the count that is not positive or too large, or what is wrong with the
+  // order.
+  absl::Status Validate() const;
+  // Of one block over all layers. Needs a valid shape.
+  int64_t block_bytes() const;
+};
+
+// {block to read, block to write}.
+using BlockPair = std::pair<int64_t, int64_t>;
+
+// The block cache of an engine on one device, in whatever order of dimensions its attention kernels
+// want it: what vLLM's CacheEngine calls gpu_cache or cpu_cache. Two of them and CopyBlocks() make
+// swap_in, swap_out and copy.
+//
+// Immutable but for the bytes of blocks, which belong to whoever holds the block;
+// thread-compatible.
+class BlockCache {
+ public:
+  // Zeroed memory of its own, with RESOURCE_EXHAUSTED when the machine will not give it.
+  // INVALID_ARGUMENT for a bad shape, or a num_blocks that is not positive or makes more than 2^44
+  // bytes.
+  static absl::StatusOr<std::shared_ptr<BlockCache>> Create(const BlockCacheShape& shape,
+                                                            int64_t num_blocks);
+
+  const BlockCacheShape& shape() const { return shape_; }
+  int64_t num_blocks() const { return num_blocks_; }
+  int64_t bytes() const { return num_blocks_ * shape_.block_bytes(); }
+  // The keys (kv = 0) or values (1) of a layer; slot = block * block_size + place in the block.
+  // OUT_OF_RANGE when there are none.
+  absl::StatusOr<TokenView> View(int64_t layer, int64_t kv) const;
+  // Layer after layer, and within a layer one for each combination of the dimensions outside of
+  // the block: a buffer of num_blocks() items. K and V of a layer in the default order.
+  std::vector<BufferInfo> buffer_infos() const;
+
+ private:
+  BlockCache(const BlockCacheShape& shape, int64_t num_blocks, std::shared_ptr<std::byte> memory);
+
+  int64_t SizeOf(BlockDim dim) const;
+  // Bytes from one index of `dim` to the next.
+  int64_t StrideOf(BlockDim dim) const;
+
+  const BlockCacheShape shape_;
+  const int64_t num_blocks_;
+  const std::shared_ptr<std::byte> memory_;
+};
+
+// Block pair.second of `to` becomes block pair.first of `from`, in every layer, for all pairs.
+// Neighbouring blocks that go to neighbouring blocks move in one piece, in whatever order the pairs
+// come. `from` and `to` may be the same cache.
+//
+// INVALID_ARGUMENT when the caches differ in shape, a block is written twice, or a block of one
+// cache is both read and written; OUT_OF_RANGE naming a block that does not exist. Nothing is
+// written then.
+absl::Status CopyBlocks(const BlockCache& from, BlockCache& to, std::span<const BlockPair> pairs);
+
+}  // namespace kvferry
