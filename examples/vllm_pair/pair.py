@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +185,15 @@ class Engine:
     def log_tail(self, lines: int = 30) -> str:
         text = self.log_path.read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-lines:])
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops all its processes meanwhile, as on a machine that stalls."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self._process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
         """Asks it to end, so that it cleans up; close() makes sure."""
