@@ -1,0 +1,192 @@
+#include "pool/sliding_window_allocator.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/status.h"
+
+namespace kvferry {
+namespace {
+
+// Pages that a batch needs beyond those it has; 0 when the lengths make no sense, which Extend()
+// will say.
+int64_t NewPages(std::span<const int64_t> prefix_tokens, std::span<const int64_t> tokens,
+                 int64_t page_size) {
+  int64_t pages = 0;
+  for (size_t i = 0; i < tokens.size() && i < prefix_tokens.size(); ++i) {
+    if (prefix_tokens[i] < 0 || tokens[i] < prefix_tokens[i]) return 0;
+    if (tokens[i] > int64_t{INT32_MAX}) return 0;
+    pages +=
+        (tokens[i] + page_size - 1) / page_size - (prefix_tokens[i] + page_size - 1) / page_size;
+  }
+  return pages;
+}
+
+}  // namespace
+
+absl::StatusOr<SlidingWindowAllocator> SlidingWindowAllocator::Create(int64_t num_full_tokens,
+                                                                      int64_t num_window_tokens,
+                                                                      int64_t page_size) {
+  KVFERRY_ASSIGN_OR_RETURN(TokenSlotAllocator full,
+                           TokenSlotAllocator::Create(num_full_tokens, page_size));
+  KVFERRY_ASSIGN_OR_RETURN(TokenSlotAllocator window,
+                           TokenSlotAllocator::Create(num_window_tokens, page_size));
+  return SlidingWindowAllocator(std::move(full), std::move(window));
+}
+
+SlidingWindowAllocator::SlidingWindowAllocator(TokenSlotAllocator full, TokenSlotAllocator window)
+    : full_(std::move(full)), window_(std::move(window)) {
+  window_pages_.resize(static_cast<size_t>(full_.num_free() / full_.page_size() + 1), 0);
+}
+
+absl::Status SlidingWindowAllocator::CheckSlots(std::span<const int32_t> slots) const {
+  const int64_t num_slots = static_cast<int64_t>(window_pages_.size()) * page_size();
+  for (const int32_t slot : slots) {
+    if (slot >= 0 && slot < num_slots) continue;
+    return absl::OutOfRangeError(
+        absl::StrCat("sliding window: slot ", slot, " is not in [0, ", num_slots, ")"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::ToWindow(
+    std::span<const int32_t> slots) const {
+  KVFERRY_RETURN_IF_ERROR(CheckSlots(slots));
+  const auto page_size = static_cast<int32_t>(this->page_size());
+  std::vector<int32_t> window(slots.size());
+  for (size_t i = 0; i < slots.size(); ++i) {
+    const int32_t page = window_pages_[slots[i] / page_size];
+    window[i] = page == 0 ? 0 : page * page_size + slots[i] % page_size;
+  }
+  return window;
+}
+
+void SlidingWindowAllocator::Map(std::span<const int32_t> full_slots,
+                                 std::span<const int32_t> window_slots) {
+  const auto page_size = static_cast<int32_t>(this->page_size());
+  for (size_t i = 0; i < full_slots.size(); ++i) {
+    window_pages_[full_slots[i] / page_size] = window_slots[i] / page_size;
+  }
+}
+
+// ---------------------------------------------------------------- taking
+
+absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Allocate(int64_t num_tokens) {
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> window, window_.Allocate(num_tokens));
+  absl::StatusOr<std::vector<int32_t>> full = full_.Allocate(num_tokens);
+  if (!full.ok()) {
+    KVFERRY_RETURN_IF_ERROR(window_.Free(window));
+    return full;
+  }
+  Map(*full, window);
+  return full;
+}
+
+absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::LastWindowSlots(
+    std::span<const int64_t> prefix_tokens, std::span<const int32_t> last_slots) const {
+  std::vector<int32_t> window(last_slots.size(), 0);
+  for (size_t i = 0; i < last_slots.size() && i < prefix_tokens.size(); ++i) {
+    if (prefix_tokens[i] <= 0) continue;  // Nothing to grow from.
+    KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> slot, ToWindow(last_slots.subspan(i, 1)));
+    if (slot[0] == 0 && last_slots[i] >= page_size() &&
+        full_.pages().IsAllocated(last_slots[i] / page_size())) {
+      return absl::FailedPreconditionError(absl::StrCat("sliding window: sequence ", i,
+                                                        ": its last token, at slot ", last_slots[i],
+                                                        ", has left the window"));
+    }
+    window[i] = slot[0];
+  }
+  return window;
+}
+
+absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Extend(
+    std::span<const int64_t> prefix_tokens, std::span<const int64_t> tokens,
+    std::span<const int32_t> last_slots) {
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> last_window,
+                           LastWindowSlots(prefix_tokens, last_slots));
+  // The window pool is asked last and must not refuse: the full pool could not take its last pages'
+  // slots back.
+  const int64_t pages = NewPages(prefix_tokens, tokens, page_size());
+  if (pages * page_size() > window_.num_free()) {
+    return absl::ResourceExhaustedError(absl::StrCat("sliding window: ", pages,
+                                                     " pages needed but the window pool has ",
+                                                     window_.num_free() / page_size()));
+  }
+  KVFERRY_ASSIGN_OR_RETURN(std::vector<int32_t> full,
+                           full_.Extend(prefix_tokens, tokens, last_slots));
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> window,
+                           window_.Extend(prefix_tokens, tokens, last_window));
+  Map(full, window);
+  return full;
+}
+
+absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Decode(
+    std::span<const int64_t> tokens, std::span<const int32_t> last_slots) {
+  std::vector<int64_t> prefix_tokens(tokens.size());
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    if (tokens[i] < 1) {
+      return absl::InvalidArgumentError(absl::StrCat("sliding window: sequence ", i, " has ",
+                                                     tokens[i],
+                                                     " tokens but must have one at least"));
+    }
+    prefix_tokens[i] = tokens[i] - 1;
+  }
+  return Extend(prefix_tokens, tokens, last_slots);
+}
+
+// ---------------------------------------------------------------- giving back
+
+std::vector<int64_t> SlidingWindowAllocator::PagesOf(std::span<const int32_t> slots) const {
+  std::vector<int64_t> pages;
+  pages.reserve(slots.size());
+  for (const int32_t slot : slots) pages.push_back(slot / page_size());
+  std::sort(pages.begin(), pages.end());
+  return pages;
+}
+
+void SlidingWindowAllocator::FreeWindowPages(std::span<const int64_t> full_pages) {
+  std::vector<int32_t> window_slots;
+  for (const int64_t page : full_pages) {
+    if (window_pages_[page] == 0) continue;
+    window_slots.push_back(window_pages_[page] * static_cast<int32_t>(page_size()));
+    window_pages_[page] = 0;
+  }
+  // Every mapped page is allocated, once: this cannot fail.
+  window_.Free(window_slots).IgnoreError();
+}
+
+absl::Status SlidingWindowAllocator::Free(std::span<const int32_t> slots) {
+  KVFERRY_RETURN_IF_ERROR(full_.Free(slots));
+  FreeWindowPages(PagesOf(slots));
+  return absl::OkStatus();
+}
+
+absl::Status SlidingWindowAllocator::FreeWindow(std::span<const int32_t> slots) {
+  KVFERRY_RETURN_IF_ERROR(CheckSlots(slots));
+  for (const int32_t slot : slots) {
+    if (full_.pages().IsAllocated(slot / page_size())) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("sliding window: slot ", slot, " is not allocated"));
+  }
+  std::vector<int32_t> sorted(slots.begin(), slots.end());
+  std::sort(sorted.begin(), sorted.end());
+  sorted.erase(std::unique(sorted.begin(), sorted.end()), sorted.end());
+  const std::vector<int64_t> pages = PagesOf(sorted);
+  std::vector<int64_t> whole;
+  for (size_t first = 0, i = 1; i <= pages.size(); ++i) {
+    if (i < pages.size() && pages[i] == pages[first]) continue;
+    if (static_cast<int64_t>(i - first) == page_size()) whole.push_back(pages[first]);
+    first = i;
+  }
+  FreeWindowPages(whole);
+  return absl::OkStatus();
+}
+
+void SlidingWindowAllocator::Clear() {
+  full_.Clear();
+  window_.Clear();
+  std::fill(window_pages_.begin(), window_pages_.end(), 0);
+}
+
+}  // namespace kvferry
