@@ -1,0 +1,107 @@
+#include "base/thread_pool.h"
+
+#include <system_error>
+
+#include "absl/strings/str_cat.h"
+
+namespace kvferry {
+namespace {
+
+// CondVar has no wait without a deadline, and needs none for this: who wakes early looks again and
+// sleeps on, which once a minute costs nothing.
+Deadline LongWait() { return DeadlineInMs(60000); }
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<ThreadPool>> ThreadPool::Create(int64_t num_workers) {
+  if (num_workers < 0 || num_workers > kMaxWorkers) {
+    return absl::InvalidArgumentError(absl::StrCat("thread pool: num_workers is ", num_workers,
+                                                   " but must lie in [0, ", kMaxWorkers, "]"));
+  }
+  std::unique_ptr<ThreadPool> pool(new ThreadPool);
+  pool->workers_.reserve(num_workers);
+  try {  // std::thread has no other way to say it.
+    for (int64_t i = 0; i < num_workers; ++i) {
+      pool->workers_.emplace_back([raw = pool.get()] { raw->Work(); });
+    }
+  } catch (const std::system_error& error) {
+    return absl::ResourceExhaustedError(absl::StrCat("thread pool: the system refused thread ",
+                                                     pool->num_workers(), " of ", num_workers, ": ",
+                                                     error.what()));
+  }
+  return pool;
+}
+
+ThreadPool::~ThreadPool() {
+  {
+    const MutexLock lock(&mutex_);
+    stopping_ = true;
+  }
+  posted_.NotifyAll();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+// ---------------------------------------------------------------- callers
+
+void ThreadPool::ParallelFor(int64_t parts, absl::FunctionRef<void(int64_t)> fn) {
+  Job job{.fn = fn, .parts = parts};
+  const bool share = parts > 1 && !workers_.empty();
+  if (share) Post(&job);
+  RunParts(&job);
+  if (share) Finish(&job);
+}
+
+void ThreadPool::RunParts(Job* job) {
+  // Relaxed: what the parts wrote is handed over by the mutex in Work() and Finish().
+  for (;;) {
+    const int64_t part = job->next_part.fetch_add(1, std::memory_order_relaxed);
+    if (part >= job->parts) return;
+    job->fn(part);
+  }
+}
+
+void ThreadPool::Post(Job* job) {
+  {
+    const MutexLock lock(&mutex_);
+    job->behind = jobs_;
+    jobs_ = job;
+  }
+  posted_.NotifyAll();
+}
+
+// After RunParts(): every part has been claimed, and the helpers run the last of them.
+void ThreadPool::Finish(Job* job) {
+  const MutexLock lock(&mutex_);
+  Job** link = &jobs_;
+  while (*link != job) link = &(*link)->behind;
+  *link = job->behind;
+  while (job->helpers > 0) finished_.WaitUntil(&mutex_, LongWait());
+}
+
+// ---------------------------------------------------------------- workers
+
+ThreadPool::Job* ThreadPool::FindJob() const {
+  for (Job* job = jobs_; job != nullptr; job = job->behind) {
+    if (job->next_part.load(std::memory_order_relaxed) < job->parts) return job;
+  }
+  return nullptr;
+}
+
+void ThreadPool::Work() {
+  mutex_.Lock();
+  while (!stopping_) {
+    Job* const job = FindJob();
+    if (job == nullptr) {
+      posted_.WaitUntil(&mutex_, LongWait());
+      continue;
+    }
+    ++job->helpers;
+    mutex_.Unlock();
+    RunParts(job);
+    mutex_.Lock();
+    if (--job->helpers == 0) finished_.NotifyAll();
+  }
+  mutex_.Unlock();
+}
+
+}  // namespace kvferry

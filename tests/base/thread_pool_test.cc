@@ -1,0 +1,93 @@
+#include "base/thread_pool.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <latch>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include "tests/support/status.h"
+
+namespace kvferry {
+namespace {
+
+// Plain ints, so that TSan sees a part that runs twice or a caller that returns too early.
+void ExpectEachPartOnce(ThreadPool* pool, int64_t parts) {
+  std::vector<int> runs(parts);
+  pool->ParallelFor(parts, [&](int64_t part) { ++runs.at(part); });
+  for (int64_t part = 0; part < parts; ++part) ASSERT_EQ(runs[part], 1) << part << " of " << parts;
+}
+
+TEST(ThreadPool, BadSizes) {
+  for (const int64_t workers :
+       {int64_t{-1}, ThreadPool::kMaxWorkers + 1, std::numeric_limits<int64_t>::min(),
+        std::numeric_limits<int64_t>::max()}) {
+    EXPECT_TRUE(Fails(ThreadPool::Create(workers), absl::StatusCode::kInvalidArgument,
+                      absl::StrCat("num_workers is ", workers), "[0, 1024]"));
+  }
+}
+
+TEST(ThreadPool, EachPartRunsOnce) {
+  for (const int64_t workers : {0, 1, 3, 8}) {
+    SCOPED_TRACE(workers);
+    const auto pool = Must(ThreadPool::Create(workers));
+    EXPECT_EQ(pool->num_workers(), workers);
+    for (const int64_t parts : {0, 1, 2, 3, 7, 1000}) ExpectEachPartOnce(pool.get(), parts);
+    pool->ParallelFor(-5, [](int64_t part) { FAIL() << part; });
+  }
+}
+
+TEST(ThreadPool, WithoutWorkersTheCallerRunsThePartsInOrder) {
+  const auto pool = Must(ThreadPool::Create(0));
+  std::vector<int64_t> order;
+  pool->ParallelFor(4, [&](int64_t part) { order.push_back(part); });
+  EXPECT_EQ(order, (std::vector<int64_t>{0, 1, 2, 3}));
+}
+
+TEST(ThreadPool, CallerAndWorkersRunAtTheSameTime) {
+  constexpr int64_t kWorkers = 3;
+  const auto pool = Must(ThreadPool::Create(kWorkers));
+  for (int repeat = 0; repeat < 100; ++repeat) {
+    std::latch all(kWorkers + 1);  // Nobody passes until every thread has a part.
+    pool->ParallelFor(kWorkers + 1, [&](int64_t) { all.arrive_and_wait(); });
+  }
+}
+
+TEST(ThreadPool, ShortCallsOneAfterTheOther) {
+  const auto pool = Must(ThreadPool::Create(3));
+  for (int repeat = 0; repeat < 20000; ++repeat) ExpectEachPartOnce(pool.get(), repeat % 6);
+}
+
+TEST(ThreadPool, SeveralCallers) {
+  const auto pool = Must(ThreadPool::Create(2));
+  std::vector<std::thread> callers;
+  for (int64_t caller = 0; caller < 4; ++caller) {
+    callers.emplace_back([&pool, caller] {
+      for (int repeat = 0; repeat < 3000; ++repeat) ExpectEachPartOnce(pool.get(), 2 + caller);
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+}
+
+TEST(ThreadPool, PartsMayCallAgain) {
+  const auto pool = Must(ThreadPool::Create(2));
+  for (int repeat = 0; repeat < 300; ++repeat) {
+    std::atomic<int64_t> sum = 0;
+    pool->ParallelFor(5, [&](int64_t outer) {
+      pool->ParallelFor(7, [&](int64_t inner) { sum += outer * 7 + inner; });
+    });
+    ASSERT_EQ(sum, 34 * 35 / 2);
+  }
+}
+
+TEST(ThreadPool, EndsAtOnce) {
+  for (int repeat = 0; repeat < 200; ++repeat) {
+    const auto pool = Must(ThreadPool::Create(repeat % 4));
+    if (repeat % 2 == 0) ExpectEachPartOnce(pool.get(), 4);
+  }
+}
+
+}  // namespace
+}  // namespace kvferry
