@@ -64,6 +64,15 @@ TEST(ThreadPool, ShortCallsOneAfterTheOther) {
   for (int repeat = 0; repeat < 20000; ++repeat) ExpectEachPartOnce(pool.get(), repeat % 6);
 }
 
+TEST(ThreadPool, PartsShorterThanTheirClaim) {
+  const auto pool = Must(ThreadPool::Create(3));
+  std::vector<std::atomic<int>> runs(100000);
+  for (int repeat = 1; repeat <= 20; ++repeat) {
+    pool->ParallelFor(static_cast<int64_t>(runs.size()), [&](int64_t part) { ++runs[part]; });
+    for (const std::atomic<int>& count : runs) ASSERT_EQ(count, repeat);
+  }
+}
+
 TEST(ThreadPool, SeveralCallers) {
   const auto pool = Must(ThreadPool::Create(2));
   std::vector<std::thread> callers;
