@@ -25,6 +25,7 @@
 #include "pool/kv_layout.h"
 #include "pool/kv_pool.h"
 #include "pool/page_allocator.h"
+#include "python/block_tables.h"
 #include "python/slot_pools.h"
 #include "python/status_error.h"
 #include "transport/ticket.h"
@@ -496,6 +497,7 @@ NB_MODULE(_core, module) {
   kvferry::BindLayout(module);
   kvferry::BindPools(module);
   kvferry::BindSlotPools(module);
+  kvferry::BindBlockTables(module);
   kvferry::BindTicket(module);
   kvferry::BindPrefill(module);
   kvferry::BindDecode(module);

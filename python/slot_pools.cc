@@ -12,6 +12,7 @@
 
 #include "pool/req_to_token_pool.h"
 #include "pool/token_slot_allocator.h"
+#include "python/convert.h"
 #include "python/status_error.h"
 
 namespace nb = nanobind;
@@ -22,27 +23,13 @@ namespace {
 
 template <typename T>
 using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using SlotArray = nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>;
 
 template <typename T>
 std::span<const T> Span(const Input<T>& array) {
   return {array.data(), array.shape(0)};
 }
 
-SlotArray ToArray(std::vector<int32_t> slots) {
-  auto* owned = new std::vector<int32_t>(std::move(slots));
-  const nb::capsule owner(
-      owned, [](void* pointer) noexcept { delete static_cast<std::vector<int32_t>*>(pointer); });
-  return {owned->data(), {owned->size()}, owner};
-}
-
-// What engines expect of alloc(): None when there is not enough, and nothing has changed.
-template <typename T>
-std::optional<T> OrNone(absl::StatusOr<T> result) {
-  if (absl::IsResourceExhausted(result.status())) return std::nullopt;
-  return Value(std::move(result));
-}
-std::optional<SlotArray> ArrayOrNone(absl::StatusOr<std::vector<int32_t>> slots) {
+std::optional<Int32Array> ArrayOrNone(absl::StatusOr<std::vector<int32_t>> slots) {
   std::optional<std::vector<int32_t>> got = OrNone(std::move(slots));
   if (!got) return std::nullopt;
   return ToArray(*std::move(got));

@@ -3,6 +3,7 @@
 from kvferry._core import (
     Aborted,
     AlreadyExists,
+    BlockTables,
     Cancelled,
     Config,
     DataLoss,
@@ -19,6 +20,7 @@ from kvferry._core import (
     PrefillEndpoint,
     ReqToTokenPool,
     ResourceExhausted,
+    ThreadPool,
     Ticket,
     TokenSlotAllocator,
     Unavailable,
@@ -30,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Aborted",
     "AlreadyExists",
+    "BlockTables",
     "Cancelled",
     "Config",
     "DataLoss",
@@ -46,6 +49,7 @@ __all__ = [
     "PrefillEndpoint",
     "ReqToTokenPool",
     "ResourceExhausted",
+    "ThreadPool",
     "Ticket",
     "TokenSlotAllocator",
     "Unavailable",

@@ -1,0 +1,122 @@
+#include "python/block_tables.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/thread_pool.h"
+#include "pool/block_tables.h"
+#include "python/convert.h"
+#include "python/status_error.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
+
+namespace kvferry {
+namespace {
+
+using Ids = std::vector<int64_t>;
+using TableArray = nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>;
+
+// Not a vector: its zeros would be written only to be overwritten.
+TableArray Table(const BlockTables& self, const Ids& ids, ThreadPool* threads) {
+  const int64_t width = Value(self.TableWidth(ids));
+  const size_t entries = ids.size() * width;
+  auto* owned = new int32_t[entries];
+  const nb::capsule owner(owned,
+                          [](void* pointer) noexcept { delete[] static_cast<int32_t*>(pointer); });
+  Check(self.WriteTable(ids, width, {owned, entries}, threads));
+  return {owned, {ids.size(), static_cast<size_t>(width)}, owner};
+}
+
+bool Grow(BlockTables& self, const Ids& ids, const std::vector<int64_t>& tokens) {
+  const absl::Status status = self.Grow(ids, tokens);
+  if (absl::IsResourceExhausted(status)) return false;
+  Check(status);
+  return true;
+}
+
+std::optional<std::vector<std::pair<int64_t, int64_t>>> Preempt(BlockTables& self,
+                                                                int64_t num_blocks,
+                                                                const Ids& keep) {
+  const auto preempted = OrNone(self.Preempt(num_blocks, keep));
+  if (!preempted) return std::nullopt;
+  std::vector<std::pair<int64_t, int64_t>> result;
+  for (const auto& [id, tokens] : *preempted) result.emplace_back(id, tokens);
+  return result;
+}
+
+void BindThreadPool(nb::module_& module) {
+  nb::class_<ThreadPool>(module, "ThreadPool",
+                         "Worker threads that help with large calls; see base/thread_pool.h.")
+      .def(nb::new_([](int64_t num_workers) { return Value(ThreadPool::Create(num_workers)); }),
+           "num_workers"_a)
+      .def_prop_ro("num_workers", &ThreadPool::num_workers);
+}
+
+}  // namespace
+
+void BindBlockTables(nb::module_& module) {
+  BindThreadPool(module);
+  nb::class_<BlockTables>(module, "BlockTables",
+                          "The blocks of a batch of sequences; see pool/block_tables.h.")
+      .def(
+          "__init__",
+          [](BlockTables* self, int64_t num_blocks, int64_t block_size, int64_t max_sequences,
+             int64_t bytes_per_token) {
+            new (self) BlockTables(Value(
+                BlockTables::Create({num_blocks, block_size, max_sequences, bytes_per_token})));
+          },
+          "num_blocks"_a, "block_size"_a, "max_sequences"_a, "bytes_per_token"_a = 0)
+      .def(
+          "add", [](BlockTables& self, int64_t tokens) { return OrNone(self.Add(tokens)); },
+          "tokens"_a, "The id of a new sequence, None when blocks or ids are too few.")
+      .def("grow", &Grow, "ids"_a, "tokens"_a,
+           "tokens[i] more for sequence ids[i]. False when the batch needs more blocks than are "
+           "free; nothing has changed then.")
+      .def(
+          "free", [](BlockTables& self, const Ids& ids) { Check(self.Free(ids)); }, "ids"_a)
+      .def(
+          "free_blocks",
+          [](BlockTables& self, int64_t id, const std::vector<int64_t>& places) {
+            Check(self.FreeBlocks(id, places));
+          },
+          "id"_a, "places"_a, "Frees blocks of a sequence that lives on; their entries become -1.")
+      .def("preempt", &Preempt, "num_blocks"_a, "keep"_a = Ids(),
+           "Frees the newest sequences until num_blocks blocks are free: their (id, tokens), or "
+           "None when all but those in `keep` hold too few.")
+      .def("clear", &BlockTables::Clear)
+      .def("table", &Table, "ids"_a, "threads"_a = nb::none(),
+           "The block table [ids, most blocks], int32, padded with -1.")
+      .def(
+          "token_counts",
+          [](const BlockTables& self, const Ids& ids) {
+            return ToArray(Value(self.TokenCounts(ids)));
+          },
+          "ids"_a)
+      .def(
+          "last_positions",
+          [](const BlockTables& self, const Ids& ids) {
+            return ToArray(Value(self.LastPositions(ids)));
+          },
+          "ids"_a, "Positions of the last tokens; -1 for an empty sequence.")
+      .def(
+          "block_counts",
+          [](const BlockTables& self, const Ids& ids) {
+            return ToArray(Value(self.BlockCounts(ids)));
+          },
+          "ids"_a, "Blocks that each sequence holds.")
+      .def_prop_ro("block_size", &BlockTables::block_size)
+      .def_prop_ro("num_sequences", &BlockTables::num_sequences)
+      .def_prop_ro("num_free", &BlockTables::num_free, "In blocks.")
+      .def_prop_ro("fragmented_bytes", &BlockTables::fragmented_bytes);
+}
+
+}  // namespace kvferry
