@@ -153,7 +153,8 @@ std::vector<BufferInfo> BlockCache::buffer_infos() const {
   return infos;
 }
 
-absl::Status CopyBlocks(const BlockCache& from, BlockCache& to, std::span<const BlockPair> pairs) {
+absl::Status CopyBlocks(const BlockCache& from, BlockCache& to, std::span<const BlockPair> pairs,
+                        ThreadPool* threads) {
   if (from.shape() != to.shape()) {
     return absl::InvalidArgumentError("block cache: blocks move between caches of one shape only");
   }
@@ -161,13 +162,18 @@ absl::Status CopyBlocks(const BlockCache& from, BlockCache& to, std::span<const 
   const std::vector<BlockRun> runs = Coalesce(pairs);
   const std::vector<BufferInfo> sources = from.buffer_infos();
   const std::vector<BufferInfo> destinations = to.buffer_infos();
-  for (size_t i = 0; i < sources.size(); ++i) {
-    const int64_t item_bytes = sources[i].item_bytes;
+  const auto copy_buffer = [&](int64_t buffer) {
+    const auto& [source, bytes, item_bytes] = sources[static_cast<size_t>(buffer)];
     for (const BlockRun& run : runs) {
-      std::memcpy(destinations[i].address + run.to * item_bytes,
-                  sources[i].address + run.from * item_bytes,
-                  static_cast<size_t>(run.count * item_bytes));
+      std::memcpy(destinations[static_cast<size_t>(buffer)].address + run.to * item_bytes,
+                  source + run.from * item_bytes, static_cast<size_t>(run.count * item_bytes));
     }
+  };
+  const auto num_buffers = static_cast<int64_t>(sources.size());
+  if (threads != nullptr) {
+    threads->ParallelFor(num_buffers, copy_buffer);
+  } else {
+    for (int64_t buffer = 0; buffer < num_buffers; ++buffer) copy_buffer(buffer);
   }
   return absl::OkStatus();
 }

@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/thread_pool.h"
 #include "pool/kv_layout.h"
 #include "pool/kv_pool.h"
 #include "pool/token_view.h"
@@ -84,7 +85,8 @@ class BlockCache {
 //
 // INVALID_ARGUMENT when the caches differ in shape, a block is written twice, or a block of one
 // cache is both read and written; OUT_OF_RANGE naming a block that does not exist. Nothing is
-// written then.
-absl::Status CopyBlocks(const BlockCache& from, BlockCache& to, std::span<const BlockPair> pairs);
+// written then. `threads`, which may be null, help.
+absl::Status CopyBlocks(const BlockCache& from, BlockCache& to, std::span<const BlockPair> pairs,
+                        ThreadPool* threads = nullptr);
 
 }  // namespace kvferry

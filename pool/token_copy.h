@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "base/thread_pool.h"
 #include "pool/casts.h"
 #include "pool/token_view.h"
 
@@ -19,8 +20,8 @@ namespace kvferry {
 // rounds). Neighbouring slots that are neighbours in both views move in one piece.
 //
 // A destination slot that stands twice (engines write all padded tokens to slot 0) keeps the later
-// row. Rows must not overlap between the views, unless they are the same row. The lists and the
-// memory of the views must outlive it. Thread-compatible.
+// row; with threads, either row or parts of both. Rows must not overlap between the views, unless
+// they are the same row. The lists and the memory of the views must outlive it. Thread-compatible.
 class TokenCopy {
  public:
   // INVALID_ARGUMENT when the lists differ in length, heads or head_dim differ, a scale is not
@@ -38,7 +39,8 @@ class TokenCopy {
                                                std::span<const int32_t> to_slots,
                                                CpuKernels kernels = BestCpuKernels());
 
-  void Run() const;
+  // With `threads`, which may be null, large copies are spread over them; returns when all is done.
+  void Run(ThreadPool* threads = nullptr) const;
 
  private:
   // Slots of a list, or 0, 1, 2, ... .
@@ -59,7 +61,9 @@ class TokenCopy {
                                                const TokenView& to, const Slots& to_slots,
                                                CpuKernels kernels);
 
-  int64_t RunLength(int64_t begin) const;
+  // Rows [begin, end) of the lists.
+  void CopyPart(int64_t begin, int64_t end) const;
+  int64_t RunLength(int64_t begin, int64_t end) const;
   void CopyRows(const std::byte* from, std::byte* to, int64_t rows) const;
   void CopyHead(const std::byte* from, std::byte* to) const;
   void CopyValues(const std::byte* from, std::byte* to, int64_t values) const;

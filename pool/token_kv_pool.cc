@@ -29,8 +29,8 @@ absl::Status CheckValueDim(const KvLayout& layout, int64_t value_dim) {
                                                  layout.ToString()));
 }
 
-void RunAll(const std::vector<TokenCopy>& copies) {
-  for (const TokenCopy& copy : copies) copy.Run();
+void RunAll(const std::vector<TokenCopy>& copies, ThreadPool* threads) {
+  for (const TokenCopy& copy : copies) copy.Run(threads);
 }
 
 }  // namespace
@@ -132,7 +132,7 @@ absl::Status TokenKvPool::Set(int64_t layer, std::span<const int32_t> slots,
                              TokenCopy::PlanScatter(rows[part], parts[part], slots));
     copies.push_back(copy);
   }
-  RunAll(copies);
+  RunAll(copies, threads_.get());
   return absl::OkStatus();
 }
 
@@ -183,7 +183,7 @@ absl::Status TokenKvPool::CopyFlat(int64_t first_layer, int64_t num_layers,
                                   : TokenCopy::PlanScatter(packed[i], rows, slots));
     copies.push_back(copy);
   }
-  RunAll(copies);
+  RunAll(copies, threads_.get());
   return absl::OkStatus();
 }
 
@@ -236,7 +236,7 @@ absl::Status TokenKvPool::CopyLayersFrom(const TokenKvPool& from, int64_t first_
       copies.push_back(copy);
     }
   }
-  RunAll(copies);
+  RunAll(copies, threads_.get());
   return absl::OkStatus();
 }
 

@@ -4,11 +4,13 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
+#include "base/thread_pool.h"
 #include "pool/kv_layout.h"
 #include "pool/kv_pool.h"
 #include "pool/layer_counter.h"
@@ -49,6 +51,10 @@ class TokenKvPool {
   int64_t tensor_bytes(int64_t tensor) const;
   LayerCounter& layers() { return layers_; }
 
+  // Threads that help with everything that this pool copies from now on; null (the default) for
+  // none. Call it before the pool is shared between threads.
+  void UseThreads(std::shared_ptr<ThreadPool> threads) { threads_ = std::move(threads); }
+
   // A tensor of a layer, [num_slots, num_heads, head_dim]; indices must be in range.
   TokenView view(int64_t layer, int64_t tensor) const {
     return views_[layout().buffer_index(layer, tensor)];
@@ -57,10 +63,12 @@ class TokenKvPool {
   absl::StatusOr<TokenView> Key(int64_t layer, Deadline deadline);
   absl::StatusOr<TokenView> Value(int64_t layer, Deadline deadline);
 
-  // Stores rows[t], [slots.size(), num_heads, head_dim] of part t, in `slots` of a layer, divided
-  // by scales[t] and cast. The parts are key and value (MLA: the latent alone), then the layout's
-  // further tensors. Scales may be empty (1). OUT_OF_RANGE for a layer or slot that does not exist,
-  // INVALID_ARGUMENT when numbers or shapes do not fit; nothing is written then.
+  // What Set() writes of a layer, which must be in range: key and value (MLA: the latent alone),
+  // then the layout's further tensors.
+  std::vector<TokenView> Parts(int64_t layer) const;
+  // Stores rows[t], [slots.size(), num_heads, head_dim] of Parts()[t], in `slots` of a layer,
+  // divided by scales[t] and cast. Scales may be empty (1). OUT_OF_RANGE for a layer or slot that
+  // does not exist, INVALID_ARGUMENT when numbers or shapes do not fit; nothing is written then.
   absl::Status Set(int64_t layer, std::span<const int32_t> slots, std::span<const TokenView> rows,
                    std::span<const float> scales = {});
 
@@ -94,8 +102,6 @@ class TokenKvPool {
   absl::Status CheckSameTensors(const TokenKvPool& other) const;
   TokenView KeyView(int64_t layer) const;
   TokenView ValueView(int64_t layer) const;
-  // What Set() writes: key and value, then further tensors.
-  std::vector<TokenView> Parts(int64_t layer) const;
 
   // A flat buffer seen as packed views, buffer by buffer, of layers [first, first + count).
   absl::StatusOr<std::vector<TokenView>> FlatViews(int64_t first_layer, int64_t num_layers,
@@ -111,6 +117,7 @@ class TokenKvPool {
   const std::vector<TokenView> views_;  // As KvLayout::buffer_index().
   const int64_t latent_value_dim_;
   LayerCounter layers_;
+  std::shared_ptr<ThreadPool> threads_;
 };
 
 }  // namespace kvferry

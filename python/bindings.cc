@@ -8,12 +8,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -28,6 +30,7 @@
 #include "python/block_tables.h"
 #include "python/slot_pools.h"
 #include "python/status_error.h"
+#include "python/token_pools.h"
 #include "transport/ticket.h"
 
 namespace nb = nanobind;
@@ -104,17 +107,31 @@ Config MakeConfig(const nb::object& options) {
 }
 
 using TensorTuple = std::tuple<std::string, int64_t, int64_t>;
+using TensorWithDtype = std::tuple<std::string, int64_t, int64_t, std::string>;
+using TensorInput = std::variant<TensorTuple, TensorWithDtype>;
+
+KvTensor ToTensor(const TensorInput& input) {
+  if (const auto* plain = std::get_if<TensorTuple>(&input)) {
+    return {std::get<0>(*plain), std::get<1>(*plain), std::get<2>(*plain)};
+  }
+  const auto& [name, num_heads, head_dim, dtype] = std::get<TensorWithDtype>(input);
+  return {name, num_heads, head_dim, Value(ParseDType(dtype))};
+}
+
+TensorInput FromTensor(const KvTensor& tensor) {
+  const TensorTuple plain = {tensor.name, tensor.num_heads, tensor.head_dim};
+  if (!tensor.dtype) return plain;
+  return std::tuple_cat(plain, std::tuple(std::string(DTypeName(*tensor.dtype))));
+}
 
 KvLayout MakeLayout(int64_t num_layers, int64_t page_size, const std::string& dtype,
-                    const std::string& page_format, const std::vector<TensorTuple>& tensors) {
+                    const std::string& page_format, const std::vector<TensorInput>& tensors) {
   KvLayout layout;
   layout.num_layers = num_layers;
   layout.page_size = page_size;
   layout.dtype = Value(ParseDType(dtype));
   layout.page_format = page_format;
-  for (const auto& [name, num_heads, head_dim] : tensors) {
-    layout.tensors.push_back({name, num_heads, head_dim});
-  }
+  for (const TensorInput& tensor : tensors) layout.tensors.push_back(ToTensor(tensor));
   Check(layout.Validate());
   return layout;
 }
@@ -160,11 +177,12 @@ void BindLayout(nb::module_& module) {
       .def(
           "__init__",
           [](KvLayout* self, int64_t num_layers, int64_t page_size, const std::string& dtype,
-             const std::string& page_format, const std::vector<TensorTuple>& tensors) {
+             const std::string& page_format, const std::vector<TensorInput>& tensors) {
             new (self) KvLayout(MakeLayout(num_layers, page_size, dtype, page_format, tensors));
           },
           nb::kw_only(), "num_layers"_a, "page_size"_a, "dtype"_a, "page_format"_a, "tensors"_a,
-          "tensors: (name, num_heads, head_dim) of each tensor of one layer.")
+          "tensors: (name, num_heads, head_dim) of each tensor of one layer; with a dtype in "
+          "fourth place where it is not the layout's.")
       .def_static(
           "mha",
           [](int64_t num_layers, int64_t page_size, int64_t num_kv_heads, int64_t head_dim,
@@ -194,9 +212,9 @@ void BindLayout(nb::module_& module) {
       .def_prop_ro("dtype", [](const KvLayout& self) { return std::string(DTypeName(self.dtype)); })
       .def_prop_ro("tensors",
                    [](const KvLayout& self) {
-                     std::vector<TensorTuple> tensors;
+                     std::vector<TensorInput> tensors;
                      for (const KvTensor& tensor : self.tensors) {
-                       tensors.emplace_back(tensor.name, tensor.num_heads, tensor.head_dim);
+                       tensors.push_back(FromTensor(tensor));
                      }
                      return tensors;
                    })
@@ -497,6 +515,7 @@ NB_MODULE(_core, module) {
   kvferry::BindLayout(module);
   kvferry::BindPools(module);
   kvferry::BindSlotPools(module);
+  kvferry::BindTokenPools(module);
   kvferry::BindBlockTables(module);
   kvferry::BindTicket(module);
   kvferry::BindPrefill(module);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "pool/req_to_token_pool.h"
+#include "pool/sliding_window_allocator.h"
 #include "pool/token_slot_allocator.h"
 #include "python/convert.h"
 #include "python/status_error.h"
@@ -61,8 +62,8 @@ void BindReqToTokenPool(nb::module_& module) {
       .def("clear", &ReqToTokenPool::Clear)
       .def(
           "write",
-          [](ReqToTokenPool& self, int64_t slot, int64_t first, const Input<int32_t>& values) {
-            Check(self.Write(slot, first, Span(values)));
+          [](ReqToTokenPool& self, int64_t slot, int64_t first, const SlotInput& values) {
+            Check(self.Write(slot, first, SlotList(values)));
           },
           "slot"_a, "first"_a, "token_slots"_a,
           "Writes positions [first, first + len(token_slots)) of the slot's row.")
@@ -84,49 +85,95 @@ void BindReqToTokenPool(nb::module_& module) {
           "The table [num_requests, max_context_tokens], without a copy.");
 }
 
-void BindTokenSlotAllocator(nb::module_& module) {
-  nb::class_<TokenSlotAllocator>(module, "TokenSlotAllocator",
-                                 "Token slots in pages; see pool/token_slot_allocator.h.")
-      .def(
-          "__init__",
-          [](TokenSlotAllocator* self, int64_t num_tokens, int64_t page_size) {
-            new (self) TokenSlotAllocator(Value(TokenSlotAllocator::Create(num_tokens, page_size)));
-          },
-          "num_tokens"_a, "page_size"_a = 1)
+// What both allocators do.
+template <typename Allocator>
+void DefineAllocation(nb::class_<Allocator>& allocator) {
+  allocator
       .def(
           "alloc",
-          [](TokenSlotAllocator& self, int64_t num_tokens) {
+          [](Allocator& self, int64_t num_tokens) {
             return ArrayOrNone(self.Allocate(num_tokens));
           },
           "num_tokens"_a, "Slots in whole pages (int32), None when fewer are free.")
       .def(
           "alloc_extend",
-          [](TokenSlotAllocator& self, const Input<int64_t>& prefix_tokens,
-             const Input<int64_t>& tokens, const Input<int32_t>& last_slots) {
-            return ArrayOrNone(self.Extend(Span(prefix_tokens), Span(tokens), Span(last_slots)));
+          [](Allocator& self, const Input<int64_t>& prefix_tokens, const Input<int64_t>& tokens,
+             const SlotInput& last_slots) {
+            return ArrayOrNone(
+                self.Extend(Span(prefix_tokens), Span(tokens), SlotList(last_slots)));
           },
           "prefix_tokens"_a, "tokens"_a, "last_slots"_a,
           "The new slots of a batch that grows from prefix_tokens to tokens, None when there are "
           "too few.")
       .def(
           "alloc_decode",
-          [](TokenSlotAllocator& self, const Input<int64_t>& tokens,
-             const Input<int32_t>& last_slots) {
-            return ArrayOrNone(self.Decode(Span(tokens), Span(last_slots)));
+          [](Allocator& self, const Input<int64_t>& tokens, const SlotInput& last_slots) {
+            return ArrayOrNone(self.Decode(Span(tokens), SlotList(last_slots)));
           },
           "tokens"_a, "last_slots"_a,
           "One slot for each sequence; tokens counts the new one. None when there are too few.")
       .def(
           "free",
-          [](TokenSlotAllocator& self, const Input<int32_t>& slots) {
-            Check(self.Free(Span(slots)));
-          },
+          [](Allocator& self, const SlotInput& slots) { Check(self.Free(SlotList(slots))); },
           "slots"_a)
+      .def("clear", &Allocator::Clear)
+      .def_prop_ro("page_size", &Allocator::page_size)
+      .def_prop_ro("available_size", &Allocator::num_free, "In tokens.");
+}
+
+void BindTokenSlotAllocator(nb::module_& module) {
+  nb::class_<TokenSlotAllocator> allocator(
+      module, "TokenSlotAllocator", "Token slots in pages; see pool/token_slot_allocator.h.");
+  allocator
+      .def(
+          "__init__",
+          [](TokenSlotAllocator* self, int64_t num_tokens, int64_t page_size) {
+            new (self) TokenSlotAllocator(Value(TokenSlotAllocator::Create(num_tokens, page_size)));
+          },
+          "num_tokens"_a, "page_size"_a = 1)
       .def("free_group_begin", &TokenSlotAllocator::BeginFreeGroup)
-      .def("free_group_end", &TokenSlotAllocator::EndFreeGroup)
-      .def("clear", &TokenSlotAllocator::Clear)
-      .def_prop_ro("page_size", &TokenSlotAllocator::page_size)
-      .def_prop_ro("available_size", &TokenSlotAllocator::num_free, "In tokens.");
+      .def("free_group_end", &TokenSlotAllocator::EndFreeGroup);
+  DefineAllocation(allocator);
+}
+
+void BindSlidingWindowAllocator(nb::module_& module) {
+  nb::class_<SlidingWindowAllocator> allocator(
+      module, "SlidingWindowAllocator",
+      "Token slots with a smaller pool for windowed layers; see pool/sliding_window_allocator.h.");
+  allocator
+      .def(
+          "__init__",
+          [](SlidingWindowAllocator* self, int64_t num_full_tokens, int64_t num_window_tokens,
+             int64_t page_size) {
+            new (self) SlidingWindowAllocator(Value(
+                SlidingWindowAllocator::Create(num_full_tokens, num_window_tokens, page_size)));
+          },
+          "num_full_tokens"_a, "num_window_tokens"_a, "page_size"_a = 1)
+      .def(
+          "free_window",
+          [](SlidingWindowAllocator& self, const SlotInput& slots) {
+            Check(self.FreeWindow(SlotList(slots)));
+          },
+          "slots"_a, "These tokens left the window; their full slots stay.")
+      .def(
+          "to_window",
+          [](const SlidingWindowAllocator& self, const SlotInput& slots) {
+            return ToArray(Value(self.ToWindow(SlotList(slots))));
+          },
+          "slots"_a, "Window slots of full slots; 0 for tokens outside of the window.")
+      .def_prop_ro(
+          "window_pages",
+          [](const SlidingWindowAllocator& self) {
+            const std::span<const int32_t> pages = self.window_pages();
+            return ToArray({pages.begin(), pages.end()});
+          },
+          nb::rv_policy::reference,  // The array owns its values.
+          "Window page of each full page, 0 for none (a copy).")
+      .def_prop_ro("full_available_size",
+                   [](const SlidingWindowAllocator& self) { return self.full().num_free(); })
+      .def_prop_ro("window_available_size",
+                   [](const SlidingWindowAllocator& self) { return self.window().num_free(); });
+  DefineAllocation(allocator);
 }
 
 }  // namespace
@@ -134,6 +181,7 @@ void BindTokenSlotAllocator(nb::module_& module) {
 void BindSlotPools(nb::module_& module) {
   BindReqToTokenPool(module);
   BindTokenSlotAllocator(module);
+  BindSlidingWindowAllocator(module);
 }
 
 }  // namespace kvferry

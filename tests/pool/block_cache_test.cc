@@ -93,6 +93,7 @@ TEST(BlockCaches, EveryOrderHasEveryValueOnce) {
 
 // Which blocks hold the bytes of which fill: the whole model of swapping and copying.
 TEST(BlockCaches, RandomCopiesInEveryOrderAgreeWithAModel) {
+  const auto threads = Must(ThreadPool::Create(1));
   std::mt19937_64 random(9);
   const auto upto = [&](int64_t n) {
     return static_cast<int64_t>(random() % static_cast<uint64_t>(n));
@@ -128,7 +129,8 @@ TEST(BlockCaches, RandomCopiesInEveryOrderAgreeWithAModel) {
         used_from.insert(pair.first);
         used_to.insert(pair.second);
       }
-      ASSERT_TRUE(IsOk(CopyBlocks(*caches[from], *caches[to], pairs)));
+      ASSERT_TRUE(IsOk(
+          CopyBlocks(*caches[from], *caches[to], pairs, upto(2) == 0 ? threads.get() : nullptr)));
       const std::map<int64_t, uint64_t> before = model[from];
       for (const auto& [source, destination] : pairs) model[to][destination] = before.at(source);
       copied_values += static_cast<int64_t>(pairs.size()) * shape.block_bytes() / 2;

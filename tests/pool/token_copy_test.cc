@@ -165,6 +165,32 @@ TEST_F(TokenCopies, WhatDoesNotFitIsNamed) {
   }
 }
 
+TEST(TokenCopyThreads, PartsMakeTheWhole) {
+  const auto threads = Must(ThreadPool::Create(3));
+  constexpr int64_t kRows = 5000, kDim = 300;
+  std::vector<uint32_t> from(kRows * kDim), to(kRows * kDim), want(kRows * kDim);
+  std::vector<int32_t> from_slots(kRows), to_slots(kRows);
+  std::iota(from_slots.begin(), from_slots.end(), 0);
+  std::iota(to_slots.begin(), to_slots.end(), 0);
+  std::mt19937_64 random(2);
+  for (uint32_t& value : from) value = static_cast<uint32_t>(random() >> 34);
+  // Runs of neighbours, some of them across the borders of parts.
+  for (size_t i = 0; i + 100 < kRows; i += 100) {
+    std::swap_ranges(&to_slots[i], &to_slots[i] + 50, &to_slots[i + 50]);
+  }
+  const auto view = [](std::vector<uint32_t>& values) {
+    return TokenView::Packed(reinterpret_cast<std::byte*>(values.data()), DType::kFloat32, kRows, 1,
+                             kDim);
+  };
+  const auto copy = TokenCopy::Plan(view(from), from_slots, view(to), to_slots);
+  ASSERT_TRUE(IsOk(copy));
+  copy->Run(threads.get());
+  for (int64_t i = 0; i < kRows; ++i) {
+    std::copy_n(&from[from_slots[i] * kDim], kDim, &want[to_slots[i] * kDim]);
+  }
+  EXPECT_EQ(to, want);
+}
+
 TEST_F(TokenCopies, SidesWithoutAListCountFromZero) {
   for (size_t i = 0; i < memory_.size(); ++i) memory_[i] = static_cast<std::byte>(i / 16);
   const TokenView pool = View(100, 1, 16, DType::kUint8);

@@ -1,0 +1,423 @@
+#include "python/token_pools.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/thread_pool.h"
+#include "pool/block_cache.h"
+#include "pool/block_quant.h"
+#include "pool/host_kv_pool.h"
+#include "pool/token_kv_pool.h"
+#include "python/convert.h"
+#include "python/status_error.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
+
+namespace kvferry {
+namespace {
+
+using PoolPtr = std::shared_ptr<TokenKvPool>;
+using HostPtr = std::shared_ptr<HostKvPool>;
+using CachePtr = std::shared_ptr<BlockCache>;
+using Rows = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+using ByteArray = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
+using ByteInput = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// ---------------------------------------------------------------- arrays and views
+
+// [num_slots, heads, dim] where slots lie evenly, else [pages, page_size, heads, dim].
+template <typename Owner>
+DlpackArray SeenFrom(const TokenView& view, const Owner& owner) {
+  const int64_t value_bytes = DTypeBytes(view.dtype);
+  std::vector<int64_t> strides = {view.token_stride, view.head_stride, view.value_stride};
+  std::vector<int64_t> shape = {view.num_slots, view.num_heads, view.head_dim};
+  if (view.page_stride != view.page_size * view.token_stride) {
+    shape = {view.num_slots / view.page_size, view.page_size, view.num_heads, view.head_dim};
+    strides.insert(strides.begin(), view.page_stride);
+  }
+  for (int64_t& stride : strides) stride /= value_bytes;
+  const std::vector<size_t> sizes(shape.begin(), shape.end());
+  return DlpackArray(view.data, sizes.size(), sizes.data(), KeepAlive(owner), strides.data(),
+                     ToDlpack(view.dtype), nb::device::cpu::value);
+}
+
+DType FromDlpack(const nb::dlpack::dtype& dtype) {
+  // The formats that DLPack 1.1 added and nanobind does not name.
+  constexpr uint8_t kFloat8E4M3Fn = 10, kFloat8E5M2 = 12;
+  for (const DType known : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kUint8}) {
+    if (ToDlpack(known) == dtype) return known;
+  }
+  if (dtype.code == kFloat8E4M3Fn) return DType::kFloat8E4M3;
+  if (dtype.code == kFloat8E5M2) return DType::kFloat8E5M2;
+  throw StatusError(absl::InvalidArgumentError(
+      absl::StrCat("rows have a dtype (DLPack code ", dtype.code, ", ", dtype.bits,
+                   " bits) that is none of float32, float16, bfloat16, float8_e4m3fn, "
+                   "float8_e5m2, uint8")));
+}
+
+// Any array whose values are those of num_rows rows, one after the other.
+TokenView RowsOf(const Rows& array, int64_t num_rows, int64_t num_heads, int64_t head_dim) {
+  if (static_cast<int64_t>(array.size()) != num_rows * num_heads * head_dim) {
+    throw StatusError(absl::InvalidArgumentError(
+        absl::StrCat("rows have ", array.size(), " values, but ", num_rows, " slots of ", num_heads,
+                     " heads x ", head_dim, " have ", num_rows * num_heads * head_dim)));
+  }
+  // Read only: kvferry's views do not say so.
+  auto* data = static_cast<std::byte*>(const_cast<void*>(array.data()));
+  return TokenView::Packed(data, FromDlpack(array.dtype()), num_rows, num_heads, head_dim);
+}
+
+ByteArray NewBytes(int64_t size) {
+  auto* owned = new uint8_t[static_cast<size_t>(size)];
+  const nb::capsule owner(owned, [](void* held) noexcept { delete[] static_cast<uint8_t*>(held); });
+  return {owned, {static_cast<size_t>(size)}, owner};
+}
+
+std::span<std::byte> Bytes(const ByteArray& array) {
+  return {reinterpret_cast<std::byte*>(array.data()), array.shape(0)};
+}
+std::span<const std::byte> Bytes(const ByteInput& array) {
+  return {reinterpret_cast<const std::byte*>(array.data()), array.shape(0)};
+}
+
+// ---------------------------------------------------------------- TokenKvPool
+
+void SetKv(TokenKvPool& self, int64_t layer, const SlotInput& slots, const std::vector<Rows>& rows,
+           const std::vector<float>& scales) {
+  if (layer < 0 || layer >= self.layout().num_layers) throw nb::index_error("layer");
+  const std::vector<TokenView> parts = self.Parts(layer);
+  std::vector<TokenView> views;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    // Too many are refused by Set(); until then any shape will do.
+    const TokenView& part = parts[std::min(i, parts.size() - 1)];
+    views.push_back(
+        RowsOf(rows[i], static_cast<int64_t>(slots.shape(0)), part.num_heads, part.head_dim));
+  }
+  const nb::gil_scoped_release nogil;
+  Check(self.Set(layer, SlotList(slots), views, scales));
+}
+
+ByteArray GetFlat(const TokenKvPool& self, const SlotInput& slots, std::optional<int64_t> layer) {
+  const auto count = static_cast<int64_t>(slots.shape(0));
+  ByteArray flat = NewBytes(layer ? self.layer_flat_bytes(count) : self.flat_bytes(count));
+  const nb::gil_scoped_release nogil;
+  Check(layer ? self.ReadFlatLayer(*layer, SlotList(slots), Bytes(flat))
+              : self.ReadFlat(SlotList(slots), Bytes(flat)));
+  return flat;
+}
+
+void SetFlat(TokenKvPool& self, const SlotInput& slots, const ByteInput& flat,
+             std::optional<int64_t> layer) {
+  const nb::gil_scoped_release nogil;
+  Check(layer ? self.WriteFlatLayer(*layer, SlotList(slots), Bytes(flat))
+              : self.WriteFlat(SlotList(slots), Bytes(flat)));
+}
+
+void CopyFrom(TokenKvPool& self, const TokenKvPool& source, const SlotInput& source_slots,
+              const SlotInput& slots, std::optional<int64_t> layer) {
+  const nb::gil_scoped_release nogil;
+  Check(layer ? self.CopyLayerFrom(source, *layer, SlotList(source_slots), SlotList(slots))
+              : self.CopyFrom(source, SlotList(source_slots), SlotList(slots)));
+}
+
+BlockFormat ParseBlockFormat(const std::string& name) {
+  if (name == "mxfp4") return BlockFormat::kMxfp4;
+  if (name == "fp8_block128") return BlockFormat::kFp8Block128;
+  throw StatusError(absl::InvalidArgumentError(
+      absl::StrCat("block format '", name, "' is not one of mxfp4, fp8_block128")));
+}
+
+// Codes in `tensor`, scales in the next one.
+void CheckCodes(const TokenKvPool& self, int64_t layer, int64_t tensor) {
+  if (layer < 0 || layer >= self.layout().num_layers) throw nb::index_error("layer");
+  if (tensor < 0 || tensor + 1 >= self.layout().num_tensors()) throw nb::index_error("tensor");
+}
+
+void SetQuantized(TokenKvPool& self, const std::string& format, int64_t layer, int64_t tensor,
+                  const SlotInput& slots, const Rows& rows) {
+  CheckCodes(self, layer, tensor);
+  const BlockFormat block_format = ParseBlockFormat(format);
+  const TokenView codes = self.view(layer, tensor);
+  const int64_t head_dim = codes.head_dim * 8 / InfoOf(block_format).codes_bits;
+  const TokenView values =
+      RowsOf(rows, static_cast<int64_t>(slots.shape(0)), codes.num_heads, head_dim);
+  const nb::gil_scoped_release nogil;
+  Check(StoreQuantized(block_format, values, codes, self.view(layer, tensor + 1), SlotList(slots)));
+}
+
+nb::ndarray<nb::numpy, float, nb::ndim<3>> GetQuantized(const TokenKvPool& self,
+                                                        const std::string& format, int64_t layer,
+                                                        int64_t tensor, const SlotInput& slots) {
+  CheckCodes(self, layer, tensor);
+  const BlockFormat block_format = ParseBlockFormat(format);
+  const TokenView codes = self.view(layer, tensor);
+  const size_t head_dim = codes.head_dim * 8 / InfoOf(block_format).codes_bits;
+  const size_t num_heads = codes.num_heads, count = slots.shape(0);
+  auto* owned = new float[count * num_heads * head_dim];
+  const nb::capsule owner(owned, [](void* held) noexcept { delete[] static_cast<float*>(held); });
+  const TokenView values = TokenView::Packed(reinterpret_cast<std::byte*>(owned), DType::kFloat32,
+                                             static_cast<int64_t>(count), codes.num_heads,
+                                             static_cast<int64_t>(head_dim));
+  Check(LoadQuantized(block_format, codes, self.view(layer, tensor + 1), SlotList(slots), values));
+  return {owned, {count, num_heads, head_dim}, owner};
+}
+
+template <absl::StatusOr<TokenView> (TokenKvPool::*kView)(int64_t, Deadline)>
+DlpackArray BufferWhenReady(const PoolPtr& self, int64_t layer, int64_t timeout_ms) {
+  absl::StatusOr<TokenView> view;
+  {
+    const nb::gil_scoped_release nogil;
+    view = (self.get()->*kView)(layer, DeadlineInMs(timeout_ms));
+  }
+  return SeenFrom(Value(std::move(view)), self);
+}
+
+void BindLayerCounter(nb::module_& module) {
+  nb::class_<LayerCounter>(module, "LayerCounter",
+                           "Which layers are loaded; see pool/layer_counter.h.")
+      .def(
+          "begin", [](LayerCounter& self) { Check(self.Begin()); },
+          "A load begins: no layer is ready.")
+      .def(
+          "ready", [](LayerCounter& self, int64_t count) { Check(self.Ready(count)); }, "count"_a,
+          "The first `count` layers are ready.")
+      .def(
+          "fail",
+          [](LayerCounter& self, const std::string& why) { self.Fail(absl::AbortedError(why)); },
+          "why"_a, "The load ends; whoever waits for a layer that is not ready gets Aborted.")
+      .def(
+          "wait",
+          [](LayerCounter& self, int64_t layer, int64_t timeout_ms) {
+            const nb::gil_scoped_release nogil;
+            Check(self.WaitFor(layer, DeadlineInMs(timeout_ms)));
+          },
+          "layer"_a, "timeout_ms"_a)
+      .def_prop_ro("num_ready", &LayerCounter::ready);
+}
+
+void BindTokenKvPool(nb::module_& module) {
+  nb::class_<TokenKvPool>(module, "TokenKvPool",
+                          "Keys and values by token slot; see pool/token_kv_pool.h.")
+      .def_static(
+          "create",
+          [](const KvLayout& layout, int64_t num_tokens, int64_t latent_value_dim) {
+            return Value(TokenKvPool::Create(layout, num_tokens, latent_value_dim));
+          },
+          "layout"_a, "num_tokens"_a, "latent_value_dim"_a = 0,
+          "Zeroed host memory for num_tokens slots, and page 0 for padding.")
+      .def_static(
+          "over",
+          [](std::shared_ptr<KvPool> pool, int64_t latent_value_dim) {
+            return Value(TokenKvPool::Over(std::move(pool), latent_value_dim));
+          },
+          "pool"_a, "latent_value_dim"_a = 0, "On the memory of a KvPool, an engine's for example.")
+      .def("use_threads", &TokenKvPool::UseThreads, "threads"_a.none(),
+           "Threads that help with everything copied from now on.")
+      .def_prop_ro("layout", &TokenKvPool::layout)
+      .def_prop_ro("pages", &TokenKvPool::pages, "The KvPool with the memory.")
+      .def_prop_ro("num_tokens", &TokenKvPool::num_tokens)
+      .def_prop_ro("num_slots", &TokenKvPool::num_slots, "Those of page 0 included.")
+      .def_prop_ro("layers", &TokenKvPool::layers, nb::rv_policy::reference_internal)
+      .def(
+          "tensor_bytes",
+          [](const TokenKvPool& self, int64_t tensor) {
+            if (tensor < 0 || tensor >= self.layout().num_tensors())
+              throw nb::index_error("tensor");
+            return self.tensor_bytes(tensor);
+          },
+          "tensor"_a, "Over all layers.")
+      .def(
+          "buffer",
+          [](const PoolPtr& self, int64_t layer, int64_t tensor) {
+            if (layer < 0 || layer >= self->layout().num_layers) throw nb::index_error("layer");
+            if (tensor < 0 || tensor >= self->layout().num_tensors())
+              throw nb::index_error("tensor");
+            return SeenFrom(self->view(layer, tensor), self);
+          },
+          "layer"_a, "tensor"_a,
+          "A tensor of a layer without a copy, for torch.from_dlpack and numpy.from_dlpack: "
+          "[num_slots, heads, dim], or [pages, page_size, heads, dim] where pages are HND. fp8 is "
+          "seen as uint8.")
+      .def("key_buffer", &BufferWhenReady<&TokenKvPool::Key>, "layer"_a, "timeout_ms"_a = 30000,
+           "The keys of a layer, as buffer(), once `layers` says that they are loaded.")
+      .def("value_buffer", &BufferWhenReady<&TokenKvPool::Value>, "layer"_a, "timeout_ms"_a = 30000)
+      .def("set_kv_buffer", &SetKv, "layer"_a, "slots"_a, "rows"_a,
+           "scales"_a = std::vector<float>(),
+           "Stores rows[part] ([slots, heads, dim], any arrangement of leading dimensions) divided "
+           "by scales[part] and cast. Parts: key and value, or the latent, then further tensors.")
+      .def("get_flat_data", &GetFlat, "slots"_a, "layer"_a = nb::none(),
+           "Stored bytes of these slots, [tensors, layers, slots, heads, dim], or of one layer.")
+      .def("set_flat_data", &SetFlat, "slots"_a, "flat"_a, "layer"_a = nb::none())
+      .def("copy_from", &CopyFrom, "source"_a, "source_slots"_a, "slots"_a, "layer"_a = nb::none(),
+           "Rows of another pool, converted where dtypes or page formats differ.")
+      .def("set_quantized", &SetQuantized, "format"_a, "layer"_a, "tensor"_a, "slots"_a, "rows"_a,
+           "Quantises rows into `tensor` and their scales into the next one; format: mxfp4 or "
+           "fp8_block128.")
+      .def("get_quantized", &GetQuantized, "format"_a, "layer"_a, "tensor"_a, "slots"_a,
+           "The values of quantised rows as float32.");
+  module.def(
+      "quantized_tensors",
+      [](const std::string& format, const std::string& name, int64_t num_heads, int64_t head_dim) {
+        std::vector<std::tuple<std::string, int64_t, int64_t, std::string>> tensors;
+        for (const KvTensor& tensor :
+             Value(QuantizedTensors(ParseBlockFormat(format), name, num_heads, head_dim))) {
+          tensors.emplace_back(tensor.name, tensor.num_heads, tensor.head_dim,
+                               DTypeName(*tensor.dtype));
+        }
+        return tensors;
+      },
+      "format"_a, "name"_a, "num_heads"_a, "head_dim"_a,
+      "Tensors of a KvLayout for quantised rows: the codes, and their scales.");
+}
+
+// ---------------------------------------------------------------- HostKvPool
+
+template <absl::Status (HostKvPool::*kCall)(std::span<const int32_t>)>
+void CallOnSlots(HostKvPool& self, const SlotInput& slots) {
+  Check((self.*kCall)(SlotList(slots)));
+}
+
+void BindHostKvPool(nb::module_& module) {
+  nb::class_<HostKvPool>(module, "HostKvPool",
+                         "The host tier of a TokenKvPool; see pool/host_kv_pool.h.")
+      .def_static(
+          "create",
+          [](PoolPtr device, double ratio, int64_t bytes, int64_t keep_free_bytes) {
+            return Value(HostKvPool::Create(
+                std::move(device), {.ratio_to_device = ratio, .bytes = bytes}, keep_free_bytes));
+          },
+          "device"_a, nb::kw_only(), "ratio"_a = 0.0, "bytes"_a = 0,
+          "keep_free_bytes"_a = HostKvPool::kDefaultKeepFreeBytes,
+          "Sized by its ratio to the device pool or in bytes.")
+      .def_prop_ro("host", &HostKvPool::host, "The TokenKvPool with the memory.")
+      .def_prop_ro("num_tokens", &HostKvPool::num_tokens)
+      .def_prop_ro("bytes_per_token", &HostKvPool::bytes_per_token)
+      .def_prop_ro("available_size", &HostKvPool::num_free, "In tokens.")
+      .def(
+          "alloc",
+          [](HostKvPool& self, int64_t num_tokens) -> std::optional<Int32Array> {
+            auto slots = OrNone(self.Allocate(num_tokens));
+            if (!slots) return std::nullopt;
+            return ToArray(*std::move(slots));
+          },
+          "num_tokens"_a, "Reserved slots in whole pages, None when fewer are free.")
+      .def("free", &CallOnSlots<&HostKvPool::Free>, "slots"_a)
+      .def("clear", [](HostKvPool& self) { Check(self.Clear()); })
+      .def("protect_write", &CallOnSlots<&HostKvPool::ProtectWrite>, "slots"_a)
+      .def("protect_load", &CallOnSlots<&HostKvPool::ProtectLoad>, "slots"_a)
+      .def("complete_io", &CallOnSlots<&HostKvPool::CompleteIo>, "slots"_a)
+      .def("mark_backup", &CallOnSlots<&HostKvPool::MarkBackup>, "slots"_a)
+      .def("mark_synced", &CallOnSlots<&HostKvPool::MarkSynced>, "slots"_a)
+      .def(
+          "state_of",
+          [](const HostKvPool& self, const SlotInput& slots) {
+            return std::string(HostSlotStateName(Value(self.StateOf(SlotList(slots)))));
+          },
+          "slots"_a, "The state that all these slots are in.")
+      .def(
+          "back_up",
+          [](HostKvPool& self, const SlotInput& device_slots, const SlotInput& host_slots) {
+            const nb::gil_scoped_release nogil;
+            Check(self.BackUp(SlotList(device_slots), SlotList(host_slots)));
+          },
+          "device_slots"_a, "host_slots"_a)
+      .def(
+          "load",
+          [](HostKvPool& self, const SlotInput& host_slots, const SlotInput& device_slots) {
+            const nb::gil_scoped_release nogil;
+            Check(self.Load(SlotList(host_slots), SlotList(device_slots)));
+          },
+          "host_slots"_a, "device_slots"_a,
+          "Layer by layer, counting the device pool's `layers` up.");
+}
+
+// ---------------------------------------------------------------- BlockCache
+
+constexpr std::array<const char*, 5> kDimNames = {"kv", "block", "token", "head", "value"};
+
+std::array<BlockDim, 5> ParseOrder(const std::vector<std::string>& names) {
+  std::array<BlockDim, 5> order{};
+  bool known = names.size() == order.size();
+  for (size_t i = 0; known && i < order.size(); ++i) {
+    const auto* found = std::find(kDimNames.begin(), kDimNames.end(), names[i]);
+    known = found != kDimNames.end();
+    if (known) order[i] = static_cast<BlockDim>(found - kDimNames.begin());
+  }
+  if (known) return order;
+  throw StatusError(absl::InvalidArgumentError(
+      absl::StrCat("order is (", absl::StrJoin(names, ", "), ") but must have each of ",
+                   absl::StrJoin(kDimNames, ", "), " once")));
+}
+
+using PairInput = nb::ndarray<const int64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+
+void BindBlockCache(nb::module_& module) {
+  nb::class_<BlockCache>(module, "BlockCache",
+                         "An engine's block cache on one device; see pool/block_cache.h.")
+      .def_static(
+          "create",
+          [](int64_t num_blocks, int64_t num_layers, int64_t block_size, int64_t num_kv_heads,
+             int64_t head_dim, const std::string& dtype, bool mla,
+             const std::vector<std::string>& order) {
+            return Value(BlockCache::Create({num_layers, block_size, num_kv_heads, head_dim,
+                                             Value(ParseDType(dtype)), mla, ParseOrder(order)},
+                                            num_blocks));
+          },
+          nb::kw_only(), "num_blocks"_a, "num_layers"_a, "block_size"_a, "num_kv_heads"_a,
+          "head_dim"_a, "dtype"_a = "bfloat16", "mla"_a = false,
+          "order"_a = std::vector<std::string>(kDimNames.begin(), kDimNames.end()),
+          "Zeroed host memory. order: dimensions as they lie in memory, outermost first.")
+      .def_prop_ro("num_blocks", &BlockCache::num_blocks)
+      .def_prop_ro("bytes", &BlockCache::bytes)
+      .def_prop_ro(
+          "block_bytes", [](const BlockCache& self) { return self.shape().block_bytes(); },
+          "Of one block over all layers.")
+      .def(
+          "view",
+          [](const CachePtr& self, int64_t layer, int64_t kv) {
+            return SeenFrom(Value(self->View(layer, kv)), self);
+          },
+          "layer"_a, "kv"_a,
+          "Keys (0) or values (1) of a layer without a copy, as TokenKvPool.buffer().");
+  module.def(
+      "copy_blocks",
+      [](const BlockCache& source, BlockCache& destination, const PairInput& pairs,
+         ThreadPool* threads) {
+        std::vector<BlockPair> list;
+        for (size_t i = 0; i < pairs.shape(0); ++i) list.emplace_back(pairs(i, 0), pairs(i, 1));
+        const nb::gil_scoped_release nogil;
+        Check(CopyBlocks(source, destination, list, threads));
+      },
+      "source"_a, "destination"_a, "pairs"_a, "threads"_a.none() = nb::none(),
+      "Block pairs[:, 1] of destination becomes block pairs[:, 0] of source, in every layer: swap "
+      "in, swap out, or copy within one cache.");
+}
+
+}  // namespace
+
+void BindTokenPools(nb::module_& module) {
+  BindLayerCounter(module);
+  BindTokenKvPool(module);
+  BindHostKvPool(module);
+  BindBlockCache(module);
+}
+
+}  // namespace kvferry

@@ -1,0 +1,281 @@
+"""Token pools, host tier, block caches and sliding windows from Python, beside torch."""
+
+import gc
+import threading
+
+import kvferry
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
+
+
+def slots(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def seen(array, dtype: str) -> torch.Tensor:
+    """A buffer of ours as a torch tensor, fp8 included."""
+    tensor = torch.from_dlpack(array)
+    return tensor.view(TORCH_DTYPES[dtype]) if dtype.startswith("float8") else tensor
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_set_and_get_agree_with_torch_indexing(dtype, page_size):
+    layout = kvferry.KvLayout.mha(2, page_size, 3, 8, dtype)
+    pool = kvferry.TokenKvPool.create(layout, 32)
+    expected = torch.zeros(2, pool.num_slots, 3, 8, dtype=TORCH_DTYPES[dtype])
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        where = torch.randperm(pool.num_slots, generator=generator)[:9]
+        k, v = torch.randn(2, 9, 3, 8, generator=generator) * 40
+        pool.set_kv_buffer(1, where.int(), [k, v])
+        expected[0].view(torch.uint8)[where] = k.to(TORCH_DTYPES[dtype]).view(torch.uint8)
+        expected[1].view(torch.uint8)[where] = v.to(TORCH_DTYPES[dtype]).view(torch.uint8)
+    for ours, theirs in zip((pool.key_buffer(1), pool.value_buffer(1)), expected, strict=True):
+        assert torch.equal(seen(ours, dtype).view(torch.uint8), theirs.view(torch.uint8))
+    assert not torch.from_dlpack(pool.buffer(0, 0)).any()
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_scales_are_divided_by_as_engines_do(dtype):
+    pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(1, 1, 2, 64, dtype), 16)
+    k, v = torch.randn(2, 5, 2, 64) * 300
+    pool.set_kv_buffer(0, slots(1, 2, 3, 4, 5), [k, v], scales=[0.37, 2.5])
+    limit = torch.finfo(TORCH_DTYPES[dtype]).max
+    for rows, scale, ours in ((k, 0.37, pool.key_buffer(0)), (v, 2.5, pool.value_buffer(0))):
+        theirs = (rows / scale).clamp(-limit, limit).to(TORCH_DTYPES[dtype])
+        assert torch.equal(seen(ours, dtype)[1:6].float(), theirs.float())
+
+
+def test_tensors_of_torch_go_in_as_they_are():
+    pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(1, 1, 2, 4, "bfloat16"), 8)
+    k = torch.randn(1, 3, 2, 4).bfloat16()
+    pool.set_kv_buffer(0, torch.tensor([1, 5, 8], dtype=torch.int32), [k, k.flatten(2)])
+    keys = torch.from_dlpack(pool.key_buffer(0))
+    assert keys.dtype == torch.bfloat16 and torch.equal(keys[[1, 5, 8]], k[0])
+    assert torch.equal(torch.from_dlpack(pool.value_buffer(0))[[1, 5, 8]], k[0])
+
+
+def test_an_engines_tensors_are_adopted_and_ours_are_seen():
+    theirs = [torch.zeros(5, 4, 2, 8) for _ in range(2)]  # K and V of a layer: 5 pages of 4.
+    layout = kvferry.KvLayout.mha(1, 4, 2, 8, "float32")
+    buffers = [(tensor.data_ptr(), tensor.nbytes) for tensor in theirs]
+    pool = kvferry.TokenKvPool.over(kvferry.KvPool.adopt(layout, buffers, theirs))
+    pool.set_kv_buffer(0, slots(6), [torch.ones(1, 2, 8), torch.full((1, 2, 8), 2.0)])
+    assert theirs[0][1, 2].eq(1).all() and theirs[1][1, 2].eq(2).all()
+    theirs[0][3, 3] = 7
+    ours = torch.from_dlpack(pool.key_buffer(0))
+    assert ours.data_ptr() == theirs[0].data_ptr() and ours[15].eq(7).all()
+
+
+def test_views_outlive_the_pool():
+    pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mla(1, 4, 8, "float32"), 8, 6)
+    value = torch.from_dlpack(pool.value_buffer(0))
+    pool.set_kv_buffer(0, slots(4), [torch.arange(8.0)])
+    del pool
+    gc.collect()
+    assert value.shape == (12, 1, 6) and value[4, 0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_hnd_pages_are_seen_by_their_strides():
+    layout = kvferry.KvLayout(
+        num_layers=1, page_size=4, dtype="float32", page_format="HND", tensors=[("kv", 2, 6)]
+    )
+    pool = kvferry.TokenKvPool.create(layout, 8)
+    k, v = torch.randn(2, 3, 2, 3)
+    pool.set_kv_buffer(0, slots(2, 5, 11), [k, v])
+    keys = torch.from_dlpack(pool.key_buffer(0))
+    assert keys.shape == (3, 4, 2, 3) and keys.stride() == (48, 6, 24, 1)
+    assert torch.equal(keys.flatten(0, 1)[[2, 5, 11]], k)
+    assert torch.equal(torch.from_dlpack(pool.value_buffer(0)).flatten(0, 1)[[2, 5, 11]], v)
+
+
+def test_flat_data():
+    layout = kvferry.KvLayout.mha(3, 2, 2, 4, "float32")
+    pool, other = (kvferry.TokenKvPool.create(layout, 8) for _ in range(2))
+    for layer in range(3):
+        pool.set_kv_buffer(layer, slots(3, 7), list(torch.randn(2, 2, 2, 4)))
+    flat = pool.get_flat_data(slots(3, 7))
+    rows = flat.view(np.float32).reshape(2, 3, 2, 2, 4)  # [tensors, layers, slots, heads, dim]
+    assert np.array_equal(rows[1, 2], torch.from_dlpack(pool.value_buffer(2))[[3, 7]])
+    other.set_flat_data(slots(4, 2), flat)
+    assert np.array_equal(other.get_flat_data(slots(4, 2)), flat)
+    other.set_flat_data(slots(8, 9), pool.get_flat_data(slots(3, 7), layer=1), layer=1)
+    assert np.array_equal(other.get_flat_data(slots(8, 9), layer=1), rows[:, 1].tobytes()) or (
+        other.get_flat_data(slots(8, 9), layer=1).tobytes() == rows[:, 1].tobytes()
+    )
+    other.copy_from(pool, slots(3), slots(1), layer=0)
+    assert other.get_flat_data(slots(1), layer=0).tobytes() == rows[:, 0, :1].tobytes()
+    with pytest.raises(ValueError, match="flat data of 5 bytes"):
+        pool.set_flat_data(slots(3), np.zeros(5, np.uint8))
+
+
+def test_threads_change_nothing_but_the_speed():
+    layout = kvferry.KvLayout.mha(2, 1, 8, 128, "float32")
+    pool = kvferry.TokenKvPool.create(layout, 2048)
+    pool.use_threads(kvferry.ThreadPool(2))
+    where = np.random.default_rng(3).permutation(2048).astype(np.int32)
+    k, v = torch.randn(2, 2048, 8, 128)
+    pool.set_kv_buffer(0, where, [k, v])
+    assert torch.equal(torch.from_dlpack(pool.key_buffer(0))[torch.from_numpy(where).long()], k)
+    pool.use_threads(None)
+    assert torch.equal(torch.from_dlpack(pool.value_buffer(0))[torch.from_numpy(where).long()], v)
+
+
+def test_bad_calls_say_what_is_wrong():
+    pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(1, 1, 2, 4, "float32"), 8)
+    rows = [torch.zeros(2, 2, 4)] * 2
+    with pytest.raises(ValueError, match="slot 9 at position 1"):
+        pool.set_kv_buffer(0, slots(1, 9), rows)
+    with pytest.raises(ValueError, match="16 values, but 1 slots of 2 heads x 4 have 8"):
+        pool.set_kv_buffer(0, slots(1), rows)
+    with pytest.raises(ValueError, match="1 tensors and 0 scales"):
+        pool.set_kv_buffer(0, slots(1, 2), rows[:1])
+    with pytest.raises(ValueError, match="none of float32"):
+        pool.set_kv_buffer(0, slots(1, 2), [row.long() for row in rows])
+    with pytest.raises(IndexError):
+        pool.set_kv_buffer(1, slots(1, 2), rows)
+    with pytest.raises(ValueError, match="neither int32 nor int64"):
+        pool.set_kv_buffer(0, np.array([1.0, 2.0]), rows)
+    with pytest.raises(ValueError, match="slot 4294967297 does not fit"):
+        pool.set_kv_buffer(0, np.array([1, 2**32 + 1]), rows)
+    with pytest.raises(ValueError, match="num_tokens is 9"):
+        kvferry.TokenKvPool.create(kvferry.KvLayout.mha(1, 2, 2, 4, "float32"), 9)
+
+
+def test_readers_wait_for_their_layer():
+    pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(2, 1, 1, 4, "float32"), 8)
+    pool.layers.begin()
+    with pytest.raises(kvferry.DeadlineExceeded, match="layer 0"):
+        pool.key_buffer(0, timeout_ms=0)
+    loader = threading.Timer(0.05, pool.layers.ready, [2])
+    loader.start()
+    pool.value_buffer(1, timeout_ms=20000)
+    loader.join()
+    assert pool.layers.num_ready == 2
+    pool.layers.begin()
+    pool.layers.fail("the disk is gone")
+    with pytest.raises(kvferry.Aborted, match="the disk is gone"):
+        pool.key_buffer(1)
+
+
+def test_quantised_rows():
+    tensors = kvferry.quantized_tensors("mxfp4", "k", 2, 32)
+    assert tensors == [("k", 2, 16, "uint8"), ("k_scale", 1, 4, "uint8")]
+    tensors += kvferry.quantized_tensors("fp8_block128", "index_k", 1, 128)
+    layout = kvferry.KvLayout(
+        num_layers=1, page_size=4, dtype="uint8", page_format="NHD", tensors=tensors
+    )
+    assert (
+        kvferry.KvLayout(
+            num_layers=1, page_size=4, dtype="uint8", page_format="NHD", tensors=layout.tensors
+        )
+        == layout
+    )
+    pool = kvferry.TokenKvPool.create(layout, 16)
+    k, index = torch.randn(3, 2, 32), torch.randn(3, 1, 128).bfloat16()
+    pool.set_quantized("mxfp4", 0, 0, slots(4, 9, 10), k)
+    pool.set_quantized("fp8_block128", 0, 2, slots(4, 9, 10), index)
+    blocks = k.view(3, 4, 16)
+    scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 6)))
+    got = torch.from_numpy(pool.get_quantized("mxfp4", 0, 0, slots(4, 9, 10)))
+    assert (got.view(3, 4, 16) - blocks).abs().le(scale).all()
+    assert torch.equal(
+        torch.from_dlpack(pool.buffer(0, 1))[[4, 9, 10], 0], (scale.log2() + 127).byte()[..., 0]
+    )
+    got = torch.from_numpy(pool.get_quantized("fp8_block128", 0, 2, slots(4, 9, 10)))
+    block_scale = index.float().abs().amax(-1, keepdim=True) / 448
+    assert torch.equal(
+        got, (index.float() / block_scale).to(torch.float8_e4m3fn).float() * block_scale
+    )
+    with pytest.raises(ValueError, match="mxfp4, fp8_block128"):
+        pool.set_quantized("int4", 0, 0, slots(4), k[:1])
+    with pytest.raises(IndexError):
+        pool.get_quantized("mxfp4", 0, 3, slots(4))
+
+
+def test_host_tier():
+    device = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(2, 4, 1, 8, "float32"), 32)
+    host = kvferry.HostKvPool.create(device, ratio=2, keep_free_bytes=0)
+    assert host.num_tokens == host.available_size == 64 and host.bytes_per_token == 128
+    flat = np.arange(8 * 128, dtype=np.uint32).astype(np.uint8)
+    device.set_flat_data(np.arange(4, 12, dtype=np.int32), flat)
+    where = host.alloc(8)
+    assert host.state_of(where) == "reserved"
+    host.back_up(np.arange(4, 12, dtype=np.int32), where)
+    assert host.state_of(where) == "synced"
+    host.mark_backup(where)
+    host.load(where, np.arange(20, 28, dtype=np.int32))
+    assert np.array_equal(device.get_flat_data(np.arange(20, 28, dtype=np.int32)), flat)
+    with pytest.raises(kvferry.FailedPrecondition, match="is synced but must be reserved"):
+        host.protect_write(where)
+    host.free(where)
+    assert host.available_size == 64 and host.alloc(68) is None
+    with pytest.raises(kvferry.ResourceExhausted, match="left to others"):
+        kvferry.HostKvPool.create(device, ratio=1, keep_free_bytes=1 << 60)
+
+
+@pytest.mark.parametrize("order", ["kv block token head value", "block kv head token value"])
+def test_block_caches_swap(order):
+    def cache(blocks: int) -> kvferry.BlockCache:
+        return kvferry.BlockCache.create(
+            num_blocks=blocks,
+            num_layers=2,
+            block_size=4,
+            num_kv_heads=2,
+            head_dim=8,
+            dtype="float16",
+            order=order.split(),
+        )
+
+    gpu, cpu = cache(6), cache(10)
+    assert gpu.block_bytes == 2 * 2 * 4 * 2 * 8 * 2 and gpu.bytes == 6 * gpu.block_bytes
+
+    def blocks(which: kvferry.BlockCache, layer: int, kv: int) -> torch.Tensor:
+        return torch.from_dlpack(which.view(layer, kv)).reshape(which.num_blocks, 4, 2, 8)
+
+    expected = []
+    for layer in range(2):
+        for kv in range(2):
+            values = torch.from_dlpack(gpu.view(layer, kv))
+            values.copy_(torch.randn(values.shape))
+            expected.append(blocks(gpu, layer, kv).clone())
+    out = np.array([[0, 3], [1, 4], [5, 9]])
+    kvferry.copy_blocks(gpu, cpu, out)
+    kvferry.copy_blocks(cpu, gpu, np.array([[9, 2]]), kvferry.ThreadPool(1))
+    for index, want in enumerate(expected):
+        layer, kv = divmod(index, 2)
+        assert torch.equal(blocks(cpu, layer, kv)[out[:, 1]], want[out[:, 0]])
+        assert torch.equal(blocks(gpu, layer, kv)[2], want[5])
+    with pytest.raises(ValueError, match="block 3 is written twice"):
+        kvferry.copy_blocks(gpu, cpu, np.array([[0, 3], [1, 3]]))
+    with pytest.raises(ValueError, match="once"):
+        kvferry.BlockCache.create(
+            num_blocks=1, num_layers=1, block_size=1, num_kv_heads=1, head_dim=1, order=["kv"] * 5
+        )
+
+
+def test_sliding_windows():
+    allocator = kvferry.SlidingWindowAllocator(64, 16, 4)
+    assert allocator.available_size == 16
+    mine = allocator.alloc(12)
+    assert allocator.alloc(8) is None
+    assert (allocator.to_window(mine) % 4).tolist() == [0, 1, 2, 3] * 3
+    allocator.free_window(mine[:8])
+    assert allocator.to_window(mine[6:9]).tolist()[:2] == [0, 0]
+    assert allocator.window_available_size == 12 and allocator.full_available_size == 52
+    more = allocator.alloc_decode(np.array([13]), mine[-1:])
+    assert allocator.to_window(more)[0] != 0
+    assert np.count_nonzero(allocator.window_pages) == 2
+    allocator.free(np.append(mine, more))
+    assert allocator.available_size == 16
