@@ -1,0 +1,128 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "pool/kv_layout.h"
+#include "pool/kv_pool.h"
+
+namespace kvferry {
+
+// What one request's state is in the gated delta net layers of a model (Qwen3-Next). It does not
+// grow with the request, unlike a KV cache.
+struct GdnShape {
+  int64_t num_layers = 0;  // Linear attention layers only, counted from 0.
+  int64_t num_v_heads = 0;
+  int64_t head_k_dim = 0;
+  int64_t head_v_dim = 0;
+  int64_t conv_dim = 0;                 // Channels of the convolution: Q, K and V side by side.
+  int64_t conv_kernel_size = 0;         // The state keeps conv_kernel_size - 1 columns.
+  DType conv_dtype = DType::kBFloat16;  // The model's.
+
+  // Every count within its limit, item sizes within KvLayout::kMaxItemBytes, conv_dtype a float of
+  // 2 or 4 bytes. The message names the field.
+  absl::Status Validate() const;
+
+  // The rest need a valid shape. Bytes of one slot in one layer:
+  int64_t recurrent_item_bytes() const;
+  int64_t conv_item_bytes() const;
+
+  bool operator==(const GdnShape&) const = default;
+
+  static constexpr int64_t kMaxConvDim = 1 << 24;
+  static constexpr int64_t kMaxConvKernelSize = 1 << 16;
+};
+
+// The states of all requests in the gated delta net layers. For each layer and slot
+//
+//   recurrent  [num_v_heads, head_k_dim, head_v_dim]  float32
+//   conv       [conv_dim, conv_kernel_size - 1]       conv_dtype
+//
+// with all slots of a layer, and all layers of a kind, one behind the other. Slots are
+//
+//   0                      padding: what engines write for the padded rows of a batch
+//   1 .. max_requests      one a running request, numbered by the caller (slot r of a
+//                          ReqToTokenPool, which counts from 0, is r + 1 here)
+//   behind these           track slots, handed out here: checkpoints of a request's state
+//
+// What pymllm calls GDNPool. Not thread-safe; engines drive it from their scheduler thread.
+class GdnPool {
+ public:
+  // Zeroed memory. INVALID_ARGUMENT for a bad shape, max_requests outside [1, kMaxSlots],
+  // max_track_slots outside [0, kMaxSlots] or more than kMaxBytes in all; RESOURCE_EXHAUSTED when
+  // the machine will not give the memory.
+  static absl::StatusOr<GdnPool> Create(const GdnShape& shape, int64_t max_requests,
+                                        int64_t max_track_slots = 0);
+  GdnPool(GdnPool&&) = default;  // A copy would share the memory but not the list of track slots.
+  GdnPool& operator=(GdnPool&&) = default;
+
+  const GdnShape& shape() const { return shape_; }
+  int64_t max_requests() const { return max_requests_; }
+  int64_t max_track_slots() const { return num_slots() - 1 - max_requests_; }
+  int64_t num_slots() const { return num_slots_; }  // Padding and track slots included.
+  int64_t num_free_track_slots() const { return static_cast<int64_t>(free_.size()); }
+  // Bytes of memory, of both kinds.
+  int64_t bytes() const;
+
+  // Zeroes the states of these slots in all layers; a slot may stand twice. INVALID_ARGUMENT naming
+  // the slot when one is out of range or a track slot that is not allocated; nothing changes then.
+  absl::Status Reset(std::span<const int64_t> slots);
+
+  // Copies the states of sources[i] to destinations[i] in all layers, for all i at once: every
+  // source is read as it was before the call, whatever the order of the list, so one batch may save
+  // a slot and overwrite it, or swap two. A source may stand many times, a destination once.
+  // Pairs with destination 0 are the padding of a batch: they copy nothing, and may repeat.
+  //
+  // INVALID_ARGUMENT naming the pair when the lists differ in length, a slot is out of range, a
+  // track slot is not allocated, a destination stands twice, or padding would be copied to a slot;
+  // RESOURCE_EXHAUSTED when a circle of copies needs a spare slot that the machine will not give.
+  // Nothing changes then.
+  absl::Status Copy(std::span<const int64_t> sources, std::span<const int64_t> destinations);
+
+  // A track slot; it holds what its last user left. RESOURCE_EXHAUSTED when none is free.
+  absl::StatusOr<int64_t> AllocateTrackSlot();
+  // INVALID_ARGUMENT when `slot` is no track slot, or one that is not allocated.
+  absl::Status FreeTrackSlot(int64_t slot);
+  // All track slots are free again. No state changes.
+  void Clear();
+
+  // The states of one layer, all slots; `layer` must be in range.
+  std::span<float> recurrent_state(int64_t layer) const;
+  std::span<std::byte> conv_state(int64_t layer) const;
+  // One buffer a layer and kind, first the recurrent ones, then conv; an item is one slot. With
+  // them a KvPool of uint8 "pages" can adopt the states, which thus move as KV does.
+  std::vector<BufferInfo> buffer_infos() const;
+  // These live as long as they have an owner, also after the pool.
+  std::shared_ptr<std::byte> recurrent_memory() const { return recurrent_; }
+  std::shared_ptr<std::byte> conv_memory() const { return conv_; }
+
+  static constexpr int64_t kMaxSlots = 1 << 24;
+  static constexpr int64_t kMaxBytes = int64_t{1} << 44;  // Of each kind.
+
+ private:
+  GdnPool(const GdnShape& shape, int64_t max_requests, int64_t num_slots,
+          std::shared_ptr<std::byte> recurrent, std::shared_ptr<std::byte> conv);
+
+  bool IsTrackSlot(int64_t slot) const { return slot > max_requests_ && slot < num_slots_; }
+  absl::Status CheckUsable(int64_t slot) const;  // In range and, as a track slot, allocated.
+  // The copies that have something to copy.
+  using CopyMap = absl::flat_hash_map<int64_t, int64_t>;  // Sources by destination.
+  absl::StatusOr<CopyMap> CheckCopy(std::span<const int64_t> sources,
+                                    std::span<const int64_t> destinations) const;
+
+  GdnShape shape_;
+  int64_t max_requests_;
+  int64_t num_slots_;
+  std::shared_ptr<std::byte> recurrent_;  // [num_layers, num_slots, recurrent item]
+  std::shared_ptr<std::byte> conv_;       // [num_layers, num_slots, conv item]
+  std::vector<int64_t> free_;             // Track slots; the last one is handed out next.
+  std::vector<bool> allocated_;           // By slot; only those of track slots matter.
+};
+
+}  // namespace kvferry
