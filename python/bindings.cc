@@ -28,12 +28,16 @@
 #include "pool/kv_pool.h"
 #include "pool/page_allocator.h"
 #include "python/block_tables.h"
+== == == =
+#include "python/gdn_pool.h"
+             >>>>>>> 7c9c3b9(Bindings
+                             : GdnPool, its states by DLPack)
 #include "python/slot_pools.h"
 #include "python/status_error.h"
 #include "python/token_pools.h"
 #include "transport/ticket.h"
 
-namespace nb = nanobind;
+                         namespace nb = nanobind;
 using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
 
 namespace kvferry {
@@ -517,6 +521,7 @@ NB_MODULE(_core, module) {
   kvferry::BindSlotPools(module);
   kvferry::BindTokenPools(module);
   kvferry::BindBlockTables(module);
+  kvferry::BindGdnPool(module);
   kvferry::BindTicket(module);
   kvferry::BindPrefill(module);
   kvferry::BindDecode(module);

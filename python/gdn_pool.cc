@@ -1,0 +1,145 @@
+#include "pool/gdn_pool.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "python/gdn_pool.h"
+#include "python/status_error.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
+
+namespace kvferry {
+namespace {
+
+using Memory = std::shared_ptr<std::byte>;
+// Neither numpy's nor torch's: numpy knows no bfloat16, and both take it by DLPack.
+using States = nb::ndarray<nb::array_api>;
+template <typename T>
+using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+nb::dlpack::dtype ToDlpack(DType dtype) {
+  const auto code =
+      dtype == DType::kBFloat16 ? nb::dlpack::dtype_code::Bfloat : nb::dlpack::dtype_code::Float;
+  return {static_cast<uint8_t>(code), static_cast<uint8_t>(8 * DTypeBytes(dtype)), 1};
+}
+
+States View(void* data, std::initializer_list<size_t> shape, DType dtype, Memory memory) {
+  const nb::capsule owner(new Memory(std::move(memory)),
+                          [](void* pointer) noexcept { delete static_cast<Memory*>(pointer); });
+  return {data, shape, owner, {}, ToDlpack(dtype), nb::device::cpu::value};
+}
+
+States RecurrentStates(const GdnPool& pool) {
+  const GdnShape& shape = pool.shape();
+  return View(pool.recurrent_memory().get(),
+              {static_cast<size_t>(shape.num_layers), static_cast<size_t>(pool.num_slots()),
+               static_cast<size_t>(shape.num_v_heads), static_cast<size_t>(shape.head_k_dim),
+               static_cast<size_t>(shape.head_v_dim)},
+              DType::kFloat32, pool.recurrent_memory());
+}
+
+States ConvStates(const GdnPool& pool) {
+  const GdnShape& shape = pool.shape();
+  return View(
+      pool.conv_memory().get(),
+      {static_cast<size_t>(shape.num_layers), static_cast<size_t>(pool.num_slots()),
+       static_cast<size_t>(shape.conv_dim), static_cast<size_t>(shape.conv_kernel_size - 1)},
+      shape.conv_dtype, pool.conv_memory());
+}
+
+using Slots = std::vector<int64_t>;
+template <typename T>
+Slots ToSlots(const Input<T>& array) {
+  return {array.data(), array.data() + array.shape(0)};
+}
+const Slots& ToSlots(const Slots& slots) { return slots; }
+
+// What engines keep slots in: lists, and arrays or tensors of either integer.
+template <typename Given>
+void DefineStateMethods(nb::class_<GdnPool>& pool) {
+  pool.def(
+      "reset_states", [](GdnPool& self, const Given& slots) { Check(self.Reset(ToSlots(slots))); },
+      "slots"_a.noconvert(), "Zeroes the states of these slots in all layers.");
+  pool.def(
+      "copy_states",
+      [](GdnPool& self, const Given& sources, const Given& destinations) {
+        Check(self.Copy(ToSlots(sources), ToSlots(destinations)));
+      },
+      "sources"_a.noconvert(), "destinations"_a.noconvert(),
+      "state[destinations] = state[sources] in all layers: reads come before writes.");
+}
+
+}  // namespace
+
+void BindGdnPool(nb::module_& module) {
+  nb::class_<GdnPool> pool(module, "GdnPool",
+                           "States of gated delta net layers; see pool/gdn_pool.h.");
+  pool.def(
+      "__init__",
+      [](GdnPool* self, int64_t max_requests, int64_t num_layers, int64_t num_v_heads,
+         int64_t head_k_dim, int64_t head_v_dim, int64_t conv_dim, int64_t conv_kernel_size,
+         const std::string& dtype, int64_t max_track_slots) {
+        const GdnShape shape{num_layers,
+                             num_v_heads,
+                             head_k_dim,
+                             head_v_dim,
+                             conv_dim,
+                             conv_kernel_size,
+                             Value(ParseDType(dtype))};
+        new (self) GdnPool(Value(GdnPool::Create(shape, max_requests, max_track_slots)));
+      },
+      nb::kw_only(), "max_requests"_a, "num_layers"_a, "num_v_heads"_a, "head_k_dim"_a,
+      "head_v_dim"_a, "conv_dim"_a, "conv_kernel_size"_a, "dtype"_a = "bfloat16",
+      "max_track_slots"_a = 0, "dtype is the conv states', float32 always the recurrent ones'.");
+  DefineStateMethods<Input<int64_t>>(pool);
+  DefineStateMethods<Input<int32_t>>(pool);
+  DefineStateMethods<Slots>(pool);
+  pool.def(
+          "alloc_track_slot",
+          [](GdnPool& self) -> std::optional<int64_t> {
+            absl::StatusOr<int64_t> slot = self.AllocateTrackSlot();
+            if (absl::IsResourceExhausted(slot.status())) return std::nullopt;
+            return Value(std::move(slot));
+          },
+          "None when all are allocated.")
+      .def(
+          "free_track_slot", [](GdnPool& self, int64_t slot) { Check(self.FreeTrackSlot(slot)); },
+          "slot"_a)
+      .def("clear", &GdnPool::Clear, "All track slots are free again; no state changes.")
+      .def_prop_ro("recurrent_state", &RecurrentStates, nb::rv_policy::reference,
+                   "[num_layers, num_slots, num_v_heads, head_k_dim, head_v_dim] of float32, "
+                   "without a copy: for numpy.from_dlpack and torch.from_dlpack.")
+      .def_prop_ro("conv_state", &ConvStates, nb::rv_policy::reference,
+                   "[num_layers, num_slots, conv_dim, conv_kernel_size - 1], likewise.")
+      .def(
+          "buffer_infos",
+          [](const GdnPool& self) {
+            std::vector<std::tuple<uintptr_t, int64_t, int64_t>> infos;
+            for (const BufferInfo& info : self.buffer_infos()) {
+              infos.emplace_back(reinterpret_cast<uintptr_t>(info.address), info.bytes,
+                                 info.item_bytes);
+            }
+            return infos;
+          },
+          "(address, bytes, bytes of a slot) of each layer's recurrent, then conv states.")
+      .def_prop_ro("max_requests", &GdnPool::max_requests)
+      .def_prop_ro("max_track_slots", &GdnPool::max_track_slots)
+      .def_prop_ro("num_slots", &GdnPool::num_slots, "Padding and track slots included.")
+      .def_prop_ro("available_track_slots", &GdnPool::num_free_track_slots)
+      .def_prop_ro("bytes", &GdnPool::bytes);
+}
+
+}  // namespace kvferry
