@@ -379,6 +379,11 @@ absl::Status ReadLayers(const Fields& fields, ModelConfig* config) {
     SetPattern(*interval, LayerKind::kLinear, &config->layers);
     return absl::OkStatus();
   }
+  if (fields.Has("linear_num_value_heads")) {
+    return Bad(
+        "which layers are linear is missing; looked for layer_types, "
+        "full_attention_interval");
+  }
   return SetWindows(fields, &config->layers);
 }
 

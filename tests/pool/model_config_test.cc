@@ -168,7 +168,7 @@ TEST(ModelConfigs, QwenUsesWindowsOnlyWhenItSaysSo) {
   EXPECT_EQ(config.sliding_window_tokens, 0);
   EXPECT_EQ(config.LayersOf(LayerKind::kFull).size(), 28);
   EXPECT_EQ(config.kv_bytes_per_token(), 56 << 10);
-  EXPECT_EQ(Read(With(kQwen25, R"({"use_sliding_window": null})")), config);
+  EXPECT_EQ(Read(With(kQwen25, R"({"use_sliding_window": null, "max_window_layers": 3})")), config);
   const ModelConfig windows =
       Read(With(kQwen25, R"({"use_sliding_window": true, "max_window_layers": 25})"));
   EXPECT_EQ(windows.sliding_window_tokens, 131072);
@@ -187,6 +187,11 @@ TEST(ModelConfigs, GemmaAlternates) {
   const Layers sliding = gemma2.LayersOf(LayerKind::kSliding);
   EXPECT_EQ(sliding.size(), 21);
   EXPECT_TRUE(std::all_of(sliding.begin(), sliding.end(), [](int64_t l) { return l % 2 == 0; }));
+
+  // A null is no field to be filled in: these have no windows.
+  const std::string null = absl::StrReplaceAll(kGemma2, {{"_window\": 4096", "_window\": null"}});
+  EXPECT_EQ(Read(null).sliding_window_tokens, 0);
+  EXPECT_EQ(Read(With(kGemma2, R"({"sliding_window": null})")), gemma2);
 
   const ModelConfig of_1b = Read(kGemma3Of1B);
   EXPECT_EQ(of_1b.sliding_window_tokens, 512);
@@ -366,6 +371,9 @@ TEST(ModelConfigs, MissingFieldsAreNamed) {
                             "linear_value_head_dim", "linear_conv_kernel_dim"}) {
     EXPECT_TRUE(Fails(without(kQwen3Next, field), kInvalid, absl::StrCat(field, " is missing")));
   }
+  EXPECT_TRUE(Fails(ModelConfig::FromJson(With(
+                        kQwen3Next, R"({"full_attention_interval": null, "model_type": "x"})")),
+                    kInvalid, "looked for layer_types, full_attention_interval"));
   EXPECT_TRUE(Fails(ModelConfig::FromJson(With(
                         kQwen25, R"({"use_sliding_window": true, "max_window_layers": null})")),
                     kInvalid, "max_window_layers is missing"));
