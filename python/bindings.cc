@@ -30,8 +30,11 @@
 #include "python/block_tables.h"
 == == == =
 #include "python/gdn_pool.h"
-             >>>>>>> 7c9c3b9(Bindings
-                             : GdnPool, its states by DLPack)
+             <<<<<<<HEAD>>>>>>> 7c9c3b9(Bindings
+                                        : GdnPool, its states by DLPack)
+#include "python/model_config.h"
+             >>>>>>> 1a7cff7(Bindings
+                             : ModelConfig)
 #include "python/slot_pools.h"
 #include "python/status_error.h"
 #include "python/token_pools.h"
@@ -522,6 +525,7 @@ NB_MODULE(_core, module) {
   kvferry::BindTokenPools(module);
   kvferry::BindBlockTables(module);
   kvferry::BindGdnPool(module);
+  kvferry::BindModelConfig(module);
   kvferry::BindTicket(module);
   kvferry::BindPrefill(module);
   kvferry::BindDecode(module);
