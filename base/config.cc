@@ -67,19 +67,24 @@ absl::Status WrongType(const Field& field, absl::string_view got) {
       absl::StrCat("config: ", field.name, " is ", got, " but must be ", want));
 }
 
+// dump() goes as deep as the value does, so deep nesting could exhaust the stack.
+std::string Shown(const nlohmann::json& value) {
+  return value.is_structured() ? absl::StrCat("an ", value.type_name()) : value.dump();
+}
+
 absl::Status SetFromJson(const Field& field, const nlohmann::json& value, Config* config) {
   if (const auto* text = std::get_if<std::string Config::*>(&field.member)) {
-    if (!value.is_string()) return WrongType(field, value.dump());
+    if (!value.is_string()) return WrongType(field, Shown(value));
     config->*(*text) = value.get<std::string>();
   } else if (const auto* number = std::get_if<int64_t Config::*>(&field.member)) {
-    if (!value.is_number_integer()) return WrongType(field, value.dump());
+    if (!value.is_number_integer()) return WrongType(field, Shown(value));
     // A value above INT64_MAX would wrap round to a negative one and pass for small.
     if (value.is_number_unsigned() && value.get<uint64_t>() > INT64_MAX) {
-      return WrongType(field, value.dump());
+      return WrongType(field, Shown(value));
     }
     config->*(*number) = value.get<int64_t>();
   } else {
-    if (!value.is_boolean()) return WrongType(field, value.dump());
+    if (!value.is_boolean()) return WrongType(field, Shown(value));
     config->*std::get<bool Config::*>(field.member) = value.get<bool>();
   }
   return absl::OkStatus();

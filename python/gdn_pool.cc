@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "python/convert.h"
 #include "python/gdn_pool.h"
 #include "python/status_error.h"
 
@@ -25,24 +26,14 @@ namespace kvferry {
 namespace {
 
 using Memory = std::shared_ptr<std::byte>;
-// Neither numpy's nor torch's: numpy knows no bfloat16, and both take it by DLPack.
-using States = nb::ndarray<nb::array_api>;
 template <typename T>
 using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-nb::dlpack::dtype ToDlpack(DType dtype) {
-  const auto code =
-      dtype == DType::kBFloat16 ? nb::dlpack::dtype_code::Bfloat : nb::dlpack::dtype_code::Float;
-  return {static_cast<uint8_t>(code), static_cast<uint8_t>(8 * DTypeBytes(dtype)), 1};
+DlpackArray View(void* data, std::initializer_list<size_t> shape, DType dtype, Memory memory) {
+  return {data, shape, KeepAlive(std::move(memory)), {}, ToDlpack(dtype), nb::device::cpu::value};
 }
 
-States View(void* data, std::initializer_list<size_t> shape, DType dtype, Memory memory) {
-  const nb::capsule owner(new Memory(std::move(memory)),
-                          [](void* pointer) noexcept { delete static_cast<Memory*>(pointer); });
-  return {data, shape, owner, {}, ToDlpack(dtype), nb::device::cpu::value};
-}
-
-States RecurrentStates(const GdnPool& pool) {
+DlpackArray RecurrentStates(const GdnPool& pool) {
   const GdnShape& shape = pool.shape();
   return View(pool.recurrent_memory().get(),
               {static_cast<size_t>(shape.num_layers), static_cast<size_t>(pool.num_slots()),
@@ -51,7 +42,7 @@ States RecurrentStates(const GdnPool& pool) {
               DType::kFloat32, pool.recurrent_memory());
 }
 
-States ConvStates(const GdnPool& pool) {
+DlpackArray ConvStates(const GdnPool& pool) {
   const GdnShape& shape = pool.shape();
   return View(
       pool.conv_memory().get(),

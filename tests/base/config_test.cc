@@ -66,6 +66,12 @@ TEST(ConfigJson, WrongTypesNameTheKey) {
   wrong(R"({"net_device": ["eth0"]})", "net_device", "a string");
 }
 
+TEST(ConfigJson, DeepNestingIsOneMoreWrongType) {
+  const std::string deep = std::string(1 << 20, '[') + std::string(1 << 20, ']');
+  EXPECT_TRUE(Fails(Json("{\"lease_ms\": " + deep + "}"), absl::StatusCode::kInvalidArgument,
+                    "lease_ms is an array"));
+}
+
 TEST(ConfigJson, ExtremeIntegersAreKeptForValidation) {
   EXPECT_EQ(Must(Json(R"({"lease_ms": 9223372036854775807})")).lease_ms, INT64_MAX);
   EXPECT_EQ(Must(Json(R"({"lease_ms": -9223372036854775808})")).lease_ms, INT64_MIN);

@@ -1,0 +1,191 @@
+#include "pool/model_pools.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/status.h"
+#include "pool/block_quant.h"
+
+namespace kvferry {
+namespace {
+
+// How a model's layers share pools.
+struct Split {
+  int64_t num_kv_layers = 0;      // In kv().
+  int64_t num_window_layers = 0;  // In window_kv().
+  bool mixed() const { return num_window_layers > 0; }
+};
+
+Split SplitOf(const ModelConfig& model) {
+  const auto count = [&model](LayerKind kind) {
+    return static_cast<int64_t>(model.LayersOf(kind).size());
+  };
+  const int64_t full = count(LayerKind::kFull), sliding = count(LayerKind::kSliding);
+  // Where all slide, one pool is enough: the engine frees what left the window.
+  if (full == 0 || sliding == 0) return {full + sliding, 0};
+  return {full, sliding};
+}
+
+absl::Status CheckOptions(const ModelPoolsOptions& options, const Split& split) {
+  if (split.num_kv_layers > 0 && (options.num_tokens != 0) == (options.kv_bytes != 0)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("model pools: num_tokens is ", options.num_tokens, " and kv_bytes ",
+                     options.kv_bytes, "; give one of them and leave the other 0"));
+  }
+  if (!(options.window_ratio > 0 && options.window_ratio <= 1)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "model pools: window_ratio is ", options.window_ratio, " but must lie in (0, 1]"));
+  }
+  if (options.page_size < 1 || options.page_size > KvLayout::kMaxPageSize) {
+    return absl::InvalidArgumentError(absl::StrCat("model pools: page_size is ", options.page_size,
+                                                   " but must lie in [1, ", KvLayout::kMaxPageSize,
+                                                   "]"));
+  }
+  return absl::OkStatus();
+}
+
+// Whole pages of tokens for both pools, without the padding page that each has besides.
+struct Tokens {
+  int64_t kv = 0;
+  int64_t window = 0;
+};
+
+int64_t WholePages(double tokens, int64_t page_size) {
+  return static_cast<int64_t>(tokens / static_cast<double>(page_size)) * page_size;
+}
+
+absl::StatusOr<Tokens> TokensFor(const ModelPoolsOptions& options, const Split& split,
+                                 const KvLayout* kv, const KvLayout* window) {
+  const double ratio = split.mixed() ? options.window_ratio : 0;
+  double tokens = static_cast<double>(options.num_tokens);
+  if (options.kv_bytes != 0) {
+    const int64_t padding = kv->page_bytes() + (window != nullptr ? window->page_bytes() : 0);
+    const double page_bytes =
+        static_cast<double>(kv->page_bytes()) +
+        (window != nullptr ? ratio * static_cast<double>(window->page_bytes()) : 0.0);
+    tokens = static_cast<double>(options.kv_bytes - padding) / page_bytes *
+             static_cast<double>(options.page_size);
+  }
+  if (!(tokens < static_cast<double>(INT32_MAX))) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "model pools: ", tokens, " tokens, but slots are 32 bits: at most ", INT32_MAX));
+  }
+  const Tokens result = {WholePages(tokens, options.page_size),
+                         WholePages(tokens * ratio, options.page_size)};
+  if (result.kv > 0 && (!split.mixed() || result.window > 0)) return result;
+  return absl::InvalidArgumentError(absl::StrCat(
+      "model pools: num_tokens ", options.num_tokens, " or kv_bytes ", options.kv_bytes,
+      " is less than a page of ", options.page_size, " tokens in each pool"));
+}
+
+absl::StatusOr<ReqToTokenPool> RequestsFor(const ModelConfig& model,
+                                           const ModelPoolsOptions& options) {
+  const int64_t context =
+      options.max_context_tokens != 0 ? options.max_context_tokens : model.max_position_embeddings;
+  if (context == 0) {
+    return absl::InvalidArgumentError(
+        "model pools: max_context_tokens is needed, as the model names no "
+        "max_position_embeddings");
+  }
+  return ReqToTokenPool::Create(options.max_requests, context);
+}
+
+}  // namespace
+
+absl::StatusOr<KvLayout> LayoutFor(const ModelConfig& model, int64_t num_layers,
+                                   int64_t page_size) {
+  KvLayout layout;
+  if (model.attention == AttentionKind::kMla) {
+    layout = KvLayout::Mla(num_layers, page_size, model.head_dim, model.kv_dtype);
+  } else {
+    layout =
+        KvLayout::Mha(num_layers, page_size, model.num_kv_heads, model.head_dim, model.kv_dtype);
+    layout.tensors[1].head_dim = model.v_head_dim;
+  }
+  if (model.indexer) {
+    KVFERRY_ASSIGN_OR_RETURN(
+        const std::vector<KvTensor> keys,
+        QuantizedTensors(BlockFormat::kFp8Block128, "index_k", 1, model.indexer->head_dim));
+    layout.tensors.insert(layout.tensors.end(), keys.begin(), keys.end());
+  }
+  KVFERRY_RETURN_IF_ERROR(layout.Validate());
+  return layout;
+}
+
+ModelPools::ModelPools(ModelConfig model, ReqToTokenPool requests)
+    : model_(std::move(model)), requests_(std::move(requests)) {
+  const bool mixed = SplitOf(model_).mixed();
+  int64_t next[3] = {0, 0, 0};
+  for (const LayerKind kind : model_.layers) {
+    // Sliding layers that share kv() are counted with its others, of which there are none.
+    const LayerKind pool = kind == LayerKind::kSliding && !mixed ? LayerKind::kFull : kind;
+    places_.push_back({pool, next[static_cast<size_t>(pool)]++});
+  }
+}
+
+absl::StatusOr<std::unique_ptr<ModelPools>> ModelPools::Create(const ModelConfig& model,
+                                                               const ModelPoolsOptions& options) {
+  const Split split = SplitOf(model);
+  KVFERRY_RETURN_IF_ERROR(CheckOptions(options, split));
+  KVFERRY_ASSIGN_OR_RETURN(ReqToTokenPool requests, RequestsFor(model, options));
+  std::unique_ptr<ModelPools> pools(new ModelPools(model, std::move(requests)));
+  if (model.linear) {
+    KVFERRY_ASSIGN_OR_RETURN(pools->states_, GdnPool::Create(*model.linear, options.max_requests,
+                                                             options.max_track_slots));
+  }
+  if (split.num_kv_layers == 0) return pools;
+  const int64_t value_dim = model.kv_lora_rank;
+  KVFERRY_ASSIGN_OR_RETURN(const KvLayout layout,
+                           LayoutFor(model, split.num_kv_layers, options.page_size));
+  if (!split.mixed()) {
+    KVFERRY_ASSIGN_OR_RETURN(const Tokens tokens, TokensFor(options, split, &layout, nullptr));
+    KVFERRY_ASSIGN_OR_RETURN(pools->kv_, TokenKvPool::Create(layout, tokens.kv, value_dim));
+    KVFERRY_ASSIGN_OR_RETURN(pools->slots_,
+                             TokenSlotAllocator::Create(tokens.kv, options.page_size));
+    return pools;
+  }
+  KVFERRY_ASSIGN_OR_RETURN(const KvLayout window,
+                           LayoutFor(model, split.num_window_layers, options.page_size));
+  KVFERRY_ASSIGN_OR_RETURN(const Tokens tokens, TokensFor(options, split, &layout, &window));
+  KVFERRY_ASSIGN_OR_RETURN(pools->kv_, TokenKvPool::Create(layout, tokens.kv, value_dim));
+  KVFERRY_ASSIGN_OR_RETURN(pools->window_kv_,
+                           TokenKvPool::Create(window, tokens.window, value_dim));
+  KVFERRY_ASSIGN_OR_RETURN(pools->window_slots_, SlidingWindowAllocator::Create(
+                                                     tokens.kv, tokens.window, options.page_size));
+  return pools;
+}
+
+absl::StatusOr<ModelPools::Place> ModelPools::PlaceOf(int64_t model_layer) const {
+  if (model_layer >= 0 && model_layer < static_cast<int64_t>(places_.size())) {
+    return places_[static_cast<size_t>(model_layer)];
+  }
+  return absl::OutOfRangeError(
+      absl::StrCat("model pools: layer ", model_layer, " is not in [0, ", places_.size(), ")"));
+}
+
+absl::Status ModelPools::Set(int64_t model_layer, std::span<const int32_t> slots,
+                             std::span<const TokenView> rows, std::span<const float> scales) {
+  KVFERRY_ASSIGN_OR_RETURN(const Place place, PlaceOf(model_layer));
+  switch (place.kind) {
+    case LayerKind::kFull:
+      return kv_->Set(place.layer, slots, rows, scales);
+    case LayerKind::kSliding: {
+      KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> window, window_slots_->ToWindow(slots));
+      return window_kv_->Set(place.layer, window, rows, scales);
+    }
+    case LayerKind::kLinear:
+      break;
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "model pools: layer ", model_layer, " is linear: it has a state and no keys or values"));
+}
+
+int64_t ModelPools::bytes() const {
+  int64_t bytes = static_cast<int64_t>(requests_.table().size_bytes());
+  for (const auto& pool : {kv_, window_kv_}) {
+    if (pool != nullptr) bytes += pool->pages()->num_pages() * pool->layout().page_bytes();
+  }
+  return bytes + (states_ ? states_->bytes() : 0);
+}
+
+}  // namespace kvferry

@@ -1,0 +1,179 @@
+#include "pool/model_pools.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "tests/support/status.h"
+
+namespace kvferry {
+namespace {
+
+constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+
+// Shapes of public models with fewer, smaller layers.
+constexpr char kLlama[] = R"({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8,
+  "num_key_value_heads": 2, "num_hidden_layers": 3, "max_position_embeddings": 128,
+  "torch_dtype": "bfloat16"})";
+constexpr char kDeepseek[] = R"({"model_type": "deepseek_v3",
+  "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 64, "num_attention_heads": 4,
+  "num_key_value_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 128,
+  "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+  "torch_dtype": "bfloat16"})";
+constexpr char kDeepseek32[] = R"({"model_type": "deepseek_v32",
+  "architectures": ["DeepseekV32ForCausalLM"], "hidden_size": 64, "num_attention_heads": 4,
+  "num_key_value_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 128,
+  "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+  "index_head_dim": 128, "index_n_heads": 4, "index_topk": 16, "torch_dtype": "bfloat16"})";
+constexpr char kGemma3[] = R"({"model_type": "gemma3_text",
+  "architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "hidden_size": 64,
+  "max_position_embeddings": 128, "num_attention_heads": 4, "num_hidden_layers": 6,
+  "num_key_value_heads": 1, "sliding_window": 16, "sliding_window_pattern": 3,
+  "torch_dtype": "float32"})";
+constexpr char kQwen3Next[] = R"({"model_type": "qwen3_next",
+  "architectures": ["Qwen3NextForCausalLM"], "head_dim": 32, "hidden_size": 64,
+  "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 8,
+  "max_position_embeddings": 128, "full_attention_interval": 4, "linear_num_value_heads": 4,
+  "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+  "linear_conv_kernel_dim": 4, "torch_dtype": "bfloat16"})";
+
+ModelPoolsOptions Small() {
+  return {.page_size = 4, .num_tokens = 64, .max_requests = 3, .max_context_tokens = 32};
+}
+
+std::unique_ptr<ModelPools> Make(const char* json, const ModelPoolsOptions& options = Small()) {
+  return Must(ModelPools::Create(Must(ModelConfig::FromJson(json)), options));
+}
+
+TEST(ModelPoolsOf, Llama) {
+  const auto pools = Make(kLlama);
+  EXPECT_EQ(pools->kv()->layout(), KvLayout::Mha(3, 4, 2, 8, DType::kBFloat16));
+  EXPECT_EQ(pools->kv()->num_tokens(), 64);
+  EXPECT_EQ(pools->slots()->num_free(), 64);
+  EXPECT_EQ(pools->requests().num_requests(), 3);
+  EXPECT_EQ(pools->requests().max_context_tokens(), 32);
+  EXPECT_EQ(pools->window_kv(), nullptr);
+  EXPECT_EQ(pools->window_slots(), nullptr);
+  EXPECT_EQ(pools->states(), nullptr);
+  EXPECT_EQ(Must(pools->PlaceOf(2)).layer, 2);
+  EXPECT_EQ(pools->bytes(), 3 * 32 * 4 + (64 + 4) * 3 * 2 * 2 * 8 * 2);
+}
+
+TEST(ModelPoolsOf, DeepseekCountsEveryLayerOfTheLatent) {
+  const auto pools = Make(kDeepseek);
+  EXPECT_EQ(pools->kv()->layout(), KvLayout::Mla(2, 4, 40, DType::kBFloat16));
+  EXPECT_EQ(Must(pools->kv()->Value(0, Clock::now())).head_dim, 32);
+  EXPECT_EQ(pools->kv()->flat_bytes(1), 2 * 40 * 2);
+}
+
+TEST(ModelPoolsOf, SparseAttentionHasIndexKeys) {
+  const auto pools = Make(kDeepseek32);
+  const KvLayout& layout = pools->kv()->layout();
+  ASSERT_EQ(layout.num_tensors(), 3);
+  EXPECT_EQ(layout.tensors[1], (KvTensor{"index_k", 1, 128, DType::kFloat8E4M3}));
+  EXPECT_EQ(layout.tensors[2], (KvTensor{"index_k_scale", 1, 1, DType::kFloat32}));
+  EXPECT_EQ(pools->kv()->flat_bytes(1), 2 * (40 * 2 + 128 + 4));
+}
+
+TEST(ModelPoolsOf, SlidingLayersHaveTheirOwnSmallerPool) {
+  ModelPoolsOptions options = Small();
+  options.window_ratio = 0.5;
+  const auto pools = Make(kGemma3, options);
+  EXPECT_EQ(pools->kv()->layout().num_layers, 2);
+  EXPECT_EQ(pools->window_kv()->layout().num_layers, 4);
+  EXPECT_EQ(pools->window_kv()->num_tokens(), 32);
+  EXPECT_EQ(pools->slots(), nullptr);
+  EXPECT_EQ(Must(pools->PlaceOf(2)).kind, LayerKind::kFull);
+  EXPECT_EQ(Must(pools->PlaceOf(4)).kind, LayerKind::kSliding);
+  EXPECT_EQ(Must(pools->PlaceOf(4)).layer, 3);
+
+  // Rows of a sliding layer go where its own pool has them.
+  const std::vector<int32_t> gone = Must(pools->window_slots()->Allocate(8));
+  const std::vector<int32_t> mine = Must(pools->window_slots()->Allocate(4));
+  ASSERT_TRUE(IsOk(pools->window_slots()->FreeWindow(gone)));
+  const std::vector<int32_t> more = Must(pools->window_slots()->Allocate(4));
+  const std::vector<int32_t> window = Must(pools->window_slots()->ToWindow(more));
+  EXPECT_NE(window, more);
+  std::vector<float> values(4 * 16, 5);
+  const TokenView rows =
+      TokenView::Packed(reinterpret_cast<std::byte*>(values.data()), DType::kFloat32, 4, 1, 16);
+  for (const int64_t layer : {4, 5}) {
+    ASSERT_TRUE(IsOk(pools->Set(layer, more, std::vector<TokenView>{rows, rows})));
+  }
+  const auto first_value = [](const TokenKvPool& pool, int64_t layer, int32_t slot) {
+    return *reinterpret_cast<const float*>(pool.view(layer, 1).row(slot));
+  };
+  EXPECT_EQ(first_value(*pools->window_kv(), 3, window[3]), 5);
+  EXPECT_EQ(first_value(*pools->window_kv(), 3, Must(pools->window_slots()->ToWindow(mine))[0]), 0);
+  EXPECT_EQ(first_value(*pools->kv(), 1, more[3]), 5);
+}
+
+TEST(ModelPoolsOf, LinearLayersHaveStates) {
+  const auto pools = Make(kQwen3Next);
+  EXPECT_EQ(pools->kv()->layout().num_layers, 2);
+  ASSERT_NE(pools->states(), nullptr);
+  EXPECT_EQ(pools->states()->shape().num_layers, 6);
+  EXPECT_EQ(pools->states()->num_slots(), 1 + 3);
+  EXPECT_EQ(Must(pools->PlaceOf(3)).kind, LayerKind::kFull);
+  EXPECT_EQ(Must(pools->PlaceOf(4)).layer, 3);
+  EXPECT_TRUE(Fails(pools->Set(4, {}, {}), kInvalid, "layer 4 is linear"));
+  EXPECT_TRUE(Fails(pools->Set(8, {}, {}), absl::StatusCode::kOutOfRange, "layer 8", "[0, 8)"));
+}
+
+TEST(ModelPoolsOf, ABudgetOfBytesIsKept) {
+  for (const char* json : {kLlama, kDeepseek32, kGemma3}) {
+    for (const int64_t kv_bytes : {100000, 1234567}) {
+      ModelPoolsOptions options = Small();
+      options.num_tokens = 0;
+      options.kv_bytes = kv_bytes;
+      const auto pools = Make(json, options);
+      const auto table = static_cast<int64_t>(pools->requests().table().size_bytes());
+      EXPECT_LE(pools->bytes() - table, kv_bytes);
+      int64_t page_bytes = pools->kv()->layout().page_bytes();
+      if (pools->window_kv() != nullptr) page_bytes += pools->window_kv()->layout().page_bytes();
+      EXPECT_GT(pools->bytes() - table, kv_bytes - 2 * page_bytes);
+    }
+  }
+}
+
+TEST(ModelPoolsOf, OptionsThatCannotBe) {
+  const ModelConfig llama = Must(ModelConfig::FromJson(kLlama));
+  const auto create = [](const ModelConfig& model, void (*change)(ModelPoolsOptions&)) {
+    ModelPoolsOptions options = Small();
+    change(options);
+    return ModelPools::Create(model, options).status();
+  };
+  using Options = ModelPoolsOptions;
+  EXPECT_TRUE(Fails(create(llama, [](Options& o) { o.num_tokens = 0; }), kInvalid, "give one"));
+  EXPECT_TRUE(Fails(create(llama, [](Options& o) { o.kv_bytes = 9; }), kInvalid, "give one"));
+  EXPECT_TRUE(Fails(create(llama, [](Options& o) { o.num_tokens = 3; }), kInvalid, "a page of 4"));
+  EXPECT_TRUE(Fails(create(llama, [](Options& o) { o.num_tokens = -8; }), kInvalid, "-8"));
+  EXPECT_TRUE(
+      Fails(create(llama, [](Options& o) { o.num_tokens = INT64_MAX; }), kInvalid, "32 bits"));
+  EXPECT_TRUE(Fails(create(llama,
+                           [](Options& o) {
+                             o.num_tokens = 0;
+                             o.kv_bytes = INT64_MAX;
+                           }),
+                    kInvalid, "32 bits"));
+  EXPECT_TRUE(Fails(create(llama,
+                           [](Options& o) {
+                             o.num_tokens = 0;
+                             o.kv_bytes = INT64_MIN;
+                           }),
+                    kInvalid));
+  EXPECT_TRUE(Fails(create(llama, [](Options& o) { o.page_size = 0; }), kInvalid, "page_size"));
+  EXPECT_TRUE(Fails(create(llama, [](Options& o) { o.window_ratio = 0; }), kInvalid, "(0, 1]"));
+  EXPECT_TRUE(Fails(create(llama, [](Options& o) { o.window_ratio = 1.1; }), kInvalid, "1.1"));
+  EXPECT_TRUE(Fails(create(llama, [](Options& o) { o.max_requests = 0; }), kInvalid));
+  EXPECT_TRUE(Fails(create(llama, [](Options& o) { o.max_context_tokens = -1; }), kInvalid));
+  ModelConfig unnamed = llama;
+  unnamed.max_position_embeddings = 0;
+  EXPECT_TRUE(Fails(create(unnamed, [](Options& o) { o.max_context_tokens = 0; }), kInvalid,
+                    "max_context_tokens is needed"));
+  const ModelConfig hybrid = Must(ModelConfig::FromJson(kQwen3Next));
+  EXPECT_TRUE(Fails(create(hybrid, [](Options& o) { o.max_track_slots = -1; }), kInvalid));
+}
+
+}  // namespace
+}  // namespace kvferry
