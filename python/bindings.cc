@@ -28,19 +28,15 @@
 #include "pool/kv_pool.h"
 #include "pool/page_allocator.h"
 #include "python/block_tables.h"
-== == == =
 #include "python/gdn_pool.h"
-             <<<<<<<HEAD>>>>>>> 7c9c3b9(Bindings
-                                        : GdnPool, its states by DLPack)
 #include "python/model_config.h"
-             >>>>>>> 1a7cff7(Bindings
-                             : ModelConfig)
+#include "python/model_pools.h"
 #include "python/slot_pools.h"
 #include "python/status_error.h"
 #include "python/token_pools.h"
 #include "transport/ticket.h"
 
-                         namespace nb = nanobind;
+namespace nb = nanobind;
 using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
 
 namespace kvferry {
@@ -526,6 +522,7 @@ NB_MODULE(_core, module) {
   kvferry::BindBlockTables(module);
   kvferry::BindGdnPool(module);
   kvferry::BindModelConfig(module);
+  kvferry::BindModelPools(module);
   kvferry::BindTicket(module);
   kvferry::BindPrefill(module);
   kvferry::BindDecode(module);

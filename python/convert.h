@@ -4,6 +4,7 @@
 
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -13,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "pool/kv_layout.h"
+#include "pool/token_view.h"
 #include "python/status_error.h"
 
 namespace kvferry {
@@ -75,6 +77,49 @@ inline nanobind::dlpack::dtype ToDlpack(DType dtype) {
                     : dtype == DType::kBFloat16 ? Code::Bfloat
                                                 : Code::Float;
   return {static_cast<uint8_t>(code), static_cast<uint8_t>(8 * DTypeBytes(dtype)), 1};
+}
+
+// Rows of numbers, in any arrangement of their dimensions.
+using RowInput = nanobind::ndarray<nanobind::ro, nanobind::c_contig, nanobind::device::cpu>;
+
+inline DType FromDlpack(const nanobind::dlpack::dtype& dtype) {
+  // The formats that DLPack 1.1 added and nanobind does not name.
+  constexpr uint8_t kFloat8E4M3Fn = 10, kFloat8E5M2 = 12;
+  for (const DType known : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kUint8}) {
+    if (ToDlpack(known) == dtype) return known;
+  }
+  if (dtype.code == kFloat8E4M3Fn) return DType::kFloat8E4M3;
+  if (dtype.code == kFloat8E5M2) return DType::kFloat8E5M2;
+  throw StatusError(absl::InvalidArgumentError(
+      absl::StrCat("rows have a dtype (DLPack code ", dtype.code, ", ", dtype.bits,
+                   " bits) that is none of float32, float16, bfloat16, float8_e4m3fn, "
+                   "float8_e5m2, uint8")));
+}
+
+// Any array whose values are those of num_rows rows, one after the other.
+inline TokenView RowsOf(const RowInput& array, int64_t num_rows, int64_t num_heads,
+                        int64_t head_dim) {
+  if (static_cast<int64_t>(array.size()) != num_rows * num_heads * head_dim) {
+    throw StatusError(absl::InvalidArgumentError(
+        absl::StrCat("rows have ", array.size(), " values, but ", num_rows, " slots of ", num_heads,
+                     " heads x ", head_dim, " have ", num_rows * num_heads * head_dim)));
+  }
+  // Read only: kvferry's views do not say so.
+  auto* data = static_cast<std::byte*>(const_cast<void*>(array.data()));
+  return TokenView::Packed(data, FromDlpack(array.dtype()), num_rows, num_heads, head_dim);
+}
+
+// rows[i] as rows of parts[i].
+inline std::vector<TokenView> RowsFor(const std::vector<TokenView>& parts, const SlotInput& slots,
+                                      const std::vector<RowInput>& rows) {
+  std::vector<TokenView> views;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    // Too many are refused by those who take them; until then any shape will do.
+    const TokenView& part = parts[std::min(i, parts.size() - 1)];
+    views.push_back(
+        RowsOf(rows[i], static_cast<int64_t>(slots.shape(0)), part.num_heads, part.head_dim));
+  }
+  return views;
 }
 
 // Keeps `owner`, a shared_ptr, alive with an array.

@@ -37,7 +37,6 @@ namespace {
 using PoolPtr = std::shared_ptr<TokenKvPool>;
 using HostPtr = std::shared_ptr<HostKvPool>;
 using CachePtr = std::shared_ptr<BlockCache>;
-using Rows = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 using ByteArray = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
 using ByteInput = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
@@ -59,32 +58,6 @@ DlpackArray SeenFrom(const TokenView& view, const Owner& owner) {
                      ToDlpack(view.dtype), nb::device::cpu::value);
 }
 
-DType FromDlpack(const nb::dlpack::dtype& dtype) {
-  // The formats that DLPack 1.1 added and nanobind does not name.
-  constexpr uint8_t kFloat8E4M3Fn = 10, kFloat8E5M2 = 12;
-  for (const DType known : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kUint8}) {
-    if (ToDlpack(known) == dtype) return known;
-  }
-  if (dtype.code == kFloat8E4M3Fn) return DType::kFloat8E4M3;
-  if (dtype.code == kFloat8E5M2) return DType::kFloat8E5M2;
-  throw StatusError(absl::InvalidArgumentError(
-      absl::StrCat("rows have a dtype (DLPack code ", dtype.code, ", ", dtype.bits,
-                   " bits) that is none of float32, float16, bfloat16, float8_e4m3fn, "
-                   "float8_e5m2, uint8")));
-}
-
-// Any array whose values are those of num_rows rows, one after the other.
-TokenView RowsOf(const Rows& array, int64_t num_rows, int64_t num_heads, int64_t head_dim) {
-  if (static_cast<int64_t>(array.size()) != num_rows * num_heads * head_dim) {
-    throw StatusError(absl::InvalidArgumentError(
-        absl::StrCat("rows have ", array.size(), " values, but ", num_rows, " slots of ", num_heads,
-                     " heads x ", head_dim, " have ", num_rows * num_heads * head_dim)));
-  }
-  // Read only: kvferry's views do not say so.
-  auto* data = static_cast<std::byte*>(const_cast<void*>(array.data()));
-  return TokenView::Packed(data, FromDlpack(array.dtype()), num_rows, num_heads, head_dim);
-}
-
 ByteArray NewBytes(int64_t size) {
   auto* owned = new uint8_t[static_cast<size_t>(size)];
   const nb::capsule owner(owned, [](void* held) noexcept { delete[] static_cast<uint8_t*>(held); });
@@ -100,17 +73,10 @@ std::span<const std::byte> Bytes(const ByteInput& array) {
 
 // ---------------------------------------------------------------- TokenKvPool
 
-void SetKv(TokenKvPool& self, int64_t layer, const SlotInput& slots, const std::vector<Rows>& rows,
-           const std::vector<float>& scales) {
+void SetKv(TokenKvPool& self, int64_t layer, const SlotInput& slots,
+           const std::vector<RowInput>& rows, const std::vector<float>& scales) {
   if (layer < 0 || layer >= self.layout().num_layers) throw nb::index_error("layer");
-  const std::vector<TokenView> parts = self.Parts(layer);
-  std::vector<TokenView> views;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    // Too many are refused by Set(); until then any shape will do.
-    const TokenView& part = parts[std::min(i, parts.size() - 1)];
-    views.push_back(
-        RowsOf(rows[i], static_cast<int64_t>(slots.shape(0)), part.num_heads, part.head_dim));
-  }
+  const std::vector<TokenView> views = RowsFor(self.Parts(layer), slots, rows);
   const nb::gil_scoped_release nogil;
   Check(self.Set(layer, SlotList(slots), views, scales));
 }
@@ -152,7 +118,7 @@ void CheckCodes(const TokenKvPool& self, int64_t layer, int64_t tensor) {
 }
 
 void SetQuantized(TokenKvPool& self, const std::string& format, int64_t layer, int64_t tensor,
-                  const SlotInput& slots, const Rows& rows) {
+                  const SlotInput& slots, const RowInput& rows) {
   CheckCodes(self, layer, tensor);
   const BlockFormat block_format = ParseBlockFormat(format);
   const TokenView codes = self.view(layer, tensor);

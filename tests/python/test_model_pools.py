@@ -1,0 +1,82 @@
+"""From a model's config.json to its pools, in Python."""
+
+import json
+
+import kvferry
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "hidden_size": 64,
+    "max_position_embeddings": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 1,
+    "sliding_window": 16,
+    "sliding_window_pattern": 3,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "head_dim": 32,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 128,
+    "full_attention_interval": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "torch_dtype": "bfloat16",
+}
+
+
+def make(config: dict, **options) -> kvferry.ModelPools:
+    model = kvferry.ModelConfig.from_json(json.dumps(config))
+    return kvferry.ModelPools.create(model, page_size=4, max_requests=3, **options)
+
+
+def test_full_and_sliding_layers():
+    pools = make(GEMMA, num_tokens=64, window_ratio=0.5)
+    assert pools.slots is None and pools.states is None
+    assert (pools.kv.num_tokens, pools.window_kv.num_tokens) == (64, 32)
+    assert [pools.place_of(layer) for layer in range(4)] == [
+        ("sliding", 0),
+        ("sliding", 1),
+        ("full", 0),
+        ("sliding", 2),
+    ]
+    gone, mine = pools.window_slots.alloc(8), pools.window_slots.alloc(4)
+    pools.window_slots.free_window(gone)
+    k, v = torch.randn(2, 4, 1, 16).bfloat16()
+    for layer in range(6):
+        pools.set_kv_buffer(layer, mine, [k, v])
+    window = torch.from_numpy(pools.window_slots.to_window(mine))
+    assert torch.equal(torch.from_dlpack(pools.window_kv.key_buffer(2))[window], k)
+    assert torch.equal(torch.from_dlpack(pools.kv.value_buffer(0))[torch.from_numpy(mine)], v)
+    with pytest.raises(ValueError, match="layer 6"):
+        pools.place_of(6)
+
+
+def test_linear_layers():
+    pools = make(QWEN3_NEXT, kv_bytes=1 << 20, max_track_slots=2)
+    assert pools.window_kv is None and pools.window_slots is None
+    assert pools.states.num_slots == 1 + 3 + 2
+    assert pools.slots.available_size == pools.kv.num_tokens
+    assert pools.requests.req_to_token.shape == (3, 128)
+    with pytest.raises(ValueError, match="layer 0 is linear"):
+        pools.set_kv_buffer(0, np.array([4]), [torch.zeros(1, 2, 32)] * 2)
+    states = torch.from_dlpack(pools.states.recurrent_state)
+    del pools
+    assert states.shape == (3, 6, 4, 8, 8) and not states.any()
+    with pytest.raises(ValueError, match="give one of them"):
+        make(QWEN3_NEXT)
