@@ -255,6 +255,22 @@ PoolPtr AdoptPool(const KvLayout& layout, const std::vector<std::pair<uintptr_t,
   return Value(KvPool::Adopt(layout, infos, std::move(keep_alive)));
 }
 
+// Writable on purpose: a transfer writes into them.
+using EngineTensor = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+PoolPtr AdoptTensors(const KvLayout& layout, const std::vector<EngineTensor>& tensors) {
+  std::vector<std::pair<uintptr_t, int64_t>> buffers;
+  for (const EngineTensor& tensor : tensors) {
+    buffers.emplace_back(reinterpret_cast<uintptr_t>(tensor.data()),
+                         static_cast<int64_t>(tensor.nbytes()));
+  }
+  return AdoptPool(
+      layout, buffers,
+      nb::cast(nb::capsule(new std::vector<EngineTensor>(tensors), [](void* held) noexcept {
+        delete static_cast<std::vector<EngineTensor>*>(held);
+      })));
+}
+
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> PageView(const PoolPtr& pool, int64_t layer,
                                                       int64_t tensor, int64_t page) {
   const KvLayout& layout = pool->layout();
@@ -280,6 +296,10 @@ void BindPools(nb::module_& module) {
           "adopt", &AdoptPool, "layout"_a, "buffers"_a, "owner"_a,
           "Looks at an engine's memory: (address, bytes) of each buffer, tensor by tensor, each "
           "over all layers. `owner` is kept alive with the pool.")
+      .def_static("adopt_tensors", &AdoptTensors, "layout"_a, "tensors"_a.noconvert(),
+                  "adopt() for contiguous tensors of the CPU, torch's, numpy's or any with DLPack: "
+                  "K of each "
+                  "layer, then V of each. They are kept alive with the pool; nothing is copied.")
       .def_prop_ro("num_pages", &KvPool::num_pages)
       .def_prop_ro("layout", &KvPool::layout)
       .def(

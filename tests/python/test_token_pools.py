@@ -78,6 +78,24 @@ def test_an_engines_tensors_are_adopted_and_ours_are_seen():
     assert ours.data_ptr() == theirs[0].data_ptr() and ours[15].eq(7).all()
 
 
+def test_tensors_are_adopted_by_dlpack():
+    layout = kvferry.KvLayout.mha(1, 4, 2, 8, "bfloat16")
+    theirs = [torch.zeros(5, 4, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
+    pages = kvferry.KvPool.adopt_tensors(layout, theirs)
+    assert pages.num_pages == 5
+    assert [info[0] for info in pages.buffer_infos()] == [tensor.data_ptr() for tensor in theirs]
+    pool = kvferry.TokenKvPool.over(pages)
+    keys, del_theirs = theirs[0], theirs
+    del pages, theirs, del_theirs
+    gc.collect()
+    pool.set_kv_buffer(0, slots(6), [torch.ones(1, 2, 8)] * 2)
+    assert keys[1, 2].eq(1).all()
+    with pytest.raises(ValueError, match="buffer 0 has 640 bytes"):
+        kvferry.KvPool.adopt_tensors(kvferry.KvLayout.mha(1, 4, 3, 8, "bfloat16"), [keys, keys])
+    with pytest.raises(TypeError):  # A transposed tensor would have to be copied.
+        kvferry.KvPool.adopt_tensors(layout, [keys.transpose(1, 2), keys])
+
+
 def test_views_outlive_the_pool():
     pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mla(1, 4, 8, "float32"), 8, 6)
     value = torch.from_dlpack(pool.value_buffer(0))
