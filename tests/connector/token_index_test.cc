@@ -1,0 +1,135 @@
+#include "connector/token_index.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <random>
+#include <vector>
+
+#include "tests/support/status.h"
+
+namespace kvferry {
+namespace {
+
+using Tokens = std::vector<int32_t>;
+using Match = TokenIndex::Match;
+
+TEST(TokenIndexes, ShorterAndLongerEntriesMatch) {
+  TokenIndex index;
+  ASSERT_TRUE(IsOk(index.Insert(1, Tokens{5, 6, 7})));
+  ASSERT_TRUE(IsOk(index.Insert(2, Tokens{5, 6, 7, 8, 9})));
+  EXPECT_EQ(index.Longest(Tokens{5, 6, 7, 8, 1}), (Match{1, 3}));  // 2 differs at its end.
+  EXPECT_EQ(index.Longest(Tokens{5, 6, 7, 8}), (Match{2, 4}));     // The query is shorter.
+  EXPECT_EQ(index.Longest(Tokens{5, 6, 7, 8, 9, 10}), (Match{2, 5}));
+  EXPECT_EQ(index.Longest(Tokens{5, 6, 7}), (Match{1, 3}));
+  EXPECT_EQ(index.Longest(Tokens{5, 6, 1}), std::nullopt);
+  EXPECT_EQ(index.Longest(Tokens{4}), std::nullopt);
+  EXPECT_EQ(index.Longest(Tokens{}), std::nullopt);
+}
+
+// Within the tolerance of a comparison of floats, as it was once done, these ids are equal.
+TEST(TokenIndexes, NeighbouringTokenIdsAreDifferent) {
+  TokenIndex index;
+  ASSERT_TRUE(IsOk(index.Insert(1, Tokens{100000, 150000})));
+  EXPECT_EQ(index.Longest(Tokens{100001, 150000}), std::nullopt);
+  EXPECT_EQ(index.Longest(Tokens{100000, 150001}), std::nullopt);
+  EXPECT_EQ(index.Longest(Tokens{100000, 150000}), (Match{1, 2}));
+}
+
+TEST(TokenIndexes, TheOldestOfEqualsAndOfAll) {
+  TokenIndex index;
+  EXPECT_EQ(index.Oldest(), std::nullopt);
+  for (const uint64_t entry : {30, 10, 20}) ASSERT_TRUE(IsOk(index.Insert(entry, Tokens{1, 2})));
+  EXPECT_EQ(index.Oldest(), 30);
+  EXPECT_EQ(index.Longest(Tokens{1, 2}), (Match{30, 2}));
+  ASSERT_TRUE(IsOk(index.Erase(30)));
+  EXPECT_EQ(index.Oldest(), 10);
+  EXPECT_EQ(index.Longest(Tokens{1}), (Match{10, 1}));
+}
+
+TEST(TokenIndexes, BadCallsChangeNothing) {
+  TokenIndex index;
+  ASSERT_TRUE(IsOk(index.Insert(7, Tokens{1})));
+  EXPECT_TRUE(Fails(index.Insert(8, Tokens{}), absl::StatusCode::kInvalidArgument, "entry 8"));
+  EXPECT_TRUE(Fails(index.Insert(7, Tokens{2}), absl::StatusCode::kAlreadyExists, "entry 7"));
+  EXPECT_TRUE(Fails(index.Erase(9), absl::StatusCode::kNotFound, "entry 9"));
+  EXPECT_EQ(index.size(), 1);
+  EXPECT_EQ(index.Longest(Tokens{2}), std::nullopt);
+}
+
+TEST(TokenIndexes, AVeryDeepTreeIsFreed) {
+  TokenIndex index;
+  Tokens tokens;
+  for (int32_t i = 0; i < 100000; ++i) {
+    tokens.push_back(i);
+    if (i % 1000 == 0) continue;
+    if (i >= 3000 && i <= 97000) continue;
+    ASSERT_TRUE(IsOk(index.Insert(static_cast<uint64_t>(i), tokens)));
+  }
+  EXPECT_EQ(index.Longest(tokens)->num_tokens, 100000);
+}
+
+// All that the tree may not know: entries in a list, compared one by one.
+class Model {
+ public:
+  std::map<uint64_t, Tokens> entries;  // Entries are numbered by age.
+
+  static int64_t MatchLength(const Tokens& a, const Tokens& b) {
+    const size_t n = std::min(a.size(), b.size());
+    return std::equal(a.begin(), a.begin() + n, b.begin()) ? static_cast<int64_t>(n) : 0;
+  }
+  int64_t Longest(const Tokens& query) const {
+    int64_t longest = 0;
+    for (const auto& [entry, tokens] : entries) {
+      longest = std::max(longest, MatchLength(tokens, query));
+    }
+    return longest;
+  }
+};
+
+TEST(TokenIndexes, RandomCallsAgreeWithAListComparedOneByOne) {
+  std::mt19937_64 random(8);
+  const auto upto = [&](int64_t n) {
+    return static_cast<int64_t>(random() % static_cast<uint64_t>(n));
+  };
+  TokenIndex index;
+  Model model;
+  uint64_t next = 1;
+  // Few tokens and few shapes, so that prefixes are shared at every length.
+  const auto tokens = [&] {
+    Tokens made(static_cast<size_t>(1 + upto(9)));
+    for (int32_t& token : made) token = static_cast<int32_t>(upto(upto(3) == 0 ? 3 : 2));
+    return made;
+  };
+  for (int i = 0; i < 1000000; ++i) {
+    const int64_t what = upto(10);
+    const auto full = static_cast<int64_t>(model.entries.size()) > 12;
+    if (what < 3 && !full) {
+      const Tokens made = tokens();
+      ASSERT_TRUE(IsOk(index.Insert(next, made)));
+      model.entries[next++] = made;
+    } else if (what < 6 && !model.entries.empty()) {
+      auto victim = model.entries.begin();
+      std::advance(victim, upto(static_cast<int64_t>(model.entries.size())));
+      ASSERT_TRUE(IsOk(index.Erase(victim->first)));
+      model.entries.erase(victim);
+    } else {
+      const Tokens query = tokens();
+      const std::optional<Match> match = index.Longest(query);
+      ASSERT_EQ(match ? match->num_tokens : 0, model.Longest(query));
+      if (match) {
+        const Tokens& found = model.entries.at(match->entry);
+        ASSERT_EQ(Model::MatchLength(found, query), match->num_tokens);
+        for (const auto& [entry, same] : model.entries) {
+          ASSERT_TRUE(same != found || match->entry <= entry) << "not the oldest of its equals";
+        }
+      }
+    }
+    ASSERT_EQ(index.size(), static_cast<int64_t>(model.entries.size()));
+    ASSERT_EQ(index.Oldest().value_or(0), model.entries.empty() ? 0 : model.entries.begin()->first);
+  }
+}
+
+}  // namespace
+}  // namespace kvferry
