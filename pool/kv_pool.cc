@@ -48,6 +48,11 @@ KvPool::KvPool(const KvLayout& layout, std::vector<BufferInfo> buffers,
       owner_(std::move(owner)) {}
 
 absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Create(const KvLayout& layout, int64_t num_pages) {
+  return CreateIn(layout, num_pages, MapSlab);
+}
+
+absl::StatusOr<std::shared_ptr<KvPool>> KvPool::CreateIn(const KvLayout& layout, int64_t num_pages,
+                                                         Allocate allocate) {
   KVFERRY_RETURN_IF_ERROR(layout.Validate());
   // With at most 2^44 bytes (16 TiB) in all, none of the sums below can overflow.
   const int64_t max_pages = std::max<int64_t>(1, (int64_t{1} << 44) / layout.page_bytes());
@@ -59,7 +64,7 @@ absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Create(const KvLayout& layout, i
   for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
     slab_bytes += layout.num_layers * AlignUp(num_pages * layout.item_bytes(tensor));
   }
-  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> slab, MapSlab(slab_bytes));
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> slab, allocate(slab_bytes));
   std::vector<BufferInfo> buffers;
   std::byte* next = slab.get();
   for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "pool/kv_layout.h"
 
@@ -30,6 +31,12 @@ class KvPool {
   // Zeroed memory of the pool's own. RESOURCE_EXHAUSTED when the machine will not give it,
   // INVALID_ARGUMENT for a bad layout or page count.
   static absl::StatusOr<std::shared_ptr<KvPool>> Create(const KvLayout& layout, int64_t num_pages);
+
+  // The same in memory of another kind: `allocate` gives zeroed bytes, aligned to 256 at least, and
+  // is called once; its errors are passed on.
+  using Allocate = absl::FunctionRef<absl::StatusOr<std::shared_ptr<std::byte>>(int64_t bytes)>;
+  static absl::StatusOr<std::shared_ptr<KvPool>> CreateIn(const KvLayout& layout, int64_t num_pages,
+                                                          Allocate allocate);
 
   // Looks at `buffers`, K layers then V layers (KvLayout::buffer_index), all of the same page
   // count. `owner` is kept alive as long as the pool; the memory must stay valid while it lives.

@@ -26,17 +26,27 @@ absl::Status CheckShapes(const TokenView& from, const TokenView& to) {
                                                  to.num_heads, " heads x ", to.head_dim));
 }
 
-// Null when bytes can move as they are.
-absl::StatusOr<CastFn> FindCast(const TokenView& from, const TokenView& to, CpuKernels kernels) {
-  if (from.dtype == to.dtype && from.scale == to.scale) return nullptr;
-  const CastFn cast = CastBetween(from.dtype, to.dtype, kernels);
-  if (cast != nullptr) return cast;
+absl::Status CheckConversion(const TokenView& from, const TokenView& to) {
+  if (SameNumbers(from, to) || CastBetween(from.dtype, to.dtype) != nullptr) {
+    return absl::OkStatus();
+  }
   return absl::InvalidArgumentError(
       absl::StrCat("token copy: no conversion from ", DTypeName(from.dtype), " scaled by ",
                    from.scale, " to ", DTypeName(to.dtype), " scaled by ", to.scale));
 }
 
 }  // namespace
+
+absl::Status CheckRowsFit(const TokenView& from, const TokenView& to) {
+  KVFERRY_RETURN_IF_ERROR(CheckShapes(from, to));
+  KVFERRY_RETURN_IF_ERROR(CheckScale("source", from.scale));
+  KVFERRY_RETURN_IF_ERROR(CheckScale("destination", to.scale));
+  return CheckConversion(from, to);
+}
+
+bool SameNumbers(const TokenView& from, const TokenView& to) {
+  return from.dtype == to.dtype && from.scale == to.scale;
+}
 
 TokenCopy::TokenCopy(const TokenView& from, const Slots& from_slots, const TokenView& to,
                      const Slots& to_slots, CastFn cast)
@@ -75,12 +85,10 @@ absl::StatusOr<TokenCopy> TokenCopy::PlanBetween(const TokenView& from, const Sl
     return absl::InvalidArgumentError(absl::StrCat(
         "token copy: ", from_slots.count, " rows to read but ", to_slots.count, " to write"));
   }
-  KVFERRY_RETURN_IF_ERROR(CheckShapes(from, to));
-  KVFERRY_RETURN_IF_ERROR(CheckScale("source", from.scale));
-  KVFERRY_RETURN_IF_ERROR(CheckScale("destination", to.scale));
+  KVFERRY_RETURN_IF_ERROR(CheckRowsFit(from, to));
   KVFERRY_RETURN_IF_ERROR(CheckSlots("source", from_slots, from));
   KVFERRY_RETURN_IF_ERROR(CheckSlots("destination", to_slots, to));
-  KVFERRY_ASSIGN_OR_RETURN(const CastFn cast, FindCast(from, to, kernels));
+  const CastFn cast = SameNumbers(from, to) ? nullptr : CastBetween(from.dtype, to.dtype, kernels);
   return TokenCopy(from, from_slots, to, to_slots, cast);
 }
 

@@ -15,6 +15,13 @@
 
 namespace kvferry {
 
+// INVALID_ARGUMENT unless rows of `from` can become rows of `to`: heads or head_dim differ, a scale
+// is not finite and positive, or a conversion is asked for that does not exist (to or from uint8).
+// What every copy of tokens checks of its views, here and in cuda/.
+absl::Status CheckRowsFit(const TokenView& from, const TokenView& to);
+// Dtype and scale are the same: bytes can move as they are.
+bool SameNumbers(const TokenView& from, const TokenView& to);
+
 // A copy that has been checked and can only succeed. Row to_slots[i] of `to` becomes row
 // from_slots[i] of `from`, for all i, converted to `to`'s dtype and scale (casts.h says how it
 // rounds). Neighbouring slots that are neighbours in both views move in one piece.
@@ -24,9 +31,8 @@ namespace kvferry {
 // they are the same row. The lists and the memory of the views must outlive it. Thread-compatible.
 class TokenCopy {
  public:
-  // INVALID_ARGUMENT when the lists differ in length, heads or head_dim differ, a scale is not
-  // finite and positive, or a conversion is asked for that does not exist (to or from uint8);
-  // OUT_OF_RANGE naming the first slot that is outside its view.
+  // INVALID_ARGUMENT when the lists differ in length, or as CheckRowsFit() says; OUT_OF_RANGE
+  // naming the first slot that is outside its view.
   static absl::StatusOr<TokenCopy> Plan(const TokenView& from, std::span<const int32_t> from_slots,
                                         const TokenView& to, std::span<const int32_t> to_slots,
                                         CpuKernels kernels = BestCpuKernels());

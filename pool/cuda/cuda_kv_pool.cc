@@ -1,0 +1,124 @@
+#include "pool/cuda/cuda_kv_pool.h"
+
+#include <cuda_runtime_api.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "base/status.h"
+#include "pool/cuda/cuda_status.h"
+
+namespace kvferry {
+namespace {
+
+absl::Status CheckDevice(int device) {
+  int count = 0;
+  KVFERRY_RETURN_IF_ERROR(
+      CudaStatus(cudaGetDeviceCount(&count), absl::StrCat("cuda pool: no device ", device)));
+  if (device >= 0 && device < count) return absl::OkStatus();
+  return absl::UnavailableError(
+      absl::StrCat("cuda pool: no device ", device, ": this machine has ", count));
+}
+
+// On the current device.
+absl::StatusOr<std::shared_ptr<std::byte>> ZeroedMemory(int64_t bytes) {
+  void* memory = nullptr;
+  KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaMalloc(&memory, static_cast<size_t>(bytes)),
+                                     absl::StrCat("cuda pool: ", bytes, " bytes refused")));
+  std::shared_ptr<std::byte> owner(static_cast<std::byte*>(memory),
+                                   [](std::byte* slab) { cudaFree(slab); });
+  KVFERRY_RETURN_IF_ERROR(
+      CudaStatus(cudaMemset(memory, 0, static_cast<size_t>(bytes)), "cuda pool: zeroing"));
+  // cudaMemset returns before it is done, and streams need not wait for it.
+  KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaStreamSynchronize(nullptr), "cuda pool: zeroing"));
+  return owner;
+}
+
+absl::StatusOr<std::shared_ptr<std::byte>> ZeroedMemoryOn(int device, int64_t bytes) {
+  KVFERRY_RETURN_IF_ERROR(CheckDevice(device));
+  int current = 0;
+  KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&current), "cuda pool: current device"));
+  if (current == device) return ZeroedMemory(bytes);
+  KVFERRY_RETURN_IF_ERROR(
+      CudaStatus(cudaSetDevice(device), absl::StrCat("cuda pool: device ", device)));
+  auto memory = ZeroedMemory(bytes);
+  KVFERRY_RETURN_IF_ERROR(
+      CudaStatus(cudaSetDevice(current), absl::StrCat("cuda pool: back to device ", current)));
+  return memory;
+}
+
+// The memory pages that hold the buffers, those that touch put together: CUDA refuses to pin a
+// page twice.
+std::vector<std::span<std::byte>> MemoryPages(std::span<const BufferInfo> buffers) {
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  std::vector<std::pair<uintptr_t, uintptr_t>> ranges;
+  ranges.reserve(buffers.size());
+  for (const BufferInfo& buffer : buffers) {
+    const auto address = reinterpret_cast<uintptr_t>(buffer.address);
+    ranges.emplace_back(address / page * page,
+                        (address + static_cast<uintptr_t>(buffer.bytes) + page - 1) / page * page);
+  }
+  std::sort(ranges.begin(), ranges.end());
+  std::vector<std::span<std::byte>> merged;
+  for (const auto& [begin, end] : ranges) {
+    auto* first = reinterpret_cast<std::byte*>(begin);
+    auto* last = reinterpret_cast<std::byte*>(end);
+    if (!merged.empty() && first <= merged.back().data() + merged.back().size()) {
+      std::byte* start = merged.back().data();
+      merged.back() = {start, std::max(last, start + merged.back().size())};
+    } else {
+      merged.push_back({first, last});
+    }
+  }
+  return merged;
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<KvPool>> CreateCudaKvPool(const KvLayout& layout, int64_t num_pages,
+                                                         int device) {
+  return KvPool::CreateIn(layout, num_pages,
+                          [device](int64_t bytes) { return ZeroedMemoryOn(device, bytes); });
+}
+
+HostPin::~HostPin() {
+  for (std::byte* address : pinned_) cudaHostUnregister(address);
+}
+
+absl::Status HostPin::Pin(std::span<std::byte> range) {
+  const cudaError_t error = cudaHostRegister(range.data(), range.size(),
+                                             cudaHostRegisterPortable | cudaHostRegisterMapped);
+  const auto what = [&] {
+    return absl::StrCat("pinning ", range.size(), " bytes at ",
+                        absl::Hex(reinterpret_cast<uintptr_t>(range.data())));
+  };
+  const absl::Status status = CudaStatus(error, what());
+  if (error == cudaErrorHostMemoryAlreadyRegistered) {
+    return absl::AlreadyExistsError(status.message());
+  }
+  KVFERRY_RETURN_IF_ERROR(status);
+  pinned_.push_back(range.data());
+  void* seen = nullptr;
+  KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaHostGetDevicePointer(&seen, range.data(), 0), what()));
+  if (seen == range.data()) return absl::OkStatus();
+  return absl::UnavailableError(
+      absl::StrCat(what(), ": the device would see them at another address"));
+}
+
+absl::StatusOr<std::unique_ptr<HostPin>> PinHostMemory(std::span<const BufferInfo> buffers,
+                                                       std::shared_ptr<const void> owner) {
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    if (buffers[i].address != nullptr && buffers[i].bytes > 0) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("pinning: buffer ", i, " has ", buffers[i].bytes, " bytes at ",
+                     absl::Hex(reinterpret_cast<uintptr_t>(buffers[i].address))));
+  }
+  std::unique_ptr<HostPin> pin(new HostPin(std::move(owner)));
+  for (const std::span<std::byte> range : MemoryPages(buffers)) {
+    KVFERRY_RETURN_IF_ERROR(pin->Pin(range));
+  }
+  return pin;
+}
+
+}  // namespace kvferry
