@@ -202,8 +202,8 @@ bool MeasureStore(DType from, DType to, CpuKernels kernels, int rounds) {
   // As many bytes read and written in all, half and half, in rows at the same slots.
   const int64_t half = row_bytes / 2;
   const Memory other(count * half), target(2 * count * half);
-  return Measure({absl::StrCat("store ", DTypeName(from), " as ", DTypeName(to).substr(0, 11),
-                               kernels == CpuKernels::kAvx512 ? ", AVX-512" : ""),
+  return Measure({absl::StrCat("store ", DTypeName(from), " as ", DTypeName(to).substr(0, 11), ", ",
+                               CpuKernelsName(kernels)),
                   static_cast<double>(count * half), 0.5, [&] { store.Run(); },
                   [&] {
                     for (int64_t i = 0; i < count; ++i) {
@@ -235,7 +235,7 @@ int main(int argc, char** argv) {
   bool right = true;
   for (const int64_t item : {32768, 2048, 1152}) right &= MeasureCopies(item, helper.get(), rounds);
   for (const DType from : {DType::kBFloat16, DType::kFloat32}) {
-    for (const CpuKernels kernels : {CpuKernels::kPortable, CpuKernels::kAvx512}) {
+    for (const CpuKernels kernels : kAllCpuKernels) {
       if (!CanRun(kernels)) continue;
       right &= MeasureStore(from, DType::kFloat8E4M3, kernels, rounds);
     }

@@ -2,9 +2,11 @@
 
 // Conversion of rows of numbers between the dtypes of KV caches.
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
+#include "absl/strings/string_view.h"
 #include "pool/kv_layout.h"
 
 namespace kvferry {
@@ -16,11 +18,15 @@ namespace kvferry {
 using CastFn = void (*)(const std::byte* in, std::byte* out, int64_t n, float multiply,
                         float divide);
 
-enum class CpuKernels : uint8_t { kPortable, kAvx512 };
+// The same source, compiled for more and more of x86-64's vector instructions.
+enum class CpuKernels : uint8_t { kPortable, kAvx2, kAvx512 };
+inline constexpr std::array kAllCpuKernels = {CpuKernels::kPortable, CpuKernels::kAvx2,
+                                              CpuKernels::kAvx512};
 
+absl::string_view CpuKernelsName(CpuKernels kernels);
 // What this machine can run, and this build holds.
 bool CanRun(CpuKernels kernels);
-// The fastest of them. BM_Cast of bench/micro_bench.cc compares them.
+// The last one that can run: bench/kernels_bench.cc shows each to be the faster for it.
 CpuKernels BestCpuKernels();
 
 // nullptr when one of the dtypes holds no numbers (uint8: bytes of somebody's own). CanRun(kernels)

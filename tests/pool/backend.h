@@ -4,9 +4,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <iterator>
 #include <ostream>
 #include <string>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
 #include "pool/casts.h"
 
 namespace kvferry {
@@ -17,8 +21,10 @@ struct Backend {
 };
 
 inline Backend BackendOf(CpuKernels kernels) {
-  return {kernels == CpuKernels::kPortable ? "Portable" : "Avx512",
-          CanRun(kernels) ? "" : "this processor has no AVX-512 (F, BW, DQ, VL)"};
+  const absl::string_view name = CpuKernelsName(kernels);
+  std::string plain;  // gtest takes letters and digits only.
+  std::copy_if(name.begin(), name.end(), std::back_inserter(plain), absl::ascii_isalnum);
+  return {plain, CanRun(kernels) ? "" : absl::StrCat("this processor has no ", name)};
 }
 
 // Names instances of a suite after their backends.

@@ -16,11 +16,12 @@ CastBackend BackendWith(CpuKernels kernels) {
 
 INSTANTIATE_TEST_SUITE_P(Kernels, Casts,
                          testing::Values(BackendWith(CpuKernels::kPortable),
+                                         BackendWith(CpuKernels::kAvx2),
                                          BackendWith(CpuKernels::kAvx512)),
                          BackendName());
 
 TEST(CastsOfBytes, BytesOfSomebodysOwnAreNoNumbers) {
-  for (const CpuKernels kernels : {CpuKernels::kPortable, CpuKernels::kAvx512}) {
+  for (const CpuKernels kernels : kAllCpuKernels) {
     if (!CanRun(kernels)) continue;
     EXPECT_EQ(CastBetween(DType::kUint8, DType::kFloat32, kernels), nullptr);
     EXPECT_EQ(CastBetween(DType::kFloat32, DType::kUint8, kernels), nullptr);

@@ -28,6 +28,7 @@ TokenCopyBackend BackendWith(CpuKernels kernels) {
 
 INSTANTIATE_TEST_SUITE_P(Kernels, RandomCopies,
                          testing::Values(BackendWith(CpuKernels::kPortable),
+                                         BackendWith(CpuKernels::kAvx2),
                                          BackendWith(CpuKernels::kAvx512)),
                          BackendName());
 
