@@ -4,6 +4,7 @@
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <iostream>
@@ -16,6 +17,7 @@
 #include "pool/kv_pool.h"
 #include "pool/page_allocator.h"
 #include "pool/page_runs.h"
+#include "pool/token_slot_allocator.h"
 #include "transport/stream_plan.h"
 
 namespace kvferry {
@@ -132,13 +134,13 @@ void BM_MemcpyScatter(benchmark::State& state) {
 // Requests come and go in random order in a pool that is nine tenths full.
 void BM_AllocateFree(benchmark::State& state) {
   const int64_t request_pages = state.range(0);
-  constexpr int64_t kPoolPages = 100000;
-  PageAllocator allocator = Must(PageAllocator::Create(kPoolPages, 1));
+  const int64_t pool_pages = state.range(1);
+  PageAllocator allocator = Must(PageAllocator::Create(pool_pages, 1));
   std::mt19937_64 random(1);
   std::vector<PageRuns> live;
   // Halves and whole requests, so that holes of several sizes appear.
   const auto pages_of_next = [&] { return std::max<int64_t>(1, request_pages >> (random() % 2)); };
-  while (allocator.num_free() > kPoolPages / 10 + request_pages) {
+  while (allocator.num_free() > pool_pages / 10 + request_pages) {
     live.push_back(Must(allocator.Allocate(pages_of_next())));
   }
   for (auto _ : state) {
@@ -148,6 +150,73 @@ void BM_AllocateFree(benchmark::State& state) {
   }
   state.SetItemsProcessed(state.iterations());
   state.counters["free_runs"] = static_cast<double>(allocator.num_free_runs());
+}
+
+// 1,024 sequences that have grown from prompts of up to 512 tokens in a pool nine tenths full;
+// every 256 steps they are replaced, which is not timed.
+class DecodeBatch {
+ public:
+  static constexpr int64_t kSequences = 1024;
+  static constexpr int64_t kSteps = 256;
+
+  explicit DecodeBatch(int64_t page_size)
+      : allocator(Must(TokenSlotAllocator::Create(kPoolPages * page_size, page_size))) {
+    const int64_t others = kPoolPages / 10 * 9 / kOtherPages;
+    for (int64_t i = 0; i < others; ++i) {
+      auto slots = Must(allocator.Allocate(kOtherPages * page_size));
+      if (i % 2 == 0) holes_.push_back(std::move(slots));
+    }
+    for (const auto& hole : holes_) Check(allocator.Free(hole));
+    Restart();
+  }
+  void Restart() {
+    for (auto& slots : slots_) Check(allocator.Free(slots));
+    tokens.clear();
+    last.clear();
+    slots_.clear();
+    for (int64_t i = 0; i < kSequences; ++i) {
+      const int64_t prompt = 1 + static_cast<int64_t>(random_() % 512);
+      slots_.push_back(Must(allocator.Extend({{0}}, {{prompt}}, {{0}})));
+      tokens.push_back(prompt + 1);
+      last.push_back(slots_.back().back());
+    }
+    step = 0;
+  }
+  // What an engine does between two steps.
+  void Advance(const std::vector<int32_t>& got) {
+    for (int64_t i = 0; i < kSequences; ++i) {
+      slots_[i].push_back(got[i]);
+      last[i] = got[i];
+      ++tokens[i];
+    }
+    if (++step == kSteps) Restart();
+  }
+
+  TokenSlotAllocator allocator;
+  std::vector<int64_t> tokens;
+  std::vector<int32_t> last;
+  int64_t step = 0;
+
+ private:
+  static constexpr int64_t kPoolPages = 2000000;
+  static constexpr int64_t kOtherPages = 997;
+  static void Check(const absl::Status& status) {
+    if (!status.ok()) std::abort();
+  }
+
+  std::mt19937_64 random_{1};
+  std::vector<std::vector<int32_t>> holes_, slots_;
+};
+
+void BM_Decode(benchmark::State& state) {
+  DecodeBatch batch(state.range(0));
+  for (auto _ : state) {
+    const auto start = std::chrono::steady_clock::now();
+    const auto got = batch.allocator.Decode(batch.tokens, batch.last);
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+    state.SetIterationTime(took.count());
+    batch.Advance(Must(got));
+  }
 }
 
 // Runs of pages after a long time, in counters; the time is that of the whole trace.
@@ -170,11 +239,9 @@ BENCHMARK(BM_MemcpyGather)->Apply(ItemSizes);
 BENCHMARK(BM_Scatter)->Apply(ItemSizes);
 BENCHMARK(BM_MemcpyScatter)->Apply(ItemSizes);
 BENCHMARK(BM_AllocateFree)
-    ->ArgName("pages")
-    ->Arg(1)
-    ->Arg(16)
-    ->Arg(256)
-    ->Unit(benchmark::kMicrosecond);
+    ->ArgNames({"pages", "pool"})
+    ->ArgsProduct({{1, 16, 256}, {10000, 100000, 1000000, 10000000}});
+BENCHMARK(BM_Decode)->ArgName("page_size")->Arg(1)->Arg(16)->Arg(64)->UseManualTime();
 BENCHMARK(BM_Fragmentation)
     ->ArgName("percent_full")
     ->Arg(70)

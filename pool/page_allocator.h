@@ -2,28 +2,28 @@
 
 #include <cstdint>
 #include <span>
-#include <utility>
 #include <vector>
 
-#include "absl/container/btree_map.h"
-#include "absl/container/btree_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "pool/free_runs.h"
 #include "pool/page_runs.h"
 
 namespace kvferry {
 
 // Hands out the page ids [reserved, num_pages) in as few runs as it can, and keeps it that way
-// while sequences come, grow page by page and go. O(log free runs) a run taken or given back,
-// whatever the number of pages. Not thread-safe.
+// while sequences come, grow page by page and go. A run taken or given back costs the same whatever
+// the size of the pool and the number of free runs, but for a bit a page. FreeRuns says what
+// memory it takes. Moved, not copied. Not thread-safe.
 //
-// A request goes into the tightest free run that also leaves room to grow behind it; free runs that
+// A request goes into about the tightest free run that also leaves room to grow behind it; those
 // are long enough for a request are left to requests: a sequence that outgrows its room goes on
 // in a shorter one. bench/micro_bench.cc (BM_Fragmentation) measures what that is worth.
 class PageAllocator {
  public:
   // Pages [0, reserved) are never handed out (engines keep page 0 as padding). INVALID_ARGUMENT
-  // unless 0 <= reserved < num_pages.
+  // unless 0 <= reserved < num_pages <= PageRuns::kMaxPages, RESOURCE_EXHAUSTED when the system
+  // refuses the memory.
   static absl::StatusOr<PageAllocator> Create(int64_t num_pages, int64_t reserved);
 
   // RESOURCE_EXHAUSTED when fewer than `count` pages are free, INVALID_ARGUMENT when count < 1;
@@ -32,37 +32,41 @@ class PageAllocator {
   // `count` more pages for a sequence whose last page is `last_page`: those right behind it as far
   // as they are free. Errors as for Allocate, and INVALID_ARGUMENT when last_page is not allocated.
   absl::StatusOr<PageRuns> Extend(int64_t last_page, int64_t count);
+  // Extend(last_page, 1) for a caller that has made sure, for a whole batch, that it cannot fail.
+  int64_t ExtendByOne(int64_t last_page);
   // INVALID_ARGUMENT naming the page when one was not allocated (or twice in the list); nothing
   // changes then.
   absl::Status Free(const PageRuns& pages);
   // Every page but the reserved ones is free again.
   void Clear();
 
+  // Of a page in [0, num_pages).
+  bool IsFree(int64_t page) const { return free_.IsFree(page); }
   // False also for a page that is reserved or does not exist.
-  bool IsAllocated(int64_t page) const;
+  bool IsAllocated(int64_t page) const {
+    return page >= reserved_ && page < num_pages_ && !free_.IsFree(page);
+  }
 
-  int64_t num_free() const { return num_free_; }
-  int64_t longest_free_run() const { return by_size_.empty() ? 0 : by_size_.rbegin()->first; }
-  int64_t num_free_runs() const { return static_cast<int64_t>(by_start_.size()); }
+  int64_t num_pages() const { return num_pages_; }
+  int64_t num_free() const { return free_.num_free(); }
+  int64_t num_free_runs() const { return free_.num_runs(); }
+  // These two look at free runs: at about those as long as the longest, and at all.
+  int64_t longest_free_run() const { return free_.longest(); }
+  // Element i counts the free runs of [2^i, 2^(i + 1)) pages; the last one is not 0.
+  std::vector<int64_t> free_run_histogram() const { return free_.Histogram(); }
 
  private:
-  PageAllocator(int64_t num_pages, int64_t reserved);
+  PageAllocator(FreeRuns free, int64_t num_pages, int64_t reserved);
 
   absl::Status CheckCount(int64_t count) const;
   absl::Status CheckAllocated(std::span<const PageRun> sorted) const;
-  PageRun RunForRequest(int64_t count) const;
-  PageRun RunForGrowth() const;
-  // Takes the first `count` pages of `part`, or all of them, out of the free run that holds it.
-  PageRun Take(PageRun part, int64_t count);
-  void InsertFree(PageRun run);
-  void EraseFree(PageRun run);
+  PageRun TakeForRequest(int64_t count);
+  PageRun TakeForGrowth(int64_t count);
 
+  FreeRuns free_;
   int64_t num_pages_;
   int64_t reserved_;
-  int64_t num_free_ = 0;
   int64_t request_pages_ = 0;  // The largest of late: what a free run should be good for.
-  absl::btree_map<int64_t, int64_t> by_start_;            // First page -> pages, of each free run.
-  absl::btree_set<std::pair<int64_t, int64_t>> by_size_;  // {pages, first page} of the same runs.
 };
 
 }  // namespace kvferry

@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
@@ -48,8 +49,9 @@ class PageRuns {
  private:
   void Append(PageRun run);
 
-  std::vector<PageRun> runs_;
-  std::vector<int64_t> ends_;  // ends_[i]: pages in runs_[0..i].
+  // Most lists that an allocator makes are of one run: no memory of their own then.
+  absl::InlinedVector<PageRun, 1> runs_;
+  absl::InlinedVector<int64_t, 1> ends_;  // ends_[i]: pages in runs_[0..i].
 };
 
 }  // namespace kvferry

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -73,10 +74,19 @@ class TokenSlotAllocator {
   int64_t NewPages(const Growth& growth) const;
   // Cannot fail after CheckGrowth() and with enough free pages.
   void Grow(const Growth& growth, std::vector<int32_t>* slots);
+  // Decode() of the usual batch: every sequence has tokens, all arguments are right, and pages hold
+  // a power of two tokens. nullopt otherwise, and nothing changes: Extend() says what is wrong.
+  std::optional<std::vector<int32_t>> DecodeUsual(std::span<const int64_t> tokens,
+                                                  std::span<const int32_t> last_slots);
+  // Checks up to 64 of its sequences. Returns whether they are right, writes the slots behind the
+  // last ones, and sets bit i of *opens where that of sequence i opens a page.
+  bool SlotsBehind(std::span<const int64_t> tokens, std::span<const int32_t> last_slots,
+                   int32_t* slots, uint64_t* opens) const;
   absl::StatusOr<std::vector<int64_t>> PagesOf(std::span<const int32_t> slots) const;
 
   PageAllocator pages_;
   int64_t page_size_;
+  int page_shift_;  // page_size_ = 1 << page_shift_, or -1.
   bool in_group_ = false;
   absl::flat_hash_set<int64_t> group_;  // Pages.
 };

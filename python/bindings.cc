@@ -342,7 +342,9 @@ void BindPools(nb::module_& module) {
           "pages"_a)
       .def_prop_ro("num_free", &PageAllocator::num_free)
       .def_prop_ro("num_free_runs", &PageAllocator::num_free_runs)
-      .def_prop_ro("longest_free_run", &PageAllocator::longest_free_run);
+      .def_prop_ro("longest_free_run", &PageAllocator::longest_free_run)
+      .def("free_run_histogram", &PageAllocator::free_run_histogram,
+           "Element i counts the free runs of [2^i, 2^(i + 1)) pages.");
 }
 
 // ---------------------------------------------------------------- endpoints

@@ -132,7 +132,19 @@ void BindTokenSlotAllocator(nb::module_& module) {
           },
           "num_tokens"_a, "page_size"_a = 1)
       .def("free_group_begin", &TokenSlotAllocator::BeginFreeGroup)
-      .def("free_group_end", &TokenSlotAllocator::EndFreeGroup);
+      .def("free_group_end", &TokenSlotAllocator::EndFreeGroup)
+      .def_prop_ro("num_free_pages",
+                   [](const TokenSlotAllocator& self) { return self.pages().num_free(); })
+      .def_prop_ro("num_free_runs",
+                   [](const TokenSlotAllocator& self) { return self.pages().num_free_runs(); })
+      .def_prop_ro(
+          "longest_free_run",
+          [](const TokenSlotAllocator& self) { return self.pages().longest_free_run(); },
+          "In pages.")
+      .def(
+          "free_run_histogram",
+          [](const TokenSlotAllocator& self) { return self.pages().free_run_histogram(); },
+          "Element i counts the free runs of [2^i, 2^(i + 1)) pages.");
   DefineAllocation(allocator);
 }
 

@@ -18,6 +18,8 @@ TEST(Allocator, BadSizes) {
       Fails(PageAllocator::Create(4, 4), absl::StatusCode::kInvalidArgument, "reserved is 4"));
   EXPECT_TRUE(Fails(PageAllocator::Create(4, -1), absl::StatusCode::kInvalidArgument));
   EXPECT_TRUE(Fails(PageAllocator::Create(0, 0), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(PageAllocator::Create(PageRuns::kMaxPages + 1, 0),
+                    absl::StatusCode::kInvalidArgument, "num_pages is 1073741825"));
 }
 
 TEST(Allocator, ReservedPagesAreNeverHandedOut) {
@@ -89,6 +91,30 @@ TEST(Allocator, ExtendLeavesLongRunsToRequests) {
   EXPECT_EQ(allocator.longest_free_run(), 100);
 }
 
+TEST(Allocator, ExtendLeavesRoomToGrow) {
+  PageAllocator allocator = Must(PageAllocator::Create(1000, 0));
+  ASSERT_TRUE(IsOk(allocator.Allocate(100)));
+  ASSERT_TRUE(IsOk(allocator.Allocate(100)));
+  // Only a run that is long enough for several requests is there: half a request off its end.
+  EXPECT_EQ(Must(allocator.Extend(99, 1)).PageAt(0), 950);
+  EXPECT_EQ(allocator.ExtendByOne(950), 951);
+  EXPECT_EQ(allocator.ExtendByOne(99), 976);  // The middle of 952..999.
+  EXPECT_EQ(allocator.longest_free_run(), 750);
+}
+
+TEST(Allocator, FreeRunHistogram) {
+  PageAllocator allocator = Must(PageAllocator::Create(100, 0));
+  EXPECT_EQ(allocator.free_run_histogram(), (std::vector<int64_t>{0, 0, 0, 0, 0, 0, 1}));
+  ASSERT_TRUE(IsOk(allocator.Allocate(100)));
+  EXPECT_EQ(allocator.free_run_histogram(), std::vector<int64_t>{});
+  ASSERT_TRUE(
+      IsOk(allocator.Free(Must(PageRuns::FromRuns({{{0, 1}, {10, 2}, {20, 3}, {30, 4}}})))));
+  EXPECT_EQ(allocator.free_run_histogram(), (std::vector<int64_t>{1, 2, 1}));
+  EXPECT_EQ(allocator.ExtendByOne(29), 30);  // Shorter now: 31..33.
+  EXPECT_EQ(allocator.free_run_histogram(), (std::vector<int64_t>{1, 3}));
+  EXPECT_EQ(allocator.longest_free_run(), 3);
+}
+
 TEST(Allocator, ExtendErrorsChangeNothing) {
   PageAllocator allocator = Must(PageAllocator::Create(10, 2));
   ASSERT_TRUE(IsOk(allocator.Allocate(4)));  // 2..5
@@ -146,6 +172,7 @@ class Model {
   void Free(const std::vector<int64_t>& pages) {
     for (const int64_t page : pages) taken_[page] = false;
   }
+  bool IsAllocated(int64_t page) const { return page < pages_ && taken_[page]; }
   // Pages, runs and the longest run, all free.
   std::tuple<int64_t, int64_t, int64_t> Count() const {
     int64_t free = 0, runs = 0, longest = 0, length = 0;
@@ -178,8 +205,17 @@ TEST(Allocator, AMillionRandomOperationsAgainstASet) {
     ASSERT_EQ(allocator.num_free(), free);
     ASSERT_EQ(allocator.num_free_runs(), runs);
     ASSERT_EQ(allocator.longest_free_run(), longest);
+    const auto any = static_cast<int64_t>(random() % (kPages + 5));
+    ASSERT_EQ(allocator.IsAllocated(any), model.IsAllocated(any));
     const uint64_t choice = random() % 16;
-    if (choice < 3 && !held.empty()) {
+    if (choice < 1 && !held.empty() && free > 0) {
+      std::vector<int64_t>& sequence = held[random() % held.size()];
+      const int64_t behind = sequence.back() + 1;
+      const bool adjacent = model.IsFree(behind);
+      sequence.push_back(allocator.ExtendByOne(sequence.back()));
+      ASSERT_TRUE(model.Take(Pages({sequence.back()}))) << "a page was handed out twice";
+      ASSERT_TRUE(!adjacent || sequence.back() == behind);
+    } else if (choice < 3 && !held.empty()) {
       std::vector<int64_t>& sequence = held[random() % held.size()];
       const int64_t count = static_cast<int64_t>(random() % 4);
       const int64_t behind = sequence.back() + 1;

@@ -114,9 +114,60 @@ TEST(TokenSlots, BadBatchesChangeNothing) {
       Fails(allocator.Extend(Counts{0}, Counts{std::numeric_limits<int64_t>::max()}, Slots{0}),
             kInvalid));
   EXPECT_TRUE(Fails(allocator.Decode(Counts{0}, Slots{9}), kInvalid));
+  EXPECT_TRUE(Fails(allocator.Decode(Counts{7, 7}, Slots{9}), kInvalid, "one of each"));
+  // One wrong sequence after 70 right ones, and one that needs a page.
+  const auto kBig = std::numeric_limits<int64_t>::max();
+  const auto kLast = std::numeric_limits<int32_t>::max();
+  for (const auto& [count, slot, words] :
+       std::vector<std::tuple<int64_t, int32_t, const char*>>{{7, 8, "cannot hold token 5"},
+                                                              {2, -4, "slot, -4, is not"},
+                                                              {2, 0, "slot, 0, is not"},
+                                                              {2, 12, "slot, 12, is not"},
+                                                              {2, 16, "slot, 16, is not"},
+                                                              {4, kLast - 1, "is not allocated"},
+                                                              {5, kLast, "is not allocated"},
+                                                              {kBig, 9, "cannot grow"},
+                                                              {-kBig, 9, "tokens"}}) {
+    Counts counts(71, 7);
+    Slots last(71, 9);
+    counts[0] = 5;
+    last[0] = 7;
+    counts.push_back(count);
+    last.push_back(slot);
+    EXPECT_TRUE(Fails(allocator.Decode(counts, last), kInvalid, words)) << count << " " << slot;
+    EXPECT_EQ(allocator.num_free(), 4);
+  }
+  EXPECT_TRUE(Fails(allocator.Decode(Counts{5, 9}, Slots{7, 7}),
+                    absl::StatusCode::kResourceExhausted, "needs 2 pages of 4 tokens, 1 are free"));
   EXPECT_TRUE(Fails(allocator.Extend(Counts{6, 0}, Counts{9, 1}, Slots{9, 0}),
                     absl::StatusCode::kResourceExhausted, "needs 2 pages of 4 tokens, 1 are free"));
   EXPECT_EQ(allocator.num_free(), 4);
+}
+
+// More sequences than are checked together, each in its own place of a page.
+TEST(TokenSlots, DecodeOfLargeBatches) {
+  for (const int64_t sequences : {1, 63, 64, 65, 200}) {
+    SCOPED_TRACE(sequences);
+    TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(400 * 16, 16));
+    Counts tokens;
+    Slots last;
+    for (int64_t i = 0; i < sequences; ++i) {
+      tokens.push_back(1 + i % 16);
+      last.push_back(Must(allocator.Extend(Counts{0}, Counts{tokens[i]}, Slots{0})).back());
+    }
+    for (int step = 0; step < 16; ++step) {
+      for (int64_t& count : tokens) ++count;
+      const Slots got = Must(allocator.Decode(tokens, last));
+      ASSERT_EQ(got.size(), tokens.size());
+      for (size_t i = 0; i < got.size(); ++i) {
+        ASSERT_EQ(got[i] % 16, (tokens[i] - 1) % 16);
+        ASSERT_TRUE(tokens[i] % 16 == 1 || got[i] == last[i] + 1);
+      }
+      last = got;
+    }
+    EXPECT_EQ(std::set(last.begin(), last.end()).size(), last.size());
+    EXPECT_EQ(allocator.num_free(), (400 - 2 * sequences) * 16);
+  }
 }
 
 // Sequences that come, grow alone or in batches, and go, with every slot accounted for in a set.

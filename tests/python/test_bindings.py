@@ -307,6 +307,7 @@ def test_allocator():
     assert pages == [1, 2, 3, 4, 5] and allocator.num_free == 2
     allocator.free([2, 4])
     assert allocator.num_free == 4
+    assert allocator.free_run_histogram() == [2, 1]
     with pytest.raises(kvferry.ResourceExhausted):
         allocator.allocate(5)
     with pytest.raises(ValueError, match="page 2 is already free"):

@@ -68,6 +68,16 @@ def test_batches_fill_the_last_page_first():
         allocator.alloc_decode(counts(7), slots(8))
 
 
+def test_free_runs_can_be_seen():
+    allocator = kvferry.TokenSlotAllocator(num_tokens=64, page_size=4)
+    assert (allocator.num_free_pages, allocator.num_free_runs) == (16, 1)
+    got = allocator.alloc(64)
+    assert allocator.longest_free_run == 0 and allocator.free_run_histogram() == []
+    allocator.free(np.concatenate([got[:4], got[8:20]]))  # One page, and three.
+    assert (allocator.num_free_pages, allocator.num_free_runs) == (4, 2)
+    assert allocator.longest_free_run == 3 and allocator.free_run_histogram() == [1, 1]
+
+
 def test_torch_tensors_are_taken_as_they_are():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     allocator = kvferry.TokenSlotAllocator(num_tokens=8)
