@@ -4,6 +4,7 @@
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -131,25 +132,42 @@ void BM_MemcpyScatter(benchmark::State& state) {
   });
 }
 
-// Requests come and go in random order in a pool that is nine tenths full.
-void BM_AllocateFree(benchmark::State& state) {
-  const int64_t request_pages = state.range(0);
-  const int64_t pool_pages = state.range(1);
-  PageAllocator allocator = Must(PageAllocator::Create(pool_pages, 1));
+// Requests come and go in random order in a pool that is nine tenths full. `allocate` and `free`
+// stand for either allocator, `pages_left` for the pages it has free.
+template <typename Request, typename Allocate, typename Free, typename PagesLeft>
+void ComeAndGo(benchmark::State& state, const Allocate& allocate, const Free& free,
+               const PagesLeft& pages_left) {
+  const int64_t request_pages = state.range(0), pool_pages = state.range(1);
   std::mt19937_64 random(1);
-  std::vector<PageRuns> live;
+  std::vector<Request> live;
   // Halves and whole requests, so that holes of several sizes appear.
   const auto pages_of_next = [&] { return std::max<int64_t>(1, request_pages >> (random() % 2)); };
-  while (allocator.num_free() > pool_pages / 10 + request_pages) {
-    live.push_back(Must(allocator.Allocate(pages_of_next())));
+  while (pages_left() > pool_pages / 10 + request_pages) {
+    live.push_back(Must(allocate(pages_of_next())));
   }
   for (auto _ : state) {
-    PageRuns& victim = live[random() % live.size()];
-    if (!allocator.Free(victim).ok()) std::abort();
-    victim = Must(allocator.Allocate(std::min(pages_of_next(), allocator.num_free())));
+    Request& victim = live[random() % live.size()];
+    if (!free(victim).ok()) std::abort();
+    victim = Must(allocate(std::min(pages_of_next(), pages_left())));
   }
-  state.SetItemsProcessed(state.iterations());
+}
+
+void BM_AllocateFree(benchmark::State& state) {
+  PageAllocator allocator = Must(PageAllocator::Create(state.range(1), 1));
+  ComeAndGo<PageRuns>(
+      state, [&](int64_t pages) { return allocator.Allocate(pages); },
+      [&](const PageRuns& pages) { return allocator.Free(pages); },
+      [&] { return allocator.num_free(); });
   state.counters["free_runs"] = static_cast<double>(allocator.num_free_runs());
+}
+
+void BM_SlotsAllocateFree(benchmark::State& state) {
+  const int64_t page_size = state.range(2);
+  auto allocator = Must(TokenSlotAllocator::Create(state.range(1) * page_size, page_size));
+  ComeAndGo<std::vector<int32_t>>(
+      state, [&](int64_t pages) { return allocator.Allocate(pages * page_size); },
+      [&](const std::vector<int32_t>& slots) { return allocator.Free(slots); },
+      [&] { return allocator.pages().num_free(); });
 }
 
 // 1,024 sequences that have grown from prompts of up to 512 tokens in a pool nine tenths full;
@@ -158,6 +176,7 @@ class DecodeBatch {
  public:
   static constexpr int64_t kSequences = 1024;
   static constexpr int64_t kSteps = 256;
+  static constexpr int64_t kPoolPages = 2000000;
 
   explicit DecodeBatch(int64_t page_size)
       : allocator(Must(TokenSlotAllocator::Create(kPoolPages * page_size, page_size))) {
@@ -177,46 +196,99 @@ class DecodeBatch {
     for (int64_t i = 0; i < kSequences; ++i) {
       const int64_t prompt = 1 + static_cast<int64_t>(random_() % 512);
       slots_.push_back(Must(allocator.Extend({{0}}, {{prompt}}, {{0}})));
+      slots_.back().reserve(prompt + kSteps);
       tokens.push_back(prompt + 1);
       last.push_back(slots_.back().back());
     }
-    step = 0;
+    step_ = 0;
   }
-  // What an engine does between two steps.
-  void Advance(const std::vector<int32_t>& got) {
+  // What an engine does between two steps, after a decode that may have come from the caller.
+  void Advance() {
+    if (got.empty()) got = Must(allocator.Decode(tokens, last));
     for (int64_t i = 0; i < kSequences; ++i) {
       slots_[i].push_back(got[i]);
       last[i] = got[i];
       ++tokens[i];
     }
-    if (++step == kSteps) Restart();
+    got.clear();
+    if (++step_ == kSteps) Restart();
   }
 
   TokenSlotAllocator allocator;
   std::vector<int64_t> tokens;
   std::vector<int32_t> last;
-  int64_t step = 0;
+  std::vector<int32_t> got;
 
  private:
-  static constexpr int64_t kPoolPages = 2000000;
   static constexpr int64_t kOtherPages = 997;
   static void Check(const absl::Status& status) {
     if (!status.ok()) std::abort();
   }
 
+  int64_t step_ = 0;
   std::mt19937_64 random_{1};
   std::vector<std::vector<int32_t>> holes_, slots_;
 };
 
-void BM_Decode(benchmark::State& state) {
+// Times step(batch) for one decoded token of each sequence after the other. A step is shorter than
+// an interruption: counter median_ns is what one takes.
+template <typename Step>
+void ByTokens(benchmark::State& state, const Step& step) {
   DecodeBatch batch(state.range(0));
+  std::vector<double> seconds;
   for (auto _ : state) {
     const auto start = std::chrono::steady_clock::now();
-    const auto got = batch.allocator.Decode(batch.tokens, batch.last);
+    step(batch);
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+    seconds.push_back(took.count());
     state.SetIterationTime(took.count());
-    batch.Advance(Must(got));
+    batch.Advance();
   }
+  const auto middle = seconds.begin() + seconds.size() / 2;
+  std::nth_element(seconds.begin(), middle, seconds.end());
+  state.counters["median_ns"] = *middle * 1e9;
+}
+
+void BM_Decode(benchmark::State& state) {
+  ByTokens(state, [](DecodeBatch& batch) {
+    batch.got = Must(batch.allocator.Decode(batch.tokens, batch.last));
+  });
+}
+
+// What no checked decode can be faster than, were there no pages to take: a copy of what it
+// returns; that, with all that it is given read; and a look at a bit of each sequence's page
+// besides.
+void BM_DecodeMemcpy(benchmark::State& state) {
+  std::vector<int32_t> out(DecodeBatch::kSequences);
+  ByTokens(state, [&](DecodeBatch& batch) {
+    std::memcpy(out.data(), batch.last.data(), out.size() * sizeof out[0]);
+    benchmark::ClobberMemory();
+  });
+}
+
+void BM_DecodeReadWrite(benchmark::State& state) {
+  std::vector<int32_t> out(DecodeBatch::kSequences);
+  ByTokens(state, [&](DecodeBatch& batch) {
+    for (size_t i = 0; i < out.size(); ++i) {
+      out[i] = batch.last[i] + static_cast<int32_t>(batch.tokens[i]);
+    }
+    benchmark::ClobberMemory();
+  });
+}
+
+void BM_DecodeReadWriteLook(benchmark::State& state) {
+  std::vector<int32_t> out(DecodeBatch::kSequences);
+  const int shift = std::countr_zero(static_cast<uint64_t>(state.range(0))) + 6;
+  const std::vector<uint64_t> words((DecodeBatch::kPoolPages >> 6) + 2);
+  ByTokens(state, [&](DecodeBatch& batch) {
+    uint64_t seen = 0;
+    for (size_t i = 0; i < out.size(); ++i) {
+      out[i] = batch.last[i] + static_cast<int32_t>(batch.tokens[i]);
+    }
+    for (const int32_t last : batch.last) seen |= words[last >> shift];
+    benchmark::DoNotOptimize(seen);
+    benchmark::ClobberMemory();
+  });
 }
 
 // Runs of pages after a long time, in counters; the time is that of the whole trace.
@@ -233,6 +305,11 @@ void ItemSizes(benchmark::internal::Benchmark* benchmark) {
   benchmark->ArgName("item")->Arg(32768)->Arg(2048)->Arg(1152)->Unit(benchmark::kMillisecond);
 }
 
+void PageSizes(benchmark::internal::Benchmark* benchmark) {
+  // By count, because what is not timed takes longer than what is.
+  benchmark->ArgName("page_size")->Arg(1)->Arg(16)->Arg(64)->UseManualTime()->Iterations(4096);
+}
+
 BENCHMARK(BM_Plan)->Apply(ItemSizes);
 BENCHMARK(BM_Gather)->Apply(ItemSizes);
 BENCHMARK(BM_MemcpyGather)->Apply(ItemSizes);
@@ -241,7 +318,13 @@ BENCHMARK(BM_MemcpyScatter)->Apply(ItemSizes);
 BENCHMARK(BM_AllocateFree)
     ->ArgNames({"pages", "pool"})
     ->ArgsProduct({{1, 16, 256}, {10000, 100000, 1000000, 10000000}});
-BENCHMARK(BM_Decode)->ArgName("page_size")->Arg(1)->Arg(16)->Arg(64)->UseManualTime();
+BENCHMARK(BM_SlotsAllocateFree)
+    ->ArgNames({"pages", "pool", "page_size"})
+    ->ArgsProduct({{256}, {10000, 100000, 1000000, 10000000}, {1, 16}});
+BENCHMARK(BM_Decode)->Apply(PageSizes);
+BENCHMARK(BM_DecodeMemcpy)->Apply(PageSizes);
+BENCHMARK(BM_DecodeReadWrite)->Apply(PageSizes);
+BENCHMARK(BM_DecodeReadWriteLook)->Apply(PageSizes);
 BENCHMARK(BM_Fragmentation)
     ->ArgName("percent_full")
     ->Arg(70)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import allocators
 from systems import ROOT, SALT, BenchError, Driver, Kvferry, Limit, Nixl, NixlPair
 from workload import FRAGMENTATIONS, SHAPES, Shape, choose_pages
 
@@ -266,6 +267,7 @@ def parse_arguments():
         "--nixl-tls", default="tcp,self", help="UCX_TLS of NIXL (default: tcp,self)"
     )
     parser.add_argument("--no-limits", action="store_true", help="no memcpy and no TCP stream")
+    parser.add_argument("--no-allocators", action="store_true", help="only what moves KV")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every run there")
     args = parser.parse_args()
@@ -286,7 +288,7 @@ def write_csv(path, rows):
         writer.writerows(cells(row) for row in rows)
 
 
-def write_json(path, header, rows, problems):
+def write_json(path, header, rows, allocator_rows, problems):
     results = [
         {
             "shape": row.shape_name,
@@ -300,7 +302,16 @@ def write_json(path, header, rows, problems):
         for row in rows
     ]
     path.write_text(
-        json.dumps({**header, "results": results, "problems": problems}, indent=1) + "\n"
+        json.dumps(
+            {
+                **header,
+                "results": results,
+                "allocators": [row.record() for row in allocator_rows],
+                "problems": problems,
+            },
+            indent=1,
+        )
+        + "\n"
     )
 
 
@@ -343,12 +354,15 @@ def main():
             rows.append(row)
             print_line(cells(row), columns)
     print("; ".join(sorted(notes)))
+    allocator_rows = []
+    if not args.no_allocators:
+        allocator_rows = allocators.print_table(args.build, args.reps, problems)
     for problem in problems:
         print(f"not measured: {problem}" if "not measured" not in problem else problem)
     if args.csv:
         write_csv(args.csv, rows)
     if args.json:
-        write_json(args.json, {**header, "versions": sorted(notes)}, rows, problems)
+        write_json(args.json, {**header, "versions": sorted(notes)}, rows, allocator_rows, problems)
     # Only what was asked for counts: a missing peer is said, not failed.
     return 0 if all(row.samples.get("kvferry") for row in rows) else 1
 

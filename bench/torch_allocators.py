@@ -1,4 +1,4 @@
-"""Free lists of token slots as engines keep them in torch tensors: what allocators.py compares with.
+"""Free lists of token slots as engines keep them in torch tensors, for allocators.py.
 
 Written from a description of what such allocators do, not of how: slots come from the front of an
 index tensor and go back to its end, so that taking n is a slice and giving back copies the list.

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 #include "absl/container/inlined_vector.h"
@@ -37,9 +38,8 @@ uint64_t ToBits(const std::array<uint8_t, kBlock>& flags) {
 }
 
 void AppendSlots(int64_t first, int64_t count, std::vector<int32_t>* slots) {
-  for (int64_t slot = first; slot < first + count; ++slot) {
-    slots->push_back(static_cast<int32_t>(slot));
-  }
+  slots->resize(slots->size() + count);
+  std::iota(slots->end() - count, slots->end(), static_cast<int32_t>(first));
 }
 
 }  // namespace
@@ -226,15 +226,17 @@ absl::StatusOr<std::vector<int64_t>> TokenSlotAllocator::PagesOf(
   std::vector<int64_t> pages;
   pages.reserve(slots.size());
   for (const int64_t slot : slots) {
-    const int64_t page = slot / page_size_;
+    const int64_t page = page_shift_ < 0 ? slot / page_size_ : slot >> page_shift_;
+    // Most slots come page by page. The page noted last was allocated.
+    if (page_size_ > 1 && !pages.empty() && page == pages.back()) continue;
     if (slot < 0 || !pages_.IsAllocated(page)) return NotAllocated(slot);
-    if (group_.contains(page)) {
+    if (in_group_ && group_.contains(page)) {
       if (page_size_ == 1) return NotAllocated(slot);
       continue;
     }
-    if (pages.empty() || pages.back() != page || page_size_ == 1) pages.push_back(page);
+    pages.push_back(page);
   }
-  std::sort(pages.begin(), pages.end());
+  if (!std::is_sorted(pages.begin(), pages.end())) std::sort(pages.begin(), pages.end());
   const auto twice = std::adjacent_find(pages.begin(), pages.end());
   if (twice != pages.end() && page_size_ == 1) {
     return absl::InvalidArgumentError(
