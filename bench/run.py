@@ -267,7 +267,7 @@ def parse_arguments():
         "--nixl-tls", default="tcp,self", help="UCX_TLS of NIXL (default: tcp,self)"
     )
     parser.add_argument("--no-limits", action="store_true", help="no memcpy and no TCP stream")
-    parser.add_argument("--no-allocators", action="store_true", help="only what moves KV")
+    parser.add_argument("--no-pools", action="store_true", help="only what moves KV")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every run there")
     args = parser.parse_args()
@@ -279,6 +279,15 @@ def parse_arguments():
     if args.also_config is not None and args.also is None:
         args.also = args.build
     return args
+
+
+def print_kernels(build, reps, problems):
+    """The table of bench/kernels_bench.cc."""
+    print(flush=True)
+    try:
+        subprocess.run([build / "bench/kvferry_bench_kernels", f"--reps={reps}"], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        problems.append(f"kernels: {error}")
 
 
 def write_csv(path, rows):
@@ -355,8 +364,9 @@ def main():
             print_line(cells(row), columns)
     print("; ".join(sorted(notes)))
     allocator_rows = []
-    if not args.no_allocators:
+    if not args.no_pools:
         allocator_rows = allocators.print_table(args.build, args.reps, problems)
+        print_kernels(args.build, args.reps, problems)
     for problem in problems:
         print(f"not measured: {problem}" if "not measured" not in problem else problem)
     if args.csv:
