@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <concepts>
 #include <ostream>
 #include <string>
 
@@ -29,6 +30,10 @@ struct BackendName {
   }
 };
 
-inline void PrintTo(const Backend& backend, std::ostream* out) { *out << backend.name; }
+// GoogleTest shows a backend's bytes otherwise.
+template <std::derived_from<Backend> AnyBackend>
+void PrintTo(const AnyBackend& backend, std::ostream* out) {
+  *out << backend.name;
+}
 
 }  // namespace kvferry
