@@ -26,7 +26,7 @@ absl::StatusOr<std::shared_ptr<KvPool>> CreateCudaKvPool(const KvLayout& layout,
                                                          int device);
 
 // Host memory that is pinned while this lives: the GPU reads and writes it at the same addresses,
-// and copies of it are asynchronous.
+// and copies of it are asynchronous; they must have run before it is destroyed.
 class HostPin {
  public:
   ~HostPin();

@@ -45,20 +45,47 @@ struct Shape {
   uint32_t words_per_row, words_per_head, pieces_per_row;
 };
 
-// Values of odd views lie at any address, which the device reads byte by byte only.
-template <typename Word>
-__device__ Word Load(const std::byte* at) {
-  if (reinterpret_cast<uintptr_t>(at) % alignof(Word) == 0) {
-    return *reinterpret_cast<const Word*>(at);
+// What the device reads and writes in one go.
+template <size_t kBytes>
+struct WordOf;
+template <>
+struct WordOf<1> {
+  using Type = uint8_t;
+};
+template <>
+struct WordOf<2> {
+  using Type = uint16_t;
+};
+template <>
+struct WordOf<4> {
+  using Type = uint32_t;
+};
+template <>
+struct WordOf<8> {
+  using Type = uint2;
+};
+template <>
+struct WordOf<16> {
+  using Type = uint4;
+};
+
+// What is not known to be aligned may lie at any address, which the device reads byte by byte only.
+template <bool kAligned, typename Value>
+__device__ Value Load(const std::byte* at) {
+  typename WordOf<sizeof(Value)>::Type word;
+  if (kAligned || reinterpret_cast<uintptr_t>(at) % sizeof word == 0) {
+    word = *reinterpret_cast<const decltype(word)*>(at);
+  } else {
+    memcpy(&word, at, sizeof word);
   }
-  Word word;
-  memcpy(&word, at, sizeof word);
-  return word;
+  return __builtin_bit_cast(Value, word);
 }
 
-template <typename Word>
-__device__ void Store(std::byte* at, const Word& word) {
-  if (reinterpret_cast<uintptr_t>(at) % alignof(Word) == 0) {
+template <bool kAligned, typename Value>
+__device__ void Store(std::byte* at, const Value& value) {
+  using Word = typename WordOf<sizeof(Value)>::Type;
+  const Word word = __builtin_bit_cast(Word, value);
+  if (kAligned || reinterpret_cast<uintptr_t>(at) % sizeof word == 0) {
     *reinterpret_cast<Word*>(at) = word;
   } else {
     memcpy(at, &word, sizeof word);
@@ -66,15 +93,16 @@ __device__ void Store(std::byte* at, const Word& word) {
 }
 
 // One word as it is.
-template <typename Word>
+template <typename Word, bool kWordsAreAligned>
 struct Plain {
   using In = Word;
   using Out = Word;
+  static constexpr bool kAligned = kWordsAreAligned;
   __device__ Out operator()(const In& word) const { return word; }
 };
 
 template <typename Value, int kValues>
-struct alignas(sizeof(Value) * kValues) Group {
+struct Group {
   Value values[kValues];
 };
 
@@ -83,6 +111,7 @@ template <typename From, typename To, int kValues>
 struct Cast {
   using In = Group<typename From::Stored, kValues>;
   using Out = Group<typename To::Stored, kValues>;
+  static constexpr bool kAligned = kValues > 1;
   float multiply, divide;
 
   // The device's arithmetic makes all NaNs one; the processor's keeps them apart, made quiet.
@@ -124,8 +153,9 @@ __global__ void CopyRows(Side from, Side to, Shape shape, Move move, unsigned lo
     for (uint32_t word = piece * kWordsPerPiece + lane; word < end; word += kLanes) {
       const uint32_t head = word / shape.words_per_head;
       const uint32_t place = word - head * shape.words_per_head;
-      Store(out + head * to.head_stride + place * to.word_stride,
-            move(Load<typename Move::In>(in + head * from.head_stride + place * from.word_stride)));
+      Store<Move::kAligned>(out + head * to.head_stride + place * to.word_stride,
+                            move(Load<Move::kAligned, typename Move::In>(
+                                in + head * from.head_stride + place * from.word_stride)));
     }
   }
 }
@@ -184,11 +214,15 @@ bool WordsFit(const Copy& copy, int64_t values) {
 
 absl::Status LaunchPlain(const Copy& copy) {
   const int64_t value_bytes = DTypeBytes(copy.from.dtype);
-  if (WordsFit(copy, 16 / value_bytes)) return Launch(copy, 16 / value_bytes, Plain<uint4>());
-  if (WordsFit(copy, 4 / value_bytes)) return Launch(copy, 4 / value_bytes, Plain<uint32_t>());
-  if (value_bytes == 4) return Launch(copy, 1, Plain<uint32_t>());
-  if (value_bytes == 2) return Launch(copy, 1, Plain<uint16_t>());
-  return Launch(copy, 1, Plain<uint8_t>());
+  if (const int64_t values = 16 / value_bytes; WordsFit(copy, values)) {
+    return Launch(copy, values, Plain<uint4, true>());
+  }
+  if (const int64_t values = 4 / value_bytes; WordsFit(copy, values)) {
+    return Launch(copy, values, Plain<uint32_t, true>());
+  }
+  if (value_bytes == 4) return Launch(copy, 1, Plain<uint32_t, false>());
+  if (value_bytes == 2) return Launch(copy, 1, Plain<uint16_t, false>());
+  return Launch(copy, 1, Plain<uint8_t, true>());
 }
 
 // Calls fn with the format of `dtype`.

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <concepts>
 #include <iterator>
 #include <ostream>
 #include <string>
@@ -35,6 +36,10 @@ struct BackendName {
   }
 };
 
-inline void PrintTo(const Backend& backend, std::ostream* out) { *out << backend.name; }
+// GoogleTest shows a backend's bytes otherwise.
+template <std::derived_from<Backend> AnyBackend>
+void PrintTo(const AnyBackend& backend, std::ostream* out) {
+  *out << backend.name;
+}
 
 }  // namespace kvferry

@@ -96,7 +96,8 @@ TEST_P(Casts, EveryStoredValueToEveryFormat) {
   for (const DType from : kNumberFormats) {
     if (from == DType::kFloat32) continue;
     for (const DType to : kNumberFormats) {
-      Check(from, to, AllCodes(from), 1, 1);
+      // Scaled where the formats are the same: backends that copy have nothing to cast otherwise.
+      Check(from, to, AllCodes(from), from == to ? 2 : 1, 1);
       Check(from, to, AllCodes(from), 0.37F, 1.9F);
     }
   }

@@ -48,6 +48,11 @@ struct AnyTensor {
     view.scale = scale;
   }
 
+  void Slice(int64_t first, int64_t count) {
+    view = view.Slice(first, count);
+    begin += first * view.value_stride;
+  }
+
   int64_t Offset(int64_t slot, int64_t head, int64_t value) const {
     return begin + slot / view.page_size * view.page_stride +
            slot % view.page_size * view.token_stride + head * view.head_stride +
@@ -76,7 +81,13 @@ class RandomCopies : public testing::TestWithParam<TokenCopyBackend> {
     if (Upto(2) == 0) std::shuffle(order.begin(), order.end(), random_);
     const float scale = dtype == DType::kUint8 ? 1 : static_cast<float>(1 + Upto(3)) / 2;
     const int64_t begin = Upto(3) == 0 ? Upto(16) : 0;
-    return {dtype, 1 + Upto(6), 1 + Upto(5), heads, dim, order, begin, scale, random_};
+    // A third are part of wider heads, whose other values must stay as they are; half of those
+    // are padded to whole words.
+    const int64_t more = Upto(3) > 0 ? 0 : Upto(2) == 0 ? 16 - dim % 16 : Upto(9);
+    AnyTensor tensor(dtype, 1 + Upto(6), 1 + Upto(5), heads, dim + more, order, begin, scale,
+                     random_);
+    tensor.Slice(Upto(2) == 0 ? 0 : Upto(more + 1), dim);
+    return tensor;
   }
 
   // Runs of neighbours and single slots.
