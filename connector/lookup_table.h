@@ -1,0 +1,149 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/btree_set.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/clock.h"
+#include "base/mutex.h"
+#include "connector/token_index.h"
+
+namespace kvferry {
+
+// Who brings KV and who waits for it, matched by tokens: the bookkeeping of a lookup buffer, for
+// one process and one partition (tensor-parallel rank). What KV is and how it moves is somebody
+// else's: an entry carries it as a payload.
+//
+//   Insert   an entry goes to a query that waits for it, or is kept until one comes. While the
+//            table is full it waits for room, and can be found already then: so a producer that
+//            waits for room and a consumer that waits for the entry cannot wait for each other.
+//   Ask      takes the entry with the longest match (TokenIndex) out of the table, or waits for
+//   one.
+//            Queries wait side by side; an entry goes to one of them and to nobody else.
+//
+// Every wait ends at its deadline: what waits with a callback is ended by Expire(). Thread-safe;
+// callbacks run outside of the lock, on the thread that brought them about.
+class LookupTable : public std::enable_shared_from_this<LookupTable> {
+ public:
+  using Tokens = std::vector<int32_t>;
+  using Payload = std::shared_ptr<void>;
+
+  struct Options {
+    // Of all entries that are kept, or were and are taken and not yet let go. One that goes
+    // straight to a query that waited for it never counts.
+    int64_t max_bytes = 0;
+    int64_t max_waiting = 65536;   // Queries.
+    int64_t max_tokens = 1 << 24;  // Of an entry or a query.
+  };
+
+  // An entry on its way to its consumer. Its bytes count until this is gone.
+  class Taken {
+   public:
+    Taken(Taken&&) = default;
+    Taken& operator=(Taken&&) = default;
+
+    const Tokens& tokens() const { return tokens_; }
+    // How many of the query's tokens the entry covers; all of the entry's for a query without any.
+    int64_t num_matched() const { return num_matched_; }
+    const Payload& payload() const { return payload_; }
+
+   private:
+    friend class LookupTable;
+    Taken(Tokens tokens, int64_t num_matched, Payload payload, std::shared_ptr<void> bytes)
+        : tokens_(std::move(tokens)),
+          num_matched_(num_matched),
+          payload_(std::move(payload)),
+          bytes_(std::move(bytes)) {}
+
+    Tokens tokens_;
+    int64_t num_matched_;
+    Payload payload_;
+    std::shared_ptr<void> bytes_;  // Gives them back.
+  };
+  using Answer = std::function<void(absl::StatusOr<Taken>)>;
+
+  // INVALID_ARGUMENT for a limit below 1.
+  static absl::StatusOr<std::shared_ptr<LookupTable>> Create(const Options& options);
+  ~LookupTable();
+
+  // Returns when the entry is kept or taken. INVALID_ARGUMENT without tokens, with too many, or
+  // with negative bytes, RESOURCE_EXHAUSTED at once for one that is larger than max_bytes,
+  // DEADLINE_EXCEEDED when there was no room in time, CANCELLED when the table was closed: the
+  // entry is not in the table then, and its payload is the caller's again.
+  absl::Status Insert(Tokens tokens, int64_t bytes, Payload payload, Deadline deadline);
+
+  // Calls `answer` once: with an entry, at once or when one comes; DEADLINE_EXCEEDED from the first
+  // Expire() after the deadline; CANCELLED when the table is closed. Without tokens it takes
+  // whatever there is, the oldest first. INVALID_ARGUMENT for too many tokens or none in the list,
+  // RESOURCE_EXHAUSTED when max_waiting queries wait already: `answer` is not called then.
+  absl::Status Ask(std::optional<Tokens> tokens, Deadline deadline, Answer answer);
+  // The same, waiting here.
+  absl::StatusOr<Taken> Take(std::optional<Tokens> tokens, Deadline deadline);
+  // NOT_FOUND when nothing matches now.
+  absl::StatusOr<Taken> TryTake(const std::optional<Tokens>& tokens);
+
+  // Ends queries whose deadline has passed; returns the next one, if any wait.
+  std::optional<Deadline> Expire(Deadline now);
+  // Everything that waits is answered, entries are dropped, and later calls are CANCELLED.
+  void Close();
+
+  int64_t num_entries() const;
+  int64_t num_waiting() const;
+  int64_t bytes() const;
+
+ private:
+  struct Entry {
+    Tokens tokens;
+    int64_t bytes = 0;
+    Payload payload;
+    bool kept = false;  // Else its Insert() still waits for room.
+  };
+  struct Query {
+    Deadline deadline;
+    Answer answer;
+    std::optional<std::list<uint64_t>::iterator> any;  // In any_queries_, when it has no tokens.
+  };
+
+  explicit LookupTable(const Options& options) : options_(options) {}
+
+  absl::Status CheckTokens(const Tokens& tokens) const;
+  absl::Status CheckInsert(const Tokens& tokens, int64_t bytes) const;
+  std::optional<TokenIndex::Match> Find(const std::optional<Tokens>& tokens) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Taken Remove(const TokenIndex::Match& match) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Taken MakeTaken(Entry entry, int64_t num_matched);
+  // The query that this entry goes to, taken out of those that wait.
+  std::optional<std::pair<Answer, int64_t>> QueryFor(const Tokens& tokens)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Answer EndQuery(uint64_t id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status WaitForRoom(uint64_t id, Deadline deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void GiveBack(int64_t bytes);
+
+  const Options options_;
+  mutable Mutex mutex_;
+  CondVar changed_;  // Room was made, an entry was taken, or the table was closed.
+  bool closed_ ABSL_GUARDED_BY(mutex_) = false;
+  uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;
+  int64_t bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::flat_hash_map<uint64_t, Entry> entries_ ABSL_GUARDED_BY(mutex_);
+  TokenIndex entry_index_ ABSL_GUARDED_BY(mutex_);
+  std::list<uint64_t> wait_for_room_ ABSL_GUARDED_BY(mutex_);  // The first one is served first.
+  absl::flat_hash_set<uint64_t> dropped_
+      ABSL_GUARDED_BY(mutex_);  // By Close(), under an Insert() that waits for room.
+  absl::flat_hash_map<uint64_t, Query> queries_ ABSL_GUARDED_BY(mutex_);
+  TokenIndex query_index_ ABSL_GUARDED_BY(mutex_);
+  std::list<uint64_t> any_queries_ ABSL_GUARDED_BY(mutex_);  // Those without tokens, oldest first.
+  absl::btree_set<std::pair<Deadline, uint64_t>> deadlines_ ABSL_GUARDED_BY(mutex_);  // Of queries.
+};
+
+}  // namespace kvferry
