@@ -55,6 +55,8 @@ class Torch:
         from torch_allocators import TorchFreeList
 
         self.torch = torch
+        # Copies of long lists would wait for a second core that something else may hold.
+        torch.set_num_threads(1)
         self.allocator = TorchFreeList(num_tokens, page_size, merge_and_sort)
         self.free = self.allocator.free
         self.alloc, self.alloc_extend = self.allocator.alloc, self.allocator.alloc_extend
@@ -175,6 +177,8 @@ def table():
     pools = (10**4, 10**5, 10**6, 10**7)
     for page_size, kind, name in ((1, Torch, ""), (1, TorchSorted, ", sorted"), (16, Torch, "")):
         for pool in pools:
+            if pool * page_size > 2 * 10**7:
+                continue  # Gigabytes of token slots, and the same pages as with pages of 1.
             operation = f"256 pages of {page_size}{name}"
             benchmarks = {
                 "pages": f"BM_AllocateFree/pages:256/pool:{pool}",
