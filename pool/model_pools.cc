@@ -63,7 +63,7 @@ absl::StatusOr<Tokens> TokensFor(const ModelPoolsOptions& options, const Split& 
     const double page_bytes =
         static_cast<double>(kv->page_bytes()) +
         (window != nullptr ? ratio * static_cast<double>(window->page_bytes()) : 0.0);
-    tokens = static_cast<double>(options.kv_bytes - padding) / page_bytes *
+    tokens = (static_cast<double>(options.kv_bytes) - static_cast<double>(padding)) / page_bytes *
              static_cast<double>(options.page_size);
   }
   if (!(tokens < static_cast<double>(INT32_MAX))) {
