@@ -29,7 +29,7 @@ constexpr std::array<float, 7> kE2M1Middles = {0.25, 0.75, 1.25, 1.75, 2.5, 3.5,
 uint8_t EncodeE2M1(float value) {
   const float magnitude = std::fabs(value);
   uint8_t code = 0;
-  for (uint8_t i = 0; i < kE2M1Middles.size(); ++i) {
+  for (size_t i = 0; i < kE2M1Middles.size(); ++i) {
     const bool above = i % 2 == 0 ? magnitude > kE2M1Middles[i] : magnitude >= kE2M1Middles[i];
     code += above || std::isnan(magnitude) ? 1 : 0;
   }

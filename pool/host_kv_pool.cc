@@ -257,7 +257,7 @@ absl::Status HostKvPool::Clear() {
 absl::Status HostKvPool::BackUp(std::span<const int32_t> device_slots,
                                 std::span<const int32_t> host_slots) {
   KVFERRY_RETURN_IF_ERROR(ProtectWrite(host_slots));
-  const absl::Status copied = host_->CopyFrom(*device_, device_slots, host_slots);
+  absl::Status copied = host_->CopyFrom(*device_, device_slots, host_slots);
   if (copied.ok()) return CompleteIo(host_slots);
   const MutexLock lock(&mutex_);
   Enter(HostSlotState::kReserved, host_slots);
@@ -282,7 +282,7 @@ absl::Status HostKvPool::LoadLayers(std::span<const int32_t> host_slots,
 absl::Status HostKvPool::Load(std::span<const int32_t> host_slots,
                               std::span<const int32_t> device_slots) {
   KVFERRY_RETURN_IF_ERROR(ProtectLoad(host_slots));
-  const absl::Status loaded = LoadLayers(host_slots, device_slots);
+  absl::Status loaded = LoadLayers(host_slots, device_slots);
   if (loaded.ok()) return CompleteIo(host_slots);
   const MutexLock lock(&mutex_);
   Enter(HostSlotState::kBackup, host_slots);

@@ -261,6 +261,7 @@ TEST(HostPools, SeveralThreads) {
   const auto pool = Host(device, 1);
   std::atomic<int64_t> wrong = 0;
   std::vector<std::thread> threads;
+  threads.reserve(4);
   for (int32_t t = 0; t < 4; ++t) {
     threads.emplace_back([&, t] {
       const Slots mine = Iota(4 + 16 * t, 16);

@@ -4,6 +4,7 @@
 // table, and encoding is a search for the nearest. What kernels are compared with.
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -72,7 +73,9 @@ class NaiveFormat {
   bool IsEncodingOf(float value, const std::byte* stored) const {
     const float got = Decode(stored);
     if (std::isnan(value)) return std::isnan(got);
-    if (dtype_ == DType::kFloat32) return std::memcmp(&value, stored, sizeof value) == 0;
+    if (dtype_ == DType::kFloat32) {
+      return std::bit_cast<uint32_t>(value) == std::bit_cast<uint32_t>(got);
+    }
     uint32_t code = 0;
     std::memcpy(&code, stored, static_cast<size_t>(bytes()));
     const uint32_t sign = std::signbit(value) ? static_cast<uint32_t>(magnitudes_.size()) : 0;

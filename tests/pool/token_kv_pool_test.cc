@@ -207,6 +207,7 @@ class TokenPools : public testing::TestWithParam<size_t> {
     for (size_t part = 0; part < parts_.size(); ++part) {
       for (int64_t l = whole ? 0 : layer; l < (whole ? shape_.layout.num_layers : layer + 1); ++l) {
         std::vector<Model::Row> rows;
+        rows.reserve(from.size());
         for (const int32_t slot : from) rows.push_back(At(l, part, slot));
         for (size_t i = 0; i < to.size(); ++i) At(l, part, to[i]) = rows[i];
       }

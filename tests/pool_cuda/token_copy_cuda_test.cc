@@ -30,7 +30,7 @@ absl::Status CopyOnDevice(const AnyTensor& from, const std::vector<int32_t>& fro
                           AnyTensor& to, const std::vector<int32_t>& to_slots) {
   const DeviceBytes source(from.memory), destination(to.memory);
   const DeviceBytes reads(from_slots), writes(to_slots), skipped(std::vector<int64_t>{0});
-  const absl::Status status =
+  absl::Status status =
       CopyTokensCuda(OnDevice(from.view, source.data() + from.begin), reads.slots(),
                      OnDevice(to.view, destination.data() + to.begin), writes.slots(),
                      static_cast<int64_t>(to_slots.size()), skipped.counter(), kStream);
@@ -105,8 +105,8 @@ TEST_F(TokenCopyCuda, SlotsOutsideTheViewsAreSkippedAndCounted) {
       TokenView::Packed(destination.data(), DType::kUint8, kSlots, 1, kBytes), writes.slots(),
       static_cast<int64_t>(to_slots.size()), skipped.counter(), kStream)));
   std::vector<std::byte> want = before;
-  std::copy_n(&from[0], kBytes, &want[7 * kBytes]);
-  std::copy_n(&from[7 * kBytes], kBytes, &want[0]);
+  std::copy_n(from.data(), kBytes, &want[7 * kBytes]);
+  std::copy_n(&from[7 * kBytes], kBytes, want.data());
   EXPECT_EQ(destination.ToHost(), want);
   EXPECT_EQ(skipped.ToHost<int64_t>()[0], 100 + 7);
 }
