@@ -37,6 +37,28 @@ uint64_t ToBits(const std::array<uint8_t, kBlock>& flags) {
   return bits;
 }
 
+// How many slots from the first one on are neighbours, each one above the last. Compared by the
+// block, which compilers turn into vector instructions: most lists are pages in long runs.
+size_t NeighboursFrom(std::span<const int32_t> slots) {
+  constexpr size_t kCompared = 16;
+  const auto first = static_cast<uint32_t>(slots[0]);
+  // Scattered slots are told at once.
+  if (slots.size() > 1 && static_cast<uint32_t>(slots[1]) != first + 1) return 1;
+  size_t count = 1;
+  for (; count + kCompared <= slots.size(); count += kCompared) {
+    uint32_t differ = 0;
+    for (size_t i = count; i < count + kCompared; ++i) {
+      differ |= static_cast<uint32_t>(slots[i]) ^ (first + static_cast<uint32_t>(i));
+    }
+    if (differ != 0) break;
+  }
+  while (count < slots.size() &&
+         static_cast<uint32_t>(slots[count]) == first + static_cast<uint32_t>(count)) {
+    ++count;
+  }
+  return count;
+}
+
 void AppendSlots(int64_t first, int64_t count, std::vector<int32_t>* slots) {
   slots->resize(slots->size() + count);
   std::iota(slots->end() - count, slots->end(), static_cast<int32_t>(first));
@@ -221,20 +243,31 @@ absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Decode(
 
 // ---------------------------------------------------------------- freeing
 
-absl::StatusOr<std::vector<int64_t>> TokenSlotAllocator::PagesOf(
-    std::span<const int32_t> slots) const {
-  std::vector<int64_t> pages;
-  pages.reserve(slots.size());
-  for (const int64_t slot : slots) {
-    const int64_t page = page_shift_ < 0 ? slot / page_size_ : slot >> page_shift_;
-    // Most slots come page by page. The page noted last was allocated.
-    if (page_size_ > 1 && !pages.empty() && page == pages.back()) continue;
-    if (slot < 0 || !pages_.IsAllocated(page)) return NotAllocated(slot);
+// Notes the pages of neighbouring slots [first, first + count), each once.
+absl::Status TokenSlotAllocator::NotePages(int64_t first, int64_t count,
+                                           std::vector<int64_t>* pages) const {
+  if (first < 0) return NotAllocated(first);
+  const int64_t last_page = PageOf(first + count - 1);
+  for (int64_t page = PageOf(first); page <= last_page; ++page) {
+    if (page_size_ > 1 && !pages->empty() && page == pages->back()) continue;
+    const int64_t slot = std::max(first, page * page_size_);
+    if (!pages_.IsAllocated(page)) return NotAllocated(slot);
     if (in_group_ && group_.contains(page)) {
       if (page_size_ == 1) return NotAllocated(slot);
       continue;
     }
-    pages.push_back(page);
+    pages->push_back(page);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<int64_t>> TokenSlotAllocator::PagesOf(
+    std::span<const int32_t> slots) const {
+  std::vector<int64_t> pages;
+  for (size_t i = 0; i < slots.size();) {
+    const size_t count = NeighboursFrom(slots.subspan(i));
+    KVFERRY_RETURN_IF_ERROR(NotePages(slots[i], static_cast<int64_t>(count), &pages));
+    i += count;
   }
   if (!std::is_sorted(pages.begin(), pages.end())) std::sort(pages.begin(), pages.end());
   const auto twice = std::adjacent_find(pages.begin(), pages.end());

@@ -82,6 +82,10 @@ class TokenSlotAllocator {
   // last ones, and sets bit i of *opens where that of sequence i opens a page.
   bool SlotsBehind(std::span<const int64_t> tokens, std::span<const int32_t> last_slots,
                    int32_t* slots, uint64_t* opens) const;
+  int64_t PageOf(int64_t slot) const {
+    return page_shift_ < 0 ? slot / page_size_ : slot >> page_shift_;
+  }
+  absl::Status NotePages(int64_t first, int64_t count, std::vector<int64_t>* pages) const;
   absl::StatusOr<std::vector<int64_t>> PagesOf(std::span<const int32_t> slots) const;
 
   PageAllocator pages_;

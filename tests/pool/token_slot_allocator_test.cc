@@ -6,6 +6,7 @@
 #include <limits>
 #include <random>
 #include <set>
+#include <string>
 
 #include "tests/support/status.h"
 
@@ -53,6 +54,29 @@ TEST(TokenSlots, SingleSlotsAreFreedOnce) {
   EXPECT_TRUE(Fails(allocator.Free(Slots{1, 2, 1}), absl::StatusCode::kInvalidArgument,
                     "slot 1 is freed twice"));
   EXPECT_EQ(allocator.num_free(), 0);
+}
+
+TEST(TokenSlots, ListsOfAnyLengthAreFreedWholeOrNotAtAll) {
+  for (const int32_t page_size : {1, 4}) {
+    TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(100 * page_size, page_size));
+    for (int64_t pages = 1; pages <= 40; ++pages) {
+      const Slots slots = Must(allocator.Allocate(pages * page_size));
+      for (size_t i = 0; i < slots.size(); ++i) {
+        Slots wrong = slots;
+        wrong[i] = 100 * page_size;  // In the last page, which is free.
+        ASSERT_TRUE(Fails(allocator.Free(wrong), absl::StatusCode::kInvalidArgument,
+                          "slot " + std::to_string(wrong[i])));
+      }
+      ASSERT_EQ(allocator.num_free(), (100 - pages) * page_size);
+      ASSERT_TRUE(IsOk(allocator.Free(slots)));
+      ASSERT_EQ(allocator.num_free(), 100 * page_size);
+    }
+    constexpr int32_t kMax = std::numeric_limits<int32_t>::max();
+    constexpr int32_t kMin = std::numeric_limits<int32_t>::min();
+    EXPECT_TRUE(Fails(allocator.Free(Slots{kMax, kMin}), absl::StatusCode::kInvalidArgument));
+    EXPECT_TRUE(
+        Fails(allocator.Free(Slots{-1, 0, 1}), absl::StatusCode::kInvalidArgument, "slot -1"));
+  }
 }
 
 TEST(TokenSlots, FreeGroups) {
