@@ -53,12 +53,9 @@ absl::Status SlidingWindowAllocator::CheckSlots(std::span<const int32_t> slots) 
 absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::ToWindow(
     std::span<const int32_t> slots) const {
   KVFERRY_RETURN_IF_ERROR(CheckSlots(slots));
-  const auto page_size = static_cast<int32_t>(this->page_size());
   std::vector<int32_t> window(slots.size());
-  for (size_t i = 0; i < slots.size(); ++i) {
-    const int32_t page = window_pages_[slots[i] / page_size];
-    window[i] = page == 0 ? 0 : page * page_size + slots[i] % page_size;
-  }
+  std::transform(slots.begin(), slots.end(), window.begin(),
+                 [this](int32_t slot) { return WindowSlot(slot); });
   return window;
 }
 
@@ -88,14 +85,14 @@ absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::LastWindowSlots(
   std::vector<int32_t> window(last_slots.size(), 0);
   for (size_t i = 0; i < last_slots.size() && i < prefix_tokens.size(); ++i) {
     if (prefix_tokens[i] <= 0) continue;  // Nothing to grow from.
-    KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> slot, ToWindow(last_slots.subspan(i, 1)));
-    if (slot[0] == 0 && last_slots[i] >= page_size() &&
+    KVFERRY_RETURN_IF_ERROR(CheckSlots(last_slots.subspan(i, 1)));
+    window[i] = WindowSlot(last_slots[i]);
+    if (window[i] == 0 && last_slots[i] >= page_size() &&
         full_.pages().IsAllocated(last_slots[i] / page_size())) {
       return absl::FailedPreconditionError(absl::StrCat("sliding window: sequence ", i,
                                                         ": its last token, at slot ", last_slots[i],
                                                         ", has left the window"));
     }
-    window[i] = slot[0];
   }
   return window;
 }

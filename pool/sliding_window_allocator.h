@@ -59,6 +59,12 @@ class SlidingWindowAllocator {
   SlidingWindowAllocator(TokenSlotAllocator full, TokenSlotAllocator window);
 
   absl::Status CheckSlots(std::span<const int32_t> slots) const;
+  // Of a slot that exists; 0 outside of the window.
+  int32_t WindowSlot(int32_t slot) const {
+    const auto page_size = static_cast<int32_t>(this->page_size());
+    const int32_t page = window_pages_[slot / page_size];
+    return page == 0 ? 0 : page * page_size + slot % page_size;
+  }
   absl::StatusOr<std::vector<int32_t>> LastWindowSlots(std::span<const int64_t> prefix_tokens,
                                                        std::span<const int32_t> last_slots) const;
   void Map(std::span<const int32_t> full_slots, std::span<const int32_t> window_slots);

@@ -28,6 +28,7 @@
 #include "pool/kv_pool.h"
 #include "pool/page_allocator.h"
 #include "python/block_tables.h"
+#include "python/convert.h"
 #include "python/gdn_pool.h"
 #include "python/model_config.h"
 #include "python/model_pools.h"
@@ -264,11 +265,7 @@ PoolPtr AdoptTensors(const KvLayout& layout, const std::vector<EngineTensor>& te
     buffers.emplace_back(reinterpret_cast<uintptr_t>(tensor.data()),
                          static_cast<int64_t>(tensor.nbytes()));
   }
-  return AdoptPool(
-      layout, buffers,
-      nb::cast(nb::capsule(new std::vector<EngineTensor>(tensors), [](void* held) noexcept {
-        delete static_cast<std::vector<EngineTensor>*>(held);
-      })));
+  return AdoptPool(layout, buffers, nb::cast(KeepAlive(tensors)));
 }
 
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> PageView(const PoolPtr& pool, int64_t layer,
@@ -279,9 +276,7 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> PageView(const PoolPtr& pool, int64
     throw nb::index_error("layer, tensor or page out of range");
   }
   const std::span<std::byte> bytes = pool->page(layer, tensor, page);
-  const nb::capsule owner(new PoolPtr(pool),
-                          [](void* held) noexcept { delete static_cast<PoolPtr*>(held); });
-  return {reinterpret_cast<uint8_t*>(bytes.data()), {bytes.size()}, owner};
+  return {reinterpret_cast<uint8_t*>(bytes.data()), {bytes.size()}, KeepAlive(pool)};
 }
 
 void BindPools(nb::module_& module) {
@@ -303,15 +298,7 @@ void BindPools(nb::module_& module) {
       .def_prop_ro("num_pages", &KvPool::num_pages)
       .def_prop_ro("layout", &KvPool::layout)
       .def(
-          "buffer_infos",
-          [](const KvPool& self) {
-            std::vector<std::tuple<uintptr_t, int64_t, int64_t>> infos;
-            for (const BufferInfo& info : self.buffer_infos()) {
-              infos.emplace_back(reinterpret_cast<uintptr_t>(info.address), info.bytes,
-                                 info.item_bytes);
-            }
-            return infos;
-          },
+          "buffer_infos", [](const KvPool& self) { return ToTuples(self.buffer_infos()); },
           "(address, bytes, item bytes) of each buffer: K layers, then V layers.")
       .def("page", &PageView, "layer"_a, "tensor"_a, "page"_a,
            "One page as bytes, without a copy.");

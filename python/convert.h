@@ -8,12 +8,14 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "pool/kv_layout.h"
+#include "pool/kv_pool.h"
 #include "pool/token_view.h"
 #include "python/status_error.h"
 
@@ -122,7 +124,7 @@ inline std::vector<TokenView> RowsFor(const std::vector<TokenView>& parts, const
   return views;
 }
 
-// Keeps `owner`, a shared_ptr, alive with an array.
+// Keeps a copy of `owner` alive with an array.
 template <typename Owner>
 nanobind::capsule KeepAlive(Owner owner) {
   return nanobind::capsule(new Owner(std::move(owner)),
@@ -134,6 +136,22 @@ template <typename T>
 std::optional<T> OrNone(absl::StatusOr<T> result) {
   if (absl::IsResourceExhausted(result.status())) return std::nullopt;
   return Value(std::move(result));
+}
+
+inline std::optional<Int32Array> ArrayOrNone(absl::StatusOr<std::vector<int32_t>> slots) {
+  std::optional<std::vector<int32_t>> got = OrNone(std::move(slots));
+  if (!got) return std::nullopt;
+  return ToArray(*std::move(got));
+}
+
+// (address, bytes, item bytes) of each buffer.
+inline std::vector<std::tuple<uintptr_t, int64_t, int64_t>> ToTuples(
+    std::span<const BufferInfo> buffers) {
+  std::vector<std::tuple<uintptr_t, int64_t, int64_t>> tuples;
+  for (const BufferInfo& info : buffers) {
+    tuples.emplace_back(reinterpret_cast<uintptr_t>(info.address), info.bytes, info.item_bytes);
+  }
+  return tuples;
 }
 
 }  // namespace kvferry

@@ -100,11 +100,7 @@ void BindGdnPool(nb::module_& module) {
   DefineStateMethods<Slots>(pool);
   pool.def(
           "alloc_track_slot",
-          [](GdnPool& self) -> std::optional<int64_t> {
-            absl::StatusOr<int64_t> slot = self.AllocateTrackSlot();
-            if (absl::IsResourceExhausted(slot.status())) return std::nullopt;
-            return Value(std::move(slot));
-          },
+          [](GdnPool& self) -> std::optional<int64_t> { return OrNone(self.AllocateTrackSlot()); },
           "None when all are allocated.")
       .def(
           "free_track_slot", [](GdnPool& self, int64_t slot) { Check(self.FreeTrackSlot(slot)); },
@@ -116,15 +112,7 @@ void BindGdnPool(nb::module_& module) {
       .def_prop_ro("conv_state", &ConvStates, nb::rv_policy::reference,
                    "[num_layers, num_slots, conv_dim, conv_kernel_size - 1], likewise.")
       .def(
-          "buffer_infos",
-          [](const GdnPool& self) {
-            std::vector<std::tuple<uintptr_t, int64_t, int64_t>> infos;
-            for (const BufferInfo& info : self.buffer_infos()) {
-              infos.emplace_back(reinterpret_cast<uintptr_t>(info.address), info.bytes,
-                                 info.item_bytes);
-            }
-            return infos;
-          },
+          "buffer_infos", [](const GdnPool& self) { return ToTuples(self.buffer_infos()); },
           "(address, bytes, bytes of a slot) of each layer's recurrent, then conv states.")
       .def_prop_ro("max_requests", &GdnPool::max_requests)
       .def_prop_ro("max_track_slots", &GdnPool::max_track_slots)

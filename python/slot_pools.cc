@@ -30,12 +30,6 @@ std::span<const T> Span(const Input<T>& array) {
   return {array.data(), array.shape(0)};
 }
 
-std::optional<Int32Array> ArrayOrNone(absl::StatusOr<std::vector<int32_t>> slots) {
-  std::optional<std::vector<int32_t>> got = OrNone(std::move(slots));
-  if (!got) return std::nullopt;
-  return ToArray(*std::move(got));
-}
-
 void BindReqToTokenPool(nb::module_& module) {
   nb::class_<ReqToTokenPool>(module, "ReqToTokenPool",
                              "Token slots of each running request; see pool/req_to_token_pool.h.")
@@ -71,15 +65,11 @@ void BindReqToTokenPool(nb::module_& module) {
       .def_prop_ro(
           "req_to_token",
           [](const ReqToTokenPool& self) {
-            using Memory = std::shared_ptr<std::byte>;
-            const nb::capsule owner(new Memory(self.memory()), [](void* pointer) noexcept {
-              delete static_cast<Memory*>(pointer);
-            });
             return nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>(
                 self.table().data(),
                 {static_cast<size_t>(self.num_requests()),
                  static_cast<size_t>(self.max_context_tokens())},
-                owner);
+                KeepAlive(self.memory()));
           },
           nb::rv_policy::reference,  // The array owns its part of the memory.
           "The table [num_requests, max_context_tokens], without a copy.");

@@ -280,9 +280,7 @@ void BindHostKvPool(nb::module_& module) {
       .def(
           "alloc",
           [](HostKvPool& self, int64_t num_tokens) -> std::optional<Int32Array> {
-            auto slots = OrNone(self.Allocate(num_tokens));
-            if (!slots) return std::nullopt;
-            return ToArray(*std::move(slots));
+            return ArrayOrNone(self.Allocate(num_tokens));
           },
           "num_tokens"_a, "Reserved slots in whole pages, None when fewer are free.")
       .def("free", &CallOnSlots<&HostKvPool::Free>, "slots"_a)
