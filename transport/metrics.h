@@ -17,7 +17,8 @@ struct Metrics {
   Value chunks_received{0};
   Value chunks_dropped{0};  // Of no live transfer, or contradicting one.
   Value checksum_failures{0};
-  Value fetches_started{0};  // As receiver.
+  Value fetches_started{0};    // As receiver.
+  Value fetches_restarted{0};  // On a new session, after the old one had fallen silent.
   Value fetches_ok{0};
   Value fetches_failed{0};
   Value transfers_started{0};  // As sender.
@@ -43,6 +44,7 @@ struct Metrics {
         {"chunks_dropped", chunks_dropped},
         {"checksum_failures", checksum_failures},
         {"fetches_started", fetches_started},
+        {"fetches_restarted", fetches_restarted},
         {"fetches_ok", fetches_ok},
         {"fetches_failed", fetches_failed},
         {"transfers_started", transfers_started},

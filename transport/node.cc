@@ -1,8 +1,6 @@
 #include "transport/node.h"
 
 #include <poll.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -10,14 +8,13 @@
 #include <cstring>
 #include <thread>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
-#include "base/mutex.h"
 #include "base/random.h"
 #include "base/status.h"
 #include "transport/arena.h"
+#include "transport/command_queue.h"
 #include "transport/control/zmq_control_plane.h"
 #include "transport/metrics.h"
 #include "transport/receiver.h"
@@ -33,82 +30,6 @@ constexpr auto kControlInterval = std::chrono::microseconds(100);
 constexpr int64_t kMaxSleepMs = 60000;
 // How long an endpoint that closes waits for its peers to have read its goodbye.
 constexpr auto kFarewell = std::chrono::milliseconds(250);
-
-// Wakes the progress thread from other threads.
-class WakeFd {
- public:
-  WakeFd() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
-  ~WakeFd() {
-    if (fd_ >= 0) close(fd_);
-  }
-  WakeFd(const WakeFd&) = delete;
-  WakeFd& operator=(const WakeFd&) = delete;
-
-  int get() const { return fd_; }
-  void Wake() const {
-    const uint64_t one = 1;
-    // Fails only when the counter is full, and then the thread is awake already.
-    [[maybe_unused]] const ssize_t written = write(fd_, &one, sizeof(one));
-  }
-  void Drain() const {
-    uint64_t count = 0;
-    [[maybe_unused]] const ssize_t got = read(fd_, &count, sizeof(count));
-  }
-
- private:
-  const int fd_;
-};
-
-// Closures from other threads, run in order on the progress thread.
-class CommandQueue {
- public:
-  using Command = std::function<void()>;
-
-  void Post(Command command) {
-    {
-      MutexLock lock(&mutex_);
-      commands_.push_back(std::move(command));
-    }
-    wake_.Wake();
-  }
-  bool Run() {
-    std::vector<Command> commands;
-    {
-      MutexLock lock(&mutex_);
-      commands.swap(commands_);
-    }
-    for (const Command& command : commands) command();
-    return !commands.empty();
-  }
-  const WakeFd& wake() const { return wake_; }
-
- private:
-  const WakeFd wake_;
-  Mutex mutex_;
-  std::vector<Command> commands_ ABSL_GUARDED_BY(mutex_);
-};
-
-// Lets one thread wait for another to have done something.
-class Latch {
- public:
-  void Open() {
-    MutexLock lock(&mutex_);
-    open_ = true;
-    changed_.NotifyAll();
-  }
-  bool Wait(Deadline deadline) {
-    MutexLock lock(&mutex_);
-    while (!open_) {
-      if (!changed_.WaitUntil(&mutex_, deadline) && !open_) return false;
-    }
-    return true;
-  }
-
- private:
-  Mutex mutex_;
-  CondVar changed_;
-  bool open_ ABSL_GUARDED_BY(mutex_) = false;
-};
 
 absl::Status CheckOptions(const Node::Options& options) {
   KVFERRY_RETURN_IF_ERROR(options.config.Validate());
@@ -158,7 +79,9 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void Send(const PeerKey& peer, MessageBody body) override;
   DataPlane& data() override { return *data_; }
 
-  void StartFetch(uint64_t transfer_id, Receiver::Fetch fetch);
+  // The session that a fetch by that ticket goes through; dials where there is none.
+  absl::StatusOr<PeerKey> SessionFor(const Ticket& ticket);
+  void StartFetch(Receiver::Fetch fetch);
   void OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hello);
   absl::Status CheckHello(const HelloMsg& hello) const;
   void OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch, const WelcomeMsg& welcome);
@@ -166,6 +89,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void RefuseSession(const PeerKey& peer, const absl::Status& status);
   void DropSession(const PeerKey& peer, const absl::Status& status,
                    spdlog::level::level_enum level = spdlog::level::warn);
+  void DropSilent(const PeerKey& peer);
 
   const Options options_;
   const uint64_t epoch_;
@@ -239,11 +163,10 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
       pages, plan.num_layers(), plan.total_bytes(), [this, commands = commands_, id] {
         commands->Post([this, id] { receiver_->Cancel(id, absl::CancelledError("cancelled")); });
       });
-  const Deadline now = Clock::now();
   Receiver::Fetch fetch{
-      handle, ticket, std::move(request.positions), std::move(plan), request.deadline, now, ""};
-  commands_->Post(
-      [this, id, fetch = std::move(fetch)]() mutable { StartFetch(id, std::move(fetch)); });
+      id,          handle, ticket, std::move(request.positions), std::move(plan), request.deadline,
+      Clock::now()};
+  commands_->Post([this, fetch = std::move(fetch)]() mutable { StartFetch(std::move(fetch)); });
   return handle;
 }
 
@@ -319,10 +242,7 @@ Deadline NodeImpl::Tick(Deadline now) {
         Send(peer, PingMsg{});
         break;
       case Sessions::Due::kDead:
-        DropSession(peer, absl::UnavailableError(absl::StrCat(
-                              "peer ", absl::CEscape(sessions_.Find(peer)->name),
-                              " was silent for heartbeat_timeout_ms (", config.heartbeat_timeout_ms,
-                              "); it is taken for dead")));
+        DropSilent(peer);
         break;
       case Sessions::Due::kGreetingFailed:
         DropSession(peer, absl::UnavailableError(absl::StrCat(
@@ -369,37 +289,35 @@ void NodeImpl::Send(const PeerKey& peer, MessageBody body) {
 
 // ---------------------------------------------------------------- sessions
 
-void NodeImpl::StartFetch(uint64_t transfer_id, Receiver::Fetch fetch) {
-  const std::string address = fetch.ticket.address;
-  fetch.peer = sessions_.FindDialled(address, fetch.ticket.epoch);
-  const std::shared_ptr<FetchHandle> handle = fetch.handle;
-  if (fetch.peer.empty()) {
-    const absl::Status room =
-        static_cast<int64_t>(sessions_.size()) < options_.config.max_peers
-            ? absl::OkStatus()
-            : absl::ResourceExhaustedError(
-                  absl::StrCat("max_peers (", options_.config.max_peers, ") are connected"));
-    absl::StatusOr<PeerKey> peer =
-        room.ok() ? control_->Dial(address) : absl::StatusOr<PeerKey>(room);
-    if (!peer.ok()) {
-      handle->Finish(peer.status(), fetch.plan.pages().ToPages(), handle->report());
-      return;
-    }
-    fetch.peer = *peer;
-    Session session;
-    session.dialled = true;
-    session.address = address;
-    session.name = address;
-    session.greeting_until = DeadlineInMs(options_.config.connect_timeout_ms);
-    sessions_.Insert(*peer, session);
-    Send(*peer,
-         HelloMsg{options_.name, options_.model, options_.pool->layout(), data_->worker_address()});
+absl::StatusOr<PeerKey> NodeImpl::SessionFor(const Ticket& ticket) {
+  PeerKey peer = sessions_.FindDialled(ticket.address, ticket.epoch);
+  if (!peer.empty()) return peer;
+  const Config& config = options_.config;
+  if (static_cast<int64_t>(sessions_.size()) >= config.max_peers) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("max_peers (", config.max_peers, ") are connected"));
   }
-  const PeerKey peer = fetch.peer;
-  receiver_->Add(transfer_id, std::move(fetch));
-  const Session* session = sessions_.Find(peer);
+  KVFERRY_ASSIGN_OR_RETURN(peer, control_->Dial(ticket.address));
+  Session session;
+  session.dialled = true;
+  session.address = ticket.address;
+  session.name = ticket.address;
+  session.greeting_until = DeadlineInMs(config.connect_timeout_ms);
+  sessions_.Insert(peer, session);
+  Send(peer,
+       HelloMsg{options_.name, options_.model, options_.pool->layout(), data_->worker_address()});
+  return peer;
+}
+
+void NodeImpl::StartFetch(Receiver::Fetch fetch) {
+  const uint64_t id = fetch.id;
+  const absl::StatusOr<PeerKey> peer = SessionFor(fetch.ticket);
+  if (peer.ok()) fetch.peer = *peer;
+  receiver_->Add(std::move(fetch));
+  if (!peer.ok()) return receiver_->Cancel(id, peer.status());
+  const Session* session = sessions_.Find(*peer);
   if (session->state == Session::State::kReady) {
-    receiver_->OnPeerReady(peer, session->epoch, session->link);
+    receiver_->OnPeerReady(*peer, session->epoch, session->link);
   }
 }
 
@@ -440,6 +358,7 @@ void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
     return;
   }
   session->last_heard = Clock::now();
+  session->pings = 0;
   if (session->state == Session::State::kGreeting) {
     const auto* welcome = std::get_if<WelcomeMsg>(&message.body);
     if (welcome != nullptr) OnWelcome(peer, *session, message.from_epoch, *welcome);
@@ -564,6 +483,19 @@ void NodeImpl::DropSession(const PeerKey& peer, const absl::Status& status,
   sender_->OnPeerGone(peer, status);
   receiver_->OnPeerGone(peer, status);
   tick_now_ = true;  // Leases whose transfers have just ended can expire again.
+}
+
+void NodeImpl::DropSilent(const PeerKey& peer) {
+  const Session& session = *sessions_.Find(peer);
+  const absl::Status status = absl::UnavailableError(
+      absl::StrCat("peer ", absl::CEscape(session.name), " was silent for heartbeat_timeout_ms (",
+                   options_.config.heartbeat_timeout_ms, "), ", session.pings,
+                   " pings sent meanwhile; it is ", "taken for dead"));
+  // Silence may be the connection's and not the peer's, so what can begin again does, on a new one.
+  // A connection that breaks is another matter: then the peer's process has ended.
+  std::vector<Receiver::Fetch> again = receiver_->TakeUnread(peer);
+  DropSession(peer, status);
+  for (Receiver::Fetch& fetch : again) StartFetch(std::move(fetch));
 }
 
 // ---------------------------------------------------------------- data plane events

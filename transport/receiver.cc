@@ -6,15 +6,17 @@
 #include "absl/strings/str_cat.h"
 #include "base/hash.h"
 #include "base/log.h"
+#include "base/random.h"
 
 namespace kvferry {
 
 Receiver::Receiver(const Config& config, Outbox* outbox, Metrics* metrics)
     : config_(config), outbox_(outbox), metrics_(metrics) {}
 
-void Receiver::Add(uint64_t transfer_id, Fetch&& fetch) {
+void Receiver::Add(Fetch&& fetch) {
+  ++(fetch.replaces == 0 ? metrics_->fetches_started : metrics_->fetches_restarted);
+  const uint64_t transfer_id = fetch.transfer_id;
   fetches_.emplace(transfer_id, std::move(fetch));
-  ++metrics_->fetches_started;
   metrics_->fetches_active = static_cast<int64_t>(fetches_.size());
 }
 
@@ -31,11 +33,12 @@ void Receiver::OnPeerReady(const PeerKey& peer, uint64_t epoch, LinkId link) {
   links_[peer] = link;
   for (const uint64_t id :
        IdsWhere([&](const Fetch& f) { return f.peer == peer && !f.requested; })) {
-    Request(id, fetches_.find(id)->second, epoch);
+    Request(fetches_.find(id)->second, epoch);
   }
 }
 
-void Receiver::Request(uint64_t transfer_id, Fetch& fetch, uint64_t epoch) {
+void Receiver::Request(Fetch& fetch, uint64_t epoch) {
+  const uint64_t transfer_id = fetch.transfer_id;
   if (epoch != fetch.ticket.epoch) {
     End(transfer_id,
         absl::NotFoundError(absl::StrCat("the prefill side at ", fetch.ticket.address,
@@ -59,6 +62,7 @@ void Receiver::Request(uint64_t transfer_id, Fetch& fetch, uint64_t epoch) {
   message.chunk_bytes = config_.chunk_bytes;
   message.window_bytes = config_.chunk_bytes * config_.credits_per_transfer;
   message.checksum = config_.checksum;
+  message.replaces = fetch.replaces;
   outbox_->Send(fetch.peer, std::move(message));
 }
 
@@ -66,6 +70,22 @@ void Receiver::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
   links_.erase(peer);
   for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.peer == peer; }))
     End(id, status);
+}
+
+std::vector<Receiver::Fetch> Receiver::TakeUnread(const PeerKey& peer) {
+  std::vector<Fetch> taken;
+  for (const uint64_t id :
+       IdsWhere([&](const Fetch& f) { return f.peer == peer && f.handle->layers_done() == 0; })) {
+    Fetch fetch = std::move(fetches_.extract(id).mapped());
+    fetch.peer.clear();
+    fetch.transfer_id = RandomId();
+    fetch.replaces = id;
+    fetch.requested = false;
+    fetch.credited_bytes = 0;
+    fetch.arrived = {};
+    taken.push_back(std::move(fetch));
+  }
+  return taken;
 }
 
 void Receiver::OnRefuse(const PeerKey& peer, const RefuseMsg& refuse) {
@@ -105,7 +125,7 @@ void Receiver::OnChunk(const ChunkHeader& header, std::span<const std::byte> pay
     End(header.transfer_id, absl::OkStatus());
     return;
   }
-  Credit(header.transfer_id, fetch);
+  Credit(fetch);
 }
 
 absl::Status Receiver::Accept(Fetch& fetch, const ChunkHeader& header,
@@ -135,7 +155,7 @@ absl::Status Receiver::Accept(Fetch& fetch, const ChunkHeader& header,
   return absl::OkStatus();
 }
 
-void Receiver::Credit(uint64_t transfer_id, Fetch& fetch) {
+void Receiver::Credit(Fetch& fetch) {
   // A quarter of the window at a time: often enough that the sender never runs dry, and one credit
   // pays for several chunks. A window of one chunk is paid back at once: the next chunk may need
   // all of it.
@@ -146,20 +166,26 @@ void Receiver::Credit(uint64_t transfer_id, Fetch& fetch) {
   if (link == links_.end()) return;
   fetch.credited_bytes = fetch.arrived.num_bytes();
   outbox_->data().SendCredit(link->second,
-                             {transfer_id, static_cast<uint64_t>(fetch.credited_bytes)});
+                             {fetch.transfer_id, static_cast<uint64_t>(fetch.credited_bytes)});
 }
 
-void Receiver::Cancel(uint64_t transfer_id, const absl::Status& status) {
-  const auto found = fetches_.find(transfer_id);
-  if (found == fetches_.end()) return;
-  if (found->second.requested) {
-    outbox_->Send(found->second.peer, CancelMsg{transfer_id, std::string(status.message())});
+template <typename Matches>
+void Receiver::CancelWhere(const Matches& matches, const absl::Status& status) {
+  for (const uint64_t transfer_id : IdsWhere(matches)) {
+    const Fetch& fetch = fetches_.find(transfer_id)->second;
+    if (fetch.requested) {
+      outbox_->Send(fetch.peer, CancelMsg{transfer_id, std::string(status.message())});
+    }
+    End(transfer_id, status);
   }
-  End(transfer_id, status);
+}
+
+void Receiver::Cancel(uint64_t id, const absl::Status& status) {
+  CancelWhere([&](const Fetch& f) { return f.id == id; }, status);
 }
 
 void Receiver::CancelAll(const absl::Status& status) {
-  for (const uint64_t id : IdsWhere([](const Fetch&) { return true; })) Cancel(id, status);
+  CancelWhere([](const Fetch&) { return true; }, status);
 }
 
 void Receiver::End(uint64_t transfer_id, const absl::Status& status) {
@@ -182,10 +208,10 @@ void Receiver::End(uint64_t transfer_id, const absl::Status& status) {
 Deadline Receiver::Tick(Deadline now) {
   for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.deadline <= now; })) {
     const Fetch& fetch = fetches_.find(id)->second;
-    Cancel(id, absl::DeadlineExceededError(absl::StrCat(
-                   "the fetch from ", fetch.ticket.address, " did not end in time: ",
-                   fetch.arrived.num_bytes(), " of ", fetch.plan.total_bytes(), " bytes arrived",
-                   fetch.requested ? "" : ", the peer never answered")));
+    Cancel(fetch.id, absl::DeadlineExceededError(absl::StrCat(
+                         "the fetch from ", fetch.ticket.address, " did not end in time: ",
+                         fetch.arrived.num_bytes(), " of ", fetch.plan.total_bytes(),
+                         " bytes arrived", fetch.requested ? "" : ", the peer never answered")));
   }
   Deadline next = Deadline::max();
   for (const auto& [id, fetch] : fetches_) next = std::min(next, fetch.deadline);

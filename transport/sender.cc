@@ -65,6 +65,7 @@ void Sender::ForgetFetch(const PeerKey& peer) {
 }
 
 void Sender::OnFetch(const PeerKey& peer, LinkId link, FetchMsg fetch) {
+  if (fetch.replaces != 0) EndReplaced(fetch);
   if (const absl::Status status = CheckLimits(peer, fetch); !status.ok()) {
     Refuse(peer, fetch.transfer_id, status);
     return;
@@ -179,13 +180,29 @@ void Sender::OnCancel(const PeerKey& peer, const CancelMsg& cancel) {
     End(cancel.transfer_id, absl::CancelledError(absl::StrCat("the receiver: ", cancel.reason)),
         false);
   }
-  const auto parked = std::find_if(parked_.begin(), parked_.end(), [&](const Parked& entry) {
+  ForgetParked([&](const Parked& entry) {
     return entry.fetch.transfer_id == cancel.transfer_id && entry.peer == peer;
   });
-  if (parked != parked_.end()) {
-    ForgetFetch(peer);
-    parked_.erase(parked);
+}
+
+// The session of the fetch that is replaced may not have ended here yet, and while it lasts the
+// lease is taken.
+void Sender::EndReplaced(const FetchMsg& fetch) {
+  const auto found = transfers_.find(fetch.replaces);
+  if (found != transfers_.end() && found->second->fetch.lease_id == fetch.lease_id) {
+    End(fetch.replaces, absl::CancelledError("the receiver has begun it anew"), /*tell=*/false);
   }
+  ForgetParked([&](const Parked& entry) {
+    return entry.fetch.transfer_id == fetch.replaces && entry.fetch.lease_id == fetch.lease_id;
+  });
+}
+
+template <typename Matches>
+void Sender::ForgetParked(const Matches& matches) {
+  const auto parked = std::find_if(parked_.begin(), parked_.end(), matches);
+  if (parked == parked_.end()) return;
+  ForgetFetch(parked->peer);
+  parked_.erase(parked);
 }
 
 void Sender::OnCredit(const CreditHeader& credit) {

@@ -83,6 +83,9 @@ class Sender {
   template <typename Matches>
   std::vector<uint64_t> IdsWhere(const Matches& matches) const;
   void ForgetFetch(const PeerKey& peer);
+  void EndReplaced(const FetchMsg& fetch);
+  template <typename Matches>
+  void ForgetParked(const Matches& matches);
   void UpdateGauges();
 
   const Config& config_;

@@ -75,6 +75,7 @@ std::vector<std::pair<PeerKey, Sessions::Due>> Sessions::TakeDue(Deadline now, i
     if (session.next_ping <= now) {
       due.emplace_back(peer, Due::kPing);
       session.next_ping = now + interval;
+      ++session.pings;
     }
     *next = std::min(*next, session.next_ping);
   }

@@ -24,6 +24,7 @@ struct Session {
   LinkId link = 0;       // 0 while greeting.
   Deadline last_heard{};
   Deadline next_ping{};
+  int64_t pings = 0;  // Sent since it was last heard.
   Deadline greeting_until{};
 };
 

@@ -46,6 +46,37 @@ TEST(StoppedPeer, PrefillIsMissedByTheHeartbeat) {
   ExpectServes(prefill, decode);
 }
 
+// Nothing has come yet when the prefill side falls silent: the fetch tries again on a new session,
+// and gets through once the process runs again.
+TEST(StoppedPeer, AFetchOutlivesASilentSession) {
+  ChildPeer prefill(Peer("prefill", kQuickHeart));
+  ChildPeer decode(Peer("decode", kQuickHeart));
+  const std::vector<int64_t> pages = AllPages();
+  ExpectServes(prefill, decode);  // There is a session.
+  ASSERT_EQ(decode.Ask("reset"), "OK");
+  const std::string ticket = prefill.Publish(pages, kPeerLayers, 60000);
+  prefill.Signal(SIGSTOP);
+  const std::string fetch = decode.Fetch(ticket, pages, 60000);
+  ASSERT_TRUE(WaitFor([&] { return decode.Metric("fetches_restarted") == 1; }, Soon()));
+  prefill.Signal(SIGCONT);
+  EXPECT_EQ(decode.Wait(fetch, 20000), "OK");
+  EXPECT_EQ(decode.Verify(11, pages, pages), "OK");
+  EXPECT_EQ(prefill.Ask("ended " + LeaseOf(ticket) + " 15000"), "fetched");
+}
+
+TEST(StoppedPeer, AFetchDoesNotTryForEver) {
+  const std::string config = R"({"heartbeat_interval_ms": 100, "heartbeat_timeout_ms": 500,
+                                 "connect_timeout_ms": 500})";
+  ChildPeer prefill(Peer("prefill", config));
+  ChildPeer decode(Peer("decode", config));
+  ExpectServes(prefill, decode);
+  const std::string ticket = prefill.Publish({1, 2}, kPeerLayers, 60000);
+  prefill.Signal(SIGSTOP);
+  const std::string status = decode.Wait(decode.Fetch(ticket, {3, 4}, 60000), 20000);
+  EXPECT_NE(status.find("connect_timeout_ms"), std::string::npos) << status;
+  EXPECT_EQ(decode.Metric("fetches_restarted"), 1);
+}
+
 TEST(StoppedPeer, PrefillIsMissedByTheFetchsDeadline) {
   ChildPeer prefill(Peer("prefill", kSlowHeart));
   ChildPeer decode(Peer("decode", kSlowHeart));

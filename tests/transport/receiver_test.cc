@@ -43,10 +43,8 @@ class ReceiverAlone : public testing::Test {
         std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
     const Ticket ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0};
     const PageRun all{0, static_cast<int64_t>(local_.size())};
-    Receiver::Fetch fetch{
-        handle,       ticket, Must(PageRuns::FromRuns({&all, 1})), std::move(plan), deadline,
-        Clock::now(), kPeer};
-    receiver_.Add(id, std::move(fetch));
+    receiver_.Add({id, handle, ticket, Must(PageRuns::FromRuns({&all, 1})), std::move(plan),
+                   deadline, Clock::now(), kPeer});
     receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
     return handle;
   }
@@ -227,9 +225,9 @@ TEST_F(ReceiverAlone, ChunksBeforeTheRequestAreDropped) {
   StreamPlan plan = Plan(target_, local_);
   auto handle = std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
   const PageRun all{0, 6};
-  receiver_.Add(kId, {handle, Ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0},
-                      Must(PageRuns::FromRuns({&all, 1})), std::move(plan), DeadlineInMs(60000),
-                      Clock::now(), kPeer});
+  receiver_.Add({kId, handle, Ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0},
+                 Must(PageRuns::FromRuns({&all, 1})), std::move(plan), DeadlineInMs(60000),
+                 Clock::now(), kPeer});
   for (const Chunk& chunk : Stream(4096)) Deliver(chunk);
   EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
   EXPECT_FALSE(handle->done());
@@ -297,12 +295,64 @@ TEST_F(ReceiverAlone, AnotherEpochEndsTheFetchBeforeItIsAskedFor) {
   StreamPlan plan = Plan(target_, local_);
   auto handle = std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
   const PageRun all{0, 6};
-  receiver_.Add(kId, {handle, Ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0},
-                      Must(PageRuns::FromRuns({&all, 1})), std::move(plan), DeadlineInMs(60000),
-                      Clock::now(), kPeer});
+  receiver_.Add({kId, handle, Ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0},
+                 Must(PageRuns::FromRuns({&all, 1})), std::move(plan), DeadlineInMs(60000),
+                 Clock::now(), kPeer});
   receiver_.OnPeerReady(kPeer, kEpoch + 1, LinkId{3});
   EXPECT_TRUE(Fails(handle->status(), absl::StatusCode::kNotFound, "restarted"));
   EXPECT_EQ(outbox_.Last<FetchMsg>(), nullptr);
+}
+
+// The peer fell silent: the fetch begins anew under another id, and chunks of the first attempt are
+// late ones.
+TEST_F(ReceiverAlone, AFetchTakenFromASilentPeerBeginsAnew) {
+  const auto handle = Begin();
+  const std::vector<Chunk> old_chunks = Stream(1000);
+  Deliver(old_chunks[0]);
+  Deliver(old_chunks[1]);
+  std::vector<Receiver::Fetch> taken = receiver_.TakeUnread(kPeer);
+  ASSERT_EQ(taken.size(), 1u);
+  const uint64_t new_id = taken[0].transfer_id;
+  EXPECT_NE(new_id, kId);
+  FillPattern(*target_, kOwnSeed);
+  for (const Chunk& chunk : old_chunks) Deliver(chunk);
+  taken[0].peer = "dialled:2";
+  receiver_.Add(std::move(taken[0]));
+  receiver_.OnPeerGone(kPeer, absl::UnavailableError("x"));
+  receiver_.OnPeerReady("dialled:2", kEpoch, LinkId{4});
+  for (const Chunk& chunk : old_chunks) Deliver(chunk);
+  EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+  EXPECT_EQ(outbox_.Last<FetchMsg>()->transfer_id, new_id);
+  EXPECT_EQ(outbox_.Last<FetchMsg>()->replaces, kId);
+  EXPECT_FALSE(handle->done());
+  for (const Chunk& chunk : Stream(1000, new_id)) Deliver(chunk);
+  EXPECT_TRUE(IsOk(handle->status()));
+  EXPECT_EQ(handle->report().bytes_done, handle->report().total_bytes);
+  EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, local_, kSourceSeed, remote_));
+  EXPECT_EQ(outbox_.Last<DoneMsg>()->transfer_id, new_id);
+  EXPECT_EQ(metrics_.fetches_started, 1);
+  EXPECT_EQ(metrics_.fetches_restarted, 1);
+}
+
+TEST_F(ReceiverAlone, AFetchThatBeganAnewIsCancelledByItsFirstId) {
+  const auto handle = Begin();
+  std::vector<Receiver::Fetch> taken = receiver_.TakeUnread(kPeer);
+  const uint64_t new_id = taken.at(0).transfer_id;
+  taken[0].peer = kPeer;
+  receiver_.Add(std::move(taken[0]));
+  receiver_.OnPeerReady(kPeer, kEpoch, LinkId{4});
+  receiver_.Cancel(kId, absl::CancelledError("x"));
+  EXPECT_TRUE(Fails(handle->status(), absl::StatusCode::kCancelled));
+  EXPECT_EQ(outbox_.Last<CancelMsg>()->transfer_id, new_id);
+}
+
+// Its caller may be reading that layer.
+TEST_F(ReceiverAlone, AFetchWithALayerDoneIsNotBegunAnew) {
+  const auto handle = Begin();
+  Deliver(Stream(6 * SmallLayout().layer_page_bytes())[0]);
+  EXPECT_TRUE(receiver_.TakeUnread(kPeer).empty());
+  EXPECT_TRUE(receiver_.TakeUnread("dialled:2").empty());
+  EXPECT_FALSE(handle->done());
 }
 
 TEST_F(ReceiverAlone, TickSaysWhenToComeBack) {

@@ -24,7 +24,8 @@ struct Describer {
     };
     return absl::StrCat("fetch ", m.transfer_id, " ", m.lease_id, " [",
                         absl::StrJoin(m.positions.runs(), ",", run), "] ", m.timeout_ms, " ",
-                        m.window_bytes, " ", m.chunk_bytes, " ", m.checksum);
+                        m.window_bytes, " ", m.chunk_bytes, " ", m.checksum,
+                        m.replaces == 0 ? "" : absl::StrCat(" replaces ", m.replaces));
   }
   std::string operator()(const DoneMsg& m) const {
     return absl::StrCat("done ", m.transfer_id, " ", m.lease_id, " ", m.bytes);

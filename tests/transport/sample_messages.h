@@ -22,6 +22,8 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   fetch.window_bytes = 4 << 20;
   fetch.chunk_bytes = 256 << 10;
   fetch.checksum = true;
+  FetchMsg again = fetch;
+  again.replaces = 0x0f1e2d3c4b5a6978;
   const std::string worker("\x00\x01worker\xff", 9);
   const std::vector<std::pair<std::string, MessageBody>> bodies = {
       {"hello", HelloMsg{"decode-0", "org/model", layout, worker}},
@@ -29,6 +31,7 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
       {"refuse", RefuseMsg{0, absl::FailedPreconditionError("model: 'a' here, 'b' there")}},
       {"refuse_fetch", RefuseMsg{77, absl::NotFoundError("lease 4d is unknown here")}},
       {"fetch", fetch},
+      {"fetch_again", again},
       {"done", DoneMsg{fetch.transfer_id, fetch.lease_id, int64_t{1} << 40}},
       {"cancel", CancelMsg{fetch.transfer_id, "cancelled"}},
       {"abort", AbortMsg{fetch.transfer_id, absl::AbortedError("taken back")}},

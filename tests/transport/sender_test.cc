@@ -111,6 +111,49 @@ TEST_F(SenderAlone, NoChunkSpansTwoLayersOrRunsAheadOfWhatIsReady) {
   }
 }
 
+// A decode side that was cut off asks again over another session, before the first one has ended
+// here.
+TEST_F(SenderAlone, AFetchThatReplacesAnotherEndsIt) {
+  sender_.OnFetch(kPeer, kLink, Ask(1, kLease, 6, 8192));
+  PumpDry();
+  FetchMsg again = Ask(2);
+  sender_.OnFetch("accepted:2", 4, again);
+  ASSERT_NE(outbox_.Last<RefuseMsg>(), nullptr);  // Without saying so, it is refused.
+  EXPECT_EQ(outbox_.Last<RefuseMsg>()->transfer_id, 2u);
+  again.transfer_id = 3;
+  again.replaces = 1;
+  sender_.OnFetch("accepted:2", 4, again);
+  PumpDry();
+  EXPECT_EQ(Sent(1).size(), 8192u);
+  EXPECT_EQ(Sent(3), Want({3, 4, 5, 9, 0, 15}));
+  sender_.OnPeerGone(kPeer, absl::UnavailableError("x"));  // The first session ends only now.
+  EXPECT_EQ(metrics_.transfers_active, 1);
+  sender_.OnDone("accepted:2", {3, kLease, 6 * SmallLayout().page_bytes()});
+  EXPECT_EQ(leases_.num_live(), 0);
+}
+
+TEST_F(SenderAlone, OnlyAFetchOfTheSameLeaseIsReplaced) {
+  Publish(2, {1, 2, 3}, 4);
+  sender_.OnFetch(kPeer, kLink, Ask(1));
+  FetchMsg other = Ask(2, 2, 3);
+  other.replaces = 1;
+  sender_.OnFetch(kPeer, kLink, other);
+  EXPECT_EQ(metrics_.transfers_active, 2);
+}
+
+TEST_F(SenderAlone, AFetchThatWaitsForItsPublishIsReplacedToo) {
+  sender_.OnFetch(kPeer, kLink, Ask(1, 5));
+  FetchMsg again = Ask(2, 5);
+  again.replaces = 1;
+  sender_.OnFetch("accepted:2", 4, again);
+  Publish(5, {1, 2, 3, 4, 5, 6}, 4);
+  sender_.OnLeaseChanged(5);
+  PumpDry();
+  EXPECT_TRUE(Sent(1).empty());
+  EXPECT_EQ(Sent(2), Want({1, 2, 3, 4, 5, 6}));
+  EXPECT_EQ(outbox_.Last<RefuseMsg>(), nullptr);
+}
+
 TEST_F(SenderAlone, NeverMoreThanTheWindow) {
   const int64_t window = 10000;
   sender_.OnFetch(kPeer, kLink, Ask(1, kLease, 6, window));

@@ -104,7 +104,7 @@ struct BodyWriter {
     writer.Status(body.status);
   }
   void operator()(const FetchMsg& body) const {
-    Head("fetch", 7);
+    Head("fetch", body.replaces == 0 ? 7 : 8);
     writer.Uint("id", body.transfer_id);
     writer.Uint("lease", body.lease_id);
     PackRuns(writer, body.positions);
@@ -112,6 +112,7 @@ struct BodyWriter {
     writer.Uint("window", body.window_bytes);
     writer.Uint("chunk", body.chunk_bytes);
     writer.Bool("sum", body.checksum);
+    if (body.replaces != 0) writer.Uint("replaces", body.replaces);
   }
   void operator()(const DoneMsg& body) const {
     Head("done", 3);
@@ -312,6 +313,7 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
     body.window_bytes = reader.Int("window", 1, kMaxWireInt);
     body.chunk_bytes = reader.Int("chunk", 1, kMaxWireInt);
     body.checksum = reader.Bool("sum");
+    if (reader.Has("replaces")) body.replaces = reader.Uint("replaces", 1);
     return body;
   }
   if (type == "done") {
