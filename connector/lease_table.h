@@ -29,13 +29,15 @@ struct EndedLease {
 
 // The requests that a prefill side has published.
 //
-//   state          on                        becomes        because
-//   idle           BeginTransfer             transferring   a fetch reads the pages: no expiry
-//   meanwhile idle           expiry                    ended expired  nobody came idle Withdraw,
-//   NothingNeeded   ended          - transferring   EndTransfer(OK)           ended fetched  -
-//   transferring   EndTransfer(error)        idle           the decode side may come again, until
-//   expiry transferring   Withdraw                  withdrawing    the pages are still being read
-//   withdrawing    EndTransfer(any)          ended          fetched if all arrived, else released
+//   state          on                   becomes         because
+//   idle           BeginTransfer        transferring    a fetch reads the pages: no expiry meanwhile
+//   idle           expiry               ended expired   nobody came
+//   idle           Withdraw,            ended           -
+//                  NothingNeeded
+//   transferring   EndTransfer(OK)      ended fetched   -
+//   transferring   EndTransfer(error)   idle            the decode side may come again, until expiry
+//   transferring   Withdraw             withdrawing     the pages are still being read
+//   withdrawing    EndTransfer(any)     ended           fetched if all arrived, else released
 //
 // Pages belong to the owner again when the lease has ended, not before. Thread-safe; never blocks.
 class LeaseTable : public FetchSource {

@@ -28,8 +28,7 @@ namespace kvferry {
 //            table is full it waits for room, and can be found already then: so a producer that
 //            waits for room and a consumer that waits for the entry cannot wait for each other.
 //   Ask      takes the entry with the longest match (TokenIndex) out of the table, or waits for
-//   one.
-//            Queries wait side by side; an entry goes to one of them and to nobody else.
+//            one. Queries wait side by side; an entry goes to one of them and to nobody else.
 //
 // Every wait ends at its deadline: what waits with a callback is ended by Expire(). Thread-safe;
 // callbacks run outside of the lock, on the thread that brought them about.

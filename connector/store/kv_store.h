@@ -1,0 +1,100 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/clock.h"
+
+namespace kvferry {
+
+// A dictionary of KV blocks: what every backend of KVStoreBuffer is. A key is 1 to kMaxKeyBytes
+// bytes of any kind (block_key.h makes them from tokens), a value 1 to max_value_bytes() bytes.
+//
+// A value is given and taken as parts, memory that the caller keeps until the call has returned:
+// the items of a page in a pool, one after another, are one value. Values are checked: a get is
+// either exactly the bytes of one put or an error, never a mixture and never torn.
+//
+// A store is a cache. What was put may be gone when it is asked for (NOT_FOUND), unless it is
+// pinned. All methods are thread-safe, and none outlasts its deadline by more than a second.
+// Errors, besides those named below: INVALID_ARGUMENT for a key or a value out of bounds (nothing
+// has changed then), UNAVAILABLE for a backend that does not answer, DEADLINE_EXCEEDED.
+class KvStore {
+ public:
+  static constexpr int64_t kMaxKeyBytes = 256;
+
+  using ConstParts = std::span<const std::span<const std::byte>>;
+  using Parts = std::span<const std::span<std::byte>>;
+
+  // Numbers since the store was made, and of its present contents where it knows them (else -1).
+  struct Stats {
+    int64_t entries = -1;
+    int64_t bytes = -1;
+    int64_t capacity_bytes = -1;
+    int64_t pinned = -1;  // Entries.
+    int64_t puts = 0;
+    int64_t hits = 0;
+    int64_t misses = 0;
+    int64_t evictions = 0;
+    int64_t errors = 0;  // Of the backend: unreachable, full disk, damaged value.
+  };
+
+  virtual ~KvStore() = default;
+
+  // "host", "rocksdb", ...: for messages and metrics.
+  virtual std::string_view name() const = 0;
+  virtual int64_t max_value_bytes() const = 0;
+
+  // Stores the bytes of `value` under `key`, in place of what was there. RESOURCE_EXHAUSTED when
+  // there is no room that may be taken: what was there before then stays.
+  virtual absl::Status Put(std::string_view key, ConstParts value, Deadline deadline) = 0;
+
+  // Fills `out` with the value. NOT_FOUND for a miss; FAILED_PRECONDITION, naming both sizes, when
+  // the value is not as long as `out`. After an error the bytes of `out` are undefined.
+  virtual absl::Status Get(std::string_view key, Parts out, Deadline deadline) = 0;
+  // The same where the length is not known beforehand.
+  virtual absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key,
+                                                          Deadline deadline) = 0;
+
+  // How many of the keys, from the first on, are there without a gap: the longest prefix.
+  virtual absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
+                                         Deadline deadline) = 0;
+
+  // OK also when there is no such entry.
+  virtual absl::Status Erase(std::string_view key, Deadline deadline) = 0;
+
+  // A pinned entry is not evicted and can still be replaced or erased. Pins are counted. Pin:
+  // NOT_FOUND for a miss; Unpin: FAILED_PRECONDITION for an entry that is not pinned. UNIMPLEMENTED
+  // where the backend has no such thing.
+  virtual absl::Status Pin(std::string_view key, Deadline deadline) = 0;
+  virtual absl::Status Unpin(std::string_view key, Deadline deadline) = 0;
+
+  struct PutItem {
+    std::string_view key;
+    ConstParts value;
+  };
+  struct GetItem {
+    std::string_view key;
+    Parts out;
+  };
+  // One status an item, in order. As many single calls, unless a backend does better.
+  virtual std::vector<absl::Status> PutBatch(std::span<const PutItem> items, Deadline deadline);
+  virtual std::vector<absl::Status> GetBatch(std::span<const GetItem> items, Deadline deadline);
+
+  virtual Stats stats() const = 0;
+};
+
+// INVALID_ARGUMENT unless the key, or the value's length, is within bounds.
+absl::Status CheckKey(std::string_view key);
+absl::Status CheckValueBytes(int64_t bytes, int64_t max_value_bytes);
+
+int64_t BytesOf(KvStore::ConstParts parts);
+int64_t BytesOf(KvStore::Parts parts);
+
+}  // namespace kvferry
