@@ -49,6 +49,7 @@ constexpr std::array kFields = {
     Field{"busy_poll_us", &Config::busy_poll_us, 0, 10000},
     Field{"max_peers", &Config::max_peers, 1, 65536},
     Field{"max_fetches_per_peer", &Config::max_fetches_per_peer, 1, 65536},
+    Field{"max_calls_per_peer", &Config::max_calls_per_peer, 1, 1 << 20},
     Field{"max_leases", &Config::max_leases, 1, 1 << 24},
 };
 

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "pool/kv_layout.h"
 #include "pool/page_runs.h"
+#include "transport/fields.h"
 
 namespace kvferry {
 
@@ -22,6 +23,7 @@ inline constexpr size_t kMaxModelBytes = 256;
 inline constexpr size_t kMaxWorkerAddressBytes = 4096;
 inline constexpr size_t kMaxTextBytes = 1024;
 inline constexpr size_t kMaxRuns = 65536;
+inline constexpr size_t kMaxFunctionBytes = 32;
 
 struct HelloMsg {
   std::string name;
@@ -60,12 +62,23 @@ struct AbortMsg {
   uint64_t transfer_id = 0;
   absl::Status status;
 };
+struct CallMsg {
+  uint64_t call_id = 0;
+  std::string function;
+  int64_t timeout_ms = 0;
+  Fields args;
+};
+struct ReplyMsg {
+  uint64_t call_id = 0;
+  absl::Status status;
+  Fields result;  // Empty after an error.
+};
 struct PingMsg {};
 struct PongMsg {};
 struct ByeMsg {};
 
 using MessageBody = std::variant<HelloMsg, WelcomeMsg, RefuseMsg, FetchMsg, DoneMsg, CancelMsg,
-                                 AbortMsg, PingMsg, PongMsg, ByeMsg>;
+                                 AbortMsg, CallMsg, ReplyMsg, PingMsg, PongMsg, ByeMsg>;
 
 struct Message {
   uint64_t from_epoch = 0;

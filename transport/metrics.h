@@ -25,6 +25,9 @@ struct Metrics {
   Value transfers_ok{0};
   Value transfers_failed{0};
   Value fetches_refused{0};  // As sender.
+  Value calls_started{0};    // As the one who asks.
+  Value calls_failed{0};
+  Value calls_served{0};
   Value hellos_refused{0};
   Value messages_malformed{0};
   Value messages_stale{0};  // Of another epoch.
@@ -51,6 +54,9 @@ struct Metrics {
         {"transfers_ok", transfers_ok},
         {"transfers_failed", transfers_failed},
         {"fetches_refused", fetches_refused},
+        {"calls_started", calls_started},
+        {"calls_failed", calls_failed},
+        {"calls_served", calls_served},
         {"hellos_refused", hellos_refused},
         {"messages_malformed", messages_malformed},
         {"messages_stale", messages_stale},

@@ -13,6 +13,7 @@
 #include "base/config.h"
 #include "pool/kv_pool.h"
 #include "pool/page_runs.h"
+#include "transport/calls.h"
 #include "transport/fetch_handle.h"
 #include "transport/fetch_source.h"
 #include "transport/ticket.h"
@@ -31,6 +32,7 @@ class Node {
     std::shared_ptr<const KvPool> pool;
     FetchSource* source =
         nullptr;  // What to answer fetches from; null: nothing. Outlives the node.
+    CallHandler* handler = nullptr;  // What answers calls; null: nothing. Outlives the node.
     bool listen = false;
   };
 
@@ -47,11 +49,30 @@ class Node {
     PageRuns positions;  // Which pages of the ticket.
     PageRuns pages;      // Where they go in the local pool; as many.
     Deadline deadline;
+    // Empty: from the ticket's address. Else from the peer of a call that this node has served (its
+    // lease; address and epoch of the ticket are ignored), over that peer's own session.
+    PeerKey peer{};
   };
   // Starts a fetch. INVALID_ARGUMENT, OUT_OF_RANGE or PERMISSION_DENIED for a request that cannot
   // work; everything later is the handle's status. With no pages at all the fetch just tells the
   // prefill side that its lease may end.
   virtual absl::StatusOr<std::shared_ptr<FetchHandle>> Fetch(FetchRequest request) = 0;
+
+  struct CallRequest {
+    std::string address;   // Of the peer, as in a ticket.
+    std::string function;  // What to do; at most 32 bytes.
+    Fields args;
+    Deadline deadline;
+  };
+  // Asks a peer, opening a session where there is none. `on_reply` is called once, on the progress
+  // thread, and must not block: with the reply, with the error that the peer gave, or with
+  // DEADLINE_EXCEEDED, UNAVAILABLE (the peer is gone) or CANCELLED. Returns the call's id.
+  // INVALID_ARGUMENT or PERMISSION_DENIED for a request that cannot work: nothing was started.
+  virtual absl::StatusOr<uint64_t> Call(CallRequest request, Calls::OnReply on_reply) = 0;
+  // Asks for the end: on_reply follows, with CANCELLED unless the call has ended before.
+  virtual void CancelCall(uint64_t id) = 0;
+  // Answers a call that the handler was given.
+  virtual void Reply(const CallKey& call, absl::StatusOr<Fields> reply) = 0;
 
   // The source has published the lease, or made layers of it ready.
   virtual void LeaseChanged(uint64_t lease_id) = 0;

@@ -74,8 +74,9 @@ void Receiver::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
 
 std::vector<Receiver::Fetch> Receiver::TakeUnread(const PeerKey& peer) {
   std::vector<Fetch> taken;
-  for (const uint64_t id :
-       IdsWhere([&](const Fetch& f) { return f.peer == peer && f.handle->layers_done() == 0; })) {
+  for (const uint64_t id : IdsWhere([&](const Fetch& f) {
+         return f.peer == peer && f.redial && f.handle->layers_done() == 0;
+       })) {
     Fetch fetch = std::move(fetches_.extract(id).mapped());
     fetch.peer.clear();
     fetch.transfer_id = RandomId();

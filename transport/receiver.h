@@ -42,6 +42,7 @@ class Receiver {
     Deadline deadline;
     Deadline created;
     PeerKey peer{};
+    bool redial = true;         // Whether the ticket's address leads to the peer again.
     uint64_t transfer_id = id;  // On the wire; another one each time it is begun.
     uint64_t replaces = 0;      // The transfer id it had before.
     bool requested = false;

@@ -21,7 +21,7 @@ PeerKey Sessions::FindDialled(const std::string& address, uint64_t epoch) const 
     if (!session.dialled || session.address != address) continue;
     if (session.state == Session::State::kGreeting) {
       greeting = peer;
-    } else if (session.epoch == epoch) {
+    } else if (epoch == 0 || session.epoch == epoch) {
       return peer;
     }
   }

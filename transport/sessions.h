@@ -35,7 +35,7 @@ class Sessions {
   void Erase(const PeerKey& peer);
   // Null when there is none.
   Session* Find(const PeerKey& peer);
-  // The dialled session with that address and epoch, else one with that address that is greeting,
+  // The dialled session with that address and epoch (0: any), else one with that address that is greeting,
   // else an empty key. A ready one of another epoch does not count: the process behind the address
   // may have been replaced.
   PeerKey FindDialled(const std::string& address, uint64_t epoch) const;

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <msgpack.hpp>
 
 #include "tests/support/raw_peer.h"
@@ -158,6 +159,51 @@ TEST(Codec, TensorsOfTheirOwnDtype) {
   const absl::StatusOr<Message> decoded = Decode(EncodeMessage({1, 0, hello}));
   ASSERT_TRUE(IsOk(decoded));
   EXPECT_EQ(std::get<HelloMsg>(decoded->body).layout, hello.layout);
+}
+
+TEST(Codec, FieldsOfACall) {
+  const auto with = [](const std::function<void(msgpack::packer<msgpack::sbuffer>&)>& pack_args) {
+    HandMade message(8);
+    message.Head("call").Add("id", 1).Add("ms", 1).Add("fn", std::string("f"));
+    message.packer().pack(std::string("args"));
+    pack_args(message.packer());
+    return Decode(message.bytes());
+  };
+  // What a later version may add is ignored.
+  const absl::StatusOr<Message> decoded = with([](auto& packer) {
+    packer.pack_map(4);
+    packer.pack(std::string("number")).pack(5);
+    packer.pack(std::string("text")).pack(std::string("x"));
+    packer.pack(std::string("negative")).pack(-1);
+    packer.pack(7).pack(8);
+  });
+  ASSERT_TRUE(IsOk(decoded));
+  const Fields& args = std::get<CallMsg>(decoded->body).args;
+  EXPECT_EQ(args.values().size(), 1u);
+  EXPECT_EQ(*args.Uint("number"), 5u);
+  EXPECT_TRUE(Fails(args.Uint("number", 4), absl::StatusCode::kInvalidArgument, "'number' is 5"));
+  EXPECT_TRUE(Fails(args.Uint("text"), absl::StatusCode::kInvalidArgument, "'text' is missing"));
+  EXPECT_TRUE(Fails(args.Bytes("number"), absl::StatusCode::kInvalidArgument, "no byte string"));
+  EXPECT_TRUE(Fails(with([](auto& packer) {
+                      packer.pack_map(17);
+                      for (int i = 0; i < 17; ++i) packer.pack(std::to_string(i)).pack(i);
+                    }),
+                    absl::StatusCode::kInvalidArgument, "17 fields in one message, limit 16"));
+  EXPECT_TRUE(Fails(with([](auto& packer) {
+                      packer.pack_map(1);
+                      packer.pack(std::string(33, 'x')).pack(1);
+                    }),
+                    absl::StatusCode::kInvalidArgument, "name above 32 bytes"));
+}
+
+TEST(Codec, TheLargestFieldsFitIntoAMessage) {
+  CallMsg call{1, "f", 1, {}};
+  call.args.Set("a", std::string(Fields::kMaxTotalBytes - 1, 'x'));
+  ASSERT_TRUE(IsOk(call.args.Check()));
+  EXPECT_TRUE(IsOk(Decode(EncodeMessage({1, 2, call}))));
+  call.args.Set("bb", std::string());
+  EXPECT_TRUE(Fails(call.args.Check(), absl::StatusCode::kInvalidArgument, "limit"));
+  EXPECT_TRUE(Fails(Decode(EncodeMessage({1, 2, call})), absl::StatusCode::kInvalidArgument));
 }
 
 TEST(Codec, LayoutsThatCannotBe) {

@@ -7,6 +7,19 @@
 namespace kvferry {
 namespace {
 
+std::string Describe(const Fields& fields) {
+  std::string text;
+  for (const auto& [name, value] : fields.values()) {
+    absl::StrAppend(&text, " ", name, "=");
+    if (const auto* number = std::get_if<uint64_t>(&value)) {
+      absl::StrAppend(&text, *number);
+    } else {
+      absl::StrAppend(&text, "'", absl::CHexEscape(std::get<std::string>(value)), "'");
+    }
+  }
+  return text;
+}
+
 struct Describer {
   std::string operator()(const HelloMsg& m) const {
     return absl::StrCat("hello ", m.name, " ", m.model, " ", m.layout.ToString(), " ",
@@ -35,6 +48,12 @@ struct Describer {
   }
   std::string operator()(const AbortMsg& m) const {
     return absl::StrCat("abort ", m.transfer_id, " ", m.status.ToString());
+  }
+  std::string operator()(const CallMsg& m) const {
+    return absl::StrCat("call ", m.call_id, " ", m.function, " ", m.timeout_ms, Describe(m.args));
+  }
+  std::string operator()(const ReplyMsg& m) const {
+    return absl::StrCat("reply ", m.call_id, " ", m.status.ToString(), Describe(m.result));
   }
   std::string operator()(const PingMsg&) const { return "ping"; }
   std::string operator()(const PongMsg&) const { return "pong"; }

@@ -25,6 +25,8 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   FetchMsg again = fetch;
   again.replaces = 0x0f1e2d3c4b5a6978;
   const std::string worker("\x00\x01worker\xff", 9);
+  Fields fields;
+  fields.Set("tokens", std::string("\x01\x00\x00\x00", 4)).Set("partition", 7);
   const std::vector<std::pair<std::string, MessageBody>> bodies = {
       {"hello", HelloMsg{"decode-0", "org/model", layout, worker}},
       {"welcome", WelcomeMsg{"prefill-0", worker}},
@@ -35,6 +37,9 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
       {"done", DoneMsg{fetch.transfer_id, fetch.lease_id, int64_t{1} << 40}},
       {"cancel", CancelMsg{fetch.transfer_id, "cancelled"}},
       {"abort", AbortMsg{fetch.transfer_id, absl::AbortedError("taken back")}},
+      {"call", CallMsg{fetch.transfer_id, "lookup", 30000, fields}},
+      {"reply", ReplyMsg{fetch.transfer_id, absl::OkStatus(), fields}},
+      {"reply_error", ReplyMsg{78, absl::NotFoundError("no such function"), {}}},
       {"ping", PingMsg{}},
       {"pong", PongMsg{}},
       {"bye", ByeMsg{}},

@@ -74,6 +74,18 @@ void PackRuns(Writer& writer, const PageRuns& positions) {
   }
 }
 
+void PackFields(Writer& writer, std::string_view key, const Fields& fields) {
+  writer.Key(key);
+  writer.packer.pack_map(static_cast<uint32_t>(fields.values().size()));
+  for (const auto& [name, value] : fields.values()) {
+    if (const auto* number = std::get_if<uint64_t>(&value)) {
+      writer.Uint(name, *number);
+    } else {
+      writer.Binary(name, std::get<std::string>(value));
+    }
+  }
+}
+
 // One row a message type: its name on the wire, the number of its own keys, and how to write them.
 struct BodyWriter {
   Writer& writer;
@@ -129,6 +141,19 @@ struct BodyWriter {
     Head("abort", 3);
     writer.Uint("id", body.transfer_id);
     writer.Status(body.status);
+  }
+  void operator()(const CallMsg& body) const {
+    Head("call", 4);
+    writer.Uint("id", body.call_id);
+    writer.Text("fn", body.function, kMaxFunctionBytes);
+    writer.Uint("ms", body.timeout_ms);
+    PackFields(writer, "args", body.args);
+  }
+  void operator()(const ReplyMsg& body) const {
+    Head("reply", 4);
+    writer.Uint("id", body.call_id);
+    writer.Status(body.status);
+    PackFields(writer, "args", body.result);
   }
   void operator()(const PingMsg&) const { Head("ping", 0); }
   void operator()(const PongMsg&) const { Head("pong", 0); }
@@ -282,10 +307,29 @@ PageRuns ReadRuns(Reader& reader) {
   return {};
 }
 
-absl::Status ReadStatus(Reader& reader) {
-  // 0 (ok) is no refusal, 16 (unauthenticated) is the last canonical code.
-  const auto code = static_cast<absl::StatusCode>(reader.Uint("code", 1, 16));
+// 0 (ok) is no refusal, 16 (unauthenticated) is the last canonical code.
+absl::Status ReadStatus(Reader& reader, uint64_t min_code = 1) {
+  const auto code = static_cast<absl::StatusCode>(reader.Uint("code", min_code, 16));
   return {code, reader.Text("msg", kMaxTextBytes)};
+}
+
+// Values of other types are for later versions: ignored, like unknown keys.
+Fields ReadFields(Reader& reader, std::string_view key) {
+  Fields fields;
+  const Object* map = reader.Map(key);
+  if (map == nullptr) return fields;
+  for (uint32_t i = 0; i < map->via.map.size; ++i) {
+    const auto& [name, value] = map->via.map.ptr[i];
+    if (name.type != msgpack::type::STR) continue;
+    const std::string_view text(name.via.str.ptr, name.via.str.size);
+    if (value.type == msgpack::type::POSITIVE_INTEGER) {
+      fields.Set(text, value.via.u64);
+    } else if (value.type == msgpack::type::BIN) {
+      fields.Set(text, std::string(value.via.bin.ptr, value.via.bin.size));
+    }
+  }
+  if (const absl::Status valid = fields.Check(); !valid.ok()) reader.Fail(valid.message());
+  return fields;
 }
 
 constexpr int64_t kMaxWireInt = int64_t{1} << 50;
@@ -322,6 +366,13 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
   }
   if (type == "cancel") return CancelMsg{reader.Uint("id", 1), reader.Text("msg", kMaxTextBytes)};
   if (type == "abort") return AbortMsg{reader.Uint("id", 1), ReadStatus(reader)};
+  if (type == "call") {
+    return CallMsg{reader.Uint("id", 1), reader.Text("fn", kMaxFunctionBytes),
+                   reader.Int("ms", 1, kMaxWireInt), ReadFields(reader, "args")};
+  }
+  if (type == "reply") {
+    return ReplyMsg{reader.Uint("id", 1), ReadStatus(reader, 0), ReadFields(reader, "args")};
+  }
   if (type == "ping") return PingMsg{};
   if (type == "pong") return PongMsg{};
   if (type == "bye") return ByeMsg{};
@@ -365,7 +416,7 @@ absl::StatusOr<Message> DecodeMessage(std::span<const std::byte> bytes) {
   }
   // Arrays, maps, strings, binaries, extensions, depth. Without them five bytes can ask for
   // gigabytes.
-  const msgpack::unpack_limit limit(2 * kMaxRuns, 64, kMaxTextBytes, kMaxWorkerAddressBytes, 0, 4);
+  const msgpack::unpack_limit limit(2 * kMaxRuns, 64, kMaxTextBytes, Fields::kMaxTotalBytes, 0, 4);
   try {
     size_t end = 0;
     const msgpack::object_handle handle = msgpack::unpack(

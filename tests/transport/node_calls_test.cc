@@ -1,0 +1,161 @@
+// Calls between two nodes over the real planes, and pages that the one who is called fetches from
+// the caller.
+
+#include <gtest/gtest.h>
+
+#include <future>
+
+#include "connector/lease_table.h"
+#include "tests/support/endpoints.h"
+#include "transport/node.h"
+
+namespace kvferry {
+namespace {
+
+constexpr uint64_t kLease = 33;
+
+// Does with a call what the test says.
+class Server : public CallHandler {
+ public:
+  using Serve = std::function<void(const CallKey&, const std::string&, const Fields&)>;
+  void OnCall(const CallKey& call, const std::string& function, const Fields& args,
+              Deadline) override {
+    serve(call, function, args);
+  }
+  void OnCallDropped(const CallKey& call) override { dropped.set_value(call); }
+  Deadline Tick(Deadline) override { return Deadline::max(); }
+
+  Serve serve = [](const CallKey&, const std::string&, const Fields&) {};
+  std::promise<CallKey> dropped;
+};
+
+class NodeCalls : public testing::Test {
+ protected:
+  std::unique_ptr<Node> Start(std::shared_ptr<const KvPool> pool, CallHandler* handler,
+                              FetchSource* source, bool listen) {
+    Node::Options options;
+    options.config = config_;
+    options.model = kTestModel;
+    options.name = listen ? "server" : "client";
+    options.pool = std::move(pool);
+    options.source = source;
+    options.handler = handler;
+    options.listen = listen;
+    return Must(Node::Start(std::move(options)));
+  }
+  struct Asked {
+    uint64_t id;
+    std::future<absl::StatusOr<Fields>> reply;
+  };
+  Asked Ask(const std::string& function, Fields args, int64_t timeout_ms = 20000) {
+    auto promise = std::make_shared<std::promise<absl::StatusOr<Fields>>>();
+    Asked asked{0, promise->get_future()};
+    asked.id = Must(client_->Call(
+        {server_->listen_address(), function, std::move(args), DeadlineInMs(timeout_ms)},
+        [promise](absl::StatusOr<Fields> reply) { promise->set_value(std::move(reply)); }));
+    return asked;
+  }
+
+  const Config config_ = SmallChunks();
+  LeaseTable leases_{config_};
+  Server handler_;
+  std::shared_ptr<KvPool> client_pool_ = MakePatternPool(SmallLayout(), 16, 1);
+  std::shared_ptr<KvPool> server_pool_ = MakePatternPool(SmallLayout(), 16, 2);
+  std::unique_ptr<Node> server_ = Start(server_pool_, &handler_, nullptr, /*listen=*/true);
+  std::unique_ptr<Node> client_ = Start(client_pool_, nullptr, &leases_, /*listen=*/false);
+};
+
+TEST_F(NodeCalls, TheReplyComesBack) {
+  handler_.serve = [&](const CallKey& call, const std::string& function, const Fields& args) {
+    if (function == "add") {
+      server_->Reply(call, Fields().Set("sum", *args.Uint("a") + *args.Uint("b")));
+    } else {
+      server_->Reply(call, absl::NotFoundError("no function '" + function + "'"));
+    }
+  };
+  for (uint64_t i = 0; i < 100; ++i) {
+    EXPECT_EQ(*Ask("add", Fields().Set("a", i).Set("b", 2 * i)).reply.get()->Uint("sum"), 3 * i);
+  }
+  EXPECT_TRUE(
+      Fails(Ask("cook", {}).reply.get(), absl::StatusCode::kNotFound, "no function 'cook'"));
+  EXPECT_TRUE(Fails(client_->Call({server_->listen_address(), "", {}, Soon()}, nullptr),
+                    absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(client_->Call({"tcp://10.9.8.7:1", "f", {}, Soon()}, nullptr),
+                    absl::StatusCode::kPermissionDenied));
+}
+
+TEST_F(NodeCalls, NoAnswerEndsAtTheDeadlineOnBothSides) {
+  const Asked asked = Ask("wait", {}, 200);
+  EXPECT_TRUE(Fails(const_cast<Asked&>(asked).reply.get(), absl::StatusCode::kDeadlineExceeded));
+  EXPECT_EQ(handler_.dropped.get_future().get().id, asked.id);
+}
+
+TEST_F(NodeCalls, CancelReachesTheServer) {
+  std::promise<void> begun;
+  handler_.serve = [&](const CallKey&, const std::string&, const Fields&) { begun.set_value(); };
+  Asked asked = Ask("wait", {});
+  begun.get_future().wait();
+  client_->CancelCall(asked.id);
+  EXPECT_TRUE(Fails(asked.reply.get(), absl::StatusCode::kCancelled));
+  EXPECT_EQ(handler_.dropped.get_future().get().id, asked.id);
+}
+
+TEST_F(NodeCalls, TheCallerGoesAway) {
+  std::promise<void> begun;
+  handler_.serve = [&](const CallKey&, const std::string&, const Fields&) { begun.set_value(); };
+  Asked asked = Ask("wait", {});
+  begun.get_future().wait();
+  client_.reset();
+  EXPECT_TRUE(Fails(asked.reply.get(), absl::StatusCode::kCancelled));
+  EXPECT_EQ(handler_.dropped.get_future().get().id, asked.id);
+}
+
+TEST_F(NodeCalls, TheServerGoesAway) {
+  std::promise<void> begun;
+  handler_.serve = [&](const CallKey&, const std::string&, const Fields&) { begun.set_value(); };
+  Asked asked = Ask("wait", {});
+  begun.get_future().wait();
+  server_.reset();
+  EXPECT_TRUE(Fails(asked.reply.get(), absl::StatusCode::kUnavailable));
+}
+
+// "Come and get it": the server fetches pages of the client over the client's own session.
+TEST_F(NodeCalls, TheServerFetchesFromItsCaller) {
+  const std::vector<int64_t> theirs = {3, 4, 9};
+  const std::vector<int64_t> ours = {7, 1, 2};
+  ASSERT_TRUE(
+      IsOk(leases_.Publish(kLease, Must(PageRuns::FromPages(theirs)), 4, DeadlineInMs(60000))));
+  std::promise<std::shared_ptr<FetchHandle>> fetch;
+  handler_.serve = [&](const CallKey& call, const std::string&, const Fields& args) {
+    Node::FetchRequest request;
+    request.ticket.lease_id = *args.Uint("lease");
+    request.ticket.num_pages = 3;
+    const PageRun all{0, 3};
+    request.positions = Must(PageRuns::FromRuns({&all, 1}));
+    request.pages = Must(PageRuns::FromPages(ours));
+    request.deadline = Soon();
+    request.peer = call.peer;
+    fetch.set_value(Must(server_->Fetch(std::move(request))));
+    server_->Reply(call, Fields());
+  };
+  ASSERT_TRUE(IsOk(Ask("take", Fields().Set("lease", kLease)).reply.get()));
+  ASSERT_TRUE(IsOk(fetch.get_future().get()->Wait(Soon())));
+  EXPECT_TRUE(HoldsExactly(*server_pool_, 2, ours, 1, theirs));
+  EXPECT_TRUE(WaitFor([&] { return leases_.num_live() == 0; }, Soon()));
+}
+
+TEST_F(NodeCalls, AFetchFromACallerThatIsGoneFails) {
+  Node::FetchRequest request;
+  request.ticket.lease_id = kLease;
+  request.ticket.num_pages = 1;
+  const PageRun all{0, 1};
+  request.positions = Must(PageRuns::FromRuns({&all, 1}));
+  request.pages = Must(PageRuns::FromRuns({&all, 1}));
+  request.deadline = Soon();
+  request.peer = "accepted:nobody";
+  EXPECT_TRUE(Fails(Must(server_->Fetch(request))->Wait(Soon()), absl::StatusCode::kUnavailable,
+                    "session has ended"));
+}
+
+}  // namespace
+}  // namespace kvferry

@@ -1,0 +1,149 @@
+#include "transport/calls.h"
+
+#include <algorithm>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "base/log.h"
+
+namespace kvferry {
+
+// ---------------------------------------------------------------- asking
+
+void Calls::Add(uint64_t id, Call&& call) {
+  calls_.emplace(id, std::move(call));
+  ++metrics_->calls_started;
+}
+
+template <typename Matches>
+std::vector<uint64_t> Calls::IdsWhere(const Matches& matches) const {
+  std::vector<uint64_t> ids;
+  for (const auto& [id, call] : calls_) {
+    if (matches(call)) ids.push_back(id);
+  }
+  return ids;
+}
+
+void Calls::OnPeerReady(const PeerKey& peer) {
+  for (const uint64_t id : IdsWhere([&](const Call& c) { return c.peer == peer && !c.asked; })) {
+    Ask(id, calls_.find(id)->second);
+  }
+}
+
+void Calls::Ask(uint64_t id, Call& call) {
+  call.asked = true;
+  const int64_t timeout_ms = std::max<int64_t>(1, MsUntil(call.deadline, Clock::now()));
+  outbox_->Send(call.peer, CallMsg{id, call.function, timeout_ms, std::move(call.args)});
+}
+
+void Calls::End(uint64_t id, absl::StatusOr<Fields> reply) {
+  auto call = calls_.extract(id);
+  if (call.empty()) return;  // Another one's on_reply has ended it.
+  const OnReply on_reply = std::move(call.mapped().on_reply);
+  if (!reply.ok()) ++metrics_->calls_failed;
+  on_reply(std::move(reply));  // Last: it may add calls.
+}
+
+void Calls::OnReplyMsg(const PeerKey& peer, ReplyMsg reply) {
+  const auto found = calls_.find(reply.call_id);
+  if (found == calls_.end() || found->second.peer != peer) return;
+  if (reply.status.ok()) {
+    End(reply.call_id, std::move(reply.result));
+  } else {
+    End(reply.call_id, reply.status);
+  }
+}
+
+void Calls::Cancel(uint64_t id, const absl::Status& status) {
+  const auto found = calls_.find(id);
+  if (found == calls_.end()) return;
+  if (found->second.asked) {
+    outbox_->Send(found->second.peer, CancelMsg{id, std::string(status.message())});
+  }
+  End(id, status);
+}
+
+void Calls::CancelAll(const absl::Status& status) {
+  for (const uint64_t id : IdsWhere([](const Call&) { return true; })) Cancel(id, status);
+}
+
+// ---------------------------------------------------------------- serving
+
+absl::Status Calls::CheckCall(const CallKey& key) const {
+  if (handler_ == nullptr) {
+    return absl::UnimplementedError("this endpoint serves no calls");
+  }
+  if (served_.contains(key)) return absl::AlreadyExistsError("the call's id is in use");
+  const auto count = served_of_peer_.find(key.peer);
+  if (count == served_of_peer_.end() || count->second < config_.max_calls_per_peer) {
+    return absl::OkStatus();
+  }
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "max_calls_per_peer (", config_.max_calls_per_peer, ") are under way; wait for one to end"));
+}
+
+void Calls::OnCallMsg(const PeerKey& peer, const CallMsg& call) {
+  const CallKey key{peer, call.call_id};
+  if (const absl::Status status = CheckCall(key); !status.ok()) {
+    outbox_->Send(peer, ReplyMsg{call.call_id, status, {}});
+    return;
+  }
+  const Deadline deadline = DeadlineInMs(std::min(call.timeout_ms, config_.max_fetch_timeout_ms));
+  served_.emplace(key, deadline);
+  ++served_of_peer_[peer];
+  ++metrics_->calls_served;
+  handler_->OnCall(key, call.function, call.args, deadline);
+}
+
+void Calls::Reply(const CallKey& call, const absl::StatusOr<Fields>& reply) {
+  if (served_.erase(call) == 0) return;
+  if (--served_of_peer_[call.peer] == 0) served_of_peer_.erase(call.peer);
+  absl::Status status = reply.status();
+  if (status.ok()) status = reply->Check();
+  outbox_->Send(call.peer, ReplyMsg{call.id, status, status.ok() ? *reply : Fields()});
+}
+
+void Calls::Drop(const CallKey& key) {
+  if (served_.erase(key) == 0) return;
+  if (--served_of_peer_[key.peer] == 0) served_of_peer_.erase(key.peer);
+  handler_->OnCallDropped(key);
+}
+
+void Calls::OnCancelMsg(const PeerKey& peer, uint64_t id) { Drop({peer, id}); }
+
+// ---------------------------------------------------------------- both
+
+void Calls::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
+  for (const uint64_t id : IdsWhere([&](const Call& c) { return c.peer == peer; })) {
+    End(id, status);
+  }
+  std::vector<CallKey> gone;
+  for (auto it = served_.lower_bound({peer, 0}); it != served_.end() && it->first.peer == peer;
+       ++it) {
+    gone.push_back(it->first);
+  }
+  for (const CallKey& key : gone) Drop(key);
+}
+
+Deadline Calls::Tick(Deadline now) {
+  for (const uint64_t id : IdsWhere([&](const Call& c) { return c.deadline <= now; })) {
+    const auto found = calls_.find(id);
+    if (found == calls_.end()) continue;
+    const Call& call = found->second;
+    Cancel(id, absl::DeadlineExceededError(
+                   absl::StrCat("no answer to '", call.function, "' in time",
+                                call.asked ? "" : ": the peer never answered the hello")));
+  }
+  std::vector<CallKey> late;
+  for (const auto& [key, deadline] : served_) {
+    if (deadline <= now) late.push_back(key);
+  }
+  for (const CallKey& key : late) Drop(key);
+
+  Deadline next = handler_ == nullptr ? Deadline::max() : handler_->Tick(now);
+  for (const auto& [id, call] : calls_) next = std::min(next, call.deadline);
+  for (const auto& [key, deadline] : served_) next = std::min(next, deadline);
+  return next;
+}
+
+}  // namespace kvferry

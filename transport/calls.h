@@ -1,0 +1,104 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/clock.h"
+#include "base/config.h"
+#include "transport/fields.h"
+#include "transport/metrics.h"
+#include "transport/outbox.h"
+
+namespace kvferry {
+
+// Names a call that is being served: who asks, and the id it gave the call.
+struct CallKey {
+  PeerKey peer;
+  uint64_t id = 0;
+
+  auto operator<=>(const CallKey&) const = default;
+};
+
+// Serves calls of peers. Called on the node's progress thread; must not block.
+class CallHandler {
+ public:
+  virtual ~CallHandler() = default;
+  // To be answered by Node::Reply, now or later, once.
+  virtual void OnCall(const CallKey& call, const std::string& function, const Fields& args,
+                      Deadline deadline) = 0;
+  // Nobody waits for the reply any more: the caller has cancelled or is gone, or the deadline has
+  // passed. Not called for a call that was replied to.
+  virtual void OnCallDropped(const CallKey& call) = 0;
+  // Does what is due; returns when to be called again at the latest.
+  virtual Deadline Tick(Deadline now) = 0;
+};
+
+// Questions to peers and their answers, for what is not a transfer: both halves of it.
+//
+//   a call is    waiting --session ready--> asked --reply--> (gone: the reply)
+//                   |                         |
+//                   '-------------------------'-- cancel, deadline, peer gone --> (gone: that error)
+//
+// Progress thread only.
+class Calls {
+ public:
+  using OnReply = std::function<void(absl::StatusOr<Fields>)>;
+  struct Call {
+    PeerKey peer{};
+    std::string function;
+    Fields args;
+    Deadline deadline;
+    OnReply on_reply;
+    bool asked = false;
+  };
+
+  // All pointers outlive this; `handler` may be null: then nothing is served.
+  Calls(const Config& config, CallHandler* handler, Outbox* outbox, Metrics* metrics)
+      : config_(config), handler_(handler), outbox_(outbox), metrics_(metrics) {}
+
+  // --- Asking ---
+  // Takes a call for a session with its peer; it leaves with the next OnPeerReady.
+  void Add(uint64_t id, Call&& call);
+  void OnPeerReady(const PeerKey& peer);
+  void OnReplyMsg(const PeerKey& peer, ReplyMsg reply);
+  // No-op for a call that has ended.
+  void Cancel(uint64_t id, const absl::Status& status);
+  void CancelAll(const absl::Status& status);
+
+  // --- Serving ---
+  void OnCallMsg(const PeerKey& peer, const CallMsg& call);
+  // The peer has cancelled, perhaps: the id may be a transfer's.
+  void OnCancelMsg(const PeerKey& peer, uint64_t id);
+  // No-op for a call that nobody waits for any more.
+  void Reply(const CallKey& call, const absl::StatusOr<Fields>& reply);
+
+  void OnPeerGone(const PeerKey& peer, const absl::Status& status);
+  Deadline Tick(Deadline now);
+
+ private:
+  void Ask(uint64_t id, Call& call);
+  void End(uint64_t id, absl::StatusOr<Fields> reply);
+  absl::Status CheckCall(const CallKey& key) const;
+  // Ends serving it, if it is served, and says so.
+  void Drop(const CallKey& key);
+  template <typename Matches>
+  std::vector<uint64_t> IdsWhere(const Matches& matches) const;
+
+  const Config& config_;
+  CallHandler* const handler_;
+  Outbox* const outbox_;
+  Metrics* const metrics_;
+  absl::flat_hash_map<uint64_t, Call> calls_;  // By id.
+  std::map<CallKey, Deadline> served_;         // Those of one peer lie side by side.
+  absl::flat_hash_map<PeerKey, int64_t> served_of_peer_;
+};
+
+}  // namespace kvferry

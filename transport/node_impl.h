@@ -1,0 +1,110 @@
+#pragma once
+
+// Inside of Node: node.cc has the public calls and the progress thread, node_sessions.cc what is
+// said between hello and goodbye.
+
+#include <atomic>
+#include <memory>
+#include <span>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/random.h"
+#include "transport/arena.h"
+#include "transport/calls.h"
+#include "transport/command_queue.h"
+#include "transport/control_plane.h"
+#include "transport/data_plane.h"
+#include "transport/metrics.h"
+#include "transport/node.h"
+#include "transport/outbox.h"
+#include "transport/receiver.h"
+#include "transport/sender.h"
+#include "transport/sessions.h"
+
+namespace kvferry {
+
+class NodeImpl final : public Node, public ControlEvents, public DataEvents, public Outbox {
+ public:
+  explicit NodeImpl(Options options) : options_(std::move(options)), epoch_(RandomId()) {}
+  ~NodeImpl() override;
+  absl::Status Init();
+
+  uint64_t epoch() const override { return epoch_; }
+  const std::string& listen_address() const override { return listen_address_; }
+  absl::StatusOr<std::shared_ptr<FetchHandle>> Fetch(FetchRequest request) override;
+  absl::StatusOr<uint64_t> Call(CallRequest request, Calls::OnReply on_reply) override;
+  void CancelCall(uint64_t id) override;
+  void Reply(const CallKey& call, absl::StatusOr<Fields> reply) override;
+  void LeaseChanged(uint64_t lease_id) override;
+  absl::Status AbortLease(uint64_t lease_id, const absl::Status& why, Deadline deadline) override;
+  std::vector<std::pair<std::string, int64_t>> Metrics() const override {
+    return metrics_.Snapshot();
+  }
+
+ private:
+  // The progress thread.
+  void Run();
+  bool Work();
+  void Sleep(Deadline until);
+  Deadline Tick(Deadline now);
+  bool HasReadySession();
+  void SayGoodbye();
+
+  // ControlEvents, DataEvents, Outbox.
+  void OnMessage(const PeerKey& peer, Message message) override;
+  void OnMalformed(const PeerKey& peer, const absl::Status& status) override;
+  void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload) override;
+  void OnCredit(const CreditHeader& header) override;
+  void OnLinkDown(LinkId link, const absl::Status& status) override;
+  void Send(const PeerKey& peer, MessageBody body) override;
+  DataPlane& data() override { return *data_; }
+
+  // The session with the process of that epoch (0: any) at the address; dials where there is none.
+  absl::StatusOr<PeerKey> SessionFor(const std::string& address, uint64_t epoch);
+  absl::Status JoinSession(Receiver::Fetch& fetch);
+  void StartFetch(Receiver::Fetch fetch);
+  void StartCall(uint64_t id, const std::string& address, Calls::Call call);
+  void OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hello);
+  absl::Status CheckHello(const HelloMsg& hello) const;
+  void OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch, const WelcomeMsg& welcome);
+  void OnSessionMessage(const PeerKey& peer, Session& session, MessageBody body);
+  void RefuseSession(const PeerKey& peer, const absl::Status& status);
+  void DropSession(const PeerKey& peer, const absl::Status& status,
+                   spdlog::level::level_enum level = spdlog::level::warn);
+  void DropSilent(const PeerKey& peer);
+
+  const Options options_;
+  const uint64_t epoch_;
+  std::string listen_address_;
+
+  kvferry::Metrics metrics_;
+  // Shared with handles, which may outlive the node.
+  const std::shared_ptr<CommandQueue> commands_ = std::make_shared<CommandQueue>();
+  std::atomic<bool> stop_{false};
+
+  // From here on: the progress thread's alone, once it runs. The arena outlives the data plane,
+  // which may still be sending from it.
+  std::unique_ptr<Arena> arena_;
+  std::unique_ptr<ControlPlane> control_;
+  std::unique_ptr<DataPlane> data_;
+  std::unique_ptr<Sender> sender_;
+  std::unique_ptr<Receiver> receiver_;
+  std::unique_ptr<Calls> calls_;
+  Sessions sessions_;
+  std::vector<std::pair<PeerKey, absl::Status>>
+      lost_;  // Found while sending; dropped when it is safe.
+  Deadline next_control_{};
+  Deadline next_tick_{};
+  bool tick_now_ = false;
+
+  std::thread thread_;
+};
+
+}  // namespace kvferry

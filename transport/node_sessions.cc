@@ -1,0 +1,248 @@
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "base/status.h"
+#include "transport/node_impl.h"
+
+namespace kvferry {
+
+absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_t epoch) {
+  PeerKey peer = sessions_.FindDialled(address, epoch);
+  if (!peer.empty()) return peer;
+  const Config& config = options_.config;
+  if (static_cast<int64_t>(sessions_.size()) >= config.max_peers) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("max_peers (", config.max_peers, ") are connected"));
+  }
+  KVFERRY_ASSIGN_OR_RETURN(peer, control_->Dial(address));
+  Session session;
+  session.dialled = true;
+  session.address = address;
+  session.name = address;
+  session.greeting_until = DeadlineInMs(config.connect_timeout_ms);
+  sessions_.Insert(peer, session);
+  Send(peer,
+       HelloMsg{options_.name, options_.model, options_.pool->layout(), data_->worker_address()});
+  return peer;
+}
+
+absl::Status NodeImpl::JoinSession(Receiver::Fetch& fetch) {
+  if (fetch.redial) {
+    KVFERRY_ASSIGN_OR_RETURN(fetch.peer, SessionFor(fetch.ticket.address, fetch.ticket.epoch));
+    return absl::OkStatus();
+  }
+  const Session* session = sessions_.Find(fetch.peer);
+  if (session == nullptr) return absl::UnavailableError("the caller's session has ended");
+  fetch.ticket.address = session->name;
+  fetch.ticket.epoch = session->epoch;
+  return absl::OkStatus();
+}
+
+void NodeImpl::StartFetch(Receiver::Fetch fetch) {
+  const uint64_t id = fetch.id;
+  const absl::Status joined = JoinSession(fetch);
+  const PeerKey peer = fetch.peer;
+  receiver_->Add(std::move(fetch));
+  if (!joined.ok()) return receiver_->Cancel(id, joined);
+  const Session* session = sessions_.Find(peer);
+  if (session->state == Session::State::kReady) {
+    receiver_->OnPeerReady(peer, session->epoch, session->link);
+  }
+}
+
+void NodeImpl::StartCall(uint64_t id, const std::string& address, Calls::Call call) {
+  const absl::StatusOr<PeerKey> peer = SessionFor(address, /*epoch=*/0);
+  if (peer.ok()) call.peer = *peer;
+  calls_->Add(id, std::move(call));
+  if (!peer.ok()) return calls_->Cancel(id, peer.status());
+  if (sessions_.Find(*peer)->state == Session::State::kReady) calls_->OnPeerReady(*peer);
+}
+
+void NodeImpl::OnMalformed(const PeerKey& peer, const absl::Status& status) {
+  ++metrics_.messages_malformed;
+  Log().warn("dropped a message from {}: {}", absl::CEscape(peer), status.ToString());
+  if (!absl::IsFailedPrecondition(status)) return;
+  // Another version of the protocol: it cannot become a session, and one that is greeting ends.
+  RefuseSession(peer, status);
+  if (sessions_.Find(peer) != nullptr) DropSession(peer, status);
+}
+
+void NodeImpl::RefuseSession(const PeerKey& peer, const absl::Status& status) {
+  Send(peer, RefuseMsg{0, status});
+}
+
+void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
+  if (const auto* hello = std::get_if<HelloMsg>(&message.body)) {
+    OnHello(peer, message.from_epoch, *hello);
+    return;
+  }
+  Session* session = sessions_.Find(peer);
+  const auto* refuse = std::get_if<RefuseMsg>(&message.body);
+  if (refuse != nullptr && refuse->transfer_id == 0) {
+    if (session != nullptr && session->dialled) {
+      DropSession(
+          peer, absl::Status(refuse->status.code(), absl::StrCat("refused by ", session->address,
+                                                                 ": ", refuse->status.message())));
+    }
+    return;
+  }
+  if (message.to_epoch != epoch_ || session == nullptr ||
+      (session->state == Session::State::kReady && message.from_epoch != session->epoch)) {
+    ++metrics_.messages_stale;
+    RefuseSession(peer,
+                  absl::NotFoundError("no session with that epoch; this process has restarted or "
+                                      "has given the session up"));
+    return;
+  }
+  session->last_heard = Clock::now();
+  session->pings = 0;
+  if (session->state == Session::State::kGreeting) {
+    const auto* welcome = std::get_if<WelcomeMsg>(&message.body);
+    if (welcome != nullptr) OnWelcome(peer, *session, message.from_epoch, *welcome);
+    return;
+  }
+  OnSessionMessage(peer, *session, std::move(message.body));
+}
+
+absl::Status NodeImpl::CheckHello(const HelloMsg& hello) const {
+  if (!options_.listen) return absl::FailedPreconditionError("this endpoint accepts no peers");
+  if (hello.model != options_.model) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("model: '", options_.model, "' here, '", hello.model,
+                     "' there; start both sides with the same model"));
+  }
+  const std::string difference = options_.pool->layout().FirstDifference(hello.layout);
+  if (!difference.empty()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("KV layout: ", difference, "; start both sides with the same value"));
+  }
+  if (static_cast<int64_t>(sessions_.size()) >= options_.config.max_peers) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("max_peers (", options_.config.max_peers, ") are connected"));
+  }
+  return absl::OkStatus();
+}
+
+void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hello) {
+  // A second hello on one connection: the peer has given the old session up.
+  if (sessions_.Find(peer) != nullptr) {
+    DropSession(peer, absl::UnavailableError("the peer started a new session"));
+  }
+  absl::Status status = CheckHello(hello);
+  LinkId link = 0;
+  if (status.ok()) {
+    absl::StatusOr<LinkId> connected = data_->Connect(hello.worker_address);
+    status = connected.status();
+    if (connected.ok()) link = *connected;
+  }
+  if (!status.ok()) {
+    ++metrics_.hellos_refused;
+    Log().warn("refused peer '{}': {}", absl::CEscape(hello.name), status.ToString());
+    RefuseSession(peer, status);
+    return;
+  }
+  Session session;
+  session.state = Session::State::kReady;
+  session.name = hello.name;
+  session.epoch = epoch;
+  session.link = link;
+  session.last_heard = Clock::now();
+  sessions_.Insert(peer, session);
+  metrics_.peers = static_cast<int64_t>(sessions_.size());
+  tick_now_ = true;
+  Log().info("accepted peer '{}'", absl::CEscape(hello.name));
+  Send(peer, WelcomeMsg{options_.name, data_->worker_address()});
+}
+
+void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
+                         const WelcomeMsg& welcome) {
+  const absl::StatusOr<LinkId> link = data_->Connect(welcome.worker_address);
+  if (!link.ok()) {
+    DropSession(peer, link.status());
+    return;
+  }
+  session.state = Session::State::kReady;
+  session.name = welcome.name.empty() ? session.address : welcome.name;
+  session.epoch = epoch;
+  session.link = *link;
+  metrics_.peers = static_cast<int64_t>(sessions_.size());
+  tick_now_ = true;
+  Log().info("connected to '{}' at {}", absl::CEscape(session.name), session.address);
+  receiver_->OnPeerReady(peer, epoch, *link);
+  calls_->OnPeerReady(peer);
+  // A second session to one address was opened because a ticket named another epoch. Either the
+  // process there is new, and the old session a ghost, or the ticket was stale, and this session is
+  // one too many.
+  const PeerKey twin = sessions_.FindTwin(peer);
+  if (twin.empty()) return;
+  if (sessions_.Find(twin)->epoch == epoch) {
+    DropSession(peer, absl::AlreadyExistsError("there is a session with this process already"));
+  } else {
+    DropSession(twin, absl::UnavailableError("another process has taken its address"));
+  }
+}
+
+void NodeImpl::OnSessionMessage(const PeerKey& peer, Session& session, MessageBody body) {
+  // Whatever begins or ends a transfer may bring a deadline nearer; beats do not.
+  if (!std::holds_alternative<PingMsg>(body) && !std::holds_alternative<PongMsg>(body))
+    tick_now_ = true;
+  if (auto* fetch = std::get_if<FetchMsg>(&body)) {
+    sender_->OnFetch(peer, session.link, std::move(*fetch));
+  } else if (const auto* done = std::get_if<DoneMsg>(&body)) {
+    sender_->OnDone(peer, *done);
+  } else if (const auto* cancel = std::get_if<CancelMsg>(&body)) {
+    sender_->OnCancel(peer, *cancel);
+    calls_->OnCancelMsg(peer, cancel->transfer_id);
+  } else if (const auto* refuse = std::get_if<RefuseMsg>(&body)) {
+    receiver_->OnRefuse(peer, *refuse);
+  } else if (const auto* abort = std::get_if<AbortMsg>(&body)) {
+    receiver_->OnAbort(peer, *abort);
+  } else if (const auto* call = std::get_if<CallMsg>(&body)) {
+    calls_->OnCallMsg(peer, *call);
+  } else if (auto* reply = std::get_if<ReplyMsg>(&body)) {
+    calls_->OnReplyMsg(peer, std::move(*reply));
+  } else if (std::holds_alternative<PingMsg>(body)) {
+    Send(peer, PongMsg{});
+  } else if (std::holds_alternative<ByeMsg>(body)) {
+    if (!stop_) Send(peer, ByeMsg{});  // Else ours is on its way already.
+    DropSession(peer,
+                absl::UnavailableError(
+                    absl::StrCat("peer ", absl::CEscape(session.name), " has closed its endpoint")),
+                spdlog::level::info);
+  }
+}
+
+void NodeImpl::DropSession(const PeerKey& peer, const absl::Status& status,
+                           spdlog::level::level_enum level) {
+  const Session* found = sessions_.Find(peer);
+  if (found == nullptr) return;
+  const Session session = *found;
+  Log().log(level, "session with '{}' ended: {}", absl::CEscape(session.name), status.ToString());
+  sessions_.Erase(peer);  // First: nothing below may try to send to it.
+  metrics_.peers = static_cast<int64_t>(sessions_.size());
+  ++metrics_.peers_lost;
+  if (session.link != 0) data_->Close(session.link);
+  control_->Hangup(peer);
+  sender_->OnPeerGone(peer, status);
+  receiver_->OnPeerGone(peer, status);
+  calls_->OnPeerGone(peer, status);
+  tick_now_ = true;  // Leases whose transfers have just ended can expire again.
+}
+
+void NodeImpl::DropSilent(const PeerKey& peer) {
+  const Session& session = *sessions_.Find(peer);
+  const absl::Status status = absl::UnavailableError(
+      absl::StrCat("peer ", absl::CEscape(session.name), " was silent for heartbeat_timeout_ms (",
+                   options_.config.heartbeat_timeout_ms, "), ", session.pings,
+                   " pings sent meanwhile; it is ", "taken for dead"));
+  // Silence may be the connection's and not the peer's, so what can begin again does, on a new one.
+  // A connection that breaks is another matter: then the peer's process has ended.
+  std::vector<Receiver::Fetch> again = receiver_->TakeUnread(peer);
+  DropSession(peer, status);
+  for (Receiver::Fetch& fetch : again) StartFetch(std::move(fetch));
+}
+
+}  // namespace kvferry
