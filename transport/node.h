@@ -16,6 +16,7 @@
 #include "transport/calls.h"
 #include "transport/fetch_handle.h"
 #include "transport/fetch_source.h"
+#include "transport/stream_plan.h"
 #include "transport/ticket.h"
 
 namespace kvferry {
@@ -52,6 +53,8 @@ class Node {
     // Empty: from the ticket's address. Else from the peer of a call that this node has served (its
     // lease; address and epoch of the ticket are ignored), over that peer's own session.
     PeerKey peer{};
+    // Where the bytes behind the pages go; as many as the lease has, or none.
+    StreamTail tail{};
   };
   // Starts a fetch. INVALID_ARGUMENT, OUT_OF_RANGE or PERMISSION_DENIED for a request that cannot
   // work; everything later is the handle's status. With no pages at all the fetch just tells the
