@@ -97,7 +97,8 @@ absl::StatusOr<StreamPlan> Sender::PlanFor(const FetchMsg& fetch,
     return absl::OutOfRangeError(
         absl::StrCat("positions outside the lease's ", num_pages, " pages: ", status.message()));
   }
-  if (fetch.positions.num_pages() == 0 || fetch.positions.num_pages() > num_pages) {
+  if ((fetch.positions.num_pages() == 0 && fetch.tail_bytes == 0) ||
+      fetch.positions.num_pages() > num_pages) {
     return absl::OutOfRangeError(
         absl::StrCat(fetch.positions.num_pages(), " pages asked of a lease of ", num_pages));
   }
