@@ -52,6 +52,8 @@ class Node {
     // Empty: from the ticket's address. Else from the peer of a call that this node has served (its
     // lease; address and epoch of the ticket are ignored), over that peer's own session.
     PeerKey peer{};
+    // Called once, when the handle is done(), on the progress thread; must not block.
+    std::function<void()> on_done{};
   };
   // Starts a fetch. INVALID_ARGUMENT, OUT_OF_RANGE or PERMISSION_DENIED for a request that cannot
   // work; everything later is the handle's status. With no pages at all the fetch just tells the
