@@ -54,7 +54,8 @@ LookupTable::Taken LookupTable::MakeTaken(Entry entry, int64_t num_matched) {
       if (const auto alive = table.lock()) alive->GiveBack(count);
     });
   }
-  return {std::move(entry.tokens), num_matched, std::move(entry.payload), std::move(bytes)};
+  return {std::move(entry.tokens), num_matched, std::move(entry.payload), entry.bytes,
+          std::move(bytes)};
 }
 
 void LookupTable::GiveBack(int64_t bytes) {
@@ -112,6 +113,31 @@ absl::Status LookupTable::Insert(Tokens tokens, int64_t bytes, Payload payload, 
   return status;
 }
 
+void LookupTable::Keep(Entry entry) {
+  const uint64_t id = next_id_++;
+  entry_index_.Insert(id, entry.tokens).IgnoreError();  // A new id, and tokens: cannot fail.
+  bytes_ += entry.bytes;
+  entry.kept = true;
+  entries_[id] = std::move(entry);
+}
+
+void LookupTable::PutBack(Taken taken) {
+  mutex_.Lock();
+  if (closed_) {
+    mutex_.Unlock();
+    return;
+  }
+  if (auto query = QueryFor(taken.tokens_)) {
+    mutex_.Unlock();
+    taken.num_matched_ = query->second;
+    query->first(std::move(taken));
+    return;
+  }
+  Keep({std::move(taken.tokens_), taken.num_bytes_, std::move(taken.payload_)});
+  mutex_.Unlock();
+  // Its bytes count again by now, so what it held until here can go, and nothing slips in between.
+}
+
 // ---------------------------------------------------------------- queries
 
 std::optional<TokenIndex::Match> LookupTable::Find(const std::optional<Tokens>& tokens) const {
@@ -151,7 +177,8 @@ std::optional<std::pair<LookupTable::Answer, int64_t>> LookupTable::QueryFor(con
   return std::pair(EndQuery(any_queries_.front()), static_cast<int64_t>(tokens.size()));
 }
 
-absl::Status LookupTable::Ask(std::optional<Tokens> tokens, Deadline deadline, Answer answer) {
+absl::StatusOr<uint64_t> LookupTable::Ask(std::optional<Tokens> tokens, Deadline deadline,
+                                          Answer answer) {
   if (tokens) KVFERRY_RETURN_IF_ERROR(CheckTokens(*tokens));
   mutex_.Lock();
   if (closed_) {
@@ -162,25 +189,39 @@ absl::Status LookupTable::Ask(std::optional<Tokens> tokens, Deadline deadline, A
     Taken taken = Remove(*match);
     mutex_.Unlock();
     answer(std::move(taken));
-    return absl::OkStatus();
+    return 0;
   }
-  absl::Status status;
+  absl::StatusOr<uint64_t> asked;
   if (static_cast<int64_t>(queries_.size()) >= options_.max_waiting) {
-    status = absl::ResourceExhaustedError(
+    asked = absl::ResourceExhaustedError(
         absl::StrCat("lookup: ", queries_.size(), " queries wait already"));
   } else {
-    const uint64_t id = next_id_++;
-    Query query = {deadline, std::move(answer), std::nullopt};
-    if (tokens) {
-      status = query_index_.Insert(id, *tokens);
-    } else {
-      query.any = any_queries_.insert(any_queries_.end(), id);
-    }
-    queries_[id] = std::move(query);
-    deadlines_.insert({deadline, id});
+    asked = AddQuery(tokens, deadline, std::move(answer));
   }
   mutex_.Unlock();
-  return status;
+  return asked;
+}
+
+uint64_t LookupTable::AddQuery(const std::optional<Tokens>& tokens, Deadline deadline,
+                               Answer answer) {
+  const uint64_t id = next_id_++;
+  Query query = {deadline, std::move(answer), std::nullopt};
+  if (tokens) {
+    query_index_.Insert(id, *tokens).IgnoreError();  // A new id, and tokens: cannot fail.
+  } else {
+    query.any = any_queries_.insert(any_queries_.end(), id);
+  }
+  queries_[id] = std::move(query);
+  deadlines_.insert({deadline, id});
+  return id;
+}
+
+bool LookupTable::Withdraw(uint64_t query) {
+  Answer unused;  // What it holds goes outside of the lock.
+  const MutexLock lock(&mutex_);
+  if (!queries_.contains(query)) return false;
+  unused = EndQuery(query);
+  return true;
 }
 
 absl::StatusOr<LookupTable::Taken> LookupTable::TryTake(const std::optional<Tokens>& tokens) {

@@ -58,16 +58,19 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
 
    private:
     friend class LookupTable;
-    Taken(Tokens tokens, int64_t num_matched, Payload payload, std::shared_ptr<void> bytes)
+    Taken(Tokens tokens, int64_t num_matched, Payload payload, int64_t num_bytes,
+          std::shared_ptr<void> bytes)
         : tokens_(std::move(tokens)),
           num_matched_(num_matched),
           payload_(std::move(payload)),
+          num_bytes_(num_bytes),
           bytes_(std::move(bytes)) {}
 
     Tokens tokens_;
     int64_t num_matched_;
     Payload payload_;
-    std::shared_ptr<void> bytes_;  // Gives them back.
+    int64_t num_bytes_;
+    std::shared_ptr<void> bytes_;  // Gives them back, where they count.
   };
   using Answer = std::function<void(absl::StatusOr<Taken>)>;
 
@@ -84,12 +87,19 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   // Calls `answer` once: with an entry, at once or when one comes; DEADLINE_EXCEEDED from the first
   // Expire() after the deadline; CANCELLED when the table is closed. Without tokens it takes
   // whatever there is, the oldest first. INVALID_ARGUMENT for too many tokens or none in the list,
-  // RESOURCE_EXHAUSTED when max_waiting queries wait already: `answer` is not called then.
-  absl::Status Ask(std::optional<Tokens> tokens, Deadline deadline, Answer answer);
+  // RESOURCE_EXHAUSTED when max_waiting queries wait already: `answer` is not called then. Returns
+  // the query's id, for Withdraw(), or 0 when it has been answered.
+  absl::StatusOr<uint64_t> Ask(std::optional<Tokens> tokens, Deadline deadline, Answer answer);
+  // Takes a query back: true, and `answer` is never called. False: it was, or is about to be.
+  bool Withdraw(uint64_t query);
   // The same, waiting here.
   absl::StatusOr<Taken> Take(std::optional<Tokens> tokens, Deadline deadline);
   // NOT_FOUND when nothing matches now.
   absl::StatusOr<Taken> TryTake(const std::optional<Tokens>& tokens);
+  // An entry whose consumer did not get it: as Insert(), but there is always room for it, also
+  // above max_bytes where its bytes did not count before; later inserts wait. It is the newest
+  // then. A closed table drops it.
+  void PutBack(Taken taken);
 
   // Ends queries whose deadline has passed; returns the next one, if any wait.
   std::optional<Deadline> Expire(Deadline now);
@@ -121,8 +131,11 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Taken Remove(const TokenIndex::Match& match) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Taken MakeTaken(Entry entry, int64_t num_matched);
+  void Keep(Entry entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The query that this entry goes to, taken out of those that wait.
   std::optional<std::pair<Answer, int64_t>> QueryFor(const Tokens& tokens)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  uint64_t AddQuery(const std::optional<Tokens>& tokens, Deadline deadline, Answer answer)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Answer EndQuery(uint64_t id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status WaitForRoom(uint64_t id, Deadline deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

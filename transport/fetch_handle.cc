@@ -7,9 +7,10 @@
 namespace kvferry {
 
 FetchHandle::FetchHandle(std::vector<int64_t> pages, int64_t num_layers, int64_t total_bytes,
-                         std::function<void()> cancel)
+                         std::function<void()> cancel, std::function<void()> on_done)
     : num_layers_(num_layers),
       cancel_(std::move(cancel)),
+      on_done_(std::move(on_done)),
       status_(absl::UnavailableError("the fetch is still under way")),
       missing_pages_(std::move(pages)) {
   report_.total_bytes = total_bytes;
@@ -76,13 +77,17 @@ void FetchHandle::SetLayersDone(int64_t layers) {
 
 void FetchHandle::Finish(const absl::Status& status, std::vector<int64_t> missing_pages,
                          const FetchReport& report) {
-  MutexLock lock(&mutex_);
-  done_ = true;
-  status_ = status;
-  if (status.ok()) layers_done_ = num_layers_;
-  missing_pages_ = std::move(missing_pages);
-  report_ = report;
-  changed_.NotifyAll();
+  {
+    MutexLock lock(&mutex_);
+    done_ = true;
+    status_ = status;
+    if (status.ok()) layers_done_ = num_layers_;
+    missing_pages_ = std::move(missing_pages);
+    report_ = report;
+    changed_.NotifyAll();
+  }
+  // Let go of afterwards: it may hold whoever holds this.
+  if (const auto on_done = std::exchange(on_done_, nullptr)) on_done();
 }
 
 }  // namespace kvferry

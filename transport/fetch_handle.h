@@ -49,7 +49,7 @@ class FetchHandle {
 
   // For the transport: the one that moves the data.
   FetchHandle(std::vector<int64_t> pages, int64_t num_layers, int64_t total_bytes,
-              std::function<void()> cancel);
+              std::function<void()> cancel, std::function<void()> on_done = nullptr);
   void SetLayersDone(int64_t layers);
   void Finish(const absl::Status& status, std::vector<int64_t> missing_pages,
               const FetchReport& report);
@@ -57,6 +57,7 @@ class FetchHandle {
  private:
   const int64_t num_layers_;
   const std::function<void()> cancel_;
+  std::function<void()> on_done_;  // Finish() alone touches it.
 
   mutable Mutex mutex_;
   mutable CondVar changed_;

@@ -88,7 +88,8 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
   auto handle = std::make_shared<FetchHandle>(
       pages, plan.num_layers(), plan.total_bytes(), [this, commands = commands_, id] {
         commands->Post([this, id] { receiver_->Cancel(id, absl::CancelledError("cancelled")); });
-      });
+      },
+      std::move(request.on_done));
   Receiver::Fetch fetch{id,
                         handle,
                         ticket,

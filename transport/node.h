@@ -55,6 +55,8 @@ class Node {
     PeerKey peer{};
     // Where the bytes behind the pages go; as many as the lease has, or none.
     StreamTail tail{};
+    // Called once, when the handle is done(), on the progress thread; must not block.
+    std::function<void()> on_done{};
   };
   // Starts a fetch. INVALID_ARGUMENT, OUT_OF_RANGE or PERMISSION_DENIED for a request that cannot
   // work; everything later is the handle's status. With no pages at all the fetch just tells the

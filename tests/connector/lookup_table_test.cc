@@ -166,6 +166,58 @@ TEST(LookupTables, CloseEndsEverythingThatWaits) {
   EXPECT_TRUE(Fails(table->TryTake(std::nullopt), kCancelled));
 }
 
+TEST(LookupTables, AQueryThatIsWithdrawnGetsNothing) {
+  const auto table = Table();
+  const uint64_t query =
+      Must(table->Ask(Tokens{1}, Soon(), [](const auto&) { ADD_FAILURE() << "answered"; }));
+  const uint64_t any =
+      Must(table->Ask(std::nullopt, Soon(), [](const auto&) { ADD_FAILURE() << "answered"; }));
+  EXPECT_TRUE(table->Withdraw(query) && table->Withdraw(any));
+  EXPECT_FALSE(table->Withdraw(query));
+  EXPECT_EQ(table->num_waiting(), 0);
+  ASSERT_TRUE(IsOk(table->Insert({1}, 10, Number(1), Now())));
+  EXPECT_EQ(Must(table->Ask(Tokens{1}, Soon(), [](const auto&) {})), 0);  // Answered at once.
+  EXPECT_FALSE(table->Withdraw(0));
+}
+
+TEST(LookupTables, WhatComesBackIsFoundAgain) {
+  const auto table = Table(10);
+  ASSERT_TRUE(IsOk(table->Insert({1}, 6, Number(1), Now())));
+  ASSERT_TRUE(IsOk(table->Insert({2}, 4, Number(2), Now())));
+  table->PutBack(Must(table->TryTake(Tokens{1})));
+  EXPECT_EQ(table->bytes(), 10);
+  EXPECT_EQ(NumberOf(Must(table->TryTake(std::nullopt))), 2);  // 1 is the newest now.
+  Taken taken = Must(table->TryTake(Tokens{1}));
+  int64_t got = 0;
+  ASSERT_TRUE(IsOk(table->Ask(Tokens{1, 5}, Soon(), [&](absl::StatusOr<Taken> answer) {
+    got = NumberOf(*answer);
+    EXPECT_EQ(answer->num_matched(), 1);
+    EXPECT_EQ(table->bytes(), 6);  // It counts until it has been moved, still.
+  })));
+  table->PutBack(std::move(taken));
+  EXPECT_EQ(got, 1);
+  EXPECT_EQ(table->bytes() + table->num_entries(), 0);
+}
+
+TEST(LookupTables, WhatComesBackNeedsNoRoom) {
+  const auto table = Table(10);
+  std::optional<Taken> straight;
+  ASSERT_TRUE(IsOk(table->Ask(Tokens{1}, Soon(), [&](absl::StatusOr<Taken> answer) {
+    straight.emplace(*std::move(answer));
+  })));
+  ASSERT_TRUE(IsOk(table->Insert({1}, 10, Number(1), Now())));
+  ASSERT_TRUE(IsOk(table->Insert({2}, 10, Number(2), Now())));
+  table->PutBack(*std::move(straight));
+  EXPECT_EQ(table->bytes(), 20);
+  EXPECT_TRUE(Fails(table->Insert({3}, 1, Number(3), Now()), kLate, "20 of 10"));
+  EXPECT_EQ(NumberOf(Must(table->TryTake(Tokens{1}))), 1);
+  EXPECT_EQ(table->bytes(), 10);
+  Taken taken = Must(table->TryTake(Tokens{2}));
+  table->Close();
+  table->PutBack(std::move(taken));
+  EXPECT_EQ(table->bytes() + table->num_entries(), 0);
+}
+
 TEST(LookupTables, TakenEntriesOutliveTheTable) {
   std::optional<Taken> taken;
   {

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <thread>
 
 #include "tests/support/status.h"
@@ -60,6 +61,20 @@ TEST(Handle, WaitersOnOtherThreadsWakeUp) {
   handle.Finish(absl::OkStatus(), {}, {});
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(in_order, 5);
+}
+
+TEST(Handle, OnDoneIsCalledOnceItIsDone) {
+  int calls = 0;
+  FetchHandle* seen = nullptr;
+  FetchHandle handle({1}, 1, 10, [] {}, [&] {
+    ++calls;
+    EXPECT_TRUE(seen->done());
+    EXPECT_TRUE(Fails(seen->status(), absl::StatusCode::kAborted));
+  });
+  seen = &handle;
+  EXPECT_EQ(calls, 0);
+  handle.Finish(absl::AbortedError("x"), {1}, {});
+  EXPECT_EQ(calls, 1);
 }
 
 }  // namespace
