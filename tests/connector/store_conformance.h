@@ -46,8 +46,10 @@ class StoreConformance : public testing::TestWithParam<StoreBackend> {
   static constexpr auto kExhausted = absl::StatusCode::kResourceExhausted;
   static constexpr auto kUnimplemented = absl::StatusCode::kUnimplemented;
   static constexpr int64_t kMaxValueBytes = 1 << 20;
+  static constexpr int64_t kRandomBytes = 4 << 10;  // Of values of random calls, at most.
   static constexpr StoreBackend::Size kRoomy = {kMaxValueBytes, 16 << 20};
   static constexpr StoreBackend::Size kTight = {12 << 10, 256 << 10};
+  static constexpr StoreBackend::Size kTiny = {kRandomBytes, 32 << 10};
 
   void SetUp() override {
     if (!GetParam().missing.empty()) GTEST_SKIP() << GetParam().missing;
@@ -423,7 +425,7 @@ class StoreConformance::RandomCalls {
   bool MayBeGone(uint64_t key) const { return may_drop_ && !pins_.contains(key); }
 
   void PutOne(uint64_t key) {
-    const auto bytes = static_cast<int64_t>(Upto(20) == 0 ? 1 + Upto(12 << 10) : 1 + Upto(200));
+    const auto bytes = static_cast<int64_t>(1 + Upto(Upto(4) == 0 ? kRandomBytes : 200));
     const Bytes value = ValueOf(key, ++version_, bytes);
     ASSERT_TRUE(IsOk(store_.Put(Name(key), SplitAtRandom(std::span(value), random_), Soon())));
     model_[key] = {version_, bytes};
@@ -515,7 +517,7 @@ TEST_P(StoreConformance, RandomCallsAgreeWithAMap) {
 
 TEST_P(StoreConformance, RandomCallsToAFullStoreAgreeWithAMap) {
   if (!GetParam().evicts) return;  // This backend does not evict.
-  const auto store = Make(kTight);
+  const auto store = Make(kTiny);
   RandomCalls calls(*store, true);
   calls.Run(GetParam().random_operations);
   calls.CheckAll();
