@@ -457,6 +457,19 @@ TEST(RedisStoreAgainst, AReplyNobodyAskedForEndsTheConnection) {
   EXPECT_EQ(connections, 2);
 }
 
+TEST(RedisStoreAgainst, AConnectionOfWhichAReplyIsDueIsNotUsedAgain) {
+  const ScriptedServer server([](int fd, int connection) {
+    ScriptedServer::Read(fd);
+    // The first one is answered when a second request comes on it, which must not be.
+    if (connection == 1 && !ScriptedServer::Read(fd)) return;
+    ScriptedServer::Say(fd, connection == 1 ? ":1\r\n" : ":0\r\n");
+  });
+  const auto store = MakeStore({.port = server.port(), .connections = 1});
+  const std::vector<std::string_view> keys = {"a"};
+  EXPECT_TRUE(Fails(store->Exists(keys, DeadlineInMs(50)), Code::kDeadlineExceeded));
+  EXPECT_EQ(Must(store->Exists(keys, Soon())), 0);
+}
+
 TEST(RedisStoreAgainst, AServerThatIsStillLoading) {
   const ScriptedServer server([](int fd, int) {
     while (ScriptedServer::Read(fd)) {
