@@ -83,6 +83,8 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   // DEADLINE_EXCEEDED when there was no room in time, CANCELLED when the table was closed: the
   // entry is not in the table then, and its payload is the caller's again.
   absl::Status Insert(Tokens tokens, int64_t bytes, Payload payload, Deadline deadline);
+  // What Insert() refuses at once.
+  absl::Status CheckInsert(const Tokens& tokens, int64_t bytes) const;
 
   // Calls `answer` once: with an entry, at once or when one comes; DEADLINE_EXCEEDED from the first
   // Expire() after the deadline; CANCELLED when the table is closed. Without tokens it takes
@@ -126,7 +128,6 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   explicit LookupTable(const Options& options) : options_(options) {}
 
   absl::Status CheckTokens(const Tokens& tokens) const;
-  absl::Status CheckInsert(const Tokens& tokens, int64_t bytes) const;
   std::optional<TokenIndex::Match> Find(const std::optional<Tokens>& tokens) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Taken Remove(const TokenIndex::Match& match) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

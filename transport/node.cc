@@ -86,7 +86,8 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
       StreamPlan::Create(options_.pool, std::move(request.pages), std::move(request.tail)));
   const uint64_t id = RandomId();
   auto handle = std::make_shared<FetchHandle>(
-      pages, plan.num_layers(), plan.total_bytes(), [this, commands = commands_, id] {
+      pages, plan.num_layers(), plan.total_bytes(),
+      [this, commands = commands_, id] {
         commands->Post([this, id] { receiver_->Cancel(id, absl::CancelledError("cancelled")); });
       },
       std::move(request.on_done));

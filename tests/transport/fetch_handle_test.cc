@@ -66,11 +66,13 @@ TEST(Handle, WaitersOnOtherThreadsWakeUp) {
 TEST(Handle, OnDoneIsCalledOnceItIsDone) {
   int calls = 0;
   FetchHandle* seen = nullptr;
-  FetchHandle handle({1}, 1, 10, [] {}, [&] {
-    ++calls;
-    EXPECT_TRUE(seen->done());
-    EXPECT_TRUE(Fails(seen->status(), absl::StatusCode::kAborted));
-  });
+  FetchHandle handle(
+      {1}, 1, 10, [] {},
+      [&] {
+        ++calls;
+        EXPECT_TRUE(seen->done());
+        EXPECT_TRUE(Fails(seen->status(), absl::StatusCode::kAborted));
+      });
   seen = &handle;
   EXPECT_EQ(calls, 0);
   handle.Finish(absl::AbortedError("x"), {1}, {});

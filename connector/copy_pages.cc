@@ -1,0 +1,63 @@
+#include "connector/copy_pages.h"
+
+#include "absl/strings/str_cat.h"
+#include "base/status.h"
+
+namespace kvferry {
+
+absl::StatusOr<std::unique_ptr<CopyPages>> CopyPages::Create(int64_t num_pages,
+                                                             int64_t copy_pages) {
+  if (copy_pages < 0 || copy_pages > num_pages) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("lookup: copy_pages is ", copy_pages, " but the pool has ", num_pages));
+  }
+  std::optional<PageAllocator> pages;
+  if (copy_pages > 0) {
+    KVFERRY_ASSIGN_OR_RETURN(pages, PageAllocator::Create(num_pages, num_pages - copy_pages));
+  }
+  return std::unique_ptr<CopyPages>(new CopyPages(std::move(pages), copy_pages));
+}
+
+absl::Status CopyPages::WaitForTurn(int64_t count, Deadline deadline) {
+  const auto place = waiting_.insert(waiting_.end(), count);
+  absl::Status status;
+  while (!closed_ && (waiting_.begin() != place || pages_->num_free() < count)) {
+    if (changed_.WaitUntil(&mutex_, deadline) || Clock::now() < deadline) continue;
+    status = absl::DeadlineExceededError(
+        absl::StrCat("lookup: ", count, " pages for a copy did not get free in time; ",
+                     pages_->num_free(), " of ", total_, " are"));
+    break;
+  }
+  waiting_.erase(place);
+  changed_.NotifyAll();  // The next one may be served now.
+  return closed_ ? absl::CancelledError("lookup: the buffer was closed") : status;
+}
+
+absl::StatusOr<PageRuns> CopyPages::Allocate(int64_t count, Deadline deadline) {
+  if (count > total_) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("lookup: a copy of ", count, " pages can never fit: copy_pages is ", total_));
+  }
+  const MutexLock lock(&mutex_);
+  KVFERRY_RETURN_IF_ERROR(WaitForTurn(count, deadline));
+  return pages_->Allocate(count);
+}
+
+void CopyPages::Free(const PageRuns& pages) {
+  const MutexLock lock(&mutex_);
+  pages_->Free(pages).IgnoreError();  // They came from here.
+  changed_.NotifyAll();
+}
+
+void CopyPages::Close() {
+  const MutexLock lock(&mutex_);
+  closed_ = true;
+  changed_.NotifyAll();
+}
+
+int64_t CopyPages::num_free() const {
+  const MutexLock lock(&mutex_);
+  return pages_ ? pages_->num_free() : 0;
+}
+
+}  // namespace kvferry

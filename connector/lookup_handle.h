@@ -1,0 +1,59 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "base/clock.h"
+#include "base/mutex.h"
+
+namespace kvferry {
+
+// What a lookup brought.
+struct LookupResult {
+  std::vector<int32_t> tokens;  // Of the entry.
+  // How many of the query's tokens they cover, from the first; all of them for a query without.
+  int64_t num_matched = 0;
+  // Of the consumer's pool, with the KV of the tokens that match, in order. (After a failure too:
+  // what had been chosen by then.)
+  std::vector<int64_t> pages;
+};
+
+// One lookup under way. Made by LookupConsumer::DropSelect; all methods are thread-safe.
+//
+// Until done() the pages belong to the lookup; from then on nothing writes to them.
+class LookupHandle {
+ public:
+  bool done() const;
+  // While under way: UNAVAILABLE "still under way"; ask done() first.
+  absl::Status status() const;
+  // Waits until done() and returns status(); DEADLINE_EXCEEDED when `deadline` comes first: the
+  // lookup then goes on, to its own deadline.
+  absl::Status Wait(Deadline deadline) const;
+  // Empty until done().
+  LookupResult result() const;
+  // Asks for the end; done() follows shortly, with CANCELLED unless it ended before. An entry that
+  // was on its way can be found again.
+  void Cancel();
+
+  // For the consumer.
+  LookupHandle(std::function<void()> cancel, std::function<void()> on_done)
+      : cancel_(std::move(cancel)), on_done_(std::move(on_done)) {}
+  void Finish(const absl::Status& status, LookupResult result);
+
+ private:
+  const std::function<void()> cancel_;
+  std::function<void()> on_done_;  // Finish() alone touches it.
+
+  mutable Mutex mutex_;
+  mutable CondVar changed_;
+  bool done_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status status_ ABSL_GUARDED_BY(mutex_) =
+      absl::UnavailableError("the lookup is still under way");
+  LookupResult result_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace kvferry

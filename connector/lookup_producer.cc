@@ -1,0 +1,178 @@
+#include "connector/lookup_producer.h"
+
+#include "absl/strings/str_cat.h"
+#include "base/status.h"
+#include "connector/kv_tensors.h"
+
+namespace kvferry {
+namespace {
+
+absl::Status CheckOptions(const LookupProducer::Options& options) {
+  if (options.pool == nullptr) return absl::InvalidArgumentError("lookup: no pool");
+  KVFERRY_RETURN_IF_ERROR(CheckPartition(options.partition));
+  if (options.reply_lease_ms >= 1) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "lookup: reply_lease_ms is ", options.reply_lease_ms, " but must be at least 1"));
+}
+
+}  // namespace
+
+// A call of Insert that Close() has to wait for: it may be answering a lookup.
+class LookupProducer::Inserting {
+ public:
+  explicit Inserting(LookupProducer* producer) : producer_(producer) {
+    const MutexLock lock(&producer_->mutex_);
+    ++producer_->inserting_;
+  }
+  ~Inserting() {
+    const MutexLock lock(&producer_->mutex_);
+    --producer_->inserting_;
+    producer_->changed_.NotifyAll();
+  }
+  Inserting(const Inserting&) = delete;
+  Inserting& operator=(const Inserting&) = delete;
+
+ private:
+  LookupProducer* const producer_;
+};
+
+LookupProducer::LookupProducer(const Options& options, std::shared_ptr<LookupTable> table,
+                               std::unique_ptr<CopyPages> copies)
+    : options_(options),
+      table_(std::move(table)),
+      copies_(std::move(copies)),
+      service_({options.config, options.partition, options.pool->layout().num_layers,
+                options.reply_lease_ms},
+               table_) {}
+
+absl::StatusOr<std::unique_ptr<LookupProducer>> LookupProducer::Create(const Options& options) {
+  KVFERRY_RETURN_IF_ERROR(CheckOptions(options));
+  KVFERRY_ASSIGN_OR_RETURN(
+      std::shared_ptr<LookupTable> table,
+      LookupTable::Create({.max_bytes = options.max_bytes, .max_tokens = kMaxLookupTokens}));
+  KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<CopyPages> copies,
+                           CopyPages::Create(options.pool->num_pages(), options.copy_pages));
+  std::unique_ptr<LookupProducer> producer(
+      new LookupProducer(options, std::move(table), std::move(copies)));
+  Node::Options node;
+  node.config = options.config;
+  node.model = options.model;
+  node.name = options.name;
+  node.pool = options.pool;
+  node.source = &producer->service_;
+  node.handler = &producer->service_;
+  node.listen = true;
+  KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<Node> started, Node::Start(std::move(node)));
+  producer->service_.Attach(started.get());
+  producer->address_ = started->listen_address();
+  const MutexLock lock(&producer->mutex_);
+  producer->node_ = std::move(started);
+  return producer;
+}
+
+void LookupProducer::Close() {
+  copies_->Close();
+  table_->Close();
+  std::shared_ptr<Node> node;
+  {
+    const MutexLock lock(&mutex_);
+    closing_ = true;
+    while (inserting_ > 0) changed_.WaitUntil(&mutex_, DeadlineInMs(1000));
+    node = std::move(node_);
+  }
+  node.reset();
+  service_.DropLeased();
+}
+
+// ---------------------------------------------------------------- inserts
+
+absl::StatusOr<PageRuns> LookupProducer::CheckPages(std::span<const int64_t> pages,
+                                                    int64_t num_tokens) const {
+  const int64_t page_size = options_.pool->layout().page_size;
+  const int64_t needed = PagesOfTokens(num_tokens, page_size);
+  if (static_cast<int64_t>(pages.size()) != needed) {
+    return absl::InvalidArgumentError(absl::StrCat("lookup: ", pages.size(), " pages for ",
+                                                   num_tokens, " tokens, which fill ", needed,
+                                                   " of ", page_size));
+  }
+  KVFERRY_ASSIGN_OR_RETURN(PageRuns runs, PageRuns::FromPages(pages));
+  KVFERRY_RETURN_IF_ERROR(runs.CheckWithin(num_own_pages()));
+  return runs;
+}
+
+absl::Status LookupProducer::CheckGone() const {
+  const MutexLock lock(&gone_->mutex);
+  const auto count = static_cast<int64_t>(gone_->entries.size());
+  if (count < options_.config.max_leases) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat("max_leases (", options_.config.max_leases,
+                                                   "): ", count,
+                                                   " entries are gone and have not been taken"));
+}
+
+absl::Status LookupProducer::Keep(LookupTable::Tokens tokens,
+                                  const std::shared_ptr<LookupEntry>& entry, Deadline deadline) {
+  const int64_t bytes = entry->pages.num_pages() * options_.pool->layout().page_bytes();
+  return table_->Insert(std::move(tokens), bytes, entry, deadline);
+}
+
+absl::StatusOr<uint64_t> LookupProducer::Insert(std::span<const int32_t> tokens,
+                                                const std::optional<std::vector<bool>>& roi,
+                                                std::span<const int64_t> pages, Deadline deadline) {
+  const Inserting inserting(this);
+  KVFERRY_ASSIGN_OR_RETURN(LookupTable::Tokens selected, SelectTokens(tokens, roi));
+  auto entry = std::make_shared<LookupEntry>();
+  KVFERRY_ASSIGN_OR_RETURN(entry->pages, CheckPages(pages, static_cast<int64_t>(selected.size())));
+  KVFERRY_RETURN_IF_ERROR(CheckGone());
+  {
+    const MutexLock lock(&mutex_);
+    entry->id = next_entry_++;
+  }
+  entry->on_gone = [gone = gone_](const LookupEntry& left) {
+    const MutexLock lock(&gone->mutex);
+    gone->entries.push_back({left.id, left.fetched});
+  };
+  const uint64_t id = entry->id;
+  const absl::Status status = Keep(std::move(selected), entry, deadline);
+  if (status.ok()) return id;
+  entry->on_gone = nullptr;  // It was never in.
+  return status;
+}
+
+absl::Status LookupProducer::InsertTensors(std::span<const int32_t> tokens,
+                                           const std::optional<std::vector<bool>>& roi,
+                                           std::span<const std::byte> key,
+                                           std::span<const std::byte> value, Deadline deadline) {
+  const Inserting inserting(this);
+  KVFERRY_ASSIGN_OR_RETURN(LookupTable::Tokens selected, SelectTokens(tokens, roi));
+  const KvPool& pool = *options_.pool;
+  const auto num_tokens = static_cast<int64_t>(selected.size());
+  KVFERRY_RETURN_IF_ERROR(CheckTensors(pool.layout(), num_tokens, key, value));
+  const int64_t num_pages = PagesOfTokens(num_tokens, pool.layout().page_size);
+  // Before it waits for pages.
+  KVFERRY_RETURN_IF_ERROR(table_->CheckInsert(selected, num_pages * pool.layout().page_bytes()));
+  auto entry = std::make_shared<LookupEntry>();
+  KVFERRY_ASSIGN_OR_RETURN(entry->pages, copies_->Allocate(num_pages, deadline));
+  entry->on_gone = [copies = copies_](const LookupEntry& left) { copies->Free(left.pages); };
+  KVFERRY_RETURN_IF_ERROR(CopyTensorsToPages(key, value, num_tokens, pool, entry->pages));
+  return Keep(std::move(selected), entry, deadline);
+}
+
+std::vector<GoneEntry> LookupProducer::TakeGone() {
+  const MutexLock lock(&gone_->mutex);
+  return std::exchange(gone_->entries, {});
+}
+
+std::vector<std::pair<std::string, int64_t>> LookupProducer::Metrics() const {
+  std::vector<std::pair<std::string, int64_t>> metrics;
+  {
+    const MutexLock lock(&mutex_);
+    if (node_ != nullptr) metrics = node_->Metrics();
+  }
+  metrics.emplace_back("lookup_entries", num_entries());
+  metrics.emplace_back("lookup_waiting", num_waiting());
+  metrics.emplace_back("lookup_bytes", bytes());
+  metrics.emplace_back("lookup_leased", service_.num_leased());
+  return metrics;
+}
+
+}  // namespace kvferry

@@ -1,0 +1,346 @@
+#include "connector/lookup_queries.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/random.h"
+#include "base/status.h"
+#include "pool/page_runs.h"
+#include "transport/ticket.h"
+
+namespace kvferry {
+namespace {
+
+// A producer that cannot answer is asked again after this, and after twice as long each time.
+constexpr int64_t kFirstBackoffMs = 10;
+constexpr int64_t kLastBackoffMs = 500;
+constexpr int64_t kGiveBackMs = 2000;
+constexpr size_t kMaxQueries = 65536;
+
+bool IsFinal(const absl::Status& status) {
+  return absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status) ||
+         absl::IsPermissionDenied(status) || absl::IsUnimplemented(status);
+}
+
+absl::Status BadReply(absl::string_view what) {
+  return absl::DataLossError(absl::StrCat("lookup: the producer's reply ", what));
+}
+
+}  // namespace
+
+absl::Status LookupQueries::Start() {
+  Node::Options node;
+  node.config = options_.config;
+  node.model = options_.model;
+  node.name = options_.name;
+  node.pool = options_.pool;
+  node.handler = this;
+  KVFERRY_ASSIGN_OR_RETURN(owned_node_, Node::Start(std::move(node)));
+  node_ = owned_node_.get();
+  return absl::OkStatus();
+}
+
+void LookupQueries::Close() {
+  {
+    const MutexLock lock(&mutex_);
+    closing_ = true;
+  }
+  // Fetches end with it, and nothing is written from then on.
+  owned_node_.reset();
+  std::vector<Ended> ended;
+  {
+    const MutexLock lock(&mutex_);
+    while (!queries_.empty()) {
+      ended.push_back(
+          End(queries_.begin()->first, absl::CancelledError("the lookup buffer was closed")));
+    }
+  }
+  for (Ended& one : ended) one.Finish();
+}
+
+void LookupQueries::OnCall(const CallKey& call, const std::string&, const Fields&, Deadline) {
+  node_->Reply(call, absl::UnimplementedError("the consumer of a lookup buffer serves no calls"));
+}
+
+// ---------------------------------------------------------------- beginning
+
+absl::Status LookupQueries::CheckRequest(const LookupConsumer::Request& request) const {
+  if (request.roi && !request.tokens) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("lookup: a roi of ", request.roi->size(), " values without tokens"));
+  }
+  KVFERRY_ASSIGN_OR_RETURN(const PageRuns pages, PageRuns::FromPages(request.pages));
+  KVFERRY_RETURN_IF_ERROR(pages.CheckWithin(options_.pool->num_pages()));
+  const int64_t timeout_ms = MsUntil(request.deadline, Clock::now());
+  if (timeout_ms <= options_.config.max_fetch_timeout_ms) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("lookup: the deadline is ", timeout_ms,
+                                                 " ms away, but max_fetch_timeout_ms is ",
+                                                 options_.config.max_fetch_timeout_ms));
+}
+
+absl::StatusOr<std::shared_ptr<LookupHandle>> LookupQueries::Add(LookupConsumer::Request request) {
+  KVFERRY_RETURN_IF_ERROR(CheckRequest(request));
+  if (request.tokens) {
+    KVFERRY_ASSIGN_OR_RETURN(request.tokens, SelectTokens(*request.tokens, request.roi));
+  }
+  const MutexLock lock(&mutex_);
+  if (queries_.size() >= kMaxQueries) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("lookup: ", queries_.size(), " lookups are under way"));
+  }
+  const uint64_t id = next_id_++;
+  auto cancel = [weak = weak_from_this(), id] {
+    if (const auto self = weak.lock()) self->Cancel(id);
+  };
+  auto query = std::make_shared<Query>();
+  query->handle = std::make_shared<LookupHandle>(std::move(cancel), std::move(request.on_done));
+  query->request = std::move(request);
+  query->producers.resize(options_.producers.size());
+  queries_.emplace(id, query);
+  for (size_t i = 0; i < query->producers.size(); ++i) Ask(id, *query, i);
+  return query->handle;
+}
+
+void LookupQueries::Ask(uint64_t id, Query& query, size_t index) {
+  Producer& producer = query.producers[index];
+  producer.asked = true;
+  producer.lease = RandomId();
+  const uint64_t attempt = ++producer.attempt;
+  Fields args;
+  args.Set("lease", producer.lease).Set("partition", static_cast<uint64_t>(options_.partition));
+  if (query.request.tokens) args.Set("tokens", PackTokens(*query.request.tokens));
+  // Cannot fail: the addresses were checked, and the tokens are few enough.
+  producer.call = node_
+                      ->Call({options_.producers[index], kLookupFunction, std::move(args),
+                              query.request.deadline},
+                             [this, id, index, attempt](absl::StatusOr<Fields> reply) {
+                               OnReply(id, index, attempt, std::move(reply));
+                             })
+                      .value_or(0);
+}
+
+// ---------------------------------------------------------------- replies
+
+void LookupQueries::OnReply(uint64_t id, size_t index, uint64_t attempt,
+                            absl::StatusOr<Fields> reply) {
+  Ended ended;
+  std::shared_ptr<Query> query;
+  absl::StatusOr<int64_t> num_pages;
+  {
+    const MutexLock lock(&mutex_);
+    const auto found = queries_.find(id);
+    if (found == queries_.end()) return;
+    query = found->second;
+    Producer& producer = query->producers[index];
+    if (!producer.asked || producer.attempt != attempt) return;
+    producer.asked = false;
+    if (reply.ok()) {
+      num_pages = Found(*query, index, *reply);
+      if (!num_pages.ok()) ended = End(id, num_pages.status());
+    } else {
+      ended = OnRefused(id, *query, index, reply.status());
+    }
+  }
+  ended.Finish();
+  if (reply.ok() && num_pages.ok()) Fetch(id, query, *num_pages);
+}
+
+LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t index,
+                                              const absl::Status& status) {
+  Producer& producer = query.producers[index];
+  producer.error =
+      absl::Status(status.code(), absl::StrCat(options_.producers[index], ": ", status.message()));
+  producer.refused = IsFinal(status);
+  if (closing_) return End(id, absl::CancelledError("the lookup buffer was closed"));
+  if (std::all_of(query.producers.begin(), query.producers.end(),
+                  [](const Producer& p) { return p.refused; })) {
+    return End(id, producer.error);
+  }
+  const Deadline now = Clock::now();
+  if (now >= query.request.deadline) return End(id, TooLate(query));
+  producer.backoff_ms = std::clamp(2 * producer.backoff_ms, kFirstBackoffMs, kLastBackoffMs);
+  producer.retry_at = now + std::chrono::milliseconds(producer.backoff_ms);
+  return {};
+}
+
+absl::Status LookupQueries::TooLate(const Query& query) const {
+  std::string message = "lookup: no matching entry came in time";
+  for (const Producer& producer : query.producers) {
+    // At the deadline the call itself is late, which says nothing.
+    if (producer.error.ok() || absl::IsDeadlineExceeded(producer.error)) continue;
+    absl::StrAppend(&message, "; ", producer.error.ToString());
+  }
+  return absl::DeadlineExceededError(message);
+}
+
+absl::StatusOr<int64_t> LookupQueries::Read(const Fields& reply, Query& query) const {
+  KVFERRY_ASSIGN_OR_RETURN(query.epoch, reply.Uint("epoch"));
+  KVFERRY_ASSIGN_OR_RETURN(const std::string_view bytes, reply.Bytes("tokens"));
+  LookupResult& result = query.result;
+  KVFERRY_ASSIGN_OR_RETURN(result.tokens, UnpackTokens(bytes));
+  const auto num_tokens = static_cast<int64_t>(result.tokens.size());
+  const int64_t page_size = options_.pool->layout().page_size;
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t pages, reply.Uint("pages", kMaxLookupTokens));
+  if (static_cast<int64_t>(pages) != PagesOfTokens(num_tokens, page_size)) {
+    return BadReply(absl::StrCat("has ", num_tokens, " tokens in ", pages, " pages"));
+  }
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t matched, reply.Uint("matched", num_tokens));
+  result.num_matched = static_cast<int64_t>(matched);
+  const auto& asked = query.request.tokens;
+  const int64_t expected =
+      asked ? std::min(num_tokens, static_cast<int64_t>(asked->size())) : num_tokens;
+  if (result.num_matched != expected ||
+      (asked && !std::equal(asked->begin(), asked->begin() + expected, result.tokens.begin()))) {
+    return BadReply(absl::StrCat("has ", num_tokens, " tokens, of which ", matched,
+                                 " are said to match, but they do not"));
+  }
+  return PagesOfTokens(expected, page_size);
+}
+
+absl::StatusOr<int64_t> LookupQueries::Found(Query& query, size_t index, const Fields& reply) {
+  for (size_t i = 0; i < query.producers.size(); ++i) Unask(query.producers[i], i);
+  absl::StatusOr<int64_t> num_pages = Read(reply, query);
+  if (!num_pages.ok()) {
+    GiveBack(index, query.producers[index].lease);
+    return num_pages;
+  }
+  query.fetching = true;
+  query.found_at = index;
+  return num_pages;
+}
+
+// ---------------------------------------------------------------- fetching
+
+void LookupQueries::Fetch(uint64_t id, const std::shared_ptr<Query>& query, int64_t num_pages) {
+  const absl::Status status = StartFetch(id, query, num_pages);
+  if (status.ok()) return;
+  Ended ended;
+  {
+    const MutexLock lock(&mutex_);
+    GiveBack(query->found_at, query->producers[query->found_at].lease);
+    ended = End(id, status);
+  }
+  ended.Finish();
+}
+
+absl::Status LookupQueries::StartFetch(uint64_t id, const std::shared_ptr<Query>& query,
+                                       int64_t num_pages) {
+  const LookupConsumer::Request& request = query->request;
+  std::vector<int64_t>& pages = query->result.pages;
+  if (request.allocate) {
+    KVFERRY_ASSIGN_OR_RETURN(pages, request.allocate(num_pages));
+  } else {
+    pages = request.pages;
+  }
+  if (static_cast<int64_t>(pages.size()) < num_pages) {
+    return absl::ResourceExhaustedError(absl::StrCat("lookup: the entry needs ", num_pages,
+                                                     " pages but ", pages.size(), " are given"));
+  }
+  pages.resize(static_cast<size_t>(num_pages));
+  const PageRun first{0, num_pages};
+  const Producer& producer = query->producers[query->found_at];
+  const auto num_tokens = static_cast<int64_t>(query->result.tokens.size());
+  Node::FetchRequest fetch;
+  fetch.ticket = {options_.producers[query->found_at], query->epoch, producer.lease,
+                  PagesOfTokens(num_tokens, options_.pool->layout().page_size), num_tokens};
+  KVFERRY_ASSIGN_OR_RETURN(fetch.positions, PageRuns::FromRuns({&first, 1}));
+  KVFERRY_ASSIGN_OR_RETURN(fetch.pages, PageRuns::FromPages(pages));
+  fetch.deadline = request.deadline;
+  fetch.on_done = [this, id] { OnFetched(id); };
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<FetchHandle> handle, node_->Fetch(std::move(fetch)));
+  const MutexLock lock(&mutex_);
+  query->fetch = std::move(handle);
+  if (query->cancelled) query->fetch->Cancel();
+  return absl::OkStatus();
+}
+
+void LookupQueries::OnFetched(uint64_t id) {
+  Ended ended;
+  {
+    const MutexLock lock(&mutex_);
+    const Query& query = *queries_.at(id);
+    const absl::Status status = query.fetch->status();
+    // A producer that is gone has nothing to take back.
+    if (!status.ok() && !absl::IsUnavailable(status)) {
+      GiveBack(query.found_at, query.producers[query.found_at].lease);
+    }
+    ended = End(id, status);
+  }
+  ended.Finish();
+}
+
+// ---------------------------------------------------------------- endings
+
+void LookupQueries::GiveBack(size_t index, uint64_t lease) {
+  if (closing_) return;  // Leases expire.
+  node_
+      ->Call({options_.producers[index], kLookupBackFunction, Fields().Set("lease", lease),
+              DeadlineInMs(kGiveBackMs)},
+             [](const absl::StatusOr<Fields>&) {})
+      .IgnoreError();
+}
+
+void LookupQueries::Unask(Producer& producer, size_t index) {
+  if (!producer.asked) return;
+  producer.asked = false;
+  node_->CancelCall(producer.call);
+  GiveBack(index, producer.lease);  // The reply may be on its way.
+}
+
+LookupQueries::Ended LookupQueries::End(uint64_t id, const absl::Status& status) {
+  const auto query = std::move(queries_.extract(id).mapped());
+  if (!closing_) {
+    for (size_t i = 0; i < query->producers.size(); ++i) Unask(query->producers[i], i);
+  }
+  return {query->handle, status, std::move(query->result)};
+}
+
+void LookupQueries::Cancel(uint64_t id) {
+  Ended ended;
+  {
+    const MutexLock lock(&mutex_);
+    const auto found = queries_.find(id);
+    if (found == queries_.end() || closing_) return;
+    Query& query = *found->second;
+    if (query.fetching) {
+      query.cancelled = true;
+      if (query.fetch != nullptr) query.fetch->Cancel();
+      return;
+    }
+    ended = End(id, absl::CancelledError("the lookup was cancelled"));
+  }
+  ended.Finish();
+}
+
+Deadline LookupQueries::Tick(Deadline now) {
+  std::vector<Ended> late;
+  Deadline next = Deadline::max();
+  {
+    const MutexLock lock(&mutex_);
+    if (closing_) return next;
+    std::vector<uint64_t> overdue;
+    for (const auto& [id, query] : queries_) {
+      if (query->fetching) continue;  // Ends with its fetch.
+      if (query->request.deadline <= now) {
+        overdue.push_back(id);
+        continue;
+      }
+      next = std::min(next, query->request.deadline);
+      for (size_t i = 0; i < query->producers.size(); ++i) {
+        const Producer& producer = query->producers[i];
+        if (producer.asked || producer.refused) continue;
+        if (producer.retry_at <= now) {
+          Ask(id, *query, i);
+        } else {
+          next = std::min(next, producer.retry_at);
+        }
+      }
+    }
+    for (const uint64_t id : overdue) late.push_back(End(id, TooLate(*queries_.at(id))));
+  }
+  for (Ended& one : late) one.Finish();
+  return next;
+}
+
+}  // namespace kvferry

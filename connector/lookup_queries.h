@@ -1,0 +1,116 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/clock.h"
+#include "base/mutex.h"
+#include "connector/lookup_consumer.h"
+#include "connector/lookup_handle.h"
+#include "transport/calls.h"
+#include "transport/fetch_handle.h"
+#include "transport/node.h"
+
+namespace kvferry {
+
+// The lookups of a LookupConsumer.
+//
+//   a lookup is   asking --found--> fetching --every byte--> (gone: OK)
+//                    |                  |
+//                    '------------------'-- deadline, cancel, all refuse, fetch failed
+//                                                            --> (gone: that error)
+//
+// and each of its producers, while it is asking,
+//
+//   asked --cannot now--> waits --time--> asked          refused for good
+//
+// The node's thread drives them; nothing is called back under the lock.
+class LookupQueries : public CallHandler, public std::enable_shared_from_this<LookupQueries> {
+ public:
+  explicit LookupQueries(const LookupConsumer::Options& options) : options_(options) {}
+  // Call Close() first.
+  ~LookupQueries() override = default;
+
+  absl::Status Start();
+  void Close();
+  absl::StatusOr<std::shared_ptr<LookupHandle>> Add(LookupConsumer::Request request);
+  void Cancel(uint64_t id);
+  const Node& node() const { return *node_; }
+
+  // CallHandler; a consumer serves nothing.
+  void OnCall(const CallKey& call, const std::string& function, const Fields& args,
+              Deadline deadline) override;
+  void OnCallDropped(const CallKey&) override {}
+  Deadline Tick(Deadline now) override;
+
+ private:
+  struct Producer {  // One of a query's; the address is options_.producers'.
+    bool asked = false;
+    bool refused = false;  // For good.
+    uint64_t attempt = 0;  // Replies to earlier ones are late.
+    uint64_t call = 0;
+    uint64_t lease = 0;
+    Deadline retry_at{};
+    int64_t backoff_ms = 0;
+    absl::Status error;  // The last.
+  };
+  struct Query {
+    LookupConsumer::Request request;  // Its tokens are those of its roi.
+    std::shared_ptr<LookupHandle> handle;
+    std::vector<Producer> producers;
+    bool cancelled = false;
+    // Once found:
+    bool fetching = false;
+    size_t found_at = 0;
+    uint64_t epoch = 0;
+    LookupResult result{};
+    std::shared_ptr<FetchHandle> fetch{};
+  };
+  // To be finished outside of the lock.
+  struct Ended {
+    std::shared_ptr<LookupHandle> handle;
+    absl::Status status;
+    LookupResult result;
+
+    void Finish() {
+      if (handle != nullptr) handle->Finish(status, std::move(result));
+    }
+  };
+
+  absl::Status CheckRequest(const LookupConsumer::Request& request) const;
+  void Ask(uint64_t id, Query& query, size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void OnReply(uint64_t id, size_t index, uint64_t attempt, absl::StatusOr<Fields> reply);
+  // Takes the reply into the query; the number of its pages that are needed.
+  absl::StatusOr<int64_t> Read(const Fields& reply, Query& query) const;
+  absl::StatusOr<int64_t> Found(Query& query, size_t index, const Fields& reply)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Not under the lock: calls the request's `allocate`.
+  void Fetch(uint64_t id, const std::shared_ptr<Query>& query, int64_t num_pages);
+  absl::Status StartFetch(uint64_t id, const std::shared_ptr<Query>& query, int64_t num_pages);
+  void OnFetched(uint64_t id);
+  Ended OnRefused(uint64_t id, Query& query, size_t index, const absl::Status& status)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status TooLate(const Query& query) const;
+  // Stops asking; what is found nevertheless goes back.
+  void Unask(Producer& producer, size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void GiveBack(size_t index, uint64_t lease) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Ended End(uint64_t id, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const LookupConsumer::Options options_;
+  std::unique_ptr<Node> owned_node_;
+  Node* node_ = nullptr;  // The same, also while it is being destroyed.
+
+  Mutex mutex_;
+  bool closing_ ABSL_GUARDED_BY(mutex_) = false;
+  uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;
+  absl::flat_hash_map<uint64_t, std::shared_ptr<Query>> queries_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace kvferry

@@ -1,0 +1,210 @@
+#include "connector/lookup_service.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "base/status.h"
+#include "connector/lookup_buffer.h"
+
+namespace kvferry {
+namespace {
+
+// Between the start of a node's thread and Attach() lie a few instructions.
+constexpr int64_t kAttachMs = 60000;
+
+const LookupEntry& EntryOf(const LookupTable::Taken& taken) {
+  return *static_cast<LookupEntry*>(taken.payload().get());
+}
+
+}  // namespace
+
+void LookupService::Attach(Node* node) {
+  node_ = node;
+  attached_.Open();
+}
+
+Node& LookupService::node() {
+  attached_.Wait(DeadlineInMs(kAttachMs));
+  return *node_;
+}
+
+void LookupService::DropLeased() {
+  absl::flat_hash_map<uint64_t, Taken> dropped;  // Goes outside of the lock.
+  const MutexLock lock(&mutex_);
+  dropped.swap(leased_);
+}
+
+// ---------------------------------------------------------------- lookups
+
+void LookupService::OnCall(const CallKey& call, const std::string& function, const Fields& args,
+                           Deadline deadline) {
+  absl::Status status;
+  if (function == kLookupFunction) {
+    status = Lookup(call, args, deadline);
+  } else if (function == kLookupBackFunction) {
+    status = LookupBack(call, args);
+  } else {
+    status = absl::UnimplementedError(
+        absl::StrCat("a lookup buffer has no function '", absl::CEscape(function), "'"));
+  }
+  if (!status.ok()) node().Reply(call, status);
+}
+
+absl::Status LookupService::Lookup(const CallKey& call, const Fields& args, Deadline deadline) {
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, args.Uint("lease"));
+  if (lease_id == 0) return absl::InvalidArgumentError("lookup: lease is 0");
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t partition, args.Uint("partition", kMaxLookupPartition));
+  if (partition != static_cast<uint64_t>(options_.partition)) {
+    return absl::FailedPreconditionError(absl::StrCat("lookup: partition: ", options_.partition,
+                                                      " here, ", partition,
+                                                      " there; ask the producer of the same rank"));
+  }
+  std::optional<LookupTable::Tokens> tokens;
+  if (args.Has("tokens")) {
+    KVFERRY_ASSIGN_OR_RETURN(const std::string_view bytes, args.Bytes("tokens"));
+    KVFERRY_ASSIGN_OR_RETURN(tokens, UnpackTokens(bytes));
+  }
+  {
+    const MutexLock lock(&mutex_);
+    waiting_[call] = 0;
+  }
+  const absl::StatusOr<uint64_t> query =
+      table_->Ask(std::move(tokens), deadline, [this, call, lease_id](absl::StatusOr<Taken> taken) {
+        Answer(call, lease_id, std::move(taken));
+      });
+  const MutexLock lock(&mutex_);
+  const auto waiting = waiting_.find(call);
+  if (waiting == waiting_.end()) return query.status();  // Answered, here or on another thread.
+  if (query.ok()) {
+    waiting->second = *query;
+  } else {
+    waiting_.erase(waiting);
+  }
+  return query.status();
+}
+
+absl::Status LookupService::LookupBack(const CallKey& call, const Fields& args) {
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, args.Uint("lease"));
+  // Unknown: nothing was leased. Still being read: it ends with the transfer.
+  leases_.Withdraw(lease_id).IgnoreError();
+  Settle();
+  node().Reply(call, Fields());
+  return absl::OkStatus();
+}
+
+void LookupService::OnCallDropped(const CallKey& call) {
+  uint64_t query = 0;
+  {
+    const MutexLock lock(&mutex_);
+    const auto waiting = waiting_.find(call);
+    if (waiting == waiting_.end()) return;
+    query = waiting->second;
+    waiting_.erase(waiting);
+  }
+  // False: another thread is about to answer, and will find that nobody waits.
+  table_->Withdraw(query);
+}
+
+void LookupService::Answer(const CallKey& call, uint64_t lease_id, absl::StatusOr<Taken> taken) {
+  if (taken.ok()) return node().Reply(call, Lease(call, lease_id, *std::move(taken)));
+  {
+    const MutexLock lock(&mutex_);
+    waiting_.erase(call);
+  }
+  node().Reply(call, taken.status());
+}
+
+Fields LookupService::ReplyOf(const Taken& taken) {
+  return Fields()
+      .Set("epoch", node().epoch())
+      .Set("pages", static_cast<uint64_t>(EntryOf(taken).pages.num_pages()))
+      .Set("tokens", PackTokens(taken.tokens()))
+      .Set("matched", static_cast<uint64_t>(taken.num_matched()))
+      .Set("hidden", 0);
+}
+
+absl::StatusOr<Fields> LookupService::Lease(const CallKey& call, uint64_t lease_id, Taken taken) {
+  const Fields reply = ReplyOf(taken);
+  absl::Status status;
+  {
+    const MutexLock lock(&mutex_);
+    if (waiting_.erase(call) == 0) {
+      status = absl::CancelledError("lookup: nobody waits for the entry any more");
+    } else {
+      // Under the lock, so that a lease is in both tables or in none.
+      status = leases_.Publish(lease_id, EntryOf(taken).pages, options_.num_layers,
+                               DeadlineInMs(options_.reply_lease_ms));
+    }
+    if (status.ok()) leased_.emplace(lease_id, std::move(taken));
+  }
+  if (!status.ok()) {
+    PutBack(std::move(taken));
+    return status;
+  }
+  node().LeaseChanged(lease_id);  // And so the node asks again when the next lease expires.
+  return reply;
+}
+
+void LookupService::PutBack(Taken taken) {
+  mutex_.Lock();
+  returning_.push_back(std::move(taken));
+  // An entry that answers a query on its way back may have to come back again: in turn, and not
+  // one call inside the other.
+  if (!putting_back_) {
+    putting_back_ = true;
+    while (!returning_.empty()) {
+      Taken next = std::move(returning_.front());
+      returning_.pop_front();
+      mutex_.Unlock();
+      table_->PutBack(std::move(next));
+      mutex_.Lock();
+    }
+    putting_back_ = false;
+  }
+  mutex_.Unlock();
+}
+
+// ---------------------------------------------------------------- leases
+
+void LookupService::Settle() {
+  for (const EndedLease& ended : leases_.TakeEnded()) {
+    std::optional<Taken> taken;
+    {
+      const MutexLock lock(&mutex_);
+      auto leased = leased_.extract(ended.lease_id);
+      if (leased.empty()) continue;
+      taken.emplace(std::move(leased.mapped()));
+    }
+    if (ended.outcome == LeaseOutcome::kFetched) {
+      static_cast<LookupEntry*>(taken->payload().get())->fetched = true;
+    } else {
+      PutBack(*std::move(taken));
+    }
+  }
+}
+
+absl::StatusOr<PageRuns> LookupService::BeginTransfer(uint64_t lease_id) {
+  return leases_.BeginTransfer(lease_id);
+}
+
+int64_t LookupService::ReadyLayers(uint64_t lease_id) { return leases_.ReadyLayers(lease_id); }
+
+void LookupService::EndTransfer(uint64_t lease_id, const absl::Status& outcome) {
+  leases_.EndTransfer(lease_id, outcome);
+  Settle();
+}
+
+void LookupService::NothingNeeded(uint64_t lease_id) {
+  leases_.NothingNeeded(lease_id);
+  Settle();
+}
+
+Deadline LookupService::Tick(Deadline now) {
+  const Deadline next_lease = leases_.Tick(now);
+  Settle();
+  return std::min(next_lease, table_->Expire(now).value_or(Deadline::max()));
+}
+
+}  // namespace kvferry

@@ -1,0 +1,110 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/clock.h"
+#include "base/config.h"
+#include "base/mutex.h"
+#include "connector/lease_table.h"
+#include "connector/lookup_table.h"
+#include "pool/page_runs.h"
+#include "transport/calls.h"
+#include "transport/command_queue.h"
+#include "transport/fetch_source.h"
+#include "transport/node.h"
+
+namespace kvferry {
+
+// What a producer keeps of an entry, as the payload in its LookupTable. Gone when the entry has left
+// the buffer for good; `on_gone` is called then, by whoever let go of it last.
+struct LookupEntry {
+  LookupEntry() = default;
+  LookupEntry(const LookupEntry&) = delete;
+  LookupEntry& operator=(const LookupEntry&) = delete;
+  ~LookupEntry() {
+    if (on_gone) on_gone(*this);
+  }
+
+  uint64_t id = 0;
+  PageRuns pages;
+  bool fetched = false;  // Else it was dropped.
+  std::function<void(const LookupEntry&)> on_gone;
+};
+
+// Answers lookups of consumers from a LookupTable: the other half of a LookupProducer.
+//
+//   an entry is   in the table --lookup--> leased --fetched--> gone
+//                      ^                      |
+//                      '---- expired, lookup_back
+//
+// The calls of FetchSource and CallHandler are the node's; entries that are inserted answer lookups
+// on the inserting thread. No lock is held while a table is called that calls back.
+class LookupService : public FetchSource, public CallHandler {
+ public:
+  struct Options {
+    Config config;
+    int64_t partition = 0;
+    int64_t num_layers = 0;  // Of the pool.
+    int64_t reply_lease_ms = 0;
+  };
+  LookupService(const Options& options, std::shared_ptr<LookupTable> table)
+      : options_(options), table_(std::move(table)), leases_(options.config) {}
+
+  // The node that calls this. Once, right after its start: it may be calling already.
+  void Attach(Node* node);
+  // Drops entries that are leased. The node is gone by now.
+  void DropLeased();
+
+  int64_t num_leased() const { return leases_.num_live(); }
+
+  // CallHandler.
+  void OnCall(const CallKey& call, const std::string& function, const Fields& args,
+              Deadline deadline) override;
+  void OnCallDropped(const CallKey& call) override;
+  // FetchSource.
+  absl::StatusOr<PageRuns> BeginTransfer(uint64_t lease_id) override;
+  int64_t ReadyLayers(uint64_t lease_id) override;
+  void EndTransfer(uint64_t lease_id, const absl::Status& outcome) override;
+  void NothingNeeded(uint64_t lease_id) override;
+  // Both.
+  Deadline Tick(Deadline now) override;
+
+ private:
+  using Taken = LookupTable::Taken;
+
+  Node& node();
+  absl::Status Lookup(const CallKey& call, const Fields& args, Deadline deadline);
+  absl::Status LookupBack(const CallKey& call, const Fields& args);
+  void Answer(const CallKey& call, uint64_t lease_id, absl::StatusOr<Taken> taken);
+  absl::StatusOr<Fields> Lease(const CallKey& call, uint64_t lease_id, Taken taken);
+  Fields ReplyOf(const Taken& taken);
+  // What became of leases that have ended.
+  void Settle();
+  void PutBack(Taken taken);
+
+  const Options options_;
+  const std::shared_ptr<LookupTable> table_;
+  LeaseTable leases_;
+  Latch attached_;
+  Node* node_ = nullptr;  // Constant after attached_.
+
+  Mutex mutex_;
+  // Calls that wait for an entry, with the table's ids of their queries.
+  std::map<CallKey, uint64_t> waiting_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<uint64_t, Taken> leased_ ABSL_GUARDED_BY(mutex_);  // By lease id.
+  std::deque<Taken> returning_ ABSL_GUARDED_BY(mutex_);
+  bool putting_back_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace kvferry
