@@ -30,6 +30,7 @@
 #include "python/block_tables.h"
 #include "python/convert.h"
 #include "python/gdn_pool.h"
+#include "python/kv_store.h"
 #include "python/model_config.h"
 #include "python/model_pools.h"
 #include "python/slot_pools.h"
@@ -60,6 +61,7 @@ constexpr std::array kErrors = {
     ErrorRow{absl::StatusCode::kDataLoss, "DataLoss"},
     ErrorRow{absl::StatusCode::kPermissionDenied, "PermissionDenied"},
     ErrorRow{absl::StatusCode::kAborted, "Aborted"},
+    ErrorRow{absl::StatusCode::kUnimplemented, "Unimplemented"},
 };
 
 // The module keeps these alive; they live as long as the interpreter.
@@ -518,6 +520,12 @@ void BindDecode(nb::module_& module) {
 }
 
 }  // namespace
+
+nb::object ExceptionOf(const absl::Status& status) {
+  if (status.ok()) return nb::none();
+  return nb::borrow(ExceptionFor(status.code()))(std::string(status.message()));
+}
+
 }  // namespace kvferry
 
 NB_MODULE(_core, module) {
@@ -532,6 +540,7 @@ NB_MODULE(_core, module) {
   kvferry::BindGdnPool(module);
   kvferry::BindModelConfig(module);
   kvferry::BindModelPools(module);
+  kvferry::BindKvStore(module);
   kvferry::BindTicket(module);
   kvferry::BindPrefill(module);
   kvferry::BindDecode(module);
