@@ -33,6 +33,7 @@
 #include "python/kv_store.h"
 #include "python/model_config.h"
 #include "python/model_pools.h"
+#include "python/remote_store.h"
 #include "python/slot_pools.h"
 #include "python/status_error.h"
 #include "python/token_pools.h"
@@ -541,6 +542,7 @@ NB_MODULE(_core, module) {
   kvferry::BindModelConfig(module);
   kvferry::BindModelPools(module);
   kvferry::BindKvStore(module);
+  kvferry::BindRemoteStore(module);
   kvferry::BindTicket(module);
   kvferry::BindPrefill(module);
   kvferry::BindDecode(module);

@@ -34,33 +34,7 @@ using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
 namespace kvferry {
 namespace {
 
-constexpr int64_t kDefaultTimeoutMs = 5000;
-constexpr int64_t kMaxTimeoutMs = int64_t{366} * 24 * 3600 * 1000;
-
 using ByteArray = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
-
-// ---------------------------------------------------------------- arguments
-
-Deadline DeadlineOf(int64_t timeout_ms) {
-  if (timeout_ms >= 0 && timeout_ms <= kMaxTimeoutMs) return DeadlineInMs(timeout_ms);
-  throw StatusError(absl::InvalidArgumentError(
-      absl::StrCat("timeout_ms is ", timeout_ms, " but must be 0 to ", kMaxTimeoutMs)));
-}
-
-// The bytes of a bytes object, or of a str as UTF-8: valid as long as the object.
-std::string_view KeyOf(nb::handle key) {
-  if (PyBytes_Check(key.ptr())) {
-    return {PyBytes_AS_STRING(key.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(key.ptr()))};
-  }
-  if (!PyUnicode_Check(key.ptr())) {
-    const auto type = nb::cast<std::string>(key.type().attr("__name__"));
-    throw nb::type_error(absl::StrCat("a key is bytes or str, not ", type).c_str());
-  }
-  Py_ssize_t length = 0;
-  const char* text = PyUnicode_AsUTF8AndSize(key.ptr(), &length);
-  if (text == nullptr) throw nb::python_error();
-  return {text, static_cast<size_t>(length)};
-}
 
 // Memory that a Python object offers, as bytes. What it cannot do without a copy is an error.
 template <typename Array, typename Byte>
@@ -118,48 +92,19 @@ using Output = Buffers<nb::ndarray<>, std::byte>;
 
 // ---------------------------------------------------------------- stores
 
-// A store that can be closed while calls are under way: it goes with the last of them.
-class PyStore {
- public:
-  explicit PyStore(std::shared_ptr<KvStore> store) : store_(std::move(store)) {}
-  virtual ~PyStore() = default;
-
-  std::shared_ptr<KvStore> get() const {
-    const MutexLock lock(&mutex_);
-    if (store_ == nullptr) throw StatusError(absl::FailedPreconditionError("store: it is closed"));
-    return store_;
-  }
-  void Close() {
-    std::shared_ptr<KvStore> store;
-    const MutexLock lock(&mutex_);
-    store.swap(store_);
-  }
-
- private:
-  mutable Mutex mutex_;
-  std::shared_ptr<KvStore> store_ ABSL_GUARDED_BY(mutex_);
-};
-
-// Types of their own in Python.
-template <typename Store>
-class PyStoreOf : public PyStore {
- public:
-  using PyStore::PyStore;
-};
-
 void Put(const PyStore& self, nb::handle key, nb::handle value, int64_t timeout_ms) {
-  const std::string_view name = KeyOf(key);
+  const std::string_view name = StoreKey(key);
   const Input input(value);
-  const Deadline deadline = DeadlineOf(timeout_ms);
+  const Deadline deadline = StoreDeadline(timeout_ms);
   const std::shared_ptr<KvStore> store = self.get();
   const nb::gil_scoped_release nogil;
   Check(store->Put(name, input.parts(), deadline));
 }
 
 void GetInto(const PyStore& self, nb::handle key, nb::handle out, int64_t timeout_ms) {
-  const std::string_view name = KeyOf(key);
+  const std::string_view name = StoreKey(key);
   const Output output(out);
-  const Deadline deadline = DeadlineOf(timeout_ms);
+  const Deadline deadline = StoreDeadline(timeout_ms);
   const std::shared_ptr<KvStore> store = self.get();
   const nb::gil_scoped_release nogil;
   Check(store->Get(name, output.parts(), deadline));
@@ -174,8 +119,8 @@ ByteArray ToByteArray(std::vector<std::byte> bytes) {
 }
 
 ByteArray GetBytes(const PyStore& self, nb::handle key, int64_t timeout_ms) {
-  const std::string_view name = KeyOf(key);
-  const Deadline deadline = DeadlineOf(timeout_ms);
+  const std::string_view name = StoreKey(key);
+  const Deadline deadline = StoreDeadline(timeout_ms);
   const std::shared_ptr<KvStore> store = self.get();
   absl::StatusOr<std::vector<std::byte>> bytes;
   {
@@ -187,8 +132,8 @@ ByteArray GetBytes(const PyStore& self, nb::handle key, int64_t timeout_ms) {
 
 int64_t Exists(const PyStore& self, const std::vector<nb::object>& keys, int64_t timeout_ms) {
   std::vector<std::string_view> names;
-  for (const nb::object& key : keys) names.push_back(KeyOf(key));
-  const Deadline deadline = DeadlineOf(timeout_ms);
+  for (const nb::object& key : keys) names.push_back(StoreKey(key));
+  const Deadline deadline = StoreDeadline(timeout_ms);
   const std::shared_ptr<KvStore> store = self.get();
   const nb::gil_scoped_release nogil;
   return Value(store->Exists(names, deadline));
@@ -196,8 +141,8 @@ int64_t Exists(const PyStore& self, const std::vector<nb::object>& keys, int64_t
 
 template <absl::Status (KvStore::*kCall)(std::string_view, Deadline)>
 void CallWithKey(const PyStore& self, nb::handle key, int64_t timeout_ms) {
-  const std::string_view name = KeyOf(key);
-  const Deadline deadline = DeadlineOf(timeout_ms);
+  const std::string_view name = StoreKey(key);
+  const Deadline deadline = StoreDeadline(timeout_ms);
   const std::shared_ptr<KvStore> store = self.get();
   const nb::gil_scoped_release nogil;
   Check((store.get()->*kCall)(name, deadline));
@@ -220,9 +165,9 @@ std::vector<nb::object> CallBatch(const PyStore& self, const nb::sequence& items
   for (const auto& pair : pairs) memory.emplace_back(pair.second);
   std::vector<Item> batch;
   for (size_t i = 0; i < pairs.size(); ++i) {
-    batch.push_back({KeyOf(pairs[i].first), memory[i].parts()});
+    batch.push_back({StoreKey(pairs[i].first), memory[i].parts()});
   }
-  const Deadline deadline = DeadlineOf(timeout_ms);
+  const Deadline deadline = StoreDeadline(timeout_ms);
   const std::shared_ptr<KvStore> store = self.get();
   std::vector<absl::Status> statuses;
   {
@@ -249,26 +194,54 @@ nb::dict StatsDict(const PyStore& self) {
   return dict;
 }
 
+using PagesCall = std::vector<absl::Status> (KvStore::*)(std::span<const std::string_view>,
+                                                         const KvPool&, std::span<const int64_t>,
+                                                         Deadline);
+
+template <PagesCall kCall>
+std::vector<nb::object> CallPages(const PyStore& self, const std::vector<nb::object>& keys,
+                                  const std::shared_ptr<KvPool>& pool,
+                                  const std::vector<int64_t>& pages, int64_t timeout_ms) {
+  std::vector<std::string_view> names;
+  for (const nb::object& key : keys) names.push_back(StoreKey(key));
+  const Deadline deadline = StoreDeadline(timeout_ms);
+  const std::shared_ptr<KvStore> store = self.get();
+  std::vector<absl::Status> statuses;
+  {
+    const nb::gil_scoped_release nogil;
+    statuses = (store.get()->*kCall)(names, *pool, pages, deadline);
+  }
+  std::vector<nb::object> errors;
+  for (const absl::Status& status : statuses) errors.push_back(ExceptionOf(status));
+  return errors;
+}
+
 void BindCommon(nb::module_& module) {
   nb::class_<PyStore>(module, "KvStore",
                       "What every store can do; see connector/store/kv_store.h. Keys are bytes or "
                       "str, values whatever offers contiguous CPU memory, or a list of such parts.")
-      .def("put", &Put, "key"_a, "value"_a, "timeout_ms"_a = kDefaultTimeoutMs)
-      .def("get_into", &GetInto, "key"_a, "out"_a, "timeout_ms"_a = kDefaultTimeoutMs,
+      .def("put", &Put, "key"_a, "value"_a, "timeout_ms"_a = kStoreTimeoutMs)
+      .def("get_into", &GetInto, "key"_a, "out"_a, "timeout_ms"_a = kStoreTimeoutMs,
            "Fills memory of the value's length; what is in it after an error is undefined.")
-      .def("get_bytes", &GetBytes, "key"_a, "timeout_ms"_a = kDefaultTimeoutMs,
+      .def("get_bytes", &GetBytes, "key"_a, "timeout_ms"_a = kStoreTimeoutMs,
            "The value as an array of uint8.")
-      .def("exists", &Exists, "keys"_a, "timeout_ms"_a = kDefaultTimeoutMs,
+      .def("exists", &Exists, "keys"_a, "timeout_ms"_a = kStoreTimeoutMs,
            "How many of the keys, from the first on, are there without a gap.")
-      .def("erase", &CallWithKey<&KvStore::Erase>, "key"_a, "timeout_ms"_a = kDefaultTimeoutMs)
-      .def("pin", &CallWithKey<&KvStore::Pin>, "key"_a, "timeout_ms"_a = kDefaultTimeoutMs)
-      .def("unpin", &CallWithKey<&KvStore::Unpin>, "key"_a, "timeout_ms"_a = kDefaultTimeoutMs)
+      .def("erase", &CallWithKey<&KvStore::Erase>, "key"_a, "timeout_ms"_a = kStoreTimeoutMs)
+      .def("pin", &CallWithKey<&KvStore::Pin>, "key"_a, "timeout_ms"_a = kStoreTimeoutMs)
+      .def("unpin", &CallWithKey<&KvStore::Unpin>, "key"_a, "timeout_ms"_a = kStoreTimeoutMs)
       .def("put_batch", &CallBatch<Input, KvStore::PutItem, &KvStore::PutBatch>, "items"_a,
-           "timeout_ms"_a = kDefaultTimeoutMs,
+           "timeout_ms"_a = kStoreTimeoutMs,
            "Of (key, value); for each None or the error, which is not raised.")
       .def("get_batch", &CallBatch<Output, KvStore::GetItem, &KvStore::GetBatch>, "items"_a,
-           "timeout_ms"_a = kDefaultTimeoutMs,
+           "timeout_ms"_a = kStoreTimeoutMs,
            "Of (key, out); for each None or the error, which is not raised.")
+      .def("put_pages", &CallPages<&KvStore::PutPages>, "keys"_a, "pool"_a, "pages"_a,
+           "timeout_ms"_a = kStoreTimeoutMs,
+           "Pages of a pool, one a key; for each None or the error, which is not raised.")
+      .def("get_pages", &CallPages<&KvStore::GetPages>, "keys"_a, "pool"_a, "pages"_a,
+           "timeout_ms"_a = kStoreTimeoutMs,
+           "Fills pages of a pool; for each None or the error, which is not raised.")
       .def("stats", &StatsDict, nb::sig("def stats(self) -> dict[str, int]"))
       .def("close", &PyStore::Close, nb::call_guard<nb::gil_scoped_release>(),
            "Calls that are under way end as if it were open; later ones fail.")
@@ -285,15 +258,18 @@ void BindHostStore(nb::module_& module) {
                                    "In this process's memory; see connector/store/host_store.h.")
       .def(
           "__init__",
-          [](PyHostStore* self, int64_t capacity_bytes, int64_t page_bytes,
-             int64_t max_value_bytes) {
-            const HostStore::Options options = {.layout = Value(HostStore::FlatLayout(page_bytes)),
-                                                .capacity_bytes = capacity_bytes,
-                                                .max_value_bytes = max_value_bytes};
+          [](PyHostStore* self, int64_t capacity_bytes, int64_t page_bytes, int64_t max_value_bytes,
+             const std::optional<KvLayout>& layout) {
+            const HostStore::Options options = {
+                .layout = layout ? *layout : Value(HostStore::FlatLayout(page_bytes)),
+                .capacity_bytes = capacity_bytes,
+                .max_value_bytes = max_value_bytes};
             new (self) PyHostStore(Value(HostStore::Create(options)));
           },
-          "capacity_bytes"_a, "page_bytes"_a = 16384, "max_value_bytes"_a = 0,
-          "A value takes whole pages; max_value_bytes 0 is the capacity.");
+          "capacity_bytes"_a, "page_bytes"_a = 16384, "max_value_bytes"_a = 0, nb::kw_only(),
+          "layout"_a = nb::none(),
+          "A value takes whole pages, of page_bytes or of a layout; max_value_bytes 0 is the "
+          "capacity.");
 }
 
 #ifdef KVFERRY_HAVE_REDIS
@@ -376,7 +352,7 @@ std::vector<nb::bytes> MakeBlockKeys(const Tokens& tokens, int64_t page_size,
 }
 
 nb::bytes HeaderOf(nb::handle key, nb::handle value) {
-  const std::string_view name = KeyOf(key);
+  const std::string_view name = StoreKey(key);
   const Input input(value);
   ValueHeader header;
   {
@@ -387,13 +363,34 @@ nb::bytes HeaderOf(nb::handle key, nb::handle value) {
 }
 
 bool IsWhole(nb::handle key, nb::handle header_and_value) {
-  const std::string_view name = KeyOf(key);
+  const std::string_view name = StoreKey(key);
   const Input input(header_and_value);
   const nb::gil_scoped_release nogil;
   return input.parts().size() == 1 && CheckedValue(name, input.parts()[0]).has_value();
 }
 
 }  // namespace
+
+Deadline StoreDeadline(int64_t timeout_ms) {
+  if (timeout_ms >= 0 && timeout_ms <= kMaxStoreTimeoutMs) return DeadlineInMs(timeout_ms);
+  throw StatusError(absl::InvalidArgumentError(
+      absl::StrCat("timeout_ms is ", timeout_ms, " but must be 0 to ", kMaxStoreTimeoutMs)));
+}
+
+// The bytes of a bytes object, or of a str as UTF-8: valid as long as the object.
+std::string_view StoreKey(nb::handle key) {
+  if (PyBytes_Check(key.ptr())) {
+    return {PyBytes_AS_STRING(key.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(key.ptr()))};
+  }
+  if (!PyUnicode_Check(key.ptr())) {
+    const auto type = nb::cast<std::string>(key.type().attr("__name__"));
+    throw nb::type_error(absl::StrCat("a key is bytes or str, not ", type).c_str());
+  }
+  Py_ssize_t length = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(key.ptr(), &length);
+  if (text == nullptr) throw nb::python_error();
+  return {text, static_cast<size_t>(length)};
+}
 
 void BindKvStore(nb::module_& module) {
   BindCommon(module);
