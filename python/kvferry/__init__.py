@@ -36,6 +36,7 @@ from kvferry._core import (
     StoreServer,
     ThreadPool,
     Ticket,
+    TieredStore,
     TokenKvPool,
     TokenSlotAllocator,
     Unavailable,
@@ -84,6 +85,7 @@ __all__ = [
     "SparseIndexer",
     "StoreServer",
     "ThreadPool",
+    "TieredStore",
     "Ticket",
     "TokenKvPool",
     "TokenSlotAllocator",
@@ -99,6 +101,6 @@ __all__ = [
 
 def __getattr__(name: str):
     # Stores that not every build has.
-    if name in ("RedisStore", "RocksDbStore", "TieredStore"):
+    if name in ("RedisStore", "RocksDbStore"):
         return getattr(_core, name)
     raise AttributeError(f"module 'kvferry' has no attribute {name!r}")
