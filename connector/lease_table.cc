@@ -32,7 +32,8 @@ absl::Status LeaseTable::NotLive(uint64_t lease_id) const {
 }
 
 absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t ready_layers,
-                                 Deadline expiry) {
+                                 Deadline expiry,
+                                 std::shared_ptr<const std::vector<std::byte>> tail) {
   MutexLock lock(&mutex_);
   if (leases_.contains(lease_id) || remembered_.contains(lease_id)) {
     return absl::AlreadyExistsError(
@@ -43,7 +44,8 @@ absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t read
         "max_leases (", config_.max_leases, "): ", leases_.size(), " requests are published and ",
         ended_.size(), " ended ones have not been taken"));
   }
-  leases_.emplace(lease_id, Lease{std::move(pages), ready_layers, expiry, State::kIdle});
+  leases_.emplace(lease_id,
+                  Lease{{std::move(pages), std::move(tail)}, ready_layers, expiry, State::kIdle});
   return absl::OkStatus();
 }
 
@@ -77,7 +79,7 @@ int64_t LeaseTable::num_live() const {
   return static_cast<int64_t>(leases_.size());
 }
 
-absl::StatusOr<PageRuns> LeaseTable::BeginTransfer(uint64_t lease_id) {
+absl::StatusOr<LeasedMemory> LeaseTable::BeginTransfer(uint64_t lease_id) {
   MutexLock lock(&mutex_);
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) return NotLive(lease_id);
@@ -87,7 +89,7 @@ absl::StatusOr<PageRuns> LeaseTable::BeginTransfer(uint64_t lease_id) {
         found->second.state == State::kTransferring ? "fetched already" : "withdrawn"));
   }
   found->second.state = State::kTransferring;
-  return found->second.pages;
+  return found->second.memory;
 }
 
 int64_t LeaseTable::ReadyLayers(uint64_t lease_id) {

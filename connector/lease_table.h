@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -46,7 +47,8 @@ class LeaseTable : public FetchSource {
 
   // ALREADY_EXISTS for a lease id that was used before, RESOURCE_EXHAUSTED at max_leases (live ones
   // and ended ones not yet taken).
-  absl::Status Publish(uint64_t lease_id, PageRuns pages, int64_t ready_layers, Deadline expiry);
+  absl::Status Publish(uint64_t lease_id, PageRuns pages, int64_t ready_layers, Deadline expiry,
+                       std::shared_ptr<const std::vector<std::byte>> tail = nullptr);
   // Layers [0, layers) are final; never shrinks. NOT_FOUND for a lease that is not live.
   absl::Status SetReadyLayers(uint64_t lease_id, int64_t layers);
   // True: ended at once. False: a transfer has to end first. NOT_FOUND for a lease that is not
@@ -57,7 +59,7 @@ class LeaseTable : public FetchSource {
   int64_t num_live() const;
 
   // FetchSource.
-  absl::StatusOr<PageRuns> BeginTransfer(uint64_t lease_id) override;
+  absl::StatusOr<LeasedMemory> BeginTransfer(uint64_t lease_id) override;
   int64_t ReadyLayers(uint64_t lease_id) override;
   void EndTransfer(uint64_t lease_id, const absl::Status& outcome) override;
   void NothingNeeded(uint64_t lease_id) override;
@@ -66,7 +68,7 @@ class LeaseTable : public FetchSource {
  private:
   enum class State { kIdle, kTransferring, kWithdrawing };
   struct Lease {
-    PageRuns pages;
+    LeasedMemory memory;
     int64_t ready_layers = 0;
     Deadline expiry;
     State state = State::kIdle;

@@ -185,7 +185,7 @@ void LookupService::Settle() {
   }
 }
 
-absl::StatusOr<PageRuns> LookupService::BeginTransfer(uint64_t lease_id) {
+absl::StatusOr<LeasedMemory> LookupService::BeginTransfer(uint64_t lease_id) {
   return leases_.BeginTransfer(lease_id);
 }
 

@@ -73,7 +73,7 @@ class LookupService : public FetchSource, public CallHandler {
               Deadline deadline) override;
   void OnCallDropped(const CallKey& call) override;
   // FetchSource.
-  absl::StatusOr<PageRuns> BeginTransfer(uint64_t lease_id) override;
+  absl::StatusOr<LeasedMemory> BeginTransfer(uint64_t lease_id) override;
   int64_t ReadyLayers(uint64_t lease_id) override;
   void EndTransfer(uint64_t lease_id, const absl::Status& outcome) override;
   void NothingNeeded(uint64_t lease_id) override;

@@ -30,8 +30,10 @@
 #include "python/block_tables.h"
 #include "python/convert.h"
 #include "python/gdn_pool.h"
+#include "python/kv_store.h"
 #include "python/model_config.h"
 #include "python/model_pools.h"
+#include "python/remote_store.h"
 #include "python/slot_pools.h"
 #include "python/status_error.h"
 #include "python/token_pools.h"
@@ -60,6 +62,7 @@ constexpr std::array kErrors = {
     ErrorRow{absl::StatusCode::kDataLoss, "DataLoss"},
     ErrorRow{absl::StatusCode::kPermissionDenied, "PermissionDenied"},
     ErrorRow{absl::StatusCode::kAborted, "Aborted"},
+    ErrorRow{absl::StatusCode::kUnimplemented, "Unimplemented"},
 };
 
 // The module keeps these alive; they live as long as the interpreter.
@@ -518,6 +521,12 @@ void BindDecode(nb::module_& module) {
 }
 
 }  // namespace
+
+nb::object ExceptionOf(const absl::Status& status) {
+  if (status.ok()) return nb::none();
+  return nb::borrow(ExceptionFor(status.code()))(std::string(status.message()));
+}
+
 }  // namespace kvferry
 
 NB_MODULE(_core, module) {
@@ -532,6 +541,8 @@ NB_MODULE(_core, module) {
   kvferry::BindGdnPool(module);
   kvferry::BindModelConfig(module);
   kvferry::BindModelPools(module);
+  kvferry::BindKvStore(module);
+  kvferry::BindRemoteStore(module);
   kvferry::BindTicket(module);
   kvferry::BindPrefill(module);
   kvferry::BindDecode(module);

@@ -131,6 +131,9 @@ nanobind::capsule KeepAlive(Owner owner) {
                            [](void* held) noexcept { delete static_cast<Owner*>(held); });
 }
 
+// The exception that a failed status would be raised as, None for OK. Defined in bindings.cc.
+nanobind::object ExceptionOf(const absl::Status& status);
+
 // What engines expect of alloc(): None when there is not enough, and nothing has changed.
 template <typename T>
 std::optional<T> OrNone(absl::StatusOr<T> result) {

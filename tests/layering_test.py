@@ -4,7 +4,8 @@
 
 bench/ may also include what it shares with examples/ (layout flags, the pattern). Fails as well
 on third-party headers outside the one folder that wraps them: UCX in transport/ucx/, ZeroMQ and
-msgpack in transport/control/, CUDA in pool/cuda/. tests/ may include anything.
+msgpack in transport/control/, hiredis, RocksDB and OpenSSL in connector/store/, CUDA in pool/cuda/.
+tests/ may include anything.
 
     python3 tests/layering_test.py              checks this tree
     python3 tests/layering_test.py --self-test  plants bad includes and checks that each is caught
@@ -32,6 +33,9 @@ OURS = {*MAY_INCLUDE, "tests"}
 WRAPPED = [
     ("UCX", re.compile(r"(ucp|ucs|uct|ucm)/"), "transport/ucx"),
     ("ZeroMQ", re.compile(r"zmq(_addon)?\.hp?p?$"), "transport/control"),
+    ("hiredis", re.compile(r"hiredis/"), "connector/store"),
+    ("RocksDB", re.compile(r"rocksdb/"), "connector/store"),
+    ("OpenSSL", re.compile(r"openssl/"), "connector/store"),
     ("msgpack", re.compile(r"msgpack(/|\.hp?p?$)"), "transport/control"),
     (
         "CUDA",
@@ -111,6 +115,9 @@ PLANTED_BAD = [
     ("transport/a.cc", "#include <zmq_addon.hpp>"),
     ("connector/a.cc", "#include <msgpack.hpp>"),
     ("base/a.cc", "#include <msgpack/v3/unpack.hpp>"),
+    ("connector/a.cc", "#include <hiredis/hiredis.h>"),
+    ("connector/a.cc", "#include <rocksdb/db.h>"),
+    ("base/a.cc", "#include <openssl/evp.h>"),
     ("pool/a.cc", "#include <cuda_runtime.h>"),
     ("transport/ucx/a.cc", '#include "cuda.h"'),
     ("pool/cpu/a.cc", "#include <cuda_fp8.h>"),

@@ -1,6 +1,9 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -9,15 +12,21 @@
 
 namespace kvferry {
 
+// What a lease offers: pages, and perhaps bytes behind them.
+struct LeasedMemory {
+  PageRuns pages;
+  std::shared_ptr<const std::vector<std::byte>> tail{};
+};
+
 // Whoever publishes pages (connector/lease_table.h). Called on the node's progress thread; must not
 // block.
 class FetchSource {
  public:
   virtual ~FetchSource() = default;
 
-  // Asks for a lease's pages and holds the lease until EndTransfer: it neither expires nor gives
+  // Asks for a lease's memory and holds the lease until EndTransfer: it neither expires nor gives
   // its pages back meanwhile. NOT_FOUND: not published (perhaps not yet); any other error is final.
-  virtual absl::StatusOr<PageRuns> BeginTransfer(uint64_t lease_id) = 0;
+  virtual absl::StatusOr<LeasedMemory> BeginTransfer(uint64_t lease_id) = 0;
   // Layers [0, n) hold their final bytes.
   virtual int64_t ReadyLayers(uint64_t lease_id) = 0;
   // OK: the lease was fetched and ends. Else it goes on, until it expires or is fetched after all.

@@ -47,7 +47,8 @@ struct FetchMsg {
   int64_t window_bytes = 0;
   int64_t chunk_bytes = 0;
   bool checksum = false;
-  uint64_t replaces = 0;  // A fetch of the same lease that this one begins anew; 0: none.
+  int64_t tail_bytes = 0;  // Wanted behind the pages.
+  uint64_t replaces = 0;   // A fetch of the same lease that this one begins anew; 0: none.
 };
 struct DoneMsg {
   uint64_t transfer_id = 0;

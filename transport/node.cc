@@ -81,8 +81,9 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
                                                    "; fetch in several parts"));
   }
   const std::vector<int64_t> pages = request.pages.ToPages();
-  KVFERRY_ASSIGN_OR_RETURN(StreamPlan plan,
-                           StreamPlan::Create(options_.pool, std::move(request.pages)));
+  KVFERRY_ASSIGN_OR_RETURN(
+      StreamPlan plan,
+      StreamPlan::Create(options_.pool, std::move(request.pages), std::move(request.tail)));
   const uint64_t id = RandomId();
   auto handle = std::make_shared<FetchHandle>(
       pages, plan.num_layers(), plan.total_bytes(),

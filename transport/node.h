@@ -16,6 +16,7 @@
 #include "transport/calls.h"
 #include "transport/fetch_handle.h"
 #include "transport/fetch_source.h"
+#include "transport/stream_plan.h"
 #include "transport/ticket.h"
 
 namespace kvferry {
@@ -52,6 +53,8 @@ class Node {
     // Empty: from the ticket's address. Else from the peer of a call that this node has served (its
     // lease; address and epoch of the ticket are ignored), over that peer's own session.
     PeerKey peer{};
+    // Where the bytes behind the pages go; as many as the lease has, or none.
+    StreamTail tail{};
     // Called once, when the handle is done(), on the progress thread; must not block.
     std::function<void()> on_done{};
   };

@@ -62,6 +62,7 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   message.chunk_bytes = config_.chunk_bytes;
   message.window_bytes = config_.chunk_bytes * config_.credits_per_transfer;
   message.checksum = config_.checksum;
+  message.tail_bytes = fetch.plan.tail_bytes();
   message.replaces = fetch.replaces;
   outbox_->Send(fetch.peer, std::move(message));
 }
@@ -144,14 +145,14 @@ absl::Status Receiver::Accept(Fetch& fetch, const ChunkHeader& header,
   if (config_.checksum && (header.flags & kChunkHasChecksum) == 0) {
     return absl::DataLossError("a chunk came without the checksum that was asked for");
   }
-  const int64_t layers_before = fetch.arrived.prefix() / fetch.plan.layer_bytes();
+  const int64_t layers_before = fetch.plan.LayersIn(fetch.arrived.prefix());
   const auto begin = static_cast<int64_t>(header.offset);
   if (!fetch.arrived.Add(begin, begin + header.bytes)) {
     return absl::DataLossError(
         absl::StrCat("the chunk at byte ", header.offset, " overlaps what has arrived"));
   }
   fetch.plan.Scatter(begin, payload);
-  const int64_t layers = fetch.arrived.prefix() / fetch.plan.layer_bytes();
+  const int64_t layers = fetch.plan.LayersIn(fetch.arrived.prefix());
   if (layers != layers_before) fetch.handle->SetLayersDone(layers);
   return absl::OkStatus();
 }

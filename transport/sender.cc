@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/hash.h"
 #include "base/log.h"
+#include "base/status.h"
 
 namespace kvferry {
 namespace {
@@ -75,45 +76,59 @@ void Sender::OnFetch(const PeerKey& peer, LinkId link, FetchMsg fetch) {
 }
 
 void Sender::RetryParked(Parked parked) {
-  absl::StatusOr<PageRuns> pages = source_->BeginTransfer(parked.fetch.lease_id);
-  if (pages.ok()) {
-    Start(parked.peer, parked.link, std::move(parked.fetch), *pages);
+  absl::StatusOr<LeasedMemory> leased = source_->BeginTransfer(parked.fetch.lease_id);
+  if (leased.ok()) {
+    Start(parked.peer, parked.link, std::move(parked.fetch), *leased);
     return;
   }
-  if (absl::IsNotFound(pages.status()) && Clock::now() < parked.until) {
+  if (absl::IsNotFound(leased.status()) && Clock::now() < parked.until) {
     parked_.push_back(std::move(parked));
     return;
   }
   ForgetFetch(parked.peer);
-  Refuse(parked.peer, parked.fetch.transfer_id, pages.status());
+  Refuse(parked.peer, parked.fetch.transfer_id, leased.status());
 }
 
-void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const PageRuns& lease_pages) {
-  const auto refuse = [&](const absl::Status& status) {
-    source_->EndTransfer(fetch.lease_id, status);
-    ForgetFetch(peer);
-    Refuse(peer, fetch.transfer_id, status);
-  };
-  // Positions select pages of the lease; the result is what this side reads.
-  if (const absl::Status status = fetch.positions.CheckWithin(lease_pages.num_pages());
-      !status.ok()) {
-    return refuse(absl::OutOfRangeError(absl::StrCat(
-        "positions outside the lease's ", lease_pages.num_pages(), " pages: ", status.message())));
+// Positions select pages of the lease; the plan is of what this side reads.
+absl::StatusOr<StreamPlan> Sender::PlanFor(const FetchMsg& fetch,
+                                           const LeasedMemory& leased) const {
+  const int64_t num_pages = leased.pages.num_pages();
+  if (const absl::Status status = fetch.positions.CheckWithin(num_pages); !status.ok()) {
+    return absl::OutOfRangeError(
+        absl::StrCat("positions outside the lease's ", num_pages, " pages: ", status.message()));
   }
-  if (fetch.positions.num_pages() == 0 || fetch.positions.num_pages() > lease_pages.num_pages()) {
-    return refuse(absl::OutOfRangeError(absl::StrCat(
-        fetch.positions.num_pages(), " pages asked of a lease of ", lease_pages.num_pages())));
+  if ((fetch.positions.num_pages() == 0 && fetch.tail_bytes == 0) ||
+      fetch.positions.num_pages() > num_pages) {
+    return absl::OutOfRangeError(
+        absl::StrCat(fetch.positions.num_pages(), " pages asked of a lease of ", num_pages));
+  }
+  const int64_t tail_bytes = leased.tail ? static_cast<int64_t>(leased.tail->size()) : 0;
+  if (fetch.tail_bytes != 0 && fetch.tail_bytes != tail_bytes) {
+    return absl::OutOfRangeError(
+        absl::StrCat("a tail of ", fetch.tail_bytes, " bytes asked of a lease with ", tail_bytes));
   }
   std::vector<PageRun> runs;
   for (const PageRun& run : fetch.positions.runs()) {
-    const absl::StatusOr<PageRuns> slice = lease_pages.Slice(run.first, run.count);
+    const absl::StatusOr<PageRuns> slice = leased.pages.Slice(run.first, run.count);
     runs.insert(runs.end(), slice->runs().begin(), slice->runs().end());
   }
-  absl::StatusOr<PageRuns> pages = PageRuns::FromRuns(runs);
-  if (!pages.ok()) return refuse(pages.status());
-  absl::StatusOr<StreamPlan> plan = StreamPlan::Create(pool_, *std::move(pages));
-  if (!plan.ok()) return refuse(plan.status());
+  KVFERRY_ASSIGN_OR_RETURN(PageRuns pages, PageRuns::FromRuns(runs));
+  StreamTail tail;
+  // A sender only reads; a plan serves both sides.
+  if (fetch.tail_bytes != 0) {
+    tail = {const_cast<std::byte*>(leased.tail->data()), tail_bytes, leased.tail};
+  }
+  return StreamPlan::Create(pool_, std::move(pages), std::move(tail));
+}
 
+void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const LeasedMemory& leased) {
+  absl::StatusOr<StreamPlan> plan = PlanFor(fetch, leased);
+  if (!plan.ok()) {
+    source_->EndTransfer(fetch.lease_id, plan.status());
+    ForgetFetch(peer);
+    Refuse(peer, fetch.transfer_id, plan.status());
+    return;
+  }
   const int64_t timeout_ms = std::min(fetch.timeout_ms, config_.max_fetch_timeout_ms);
   const int64_t chunk_bytes =
       std::min({fetch.chunk_bytes, config_.chunk_bytes, fetch.window_bytes});
@@ -136,8 +151,7 @@ void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const PageR
 }
 
 int64_t Sender::ReadyBytes(const StreamPlan& plan, uint64_t lease_id) const {
-  return plan.layer_bytes() *
-         std::clamp<int64_t>(source_->ReadyLayers(lease_id), 0, plan.num_layers());
+  return plan.BytesOfLayers(std::max<int64_t>(0, source_->ReadyLayers(lease_id)));
 }
 
 void Sender::OnLeaseChanged(uint64_t lease_id) {
@@ -281,8 +295,7 @@ bool Sender::Pump() {
 bool Sender::PumpOne(const TransferPtr& transfer, int64_t peer_share) {
   const int64_t window_end = transfer->credited_bytes + transfer->fetch.window_bytes;
   // A chunk never leaves its layer, so that a layer's end never waits for the next layer's chunk.
-  const int64_t layer_bytes = transfer->plan.layer_bytes();
-  const int64_t layer_end = (transfer->sent_bytes / layer_bytes + 1) * layer_bytes;
+  const int64_t layer_end = transfer->plan.SegmentEnd(transfer->sent_bytes);
   const int64_t end = std::min(layer_end, transfer->ready_bytes);
   const int64_t bytes = std::min(transfer->chunk_bytes, end - transfer->sent_bytes);
   if (bytes <= 0 || transfer->sent_bytes + bytes > window_end) return false;

@@ -73,7 +73,8 @@ class Sender {
 
   absl::Status CheckLimits(const PeerKey& peer, const FetchMsg& fetch) const;
   void Refuse(const PeerKey& peer, uint64_t transfer_id, const absl::Status& status);
-  void Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const PageRuns& lease_pages);
+  absl::StatusOr<StreamPlan> PlanFor(const FetchMsg& fetch, const LeasedMemory& leased) const;
+  void Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const LeasedMemory& leased);
   void RetryParked(Parked parked);
   bool PumpOne(const TransferPtr& transfer, int64_t peer_share);
   void SendChunk(const TransferPtr& transfer, int64_t bytes);

@@ -1,7 +1,9 @@
 #include "transport/stream_plan.h"
 
 #include <algorithm>
+#include <cstring>
 
+#include "absl/strings/str_cat.h"
 #include "base/status.h"
 #include "pool/page_copy.h"
 
@@ -40,35 +42,67 @@ void ForEachSegment(const KvPool& pool, int64_t num_pages, int64_t layer_bytes, 
 
 }  // namespace
 
-StreamPlan::StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages)
+StreamPlan::StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages, StreamTail tail)
     : pool_(std::move(pool)),
       pages_(std::move(pages)),
+      tail_(std::move(tail)),
       layer_bytes_(pages_.num_pages() * pool_->layout().layer_page_bytes()) {}
 
-absl::StatusOr<StreamPlan> StreamPlan::Create(std::shared_ptr<const KvPool> pool, PageRuns pages) {
+absl::StatusOr<StreamPlan> StreamPlan::Create(std::shared_ptr<const KvPool> pool, PageRuns pages,
+                                              StreamTail tail) {
   KVFERRY_RETURN_IF_ERROR(pages.CheckWithin(pool->num_pages()));
   // Each page once at most, so that the stream is never larger than the pool and sums cannot
   // overflow.
   if (pages.num_pages() > pool->num_pages()) {
     return absl::OutOfRangeError("more pages listed than the pool has");
   }
-  return StreamPlan(std::move(pool), std::move(pages));
+  if (tail.bytes < 0 || tail.bytes > kMaxTailBytes) {
+    return absl::OutOfRangeError(
+        absl::StrCat("a tail of ", tail.bytes, " bytes, limit ", kMaxTailBytes));
+  }
+  return StreamPlan(std::move(pool), std::move(pages), std::move(tail));
+}
+
+int64_t StreamPlan::LayersIn(int64_t bytes) const {
+  return bytes >= pages_bytes() ? num_layers() : bytes / layer_bytes_;
+}
+
+int64_t StreamPlan::BytesOfLayers(int64_t layers) const {
+  return layers >= num_layers() ? total_bytes() : layers * layer_bytes_;
+}
+
+int64_t StreamPlan::SegmentEnd(int64_t offset) const {
+  return offset >= pages_bytes() ? total_bytes() : (offset / layer_bytes_ + 1) * layer_bytes_;
+}
+
+int64_t StreamPlan::InPages(int64_t offset, int64_t bytes) const {
+  return std::clamp<int64_t>(pages_bytes() - offset, 0, bytes);
 }
 
 void StreamPlan::Gather(int64_t offset, std::span<std::byte> packed) const {
-  ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset,
-                 static_cast<int64_t>(packed.size()), [&](const Segment& segment) {
+  const auto bytes = static_cast<int64_t>(packed.size());
+  const int64_t in_pages = InPages(offset, bytes);
+  ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset, in_pages,
+                 [&](const Segment& segment) {
                    GatherPages(*segment.buffer, pages_, segment.offset,
                                packed.subspan(segment.packed, segment.bytes));
                  });
+  if (in_pages == bytes) return;
+  std::memcpy(packed.data() + in_pages, tail_.data + (offset + in_pages - pages_bytes()),
+              bytes - in_pages);
 }
 
 void StreamPlan::Scatter(int64_t offset, std::span<const std::byte> packed) const {
-  ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset,
-                 static_cast<int64_t>(packed.size()), [&](const Segment& segment) {
+  const auto bytes = static_cast<int64_t>(packed.size());
+  const int64_t in_pages = InPages(offset, bytes);
+  ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset, in_pages,
+                 [&](const Segment& segment) {
                    ScatterPages(*segment.buffer, pages_, segment.offset,
                                 packed.subspan(segment.packed, segment.bytes));
                  });
+  if (in_pages == bytes) return;
+  std::memcpy(tail_.data + (offset + in_pages - pages_bytes()), packed.data() + in_pages,
+              bytes - in_pages);
 }
 
 std::vector<int64_t> StreamPlan::PagesTouchedBy(
@@ -76,7 +110,7 @@ std::vector<int64_t> StreamPlan::PagesTouchedBy(
   std::vector<bool> touched(pages_.num_pages(), false);
   bool all = false;
   for (const auto& [begin, end] : gaps) {
-    ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, begin, end - begin,
+    ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, begin, InPages(begin, end - begin),
                    [&](const Segment& segment) {
                      const int64_t item = segment.buffer->item_bytes;
                      const int64_t last = (segment.offset + segment.bytes - 1) / item;

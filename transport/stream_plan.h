@@ -13,19 +13,37 @@
 
 namespace kvferry {
 
+// Bytes that travel behind the pages of a stream: what belongs to the request and lies in no page,
+// such as hidden states. The owner keeps them alive.
+struct StreamTail {
+  std::byte* data = nullptr;
+  int64_t bytes = 0;
+  std::shared_ptr<const void> owner{};
+};
+
 // Where each byte of a transfer's stream (docs/wire_protocol.md) lies in one side's pool.
 // Arithmetic over the layout and the runs of pages: making one costs O(runs), and nothing grows
 // with pages x layers. Immutable; the pool is kept alive.
 class StreamPlan {
  public:
-  // OUT_OF_RANGE when a page is not in the pool.
-  static absl::StatusOr<StreamPlan> Create(std::shared_ptr<const KvPool> pool, PageRuns pages);
+  static constexpr int64_t kMaxTailBytes = int64_t{1} << 40;
 
-  int64_t total_bytes() const { return layer_bytes_ * pool_->layout().num_layers; }
+  // OUT_OF_RANGE when a page is not in the pool, or the tail is too long.
+  static absl::StatusOr<StreamPlan> Create(std::shared_ptr<const KvPool> pool, PageRuns pages,
+                                           StreamTail tail = {});
+
+  int64_t total_bytes() const { return pages_bytes() + tail_.bytes; }
+  int64_t tail_bytes() const { return tail_.bytes; }
   // The stream holds layer l in [l * layer_bytes(), (l + 1) * layer_bytes()).
   int64_t layer_bytes() const { return layer_bytes_; }
   int64_t num_layers() const { return pool_->layout().num_layers; }
   const PageRuns& pages() const { return pages_; }
+  // Layers that the first `bytes` of the stream hold whole.
+  int64_t LayersIn(int64_t bytes) const;
+  // How much of the stream the first `layers` layers are; all of it for all layers.
+  int64_t BytesOfLayers(int64_t layers) const;
+  // Where the layer, or the tail, ends that `offset` lies in.
+  int64_t SegmentEnd(int64_t offset) const;
 
   // Copies the window [offset, offset + packed.size()) of the stream, which must lie inside it.
   void Gather(int64_t offset, std::span<std::byte> packed) const;
@@ -35,10 +53,14 @@ class StreamPlan {
   std::vector<int64_t> PagesTouchedBy(std::span<const std::pair<int64_t, int64_t>> gaps) const;
 
  private:
-  StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages);
+  StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages, StreamTail tail);
+  int64_t pages_bytes() const { return layer_bytes_ * num_layers(); }
+  // How many of the bytes from `offset` on are of pages.
+  int64_t InPages(int64_t offset, int64_t bytes) const;
 
   std::shared_ptr<const KvPool> pool_;
   PageRuns pages_;
+  StreamTail tail_;
   int64_t layer_bytes_;
 };
 

@@ -28,6 +28,82 @@ std::vector<absl::Status> KvStore::GetBatch(std::span<const GetItem> items, Dead
   return statuses;
 }
 
+namespace {
+
+absl::Status CheckPages(std::span<const std::string_view> keys, const KvPool& pool,
+                        std::span<const int64_t> pages) {
+  if (keys.size() != pages.size()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("store: ", keys.size(), " keys for ", pages.size(), " pages"));
+  }
+  for (const int64_t page : pages) {
+    if (page >= 0 && page < pool.num_pages()) continue;
+    return absl::OutOfRangeError(
+        absl::StrCat("store: page ", page, " of a pool of ", pool.num_pages()));
+  }
+  return absl::OkStatus();
+}
+
+// The items of pages, those of one page side by side.
+std::vector<std::span<std::byte>> ItemsOf(const KvPool& pool, std::span<const int64_t> pages) {
+  const KvLayout& layout = pool.layout();
+  std::vector<std::span<std::byte>> items;
+  items.reserve(pages.size() * layout.num_buffers());
+  for (const int64_t page : pages) {
+    for (int64_t layer = 0; layer < layout.num_layers; ++layer) {
+      for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
+        items.push_back(pool.page(layer, tensor, page));
+      }
+    }
+  }
+  return items;
+}
+
+}  // namespace
+
+std::vector<absl::Status> KvStore::PutPages(std::span<const std::string_view> keys,
+                                            const KvPool& pool, std::span<const int64_t> pages,
+                                            Deadline deadline) {
+  const absl::Status valid = CheckPages(keys, pool, pages);
+  if (!valid.ok()) return std::vector<absl::Status>(keys.size(), valid);
+  return DoPutPages(keys, pool, pages, deadline);
+}
+
+std::vector<absl::Status> KvStore::GetPages(std::span<const std::string_view> keys,
+                                            const KvPool& pool, std::span<const int64_t> pages,
+                                            Deadline deadline) {
+  const absl::Status valid = CheckPages(keys, pool, pages);
+  if (!valid.ok()) return std::vector<absl::Status>(keys.size(), valid);
+  return DoGetPages(keys, pool, pages, deadline);
+}
+
+std::vector<absl::Status> KvStore::DoPutPages(std::span<const std::string_view> keys,
+                                              const KvPool& pool, std::span<const int64_t> pages,
+                                              Deadline deadline) {
+  const std::vector<std::span<std::byte>> items = ItemsOf(pool, pages);
+  const std::vector<std::span<const std::byte>> parts(items.begin(), items.end());
+  const int64_t per_page = pool.layout().num_buffers();
+  std::vector<PutItem> puts;
+  puts.reserve(keys.size());
+  for (size_t i = 0; i < keys.size(); ++i) {
+    puts.push_back({keys[i], ConstParts(parts).subspan(i * per_page, per_page)});
+  }
+  return PutBatch(puts, deadline);
+}
+
+std::vector<absl::Status> KvStore::DoGetPages(std::span<const std::string_view> keys,
+                                              const KvPool& pool, std::span<const int64_t> pages,
+                                              Deadline deadline) {
+  const std::vector<std::span<std::byte>> items = ItemsOf(pool, pages);
+  const int64_t per_page = pool.layout().num_buffers();
+  std::vector<GetItem> gets;
+  gets.reserve(keys.size());
+  for (size_t i = 0; i < keys.size(); ++i) {
+    gets.push_back({keys[i], Parts(items).subspan(i * per_page, per_page)});
+  }
+  return GetBatch(gets, deadline);
+}
+
 absl::Status CheckKey(std::string_view key) {
   if (!key.empty() && static_cast<int64_t>(key.size()) <= KvStore::kMaxKeyBytes) {
     return absl::OkStatus();

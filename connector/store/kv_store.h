@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
+#include "pool/kv_pool.h"
 
 namespace kvferry {
 
@@ -87,7 +88,25 @@ class KvStore {
   virtual std::vector<absl::Status> PutBatch(std::span<const PutItem> items, Deadline deadline);
   virtual std::vector<absl::Status> GetBatch(std::span<const GetItem> items, Deadline deadline);
 
+  // The same for pages of a pool: the value of keys[i] is the page pages[i], its items one after
+  // another, layer by layer. As many keys as pages, and pages within the pool, or each status is
+  // INVALID_ARGUMENT or OUT_OF_RANGE. After an error the bytes of that page are undefined.
+  std::vector<absl::Status> PutPages(std::span<const std::string_view> keys, const KvPool& pool,
+                                     std::span<const int64_t> pages, Deadline deadline);
+  std::vector<absl::Status> GetPages(std::span<const std::string_view> keys, const KvPool& pool,
+                                     std::span<const int64_t> pages, Deadline deadline);
+
   virtual Stats stats() const = 0;
+
+ protected:
+  // What PutPages and GetPages do once their arguments are checked: a batch of parts, unless a
+  // backend can do better.
+  virtual std::vector<absl::Status> DoPutPages(std::span<const std::string_view> keys,
+                                               const KvPool& pool, std::span<const int64_t> pages,
+                                               Deadline deadline);
+  virtual std::vector<absl::Status> DoGetPages(std::span<const std::string_view> keys,
+                                               const KvPool& pool, std::span<const int64_t> pages,
+                                               Deadline deadline);
 };
 
 // INVALID_ARGUMENT unless the key, or the value's length, is within bounds.

@@ -1,5 +1,6 @@
 """kvferry moves the KV caches of LLM serving between prefill and decode processes."""
 
+from kvferry import _core
 from kvferry._core import (
     Aborted,
     AlreadyExists,
@@ -16,8 +17,10 @@ from kvferry._core import (
     GdnPool,
     GdnShape,
     HostKvPool,
+    HostStore,
     KvLayout,
     KvPool,
+    KvStore,
     LayerCounter,
     ModelConfig,
     ModelPools,
@@ -25,19 +28,24 @@ from kvferry._core import (
     PageAllocator,
     PermissionDenied,
     PrefillEndpoint,
+    RemoteStore,
     ReqToTokenPool,
     ResourceExhausted,
     SlidingWindowAllocator,
     SparseIndexer,
+    StoreServer,
     ThreadPool,
     Ticket,
     TokenKvPool,
     TokenSlotAllocator,
     Unavailable,
+    Unimplemented,
+    block_keys,
     copy_blocks,
     quantized_tensors,
     random_id,
 )
+from kvferry.store import KVStoreBuffer, make_store
 
 __version__ = "0.1.0"
 
@@ -57,8 +65,11 @@ __all__ = [
     "GdnPool",
     "GdnShape",
     "HostKvPool",
+    "HostStore",
+    "KVStoreBuffer",
     "KvLayout",
     "KvPool",
+    "KvStore",
     "LayerCounter",
     "ModelConfig",
     "ModelPools",
@@ -66,16 +77,28 @@ __all__ = [
     "PageAllocator",
     "PermissionDenied",
     "PrefillEndpoint",
+    "RemoteStore",
     "ReqToTokenPool",
     "ResourceExhausted",
     "SlidingWindowAllocator",
     "SparseIndexer",
+    "StoreServer",
     "ThreadPool",
     "Ticket",
     "TokenKvPool",
     "TokenSlotAllocator",
     "Unavailable",
+    "Unimplemented",
+    "block_keys",
     "copy_blocks",
+    "make_store",
     "quantized_tensors",
     "random_id",
 ]
+
+
+def __getattr__(name: str):
+    # Stores that not every build has.
+    if name in ("RedisStore", "RocksDbStore", "TieredStore"):
+        return getattr(_core, name)
+    raise AttributeError(f"module 'kvferry' has no attribute {name!r}")

@@ -39,9 +39,9 @@ class Leases : public testing::Test {
 
 TEST_F(Leases, IdleBeginTransferHoldsIt) {
   ASSERT_TRUE(IsOk(Publish()));
-  const absl::StatusOr<PageRuns> pages = table_.BeginTransfer(kLease);
-  ASSERT_TRUE(IsOk(pages));
-  EXPECT_EQ(pages->ToPages(), (std::vector<int64_t>{3, 4, 9}));
+  const absl::StatusOr<LeasedMemory> leased = table_.BeginTransfer(kLease);
+  ASSERT_TRUE(IsOk(leased));
+  EXPECT_EQ(leased->pages.ToPages(), (std::vector<int64_t>{3, 4, 9}));
   EXPECT_EQ(table_.Tick(At(1000)), Deadline::max());  // No expiry meanwhile, and none to wait for.
   EXPECT_EQ(Ended(), "none");
   EXPECT_TRUE(Fails(table_.BeginTransfer(kLease), absl::StatusCode::kFailedPrecondition,
@@ -225,10 +225,10 @@ class ModelRun {
                                       : found->second.state == Model::kIdle
                                           ? absl::StatusCode::kOk
                                           : absl::StatusCode::kFailedPrecondition;
-        const absl::StatusOr<PageRuns> pages = table_->BeginTransfer(id);
-        ASSERT_EQ(pages.status().code(), want);
-        if (!pages.ok()) break;
-        ASSERT_EQ(pages->PageAt(0), static_cast<int64_t>(id % 1000));
+        const absl::StatusOr<LeasedMemory> leased = table_->BeginTransfer(id);
+        ASSERT_EQ(leased.status().code(), want);
+        if (!leased.ok()) break;
+        ASSERT_EQ(leased->pages.PageAt(0), static_cast<int64_t>(id % 1000));
         found->second.state = Model::kTransferring;
         break;
       }

@@ -144,6 +144,42 @@ TEST_F(NodeCalls, TheServerFetchesFromItsCaller) {
   EXPECT_TRUE(WaitFor([&] { return leases_.num_live() == 0; }, Soon()));
 }
 
+// What lies in no page travels behind the pages, in as many chunks as it takes.
+TEST_F(NodeCalls, ATailFollowsThePages) {
+  auto tail = std::make_shared<std::vector<std::byte>>(100001);
+  for (size_t i = 0; i < tail->size(); ++i) (*tail)[i] = static_cast<std::byte>(i * 7 + i / 256);
+  std::shared_ptr<const std::vector<std::byte>> kept = tail;
+  std::vector<std::byte> received(tail->size());
+  const auto fetch = [&](uint64_t lease, int64_t tail_bytes) {
+    EXPECT_TRUE(IsOk(leases_.Publish(lease, Must(PageRuns::FromPages(std::vector<int64_t>{3, 4})),
+                                     4, DeadlineInMs(60000), kept)));
+    std::promise<std::shared_ptr<FetchHandle>> begun;
+    handler_.serve = [&](const CallKey& call, const std::string&, const Fields&) {
+      Node::FetchRequest request;
+      request.ticket.lease_id = lease;
+      request.ticket.num_pages = 2;
+      const PageRun all{0, 2};
+      request.positions = Must(PageRuns::FromRuns({&all, 1}));
+      request.pages = Must(PageRuns::FromPages(std::vector<int64_t>{8, 1}));
+      request.deadline = Soon();
+      request.peer = call.peer;
+      request.tail = {received.data(), tail_bytes};
+      begun.set_value(Must(server_->Fetch(std::move(request))));
+      server_->Reply(call, Fields());
+    };
+    EXPECT_TRUE(IsOk(Ask("take", {}).reply.get()));
+    return begun.get_future().get()->Wait(Soon());
+  };
+  EXPECT_TRUE(IsOk(fetch(kLease, 0)));  // Not wanted, not sent.
+  EXPECT_EQ(received, std::vector<std::byte>(received.size()));
+  EXPECT_TRUE(Fails(fetch(kLease + 1, 100000), absl::StatusCode::kOutOfRange,
+                    "a tail of 100000 bytes asked of a lease with 100001"));
+  EXPECT_TRUE(IsOk(fetch(kLease + 2, 100001)));
+  EXPECT_EQ(received, *tail);
+  EXPECT_TRUE(
+      HoldsExactly(*server_pool_, 2, std::vector<int64_t>{8, 1}, 1, std::vector<int64_t>{3, 4}));
+}
+
 TEST_F(NodeCalls, AFetchFromACallerThatIsGoneFails) {
   Node::FetchRequest request;
   request.ticket.lease_id = kLease;

@@ -38,6 +38,7 @@ struct Describer {
     return absl::StrCat("fetch ", m.transfer_id, " ", m.lease_id, " [",
                         absl::StrJoin(m.positions.runs(), ",", run), "] ", m.timeout_ms, " ",
                         m.window_bytes, " ", m.chunk_bytes, " ", m.checksum,
+                        m.tail_bytes == 0 ? "" : absl::StrCat(" tail ", m.tail_bytes),
                         m.replaces == 0 ? "" : absl::StrCat(" replaces ", m.replaces));
   }
   std::string operator()(const DoneMsg& m) const {

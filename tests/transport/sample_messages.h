@@ -24,6 +24,8 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   fetch.checksum = true;
   FetchMsg again = fetch;
   again.replaces = 0x0f1e2d3c4b5a6978;
+  FetchMsg with_tail = fetch;
+  with_tail.tail_bytes = 123456789;
   const std::string worker("\x00\x01worker\xff", 9);
   Fields fields;
   fields.Set("tokens", std::string("\x01\x00\x00\x00", 4)).Set("partition", 7);
@@ -34,6 +36,7 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
       {"refuse_fetch", RefuseMsg{77, absl::NotFoundError("lease 4d is unknown here")}},
       {"fetch", fetch},
       {"fetch_again", again},
+      {"fetch_tail", with_tail},
       {"done", DoneMsg{fetch.transfer_id, fetch.lease_id, int64_t{1} << 40}},
       {"cancel", CancelMsg{fetch.transfer_id, "cancelled"}},
       {"abort", AbortMsg{fetch.transfer_id, absl::AbortedError("taken back")}},

@@ -15,10 +15,10 @@ namespace {
 // position.
 struct Naive {
   std::vector<std::byte*> bytes;
-  std::vector<int64_t> position;
+  std::vector<int64_t> position;  // -1 in the tail.
 };
 
-Naive Expand(const KvPool& pool, const std::vector<int64_t>& pages) {
+Naive Expand(const KvPool& pool, const std::vector<int64_t>& pages, std::vector<std::byte>& tail) {
   Naive naive;
   for (int64_t layer = 0; layer < pool.layout().num_layers; ++layer) {
     for (int64_t tensor = 0; tensor < pool.layout().num_tensors(); ++tensor) {
@@ -30,7 +30,21 @@ Naive Expand(const KvPool& pool, const std::vector<int64_t>& pages) {
       }
     }
   }
+  for (std::byte& byte : tail) {
+    naive.bytes.push_back(&byte);
+    naive.position.push_back(-1);
+  }
   return naive;
+}
+
+StreamTail TailOf(std::vector<std::byte>& tail) {
+  return {tail.data(), static_cast<int64_t>(tail.size())};
+}
+
+std::vector<std::byte> RandomTail(std::mt19937_64& random) {
+  std::vector<std::byte> tail(random() % 3 == 0 ? 0 : random() % 100);
+  for (std::byte& byte : tail) byte = static_cast<std::byte>(random());
+  return tail;
 }
 
 KvLayout RandomLayout(std::mt19937_64& random) {
@@ -39,6 +53,20 @@ KvLayout RandomLayout(std::mt19937_64& random) {
   const int64_t tensors = upto(3);
   for (int64_t i = 0; i < tensors; ++i) layout.tensors.push_back({"t", upto(3), upto(9)});
   return layout;
+}
+
+// Where layers end, against counting bytes.
+void ExpectLayers(const StreamPlan& plan, int64_t page_bytes, int64_t total) {
+  for (int64_t bytes = 0; bytes <= total; ++bytes) {
+    int64_t layers = 0;
+    while (layers < plan.num_layers() && (layers + 1) * plan.layer_bytes() <= bytes) ++layers;
+    ASSERT_EQ(plan.LayersIn(bytes), layers) << bytes;
+    if (bytes == total) break;
+    ASSERT_EQ(plan.SegmentEnd(bytes),
+              bytes >= page_bytes ? total : (layers + 1) * plan.layer_bytes());
+  }
+  ASSERT_EQ(plan.BytesOfLayers(plan.num_layers() - 1), page_bytes - plan.layer_bytes());
+  ASSERT_EQ(plan.BytesOfLayers(plan.num_layers()), total);  // The tail needs all of them.
 }
 
 class Plans : public testing::TestWithParam<uint64_t> {};
@@ -50,11 +78,16 @@ TEST_P(Plans, WindowsAgainstAByteLoop) {
     const auto pool = MakePatternPool(layout, 20, 7);
     const std::string shape = std::vector<std::string>{"seq", "runs8", "rand"}[random() % 3];
     const auto pages = MakePages(shape, 1 + static_cast<int64_t>(random() % 16), 20, &random);
-    const StreamPlan plan = Must(StreamPlan::Create(pool, Must(PageRuns::FromPages(pages))));
-    const Naive naive = Expand(*pool, pages);
+    std::vector<std::byte> tail = RandomTail(random);
+    const StreamPlan plan =
+        Must(StreamPlan::Create(pool, Must(PageRuns::FromPages(pages)), TailOf(tail)));
+    const Naive naive = Expand(*pool, pages, tail);
     const auto total = static_cast<int64_t>(naive.bytes.size());
     ASSERT_EQ(plan.total_bytes(), total);
-    ASSERT_EQ(plan.layer_bytes() * layout.num_layers, total);
+    const int64_t page_bytes = total - static_cast<int64_t>(tail.size());
+    ASSERT_EQ(plan.tail_bytes(), static_cast<int64_t>(tail.size()));
+    ASSERT_EQ(plan.layer_bytes() * layout.num_layers, page_bytes);
+    ExpectLayers(plan, page_bytes, total);
 
     for (int window = 0; window < 30; ++window) {
       const int64_t offset = static_cast<int64_t>(random() % total);
@@ -65,11 +98,15 @@ TEST_P(Plans, WindowsAgainstAByteLoop) {
 
       // Scattering into a pool of another pattern changes the window and nothing else.
       const auto target = MakePatternPool(layout, 20, 8);
-      const StreamPlan into = Must(StreamPlan::Create(target, Must(PageRuns::FromPages(pages))));
+      std::vector<std::byte> target_tail(tail.size(), std::byte{0x5a});
+      std::vector<std::byte> expected_tail = target_tail;
+      const StreamPlan into =
+          Must(StreamPlan::Create(target, Must(PageRuns::FromPages(pages)), TailOf(target_tail)));
       const auto expected = MakePatternPool(layout, 20, 8);
-      const Naive want = Expand(*expected, pages);
+      const Naive want = Expand(*expected, pages, expected_tail);
       for (int64_t i = 0; i < bytes; ++i) *want.bytes[offset + i] = packed[i];
       into.Scatter(offset, packed);
+      ASSERT_EQ(target_tail, expected_tail);
       for (int64_t buffer = 0; buffer < layout.num_buffers(); ++buffer) {
         const BufferInfo& a = target->buffer_infos()[buffer];
         const BufferInfo& b = expected->buffer_infos()[buffer];
@@ -85,8 +122,10 @@ TEST_P(Plans, PagesTouchedAgainstAByteLoop) {
     const KvLayout layout = RandomLayout(random);
     const auto pool = MakePatternPool(layout, 20, 7);
     const auto pages = MakePages("rand", 1 + static_cast<int64_t>(random() % 16), 20, &random);
-    const StreamPlan plan = Must(StreamPlan::Create(pool, Must(PageRuns::FromPages(pages))));
-    const Naive naive = Expand(*pool, pages);
+    std::vector<std::byte> tail = RandomTail(random);
+    const StreamPlan plan =
+        Must(StreamPlan::Create(pool, Must(PageRuns::FromPages(pages)), TailOf(tail)));
+    const Naive naive = Expand(*pool, pages, tail);
     const auto total = static_cast<int64_t>(naive.bytes.size());
     // Gaps as ByteRanges makes them: in order, not touching each other.
     std::vector<std::pair<int64_t, int64_t>> gaps;
@@ -101,7 +140,9 @@ TEST_P(Plans, PagesTouchedAgainstAByteLoop) {
     }
     std::vector<int64_t> want;
     want.reserve(touched.size());
-    for (const int64_t position : touched) want.push_back(pages[position]);
+    for (const int64_t position : touched) {
+      if (position >= 0) want.push_back(pages[position]);
+    }
     ASSERT_EQ(plan.PagesTouchedBy(gaps), want);
   }
 }
@@ -117,6 +158,8 @@ TEST(StreamPlan, PagesOutsideThePool) {
   EXPECT_TRUE(Fails(create({10}), absl::StatusCode::kOutOfRange, "10 pages"));
   EXPECT_TRUE(Fails(create({8, 9, 10}), absl::StatusCode::kOutOfRange));
   EXPECT_TRUE(Fails(create(std::vector<int64_t>(11, 3)), absl::StatusCode::kOutOfRange));
+  EXPECT_TRUE(Fails(StreamPlan::Create(pool, PageRuns(), {nullptr, -1}),
+                    absl::StatusCode::kOutOfRange, "a tail of -1 bytes"));
 }
 
 TEST(StreamPlan, NoPages) {

@@ -116,7 +116,7 @@ struct BodyWriter {
     writer.Status(body.status);
   }
   void operator()(const FetchMsg& body) const {
-    Head("fetch", body.replaces == 0 ? 7 : 8);
+    Head("fetch", 7 + (body.tail_bytes == 0 ? 0 : 1) + (body.replaces == 0 ? 0 : 1));
     writer.Uint("id", body.transfer_id);
     writer.Uint("lease", body.lease_id);
     PackRuns(writer, body.positions);
@@ -124,6 +124,7 @@ struct BodyWriter {
     writer.Uint("window", body.window_bytes);
     writer.Uint("chunk", body.chunk_bytes);
     writer.Bool("sum", body.checksum);
+    if (body.tail_bytes != 0) writer.Uint("tail", body.tail_bytes);
     if (body.replaces != 0) writer.Uint("replaces", body.replaces);
   }
   void operator()(const DoneMsg& body) const {
@@ -357,6 +358,7 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
     body.window_bytes = reader.Int("window", 1, kMaxWireInt);
     body.chunk_bytes = reader.Int("chunk", 1, kMaxWireInt);
     body.checksum = reader.Bool("sum");
+    if (reader.Has("tail")) body.tail_bytes = reader.Int("tail", 1, kMaxWireInt);
     if (reader.Has("replaces")) body.replaces = reader.Uint("replaces", 1);
     return body;
   }

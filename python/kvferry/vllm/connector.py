@@ -21,8 +21,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.vllm import layout
-from kvferry.vllm.metadata import StepMetadata, WorkerAddress
+from kvferry.vllm.metadata import StepMetadata, StoreAddress, WorkerAddress
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler, warn_wrong_role
+from kvferry.vllm.store_scheduler import StoreScheduler
+from kvferry.vllm.store_worker import StoreWorker
 from kvferry.vllm.telemetry import Options, Trace, TransferStats, setup_logging
 from kvferry.vllm.worker import DecodeWorker, PrefillWorker
 
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves the KV of prompts from prefill engines to decode engines, whole blocks, asynchronously.
+
+    Or, with "mode": "store", keeps blocks in a store and loads them when a prompt begins with them
+    again, in this engine or in another one.
 
     Limits, each refused at start with a message: one KV cache group with full attention, pipeline
     and context parallel size 1, KV in host memory. Both engines need the same model,
@@ -57,9 +62,18 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._decode: DecodeScheduler | None = None
         self._prefill_worker: PrefillWorker | None = None
         self._decode_worker: DecodeWorker | None = None
+        self._store: StoreScheduler | None = None
+        self._store_worker: StoreWorker | None = None
         self._stats = TransferStats()
+        if self._options.store is not None:
+            layout.check_store_supported(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             block_size = layout.block_size(kv_cache_config)
+            if self._options.store is not None:
+                self._store = StoreScheduler(
+                    block_size, self._options.store, self._options.config(0)
+                )
+                return
             if transfer.is_kv_producer:
                 self._prefill = PrefillScheduler(vllm_config, block_size)
             if transfer.is_kv_consumer:
@@ -87,8 +101,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._prefill.set_workers(
                 {rank: it for rank, it in metadata.items() if isinstance(it, WorkerAddress)}
             )
+        if self._store is not None:
+            self._store.set_workers(
+                {rank: it for rank, it in metadata.items() if isinstance(it, StoreAddress)}
+            )
 
     def on_new_request(self, request: "Request") -> None:
+        if self._store is not None:
+            self._store.on_new_request(request)
+            return
         warn_wrong_role(request, self._kv_transfer_config.kv_role)
         if self._prefill is not None:
             self._prefill.on_new_request(request)
@@ -99,6 +120,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if self._store is not None:
+            return self._store.get_num_new_matched_tokens(request, num_computed_tokens)
         if self._decode is None:
             return 0, False
         return self._decode.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -106,11 +129,16 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
+        if self._store is not None:
+            self._store.update_state_after_alloc(request, blocks, num_external_tokens)
         if self._decode is not None:
             self._decode.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         meta = StepMetadata()
+        if self._store is not None:
+            assert self._kv_cache_manager is not None
+            self._store.fill(meta, scheduler_output, self._kv_cache_manager)
         if self._prefill is not None:
             assert self._kv_cache_manager is not None
             self._prefill.fill(meta, scheduler_output, self._kv_cache_manager)
@@ -126,6 +154,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        if self._store is not None:
+            return self._store.request_finished(request), None
         if self._decode is not None:
             self._decode.request_finished(request)
         if self._prefill is not None:
@@ -133,6 +163,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._store is not None:
+            self._store.update_connector_output(connector_output)
         if self._decode is not None:
             self._decode.update_connector_output(connector_output)
 
@@ -150,6 +182,18 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         name = f"{self._kv_transfer_config.engine_id}/{tp_rank}"[:128]
         config = self._options.config(tp_rank)
         trace = Trace(self._options.trace_path, tp_rank)
+        if self._options.store is not None:
+            self._store_worker = StoreWorker(
+                cache,
+                self._options.store,
+                config,
+                layout.model_identity(self._vllm_config, None),
+                name,
+                tp_rank,
+                trace,
+                self._stats,
+            )
+            return
         if self._kv_transfer_config.is_kv_producer:
             self._prefill_worker = self.prefill_worker_class(
                 cache, config, model, name, trace, self._stats
@@ -160,11 +204,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return None if self._prefill_worker is None else self._prefill_worker.address()
+        worker = self._prefill_worker or self._store_worker
+        return None if worker is None else worker.address()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._prefill_worker is not None:
             self._prefill_worker.release_preempted(kv_connector_metadata.preempted)
+        if self._store_worker is not None:
+            self._store_worker.finish_preempted(kv_connector_metadata.store_preempted)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The step begins.
@@ -182,6 +229,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             decode.cancel(connector_metadata.cancelled)
             for tickets in connector_metadata.dismissed:
                 decode.dismiss(tickets)
+        if (store := self._store_worker) is not None:
+            store.load(connector_metadata.store_loads)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Nothing: see bind_connector_metadata()."""
@@ -202,22 +251,32 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         if self._prefill_worker is not None:
             self._prefill_worker.step_saved()
+        if self._store_worker is not None:
+            self._store_worker.save(self._get_connector_metadata().store_saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._store_worker is not None:
+            saved, loaded = self._store_worker.take_finished(finished_req_ids)
+            return saved or None, loaded or None
         prefill, decode = self._prefill_worker, self._decode_worker
         sent = prefill.take_finished(finished_req_ids) if prefill is not None else None
         received = decode.take_finished() if decode is not None else None
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        decode = self._decode_worker
-        return decode.take_missing_blocks() if decode is not None else set()
+        worker = self._decode_worker or self._store_worker
+        return worker.take_missing_blocks() if worker is not None else set()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._stats.take()
 
     def shutdown(self) -> None:
-        for worker in (self._decode_worker, self._prefill_worker):
-            if worker is not None:
-                worker.close()
-        self._decode_worker = self._prefill_worker = None
+        for part in (
+            self._decode_worker,
+            self._prefill_worker,
+            self._store_worker,
+            self._store,
+        ):
+            if part is not None:
+                part.close()
+        self._decode_worker = self._prefill_worker = self._store_worker = self._store = None

@@ -37,15 +37,33 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         )
 
 
+def check_store_supported(vllm_config: VllmConfig) -> None:
+    """Raises ValueError, naming the setting, for engines that a store would fail."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ValueError(
+            'KVFerryConnector in mode "store" needs "kv_load_failure_policy": "recompute": a store '
+            "may drop a block after it has promised it, and such a request should not fail"
+        )
+    if transfer.kv_role != "kv_both":
+        raise ValueError(
+            f'KVFerryConnector in mode "store" needs "kv_role": "kv_both", not {transfer.kv_role!r}'
+        )
+
+
 def block_size(kv_cache_config: KVCacheConfig) -> int:
     """Tokens in one block."""
     return kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
 
 
-def model_identity(vllm_config: VllmConfig, tp_rank: int) -> str:
-    """What both sides of a transfer have to have in common beside the layout of their KV."""
+def model_identity(vllm_config: VllmConfig, tp_rank: int | None) -> str:
+    """What both sides of a transfer have to have in common beside the layout of their KV.
+
+    Without tp_rank: of the model's blocks, whichever rank's.
+    """
     model = vllm_config.model_config
-    shard = f" tp {tp_rank}/{vllm_config.parallel_config.tensor_parallel_size}"
+    rank = "" if tp_rank is None else f"{tp_rank}/"
+    shard = f" tp {rank}{vllm_config.parallel_config.tensor_parallel_size}"
     revision = f" revision {model.revision}" if model.revision else ""
     quantization = f" quantization {model.quantization}" if model.quantization else ""
     name = os.path.basename(os.path.normpath(model.model))  # Paths differ from node to node.

@@ -8,6 +8,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
+import kvferry
+
 TICKETS = "kvferry_tickets"  # Key of kv_transfer_params: one ticket a tensor-parallel rank.
 
 
@@ -42,6 +44,48 @@ class Load:
 
 
 @dataclass
+class StoreAddress(KVConnectorHandshakeMetadata):
+    """What a worker's store holds, and where others of the same engine reach it."""
+
+    address: str  # "tcp://host:port"; "" when everybody goes to the backend.
+    model: str
+    layout: dict[str, Any]  # Of a block, as KvLayout's arguments.
+
+    @staticmethod
+    def of(address: str, model: str, layout: kvferry.KvLayout) -> "StoreAddress":
+        fields = {
+            "num_layers": layout.num_layers,
+            "page_size": layout.page_size,
+            "dtype": layout.dtype,
+            "page_format": layout.page_format,
+            "tensors": [tuple(tensor) for tensor in layout.tensors],
+        }
+        return StoreAddress(address, model, fields)
+
+    def kv_layout(self) -> kvferry.KvLayout:
+        return kvferry.KvLayout(**self.layout)
+
+
+@dataclass
+class StoreLoad:
+    """Blocks that the store is expected to have."""
+
+    request_id: str
+    keys: list[bytes]  # One a block, without the rank.
+    block_ids: list[int]
+    blocks_skipped: int  # Blocks before them are in the local prefix cache.
+
+
+@dataclass
+class StoreSave:
+    """Blocks whose last token is computed in this step."""
+
+    request_id: str
+    keys: list[bytes]
+    block_ids: list[int]
+
+
+@dataclass
 class StepMetadata(KVConnectorMetadata):
     """What the workers do at the start of one engine step, in this order."""
 
@@ -51,6 +95,10 @@ class StepMetadata(KVConnectorMetadata):
     cancelled: list[str] = field(default_factory=list)  # Loads of requests that were aborted.
     loads: list[Load] = field(default_factory=list)
     dismissed: list[list[str]] = field(default_factory=list)  # Tickets nobody will fetch.
+    # Of store mode.
+    store_preempted: list[str] = field(default_factory=list)  # Their blocks are reused.
+    store_loads: list[StoreLoad] = field(default_factory=list)
+    store_saves: list[StoreSave] = field(default_factory=list)  # When the step is computed.
 
 
 def parse_tickets(params: dict[str, Any], tp_size: int) -> tuple[list[str], str]:

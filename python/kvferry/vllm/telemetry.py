@@ -10,9 +10,14 @@ from typing import Any, NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 import kvferry
+from kvferry.vllm.stores import StoreOptions
 
 logger = logging.getLogger("kvferry")
-TRACE_PATH = "trace_path"  # The one key of kv_connector_extra_config that is not a field of Config.
+# The keys of kv_connector_extra_config that are no fields of Config.
+TRACE_PATH = "trace_path"
+MODE = "mode"
+STORE = "store"
+MODES = ("pull", "store")
 
 
 def setup_logging() -> None:
@@ -30,6 +35,8 @@ class Options(NamedTuple):
 
     fields: dict[str, Any]  # Of kvferry.Config.
     trace_path: str  # "": no trace.
+    mode: str  # One of MODES.
+    store: StoreOptions | None  # In store mode.
 
     @staticmethod
     def parse(extra_config: dict[str, Any]) -> "Options":
@@ -38,13 +45,20 @@ class Options(NamedTuple):
         trace_path = fields.pop(TRACE_PATH, "")
         if not isinstance(trace_path, str):
             raise ValueError(f"{TRACE_PATH} is {trace_path!r}; it has to be the path of a file")
+        mode = fields.pop(MODE, MODES[0])
+        if mode not in MODES:
+            raise ValueError(f"{MODE} is {mode!r}; it has to be one of {', '.join(MODES)}")
+        if mode != "store" and STORE in fields:
+            raise ValueError(f'{STORE} is of no use without "{MODE}": "store"')
+        store = StoreOptions.parse(fields.pop(STORE, None)) if mode == "store" else None
         try:
             kvferry.Config.make(fields)
         except ValueError as error:
             raise ValueError(
-                f"kv_connector_extra_config: {error} (KVFerryConnector also takes {TRACE_PATH})"
+                f"kv_connector_extra_config: {error} (KVFerryConnector also takes {MODE}, {STORE} "
+                f"and {TRACE_PATH})"
             ) from error
-        return Options(fields, trace_path)
+        return Options(fields, trace_path, mode, store)
 
     def config(self, tp_rank: int) -> kvferry.Config:
         """For one worker: with a fixed listen_port, rank r listens on listen_port + r."""

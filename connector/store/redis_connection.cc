@@ -1,0 +1,238 @@
+#include "connector/store/redis_connection.h"
+
+#include <hiredis/hiredis.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "base/status.h"
+
+namespace kvferry {
+namespace {
+
+constexpr size_t kReceiveBytes = 256 << 10;
+constexpr size_t kPiecesASend = 256;
+
+absl::string_view ErrorText(int error) { return std::strerror(error); }
+
+// Every reply that we ask for is one item. An array is refused before memory is set aside for as
+// many items as it claims to have.
+redisReplyObjectFunctions WithoutArrays(const redisReplyObjectFunctions& functions) {
+  redisReplyObjectFunctions changed = functions;
+  changed.createArray = [](const redisReadTask*, auto) -> void* { return nullptr; };
+  return changed;
+}
+
+}  // namespace
+
+std::string RedisServer::address() const { return absl::StrCat(host, ":", port); }
+
+absl::Status RedisErrorStatus(const RedisServer& server, absl::string_view text) {
+  const std::string message = absl::StrCat("redis ", server.address(), ": ", text);
+  if (absl::StartsWith(text, "OOM ")) return absl::ResourceExhaustedError(message);
+  for (const absl::string_view refusal : {"NOAUTH ", "WRONGPASS ", "NOPERM "}) {
+    if (absl::StartsWith(text, refusal)) return absl::PermissionDeniedError(message);
+  }
+  return absl::UnavailableError(message);
+}
+
+// ---------------------------------------------------------------- commands
+
+std::string& RedisCommands::Begin(std::initializer_list<absl::string_view> words,
+                                  size_t num_words) {
+  ++size_;
+  std::string& text = texts_.emplace_back(absl::StrCat("*", num_words, "\r\n"));
+  for (const absl::string_view word : words) {
+    absl::StrAppend(&text, "$", word.size(), "\r\n", word, "\r\n");
+  }
+  return text;
+}
+
+void RedisCommands::AddPiece(absl::string_view text) {
+  pieces_.push_back(std::as_bytes(std::span(text)));
+}
+
+void RedisCommands::Add(std::initializer_list<absl::string_view> words) {
+  AddPiece(Begin(words, words.size()));
+}
+
+void RedisCommands::Add(std::initializer_list<absl::string_view> words,
+                        std::span<const std::byte> header, KvStore::ConstParts value) {
+  std::string& text = Begin(words, words.size() + 1);
+  absl::StrAppend(&text, "$", static_cast<int64_t>(header.size()) + BytesOf(value), "\r\n");
+  text.append(reinterpret_cast<const char*>(header.data()), header.size());
+  AddPiece(text);
+  for (const std::span<const std::byte> part : value) {
+    if (!part.empty()) pieces_.push_back(part);
+  }
+  AddPiece("\r\n");
+}
+
+// ---------------------------------------------------------------- connecting
+
+RedisConnection::RedisConnection(const RedisServer& server)
+    : server_(server), context_(nullptr, redisFree), received_(kReceiveBytes) {}
+
+RedisConnection::~RedisConnection() = default;
+
+absl::StatusOr<std::unique_ptr<RedisConnection>> RedisConnection::Connect(const RedisServer& server,
+                                                                          Deadline deadline) {
+  std::unique_ptr<RedisConnection> connection(new RedisConnection(server));
+  deadline = std::min(deadline, DeadlineInMs(server.connect_timeout_ms));
+  absl::Status status = connection->Open(deadline);
+  if (status.ok()) status = connection->LogIn(deadline);
+  if (absl::IsDeadlineExceeded(status)) return absl::UnavailableError(status.message());
+  if (!status.ok()) return status;
+  return connection;
+}
+
+absl::Status RedisConnection::Open(Deadline deadline) {
+  context_.reset(redisConnectNonBlock(server_.host.c_str(), static_cast<int>(server_.port)));
+  if (context_ == nullptr) return Broken("out of memory");
+  if (context_->err != 0) return Broken(context_->errstr);
+  KVFERRY_RETURN_IF_ERROR(Await(POLLOUT, deadline));
+  int error = 0;
+  socklen_t length = sizeof(error);
+  getsockopt(context_->fd, SOL_SOCKET, SO_ERROR, &error, &length);
+  if (error != 0) return Broken(ErrorText(error));
+  static redisReplyObjectFunctions functions = WithoutArrays(*context_->reader->fn);
+  context_->reader->fn = &functions;
+  clean_ = true;
+  return absl::OkStatus();
+}
+
+absl::Status RedisConnection::LogIn(Deadline deadline) {
+  RedisCommands commands;
+  const bool with_password = !server_.password.empty();
+  if (with_password && server_.username.empty()) commands.Add({"AUTH", server_.password});
+  if (!server_.username.empty()) commands.Add({"AUTH", server_.username, server_.password});
+  const int64_t num_auth = commands.size();
+  if (server_.database != 0) commands.Add({"SELECT", absl::StrCat(server_.database)});
+  absl::Status refused;
+  const auto check = [&](int64_t command, const redisReply& reply) {
+    if (reply.type != REDIS_REPLY_ERROR || !refused.ok()) return;
+    refused = RedisErrorStatus(server_, {reply.str, reply.len});
+    const std::string message(refused.message());
+    if (!absl::IsUnavailable(refused)) return;
+    if (absl::StartsWith(absl::string_view(reply.str, reply.len), "LOADING")) return;
+    // An ERR: a server without a password, with other words in old versions; or a number too high.
+    refused = command < num_auth ? absl::PermissionDeniedError(message)
+                                 : absl::FailedPreconditionError(
+                                       absl::StrCat(message, " (database ", server_.database, ")"));
+  };
+  KVFERRY_RETURN_IF_ERROR(Exchange(commands, deadline, check));
+  return refused;
+}
+
+// ---------------------------------------------------------------- exchanging
+
+absl::Status RedisConnection::Broken(absl::string_view what) const {
+  return absl::UnavailableError(absl::StrCat("redis ", server_.address(), ": ", what));
+}
+
+bool RedisConnection::usable() const {
+  pollfd fd = {context_->fd, POLLIN, 0};
+  return clean_ && poll(&fd, 1, 0) == 0;
+}
+
+absl::StatusOr<short> RedisConnection::Await(short events, Deadline deadline) const {
+  for (;;) {
+    // Also when there is something: a server that sends without end is late all the same.
+    const Deadline now = Clock::now();
+    const int64_t left_ms = std::min<int64_t>(MsUntil(deadline, now), 1 << 30);
+    pollfd fd = {context_->fd, events, 0};
+    const int ready = now < deadline ? poll(&fd, 1, static_cast<int>(left_ms)) : 0;
+    if (ready > 0) return fd.revents;
+    if (ready == 0) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("redis ", server_.address(), ": no answer in time"));
+    }
+    if (errno != EINTR) return Broken(ErrorText(errno));
+  }
+}
+
+absl::Status RedisConnection::Send(std::span<const std::span<const std::byte>> pieces,
+                                   Unsent& unsent) {
+  std::array<iovec, kPiecesASend> list;
+  const size_t count = std::min(list.size(), pieces.size() - unsent.piece);
+  for (size_t i = 0; i < count; ++i) {
+    const std::span<const std::byte> piece =
+        pieces[unsent.piece + i].subspan(i == 0 ? unsent.offset : 0);
+    list[i] = {const_cast<std::byte*>(piece.data()), piece.size()};  // It is only read.
+  }
+  msghdr message = {};
+  message.msg_iov = list.data();
+  message.msg_iovlen = count;
+  const ssize_t sent = sendmsg(context_->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent < 0) {
+    return errno == EAGAIN || errno == EINTR ? absl::OkStatus() : Broken(ErrorText(errno));
+  }
+  unsent.offset += static_cast<size_t>(sent);
+  while (unsent.piece < pieces.size() && unsent.offset >= pieces[unsent.piece].size()) {
+    unsent.offset -= pieces[unsent.piece++].size();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RedisConnection::Receive() {
+  const ssize_t got = recv(context_->fd, received_.data(), received_.size(), MSG_DONTWAIT);
+  if (got == 0) return Broken("closed the connection");
+  if (got < 0) {
+    return errno == EAGAIN || errno == EINTR ? absl::OkStatus() : Broken(ErrorText(errno));
+  }
+  redisReader* reader = context_->reader;
+  if (redisReaderFeed(reader, received_.data(), got) != REDIS_OK) return Broken(reader->errstr);
+  if (static_cast<int64_t>(reader->len) <= server_.max_reply_bytes + 2 * int64_t{kReceiveBytes}) {
+    return absl::OkStatus();
+  }
+  return Broken(absl::StrCat("a reply of more than ", server_.max_reply_bytes, " bytes"));
+}
+
+absl::Status RedisConnection::HandOut(int64_t num_commands, int64_t& answered, Answer answer) {
+  for (;;) {
+    void* reply = nullptr;
+    if (redisReaderGetReply(context_->reader, &reply) != REDIS_OK) {
+      return Broken(context_->reader->errstr);
+    }
+    if (reply == nullptr) return absl::OkStatus();
+    const absl::Cleanup free_it = [reply] { freeReplyObject(reply); };
+    if (answered == num_commands) return Broken("a reply that was not asked for");
+    answer(answered++, *static_cast<redisReply*>(reply));
+  }
+}
+
+absl::Status RedisConnection::Exchange(const RedisCommands& commands, Deadline deadline,
+                                       Answer answer) {
+  clean_ = false;
+  Unsent unsent;
+  int64_t answered = 0;
+  while (answered < commands.size()) {
+    const bool sending = unsent.piece < commands.pieces().size();
+    KVFERRY_ASSIGN_OR_RETURN(
+        const short ready,
+        Await(static_cast<short>(sending ? POLLIN | POLLOUT : POLLIN), deadline));
+    // Reading comes first: a server that hangs up has often said why.
+    if ((ready & ~POLLOUT) != 0) {
+      KVFERRY_RETURN_IF_ERROR(Receive());
+      KVFERRY_RETURN_IF_ERROR(HandOut(commands.size(), answered, answer));
+    }
+    if ((ready & POLLOUT) != 0 && sending) {
+      KVFERRY_RETURN_IF_ERROR(Send(commands.pieces(), unsent));
+    }
+  }
+  // A server that answers before it was asked, or goes on after it, is not to be asked again.
+  const redisReader& reader = *context_->reader;
+  clean_ = unsent.piece == commands.pieces().size() && reader.pos == reader.len;
+  return absl::OkStatus();
+}
+
+}  // namespace kvferry

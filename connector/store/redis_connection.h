@@ -1,0 +1,106 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <initializer_list>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "base/clock.h"
+#include "connector/store/kv_store.h"
+
+struct redisContext;
+struct redisReply;
+
+namespace kvferry {
+
+struct RedisServer {
+  std::string host = "127.0.0.1";
+  int64_t port = 6379;
+  std::string username = {};  // Empty: the default user.
+  std::string password = {};  // Empty: does not log in.
+  int64_t database = 0;
+  int64_t connect_timeout_ms = 1000;
+  int64_t max_reply_bytes = 0;
+
+  std::string address() const;  // "host:port", for messages.
+};
+
+// Commands to be sent together. Words are copied; a value is not, and stays the caller's until the
+// exchange is over.
+class RedisCommands {
+ public:
+  void Add(std::initializer_list<absl::string_view> words);
+  // With the header and the value, one after the other, as the last argument.
+  void Add(std::initializer_list<absl::string_view> words, std::span<const std::byte> header,
+           KvStore::ConstParts value);
+
+  int64_t size() const { return size_; }
+  std::span<const std::span<const std::byte>> pieces() const { return pieces_; }
+
+ private:
+  std::string& Begin(std::initializer_list<absl::string_view> words, size_t num_words);
+  void AddPiece(absl::string_view text);
+
+  int64_t size_ = 0;
+  std::deque<std::string> texts_;  // That pieces are of: it moves none when it grows.
+  std::vector<std::span<const std::byte>> pieces_;
+};
+
+// One connection to a Redis server, logged in. hiredis reads the replies; waiting and sending are
+// ours, so that a deadline bounds a whole exchange and not each read of it, and values go out from
+// where they lie. For one thread at a time.
+class RedisConnection {
+ public:
+  // UNAVAILABLE when the server does not accept, or does not answer to the log-in, within
+  // connect_timeout_ms or by the deadline; PERMISSION_DENIED when it refuses the log-in. A host
+  // that is a name is looked up here: the system's resolver knows no deadline.
+  static absl::StatusOr<std::unique_ptr<RedisConnection>> Connect(const RedisServer& server,
+                                                                  Deadline deadline);
+  ~RedisConnection();
+  RedisConnection(const RedisConnection&) = delete;
+  RedisConnection& operator=(const RedisConnection&) = delete;
+
+  // Hands the reply to each command, in order, to `answer`; it lives as long as that call.
+  // UNAVAILABLE or DEADLINE_EXCEEDED otherwise: commands without a reply may have been carried out,
+  // and the connection is of no more use, because a late reply would answer another command.
+  using Answer = absl::FunctionRef<void(int64_t command, const redisReply& reply)>;
+  absl::Status Exchange(const RedisCommands& commands, Deadline deadline, Answer answer);
+
+  // Whether the next exchange can begin: nothing has gone wrong, and the server has neither closed
+  // the connection nor said what it was not asked.
+  bool usable() const;
+
+ private:
+  struct Unsent {
+    size_t piece = 0;
+    size_t offset = 0;
+  };
+
+  explicit RedisConnection(const RedisServer& server);
+
+  absl::Status Open(Deadline deadline);
+  absl::Status LogIn(Deadline deadline);
+  absl::StatusOr<short> Await(short events, Deadline deadline) const;
+  absl::Status Send(std::span<const std::span<const std::byte>> pieces, Unsent& unsent);
+  absl::Status Receive();
+  absl::Status HandOut(int64_t num_commands, int64_t& answered, Answer answer);
+  absl::Status Broken(absl::string_view what) const;
+
+  const RedisServer server_;
+  std::unique_ptr<redisContext, void (*)(redisContext*)> context_;
+  std::vector<char> received_;
+  bool clean_ = false;  // No exchange has failed, or is under way.
+};
+
+// The error that an error reply is.
+absl::Status RedisErrorStatus(const RedisServer& server, absl::string_view text);
+
+}  // namespace kvferry

@@ -1,0 +1,334 @@
+#include "connector/store/redis_store.h"
+
+#include <hiredis/hiredis.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "base/status.h"
+#include "connector/store/value_header.h"
+
+namespace kvferry {
+namespace {
+
+constexpr int64_t kMaxPrefixBytes = 1024;
+constexpr int64_t kAnyLength = -1;
+
+absl::Status CheckNumbers(const RedisStore::Options& options) {
+  struct Row {
+    absl::string_view name;
+    int64_t value, low, high;
+  };
+  constexpr int64_t kYearMs = int64_t{366} * 24 * 3600 * 1000;
+  for (const Row& row :
+       {Row{"port", options.port, 1, 65535}, Row{"database", options.database, 0, 1 << 30},
+        Row{"ttl_ms", options.ttl_ms, 0, 10 * kYearMs},
+        Row{"connect_timeout_ms", options.connect_timeout_ms, 1, 600'000},
+        Row{"max_value_bytes", options.max_value_bytes, 1, RedisStore::kMaxValueBytes},
+        Row{"connections", options.connections, 1, 1024}}) {
+    if (row.value >= row.low && row.value <= row.high) continue;
+    return absl::InvalidArgumentError(absl::StrCat("redis: ", row.name, " is ", row.value,
+                                                   " but must be ", row.low, " to ", row.high));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckOptions(const RedisStore::Options& options) {
+  if (options.host.empty() || options.host.find('\0') != std::string::npos) {
+    return absl::InvalidArgumentError("redis: host is empty or has a NUL");
+  }
+  if (!options.username.empty() && options.password.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("redis: username '", options.username, "' without a password"));
+  }
+  if (static_cast<int64_t>(options.key_prefix.size()) > kMaxPrefixBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("redis: key_prefix has ",
+                                                   options.key_prefix.size(), " bytes but at most ",
+                                                   kMaxPrefixBytes, " are allowed"));
+  }
+  return CheckNumbers(options);
+}
+
+RedisServer ServerOf(const RedisStore::Options& options) {
+  return {.host = options.host,
+          .port = options.port,
+          .username = options.username,
+          .password = options.password,
+          .database = options.database,
+          .connect_timeout_ms = options.connect_timeout_ms,
+          .max_reply_bytes = options.max_value_bytes + kValueHeaderBytes + 1};
+}
+
+absl::string_view TextOf(const redisReply& reply) {
+  return reply.str == nullptr ? absl::string_view() : absl::string_view(reply.str, reply.len);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<RedisStore>> RedisStore::Create(const Options& options) {
+  KVFERRY_RETURN_IF_ERROR(CheckOptions(options));
+  return std::unique_ptr<RedisStore>(new RedisStore(options));
+}
+
+RedisStore::RedisStore(const Options& options) : options_(options), server_(ServerOf(options)) {}
+
+// ---------------------------------------------------------------- connections
+
+std::unique_ptr<RedisConnection> RedisStore::TakeIdle() {
+  while (!idle_.empty()) {
+    std::unique_ptr<RedisConnection> connection = std::move(idle_.back());
+    idle_.pop_back();
+    if (connection->usable()) return connection;
+  }
+  return nullptr;
+}
+
+absl::StatusOr<std::unique_ptr<RedisConnection>> RedisStore::Acquire(Deadline deadline) {
+  {
+    const MutexLock lock(&mutex_);
+    while (in_use_ == options_.connections) {
+      if (released_.WaitUntil(&mutex_, deadline) || Clock::now() < deadline) continue;
+      return absl::DeadlineExceededError(
+          absl::StrCat("redis ", server_.address(), ": all ", options_.connections,
+                       " connections were in use until the deadline"));
+    }
+    ++in_use_;
+    if (std::unique_ptr<RedisConnection> idle = TakeIdle()) return idle;
+  }
+  absl::StatusOr<std::unique_ptr<RedisConnection>> made =
+      RedisConnection::Connect(server_, deadline);
+  if (!made.ok()) Release(nullptr);
+  return made;
+}
+
+void RedisStore::Release(std::unique_ptr<RedisConnection> connection) {
+  const MutexLock lock(&mutex_);
+  --in_use_;
+  if (connection != nullptr && connection->usable()) idle_.push_back(std::move(connection));
+  released_.NotifyAll();
+}
+
+absl::Status RedisStore::Exchange(const RedisCommands& commands, Deadline deadline,
+                                  RedisConnection::Answer answer) {
+  KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<RedisConnection> connection, Acquire(deadline));
+  const absl::Status status = connection->Exchange(commands, deadline, answer);
+  Release(std::move(connection));
+  return status;
+}
+
+// ---------------------------------------------------------------- rounds
+
+absl::Status RedisStore::CheckKind(const redisReply& reply, int kind) {
+  if (reply.type == kind) return absl::OkStatus();
+  if (reply.type != REDIS_REPLY_ERROR) {
+    return Count(RedisErrorStatus(server_, "a reply of another kind than was asked for"));
+  }
+  // A list or so, of somebody else's.
+  if (absl::StartsWith(TextOf(reply), "WRONGTYPE ")) return Damaged("it is no string");
+  return Count(RedisErrorStatus(server_, TextOf(reply)));
+}
+
+absl::Status RedisStore::OneRound(int64_t first, Deadline deadline, int kind, Ask ask,
+                                  Answer answer, std::span<absl::Status> statuses) {
+  RedisCommands commands;
+  std::vector<size_t> asked;
+  for (size_t i = 0; i < statuses.size(); ++i) {
+    statuses[i] = ask(first + static_cast<int64_t>(i), commands);
+    if (statuses[i].ok()) asked.push_back(i);
+  }
+  if (asked.empty()) return absl::OkStatus();
+  size_t answered = 0;
+  const absl::Status status =
+      Exchange(commands, deadline, [&](int64_t command, const redisReply& reply) {
+        const size_t i = asked[command];
+        answered = static_cast<size_t>(command) + 1;
+        statuses[i] = CheckKind(reply, kind);
+        if (!statuses[i].ok()) return;
+        statuses[i] = answer(first + static_cast<int64_t>(i), TextOf(reply), reply.integer);
+      });
+  if (!status.ok()) Count(status).IgnoreError();
+  for (; answered < asked.size(); ++answered) statuses[asked[answered]] = status;
+  return status;
+}
+
+std::vector<absl::Status> RedisStore::Pipeline(int64_t num_items, Deadline deadline, int kind,
+                                               Ask ask, Answer answer) {
+  std::vector<absl::Status> statuses(num_items);
+  absl::Status status;
+  for (int64_t first = 0; first < num_items; first += kPipelined) {
+    const std::span<absl::Status> round =
+        std::span(statuses).subspan(first, std::min(kPipelined, num_items - first));
+    // A server that failed once is not asked again for each of many rounds.
+    if (status.ok()) {
+      status = OneRound(first, deadline, kind, ask, answer, round);
+    } else {
+      std::fill(round.begin(), round.end(), status);
+    }
+  }
+  return statuses;
+}
+
+// ---------------------------------------------------------------- values
+
+std::string RedisStore::FullKey(std::string_view key) const {
+  return std::string(options_.key_prefix).append(key);
+}
+
+absl::Status RedisStore::Count(absl::Status error) {
+  ++errors_;
+  return error;
+}
+
+absl::Status RedisStore::Miss() {
+  ++misses_;
+  return absl::NotFoundError("redis: no such entry");
+}
+
+absl::Status RedisStore::Damaged(absl::string_view what) {
+  ++errors_;
+  ++misses_;
+  return absl::NotFoundError(absl::StrCat("redis: the entry is damaged or not kvferry's: ", what));
+}
+
+// One byte more than is wanted, so that an entry with something behind it is not taken for whole.
+void RedisStore::AskForValue(std::string_view key, int64_t value_bytes,
+                             RedisCommands& commands) const {
+  const int64_t last = kValueHeaderBytes + std::min(value_bytes, options_.max_value_bytes);
+  commands.Add({"GETRANGE", FullKey(key), "0", absl::StrCat(last)});
+}
+
+absl::StatusOr<std::span<const std::byte>> RedisStore::CheckReply(std::string_view key,
+                                                                  absl::string_view text,
+                                                                  int64_t want_bytes) {
+  if (text.empty()) return Miss();
+  const std::span<const std::byte> bytes = std::as_bytes(std::span(text));
+  const std::optional<int64_t> length = LengthInHeader(bytes);
+  if (!length) return Damaged("it has no header of ours");
+  if (want_bytes != kAnyLength && *length != want_bytes) {
+    return absl::FailedPreconditionError(absl::StrCat("redis: the value has ", *length,
+                                                      " bytes but there is room for ", want_bytes));
+  }
+  const std::optional<std::span<const std::byte>> value = CheckedValue(key, bytes);
+  if (!value) return Damaged("its length or checksum is wrong");
+  ++hits_;
+  return *value;
+}
+
+// ---------------------------------------------------------------- the interface
+
+std::vector<absl::Status> RedisStore::PutBatch(std::span<const PutItem> items, Deadline deadline) {
+  const std::string ttl = absl::StrCat(options_.ttl_ms);
+  const auto ask = [&](int64_t i, RedisCommands& commands) -> absl::Status {
+    const PutItem& item = items[i];
+    KVFERRY_RETURN_IF_ERROR(CheckKey(item.key));
+    KVFERRY_RETURN_IF_ERROR(CheckValueBytes(BytesOf(item.value), options_.max_value_bytes));
+    const ValueHeader header = MakeValueHeader(item.key, item.value);
+    if (options_.ttl_ms == 0) {
+      commands.Add({"SET", FullKey(item.key)}, header, item.value);
+    } else {
+      commands.Add({"PSETEX", FullKey(item.key), ttl}, header, item.value);
+    }
+    return absl::OkStatus();
+  };
+  return Pipeline(static_cast<int64_t>(items.size()), deadline, REDIS_REPLY_STATUS, ask,
+                  [&](int64_t, absl::string_view, int64_t) {
+                    ++puts_;
+                    return absl::OkStatus();
+                  });
+}
+
+std::vector<absl::Status> RedisStore::GetBatch(std::span<const GetItem> items, Deadline deadline) {
+  const auto ask = [&](int64_t i, RedisCommands& commands) -> absl::Status {
+    KVFERRY_RETURN_IF_ERROR(CheckKey(items[i].key));
+    AskForValue(items[i].key, BytesOf(items[i].out), commands);
+    return absl::OkStatus();
+  };
+  const auto answer = [&](int64_t i, absl::string_view text, int64_t) -> absl::Status {
+    KVFERRY_ASSIGN_OR_RETURN(const std::span<const std::byte> value,
+                             CheckReply(items[i].key, text, BytesOf(items[i].out)));
+    CopyToParts(value, items[i].out);
+    return absl::OkStatus();
+  };
+  return Pipeline(static_cast<int64_t>(items.size()), deadline, REDIS_REPLY_STRING, ask, answer);
+}
+
+absl::Status RedisStore::Put(std::string_view key, ConstParts value, Deadline deadline) {
+  const PutItem item = {key, value};
+  return PutBatch({&item, 1}, deadline)[0];
+}
+
+absl::Status RedisStore::Get(std::string_view key, Parts out, Deadline deadline) {
+  const GetItem item = {key, out};
+  return GetBatch({&item, 1}, deadline)[0];
+}
+
+absl::StatusOr<std::vector<std::byte>> RedisStore::GetBytes(std::string_view key,
+                                                            Deadline deadline) {
+  std::vector<std::byte> bytes;
+  const auto ask = [&](int64_t, RedisCommands& commands) -> absl::Status {
+    KVFERRY_RETURN_IF_ERROR(CheckKey(key));
+    AskForValue(key, options_.max_value_bytes, commands);
+    return absl::OkStatus();
+  };
+  const auto answer = [&](int64_t, absl::string_view text, int64_t) -> absl::Status {
+    KVFERRY_ASSIGN_OR_RETURN(const std::span<const std::byte> value,
+                             CheckReply(key, text, kAnyLength));
+    bytes.assign(value.begin(), value.end());
+    return absl::OkStatus();
+  };
+  KVFERRY_RETURN_IF_ERROR(Pipeline(1, deadline, REDIS_REPLY_STRING, ask, answer)[0]);
+  return bytes;
+}
+
+absl::StatusOr<int64_t> RedisStore::Exists(std::span<const std::string_view> keys,
+                                           Deadline deadline) {
+  for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
+  std::vector<char> there(keys.size(), 0);
+  const auto ask = [&](int64_t i, RedisCommands& commands) {
+    commands.Add({"EXISTS", FullKey(keys[i])});
+    return absl::OkStatus();
+  };
+  const auto answer = [&](int64_t i, absl::string_view, int64_t number) {
+    there[i] = number == 1;
+    return absl::OkStatus();
+  };
+  const std::vector<absl::Status> statuses =
+      Pipeline(static_cast<int64_t>(keys.size()), deadline, REDIS_REPLY_INTEGER, ask, answer);
+  for (size_t i = 0; i < keys.size(); ++i) {
+    KVFERRY_RETURN_IF_ERROR(statuses[i]);
+    if (there[i] == 0) return static_cast<int64_t>(i);
+  }
+  return static_cast<int64_t>(keys.size());
+}
+
+absl::Status RedisStore::Erase(std::string_view key, Deadline deadline) {
+  const auto ask = [&](int64_t, RedisCommands& commands) -> absl::Status {
+    KVFERRY_RETURN_IF_ERROR(CheckKey(key));
+    commands.Add({"DEL", FullKey(key)});
+    return absl::OkStatus();
+  };
+  return Pipeline(1, deadline, REDIS_REPLY_INTEGER, ask,
+                  [](int64_t, absl::string_view, int64_t) { return absl::OkStatus(); })[0];
+}
+
+absl::Status RedisStore::Pin(std::string_view, Deadline) {
+  return absl::UnimplementedError("redis: entries cannot be pinned");
+}
+
+absl::Status RedisStore::Unpin(std::string_view, Deadline) {
+  return absl::UnimplementedError("redis: entries cannot be pinned");
+}
+
+KvStore::Stats RedisStore::stats() const {
+  Stats stats;
+  stats.puts = puts_;
+  stats.hits = hits_;
+  stats.misses = misses_;
+  stats.errors = errors_;
+  return stats;
+}
+
+}  // namespace kvferry

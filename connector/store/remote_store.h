@@ -1,0 +1,87 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "connector/lease_table.h"
+#include "connector/prefill_endpoint.h"
+#include "connector/store/kv_store.h"
+#include "transport/node.h"
+
+namespace kvferry {
+
+// A store in another process (StoreServer). Pages of the own pool are moved in place, straight
+// from the one pool into the other; values of any other kind are copied once on each side.
+//
+// A server that is down or was restarted: UNAVAILABLE, or DEADLINE_EXCEEDED when it does not even
+// answer; the next call finds it again. Pins stay when the client goes. stats() waits for the
+// server for up to a second, and knows only its own calls when there is no answer.
+class RemoteStore : public KvStore {
+ public:
+  struct Options {
+    EndpointOptions endpoint;  // As at the server: config, model; name for its logs.
+    std::string address;       // "tcp://host:port"
+    // The pool whose pages are moved in place; of the layout of the server's.
+    std::shared_ptr<const KvPool> pool;
+    int64_t max_value_bytes = 64 << 20;
+  };
+  // Does not wait for the server. INVALID_ARGUMENT for options that cannot work.
+  static absl::StatusOr<std::unique_ptr<RemoteStore>> Create(Options options);
+
+  std::string_view name() const override { return "remote"; }
+  int64_t max_value_bytes() const override { return options_.max_value_bytes; }
+  absl::Status Put(std::string_view key, ConstParts value, Deadline deadline) override;
+  absl::Status Get(std::string_view key, Parts out, Deadline deadline) override;
+  absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key, Deadline deadline) override;
+  absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
+                                 Deadline deadline) override;
+  absl::Status Erase(std::string_view key, Deadline deadline) override;
+  absl::Status Pin(std::string_view key, Deadline deadline) override;
+  absl::Status Unpin(std::string_view key, Deadline deadline) override;
+  Stats stats() const override;
+  std::vector<std::pair<std::string, int64_t>> Metrics() const { return node_->Metrics(); }
+
+ protected:
+  std::vector<absl::Status> DoPutPages(std::span<const std::string_view> keys, const KvPool& pool,
+                                       std::span<const int64_t> pages, Deadline deadline) override;
+  std::vector<absl::Status> DoGetPages(std::span<const std::string_view> keys, const KvPool& pool,
+                                       std::span<const int64_t> pages, Deadline deadline) override;
+
+ private:
+  explicit RemoteStore(Options options)
+      : options_(std::move(options)), leases_(options_.endpoint.config) {}
+
+  absl::StatusOr<Fields> Ask(const std::string& function, const Fields& args,
+                             Deadline deadline) const;
+  absl::StatusOr<Fields> AskOnce(const std::string& function, const Fields& args,
+                                 Deadline deadline) const;
+  absl::Status AskOfKey(const std::string& function, std::string_view key, Deadline deadline) const;
+  // A value on its way: what the server has leased.
+  struct Offer {
+    Ticket ticket;
+    int64_t bytes = 0;
+  };
+  absl::StatusOr<Offer> AskForValue(std::string_view key, Deadline deadline);
+  // Fetches to its end, whatever that is: nothing is written afterwards.
+  absl::Status Fetch(const Ticket& ticket, const std::vector<int64_t>& pages, StreamTail tail,
+                     Deadline deadline);
+  void Decline(const Ticket& ticket);
+  // Takes a lease back: nothing of it is read afterwards.
+  absl::Status Withdraw(uint64_t lease_id);
+  absl::StatusOr<std::vector<absl::Status>> PutSomePages(std::span<const std::string_view> keys,
+                                                         std::span<const int64_t> pages,
+                                                         Deadline deadline);
+  absl::StatusOr<std::vector<absl::Status>> GetSomePages(std::span<const std::string_view> keys,
+                                                         std::span<const int64_t> pages,
+                                                         Deadline deadline);
+
+  const Options options_;
+  LeaseTable leases_;
+  std::unique_ptr<Node> node_;  // Last: its thread uses leases_.
+};
+
+}  // namespace kvferry

@@ -1,0 +1,467 @@
+#include "connector/store/store_server.h"
+
+#include <algorithm>
+#include <atomic>
+#include <optional>
+
+#include "absl/strings/str_cat.h"
+#include "base/random.h"
+#include "base/status.h"
+#include "connector/store/store_wire.h"
+
+namespace kvferry {
+namespace {
+
+constexpr int64_t kReplyLeaseMs = 10000;
+constexpr size_t kMaxTasks = 4096;
+constexpr int64_t kWaitMs = 60000;  // An idle thread looks this often whether it missed a notice.
+// Values that are being moved as bytes, and not in place, all of them together.
+constexpr int64_t kMaxStagedBytes = 256 << 20;
+
+using Bytes = std::vector<std::byte>;
+
+// A thread that does one thing after another.
+class TaskThread {
+ public:
+  ~TaskThread() { Stop(); }
+  void Start() {
+    thread_ = std::thread([this] { Run(); });
+  }
+  // False when there are too many, or it was stopped: the task is gone then.
+  bool Post(std::function<void()> task) {
+    const MutexLock lock(&mutex_);
+    if (stopped_ || tasks_.size() >= kMaxTasks) return false;
+    tasks_.push_back(std::move(task));
+    changed_.NotifyAll();
+    return true;
+  }
+  // Finishes what it is doing; what waits is dropped.
+  void Stop() {
+    {
+      const MutexLock lock(&mutex_);
+      stopped_ = true;
+      changed_.NotifyAll();
+    }
+    if (thread_.joinable()) thread_.join();
+  }
+
+ private:
+  void Run() {
+    while (true) {
+      std::function<void()> task;
+      {
+        const MutexLock lock(&mutex_);
+        while (tasks_.empty() && !stopped_) changed_.WaitUntil(&mutex_, DeadlineInMs(kWaitMs));
+        if (stopped_) return;
+        task = std::move(tasks_.front());
+        tasks_.pop_front();
+      }
+      task();
+    }
+  }
+
+  Mutex mutex_;
+  CondVar changed_;
+  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
+  std::deque<std::function<void()>> tasks_ ABSL_GUARDED_BY(mutex_);
+  std::thread thread_;
+};
+
+std::vector<std::string_view> Views(const std::vector<std::string>& keys) {
+  return {keys.begin(), keys.end()};
+}
+
+}  // namespace
+
+// Its task thread does what is asked; the node's progress thread only hands calls over and lets go
+// of leases.
+class StoreServer::Service final : public FetchSource, public CallHandler {
+ public:
+  explicit Service(Options options)
+      : options_(std::move(options)), leases_(options_.endpoint.config) {}
+  ~Service() override { Close(); }
+
+  absl::Status Start();
+  void Close() {
+    tasks_.Stop();
+    node_.reset();
+  }
+  const Node& node() const { return *node_; }
+
+  // CallHandler.
+  void OnCall(const CallKey& call, const std::string& function, const Fields& args,
+              Deadline deadline) override;
+  void OnCallDropped(const CallKey& /*call*/) override {}  // Its lease expires.
+  // FetchSource.
+  absl::StatusOr<LeasedMemory> BeginTransfer(uint64_t lease_id) override {
+    return leases_.BeginTransfer(lease_id);
+  }
+  int64_t ReadyLayers(uint64_t lease_id) override { return leases_.ReadyLayers(lease_id); }
+  void EndTransfer(uint64_t lease_id, const absl::Status& outcome) override {
+    leases_.EndTransfer(lease_id, outcome);
+    LetGo();
+  }
+  void NothingNeeded(uint64_t lease_id) override {
+    leases_.NothingNeeded(lease_id);
+    LetGo();
+  }
+  // Both interfaces have it; the leases need it once.
+  Deadline Tick(Deadline now) override {
+    const Deadline next = leases_.Tick(now);
+    LetGo();
+    return next;
+  }
+
+ private:
+  struct Request {
+    CallKey call;
+    Fields args;
+    Deadline deadline;
+    std::vector<std::string> keys;
+  };
+  // What to reply now; nothing: the reply follows.
+  using Result = absl::StatusOr<std::optional<Fields>>;
+  using Function = Result (Service::*)(const Request&);
+  static Function Find(const std::string& name);
+
+  void Serve(const std::string& function, Request request);
+  Result Exists(const Request& request);
+  Result Erase(const Request& request);
+  Result Pin(const Request& request);
+  Result Unpin(const Request& request);
+  Result Stats(const Request& request);
+  Result Get(const Request& request);
+  Result Put(const Request& request);
+  Result GetPages(const Request& request);
+  Result PutPages(const Request& request);
+
+  absl::StatusOr<std::string_view> OneKey(const Request& request) const;
+  // Memory for a value of `bytes`, counted while it lives.
+  absl::StatusOr<std::shared_ptr<Bytes>> Stage(int64_t bytes);
+  absl::StatusOr<HostStore::ReadLease> Acquire(const std::string& key, Deadline deadline);
+  // Offers memory to whoever learns the lease's id; `held` is let go of when the lease has ended.
+  absl::StatusOr<uint64_t> Lease(PageRuns pages, std::shared_ptr<const Bytes> tail,
+                                 std::shared_ptr<void> held);
+  void LetGo();
+  // Fetches from the caller's lease and goes on with the outcome on the task thread.
+  absl::Status FetchFromCaller(const Request& request, PageRuns positions, PageRuns pages,
+                               StreamTail tail, std::function<void(const absl::Status&)> then);
+
+  struct Incoming;  // Pages that are being put.
+  void FinishPutPages(Incoming& incoming, const Request& request, const absl::Status& fetched);
+
+  const Options options_;
+  LeaseTable leases_;
+  TaskThread tasks_;
+  std::atomic<int64_t> staged_bytes_{0};
+  Mutex mutex_;
+  absl::flat_hash_map<uint64_t, std::shared_ptr<void>> held_ ABSL_GUARDED_BY(mutex_);
+  std::unique_ptr<Node> node_;  // Set before the task thread starts; its own thread uses the rest.
+};
+
+absl::Status StoreServer::Service::Start() {
+  Node::Options node;
+  node.config = options_.endpoint.config;
+  node.model = options_.endpoint.model;
+  node.name = options_.endpoint.name;
+  node.pool = options_.host->pool();
+  node.source = this;
+  node.handler = this;
+  node.listen = true;
+  KVFERRY_ASSIGN_OR_RETURN(node_, Node::Start(std::move(node)));
+  tasks_.Start();
+  return absl::OkStatus();
+}
+
+// ---------------------------------------------------------------- calls
+
+StoreServer::Service::Function StoreServer::Service::Find(const std::string& name) {
+  static const auto& functions = *new absl::flat_hash_map<std::string, Function>{
+      {store_call::kExists, &Service::Exists},     {store_call::kErase, &Service::Erase},
+      {store_call::kPin, &Service::Pin},           {store_call::kUnpin, &Service::Unpin},
+      {store_call::kStats, &Service::Stats},       {store_call::kGet, &Service::Get},
+      {store_call::kPut, &Service::Put},           {store_call::kGetPages, &Service::GetPages},
+      {store_call::kPutPages, &Service::PutPages},
+  };
+  const auto found = functions.find(name);
+  return found == functions.end() ? nullptr : found->second;
+}
+
+void StoreServer::Service::OnCall(const CallKey& call, const std::string& function,
+                                  const Fields& args, Deadline deadline) {
+  const bool taken = tasks_.Post(
+      [this, function, request = Request{call, args, deadline, {}}] { Serve(function, request); });
+  if (!taken) {
+    node_->Reply(call, absl::ResourceExhaustedError(
+                           absl::StrCat("store: ", kMaxTasks, " requests wait already")));
+  }
+}
+
+void StoreServer::Service::Serve(const std::string& function, Request request) {
+  const auto serve = [&]() -> Result {
+    const Function found = Find(function);
+    if (found == nullptr) {
+      return absl::UnimplementedError(absl::StrCat("store: no function '", function, "'"));
+    }
+    if (request.args.Has("keys")) {
+      KVFERRY_ASSIGN_OR_RETURN(const std::string_view packed, request.args.Bytes("keys"));
+      KVFERRY_ASSIGN_OR_RETURN(request.keys, UnpackKeys(packed));
+    }
+    return (this->*found)(request);
+  };
+  Result result = serve();
+  if (!result.ok()) {
+    node_->Reply(request.call, result.status());
+  } else if (result->has_value()) {
+    node_->Reply(request.call, **std::move(result));
+  }
+}
+
+absl::StatusOr<std::string_view> StoreServer::Service::OneKey(const Request& request) const {
+  if (request.keys.size() == 1) return request.keys[0];
+  return absl::InvalidArgumentError(
+      absl::StrCat("store: ", request.keys.size(), " keys for a function of one"));
+}
+
+StoreServer::Service::Result StoreServer::Service::Exists(const Request& request) {
+  KVFERRY_ASSIGN_OR_RETURN(const int64_t count,
+                           options_.store->Exists(Views(request.keys), request.deadline));
+  return Fields().Set("count", static_cast<uint64_t>(count));
+}
+
+StoreServer::Service::Result StoreServer::Service::Erase(const Request& request) {
+  KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
+  KVFERRY_RETURN_IF_ERROR(options_.store->Erase(key, request.deadline));
+  return Fields();
+}
+
+StoreServer::Service::Result StoreServer::Service::Pin(const Request& request) {
+  KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
+  KVFERRY_RETURN_IF_ERROR(options_.store->Pin(key, request.deadline));
+  return Fields();
+}
+
+StoreServer::Service::Result StoreServer::Service::Unpin(const Request& request) {
+  KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
+  KVFERRY_RETURN_IF_ERROR(options_.store->Unpin(key, request.deadline));
+  return Fields();
+}
+
+StoreServer::Service::Result StoreServer::Service::Stats(const Request& /*request*/) {
+  const KvStore::Stats stats = options_.store->stats();
+  Fields fields;
+  for (const auto& [name, value] :
+       {std::pair("entries", stats.entries), std::pair("bytes", stats.bytes),
+        std::pair("capacity_bytes", stats.capacity_bytes), std::pair("pinned", stats.pinned),
+        std::pair("puts", stats.puts), std::pair("hits", stats.hits),
+        std::pair("misses", stats.misses), std::pair("evictions", stats.evictions),
+        std::pair("errors", stats.errors),
+        std::pair("max_value_bytes", options_.store->max_value_bytes())}) {
+    if (value >= 0) fields.Set(name, static_cast<uint64_t>(value));
+  }
+  return fields;
+}
+
+// ---------------------------------------------------------------- leases and fetches
+
+absl::StatusOr<std::shared_ptr<Bytes>> StoreServer::Service::Stage(int64_t bytes) {
+  if (staged_bytes_.fetch_add(bytes) + bytes > kMaxStagedBytes) {
+    staged_bytes_ -= bytes;
+    return absl::ResourceExhaustedError(absl::StrCat("store: a value of ", bytes,
+                                                     " bytes beside others on their way, limit ",
+                                                     kMaxStagedBytes, "; try again"));
+  }
+  return std::shared_ptr<Bytes>(new Bytes(bytes), [this, bytes](Bytes* staged) {
+    delete staged;
+    staged_bytes_ -= bytes;
+  });
+}
+
+absl::StatusOr<uint64_t> StoreServer::Service::Lease(PageRuns pages,
+                                                     std::shared_ptr<const Bytes> tail,
+                                                     std::shared_ptr<void> held) {
+  const uint64_t id = RandomId();
+  {
+    const MutexLock lock(&mutex_);
+    held_.emplace(id, std::move(held));
+  }
+  const absl::Status published =
+      leases_.Publish(id, std::move(pages), options_.host->pool()->layout().num_layers,
+                      DeadlineInMs(kReplyLeaseMs), std::move(tail));
+  if (published.ok()) {
+    node_->LeaseChanged(id);  // It may be the next to expire.
+    return id;
+  }
+  const MutexLock lock(&mutex_);
+  held_.erase(id);
+  return published;
+}
+
+void StoreServer::Service::LetGo() {
+  std::vector<std::shared_ptr<void>> ended;  // Destroyed outside of the lock.
+  for (const EndedLease& lease : leases_.TakeEnded()) {
+    const MutexLock lock(&mutex_);
+    const auto found = held_.find(lease.lease_id);
+    if (found == held_.end()) continue;
+    ended.push_back(std::move(found->second));
+    held_.erase(found);
+  }
+}
+
+absl::Status StoreServer::Service::FetchFromCaller(const Request& request, PageRuns positions,
+                                                   PageRuns pages, StreamTail tail,
+                                                   std::function<void(const absl::Status&)> then) {
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, request.args.Uint("lease"));
+  Node::FetchRequest fetch;
+  fetch.ticket.lease_id = lease_id;
+  fetch.ticket.num_pages = static_cast<int64_t>(request.keys.size());
+  fetch.positions = std::move(positions);
+  fetch.pages = std::move(pages);
+  fetch.deadline = request.deadline;
+  fetch.peer = request.call.peer;
+  fetch.tail = std::move(tail);
+  // This is the task thread, and so is what follows: the handle is set by then.
+  auto handle = std::make_shared<std::shared_ptr<FetchHandle>>();
+  fetch.on_done = [this, handle, then = std::move(then)] {
+    // Refused only when the server closes, or is far behind: then the caller's deadline ends it.
+    tasks_.Post([handle, then] { then((*handle)->status()); });
+  };
+  KVFERRY_ASSIGN_OR_RETURN(*handle, node_->Fetch(std::move(fetch)));
+  return absl::OkStatus();
+}
+
+// ---------------------------------------------------------------- values as bytes
+
+StoreServer::Service::Result StoreServer::Service::Get(const Request& request) {
+  KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
+  KVFERRY_ASSIGN_OR_RETURN(Bytes value, options_.store->GetBytes(key, request.deadline));
+  const auto bytes = static_cast<int64_t>(value.size());
+  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<Bytes> staged, Stage(bytes));
+  *staged = std::move(value);
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, Lease(PageRuns(), staged, nullptr));
+  return Fields()
+      .Set("lease", lease_id)
+      .Set("bytes", static_cast<uint64_t>(bytes))
+      .Set("epoch", node_->epoch());
+}
+
+StoreServer::Service::Result StoreServer::Service::Put(const Request& request) {
+  KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t bytes, request.args.Uint("bytes", INT64_MAX));
+  KVFERRY_RETURN_IF_ERROR(
+      CheckValueBytes(static_cast<int64_t>(bytes), options_.store->max_value_bytes()));
+  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<Bytes> staged, Stage(static_cast<int64_t>(bytes)));
+  const auto store = [this, staged, request](const absl::Status& fetched) {
+    absl::Status status = fetched;
+    const std::span<const std::byte> value = *staged;
+    if (status.ok()) status = options_.store->Put(request.keys[0], {&value, 1}, request.deadline);
+    node_->Reply(request.call,
+                 status.ok() ? absl::StatusOr<Fields>(Fields()) : absl::StatusOr<Fields>(status));
+  };
+  KVFERRY_RETURN_IF_ERROR(FetchFromCaller(request, PageRuns(), PageRuns(),
+                                          {staged->data(), static_cast<int64_t>(bytes), staged},
+                                          store));
+  return std::nullopt;
+}
+
+// ---------------------------------------------------------------- values as pages
+
+absl::StatusOr<HostStore::ReadLease> StoreServer::Service::Acquire(const std::string& key,
+                                                                   Deadline deadline) {
+  absl::StatusOr<HostStore::ReadLease> value = options_.host->Acquire(key);
+  if (absl::IsNotFound(value.status()) && options_.store.get() != options_.host.get()) {
+    // Brings it up from the tier below.
+    KVFERRY_RETURN_IF_ERROR(options_.store->GetBytes(key, deadline).status());
+    value = options_.host->Acquire(key);
+  }
+  const int64_t page_bytes = options_.host->pool()->layout().page_bytes();
+  if (!value.ok() || value->bytes() == page_bytes) return value;
+  return absl::FailedPreconditionError(
+      absl::StrCat("store: a value of ", value->bytes(), " bytes is no page of ", page_bytes));
+}
+
+StoreServer::Service::Result StoreServer::Service::GetPages(const Request& request) {
+  auto held = std::make_shared<std::vector<HostStore::ReadLease>>();
+  std::vector<absl::Status> statuses;
+  std::vector<PageRun> runs;
+  for (const std::string& key : request.keys) {
+    absl::StatusOr<HostStore::ReadLease> value = Acquire(key, request.deadline);
+    statuses.push_back(value.status());
+    if (!value.ok()) continue;
+    runs.insert(runs.end(), value->pages().runs().begin(), value->pages().runs().end());
+    held->push_back(*std::move(value));
+  }
+  Fields reply;
+  reply.Set("codes", PackCodes(statuses));
+  if (held->empty()) return reply;
+  KVFERRY_ASSIGN_OR_RETURN(PageRuns pages, PageRuns::FromRuns(runs));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, Lease(std::move(pages), nullptr, held));
+  return reply.Set("lease", lease_id).Set("epoch", node_->epoch());
+}
+
+struct StoreServer::Service::Incoming {
+  std::vector<absl::Status> statuses;  // One a key.
+  std::vector<size_t> keys;            // Which key each reservation is for.
+  std::vector<HostStore::Reservation> reservations;
+  std::vector<int64_t> pages;
+};
+
+StoreServer::Service::Result StoreServer::Service::PutPages(const Request& request) {
+  auto incoming = std::make_shared<Incoming>();
+  std::vector<int64_t> positions;
+  for (size_t i = 0; i < request.keys.size(); ++i) {
+    absl::StatusOr<HostStore::Reservation> room =
+        options_.host->Reserve(options_.host->pool()->layout().page_bytes());
+    incoming->statuses.push_back(room.status());
+    if (!room.ok()) continue;
+    positions.push_back(static_cast<int64_t>(i));
+    incoming->keys.push_back(i);
+    incoming->pages.push_back(room->pages().PageAt(0));
+    incoming->reservations.push_back(*std::move(room));
+  }
+  if (positions.empty()) return Fields().Set("codes", PackCodes(incoming->statuses));
+  KVFERRY_ASSIGN_OR_RETURN(PageRuns at, PageRuns::FromPages(positions));
+  KVFERRY_ASSIGN_OR_RETURN(PageRuns pages, PageRuns::FromPages(incoming->pages));
+  KVFERRY_RETURN_IF_ERROR(FetchFromCaller(request, std::move(at), std::move(pages), {},
+                                          [this, incoming, request](const absl::Status& status) {
+                                            FinishPutPages(*incoming, request, status);
+                                          }));
+  return std::nullopt;
+}
+
+void StoreServer::Service::FinishPutPages(Incoming& incoming, const Request& request,
+                                          const absl::Status& fetched) {
+  if (!fetched.ok()) return node_->Reply(request.call, fetched);
+  if (options_.lower != nullptr) {
+    // While the pages are still reserved: once committed they may be evicted.
+    std::vector<std::string_view> keys;
+    for (const size_t key : incoming.keys) keys.push_back(request.keys[key]);
+    options_.lower->PutPages(keys, *options_.host->pool(), incoming.pages, request.deadline);
+  }
+  for (size_t i = 0; i < incoming.keys.size(); ++i) {
+    const size_t key = incoming.keys[i];
+    incoming.statuses[key] =
+        options_.host->Commit(std::move(incoming.reservations[i]), request.keys[key]);
+  }
+  node_->Reply(request.call, Fields().Set("codes", PackCodes(incoming.statuses)));
+}
+
+// ---------------------------------------------------------------- the server
+
+absl::StatusOr<std::unique_ptr<StoreServer>> StoreServer::Create(Options options) {
+  if (options.host == nullptr) return absl::InvalidArgumentError("store server: no host store");
+  if (options.store == nullptr) options.store = options.host;
+  auto service = std::make_shared<Service>(std::move(options));
+  KVFERRY_RETURN_IF_ERROR(service->Start());
+  return std::unique_ptr<StoreServer>(new StoreServer(std::move(service)));
+}
+
+StoreServer::~StoreServer() { service_->Close(); }
+
+const std::string& StoreServer::address() const { return service_->node().listen_address(); }
+
+std::vector<std::pair<std::string, int64_t>> StoreServer::Metrics() const {
+  return service_->node().Metrics();
+}
+
+}  // namespace kvferry

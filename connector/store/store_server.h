@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/statusor.h"
+#include "base/mutex.h"
+#include "connector/lease_table.h"
+#include "connector/prefill_endpoint.h"
+#include "connector/store/host_store.h"
+#include "connector/store/kv_store.h"
+#include "transport/node.h"
+
+namespace kvferry {
+
+// Serves a HostStore, and what lies under it, to other processes (RemoteStore). Pages travel
+// straight from and into the host store's pool. All work on stores is done by one thread of the
+// server's own, so that a slow disk holds up neither transfers nor heartbeats. Thread-safe.
+class StoreServer {
+ public:
+  struct Options {
+    EndpointOptions endpoint;  // config.listen_host and listen_port: where it listens.
+    std::shared_ptr<HostStore> host;
+    // All that is served: `host` itself, or a store that has it as its upper tier. Null: `host`.
+    std::shared_ptr<KvStore> store;
+    // What pages that were put into `host` are also put into. Null: nothing.
+    std::shared_ptr<KvStore> lower;
+  };
+
+  static absl::StatusOr<std::unique_ptr<StoreServer>> Create(Options options);
+  ~StoreServer();
+
+  const std::string& address() const;
+  std::vector<std::pair<std::string, int64_t>> Metrics() const;
+
+ private:
+  class Service;
+  explicit StoreServer(std::shared_ptr<Service> service) : service_(std::move(service)) {}
+
+  const std::shared_ptr<Service> service_;
+};
+
+}  // namespace kvferry

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "transport/fields.h"
+
+namespace kvferry {
+
+// The calls between RemoteStore and StoreServer (docs/wire_protocol.md, "Functions").
+namespace store_call {
+inline constexpr char kExists[] = "store.exists";
+inline constexpr char kErase[] = "store.erase";
+inline constexpr char kPin[] = "store.pin";
+inline constexpr char kUnpin[] = "store.unpin";
+inline constexpr char kStats[] = "store.stats";
+inline constexpr char kGet[] = "store.get";
+inline constexpr char kPut[] = "store.put";
+inline constexpr char kGetPages[] = "store.get_pages";
+inline constexpr char kPutPages[] = "store.put_pages";
+}  // namespace store_call
+
+// Keys as one byte string: each a u16 of its length, little-endian, and its bytes.
+// INVALID_ARGUMENT for a bad key, more than a message takes, or bytes that are no list of keys.
+absl::StatusOr<std::string> PackKeys(std::span<const std::string_view> keys);
+absl::StatusOr<std::vector<std::string>> UnpackKeys(std::string_view packed);
+
+// The codes of statuses, a byte each. Unpacked ones say no more than which code and whose key.
+std::string PackCodes(std::span<const absl::Status> statuses);
+absl::StatusOr<std::vector<absl::Status>> UnpackCodes(std::string_view packed, size_t count);
+
+}  // namespace kvferry

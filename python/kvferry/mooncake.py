@@ -1,0 +1,346 @@
+"""Mooncake Store behind the methods of kvferry's own stores.
+
+For deployments that have outgrown one machine: replicas, eviction and failover are Mooncake's job.
+Needs `pip install mooncake-transfer-engine` (`-non-cuda` for machines without a GPU) and a running
+`mooncake_master`. Nothing here is imported unless it is asked for.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+import numpy as np
+
+from kvferry import _core
+
+HEADER_BYTES = 24
+MAX_KEY_BYTES = 256
+# Of Mooncake's error codes, those that are not just "the store fails".
+NOT_FOUND = {-704, -703}  # No such object, or one that is still being written.
+NO_ROOM = {-200}
+GREW = -600  # The value no longer fits: it was replaced between asking for its size and reading.
+READS = 5
+
+
+def _import_mooncake():
+    try:
+        from mooncake import store
+    except ImportError as error:
+        raise ImportError(
+            "kvferry's Mooncake backend needs Mooncake's Python package: "
+            "pip install mooncake-transfer-engine (mooncake-transfer-engine-non-cuda without GPU)"
+        ) from error
+    return store
+
+
+def _key_bytes(key) -> bytes:
+    if not isinstance(key, str | bytes):
+        raise TypeError(f"a key is bytes or str, not {type(key).__name__}")
+    data = key.encode() if isinstance(key, str) else key
+    if not 1 <= len(data) <= MAX_KEY_BYTES:
+        raise ValueError(f"store: a key of {len(data)} bytes; it must have 1 to {MAX_KEY_BYTES}")
+    return data
+
+
+def _flat(part, writable: bool) -> np.ndarray:
+    """The memory of a buffer or CPU tensor as uint8, without a copy."""
+    if hasattr(part, "is_contiguous"):  # torch: numpy knows not all of its types
+        import torch
+
+        if part.device.type != "cpu":
+            raise ValueError("store: the memory is not the CPU's; copy it there first")
+        if not part.is_contiguous():
+            raise ValueError("store: the memory is not contiguous; make it so first")
+        part = part.detach().reshape(-1).view(torch.uint8).numpy()
+    try:
+        view = memoryview(part)
+    except TypeError:
+        raise TypeError(f"store: {type(part).__name__} is no buffer") from None
+    if not view.c_contiguous:
+        raise ValueError("store: the memory is not contiguous; make it so first")
+    if writable and view.readonly:
+        raise TypeError(f"store: {type(part).__name__} is no buffer that can be written")
+    return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
+
+
+def _parts(value, writable: bool = False) -> list[np.ndarray]:
+    parts = value if isinstance(value, list | tuple) else [value]
+    return [_flat(part, writable) for part in parts]
+
+
+def _gather(parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+    begin = 0
+    for part in parts:
+        out[begin : begin + part.nbytes] = part
+        begin += part.nbytes
+
+
+class MooncakeStore:
+    """See connector/store/kv_store.h for what the methods promise.
+
+    Values go through memory of this object's own, registered with Mooncake once: a call that ran
+    into its deadline goes on inside Mooncake, where nothing can stop it, and then touches that
+    memory and not the caller's. `staging_buffers` of max_value_bytes each bound how many calls run
+    at a time, those that are past their deadline among them.
+
+    Mooncake's TCP transport has no checksum; kvferry's header (connector/store/value_header.h)
+    stands in front of each value, and what does not match it is a miss, counted in errors.
+    """
+
+    name = "mooncake"
+
+    def __init__(
+        self,
+        local_hostname: str,
+        master_address: str,
+        metadata_server: str = "P2PHANDSHAKE",
+        global_segment_bytes: int = 0,
+        local_buffer_bytes: int = 16 << 20,
+        protocol: str = "tcp",
+        device: str = "",
+        key_prefix: str = "kvferry:",
+        max_value_bytes: int = 16 << 20,
+        staging_buffers: int = 2,
+        connect_timeout_ms: int = 15000,
+    ):
+        for option, value, low, high in (
+            ("global_segment_bytes", global_segment_bytes, 0, 1 << 50),
+            ("local_buffer_bytes", local_buffer_bytes, 0, 1 << 50),
+            ("max_value_bytes", max_value_bytes, 1, 1 << 40),
+            ("staging_buffers", staging_buffers, 1, 256),
+            ("connect_timeout_ms", connect_timeout_ms, 1, 600_000),
+        ):
+            if not low <= value <= high:
+                raise ValueError(f"mooncake: {option} is {value} but must be {low} to {high}")
+        module = _import_mooncake()
+        self.max_value_bytes = max_value_bytes
+        self._address = master_address
+        self._prefix = key_prefix
+        self._store = module.MooncakeDistributedStore()
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(("puts", "hits", "misses", "errors"), 0)
+        self._closed = False
+        self._threads = ThreadPoolExecutor(staging_buffers, thread_name_prefix="kvferry-mooncake")
+        self._staging: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
+        self._buffers = [
+            np.empty(max_value_bytes + HEADER_BYTES, np.uint8) for _ in range(staging_buffers)
+        ]
+
+        def connect(_staging) -> None:
+            code = self._store.setup(
+                local_hostname,
+                metadata_server,
+                global_segment_bytes,
+                local_buffer_bytes,
+                protocol,
+                device,
+                master_address,
+            )
+            for buffer in self._buffers if code == 0 else ():
+                code = code or self._store.register_buffer(buffer.ctypes.data, buffer.nbytes)
+            if code != 0:
+                raise self._error(code)
+
+        self._staging.put(self._buffers[0])
+        self._call(connect, time.monotonic() + connect_timeout_ms / 1000)
+        for buffer in self._buffers[1:]:
+            self._staging.put(buffer)
+
+    # ---------------------------------------------------------------- calls with a deadline
+
+    def _deadline(self, timeout_ms: int) -> float:
+        if timeout_ms < 0:
+            raise ValueError(f"timeout_ms is {timeout_ms} but must be at least 0")
+        return time.monotonic() + timeout_ms / 1000
+
+    def _count(self, *names: str) -> None:
+        with self._lock:
+            for name in names:
+                self._counts[name] += 1
+
+    def _error(self, code: int) -> Exception:
+        if code in NOT_FOUND:
+            return _core.NotFound("mooncake: no such entry")
+        self._count("errors")
+        where = f"mooncake {self._address}"
+        if code in NO_ROOM:
+            return _core.ResourceExhausted(f"{where}: no room (error {code})")
+        return _core.Unavailable(f"{where}: error {code}")
+
+    def _late(self) -> Exception:
+        self._count("errors")
+        return _core.DeadlineExceeded(f"mooncake {self._address}: no answer in time")
+
+    def _call(self, run: Callable[[np.ndarray], object], deadline: float, fill=None, take=None):
+        """fill(staging buffer) here, run(it) in a thread, then take(what that gave, it) here."""
+        if self._closed:
+            raise _core.FailedPrecondition("store: it is closed")
+        try:
+            staging = self._staging.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise self._late() from None
+        if fill is not None:
+            fill(staging)
+        future: Future = self._threads.submit(run, staging)
+        try:
+            result = future.result(timeout=max(0.0, deadline - time.monotonic()))
+        except FutureTimeoutError:
+            # The buffer comes back when Mooncake has let go of it.
+            future.add_done_callback(lambda _: self._staging.put(staging))
+            raise self._late() from None
+        except BaseException:
+            future.add_done_callback(lambda _: self._staging.put(staging))
+            raise
+        try:
+            return result if take is None else take(result, staging)
+        finally:
+            self._staging.put(staging)
+
+    def _name(self, key: bytes) -> str:
+        return self._prefix + key.hex()
+
+    # ---------------------------------------------------------------- the methods of a store
+
+    def put(self, key, value, timeout_ms: int = 5000) -> None:
+        data, parts = _key_bytes(key), _parts(value)
+        size = sum(part.nbytes for part in parts)
+        if not 1 <= size <= self.max_value_bytes:
+            raise ValueError(
+                f"store: a value of {size} bytes; it must have 1 to {self.max_value_bytes}"
+            )
+
+        header = np.frombuffer(_core.value_header(data, parts), np.uint8)
+
+        def upsert(staging: np.ndarray) -> None:
+            # put_from() would leave an older value in place, and say that all is well.
+            code = self._store.upsert_from(
+                self._name(data), staging.ctypes.data, HEADER_BYTES + size
+            )
+            if code != 0:
+                raise self._error(code)
+
+        def fill(staging: np.ndarray) -> None:
+            _gather([header, *parts], staging)
+
+        self._call(upsert, self._deadline(timeout_ms), fill=fill)
+        self._count("puts")
+
+    def _read(self, key: bytes, want_bytes: int | None) -> Callable[[np.ndarray], int]:
+        def read_once(name: str, staging: np.ndarray) -> int:
+            size = self._store.get_size(name)
+            if size < 0:
+                raise self._error(size)
+            if want_bytes is not None and size != want_bytes + HEADER_BYTES:
+                raise _core.FailedPrecondition(
+                    f"mooncake: the value has {size - HEADER_BYTES} bytes but there is room for "
+                    f"{want_bytes}"
+                )
+            if size > staging.nbytes:
+                return 0  # Nobody here put that.
+            return self._store.get_into(name, staging.ctypes.data, size)
+
+        def read(staging: np.ndarray) -> int:
+            for _ in range(READS):
+                got = read_once(self._name(key), staging)
+                if got != GREW:
+                    break
+            if got < 0:
+                raise self._error(got)
+            return got
+
+        return read
+
+    def _get(self, key: bytes, want_bytes: int | None, timeout_ms: int, use):
+        def take(got: int, staging: np.ndarray):
+            if not _core.value_is_whole(key, staging[:got]):
+                self._count("errors")
+                raise _core.NotFound("mooncake: the entry is damaged or not kvferry's")
+            return use(staging[HEADER_BYTES:got])
+
+        try:
+            result = self._call(self._read(key, want_bytes), self._deadline(timeout_ms), take=take)
+        except _core.NotFound:
+            self._count("misses")
+            raise
+        self._count("hits")
+        return result
+
+    def get_into(self, key, out, timeout_ms: int = 5000) -> None:
+        parts = _parts(out, writable=True)
+
+        def scatter(value: np.ndarray) -> None:
+            begin = 0
+            for part in parts:
+                part[:] = value[begin : begin + part.nbytes]
+                begin += part.nbytes
+
+        self._get(_key_bytes(key), sum(part.nbytes for part in parts), timeout_ms, scatter)
+
+    def get_bytes(self, key, timeout_ms: int = 5000) -> np.ndarray:
+        return self._get(_key_bytes(key), None, timeout_ms, np.ndarray.copy)
+
+    def exists(self, keys: Sequence, timeout_ms: int = 5000) -> int:
+        names = [self._name(_key_bytes(key)) for key in keys]
+        if not names:
+            return 0
+        codes = self._call(lambda _: self._store.batch_is_exist(names), self._deadline(timeout_ms))
+        for count, code in enumerate(codes):
+            if code < 0 and code not in NOT_FOUND:
+                raise self._error(code)
+            if code != 1:
+                return count
+        return len(names)
+
+    def erase(self, key, timeout_ms: int = 5000) -> None:
+        name = self._name(_key_bytes(key))
+        # By force: Mooncake keeps what was read a moment ago under a lease.
+        code = self._call(lambda _: self._store.remove(name, True), self._deadline(timeout_ms))
+        if code != 0 and code not in NOT_FOUND:
+            raise self._error(code)
+
+    def pin(self, key, timeout_ms: int = 5000) -> None:
+        raise _core.Unimplemented("mooncake: entries cannot be pinned after they were put")
+
+    def unpin(self, key, timeout_ms: int = 5000) -> None:
+        raise _core.Unimplemented("mooncake: entries cannot be pinned after they were put")
+
+    def put_batch(self, items: Iterable[tuple], timeout_ms: int = 5000) -> list:
+        return self._batch(self.put, items, timeout_ms)
+
+    def get_batch(self, items: Iterable[tuple], timeout_ms: int = 5000) -> list:
+        return self._batch(self.get_into, items, timeout_ms)
+
+    def _batch(self, call, items: Iterable[tuple], timeout_ms: int) -> list:
+        deadline = self._deadline(timeout_ms)
+        items, errors = list(items), []
+        for item in items:
+            if not isinstance(item, tuple) or len(item) != 2:
+                raise TypeError("store: an item of a batch is a tuple (key, buffer)")
+            _parts(item[1], writable=call == self.get_into)
+        for key, memory in items:
+            left_ms = max(0, int((deadline - time.monotonic()) * 1000))
+            try:
+                errors.append(call(key, memory, left_ms))
+            except (_core.Error, ValueError) as error:
+                errors.append(error)
+        return errors
+
+    def stats(self) -> dict[str, int]:
+        with self._lock:
+            counts = dict(self._counts)
+        unknown = dict.fromkeys(("entries", "bytes", "capacity_bytes", "pinned"), -1)
+        return {**unknown, "evictions": 0, **counts}
+
+    def close(self) -> None:
+        """Waits for calls that are under way, then leaves Mooncake. Again: does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._threads.shutdown(wait=True)
+        self._store.close()

@@ -1,0 +1,227 @@
+"""KVStoreBuffer: tensors under keys, in whatever store the deployment has.
+
+    with KVStoreBuffer({"backend": "host", "capacity_bytes": 1 << 30}) as store:
+        store.put("layer 3", tensor)
+        tensor = store.get("layer 3")  # None when it is not, or no longer, there
+
+A store is a cache: see connector/store/kv_store.h for what its backends promise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from kvferry import _core
+from kvferry.tensor_bytes import decode, encode, fill
+
+Key = str | bytes
+
+# What make_store() takes: keys of a configuration, those that must be there, and the class.
+_BACKENDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "host": ("HostStore", ("capacity_bytes",), ("page_bytes", "max_value_bytes")),
+    "rocksdb": ("RocksDbStore", ("path",), ("capacity_bytes", "max_value_bytes", "sync")),
+    "redis": (
+        "RedisStore",
+        (),
+        (
+            "host",
+            "port",
+            "username",
+            "password",
+            "database",
+            "key_prefix",
+            "ttl_ms",
+            "connect_timeout_ms",
+            "max_value_bytes",
+            "connections",
+        ),
+    ),
+    "tiered": ("TieredStore", ("upper", "lower"), ()),
+    "mooncake": (
+        "MooncakeStore",
+        ("local_hostname", "master_address"),
+        (
+            "metadata_server",
+            "global_segment_bytes",
+            "local_buffer_bytes",
+            "protocol",
+            "device",
+            "key_prefix",
+            "max_value_bytes",
+            "staging_buffers",
+            "connect_timeout_ms",
+        ),
+    ),
+}
+_LIBRARIES = {"RocksDbStore": "librocksdb-dev", "RedisStore": "libhiredis-dev"}
+
+
+def _store_class(name: str):
+    if name == "MooncakeStore":
+        return importlib.import_module("kvferry.mooncake").MooncakeStore
+    try:
+        return getattr(_core, name)
+    except AttributeError:
+        library = _LIBRARIES.get(name, "its library")
+        raise ImportError(
+            f"this build of kvferry has no {name}: install Debian's {library}, then build again"
+        ) from None
+
+
+def make_store(config: Mapping[str, Any]):
+    """The store that a configuration describes; ValueError names what is wrong with it."""
+    if not isinstance(config, Mapping):
+        raise TypeError(f"store: a configuration is a dict, not {type(config).__name__}")
+    options = dict(config)
+    backend = options.pop("backend", None)
+    if backend not in _BACKENDS:
+        known = ", ".join(_BACKENDS)
+        raise ValueError(f"store: backend {backend!r} is not one of {known}")
+    name, needed, optional = _BACKENDS[backend]
+    for key in options:
+        if key not in needed + optional:
+            known = ", ".join(needed + optional)
+            raise ValueError(f"store: {backend} knows no {key!r}; it knows {known}")
+    for key in needed:
+        if key not in options:
+            raise ValueError(f"store: {backend} needs {key!r}")
+    if backend != "tiered":
+        return _store_class(name)(**options)
+    tiers = {tier: make_store(options[tier]) for tier in ("upper", "lower")}
+    return _store_class(name)(**tiers)
+
+
+class KVStoreBuffer:
+    """Puts tensors (torch or numpy, on the CPU) or bytes into a store, and gets them back.
+
+    `backend` is a store or the configuration of one ({"backend": "redis", "host": ...}). What a
+    store does not have is None; everything else that goes wrong raises one of kvferry's errors, a
+    server that is down among them, at the latest timeout_ms after the call. Thread-safe, as far as
+    two calls do not share an `out`.
+    """
+
+    def __init__(self, backend, *, timeout_ms: int = 5000):
+        self._owned = isinstance(backend, Mapping)
+        self._store = make_store(backend) if self._owned else backend
+        self._timeout_ms = timeout_ms
+        # One thread: asyncio calls take turns, and wait for nobody else's threads.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvferry-store")
+        self._closed = False
+
+    @property
+    def backend(self):
+        return self._store
+
+    # ---------------------------------------------------------------- one entry
+
+    def put(self, key: Key, value) -> None:
+        """Stores a tensor with its dtype and shape; None erases the entry.
+
+        A tensor that is not contiguous is copied first. One on a GPU is a ValueError.
+        """
+        if value is None:
+            self._store.erase(key, timeout_ms=self._timeout_ms)
+        else:
+            self._store.put(key, encode(value), timeout_ms=self._timeout_ms)
+
+    def get(self, key: Key, out=None):
+        """What was put: a torch tensor, a numpy array or bytes; None for a miss.
+
+        With `out`, a contiguous tensor on the CPU, fills and returns that: FailedPrecondition when
+        it is not of the stored dtype and shape. What is in it after an error is undefined.
+        """
+        try:
+            if out is None:
+                return decode(self._store.get_bytes(key, timeout_ms=self._timeout_ms))
+            target = fill(out)
+            self._store.get_into(key, target.parts, timeout_ms=self._timeout_ms)
+        except _core.NotFound:
+            return None
+        target.check()
+        return out
+
+    # ---------------------------------------------------------------- many
+
+    def exists(self, keys: Key | Sequence[Key]) -> int:
+        """How many of the keys, from the first on, are there without a gap."""
+        keys = [keys] if isinstance(keys, str | bytes) else list(keys)
+        return self._store.exists(keys, timeout_ms=self._timeout_ms)
+
+    def put_batch(self, items: Mapping[Key, Any] | Iterable[tuple[Key, Any]]) -> None:
+        """Stores all that it can, then raises the first error, if there was one."""
+        pairs = items.items() if isinstance(items, Mapping) else items
+        batch = [(key, encode(value)) for key, value in pairs]
+        for error in self._store.put_batch(batch, timeout_ms=self._timeout_ms):
+            if error is not None:
+                raise error
+
+    def get_batch(self, keys: Sequence[Key], outs: Sequence[Any] | None = None) -> list:
+        """A list as of get(). With `outs` it is one batch, and without one call after another."""
+        if outs is None:
+            return [self.get(key) for key in keys]
+        if len(outs) != len(keys):
+            raise ValueError(f"store: {len(keys)} keys but {len(outs)} outs")
+        targets = [fill(out) for out in outs]
+        batch = [(key, target.parts) for key, target in zip(keys, targets, strict=True)]
+        errors = self._store.get_batch(batch, timeout_ms=self._timeout_ms)
+        results = []
+        for error, target, out in zip(errors, targets, outs, strict=True):
+            if error is not None and not isinstance(error, _core.NotFound):
+                raise error
+            if error is None:
+                target.check()
+            results.append(out if error is None else None)
+        return results
+
+    # ---------------------------------------------------------------- the rest
+
+    def pin(self, key: Key) -> None:
+        """Keeps an entry from being evicted; counted. NotFound when it is not there."""
+        self._store.pin(key, timeout_ms=self._timeout_ms)
+
+    def unpin(self, key: Key) -> None:
+        self._store.unpin(key, timeout_ms=self._timeout_ms)
+
+    def stats(self) -> dict[str, int]:
+        return self._store.stats()
+
+    def close(self) -> None:
+        """Ends the thread, and closes the backend unless it was given as an object."""
+        self._closed = True
+        self._thread.shutdown(wait=True)
+        if self._owned:
+            self._store.close()
+
+    def __enter__(self) -> KVStoreBuffer:
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- asyncio
+
+    async def aput(self, key: Key, value) -> None:
+        """put() without blocking the event loop; the tensor is read until it is done."""
+        await self._in_thread(self.put, key, value)
+
+    async def aget(self, key: Key, out=None):
+        """get() without blocking the event loop; cancelling it does not stop it filling `out`."""
+        return await self._in_thread(self.get, key, out)
+
+    async def aexists(self, keys: Key | Sequence[Key]) -> int:
+        return await self._in_thread(self.exists, keys)
+
+    async def aput_batch(self, items: Mapping[Key, Any] | Iterable[tuple[Key, Any]]) -> None:
+        await self._in_thread(self.put_batch, items)
+
+    async def aget_batch(self, keys: Sequence[Key], outs: Sequence[Any] | None = None) -> list:
+        return await self._in_thread(self.get_batch, keys, outs)
+
+    async def _in_thread(self, call, *args):
+        if self._closed:
+            raise _core.FailedPrecondition("store: it is closed")
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)

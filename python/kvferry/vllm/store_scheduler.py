@@ -1,0 +1,191 @@
+"""Store mode, the half in vLLM's scheduler process: which blocks to load and which to save."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import kvferry
+from kvferry.vllm.metadata import StepMetadata, StoreAddress, StoreLoad, StoreSave
+from kvferry.vllm.stores import StoreOptions, rank_key, scheduler_stores
+from kvferry.vllm.telemetry import logger
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+# The scheduler, and with it the engine, waits for the answer. Without one it does not ask again for
+# a while.
+_ASK_TIMEOUT_MS = 200
+_SILENCE_S = 5.0
+
+
+@dataclass
+class _Tracked:
+    """A request whose blocks have keys."""
+
+    request: Request
+    salt: str
+    keys: list[bytes] = field(default_factory=list)  # Of full blocks, as far as they were needed.
+    found: tuple[int, int] | None = None  # (first block asked for, blocks found from there on)
+    saved: int | None = None  # Blocks that need no saving (any more); None: not scheduled yet.
+    has_saves: bool = False  # The workers know it, and report when its saves have ended.
+
+
+class StoreScheduler:
+    """Loads blocks that the store has, and saves the blocks that are computed here.
+
+    A block is saved as soon as all its tokens are computed, prompt or not, and at most once. Blocks
+    of a finished request stay allocated until the workers report that its saves have ended.
+    """
+
+    def __init__(self, block_size: int, options: StoreOptions, config: kvferry.Config):
+        self._block_size = block_size
+        self._options = options
+        self._config = config
+        self._workers: list[StoreAddress] = []  # By tensor-parallel rank.
+        self._stores: list[Any] = []  # As many, or one for all.
+        self._layout: kvferry.KvLayout | None = None
+        self._requests: dict[str, _Tracked] = {}
+        self._loading: set[str] = set()
+        self._loads: list[StoreLoad] = []
+        self._silent_until = 0.0
+
+    def set_workers(self, workers: dict[int, StoreAddress]) -> None:
+        """Where the workers' stores are, by tensor-parallel rank."""
+        self._workers = [workers[rank] for rank in sorted(workers)]
+        self._layout = self._workers[0].kv_layout()
+        self._stores = scheduler_stores(self._options, self._workers, self._config)
+
+    def on_new_request(self, request: Request) -> None:
+        # Pictures and embeddings are not in the tokens that the keys are made from.
+        if request.prompt_token_ids is None or getattr(request, "mm_features", None):
+            return
+        lora = request.lora_request
+        salt = f"{request.cache_salt or ''}\0{lora.lora_name if lora else ''}"
+        self._requests[request.request_id] = _Tracked(request, salt)
+
+    # ---- Loading
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """(tokens that the store has and the local prefix cache has not, whether that takes a
+        while)."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        first = num_computed_tokens // self._block_size
+        if tracked.found is None or tracked.found[0] != first:
+            tracked.found = (first, self._ask(tracked, first))
+        count = tracked.found[1]
+        return (count * self._block_size, True) if count > 0 else (0, False)
+
+    def _ask(self, tracked: _Tracked, first: int) -> int:
+        keys = self._keys(tracked, tracked.request.num_prompt_tokens // self._block_size)[first:]
+        if not keys or time.monotonic() < self._silent_until:
+            return 0
+        try:
+            found = len(keys)
+            for rank in range(len(self._workers)):
+                store = self._stores[rank % len(self._stores)]
+                asked = [rank_key(key, rank) for key in keys[:found]]
+                found = store.exists(asked, timeout_ms=_ASK_TIMEOUT_MS) if asked else 0
+            return found
+        except (kvferry.Error, ValueError) as error:
+            logger.warning("the KV store is not asked for %.0f s: %s", _SILENCE_S, error)
+            self._silent_until = time.monotonic() + _SILENCE_S
+            return 0
+
+    def _keys(self, tracked: _Tracked, num_blocks: int) -> list[bytes]:
+        """Keys of the request's first blocks, whose tokens must be known."""
+        begin = len(tracked.keys)
+        if num_blocks > begin:
+            size = self._block_size
+            tokens = list(tracked.request.all_token_ids[begin * size : num_blocks * size])
+            tracked.keys += kvferry.block_keys(
+                tokens,
+                size,
+                model=self._workers[0].model,
+                layout=self._layout,
+                salt=tracked.salt,
+                parent=tracked.keys[-1] if tracked.keys else None,
+            )
+        return tracked.keys[:num_blocks]
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or num_external_tokens == 0 or tracked.found is None:
+            return
+        first, _ = tracked.found
+        last = first + num_external_tokens // self._block_size
+        self._loading.add(request.request_id)
+        self._loads.append(
+            StoreLoad(
+                request_id=request.request_id,
+                keys=tracked.keys[first:last],
+                block_ids=blocks.get_block_ids()[0][first:last],
+                blocks_skipped=first,
+            )
+        )
+        tracked.found = None
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        self._loading.difference_update(output.finished_recving or ())
+
+    # ---- Saving
+
+    def fill(
+        self, meta: StepMetadata, step: SchedulerOutput, kv_cache_manager: KVCacheManager
+    ) -> None:
+        """Adds what the workers have to load, and to save once the step is computed."""
+        meta.store_loads, self._loads = self._loads, []
+        meta.store_preempted = [
+            request_id
+            for request_id in step.preempted_req_ids or ()
+            if request_id in self._requests and self._requests[request_id].has_saves
+        ]
+        for request_id, scheduled in step.num_scheduled_tokens.items():
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                self._save(meta, tracked, scheduled, kv_cache_manager)
+
+    def _save(
+        self,
+        meta: StepMetadata,
+        tracked: _Tracked,
+        scheduled: int,
+        kv_cache_manager: KVCacheManager,
+    ) -> None:
+        request = tracked.request
+        before = request.num_computed_tokens // self._block_size
+        full = (request.num_computed_tokens + scheduled) // self._block_size
+        # What it begins with was saved when it was computed, or came out of the store.
+        begin = before if tracked.saved is None else tracked.saved
+        # Drafts of speculative decoding are scheduled too and may be wrong.
+        full = min(full, request.num_tokens // self._block_size)
+        tracked.saved = max(begin, full)
+        if full <= begin:
+            return
+        tracked.has_saves = True
+        meta.store_saves.append(
+            StoreSave(
+                request_id=request.request_id,
+                keys=self._keys(tracked, full)[begin:full],
+                block_ids=kv_cache_manager.get_block_ids(request.request_id)[0][begin:full],
+            )
+        )
+
+    def request_finished(self, request: Request) -> bool:
+        """Whether its blocks have to stay until the workers report it."""
+        tracked = self._requests.pop(request.request_id, None)
+        return tracked is not None and tracked.has_saves
+
+    def close(self) -> None:
+        for store in self._stores:
+            store.close()

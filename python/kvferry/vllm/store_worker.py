@@ -1,0 +1,179 @@
+"""Store mode, the half in vLLM's worker processes: it moves blocks between cache and store.
+
+Every method runs on the engine's own thread. Loads and saves have a thread each, so that neither
+waits for the other nor the engine for them.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+
+import kvferry
+from kvferry.vllm.layout import AdoptedCache
+from kvferry.vllm.metadata import StoreAddress, StoreLoad, StoreSave
+from kvferry.vllm.stores import StoreOptions, open_store, rank_key
+from kvferry.vllm.telemetry import FetchRecord, Trace, TransferStats, logger
+
+
+@dataclass
+class _Moved:
+    """What came of one batch of blocks."""
+
+    statuses: list[Exception | None]  # One a block.
+    milliseconds: float
+
+
+class StoreWorker:
+    """Loads blocks into the engine's cache and saves blocks of it."""
+
+    def __init__(
+        self,
+        cache: AdoptedCache,
+        options: StoreOptions,
+        config: kvferry.Config,
+        model: str,
+        name: str,
+        tp_rank: int,
+        trace: Trace,
+        stats: TransferStats,
+    ):
+        """Opens the store. Raises ValueError for a wrong configuration and kvferry.Error for a
+        store that cannot be opened."""
+        self._pool = cache.pool
+        self._rank = tp_rank
+        self._timeout_ms = config.fetch_timeout_ms
+        self._trace = trace
+        self._stats = stats
+        self._opened = open_store(options, cache.pool, config, model, name, tp_rank)
+        layout = cache.pool.layout
+        self._address = StoreAddress.of(self._opened.address, model, layout)
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvferry-load")
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="kvferry-save")
+        self._loads: dict[str, tuple[StoreLoad, Future[_Moved]]] = {}
+        self._saves: dict[str, list[Future[None]]] = {}  # Of requests the engine has not finished.
+        self._finishing: set[str] = set()  # Finished, but for their saves.
+        self._missing_blocks: set[int] = set()
+
+    def address(self) -> StoreAddress:
+        return self._address
+
+    # ---- Loading
+
+    def load(self, loads: list[StoreLoad]) -> None:
+        for load in loads:
+            self._loads[load.request_id] = (load, self._loader.submit(self._load, load))
+
+    def _load(self, load: StoreLoad) -> _Moved:
+        begin = time.monotonic()
+        statuses = self._opened.store.get_pages(
+            [rank_key(key, self._rank) for key in load.keys],
+            self._pool,
+            load.block_ids,
+            timeout_ms=self._timeout_ms,
+        )
+        return _Moved(statuses, (time.monotonic() - begin) * 1e3)
+
+    def _finish_load(self, load: StoreLoad, future: Future[_Moved]) -> None:
+        try:
+            moved = future.result()
+        except (kvferry.Error, ValueError) as error:
+            moved = _Moved([error] * len(load.block_ids), 0.0)
+        errors = [error for error in moved.statuses if error is not None]
+        missing = [
+            block
+            for block, error in zip(load.block_ids, moved.statuses, strict=True)
+            if error is not None
+        ]
+        self._missing_blocks.update(missing)
+        page_bytes = self._pool.layout.page_bytes
+        record = FetchRecord(
+            request_id=load.request_id,
+            ok=not errors,
+            error=str(errors[0]) if errors else "",
+            blocks=len(load.block_ids),
+            blocks_skipped=load.blocks_skipped,
+            blocks_missing=len(missing),
+            bytes=(len(load.block_ids) - len(missing)) * page_bytes,
+            wait_ms=0.0,
+            move_ms=round(moved.milliseconds, 3),
+        )
+        record.log()
+        self._stats.record(record)
+        self._trace.write("load", **vars(record), gb_per_s=round(record.gb_per_s, 4))
+
+    # ---- Saving
+
+    def save(self, saves: list[StoreSave]) -> None:
+        """Saves blocks whose last token the engine has just computed."""
+        for save in saves:
+            futures = self._saves.setdefault(save.request_id, [])
+            futures.append(self._saver.submit(self._save, save))
+
+    def _save(self, save: StoreSave) -> None:
+        begin = time.monotonic()
+        try:
+            statuses = self._opened.store.put_pages(
+                [rank_key(key, self._rank) for key in save.keys],
+                self._pool,
+                save.block_ids,
+                timeout_ms=self._timeout_ms,
+            )
+        except (kvferry.Error, ValueError) as error:
+            statuses = [error] * len(save.block_ids)
+        failed = [error for error in statuses if error is not None]
+        if failed:
+            logger.warning(
+                "%d of %d blocks of %s were not saved: %s",
+                len(failed),
+                len(statuses),
+                save.request_id,
+                failed[0],
+            )
+        self._trace.write(
+            "save",
+            request_id=save.request_id,
+            blocks=len(statuses),
+            failed=len(failed),
+            move_ms=round((time.monotonic() - begin) * 1e3, 3),
+        )
+
+    def finish_preempted(self, request_ids: list[str]) -> None:
+        """Waits for saves of blocks that are about to be overwritten."""
+        for request_id in request_ids:
+            futures = self._saves.get(request_id, ())
+            # A save ends at its timeout.
+            _, late = wait_for(futures, timeout=self._timeout_ms / 1e3 + 1)
+            if late:
+                logger.error("blocks of preempted %s may be saved wrongly", request_id)
+
+    # ---- Both
+
+    def take_finished(self, engine_finished: set[str]) -> tuple[set[str], set[str]]:
+        """(finished requests whose saves have ended, requests whose loads have ended), each
+        once."""
+        self._finishing |= engine_finished & self._saves.keys()
+        saved = {
+            request_id
+            for request_id in self._finishing
+            if all(future.done() for future in self._saves[request_id])
+        }
+        self._finishing -= saved
+        for request_id in saved:
+            del self._saves[request_id]
+        loaded = {key for key, (_, future) in self._loads.items() if future.done()}
+        for request_id in loaded:
+            self._finish_load(*self._loads.pop(request_id))
+        return saved, loaded
+
+    def take_missing_blocks(self) -> set[int]:
+        """Blocks of the requests that take_finished() reported that were not loaded."""
+        missing, self._missing_blocks = self._missing_blocks, set()
+        return missing
+
+    def close(self) -> None:
+        self._loader.shutdown(wait=True, cancel_futures=True)
+        self._saver.shutdown(wait=True)
+        self._opened.close()

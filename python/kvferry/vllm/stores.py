@@ -1,0 +1,148 @@
+"""Which store an engine uses in store mode, and how each of its processes reaches it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import kvferry
+from kvferry.vllm.metadata import StoreAddress
+
+# Stores inside the worker process. Others ask the worker for what is in them.
+_EMBEDDED = ("host", "rocksdb", "tiered")
+_DEFAULT = {"backend": "host", "capacity_bytes": 1 << 30}
+
+
+class StoreOptions(NamedTuple):
+    """The `store` of a kv_connector_extra_config."""
+
+    config: dict[str, Any]
+
+    @staticmethod
+    def parse(config: Any) -> StoreOptions:
+        """Raises ValueError for what is no configuration of a store; opening it shows the rest."""
+        config = _DEFAULT if config is None else config
+        if not isinstance(config, dict) or not isinstance(config.get("backend"), str):
+            raise ValueError(
+                f"store is {config!r}; it has to be an object with a backend: "
+                f"{', '.join((*_EMBEDDED, 'remote', 'redis', 'mooncake'))}"
+            )
+        return StoreOptions(dict(config))
+
+    @property
+    def embedded(self) -> bool:
+        return self.config["backend"] in _EMBEDDED
+
+
+@dataclass
+class OpenedStore:
+    """A worker's store, and where others find it ("" when they go to the backend themselves)."""
+
+    store: Any
+    address: str
+    close: Callable[[], None]
+
+
+def rank_key(key: bytes, rank: int) -> bytes:
+    """The key of one tensor-parallel rank's part of a block."""
+    return key + rank.to_bytes(4, "little")
+
+
+def open_store(
+    options: StoreOptions,
+    pool: kvferry.KvPool,
+    config: kvferry.Config,
+    model: str,
+    name: str,
+    rank: int,
+) -> OpenedStore:
+    """Opens the store of a worker. Raises ValueError, ImportError or kvferry.Error."""
+    if options.config["backend"] == "remote":
+        store = _remote(options.config, pool, config, model, name, rank)
+        return OpenedStore(store, "", store.close)
+    if not options.embedded:
+        store = kvferry.make_store(options.config)
+        return OpenedStore(store, "", store.close)
+    store, host, lower = _open_embedded(options.config, pool.layout, rank)
+    server = kvferry.StoreServer(host, config, model, name, store=store, lower=lower)
+
+    def close() -> None:
+        server.close()
+        store.close()
+
+    return OpenedStore(store, server.address, close)
+
+
+def _open_embedded(config: dict[str, Any], layout: kvferry.KvLayout, rank: int):
+    """(what holds all blocks, the host store that they are served from, what lies under it)"""
+    backend = config["backend"]
+    if backend == "host":
+        store = _host(config, layout)
+        return store, store, None
+    if backend == "rocksdb":
+        # One page of memory, to serve it from.
+        host = kvferry.HostStore(layout.page_bytes, layout=layout)
+        store = kvferry.make_store(_of_rank(config, rank))
+        return store, host, store
+    upper, lower = config.get("upper", _DEFAULT), config.get("lower")
+    if not isinstance(upper, dict) or upper.get("backend") != "host" or not isinstance(lower, dict):
+        raise ValueError('store: "tiered" needs an upper tier of backend "host" and a lower one')
+    host = _host(upper, layout)
+    under = kvferry.make_store(_of_rank(lower, rank))
+    return kvferry.TieredStore(host, under), host, under
+
+
+def _host(config: dict[str, Any], layout: kvferry.KvLayout) -> kvferry.HostStore:
+    unknown = config.keys() - {"backend", "capacity_bytes"}
+    if unknown:
+        raise ValueError(f"store: host knows no {sorted(unknown)}; it knows capacity_bytes")
+    return kvferry.HostStore(
+        config.get("capacity_bytes", _DEFAULT["capacity_bytes"]), layout=layout
+    )
+
+
+def _of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
+    """A folder belongs to one process."""
+    if config.get("backend") != "rocksdb" or "path" not in config:
+        return config
+    return config | {"path": os.path.join(config["path"], f"rank{rank}")}
+
+
+def _remote(
+    config: dict[str, Any],
+    pool: kvferry.KvPool,
+    node: kvferry.Config,
+    model: str,
+    name: str,
+    rank: int,
+) -> kvferry.RemoteStore:
+    unknown = config.keys() - {"backend", "address"}
+    if unknown or "address" not in config:
+        raise ValueError(
+            f"store: remote takes an address, tcp://host:port, or one a rank, not {config!r}"
+        )
+    address = config["address"]
+    if isinstance(address, list):
+        if rank >= len(address):
+            raise ValueError(f"store: {len(address)} addresses and none for rank {rank}")
+        address = address[rank]
+    return kvferry.RemoteStore(address, pool, node, model, name)
+
+
+def scheduler_stores(
+    options: StoreOptions, workers: list[StoreAddress], config: kvferry.Config
+) -> list[Any]:
+    """What the scheduler asks, by rank; one for all ranks where they share a backend."""
+    if not options.embedded and options.config["backend"] != "remote":
+        return [kvferry.make_store(options.config)]
+    stores = []
+    for rank, worker in enumerate(workers):
+        # Nothing moves into this pool: it stands for the layout.
+        pool = kvferry.KvPool(worker.kv_layout(), 1)
+        remote = options.config
+        if options.embedded:
+            remote = {"backend": "remote", "address": worker.address}
+        stores.append(_remote(remote, pool, config, worker.model, f"scheduler/{rank}", rank))
+    return stores

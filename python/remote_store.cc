@@ -1,0 +1,100 @@
+#include "python/remote_store.h"
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/config.h"
+#include "connector/store/remote_store.h"
+#include "connector/store/store_server.h"
+#include "pool/kv_pool.h"
+#include "python/convert.h"
+#include "python/kv_store.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
+
+namespace kvferry {
+namespace {
+
+// Closed by close() or with its last owner.
+class PyServer {
+ public:
+  explicit PyServer(std::unique_ptr<StoreServer> server) : server_(std::move(server)) {}
+  StoreServer& get() const {
+    if (server_ == nullptr) {
+      throw StatusError(absl::FailedPreconditionError("store server: it is closed"));
+    }
+    return *server_;
+  }
+  void Close() { server_.reset(); }
+
+ private:
+  std::unique_ptr<StoreServer> server_;
+};
+
+void BindRemote(nb::module_& module) {
+  using PyRemoteStore = PyStoreOf<RemoteStore>;
+  nb::class_<PyRemoteStore, PyStore>(module, "RemoteStore",
+                                     "In another process, which has a StoreServer; see "
+                                     "connector/store/remote_store.h.")
+      .def(
+          "__init__",
+          [](PyRemoteStore* self, std::string address, std::shared_ptr<KvPool> pool,
+             const Config& config, std::string model, std::string name, int64_t max_value_bytes) {
+            new (self) PyRemoteStore(
+                Value(RemoteStore::Create({.endpoint = {config, std::move(model), std::move(name)},
+                                           .address = std::move(address),
+                                           .pool = std::move(pool),
+                                           .max_value_bytes = max_value_bytes})));
+          },
+          "address"_a, "pool"_a, "config"_a, "model"_a, "name"_a = "",
+          "max_value_bytes"_a = 64 << 20,
+          "Pages of `pool` are moved in place. Does not wait for the server.");
+}
+
+void BindServer(nb::module_& module) {
+  nb::class_<PyServer>(module, "StoreServer",
+                       "Serves a HostStore, and what lies under it, to other processes; see "
+                       "connector/store/store_server.h.")
+      .def(
+          "__init__",
+          [](PyServer* self, const PyStoreOf<HostStore>& host, const Config& config,
+             std::string model, std::string name, const PyStore* store, const PyStore* lower) {
+            StoreServer::Options options;
+            options.endpoint = {config, std::move(model), std::move(name)};
+            options.host = std::dynamic_pointer_cast<HostStore>(host.get());
+            if (store != nullptr) options.store = store->get();
+            if (lower != nullptr) options.lower = lower->get();
+            new (self) PyServer(Value(StoreServer::Create(std::move(options))));
+          },
+          "host"_a, "config"_a, "model"_a, "name"_a = "", "store"_a = nb::none(),
+          "lower"_a = nb::none(),
+          "Listens on config.listen_host:listen_port. `store` is all that is served (`host` itself "
+          "unless given), `lower` what pages are put into besides `host`.")
+      .def_prop_ro("address", [](const PyServer& self) { return self.get().address(); })
+      .def(
+          "metrics",
+          [](const PyServer& self) {
+            nb::dict metrics;
+            for (const auto& [name, value] : self.get().Metrics()) metrics[name.c_str()] = value;
+            return metrics;
+          },
+          nb::sig("def metrics(self) -> dict[str, int]"))
+      .def("close", &PyServer::Close, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace
+
+void BindRemoteStore(nb::module_& module) {
+  BindRemote(module);
+  BindServer(module);
+}
+
+}  // namespace kvferry

@@ -1,0 +1,92 @@
+#include "connector/store/entry_index.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+
+#include "absl/strings/str_cat.h"
+
+namespace kvferry {
+namespace {
+
+using Victims = std::vector<std::string>;
+
+TEST(EntryIndices, TheOldestThatIsNotPinnedGoes) {
+  EntryIndex index;
+  for (uint64_t i = 1; i <= 4; ++i) index.Set(absl::StrCat(i), i, 10);
+  index.AddPins("1", 1);
+  index.Set("2", 5, 10);  // Is the youngest now.
+  EXPECT_EQ(index.VictimsFor("new", 10, 50), Victims{});
+  EXPECT_EQ(index.VictimsFor("new", 10, 49), Victims{"3"});
+  EXPECT_EQ(index.VictimsFor("new", 10, 30), (Victims{"3", "4"}));
+  EXPECT_EQ(index.VictimsFor("3", 15, 40), Victims{"4"});  // Its own room counts.
+  EXPECT_EQ(index.VictimsFor("1", 20, 20), (Victims{"3", "4", "2"}));
+  EXPECT_EQ(index.VictimsFor("new", 21, 30), std::nullopt);
+}
+
+// All entries, looked at one by one.
+TEST(EntryIndices, RandomCallsAgreeWithAMap) {
+  EntryIndex index;
+  std::map<std::string, EntryIndex::Entry> model;
+  std::mt19937_64 random(9);
+  for (uint64_t i = 1; i <= 1000000; ++i) {
+    const std::string key = absl::StrCat(random() % 12);
+    const auto it = model.find(key);
+    switch (random() % 5) {
+      case 0:
+      case 1: {
+        const auto bytes = static_cast<int64_t>(random() % 100 + 1);
+        index.Set(key, i, bytes);
+        model[key] = {i, bytes, it == model.end() ? 0 : it->second.pins};
+        break;
+      }
+      case 2:
+        index.Remove(key);
+        if (it != model.end()) model.erase(it);
+        break;
+      case 3:
+        if (it == model.end()) break;
+        it->second.pins += it->second.pins > 0 && random() % 2 != 0 ? -1 : 1;
+        index.AddPins(key, it->second.pins - index.Find(key)->pins);
+        break;
+      default: {
+        const auto bytes = static_cast<int64_t>(random() % 100 + 1);
+        const auto capacity = static_cast<int64_t>(random() % 600 + 1);
+        std::map<uint64_t, std::string> by_age;
+        int64_t held = bytes;
+        for (const auto& [name, entry] : model) {
+          if (name == key) continue;
+          held += entry.bytes;
+          if (entry.pins == 0) by_age[entry.number] = name;
+        }
+        Victims want;
+        for (const auto& [number, name] : by_age) {
+          if (held <= capacity) break;
+          held -= model[name].bytes;
+          want.push_back(name);
+        }
+        const auto victims = index.VictimsFor(key, bytes, capacity);
+        ASSERT_EQ(victims, held <= capacity ? std::optional(want) : std::nullopt);
+      }
+    }
+    int64_t bytes = 0, pinned_bytes = 0, num_pinned = 0;
+    for (const auto& [name, entry] : model) {
+      bytes += entry.bytes;
+      pinned_bytes += entry.pins > 0 ? entry.bytes : 0;
+      num_pinned += entry.pins > 0 ? 1 : 0;
+    }
+    ASSERT_EQ(index.size(), std::ssize(model));
+    ASSERT_EQ(index.bytes(), bytes);
+    ASSERT_EQ(index.pinned_bytes(), pinned_bytes);
+    ASSERT_EQ(index.num_pinned(), num_pinned);
+    const EntryIndex::Entry* const found = index.Find(key);
+    ASSERT_EQ(found != nullptr, model.contains(key));
+    if (found != nullptr) {
+      ASSERT_EQ(found->number, model[key].number);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvferry

@@ -1,0 +1,238 @@
+#include "connector/store/host_store.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <optional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "tests/connector/store_values.h"
+#include "tests/support/status.h"
+#include "tests/support/wait_for.h"
+#include "transport/stream_plan.h"
+
+namespace kvferry {
+namespace {
+
+constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+constexpr auto kExhausted = absl::StatusCode::kResourceExhausted;
+constexpr auto kNotFound = absl::StatusCode::kNotFound;
+constexpr auto kPrecondition = absl::StatusCode::kFailedPrecondition;
+
+std::unique_ptr<HostStore> MakeHost(const KvLayout& layout, int64_t capacity_bytes,
+                                    int64_t max_value_bytes = 0) {
+  return Must(HostStore::Create({layout, capacity_bytes, max_value_bytes}));
+}
+
+// Pages of 10 bytes.
+std::unique_ptr<HostStore> Small(int64_t num_pages) {
+  return MakeHost(Must(HostStore::FlatLayout(10)), 10 * num_pages);
+}
+
+absl::Status Put(HostStore& store, std::string_view key, const Bytes& value) {
+  const std::span<const std::byte> part = value;
+  return store.Put(key, {&part, 1}, Soon());
+}
+
+Bytes Read(const HostStore::ReadLease& lease) {
+  Bytes value(static_cast<size_t>(lease.bytes()));
+  const std::span<std::byte> out = value;
+  EXPECT_TRUE(IsOk(lease.CopyTo({&out, 1})));
+  return value;
+}
+
+int64_t Exists(HostStore& store, std::string_view key) {
+  return Must(store.Exists({&key, 1}, Soon()));
+}
+
+TEST(HostStores, WhatIsUsedLeastRecentlyGoes) {
+  const auto store = Small(3);
+  for (const std::string_view key : {"a", "b", "c"}) {
+    ASSERT_TRUE(IsOk(Put(*store, key, ValueOf(1, 1, 10))));
+  }
+  EXPECT_TRUE(IsOk(store->GetBytes("a", Soon())));
+  EXPECT_EQ(Exists(*store, "b"), 1);  // Which is no use of it.
+  ASSERT_TRUE(IsOk(Put(*store, "d", ValueOf(1, 1, 5))));
+  EXPECT_EQ(Exists(*store, "b"), 0);
+  ASSERT_TRUE(IsOk(Put(*store, "e", ValueOf(1, 1, 11))));  // Two pages: c and a go.
+  EXPECT_EQ(Exists(*store, "a") + Exists(*store, "c"), 0);
+  EXPECT_EQ(Exists(*store, "d") + Exists(*store, "e"), 2);
+  EXPECT_EQ(store->stats().evictions, 3);
+}
+
+TEST(HostStores, ALeaseKeepsItsBytes) {
+  const auto store = Small(4);
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 15))));
+  std::optional<HostStore::ReadLease> lease = Must(store->Acquire("a"));
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 2, 20))));  // Beside the old one.
+  EXPECT_TRUE(Read(*lease) == ValueOf(1, 1, 15));
+  EXPECT_TRUE(*store->GetBytes("a", Soon()) == ValueOf(1, 2, 20));
+  EXPECT_TRUE(IsOk(store->Erase("a", Soon())));
+  EXPECT_EQ(store->stats().bytes, 20);  // The old one's pages.
+  for (int i = 0; i < 10; ++i) {
+    ASSERT_TRUE(IsOk(Put(*store, absl::StrCat(i), ValueOf(2, 1, 20))));
+    EXPECT_TRUE(Read(*lease) == ValueOf(1, 1, 15));
+  }
+  EXPECT_TRUE(Fails(Put(*store, "b", ValueOf(2, 1, 21)), kExhausted, "21 bytes", "of 40",
+                    "0 pinned", "20 leased"));
+  lease.reset();
+  EXPECT_TRUE(IsOk(Put(*store, "b", ValueOf(2, 1, 21))));
+}
+
+TEST(HostStores, ALeasedEntryIsNotEvicted) {
+  const auto store = Small(2);
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 10))));
+  ASSERT_TRUE(IsOk(Put(*store, "b", ValueOf(2, 1, 10))));
+  std::optional<HostStore::ReadLease> first = Must(store->Acquire("a"));
+  std::optional<HostStore::ReadLease> second = Must(store->Acquire("a"));
+  ASSERT_TRUE(IsOk(Put(*store, "c", ValueOf(3, 1, 10))));
+  EXPECT_EQ(Exists(*store, "a"), 1);
+  EXPECT_EQ(Exists(*store, "b"), 0);
+  first.reset();
+  ASSERT_TRUE(IsOk(Put(*store, "d", ValueOf(3, 1, 10))));
+  EXPECT_EQ(Exists(*store, "a"), 1);
+  second.reset();
+  ASSERT_TRUE(IsOk(Put(*store, "e", ValueOf(3, 1, 20))));
+  EXPECT_EQ(Exists(*store, "a"), 0);
+}
+
+TEST(HostStores, NothingIsEvictedForNothing) {
+  const auto store = Small(4);
+  for (const std::string_view key : {"pinned", "leased", "b", "c"}) {
+    ASSERT_TRUE(IsOk(Put(*store, key, ValueOf(1, 1, 10))));
+  }
+  ASSERT_TRUE(IsOk(store->Pin("pinned", Soon())));
+  const HostStore::ReadLease lease = Must(store->Acquire("leased"));
+  EXPECT_TRUE(Fails(Put(*store, "c", ValueOf(1, 2, 21)), kExhausted, "no room for 21 bytes",
+                    "of 40 are 10 pinned and 10 leased"));
+  EXPECT_TRUE(*store->GetBytes("b", Soon()) == ValueOf(1, 1, 10));
+  EXPECT_TRUE(*store->GetBytes("c", Soon()) == ValueOf(1, 1, 10));
+  EXPECT_EQ(store->stats().evictions, 0);
+  EXPECT_EQ(store->stats().puts, 4);
+}
+
+TEST(HostStores, AReservationIsSeenWhenCommitted) {
+  const auto store = Small(4);
+  HostStore::Reservation reservation = Must(store->Reserve(25));
+  EXPECT_EQ(reservation.bytes(), 25);
+  EXPECT_EQ(reservation.pages().num_pages(), 3);
+  const Bytes value = ValueOf(1, 1, 25);
+  const std::span<const std::byte> whole = value, cut = whole.first(24);
+  EXPECT_TRUE(Fails(reservation.CopyFrom({&cut, 1}), kPrecondition, "25", "24"));
+  ASSERT_TRUE(IsOk(reservation.CopyFrom({&whole, 1})));
+  EXPECT_EQ(store->stats().entries, 0);
+  ASSERT_TRUE(IsOk(store->Commit(std::move(reservation), "a")));
+  EXPECT_TRUE(*store->GetBytes("a", Soon()) == value);
+}
+
+TEST(HostStores, AReservationThatIsDroppedGivesItsPagesBack) {
+  const auto store = Small(2);
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 10))));
+  {
+    const HostStore::Reservation reservation = Must(store->Reserve(10));
+    EXPECT_EQ(store->stats().bytes, 20);
+    EXPECT_TRUE(Fails(store->Reserve(20), kExhausted, "10 leased or reserved"));
+    EXPECT_EQ(Exists(*store, "a"), 1);
+  }
+  EXPECT_EQ(store->stats().bytes, 10);
+  EXPECT_TRUE(Fails(store->Commit(Must(store->Reserve(10)), ""), kInvalid, "key"));
+  EXPECT_EQ(store->stats().bytes, 10);
+  const auto other = Small(2);
+  EXPECT_TRUE(Fails(other->Commit(Must(store->Reserve(10)), "b"), kInvalid, "another store"));
+  EXPECT_EQ(store->stats().bytes, 10);
+  HostStore::Reservation moved = Must(store->Reserve(10));
+  ASSERT_TRUE(IsOk(store->Commit(std::move(moved), "b")));
+  EXPECT_TRUE(Fails(store->Commit(std::move(moved), "c"), kInvalid, "moved from"));
+  EXPECT_TRUE(Fails(store->Reserve(0), kInvalid, "0 bytes"));
+  EXPECT_TRUE(Fails(store->Reserve(21), kInvalid, "21 bytes", "20"));
+  EXPECT_TRUE(Fails(store->Reserve(INT64_MIN), kInvalid));
+  EXPECT_TRUE(Fails(store->Acquire("x"), kNotFound));
+}
+
+TEST(HostStores, LeasesAndReservationsOutliveTheStore) {
+  auto store = Small(4);
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 15))));
+  std::optional<HostStore::ReadLease> lease = Must(store->Acquire("a"));
+  HostStore::Reservation reservation = Must(store->Reserve(5));
+  store.reset();
+  EXPECT_TRUE(Read(*lease) == ValueOf(1, 1, 15));
+  const Bytes value = ValueOf(1, 1, 5);
+  const std::span<const std::byte> part = value;
+  EXPECT_TRUE(IsOk(reservation.CopyFrom({&part, 1})));
+  EXPECT_TRUE(Fails(Small(1)->Commit(std::move(reservation), "a"), kInvalid, "another store"));
+}
+
+// What a transport relies on: the value is the beginning of the stream over the pages.
+TEST(HostStores, PagesHoldTheStream) {
+  const KvLayout layout = KvLayout::Mha(3, 4, 2, 8, DType::kBFloat16);
+  const auto store = MakeHost(layout, 10 * layout.page_bytes());
+  const int64_t bytes = 2 * layout.page_bytes() + layout.layer_page_bytes() + 5;
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, bytes))));
+  const HostStore::ReadLease lease = Must(store->Acquire("a"));
+  ASSERT_EQ(lease.pages().num_pages(), 3);
+  const StreamPlan plan = Must(StreamPlan::Create(store->pool(), lease.pages()));
+  Bytes stream(static_cast<size_t>(bytes));
+  plan.Gather(0, stream);
+  EXPECT_TRUE(stream == ValueOf(1, 1, bytes));
+
+  const HostStore::Reservation reservation = Must(store->Reserve(layout.page_bytes()));
+  EXPECT_EQ(store->pool()->layout(), layout);
+  EXPECT_TRUE(IsOk(reservation.pages().CheckWithin(store->pool()->num_pages())));
+}
+
+TEST(HostStores, BadOptionsAreNamed) {
+  const KvLayout layout = Must(HostStore::FlatLayout(10));
+  EXPECT_TRUE(Fails(HostStore::Create({layout, 0, 0}), kInvalid, "capacity_bytes is 0"));
+  EXPECT_TRUE(Fails(HostStore::Create({layout, INT64_MIN, 0}), kInvalid, "capacity_bytes is -9"));
+  EXPECT_TRUE(Fails(HostStore::Create({layout, INT64_MAX, 0}), kInvalid, "num_pages"));
+  EXPECT_TRUE(Fails(HostStore::Create({layout, 25, 21}), kInvalid, "max_value_bytes is 21", "20"));
+  EXPECT_TRUE(Fails(HostStore::Create({layout, 25, -1}), kInvalid, "max_value_bytes is -1"));
+  EXPECT_TRUE(Fails(HostStore::Create({KvLayout(), 25, 0}), kInvalid, "num_layers"));
+  EXPECT_TRUE(Fails(HostStore::FlatLayout(0), kInvalid, "page_bytes is 0"));
+  EXPECT_TRUE(Fails(HostStore::FlatLayout((1 << 20) + 1), kInvalid, "1048577"));
+  EXPECT_EQ(MakeHost(layout, 3)->stats().capacity_bytes, 10);  // One page at least.
+  EXPECT_EQ(MakeHost(layout, 29)->max_value_bytes(), 20);
+}
+
+// Leases, held for a while, of values that others replace, erase and drop: none changes.
+TEST(HostStores, EightThreadsWithLeases) {
+  const auto store = MakeHost(Must(HostStore::FlatLayout(1024)), 256 << 10);
+  std::atomic<int64_t> wrong = 0, held = 0;
+  std::vector<std::thread> threads;
+  for (uint64_t thread = 0; thread < 8; ++thread) {
+    threads.emplace_back([&, thread] {
+      std::mt19937_64 random(thread);
+      std::vector<std::pair<uint64_t, HostStore::ReadLease>> leases;
+      for (int i = 0; i < 10000; ++i) {
+        const uint64_t key = random() % 40;
+        const std::string name = absl::StrCat(key);
+        if (const uint64_t what = random() % 8; what < 4) {
+          if (!Put(*store, name, WholeValue(key, random())).ok()) ++wrong;
+        } else if (what == 4) {
+          if (!store->Erase(name, Soon()).ok()) ++wrong;
+        } else if (absl::StatusOr<HostStore::ReadLease> lease = store->Acquire(name); lease.ok()) {
+          ++held;
+          leases.emplace_back(key, std::move(*lease));
+        }
+        if (leases.size() < 2) continue;
+        const size_t ends = random() % leases.size();
+        if (!IsWholeValue(leases[ends].first, Read(leases[ends].second))) ++wrong;
+        leases.erase(leases.begin() + static_cast<ptrdiff_t>(ends));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0);
+  EXPECT_GT(held, 1000);
+  EXPECT_GT(store->stats().evictions, 0);
+  for (uint64_t key = 0; key < 40; ++key) {
+    EXPECT_TRUE(IsOk(store->Erase(absl::StrCat(key), Soon())));
+  }
+  EXPECT_EQ(store->stats().bytes, 0);  // Every page came home.
+}
+
+}  // namespace
+}  // namespace kvferry

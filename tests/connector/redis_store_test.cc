@@ -1,0 +1,508 @@
+#include "connector/store/redis_store.h"
+
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <hiredis/hiredis.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <csignal>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "connector/store/value_header.h"
+#include "tests/connector/redis_process.h"
+#include "tests/connector/store_conformance.h"
+#include "tests/connector/store_values.h"
+#include "tests/support/status.h"
+#include "tests/support/wait_for.h"
+
+namespace kvferry {
+namespace {
+
+using Code = absl::StatusCode;
+
+std::unique_ptr<RedisStore> MakeStore(const RedisStore::Options& options) {
+  return Must(RedisStore::Create(options));
+}
+
+// ---------------------------------------------------------------- conformance
+
+// One server for the tests of a process; each store has a prefix of its own.
+StoreBackend Redis() {
+  const auto make = [](const StoreBackend::Size& size) {
+    static RedisProcess server;
+    static std::atomic<int> stores = 0;
+    return MakeStore({.port = server.port(),
+                      .key_prefix = absl::StrCat("store ", ++stores, ":"),
+                      .max_value_bytes = size.max_value_bytes});
+  };
+  return {{"Redis", WhyNoRedis()},    make, /*pins=*/false, /*evicts=*/false, /*reopen=*/nullptr,
+          /*random_operations=*/20000};
+}
+
+StoreBackend RedisThatForgets() {
+  StoreBackend backend = Redis();
+  backend.name = "RedisWithTtl";
+  backend.make = [](const StoreBackend::Size& size) {
+    static RedisProcess server;
+    static std::atomic<int> stores = 0;
+    return MakeStore({.port = server.port(),
+                      .key_prefix = absl::StrCat("store ", ++stores, ":"),
+                      .ttl_ms = 3'600'000,
+                      .max_value_bytes = size.max_value_bytes,
+                      .connections = 1});
+  };
+  backend.random_operations = 2000;
+  return backend;
+}
+
+INSTANTIATE_TEST_SUITE_P(RedisStores, StoreConformance,
+                         testing::Values(Redis(), RedisThatForgets()), BackendName());
+
+// ---------------------------------------------------------------- helpers
+
+absl::Status Put(KvStore& store, std::string_view key, const Bytes& value,
+                 Deadline deadline = Soon()) {
+  const std::span<const std::byte> part = value;
+  return store.Put(key, {&part, 1}, deadline);
+}
+
+absl::StatusOr<Bytes> Get(KvStore& store, std::string_view key, Deadline deadline = Soon()) {
+  return store.GetBytes(key, deadline);
+}
+
+class RedisStoreTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!WhyNoRedis().empty()) GTEST_SKIP() << WhyNoRedis();
+  }
+
+  // A command past the store.
+  static void Command(const RedisProcess& server, std::initializer_list<absl::string_view> words) {
+    const RedisServer address = {.port = server.port(), .max_reply_bytes = 1 << 20};
+    const auto connection = Must(RedisConnection::Connect(address, Soon()));
+    RedisCommands commands;
+    commands.Add(words);
+    ASSERT_TRUE(IsOk(connection->Exchange(commands, Soon(), [](int64_t, const redisReply& reply) {
+      EXPECT_NE(reply.type, REDIS_REPLY_ERROR) << reply.str;
+    })));
+  }
+};
+
+// Listens on 127.0.0.1 and does with each connection, one after another, what it is told to.
+class ScriptedServer {
+ public:
+  using Script = std::function<void(int fd, int connection)>;
+  explicit ScriptedServer(Script script) {
+    listener_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    sockaddr_in address = {};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof(address);
+    EXPECT_EQ(bind(listener_, reinterpret_cast<sockaddr*>(&address), length), 0);
+    EXPECT_EQ(getsockname(listener_, reinterpret_cast<sockaddr*>(&address), &length), 0);
+    EXPECT_EQ(listen(listener_, 64), 0);
+    port_ = ntohs(address.sin_port);
+    if (script) thread_ = std::thread([this, script = std::move(script)] { Run(script); });
+  }
+  ~ScriptedServer() {
+    shutdown(listener_, SHUT_RDWR);
+    if (thread_.joinable()) thread_.join();
+    for (const int fd : accepted_) close(fd);
+    close(listener_);
+  }
+  int64_t port() const { return port_; }
+
+  // The next bytes of a request; false when the other side has closed.
+  static bool Read(int fd) {
+    char bytes[4096];
+    return recv(fd, bytes, sizeof(bytes), 0) > 0;
+  }
+  static void Say(int fd, absl::string_view text) {
+    // Nobody may be listening any more.
+    (void)send(fd, text.data(), text.size(), MSG_NOSIGNAL);
+  }
+
+ private:
+  void Run(const Script& script) {
+    for (;;) {
+      const int fd = accept(listener_, nullptr, nullptr);
+      if (fd < 0) return;
+      accepted_.push_back(fd);
+      script(fd, static_cast<int>(accepted_.size()));
+    }
+  }
+
+  int listener_ = -1;
+  int64_t port_ = 0;
+  std::vector<int> accepted_;
+  std::thread thread_;
+};
+
+// ---------------------------------------------------------------- options
+
+TEST(RedisStoreOptions, BadOnesAreNamed) {
+  const auto create = [](const std::function<void(RedisStore::Options&)>& change) {
+    RedisStore::Options options;
+    change(options);
+    return RedisStore::Create(options);
+  };
+  using Options = RedisStore::Options;
+  const Code kInvalid = Code::kInvalidArgument;
+  EXPECT_TRUE(Fails(create([](Options& o) { o.host = ""; }), kInvalid, "host"));
+  EXPECT_TRUE(Fails(create([](Options& o) { o.port = 0; }), kInvalid, "port is 0", "65535"));
+  EXPECT_TRUE(Fails(create([](Options& o) { o.port = 65536; }), kInvalid, "port is 65536"));
+  EXPECT_TRUE(Fails(create([](Options& o) { o.database = -1; }), kInvalid, "database is -1"));
+  EXPECT_TRUE(Fails(create([](Options& o) { o.ttl_ms = -5; }), kInvalid, "ttl_ms is -5"));
+  EXPECT_TRUE(Fails(create([](Options& o) { o.connect_timeout_ms = 0; }), kInvalid,
+                    "connect_timeout_ms is 0"));
+  EXPECT_TRUE(Fails(create([](Options& o) { o.connections = 0; }), kInvalid, "connections is 0"));
+  EXPECT_TRUE(
+      Fails(create([](Options& o) { o.max_value_bytes = 0; }), kInvalid, "max_value_bytes is 0"));
+  EXPECT_TRUE(Fails(create([](Options& o) { o.max_value_bytes = int64_t{512} << 20; }), kInvalid,
+                    "max_value_bytes is 536870912", "536870848"));
+  EXPECT_TRUE(Fails(create([](Options& o) { o.username = "eve"; }), kInvalid, "username 'eve'"));
+  EXPECT_TRUE(
+      Fails(create([](Options& o) { o.key_prefix.assign(1025, 'x'); }), kInvalid, "key_prefix"));
+  EXPECT_TRUE(IsOk(create([](Options&) {})));  // Nothing is connected yet.
+}
+
+// ---------------------------------------------------------------- a server that goes away
+
+TEST_F(RedisStoreTest, ADeadServerIsNamedAndOneThatIsBackIsUsed) {
+  RedisProcess server;
+  const auto store = MakeStore({.port = server.port()});
+  const Bytes value = ValueOf(1, 1, 1000);
+  ASSERT_TRUE(IsOk(Put(*store, "a", value)));
+  server.Kill();
+  const std::string address = absl::StrCat("127.0.0.1:", server.port());
+  const std::vector<std::string_view> keys = {"a"};
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_TRUE(Fails(Put(*store, "a", value), Code::kUnavailable, address, "refused"));
+    EXPECT_TRUE(Fails(Get(*store, "a"), Code::kUnavailable, address));
+    EXPECT_TRUE(Fails(store->Exists(keys, Soon()), Code::kUnavailable, address));
+    EXPECT_TRUE(Fails(store->Erase("a", Soon()), Code::kUnavailable, address));
+  }
+  EXPECT_EQ(store->stats().errors, 12);
+  server.Start();
+  EXPECT_TRUE(Fails(Get(*store, "a"), Code::kNotFound));  // It had nothing on disk.
+  EXPECT_TRUE(IsOk(Put(*store, "a", value)));
+  EXPECT_EQ(Must(Get(*store, "a")), value);
+}
+
+TEST_F(RedisStoreTest, KilledAmongBatchesOfManyThreads) {
+  RedisProcess server;
+  const auto store = MakeStore({.port = server.port(), .connections = 3});
+  std::atomic<bool> stop = false;
+  std::atomic<int64_t> put = 0, lost = 0, wrong = 0;
+  std::vector<std::thread> threads;
+  for (uint64_t thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (uint64_t version = 1; !stop; ++version) {
+        const std::string key = absl::StrCat(thread);
+        const absl::Status status = Put(*store, key, WholeValue(thread, version));
+        const absl::StatusOr<Bytes> got = Get(*store, key);
+        if (got.ok() && !IsWholeValue(thread, *got)) ++wrong;
+        status.ok() ? ++put : ++lost;
+        if (!status.ok() && !absl::IsUnavailable(status)) ++wrong;
+      }
+    });
+  }
+  const auto more = [&](const std::atomic<int64_t>& count) {
+    const int64_t before = count;
+    return WaitFor([&] { return count > before + 20; }, Soon());
+  };
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_TRUE(more(put));
+    server.Kill();
+    EXPECT_TRUE(more(lost));
+    server.Start();
+  }
+  EXPECT_TRUE(more(put));
+  stop = true;
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0);
+}
+
+TEST_F(RedisStoreTest, AStoppedServerCostsTheDeadlineAndNoLateReplyIsBelieved) {
+  RedisProcess server;
+  const auto store = MakeStore({.port = server.port(), .connections = 1});
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 1000))));
+  ASSERT_TRUE(IsOk(Put(*store, "b", ValueOf(2, 1, 1000))));
+  server.Signal(SIGSTOP);
+  const Deadline begin = Clock::now();
+  EXPECT_TRUE(Fails(Get(*store, "a", DeadlineInMs(100)), Code::kDeadlineExceeded));
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 1.1);
+  server.Signal(SIGCONT);  // And now it answers for "a".
+  EXPECT_EQ(Must(Get(*store, "b")), ValueOf(2, 1, 1000));
+  EXPECT_EQ(Must(Get(*store, "a")), ValueOf(1, 1, 1000));
+  EXPECT_EQ(store->stats().errors, 1);
+}
+
+// ---------------------------------------------------------------- refusals
+
+TEST_F(RedisStoreTest, AFullServerRefusesAndKeepsWhatItHad) {
+  RedisProcess server;
+  const auto store = MakeStore({.port = server.port()});
+  const Bytes value = ValueOf(1, 1, 1 << 20);
+  ASSERT_TRUE(IsOk(Put(*store, "a", value)));
+  Command(server, {"CONFIG", "SET", "maxmemory", "1mb"});
+  EXPECT_TRUE(Fails(Put(*store, "a", ValueOf(1, 2, 1 << 20)), Code::kResourceExhausted, "OOM",
+                    absl::StrCat("127.0.0.1:", server.port())));
+  EXPECT_TRUE(Fails(Put(*store, "b", value), Code::kResourceExhausted, "OOM"));
+  EXPECT_EQ(Must(Get(*store, "a")), value);
+  Command(server, {"CONFIG", "SET", "maxmemory", "0"});
+  EXPECT_TRUE(IsOk(Put(*store, "b", value)));
+  EXPECT_EQ(store->stats().errors, 2);
+  EXPECT_EQ(store->stats().puts, 2);
+}
+
+TEST_F(RedisStoreTest, PasswordsUsersAndDatabases) {
+  RedisProcess server(
+      {"--requirepass", "secret", "--user", "eve", "on", ">hers", "~kvferry:*", "+@all"});
+  const auto put = [&](RedisStore::Options options) {
+    options.port = server.port();
+    return Put(*MakeStore(options), "a", ValueOf(1, 1, 10));
+  };
+  EXPECT_TRUE(Fails(put({}), Code::kPermissionDenied, "NOAUTH"));
+  EXPECT_TRUE(Fails(put({.password = "guess"}), Code::kPermissionDenied, "WRONGPASS"));
+  EXPECT_TRUE(
+      Fails(put({.username = "eve", .password = "x"}), Code::kPermissionDenied, "WRONGPASS"));
+  EXPECT_TRUE(Fails(put({.username = "eve", .password = "hers", .key_prefix = "other:"}),
+                    Code::kPermissionDenied, "NOPERM"));
+  EXPECT_TRUE(
+      Fails(put({.password = "secret", .database = 99}), Code::kFailedPrecondition, "database 99"));
+  EXPECT_TRUE(IsOk(put({.password = "secret", .database = 3})));
+  EXPECT_TRUE(IsOk(put({.username = "eve", .password = "hers"})));
+  const auto other = MakeStore({.port = server.port(), .password = "secret", .database = 4});
+  EXPECT_TRUE(Fails(Get(*other, "a"), Code::kNotFound));
+  const auto same = MakeStore({.port = server.port(), .password = "secret", .database = 3});
+  EXPECT_EQ(Must(Get(*same, "a")), ValueOf(1, 1, 10));
+}
+
+TEST_F(RedisStoreTest, APasswordForAServerWithoutOne) {
+  RedisProcess server;
+  const auto store = MakeStore({.port = server.port(), .password = "secret"});
+  EXPECT_TRUE(Fails(Get(*store, "a"), Code::kPermissionDenied, "AUTH"));
+}
+
+// ---------------------------------------------------------------- values behind our back
+
+TEST_F(RedisStoreTest, AValueThatIsNotWhatWasPutIsAMiss) {
+  RedisProcess server;
+  const auto store = MakeStore({.port = server.port(), .key_prefix = "p:"});
+  const std::string foreign(5000, 'x');
+  const auto spoil = [&](std::initializer_list<absl::string_view> words) {
+    Command(server, {"DEL", "p:a"});
+    ASSERT_TRUE(IsOk(Put(*store, "b", ValueOf(2, 1, 1000))));
+    ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 1000))));
+    Command(server, words);
+    const int64_t errors = store->stats().errors;
+    EXPECT_TRUE(Fails(Get(*store, "a"), Code::kNotFound)) << *words.begin();
+    Bytes out(1000);
+    const std::span<std::byte> part = out;
+    EXPECT_TRUE(Fails(store->Get("a", {&part, 1}, Soon()), Code::kNotFound)) << *words.begin();
+    EXPECT_EQ(store->stats().errors, errors + 2);
+    Command(server, {"DEL", "p:a"});
+    ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 3, 10))));
+    EXPECT_EQ(Must(Get(*store, "a")), ValueOf(1, 3, 10));
+  };
+  spoil({"SETRANGE", "p:a", "500", "?"});    // In the middle.
+  spoil({"SETRANGE", "p:a", "16", "????"});  // The checksum.
+  spoil({"SETRANGE", "p:a", "0", "K"});      // The magic number.
+  spoil({"APPEND", "p:a", "more"});          // Something behind it.
+  spoil({"SET", "p:a", foreign});            // Not ours.
+  spoil({"SET", "p:a", "kvferry"});          // Shorter than a header.
+  spoil({"RENAME", "p:b", "p:a"});           // Under another key.
+  spoil({"EVAL", "redis.call('SET', 'p:a', string.sub(redis.call('GET', 'p:a'), 1, 700))", "0"});
+  spoil({"EVAL", "redis.call('DEL', 'p:a') redis.call('RPUSH', 'p:a', 'x')", "0"});
+}
+
+TEST_F(RedisStoreTest, ATtlEnds) {
+  RedisProcess server;
+  const auto store = MakeStore({.port = server.port(), .ttl_ms = 50});
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 10))));
+  EXPECT_TRUE(WaitFor([&] { return absl::IsNotFound(Get(*store, "a").status()); }, Soon()));
+}
+
+TEST_F(RedisStoreTest, BatchesOfManyRounds) {
+  RedisProcess server;
+  const auto store = MakeStore({.port = server.port()});
+  constexpr uint64_t kItems = 5 * RedisStore::kPipelined / 2;
+  std::vector<std::string> names;
+  std::vector<Bytes> values, outs;
+  std::vector<std::span<const std::byte>> value_parts;
+  std::vector<std::span<std::byte>> out_parts;
+  for (uint64_t i = 0; i < kItems; ++i) {
+    names.push_back(absl::StrCat("key ", i));
+    values.push_back(ValueOf(i, 1, static_cast<int64_t>(1 + 997 * i % 50000)));
+    outs.emplace_back(values[i].size());
+  }
+  std::vector<KvStore::PutItem> puts;
+  std::vector<KvStore::GetItem> gets;
+  for (uint64_t i = 0; i < kItems; ++i) {
+    value_parts.emplace_back(values[i]);
+    out_parts.emplace_back(outs[i]);
+  }
+  for (uint64_t i = 0; i < kItems; ++i) {
+    puts.push_back({names[i], {&value_parts[i], 1}});
+    gets.push_back({names[i], {&out_parts[i], 1}});
+  }
+  for (const absl::Status& status : store->PutBatch(puts, Soon())) ASSERT_TRUE(IsOk(status));
+  for (const absl::Status& status : store->GetBatch(gets, Soon())) ASSERT_TRUE(IsOk(status));
+  EXPECT_TRUE(outs == values);
+  server.Kill();
+  const std::vector<absl::Status> failed = store->GetBatch(gets, Soon());
+  ASSERT_EQ(failed.size(), kItems);
+  for (const absl::Status& status : failed) EXPECT_TRUE(Fails(status, Code::kUnavailable));
+}
+
+// ---------------------------------------------------------------- servers that misbehave
+
+TEST(RedisStoreAgainst, AServerThatNeverAnswers) {
+  const ScriptedServer silent(nullptr);         // Accepts, as the kernel does for it.
+  const Bytes value = ValueOf(1, 1, 32 << 20);  // More than sockets hold.
+  const auto store = MakeStore({.port = silent.port(), .connections = 1});
+  Deadline begin = Clock::now();
+  EXPECT_TRUE(Fails(Put(*store, "a", value, DeadlineInMs(100)), Code::kDeadlineExceeded));
+  EXPECT_TRUE(Fails(Get(*store, "a", DeadlineInMs(100)), Code::kDeadlineExceeded));
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 1.5);
+  const auto login = MakeStore({.port = silent.port(), .password = "p", .connect_timeout_ms = 50});
+  begin = Clock::now();
+  EXPECT_TRUE(Fails(Get(*login, "a"), Code::kUnavailable));
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 1.0);
+}
+
+TEST(RedisStoreAgainst, CallsThatWaitForAConnectionKeepTheirDeadline) {
+  const ScriptedServer silent(nullptr);
+  const auto store = MakeStore({.port = silent.port(), .connections = 1});
+  std::thread first(
+      [&] { EXPECT_TRUE(Fails(Get(*store, "a", DeadlineInMs(700)), Code::kDeadlineExceeded)); });
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_TRUE(Fails(Get(*store, "a", DeadlineInMs(50)), Code::kDeadlineExceeded));
+  }
+  first.join();
+}
+
+TEST(RedisStoreAgainst, AServerThatTricklesForEver) {
+  const ScriptedServer server([](int fd, int) {
+    ScriptedServer::Read(fd);
+    ScriptedServer::Say(fd, "$1000000\r\n");
+    while (send(fd, "x", 1, MSG_NOSIGNAL) == 1) {
+      pollfd gone = {fd, POLLIN, 0};
+      if (poll(&gone, 1, 1) != 0) return;
+    }
+  });
+  const auto store = MakeStore({.port = server.port()});
+  const Deadline begin = Clock::now();
+  EXPECT_TRUE(Fails(Get(*store, "a", DeadlineInMs(150)), Code::kDeadlineExceeded));
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 1.15);
+}
+
+TEST(RedisStoreAgainst, AServerThatTalksNonsense) {
+  const std::vector<std::string> nonsense = {
+      "HTTP/1.1 400 Bad Request\r\n\r\n",
+      "*1000000000\r\n",
+      "*1\r\n$1\r\nx\r\n",
+      "$-5\r\n",
+      "$99999999999999999999\r\n",
+      std::string(3 << 20, 'x'),
+      "$3\r\nabcde\r\n",
+      "+OK\r\n",
+      ":7\r\n",
+      "",
+      ":\r\n",
+      "$5000000\r\n" + std::string(5000000, 'x'),
+  };
+  for (const std::string& text : nonsense) {
+    SCOPED_TRACE(text.substr(0, 20));
+    const ScriptedServer server([&](int fd, int) {
+      ScriptedServer::Read(fd);
+      ScriptedServer::Say(fd, text);
+      shutdown(fd, SHUT_RDWR);
+    });
+    const auto store = MakeStore({.port = server.port(), .max_value_bytes = 1000});
+    const absl::Status status = Get(*store, "a").status();
+    // "abc" might have been somebody's value.
+    EXPECT_TRUE(
+        Fails(status, absl::StrContains(text, "abc") ? Code::kNotFound : Code::kUnavailable));
+    EXPECT_EQ(store->stats().hits, 0);
+    EXPECT_GE(store->stats().errors, 1);
+  }
+}
+
+TEST(RedisStoreAgainst, AReplyNobodyAskedForEndsTheConnection) {
+  std::atomic<int> connections = 0;
+  const ScriptedServer server([&](int fd, int connection) {
+    connections = connection;
+    ScriptedServer::Read(fd);
+    ScriptedServer::Say(fd, connection == 1 ? ":1\r\n:1\r\n" : ":0\r\n");
+  });
+  const auto store = MakeStore({.port = server.port(), .connections = 1});
+  const std::vector<std::string_view> keys = {"a"};
+  // Whether the second reply is seen already now is a matter of luck.
+  const absl::StatusOr<int64_t> first = store->Exists(keys, Soon());
+  EXPECT_TRUE(first.ok() ? *first == 1 : absl::IsUnavailable(first.status()));
+  EXPECT_EQ(Must(store->Exists(keys, Soon())), 0);  // And not 1, the first connection's.
+  EXPECT_EQ(connections, 2);
+}
+
+TEST(RedisStoreAgainst, AConnectionOfWhichAReplyIsDueIsNotUsedAgain) {
+  const ScriptedServer server([](int fd, int connection) {
+    ScriptedServer::Read(fd);
+    // The first one is answered when a second request comes on it, which must not be.
+    if (connection == 1 && !ScriptedServer::Read(fd)) return;
+    ScriptedServer::Say(fd, connection == 1 ? ":1\r\n" : ":0\r\n");
+  });
+  const auto store = MakeStore({.port = server.port(), .connections = 1});
+  const std::vector<std::string_view> keys = {"a"};
+  EXPECT_TRUE(Fails(store->Exists(keys, DeadlineInMs(50)), Code::kDeadlineExceeded));
+  EXPECT_EQ(Must(store->Exists(keys, Soon())), 0);
+}
+
+TEST(RedisStoreAgainst, AServerThatIsStillLoading) {
+  const ScriptedServer server([](int fd, int) {
+    while (ScriptedServer::Read(fd)) {
+      ScriptedServer::Say(fd, "-LOADING Redis is loading the dataset in memory\r\n");
+    }
+  });
+  const auto store = MakeStore({.port = server.port()});
+  EXPECT_TRUE(Fails(Get(*store, "a"), Code::kUnavailable, "LOADING"));
+  EXPECT_TRUE(Fails(Put(*store, "a", ValueOf(1, 1, 10)), Code::kUnavailable, "LOADING"));
+}
+
+// ---------------------------------------------------------------- the header
+
+TEST(ValueHeader, TellsAValueFromWhatIsNone) {
+  const Bytes value = ValueOf(1, 1, 100);
+  const std::vector<std::span<const std::byte>> parts = {
+      std::span(value).first(30), {}, std::span(value).subspan(30)};
+  const ValueHeader header = MakeValueHeader("key", parts);
+  Bytes whole(header.begin(), header.end());
+  whole.insert(whole.end(), value.begin(), value.end());
+  ASSERT_TRUE(CheckedValue("key", whole).has_value());
+  EXPECT_EQ(Bytes(CheckedValue("key", whole)->begin(), CheckedValue("key", whole)->end()), value);
+  EXPECT_EQ(LengthInHeader(whole), 100);
+  EXPECT_FALSE(CheckedValue("kez", whole).has_value());
+  for (size_t length = 0; length < whole.size(); ++length) {
+    EXPECT_FALSE(CheckedValue("key", std::span(whole).first(length)).has_value()) << length;
+  }
+  for (size_t bit = 0; bit < 8 * whole.size(); ++bit) {
+    Bytes altered = whole;
+    altered[bit / 8] ^= std::byte{1} << (bit % 8);
+    EXPECT_FALSE(CheckedValue("key", altered).has_value()) << bit;
+  }
+}
+
+}  // namespace
+}  // namespace kvferry

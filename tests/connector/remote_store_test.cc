@@ -1,0 +1,238 @@
+// A store served to another node over the real planes.
+
+#include "connector/store/remote_store.h"
+
+#include <gtest/gtest.h>
+
+#include "absl/strings/numbers.h"
+#include "connector/store/store_server.h"
+#include "connector/store/store_wire.h"
+#include "tests/connector/store_conformance.h"
+#include "tests/support/endpoints.h"
+#include "tests/support/raw_peer.h"
+
+namespace kvferry {
+namespace {
+
+KvLayout Flat(int64_t page_bytes) { return Must(HostStore::FlatLayout(page_bytes)); }
+
+std::unique_ptr<StoreServer> Serve(std::shared_ptr<HostStore> host, Config config = SmallChunks()) {
+  return Must(
+      StoreServer::Create({{config, kTestModel, "store"}, std::move(host), nullptr, nullptr}));
+}
+
+std::unique_ptr<RemoteStore> Dial(const std::string& address, std::shared_ptr<const KvPool> pool,
+                                  int64_t max_value_bytes = 64 << 20) {
+  Config config = SmallChunks();
+  config.connect_timeout_ms = 3000;
+  return Must(RemoteStore::Create(
+      {{config, kTestModel, "client"}, address, std::move(pool), max_value_bytes}));
+}
+
+// A server and a client of it, as one store.
+class Pair : public KvStore {
+ public:
+  explicit Pair(const StoreBackend::Size& size)
+      : host_(Must(HostStore::Create({Flat(4096), size.capacity_bytes, size.max_value_bytes}))),
+        server_(Serve(host_)),
+        client_(
+            Dial(server_->address(), Must(KvPool::Create(Flat(4096), 1)), size.max_value_bytes)) {}
+
+  std::string_view name() const override { return client_->name(); }
+  int64_t max_value_bytes() const override { return client_->max_value_bytes(); }
+  absl::Status Put(std::string_view key, ConstParts value, Deadline deadline) override {
+    return client_->Put(key, value, deadline);
+  }
+  absl::Status Get(std::string_view key, Parts out, Deadline deadline) override {
+    return client_->Get(key, out, deadline);
+  }
+  absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key,
+                                                  Deadline deadline) override {
+    return client_->GetBytes(key, deadline);
+  }
+  absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
+                                 Deadline deadline) override {
+    return client_->Exists(keys, deadline);
+  }
+  absl::Status Erase(std::string_view key, Deadline deadline) override {
+    return client_->Erase(key, deadline);
+  }
+  absl::Status Pin(std::string_view key, Deadline deadline) override {
+    return client_->Pin(key, deadline);
+  }
+  absl::Status Unpin(std::string_view key, Deadline deadline) override {
+    return client_->Unpin(key, deadline);
+  }
+  Stats stats() const override { return client_->stats(); }
+
+ private:
+  std::shared_ptr<HostStore> host_;
+  std::unique_ptr<StoreServer> server_;
+  std::unique_ptr<RemoteStore> client_;
+};
+
+StoreBackend Remote() {
+  StoreBackend backend;
+  backend.name = "Remote";
+  backend.make = [](const StoreBackend::Size& size) { return std::make_shared<Pair>(size); };
+  backend.evicts = true;
+  backend.random_operations = 3000;
+  return backend;
+}
+
+INSTANTIATE_TEST_SUITE_P(RemoteStores, StoreConformance, testing::Values(Remote()), BackendName());
+
+class RemotePages : public testing::Test {
+ protected:
+  static std::vector<std::string> Keys(int64_t count) {
+    std::vector<std::string> keys;
+    for (int64_t i = 0; i < count; ++i) keys.push_back(absl::StrCat("key", i));
+    return keys;
+  }
+  static std::vector<std::string_view> Views(const std::vector<std::string>& keys) {
+    return {keys.begin(), keys.end()};
+  }
+  static std::shared_ptr<HostStore> MakeHost(int64_t pages) {
+    return Must(HostStore::Create({SmallLayout(), pages * SmallLayout().page_bytes(), 0}));
+  }
+  static testing::AssertionResult AllOk(const std::vector<absl::Status>& statuses) {
+    for (const absl::Status& status : statuses) {
+      if (!status.ok()) return testing::AssertionFailure() << status;
+    }
+    return testing::AssertionSuccess();
+  }
+
+  std::shared_ptr<KvPool> source_ = MakePatternPool(SmallLayout(), 32, 1);
+  std::shared_ptr<KvPool> target_ = MakePatternPool(SmallLayout(), 32, 2);
+  std::shared_ptr<HostStore> host_ = MakeHost(64);
+  std::unique_ptr<StoreServer> server_ = Serve(host_);
+  std::unique_ptr<RemoteStore> writer_ = Dial(server_->address(), source_);
+  std::unique_ptr<RemoteStore> reader_ = Dial(server_->address(), target_);
+};
+
+TEST_F(RemotePages, GoStraightFromPoolToPool) {
+  const std::vector<int64_t> from = {3, 4, 5, 30, 0, 7};
+  const std::vector<int64_t> to = {9, 1, 2, 31, 30, 5};
+  const std::vector<std::string> keys = Keys(6);
+  ASSERT_TRUE(AllOk(writer_->PutPages(Views(keys), *source_, from, Soon())));
+  EXPECT_EQ(Must(reader_->Exists(Views(keys), Soon())), 6);
+  ASSERT_TRUE(AllOk(reader_->GetPages(Views(keys), *target_, to, Soon())));
+  EXPECT_TRUE(HoldsExactly(*target_, 2, to, 1, from));
+  // As pages, with nothing copied on the way.
+  const int64_t bytes = 6 * SmallLayout().page_bytes();
+  EXPECT_EQ(Metric(*writer_, "bytes_sent"), bytes);
+  EXPECT_EQ(Metric(*reader_, "bytes_received"), bytes);
+  EXPECT_EQ(Must(reader_->GetBytes("key1", Soon())).size(),
+            static_cast<size_t>(SmallLayout().page_bytes()));
+}
+
+TEST_F(RemotePages, AgreesWithTheStoreItServes) {
+  const std::vector<std::string> keys = Keys(4);
+  const std::vector<int64_t> pages = {1, 2, 3, 4};
+  ASSERT_TRUE(AllOk(host_->PutPages(Views(keys), *source_, pages, Soon())));
+  ASSERT_TRUE(AllOk(reader_->GetPages(Views(keys), *target_, pages, Soon())));
+  EXPECT_TRUE(HoldsExactly(*target_, 2, pages, 1, pages));
+}
+
+TEST_F(RemotePages, WhatIsMissingIsSaidKeyByKey) {
+  const std::vector<std::string> keys = Keys(4);
+  ASSERT_TRUE(AllOk(
+      writer_->PutPages(Views({keys[0], keys[2]}), *source_, std::vector<int64_t>{5, 6}, Soon())));
+  const std::byte small[3] = {};
+  const std::span<const std::byte> part = small;
+  ASSERT_TRUE(IsOk(writer_->Put(keys[3], {&part, 1}, Soon())));
+  const std::vector<absl::Status> statuses =
+      reader_->GetPages(Views(keys), *target_, std::vector<int64_t>{8, 9, 10, 11}, Soon());
+  EXPECT_TRUE(IsOk(statuses[0]));
+  EXPECT_TRUE(Fails(statuses[1], absl::StatusCode::kNotFound));
+  EXPECT_TRUE(IsOk(statuses[2]));
+  EXPECT_TRUE(Fails(statuses[3], absl::StatusCode::kFailedPrecondition));  // No page.
+  EXPECT_TRUE(
+      HoldsExactly(*target_, 2, std::vector<int64_t>{8, 10}, 1, std::vector<int64_t>{5, 6}));
+}
+
+TEST_F(RemotePages, AFullStoreTakesWhatItCan) {
+  const auto host = MakeHost(3);
+  const auto server = Serve(host);
+  const auto writer = Dial(server->address(), source_);
+  const std::vector<std::string> keys = Keys(5);
+  ASSERT_TRUE(
+      IsOk(writer->PutPages(Views({keys[0]}), *source_, std::vector<int64_t>{1}, Soon())[0]));
+  ASSERT_TRUE(IsOk(writer->Pin(keys[0], Soon())));
+  const std::vector<absl::Status> statuses = writer->PutPages(
+      Views({keys[1], keys[2], keys[3]}), *source_, std::vector<int64_t>{2, 3, 4}, Soon());
+  EXPECT_TRUE(IsOk(statuses[0]));
+  EXPECT_TRUE(IsOk(statuses[1]));
+  EXPECT_TRUE(Fails(statuses[2], absl::StatusCode::kResourceExhausted));
+  EXPECT_EQ(Must(writer->Exists(Views({keys[0], keys[1], keys[2], keys[3]}), Soon())), 3);
+}
+
+TEST_F(RemotePages, BadArguments) {
+  const std::vector<std::string> keys = Keys(2);
+  const std::vector<int64_t> one = {1};
+  EXPECT_TRUE(Fails(reader_->GetPages(Views(keys), *target_, one, Soon())[0],
+                    absl::StatusCode::kInvalidArgument, "2 keys for 1 pages"));
+  EXPECT_TRUE(
+      Fails(reader_->GetPages(Views({keys[0]}), *target_, std::vector<int64_t>{32}, Soon())[0],
+            absl::StatusCode::kOutOfRange, "page 32 of a pool of 32"));
+  EXPECT_TRUE(
+      Fails(RemoteStore::Create({{SmallChunks(), kTestModel, ""}, "tcp://10.1.2.3:4", target_, 1}),
+            absl::StatusCode::kPermissionDenied));
+}
+
+TEST_F(RemotePages, AServerThatWasRestartedIsFoundAgain) {
+  ASSERT_TRUE(AllOk(writer_->PutPages(Views(Keys(1)), *source_, std::vector<int64_t>{1}, Soon())));
+  Config config = SmallChunks();
+  const std::string address = server_->address();
+  ASSERT_TRUE(absl::SimpleAtoi(address.substr(address.rfind(':') + 1), &config.listen_port));
+  server_.reset();
+  EXPECT_TRUE(Fails(reader_->Exists(Views(Keys(1)), DeadlineInMs(500)),
+                    absl::StatusCode::kDeadlineExceeded));
+  server_ = Serve(host_, config);
+  const auto found = [&] {
+    const absl::StatusOr<int64_t> count = reader_->Exists(Views(Keys(1)), DeadlineInMs(2000));
+    return count.ok() && *count == 1;
+  };
+  EXPECT_TRUE(WaitFor(found, Soon()));
+  ASSERT_TRUE(AllOk(reader_->GetPages(Views(Keys(1)), *target_, std::vector<int64_t>{3}, Soon())));
+  EXPECT_TRUE(HoldsExactly(*target_, 2, std::vector<int64_t>{3}, 1, std::vector<int64_t>{1}));
+}
+
+TEST_F(RemotePages, NobodyThere) {
+  RawPrefill silent;  // Listens and never answers.
+  const auto lonely = Dial(silent.address(), target_);
+  const Deadline begin = Clock::now();
+  EXPECT_TRUE(Fails(lonely->Exists(Views(Keys(1)), DeadlineInMs(300)),
+                    absl::StatusCode::kDeadlineExceeded, silent.address()));
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 1.3);
+}
+
+TEST_F(RemotePages, AnotherLayoutIsRefused) {
+  const auto pool = MakePatternPool(KvLayout::Mla(2, 4, 8, DType::kUint8), 4, 1);
+  const auto other = Dial(server_->address(), pool);
+  EXPECT_TRUE(Fails(other->Exists(Views(Keys(1)), Soon()), absl::StatusCode::kFailedPrecondition,
+                    "KV layout"));
+}
+
+TEST(StoreWire, KeysAndCodes) {
+  const std::vector<std::string_view> keys = {"a", std::string_view("\0\xff", 2), "key"};
+  const std::string packed = Must(PackKeys(keys));
+  const std::vector<std::string> unpacked = Must(UnpackKeys(packed));
+  EXPECT_EQ(std::vector<std::string_view>(unpacked.begin(), unpacked.end()), keys);
+  for (size_t cut = 1; cut < packed.size(); ++cut) {
+    const auto some = UnpackKeys(packed.substr(0, cut));
+    EXPECT_TRUE(some.ok() ? some->size() < 3 : absl::IsInvalidArgument(some.status())) << cut;
+  }
+  EXPECT_TRUE(Fails(UnpackKeys(std::string_view("\0\0", 2)), absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(PackKeys(std::vector<std::string_view>{std::string_view()}),
+                    absl::StatusCode::kInvalidArgument));
+  const std::vector<absl::Status> statuses = {absl::OkStatus(), absl::NotFoundError("x")};
+  const auto codes = Must(UnpackCodes(PackCodes(statuses), 2));
+  EXPECT_TRUE(codes[0].ok());
+  EXPECT_TRUE(absl::IsNotFound(codes[1]));
+  EXPECT_TRUE(Fails(UnpackCodes("\x01", 2), absl::StatusCode::kInternal, "1 of 2"));
+  EXPECT_TRUE(Fails(UnpackCodes("\x7f", 1), absl::StatusCode::kInvalidArgument));
+}
+
+}  // namespace
+}  // namespace kvferry

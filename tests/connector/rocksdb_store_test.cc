@@ -1,0 +1,452 @@
+#include "connector/store/rocksdb_store.h"
+
+#include <gtest/gtest.h>
+#include <rocksdb/db.h>
+#include <sys/mount.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+
+#include "absl/strings/str_cat.h"
+#include "tests/connector/store_conformance.h"
+#include "tests/connector/store_values.h"
+
+namespace kvferry {
+namespace {
+
+constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+constexpr auto kNotFound = absl::StatusCode::kNotFound;
+constexpr auto kPrecondition = absl::StatusCode::kFailedPrecondition;
+constexpr auto kExhausted = absl::StatusCode::kResourceExhausted;
+
+class TempFolder {
+ public:
+  TempFolder() {
+    std::string name = testing::TempDir() + "kvferry_store_XXXXXX";
+    if (mkdtemp(name.data()) == nullptr) std::abort();
+    path_ = name;
+  }
+  ~TempFolder() {
+    std::error_code error;
+    std::filesystem::remove_all(path_, error);
+  }
+  TempFolder(const TempFolder&) = delete;
+  TempFolder& operator=(const TempFolder&) = delete;
+
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+// Deletes a store, and says how to open it again.
+struct Keeper {
+  std::shared_ptr<TempFolder> folder;
+  RocksDbStore::Options options;
+
+  void operator()(KvStore* store) const { delete store; }
+  std::shared_ptr<KvStore> Open() const {
+    return {Must(RocksDbStore::Open(options)).release(), *this};
+  }
+};
+
+StoreBackend RocksDb() {
+  StoreBackend backend;
+  backend.name = "RocksDb";
+  backend.make = [](const StoreBackend::Size& size) {
+    auto folder = std::make_shared<TempFolder>();
+    return Keeper{folder, {folder->path(), size.capacity_bytes, size.max_value_bytes}}.Open();
+  };
+  backend.evicts = true;
+  backend.reopen = [](std::shared_ptr<KvStore> store) {
+    const Keeper keeper = *std::get_deleter<Keeper>(store);
+    store.reset();
+    return keeper.Open();
+  };
+  backend.random_operations = 20000;
+  return backend;
+}
+
+INSTANTIATE_TEST_SUITE_P(RocksDbStores, StoreConformance, testing::Values(RocksDb()),
+                         BackendName());
+
+absl::Status Put(KvStore& store, std::string_view key, const Bytes& value) {
+  const std::span<const std::byte> part = value;
+  return store.Put(key, {&part, 1}, Soon());
+}
+
+TEST(RocksDbStores, AgeSurvivesARestart) {
+  const TempFolder folder;
+  RocksDbStore::Options options = {.path = folder.path()};
+  {
+    const auto store = Must(RocksDbStore::Open(options));
+    for (const std::string_view key : {"a", "b", "c", "d", "a"}) {
+      ASSERT_TRUE(IsOk(Put(*store, key, ValueOf(1, 1, 1000))));
+    }
+    ASSERT_TRUE(IsOk(store->Pin("b", Soon())));
+    EXPECT_EQ(store->stats().capacity_bytes, -1);
+  }
+  options.capacity_bytes = 2 * 1025;
+  {
+    const auto store = Must(RocksDbStore::Open(options));
+    EXPECT_EQ(store->stats().evictions, 2);
+    EXPECT_EQ(store->stats().bytes, 2 * 1025);
+    EXPECT_EQ(store->stats().pinned, 0);
+    EXPECT_EQ(Must(store->Exists(std::vector<std::string_view>{"a", "d"}, Soon())), 2);
+    ASSERT_TRUE(IsOk(Put(*store, "e", ValueOf(1, 1, 1000))));
+    EXPECT_TRUE(Fails(store->GetBytes("d", Soon()), kNotFound));
+  }
+  EXPECT_EQ(Must(RocksDbStore::Open(options))->stats().entries, 2);
+}
+
+TEST(RocksDbStores, AValueLargerThanTheStoreDropsNothing) {
+  const TempFolder folder;
+  const auto store = Must(RocksDbStore::Open({.path = folder.path(), .capacity_bytes = 5000}));
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 1000))));
+  EXPECT_TRUE(Fails(Put(*store, "b", ValueOf(1, 1, 5000)), kExhausted, "5025 bytes", "of 5000",
+                    "0 pinned"));
+  EXPECT_TRUE(Fails(Put(*store, "a", ValueOf(1, 1, 5000)), kExhausted));
+  EXPECT_TRUE(*store->GetBytes("a", Soon()) == ValueOf(1, 1, 1000));
+}
+
+TEST(RocksDbStores, AGetAfterItsDeadlineReadsNothing) {
+  const TempFolder folder;
+  const auto store = Must(RocksDbStore::Open({.path = folder.path()}));
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 1000))));
+  EXPECT_TRUE(Fails(store->GetBytes("a", Clock::now()), absl::StatusCode::kDeadlineExceeded));
+}
+
+TEST(RocksDbStores, SyncedPutsWork) {
+  const TempFolder folder;
+  const RocksDbStore::Options options = {.path = folder.path(), .sync = true};
+  ASSERT_TRUE(IsOk(Put(*Must(RocksDbStore::Open(options)), "a", ValueOf(1, 1, 100000))));
+  EXPECT_TRUE(*Must(RocksDbStore::Open(options))->GetBytes("a", Soon()) == ValueOf(1, 1, 100000));
+}
+
+int64_t BytesOfFiles(const std::string& path) {
+  int64_t bytes = 0;
+  for (const auto& file : std::filesystem::directory_iterator(path)) {
+    std::error_code error;
+    const auto size = file.file_size(error);  // RocksDB may remove it meanwhile.
+    if (!error) bytes += static_cast<int64_t>(size);
+  }
+  return bytes;
+}
+
+TEST(RocksDbStores, FilesStayNearTheCapacity) {
+  const TempFolder folder;
+  constexpr int64_t kCapacity = 16 << 20;
+  const auto store = Must(RocksDbStore::Open({.path = folder.path(), .capacity_bytes = kCapacity}));
+  for (uint64_t i = 0; i < 600; ++i) {  // Some are replaced, most pushed out.
+    ASSERT_TRUE(IsOk(Put(*store, absl::StrCat(i % 7 == 0 ? i % 20 : i), ValueOf(i, 1, 100000))));
+  }
+  EXPECT_TRUE(WaitFor([&] { return BytesOfFiles(folder.path()) < 2 * kCapacity; }, Soon()))
+      << BytesOfFiles(folder.path());
+}
+
+// ---- Damage -------------------------------------------------------------------------------------
+
+// Opens the files behind the store's back, and lets `change` alter them.
+void ChangeFiles(
+    const std::string& path,
+    const std::function<void(rocksdb::DB&, rocksdb::ColumnFamilyHandle& values)>& change) {
+  const std::vector<rocksdb::ColumnFamilyDescriptor> families = {
+      {rocksdb::kDefaultColumnFamilyName, {}}, {"kvferry entries 1", {}}};
+  rocksdb::DB* opened = nullptr;
+  std::vector<rocksdb::ColumnFamilyHandle*> handles;
+  const rocksdb::Status status =
+      rocksdb::DB::Open(rocksdb::DBOptions(), path, families, &handles, &opened);
+  ASSERT_TRUE(status.ok()) << status.ToString();
+  const std::unique_ptr<rocksdb::DB> db(opened);
+  change(*db, *handles[0]);
+  for (rocksdb::ColumnFamilyHandle* const handle : handles) db->DestroyColumnFamilyHandle(handle);
+}
+
+std::vector<std::pair<std::string, std::string>> Records(rocksdb::DB& db,
+                                                         rocksdb::ColumnFamilyHandle& values) {
+  std::vector<std::pair<std::string, std::string>> records;
+  const std::unique_ptr<rocksdb::Iterator> it(db.NewIterator({}, &values));
+  for (it->SeekToFirst(); it->Valid(); it->Next()) {
+    records.emplace_back(it->key().ToString(), it->value().ToString());
+  }
+  return records;
+}
+
+TEST(RocksDbStores, WhatIsDamagedIsAMissAndDropped) {
+  const TempFolder folder;
+  const RocksDbStore::Options options = {.path = folder.path()};
+  const std::vector<std::string> keys = {"byte", "length", "magic", "short", "empty",
+                                         "long", "gone",   "one",   "other", "whole"};
+  {
+    const auto store = Must(RocksDbStore::Open(options));
+    for (const std::string& key : keys) ASSERT_TRUE(IsOk(Put(*store, key, ValueOf(7, 1, 9000))));
+  }
+  ChangeFiles(folder.path(), [&](rocksdb::DB& db, rocksdb::ColumnFamilyHandle& values) {
+    auto records = Records(db, values);
+    ASSERT_EQ(records.size(), keys.size());
+    records[0].second[5000] ^= 1;
+    records[1].second[8] ^= 1;
+    records[2].second[0] ^= 1;
+    records[3].second.pop_back();
+    records[4].second.clear();
+    records[5].second.push_back('x');
+    std::swap(records[7].second, records[8].second);  // Each one whole, under the other's key.
+    for (const auto& [key, record] : records) {
+      ASSERT_TRUE(db.Put({}, &values, key, record).ok());
+    }
+    ASSERT_TRUE(db.Delete({}, &values, records[6].first).ok());
+  });
+  const auto store = Must(RocksDbStore::Open(options));
+  Bytes out(9000);
+  const std::span<std::byte> part = out;
+  for (size_t i = 0; i + 1 < keys.size(); ++i) {
+    EXPECT_TRUE(Fails(store->Get(keys[i], {&part, 1}, Soon()), kNotFound)) << keys[i];
+    EXPECT_TRUE(Fails(store->GetBytes(keys[i], Soon()), kNotFound)) << keys[i];
+    EXPECT_EQ(store->stats().errors, static_cast<int64_t>(i) + 1);  // Once: it is gone then.
+  }
+  EXPECT_EQ(store->stats().entries, 1);
+  EXPECT_TRUE(*store->GetBytes("whole", Soon()) == ValueOf(7, 1, 9000));
+  ASSERT_TRUE(IsOk(Put(*store, "byte", ValueOf(7, 2, 9000))));
+  EXPECT_TRUE(*store->GetBytes("byte", Soon()) == ValueOf(7, 2, 9000));
+}
+
+// Bytes of the files themselves, wherever they fall: what RocksDB finds is as good as what we find.
+TEST(RocksDbStores, DamagedFilesNeverGiveWrongBytes) {
+  const TempFolder folder;
+  const RocksDbStore::Options options = {.path = folder.path()};
+  {
+    const auto store = Must(RocksDbStore::Open(options));
+    for (uint64_t key = 0; key < 50; ++key) {
+      ASSERT_TRUE(IsOk(Put(*store, absl::StrCat(key), WholeValue(key, key))));
+    }
+  }
+  ChangeFiles(folder.path(), [](rocksdb::DB& db, rocksdb::ColumnFamilyHandle& values) {
+    ASSERT_TRUE(db.Flush({}, &values).ok());
+  });
+  { const auto store = Must(RocksDbStore::Open(options)); }
+  std::mt19937_64 random(4);
+  for (const auto& file : std::filesystem::directory_iterator(folder.path())) {
+    const std::string extension = file.path().extension();
+    if (extension != ".sst" && extension != ".blob") continue;
+    std::fstream stream(file.path(), std::ios::in | std::ios::out | std::ios::binary);
+    for (int i = 0; i < 10; ++i) {
+      stream.seekp(static_cast<int64_t>(random() % file.file_size() * 3 / 4));
+      stream.put(static_cast<char>(random()));
+    }
+  }
+  const auto store = RocksDbStore::Open(options);
+  if (!store.ok()) {  // Which is no wrong byte either.
+    EXPECT_TRUE(Fails(store, absl::StatusCode::kDataLoss, folder.path()));
+    return;
+  }
+  for (uint64_t key = 0; key < 50; ++key) {
+    const auto got = (*store)->GetBytes(absl::StrCat(key), Soon());
+    EXPECT_TRUE(got.ok() ? *got == WholeValue(key, key) : absl::IsNotFound(got.status())) << key;
+  }
+}
+
+// ---- Processes ----------------------------------------------------------------------------------
+
+// kvferry_test_store_writer on a folder.
+class Writer {
+ public:
+  explicit Writer(const std::string& path) {
+    int ends[2];
+    if (pipe(ends) != 0) std::abort();
+    child_ = fork();
+    if (child_ == 0) {
+      dup2(ends[1], STDOUT_FILENO);
+      close(ends[0]);
+      execl(KVFERRY_TEST_STORE_WRITER, KVFERRY_TEST_STORE_WRITER, path.c_str(), nullptr);
+      _exit(127);
+    }
+    close(ends[1]);
+    lines_ = fdopen(ends[0], "r");
+  }
+  ~Writer() {
+    Kill();
+    fclose(lines_);
+  }
+  Writer(const Writer&) = delete;
+  Writer& operator=(const Writer&) = delete;
+
+  // Empty when it has ended.
+  std::string Line() {
+    char line[1000] = {};
+    if (fgets(line, sizeof(line), lines_) == nullptr) return "";
+    line[strcspn(line, "\n")] = '\0';
+    return line;
+  }
+  void Kill() {
+    if (child_ <= 0) return;
+    kill(child_, SIGKILL);
+    waitpid(child_, nullptr, 0);
+    child_ = -1;
+  }
+
+ private:
+  pid_t child_ = -1;
+  FILE* lines_ = nullptr;
+};
+
+// What returned is there, and what was under way is there whole or not at all.
+TEST(RocksDbStores, KilledInTheMidstOfPuts) {
+  const TempFolder folder;
+  std::mt19937_64 random(2);
+  for (int round = 0; round < 5; ++round) {
+    SCOPED_TRACE(round);
+    uint64_t version = 0;
+    {
+      Writer writer(folder.path());
+      ASSERT_EQ(writer.Line(), "open");
+      const uint64_t stop_at = 1 + random() % 500;
+      while (version < stop_at) {
+        const std::string line = writer.Line();
+        ASSERT_FALSE(line.empty()) << "it has ended";
+        version = std::stoull(line);
+      }
+      writer.Kill();
+      for (std::string line = writer.Line(); !line.empty(); line = writer.Line()) {
+        version = std::stoull(line);
+      }
+    }
+    const auto store = Must(RocksDbStore::Open({.path = folder.path()}));
+    for (uint64_t key = 0; key < 20; ++key) {
+      const auto got = store->GetBytes(absl::StrCat(key), Soon());
+      if (!got.ok()) {
+        EXPECT_TRUE(Fails(got, kNotFound));
+        EXPECT_TRUE(round == 0 && (key == 0 ? 20 : key) > version) << key << " " << version;
+        continue;
+      }
+      EXPECT_TRUE(IsWholeValue(key, *got));
+      uint64_t of = 0;
+      std::memcpy(&of, got->data() + 8, sizeof(of));
+      // The last version of this key that was said to be put, or the one that was under way.
+      const uint64_t put = version - (version - key) % 20;
+      if (version >= key && put > 0) {
+        EXPECT_TRUE(of == put || of == version + 1) << key << " " << of << " " << version;
+      }
+    }
+    EXPECT_EQ(store->stats().errors, 0);
+  }
+}
+
+TEST(RocksDbStores, APathIsOpenedOnce) {
+  const TempFolder folder;
+  {
+    Writer writer(folder.path());
+    ASSERT_EQ(writer.Line(), "open");
+    EXPECT_TRUE(Fails(RocksDbStore::Open({.path = folder.path()}), kPrecondition, folder.path(),
+                      "open already"));
+  }
+  const auto store = Must(RocksDbStore::Open({.path = folder.path()}));
+  EXPECT_TRUE(Fails(RocksDbStore::Open({.path = folder.path()}), kPrecondition, "open already"));
+}
+
+// ---- Paths and options --------------------------------------------------------------------------
+
+TEST(RocksDbStores, BadOptionsAreNamed) {
+  const TempFolder folder;
+  const auto open = [&](const std::string& path, int64_t capacity_bytes, int64_t max_value_bytes) {
+    return RocksDbStore::Open({path, capacity_bytes, max_value_bytes});
+  };
+  EXPECT_TRUE(Fails(open("", 0, 1), kInvalid, "path is empty"));
+  EXPECT_TRUE(Fails(open(folder.path(), -1, 1), kInvalid, "capacity_bytes is -1"));
+  EXPECT_TRUE(Fails(open(folder.path(), 0, 0), kInvalid, "max_value_bytes is 0", "1073741824"));
+  EXPECT_TRUE(Fails(open(folder.path(), 0, (1 << 30) + 1), kInvalid, "1073741825"));
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
+}
+
+TEST(RocksDbStores, PathsThatAreNoFolders) {
+  const TempFolder folder;
+  const std::string file = folder.path() + "/file";
+  std::ofstream(file) << "x";
+  EXPECT_TRUE(Fails(RocksDbStore::Open({.path = file}), kPrecondition, file, "no folder"));
+  EXPECT_TRUE(Fails(RocksDbStore::Open({.path = file + "/below"}), kPrecondition, "no folder"));
+  EXPECT_TRUE(Fails(RocksDbStore::Open({.path = "/proc/kvferry"}), kPrecondition, "/proc/kvferry"));
+  EXPECT_TRUE(IsOk(RocksDbStore::Open({.path = folder.path() + "/made/for/it"})));
+}
+
+TEST(RocksDbStores, AnothersDatabaseIsLeftAlone) {
+  const TempFolder folder;
+  rocksdb::Options options;
+  options.create_if_missing = true;
+  rocksdb::DB* opened = nullptr;
+  ASSERT_TRUE(rocksdb::DB::Open(options, folder.path(), &opened).ok());
+  ASSERT_TRUE(opened->Put({}, "a", "b").ok());
+  delete opened;
+  EXPECT_TRUE(Fails(RocksDbStore::Open({.path = folder.path()}), kPrecondition, folder.path(),
+                    "another RocksDB database"));
+  ASSERT_TRUE(rocksdb::DB::Open(options, folder.path(), &opened).ok());
+  ASSERT_TRUE(opened->Delete({}, "a").ok());
+  delete opened;
+  // As when the making of ours was cut short.
+  EXPECT_TRUE(IsOk(RocksDbStore::Open({.path = folder.path()})));
+}
+
+// A file system of its own; `error` says why there is none.
+class Tmpfs {
+ public:
+  explicit Tmpfs(const char* options) {
+    if (mount("tmpfs", folder_.path().c_str(), "tmpfs", 0, options) != 0) error_ = strerror(errno);
+  }
+  ~Tmpfs() {
+    if (error_.empty()) umount2(folder_.path().c_str(), MNT_DETACH);
+  }
+  const std::string& path() const { return folder_.path(); }
+  const std::string& error() const { return error_; }
+
+ private:
+  TempFolder folder_;
+  std::string error_;
+};
+
+TEST(RocksDbStores, AFullDiskAndRoomAgain) {
+  const Tmpfs disk("size=16m");
+  if (!disk.error().empty()) GTEST_SKIP() << "cannot mount a tmpfs: " << disk.error();
+  const std::string ballast = disk.path() + "/ballast";
+  std::ofstream(ballast) << std::string(6 << 20, 'x');
+  const RocksDbStore::Options options = {.path = disk.path() + "/store"};
+  auto store = Must(RocksDbStore::Open(options));
+  const auto put = [&](uint64_t i) { return Put(*store, absl::StrCat(i), ValueOf(i, 1, 50000)); };
+  uint64_t fit = 0;
+  absl::Status status = put(0);
+  while (status.ok() && fit < 1000) status = put(++fit);
+  EXPECT_TRUE(Fails(status, kExhausted, "No space left on device"));
+  ASSERT_GT(fit, 50);
+  EXPECT_TRUE(Fails(put(0), kExhausted));  // Not again, either; the old value stays.
+  EXPECT_GE(store->stats().errors, 2);
+  for (uint64_t i = 0; i < fit; ++i) {
+    EXPECT_TRUE(*store->GetBytes(absl::StrCat(i), Soon()) == ValueOf(i, 1, 50000));
+  }
+  EXPECT_TRUE(Fails(store->GetBytes(absl::StrCat(fit), Soon()), kNotFound));
+
+  std::filesystem::remove(ballast);
+  EXPECT_TRUE(IsOk(put(fit)));
+  EXPECT_TRUE(IsOk(store->Erase("0", Soon())));
+  store.reset();
+  store = Must(RocksDbStore::Open(options));
+  EXPECT_EQ(store->stats().entries, static_cast<int64_t>(fit));
+  for (uint64_t i = 1; i <= fit; ++i) {
+    EXPECT_TRUE(*store->GetBytes(absl::StrCat(i), Soon()) == ValueOf(i, 1, 50000));
+  }
+}
+
+TEST(RocksDbStores, AReadOnlyDisk) {
+  const Tmpfs disk("ro");
+  if (!disk.error().empty()) GTEST_SKIP() << "cannot mount a tmpfs: " << disk.error();
+  for (const std::string& path : {disk.path(), disk.path() + "/below"}) {
+    EXPECT_TRUE(Fails(RocksDbStore::Open({.path = path}), absl::StatusCode::kPermissionDenied, path,
+                      "Read-only file system"));
+  }
+}
+
+}  // namespace
+}  // namespace kvferry

@@ -1,0 +1,159 @@
+"""Store mode: a prompt that any engine has computed before is loaded, and the answer is the same.
+
+Each test's first engine computes the prompt; another one, or the same one later, loads its blocks.
+The prefix cache of vLLM is off, so that what is not computed came from the store.
+"""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo import QUESTIONS
+from pair import DEFAULT_MODEL, Engine, transfer_config
+
+BLOCK_TOKENS = 32
+PROMPT_TOKENS = 1000
+FULL_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
+ENGINE = {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": 48, "max_model_len": 1280}
+HOST = {"backend": "host", "capacity_bytes": 256 << 20}
+
+
+class StoreEngine(Engine):
+    """An engine in store mode, and the trace of what it loaded and saved."""
+
+    def __init__(self, name: str, folder: Path, store: dict[str, Any], **extra: Any):
+        self.trace_path = folder / f"{name}.trace"
+        extra |= {"mode": "store", "store": store, "trace_path": str(self.trace_path)}
+        config = transfer_config(
+            "kv_both",
+            engine_id=name,
+            kv_connector_extra_config=extra,
+            kv_load_failure_policy="recompute",
+        )
+        super().__init__(name, DEFAULT_MODEL, folder, kv_transfer_config=config, **ENGINE)
+
+    def blocks(self, event: str) -> int:
+        """Blocks that it has loaded ("load") or saved ("save") so far."""
+        if not self.trace_path.exists():
+            return 0
+        lines = self.trace_path.read_text(encoding="utf-8").splitlines()
+        events = [it for it in map(json.loads, lines) if it["event"] == event]
+        return sum(
+            it["blocks"] - it.get("failed", 0) - it.get("blocks_missing", 0) for it in events
+        )
+
+    def wait_saved(self, blocks: int) -> None:
+        deadline = time.monotonic() + 20.0
+        while self.blocks("save") < blocks:
+            assert time.monotonic() < deadline, f"{self.blocks('save')} of {blocks} blocks saved"
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def running(*engines: StoreEngine) -> Iterator[None]:
+    try:
+        for engine in engines:
+            engine.wait_ready()
+        yield
+    finally:
+        for engine in engines:
+            engine.stop()
+        for engine in engines:
+            engine.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def long_prompt(engine: Engine) -> list[int]:
+    return engine.tokenize(QUESTIONS[1][1])[-PROMPT_TOKENS:]
+
+
+def expect_loaded(engine: StoreEngine, prompt: list[int], tokens: list[int]) -> None:
+    """The engine answers with these tokens and has computed only what fills no block."""
+    before = engine.blocks("load")
+    answer = engine.generate(prompt, len(tokens))
+    assert answer.tokens == tokens
+    assert engine.blocks("load") - before == FULL_BLOCKS
+    assert answer.cached_tokens == FULL_BLOCKS * BLOCK_TOKENS
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StoreEngine, str]]:
+    """An engine with a store in its own memory, and the address of that."""
+    port = free_port()
+    engine = StoreEngine("host", tmp_path_factory.mktemp("host"), HOST, listen_port=port)
+    with running(engine):
+        yield engine, f"tcp://127.0.0.1:{port}"
+
+
+def test_host_memory_then_another_engine(host: tuple[StoreEngine, str], tmp_path: Path):
+    first, address = host
+    second = StoreEngine("second", tmp_path, {"backend": "remote", "address": address})
+    prompt = long_prompt(first)
+    expected = first.generate(prompt, 40)
+    assert expected.cached_tokens == 0
+    first.wait_saved(FULL_BLOCKS)
+    expect_loaded(first, prompt, expected.tokens)
+    with running(second):
+        expect_loaded(second, prompt, expected.tokens)
+        # Blocks of the answer were saved too: a prompt that goes on from it loads them.
+        longer = prompt + expected.tokens[:-1]
+        first.wait_saved(len(longer) // BLOCK_TOKENS)
+        assert (
+            second.generate(longer, 4).cached_tokens == len(longer) // BLOCK_TOKENS * BLOCK_TOKENS
+        )
+
+
+def test_other_prompts_and_salts_share_nothing(host: tuple[StoreEngine, str]):
+    first, _ = host
+    prompt = first.tokenize("What is the capital of France? " * 20)
+    first.generate(prompt, 1)
+    changed = [prompt[0] + 1, *prompt[1:]]
+    assert first.generate(changed, 1).cached_tokens == 0
+
+
+def test_requests_at_the_same_time(host: tuple[StoreEngine, str]):
+    first, _ = host
+    prompts = [first.tokenize(f"{n}. " + QUESTIONS[2][1])[:160] for n in range(5)]
+    saved = first.blocks("save")
+    expected = [first.generate(prompt, 8).tokens for prompt in prompts]
+    first.wait_saved(saved + sum(len(prompt) // BLOCK_TOKENS for prompt in prompts))
+    loaded = first.blocks("load")
+    answers = [first.start(prompt, 8) for prompt in prompts]
+    assert [request.answer().tokens for request in answers] == expected
+    assert first.blocks("load") > loaded
+
+
+def test_files_outlive_the_engine(tmp_path: Path):
+    store = {
+        "backend": "tiered",
+        "upper": {"backend": "host", "capacity_bytes": 64 << 20},
+        "lower": {"backend": "rocksdb", "path": str(tmp_path / "blocks")},
+    }
+    first = StoreEngine("before", tmp_path, store)
+    with running(first):
+        prompt = long_prompt(first)
+        expected = first.generate(prompt, 8)
+        first.wait_saved(FULL_BLOCKS)
+    second = StoreEngine("after", tmp_path, store)
+    with running(second):
+        expect_loaded(second, prompt, expected.tokens)
+
+
+def test_a_store_that_is_down_costs_the_loads_only(tmp_path: Path):
+    nobody = {"backend": "remote", "address": f"tcp://127.0.0.1:{free_port()}"}
+    engine = StoreEngine("alone", tmp_path, nobody, connect_timeout_ms=500, fetch_timeout_ms=1000)
+    with running(engine):
+        prompt = engine.tokenize("What is the capital of France?" * 10)
+        answers = [engine.generate(prompt, 4) for _ in range(2)]
+        assert answers[0].tokens == answers[1].tokens != []
+        assert [answer.cached_tokens for answer in answers] == [0, 0]

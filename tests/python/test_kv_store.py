@@ -1,0 +1,335 @@
+"""Store backends from Python: one suite for all of them, then what each has of its own."""
+
+import socket
+import threading
+import time
+
+import kvferry
+import numpy as np
+import pytest
+from stores import BACKENDS, MAX_VALUE_BYTES, config, need, redis_server, start_server
+
+
+def bytes_of(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, length, dtype=np.uint8)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def served(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    server = start_server(request.param, folder)
+    yield request.param, folder, server
+    if server is not None:
+        server.kill()
+
+
+@pytest.fixture
+def store(served):
+    made = kvferry.make_store(config(*served))
+    yield made
+    made.close()
+
+
+class TestEveryBackend:
+    def test_put_get_erase(self, store):
+        value = bytes_of(1, 5000)
+        with pytest.raises(kvferry.NotFound):
+            store.get_bytes("a")
+        store.put("a", value)
+        assert store.get_bytes("a").tobytes() == value.tobytes()
+        out = np.zeros_like(value)
+        store.get_into(b"a", out)  # str is UTF-8.
+        assert (out == value).all()
+        store.put("a", b"other")
+        assert store.get_bytes("a").tobytes() == b"other"
+        store.erase("a")
+        store.erase("a")
+        with pytest.raises(kvferry.NotFound):
+            store.get_into("a", out)
+
+    def test_values_in_parts(self, store):
+        value = bytes_of(2, 1000)
+        store.put("a", [value[:1], value[1:1], value[1:700], memoryview(value)[700:]])
+        outs = [np.zeros(300, np.uint8), bytearray(650), np.zeros((5, 10), np.uint8)]
+        store.get_into("a", outs)
+        assert b"".join(bytes(out) for out in outs) == value.tobytes()
+
+    def test_what_has_a_buffer(self, store):
+        torch = pytest.importorskip("torch")
+        for value in [
+            b"bytes",
+            bytearray(b"bytearray"),
+            memoryview(b"view"),
+            np.arange(12.0).reshape(3, 4),
+            np.float16(3),
+            torch.arange(7, dtype=torch.bfloat16),
+            torch.ones(2, 3),
+        ]:
+            raw = value.view(torch.uint8) if isinstance(value, torch.Tensor) else value
+            store.put("a", value)
+            want = raw.numpy().tobytes() if isinstance(raw, torch.Tensor) else bytes(raw)
+            assert store.get_bytes("a").tobytes() == want
+        out = torch.zeros(2, 3)
+        store.get_into("a", out)
+        assert (out == 1).all()
+
+    def test_bad_memory_is_named_and_changes_nothing(self, store):
+        store.put("a", b"value")
+        grid = np.zeros((4, 4), np.uint8)
+        for bad in ("text", 7, [b"x", 3], object()):
+            with pytest.raises(TypeError, match="is no buffer"):
+                store.put("a", bad)
+        with pytest.raises(ValueError, match="not contiguous"):
+            store.put("a", grid[:, :2])
+        with pytest.raises(ValueError, match="not contiguous"):
+            store.get_into("a", grid[::2, :1])
+        with pytest.raises(TypeError, match="can be written"):
+            store.get_into("a", b"12345")
+        with pytest.raises(ValueError, match=f"{MAX_VALUE_BYTES + 1} bytes.*{MAX_VALUE_BYTES}"):
+            store.put("a", np.zeros(MAX_VALUE_BYTES + 1, np.uint8))
+        with pytest.raises(ValueError, match="0 bytes"):
+            store.put("a", b"")
+        with pytest.raises(kvferry.FailedPrecondition, match="5 bytes.*16"):
+            store.get_into("a", grid)
+        assert store.get_bytes("a").tobytes() == b"value"
+        assert store.stats()["puts"] == 1
+
+    def test_bad_keys_and_timeouts(self, store):
+        for key in ("", b"x" * 257, "ä" * 129):
+            for call in (store.get_bytes, store.erase, lambda key: store.exists([key])):
+                with pytest.raises(ValueError, match="bytes; it must have 1 to 256"):
+                    call(key)
+            with pytest.raises(ValueError, match="1 to 256"):
+                store.put(key, b"x")
+        for key in (7, bytearray(b"a")):
+            with pytest.raises(TypeError, match="a key is bytes or str"):
+                store.put(key, b"x")
+        with pytest.raises(ValueError, match="timeout_ms is -1"):
+            store.get_bytes("a", timeout_ms=-1)
+        for key in (b"\0", b"\xff\0\n", "ä"):
+            store.put(key, b"x")
+        assert store.exists([b"\0", b"\xff\0\n", "ä".encode(), "none"]) == 3
+
+    def test_exists_counts_to_the_first_gap(self, store):
+        assert store.exists([]) == 0
+        for key in "abd":
+            store.put(key, b"x")
+        assert store.exists(list("abcd")) == 2
+        assert store.exists(list("dcab")) == 1
+        assert store.exists(["c"]) == 0
+
+    def test_batches(self, store):
+        values = {f"key {i}": bytes_of(i, 1 + 37 * i) for i in range(100)}
+        assert store.put_batch(list(values.items())) == [None] * 100
+        outs = [np.zeros_like(value) for value in values.values()]
+        assert store.get_batch(list(zip(values, outs, strict=True))) == [None] * 100
+        assert all((out == values[key]).all() for key, out in zip(values, outs, strict=True))
+        errors = store.get_batch([("key 3", outs[3]), ("none", outs[3]), ("key 4", outs[3])])
+        assert errors[0] is None
+        assert isinstance(errors[1], kvferry.NotFound)
+        assert isinstance(errors[2], kvferry.FailedPrecondition)
+        errors = store.put_batch([("", b"x"), ("good", b"x"), ("empty", b"")])
+        assert [type(error) for error in errors] == [ValueError, type(None), ValueError]
+        with pytest.raises(TypeError, match="tuple"):
+            store.put_batch(["ab"])
+
+    def test_pins_where_there_are_any(self, store):
+        store.put("a", b"x")
+        try:
+            store.pin("a")
+        except kvferry.Unimplemented:
+            with pytest.raises(kvferry.Unimplemented):
+                store.unpin("a")
+            return
+        store.unpin("a")
+        with pytest.raises(kvferry.FailedPrecondition):
+            store.unpin("a")
+        with pytest.raises(kvferry.NotFound):
+            store.pin("none")
+
+    def test_stats(self, store):
+        store.put("a", b"x")
+        store.get_bytes("a")
+        with pytest.raises(kvferry.NotFound):
+            store.get_bytes("b")
+        stats = store.stats()
+        assert (stats["puts"], stats["hits"], stats["misses"], stats["errors"]) == (1, 1, 1, 0)
+        assert set(stats) >= {"entries", "bytes", "capacity_bytes", "pinned", "evictions"}
+        assert store.max_value_bytes == MAX_VALUE_BYTES and store.name
+
+    def test_random_calls_agree_with_a_dict(self, store):
+        random, model = np.random.default_rng(5), {}
+        for step in range(600):
+            key = f"k{random.integers(20)}"
+            match random.integers(4):
+                case 0 | 1:
+                    model[key] = bytes_of(step, int(random.integers(1, 3000)))
+                    store.put(key, model[key])
+                case 2:
+                    store.erase(key)
+                    model.pop(key, None)
+            if key in model:
+                assert store.get_bytes(key).tobytes() == model[key].tobytes()
+            assert store.exists([key]) == int(key in model)
+
+    def test_threads_see_whole_values(self, store):
+        wrong = []
+
+        def work(thread: int) -> None:
+            for i in range(60):
+                key, fill = f"k{i % 5}", (thread * 60 + i) % 251
+                try:
+                    if i % 2:
+                        store.put(key, np.full(2000 + fill, fill, np.uint8))
+                    else:
+                        got = store.get_bytes(key)
+                        if len(got) != 2000 + int(got[0]) or (got != got[0]).any():
+                            wrong.append(got)
+                except kvferry.NotFound:
+                    pass
+                except Exception as error:  # noqa: BLE001
+                    wrong.append(error)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+
+    def test_closed(self, served):
+        store = kvferry.make_store(config(*served))
+        store.close()
+        store.close()
+        with pytest.raises(kvferry.FailedPrecondition, match="closed"):
+            store.put("a", b"x")
+        with pytest.raises(kvferry.FailedPrecondition, match="closed"):
+            store.get_bytes("a")
+
+
+# ---------------------------------------------------------------- backends that are down
+
+
+@pytest.mark.parametrize("backend", ["redis", "mooncake"])
+def test_a_server_that_dies_is_named_in_time(backend, tmp_path):
+    server = start_server(backend, tmp_path)
+    store = kvferry.make_store(config(backend, tmp_path, server))
+    store.put("a", b"x")
+    server.kill()
+    for call in (
+        lambda: store.get_bytes("a", timeout_ms=500),
+        lambda: store.put("a", b"y", timeout_ms=500),
+        lambda: store.exists(["a"], timeout_ms=500),
+        lambda: store.erase("a", timeout_ms=500),
+    ):
+        begin = time.monotonic()
+        with pytest.raises((kvferry.Unavailable, TimeoutError), match=str(server.port)):
+            call()
+        assert time.monotonic() - begin < 1.5
+    assert store.stats()["errors"] >= 4
+    if backend == "redis":
+        server.start()
+        store.put("a", b"again")
+        assert store.get_bytes("a").tobytes() == b"again"
+        server.kill()
+    store.close()
+
+
+def test_redis_that_never_answers_keeps_the_deadline():
+    need("RedisStore")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        store = kvferry.RedisStore(port=silent.getsockname()[1])
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match="no answer in time"):
+            store.get_bytes("a", timeout_ms=100)
+        assert time.monotonic() - begin < 1.1
+
+
+def test_redis_passwords(tmp_path):
+    need("RedisStore")
+    server = redis_server(tmp_path, "--requirepass", "secret")
+    try:
+        with pytest.raises(kvferry.PermissionDenied, match="NOAUTH"):
+            kvferry.RedisStore(port=server.port).put("a", b"x")
+        with pytest.raises(kvferry.PermissionDenied, match="WRONGPASS"):
+            kvferry.RedisStore(port=server.port, password="guess").put("a", b"x")
+        store = kvferry.RedisStore(port=server.port, password="secret", database=2)
+        store.put("a", b"x")
+        assert store.exists(["a"]) == 1
+    finally:
+        server.kill()
+
+
+def test_other_python_threads_run_while_a_call_waits():
+    need("RedisStore")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        store = kvferry.RedisStore(port=silent.getsockname()[1])
+        ticks, done = 0, threading.Event()
+
+        def wait() -> None:
+            with pytest.raises(TimeoutError):
+                store.get_bytes("a", timeout_ms=300)
+            done.set()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        while not done.wait(0.01):
+            ticks += 1
+        thread.join()
+        assert ticks > 5
+
+
+# ---------------------------------------------------------------- host memory, keys, headers
+
+
+def test_host_store_evicts_and_refuses():
+    store = kvferry.HostStore(capacity_bytes=64 << 10, page_bytes=4096)
+    for i in range(32):
+        store.put(f"{i}", bytes_of(i, 4096))
+    assert store.stats()["evictions"] == 16 and store.exists(["31"]) == 1
+    for i in range(16, 32):
+        store.pin(f"{i}")
+    with pytest.raises(kvferry.ResourceExhausted, match="pinned"):
+        store.put("more", b"x")
+    with pytest.raises(ValueError, match="capacity_bytes"):
+        kvferry.HostStore(capacity_bytes=0)
+    with pytest.raises(ValueError):
+        kvferry.HostStore(capacity_bytes=1 << 20, page_bytes=0)
+
+
+LAYOUT = kvferry.KvLayout(
+    num_layers=2, page_size=4, dtype="float16", page_format="NHD", tensors=[("k", 2, 8)]
+)
+
+
+def test_block_keys():
+    scope = {"model": "m", "layout": LAYOUT}
+    keys = kvferry.block_keys(list(range(10)), 4, **scope)
+    assert len(keys) == 2 and all(isinstance(key, bytes) and len(key) == 32 for key in keys)
+    for tokens in (np.arange(10, dtype=np.int32), np.arange(10), tuple(range(10))):
+        assert kvferry.block_keys(tokens, 4, **scope) == keys
+    assert kvferry.block_keys(list(range(4)), 4, **scope) == keys[:1]
+    assert kvferry.block_keys(list(range(4, 8)), 4, parent=keys[0], **scope) == keys[1:]
+    others = [{"model": "n"}, {"partition": 1}, {"salt": "s"}]
+    for other in others:
+        assert not set(kvferry.block_keys(list(range(10)), 4, **{**scope, **other})) & set(keys)
+    for bad in ({"page_size": 0}, {"model": ""}, {"partition": -1}, {"parent": b"short"}):
+        with pytest.raises(ValueError):
+            kvferry.block_keys(**{"tokens": [1, 2, 3, 4], "page_size": 4, **scope, **bad})
+    with pytest.raises(ValueError, match="4294967296 does not fit in 32 bits"):
+        kvferry.block_keys([1 << 32], 1, **scope)
+    with pytest.raises(ValueError, match="neither int32 nor int64"):
+        kvferry.block_keys(np.arange(4, dtype=np.float32), 4, **scope)
+
+
+def test_value_headers():
+    header = kvferry._core.value_header("key", [b"val", b"ue"])
+    assert len(header) == 24
+    assert kvferry._core.value_is_whole("key", header + b"value")
+    assert not kvferry._core.value_is_whole("key", header + b"valuE")
+    assert not kvferry._core.value_is_whole("kez", header + b"value")
+    assert not kvferry._core.value_is_whole("key", header)

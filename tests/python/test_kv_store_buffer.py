@@ -1,0 +1,278 @@
+"""KVStoreBuffer: tensors in and out, configurations, asyncio."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+
+import kvferry
+import numpy as np
+import pytest
+from kvferry import tensor_bytes
+from stores import BACKENDS, config, need, start_server
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def served(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    server = start_server(request.param, folder)
+    yield request.param, folder, server
+    if server is not None:
+        server.kill()
+
+
+@pytest.fixture
+def buffer(served):
+    with kvferry.KVStoreBuffer(config(*served)) as made:
+        yield made
+
+
+@pytest.fixture
+def host():
+    with kvferry.KVStoreBuffer({"backend": "host", "capacity_bytes": 4 << 20}) as made:
+        yield made
+
+
+TENSORS = [
+    torch.arange(24, dtype=torch.float32).reshape(2, 3, 4),
+    torch.randn(3, 5).to(torch.bfloat16),
+    torch.randn(16).to(torch.float8_e4m3fn),
+    torch.tensor([True, False]),
+    torch.tensor(7, dtype=torch.int64),
+    torch.empty(0, 4, dtype=torch.float16),
+    torch.tensor([1 + 2j]),
+    np.arange(6, dtype=np.int16).reshape(3, 2),
+    np.array(2.5),
+    np.zeros((3, 0), np.float16),
+    np.array([True, False]),
+]
+
+
+def same(one, other) -> bool:
+    if isinstance(one, torch.Tensor):
+        ours = isinstance(other, torch.Tensor) and one.dtype == other.dtype
+        one, other = (tensor.reshape(-1).view(torch.uint8).numpy() for tensor in (one, other))
+        return ours and one.tobytes() == other.tobytes()
+    return one.dtype == other.dtype and one.shape == other.shape and (one == other).all()
+
+
+def test_tensors_come_back_as_they_were(buffer):
+    for i, tensor in enumerate(TENSORS):
+        buffer.put(f"{i}", tensor)
+    for i, tensor in enumerate(TENSORS):
+        got = buffer.get(f"{i}")
+        assert type(got) is type(tensor) and got.shape == tensor.shape and same(tensor, got)
+        out = torch.empty_like(tensor) if isinstance(tensor, torch.Tensor) else tensor.copy()
+        assert buffer.get(f"{i}", out=out) is out and same(tensor, out)
+    buffer.put("raw", b"bytes")
+    assert buffer.get("raw") == b"bytes"
+    assert buffer.get("none") is None and buffer.get("none", out=torch.empty(3)) is None
+
+
+def test_none_erases(buffer):
+    buffer.put("a", TENSORS[0])
+    assert buffer.exists("a") == 1 and buffer.exists(["a", "b"]) == 1
+    buffer.put("a", None)
+    buffer.put("a", None)
+    assert buffer.get("a") is None and buffer.exists(b"a") == 0
+
+
+def test_batches(buffer):
+    tensors = {f"{i}": torch.full((10, i + 1), i, dtype=torch.bfloat16) for i in range(20)}
+    buffer.put_batch(tensors)
+    assert all(
+        same(tensors[key], got)
+        for key, got in zip(tensors, buffer.get_batch(list(tensors)), strict=True)
+    )
+    outs = [torch.empty_like(tensor) for tensor in tensors.values()]
+    got = buffer.get_batch([*tensors, "none"], [*outs, torch.empty(1)])
+    assert got[-1] is None and all(a is b for a, b in zip(got, outs, strict=False))
+    assert all(same(a, b) for a, b in zip(tensors.values(), outs, strict=True))
+    with pytest.raises(ValueError, match="20 keys but 1 outs"):
+        buffer.get_batch(list(tensors), outs[:1])
+    with pytest.raises(kvferry.FailedPrecondition):
+        buffer.get_batch(["0"], [torch.empty(3)])
+    with pytest.raises(ValueError, match="1 to 256"):
+        buffer.put_batch([("", tensors["0"]), ("later", tensors["0"])])
+    assert buffer.exists("later") == 1
+
+
+def test_asyncio(buffer):
+    async def run():
+        await buffer.aput("a", TENSORS[0])
+        got = await asyncio.gather(*(buffer.aget(key) for key in "aba"))
+        assert same(got[0], TENSORS[0]) and got[1] is None and same(got[2], TENSORS[0])
+        out = torch.empty_like(TENSORS[0])
+        assert await buffer.aget("a", out) is out and same(out, TENSORS[0])
+        await buffer.aput_batch({"b": TENSORS[1]})
+        assert await buffer.aexists(["a", "b", "c"]) == 2
+        assert [got is None for got in await buffer.aget_batch(["c", "b"])] == [True, False]
+        with pytest.raises(ValueError):
+            await buffer.aput("", TENSORS[0])
+
+    asyncio.run(run())
+
+
+def test_the_loop_turns_while_a_store_waits():
+    class Slow:
+        def __init__(self):
+            self.let_go = threading.Event()
+
+        def get_bytes(self, key, timeout_ms):
+            assert self.let_go.wait(20)
+            raise kvferry.NotFound(key)
+
+    slow = Slow()
+
+    async def run():
+        with kvferry.KVStoreBuffer(slow) as buffer:
+            waiting = asyncio.create_task(buffer.aget("a"))
+            for _ in range(10):
+                await asyncio.sleep(0.001)
+            assert not waiting.done()
+            slow.let_go.set()
+            assert await waiting is None
+        with pytest.raises(kvferry.FailedPrecondition, match="closed"):
+            await buffer.aget("a")
+
+    asyncio.run(run())
+
+
+# ---------------------------------------------------------------- what cannot be done
+
+
+def test_what_is_not_contiguous(host):
+    grid = torch.arange(16, dtype=torch.float32).reshape(4, 4)
+    host.put("t", grid.t())  # Copied.
+    assert same(host.get("t"), grid.t().contiguous())
+    host.put("n", grid.numpy()[:, ::2])
+    assert same(host.get("n"), grid.numpy()[:, ::2])
+    for out in (grid.t(), grid.numpy()[:, ::2], np.frombuffer(b"12345678", np.float32)):
+        with pytest.raises(ValueError, match="not contiguous"):
+            host.get("t", out=out)
+    gradient = torch.ones(3, requires_grad=True)
+    host.put("g", gradient)
+    assert same(host.get("g"), torch.ones(3))
+
+
+def test_bad_tensors_change_nothing(host):
+    host.put("a", TENSORS[0])
+    bad = [
+        (torch.ones(3, device="meta"), ValueError, "on meta"),
+        (torch.ones(3).to_sparse(), ValueError, "sparse"),
+        (np.zeros(3, dtype="M8[s]"), ValueError, "datetime64.* is not one of"),
+        (np.zeros(3, dtype=object), ValueError, "object is not one of"),
+        (np.zeros(3, dtype=">f4"), ValueError, "big-endian"),
+        (torch.zeros([1] * 17), ValueError, "17 dimensions"),
+        ([1, 2], TypeError, "list is no torch tensor"),
+        ("text", TypeError, "str is no torch tensor"),
+    ]
+    for value, error, text in bad:
+        with pytest.raises(error, match=text):
+            host.put("a", value)
+    with pytest.raises(TypeError, match="out is bytes"):
+        host.get("a", out=b"x")
+    for out in (torch.empty(2, 3, 4, dtype=torch.int32), torch.empty(4, 3, 2), torch.empty(2, 12)):
+        with pytest.raises(kvferry.FailedPrecondition, match="not what `out` is"):
+            host.get("a", out=out)
+    with pytest.raises(kvferry.FailedPrecondition, match="bytes"):
+        host.get("a", out=torch.empty(5))
+    assert same(host.get("a"), TENSORS[0]) and host.stats()["puts"] == 1
+
+
+def test_foreign_bytes_are_no_tensor(host):
+    whole = b"".join(bytes(part) for part in tensor_bytes.encode(np.arange(6.0)))
+    host.backend.put("a", whole)
+    assert same(host.get("a"), np.arange(6.0))
+    for size in (1, 63, 64, len(whole) - 1):
+        host.backend.put("a", whole[:size])
+        with pytest.raises(kvferry.DataLoss, match="not a tensor of KVStoreBuffer"):
+            host.get("a")
+    random = np.random.default_rng(1)
+    for _ in range(3000):  # Whatever comes is an error of ours or a tensor; nothing is executed.
+        altered = np.frombuffer(whole, np.uint8).copy()
+        altered[random.integers(64, size=random.integers(1, 4))] = random.integers(256)
+        try:
+            assert tensor_bytes.decode(altered).nbytes <= len(whole)
+        except kvferry.DataLoss:
+            pass
+
+
+# ---------------------------------------------------------------- configurations
+
+
+def test_bad_configurations_list_the_right_names():
+    cases = [
+        ({}, ValueError, "backend None is not one of host, rocksdb, redis, tiered, mooncake"),
+        ({"backend": "disk"}, ValueError, "backend 'disk' is not one of host"),
+        ({"backend": "host"}, ValueError, "host needs 'capacity_bytes'"),
+        ({"backend": "host", "size": 1}, ValueError, "knows no 'size'; it knows capacity_bytes"),
+        ({"backend": "redis", "prot": 1}, ValueError, "knows no 'prot'.*port"),
+        ({"backend": "redis", "port": 0}, ValueError, "port is 0"),
+        ({"backend": "tiered", "upper": {}}, ValueError, "tiered needs 'lower'"),
+        ({"backend": "mooncake"}, ValueError, "mooncake needs 'local_hostname'"),
+        ("host", TypeError, "a configuration is a dict, not str"),
+    ]
+    for bad, error, text in cases:
+        if (
+            isinstance(bad, dict)
+            and bad.get("backend") == "redis"
+            and not hasattr(kvferry, "RedisStore")
+        ):
+            continue
+        with pytest.raises(error, match=text):
+            kvferry.make_store(bad)
+
+
+def test_what_was_not_built_or_installed_is_named(monkeypatch):
+    monkeypatch.setattr("kvferry.store._core", object())
+    with pytest.raises(ImportError, match="no RedisStore: install Debian's libhiredis-dev"):
+        kvferry.make_store({"backend": "redis"})
+    with pytest.raises(ImportError, match="no RocksDbStore: install Debian's librocksdb-dev"):
+        kvferry.make_store({"backend": "rocksdb", "path": "/nowhere"})
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    mooncake = {"backend": "mooncake", "local_hostname": "127.0.0.1", "master_address": "x:1"}
+    with pytest.raises(ImportError, match="pip install mooncake-transfer-engine"):
+        kvferry.make_store(mooncake)
+
+
+def test_a_backend_given_as_an_object_stays_open():
+    store = kvferry.HostStore(capacity_bytes=1 << 20)
+    with kvferry.KVStoreBuffer(store) as buffer:
+        buffer.put("a", TENSORS[0])
+        buffer.pin("a")
+        assert buffer.stats()["pinned"] == 1
+        buffer.unpin("a")
+    assert store.exists(["a"]) == 1
+    with kvferry.KVStoreBuffer({"backend": "host", "capacity_bytes": 1 << 20}) as buffer:
+        owned = buffer.backend
+    with pytest.raises(kvferry.FailedPrecondition, match="closed"):
+        owned.put("a", b"x")
+
+
+def test_a_server_that_is_down_is_an_error_in_time():
+    need("RedisStore")
+    store = {"backend": "redis", "port": 1}
+    with kvferry.KVStoreBuffer(store, timeout_ms=500) as buffer:
+        begin = time.monotonic()
+        for call in (lambda: buffer.get("a"), lambda: buffer.put("a", b"x")):
+            with pytest.raises(kvferry.Unavailable, match="127.0.0.1:1: Connection refused"):
+                call()
+        with pytest.raises(kvferry.Unavailable):
+            asyncio.run(buffer.aget("a"))
+        assert time.monotonic() - begin < 1.5
+
+
+def test_mooncake_and_torch_are_not_imported_before_they_are_needed():
+    code = (
+        "import sys, kvferry\n"
+        "store = kvferry.KVStoreBuffer({'backend': 'host', 'capacity_bytes': 1 << 20})\n"
+        "store.put('a', b'x')\n"
+        "assert store.get('a') == b'x'\n"
+        "assert not {'torch', 'mooncake', 'kvferry.mooncake'} & set(sys.modules)\n"
+        "store.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
