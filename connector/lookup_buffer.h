@@ -16,6 +16,8 @@ namespace kvferry {
 
 // Of an entry or a query: what fits in a message.
 inline constexpr int64_t kMaxLookupTokens = 262144;
+// Of the hidden states of an entry.
+inline constexpr int64_t kMaxLookupHiddenBytes = int64_t{1} << 32;
 inline constexpr int64_t kMaxLookupPartition = int64_t{1} << 31;
 
 inline constexpr char kLookupFunction[] = "lookup";

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -20,6 +22,9 @@ struct LookupResult {
   // Of the consumer's pool, with the KV of the tokens that match, in order. (After a failure too:
   // what had been chosen by then.)
   std::vector<int64_t> pages;
+  // What the entry was inserted with, behind its KV; null: nothing.
+  std::shared_ptr<std::byte> hidden;
+  int64_t hidden_bytes = 0;
 };
 
 // One lookup under way. Made by LookupConsumer::DropSelect; all methods are thread-safe.

@@ -15,6 +15,18 @@ absl::Status CheckOptions(const LookupProducer::Options& options) {
       "lookup: reply_lease_ms is ", options.reply_lease_ms, " but must be at least 1"));
 }
 
+absl::StatusOr<std::shared_ptr<LookupEntry>> NewEntry(std::vector<std::byte> hidden) {
+  if (static_cast<int64_t>(hidden.size()) > kMaxLookupHiddenBytes) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "lookup: ", hidden.size(), " bytes of hidden states, limit ", kMaxLookupHiddenBytes));
+  }
+  auto entry = std::make_shared<LookupEntry>();
+  if (!hidden.empty()) {
+    entry->hidden = std::make_shared<const std::vector<std::byte>>(std::move(hidden));
+  }
+  return entry;
+}
+
 }  // namespace
 
 // A call of Insert that Close() has to wait for: it may be answering a lookup.
@@ -109,18 +121,24 @@ absl::Status LookupProducer::CheckGone() const {
                                                    " entries are gone and have not been taken"));
 }
 
+int64_t LookupProducer::BytesOf(int64_t num_pages, size_t hidden_bytes) const {
+  return num_pages * options_.pool->layout().page_bytes() + static_cast<int64_t>(hidden_bytes);
+}
+
 absl::Status LookupProducer::Keep(LookupTable::Tokens tokens,
                                   const std::shared_ptr<LookupEntry>& entry, Deadline deadline) {
-  const int64_t bytes = entry->pages.num_pages() * options_.pool->layout().page_bytes();
-  return table_->Insert(std::move(tokens), bytes, entry, deadline);
+  const size_t hidden_bytes = entry->hidden ? entry->hidden->size() : 0;
+  return table_->Insert(std::move(tokens), BytesOf(entry->pages.num_pages(), hidden_bytes), entry,
+                        deadline);
 }
 
 absl::StatusOr<uint64_t> LookupProducer::Insert(std::span<const int32_t> tokens,
                                                 const std::optional<std::vector<bool>>& roi,
-                                                std::span<const int64_t> pages, Deadline deadline) {
+                                                std::span<const int64_t> pages, Deadline deadline,
+                                                std::vector<std::byte> hidden) {
   const Inserting inserting(this);
   KVFERRY_ASSIGN_OR_RETURN(LookupTable::Tokens selected, SelectTokens(tokens, roi));
-  auto entry = std::make_shared<LookupEntry>();
+  KVFERRY_ASSIGN_OR_RETURN(auto entry, NewEntry(std::move(hidden)));
   KVFERRY_ASSIGN_OR_RETURN(entry->pages, CheckPages(pages, static_cast<int64_t>(selected.size())));
   KVFERRY_RETURN_IF_ERROR(CheckGone());
   {
@@ -141,7 +159,8 @@ absl::StatusOr<uint64_t> LookupProducer::Insert(std::span<const int32_t> tokens,
 absl::Status LookupProducer::InsertTensors(std::span<const int32_t> tokens,
                                            const std::optional<std::vector<bool>>& roi,
                                            std::span<const std::byte> key,
-                                           std::span<const std::byte> value, Deadline deadline) {
+                                           std::span<const std::byte> value, Deadline deadline,
+                                           std::vector<std::byte> hidden) {
   const Inserting inserting(this);
   KVFERRY_ASSIGN_OR_RETURN(LookupTable::Tokens selected, SelectTokens(tokens, roi));
   const KvPool& pool = *options_.pool;
@@ -149,8 +168,8 @@ absl::Status LookupProducer::InsertTensors(std::span<const int32_t> tokens,
   KVFERRY_RETURN_IF_ERROR(CheckTensors(pool.layout(), num_tokens, key, value));
   const int64_t num_pages = PagesOfTokens(num_tokens, pool.layout().page_size);
   // Before it waits for pages.
-  KVFERRY_RETURN_IF_ERROR(table_->CheckInsert(selected, num_pages * pool.layout().page_bytes()));
-  auto entry = std::make_shared<LookupEntry>();
+  KVFERRY_RETURN_IF_ERROR(table_->CheckInsert(selected, BytesOf(num_pages, hidden.size())));
+  KVFERRY_ASSIGN_OR_RETURN(auto entry, NewEntry(std::move(hidden)));
   KVFERRY_ASSIGN_OR_RETURN(entry->pages, copies_->Allocate(num_pages, deadline));
   entry->on_gone = [copies = copies_](const LookupEntry& left) { copies->Free(left.pages); };
   KVFERRY_RETURN_IF_ERROR(CopyTensorsToPages(key, value, num_tokens, pool, entry->pages));

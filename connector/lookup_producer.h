@@ -42,7 +42,7 @@ class LookupProducer {
     std::string model;  // Consumers must name the same.
     std::string name;   // For their logs.
     std::shared_ptr<const KvPool> pool;
-    int64_t max_bytes = 0;          // Of the KV of all entries.
+    int64_t max_bytes = 0;          // Of the KV and hidden states of all entries.
     int64_t partition = 0;          // Consumers must name the same: a tensor-parallel rank.
     int64_t reply_lease_ms = 5000;  // In which a consumer that found an entry begins to fetch it.
     // The last pages of the pool, for InsertTensors. More than max_bytes is worth, so that entries
@@ -61,15 +61,17 @@ class LookupProducer {
 
   // Offers the KV of tokens[roi] (no roi: all), which lies in `pages` in order, with nothing
   // copied. Returns when the entry is kept or taken; from then on the pages must keep their bytes
-  // until TakeGone() names the entry.
+  // until TakeGone() names the entry. `hidden` travels with it, whatever it is; empty: none.
   //
-  // INVALID_ARGUMENT for tokens as SelectTokens() says or another number of pages than they fill;
+  // INVALID_ARGUMENT for tokens as SelectTokens() says or another number of pages than they fill,
+  // or more than kMaxLookupHiddenBytes;
   // OUT_OF_RANGE for a page outside [0, num_own_pages()); RESOURCE_EXHAUSTED at once for more than
   // max_bytes, or when config.max_leases entries are gone and not taken; DEADLINE_EXCEEDED without
   // room in time; CANCELLED after Close(). The entry is not in the buffer then.
   absl::StatusOr<uint64_t> Insert(std::span<const int32_t> tokens,
                                   const std::optional<std::vector<bool>>& roi,
-                                  std::span<const int64_t> pages, Deadline deadline);
+                                  std::span<const int64_t> pages, Deadline deadline,
+                                  std::vector<std::byte> hidden = {});
 
   // The same with key and value [layers, tokens of roi, heads, dim], which are copied (into
   // copy_pages: it waits for them as for bytes) and the caller's again when this returns. Such
@@ -78,7 +80,7 @@ class LookupProducer {
   absl::Status InsertTensors(std::span<const int32_t> tokens,
                              const std::optional<std::vector<bool>>& roi,
                              std::span<const std::byte> key, std::span<const std::byte> value,
-                             Deadline deadline);
+                             Deadline deadline, std::vector<std::byte> hidden = {});
 
   // Entries that left since the last call, oldest first: their pages are the caller's again. Each
   // is named once.
@@ -107,6 +109,7 @@ class LookupProducer {
 
   absl::StatusOr<PageRuns> CheckPages(std::span<const int64_t> pages, int64_t num_tokens) const;
   absl::Status CheckGone() const;
+  int64_t BytesOf(int64_t num_pages, size_t hidden_bytes) const;
   absl::Status Keep(LookupTable::Tokens tokens, const std::shared_ptr<LookupEntry>& entry,
                     Deadline deadline);
 

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/random.h"
+#include "base/slab.h"
 #include "base/status.h"
 #include "pool/page_runs.h"
 #include "transport/ticket.h"
@@ -187,6 +188,8 @@ absl::StatusOr<int64_t> LookupQueries::Read(const Fields& reply, Query& query) c
   }
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t matched, reply.Uint("matched", num_tokens));
   result.num_matched = static_cast<int64_t>(matched);
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t hidden, reply.Uint("hidden", kMaxLookupHiddenBytes));
+  result.hidden_bytes = static_cast<int64_t>(hidden);
   const auto& asked = query.request.tokens;
   const int64_t expected =
       asked ? std::min(num_tokens, static_cast<int64_t>(asked->size())) : num_tokens;
@@ -246,6 +249,11 @@ absl::Status LookupQueries::StartFetch(uint64_t id, const std::shared_ptr<Query>
                   PagesOfTokens(num_tokens, options_.pool->layout().page_size), num_tokens};
   KVFERRY_ASSIGN_OR_RETURN(fetch.positions, PageRuns::FromRuns({&first, 1}));
   KVFERRY_ASSIGN_OR_RETURN(fetch.pages, PageRuns::FromPages(pages));
+  LookupResult& result = query->result;
+  if (result.hidden_bytes > 0) {
+    KVFERRY_ASSIGN_OR_RETURN(result.hidden, MapSlab(result.hidden_bytes));
+    fetch.tail = {result.hidden.get(), result.hidden_bytes, result.hidden};
+  }
   fetch.deadline = request.deadline;
   fetch.on_done = [this, id] { OnFetched(id); };
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<FetchHandle> handle, node_->Fetch(std::move(fetch)));

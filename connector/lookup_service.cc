@@ -122,7 +122,7 @@ Fields LookupService::ReplyOf(const Taken& taken) {
       .Set("pages", static_cast<uint64_t>(EntryOf(taken).pages.num_pages()))
       .Set("tokens", PackTokens(taken.tokens()))
       .Set("matched", static_cast<uint64_t>(taken.num_matched()))
-      .Set("hidden", 0);
+      .Set("hidden", EntryOf(taken).hidden ? EntryOf(taken).hidden->size() : 0);
 }
 
 absl::StatusOr<Fields> LookupService::Lease(const CallKey& call, uint64_t lease_id, Taken taken) {
@@ -135,7 +135,7 @@ absl::StatusOr<Fields> LookupService::Lease(const CallKey& call, uint64_t lease_
     } else {
       // Under the lock, so that a lease is in both tables or in none.
       status = leases_.Publish(lease_id, EntryOf(taken).pages, options_.num_layers,
-                               DeadlineInMs(options_.reply_lease_ms));
+                               DeadlineInMs(options_.reply_lease_ms), EntryOf(taken).hidden);
     }
     if (status.ok()) leased_.emplace(lease_id, std::move(taken));
   }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -38,7 +39,8 @@ struct LookupEntry {
 
   uint64_t id = 0;
   PageRuns pages;
-  bool fetched = false;  // Else it was dropped.
+  std::shared_ptr<const std::vector<std::byte>> hidden;  // Null: none.
+  bool fetched = false;                                  // Else it was dropped.
   std::function<void(const LookupEntry&)> on_gone;
 };
 

@@ -346,7 +346,7 @@ StoreServer::Service::Result StoreServer::Service::Get(const Request& request) {
 }
 
 StoreServer::Service::Result StoreServer::Service::Put(const Request& request) {
-  KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
+  KVFERRY_RETURN_IF_ERROR(OneKey(request));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t bytes, request.args.Uint("bytes", INT64_MAX));
   KVFERRY_RETURN_IF_ERROR(
       CheckValueBytes(static_cast<int64_t>(bytes), options_.store->max_value_bytes()));

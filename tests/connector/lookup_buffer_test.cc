@@ -117,6 +117,23 @@ TEST_F(LookupBuffers, ALongerEntryMovesInPart) {
   EXPECT_EQ(Gone(*producer_, 1).size(), 1);
 }
 
+TEST_F(LookupBuffers, HiddenStatesTravelWithTheEntry) {
+  std::vector<std::byte> hidden(10001);
+  PatternBytes(5, 0, 0, hidden);
+  ASSERT_TRUE(IsOk(producer_->Insert(Count(1, 20), {}, Pages{3, 4}, Soon(), hidden)));
+  const auto consumer = Consumer();
+  LookupResult result;
+  EXPECT_TRUE(Fails(Take(*consumer, Lookup(Count(1, 20), {0}), &result), Code::kResourceExhausted));
+  ASSERT_TRUE(IsOk(Take(*consumer, Lookup(Count(1, 2), {0}), &result)));
+  ASSERT_EQ(result.hidden_bytes, 10001);
+  EXPECT_TRUE(std::equal(hidden.begin(), hidden.end(), result.hidden.get()));
+  EXPECT_TRUE(HoldsExactly(*pool_, kOurs, Pages{0}, kTheirs, Pages{3}));
+  Insert({1}, {1});
+  ASSERT_TRUE(IsOk(Take(*consumer, Lookup(Tokens{1}, {1}), &result)));
+  EXPECT_EQ(result.hidden, nullptr);
+  EXPECT_EQ(result.hidden_bytes, 0);
+}
+
 TEST_F(LookupBuffers, RoiOnBothSides) {
   const Tokens tokens = {1, 2, 3, 4, 5, 6};
   const std::vector<bool> odd = {true, false, true, false, true, false};
@@ -380,6 +397,8 @@ TEST_F(LookupBuffers, AnOversizeItemIsRefusedAtOnce) {
   producer_ = Must(LookupProducer::Create(options));
   EXPECT_TRUE(Fails(producer_->Insert(Count(0, kPageSize + 1), {}, Pages{1, 2}, Soon()),
                     Code::kResourceExhausted, "can never fit", std::to_string(options.max_bytes)));
+  EXPECT_TRUE(Fails(producer_->Insert(Tokens{1}, {}, Pages{1}, Soon(), std::vector<std::byte>(1)),
+                    Code::kResourceExhausted, std::to_string(options.max_bytes + 1)));
 }
 
 TEST_F(LookupBuffers, BadOptions) {

@@ -117,14 +117,15 @@ class LookupTensors : public testing::Test {
   void Start(int64_t copy_pages, int64_t max_pages) {
     LookupProducer::Options options = ProducerOptions(their_pool_);
     options.copy_pages = copy_pages;
-    options.max_bytes = max_pages * their_pool_->layout().page_bytes();
+    options.max_bytes = max_pages * their_pool_->layout().page_bytes() + 200;
     producer_ = Must(LookupProducer::Create(options));
     consumer_ = Must(LookupConsumer::Create(ConsumerOptions(pool_, {producer_->address()})));
   }
   absl::Status Insert(const Tokens& tokens, uint64_t seed, int64_t timeout_ms = 20000) {
     const int64_t bytes = TensorBytes(tokens);
     return producer_->InsertTensors(tokens, std::nullopt, RandomBytes(bytes, seed),
-                                    RandomBytes(bytes, seed + 1), DeadlineInMs(timeout_ms));
+                                    RandomBytes(bytes, seed + 1), DeadlineInMs(timeout_ms),
+                                    RandomBytes(100, seed + 2));
   }
   void ExpectTaken(const Tokens& tokens, uint64_t seed) {
     const auto handle = Must(consumer_->DropSelect(Lookup(tokens, {1, 2, 5})));
@@ -135,6 +136,9 @@ class LookupTensors : public testing::Test {
                                         static_cast<int64_t>(tokens.size()), key, value)));
     EXPECT_EQ(key, RandomBytes(bytes, seed));
     EXPECT_EQ(value, RandomBytes(bytes, seed + 1));
+    const LookupResult result = handle->result();
+    EXPECT_EQ(Bytes(result.hidden.get(), result.hidden.get() + result.hidden_bytes),
+              RandomBytes(100, seed + 2));
   }
   static int64_t TensorBytes(const Tokens& tokens) {
     return Must(KvTensorBytes(SmallLayout(), static_cast<int64_t>(tokens.size())));

@@ -1,7 +1,7 @@
 // One endpoint in a process of its own, so that tests can kill it. Reads commands from stdin, a
 // line each, and answers each with a line on stdout; tests/support/child_peer.h is the other end.
 //
-//   kvferry_test_peer prefill|decode CONFIG_JSON LAYERS PAGES SEED
+//   kvferry_test_peer prefill|decode|producer|consumer CONFIG_JSON LAYERS PAGES SEED
 
 #include <cstdio>
 #include <iostream>
@@ -11,36 +11,13 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "tests/process/lookup_peers.h"
+#include "tests/process/peer_words.h"
 #include "tests/support/endpoints.h"
 
 namespace kvferry {
 namespace {
-
-using Words = std::vector<std::string>;
-
-int64_t Number(const std::string& text) {
-  int64_t value = 0;
-  if (!absl::SimpleAtoi(text, &value)) std::abort();
-  return value;
-}
-
-std::vector<int64_t> Pages(const std::string& text) {
-  std::vector<int64_t> pages;
-  for (const absl::string_view page : absl::StrSplit(text, ',', absl::SkipEmpty())) {
-    pages.push_back(Number(std::string(page)));
-  }
-  return pages;
-}
-
-std::string Answer(const absl::Status& status) {
-  return absl::StrReplaceAll(status.ToString(), {{"\n", " "}});
-}
-
-std::string Answer(const ::testing::AssertionResult& result) {
-  return result ? "OK" : absl::StrReplaceAll(result.message(), {{"\n", " "}});
-}
 
 class PrefillPeer {
  public:
@@ -52,7 +29,7 @@ class PrefillPeer {
   std::string Handle(const Words& words) {
     if (words[0] == "publish") {
       PrefillEndpoint::Publication publication;
-      publication.pages = Pages(words[1]);
+      publication.pages = Numbers(words[1]);
       publication.ready_layers = Number(words[2]);
       publication.lease_ms = Number(words[3]);
       const absl::StatusOr<Ticket> ticket = endpoint_->Publish(publication);
@@ -100,7 +77,7 @@ class DecodePeer {
     if (words[0] == "fetch") {
       const absl::StatusOr<Ticket> ticket = Ticket::Parse(words[1]);
       if (!ticket.ok()) return Answer(ticket.status());
-      auto handle = endpoint_->Fetch(*ticket, 0, Pages(words[2]), Number(words[3]));
+      auto handle = endpoint_->Fetch(*ticket, 0, Numbers(words[2]), Number(words[3]));
       if (!handle.ok()) return Answer(handle.status());
       handles_.push_back(*handle);
       return absl::StrCat(handles_.size() - 1);
@@ -117,11 +94,7 @@ class DecodePeer {
           handles_[Number(words[1])]->WaitLayer(Number(words[2]), DeadlineInMs(Number(words[3]))));
     }
     if (words[0] == "metric") return absl::StrCat(Metric(*endpoint_, words[1]));
-    if (words[0] == "verify") {
-      uint64_t seed = 0;
-      if (!absl::SimpleAtoi(words[1], &seed)) std::abort();
-      return Answer(HoldsExactly(*pool_, seed_, Pages(words[3]), seed, Pages(words[2])));
-    }
+    if (words[0] == "verify") return Verify(*pool_, seed_, words);
     if (words[0] == "reset") {
       FillPattern(*pool_, seed_);
       return "OK";
@@ -149,7 +122,7 @@ int Serve(Peer& peer) {
 
 int Main(int argc, char** argv) {
   if (argc != 6) {
-    std::fprintf(stderr, "usage: kvferry_test_peer prefill|decode CONFIG_JSON LAYERS PAGES SEED\n");
+    std::fprintf(stderr, "usage: kvferry_test_peer ROLE CONFIG_JSON LAYERS PAGES SEED\n");
     return 2;
   }
   const Config config = Must(Config::FromJson(argv[2], Config()));
@@ -157,8 +130,17 @@ int Main(int argc, char** argv) {
   const KvLayout layout = KvLayout::Mha(Number(argv[3]), 16, 4, 64, DType::kBFloat16);
   const auto seed = static_cast<uint64_t>(Number(argv[5]));
   const auto pool = MakePatternPool(layout, Number(argv[4]), seed);
-  if (std::string(argv[1]) == "prefill") {
+  const std::string role = argv[1];
+  if (role == "prefill") {
     PrefillPeer peer(pool, config);
+    return Serve(peer);
+  }
+  if (role == "producer") {
+    ProducerPeer peer(pool, config);
+    return Serve(peer);
+  }
+  if (role == "consumer") {
+    ConsumerPeer peer(pool, config, seed);
     return Serve(peer);
   }
   DecodePeer peer(pool, config, seed);

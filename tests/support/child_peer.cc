@@ -164,7 +164,7 @@ ChildPeer::Options PeerOptions(const std::string& role, const std::string& confi
           .config_json = config_json,
           .num_layers = kPeerLayers,
           .num_pages = num_pages,
-          .seed = role == "prefill" ? 11u : 22u};
+          .seed = role == "prefill" || role == "producer" ? 11u : 22u};
 }
 
 void ExpectServes(ChildPeer& prefill, ChildPeer& decode) {

@@ -1,0 +1,169 @@
+// Lookup buffers between processes, and kill -9 of either side.
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <optional>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "tests/support/child_peer.h"
+#include "tests/support/status.h"
+#include "tests/support/wait_for.h"
+
+namespace kvferry {
+namespace {
+
+using Numbers = std::vector<int64_t>;
+
+// A killed peer is noticed at once, and nothing here waits for a heartbeat. One small chunk at a
+// time makes a transfer long enough to be caught in the middle.
+constexpr char kSlow[] =
+    R"({"chunk_bytes": 4096, "credits_per_transfer": 1, "heartbeat_timeout_ms": 600000})";
+
+Numbers Count(int64_t first, int64_t count) {
+  Numbers numbers(static_cast<size_t>(count));
+  std::iota(numbers.begin(), numbers.end(), first);
+  return numbers;
+}
+
+class Consumer : public ChildPeer {
+ public:
+  Consumer(const std::string& producers, int64_t num_pages, const std::string& config = kSlow)
+      : ChildPeer(PeerOptions("consumer", config, num_pages)) {
+    EXPECT_EQ(Ask("connect " + producers), "OK");
+  }
+  std::string Lookup(const std::string& tokens, const Numbers& pages, int64_t ms) {
+    return Ask(absl::StrCat("lookup ", tokens, " ", absl::StrJoin(pages, ","), " ", ms));
+  }
+};
+
+std::string Insert(ChildPeer& producer, const Numbers& tokens, const Numbers& pages) {
+  return producer.Ask(
+      absl::StrCat("insert ", absl::StrJoin(tokens, ","), " ", absl::StrJoin(pages, ",")));
+}
+
+bool Waits(ChildPeer& producer, int64_t lookups) {
+  return WaitFor([&] { return producer.Metric("lookup_waiting") == lookups; }, Soon());
+}
+
+// Three processes: whoever gets an entry, it is one of them, and every byte is there.
+TEST(LookupProcesses, EachEntryOnce) {
+  constexpr int64_t kEntries = 48;
+  ChildPeer producer(PeerOptions("producer", "{}", 128));
+  Consumer one(producer.address(), 128, "{}"), other(producer.address(), 128, "{}");
+  Consumer* const consumers[] = {&one, &other};
+  const auto insert = [&](int64_t i) {
+    Numbers tokens(30, i);
+    tokens[1] = 7;
+    Insert(producer, tokens, {2 * i + 1, 2 * i});
+  };
+  // Both ask for everything, in part before it is there.
+  std::vector<std::string> lookups[2];
+  for (int64_t i = 0; i < kEntries; ++i) {
+    for (const int c : {0, 1}) {
+      lookups[c].push_back(consumers[c]->Lookup(absl::StrCat(i, ",7"), {2 * i, 2 * i + 1}, 3000));
+    }
+    if (i >= kEntries / 2) insert(i - kEntries / 2);
+  }
+  for (int64_t i = kEntries / 2; i < kEntries; ++i) insert(i);
+  Numbers source[2], pages[2];
+  int64_t delivered = 0;
+  for (int64_t i = 0; i < kEntries; ++i) {
+    bool got = false;
+    for (const int c : {0, 1}) {
+      const std::string status = consumers[c]->Wait(lookups[c][i], 10000);
+      if (status != "OK") {
+        EXPECT_TRUE(absl::StartsWith(status, "DEADLINE_EXCEEDED")) << status;
+        continue;
+      }
+      EXPECT_FALSE(got) << "entry " << i << " was delivered twice";
+      got = true;
+      ++delivered;
+      // The query's two tokens lie in the first page.
+      source[c].push_back(2 * i + 1);
+      pages[c].push_back(2 * i);
+    }
+  }
+  EXPECT_EQ(delivered, kEntries);
+  for (const int c : {0, 1}) EXPECT_EQ(consumers[c]->Verify(11, source[c], pages[c]), "OK");
+  EXPECT_EQ(producer.Metric("lookup_entries"), 0);
+}
+
+// The entry comes back, and another consumer gets it.
+TEST(LookupProcesses, AConsumerIsKilledInTheMiddle) {
+  ChildPeer producer(PeerOptions("producer", kSlow, 128));
+  const Numbers pages = Count(0, 128);
+  for (int round = 0; round < 3; ++round) {
+    SCOPED_TRACE(round);
+    const std::string entry = Insert(producer, Count(0, 128 * 16), pages);
+    {
+      Consumer victim(producer.address(), 128);
+      const int64_t sent = producer.Metric("bytes_sent");
+      victim.Lookup("any", pages, 60000);  // 16 MiB.
+      ASSERT_TRUE(WaitFor([&] { return producer.Metric("bytes_sent") > sent; }, Soon()));
+      victim.Kill();
+    }
+    Consumer other(producer.address(), 128);
+    EXPECT_EQ(other.Wait(other.Lookup("0,1,2", {0}, 20000), 20000), "OK");
+    EXPECT_EQ(other.Verify(11, {0}, {0}), "OK");
+    EXPECT_EQ(producer.Ask("gone " + entry + " 10000"), "fetched");
+  }
+  EXPECT_EQ(producer.Metric("transfers_active"), 0);
+  EXPECT_EQ(producer.Metric("lookup_leased"), 0);
+  EXPECT_TRUE(producer.alive());
+}
+
+TEST(LookupProcesses, AConsumerIsKilledWhileItWaits) {
+  ChildPeer producer(PeerOptions("producer", kSlow, 128));
+  {
+    Consumer victim(producer.address(), 128);
+    victim.Lookup("1,2", {0}, 60000);
+    victim.Lookup("any", {0}, 60000);
+    ASSERT_TRUE(Waits(producer, 2));
+    victim.Kill();
+  }
+  ASSERT_TRUE(Waits(producer, 0));
+  Insert(producer, {1, 2}, {5});
+  EXPECT_EQ(producer.Metric("lookup_entries"), 1);
+  Consumer other(producer.address(), 128);
+  EXPECT_EQ(other.Wait(other.Lookup("1,2", {3}, 20000), 20000), "OK");
+  EXPECT_EQ(other.Verify(11, {5}, {3}), "OK");
+}
+
+TEST(LookupProcesses, AProducerIsKilledInTheMiddle) {
+  ChildPeer survivor(PeerOptions("producer", kSlow, 128));
+  const Numbers pages = Count(0, 128);
+  std::optional<ChildPeer> victim;
+  victim.emplace(PeerOptions("producer", kSlow, 128));
+  Consumer consumer(survivor.address() + "," + victim->address(), 128);
+  Insert(*victim, Count(0, 128 * 16), pages);
+  const std::string moving = consumer.Lookup("0,1,2", {9}, 20000);
+  EXPECT_EQ(consumer.Wait(moving, 20000), "OK");
+  Insert(*victim, Count(0, 128 * 16), pages);
+  const int64_t received = consumer.Metric("bytes_received");
+  const std::string broken = consumer.Lookup("any", pages, 60000);
+  const std::string missing = consumer.Lookup("77", {9}, 2000);
+  const std::string waiting = consumer.Lookup("88", {9}, 60000);
+  ASSERT_TRUE(Waits(survivor, 2));
+  ASSERT_TRUE(WaitFor([&] { return consumer.Metric("bytes_received") > received + 4096; }, Soon()));
+  victim.reset();
+  const Deadline begin = Clock::now();
+  const std::string status = consumer.Wait(broken, 20000);
+  EXPECT_TRUE(absl::StartsWith(status, "UNAVAILABLE")) << status;
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 10);  // Its deadline is at 60.
+  const std::string late = consumer.Wait(missing, 20000);
+  EXPECT_TRUE(absl::StartsWith(late, "DEADLINE_EXCEEDED: lookup: no matching entry came in time"))
+      << late;
+  EXPECT_TRUE(absl::StrContains(late, "UNAVAILABLE")) << late;
+  // The others go on with whoever is left.
+  ASSERT_EQ(consumer.Ask("reset"), "OK");
+  Insert(survivor, {88}, {4});
+  EXPECT_EQ(consumer.Wait(waiting, 20000), "OK");
+  EXPECT_EQ(consumer.Verify(11, {4}, {9}), "OK");
+  EXPECT_TRUE(consumer.alive());
+}
+
+}  // namespace
+}  // namespace kvferry
