@@ -141,7 +141,7 @@ def scheduler_stores(
     stores = []
     for rank, worker in enumerate(workers):
         # Nothing moves into this pool: it stands for the layout.
-        pool = kvferry.KvPool(worker.kv_layout(), 1)
+        pool = kvferry.KvPool.create(worker.kv_layout(), 1)
         remote = options.config
         if options.embedded:
             remote = {"backend": "remote", "address": worker.address}
