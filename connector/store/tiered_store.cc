@@ -52,7 +52,7 @@ absl::Status TieredStore::EraseFrom(Tier& tier, std::string_view key, Deadline d
 }
 
 absl::Status TieredStore::DropOld(Tier& tier, std::string_view key, Deadline deadline) {
-  const absl::Status erased = EraseFrom(tier, key, deadline);
+  absl::Status erased = EraseFrom(tier, key, deadline);
   if (erased.ok()) return absl::OkStatus();
   MutexLock lock(&mutex_);
   if (std::ssize(tier.stale) >= kMaxStaleKeys) return erased;
@@ -78,9 +78,11 @@ absl::Status TieredStore::Put(std::string_view key, ConstParts value, Deadline d
   KVFERRY_ASSIGN_OR_RETURN(const KeyTurns::Turn turn, turns_.Take(key, deadline));
   const absl::Status upper = PutInto(upper_, key, value, deadline);
   const absl::Status lower = PutInto(lower_, key, value, deadline);
-  for (const absl::Status& status : {upper, lower}) {
-    if (!status.ok() && !absl::IsInvalidArgument(status)) CountError();  // That one: too large.
+  // Too large for a tier is no failure of it, and neither is an upper one that is full just now.
+  if (!upper.ok() && !absl::IsInvalidArgument(upper) && !absl::IsResourceExhausted(upper)) {
+    CountError();
   }
+  if (!lower.ok() && !absl::IsInvalidArgument(lower)) CountError();
   if (!upper.ok() && !lower.ok()) {
     return {lower.code(), absl::StrCat("tiered store: neither tier took it: ", upper.message(),
                                        "; ", lower.message())};
@@ -112,7 +114,7 @@ absl::Status TieredStore::Erase(std::string_view key, Deadline deadline) {
 // A value of another length than asked for is an answer, not a failure.
 absl::Status TieredStore::FetchFrom(Tier& tier, std::string_view key, Fetch fetch) {
   if (IsStale(tier, key)) return absl::NotFoundError("tiered store: only an old value");
-  const absl::Status fetched = fetch(*tier.store);
+  absl::Status fetched = fetch(*tier.store);
   if (!fetched.ok() && !absl::IsNotFound(fetched) && !absl::IsFailedPrecondition(fetched)) {
     CountError();
   }
@@ -163,7 +165,7 @@ absl::StatusOr<std::vector<std::byte>> TieredStore::GetBytes(std::string_view ke
 
 absl::StatusOr<int64_t> TieredStore::CountIn(Tier& tier, std::span<const std::string_view> keys,
                                              Deadline deadline) {
-  const absl::StatusOr<int64_t> there = tier.store->Exists(keys, deadline);
+  absl::StatusOr<int64_t> there = tier.store->Exists(keys, deadline);
   if (!there.ok()) {
     CountError();
     return there;
@@ -181,7 +183,7 @@ absl::StatusOr<int64_t> TieredStore::Exists(std::span<const std::string_view> ke
     const absl::StatusOr<int64_t> upper = CountIn(upper_, keys.subspan(there), deadline);
     there += upper.value_or(0);
     if (there == std::ssize(keys)) break;
-    const absl::StatusOr<int64_t> lower = CountIn(lower_, keys.subspan(there), deadline);
+    absl::StatusOr<int64_t> lower = CountIn(lower_, keys.subspan(there), deadline);
     there += lower.value_or(0);
     if (!upper.ok() && !lower.ok() && there == 0) return lower;
     if (lower.value_or(0) == 0) break;

@@ -22,10 +22,11 @@ namespace kvferry {
 // only the lower one has. An entry is there while either has it.
 //
 // A tier that fails is done without: a put fails only when no tier took the value, a get only when
-// none has it and one could not say. `errors` counts what failed. A tier that did not take a value
-// must not answer with the one before: the old one is removed there, or, when that fails too,
-// remembered as stale until a put or an erasure gets through. At most kMaxStaleKeys are remembered,
-// and not beyond the end of the process; puts fail with the tier's error when there are more.
+// none has it and one could not say. `errors` counts what failed; an upper tier without room is no
+// error. A tier that did not take a value must not answer with the one before: the old one is
+// removed there, or, when that fails too, remembered as stale until a put or an erasure gets
+// through. At most kMaxStaleKeys are remembered, and not beyond the end of the process; puts fail
+// with the tier's error when there are more.
 //
 // Others may use the tiers themselves, but then not for the same keys. Statistics count calls of
 // this store; of entries and bytes only the tiers know.

@@ -185,6 +185,7 @@ TEST_F(TieredStores, APinMovesWithItsEntry) {
   const auto upper = make(100), lower = make(400);
   const auto store = Must(TieredStore::Create(upper, lower));
   ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 60))));
+  ASSERT_TRUE(IsOk(lower->Erase("a", Soon())));  // As when it is evicted: pinned in one only.
   ASSERT_TRUE(IsOk(store->Pin("a", Soon())));
   ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 2, 60))));
   EXPECT_EQ(upper->stats().entries, 0);
