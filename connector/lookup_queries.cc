@@ -144,7 +144,7 @@ void LookupQueries::OnReply(uint64_t id, size_t index, uint64_t attempt,
     }
   }
   ended.Finish();
-  if (reply.ok() && num_pages.ok()) Fetch(id, query, *num_pages);
+  if (reply.ok() && num_pages.ok()) Fetch(id, query, ChoosePages(*query, *num_pages));
 }
 
 LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t index,
@@ -153,6 +153,8 @@ LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t 
   producer.error =
       absl::Status(status.code(), absl::StrCat(options_.producers[index], ": ", status.message()));
   producer.refused = IsFinal(status);
+  // Our own clock has ended the call; an answer may be on its way.
+  if (absl::IsDeadlineExceeded(status)) GiveBack(index, producer.lease);
   if (closing_) return End(id, absl::CancelledError("the lookup buffer was closed"));
   if (std::all_of(query.producers.begin(), query.producers.end(),
                   [](const Producer& p) { return p.refused; })) {
@@ -215,8 +217,23 @@ absl::StatusOr<int64_t> LookupQueries::Found(Query& query, size_t index, const F
 
 // ---------------------------------------------------------------- fetching
 
-void LookupQueries::Fetch(uint64_t id, const std::shared_ptr<Query>& query, int64_t num_pages) {
-  const absl::Status status = StartFetch(id, query, num_pages);
+absl::Status LookupQueries::ChoosePages(Query& query, int64_t num_pages) const {
+  std::vector<int64_t>& pages = query.result.pages;
+  if (query.request.allocate) {
+    KVFERRY_ASSIGN_OR_RETURN(pages, query.request.allocate(num_pages));
+  } else {
+    pages = query.request.pages;
+  }
+  if (static_cast<int64_t>(pages.size()) < num_pages) {
+    return absl::ResourceExhaustedError(absl::StrCat("lookup: the entry needs ", num_pages,
+                                                     " pages but ", pages.size(), " are given"));
+  }
+  pages.resize(static_cast<size_t>(num_pages));
+  return absl::OkStatus();
+}
+
+void LookupQueries::Fetch(uint64_t id, const std::shared_ptr<Query>& query, absl::Status status) {
+  if (status.ok()) status = StartFetch(id, *query);
   if (status.ok()) return;
   Ended ended;
   {
@@ -227,39 +244,27 @@ void LookupQueries::Fetch(uint64_t id, const std::shared_ptr<Query>& query, int6
   ended.Finish();
 }
 
-absl::Status LookupQueries::StartFetch(uint64_t id, const std::shared_ptr<Query>& query,
-                                       int64_t num_pages) {
-  const LookupConsumer::Request& request = query->request;
-  std::vector<int64_t>& pages = query->result.pages;
-  if (request.allocate) {
-    KVFERRY_ASSIGN_OR_RETURN(pages, request.allocate(num_pages));
-  } else {
-    pages = request.pages;
-  }
-  if (static_cast<int64_t>(pages.size()) < num_pages) {
-    return absl::ResourceExhaustedError(absl::StrCat("lookup: the entry needs ", num_pages,
-                                                     " pages but ", pages.size(), " are given"));
-  }
-  pages.resize(static_cast<size_t>(num_pages));
-  const PageRun first{0, num_pages};
-  const Producer& producer = query->producers[query->found_at];
-  const auto num_tokens = static_cast<int64_t>(query->result.tokens.size());
+absl::Status LookupQueries::StartFetch(uint64_t id, Query& query) {
+  LookupResult& result = query.result;
+  const PageRun first{0, static_cast<int64_t>(result.pages.size())};
+  const auto num_tokens = static_cast<int64_t>(result.tokens.size());
   Node::FetchRequest fetch;
-  fetch.ticket = {options_.producers[query->found_at], query->epoch, producer.lease,
+  fetch.ticket = {options_.producers[query.found_at], query.epoch,
+                  query.producers[query.found_at].lease,
                   PagesOfTokens(num_tokens, options_.pool->layout().page_size), num_tokens};
   KVFERRY_ASSIGN_OR_RETURN(fetch.positions, PageRuns::FromRuns({&first, 1}));
-  KVFERRY_ASSIGN_OR_RETURN(fetch.pages, PageRuns::FromPages(pages));
-  LookupResult& result = query->result;
+  KVFERRY_ASSIGN_OR_RETURN(fetch.pages, PageRuns::FromPages(result.pages));
   if (result.hidden_bytes > 0) {
     KVFERRY_ASSIGN_OR_RETURN(result.hidden, MapSlab(result.hidden_bytes));
     fetch.tail = {result.hidden.get(), result.hidden_bytes, result.hidden};
   }
-  fetch.deadline = request.deadline;
+  fetch.deadline = query.request.deadline;
   fetch.on_done = [this, id] { OnFetched(id); };
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<FetchHandle> handle, node_->Fetch(std::move(fetch)));
   const MutexLock lock(&mutex_);
-  query->fetch = std::move(handle);
-  if (query->cancelled) query->fetch->Cancel();
+  query.retry_fetch_at = Deadline::max();
+  query.fetch = std::move(handle);
+  if (query.cancelled) query.fetch->Cancel();
   return absl::OkStatus();
 }
 
@@ -267,8 +272,14 @@ void LookupQueries::OnFetched(uint64_t id) {
   Ended ended;
   {
     const MutexLock lock(&mutex_);
-    const Query& query = *queries_.at(id);
+    Query& query = *queries_.at(id);
     const absl::Status status = query.fetch->status();
+    if (absl::IsResourceExhausted(status) && !closing_) {
+      // Of the producer, which has too many fetches under way; the entry is still leased to us.
+      query.fetch = nullptr;
+      query.retry_fetch_at = Clock::now() + std::chrono::milliseconds(kFirstBackoffMs);
+      return;
+    }
     // A producer that is gone has nothing to take back.
     if (!status.ok() && !absl::IsUnavailable(status)) {
       GiveBack(query.found_at, query.producers[query.found_at].lease);
@@ -321,34 +332,41 @@ void LookupQueries::Cancel(uint64_t id) {
   ended.Finish();
 }
 
+void LookupQueries::TickOne(uint64_t id, const std::shared_ptr<Query>& query, Deadline now,
+                            Due& due) {
+  if (query->fetching) {  // Ends with its fetch.
+    if (query->retry_fetch_at <= now) {
+      due.fetches.emplace_back(id, query);
+    } else {
+      due.next = std::min(due.next, query->retry_fetch_at);
+    }
+    return;
+  }
+  if (query->request.deadline <= now) return due.late.push_back(id);
+  due.next = std::min(due.next, query->request.deadline);
+  for (size_t i = 0; i < query->producers.size(); ++i) {
+    const Producer& producer = query->producers[i];
+    if (producer.asked || producer.refused) continue;
+    if (producer.retry_at <= now) {
+      Ask(id, *query, i);
+    } else {
+      due.next = std::min(due.next, producer.retry_at);
+    }
+  }
+}
+
 Deadline LookupQueries::Tick(Deadline now) {
+  Due due;
   std::vector<Ended> late;
-  Deadline next = Deadline::max();
   {
     const MutexLock lock(&mutex_);
-    if (closing_) return next;
-    std::vector<uint64_t> overdue;
-    for (const auto& [id, query] : queries_) {
-      if (query->fetching) continue;  // Ends with its fetch.
-      if (query->request.deadline <= now) {
-        overdue.push_back(id);
-        continue;
-      }
-      next = std::min(next, query->request.deadline);
-      for (size_t i = 0; i < query->producers.size(); ++i) {
-        const Producer& producer = query->producers[i];
-        if (producer.asked || producer.refused) continue;
-        if (producer.retry_at <= now) {
-          Ask(id, *query, i);
-        } else {
-          next = std::min(next, producer.retry_at);
-        }
-      }
-    }
-    for (const uint64_t id : overdue) late.push_back(End(id, TooLate(*queries_.at(id))));
+    if (closing_) return Deadline::max();
+    for (const auto& [id, query] : queries_) TickOne(id, query, now, due);
+    for (const uint64_t id : due.late) late.push_back(End(id, TooLate(*queries_.at(id))));
   }
   for (Ended& one : late) one.Finish();
-  return next;
+  for (const auto& [id, query] : due.fetches) Fetch(id, query, absl::OkStatus());
+  return due.next;
 }
 
 }  // namespace kvferry

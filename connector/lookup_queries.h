@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -72,6 +73,7 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
     uint64_t epoch = 0;
     LookupResult result{};
     std::shared_ptr<FetchHandle> fetch{};
+    Deadline retry_fetch_at = Deadline::max();  // When the producer had too many under way.
   };
   // To be finished outside of the lock.
   struct Ended {
@@ -84,6 +86,13 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
     }
   };
 
+  // What a tick finds to do outside of the lock, and when to tick again.
+  struct Due {
+    std::vector<uint64_t> late;
+    std::vector<std::pair<uint64_t, std::shared_ptr<Query>>> fetches;
+    Deadline next = Deadline::max();
+  };
+
   absl::Status CheckRequest(const LookupConsumer::Request& request) const;
   void Ask(uint64_t id, Query& query, size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnReply(uint64_t id, size_t index, uint64_t attempt, absl::StatusOr<Fields> reply);
@@ -92,10 +101,15 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   absl::StatusOr<int64_t> Found(Query& query, size_t index, const Fields& reply)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Not under the lock: calls the request's `allocate`.
-  void Fetch(uint64_t id, const std::shared_ptr<Query>& query, int64_t num_pages);
-  absl::Status StartFetch(uint64_t id, const std::shared_ptr<Query>& query, int64_t num_pages);
+  absl::Status ChoosePages(Query& query, int64_t num_pages) const;
+  // Ends the lookup when `status` is not OK or the fetch cannot start.
+  void Fetch(uint64_t id, const std::shared_ptr<Query>& query, absl::Status status);
+  absl::Status StartFetch(uint64_t id, Query& query);
   void OnFetched(uint64_t id);
   Ended OnRefused(uint64_t id, Query& query, size_t index, const absl::Status& status)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What of the lookup is due: asking, or fetching, again.
+  void TickOne(uint64_t id, const std::shared_ptr<Query>& query, Deadline now, Due& due)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status TooLate(const Query& query) const;
   // Stops asking; what is found nevertheless goes back.

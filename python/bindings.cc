@@ -31,6 +31,7 @@
 #include "python/convert.h"
 #include "python/gdn_pool.h"
 #include "python/kv_store.h"
+#include "python/lookup_buffer.h"
 #include "python/model_config.h"
 #include "python/model_pools.h"
 #include "python/remote_store.h"
@@ -546,5 +547,6 @@ NB_MODULE(_core, module) {
   kvferry::BindTicket(module);
   kvferry::BindPrefill(module);
   kvferry::BindDecode(module);
+  kvferry::BindLookupBuffer(module);
   module.def("random_id", &kvferry::RandomId, "An unpredictable non-zero 64-bit number.");
 }

@@ -22,6 +22,8 @@ from kvferry._core import (
     KvPool,
     KvStore,
     LayerCounter,
+    LookupConsumer,
+    LookupProducer,
     ModelConfig,
     ModelPools,
     NotFound,
@@ -46,6 +48,7 @@ from kvferry._core import (
     quantized_tensors,
     random_id,
 )
+from kvferry.lookup import KVLookupBuffer
 from kvferry.store import KVStoreBuffer, make_store
 
 __version__ = "0.1.0"
@@ -67,11 +70,14 @@ __all__ = [
     "GdnShape",
     "HostKvPool",
     "HostStore",
+    "KVLookupBuffer",
     "KVStoreBuffer",
     "KvLayout",
     "KvPool",
     "KvStore",
     "LayerCounter",
+    "LookupConsumer",
+    "LookupProducer",
     "ModelConfig",
     "ModelPools",
     "NotFound",

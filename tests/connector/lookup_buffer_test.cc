@@ -219,6 +219,23 @@ TEST_F(LookupBuffers, TheFirstOfSeveralProducersServes) {
   EXPECT_TRUE(WaitFor([&] { return producer_->num_waiting() == 0; }, Soon()));
 }
 
+// More entries are found at once than the producer lets one consumer fetch at once.
+TEST_F(LookupBuffers, FetchesWaitForTheirTurn) {
+  LookupProducer::Options options = ProducerOptions(their_pool_);
+  options.config.max_fetches_per_peer = 1;
+  producer_ = Must(LookupProducer::Create(options));
+  const auto consumer = Consumer();
+  std::vector<std::shared_ptr<LookupHandle>> handles;
+  Pages pages;
+  for (int32_t n = 0; n < 12; ++n) {
+    Insert({n, 7}, {n});
+    handles.push_back(Must(consumer->DropSelect(Lookup(Tokens{n}, {n}))));
+    pages.push_back(n);
+  }
+  for (const auto& handle : handles) EXPECT_TRUE(IsOk(handle->Wait(Soon())));
+  EXPECT_TRUE(HoldsExactly(*pool_, kOurs, pages, kTheirs, pages));
+}
+
 TEST_F(LookupBuffers, TooFewPagesAndTheEntryComesBack) {
   Insert(Count(1, 40), {0, 1, 2});
   const auto consumer = Consumer();

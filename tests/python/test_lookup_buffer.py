@@ -1,0 +1,258 @@
+"""KVLookupBuffer: tensors and pages between producers and consumers, asyncio."""
+
+import asyncio
+import threading
+
+import kvferry
+import numpy as np
+import pytest
+from kvferry import KVLookupBuffer
+
+torch = pytest.importorskip("torch")
+
+LAYERS, PAGE, HEADS, DIM = 3, 4, 2, 8
+
+
+def layout(dtype="bfloat16"):
+    return kvferry.KvLayout.mha(LAYERS, PAGE, HEADS, DIM, dtype)
+
+
+def producer(**options):
+    options = {"model": "m", "layout": layout(), "max_bytes": 64 << 10, **options}
+    if "pool" in options:
+        del options["layout"]
+    return KVLookupBuffer("producer", **options)
+
+
+def consumer(*producers, **options):
+    options = {"model": "m", "layout": layout(), "max_bytes": 64 << 10, **options}
+    if "pool" in options:
+        del options["layout"]
+    return KVLookupBuffer("consumer", producers=[p.address for p in producers], **options)
+
+
+@pytest.fixture
+def pair():
+    with producer() as one, consumer(one) as other:
+        yield one, other
+
+
+def kv(num_tokens, seed=0, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, LAYERS, num_tokens, HEADS, DIM, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
+def test_tensors_come_as_they_went(dtype):
+    kind = getattr(torch, dtype)
+    key, value = kv(10, dtype=kind)
+    tokens = torch.arange(100, 110)
+    hidden = torch.randn(10, 16)
+    with producer(layout=layout(dtype)) as one, consumer(one, layout=layout(dtype)) as other:
+        bits = [t.view(torch.uint8) if dtype.startswith("float8") else t for t in (key, value)]
+        one.insert(tokens, torch.ones(10, dtype=torch.bool), *bits, hidden)
+        found = other.drop_select(tokens, None)
+    assert found.key.dtype == found.value.dtype == kind
+    assert torch.equal(found.key.view(torch.uint8), key.view(torch.uint8))
+    assert torch.equal(found.value.view(torch.uint8), value.view(torch.uint8))
+    assert torch.equal(found.hidden, hidden)
+    assert found.input_tokens.tolist() == tokens.tolist() and found.roi.all()
+    assert found.num_matched == 10
+
+
+def test_numpy_and_parts_of_an_entry():
+    with (
+        producer(layout=layout("float32")) as one,
+        consumer(one, layout=layout("float32"), framework="numpy") as other,
+    ):
+        key, value = kv(9, dtype=torch.float32).numpy()
+        one.insert(np.arange(9), None, key, value)
+        found = other.drop_select(list(range(5)))
+        assert isinstance(found.key, np.ndarray) and found.hidden is None
+        assert np.array_equal(found.key, key[:, :5]) and np.array_equal(found.value, value[:, :5])
+        assert found.input_tokens.tolist() == list(range(9))
+        assert found.roi.tolist() == [True] * 5 + [False] * 4
+
+
+def test_roi_on_both_sides(pair):
+    one, other = pair
+    key, value = kv(2)
+    one.insert([1, 2, 3], torch.tensor([True, False, True]), key, value)
+    found = other.drop_select([9, 1, 3], torch.tensor([False, True, True]))
+    assert found.input_tokens.tolist() == [1, 3] and torch.equal(found.key, key)
+
+
+def test_any_entry_the_oldest_first_and_then_none(pair):
+    one, other = pair
+    for seed in range(3):
+        one.insert([seed, 7], None, *kv(2, seed))
+    for seed in range(3):
+        assert torch.equal(other.drop_select().value, kv(2, seed)[1])
+    with pytest.raises(kvferry.DeadlineExceeded, match="no matching entry came in time"):
+        other.drop_select(timeout_ms=20)
+    with pytest.raises(TimeoutError):
+        other.drop_select([1], timeout_ms=0)
+
+
+def test_pages_stay_where_they_are():
+    ours, theirs = kvferry.KvPool.create(layout(), 8), kvferry.KvPool.create(layout(), 8)
+    for page in range(8):
+        for layer in range(LAYERS):
+            theirs.page(layer, 1, page)[:] = 10 * layer + page
+    with producer(pool=theirs) as one, consumer(one, pool=ours) as other:
+        entry = one.insert_pages(range(6), None, [5, 2], b"hidden")
+        found = other.drop_select_pages(list(range(6)), None, [3, 4, 7])
+        assert (found.pages, found.num_matched, found.hidden) == ([3, 4], 6, b"hidden")
+        for layer in range(LAYERS):
+            assert (ours.page(layer, 1, 3) == 10 * layer + 5).all()
+            assert (ours.page(layer, 1, 4) == 10 * layer + 2).all()
+        while not (gone := one.take_gone()):
+            pass
+        assert gone == [(entry, "fetched")]
+        one.insert_pages([1] * 5, None, [0, 1])
+        with pytest.raises(kvferry.ResourceExhausted, match="needs 2 pages but 1"):
+            other.drop_select_pages([1] * 5, None, [3])
+        assert other.drop_select_pages([1], None, [3]).num_matched == 1
+        with pytest.raises(kvferry.ResourceExhausted, match="copy_pages is 0"):
+            one.insert([1], None, *kv(1))
+
+
+def test_inserts_wait_for_room_and_can_be_found():
+    page_bytes = layout().page_bytes
+    with producer(max_bytes=page_bytes) as one, consumer(one) as other:
+        one.insert([1], None, *kv(1, 1))
+        with pytest.raises(kvferry.DeadlineExceeded, match="no room"):
+            one.insert([2], None, *kv(1, 2), timeout_ms=10)
+        with pytest.raises(kvferry.ResourceExhausted, match="can never fit"):
+            one.insert(range(5), None, *kv(5))
+        thread = threading.Thread(target=one.insert, args=([2], None, *kv(1, 2)))
+        thread.start()
+        assert torch.equal(other.drop_select([2]).key, kv(1, 2)[0])
+        thread.join()
+
+
+def test_bad_input_says_what_is_wrong(pair):
+    one, other = pair
+    key, value = kv(3)
+    for bad, message in [
+        (([], None, key, value), "0 tokens"),
+        (([1.5], None, key, value), "integers"),
+        (([[1]], None, key, value), "one row"),
+        (([2**31], None, key, value), "32 bits"),
+        (([1, 2, 3], [True], key, value), "roi has 1 values but there are 3"),
+        (([1, 2, 3], [1.0, 0.0, 1.0], key, value), "row of bools"),
+        (([1, 2], None, key, value), r"key has shape \[3, 3, 2, 8\].*\[3, 2, 2, 8\]"),
+        (([1, 2, 3], None, key, value[:2]), r"value has shape \[2, 3, 2, 8\]"),
+        (([1, 2, 3], None, key.float(), value), "key is float32 .* bfloat16"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            one.insert(*bad)
+        if message.startswith(("0", "32", "roi", "row", "int", "one")):
+            with pytest.raises(ValueError, match=message):
+                other.drop_select(bad[0], bad[1])
+    assert one.metrics()["lookup_entries"] == 0
+    with pytest.raises(ValueError, match="timeout_ms is -1"):
+        other.drop_select([1], timeout_ms=-1)
+    with pytest.raises(ValueError, match="max_fetch_timeout_ms"):
+        other.drop_select([1], timeout_ms=10**8)
+    with pytest.raises(RuntimeError, match="a producer does not look up"):
+        one.drop_select([1])
+    with pytest.raises(RuntimeError, match="a consumer does not insert"):
+        other.insert([1], None, key, value)
+    with pytest.raises(ValueError, match="role is 'both'"):
+        KVLookupBuffer("both", model="m", layout=layout())
+    with pytest.raises(ValueError, match="either a layout or a pool"):
+        KVLookupBuffer("producer", model="m")
+    with pytest.raises(ValueError, match="no producers"):
+        consumer()
+
+
+def test_tensor_pages_that_are_all_in_use(pair):
+    one, _ = pair
+    one.insert(range(9), None, *kv(9))
+    with consumer(one, tensor_pages=2) as other:
+        with pytest.raises(kvferry.ResourceExhausted, match="3 pages can never fit"):
+            other.drop_select()
+        for _ in range(3):  # Given back each time.
+            one.insert([7, 7, 7], None, *kv(3))
+            assert other.drop_select([7]).num_matched == 1
+        assert other.drop_select(list(range(8))).num_matched == 8
+
+
+def test_refusals_are_errors_at_once(pair):
+    one, _ = pair
+    with consumer(one, partition=2) as other:
+        with pytest.raises(kvferry.FailedPrecondition, match="partition: 0 here, 2 there"):
+            other.drop_select([1])
+    with consumer(one, model="n") as other:
+        with pytest.raises(kvferry.FailedPrecondition, match="'m' here, 'n' there"):
+            other.drop_select([1])
+    with consumer(one, layout=layout("float32")) as other:
+        with pytest.raises(kvferry.FailedPrecondition, match="dtype"):
+            other.drop_select([1])
+
+
+def test_closed_buffers(pair):
+    one, other = pair
+    thread = threading.Thread(
+        target=lambda: pytest.raises(kvferry.Cancelled, other.drop_select, [1])
+    )
+    thread.start()
+    while one.metrics()["lookup_waiting"] == 0:
+        pass
+    other.close()
+    thread.join()
+    one.close()
+    with pytest.raises(kvferry.FailedPrecondition, match="closed"):
+        one.insert([1], None, *kv(1))
+    with pytest.raises(kvferry.FailedPrecondition, match="closed"):
+        other.drop_select([1])
+
+
+def test_asyncio_holds_no_thread_a_lookup(pair):
+    one, _ = pair
+    with consumer(one, max_bytes=1 << 20) as other:
+        check_asyncio(one, other)
+
+
+def check_asyncio(one, other):
+    async def run():
+        lookups = [asyncio.create_task(other.drop_select_async([n, n])) for n in range(200)]
+        late = asyncio.create_task(other.drop_select_async([500], timeout_ms=300))
+        cancelled = asyncio.create_task(other.drop_select_async([501]))
+        while one.metrics()["lookup_waiting"] < 202:
+            await asyncio.sleep(0)
+        threads = threading.active_count()
+        cancelled.cancel()
+        for n in range(200):
+            one.insert([n, n], None, *kv(2, n))
+            await asyncio.sleep(0)
+        for n, found in enumerate(await asyncio.gather(*lookups)):
+            assert torch.equal(found.key, kv(2, n)[0])
+        with pytest.raises(kvferry.DeadlineExceeded):
+            await late
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        with pytest.raises(ValueError, match="0 tokens"):
+            await other.drop_select_async([])
+        return threads
+
+    before = threading.active_count()
+    assert asyncio.run(run()) == before
+    while one.metrics()["lookup_waiting"] != 0:
+        pass
+    one.insert([501], None, *kv(1))
+    assert one.metrics()["lookup_entries"] == 1
+    assert asyncio.run(other.drop_select_async([501])).num_matched == 1  # Another loop.
+
+
+def test_asyncio_pages(pair):
+    one, _ = pair
+    pool = kvferry.KvPool.create(layout(), 8)
+    with consumer(one, pool=pool) as other:
+
+        async def run():
+            one.insert(range(6), None, *kv(6))
+            return await other.drop_select_pages_async(list(range(6)), None, [4, 1])
+
+        assert asyncio.run(run()).pages == [4, 1]
