@@ -290,6 +290,15 @@ def print_kernels(build, reps, problems):
         problems.append(f"kernels: {error}")
 
 
+def print_buffers(build, reps, problems):
+    """The tables of bench/buffers_bench.cc."""
+    print(flush=True)
+    try:
+        subprocess.run([build / "bench/kvferry_bench_buffers", f"--rounds={reps}"], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        problems.append(f"buffers: {error}")
+
+
 def write_csv(path, rows):
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [name for name, _ in COLUMNS], restval="-")
@@ -367,6 +376,7 @@ def main():
     if not args.no_pools:
         allocator_rows = allocators.print_table(args.build, args.reps, problems)
         print_kernels(args.build, args.reps, problems)
+        print_buffers(args.build, args.reps, problems)
     for problem in problems:
         print(f"not measured: {problem}" if "not measured" not in problem else problem)
     if args.csv:
