@@ -159,6 +159,7 @@ template <typename Filled>
 int64_t Lookups(const char* what, int rounds) {
   const std::vector<int64_t> sizes = {100, 10000, 1000000};
   std::vector<std::unique_ptr<Filled>> tables;
+  tables.reserve(sizes.size());
   for (const int64_t size : sizes) tables.push_back(std::make_unique<Filled>(size));
   std::vector<std::vector<double>> us(sizes.size());
   for (int round = 0; round < rounds; ++round) {

@@ -135,6 +135,18 @@ def test_requests_at_the_same_time(host: tuple[StoreEngine, str]):
     assert first.blocks("load") > loaded
 
 
+def test_preempted_requests_are_saved_and_loaded_right(host: tuple[StoreEngine, str]):
+    first, _ = host
+    prompts = [first.tokenize(f"{n}. {QUESTIONS[3][1]}")[:190] for n in range(6)]
+    expected = [first.generate(prompt, 60, ignore_eos=True).tokens for prompt in prompts]
+    preemptions = first.metrics().get("vllm:num_preemptions", 0)
+    # Together they outgrow the cache while they generate; what is computed again or loaded again
+    # must not differ.
+    requests = [first.start(prompt, 60, ignore_eos=True) for prompt in prompts]
+    assert [request.answer().tokens for request in requests] == expected
+    assert first.metrics()["vllm:num_preemptions"] > preemptions
+
+
 def test_files_outlive_the_engine(tmp_path: Path):
     store = {
         "backend": "tiered",

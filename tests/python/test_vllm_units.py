@@ -12,10 +12,17 @@ import kvferry  # noqa: E402
 from kvferry.vllm.layout import _arrangement, check_supported  # noqa: E402
 from kvferry.vllm.metadata import (  # noqa: E402
     StepMetadata,
+    StoreAddress,
     WorkerAddress,
     parse_tickets,
 )
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler  # noqa: E402
+from kvferry.vllm.stores import (  # noqa: E402
+    StoreOptions,
+    open_store,
+    rank_key,
+    scheduler_stores,
+)
 from kvferry.vllm.telemetry import FetchRecord, Options, TransferStats  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
 
@@ -225,8 +232,65 @@ def test_options_name_the_right_keys():
     for wrong in ({"lease": 1}, {"lease_ms": "soon"}, {"lease_ms": -1}, {"trace_path": 1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Options.parse(wrong)
-    with pytest.raises(ValueError, match="trace_path"):
+    with pytest.raises(ValueError, match="mode, store and trace_path"):
         Options.parse({"lease": 1})
+
+
+def test_options_of_store_mode():
+    assert Options.parse({}).store is None
+    assert Options.parse({"mode": "store"}).store.config["backend"] == "host"
+    redis = Options.parse({"mode": "store", "store": {"backend": "redis", "port": 1}}).store
+    assert redis.config["port"] == 1 and not redis.embedded
+    for wrong, words in (
+        ({"mode": "push"}, "mode is 'push'; it has to be one of pull, store"),
+        ({"store": {"backend": "host"}}, "of no use"),
+        ({"mode": "store", "store": "host"}, "one of host, rocksdb, tiered, remote, redis"),
+        ({"mode": "store", "store": {"backend": "mooncake"}}, "one of host"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Options.parse(wrong)
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({"backend": "host", "capacity": 1}, "host knows no .'capacity'."),
+        ({"backend": "host", "capacity_bytes": 0}, "capacity_bytes"),
+        ({"backend": "tiered", "upper": {"backend": "redis"}, "lower": {}}, "upper tier"),
+        ({"backend": "tiered", "lower": {"backend": "nothing"}}, "nothing"),
+        ({"backend": "remote"}, "takes an address"),
+        ({"backend": "remote", "address": []}, "none for rank 0"),
+        ({"backend": "rocksdb"}, "needs 'path'"),
+    ],
+)
+def test_stores_that_cannot_be_opened_say_why(config, words):
+    layout = kvferry.KvLayout.mha(2, 4, 1, 8, "float32")
+    pool = kvferry.KvPool.create(layout, 4)
+    with pytest.raises((ValueError, kvferry.Error), match=words):
+        open_store(StoreOptions(config), pool, kvferry.Config.make({}), "m", "n", 0)
+
+
+@pytest.mark.parametrize("backend", ["host", "rocksdb", "tiered"])
+def test_embedded_stores_are_reached_from_the_scheduler(backend, tmp_path):
+    configs = {
+        "host": {"backend": "host", "capacity_bytes": 1 << 20},
+        "rocksdb": {"backend": "rocksdb", "path": str(tmp_path / "db")},
+    }
+    configs["tiered"] = {"backend": "tiered", "upper": configs["host"], "lower": configs["rocksdb"]}
+    options, config = StoreOptions(configs[backend]), kvferry.Config.make({})
+    pool = kvferry.KvPool.create(kvferry.KvLayout.mha(2, 4, 1, 8, "float32"), 4)
+    opened = open_store(options, pool, config, "m", "n", rank=1)
+    address = StoreAddress.of(opened.address, "m", pool.layout)
+    assert address.kv_layout() == pool.layout
+    (store,) = scheduler_stores(options, [address], config)
+    keys = [rank_key(bytes([n]) * 32, 1) for n in range(3)]
+    assert opened.store.put_pages(keys[:2], pool, [1, 3]) == [None, None]
+    assert store.exists(keys) == 2
+    assert store.exists([rank_key(bytes([0]) * 32, 0)]) == 0  # Another rank's.
+    loaded = opened.store.get_pages(keys, pool, [0, 2, 1])
+    assert loaded[:2] == [None, None] and isinstance(loaded[2], kvferry.NotFound)
+    store.close()
+    opened.close()
 
 
 @pytest.mark.parametrize(
