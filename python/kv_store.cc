@@ -2,6 +2,7 @@
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
@@ -21,11 +22,15 @@
 #include "connector/store/block_key.h"
 #include "connector/store/host_store.h"
 #include "connector/store/kv_store.h"
+#include "connector/store/tiered_store.h"
 #include "connector/store/value_header.h"
 #include "python/convert.h"
 #include "python/status_error.h"
 #ifdef KVFERRY_HAVE_REDIS
 #include "connector/store/redis_store.h"
+#endif
+#ifdef KVFERRY_HAVE_ROCKSDB
+#include "connector/store/rocksdb_store.h"
 #endif
 
 namespace nb = nanobind;
@@ -132,6 +137,7 @@ ByteArray GetBytes(const PyStore& self, nb::handle key, int64_t timeout_ms) {
 
 int64_t Exists(const PyStore& self, const std::vector<nb::object>& keys, int64_t timeout_ms) {
   std::vector<std::string_view> names;
+  names.reserve(keys.size());
   for (const nb::object& key : keys) names.push_back(StoreKey(key));
   const Deadline deadline = StoreDeadline(timeout_ms);
   const std::shared_ptr<KvStore> store = self.get();
@@ -175,6 +181,7 @@ std::vector<nb::object> CallBatch(const PyStore& self, const nb::sequence& items
     statuses = (store.get()->*kCall)(batch, deadline);
   }
   std::vector<nb::object> errors;
+  errors.reserve(statuses.size());
   for (const absl::Status& status : statuses) errors.push_back(ExceptionOf(status));
   return errors;
 }
@@ -203,6 +210,7 @@ std::vector<nb::object> CallPages(const PyStore& self, const std::vector<nb::obj
                                   const std::shared_ptr<KvPool>& pool,
                                   const std::vector<int64_t>& pages, int64_t timeout_ms) {
   std::vector<std::string_view> names;
+  names.reserve(keys.size());
   for (const nb::object& key : keys) names.push_back(StoreKey(key));
   const Deadline deadline = StoreDeadline(timeout_ms);
   const std::shared_ptr<KvStore> store = self.get();
@@ -302,6 +310,46 @@ void BindRedisStore(nb::module_& module) {
 }
 #endif
 
+#ifdef KVFERRY_HAVE_ROCKSDB
+void BindRocksDbStore(nb::module_& module) {
+  using PyRocksDbStore = PyStoreOf<RocksDbStore>;
+  const RocksDbStore::Options defaults;
+  nb::class_<PyRocksDbStore, PyStore>(module, "RocksDbStore",
+                                      "In files; see connector/store/rocksdb_store.h.")
+      .def(
+          "__init__",
+          [](PyRocksDbStore* self, std::string path, int64_t capacity_bytes,
+             int64_t max_value_bytes, bool sync) {
+            const RocksDbStore::Options options = {.path = std::move(path),
+                                                   .capacity_bytes = capacity_bytes,
+                                                   .max_value_bytes = max_value_bytes,
+                                                   .sync = sync};
+            absl::StatusOr<std::unique_ptr<RocksDbStore>> store;
+            {
+              const nb::gil_scoped_release nogil;
+              store = RocksDbStore::Open(options);
+            }
+            new (self) PyRocksDbStore(Value(std::move(store)));
+          },
+          "path"_a, "capacity_bytes"_a = defaults.capacity_bytes,
+          "max_value_bytes"_a = defaults.max_value_bytes, "sync"_a = defaults.sync);
+}
+#endif
+
+void BindTieredStore(nb::module_& module) {
+  using PyTieredStore = PyStoreOf<TieredStore>;
+  nb::class_<PyTieredStore, PyStore>(
+      module, "TieredStore",
+      "A fast store over a large one; see connector/store/tiered_store.h. Closing it leaves them "
+      "open for those who have them.")
+      .def(
+          "__init__",
+          [](PyTieredStore* self, const PyStore& upper, const PyStore& lower) {
+            new (self) PyTieredStore(Value(TieredStore::Create(upper.get(), lower.get())));
+          },
+          "upper"_a, "lower"_a);
+}
+
 // ---------------------------------------------------------------- keys and headers
 
 using TokenArray = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -395,8 +443,12 @@ std::string_view StoreKey(nb::handle key) {
 void BindKvStore(nb::module_& module) {
   BindCommon(module);
   BindHostStore(module);
+  BindTieredStore(module);
 #ifdef KVFERRY_HAVE_REDIS
   BindRedisStore(module);
+#endif
+#ifdef KVFERRY_HAVE_ROCKSDB
+  BindRocksDbStore(module);
 #endif
   module.def("block_keys", &MakeBlockKeys, "tokens"_a, "page_size"_a, nb::kw_only(), "model"_a,
              "layout"_a, "partition"_a = 0, "salt"_a = "", "parent"_a = nb::none(),

@@ -16,6 +16,9 @@ namespace {
 
 constexpr int64_t kMaxPrefixBytes = 1024;
 constexpr int64_t kAnyLength = -1;
+// A server that holds many replies at a time is slow at it: 2 MiB values came at 0.4 GB/s when 64
+// were asked for at once and at 1.3 GB/s one after another.
+constexpr int64_t kRoundBytes = 1 << 20;
 
 absl::Status CheckNumbers(const RedisStore::Options& options) {
   struct Row {
@@ -114,7 +117,7 @@ void RedisStore::Release(std::unique_ptr<RedisConnection> connection) {
 absl::Status RedisStore::Exchange(const RedisCommands& commands, Deadline deadline,
                                   RedisConnection::Answer answer) {
   KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<RedisConnection> connection, Acquire(deadline));
-  const absl::Status status = connection->Exchange(commands, deadline, answer);
+  absl::Status status = connection->Exchange(commands, deadline, answer);
   Release(std::move(connection));
   return status;
 }
@@ -131,23 +134,24 @@ absl::Status RedisStore::CheckKind(const redisReply& reply, int kind) {
   return Count(RedisErrorStatus(server_, TextOf(reply)));
 }
 
-absl::Status RedisStore::OneRound(int64_t first, Deadline deadline, int kind, Ask ask,
+absl::Status RedisStore::OneRound(int64_t& next, Deadline deadline, int kind, Ask ask,
                                   Answer answer, std::span<absl::Status> statuses) {
-  RedisCommands commands;
-  std::vector<size_t> asked;
-  for (size_t i = 0; i < statuses.size(); ++i) {
-    statuses[i] = ask(first + static_cast<int64_t>(i), commands);
-    if (statuses[i].ok()) asked.push_back(i);
+  Round round;
+  std::vector<int64_t> asked;
+  const int64_t end = std::min(next + kPipelined, std::ssize(statuses));
+  for (; next < end && round.reply_bytes < kRoundBytes; ++next) {
+    statuses[next] = ask(next, round);
+    if (statuses[next].ok()) asked.push_back(next);
   }
   if (asked.empty()) return absl::OkStatus();
   size_t answered = 0;
-  const absl::Status status =
-      Exchange(commands, deadline, [&](int64_t command, const redisReply& reply) {
-        const size_t i = asked[command];
+  absl::Status status =
+      Exchange(round.commands, deadline, [&](int64_t command, const redisReply& reply) {
+        const int64_t item = asked[command];
         answered = static_cast<size_t>(command) + 1;
-        statuses[i] = CheckKind(reply, kind);
-        if (!statuses[i].ok()) return;
-        statuses[i] = answer(first + static_cast<int64_t>(i), TextOf(reply), reply.integer);
+        statuses[item] = CheckKind(reply, kind);
+        if (!statuses[item].ok()) return;
+        statuses[item] = answer(item, TextOf(reply), reply.integer);
       });
   if (!status.ok()) Count(status).IgnoreError();
   for (; answered < asked.size(); ++answered) statuses[asked[answered]] = status;
@@ -158,16 +162,12 @@ std::vector<absl::Status> RedisStore::Pipeline(int64_t num_items, Deadline deadl
                                                Ask ask, Answer answer) {
   std::vector<absl::Status> statuses(num_items);
   absl::Status status;
-  for (int64_t first = 0; first < num_items; first += kPipelined) {
-    const std::span<absl::Status> round =
-        std::span(statuses).subspan(first, std::min(kPipelined, num_items - first));
-    // A server that failed once is not asked again for each of many rounds.
-    if (status.ok()) {
-      status = OneRound(first, deadline, kind, ask, answer, round);
-    } else {
-      std::fill(round.begin(), round.end(), status);
-    }
+  int64_t next = 0;
+  while (status.ok() && next < num_items) {
+    status = OneRound(next, deadline, kind, ask, answer, statuses);
   }
+  // A server that failed once is not asked again for each of many rounds.
+  std::fill(statuses.begin() + next, statuses.end(), status);
   return statuses;
 }
 
@@ -194,10 +194,10 @@ absl::Status RedisStore::Damaged(absl::string_view what) {
 }
 
 // One byte more than is wanted, so that an entry with something behind it is not taken for whole.
-void RedisStore::AskForValue(std::string_view key, int64_t value_bytes,
-                             RedisCommands& commands) const {
+void RedisStore::AskForValue(std::string_view key, int64_t value_bytes, Round& round) const {
   const int64_t last = kValueHeaderBytes + std::min(value_bytes, options_.max_value_bytes);
-  commands.Add({"GETRANGE", FullKey(key), "0", absl::StrCat(last)});
+  round.reply_bytes += last;
+  round.commands.Add({"GETRANGE", FullKey(key), "0", absl::StrCat(last)});
 }
 
 absl::StatusOr<std::span<const std::byte>> RedisStore::CheckReply(std::string_view key,
@@ -221,15 +221,15 @@ absl::StatusOr<std::span<const std::byte>> RedisStore::CheckReply(std::string_vi
 
 std::vector<absl::Status> RedisStore::PutBatch(std::span<const PutItem> items, Deadline deadline) {
   const std::string ttl = absl::StrCat(options_.ttl_ms);
-  const auto ask = [&](int64_t i, RedisCommands& commands) -> absl::Status {
+  const auto ask = [&](int64_t i, Round& round) -> absl::Status {
     const PutItem& item = items[i];
     KVFERRY_RETURN_IF_ERROR(CheckKey(item.key));
     KVFERRY_RETURN_IF_ERROR(CheckValueBytes(BytesOf(item.value), options_.max_value_bytes));
     const ValueHeader header = MakeValueHeader(item.key, item.value);
     if (options_.ttl_ms == 0) {
-      commands.Add({"SET", FullKey(item.key)}, header, item.value);
+      round.commands.Add({"SET", FullKey(item.key)}, header, item.value);
     } else {
-      commands.Add({"PSETEX", FullKey(item.key), ttl}, header, item.value);
+      round.commands.Add({"PSETEX", FullKey(item.key), ttl}, header, item.value);
     }
     return absl::OkStatus();
   };
@@ -241,9 +241,9 @@ std::vector<absl::Status> RedisStore::PutBatch(std::span<const PutItem> items, D
 }
 
 std::vector<absl::Status> RedisStore::GetBatch(std::span<const GetItem> items, Deadline deadline) {
-  const auto ask = [&](int64_t i, RedisCommands& commands) -> absl::Status {
+  const auto ask = [&](int64_t i, Round& round) -> absl::Status {
     KVFERRY_RETURN_IF_ERROR(CheckKey(items[i].key));
-    AskForValue(items[i].key, BytesOf(items[i].out), commands);
+    AskForValue(items[i].key, BytesOf(items[i].out), round);
     return absl::OkStatus();
   };
   const auto answer = [&](int64_t i, absl::string_view text, int64_t) -> absl::Status {
@@ -268,9 +268,9 @@ absl::Status RedisStore::Get(std::string_view key, Parts out, Deadline deadline)
 absl::StatusOr<std::vector<std::byte>> RedisStore::GetBytes(std::string_view key,
                                                             Deadline deadline) {
   std::vector<std::byte> bytes;
-  const auto ask = [&](int64_t, RedisCommands& commands) -> absl::Status {
+  const auto ask = [&](int64_t, Round& round) -> absl::Status {
     KVFERRY_RETURN_IF_ERROR(CheckKey(key));
-    AskForValue(key, options_.max_value_bytes, commands);
+    AskForValue(key, options_.max_value_bytes, round);
     return absl::OkStatus();
   };
   const auto answer = [&](int64_t, absl::string_view text, int64_t) -> absl::Status {
@@ -287,8 +287,8 @@ absl::StatusOr<int64_t> RedisStore::Exists(std::span<const std::string_view> key
                                            Deadline deadline) {
   for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
   std::vector<char> there(keys.size(), 0);
-  const auto ask = [&](int64_t i, RedisCommands& commands) {
-    commands.Add({"EXISTS", FullKey(keys[i])});
+  const auto ask = [&](int64_t i, Round& round) {
+    round.commands.Add({"EXISTS", FullKey(keys[i])});
     return absl::OkStatus();
   };
   const auto answer = [&](int64_t i, absl::string_view, int64_t number) {
@@ -305,9 +305,9 @@ absl::StatusOr<int64_t> RedisStore::Exists(std::span<const std::string_view> key
 }
 
 absl::Status RedisStore::Erase(std::string_view key, Deadline deadline) {
-  const auto ask = [&](int64_t, RedisCommands& commands) -> absl::Status {
+  const auto ask = [&](int64_t, Round& round) -> absl::Status {
     KVFERRY_RETURN_IF_ERROR(CheckKey(key));
-    commands.Add({"DEL", FullKey(key)});
+    round.commands.Add({"DEL", FullKey(key)});
     return absl::OkStatus();
   };
   return Pipeline(1, deadline, REDIS_REPLY_INTEGER, ask,

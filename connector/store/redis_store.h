@@ -29,15 +29,18 @@ namespace kvferry {
 // miss and counts among the errors; it stays until it is replaced or erased, and Exists, which
 // sees no bytes, still counts it.
 //
-// Batches go out together (pipelined, kPipelined commands at a time) and values go out from where
-// they lie. A get takes them from the socket into a buffer, into hiredis' reply and from there to
-// its place. Memory: connections x (max_value_bytes and what TCP holds) at most.
+// Batches go out together (pipelined; kPipelined commands or 1 MiB of answers at a time) and values
+// go out from where they lie. A get takes them from the socket into a buffer, from there into
+// hiredis' reply and from there to its place. Memory: connections x twice the largest value that
+// is asked for, while it is, and 256 KiB a connection for good.
 //
 // Nothing is connected before the first call. A connection on which a deadline passed or that broke
 // is closed, and a new one made by a later call: a server that is back is used again without more
 // ado. While it is away every call fails with UNAVAILABLE and its "host:port", after
-// connect_timeout_ms at most. A put that failed with UNAVAILABLE or DEADLINE_EXCEEDED may have been
-// carried out. PERMISSION_DENIED: wrong or missing password, or a user without the right.
+// connect_timeout_ms at most; only a host that is a name, and not an address, can take longer,
+// because the system's resolver knows no deadline. A put that failed with UNAVAILABLE or
+// DEADLINE_EXCEEDED may have been carried out. PERMISSION_DENIED: wrong or missing password, or a
+// user without the right.
 class RedisStore : public KvStore {
  public:
   // Redis takes no string above 512 MiB.
@@ -83,15 +86,20 @@ class RedisStore : public KvStore {
  private:
   explicit RedisStore(const Options& options);
 
+  // What goes out together.
+  struct Round {
+    RedisCommands commands;
+    int64_t reply_bytes = 0;
+  };
   // Adds the command of an item, or says why there is none.
-  using Ask = absl::FunctionRef<absl::Status(int64_t item, RedisCommands& commands)>;
+  using Ask = absl::FunctionRef<absl::Status(int64_t item, Round& round)>;
   // Makes of a reply, which is of hiredis' type `kind`, the status of an item.
   using Answer =
       absl::FunctionRef<absl::Status(int64_t item, absl::string_view text, int64_t number)>;
   std::vector<absl::Status> Pipeline(int64_t num_items, Deadline deadline, int kind, Ask ask,
                                      Answer answer);
   absl::Status CheckKind(const redisReply& reply, int kind);
-  absl::Status OneRound(int64_t first, Deadline deadline, int kind, Ask ask, Answer answer,
+  absl::Status OneRound(int64_t& next, Deadline deadline, int kind, Ask ask, Answer answer,
                         std::span<absl::Status> statuses);
   absl::Status Exchange(const RedisCommands& commands, Deadline deadline,
                         RedisConnection::Answer answer);
@@ -100,7 +108,7 @@ class RedisStore : public KvStore {
   void Release(std::unique_ptr<RedisConnection> connection);
 
   std::string FullKey(std::string_view key) const;
-  void AskForValue(std::string_view key, int64_t value_bytes, RedisCommands& commands) const;
+  void AskForValue(std::string_view key, int64_t value_bytes, Round& round) const;
   absl::StatusOr<std::span<const std::byte>> CheckReply(std::string_view key,
                                                         absl::string_view text, int64_t want_bytes);
   absl::Status Miss();

@@ -432,16 +432,20 @@ StoreServer::Service::Result StoreServer::Service::PutPages(const Request& reque
 void StoreServer::Service::FinishPutPages(Incoming& incoming, const Request& request,
                                           const absl::Status& fetched) {
   if (!fetched.ok()) return node_->Reply(request.call, fetched);
+  std::vector<std::string_view> keys;
+  for (const size_t key : incoming.keys) keys.push_back(request.keys[key]);
+  std::vector<absl::Status> below(keys.size());
   if (options_.lower != nullptr) {
     // While the pages are still reserved: once committed they may be evicted.
-    std::vector<std::string_view> keys;
-    for (const size_t key : incoming.keys) keys.push_back(request.keys[key]);
-    options_.lower->PutPages(keys, *options_.host->pool(), incoming.pages, request.deadline);
+    below =
+        options_.lower->PutPages(keys, *options_.host->pool(), incoming.pages, request.deadline);
   }
-  for (size_t i = 0; i < incoming.keys.size(); ++i) {
-    const size_t key = incoming.keys[i];
-    incoming.statuses[key] =
-        options_.host->Commit(std::move(incoming.reservations[i]), request.keys[key]);
+  for (size_t i = 0; i < keys.size(); ++i) {
+    // What the lower tier has not taken stays out of the upper one too: below there may be another
+    // value, which would show once this one is evicted.
+    incoming.statuses[incoming.keys[i]] =
+        below[i].ok() ? options_.host->Commit(std::move(incoming.reservations[i]), keys[i])
+                      : below[i];
   }
   node_->Reply(request.call, Fields().Set("codes", PackCodes(incoming.statuses)));
 }

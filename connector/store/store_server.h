@@ -31,7 +31,7 @@ class StoreServer {
     std::shared_ptr<HostStore> host;
     // All that is served: `host` itself, or a store that has it as its upper tier. Null: `host`.
     std::shared_ptr<KvStore> store;
-    // What pages that were put into `host` are also put into. Null: nothing.
+    // What pages are put into before they are put into `host`; both or none. Null: nothing.
     std::shared_ptr<KvStore> lower;
   };
 

@@ -38,6 +38,7 @@ from kvferry._core import (
     StoreServer,
     ThreadPool,
     Ticket,
+    TieredStore,
     TokenKvPool,
     TokenSlotAllocator,
     Unavailable,
@@ -90,6 +91,7 @@ __all__ = [
     "SparseIndexer",
     "StoreServer",
     "ThreadPool",
+    "TieredStore",
     "Ticket",
     "TokenKvPool",
     "TokenSlotAllocator",
@@ -105,6 +107,6 @@ __all__ = [
 
 def __getattr__(name: str):
     # Stores that not every build has.
-    if name in ("RedisStore", "RocksDbStore", "TieredStore"):
+    if name in ("RedisStore", "RocksDbStore"):
         return getattr(_core, name)
     raise AttributeError(f"module 'kvferry' has no attribute {name!r}")

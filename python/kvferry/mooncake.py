@@ -88,6 +88,9 @@ class MooncakeStore:
     memory and not the caller's. `staging_buffers` of max_value_bytes each bound how many calls run
     at a time, those that are past their deadline among them.
 
+    Where others keep the old value when there is no room for its successor, Mooncake may have
+    dropped it by then. Room comes a moment later, when its master has evicted something.
+
     Mooncake's TCP transport has no checksum; kvferry's header (connector/store/value_header.h)
     stands in front of each value, and what does not match it is a miss, counted in errors.
     """

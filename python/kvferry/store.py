@@ -91,6 +91,9 @@ def make_store(config: Mapping[str, Any]):
             raise ValueError(f"store: {backend} needs {key!r}")
     if backend != "tiered":
         return _store_class(name)(**options)
+    for tier in ("upper", "lower"):
+        if isinstance(options[tier], Mapping) and options[tier].get("backend") == "mooncake":
+            raise ValueError(f"store: mooncake cannot be the {tier} tier: it has tiers of its own")
     tiers = {tier: make_store(options[tier]) for tier in ("upper", "lower")}
     return _store_class(name)(**tiers)
 

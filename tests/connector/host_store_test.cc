@@ -145,6 +145,7 @@ TEST(HostStores, AReservationThatIsDroppedGivesItsPagesBack) {
   EXPECT_EQ(store->stats().bytes, 10);
   HostStore::Reservation moved = Must(store->Reserve(10));
   ASSERT_TRUE(IsOk(store->Commit(std::move(moved), "b")));
+  // NOLINTNEXTLINE(bugprone-use-after-move): what is tested.
   EXPECT_TRUE(Fails(store->Commit(std::move(moved), "c"), kInvalid, "moved from"));
   EXPECT_TRUE(Fails(store->Reserve(0), kInvalid, "0 bytes"));
   EXPECT_TRUE(Fails(store->Reserve(21), kInvalid, "21 bytes", "20"));

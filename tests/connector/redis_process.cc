@@ -37,14 +37,26 @@ bool Accepts(int64_t port) {
   return accepts;
 }
 
+std::string OnPath(absl::string_view name) {
+  const char* path = std::getenv("PATH");
+  for (const absl::string_view folder : absl::StrSplit(path == nullptr ? "" : path, ':')) {
+    std::string program = absl::StrCat(folder, "/", name);
+    if (access(program.c_str(), X_OK) == 0) return program;
+  }
+  return "";
+}
+
+// One program goes by several names, and acts by the one it is called by. Debian has it in
+// redis-tools; its redis-server is a link to it and a service, which nobody needs here.
+std::string Program() {
+  const std::string server = OnPath("redis-server");
+  return server.empty() ? OnPath("redis-check-rdb") : server;
+}
+
 }  // namespace
 
 std::string WhyNoRedis() {
-  const char* path = std::getenv("PATH");
-  for (const absl::string_view folder : absl::StrSplit(path == nullptr ? "" : path, ':')) {
-    if (access(absl::StrCat(folder, "/redis-server").c_str(), X_OK) == 0) return "";
-  }
-  return "no redis-server on PATH (Debian: redis-server)";
+  return Program().empty() ? "no redis-server on PATH (Debian: redis-tools)" : "";
 }
 
 int64_t FreePort() {
@@ -70,7 +82,9 @@ void RedisProcess::Start() {
       "redis-server", "--port", absl::StrCat(port_), "--bind", "127.0.0.1",
       "--save",       "",       "--appendonly",      "no"};
   line.insert(line.end(), arguments_.begin(), arguments_.end());
+  const std::string program = Program();
   std::vector<char*> arguments;
+  arguments.reserve(line.size() + 1);
   for (std::string& argument : line) arguments.push_back(argument.data());
   arguments.push_back(nullptr);
   const pid_t parent = getpid();
@@ -80,7 +94,7 @@ void RedisProcess::Start() {
     if (getppid() != parent) _exit(126);  // It died before the line above.
     const int null = open("/dev/null", O_RDWR | O_CLOEXEC);
     for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) dup2(null, fd);
-    execvp(arguments[0], arguments.data());
+    execv(program.c_str(), arguments.data());
     _exit(127);
   }
   if (!WaitFor([this] { return Accepts(port_); }, Soon())) {

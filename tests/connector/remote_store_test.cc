@@ -7,6 +7,8 @@
 #include "absl/strings/numbers.h"
 #include "connector/store/store_server.h"
 #include "connector/store/store_wire.h"
+#include "connector/store/tiered_store.h"
+#include "tests/connector/fake_store.h"
 #include "tests/connector/store_conformance.h"
 #include "tests/support/endpoints.h"
 #include "tests/support/raw_peer.h"
@@ -165,6 +167,48 @@ TEST_F(RemotePages, AFullStoreTakesWhatItCan) {
   EXPECT_TRUE(IsOk(statuses[1]));
   EXPECT_TRUE(Fails(statuses[2], absl::StatusCode::kResourceExhausted));
   EXPECT_EQ(Must(writer->Exists(Views({keys[0], keys[1], keys[2], keys[3]}), Soon())), 3);
+}
+
+// A small host store over a large one: what was evicted above comes from below.
+TEST_F(RemotePages, ATierBelowIsServedToo) {
+  const auto host = MakeHost(2);
+  const auto lower = std::make_shared<FakeStore>(SmallLayout().page_bytes());
+  const std::shared_ptr<KvStore> both = Must(TieredStore::Create(host, lower));
+  const auto server =
+      Must(StoreServer::Create({{SmallChunks(), kTestModel, ""}, host, both, lower}));
+  const auto client = Dial(server->address(), source_);
+  const std::vector<std::string> keys = Keys(6);
+  const std::vector<int64_t> pages = {1, 2, 3, 4, 5, 6};
+  for (int i = 0; i < 6; i += 2) {  // Two fit at a time.
+    ASSERT_TRUE(AllOk(client->PutPages(Views({keys[i], keys[i + 1]}), *source_,
+                                       std::span(pages).subspan(i, 2), Soon())));
+  }
+  EXPECT_EQ(Must(client->Exists(Views(keys), Soon())), 6);
+  const auto reader = Dial(server->address(), target_);
+  for (int i = 0; i < 6; ++i) {
+    ASSERT_TRUE(AllOk(
+        reader->GetPages(Views({keys[i]}), *target_, std::span(pages).subspan(i, 1), Soon())));
+  }
+  EXPECT_TRUE(HoldsExactly(*target_, 2, pages, 1, pages));
+}
+
+// What the tier below does not take, the one above has not got either.
+TEST_F(RemotePages, ATierBelowThatFailsKeepsTheOldValue) {
+  const auto host = MakeHost(8);
+  const auto lower = std::make_shared<FakeStore>(SmallLayout().page_bytes());
+  const std::shared_ptr<KvStore> both = Must(TieredStore::Create(host, lower));
+  const auto server =
+      Must(StoreServer::Create({{SmallChunks(), kTestModel, ""}, host, both, lower}));
+  const auto client = Dial(server->address(), source_);
+  const std::vector<std::string> keys = Keys(1);
+  ASSERT_TRUE(AllOk(client->PutPages(Views(keys), *source_, std::vector<int64_t>{1}, Soon())));
+  lower->full = true;
+  EXPECT_TRUE(Fails(client->PutPages(Views(keys), *source_, std::vector<int64_t>{2}, Soon())[0],
+                    absl::StatusCode::kResourceExhausted));
+  lower->full = false;
+  const auto reader = Dial(server->address(), target_);
+  ASSERT_TRUE(AllOk(reader->GetPages(Views(keys), *target_, std::vector<int64_t>{9}, Soon())));
+  EXPECT_TRUE(HoldsExactly(*target_, 2, std::vector<int64_t>{9}, 1, std::vector<int64_t>{1}));
 }
 
 TEST_F(RemotePages, BadArguments) {

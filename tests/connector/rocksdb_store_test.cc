@@ -15,6 +15,8 @@
 #include <functional>
 
 #include "absl/strings/str_cat.h"
+#include "connector/store/host_store.h"
+#include "connector/store/tiered_store.h"
 #include "tests/connector/store_conformance.h"
 #include "tests/connector/store_values.h"
 
@@ -74,8 +76,25 @@ StoreBackend RocksDb() {
   return backend;
 }
 
-INSTANTIATE_TEST_SUITE_P(RocksDbStores, StoreConformance, testing::Values(RocksDb()),
-                         BackendName());
+// What it is for: the disk below a pool in memory, which a restart empties.
+StoreBackend HostOverRocksDb() {
+  StoreBackend backend = RocksDb();
+  const auto over = [](std::shared_ptr<KvStore> lower) -> std::shared_ptr<KvStore> {
+    const KvLayout layout = Must(HostStore::FlatLayout(512));
+    std::shared_ptr<KvStore> upper = Must(HostStore::Create({layout, 32 << 10, 0}));
+    return Must(TieredStore::Create(std::move(upper), std::move(lower)));
+  };
+  backend.name = "HostOverRocksDb";
+  backend.make = [over, make = backend.make](const StoreBackend::Size& size) {
+    return over(make(size));
+  };
+  backend.evicts = false;
+  backend.reopen = nullptr;
+  return backend;
+}
+
+INSTANTIATE_TEST_SUITE_P(RocksDbStores, StoreConformance,
+                         testing::Values(RocksDb(), HostOverRocksDb()), BackendName());
 
 absl::Status Put(KvStore& store, std::string_view key, const Bytes& value) {
   const std::span<const std::byte> part = value;
@@ -104,6 +123,20 @@ TEST(RocksDbStores, AgeSurvivesARestart) {
     EXPECT_TRUE(Fails(store->GetBytes("d", Soon()), kNotFound));
   }
   EXPECT_EQ(Must(RocksDbStore::Open(options))->stats().entries, 2);
+}
+
+TEST(RocksDbStores, UnderAPoolItFillsItAgainAfterARestart) {
+  const TempFolder folder;
+  const KvLayout layout = Must(HostStore::FlatLayout(512));
+  const auto open = [&] {
+    return Must(TieredStore::Create(Must(HostStore::Create({layout, 1 << 20, 0})),
+                                    Must(RocksDbStore::Open({.path = folder.path()}))));
+  };
+  ASSERT_TRUE(IsOk(Put(*open(), "a", ValueOf(1, 1, 70000))));
+  const auto store = open();
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_TRUE(*store->GetBytes("a", Soon()) == ValueOf(1, 1, 70000));
+  }
 }
 
 TEST(RocksDbStores, AValueLargerThanTheStoreDropsNothing) {

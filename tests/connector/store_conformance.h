@@ -224,8 +224,9 @@ TEST_P(StoreConformance, BatchesAnswerItemByItem) {
 
   Bytes outs[4] = {Bytes(5000), Bytes(10), Bytes(5000), Bytes(99)};
   std::vector<std::span<std::byte>> parts(std::begin(outs), std::end(outs));
+  const auto out = [&parts](size_t i) { return std::span(parts).subspan(i, 1); };
   const std::vector<KvStore::GetItem> gets = {
-      {"b", {&parts[0], 1}}, {"c", {&parts[1], 1}}, {"a", {&parts[2], 1}}, {"a", {&parts[3], 1}}};
+      {"b", out(0)}, {"c", out(1)}, {"a", out(2)}, {"a", out(3)}};
   const std::vector<absl::Status> got = store->GetBatch(gets, Soon());
   ASSERT_EQ(got.size(), 4);
   EXPECT_TRUE(IsOk(got[0]));

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "vllm_pair"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "examples" / "vllm_pair"), str(ROOT / "tests" / "python")]
 
 from pair import DEFAULT_MODEL  # noqa: E402
 

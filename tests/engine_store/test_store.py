@@ -6,6 +6,7 @@ The prefix cache of vLLM is off, so that what is not computed came from the stor
 
 import contextlib
 import json
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from demo import QUESTIONS
 from pair import DEFAULT_MODEL, Engine, transfer_config
+from stores import redis_server
 
 BLOCK_TOKENS = 32
 PROMPT_TOKENS = 1000
@@ -147,6 +149,22 @@ def test_files_outlive_the_engine(tmp_path: Path):
     second = StoreEngine("after", tmp_path, store)
     with running(second):
         expect_loaded(second, prompt, expected.tokens)
+
+
+@pytest.mark.skipif(
+    not os.environ.get("KVFERRY_TEST_ALL"), reason="only in ./dev test --all: one more engine start"
+)
+def test_redis(tmp_path: Path):
+    server = redis_server(tmp_path)
+    try:
+        engine = StoreEngine("redis", tmp_path, {"backend": "redis", "port": server.port})
+        with running(engine):
+            prompt = long_prompt(engine)
+            expected = engine.generate(prompt, 8)
+            engine.wait_saved(FULL_BLOCKS)
+            expect_loaded(engine, prompt, expected.tokens)
+    finally:
+        server.kill()
 
 
 def test_a_store_that_is_down_costs_the_loads_only(tmp_path: Path):

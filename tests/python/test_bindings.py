@@ -533,5 +533,6 @@ def test_package_is_typed():
     assert files.joinpath("py.typed").is_file()
     stub = files.joinpath("_core.pyi").read_text()
     for name in kvferry.__all__:
-        assert name in stub, name
         assert getattr(kvferry, name) is not None
+        if getattr(kvferry._core, name, None) is not None:
+            assert name in stub, name

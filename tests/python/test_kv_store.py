@@ -235,6 +235,30 @@ def test_a_server_that_dies_is_named_in_time(backend, tmp_path):
     store.close()
 
 
+def test_mooncake_values_behind_our_back_are_misses(tmp_path):
+    server = start_server("mooncake", tmp_path)
+    store = kvferry.make_store(config("mooncake", tmp_path, server))
+    value = bytes_of(1, 1000).tobytes()
+    whole = kvferry._core.value_header("a", value) + value
+    try:
+        store.put("a", value)
+        name = store._name(b"a")
+        assert store._store.get(name) == whole
+        for foreign in (whole[:-1] + b"?", whole[:500], whole + b"?", b"x", bytes(1024)):
+            assert store._store.upsert(name, foreign) == 0
+            with pytest.raises(kvferry.NotFound, match="damaged or not kvferry's"):
+                store.get_bytes("a")
+        assert store._store.upsert(name, bytes(MAX_VALUE_BYTES + 25)) == 0
+        with pytest.raises(kvferry.NotFound, match="damaged or not kvferry's"):
+            store.get_bytes("a")
+        assert store.stats()["errors"] == 6 and store.stats()["misses"] == 6
+        store.put("a", value)
+        assert store.get_bytes("a").tobytes() == value
+    finally:
+        server.kill()
+        store.close()
+
+
 def test_redis_that_never_answers_keeps_the_deadline():
     need("RedisStore")
     with socket.socket() as silent:

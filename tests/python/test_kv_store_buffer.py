@@ -213,6 +213,11 @@ def test_bad_configurations_list_the_right_names():
         ({"backend": "redis", "prot": 1}, ValueError, "knows no 'prot'.*port"),
         ({"backend": "redis", "port": 0}, ValueError, "port is 0"),
         ({"backend": "tiered", "upper": {}}, ValueError, "tiered needs 'lower'"),
+        (
+            {"backend": "tiered", "upper": {}, "lower": {"backend": "mooncake"}},
+            ValueError,
+            "mooncake cannot be the lower tier",
+        ),
         ({"backend": "mooncake"}, ValueError, "mooncake needs 'local_hostname'"),
         ("host", TypeError, "a configuration is a dict, not str"),
     ]

@@ -12,6 +12,7 @@ from kvferry.vllm.metadata import StoreAddress
 
 # Stores inside the worker process. Others ask the worker for what is in them.
 _EMBEDDED = ("host", "rocksdb", "tiered")
+_BACKENDS = (*_EMBEDDED, "remote", "redis")
 _DEFAULT = {"backend": "host", "capacity_bytes": 1 << 30}
 
 
@@ -24,10 +25,10 @@ class StoreOptions(NamedTuple):
     def parse(config: Any) -> StoreOptions:
         """Raises ValueError for what is no configuration of a store; opening it shows the rest."""
         config = _DEFAULT if config is None else config
-        if not isinstance(config, dict) or not isinstance(config.get("backend"), str):
+        if not isinstance(config, dict) or config.get("backend") not in _BACKENDS:
             raise ValueError(
-                f"store is {config!r}; it has to be an object with a backend: "
-                f"{', '.join((*_EMBEDDED, 'remote', 'redis', 'mooncake'))}"
+                f"store is {config!r}; it has to be an object with a backend, one of "
+                f"{', '.join(_BACKENDS)}"
             )
         return StoreOptions(dict(config))
 
@@ -140,7 +141,7 @@ def scheduler_stores(
     stores = []
     for rank, worker in enumerate(workers):
         # Nothing moves into this pool: it stands for the layout.
-        pool = kvferry.KvPool(worker.kv_layout(), 1)
+        pool = kvferry.KvPool.create(worker.kv_layout(), 1)
         remote = options.config
         if options.embedded:
             remote = {"backend": "remote", "address": worker.address}

@@ -1,0 +1,189 @@
+// Lookup buffers and stores: lookups a second at 10^2, 10^4 and 10^6 entries, and values of 2 MiB
+// put into the host store and got back, beside memcpy of as many bytes. What took turns is compared;
+// the tables have medians of the rounds, and every value got back is compared with what was put.
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <iostream>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/clock.h"
+#include "connector/lookup_table.h"
+#include "connector/store/host_store.h"
+
+namespace kvferry::bench {
+namespace {
+
+constexpr int64_t kTokens = 256;
+constexpr int64_t kLookupsARound = 20000;
+constexpr int64_t kValueBytes = 2 << 20;
+constexpr int64_t kValues = 64;
+
+template <typename T>
+T Must(absl::StatusOr<T> result) {
+  if (result.ok()) return *std::move(result);
+  std::cerr << result.status() << std::endl;
+  std::exit(1);
+}
+
+void Must(const absl::Status& status) {
+  if (status.ok()) return;
+  std::cerr << status << std::endl;
+  std::exit(1);
+}
+
+double Seconds(const std::function<void()>& fn) {
+  const Deadline begin = Clock::now();
+  fn();
+  return SecondsBetween(begin, Clock::now());
+}
+
+struct Spread {
+  double median, min, max;
+};
+Spread Of(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return {values[values.size() / 2], values.front(), values.back()};
+}
+
+// ---------------------------------------------------------------- lookups
+
+// Prompts that share their first half with nine others, as those of one conversation or system
+// prompt do.
+LookupTable::Tokens PromptOf(int64_t entry) {
+  LookupTable::Tokens tokens(kTokens);
+  std::mt19937 head(static_cast<uint32_t>(entry / 10));
+  std::mt19937 rest(static_cast<uint32_t>(entry) + 0x9e3779b9U);
+  for (int64_t i = 0; i < kTokens; ++i) {
+    tokens[i] = static_cast<int32_t>((i < kTokens / 2 ? head() : rest()) % 150000);
+  }
+  return tokens;
+}
+
+class FilledTable {
+ public:
+  explicit FilledTable(int64_t entries)
+      : table_(Must(LookupTable::Create({.max_bytes = entries}))) {
+    for (int64_t entry = 0; entry < entries; ++entry) {
+      Must(table_->Insert(PromptOf(entry), 1, nullptr, DeadlineInMs(1000)));
+    }
+    std::mt19937_64 random(1);
+    for (int64_t i = 0; i < kLookupsARound; ++i) queries_.push_back(PromptOf(random() % entries));
+  }
+  // Takes entries and puts them back: microseconds each.
+  double Round() {
+    const double seconds = Seconds([&] {
+      for (LookupTable::Tokens& query : queries_) {
+        auto taken = table_->TryTake(query);
+        wrong_ += !taken.ok() || taken->tokens() != query;
+        if (!taken.ok()) continue;
+        LookupTable::Tokens tokens = taken->tokens();
+        taken = absl::NotFoundError("");  // Gives its bytes back.
+        Must(table_->Insert(std::move(tokens), 1, nullptr, DeadlineInMs(1000)));
+      }
+    });
+    return seconds / kLookupsARound * 1e6;
+  }
+  int64_t wrong() const { return wrong_; }
+
+ private:
+  std::shared_ptr<LookupTable> table_;
+  std::vector<LookupTable::Tokens> queries_;
+  int64_t wrong_ = 0;
+};
+
+int64_t Lookups(int rounds) {
+  const std::vector<int64_t> sizes = {100, 10000, 1000000};
+  std::vector<std::unique_ptr<FilledTable>> tables;
+  for (const int64_t size : sizes) tables.push_back(std::make_unique<FilledTable>(size));
+  std::vector<std::vector<double>> us(sizes.size());
+  for (int round = 0; round < rounds; ++round) {
+    for (size_t i = 0; i < sizes.size(); ++i) us[i].push_back(tables[i]->Round());
+  }
+  std::printf("lookups of %lld tokens, taken and put back; target: flat within 2x\n\n",
+              static_cast<long long>(kTokens));
+  std::printf(
+      "| entries | us | us min-max | lookups/s | x of 100 entries |\n|---|---|---|---|---|\n");
+  int64_t wrong = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const Spread spread = Of(us[i]);
+    std::printf("| %lld | %.2f | %.2f-%.2f | %.0f | %.2f |\n", static_cast<long long>(sizes[i]),
+                spread.median, spread.min, spread.max, 1e6 / spread.median,
+                spread.median / Of(us[0]).median);
+    wrong += tables[i]->wrong();
+  }
+  return wrong;
+}
+
+// ---------------------------------------------------------------- values
+
+int64_t Values(int rounds) {
+  const auto store = Must(HostStore::Create(
+      {Must(HostStore::FlatLayout(1 << 20)), 2 * kValues * kValueBytes, kValueBytes}));
+  std::vector<std::byte> source(kValues * kValueBytes);
+  std::mt19937_64 random(2);
+  for (size_t i = 0; i + 8 <= source.size(); i += 8) {
+    const uint64_t word = random();
+    std::memcpy(&source[i], &word, 8);
+  }
+  std::vector<std::byte> target(source.size());
+  const auto value = [&](int64_t i) {
+    return std::span<const std::byte>(source).subspan(i * kValueBytes, kValueBytes);
+  };
+  std::vector<double> put;
+  std::vector<double> get;
+  std::vector<double> copy;
+  int64_t wrong = 0;
+  for (int round = 0; round < rounds; ++round) {
+    put.push_back(Seconds([&] {
+      for (int64_t i = 0; i < kValues; ++i) {
+        const auto part = value(i);
+        Must(store->Put(absl::StrCat("key", i), {&part, 1}, DeadlineInMs(1000)));
+      }
+    }));
+    std::memset(target.data(), 0, target.size());
+    get.push_back(Seconds([&] {
+      for (int64_t i = 0; i < kValues; ++i) {
+        const auto part = std::span(target).subspan(i * kValueBytes, kValueBytes);
+        Must(store->Get(absl::StrCat("key", i), {&part, 1}, DeadlineInMs(1000)));
+      }
+    }));
+    wrong += std::memcmp(source.data(), target.data(), source.size()) == 0 ? 0 : 1;
+    copy.push_back(Seconds([&] { std::memcpy(target.data(), source.data(), source.size()); }));
+  }
+  std::printf("\n%lld values of 2 MiB in the host store, beside memcpy\n\n",
+              static_cast<long long>(kValues));
+  std::printf("| operation | GB/s | GB/s min-max | x memcpy |\n|---|---|---|---|\n");
+  const double bytes = static_cast<double>(source.size());
+  for (const auto& [name, seconds] :
+       {std::pair("put", &put), std::pair("get", &get), std::pair("memcpy", &copy)}) {
+    const Spread spread = Of(*seconds);
+    std::printf("| %s | %.2f | %.2f-%.2f | %.2f |\n", name, bytes / spread.median / 1e9,
+                bytes / spread.max / 1e9, bytes / spread.min / 1e9,
+                Of(copy).median / spread.median);
+  }
+  return wrong;
+}
+
+int Main(int argc, char** argv) {
+  CLI::App app("Lookups a second by number of entries, and puts and gets of the host store.");
+  int rounds = 9;
+  app.add_option("--rounds", rounds, "of which the median counts")->check(CLI::Range(1, 1000));
+  CLI11_PARSE(app, argc, argv);
+  const int64_t wrong = Lookups(rounds) + Values(rounds);
+  if (wrong == 0) return 0;
+  std::printf("\nWRONG: %lld answers were not what was put\n", static_cast<long long>(wrong));
+  return 1;
+}
+
+}  // namespace
+}  // namespace kvferry::bench
+
+int main(int argc, char** argv) { return kvferry::bench::Main(argc, argv); }

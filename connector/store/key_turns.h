@@ -1,0 +1,59 @@
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/statusor.h"
+#include "base/clock.h"
+#include "base/mutex.h"
+
+namespace kvferry {
+
+// Calls about the same key take turns, with a deadline to the waiting. Thread-safe; turns must end
+// before this does.
+class KeyTurns {
+ public:
+  class Turn {
+   public:
+    Turn(Turn&& other) noexcept
+        : turns_(std::exchange(other.turns_, nullptr)), key_(std::move(other.key_)) {}
+    Turn& operator=(Turn&&) = delete;
+    ~Turn() {
+      if (turns_ != nullptr) turns_->End(key_);
+    }
+
+   private:
+    friend class KeyTurns;
+    Turn(KeyTurns* turns, std::string key) : turns_(turns), key_(std::move(key)) {}
+
+    KeyTurns* turns_;
+    std::string key_;
+  };
+
+  // DEADLINE_EXCEEDED when others had the turn until then.
+  absl::StatusOr<Turn> Take(std::string_view key, Deadline deadline) {
+    MutexLock lock(&mutex_);
+    while (!taken_.insert(std::string(key)).second) {
+      if (!ended_.WaitUntil(&mutex_, deadline) && taken_.contains(std::string(key))) {
+        return absl::DeadlineExceededError("others were at the same key until the deadline");
+      }
+    }
+    return Turn(this, std::string(key));
+  }
+
+ private:
+  void End(const std::string& key) {
+    MutexLock lock(&mutex_);
+    taken_.erase(key);
+    ended_.NotifyAll();
+  }
+
+  Mutex mutex_;
+  CondVar ended_;
+  absl::flat_hash_set<std::string> taken_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace kvferry

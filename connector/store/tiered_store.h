@@ -1,0 +1,94 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/mutex.h"
+#include "connector/store/key_turns.h"
+#include "connector/store/kv_store.h"
+
+namespace kvferry {
+
+// A fast store over a large one: puts go to both, gets ask the upper one first and bring up what
+// only the lower one has. An entry is there while either has it.
+//
+// A tier that fails is done without: a put fails only when no tier took the value, a get only when
+// none has it and one could not say. `errors` counts what failed; an upper tier without room is no
+// error. A tier that did not take a value must not answer with the one before: the old one is
+// removed there, or, when that fails too, remembered as stale until a put or an erasure gets
+// through. At most kMaxStaleKeys are remembered, and not beyond the end of the process; puts fail
+// with the tier's error when there are more.
+//
+// Others may use the tiers themselves, but then not for the same keys. Statistics count calls of
+// this store; of entries and bytes only the tiers know.
+class TieredStore : public KvStore {
+ public:
+  static constexpr int64_t kMaxStaleKeys = 1 << 20;
+
+  // INVALID_ARGUMENT for a store that is null, or both the same.
+  static absl::StatusOr<std::unique_ptr<TieredStore>> Create(std::shared_ptr<KvStore> upper,
+                                                             std::shared_ptr<KvStore> lower);
+
+  std::string_view name() const override { return "tiered"; }
+  // The larger one; what is too large for a tier is kept in the other alone.
+  int64_t max_value_bytes() const override;
+  absl::Status Put(std::string_view key, ConstParts value, Deadline deadline) override;
+  absl::Status Get(std::string_view key, Parts out, Deadline deadline) override;
+  absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key, Deadline deadline) override;
+  absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
+                                 Deadline deadline) override;
+  // Fails when either tier does: what it still has would come back.
+  absl::Status Erase(std::string_view key, Deadline deadline) override;
+  // Pins in both tiers where they can, counted here. What only a lower tier without pins has is
+  // brought up for it.
+  absl::Status Pin(std::string_view key, Deadline deadline) override;
+  absl::Status Unpin(std::string_view key, Deadline deadline) override;
+  Stats stats() const override;
+
+ private:
+  struct Tier {
+    std::shared_ptr<KvStore> store;
+    absl::flat_hash_set<std::string> stale;   // Keys whose value there is an old one.
+    absl::flat_hash_set<std::string> pinned;  // Keys that we have pinned there.
+  };
+  using Fetch = absl::FunctionRef<absl::Status(KvStore& from)>;
+  using BringUp = absl::FunctionRef<void()>;
+
+  TieredStore(std::shared_ptr<KvStore> upper, std::shared_ptr<KvStore> lower);
+
+  // From whichever tier has it; `bring_up` then puts it into the upper one.
+  absl::Status GetWith(std::string_view key, Deadline deadline, Fetch fetch, BringUp bring_up);
+  absl::Status FetchFrom(Tier& tier, std::string_view key, Fetch fetch);
+  // How many of the keys this tier has, from the first on. An error counts.
+  absl::StatusOr<int64_t> CountIn(Tier& tier, std::span<const std::string_view> keys,
+                                  Deadline deadline);
+  // These need the turn of the key.
+  absl::Status PutInto(Tier& tier, std::string_view key, ConstParts value, Deadline deadline);
+  absl::Status EraseFrom(Tier& tier, std::string_view key, Deadline deadline);
+  absl::Status DropOld(Tier& tier, std::string_view key, Deadline deadline);
+  absl::Status PinIn(Tier& tier, std::string_view key, Deadline deadline);
+  absl::Status BringUpAndPin(std::string_view key, Deadline deadline);
+  void UnpinIn(Tier& tier, std::string_view key, Deadline deadline);
+
+  bool IsStale(const Tier& tier, std::string_view key) const;
+  bool IsPinned(std::string_view key) const;
+  void CountError();
+
+  KeyTurns turns_;
+  mutable Mutex mutex_;  // Of the tiers' sets; never held during a call to a tier.
+  Tier upper_;
+  Tier lower_;
+  absl::flat_hash_map<std::string, int64_t> pins_ ABSL_GUARDED_BY(mutex_);
+  Stats counts_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace kvferry

@@ -1,0 +1,205 @@
+#include "connector/store/tiered_store.h"
+
+#include <gtest/gtest.h>
+
+#include "absl/strings/str_cat.h"
+#include "connector/store/host_store.h"
+#include "tests/connector/fake_store.h"
+#include "tests/connector/store_values.h"
+#include "tests/support/status.h"
+#include "tests/support/wait_for.h"
+
+namespace kvferry {
+namespace {
+
+constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+constexpr auto kNotFound = absl::StatusCode::kNotFound;
+constexpr auto kPrecondition = absl::StatusCode::kFailedPrecondition;
+constexpr auto kUnavailable = absl::StatusCode::kUnavailable;
+constexpr auto kUnimplemented = absl::StatusCode::kUnimplemented;
+
+absl::Status Put(KvStore& store, std::string_view key, const Bytes& value) {
+  const std::span<const std::byte> part = value;
+  return store.Put(key, {&part, 1}, Soon());
+}
+
+int64_t Exists(KvStore& store, const std::vector<std::string_view>& keys) {
+  return Must(store.Exists(keys, Soon()));
+}
+
+class TieredStores : public testing::Test {
+ protected:
+  const std::shared_ptr<FakeStore> upper_ = std::make_shared<FakeStore>(1000);
+  const std::shared_ptr<FakeStore> lower_ = std::make_shared<FakeStore>(10000);
+  const std::unique_ptr<TieredStore> store_ = Must(TieredStore::Create(upper_, lower_));
+  const Bytes old_ = ValueOf(1, 1, 100);
+  const Bytes new_ = ValueOf(1, 2, 100);
+
+  testing::AssertionResult Is(KvStore& store, std::string_view key, const Bytes& want) {
+    const auto got = store.GetBytes(key, Soon());
+    if (!got.ok()) return testing::AssertionFailure() << got.status();
+    return *got == want ? testing::AssertionSuccess()
+                        : testing::AssertionFailure() << "other bytes";
+  }
+  bool Misses(KvStore& store, std::string_view key) {
+    return absl::IsNotFound(store.GetBytes(key, Soon()).status());
+  }
+};
+
+TEST_F(TieredStores, PutsGoToBothAndGetsBringUp) {
+  ASSERT_TRUE(IsOk(Put(*store_, "a", old_)));
+  EXPECT_TRUE(Is(*upper_, "a", old_));
+  EXPECT_TRUE(Is(*lower_, "a", old_));
+  ASSERT_TRUE(IsOk(upper_->Erase("a", Soon())));  // As when it is evicted.
+  Bytes out(100);
+  const std::span<std::byte> part = out;
+  ASSERT_TRUE(IsOk(store_->Get("a", {&part, 1}, Soon())));
+  EXPECT_TRUE(out == old_);
+  EXPECT_TRUE(Is(*upper_, "a", old_));
+  ASSERT_TRUE(IsOk(upper_->Erase("a", Soon())));
+  EXPECT_TRUE(Is(*store_, "a", old_));
+  EXPECT_TRUE(Is(*upper_, "a", old_));
+  EXPECT_EQ(store_->stats().hits, 2);
+  EXPECT_EQ(store_->stats().errors, 0);
+}
+
+TEST_F(TieredStores, WhatCannotBeBroughtUpIsStillAnswered) {
+  ASSERT_TRUE(IsOk(Put(*lower_, "a", old_)));
+  upper_->full = true;
+  EXPECT_TRUE(Is(*store_, "a", old_));
+  EXPECT_EQ(store_->stats().errors, 0);
+  EXPECT_TRUE(Misses(*upper_, "a"));
+}
+
+TEST_F(TieredStores, AnEntryCountsWhenEitherTierHasIt) {
+  for (const std::string_view key : {"a", "b", "e"}) ASSERT_TRUE(IsOk(Put(*upper_, key, old_)));
+  for (const std::string_view key : {"c", "d", "g"}) ASSERT_TRUE(IsOk(Put(*lower_, key, old_)));
+  EXPECT_EQ(Exists(*store_, {"a", "b", "c", "d", "e", "f", "g"}), 5);
+  EXPECT_EQ(Exists(*store_, {"c", "a", "g"}), 3);
+  EXPECT_EQ(Exists(*store_, {"f", "a"}), 0);
+}
+
+TEST_F(TieredStores, AValueTooLargeForATierIsKeptInTheOther) {
+  EXPECT_EQ(store_->max_value_bytes(), 10000);
+  ASSERT_TRUE(IsOk(Put(*store_, "a", old_)));
+  ASSERT_TRUE(IsOk(Put(*store_, "a", ValueOf(1, 3, 5000))));
+  EXPECT_TRUE(Is(*store_, "a", ValueOf(1, 3, 5000)));
+  EXPECT_TRUE(Misses(*upper_, "a"));  // Above all the old value is gone.
+  EXPECT_EQ(store_->stats().errors, 0);
+}
+
+TEST_F(TieredStores, ALowerTierThatIsDown) {
+  ASSERT_TRUE(IsOk(Put(*store_, "a", old_)));
+  ASSERT_TRUE(IsOk(Put(*lower_, "b", old_)));
+  lower_->down = true;
+  EXPECT_TRUE(Is(*store_, "a", old_));
+  EXPECT_EQ(store_->stats().errors, 0);
+  EXPECT_TRUE(Fails(store_->GetBytes("b", Soon()), kUnavailable, "down"));
+  EXPECT_EQ(store_->stats().errors, 1);
+  EXPECT_EQ(Exists(*store_, {"a", "b"}), 1);
+  EXPECT_TRUE(IsOk(Put(*store_, "c", old_)));
+  EXPECT_TRUE(Is(*store_, "c", old_));
+  EXPECT_TRUE(Fails(store_->Erase("a", Soon()), kUnavailable));
+  lower_->down = false;
+  EXPECT_TRUE(Is(*store_, "b", old_));
+  EXPECT_TRUE(Is(*store_, "a", old_));  // The erasure had failed, and said so.
+  EXPECT_TRUE(IsOk(store_->Erase("a", Soon())));
+  EXPECT_TRUE(Misses(*store_, "a"));
+}
+
+TEST_F(TieredStores, AnUpperTierThatIsDown) {
+  ASSERT_TRUE(IsOk(Put(*store_, "a", old_)));
+  ASSERT_TRUE(IsOk(Put(*upper_, "b", old_)));
+  upper_->down = true;
+  EXPECT_TRUE(Is(*store_, "a", old_));
+  EXPECT_TRUE(Fails(store_->GetBytes("b", Soon()), kUnavailable));  // It may be there.
+  EXPECT_EQ(Exists(*store_, {"a", "b"}), 1);
+  EXPECT_TRUE(IsOk(Put(*store_, "c", old_)));
+  lower_->down = true;
+  EXPECT_TRUE(Fails(Put(*store_, "c", new_), kUnavailable, "neither tier"));
+  EXPECT_TRUE(Fails(store_->GetBytes("c", Soon()), kUnavailable));
+  const std::vector<std::string_view> keys = {"a"};
+  EXPECT_TRUE(Fails(store_->Exists(keys, Soon()), kUnavailable));
+  lower_->down = false;
+  EXPECT_TRUE(Is(*store_, "c", old_));  // Not replaced.
+}
+
+// The tier that was down still has the value before: it must not answer with it.
+TEST_F(TieredStores, AnOldValueIsNeverAnswered) {
+  for (const bool upper_fails : {false, true}) {
+    SCOPED_TRACE(upper_fails);
+    FakeStore& fails = upper_fails ? *upper_ : *lower_;
+    FakeStore& works = upper_fails ? *lower_ : *upper_;
+    ASSERT_TRUE(IsOk(Put(*store_, "a", old_)));
+    fails.down = true;
+    ASSERT_TRUE(IsOk(Put(*store_, "a", new_)));
+    fails.down = false;
+    ASSERT_TRUE(Is(fails, "a", old_));
+    EXPECT_TRUE(Is(*store_, "a", new_));
+    ASSERT_TRUE(IsOk(Put(*store_, "a", new_)));
+    EXPECT_TRUE(Is(fails, "a", new_));
+
+    fails.down = true;
+    ASSERT_TRUE(IsOk(Put(*store_, "a", old_)));
+    fails.down = false;
+    ASSERT_TRUE(IsOk(works.Erase("a", Soon())));  // As when it is evicted.
+    EXPECT_TRUE(Misses(*store_, "a"));
+    EXPECT_EQ(Exists(*store_, {"a"}), 0);
+    ASSERT_TRUE(IsOk(store_->Erase("a", Soon())));
+    EXPECT_TRUE(Misses(fails, "a"));
+  }
+}
+
+TEST_F(TieredStores, AFullTierDropsTheOldValue) {
+  ASSERT_TRUE(IsOk(Put(*store_, "a", old_)));
+  lower_->full = true;
+  ASSERT_TRUE(IsOk(Put(*store_, "a", new_)));
+  EXPECT_TRUE(Misses(*lower_, "a"));
+  EXPECT_TRUE(Is(*store_, "a", new_));
+  EXPECT_EQ(store_->stats().errors, 1);
+}
+
+TEST_F(TieredStores, PinsWhereTheyCan) {
+  ASSERT_TRUE(IsOk(Put(*store_, "a", old_)));
+  EXPECT_TRUE(Fails(store_->Pin("a", Soon()), kUnimplemented));
+  const std::shared_ptr<HostStore> host =
+      Must(HostStore::Create({Must(HostStore::FlatLayout(10)), 200, 0}));
+  const auto store = Must(TieredStore::Create(host, lower_));
+  EXPECT_TRUE(IsOk(store->Pin("a", Soon())));  // Brought up.
+  EXPECT_EQ(host->stats().pinned, 1);
+  EXPECT_TRUE(IsOk(store->Pin("a", Soon())));
+  EXPECT_TRUE(Fails(store->Pin("b", Soon()), kNotFound));
+  EXPECT_TRUE(IsOk(store->Unpin("a", Soon())));
+  EXPECT_EQ(host->stats().pinned, 1);
+  EXPECT_TRUE(IsOk(store->Unpin("a", Soon())));
+  EXPECT_EQ(host->stats().pinned, 0);
+  EXPECT_TRUE(Fails(store->Unpin("a", Soon()), kPrecondition));
+}
+
+// The upper tier had no room for the new value of a pinned entry: the lower one keeps it.
+TEST_F(TieredStores, APinMovesWithItsEntry) {
+  const auto make = [](int64_t bytes) {
+    return std::shared_ptr<HostStore>(
+        Must(HostStore::Create({Must(HostStore::FlatLayout(10)), bytes, 0})));
+  };
+  const auto upper = make(100), lower = make(400);
+  const auto store = Must(TieredStore::Create(upper, lower));
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 60))));
+  ASSERT_TRUE(IsOk(lower->Erase("a", Soon())));  // As when it is evicted: pinned in one only.
+  ASSERT_TRUE(IsOk(store->Pin("a", Soon())));
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 2, 60))));
+  EXPECT_EQ(upper->stats().entries, 0);
+  for (int i = 0; i < 50; ++i) ASSERT_TRUE(IsOk(Put(*store, absl::StrCat(i), ValueOf(2, 1, 60))));
+  EXPECT_TRUE(Is(*store, "a", ValueOf(1, 2, 60)));
+  EXPECT_TRUE(IsOk(store->Unpin("a", Soon())));
+  EXPECT_EQ(upper->stats().pinned + lower->stats().pinned, 0);
+}
+
+TEST_F(TieredStores, BadTiersAreNamed) {
+  EXPECT_TRUE(Fails(TieredStore::Create(nullptr, lower_), kInvalid, "upper is null"));
+  EXPECT_TRUE(Fails(TieredStore::Create(upper_, nullptr), kInvalid, "lower is null"));
+  EXPECT_TRUE(Fails(TieredStore::Create(upper_, upper_), kInvalid, "same"));
+}
+
+}  // namespace
+}  // namespace kvferry
