@@ -150,11 +150,15 @@ void LookupQueries::OnReply(uint64_t id, size_t index, uint64_t attempt,
 LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t index,
                                               const absl::Status& status) {
   Producer& producer = query.producers[index];
-  producer.error =
-      absl::Status(status.code(), absl::StrCat(options_.producers[index], ": ", status.message()));
+  if (absl::IsDeadlineExceeded(status)) {
+    // Our own clock has ended the call, which says nothing of the producer; its answer may be on
+    // the way.
+    GiveBack(index, producer.lease);
+  } else {
+    producer.error = absl::Status(status.code(),
+                                  absl::StrCat(options_.producers[index], ": ", status.message()));
+  }
   producer.refused = IsFinal(status);
-  // Our own clock has ended the call; an answer may be on its way.
-  if (absl::IsDeadlineExceeded(status)) GiveBack(index, producer.lease);
   if (closing_) return End(id, absl::CancelledError("the lookup buffer was closed"));
   if (std::all_of(query.producers.begin(), query.producers.end(),
                   [](const Producer& p) { return p.refused; })) {
@@ -170,9 +174,7 @@ LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t 
 absl::Status LookupQueries::TooLate(const Query& query) const {
   std::string message = "lookup: no matching entry came in time";
   for (const Producer& producer : query.producers) {
-    // At the deadline the call itself is late, which says nothing.
-    if (producer.error.ok() || absl::IsDeadlineExceeded(producer.error)) continue;
-    absl::StrAppend(&message, "; ", producer.error.ToString());
+    if (!producer.error.ok()) absl::StrAppend(&message, "; ", producer.error.ToString());
   }
   return absl::DeadlineExceededError(message);
 }
