@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -24,7 +25,10 @@ struct CallKey {
   PeerKey peer;
   uint64_t id = 0;
 
-  auto operator<=>(const CallKey&) const = default;
+  bool operator==(const CallKey&) const = default;
+  bool operator<(const CallKey& other) const {
+    return std::tie(peer, id) < std::tie(other.peer, other.id);
+  }
 };
 
 // Serves calls of peers. Called on the node's progress thread; must not block.

@@ -246,13 +246,13 @@ absl::Status RemoteStore::Put(std::string_view key, ConstParts value, Deadline d
   KVFERRY_RETURN_IF_ERROR(leases_.Publish(lease_id, PageRuns(), options_.pool->layout().num_layers,
                                           deadline + std::chrono::milliseconds(kLeaseSlackMs),
                                           whole));
-  const absl::Status status = Ask(store_call::kPut,
-                                  Fields()
-                                      .Set("keys", std::move(packed))
-                                      .Set("lease", lease_id)
-                                      .Set("bytes", static_cast<uint64_t>(bytes)),
-                                  deadline)
-                                  .status();
+  absl::Status status = Ask(store_call::kPut,
+                            Fields()
+                                .Set("keys", std::move(packed))
+                                .Set("lease", lease_id)
+                                .Set("bytes", static_cast<uint64_t>(bytes)),
+                            deadline)
+                            .status();
   Withdraw(lease_id).IgnoreError();  // What is read until then is our own copy.
   return status;
 }

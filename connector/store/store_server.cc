@@ -141,7 +141,7 @@ class StoreServer::Service final : public FetchSource, public CallHandler {
   absl::StatusOr<HostStore::ReadLease> Acquire(const std::string& key, Deadline deadline);
   // Offers memory to whoever learns the lease's id; `held` is let go of when the lease has ended.
   absl::StatusOr<uint64_t> Lease(PageRuns pages, std::shared_ptr<const Bytes> tail,
-                                 std::shared_ptr<void> held);
+                                 const std::shared_ptr<void>& held);
   void LetGo();
   // Fetches from the caller's lease and goes on with the outcome on the task thread.
   absl::Status FetchFromCaller(const Request& request, PageRuns positions, PageRuns pages,
@@ -279,11 +279,11 @@ absl::StatusOr<std::shared_ptr<Bytes>> StoreServer::Service::Stage(int64_t bytes
 
 absl::StatusOr<uint64_t> StoreServer::Service::Lease(PageRuns pages,
                                                      std::shared_ptr<const Bytes> tail,
-                                                     std::shared_ptr<void> held) {
+                                                     const std::shared_ptr<void>& held) {
   const uint64_t id = RandomId();
   {
     const MutexLock lock(&mutex_);
-    held_.emplace(id, std::move(held));
+    held_.emplace(id, held);
   }
   const absl::Status published =
       leases_.Publish(id, std::move(pages), options_.host->pool()->layout().num_layers,
