@@ -125,21 +125,22 @@ Fields LookupService::ReplyOf(const Taken& taken) {
       .Set("hidden", EntryOf(taken).hidden ? EntryOf(taken).hidden->size() : 0);
 }
 
-absl::StatusOr<Fields> LookupService::Lease(const CallKey& call, uint64_t lease_id, Taken taken) {
-  const Fields reply = ReplyOf(taken);
-  absl::Status status;
-  {
-    const MutexLock lock(&mutex_);
-    if (waiting_.erase(call) == 0) {
-      status = absl::CancelledError("lookup: nobody waits for the entry any more");
-    } else {
-      // Under the lock, so that a lease is in both tables or in none.
-      status = leases_.Publish(lease_id, EntryOf(taken).pages, options_.num_layers,
-                               DeadlineInMs(options_.reply_lease_ms), EntryOf(taken).hidden);
-    }
-    if (status.ok()) leased_.emplace(lease_id, std::move(taken));
+absl::Status LookupService::TryLease(const CallKey& call, uint64_t lease_id, Taken& taken) {
+  // Under the lock, so that a lease is in both tables or in none.
+  const MutexLock lock(&mutex_);
+  if (waiting_.erase(call) == 0) {
+    return absl::CancelledError("lookup: nobody waits for the entry any more");
   }
-  if (!status.ok()) {
+  const LookupEntry& entry = EntryOf(taken);
+  KVFERRY_RETURN_IF_ERROR(leases_.Publish(lease_id, entry.pages, options_.num_layers,
+                                          DeadlineInMs(options_.reply_lease_ms), entry.hidden));
+  leased_.emplace(lease_id, std::move(taken));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Fields> LookupService::Lease(const CallKey& call, uint64_t lease_id, Taken taken) {
+  Fields reply = ReplyOf(taken);
+  if (const absl::Status status = TryLease(call, lease_id, taken); !status.ok()) {
     PutBack(std::move(taken));
     return status;
   }

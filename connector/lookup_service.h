@@ -89,6 +89,8 @@ class LookupService : public FetchSource, public CallHandler {
   absl::Status Lookup(const CallKey& call, const Fields& args, Deadline deadline);
   absl::Status LookupBack(const CallKey& call, const Fields& args);
   void Answer(const CallKey& call, uint64_t lease_id, absl::StatusOr<Taken> taken);
+  // Takes the entry only when it returns OK.
+  absl::Status TryLease(const CallKey& call, uint64_t lease_id, Taken& taken);
   absl::StatusOr<Fields> Lease(const CallKey& call, uint64_t lease_id, Taken taken);
   Fields ReplyOf(const Taken& taken);
   // What became of leases that have ended.
