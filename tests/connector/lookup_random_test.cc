@@ -178,6 +178,7 @@ TEST(RandomLookups, EachEntryIsDeliveredOnceAndWhole) {
   }
   const auto pool = MakePatternPool(SmallLayout(), 3 * kConsumers, 77);
   std::vector<std::unique_ptr<LookupConsumer>> consumers;
+  consumers.reserve(2);
   for (int i = 0; i < 2; ++i) {
     consumers.push_back(Must(LookupConsumer::Create(ConsumerOptions(pool, addresses))));
   }
