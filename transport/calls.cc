@@ -11,6 +11,7 @@ namespace kvferry {
 // ---------------------------------------------------------------- asking
 
 void Calls::Add(uint64_t id, Call&& call) {
+  call_deadlines_.emplace(call.deadline, id);
   calls_.emplace(id, std::move(call));
   ++metrics_->calls_started;
 }
@@ -39,6 +40,7 @@ void Calls::Ask(uint64_t id, Call& call) {
 void Calls::End(uint64_t id, absl::StatusOr<Fields> reply) {
   auto call = calls_.extract(id);
   if (call.empty()) return;  // Another one's on_reply has ended it.
+  call_deadlines_.erase({call.mapped().deadline, id});
   const OnReply on_reply = std::move(call.mapped().on_reply);
   if (!reply.ok()) ++metrics_->calls_failed;
   on_reply(std::move(reply));  // Last: it may add calls.
@@ -90,23 +92,30 @@ void Calls::OnCallMsg(const PeerKey& peer, const CallMsg& call) {
   }
   const Deadline deadline = DeadlineInMs(std::min(call.timeout_ms, config_.max_fetch_timeout_ms));
   served_.emplace(key, deadline);
+  served_deadlines_.emplace(deadline, key);
   ++served_of_peer_[peer];
   ++metrics_->calls_served;
   handler_->OnCall(key, call.function, call.args, deadline);
 }
 
+bool Calls::StopServing(const CallKey& key) {
+  const auto found = served_.find(key);
+  if (found == served_.end()) return false;
+  served_deadlines_.erase({found->second, key});
+  served_.erase(found);
+  if (--served_of_peer_[key.peer] == 0) served_of_peer_.erase(key.peer);
+  return true;
+}
+
 void Calls::Reply(const CallKey& call, const absl::StatusOr<Fields>& reply) {
-  if (served_.erase(call) == 0) return;
-  if (--served_of_peer_[call.peer] == 0) served_of_peer_.erase(call.peer);
+  if (!StopServing(call)) return;
   absl::Status status = reply.status();
   if (status.ok()) status = reply->Check();
   outbox_->Send(call.peer, ReplyMsg{call.id, status, status.ok() ? *reply : Fields()});
 }
 
 void Calls::Drop(const CallKey& key) {
-  if (served_.erase(key) == 0) return;
-  if (--served_of_peer_[key.peer] == 0) served_of_peer_.erase(key.peer);
-  handler_->OnCallDropped(key);
+  if (StopServing(key)) handler_->OnCallDropped(key);
 }
 
 void Calls::OnCancelMsg(const PeerKey& peer, uint64_t id) { Drop({peer, id}); }
@@ -126,23 +135,19 @@ void Calls::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
 }
 
 Deadline Calls::Tick(Deadline now) {
-  for (const uint64_t id : IdsWhere([&](const Call& c) { return c.deadline <= now; })) {
-    const auto found = calls_.find(id);
-    if (found == calls_.end()) continue;
-    const Call& call = found->second;
+  while (!call_deadlines_.empty() && call_deadlines_.begin()->first <= now) {
+    const uint64_t id = call_deadlines_.begin()->second;
+    const Call& call = calls_.find(id)->second;
     Cancel(id, absl::DeadlineExceededError(
                    absl::StrCat("no answer to '", call.function, "' in time",
                                 call.asked ? "" : ": the peer never answered the hello")));
   }
-  std::vector<CallKey> late;
-  for (const auto& [key, deadline] : served_) {
-    if (deadline <= now) late.push_back(key);
+  while (!served_deadlines_.empty() && served_deadlines_.begin()->first <= now) {
+    Drop(CallKey(served_deadlines_.begin()->second));
   }
-  for (const CallKey& key : late) Drop(key);
-
   Deadline next = handler_ == nullptr ? Deadline::max() : handler_->Tick(now);
-  for (const auto& [id, call] : calls_) next = std::min(next, call.deadline);
-  for (const auto& [key, deadline] : served_) next = std::min(next, deadline);
+  if (!call_deadlines_.empty()) next = std::min(next, call_deadlines_.begin()->first);
+  if (!served_deadlines_.empty()) next = std::min(next, served_deadlines_.begin()->first);
   return next;
 }
 

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
@@ -91,6 +91,8 @@ class Calls {
   void Ask(uint64_t id, Call& call);
   void End(uint64_t id, absl::StatusOr<Fields> reply);
   absl::Status CheckCall(const CallKey& key) const;
+  // False when it is not served.
+  bool StopServing(const CallKey& key);
   // Ends serving it, if it is served, and says so.
   void Drop(const CallKey& key);
   template <typename Matches>
@@ -102,6 +104,9 @@ class Calls {
   Metrics* const metrics_;
   absl::flat_hash_map<uint64_t, Call> calls_;  // By id.
   std::map<CallKey, Deadline> served_;         // Those of one peer lie side by side.
+  // Each once, the nearest first, so that a tick costs the same however many wait.
+  absl::btree_set<std::pair<Deadline, uint64_t>> call_deadlines_;
+  absl::btree_set<std::pair<Deadline, CallKey>> served_deadlines_;
   absl::flat_hash_map<PeerKey, int64_t> served_of_peer_;
 };
 
