@@ -318,6 +318,22 @@ class MooncakeStore:
     def get_batch(self, items: Iterable[tuple], timeout_ms: int = 5000) -> list:
         return self._batch(self.get_into, items, timeout_ms)
 
+    def put_pages(self, keys: Sequence, pool, pages: Sequence[int], timeout_ms: int = 5000) -> list:
+        return self.put_batch(self._page_items(keys, pool, pages), timeout_ms)
+
+    def get_pages(self, keys: Sequence, pool, pages: Sequence[int], timeout_ms: int = 5000) -> list:
+        return self.get_batch(self._page_items(keys, pool, pages), timeout_ms)
+
+    @staticmethod
+    def _page_items(keys: Sequence, pool, pages: Sequence[int]) -> list[tuple]:
+        if len(keys) != len(pages):
+            raise ValueError(f"store: {len(keys)} keys for {len(pages)} pages")
+        layers, tensors = pool.layout.num_layers, len(pool.layout.tensors)
+        return [
+            (key, [pool.page(layer, at, page) for layer in range(layers) for at in range(tensors)])
+            for key, page in zip(keys, pages, strict=True)
+        ]
+
     def _batch(self, call, items: Iterable[tuple], timeout_ms: int) -> list:
         deadline = self._deadline(timeout_ms)
         items, errors = list(items), []

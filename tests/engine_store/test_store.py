@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from demo import QUESTIONS
 from pair import DEFAULT_MODEL, Engine, transfer_config
-from stores import redis_server
+from stores import mooncake_master, redis_server
 
 BLOCK_TOKENS = 32
 PROMPT_TOKENS = 1000
@@ -166,10 +166,20 @@ def test_files_outlive_the_engine(tmp_path: Path):
 @pytest.mark.skipif(
     not os.environ.get("KVFERRY_TEST_ALL"), reason="only in ./dev test --all: one more engine start"
 )
-def test_redis(tmp_path: Path):
-    server = redis_server(tmp_path)
+@pytest.mark.parametrize("backend", ["redis", "mooncake"])
+def test_servers_of_their_own(backend: str, tmp_path: Path):
+    server = redis_server(tmp_path) if backend == "redis" else mooncake_master(tmp_path)
+    store = {"backend": backend}
+    if backend == "redis":
+        store |= {"port": server.port}
+    else:
+        store |= {
+            "local_hostname": "127.0.0.1",
+            "master_address": f"127.0.0.1:{server.port}",
+            "global_segment_bytes": 256 << 20,
+        }
     try:
-        engine = StoreEngine("redis", tmp_path, {"backend": "redis", "port": server.port})
+        engine = StoreEngine(backend, tmp_path, store)
         with running(engine):
             prompt = long_prompt(engine)
             expected = engine.generate(prompt, 8)

@@ -245,7 +245,7 @@ def test_options_of_store_mode():
         ({"mode": "push"}, "mode is 'push'; it has to be one of pull, store"),
         ({"store": {"backend": "host"}}, "of no use"),
         ({"mode": "store", "store": "host"}, "one of host, rocksdb, tiered, remote, redis"),
-        ({"mode": "store", "store": {"backend": "mooncake"}}, "one of host"),
+        ({"mode": "store", "store": {"backend": "moon"}}, "one of host"),
     ):
         with pytest.raises(ValueError, match=words):
             Options.parse(wrong)

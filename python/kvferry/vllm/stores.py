@@ -12,7 +12,7 @@ from kvferry.vllm.metadata import StoreAddress
 
 # Stores inside the worker process. Others ask the worker for what is in them.
 _EMBEDDED = ("host", "rocksdb", "tiered")
-_BACKENDS = (*_EMBEDDED, "remote", "redis")
+_BACKENDS = (*_EMBEDDED, "remote", "redis", "mooncake")
 _DEFAULT = {"backend": "host", "capacity_bytes": 1 << 30}
 
 
@@ -64,7 +64,7 @@ def open_store(
         store = _remote(options.config, pool, config, model, name, rank)
         return OpenedStore(store, "", store.close)
     if not options.embedded:
-        store = kvferry.make_store(options.config)
+        store = kvferry.make_store(_of_pages(options.config, pool.layout))
         return OpenedStore(store, "", store.close)
     store, host, lower = _open_embedded(options.config, pool.layout, rank)
     server = kvferry.StoreServer(host, config, model, name, store=store, lower=lower)
@@ -104,6 +104,13 @@ def _host(config: dict[str, Any], layout: kvferry.KvLayout) -> kvferry.HostStore
     )
 
 
+def _of_pages(config: dict[str, Any], layout: kvferry.KvLayout) -> dict[str, Any]:
+    """Mooncake's buffers have a size, and a block has to fit."""
+    if config["backend"] != "mooncake":
+        return config
+    return {"max_value_bytes": layout.page_bytes} | config
+
+
 def _of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
     """A folder belongs to one process."""
     if config.get("backend") != "rocksdb" or "path" not in config:
@@ -137,7 +144,11 @@ def scheduler_stores(
 ) -> list[Any]:
     """What the scheduler asks, by rank; one for all ranks where they share a backend."""
     if not options.embedded and options.config["backend"] != "remote":
-        return [kvferry.make_store(options.config)]
+        # It only asks: Mooncake's share of memory is the workers' to give.
+        config = _of_pages(options.config, workers[0].kv_layout())
+        if config["backend"] == "mooncake":
+            config = config | {"global_segment_bytes": 0}
+        return [kvferry.make_store(config)]
     stores = []
     for rank, worker in enumerate(workers):
         # Nothing moves into this pool: it stands for the layout.
