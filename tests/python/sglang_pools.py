@@ -11,8 +11,10 @@ from sglang.srt.mem_cache.device_pool_info import (
     MHABufferInfo,
     MLABufferInfo,
 )
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
+from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
@@ -120,17 +122,40 @@ class _NoDevice:
         pass
 
 
-def controller(monkeypatch, pool, extra: dict) -> cache_controller.HiCacheController:
-    """SGLang's controller with its storage threads, as the only rank, without a device."""
+def _alone(monkeypatch) -> SimpleNamespace:
+    """The only rank, without a device; what a controller takes as its allocator."""
     parallel = SimpleNamespace(
         attn_dcp_size=1, attn_dcp_rank=0, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1
     )
     monkeypatch.setattr(cache_controller, "get_parallel", lambda: parallel)
     monkeypatch.setattr(cache_controller, "is_dp_attention_enabled", lambda: False)
-    device = SimpleNamespace(get_kvcache=_NoDevice)
-    made = cache_controller.HiCacheController(device, pool, PAGE, None, None)
+    return SimpleNamespace(get_kvcache=_NoDevice)
+
+
+def controller(monkeypatch, pool, extra: dict) -> cache_controller.HiCacheController:
+    """SGLang's controller of one pool, with its storage threads."""
+    made = cache_controller.HiCacheController(_alone(monkeypatch), pool, PAGE, None, None)
     made.attach_storage_backend("dynamic", PAGE, "org/model", extra)
     return made
+
+
+def hybrid_controller(monkeypatch, pools: dict, extra: dict) -> HybridCacheController:
+    """The one that SGLang's server has, of a pool for the KV and what is beside it."""
+    entries = [
+        PoolEntry(name, pool, None, lambda layer: layer, name == PoolName.KV)
+        for name, pool in pools.items()
+    ]
+    return HybridCacheController(
+        _alone(monkeypatch),
+        HostPoolGroup(entries),
+        PAGE,
+        None,
+        None,
+        storage_backend="dynamic",
+        prefetch_threshold=PAGE,
+        model_name="org/model",
+        storage_backend_extra_config=extra,
+    )
 
 
 def write(made, pages, hashes) -> int:

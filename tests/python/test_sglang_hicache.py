@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from stores import config, need, redis_server, start_server, tiered
@@ -13,8 +15,9 @@ torch = pytest.importorskip("torch")
 try:
     import sglang_pools as sg
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+    from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller as hybrid
     from sglang.srt.mem_cache.storage import StorageBackendFactory
-    from sglang.srt.mem_cache.utils import get_hash_str
+    from sglang.srt.mem_cache.utils import get_hash_str, get_storage_hash_str
 
     missing = None
 except ImportError as error:
@@ -248,6 +251,44 @@ def test_pools_beside_the_kv():
     unknown = transfer(PoolName.MAMBA, every, HASHES[:1], [0])
     assert backend.batch_set_v2([unknown]) == {PoolName.MAMBA: [False]}
     assert backend.batch_exists_v2(HASHES).kv_hit_pages == 6
+
+
+@with_sglang
+def test_through_the_controller_of_a_hybrid_model(monkeypatch):
+    pools = {PoolName.KV: sg.mha("page_first"), PoolName.SWA: sg.mha("page_first", heads=1)}
+    for seed, pool in enumerate(pools.values()):
+        sg.fill(pool, seed)
+    made = sg.hybrid_controller(monkeypatch, pools, extra(HOST))
+    tokens = list(range(5 * sg.PAGE))
+    hashes = get_storage_hash_str(tokens, None, page_size=sg.PAGE)
+    window = PoolTransfer(
+        name=PoolName.SWA,
+        host_indices=sg.slots([5, 6]),
+        keys=hashes[2:4],
+        hit_policy=PoolHitPolicy.TRAILING_PAGES,
+    )
+    made.write_storage(sg.slots([2, 3, 9, 4]), tokens, hashes[:4], extra_pools=[window])
+    written = made.ack_backup_queue.get(timeout=20)
+    assert written.completed_tokens == 4 * sg.PAGE
+    assert written.pool_storage_result.extra_pool_hit_pages == {PoolName.SWA: 2}
+    window = replace(window, host_indices=None)
+    handle = SimpleNamespace(rid="request")
+    operation = hybrid.PrefetchOperation(handle, tokens, pool_transfers=[window])
+    made.prefetch_queue.put(operation)
+    assert made.prefetch_hit_queue.get(timeout=20) is operation
+    assert operation.storage_hit_count == 4 * sg.PAGE
+    operation.host_indices, window.host_indices = sg.slots([10, 11, 12, 13]), sg.slots([10, 11])
+    made.prefetch_buffer.put(operation)
+    acks = []
+    while not acks or not acks[-1].completed_req:
+        acks.append(made.ack_prefetch_queue.get(timeout=20))
+    assert acks[0].completed_tokens == 4 * sg.PAGE
+    assert acks[1].pool_hits[PoolName.SWA] == 2
+    pairs = {PoolName.KV: [(2, 10), (3, 11), (9, 12), (4, 13)], PoolName.SWA: [(5, 10), (6, 11)]}
+    for name, pool in pools.items():
+        for one, other in pairs[name]:
+            assert sg.page_bytes(pool, one * sg.PAGE) == sg.page_bytes(pool, other * sg.PAGE)
+    made.detach_storage_backend()
 
 
 # ---------------------------------------------------------------- failures

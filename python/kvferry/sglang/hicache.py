@@ -32,7 +32,8 @@ class HiCacheStore(HiCacheStorage):
 
     What is wrong with the configuration or with a pool raises while SGLang attaches the backend.
     After that nothing raises but clear(): a backend that is down is a miss or a failed write, said
-    in the log at most every half minute, and takes timeout_ms at most (and a second, see KvStore).
+    in the log at most every half minute. It takes timeout_ms at most for each pool, and a second
+    (see KvStore).
     Thread-safe. One object belongs to one rank.
     """
 
@@ -244,9 +245,10 @@ class _SeldomLog:
             unsaid, self._unsaid = self._unsaid, 0
             self._next_s = now + _LOG_EVERY_S
         _logger.warning(
-            "kvferry: %s of %s failed, SGLang goes on without: %s (and %d more since the last)",
+            "kvferry: %s of %s failed, SGLang goes on without: %s: %s (%d more since the last)",
             what,
             self._store,
+            type(error).__name__,
             error,
             unsaid,
         )
