@@ -1,5 +1,6 @@
 """Store backends from Python: one suite for all of them, then what each has of its own."""
 
+import ctypes
 import socket
 import threading
 import time
@@ -62,6 +63,7 @@ class TestEveryBackend:
             memoryview(b"view"),
             np.arange(12.0).reshape(3, 4),
             np.float16(3),
+            (ctypes.c_uint8 * 100)(*range(100)),  # Its buffer has no strides.
             torch.arange(7, dtype=torch.bfloat16),
             torch.ones(2, 3),
         ]:
