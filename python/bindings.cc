@@ -177,6 +177,7 @@ void BindConfig(nb::module_& module) {
       .def_ro("busy_poll_us", &Config::busy_poll_us)
       .def_ro("max_peers", &Config::max_peers)
       .def_ro("max_fetches_per_peer", &Config::max_fetches_per_peer)
+      .def_ro("max_calls_per_peer", &Config::max_calls_per_peer)
       .def_ro("max_leases", &Config::max_leases);
 }
 
