@@ -233,7 +233,7 @@ int64_t Values(int rounds) {
 int Main(int argc, char** argv) {
   CLI::App app("Lookups a second by number of entries, and puts and gets of the host store.");
   int rounds = 9;
-  app.add_option("--rounds", rounds, "of which the median counts")->check(CLI::Range(1, 1000));
+  app.add_option("--reps", rounds, "of which the median counts")->check(CLI::Range(1, 1000));
   CLI11_PARSE(app, argc, argv);
   int64_t wrong = Lookups<FilledTable>("taken out of the table and put back", rounds);
   std::printf("\n");

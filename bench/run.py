@@ -281,22 +281,14 @@ def parse_arguments():
     return args
 
 
-def print_kernels(build, reps, problems):
-    """The table of bench/kernels_bench.cc."""
+def print_tables(build, driver, reps, problems):
+    """The tables that a driver of ours prints by itself."""
     print(flush=True)
     try:
-        subprocess.run([build / "bench/kvferry_bench_kernels", f"--reps={reps}"], check=True)
+        command = [build / f"bench/kvferry_bench_{driver}", f"--reps={reps}"]
+        subprocess.run(command, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        problems.append(f"kernels: {error}")
-
-
-def print_buffers(build, reps, problems):
-    """The tables of bench/buffers_bench.cc."""
-    print(flush=True)
-    try:
-        subprocess.run([build / "bench/kvferry_bench_buffers", f"--rounds={reps}"], check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        problems.append(f"buffers: {error}")
+        problems.append(f"{driver}: {error}")
 
 
 def write_csv(path, rows):
@@ -375,8 +367,8 @@ def main():
     allocator_rows = []
     if not args.no_pools:
         allocator_rows = allocators.print_table(args.build, args.reps, problems)
-        print_kernels(args.build, args.reps, problems)
-        print_buffers(args.build, args.reps, problems)
+        print_tables(args.build, "kernels", args.reps, problems)
+        print_tables(args.build, "buffers", args.reps, problems)
     for problem in problems:
         print(f"not measured: {problem}" if "not measured" not in problem else problem)
     if args.csv:
