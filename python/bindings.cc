@@ -341,13 +341,6 @@ void BindPools(nb::module_& module) {
 
 // ---------------------------------------------------------------- endpoints
 
-template <typename Endpoint>
-nb::dict MetricsDict(const Endpoint& endpoint) {
-  nb::dict metrics;
-  for (const auto& [name, value] : endpoint.Metrics()) metrics[name.c_str()] = value;
-  return metrics;
-}
-
 // An endpoint that can be closed early; using it afterwards is an error, not a crash.
 template <typename Endpoint>
 class Closable {

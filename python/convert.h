@@ -31,6 +31,14 @@ inline Int32Array ToArray(std::vector<int32_t> values) {
   return {owned->data(), {owned->size()}, owner};
 }
 
+// The numbers of whatever has Metrics(), by name.
+template <typename Endpoint>
+nanobind::dict MetricsDict(const Endpoint& endpoint) {
+  nanobind::dict metrics;
+  for (const auto& [name, value] : endpoint.Metrics()) metrics[name.c_str()] = value;
+  return metrics;
+}
+
 // Token slots as engines keep them: a contiguous array or tensor of int32 or int64.
 using SlotInput =
     nanobind::ndarray<nanobind::ro, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;

@@ -55,12 +55,6 @@ std::vector<std::byte> ToHidden(const HiddenInput& hidden) {
   return {data, data + hidden->shape(0)};
 }
 
-nb::dict ToDict(const std::vector<std::pair<std::string, int64_t>>& metrics) {
-  nb::dict dict;
-  for (const auto& [name, value] : metrics) dict[name.c_str()] = value;
-  return dict;
-}
-
 // Closed by close() or with its last owner; calls under way go on with theirs.
 template <typename T>
 class Closable {
@@ -179,7 +173,7 @@ void BindProducer(nb::module_& module) {
           },
           "(entry, 'fetched' | 'dropped') of entries that left since the last call.")
       .def(
-          "metrics", [](const Producer& self) { return ToDict(self.get()->Metrics()); },
+          "metrics", [](const Producer& self) { return MetricsDict(*self.get()); },
           nb::sig("def metrics(self) -> dict[str, int]"))
       .def("close", &Producer::Close);
 }
@@ -380,7 +374,7 @@ void BindConsumer(nb::module_& module) {
            "Starts a lookup, into the caller's pages or (none) into the last copy_pages of the "
            "pool. `events` gets the number `event` when it is done.")
       .def(
-          "metrics", [](const Consumer& self) { return ToDict(self.get()->consumer->Metrics()); },
+          "metrics", [](const Consumer& self) { return MetricsDict(*self.get()->consumer); },
           nb::sig("def metrics(self) -> dict[str, int]"))
       .def("close", &Consumer::Close);
 }

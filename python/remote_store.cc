@@ -80,12 +80,7 @@ void BindServer(nb::module_& module) {
           "unless given), `lower` what pages are put into besides `host`.")
       .def_prop_ro("address", [](const PyServer& self) { return self.get().address(); })
       .def(
-          "metrics",
-          [](const PyServer& self) {
-            nb::dict metrics;
-            for (const auto& [name, value] : self.get().Metrics()) metrics[name.c_str()] = value;
-            return metrics;
-          },
+          "metrics", [](const PyServer& self) { return MetricsDict(self.get()); },
           nb::sig("def metrics(self) -> dict[str, int]"))
       .def("close", &PyServer::Close, nb::call_guard<nb::gil_scoped_release>());
 }
