@@ -186,25 +186,8 @@ void LookupService::Settle() {
   }
 }
 
-absl::StatusOr<LeasedMemory> LookupService::BeginTransfer(uint64_t lease_id) {
-  return leases_.BeginTransfer(lease_id);
-}
-
-int64_t LookupService::ReadyLayers(uint64_t lease_id) { return leases_.ReadyLayers(lease_id); }
-
-void LookupService::EndTransfer(uint64_t lease_id, const absl::Status& outcome) {
-  leases_.EndTransfer(lease_id, outcome);
-  Settle();
-}
-
-void LookupService::NothingNeeded(uint64_t lease_id) {
-  leases_.NothingNeeded(lease_id);
-  Settle();
-}
-
 Deadline LookupService::Tick(Deadline now) {
-  const Deadline next_lease = leases_.Tick(now);
-  Settle();
+  const Deadline next_lease = LeaseSource::Tick(now);
   return std::min(next_lease, table_->Expire(now).value_or(Deadline::max()));
 }
 

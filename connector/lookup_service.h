@@ -17,12 +17,11 @@
 #include "base/clock.h"
 #include "base/config.h"
 #include "base/mutex.h"
-#include "connector/lease_table.h"
+#include "connector/lease_source.h"
 #include "connector/lookup_table.h"
 #include "pool/page_runs.h"
 #include "transport/calls.h"
 #include "transport/command_queue.h"
-#include "transport/fetch_source.h"
 #include "transport/node.h"
 
 namespace kvferry {
@@ -52,7 +51,7 @@ struct LookupEntry {
 //
 // The calls of FetchSource and CallHandler are the node's; entries that are inserted answer lookups
 // on the inserting thread. No lock is held while a table is called that calls back.
-class LookupService : public FetchSource, public CallHandler {
+class LookupService : public LeaseSource, public CallHandler {
  public:
   struct Options {
     Config config;
@@ -61,7 +60,7 @@ class LookupService : public FetchSource, public CallHandler {
     int64_t reply_lease_ms = 0;
   };
   LookupService(const Options& options, std::shared_ptr<LookupTable> table)
-      : options_(options), table_(std::move(table)), leases_(options.config) {}
+      : LeaseSource(options.config), options_(options), table_(std::move(table)) {}
 
   // The node that calls this. Once, right after its start: it may be calling already.
   void Attach(Node* node);
@@ -74,12 +73,7 @@ class LookupService : public FetchSource, public CallHandler {
   void OnCall(const CallKey& call, const std::string& function, const Fields& args,
               Deadline deadline) override;
   void OnCallDropped(const CallKey& call) override;
-  // FetchSource.
-  absl::StatusOr<LeasedMemory> BeginTransfer(uint64_t lease_id) override;
-  int64_t ReadyLayers(uint64_t lease_id) override;
-  void EndTransfer(uint64_t lease_id, const absl::Status& outcome) override;
-  void NothingNeeded(uint64_t lease_id) override;
-  // Both.
+  // And LeaseSource.
   Deadline Tick(Deadline now) override;
 
  private:
@@ -93,13 +87,11 @@ class LookupService : public FetchSource, public CallHandler {
   absl::Status TryLease(const CallKey& call, uint64_t lease_id, Taken& taken);
   absl::StatusOr<Fields> Lease(const CallKey& call, uint64_t lease_id, Taken taken);
   Fields ReplyOf(const Taken& taken);
-  // What became of leases that have ended.
-  void Settle();
+  void Settle() override;
   void PutBack(Taken taken);
 
   const Options options_;
   const std::shared_ptr<LookupTable> table_;
-  LeaseTable leases_;
   Latch attached_;
   Node* node_ = nullptr;  // Constant after attached_.
 

@@ -75,10 +75,10 @@ std::vector<std::string_view> Views(const std::vector<std::string>& keys) {
 
 // Its task thread does what is asked; the node's progress thread only hands calls over and lets go
 // of leases.
-class StoreServer::Service final : public FetchSource, public CallHandler {
+class StoreServer::Service final : public LeaseSource, public CallHandler {
  public:
   explicit Service(Options options)
-      : options_(std::move(options)), leases_(options_.endpoint.config) {}
+      : LeaseSource(options.endpoint.config), options_(std::move(options)) {}
   ~Service() override { Close(); }
 
   absl::Status Start();
@@ -92,25 +92,8 @@ class StoreServer::Service final : public FetchSource, public CallHandler {
   void OnCall(const CallKey& call, const std::string& function, const Fields& args,
               Deadline deadline) override;
   void OnCallDropped(const CallKey& /*call*/) override {}  // Its lease expires.
-  // FetchSource.
-  absl::StatusOr<LeasedMemory> BeginTransfer(uint64_t lease_id) override {
-    return leases_.BeginTransfer(lease_id);
-  }
-  int64_t ReadyLayers(uint64_t lease_id) override { return leases_.ReadyLayers(lease_id); }
-  void EndTransfer(uint64_t lease_id, const absl::Status& outcome) override {
-    leases_.EndTransfer(lease_id, outcome);
-    LetGo();
-  }
-  void NothingNeeded(uint64_t lease_id) override {
-    leases_.NothingNeeded(lease_id);
-    LetGo();
-  }
-  // Both interfaces have it; the leases need it once.
-  Deadline Tick(Deadline now) override {
-    const Deadline next = leases_.Tick(now);
-    LetGo();
-    return next;
-  }
+  // Of LeaseSource too; the leases need it once.
+  Deadline Tick(Deadline now) override { return LeaseSource::Tick(now); }
 
  private:
   struct Request {
@@ -142,7 +125,8 @@ class StoreServer::Service final : public FetchSource, public CallHandler {
   // Offers memory to whoever learns the lease's id; `held` is let go of when the lease has ended.
   absl::StatusOr<uint64_t> Lease(PageRuns pages, std::shared_ptr<const Bytes> tail,
                                  const std::shared_ptr<void>& held);
-  void LetGo();
+  // Lets go of what is leased no more.
+  void Settle() override;
   // Fetches from the caller's lease and goes on with the outcome on the task thread.
   absl::Status FetchFromCaller(const Request& request, PageRuns positions, PageRuns pages,
                                StreamTail tail, std::function<void(const absl::Status&)> then);
@@ -151,7 +135,6 @@ class StoreServer::Service final : public FetchSource, public CallHandler {
   void FinishPutPages(Incoming& incoming, const Request& request, const absl::Status& fetched);
 
   const Options options_;
-  LeaseTable leases_;
   TaskThread tasks_;
   std::atomic<int64_t> staged_bytes_{0};
   Mutex mutex_;
@@ -297,7 +280,7 @@ absl::StatusOr<uint64_t> StoreServer::Service::Lease(PageRuns pages,
   return published;
 }
 
-void StoreServer::Service::LetGo() {
+void StoreServer::Service::Settle() {
   std::vector<std::shared_ptr<void>> ended;  // Destroyed outside of the lock.
   for (const EndedLease& lease : leases_.TakeEnded()) {
     const MutexLock lock(&mutex_);

@@ -13,7 +13,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
 #include "base/mutex.h"
-#include "connector/lease_table.h"
+#include "connector/lease_source.h"
 #include "connector/prefill_endpoint.h"
 #include "connector/store/host_store.h"
 #include "connector/store/kv_store.h"
