@@ -3,7 +3,10 @@
 //
 //   kvferry_test_peer prefill|decode|producer|consumer CONFIG_JSON LAYERS PAGES SEED
 
+#include <unistd.h>
+
 #include <cstdio>
+#include <cstdlib>
 #include <iostream>
 #include <map>
 #include <string>
@@ -109,14 +112,24 @@ class DecodePeer {
   std::vector<std::shared_ptr<FetchHandle>> handles_;
 };
 
+// Answers have what was standard output to themselves: what a library prints goes to standard
+// error.
+int TakeStandardOutput() {
+  const int answers = dup(STDOUT_FILENO);
+  dup2(STDERR_FILENO, STDOUT_FILENO);
+  return answers;
+}
+
+void Say(int fd, const std::string& answer) {
+  const std::string line = answer + "\n";
+  if (write(fd, line.data(), line.size()) != static_cast<ssize_t>(line.size())) std::abort();
+}
+
 template <typename Peer>
-int Serve(Peer& peer) {
-  std::cout << peer.Greeting() << std::endl;
+int Serve(Peer& peer, int answers) {
+  Say(answers, peer.Greeting());
   std::string line;
-  while (std::getline(std::cin, line)) {
-    const Words words = absl::StrSplit(line, ' ');
-    std::cout << peer.Handle(words) << std::endl;
-  }
+  while (std::getline(std::cin, line)) Say(answers, peer.Handle(absl::StrSplit(line, ' ')));
   return 0;
 }
 
@@ -125,6 +138,7 @@ int Main(int argc, char** argv) {
     std::fprintf(stderr, "usage: kvferry_test_peer ROLE CONFIG_JSON LAYERS PAGES SEED\n");
     return 2;
   }
+  const int answers = TakeStandardOutput();
   const Config config = Must(Config::FromJson(argv[2], Config()));
   // 8 KiB a page and tensor, as small models have.
   const KvLayout layout = KvLayout::Mha(Number(argv[3]), 16, 4, 64, DType::kBFloat16);
@@ -133,18 +147,18 @@ int Main(int argc, char** argv) {
   const std::string role = argv[1];
   if (role == "prefill") {
     PrefillPeer peer(pool, config);
-    return Serve(peer);
+    return Serve(peer, answers);
   }
   if (role == "producer") {
     ProducerPeer peer(pool, config);
-    return Serve(peer);
+    return Serve(peer, answers);
   }
   if (role == "consumer") {
     ConsumerPeer peer(pool, config, seed);
-    return Serve(peer);
+    return Serve(peer, answers);
   }
   DecodePeer peer(pool, config, seed);
-  return Serve(peer);
+  return Serve(peer, answers);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <random>
 
 #include "base/config.h"
+#include "tests/support/captured_log.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 #include "transport/messages.h"
@@ -130,6 +131,35 @@ TEST_F(Planes, EverySendCompletesOnceWhenThePeerGoesAway) {
   a_->Close(link);  // No-op.
   a_.reset();       // Waits for what is left.
   for (size_t i = 0; i < completions.size(); ++i) EXPECT_EQ(completions[i], 1) << i;
+}
+
+// A peer that dies while the connection to it is being set up: the kernel accepted it, UCX never did.
+TEST_F(Planes, ThePeerGoesAwayBeforeItAnswers) {
+  const CapturedLog log;
+  const std::vector<std::byte> payload = RandomBytes(256 << 10, 1);
+  for (int round = 0; round < 20; ++round) {
+    SCOPED_TRACE(round);
+    std::unique_ptr<DataPlane> silent = Make();
+    const LinkId link = Must(a_->Connect(silent->worker_address()));
+    int completions = 0;
+    for (uint64_t i = 0; i < 3; ++i) {
+      a_->SendChunk(link, {i, 0, 0, 256 << 10, 0}, payload,
+                    [&](const absl::Status&) { ++completions; });
+    }
+    for (int i = 0; i < 100 * round; ++i) a_->Progress(&at_a_);
+    silent.reset();
+    ASSERT_TRUE(ProgressUntil([&] { return !at_a_.down.empty(); }));
+    EXPECT_EQ(at_a_.down[0].first, link);
+    at_a_.down.clear();
+    a_->Close(link);
+    ASSERT_TRUE(ProgressUntil([&] { return completions == 3; }));
+  }
+  const LinkId link = Must(a_->Connect(b_->worker_address()));
+  a_->SendCredit(link, {4, 4});
+  ASSERT_TRUE(ProgressUntil([&] { return !at_b_.credits.empty(); }));
+  EXPECT_TRUE(at_a_.down.empty());
+  // What UCX has to say of it is in our log, not on standard output.
+  EXPECT_TRUE(log.Has({"ucx: connect("}));
 }
 
 TEST_F(Planes, ClosedLinks) {

@@ -1,9 +1,47 @@
 #include "transport/ucx/ucx_handles.h"
 
+#include <ucs/debug/log_def.h>
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+
 #include "absl/strings/str_cat.h"
+#include "base/log.h"
 #include "base/status.h"
 
 namespace kvferry {
+namespace {
+
+spdlog::level::level_enum LevelOf(ucs_log_level_t level) {
+  if (level <= UCS_LOG_LEVEL_ERROR) return spdlog::level::err;
+  if (level == UCS_LOG_LEVEL_WARN) return spdlog::level::warn;
+  if (level <= UCS_LOG_LEVEL_INFO) return spdlog::level::info;
+  return level == UCS_LOG_LEVEL_DEBUG ? spdlog::level::debug : spdlog::level::trace;
+}
+
+ucs_log_func_rc_t ToOurLog(const char* file, unsigned line, const char* /*function*/,
+                           ucs_log_level_t level, const ucs_log_component_config_t* /*component*/,
+                           const char* format, va_list arguments) {
+  char message[1024];
+  std::vsnprintf(message, sizeof(message), format, arguments);
+  const std::string_view path = file;
+  Log().log(LevelOf(level), "ucx: {} ({}:{})", message, path.substr(path.rfind('/') + 1), line);
+  return UCS_LOG_FUNC_RC_STOP;
+}
+
+// By itself UCX logs to standard output, which belongs to the application. Whoever names a file for
+// it in UCX_LOG_FILE gets it there.
+void TakeOverTheLog() {
+  static const bool taken = [] {
+    if (std::getenv("UCX_LOG_FILE") != nullptr) return false;
+    ucs_log_push_handler(&ToOurLog);
+    return true;
+  }();
+  static_cast<void>(taken);
+}
+
+}  // namespace
 
 absl::Status UcxStatus(ucs_status_t status, const std::string& what) {
   const std::string text = absl::StrCat("ucx: ", what, ": ", ucs_status_string(status));
@@ -26,6 +64,7 @@ absl::Status UcxStatus(ucs_status_t status, const std::string& what) {
 }
 
 absl::StatusOr<std::shared_ptr<UcxContext>> UcxContext::Create(const std::vector<Option>& options) {
+  TakeOverTheLog();
   ucp_config_t* read = nullptr;
   ucs_status_t status = ucp_config_read(nullptr, nullptr, &read);
   if (status != UCS_OK) return UcxStatus(status, "cannot read UCX's configuration");
