@@ -19,6 +19,10 @@ namespace {
 // While data flows, control messages are looked for this often rather than every time round.
 constexpr auto kControlInterval = std::chrono::microseconds(100);
 constexpr int64_t kMaxSleepMs = 60000;
+// UCX's event fd stays readable while a peer has not answered a connection for which data waits:
+// after so many wakes that brought nothing it is left out of the next sleeps, which are that long.
+constexpr int kFutileWakes = 8;
+constexpr auto kPause = std::chrono::milliseconds(1);
 // How long an endpoint that closes waits for its peers to have read its goodbye.
 constexpr auto kFarewell = std::chrono::milliseconds(250);
 
@@ -156,6 +160,7 @@ void NodeImpl::Run() {
     if (now >= next_tick_ || tick_now_) next_tick_ = Tick(now);
     if (busy) {
       last_busy = now;
+      futile_wakes_ = 0;
     } else if (now - last_busy >= busy_poll &&
                !tick_now_) {  // The tick itself may ask for another.
       Sleep(next_tick_);
@@ -181,11 +186,15 @@ bool NodeImpl::Work() {
 void NodeImpl::Sleep(Deadline until) {
   // Anything that arrives after the planes are armed makes their fds readable.
   if (!data_->Arm() || !control_->Arm()) return;
-  pollfd fds[] = {{data_->event_fd(), POLLIN, 0},
+  const bool pause = futile_wakes_ >= kFutileWakes;
+  pollfd fds[] = {{pause ? -1 : data_->event_fd(), POLLIN, 0},
                   {control_->event_fd(), POLLIN, 0},
                   {commands_->wake().get(), POLLIN, 0}};
-  const int64_t sleep_ms = std::min(MsUntil(until, Clock::now()), kMaxSleepMs);
+  const Deadline now = Clock::now();
+  const int64_t sleep_ms =
+      std::min(MsUntil(pause ? std::min(until, now + kPause) : until, now), kMaxSleepMs);
   poll(fds, std::size(fds), static_cast<int>(sleep_ms));
+  if ((fds[0].revents & POLLIN) != 0) ++futile_wakes_;  // Until it turns out to have been busy.
   if ((fds[2].revents & POLLIN) != 0) commands_->wake().Drain();
 }
 

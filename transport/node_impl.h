@@ -103,6 +103,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   Deadline next_control_{};
   Deadline next_tick_{};
   bool tick_now_ = false;
+  int futile_wakes_ = 0;  // In a row: the data plane's fd was readable, and nothing had happened.
 
   std::thread thread_;
 };
