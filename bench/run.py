@@ -1,4 +1,5 @@
-"""Measures how fast kvferry moves the KV of one request between two processes over loopback TCP.
+"""Measures how fast kvferry moves the KV of one request between two processes of this host, over
+loopback TCP and through shared memory.
 
 For each shape and fragmentation it runs kvferry, what it is compared with and the limits of the
 machine in turn, over and over, and prints one row: medians, with the spread of kvferry's. Every
@@ -43,7 +44,13 @@ class Plan:
         shape, args = self.shape, self.args
         lists = (shape, self.remote, self.local)
         two_pools = 2 * shape.pool_bytes
-        yield "kvferry", two_pools, lambda: [Kvferry("kvferry", *lists, args.build, args.config)]
+
+        def ours(name, mapped_path, settings):
+            path = [f"mapped_path={mapped_path}"]  # First: what the user says wins.
+            return lambda: [Kvferry(name, *lists, args.build, path + settings)]
+
+        yield "kvferry", two_pools, ours("kvferry", "false", args.config)
+        yield "same host", two_pools, ours("same host", "true", args.config)
         if args.also:
             settings = args.also_config if args.also_config is not None else args.config
             yield "also", two_pools, lambda: [Kvferry("also", *lists, args.also, settings)]
@@ -101,9 +108,11 @@ COLUMNS = [
     ("WRITE", 6),
     ("NIXL CPU", 9),
     ("x NIXL", 7),
-    ("memcpy", 7),
     ("tcp", 6),
     ("x tcp", 6),
+    ("host", 6),
+    ("memcpy", 7),
+    ("x memcpy", 8),
     ("also", 6),
     ("x also", 7),
 ]
@@ -115,8 +124,8 @@ def cells(row):
     def number(value, digits=2):
         return "-" if value is None else f"{value:.{digits}f}"
 
-    def ratio(value):
-        ours = row.rate("kvferry")
+    def ratio(value, name="kvferry"):
+        ours = row.rate(name)
         return number(ours / value if ours and value else None)
 
     out = {"shape": row.shape_name, "pages": row.fragmentation}
@@ -132,8 +141,9 @@ def cells(row):
         better = max(("NIXL READ", "NIXL WRITE"), key=lambda name: row.rate(name) or 0)
         out["NIXL CPU"] = number(row.cpu_per_gb(better))
     out["x NIXL"] = ratio(row.nixl())
-    out["memcpy"], out["tcp"] = number(row.rate("memcpy")), number(row.rate("tcp stream"))
-    out["x tcp"] = ratio(row.rate("tcp stream"))
+    out["tcp"], out["x tcp"] = number(row.rate("tcp stream")), ratio(row.rate("tcp stream"))
+    out["host"], out["memcpy"] = number(row.rate("same host")), number(row.rate("memcpy"))
+    out["x memcpy"] = ratio(row.rate("memcpy"), "same host")
     out["also"], out["x also"] = number(row.rate("also")), ratio(row.rate("also"))
     return out
 
@@ -341,7 +351,7 @@ def main():
         f"TCP {header['congestion_control']}"
     )
     print(
-        f"loopback TCP, host memory, median of {args.reps} runs, in turn; GB/s; "
+        f"loopback TCP (host: shared memory), host memory, median of {args.reps} runs, in turn; GB/s; "
         f"load when started: {header['load']:.1f}",
         flush=True,
     )
@@ -349,7 +359,7 @@ def main():
     if not args.nixl_python:
         hidden |= {"READ", "WRITE", "NIXL CPU", "x NIXL"}
     if args.no_limits:
-        hidden |= {"memcpy", "tcp", "x tcp"}
+        hidden |= {"memcpy", "x memcpy", "tcp", "x tcp"}
     if not args.also:
         hidden |= {"also", "x also"}
     columns = [column for column in COLUMNS if column[0] not in hidden]

@@ -1,21 +1,37 @@
 #include "transport/arena.h"
 
+#include <atomic>
 #include <utility>
 
+#include "base/log.h"
 #include "base/slab.h"
 #include "base/status.h"
 
 namespace kvferry {
+namespace {
 
-absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(int64_t arena_bytes, int64_t chunk_bytes) {
-  const int64_t num_chunks = arena_bytes / chunk_bytes;
-  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> memory, MapSlab(num_chunks * chunk_bytes));
-  return std::unique_ptr<Arena>(new Arena(std::move(memory), num_chunks, chunk_bytes));
+static_assert(std::atomic_ref<uint64_t>::is_always_lock_free);
+
+std::atomic_ref<uint64_t> GenerationIn(std::byte* arena, int64_t chunk) {
+  return std::atomic_ref<uint64_t>(reinterpret_cast<uint64_t*>(arena)[chunk]);
 }
 
-Arena::Arena(std::shared_ptr<std::byte> memory, int64_t num_chunks, int64_t chunk_bytes)
-    : memory_(std::move(memory)), num_chunks_(num_chunks), chunk_bytes_(chunk_bytes) {
-  for (int64_t chunk = num_chunks - 1; chunk >= 0; --chunk) free_.push_back(chunk);
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(int64_t arena_bytes, int64_t chunk_bytes) {
+  const ArenaShape shape{arena_bytes / chunk_bytes, chunk_bytes};
+  absl::StatusOr<SharedMemory> memory = SharedMemory::Create("kvferry-arena", shape.total_bytes());
+  if (!memory.ok()) {
+    Log().warn("peers on this host are reached over the network: {}", memory.status().ToString());
+    KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> slab, MapSlab(shape.total_bytes()));
+    memory = SharedMemory{std::move(slab), shape.total_bytes(), UniqueFd()};
+  }
+  return std::unique_ptr<Arena>(new Arena(*std::move(memory), shape));
+}
+
+Arena::Arena(SharedMemory memory, const ArenaShape& shape)
+    : memory_(std::move(memory)), shape_(shape) {
+  for (int64_t chunk = shape.num_chunks - 1; chunk >= 0; --chunk) free_.push_back(chunk);
 }
 
 int64_t Arena::Take() {
@@ -28,7 +44,31 @@ int64_t Arena::Take() {
 void Arena::GiveBack(int64_t chunk) { free_.push_back(chunk); }
 
 std::span<std::byte> Arena::Bytes(int64_t chunk) const {
-  return {memory_.get() + chunk * chunk_bytes_, static_cast<size_t>(chunk_bytes_)};
+  return {memory_.data.get() + shape_.chunk_at(chunk), static_cast<size_t>(shape_.chunk_bytes)};
+}
+
+int64_t Arena::ChunkAt(const std::byte* address) const {
+  const std::byte* first = memory_.data.get() + shape_.chunks_at();
+  if (address < first || address >= memory_.data.get() + shape_.total_bytes()) return -1;
+  const int64_t offset = address - first;
+  return offset % shape_.chunk_bytes == 0 ? offset / shape_.chunk_bytes : -1;
+}
+
+// A seqlock's two sides (H.-J. Boehm, "Can seqlocks get along with programming language memory
+// models?", 2012): the word changes before the payload does, and is read after it.
+void Arena::TakeFromReaders(int64_t chunk) {
+  GenerationIn(memory_.data.get(), chunk).fetch_add(1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+uint64_t Arena::Generation(int64_t chunk) const {
+  return GenerationIn(memory_.data.get(), chunk).load(std::memory_order_relaxed);
+}
+
+uint64_t GenerationSeenByReader(const std::byte* arena, int64_t chunk) {
+  std::atomic_thread_fence(std::memory_order_acquire);
+  // atomic_ref has no form for const; a load does not write.
+  return GenerationIn(const_cast<std::byte*>(arena), chunk).load(std::memory_order_relaxed);
 }
 
 }  // namespace kvferry

@@ -7,31 +7,56 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "base/shared_memory.h"
 
 namespace kvferry {
 
+// Where things lie in an arena's memory: `chunks` generations, padded to a page, then the chunks.
+struct ArenaShape {
+  int64_t num_chunks = 0;
+  int64_t chunk_bytes = 0;
+
+  int64_t chunks_at() const { return (num_chunks * 8 + 4095) / 4096 * 4096; }
+  int64_t chunk_at(int64_t chunk) const { return chunks_at() + chunk * chunk_bytes; }
+  int64_t total_bytes() const { return chunk_at(num_chunks); }
+};
+
 // The only memory that the packed path takes: arena_bytes / chunk_bytes chunks, made once and never
 // more. What is being sent lies here and not in pool pages, so a page is free again the moment it
-// was gathered, even when its chunk can no longer be recalled. Not thread-safe.
+// was gathered, even when its chunk can no longer be recalled. Peers on this host read the chunks
+// where they lie. Not thread-safe.
 class Arena {
  public:
+  // Memory that cannot be shared is private instead, with a line in the log.
   static absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t arena_bytes, int64_t chunk_bytes);
 
   // An index in [0, num_chunks()), or -1 when all are taken.
   int64_t Take();
   void GiveBack(int64_t chunk);
   std::span<std::byte> Bytes(int64_t chunk) const;
+  // The chunk that begins at this address, or -1.
+  int64_t ChunkAt(const std::byte* address) const;
 
-  int64_t num_chunks() const { return num_chunks_; }
-  int64_t num_taken() const { return num_chunks_ - static_cast<int64_t>(free_.size()); }
+  // A peer's reader may not be through with the chunk, which is to be used again: it will find
+  // another generation than it was told.
+  void TakeFromReaders(int64_t chunk);
+  uint64_t Generation(int64_t chunk) const;
+
+  int64_t num_chunks() const { return shape_.num_chunks; }
+  int64_t num_taken() const { return shape_.num_chunks - static_cast<int64_t>(free_.size()); }
+  const ArenaShape& shape() const { return shape_; }
+  // -1 when the memory is not shared.
+  int fd() const { return memory_.fd.get(); }
 
  private:
-  Arena(std::shared_ptr<std::byte> memory, int64_t num_chunks, int64_t chunk_bytes);
+  Arena(SharedMemory memory, const ArenaShape& shape);
 
-  const std::shared_ptr<std::byte> memory_;
-  const int64_t num_chunks_;
-  const int64_t chunk_bytes_;
+  const SharedMemory memory_;
+  const ArenaShape shape_;
   std::vector<int64_t> free_;  // Last given back is taken first: it is still in the cache.
 };
+
+// The same word as its readers see it, in a read-only mapping: to be read after what it guards.
+uint64_t GenerationSeenByReader(const std::byte* arena, int64_t chunk);
 
 }  // namespace kvferry

@@ -4,11 +4,16 @@
 
 namespace kvferry {
 
-bool ByteRanges::Add(int64_t begin, int64_t end) {
+bool ByteRanges::CanAdd(int64_t begin, int64_t end) const {
   if (begin < prefix_) return false;
   const auto next = ahead_.lower_bound(begin);
   if (next != ahead_.end() && next->first < end) return false;
   if (next != ahead_.begin() && std::prev(next)->second > begin) return false;
+  return begin == prefix_ || ahead_.size() < kMaxAhead;
+}
+
+bool ByteRanges::Add(int64_t begin, int64_t end) {
+  if (!CanAdd(begin, end)) return false;
   if (begin == prefix_) {
     prefix_ = end;
     while (!ahead_.empty() && ahead_.begin()->first == prefix_) {
@@ -16,7 +21,6 @@ bool ByteRanges::Add(int64_t begin, int64_t end) {
       ahead_.erase(ahead_.begin());
     }
   } else {
-    if (ahead_.size() >= kMaxAhead) return false;
     ahead_.emplace(begin, end);
   }
   num_bytes_ += end - begin;

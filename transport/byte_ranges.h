@@ -12,8 +12,10 @@ namespace kvferry {
 // bounded list of ranges. Not thread-safe.
 class ByteRanges {
  public:
-  // Marks [begin, end), begin < end. False, and nothing changes, when it overlaps what is there or
-  // would need more than kMaxAhead separate ranges.
+  // False when [begin, end), begin < end, overlaps what is there or would need more than kMaxAhead
+  // separate ranges.
+  bool CanAdd(int64_t begin, int64_t end) const;
+  // Marks it. False, and nothing changes, when it cannot be added.
   bool Add(int64_t begin, int64_t end);
 
   // All of [0, prefix()) is there.

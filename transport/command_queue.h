@@ -11,6 +11,7 @@
 #include "absl/base/thread_annotations.h"
 #include "base/clock.h"
 #include "base/mutex.h"
+#include "base/unique_fd.h"
 
 // How other threads reach a node's progress thread.
 
@@ -20,25 +21,19 @@ namespace kvferry {
 class WakeFd {
  public:
   WakeFd() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
-  ~WakeFd() {
-    if (fd_ >= 0) close(fd_);
-  }
-  WakeFd(const WakeFd&) = delete;
-  WakeFd& operator=(const WakeFd&) = delete;
-
-  int get() const { return fd_; }
+  int get() const { return fd_.get(); }
   void Wake() const {
     const uint64_t one = 1;
     // Fails only when the counter is full, and then the thread is awake already.
-    [[maybe_unused]] const ssize_t written = write(fd_, &one, sizeof(one));
+    [[maybe_unused]] const ssize_t written = write(fd_.get(), &one, sizeof(one));
   }
   void Drain() const {
     uint64_t count = 0;
-    [[maybe_unused]] const ssize_t got = read(fd_, &count, sizeof(count));
+    [[maybe_unused]] const ssize_t got = read(fd_.get(), &count, sizeof(count));
   }
 
  private:
-  const int fd_;
+  const UniqueFd fd_;
 };
 
 // Closures from other threads, run in order on the progress thread.

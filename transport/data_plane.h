@@ -1,7 +1,7 @@
 #pragma once
 
-// Where chunks of KV come from and go to. The one implementation is UCX (ucx/); the direct path
-// will add its operations here, the mapped path needs no wire.
+// Where chunks of KV come from and go to: UCX (ucx/), and shared memory on one host (mapped/). The
+// direct path will add its operations here.
 
 #include <cstddef>
 #include <cstdint>
@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
@@ -38,26 +39,20 @@ using LinkId = uint64_t;
 class DataEvents {
  public:
   virtual ~DataEvents() = default;
-  // `payload` is valid during the call only; payload.size() == header.bytes.
-  virtual void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload) = 0;
+  // `payload` is valid during the call only; payload.size() == header.bytes. It may lie in memory
+  // of the peer's: what was copied from it counts only if intact() says so afterwards.
+  using Intact = absl::FunctionRef<bool()>;
+  virtual void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload,
+                       Intact intact) = 0;
   virtual void OnCredit(const CreditHeader& header) = 0;
   // The peer is gone. Close(link) is still to be called.
   virtual void OnLinkDown(LinkId link, const absl::Status& status) = 0;
 };
 
-// Not thread-safe: made on one thread, then used by the progress thread alone. No call blocks,
-// except the destructor, which waits for closing links for a bounded time.
-class DataPlane {
+// What is sent over links.
+class ChunkLinks {
  public:
-  virtual ~DataPlane() = default;
-
-  // Opaque bytes that peers pass to Connect().
-  virtual const std::string& worker_address() const = 0;
-  // `worker_address` must come from a peer whose hello was accepted: it is parsed by code that
-  // trusts it.
-  virtual absl::StatusOr<LinkId> Connect(const std::string& worker_address) = 0;
-  // Sends under way complete with an error, some of them after this returns.
-  virtual void Close(LinkId link) = 0;
+  virtual ~ChunkLinks() = default;
 
   // `payload` must stay as it is until `done` ran: exactly once, perhaps before this returns.
   // When the link is unknown, `done` runs with UNAVAILABLE.
@@ -65,6 +60,18 @@ class DataPlane {
   virtual void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
                          SendDone done) = 0;
   virtual void SendCredit(LinkId link, const CreditHeader& header) = 0;
+};
+
+// Not thread-safe: made on one thread, then used by the progress thread alone. No call blocks,
+// except the destructor, which waits for closing links for a bounded time.
+class DataPlane : public ChunkLinks {
+ public:
+  // Opaque bytes that peers pass to Connect().
+  virtual const std::string& address() const = 0;
+  // `address` must come from a peer whose hello was accepted: it is parsed by code that trusts it.
+  virtual absl::StatusOr<LinkId> Connect(const std::string& address) = 0;
+  // Sends under way complete with an error, some of them after this returns.
+  virtual void Close(LinkId link) = 0;
 
   // Moves everything on; true when something happened.
   virtual bool Progress(DataEvents* events) = 0;

@@ -21,6 +21,7 @@ inline constexpr size_t kMaxMessageBytes = 2 << 20;
 inline constexpr size_t kMaxNameBytes = 128;
 inline constexpr size_t kMaxModelBytes = 256;
 inline constexpr size_t kMaxWorkerAddressBytes = 4096;
+inline constexpr size_t kMaxLocalAddressBytes = 64;
 inline constexpr size_t kMaxTextBytes = 1024;
 inline constexpr size_t kMaxRuns = 65536;
 inline constexpr size_t kMaxFunctionBytes = 32;
@@ -30,10 +31,12 @@ struct HelloMsg {
   std::string model;
   KvLayout layout;
   std::string worker_address;
+  std::string local_address{};  // Empty: none.
 };
 struct WelcomeMsg {
   std::string name;
   std::string worker_address;
+  std::string local_address{};
 };
 struct RefuseMsg {
   uint64_t transfer_id = 0;  // 0: the session itself.

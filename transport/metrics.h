@@ -32,6 +32,7 @@ struct Metrics {
   Value messages_malformed{0};
   Value messages_stale{0};  // Of another epoch.
   Value peers{0};           // Gauge.
+  Value peers_mapped{0};    // Gauge: of them, those that chunks go to through shared memory.
   Value peers_lost{0};
   Value transfers_active{0};    // Gauge, as sender.
   Value fetches_active{0};      // Gauge, as receiver.
@@ -61,6 +62,7 @@ struct Metrics {
         {"messages_malformed", messages_malformed},
         {"messages_stale", messages_stale},
         {"peers", peers},
+        {"peers_mapped", peers_mapped},
         {"peers_lost", peers_lost},
         {"transfers_active", transfers_active},
         {"fetches_active", fetches_active},

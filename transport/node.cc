@@ -11,7 +11,6 @@
 #include "base/status.h"
 #include "transport/control/zmq_control_plane.h"
 #include "transport/node_impl.h"
-#include "transport/ucx/ucx_data_plane.h"
 
 namespace kvferry {
 namespace {
@@ -47,7 +46,7 @@ absl::Status NodeImpl::Init() {
   const Config& config = options_.config;
   KVFERRY_ASSIGN_OR_RETURN(arena_, Arena::Create(config.arena_bytes, config.chunk_bytes));
   KVFERRY_ASSIGN_OR_RETURN(control_, MakeZmqControlPlane(config, options_.listen));
-  KVFERRY_ASSIGN_OR_RETURN(data_, MakeUcxDataPlane(config));
+  KVFERRY_ASSIGN_OR_RETURN(data_, DataPlanes::Create(config, arena_.get()));
   listen_address_ = control_->listen_address();
   sender_ = std::make_unique<Sender>(config, options_.pool, options_.source, arena_.get(), this,
                                      &metrics_);
@@ -187,7 +186,8 @@ void NodeImpl::Sleep(Deadline until) {
   // Anything that arrives after the planes are armed makes their fds readable.
   if (!data_->Arm() || !control_->Arm()) return;
   const bool pause = futile_wakes_ >= kFutileWakes;
-  pollfd fds[] = {{pause ? -1 : data_->event_fd(), POLLIN, 0},
+  pollfd fds[] = {{pause ? -1 : data_->worker_fd(), POLLIN, 0},
+                  {data_->local_fd(), POLLIN, 0},
                   {control_->event_fd(), POLLIN, 0},
                   {commands_->wake().get(), POLLIN, 0}};
   const Deadline now = Clock::now();
@@ -195,7 +195,7 @@ void NodeImpl::Sleep(Deadline until) {
       std::min(MsUntil(pause ? std::min(until, now + kPause) : until, now), kMaxSleepMs);
   poll(fds, std::size(fds), static_cast<int>(sleep_ms));
   if ((fds[0].revents & POLLIN) != 0) ++futile_wakes_;  // Until it turns out to have been busy.
-  if ((fds[2].revents & POLLIN) != 0) commands_->wake().Drain();
+  if ((fds[3].revents & POLLIN) != 0) commands_->wake().Drain();
 }
 
 Deadline NodeImpl::Tick(Deadline now) {
@@ -260,8 +260,9 @@ void NodeImpl::Send(const PeerKey& peer, MessageBody body) {
 
 // ---------------------------------------------------------------- data plane events
 
-void NodeImpl::OnChunk(const ChunkHeader& header, std::span<const std::byte> payload) {
-  receiver_->OnChunk(header, payload);
+void NodeImpl::OnChunk(const ChunkHeader& header, std::span<const std::byte> payload,
+                       Intact intact) {
+  receiver_->OnChunk(header, payload, intact);
 }
 
 void NodeImpl::OnCredit(const CreditHeader& header) { sender_->OnCredit(header); }

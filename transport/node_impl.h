@@ -20,7 +20,7 @@
 #include "transport/calls.h"
 #include "transport/command_queue.h"
 #include "transport/control_plane.h"
-#include "transport/data_plane.h"
+#include "transport/data_planes.h"
 #include "transport/metrics.h"
 #include "transport/node.h"
 #include "transport/outbox.h"
@@ -60,11 +60,12 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   // ControlEvents, DataEvents, Outbox.
   void OnMessage(const PeerKey& peer, Message message) override;
   void OnMalformed(const PeerKey& peer, const absl::Status& status) override;
-  void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload) override;
+  void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload,
+               Intact intact) override;
   void OnCredit(const CreditHeader& header) override;
   void OnLinkDown(LinkId link, const absl::Status& status) override;
   void Send(const PeerKey& peer, MessageBody body) override;
-  DataPlane& data() override { return *data_; }
+  ChunkLinks& data() override { return *data_; }
 
   // The session with the process of that epoch (0: any) at the address; dials where there is none.
   absl::StatusOr<PeerKey> SessionFor(const std::string& address, uint64_t epoch);
@@ -73,6 +74,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void StartCall(uint64_t id, const std::string& address, Calls::Call call);
   void OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hello);
   absl::Status CheckHello(const HelloMsg& hello) const;
+  void CountPeers();
   void OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch, const WelcomeMsg& welcome);
   void OnSessionMessage(const PeerKey& peer, Session& session, MessageBody body);
   void RefuseSession(const PeerKey& peer, const absl::Status& status);
@@ -93,7 +95,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   // which may still be sending from it.
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<ControlPlane> control_;
-  std::unique_ptr<DataPlane> data_;
+  std::unique_ptr<DataPlanes> data_;
   std::unique_ptr<Sender> sender_;
   std::unique_ptr<Receiver> receiver_;
   std::unique_ptr<Calls> calls_;

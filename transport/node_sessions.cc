@@ -8,6 +8,18 @@
 #include "transport/node_impl.h"
 
 namespace kvferry {
+namespace {
+
+std::string_view PathName(LinkId link) {
+  return DataPlanes::IsMapped(link) ? "shared memory" : "UCX";
+}
+
+}  // namespace
+
+void NodeImpl::CountPeers() {
+  metrics_.peers = static_cast<int64_t>(sessions_.size());
+  metrics_.peers_mapped = sessions_.CountLinks(&DataPlanes::IsMapped);
+}
 
 absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_t epoch) {
   PeerKey peer = sessions_.FindDialled(address, epoch);
@@ -24,8 +36,9 @@ absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_
   session.name = address;
   session.greeting_until = DeadlineInMs(config.connect_timeout_ms);
   sessions_.Insert(peer, session);
+  const DataAddresses data = data_->addresses();
   Send(peer,
-       HelloMsg{options_.name, options_.model, options_.pool->layout(), data_->worker_address()});
+       HelloMsg{options_.name, options_.model, options_.pool->layout(), data.worker, data.local});
   return peer;
 }
 
@@ -134,7 +147,7 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
   absl::Status status = CheckHello(hello);
   LinkId link = 0;
   if (status.ok()) {
-    absl::StatusOr<LinkId> connected = data_->Connect(hello.worker_address);
+    absl::StatusOr<LinkId> connected = data_->Connect({hello.worker_address, hello.local_address});
     status = connected.status();
     if (connected.ok()) link = *connected;
   }
@@ -151,15 +164,17 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
   session.link = link;
   session.last_heard = Clock::now();
   sessions_.Insert(peer, session);
-  metrics_.peers = static_cast<int64_t>(sessions_.size());
+  CountPeers();
   tick_now_ = true;
-  Log().info("accepted peer '{}'", absl::CEscape(hello.name));
-  Send(peer, WelcomeMsg{options_.name, data_->worker_address()});
+  Log().info("accepted peer '{}' over {}", absl::CEscape(hello.name), PathName(link));
+  const DataAddresses data = data_->addresses();
+  Send(peer, WelcomeMsg{options_.name, data.worker, data.local});
 }
 
 void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
                          const WelcomeMsg& welcome) {
-  const absl::StatusOr<LinkId> link = data_->Connect(welcome.worker_address);
+  const absl::StatusOr<LinkId> link =
+      data_->Connect({welcome.worker_address, welcome.local_address});
   if (!link.ok()) {
     DropSession(peer, link.status());
     return;
@@ -168,9 +183,10 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
   session.name = welcome.name.empty() ? session.address : welcome.name;
   session.epoch = epoch;
   session.link = *link;
-  metrics_.peers = static_cast<int64_t>(sessions_.size());
+  CountPeers();
   tick_now_ = true;
-  Log().info("connected to '{}' at {}", absl::CEscape(session.name), session.address);
+  Log().info("connected to '{}' at {} over {}", absl::CEscape(session.name), session.address,
+             PathName(*link));
   receiver_->OnPeerReady(peer, epoch, *link);
   calls_->OnPeerReady(peer);
   // A second session to one address was opened because a ticket named another epoch. Either the
@@ -222,7 +238,7 @@ void NodeImpl::DropSession(const PeerKey& peer, const absl::Status& status,
   const Session session = *found;
   Log().log(level, "session with '{}' ended: {}", absl::CEscape(session.name), status.ToString());
   sessions_.Erase(peer);  // First: nothing below may try to send to it.
-  metrics_.peers = static_cast<int64_t>(sessions_.size());
+  CountPeers();
   ++metrics_.peers_lost;
   if (session.link != 0) data_->Close(session.link);
   control_->Hangup(peer);

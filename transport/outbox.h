@@ -12,7 +12,7 @@ class Outbox {
   // Stamps the epochs and sends. A peer that takes no messages is declared dead, later and
   // elsewhere.
   virtual void Send(const PeerKey& peer, MessageBody body) = 0;
-  virtual DataPlane& data() = 0;
+  virtual ChunkLinks& data() = 0;
 };
 
 }  // namespace kvferry

@@ -106,7 +106,8 @@ void Receiver::OnAbort(const PeerKey& peer, const AbortMsg& abort) {
                                                      ": ", abort.status.message())));
 }
 
-void Receiver::OnChunk(const ChunkHeader& header, std::span<const std::byte> payload) {
+void Receiver::OnChunk(const ChunkHeader& header, std::span<const std::byte> payload,
+                       DataEvents::Intact intact) {
   ++metrics_->chunks_received;
   const auto found = fetches_.find(header.transfer_id);
   if (found == fetches_.end() || !found->second.requested) {
@@ -114,7 +115,7 @@ void Receiver::OnChunk(const ChunkHeader& header, std::span<const std::byte> pay
     return;
   }
   Fetch& fetch = found->second;
-  if (const absl::Status status = Accept(fetch, header, payload); !status.ok()) {
+  if (const absl::Status status = Accept(fetch, header, payload, intact); !status.ok()) {
     ++metrics_->chunks_dropped;
     outbox_->Send(fetch.peer, CancelMsg{header.transfer_id, std::string(status.message())});
     End(header.transfer_id, status);
@@ -131,7 +132,7 @@ void Receiver::OnChunk(const ChunkHeader& header, std::span<const std::byte> pay
 }
 
 absl::Status Receiver::Accept(Fetch& fetch, const ChunkHeader& header,
-                              std::span<const std::byte> payload) {
+                              std::span<const std::byte> payload, DataEvents::Intact intact) {
   const auto total = static_cast<uint64_t>(fetch.plan.total_bytes());
   if (header.bytes == 0 || header.offset > total || header.bytes > total - header.offset) {
     return absl::DataLossError(absl::StrCat("a chunk covers bytes ", header.offset, " + ",
@@ -147,11 +148,16 @@ absl::Status Receiver::Accept(Fetch& fetch, const ChunkHeader& header,
   }
   const int64_t layers_before = fetch.plan.LayersIn(fetch.arrived.prefix());
   const auto begin = static_cast<int64_t>(header.offset);
-  if (!fetch.arrived.Add(begin, begin + header.bytes)) {
+  if (!fetch.arrived.CanAdd(begin, begin + header.bytes)) {
     return absl::DataLossError(
         absl::StrCat("the chunk at byte ", header.offset, " overlaps what has arrived"));
   }
   fetch.plan.Scatter(begin, payload);
+  if (!intact()) {
+    return absl::DataLossError(absl::StrCat("the sender took the chunk at byte ", header.offset,
+                                            " back while it was being read"));
+  }
+  fetch.arrived.Add(begin, begin + header.bytes);
   const int64_t layers = fetch.plan.LayersIn(fetch.arrived.prefix());
   if (layers != layers_before) fetch.handle->SetLayersDone(layers);
   return absl::OkStatus();

@@ -65,7 +65,8 @@ class Receiver {
   std::vector<Fetch> TakeUnread(const PeerKey& peer);
   void OnRefuse(const PeerKey& peer, const RefuseMsg& refuse);
   void OnAbort(const PeerKey& peer, const AbortMsg& abort);
-  void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload);
+  void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload,
+               DataEvents::Intact intact);
   // The caller gives up. No-op for a fetch that has ended.
   void Cancel(uint64_t id, const absl::Status& status);
   void CancelAll(const absl::Status& status);
@@ -76,7 +77,8 @@ class Receiver {
  private:
   void Request(Fetch& fetch, uint64_t epoch);
   // OK: scattered. Else what is wrong with the chunk.
-  absl::Status Accept(Fetch& fetch, const ChunkHeader& header, std::span<const std::byte> payload);
+  absl::Status Accept(Fetch& fetch, const ChunkHeader& header, std::span<const std::byte> payload,
+                      DataEvents::Intact intact);
   void Credit(Fetch& fetch);
   void End(uint64_t transfer_id, const absl::Status& status);
   template <typename Matches>

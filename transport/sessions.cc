@@ -82,4 +82,9 @@ std::vector<std::pair<PeerKey, Sessions::Due>> Sessions::TakeDue(Deadline now, i
   return due;
 }
 
+int64_t Sessions::CountLinks(absl::FunctionRef<bool(LinkId)> matches) const {
+  return std::count_if(sessions_.begin(), sessions_.end(),
+                       [&](const auto& entry) { return matches(entry.second.link); });
+}
+
 }  // namespace kvferry

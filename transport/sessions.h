@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
 #include "base/clock.h"
 #include "transport/control_plane.h"
 #include "transport/data_plane.h"
@@ -43,6 +44,7 @@ class Sessions {
   PeerKey FindTwin(const PeerKey& peer) const;
   PeerKey FindLink(LinkId link) const;
   size_t size() const { return sessions_.size(); }
+  int64_t CountLinks(absl::FunctionRef<bool(LinkId)> matches) const;
 
   // What to do about a session at `now`.
   enum class Due { kNothing, kPing, kDead, kGreetingFailed };

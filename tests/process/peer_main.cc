@@ -139,7 +139,7 @@ int Main(int argc, char** argv) {
     return 2;
   }
   const int answers = TakeStandardOutput();
-  const Config config = Must(Config::FromJson(argv[2], Config()));
+  const Config config = Must(Config::FromJson(argv[2], TestConfig()));
   // 8 KiB a page and tensor, as small models have.
   const KvLayout layout = KvLayout::Mha(Number(argv[3]), 16, 4, 64, DType::kBFloat16);
   const auto seed = static_cast<uint64_t>(Number(argv[5]));

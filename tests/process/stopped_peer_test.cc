@@ -128,6 +128,36 @@ TEST(StoppedPeer, DecodeDoesNotHoldUpAnother) {
   EXPECT_EQ(stopped.Verify(11, pages, pages), "OK");
 }
 
+// All its chunks are on their way when it stops. It is given up, and what its chunks lay in carries
+// other transfers: when it goes on, none of their bytes may pass for its own.
+TEST(StoppedPeer, NoBytesOfAnotherTransfer) {
+  ChildPeer prefill(Peer("prefill", R"({"chunk_bytes": 16384, "arena_bytes": 4194304,
+                             "heartbeat_interval_ms": 300, "heartbeat_timeout_ms": 1500})"));
+  // When it goes on, it has not missed the prefill side yet.
+  const std::string patient = R"({"chunk_bytes": 16384, "credits_per_transfer": 4096,
+                                  "heartbeat_timeout_ms": 600000})";
+  ChildPeer stopped(Peer("decode", patient));
+  ChildPeer other(Peer("decode", patient));
+  const std::vector<int64_t> few = {7, 5};  // So few chunks that they are read in one go.
+  const std::string ticket = prefill.Publish(few, 1, 60000);
+  const std::string fetch = stopped.Fetch(ticket, few, 60000);
+  ASSERT_EQ(stopped.WaitLayer(fetch, 0, 20000), "OK");
+  stopped.Signal(SIGSTOP);
+  const int64_t sent = prefill.Metric("bytes_sent");
+  ASSERT_EQ(prefill.Ask("ready " + LeaseOf(ticket)), "OK");
+  ASSERT_TRUE(WaitFor([&] { return prefill.Metric("bytes_sent") == sent * kPeerLayers; }, Soon()));
+  ASSERT_TRUE(WaitFor([&] { return prefill.Metric("peers") == 0; }, Soon()));
+  const std::vector<int64_t> pages = AllPages();
+  const std::string served = other.Fetch(prefill.Publish(pages, kPeerLayers, 60000), pages, 20000);
+  ASSERT_EQ(other.Wait(served, 20000), "OK");
+  stopped.Signal(SIGCONT);
+  const std::string status = stopped.Wait(fetch, 20000);
+  if (status == "OK") {  // Over a network the bytes themselves were on their way.
+    EXPECT_EQ(stopped.Verify(11, few, few), "OK");
+  }
+  EXPECT_TRUE(stopped.alive());
+}
+
 // Its session ends at the heartbeat timeout, and the pages come back.
 TEST(StoppedPeer, DecodeLosesItsLease) {
   ChildPeer prefill(Peer("prefill", kQuickHeart));

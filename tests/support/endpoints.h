@@ -12,6 +12,7 @@
 #include "connector/prefill_endpoint.h"
 #include "tests/support/kv_pattern.h"
 #include "tests/support/status.h"
+#include "tests/support/test_config.h"
 #include "tests/support/wait_for.h"
 
 namespace kvferry {
@@ -22,7 +23,7 @@ inline KvLayout SmallLayout() { return KvLayout::Mha(4, 16, 2, 32, DType::kBFloa
 
 // Small chunks, so that small transfers have many of them.
 inline Config SmallChunks() {
-  Config config;
+  Config config = TestConfig();
   config.chunk_bytes = 4 << 10;
   config.arena_bytes = 1 << 20;
   return config;

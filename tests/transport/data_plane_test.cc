@@ -18,7 +18,8 @@ namespace kvferry {
 namespace {
 
 struct Recorder : public DataEvents {
-  void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload) override {
+  void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload,
+               Intact /*intact*/) override {
     chunks.emplace_back(header, std::vector<std::byte>(payload.begin(), payload.end()));
   }
   void OnCredit(const CreditHeader& header) override { credits.push_back(header); }
@@ -60,7 +61,7 @@ class Planes : public testing::Test {
 };
 
 TEST_F(Planes, ChunksOfAllSizesInOrder) {
-  const LinkId link = Must(a_->Connect(b_->worker_address()));
+  const LinkId link = Must(a_->Connect(b_->address()));
   const std::vector<size_t> sizes = {1,    2,     7,      8,      64,     1000,  4096,
                                      8191, 65536, 131072, 200000, 262143, 262144};
   std::vector<std::vector<std::byte>> payloads;
@@ -88,8 +89,8 @@ TEST_F(Planes, ChunksOfAllSizesInOrder) {
 }
 
 TEST_F(Planes, CreditsGoTheOtherWay) {
-  const LinkId there = Must(a_->Connect(b_->worker_address()));
-  const LinkId back = Must(b_->Connect(a_->worker_address()));
+  const LinkId there = Must(a_->Connect(b_->address()));
+  const LinkId back = Must(b_->Connect(a_->address()));
   a_->SendCredit(there, {1, 2});
   b_->SendCredit(back, {UINT64_MAX, 7});
   b_->SendCredit(back, {8, UINT64_MAX});
@@ -101,7 +102,7 @@ TEST_F(Planes, CreditsGoTheOtherWay) {
 }
 
 TEST_F(Planes, AHeaderThatLiesAboutItsBytesIsDropped) {
-  const LinkId link = Must(a_->Connect(b_->worker_address()));
+  const LinkId link = Must(a_->Connect(b_->address()));
   const std::vector<std::byte> payload = RandomBytes(100, 1);
   const auto ignore = [](const absl::Status&) {};
   a_->SendChunk(link, {1, 0, 0, 99, 0}, payload, ignore);
@@ -113,7 +114,7 @@ TEST_F(Planes, AHeaderThatLiesAboutItsBytesIsDropped) {
 }
 
 TEST_F(Planes, EverySendCompletesOnceWhenThePeerGoesAway) {
-  const LinkId link = Must(a_->Connect(b_->worker_address()));
+  const LinkId link = Must(a_->Connect(b_->address()));
   const std::vector<std::byte> payload = RandomBytes(256 << 10, 1);
   std::vector<int> completions(200, 0);
   const auto send = [&](size_t i) {
@@ -140,7 +141,7 @@ TEST_F(Planes, ThePeerGoesAwayBeforeItAnswers) {
   for (int round = 0; round < 20; ++round) {
     SCOPED_TRACE(round);
     std::unique_ptr<DataPlane> silent = Make();
-    const LinkId link = Must(a_->Connect(silent->worker_address()));
+    const LinkId link = Must(a_->Connect(silent->address()));
     int completions = 0;
     for (uint64_t i = 0; i < 3; ++i) {
       a_->SendChunk(link, {i, 0, 0, 256 << 10, 0}, payload,
@@ -154,7 +155,7 @@ TEST_F(Planes, ThePeerGoesAwayBeforeItAnswers) {
     a_->Close(link);
     ASSERT_TRUE(ProgressUntil([&] { return completions == 3; }));
   }
-  const LinkId link = Must(a_->Connect(b_->worker_address()));
+  const LinkId link = Must(a_->Connect(b_->address()));
   a_->SendCredit(link, {4, 4});
   ASSERT_TRUE(ProgressUntil([&] { return !at_b_.credits.empty(); }));
   EXPECT_TRUE(at_a_.down.empty());
@@ -163,21 +164,21 @@ TEST_F(Planes, ThePeerGoesAwayBeforeItAnswers) {
 }
 
 TEST_F(Planes, ClosedLinks) {
-  const LinkId link = Must(a_->Connect(b_->worker_address()));
+  const LinkId link = Must(a_->Connect(b_->address()));
   a_->Close(link);
   absl::Status status;
   a_->SendChunk(link, {1, 0, 0, 1, 0}, RandomBytes(1, 1),
                 [&](const absl::Status& s) { status = s; });
   EXPECT_TRUE(Fails(status, absl::StatusCode::kUnavailable, "closed"));
   a_->SendCredit(link, {1, 1});
-  const LinkId next = Must(a_->Connect(b_->worker_address()));
+  const LinkId next = Must(a_->Connect(b_->address()));
   EXPECT_NE(next, link) << "link ids are never used again";
   a_->SendCredit(next, {4, 4});
   ASSERT_TRUE(ProgressUntil([&] { return !at_b_.credits.empty(); }));
 }
 
 TEST_F(Planes, SleepsUntilSomethingComes) {
-  const LinkId link = Must(a_->Connect(b_->worker_address()));
+  const LinkId link = Must(a_->Connect(b_->address()));
   a_->SendCredit(link, {1, 1});
   ASSERT_TRUE(ProgressUntil([&] { return at_b_.credits.size() == 1; }));
   // Idle: it can be armed, and its fd stays quiet.

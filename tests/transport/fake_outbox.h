@@ -21,7 +21,7 @@ struct SentChunk {
 
 class FakeDataPlane : public DataPlane {
  public:
-  const std::string& worker_address() const override { return address_; }
+  const std::string& address() const override { return address_; }
   absl::StatusOr<LinkId> Connect(const std::string&) override { return LinkId{1}; }
   void Close(LinkId) override {}
   void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,

@@ -63,7 +63,9 @@ class ReceiverAlone : public testing::Test {
     }
     return chunks;
   }
-  void Deliver(const Chunk& chunk) { receiver_.OnChunk(chunk.header, chunk.payload); }
+  void Deliver(const Chunk& chunk, bool intact = true) {
+    receiver_.OnChunk(chunk.header, chunk.payload, [&] { return intact; });
+  }
   // The fetch failed with DATA_LOSS, said so to the peer, and takes no more.
   void ExpectDataLoss(const FetchHandle& handle, absl::string_view part) {
     ASSERT_TRUE(handle.done());
@@ -211,6 +213,16 @@ TEST_F(ReceiverAlone, MissingChecksumThatWasAskedFor) {
   Deliver(Stream(4096)[0]);
   EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
   ExpectDataLoss(*handle, "without the checksum");
+}
+
+// It was read where the sender keeps it, and the sender has used that memory again meanwhile.
+TEST_F(ReceiverAlone, AChunkThatDidNotStayIntactEndsTheFetch) {
+  const auto handle = Begin();
+  const std::vector<Chunk> chunks = Stream(49152);
+  Deliver(chunks[0], /*intact=*/false);
+  ExpectDataLoss(*handle, "took the chunk at byte 0 back");
+  EXPECT_EQ(handle->missing_pages(), local_);
+  EXPECT_EQ(handle->layers_done(), 0);
 }
 
 TEST_F(ReceiverAlone, ChunksOfUnknownTransfersAreDropped) {

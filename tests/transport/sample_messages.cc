@@ -20,13 +20,18 @@ std::string Describe(const Fields& fields) {
   return text;
 }
 
+std::string Local(const std::string& address) {
+  return address.empty() ? "" : absl::StrCat(" local ", absl::CHexEscape(address));
+}
+
 struct Describer {
   std::string operator()(const HelloMsg& m) const {
     return absl::StrCat("hello ", m.name, " ", m.model, " ", m.layout.ToString(), " ",
-                        absl::CHexEscape(m.worker_address));
+                        absl::CHexEscape(m.worker_address), Local(m.local_address));
   }
   std::string operator()(const WelcomeMsg& m) const {
-    return absl::StrCat("welcome ", m.name, " ", absl::CHexEscape(m.worker_address));
+    return absl::StrCat("welcome ", m.name, " ", absl::CHexEscape(m.worker_address),
+                        Local(m.local_address));
   }
   std::string operator()(const RefuseMsg& m) const {
     return absl::StrCat("refuse ", m.transfer_id, " ", m.status.ToString());

@@ -27,11 +27,14 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   FetchMsg with_tail = fetch;
   with_tail.tail_bytes = 123456789;
   const std::string worker("\x00\x01worker\xff", 9);
+  const std::string local("\x00 0123456789abcdefghijklmnopqrst\xff", 33);
   Fields fields;
   fields.Set("tokens", std::string("\x01\x00\x00\x00", 4)).Set("partition", 7);
   const std::vector<std::pair<std::string, MessageBody>> bodies = {
       {"hello", HelloMsg{"decode-0", "org/model", layout, worker}},
       {"welcome", WelcomeMsg{"prefill-0", worker}},
+      {"hello_local", HelloMsg{"decode-0", "org/model", layout, worker, local}},
+      {"welcome_local", WelcomeMsg{"prefill-0", worker, local}},
       {"refuse", RefuseMsg{0, absl::FailedPreconditionError("model: 'a' here, 'b' there")}},
       {"refuse_fetch", RefuseMsg{77, absl::NotFoundError("lease 4d is unknown here")}},
       {"fetch", fetch},
@@ -49,7 +52,7 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   };
   std::vector<std::pair<std::string, Message>> samples;
   for (const auto& [name, body] : bodies) {
-    const bool stranger = name == "hello" || name == "refuse";
+    const bool stranger = name == "hello" || name == "hello_local" || name == "refuse";
     samples.emplace_back(
         name,
         Message{0x1111222233334444, stranger ? uint64_t{0} : uint64_t{0x5555666677778888}, body});

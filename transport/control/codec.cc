@@ -99,16 +99,18 @@ struct BodyWriter {
     writer.Uint("to", message.to_epoch);
   }
   void operator()(const HelloMsg& body) const {
-    Head("hello", 4);
+    Head("hello", 4 + (body.local_address.empty() ? 0 : 1));
     writer.Text("name", body.name, kMaxNameBytes);
     writer.Text("model", body.model, kMaxModelBytes);
     PackLayout(writer, body.layout);
     writer.Binary("worker", body.worker_address);
+    if (!body.local_address.empty()) writer.Binary("local", body.local_address);
   }
   void operator()(const WelcomeMsg& body) const {
-    Head("welcome", 2);
+    Head("welcome", 2 + (body.local_address.empty() ? 0 : 1));
     writer.Text("name", body.name, kMaxNameBytes);
     writer.Binary("worker", body.worker_address);
+    if (!body.local_address.empty()) writer.Binary("local", body.local_address);
   }
   void operator()(const RefuseMsg& body) const {
     Head("refuse", 3);
@@ -335,6 +337,10 @@ Fields ReadFields(Reader& reader, std::string_view key) {
 
 constexpr int64_t kMaxWireInt = int64_t{1} << 50;
 
+std::string ReadLocalAddress(Reader& reader) {
+  return reader.Has("local") ? reader.Binary("local", kMaxLocalAddressBytes) : "";
+}
+
 MessageBody ReadBody(std::string_view type, Reader& reader) {
   if (type == "hello") {
     HelloMsg body;
@@ -342,11 +348,14 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
     body.model = reader.Text("model", kMaxModelBytes);
     body.layout = ReadLayout(reader);
     body.worker_address = reader.Binary("worker", kMaxWorkerAddressBytes);
+    body.local_address = ReadLocalAddress(reader);
     return body;
   }
   if (type == "welcome") {
-    return WelcomeMsg{reader.Text("name", kMaxNameBytes),
-                      reader.Binary("worker", kMaxWorkerAddressBytes)};
+    WelcomeMsg body{reader.Text("name", kMaxNameBytes),
+                    reader.Binary("worker", kMaxWorkerAddressBytes), ""};
+    body.local_address = ReadLocalAddress(reader);
+    return body;
   }
   if (type == "refuse") return RefuseMsg{reader.Uint("id"), ReadStatus(reader)};
   if (type == "fetch") {

@@ -47,7 +47,7 @@ class UcxDataPlane : public DataPlane {
   static absl::StatusOr<std::unique_ptr<DataPlane>> Create(const Config& config);
   ~UcxDataPlane() override;
 
-  const std::string& worker_address() const override { return address_; }
+  const std::string& address() const override { return address_; }
   absl::StatusOr<LinkId> Connect(const std::string& worker_address) override;
   void Close(LinkId link) override;
   void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
@@ -254,7 +254,9 @@ ucs_status_t UcxDataPlane::OnChunkAm(void* arg, const void* header, size_t heade
   if (!eager || header_bytes != sizeof(chunk) || plane->events_ == nullptr) return UCS_OK;
   std::memcpy(&chunk, header, sizeof(chunk));
   if (chunk.bytes == bytes) {
-    plane->events_->OnChunk(chunk, {static_cast<const std::byte*>(data), bytes});
+    // UCX's own buffer: nobody else writes there during this call.
+    plane->events_->OnChunk(chunk, {static_cast<const std::byte*>(data), bytes},
+                            [] { return true; });
   }
   return UCS_OK;
 }

@@ -1,0 +1,62 @@
+#include "base/shared_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/status.h"
+
+// Linux 5.1; older headers lack it.
+#ifndef F_SEAL_FUTURE_WRITE
+#define F_SEAL_FUTURE_WRITE 0x0010
+#endif
+
+namespace kvferry {
+namespace {
+
+absl::Status Refused(const char* what, int64_t bytes) {
+  return absl::ResourceExhaustedError(
+      absl::StrCat("shared memory of ", bytes, " bytes: ", what, ": ", std::strerror(errno)));
+}
+
+absl::StatusOr<std::shared_ptr<std::byte>> Map(int fd, int64_t bytes, int protection) {
+  void* memory = mmap(nullptr, bytes, protection, MAP_SHARED, fd, 0);
+  if (memory == MAP_FAILED) return Refused("mmap", bytes);
+  return std::shared_ptr<std::byte>(static_cast<std::byte*>(memory),
+                                    [bytes](std::byte* mapped) { munmap(mapped, bytes); });
+}
+
+}  // namespace
+
+absl::StatusOr<SharedMemory> SharedMemory::Create(const char* name, int64_t bytes) {
+  SharedMemory memory;
+  memory.bytes = bytes;
+  memory.fd = UniqueFd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!memory.fd.valid()) return Refused("memfd_create", bytes);
+  if (ftruncate(memory.fd.get(), bytes) != 0) return Refused("ftruncate", bytes);
+  KVFERRY_ASSIGN_OR_RETURN(memory.data, Map(memory.fd.get(), bytes, PROT_READ | PROT_WRITE));
+  // After the mapping above, which stays writable.
+  constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL;
+  if (fcntl(memory.fd.get(), F_ADD_SEALS, kSeals) != 0) return Refused("sealing", bytes);
+  return memory;
+}
+
+absl::StatusOr<std::shared_ptr<const std::byte>> MapPeersMemory(const UniqueFd& fd, int64_t bytes) {
+  const int seals = fcntl(fd.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
+    return absl::FailedPreconditionError("shared memory: the peer could still make it shorter");
+  }
+  struct stat info {};
+  if (fstat(fd.get(), &info) != 0 || bytes <= 0 || info.st_size < bytes) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("shared memory: the peer's has ", info.st_size, " bytes, not ", bytes));
+  }
+  return Map(fd.get(), bytes, PROT_READ);
+}
+
+}  // namespace kvferry

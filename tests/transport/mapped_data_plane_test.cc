@@ -1,0 +1,356 @@
+// The data plane to peers on this host by itself: two of them in one process, progressed by hand,
+// and strangers at its socket.
+
+#include "transport/mapped/mapped_data_plane.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "tests/support/captured_log.h"
+#include "tests/support/status.h"
+#include "tests/support/wait_for.h"
+#include "transport/mapped/unix_socket.h"
+
+namespace kvferry {
+namespace {
+
+constexpr int64_t kChunkBytes = 4096;
+
+struct Recorder : public DataEvents {
+  void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload,
+               Intact intact) override {
+    chunks.emplace_back(header, std::vector<std::byte>(payload.begin(), payload.end()));
+    if (before_intact) before_intact();
+    whole.push_back(intact());
+  }
+  void OnCredit(const CreditHeader& header) override { credits.push_back(header); }
+  void OnLinkDown(LinkId link, const absl::Status& status) override {
+    down.emplace_back(link, status);
+  }
+
+  std::vector<std::pair<ChunkHeader, std::vector<std::byte>>> chunks;
+  std::vector<bool> whole;
+  std::vector<CreditHeader> credits;
+  std::vector<std::pair<LinkId, absl::Status>> down;
+  std::function<void()> before_intact;
+};
+
+struct Side {
+  explicit Side(int64_t num_chunks = 16)
+      : arena(Must(Arena::Create(num_chunks * kChunkBytes, kChunkBytes))),
+        plane(Must(MakeMappedDataPlane(arena.get()))) {}
+
+  // A chunk full of `fill`; it is given back when its send is done.
+  int64_t Send(LinkId link, uint8_t fill, uint32_t bytes = kChunkBytes) {
+    const int64_t chunk = arena->Take();
+    const auto payload = arena->Bytes(chunk).first(bytes);
+    std::fill(payload.begin(), payload.end(), std::byte{fill});
+    plane->SendChunk(link, {fill, 0, 0, bytes, 0}, payload,
+                     [this, chunk](const absl::Status& status) {
+                       arena->GiveBack(chunk);
+                       done.push_back(status);
+                     });
+    return chunk;
+  }
+  bool Progress() { return plane->Progress(&events); }
+
+  std::unique_ptr<Arena> arena;
+  std::unique_ptr<DataPlane> plane;
+  Recorder events;
+  std::vector<absl::Status> done;
+};
+
+class MappedPlanes : public testing::Test {
+ protected:
+  template <typename Predicate>
+  bool ProgressUntil(const Predicate& holds) {
+    return WaitFor(
+        [&] {
+          for (int i = 0; i < 100 && !holds(); ++i) {
+            a_.Progress();
+            b_.Progress();
+          }
+          return holds();
+        },
+        Soon());
+  }
+
+  Side a_;
+  Side b_;
+};
+
+TEST_F(MappedPlanes, ChunksAndCreditsInOrder) {
+  const LinkId there = Must(a_.plane->Connect(b_.plane->address()));
+  const LinkId back = Must(b_.plane->Connect(a_.plane->address()));
+  EXPECT_GE(there, kFirstMappedLink);
+  for (uint8_t i = 1; i <= 10; ++i) a_.Send(there, i, i * 400);
+  b_.plane->SendCredit(back, {UINT64_MAX, 7});
+  ASSERT_TRUE(ProgressUntil([&] { return a_.done.size() == 10 && !a_.events.credits.empty(); }));
+  ASSERT_EQ(b_.events.chunks.size(), 10u);
+  for (uint8_t i = 1; i <= 10; ++i) {
+    const auto& [header, payload] = b_.events.chunks[i - 1];
+    EXPECT_EQ(header.transfer_id, i);
+    EXPECT_EQ(payload, std::vector<std::byte>(i * 400, std::byte{i}));
+    EXPECT_TRUE(b_.events.whole[i - 1]);
+    EXPECT_TRUE(IsOk(a_.done[i - 1]));
+  }
+  EXPECT_EQ(a_.events.credits[0].transfer_id, UINT64_MAX);
+  EXPECT_EQ(a_.arena->num_taken(), 0);
+}
+
+// More than a socket holds: the rest waits here, and goes in order.
+TEST(MappedPlane, ManyChunksAtOnce) {
+  Side sender(3000);
+  Side reader;
+  const LinkId link = Must(sender.plane->Connect(reader.plane->address()));
+  for (int i = 0; i < 3000; ++i) sender.Send(link, static_cast<uint8_t>(i % 251), 1);
+  ASSERT_TRUE(WaitFor(
+      [&] {
+        reader.Progress();
+        sender.Progress();
+        return sender.done.size() == 3000;
+      },
+      Soon()));
+  ASSERT_EQ(reader.events.chunks.size(), 3000u);
+  for (size_t i = 0; i < 3000; ++i) {
+    ASSERT_EQ(reader.events.chunks[i].second[0], static_cast<std::byte>(i % 251)) << i;
+  }
+}
+
+// The reader was stopped: when it goes on, the chunk may hold something else.
+TEST_F(MappedPlanes, AChunkThatWasTakenBackIsNotIntact) {
+  const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
+  const int64_t chunk = a_.Send(link, 1);
+  a_.plane->Close(link);
+  ASSERT_EQ(a_.done.size(), 1u);
+  EXPECT_TRUE(Fails(a_.done[0], absl::StatusCode::kUnavailable, "closed"));
+  const LinkId next = Must(a_.plane->Connect(b_.plane->address()));
+  ASSERT_EQ(a_.Send(next, 2), chunk) << "the same chunk is used again";
+  ASSERT_TRUE(ProgressUntil([&] { return b_.events.whole.size() == 2; }));
+  EXPECT_FALSE(b_.events.whole[0]);
+  EXPECT_TRUE(b_.events.whole[1]);
+  EXPECT_EQ(b_.events.chunks[1].second[0], std::byte{2});
+}
+
+TEST_F(MappedPlanes, AChunkThatIsTakenBackWhileItIsReadIsNotIntact) {
+  const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
+  a_.Send(link, 1);
+  b_.events.before_intact = [&] { a_.plane->Close(link); };
+  ASSERT_TRUE(ProgressUntil([&] { return !b_.events.whole.empty(); }));
+  EXPECT_FALSE(b_.events.whole[0]);
+}
+
+TEST_F(MappedPlanes, EverySendCompletesOnceWhenThePeerGoesAway) {
+  const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
+  for (uint8_t i = 0; i < 16; ++i) a_.Send(link, i);
+  b_.plane.reset();
+  ASSERT_TRUE(WaitFor([&] { return a_.Progress(), !a_.events.down.empty(); }, Soon()));
+  EXPECT_EQ(a_.events.down[0].first, link);
+  EXPECT_FALSE(a_.Progress()) << "it is reported once, and keeps nobody awake";
+  a_.plane->Close(link);
+  a_.plane->Close(link);  // No-op.
+  EXPECT_EQ(a_.done.size(), 16u);
+  EXPECT_EQ(a_.events.down.size(), 1u);
+}
+
+TEST_F(MappedPlanes, SleepsUntilSomethingComes) {
+  const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
+  while (b_.Progress()) {
+  }
+  pollfd fd = {b_.plane->event_fd(), POLLIN, 0};
+  EXPECT_EQ(poll(&fd, 1, 0), 0);
+  a_.plane->SendCredit(link, {1, 2});
+  EXPECT_EQ(poll(&fd, 1, 1000), 1);
+}
+
+TEST_F(MappedPlanes, BadArguments) {
+  const std::string address = b_.plane->address();
+  EXPECT_TRUE(Fails(a_.plane->Connect("").status(), absl::StatusCode::kInvalidArgument, "0 bytes"));
+  EXPECT_TRUE(Fails(a_.plane->Connect(address + "x").status(), absl::StatusCode::kInvalidArgument,
+                    "33 bytes"));
+  std::string nobody = address;
+  nobody[0] = static_cast<char>(nobody[0] + 1);
+  EXPECT_TRUE(Fails(a_.plane->Connect(nobody).status(), absl::StatusCode::kUnavailable, "connect"));
+  absl::Status status;
+  const auto keep = [&](const absl::Status& s) { status = s; };
+  a_.plane->SendChunk(99, {}, a_.arena->Bytes(0), keep);
+  EXPECT_TRUE(Fails(status, absl::StatusCode::kUnavailable, "closed"));
+  const LinkId link = Must(a_.plane->Connect(address));
+  const std::vector<std::byte> elsewhere(10);
+  a_.plane->SendChunk(link, {}, elsewhere, keep);
+  EXPECT_TRUE(Fails(status, absl::StatusCode::kInvalidArgument, "no chunk of the arena"));
+}
+
+// ---------------------------------------------------------------- strangers
+
+struct HelloBytes {
+  uint32_t kind = 1;
+  uint32_t zero = 0;
+  uint64_t magic = 0x6b7666657272792f;
+  uint64_t version = 1;
+  char token[16] = {};
+  uint64_t num_chunks = 4;
+  uint64_t chunk_bytes = kChunkBytes;
+};
+struct ChunkBytes {
+  uint32_t kind = 2;
+  uint32_t zero = 0;
+  ChunkHeader header{1, 0, 0, 100, 0};
+  uint64_t slot = 0;
+  uint64_t generation = 0;
+};
+
+class Stranger : public MappedPlanes {
+ protected:
+  UniqueFd Dial() {
+    const std::string name =
+        absl::StrCat("kvferry/", absl::BytesToHexString(b_.plane->address().substr(0, 16)));
+    return Must(ConnectUnix(name));
+  }
+  HelloBytes Hello() {
+    HelloBytes hello;
+    b_.plane->address().copy(hello.token, 16, 16);
+    return hello;
+  }
+  template <typename Message>
+  static void Say(const UniqueFd& socket, const Message& message, int passed = -1) {
+    ASSERT_EQ(SendPacket(socket, std::as_bytes(std::span(&message, 1)), passed), SocketResult::kOk);
+  }
+  // It hangs up on us, says why, and goes on serving others.
+  void ExpectHangUp(const UniqueFd& socket, const std::string& why) {
+    Packet packet;
+    EXPECT_TRUE(WaitFor(
+        [&] { return b_.Progress(), ReceivePacket(socket, &packet) == SocketResult::kBroken; },
+        Soon()));
+    EXPECT_TRUE(log_.Has({"dropped a peer on this host", why})) << log_.ToString();
+    EXPECT_TRUE(b_.events.chunks.empty());
+    const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
+    a_.Send(link, 5);
+    EXPECT_TRUE(ProgressUntil([&] { return a_.done.size() == 1; }));
+    EXPECT_TRUE(IsOk(a_.done[0]));
+  }
+  // A memfd as an arena is, or one whose owner could still shrink it.
+  static UniqueFd Memory(int64_t bytes, bool sealed) {
+    UniqueFd fd(memfd_create("stranger", MFD_ALLOW_SEALING));
+    EXPECT_EQ(ftruncate(fd.get(), bytes), 0);
+    if (sealed) {
+      EXPECT_EQ(fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    }
+    return fd;
+  }
+  static constexpr int64_t kEnough = 4096 + 4 * kChunkBytes;
+  CapturedLog log_;
+};
+
+TEST_F(Stranger, WrongToken) {
+  const UniqueFd socket = Dial();
+  HelloBytes hello = Hello();
+  hello.token[3] ^= 1;
+  Say(socket, hello, Memory(kEnough, true).get());
+  ExpectHangUp(socket, "token");
+}
+
+TEST_F(Stranger, WrongVersion) {
+  const UniqueFd socket = Dial();
+  HelloBytes hello = Hello();
+  hello.version = 2;
+  Say(socket, hello, Memory(kEnough, true).get());
+  ExpectHangUp(socket, "version");
+}
+
+TEST_F(Stranger, ChunkBeforeHello) {
+  const UniqueFd socket = Dial();
+  Say(socket, ChunkBytes());
+  ExpectHangUp(socket, "hello");
+}
+
+TEST_F(Stranger, NoMemory) {
+  const UniqueFd socket = Dial();
+  Say(socket, Hello());
+  ExpectHangUp(socket, "hello");
+}
+
+TEST_F(Stranger, MemoryThatCouldShrink) {
+  const UniqueFd socket = Dial();
+  Say(socket, Hello(), Memory(kEnough, false).get());
+  ExpectHangUp(socket, "shorter");
+}
+
+TEST_F(Stranger, MemoryThatIsTooShort) {
+  const UniqueFd socket = Dial();
+  Say(socket, Hello(), Memory(kEnough - 1, true).get());
+  ExpectHangUp(socket, "20479 bytes, not 20480");
+}
+
+TEST_F(Stranger, AnArenaBeyondAllBounds) {
+  for (const auto& [chunks, bytes] : std::vector<std::pair<uint64_t, uint64_t>>{
+           {0, 4096}, {4, 0}, {uint64_t{1} << 63, 2}, {UINT64_MAX, UINT64_MAX}}) {
+    const UniqueFd socket = Dial();
+    HelloBytes hello = Hello();
+    hello.num_chunks = chunks;
+    hello.chunk_bytes = bytes;
+    Say(socket, hello, Memory(kEnough, true).get());
+    a_.done.clear();
+    b_.events.chunks.clear();
+    ExpectHangUp(socket, "an arena of");
+  }
+}
+
+TEST_F(Stranger, ChunksOutsideTheArena) {
+  ChunkBytes slot;
+  slot.slot = 4;
+  ChunkBytes huge_slot;
+  huge_slot.slot = UINT64_MAX;
+  ChunkBytes bytes;
+  bytes.header.bytes = kChunkBytes + 1;
+  for (const ChunkBytes& chunk : {slot, huge_slot, bytes}) {
+    const UniqueFd socket = Dial();
+    Say(socket, Hello(), Memory(kEnough, true).get());
+    Say(socket, chunk);
+    a_.done.clear();
+    b_.events.chunks.clear();
+    ExpectHangUp(socket, "in slot");
+  }
+}
+
+TEST_F(Stranger, OddSizes) {
+  for (const size_t size : {1, 8, 23, 55, 57, 64}) {
+    const UniqueFd socket = Dial();
+    Say(socket, Hello(), Memory(kEnough, true).get());
+    const std::vector<std::byte> bytes(size, std::byte{2});
+    ASSERT_EQ(SendPacket(socket, bytes, -1), SocketResult::kOk);
+    a_.done.clear();
+    b_.events.chunks.clear();
+    ExpectHangUp(socket, absl::StrCat("a message of ", size, " bytes"));
+  }
+  const UniqueFd socket = Dial();
+  ASSERT_EQ(SendPacket(socket, std::vector<std::byte>(5000), -1), SocketResult::kOk);
+  Packet packet;
+  EXPECT_TRUE(WaitFor(
+      [&] { return b_.Progress(), ReceivePacket(socket, &packet) == SocketResult::kBroken; },
+      Soon()));
+}
+
+// What is handed out cannot be written through.
+TEST(SharedMemory, OnlyItsOwnerWrites) {
+  const SharedMemory memory = Must(SharedMemory::Create("test", 8192));
+  memory.data.get()[8191] = std::byte{7};
+  EXPECT_EQ(mmap(nullptr, 8192, PROT_READ | PROT_WRITE, MAP_SHARED, memory.fd.get(), 0),
+            MAP_FAILED);
+  EXPECT_NE(ftruncate(memory.fd.get(), 0), 0);
+  EXPECT_NE(write(memory.fd.get(), "x", 1), 1);
+  const auto seen = Must(MapPeersMemory(memory.fd, 8192));
+  EXPECT_EQ(seen.get()[8191], std::byte{7});
+  EXPECT_TRUE(Fails(SharedMemory::Create("test", int64_t{1} << 62).status(),
+                    absl::StatusCode::kResourceExhausted, "shared memory of"));
+}
+
+}  // namespace
+}  // namespace kvferry

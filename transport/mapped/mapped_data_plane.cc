@@ -1,0 +1,400 @@
+#include "transport/mapped/mapped_data_plane.h"
+
+#include <sys/epoll.h>
+
+#include <array>
+#include <cstring>
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "base/log.h"
+#include "base/random.h"
+#include "base/status.h"
+#include "transport/mapped/unix_socket.h"
+
+namespace kvferry {
+namespace {
+
+// Messages of docs/wire_protocol.md; the structs are their bytes.
+enum Kind : uint32_t { kHello = 1, kChunk = 2, kCredit = 3, kRead = 4 };
+
+using Token = std::array<char, 16>;
+constexpr uint64_t kMagic = 0x6b7666657272792f;
+constexpr uint64_t kVersion = 1;
+
+struct Head {
+  uint32_t kind = 0;
+  uint32_t zero = 0;
+};
+struct HelloPacket {
+  Head head{kHello};
+  uint64_t magic = kMagic;
+  uint64_t version = kVersion;
+  Token token{};
+  uint64_t num_chunks = 0;
+  uint64_t chunk_bytes = 0;
+};
+struct ChunkPacket {
+  Head head{kChunk};
+  ChunkHeader header;
+  uint64_t slot = 0;
+  uint64_t generation = 0;
+};
+struct CreditPacket {
+  Head head{kCredit};
+  CreditHeader header;
+};
+struct ReadPacket {
+  Head head{kRead};
+  uint64_t slot = 0;
+};
+static_assert(sizeof(HelloPacket) == 56 && sizeof(ChunkPacket) == 56);
+static_assert(sizeof(CreditPacket) == 24 && sizeof(ReadPacket) == 16);
+
+// Beyond these a peer's arena is not believed.
+constexpr uint64_t kMaxChunks = uint64_t{1} << 24;
+constexpr uint64_t kMaxChunkBytes = uint64_t{1} << 30;
+constexpr size_t kMaxAccepted = 4096;
+// Packets of one connection that are read before the next one's turn.
+constexpr int kPacketsATurn = 16;
+constexpr int kEventsATurn = 64;
+constexpr uint64_t kListenerId = 0;
+
+template <typename T>
+bool Parse(const Packet& packet, T* message) {
+  if (packet.size != sizeof(T)) return false;
+  std::memcpy(message, packet.bytes, sizeof(T));
+  return true;
+}
+
+class MappedDataPlane : public DataPlane {
+ public:
+  explicit MappedDataPlane(Arena* arena) : arena_(arena) {}
+  ~MappedDataPlane() override;
+  absl::Status Init();
+
+  const std::string& address() const override { return address_; }
+  absl::StatusOr<LinkId> Connect(const std::string& address) override;
+  void Close(LinkId link) override;
+  void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
+                 SendDone done) override;
+  void SendCredit(LinkId link, const CreditHeader& header) override;
+  bool Progress(DataEvents* events) override;
+  int event_fd() const override { return epoll_.get(); }
+  bool Arm() override { return true; }  // What has not been read yet keeps the fd readable.
+
+ private:
+  // One end of a connection, and what could not be sent yet: at most a message for each chunk of
+  // an arena, and a credit for each that was received.
+  struct Channel {
+    uint64_t id;
+    UniqueFd socket;
+    std::deque<std::vector<std::byte>> unsent{};
+    bool broken = false;
+  };
+  // To a peer that reads our arena.
+  struct Link {
+    Channel channel;
+    absl::flat_hash_map<int64_t, SendDone> reading{};  // By chunk of the arena.
+  };
+  // From a peer whose arena we read.
+  struct Accepted {
+    Channel channel;
+    std::shared_ptr<const std::byte> arena{};  // Null before the hello.
+    ArenaShape shape{};
+  };
+
+  absl::Status Watch(const Channel& channel);
+  template <typename Message>
+  void Push(Channel& channel, const Message& message);
+  void Flush(Channel& channel);
+  void SetEvents(const Channel& channel) const;
+  void Accept();
+  void OnLinkReadable(Link& link);
+  void OnAcceptedReadable(Accepted& accepted, DataEvents* events);
+  absl::Status OnPacket(Accepted& accepted, Packet& packet, DataEvents* events);
+  absl::Status OnHello(Accepted& accepted, Packet& packet) const;
+  absl::Status OnChunk(Accepted& accepted, const ChunkPacket& chunk, DataEvents* events);
+  void Serve(uint64_t id, uint32_t ready, DataEvents* events);
+  void ReportBroken(DataEvents* events);
+
+  Arena* const arena_;
+  Token token_{};
+  std::string address_;
+  UniqueFd epoll_;
+  UniqueFd listener_;
+  LinkId next_link_ = kFirstMappedLink;
+  uint64_t next_accepted_ = kListenerId + 1;
+  absl::flat_hash_map<LinkId, std::unique_ptr<Link>> links_;
+  absl::flat_hash_map<uint64_t, std::unique_ptr<Accepted>> accepted_;
+  std::vector<LinkId> down_;  // Reported at the end of Progress().
+};
+
+std::string RandomBytes16() {
+  const uint64_t words[] = {RandomId(), RandomId()};
+  return {reinterpret_cast<const char*>(words), sizeof(words)};
+}
+
+std::string SocketName(const std::string& random) {
+  return absl::StrCat("kvferry/", absl::BytesToHexString(random));
+}
+
+absl::Status MappedDataPlane::Init() {
+  const std::string name = RandomBytes16();
+  const std::string token = RandomBytes16();
+  std::memcpy(token_.data(), token.data(), token_.size());
+  address_ = name + token;
+  epoll_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
+  KVFERRY_ASSIGN_OR_RETURN(listener_, ListenUnix(SocketName(name)));
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = kListenerId;
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, listener_.get(), &event) != 0) {
+    return absl::ResourceExhaustedError(absl::StrCat("epoll: ", std::strerror(errno)));
+  }
+  return absl::OkStatus();
+}
+
+MappedDataPlane::~MappedDataPlane() {
+  while (!links_.empty()) Close(links_.begin()->first);
+}
+
+// ---------------------------------------------------------------- sending
+
+absl::StatusOr<LinkId> MappedDataPlane::Connect(const std::string& address) {
+  constexpr size_t kNameBytes = 16;
+  HelloPacket hello;
+  if (address.size() != kNameBytes + hello.token.size()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a peer's local address of ", address.size(), " bytes"));
+  }
+  KVFERRY_ASSIGN_OR_RETURN(UniqueFd socket, ConnectUnix(SocketName(address.substr(0, kNameBytes))));
+  KVFERRY_RETURN_IF_ERROR(CheckSameUser(socket));
+  address.copy(hello.token.data(), hello.token.size(), kNameBytes);
+  hello.num_chunks = static_cast<uint64_t>(arena_->shape().num_chunks);
+  hello.chunk_bytes = static_cast<uint64_t>(arena_->shape().chunk_bytes);
+  if (SendPacket(socket, std::as_bytes(std::span(&hello, 1)), arena_->fd()) != SocketResult::kOk) {
+    return absl::UnavailableError(absl::StrCat("unix socket: hello: ", std::strerror(errno)));
+  }
+  const LinkId id = next_link_++;
+  auto link = std::make_unique<Link>(Link{{id, std::move(socket)}});
+  KVFERRY_RETURN_IF_ERROR(Watch(link->channel));
+  links_.emplace(id, std::move(link));
+  return id;
+}
+
+absl::Status MappedDataPlane::Watch(const Channel& channel) {
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = channel.id;
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, channel.socket.get(), &event) == 0) {
+    return absl::OkStatus();
+  }
+  return absl::ResourceExhaustedError(absl::StrCat("epoll: ", std::strerror(errno)));
+}
+
+void MappedDataPlane::Close(LinkId id) {
+  auto node = links_.extract(id);
+  if (node.empty()) return;
+  for (auto& [chunk, done] : node.mapped()->reading) {
+    // The peer may be in the middle of it, or still to come to it.
+    arena_->TakeFromReaders(chunk);
+    done(absl::UnavailableError("the link was closed"));
+  }
+}
+
+void MappedDataPlane::SendChunk(LinkId id, const ChunkHeader& header,
+                                std::span<const std::byte> payload, SendDone done) {
+  const auto found = links_.find(id);
+  if (found == links_.end()) {
+    done(absl::UnavailableError("the link is closed"));
+    return;
+  }
+  const int64_t chunk = arena_->ChunkAt(payload.data());
+  if (chunk < 0) {
+    done(absl::InvalidArgumentError("the payload is no chunk of the arena"));
+    return;
+  }
+  Link& link = *found->second;
+  link.reading.emplace(chunk, std::move(done));
+  Push(link.channel, ChunkPacket{.header = header,
+                                 .slot = static_cast<uint64_t>(chunk),
+                                 .generation = arena_->Generation(chunk)});
+}
+
+void MappedDataPlane::SendCredit(LinkId id, const CreditHeader& header) {
+  const auto found = links_.find(id);
+  if (found != links_.end()) Push(found->second->channel, CreditPacket{.header = header});
+}
+
+template <typename Message>
+void MappedDataPlane::Push(Channel& channel, const Message& message) {
+  const auto bytes = std::as_bytes(std::span(&message, 1));
+  channel.unsent.emplace_back(bytes.begin(), bytes.end());
+  if (channel.unsent.size() == 1) Flush(channel);
+}
+
+void MappedDataPlane::Flush(Channel& channel) {
+  const bool waited = channel.unsent.size() > 1;
+  SocketResult result = SocketResult::kOk;
+  while (!channel.unsent.empty() && result == SocketResult::kOk) {
+    result = SendPacket(channel.socket, channel.unsent.front(), -1);
+    if (result == SocketResult::kOk) channel.unsent.pop_front();
+  }
+  if (result == SocketResult::kBroken) channel.broken = true;
+  if (waited || !channel.unsent.empty()) SetEvents(channel);
+}
+
+void MappedDataPlane::SetEvents(const Channel& channel) const {
+  epoll_event event{};
+  event.events = EPOLLIN | (channel.unsent.empty() ? 0U : EPOLLOUT);
+  event.data.u64 = channel.id;
+  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, channel.socket.get(), &event);
+}
+
+void MappedDataPlane::OnLinkReadable(Link& link) {
+  Packet packet;
+  for (int i = 0; i < kPacketsATurn; ++i) {
+    const SocketResult result = ReceivePacket(link.channel.socket, &packet);
+    if (result == SocketResult::kWouldBlock) return;
+    ReadPacket read;
+    const bool known =
+        result == SocketResult::kOk && Parse(packet, &read) && read.head.kind == kRead;
+    auto node = known ? link.reading.extract(static_cast<int64_t>(read.slot))
+                      : decltype(link.reading)::node_type();
+    if (node.empty()) {
+      link.channel.broken = true;
+      return;
+    }
+    node.mapped()(absl::OkStatus());
+  }
+}
+
+// ---------------------------------------------------------------- receiving
+
+void MappedDataPlane::Accept() {
+  for (;;) {
+    UniqueFd socket = AcceptUnix(listener_);
+    if (!socket.valid()) return;
+    if (accepted_.size() >= kMaxAccepted) continue;
+    if (const absl::Status status = CheckSameUser(socket); !status.ok()) {
+      Log().warn("refused a peer on this host: {}", status.ToString());
+      continue;
+    }
+    const uint64_t id = next_accepted_++;
+    auto accepted = std::make_unique<Accepted>(Accepted{{id, std::move(socket)}});
+    if (Watch(accepted->channel).ok()) accepted_.emplace(id, std::move(accepted));
+  }
+}
+
+absl::Status MappedDataPlane::OnHello(Accepted& accepted, Packet& packet) const {
+  HelloPacket hello;
+  if (!Parse(packet, &hello) || hello.magic != kMagic || hello.version != kVersion ||
+      hello.token != token_ || !packet.passed.valid()) {
+    return absl::PermissionDeniedError("a hello with another version or token");
+  }
+  if (hello.num_chunks == 0 || hello.num_chunks > kMaxChunks || hello.chunk_bytes == 0 ||
+      hello.chunk_bytes > kMaxChunkBytes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("an arena of ", hello.num_chunks, " chunks of ", hello.chunk_bytes, " bytes"));
+  }
+  accepted.shape = {static_cast<int64_t>(hello.num_chunks),
+                    static_cast<int64_t>(hello.chunk_bytes)};
+  KVFERRY_ASSIGN_OR_RETURN(accepted.arena,
+                           MapPeersMemory(packet.passed, accepted.shape.total_bytes()));
+  return absl::OkStatus();
+}
+
+absl::Status MappedDataPlane::OnChunk(Accepted& accepted, const ChunkPacket& chunk,
+                                      DataEvents* events) {
+  if (chunk.slot >= static_cast<uint64_t>(accepted.shape.num_chunks) ||
+      chunk.header.bytes > accepted.shape.chunk_bytes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a chunk of ", chunk.header.bytes, " bytes in slot ", chunk.slot));
+  }
+  const auto slot = static_cast<int64_t>(chunk.slot);
+  const std::byte* arena = accepted.arena.get();
+  events->OnChunk(chunk.header, {arena + accepted.shape.chunk_at(slot), chunk.header.bytes},
+                  [&] { return GenerationSeenByReader(arena, slot) == chunk.generation; });
+  Push(accepted.channel, ReadPacket{.slot = chunk.slot});
+  return absl::OkStatus();
+}
+
+absl::Status MappedDataPlane::OnPacket(Accepted& accepted, Packet& packet, DataEvents* events) {
+  if (accepted.arena == nullptr) return OnHello(accepted, packet);
+  if (ChunkPacket chunk; Parse(packet, &chunk) && chunk.head.kind == kChunk) {
+    return OnChunk(accepted, chunk, events);
+  }
+  if (CreditPacket credit; Parse(packet, &credit) && credit.head.kind == kCredit) {
+    events->OnCredit(credit.header);
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat("a message of ", packet.size, " bytes"));
+}
+
+void MappedDataPlane::OnAcceptedReadable(Accepted& accepted, DataEvents* events) {
+  Packet packet;
+  for (int i = 0; i < kPacketsATurn; ++i) {
+    const SocketResult result = ReceivePacket(accepted.channel.socket, &packet);
+    if (result == SocketResult::kWouldBlock) return;
+    absl::Status status = absl::UnavailableError("it has gone");
+    if (result == SocketResult::kOk) {
+      status = OnPacket(accepted, packet, events);
+      if (!status.ok()) Log().warn("dropped a peer on this host: {}", status.ToString());
+    }
+    if (!status.ok()) {
+      accepted.channel.broken = true;
+      return;
+    }
+  }
+}
+
+// ---------------------------------------------------------------- both
+
+void MappedDataPlane::Serve(uint64_t id, uint32_t ready, DataEvents* events) {
+  if (id == kListenerId) return Accept();
+  if (const auto link = links_.find(id); link != links_.end()) {
+    if ((ready & EPOLLOUT) != 0) Flush(link->second->channel);
+    if ((ready & ~EPOLLOUT) != 0) OnLinkReadable(*link->second);
+    if (link->second->channel.broken) down_.push_back(id);
+    return;
+  }
+  const auto accepted = accepted_.find(id);
+  if (accepted == accepted_.end()) return;
+  if ((ready & EPOLLOUT) != 0) Flush(accepted->second->channel);
+  if ((ready & ~EPOLLOUT) != 0) OnAcceptedReadable(*accepted->second, events);
+  if (accepted->second->channel.broken) accepted_.erase(accepted);
+}
+
+bool MappedDataPlane::Progress(DataEvents* events) {
+  std::array<epoll_event, kEventsATurn> ready;
+  const int count = epoll_wait(epoll_.get(), ready.data(), kEventsATurn, 0);
+  for (int i = 0; i < count; ++i) Serve(ready[i].data.u64, ready[i].events, events);
+  ReportBroken(events);
+  return count > 0;
+}
+
+void MappedDataPlane::ReportBroken(DataEvents* events) {
+  for (const LinkId id : std::exchange(down_, {})) {
+    // Once: its fd stays readable until it is closed.
+    const auto link = links_.find(id);
+    if (link == links_.end()) continue;
+    epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link->second->channel.socket.get(), nullptr);
+    events->OnLinkDown(id, absl::UnavailableError("the peer on this host is gone"));
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<DataPlane>> MakeMappedDataPlane(Arena* arena) {
+  if (arena->fd() < 0) return absl::FailedPreconditionError("the arena's memory is not shared");
+  auto plane = std::make_unique<MappedDataPlane>(arena);
+  KVFERRY_RETURN_IF_ERROR(plane->Init());
+  return plane;
+}
+
+}  // namespace kvferry

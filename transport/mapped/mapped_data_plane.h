@@ -1,0 +1,20 @@
+#pragma once
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "transport/arena.h"
+#include "transport/data_plane.h"
+
+namespace kvferry {
+
+// Link ids of this plane; those of others are smaller.
+inline constexpr LinkId kFirstMappedLink = LinkId{1} << 62;
+
+// A data plane to peers on this host (docs/wire_protocol.md, "Same host"): chunks are read where
+// they lie in the sender's arena, and only words about them pass through Unix sockets. Payloads of
+// SendChunk must lie in `arena`, which outlives the plane and whose memory is shared.
+// Connect() is UNAVAILABLE for a peer that is not on this host.
+absl::StatusOr<std::unique_ptr<DataPlane>> MakeMappedDataPlane(Arena* arena);
+
+}  // namespace kvferry
