@@ -351,8 +351,8 @@ def main():
         f"TCP {header['congestion_control']}"
     )
     print(
-        f"loopback TCP (host: shared memory), host memory, median of {args.reps} runs, in turn; GB/s; "
-        f"load when started: {header['load']:.1f}",
+        f"loopback TCP (host: shared memory), host memory, median of {args.reps} runs, in turn; "
+        f"GB/s; load when started: {header['load']:.1f}",
         flush=True,
     )
     hidden = set()
