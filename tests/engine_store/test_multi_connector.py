@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from demo import QUESTIONS
 from pair import REMOTE_DECODE, Answer, transfer_config
+from servers import free_port
 from store_engines import (
     BLOCK_TOKENS,
     FULL_BLOCKS,
@@ -23,7 +24,6 @@ from store_engines import (
     read_trace,
     running,
 )
-from stores import free_port
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("KVFERRY_TEST_ALL"), reason="only in ./dev test --all: two more engines"

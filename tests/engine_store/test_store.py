@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from demo import QUESTIONS
+from servers import free_port
 from store_engines import BLOCK_TOKENS, FULL_BLOCKS, HOST, StoreEngine, long_prompt, running
-from stores import free_port, mooncake_master, redis_server
+from stores import mooncake_master, redis_server
 
 
 def expect_loaded(engine: StoreEngine, prompt: list[int], tokens: list[int]) -> None:
