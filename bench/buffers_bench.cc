@@ -1,32 +1,25 @@
-// Lookup buffers and stores: lookups a second at 10^2, 10^4 and 10^6 entries, and values of 2 MiB
-// put into the host store and got back, beside memcpy of as many bytes. What took turns is compared;
-// the tables have medians of the rounds, and every value got back is compared with what was put.
+// Lookup buffers: lookups a second at 10^2, 10^4 and 10^6 entries, which take turns; the tables have
+// medians of the rounds, and every answer is compared with what was put.
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <functional>
 #include <iostream>
 #include <memory>
 #include <random>
-#include <string>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "base/clock.h"
 #include "connector/lookup_consumer.h"
 #include "connector/lookup_producer.h"
 #include "connector/lookup_table.h"
-#include "connector/store/host_store.h"
 
 namespace kvferry::bench {
 namespace {
 
 constexpr int64_t kTokens = 256;
 constexpr int64_t kLookupsARound = 20000;
-constexpr int64_t kValueBytes = 2 << 20;
-constexpr int64_t kValues = 64;
 
 template <typename T>
 T Must(absl::StatusOr<T> result) {
@@ -180,65 +173,14 @@ int64_t Lookups(const char* what, int rounds) {
   return wrong;
 }
 
-// ---------------------------------------------------------------- values
-
-int64_t Values(int rounds) {
-  const auto store = Must(HostStore::Create(
-      {Must(HostStore::FlatLayout(1 << 20)), 2 * kValues * kValueBytes, kValueBytes}));
-  std::vector<std::byte> source(kValues * kValueBytes);
-  std::mt19937_64 random(2);
-  for (size_t i = 0; i + 8 <= source.size(); i += 8) {
-    const uint64_t word = random();
-    std::memcpy(&source[i], &word, 8);
-  }
-  std::vector<std::byte> target(source.size());
-  const auto value = [&](int64_t i) {
-    return std::span<const std::byte>(source).subspan(i * kValueBytes, kValueBytes);
-  };
-  std::vector<double> put;
-  std::vector<double> get;
-  std::vector<double> copy;
-  int64_t wrong = 0;
-  for (int round = 0; round < rounds; ++round) {
-    put.push_back(Seconds([&] {
-      for (int64_t i = 0; i < kValues; ++i) {
-        const auto part = value(i);
-        Must(store->Put(absl::StrCat("key", i), {&part, 1}, DeadlineInMs(1000)));
-      }
-    }));
-    std::memset(target.data(), 0, target.size());
-    get.push_back(Seconds([&] {
-      for (int64_t i = 0; i < kValues; ++i) {
-        const auto part = std::span(target).subspan(i * kValueBytes, kValueBytes);
-        Must(store->Get(absl::StrCat("key", i), {&part, 1}, DeadlineInMs(1000)));
-      }
-    }));
-    wrong += std::memcmp(source.data(), target.data(), source.size()) == 0 ? 0 : 1;
-    copy.push_back(Seconds([&] { std::memcpy(target.data(), source.data(), source.size()); }));
-  }
-  std::printf("\n%lld values of 2 MiB in the host store, beside memcpy\n\n",
-              static_cast<long long>(kValues));
-  std::printf("| operation | GB/s | GB/s min-max | x memcpy |\n|---|---|---|---|\n");
-  const double bytes = static_cast<double>(source.size());
-  for (const auto& [name, seconds] :
-       {std::pair("put", &put), std::pair("get", &get), std::pair("memcpy", &copy)}) {
-    const Spread spread = Of(*seconds);
-    std::printf("| %s | %.2f | %.2f-%.2f | %.2f |\n", name, bytes / spread.median / 1e9,
-                bytes / spread.max / 1e9, bytes / spread.min / 1e9,
-                Of(copy).median / spread.median);
-  }
-  return wrong;
-}
-
 int Main(int argc, char** argv) {
-  CLI::App app("Lookups a second by number of entries, and puts and gets of the host store.");
+  CLI::App app("Lookups a second by number of entries.");
   int rounds = 9;
   app.add_option("--reps", rounds, "of which the median counts")->check(CLI::Range(1, 1000));
   CLI11_PARSE(app, argc, argv);
   int64_t wrong = Lookups<FilledTable>("taken out of the table and put back", rounds);
   std::printf("\n");
   wrong += Lookups<FilledBuffer>("fetched by another node and inserted again", rounds);
-  wrong += Values(rounds);
   if (wrong == 0) return 0;
   std::printf("\nWRONG: %lld answers were not what was put\n", static_cast<long long>(wrong));
   return 1;

@@ -25,6 +25,8 @@ import allocators
 from systems import ROOT, SALT, BenchError, Driver, Kvferry, Limit, Nixl, NixlPair
 from workload import FRAGMENTATIONS, SHAPES, Shape, choose_pages
 
+TABLES_SECONDS = 1800  # Longest that a program that prints tables may take.
+
 
 def memory_available():
     match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
@@ -276,6 +278,12 @@ def parse_arguments():
     parser.add_argument(
         "--nixl-tls", default="tcp,self", help="UCX_TLS of NIXL (default: tcp,self)"
     )
+    parser.add_argument(
+        "--mooncake",
+        type=Path,
+        metavar="FOLDER",
+        help="site-packages with Mooncake (requirements/peers.txt): measures its store as well",
+    )
     parser.add_argument("--no-limits", action="store_true", help="no memcpy and no TCP stream")
     parser.add_argument("--no-pools", action="store_true", help="only what moves KV")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the table there")
@@ -291,14 +299,29 @@ def parse_arguments():
     return args
 
 
-def print_tables(build, driver, reps, problems):
-    """The tables that a driver of ours prints by itself."""
+def print_tables(name, command, reps, problems):
+    """The tables that a program of ours prints by itself."""
     print(flush=True)
     try:
-        command = [build / f"bench/kvferry_bench_{driver}", f"--reps={reps}"]
-        subprocess.run(command, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        problems.append(f"{driver}: {error}")
+        subprocess.run([*command, f"--reps={reps}"], check=True, timeout=TABLES_SECONDS)
+    except subprocess.CalledProcessError as error:
+        problems.append(f"{name}: exit status {error.returncode}, see there")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problems.append(f"{name}: {error}")
+
+
+def print_pools(args, problems):
+    """Everything but what moves KV between processes; the allocators' rows."""
+    rows = allocators.print_table(args.build, args.reps, problems)
+    for driver in ("kernels", "buffers", "stores"):
+        command = [args.build / f"bench/kvferry_bench_{driver}"]
+        print_tables(driver, command, args.reps, problems)
+    if args.mooncake:
+        command = [sys.executable, ROOT / "bench/mooncake_bench.py", "--peers", args.mooncake]
+        print_tables("Mooncake", command, args.reps, problems)
+    else:
+        problems.append("Mooncake: not measured; give --mooncake (./dev bench --peers does)")
+    return rows
 
 
 def write_csv(path, rows):
@@ -376,9 +399,7 @@ def main():
     print("; ".join(sorted(notes)))
     allocator_rows = []
     if not args.no_pools:
-        allocator_rows = allocators.print_table(args.build, args.reps, problems)
-        print_tables(args.build, "kernels", args.reps, problems)
-        print_tables(args.build, "buffers", args.reps, problems)
+        allocator_rows = print_pools(args, problems)
     for problem in problems:
         print(f"not measured: {problem}" if "not measured" not in problem else problem)
     if args.csv:

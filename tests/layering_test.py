@@ -2,9 +2,10 @@
 
     base <- pool <- transport <- connector <- python, examples, bench
 
-bench/ may also include what it shares with examples/ (layout flags, the pattern). Fails as well
-on third-party headers outside the one folder that wraps them: UCX in transport/ucx/, ZeroMQ and
-msgpack in transport/control/, hiredis, RocksDB and OpenSSL in connector/store/, CUDA in pool/cuda/.
+bench/ may also include what it shares with examples/ (layout flags, the pattern) and with tests/ (a
+Redis server). Fails as well on third-party headers outside the one folder that wraps them: UCX in
+transport/ucx/, ZeroMQ and msgpack in transport/control/, hiredis, RocksDB and OpenSSL in
+connector/store/, CUDA in pool/cuda/; but bench/peers/ may use what ours is compared with directly.
 tests/ may include anything.
 
     python3 tests/layering_test.py              checks this tree
@@ -25,9 +26,10 @@ MAY_INCLUDE = {
     "connector": {"base", "pool", "transport", "connector"},
     "python": {"base", "pool", "transport", "connector", "python"},
     "examples": {"base", "pool", "transport", "connector", "examples"},
-    "bench": {"base", "pool", "transport", "connector", "examples", "bench"},
+    "bench": {"base", "pool", "transport", "connector", "examples", "bench", "tests"},
 }
 OURS = {*MAY_INCLUDE, "tests"}
+PEERS = "bench/peers"
 
 # Library, the headers that are its own, and the one folder that may include them.
 WRAPPED = [
@@ -72,7 +74,7 @@ def faults_of(including: Path, quote: str, target: str, root: Path) -> list[str]
         )
     for library, pattern, home in WRAPPED:
         if to_folder not in OURS and pattern.match(target):
-            if not including.as_posix().startswith(home + "/"):
+            if not including.as_posix().startswith((home + "/", PEERS + "/")):
                 faults.append(f"includes {library}'s <{target}>, which belongs to {home}/ alone")
     return faults
 
@@ -117,6 +119,7 @@ PLANTED_BAD = [
     ("base/a.cc", "#include <msgpack/v3/unpack.hpp>"),
     ("connector/a.cc", "#include <hiredis/hiredis.h>"),
     ("connector/a.cc", "#include <rocksdb/db.h>"),
+    ("bench/a.cc", "#include <hiredis/hiredis.h>"),
     ("base/a.cc", "#include <openssl/evp.h>"),
     ("pool/a.cc", "#include <cuda_runtime.h>"),
     ("transport/ucx/a.cc", '#include "cuda.h"'),
@@ -136,6 +139,8 @@ PLANTED_GOOD = [
     ("transport/a.cc", '#include "transport/control/zmq.h"'),
     ("connector/a.cc", '#include "transport/ucx/worker.h"'),
     ("python/a.cc", '#include "connector/endpoint.h"'),
+    ("bench/a.cc", '#include "tests/support/redis_process.h"'),
+    ("bench/peers/a.cc", "#include <hiredis/hiredis.h>"),
     ("tests/a.cc", "#include <ucp/api/ucp.h>"),
     ("tests/a.cc", '#include "python/module.h"'),
 ]

@@ -20,9 +20,9 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "connector/store/value_header.h"
-#include "tests/connector/redis_process.h"
 #include "tests/connector/store_conformance.h"
 #include "tests/connector/store_values.h"
+#include "tests/support/redis_process.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 

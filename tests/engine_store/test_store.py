@@ -4,79 +4,15 @@ Each test's first engine computes the prompt; another one, or the same one later
 The prefix cache of vLLM is off, so that what is not computed came from the store.
 """
 
-import contextlib
-import json
 import os
-import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from demo import QUESTIONS
-from pair import DEFAULT_MODEL, Engine, transfer_config
+from servers import free_port
+from store_engines import BLOCK_TOKENS, FULL_BLOCKS, HOST, StoreEngine, long_prompt, running
 from stores import mooncake_master, redis_server
-
-BLOCK_TOKENS = 32
-PROMPT_TOKENS = 1000
-FULL_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
-ENGINE = {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": 48, "max_model_len": 1280}
-HOST = {"backend": "host", "capacity_bytes": 256 << 20}
-
-
-class StoreEngine(Engine):
-    """An engine in store mode, and the trace of what it loaded and saved."""
-
-    def __init__(self, name: str, folder: Path, store: dict[str, Any], **extra: Any):
-        self.trace_path = folder / f"{name}.trace"
-        extra |= {"mode": "store", "store": store, "trace_path": str(self.trace_path)}
-        config = transfer_config(
-            "kv_both",
-            engine_id=name,
-            kv_connector_extra_config=extra,
-            kv_load_failure_policy="recompute",
-        )
-        super().__init__(name, DEFAULT_MODEL, folder, kv_transfer_config=config, **ENGINE)
-
-    def blocks(self, event: str) -> int:
-        """Blocks that it has loaded ("load") or saved ("save") so far."""
-        if not self.trace_path.exists():
-            return 0
-        lines = self.trace_path.read_text(encoding="utf-8").splitlines()
-        events = [it for it in map(json.loads, lines) if it["event"] == event]
-        return sum(
-            it["blocks"] - it.get("failed", 0) - it.get("blocks_missing", 0) for it in events
-        )
-
-    def wait_saved(self, blocks: int) -> None:
-        deadline = time.monotonic() + 20.0
-        while self.blocks("save") < blocks:
-            assert time.monotonic() < deadline, f"{self.blocks('save')} of {blocks} blocks saved"
-            time.sleep(0.02)
-
-
-@contextlib.contextmanager
-def running(*engines: StoreEngine) -> Iterator[None]:
-    try:
-        for engine in engines:
-            engine.wait_ready()
-        yield
-    finally:
-        for engine in engines:
-            engine.stop()
-        for engine in engines:
-            engine.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def long_prompt(engine: Engine) -> list[int]:
-    return engine.tokenize(QUESTIONS[1][1])[-PROMPT_TOKENS:]
 
 
 def expect_loaded(engine: StoreEngine, prompt: list[int], tokens: list[int]) -> None:

@@ -1,22 +1,54 @@
 """SGLang's own host pools and cache controller, on the CPU, for tests."""
 
+import contextlib
+import importlib.util
+import os
+import sys
 import time
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import torch
-from sglang.srt.managers import cache_controller
-from sglang.srt.mem_cache.device_pool_info import (
-    KVBufferLayout,
-    KVBuffers,
-    MHABufferInfo,
-    MLABufferInfo,
-)
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
-from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
-from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+import torch._inductor.compile_fx  # Before the stand-in: torch would take it for the real one.
+
+# Behind this Python's own packages: where ./dev puts SGLang, which no other test shall see.
+sys.path += filter(None, [os.environ.get("KVFERRY_TEST_SGLANG")])
+
+
+@contextlib.contextmanager
+def stand_in_for_triton() -> Iterator[None]:
+    """SGLang's modules decorate GPU kernels as they load. Triton has a gigabyte, and nothing here
+    runs a kernel."""
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+    names = ("triton", "triton.language", "triton.language.extra")
+    for name in names:
+        sys.modules[name] = MagicMock(__spec__=ModuleSpec(name, None))
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+with stand_in_for_triton():
+    import sglang.srt.mem_cache.deepseek_v4_memory_pool  # noqa: F401  # The controller does later.
+    from sglang.srt.managers import cache_controller
+    from sglang.srt.mem_cache.device_pool_info import (
+        KVBufferLayout,
+        KVBuffers,
+        MHABufferInfo,
+        MLABufferInfo,
+    )
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+    from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
+    from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 PAGE, PAGES, LAYERS = 4, 16, 3
 DTYPE = torch.bfloat16

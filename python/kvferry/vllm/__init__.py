@@ -4,6 +4,14 @@
                        "kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_producer"}'
 """
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
 from kvferry.vllm.connector import KVFerryConnector
+
+# MultiConnector finds the class of a connector's statistics by name alone.
+try:
+    KVConnectorFactory.register_connector("KVFerryConnector", "kvferry.vllm", "KVFerryConnector")
+except ValueError:
+    pass  # The application has done it.
 
 __all__ = ["KVFerryConnector"]

@@ -11,7 +11,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import ForwardContext
 from vllm.v1.attention.backend import AttentionMetadata
@@ -20,12 +23,18 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvferry.vllm import layout
-from kvferry.vllm.metadata import StepMetadata, StoreAddress, WorkerAddress
+from kvferry.vllm import layout, siblings
+from kvferry.vllm.metadata import Addresses, StepMetadata
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler, warn_wrong_role
 from kvferry.vllm.store_scheduler import StoreScheduler
 from kvferry.vllm.store_worker import StoreWorker
-from kvferry.vllm.telemetry import Options, Trace, TransferStats, setup_logging
+from kvferry.vllm.telemetry import (
+    Options,
+    Trace,
+    TransferMetrics,
+    TransferStats,
+    setup_logging,
+)
 from kvferry.vllm.worker import DecodeWorker, PrefillWorker
 
 if TYPE_CHECKING:
@@ -65,8 +74,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._store: StoreScheduler | None = None
         self._store_worker: StoreWorker | None = None
         self._stats = TransferStats()
+        self._tp_rank = 0  # Of a worker.
         if self._options.store is not None:
-            layout.check_store_supported(vllm_config)
+            layout.check_store_supported(vllm_config, role)
         if role == KVConnectorRole.SCHEDULER:
             block_size = layout.block_size(kv_cache_config)
             if self._options.store is not None:
@@ -92,19 +102,27 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> KVConnectorStats | None:
         return TransferStats(data or {})
 
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # ---- Scheduler process
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
+        """Raises RuntimeError when the workers' addresses are another connector's."""
+        ours = {rank: it for rank, it in metadata.items() if isinstance(it, Addresses)}
         if self._prefill is not None:
-            self._prefill.set_workers(
-                {rank: it for rank, it in metadata.items() if isinstance(it, WorkerAddress)}
-            )
+            self._prefill.set_workers(_all_known({rank: it.pull for rank, it in ours.items()}))
         if self._store is not None:
-            self._store.set_workers(
-                {rank: it for rank, it in metadata.items() if isinstance(it, StoreAddress)}
-            )
+            self._store.set_workers(_all_known({rank: it.store for rank, it in ours.items()}))
 
     def on_new_request(self, request: "Request") -> None:
         if self._store is not None:
@@ -176,10 +194,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         Raises NotImplementedError for a cache of unknown arrangement, kvferry.Error for an address
         that is taken.
         """
-        tp_rank = get_tensor_model_parallel_rank()
+        tp_rank = self._tp_rank = get_tensor_model_parallel_rank()
+        engine_id, mode = self._kv_transfer_config.engine_id, self._options.mode
+        siblings.check_alone(engine_id, tp_rank, mode)
         cache = layout.AdoptedCache(self._vllm_config, self._kv_cache_config, kv_caches)
         model = layout.model_identity(self._vllm_config, tp_rank)
-        name = f"{self._kv_transfer_config.engine_id}/{tp_rank}"[:128]
+        name = f"{engine_id}/{tp_rank}"[:128]
         config = self._options.config(tp_rank)
         trace = Trace(self._options.trace_path, tp_rank)
         if self._options.store is not None:
@@ -193,19 +213,20 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 trace,
                 self._stats,
             )
+            siblings.enrol(engine_id, tp_rank, mode, self._store_worker)
             return
         if self._kv_transfer_config.is_kv_producer:
             self._prefill_worker = self.prefill_worker_class(
                 cache, config, model, name, trace, self._stats
             )
+            siblings.enrol(engine_id, tp_rank, mode, self._prefill_worker)
         if self._kv_transfer_config.is_kv_consumer:
             self._decode_worker = self.decode_worker_class(
                 cache, config, model, name, tp_rank, trace, self._stats
             )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        worker = self._prefill_worker or self._store_worker
-        return None if worker is None else worker.address()
+        return siblings.addresses(self._kv_transfer_config.engine_id, self._tp_rank)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._prefill_worker is not None:
@@ -280,3 +301,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             if part is not None:
                 part.close()
         self._decode_worker = self._prefill_worker = self._store_worker = self._store = None
+
+
+def _all_known(addresses: dict[int, Any]) -> dict[int, Any]:
+    if not addresses or None in addresses.values():
+        raise RuntimeError(
+            "KVFerryConnector did not get the addresses of its workers: under MultiConnector it "
+            "has to stand before connectors of other kinds"
+        )
+    return addresses

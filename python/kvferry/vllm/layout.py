@@ -4,7 +4,8 @@ import os
 from typing import Any, NamedTuple
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 import kvferry
@@ -37,18 +38,26 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         )
 
 
-def check_store_supported(vllm_config: VllmConfig) -> None:
+def check_store_supported(vllm_config: VllmConfig, role: KVConnectorRole) -> None:
     """Raises ValueError, naming the setting, for engines that a store would fail."""
     transfer = vllm_config.kv_transfer_config
-    if transfer.kv_load_failure_policy != "recompute":
+    if role == KVConnectorRole.WORKER and not _recomputes(vllm_config):
         raise ValueError(
-            'KVFerryConnector in mode "store" needs "kv_load_failure_policy": "recompute": a store '
-            "may drop a block after it has promised it, and such a request should not fail"
+            'KVFerryConnector in mode "store" needs "kv_load_failure_policy": "recompute", of the '
+            "whole engine (under MultiConnector: beside the outer kv_connector_extra_config): a "
+            "store may drop a block after it has promised it, and such a request should not fail"
         )
     if transfer.kv_role != "kv_both":
         raise ValueError(
             f'KVFerryConnector in mode "store" needs "kv_role": "kv_both", not {transfer.kv_role!r}'
         )
+
+
+def _recomputes(vllm_config: VllmConfig) -> bool:
+    """Of the engine: under MultiConnector a connector is given a configuration of its own, and
+    vLLM heeds the outer one, which only workers can see."""
+    engine = get_current_vllm_config_or_none() or vllm_config
+    return engine.kv_transfer_config.kv_load_failure_policy == "recompute"
 
 
 def block_size(kv_cache_config: KVCacheConfig) -> int:

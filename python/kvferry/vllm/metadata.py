@@ -67,6 +67,14 @@ class StoreAddress(KVConnectorHandshakeMetadata):
 
 
 @dataclass
+class Addresses(KVConnectorHandshakeMetadata):
+    """What the connectors of ours in one worker tell theirs in the scheduler process."""
+
+    pull: WorkerAddress | None = None
+    store: StoreAddress | None = None
+
+
+@dataclass
 class StoreLoad:
     """Blocks that the store is expected to have."""
 

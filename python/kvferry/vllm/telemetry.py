@@ -7,7 +7,12 @@ import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from prometheus_client import Counter, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.metrics.utils import create_metric_per_engine
 
 import kvferry
 from kvferry.vllm.stores import StoreOptions
@@ -181,3 +186,44 @@ class TransferStats(KVConnectorStats):
         taken = TransferStats(self.data)
         self.reset()
         return taken
+
+
+class TransferMetrics(KVConnectorPromMetrics):
+    """The same numbers for Prometheus."""
+
+    _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ):
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._bytes = self._made(Counter, "fetched_bytes", "Bytes of KV fetched or loaded.")
+        self._seconds = self._made(
+            Histogram,
+            "fetch_seconds",
+            "Time that the KV of a request took to arrive.",
+            buckets=self._SECONDS,
+        )
+        self._failed = self._made(Counter, "failed_fetches", "Fetches and loads that failed.")
+        self._expired = self._made(Counter, "expired_leases", "Prompts that nobody fetched.")
+
+    def _made(self, kind: type, name: str, documentation: str, **more: Any) -> dict[int, Any]:
+        classes = {Counter: self._counter_cls, Histogram: self._histogram_cls}
+        metric = classes[kind](
+            name=f"vllm:kvferry_{name}",
+            documentation=documentation,
+            labelnames=self._labelnames,
+            **more,
+        )
+        return create_metric_per_engine(metric, self.per_engine_labelvalues)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        self._bytes[engine_idx].inc(sum(transfer_stats_data["bytes"]))
+        for milliseconds in transfer_stats_data["move_ms"]:
+            self._seconds[engine_idx].observe(milliseconds / 1e3)
+        self._failed[engine_idx].inc(len(transfer_stats_data["failed"]))
+        self._expired[engine_idx].inc(len(transfer_stats_data["expired"]))

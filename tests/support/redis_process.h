@@ -1,6 +1,7 @@
 #pragma once
 
-// A Redis server of a test's own.
+// A Redis server of a test's own, or of a benchmark's. What goes wrong here ends the program, with
+// the reason on standard error.
 
 #include <sys/types.h>
 

@@ -1,8 +1,7 @@
-#include "tests/connector/redis_process.h"
+#include "tests/support/redis_process.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>
-#include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
@@ -12,6 +11,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
+#include <iostream>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -19,6 +19,11 @@
 
 namespace kvferry {
 namespace {
+
+[[noreturn]] void GiveUp(absl::string_view why) {
+  std::cerr << why << std::endl;
+  std::exit(1);
+}
 
 sockaddr_in Loopback(int64_t port) {
   sockaddr_in address = {};
@@ -65,7 +70,7 @@ int64_t FreePort() {
   socklen_t length = sizeof(address);
   const bool bound = bind(fd, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
                      getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0;
-  if (!bound) ADD_FAILURE() << "no free port";
+  if (!bound) GiveUp("no free port");
   close(fd);
   return ntohs(address.sin_port);
 }
@@ -98,7 +103,7 @@ void RedisProcess::Start() {
     _exit(127);
   }
   if (!WaitFor([this] { return Accepts(port_); }, Soon())) {
-    ADD_FAILURE() << "redis-server does not accept at port " << port_;
+    GiveUp(absl::StrCat("redis-server does not accept at port ", port_));
   }
 }
 

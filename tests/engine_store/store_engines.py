@@ -1,0 +1,89 @@
+"""vLLM engines that keep their KV in a store, and what tests do with them."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from demo import QUESTIONS
+from pair import DEFAULT_MODEL, Engine, transfer_config
+
+BLOCK_TOKENS = 32
+PROMPT_TOKENS = 1000
+FULL_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
+ENGINE = {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": 48, "max_model_len": 1280}
+HOST = {"backend": "host", "capacity_bytes": 256 << 20}
+
+
+class TracedEngine(Engine):
+    """An engine of the tests' size with a connector that writes a trace of what it moves."""
+
+    def __init__(self, name: str, folder: Path, trace_path: Path, transfer: dict[str, Any]):
+        self.trace_path = trace_path
+        super().__init__(name, DEFAULT_MODEL, folder, kv_transfer_config=transfer, **ENGINE)
+
+    def blocks(self, event: str) -> int:
+        """Blocks that it has loaded ("load"), saved ("save") or pulled ("fetch") so far."""
+        events = [it for it in read_trace(self.trace_path) if it["event"] == event]
+        return sum(
+            it["blocks"] - it.get("failed", 0) - it.get("blocks_missing", 0) for it in events
+        )
+
+    def wait_saved(self, blocks: int) -> None:
+        deadline = time.monotonic() + 20.0
+        while self.blocks("save") < blocks:
+            assert time.monotonic() < deadline, f"{self.blocks('save')} of {blocks} blocks saved"
+            time.sleep(0.02)
+
+
+class StoreEngine(TracedEngine):
+    """An engine in store mode."""
+
+    def __init__(self, name: str, folder: Path, store: dict[str, Any], **extra: Any):
+        trace_path = folder / f"{name}.trace"
+        extra |= {"mode": "store", "store": store, "trace_path": str(trace_path)}
+        config = transfer_config(
+            "kv_both",
+            engine_id=name,
+            kv_connector_extra_config=extra,
+            kv_load_failure_policy="recompute",
+        )
+        super().__init__(name, folder, trace_path, config)
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@contextlib.contextmanager
+def running(*engines: Engine) -> Iterator[None]:
+    try:
+        for engine in engines:
+            engine.wait_ready()
+        yield
+    finally:
+        for engine in engines:
+            engine.stop()
+        for engine in engines:
+            engine.close()
+
+
+def long_prompt(engine: Engine) -> list[int]:
+    return engine.tokenize(QUESTIONS[1][1])[-PROMPT_TOKENS:]
+
+
+def expect_idle(engine: Engine, timeout_s: float = 10.0) -> None:
+    """Waits until the engine holds no block and no request. Fails if that does not come."""
+    names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        metrics = engine.metrics()
+        held = {name: metrics.get(f"vllm:{name}", 0) for name in names}
+        if not any(held.values()):
+            return
+        assert time.monotonic() < deadline, f"{engine.name} still holds {held}"
+        time.sleep(0.05)

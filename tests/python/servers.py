@@ -1,0 +1,72 @@
+"""Servers that tests and benchmarks start for themselves, on free ports of 127.0.0.1."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+
+class NoServer(RuntimeError):
+    """Its program is not there; the text says what would bring it."""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Server:
+    """A process that listens on a port of 127.0.0.1."""
+
+    def __init__(self, program: str, command: list[str], port: int, log: Path):
+        self.program, self.command, self.port, self.log = program, command, port, log
+        self.start()
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, executable=self.program, stdout=log, stderr=log
+            )
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                return
+            except OSError:
+                if time.monotonic() > deadline or self.process.poll() is not None:
+                    raise RuntimeError(self.log.read_text()[-2000:]) from None
+                time.sleep(0.01)
+
+    def send(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.send(signal.SIGKILL)
+        self.process.wait()
+
+
+def redis_server(folder: Path, *options: str) -> Server:
+    # One program goes by both names, and acts by the one it is called by.
+    program = shutil.which("redis-server") or shutil.which("redis-check-rdb")
+    if program is None:
+        raise NoServer("no redis-server on PATH (Debian: redis-tools)")
+    port = free_port()
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    command += ["--appendonly", "no", *options]
+    return Server(program, command, port, folder / "redis.log")
+
+
+def mooncake_master(folder: Path) -> Server:
+    try:
+        import mooncake
+    except ImportError as error:
+        raise NoServer("no Mooncake (pip install mooncake-transfer-engine-non-cuda)") from error
+    binary = Path(mooncake.__file__).parent / "mooncake_master"
+    port, metrics_port = free_port(), free_port()
+    options = [f"--rpc_port={port}", f"--metrics_port={metrics_port}", "--rpc_address=127.0.0.1"]
+    return Server(str(binary), [str(binary), *options], port, folder / "mooncake_master.log")

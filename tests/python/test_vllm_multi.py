@@ -1,0 +1,112 @@
+"""What our connectors do for vLLM's MultiConnector, without an engine."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from kvferry.vllm import KVFerryConnector, layout, siblings  # noqa: E402
+from kvferry.vllm.metadata import Addresses, StoreAddress, WorkerAddress  # noqa: E402
+from kvferry.vllm.telemetry import TransferMetrics, TransferStats  # noqa: E402
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (  # noqa: E402
+    MultiConnector,
+)
+
+PULL = WorkerAddress("tcp://127.0.0.1:5000", 7)
+STORE = StoreAddress("tcp://127.0.0.1:5001", "m", {})
+
+
+class Worker:
+    def __init__(self, address: WorkerAddress | StoreAddress):
+        self.address = lambda: address
+
+
+def test_each_connector_knows_the_addresses_of_all():
+    pull, store, other = Worker(PULL), Worker(STORE), Worker(PULL)
+    assert siblings.addresses("one", 0) is None
+    siblings.enrol("one", 0, "pull", pull)
+    siblings.enrol("two", 0, "pull", other)
+    assert siblings.addresses("one", 0) == Addresses(PULL, None)
+    siblings.enrol("one", 0, "store", store)
+    assert siblings.addresses("one", 0) == Addresses(PULL, STORE)
+    assert siblings.addresses("two", 0) == Addresses(PULL, None)
+    assert siblings.addresses("one", 1) is None
+    with pytest.raises(ValueError, match='engine one has two .* in mode "store"'):
+        siblings.check_alone("one", 0, "store")
+    del store  # An engine that starts again in this process finds nothing in its way.
+    siblings.check_alone("one", 0, "store")
+    assert siblings.addresses("one", 0) == Addresses(PULL, None)
+
+
+def scheduler_half(prefill: list | None, store: list | None) -> KVFerryConnector:
+    connector = object.__new__(KVFerryConnector)
+    connector._prefill = None if prefill is None else SimpleNamespace(set_workers=prefill.append)
+    connector._store = None if store is None else SimpleNamespace(set_workers=store.append)
+    return connector
+
+
+def test_a_scheduler_takes_its_own_out_of_the_addresses():
+    both = {0: Addresses(PULL, STORE), 1: Addresses(PULL, STORE)}
+    prefill, store = [], []
+    scheduler_half(prefill, None).set_xfer_handshake_metadata(both)
+    scheduler_half(None, store).set_xfer_handshake_metadata(both)
+    scheduler_half(None, None).set_xfer_handshake_metadata({})  # A decode engine's.
+    assert prefill == [{0: PULL, 1: PULL}]
+    assert store == [{0: STORE, 1: STORE}]
+
+
+@pytest.mark.parametrize("foreign", [{}, {0: object()}, {0: Addresses(pull=PULL)}])
+def test_addresses_of_another_connector_are_no_index_error_later(foreign):
+    with pytest.raises(RuntimeError, match="before connectors of other kinds"):
+        scheduler_half(None, []).set_xfer_handshake_metadata(foreign)
+
+
+def config(policy: str, role: str = "kv_both") -> SimpleNamespace:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy, kv_role=role)
+    )
+
+
+def test_the_engine_s_policy_counts_and_not_the_connector_s(monkeypatch):
+    def check(child: str, engine: str | None):
+        outer = engine and config(engine)
+        monkeypatch.setattr(layout, "get_current_vllm_config_or_none", lambda: outer)
+        layout.check_store_supported(config(child), KVConnectorRole.WORKER)
+
+    check("recompute", None)
+    check("fail", "recompute")
+    for child, engine in (("fail", None), ("recompute", "fail")):
+        with pytest.raises(ValueError, match="kv_load_failure_policy.*of the whole engine"):
+            check(child, engine)
+    with pytest.raises(ValueError, match="kv_role"):
+        layout.check_store_supported(config("fail", "kv_producer"), KVConnectorRole.SCHEDULER)
+
+
+def test_statistics_find_their_class_and_the_way_to_prometheus():
+    data = {"bytes": [1000, 24], "move_ms": [2.0, 500.0], "failed": [1], "expired": []}
+    stats = MultiConnector.build_kv_connector_stats({"KVFerryConnector": data})
+    assert isinstance(stats["KVFerryConnector"], TransferStats)
+    assert stats.reduce()["KVFerryConnector"]["Fetches"] == 2
+
+    registry = CollectorRegistry()
+    kinds = {
+        kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)
+    }
+    metrics = TransferMetrics(
+        SimpleNamespace(kv_transfer_config=None), kinds, ["engine"], {0: ["0"]}
+    )
+    for _ in range(2):
+        metrics.observe(data, 0)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"vllm:kvferry_{name}", {"engine": "0"} | labels)
+
+    assert value("fetched_bytes_total") == 2048
+    assert value("fetch_seconds_count") == 4
+    assert value("fetch_seconds_bucket", le="0.003") == 2
+    assert value("failed_fetches_total") == 2
+    assert value("expired_leases_total") == 0
