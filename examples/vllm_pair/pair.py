@@ -74,6 +74,18 @@ def transfer_config(role: str, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def _all_stopped(group: int) -> bool:
+    """Whether no thread of the process group can run."""
+    for stat in Path("/proc").glob("[0-9]*/task/[0-9]*/stat"):
+        try:
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue  # It has ended.
+        if int(pgrp) == group and state not in "TtZX":
+            return False
+    return True
+
+
 class EngineError(RuntimeError):
     """An engine died, did not answer in time, or answered with an error."""
 
@@ -191,6 +203,10 @@ class Engine:
         """Stops all its processes meanwhile, as on a machine that stalls."""
         os.killpg(self._process.pid, signal.SIGSTOP)
         try:
+            deadline = time.monotonic() + STOP_TIMEOUT_S
+            # A thread stops when it is next scheduled, which on a busy machine is not at once.
+            while not _all_stopped(self._process.pid) and time.monotonic() < deadline:
+                time.sleep(0.001)
             yield
         finally:
             os.killpg(self._process.pid, signal.SIGCONT)
