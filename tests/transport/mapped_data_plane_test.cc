@@ -124,6 +124,26 @@ TEST(MappedPlane, ManyChunksAtOnce) {
   }
 }
 
+// However many did not fit, nobody is kept awake once they have gone.
+TEST(MappedPlane, SleepsAfterAFullSocket) {
+  for (int count = 100; count < 500; ++count) {
+    Side sender(count);
+    Side reader(1);
+    const LinkId link = Must(sender.plane->Connect(reader.plane->address()));
+    for (int i = 0; i < count; ++i) sender.Send(link, 1, 1);
+    ASSERT_TRUE(WaitFor(
+        [&] {
+          reader.Progress();
+          sender.Progress();
+          return sender.done.size() == static_cast<size_t>(count);
+        },
+        Soon()));
+    pollfd fd = {sender.plane->event_fd(), POLLIN, 0};
+    sender.Progress();
+    ASSERT_EQ(poll(&fd, 1, 0), 0) << count;
+  }
+}
+
 // The reader was stopped: when it goes on, the chunk may hold something else.
 TEST_F(MappedPlanes, AChunkThatWasTakenBackIsNotIntact) {
   const LinkId link = Must(a_.plane->Connect(b_.plane->address()));

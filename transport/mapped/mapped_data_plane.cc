@@ -94,6 +94,7 @@ class MappedDataPlane : public DataPlane {
     uint64_t id;
     UniqueFd socket;
     std::deque<std::vector<std::byte>> unsent{};
+    bool awaits_room = false;  // Woken when the socket takes more.
     bool broken = false;
   };
   // To a peer that reads our arena.
@@ -112,7 +113,7 @@ class MappedDataPlane : public DataPlane {
   template <typename Message>
   void Push(Channel& channel, const Message& message);
   void Flush(Channel& channel);
-  void SetEvents(const Channel& channel) const;
+  void AwaitRoom(Channel& channel, bool await) const;
   void Accept();
   void OnLinkReadable(Link& link);
   void OnAcceptedReadable(Accepted& accepted, DataEvents* events);
@@ -239,19 +240,19 @@ void MappedDataPlane::Push(Channel& channel, const Message& message) {
 }
 
 void MappedDataPlane::Flush(Channel& channel) {
-  const bool waited = channel.unsent.size() > 1;
   SocketResult result = SocketResult::kOk;
   while (!channel.unsent.empty() && result == SocketResult::kOk) {
     result = SendPacket(channel.socket, channel.unsent.front(), -1);
     if (result == SocketResult::kOk) channel.unsent.pop_front();
   }
   if (result == SocketResult::kBroken) channel.broken = true;
-  if (waited || !channel.unsent.empty()) SetEvents(channel);
+  AwaitRoom(channel, !channel.unsent.empty());
 }
 
-void MappedDataPlane::SetEvents(const Channel& channel) const {
+void MappedDataPlane::AwaitRoom(Channel& channel, bool await) const {
+  if (std::exchange(channel.awaits_room, await) == await) return;
   epoll_event event{};
-  event.events = EPOLLIN | (channel.unsent.empty() ? 0U : EPOLLOUT);
+  event.events = EPOLLIN | (await ? EPOLLOUT : 0U);
   event.data.u64 = channel.id;
   epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, channel.socket.get(), &event);
 }
