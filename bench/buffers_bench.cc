@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "bench/must.h"
 #include "connector/lookup_consumer.h"
 #include "connector/lookup_producer.h"
 #include "connector/lookup_table.h"
@@ -20,19 +21,6 @@ namespace {
 
 constexpr int64_t kTokens = 256;
 constexpr int64_t kLookupsARound = 20000;
-
-template <typename T>
-T Must(absl::StatusOr<T> result) {
-  if (result.ok()) return *std::move(result);
-  std::cerr << result.status() << std::endl;
-  std::exit(1);
-}
-
-void Must(const absl::Status& status) {
-  if (status.ok()) return;
-  std::cerr << status << std::endl;
-  std::exit(1);
-}
 
 double Seconds(const std::function<void()>& fn) {
   const Deadline begin = Clock::now();

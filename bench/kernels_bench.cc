@@ -19,19 +19,13 @@
 #include "base/clock.h"
 #include "base/slab.h"
 #include "base/thread_pool.h"
+#include "bench/must.h"
 #include "pool/token_copy.h"
 
 namespace kvferry::bench {
 namespace {
 
 constexpr int64_t kMovedBytes = 128 << 20;  // A pass, far beyond the caches.
-
-template <typename T>
-T Must(absl::StatusOr<T> result) {
-  if (result.ok()) return *std::move(result);
-  std::cerr << result.status() << std::endl;
-  std::exit(1);
-}
 
 // Touched memory, so that no page fault is timed.
 class Memory {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "bench/churn.h"
+#include "bench/must.h"
 #include "pool/kv_pool.h"
 #include "pool/page_allocator.h"
 #include "pool/page_runs.h"
@@ -22,17 +23,13 @@
 #include "transport/stream_plan.h"
 
 namespace kvferry {
+
+using bench::Must;
+
 namespace {
 
 constexpr int64_t kChunkBytes = 256 << 10;  // What the packed path gathers at a time.
 constexpr int64_t kMovedBytes = 64 << 20;   // One pass: beyond any cache that pages would stay in.
-
-template <typename T>
-T Must(absl::StatusOr<T> result) {
-  if (result.ok()) return *std::move(result);
-  std::cerr << result.status() << std::endl;
-  std::abort();
-}
 
 std::vector<int64_t> RandomPages(int64_t pool_pages, int64_t count, uint64_t seed) {
   std::vector<int64_t> ids(pool_pages);

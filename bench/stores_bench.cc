@@ -21,6 +21,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/clock.h"
 #include "base/slab.h"
+#include "bench/must.h"
 #include "bench/peers/plain_store.h"
 #include "connector/store/host_store.h"
 #ifdef KVFERRY_BENCH_REDIS
@@ -37,19 +38,6 @@ namespace {
 constexpr int64_t kValueBytes = 2 << 20;
 constexpr int64_t kValues = 64;
 constexpr int64_t kTimeoutMs = 10000;
-
-template <typename T>
-T Must(absl::StatusOr<T> result) {
-  if (result.ok()) return *std::move(result);
-  std::cerr << result.status() << std::endl;
-  std::exit(1);
-}
-
-void Must(const absl::Status& status) {
-  if (status.ok()) return;
-  std::cerr << status << std::endl;
-  std::exit(1);
-}
 
 // Our store as one of the two.
 class Ours : public PlainStore {
