@@ -61,10 +61,10 @@ struct Side {
   }
   bool Progress() { return plane->Progress(&events); }
 
-  std::unique_ptr<Arena> arena;
-  std::unique_ptr<DataPlane> plane;
   Recorder events;
   std::vector<absl::Status> done;
+  std::unique_ptr<Arena> arena;
+  std::unique_ptr<DataPlane> plane;  // Goes first, and completes what is under way.
 };
 
 class MappedPlanes : public testing::Test {
