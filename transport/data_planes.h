@@ -1,8 +1,8 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <string>
-#include <vector>
 
 #include "absl/status/statusor.h"
 #include "base/config.h"

@@ -235,8 +235,13 @@ void MappedDataPlane::SendCredit(LinkId id, const CreditHeader& header) {
 template <typename Message>
 void MappedDataPlane::Push(Channel& channel, const Message& message) {
   const auto bytes = std::as_bytes(std::span(&message, 1));
+  if (channel.unsent.empty()) {
+    const SocketResult result = SendPacket(channel.socket, bytes, -1);
+    if (result == SocketResult::kBroken) channel.broken = true;
+    if (result != SocketResult::kWouldBlock) return;
+  }
   channel.unsent.emplace_back(bytes.begin(), bytes.end());
-  if (channel.unsent.size() == 1) Flush(channel);
+  AwaitRoom(channel, true);
 }
 
 void MappedDataPlane::Flush(Channel& channel) {
