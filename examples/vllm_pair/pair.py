@@ -194,6 +194,19 @@ class Engine:
         """vLLM's counters and gauges, by name or name{value of its "source" label}."""
         return self._call(op="metrics")["metrics"]
 
+    def wait_idle(self, timeout_s: float = 10.0) -> None:
+        """Waits until it holds no block and no request. EngineError if that does not come."""
+        names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+        deadline = time.monotonic() + timeout_s
+        while True:
+            metrics = self.metrics()
+            held = {name: metrics.get(f"vllm:{name}", 0) for name in names}
+            if not any(held.values()):
+                return
+            if time.monotonic() >= deadline:
+                raise EngineError(f"{self.name} still holds {held}")
+            time.sleep(0.05)
+
     def log_tail(self, lines: int = 30) -> str:
         text = self.log_path.read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-lines:])

@@ -57,18 +57,6 @@ class Engines(Pair):
         super().close()
         self.spare.close()
 
-    def idle(self, engine: Engine, timeout_s: float = 10.0) -> None:
-        """Waits until the engine holds no block and no request. Fails if that does not come."""
-        names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
-        deadline = time.monotonic() + timeout_s
-        while True:
-            metrics = engine.metrics()
-            held = {name: metrics.get(f"vllm:{name}", 0) for name in names}
-            if not any(held.values()):
-                return
-            assert time.monotonic() < deadline, f"{engine.name} still holds {held}"
-            time.sleep(0.05)
-
     def wait_metric(self, engine: Engine, name: str, more_than: float) -> None:
         """Waits until a metric of the engine exceeds a value. Fails if it does not in 10 s."""
         deadline = time.monotonic() + 10.0
@@ -81,5 +69,5 @@ class Engines(Pair):
         prompt = self.decode.tokenize(f"How are you? It is {time.monotonic_ns()}.")
         expected = self.prefill.generate(prompt, 4)
         assert self.answer(prompt, 4).tokens == expected.tokens != []
-        self.idle(self.prefill)
-        self.idle(self.decode)
+        self.prefill.wait_idle()
+        self.decode.wait_idle()

@@ -53,7 +53,7 @@ def test_policy_recompute_computes_what_did_not_arrive(engines: Engines, referen
     answer = engines.spare.generate(prompt, 16, bad)
     assert answer.finish_reason == expected.finish_reason
     assert answer.tokens == expected.tokens
-    engines.idle(engines.spare)
+    engines.spare.wait_idle()
     engines.decode.reject(params)
 
 
@@ -62,7 +62,7 @@ def test_expired_lease_frees_its_blocks_and_fails_the_fetch(engines: Engines):
     events = len(engines.trace("spare"))
     params = engines.spare.generate(prompt, 1, dict(REMOTE_DECODE)).params
     assert engines.wait_trace("spare", events + 1)[-1]["outcome"] == "expired"
-    engines.idle(engines.spare)
+    engines.spare.wait_idle()
     answer = engines.decode.generate(prompt, 4, params)
     assert answer.finish_reason == "error" and answer.tokens == []
     assert "expired" in engines.trace("decode")[-1]["error"]
@@ -73,7 +73,7 @@ def test_leases_that_expire_do_not_fill_the_cache(engines: Engines):
     assert len(prompt) > NUM_BLOCKS // 2 * BLOCK_TOKENS
     for _ in range(3):
         assert engines.spare.generate(prompt, 1, dict(REMOTE_DECODE)).params
-    engines.idle(engines.spare)
+    engines.spare.wait_idle()
 
 
 def test_prompt_that_decode_does_not_need_frees_the_lease(engines: Engines, reference):
@@ -99,7 +99,7 @@ def test_prefill_aborted_before_it_was_published(engines: Engines):
     )
     request.abort()
     assert not request.answer().params
-    engines.idle(engines.prefill)
+    engines.prefill.wait_idle()
 
 
 def test_prefill_aborted_after_it_was_published(engines: Engines):
@@ -111,7 +111,7 @@ def test_prefill_aborted_after_it_was_published(engines: Engines):
     request.abort()
     assert request.answer().finish_reason == "abort"
     assert engines.wait_trace("prefill", leases + 1)[-1]["outcome"] == "released"
-    engines.idle(engines.prefill)
+    engines.prefill.wait_idle()
 
 
 # Before, during or after the transfer: where it falls differs, and none may leak.
@@ -124,7 +124,7 @@ def test_decode_aborted(engines: Engines, delay_s):
     request.abort()
     assert request.answer().finish_reason == "abort"
     assert engines.wait_trace("prefill", leases + 1)[-1]["outcome"] == "fetched"
-    engines.idle(engines.decode)
+    engines.decode.wait_idle()
 
 
 def test_decode_aborted_while_it_waits_for_kv(engines: Engines):

@@ -74,16 +74,3 @@ def running(*engines: Engine) -> Iterator[None]:
 
 def long_prompt(engine: Engine) -> list[int]:
     return engine.tokenize(QUESTIONS[1][1])[-PROMPT_TOKENS:]
-
-
-def expect_idle(engine: Engine, timeout_s: float = 10.0) -> None:
-    """Waits until the engine holds no block and no request. Fails if that does not come."""
-    names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
-    deadline = time.monotonic() + timeout_s
-    while True:
-        metrics = engine.metrics()
-        held = {name: metrics.get(f"vllm:{name}", 0) for name in names}
-        if not any(held.values()):
-            return
-        assert time.monotonic() < deadline, f"{engine.name} still holds {held}"
-        time.sleep(0.05)

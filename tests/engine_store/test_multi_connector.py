@@ -19,7 +19,6 @@ from store_engines import (
     HOST,
     PROMPT_TOKENS,
     TracedEngine,
-    expect_idle,
     long_prompt,
     read_trace,
     running,
@@ -83,7 +82,7 @@ def nothing_leaks(engines: Both) -> Iterator[None]:
     """Blocks are free when both connectors have let go of them, and not only one."""
     yield
     for engine in engines:
-        expect_idle(engine)
+        engine.wait_idle()
 
 
 def moved(engine: TracedEngine, before: dict[str, int] | None = None) -> dict[str, int]:
