@@ -36,6 +36,7 @@ constexpr std::array kFields = {
     Field{"net_device", &Config::net_device},
     Field{"ucx_tls", &Config::ucx_tls},
     Field{"mapped_path", &Config::mapped_path},
+    Field{"copy_threads", &Config::copy_threads, 1, 64},
     Field{"chunk_bytes", &Config::chunk_bytes, 4 << 10, 4 << 20},
     Field{"arena_bytes", &Config::arena_bytes, 64 << 10, int64_t{64} << 30},
     Field{"credits_per_transfer", &Config::credits_per_transfer, 1, 4096},

@@ -31,6 +31,7 @@ struct Config {
   // UCX transports (UCX_TLS). Only plain active messages are used on them.
   std::string ucx_tls = "tcp";
   bool mapped_path = true;            // Shared memory, not UCX, to peers on this host.
+  int64_t copy_threads = 1;           // That copy what a peer on this host has in a shared pool.
   int64_t chunk_bytes = 256 << 10;    // Packed path: bytes of one chunk.
   int64_t arena_bytes = 64 << 20;     // Packed path: all chunks being gathered or sent, all peers.
   int64_t credits_per_transfer = 16;  // Chunks a sender may have unacknowledged per transfer.

@@ -9,6 +9,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/log.h"
+#include "base/slab.h"
 #include "base/status.h"
 
 // Linux 5.1; older headers lack it.
@@ -34,6 +36,9 @@ absl::StatusOr<std::shared_ptr<std::byte>> Map(int fd, int64_t bytes, int protec
 }  // namespace
 
 absl::StatusOr<SharedMemory> SharedMemory::Create(const char* name, int64_t bytes) {
+  // The kernel gives a memfd of any size and kills who touches more than there is. Private memory
+  // it refuses at once; so ask for that first, and give it back.
+  KVFERRY_RETURN_IF_ERROR(MapSlab(bytes).status());
   SharedMemory memory;
   memory.bytes = bytes;
   memory.fd = UniqueFd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -44,6 +49,15 @@ absl::StatusOr<SharedMemory> SharedMemory::Create(const char* name, int64_t byte
   constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL;
   if (fcntl(memory.fd.get(), F_ADD_SEALS, kSeals) != 0) return Refused("sealing", bytes);
   return memory;
+}
+
+absl::StatusOr<SharedMemory> SharedMemory::CreateOrPrivate(const char* name, int64_t bytes) {
+  absl::StatusOr<SharedMemory> memory = Create(name, bytes);
+  if (memory.ok()) return memory;
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> slab, MapSlab(bytes));
+  Log().warn("peers on this host cannot read memory of this process: {}",
+             memory.status().ToString());
+  return SharedMemory{std::move(slab), bytes, UniqueFd()};
 }
 
 absl::StatusOr<std::shared_ptr<const std::byte>> MapPeersMemory(const UniqueFd& fd, int64_t bytes) {

@@ -19,6 +19,9 @@ struct SharedMemory {
 
   // RESOURCE_EXHAUSTED when the system refuses. `name` shows in /proc/PID/maps.
   static absl::StatusOr<SharedMemory> Create(const char* name, int64_t bytes);
+  // The same, or memory of this process alone (no fd) where the system has none to share: a line
+  // in the log says so.
+  static absl::StatusOr<SharedMemory> CreateOrPrivate(const char* name, int64_t bytes);
 };
 
 // The first `bytes` of a peer's memfd, read-only. FAILED_PRECONDITION when it is shorter, or could

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "base/slab.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -48,7 +47,14 @@ KvPool::KvPool(const KvLayout& layout, std::vector<BufferInfo> buffers,
       owner_(std::move(owner)) {}
 
 absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Create(const KvLayout& layout, int64_t num_pages) {
-  return CreateIn(layout, num_pages, MapSlab);
+  auto shared = std::make_shared<SharedMemory>();
+  const auto allocate = [&](int64_t bytes) -> absl::StatusOr<std::shared_ptr<std::byte>> {
+    KVFERRY_ASSIGN_OR_RETURN(*shared, SharedMemory::CreateOrPrivate("kvferry-pool", bytes));
+    return shared->data;
+  };
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<KvPool> pool, CreateIn(layout, num_pages, allocate));
+  if (shared->fd.valid()) pool->shared_ = std::move(shared);
+  return pool;
 }
 
 absl::StatusOr<std::shared_ptr<KvPool>> KvPool::CreateIn(const KvLayout& layout, int64_t num_pages,

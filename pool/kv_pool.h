@@ -8,6 +8,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
+#include "base/shared_memory.h"
 #include "pool/kv_layout.h"
 
 namespace kvferry {
@@ -28,8 +29,9 @@ struct BufferInfo {
 // holds the page.
 class KvPool {
  public:
-  // Zeroed memory of the pool's own. RESOURCE_EXHAUSTED when the machine will not give it,
-  // INVALID_ARGUMENT for a bad layout or page count.
+  // Zeroed memory of the pool's own, which endpoints let processes of the same user on this host
+  // read in place. RESOURCE_EXHAUSTED when the machine will not give it, INVALID_ARGUMENT for a bad
+  // layout or page count. A child that this process forks shares it, and must not write to it.
   static absl::StatusOr<std::shared_ptr<KvPool>> Create(const KvLayout& layout, int64_t num_pages);
 
   // The same in memory of another kind: `allocate` gives zeroed bytes, aligned to 256 at least, and
@@ -51,6 +53,8 @@ class KvPool {
   const BufferInfo& buffer(int64_t layer, int64_t tensor) const {
     return buffers_[layout_.buffer_index(layer, tensor)];
   }
+  // What all buffers lie in, when other processes can map it; else null.
+  const SharedMemory* shared_memory() const { return shared_.get(); }
   // One page of one tensor of one layer; the indices must be in range.
   std::span<std::byte> page(int64_t layer, int64_t tensor, int64_t page_id) const;
 
@@ -62,6 +66,7 @@ class KvPool {
   const std::vector<BufferInfo> buffers_;
   const int64_t num_pages_;
   const std::shared_ptr<const void> owner_;
+  std::shared_ptr<const SharedMemory> shared_;
 };
 
 }  // namespace kvferry

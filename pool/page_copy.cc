@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "pool/bulk_copy.h"
+
 namespace kvferry {
 namespace {
 
-// Calls copy(address, packed_offset, bytes) for each contiguous piece of the window.
+// Calls copy(address, packed_offset, bytes, next) for each contiguous piece of the window; `next` is
+// where the run behind the piece's begins, or null.
 template <typename Copy>
 void ForEachPiece(const BufferInfo& buffer, const PageRuns& runs, int64_t offset, int64_t bytes,
                   const Copy& copy) {
@@ -18,7 +21,10 @@ void ForEachPiece(const BufferInfo& buffer, const PageRuns& runs, int64_t offset
     const int64_t run_begin = run_end - run.count * buffer.item_bytes;
     const int64_t into_run = offset + done - run_begin;
     const int64_t piece = std::min(bytes - done, run_end - (offset + done));
-    copy(buffer.address + run.first * buffer.item_bytes + into_run, done, piece);
+    const bool last = index + 1 == runs.runs().size();
+    std::byte* const next =
+        last ? nullptr : buffer.address + runs.runs()[index + 1].first * buffer.item_bytes;
+    copy(buffer.address + run.first * buffer.item_bytes + into_run, done, piece, next);
     done += piece;
   }
 }
@@ -28,7 +34,8 @@ void ForEachPiece(const BufferInfo& buffer, const PageRuns& runs, int64_t offset
 void GatherPages(const BufferInfo& buffer, const PageRuns& runs, int64_t offset,
                  std::span<std::byte> packed) {
   ForEachPiece(buffer, runs, offset, static_cast<int64_t>(packed.size()),
-               [&](const std::byte* page, int64_t at, int64_t bytes) {
+               [&](const std::byte* page, int64_t at, int64_t bytes, const std::byte* next) {
+                 if (next != nullptr) PrefetchStart(next, buffer.item_bytes);
                  std::memcpy(packed.data() + at, page, bytes);
                });
 }
@@ -36,9 +43,17 @@ void GatherPages(const BufferInfo& buffer, const PageRuns& runs, int64_t offset,
 void ScatterPages(const BufferInfo& buffer, const PageRuns& runs, int64_t offset,
                   std::span<const std::byte> packed) {
   ForEachPiece(buffer, runs, offset, static_cast<int64_t>(packed.size()),
-               [&](std::byte* page, int64_t at, int64_t bytes) {
-                 std::memcpy(page, packed.data() + at, bytes);
+               [&](std::byte* page, int64_t at, int64_t bytes, const std::byte*) {
+                 BulkCopy(page, packed.data() + at, bytes);
                });
+  FinishBulkCopies();
+}
+
+void AppendPagePieces(const BufferInfo& buffer, const PageRuns& runs, int64_t offset, int64_t bytes,
+                      std::vector<std::span<std::byte>>* pieces) {
+  ForEachPiece(buffer, runs, offset, bytes, [&](std::byte* page, int64_t, int64_t piece, auto*) {
+    pieces->emplace_back(page, piece);
+  });
 }
 
 }  // namespace kvferry

@@ -3,8 +3,6 @@
 #include <atomic>
 #include <utility>
 
-#include "base/log.h"
-#include "base/slab.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -20,13 +18,9 @@ std::atomic_ref<uint64_t> GenerationIn(std::byte* arena, int64_t chunk) {
 
 absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(int64_t arena_bytes, int64_t chunk_bytes) {
   const ArenaShape shape{arena_bytes / chunk_bytes, chunk_bytes};
-  absl::StatusOr<SharedMemory> memory = SharedMemory::Create("kvferry-arena", shape.total_bytes());
-  if (!memory.ok()) {
-    Log().warn("peers on this host are reached over the network: {}", memory.status().ToString());
-    KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> slab, MapSlab(shape.total_bytes()));
-    memory = SharedMemory{std::move(slab), shape.total_bytes(), UniqueFd()};
-  }
-  return std::unique_ptr<Arena>(new Arena(*std::move(memory), shape));
+  KVFERRY_ASSIGN_OR_RETURN(SharedMemory memory,
+                           SharedMemory::CreateOrPrivate("kvferry-arena", shape.total_bytes()));
+  return std::unique_ptr<Arena>(new Arena(std::move(memory), shape));
 }
 
 Arena::Arena(SharedMemory memory, const ArenaShape& shape)

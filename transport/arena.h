@@ -27,7 +27,7 @@ struct ArenaShape {
 // where they lie. Not thread-safe.
 class Arena {
  public:
-  // Memory that cannot be shared is private instead, with a line in the log.
+  // In memory that can be shared, where the system has such (SharedMemory::CreateOrPrivate).
   static absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t arena_bytes, int64_t chunk_bytes);
 
   // An index in [0, num_chunks()), or -1 when all are taken.

@@ -24,7 +24,15 @@ struct ChunkHeader {
   uint32_t flags = 0;
 };
 inline constexpr uint32_t kChunkHasChecksum = 1;
+inline constexpr uint32_t kChunkInPool = 2;  // Same host: the payload says where the bytes lie.
 static_assert(sizeof(ChunkHeader) == 32);
+
+// Where bytes of a chunk lie in the sender's pool memory.
+struct PoolPiece {
+  uint64_t offset = 0;
+  uint64_t bytes = 0;
+};
+static_assert(sizeof(PoolPiece) == 16);
 
 struct CreditHeader {
   uint64_t transfer_id = 0;
@@ -35,15 +43,18 @@ static_assert(sizeof(CreditHeader) == 16);
 // A connection to one peer's worker. Never reused.
 using LinkId = uint64_t;
 
+// The bytes of a chunk, piece after piece.
+using Pieces = std::span<const std::span<const std::byte>>;
+
 // Called from inside DataPlane::Progress().
 class DataEvents {
  public:
   virtual ~DataEvents() = default;
-  // `payload` is valid during the call only; payload.size() == header.bytes. It may lie in memory
-  // of the peer's: what was copied from it counts only if intact() says so afterwards.
+  // `payload` is valid during the call only. It may lie in memory of the peer's: it may be looked
+  // at while intact(), and has header.bytes bytes then; what was copied from it counts only if
+  // intact() still says so afterwards. Once false, always false.
   using Intact = absl::FunctionRef<bool()>;
-  virtual void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload,
-                       Intact intact) = 0;
+  virtual void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) = 0;
   virtual void OnCredit(const CreditHeader& header) = 0;
   // The peer is gone. Close(link) is still to be called.
   virtual void OnLinkDown(LinkId link, const absl::Status& status) = 0;
@@ -60,6 +71,10 @@ class ChunkLinks {
   virtual void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
                          SendDone done) = 0;
   virtual void SendCredit(LinkId link, const CreditHeader& header) = 0;
+  // Whether the peer can read this side's pool where it lies. Then a payload may be a list of
+  // PoolPiece with kChunkInPool in the header's flags, and what they name must stay as it is too,
+  // or be taken from the reader (Arena::TakeFromReaders) before it changes.
+  virtual bool ReadsPool(LinkId link) const = 0;
 };
 
 // Not thread-safe: made on one thread, then used by the progress thread alone. No call blocks,

@@ -10,9 +10,10 @@
 namespace kvferry {
 namespace {
 
-std::unique_ptr<DataPlane> MappedPlane(const Config& config, Arena* arena) {
+std::unique_ptr<DataPlane> MappedPlane(const Config& config, Arena* arena,
+                                       const SharedMemory* pool) {
   if (!config.mapped_path || arena->fd() < 0) return nullptr;
-  absl::StatusOr<std::unique_ptr<DataPlane>> plane = MakeMappedDataPlane(arena);
+  absl::StatusOr<std::unique_ptr<DataPlane>> plane = MakeMappedDataPlane(arena, pool);
   if (plane.ok()) return *std::move(plane);
   Log().warn("peers on this host are reached over the network: {}", plane.status().ToString());
   return nullptr;
@@ -20,9 +21,11 @@ std::unique_ptr<DataPlane> MappedPlane(const Config& config, Arena* arena) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<DataPlanes>> DataPlanes::Create(const Config& config, Arena* arena) {
+absl::StatusOr<std::unique_ptr<DataPlanes>> DataPlanes::Create(const Config& config, Arena* arena,
+                                                               const SharedMemory* pool) {
   KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<DataPlane> ucx, MakeUcxDataPlane(config));
-  return std::unique_ptr<DataPlanes>(new DataPlanes(std::move(ucx), MappedPlane(config, arena)));
+  return std::unique_ptr<DataPlanes>(
+      new DataPlanes(std::move(ucx), MappedPlane(config, arena, pool)));
 }
 
 DataPlanes::DataPlanes(std::unique_ptr<DataPlane> ucx, std::unique_ptr<DataPlane> mapped)

@@ -21,8 +21,9 @@ struct DataAddresses {
 // else over UCX. Threads as DataPlane.
 class DataPlanes final : public ChunkLinks {
  public:
-  // The arena outlives the planes.
-  static absl::StatusOr<std::unique_ptr<DataPlanes>> Create(const Config& config, Arena* arena);
+  // The arena outlives the planes. `pool` (null: none) is what peers on this host may read.
+  static absl::StatusOr<std::unique_ptr<DataPlanes>> Create(const Config& config, Arena* arena,
+                                                            const SharedMemory* pool);
 
   DataAddresses addresses() const;
   absl::StatusOr<LinkId> Connect(const DataAddresses& peer);
@@ -33,6 +34,7 @@ class DataPlanes final : public ChunkLinks {
   void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
                  SendDone done) override;
   void SendCredit(LinkId link, const CreditHeader& header) override;
+  bool ReadsPool(LinkId link) const override { return IsMapped(link) && mapped_->ReadsPool(link); }
 
   bool Progress(DataEvents* events);
   bool Arm();

@@ -14,6 +14,7 @@ struct Metrics {
   Value bytes_sent{0};
   Value bytes_received{0};
   Value chunks_sent{0};
+  Value chunks_in_place{0};  // Of those sent: the peer read them in this side's pool.
   Value chunks_received{0};
   Value chunks_dropped{0};  // Of no live transfer, or contradicting one.
   Value checksum_failures{0};
@@ -44,6 +45,7 @@ struct Metrics {
         {"bytes_sent", bytes_sent},
         {"bytes_received", bytes_received},
         {"chunks_sent", chunks_sent},
+        {"chunks_in_place", chunks_in_place},
         {"chunks_received", chunks_received},
         {"chunks_dropped", chunks_dropped},
         {"checksum_failures", checksum_failures},

@@ -46,17 +46,23 @@ absl::Status NodeImpl::Init() {
   const Config& config = options_.config;
   KVFERRY_ASSIGN_OR_RETURN(arena_, Arena::Create(config.arena_bytes, config.chunk_bytes));
   KVFERRY_ASSIGN_OR_RETURN(control_, MakeZmqControlPlane(config, options_.listen));
-  KVFERRY_ASSIGN_OR_RETURN(data_, DataPlanes::Create(config, arena_.get()));
+  KVFERRY_ASSIGN_OR_RETURN(data_, DataPlanes::Create(config, arena_.get(), SharedPool()));
   listen_address_ = control_->listen_address();
   sender_ = std::make_unique<Sender>(config, options_.pool, options_.source, arena_.get(), this,
                                      &metrics_);
-  receiver_ = std::make_unique<Receiver>(config, this, &metrics_);
+  KVFERRY_ASSIGN_OR_RETURN(copy_threads_, ThreadPool::Create(config.copy_threads - 1));
+  receiver_ = std::make_unique<Receiver>(config, copy_threads_.get(), this, &metrics_);
   calls_ = std::make_unique<Calls>(config, options_.handler, this, &metrics_);
   if (commands_->wake().get() < 0) {
     return absl::ResourceExhaustedError(absl::StrCat("node: eventfd: ", std::strerror(errno)));
   }
   thread_ = std::thread([this] { Run(); });
   return absl::OkStatus();
+}
+
+// What peers may read in place: nothing of a node that publishes nothing.
+const SharedMemory* NodeImpl::SharedPool() const {
+  return options_.source == nullptr ? nullptr : options_.pool->shared_memory();
 }
 
 NodeImpl::~NodeImpl() {
@@ -260,8 +266,7 @@ void NodeImpl::Send(const PeerKey& peer, MessageBody body) {
 
 // ---------------------------------------------------------------- data plane events
 
-void NodeImpl::OnChunk(const ChunkHeader& header, std::span<const std::byte> payload,
-                       Intact intact) {
+void NodeImpl::OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) {
   receiver_->OnChunk(header, payload, intact);
 }
 

@@ -16,6 +16,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/random.h"
+#include "base/thread_pool.h"
 #include "transport/arena.h"
 #include "transport/calls.h"
 #include "transport/command_queue.h"
@@ -56,12 +57,12 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   Deadline Tick(Deadline now);
   bool HasReadySession();
   void SayGoodbye();
+  const SharedMemory* SharedPool() const;
 
   // ControlEvents, DataEvents, Outbox.
   void OnMessage(const PeerKey& peer, Message message) override;
   void OnMalformed(const PeerKey& peer, const absl::Status& status) override;
-  void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload,
-               Intact intact) override;
+  void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) override;
   void OnCredit(const CreditHeader& header) override;
   void OnLinkDown(LinkId link, const absl::Status& status) override;
   void Send(const PeerKey& peer, MessageBody body) override;
@@ -92,11 +93,12 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   std::atomic<bool> stop_{false};
 
   // From here on: the progress thread's alone, once it runs. The arena outlives the data plane,
-  // which may still be sending from it.
+  // which may still be sending from it, and the copy threads the receiver.
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<ControlPlane> control_;
   std::unique_ptr<DataPlanes> data_;
   std::unique_ptr<Sender> sender_;
+  std::unique_ptr<ThreadPool> copy_threads_;
   std::unique_ptr<Receiver> receiver_;
   std::unique_ptr<Calls> calls_;
   Sessions sessions_;

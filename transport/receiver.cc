@@ -7,11 +7,12 @@
 #include "base/hash.h"
 #include "base/log.h"
 #include "base/random.h"
+#include "base/status.h"
 
 namespace kvferry {
 
-Receiver::Receiver(const Config& config, Outbox* outbox, Metrics* metrics)
-    : config_(config), outbox_(outbox), metrics_(metrics) {}
+Receiver::Receiver(const Config& config, ThreadPool* copy_threads, Outbox* outbox, Metrics* metrics)
+    : config_(config), outbox_(outbox), metrics_(metrics), copy_(copy_threads) {}
 
 void Receiver::Add(Fetch&& fetch) {
   ++(fetch.replaces == 0 ? metrics_->fetches_started : metrics_->fetches_restarted);
@@ -106,8 +107,7 @@ void Receiver::OnAbort(const PeerKey& peer, const AbortMsg& abort) {
                                                      ": ", abort.status.message())));
 }
 
-void Receiver::OnChunk(const ChunkHeader& header, std::span<const std::byte> payload,
-                       DataEvents::Intact intact) {
+void Receiver::OnChunk(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact) {
   ++metrics_->chunks_received;
   const auto found = fetches_.find(header.transfer_id);
   if (found == fetches_.end() || !found->second.requested) {
@@ -128,11 +128,11 @@ void Receiver::OnChunk(const ChunkHeader& header, std::span<const std::byte> pay
     End(header.transfer_id, absl::OkStatus());
     return;
   }
-  Credit(fetch);
+  // One that was read in place was in no buffer, and its reader has said that it is through.
+  if ((header.flags & kChunkInPool) == 0) Credit(fetch);
 }
 
-absl::Status Receiver::Accept(Fetch& fetch, const ChunkHeader& header,
-                              std::span<const std::byte> payload, DataEvents::Intact intact) {
+absl::Status Receiver::CheckChunk(const Fetch& fetch, const ChunkHeader& header, Pieces payload) {
   const auto total = static_cast<uint64_t>(fetch.plan.total_bytes());
   if (header.bytes == 0 || header.offset > total || header.bytes > total - header.offset) {
     return absl::DataLossError(absl::StrCat("a chunk covers bytes ", header.offset, " + ",
@@ -146,17 +146,26 @@ absl::Status Receiver::Accept(Fetch& fetch, const ChunkHeader& header,
   if (config_.checksum && (header.flags & kChunkHasChecksum) == 0) {
     return absl::DataLossError("a chunk came without the checksum that was asked for");
   }
-  const int64_t layers_before = fetch.plan.LayersIn(fetch.arrived.prefix());
   const auto begin = static_cast<int64_t>(header.offset);
-  if (!fetch.arrived.CanAdd(begin, begin + header.bytes)) {
-    return absl::DataLossError(
-        absl::StrCat("the chunk at byte ", header.offset, " overlaps what has arrived"));
-  }
-  fetch.plan.Scatter(begin, payload);
-  if (!intact()) {
-    return absl::DataLossError(absl::StrCat("the sender took the chunk at byte ", header.offset,
-                                            " back while it was being read"));
-  }
+  if (fetch.arrived.CanAdd(begin, begin + header.bytes)) return absl::OkStatus();
+  return absl::DataLossError(
+      absl::StrCat("the chunk at byte ", header.offset, " overlaps what has arrived"));
+}
+
+absl::Status Receiver::Accept(Fetch& fetch, const ChunkHeader& header, Pieces payload,
+                              DataEvents::Intact intact) {
+  const auto taken_back = [&] {
+    return absl::UnavailableError(
+        absl::StrCat("the sender gave the transfer up: it took the "
+                     "chunk at byte ",
+                     header.offset, " back before it was read"));
+  };
+  if (!intact()) return taken_back();
+  KVFERRY_RETURN_IF_ERROR(CheckChunk(fetch, header, payload));
+  const auto begin = static_cast<int64_t>(header.offset);
+  copy_.Run(fetch.plan, begin, payload);
+  if (!intact()) return taken_back();
+  const int64_t layers_before = fetch.plan.LayersIn(fetch.arrived.prefix());
   fetch.arrived.Add(begin, begin + header.bytes);
   const int64_t layers = fetch.plan.LayersIn(fetch.arrived.prefix());
   if (layers != layers_before) fetch.handle->SetLayersDone(layers);

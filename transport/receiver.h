@@ -14,6 +14,7 @@
 #include "transport/fetch_handle.h"
 #include "transport/metrics.h"
 #include "transport/outbox.h"
+#include "transport/piece_copy.h"
 #include "transport/stream_plan.h"
 #include "transport/ticket.h"
 
@@ -52,7 +53,7 @@ class Receiver {
   };
 
   // All pointers outlive the receiver.
-  Receiver(const Config& config, Outbox* outbox, Metrics* metrics);
+  Receiver(const Config& config, ThreadPool* copy_threads, Outbox* outbox, Metrics* metrics);
 
   // Takes a fetch for a session with its peer; the request leaves with the next OnPeerReady.
   void Add(Fetch&& fetch);
@@ -65,8 +66,7 @@ class Receiver {
   std::vector<Fetch> TakeUnread(const PeerKey& peer);
   void OnRefuse(const PeerKey& peer, const RefuseMsg& refuse);
   void OnAbort(const PeerKey& peer, const AbortMsg& abort);
-  void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload,
-               DataEvents::Intact intact);
+  void OnChunk(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact);
   // The caller gives up. No-op for a fetch that has ended.
   void Cancel(uint64_t id, const absl::Status& status);
   void CancelAll(const absl::Status& status);
@@ -77,8 +77,9 @@ class Receiver {
  private:
   void Request(Fetch& fetch, uint64_t epoch);
   // OK: scattered. Else what is wrong with the chunk.
-  absl::Status Accept(Fetch& fetch, const ChunkHeader& header, std::span<const std::byte> payload,
+  absl::Status Accept(Fetch& fetch, const ChunkHeader& header, Pieces payload,
                       DataEvents::Intact intact);
+  absl::Status CheckChunk(const Fetch& fetch, const ChunkHeader& header, Pieces payload);
   void Credit(Fetch& fetch);
   void End(uint64_t transfer_id, const absl::Status& status);
   template <typename Matches>
@@ -90,6 +91,7 @@ class Receiver {
   const Config& config_;
   Outbox* const outbox_;
   Metrics* const metrics_;
+  PieceCopy copy_;
   absl::flat_hash_map<uint64_t, Fetch> fetches_;  // By transfer id.
   absl::flat_hash_map<PeerKey, LinkId> links_;    // Of the sessions that are up.
 };

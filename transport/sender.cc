@@ -1,6 +1,7 @@
 #include "transport/sender.h"
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <utility>
 
@@ -14,6 +15,12 @@ namespace {
 
 // The decode side gives up at its own deadline and says so; this is for one that cannot any more.
 constexpr int64_t kDeadlineSlackMs = 1000;
+// Pages smaller than this are cheaper to gather than to name one by one.
+constexpr int64_t kMinBytesInPlace = 256;
+// Long against the words that are said about a chunk (20 us a chunk, measured), short against what
+// else the reader's thread has to do.
+constexpr int64_t kMaxBytesInPlace = 4 << 20;
+constexpr size_t kMaxChunksInPlace = 4;
 
 }  // namespace
 
@@ -143,6 +150,7 @@ void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const Lease
                                                       ready_bytes,
                                                       0,
                                                       0,
+                                                      {},
                                                       {}});
   transfers_.emplace(id, transfer);
   turn_.push_back(std::move(transfer));
@@ -264,6 +272,9 @@ void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell) {
   transfers_.erase(found);
   turn_.erase(std::find(turn_.begin(), turn_.end(), transfer));
   ForgetFetch(transfer->peer);
+  // The pages are their owner's again.
+  for (const int64_t chunk : transfer->read_in_place) arena_->TakeFromReaders(chunk);
+  transfer->read_in_place.clear();
   ++(outcome.ok() ? metrics_->transfers_ok : metrics_->transfers_failed);
   UpdateGauges();
   if (!outcome.ok()) {
@@ -293,44 +304,96 @@ bool Sender::Pump() {
 }
 
 bool Sender::PumpOne(const TransferPtr& transfer, int64_t peer_share) {
-  const int64_t window_end = transfer->credited_bytes + transfer->fetch.window_bytes;
-  // A chunk never leaves its layer, so that a layer's end never waits for the next layer's chunk.
-  const int64_t layer_end = transfer->plan.SegmentEnd(transfer->sent_bytes);
-  const int64_t end = std::min(layer_end, transfer->ready_bytes);
-  const int64_t bytes = std::min(transfer->chunk_bytes, end - transfer->sent_bytes);
-  if (bytes <= 0 || transfer->sent_bytes + bytes > window_end) return false;
+  const bool in_place = ReadInPlace(*transfer);
+  // A gathered chunk never leaves its layer, so that a layer's end never waits for the next layer's
+  // chunk. One that is read in place has nobody work on it here.
+  const int64_t segment_end =
+      in_place ? transfer->plan.pages_bytes() : transfer->plan.SegmentEnd(transfer->sent_bytes);
+  const int64_t end = std::min(segment_end, transfer->ready_bytes);
+  const int64_t max_bytes = in_place ? MaxBytesInPlace(*transfer) : transfer->chunk_bytes;
+  const int64_t bytes = std::min(max_bytes, end - transfer->sent_bytes);
+  if (bytes <= 0 || !Admits(*transfer, bytes, in_place)) return false;
   if ((*chunks_of_peer_)[transfer->peer] >= peer_share) return false;
   if (arena_->num_taken() == arena_->num_chunks()) return false;
-  SendChunk(transfer, bytes);
+  SendChunk(transfer, bytes, in_place);
   return true;
 }
 
-void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes) {
-  const int64_t chunk = arena_->Take();
-  const std::span<std::byte> packed = arena_->Bytes(chunk).first(bytes);
-  transfer->plan.Gather(transfer->sent_bytes, packed);
+// What is read in place takes no room at the receiver: enough is on its way when it has the next
+// chunk before it is through with one.
+bool Sender::Admits(const Transfer& transfer, int64_t bytes, bool in_place) const {
+  if (in_place) return transfer.read_in_place.size() < kMaxChunksInPlace;
+  const int64_t window_end = transfer.credited_bytes + transfer.fetch.window_bytes;
+  return transfer.sent_bytes + bytes <= window_end;
+}
 
+bool Sender::ReadInPlace(const Transfer& transfer) const {
+  return outbox_->data().ReadsPool(transfer.link) &&
+         transfer.plan.min_item_bytes() >= kMinBytesInPlace &&
+         transfer.sent_bytes < transfer.plan.pages_bytes();
+}
+
+// Nothing of it lies in the arena but a list of pieces, which must fit into one chunk; only the
+// first and the last can be shorter than an item.
+int64_t Sender::MaxBytesInPlace(const Transfer& transfer) const {
+  const int64_t pieces = arena_->shape().chunk_bytes / static_cast<int64_t>(sizeof(PoolPiece));
+  return std::min(kMaxBytesInPlace, (pieces - 2) * transfer.plan.min_item_bytes());
+}
+
+std::span<const std::byte> Sender::Gather(const Transfer& transfer, int64_t chunk,
+                                          ChunkHeader* header) {
+  const std::span<std::byte> packed = arena_->Bytes(chunk).first(header->bytes);
+  transfer.plan.Gather(transfer.sent_bytes, packed);
+  if (transfer.fetch.checksum) header->checksum = Xxh3(packed);
+  return packed;
+}
+
+std::span<const std::byte> Sender::ListPieces(Transfer& transfer, int64_t chunk,
+                                              ChunkHeader* header) {
+  pieces_.clear();
+  transfer.plan.AppendPieces(transfer.sent_bytes, header->bytes, &pieces_);
+  const std::byte* const memory = pool_->shared_memory()->data.get();
+  std::byte* out = arena_->Bytes(chunk).data();
+  for (const std::span<std::byte> bytes : pieces_) {
+    const PoolPiece piece{static_cast<uint64_t>(bytes.data() - memory), bytes.size()};
+    std::memcpy(out, &piece, sizeof(piece));
+    out += sizeof(piece);
+  }
+  header->flags |= kChunkInPool;
+  if (transfer.fetch.checksum) {
+    header->checksum =
+        Xxh3(std::vector<std::span<const std::byte>>(pieces_.begin(), pieces_.end()));
+  }
+  transfer.read_in_place.insert(chunk);
+  return arena_->Bytes(chunk).first(pieces_.size() * sizeof(PoolPiece));
+}
+
+void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place) {
+  const int64_t chunk = arena_->Take();
   ChunkHeader header;
   header.transfer_id = transfer->fetch.transfer_id;
   header.offset = transfer->sent_bytes;
   header.bytes = static_cast<uint32_t>(bytes);
-  if (transfer->fetch.checksum) {
-    header.flags = kChunkHasChecksum;
-    header.checksum = Xxh3(packed);
-  }
+  header.flags = transfer->fetch.checksum ? kChunkHasChecksum : 0;
+  const std::span<const std::byte> payload =
+      in_place ? ListPieces(*transfer, chunk, &header) : Gather(*transfer, chunk, &header);
   transfer->sent_bytes += bytes;
   ++metrics_->chunks_sent;
+  if (in_place) ++metrics_->chunks_in_place;
   metrics_->bytes_sent += bytes;
   ++(*chunks_of_peer_)[transfer->peer];
   // The completion may outlive the transfer and this object, never the arena.
-  outbox_->data().SendChunk(
-      transfer->link, header, packed,
-      [arena = arena_, chunk, transfer, held = chunks_of_peer_](const absl::Status& status) {
-        arena->GiveBack(chunk);
-        const auto count = held->find(transfer->peer);
-        if (--count->second == 0) held->erase(count);
-        if (!status.ok() && transfer->failed.ok()) transfer->failed = status;
-      });
+  outbox_->data().SendChunk(transfer->link, header, payload,
+                            [arena = arena_, chunk, transfer, held = chunks_of_peer_,
+                             end = transfer->sent_bytes](const absl::Status& status) {
+                              // Its reader is through with all up to here: chunks are read in order.
+                              if (transfer->read_in_place.erase(chunk) > 0 && status.ok())
+                                transfer->credited_bytes = end;
+                              arena->GiveBack(chunk);
+                              const auto count = held->find(transfer->peer);
+                              if (--count->second == 0) held->erase(count);
+                              if (!status.ok() && transfer->failed.ok()) transfer->failed = status;
+                            });
 }
 
 Deadline Sender::Tick(Deadline now) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "base/clock.h"
 #include "base/config.h"
@@ -41,7 +42,7 @@ class Sender {
   // The lease has new layers, or has just been published.
   void OnLeaseChanged(uint64_t lease_id);
   // The owner takes the lease back: its transfers end, and no page of it is read after this
-  // returns.
+  // returns, but by a peer on this host that then finds out that what it read does not count.
   void AbortLease(uint64_t lease_id, const absl::Status& status);
   void AbortAll(const absl::Status& status);
 
@@ -61,6 +62,8 @@ class Sender {
     int64_t ready_bytes;  // The stream up to here may be read.
     int64_t sent_bytes = 0;
     int64_t credited_bytes = 0;
+    // Chunks of the arena that name pages, as long as their reader has not said it is through.
+    absl::flat_hash_set<int64_t> read_in_place;
     absl::Status failed;  // A send went wrong; ended by the next Pump.
   };
   struct Parked {
@@ -77,7 +80,14 @@ class Sender {
   void Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const LeasedMemory& leased);
   void RetryParked(Parked parked);
   bool PumpOne(const TransferPtr& transfer, int64_t peer_share);
-  void SendChunk(const TransferPtr& transfer, int64_t bytes);
+  // Whether the peer reads the next chunk in the pool's pages, and how long it may be then.
+  bool ReadInPlace(const Transfer& transfer) const;
+  bool Admits(const Transfer& transfer, int64_t bytes, bool in_place) const;
+  int64_t MaxBytesInPlace(const Transfer& transfer) const;
+  void SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place);
+  // Fill a chunk of the arena; return the payload.
+  std::span<const std::byte> Gather(const Transfer& transfer, int64_t chunk, ChunkHeader* header);
+  std::span<const std::byte> ListPieces(Transfer& transfer, int64_t chunk, ChunkHeader* header);
   int64_t ReadyBytes(const StreamPlan& plan, uint64_t lease_id) const;
   // Ends one transfer; `tell` also sends the peer an abort.
   void End(uint64_t transfer_id, const absl::Status& outcome, bool tell);
@@ -99,6 +109,7 @@ class Sender {
   absl::flat_hash_map<uint64_t, TransferPtr> transfers_;  // By transfer id.
   std::vector<TransferPtr> turn_;  // Active transfers, in the order of their turns.
   size_t next_turn_ = 0;
+  std::vector<std::span<std::byte>> pieces_;  // Of the chunk that is being sent.
   std::list<Parked> parked_;
   absl::flat_hash_map<PeerKey, int64_t> fetches_of_peer_;  // Active and parked; none is 0.
   // Shared with sends under way, which may complete after their transfer and its peer are gone.

@@ -105,6 +105,23 @@ void StreamPlan::Scatter(int64_t offset, std::span<const std::byte> packed) cons
               bytes - in_pages);
 }
 
+void StreamPlan::AppendPieces(int64_t offset, int64_t bytes,
+                              std::vector<std::span<std::byte>>* pieces) const {
+  const int64_t in_pages = InPages(offset, bytes);
+  ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset, in_pages,
+                 [&](const Segment& segment) {
+                   AppendPagePieces(*segment.buffer, pages_, segment.offset, segment.bytes, pieces);
+                 });
+  if (in_pages == bytes) return;
+  pieces->emplace_back(tail_.data + (offset + in_pages - pages_bytes()), bytes - in_pages);
+}
+
+int64_t StreamPlan::min_item_bytes() const {
+  int64_t bytes = pool_->buffer(0, 0).item_bytes;
+  for (const BufferInfo& buffer : pool_->buffer_infos()) bytes = std::min(bytes, buffer.item_bytes);
+  return bytes;
+}
+
 std::vector<int64_t> StreamPlan::PagesTouchedBy(
     std::span<const std::pair<int64_t, int64_t>> gaps) const {
   std::vector<bool> touched(pages_.num_pages(), false);

@@ -34,6 +34,7 @@ class StreamPlan {
 
   int64_t total_bytes() const { return pages_bytes() + tail_.bytes; }
   int64_t tail_bytes() const { return tail_.bytes; }
+  int64_t pages_bytes() const { return layer_bytes_ * num_layers(); }
   // The stream holds layer l in [l * layer_bytes(), (l + 1) * layer_bytes()).
   int64_t layer_bytes() const { return layer_bytes_; }
   int64_t num_layers() const { return pool_->layout().num_layers; }
@@ -49,12 +50,17 @@ class StreamPlan {
   void Gather(int64_t offset, std::span<std::byte> packed) const;
   void Scatter(int64_t offset, std::span<const std::byte> packed) const;
 
+  // Appends where that window lies in this side's memory, piece by piece; adjacent pages are one.
+  void AppendPieces(int64_t offset, int64_t bytes, std::vector<std::span<std::byte>>* pieces) const;
+  // Bytes of a page of the tensor whose pages are smallest. Of the pieces of a window only the first
+  // and the last can be smaller.
+  int64_t min_item_bytes() const;
+
   // The page ids that any of the byte ranges `gaps` touches, in list order.
   std::vector<int64_t> PagesTouchedBy(std::span<const std::pair<int64_t, int64_t>> gaps) const;
 
  private:
   StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages, StreamTail tail);
-  int64_t pages_bytes() const { return layer_bytes_ * num_layers(); }
   // How many of the bytes from `offset` on are of pages.
   int64_t InPages(int64_t offset, int64_t bytes) const;
 

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "base/slab.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -27,6 +28,16 @@ TEST(Pools, CreateGivesZeroedPagesOfItsOwn) {
   }
 }
 
+TEST(Pools, OthersCanMapWhatItCreates) {
+  const auto pool = Must(KvPool::Create(kLayout, 5));
+  const SharedMemory* shared = pool->shared_memory();
+  ASSERT_NE(shared, nullptr);
+  pool->page(2, 1, 4)[63] = std::byte{7};
+  const auto seen = Must(MapPeersMemory(shared->fd, shared->bytes));
+  EXPECT_EQ(seen.get()[pool->page(2, 1, 4).data() + 63 - shared->data.get()], std::byte{7});
+  EXPECT_EQ(Must(KvPool::CreateIn(kLayout, 5, MapSlab))->shared_memory(), nullptr);
+}
+
 TEST(Pools, PagesLieWhereTheBuffersSay) {
   const auto pool = Must(KvPool::Create(kLayout, 5));
   for (int64_t layer = 0; layer < 3; ++layer) {
@@ -44,6 +55,9 @@ TEST(Pools, CreateErrors) {
       Fails(KvPool::Create(kLayout, 0), absl::StatusCode::kInvalidArgument, "num_pages is 0"));
   EXPECT_TRUE(Fails(KvPool::Create(kLayout, -1), absl::StatusCode::kInvalidArgument));
   EXPECT_TRUE(Fails(KvPool::Create(kLayout, INT64_MAX), absl::StatusCode::kInvalidArgument));
+  // 16 TiB: refused at once, not when it is touched.
+  EXPECT_TRUE(Fails(KvPool::Create(kLayout, (int64_t{1} << 44) / kLayout.page_bytes()),
+                    absl::StatusCode::kResourceExhausted, "bytes of memory"));
   KvLayout bad = kLayout;
   bad.num_layers = 0;
   EXPECT_TRUE(Fails(KvPool::Create(bad, 5), absl::StatusCode::kInvalidArgument, "num_layers"));

@@ -47,6 +47,10 @@ class PrefillPeer {
       return ended_.contains(lease) ? ended_[lease] : "live";
     }
     if (words[0] == "metric") return absl::StrCat(Metric(*endpoint_, words[1]));
+    if (words[0] == "fill") {  // Pages of leases that have ended get other contents.
+      FillPattern(*pool_, static_cast<uint64_t>(Number(words[1])));
+      return "OK";
+    }
     return "what?";
   }
 

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "tests/support/child_peer.h"
+#include "tests/support/test_config.h"
 #include "tests/support/wait_for.h"
 
 namespace kvferry {
@@ -156,6 +157,31 @@ TEST(StoppedPeer, NoBytesOfAnotherTransfer) {
     EXPECT_EQ(stopped.Verify(11, few, few), "OK");
   }
   EXPECT_TRUE(stopped.alive());
+}
+
+// It stops with pages named to it, which then get other contents: where it reads them in place it
+// must find out.
+TEST(StoppedPeer, NoPagesOfAnotherRequest) {
+  ChildPeer prefill(Peer("prefill", kSlowHeart));
+  ChildPeer decode(Peer("decode", kSlowHeart));
+  const std::vector<int64_t> pages = {7, 5, 9};
+  const std::string ticket = prefill.Publish(pages, 1, 60000);
+  const std::string fetch = decode.Fetch(ticket, pages, 60000);
+  ASSERT_EQ(decode.WaitLayer(fetch, 0, 20000), "OK");
+  decode.Signal(SIGSTOP);
+  const int64_t sent = prefill.Metric("bytes_sent");
+  ASSERT_EQ(prefill.Ask("ready " + LeaseOf(ticket)), "OK");
+  ASSERT_TRUE(WaitFor([&] { return prefill.Metric("bytes_sent") == sent * kPeerLayers; }, Soon()));
+  ASSERT_EQ(prefill.Ask("release " + LeaseOf(ticket)), "OK");
+  ASSERT_EQ(prefill.Ask("fill 99"), "OK");
+  decode.Signal(SIGCONT);
+  const std::string status = decode.Wait(fetch, 20000);
+  if (status == "OK") {  // Where the bytes themselves were on their way.
+    EXPECT_EQ(decode.Verify(11, pages, pages), "OK");
+  }
+  if (PathUnderTest() == TestPath::kInPlace) {
+    EXPECT_NE(status, "OK");
+  }
 }
 
 // Its session ends at the heartbeat timeout, and the pages come back.

@@ -5,7 +5,9 @@
 #include <numeric>
 #include <set>
 
+#include "base/slab.h"
 #include "tests/support/status.h"
+#include "tests/support/test_config.h"
 
 namespace kvferry {
 namespace {
@@ -59,7 +61,9 @@ void FillPattern(const KvPool& pool, uint64_t seed) {
 }
 
 std::shared_ptr<KvPool> MakePatternPool(const KvLayout& layout, int64_t num_pages, uint64_t seed) {
-  std::shared_ptr<KvPool> pool = Must(KvPool::Create(layout, num_pages));
+  std::shared_ptr<KvPool> pool =
+      Must(PathUnderTest() == TestPath::kArena ? KvPool::CreateIn(layout, num_pages, MapSlab)
+                                               : KvPool::Create(layout, num_pages));
   FillPattern(*pool, seed);
   return pool;
 }

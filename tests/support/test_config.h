@@ -7,11 +7,19 @@
 
 namespace kvferry {
 
-// Config() with the path that this run of the tests is for (OVER_UCX_TOO in tests/CMakeLists.txt).
+// The path that this run of the tests is for (EVERY_PATH in tests/CMakeLists.txt).
+enum class TestPath { kInPlace, kArena, kUcx };
+
+inline TestPath PathUnderTest() {
+  const char* name = std::getenv("KVFERRY_TEST_PATH");
+  const std::string_view path = name == nullptr ? "" : name;
+  return path == "ucx" ? TestPath::kUcx : path == "arena" ? TestPath::kArena : TestPath::kInPlace;
+}
+
+// Config() for that path.
 inline Config TestConfig() {
   Config config;
-  const char* mapped_path = std::getenv("KVFERRY_TEST_MAPPED_PATH");
-  config.mapped_path = mapped_path == nullptr || std::string_view(mapped_path) != "false";
+  config.mapped_path = PathUnderTest() != TestPath::kUcx;
   return config;
 }
 

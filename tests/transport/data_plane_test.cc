@@ -11,6 +11,7 @@
 #include "tests/support/captured_log.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
+#include "tests/transport/joined.h"
 #include "transport/messages.h"
 #include "transport/ucx/ucx_data_plane.h"
 
@@ -18,9 +19,8 @@ namespace kvferry {
 namespace {
 
 struct Recorder : public DataEvents {
-  void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload,
-               Intact /*intact*/) override {
-    chunks.emplace_back(header, std::vector<std::byte>(payload.begin(), payload.end()));
+  void OnChunk(const ChunkHeader& header, Pieces payload, Intact /*intact*/) override {
+    chunks.emplace_back(header, Joined(payload));
   }
   void OnCredit(const CreditHeader& header) override { credits.push_back(header); }
   void OnLinkDown(LinkId link, const absl::Status& status) override {

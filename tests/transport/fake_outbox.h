@@ -30,6 +30,7 @@ class FakeDataPlane : public DataPlane {
     if (complete_at_once) Complete(chunks.size() - 1, absl::OkStatus());
   }
   void SendCredit(LinkId, const CreditHeader& header) override { credits.push_back(header); }
+  bool ReadsPool(LinkId) const override { return reads_pool; }
   bool Progress(DataEvents*) override { return false; }
   int event_fd() const override { return -1; }
   bool Arm() override { return true; }
@@ -41,6 +42,7 @@ class FakeDataPlane : public DataPlane {
   std::vector<SentChunk> chunks;
   std::vector<CreditHeader> credits;
   bool complete_at_once = true;
+  bool reads_pool = false;
 
  private:
   const std::string address_ = "fake";

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -16,17 +17,18 @@
 #include "tests/support/captured_log.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
+#include "tests/transport/joined.h"
 #include "transport/mapped/unix_socket.h"
 
 namespace kvferry {
 namespace {
 
 constexpr int64_t kChunkBytes = 4096;
+constexpr int64_t kPoolBytes = 64 << 10;
 
 struct Recorder : public DataEvents {
-  void OnChunk(const ChunkHeader& header, std::span<const std::byte> payload,
-               Intact intact) override {
-    chunks.emplace_back(header, std::vector<std::byte>(payload.begin(), payload.end()));
+  void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) override {
+    chunks.emplace_back(header, Joined(payload));
     if (before_intact) before_intact();
     whole.push_back(intact());
   }
@@ -45,7 +47,7 @@ struct Recorder : public DataEvents {
 struct Side {
   explicit Side(int64_t num_chunks = 16)
       : arena(Must(Arena::Create(num_chunks * kChunkBytes, kChunkBytes))),
-        plane(Must(MakeMappedDataPlane(arena.get()))) {}
+        plane(Must(MakeMappedDataPlane(arena.get(), &pool))) {}
 
   // A chunk full of `fill`; it is given back when its send is done.
   int64_t Send(LinkId link, uint8_t fill, uint32_t bytes = kChunkBytes) {
@@ -61,8 +63,22 @@ struct Side {
   }
   bool Progress() { return plane->Progress(&events); }
 
+  // A chunk that lies in those pieces of the pool.
+  int64_t SendInPool(LinkId link, const std::vector<PoolPiece>& pieces, uint32_t bytes) {
+    const int64_t chunk = arena->Take();
+    const auto list = std::as_bytes(std::span(pieces));
+    std::copy(list.begin(), list.end(), arena->Bytes(chunk).begin());
+    plane->SendChunk(link, {1, 0, 0, bytes, kChunkInPool}, arena->Bytes(chunk).first(list.size()),
+                     [this, chunk](const absl::Status& status) {
+                       arena->GiveBack(chunk);
+                       done.push_back(status);
+                     });
+    return chunk;
+  }
+
   Recorder events;
   std::vector<absl::Status> done;
+  SharedMemory pool = Must(SharedMemory::Create("test-pool", kPoolBytes));
   std::unique_ptr<Arena> arena;
   std::unique_ptr<DataPlane> plane;  // Goes first, and completes what is under way.
 };
@@ -167,6 +183,36 @@ TEST_F(MappedPlanes, AChunkThatIsTakenBackWhileItIsReadIsNotIntact) {
   EXPECT_FALSE(b_.events.whole[0]);
 }
 
+TEST_F(MappedPlanes, ChunksThatLieInThePool) {
+  for (int64_t i = 0; i < kPoolBytes; ++i) a_.pool.data.get()[i] = static_cast<std::byte>(i % 251);
+  const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
+  EXPECT_TRUE(a_.plane->ReadsPool(link));
+  const std::vector<PoolPiece> pieces = {{5000, 3000}, {0, 1}, {kPoolBytes - 7, 7}, {5000, 100}};
+  a_.SendInPool(link, pieces, 3108);
+  ASSERT_TRUE(ProgressUntil([&] { return a_.done.size() == 1; }));
+  std::vector<std::byte> want;
+  for (const PoolPiece& piece : pieces) {
+    const std::byte* from = a_.pool.data.get() + piece.offset;
+    want.insert(want.end(), from, from + piece.bytes);
+  }
+  ASSERT_EQ(b_.events.chunks.size(), 1u);
+  EXPECT_EQ(b_.events.chunks[0].second, want);
+  EXPECT_TRUE(b_.events.whole[0]);
+}
+
+// What the slot says is another chunk's by the time it is read: no reason to drop the peer.
+TEST_F(MappedPlanes, AListThatWasTakenBack) {
+  const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
+  const int64_t chunk = a_.SendInPool(link, {{0, 100}}, 100);
+  a_.arena->TakeFromReaders(chunk);
+  const auto bytes = a_.arena->Bytes(chunk);
+  std::fill(bytes.begin(), bytes.end(), std::byte{0xff});
+  ASSERT_TRUE(ProgressUntil([&] { return a_.done.size() == 1; }));
+  EXPECT_TRUE(IsOk(a_.done[0])) << "it is through with it";
+  ASSERT_EQ(b_.events.whole.size(), 1u);
+  EXPECT_FALSE(b_.events.whole[0]);
+}
+
 TEST_F(MappedPlanes, EverySendCompletesOnceWhenThePeerGoesAway) {
   const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
   for (uint8_t i = 0; i < 16; ++i) a_.Send(link, i);
@@ -194,9 +240,13 @@ TEST_F(MappedPlanes, BadArguments) {
   const std::string address = b_.plane->address();
   EXPECT_TRUE(Fails(a_.plane->Connect("").status(), absl::StatusCode::kInvalidArgument, "0 bytes"));
   EXPECT_TRUE(Fails(a_.plane->Connect(address + "x").status(), absl::StatusCode::kInvalidArgument,
-                    "33 bytes"));
+                    "34 bytes"));
+  std::string newer = address;
+  newer[0] = 3;
+  EXPECT_TRUE(Fails(a_.plane->Connect(newer).status(), absl::StatusCode::kInvalidArgument,
+                    "another version"));
   std::string nobody = address;
-  nobody[0] = static_cast<char>(nobody[0] + 1);
+  nobody[1] = static_cast<char>(nobody[1] + 1);
   EXPECT_TRUE(Fails(a_.plane->Connect(nobody).status(), absl::StatusCode::kUnavailable, "connect"));
   absl::Status status;
   const auto keep = [&](const absl::Status& s) { status = s; };
@@ -214,10 +264,11 @@ struct HelloBytes {
   uint32_t kind = 1;
   uint32_t zero = 0;
   uint64_t magic = 0x6b7666657272792f;
-  uint64_t version = 1;
+  uint64_t version = 2;
   char token[16] = {};
   uint64_t num_chunks = 4;
   uint64_t chunk_bytes = kChunkBytes;
+  uint64_t pool_bytes = 0;
 };
 struct ChunkBytes {
   uint32_t kind = 2;
@@ -225,22 +276,28 @@ struct ChunkBytes {
   ChunkHeader header{1, 0, 0, 100, 0};
   uint64_t slot = 0;
   uint64_t generation = 0;
+  uint64_t payload_bytes = 100;
 };
 
 class Stranger : public MappedPlanes {
  protected:
   UniqueFd Dial() {
     const std::string name =
-        absl::StrCat("kvferry/", absl::BytesToHexString(b_.plane->address().substr(0, 16)));
+        absl::StrCat("kvferry/", absl::BytesToHexString(b_.plane->address().substr(1, 16)));
     return Must(ConnectUnix(name));
   }
   HelloBytes Hello() {
     HelloBytes hello;
-    b_.plane->address().copy(hello.token, 16, 16);
+    b_.plane->address().copy(hello.token, 16, 17);
     return hello;
   }
   template <typename Message>
   static void Say(const UniqueFd& socket, const Message& message, int passed = -1) {
+    const std::vector<int> fds(passed < 0 ? 0 : 1, passed);
+    SayWith(socket, message, fds);
+  }
+  template <typename Message>
+  static void SayWith(const UniqueFd& socket, const Message& message, std::span<const int> passed) {
     ASSERT_EQ(SendPacket(socket, std::as_bytes(std::span(&message, 1)), passed), SocketResult::kOk);
   }
   // It hangs up on us, says why, and goes on serving others.
@@ -280,7 +337,7 @@ TEST_F(Stranger, WrongToken) {
 TEST_F(Stranger, WrongVersion) {
   const UniqueFd socket = Dial();
   HelloBytes hello = Hello();
-  hello.version = 2;
+  hello.version = 3;
   Say(socket, hello, Memory(kEnough, true).get());
   ExpectHangUp(socket, "version");
 }
@@ -330,7 +387,12 @@ TEST_F(Stranger, ChunksOutsideTheArena) {
   huge_slot.slot = UINT64_MAX;
   ChunkBytes bytes;
   bytes.header.bytes = kChunkBytes + 1;
-  for (const ChunkBytes& chunk : {slot, huge_slot, bytes}) {
+  bytes.payload_bytes = kChunkBytes + 1;
+  ChunkBytes more;  // Than lie in the slot, which has only so much of it.
+  more.header.bytes = 101;
+  ChunkBytes pool;  // That was not passed.
+  pool.header.flags = kChunkInPool;
+  for (const ChunkBytes& chunk : {slot, huge_slot, bytes, more, pool}) {
     const UniqueFd socket = Dial();
     Say(socket, Hello(), Memory(kEnough, true).get());
     Say(socket, chunk);
@@ -340,18 +402,72 @@ TEST_F(Stranger, ChunksOutsideTheArena) {
   }
 }
 
+TEST_F(Stranger, APoolBeyondAllBounds) {
+  for (const uint64_t pool_bytes : {uint64_t{1} << 46, UINT64_MAX, uint64_t{4096}}) {
+    const UniqueFd socket = Dial();
+    HelloBytes hello = Hello();
+    hello.pool_bytes = pool_bytes;
+    Say(socket, hello, Memory(kEnough, true).get());  // And no pool passed.
+    a_.done.clear();
+    b_.events.chunks.clear();
+    ExpectHangUp(socket, "a pool of");
+  }
+  const UniqueFd socket = Dial();
+  HelloBytes hello = Hello();
+  hello.pool_bytes = 8192;
+  const UniqueFd arena = Memory(kEnough, true);
+  const UniqueFd pool = Memory(8191, true);
+  SayWith(socket, hello, std::vector<int>{arena.get(), pool.get()});
+  a_.done.clear();
+  b_.events.chunks.clear();
+  ExpectHangUp(socket, "8191 bytes, not 8192");
+}
+
+TEST_F(Stranger, PiecesOutsideThePool) {
+  struct Case {
+    std::vector<PoolPiece> pieces;
+    uint32_t bytes;
+    std::string why;
+  };
+  for (const Case& c : std::vector<Case>{{{{8192, 1}}, 1, "bytes 8192 + 1 of a pool of 8192"},
+                                         {{{0, 8193}}, 8193, "of a pool of"},
+                                         {{{UINT64_MAX, 2}}, 1, "of a pool of"},
+                                         {{{1, UINT64_MAX}}, 1, "of a pool of"},
+                                         {{{0, 100}}, 101, "pieces of 100 bytes"},
+                                         {{{0, 100}, {0, 100}}, 150, "pieces of 200 bytes"},
+                                         {{}, 1, "pieces of 0 bytes"}}) {
+    const UniqueFd socket = Dial();
+    HelloBytes hello = Hello();
+    hello.pool_bytes = 8192;
+    const UniqueFd arena(Memory(kEnough, false));
+    ASSERT_EQ(pwrite(arena.get(), c.pieces.data(), c.pieces.size() * sizeof(PoolPiece), 4096),
+              static_cast<ssize_t>(c.pieces.size() * sizeof(PoolPiece)));
+    ASSERT_EQ(fcntl(arena.get(), F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    const UniqueFd pool = Memory(8192, true);
+    SayWith(socket, hello, std::vector<int>{arena.get(), pool.get()});
+    ChunkBytes chunk;
+    chunk.header.bytes = c.bytes;
+    chunk.header.flags = kChunkInPool;
+    chunk.payload_bytes = c.pieces.size() * sizeof(PoolPiece);
+    Say(socket, chunk);
+    a_.done.clear();
+    b_.events.chunks.clear();
+    ExpectHangUp(socket, c.why);
+  }
+}
+
 TEST_F(Stranger, OddSizes) {
-  for (const size_t size : {1, 8, 23, 55, 57, 64}) {
+  for (const size_t size : {1, 8, 23, 56, 63, 64}) {
     const UniqueFd socket = Dial();
     Say(socket, Hello(), Memory(kEnough, true).get());
     const std::vector<std::byte> bytes(size, std::byte{2});
-    ASSERT_EQ(SendPacket(socket, bytes, -1), SocketResult::kOk);
+    ASSERT_EQ(SendPacket(socket, bytes), SocketResult::kOk);
     a_.done.clear();
     b_.events.chunks.clear();
     ExpectHangUp(socket, absl::StrCat("a message of ", size, " bytes"));
   }
   const UniqueFd socket = Dial();
-  ASSERT_EQ(SendPacket(socket, std::vector<std::byte>(5000), -1), SocketResult::kOk);
+  ASSERT_EQ(SendPacket(socket, std::vector<std::byte>(5000)), SocketResult::kOk);
   Packet packet;
   EXPECT_TRUE(WaitFor(
       [&] { return b_.Progress(), ReceivePacket(socket, &packet) == SocketResult::kBroken; },
@@ -369,7 +485,7 @@ TEST(SharedMemory, OnlyItsOwnerWrites) {
   const auto seen = Must(MapPeersMemory(memory.fd, 8192));
   EXPECT_EQ(seen.get()[8191], std::byte{7});
   EXPECT_TRUE(Fails(SharedMemory::Create("test", int64_t{1} << 62).status(),
-                    absl::StatusCode::kResourceExhausted, "shared memory of"));
+                    absl::StatusCode::kResourceExhausted, "the system refused"));
 }
 
 }  // namespace

@@ -64,12 +64,18 @@ class ReceiverAlone : public testing::Test {
     return chunks;
   }
   void Deliver(const Chunk& chunk, bool intact = true) {
-    receiver_.OnChunk(chunk.header, chunk.payload, [&] { return intact; });
+    // Taken back while it is read: it was there when the reader began.
+    int looks = 0;
+    const std::span<const std::byte> payload = chunk.payload;
+    receiver_.OnChunk(chunk.header, {&payload, 1}, [&] { return intact || looks++ == 0; });
   }
-  // The fetch failed with DATA_LOSS, said so to the peer, and takes no more.
   void ExpectDataLoss(const FetchHandle& handle, absl::string_view part) {
+    ExpectGivenUp(handle, absl::StatusCode::kDataLoss, part);
+  }
+  // The fetch failed, said so to the peer, and takes no more.
+  void ExpectGivenUp(const FetchHandle& handle, absl::StatusCode code, absl::string_view part) {
     ASSERT_TRUE(handle.done());
-    EXPECT_TRUE(Fails(handle.status(), absl::StatusCode::kDataLoss, part));
+    EXPECT_TRUE(Fails(handle.status(), code, part));
     ASSERT_NE(outbox_.Last<CancelMsg>(), nullptr);
     EXPECT_EQ(outbox_.Last<CancelMsg>()->transfer_id, kId);
     EXPECT_EQ(outbox_.Last<DoneMsg>(), nullptr);
@@ -85,7 +91,8 @@ class ReceiverAlone : public testing::Test {
   const std::vector<int64_t> local_ = {8, 1, 2, 3, 14, 7};
   FakeOutbox outbox_;
   Metrics metrics_;
-  Receiver receiver_{config_, &outbox_, &metrics_};
+  std::unique_ptr<ThreadPool> threads_ = Must(ThreadPool::Create(1));
+  Receiver receiver_{config_, threads_.get(), &outbox_, &metrics_};
 };
 
 TEST_F(ReceiverAlone, AsksForTheStream) {
@@ -220,9 +227,18 @@ TEST_F(ReceiverAlone, AChunkThatDidNotStayIntactEndsTheFetch) {
   const auto handle = Begin();
   const std::vector<Chunk> chunks = Stream(49152);
   Deliver(chunks[0], /*intact=*/false);
-  ExpectDataLoss(*handle, "took the chunk at byte 0 back");
+  ExpectGivenUp(*handle, absl::StatusCode::kUnavailable, "took the chunk at byte 0 back");
   EXPECT_EQ(handle->missing_pages(), local_);
   EXPECT_EQ(handle->layers_done(), 0);
+}
+
+// What its words say lies there may not even be what they meant: nothing of it is looked at.
+TEST_F(ReceiverAlone, AChunkThatWasTakenBackIsNotLookedAt) {
+  const auto handle = Begin();
+  const Chunk chunk = Stream(49152)[0];
+  receiver_.OnChunk(chunk.header, {}, [] { return false; });
+  EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+  ExpectGivenUp(*handle, absl::StatusCode::kUnavailable, "took the chunk at byte 0 back");
 }
 
 TEST_F(ReceiverAlone, ChunksOfUnknownTransfersAreDropped) {

@@ -406,5 +406,120 @@ TEST(SenderOfADecodeEndpoint, RefusesEverything) {
   EXPECT_EQ(sender.Tick(Clock::now()), Deadline::max());
 }
 
+// ---------------------------------------------------------------- read in place
+
+class SenderInPlace : public SenderAlone {
+ protected:
+  SenderInPlace() {
+    wire().reads_pool = true;
+    wire().complete_at_once = false;
+  }
+  // What a peer reads when it looks where the chunk says.
+  std::vector<std::byte> Read(const SentChunk& chunk) {
+    EXPECT_NE(chunk.header.flags & kChunkInPool, 0u);
+    std::vector<PoolPiece> pieces(chunk.payload.size() / sizeof(PoolPiece));
+    std::memcpy(pieces.data(), chunk.payload.data(), chunk.payload.size());
+    std::vector<std::byte> bytes;
+    for (const PoolPiece& piece : pieces) {
+      const std::byte* from = pool_->shared_memory()->data.get() + piece.offset;
+      bytes.insert(bytes.end(), from, from + piece.bytes);
+    }
+    EXPECT_EQ(bytes.size(), chunk.header.bytes);
+    return bytes;
+  }
+  std::vector<std::byte> ReadAll() {
+    std::vector<std::byte> stream;
+    for (const SentChunk& chunk : wire().chunks) {
+      const std::vector<std::byte> bytes = Read(chunk);
+      EXPECT_EQ(chunk.header.offset, stream.size());
+      stream.insert(stream.end(), bytes.begin(), bytes.end());
+    }
+    return stream;
+  }
+};
+
+TEST_F(SenderInPlace, OneChunkWhateverTheWindow) {
+  sender_.OnFetch(kPeer, kLink, Ask(1, kLease, 6, 4096));
+  PumpDry();
+  ASSERT_EQ(wire().chunks.size(), 1u);
+  EXPECT_EQ(ReadAll(), Want({3, 4, 5, 9, 0, 15}));
+  EXPECT_EQ(metrics_.chunks_in_place, 1);
+  wire().Complete(0, absl::OkStatus());
+  EXPECT_EQ(arena_->num_taken(), 0);
+  sender_.OnDone(kPeer, {1, kLease, 6 * SmallLayout().page_bytes()});
+  EXPECT_EQ(leases_.num_live(), 0);
+}
+
+TEST_F(SenderInPlace, NothingBeforeItIsReady) {
+  Publish(2, {1, 2, 3}, 0);
+  sender_.OnFetch(kPeer, kLink, Ask(1, 2, 3));
+  const int64_t layer_bytes = 3 * SmallLayout().layer_page_bytes();
+  for (int64_t ready = 0; ready <= 4; ++ready) {
+    ASSERT_TRUE(IsOk(leases_.SetReadyLayers(2, ready)));
+    sender_.OnLeaseChanged(2);
+    PumpDry();
+    EXPECT_EQ(static_cast<int64_t>(ReadAll().size()), ready * layer_bytes);
+  }
+}
+
+// The list of pieces must fit into a chunk of the arena, and only so many are on their way.
+TEST_F(SenderInPlace, ManyPieces) {
+  pool_ = MakePatternPool(KvLayout::Mha(2, 1, 1, 128, DType::kBFloat16), 4096, 3);
+  Sender sender(config_, pool_, &leases_, arena_.get(), &outbox_, &metrics_);
+  std::vector<int64_t> pages;
+  for (int64_t i = 0; i < 2048; ++i) pages.push_back(2 * i);
+  Publish(5, pages, 2);
+  sender.OnFetch(kPeer, kLink, Ask(1, 5, 2048));
+  size_t seen = 0;
+  for (bool more = true; more;) {
+    more = sender.Pump();
+    EXPECT_LE(wire().chunks.size() - seen, 4u);
+    if (more) continue;
+    for (; seen < wire().chunks.size(); ++seen, more = true) wire().Complete(seen, {});
+  }
+  EXPECT_EQ(ReadAll(), Want(pages));
+  EXPECT_GE(wire().chunks.size(), 8192u / 256);
+  for (const SentChunk& chunk : wire().chunks) EXPECT_LE(chunk.payload.size(), 4096u);
+  EXPECT_EQ(arena_->num_taken(), 0);
+}
+
+TEST_F(SenderInPlace, SmallPagesAreGathered) {
+  pool_ = MakePatternPool(KvLayout::Mha(2, 1, 1, 64, DType::kBFloat16), 16, 3);
+  Sender sender(config_, pool_, &leases_, arena_.get(), &outbox_, &metrics_);
+  Publish(5, {1, 2}, 2);
+  sender.OnFetch(kPeer, kLink, Ask(1, 5, 2));
+  while (sender.Pump()) {
+  }
+  EXPECT_EQ(Sent(1), Want({1, 2}));
+  EXPECT_EQ(metrics_.chunks_in_place, 0);
+}
+
+TEST_F(SenderInPlace, TheChecksumIsOfTheBytes) {
+  FetchMsg fetch = Ask(1);
+  fetch.checksum = true;
+  sender_.OnFetch(kPeer, kLink, fetch);
+  PumpDry();
+  ASSERT_EQ(wire().chunks.size(), 1u);
+  EXPECT_NE(wire().chunks[0].header.flags & kChunkHasChecksum, 0u);
+  EXPECT_EQ(wire().chunks[0].header.checksum, Xxh3(std::span<const std::byte>(ReadAll())));
+}
+
+// Their owner may write to the pages as soon as this returns: who is still reading must find out.
+TEST_F(SenderInPlace, AnAbortTakesTheChunksFromTheirReader) {
+  sender_.OnFetch(kPeer, kLink, Ask(1));
+  PumpDry();
+  ASSERT_EQ(wire().chunks.size(), 1u);
+  ASSERT_EQ(arena_->num_taken(), 1);
+  std::vector<uint64_t> before;
+  for (int64_t i = 0; i < arena_->num_chunks(); ++i) before.push_back(arena_->Generation(i));
+  sender_.AbortLease(kLease, absl::AbortedError("taken back"));
+  int changed = 0;
+  for (int64_t i = 0; i < arena_->num_chunks(); ++i) changed += arena_->Generation(i) != before[i];
+  EXPECT_EQ(changed, 1);
+  EXPECT_EQ(arena_->num_taken(), 1) << "its reader may still be looking at it";
+  wire().Complete(0, absl::OkStatus());
+  EXPECT_EQ(arena_->num_taken(), 0);
+}
+
 }  // namespace
 }  // namespace kvferry

@@ -96,6 +96,20 @@ TEST_P(Plans, WindowsAgainstAByteLoop) {
       plan.Gather(offset, packed);
       for (int64_t i = 0; i < bytes; ++i) ASSERT_EQ(packed[i], *naive.bytes[offset + i]) << i;
 
+      std::vector<std::span<std::byte>> pieces;
+      plan.AppendPieces(offset, bytes, &pieces);
+      size_t at = offset;
+      for (size_t i = 0; i < pieces.size(); ++i) {
+        ASSERT_FALSE(pieces[i].empty());
+        const bool inner = i > 0 && i + 1 < pieces.size() &&
+                           at + pieces[i].size() <= static_cast<size_t>(page_bytes);
+        if (inner) {
+          ASSERT_GE(static_cast<int64_t>(pieces[i].size()), plan.min_item_bytes());
+        }
+        for (std::byte& byte : pieces[i]) ASSERT_EQ(&byte, naive.bytes[at++]);
+      }
+      ASSERT_EQ(at, static_cast<size_t>(offset + bytes));
+
       // Scattering into a pool of another pattern changes the window and nothing else.
       const auto target = MakePatternPool(layout, 20, 8);
       std::vector<std::byte> target_tail(tail.size(), std::byte{0x5a});

@@ -24,7 +24,7 @@ enum Kind : uint32_t { kHello = 1, kChunk = 2, kCredit = 3, kRead = 4 };
 
 using Token = std::array<char, 16>;
 constexpr uint64_t kMagic = 0x6b7666657272792f;
-constexpr uint64_t kVersion = 1;
+constexpr uint8_t kVersion = 2;
 
 struct Head {
   uint32_t kind = 0;
@@ -37,12 +37,14 @@ struct HelloPacket {
   Token token{};
   uint64_t num_chunks = 0;
   uint64_t chunk_bytes = 0;
+  uint64_t pool_bytes = 0;  // 0: there is no pool to read.
 };
 struct ChunkPacket {
   Head head{kChunk};
   ChunkHeader header;
   uint64_t slot = 0;
   uint64_t generation = 0;
+  uint64_t payload_bytes = 0;
 };
 struct CreditPacket {
   Head head{kCredit};
@@ -52,12 +54,13 @@ struct ReadPacket {
   Head head{kRead};
   uint64_t slot = 0;
 };
-static_assert(sizeof(HelloPacket) == 56 && sizeof(ChunkPacket) == 56);
+static_assert(sizeof(HelloPacket) == 64 && sizeof(ChunkPacket) == 64);
 static_assert(sizeof(CreditPacket) == 24 && sizeof(ReadPacket) == 16);
 
 // Beyond these a peer's arena is not believed.
 constexpr uint64_t kMaxChunks = uint64_t{1} << 24;
 constexpr uint64_t kMaxChunkBytes = uint64_t{1} << 30;
+constexpr uint64_t kMaxPoolBytes = uint64_t{1} << 45;
 constexpr size_t kMaxAccepted = 4096;
 // Packets of one connection that are read before the next one's turn.
 constexpr int kPacketsATurn = 16;
@@ -73,7 +76,7 @@ bool Parse(const Packet& packet, T* message) {
 
 class MappedDataPlane : public DataPlane {
  public:
-  explicit MappedDataPlane(Arena* arena) : arena_(arena) {}
+  MappedDataPlane(Arena* arena, const SharedMemory* pool) : arena_(arena), pool_(pool) {}
   ~MappedDataPlane() override;
   absl::Status Init();
 
@@ -83,6 +86,7 @@ class MappedDataPlane : public DataPlane {
   void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
                  SendDone done) override;
   void SendCredit(LinkId link, const CreditHeader& header) override;
+  bool ReadsPool(LinkId /*link*/) const override { return pool_ != nullptr; }
   bool Progress(DataEvents* events) override;
   int event_fd() const override { return epoll_.get(); }
   bool Arm() override { return true; }  // What has not been read yet keeps the fd readable.
@@ -107,6 +111,8 @@ class MappedDataPlane : public DataPlane {
     Channel channel;
     std::shared_ptr<const std::byte> arena{};  // Null before the hello.
     ArenaShape shape{};
+    std::shared_ptr<const std::byte> pool{};  // Null: none was passed.
+    uint64_t pool_bytes = 0;
   };
 
   absl::Status Watch(const Channel& channel);
@@ -120,10 +126,14 @@ class MappedDataPlane : public DataPlane {
   absl::Status OnPacket(Accepted& accepted, Packet& packet, DataEvents* events);
   absl::Status OnHello(Accepted& accepted, Packet& packet) const;
   absl::Status OnChunk(Accepted& accepted, const ChunkPacket& chunk, DataEvents* events);
+  // Fills pieces_ with where the chunk's bytes lie.
+  absl::Status FindPieces(const Accepted& accepted, const ChunkPacket& chunk);
+  absl::Status ReadPoolPieces(const Accepted& accepted, const ChunkPacket& chunk);
   void Serve(uint64_t id, uint32_t ready, DataEvents* events);
   void ReportBroken(DataEvents* events);
 
   Arena* const arena_;
+  const SharedMemory* const pool_;
   Token token_{};
   std::string address_;
   UniqueFd epoll_;
@@ -132,7 +142,8 @@ class MappedDataPlane : public DataPlane {
   uint64_t next_accepted_ = kListenerId + 1;
   absl::flat_hash_map<LinkId, std::unique_ptr<Link>> links_;
   absl::flat_hash_map<uint64_t, std::unique_ptr<Accepted>> accepted_;
-  std::vector<LinkId> down_;  // Reported at the end of Progress().
+  std::vector<LinkId> down_;                        // Reported at the end of Progress().
+  std::vector<std::span<const std::byte>> pieces_;  // Of the chunk that is being delivered.
 };
 
 std::string RandomBytes16() {
@@ -148,7 +159,7 @@ absl::Status MappedDataPlane::Init() {
   const std::string name = RandomBytes16();
   const std::string token = RandomBytes16();
   std::memcpy(token_.data(), token.data(), token_.size());
-  address_ = name + token;
+  address_ = static_cast<char>(kVersion) + name + token;
   epoll_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
   KVFERRY_ASSIGN_OR_RETURN(listener_, ListenUnix(SocketName(name)));
   epoll_event event{};
@@ -169,16 +180,22 @@ MappedDataPlane::~MappedDataPlane() {
 absl::StatusOr<LinkId> MappedDataPlane::Connect(const std::string& address) {
   constexpr size_t kNameBytes = 16;
   HelloPacket hello;
-  if (address.size() != kNameBytes + hello.token.size()) {
+  if (address.size() != 1 + kNameBytes + hello.token.size() ||
+      address[0] != static_cast<char>(kVersion)) {
     return absl::InvalidArgumentError(
-        absl::StrCat("a peer's local address of ", address.size(), " bytes"));
+        absl::StrCat("a peer's local address of ", address.size(), " bytes, or another version"));
   }
-  KVFERRY_ASSIGN_OR_RETURN(UniqueFd socket, ConnectUnix(SocketName(address.substr(0, kNameBytes))));
+  KVFERRY_ASSIGN_OR_RETURN(UniqueFd socket, ConnectUnix(SocketName(address.substr(1, kNameBytes))));
   KVFERRY_RETURN_IF_ERROR(CheckSameUser(socket));
-  address.copy(hello.token.data(), hello.token.size(), kNameBytes);
+  address.copy(hello.token.data(), hello.token.size(), 1 + kNameBytes);
   hello.num_chunks = static_cast<uint64_t>(arena_->shape().num_chunks);
   hello.chunk_bytes = static_cast<uint64_t>(arena_->shape().chunk_bytes);
-  if (SendPacket(socket, std::as_bytes(std::span(&hello, 1)), arena_->fd()) != SocketResult::kOk) {
+  std::vector<int> memory = {arena_->fd()};
+  if (pool_ != nullptr) {
+    memory.push_back(pool_->fd.get());
+    hello.pool_bytes = static_cast<uint64_t>(pool_->bytes);
+  }
+  if (SendPacket(socket, std::as_bytes(std::span(&hello, 1)), memory) != SocketResult::kOk) {
     return absl::UnavailableError(absl::StrCat("unix socket: hello: ", std::strerror(errno)));
   }
   const LinkId id = next_link_++;
@@ -224,7 +241,8 @@ void MappedDataPlane::SendChunk(LinkId id, const ChunkHeader& header,
   link.reading.emplace(chunk, std::move(done));
   Push(link.channel, ChunkPacket{.header = header,
                                  .slot = static_cast<uint64_t>(chunk),
-                                 .generation = arena_->Generation(chunk)});
+                                 .generation = arena_->Generation(chunk),
+                                 .payload_bytes = payload.size()});
 }
 
 void MappedDataPlane::SendCredit(LinkId id, const CreditHeader& header) {
@@ -236,7 +254,7 @@ template <typename Message>
 void MappedDataPlane::Push(Channel& channel, const Message& message) {
   const auto bytes = std::as_bytes(std::span(&message, 1));
   if (channel.unsent.empty()) {
-    const SocketResult result = SendPacket(channel.socket, bytes, -1);
+    const SocketResult result = SendPacket(channel.socket, bytes);
     if (result == SocketResult::kBroken) channel.broken = true;
     if (result != SocketResult::kWouldBlock) return;
   }
@@ -247,7 +265,7 @@ void MappedDataPlane::Push(Channel& channel, const Message& message) {
 void MappedDataPlane::Flush(Channel& channel) {
   SocketResult result = SocketResult::kOk;
   while (!channel.unsent.empty() && result == SocketResult::kOk) {
-    result = SendPacket(channel.socket, channel.unsent.front(), -1);
+    result = SendPacket(channel.socket, channel.unsent.front());
     if (result == SocketResult::kOk) channel.unsent.pop_front();
   }
   if (result == SocketResult::kBroken) channel.broken = true;
@@ -300,7 +318,7 @@ void MappedDataPlane::Accept() {
 absl::Status MappedDataPlane::OnHello(Accepted& accepted, Packet& packet) const {
   HelloPacket hello;
   if (!Parse(packet, &hello) || hello.magic != kMagic || hello.version != kVersion ||
-      hello.token != token_ || !packet.passed.valid()) {
+      hello.token != token_ || !packet.passed[0].valid()) {
     return absl::PermissionDeniedError("a hello with another version or token");
   }
   if (hello.num_chunks == 0 || hello.num_chunks > kMaxChunks || hello.chunk_bytes == 0 ||
@@ -311,21 +329,65 @@ absl::Status MappedDataPlane::OnHello(Accepted& accepted, Packet& packet) const 
   accepted.shape = {static_cast<int64_t>(hello.num_chunks),
                     static_cast<int64_t>(hello.chunk_bytes)};
   KVFERRY_ASSIGN_OR_RETURN(accepted.arena,
-                           MapPeersMemory(packet.passed, accepted.shape.total_bytes()));
+                           MapPeersMemory(packet.passed[0], accepted.shape.total_bytes()));
+  if (hello.pool_bytes == 0) return absl::OkStatus();
+  if (hello.pool_bytes > kMaxPoolBytes || !packet.passed[1].valid()) {
+    return absl::InvalidArgumentError(absl::StrCat("a pool of ", hello.pool_bytes, " bytes"));
+  }
+  accepted.pool_bytes = hello.pool_bytes;
+  KVFERRY_ASSIGN_OR_RETURN(
+      accepted.pool, MapPeersMemory(packet.passed[1], static_cast<int64_t>(hello.pool_bytes)));
+  return absl::OkStatus();
+}
+
+// The list lies where its sender can change it: each entry is read once, and then checked.
+absl::Status MappedDataPlane::ReadPoolPieces(const Accepted& accepted, const ChunkPacket& chunk) {
+  const std::byte* list =
+      accepted.arena.get() + accepted.shape.chunk_at(static_cast<int64_t>(chunk.slot));
+  uint64_t sum = 0;
+  for (uint64_t at = 0; at + sizeof(PoolPiece) <= chunk.payload_bytes; at += sizeof(PoolPiece)) {
+    PoolPiece piece;
+    std::memcpy(&piece, list + at, sizeof(piece));
+    if (piece.offset > accepted.pool_bytes || piece.bytes > accepted.pool_bytes - piece.offset) {
+      return absl::InvalidArgumentError(absl::StrCat("bytes ", piece.offset, " + ", piece.bytes,
+                                                     " of a pool of ", accepted.pool_bytes));
+    }
+    pieces_.emplace_back(accepted.pool.get() + piece.offset, piece.bytes);
+    sum += piece.bytes;
+    if (sum > chunk.header.bytes) break;
+  }
+  if (sum == chunk.header.bytes) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("pieces of ", sum, " bytes for a chunk of ", chunk.header.bytes));
+}
+
+absl::Status MappedDataPlane::FindPieces(const Accepted& accepted, const ChunkPacket& chunk) {
+  pieces_.clear();
+  const bool in_pool = (chunk.header.flags & kChunkInPool) != 0;
+  if (chunk.slot >= static_cast<uint64_t>(accepted.shape.num_chunks) ||
+      chunk.payload_bytes > static_cast<uint64_t>(accepted.shape.chunk_bytes) ||
+      (in_pool ? accepted.pool == nullptr : chunk.payload_bytes != chunk.header.bytes)) {
+    return absl::InvalidArgumentError(absl::StrCat("a chunk of ", chunk.header.bytes, " bytes, ",
+                                                   chunk.payload_bytes, " in slot ", chunk.slot));
+  }
+  if (in_pool) return ReadPoolPieces(accepted, chunk);
+  const int64_t at = accepted.shape.chunk_at(static_cast<int64_t>(chunk.slot));
+  pieces_.emplace_back(accepted.arena.get() + at, chunk.header.bytes);
   return absl::OkStatus();
 }
 
 absl::Status MappedDataPlane::OnChunk(Accepted& accepted, const ChunkPacket& chunk,
                                       DataEvents* events) {
-  if (chunk.slot >= static_cast<uint64_t>(accepted.shape.num_chunks) ||
-      chunk.header.bytes > accepted.shape.chunk_bytes) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("a chunk of ", chunk.header.bytes, " bytes in slot ", chunk.slot));
-  }
-  const auto slot = static_cast<int64_t>(chunk.slot);
-  const std::byte* arena = accepted.arena.get();
-  events->OnChunk(chunk.header, {arena + accepted.shape.chunk_at(slot), chunk.header.bytes},
-                  [&] { return GenerationSeenByReader(arena, slot) == chunk.generation; });
+  const absl::Status found = FindPieces(accepted, chunk);
+  const auto intact = [&] {
+    return GenerationSeenByReader(accepted.arena.get(), static_cast<int64_t>(chunk.slot)) ==
+           chunk.generation;
+  };
+  // A list that makes no sense may be another chunk's by now; whoever sent a slot that is none, or
+  // a list that is still the one it meant, is no peer.
+  const bool in_arena = chunk.slot < static_cast<uint64_t>(accepted.shape.num_chunks);
+  if (!found.ok() && (!in_arena || intact())) return found;
+  events->OnChunk(chunk.header, pieces_, intact);
   Push(accepted.channel, ReadPacket{.slot = chunk.slot});
   return absl::OkStatus();
 }
@@ -396,9 +458,10 @@ void MappedDataPlane::ReportBroken(DataEvents* events) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<DataPlane>> MakeMappedDataPlane(Arena* arena) {
+absl::StatusOr<std::unique_ptr<DataPlane>> MakeMappedDataPlane(Arena* arena,
+                                                               const SharedMemory* pool) {
   if (arena->fd() < 0) return absl::FailedPreconditionError("the arena's memory is not shared");
-  auto plane = std::make_unique<MappedDataPlane>(arena);
+  auto plane = std::make_unique<MappedDataPlane>(arena, pool);
   KVFERRY_RETURN_IF_ERROR(plane->Init());
   return plane;
 }

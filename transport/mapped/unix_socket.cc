@@ -48,24 +48,25 @@ SocketResult FromErrno() {
                                                                    : SocketResult::kBroken;
 }
 
-union OneFd {
-  char bytes[CMSG_SPACE(sizeof(int))];
+union Fds {
+  char bytes[CMSG_SPACE(kMaxPassed * sizeof(int))];
   cmsghdr aligned;
 };
 
-// Of what came along, the first descriptor is kept and any others are closed.
-UniqueFd TakePassed(msghdr* message) {
-  UniqueFd first;
+// Of what came along, the first descriptors are kept and any others are closed.
+std::array<UniqueFd, kMaxPassed> TakePassed(msghdr* message) {
+  std::array<UniqueFd, kMaxPassed> taken;
+  size_t count = 0;
   for (cmsghdr* head = CMSG_FIRSTHDR(message); head != nullptr; head = CMSG_NXTHDR(message, head)) {
     if (head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS) continue;
     for (size_t at = CMSG_LEN(0); at + sizeof(int) <= head->cmsg_len; at += sizeof(int)) {
       int fd = -1;
       std::memcpy(&fd, reinterpret_cast<const char*>(head) + at, sizeof(fd));
       UniqueFd owned(fd);
-      if (!first.valid()) first = std::move(owned);
+      if (count < kMaxPassed) taken[count++] = std::move(owned);
     }
   }
-  return first;
+  return taken;
 }
 
 }  // namespace
@@ -107,27 +108,28 @@ absl::Status CheckSameUser(const UniqueFd& socket) {
                                                   ", this process as ", geteuid()));
 }
 
-SocketResult SendPacket(const UniqueFd& socket, std::span<const std::byte> bytes, int passed) {
+SocketResult SendPacket(const UniqueFd& socket, std::span<const std::byte> bytes,
+                        std::span<const int> passed) {
   iovec part = {const_cast<std::byte*>(bytes.data()), bytes.size()};
   msghdr message{};
   message.msg_iov = &part;
   message.msg_iovlen = 1;
-  OneFd control{};
-  if (passed >= 0) {
+  Fds control{};
+  if (!passed.empty()) {
     message.msg_control = control.bytes;
-    message.msg_controllen = sizeof(control.bytes);
+    message.msg_controllen = CMSG_SPACE(passed.size_bytes());
     cmsghdr* head = CMSG_FIRSTHDR(&message);
     head->cmsg_level = SOL_SOCKET;
     head->cmsg_type = SCM_RIGHTS;
-    head->cmsg_len = CMSG_LEN(sizeof(int));
-    std::memcpy(CMSG_DATA(head), &passed, sizeof(passed));
+    head->cmsg_len = CMSG_LEN(passed.size_bytes());
+    std::memcpy(CMSG_DATA(head), passed.data(), passed.size_bytes());
   }
   return sendmsg(socket.get(), &message, MSG_NOSIGNAL) >= 0 ? SocketResult::kOk : FromErrno();
 }
 
 SocketResult ReceivePacket(const UniqueFd& socket, Packet* packet) {
   iovec part = {packet->bytes, sizeof(packet->bytes)};
-  OneFd control{};
+  Fds control{};
   msghdr message{};
   message.msg_iov = &part;
   message.msg_iovlen = 1;

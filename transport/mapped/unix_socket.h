@@ -3,6 +3,7 @@
 // SEQPACKET sockets with abstract names: messages keep their bounds and order, a peer's death shows
 // as a hang-up, and a descriptor can travel along. None of it blocks.
 
+#include <array>
 #include <cstddef>
 #include <span>
 #include <string>
@@ -26,13 +27,16 @@ absl::Status CheckSameUser(const UniqueFd& socket);
 
 enum class SocketResult { kOk, kWouldBlock, kBroken };
 
-// `passed` travels along unless it is -1, and stays open here.
-SocketResult SendPacket(const UniqueFd& socket, std::span<const std::byte> bytes, int passed);
+inline constexpr size_t kMaxPassed = 2;
+
+// The descriptors in `passed`, at most kMaxPassed, travel along and stay open here.
+SocketResult SendPacket(const UniqueFd& socket, std::span<const std::byte> bytes,
+                        std::span<const int> passed = {});
 
 struct Packet {
   std::byte bytes[kMaxPacketBytes];
   size_t size = 0;
-  UniqueFd passed;
+  std::array<UniqueFd, kMaxPassed> passed;
 };
 // A packet longer than kMaxPacketBytes is kBroken.
 SocketResult ReceivePacket(const UniqueFd& socket, Packet* packet);

@@ -53,6 +53,7 @@ class UcxDataPlane : public DataPlane {
   void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
                  SendDone done) override;
   void SendCredit(LinkId link, const CreditHeader& header) override;
+  bool ReadsPool(LinkId /*link*/) const override { return false; }
   bool Progress(DataEvents* events) override;
   int event_fd() const override { return event_fd_; }
   bool Arm() override { return ucp_worker_arm(worker_->get()) == UCS_OK; }
@@ -255,8 +256,8 @@ ucs_status_t UcxDataPlane::OnChunkAm(void* arg, const void* header, size_t heade
   std::memcpy(&chunk, header, sizeof(chunk));
   if (chunk.bytes == bytes) {
     // UCX's own buffer: nobody else writes there during this call.
-    plane->events_->OnChunk(chunk, {static_cast<const std::byte*>(data), bytes},
-                            [] { return true; });
+    const std::span<const std::byte> payload(static_cast<const std::byte*>(data), bytes);
+    plane->events_->OnChunk(chunk, {&payload, 1}, [] { return true; });
   }
   return UCS_OK;
 }
