@@ -313,7 +313,7 @@ def print_tables(name, command, reps, problems):
 def print_pools(args, problems):
     """Everything but what moves KV between processes; the allocators' rows."""
     rows = allocators.print_table(args.build, args.reps, problems)
-    for driver in ("kernels", "buffers", "stores"):
+    for driver in ("kernels", "buffers", "stores", "sessions"):
         command = [args.build / f"bench/kvferry_bench_{driver}"]
         print_tables(driver, command, args.reps, problems)
     if args.mooncake:
