@@ -274,7 +274,7 @@ int64_t CompareSmall(int rounds, const std::string& folder) {
 #endif
 #ifdef KVFERRY_BENCH_ROCKSDB
   const std::shared_ptr<KvStore> rocksdb =
-      Must(RocksDbStore::Open({.path = folder + "/small", .capacity_bytes = 256 << 20}));
+      Must(RocksDbStore::Open({.path = folder + "/small", .capacity_bytes = 16 << 20}));
   wrong += CompareBatches("rocksdb", *rocksdb, rounds);
   wrong += CompareTiered("host over rocksdb", rocksdb, rounds);
 #endif
