@@ -1,7 +1,7 @@
 // Values of 2 MiB put into our stores and got back, each store beside what lies under it, used
-// directly: memcpy, hiredis with the same server, RocksDB; and values of 4 KiB in batches, beside the
-// same store called value by value. The two take turns; the tables have medians of the rounds, and
-// every value got back is compared with what was put.
+// directly: memcpy, hiredis with the same server, RocksDB; and values of 4 KiB in batches, beside
+// the same store called value by value. The two take turns; the tables have medians of the rounds,
+// and every value got back is compared with what was put.
 
 #include <stdlib.h>
 
