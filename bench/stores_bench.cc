@@ -1,6 +1,7 @@
 // Values of 2 MiB put into our stores and got back, each store beside what lies under it, used
-// directly: memcpy, hiredis with the same server, RocksDB. The two take turns; the table has
-// medians of the rounds, and every value got back is compared with what was put.
+// directly: memcpy, hiredis with the same server, RocksDB; and values of 4 KiB in batches, beside
+// the same store called value by value. The two take turns; the tables have medians of the rounds,
+// and every value got back is compared with what was put.
 
 #include <stdlib.h>
 
@@ -24,6 +25,7 @@
 #include "bench/must.h"
 #include "bench/peers/plain_store.h"
 #include "connector/store/host_store.h"
+#include "connector/store/tiered_store.h"
 #ifdef KVFERRY_BENCH_REDIS
 #include "connector/store/redis_store.h"
 #include "tests/support/redis_process.h"
@@ -120,8 +122,8 @@ double Median(std::vector<double> values) {
 
 // GB/s of the median, the slowest and the fastest round.
 struct Rates {
-  explicit Rates(const std::vector<double>& seconds) {
-    const double gb = kValues * kValueBytes * 1e-9;
+  Rates(const std::vector<double>& seconds, int64_t bytes) {
+    const double gb = static_cast<double>(bytes) * 1e-9;
     median = gb / Median(seconds);
     min = gb / *std::ranges::max_element(seconds);
     max = gb / *std::ranges::min_element(seconds);
@@ -132,9 +134,10 @@ struct Rates {
 // The last column: how many times as fast ours is, the median of the rounds, because the machine is
 // not as busy in one round as in another.
 void PrintRow(const std::string& what, const std::string& beside,
-              const std::array<std::vector<double>, 2>& seconds) {
-  const Rates ours(seconds[0]);
-  const Rates theirs(seconds[1]);
+              const std::array<std::vector<double>, 2>& seconds,
+              int64_t bytes = kValues * kValueBytes) {
+  const Rates ours(seconds[0], bytes);
+  const Rates theirs(seconds[1], bytes);
   std::vector<double> ratios(seconds[0].size());
   std::ranges::transform(seconds[1], seconds[0], ratios.begin(), std::divides<>());
   std::printf("| %s | %.2f | %.2f-%.2f | %s | %.2f | %.2f-%.2f | %.2f |\n", what.c_str(),
@@ -160,6 +163,123 @@ void Compare(const std::string& name, std::unique_ptr<PlainStore> ours, const st
   }
   PrintRow(absl::StrCat(name, ", put"), beside, puts);
   PrintRow(absl::StrCat(name, ", get"), beside, gets);
+}
+
+// Small values in one batch, or each in a call of its own.
+class SmallValues {
+ public:
+  static constexpr int64_t kBytes = 4 << 10;
+  static constexpr int64_t kCount = 256;
+
+  SmallValues() : source_(kCount * kBytes), target_(source_.size()) {
+    for (size_t i = 0; i < source_.size(); ++i) source_[i] = static_cast<std::byte>(i * 31 >> 8);
+    for (int64_t i = 0; i < kCount; ++i) {
+      keys_.push_back(absl::StrCat("small ", i));
+      values_.push_back(std::span(source_).subspan(i * kBytes, kBytes));
+      outs_.push_back(std::span(target_).subspan(i * kBytes, kBytes));
+    }
+    for (int64_t i = 0; i < kCount; ++i) {
+      puts_.push_back({keys_[i], {&values_[i], 1}});
+      gets_.push_back({keys_[i], {&outs_[i], 1}});
+    }
+  }
+  // Seconds.
+  double Put(KvStore& store, bool together) {
+    for (int64_t i = 0; i < kCount; ++i) source_[i * kBytes] = static_cast<std::byte>(++changes_);
+    const Deadline begin = Clock::now();
+    const int64_t step = together ? kCount : 1;
+    for (int64_t i = 0; i < kCount; i += step) {
+      Check(store.PutBatch(std::span(puts_).subspan(i, step), DeadlineInMs(kTimeoutMs)));
+    }
+    return SecondsBetween(begin, Clock::now());
+  }
+  double Get(KvStore& store, bool together) {
+    std::memset(target_.data(), 0, target_.size());
+    const Deadline begin = Clock::now();
+    const int64_t step = together ? kCount : 1;
+    for (int64_t i = 0; i < kCount; i += step) {
+      Check(store.GetBatch(std::span(gets_).subspan(i, step), DeadlineInMs(kTimeoutMs)));
+    }
+    const double seconds = SecondsBetween(begin, Clock::now());
+    wrong_ += target_ == source_ ? 0 : 1;
+    return seconds;
+  }
+  int64_t wrong() const { return wrong_; }
+
+ private:
+  static void Check(const std::vector<absl::Status>& statuses) {
+    for (const absl::Status& status : statuses) Must(status);
+  }
+  std::vector<std::byte> source_;
+  std::vector<std::byte> target_;
+  std::vector<std::string> keys_;
+  std::vector<std::span<const std::byte>> values_;
+  std::vector<std::span<std::byte>> outs_;
+  std::vector<KvStore::PutItem> puts_;
+  std::vector<KvStore::GetItem> gets_;
+  int64_t changes_ = 0;
+  int64_t wrong_ = 0;
+};
+
+// `forget` makes the store answer from below. Returns how many rounds gave wrong bytes.
+int64_t CompareBatches(
+    const std::string& name, KvStore& store, int rounds,
+    const std::function<void()>& forget = [] {}) {
+  SmallValues values;
+  std::array<std::vector<double>, 2> puts;
+  std::array<std::vector<double>, 2> gets;
+  for (int round = 0; round <= 10 * rounds; ++round) {
+    for (const size_t turn : {0, 1}) {
+      const size_t which = (turn + round) % 2;
+      const double put = values.Put(store, which == 0);
+      forget();
+      const double get = values.Get(store, which == 0);
+      if (round == 0) continue;  // It warms up.
+      puts[which].push_back(put);
+      gets[which].push_back(get);
+    }
+  }
+  constexpr int64_t kBytes = SmallValues::kCount * SmallValues::kBytes;
+  PrintRow(absl::StrCat(name, ", put"), "one by one", puts, kBytes);
+  PrintRow(absl::StrCat(name, ", get"), "one by one", gets, kBytes);
+  return values.wrong();
+}
+
+std::unique_ptr<HostStore> SmallHost() {
+  return Must(
+      HostStore::Create({Must(HostStore::FlatLayout(SmallValues::kBytes)),
+                         2 * SmallValues::kCount * SmallValues::kBytes, SmallValues::kBytes}));
+}
+
+// The tiered store answers from its lower tier, as after a restart.
+int64_t CompareTiered(const std::string& name, std::shared_ptr<KvStore> lower, int rounds) {
+  const std::shared_ptr<HostStore> upper = SmallHost();
+  const auto tiered = Must(TieredStore::Create(upper, std::move(lower)));
+  return CompareBatches(name, *tiered, rounds, [&] {
+    for (int64_t i = 0; i < SmallValues::kCount; ++i) {
+      Must(upper->Erase(absl::StrCat("small ", i), DeadlineInMs(kTimeoutMs)));
+    }
+  });
+}
+
+int64_t CompareSmall(int rounds, const std::string& folder) {
+  int64_t wrong = 0;
+#ifdef KVFERRY_BENCH_REDIS
+  if (WhyNoRedis().empty()) {
+    const RedisProcess server;
+    const std::shared_ptr<KvStore> redis = Must(RedisStore::Create({.port = server.port()}));
+    wrong += CompareBatches("redis", *redis, rounds);
+    wrong += CompareTiered("host over redis", redis, rounds);
+  }
+#endif
+#ifdef KVFERRY_BENCH_ROCKSDB
+  const std::shared_ptr<KvStore> rocksdb =
+      Must(RocksDbStore::Open({.path = folder + "/small", .capacity_bytes = 16 << 20}));
+  wrong += CompareBatches("rocksdb", *rocksdb, rounds);
+  wrong += CompareTiered("host over rocksdb", rocksdb, rounds);
+#endif
+  (void)rounds, (void)folder;
+  return wrong;
 }
 
 void CompareHost(int rounds, Values& values) {
@@ -234,9 +354,13 @@ int Main(int argc, char** argv) {
   const std::string no_rocksdb = CompareRocksDb(rounds, values, folder.path());
   if (!no_redis.empty()) std::printf("redis: not measured: %s\n", no_redis.c_str());
   if (!no_rocksdb.empty()) std::printf("rocksdb: not measured: %s\n", no_rocksdb.c_str());
-  if (values.wrong() == 0) return 0;
-  std::printf("\nWRONG: %lld values were not what was put\n",
-              static_cast<long long>(values.wrong()));
+  std::printf("\n%lld values of 4 KiB in one batch, and each in a call of its own\n\n",
+              static_cast<long long>(SmallValues::kCount));
+  std::printf("| store | GB/s | GB/s min-max | beside | GB/s | GB/s min-max | x |\n");
+  std::printf("|---|---|---|---|---|---|---|\n");
+  const int64_t wrong = values.wrong() + CompareSmall(rounds, folder.path());
+  if (wrong == 0) return 0;
+  std::printf("\nWRONG: %lld values were not what was put\n", static_cast<long long>(wrong));
   return 1;
 }
 

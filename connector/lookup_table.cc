@@ -28,7 +28,7 @@ LookupTable::~LookupTable() { Close(); }
 
 // ---------------------------------------------------------------- entries
 
-absl::Status LookupTable::CheckTokens(const Tokens& tokens) const {
+absl::Status LookupTable::CheckTokens(std::span<const int32_t> tokens) const {
   if (!tokens.empty() && static_cast<int64_t>(tokens.size()) <= options_.max_tokens) {
     return absl::OkStatus();
   }
@@ -46,16 +46,16 @@ absl::Status LookupTable::CheckInsert(const Tokens& tokens, int64_t bytes) const
       "lookup: an entry of ", bytes, " bytes can never fit: the buffer has ", options_.max_bytes));
 }
 
-LookupTable::Taken LookupTable::MakeTaken(Entry entry, int64_t num_matched) {
-  std::shared_ptr<void> bytes;
-  if (entry.kept) {
+LookupTable::Taken LookupTable::MakeTaken(Tokens tokens, int64_t num_matched, Payload payload,
+                                          int64_t bytes, bool counted) {
+  std::shared_ptr<void> room;
+  if (counted) {
     // A table that is gone needs nothing back.
-    bytes = std::shared_ptr<void>(nullptr, [table = weak_from_this(), count = entry.bytes](void*) {
-      if (const auto alive = table.lock()) alive->GiveBack(count);
+    room = std::shared_ptr<void>(nullptr, [table = weak_from_this(), bytes](void*) {
+      if (const auto alive = table.lock()) alive->GiveBack(bytes);
     });
   }
-  return {std::move(entry.tokens), num_matched, std::move(entry.payload), entry.bytes,
-          std::move(bytes)};
+  return {std::move(tokens), num_matched, std::move(payload), bytes, std::move(room)};
 }
 
 void LookupTable::GiveBack(int64_t bytes) {
@@ -64,22 +64,28 @@ void LookupTable::GiveBack(int64_t bytes) {
   changed_.NotifyAll();
 }
 
-absl::Status LookupTable::WaitForRoom(uint64_t id, Deadline deadline) {
-  const int64_t bytes = entries_.at(id).bytes;
-  const auto place = wait_for_room_.insert(wait_for_room_.end(), id);
+absl::Status LookupTable::WaitForRoom(Entry* entry, Deadline deadline) {
+  const int64_t bytes = entry->bytes;
+  Waiting waiting = {entry};
+  entry->waiting = &waiting;
+  const auto place = wait_for_room_.insert(wait_for_room_.end(), &waiting);
   absl::Status status;
-  while (entries_.contains(id)) {
-    if (wait_for_room_.front() == id && bytes_ + bytes <= options_.max_bytes) break;
+  while (waiting.entry != nullptr) {
+    if (wait_for_room_.front() == &waiting && HasRoom(bytes)) {
+      entry->waiting = nullptr;
+      bytes_ += bytes;
+      break;
+    }
     if (changed_.WaitUntil(&mutex_, deadline) || Clock::now() < deadline) continue;
-    if (!entries_.contains(id)) break;
+    if (waiting.entry == nullptr) break;
+    Erase(entry);
     status = absl::DeadlineExceededError(absl::StrCat("lookup: no room for an entry of ", bytes,
                                                       " bytes in time; ", bytes_, " of ",
                                                       options_.max_bytes, " are taken"));
-    break;
   }
   wait_for_room_.erase(place);
   changed_.NotifyAll();  // The next one may be served now.
-  return status;
+  return waiting.dropped ? Closed() : status;
 }
 
 absl::Status LookupTable::Insert(Tokens tokens, int64_t bytes, Payload payload, Deadline deadline) {
@@ -92,33 +98,20 @@ absl::Status LookupTable::Insert(Tokens tokens, int64_t bytes, Payload payload, 
   if (auto query = QueryFor(tokens)) {
     mutex_.Unlock();
     // Never kept, so there are no bytes to give back.
-    query->first(MakeTaken({std::move(tokens), bytes, std::move(payload)}, query->second));
+    query->first(MakeTaken(std::move(tokens), query->second, std::move(payload), bytes, false));
     return absl::OkStatus();
   }
-  const uint64_t id = next_id_++;
-  absl::Status status = entry_index_.Insert(id, tokens);
-  entries_[id] = {std::move(tokens), bytes, std::move(payload)};
-  if (status.ok()) status = WaitForRoom(id, deadline);
-  const auto found = entries_.find(id);
-  if (status.ok() && found != entries_.end()) {
-    found->second.kept = true;
+  auto owned = std::make_unique<Entry>(std::move(tokens), bytes, std::move(payload));
+  Entry* const entry = owned.get();
+  entries_.Insert(std::move(owned));
+  absl::Status status;
+  if (wait_for_room_.empty() && HasRoom(bytes)) {
     bytes_ += bytes;
-  } else if (found != entries_.end()) {
-    entry_index_.Erase(id).IgnoreError();
-    entries_.erase(found);
-  } else if (dropped_.erase(id) > 0) {
-    status = Closed();
+  } else {
+    status = WaitForRoom(entry, deadline);
   }
   mutex_.Unlock();
   return status;
-}
-
-void LookupTable::Keep(Entry entry) {
-  const uint64_t id = next_id_++;
-  entry_index_.Insert(id, entry.tokens).IgnoreError();  // A new id, and tokens: cannot fail.
-  bytes_ += entry.bytes;
-  entry.kept = true;
-  entries_[id] = std::move(entry);
 }
 
 void LookupTable::PutBack(Taken taken) {
@@ -133,27 +126,34 @@ void LookupTable::PutBack(Taken taken) {
     query->first(std::move(taken));
     return;
   }
-  Keep({std::move(taken.tokens_), taken.num_bytes_, std::move(taken.payload_)});
+  bytes_ += taken.num_bytes_;
+  entries_.Insert(std::make_unique<Entry>(std::move(taken.tokens_), taken.num_bytes_,
+                                          std::move(taken.payload_)));
   mutex_.Unlock();
   // Its bytes count again by now, so what it held until here can go, and nothing slips in between.
 }
 
 // ---------------------------------------------------------------- queries
 
-std::optional<TokenIndex::Match> LookupTable::Find(const std::optional<Tokens>& tokens) const {
-  if (tokens) return entry_index_.Longest(*tokens);
-  const std::optional<uint64_t> oldest = entry_index_.Oldest();
-  if (!oldest) return std::nullopt;
-  return TokenIndex::Match{*oldest, static_cast<int64_t>(entries_.at(*oldest).tokens.size())};
+std::optional<TokenTree::Match> LookupTable::Find(
+    std::optional<std::span<const int32_t>> tokens) const {
+  if (tokens) return entries_.Longest(*tokens);
+  TokenTree::Entry* const oldest = entries_.Oldest();
+  if (oldest == nullptr) return std::nullopt;
+  return TokenTree::Match{oldest, std::ssize(oldest->tokens())};
 }
 
-LookupTable::Taken LookupTable::Remove(const TokenIndex::Match& match) {
-  const auto found = entries_.find(match.entry);
-  Entry entry = std::move(found->second);
-  entries_.erase(found);
-  entry_index_.Erase(match.entry).IgnoreError();
+std::unique_ptr<LookupTable::Entry> LookupTable::Erase(TokenTree::Entry* entry) {
+  std::unique_ptr<Entry> erased(static_cast<Entry*>(entries_.Erase(entry).release()));
+  if (erased->waiting != nullptr) erased->waiting->entry = nullptr;
+  return erased;
+}
+
+LookupTable::Taken LookupTable::Remove(const TokenTree::Match& match) {
+  const std::unique_ptr<Entry> entry = Erase(match.entry);
   changed_.NotifyAll();  // Its Insert() may be waiting.
-  return MakeTaken(std::move(entry), match.num_tokens);
+  return MakeTaken(entry->TakeTokens(), match.num_tokens, std::move(entry->payload), entry->bytes,
+                   entry->waiting == nullptr);
 }
 
 LookupTable::Answer LookupTable::EndQuery(uint64_t id) {
@@ -169,7 +169,8 @@ LookupTable::Answer LookupTable::EndQuery(uint64_t id) {
   return answer;
 }
 
-std::optional<std::pair<LookupTable::Answer, int64_t>> LookupTable::QueryFor(const Tokens& tokens) {
+std::optional<std::pair<LookupTable::Answer, int64_t>> LookupTable::QueryFor(
+    std::span<const int32_t> tokens) {
   if (const auto match = query_index_.Longest(tokens)) {
     return std::pair(EndQuery(match->entry), match->num_tokens);
   }
@@ -204,7 +205,7 @@ absl::StatusOr<uint64_t> LookupTable::Ask(std::optional<Tokens> tokens, Deadline
 
 uint64_t LookupTable::AddQuery(const std::optional<Tokens>& tokens, Deadline deadline,
                                Answer answer) {
-  const uint64_t id = next_id_++;
+  const uint64_t id = next_query_++;
   Query query = {deadline, std::move(answer), std::nullopt};
   if (tokens) {
     query_index_.Insert(id, *tokens).IgnoreError();  // A new id, and tokens: cannot fail.
@@ -224,7 +225,8 @@ bool LookupTable::Withdraw(uint64_t query) {
   return true;
 }
 
-absl::StatusOr<LookupTable::Taken> LookupTable::TryTake(const std::optional<Tokens>& tokens) {
+absl::StatusOr<LookupTable::Taken> LookupTable::TryTake(
+    std::optional<std::span<const int32_t>> tokens) {
   if (tokens) KVFERRY_RETURN_IF_ERROR(CheckTokens(*tokens));
   const MutexLock lock(&mutex_);
   if (closed_) return Closed();
@@ -279,16 +281,15 @@ std::optional<Deadline> LookupTable::Expire(Deadline now) {
 
 void LookupTable::Close() {
   std::vector<Answer> waiting;
-  absl::flat_hash_map<uint64_t, Entry> dropped;  // Payloads go outside of the lock.
+  std::vector<std::unique_ptr<Entry>> dropped;  // Payloads go outside of the lock.
   {
     const MutexLock lock(&mutex_);
     closed_ = true;
     while (!queries_.empty()) waiting.push_back(EndQuery(queries_.begin()->first));
-    for (const auto& [id, entry] : entries_) {
-      entry_index_.Erase(id).IgnoreError();
-      if (!entry.kept) dropped_.insert(id);
+    while (TokenTree::Entry* const entry = entries_.Oldest()) {
+      dropped.push_back(Erase(entry));
+      if (dropped.back()->waiting != nullptr) dropped.back()->waiting->dropped = true;
     }
-    dropped.swap(entries_);
     changed_.NotifyAll();
   }
   for (const Answer& answer : waiting) answer(Closed());

@@ -5,18 +5,19 @@
 #include <list>
 #include <memory>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "connector/token_index.h"
+#include "connector/token_tree.h"
 
 namespace kvferry {
 
@@ -27,7 +28,7 @@ namespace kvferry {
 //   Insert   an entry goes to a query that waits for it, or is kept until one comes. While the
 //            table is full it waits for room, and can be found already then: so a producer that
 //            waits for room and a consumer that waits for the entry cannot wait for each other.
-//   Ask      takes the entry with the longest match (TokenIndex) out of the table, or waits for
+//   Ask      takes the entry with the longest match (TokenTree) out of the table, or waits for
 //            one. Queries wait side by side; an entry goes to one of them and to nobody else.
 //
 // Every wait ends at its deadline: what waits with a callback is ended by Expire(). Thread-safe;
@@ -97,7 +98,7 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   // The same, waiting here.
   absl::StatusOr<Taken> Take(std::optional<Tokens> tokens, Deadline deadline);
   // NOT_FOUND when nothing matches now.
-  absl::StatusOr<Taken> TryTake(const std::optional<Tokens>& tokens);
+  absl::StatusOr<Taken> TryTake(std::optional<std::span<const int32_t>> tokens);
   // An entry whose consumer did not get it: as Insert(), but there is always room for it, also
   // above max_bytes where its bytes did not count before; later inserts wait. It is the newest
   // then. A closed table drops it.
@@ -113,11 +114,19 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   int64_t bytes() const;
 
  private:
-  struct Entry {
-    Tokens tokens;
-    int64_t bytes = 0;
+  struct Entry;
+  // An Insert() that waits for room.
+  struct Waiting {
+    Entry* entry;  // Null when it has been taken, or dropped by Close().
+    bool dropped = false;
+  };
+  struct Entry : TokenTree::Entry {
+    Entry(Tokens tokens, int64_t bytes, Payload payload)
+        : TokenTree::Entry(std::move(tokens)), bytes(bytes), payload(std::move(payload)) {}
+
+    const int64_t bytes;
     Payload payload;
-    bool kept = false;  // Else its Insert() still waits for room.
+    Waiting* waiting = nullptr;  // Else it is kept, and its bytes count.
   };
   struct Query {
     Deadline deadline;
@@ -127,32 +136,32 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
 
   explicit LookupTable(const Options& options) : options_(options) {}
 
-  absl::Status CheckTokens(const Tokens& tokens) const;
-  std::optional<TokenIndex::Match> Find(const std::optional<Tokens>& tokens) const
+  absl::Status CheckTokens(std::span<const int32_t> tokens) const;
+  std::optional<TokenTree::Match> Find(std::optional<std::span<const int32_t>> tokens) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  Taken Remove(const TokenIndex::Match& match) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  Taken MakeTaken(Entry entry, int64_t num_matched);
-  void Keep(Entry entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::unique_ptr<Entry> Erase(TokenTree::Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Taken Remove(const TokenTree::Match& match) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Taken MakeTaken(Tokens tokens, int64_t num_matched, Payload payload, int64_t bytes, bool counted);
+  bool HasRoom(int64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return bytes_ + bytes <= options_.max_bytes;
+  }
   // The query that this entry goes to, taken out of those that wait.
-  std::optional<std::pair<Answer, int64_t>> QueryFor(const Tokens& tokens)
+  std::optional<std::pair<Answer, int64_t>> QueryFor(std::span<const int32_t> tokens)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   uint64_t AddQuery(const std::optional<Tokens>& tokens, Deadline deadline, Answer answer)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Answer EndQuery(uint64_t id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status WaitForRoom(uint64_t id, Deadline deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status WaitForRoom(Entry* entry, Deadline deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void GiveBack(int64_t bytes);
 
   const Options options_;
   mutable Mutex mutex_;
   CondVar changed_;  // Room was made, an entry was taken, or the table was closed.
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;
-  uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;
+  uint64_t next_query_ ABSL_GUARDED_BY(mutex_) = 1;
   int64_t bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  absl::flat_hash_map<uint64_t, Entry> entries_ ABSL_GUARDED_BY(mutex_);
-  TokenIndex entry_index_ ABSL_GUARDED_BY(mutex_);
-  std::list<uint64_t> wait_for_room_ ABSL_GUARDED_BY(mutex_);  // The first one is served first.
-  absl::flat_hash_set<uint64_t> dropped_
-      ABSL_GUARDED_BY(mutex_);  // By Close(), under an Insert() that waits for room.
+  TokenTree entries_ ABSL_GUARDED_BY(mutex_);
+  std::list<Waiting*> wait_for_room_ ABSL_GUARDED_BY(mutex_);  // The first one is served first.
   absl::flat_hash_map<uint64_t, Query> queries_ ABSL_GUARDED_BY(mutex_);
   TokenIndex query_index_ ABSL_GUARDED_BY(mutex_);
   std::list<uint64_t> any_queries_ ABSL_GUARDED_BY(mutex_);  // Those without tokens, oldest first.

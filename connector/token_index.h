@@ -1,23 +1,16 @@
 #pragma once
 
 #include <cstdint>
-#include <list>
-#include <memory>
 #include <optional>
 #include <span>
-#include <vector>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
+#include "connector/token_tree.h"
 
 namespace kvferry {
 
-// Finds entries by token ids: which entry shares the longest prefix with a query. A radix tree, so
-// the cost of a call depends on the length of its tokens and not on the number of entries, and
-// tokens are compared as they are: no hash can make two prompts look alike.
-//
-// An entry and a query match when one is a prefix of the other, as in vLLM's lookup buffer; the
-// length of the shorter one is what matches. Not thread-safe.
+// A TokenTree whose entries are numbers, which the caller chooses. Not thread-safe.
 class TokenIndex {
  public:
   struct Match {
@@ -27,55 +20,30 @@ class TokenIndex {
     bool operator==(const Match&) const = default;
   };
 
-  TokenIndex();
-  ~TokenIndex();
-  TokenIndex(const TokenIndex&) = delete;
-  TokenIndex& operator=(const TokenIndex&) = delete;
-
   // Several entries may have the same tokens. INVALID_ARGUMENT without tokens, ALREADY_EXISTS when
   // `entry` is there; nothing changes then.
   absl::Status Insert(uint64_t entry, std::span<const int32_t> tokens);
   // NOT_FOUND when there is no such entry.
   absl::Status Erase(uint64_t entry);
 
-  // The entry of the longest match. Of entries with the same tokens the oldest; of several that go
-  // on differently behind the end of the query, any one. Nothing when none matches.
+  // As of the tree.
   std::optional<Match> Longest(std::span<const int32_t> tokens) const;
-  // The entry that was inserted first.
   std::optional<uint64_t> Oldest() const;
 
-  int64_t size() const { return static_cast<int64_t>(places_.size()); }
+  int64_t size() const { return tree_.size(); }
 
  private:
-  // Tokens from the parent's end to here, and the entries that end here, the oldest first.
-  struct Node {
-    Node* parent = nullptr;
-    std::vector<int32_t> edge;
-    std::vector<uint64_t> entries;
-    absl::flat_hash_map<int32_t, std::unique_ptr<Node>> children;  // By first token of their edge.
+  struct Numbered : TokenTree::Entry {
+    Numbered(uint64_t number, std::span<const int32_t> tokens)
+        : Entry({tokens.begin(), tokens.end()}), number(number) {}
+    const uint64_t number;
   };
-  struct Place {
-    Node* node;
-    std::list<uint64_t>::iterator age;
-  };
+  static uint64_t NumberOf(const TokenTree::Entry* entry) {
+    return static_cast<const Numbered*>(entry)->number;
+  }
 
-  // How far `tokens` lead: all of them but `rest`, to a node whose edge is shared up to `on_edge`
-  // (the whole edge, unless the tokens end or differ inside it).
-  struct Descent {
-    Node* node;
-    size_t on_edge;
-    std::span<const int32_t> rest;
-  };
-  Descent Descend(std::span<const int32_t> tokens) const;
-  // Makes a node where `descent` stopped inside an edge.
-  static Node* Split(const Descent& descent);
-  static Node* AddChild(Node* parent, std::span<const int32_t> edge);
-  // Takes a node without entries out of the tree, or joins it with its only child.
-  void Tidy(Node* node);
-
-  std::unique_ptr<Node> root_;
-  std::list<uint64_t> ages_;  // All entries, the oldest first.
-  absl::flat_hash_map<uint64_t, Place> places_;
+  TokenTree tree_;
+  absl::flat_hash_map<uint64_t, TokenTree::Entry*> entries_;
 };
 
 }  // namespace kvferry

@@ -1,5 +1,7 @@
 #include "connector/store/entry_index.h"
 
+#include "absl/container/flat_hash_set.h"
+
 namespace kvferry {
 
 const EntryIndex::Entry* EntryIndex::Find(std::string_view key) const {
@@ -49,14 +51,26 @@ void EntryIndex::AddPins(std::string_view key, int64_t pins) {
 
 std::optional<std::vector<std::string>> EntryIndex::VictimsFor(std::string_view key, int64_t bytes,
                                                                int64_t capacity_bytes) const {
-  const Entry* const before = Find(key);
-  const int64_t before_bytes = before != nullptr ? before->bytes : 0;
-  const int64_t before_pinned_bytes = before != nullptr && before->pins > 0 ? before->bytes : 0;
-  if (pinned_bytes_ - before_pinned_bytes + bytes > capacity_bytes) return std::nullopt;
-  int64_t over_bytes = bytes_ - before_bytes + bytes - capacity_bytes;
+  const Wanted wanted = {key, bytes};
+  return VictimsFor({&wanted, 1}, capacity_bytes);
+}
+
+std::optional<std::vector<std::string>> EntryIndex::VictimsFor(std::span<const Wanted> wanted,
+                                                               int64_t capacity_bytes) const {
+  absl::flat_hash_set<const Entry*> replaced;
+  int64_t over_bytes = bytes_ - capacity_bytes;
+  int64_t pinned_over_bytes = pinned_bytes_ - capacity_bytes;
+  for (const auto& [key, bytes] : wanted) {
+    const Entry* const before = Find(key);
+    const bool pinned = before != nullptr && before->pins > 0;
+    over_bytes += bytes - (before != nullptr ? before->bytes : 0);
+    pinned_over_bytes += bytes - (pinned ? before->bytes : 0);
+    if (before != nullptr) replaced.insert(before);
+  }
+  if (pinned_over_bytes > 0) return std::nullopt;
   std::vector<std::string> victims;
   for (auto it = unpinned_.begin(); over_bytes > 0; ++it) {
-    if (&it->second->second == before) continue;
+    if (replaced.contains(&it->second->second)) continue;
     victims.push_back(it->second->first);
     over_bytes -= it->second->second.bytes;
   }

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -32,6 +33,13 @@ class EntryIndex {
   // Which entries have to go so that `key` fits with `bytes`, in place of what it has now. Nothing
   // when what is pinned leaves no room.
   std::optional<std::vector<std::string>> VictimsFor(std::string_view key, int64_t bytes,
+                                                     int64_t capacity_bytes) const;
+  // The same for several at once. No two have the same key.
+  struct Wanted {
+    std::string_view key;
+    int64_t bytes;
+  };
+  std::optional<std::vector<std::string>> VictimsFor(std::span<const Wanted> wanted,
                                                      int64_t capacity_bytes) const;
 
   int64_t size() const { return static_cast<int64_t>(entries_.size()); }

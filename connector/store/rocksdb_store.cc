@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
@@ -60,7 +61,10 @@ class RocksDbStore::Impl {
       : options_(options), database_(std::move(database)) {}
 
   absl::Status Load();
-  absl::Status Put(std::string_view key, ConstParts value, Deadline deadline);
+  // All of them or none. No two items have the same key.
+  absl::Status PutTogether(std::span<const PutItem> items, Deadline deadline);
+  // Fills what it can of `items` and says OK for it; leaves the other statuses as they are.
+  void ReadTogether(std::span<const GetItem> items, std::span<absl::Status> statuses);
   // Hands the value to `take` once, whole. `want_bytes`: how long it must be, if that is known.
   absl::Status Read(std::string_view key, std::optional<int64_t> want_bytes, Deadline deadline,
                     absl::FunctionRef<void(std::span<const std::byte>)> take);
@@ -87,7 +91,8 @@ class RocksDbStore::Impl {
 
   std::optional<EntryIndex::Entry> Find(std::string_view key) const;
   absl::Status LoadEntries(rocksdb::WriteBatch* stale);
-  absl::StatusOr<std::vector<std::string>> VictimsFor(std::string_view key, int64_t bytes) const;
+  absl::StatusOr<std::vector<std::string>> VictimsFor(
+      std::span<const EntryIndex::Wanted> wanted) const;
   void AddRemoval(std::string_view key, rocksdb::WriteBatch* batch) const;
   absl::Status AddValue(std::string_view key, uint64_t number, const ValueHeader& header,
                         ConstParts value, rocksdb::WriteBatch* batch) const;
@@ -160,7 +165,7 @@ absl::Status RocksDbStore::Impl::LoadEntries(rocksdb::WriteBatch* stale) {
 absl::Status RocksDbStore::Impl::Load() {
   rocksdb::WriteBatch stale;
   KVFERRY_RETURN_IF_ERROR(LoadEntries(&stale));
-  KVFERRY_ASSIGN_OR_RETURN(const std::vector<std::string> victims, VictimsFor("", 0));
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<std::string> victims, VictimsFor({}));
   for (const std::string& victim : victims) AddRemoval(victim, &stale);
   if (stale.Count() == 0) return absl::OkStatus();
   KVFERRY_RETURN_IF_ERROR(Write("removing what is over the capacity", &stale, Deadline::max()));
@@ -187,11 +192,13 @@ std::optional<EntryIndex::Entry> RocksDbStore::Impl::Find(std::string_view key) 
   return entry != nullptr ? std::optional(*entry) : std::nullopt;
 }
 
-absl::StatusOr<std::vector<std::string>> RocksDbStore::Impl::VictimsFor(std::string_view key,
-                                                                        int64_t bytes) const {
+absl::StatusOr<std::vector<std::string>> RocksDbStore::Impl::VictimsFor(
+    std::span<const EntryIndex::Wanted> wanted) const {
   MutexLock lock(&mutex_);
-  std::optional<std::vector<std::string>> victims = index_.VictimsFor(key, bytes, capacity_bytes());
+  std::optional<std::vector<std::string>> victims = index_.VictimsFor(wanted, capacity_bytes());
   if (victims) return *std::move(victims);
+  int64_t bytes = 0;
+  for (const EntryIndex::Wanted& one : wanted) bytes += one.bytes;
   return absl::ResourceExhaustedError(
       absl::StrCat("rocksdb store: no room for ", bytes, " bytes: of ", capacity_bytes(), " are ",
                    index_.pinned_bytes(), " pinned; unpin entries or give the store more"));
@@ -231,26 +238,35 @@ absl::Status RocksDbStore::Impl::Write(std::string_view doing, rocksdb::WriteBat
   }
 }
 
-absl::Status RocksDbStore::Impl::Put(std::string_view key, ConstParts value, Deadline deadline) {
-  const ValueHeader header = MakeValueHeader(key, value);
-  const int64_t bytes = EntryBytes(key, BytesOf(value));
+absl::Status RocksDbStore::Impl::PutTogether(std::span<const PutItem> items, Deadline deadline) {
+  std::vector<ValueHeader> headers;
+  std::vector<EntryIndex::Wanted> wanted;
+  for (const PutItem& item : items) {
+    headers.push_back(MakeValueHeader(item.key, item.value));
+    wanted.push_back({item.key, EntryBytes(item.key, BytesOf(item.value))});
+  }
   KVFERRY_ASSIGN_OR_RETURN(const Turn turn, Turn::Take(this, deadline));
-  KVFERRY_ASSIGN_OR_RETURN(const std::vector<std::string> victims, VictimsFor(key, bytes));
-  uint64_t number = 0;
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<std::string> victims, VictimsFor(wanted));
+  uint64_t first_number = 0;
   {
     MutexLock lock(&mutex_);
-    number = next_number_++;
+    first_number = std::exchange(next_number_, next_number_ + items.size());
   }
   rocksdb::WriteBatch batch;
-  AddRemoval(key, &batch);
   for (const std::string& victim : victims) AddRemoval(victim, &batch);
-  KVFERRY_RETURN_IF_ERROR(AddValue(key, number, header, value, &batch));
+  for (size_t i = 0; i < items.size(); ++i) {
+    AddRemoval(items[i].key, &batch);
+    KVFERRY_RETURN_IF_ERROR(
+        AddValue(items[i].key, first_number + i, headers[i], items[i].value, &batch));
+  }
   KVFERRY_RETURN_IF_ERROR(Write("writing a value", &batch, deadline));
   MutexLock lock(&mutex_);
   for (const std::string& victim : victims) index_.Remove(victim);
-  index_.Set(key, number, bytes);
+  for (size_t i = 0; i < items.size(); ++i) {
+    index_.Set(wanted[i].key, first_number + i, wanted[i].bytes);
+  }
   counts_.evictions += std::ssize(victims);
-  ++counts_.puts;
+  counts_.puts += std::ssize(items);
   return absl::OkStatus();
 }
 
@@ -346,6 +362,36 @@ absl::Status RocksDbStore::Impl::Read(std::string_view key, std::optional<int64_
   }
 }
 
+// What is not there, of another length, or damaged is Read()'s to say.
+void RocksDbStore::Impl::ReadTogether(std::span<const GetItem> items,
+                                      std::span<absl::Status> statuses) {
+  std::vector<std::string> record_keys;
+  std::vector<size_t> at;
+  for (size_t i = 0; i < items.size(); ++i) {
+    const std::optional<EntryIndex::Entry> entry = Find(items[i].key);
+    if (!entry || ValueBytes(items[i].key, entry->bytes) != BytesOf(items[i].out)) continue;
+    record_keys.push_back(RecordKey(entry->number));
+    at.push_back(i);
+  }
+  const std::vector<rocksdb::Slice> keys(record_keys.begin(), record_keys.end());
+  std::vector<rocksdb::PinnableSlice> records(keys.size());
+  std::vector<rocksdb::Status> got(keys.size());
+  database_.db->MultiGet(rocksdb::ReadOptions(), database_.values, keys.size(), keys.data(),
+                         records.data(), got.data());
+  int64_t hits = 0;
+  for (size_t i = 0; i < at.size(); ++i) {
+    const GetItem& item = items[at[i]];
+    if (!got[i].ok()) continue;
+    const auto value = CheckedValue(item.key, SpanOf(records[i]));
+    if (!value || std::ssize(*value) != BytesOf(item.out)) continue;
+    CopyToParts(*value, item.out);
+    statuses[at[i]] = absl::OkStatus();
+    ++hits;
+  }
+  MutexLock lock(&mutex_);
+  counts_.hits += hits;
+}
+
 absl::Status RocksDbStore::Impl::Miss() {
   MutexLock lock(&mutex_);
   ++counts_.misses;
@@ -391,7 +437,61 @@ int64_t RocksDbStore::max_value_bytes() const { return impl_->options().max_valu
 absl::Status RocksDbStore::Put(std::string_view key, ConstParts value, Deadline deadline) {
   KVFERRY_RETURN_IF_ERROR(CheckKey(key));
   KVFERRY_RETURN_IF_ERROR(CheckValueBytes(BytesOf(value), max_value_bytes()));
-  return impl_->Put(key, value, deadline);
+  const PutItem item = {key, value};
+  return impl_->PutTogether({&item, 1}, deadline);
+}
+
+std::vector<absl::Status> RocksDbStore::PutBatch(std::span<const PutItem> items,
+                                                 Deadline deadline) {
+  std::vector<absl::Status> statuses(items.size());
+  std::vector<PutItem> together;
+  std::vector<size_t> at;  // Where those stand in `items`.
+  absl::flat_hash_set<std::string> keys;
+  int64_t bytes = 0;
+  const auto put = [&] {
+    const absl::Status status = impl_->PutTogether(together, deadline);
+    // What is too much for the room or the disk in all may fit in part.
+    const bool singly = absl::IsResourceExhausted(status) && together.size() > 1;
+    for (size_t i = 0; i < at.size(); ++i) {
+      statuses[at[i]] = singly ? impl_->PutTogether({&together[i], 1}, deadline) : status;
+    }
+    together.clear(), at.clear(), keys.clear();
+    bytes = 0;
+  };
+  for (size_t i = 0; i < items.size(); ++i) {
+    const int64_t value_bytes = BytesOf(items[i].value);
+    statuses[i] = CheckKey(items[i].key);
+    if (statuses[i].ok()) statuses[i] = CheckValueBytes(value_bytes, max_value_bytes());
+    if (!statuses[i].ok()) continue;
+    const std::string key(items[i].key);
+    const bool fits = bytes + value_bytes <= kTogetherBytes && !keys.contains(key);
+    if (!fits && !together.empty()) put();
+    together.push_back(items[i]);
+    at.push_back(i);
+    keys.insert(key);
+    bytes += value_bytes;
+  }
+  if (!together.empty()) put();
+  return statuses;
+}
+
+std::vector<absl::Status> RocksDbStore::GetBatch(std::span<const GetItem> items,
+                                                 Deadline deadline) {
+  std::vector<absl::Status> statuses(items.size(), absl::UnknownError("not read yet"));
+  for (size_t begin = 0, end = 0; begin < items.size(); begin = end) {
+    int64_t bytes = 0;
+    while (end < items.size() && (end == begin || bytes < kTogetherBytes)) {
+      bytes += BytesOf(items[end++].out);
+    }
+    if (end - begin > 1 && Clock::now() < deadline) {
+      impl_->ReadTogether(items.subspan(begin, end - begin),
+                          std::span(statuses).subspan(begin, end - begin));
+    }
+  }
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (!statuses[i].ok()) statuses[i] = Get(items[i].key, items[i].out, deadline);
+  }
+  return statuses;
 }
 
 absl::Status RocksDbStore::Get(std::string_view key, Parts out, Deadline deadline) {

@@ -37,6 +37,7 @@ class RocksDbStore : public KvStore {
   };
 
   static constexpr int64_t kMaxValueBytes = int64_t{1} << 30;
+  static constexpr int64_t kTogetherBytes = 2 << 20;
 
   // INVALID_ARGUMENT for an empty path, a negative capacity, or max_value_bytes outside
   // [1, kMaxValueBytes]; FAILED_PRECONDITION for a path that is no folder, is open already, here or
@@ -57,6 +58,9 @@ class RocksDbStore : public KvStore {
   absl::Status Erase(std::string_view key, Deadline deadline) override;
   absl::Status Pin(std::string_view key, Deadline deadline) override;
   absl::Status Unpin(std::string_view key, Deadline deadline) override;
+  // Values of up to kTogetherBytes in all are written in one go, and read in one.
+  std::vector<absl::Status> PutBatch(std::span<const PutItem> items, Deadline deadline) override;
+  std::vector<absl::Status> GetBatch(std::span<const GetItem> items, Deadline deadline) override;
   Stats stats() const override;
 
  private:

@@ -60,24 +60,37 @@ absl::Status TieredStore::DropOld(Tier& tier, std::string_view key, Deadline dea
   return absl::OkStatus();
 }
 
-absl::Status TieredStore::PutInto(Tier& tier, std::string_view key, ConstParts value,
-                                  Deadline deadline) {
-  KVFERRY_RETURN_IF_ERROR(CheckValueBytes(BytesOf(value), tier.store->max_value_bytes()));
-  KVFERRY_RETURN_IF_ERROR(tier.store->Put(key, value, deadline));
-  {
-    MutexLock lock(&mutex_);
-    tier.stale.erase(std::string(key));
+std::vector<absl::Status> TieredStore::PutInto(Tier& tier, std::span<const PutItem> items,
+                                               Deadline deadline) {
+  std::vector<absl::Status> statuses;
+  std::vector<PutItem> fit;
+  for (const PutItem& item : items) {
+    statuses.push_back(CheckValueBytes(BytesOf(item.value), tier.store->max_value_bytes()));
+    if (statuses.back().ok()) fit.push_back(item);
   }
-  if (IsPinned(key)) (void)PinIn(tier, key, deadline);
-  return absl::OkStatus();
+  const std::vector<absl::Status> put = tier.store->PutBatch(fit, deadline);
+  auto next = put.begin();
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (statuses[i].ok()) statuses[i] = *next++;
+    if (!statuses[i].ok()) continue;
+    const std::string_view key = items[i].key;
+    {
+      MutexLock lock(&mutex_);
+      tier.stale.erase(std::string(key));
+    }
+    if (IsPinned(key)) (void)PinIn(tier, key, deadline);
+  }
+  return statuses;
 }
 
-absl::Status TieredStore::Put(std::string_view key, ConstParts value, Deadline deadline) {
-  KVFERRY_RETURN_IF_ERROR(CheckKey(key));
-  KVFERRY_RETURN_IF_ERROR(CheckValueBytes(BytesOf(value), max_value_bytes()));
-  KVFERRY_ASSIGN_OR_RETURN(const KeyTurns::Turn turn, turns_.Take(key, deadline));
-  const absl::Status upper = PutInto(upper_, key, value, deadline);
-  const absl::Status lower = PutInto(lower_, key, value, deadline);
+absl::Status TieredStore::PutInto(Tier& tier, std::string_view key, ConstParts value,
+                                  Deadline deadline) {
+  const PutItem item = {key, value};
+  return PutInto(tier, {&item, 1}, deadline)[0];
+}
+
+absl::Status TieredStore::AfterPut(std::string_view key, const absl::Status& upper,
+                                   const absl::Status& lower, Deadline deadline) {
   // Too large for a tier is no failure of it, and neither is an upper one that is full just now.
   if (!upper.ok() && !absl::IsInvalidArgument(upper) && !absl::IsResourceExhausted(upper)) {
     CountError();
@@ -92,6 +105,62 @@ absl::Status TieredStore::Put(std::string_view key, ConstParts value, Deadline d
   MutexLock lock(&mutex_);
   ++counts_.puts;
   return absl::OkStatus();
+}
+
+absl::StatusOr<TieredStore::Turns> TieredStore::TakeTurns(std::vector<std::string_view> keys,
+                                                          Deadline deadline) {
+  std::ranges::sort(keys);
+  keys.erase(std::ranges::unique(keys).begin(), keys.end());
+  Turns turns;
+  for (const std::string_view key : keys) {
+    KVFERRY_ASSIGN_OR_RETURN(KeyTurns::Turn turn, turns_.Take(key, deadline));
+    turns.push_back(std::move(turn));
+  }
+  return turns;
+}
+
+std::vector<absl::Status> TieredStore::PutIntoBoth(std::span<const PutItem> items,
+                                                   Deadline deadline) {
+  std::vector<std::string_view> keys;
+  for (const PutItem& item : items) keys.push_back(item.key);
+  const absl::StatusOr<Turns> turns = TakeTurns(std::move(keys), deadline);
+  if (!turns.ok()) return std::vector<absl::Status>(items.size(), turns.status());
+  const std::vector<absl::Status> upper = PutInto(upper_, items, deadline);
+  const std::vector<absl::Status> lower = PutInto(lower_, items, deadline);
+  std::vector<absl::Status> statuses;
+  for (size_t i = 0; i < items.size(); ++i) {
+    statuses.push_back(AfterPut(items[i].key, upper[i], lower[i], deadline));
+  }
+  return statuses;
+}
+
+absl::Status TieredStore::Put(std::string_view key, ConstParts value, Deadline deadline) {
+  const PutItem item = {key, value};
+  return PutBatch({&item, 1}, deadline)[0];
+}
+
+std::vector<absl::Status> TieredStore::PutBatch(std::span<const PutItem> items, Deadline deadline) {
+  std::vector<absl::Status> statuses(items.size());
+  std::vector<PutItem> together;
+  std::vector<size_t> at;  // Where those stand in `items`.
+  absl::flat_hash_set<std::string> keys;
+  const auto put = [&] {
+    const std::vector<absl::Status> done = PutIntoBoth(together, deadline);
+    for (size_t i = 0; i < at.size(); ++i) statuses[at[i]] = done[i];
+    together.clear(), at.clear(), keys.clear();
+  };
+  for (size_t i = 0; i < items.size(); ++i) {
+    statuses[i] = CheckKey(items[i].key);
+    if (statuses[i].ok()) statuses[i] = CheckValueBytes(BytesOf(items[i].value), max_value_bytes());
+    if (!statuses[i].ok()) continue;
+    // Of two puts of a key the second one comes after all of the first.
+    if (keys.contains(std::string(items[i].key))) put();
+    together.push_back(items[i]);
+    at.push_back(i);
+    keys.insert(std::string(items[i].key));
+  }
+  if (!together.empty()) put();
+  return statuses;
 }
 
 absl::Status TieredStore::Erase(std::string_view key, Deadline deadline) {
@@ -111,55 +180,113 @@ absl::Status TieredStore::Erase(std::string_view key, Deadline deadline) {
 
 // ---- Get and Exists -----------------------------------------------------------------------------
 
-// A value of another length than asked for is an answer, not a failure.
-absl::Status TieredStore::FetchFrom(Tier& tier, std::string_view key, Fetch fetch) {
-  if (IsStale(tier, key)) return absl::NotFoundError("tiered store: only an old value");
-  absl::Status fetched = fetch(*tier.store);
+absl::Status TieredStore::Note(absl::Status fetched) {
   if (!fetched.ok() && !absl::IsNotFound(fetched) && !absl::IsFailedPrecondition(fetched)) {
     CountError();
   }
   return fetched;
 }
 
-// What is read below is brought up in the key's turn, so that it cannot cover a newer one.
-absl::Status TieredStore::GetWith(std::string_view key, Deadline deadline, Fetch fetch,
-                                  BringUp bring_up) {
-  KVFERRY_RETURN_IF_ERROR(CheckKey(key));
-  absl::Status status = FetchFrom(upper_, key, fetch);
-  if (!status.ok() && !absl::IsFailedPrecondition(status)) {
-    KVFERRY_ASSIGN_OR_RETURN(const KeyTurns::Turn turn, turns_.Take(key, deadline));
-    const absl::Status lower = FetchFrom(lower_, key, fetch);
-    if (lower.ok() && absl::IsNotFound(status)) bring_up();
-    if (absl::IsNotFound(status) || !absl::IsNotFound(lower)) status = lower;
+std::vector<absl::Status> TieredStore::FetchFrom(Tier& tier, std::span<const GetItem> items,
+                                                 Deadline deadline) {
+  std::vector<absl::Status> statuses;
+  std::vector<GetItem> asked;
+  for (const GetItem& item : items) {
+    statuses.push_back(CheckKey(item.key));
+    if (statuses.back().ok() && IsStale(tier, item.key)) {
+      statuses.back() = absl::NotFoundError("tiered store: only an old value");
+    }
+    if (statuses.back().ok()) asked.push_back(item);
   }
+  const std::vector<absl::Status> got = tier.store->GetBatch(asked, deadline);
+  auto next = got.begin();
+  for (absl::Status& status : statuses) {
+    if (status.ok()) status = Note(*next++);
+  }
+  return statuses;
+}
+
+// What is read below is brought up in the keys' turns, so that it cannot cover newer values.
+std::vector<absl::Status> TieredStore::FetchFromLower(std::span<const GetItem> items,
+                                                      std::vector<absl::Status> statuses,
+                                                      Deadline deadline) {
+  std::vector<std::string_view> keys;
+  for (const GetItem& item : items) keys.push_back(item.key);
+  const absl::StatusOr<Turns> turns = TakeTurns(std::move(keys), deadline);
+  if (!turns.ok()) return std::vector<absl::Status>(items.size(), turns.status());
+  const std::vector<absl::Status> lower = FetchFrom(lower_, items, deadline);
+  std::vector<std::vector<std::span<const std::byte>>> values;
+  std::vector<PutItem> bring_up;
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (lower[i].ok() && absl::IsNotFound(statuses[i])) {
+      // Its parts stay where they are when `values` grows.
+      values.emplace_back(items[i].out.begin(), items[i].out.end());
+      bring_up.push_back({items[i].key, values.back()});
+    }
+    if (absl::IsNotFound(statuses[i]) || !absl::IsNotFound(lower[i])) statuses[i] = lower[i];
+  }
+  if (!bring_up.empty()) (void)PutInto(upper_, bring_up, deadline);
+  return statuses;
+}
+
+void TieredStore::CountGets(std::span<const absl::Status> statuses) {
   MutexLock lock(&mutex_);
-  counts_.hits += status.ok() ? 1 : 0;
-  counts_.misses += absl::IsNotFound(status) ? 1 : 0;
-  return status;
+  for (const absl::Status& status : statuses) {
+    counts_.hits += status.ok() ? 1 : 0;
+    counts_.misses += absl::IsNotFound(status) ? 1 : 0;
+  }
+}
+
+std::vector<absl::Status> TieredStore::GetBatch(std::span<const GetItem> items, Deadline deadline) {
+  std::vector<absl::Status> statuses = FetchFrom(upper_, items, deadline);
+  std::vector<GetItem> left;
+  std::vector<absl::Status> left_statuses;
+  std::vector<size_t> at;  // Where those stand in `items`.
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (statuses[i].ok() || absl::IsFailedPrecondition(statuses[i])) continue;
+    if (!CheckKey(items[i].key).ok()) continue;
+    left.push_back(items[i]);
+    left_statuses.push_back(statuses[i]);
+    at.push_back(i);
+  }
+  if (!left.empty()) {
+    const std::vector<absl::Status> got = FetchFromLower(left, left_statuses, deadline);
+    for (size_t i = 0; i < at.size(); ++i) statuses[at[i]] = got[i];
+  }
+  CountGets(statuses);
+  return statuses;
 }
 
 absl::Status TieredStore::Get(std::string_view key, Parts out, Deadline deadline) {
-  return GetWith(
-      key, deadline, [&](KvStore& from) { return from.Get(key, out, deadline); },
-      [&] {
-        const std::vector<std::span<const std::byte>> value(out.begin(), out.end());
-        (void)PutInto(upper_, key, value, deadline);
-      });
+  const GetItem item = {key, out};
+  return GetBatch({&item, 1}, deadline)[0];
+}
+
+absl::StatusOr<std::vector<std::byte>> TieredStore::BytesFrom(Tier& tier, std::string_view key,
+                                                              Deadline deadline) {
+  if (IsStale(tier, key)) return absl::NotFoundError("tiered store: only an old value");
+  absl::StatusOr<std::vector<std::byte>> bytes = tier.store->GetBytes(key, deadline);
+  (void)Note(bytes.status());
+  return bytes;
 }
 
 absl::StatusOr<std::vector<std::byte>> TieredStore::GetBytes(std::string_view key,
                                                              Deadline deadline) {
-  std::vector<std::byte> bytes;
-  KVFERRY_RETURN_IF_ERROR(GetWith(
-      key, deadline,
-      [&](KvStore& from) -> absl::Status {
-        KVFERRY_ASSIGN_OR_RETURN(bytes, from.GetBytes(key, deadline));
-        return absl::OkStatus();
-      },
-      [&] {
-        const std::span<const std::byte> value = bytes;
-        (void)PutInto(upper_, key, {&value, 1}, deadline);
-      }));
+  KVFERRY_RETURN_IF_ERROR(CheckKey(key));
+  absl::StatusOr<std::vector<std::byte>> bytes = BytesFrom(upper_, key, deadline);
+  if (!bytes.ok()) {
+    KVFERRY_ASSIGN_OR_RETURN(const KeyTurns::Turn turn, turns_.Take(key, deadline));
+    absl::StatusOr<std::vector<std::byte>> lower = BytesFrom(lower_, key, deadline);
+    if (lower.ok() && absl::IsNotFound(bytes.status())) {
+      const std::span<const std::byte> value = *lower;
+      (void)PutInto(upper_, key, {&value, 1}, deadline);
+    }
+    if (absl::IsNotFound(bytes.status()) || !absl::IsNotFound(lower.status())) {
+      bytes = std::move(lower);
+    }
+  }
+  const absl::Status status = bytes.status();
+  CountGets({&status, 1});
   return bytes;
 }
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -9,7 +10,6 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/mutex.h"
@@ -52,6 +52,9 @@ class TieredStore : public KvStore {
   // brought up for it.
   absl::Status Pin(std::string_view key, Deadline deadline) override;
   absl::Status Unpin(std::string_view key, Deadline deadline) override;
+  // Batches go to the tiers as batches.
+  std::vector<absl::Status> PutBatch(std::span<const PutItem> items, Deadline deadline) override;
+  std::vector<absl::Status> GetBatch(std::span<const GetItem> items, Deadline deadline) override;
   Stats stats() const override;
 
  private:
@@ -60,19 +63,34 @@ class TieredStore : public KvStore {
     absl::flat_hash_set<std::string> stale;   // Keys whose value there is an old one.
     absl::flat_hash_set<std::string> pinned;  // Keys that we have pinned there.
   };
-  using Fetch = absl::FunctionRef<absl::Status(KvStore& from)>;
-  using BringUp = absl::FunctionRef<void()>;
+  using Turns = std::vector<KeyTurns::Turn>;
 
   TieredStore(std::shared_ptr<KvStore> upper, std::shared_ptr<KvStore> lower);
 
-  // From whichever tier has it; `bring_up` then puts it into the upper one.
-  absl::Status GetWith(std::string_view key, Deadline deadline, Fetch fetch, BringUp bring_up);
-  absl::Status FetchFrom(Tier& tier, std::string_view key, Fetch fetch);
+  // Of all these keys, each once, in one order: two batches cannot wait for each other.
+  absl::StatusOr<Turns> TakeTurns(std::vector<std::string_view> keys, Deadline deadline);
+  // What a get of this tier gave. An error counts, but a miss is none, and neither is another
+  // length than was asked for.
+  absl::Status Note(absl::Status fetched);
+  absl::StatusOr<std::vector<std::byte>> BytesFrom(Tier& tier, std::string_view key,
+                                                   Deadline deadline);
+  std::vector<absl::Status> FetchFrom(Tier& tier, std::span<const GetItem> items,
+                                      Deadline deadline);
+  // Of what the upper tier did not give, for the reasons in `statuses`.
+  std::vector<absl::Status> FetchFromLower(std::span<const GetItem> items,
+                                           std::vector<absl::Status> statuses, Deadline deadline);
+  void CountGets(std::span<const absl::Status> statuses);
   // How many of the keys this tier has, from the first on. An error counts.
   absl::StatusOr<int64_t> CountIn(Tier& tier, std::span<const std::string_view> keys,
                                   Deadline deadline);
-  // These need the turn of the key.
+  // These need the turn of the key, or of all keys.
+  std::vector<absl::Status> PutInto(Tier& tier, std::span<const PutItem> items, Deadline deadline);
   absl::Status PutInto(Tier& tier, std::string_view key, ConstParts value, Deadline deadline);
+  // The keys differ.
+  std::vector<absl::Status> PutIntoBoth(std::span<const PutItem> items, Deadline deadline);
+  // How a put went, of which the tiers said this.
+  absl::Status AfterPut(std::string_view key, const absl::Status& upper, const absl::Status& lower,
+                        Deadline deadline);
   absl::Status EraseFrom(Tier& tier, std::string_view key, Deadline deadline);
   absl::Status DropOld(Tier& tier, std::string_view key, Deadline deadline);
   absl::Status PinIn(Tier& tier, std::string_view key, Deadline deadline);

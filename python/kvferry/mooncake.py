@@ -80,13 +80,48 @@ def _gather(parts: Sequence[np.ndarray], out: np.ndarray) -> None:
         begin += part.nbytes
 
 
+def _scatter(value: np.ndarray, parts: Sequence[np.ndarray]) -> None:
+    begin = 0
+    for part in parts:
+        part[:] = value[begin : begin + part.nbytes]
+        begin += part.nbytes
+
+
+def _bytes_of(parts: Sequence[np.ndarray]) -> int:
+    return sum(part.nbytes for part in parts)
+
+
+# Keys, and where in the batch each stands, with its memory.
+_Group = dict[bytes, tuple[int, list[np.ndarray]]]
+
+
+def _places(group: _Group) -> list[slice]:
+    """Where the values of a group lie in a staging buffer, headers and all."""
+    ends = np.cumsum([HEADER_BYTES + _bytes_of(parts) for _, parts in group.values()])
+    return [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _memory(staging: np.ndarray, places: list[slice]) -> tuple[list[int], list[int]]:
+    """As Mooncake wants it: addresses and sizes."""
+    return (
+        [staging.ctypes.data + int(place.start) for place in places],
+        [int(place.stop - place.start) for place in places],
+    )
+
+
 class MooncakeStore:
     """See connector/store/kv_store.h for what the methods promise.
 
     Values go through memory of this object's own, registered with Mooncake once: a call that ran
     into its deadline goes on inside Mooncake, where nothing can stop it, and then touches that
     memory and not the caller's. `staging_buffers` of max_value_bytes each bound how many calls run
-    at a time, those that are past their deadline among them.
+    at a time, those that are past their deadline among them. Values of a batch share one, as many
+    as fit, and go in one call of Mooncake's.
+
+    Mooncake could read and write the parts of a value where they lie, too, but not so here: a late
+    write would land in pages that have another owner by then, its put of parts leaves an older
+    value in place, and over TCP each part is a transfer of its own, slower than a copy and often
+    failed where there are many.
 
     Where others keep the old value when there is no room for its successor, Mooncake may have
     dropped it by then. Room comes a moment later, when its master has evicted something.
@@ -207,16 +242,18 @@ class MooncakeStore:
     def _name(self, key: bytes) -> str:
         return self._prefix + key.hex()
 
-    # ---------------------------------------------------------------- the methods of a store
-
-    def put(self, key, value, timeout_ms: int = 5000) -> None:
-        data, parts = _key_bytes(key), _parts(value)
-        size = sum(part.nbytes for part in parts)
+    def _check_size(self, size: int) -> None:
         if not 1 <= size <= self.max_value_bytes:
             raise ValueError(
                 f"store: a value of {size} bytes; it must have 1 to {self.max_value_bytes}"
             )
 
+    # ---------------------------------------------------------------- the methods of a store
+
+    def put(self, key, value, timeout_ms: int = 5000) -> None:
+        data, parts = _key_bytes(key), _parts(value)
+        size = _bytes_of(parts)
+        self._check_size(size)
         header = np.frombuffer(_core.value_header(data, parts), np.uint8)
 
         def upsert(staging: np.ndarray) -> None:
@@ -275,14 +312,9 @@ class MooncakeStore:
 
     def get_into(self, key, out, timeout_ms: int = 5000) -> None:
         parts = _parts(out, writable=True)
-
-        def scatter(value: np.ndarray) -> None:
-            begin = 0
-            for part in parts:
-                part[:] = value[begin : begin + part.nbytes]
-                begin += part.nbytes
-
-        self._get(_key_bytes(key), sum(part.nbytes for part in parts), timeout_ms, scatter)
+        self._get(
+            _key_bytes(key), _bytes_of(parts), timeout_ms, lambda value: _scatter(value, parts)
+        )
 
     def get_bytes(self, key, timeout_ms: int = 5000) -> np.ndarray:
         return self._get(_key_bytes(key), None, timeout_ms, np.ndarray.copy)
@@ -313,10 +345,10 @@ class MooncakeStore:
         raise _core.Unimplemented("mooncake: entries cannot be pinned after they were put")
 
     def put_batch(self, items: Iterable[tuple], timeout_ms: int = 5000) -> list:
-        return self._batch(self.put, items, timeout_ms)
+        return self._batch(self._put_together, items, timeout_ms, writable=False)
 
     def get_batch(self, items: Iterable[tuple], timeout_ms: int = 5000) -> list:
-        return self._batch(self.get_into, items, timeout_ms)
+        return self._batch(self._get_together, items, timeout_ms, writable=True)
 
     def put_pages(self, keys: Sequence, pool, pages: Sequence[int], timeout_ms: int = 5000) -> list:
         return self.put_batch(self._page_items(keys, pool, pages), timeout_ms)
@@ -334,19 +366,102 @@ class MooncakeStore:
             for key, page in zip(keys, pages, strict=True)
         ]
 
-    def _batch(self, call, items: Iterable[tuple], timeout_ms: int) -> list:
-        deadline = self._deadline(timeout_ms)
-        items, errors = list(items), []
+    def _batch(self, call, items: Iterable[tuple], timeout_ms: int, writable: bool) -> list:
+        """call(group, deadline) for groups that fit into a staging buffer, no key twice in one."""
+        deadline, values = self._deadline(timeout_ms), []
         for item in items:
             if not isinstance(item, tuple) or len(item) != 2:
                 raise TypeError("store: an item of a batch is a tuple (key, buffer)")
-            _parts(item[1], writable=call == self.get_into)
-        for key, memory in items:
-            left_ms = max(0, int((deadline - time.monotonic()) * 1000))
+            values.append((item[0], _parts(item[1], writable)))
+        errors: list = [None] * len(values)
+        group: _Group = {}
+        room = 0
+
+        def flush() -> None:
+            if group:
+                for (at, _), error in zip(group.values(), call(group, deadline), strict=True):
+                    errors[at] = error
+                group.clear()
+
+        for at, (key, parts) in enumerate(values):
+            size = _bytes_of(parts)
             try:
-                errors.append(call(key, memory, left_ms))
-            except (_core.Error, ValueError) as error:
-                errors.append(error)
+                data = _key_bytes(key)
+                if not writable:
+                    self._check_size(size)
+            except ValueError as error:
+                errors[at] = error
+                continue
+            if data in group or HEADER_BYTES + size > room:
+                flush()
+                room = HEADER_BYTES + self.max_value_bytes
+            group[data] = (at, parts)
+            room -= HEADER_BYTES + size
+        flush()
+        return errors
+
+    def _singly(self, call, key: bytes, memory, deadline: float) -> Exception | None:
+        try:
+            call(key, memory, max(0, int((deadline - time.monotonic()) * 1000)))
+        except (_core.Error, ValueError) as error:
+            return error
+        return None
+
+    def _put_together(self, group: _Group, deadline: float) -> list:
+        if len(group) == 1:
+            ((key, (_, parts)),) = group.items()
+            return [self._singly(self.put, key, parts, deadline)]
+        names, places = [self._name(key) for key in group], _places(group)
+
+        def fill(staging: np.ndarray) -> None:
+            for (key, (_, parts)), place in zip(group.items(), places, strict=True):
+                header = np.frombuffer(_core.value_header(key, parts), np.uint8)
+                _gather([header, *parts], staging[place])
+
+        def upsert(staging: np.ndarray) -> list[int]:
+            return self._store.batch_upsert_from(names, *_memory(staging, places))
+
+        try:
+            codes = self._call(upsert, deadline, fill=fill)
+        except _core.Error as error:
+            return [error] * len(group)
+        self._count(*["puts"] * codes.count(0))
+        return [None if code == 0 else self._error(code) for code in codes]
+
+    def _get_together(self, group: _Group, deadline: float) -> list:
+        names, places = [self._name(key) for key in group], _places(group)
+
+        def read(staging: np.ndarray) -> list[int]:
+            return self._store.batch_get_into(names, *_memory(staging, places))
+
+        def take(codes: list[int], staging: np.ndarray) -> list:
+            """None for what came whole, else the code."""
+            for at, ((key, (_, parts)), place) in enumerate(
+                zip(group.items(), places, strict=True)
+            ):
+                value = staging[place]
+                if codes[at] == value.nbytes and _core.value_is_whole(key, value):
+                    _scatter(value[HEADER_BYTES:], parts)
+                    codes[at] = None
+            return codes
+
+        if len(group) == 1:
+            codes = [0]
+        else:
+            try:
+                codes = self._call(read, deadline, take=take)
+            except _core.Error as error:
+                return [error] * len(group)
+        self._count(*["hits"] * codes.count(None))
+        errors = []
+        for (key, (_, parts)), code in zip(group.items(), codes, strict=True):
+            if code is None:
+                errors.append(None)
+            elif code in NOT_FOUND:
+                self._count("misses")
+                errors.append(self._error(code))
+            else:  # Of another length, damaged or failed: the single call says which.
+                errors.append(self._singly(self.get_into, key, parts, deadline))
         return errors
 
     def stats(self) -> dict[str, int]:

@@ -239,6 +239,77 @@ TEST_P(StoreConformance, BatchesAnswerItemByItem) {
   EXPECT_TRUE(store->GetBatch({}, Soon()).empty());
 }
 
+// Of any length, with keys that come twice, more than one batch may carry in one piece, and beside
+// single calls, which see the same.
+TEST_P(StoreConformance, BatchesAgreeWithAMap) {
+  const auto store = Make();
+  std::mt19937_64 random(11);
+  std::map<std::string, Bytes> model;
+  for (uint64_t round = 1; round <= 30; ++round) {
+    std::vector<std::string> keys(random() % 40);
+    for (std::string& key : keys) key = absl::StrCat("key ", random() % 50);
+    std::vector<Bytes> values;
+    std::vector<std::span<const std::byte>> in;
+    for (size_t i = 0; i < keys.size(); ++i) {
+      values.push_back(ValueOf(i, round, 1 + static_cast<int64_t>(random() % 200000)));
+    }
+    in.assign(values.begin(), values.end());
+    std::vector<KvStore::PutItem> puts;
+    for (size_t i = 0; i < keys.size(); ++i) puts.push_back({keys[i], {&in[i], 1}});
+    for (const absl::Status& status : store->PutBatch(puts, Soon())) ASSERT_TRUE(IsOk(status));
+    for (size_t i = 0; i < keys.size(); ++i) model[keys[i]] = values[i];
+    const std::string erased = absl::StrCat("key ", random() % 50);
+    ASSERT_TRUE(IsOk(store->Erase(erased, Soon())));
+    model.erase(erased);
+
+    for (std::string& key : keys) key = absl::StrCat("key ", random() % 50);
+    std::vector<Bytes> outs;
+    for (const std::string& key : keys)
+      outs.emplace_back(model.contains(key) ? model[key].size() : 9);
+    std::vector<std::span<std::byte>> out(outs.begin(), outs.end());
+    std::vector<KvStore::GetItem> gets;
+    for (size_t i = 0; i < keys.size(); ++i) gets.push_back({keys[i], {&out[i], 1}});
+    const std::vector<absl::Status> got = store->GetBatch(gets, Soon());
+    ASSERT_EQ(got.size(), keys.size());
+    for (size_t i = 0; i < keys.size(); ++i) {
+      const auto want = model.find(keys[i]);
+      if (want == model.end()) {
+        ASSERT_TRUE(Fails(got[i], kNotFound));
+        continue;
+      }
+      ASSERT_TRUE(IsOk(got[i]));
+      ASSERT_TRUE(outs[i] == want->second);
+      if (i == 0) {
+        ASSERT_TRUE(Has(*store, keys[i], want->second));
+      }
+    }
+  }
+}
+
+// More than there is room for: what was put last is there, and nothing else than was put.
+TEST_P(StoreConformance, ABatchLargerThanTheStore) {
+  if (!GetParam().evicts) return;  // This backend does not evict.
+  const auto store = Make(kTight);
+  const int64_t count = 2 * kTight.capacity_bytes / kTight.max_value_bytes;
+  std::vector<std::string> keys;
+  std::vector<Bytes> values;
+  for (int64_t i = 0; i < count; ++i) {
+    keys.push_back(absl::StrCat("key ", i));
+    values.push_back(ValueOf(static_cast<uint64_t>(i), 1, kTight.max_value_bytes));
+  }
+  const std::vector<std::span<const std::byte>> in(values.begin(), values.end());
+  std::vector<KvStore::PutItem> puts;
+  for (int64_t i = 0; i < count; ++i) puts.push_back({keys[i], {&in[i], 1}});
+  for (const absl::Status& status : store->PutBatch(puts, Soon())) EXPECT_TRUE(IsOk(status));
+  EXPECT_TRUE(Has(*store, keys.back(), values.back()));
+  EXPECT_GT(store->stats().evictions, 0);
+  EXPECT_LE(store->stats().bytes, store->stats().capacity_bytes);
+  for (int64_t i = 0; i < count; ++i) {
+    const absl::StatusOr<Bytes> got = store->GetBytes(keys[i], Soon());
+    EXPECT_TRUE(got.ok() ? *got == values[i] : absl::IsNotFound(got.status())) << i;
+  }
+}
+
 TEST_P(StoreConformance, PinsAreCounted) {
   const auto store = Make();
   if (!GetParam().pins) {

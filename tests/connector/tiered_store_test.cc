@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <thread>
+
 #include "absl/strings/str_cat.h"
 #include "connector/store/host_store.h"
 #include "tests/connector/fake_store.h"
@@ -193,6 +196,63 @@ TEST_F(TieredStores, APinMovesWithItsEntry) {
   EXPECT_TRUE(Is(*store, "a", ValueOf(1, 2, 60)));
   EXPECT_TRUE(IsOk(store->Unpin("a", Soon())));
   EXPECT_EQ(upper->stats().pinned + lower->stats().pinned, 0);
+}
+
+TEST_F(TieredStores, ABatchIsAnsweredFromBothTiers) {
+  const Bytes large = ValueOf(2, 1, 5000);
+  const std::span<const std::byte> in[] = {old_, large, new_};
+  const std::vector<KvStore::PutItem> puts = {
+      {"a", {&in[0], 1}}, {"large", {&in[1], 1}}, {"b", {&in[2], 1}}, {"", {&in[0], 1}}};
+  const auto put = store_->PutBatch(puts, Soon());
+  for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(IsOk(put[i]));
+  EXPECT_TRUE(Fails(put[3], kInvalid));
+  EXPECT_TRUE(Misses(*upper_, "large"));
+  ASSERT_TRUE(IsOk(upper_->Erase("b", Soon())));  // As when it is evicted.
+
+  Bytes outs[] = {Bytes(100), Bytes(5000), Bytes(100), Bytes(100), Bytes(7), Bytes(1)};
+  std::vector<std::span<std::byte>> out(std::begin(outs), std::end(outs));
+  const auto part = [&out](size_t i) { return std::span(out).subspan(i, 1); };
+  const std::vector<KvStore::GetItem> gets = {{"a", part(0)}, {"large", part(1)}, {"b", part(2)},
+                                              {"c", part(3)}, {"a", part(4)},     {"", part(5)}};
+  const auto got = store_->GetBatch(gets, Soon());
+  for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(IsOk(got[i]));
+  EXPECT_TRUE(outs[0] == old_ && outs[1] == large && outs[2] == new_);
+  EXPECT_TRUE(Fails(got[3], kNotFound));
+  EXPECT_TRUE(Fails(got[4], kPrecondition, "100", "7"));
+  EXPECT_TRUE(Fails(got[5], kInvalid));
+  EXPECT_TRUE(Is(*upper_, "b", new_));  // Brought up.
+  EXPECT_EQ(store_->stats().hits, 3);
+  EXPECT_EQ(store_->stats().misses, 1);
+  EXPECT_EQ(store_->stats().errors, 0);
+
+  // The tier that was down must not answer a batch with an old value either.
+  lower_->down = true;
+  const std::vector<KvStore::PutItem> again = {{"a", {&in[2], 1}}, {"c", {&in[0], 1}}};
+  for (const auto& status : store_->PutBatch(again, Soon())) EXPECT_TRUE(IsOk(status));
+  lower_->down = false;
+  for (const auto key : {"a", "c"}) ASSERT_TRUE(IsOk(upper_->Erase(key, Soon())));
+  const auto late = store_->GetBatch(std::span(gets).first(1), Soon());
+  EXPECT_TRUE(Fails(late[0], kNotFound));
+}
+
+// With the same keys in another order, and often in each other's way.
+TEST_F(TieredStores, BatchesOfTwoThreadsDoNotWaitForEachOther) {
+  const auto run = [this](bool backwards) {
+    for (uint64_t round = 0; round < 2000; ++round) {
+      const Bytes value = ValueOf(1, round, 100);
+      const std::span<const std::byte> in = value;
+      std::vector<KvStore::PutItem> puts;
+      for (const std::string_view key : {"a", "b", "c", "d"}) puts.push_back({key, {&in, 1}});
+      if (backwards) std::ranges::reverse(puts);
+      for (const auto& status : store_->PutBatch(puts, Soon())) ASSERT_TRUE(IsOk(status));
+    }
+  };
+  std::thread other([&] { run(true); });
+  run(false);
+  other.join();
+  for (const std::string_view key : {"a", "b", "c", "d"}) {
+    EXPECT_TRUE(*upper_->GetBytes(key, Soon()) == *lower_->GetBytes(key, Soon()));
+  }
 }
 
 TEST_F(TieredStores, BadTiersAreNamed) {

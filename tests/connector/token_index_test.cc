@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -56,6 +57,31 @@ TEST(TokenIndexes, BadCallsChangeNothing) {
   EXPECT_TRUE(Fails(index.Erase(9), absl::StatusCode::kNotFound, "entry 9"));
   EXPECT_EQ(index.size(), 1);
   EXPECT_EQ(index.Longest(Tokens{2}), std::nullopt);
+}
+
+// Dozens of ways to go on, growing and shrinking, at the root and below.
+TEST(TokenIndexes, ManyChildren) {
+  std::mt19937_64 random(6);
+  TokenIndex index;
+  std::vector<Tokens> entries;
+  for (int32_t i = 0; i < 300; ++i) entries.push_back({i % 5 == 0 ? 1000 + i : 7, i, i + 1});
+  for (int round = 0; round < 20; ++round) {
+    std::vector<uint64_t> order(entries.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::ranges::shuffle(order, random);
+    for (const uint64_t at : order) ASSERT_TRUE(IsOk(index.Insert(at, entries[at])));
+    std::ranges::shuffle(order, random);
+    while (!order.empty()) {
+      EXPECT_TRUE(index.Longest(Tokens{7}).has_value() ==
+                  std::ranges::any_of(order, [](uint64_t at) { return at % 5 != 0; }));
+      const uint64_t at = order.back();
+      ASSERT_EQ(index.Longest(entries[at]), (Match{at, 3}));
+      ASSERT_TRUE(IsOk(index.Erase(at)));
+      ASSERT_EQ(index.Longest(entries[at]), std::nullopt);
+      order.pop_back();
+    }
+    ASSERT_EQ(index.size(), 0);
+  }
 }
 
 TEST(TokenIndexes, AVeryDeepTreeIsFreed) {

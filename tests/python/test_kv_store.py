@@ -261,6 +261,39 @@ def test_mooncake_values_behind_our_back_are_misses(tmp_path):
         store.close()
 
 
+def test_mooncake_batches_answer_value_by_value(tmp_path):
+    server = start_server("mooncake", tmp_path)
+    store = kvferry.make_store(config("mooncake", tmp_path, server))
+    sizes = [1, 1000, MAX_VALUE_BYTES, MAX_VALUE_BYTES // 2, MAX_VALUE_BYTES // 2 - 24, 7, 0]
+    values = [bytes_of(at + 1, size) for at, size in enumerate(sizes)]
+    keys = [f"key {at}" for at in range(len(sizes))]
+    try:
+        errors = store.put_batch(list(zip(keys, values, strict=True)))
+        assert errors[:6] == [None] * 6 and isinstance(errors[6], ValueError)
+        # The later of two values of a key stays; a value may be in parts.
+        twice = [("twice", values[1]), ("b", values[5]), ("twice", [values[5][:3], values[5][3:]])]
+        assert store.put_batch(twice) == [None] * 3
+        whole = store._store.get(store._name(b"key 1"))
+        assert store._store.upsert(store._name(b"key 1"), whole[:-1] + b"?") == 0
+
+        outs = [np.zeros(size, np.uint8) for size in sizes[:6]]
+        wrong, missing = np.zeros(6, np.uint8), np.zeros(9, np.uint8)
+        last = [np.zeros(2, np.uint8), np.zeros(5, np.uint8)]
+        asked = [*zip(keys, outs, strict=False), ("key 5", wrong), ("no", missing), ("twice", last)]
+        errors = store.get_batch(asked)
+        for at in (0, 2, 3, 4, 5):
+            assert errors[at] is None and np.array_equal(outs[at], values[at])
+        assert isinstance(errors[1], kvferry.NotFound) and "damaged" in str(errors[1])
+        assert isinstance(errors[6], kvferry.FailedPrecondition) and "7 bytes" in str(errors[6])
+        assert isinstance(errors[7], kvferry.NotFound)
+        assert errors[8] is None and np.array_equal(np.concatenate(last), values[5])
+        stats = store.stats()
+        assert (stats["puts"], stats["hits"], stats["misses"], stats["errors"]) == (9, 6, 2, 1)
+    finally:
+        server.kill()
+        store.close()
+
+
 def test_redis_that_never_answers_keeps_the_deadline():
     need("RedisStore")
     with socket.socket() as silent:
