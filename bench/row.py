@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 
 from drivers import BenchError, Driver
-from systems import Kvferry, memcpy_limits, nixl, tcp_limits
+from systems import MEMCPY_THREADS, TCP_STREAMS, Kvferry, memcpy_limits, nixl, tcp_limits
 from workload import SHAPES, choose_pages
 
 SPARE_BYTES = 1 << 30  # To be left free on the machine.
@@ -30,8 +30,8 @@ class Part:
 
 
 PARTS = {
-    "tcp": Part("tcp", "over TCP", False, ("tcp",)),
-    "host": Part("host", "on the same host", True, ("memcpy",)),
+    "tcp": Part("tcp", "over TCP", False, tuple(f"tcp {n}" for n in TCP_STREAMS)),
+    "host": Part("host", "on the same host", True, tuple(f"memcpy {n}" for n in MEMCPY_THREADS)),
 }
 
 
@@ -76,9 +76,10 @@ def makers(part, args, lists, start):
         tls = args.nixl_tls if part.name == "tcp" else args.nixl_host_tls
         yield "NIXL", two_pools, lambda: nixl(lists, start, args.peers, tls)
     if not args.no_limits:
-        limits = tcp_limits if part.name == "tcp" else memcpy_limits
-        need = two_pools + 2 * shape.request_bytes
-        yield "limits", need, lambda: limits(lists, start, args.build)
+        make, need = memcpy_limits, two_pools
+        if part.name == "tcp":
+            make, need = tcp_limits, 2 * shape.request_bytes
+        yield "limits", need, lambda: make(lists, start, args.build)
 
 
 def make_all(part, args, lists, start, problem):

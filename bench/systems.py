@@ -11,6 +11,8 @@ from workload import format_runs
 
 ROOT = Path(__file__).resolve().parent.parent
 SALT = 7
+MEMCPY_THREADS = (1, 2)
+TCP_STREAMS = (1, 2, 4)
 
 
 @dataclasses.dataclass
@@ -129,21 +131,24 @@ class Limit(System):
         return Sample(result["seconds"], result["cpu"])
 
 
-def limits_driver(lists, start, build):
+def memcpy_limits(lists, start, build):
     shape = lists[0]
     command = [build / "bench/kvferry_bench_limits", *shape.layout]
-    command += ["--pool-pages", shape.pool_pages, "--tcp-bytes", shape.request_bytes]
-    driver = start(command)
+    driver = start([*command, "--pool-pages", shape.pool_pages])
     driver.ask("fill", SALT)
-    return driver
-
-
-def memcpy_limits(lists, start, build):
-    driver = limits_driver(lists, start, build)
     remote, local = (format_runs(pages) for pages in lists[1:])
-    return [Limit("memcpy", lists, driver, ("memcpy", SALT, local, remote))]
+    return [
+        Limit(f"memcpy {threads}", lists, driver, ("memcpy", threads, SALT, local, remote))
+        for threads in MEMCPY_THREADS
+    ]
 
 
 def tcp_limits(lists, start, build):
-    driver = limits_driver(lists, start, build)
-    return [Limit("tcp", lists, driver, ("tcp", lists[0].request_bytes))]
+    shape = lists[0]
+    command = [build / "bench/kvferry_bench_limits", *shape.layout, "--pool-pages", 1]
+    command += ["--tcp-bytes", shape.request_bytes, "--tcp-streams", max(TCP_STREAMS)]
+    driver = start(command)
+    return [
+        Limit(f"tcp {streams}", lists, driver, ("tcp", streams, shape.request_bytes))
+        for streams in TCP_STREAMS
+    ]

@@ -73,7 +73,11 @@ LAST = [
 
 def all_columns(part):
     limits = [rate(name, name, "limits") for name in part.limits]
-    return [*FIRST, *limits, ratio("x limit", lambda row: row.part.limits, "limits"), *LAST]
+    ratios = [
+        ratio("x 1", lambda row: row.part.limits[:1], "limits"),
+        ratio("x limit", lambda row: row.part.limits, "limits"),
+    ]
+    return [*FIRST, *limits, *ratios, *LAST]
 
 
 class Table:
