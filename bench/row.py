@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 
 from drivers import BenchError, Driver
-from systems import MEMCPY_THREADS, TCP_STREAMS, Kvferry, memcpy_limits, nixl, tcp_limits
+from systems import MEMCPY_THREADS, TCP_STREAMS, Kvferry, memcpy_limits, nixl, plain_zmq, tcp_limits
 from workload import SHAPES, choose_pages
 
 SPARE_BYTES = 1 << 30  # To be left free on the machine.
@@ -26,12 +26,15 @@ class Part:
     name: str
     title: str
     mapped_path: bool
+    peers: dict  # Column: the systems of which it shows the fastest. NIXL has columns of its own.
     limits: tuple  # Of the machine, systems' names.
 
 
+TCP_LIMITS = tuple(f"tcp {streams}" for streams in TCP_STREAMS)
+HOST_LIMITS = tuple(f"memcpy {threads}" for threads in MEMCPY_THREADS)
 PARTS = {
-    "tcp": Part("tcp", "over TCP", False, tuple(f"tcp {n}" for n in TCP_STREAMS)),
-    "host": Part("host", "on the same host", True, tuple(f"memcpy {n}" for n in MEMCPY_THREADS)),
+    "tcp": Part("tcp", "over TCP", False, {"ZeroMQ": ("ZeroMQ",)}, TCP_LIMITS),
+    "host": Part("host", "on the same host", True, {}, HOST_LIMITS),
 }
 
 
@@ -75,6 +78,8 @@ def makers(part, args, lists, start):
     if args.peers:
         tls = args.nixl_tls if part.name == "tcp" else args.nixl_host_tls
         yield "NIXL", two_pools, lambda: nixl(lists, start, args.peers, tls)
+    if part.name == "tcp" and not args.no_zmq:
+        yield "ZeroMQ", two_pools, lambda: plain_zmq(lists, start, args.build)
     if not args.no_limits:
         make, need = memcpy_limits, two_pools
         if part.name == "tcp":

@@ -118,6 +118,7 @@ def add_peers(parser):
     parser.add_argument(
         "--nixl-host-tls", default="all", help="UCX_TLS of NIXL on the same host (default: all)"
     )
+    parser.add_argument("--no-zmq", action="store_true", help="no plain ZeroMQ")
     parser.add_argument("--no-limits", action="store_true", help="no memcpy and no TCP streams")
     parser.add_argument("--no-pools", action="store_true", help="only what moves KV")
 
@@ -207,7 +208,13 @@ def print_header(header):
 
 def shown(args):
     """The systems that have columns."""
-    asked = {"kvferry": True, "NIXL": args.peers, "limits": not args.no_limits, "also": args.also}
+    asked = {
+        "kvferry": True,
+        "also": args.also,
+        "NIXL": args.peers,
+        "ZeroMQ": not args.no_zmq,
+        "limits": not args.no_limits,
+    }
     return {name for name, wanted in asked.items() if wanted}
 
 

@@ -119,6 +119,16 @@ def nixl(lists, start, python, tls):
     return [Peer(f"NIXL {op.upper()}", op, lists, pair, about) for op in ("read", "write")]
 
 
+def plain_zmq(lists, start, build):
+    """Pages in ZeroMQ messages, written by hand."""
+    shape = lists[0]
+    command = [build / "bench/kvferry_bench_plain_zmq_transfer", *shape.layout]
+    command += ["--pool-pages", shape.pool_pages]
+    source, target = (start([*command, "--role", role]) for role in ("source", "target"))
+    target.ask("connect", source.ask("listen", "127.0.0.1")["address"])
+    return [Peer("ZeroMQ", "read", lists, Pair(source, target), "")]
+
+
 class Limit(System):
     """A command of kvferry_bench_limits."""
 

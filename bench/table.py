@@ -21,15 +21,21 @@ class Column:
     left: bool = False
 
 
-def rate(name, system, of):
-    return Column(name, lambda row: number(row.rate(system)), of)
+def rate(name, systems, of):
+    """Of the fastest of these."""
+
+    def text(row):
+        best = row.fastest(systems)
+        return number(row.rate(best) if best else None)
+
+    return Column(name, text, of)
 
 
 def ratio(name, systems, of):
     """kvferry over the fastest of these."""
 
     def text(row):
-        ours, best = row.rate("kvferry"), row.fastest(systems(row))
+        ours, best = row.rate("kvferry"), row.fastest(systems)
         return number(ours / row.rate(best) if ours and best else None)
 
     return Column(name, text, of)
@@ -56,28 +62,33 @@ FIRST = [
     Column("shape", lambda row: row.shape_name, left=True),
     Column("pages", lambda row: row.fragmentation, left=True),
     Column("MB", lambda row: number(row.shape.request_bytes / 1e6, 0)),
-    rate("GB/s", "kvferry", "kvferry"),
+    rate("GB/s", ["kvferry"], "kvferry"),
     Column("min..max", spread),
     Column("ms", milliseconds),
     Column("CPU s/GB", cpu(["kvferry"])),
-    rate("READ", "NIXL READ", "NIXL"),
-    rate("WRITE", "NIXL WRITE", "NIXL"),
+    rate("READ", ["NIXL READ"], "NIXL"),
+    rate("WRITE", ["NIXL WRITE"], "NIXL"),
     Column("NIXL CPU", cpu(NIXL), "NIXL"),
-    ratio("x NIXL", lambda row: NIXL, "NIXL"),
+    ratio("x NIXL", NIXL, "NIXL"),
 ]
 LAST = [
-    rate("also", "also", "also"),
-    ratio("x also", lambda row: ["also"], "also"),
+    rate("also", ["also"], "also"),
+    ratio("x also", ["also"], "also"),
 ]
 
 
 def all_columns(part):
-    limits = [rate(name, name, "limits") for name in part.limits]
-    ratios = [
-        ratio("x 1", lambda row: row.part.limits[:1], "limits"),
-        ratio("x limit", lambda row: row.part.limits, "limits"),
+    peers = [
+        column
+        for name, systems in part.peers.items()
+        for column in (rate(name, systems, name), ratio(f"x {name}", systems, name))
     ]
-    return [*FIRST, *limits, *ratios, *LAST]
+    limits = [rate(name, [name], "limits") for name in part.limits]
+    ratios = [
+        ratio("x 1", part.limits[:1], "limits"),
+        ratio("x limit", part.limits, "limits"),
+    ]
+    return [*FIRST, *peers, *limits, *ratios, *LAST]
 
 
 class Table:
