@@ -16,11 +16,17 @@ class BenchError(Exception):
     pass
 
 
+def program(command):
+    """Its name; a script's rather than that of its Python."""
+    name = Path(command[0]).name
+    return Path(command[1]).name if name.startswith("python") else name
+
+
 class Driver:
-    """A process that answers each command line with a line of JSON (driver.h, nixl_peer.py)."""
+    """A process that answers each command line with a line of JSON (driver.h, peers/pool_side.py)."""
 
     def __init__(self, command, env=None):
-        self.name = Path(command[0]).name
+        self.name = program(command)
         self.errors = ErrorTail()
         try:
             self.process = subprocess.Popen(
@@ -52,14 +58,14 @@ class Driver:
             chunk = os.read(self.process.stdout.fileno(), 1 << 16)
             if not chunk:
                 rc = self.process.wait()
-                raise BenchError(
-                    f"{self.name}: ended with code {rc} while {what}: {self.errors.tail()}"
-                )
+                said = self.errors.tail(3) or "(nothing on stderr)"
+                raise BenchError(f"{self.name}: ended with code {rc} while {what}: {said}")
             self.pending += chunk
         line, _, self.pending = self.pending.partition(b"\n")
         answer = json.loads(line)
         if "error" in answer:
-            raise BenchError(f"{self.name}: {what}: {answer['error']}")
+            said = self.errors.tail(1)
+            raise BenchError(f"{self.name}: {what}: {answer['error']}" + (said and f" ({said})"))
         return answer
 
     def pause(self):
@@ -92,7 +98,7 @@ class ErrorTail:
     def __init__(self):
         self.file = open(os.memfd_create("stderr"), "w+b", buffering=0)
 
-    def tail(self):
+    def tail(self, count):
         self.file.seek(0)
         lines = self.file.read().decode(errors="replace").strip().splitlines()
-        return " | ".join(lines[-3:]) or "(nothing on stderr)"
+        return " | ".join(lines[-count:])

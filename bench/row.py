@@ -8,7 +8,16 @@ import statistics
 from pathlib import Path
 
 from drivers import BenchError, Driver
-from systems import MEMCPY_THREADS, TCP_STREAMS, Kvferry, memcpy_limits, nixl, plain_zmq, tcp_limits
+from systems import (
+    MEMCPY_THREADS,
+    TCP_STREAMS,
+    Kvferry,
+    memcpy_limits,
+    mooncake,
+    nixl,
+    plain_zmq,
+    tcp_limits,
+)
 from workload import SHAPES, choose_pages
 
 SPARE_BYTES = 1 << 30  # To be left free on the machine.
@@ -32,8 +41,9 @@ class Part:
 
 TCP_LIMITS = tuple(f"tcp {streams}" for streams in TCP_STREAMS)
 HOST_LIMITS = tuple(f"memcpy {threads}" for threads in MEMCPY_THREADS)
+TCP_PEERS = {"ZeroMQ": ("ZeroMQ",), "Mooncake": ("Mooncake READ", "Mooncake WRITE")}
 PARTS = {
-    "tcp": Part("tcp", "over TCP", False, {"ZeroMQ": ("ZeroMQ",)}, TCP_LIMITS),
+    "tcp": Part("tcp", "over TCP", False, TCP_PEERS, TCP_LIMITS),
     "host": Part("host", "on the same host", True, {}, HOST_LIMITS),
 }
 
@@ -78,6 +88,8 @@ def makers(part, args, lists, start):
     if args.peers:
         tls = args.nixl_tls if part.name == "tcp" else args.nixl_host_tls
         yield "NIXL", two_pools, lambda: nixl(lists, start, args.peers, tls)
+    if part.name == "tcp" and args.peers:
+        yield "Mooncake", two_pools, lambda: mooncake(lists, start, args.peers)
     if part.name == "tcp" and not args.no_zmq:
         yield "ZeroMQ", two_pools, lambda: plain_zmq(lists, start, args.build)
     if not args.no_limits:

@@ -212,6 +212,7 @@ def shown(args):
         "kvferry": True,
         "also": args.also,
         "NIXL": args.peers,
+        "Mooncake": args.peers,
         "ZeroMQ": not args.no_zmq,
         "limits": not args.no_limits,
     }

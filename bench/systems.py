@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SALT = 7
 MEMCPY_THREADS = (1, 2)
 TCP_STREAMS = (1, 2, 4)
+# It would try for minutes to do what it cannot, and say a lot; its warnings are the reason.
+MOONCAKE = {"MC_LOG_LEVEL": "WARNING", "MC_TRANSFER_TIMEOUT": "10"}
 
 
 @dataclasses.dataclass
@@ -63,6 +65,7 @@ class Pair:
 
     def __init__(self, source, target):
         self.source, self.target = source, target
+        self.broken = False  # An operation failed, and may still write somewhere.
         self.source.ask("fill", SALT)
         self.pause()
 
@@ -89,8 +92,13 @@ class Peer(System):
         self.operation, self.pair, self.about = operation, pair, about
 
     def sample(self):
+        if self.pair.broken:
+            raise BenchError("not tried: the other operation failed")
+        self.pair.broken = True
         with self.pair.awake():
-            return self.move()
+            sample = self.move()
+        self.pair.broken = False
+        return sample
 
     def move(self):
         source, target = self.pair.source, self.pair.target
@@ -106,17 +114,31 @@ class Peer(System):
         return Sample(result["seconds"], result["cpu"] + cpu)
 
 
+def python_peer(program, shape, python):
+    command = [python, ROOT / "bench/peers" / program, "--buffers", shape.buffers]
+    return [*command, "--page-bytes", shape.page_bytes, "--pool-pages", shape.pool_pages]
+
+
+def both_operations(name, lists, source, target):
+    pair, about = Pair(source, target), f"{name} {source.ready['version']}"
+    return [Peer(f"{name} {op.upper()}", op, lists, pair, about) for op in ("read", "write")]
+
+
 def nixl(lists, start, python, tls):
-    """NIXL's two operations, on one pair of processes."""
-    shape = lists[0]
-    command = [python, ROOT / "bench/peers/nixl_peer.py", "--buffers", shape.buffers]
-    command += ["--page-bytes", shape.page_bytes, "--pool-pages", shape.pool_pages]
+    command = python_peer("nixl_peer.py", lists[0], python)
     env = {"UCX_TLS": tls, "UCX_NET_DEVICES": "lo"}
     source, target = (start([*command, "--name", name], env) for name in ("source", "target"))
     for own, other in ((source, target), (target, source)):
         own.ask("peer", other.ready["metadata"], other.ready["base"])
-    pair, about = Pair(source, target), f"NIXL {source.ready['version']}"
-    return [Peer(f"NIXL {op.upper()}", op, lists, pair, about) for op in ("read", "write")]
+    return both_operations("NIXL", lists, source, target)
+
+
+def mooncake(lists, start, python):
+    command = python_peer("mooncake_peer.py", lists[0], python)
+    source, target = (start([*command, "--host", "127.0.0.1"], MOONCAKE) for _ in range(2))
+    for own, other in ((source, target), (target, source)):
+        own.ask("peer", other.ready["address"], other.ready["base"])
+    return both_operations("Mooncake", lists, source, target)
 
 
 def plain_zmq(lists, start, build):
