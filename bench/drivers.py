@@ -23,7 +23,7 @@ def program(command):
 
 
 class Driver:
-    """A process that answers each command line with a line of JSON (driver.h, peers/pool_side.py)."""
+    """A process that answers each line with a line of JSON (driver.h, peers/pool_side.py)."""
 
     def __init__(self, command, env=None):
         self.name = program(command)

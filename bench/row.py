@@ -71,6 +71,9 @@ class Row:
         """The name among these of what was fastest; None when none was measured."""
         return max(filter(self.samples.get, names), key=self.rate, default=None)
 
+    def best_rate(self, names):
+        return max((self.rate(name) for name in names if self.samples.get(name)), default=None)
+
 
 def makers(part, args, lists, start):
     """(name, bytes that it needs, what makes its systems) of all that this row measures."""

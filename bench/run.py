@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import allocators
+from picture import import_matplotlib, write_picture
 from row import PARTS, measure
 from systems import ROOT
 from table import Table, write_csv, write_json
@@ -126,6 +127,12 @@ def add_peers(parser):
 def add_outputs(parser):
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write the tables there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every run there")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="also draw the tables, as FILE.png and FILE.svg (requirements/picture.txt)",
+    )
 
 
 def check(args, parser):
@@ -135,9 +142,17 @@ def check(args, parser):
     for build in filter(None, (args.build, args.also)):
         if not (build / "bench/kvferry_bench_transfer").exists():
             parser.error(f"{build} holds no bench/kvferry_bench_transfer; build it: ./dev build")
-    for path in filter(None, (args.csv, args.json)):
+    for path in filter(None, (args.csv, args.json, args.picture)):
         if not path.absolute().parent.is_dir():
             parser.error(f"there is no folder {path.parent} for {path.name}")
+    if args.picture:
+        try:
+            import_matplotlib()
+        except ImportError as error:
+            parser.error(
+                f"--picture needs matplotlib: {error} (requirements/picture.txt; ./dev bench "
+                "installs it)"
+            )
 
 
 def parse_arguments():
@@ -232,6 +247,16 @@ def measure_all(args, problems, notes):
     return rows
 
 
+def write_files(args, header, rows, allocator_rows, problems):
+    if args.csv:
+        write_csv(args.csv, rows)
+    if args.json:
+        write_json(args.json, header, rows, allocator_rows, problems)
+    if args.picture:
+        title = f"kvferry {header['commit']}; {header['cpu']}; median of {header['reps']} runs"
+        write_picture(args.picture, title, rows)
+
+
 def main():
     args = parse_arguments()
     header = describe(args)
@@ -240,16 +265,12 @@ def main():
     if not args.peers:
         problems.append("NIXL, Mooncake: give --peers (./dev bench --peers does)")
     rows = measure_all(args, problems, notes)
-    print("\n" + "; ".join(sorted(notes)))
-    allocator_rows = []
-    if not args.no_pools:
-        allocator_rows = print_pools(args, problems)
+    header["versions"] = sorted(notes)
+    print("\n" + "; ".join(header["versions"]))
+    allocator_rows = [] if args.no_pools else print_pools(args, problems)
     for problem in problems:
         print(f"not measured: {problem}")
-    if args.csv:
-        write_csv(args.csv, rows)
-    if args.json:
-        write_json(args.json, {**header, "versions": sorted(notes)}, rows, allocator_rows, problems)
+    write_files(args, header, rows, allocator_rows, problems)
     # Only what was asked for counts: a missing peer is said, not failed.
     return 0 if all(row.samples.get("kvferry") for row in rows) else 1
 

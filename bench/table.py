@@ -23,20 +23,15 @@ class Column:
 
 def rate(name, systems, of):
     """Of the fastest of these."""
-
-    def text(row):
-        best = row.fastest(systems)
-        return number(row.rate(best) if best else None)
-
-    return Column(name, text, of)
+    return Column(name, lambda row: number(row.best_rate(systems)), of)
 
 
 def ratio(name, systems, of):
     """kvferry over the fastest of these."""
 
     def text(row):
-        ours, best = row.rate("kvferry"), row.fastest(systems)
-        return number(ours / row.rate(best) if ours and best else None)
+        ours, best = row.rate("kvferry"), row.best_rate(systems)
+        return number(ours / best if ours and best else None)
 
     return Column(name, text, of)
 
