@@ -1,8 +1,10 @@
 #include "bench/bulk_tcp.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sched.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -86,17 +88,30 @@ absl::StatusOr<UniqueFd> Listen(const std::string& host) {
   return listener;
 }
 
-absl::StatusOr<UniqueFd> Connect(int listener) {
+absl::StatusOr<sockaddr_in> AddressOf(int listener) {
   sockaddr_in address{};
   socklen_t size = sizeof(address);
-  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  if (getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
+    return Errno("getsockname");
+  }
+  return address;
+}
+
+absl::StatusOr<UniqueFd> Connect(const sockaddr_in& address) {
   UniqueFd client = NewSocket();
-  if (!client.valid() || getsockname(listener, generic, &size) != 0 ||
-      connect(client.get(), generic, size) != 0) {
+  if (!client.valid() ||
+      connect(client.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
     return Errno("connecting socket");
   }
   SendAtOnce(client.get());
   return client;
+}
+
+absl::Status Join(const std::string& netns) {
+  if (netns.empty()) return absl::OkStatus();
+  const UniqueFd fd(open(netns.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!fd.valid() || setns(fd.get(), CLONE_NEWNET) != 0) return Errno(netns.c_str());
+  return absl::OkStatus();
 }
 
 absl::Status Answer(int fd, const Request& request, std::span<const std::byte> source) {
@@ -107,9 +122,11 @@ absl::Status Answer(int fd, const Request& request, std::span<const std::byte> s
 }
 
 // A child: answers requests until the parent has gone. It sleeps in between, however long.
-absl::Status Serve(int listener, std::span<const std::byte> source) {
+absl::Status Serve(int listener, const std::string& netns, std::span<const std::byte> source) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  KVFERRY_ASSIGN_OR_RETURN(const UniqueFd fd, Connect(listener));
+  KVFERRY_ASSIGN_OR_RETURN(const sockaddr_in address, AddressOf(listener));
+  KVFERRY_RETURN_IF_ERROR(Join(netns));
+  KVFERRY_ASSIGN_OR_RETURN(const UniqueFd fd, Connect(address));
   Request request;
   while (ReceiveAll(fd.get(), &request, sizeof(request)).ok() && request.offset <= source.size() &&
          request.bytes <= source.size() - request.offset) {
@@ -131,17 +148,19 @@ absl::StatusOr<std::unique_ptr<BulkTcp>> BulkTcp::Start(const Options& options) 
   examples::Pattern(kSalt).Fill({source.get(), size}, 0, 0, 0);
   KVFERRY_ASSIGN_OR_RETURN(const UniqueFd listener, Listen(options.host));
   for (int i = 0; i < options.streams; ++i) {
-    KVFERRY_RETURN_IF_ERROR(bulk->AddStream(listener.get(), {source.get(), size}));
+    KVFERRY_RETURN_IF_ERROR(
+        bulk->AddStream(listener.get(), options.senders_netns, {source.get(), size}));
   }
   return bulk;
 }
 
-absl::Status BulkTcp::AddStream(int listener, std::span<const std::byte> source) {
+absl::Status BulkTcp::AddStream(int listener, const std::string& netns,
+                                std::span<const std::byte> source) {
   const pid_t child = fork();
   if (child < 0) return Errno("fork");
   if (child == 0) {
     streams_.clear();  // Or an older child would not see that the parent has gone.
-    const absl::Status served = Serve(listener, source);
+    const absl::Status served = Serve(listener, netns, source);
     if (!served.ok()) std::fprintf(stderr, "bulk TCP child: %s\n", served.ToString().c_str());
     _exit(served.ok() ? 0 : 1);
   }

@@ -18,9 +18,12 @@ namespace kvferry::bench {
 class BulkTcp {
  public:
   struct Options {
-    int64_t bytes = 0;               // Most that Measure() may be asked for.
-    int streams = 1;                 // Most of these, each with a child process of its own.
-    std::string host = "127.0.0.1";  // An IPv4 address of this process, which the children use.
+    int64_t bytes = 0;  // Most that Measure() may be asked for.
+    int streams = 1;    // Most of these, each with a child process of its own.
+    // An IPv4 address of this process, to which the children connect.
+    std::string host = "127.0.0.1";
+    // The network namespace that the children join, as a file (/run/netns/NAME); "": this one.
+    std::string senders_netns;
   };
   struct Result {
     double seconds = 0;  // From the request until the last byte has come.
@@ -37,7 +40,7 @@ class BulkTcp {
   absl::StatusOr<Result> Measure(size_t bytes, int streams);
 
  private:
-  absl::Status AddStream(int listener, std::span<const std::byte> source);
+  absl::Status AddStream(int listener, const std::string& netns, std::span<const std::byte> source);
   // Bytes [first, end); returns the sender's CPU seconds.
   absl::StatusOr<double> Receive(int stream, size_t first, size_t end);
 

@@ -25,19 +25,19 @@ def program(command):
 class Driver:
     """A process that answers each line with a line of JSON (driver.h, peers/pool_side.py)."""
 
-    def __init__(self, command, env=None):
+    def __init__(self, command, env=None, prefix=()):
         self.name = program(command)
         self.errors = ErrorTail()
         try:
             self.process = subprocess.Popen(
-                [str(word) for word in command],
+                [str(word) for word in (*prefix, *command)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.errors.file,
                 env={**os.environ, **(env or {})},
             )
         except OSError as error:
-            raise BenchError(f"cannot start {command[0]}: {error.strerror}") from error
+            raise BenchError(f"cannot start {self.name}: {error.strerror}") from error
         self.pending = b""
         self.ready = self.receive()
 

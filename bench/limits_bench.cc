@@ -123,6 +123,9 @@ int main(int argc, char** argv) {
   app.add_option("--tcp-bytes", flags.tcp.bytes, "most bytes of a tcp command; 0: no streams");
   app.add_option("--tcp-streams", flags.tcp.streams, "most streams of a tcp command")
       ->check(CLI::Range(1, 64));
+  app.add_option("--tcp-host", flags.tcp.host, "IPv4 address that the streams come to");
+  app.add_option("--tcp-senders-netns", flags.tcp.senders_netns,
+                 "file of the network namespace that they come from");
   flags.layout.AddTo(&app);
   CLI11_PARSE(app, argc, argv);
   const absl::StatusOr<int> rc = kvferry::bench::Run(flags);

@@ -7,11 +7,13 @@ import re
 import statistics
 from pathlib import Path
 
-from drivers import BenchError, Driver
+from drivers import BenchError
+from network import LOOPBACK
 from systems import (
     MEMCPY_THREADS,
     TCP_STREAMS,
     Kvferry,
+    Stage,
     memcpy_limits,
     mooncake,
     nixl,
@@ -75,14 +77,14 @@ class Row:
         return max((self.rate(name) for name in names if self.samples.get(name)), default=None)
 
 
-def makers(part, args, lists, start):
+def makers(part, args, lists, stage):
     """(name, bytes that it needs, what makes its systems) of all that this row measures."""
     shape = lists[0]
     two_pools = 2 * shape.pool_bytes
 
     def ours(name, build, settings):
         path = [f"mapped_path={str(part.mapped_path).lower()}"]  # First: what the user says wins.
-        return lambda: [Kvferry(name, lists, start, build, path + settings)]
+        return lambda: [Kvferry(name, lists, stage, build, path + settings)]
 
     yield "kvferry", two_pools, ours("kvferry", args.build, args.config)
     if args.also:
@@ -90,22 +92,22 @@ def makers(part, args, lists, start):
         yield "also", two_pools, ours("also", args.also, settings)
     if args.peers:
         tls = args.nixl_tls if part.name == "tcp" else args.nixl_host_tls
-        yield "NIXL", two_pools, lambda: nixl(lists, start, args.peers, tls)
+        yield "NIXL", two_pools, lambda: nixl(lists, stage, args.peers, tls)
     if part.name == "tcp" and args.peers:
-        yield "Mooncake", two_pools, lambda: mooncake(lists, start, args.peers)
+        yield "Mooncake", two_pools, lambda: mooncake(lists, stage, args.peers)
     if part.name == "tcp" and not args.no_zmq:
-        yield "ZeroMQ", two_pools, lambda: plain_zmq(lists, start, args.build)
+        yield "ZeroMQ", two_pools, lambda: plain_zmq(lists, stage, args.build)
     if not args.no_limits:
         make, need = memcpy_limits, two_pools
         if part.name == "tcp":
             make, need = tcp_limits, 2 * shape.request_bytes
-        yield "limits", need, lambda: make(lists, start, args.build)
+        yield "limits", need, lambda: make(lists, stage, args.build)
 
 
-def make_all(part, args, lists, start, problem):
+def make_all(part, args, lists, stage, problem):
     """The systems that could be made; problem(name, why) is told of the others."""
     systems = []
-    for name, memory, make in makers(part, args, lists, start):
+    for name, memory, make in makers(part, args, lists, stage):
         if memory + SPARE_BYTES > memory_available():
             problem(name, f"{memory >> 20} MiB of memory are not available")
             continue
@@ -129,7 +131,7 @@ def take_turns(row, systems, reps, problem):
                 row.samples.setdefault(system.name, []).append(sample)
 
 
-def measure(part, args, shape_name, fragmentation, problems, notes):
+def measure(part, args, network, shape_name, fragmentation, problems, notes):
     row = Row(part, shape_name, fragmentation)
     rng = random.Random(args.seed)
     lists = (row.shape, *(choose_pages(row.shape, fragmentation, rng) for _ in range(2)))
@@ -137,12 +139,9 @@ def measure(part, args, shape_name, fragmentation, problems, notes):
     def problem(what, why):
         problems.append(f"{shape_name} {fragmentation} {part.title}, {what}: {why}")
 
-    with contextlib.ExitStack() as stack:
-
-        def start(command, env=None):
-            return stack.enter_context(Driver(command, env))
-
-        systems = make_all(part, args, lists, start, problem)
+    with contextlib.ExitStack() as drivers:
+        stage = Stage(drivers, network if part.name == "tcp" else LOOPBACK)
+        systems = make_all(part, args, lists, stage, problem)
         notes.update(system.about for system in systems if system.about)
         take_turns(row, systems, args.reps, problem)
     return row

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import allocators
+from network import LOOPBACK, CannotMake, check_netns, netns_pair
 from picture import import_matplotlib, write_picture
 from row import PARTS, measure
 from systems import ROOT
@@ -79,6 +80,15 @@ def add_what(parser):
     )
     parser.add_argument("--reps", type=int, default=5, help="measured runs of each (default: 5)")
     parser.add_argument("--seed", type=int, default=1, help="which pages are chosen (default: 1)")
+
+
+def add_network(parser):
+    parser.add_argument(
+        "--netns",
+        action="store_true",
+        help="TCP between two network namespaces, joined by a veth pair, instead of over loopback; "
+        "needs root",
+    )
 
 
 def add_ours(parser):
@@ -145,6 +155,13 @@ def check(args, parser):
     for path in filter(None, (args.csv, args.json, args.picture)):
         if not path.absolute().parent.is_dir():
             parser.error(f"there is no folder {path.parent} for {path.name}")
+    if args.netns and "tcp" not in args.paths:
+        parser.error("--netns is of the path tcp, which --paths leaves out")
+    if args.netns:
+        try:
+            check_netns()
+        except CannotMake as error:
+            parser.error(f"--netns: {error}")
     if args.picture:
         try:
             import_matplotlib()
@@ -159,7 +176,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for add in (add_what, add_ours, add_peers, add_outputs):
+    for add in (add_what, add_network, add_ours, add_peers, add_outputs):
         add(parser)
     args = parser.parse_args()
     check(args, parser)
@@ -234,14 +251,15 @@ def shown(args):
     return {name for name, wanted in asked.items() if wanted}
 
 
-def measure_all(args, problems, notes):
+def measure_all(args, network, problems, notes):
     rows = []
     for part in (PARTS[path] for path in args.paths):
-        print(f"\n{part.title}\n")
+        where = f" ({network.name})" if part.name == "tcp" else ""
+        print(f"\n{part.title}{where}\n")
         table = Table(part, shown(args))
         for shape_name in args.shapes:
             for fragmentation in args.frags:
-                row = measure(part, args, shape_name, fragmentation, problems, notes)
+                row = measure(part, args, network, shape_name, fragmentation, problems, notes)
                 rows.append(row)
                 table.add(row)
     return rows
@@ -260,11 +278,16 @@ def write_files(args, header, rows, allocator_rows, problems):
 def main():
     args = parse_arguments()
     header = describe(args)
-    print_header(header)
     problems, notes = [], set()
     if not args.peers:
         problems.append("NIXL, Mooncake: give --peers (./dev bench --peers does)")
-    rows = measure_all(args, problems, notes)
+    try:
+        with netns_pair() if args.netns else contextlib.nullcontext(LOOPBACK) as network:
+            header["network"] = network.name
+            print_header(header)
+            rows = measure_all(args, network, problems, notes)
+    except CannotMake as error:
+        sys.exit(f"run.py: --netns: {error}")
     header["versions"] = sorted(notes)
     print("\n" + "; ".join(header["versions"]))
     allocator_rows = [] if args.no_pools else print_pools(args, problems)

@@ -1,12 +1,13 @@
 """What run.py measures: kvferry, its peers and the limits of the machine.
 
-Each is made with `start(command, env)`, which starts a driver that lives as long as the row."""
+Each is made with a Stage, which says where its two sides run and ends them with the row."""
 
 import contextlib
 import dataclasses
 from pathlib import Path
 
-from drivers import BenchError
+from drivers import BenchError, Driver
+from network import LOOPBACK, Network
 from workload import format_runs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +24,15 @@ class Sample:
     cpu: float
 
 
+@dataclasses.dataclass
+class Stage:
+    drivers: contextlib.ExitStack  # Ends them.
+    network: Network = LOOPBACK
+
+    def start(self, end, command, env=None):
+        return self.drivers.enter_context(Driver(command, env, end.prefix))
+
+
 class System:
     """Moves `remote` pages of one pool to `local` pages of another, and can be timed."""
 
@@ -36,14 +46,17 @@ class System:
 
 
 class Kvferry(System):
-    def __init__(self, name, lists, start, build, settings):
+    def __init__(self, name, lists, stage, build, settings):
         super().__init__(name, *lists)
         command = [build / "bench/kvferry_bench_transfer", "--pool-pages", self.shape.pool_pages]
         command += self.shape.layout
-        for setting in settings:
-            command += ["--config", setting]
-        self.prefill = start([*command, "--role", "prefill"])
-        self.decode = start([*command, "--role", "decode"])
+
+        def start(end, role):
+            words = [f"--config={setting}" for setting in stage.network.settings(end) + settings]
+            return stage.start(end, [*command, "--role", role, *words])
+
+        self.prefill = start(stage.network.source, "prefill")
+        self.decode = start(stage.network.target, "decode")
         self.prefill.ask("fill", SALT)
         self.about = f"UCX {self.decode.ready['ucx']}, {self.decode.ready['build']} build"
 
@@ -124,30 +137,37 @@ def both_operations(name, lists, source, target):
     return [Peer(f"{name} {op.upper()}", op, lists, pair, about) for op in ("read", "write")]
 
 
-def nixl(lists, start, python, tls):
-    command = python_peer("nixl_peer.py", lists[0], python)
-    env = {"UCX_TLS": tls, "UCX_NET_DEVICES": "lo"}
-    source, target = (start([*command, "--name", name], env) for name in ("source", "target"))
+def introduce(source, target, key):
+    """Tells each of the other; `key` is under what it says how to reach it."""
     for own, other in ((source, target), (target, source)):
-        own.ask("peer", other.ready["metadata"], other.ready["base"])
+        own.ask("peer", other.ready[key], other.ready["base"])
+
+
+def nixl(lists, stage, python, tls):
+    command = python_peer("nixl_peer.py", lists[0], python)
+    env = {"UCX_TLS": tls, "UCX_NET_DEVICES": stage.network.source.device}
+    source = stage.start(stage.network.source, [*command, "--name", "source"], env)
+    target = stage.start(stage.network.target, [*command, "--name", "target"], env)
+    introduce(source, target, "metadata")
     return both_operations("NIXL", lists, source, target)
 
 
-def mooncake(lists, start, python):
+def mooncake(lists, stage, python):
     command = python_peer("mooncake_peer.py", lists[0], python)
-    source, target = (start([*command, "--host", "127.0.0.1"], MOONCAKE) for _ in range(2))
-    for own, other in ((source, target), (target, source)):
-        own.ask("peer", other.ready["address"], other.ready["base"])
+    ends = (stage.network.source, stage.network.target)
+    source, target = (stage.start(e, [*command, "--host", e.host], MOONCAKE) for e in ends)
+    introduce(source, target, "address")
     return both_operations("Mooncake", lists, source, target)
 
 
-def plain_zmq(lists, start, build):
+def plain_zmq(lists, stage, build):
     """Pages in ZeroMQ messages, written by hand."""
     shape = lists[0]
     command = [build / "bench/kvferry_bench_plain_zmq_transfer", *shape.layout]
     command += ["--pool-pages", shape.pool_pages]
-    source, target = (start([*command, "--role", role]) for role in ("source", "target"))
-    target.ask("connect", source.ask("listen", "127.0.0.1")["address"])
+    source = stage.start(stage.network.source, [*command, "--role", "source"])
+    target = stage.start(stage.network.target, [*command, "--role", "target"])
+    target.ask("connect", source.ask("listen", stage.network.source.host)["address"])
     return [Peer("ZeroMQ", "read", lists, Pair(source, target), "")]
 
 
@@ -163,10 +183,10 @@ class Limit(System):
         return Sample(result["seconds"], result["cpu"])
 
 
-def memcpy_limits(lists, start, build):
+def memcpy_limits(lists, stage, build):
     shape = lists[0]
     command = [build / "bench/kvferry_bench_limits", *shape.layout]
-    driver = start([*command, "--pool-pages", shape.pool_pages])
+    driver = stage.start(stage.network.target, [*command, "--pool-pages", shape.pool_pages])
     driver.ask("fill", SALT)
     remote, local = (format_runs(pages) for pages in lists[1:])
     return [
@@ -175,11 +195,14 @@ def memcpy_limits(lists, start, build):
     ]
 
 
-def tcp_limits(lists, start, build):
+def tcp_limits(lists, stage, build):
     shape = lists[0]
     command = [build / "bench/kvferry_bench_limits", *shape.layout, "--pool-pages", 1]
     command += ["--tcp-bytes", shape.request_bytes, "--tcp-streams", max(TCP_STREAMS)]
-    driver = start(command)
+    command += ["--tcp-host", stage.network.target.host]
+    if stage.network.source.netns:
+        command += ["--tcp-senders-netns", f"/run/netns/{stage.network.source.netns}"]
+    driver = stage.start(stage.network.target, command)
     return [
         Limit(f"tcp {streams}", lists, driver, ("tcp", streams, shape.request_bytes))
         for streams in TCP_STREAMS

@@ -1,5 +1,6 @@
 """bench/run.py without measuring anything: what it refuses, and what it prints of given samples."""
 
+import contextlib
 import csv
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 BENCH = Path(__file__).resolve().parent.parent.parent / "bench"
 sys.path.append(str(BENCH))
 
+import network  # noqa: E402
 import picture  # noqa: E402
 import table  # noqa: E402
 from row import PARTS, Row  # noqa: E402
@@ -52,6 +54,7 @@ def test_help_names_every_choice(build):
         (["--reps", "0"], "--reps must be at least 1"),
         (["--reps", "many"], "invalid int value: 'many'"),
         (["--also", "/nowhere"], "/nowhere holds no bench/kvferry_bench_transfer"),
+        (["--netns", "--paths", "host"], "--netns is of the path tcp"),
         (["--csv", "/nowhere/a.csv"], "there is no folder /nowhere for a.csv"),
         (["--picture", "/nowhere/a"], "there is no folder /nowhere for a"),
     ],
@@ -69,6 +72,56 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(bui
     done = run(build, "--picture", build / "a", PYTHONPATH=str(missing.parent))
     assert (done.returncode, done.stdout) == (2, "")
     assert "--picture needs matplotlib: none here (requirements/picture.txt" in done.stderr
+
+
+def test_namespaces_are_refused_to_users_other_than_root(monkeypatch):
+    monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
+    with pytest.raises(network.CannotMake, match="needs root"):
+        network.check_netns()
+
+
+def test_namespaces_are_refused_without_the_ip_command(build, monkeypatch):
+    monkeypatch.setattr(network.os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", str(build))
+    with pytest.raises(network.CannotMake, match="ip command is missing"):
+        network.check_netns()
+
+
+def test_a_machine_that_refuses_namespaces_says_why_and_keeps_none(monkeypatch):
+    asked = []
+
+    def refuse_veth(*words):
+        asked.append(words)
+        if "link" in words:
+            raise network.CannotMake("not permitted")
+
+    monkeypatch.setattr(network, "check_netns", lambda: None)
+    monkeypatch.setattr(network, "ip", refuse_veth)
+    with pytest.raises(network.CannotMake, match="not permitted"), network.netns_pair():
+        pass
+    added = [words[2] for words in asked if words[:2] == ("netns", "add")]
+    deleted = [words[2] for words in asked if words[:2] == ("netns", "delete")]
+    assert len(added) == 2 and sorted(added) == sorted(deleted)
+
+
+def test_a_pair_of_namespaces_reaches_across_and_is_removed():
+    with contextlib.ExitStack() as stack:
+        try:
+            pair = stack.enter_context(network.netns_pair())
+        except network.CannotMake as reason:
+            pytest.skip(f"no network namespaces here: {reason}")
+        # Says in one what it received from the other.
+        listen = "import socket; s = socket.create_server(('10.77.0.1', 0)); "
+        listen += "print(s.getsockname()[1], flush=True); print(s.accept()[0].recv(9).decode())"
+        source = subprocess.Popen(
+            [*pair.source.prefix, sys.executable, "-c", listen], stdout=subprocess.PIPE, text=True
+        )
+        port = source.stdout.readline().strip()
+        send = f"import socket; socket.create_connection(('10.77.0.1', {port}), 9).send(b'across')"
+        subprocess.run([*pair.target.prefix, sys.executable, "-c", send], check=True, timeout=30)
+        assert source.communicate(timeout=30)[0].strip() == "across"
+    names = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    assert pair.source.netns not in names and pair.target.netns not in names
 
 
 def row_of(part, fragmentation="rand", **rates):
