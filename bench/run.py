@@ -152,6 +152,8 @@ def check(args, parser):
     for build in filter(None, (args.build, args.also)):
         if not (build / "bench/kvferry_bench_transfer").exists():
             parser.error(f"{build} holds no bench/kvferry_bench_transfer; build it: ./dev build")
+    if args.peers and not os.access(args.peers, os.X_OK):
+        parser.error(f"--peers: {args.peers} is no Python that can be started")
     for path in filter(None, (args.csv, args.json, args.picture)):
         if not path.absolute().parent.is_dir():
             parser.error(f"there is no folder {path.parent} for {path.name}")

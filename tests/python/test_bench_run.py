@@ -55,6 +55,7 @@ def test_help_names_every_choice(build):
         (["--reps", "many"], "invalid int value: 'many'"),
         (["--also", "/nowhere"], "/nowhere holds no bench/kvferry_bench_transfer"),
         (["--netns", "--paths", "host"], "--netns is of the path tcp"),
+        (["--peers", "/nowhere/python"], "/nowhere/python is no Python that can be started"),
         (["--csv", "/nowhere/a.csv"], "there is no folder /nowhere for a.csv"),
         (["--picture", "/nowhere/a"], "there is no folder /nowhere for a"),
     ],
