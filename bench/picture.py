@@ -71,7 +71,7 @@ def write_picture(path, title, rows):
     from matplotlib import pyplot
 
     parts = list({row.part.name: row.part for row in rows}.values())
-    width = max(6.5, 2 + 0.85 * max(sum(row.part is part for row in rows) for part in parts))
+    width = max(8.5, 2 + 0.85 * max(sum(row.part is part for row in rows) for part in parts))
     size = (width, 0.6 + 3.2 * len(parts))
     figure, panels = pyplot.subplots(len(parts), figsize=size, squeeze=False, layout="constrained")
     for part, axes in zip(parts, panels[:, 0], strict=True):

@@ -273,7 +273,10 @@ def write_files(args, header, rows, allocator_rows, problems):
     if args.json:
         write_json(args.json, header, rows, allocator_rows, problems)
     if args.picture:
-        title = f"kvferry {header['commit']}; {header['cpu']}; median of {header['reps']} runs"
+        title = (
+            f"kvferry {header['commit']}; {header['cpu']}; median of {header['reps']} runs; "
+            f"TCP over {header['network']}"
+        )
         write_picture(args.picture, title, rows)
 
 
