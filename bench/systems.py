@@ -14,8 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SALT = 7
 MEMCPY_THREADS = (1, 2)
 TCP_STREAMS = (1, 2, 4)
-# It would try for minutes to do what it cannot, and say a lot; its warnings are the reason.
-MOONCAKE = {"MC_LOG_LEVEL": "WARNING", "MC_TRANSFER_TIMEOUT": "10"}
+MOONCAKE = {"MC_LOG_LEVEL": "WARNING"}  # What it warns of is the reason when it fails.
 
 
 @dataclasses.dataclass
