@@ -12,7 +12,6 @@
 #include <numeric>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -20,6 +19,7 @@
 #include "base/slab.h"
 #include "base/thread_pool.h"
 #include "bench/must.h"
+#include "bench/on_threads.h"
 #include "pool/token_copy.h"
 
 namespace kvferry::bench {
@@ -45,14 +45,6 @@ std::vector<int32_t> RandomSlots(int64_t num_slots, int64_t count) {
   std::shuffle(slots.begin(), slots.end(), std::mt19937_64(1));
   slots.resize(static_cast<size_t>(count));
   return slots;
-}
-
-// fn(thread) on that many threads at once, without any of our own machinery.
-void OnThreads(int threads, const std::function<void(int)>& fn) {
-  std::vector<std::thread> others;
-  for (int i = 1; i < threads; ++i) others.emplace_back(fn, i);
-  fn(0);
-  for (std::thread& other : others) other.join();
 }
 
 struct Row {

@@ -1,100 +1,20 @@
-"""What run.py measures: kvferry, NIXL and the limits of the machine, each driven over pipes."""
+"""What run.py measures: kvferry, its peers and the limits of the machine.
+
+Each is made with a Stage, which says where its two sides run and ends them with the row."""
 
 import contextlib
 import dataclasses
-import json
-import os
-import select
-import signal
-import subprocess
-import time
 from pathlib import Path
 
+from drivers import BenchError, Driver
+from network import LOOPBACK, Network
 from workload import format_runs
 
 ROOT = Path(__file__).resolve().parent.parent
-ANSWER_SECONDS = 300  # Longest that any one command may take.
 SALT = 7
-
-
-class BenchError(Exception):
-    pass
-
-
-class Driver:
-    """A process that answers each command line with a line of JSON (driver.h, nixl_peer.py)."""
-
-    def __init__(self, command, env=None):
-        self.name = Path(command[0]).name
-        self.errors = ErrorTail()
-        try:
-            self.process = subprocess.Popen(
-                [str(word) for word in command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self.errors.file,
-                env={**os.environ, **(env or {})},
-            )
-        except OSError as error:
-            raise BenchError(f"cannot start {command[0]}: {error.strerror}") from error
-        self.pending = b""
-        self.ready = self.receive()
-
-    def ask(self, *words):
-        try:
-            self.process.stdin.write((" ".join(str(word) for word in words) + "\n").encode())
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # receive() says why.
-        return self.receive(words[0])
-
-    def receive(self, what="starting"):
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while b"\n" not in self.pending:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
-                raise BenchError(f"{self.name}: no answer to {what} in {ANSWER_SECONDS} s")
-            chunk = os.read(self.process.stdout.fileno(), 1 << 16)
-            if not chunk:
-                rc = self.process.wait()
-                raise BenchError(
-                    f"{self.name}: ended with code {rc} while {what}: {self.errors.tail()}"
-                )
-            self.pending += chunk
-        line, _, self.pending = self.pending.partition(b"\n")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise BenchError(f"{self.name}: {what}: {answer['error']}")
-        return answer
-
-    def pause(self):
-        self.process.send_signal(signal.SIGSTOP)
-
-    def resume(self):
-        self.process.send_signal(signal.SIGCONT)
-
-    def stop(self):
-        self.resume()
-        with contextlib.suppress(OSError):
-            self.process.stdin.write(b"quit\n")
-            self.process.stdin.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-        self.errors.file.close()
-
-
-class ErrorTail:
-    def __init__(self):
-        self.file = open(os.memfd_create("stderr"), "w+b", buffering=0)
-
-    def tail(self):
-        self.file.seek(0)
-        lines = self.file.read().decode(errors="replace").strip().splitlines()
-        return " | ".join(lines[-3:]) or "(nothing on stderr)"
+MEMCPY_THREADS = (1, 2)
+TCP_STREAMS = (1, 2, 4)
+MOONCAKE = {"MC_LOG_LEVEL": "WARNING"}  # What it warns of is the reason when it fails.
 
 
 @dataclasses.dataclass
@@ -103,36 +23,39 @@ class Sample:
     cpu: float
 
 
+@dataclasses.dataclass
+class Stage:
+    drivers: contextlib.ExitStack  # Ends them.
+    network: Network = LOOPBACK
+
+    def start(self, end, command, env=None):
+        return self.drivers.enter_context(Driver(command, env, end.prefix))
+
+
 class System:
     """Moves `remote` pages of one pool to `local` pages of another, and can be timed."""
 
     def __init__(self, name, shape, remote, local):
         self.name, self.shape = name, shape
         self.remote, self.local = format_runs(remote), format_runs(local)
-        self.drivers = []
-
-    def start_driver(self, command, env=None):
-        driver = Driver(command, env)
-        self.drivers.append(driver)
-        return driver
+        self.about = ""  # Versions, to be printed once.
 
     def sample(self):
         raise NotImplementedError
 
-    def stop(self):
-        for driver in self.drivers:
-            driver.stop()
-
 
 class Kvferry(System):
-    def __init__(self, name, shape, remote, local, build, settings):
-        super().__init__(name, shape, remote, local)
-        command = [build / "bench/kvferry_bench_transfer", "--pool-pages", shape.pool_pages]
-        command += shape.layout
-        for setting in settings:
-            command += ["--config", setting]
-        self.prefill = self.start_driver([*command, "--role", "prefill"])
-        self.decode = self.start_driver([*command, "--role", "decode"])
+    def __init__(self, name, lists, stage, build, settings):
+        super().__init__(name, *lists)
+        command = [build / "bench/kvferry_bench_transfer", "--pool-pages", self.shape.pool_pages]
+        command += self.shape.layout
+
+        def start(end, role):
+            words = [f"--config={setting}" for setting in stage.network.settings(end) + settings]
+            return stage.start(end, [*command, "--role", role, *words])
+
+        self.prefill = start(stage.network.source, "prefill")
+        self.decode = start(stage.network.target, "decode")
         self.prefill.ask("fill", SALT)
         self.about = f"UCX {self.decode.ready['ucx']}, {self.decode.ready['build']} build"
 
@@ -149,48 +72,45 @@ class Kvferry(System):
         return Sample(result["seconds"], result["cpu"] + cpu)
 
 
-class NixlPair:
-    """Two NIXL processes; `source` holds the pattern. Shared by the READ and the WRITE system."""
+class Pair:
+    """Two processes of a peer; `source` holds the pattern. Stopped when it is not their turn."""
 
-    def __init__(self, shape, python, tls):
-        command = [python, ROOT / "bench/peers/nixl_peer.py", "--buffers", shape.buffers]
-        command += ["--page-bytes", shape.page_bytes, "--pool-pages", shape.pool_pages]
-        env = {"UCX_TLS": tls, "UCX_NET_DEVICES": "lo"}
-        self.source = Driver([*command, "--name", "source"], env)
-        try:
-            self.target = Driver([*command, "--name", "target"], env)
-        except BenchError:
-            self.source.stop()
-            raise
-        self.about = f"NIXL {self.source.ready['version']}"
-        for own, other in ((self.source, self.target), (self.target, self.source)):
-            own.ask("peer", other.ready["metadata"], other.ready["base"])
+    def __init__(self, source, target):
+        self.source, self.target = source, target
+        self.broken = False  # An operation failed, and may still write somewhere.
         self.source.ask("fill", SALT)
+        self.pause()
+
+    def pause(self):
         self.source.pause()
         self.target.pause()
 
     @contextlib.contextmanager
     def awake(self):
-        """NIXL's progress threads poll without pause and would take cores from the others' runs."""
+        """Threads that poll without pause, as NIXL's, would take cores from the others' runs."""
         self.source.resume()
         self.target.resume()
         try:
             yield
         finally:
-            self.source.pause()
-            self.target.pause()
+            self.pause()
 
 
-class Nixl(System):
-    def __init__(self, operation, shape, remote, local, pair):
-        super().__init__(f"NIXL {operation}", shape, remote, local)
-        self.operation, self.pair = operation.lower(), pair
-        self.drivers = [pair.source, pair.target]
-        self.about = pair.about
+class Peer(System):
+    """One operation of a pair: `read` has the target pull, `write` the source push."""
+
+    def __init__(self, name, operation, lists, pair, about):
+        super().__init__(name, *lists)
+        self.operation, self.pair, self.about = operation, pair, about
 
     def sample(self):
+        if self.pair.broken:
+            raise BenchError("not tried: the other operation failed")
+        self.pair.broken = True
         with self.pair.awake():
-            return self.move()
+            sample = self.move()
+        self.pair.broken = False
+        return sample
 
     def move(self):
         source, target = self.pair.source, self.pair.target
@@ -206,16 +126,83 @@ class Nixl(System):
         return Sample(result["seconds"], result["cpu"] + cpu)
 
 
+def python_peer(program, shape, python):
+    command = [python, ROOT / "bench/peers" / program, "--buffers", shape.buffers]
+    return [*command, "--page-bytes", shape.page_bytes, "--pool-pages", shape.pool_pages]
+
+
+def both_operations(name, lists, source, target):
+    pair, about = Pair(source, target), f"{name} {source.ready['version']}"
+    return [Peer(f"{name} {op.upper()}", op, lists, pair, about) for op in ("read", "write")]
+
+
+def introduce(source, target, key):
+    """Tells each of the other; `key` is under what it says how to reach it."""
+    for own, other in ((source, target), (target, source)):
+        own.ask("peer", other.ready[key], other.ready["base"])
+
+
+def nixl(lists, stage, python, tls):
+    command = python_peer("nixl_peer.py", lists[0], python)
+    env = {"UCX_TLS": tls, "UCX_NET_DEVICES": stage.network.source.device}
+    source = stage.start(stage.network.source, [*command, "--name", "source"], env)
+    target = stage.start(stage.network.target, [*command, "--name", "target"], env)
+    introduce(source, target, "metadata")
+    return both_operations("NIXL", lists, source, target)
+
+
+def mooncake(lists, stage, python):
+    command = python_peer("mooncake_peer.py", lists[0], python)
+    ends = (stage.network.source, stage.network.target)
+    source, target = (stage.start(e, [*command, "--host", e.host], MOONCAKE) for e in ends)
+    introduce(source, target, "address")
+    return both_operations("Mooncake", lists, source, target)
+
+
+def plain_zmq(lists, stage, build):
+    """Pages in ZeroMQ messages, written by hand."""
+    shape = lists[0]
+    command = [build / "bench/kvferry_bench_plain_zmq_transfer", *shape.layout]
+    command += ["--pool-pages", shape.pool_pages]
+    source = stage.start(stage.network.source, [*command, "--role", "source"])
+    target = stage.start(stage.network.target, [*command, "--role", "target"])
+    target.ask("connect", source.ask("listen", stage.network.source.host)["address"])
+    return [Peer("ZeroMQ", "read", lists, Pair(source, target), "")]
+
+
 class Limit(System):
-    def __init__(self, kind, shape, remote, local, driver):
-        super().__init__(kind, shape, remote, local)
-        self.driver = driver
-        self.drivers = [driver]
-        self.about = ""
+    """A command of kvferry_bench_limits."""
+
+    def __init__(self, name, lists, driver, words):
+        super().__init__(name, *lists)
+        self.driver, self.words = driver, words
 
     def sample(self):
-        if self.name == "memcpy":
-            result = self.driver.ask("memcpy", SALT, self.local, self.remote)
-        else:
-            result = self.driver.ask("tcp", self.shape.request_bytes)
+        result = self.driver.ask(*self.words)
         return Sample(result["seconds"], result["cpu"])
+
+
+def memcpy_limits(lists, stage, build):
+    shape = lists[0]
+    command = [build / "bench/kvferry_bench_limits", *shape.layout]
+    driver = stage.start(stage.network.target, [*command, "--pool-pages", shape.pool_pages])
+    driver.ask("fill", SALT)
+    remote, local = (format_runs(pages) for pages in lists[1:])
+    return [
+        Limit(f"memcpy {threads}", lists, driver, ("memcpy", threads, SALT, local, remote))
+        for threads in MEMCPY_THREADS
+    ]
+
+
+def tcp_limits(lists, stage, build):
+    shape = lists[0]
+    command = [build / "bench/kvferry_bench_limits", *shape.layout, "--pool-pages", 1]
+    command += ["--tcp-bytes", shape.request_bytes, "--tcp-streams", max(TCP_STREAMS)]
+    command += ["--tcp-host", stage.network.target.host]
+    if stage.network.source.netns:
+        command += ["--tcp-senders-netns", f"/run/netns/{stage.network.source.netns}"]
+    driver = stage.start(stage.network.target, command)
+    return [
+        Limit(f"tcp {streams}", lists, driver, ("tcp", streams, shape.request_bytes))
+        for streams in TCP_STREAMS
+    ]

@@ -1,0 +1,211 @@
+#include "bench/bulk_tcp.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sched.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/clock.h"
+#include "base/slab.h"
+#include "base/status.h"
+#include "bench/on_threads.h"
+#include "examples/two_node/pattern.h"
+#include "examples/two_node/support.h"
+
+namespace kvferry::bench {
+namespace {
+
+constexpr int kTimeoutSeconds = 60;
+constexpr uint64_t kSalt = 99;
+
+// What a child is asked to send of its buffer.
+struct Request {
+  uint64_t offset = 0;
+  uint64_t bytes = 0;
+};
+
+absl::Status Errno(const char* what) {
+  return absl::UnavailableError(absl::StrCat(what, ": ", std::strerror(errno)));
+}
+
+absl::Status SendAll(int fd, const void* data, size_t bytes) {
+  for (size_t done = 0; done < bytes;) {
+    const ssize_t n = send(fd, static_cast<const char*>(data) + done, bytes - done, MSG_NOSIGNAL);
+    if (n < 0 && errno != EINTR) return Errno("send");
+    if (n > 0) done += static_cast<size_t>(n);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReceiveAll(int fd, void* data, size_t bytes) {
+  for (size_t done = 0; done < bytes;) {
+    const ssize_t n = recv(fd, static_cast<char*>(data) + done, bytes - done, 0);
+    if (n == 0) return absl::UnavailableError("recv: the other process has gone");
+    if (n < 0 && errno != EINTR) return Errno("recv");
+    if (n > 0) done += static_cast<size_t>(n);
+  }
+  return absl::OkStatus();
+}
+
+void SetTimeouts(int fd) {
+  const timeval timeout{kTimeoutSeconds, 0};
+  setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof(timeout));
+  setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof(timeout));
+}
+
+// Or the last words of a transfer would wait 40 ms for an acknowledgement of those before.
+void SendAtOnce(int fd) {
+  const int yes = 1;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
+}
+
+UniqueFd NewSocket() { return UniqueFd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)); }
+
+absl::StatusOr<UniqueFd> Listen(const std::string& host) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  if (inet_pton(AF_INET, host.c_str(), &address.sin_addr) != 1) {
+    return absl::InvalidArgumentError(absl::StrCat("'", host, "' is no IPv4 address"));
+  }
+  UniqueFd listener = NewSocket();
+  if (!listener.valid() ||
+      bind(listener.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0 ||
+      listen(listener.get(), 1) != 0) {
+    return Errno("listening socket");
+  }
+  SetTimeouts(listener.get());  // A child may have ended before it connects.
+  return listener;
+}
+
+absl::StatusOr<sockaddr_in> AddressOf(int listener) {
+  sockaddr_in address{};
+  socklen_t size = sizeof(address);
+  if (getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
+    return Errno("getsockname");
+  }
+  return address;
+}
+
+absl::StatusOr<UniqueFd> Connect(const sockaddr_in& address) {
+  UniqueFd client = NewSocket();
+  if (!client.valid() ||
+      connect(client.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
+    return Errno("connecting socket");
+  }
+  SendAtOnce(client.get());
+  return client;
+}
+
+absl::Status Join(const std::string& netns) {
+  if (netns.empty()) return absl::OkStatus();
+  const UniqueFd fd(open(netns.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!fd.valid() || setns(fd.get(), CLONE_NEWNET) != 0) return Errno(netns.c_str());
+  return absl::OkStatus();
+}
+
+absl::Status Answer(int fd, const Request& request, std::span<const std::byte> source) {
+  const double before = examples::CpuSeconds();
+  KVFERRY_RETURN_IF_ERROR(SendAll(fd, source.data() + request.offset, request.bytes));
+  const double cpu = examples::CpuSeconds() - before;
+  return SendAll(fd, &cpu, sizeof(cpu));
+}
+
+// A child: answers requests until the parent has gone. It sleeps in between, however long.
+absl::Status Serve(int listener, const std::string& netns, std::span<const std::byte> source) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  KVFERRY_ASSIGN_OR_RETURN(const sockaddr_in address, AddressOf(listener));
+  KVFERRY_RETURN_IF_ERROR(Join(netns));
+  KVFERRY_ASSIGN_OR_RETURN(const UniqueFd fd, Connect(address));
+  Request request;
+  while (ReceiveAll(fd.get(), &request, sizeof(request)).ok() && request.offset <= source.size() &&
+         request.bytes <= source.size() - request.offset) {
+    KVFERRY_RETURN_IF_ERROR(Answer(fd.get(), request, source));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<BulkTcp>> BulkTcp::Start(const Options& options) {
+  auto bulk = std::make_unique<BulkTcp>();
+  const auto size = static_cast<size_t>(options.bytes);
+  KVFERRY_ASSIGN_OR_RETURN(bulk->memory_, MapSlab(options.bytes));
+  bulk->bytes_ = std::span(bulk->memory_.get(), size);
+  std::memset(bulk->bytes_.data(), 0, size);
+  // Filled here and read by all children, which inherit it.
+  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<std::byte> source, MapSlab(options.bytes));
+  examples::Pattern(kSalt).Fill({source.get(), size}, 0, 0, 0);
+  KVFERRY_ASSIGN_OR_RETURN(const UniqueFd listener, Listen(options.host));
+  for (int i = 0; i < options.streams; ++i) {
+    KVFERRY_RETURN_IF_ERROR(
+        bulk->AddStream(listener.get(), options.senders_netns, {source.get(), size}));
+  }
+  return bulk;
+}
+
+absl::Status BulkTcp::AddStream(int listener, const std::string& netns,
+                                std::span<const std::byte> source) {
+  const pid_t child = fork();
+  if (child < 0) return Errno("fork");
+  if (child == 0) {
+    streams_.clear();  // Or an older child would not see that the parent has gone.
+    const absl::Status served = Serve(listener, netns, source);
+    if (!served.ok()) std::fprintf(stderr, "bulk TCP child: %s\n", served.ToString().c_str());
+    _exit(served.ok() ? 0 : 1);
+  }
+  UniqueFd stream(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
+  if (!stream.valid()) return Errno("accept");
+  SetTimeouts(stream.get());
+  SendAtOnce(stream.get());
+  streams_.push_back(std::move(stream));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<double> BulkTcp::Receive(int stream, size_t first, size_t end) {
+  const int fd = streams_[static_cast<size_t>(stream)].get();
+  const Request request{first, end - first};
+  KVFERRY_RETURN_IF_ERROR(SendAll(fd, &request, sizeof(request)));
+  KVFERRY_RETURN_IF_ERROR(ReceiveAll(fd, bytes_.data() + first, end - first));
+  double cpu = 0;
+  KVFERRY_RETURN_IF_ERROR(ReceiveAll(fd, &cpu, sizeof(cpu)));
+  return cpu;
+}
+
+absl::StatusOr<BulkTcp::Result> BulkTcp::Measure(size_t bytes, int streams) {
+  if (bytes > bytes_.size() || streams < 1 || static_cast<size_t>(streams) > streams_.size()) {
+    return absl::InvalidArgumentError(absl::StrCat("cannot send ", bytes, " bytes over ", streams,
+                                                   " streams; at most ", bytes_.size(), " over ",
+                                                   streams_.size()));
+  }
+  const auto count = static_cast<size_t>(streams);
+  std::vector<absl::StatusOr<double>> sender_cpu(count);
+  const double cpu_before = examples::CpuSeconds();
+  const Deadline begin = Clock::now();
+  OnThreads(streams, [&](int stream) {
+    const auto i = static_cast<size_t>(stream);
+    sender_cpu[i] = Receive(stream, bytes * i / count, bytes * (i + 1) / count);
+  });
+  Result result{SecondsBetween(begin, Clock::now()), examples::CpuSeconds() - cpu_before};
+  for (const absl::StatusOr<double>& cpu : sender_cpu) {
+    KVFERRY_RETURN_IF_ERROR(cpu.status());
+    result.cpu += *cpu;
+  }
+  if (!examples::Pattern(kSalt).Matches(bytes_.first(bytes), 0, 0, 0)) {
+    return absl::DataLossError("the TCP streams delivered other bytes");
+  }
+  std::memset(bytes_.data(), 0, bytes);
+  return result;
+}
+
+}  // namespace kvferry::bench

@@ -1,0 +1,147 @@
+"""Measures one row: every system on the same pages, in turn, over and over."""
+
+import contextlib
+import dataclasses
+import random
+import re
+import statistics
+from pathlib import Path
+
+from drivers import BenchError
+from network import LOOPBACK
+from systems import (
+    MEMCPY_THREADS,
+    TCP_STREAMS,
+    Kvferry,
+    Stage,
+    memcpy_limits,
+    mooncake,
+    nixl,
+    plain_zmq,
+    tcp_limits,
+)
+from workload import SHAPES, choose_pages
+
+SPARE_BYTES = 1 << 30  # To be left free on the machine.
+
+
+def memory_available():
+    match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    return int(match[1]) * 1024 if match else 0
+
+
+@dataclasses.dataclass
+class Part:
+    """A table of its own: over TCP, or on the same host."""
+
+    name: str
+    title: str
+    mapped_path: bool
+    peers: dict  # Column: the systems of which it shows the fastest. NIXL has columns of its own.
+    limits: tuple  # Of the machine, systems' names.
+
+
+TCP_LIMITS = tuple(f"tcp {streams}" for streams in TCP_STREAMS)
+HOST_LIMITS = tuple(f"memcpy {threads}" for threads in MEMCPY_THREADS)
+TCP_PEERS = {"ZeroMQ": ("ZeroMQ",), "Mooncake": ("Mooncake READ", "Mooncake WRITE")}
+PARTS = {
+    "tcp": Part("tcp", "over TCP", False, TCP_PEERS, TCP_LIMITS),
+    "host": Part("host", "on the same host", True, {}, HOST_LIMITS),
+}
+
+
+class Row:
+    def __init__(self, part, shape_name, fragmentation):
+        self.part, self.shape_name, self.fragmentation = part, shape_name, fragmentation
+        self.shape = SHAPES[shape_name]
+        self.samples = {}
+
+    def rates(self, name):
+        return [self.shape.request_bytes / s.seconds * 1e-9 for s in self.samples.get(name, [])]
+
+    def rate(self, name):
+        return statistics.median(self.rates(name)) if self.samples.get(name) else None
+
+    def milliseconds(self, name):
+        return statistics.median(s.seconds for s in self.samples[name]) * 1e3
+
+    def cpu_per_gb(self, name):
+        gigabytes = self.shape.request_bytes * 1e-9
+        return statistics.median(s.cpu for s in self.samples[name]) / gigabytes
+
+    def fastest(self, names):
+        """The name among these of what was fastest; None when none was measured."""
+        return max(filter(self.samples.get, names), key=self.rate, default=None)
+
+    def best_rate(self, names):
+        return max((self.rate(name) for name in names if self.samples.get(name)), default=None)
+
+
+def makers(part, args, lists, stage):
+    """(name, bytes that it needs, what makes its systems) of all that this row measures."""
+    shape = lists[0]
+    two_pools = 2 * shape.pool_bytes
+
+    def ours(name, build, settings):
+        path = [f"mapped_path={str(part.mapped_path).lower()}"]  # First: what the user says wins.
+        return lambda: [Kvferry(name, lists, stage, build, path + settings)]
+
+    yield "kvferry", two_pools, ours("kvferry", args.build, args.config)
+    if args.also:
+        settings = args.also_config if args.also_config is not None else args.config
+        yield "also", two_pools, ours("also", args.also, settings)
+    if args.peers:
+        tls = args.nixl_tls if part.name == "tcp" else args.nixl_host_tls
+        yield "NIXL", two_pools, lambda: nixl(lists, stage, args.peers, tls)
+    if part.name == "tcp" and args.peers:
+        yield "Mooncake", two_pools, lambda: mooncake(lists, stage, args.peers)
+    if part.name == "tcp" and not args.no_zmq:
+        yield "ZeroMQ", two_pools, lambda: plain_zmq(lists, stage, args.build)
+    if not args.no_limits:
+        make, need = memcpy_limits, two_pools
+        if part.name == "tcp":
+            make, need = tcp_limits, 2 * shape.request_bytes
+        yield "limits", need, lambda: make(lists, stage, args.build)
+
+
+def make_all(part, args, lists, stage, problem):
+    """The systems that could be made; problem(name, why) is told of the others."""
+    systems = []
+    for name, memory, make in makers(part, args, lists, stage):
+        if memory + SPARE_BYTES > memory_available():
+            problem(name, f"{memory >> 20} MiB of memory are not available")
+            continue
+        try:
+            systems += make()
+        except BenchError as error:
+            problem(name, error)
+    return systems
+
+
+def take_turns(row, systems, reps, problem):
+    for rep in range(reps + 1):
+        for system in list(systems):
+            try:
+                sample = system.sample()
+            except BenchError as error:
+                problem(f"{system.name}, run {rep}", error)
+                systems.remove(system)
+                continue
+            if rep > 0:  # The first one warms up.
+                row.samples.setdefault(system.name, []).append(sample)
+
+
+def measure(part, args, network, shape_name, fragmentation, problems, notes):
+    row = Row(part, shape_name, fragmentation)
+    rng = random.Random(args.seed)
+    lists = (row.shape, *(choose_pages(row.shape, fragmentation, rng) for _ in range(2)))
+
+    def problem(what, why):
+        problems.append(f"{shape_name} {fragmentation} {part.title}, {what}: {why}")
+
+    with contextlib.ExitStack() as drivers:
+        stage = Stage(drivers, network if part.name == "tcp" else LOOPBACK)
+        systems = make_all(part, args, lists, stage, problem)
+        notes.update(system.about for system in systems if system.about)
+        take_turns(row, systems, args.reps, problem)
+    return row

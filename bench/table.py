@@ -1,0 +1,138 @@
+"""What run.py prints and writes about its rows. README.md says what the columns mean."""
+
+import csv
+import dataclasses
+import json
+from collections.abc import Callable
+
+NIXL = ("NIXL READ", "NIXL WRITE")
+
+
+def number(value, digits=2):
+    """ "-" for what was not measured."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    name: str
+    text: Callable  # Of a row.
+    of: str = "kvferry"  # The system without which the column is left out.
+    left: bool = False
+
+
+def rate(name, systems, of):
+    """Of the fastest of these."""
+    return Column(name, lambda row: number(row.best_rate(systems)), of)
+
+
+def ratio(name, systems, of):
+    """kvferry over the fastest of these."""
+
+    def text(row):
+        ours, best = row.rate("kvferry"), row.best_rate(systems)
+        return number(ours / best if ours and best else None)
+
+    return Column(name, text, of)
+
+
+def spread(row):
+    rates = row.rates("kvferry")
+    return f"{min(rates):.2f}..{max(rates):.2f}" if rates else "-"
+
+
+def milliseconds(row):
+    return number(row.milliseconds("kvferry"), 1) if row.rates("kvferry") else "-"
+
+
+def cpu(systems):
+    def text(row):
+        best = row.fastest(systems)
+        return number(row.cpu_per_gb(best)) if best else "-"
+
+    return text
+
+
+FIRST = [
+    Column("shape", lambda row: row.shape_name, left=True),
+    Column("pages", lambda row: row.fragmentation, left=True),
+    Column("MB", lambda row: number(row.shape.request_bytes / 1e6, 0)),
+    rate("GB/s", ["kvferry"], "kvferry"),
+    Column("min..max", spread),
+    Column("ms", milliseconds),
+    Column("CPU s/GB", cpu(["kvferry"])),
+    rate("READ", ["NIXL READ"], "NIXL"),
+    rate("WRITE", ["NIXL WRITE"], "NIXL"),
+    Column("NIXL CPU", cpu(NIXL), "NIXL"),
+    ratio("x NIXL", NIXL, "NIXL"),
+]
+LAST = [
+    rate("also", ["also"], "also"),
+    ratio("x also", ["also"], "also"),
+]
+
+
+def all_columns(part):
+    peers = [
+        column
+        for name, systems in part.peers.items()
+        for column in (rate(name, systems, name), ratio(f"x {name}", systems, name))
+    ]
+    limits = [rate(name, [name], "limits") for name in part.limits]
+    ratios = [
+        ratio("x 1", part.limits[:1], "limits"),
+        ratio("x limit", part.limits, "limits"),
+    ]
+    return [*FIRST, *peers, *limits, *ratios, *LAST]
+
+
+class Table:
+    """Prints the rows of one part as they come."""
+
+    def __init__(self, part, shown):
+        self.columns = [column for column in all_columns(part) if column.of in shown]
+        self.print([column.name for column in self.columns])
+
+    def add(self, row):
+        self.print([column.text(row) for column in self.columns])
+
+    def print(self, texts):
+        print("  ".join(map(self.pad, texts, self.columns)), flush=True)
+
+    @staticmethod
+    def pad(text, column):
+        width = {"shape": 11, "min..max": 11}.get(column.name, max(5, len(column.name)))
+        return text.ljust(width) if column.left else text.rjust(width)
+
+
+def write_csv(path, rows):
+    """One line a row, with the columns of every part."""
+    cells = [
+        {"path": row.part.name} | {c.name: c.text(row) for c in all_columns(row.part)}
+        for row in rows
+    ]
+    names = dict.fromkeys(name for line in cells for name in line)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, restval="-")
+        writer.writeheader()
+        writer.writerows(cells)
+
+
+def record(row):
+    return {
+        "path": row.part.name,
+        "shape": row.shape_name,
+        "fragmentation": row.fragmentation,
+        "bytes": row.shape.request_bytes,
+        "systems": {
+            name: [dataclasses.asdict(sample) for sample in samples]
+            for name, samples in row.samples.items()
+        },
+    }
+
+
+def write_json(path, header, rows, allocator_rows, problems):
+    results = [record(row) for row in rows]
+    allocators = [row.record() for row in allocator_rows]
+    whole = {**header, "results": results, "allocators": allocators, "problems": problems}
+    path.write_text(json.dumps(whole, indent=1) + "\n")
