@@ -45,7 +45,9 @@ struct Config {
   int64_t publish_grace_ms = 1000;        // A fetch may precede its publish by this much.
   int64_t fetch_timeout_ms = 30000;       // Default deadline of a fetch.
   int64_t max_fetch_timeout_ms = 600000;  // Longest deadline that a peer may ask for.
-  int64_t busy_poll_us = 50;  // Spinning after the last activity, before the thread sleeps.
+  // Spinning after the last activity, before the thread sleeps. It pays only where cores are idle:
+  // a peer on this host may be waiting for the very core.
+  int64_t busy_poll_us = 0;
 
   // --- Limits: reaching one is answered with RESOURCE_EXHAUSTED ---
   int64_t max_peers = 256;

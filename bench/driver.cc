@@ -8,6 +8,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "base/slab.h"
 #include "base/status.h"
 #include "examples/two_node/pattern.h"
 #include "examples/two_node/support.h"
@@ -80,8 +81,11 @@ int Driver::Run() {
   return 0;
 }
 
-absl::StatusOr<std::shared_ptr<KvPool>> TouchedPool(const KvLayout& layout, int64_t num_pages) {
-  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<KvPool> pool, KvPool::Create(layout, num_pages));
+absl::StatusOr<std::shared_ptr<KvPool>> TouchedPool(const KvLayout& layout, int64_t num_pages,
+                                                    bool is_private) {
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<KvPool> pool,
+                           is_private ? KvPool::CreateIn(layout, num_pages, MapSlab)
+                                      : KvPool::Create(layout, num_pages));
   for (const BufferInfo& buffer : pool->buffer_infos()) {
     std::memset(buffer.address, 0, buffer.bytes);
   }

@@ -46,8 +46,10 @@ class Driver {
   std::map<std::string, Command> commands_;
 };
 
-// A pool whose memory has been touched, so that no measured copy pays for that.
-absl::StatusOr<std::shared_ptr<KvPool>> TouchedPool(const KvLayout& layout, int64_t num_pages);
+// A pool whose memory has been touched, so that no measured copy pays for that; a private one is not
+// read in place by peers, as an engine's own memory is not.
+absl::StatusOr<std::shared_ptr<KvPool>> TouchedPool(const KvLayout& layout, int64_t num_pages,
+                                                    bool is_private = false);
 
 // Prints "NAME: STATUS" to stderr; returns 1.
 int Fail(const std::string& name, const absl::Status& status);

@@ -31,6 +31,17 @@ def memory_available():
 
 
 @dataclasses.dataclass
+class Variant:
+    """kvferry in another way, with a column of its own, as a ratio to a limit or to NIXL."""
+
+    name: str
+    over: tuple
+    ratio: str
+    settings: tuple = ()
+    flags: tuple = ()
+
+
+@dataclasses.dataclass
 class Part:
     """A table of its own: over TCP, or on the same host."""
 
@@ -39,14 +50,20 @@ class Part:
     mapped_path: bool
     peers: dict  # Column: the systems of which it shows the fastest. NIXL has columns of its own.
     limits: tuple  # Of the machine, systems' names.
+    variants: tuple = ()  # Of kvferry.
 
 
 TCP_LIMITS = tuple(f"tcp {streams}" for streams in TCP_STREAMS)
 HOST_LIMITS = tuple(f"memcpy {threads}" for threads in MEMCPY_THREADS)
 TCP_PEERS = {"ZeroMQ": ("ZeroMQ",), "Mooncake": ("Mooncake READ", "Mooncake WRITE")}
+NIXL = ("NIXL READ", "NIXL WRITE")
+HOST_VARIANTS = (
+    Variant("2 threads", ("memcpy 2",), "x 2", settings=("copy_threads=2",)),
+    Variant("arena", NIXL, "arena x NIXL", flags=("--private-pool",)),
+)
 PARTS = {
     "tcp": Part("tcp", "over TCP", False, TCP_PEERS, TCP_LIMITS),
-    "host": Part("host", "on the same host", True, {}, HOST_LIMITS),
+    "host": Part("host", "on the same host", True, {}, HOST_LIMITS, HOST_VARIANTS),
 }
 
 
@@ -82,11 +99,14 @@ def makers(part, args, lists, stage):
     shape = lists[0]
     two_pools = 2 * shape.pool_bytes
 
-    def ours(name, build, settings):
+    def ours(name, build, settings, flags=()):
         path = [f"mapped_path={str(part.mapped_path).lower()}"]  # First: what the user says wins.
-        return lambda: [Kvferry(name, lists, stage, build, path + settings)]
+        return lambda: [Kvferry(name, lists, stage, build, path + settings, flags)]
 
     yield "kvferry", two_pools, ours("kvferry", args.build, args.config)
+    for variant in part.variants:
+        settings = [*variant.settings, *args.config]
+        yield variant.name, two_pools, ours(variant.name, args.build, settings, variant.flags)
     if args.also:
         settings = args.also_config if args.also_config is not None else args.config
         yield "also", two_pools, ours("also", args.also, settings)

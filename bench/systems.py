@@ -45,10 +45,10 @@ class System:
 
 
 class Kvferry(System):
-    def __init__(self, name, lists, stage, build, settings):
+    def __init__(self, name, lists, stage, build, settings, flags=()):
         super().__init__(name, *lists)
         command = [build / "bench/kvferry_bench_transfer", "--pool-pages", self.shape.pool_pages]
-        command += self.shape.layout
+        command += [*self.shape.layout, *flags]
 
         def start(end, role):
             words = [f"--config={setting}" for setting in stage.network.settings(end) + settings]

@@ -5,7 +5,8 @@ import dataclasses
 import json
 from collections.abc import Callable
 
-NIXL = ("NIXL READ", "NIXL WRITE")
+from row import NIXL
+
 
 
 def number(value, digits=2):
@@ -26,11 +27,11 @@ def rate(name, systems, of):
     return Column(name, lambda row: number(row.best_rate(systems)), of)
 
 
-def ratio(name, systems, of):
-    """kvferry over the fastest of these."""
+def ratio(name, systems, of, ours_name="kvferry"):
+    """kvferry, or a variant of it, over the fastest of these."""
 
     def text(row):
-        ours, best = row.rate("kvferry"), row.best_rate(systems)
+        ours, best = row.rate(ours_name), row.best_rate(systems)
         return number(ours / best if ours and best else None)
 
     return Column(name, text, of)
@@ -83,7 +84,20 @@ def all_columns(part):
         ratio("x 1", part.limits[:1], "limits"),
         ratio("x limit", part.limits, "limits"),
     ]
-    return [*FIRST, *peers, *limits, *ratios, *LAST]
+    variants = [
+        column
+        for variant in part.variants
+        for column in (
+            rate(variant.name, [variant.name], "kvferry"),
+            ratio(
+                variant.ratio,
+                variant.over,
+                "NIXL" if variant.over is NIXL else "limits",
+                variant.name,
+            ),
+        )
+    ]
+    return [*FIRST, *peers, *limits, *ratios, *variants, *LAST]
 
 
 class Table:

@@ -33,6 +33,7 @@ struct Flags {
   examples::LayoutFlags layout;
   int64_t pool_pages = 0;
   std::vector<std::string> settings;
+  bool private_pool = false;
 };
 
 nlohmann::json ToJson(const std::vector<std::pair<std::string, int64_t>>& metrics) {
@@ -101,7 +102,7 @@ absl::StatusOr<int> Run(const Flags& flags) {
   KVFERRY_ASSIGN_OR_RETURN(const Config config, examples::ConfigFromSettings(flags.settings));
   KVFERRY_ASSIGN_OR_RETURN(const KvLayout layout, flags.layout.Make());
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<KvPool> pool,
-                           TouchedPool(layout, flags.pool_pages));
+                           TouchedPool(layout, flags.pool_pages, flags.private_pool));
   const EndpointOptions options{config, "bench", flags.role};
   if (flags.role == "prefill") {
     KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<PrefillEndpoint> endpoint,
@@ -127,6 +128,8 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember({"prefill", "decode"}));
   app.add_option("--pool-pages", flags.pool_pages, "pages of the pool")->required();
   app.add_option("--config", flags.settings, "KEY=VALUE, may be repeated")->allow_extra_args(false);
+  app.add_flag("--private-pool", flags.private_pool,
+               "in memory that peers cannot read in place, as an engine's is");
   flags.layout.AddTo(&app);
   CLI11_PARSE(app, argc, argv);
   const absl::StatusOr<int> rc = kvferry::bench::Run(flags);

@@ -130,6 +130,7 @@ TEST(ConfigValidate, Ranges) {
   // The relations between fields are out of the way: each is tried alone.
   const Range ranges[] = {
       {"listen_port", &Config::listen_port, 0, 65535},
+      {"copy_threads", &Config::copy_threads, 1, 64},
       {"chunk_bytes", &Config::chunk_bytes, 4 << 10, 4 << 20},
       {"credits_per_transfer", &Config::credits_per_transfer, 1, 4096},
       {"connect_timeout_ms", &Config::connect_timeout_ms, 1, 3600000},
