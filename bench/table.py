@@ -8,7 +8,6 @@ from collections.abc import Callable
 from row import NIXL
 
 
-
 def number(value, digits=2):
     """ "-" for what was not measured."""
     return "-" if value is None else f"{value:.{digits}f}"
