@@ -233,9 +233,10 @@ void CompareRequests(int rounds) {
 
 // ---------------------------------------------------------------- layers
 
+constexpr int64_t kEveryMs[] = {5, 40};
+
 void CompareLayers(int rounds) {
   constexpr int64_t kPages = 256;
-  constexpr int64_t kEveryMs[] = {5, 40};
   struct Streamed {
     std::vector<double> left, more;
   };

@@ -82,6 +82,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void DropSession(const PeerKey& peer, const absl::Status& status,
                    spdlog::level::level_enum level = spdlog::level::warn);
   void DropSilent(const PeerKey& peer);
+  void DropAndBeginAgain(const PeerKey& peer, const absl::Status& status);
 
   const Options options_;
   const uint64_t epoch_;

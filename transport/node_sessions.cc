@@ -95,10 +95,17 @@ void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
   Session* session = sessions_.Find(peer);
   const auto* refuse = std::get_if<RefuseMsg>(&message.body);
   if (refuse != nullptr && refuse->transfer_id == 0) {
-    if (session != nullptr && session->dialled) {
-      DropSession(
-          peer, absl::Status(refuse->status.code(), absl::StrCat("refused by ", session->address,
-                                                                 ": ", refuse->status.message())));
+    if (session == nullptr || !session->dialled) return;
+    const absl::Status status(refuse->status.code(), absl::StrCat("refused by ", session->address,
+                                                                  ": ", refuse->status.message()));
+    // Was accepted, and is not known any more: it has not heard us for too long, or is another
+    // process, which the next hello will show.
+    const bool forgotten =
+        session->state == Session::State::kReady && absl::IsNotFound(refuse->status);
+    if (forgotten) {
+      DropAndBeginAgain(peer, status);
+    } else {
+      DropSession(peer, status);
     }
     return;
   }
@@ -254,8 +261,12 @@ void NodeImpl::DropSilent(const PeerKey& peer) {
       absl::StrCat("peer ", absl::CEscape(session.name), " was silent for heartbeat_timeout_ms (",
                    options_.config.heartbeat_timeout_ms, "), ", session.pings,
                    " pings sent meanwhile; it is ", "taken for dead"));
-  // Silence may be the connection's and not the peer's, so what can begin again does, on a new one.
-  // A connection that breaks is another matter: then the peer's process has ended.
+  DropAndBeginAgain(peer, status);
+}
+
+// Silence may be the connection's and not the peer's, or have been our own: what can begin again does,
+// on a new session. A connection that breaks is another matter: then the peer's process has ended.
+void NodeImpl::DropAndBeginAgain(const PeerKey& peer, const absl::Status& status) {
   std::vector<Receiver::Fetch> again = receiver_->TakeUnread(peer);
   DropSession(peer, status);
   for (Receiver::Fetch& fetch : again) StartFetch(std::move(fetch));

@@ -58,8 +58,10 @@ std::vector<std::pair<PeerKey, Sessions::Due>> Sessions::TakeDue(Deadline now, i
   const auto interval = std::chrono::milliseconds(interval_ms);
   const auto timeout = std::chrono::milliseconds(timeout_ms);
   std::vector<std::pair<PeerKey, Due>> due;
+  const auto late = now < ask_by_ ? Clock::duration::zero() : now - ask_by_;
   *next = Deadline::max();
   for (auto& [peer, session] : sessions_) {
+    if (2 * late > timeout) session.last_heard = std::min(now, session.last_heard + late);
     if (session.state == Session::State::kGreeting) {
       if (session.greeting_until <= now) due.emplace_back(peer, Due::kGreetingFailed);
       *next = std::min(*next, session.greeting_until);
@@ -79,6 +81,7 @@ std::vector<std::pair<PeerKey, Sessions::Due>> Sessions::TakeDue(Deadline now, i
     }
     *next = std::min(*next, session.next_ping);
   }
+  ask_by_ = *next;
   return due;
 }
 

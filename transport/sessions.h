@@ -49,13 +49,15 @@ class Sessions {
   // What to do about a session at `now`.
   enum class Due { kNothing, kPing, kDead, kGreetingFailed };
   // All sessions with something due, and when to ask again at the latest. A session to be pinged
-  // counts as pinged.
+  // counts as pinged. When this is asked late by more than half of timeout_ms, the process did not run
+  // (it was stopped, or its machine was): that time is not counted as the peers' silence.
   std::vector<std::pair<PeerKey, Due>> TakeDue(Deadline now, int64_t interval_ms,
                                                int64_t timeout_ms, Deadline* next);
   std::vector<PeerKey> Keys() const;
 
  private:
   absl::flat_hash_map<PeerKey, Session> sessions_;
+  Deadline ask_by_ = Deadline::max();  // What the last TakeDue() said.
 };
 
 }  // namespace kvferry

@@ -25,7 +25,7 @@ void ServePlainZmq() {
   for (;;) {
     zmq::message_t who;
     zmq::message_t what;
-    if (!router.recv(who) || !router.recv(what) || what.size() == 0) return;
+    if (!router.recv(who) || !router.recv(what) || what.empty()) return;
     router.send(who, zmq::send_flags::sndmore);
     router.send(what, zmq::send_flags::none);
   }

@@ -110,7 +110,7 @@ absl::Status TieredStore::AfterPut(std::string_view key, const absl::Status& upp
 absl::StatusOr<TieredStore::Turns> TieredStore::TakeTurns(std::vector<std::string_view> keys,
                                                           Deadline deadline) {
   std::ranges::sort(keys);
-  keys.erase(std::ranges::unique(keys).begin(), keys.end());
+  keys.erase(std::unique(keys.begin(), keys.end()), keys.end());  // clang 14 has no ranges::unique.
   Turns turns;
   for (const std::string_view key : keys) {
     KVFERRY_ASSIGN_OR_RETURN(KeyTurns::Turn turn, turns_.Take(key, deadline));

@@ -63,9 +63,23 @@ TEST_F(SessionTable, HearingPutsDeathOff) {
   AddReady("a", true, 0);
   TakeDue(400);
   sessions_.Find("a")->last_heard = At(450);
+  TakeDue(700);
   EXPECT_EQ(TakeDue(940), (Map{{"a", Due::kPing}}));
   EXPECT_EQ(next_, At(950));
   EXPECT_EQ(TakeDue(950), (Map{{"a", Due::kDead}}));
+}
+
+// The process, or its machine, stood still: nobody could be heard. Peers get as long as they had left.
+TEST_F(SessionTable, TimeInWhichNobodyAskedIsNoSilence) {
+  AddReady("pinged", true, 0);
+  AddReady("accepted", false, 0);
+  TakeDue(100);
+  EXPECT_EQ(next_, At(200));
+  EXPECT_EQ(TakeDue(40200), (Map{{"pinged", Due::kPing}}));
+  EXPECT_EQ(next_, At(40300));
+  EXPECT_EQ(TakeDue(40300), (Map{{"pinged", Due::kPing}}));
+  EXPECT_EQ(TakeDue(40400), (Map{{"pinged", Due::kPing}}));
+  EXPECT_EQ(TakeDue(40500), (Map{{"pinged", Due::kDead}, {"accepted", Due::kDead}}));
 }
 
 TEST_F(SessionTable, Greeting) {
