@@ -382,18 +382,20 @@ void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place
   if (in_place) ++metrics_->chunks_in_place;
   metrics_->bytes_sent += bytes;
   ++(*chunks_of_peer_)[transfer->peer];
-  // The completion may outlive the transfer and this object, never the arena.
-  outbox_->data().SendChunk(transfer->link, header, payload,
-                            [arena = arena_, chunk, transfer, held = chunks_of_peer_,
-                             end = transfer->sent_bytes](const absl::Status& status) {
-                              // Its reader is through with all up to here: chunks are read in order.
-                              if (transfer->read_in_place.erase(chunk) > 0 && status.ok())
-                                transfer->credited_bytes = end;
-                              arena->GiveBack(chunk);
-                              const auto count = held->find(transfer->peer);
-                              if (--count->second == 0) held->erase(count);
-                              if (!status.ok() && transfer->failed.ok()) transfer->failed = status;
-                            });
+  // May run after the transfer and this object are gone, never after the arena.
+  auto done = [arena = arena_, chunk, transfer, held = chunks_of_peer_,
+               end = transfer->sent_bytes](const absl::Status& status) {
+    // Its reader is through with all up to here, for chunks are read in order; credit comes another
+    // way and may have come first.
+    if (transfer->read_in_place.erase(chunk) > 0 && status.ok()) {
+      transfer->credited_bytes = std::max(transfer->credited_bytes, end);
+    }
+    arena->GiveBack(chunk);
+    const auto count = held->find(transfer->peer);
+    if (--count->second == 0) held->erase(count);
+    if (!status.ok() && transfer->failed.ok()) transfer->failed = status;
+  };
+  outbox_->data().SendChunk(transfer->link, header, payload, std::move(done));
 }
 
 Deadline Sender::Tick(Deadline now) {

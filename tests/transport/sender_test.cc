@@ -483,6 +483,29 @@ TEST_F(SenderInPlace, ManyPieces) {
   EXPECT_EQ(arena_->num_taken(), 0);
 }
 
+// Credit comes another way than the word that a chunk was read, and may come before it.
+TEST_F(SenderInPlace, TheTailGoesOnAfterALateWord) {
+  constexpr int64_t kWindow = 16 << 10;
+  constexpr int64_t kTail = 100 << 10;
+  const std::vector<int64_t> pages = {1, 2};
+  ASSERT_TRUE(IsOk(leases_.Publish(6, Must(PageRuns::FromPages(pages)), 4, DeadlineInMs(60000),
+                                   std::make_shared<std::vector<std::byte>>(kTail))));
+  FetchMsg fetch = Ask(1, 6, 2, kWindow);
+  fetch.tail_bytes = kTail;
+  sender_.OnFetch(kPeer, kLink, fetch);
+  PumpDry();
+  EXPECT_EQ(wire().chunks.size(), 1u) << "no room for the tail before the pages were read";
+  const int64_t pages_bytes = 2 * SmallLayout().page_bytes();
+  sender_.OnCredit({1, static_cast<uint64_t>(pages_bytes)});
+  PumpDry();
+  EXPECT_EQ(metrics_.bytes_sent, pages_bytes + kWindow);
+  for (size_t i = 1; i < wire().chunks.size(); ++i) wire().Complete(i, absl::OkStatus());
+  sender_.OnCredit({1, static_cast<uint64_t>(pages_bytes + kWindow)});
+  wire().Complete(0, absl::OkStatus());
+  PumpDry();
+  EXPECT_EQ(metrics_.bytes_sent, pages_bytes + 2 * kWindow) << "the credit was taken back";
+}
+
 TEST_F(SenderInPlace, SmallPagesAreGathered) {
   pool_ = MakePatternPool(KvLayout::Mha(2, 1, 1, 64, DType::kBFloat16), 16, 3);
   Sender sender(config_, pool_, &leases_, arena_.get(), &outbox_, &metrics_);
