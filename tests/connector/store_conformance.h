@@ -264,8 +264,10 @@ TEST_P(StoreConformance, BatchesAgreeWithAMap) {
 
     for (std::string& key : keys) key = absl::StrCat("key ", random() % 50);
     std::vector<Bytes> outs;
-    for (const std::string& key : keys)
+    outs.reserve(keys.size());
+    for (const std::string& key : keys) {
       outs.emplace_back(model.contains(key) ? model[key].size() : 9);
+    }
     std::vector<std::span<std::byte>> out(outs.begin(), outs.end());
     std::vector<KvStore::GetItem> gets;
     for (size_t i = 0; i < keys.size(); ++i) gets.push_back({keys[i], {&out[i], 1}});

@@ -64,6 +64,7 @@ TEST(TokenIndexes, ManyChildren) {
   std::mt19937_64 random(6);
   TokenIndex index;
   std::vector<Tokens> entries;
+  entries.reserve(300);
   for (int32_t i = 0; i < 300; ++i) entries.push_back({i % 5 == 0 ? 1000 + i : 7, i, i + 1});
   for (int round = 0; round < 20; ++round) {
     std::vector<uint64_t> order(entries.size());

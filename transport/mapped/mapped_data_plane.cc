@@ -378,7 +378,7 @@ absl::Status MappedDataPlane::FindPieces(const Accepted& accepted, const ChunkPa
 
 absl::Status MappedDataPlane::OnChunk(Accepted& accepted, const ChunkPacket& chunk,
                                       DataEvents* events) {
-  const absl::Status found = FindPieces(accepted, chunk);
+  absl::Status found = FindPieces(accepted, chunk);
   const auto intact = [&] {
     return GenerationSeenByReader(accepted.arena.get(), static_cast<int64_t>(chunk.slot)) ==
            chunk.generation;
