@@ -7,9 +7,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -30,6 +33,21 @@ std::vector<std::string> CommandLine(const ChildPeer::Options& options) {
     line.push_back(argument);
   }
   return line;
+}
+
+// proc(5): the state follows the name, which may have spaces and parentheses of its own.
+bool IsStopped(const std::filesystem::path& task) {
+  std::ifstream file(task / "stat");
+  std::string line;
+  std::getline(file, line);
+  const size_t name_end = line.rfind(')');
+  return name_end == std::string::npos || line.substr(name_end, 3) == ") T";  // Or has ended.
+}
+
+bool AllThreadsStopped(pid_t pid) {
+  const std::filesystem::directory_iterator tasks(absl::StrCat("/proc/", pid, "/task"));
+  return std::all_of(begin(tasks), end(tasks),
+                     [](const auto& task) { return IsStopped(task.path()); });
 }
 
 }  // namespace
@@ -79,7 +97,11 @@ void ChildPeer::CloseFds() {
 }
 
 void ChildPeer::Signal(int signal) {
-  if (pid_ > 0) kill(pid_, signal);
+  if (pid_ <= 0) return;
+  kill(pid_, signal);
+  if (signal == SIGSTOP) {
+    EXPECT_TRUE(WaitFor([&] { return AllThreadsStopped(pid_); }, Soon()));
+  }
 }
 
 void ChildPeer::Kill() {

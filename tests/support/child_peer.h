@@ -33,6 +33,7 @@ class ChildPeer {
   std::string Ask(const std::string& command, Deadline deadline);
   std::string Ask(const std::string& command);  // Within 20 s.
 
+  // Returns after SIGSTOP when every thread has stopped: one that runs goes on for a while.
   void Signal(int signal);
   // kill -9 and reap.
   void Kill();
