@@ -1,6 +1,5 @@
 #include "pool/bulk_copy.h"
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 

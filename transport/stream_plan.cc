@@ -40,13 +40,22 @@ void ForEachSegment(const KvPool& pool, int64_t num_pages, int64_t layer_bytes, 
   }
 }
 
+int64_t SmallestItem(const KvLayout& layout) {
+  int64_t bytes = layout.item_bytes(0);
+  for (int64_t tensor = 1; tensor < layout.num_tensors(); ++tensor) {
+    bytes = std::min(bytes, layout.item_bytes(tensor));
+  }
+  return bytes;
+}
+
 }  // namespace
 
 StreamPlan::StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages, StreamTail tail)
     : pool_(std::move(pool)),
       pages_(std::move(pages)),
       tail_(std::move(tail)),
-      layer_bytes_(pages_.num_pages() * pool_->layout().layer_page_bytes()) {}
+      layer_bytes_(pages_.num_pages() * pool_->layout().layer_page_bytes()),
+      min_item_bytes_(SmallestItem(pool_->layout())) {}
 
 absl::StatusOr<StreamPlan> StreamPlan::Create(std::shared_ptr<const KvPool> pool, PageRuns pages,
                                               StreamTail tail) {
@@ -114,12 +123,6 @@ void StreamPlan::AppendPieces(int64_t offset, int64_t bytes,
                  });
   if (in_pages == bytes) return;
   pieces->emplace_back(tail_.data + (offset + in_pages - pages_bytes()), bytes - in_pages);
-}
-
-int64_t StreamPlan::min_item_bytes() const {
-  int64_t bytes = pool_->buffer(0, 0).item_bytes;
-  for (const BufferInfo& buffer : pool_->buffer_infos()) bytes = std::min(bytes, buffer.item_bytes);
-  return bytes;
 }
 
 std::vector<int64_t> StreamPlan::PagesTouchedBy(

@@ -54,7 +54,7 @@ class StreamPlan {
   void AppendPieces(int64_t offset, int64_t bytes, std::vector<std::span<std::byte>>* pieces) const;
   // Bytes of a page of the tensor whose pages are smallest. Of the pieces of a window only the first
   // and the last can be smaller.
-  int64_t min_item_bytes() const;
+  int64_t min_item_bytes() const { return min_item_bytes_; }
 
   // The page ids that any of the byte ranges `gaps` touches, in list order.
   std::vector<int64_t> PagesTouchedBy(std::span<const std::pair<int64_t, int64_t>> gaps) const;
@@ -68,6 +68,7 @@ class StreamPlan {
   PageRuns pages_;
   StreamTail tail_;
   int64_t layer_bytes_;
+  int64_t min_item_bytes_;
 };
 
 }  // namespace kvferry
