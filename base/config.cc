@@ -35,6 +35,7 @@ constexpr std::array kFields = {
     Field{"allow_insecure_network", &Config::allow_insecure_network},
     Field{"net_device", &Config::net_device},
     Field{"ucx_tls", &Config::ucx_tls},
+    Field{"lanes", &Config::lanes, 1, 8},
     Field{"mapped_path", &Config::mapped_path},
     Field{"copy_threads", &Config::copy_threads, 1, 64},
     Field{"chunk_bytes", &Config::chunk_bytes, 4 << 10, 4 << 20},

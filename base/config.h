@@ -30,6 +30,9 @@ struct Config {
   std::string net_device;
   // UCX transports (UCX_TLS). Only plain active messages are used on them.
   std::string ucx_tls = "tcp";
+  // Connections to each peer over UCX, each with a thread of its own: one for as many threads as may
+  // work on transfers. Both sides use the smaller number.
+  int64_t lanes = 1;
   bool mapped_path = true;            // Shared memory, not UCX, to peers on this host.
   int64_t copy_threads = 1;           // That copy what a peer on this host has in a shared pool.
   int64_t chunk_bytes = 256 << 10;    // Packed path: bytes of one chunk.

@@ -163,6 +163,7 @@ void BindConfig(nb::module_& module) {
       .def_ro("allow_insecure_network", &Config::allow_insecure_network)
       .def_ro("net_device", &Config::net_device)
       .def_ro("ucx_tls", &Config::ucx_tls)
+      .def_ro("lanes", &Config::lanes)
       .def_ro("mapped_path", &Config::mapped_path)
       .def_ro("copy_threads", &Config::copy_threads)
       .def_ro("chunk_bytes", &Config::chunk_bytes)

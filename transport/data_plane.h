@@ -60,16 +60,21 @@ class DataEvents {
   virtual void OnLinkDown(LinkId link, const absl::Status& status) = 0;
 };
 
-// What is sent over links.
+using SendDone = std::function<void(const absl::Status&)>;
+
+// What is sent over links. Used by the progress thread.
 class ChunkLinks {
  public:
   virtual ~ChunkLinks() = default;
 
-  // `payload` must stay as it is until `done` ran: exactly once, perhaps before this returns.
-  // When the link is unknown, `done` runs with UNAVAILABLE.
-  using SendDone = std::function<void(const absl::Status&)>;
-  virtual void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
-                         SendDone done) = 0;
+  // Makes a chunk's payload, and what of the header follows from it. CANCELLED: it is not wanted
+  // any more.
+  using Fill = std::function<absl::StatusOr<std::span<const std::byte>>(ChunkHeader* header)>;
+  // `fill` is called once at most, by the thread that sends the chunk: perhaps another one, perhaps
+  // before this returns. What it returns must stay as it is until `done` ran: exactly once, on the
+  // progress thread, perhaps before this returns; with UNAVAILABLE when the link is unknown, or
+  // with what `fill` failed with.
+  virtual void SendChunk(LinkId link, const ChunkHeader& header, Fill fill, SendDone done) = 0;
   virtual void SendCredit(LinkId link, const CreditHeader& header) = 0;
   // Whether the peer can read this side's pool where it lies. Then a payload may be a list of
   // PoolPiece with kChunkInPool in the header's flags, and what they name must stay as it is too,
@@ -77,10 +82,20 @@ class ChunkLinks {
   virtual bool ReadsPool(LinkId link) const = 0;
 };
 
-// Not thread-safe: made on one thread, then used by the progress thread alone. No call blocks,
-// except the destructor, which waits for closing links for a bounded time.
-class DataPlane : public ChunkLinks {
+// Not thread-safe: made on one thread, then used by one other alone: the progress thread, or a
+// lane's. No call blocks, except the destructor, which waits for closing links for a bounded time.
+class DataPlane {
  public:
+  virtual ~DataPlane() = default;
+
+  // `payload` must stay as it is until `done` ran: exactly once, perhaps before this returns.
+  // When the link is unknown, `done` runs with UNAVAILABLE.
+  virtual void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
+                         SendDone done) = 0;
+  virtual void SendCredit(LinkId link, const CreditHeader& header) = 0;
+  // As ChunkLinks::ReadsPool.
+  virtual bool ReadsPool(LinkId link) const = 0;
+
   // Opaque bytes that peers pass to Connect().
   virtual const std::string& address() const = 0;
   // `address` must come from a peer whose hello was accepted: it is parsed by code that trusts it.

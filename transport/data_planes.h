@@ -1,38 +1,56 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/config.h"
 #include "transport/arena.h"
 #include "transport/data_plane.h"
+#include "transport/lane.h"
+#include "transport/metrics.h"
 
 namespace kvferry {
 
 // Where a peer's data planes are reached, as its hello or welcome says.
 struct DataAddresses {
-  std::string worker;  // UCX, from anywhere.
-  std::string local;   // Shared memory, from this host; empty: not.
+  std::string worker;              // UCX, from anywhere.
+  std::string local;               // Shared memory, from this host; empty: not.
+  std::vector<std::string> lanes;  // UCX, further lanes.
 };
 
 // The data planes of one node as one: a link is over shared memory where the peer is on this host,
-// else over UCX. Threads as DataPlane.
+// else over UCX, in as many lanes as both sides have. The first lane is the progress thread's, and
+// so are small transfers; each of the others has a thread. Threads as DataPlane.
 class DataPlanes final : public ChunkLinks {
  public:
-  // The arena outlives the planes. `pool` (null: none) is what peers on this host may read.
-  static absl::StatusOr<std::unique_ptr<DataPlanes>> Create(const Config& config, Arena* arena,
-                                                            const SharedMemory* pool);
+  struct Options {
+    Config config;
+    Arena* arena;                            // Outlives the planes.
+    const SharedMemory* pool;                // What peers on this host may read; null: nothing.
+    std::shared_ptr<CommandQueue> commands;  // Run by the progress thread.
+    Metrics* metrics;                        // Outlives the planes.
+    // Makes what is called with chunks on the thread of one lane.
+    std::function<std::function<void(const ChunkHeader&, Pieces, DataEvents::Intact)>()> on_chunk;
+  };
+  static absl::StatusOr<std::unique_ptr<DataPlanes>> Create(const Options& options);
+  ~DataPlanes() override;
 
   DataAddresses addresses() const;
   absl::StatusOr<LinkId> Connect(const DataAddresses& peer);
   void Close(LinkId link);
   // Whether the link is over shared memory.
   static bool IsMapped(LinkId link);
+  // For the log: the path, and over how many lanes.
+  std::string PathName(LinkId link) const;
 
-  void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
-                 SendDone done) override;
+  void SendChunk(LinkId link, const ChunkHeader& header, Fill fill, SendDone done) override;
   void SendCredit(LinkId link, const CreditHeader& header) override;
   bool ReadsPool(LinkId link) const override { return IsMapped(link) && mapped_->ReadsPool(link); }
 
@@ -43,11 +61,21 @@ class DataPlanes final : public ChunkLinks {
   int local_fd() const { return mapped_ == nullptr ? -1 : mapped_->event_fd(); }
 
  private:
-  DataPlanes(std::unique_ptr<DataPlane> ucx, std::unique_ptr<DataPlane> mapped);
+  // Chunks of a link that are under way in each lane, the first one's at 0.
+  using UnderWay = std::vector<int64_t>;
+
+  DataPlanes(std::unique_ptr<DataPlane> ucx, std::unique_ptr<DataPlane> mapped, Metrics* metrics);
+  absl::Status MakeLanes(const Options& options);
   DataPlane& PlaneOf(LinkId link) { return IsMapped(link) ? *mapped_ : *ucx_; }
+  void SendHere(LinkId link, ChunkHeader header, const Fill& fill, SendDone done);
 
   const std::unique_ptr<DataPlane> ucx_;
   const std::unique_ptr<DataPlane> mapped_;  // Null: not on this host or not wanted.
+  Metrics* const metrics_;
+  std::vector<std::unique_ptr<Lane>> lanes_;  // But the first.
+  // Of links that have more than one lane; shared with sends, which may end after their link.
+  absl::flat_hash_map<LinkId, std::shared_ptr<UnderWay>> under_way_;
+  std::vector<std::pair<LinkId, absl::Status>> down_;  // Reported by the next Progress().
 };
 
 }  // namespace kvferry

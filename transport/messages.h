@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 #include <variant>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "pool/kv_layout.h"
@@ -22,6 +23,7 @@ inline constexpr size_t kMaxNameBytes = 128;
 inline constexpr size_t kMaxModelBytes = 256;
 inline constexpr size_t kMaxWorkerAddressBytes = 4096;
 inline constexpr size_t kMaxLocalAddressBytes = 64;
+inline constexpr size_t kMaxMoreLanes = 7;  // Beside the first.
 inline constexpr size_t kMaxTextBytes = 1024;
 inline constexpr size_t kMaxRuns = 65536;
 inline constexpr size_t kMaxFunctionBytes = 32;
@@ -31,12 +33,14 @@ struct HelloMsg {
   std::string model;
   KvLayout layout;
   std::string worker_address;
-  std::string local_address{};  // Empty: none.
+  std::string local_address{};                // Empty: none.
+  std::vector<std::string> lane_addresses{};  // Workers of further lanes.
 };
 struct WelcomeMsg {
   std::string name;
   std::string worker_address;
   std::string local_address{};
+  std::vector<std::string> lane_addresses{};
 };
 struct RefuseMsg {
   uint64_t transfer_id = 0;  // 0: the session itself.

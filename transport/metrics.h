@@ -8,13 +8,14 @@
 
 namespace kvferry {
 
-// Counters and gauges of one node; written by its progress thread, readable from any.
+// Counters and gauges of one node; written by its progress thread and its lanes', readable from any.
 struct Metrics {
   using Value = std::atomic<int64_t>;
   Value bytes_sent{0};
   Value bytes_received{0};
   Value chunks_sent{0};
   Value chunks_in_place{0};  // Of those sent: the peer read them in this side's pool.
+  Value chunks_in_lanes{0};  // Of those sent: by lanes beside the first.
   Value chunks_received{0};
   Value chunks_dropped{0};  // Of no live transfer, or contradicting one.
   Value checksum_failures{0};
@@ -46,6 +47,7 @@ struct Metrics {
         {"bytes_received", bytes_received},
         {"chunks_sent", chunks_sent},
         {"chunks_in_place", chunks_in_place},
+        {"chunks_in_lanes", chunks_in_lanes},
         {"chunks_received", chunks_received},
         {"chunks_dropped", chunks_dropped},
         {"checksum_failures", checksum_failures},

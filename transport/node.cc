@@ -18,10 +18,6 @@ namespace {
 // While data flows, control messages are looked for this often rather than every time round.
 constexpr auto kControlInterval = std::chrono::microseconds(100);
 constexpr int64_t kMaxSleepMs = 60000;
-// UCX's event fd stays readable while a peer has not answered a connection for which data waits:
-// after so many wakes that brought nothing it is left out of the next sleeps, which are that long.
-constexpr int kFutileWakes = 8;
-constexpr auto kPause = std::chrono::milliseconds(1);
 // How long an endpoint that closes waits for its peers to have read its goodbye.
 constexpr auto kFarewell = std::chrono::milliseconds(250);
 
@@ -46,13 +42,17 @@ absl::Status NodeImpl::Init() {
   const Config& config = options_.config;
   KVFERRY_ASSIGN_OR_RETURN(arena_, Arena::Create(config.arena_bytes, config.chunk_bytes));
   KVFERRY_ASSIGN_OR_RETURN(control_, MakeZmqControlPlane(config, options_.listen));
-  KVFERRY_ASSIGN_OR_RETURN(data_, DataPlanes::Create(config, arena_.get(), SharedPool()));
   listen_address_ = control_->listen_address();
   sender_ = std::make_unique<Sender>(config, options_.pool, options_.source, arena_.get(), this,
                                      &metrics_);
   KVFERRY_ASSIGN_OR_RETURN(copy_threads_, ThreadPool::Create(config.copy_threads - 1));
+  KVFERRY_ASSIGN_OR_RETURN(lane_copies_, ThreadPool::Create(0));
   receiver_ = std::make_unique<Receiver>(config, copy_threads_.get(), this, &metrics_);
   calls_ = std::make_unique<Calls>(config, options_.handler, this, &metrics_);
+  // After the receiver, which the lanes' threads call.
+  KVFERRY_ASSIGN_OR_RETURN(
+      data_, DataPlanes::Create({config, arena_.get(), SharedPool(), commands_, &metrics_,
+                                 [this] { return OnChunkOfLane(); }}));
   if (commands_->wake().get() < 0) {
     return absl::ResourceExhaustedError(absl::StrCat("node: eventfd: ", std::strerror(errno)));
   }
@@ -104,7 +104,7 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
                         handle,
                         ticket,
                         std::move(request.positions),
-                        std::move(plan),
+                        std::make_shared<const StreamPlan>(std::move(plan)),
                         request.deadline,
                         Clock::now(),
                         request.peer,
@@ -165,7 +165,7 @@ void NodeImpl::Run() {
     if (now >= next_tick_ || tick_now_) next_tick_ = Tick(now);
     if (busy) {
       last_busy = now;
-      futile_wakes_ = 0;
+      futile_wakes_.OnBusy();
     } else if (now - last_busy >= busy_poll &&
                !tick_now_) {  // The tick itself may ask for another.
       Sleep(next_tick_);
@@ -191,16 +191,16 @@ bool NodeImpl::Work() {
 void NodeImpl::Sleep(Deadline until) {
   // Anything that arrives after the planes are armed makes their fds readable.
   if (!data_->Arm() || !control_->Arm()) return;
-  const bool pause = futile_wakes_ >= kFutileWakes;
+  const bool pause = futile_wakes_.Pause();
   pollfd fds[] = {{pause ? -1 : data_->worker_fd(), POLLIN, 0},
                   {data_->local_fd(), POLLIN, 0},
                   {control_->event_fd(), POLLIN, 0},
                   {commands_->wake().get(), POLLIN, 0}};
   const Deadline now = Clock::now();
-  const int64_t sleep_ms =
-      std::min(MsUntil(pause ? std::min(until, now + kPause) : until, now), kMaxSleepMs);
+  const int64_t sleep_ms = std::min(
+      MsUntil(pause ? std::min(until, now + FutileWakes::kPause) : until, now), kMaxSleepMs);
   poll(fds, std::size(fds), static_cast<int>(sleep_ms));
-  if ((fds[0].revents & POLLIN) != 0) ++futile_wakes_;  // Until it turns out to have been busy.
+  if ((fds[0].revents & POLLIN) != 0) futile_wakes_.OnWake();
   if ((fds[3].revents & POLLIN) != 0) commands_->wake().Drain();
 }
 
@@ -268,6 +268,15 @@ void NodeImpl::Send(const PeerKey& peer, MessageBody body) {
 
 void NodeImpl::OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) {
   receiver_->OnChunk(header, payload, intact);
+}
+
+// What a lane's thread does with its chunks; what follows from them is the progress thread's.
+std::function<void(const ChunkHeader&, Pieces, DataEvents::Intact)> NodeImpl::OnChunkOfLane() {
+  auto copy = std::make_shared<PieceCopy>(lane_copies_.get());
+  return [this, copy](const ChunkHeader& header, Pieces payload, Intact intact) {
+    const absl::Status status = receiver_->Land(header, payload, intact, copy.get());
+    commands_->Post([this, header, status] { receiver_->OnLanded(header, status); });
+  };
 }
 
 void NodeImpl::OnCredit(const CreditHeader& header) { sender_->OnCredit(header); }

@@ -4,6 +4,7 @@
 // said between hello and goodbye.
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -22,6 +23,7 @@
 #include "transport/command_queue.h"
 #include "transport/control_plane.h"
 #include "transport/data_planes.h"
+#include "transport/futile_wakes.h"
 #include "transport/metrics.h"
 #include "transport/node.h"
 #include "transport/outbox.h"
@@ -64,6 +66,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void OnMalformed(const PeerKey& peer, const absl::Status& status) override;
   void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) override;
   void OnCredit(const CreditHeader& header) override;
+  std::function<void(const ChunkHeader&, Pieces, Intact)> OnChunkOfLane();
   void OnLinkDown(LinkId link, const absl::Status& status) override;
   void Send(const PeerKey& peer, MessageBody body) override;
   ChunkLinks& data() override { return *data_; }
@@ -100,6 +103,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   std::unique_ptr<DataPlanes> data_;
   std::unique_ptr<Sender> sender_;
   std::unique_ptr<ThreadPool> copy_threads_;
+  std::unique_ptr<ThreadPool> lane_copies_;  // No threads: a lane copies on its own.
   std::unique_ptr<Receiver> receiver_;
   std::unique_ptr<Calls> calls_;
   Sessions sessions_;
@@ -108,7 +112,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   Deadline next_control_{};
   Deadline next_tick_{};
   bool tick_now_ = false;
-  int futile_wakes_ = 0;  // In a row: the data plane's fd was readable, and nothing had happened.
+  FutileWakes futile_wakes_;
 
   std::thread thread_;
 };

@@ -8,14 +8,6 @@
 #include "transport/node_impl.h"
 
 namespace kvferry {
-namespace {
-
-std::string_view PathName(LinkId link) {
-  return DataPlanes::IsMapped(link) ? "shared memory" : "UCX";
-}
-
-}  // namespace
-
 void NodeImpl::CountPeers() {
   metrics_.peers = static_cast<int64_t>(sessions_.size());
   metrics_.peers_mapped = sessions_.CountLinks(&DataPlanes::IsMapped);
@@ -36,9 +28,9 @@ absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_
   session.name = address;
   session.greeting_until = DeadlineInMs(config.connect_timeout_ms);
   sessions_.Insert(peer, session);
-  const DataAddresses data = data_->addresses();
-  Send(peer,
-       HelloMsg{options_.name, options_.model, options_.pool->layout(), data.worker, data.local});
+  DataAddresses data = data_->addresses();
+  Send(peer, HelloMsg{options_.name, options_.model, options_.pool->layout(),
+                      std::move(data.worker), std::move(data.local), std::move(data.lanes)});
   return peer;
 }
 
@@ -154,7 +146,8 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
   absl::Status status = CheckHello(hello);
   LinkId link = 0;
   if (status.ok()) {
-    absl::StatusOr<LinkId> connected = data_->Connect({hello.worker_address, hello.local_address});
+    absl::StatusOr<LinkId> connected =
+        data_->Connect({hello.worker_address, hello.local_address, hello.lane_addresses});
     status = connected.status();
     if (connected.ok()) link = *connected;
   }
@@ -173,15 +166,16 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
   sessions_.Insert(peer, session);
   CountPeers();
   tick_now_ = true;
-  Log().info("accepted peer '{}' over {}", absl::CEscape(hello.name), PathName(link));
-  const DataAddresses data = data_->addresses();
-  Send(peer, WelcomeMsg{options_.name, data.worker, data.local});
+  Log().info("accepted peer '{}' over {}", absl::CEscape(hello.name), data_->PathName(link));
+  DataAddresses data = data_->addresses();
+  Send(peer, WelcomeMsg{options_.name, std::move(data.worker), std::move(data.local),
+                        std::move(data.lanes)});
 }
 
 void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
                          const WelcomeMsg& welcome) {
   const absl::StatusOr<LinkId> link =
-      data_->Connect({welcome.worker_address, welcome.local_address});
+      data_->Connect({welcome.worker_address, welcome.local_address, welcome.lane_addresses});
   if (!link.ok()) {
     DropSession(peer, link.status());
     return;
@@ -193,7 +187,7 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
   CountPeers();
   tick_now_ = true;
   Log().info("connected to '{}' at {} over {}", absl::CEscape(session.name), session.address,
-             PathName(*link));
+             data_->PathName(*link));
   receiver_->OnPeerReady(peer, epoch, *link);
   calls_->OnPeerReady(peer);
   // A second session to one address was opened because a ticket named another epoch. Either the

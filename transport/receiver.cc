@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "base/hash.h"
 #include "base/log.h"
 #include "base/random.h"
 #include "base/status.h"
@@ -33,7 +32,7 @@ std::vector<uint64_t> Receiver::IdsWhere(const Matches& matches) const {
 void Receiver::OnPeerReady(const PeerKey& peer, uint64_t epoch, LinkId link) {
   links_[peer] = link;
   for (const uint64_t id :
-       IdsWhere([&](const Fetch& f) { return f.peer == peer && !f.requested; })) {
+       IdsWhere([&](const Fetch& f) { return f.peer == peer && !f.requested(); })) {
     Request(fetches_.find(id)->second, epoch);
   }
 }
@@ -48,9 +47,9 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
     return;
   }
   const Deadline now = Clock::now();
-  fetch.requested = true;
   fetch.requested_at = now;
-  if (fetch.plan.total_bytes() == 0) {
+  OpenLanding(fetch);
+  if (fetch.plan->total_bytes() == 0) {
     outbox_->Send(fetch.peer, DoneMsg{transfer_id, fetch.ticket.lease_id, 0});
     End(transfer_id, absl::OkStatus());
     return;
@@ -63,7 +62,7 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   message.chunk_bytes = config_.chunk_bytes;
   message.window_bytes = config_.chunk_bytes * config_.credits_per_transfer;
   message.checksum = config_.checksum;
-  message.tail_bytes = fetch.plan.tail_bytes();
+  message.tail_bytes = fetch.plan->tail_bytes();
   message.replaces = fetch.replaces;
   outbox_->Send(fetch.peer, std::move(message));
 }
@@ -76,16 +75,16 @@ void Receiver::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
 
 std::vector<Receiver::Fetch> Receiver::TakeUnread(const PeerKey& peer) {
   std::vector<Fetch> taken;
-  for (const uint64_t id : IdsWhere([&](const Fetch& f) {
-         return f.peer == peer && f.redial && f.handle->layers_done() == 0;
-       })) {
-    Fetch fetch = std::move(fetches_.extract(id).mapped());
+  for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.peer == peer && f.redial; })) {
+    const auto found = fetches_.find(id);
+    CloseLanding(found->second);  // First, so that no lane completes a layer meanwhile.
+    if (found->second.handle->layers_done() > 0) continue;
+    Fetch fetch = std::move(fetches_.extract(found).mapped());
     fetch.peer.clear();
     fetch.transfer_id = RandomId();
     fetch.replaces = id;
-    fetch.requested = false;
     fetch.credited_bytes = 0;
-    fetch.arrived = {};
+    fetch.landing = nullptr;
     taken.push_back(std::move(fetch));
   }
   return taken;
@@ -107,69 +106,61 @@ void Receiver::OnAbort(const PeerKey& peer, const AbortMsg& abort) {
                                                      ": ", abort.status.message())));
 }
 
-void Receiver::OnChunk(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact) {
-  ++metrics_->chunks_received;
-  const auto found = fetches_.find(header.transfer_id);
-  if (found == fetches_.end() || !found->second.requested) {
-    ++metrics_->chunks_dropped;
-    return;
+void Receiver::OpenLanding(Fetch& fetch) {
+  fetch.landing = std::make_shared<Landing>(fetch.plan, fetch.handle, config_.checksum, metrics_);
+  const MutexLock lock(&landings_mutex_);
+  landings_.emplace(fetch.transfer_id, fetch.landing);
+}
+
+void Receiver::CloseLanding(const Fetch& fetch) {
+  if (!fetch.requested()) return;
+  {
+    const MutexLock lock(&landings_mutex_);
+    landings_.erase(fetch.transfer_id);
   }
-  Fetch& fetch = found->second;
-  if (const absl::Status status = Accept(fetch, header, payload, intact); !status.ok()) {
+  fetch.landing->Close();
+}
+
+void Receiver::OnChunk(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact) {
+  OnLanded(header, Land(header, payload, intact, &copy_));
+}
+
+absl::Status Receiver::Land(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact,
+                            PieceCopy* copy) {
+  std::shared_ptr<Landing> landing;
+  {
+    const MutexLock lock(&landings_mutex_);
+    const auto found = landings_.find(header.transfer_id);
+    if (found == landings_.end()) return absl::NotFoundError("no such fetch");
+    landing = found->second;
+  }
+  return landing->Accept(header, payload, intact, copy);
+}
+
+void Receiver::OnLanded(const ChunkHeader& header, const absl::Status& status) {
+  ++metrics_->chunks_received;
+  if (status.ok()) {
+    metrics_->bytes_received += header.bytes;
+  } else {
     ++metrics_->chunks_dropped;
+  }
+  const auto found = fetches_.find(header.transfer_id);
+  // It may have ended since.
+  if (found == fetches_.end() || absl::IsNotFound(status)) return;
+  Fetch& fetch = found->second;
+  if (!status.ok()) {
     outbox_->Send(fetch.peer, CancelMsg{header.transfer_id, std::string(status.message())});
     End(header.transfer_id, status);
     return;
   }
-  metrics_->bytes_received += header.bytes;
-  if (fetch.arrived.num_bytes() == fetch.plan.total_bytes()) {
-    outbox_->Send(fetch.peer,
-                  DoneMsg{header.transfer_id, fetch.ticket.lease_id, fetch.arrived.num_bytes()});
+  const int64_t arrived = fetch.bytes_arrived();
+  if (arrived == fetch.plan->total_bytes()) {
+    outbox_->Send(fetch.peer, DoneMsg{header.transfer_id, fetch.ticket.lease_id, arrived});
     End(header.transfer_id, absl::OkStatus());
     return;
   }
   // One that was read in place was in no buffer, and its reader has said that it is through.
   if ((header.flags & kChunkInPool) == 0) Credit(fetch);
-}
-
-absl::Status Receiver::CheckChunk(const Fetch& fetch, const ChunkHeader& header, Pieces payload) {
-  const auto total = static_cast<uint64_t>(fetch.plan.total_bytes());
-  if (header.bytes == 0 || header.offset > total || header.bytes > total - header.offset) {
-    return absl::DataLossError(absl::StrCat("a chunk covers bytes ", header.offset, " + ",
-                                            header.bytes, " of a stream of ", total));
-  }
-  if ((header.flags & kChunkHasChecksum) != 0 && Xxh3(payload) != header.checksum) {
-    ++metrics_->checksum_failures;
-    return absl::DataLossError(
-        absl::StrCat("the checksum of the chunk at byte ", header.offset, " does not match"));
-  }
-  if (config_.checksum && (header.flags & kChunkHasChecksum) == 0) {
-    return absl::DataLossError("a chunk came without the checksum that was asked for");
-  }
-  const auto begin = static_cast<int64_t>(header.offset);
-  if (fetch.arrived.CanAdd(begin, begin + header.bytes)) return absl::OkStatus();
-  return absl::DataLossError(
-      absl::StrCat("the chunk at byte ", header.offset, " overlaps what has arrived"));
-}
-
-absl::Status Receiver::Accept(Fetch& fetch, const ChunkHeader& header, Pieces payload,
-                              DataEvents::Intact intact) {
-  const auto taken_back = [&] {
-    return absl::UnavailableError(
-        absl::StrCat("the sender gave the transfer up: it took the "
-                     "chunk at byte ",
-                     header.offset, " back before it was read"));
-  };
-  if (!intact()) return taken_back();
-  KVFERRY_RETURN_IF_ERROR(CheckChunk(fetch, header, payload));
-  const auto begin = static_cast<int64_t>(header.offset);
-  copy_.Run(fetch.plan, begin, payload);
-  if (!intact()) return taken_back();
-  const int64_t layers_before = fetch.plan.LayersIn(fetch.arrived.prefix());
-  fetch.arrived.Add(begin, begin + header.bytes);
-  const int64_t layers = fetch.plan.LayersIn(fetch.arrived.prefix());
-  if (layers != layers_before) fetch.handle->SetLayersDone(layers);
-  return absl::OkStatus();
 }
 
 void Receiver::Credit(Fetch& fetch) {
@@ -178,10 +169,11 @@ void Receiver::Credit(Fetch& fetch) {
   // all of it.
   const int64_t credits = config_.credits_per_transfer;
   const int64_t step = credits == 1 ? 1 : std::max<int64_t>(1, credits / 4) * config_.chunk_bytes;
-  if (fetch.arrived.num_bytes() - fetch.credited_bytes < step) return;
+  const int64_t arrived = fetch.bytes_arrived();
+  if (arrived - fetch.credited_bytes < step) return;
   const auto link = links_.find(fetch.peer);
   if (link == links_.end()) return;
-  fetch.credited_bytes = fetch.arrived.num_bytes();
+  fetch.credited_bytes = arrived;
   outbox_->data().SendCredit(link->second,
                              {fetch.transfer_id, static_cast<uint64_t>(fetch.credited_bytes)});
 }
@@ -190,7 +182,7 @@ template <typename Matches>
 void Receiver::CancelWhere(const Matches& matches, const absl::Status& status) {
   for (const uint64_t transfer_id : IdsWhere(matches)) {
     const Fetch& fetch = fetches_.find(transfer_id)->second;
-    if (fetch.requested) {
+    if (fetch.requested()) {
       outbox_->Send(fetch.peer, CancelMsg{transfer_id, std::string(status.message())});
     }
     End(transfer_id, status);
@@ -209,9 +201,10 @@ void Receiver::End(uint64_t transfer_id, const absl::Status& status) {
   auto node = fetches_.extract(transfer_id);
   const Fetch& fetch = node.mapped();
   const Deadline now = Clock::now();
-  const int64_t total = fetch.plan.total_bytes();
-  const Deadline left = fetch.requested ? fetch.requested_at : now;
-  const FetchReport report{total, fetch.arrived.num_bytes(), SecondsBetween(fetch.created, left),
+  const int64_t total = fetch.plan->total_bytes();
+  const Deadline left = fetch.requested() ? fetch.requested_at : now;
+  CloseLanding(fetch);  // The pages are the caller's again.
+  const FetchReport report{total, fetch.bytes_arrived(), SecondsBetween(fetch.created, left),
                            SecondsBetween(left, now)};
   ++(status.ok() ? metrics_->fetches_ok : metrics_->fetches_failed);
   metrics_->fetches_active = static_cast<int64_t>(fetches_.size());
@@ -219,7 +212,9 @@ void Receiver::End(uint64_t transfer_id, const absl::Status& status) {
     Log().warn("fetch {:x} from {} failed after {} of {} bytes: {}", transfer_id,
                fetch.ticket.address, report.bytes_done, total, status.ToString());
   }
-  fetch.handle->Finish(status, fetch.plan.PagesTouchedBy(fetch.arrived.Gaps(total)), report);
+  const std::vector<std::pair<int64_t, int64_t>> gaps =
+      fetch.requested() ? fetch.landing->Gaps() : ByteRanges().Gaps(total);
+  fetch.handle->Finish(status, fetch.plan->PagesTouchedBy(gaps), report);
 }
 
 Deadline Receiver::Tick(Deadline now) {
@@ -227,8 +222,8 @@ Deadline Receiver::Tick(Deadline now) {
     const Fetch& fetch = fetches_.find(id)->second;
     Cancel(fetch.id, absl::DeadlineExceededError(absl::StrCat(
                          "the fetch from ", fetch.ticket.address, " did not end in time: ",
-                         fetch.arrived.num_bytes(), " of ", fetch.plan.total_bytes(),
-                         " bytes arrived", fetch.requested ? "" : ", the peer never answered")));
+                         fetch.bytes_arrived(), " of ", fetch.plan->total_bytes(), " bytes arrived",
+                         fetch.requested() ? "" : ", the peer never answered")));
   }
   Deadline next = Deadline::max();
   for (const auto& [id, fetch] : fetches_) next = std::min(next, fetch.deadline);

@@ -6,12 +6,14 @@
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "base/clock.h"
 #include "base/config.h"
-#include "transport/byte_ranges.h"
+#include "base/mutex.h"
 #include "transport/fetch_handle.h"
+#include "transport/landing.h"
 #include "transport/metrics.h"
 #include "transport/outbox.h"
 #include "transport/piece_copy.h"
@@ -31,7 +33,7 @@ namespace kvferry {
 // for another session under a new transfer id (TakeUnread).
 //
 // A chunk is scattered only while its fetch is here, so a fetch that has ended is never written
-// for. Progress thread only.
+// for. Progress thread only, but for Land().
 class Receiver {
  public:
   struct Fetch {
@@ -39,17 +41,19 @@ class Receiver {
     std::shared_ptr<FetchHandle> handle;
     Ticket ticket;
     PageRuns positions;
-    StreamPlan plan;
+    std::shared_ptr<const StreamPlan> plan;
     Deadline deadline;
     Deadline created;
     PeerKey peer{};
     bool redial = true;         // Whether the ticket's address leads to the peer again.
     uint64_t transfer_id = id;  // On the wire; another one each time it is begun.
     uint64_t replaces = 0;      // The transfer id it had before.
-    bool requested = false;
     Deadline requested_at{};
     int64_t credited_bytes = 0;
-    ByteRanges arrived{};
+    std::shared_ptr<Landing> landing{};  // From the request on.
+
+    bool requested() const { return landing != nullptr; }
+    int64_t bytes_arrived() const { return requested() ? landing->num_bytes() : 0; }
   };
 
   // All pointers outlive the receiver.
@@ -62,11 +66,16 @@ class Receiver {
   void OnPeerGone(const PeerKey& peer, const absl::Status& status);
   // Takes the peer's fetches of which no layer is done, so that their caller may have read nothing
   // yet: ready to be added again for another session. Chunks of the old one are dropped from now
-  // on.
+  // on, of all its fetches: those that stay are to be ended by OnPeerGone.
   std::vector<Fetch> TakeUnread(const PeerKey& peer);
   void OnRefuse(const PeerKey& peer, const RefuseMsg& refuse);
   void OnAbort(const PeerKey& peer, const AbortMsg& abort);
   void OnChunk(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact);
+  // OnChunk in two steps: on the thread of any lane, which has a `copy` of its own, and then on the
+  // progress thread, with what the first one returned. NOT_FOUND: of no live fetch.
+  absl::Status Land(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact,
+                    PieceCopy* copy);
+  void OnLanded(const ChunkHeader& header, const absl::Status& status);
   // The caller gives up. No-op for a fetch that has ended.
   void Cancel(uint64_t id, const absl::Status& status);
   void CancelAll(const absl::Status& status);
@@ -76,10 +85,8 @@ class Receiver {
 
  private:
   void Request(Fetch& fetch, uint64_t epoch);
-  // OK: scattered. Else what is wrong with the chunk.
-  absl::Status Accept(Fetch& fetch, const ChunkHeader& header, Pieces payload,
-                      DataEvents::Intact intact);
-  absl::Status CheckChunk(const Fetch& fetch, const ChunkHeader& header, Pieces payload);
+  void OpenLanding(Fetch& fetch);
+  void CloseLanding(const Fetch& fetch);
   void Credit(Fetch& fetch);
   void End(uint64_t transfer_id, const absl::Status& status);
   template <typename Matches>
@@ -94,6 +101,11 @@ class Receiver {
   PieceCopy copy_;
   absl::flat_hash_map<uint64_t, Fetch> fetches_;  // By transfer id.
   absl::flat_hash_map<PeerKey, LinkId> links_;    // Of the sessions that are up.
+
+  Mutex landings_mutex_;
+  // Of the fetches that are requested, by transfer id.
+  absl::flat_hash_map<uint64_t, std::shared_ptr<Landing>> landings_
+      ABSL_GUARDED_BY(landings_mutex_);
 };
 
 }  // namespace kvferry

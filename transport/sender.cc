@@ -22,6 +22,8 @@ constexpr int64_t kMinBytesInPlace = 256;
 constexpr int64_t kMaxBytesInPlace = 4 << 20;
 constexpr size_t kMaxChunksInPlace = 4;
 
+using Filled = absl::StatusOr<std::span<const std::byte>>;
+
 }  // namespace
 
 Sender::Sender(const Config& config, std::shared_ptr<const KvPool> pool, FetchSource* source,
@@ -151,7 +153,8 @@ void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const Lease
                                                       0,
                                                       0,
                                                       {},
-                                                      {}});
+                                                      {},
+                                                      std::make_shared<Gate>()});
   transfers_.emplace(id, transfer);
   turn_.push_back(std::move(transfer));
   ++metrics_->transfers_started;
@@ -273,6 +276,7 @@ void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell) {
   turn_.erase(std::find(turn_.begin(), turn_.end(), transfer));
   ForgetFetch(transfer->peer);
   // The pages are their owner's again.
+  transfer->reading->Close();
   for (const int64_t chunk : transfer->read_in_place) arena_->TakeFromReaders(chunk);
   transfer->read_in_place.clear();
   ++(outcome.ok() ? metrics_->transfers_ok : metrics_->transfers_failed);
@@ -340,32 +344,37 @@ int64_t Sender::MaxBytesInPlace(const Transfer& transfer) const {
   return std::min(kMaxBytesInPlace, (pieces - 2) * transfer.plan.min_item_bytes());
 }
 
-std::span<const std::byte> Sender::Gather(const Transfer& transfer, int64_t chunk,
-                                          ChunkHeader* header) {
-  const std::span<std::byte> packed = arena_->Bytes(chunk).first(header->bytes);
-  transfer.plan.Gather(transfer.sent_bytes, packed);
-  if (transfer.fetch.checksum) header->checksum = Xxh3(packed);
-  return packed;
+ChunkLinks::Fill Sender::Gather(const TransferPtr& transfer, int64_t chunk) const {
+  return [transfer, offset = transfer->sent_bytes,
+          memory = arena_->Bytes(chunk)](ChunkHeader* header) -> Filled {
+    const Gate::Pass pass(transfer->reading.get());
+    if (!pass.open()) return absl::CancelledError("the transfer has ended");
+    const std::span<std::byte> packed = memory.first(header->bytes);
+    transfer->plan.Gather(offset, packed);
+    if (transfer->fetch.checksum) header->checksum = Xxh3(packed);
+    return packed;
+  };
 }
 
-std::span<const std::byte> Sender::ListPieces(Transfer& transfer, int64_t chunk,
-                                              ChunkHeader* header) {
-  pieces_.clear();
-  transfer.plan.AppendPieces(transfer.sent_bytes, header->bytes, &pieces_);
-  const std::byte* const memory = pool_->shared_memory()->data.get();
-  std::byte* out = arena_->Bytes(chunk).data();
-  for (const std::span<std::byte> bytes : pieces_) {
-    const PoolPiece piece{static_cast<uint64_t>(bytes.data() - memory), bytes.size()};
-    std::memcpy(out, &piece, sizeof(piece));
-    out += sizeof(piece);
-  }
-  header->flags |= kChunkInPool;
-  if (transfer.fetch.checksum) {
-    header->checksum =
-        Xxh3(std::vector<std::span<const std::byte>>(pieces_.begin(), pieces_.end()));
-  }
-  transfer.read_in_place.insert(chunk);
-  return arena_->Bytes(chunk).first(pieces_.size() * sizeof(PoolPiece));
+ChunkLinks::Fill Sender::ListPieces(const TransferPtr& transfer, int64_t chunk) {
+  return [this, transfer, chunk, offset = transfer->sent_bytes](ChunkHeader* header) -> Filled {
+    pieces_.clear();
+    transfer->plan.AppendPieces(offset, header->bytes, &pieces_);
+    const std::byte* const memory = pool_->shared_memory()->data.get();
+    std::byte* out = arena_->Bytes(chunk).data();
+    for (const std::span<std::byte> bytes : pieces_) {
+      const PoolPiece piece{static_cast<uint64_t>(bytes.data() - memory), bytes.size()};
+      std::memcpy(out, &piece, sizeof(piece));
+      out += sizeof(piece);
+    }
+    header->flags |= kChunkInPool;
+    if (transfer->fetch.checksum) {
+      header->checksum =
+          Xxh3(std::vector<std::span<const std::byte>>(pieces_.begin(), pieces_.end()));
+    }
+    transfer->read_in_place.insert(chunk);
+    return arena_->Bytes(chunk).first(pieces_.size() * sizeof(PoolPiece));
+  };
 }
 
 void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place) {
@@ -375,8 +384,7 @@ void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place
   header.offset = transfer->sent_bytes;
   header.bytes = static_cast<uint32_t>(bytes);
   header.flags = transfer->fetch.checksum ? kChunkHasChecksum : 0;
-  const std::span<const std::byte> payload =
-      in_place ? ListPieces(*transfer, chunk, &header) : Gather(*transfer, chunk, &header);
+  ChunkLinks::Fill fill = in_place ? ListPieces(transfer, chunk) : Gather(transfer, chunk);
   transfer->sent_bytes += bytes;
   ++metrics_->chunks_sent;
   if (in_place) ++metrics_->chunks_in_place;
@@ -395,7 +403,7 @@ void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place
     if (--count->second == 0) held->erase(count);
     if (!status.ok() && transfer->failed.ok()) transfer->failed = status;
   };
-  outbox_->data().SendChunk(transfer->link, header, payload, std::move(done));
+  outbox_->data().SendChunk(transfer->link, header, std::move(fill), std::move(done));
 }
 
 Deadline Sender::Tick(Deadline now) {

@@ -13,6 +13,7 @@
 #include "pool/kv_pool.h"
 #include "transport/arena.h"
 #include "transport/fetch_source.h"
+#include "transport/gate.h"
 #include "transport/metrics.h"
 #include "transport/outbox.h"
 #include "transport/stream_plan.h"
@@ -65,6 +66,8 @@ class Sender {
     // Chunks of the arena that name pages, as long as their reader has not said it is through.
     absl::flat_hash_set<int64_t> read_in_place;
     absl::Status failed;  // A send went wrong; ended by the next Pump.
+    // Lanes are inside while they gather; closed when the transfer has ended.
+    std::shared_ptr<Gate> reading;
   };
   struct Parked {
     FetchMsg fetch;
@@ -85,9 +88,10 @@ class Sender {
   bool Admits(const Transfer& transfer, int64_t bytes, bool in_place) const;
   int64_t MaxBytesInPlace(const Transfer& transfer) const;
   void SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place);
-  // Fill a chunk of the arena; return the payload.
-  std::span<const std::byte> Gather(const Transfer& transfer, int64_t chunk, ChunkHeader* header);
-  std::span<const std::byte> ListPieces(Transfer& transfer, int64_t chunk, ChunkHeader* header);
+  // What fills a chunk of the arena: with the window at sent_bytes, on any thread.
+  ChunkLinks::Fill Gather(const TransferPtr& transfer, int64_t chunk) const;
+  // With where that window lies, on this one.
+  ChunkLinks::Fill ListPieces(const TransferPtr& transfer, int64_t chunk);
   int64_t ReadyBytes(const StreamPlan& plan, uint64_t lease_id) const;
   // Ends one transfer; `tell` also sends the peer an abort.
   void End(uint64_t transfer_id, const absl::Status& outcome, bool tell);

@@ -68,6 +68,42 @@ INSTANTIATE_TEST_SUITE_P(Loopback, Move,
                                   "_from" + std::to_string(std::get<2>(instance.param));
                          });
 
+// Both sides use as many lanes as the one that has fewer.
+class Lanes : public testing::TestWithParam<std::pair<int64_t, int64_t>> {};
+
+TEST_P(Lanes, ShareATransfer) {
+  Config prefill_config = SmallChunks();
+  prefill_config.mapped_path = false;
+  prefill_config.lanes = GetParam().first;
+  Config decode_config = prefill_config;
+  decode_config.lanes = GetParam().second;
+  const KvLayout layout = KvLayout::Mha(8, 16, 8, 64, DType::kBFloat16);
+  const auto source = MakePatternPool(layout, kPoolPages, kSourceSeed);
+  const auto target = MakePatternPool(layout, kPoolPages, kOwnSeed);
+  const auto prefill = MakePrefill(source, prefill_config);
+  const auto decode = MakeDecode(target, decode_config);
+  std::mt19937_64 random(3);
+  for (int round = 0; round < 20; ++round) {
+    FillPattern(*target, kOwnSeed);
+    const std::vector<int64_t> published = MakePages("rand", 40, kPoolPages, &random);
+    const std::vector<int64_t> local = MakePages("rand", 40, kPoolPages, &random);
+    const auto handle = Fetch(*decode, Publish(*prefill, *source, published), local);
+    ASSERT_TRUE(IsOk(handle->Wait(Soon())));
+    ASSERT_TRUE(HoldsExactly(*target, kOwnSeed, local, kSourceSeed, published));
+  }
+  const bool shared = std::min(GetParam().first, GetParam().second) > 1;
+  EXPECT_EQ(Metric(*prefill, "chunks_in_lanes") > 0, shared);
+  EXPECT_EQ(Metric(*decode, "chunks_dropped"), 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Loopback, Lanes,
+                         testing::Values(std::pair{1, 1}, std::pair{2, 2}, std::pair{1, 3},
+                                         std::pair{4, 1}, std::pair{3, 8}),
+                         [](const auto& instance) {
+                           return std::to_string(instance.param.first) + "_and_" +
+                                  std::to_string(instance.param.second);
+                         });
+
 // Chunk and window sizes that do not divide anything, on sides that disagree about them.
 class Chunks : public testing::TestWithParam<std::tuple<int64_t, int64_t, int64_t>> {};
 

@@ -20,6 +20,7 @@ inline TestPath PathUnderTest() {
 inline Config TestConfig() {
   Config config;
   config.mapped_path = PathUnderTest() != TestPath::kUcx;
+  if (PathUnderTest() == TestPath::kUcx) config.lanes = 2;
   return config;
 }
 

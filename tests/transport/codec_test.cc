@@ -230,6 +230,11 @@ TEST(Codec, LayoutsThatCannotBe) {
                       }),
                       "bytes of a page"));
   EXPECT_TRUE(refused(with([](HelloMsg& h) { h.worker_address.assign(4097, 'x'); }), ""));
+  EXPECT_TRUE(IsOk(with([](HelloMsg& h) { h.lane_addresses.assign(7, "lane"); })));
+  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.lane_addresses.assign(8, "lane"); }),
+                      "'lanes' has 8 elements"));
+  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.lane_addresses = {std::string(4097, 'x')}; }),
+                      "'lanes' has 4097 bytes"));
 }
 
 }  // namespace

@@ -16,36 +16,47 @@ struct SentChunk {
   LinkId link;
   ChunkHeader header;
   std::vector<std::byte> payload;
-  DataPlane::SendDone done;  // Not called yet unless the fake completes at once.
+  SendDone done;  // Not called yet unless the fake completes at once.
 };
 
-class FakeDataPlane : public DataPlane {
+class FakeLinks : public ChunkLinks {
  public:
-  const std::string& address() const override { return address_; }
-  absl::StatusOr<LinkId> Connect(const std::string&) override { return LinkId{1}; }
-  void Close(LinkId) override {}
-  void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
-                 SendDone done) override {
-    chunks.push_back({link, header, {payload.begin(), payload.end()}, std::move(done)});
-    if (complete_at_once) Complete(chunks.size() - 1, absl::OkStatus());
+  void SendChunk(LinkId link, const ChunkHeader& header, Fill fill, SendDone done) override {
+    later.push_back({link, header, std::move(fill), std::move(done)});
+    if (fill_at_once) FillLater();
+  }
+  // As a lane does when its thread comes to it.
+  void FillLater() {
+    for (Unfilled& chunk : std::exchange(later, {})) {
+      const absl::StatusOr<std::span<const std::byte>> payload = chunk.fill(&chunk.header);
+      if (!payload.ok()) {
+        chunk.done(payload.status());
+        continue;
+      }
+      chunks.push_back(
+          {chunk.link, chunk.header, {payload->begin(), payload->end()}, std::move(chunk.done)});
+      if (complete_at_once) Complete(chunks.size() - 1, absl::OkStatus());
+    }
   }
   void SendCredit(LinkId, const CreditHeader& header) override { credits.push_back(header); }
   bool ReadsPool(LinkId) const override { return reads_pool; }
-  bool Progress(DataEvents*) override { return false; }
-  int event_fd() const override { return -1; }
-  bool Arm() override { return true; }
 
   void Complete(size_t index, const absl::Status& status) {
     std::exchange(chunks[index].done, nullptr)(status);
   }
 
+  struct Unfilled {
+    LinkId link;
+    ChunkHeader header;
+    Fill fill;
+    SendDone done;
+  };
+  std::vector<Unfilled> later;
   std::vector<SentChunk> chunks;
   std::vector<CreditHeader> credits;
+  bool fill_at_once = true;
   bool complete_at_once = true;
   bool reads_pool = false;
-
- private:
-  const std::string address_ = "fake";
 };
 
 class FakeOutbox : public Outbox {
@@ -53,7 +64,7 @@ class FakeOutbox : public Outbox {
   void Send(const PeerKey& peer, MessageBody body) override {
     sent.emplace_back(peer, std::move(body));
   }
-  FakeDataPlane& data() override { return data_; }
+  FakeLinks& data() override { return data_; }
 
   // The last message of that type, or null.
   template <typename Body>
@@ -73,7 +84,7 @@ class FakeOutbox : public Outbox {
   std::vector<std::pair<PeerKey, MessageBody>> sent;
 
  private:
-  FakeDataPlane data_;
+  FakeLinks data_;
 };
 
 }  // namespace kvferry

@@ -8,10 +8,14 @@
 
 #include <algorithm>
 #include <random>
+#include <thread>
 
 #include "base/hash.h"
+#include "base/thread_pool.h"
 #include "tests/support/endpoints.h"
+#include "tests/support/wait_for.h"
 #include "tests/transport/fake_outbox.h"
+#include "transport/command_queue.h"
 
 namespace kvferry {
 namespace {
@@ -43,8 +47,9 @@ class ReceiverAlone : public testing::Test {
         std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
     const Ticket ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0};
     const PageRun all{0, static_cast<int64_t>(local_.size())};
-    receiver_.Add({id, handle, ticket, Must(PageRuns::FromRuns({&all, 1})), std::move(plan),
-                   deadline, Clock::now(), kPeer});
+    receiver_.Add({id, handle, ticket, Must(PageRuns::FromRuns({&all, 1})),
+                   std::make_shared<const StreamPlan>(std::move(plan)), deadline, Clock::now(),
+                   kPeer});
     receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
     return handle;
   }
@@ -254,7 +259,8 @@ TEST_F(ReceiverAlone, ChunksBeforeTheRequestAreDropped) {
   auto handle = std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
   const PageRun all{0, 6};
   receiver_.Add({kId, handle, Ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0},
-                 Must(PageRuns::FromRuns({&all, 1})), std::move(plan), DeadlineInMs(60000),
+                 Must(PageRuns::FromRuns({&all, 1})),
+                 std::make_shared<const StreamPlan>(std::move(plan)), DeadlineInMs(60000),
                  Clock::now(), kPeer});
   for (const Chunk& chunk : Stream(4096)) Deliver(chunk);
   EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
@@ -294,6 +300,64 @@ TEST_F(ReceiverAlone, NothingIsWrittenAfterAnyEnd) {
   EXPECT_EQ(metrics_.fetches_active, 0);
 }
 
+// Chunks of several lanes, each on its thread, in any order.
+TEST_F(ReceiverAlone, LanesLandAtOnce) {
+  const auto handle = Begin();
+  const std::vector<Chunk> chunks = Stream(1000);
+  const auto threads = Must(ThreadPool::Create(0));
+  std::vector<std::thread> lanes;
+  for (size_t lane = 0; lane < 3; ++lane) {
+    lanes.emplace_back([&, lane] {
+      PieceCopy copy(threads.get());
+      for (size_t i = chunks.size(); i-- > 0;) {
+        if (i % 3 != lane) continue;
+        const std::span<const std::byte> payload = chunks[i].payload;
+        EXPECT_TRUE(IsOk(receiver_.Land(
+            chunks[i].header, {&payload, 1}, [] { return true; }, &copy)));
+      }
+    });
+  }
+  for (std::thread& lane : lanes) lane.join();
+  EXPECT_FALSE(handle->done());
+  EXPECT_EQ(handle->layers_done(), 4);
+  receiver_.OnLanded(chunks[0].header, absl::OkStatus());
+  EXPECT_TRUE(IsOk(handle->status()));
+  EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, local_, kSourceSeed, remote_));
+  // The word of the others comes when all is over.
+  for (const Chunk& chunk : chunks) receiver_.OnLanded(chunk.header, absl::OkStatus());
+  EXPECT_EQ(outbox_.Count<DoneMsg>(), 1);
+}
+
+// The pages are the caller's again when the handle is done: not while a lane still copies.
+TEST_F(ReceiverAlone, AFetchDoesNotEndWhileALaneIsInside) {
+  const auto handle = Begin();
+  const Chunk chunk = Stream(49152)[0];
+  const auto threads = Must(ThreadPool::Create(0));
+  Latch inside;
+  Latch go_on;
+  std::thread lane([&] {
+    PieceCopy copy(threads.get());
+    const std::span<const std::byte> payload = chunk.payload;
+    const auto intact = [&] {
+      inside.Open();
+      return go_on.Wait(Soon());
+    };
+    EXPECT_TRUE(IsOk(receiver_.Land(chunk.header, {&payload, 1}, intact, &copy)));
+  });
+  ASSERT_TRUE(inside.Wait(Soon()));
+  std::thread progress([&] { receiver_.Cancel(kId, absl::CancelledError("x")); });
+  // Whatever comes now is of no fetch any more; and yet it is not done.
+  PieceCopy copy(threads.get());
+  const auto taken = [] { return false; };
+  ASSERT_TRUE(WaitFor(
+      [&] { return absl::IsNotFound(receiver_.Land(chunk.header, {}, taken, &copy)); }, Soon()));
+  EXPECT_TRUE(Fails(handle->Wait(DeadlineInMs(20)), absl::StatusCode::kDeadlineExceeded));
+  go_on.Open();
+  lane.join();
+  progress.join();
+  EXPECT_TRUE(Fails(handle->status(), absl::StatusCode::kCancelled, "x"));
+}
+
 TEST_F(ReceiverAlone, OnlyItsOwnPeerCanEndAFetch) {
   const auto handle = Begin();
   receiver_.OnRefuse("dialled:2", {kId, absl::NotFoundError("x")});
@@ -324,7 +388,8 @@ TEST_F(ReceiverAlone, AnotherEpochEndsTheFetchBeforeItIsAskedFor) {
   auto handle = std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
   const PageRun all{0, 6};
   receiver_.Add({kId, handle, Ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0},
-                 Must(PageRuns::FromRuns({&all, 1})), std::move(plan), DeadlineInMs(60000),
+                 Must(PageRuns::FromRuns({&all, 1})),
+                 std::make_shared<const StreamPlan>(std::move(plan)), DeadlineInMs(60000),
                  Clock::now(), kPeer});
   receiver_.OnPeerReady(kPeer, kEpoch + 1, LinkId{3});
   EXPECT_TRUE(Fails(handle->status(), absl::StatusCode::kNotFound, "restarted"));

@@ -24,14 +24,23 @@ std::string Local(const std::string& address) {
   return address.empty() ? "" : absl::StrCat(" local ", absl::CHexEscape(address));
 }
 
+std::string Lanes(const std::vector<std::string>& addresses) {
+  std::string text;
+  for (const std::string& address : addresses) {
+    absl::StrAppend(&text, " lane ", absl::CHexEscape(address));
+  }
+  return text;
+}
+
 struct Describer {
   std::string operator()(const HelloMsg& m) const {
     return absl::StrCat("hello ", m.name, " ", m.model, " ", m.layout.ToString(), " ",
-                        absl::CHexEscape(m.worker_address), Local(m.local_address));
+                        absl::CHexEscape(m.worker_address), Local(m.local_address),
+                        Lanes(m.lane_addresses));
   }
   std::string operator()(const WelcomeMsg& m) const {
     return absl::StrCat("welcome ", m.name, " ", absl::CHexEscape(m.worker_address),
-                        Local(m.local_address));
+                        Local(m.local_address), Lanes(m.lane_addresses));
   }
   std::string operator()(const RefuseMsg& m) const {
     return absl::StrCat("refuse ", m.transfer_id, " ", m.status.ToString());

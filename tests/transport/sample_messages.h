@@ -35,6 +35,8 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
       {"welcome", WelcomeMsg{"prefill-0", worker}},
       {"hello_local", HelloMsg{"decode-0", "org/model", layout, worker, local}},
       {"welcome_local", WelcomeMsg{"prefill-0", worker, local}},
+      {"hello_lanes", HelloMsg{"decode-0", "org/model", layout, worker, "", {worker, "lane 2"}}},
+      {"welcome_lanes", WelcomeMsg{"prefill-0", worker, local, {"lane 1"}}},
       {"refuse", RefuseMsg{0, absl::FailedPreconditionError("model: 'a' here, 'b' there")}},
       {"refuse_fetch", RefuseMsg{77, absl::NotFoundError("lease 4d is unknown here")}},
       {"fetch", fetch},
@@ -52,7 +54,7 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   };
   std::vector<std::pair<std::string, Message>> samples;
   for (const auto& [name, body] : bodies) {
-    const bool stranger = name == "hello" || name == "hello_local" || name == "refuse";
+    const bool stranger = name.starts_with("hello") || name == "refuse";
     samples.emplace_back(
         name,
         Message{0x1111222233334444, stranger ? uint64_t{0} : uint64_t{0x5555666677778888}, body});

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <random>
 
 #include "base/hash.h"
@@ -66,7 +67,7 @@ class SenderAlone : public testing::Test {
     plan.Gather(0, stream);
     return stream;
   }
-  FakeDataPlane& wire() { return outbox_.data(); }
+  FakeLinks& wire() { return outbox_.data(); }
 
   const Config config_ = MakeConfig();
   std::shared_ptr<KvPool> pool_ = MakePatternPool(SmallLayout(), 16, 1);
@@ -404,6 +405,42 @@ TEST(SenderOfADecodeEndpoint, RefusesEverything) {
                     "publishes nothing"));
   sender.OnDone("p", {1, 1, 0});
   EXPECT_EQ(sender.Tick(Clock::now()), Deadline::max());
+}
+
+// ---------------------------------------------------------------- gathered by another thread
+
+TEST_F(SenderAlone, LanesGatherWhatWasTheirsInAnyOrder) {
+  wire().fill_at_once = false;
+  sender_.OnFetch(kPeer, kLink, Ask(1));
+  std::vector<SentChunk> sent;
+  while (sender_.Pump()) {
+    PumpDry();
+    EXPECT_TRUE(wire().chunks.empty());
+    std::reverse(wire().later.begin(), wire().later.end());
+    wire().FillLater();
+    for (SentChunk& chunk : wire().chunks) sent.push_back(std::move(chunk));
+    wire().chunks.clear();
+  }
+  std::sort(sent.begin(), sent.end(), [](const SentChunk& a, const SentChunk& b) {
+    return a.header.offset < b.header.offset;
+  });
+  wire().chunks = std::move(sent);
+  EXPECT_EQ(Sent(1), Want({3, 4, 5, 9, 0, 15}));
+  EXPECT_EQ(arena_->num_taken(), 0);
+}
+
+// The pages are their owner's again when the abort returns: a lane that comes to its chunk later
+// finds that out.
+TEST_F(SenderAlone, NoLaneGathersForATransferThatHasEnded) {
+  wire().fill_at_once = false;
+  sender_.OnFetch(kPeer, kLink, Ask(1));
+  PumpDry();
+  ASSERT_FALSE(wire().later.empty());
+  sender_.AbortLease(kLease, absl::AbortedError("taken back"));
+  wire().FillLater();
+  EXPECT_TRUE(wire().chunks.empty());
+  EXPECT_EQ(arena_->num_taken(), 0);
+  EXPECT_FALSE(sender_.Pump());
 }
 
 // ---------------------------------------------------------------- read in place

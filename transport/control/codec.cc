@@ -36,6 +36,9 @@ struct Writer {
   }
   void Binary(std::string_view key, std::string_view value) {
     Key(key);
+    BinaryValue(value);
+  }
+  void BinaryValue(std::string_view value) {
     packer.pack_bin(static_cast<uint32_t>(value.size()));
     packer.pack_bin_body(value.data(), static_cast<uint32_t>(value.size()));
   }
@@ -98,19 +101,31 @@ struct BodyWriter {
     writer.Uint("e", message.from_epoch);
     writer.Uint("to", message.to_epoch);
   }
+  // Of a hello or a welcome: where its data planes are.
+  template <typename Body>
+  static uint32_t NumAddresses(const Body& body) {
+    return 1 + (body.local_address.empty() ? 0 : 1) + (body.lane_addresses.empty() ? 0 : 1);
+  }
+  template <typename Body>
+  void Addresses(const Body& body) const {
+    writer.Binary("worker", body.worker_address);
+    if (!body.local_address.empty()) writer.Binary("local", body.local_address);
+    if (body.lane_addresses.empty()) return;
+    writer.Key("lanes");
+    writer.packer.pack_array(static_cast<uint32_t>(body.lane_addresses.size()));
+    for (const std::string& address : body.lane_addresses) writer.BinaryValue(address);
+  }
   void operator()(const HelloMsg& body) const {
-    Head("hello", 4 + (body.local_address.empty() ? 0 : 1));
+    Head("hello", 3 + NumAddresses(body));
     writer.Text("name", body.name, kMaxNameBytes);
     writer.Text("model", body.model, kMaxModelBytes);
     PackLayout(writer, body.layout);
-    writer.Binary("worker", body.worker_address);
-    if (!body.local_address.empty()) writer.Binary("local", body.local_address);
+    Addresses(body);
   }
   void operator()(const WelcomeMsg& body) const {
-    Head("welcome", 2 + (body.local_address.empty() ? 0 : 1));
+    Head("welcome", 1 + NumAddresses(body));
     writer.Text("name", body.name, kMaxNameBytes);
-    writer.Binary("worker", body.worker_address);
-    if (!body.local_address.empty()) writer.Binary("local", body.local_address);
+    Addresses(body);
   }
   void operator()(const RefuseMsg& body) const {
     Head("refuse", 3);
@@ -226,6 +241,12 @@ class Reader {
       status_ = absl::InvalidArgumentError(absl::StrCat("malformed message: ", what));
   }
   const absl::Status& status() const { return status_; }
+  // What was found under `key`.
+  std::string Bytes(std::string_view key, const char* data, size_t size, size_t max_bytes) {
+    if (size <= max_bytes) return {data, size};
+    Fail(absl::StrCat("'", std::string(key), "' has ", size, " bytes, limit ", max_bytes));
+    return "";
+  }
 
  private:
   const Object* Find(std::string_view key, msgpack::type::object_type type) {
@@ -238,11 +259,6 @@ class Reader {
     if (found->second->type == type) return found->second;
     Fail(absl::StrCat("'", std::string(key), "' has the wrong type"));
     return nullptr;
-  }
-  std::string Bytes(std::string_view key, const char* data, size_t size, size_t max_bytes) {
-    if (size <= max_bytes) return {data, size};
-    Fail(absl::StrCat("'", std::string(key), "' has ", size, " bytes, limit ", max_bytes));
-    return "";
   }
 
   std::map<std::string_view, const Object*> keys_;
@@ -337,8 +353,17 @@ Fields ReadFields(Reader& reader, std::string_view key) {
 
 constexpr int64_t kMaxWireInt = int64_t{1} << 50;
 
-std::string ReadLocalAddress(Reader& reader) {
-  return reader.Has("local") ? reader.Binary("local", kMaxLocalAddressBytes) : "";
+// Of a hello or a welcome: where its data planes are.
+template <typename Body>
+void ReadAddresses(Reader& reader, Body* body) {
+  body->worker_address = reader.Binary("worker", kMaxWorkerAddressBytes);
+  if (reader.Has("local")) body->local_address = reader.Binary("local", kMaxLocalAddressBytes);
+  if (!reader.Has("lanes")) return;
+  for (const Object& address : reader.Array("lanes", kMaxMoreLanes)) {
+    if (address.type != msgpack::type::BIN) return reader.Fail("'lanes' has the wrong type");
+    body->lane_addresses.push_back(
+        reader.Bytes("lanes", address.via.bin.ptr, address.via.bin.size, kMaxWorkerAddressBytes));
+  }
 }
 
 MessageBody ReadBody(std::string_view type, Reader& reader) {
@@ -347,14 +372,13 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
     body.name = reader.Text("name", kMaxNameBytes);
     body.model = reader.Text("model", kMaxModelBytes);
     body.layout = ReadLayout(reader);
-    body.worker_address = reader.Binary("worker", kMaxWorkerAddressBytes);
-    body.local_address = ReadLocalAddress(reader);
+    ReadAddresses(reader, &body);
     return body;
   }
   if (type == "welcome") {
-    WelcomeMsg body{reader.Text("name", kMaxNameBytes),
-                    reader.Binary("worker", kMaxWorkerAddressBytes), ""};
-    body.local_address = ReadLocalAddress(reader);
+    WelcomeMsg body;
+    body.name = reader.Text("name", kMaxNameBytes);
+    ReadAddresses(reader, &body);
     return body;
   }
   if (type == "refuse") return RefuseMsg{reader.Uint("id"), ReadStatus(reader)};

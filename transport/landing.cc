@@ -1,0 +1,86 @@
+#include "transport/landing.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/hash.h"
+#include "base/status.h"
+
+namespace kvferry {
+namespace {
+
+absl::Status AddTo(ByteRanges* ranges, int64_t begin, int64_t end) {
+  if (ranges->Add(begin, end)) return absl::OkStatus();
+  return absl::DataLossError(
+      absl::StrCat("the chunk at byte ", begin, " overlaps what has arrived"));
+}
+
+}  // namespace
+
+Landing::Landing(std::shared_ptr<const StreamPlan> plan, std::shared_ptr<FetchHandle> handle,
+                 bool checksum, Metrics* metrics)
+    : plan_(std::move(plan)), handle_(std::move(handle)), checksum_(checksum), metrics_(metrics) {}
+
+absl::Status Landing::CheckChunk(const ChunkHeader& header, Pieces payload) const {
+  const auto total = static_cast<uint64_t>(plan_->total_bytes());
+  if (header.bytes == 0 || header.offset > total || header.bytes > total - header.offset) {
+    return absl::DataLossError(absl::StrCat("a chunk covers bytes ", header.offset, " + ",
+                                            header.bytes, " of a stream of ", total));
+  }
+  if ((header.flags & kChunkHasChecksum) != 0 && Xxh3(payload) != header.checksum) {
+    ++metrics_->checksum_failures;
+    return absl::DataLossError(
+        absl::StrCat("the checksum of the chunk at byte ", header.offset, " does not match"));
+  }
+  if (checksum_ && (header.flags & kChunkHasChecksum) == 0) {
+    return absl::DataLossError("a chunk came without the checksum that was asked for");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Landing::Claim(int64_t begin, int64_t end) {
+  const MutexLock lock(&mutex_);
+  return AddTo(&claimed_, begin, end);
+}
+
+absl::Status Landing::Arrived(int64_t begin, int64_t end) {
+  const MutexLock lock(&mutex_);
+  const int64_t layers_before = plan_->LayersIn(arrived_.prefix());
+  KVFERRY_RETURN_IF_ERROR(AddTo(&arrived_, begin, end));
+  const int64_t layers = plan_->LayersIn(arrived_.prefix());
+  // Under the lock, so that the number never falls.
+  if (layers != layers_before) handle_->SetLayersDone(layers);
+  return absl::OkStatus();
+}
+
+absl::Status Landing::Accept(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact,
+                             PieceCopy* copy) {
+  const auto taken_back = [&] {
+    return absl::UnavailableError(
+        absl::StrCat("the sender gave the transfer up: it took the "
+                     "chunk at byte ",
+                     header.offset, " back before it was read"));
+  };
+  const Gate::Pass pass(&gate_);
+  if (!pass.open()) return absl::CancelledError("the fetch has ended");
+  if (!intact()) return taken_back();
+  KVFERRY_RETURN_IF_ERROR(CheckChunk(header, payload));
+  const auto begin = static_cast<int64_t>(header.offset);
+  const int64_t end = begin + header.bytes;
+  KVFERRY_RETURN_IF_ERROR(Claim(begin, end));
+  copy->Run(*plan_, begin, payload);
+  if (!intact()) return taken_back();
+  return Arrived(begin, end);
+}
+
+int64_t Landing::num_bytes() const {
+  const MutexLock lock(&mutex_);
+  return arrived_.num_bytes();
+}
+
+std::vector<std::pair<int64_t, int64_t>> Landing::Gaps() const {
+  const MutexLock lock(&mutex_);
+  return arrived_.Gaps(plan_->total_bytes());
+}
+
+}  // namespace kvferry

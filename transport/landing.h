@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "base/mutex.h"
+#include "transport/byte_ranges.h"
+#include "transport/data_plane.h"
+#include "transport/fetch_handle.h"
+#include "transport/gate.h"
+#include "transport/metrics.h"
+#include "transport/piece_copy.h"
+#include "transport/stream_plan.h"
+
+namespace kvferry {
+
+// Where the chunks of one live fetch go: into its pages, whichever lane brings them. Thread-safe;
+// chunks of several lanes are copied at the same time.
+class Landing {
+ public:
+  // Chunks without a checksum are refused if `checksum`. `metrics` outlives this.
+  Landing(std::shared_ptr<const StreamPlan> plan, std::shared_ptr<FetchHandle> handle,
+          bool checksum, Metrics* metrics);
+
+  // OK: scattered, and counted. Else what is wrong with the chunk; some of it may be in the pages,
+  // but it does not count as arrived.
+  absl::Status Accept(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact,
+                      PieceCopy* copy);
+  // After it nothing is written any more.
+  void Close() { gate_.Close(); }
+
+  int64_t num_bytes() const;
+  // The ranges of the stream that have not arrived.
+  std::vector<std::pair<int64_t, int64_t>> Gaps() const;
+
+ private:
+  absl::Status CheckChunk(const ChunkHeader& header, Pieces payload) const;
+  // Nobody else is given a chunk of these bytes.
+  absl::Status Claim(int64_t begin, int64_t end);
+  absl::Status Arrived(int64_t begin, int64_t end);
+
+  const std::shared_ptr<const StreamPlan> plan_;
+  const std::shared_ptr<FetchHandle> handle_;
+  const bool checksum_;
+  Metrics* const metrics_;
+  Gate gate_;
+
+  mutable Mutex mutex_;
+  ByteRanges claimed_ ABSL_GUARDED_BY(mutex_);
+  ByteRanges arrived_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace kvferry
