@@ -35,7 +35,7 @@ struct Config {
   int64_t lanes = 1;
   bool mapped_path = true;            // Shared memory, not UCX, to peers on this host.
   int64_t copy_threads = 1;           // That copy what a peer on this host has in a shared pool.
-  int64_t chunk_bytes = 256 << 10;    // Packed path: bytes of one chunk.
+  int64_t chunk_bytes = 1 << 20;      // Packed path: bytes of one chunk.
   int64_t arena_bytes = 64 << 20;     // Packed path: all chunks being gathered or sent, all peers.
   int64_t credits_per_transfer = 16;  // Chunks a sender may have unacknowledged per transfer.
   bool checksum = false;              // XXH3 of each chunk, verified before it is scattered.
