@@ -1,5 +1,7 @@
 #include "pool/free_runs.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -13,10 +15,19 @@ namespace {
 
 // With room for the bit behind the last page.
 int64_t Words(int64_t num_pages) { return num_pages / 64 + 1; }
-// Pages in the word that holds `page`, from it on, at most `count`.
-int64_t InWord(int64_t page, int64_t count) { return std::min(64 - page % 64, count); }
-// The bits of the first `count` of them.
-uint64_t Bits(int64_t page, int64_t count) { return ~uint64_t{0} >> (64 - count) << (page % 64); }
+
+// The words that hold the pages of `run`, and in each the bits that are theirs, until see(word,
+// bits) is false.
+template <typename See>
+void SeeWords(PageRun run, const See& see) {
+  const int64_t last_page = run.first + run.count - 1;
+  int64_t word = run.first / 64;
+  uint64_t bits = ~uint64_t{0} << (run.first % 64);
+  for (; word < last_page / 64; ++word, bits = ~uint64_t{0}) {
+    if (!see(word, bits)) return;
+  }
+  see(word, bits & ~uint64_t{0} >> (63 - last_page % 64));
+}
 
 }  // namespace
 
@@ -25,6 +36,8 @@ absl::StatusOr<FreeRuns> FreeRuns::Create(int64_t num_pages) {
   const int64_t bytes =
       Words(num_pages) * 8 + num_pages * 4 + most_runs * static_cast<int64_t>(sizeof(Record));
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> memory, MapSlab(bytes));
+  // With pages of 4 KiB every look would miss the TLB first. Without huge pages it works as well.
+  (void)madvise(memory.get(), bytes, MADV_HUGEPAGE);
   return FreeRuns(std::move(memory), num_pages);
 }
 
@@ -48,27 +61,26 @@ void FreeRuns::Clear() {
 
 // ---------------------------------------------------------------- places
 
-int64_t FreeRuns::FirstFree(int64_t first, int64_t count) const {
-  for (int64_t step; count > 0; first += step, count -= step) {
-    step = InWord(first, count);
-    const uint64_t free = bits_[first / 64] & Bits(first, step);
-    if (free != 0) return first / 64 * 64 + std::countr_zero(free);
-  }
+int64_t FreeRuns::FirstFree(PageRun run) const {
+  int64_t first = run.first + run.count;
+  SeeWords(run, [&](int64_t word, uint64_t bits) {
+    const uint64_t free = bits_[word] & bits;
+    if (free != 0) first = word * 64 + std::countr_zero(free);
+    return free == 0;
+  });
   return first;
 }
 
-void FreeRuns::Mark(PageRun run, bool free) {
-  num_free_ += free ? run.count : -run.count;
-  for (int64_t step; run.count > 0; run.first += step, run.count -= step) {
-    step = InWord(run.first, run.count);
-    const uint64_t bits = Bits(run.first, step);
-    uint64_t& word = bits_[run.first / 64];
-    word = free ? word | bits : word & ~bits;
-  }
+void FreeRuns::Toggle(PageRun run) {
+  SeeWords(run, [&](int64_t word, uint64_t bits) {
+    bits_[word] ^= bits;
+    return true;
+  });
 }
 
 void FreeRuns::Insert(PageRun run) {
-  Mark(run, true);
+  Toggle(run);
+  num_free_ += run.count;
   const int64_t end = run.first + run.count;
   if (IsFree(end)) {
     const Id right = At(end);
@@ -83,12 +95,18 @@ void FreeRuns::Insert(PageRun run) {
   Add(run);
 }
 
+void FreeRuns::PrefetchBits(Id id) const {
+  if (id != kNone) __builtin_prefetch(&bits_[records_[id].first / 64], /*write=*/1);
+}
+
 PageRun FreeRuns::Take(Id id, int64_t offset, int64_t count) {
   const PageRun run = Run(id);
   const PageRun taken{run.first + offset, std::min(run.count - offset, count)};
   const int64_t behind = run.count - offset - taken.count;
+  PrefetchBits(records_[id].next);  // Of its bin, likely to be taken next.
   Remove(id);
-  Mark(taken, false);
+  Toggle(taken);
+  num_free_ -= taken.count;
   if (offset > 0) Add({run.first, offset});
   if (behind > 0) Add({taken.first + taken.count, behind});
   return taken;
@@ -97,7 +115,7 @@ PageRun FreeRuns::Take(Id id, int64_t offset, int64_t count) {
 void FreeRuns::TakeFront(int64_t page) {
   const Id id = At(page);
   Record& record = records_[id];
-  bits_[page / 64] &= ~Bits(page, 1);
+  bits_[page / 64] ^= uint64_t{1} << (page % 64);
   --num_free_;
   if (record.first == record.last) return Remove(id);
   ++record.first;

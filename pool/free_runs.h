@@ -18,8 +18,9 @@ namespace kvferry {
 // 1/32 beyond. A run that TakeFront() shortens stays in its bin until a search meets it there, so
 // that a run is never longer than its bin says, but may be shorter.
 //
-// Memory is zeroed and not touched before it is needed: a bit and 4 bytes a page, 20 bytes a free
-// run. Moved, not copied. Arguments are not checked. Not thread-safe.
+// Memory is zeroed and not touched before it is needed, by huge pages where the system has them: a
+// bit and 4 bytes a page, 20 bytes a free run. Moved, not copied. Arguments are not checked. Not
+// thread-safe.
 class FreeRuns {
  public:
   // Pages [0, num_pages), none of them free. num_pages must lie in [1, PageRuns::kMaxPages];
@@ -33,8 +34,10 @@ class FreeRuns {
     const auto bit = static_cast<uint64_t>(page);
     return (bits_[bit / 64] >> (bit % 64) & 1) != 0;
   }
-  // The first free page in [first, first + count), or first + count when there is none.
-  int64_t FirstFree(int64_t first, int64_t count) const;
+  // Bit page % 64 of word page / 64 says the same.
+  const uint64_t* bits() const { return bits_; }
+  // The first free page of `run`, or the one behind it when there is none.
+  int64_t FirstFree(PageRun run) const;
   // A free run as the methods below know it, until it changes.
   using Id = int32_t;
   // The run of which `page` is the first or the last.
@@ -60,6 +63,11 @@ class FreeRuns {
   // About the longest run; there must be one.
   Id Longest() { return *LongestBelow(PageRuns::kMaxPages * 2); }
 
+  // Fetches what Insert(run) will look at first, which in a large pool is far from any cache.
+  void PrefetchInsert(PageRun run) const {
+    __builtin_prefetch(&record_at_[run.first], /*write=*/1);
+    __builtin_prefetch(&record_at_[run.first + run.count - 1], /*write=*/1);
+  }
   // Frees pages none of which is free, and merges them with free neighbours.
   void Insert(PageRun run);
   // Takes `count` pages of a run, from `offset` on, or as many as there are.
@@ -93,7 +101,9 @@ class FreeRuns {
   // The first bin from `bin` on that is not empty, or kBins; the last one below `bin`, or -1.
   int BinFrom(int bin) const;
   int BinBelow(int bin) const;
-  void Mark(PageRun run, bool free);
+  // What is free is taken, and the other way round.
+  void Toggle(PageRun run);
+  void PrefetchBits(Id id) const;
   void Add(PageRun run);
   void Remove(Id id);
   void Link(Id id);

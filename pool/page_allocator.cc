@@ -79,8 +79,10 @@ absl::StatusOr<PageRuns> PageAllocator::Allocate(int64_t count) {
   KVFERRY_RETURN_IF_ERROR(CheckCount(count));
   constexpr int64_t kForgetShare = 64;
   request_pages_ = std::max(count, request_pages_ - request_pages_ / kForgetShare);
-  absl::InlinedVector<PageRun, 8> taken;
-  for (int64_t left = count; left > 0; left -= taken.back().count) {
+  const PageRun first = TakeForRequest(count);
+  if (first.count == count) return PageRuns(first);
+  absl::InlinedVector<PageRun, 8> taken = {first};
+  for (int64_t left = count - first.count; left > 0; left -= taken.back().count) {
     taken.push_back(TakeForRequest(left));
   }
   return PageRuns::FromRuns(taken);
@@ -121,7 +123,8 @@ absl::Status PageAllocator::CheckAllocated(std::span<const PageRun> sorted) cons
           absl::StrCat("page allocator: page ", run.first, " is freed twice in one list"));
     }
     previous_end = run.first + run.count;
-    const int64_t free = free_.FirstFree(run.first, run.count);
+    free_.PrefetchInsert(run);
+    const int64_t free = free_.FirstFree(run);
     if (free < previous_end) {
       return absl::InvalidArgumentError(
           absl::StrCat("page allocator: page ", free, " is already free"));
@@ -131,9 +134,14 @@ absl::Status PageAllocator::CheckAllocated(std::span<const PageRun> sorted) cons
 }
 
 absl::Status PageAllocator::Free(const PageRuns& pages) {
-  absl::InlinedVector<PageRun, 8> sorted(pages.runs().begin(), pages.runs().end());
-  std::sort(sorted.begin(), sorted.end(),
-            [](const PageRun& a, const PageRun& b) { return a.first < b.first; });
+  const auto by_place = [](const PageRun& a, const PageRun& b) { return a.first < b.first; };
+  std::span<const PageRun> sorted = pages.runs();
+  absl::InlinedVector<PageRun, 8> copy;
+  if (!std::is_sorted(sorted.begin(), sorted.end(), by_place)) {
+    copy.assign(sorted.begin(), sorted.end());
+    std::sort(copy.begin(), copy.end(), by_place);
+    sorted = copy;
+  }
   KVFERRY_RETURN_IF_ERROR(CheckAllocated(sorted));
   for (const PageRun& run : sorted) free_.Insert(run);
   return absl::OkStatus();

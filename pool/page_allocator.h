@@ -42,6 +42,8 @@ class PageAllocator {
 
   // Of a page in [0, num_pages).
   bool IsFree(int64_t page) const { return free_.IsFree(page); }
+  // Bit page % 64 of word page / 64 says the same; they stay where they are.
+  const uint64_t* free_bits() const { return free_.bits(); }
   // False also for a page that is reserved or does not exist.
   bool IsAllocated(int64_t page) const {
     return page >= reserved_ && page < num_pages_ && !free_.IsFree(page);

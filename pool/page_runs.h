@@ -23,6 +23,8 @@ struct PageRun {
 class PageRuns {
  public:
   PageRuns() = default;
+  // One run, which must be valid: FromRuns() checks.
+  explicit PageRuns(PageRun run) : runs_{run}, ends_{run.count} {}
   // Merges neighbours: {4, 5, 6, 9} becomes runs {4 x 3}, {9 x 1}. Order is kept, repeats are legal
   // here. INVALID_ARGUMENT on a page id outside [0, kMaxPages).
   static absl::StatusOr<PageRuns> FromPages(std::span<const int64_t> pages);

@@ -1,9 +1,7 @@
 #include "pool/token_slot_allocator.h"
 
 #include <algorithm>
-#include <array>
 #include <bit>
-#include <cstring>
 #include <limits>
 #include <numeric>
 #include <utility>
@@ -11,6 +9,7 @@
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
+#include "pool/slots_behind.h"
 
 namespace kvferry {
 namespace {
@@ -22,19 +21,6 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 absl::Status NotAllocated(int64_t slot) {
   return absl::InvalidArgumentError(
       absl::StrCat("slot allocator: slot ", slot, " is not allocated"));
-}
-
-constexpr size_t kBlock = 64;  // Sequences of a batch that are checked together: bits of a word.
-
-// Bit i is flags[i], which is 0 or 1. A multiplication moves eight of them into the top byte.
-uint64_t ToBits(const std::array<uint8_t, kBlock>& flags) {
-  uint64_t bits = 0;
-  for (size_t i = 0; i < kBlock; i += 8) {
-    uint64_t eight;
-    std::memcpy(&eight, &flags[i], sizeof eight);
-    bits |= eight * 0x0102040810204080 >> 56 << i;
-  }
-  return bits;
 }
 
 // How many slots from the first one on are neighbours, each one above the last. Compared by the
@@ -177,41 +163,20 @@ absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Extend(
   return slots;
 }
 
-// Without branches, so that compilers turn all but the look at the pages into vector instructions.
-bool TokenSlotAllocator::SlotsBehind(std::span<const int64_t> tokens,
-                                     std::span<const int32_t> last_slots, int32_t* slots,
-                                     uint64_t* opens) const {
-  const auto page_size = static_cast<uint32_t>(page_size_);
-  const auto end = static_cast<uint32_t>(pages_.num_pages() * page_size_);
-  uint64_t no_count = 0;   // Above bit 30: tokens is below 2 or too large.
-  uint32_t outside = 0;    // In bit 31: a slot is below the first page's or above the last one's.
-  uint32_t misplaced = 0;  // In the bits of a place in a page.
-  std::array<uint8_t, kBlock> opens_page{};
-  for (size_t i = 0; i < tokens.size(); ++i) {
-    const auto last = static_cast<uint32_t>(last_slots[i]);
-    const uint64_t last_token = static_cast<uint64_t>(tokens[i]) - 2;
-    no_count |= last_token | static_cast<uint64_t>(tokens[i]);
-    outside |= last | (last - page_size) | (end - 1 - last);
-    misplaced |= last ^ static_cast<uint32_t>(last_token);
-    slots[i] = static_cast<int32_t>(last + 1);
-    opens_page[i] = ((last + 1) & (page_size - 1)) == 0;
-  }
-  *opens = ToBits(opens_page);
-  if (no_count >> 31 != 0 || outside >> 31 != 0 || (misplaced & (page_size - 1)) != 0) return false;
-  return std::all_of(last_slots.begin(), last_slots.end(),
-                     [this](int32_t last) { return !pages_.IsFree(last >> page_shift_); });
-}
-
 std::optional<std::vector<int32_t>> TokenSlotAllocator::DecodeUsual(
     std::span<const int64_t> tokens, std::span<const int32_t> last_slots) {
   if (page_shift_ < 0 || tokens.size() != last_slots.size()) return std::nullopt;
-  std::vector<int32_t> slots(tokens.size());
-  absl::InlinedVector<uint64_t, 32> opens(tokens.size() / kBlock + 1);
+  static const SlotsBehindFn slots_behind = SlotsBehind();
+  const SlotPages pages{pages_.free_bits(), static_cast<uint32_t>(pages_.num_pages() * page_size_),
+                        page_shift_};
+  const auto sequences = static_cast<int64_t>(tokens.size());
+  std::vector<int32_t> slots(sequences);
+  absl::InlinedVector<uint64_t, 32> opens(sequences / kSlotBlock + 1);
   int64_t new_pages = 0;
-  for (size_t at = 0; at < tokens.size(); at += kBlock) {
-    const size_t count = std::min(kBlock, tokens.size() - at);
-    uint64_t& bits = opens[at / kBlock];
-    if (!SlotsBehind(tokens.subspan(at, count), last_slots.subspan(at, count), &slots[at], &bits)) {
+  for (int64_t at = 0; at < sequences; at += kSlotBlock) {
+    uint64_t& bits = opens[at / kSlotBlock];
+    if (!slots_behind(pages, &tokens[at], &last_slots[at], std::min(kSlotBlock, sequences - at),
+                      &slots[at], &bits)) {
       return std::nullopt;
     }
     new_pages += std::popcount(bits);
@@ -219,7 +184,7 @@ std::optional<std::vector<int32_t>> TokenSlotAllocator::DecodeUsual(
   if (new_pages > pages_.num_free()) return std::nullopt;
   for (size_t block = 0; block < opens.size(); ++block) {
     for (uint64_t left = opens[block]; left != 0; left &= left - 1) {
-      int32_t& slot = slots[block * kBlock + std::countr_zero(left)];
+      int32_t& slot = slots[block * kSlotBlock + std::countr_zero(left)];
       const int64_t page = pages_.ExtendByOne((slot >> page_shift_) - 1);
       slot = static_cast<int32_t>(page << page_shift_);
     }

@@ -78,10 +78,6 @@ class TokenSlotAllocator {
   // a power of two tokens. nullopt otherwise, and nothing changes: Extend() says what is wrong.
   std::optional<std::vector<int32_t>> DecodeUsual(std::span<const int64_t> tokens,
                                                   std::span<const int32_t> last_slots);
-  // Checks up to 64 of its sequences. Returns whether they are right, writes the slots behind the
-  // last ones, and sets bit i of *opens where that of sequence i opens a page.
-  bool SlotsBehind(std::span<const int64_t> tokens, std::span<const int32_t> last_slots,
-                   int32_t* slots, uint64_t* opens) const;
   int64_t PageOf(int64_t slot) const {
     return page_shift_ < 0 ? slot / page_size_ : slot >> page_shift_;
   }

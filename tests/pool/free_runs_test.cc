@@ -116,7 +116,7 @@ void RandomOperations(int64_t num_pages, int64_t longest, int operations, bool s
     const int64_t page = below(num_pages);
     const PageRun run{page, model.Length(page, 1 + below(longest))};
     const int64_t expected = model.IsFree(page) ? page : page + run.count;
-    ASSERT_EQ(runs.FirstFree(page, run.count), expected);
+    ASSERT_EQ(runs.FirstFree(run), expected);
     if (!model.IsFree(page)) {
       runs.Insert(run);
       model.Set(run, true);
