@@ -92,6 +92,10 @@ TokenView TokenKvPool::ValueView(int64_t layer) const {
   if (name == "latent") {
     return first.Slice(0, latent_value_dim_ == 0 ? first.head_dim : latent_value_dim_);
   }
+  // Codes of keys may have their scales behind them.
+  for (int64_t tensor = 1; tensor < layout().num_tensors(); ++tensor) {
+    if (layout().tensors[tensor].name == "v") return view(layer, tensor);
+  }
   return layout().num_tensors() > 1 ? view(layer, 1) : first;
 }
 

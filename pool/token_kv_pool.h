@@ -23,7 +23,8 @@ namespace kvferry {
 //   "k", "v"      key and value of their own heads and dims
 //   "kv"          both halves of each head of one tensor
 //   "latent"      MLA: the key is all of it, the value its first latent_value_dim values
-//   any further   e.g. "label" of double sparsity, "index_k" and "index_scale" of sparse attention
+//   any further   e.g. "label" of double sparsity, "index_k" and "index_scale" of sparse attention,
+//                 or "k_scale" behind "k" where k holds codes (block_quant.h)
 // Slots are those of TokenSlotAllocator: page 0 is there, for the rows of padded tokens, and is
 // never handed out.
 //
