@@ -45,6 +45,15 @@ absl::Status CheckOptions(const ModelPoolsOptions& options, const Split& split) 
   return absl::OkStatus();
 }
 
+absl::Status CheckMemory(const ModelPoolsOptions& options, const ModelConfig& model) {
+  if (options.memory == nullptr || options.memory->on_host() || !model.linear) {
+    return absl::OkStatus();
+  }
+  return absl::UnimplementedError(
+      absl::StrCat("model pools: memory is ", options.memory->name(),
+                   ", but states of linear layers can live in host memory only"));
+}
+
 // Whole pages of tokens for both pools, without the padding page that each has besides.
 struct Tokens {
   int64_t kv = 0;
@@ -127,6 +136,7 @@ struct PackedRows {
 // is written only when everything fits.
 absl::Status SetInBlocks(BlockFormat format, size_t num_in_blocks, TokenKvPool& pool, int64_t layer,
                          std::span<const int32_t> slots, std::span<const TokenView> rows) {
+  KVFERRY_RETURN_IF_ERROR(CheckOnHost("model pools: what is quantised", pool.memory()));
   const std::vector<TokenView> parts = pool.Parts(layer);
   if (rows.size() != parts.size() - num_in_blocks) {
     return absl::InvalidArgumentError(absl::StrCat("model pools: ", rows.size(),
@@ -201,6 +211,7 @@ absl::StatusOr<std::unique_ptr<ModelPools>> ModelPools::Create(const ModelConfig
   }
   const Split split = SplitOf(model);
   KVFERRY_RETURN_IF_ERROR(CheckOptions(options, split));
+  KVFERRY_RETURN_IF_ERROR(CheckMemory(options, model));
   KVFERRY_ASSIGN_OR_RETURN(ReqToTokenPool requests, RequestsFor(model, options));
   std::unique_ptr<ModelPools> pools(new ModelPools(model, std::move(requests)));
   if (model.linear) {
@@ -213,7 +224,8 @@ absl::StatusOr<std::unique_ptr<ModelPools>> ModelPools::Create(const ModelConfig
                            LayoutFor(model, split.num_kv_layers, options.page_size));
   if (!split.mixed()) {
     KVFERRY_ASSIGN_OR_RETURN(const Tokens tokens, TokensFor(options, split, &layout, nullptr));
-    KVFERRY_ASSIGN_OR_RETURN(pools->kv_, TokenKvPool::Create(layout, tokens.kv, value_dim));
+    KVFERRY_ASSIGN_OR_RETURN(pools->kv_,
+                             TokenKvPool::Create(layout, tokens.kv, value_dim, options.memory));
     KVFERRY_ASSIGN_OR_RETURN(pools->slots_,
                              TokenSlotAllocator::Create(tokens.kv, options.page_size));
     return pools;
@@ -221,9 +233,10 @@ absl::StatusOr<std::unique_ptr<ModelPools>> ModelPools::Create(const ModelConfig
   KVFERRY_ASSIGN_OR_RETURN(const KvLayout window,
                            LayoutFor(model, split.num_window_layers, options.page_size));
   KVFERRY_ASSIGN_OR_RETURN(const Tokens tokens, TokensFor(options, split, &layout, &window));
-  KVFERRY_ASSIGN_OR_RETURN(pools->kv_, TokenKvPool::Create(layout, tokens.kv, value_dim));
+  KVFERRY_ASSIGN_OR_RETURN(pools->kv_,
+                           TokenKvPool::Create(layout, tokens.kv, value_dim, options.memory));
   KVFERRY_ASSIGN_OR_RETURN(pools->window_kv_,
-                           TokenKvPool::Create(window, tokens.window, value_dim));
+                           TokenKvPool::Create(window, tokens.window, value_dim, options.memory));
   KVFERRY_ASSIGN_OR_RETURN(pools->window_slots_, SlidingWindowAllocator::Create(
                                                      tokens.kv, tokens.window, options.page_size));
   return pools;

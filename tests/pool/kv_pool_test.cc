@@ -2,7 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include "base/slab.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -35,7 +34,7 @@ TEST(Pools, OthersCanMapWhatItCreates) {
   pool->page(2, 1, 4)[63] = std::byte{7};
   const auto seen = Must(MapPeersMemory(shared->fd, shared->bytes));
   EXPECT_EQ(seen.get()[pool->page(2, 1, 4).data() + 63 - shared->data.get()], std::byte{7});
-  EXPECT_EQ(Must(KvPool::CreateIn(kLayout, 5, MapSlab))->shared_memory(), nullptr);
+  EXPECT_EQ(Must(KvPool::CreateIn(kLayout, 5, HostMemory()))->shared_memory(), nullptr);
 }
 
 TEST(Pools, PagesLieWhereTheBuffersSay) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "pool/block_quant.h"
+#include "tests/pool/guarded_memory.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -287,6 +288,39 @@ TEST(ModelPoolsOf, FourBitKeysAndValuesAreSeenAsCodes) {
   ASSERT_TRUE(IsOk(mixed->Set(0, slots, std::vector<TokenView>{rows, rows})));
   const std::vector<int32_t> window = Must(mixed->window_slots()->ToWindow(slots));
   EXPECT_EQ(*mixed->window_kv()->view(0, 2).row(window[3]), std::byte{0x77});
+}
+
+TEST(ModelPoolsOf, KeysAndValuesMayLieOnADevice) {
+  const auto memory = std::make_shared<GuardedMemory>();
+  ModelPoolsOptions options = Small();
+  options.memory = memory;
+  const auto pools = Make(kGemma3, options);
+  std::vector<float> values(4 * 16, 5);
+  const TokenView row =
+      TokenView::Packed(reinterpret_cast<std::byte*>(values.data()), DType::kFloat32, 4, 1, 16);
+  const std::vector<TokenView> rows = {row, row};
+  const std::vector<int32_t> slots = Must(pools->window_slots()->Allocate(4));
+  for (const int64_t layer : {4, 5}) ASSERT_TRUE(IsOk(pools->Set(layer, slots, rows)));
+  const std::vector<int32_t> window = Must(pools->window_slots()->ToWindow(slots));
+  const auto first = [&memory](const TokenView& view, int32_t slot) {
+    float value = 0;
+    std::memcpy(&value, memory->Read(view.row(slot), sizeof value).data(), sizeof value);
+    return value;
+  };
+  EXPECT_EQ(first(pools->window_kv()->view(3, 1), window[2]), 5);
+  EXPECT_EQ(first(pools->kv()->view(1, 0), slots[2]), 5);
+
+  // What needs the processor is refused.
+  options.kv_cache_dtype = "fp4";
+  const auto four_bits = Make(kLlama, options);
+  const TokenView key = TokenView::Packed(row.data, DType::kFloat32, 4, 2, 8);
+  EXPECT_TRUE(Fails(four_bits->Set(0, slots, std::vector<TokenView>{key, key}),
+                    absl::StatusCode::kFailedPrecondition, "lies in guarded memory"));
+  EXPECT_TRUE(Fails(ModelPools::Create(Must(ModelConfig::FromJson(kQwen3Next)), options),
+                    absl::StatusCode::kUnimplemented, "memory is guarded memory", "linear"));
+  memory->failure = absl::UnavailableError("no such device");
+  EXPECT_TRUE(Fails(ModelPools::Create(Must(ModelConfig::FromJson(kLlama)), options),
+                    absl::StatusCode::kUnavailable, "no such device"));
 }
 
 TEST(ModelPoolsOf, OptionsThatCannotBe) {
