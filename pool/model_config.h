@@ -87,9 +87,9 @@ struct ModelConfig {
   // INVALID_ARGUMENT naming the field, its value and what is allowed, or, for one that is missing,
   // the names that were looked for; also for text that is longer than kMaxJsonBytes or not JSON,
   // for heads that tensor_parallel_size does not divide, for a KV cache quantised in a way that is
-  // not known unless kv_cache_dtype is given, and for bad options. UNIMPLEMENTED when
-  // the file says that layers differ in a way that this type cannot express (their KV heads or
-  // dimensions, KV shared among layers, other state space layers).
+  // not known unless kv_cache_dtype is given, and for bad options. UNIMPLEMENTED when the file says
+  // that layers differ in a way that this type cannot express (their KV heads or dimensions, KV
+  // shared among layers, other state space layers).
   static absl::StatusOr<ModelConfig> FromJson(absl::string_view json,
                                               const ModelConfigOptions& options = {});
 

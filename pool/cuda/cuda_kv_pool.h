@@ -15,9 +15,9 @@
 
 namespace kvferry {
 
-// KvPool::CreateIn() in CudaMemory(): zeroed when this returns, freed with the pool. INVALID_ARGUMENT
-// for a bad layout or page count, UNAVAILABLE naming the reason when there is no such device,
-// RESOURCE_EXHAUSTED when it will not give the memory.
+// KvPool::CreateIn() in CudaMemory(): zeroed when this returns, freed with the pool.
+// INVALID_ARGUMENT for a bad layout or page count, UNAVAILABLE naming the reason when there is no
+// such device, RESOURCE_EXHAUSTED when it will not give the memory.
 absl::StatusOr<std::shared_ptr<KvPool>> CreateCudaKvPool(const KvLayout& layout, int64_t num_pages,
                                                          int device);
 
