@@ -8,7 +8,6 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
-#include "base/slab.h"
 #include "base/status.h"
 #include "examples/two_node/pattern.h"
 #include "examples/two_node/support.h"
@@ -84,7 +83,7 @@ int Driver::Run() {
 absl::StatusOr<std::shared_ptr<KvPool>> TouchedPool(const KvLayout& layout, int64_t num_pages,
                                                     bool is_private) {
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<KvPool> pool,
-                           is_private ? KvPool::CreateIn(layout, num_pages, MapSlab)
+                           is_private ? KvPool::CreateIn(layout, num_pages, HostMemory())
                                       : KvPool::Create(layout, num_pages));
   for (const BufferInfo& buffer : pool->buffer_infos()) {
     std::memset(buffer.address, 0, buffer.bytes);

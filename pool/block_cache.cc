@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "base/slab.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -57,10 +56,6 @@ absl::Status CheckPairs(const BlockCache& from, const BlockCache& to,
   return absl::OkStatus();
 }
 
-struct BlockRun {
-  int64_t from, to, count;
-};
-
 std::vector<BlockRun> Coalesce(std::span<const BlockPair> pairs) {
   std::vector<BlockPair> sorted(pairs.begin(), pairs.end());
   std::sort(sorted.begin(), sorted.end());
@@ -85,22 +80,26 @@ absl::Status BlockCacheShape::Validate() const {
 
 int64_t BlockCacheShape::block_bytes() const { return LayoutOf(*this).page_bytes(); }
 
-absl::StatusOr<std::shared_ptr<BlockCache>> BlockCache::Create(const BlockCacheShape& shape,
-                                                               int64_t num_blocks) {
+absl::StatusOr<std::shared_ptr<BlockCache>> BlockCache::Create(
+    const BlockCacheShape& shape, int64_t num_blocks,
+    const std::shared_ptr<const PoolMemory>& memory) {
   KVFERRY_RETURN_IF_ERROR(shape.Validate());
   const int64_t max_blocks = kMaxBytes / shape.block_bytes();
   if (num_blocks < 1 || num_blocks > max_blocks) {
     return absl::InvalidArgumentError(absl::StrCat("block cache: num_blocks is ", num_blocks,
                                                    " but must lie in [1, ", max_blocks, "]"));
   }
-  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> memory,
-                           MapSlab(num_blocks * shape.block_bytes()));
-  return std::shared_ptr<BlockCache>(new BlockCache(shape, num_blocks, std::move(memory)));
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> blocks,
+                           memory->Allocate(num_blocks * shape.block_bytes()));
+  return std::shared_ptr<BlockCache>(new BlockCache(shape, num_blocks, memory, std::move(blocks)));
 }
 
 BlockCache::BlockCache(const BlockCacheShape& shape, int64_t num_blocks,
-                       std::shared_ptr<std::byte> memory)
-    : shape_(shape), num_blocks_(num_blocks), memory_(std::move(memory)) {}
+                       std::shared_ptr<const PoolMemory> memory, std::shared_ptr<std::byte> blocks)
+    : shape_(shape),
+      num_blocks_(num_blocks),
+      memory_(std::move(memory)),
+      blocks_(std::move(blocks)) {}
 
 int64_t BlockCache::SizeOf(BlockDim dim) const {
   switch (dim) {
@@ -131,7 +130,7 @@ absl::StatusOr<TokenView> BlockCache::View(int64_t layer, int64_t kv) const {
                                               SizeOf(BlockDim::kKv)));
   }
   return TokenView{
-      .data = memory_.get() + layer * (bytes() / shape_.num_layers) + kv * StrideOf(BlockDim::kKv),
+      .data = blocks_.get() + layer * (bytes() / shape_.num_layers) + kv * StrideOf(BlockDim::kKv),
       .dtype = shape_.dtype,
       .num_slots = num_blocks_ * shape_.block_size,
       .page_size = shape_.block_size,
@@ -148,18 +147,25 @@ std::vector<BufferInfo> BlockCache::buffer_infos() const {
   const int64_t buffer_bytes = num_blocks_ * item_bytes;
   std::vector<BufferInfo> infos;
   for (int64_t at = 0; at < bytes(); at += buffer_bytes) {
-    infos.push_back({memory_.get() + at, buffer_bytes, item_bytes});
+    infos.push_back({blocks_.get() + at, buffer_bytes, item_bytes});
   }
   return infos;
 }
 
-absl::Status CopyBlocks(const BlockCache& from, BlockCache& to, std::span<const BlockPair> pairs,
-                        ThreadPool* threads) {
+absl::StatusOr<std::vector<BlockRun>> PlanBlockCopy(const BlockCache& from, const BlockCache& to,
+                                                    std::span<const BlockPair> pairs) {
   if (from.shape() != to.shape()) {
     return absl::InvalidArgumentError("block cache: blocks move between caches of one shape only");
   }
   KVFERRY_RETURN_IF_ERROR(CheckPairs(from, to, pairs));
-  const std::vector<BlockRun> runs = Coalesce(pairs);
+  return Coalesce(pairs);
+}
+
+absl::Status CopyBlocks(const BlockCache& from, BlockCache& to, std::span<const BlockPair> pairs,
+                        ThreadPool* threads) {
+  KVFERRY_RETURN_IF_ERROR(CheckOnHost("block cache: the source", from.memory()));
+  KVFERRY_RETURN_IF_ERROR(CheckOnHost("block cache: the destination", to.memory()));
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<BlockRun> runs, PlanBlockCopy(from, to, pairs));
   const std::vector<BufferInfo> sources = from.buffer_infos();
   const std::vector<BufferInfo> destinations = to.buffer_infos();
   const auto copy_buffer = [&](int64_t buffer) {

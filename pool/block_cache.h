@@ -13,6 +13,7 @@
 #include "base/thread_pool.h"
 #include "pool/kv_layout.h"
 #include "pool/kv_pool.h"
+#include "pool/pool_memory.h"
 #include "pool/token_view.h"
 
 namespace kvferry {
@@ -51,13 +52,16 @@ using BlockPair = std::pair<int64_t, int64_t>;
 // thread-compatible.
 class BlockCache {
  public:
-  // Zeroed memory of its own, with RESOURCE_EXHAUSTED when the machine will not give it.
-  // INVALID_ARGUMENT for a bad shape, or a num_blocks that is not positive or makes more than 2^44
-  // bytes.
-  static absl::StatusOr<std::shared_ptr<BlockCache>> Create(const BlockCacheShape& shape,
-                                                            int64_t num_blocks);
+  // Zeroed memory of its own, of the given kind, whose errors are passed on: RESOURCE_EXHAUSTED
+  // when the machine will not give it. INVALID_ARGUMENT for a bad shape, or a num_blocks that is
+  // not positive or makes more than 2^44 bytes.
+  static absl::StatusOr<std::shared_ptr<BlockCache>> Create(
+      const BlockCacheShape& shape, int64_t num_blocks,
+      const std::shared_ptr<const PoolMemory>& memory = HostMemory());
 
   const BlockCacheShape& shape() const { return shape_; }
+  // What kind of memory the blocks lie in; addresses below are good where that says.
+  const PoolMemory& memory() const { return *memory_; }
   int64_t num_blocks() const { return num_blocks_; }
   int64_t bytes() const { return num_blocks_ * shape_.block_bytes(); }
   // The keys (kv = 0) or values (1) of a layer; slot = block * block_size + place in the block.
@@ -68,7 +72,8 @@ class BlockCache {
   std::vector<BufferInfo> buffer_infos() const;
 
  private:
-  BlockCache(const BlockCacheShape& shape, int64_t num_blocks, std::shared_ptr<std::byte> memory);
+  BlockCache(const BlockCacheShape& shape, int64_t num_blocks,
+             std::shared_ptr<const PoolMemory> memory, std::shared_ptr<std::byte> blocks);
 
   int64_t SizeOf(BlockDim dim) const;
   // Bytes from one index of `dim` to the next.
@@ -76,16 +81,30 @@ class BlockCache {
 
   const BlockCacheShape shape_;
   const int64_t num_blocks_;
-  const std::shared_ptr<std::byte> memory_;
+  const std::shared_ptr<const PoolMemory> memory_;
+  const std::shared_ptr<std::byte> blocks_;
 };
+
+// Neighbouring blocks that go to neighbouring blocks.
+struct BlockRun {
+  int64_t from, to, count;
+
+  bool operator==(const BlockRun&) const = default;
+};
+
+// The pairs in as few runs as there are, in order of `from`: what any copy of blocks checks first.
+// Errors as for CopyBlocks(), of any kind of memory.
+absl::StatusOr<std::vector<BlockRun>> PlanBlockCopy(const BlockCache& from, const BlockCache& to,
+                                                    std::span<const BlockPair> pairs);
 
 // Block pair.second of `to` becomes block pair.first of `from`, in every layer, for all pairs.
 // Neighbouring blocks that go to neighbouring blocks move in one piece, in whatever order the pairs
 // come. `from` and `to` may be the same cache.
 //
 // INVALID_ARGUMENT when the caches differ in shape, a block is written twice, or a block of one
-// cache is both read and written; OUT_OF_RANGE naming a block that does not exist. Nothing is
-// written then. `threads`, which may be null, help.
+// cache is both read and written; OUT_OF_RANGE naming a block that does not exist;
+// FAILED_PRECONDITION when a cache is not on_host() (cuda/block_copy_cuda.h has a copy for those).
+// Nothing is written then. `threads`, which may be null, help.
 absl::Status CopyBlocks(const BlockCache& from, BlockCache& to, std::span<const BlockPair> pairs,
                         ThreadPool* threads = nullptr);
 

@@ -37,28 +37,8 @@ absl::Status CheckBuffer(const KvLayout& layout, std::span<const BufferInfo> buf
   return absl::OkStatus();
 }
 
-}  // namespace
-
-KvPool::KvPool(const KvLayout& layout, std::vector<BufferInfo> buffers,
-               std::shared_ptr<const void> owner)
-    : layout_(layout),
-      buffers_(std::move(buffers)),
-      num_pages_(buffers_[0].bytes / layout_.item_bytes(0)),
-      owner_(std::move(owner)) {}
-
-absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Create(const KvLayout& layout, int64_t num_pages) {
-  auto shared = std::make_shared<SharedMemory>();
-  const auto allocate = [&](int64_t bytes) -> absl::StatusOr<std::shared_ptr<std::byte>> {
-    KVFERRY_ASSIGN_OR_RETURN(*shared, SharedMemory::CreateOrPrivate("kvferry-pool", bytes));
-    return shared->data;
-  };
-  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<KvPool> pool, CreateIn(layout, num_pages, allocate));
-  if (shared->fd.valid()) pool->shared_ = std::move(shared);
-  return pool;
-}
-
-absl::StatusOr<std::shared_ptr<KvPool>> KvPool::CreateIn(const KvLayout& layout, int64_t num_pages,
-                                                         Allocate allocate) {
+// Of all buffers, each rounded up.
+absl::StatusOr<int64_t> SlabBytes(const KvLayout& layout, int64_t num_pages) {
   KVFERRY_RETURN_IF_ERROR(layout.Validate());
   // With at most 2^44 bytes (16 TiB) in all, none of the sums below can overflow.
   const int64_t max_pages = std::max<int64_t>(1, (int64_t{1} << 44) / layout.page_bytes());
@@ -70,9 +50,12 @@ absl::StatusOr<std::shared_ptr<KvPool>> KvPool::CreateIn(const KvLayout& layout,
   for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
     slab_bytes += layout.num_layers * AlignUp(num_pages * layout.item_bytes(tensor));
   }
-  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> slab, allocate(slab_bytes));
+  return slab_bytes;
+}
+
+std::vector<BufferInfo> BuffersIn(std::byte* slab, const KvLayout& layout, int64_t num_pages) {
   std::vector<BufferInfo> buffers;
-  std::byte* next = slab.get();
+  std::byte* next = slab;
   for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
     const int64_t item_bytes = layout.item_bytes(tensor);
     for (int64_t layer = 0; layer < layout.num_layers; ++layer) {
@@ -80,12 +63,42 @@ absl::StatusOr<std::shared_ptr<KvPool>> KvPool::CreateIn(const KvLayout& layout,
       next += AlignUp(num_pages * item_bytes);
     }
   }
-  return std::shared_ptr<KvPool>(new KvPool(layout, std::move(buffers), std::move(slab)));
+  return buffers;
+}
+
+}  // namespace
+
+KvPool::KvPool(const KvLayout& layout, std::vector<BufferInfo> buffers,
+               std::shared_ptr<const void> owner, std::shared_ptr<const PoolMemory> memory)
+    : layout_(layout),
+      buffers_(std::move(buffers)),
+      num_pages_(buffers_[0].bytes / layout_.item_bytes(0)),
+      memory_(std::move(memory)),
+      owner_(std::move(owner)) {}
+
+absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Create(const KvLayout& layout, int64_t num_pages) {
+  KVFERRY_ASSIGN_OR_RETURN(const int64_t bytes, SlabBytes(layout, num_pages));
+  auto shared = std::make_shared<SharedMemory>();
+  KVFERRY_ASSIGN_OR_RETURN(*shared, SharedMemory::CreateOrPrivate("kvferry-pool", bytes));
+  std::shared_ptr<KvPool> pool(new KvPool(layout, BuffersIn(shared->data.get(), layout, num_pages),
+                                          shared->data, HostMemory()));
+  if (shared->fd.valid()) pool->shared_ = std::move(shared);
+  return pool;
+}
+
+absl::StatusOr<std::shared_ptr<KvPool>> KvPool::CreateIn(const KvLayout& layout, int64_t num_pages,
+                                                         std::shared_ptr<const PoolMemory> memory) {
+  KVFERRY_ASSIGN_OR_RETURN(const int64_t bytes, SlabBytes(layout, num_pages));
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> slab, memory->Allocate(bytes));
+  std::vector<BufferInfo> buffers = BuffersIn(slab.get(), layout, num_pages);
+  return std::shared_ptr<KvPool>(
+      new KvPool(layout, std::move(buffers), std::move(slab), std::move(memory)));
 }
 
 absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Adopt(const KvLayout& layout,
                                                       std::span<const BufferInfo> buffers,
-                                                      std::shared_ptr<const void> owner) {
+                                                      std::shared_ptr<const void> owner,
+                                                      std::shared_ptr<const PoolMemory> memory) {
   KVFERRY_RETURN_IF_ERROR(layout.Validate());
   if (static_cast<int64_t>(buffers.size()) != layout.num_buffers()) {
     return absl::InvalidArgumentError(
@@ -96,7 +109,7 @@ absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Adopt(const KvLayout& layout,
     KVFERRY_RETURN_IF_ERROR(CheckBuffer(layout, buffers, index));
   }
   return std::shared_ptr<KvPool>(
-      new KvPool(layout, {buffers.begin(), buffers.end()}, std::move(owner)));
+      new KvPool(layout, {buffers.begin(), buffers.end()}, std::move(owner), std::move(memory)));
 }
 
 std::span<std::byte> KvPool::page(int64_t layer, int64_t tensor, int64_t page_id) const {

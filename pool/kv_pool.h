@@ -6,10 +6,10 @@
 #include <span>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "base/shared_memory.h"
 #include "pool/kv_layout.h"
+#include "pool/pool_memory.h"
 
 namespace kvferry {
 
@@ -34,18 +34,18 @@ class KvPool {
   // layout or page count. A child that this process forks shares it, and must not write to it.
   static absl::StatusOr<std::shared_ptr<KvPool>> Create(const KvLayout& layout, int64_t num_pages);
 
-  // The same in memory of another kind: `allocate` gives zeroed bytes, aligned to 256 at least, and
-  // is called once; its errors are passed on.
-  using Allocate = absl::FunctionRef<absl::StatusOr<std::shared_ptr<std::byte>>(int64_t bytes)>;
+  // The same in memory of another kind, a device's for example, or the host's own that no other
+  // process reads. Errors of memory->Allocate() are passed on.
   static absl::StatusOr<std::shared_ptr<KvPool>> CreateIn(const KvLayout& layout, int64_t num_pages,
-                                                          Allocate allocate);
+                                                          std::shared_ptr<const PoolMemory> memory);
 
   // Looks at `buffers`, K layers then V layers (KvLayout::buffer_index), all of the same page
   // count. `owner` is kept alive as long as the pool; the memory must stay valid while it lives.
   // INVALID_ARGUMENT names the buffer whose address, size or item size does not fit the layout.
-  static absl::StatusOr<std::shared_ptr<KvPool>> Adopt(const KvLayout& layout,
-                                                       std::span<const BufferInfo> buffers,
-                                                       std::shared_ptr<const void> owner);
+  // `memory` says what kind it is of, which cannot be checked.
+  static absl::StatusOr<std::shared_ptr<KvPool>> Adopt(
+      const KvLayout& layout, std::span<const BufferInfo> buffers,
+      std::shared_ptr<const void> owner, std::shared_ptr<const PoolMemory> memory = HostMemory());
 
   const KvLayout& layout() const { return layout_; }
   int64_t num_pages() const { return num_pages_; }
@@ -53,18 +53,21 @@ class KvPool {
   const BufferInfo& buffer(int64_t layer, int64_t tensor) const {
     return buffers_[layout_.buffer_index(layer, tensor)];
   }
+  // What kind of memory the pages lie in; addresses below are good where that says.
+  const PoolMemory& memory() const { return *memory_; }
   // What all buffers lie in, when other processes can map it; else null.
   const SharedMemory* shared_memory() const { return shared_.get(); }
   // One page of one tensor of one layer; the indices must be in range.
   std::span<std::byte> page(int64_t layer, int64_t tensor, int64_t page_id) const;
 
  private:
-  KvPool(const KvLayout& layout, std::vector<BufferInfo> buffers,
-         std::shared_ptr<const void> owner);
+  KvPool(const KvLayout& layout, std::vector<BufferInfo> buffers, std::shared_ptr<const void> owner,
+         std::shared_ptr<const PoolMemory> memory);
 
   const KvLayout layout_;
   const std::vector<BufferInfo> buffers_;
   const int64_t num_pages_;
+  const std::shared_ptr<const PoolMemory> memory_;
   const std::shared_ptr<const void> owner_;
   std::shared_ptr<const SharedMemory> shared_;
 };

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -67,24 +68,27 @@ constexpr std::array<absl::string_view, 18> kUneven = {
 struct NamedDType {
   absl::string_view name;
   DType dtype;
+  std::optional<BlockFormat> blocks = std::nullopt;
 };
 constexpr std::array kModelDTypes = {
     NamedDType{"bfloat16", DType::kBFloat16}, NamedDType{"float16", DType::kFloat16},
     NamedDType{"float32", DType::kFloat32},   NamedDType{"half", DType::kFloat16},
     NamedDType{"float", DType::kFloat32},
 };
+constexpr BlockFormat kMxfp4 = BlockFormat::kMxfp4;
 constexpr std::array kKvDTypes = {
-    NamedDType{"fp8", DType::kFloat8E4M3},      NamedDType{"fp8_e4m3", DType::kFloat8E4M3},
-    NamedDType{"fp8_e5m2", DType::kFloat8E5M2}, NamedDType{"bfloat16", DType::kBFloat16},
-    NamedDType{"bf16", DType::kBFloat16},       NamedDType{"float16", DType::kFloat16},
-    NamedDType{"float32", DType::kFloat32},
+    NamedDType{"fp8", DType::kFloat8E4M3},         NamedDType{"fp8_e4m3", DType::kFloat8E4M3},
+    NamedDType{"fp8_e5m2", DType::kFloat8E5M2},    NamedDType{"bfloat16", DType::kBFloat16},
+    NamedDType{"bf16", DType::kBFloat16},          NamedDType{"float16", DType::kFloat16},
+    NamedDType{"float32", DType::kFloat32},        NamedDType{"fp4", DType::kUint8, kMxfp4},
+    NamedDType{"fp4_e2m1", DType::kUint8, kMxfp4},
 };
 
 template <size_t N>
-absl::StatusOr<DType> FindDType(const std::array<NamedDType, N>& table, absl::string_view field,
-                                absl::string_view name) {
+absl::StatusOr<NamedDType> FindDType(const std::array<NamedDType, N>& table,
+                                     absl::string_view field, absl::string_view name) {
   for (const NamedDType& row : table) {
-    if (row.name == absl::StripPrefix(name, "torch.")) return row.dtype;
+    if (row.name == absl::StripPrefix(name, "torch.")) return row;
   }
   return Bad(field, " is '", name, "' but must be one of ",
              absl::StrJoin(table, ", ", [](std::string* out, const NamedDType& row) {
@@ -101,6 +105,12 @@ std::string Shown(const Json& value) {
 
 // ---------------------------------------------------------------- fields
 
+// Null when the field is missing or null.
+const Json* FindField(const Json& object, const std::string& name) {
+  const auto field = object.find(name);
+  return field == object.end() || field->is_null() ? nullptr : &*field;
+}
+
 // Typed fields of one JSON object. A null is as good as no field, except that no default counts.
 class Fields {
  public:
@@ -109,10 +119,7 @@ class Fields {
 
   const std::string& model_type() const { return model_type_; }
   bool Has(const std::string& name) const { return Get(name) != nullptr; }
-  const Json* Get(const std::string& name) const {
-    const auto field = object_.find(name);
-    return field == object_.end() || field->is_null() ? nullptr : &*field;
-  }
+  const Json* Get(const std::string& name) const { return FindField(object_, name); }
 
   // The first field of these names.
   absl::StatusOr<std::optional<int64_t>> Find(const Names& names, int64_t min, int64_t max) const {
@@ -196,10 +203,88 @@ absl::Status CheckEven(const Fields& fields) {
   return absl::OkStatus();
 }
 
+// ---------------------------------------------------------------- KV caches of checkpoints
+
+absl::StatusOr<const Json*> FindObject(const Json& object, const std::string& name) {
+  const Json* value = FindField(object, name);
+  if (value == nullptr || value->is_object()) return value;
+  return Bad(name, " is ", Shown(*value), " but must be an object");
+}
+
+absl::StatusOr<Json> Parse(absl::string_view what, absl::string_view json) {
+  if (static_cast<int64_t>(json.size()) > ModelConfig::kMaxJsonBytes) {
+    return Bad(what, " has ", json.size(), " bytes, more than ", ModelConfig::kMaxJsonBytes);
+  }
+  Json root = Json::parse(json.begin(), json.end(), nullptr, /*allow_exceptions=*/false);
+  if (!root.is_object()) return Bad(what, " is not a JSON object");
+  return root;
+}
+
+// How config.json says that the checkpoint is quantised; nullptr when it does not.
+absl::StatusOr<const Json*> FindQuantization(const Json& root, const Json& text) {
+  for (const Json* object : {&root, &text}) {
+    for (const char* name : {"quantization_config", "compression_config"}) {
+      KVFERRY_ASSIGN_OR_RETURN(const Json* found, FindObject(*object, name));
+      if (found != nullptr) return found;
+    }
+  }
+  return nullptr;
+}
+
+constexpr char kOnlyFp8[] = "; only FP8 is known, and the option kv_cache_dtype overrides it";
+
+// compressed-tensors: the quantisation of what attention stores, told as for activations.
+absl::Status CheckScheme(const Json& scheme) {
+  const auto is = [&scheme](const char* field, std::initializer_list<Json> allowed) {
+    const Json* value = FindField(scheme, field);
+    return std::any_of(allowed.begin(), allowed.end(), [value](const Json& one) {
+      return value == nullptr ? one.is_null() : one == *value;
+    });
+  };
+  // Other strategies keep scales beside the rows, and a scheme without symmetry zero points.
+  if (is("type", {"float"}) && is("num_bits", {8}) && is("symmetric", {nullptr, true}) &&
+      is("strategy", {nullptr, "tensor", "attn_head"})) {
+    return absl::OkStatus();
+  }
+  std::vector<std::string> fields;
+  for (const char* field : {"type", "num_bits", "strategy", "symmetric"}) {
+    const Json* value = FindField(scheme, field);
+    if (value != nullptr) fields.push_back(absl::StrCat(field, " ", Shown(*value)));
+  }
+  return Bad("kv_cache_scheme is {", absl::StrJoin(fields, ", "), "}", kOnlyFp8);
+}
+
+// Whether the checkpoint was quantised for FP8 keys and values.
+absl::StatusOr<bool> WantsFp8Kv(const Json& config) {
+  // ModelOpt's own file has it one level deeper than config.json.
+  KVFERRY_ASSIGN_OR_RETURN(const Json* inner, FindObject(config, "quantization"));
+  for (const char* name : {"kv_cache_scheme", "kv_cache_quant_algo"}) {
+    const Json* value = FindField(inner == nullptr ? config : *inner, name);
+    if (value == nullptr) continue;
+    if (value->is_object()) {
+      KVFERRY_RETURN_IF_ERROR(CheckScheme(*value));
+    } else if (!value->is_string() ||
+               absl::AsciiStrToLower(value->get_ref<const std::string&>()) != "fp8") {
+      return Bad(name, " is ", Shown(*value), kOnlyFp8);
+    }
+    return true;
+  }
+  return false;
+}
+
+absl::StatusOr<bool> CheckpointWantsFp8Kv(const Json& root, const Json& text,
+                                          absl::string_view hf_quant_config) {
+  KVFERRY_ASSIGN_OR_RETURN(const Json* found, FindQuantization(root, text));
+  if (found != nullptr) return WantsFp8Kv(*found);
+  if (hf_quant_config.empty()) return false;
+  KVFERRY_ASSIGN_OR_RETURN(const Json file, Parse("option hf_quant_config", hf_quant_config));
+  return WantsFp8Kv(file);
+}
+
 // ---------------------------------------------------------------- dtypes
 
-absl::StatusOr<DType> ModelDType(const Json& root, const Json& text,
-                                 const ModelConfigOptions& options) {
+absl::StatusOr<NamedDType> ModelDType(const Json& root, const Json& text,
+                                      const ModelConfigOptions& options) {
   if (options.dtype != "auto") return FindDType(kModelDTypes, "option dtype", options.dtype);
   for (const Json* object : {&root, &text}) {
     for (const char* name : {"dtype", "torch_dtype"}) {
@@ -212,11 +297,12 @@ absl::StatusOr<DType> ModelDType(const Json& root, const Json& text,
 
 absl::Status ReadDTypes(const Json& root, const Json& text, const ModelConfigOptions& options,
                         ModelConfig* config) {
-  KVFERRY_ASSIGN_OR_RETURN(config->dtype, ModelDType(root, text, options));
-  config->kv_dtype = config->dtype;
-  if (options.kv_cache_dtype == "auto") return absl::OkStatus();
-  KVFERRY_ASSIGN_OR_RETURN(config->kv_dtype,
-                           FindDType(kKvDTypes, "option kv_cache_dtype", options.kv_cache_dtype));
+  KVFERRY_ASSIGN_OR_RETURN(const NamedDType dtype, ModelDType(root, text, options));
+  config->dtype = config->kv_dtype = dtype.dtype;
+  if (options.kv_cache_dtype != "auto") return config->SetKvCacheDType(options.kv_cache_dtype);
+  KVFERRY_ASSIGN_OR_RETURN(const bool fp8,
+                           CheckpointWantsFp8Kv(root, text, options.hf_quant_config));
+  if (fp8) config->kv_dtype = DType::kFloat8E4M3;
   return absl::OkStatus();
 }
 
@@ -432,15 +518,6 @@ absl::Status ReadPositions(const Fields& fields, ModelConfig* config) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<Json> Parse(absl::string_view json) {
-  if (static_cast<int64_t>(json.size()) > ModelConfig::kMaxJsonBytes) {
-    return Bad("the text has ", json.size(), " bytes, more than ", ModelConfig::kMaxJsonBytes);
-  }
-  Json root = Json::parse(json.begin(), json.end(), nullptr, /*allow_exceptions=*/false);
-  if (!root.is_object()) return Bad("the text is not a JSON object");
-  return root;
-}
-
 absl::Status CheckRanks(int64_t ranks) {
   if (ranks >= 1 && ranks <= KvLayout::kMaxHeads) return absl::OkStatus();
   return Bad("option tensor_parallel_size is ", ranks, " but must lie in [1, ", KvLayout::kMaxHeads,
@@ -461,7 +538,7 @@ absl::StatusOr<ModelConfig> ModelConfig::FromJson(absl::string_view json,
                                                   const ModelConfigOptions& options) {
   const int64_t ranks = options.tensor_parallel_size;
   KVFERRY_RETURN_IF_ERROR(CheckRanks(ranks));
-  KVFERRY_ASSIGN_OR_RETURN(const Json root, Parse(json));
+  KVFERRY_ASSIGN_OR_RETURN(const Json root, Parse("the text", json));
   std::string inner;
   KVFERRY_ASSIGN_OR_RETURN(const Json* found, FindTextConfig(root, &inner));
   const Json& text = found == nullptr ? root : *found;
@@ -481,6 +558,14 @@ absl::StatusOr<ModelConfig> ModelConfig::FromJson(absl::string_view json,
   return config;
 }
 
+absl::Status ModelConfig::SetKvCacheDType(absl::string_view name) {
+  KVFERRY_ASSIGN_OR_RETURN(const NamedDType named,
+                           FindDType(kKvDTypes, "option kv_cache_dtype", name));
+  kv_dtype = named.dtype;
+  kv_blocks = named.blocks;
+  return absl::OkStatus();
+}
+
 std::vector<int64_t> ModelConfig::LayersOf(LayerKind kind) const {
   std::vector<int64_t> of_kind;
   for (size_t layer = 0; layer < layers.size(); ++layer) {
@@ -498,7 +583,10 @@ int64_t ModelConfig::num_attention_layers() const {
 }
 
 int64_t ModelConfig::layer_kv_bytes_per_token() const {
-  return num_kv_heads * (head_dim + v_head_dim) * DTypeBytes(kv_dtype);
+  const int64_t values = num_kv_heads * (head_dim + v_head_dim);
+  if (!kv_blocks) return values * DTypeBytes(kv_dtype);
+  const BlockFormatInfo info = InfoOf(*kv_blocks);
+  return values * info.codes_bits / 8 + values / info.block_values * DTypeBytes(info.scales_dtype);
 }
 
 }  // namespace kvferry

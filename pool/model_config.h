@@ -5,8 +5,10 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "pool/block_quant.h"
 #include "pool/gdn_pool.h"
 #include "pool/kv_layout.h"
 
@@ -43,9 +45,12 @@ struct ModelConfigOptions {
   int64_t tensor_parallel_size = 1;
   // Engines' --dtype: "auto" (the file's), "float16", "half", "bfloat16", "float32", "float".
   std::string dtype = "auto";
-  // Engines' --kv-cache-dtype: "auto" (dtype), "fp8" or "fp8_e4m3", "fp8_e5m2", "bfloat16" or
-  // "bf16", "float16", "float32". A checkpoint's own kv_cache_scheme is not looked at.
+  // Engines' --kv-cache-dtype: "auto" (what the checkpoint was quantised for, else dtype), or a
+  // name that SetKvCacheDType() knows, whatever the checkpoint says.
   std::string kv_cache_dtype = "auto";
+  // The text of the checkpoint's hf_quant_config.json (ModelOpt), which counts when config.json has
+  // no quantization_config; empty when there is none.
+  std::string hf_quant_config;
 };
 
 // The KV cache that one rank of a model needs, read from the model's config.json. A value type.
@@ -63,6 +68,8 @@ struct ModelConfig {
 
   DType dtype = DType::kBFloat16;  // The model's.
   DType kv_dtype = DType::kBFloat16;
+  // Set when K and V are kept as codes, of kv_dtype, with a scale for each block of values.
+  std::optional<BlockFormat> kv_blocks;
   int64_t sliding_window_tokens = 0;    // 0 when no layer is kSliding.
   int64_t max_position_embeddings = 0;  // 0 when the file does not say.
   std::optional<SparseIndexer> indexer;
@@ -73,20 +80,31 @@ struct ModelConfig {
   // they have the usual fields; where public checkpoints of a known one leave a field to their
   // class in transformers, its default counts.
   //
+  // With kv_cache_dtype "auto", a quantization_config (compression_config) may say how KV is
+  // stored: compressed-tensors in kv_cache_scheme, ModelOpt in kv_cache_quant_algo. Both mean
+  // fp8_e4m3 when they say FP8; their scales lie with the weights.
+  //
   // INVALID_ARGUMENT naming the field, its value and what is allowed, or, for one that is missing,
   // the names that were looked for; also for text that is longer than kMaxJsonBytes or not JSON,
-  // for heads that tensor_parallel_size does not divide, and for bad options. UNIMPLEMENTED when
-  // the file says that layers differ in a way that this type cannot express (their KV heads or
-  // dimensions, KV shared among layers, other state space layers).
+  // for heads that tensor_parallel_size does not divide, for a KV cache quantised in a way that is
+  // not known unless kv_cache_dtype is given, and for bad options. UNIMPLEMENTED when the file says
+  // that layers differ in a way that this type cannot express (their KV heads or dimensions, KV
+  // shared among layers, other state space layers).
   static absl::StatusOr<ModelConfig> FromJson(absl::string_view json,
                                               const ModelConfigOptions& options = {});
+
+  // Sets kv_dtype and kv_blocks: "fp8" or "fp8_e4m3", "fp8_e5m2", "bfloat16" or "bf16", "float16",
+  // "float32", and "fp4" or "fp4_e2m1" (BlockFormat::kMxfp4). INVALID_ARGUMENT for other names;
+  // nothing changes then.
+  absl::Status SetKvCacheDType(absl::string_view name);
 
   std::vector<int64_t> LayersOf(LayerKind kind) const;
   // Layers with a KV cache: full and sliding ones.
   int64_t num_attention_layers() const;
   int64_t num_linear_layers() const;
   // Bytes of KV of one token on this rank, in one layer and in all that have a KV cache; sliding
-  // layers count as long as the token is in their window. Without an indexer's keys.
+  // layers count as long as the token is in their window. Scales of blocks count, an indexer's
+  // keys do not.
   int64_t layer_kv_bytes_per_token() const;
   int64_t kv_bytes_per_token() const { return num_attention_layers() * layer_kv_bytes_per_token(); }
 

@@ -1,5 +1,6 @@
 #include "pool/model_pools.h"
 
+#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -42,6 +43,15 @@ absl::Status CheckOptions(const ModelPoolsOptions& options, const Split& split) 
                                                    "]"));
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckMemory(const ModelPoolsOptions& options, const ModelConfig& model) {
+  if (options.memory == nullptr || options.memory->on_host() || !model.linear) {
+    return absl::OkStatus();
+  }
+  return absl::UnimplementedError(
+      absl::StrCat("model pools: memory is ", options.memory->name(),
+                   ", but states of linear layers can live in host memory only"));
 }
 
 // Whole pages of tokens for both pools, without the padding page that each has besides.
@@ -90,23 +100,93 @@ absl::StatusOr<ReqToTokenPool> RequestsFor(const ModelConfig& model,
   return ReqToTokenPool::Create(options.max_requests, context);
 }
 
+// Of KvPartsOf(), those that kv_dtype and kv_blocks are about.
+size_t NumKvTensors(const ModelConfig& model) {
+  return model.attention == AttentionKind::kMla ? 1 : 2;
+}
+
+// Of a latent's values or, with blocks, codes.
+absl::StatusOr<int64_t> LatentValueDim(const ModelConfig& model) {
+  if (!model.kv_blocks) return model.kv_lora_rank;
+  const BlockFormatInfo info = InfoOf(*model.kv_blocks);
+  if (model.kv_lora_rank % info.block_values == 0) {
+    return model.kv_lora_rank * info.codes_bits / 8 / DTypeBytes(info.codes_dtype);
+  }
+  return absl::InvalidArgumentError(absl::StrCat("model pools: kv_lora_rank ", model.kv_lora_rank,
+                                                 " is no multiple of a block of ",
+                                                 info.block_values));
+}
+
+void Append(const std::vector<KvTensor>& tensors, std::vector<KvTensor>* all) {
+  all->insert(all->end(), tensors.begin(), tensors.end());
+}
+
+// Memory for rows of a tensor, one after the other.
+struct PackedRows {
+  std::vector<std::byte> bytes;
+  TokenView view;
+
+  PackedRows(const TokenView& like, int64_t num_rows)
+      : bytes(static_cast<size_t>(num_rows * like.row_bytes())),
+        view(TokenView::Packed(bytes.data(), like.dtype, num_rows, like.num_heads, like.head_dim)) {
+  }
+};
+
+// Quantises the first `num_in_blocks` of rows and sets all: quantised beside the pool, so that it
+// is written only when everything fits.
+absl::Status SetInBlocks(BlockFormat format, size_t num_in_blocks, TokenKvPool& pool, int64_t layer,
+                         std::span<const int32_t> slots, std::span<const TokenView> rows) {
+  KVFERRY_RETURN_IF_ERROR(CheckOnHost("model pools: what is quantised", pool.memory()));
+  const std::vector<TokenView> parts = pool.Parts(layer);
+  if (rows.size() != parts.size() - num_in_blocks) {
+    return absl::InvalidArgumentError(absl::StrCat("model pools: ", rows.size(),
+                                                   " tensors given, but a layer has ",
+                                                   parts.size() - num_in_blocks, " parts"));
+  }
+  const auto count = static_cast<int64_t>(slots.size());
+  std::vector<int32_t> all(slots.size());
+  std::iota(all.begin(), all.end(), 0);
+  std::vector<PackedRows> packed;
+  for (size_t i = 0; i < num_in_blocks; ++i) {
+    const TokenView codes = packed.emplace_back(parts[2 * i], count).view;
+    const TokenView scales = packed.emplace_back(parts[2 * i + 1], count).view;
+    KVFERRY_RETURN_IF_ERROR(StoreQuantized(format, rows[i], codes, scales, all));
+  }
+  std::vector<TokenView> stored;
+  for (const PackedRows& part : packed) stored.push_back(part.view);
+  stored.insert(stored.end(), rows.begin() + static_cast<ptrdiff_t>(num_in_blocks), rows.end());
+  return pool.Set(layer, slots, stored);
+}
+
 }  // namespace
 
-absl::StatusOr<KvLayout> LayoutFor(const ModelConfig& model, int64_t num_layers,
-                                   int64_t page_size) {
-  KvLayout layout;
-  if (model.attention == AttentionKind::kMla) {
-    layout = KvLayout::Mla(num_layers, page_size, model.head_dim, model.kv_dtype);
-  } else {
-    layout =
-        KvLayout::Mha(num_layers, page_size, model.num_kv_heads, model.head_dim, model.kv_dtype);
-    layout.tensors[1].head_dim = model.v_head_dim;
+absl::StatusOr<std::vector<KvTensor>> KvPartsOf(const ModelConfig& model) {
+  std::vector<KvTensor> parts = {{"latent", 1, model.head_dim}};
+  if (model.attention == AttentionKind::kMha) {
+    parts = {{"k", model.num_kv_heads, model.head_dim},
+             {"v", model.num_kv_heads, model.v_head_dim}};
   }
   if (model.indexer) {
     KVFERRY_ASSIGN_OR_RETURN(
         const std::vector<KvTensor> keys,
         QuantizedTensors(BlockFormat::kFp8Block128, "index_k", 1, model.indexer->head_dim));
-    layout.tensors.insert(layout.tensors.end(), keys.begin(), keys.end());
+    Append(keys, &parts);
+  }
+  return parts;
+}
+
+absl::StatusOr<KvLayout> LayoutFor(const ModelConfig& model, int64_t num_layers,
+                                   int64_t page_size) {
+  KVFERRY_RETURN_IF_ERROR(LatentValueDim(model).status());
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<KvTensor> parts, KvPartsOf(model));
+  KvLayout layout = {num_layers, page_size, model.kv_dtype, "NHD", {}};
+  for (size_t i = 0; i < parts.size(); ++i) {
+    std::vector<KvTensor> stored = {parts[i]};
+    if (model.kv_blocks && i < NumKvTensors(model)) {
+      KVFERRY_ASSIGN_OR_RETURN(stored, QuantizedTensors(*model.kv_blocks, parts[i].name,
+                                                        parts[i].num_heads, parts[i].head_dim));
+    }
+    Append(stored, &layout.tensors);
   }
   KVFERRY_RETURN_IF_ERROR(layout.Validate());
   return layout;
@@ -123,10 +203,15 @@ ModelPools::ModelPools(ModelConfig model, ReqToTokenPool requests)
   }
 }
 
-absl::StatusOr<std::unique_ptr<ModelPools>> ModelPools::Create(const ModelConfig& model,
+absl::StatusOr<std::unique_ptr<ModelPools>> ModelPools::Create(const ModelConfig& given,
                                                                const ModelPoolsOptions& options) {
+  ModelConfig model = given;
+  if (options.kv_cache_dtype != "auto") {
+    KVFERRY_RETURN_IF_ERROR(model.SetKvCacheDType(options.kv_cache_dtype));
+  }
   const Split split = SplitOf(model);
   KVFERRY_RETURN_IF_ERROR(CheckOptions(options, split));
+  KVFERRY_RETURN_IF_ERROR(CheckMemory(options, model));
   KVFERRY_ASSIGN_OR_RETURN(ReqToTokenPool requests, RequestsFor(model, options));
   std::unique_ptr<ModelPools> pools(new ModelPools(model, std::move(requests)));
   if (model.linear) {
@@ -134,12 +219,13 @@ absl::StatusOr<std::unique_ptr<ModelPools>> ModelPools::Create(const ModelConfig
                                                              options.max_track_slots));
   }
   if (split.num_kv_layers == 0) return pools;
-  const int64_t value_dim = model.kv_lora_rank;
+  KVFERRY_ASSIGN_OR_RETURN(const int64_t value_dim, LatentValueDim(model));
   KVFERRY_ASSIGN_OR_RETURN(const KvLayout layout,
                            LayoutFor(model, split.num_kv_layers, options.page_size));
   if (!split.mixed()) {
     KVFERRY_ASSIGN_OR_RETURN(const Tokens tokens, TokensFor(options, split, &layout, nullptr));
-    KVFERRY_ASSIGN_OR_RETURN(pools->kv_, TokenKvPool::Create(layout, tokens.kv, value_dim));
+    KVFERRY_ASSIGN_OR_RETURN(pools->kv_,
+                             TokenKvPool::Create(layout, tokens.kv, value_dim, options.memory));
     KVFERRY_ASSIGN_OR_RETURN(pools->slots_,
                              TokenSlotAllocator::Create(tokens.kv, options.page_size));
     return pools;
@@ -147,9 +233,10 @@ absl::StatusOr<std::unique_ptr<ModelPools>> ModelPools::Create(const ModelConfig
   KVFERRY_ASSIGN_OR_RETURN(const KvLayout window,
                            LayoutFor(model, split.num_window_layers, options.page_size));
   KVFERRY_ASSIGN_OR_RETURN(const Tokens tokens, TokensFor(options, split, &layout, &window));
-  KVFERRY_ASSIGN_OR_RETURN(pools->kv_, TokenKvPool::Create(layout, tokens.kv, value_dim));
+  KVFERRY_ASSIGN_OR_RETURN(pools->kv_,
+                           TokenKvPool::Create(layout, tokens.kv, value_dim, options.memory));
   KVFERRY_ASSIGN_OR_RETURN(pools->window_kv_,
-                           TokenKvPool::Create(window, tokens.window, value_dim));
+                           TokenKvPool::Create(window, tokens.window, value_dim, options.memory));
   KVFERRY_ASSIGN_OR_RETURN(pools->window_slots_, SlidingWindowAllocator::Create(
                                                      tokens.kv, tokens.window, options.page_size));
   return pools;
@@ -163,15 +250,26 @@ absl::StatusOr<ModelPools::Place> ModelPools::PlaceOf(int64_t model_layer) const
       absl::StrCat("model pools: layer ", model_layer, " is not in [0, ", places_.size(), ")"));
 }
 
+absl::Status ModelPools::SetIn(TokenKvPool& pool, int64_t layer, std::span<const int32_t> slots,
+                               std::span<const TokenView> rows,
+                               std::span<const float> scales) const {
+  if (!model_.kv_blocks) return pool.Set(layer, slots, rows, scales);
+  if (scales.empty()) {
+    return SetInBlocks(*model_.kv_blocks, NumKvTensors(model_), pool, layer, slots, rows);
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "model pools: ", scales.size(), " scales given, but blocks have scales of their own"));
+}
+
 absl::Status ModelPools::Set(int64_t model_layer, std::span<const int32_t> slots,
                              std::span<const TokenView> rows, std::span<const float> scales) {
   KVFERRY_ASSIGN_OR_RETURN(const Place place, PlaceOf(model_layer));
   switch (place.kind) {
     case LayerKind::kFull:
-      return kv_->Set(place.layer, slots, rows, scales);
+      return SetIn(*kv_, place.layer, slots, rows, scales);
     case LayerKind::kSliding: {
       KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> window, window_slots_->ToWindow(slots));
-      return window_kv_->Set(place.layer, window, rows, scales);
+      return SetIn(*window_kv_, place.layer, window, rows, scales);
     }
     case LayerKind::kLinear:
       break;

@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -27,6 +28,11 @@ struct ModelPoolsOptions {
   int64_t max_requests = 256;
   int64_t max_context_tokens = 0;  // 0: the model's max_position_embeddings.
   int64_t max_track_slots = 0;     // Of linear layers.
+  // Instead of the model's: a name that ModelConfig::SetKvCacheDType() knows; "auto" keeps it.
+  std::string kv_cache_dtype = "auto";
+  // Where keys and values lie, as for TokenKvPool::Create(). The request table, and with it who has
+  // which slots, is the host's in any case.
+  std::shared_ptr<const PoolMemory> memory = nullptr;
 };
 
 // All pools and allocators that a model needs, from one call: what SGLang spreads over its model
@@ -36,10 +42,12 @@ struct ModelPoolsOptions {
 class ModelPools {
  public:
   // INVALID_ARGUMENT naming the option that is out of range, RESOURCE_EXHAUSTED when the machine
-  // will not give the memory. Nothing is kept then.
+  // will not give the memory, UNIMPLEMENTED for a model with linear layers whose memory is not
+  // on_host(): states live in host memory only. Nothing is kept then.
   static absl::StatusOr<std::unique_ptr<ModelPools>> Create(const ModelConfig& model,
                                                             const ModelPoolsOptions& options);
 
+  // The kv_cache_dtype of the options is in it.
   const ModelConfig& model() const { return model_; }
   ReqToTokenPool& requests() { return requests_; }
 
@@ -65,7 +73,10 @@ class ModelPools {
   SlidingWindowAllocator* window_slots() { return window_slots_ ? &*window_slots_ : nullptr; }
 
   // TokenKvPool::Set() on a layer of the model, `slots` being kv()'s: sliding layers look up their
-  // own. INVALID_ARGUMENT for a linear layer, else as there.
+  // own. rows[t] are those of KvPartsOf(model())[t], as floats where the pool keeps them in blocks:
+  // they are quantised here, with scales that are found here. INVALID_ARGUMENT for a linear layer
+  // and for scales where there are blocks, FAILED_PRECONDITION where there are blocks that are not
+  // on_host() (kv()->Set() takes codes and scales there), else as there and for StoreQuantized().
   absl::Status Set(int64_t model_layer, std::span<const int32_t> slots,
                    std::span<const TokenView> rows, std::span<const float> scales = {});
 
@@ -74,6 +85,9 @@ class ModelPools {
 
  private:
   ModelPools(ModelConfig model, ReqToTokenPool requests);
+
+  absl::Status SetIn(TokenKvPool& pool, int64_t layer, std::span<const int32_t> slots,
+                     std::span<const TokenView> rows, std::span<const float> scales) const;
 
   const ModelConfig model_;
   ReqToTokenPool requests_;
@@ -85,9 +99,15 @@ class ModelPools {
   std::optional<SlidingWindowAllocator> window_slots_;
 };
 
-// What `num_layers` layers of a model keep of each token: K and V, or an MLA latent with the keys
-// of its sparse indexer. INVALID_ARGUMENT when the page size is out of range, or an indexer's keys
-// are no multiple of 128 values.
+// What a layer of a model keeps of each token, as its engine has it: K and V, or an MLA latent,
+// which are numbers of any dtype, and the codes and scales of a sparse indexer's keys.
+// INVALID_ARGUMENT when an indexer's keys are no multiple of 128 values.
+absl::StatusOr<std::vector<KvTensor>> KvPartsOf(const ModelConfig& model);
+
+// How `num_layers` layers of a model keep it. Where the model has kv_blocks, its K, V or latent are
+// each two tensors, codes and scales, as QuantizedTensors() says. INVALID_ARGUMENT when the page
+// size is out of range, for an indexer's keys as above, and for rows (of an MLA model, also their
+// first kv_lora_rank values) that are no multiple of a block.
 absl::StatusOr<KvLayout> LayoutFor(const ModelConfig& model, int64_t num_layers, int64_t page_size);
 
 }  // namespace kvferry

@@ -45,6 +45,13 @@ class TokenCopy {
                                                std::span<const int32_t> to_slots,
                                                CpuKernels kernels = BestCpuKernels());
 
+  // What it copies, for who copies it otherwise (PoolMemory); a null list stands for 0, 1, 2, ... .
+  const TokenView& from() const { return from_; }
+  const TokenView& to() const { return to_; }
+  const int32_t* from_slots() const { return from_slots_.ids; }
+  const int32_t* to_slots() const { return to_slots_.ids; }
+  int64_t num_rows() const { return from_slots_.count; }
+
   // With `threads`, which may be null, large copies are spread over them; returns when all is done.
   void Run(ThreadPool* threads = nullptr) const;
 

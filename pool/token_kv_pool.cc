@@ -29,19 +29,17 @@ absl::Status CheckValueDim(const KvLayout& layout, int64_t value_dim) {
                                                  layout.ToString()));
 }
 
-void RunAll(const std::vector<TokenCopy>& copies, ThreadPool* threads) {
-  for (const TokenCopy& copy : copies) copy.Run(threads);
-}
-
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<TokenKvPool>> TokenKvPool::Create(const KvLayout& layout,
-                                                                 int64_t num_tokens,
-                                                                 int64_t latent_value_dim) {
+absl::StatusOr<std::shared_ptr<TokenKvPool>> TokenKvPool::Create(
+    const KvLayout& layout, int64_t num_tokens, int64_t latent_value_dim,
+    std::shared_ptr<const PoolMemory> memory) {
   KVFERRY_RETURN_IF_ERROR(layout.Validate());
   KVFERRY_RETURN_IF_ERROR(CheckTokens(layout, num_tokens));
+  const int64_t num_pages = num_tokens / layout.page_size + 1;
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<KvPool> pool,
-                           KvPool::Create(layout, num_tokens / layout.page_size + 1));
+                           memory == nullptr ? KvPool::Create(layout, num_pages)
+                                             : KvPool::CreateIn(layout, num_pages, memory));
   return Over(std::move(pool), latent_value_dim);
 }
 
@@ -92,6 +90,10 @@ TokenView TokenKvPool::ValueView(int64_t layer) const {
   if (name == "latent") {
     return first.Slice(0, latent_value_dim_ == 0 ? first.head_dim : latent_value_dim_);
   }
+  // Codes of keys may have their scales behind them.
+  for (int64_t tensor = 1; tensor < layout().num_tensors(); ++tensor) {
+    if (layout().tensors[tensor].name == "v") return view(layer, tensor);
+  }
   return layout().num_tensors() > 1 ? view(layer, 1) : first;
 }
 
@@ -132,8 +134,7 @@ absl::Status TokenKvPool::Set(int64_t layer, std::span<const int32_t> slots,
                              TokenCopy::PlanScatter(rows[part], parts[part], slots));
     copies.push_back(copy);
   }
-  RunAll(copies, threads_.get());
-  return absl::OkStatus();
+  return memory().Run(copies, threads_.get());
 }
 
 // ---------------------------------------------------------------- flat data
@@ -183,8 +184,7 @@ absl::Status TokenKvPool::CopyFlat(int64_t first_layer, int64_t num_layers,
                                   : TokenCopy::PlanScatter(packed[i], rows, slots));
     copies.push_back(copy);
   }
-  RunAll(copies, threads_.get());
-  return absl::OkStatus();
+  return memory().Run(copies, threads_.get());
 }
 
 absl::Status TokenKvPool::ReadFlat(std::span<const int32_t> slots,
@@ -236,8 +236,9 @@ absl::Status TokenKvPool::CopyLayersFrom(const TokenKvPool& from, int64_t first_
       copies.push_back(copy);
     }
   }
-  RunAll(copies, threads_.get());
-  return absl::OkStatus();
+  // A device knows how to reach the host, and not the other way round.
+  const PoolMemory& copier = memory().on_host() ? from.memory() : memory();
+  return copier.Run(copies, threads_.get());
 }
 
 absl::Status TokenKvPool::CopyLayerFrom(const TokenKvPool& from, int64_t layer,

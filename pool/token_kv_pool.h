@@ -23,7 +23,8 @@ namespace kvferry {
 //   "k", "v"      key and value of their own heads and dims
 //   "kv"          both halves of each head of one tensor
 //   "latent"      MLA: the key is all of it, the value its first latent_value_dim values
-//   any further   e.g. "label" of double sparsity, "index_k" and "index_scale" of sparse attention
+//   any further   e.g. "label" of double sparsity, "index_k" and "index_scale" of sparse attention,
+//                 or "k_scale" behind "k" where k holds codes (block_quant.h)
 // Slots are those of TokenSlotAllocator: page 0 is there, for the rows of padded tokens, and is
 // never handed out.
 //
@@ -31,18 +32,22 @@ namespace kvferry {
 // is thread-safe.
 class TokenKvPool {
  public:
-  // Zeroed memory for num_tokens slots and those of page 0. INVALID_ARGUMENT for a bad layout, a
+  // Zeroed memory for num_tokens slots and those of page 0, of the given kind; null stands for
+  // KvPool::Create(), host memory that peers on this host read in place. Where memory is not
+  // on_host(), the addresses in views are the device's, and everything below goes through
+  // PoolMemory::Run(), whose errors it passes on. INVALID_ARGUMENT for a bad layout, a
   // page format other than NHD and HND, num_tokens that is no positive multiple of the page size,
   // or a latent_value_dim outside [0, latent's dim] (0: all of it) or without a latent;
   // RESOURCE_EXHAUSTED when the machine will not give the memory.
-  static absl::StatusOr<std::shared_ptr<TokenKvPool>> Create(const KvLayout& layout,
-                                                             int64_t num_tokens,
-                                                             int64_t latent_value_dim = 0);
+  static absl::StatusOr<std::shared_ptr<TokenKvPool>> Create(
+      const KvLayout& layout, int64_t num_tokens, int64_t latent_value_dim = 0,
+      std::shared_ptr<const PoolMemory> memory = nullptr);
   // Uses the memory of `pool`, an engine's or one's own; nothing is copied. Errors as above.
   static absl::StatusOr<std::shared_ptr<TokenKvPool>> Over(std::shared_ptr<KvPool> pool,
                                                            int64_t latent_value_dim = 0);
 
   const KvLayout& layout() const { return pool_->layout(); }
+  const PoolMemory& memory() const { return pool_->memory(); }
   // The pages, for transports and buffer infos.
   const std::shared_ptr<KvPool>& pages() const { return pool_; }
   // Slots, those of page 0 included.
@@ -69,6 +74,7 @@ class TokenKvPool {
   // Stores rows[t], [slots.size(), num_heads, head_dim] of Parts()[t], in `slots` of a layer,
   // divided by scales[t] and cast. Scales may be empty (1). OUT_OF_RANGE for a layer or slot that
   // does not exist, INVALID_ARGUMENT when numbers or shapes do not fit; nothing is written then.
+  // The rows lie in host memory or, for a pool that is not on_host(), in that device's.
   absl::Status Set(int64_t layer, std::span<const int32_t> slots, std::span<const TokenView> rows,
                    std::span<const float> scales = {});
 
@@ -88,7 +94,7 @@ class TokenKvPool {
   // Rows from_slots of another pool's layer, or of all its layers, become rows to_slots of this
   // one, converted where dtypes or page formats differ. INVALID_ARGUMENT when the pools differ in
   // layers, tensors or their shapes, or the lists in length, OUT_OF_RANGE as above; nothing is
-  // written then.
+  // written then. One of them may lie on a device, or both on the same.
   absl::Status CopyLayerFrom(const TokenKvPool& from, int64_t layer,
                              std::span<const int32_t> from_slots,
                              std::span<const int32_t> to_slots);

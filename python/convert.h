@@ -119,13 +119,14 @@ inline TokenView RowsOf(const RowInput& array, int64_t num_rows, int64_t num_hea
   return TokenView::Packed(data, FromDlpack(array.dtype()), num_rows, num_heads, head_dim);
 }
 
-// rows[i] as rows of parts[i].
-inline std::vector<TokenView> RowsFor(const std::vector<TokenView>& parts, const SlotInput& slots,
-                                      const std::vector<RowInput>& rows) {
+// rows[i] as rows of parts[i]: anything with num_heads and head_dim.
+template <typename Part>
+std::vector<TokenView> RowsFor(const std::vector<Part>& parts, const SlotInput& slots,
+                               const std::vector<RowInput>& rows) {
   std::vector<TokenView> views;
   for (size_t i = 0; i < rows.size(); ++i) {
     // Too many are refused by those who take them; until then any shape will do.
-    const TokenView& part = parts[std::min(i, parts.size() - 1)];
+    const Part& part = parts[std::min(i, parts.size() - 1)];
     views.push_back(
         RowsOf(rows[i], static_cast<int64_t>(slots.shape(0)), part.num_heads, part.head_dim));
   }

@@ -18,8 +18,15 @@ namespace kvferry {
 namespace {
 
 ModelConfig FromJson(const std::string& text, int64_t tensor_parallel_size,
-                     const std::string& dtype, const std::string& kv_cache_dtype) {
-  return Value(ModelConfig::FromJson(text, {tensor_parallel_size, dtype, kv_cache_dtype}));
+                     const std::string& dtype, const std::string& kv_cache_dtype,
+                     const std::string& hf_quant_config) {
+  return Value(
+      ModelConfig::FromJson(text, {tensor_parallel_size, dtype, kv_cache_dtype, hf_quant_config}));
+}
+
+std::optional<std::string> BlockName(std::optional<BlockFormat> format) {
+  if (!format) return std::nullopt;
+  return *format == BlockFormat::kMxfp4 ? "mxfp4" : "fp8_block128";
 }
 
 std::vector<std::string> LayerNames(const ModelConfig& config) {
@@ -51,9 +58,10 @@ void BindModelConfig(nb::module_& module) {
   nb::class_<ModelConfig>(module, "ModelConfig",
                           "The KV cache that a model needs; see pool/model_config.h.")
       .def_static("from_json", &FromJson, "text"_a, nb::kw_only(), "tensor_parallel_size"_a = 1,
-                  "dtype"_a = "auto", "kv_cache_dtype"_a = "auto",
+                  "dtype"_a = "auto", "kv_cache_dtype"_a = "auto", "hf_quant_config"_a = "",
                   "Reads the text of a config.json for one of tensor_parallel_size ranks. The "
-                  "dtypes are spelt as in engines' --dtype and --kv-cache-dtype.")
+                  "dtypes are spelt as in engines' --dtype and --kv-cache-dtype. hf_quant_config: "
+                  "the text of that file, where a checkpoint has one.")
       .def_ro("architecture", &ModelConfig::architecture)
       .def_ro("model_type", &ModelConfig::model_type)
       .def_prop_ro("layers", &LayerNames, "'full', 'sliding' or 'linear' for each layer.")
@@ -73,6 +81,9 @@ void BindModelConfig(nb::module_& module) {
                    [](const ModelConfig& self) { return std::string(DTypeName(self.dtype)); })
       .def_prop_ro("kv_dtype",
                    [](const ModelConfig& self) { return std::string(DTypeName(self.kv_dtype)); })
+      .def_prop_ro(
+          "kv_blocks", [](const ModelConfig& self) { return BlockName(self.kv_blocks); },
+          "'mxfp4' when keys and values are kept in blocks with scales, or None.")
       .def_ro("sliding_window_tokens", &ModelConfig::sliding_window_tokens, "0 without windows.")
       .def_ro("max_position_embeddings", &ModelConfig::max_position_embeddings,
               "0 when the file does not say.")

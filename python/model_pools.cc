@@ -27,17 +27,17 @@ void BindModelPools(nb::module_& module) {
           "create",
           [](const ModelConfig& model, int64_t page_size, int64_t num_tokens, int64_t kv_bytes,
              double window_ratio, int64_t max_requests, int64_t max_context_tokens,
-             int64_t max_track_slots) {
-            return Value(
-                ModelPools::Create(model, {page_size, num_tokens, kv_bytes, window_ratio,
-                                           max_requests, max_context_tokens, max_track_slots}));
+             int64_t max_track_slots, const std::string& kv_cache_dtype) {
+            return Value(ModelPools::Create(
+                model, {page_size, num_tokens, kv_bytes, window_ratio, max_requests,
+                        max_context_tokens, max_track_slots, kv_cache_dtype}));
           },
           "model"_a, nb::kw_only(), "page_size"_a = ModelPoolsOptions().page_size,
           "num_tokens"_a = 0, "kv_bytes"_a = 0, "window_ratio"_a = ModelPoolsOptions().window_ratio,
           "max_requests"_a = ModelPoolsOptions().max_requests, "max_context_tokens"_a = 0,
-          "max_track_slots"_a = 0,
+          "max_track_slots"_a = 0, "kv_cache_dtype"_a = "auto",
           "Sized by num_tokens or kv_bytes; max_context_tokens 0 is the model's "
-          "max_position_embeddings.")
+          "max_position_embeddings; kv_cache_dtype, other than 'auto', replaces the model's.")
       .def_prop_ro("model", &ModelPools::model)
       .def_prop_ro("requests", &ModelPools::requests, nb::rv_policy::reference_internal)
       .def_prop_ro("kv", &ModelPools::kv, "TokenKvPool of the layers that share all slots.")
@@ -63,13 +63,14 @@ void BindModelPools(nb::module_& module) {
             const ModelPools::Place place = Value(self.PlaceOf(model_layer));
             const auto& pool = place.kind == LayerKind::kSliding ? self.window_kv() : self.kv();
             if (pool == nullptr) throw nb::index_error("model_layer has no keys and values");
-            // A linear layer's number may be beyond the pool's; Set() refuses it.
-            const std::vector<TokenView> views = RowsFor(pool->Parts(0), slots, rows);
+            const std::vector<TokenView> views =
+                RowsFor(Value(KvPartsOf(self.model())), slots, rows);
             const nb::gil_scoped_release nogil;
             Check(self.Set(model_layer, SlotList(slots), views, scales));
           },
           "model_layer"_a, "slots"_a, "rows"_a, "scales"_a = std::vector<float>(),
-          "TokenKvPool.set_kv_buffer() on a layer of the model; slots are kv's in every layer.")
+          "TokenKvPool.set_kv_buffer() on a layer of the model; slots are kv's in every layer. "
+          "With kv_cache_dtype fp4, rows are quantised, and no scales are given.")
       .def_prop_ro("bytes", &ModelPools::bytes);
 }
 

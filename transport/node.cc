@@ -24,6 +24,7 @@ constexpr auto kFarewell = std::chrono::milliseconds(250);
 absl::Status CheckOptions(const Node::Options& options) {
   KVFERRY_RETURN_IF_ERROR(options.config.Validate());
   if (options.pool == nullptr) return absl::InvalidArgumentError("node: no pool");
+  KVFERRY_RETURN_IF_ERROR(CheckOnHost("node: the pool", options.pool->memory()));
   if (options.model.empty() || options.model.size() > kMaxModelBytes) {
     return absl::InvalidArgumentError(absl::StrCat("node: the model's name has ",
                                                    options.model.size(),

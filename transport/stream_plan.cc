@@ -59,6 +59,7 @@ StreamPlan::StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages, Strea
 
 absl::StatusOr<StreamPlan> StreamPlan::Create(std::shared_ptr<const KvPool> pool, PageRuns pages,
                                               StreamTail tail) {
+  KVFERRY_RETURN_IF_ERROR(CheckOnHost("stream: the pool", pool->memory()));
   KVFERRY_RETURN_IF_ERROR(pages.CheckWithin(pool->num_pages()));
   // Each page once at most, so that the stream is never larger than the pool and sums cannot
   // overflow.

@@ -28,7 +28,8 @@ class StreamPlan {
  public:
   static constexpr int64_t kMaxTailBytes = int64_t{1} << 40;
 
-  // OUT_OF_RANGE when a page is not in the pool, or the tail is too long.
+  // OUT_OF_RANGE when a page is not in the pool, or the tail is too long; FAILED_PRECONDITION when
+  // the pool does not lie in host memory.
   static absl::StatusOr<StreamPlan> Create(std::shared_ptr<const KvPool> pool, PageRuns pages,
                                            StreamTail tail = {});
 

@@ -7,46 +7,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
+#include "pool/cuda/cuda_memory.h"
 #include "pool/cuda/cuda_status.h"
 
 namespace kvferry {
 namespace {
-
-absl::Status CheckDevice(int device) {
-  int count = 0;
-  KVFERRY_RETURN_IF_ERROR(
-      CudaStatus(cudaGetDeviceCount(&count), absl::StrCat("cuda pool: no device ", device)));
-  if (device >= 0 && device < count) return absl::OkStatus();
-  return absl::UnavailableError(
-      absl::StrCat("cuda pool: no device ", device, ": this machine has ", count));
-}
-
-// On the current device.
-absl::StatusOr<std::shared_ptr<std::byte>> ZeroedMemory(int64_t bytes) {
-  void* memory = nullptr;
-  KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaMalloc(&memory, static_cast<size_t>(bytes)),
-                                     absl::StrCat("cuda pool: ", bytes, " bytes refused")));
-  std::shared_ptr<std::byte> owner(static_cast<std::byte*>(memory),
-                                   [](std::byte* slab) { cudaFree(slab); });
-  KVFERRY_RETURN_IF_ERROR(
-      CudaStatus(cudaMemset(memory, 0, static_cast<size_t>(bytes)), "cuda pool: zeroing"));
-  // cudaMemset returns before it is done, and streams need not wait for it.
-  KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaStreamSynchronize(nullptr), "cuda pool: zeroing"));
-  return owner;
-}
-
-absl::StatusOr<std::shared_ptr<std::byte>> ZeroedMemoryOn(int device, int64_t bytes) {
-  KVFERRY_RETURN_IF_ERROR(CheckDevice(device));
-  int current = 0;
-  KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&current), "cuda pool: current device"));
-  if (current == device) return ZeroedMemory(bytes);
-  KVFERRY_RETURN_IF_ERROR(
-      CudaStatus(cudaSetDevice(device), absl::StrCat("cuda pool: device ", device)));
-  auto memory = ZeroedMemory(bytes);
-  KVFERRY_RETURN_IF_ERROR(
-      CudaStatus(cudaSetDevice(current), absl::StrCat("cuda pool: back to device ", current)));
-  return memory;
-}
 
 // The memory pages that hold the buffers, those that touch put together: CUDA refuses to pin a
 // page twice.
@@ -78,8 +43,7 @@ std::vector<std::span<std::byte>> MemoryPages(std::span<const BufferInfo> buffer
 
 absl::StatusOr<std::shared_ptr<KvPool>> CreateCudaKvPool(const KvLayout& layout, int64_t num_pages,
                                                          int device) {
-  return KvPool::CreateIn(layout, num_pages,
-                          [device](int64_t bytes) { return ZeroedMemoryOn(device, bytes); });
+  return KvPool::CreateIn(layout, num_pages, CudaMemory(device));
 }
 
 HostPin::~HostPin() {

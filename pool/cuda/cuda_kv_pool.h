@@ -15,13 +15,9 @@
 
 namespace kvferry {
 
-// A pool as of KvPool::Create, in memory of GPU `device`: zeroed when this returns, freed with the
-// pool. The CPU cannot touch its bytes; CopyTokensCuda() moves them. INVALID_ARGUMENT for a bad
-// layout or page count, UNAVAILABLE naming the reason when there is no such device,
-// RESOURCE_EXHAUSTED when it will not give the memory.
-//
-// `device` is the calling thread's current one meanwhile. Where it is not that anyway, putting the
-// old one back makes CUDA set up a context there.
+// KvPool::CreateIn() in CudaMemory(): zeroed when this returns, freed with the pool.
+// INVALID_ARGUMENT for a bad layout or page count, UNAVAILABLE naming the reason when there is no
+// such device, RESOURCE_EXHAUSTED when it will not give the memory.
 absl::StatusOr<std::shared_ptr<KvPool>> CreateCudaKvPool(const KvLayout& layout, int64_t num_pages,
                                                          int device);
 

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "connector/kv_tensors.h"
+#include "tests/pool/guarded_memory.h"
 #include "tests/support/lookup_buffers.h"
 
 namespace kvferry {
@@ -426,6 +427,11 @@ TEST_F(LookupBuffers, BadOptions) {
   };
   EXPECT_TRUE(
       Fails(producer([](auto& o) { o.pool = nullptr; }), Code::kInvalidArgument, "no pool"));
+  EXPECT_TRUE(Fails(producer([](auto& o) {
+                      const auto memory = std::make_shared<GuardedMemory>();
+                      o.pool = Must(KvPool::CreateIn(o.pool->layout(), 8, memory));
+                    }),
+                    Code::kFailedPrecondition, "node: the pool lies in guarded memory"));
   EXPECT_TRUE(
       Fails(producer([](auto& o) { o.max_bytes = 0; }), Code::kInvalidArgument, "max_bytes is 0"));
   EXPECT_TRUE(Fails(producer([](auto& o) { o.partition = -1; }), Code::kInvalidArgument,

@@ -9,6 +9,7 @@
 #include <set>
 #include <vector>
 
+#include "tests/pool/guarded_memory.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -188,6 +189,24 @@ TEST(BlockCaches, ShapesThatCannotBe) {
   const auto same = [](BlockCacheShape&) {};
   EXPECT_TRUE(Fails(create(same, 0), kInvalid, "num_blocks is 0"));
   EXPECT_TRUE(Fails(create(same, INT64_MAX), kInvalid, "num_blocks is 9223372036854775807"));
+}
+
+TEST(BlockCaches, TheProcessorCopiesHostMemoryOnly) {
+  const auto memory = std::make_shared<GuardedMemory>();
+  const auto device = Must(BlockCache::Create(Shape(), 4, memory));
+  const auto host = Must(BlockCache::Create(Shape(), 4));
+  constexpr auto kPrecondition = absl::StatusCode::kFailedPrecondition;
+  const std::vector<BlockPair> pairs = {{0, 1}, {1, 2}, {3, 0}};
+  EXPECT_TRUE(
+      Fails(CopyBlocks(*device, *host, pairs), kPrecondition, "the source lies in guarded memory"));
+  EXPECT_TRUE(Fails(CopyBlocks(*host, *device, pairs), kPrecondition,
+                    "the destination lies in guarded memory"));
+  const std::vector<BlockRun> runs = {{0, 1, 2}, {3, 0, 1}};
+  EXPECT_EQ(Must(PlanBlockCopy(*host, *device, pairs)), runs);
+  EXPECT_TRUE(Fails(PlanBlockCopy(*host, *device, std::vector<BlockPair>{{0, 4}}), kRange,
+                    "destination block 4"));
+  memory->failure = absl::ResourceExhaustedError("full");
+  EXPECT_TRUE(Fails(BlockCache::Create(Shape(), 4, memory), absl::StatusCode::kResourceExhausted));
 }
 
 TEST(BlockCaches, BadPairsChangeNothing) {

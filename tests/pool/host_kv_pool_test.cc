@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/pool/guarded_memory.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 
@@ -242,6 +243,32 @@ TEST(HostPools, AFailedTransferLeavesTheStateItFound) {
   EXPECT_TRUE(Fails(device->Key(0, Soon()), absl::StatusCode::kOutOfRange, "slot 20"));
   ASSERT_TRUE(IsOk(pool->Load(host, Iota(16, 4))));
   EXPECT_TRUE(IsOk(device->Key(2, Clock::now())));
+}
+
+TEST(HostPools, ThePoolAboveMayLieOnADevice) {
+  const auto memory = std::make_shared<GuardedMemory>();
+  const auto device = Must(
+      TokenKvPool::Create(KvLayout::Mha(3, 4, 2, 4, DType::kFloat32), 16, /*latent=*/0, memory));
+  const auto pool = Host(device);
+  EXPECT_TRUE(pool->host()->memory().on_host());
+  const std::vector<std::byte> bytes = FillDevice(*device, Iota(4, 8));
+  const Slots host = Must(pool->Allocate(8));
+  ASSERT_TRUE(IsOk(pool->BackUp(Iota(4, 8), host)));
+  EXPECT_EQ(FlatOf(*pool->host(), host), bytes);
+  ASSERT_TRUE(IsOk(pool->MarkBackup(host)));
+  ASSERT_TRUE(IsOk(pool->Load(host, Iota(12, 8))));
+  EXPECT_EQ(FlatOf(*device, Iota(12, 8)), bytes);
+
+  // When it fails, states are as they were.
+  ASSERT_TRUE(IsOk(pool->MarkBackup(host)));
+  memory->failure = absl::InternalError("it fell off the bus");
+  constexpr auto kInternal = absl::StatusCode::kInternal;
+  EXPECT_TRUE(Fails(pool->Load(host, Iota(12, 8)), kInternal, "fell off"));
+  EXPECT_EQ(Must(pool->StateOf(host)), State::kBackup);
+  EXPECT_TRUE(Fails(device->Key(0, Soon()), kInternal, "fell off"));
+  const Slots more = Must(pool->Allocate(4));
+  EXPECT_TRUE(Fails(pool->BackUp(Iota(4, 4), more), kInternal, "fell off"));
+  EXPECT_EQ(Must(pool->StateOf(more)), State::kReserved);
 }
 
 TEST(HostPools, ALoadWaitsItsTurn) {

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "base/slab.h"
+#include "tests/pool/guarded_memory.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -35,7 +35,7 @@ TEST(Pools, OthersCanMapWhatItCreates) {
   pool->page(2, 1, 4)[63] = std::byte{7};
   const auto seen = Must(MapPeersMemory(shared->fd, shared->bytes));
   EXPECT_EQ(seen.get()[pool->page(2, 1, 4).data() + 63 - shared->data.get()], std::byte{7});
-  EXPECT_EQ(Must(KvPool::CreateIn(kLayout, 5, MapSlab))->shared_memory(), nullptr);
+  EXPECT_EQ(Must(KvPool::CreateIn(kLayout, 5, HostMemory()))->shared_memory(), nullptr);
 }
 
 TEST(Pools, PagesLieWhereTheBuffersSay) {
@@ -48,6 +48,20 @@ TEST(Pools, PagesLieWhereTheBuffersSay) {
       EXPECT_EQ(static_cast<int64_t>(pool->page(layer, tensor, 4).size()), info.item_bytes);
     }
   }
+}
+
+TEST(Pools, KnowTheirMemory) {
+  EXPECT_TRUE(Must(KvPool::Create(kLayout, 5))->memory().on_host());
+  const auto memory = std::make_shared<GuardedMemory>();
+  const auto pool = Must(KvPool::CreateIn(kLayout, 5, memory));
+  EXPECT_EQ(&pool->memory(), memory.get());
+  EXPECT_EQ(pool->shared_memory(), nullptr);
+  const auto same = Must(KvPool::Adopt(kLayout, pool->buffer_infos(), pool, memory));
+  EXPECT_EQ(&same->memory(), memory.get());
+  EXPECT_TRUE(Must(KvPool::Adopt(kLayout, pool->buffer_infos(), pool))->memory().on_host());
+  memory->failure = absl::ResourceExhaustedError("full");
+  EXPECT_TRUE(Fails(KvPool::CreateIn(kLayout, 5, memory), absl::StatusCode::kResourceExhausted));
+  EXPECT_TRUE(Fails(KvPool::CreateIn(kLayout, 0, memory), absl::StatusCode::kInvalidArgument));
 }
 
 TEST(Pools, CreateErrors) {

@@ -343,7 +343,7 @@ TEST(ModelConfigs, DTypes) {
   EXPECT_EQ(Read(With(kLlama3, R"({"torch_dtype": null})"), half).dtype, DType::kFloat16);
   EXPECT_TRUE(Fails(ModelConfig::FromJson(With(kLlama3, R"({"torch_dtype": null})")), kInvalid,
                     "dtype is missing; looked for dtype, torch_dtype"));
-  for (const char* bad : {"fp4", "int8", "", "fp8_ds_mla", "AUTO"}) {
+  for (const char* bad : {"nvfp4", "int8", "", "fp8_ds_mla", "AUTO"}) {
     EXPECT_TRUE(Fails(ModelConfig::FromJson(kLlama3, KvDType(bad)), kInvalid,
                       absl::StrCat("option kv_cache_dtype is '", bad, "'"), "fp8_e4m3"));
   }
@@ -351,6 +351,101 @@ TEST(ModelConfigs, DTypes) {
                     "torch_dtype is 'int8' but must be one of bfloat16"));
   EXPECT_TRUE(Fails(ModelConfig::FromJson(With(kLlama3, R"({"torch_dtype": 16})")), kInvalid,
                     "torch_dtype is 16 but must be a string"));
+}
+
+TEST(ModelConfigs, FourBitsHaveScalesBesides) {
+  for (const char* name : {"fp4", "fp4_e2m1"}) {
+    const ModelConfig config = Read(kLlama3, KvDType(name));
+    EXPECT_EQ(config.kv_dtype, DType::kUint8);
+    EXPECT_EQ(config.kv_blocks, BlockFormat::kMxfp4);
+    EXPECT_EQ(config.layer_kv_bytes_per_token(), 8 * 2 * (128 / 2 + 128 / 16));
+  }
+  ModelConfig config = Read(kLlama3, KvDType("fp4"));
+  EXPECT_TRUE(Fails(config.SetKvCacheDType("fp3"), kInvalid, "kv_cache_dtype is 'fp3'"));
+  EXPECT_EQ(config, Read(kLlama3, KvDType("fp4")));
+  EXPECT_TRUE(IsOk(config.SetKvCacheDType("bf16")));
+  EXPECT_EQ(config, Read(kLlama3));
+}
+
+// What llm-compressor and ModelOpt write of a checkpoint's KV cache, the other fields left out.
+constexpr char kFp8Scheme[] = R"({"dynamic": false, "group_size": null, "num_bits": 8,
+  "observer": "minmax", "strategy": "tensor", "symmetric": true, "type": "float"})";
+
+std::string Quantized(absl::string_view json, absl::string_view field, absl::string_view value) {
+  return With(json, absl::StrCat(R"({"quantization_config": {"quant_method": "any", ")", field,
+                                 "\": ", value, "}}"));
+}
+
+TEST(ModelConfigs, CheckpointsSayHowTheirKvIsStored) {
+  const auto is_fp8 = [](const std::string& text, const ModelConfigOptions& options = {}) {
+    const ModelConfig config = Read(text, options);
+    EXPECT_EQ(config.dtype, DType::kBFloat16);
+    EXPECT_EQ(config.kv_blocks, std::nullopt);
+    return config.kv_dtype == DType::kFloat8E4M3;
+  };
+  EXPECT_TRUE(is_fp8(Quantized(kLlama3, "kv_cache_scheme", kFp8Scheme)));
+  EXPECT_TRUE(is_fp8(Quantized(kLlama3, "kv_cache_scheme", R"({"num_bits": 8, "type": "float"})")));
+  EXPECT_TRUE(is_fp8(
+      Quantized(kDeepSeekV3, "kv_cache_scheme",
+                R"({"num_bits": 8, "type": "float", "strategy": "attn_head", "dynamic": true})")));
+  for (const char* algo : {R"("FP8")", R"("fp8")"}) {
+    EXPECT_TRUE(is_fp8(Quantized(kLlama3, "kv_cache_quant_algo", algo)));
+    EXPECT_TRUE(is_fp8(Quantized(kLlama3, "kv_cache_scheme", algo)));
+  }
+  EXPECT_TRUE(is_fp8(With(kLlama3, R"({"compression_config": {"kv_cache_quant_algo": "FP8"}})")));
+  EXPECT_TRUE(is_fp8(
+      With(kQwen36, R"({"text_config": {"quantization_config": {"kv_cache_scheme": "FP8"}}})")));
+  // Weights may be quantised, and KV not.
+  EXPECT_FALSE(is_fp8(Quantized(kLlama3, "kv_cache_scheme", "null")));
+  EXPECT_FALSE(is_fp8(Quantized(kLlama3, "quant_algo", R"("FP8")")));
+  EXPECT_FALSE(is_fp8(With(kLlama3, R"({"quantization_config": null})")));
+
+  ModelConfigOptions options;
+  options.hf_quant_config = R"({"producer": {"name": "modelopt", "version": "0.29.0"},
+    "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}})";
+  EXPECT_TRUE(is_fp8(kLlama3, options));
+  EXPECT_TRUE(is_fp8(
+      With(kLlama3, absl::StrCat(R"({"quantization_config": )", options.hf_quant_config, "}"))));
+  EXPECT_FALSE(is_fp8(Quantized(kLlama3, "quant_algo", R"("FP8")"), options));
+  options.hf_quant_config = R"({"quantization": {"kv_cache_quant_algo": null}})";
+  EXPECT_FALSE(is_fp8(kLlama3, options));
+}
+
+TEST(ModelConfigs, UnknownWaysToStoreKvAreNamed) {
+  const auto unknown = [](absl::string_view field, absl::string_view value,
+                          absl::string_view message) {
+    const std::string text = Quantized(kLlama3, field, value);
+    // Who says what is wanted is not asked to.
+    EXPECT_EQ(Read(text, KvDType("fp8_e5m2")).kv_dtype, DType::kFloat8E5M2);
+    EXPECT_EQ(Read(text, KvDType("bfloat16")), Read(kLlama3));
+    return Fails(ModelConfig::FromJson(text), kInvalid, message, "option kv_cache_dtype overrides");
+  };
+  EXPECT_TRUE(unknown("kv_cache_scheme", R"({"num_bits": 8, "type": "int", "strategy": "tensor"})",
+                      R"(kv_cache_scheme is {type "int", num_bits 8, strategy "tensor"})"));
+  EXPECT_TRUE(unknown("kv_cache_scheme",
+                      R"({"num_bits": 4, "type": "float", "strategy": "tensor_group"})",
+                      R"({type "float", num_bits 4, strategy "tensor_group"})"));
+  EXPECT_TRUE(unknown("kv_cache_scheme", R"({"num_bits": 8, "type": "float", "strategy": "token"})",
+                      "\"token\""));
+  EXPECT_TRUE(unknown("kv_cache_scheme", R"({"num_bits": 8, "type": "float", "symmetric": false})",
+                      "symmetric fals"));
+  EXPECT_TRUE(unknown("kv_cache_scheme", "{}", "kv_cache_scheme is {}"));
+  EXPECT_TRUE(unknown("kv_cache_scheme", R"({"num_bits": {"a": [8]}})", "num_bits an object"));
+  EXPECT_TRUE(unknown("kv_cache_scheme", "8", "kv_cache_scheme is 8"));
+  EXPECT_TRUE(unknown("kv_cache_quant_algo", R"("NVFP4")", R"(kv_cache_quant_algo is "NVFP4")"));
+  EXPECT_TRUE(unknown("kv_cache_quant_algo", R"("INT8")", R"(kv_cache_quant_algo is "INT8")"));
+  EXPECT_TRUE(unknown("kv_cache_quant_algo", "[8]", "kv_cache_quant_algo is an array"));
+  EXPECT_TRUE(Fails(ModelConfig::FromJson(With(kLlama3, R"({"quantization_config": "fp8"})")),
+                    kInvalid, "quantization_config is \"fp8\" but must be an object"));
+  ModelConfigOptions options;
+  options.hf_quant_config = "[1]";
+  EXPECT_TRUE(Fails(ModelConfig::FromJson(kLlama3, options), kInvalid,
+                    "option hf_quant_config is not a JSON object"));
+  // As deep as it can get.
+  const std::string deep(1 << 20, '['), close(1 << 20, ']');
+  const std::string text =
+      absl::StrReplaceAll(Quantized(kLlama3, "kv_cache_scheme", "4711"), {{"4711", deep + close}});
+  EXPECT_TRUE(Fails(ModelConfig::FromJson(text), kInvalid, "kv_cache_scheme is an array"));
 }
 
 TEST(ModelConfigs, MissingFieldsAreNamed) {
@@ -447,8 +542,11 @@ TEST(ModelConfigs, TextThatIsNoConfig) {
 
 TEST(ModelConfigs, RandomDamageIsNeverFatal) {
   const std::vector<std::string> files = {
-      kLlama3, kMistral7B,      kMistralNemo, kQwen25,      kQwen3,     kGemma2, kGemma3Of1B,
-      kGptOss, kDeepSeekV2Lite, kDeepSeekV3,  kDeepSeekV32, kQwen3Next, kQwen36, kGemma3Of4B};
+      kLlama3,         kMistral7B,  kMistralNemo,
+      kQwen25,         kQwen3,      kGemma2,
+      kGemma3Of1B,     kGptOss,     kGemma3Of4B,
+      kDeepSeekV2Lite, kDeepSeekV3, kDeepSeekV32,
+      kQwen3Next,      kQwen36,     Quantized(kQwen3, "kv_cache_scheme", kFp8Scheme)};
   const std::vector<Json> junk = {nullptr,
                                   0,
                                   -1,

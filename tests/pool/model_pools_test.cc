@@ -2,8 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <random>
 #include <vector>
 
+#include "pool/block_quant.h"
+#include "tests/pool/guarded_memory.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -136,6 +142,187 @@ TEST(ModelPoolsOf, ABudgetOfBytesIsKept) {
   }
 }
 
+TEST(ModelPoolsOf, TheCallerChoosesTheDTypeOfKv) {
+  const auto layout = [](absl::string_view name, const char* json = kLlama) {
+    ModelPoolsOptions options = Small();
+    options.kv_cache_dtype = std::string(name);
+    const auto pools = Make(json, options);
+    EXPECT_EQ(pools->kv()->layout().dtype, pools->model().kv_dtype);
+    return pools->kv()->layout();
+  };
+  EXPECT_EQ(layout("auto").dtype, DType::kBFloat16);
+  EXPECT_EQ(layout("fp8"), KvLayout::Mha(3, 4, 2, 8, DType::kFloat8E4M3));
+  EXPECT_EQ(layout("fp8_e5m2").dtype, DType::kFloat8E5M2);
+  EXPECT_EQ(layout("bf16", kGemma3).dtype, DType::kBFloat16);
+  const std::vector<KvTensor> four_bits = {{"k", 2, 4, DType::kUint8},
+                                           {"k_scale", 1, 1, DType::kUint8},
+                                           {"v", 2, 4, DType::kUint8},
+                                           {"v_scale", 1, 1, DType::kUint8}};
+  EXPECT_EQ(layout("fp4").tensors, four_bits);
+}
+
+// DeepSeek V3.2 with a latent of whole blocks.
+constexpr char kDeepseekBlocks[] = R"({"model_type": "deepseek_v32", "hidden_size": 64,
+  "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 128,
+  "kv_lora_rank": 32, "qk_rope_head_dim": 16, "index_head_dim": 128, "index_n_heads": 4,
+  "index_topk": 16, "torch_dtype": "bfloat16"})";
+
+class FourBits : public testing::TestWithParam<const char*> {
+ protected:
+  static ModelPoolsOptions Options() {
+    ModelPoolsOptions options = Small();
+    options.kv_cache_dtype = "fp4";
+    return options;
+  }
+
+  std::unique_ptr<ModelPools> pools_ = Make(GetParam(), Options());
+  std::vector<KvTensor> parts_ = Must(KvPartsOf(pools_->model()));
+  std::mt19937_64 random_{4};
+};
+
+// A pool like the model's, of which every row is stored by StoreQuantized() or as it comes.
+TEST_P(FourBits, RowsAreStoredAsStoreQuantizedWould) {
+  const KvLayout& layout = pools_->kv()->layout();
+  const auto naive = Must(TokenKvPool::Create(layout, 64));
+  const size_t num_in_blocks = parts_[0].name == "latent" ? 1 : 2;
+  for (int round = 0; round < 200; ++round) {
+    const int64_t layer = static_cast<int64_t>(random_()) & 1;
+    std::vector<int32_t> slots(68);
+    std::iota(slots.begin(), slots.end(), 0);
+    std::shuffle(slots.begin(), slots.end(), random_);
+    slots.resize(random_() % 69);
+    const auto count = static_cast<int64_t>(slots.size());
+    std::vector<std::vector<std::byte>> memory;
+    std::vector<TokenView> rows;
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      const DType dtype = parts_[i].dtype.value_or(DType::kFloat32);
+      memory.emplace_back(
+          static_cast<size_t>(count * parts_[i].num_heads * parts_[i].head_dim * 4));
+      for (size_t at = 0; at < memory[i].size(); at += sizeof(float)) {
+        const float value = static_cast<float>(random_() % 4001) / 7 - 280;
+        std::memcpy(&memory[i][at], &value, sizeof value);
+      }
+      rows.push_back(TokenView::Packed(memory[i].data(), dtype, count, parts_[i].num_heads,
+                                       parts_[i].head_dim));
+    }
+    ASSERT_TRUE(IsOk(pools_->Set(layer, slots, rows)));
+    int64_t tensor = 0;
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      const TokenView stored = naive->view(layer, tensor++);
+      if (i < num_in_blocks) {
+        ASSERT_TRUE(IsOk(StoreQuantized(BlockFormat::kMxfp4, rows[i], stored,
+                                        naive->view(layer, tensor++), slots)));
+        continue;
+      }
+      for (size_t row = 0; row < slots.size(); ++row) {
+        std::memcpy(stored.row(slots[row]), rows[i].row(static_cast<int64_t>(row)),
+                    static_cast<size_t>(stored.row_bytes()));
+      }
+    }
+    for (int64_t buffer = 0; buffer < layout.num_buffers(); ++buffer) {
+      const BufferInfo& got = pools_->kv()->pages()->buffer_infos()[buffer];
+      const BufferInfo& want = naive->pages()->buffer_infos()[buffer];
+      ASSERT_EQ(std::memcmp(got.address, want.address, static_cast<size_t>(got.bytes)), 0);
+    }
+  }
+}
+
+TEST_P(FourBits, WhatDoesNotFitWritesNothing) {
+  std::vector<float> values(2 * 128, 3);
+  std::vector<TokenView> rows;
+  for (const KvTensor& part : parts_) {
+    rows.push_back(TokenView::Packed(reinterpret_cast<std::byte*>(values.data()),
+                                     part.dtype.value_or(DType::kFloat32), 2, part.num_heads,
+                                     part.head_dim));
+  }
+  const std::vector<int32_t> slots = {4, 5}, outside = {4, 68};
+  const auto set = [&](std::span<const int32_t> to, std::span<const TokenView> from,
+                       std::span<const float> scales = {}) {
+    return pools_->Set(0, to, from, scales);
+  };
+  const std::vector<float> scales(rows.size(), 1);
+  EXPECT_TRUE(Fails(set(slots, rows, scales), kInvalid, "blocks have scales of their own"));
+  EXPECT_TRUE(Fails(set(outside, rows), absl::StatusCode::kOutOfRange, "slot 68"));
+  EXPECT_TRUE(Fails(set(slots, std::span(rows).first(rows.size() - 1)), kInvalid,
+                    "tensors given, but a layer has"));
+  std::vector<TokenView> changed = rows;
+  changed.push_back(rows[0]);
+  EXPECT_TRUE(Fails(set(slots, changed), kInvalid, "tensors given, but a layer has"));
+  // The first rows would do.
+  changed = rows;
+  changed.back().num_slots = 1;
+  EXPECT_TRUE(Fails(set(slots, changed), kInvalid, "1 rows"));
+  changed = rows;
+  changed.back().head_dim /= 2;
+  EXPECT_TRUE(Fails(set(slots, changed), kInvalid));
+  changed = rows;
+  changed[0].dtype = DType::kUint8;
+  EXPECT_TRUE(Fails(set(slots, changed), kInvalid, "uint8 hold no numbers"));
+  for (const BufferInfo& buffer : pools_->kv()->pages()->buffer_infos()) {
+    EXPECT_EQ(std::count(buffer.address, buffer.address + buffer.bytes, std::byte{0}),
+              buffer.bytes);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, FourBits, testing::Values(kLlama, kDeepseekBlocks),
+                         [](const auto& param) { return param.index == 0 ? "Mha" : "SparseMla"; });
+
+TEST(ModelPoolsOf, FourBitKeysAndValuesAreSeenAsCodes) {
+  ModelPoolsOptions options = Small();
+  options.kv_cache_dtype = "fp4";
+  const auto mha = Make(kLlama, options);
+  EXPECT_EQ(Must(mha->kv()->Key(1, Clock::now())).data, mha->kv()->view(1, 0).data);
+  EXPECT_EQ(Must(mha->kv()->Value(1, Clock::now())).data, mha->kv()->view(1, 2).data);
+  const auto mla = Make(kDeepseekBlocks, options);
+  EXPECT_EQ(mla->kv()->layout().tensors[0], (KvTensor{"latent", 1, 24, DType::kUint8}));
+  EXPECT_EQ(mla->kv()->layout().tensors[1], (KvTensor{"latent_scale", 1, 3, DType::kUint8}));
+  EXPECT_EQ(mla->kv()->layout().tensors[2].name, "index_k");
+  EXPECT_EQ(Must(mla->kv()->Value(0, Clock::now())).head_dim, 32 / 2);
+  // Sliding layers have theirs in blocks, too.
+  const auto mixed = Make(kGemma3, options);
+  EXPECT_EQ(mixed->window_kv()->layout().tensors, mixed->kv()->layout().tensors);
+  std::vector<float> values(4 * 16, 6);
+  const TokenView rows =
+      TokenView::Packed(reinterpret_cast<std::byte*>(values.data()), DType::kFloat32, 4, 1, 16);
+  const std::vector<int32_t> slots = Must(mixed->window_slots()->Allocate(4));
+  ASSERT_TRUE(IsOk(mixed->Set(0, slots, std::vector<TokenView>{rows, rows})));
+  const std::vector<int32_t> window = Must(mixed->window_slots()->ToWindow(slots));
+  EXPECT_EQ(*mixed->window_kv()->view(0, 2).row(window[3]), std::byte{0x77});
+}
+
+TEST(ModelPoolsOf, KeysAndValuesMayLieOnADevice) {
+  const auto memory = std::make_shared<GuardedMemory>();
+  ModelPoolsOptions options = Small();
+  options.memory = memory;
+  const auto pools = Make(kGemma3, options);
+  std::vector<float> values(4 * 16, 5);
+  const TokenView row =
+      TokenView::Packed(reinterpret_cast<std::byte*>(values.data()), DType::kFloat32, 4, 1, 16);
+  const std::vector<TokenView> rows = {row, row};
+  const std::vector<int32_t> slots = Must(pools->window_slots()->Allocate(4));
+  for (const int64_t layer : {4, 5}) ASSERT_TRUE(IsOk(pools->Set(layer, slots, rows)));
+  const std::vector<int32_t> window = Must(pools->window_slots()->ToWindow(slots));
+  const auto first = [&memory](const TokenView& view, int32_t slot) {
+    float value = 0;
+    std::memcpy(&value, memory->Read(view.row(slot), sizeof value).data(), sizeof value);
+    return value;
+  };
+  EXPECT_EQ(first(pools->window_kv()->view(3, 1), window[2]), 5);
+  EXPECT_EQ(first(pools->kv()->view(1, 0), slots[2]), 5);
+
+  // What needs the processor is refused.
+  options.kv_cache_dtype = "fp4";
+  const auto four_bits = Make(kLlama, options);
+  const TokenView key = TokenView::Packed(row.data, DType::kFloat32, 4, 2, 8);
+  EXPECT_TRUE(Fails(four_bits->Set(0, slots, std::vector<TokenView>{key, key}),
+                    absl::StatusCode::kFailedPrecondition, "lies in guarded memory"));
+  EXPECT_TRUE(Fails(ModelPools::Create(Must(ModelConfig::FromJson(kQwen3Next)), options),
+                    absl::StatusCode::kUnimplemented, "memory is guarded memory", "linear"));
+  memory->failure = absl::UnavailableError("no such device");
+  EXPECT_TRUE(Fails(ModelPools::Create(Must(ModelConfig::FromJson(kLlama)), options),
+                    absl::StatusCode::kUnavailable, "no such device"));
+}
+
 TEST(ModelPoolsOf, OptionsThatCannotBe) {
   const ModelConfig llama = Must(ModelConfig::FromJson(kLlama));
   const auto create = [](const ModelConfig& model, void (*change)(ModelPoolsOptions&)) {
@@ -171,6 +358,14 @@ TEST(ModelPoolsOf, OptionsThatCannotBe) {
   unnamed.max_position_embeddings = 0;
   EXPECT_TRUE(Fails(create(unnamed, [](Options& o) { o.max_context_tokens = 0; }), kInvalid,
                     "max_context_tokens is needed"));
+  EXPECT_TRUE(Fails(create(llama, [](Options& o) { o.kv_cache_dtype = "nvfp4"; }), kInvalid,
+                    "kv_cache_dtype is 'nvfp4'", "fp4_e2m1"));
+  const auto four_bits = [](Options& o) { o.kv_cache_dtype = "fp4"; };
+  EXPECT_TRUE(Fails(create(Must(ModelConfig::FromJson(kDeepseek)), four_bits), kInvalid,
+                    "1 heads x 40", "a block of 16"));
+  ModelConfig odd = Must(ModelConfig::FromJson(kDeepseekBlocks));
+  odd.kv_lora_rank = 33;
+  EXPECT_TRUE(Fails(create(odd, four_bits), kInvalid, "kv_lora_rank 33"));
   const ModelConfig hybrid = Must(ModelConfig::FromJson(kQwen3Next));
   EXPECT_TRUE(Fails(create(hybrid, [](Options& o) { o.max_track_slots = -1; }), kInvalid));
 }

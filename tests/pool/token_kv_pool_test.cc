@@ -2,12 +2,11 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <map>
-#include <random>
 #include <vector>
 
+#include "tests/pool/guarded_memory.h"
 #include "tests/pool/naive_numbers.h"
+#include "tests/pool/token_kv_pool_suite.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -16,243 +15,22 @@ namespace {
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
 constexpr auto kRange = absl::StatusCode::kOutOfRange;
 
-KvLayout DoubleSparse(int64_t layers, int64_t page_size) {
-  KvLayout layout = KvLayout::Mha(layers, page_size, 2, 6, DType::kBFloat16);
-  layout.tensors.push_back({"label", 2, 3});
-  return layout;
+TokenPoolBackend OnHost() {
+  return {{"Host", ""}, nullptr, [](const std::byte* at, int64_t bytes) {
+            return std::vector<std::byte>(at, at + bytes);
+          }};
 }
 
-KvLayout SparseMla(int64_t layers, int64_t page_size) {
-  KvLayout layout = KvLayout::Mla(layers, page_size, 12, DType::kFloat16);
-  layout.tensors.push_back({"index_k", 1, 8, DType::kFloat8E4M3});
-  layout.tensors.push_back({"index_scale", 1, 1, DType::kFloat32});
-  return layout;
-}
-
-KvLayout Hnd(KvLayout layout) {
-  layout.page_format = "HND";
-  return layout;
-}
-
-struct Shape {
-  std::string name;
-  KvLayout layout;
-  int64_t latent_value_dim = 0;
-};
-
-const std::vector<Shape>& Shapes() {
-  static const std::vector<Shape> shapes = {
-      {"Mha", KvLayout::Mha(3, 1, 2, 4, DType::kFloat32)},
-      {"MhaPagesHnd", Hnd(KvLayout::Mha(2, 4, 3, 8, DType::kBFloat16))},
-      {"UnequalFp8", {2, 2, DType::kFloat8E4M3, "NHD", {{"k", 2, 6}, {"v", 1, 4}}}},
-      {"Fused", KvLayout::Fused(2, 4, 2, 3, DType::kFloat16)},
-      {"Mla", KvLayout::Mla(3, 4, 12, DType::kFloat8E5M2), 8},
-      {"DoubleSparse", DoubleSparse(2, 4)},
-      {"SparseMla", SparseMla(2, 4), 8},
+// Shows that a pool's bytes are left to its memory.
+TokenPoolBackend Guarded() {
+  const auto memory = std::make_shared<GuardedMemory>();
+  const auto read = [memory](const std::byte* at, int64_t bytes) {
+    return memory->Read(at, bytes);
   };
-  return shapes;
+  return {{"Guarded", ""}, memory, read, /*keeps_last=*/true, /*rounds=*/600};
 }
 
-// The model: for each layer, part and slot the stored bytes of a row, head by head. Knows nothing
-// of pages, orders of dimensions or where parts lie.
-struct Model {
-  using Row = std::vector<std::byte>;
-  std::map<std::tuple<int64_t, size_t, int32_t>, Row> rows;
-};
-
-class TokenPools : public testing::TestWithParam<size_t> {
- protected:
-  static constexpr int64_t kTokens = 48;
-
-  void SetUp() override {
-    shape_ = Shapes()[GetParam()];
-    pool_ = Must(TokenKvPool::Create(shape_.layout, kTokens, shape_.latent_value_dim));
-    const bool fused = shape_.layout.tensors[0].name == "kv";
-    for (const KvTensor& tensor : shape_.layout.tensors) {
-      KvTensor part = tensor;
-      part.dtype = shape_.layout.dtype_of(tensor);
-      if (fused) part.head_dim /= 2;
-      for (int i = 0; i < (fused ? 2 : 1); ++i) parts_.push_back(part);
-    }
-  }
-
-  int64_t Upto(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
-  int64_t Layer() { return Upto(shape_.layout.num_layers); }
-  std::vector<int32_t> Slots() {
-    std::vector<int32_t> slots(static_cast<size_t>(Upto(12)));
-    const int64_t first = Upto(pool_->num_slots());
-    for (size_t i = 0; i < slots.size(); ++i) {
-      slots[i] = static_cast<int32_t>(Upto(3) > 0 ? (first + i) % pool_->num_slots()
-                                                  : Upto(pool_->num_slots()));
-    }
-    return slots;
-  }
-  Model::Row& At(int64_t layer, size_t part, int32_t slot) {
-    Model::Row& row = model_.rows[{layer, part, slot}];
-    const KvTensor& spec = parts_[part];
-    row.resize(static_cast<size_t>(spec.num_heads * spec.head_dim * DTypeBytes(*spec.dtype)));
-    return row;
-  }
-
-  void RandomSet() {
-    const int64_t layer = Layer();
-    const std::vector<int32_t> slots = Slots();
-    std::vector<std::vector<float>> values(parts_.size());
-    std::vector<TokenView> rows;
-    std::vector<float> scales;
-    for (size_t part = 0; part < parts_.size(); ++part) {
-      const KvTensor& spec = parts_[part];
-      values[part].resize(slots.size() * spec.num_heads * spec.head_dim);
-      for (float& value : values[part]) value = static_cast<float>(Upto(4000) - 2000) / 7;
-      rows.push_back(TokenView::Packed(reinterpret_cast<std::byte*>(values[part].data()),
-                                       DType::kFloat32, static_cast<int64_t>(slots.size()),
-                                       spec.num_heads, spec.head_dim));
-      scales.push_back(Upto(2) == 0 ? 1.0F : 1.7F);
-    }
-    ASSERT_TRUE(IsOk(pool_->Set(layer, slots, rows, scales)));
-    for (size_t part = 0; part < parts_.size(); ++part) {
-      for (size_t i = 0; i < slots.size(); ++i)
-        StoreInModel(layer, part, slots, i, values[part], scales[part]);
-    }
-  }
-
-  // Encodes the slow way: of the formats' definitions, only what rounds right is taken over.
-  void StoreInModel(int64_t layer, size_t part, const std::vector<int32_t>& slots, size_t i,
-                    const std::vector<float>& values, float scale) {
-    if (std::find(slots.begin() + i + 1, slots.end(), slots[i]) != slots.end()) return;
-    const KvTensor& spec = parts_[part];
-    const NaiveFormat& format = NaiveFormat::Of(*spec.dtype);
-    Model::Row& row = At(layer, part, slots[i]);
-    const Model::Row got = RowInPool(layer, part, slots[i]);
-    const size_t width = static_cast<size_t>(spec.num_heads * spec.head_dim);
-    for (size_t v = 0; v < width; ++v) {
-      const std::byte* stored = &got[v * format.bytes()];
-      ASSERT_TRUE(format.IsEncodingOf(values[i * width + v] / scale, stored));
-      std::copy_n(stored, format.bytes(), &row[v * format.bytes()]);
-    }
-  }
-
-  // Straight from the pages.
-  Model::Row RowInPool(int64_t layer, size_t part, int32_t slot) {
-    const KvLayout& layout = shape_.layout;
-    const bool fused = layout.tensors[0].name == "kv";
-    const int64_t tensor = fused ? 0 : static_cast<int64_t>(part);
-    const KvTensor& spec = parts_[part];
-    const int64_t value_bytes = DTypeBytes(*spec.dtype);
-    const int64_t head_bytes = layout.tensors[tensor].head_dim * value_bytes;
-    const int64_t page_size = layout.page_size, place = slot % page_size;
-    const std::byte* page = pool_->pages()->page(layer, tensor, slot / page_size).data();
-    Model::Row row;
-    for (int64_t head = 0; head < spec.num_heads; ++head) {
-      const int64_t index =
-          layout.page_format == "HND" ? head * page_size + place : place * spec.num_heads + head;
-      const std::byte* at = page + index * head_bytes + (fused && part == 1 ? head_bytes / 2 : 0);
-      row.insert(row.end(), at, at + spec.head_dim * value_bytes);
-    }
-    return row;
-  }
-
-  // [tensors, layers, slots, heads, dim] of the model; fused tensors have both parts in each head.
-  std::vector<std::byte> FlatOfModel(int64_t first_layer, int64_t layers,
-                                     const std::vector<int32_t>& slots) {
-    std::vector<std::byte> flat;
-    const bool fused = shape_.layout.tensors[0].name == "kv";
-    for (size_t part = 0; part < (fused ? 1 : parts_.size()); ++part) {
-      for (int64_t layer = first_layer; layer < first_layer + layers; ++layer) {
-        for (const int32_t slot : slots) {
-          const Model::Row row = At(layer, part, slot);
-          if (!fused) {
-            flat.insert(flat.end(), row.begin(), row.end());
-            continue;
-          }
-          const Model::Row other = At(layer, 1, slot);
-          const size_t head = row.size() / parts_[0].num_heads;
-          for (size_t at = 0; at < row.size(); at += head) {
-            flat.insert(flat.end(), &row[at], &row[at] + head);
-            flat.insert(flat.end(), &other[at], &other[at] + head);
-          }
-        }
-      }
-    }
-    return flat;
-  }
-
-  void RandomRead() {
-    const std::vector<int32_t> slots = Slots();
-    const int64_t layer = Layer(), count = static_cast<int64_t>(slots.size());
-    std::vector<std::byte> flat(static_cast<size_t>(pool_->flat_bytes(count)));
-    ASSERT_TRUE(IsOk(pool_->ReadFlat(slots, flat)));
-    ASSERT_EQ(flat, FlatOfModel(0, shape_.layout.num_layers, slots));
-    flat.resize(static_cast<size_t>(pool_->layer_flat_bytes(count)));
-    ASSERT_TRUE(IsOk(pool_->ReadFlatLayer(layer, slots, flat)));
-    ASSERT_EQ(flat, FlatOfModel(layer, 1, slots));
-  }
-
-  // Rows of some slots to others, out and in as flat data.
-  void RandomMove() {
-    const std::vector<int32_t> from = Slots();
-    std::vector<int32_t> to = Slots();
-    to.resize(from.size());
-    const bool whole = Upto(2) == 0;
-    const int64_t layer = Layer(), count = static_cast<int64_t>(from.size());
-    std::vector<std::byte> flat(
-        static_cast<size_t>(whole ? pool_->flat_bytes(count) : pool_->layer_flat_bytes(count)));
-    if (whole) {
-      ASSERT_TRUE(IsOk(pool_->ReadFlat(from, flat)));
-      ASSERT_TRUE(IsOk(pool_->WriteFlat(to, flat)));
-    } else {
-      ASSERT_TRUE(IsOk(pool_->ReadFlatLayer(layer, from, flat)));
-      ASSERT_TRUE(IsOk(pool_->WriteFlatLayer(layer, to, flat)));
-    }
-    for (size_t part = 0; part < parts_.size(); ++part) {
-      for (int64_t l = whole ? 0 : layer; l < (whole ? shape_.layout.num_layers : layer + 1); ++l) {
-        std::vector<Model::Row> rows;
-        rows.reserve(from.size());
-        for (const int32_t slot : from) rows.push_back(At(l, part, slot));
-        for (size_t i = 0; i < to.size(); ++i) At(l, part, to[i]) = rows[i];
-      }
-    }
-  }
-
-  Shape shape_;
-  std::shared_ptr<TokenKvPool> pool_;
-  std::vector<KvTensor> parts_;
-  Model model_;
-  std::mt19937_64 random_{11};
-};
-
-TEST_P(TokenPools, AgreeWithRowsKeptOneByOne) {
-  // Each operation is on some 6 rows of some 5 tensors: over a million row operations in all.
-  for (int i = 0; i < 9000; ++i) {
-    const int64_t what = Upto(3);
-    if (what == 0) RandomSet();
-    if (what == 1) RandomRead();
-    if (what == 2) RandomMove();
-    if (HasFatalFailure()) return;
-  }
-}
-
-TEST_P(TokenPools, KeysAndValuesAreSeenWhereTheyLie) {
-  const std::string& first = shape_.layout.tensors[0].name;
-  const TokenView key = Must(pool_->Key(1, Clock::now()));
-  const TokenView value = Must(pool_->Value(1, Clock::now()));
-  EXPECT_EQ(key.data, pool_->pages()->buffer(1, 0).address);
-  EXPECT_EQ(key.num_slots, kTokens + shape_.layout.page_size);
-  if (first == "latent") {
-    EXPECT_EQ(key.head_dim, 12);
-    EXPECT_EQ(value.head_dim, 8);
-    EXPECT_EQ(value.data, key.data);
-  } else if (first == "kv") {
-    EXPECT_EQ(value.data, key.data + key.head_bytes());
-    EXPECT_EQ(value.head_dim, 3);
-  } else {
-    EXPECT_EQ(value.data, pool_->pages()->buffer(1, 1).address);
-    EXPECT_EQ(value.head_dim, shape_.layout.tensors[1].head_dim);
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(Shapes, TokenPools, testing::Range<size_t>(0, Shapes().size()),
-                         [](const auto& param) { return Shapes()[param.param].name; });
+INSTANTIATE_TEST_SUITE_P(Memories, TokenPools, TokenPoolsIn(OnHost(), Guarded()), TokenPoolName());
 
 TEST(TokenKvPools, SizesThatCannotBe) {
   const KvLayout layout = KvLayout::Mha(2, 16, 2, 8, DType::kFloat32);
@@ -367,6 +145,45 @@ TEST(TokenKvPools, ReadersWaitForTheirLayer) {
   EXPECT_TRUE(IsOk(pool->Value(0, Clock::now())));
   EXPECT_TRUE(Fails(pool->Key(1, Clock::now()), absl::StatusCode::kDeadlineExceeded, "layer 1"));
   EXPECT_TRUE(Fails(pool->Value(2, Clock::now()), kRange, "layer 2"));
+}
+
+TEST(TokenKvPools, EitherSideOfACopyMayLieOnADevice) {
+  const auto memory = std::make_shared<GuardedMemory>();
+  const KvLayout layout = KvLayout::Mha(2, 4, 2, 4, DType::kFloat32);
+  const auto host = Must(TokenKvPool::Create(layout, 16));
+  const auto device = Must(TokenKvPool::Create(Hnd(layout), 16, 0, memory));
+  const auto device2 = Must(TokenKvPool::Create(layout, 16, 0, memory));
+  std::vector<std::byte> flat(static_cast<size_t>(host->flat_bytes(3)));
+  for (size_t i = 0; i < flat.size(); ++i) flat[i] = static_cast<std::byte>(i);
+  const std::vector<int32_t> a = {4, 6, 17}, b = {9, 8, 5}, c = {1, 19, 2}, d = {10, 11, 12};
+  ASSERT_TRUE(IsOk(host->WriteFlat(a, flat)));
+  ASSERT_TRUE(IsOk(device->CopyFrom(*host, a, b)));
+  ASSERT_TRUE(IsOk(device2->CopyLayerFrom(*device, 0, b, c)));
+  ASSERT_TRUE(IsOk(device2->CopyLayerFrom(*device, 1, b, c)));
+  ASSERT_TRUE(IsOk(host->CopyFrom(*device2, c, d)));
+  std::vector<std::byte> got(flat.size());
+  ASSERT_TRUE(IsOk(host->ReadFlat(d, got)));
+  EXPECT_EQ(got, flat);
+  EXPECT_EQ(memory->num_runs, 4);
+}
+
+TEST(TokenKvPools, WhatADeviceAnswersIsPassedOn) {
+  const auto memory = std::make_shared<GuardedMemory>();
+  const KvLayout layout = KvLayout::Mla(2, 4, 4, DType::kUint8);
+  const auto pool = Must(TokenKvPool::Create(layout, 16, 0, memory));
+  const auto host = Must(TokenKvPool::Create(layout, 16));
+  memory->failure = absl::InternalError("it fell off the bus");
+  const std::vector<int32_t> slots = {5};
+  std::vector<std::byte> flat(static_cast<size_t>(pool->flat_bytes(1)));
+  const TokenView row = TokenView::Packed(flat.data(), DType::kUint8, 1, 1, 4);
+  constexpr auto kInternal = absl::StatusCode::kInternal;
+  EXPECT_TRUE(Fails(TokenKvPool::Create(layout, 16, 0, memory), kInternal, "fell off"));
+  EXPECT_TRUE(Fails(pool->Set(0, slots, std::vector<TokenView>{row}), kInternal, "fell off"));
+  EXPECT_TRUE(Fails(pool->ReadFlat(slots, flat), kInternal, "fell off"));
+  EXPECT_TRUE(Fails(pool->CopyFrom(*host, slots, slots), kInternal, "fell off"));
+  EXPECT_TRUE(Fails(host->CopyFrom(*pool, slots, slots), kInternal, "fell off"));
+  // Bad arguments never get so far.
+  EXPECT_TRUE(Fails(pool->ReadFlat(std::vector<int32_t>{20}, flat), kRange, "slot 20"));
 }
 
 }  // namespace

@@ -234,3 +234,20 @@ def test_transformers_reads_the_same(file, dtype):
         assert ours.num_kv_heads == theirs.num_key_value_heads
         default = theirs.hidden_size // theirs.num_attention_heads
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or default)
+
+
+def test_how_the_checkpoint_stores_kv():
+    quantised = LLAMA_3_8B | {
+        "quantization_config": {
+            "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}
+        }
+    }
+    assert kvferry.ModelConfig.from_json(json.dumps(quantised)).kv_dtype == "float8_e4m3fn"
+    modelopt = json.dumps({"quantization": {"kv_cache_quant_algo": "FP8"}})
+    config = kvferry.ModelConfig.from_json(json.dumps(LLAMA_3_8B), hf_quant_config=modelopt)
+    assert (config.kv_dtype, config.kv_blocks) == ("float8_e4m3fn", None)
+    quantised["quantization_config"] = {"kv_cache_quant_algo": "NVFP4"}
+    with pytest.raises(ValueError, match='kv_cache_quant_algo is "NVFP4"'):
+        kvferry.ModelConfig.from_json(json.dumps(quantised))
+    config = kvferry.ModelConfig.from_json(json.dumps(quantised), kv_cache_dtype="fp4")
+    assert (config.kv_dtype, config.kv_blocks) == ("uint8", "mxfp4")

@@ -67,6 +67,24 @@ def test_full_and_sliding_layers():
         pools.place_of(6)
 
 
+def test_the_callers_kv_dtype():
+    pools = make(GEMMA, num_tokens=64, kv_cache_dtype="fp8")
+    assert (pools.model.kv_dtype, pools.kv.layout.dtype) == ("float8_e4m3fn",) * 2
+    pools = make(GEMMA, num_tokens=64, kv_cache_dtype="fp4")
+    assert (pools.model.kv_dtype, pools.model.kv_blocks) == ("uint8", "mxfp4")
+    slots = pools.window_slots.alloc(4)
+    k, v = torch.randn(2, 4, 1, 16)
+    pools.set_kv_buffer(2, slots, [k, v])
+    for tensor, rows in ((0, k), (2, v)):
+        got = torch.from_numpy(pools.kv.get_quantized("mxfp4", 0, tensor, slots))
+        scale = torch.exp2(torch.ceil(torch.log2(rows.abs().amax(-1, keepdim=True) / 6)))
+        assert (got - rows).abs().le(scale).all()
+    with pytest.raises(ValueError, match="scales of their own"):
+        pools.set_kv_buffer(2, slots, [k, v], scales=[1, 1])
+    with pytest.raises(ValueError, match="'nvfp4'"):
+        make(GEMMA, num_tokens=64, kv_cache_dtype="nvfp4")
+
+
 def test_linear_layers():
     pools = make(QWEN3_NEXT, kv_bytes=1 << 20, max_track_slots=2)
     assert pools.window_kv is None and pools.window_slots is None

@@ -5,7 +5,6 @@
 #include <numeric>
 #include <set>
 
-#include "base/slab.h"
 #include "tests/support/status.h"
 #include "tests/support/test_config.h"
 
@@ -62,7 +61,7 @@ void FillPattern(const KvPool& pool, uint64_t seed) {
 
 std::shared_ptr<KvPool> MakePatternPool(const KvLayout& layout, int64_t num_pages, uint64_t seed) {
   std::shared_ptr<KvPool> pool =
-      Must(PathUnderTest() == TestPath::kArena ? KvPool::CreateIn(layout, num_pages, MapSlab)
+      Must(PathUnderTest() == TestPath::kArena ? KvPool::CreateIn(layout, num_pages, HostMemory())
                                                : KvPool::Create(layout, num_pages));
   FillPattern(*pool, seed);
   return pool;

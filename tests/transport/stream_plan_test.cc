@@ -5,6 +5,7 @@
 #include <random>
 #include <set>
 
+#include "tests/pool/guarded_memory.h"
 #include "tests/support/kv_pattern.h"
 #include "tests/support/status.h"
 
@@ -174,6 +175,13 @@ TEST(StreamPlan, PagesOutsideThePool) {
   EXPECT_TRUE(Fails(create(std::vector<int64_t>(11, 3)), absl::StatusCode::kOutOfRange));
   EXPECT_TRUE(Fails(StreamPlan::Create(pool, PageRuns(), {nullptr, -1}),
                     absl::StatusCode::kOutOfRange, "a tail of -1 bytes"));
+}
+
+TEST(StreamPlan, PoolsOnADeviceAreRefused) {
+  const auto memory = std::make_shared<GuardedMemory>();
+  const auto pool = Must(KvPool::CreateIn(KvLayout::Mla(2, 4, 8, DType::kUint8), 10, memory));
+  EXPECT_TRUE(Fails(StreamPlan::Create(pool, Must(PageRuns::FromPages(std::vector<int64_t>{1}))),
+                    absl::StatusCode::kFailedPrecondition, "lies in guarded memory"));
 }
 
 TEST(StreamPlan, NoPages) {

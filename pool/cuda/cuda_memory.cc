@@ -1,0 +1,279 @@
+#include "pool/cuda/cuda_memory.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/slab.h"
+#include "base/status.h"
+#include "pool/cuda/cuda_status.h"
+#include "pool/cuda/token_copy_cuda.h"
+#include "pool/token_copy.h"
+
+namespace kvferry {
+namespace {
+
+constexpr int64_t kPieceBytes = 16 << 20;  // Of rows on their way from or to the host.
+constexpr cudaStream_t kStream = nullptr;
+
+absl::Status CheckDevice(int device) {
+  int count = 0;
+  KVFERRY_RETURN_IF_ERROR(
+      CudaStatus(cudaGetDeviceCount(&count), absl::StrCat("cuda memory: no device ", device)));
+  if (device >= 0 && device < count) return absl::OkStatus();
+  return absl::UnavailableError(
+      absl::StrCat("cuda memory: no device ", device, ": this machine has ", count));
+}
+
+// fn() while `device` is the thread's current one.
+template <typename Fn>
+auto OnDevice(int device, const Fn& fn) -> decltype(fn()) {
+  KVFERRY_RETURN_IF_ERROR(CheckDevice(device));
+  int current = 0;
+  KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&current), "cuda memory: current device"));
+  if (current == device) return fn();
+  KVFERRY_RETURN_IF_ERROR(
+      CudaStatus(cudaSetDevice(device), absl::StrCat("cuda memory: device ", device)));
+  auto result = fn();
+  KVFERRY_RETURN_IF_ERROR(
+      CudaStatus(cudaSetDevice(current), absl::StrCat("cuda memory: back to device ", current)));
+  return result;
+}
+
+// On the current device.
+absl::StatusOr<std::shared_ptr<std::byte>> ZeroedMemory(int64_t bytes) {
+  void* memory = nullptr;
+  KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaMalloc(&memory, static_cast<size_t>(bytes)),
+                                     absl::StrCat("cuda memory: ", bytes, " bytes refused")));
+  std::shared_ptr<std::byte> owner(static_cast<std::byte*>(memory),
+                                   [](std::byte* slab) { cudaFree(slab); });
+  KVFERRY_RETURN_IF_ERROR(
+      CudaStatus(cudaMemset(memory, 0, static_cast<size_t>(bytes)), "cuda memory: zeroing"));
+  // cudaMemset returns before it is done, and streams need not wait for it.
+  KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaStreamSynchronize(nullptr), "cuda memory: zeroing"));
+  return owner;
+}
+
+// Memory of the current device for one call, in the order of the stream.
+absl::StatusOr<std::shared_ptr<std::byte>> Scratch(int64_t bytes) {
+  void* memory = nullptr;
+  KVFERRY_RETURN_IF_ERROR(
+      CudaStatus(cudaMallocAsync(&memory, static_cast<size_t>(bytes), kStream),
+                 absl::StrCat("cuda memory: ", bytes, " bytes for a copy refused")));
+  return std::shared_ptr<std::byte>(static_cast<std::byte*>(memory),
+                                    [](std::byte* scratch) { cudaFreeAsync(scratch, kStream); });
+}
+
+// ---------------------------------------------------------------- where rows lie
+
+enum class Place : uint8_t {
+  kHost,    // The device cannot address it.
+  kPinned,  // Host memory that it can.
+  kDevice,
+};
+
+absl::StatusOr<Place> PlaceOf(const std::byte* address, int device) {
+  cudaPointerAttributes attributes = {};
+  KVFERRY_RETURN_IF_ERROR(
+      CudaStatus(cudaPointerGetAttributes(&attributes, address), "cuda memory: an address"));
+  switch (attributes.type) {
+    case cudaMemoryTypeManaged:
+      return Place::kPinned;
+    case cudaMemoryTypeHost:
+      return attributes.devicePointer == address ? Place::kPinned : Place::kHost;
+    case cudaMemoryTypeDevice:
+      if (attributes.device == device) return Place::kDevice;
+      return absl::InvalidArgumentError(absl::StrCat(
+          "cuda memory: rows lie on device ", attributes.device, ", but the pool on ", device));
+    default:
+      return Place::kHost;
+  }
+}
+
+// Of a view with slots: both of its ends, as somebody may have pinned a part of it.
+absl::StatusOr<Place> PlaceOf(const TokenView& view, int device) {
+  const std::byte* last = view.row(view.num_slots - 1) + (view.num_heads - 1) * view.head_stride +
+                          (view.head_dim - 1) * view.value_stride + DTypeBytes(view.dtype) - 1;
+  KVFERRY_ASSIGN_OR_RETURN(const Place begin, PlaceOf(view.data, device));
+  KVFERRY_ASSIGN_OR_RETURN(const Place end, PlaceOf(last, device));
+  if (begin == end) return begin;
+  if (begin != Place::kDevice && end != Place::kDevice) return Place::kHost;
+  return absl::InvalidArgumentError(
+      "cuda memory: rows begin on the device and end on the host, or the other way round");
+}
+
+// ---------------------------------------------------------------- copies
+
+// The copies of one call, on the current device.
+class Copies {
+ public:
+  Copies(int device, ThreadPool* threads) : device_(device), threads_(threads) {}
+
+  absl::Status Run(std::span<const TokenCopy> copies) {
+    std::vector<Ends> ends;
+    for (const TokenCopy& copy : copies) {
+      if (copy.num_rows() == 0) continue;
+      KVFERRY_ASSIGN_OR_RETURN(const Place from, PlaceOf(copy.from(), device_));
+      KVFERRY_ASSIGN_OR_RETURN(const Place to, PlaceOf(copy.to(), device_));
+      ends.push_back({&copy, from, to});
+    }
+    for (const Ends& one : ends) KVFERRY_RETURN_IF_ERROR(RunOne(one));
+    return absl::OkStatus();
+  }
+
+ private:
+  struct Ends {
+    const TokenCopy* copy;
+    Place from, to;
+  };
+  // Rows [begin, begin + host.num_slots) of a copy on their way, one after the other.
+  struct Piece {
+    int64_t begin;
+    TokenView host, device;
+  };
+
+  absl::Status RunOne(const Ends& ends) {
+    const TokenCopy& copy = *ends.copy;
+    if (ends.from == Place::kHost && ends.to == Place::kHost) {
+      copy.Run(threads_);
+      return absl::OkStatus();
+    }
+    if (ends.from == Place::kHost) return FromHost(copy);
+    if (ends.to == Place::kHost) return ToHost(copy);
+    KVFERRY_ASSIGN_OR_RETURN(const int32_t* from_slots, Uploaded(copy, copy.from_slots()));
+    KVFERRY_ASSIGN_OR_RETURN(const int32_t* to_slots, Uploaded(copy, copy.to_slots()));
+    return CopyTokensCuda(copy.from(), from_slots, copy.to(), to_slots, copy.num_rows(), nullptr,
+                          kStream);
+  }
+
+  absl::Status FromHost(const TokenCopy& copy) {
+    KVFERRY_ASSIGN_OR_RETURN(const int32_t* slots, Uploaded(copy, copy.to_slots()));
+    return ForEachPiece(copy, copy.from(), slots == nullptr, [&](const Piece& piece) {
+      KVFERRY_RETURN_IF_ERROR(
+          CopyOnHost(copy.from(), Slots(copy.from_slots(), piece), piece.host, InOrder(piece)));
+      KVFERRY_RETURN_IF_ERROR(CopyPacked(piece.host, piece.device));
+      return CopyTokensCuda(piece.device, nullptr, copy.to(),
+                            slots == nullptr ? nullptr : slots + piece.begin, piece.host.num_slots,
+                            nullptr, kStream);
+    });
+  }
+
+  absl::Status ToHost(const TokenCopy& copy) {
+    KVFERRY_ASSIGN_OR_RETURN(const int32_t* slots, Uploaded(copy, copy.from_slots()));
+    return ForEachPiece(copy, copy.to(), slots == nullptr, [&](const Piece& piece) {
+      KVFERRY_RETURN_IF_ERROR(
+          CopyTokensCuda(copy.from(), slots == nullptr ? nullptr : slots + piece.begin,
+                         piece.device, nullptr, piece.host.num_slots, nullptr, kStream));
+      KVFERRY_RETURN_IF_ERROR(CopyPacked(piece.device, piece.host));
+      return CopyOnHost(piece.host, InOrder(piece), copy.to(), Slots(copy.to_slots(), piece));
+    });
+  }
+
+  // Pieces of rows as `like` has them, which is the host's side; one piece when the device's side
+  // has no list that a piece could begin in the middle of.
+  template <typename Visit>
+  absl::Status ForEachPiece(const TokenCopy& copy, const TokenView& like, bool whole,
+                            const Visit& visit) {
+    const int64_t rows = copy.num_rows(), row_bytes = like.row_bytes();
+    const int64_t most = whole ? rows : std::clamp<int64_t>(kPieceBytes / row_bytes, 1, rows);
+    KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<std::byte> host, MapSlab(most * row_bytes));
+    KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<std::byte> device, Scratch(most * row_bytes));
+    const auto packed = [&like](std::byte* data, int64_t count) {
+      TokenView view = TokenView::Packed(data, like.dtype, count, like.num_heads, like.head_dim);
+      view.scale = like.scale;
+      return view;
+    };
+    order_.resize(static_cast<size_t>(rows));
+    std::iota(order_.begin(), order_.end(), 0);
+    for (int64_t begin = 0; begin < rows; begin += most) {
+      const int64_t count = std::min(most, rows - begin);
+      KVFERRY_RETURN_IF_ERROR(
+          visit(Piece{begin, packed(host.get(), count), packed(device.get(), count)}));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status CopyOnHost(const TokenView& from, std::span<const int32_t> from_slots,
+                          const TokenView& to, std::span<const int32_t> to_slots) {
+    KVFERRY_ASSIGN_OR_RETURN(const TokenCopy copy, TokenCopy::Plan(from, from_slots, to, to_slots));
+    copy.Run(threads_);
+    return absl::OkStatus();
+  }
+
+  // Waits until the host's side may be used again.
+  static absl::Status CopyPacked(const TokenView& from, const TokenView& to) {
+    return CudaStatus(
+        cudaMemcpy(to.data, from.data, static_cast<size_t>(to.num_slots * to.row_bytes()),
+                   cudaMemcpyDefault),
+        "cuda memory: rows between device and host");
+  }
+
+  // A piece of a list on the host, null being 0, 1, 2, ... .
+  std::span<const int32_t> Slots(const int32_t* list, const Piece& piece) const {
+    return {(list == nullptr ? order_.data() : list) + piece.begin,
+            static_cast<size_t>(piece.host.num_slots)};
+  }
+  std::span<const int32_t> InOrder(const Piece& piece) const {
+    return {order_.data(), static_cast<size_t>(piece.host.num_slots)};
+  }
+
+  // A list of a copy in device memory, null for null. Each goes there once: the copies of all
+  // layers have the same ones.
+  absl::StatusOr<const int32_t*> Uploaded(const TokenCopy& copy, const int32_t* list) {
+    if (list == nullptr) return nullptr;
+    const int64_t bytes = copy.num_rows() * static_cast<int64_t>(sizeof *list);
+    std::shared_ptr<std::byte>& there = lists_[{list, bytes}];
+    if (there == nullptr) {
+      KVFERRY_ASSIGN_OR_RETURN(there, Scratch(bytes));
+      KVFERRY_RETURN_IF_ERROR(
+          CudaStatus(cudaMemcpyAsync(there.get(), list, static_cast<size_t>(bytes),
+                                     cudaMemcpyDefault, kStream),
+                     "cuda memory: slots"));
+    }
+    return reinterpret_cast<const int32_t*>(there.get());
+  }
+
+  const int device_;
+  ThreadPool* const threads_;
+  std::map<std::pair<const int32_t*, int64_t>, std::shared_ptr<std::byte>> lists_;
+  std::vector<int32_t> order_;  // 0, 1, 2, ...
+};
+
+class DeviceMemory : public PoolMemory {
+ public:
+  explicit DeviceMemory(int device) : device_(device) {}
+
+  std::string name() const override { return absl::StrCat("memory of cuda:", device_); }
+  bool on_host() const override { return false; }
+
+  absl::StatusOr<std::shared_ptr<std::byte>> Allocate(int64_t bytes) const override {
+    return OnDevice(device_, [bytes] { return ZeroedMemory(bytes); });
+  }
+
+  absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const override {
+    return OnDevice(device_, [&] {
+      Copies running(device_, threads);
+      absl::Status status = running.Run(copies);
+      // Also after an error: what has begun uses the caller's lists and rows.
+      status.Update(CudaStatus(cudaStreamSynchronize(kStream), "cuda memory: copying rows"));
+      return status;
+    });
+  }
+
+ private:
+  const int device_;
+};
+
+}  // namespace
+
+std::shared_ptr<const PoolMemory> CudaMemory(int device) {
+  return std::make_shared<const DeviceMemory>(device);
+}
+
+}  // namespace kvferry

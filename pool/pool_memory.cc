@@ -1,0 +1,36 @@
+#include "pool/pool_memory.h"
+
+#include "absl/strings/str_cat.h"
+#include "base/slab.h"
+#include "pool/token_copy.h"
+
+namespace kvferry {
+namespace {
+
+class Host : public PoolMemory {
+ public:
+  std::string name() const override { return "host memory"; }
+  bool on_host() const override { return true; }
+  absl::StatusOr<std::shared_ptr<std::byte>> Allocate(int64_t bytes) const override {
+    return MapSlab(bytes);
+  }
+  absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const override {
+    for (const TokenCopy& copy : copies) copy.Run(threads);
+    return absl::OkStatus();
+  }
+};
+
+}  // namespace
+
+const std::shared_ptr<const PoolMemory>& HostMemory() {
+  static const auto& memory = *new std::shared_ptr<const PoolMemory>(new Host());
+  return memory;
+}
+
+absl::Status CheckOnHost(absl::string_view what, const PoolMemory& memory) {
+  if (memory.on_host()) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat(what, " lies in ", memory.name(), ", which the processor cannot touch"));
+}
+
+}  // namespace kvferry

@@ -1,0 +1,46 @@
+#pragma once
+
+// Where the bytes of pools lie, and who copies rows there.
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "base/thread_pool.h"
+
+namespace kvferry {
+
+class TokenCopy;
+
+// The host's memory, or a device's (cuda/cuda_memory.h). A pool keeps the one that it was made in,
+// and everything that touches the pool's bytes either goes through Run() or needs on_host().
+// Immutable and thread-safe.
+class PoolMemory {
+ public:
+  virtual ~PoolMemory() = default;
+
+  // For messages: "host memory".
+  virtual std::string name() const = 0;
+  // Whether the processor can read and write it at the addresses that pools give.
+  virtual bool on_host() const = 0;
+  // Zeroed bytes, aligned to 256 at least, freed with their last owner. RESOURCE_EXHAUSTED when
+  // they cannot be had, UNAVAILABLE when there is no such device.
+  virtual absl::StatusOr<std::shared_ptr<std::byte>> Allocate(int64_t bytes) const = 0;
+  // Runs copies, in any order, between rows here and rows here or in host memory; returns when all
+  // is done. `threads`, which may be null, help. In host memory it cannot fail; what a device that
+  // fails has written is not known.
+  virtual absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const = 0;
+};
+
+// MapSlab() and TokenCopy::Run().
+const std::shared_ptr<const PoolMemory>& HostMemory();
+
+// FAILED_PRECONDITION unless the processor can touch it: "<what> lies in <name>, ...".
+absl::Status CheckOnHost(absl::string_view what, const PoolMemory& memory);
+
+}  // namespace kvferry

@@ -1,0 +1,69 @@
+#pragma once
+
+// A device's memory, as far as the processor is concerned: whatever touches a pool in it other than
+// through Run() dies on the spot.
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "pool/pool_memory.h"
+#include "pool/token_copy.h"
+
+namespace kvferry {
+
+// Not thread-safe; must outlive its pools.
+class GuardedMemory : public PoolMemory {
+ public:
+  std::string name() const override { return "guarded memory"; }
+  bool on_host() const override { return false; }
+
+  absl::StatusOr<std::shared_ptr<std::byte>> Allocate(int64_t bytes) const override {
+    if (!failure.ok()) return failure;
+    const auto size = static_cast<size_t>(bytes);
+    void* slab = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (slab == MAP_FAILED) return absl::ResourceExhaustedError("mmap");
+    slabs_[slab] = size;
+    return std::shared_ptr<std::byte>(static_cast<std::byte*>(slab), [this](std::byte* gone) {
+      munmap(gone, slabs_[gone]);
+      slabs_.erase(gone);
+    });
+  }
+
+  absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const override {
+    if (!failure.ok()) return failure;
+    Protect(PROT_READ | PROT_WRITE);
+    for (const TokenCopy& copy : copies) copy.Run(threads);
+    Protect(PROT_NONE);
+    ++num_runs;
+    return absl::OkStatus();
+  }
+
+  std::vector<std::byte> Read(const std::byte* at, int64_t bytes) const {
+    Protect(PROT_READ);
+    std::vector<std::byte> copy(at, at + bytes);
+    Protect(PROT_NONE);
+    return copy;
+  }
+
+  absl::Status failure;  // What calls answer with, when it is one.
+  mutable int64_t num_runs = 0;
+
+ private:
+  void Protect(int protection) const {
+    for (const auto& [slab, size] : slabs_) EXPECT_EQ(mprotect(slab, size, protection), 0);
+  }
+
+  mutable std::map<void*, size_t> slabs_;
+};
+
+}  // namespace kvferry

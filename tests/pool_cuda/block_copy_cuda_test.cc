@@ -1,0 +1,110 @@
+#include "pool/cuda/block_copy_cuda.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "pool/cuda/cuda_kv_pool.h"
+#include "pool/cuda/cuda_memory.h"
+#include "tests/pool_cuda/device.h"
+#include "tests/support/status.h"
+
+namespace kvferry {
+namespace {
+
+constexpr cudaStream_t kStream = nullptr;
+
+BlockCacheShape Shape() {
+  return {
+      .num_layers = 3, .block_size = 4, .num_kv_heads = 2, .head_dim = 8, .dtype = DType::kFloat16};
+}
+
+// A cache and, on the host, what must be in it.
+struct Cache {
+  std::shared_ptr<BlockCache> real, model;
+
+  Cache(const BlockCacheShape& shape, int64_t num_blocks,
+        const std::shared_ptr<const PoolMemory>& memory)
+      : real(Must(BlockCache::Create(shape, num_blocks, memory))),
+        model(Must(BlockCache::Create(shape, num_blocks))) {}
+
+  std::byte* begin(const BlockCache& cache) const { return cache.buffer_infos()[0].address; }
+  void Fill(std::mt19937_64& random) const {
+    std::generate_n(begin(*model), model->bytes(),
+                    [&] { return static_cast<std::byte>(random()); });
+    EXPECT_EQ(cudaMemcpy(begin(*real), begin(*model), static_cast<size_t>(model->bytes()),
+                         cudaMemcpyDefault),
+              cudaSuccess);
+  }
+  bool Agrees() const {
+    std::vector<std::byte> bytes(static_cast<size_t>(real->bytes()));
+    EXPECT_EQ(cudaMemcpy(bytes.data(), begin(*real), bytes.size(), cudaMemcpyDefault), cudaSuccess);
+    return std::equal(bytes.begin(), bytes.end(), begin(*model));
+  }
+};
+
+TEST(CudaBlocks, RandomCopiesAgreeWithCopyBlocks) {
+  const std::string missing = MissingDevice();
+  if (!missing.empty()) GTEST_SKIP() << missing;
+  std::mt19937_64 random(8);
+  BlockCacheShape shape = Shape();
+  for (int round = 0; round < 40; ++round) {
+    shape.mla = round % 4 == 3;
+    std::shuffle(shape.order.begin(), shape.order.end(), random);
+    // Two on the device, one in pinned and one in plain host memory.
+    const std::array<Cache, 4> caches = {
+        Cache(shape, 20, CudaMemory(0)), Cache(shape, 30, CudaMemory(0)),
+        Cache(shape, 40, HostMemory()), Cache(shape, 20, HostMemory())};
+    const auto pin = Must(PinHostMemory(caches[2].real->buffer_infos(), caches[2].real));
+    for (const Cache& cache : caches) cache.Fill(random);
+    for (int copy = 0; copy < 30; ++copy) {
+      const Cache& from = caches[random() % caches.size()];
+      const Cache& to = caches[random() % caches.size()];
+      // Runs and single blocks; within one cache the lower half becomes the upper.
+      const int64_t first = from.real == to.real ? to.real->num_blocks() / 2 : 0;
+      const int64_t readable = first > 0 ? first : from.real->num_blocks();
+      std::vector<int64_t> targets(static_cast<size_t>(to.real->num_blocks() - first));
+      std::iota(targets.begin(), targets.end(), first);
+      if (random() % 2 == 0) std::shuffle(targets.begin(), targets.end(), random);
+      targets.resize(random() % (targets.size() + 1));
+      std::vector<BlockPair> pairs;
+      for (size_t i = 0; i < targets.size(); ++i) {
+        pairs.emplace_back(static_cast<int64_t>(i) % readable, targets[i]);
+      }
+      ASSERT_TRUE(IsOk(CopyBlocksCuda(*from.real, *to.real, pairs, kStream)));
+      ASSERT_TRUE(IsOk(CopyBlocks(*from.model, *to.model, pairs)));
+    }
+    ASSERT_EQ(cudaStreamSynchronize(kStream), cudaSuccess);
+    for (const Cache& cache : caches) ASSERT_TRUE(cache.Agrees()) << round;
+  }
+}
+
+// The rest needs no device.
+
+TEST(CudaBlockArguments, PairsAreCheckedAsOnTheHost) {
+  const auto cache = Must(BlockCache::Create(Shape(), 4));
+  const auto copy = [&](const std::vector<BlockPair>& pairs) {
+    return CopyBlocksCuda(*cache, *cache, pairs, kStream);
+  };
+  EXPECT_TRUE(Fails(copy({{0, 1}, {4, 2}}), absl::StatusCode::kOutOfRange, "source block 4"));
+  EXPECT_TRUE(Fails(copy({{0, 1}, {2, 1}}), absl::StatusCode::kInvalidArgument, "written twice"));
+  EXPECT_TRUE(Fails(copy({{0, 1}, {1, 2}}), absl::StatusCode::kInvalidArgument, "read and writt"));
+  EXPECT_TRUE(IsOk(copy({})));
+}
+
+TEST(CudaBlockArguments, WithoutADeviceNothingIsCopied) {
+  if (MissingDevice().empty()) GTEST_SKIP() << "this machine has a CUDA device";
+  const auto cache = Must(BlockCache::Create(Shape(), 4));
+  const std::vector<BlockPair> pairs = {{0, 1}};
+  EXPECT_TRUE(Fails(CopyBlocksCuda(*cache, *cache, pairs, kStream), absl::StatusCode::kUnavailable,
+                    "block copy"));
+  EXPECT_TRUE(Fails(BlockCache::Create(Shape(), 4, CudaMemory(0)), absl::StatusCode::kUnavailable,
+                    "no device 0"));
+}
+
+}  // namespace
+}  // namespace kvferry

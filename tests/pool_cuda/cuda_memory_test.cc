@@ -1,0 +1,186 @@
+#include "pool/cuda/cuda_memory.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "pool/cuda/cuda_kv_pool.h"
+#include "pool/host_kv_pool.h"
+#include "pool/model_pools.h"
+#include "pool/token_kv_pool.h"
+#include "tests/pool/token_kv_pool_suite.h"
+#include "tests/pool_cuda/device.h"
+#include "tests/support/status.h"
+
+namespace kvferry {
+namespace {
+
+constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+constexpr auto kUnavailable = absl::StatusCode::kUnavailable;
+
+std::vector<std::byte> ReadDevice(const std::byte* at, int64_t bytes) {
+  std::vector<std::byte> host(static_cast<size_t>(bytes));
+  EXPECT_EQ(cudaMemcpy(host.data(), at, host.size(), cudaMemcpyDefault), cudaSuccess);
+  return host;
+}
+
+INSTANTIATE_TEST_SUITE_P(Memories, TokenPools,
+                         TokenPoolsIn(TokenPoolBackend{{"Cuda", MissingDevice()},
+                                                       CudaMemory(0),
+                                                       ReadDevice,
+                                                       /*keeps_last=*/false,
+                                                       /*rounds=*/600}),
+                         TokenPoolName());
+
+class CudaMemories : public testing::Test {
+ protected:
+  void SetUp() override {
+    const std::string missing = MissingDevice();
+    if (!missing.empty()) GTEST_SKIP() << missing;
+  }
+
+  std::vector<std::byte> RandomBytes(int64_t bytes) {
+    std::vector<std::byte> result(static_cast<size_t>(bytes));
+    std::generate(result.begin(), result.end(), [&] { return static_cast<std::byte>(random_()); });
+    return result;
+  }
+  std::vector<int32_t> ShuffledSlots(int64_t num_slots) {
+    std::vector<int32_t> slots(static_cast<size_t>(num_slots));
+    std::iota(slots.begin(), slots.end(), 0);
+    std::shuffle(slots.begin(), slots.end(), random_);
+    return slots;
+  }
+
+  const std::shared_ptr<const PoolMemory> memory_ = CudaMemory(0);
+  std::mt19937_64 random_{6};
+};
+
+// More than goes through the packed buffer at a time, between every two kinds of memory, with
+// another dtype and page format on the device.
+TEST_F(CudaMemories, EveryKindOfMemoryIsReached) {
+  const KvLayout layout = KvLayout::Mha(2, 4, 4, 256, DType::kFloat32);
+  KvLayout on_device = layout;
+  on_device.page_format = "HND";
+  constexpr int64_t kTokens = 5000;  // 20 MB a tensor.
+  const auto plain = Must(TokenKvPool::Create(layout, kTokens, 0, HostMemory()));
+  const auto pinned = Must(TokenKvPool::Create(layout, kTokens, 0, HostMemory()));
+  const auto pin = Must(PinHostMemory(pinned->pages()->buffer_infos(), pinned));
+  const auto device = Must(TokenKvPool::Create(on_device, kTokens, 0, memory_));
+  const auto device2 = Must(TokenKvPool::Create(layout, kTokens, 0, memory_));
+  std::vector<std::shared_ptr<TokenKvPool>> way = {plain,  device,  plain, device2, device,
+                                                   pinned, device2, plain, device,  pinned};
+  const int64_t num_slots = plain->num_slots();
+  const std::vector<std::byte> bytes = RandomBytes(plain->flat_bytes(num_slots));
+  std::vector<int32_t> slots = ShuffledSlots(num_slots);
+  ASSERT_TRUE(IsOk(plain->WriteFlat(slots, bytes)));
+  for (size_t i = 1; i < way.size(); ++i) {
+    const std::vector<int32_t> next = ShuffledSlots(num_slots);
+    ASSERT_TRUE(IsOk(way[i]->CopyFrom(*way[i - 1], slots, next)));
+    slots = next;
+  }
+  std::vector<std::byte> got(bytes.size());
+  // All of it is there at once, without anything else that would wait for the device.
+  ASSERT_TRUE(IsOk(pinned->ReadFlat(slots, got)));
+  EXPECT_EQ(got, bytes);
+}
+
+TEST_F(CudaMemories, RowsToSetMayLieOnTheDevice) {
+  const auto device =
+      Must(TokenKvPool::Create(KvLayout::Mla(2, 4, 64, DType::kFloat8E4M3), 64, 0, memory_));
+  const auto host = Must(TokenKvPool::Create(device->layout(), 64));
+  std::vector<std::byte> values = RandomBytes(9 * 64 * 2);
+  const DeviceBytes there(values);
+  TokenView rows = TokenView::Packed(values.data(), DType::kBFloat16, 9, 1, 64);
+  rows.scale = 0.37F;
+  TokenView rows_there = rows;
+  rows_there.data = there.data();
+  std::vector<int32_t> slots = ShuffledSlots(68);
+  slots.resize(9);
+  // A power of two, so that what is rounded twice on the way shows.
+  const std::vector<float> scales = {2};
+  ASSERT_TRUE(IsOk(host->Set(1, slots, std::vector<TokenView>{rows}, scales)));
+  const auto flat = [&slots](const TokenKvPool& pool) {
+    std::vector<std::byte> bytes(static_cast<size_t>(pool.flat_bytes(9)));
+    EXPECT_TRUE(IsOk(pool.ReadFlat(slots, bytes)));
+    return bytes;
+  };
+  for (const TokenView& from : {rows, rows_there}) {
+    ASSERT_TRUE(IsOk(device->WriteFlat(
+        slots, std::vector<std::byte>(static_cast<size_t>(device->flat_bytes(9))))));
+    ASSERT_TRUE(IsOk(device->Set(1, slots, std::vector<TokenView>{from}, scales)));
+    EXPECT_EQ(flat(*device), flat(*host));
+  }
+}
+
+TEST_F(CudaMemories, PartlyPinnedMemoryIsAllHostMemory) {
+  const auto device =
+      Must(TokenKvPool::Create(KvLayout::Mla(1, 1, 4096, DType::kUint8), 64, 0, memory_));
+  const auto host = Must(KvPool::Create(device->layout(), 64));
+  const BufferInfo& buffer = host->buffer(0, 0);
+  const std::vector<BufferInfo> half = {{buffer.address, buffer.bytes / 2, 4096}};
+  const auto pin = Must(PinHostMemory(half, host));
+  const std::vector<std::byte> bytes = RandomBytes(buffer.bytes);
+  std::copy(bytes.begin(), bytes.end(), buffer.address);
+  std::vector<int32_t> slots = ShuffledSlots(64);
+  ASSERT_TRUE(IsOk(device->WriteFlat(slots, {buffer.address, bytes.size()})));
+  std::vector<std::byte> got(bytes.size());
+  ASSERT_TRUE(IsOk(device->ReadFlat(slots, got)));
+  EXPECT_EQ(got, bytes);
+}
+
+TEST_F(CudaMemories, AHostTierUnderADevice) {
+  const auto device =
+      Must(TokenKvPool::Create(KvLayout::Mha(3, 4, 2, 8, DType::kBFloat16), 64, 0, memory_));
+  const auto tier = Must(HostKvPool::Create(device, {.ratio_to_device = 1}, 0));
+  std::vector<int32_t> away(16), back(16);
+  std::iota(away.begin(), away.end(), 4);
+  std::iota(back.begin(), back.end(), 40);
+  const std::vector<std::byte> bytes = RandomBytes(device->flat_bytes(16));
+  ASSERT_TRUE(IsOk(device->WriteFlat(away, bytes)));
+  const std::vector<int32_t> host = Must(tier->Allocate(16));
+  ASSERT_TRUE(IsOk(tier->BackUp(away, host)));
+  ASSERT_TRUE(IsOk(tier->MarkBackup(host)));
+  ASSERT_TRUE(IsOk(tier->Load(host, back)));
+  std::vector<std::byte> got(bytes.size());
+  ASSERT_TRUE(IsOk(device->ReadFlat(back, got)));
+  EXPECT_EQ(got, bytes);
+}
+
+TEST_F(CudaMemories, PoolsOfAModel) {
+  const ModelConfig model = Must(ModelConfig::FromJson(R"({"hidden_size": 64,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 3,
+    "max_position_embeddings": 128, "torch_dtype": "bfloat16"})"));
+  const auto pools =
+      Must(ModelPools::Create(model, {.page_size = 4, .num_tokens = 64, .memory = memory_}));
+  EXPECT_EQ(pools->kv()->memory().name(), "memory of cuda:0");
+  const std::vector<int32_t> slots = Must(pools->slots()->Allocate(8));
+  const std::vector<std::byte> bytes = RandomBytes(8 * 2 * 8 * 2);
+  const TokenView rows =
+      TokenView::Packed(const_cast<std::byte*>(bytes.data()), DType::kBFloat16, 8, 2, 8);
+  ASSERT_TRUE(IsOk(pools->Set(2, slots, std::vector<TokenView>{rows, rows})));
+  std::vector<std::byte> got(2 * bytes.size());
+  ASSERT_TRUE(IsOk(pools->kv()->ReadFlatLayer(2, slots, got)));
+  EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), got.begin()));
+  EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), got.begin() + bytes.size()));
+}
+
+// The rest needs no device.
+
+TEST(CudaMemoryArguments, ADeviceThatIsNotThereIsNamed) {
+  for (const int device : {-1, 1000}) {
+    const auto memory = CudaMemory(device);
+    const std::string message = "no device " + std::to_string(device) + ": ";
+    EXPECT_FALSE(memory->on_host());
+    EXPECT_TRUE(Fails(memory->Allocate(1 << 20), kUnavailable, message));
+    EXPECT_TRUE(Fails(memory->Run({}, nullptr), kUnavailable, message));
+    const KvLayout layout = KvLayout::Mla(1, 4, 8, DType::kUint8);
+    EXPECT_TRUE(Fails(TokenKvPool::Create(layout, 16, 0, memory), kUnavailable, message));
+    EXPECT_TRUE(Fails(TokenKvPool::Create(layout, 15, 0, memory), kInvalid, "num_tokens is 15"));
+  }
+}
+
+}  // namespace
+}  // namespace kvferry
