@@ -70,7 +70,9 @@ class LookupConsumer {
   //   UNAVAILABLE, ...      the fetch of a found entry failed, as when its producer died
   //
   // Every byte may be here and the lookup fail nevertheless: when its producer does not say in time
-  // that the entry is not somebody else's. No entry is ever delivered to two.
+  // that the entry is not somebody else's. No entry is ever delivered to two. For this answer a
+  // lookup waits until its deadline, and for 2 s from the last byte at least: it ends so long after
+  // its deadline at the latest.
   //
   // Errors here mean that nothing was started: INVALID_ARGUMENT for tokens as SelectTokens() says,
   // a roi without tokens or a deadline more than config.max_fetch_timeout_ms away; OUT_OF_RANGE for

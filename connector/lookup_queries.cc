@@ -23,6 +23,9 @@ Deadline BackOff(int64_t& backoff_ms, Deadline now) {
 }
 
 constexpr int64_t kGiveBackMs = 2000;
+// A lookup that asks for the entry whose bytes it has gets so long for that, also past its deadline:
+// without the answer the entry may be lost.
+constexpr int64_t kTakeMs = 2000;
 constexpr size_t kMaxQueries = 65536;
 
 bool IsFinal(const absl::Status& status) {
@@ -281,7 +284,10 @@ void LookupQueries::OnFetched(uint64_t id) {
     const MutexLock lock(&mutex_);
     Query& query = *queries_.at(id);
     const absl::Status status = query.fetch->status();
-    if (status.ok()) return Take(id, query);
+    if (status.ok()) {
+      query.take_by = std::max(query.request.deadline, DeadlineInMs(kTakeMs));
+      return Take(id, query);
+    }
     if (absl::IsResourceExhausted(status) && !closing_) {
       // Of the producer, which has too many fetches under way; the entry is still leased to us.
       query.fetch = nullptr;
@@ -305,7 +311,7 @@ void LookupQueries::Take(uint64_t id, Query& query) {
   // Cannot fail, as in Ask().
   node_
       ->Call({options_.producers[query.found_at], kLookupTakeFunction,
-              Fields().Set("lease", query.producers[query.found_at].lease), query.request.deadline},
+              Fields().Set("lease", query.producers[query.found_at].lease), query.take_by},
              [this, id](const absl::StatusOr<Fields>& reply) { OnTaken(id, reply); })
       .IgnoreError();
 }
@@ -329,8 +335,8 @@ LookupQueries::Ended LookupQueries::OnTakenLocked(uint64_t id, Query& query,
     return {};
   }
   const Deadline now = Clock::now();
-  if (!query.cancelled && now < query.request.deadline && !IsFinal(taken.status())) {
-    query.retry_at = std::min(BackOff(query.backoff_ms, now), query.request.deadline);
+  if (!query.cancelled && now < query.take_by && !IsFinal(taken.status())) {
+    query.retry_at = std::min(BackOff(query.backoff_ms, now), query.take_by);
     return {};
   }
   GiveBack(query.found_at, query.producers[query.found_at].lease);

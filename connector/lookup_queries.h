@@ -36,12 +36,13 @@ namespace kvferry {
 //                                                   does not count
 //   taking     no answer                 taking     over another session, after a moment: asked again,
 //                                                   the producer says the same
-//   taking     no answer, and deadline   gone       with an error, even though every byte is here: the
-//              passed or cancelled                  entry may be somebody else's, or lost
+//   taking     no answer, and cancelled  gone       with an error, even though every byte is here: the
+//              or too late                          entry may be somebody else's, or lost
 //   taking     refused for good          gone       the same
 //   taking     cancel                    taking     the answer may be on its way: without one it ends
 //
-// and each of its producers, while it is asking,
+// Too late is the deadline, but 2 s after the last byte at the earliest. Each of its producers is,
+// while the lookup is asking,
 //
 //   asked --cannot now--> waits --time--> asked          refused for good
 //
@@ -89,6 +90,7 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
     std::shared_ptr<FetchHandle> fetch{};
     Deadline retry_at = Deadline::max();  // To fetch or to take again.
     int64_t backoff_ms = 0;
+    Deadline take_by{};
   };
   // To be finished outside of the lock.
   struct Ended {

@@ -114,6 +114,10 @@ absl::Status LookupService::LookupBack(const CallKey& call, const Fields& args) 
   return absl::OkStatus();
 }
 
+bool LookupService::MayWait(const std::string& function) const {
+  return function != kLookupTakeFunction && function != kLookupBackFunction;
+}
+
 void LookupService::OnCallDropped(const CallKey& call) {
   uint64_t query = 0;
   {

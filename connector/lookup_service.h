@@ -80,6 +80,7 @@ class LookupService : public LeaseSource, public CallHandler {
   void OnCall(const CallKey& call, const std::string& function, const Fields& args,
               Deadline deadline) override;
   void OnCallDropped(const CallKey& call) override;
+  bool MayWait(const std::string& function) const override;
   // And LeaseSource.
   Deadline Tick(Deadline now) override;
   void EndTransfer(uint64_t lease_id, const absl::Status& outcome) override;

@@ -220,6 +220,25 @@ TEST_F(LookupTakes, PagesAreChosenForEachEntryThatIsFound) {
   EXPECT_TRUE(HoldsPages(*pool_, Pages{1, 2}, kTheirs, Pages{5, 6}, 0, 4));
 }
 
+// As many lookups wait as may; the one that has its entry gets through nevertheless.
+TEST_F(LookupTakes, LookupsThatWaitDoNotKeepOthersFromTaking) {
+  LookupProducer::Options options = ProducerOptions(their_pool_);
+  options.config.max_calls_per_peer = 1;
+  options.reply_lease_ms = 20000;
+  producer_ = Must(LookupProducer::Create(options));
+  near_ = Consumer(producer_->address());
+  entry_ = Insert({3});
+  LookupConsumer::Request request = Lookup(kTokens, {}, 5000);
+  request.allocate = [this](int64_t) -> absl::StatusOr<Pages> {
+    near_lookup_ = Must(near_->DropSelect(Lookup(Tokens{9}, {9})));
+    return Pages{8};
+  };
+  EXPECT_TRUE(IsOk(Must(near_->DropSelect(request))->Wait(Soon())));
+  EXPECT_FALSE(near_lookup_->done());
+  EXPECT_EQ(producer_->num_waiting(), 1);
+  ExpectGone(true);
+}
+
 TEST_F(LookupTakes, WithoutAnAnswerNothingIsDelivered) {
   AskFar([](Heard& heard) { return IsTake(heard) ? Verdict::kDrop : Verdict::kPass; },
          /*timeout_ms=*/300);
