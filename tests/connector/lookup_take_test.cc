@@ -161,9 +161,24 @@ TEST_F(LookupTakes, WhoHasTheBytesComesBackBeforeTheProducerKnows) {
   EXPECT_TRUE(Fails(near_lookup().Wait(Soon()), Code::kDeadlineExceeded));
 }
 
+// What a lease has left when its transfer ends may be nothing: the time to come back begins then.
+TEST_F(LookupTakes, ALeaseLastsFromTheEndOfItsTransfer) {
+  constexpr int64_t kLeaseMs = 1000;
+  producer_ = Producer(their_pool_, kLeaseMs);
+  AskFar([this](Heard& heard) {
+    if (!IsDone(heard) || !AskNearOnce(kLeaseMs + 500)) return Verdict::kPass;
+    const Deadline over = DeadlineInMs(kLeaseMs);
+    WaitFor([&] { return Clock::now() >= over; }, over);
+    return Verdict::kBreak;
+  });
+  EXPECT_TRUE(IsOk(WaitFar()));
+  EXPECT_TRUE(Fails(near_lookup().Wait(Soon()), Code::kDeadlineExceeded));
+  ExpectGone(true);
+}
+
 // Its entry has gone to another by then: what came does not count, and it waits for the next.
 TEST_F(LookupTakes, WhoComesBackTooLateLooksOn) {
-  producer_ = Producer(their_pool_, 20);
+  producer_ = Producer(their_pool_, 200);
   AskFar([this](Heard& heard) {
     if (IsDone(heard) && AskNearOnce(20000)) return Verdict::kBreak;
     if (IsTake(heard)) {
@@ -183,7 +198,7 @@ TEST_F(LookupTakes, WhoComesBackTooLateLooksOn) {
 }
 
 TEST_F(LookupTakes, AndItsDeadlineIsTheSame) {
-  producer_ = Producer(their_pool_, 20);
+  producer_ = Producer(their_pool_, 200);
   AskFar(
       [this](Heard& heard) {
         if (IsTake(heard) && AskNearOnce(20000)) {
@@ -197,7 +212,7 @@ TEST_F(LookupTakes, AndItsDeadlineIsTheSame) {
 }
 
 TEST_F(LookupTakes, PagesAreChosenForEachEntryThatIsFound) {
-  producer_ = Producer(their_pool_, 20);
+  producer_ = Producer(their_pool_, 200);
   Insert({3});
   Connect([this](Heard& heard) {
     if (IsTake(heard) && AskNearOnce(20000)) {
@@ -278,7 +293,7 @@ TEST_F(LookupTakes, ACancelAndNoAnswer) {
 }
 
 TEST_F(LookupTakes, ACancelAndItHadGoneBack) {
-  producer_ = Producer(their_pool_, 20);
+  producer_ = Producer(their_pool_, 200);
   AskFar([this](Heard& heard) {
     if (!IsTake(heard)) return Verdict::kPass;
     CancelFar();
@@ -445,7 +460,7 @@ TEST_F(LookupTakeCalls, WhatWentBackIsNotTaken) {
 }
 
 TEST_F(LookupTakeCalls, WhatExpiredIsNotTaken) {
-  producer_ = Producer(their_pool_, 20);
+  producer_ = Producer(their_pool_, 200);
   entry_ = Insert({3});
   Find(5);
   ASSERT_TRUE(WaitFor([&] { return producer_->num_entries() == 1; }, Soon()));
