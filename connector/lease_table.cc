@@ -65,8 +65,31 @@ absl::StatusOr<bool> LeaseTable::Withdraw(uint64_t lease_id) {
     End(lease_id, LeaseOutcome::kReleased);
     return true;
   }
-  found->second.state = State::kWithdrawing;
+  if (found->second.state == State::kTransferring) found->second.state = State::kWithdrawing;
   return false;
+}
+
+absl::Status LeaseTable::Take(uint64_t lease_id) {
+  MutexLock lock(&mutex_);
+  const auto found = leases_.find(lease_id);
+  if (found == leases_.end()) {
+    const auto ended = remembered_.find(lease_id);
+    const bool fetched = ended != remembered_.end() && ended->second == LeaseOutcome::kFetched;
+    return fetched ? absl::OkStatus() : NotLive(lease_id);
+  }
+  switch (found->second.state) {
+    case State::kIdle:
+      End(lease_id, LeaseOutcome::kFetched);
+      break;
+    case State::kWithdrawing:
+      return absl::FailedPreconditionError(
+          absl::StrCat("lease ", absl::Hex(lease_id), " is being withdrawn"));
+    case State::kTransferring:
+    case State::kTaken:
+      found->second.state = State::kTaken;
+      break;
+  }
+  return absl::OkStatus();
 }
 
 std::vector<EndedLease> LeaseTable::TakeEnded() {
@@ -84,9 +107,9 @@ absl::StatusOr<LeasedMemory> LeaseTable::BeginTransfer(uint64_t lease_id) {
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) return NotLive(lease_id);
   if (found->second.state != State::kIdle) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "lease ", absl::Hex(lease_id), " is being ",
-        found->second.state == State::kTransferring ? "fetched already" : "withdrawn"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("lease ", absl::Hex(lease_id), " is being ",
+                     found->second.state == State::kWithdrawing ? "withdrawn" : "fetched already"));
   }
   found->second.state = State::kTransferring;
   return found->second.memory;
@@ -104,10 +127,31 @@ void LeaseTable::EndTransfer(uint64_t lease_id, const absl::Status& outcome) {
   if (found == leases_.end()) return;
   if (outcome.ok()) {
     End(lease_id, LeaseOutcome::kFetched);
-  } else if (found->second.state == State::kWithdrawing) {
-    End(lease_id, LeaseOutcome::kReleased);
   } else {
-    found->second.state = State::kIdle;
+    EndOrIdle(lease_id, found->second);
+  }
+}
+
+void LeaseTable::GoOn(uint64_t lease_id, Deadline expiry) {
+  MutexLock lock(&mutex_);
+  const auto found = leases_.find(lease_id);
+  if (found == leases_.end()) return;
+  found->second.expiry = std::max(found->second.expiry, expiry);
+  EndOrIdle(lease_id, found->second);
+}
+
+void LeaseTable::EndOrIdle(uint64_t lease_id, Lease& lease) {
+  switch (lease.state) {
+    case State::kIdle:
+    case State::kTransferring:
+      lease.state = State::kIdle;
+      break;
+    case State::kWithdrawing:
+      End(lease_id, LeaseOutcome::kReleased);
+      break;
+    case State::kTaken:
+      End(lease_id, LeaseOutcome::kFetched);
+      break;
   }
 }
 

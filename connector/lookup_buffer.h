@@ -21,6 +21,7 @@ inline constexpr int64_t kMaxLookupHiddenBytes = int64_t{1} << 32;
 inline constexpr int64_t kMaxLookupPartition = int64_t{1} << 31;
 
 inline constexpr char kLookupFunction[] = "lookup";
+inline constexpr char kLookupTakeFunction[] = "lookup_take";
 inline constexpr char kLookupBackFunction[] = "lookup_back";
 
 // The tokens whose KV an entry has, or a query wants: those that `roi` (region of interest, one

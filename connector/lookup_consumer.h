@@ -48,9 +48,10 @@ class LookupConsumer {
     // where there is no query. Too few: RESOURCE_EXHAUSTED naming both numbers, and the entry can
     // be found again.
     std::vector<int64_t> pages;
-    // Called instead where it is set, once, when it is known how many pages are needed; on the
-    // progress thread: it must not block. Its error ends the lookup, and the entry can be found
-    // again.
+    // Called instead where it is set, when it is known how many pages are needed; on the progress
+    // thread: it must not block. Its error ends the lookup, and the entry can be found again. Called
+    // again if that entry has gone to another consumer after all and the next one is found: then
+    // the pages that it gave before are its own again.
     std::function<absl::StatusOr<std::vector<int64_t>>(int64_t num_pages)> allocate;
     Deadline deadline;
     // Called once, when the handle is done(): on the progress thread, or on one that cancels or
@@ -67,6 +68,11 @@ class LookupConsumer {
   //   FAILED_PRECONDITION, INVALID_ARGUMENT, PERMISSION_DENIED, UNIMPLEMENTED
   //                         all producers refuse for good, as for another model or partition
   //   UNAVAILABLE, ...      the fetch of a found entry failed, as when its producer died
+  //
+  // Every byte may be here and the lookup fail nevertheless: when its producer does not say in time
+  // that the entry is not somebody else's. No entry is ever delivered to two. For this answer a
+  // lookup waits until its deadline, and for 2 s from the last byte at least: it ends so long after
+  // its deadline at the latest.
   //
   // Errors here mean that nothing was started: INVALID_ARGUMENT for tokens as SelectTokens() says,
   // a roi without tokens or a deadline more than config.max_fetch_timeout_ms away; OUT_OF_RANGE for

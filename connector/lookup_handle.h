@@ -41,7 +41,9 @@ class LookupHandle {
   // Empty until done().
   LookupResult result() const;
   // Asks for the end; done() follows shortly, with CANCELLED unless it ended before. An entry that
-  // was on its way can be found again.
+  // was on its way can be found again. One of which every byte has come is delivered, unless its
+  // producer cannot be asked for it: then it can be found again, or, if the producer had given it
+  // away already, is lost.
   void Cancel();
 
   // For the consumer.

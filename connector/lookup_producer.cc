@@ -92,6 +92,7 @@ void LookupProducer::Close() {
     while (inserting_ > 0) changed_.WaitUntil(&mutex_, DeadlineInMs(1000));
     node = std::move(node_);
   }
+  service_.Close();
   node.reset();
   service_.DropLeased();
 }

@@ -32,8 +32,9 @@ struct GoneEntry {
 };
 
 // The producing side of a lookup buffer: entries of KV by their tokens, kept in this process until
-// consumers (lookup_consumer.h) look them up and fetch them. Each is delivered exactly once: one
-// whose consumer dies or gives up on the way is found again, as the newest. Serves any number of
+// consumers (lookup_consumer.h) look them up and fetch them. Each is delivered to one of them and
+// never to two: one whose consumer dies or gives up on the way is found again, as the newest; it is
+// lost if that happens after this side has given it away and before the consumer has heard so. Serves any number of
 // consumers. Thread-safe; inserts wait for room up to their deadline.
 class LookupProducer {
  public:
@@ -42,9 +43,11 @@ class LookupProducer {
     std::string model;  // Consumers must name the same.
     std::string name;   // For their logs.
     std::shared_ptr<const KvPool> pool;
-    int64_t max_bytes = 0;          // Of the KV and hidden states of all entries.
-    int64_t partition = 0;          // Consumers must name the same: a tensor-parallel rank.
-    int64_t reply_lease_ms = 5000;  // In which a consumer that found an entry begins to fetch it.
+    int64_t max_bytes = 0;  // Of the KV and hidden states of all entries.
+    int64_t partition = 0;  // Consumers must name the same: a tensor-parallel rank.
+    // In which a consumer that found an entry begins to fetch it, and comes back for it after its
+    // session broke. So long an entry is not found by others when its consumer has died.
+    int64_t reply_lease_ms = 5000;
     // The last pages of the pool, for InsertTensors. More than max_bytes is worth, so that entries
     // that wait for room have pages too: only those can be found.
     int64_t copy_pages = 0;

@@ -16,7 +16,16 @@ namespace {
 // A producer that cannot answer is asked again after this, and after twice as long each time.
 constexpr int64_t kFirstBackoffMs = 10;
 constexpr int64_t kLastBackoffMs = 500;
+
+Deadline BackOff(int64_t& backoff_ms, Deadline now) {
+  backoff_ms = std::clamp(2 * backoff_ms, kFirstBackoffMs, kLastBackoffMs);
+  return now + std::chrono::milliseconds(backoff_ms);
+}
+
 constexpr int64_t kGiveBackMs = 2000;
+// A lookup that asks for the entry whose bytes it has gets so long for that, also past its deadline:
+// without the answer the entry may be lost.
+constexpr int64_t kTakeMs = 2000;
 constexpr size_t kMaxQueries = 65536;
 
 bool IsFinal(const absl::Status& status) {
@@ -166,8 +175,7 @@ LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t 
   }
   const Deadline now = Clock::now();
   if (now >= query.request.deadline) return End(id, TooLate(query));
-  producer.backoff_ms = std::clamp(2 * producer.backoff_ms, kFirstBackoffMs, kLastBackoffMs);
-  producer.retry_at = now + std::chrono::milliseconds(producer.backoff_ms);
+  producer.retry_at = BackOff(producer.backoff_ms, now);
   return {};
 }
 
@@ -212,7 +220,7 @@ absl::StatusOr<int64_t> LookupQueries::Found(Query& query, size_t index, const F
     GiveBack(index, query.producers[index].lease);
     return num_pages;
   }
-  query.fetching = true;
+  query.state = State::kFetching;
   query.found_at = index;
   return num_pages;
 }
@@ -264,7 +272,7 @@ absl::Status LookupQueries::StartFetch(uint64_t id, Query& query) {
   fetch.on_done = [this, id] { OnFetched(id); };
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<FetchHandle> handle, node_->Fetch(std::move(fetch)));
   const MutexLock lock(&mutex_);
-  query.retry_fetch_at = Deadline::max();
+  query.retry_at = Deadline::max();
   query.fetch = std::move(handle);
   if (query.cancelled) query.fetch->Cancel();
   return absl::OkStatus();
@@ -276,19 +284,79 @@ void LookupQueries::OnFetched(uint64_t id) {
     const MutexLock lock(&mutex_);
     Query& query = *queries_.at(id);
     const absl::Status status = query.fetch->status();
+    if (status.ok()) {
+      query.take_by = std::max(query.request.deadline, DeadlineInMs(kTakeMs));
+      return Take(id, query);
+    }
     if (absl::IsResourceExhausted(status) && !closing_) {
       // Of the producer, which has too many fetches under way; the entry is still leased to us.
       query.fetch = nullptr;
-      query.retry_fetch_at = Clock::now() + std::chrono::milliseconds(kFirstBackoffMs);
+      query.retry_at = Clock::now() + std::chrono::milliseconds(kFirstBackoffMs);
       return;
     }
     // A producer that is gone has nothing to take back.
-    if (!status.ok() && !absl::IsUnavailable(status)) {
+    if (!absl::IsUnavailable(status)) {
       GiveBack(query.found_at, query.producers[query.found_at].lease);
     }
     ended = End(id, status);
   }
   ended.Finish();
+}
+
+// ---------------------------------------------------------------- taking
+
+void LookupQueries::Take(uint64_t id, Query& query) {
+  query.state = State::kTaking;
+  query.retry_at = Deadline::max();
+  // Cannot fail, as in Ask().
+  node_
+      ->Call({options_.producers[query.found_at], kLookupTakeFunction,
+              Fields().Set("lease", query.producers[query.found_at].lease), query.take_by},
+             [this, id](const absl::StatusOr<Fields>& reply) { OnTaken(id, reply); })
+      .IgnoreError();
+}
+
+void LookupQueries::OnTaken(uint64_t id, const absl::StatusOr<Fields>& reply) {
+  const absl::StatusOr<uint64_t> taken = reply.ok() ? reply->Uint("taken", 1) : reply.status();
+  Ended ended;
+  {
+    const MutexLock lock(&mutex_);
+    ended = OnTakenLocked(id, *queries_.at(id), taken);
+  }
+  ended.Finish();
+}
+
+LookupQueries::Ended LookupQueries::OnTakenLocked(uint64_t id, Query& query,
+                                                  const absl::StatusOr<uint64_t>& taken) {
+  if (taken.ok() && *taken == 1) return End(id, absl::OkStatus());
+  if (closing_) return End(id, absl::CancelledError("the lookup buffer was closed"));
+  if (taken.ok() && !query.cancelled) {
+    LookOn(query);
+    return {};
+  }
+  const Deadline now = Clock::now();
+  if (!query.cancelled && now < query.take_by && !IsFinal(taken.status())) {
+    query.retry_at = std::min(BackOff(query.backoff_ms, now), query.take_by);
+    return {};
+  }
+  GiveBack(query.found_at, query.producers[query.found_at].lease);
+  return End(id, query.cancelled ? absl::CancelledError("the lookup was cancelled")
+                                 : NotTaken(query, taken.status()));
+}
+
+// What came does not count; its pages are as good as untouched.
+void LookupQueries::LookOn(Query& query) {
+  query.state = State::kAsking;
+  query.result = {};
+  query.fetch = nullptr;
+  query.backoff_ms = 0;
+  for (Producer& producer : query.producers) producer.retry_at = {};  // With the next tick.
+}
+
+absl::Status LookupQueries::NotTaken(const Query& query, const absl::Status& why) const {
+  const absl::StatusCode code = IsFinal(why) ? why.code() : absl::StatusCode::kDeadlineExceeded;
+  return {code, absl::StrCat("lookup: every byte came, but ", options_.producers[query.found_at],
+                             " has not said in time that the entry is ours: ", why.ToString())};
 }
 
 // ---------------------------------------------------------------- endings
@@ -324,11 +392,12 @@ void LookupQueries::Cancel(uint64_t id) {
     const auto found = queries_.find(id);
     if (found == queries_.end() || closing_) return;
     Query& query = *found->second;
-    if (query.fetching) {
-      query.cancelled = true;
-      if (query.fetch != nullptr) query.fetch->Cancel();
-      return;
-    }
+    query.cancelled = true;
+    if (query.fetch != nullptr) query.fetch->Cancel();
+    const bool asks_again = query.state == State::kTaking && query.retry_at != Deadline::max();
+    if (asks_again) GiveBack(query.found_at, query.producers[query.found_at].lease);
+    // A fetch, or a question that is under way, ends it.
+    if (query.state != State::kAsking && !asks_again) return;
     ended = End(id, absl::CancelledError("the lookup was cancelled"));
   }
   ended.Finish();
@@ -336,11 +405,13 @@ void LookupQueries::Cancel(uint64_t id) {
 
 void LookupQueries::TickOne(uint64_t id, const std::shared_ptr<Query>& query, Deadline now,
                             Due& due) {
-  if (query->fetching) {  // Ends with its fetch.
-    if (query->retry_fetch_at <= now) {
-      due.fetches.emplace_back(id, query);
+  if (query->state != State::kAsking) {  // Ends with its fetch, or with the answer.
+    if (query->retry_at > now) {
+      due.next = std::min(due.next, query->retry_at);
+    } else if (query->state == State::kTaking) {
+      Take(id, *query);
     } else {
-      due.next = std::min(due.next, query->retry_fetch_at);
+      due.fetches.emplace_back(id, query);
     }
     return;
   }

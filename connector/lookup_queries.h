@@ -23,12 +23,26 @@ namespace kvferry {
 
 // The lookups of a LookupConsumer.
 //
-//   a lookup is   asking --found--> fetching --every byte--> (gone: OK)
-//                    |                  |
-//                    '------------------'-- deadline, cancel, all refuse, fetch failed
-//                                                            --> (gone: that error)
+//   state      on                        becomes    because
+//   asking     found                     fetching   -
+//   asking     deadline, cancel,         gone       with that error
+//              all refuse
+//   fetching   producer has no turn      fetching   anew after a moment: the entry is still ours
+//   fetching   fetch failed, cancelled   gone       with that error; the entry goes back
+//   fetching   every byte                taking     if `done` is lost the producer puts the entry back:
+//                                                   it has to say whose it is (lookup_take)
+//   taking     yes                       gone OK    the entry is gone from its producer, for good
+//   taking     no                        asking     it went back, perhaps to somebody else: what came
+//                                                   does not count
+//   taking     no answer                 taking     over another session, after a moment: asked again,
+//                                                   the producer says the same
+//   taking     no answer, and cancelled  gone       with an error, even though every byte is here: the
+//              or too late                          entry may be somebody else's, or lost
+//   taking     refused for good          gone       the same
+//   taking     cancel                    taking     the answer may be on its way: without one it ends
 //
-// and each of its producers, while it is asking,
+// Too late is the deadline, but 2 s after the last byte at the earliest. Each of its producers is,
+// while the lookup is asking,
 //
 //   asked --cannot now--> waits --time--> asked          refused for good
 //
@@ -62,18 +76,21 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
     int64_t backoff_ms = 0;
     absl::Status error;  // The last.
   };
+  enum class State { kAsking, kFetching, kTaking };
   struct Query {
     LookupConsumer::Request request;  // Its tokens are those of its roi.
     std::shared_ptr<LookupHandle> handle;
     std::vector<Producer> producers;
     bool cancelled = false;
+    State state = State::kAsking;
     // Once found:
-    bool fetching = false;
     size_t found_at = 0;
     uint64_t epoch = 0;
     LookupResult result{};
     std::shared_ptr<FetchHandle> fetch{};
-    Deadline retry_fetch_at = Deadline::max();  // When the producer had too many under way.
+    Deadline retry_at = Deadline::max();  // To fetch or to take again.
+    int64_t backoff_ms = 0;
+    Deadline take_by{};
   };
   // To be finished outside of the lock.
   struct Ended {
@@ -106,9 +123,16 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   void Fetch(uint64_t id, const std::shared_ptr<Query>& query, absl::Status status);
   absl::Status StartFetch(uint64_t id, Query& query);
   void OnFetched(uint64_t id);
+  // Asks the producer for the entry, of which every byte is here.
+  void Take(uint64_t id, Query& query) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void OnTaken(uint64_t id, const absl::StatusOr<Fields>& reply);
+  Ended OnTakenLocked(uint64_t id, Query& query, const absl::StatusOr<uint64_t>& taken)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status NotTaken(const Query& query, const absl::Status& why) const;
+  void LookOn(Query& query) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Ended OnRefused(uint64_t id, Query& query, size_t index, const absl::Status& status)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // What of the lookup is due: asking, or fetching, again.
+  // What of the lookup is due: asking, fetching or taking again.
   void TickOne(uint64_t id, const std::shared_ptr<Query>& query, Deadline now, Due& due)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status TooLate(const Query& query) const;

@@ -30,6 +30,11 @@ Node& LookupService::node() {
   return *node_;
 }
 
+void LookupService::Close() {
+  const MutexLock lock(&mutex_);
+  closing_ = true;
+}
+
 void LookupService::DropLeased() {
   absl::flat_hash_map<uint64_t, Taken> dropped;  // Goes outside of the lock.
   const MutexLock lock(&mutex_);
@@ -43,6 +48,8 @@ void LookupService::OnCall(const CallKey& call, const std::string& function, con
   absl::Status status;
   if (function == kLookupFunction) {
     status = Lookup(call, args, deadline);
+  } else if (function == kLookupTakeFunction) {
+    status = LookupTake(call, args);
   } else if (function == kLookupBackFunction) {
     status = LookupBack(call, args);
   } else {
@@ -85,6 +92,19 @@ absl::Status LookupService::Lookup(const CallKey& call, const Fields& args, Dead
   return query.status();
 }
 
+absl::Status LookupService::LookupTake(const CallKey& call, const Fields& args) {
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, args.Uint("lease"));
+  {
+    const MutexLock lock(&mutex_);
+    if (closing_) return absl::UnavailableError("the lookup buffer is closing");
+  }
+  // Not OK: it has gone back, and perhaps to somebody else, or was never here.
+  const bool taken = leases_.Take(lease_id).ok();
+  node().Reply(call, Fields().Set("taken", taken ? 1 : 0));
+  Settle();  // After the reply: who learns that the entry is gone may close the buffer.
+  return absl::OkStatus();
+}
+
 absl::Status LookupService::LookupBack(const CallKey& call, const Fields& args) {
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, args.Uint("lease"));
   // Unknown: nothing was leased. Still being read: it ends with the transfer.
@@ -92,6 +112,10 @@ absl::Status LookupService::LookupBack(const CallKey& call, const Fields& args) 
   Settle();
   node().Reply(call, Fields());
   return absl::OkStatus();
+}
+
+bool LookupService::MayWait(const std::string& function) const {
+  return function != kLookupTakeFunction && function != kLookupBackFunction;
 }
 
 void LookupService::OnCallDropped(const CallKey& call) {
@@ -168,6 +192,13 @@ void LookupService::PutBack(Taken taken) {
 }
 
 // ---------------------------------------------------------------- leases
+
+// Even with every byte there the consumer has to ask for the entry: what it says by `done` may be
+// lost, and it would not know.
+void LookupService::EndTransfer(uint64_t lease_id, const absl::Status&) {
+  leases_.GoOn(lease_id, DeadlineInMs(options_.reply_lease_ms));
+  Settle();
+}
 
 void LookupService::Settle() {
   for (const EndedLease& ended : leases_.TakeEnded()) {

@@ -45,9 +45,14 @@ struct LookupEntry {
 
 // Answers lookups of consumers from a LookupTable: the other half of a LookupProducer.
 //
-//   an entry is   in the table --lookup--> leased --fetched--> gone
+//   an entry is   in the table --lookup--> leased --lookup_take--> gone
 //                      ^                      |
 //                      '---- expired, lookup_back
+//
+// A lease expires reply_lease_ms after the lookup, or after the last transfer of it has ended, in
+// whatever way: so long has a consumer whose session broke to come back and take what it has. Who
+// asks again to take a lease gets the same answer as before. Once Close() was called nothing is
+// given away: a yes could come behind our goodbye.
 //
 // The calls of FetchSource and CallHandler are the node's; entries that are inserted answer lookups
 // on the inserting thread. No lock is held while a table is called that calls back.
@@ -64,6 +69,8 @@ class LookupService : public LeaseSource, public CallHandler {
 
   // The node that calls this. Once, right after its start: it may be calling already.
   void Attach(Node* node);
+  // Before the node says goodbye.
+  void Close();
   // Drops entries that are leased. The node is gone by now.
   void DropLeased();
 
@@ -73,14 +80,17 @@ class LookupService : public LeaseSource, public CallHandler {
   void OnCall(const CallKey& call, const std::string& function, const Fields& args,
               Deadline deadline) override;
   void OnCallDropped(const CallKey& call) override;
+  bool MayWait(const std::string& function) const override;
   // And LeaseSource.
   Deadline Tick(Deadline now) override;
+  void EndTransfer(uint64_t lease_id, const absl::Status& outcome) override;
 
  private:
   using Taken = LookupTable::Taken;
 
   Node& node();
   absl::Status Lookup(const CallKey& call, const Fields& args, Deadline deadline);
+  absl::Status LookupTake(const CallKey& call, const Fields& args);
   absl::Status LookupBack(const CallKey& call, const Fields& args);
   void Answer(const CallKey& call, uint64_t lease_id, absl::StatusOr<Taken> taken);
   // Takes the entry only when it returns OK.
@@ -96,6 +106,7 @@ class LookupService : public LeaseSource, public CallHandler {
   Node* node_ = nullptr;  // Constant after attached_.
 
   Mutex mutex_;
+  bool closing_ ABSL_GUARDED_BY(mutex_) = false;
   // Calls that wait for an entry, with the table's ids of their queries.
   std::map<CallKey, uint64_t> waiting_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<uint64_t, Taken> leased_ ABSL_GUARDED_BY(mutex_);  // By lease id.

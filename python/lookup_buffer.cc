@@ -221,6 +221,7 @@ class LentPages {
   }
 
   absl::StatusOr<std::vector<int64_t>> Allocate(int64_t count) {
+    if (pages_.num_pages() > 0) pool_->Free(std::exchange(pages_, {}));  // Of another entry.
     absl::StatusOr<PageRuns> pages = pool_->Allocate(count, Clock::now());
     if (!pages.ok()) return absl::ResourceExhaustedError(pages.status().message());
     pages_ = *std::move(pages);

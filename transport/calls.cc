@@ -71,13 +71,13 @@ void Calls::CancelAll(const absl::Status& status) {
 
 // ---------------------------------------------------------------- serving
 
-absl::Status Calls::CheckCall(const CallKey& key) const {
+absl::Status Calls::CheckCall(const CallKey& key, bool may_wait) const {
   if (handler_ == nullptr) {
     return absl::UnimplementedError("this endpoint serves no calls");
   }
   if (served_.contains(key)) return absl::AlreadyExistsError("the call's id is in use");
-  const auto count = served_of_peer_.find(key.peer);
-  if (count == served_of_peer_.end() || count->second < config_.max_calls_per_peer) {
+  const auto count = waiting_of_peer_.find(key.peer);
+  if (!may_wait || count == waiting_of_peer_.end() || count->second < config_.max_calls_per_peer) {
     return absl::OkStatus();
   }
   return absl::ResourceExhaustedError(absl::StrCat(
@@ -86,14 +86,15 @@ absl::Status Calls::CheckCall(const CallKey& key) const {
 
 void Calls::OnCallMsg(const PeerKey& peer, const CallMsg& call) {
   const CallKey key{peer, call.call_id};
-  if (const absl::Status status = CheckCall(key); !status.ok()) {
+  const bool may_wait = handler_ == nullptr || handler_->MayWait(call.function);
+  if (const absl::Status status = CheckCall(key, may_wait); !status.ok()) {
     outbox_->Send(peer, ReplyMsg{call.call_id, status, {}});
     return;
   }
   const Deadline deadline = DeadlineInMs(std::min(call.timeout_ms, config_.max_fetch_timeout_ms));
-  served_.emplace(key, deadline);
+  served_.emplace(key, Served{deadline, may_wait});
   served_deadlines_.emplace(deadline, key);
-  ++served_of_peer_[peer];
+  if (may_wait) ++waiting_of_peer_[peer];
   ++metrics_->calls_served;
   handler_->OnCall(key, call.function, call.args, deadline);
 }
@@ -101,9 +102,10 @@ void Calls::OnCallMsg(const PeerKey& peer, const CallMsg& call) {
 bool Calls::StopServing(const CallKey& key) {
   const auto found = served_.find(key);
   if (found == served_.end()) return false;
-  served_deadlines_.erase({found->second, key});
+  const Served served = found->second;
+  served_deadlines_.erase({served.deadline, key});
   served_.erase(found);
-  if (--served_of_peer_[key.peer] == 0) served_of_peer_.erase(key.peer);
+  if (served.may_wait && --waiting_of_peer_[key.peer] == 0) waiting_of_peer_.erase(key.peer);
   return true;
 }
 

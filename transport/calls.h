@@ -41,6 +41,9 @@ class CallHandler {
   // Nobody waits for the reply any more: the caller has cancelled or is gone, or the deadline has
   // passed. Not called for a call that was replied to.
   virtual void OnCallDropped(const CallKey& call) = 0;
+  // Whether calls of the function may wait before they are answered. Others do not count against
+  // max_calls_per_peer: they end what waits, and must get through when the limit is reached.
+  virtual bool MayWait(const std::string&) const { return true; }
   // Does what is due; returns when to be called again at the latest.
   virtual Deadline Tick(Deadline now) = 0;
 };
@@ -88,9 +91,14 @@ class Calls {
   Deadline Tick(Deadline now);
 
  private:
+  struct Served {
+    Deadline deadline;
+    bool may_wait;
+  };
+
   void Ask(uint64_t id, Call& call);
   void End(uint64_t id, absl::StatusOr<Fields> reply);
-  absl::Status CheckCall(const CallKey& key) const;
+  absl::Status CheckCall(const CallKey& key, bool may_wait) const;
   // False when it is not served.
   bool StopServing(const CallKey& key);
   // Ends serving it, if it is served, and says so.
@@ -103,11 +111,11 @@ class Calls {
   Outbox* const outbox_;
   Metrics* const metrics_;
   absl::flat_hash_map<uint64_t, Call> calls_;  // By id.
-  std::map<CallKey, Deadline> served_;         // Those of one peer lie side by side.
+  std::map<CallKey, Served> served_;           // Those of one peer lie side by side.
   // Each once, the nearest first, so that a tick costs the same however many wait.
   absl::btree_set<std::pair<Deadline, uint64_t>> call_deadlines_;
   absl::btree_set<std::pair<Deadline, CallKey>> served_deadlines_;
-  absl::flat_hash_map<PeerKey, int64_t> served_of_peer_;
+  absl::flat_hash_map<PeerKey, int64_t> waiting_of_peer_;  // Of the served ones that may wait.
 };
 
 }  // namespace kvferry

@@ -117,9 +117,73 @@ TEST_F(Leases, TransferringWithdrawWaitsForTheTransfer) {
   }
 }
 
+TEST_F(Leases, IdleTake) {
+  ASSERT_TRUE(IsOk(Publish()));
+  ASSERT_TRUE(IsOk(table_.Take(kLease)));
+  EXPECT_EQ(Ended(), "fetched");
+  EXPECT_TRUE(IsOk(table_.Take(kLease)));  // The same again.
+  EXPECT_EQ(Ended(), "none");
+  EXPECT_TRUE(Fails(table_.Withdraw(kLease), absl::StatusCode::kFailedPrecondition, "fetched"));
+}
+
+TEST_F(Leases, TransferringGoesOn) {
+  ASSERT_TRUE(IsOk(Publish()));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
+  table_.GoOn(kLease, At(300));
+  EXPECT_EQ(table_.Tick(At(299)), At(300));
+  EXPECT_EQ(Ended(), "none");
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
+  table_.GoOn(kLease, At(200));  // Not a shorter time than it had.
+  EXPECT_EQ(table_.Tick(At(299)), At(300));
+  ASSERT_TRUE(IsOk(table_.Take(kLease)));
+  EXPECT_EQ(Ended(), "fetched");
+}
+
+TEST_F(Leases, TransferringTakeWaitsForTheTransfer) {
+  for (const int end : {0, 1, 2}) {
+    const uint64_t lease = 1 + end;
+    ASSERT_TRUE(IsOk(Publish(lease)));
+    ASSERT_TRUE(IsOk(table_.BeginTransfer(lease)));
+    ASSERT_TRUE(IsOk(table_.Take(lease)));
+    ASSERT_TRUE(IsOk(table_.Take(lease)));
+    EXPECT_EQ(table_.Tick(At(1000)), Deadline::max());
+    EXPECT_TRUE(
+        Fails(table_.BeginTransfer(lease), absl::StatusCode::kFailedPrecondition, "already"));
+    EXPECT_EQ(Must(table_.Withdraw(lease)), false);  // To no effect.
+    EXPECT_TRUE(table_.TakeEnded().empty()) << "its pages are still being read";
+    if (end == 0) table_.EndTransfer(lease, absl::OkStatus());
+    if (end == 1) table_.EndTransfer(lease, absl::UnavailableError("gone"));
+    if (end == 2) table_.GoOn(lease, At(100));
+    const std::vector<EndedLease> ended = table_.TakeEnded();
+    ASSERT_EQ(ended.size(), 1u);
+    EXPECT_EQ(ended[0].outcome, LeaseOutcome::kFetched);
+  }
+}
+
+TEST_F(Leases, WithdrawingIsNotTakenAndDoesNotGoOn) {
+  ASSERT_TRUE(IsOk(Publish()));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
+  EXPECT_EQ(Must(table_.Withdraw(kLease)), false);
+  EXPECT_TRUE(Fails(table_.Take(kLease), absl::StatusCode::kFailedPrecondition, "withdrawn"));
+  table_.GoOn(kLease, At(1000));
+  EXPECT_EQ(Ended(), "released");
+  EXPECT_TRUE(Fails(table_.Take(kLease), absl::StatusCode::kFailedPrecondition, "released"));
+}
+
+TEST_F(Leases, WhatExpiredIsNotTaken) {
+  ASSERT_TRUE(IsOk(Publish()));
+  table_.Tick(At(100));
+  EXPECT_EQ(Ended(), "expired");
+  EXPECT_TRUE(Fails(table_.Take(kLease), absl::StatusCode::kFailedPrecondition, "expired"));
+  table_.GoOn(kLease, At(1000));
+  EXPECT_EQ(table_.num_live(), 0);
+}
+
 TEST_F(Leases, UnknownIsNotFound) {
   EXPECT_TRUE(Fails(table_.BeginTransfer(1), absl::StatusCode::kNotFound, "unknown"));
   EXPECT_TRUE(Fails(table_.Withdraw(1), absl::StatusCode::kNotFound));
+  EXPECT_TRUE(Fails(table_.Take(1), absl::StatusCode::kNotFound));
+  table_.GoOn(1, At(100));
   EXPECT_TRUE(Fails(table_.SetReadyLayers(1, 1), absl::StatusCode::kNotFound));
   EXPECT_EQ(table_.ReadyLayers(1), 0);
   table_.NothingNeeded(1);
@@ -142,19 +206,19 @@ TEST_F(Leases, ReadyLayersOnlyGrow) {
 }
 
 TEST_F(Leases, MemoryOfEndedLeasesIsBounded) {
-  for (uint64_t lease = 1; lease <= 10000; ++lease) {
+  for (uint64_t lease = 1; lease <= 70000; ++lease) {
     ASSERT_TRUE(IsOk(Publish(lease)));
     ASSERT_TRUE(IsOk(table_.Withdraw(lease)));
     table_.TakeEnded();
   }
-  EXPECT_TRUE(Fails(table_.Withdraw(10000), absl::StatusCode::kFailedPrecondition));
+  EXPECT_TRUE(Fails(table_.Withdraw(70000), absl::StatusCode::kFailedPrecondition));
   EXPECT_TRUE(Fails(table_.Withdraw(1), absl::StatusCode::kNotFound));  // Forgotten.
 }
 
 // ---------------------------------------------------------------- against a naive model
 
 struct Model {
-  enum State { kIdle, kTransferring, kWithdrawing };
+  enum State { kIdle, kTransferring, kWithdrawing, kTaken };
   struct Lease {
     State state = kIdle;
     int64_t expires = 0;
@@ -186,6 +250,24 @@ class ModelRun {
   }
 
  private:
+  void Take(uint64_t id, bool live) {
+    const absl::Status status = table_->Take(id);
+    if (!live) {
+      const bool fetched = model_.ended.contains(id) && model_.ended[id] == LeaseOutcome::kFetched;
+      ASSERT_EQ(status.code(), fetched ? absl::StatusCode::kOk : model_.NotLive(id));
+      return;
+    }
+    Model::Lease& lease = model_.live.at(id);
+    ASSERT_EQ(status.code(), lease.state == Model::kWithdrawing
+                                 ? absl::StatusCode::kFailedPrecondition
+                                 : absl::StatusCode::kOk);
+    if (lease.state == Model::kIdle) {
+      model_.End(id, LeaseOutcome::kFetched);
+    } else if (lease.state == Model::kTransferring) {
+      lease.state = Model::kTaken;
+    }
+  }
+
   // Ids come from a window that moves on, so that most of them exist and none is used after the
   // table may have forgotten it.
   uint64_t AnyId() { return base_ + random_() % 60; }
@@ -195,7 +277,7 @@ class ModelRun {
     const uint64_t id = AnyId();
     const auto found = model_.live.find(id);
     const bool live = found != model_.live.end();
-    switch (random_() % 10) {
+    switch (random_() % 12) {
       case 0:
       case 1:
         Publish(id, live);
@@ -214,7 +296,7 @@ class ModelRun {
         ASSERT_EQ(*result, found->second.state == Model::kIdle);
         if (*result) {
           model_.End(id, LeaseOutcome::kReleased);
-        } else {
+        } else if (found->second.state == Model::kTransferring) {
           found->second.state = Model::kWithdrawing;
         }
         break;
@@ -236,10 +318,17 @@ class ModelRun {
       case 7: {
         // Only whoever began a transfer ends it.
         if (live && found->second.state == Model::kIdle) break;
-        const bool ok = random_() % 2 == 0;
-        table_->EndTransfer(id, ok ? absl::OkStatus() : absl::UnavailableError("x"));
+        const bool ok = random_() % 3 == 0;
+        const bool goes_on = !ok && random_() % 2 == 0;
+        const int64_t expires = now_ + static_cast<int64_t>(random_() % 100);
+        if (goes_on) {
+          table_->GoOn(id, At(expires));
+        } else {
+          table_->EndTransfer(id, ok ? absl::OkStatus() : absl::UnavailableError("x"));
+        }
         if (!live) break;
-        if (ok) {
+        if (goes_on) found->second.expires = std::max(found->second.expires, expires);
+        if (ok || found->second.state == Model::kTaken) {
           model_.End(id, LeaseOutcome::kFetched);
         } else if (found->second.state == Model::kWithdrawing) {
           model_.End(id, LeaseOutcome::kReleased);
@@ -249,6 +338,10 @@ class ModelRun {
         break;
       }
       case 8:
+      case 9:
+        Take(id, live);
+        break;
+      case 10:
         table_->NothingNeeded(id);
         if (live && found->second.state == Model::kIdle) model_.End(id, LeaseOutcome::kFetched);
         break;

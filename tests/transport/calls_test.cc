@@ -23,6 +23,7 @@ struct Recorder : CallHandler {
     last_args = args;
   }
   void OnCallDropped(const CallKey& call) override { dropped.push_back(call); }
+  bool MayWait(const std::string& function) const override { return function != "quick"; }
   Deadline Tick(Deadline) override { return Deadline::max(); }
 
   std::vector<CallKey> calls;
@@ -172,6 +173,17 @@ TEST_F(CallsAlone, LimitsAPeerAndNotTheOthers) {
   calls_.Reply({kPeer, 1}, Fields());
   calls_.OnCallMsg(kPeer, {4, "g", 1000, {}});
   EXPECT_EQ(handler_.calls.size(), 5u);
+}
+
+TEST_F(CallsAlone, WhatDoesNotWaitIsNotLimited) {
+  for (uint64_t id = 1; id <= 3; ++id) calls_.OnCallMsg(kPeer, {id, "g", 1000, {}});
+  for (uint64_t id = 4; id <= 9; ++id) calls_.OnCallMsg(kPeer, {id, "quick", 1000, {}});
+  EXPECT_EQ(handler_.calls.size(), 9u);
+  EXPECT_EQ(outbox_.Count<ReplyMsg>(), 0);
+  // And makes no room for what does.
+  for (uint64_t id = 4; id <= 9; ++id) calls_.Reply({kPeer, id}, Fields());
+  calls_.OnCallMsg(kPeer, {10, "g", 1000, {}});
+  EXPECT_TRUE(Fails(outbox_.Last<ReplyMsg>()->status, absl::StatusCode::kResourceExhausted));
 }
 
 TEST_F(CallsAlone, WithoutAHandlerNothingIsServed) {
