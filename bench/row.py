@@ -57,12 +57,13 @@ TCP_LIMITS = tuple(f"tcp {streams}" for streams in TCP_STREAMS)
 HOST_LIMITS = tuple(f"memcpy {threads}" for threads in MEMCPY_THREADS)
 TCP_PEERS = {"ZeroMQ": ("ZeroMQ",), "Mooncake": ("Mooncake READ", "Mooncake WRITE")}
 NIXL = ("NIXL READ", "NIXL WRITE")
+TCP_VARIANTS = (Variant("2 lanes", ("tcp 2",), "x tcp 2", settings=("lanes=2",)),)
 HOST_VARIANTS = (
     Variant("2 threads", ("memcpy 2",), "x 2", settings=("copy_threads=2",)),
     Variant("arena", NIXL, "arena x NIXL", flags=("--private-pool",)),
 )
 PARTS = {
-    "tcp": Part("tcp", "over TCP", False, TCP_PEERS, TCP_LIMITS),
+    "tcp": Part("tcp", "over TCP", False, TCP_PEERS, TCP_LIMITS, TCP_VARIANTS),
     "host": Part("host", "on the same host", True, {}, HOST_LIMITS, HOST_VARIANTS),
 }
 
