@@ -34,8 +34,8 @@ struct GoneEntry {
 // The producing side of a lookup buffer: entries of KV by their tokens, kept in this process until
 // consumers (lookup_consumer.h) look them up and fetch them. Each is delivered to one of them and
 // never to two: one whose consumer dies or gives up on the way is found again, as the newest; it is
-// lost if that happens after this side has given it away and before the consumer has heard so. Serves any number of
-// consumers. Thread-safe; inserts wait for room up to their deadline.
+// lost if that happens after this side has given it away and before the consumer has heard so.
+// Serves any number of consumers. Thread-safe; inserts wait for room up to their deadline.
 class LookupProducer {
  public:
   struct Options {

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
-#include <optional>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -142,34 +141,38 @@ TEST(LookupProcesses, AConsumerIsKilledWhileItWaits) {
 TEST(LookupProcesses, AProducerIsKilledInTheMiddle) {
   ChildPeer survivor(PeerOptions("producer", kSlow, 128));
   const Numbers pages = Count(0, 128);
-  std::optional<ChildPeer> victim;
-  victim.emplace(PeerOptions("producer", kSlow, 128));
-  Consumer consumer(survivor.address() + "," + victim->address(), 128);
-  Insert(*victim, Count(0, 128 * 16), pages);
-  const std::string moving = consumer.Lookup("0,1,2", {9}, 20000);
-  EXPECT_EQ(consumer.Wait(moving, 20000), "OK");
-  Insert(*victim, Count(0, 128 * 16), pages);
-  const int64_t received = consumer.Metric("bytes_received");
-  const std::string broken = consumer.Lookup("any", pages, 60000);
-  const std::string missing = consumer.Lookup("77", {9}, 2000);
-  const std::string waiting = consumer.Lookup("88", {9}, 60000);
-  ASSERT_TRUE(Waits(survivor, 2));
-  ASSERT_TRUE(WaitFor([&] { return consumer.Metric("bytes_received") > received + 4096; }, Soon()));
-  victim.reset();
-  const Deadline begin = Clock::now();
-  const std::string status = consumer.Wait(broken, 20000);
-  EXPECT_TRUE(absl::StartsWith(status, "UNAVAILABLE")) << status;
-  EXPECT_LT(SecondsBetween(begin, Clock::now()), 10);  // Its deadline is at 60.
-  const std::string late = consumer.Wait(missing, 20000);
-  EXPECT_TRUE(absl::StartsWith(late, "DEADLINE_EXCEEDED: lookup: no matching entry came in time"))
-      << late;
-  EXPECT_TRUE(absl::StrContains(late, "UNAVAILABLE")) << late;
-  // The others go on with whoever is left.
-  ASSERT_EQ(consumer.Ask("reset"), "OK");
-  Insert(survivor, {88}, {4});
-  EXPECT_EQ(consumer.Wait(waiting, 20000), "OK");
-  EXPECT_EQ(consumer.Verify(11, {4}, {9}), "OK");
-  EXPECT_TRUE(consumer.alive());
+  // A victim may be through before it is killed: that is another round.
+  for (int round = 0; round < 10; ++round) {
+    SCOPED_TRACE(round);
+    ChildPeer victim(PeerOptions("producer", kSlow, 128));
+    Consumer consumer(survivor.address() + "," + victim.address(), 128);
+    Insert(victim, Count(0, 128 * 16), pages);
+    const std::string moving = consumer.Lookup("0,1,2", {9}, 20000);
+    EXPECT_EQ(consumer.Wait(moving, 20000), "OK");
+    Insert(victim, Count(0, 128 * 16), pages);
+    const int64_t received = consumer.Metric("bytes_received");
+    const std::string broken = consumer.Lookup("any", pages, 60000);
+    const std::string missing = consumer.Lookup("77", {9}, 2000);
+    const std::string waiting = consumer.Lookup("88", {9}, 60000);
+    ASSERT_TRUE(Waits(survivor, 2));
+    ASSERT_TRUE(
+        WaitFor([&] { return consumer.Metric("bytes_received") > received + 4096; }, Soon()));
+    victim.Kill();
+    // At once: its deadline is at 60 s.
+    if (!absl::StartsWith(consumer.Wait(broken, 3000), "UNAVAILABLE")) continue;
+    const std::string late = consumer.Wait(missing, 20000);
+    EXPECT_TRUE(absl::StartsWith(late, "DEADLINE_EXCEEDED: lookup: no matching entry came in time"))
+        << late;
+    EXPECT_TRUE(absl::StrContains(late, "UNAVAILABLE")) << late;
+    // The others go on with whoever is left.
+    ASSERT_EQ(consumer.Ask("reset"), "OK");
+    Insert(survivor, {88}, {4});
+    EXPECT_EQ(consumer.Wait(waiting, 20000), "OK");
+    EXPECT_EQ(consumer.Verify(11, {4}, {9}), "OK");
+    EXPECT_TRUE(consumer.alive());
+    return;
+  }
+  ADD_FAILURE() << "no victim was caught in the middle";
 }
 
 }  // namespace
