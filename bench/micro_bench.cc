@@ -143,7 +143,7 @@ void ComeAndGo(benchmark::State& state, const Allocate& allocate, const Free& fr
   while (pages_left() > pool_pages / 10 + request_pages) {
     live.push_back(Must(allocate(pages_of_next())));
   }
-  Request* next = &live[0];
+  Request* next = live.data();
   for (auto _ : state) {
     Request& victim = *std::exchange(next, &live[random() % live.size()]);
     // An engine has been using what it gives back: this list of ours is not what is measured.
