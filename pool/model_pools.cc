@@ -153,6 +153,7 @@ absl::Status SetInBlocks(BlockFormat format, size_t num_in_blocks, TokenKvPool& 
     KVFERRY_RETURN_IF_ERROR(StoreQuantized(format, rows[i], codes, scales, all));
   }
   std::vector<TokenView> stored;
+  stored.reserve(packed.size() + rows.size() - num_in_blocks);
   for (const PackedRows& part : packed) stored.push_back(part.view);
   stored.insert(stored.end(), rows.begin() + static_cast<ptrdiff_t>(num_in_blocks), rows.end());
   return pool.Set(layer, slots, stored);

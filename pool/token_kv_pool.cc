@@ -33,7 +33,7 @@ absl::Status CheckValueDim(const KvLayout& layout, int64_t value_dim) {
 
 absl::StatusOr<std::shared_ptr<TokenKvPool>> TokenKvPool::Create(
     const KvLayout& layout, int64_t num_tokens, int64_t latent_value_dim,
-    std::shared_ptr<const PoolMemory> memory) {
+    const std::shared_ptr<const PoolMemory>& memory) {
   KVFERRY_RETURN_IF_ERROR(layout.Validate());
   KVFERRY_RETURN_IF_ERROR(CheckTokens(layout, num_tokens));
   const int64_t num_pages = num_tokens / layout.page_size + 1;

@@ -41,7 +41,7 @@ class TokenKvPool {
   // RESOURCE_EXHAUSTED when the machine will not give the memory.
   static absl::StatusOr<std::shared_ptr<TokenKvPool>> Create(
       const KvLayout& layout, int64_t num_tokens, int64_t latent_value_dim = 0,
-      std::shared_ptr<const PoolMemory> memory = nullptr);
+      const std::shared_ptr<const PoolMemory>& memory = nullptr);
   // Uses the memory of `pool`, an engine's or one's own; nothing is copied. Errors as above.
   static absl::StatusOr<std::shared_ptr<TokenKvPool>> Over(std::shared_ptr<KvPool> pool,
                                                            int64_t latent_value_dim = 0);

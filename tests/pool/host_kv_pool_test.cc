@@ -247,8 +247,8 @@ TEST(HostPools, AFailedTransferLeavesTheStateItFound) {
 
 TEST(HostPools, ThePoolAboveMayLieOnADevice) {
   const auto memory = std::make_shared<GuardedMemory>();
-  const auto device = Must(
-      TokenKvPool::Create(KvLayout::Mha(3, 4, 2, 4, DType::kFloat32), 16, /*latent=*/0, memory));
+  const auto device = Must(TokenKvPool::Create(KvLayout::Mha(3, 4, 2, 4, DType::kFloat32), 16,
+                                               /*latent_value_dim=*/0, memory));
   const auto pool = Host(device);
   EXPECT_TRUE(pool->host()->memory().on_host());
   const std::vector<std::byte> bytes = FillDevice(*device, Iota(4, 8));
