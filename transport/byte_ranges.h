@@ -12,10 +12,8 @@ namespace kvferry {
 // bounded list of ranges. Not thread-safe.
 class ByteRanges {
  public:
-  // False when [begin, end), begin < end, overlaps what is there or would need more than kMaxAhead
-  // separate ranges.
-  bool CanAdd(int64_t begin, int64_t end) const;
-  // Marks it. False, and nothing changes, when it cannot be added.
+  // Marks [begin, end), begin < end. False, and nothing changes, when it overlaps what is there or
+  // would need more than kMaxAhead separate ranges.
   bool Add(int64_t begin, int64_t end);
 
   // All of [0, prefix()) is there.
@@ -27,6 +25,8 @@ class ByteRanges {
   static constexpr size_t kMaxAhead = 4096;
 
  private:
+  bool CanAdd(int64_t begin, int64_t end) const;
+
   int64_t prefix_ = 0;
   int64_t num_bytes_ = 0;
   absl::btree_map<int64_t, int64_t> ahead_;  // begin -> end, all beyond prefix_.

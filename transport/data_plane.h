@@ -54,6 +54,7 @@ class DataEvents {
   // at while intact(), and has header.bytes bytes then; what was copied from it counts only if
   // intact() still says so afterwards. Once false, always false.
   using Intact = absl::FunctionRef<bool()>;
+  using TakeChunk = std::function<void(const ChunkHeader&, Pieces, Intact)>;  // As OnChunk().
   virtual void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) = 0;
   virtual void OnCredit(const CreditHeader& header) = 0;
   // The peer is gone. Close(link) is still to be called.

@@ -37,7 +37,7 @@ class DataPlanes final : public ChunkLinks {
     std::shared_ptr<CommandQueue> commands;  // Run by the progress thread.
     Metrics* metrics;                        // Outlives the planes.
     // Makes what is called with chunks on the thread of one lane.
-    std::function<std::function<void(const ChunkHeader&, Pieces, DataEvents::Intact)>()> on_chunk;
+    std::function<DataEvents::TakeChunk()> on_chunk;
   };
   static absl::StatusOr<std::unique_ptr<DataPlanes>> Create(const Options& options);
   ~DataPlanes() override;

@@ -28,7 +28,7 @@ class Lane final : private DataEvents {
   struct Options {
     Config config;
     std::shared_ptr<CommandQueue> commands;
-    std::function<void(const ChunkHeader&, Pieces, Intact)> on_chunk;
+    TakeChunk on_chunk;
     std::function<void(LinkId, const absl::Status&)> on_down;
   };
   static absl::StatusOr<std::unique_ptr<Lane>> Create(Options options);

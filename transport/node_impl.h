@@ -4,7 +4,6 @@
 // said between hello and goodbye.
 
 #include <atomic>
-#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -66,7 +65,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void OnMalformed(const PeerKey& peer, const absl::Status& status) override;
   void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) override;
   void OnCredit(const CreditHeader& header) override;
-  std::function<void(const ChunkHeader&, Pieces, Intact)> OnChunkOfLane();
+  TakeChunk OnChunkOfLane();
   void OnLinkDown(LinkId link, const absl::Status& status) override;
   void Send(const PeerKey& peer, MessageBody body) override;
   ChunkLinks& data() override { return *data_; }

@@ -17,13 +17,7 @@ namespace {
 
 KvLayout SmallLayout() { return KvLayout::Mha(2, 4, 2, 8, DType::kFloat16); }
 
-class CudaKvPools : public testing::Test {
- protected:
-  void SetUp() override {
-    const std::string missing = MissingDevice();
-    if (!missing.empty()) GTEST_SKIP() << missing;
-  }
-};
+class CudaKvPools : public DeviceTest {};
 
 std::vector<std::byte> BytesOf(const BufferInfo& buffer) {
   std::vector<std::byte> host(static_cast<size_t>(buffer.bytes));

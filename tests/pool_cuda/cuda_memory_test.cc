@@ -35,18 +35,10 @@ INSTANTIATE_TEST_SUITE_P(Memories, TokenPools,
                                                        /*rounds=*/600}),
                          TokenPoolName());
 
-class CudaMemories : public testing::Test {
+class CudaMemories : public DeviceTest {
  protected:
-  void SetUp() override {
-    const std::string missing = MissingDevice();
-    if (!missing.empty()) GTEST_SKIP() << missing;
-  }
+  CudaMemories() : DeviceTest(6) {}
 
-  std::vector<std::byte> RandomBytes(int64_t bytes) {
-    std::vector<std::byte> result(static_cast<size_t>(bytes));
-    std::generate(result.begin(), result.end(), [&] { return static_cast<std::byte>(random_()); });
-    return result;
-  }
   std::vector<int32_t> ShuffledSlots(int64_t num_slots) {
     std::vector<int32_t> slots(static_cast<size_t>(num_slots));
     std::iota(slots.begin(), slots.end(), 0);
@@ -55,7 +47,6 @@ class CudaMemories : public testing::Test {
   }
 
   const std::shared_ptr<const PoolMemory> memory_ = CudaMemory(0);
-  std::mt19937_64 random_{6};
 };
 
 // More than goes through the packed buffer at a time, between every two kinds of memory, with

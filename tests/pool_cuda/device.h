@@ -5,8 +5,10 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <random>
 #include <span>
 #include <string>
 #include <vector>
@@ -19,6 +21,25 @@ inline std::string MissingDevice() {
   const bool none = cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0;
   return none ? "this machine has no CUDA device" : "";
 }
+
+// A test that is skipped without a GPU, and has random numbers of its own.
+class DeviceTest : public testing::Test {
+ protected:
+  explicit DeviceTest(uint32_t seed = 1) : random_(seed) {}
+
+  void SetUp() override {
+    const std::string missing = MissingDevice();
+    if (!missing.empty()) GTEST_SKIP() << missing;
+  }
+
+  std::vector<std::byte> RandomBytes(int64_t bytes) {
+    std::vector<std::byte> result(static_cast<size_t>(bytes));
+    std::generate(result.begin(), result.end(), [&] { return static_cast<std::byte>(random_()); });
+    return result;
+  }
+
+  std::mt19937_64 random_;
+};
 
 // A copy of host memory on the device, as far from alignment as the original.
 class DeviceBytes {

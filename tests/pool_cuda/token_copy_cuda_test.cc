@@ -44,20 +44,9 @@ INSTANTIATE_TEST_SUITE_P(Kernels, RandomCopies,
                              {"Cuda", MissingDevice()}, CopyOnDevice, /*keeps_last=*/false}),
                          BackendName());
 
-class TokenCopyCuda : public testing::Test {
+class TokenCopyCuda : public DeviceTest {
  protected:
-  void SetUp() override {
-    const std::string missing = MissingDevice();
-    if (!missing.empty()) GTEST_SKIP() << missing;
-  }
-
-  std::vector<std::byte> RandomBytes(int64_t bytes) {
-    std::vector<std::byte> result(static_cast<size_t>(bytes));
-    std::generate(result.begin(), result.end(), [&] { return static_cast<std::byte>(random_()); });
-    return result;
-  }
-
-  std::mt19937_64 random_{3};
+  TokenCopyCuda() : DeviceTest(3) {}
 };
 
 // Beyond what the suite asks: the same NaNs too.
