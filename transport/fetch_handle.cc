@@ -29,7 +29,7 @@ absl::Status FetchHandle::status() const {
 absl::Status FetchHandle::Wait(Deadline deadline) const {
   MutexLock lock(&mutex_);
   while (!done_) {
-    if (!changed_.WaitUntil(&mutex_, deadline) && !done_) {
+    if (!ended_.WaitUntil(&mutex_, deadline) && !done_) {
       return absl::DeadlineExceededError("the fetch is still under way");
     }
   }
@@ -48,7 +48,7 @@ absl::Status FetchHandle::WaitLayer(int64_t layer, Deadline deadline) const {
   MutexLock lock(&mutex_);
   while (layers_done_ <= layer) {
     if (done_) return status_;
-    if (!changed_.WaitUntil(&mutex_, deadline) && layers_done_ <= layer && !done_) {
+    if (!layer_arrived_.WaitUntil(&mutex_, deadline) && layers_done_ <= layer && !done_) {
       return absl::DeadlineExceededError(absl::StrCat("layer ", layer, " is still under way"));
     }
   }
@@ -72,7 +72,7 @@ void FetchHandle::Cancel() {
 void FetchHandle::SetLayersDone(int64_t layers) {
   MutexLock lock(&mutex_);
   layers_done_ = layers;
-  changed_.NotifyAll();
+  layer_arrived_.NotifyAll();
 }
 
 void FetchHandle::Finish(const absl::Status& status, std::vector<int64_t> missing_pages,
@@ -84,7 +84,8 @@ void FetchHandle::Finish(const absl::Status& status, std::vector<int64_t> missin
     if (status.ok()) layers_done_ = num_layers_;
     missing_pages_ = std::move(missing_pages);
     report_ = report;
-    changed_.NotifyAll();
+    ended_.NotifyAll();
+    layer_arrived_.NotifyAll();
   }
   // Let go of afterwards: it may hold whoever holds this.
   if (const auto on_done = std::exchange(on_done_, nullptr)) on_done();

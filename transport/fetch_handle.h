@@ -60,7 +60,10 @@ class FetchHandle {
   std::function<void()> on_done_;  // Finish() alone touches it.
 
   mutable Mutex mutex_;
-  mutable CondVar changed_;
+  mutable CondVar ended_;
+  // Apart, so that who waits for the end is not woken for each layer: where cores are few, it would
+  // take the one that moves the data.
+  mutable CondVar layer_arrived_;
   bool done_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
   int64_t layers_done_ ABSL_GUARDED_BY(mutex_) = 0;
