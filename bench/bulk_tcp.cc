@@ -9,10 +9,13 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <numeric>
+#include <random>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -22,6 +25,7 @@
 #include "bench/on_threads.h"
 #include "examples/two_node/pattern.h"
 #include "examples/two_node/support.h"
+#include "pool/bulk_copy.h"
 
 namespace kvferry::bench {
 namespace {
@@ -29,10 +33,13 @@ namespace {
 constexpr int kTimeoutSeconds = 60;
 constexpr uint64_t kSalt = 99;
 
+constexpr size_t kChunkBytes = 1 << 20;  // kvferry's.
+
 // What a child is asked to send of its buffer.
 struct Request {
   uint64_t offset = 0;
   uint64_t bytes = 0;
+  uint64_t item_bytes = 0;  // 0: as it lies.
 };
 
 absl::Status Errno(const char* what) {
@@ -56,6 +63,56 @@ absl::Status ReceiveAll(int fd, void* data, size_t bytes) {
     if (n > 0) done += static_cast<size_t>(n);
   }
   return absl::OkStatus();
+}
+
+// Calls use(chunk_bytes, for_each) for chunk after chunk of a share of items in an order that looks
+// random and that both sides know; for_each(copy) calls copy(place, packed, next) for each item of
+// the chunk: where it and the next one lie in the share, and the first one in the chunk.
+template <typename Use>
+absl::Status ForEachChunk(size_t bytes, size_t item_bytes, const Use& use) {
+  const size_t count = bytes / item_bytes;
+  std::vector<size_t> places(count);
+  std::iota(places.begin(), places.end(), size_t{0});
+  std::shuffle(places.begin(), places.end(), std::mt19937_64(count));
+  const size_t step = std::max<size_t>(1, kChunkBytes / item_bytes);
+  for (size_t first = 0; first < count; first += step) {
+    const size_t end = std::min(first + step, count);
+    const auto for_each = [&](const auto& copy) {
+      for (size_t i = first; i < end; ++i) {
+        copy(places[i] * item_bytes, (i - first) * item_bytes,
+             places[std::min(i + 1, count - 1)] * item_bytes);
+      }
+    };
+    KVFERRY_RETURN_IF_ERROR(use((end - first) * item_bytes, for_each));
+  }
+  return absl::OkStatus();
+}
+
+std::vector<std::byte> ChunkOf(size_t item_bytes) {
+  return std::vector<std::byte>(std::max(kChunkBytes, item_bytes));
+}
+
+absl::Status SendItems(int fd, const std::byte* share, const Request& request) {
+  std::vector<std::byte> chunk = ChunkOf(request.item_bytes);
+  return ForEachChunk(request.bytes, request.item_bytes, [&](size_t bytes, const auto& for_each) {
+    for_each([&](size_t place, size_t packed, size_t next) {
+      PrefetchStart(share + next, request.item_bytes);
+      std::memcpy(chunk.data() + packed, share + place, request.item_bytes);
+    });
+    return SendAll(fd, chunk.data(), bytes);
+  });
+}
+
+absl::Status ReceiveItems(int fd, std::byte* share, const Request& request) {
+  std::vector<std::byte> chunk = ChunkOf(request.item_bytes);
+  return ForEachChunk(request.bytes, request.item_bytes, [&](size_t bytes, const auto& for_each) {
+    KVFERRY_RETURN_IF_ERROR(ReceiveAll(fd, chunk.data(), bytes));
+    for_each([&](size_t place, size_t packed, size_t /*next*/) {
+      BulkCopy(share + place, chunk.data() + packed, request.item_bytes);
+    });
+    FinishBulkCopies();
+    return absl::OkStatus();
+  });
 }
 
 void SetTimeouts(int fd) {
@@ -116,7 +173,9 @@ absl::Status Join(const std::string& netns) {
 
 absl::Status Answer(int fd, const Request& request, std::span<const std::byte> source) {
   const double before = examples::CpuSeconds();
-  KVFERRY_RETURN_IF_ERROR(SendAll(fd, source.data() + request.offset, request.bytes));
+  const std::byte* const share = source.data() + request.offset;
+  KVFERRY_RETURN_IF_ERROR(request.item_bytes == 0 ? SendAll(fd, share, request.bytes)
+                                                  : SendItems(fd, share, request));
   const double cpu = examples::CpuSeconds() - before;
   return SendAll(fd, &cpu, sizeof(cpu));
 }
@@ -172,29 +231,37 @@ absl::Status BulkTcp::AddStream(int listener, const std::string& netns,
   return absl::OkStatus();
 }
 
-absl::StatusOr<double> BulkTcp::Receive(int stream, size_t first, size_t end) {
+absl::StatusOr<double> BulkTcp::Receive(int stream, size_t first, size_t end, size_t item_bytes) {
   const int fd = streams_[static_cast<size_t>(stream)].get();
-  const Request request{first, end - first};
+  const Request request{first, end - first, item_bytes};
+  std::byte* const share = bytes_.data() + first;
   KVFERRY_RETURN_IF_ERROR(SendAll(fd, &request, sizeof(request)));
-  KVFERRY_RETURN_IF_ERROR(ReceiveAll(fd, bytes_.data() + first, end - first));
+  KVFERRY_RETURN_IF_ERROR(item_bytes == 0 ? ReceiveAll(fd, share, request.bytes)
+                                          : ReceiveItems(fd, share, request));
   double cpu = 0;
   KVFERRY_RETURN_IF_ERROR(ReceiveAll(fd, &cpu, sizeof(cpu)));
   return cpu;
 }
 
-absl::StatusOr<BulkTcp::Result> BulkTcp::Measure(size_t bytes, int streams) {
+absl::StatusOr<BulkTcp::Result> BulkTcp::Measure(size_t bytes, int streams, size_t item_bytes) {
   if (bytes > bytes_.size() || streams < 1 || static_cast<size_t>(streams) > streams_.size()) {
     return absl::InvalidArgumentError(absl::StrCat("cannot send ", bytes, " bytes over ", streams,
                                                    " streams; at most ", bytes_.size(), " over ",
                                                    streams_.size()));
   }
+  const size_t unit = std::max<size_t>(1, item_bytes);
+  if (bytes % unit != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(bytes, " bytes are no whole number of items of ", item_bytes));
+  }
   const auto count = static_cast<size_t>(streams);
+  const auto share = [&](size_t stream) { return bytes / unit * stream / count * unit; };
   std::vector<absl::StatusOr<double>> sender_cpu(count);
   const double cpu_before = examples::CpuSeconds();
   const Deadline begin = Clock::now();
   OnThreads(streams, [&](int stream) {
     const auto i = static_cast<size_t>(stream);
-    sender_cpu[i] = Receive(stream, bytes * i / count, bytes * (i + 1) / count);
+    sender_cpu[i] = Receive(stream, share(i), share(i + 1), item_bytes);
   });
   Result result{SecondsBetween(begin, Clock::now()), examples::CpuSeconds() - cpu_before};
   for (const absl::StatusOr<double>& cpu : sender_cpu) {

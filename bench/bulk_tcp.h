@@ -1,6 +1,7 @@
 #pragma once
 
-// Plain TCP streams from child processes to this one: what the kernel allows, without any protocol.
+// Plain TCP streams from child processes to this one: what the kernel allows, without any protocol;
+// as they are, or with the two copies of whoever packs scattered items to send them.
 
 #include <cstddef>
 #include <cstdint>
@@ -34,15 +35,17 @@ class BulkTcp {
   static absl::StatusOr<std::unique_ptr<BulkTcp>> Start(const Options& options);
 
   // Has `streams` children send an equal part of `bytes` each, at once, out of one buffer into
-  // another, and compares what came with what was sent; the latter is not timed. INVALID_ARGUMENT
+  // another, and compares what came with what was sent; the latter is not timed. With `item_bytes`
+  // (a divisor of `bytes`) the items of each part are sent in random order, gathered into chunks
+  // of 1 MiB by the child and scattered by this process to where they were. INVALID_ARGUMENT
   // for more of either than there are, UNAVAILABLE when a child has gone, DATA_LOSS for other
   // bytes.
-  absl::StatusOr<Result> Measure(size_t bytes, int streams);
+  absl::StatusOr<Result> Measure(size_t bytes, int streams, size_t item_bytes = 0);
 
  private:
   absl::Status AddStream(int listener, const std::string& netns, std::span<const std::byte> source);
   // Bytes [first, end); returns the sender's CPU seconds.
-  absl::StatusOr<double> Receive(int stream, size_t first, size_t end);
+  absl::StatusOr<double> Receive(int stream, size_t first, size_t end, size_t item_bytes);
 
   std::shared_ptr<std::byte> memory_;
   std::span<std::byte> bytes_;

@@ -3,7 +3,8 @@
 //   memcpy THREADS SALT LOCAL REMOTE   copies the pages of one pool to another of this process, one
 //                                      memcpy a page and buffer, in the order of kvferry's stream;
 //                                      then compares
-//   tcp STREAMS BYTES                  as many bytes from child processes (bulk_tcp.h)
+//   tcp STREAMS BYTES ITEM             as many bytes from child processes (bulk_tcp.h), as they lie
+//                                      if ITEM is 0, else in items of as many bytes at random
 //
 // Both answer {"seconds": S, "cpu": of all processes, "verified": true}.
 
@@ -44,7 +45,8 @@ Answer MeasureTcp(BulkTcp* tcp, const Words& words) {
   if (tcp == nullptr) return absl::FailedPreconditionError("started without --tcp-bytes");
   KVFERRY_ASSIGN_OR_RETURN(const int streams, ParseNumber<int>(words[0]));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t bytes, ParseNumber<uint64_t>(words[1]));
-  KVFERRY_ASSIGN_OR_RETURN(const BulkTcp::Result result, tcp->Measure(bytes, streams));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t item_bytes, ParseNumber<uint64_t>(words[2]));
+  KVFERRY_ASSIGN_OR_RETURN(const BulkTcp::Result result, tcp->Measure(bytes, streams, item_bytes));
   return Verified(result.seconds, result.cpu);
 }
 
@@ -109,7 +111,7 @@ absl::StatusOr<int> Run(const Flags& flags) {
   Driver driver(source);
   driver.Add("memcpy", 4,
              [&](const Words& words) { return MeasureMemcpy(*source, *target, words); });
-  driver.Add("tcp", 2, [&](const Words& words) { return MeasureTcp(tcp.get(), words); });
+  driver.Add("tcp", 3, [&](const Words& words) { return MeasureTcp(tcp.get(), words); });
   return driver.Run();
 }
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SALT = 7
 MEMCPY_THREADS = (1, 2)
 TCP_STREAMS = (1, 2, 4)
+PACKED_STREAMS = (1, 2)
 MOONCAKE = {"MC_LOG_LEVEL": "WARNING"}  # What it warns of is the reason when it fails.
 
 
@@ -202,7 +203,9 @@ def tcp_limits(lists, stage, build):
     if stage.network.source.netns:
         command += ["--tcp-senders-netns", f"/run/netns/{stage.network.source.netns}"]
     driver = stage.start(stage.network.target, command)
+    bulk = [(f"tcp {streams}", streams, 0) for streams in TCP_STREAMS]
+    packed = [(f"packed {streams}", streams, shape.page_bytes) for streams in PACKED_STREAMS]
     return [
-        Limit(f"tcp {streams}", lists, driver, ("tcp", streams, shape.request_bytes))
-        for streams in TCP_STREAMS
+        Limit(name, lists, driver, ("tcp", streams, shape.request_bytes, item_bytes))
+        for name, streams, item_bytes in bulk + packed
     ]
