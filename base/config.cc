@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <variant>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -36,7 +37,7 @@ constexpr std::array kFields = {
     Field{"net_device", &Config::net_device},
     Field{"ucx_tls", &Config::ucx_tls},
     Field{"lanes", &Config::lanes, 1, 8},
-    Field{"mapped_path", &Config::mapped_path},
+    Field{"same_host_path", &Config::same_host_path},
     Field{"copy_threads", &Config::copy_threads, 1, 64},
     Field{"chunk_bytes", &Config::chunk_bytes, 4 << 10, 4 << 20},
     Field{"arena_bytes", &Config::arena_bytes, 64 << 10, int64_t{64} << 30},
@@ -55,6 +56,8 @@ constexpr std::array kFields = {
     Field{"max_calls_per_peer", &Config::max_calls_per_peer, 1, 1 << 20},
     Field{"max_leases", &Config::max_leases, 1, 1 << 24},
 };
+
+constexpr std::array kSameHostPaths = {"auto", "in_place", "arena", "ucx"};
 
 const Field* FindField(absl::string_view name) {
   for (const Field& field : kFields) {
@@ -164,6 +167,11 @@ absl::Status Config::Validate() const {
     return absl::InvalidArgumentError(absl::StrCat("config: arena_bytes is ", arena_bytes,
                                                    " but must hold at least one chunk_bytes (",
                                                    chunk_bytes, ")"));
+  }
+  if (!absl::c_linear_search(kSameHostPaths, same_host_path)) {
+    return absl::InvalidArgumentError(absl::StrCat("config: same_host_path is '", same_host_path,
+                                                   "' but must be one of ",
+                                                   absl::StrJoin(kSameHostPaths, ", ")));
   }
   if (!IsLoopbackHost(listen_host) && !allow_insecure_network) {
     return absl::InvalidArgumentError(absl::StrCat(

@@ -33,7 +33,10 @@ struct Config {
   // Connections to each peer over UCX, each with a thread of its own: one for as many threads as may
   // work on transfers. Both sides use the smaller number.
   int64_t lanes = 1;
-  bool mapped_path = true;            // Shared memory, not UCX, to peers on this host.
+  // How KV comes to peers on this host: "in_place", they copy out of this side's pool, where it lies
+  // in memory that kvferry made, else as "arena"; "arena", out of chunks gathered in shared memory;
+  // "ucx", as over a network; "auto", the quicker one of the first two for each transfer.
+  std::string same_host_path = "auto";
   int64_t copy_threads = 1;           // That copy what a peer on this host has in a shared pool.
   int64_t chunk_bytes = 1 << 20;      // Packed path: bytes of one chunk.
   int64_t arena_bytes = 64 << 20;     // Packed path: all chunks being gathered or sent, all peers.
@@ -48,7 +51,8 @@ struct Config {
   int64_t publish_grace_ms = 1000;        // A fetch may precede its publish by this much.
   int64_t fetch_timeout_ms = 30000;       // Default deadline of a fetch.
   int64_t max_fetch_timeout_ms = 600000;  // Longest deadline that a peer may ask for.
-  // Spinning after the last activity, before the thread sleeps. It pays only where cores are idle:
+  // Spinning after the last activity, before the thread sleeps; it yields to threads that are ready.
+  // It pays only where cores are idle:
   // a peer on this host may be waiting for the very core.
   int64_t busy_poll_us = 0;
 

@@ -47,7 +47,7 @@ class Part:
 
     name: str
     title: str
-    mapped_path: bool
+    same_host_path: str
     peers: dict  # Column: the systems of which it shows the fastest. NIXL has columns of its own.
     limits: tuple  # Of the machine, systems' names.
     variants: tuple = ()  # Of kvferry.
@@ -63,8 +63,8 @@ HOST_VARIANTS = (
     Variant("arena", NIXL, "arena x NIXL", flags=("--private-pool",)),
 )
 PARTS = {
-    "tcp": Part("tcp", "over TCP", False, TCP_PEERS, TCP_LIMITS, TCP_VARIANTS),
-    "host": Part("host", "on the same host", True, {}, HOST_LIMITS, HOST_VARIANTS),
+    "tcp": Part("tcp", "over TCP", "ucx", TCP_PEERS, TCP_LIMITS, TCP_VARIANTS),
+    "host": Part("host", "on the same host", "auto", {}, HOST_LIMITS, HOST_VARIANTS),
 }
 
 
@@ -101,7 +101,7 @@ def makers(part, args, lists, stage):
     two_pools = 2 * shape.pool_bytes
 
     def ours(name, build, settings, flags=()):
-        path = [f"mapped_path={str(part.mapped_path).lower()}"]  # First: what the user says wins.
+        path = [f"same_host_path={part.same_host_path}"]  # First: what the user says wins.
         return lambda: [Kvferry(name, lists, stage, build, path + settings, flags)]
 
     yield "kvferry", two_pools, ours("kvferry", args.build, args.config)

@@ -35,8 +35,8 @@ struct Path {
   const char* setting;
   int64_t peers_mapped;  // Of one peer, when the path is the one that is meant.
 };
-constexpr Path kPaths[] = {{"TCP", "mapped_path=false", 0},
-                           {"shared memory", "mapped_path=true", 1}};
+constexpr Path kPaths[] = {{"TCP", "same_host_path=ucx", 0},
+                           {"shared memory", "same_host_path=auto", 1}};
 
 // A pool of `pages` pages.
 struct Shape {

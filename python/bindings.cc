@@ -164,7 +164,7 @@ void BindConfig(nb::module_& module) {
       .def_ro("net_device", &Config::net_device)
       .def_ro("ucx_tls", &Config::ucx_tls)
       .def_ro("lanes", &Config::lanes)
-      .def_ro("mapped_path", &Config::mapped_path)
+      .def_ro("same_host_path", &Config::same_host_path)
       .def_ro("copy_threads", &Config::copy_threads)
       .def_ro("chunk_bytes", &Config::chunk_bytes)
       .def_ro("arena_bytes", &Config::arena_bytes)

@@ -14,7 +14,7 @@ namespace {
 
 std::unique_ptr<DataPlane> MappedPlane(const Config& config, Arena* arena,
                                        const SharedMemory* pool) {
-  if (!config.mapped_path || arena->fd() < 0) return nullptr;
+  if (config.same_host_path == "ucx" || arena->fd() < 0) return nullptr;
   absl::StatusOr<std::unique_ptr<DataPlane>> plane = MakeMappedDataPlane(arena, pool);
   if (plane.ok()) return *std::move(plane);
   Log().warn("peers on this host are reached over the network: {}", plane.status().ToString());

@@ -23,7 +23,8 @@ struct Metrics {
   Value fetches_restarted{0};  // On a new session, after the old one had fallen silent.
   Value fetches_ok{0};
   Value fetches_failed{0};
-  Value transfers_started{0};  // As sender.
+  Value transfers_started{0};   // As sender.
+  Value transfers_in_place{0};  // Of those started: the peer reads its pages in this side's pool.
   Value transfers_ok{0};
   Value transfers_failed{0};
   Value fetches_refused{0};  // As sender.
@@ -56,6 +57,7 @@ struct Metrics {
         {"fetches_ok", fetches_ok},
         {"fetches_failed", fetches_failed},
         {"transfers_started", transfers_started},
+        {"transfers_in_place", transfers_in_place},
         {"transfers_ok", transfers_ok},
         {"transfers_failed", transfers_failed},
         {"fetches_refused", fetches_refused},

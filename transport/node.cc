@@ -44,8 +44,11 @@ absl::Status NodeImpl::Init() {
   KVFERRY_ASSIGN_OR_RETURN(arena_, Arena::Create(config.arena_bytes, config.chunk_bytes));
   KVFERRY_ASSIGN_OR_RETURN(control_, MakeZmqControlPlane(config, options_.listen));
   listen_address_ = control_->listen_address();
+  const bool chooses = SharedPool() != nullptr && config.same_host_path == "auto";
+  const MachineTraits machine{chooses ? MeasuredCopyCosts() : CopyCosts{},
+                              std::max(1U, std::thread::hardware_concurrency())};
   sender_ = std::make_unique<Sender>(config, options_.pool, options_.source, arena_.get(), this,
-                                     &metrics_);
+                                     &metrics_, machine);
   KVFERRY_ASSIGN_OR_RETURN(copy_threads_, ThreadPool::Create(config.copy_threads - 1));
   KVFERRY_ASSIGN_OR_RETURN(lane_copies_, ThreadPool::Create(0));
   receiver_ = std::make_unique<Receiver>(config, copy_threads_.get(), this, &metrics_);
@@ -170,6 +173,8 @@ void NodeImpl::Run() {
     } else if (now - last_busy >= busy_poll &&
                !tick_now_) {  // The tick itself may ask for another.
       Sleep(next_tick_);
+    } else {
+      std::this_thread::yield();
     }
   }
   SayGoodbye();
@@ -180,6 +185,7 @@ bool NodeImpl::Work() {
   // A command may have brought a deadline nearer than the next tick.
   tick_now_ |= busy;
   const bool data_busy = data_->Progress(this) | sender_->Pump();
+  tick_now_ |= sender_->waits_for_readers();
   const Deadline now = Clock::now();
   if (!data_busy || now >= next_control_) {
     busy |= control_->Progress(this);
@@ -272,7 +278,7 @@ void NodeImpl::OnChunk(const ChunkHeader& header, Pieces payload, Intact intact)
 }
 
 // What a lane's thread does with its chunks; what follows from them is the progress thread's.
-std::function<void(const ChunkHeader&, Pieces, DataEvents::Intact)> NodeImpl::OnChunkOfLane() {
+DataEvents::TakeChunk NodeImpl::OnChunkOfLane() {
   auto copy = std::make_shared<PieceCopy>(lane_copies_.get());
   return [this, copy](const ChunkHeader& header, Pieces payload, Intact intact) {
     const absl::Status status = receiver_->Land(header, payload, intact, copy.get());

@@ -21,19 +21,31 @@ constexpr int64_t kMinBytesInPlace = 256;
 // else the reader's thread has to do.
 constexpr int64_t kMaxBytesInPlace = 4 << 20;
 constexpr size_t kMaxChunksInPlace = 4;
+// Of all peers, for each processor: one that is copied, and one that is next. More readers at once
+// only take the processors from each other (64 of them on two moved half as much, measured).
+constexpr int64_t kMaxReadersAProcessor = 2;
+// A reader that takes longer for a chunk is stuck, and does not hold up the others.
+constexpr auto kReaderTurn = std::chrono::milliseconds(10);
 
 using Filled = absl::StatusOr<std::span<const std::byte>>;
+
+PathModel::Work WorkOf(const StreamPlan& plan) {
+  return {plan.pages_bytes(), plan.mean_piece_bytes()};
+}
 
 }  // namespace
 
 Sender::Sender(const Config& config, std::shared_ptr<const KvPool> pool, FetchSource* source,
-               Arena* arena, Outbox* outbox, Metrics* metrics)
+               Arena* arena, Outbox* outbox, Metrics* metrics, const MachineTraits& machine)
     : config_(config),
       pool_(std::move(pool)),
       source_(source),
       arena_(arena),
       outbox_(outbox),
       metrics_(metrics),
+      paths_(machine.copies),
+      max_read_in_place_(kMaxReadersAProcessor * machine.processors),
+      read_since_(std::make_shared<absl::flat_hash_map<int64_t, Deadline>>()),
       chunks_of_peer_(std::make_shared<absl::flat_hash_map<PeerKey, int64_t>>()) {
   metrics_->arena_chunks = arena_->num_chunks();
 }
@@ -143,22 +155,36 @@ void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const Lease
       std::min({fetch.chunk_bytes, config_.chunk_bytes, fetch.window_bytes});
   const int64_t ready_bytes = ReadyBytes(*plan, fetch.lease_id);
   const uint64_t id = fetch.transfer_id;
-  auto transfer = std::make_shared<Transfer>(Transfer{std::move(fetch),
-                                                      peer,
-                                                      link,
-                                                      *std::move(plan),
-                                                      DeadlineInMs(timeout_ms + kDeadlineSlackMs),
-                                                      chunk_bytes,
-                                                      ready_bytes,
-                                                      0,
-                                                      0,
-                                                      {},
-                                                      {},
-                                                      std::make_shared<Gate>()});
+  auto transfer = std::make_shared<Transfer>(
+      Transfer{std::move(fetch), peer, link, *std::move(plan),
+               DeadlineInMs(timeout_ms + kDeadlineSlackMs), chunk_bytes, ready_bytes});
+  ChooseWay(*transfer);
   transfers_.emplace(id, transfer);
   turn_.push_back(std::move(transfer));
   ++metrics_->transfers_started;
   UpdateGauges();
+}
+
+// How the peer is to get the pages of a transfer that begins.
+void Sender::ChooseWay(Transfer& transfer) {
+  // Transfers beside each other say nothing of what either takes alone.
+  for (const TransferPtr& other : turn_) other->tells_costs = false;
+  if (!outbox_->data().ReadsPool(transfer.link)) return;
+  const StreamPlan& plan = transfer.plan;
+  if (plan.pages_bytes() == 0 || plan.min_item_bytes() < kMinBytesInPlace) return;
+  if (config_.same_host_path == "auto") {
+    transfer.way = paths_.Choose(WorkOf(plan));
+    transfer.tells_costs = turn_.empty() && transfer.ready_bytes == plan.total_bytes();
+  } else if (config_.same_host_path == "in_place") {
+    transfer.way = MappedWay::kInPlace;
+  }
+  if (transfer.way == MappedWay::kInPlace) ++metrics_->transfers_in_place;
+}
+
+void Sender::LearnCosts(const Transfer& transfer) {
+  if (!transfer.tells_costs) return;
+  paths_.Observe(transfer.way, WorkOf(transfer.plan),
+                 SecondsBetween(transfer.started_at, Clock::now()));
 }
 
 int64_t Sender::ReadyBytes(const StreamPlan& plan, uint64_t lease_id) const {
@@ -196,6 +222,7 @@ void Sender::OnDone(const PeerKey& peer, const DoneMsg& done) {
         /*tell=*/true);
     return;
   }
+  LearnCosts(transfer);
   End(done.transfer_id, absl::OkStatus(), /*tell=*/false);
 }
 
@@ -300,6 +327,7 @@ bool Sender::Pump() {
   const auto peers = static_cast<int64_t>(fetches_of_peer_.size());
   const int64_t share = std::max<int64_t>(1, arena_->num_chunks() / (peers + 1));
   bool sent = false;
+  waits_for_readers_ = false;
   const size_t count = turn_.size();
   for (size_t i = 0; i < count; ++i) sent |= PumpOne(turn_[(next_turn_ + i) % count], share);
   next_turn_ = count == 0 ? 0 : (next_turn_ + 1) % count;
@@ -325,16 +353,27 @@ bool Sender::PumpOne(const TransferPtr& transfer, int64_t peer_share) {
 
 // What is read in place takes no room at the receiver: enough is on its way when it has the next
 // chunk before it is through with one.
-bool Sender::Admits(const Transfer& transfer, int64_t bytes, bool in_place) const {
-  if (in_place) return transfer.read_in_place.size() < kMaxChunksInPlace;
+bool Sender::Admits(const Transfer& transfer, int64_t bytes, bool in_place) {
+  if (in_place) {
+    if (transfer.read_in_place.size() >= kMaxChunksInPlace) return false;
+    const bool busy = ReadersAreBusy(Clock::now());
+    waits_for_readers_ |= busy;
+    return !busy;
+  }
   const int64_t window_end = transfer.credited_bytes + transfer.fetch.window_bytes;
   return transfer.sent_bytes + bytes <= window_end;
 }
 
-bool Sender::ReadInPlace(const Transfer& transfer) const {
-  return outbox_->data().ReadsPool(transfer.link) &&
-         transfer.plan.min_item_bytes() >= kMinBytesInPlace &&
-         transfer.sent_bytes < transfer.plan.pages_bytes();
+bool Sender::ReadersAreBusy(Deadline now) const {
+  if (read_since_->size() < max_read_in_place_) return false;
+  const auto fresh =
+      std::count_if(read_since_->begin(), read_since_->end(),
+                    [&](const auto& chunk) { return now - chunk.second < kReaderTurn; });
+  return static_cast<size_t>(fresh) >= max_read_in_place_;
+}
+
+bool Sender::ReadInPlace(const Transfer& transfer) {
+  return transfer.way == MappedWay::kInPlace && transfer.sent_bytes < transfer.plan.pages_bytes();
 }
 
 // Nothing of it lies in the arena but a list of pieces, which must fit into one chunk; only the
@@ -387,12 +426,16 @@ void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place
   ChunkLinks::Fill fill = in_place ? ListPieces(transfer, chunk) : Gather(transfer, chunk);
   transfer->sent_bytes += bytes;
   ++metrics_->chunks_sent;
-  if (in_place) ++metrics_->chunks_in_place;
+  if (in_place) {
+    ++metrics_->chunks_in_place;
+    read_since_->emplace(chunk, Clock::now());
+  }
   metrics_->bytes_sent += bytes;
   ++(*chunks_of_peer_)[transfer->peer];
   // May run after the transfer and this object are gone, never after the arena.
-  auto done = [arena = arena_, chunk, transfer, held = chunks_of_peer_,
+  auto done = [arena = arena_, chunk, transfer, held = chunks_of_peer_, read_since = read_since_,
                end = transfer->sent_bytes](const absl::Status& status) {
+    read_since->erase(chunk);
     // Its reader is through with all up to here, for chunks are read in order; credit comes another
     // way and may have come first.
     if (transfer->read_in_place.erase(chunk) > 0 && status.ok()) {
@@ -421,6 +464,7 @@ Deadline Sender::Tick(Deadline now) {
 
   Deadline next = source_ == nullptr ? Deadline::max() : source_->Tick(now);
   for (const TransferPtr& transfer : turn_) next = std::min(next, transfer->deadline);
+  if (waits_for_readers_) next = std::min(next, now + kReaderTurn);
   for (const Parked& parked : parked_) next = std::min(next, parked.until);
   return next;
 }

@@ -16,9 +16,16 @@
 #include "transport/gate.h"
 #include "transport/metrics.h"
 #include "transport/outbox.h"
+#include "transport/path_model.h"
 #include "transport/stream_plan.h"
 
 namespace kvferry {
+
+// What serves peers on this host.
+struct MachineTraits {
+  CopyCosts copies{};
+  int64_t processors = 2;
+};
 
 // The sending half of the packed path: answers fetches with chunks gathered from the pool.
 //
@@ -33,7 +40,7 @@ class Sender {
  public:
   // All pointers outlive the sender; `source` may be null: then every fetch is refused.
   Sender(const Config& config, std::shared_ptr<const KvPool> pool, FetchSource* source,
-         Arena* arena, Outbox* outbox, Metrics* metrics);
+         Arena* arena, Outbox* outbox, Metrics* metrics, const MachineTraits& machine = {});
 
   void OnFetch(const PeerKey& peer, LinkId link, FetchMsg fetch);
   void OnDone(const PeerKey& peer, const DoneMsg& done);
@@ -49,6 +56,9 @@ class Sender {
 
   // Sends at most one chunk of each transfer that may; true when it sent any.
   bool Pump();
+  // Whether Pump() left out a chunk until others are read. Some of their readers may be stuck, so
+  // Tick() says when to look again.
+  bool waits_for_readers() const { return waits_for_readers_; }
   // Ends what is overdue; returns when to be called again at the latest.
   Deadline Tick(Deadline now);
 
@@ -64,10 +74,14 @@ class Sender {
     int64_t sent_bytes = 0;
     int64_t credited_bytes = 0;
     // Chunks of the arena that name pages, as long as their reader has not said it is through.
-    absl::flat_hash_set<int64_t> read_in_place;
-    absl::Status failed;  // A send went wrong; ended by the next Pump.
+    absl::flat_hash_set<int64_t> read_in_place{};
+    absl::Status failed{};  // A send went wrong; ended by the next Pump.
     // Lanes are inside while they gather; closed when the transfer has ended.
-    std::shared_ptr<Gate> reading;
+    std::shared_ptr<Gate> reading = std::make_shared<Gate>();
+    MappedWay way = MappedWay::kArena;
+    // The way was chosen by what it takes, and nothing but copies has taken time so far.
+    bool tells_costs = false;
+    Deadline started_at = Clock::now();
   };
   struct Parked {
     FetchMsg fetch;
@@ -83,9 +97,13 @@ class Sender {
   void Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const LeasedMemory& leased);
   void RetryParked(Parked parked);
   bool PumpOne(const TransferPtr& transfer, int64_t peer_share);
+  void ChooseWay(Transfer& transfer);
+  void LearnCosts(const Transfer& transfer);
   // Whether the peer reads the next chunk in the pool's pages, and how long it may be then.
-  bool ReadInPlace(const Transfer& transfer) const;
-  bool Admits(const Transfer& transfer, int64_t bytes, bool in_place) const;
+  static bool ReadInPlace(const Transfer& transfer);
+  // Whether as many chunks are being read in place, by all peers, as this machine has room for.
+  bool ReadersAreBusy(Deadline now) const;
+  bool Admits(const Transfer& transfer, int64_t bytes, bool in_place);
   int64_t MaxBytesInPlace(const Transfer& transfer) const;
   void SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place);
   // What fills a chunk of the arena: with the window at sent_bytes, on any thread.
@@ -109,11 +127,16 @@ class Sender {
   Arena* const arena_;
   Outbox* const outbox_;
   Metrics* const metrics_;
+  PathModel paths_;
+  const size_t max_read_in_place_;
 
   absl::flat_hash_map<uint64_t, TransferPtr> transfers_;  // By transfer id.
   std::vector<TransferPtr> turn_;  // Active transfers, in the order of their turns.
   size_t next_turn_ = 0;
   std::vector<std::span<std::byte>> pieces_;  // Of the chunk that is being sent.
+  // Since when chunks are being read in place. Shared as chunks_of_peer_ is.
+  const std::shared_ptr<absl::flat_hash_map<int64_t, Deadline>> read_since_;
+  bool waits_for_readers_ = false;
   std::list<Parked> parked_;
   absl::flat_hash_map<PeerKey, int64_t> fetches_of_peer_;  // Active and parked; none is 0.
   // Shared with sends under way, which may complete after their transfer and its peer are gone.

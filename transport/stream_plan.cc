@@ -81,6 +81,12 @@ int64_t StreamPlan::BytesOfLayers(int64_t layers) const {
   return layers >= num_layers() ? total_bytes() : layers * layer_bytes_;
 }
 
+int64_t StreamPlan::mean_piece_bytes() const {
+  const auto runs = static_cast<int64_t>(pages_.runs().size());
+  const int64_t pieces = runs * pool_->layout().num_tensors();
+  return std::max<int64_t>(1, pieces == 0 ? layer_bytes_ : layer_bytes_ / pieces);
+}
+
 int64_t StreamPlan::SegmentEnd(int64_t offset) const {
   return offset >= pages_bytes() ? total_bytes() : (offset / layer_bytes_ + 1) * layer_bytes_;
 }

@@ -56,6 +56,8 @@ class StreamPlan {
   // Bytes of a page of the tensor whose pages are smallest. Of the pieces of a window only the first
   // and the last can be smaller.
   int64_t min_item_bytes() const { return min_item_bytes_; }
+  // Bytes that lie together in this side's memory, on average over the pages; 1 at least.
+  int64_t mean_piece_bytes() const;
 
   // The page ids that any of the byte ranges `gaps` touches, in list order.
   std::vector<int64_t> PagesTouchedBy(std::span<const std::pair<int64_t, int64_t>> gaps) const;

@@ -113,7 +113,8 @@ TEST(ConfigEnvironment, EveryFieldIsReachable) {
       EXPECT_TRUE(Fails(config, absl::StatusCode::kInvalidArgument, name));
     } else {
       EXPECT_TRUE(config->listen_host == "no value" || config->allowed_hosts == "no value" ||
-                  config->net_device == "no value" || config->ucx_tls == "no value")
+                  config->net_device == "no value" || config->ucx_tls == "no value" ||
+                  config->same_host_path == "no value")
           << name;
     }
   }
@@ -170,6 +171,17 @@ TEST(ConfigValidate, Relations) {
       Fails(config.Validate(), absl::StatusCode::kInvalidArgument, "arena_bytes", "chunk_bytes"));
   config.arena_bytes = 128 << 10;
   EXPECT_TRUE(IsOk(config.Validate()));
+}
+
+TEST(ConfigValidate, PathsOnOneHost) {
+  Config config;
+  for (const char* path : {"auto", "in_place", "arena", "ucx"}) {
+    config.same_host_path = path;
+    EXPECT_TRUE(IsOk(config.Validate())) << path;
+  }
+  config.same_host_path = "cma";
+  EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument,
+                    "same_host_path is 'cma' but must be one of auto, in_place, arena, ucx"));
 }
 
 TEST(ConfigValidate, OffLoopbackHasToBeAskedFor) {

@@ -19,8 +19,11 @@ inline TestPath PathUnderTest() {
 // Config() for that path.
 inline Config TestConfig() {
   Config config;
-  config.mapped_path = PathUnderTest() != TestPath::kUcx;
-  if (PathUnderTest() == TestPath::kUcx) config.lanes = 2;
+  if (PathUnderTest() == TestPath::kInPlace) config.same_host_path = "in_place";
+  if (PathUnderTest() == TestPath::kUcx) {
+    config.same_host_path = "ucx";
+    config.lanes = 2;
+  }
   return config;
 }
 

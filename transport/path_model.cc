@@ -1,0 +1,138 @@
+#include "transport/path_model.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstring>
+#include <memory>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#include "absl/status/statusor.h"
+#include "base/clock.h"
+#include "base/slab.h"
+#include "pool/bulk_copy.h"
+
+namespace kvferry {
+namespace {
+
+constexpr double kWorthASecondCopy = 0.85;
+constexpr double kWorthTrying = 2;
+// A machine that stopped for a moment says nothing about its copies.
+constexpr double kMostAtOnce = 4;
+constexpr double kWeight = 0.25;
+
+constexpr int kSmallestPieceLog = 8;
+constexpr int64_t kSizes[] = {1 << 20, 32 << 20};
+
+constexpr int64_t kHalfBytes = 4 << 20;
+constexpr int64_t kChunkBytes = 256 << 10;
+
+// A pool is larger than any cache, and what a transfer reads has not been looked at for long.
+void DropFromCaches([[maybe_unused]] const std::byte* memory, [[maybe_unused]] int64_t bytes) {
+#ifdef __SSE2__
+  constexpr int64_t kLine = 64;
+  for (int64_t at = 0; at < bytes; at += kLine) _mm_clflush(memory + at);
+  _mm_mfence();
+#endif
+}
+
+// Copies all pieces of one half to the other, and returns the seconds a byte. Pieces come in an
+// order in which no processor foresees the next; of a chunk, bytes lie one after another.
+double CopyAll(std::byte* to, const std::byte* from, int64_t piece_bytes, bool chunk_to,
+               bool chunk_from) {
+  const int64_t pieces = kHalfBytes / piece_bytes;
+  if (!chunk_from) DropFromCaches(from, kHalfBytes);
+  const Deadline begin = Clock::now();
+  for (int64_t i = 0; i < pieces; ++i) {
+    const int64_t far = (i * 173 + 5) % pieces * piece_bytes;  // 173 is odd, pieces a power of two.
+    const int64_t near = i * piece_bytes % kChunkBytes;
+    std::byte* const target = to + (chunk_to ? near : kHalfBytes - piece_bytes - far);
+    const std::byte* const source = from + (chunk_from ? near : far);
+    if (chunk_to) {
+      std::memcpy(target, source, piece_bytes);
+    } else {
+      BulkCopy(target, source, piece_bytes);
+    }
+  }
+  FinishBulkCopies();
+  return SecondsBetween(begin, Clock::now()) / static_cast<double>(kHalfBytes);
+}
+
+CopyCost MeasureCopy(std::byte* memory, bool chunk_to, bool chunk_from) {
+  constexpr int64_t kSmall = 1 << 10;
+  constexpr int64_t kLarge = 16 << 10;
+  const auto copy = [&](int64_t piece_bytes) {
+    return CopyAll(memory, memory + kHalfBytes, piece_bytes, chunk_to, chunk_from);
+  };
+  const double small = copy(kSmall);
+  const double large = copy(kLarge);
+  const double piece_seconds = std::max(0.0, small - large) / (1.0 / kSmall - 1.0 / kLarge);
+  return {std::max(0.0, large - piece_seconds / kLarge), piece_seconds};
+}
+
+CopyCosts MeasureCopies() {
+  const absl::StatusOr<std::shared_ptr<std::byte>> memory = MapSlab(2 * kHalfBytes);
+  if (!memory.ok()) return {};
+  std::memset(memory->get(), 1, 2 * kHalfBytes);
+  return {MeasureCopy(memory->get(), false, false), MeasureCopy(memory->get(), true, false),
+          MeasureCopy(memory->get(), false, true)};
+}
+
+int PieceClass(int64_t piece_bytes, int classes) {
+  const int log = std::bit_width(static_cast<uint64_t>(piece_bytes)) - 1;
+  return std::clamp(log - kSmallestPieceLog, 0, classes - 1);
+}
+
+}  // namespace
+
+const CopyCosts& MeasuredCopyCosts() {
+  static const CopyCosts costs = MeasureCopies();
+  return costs;
+}
+
+PathModel::PathModel(const CopyCosts& costs) {
+  for (int i = 0; i < kPieceClasses * kSizeClasses; ++i) {
+    const int64_t piece_bytes = int64_t{1} << (kSmallestPieceLog + i % kPieceClasses);
+    // Both sides of the arena work at the same time.
+    classes_[i].byte_seconds = {
+        costs.page_to_page.PerByte(piece_bytes),
+        std::max(costs.gather.PerByte(piece_bytes), costs.scatter.PerByte(piece_bytes))};
+  }
+}
+
+int PathModel::ClassOf(const Work& work) {
+  const auto size = std::lower_bound(std::begin(kSizes), std::end(kSizes), work.bytes);
+  return static_cast<int>(size - std::begin(kSizes)) * kPieceClasses +
+         PieceClass(work.piece_bytes, kPieceClasses);
+}
+
+MappedWay PathModel::Choose(const Work& work) {
+  Class& its = classes_[ClassOf(work)];
+  const auto [in_place, arena] = its.byte_seconds;
+  const bool arena_pays = arena < kWorthASecondCopy * in_place;
+  const bool other_may_do =
+      arena_pays ? in_place < kWorthTrying * arena : arena < kWorthTrying * in_place;
+  const bool try_other = ++its.choices % kTryEvery == 0 && other_may_do;
+  return arena_pays != try_other ? MappedWay::kArena : MappedWay::kInPlace;
+}
+
+void PathModel::Observe(MappedWay way, const Work& work, double seconds) {
+  double& expected = classes_[ClassOf(work)].byte_seconds[static_cast<size_t>(way)];
+  const double seen = seconds / static_cast<double>(work.bytes);
+  if (expected <= 0) {
+    expected = seen;
+    return;
+  }
+  expected +=
+      kWeight * (std::clamp(seen, expected / kMostAtOnce, expected * kMostAtOnce) - expected);
+}
+
+double PathModel::ExpectedSeconds(MappedWay way, const Work& work) const {
+  const Class& its = classes_[ClassOf(work)];
+  return its.byte_seconds[static_cast<size_t>(way)] * static_cast<double>(work.bytes);
+}
+
+}  // namespace kvferry

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+namespace kvferry {
+
+// The two ways to a peer on this host that may read the pool: it copies from page to page, or from
+// chunks that this side has gathered in the arena.
+enum class MappedWay { kInPlace, kArena };
+
+// What copying costs one processor: seconds a byte, and seconds more for each piece.
+struct CopyCost {
+  double byte_seconds = 0;
+  double piece_seconds = 0;
+
+  double PerByte(int64_t piece_bytes) const {
+    return byte_seconds + piece_seconds / static_cast<double>(piece_bytes);
+  }
+};
+
+// The three copies that a transfer between two processes of one host consists of.
+struct CopyCosts {
+  CopyCost page_to_page;
+  CopyCost gather;   // From pages into a chunk.
+  CopyCost scatter;  // From a chunk into pages.
+};
+
+// Of this machine, measured by copying for about ten milliseconds in 8 MiB of its own, once a
+// process; all zero when that memory is refused. Thread-safe.
+const CopyCosts& MeasuredCopyCosts();
+
+// Which way is quicker, for transfers of a size and a fragmentation: from what copies cost at first,
+// then more and more from the transfers themselves. Not thread-safe.
+class PathModel {
+ public:
+  struct Work {
+    int64_t bytes;        // Of all pages; positive.
+    int64_t piece_bytes;  // That lie together, on average; positive.
+  };
+
+  explicit PathModel(const CopyCosts& costs);
+
+  // In place, unless the arena saves more than 15 % of the time: it takes a second processor and
+  // copies everything twice. One choice in kTryEvery is the other way, if that may be within a
+  // factor of two, so that it is known what it takes.
+  MappedWay Choose(const Work& work);
+  // What a transfer took that had this node to itself.
+  void Observe(MappedWay way, const Work& work, double seconds);
+  // What Choose goes by.
+  double ExpectedSeconds(MappedWay way, const Work& work) const;
+
+  static constexpr int64_t kTryEvery = 32;
+
+ private:
+  struct Class {
+    std::array<double, 2> byte_seconds{};  // By MappedWay.
+    int64_t choices = 0;
+  };
+  // 256 bytes and less, doubling, to 64 KiB and more; up to 1 MiB, 32 MiB, more.
+  static constexpr int kPieceClasses = 9;
+  static constexpr int kSizeClasses = 3;
+
+  static int ClassOf(const Work& work);
+
+  std::array<Class, kPieceClasses * kSizeClasses> classes_;
+};
+
+}  // namespace kvferry
