@@ -51,15 +51,20 @@ void NodeImpl::StartFetch(Receiver::Fetch fetch) {
   const absl::Status joined = JoinSession(fetch);
   const PeerKey peer = fetch.peer;
   receiver_->Add(std::move(fetch));
-  if (!joined.ok()) return receiver_->Cancel(id, joined);
+  RequestOrCancel(id, joined, peer);
+}
+
+void NodeImpl::RequestOrCancel(uint64_t fetch_id, const absl::Status& joined, const PeerKey& peer) {
+  if (!joined.ok()) return receiver_->Cancel(fetch_id, joined);
   const Session* session = sessions_.Find(peer);
   if (session->state == Session::State::kReady) {
     receiver_->OnPeerReady(peer, session->epoch, session->link);
   }
 }
 
-void NodeImpl::StartCall(uint64_t id, const std::string& address, Calls::Call call) {
-  const absl::StatusOr<PeerKey> peer = SessionFor(address, /*epoch=*/0);
+void NodeImpl::StartCall(uint64_t id, const std::string& address, uint64_t epoch,
+                         Calls::Call call) {
+  const absl::StatusOr<PeerKey> peer = SessionFor(address, epoch);
   if (peer.ok()) call.peer = *peer;
   calls_->Add(id, std::move(call));
   if (!peer.ok()) return calls_->Cancel(id, peer.status());
