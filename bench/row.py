@@ -13,6 +13,7 @@ from systems import (
     MEMCPY_THREADS,
     TCP_STREAMS,
     Kvferry,
+    Pushed,
     Stage,
     memcpy_limits,
     mooncake,
@@ -100,14 +101,17 @@ def makers(part, args, lists, stage):
     shape = lists[0]
     two_pools = 2 * shape.pool_bytes
 
-    def ours(name, build, settings, flags=()):
+    def ours(name, build, settings, flags=(), kind=Kvferry):
         path = [f"mapped_path={str(part.mapped_path).lower()}"]  # First: what the user says wins.
-        return lambda: [Kvferry(name, lists, stage, build, path + settings, flags)]
+        return lambda: [kind(name, lists, stage, build, path + settings, flags)]
 
     yield "kvferry", two_pools, ours("kvferry", args.build, args.config)
     for variant in part.variants:
         settings = [*variant.settings, *args.config]
         yield variant.name, two_pools, ours(variant.name, args.build, settings, variant.flags)
+    if args.push:
+        flags = ("--accept-pushes",)
+        yield "push", two_pools, ours("push", args.build, args.config, flags, Pushed)
     if args.also:
         settings = args.also_config if args.also_config is not None else args.config
         yield "also", two_pools, ours("also", args.also, settings)

@@ -67,6 +67,9 @@ FIRST = [
     ratio("x NIXL", NIXL, "NIXL"),
 ]
 LAST = [
+    rate("push", ["push"], "push"),
+    ratio("x pull", ["kvferry"], "push", "push"),
+    ratio("x WRITE", ["NIXL WRITE"], "push, NIXL", "push"),
     rate("also", ["also"], "also"),
     ratio("x also", ["also"], "also"),
 ]
