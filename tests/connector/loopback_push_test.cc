@@ -6,7 +6,9 @@
 #include <string>
 #include <tuple>
 
+#include "absl/strings/str_cat.h"
 #include "base/random.h"
+#include "tests/support/captured_log.h"
 #include "tests/support/endpoints.h"
 
 namespace kvferry {
@@ -283,6 +285,7 @@ TEST_F(Pushing, BeforeAnythingIsSent) {
   EXPECT_TRUE(Fails(push(ticket, bad), absl::StatusCode::kOutOfRange, "64 pages"));
   EXPECT_EQ(Metric(*prefill_, "peers"), 0);
   EXPECT_EQ(prefill_->num_live_leases(), 0);
+  EXPECT_TRUE(prefill_->TakeEnded().empty());
 
   const auto receive = [&](int64_t first_page, std::vector<int64_t> pages, int64_t tokens = 0,
                            int64_t timeout_ms = 0) {
@@ -318,8 +321,7 @@ TEST_F(Pushing, AnotherModel) {
                     absl::StatusCode::kFailedPrecondition, "test/model", "other/model"));
 }
 
-// The same port, another process: with the session of the old one still up at the prefill side, and
-// a new one for the new ticket.
+// The same port, another process.
 TEST_F(Pushing, DecodeEndpointRestartedAtItsAddress) {
   FillPattern(*source_, kSourceSeed);
   const ReceiveTicket old = Receive(*decode_, local_).ticket;
@@ -331,6 +333,11 @@ TEST_F(Pushing, DecodeEndpointRestartedAtItsAddress) {
   const auto receive = Receive(*decode_, local_);
   ASSERT_TRUE(IsOk(PushStatus(receive.ticket)));
   EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, local_, kSourceSeed, pages_));
+  // With a session with the new process up, which a stale ticket does no harm.
+  const Under under = HeldPush();
+  EXPECT_TRUE(Fails(PushStatus(old), absl::StatusCode::kNotFound, "has restarted since"));
+  FinishLayers(under.push->lease_id());
+  EXPECT_TRUE(IsOk(under.push->Wait(Soon())));
 }
 
 // ---------------------------------------------------------------- ends from one side
@@ -344,7 +351,8 @@ TEST_F(Pushing, NobodyPushes) {
   EXPECT_TRUE(receive.handle->done());
   EXPECT_LT(SecondsBetween(begin, Clock::now()), 5);
   EXPECT_EQ(receive.handle->missing_pages(), local_);
-  EXPECT_EQ(Metric(*decode_, "receives_waiting"), 0);
+  // The handle is done first.
+  EXPECT_TRUE(WaitFor([&] { return Metric(*decode_, "receives_waiting") == 0; }, Soon()));
   EXPECT_TRUE(Fails(PushStatus(receive.ticket), absl::StatusCode::kFailedPrecondition,
                     "has already ended: DEADLINE_EXCEEDED"));
   EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
@@ -582,6 +590,52 @@ TEST_F(PushCalls, LeasesThatAreNotWhatTheCallSays) {
   EXPECT_TRUE(Fails(push(shorter.ticket, 8), absl::StatusCode::kOutOfRange, "2 pages"));
   EXPECT_TRUE(Fails(shorter.handle->Wait(Soon()), absl::StatusCode::kOutOfRange, "2 pages"));
   EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+}
+
+// A decode side that has not fetched anything cannot have everything.
+TEST_F(PushCalls, SuccessWithoutAFetchIsNone) {
+  class Liar : public CallHandler {
+   public:
+    void OnCall(const CallKey& call, const std::string&, const Fields&, Deadline) override {
+      node->Reply(call, Fields());
+    }
+    void OnCallDropped(const CallKey&) override {}
+    Deadline Tick(Deadline) override { return Deadline::max(); }
+    Node* node = nullptr;
+  };
+  Liar liar;
+  const std::unique_ptr<Node> node =
+      Must(Node::Start({Quick(), kTestModel, "liar", target_, nullptr, &liar, true}));
+  liar.node = node.get();
+  const auto prefill = MakePrefill(source_, Quick());
+  const auto push =
+      Push(*prefill, {node->listen_address(), node->epoch(), 5, 2, 0}, *source_, {1, 2});
+  EXPECT_TRUE(Fails(push->Wait(Soon()), absl::StatusCode::kInternal, "has not fetched"));
+  EXPECT_EQ(EndedLeases(prefill.get()).Wait(push->lease_id(), Clock::now()), "released");
+}
+
+// The lease stays, and so does its transfer: it is the call that is taken back.
+TEST_F(PushCalls, ACallThatIsTakenBackEndsTheReceive) {
+  CapturedLog log;
+  const std::vector<int64_t> pages = {4, 5, 6};
+  ASSERT_TRUE(IsOk(leases_.Publish(9, Must(PageRuns::FromPages(pages)), 1, DeadlineInMs(60000))));
+  const auto receive = Receive(*decode_, {1, 2, 3});
+  const uint64_t call = Must(node_->Call({decode_->address(), "push",
+                                          Fields()
+                                              .Set("receive", receive.ticket.receive_id)
+                                              .Set("lease", 9)
+                                              .Set("pages", 3)
+                                              .Set("tokens", uint64_t{0}),
+                                          Soon()},
+                                         [](const absl::StatusOr<Fields>&) {}));
+  ASSERT_TRUE(IsOk(receive.handle->WaitLayer(0, Soon())));
+  node_->CancelCall(call);
+  EXPECT_TRUE(Fails(receive.handle->Wait(Soon()), absl::StatusCode::kAborted,
+                    "the prefill side gave the push up"));
+  // Who knows the ticket must not know the transfer's id: chunks are sent to it.
+  const std::string id = absl::StrCat("fetch ", absl::Hex(receive.ticket.receive_id));
+  EXPECT_TRUE(log.Has({"fetch", "gave the push up"})) << log.ToString();
+  EXPECT_FALSE(log.Has({id, "gave the push up"})) << log.ToString();
 }
 
 }  // namespace
