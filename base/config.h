@@ -15,11 +15,13 @@ namespace kvferry {
 
 struct Config {
   // --- Control plane ---
-  // Address that a prefill endpoint binds and hands out in its tickets. Port 0 takes a free one.
+  // Address that a prefill endpoint, or a decode endpoint that accepts pushes, binds and hands out
+  // in its tickets. Port 0 takes a free one.
   std::string listen_host = "127.0.0.1";
   int64_t listen_port = 0;
-  // Hosts that a decode endpoint may be sent to by a ticket (tickets can travel through HTTP
-  // clients), comma separated; "*" allows any. Empty: loopback, and whatever listen_host is.
+  // Hosts that an endpoint may be sent to by a ticket, to fetch or to push (tickets can travel
+  // through HTTP clients), comma separated; "*" allows any. Empty: loopback, and whatever
+  // listen_host is.
   std::string allowed_hosts;
   // Peers are not authenticated yet, so listening off loopback has to be asked for.
   bool allow_insecure_network = false;
@@ -52,8 +54,7 @@ struct Config {
   int64_t fetch_timeout_ms = 30000;       // Default deadline of a fetch.
   int64_t max_fetch_timeout_ms = 600000;  // Longest deadline that a peer may ask for.
   // Spinning after the last activity, before the thread sleeps; it yields to threads that are ready.
-  // It pays only where cores are idle:
-  // a peer on this host may be waiting for the very core.
+  // It pays only where cores are idle: a peer on this host may be waiting for the very core.
   int64_t busy_poll_us = 0;
 
   // --- Limits: reaching one is answered with RESOURCE_EXHAUSTED ---

@@ -42,7 +42,7 @@ class Network:
         return [
             f"listen_host={end.host}",
             f"net_device={end.device}",
-            f"allowed_hosts={self.source.host}",
+            f"allowed_hosts={self.source.host},{self.target.host}",
             "allow_insecure_network=true",
         ]
 

@@ -13,6 +13,7 @@ from systems import (
     MEMCPY_THREADS,
     TCP_STREAMS,
     Kvferry,
+    Pushed,
     Stage,
     memcpy_limits,
     mooncake,
@@ -51,6 +52,7 @@ class Part:
     peers: dict  # Column: the systems of which it shows the fastest. NIXL has columns of its own.
     limits: tuple  # Of the machine, systems' names.
     variants: tuple = ()  # Of kvferry.
+    packed: dict = dataclasses.field(default_factory=dict)  # Limit of who packs: of what of ours.
 
 
 TCP_LIMITS = tuple(f"tcp {streams}" for streams in TCP_STREAMS)
@@ -62,8 +64,9 @@ HOST_VARIANTS = (
     Variant("2 threads", ("memcpy 2",), "x 2", settings=("copy_threads=2",)),
     Variant("arena", NIXL, "arena x NIXL", flags=("--private-pool",)),
 )
+PACKED = {"packed 1": "kvferry", "packed 2": "2 lanes"}
 PARTS = {
-    "tcp": Part("tcp", "over TCP", "ucx", TCP_PEERS, TCP_LIMITS, TCP_VARIANTS),
+    "tcp": Part("tcp", "over TCP", "ucx", TCP_PEERS, TCP_LIMITS, TCP_VARIANTS, PACKED),
     "host": Part("host", "on the same host", "auto", {}, HOST_LIMITS, HOST_VARIANTS),
 }
 
@@ -100,14 +103,17 @@ def makers(part, args, lists, stage):
     shape = lists[0]
     two_pools = 2 * shape.pool_bytes
 
-    def ours(name, build, settings, flags=()):
+    def ours(name, build, settings, flags=(), kind=Kvferry):
         path = [f"same_host_path={part.same_host_path}"]  # First: what the user says wins.
-        return lambda: [Kvferry(name, lists, stage, build, path + settings, flags)]
+        return lambda: [kind(name, lists, stage, build, path + settings, flags)]
 
     yield "kvferry", two_pools, ours("kvferry", args.build, args.config)
     for variant in part.variants:
         settings = [*variant.settings, *args.config]
         yield variant.name, two_pools, ours(variant.name, args.build, settings, variant.flags)
+    if args.push:
+        flags = ("--accept-pushes",)
+        yield "push", two_pools, ours("push", args.build, args.config, flags, Pushed)
     if args.also:
         settings = args.also_config if args.also_config is not None else args.config
         yield "also", two_pools, ours("also", args.also, settings)

@@ -106,6 +106,11 @@ def add_ours(parser):
         help="a field of kvferry's Config, on both sides; may be repeated",
     )
     parser.add_argument(
+        "--push",
+        action="store_true",
+        help="also kvferry in the other order: the decode side registers its pages first",
+    )
+    parser.add_argument(
         "--also", type=Path, metavar="BUILD", help="another build, measured in turn with the first"
     )
     parser.add_argument(
@@ -245,6 +250,8 @@ def shown(args):
     asked = {
         "kvferry": True,
         "also": args.also,
+        "push": args.push,
+        "push, NIXL": args.push and args.peers,
         "NIXL": args.peers,
         "Mooncake": args.peers,
         "ZeroMQ": not args.no_zmq,

@@ -73,6 +73,24 @@ class Kvferry(System):
         return Sample(result["seconds"], result["cpu"] + cpu)
 
 
+class Pushed(Kvferry):
+    """The decode side registers its pages first; timed from Push() to its answer, as NIXL's and
+    Mooncake's writes are, on the side that has the pages."""
+
+    def sample(self):
+        cpu_before = self.decode.ask("cpu")["cpu"]
+        ticket = self.decode.ask("receive", self.local)["ticket"]
+        result = self.prefill.ask("push", ticket, self.remote)
+        self.decode.ask("received")
+        cpu = self.decode.ask("cpu")["cpu"] - cpu_before
+        outcome = self.prefill.ask("ended")["outcome"]
+        if outcome != "fetched":
+            raise BenchError(f"{self.name}: the lease {outcome}")
+        self.decode.ask("verify", SALT, self.local, self.remote)
+        self.decode.ask("zero", self.local)
+        return Sample(result["seconds"], result["cpu"] + cpu)
+
+
 class Pair:
     """Two processes of a peer; `source` holds the pattern. Stopped when it is not their turn."""
 

@@ -67,6 +67,9 @@ FIRST = [
     ratio("x NIXL", NIXL, "NIXL"),
 ]
 LAST = [
+    rate("push", ["push"], "push"),
+    ratio("x pull", ["kvferry"], "push", "push"),
+    ratio("x WRITE", ["NIXL WRITE"], "push, NIXL", "push"),
     rate("also", ["also"], "also"),
     ratio("x also", ["also"], "also"),
 ]
@@ -96,7 +99,12 @@ def all_columns(part):
             ),
         )
     ]
-    return [*FIRST, *peers, *limits, *ratios, *variants, *LAST]
+    packed = [
+        column
+        for name, ours in part.packed.items()
+        for column in (rate(name, [name], "limits"), ratio(f"x {name}", [name], "limits", ours))
+    ]
+    return [*FIRST, *peers, *limits, *ratios, *variants, *packed, *LAST]
 
 
 class Table:

@@ -1,11 +1,14 @@
 // One side of a measured transfer (driver.h). Besides the driver's commands:
 //
 //   prefill   publish RUNS           {"ticket": TEXT}
+//             push TICKET RUNS       {"seconds": from Push() until the handle is done, "cpu": as below}
 //             ended                  waits for the last lease's end: {"outcome": TEXT}
 //             cpu                    as everywhere
 //   decode    fetch TICKET RUNS      {"seconds": from Fetch() until the handle is done, "cpu": this
 //   process's
 //                                     meanwhile}
+//             receive RUNS           {"ticket": TEXT}, with --accept-pushes
+//             received               waits for the last receive's end
 //   both      metrics                the endpoint's
 
 #include <CLI/CLI.hpp>
@@ -34,6 +37,20 @@ struct Flags {
   int64_t pool_pages = 0;
   std::vector<std::string> settings;
   bool private_pool = false;
+  bool accept_pushes = false;
+};
+
+// Seconds, and CPU seconds of this process, from its making to Stop().
+class Stopwatch {
+ public:
+  nlohmann::json Stop() const {
+    const Deadline end = Clock::now();
+    return {{"seconds", SecondsBetween(begin_, end)}, {"cpu", examples::CpuSeconds() - cpu_}};
+  }
+
+ private:
+  const double cpu_ = examples::CpuSeconds();
+  const Deadline begin_ = Clock::now();
 };
 
 nlohmann::json ToJson(const std::vector<std::pair<std::string, int64_t>>& metrics) {
@@ -56,6 +73,19 @@ class PrefillSide {
     return nlohmann::json{{"ticket", ticket.ToString()}};
   }
 
+  Answer Push(const Words& words) {
+    KVFERRY_ASSIGN_OR_RETURN(const ReceiveTicket ticket, ReceiveTicket::Parse(words[0]));
+    KVFERRY_ASSIGN_OR_RETURN(const PageRuns pages, examples::ParseRuns(words[1]));
+    PrefillEndpoint::Publication publication;
+    publication.pages = pages.ToPages();
+    publication.ready_layers = num_layers_;
+    const Stopwatch watch;
+    KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<PushHandle> handle,
+                             endpoint_->Push(ticket, publication, kTimeoutMs));
+    KVFERRY_RETURN_IF_ERROR(handle->Wait(DeadlineInMs(2 * kTimeoutMs)));
+    return watch.Stop();
+  }
+
   Answer Ended(const Words& /*words*/) {
     const Deadline deadline = DeadlineInMs(kTimeoutMs);
     while (Clock::now() < deadline) {
@@ -72,6 +102,7 @@ class PrefillSide {
     num_layers_ = pool->layout().num_layers;
     Driver driver(pool);
     driver.Add("publish", 1, [this](const Words& words) { return Publish(words); });
+    driver.Add("push", 2, [this](const Words& words) { return Push(words); });
     driver.Add("ended", 0, [this](const Words& words) { return Ended(words); });
     driver.Add("metrics", 0,
                [this](const Words&) -> Answer { return ToJson(endpoint_->Metrics()); });
@@ -83,38 +114,64 @@ class PrefillSide {
   int64_t num_layers_ = 0;
 };
 
-Answer Fetch(DecodeEndpoint* endpoint, const Words& words) {
-  KVFERRY_ASSIGN_OR_RETURN(const Ticket ticket, Ticket::Parse(words[0]));
-  KVFERRY_ASSIGN_OR_RETURN(const PageRuns runs, examples::ParseRuns(words[1]));
-  const std::vector<int64_t> pages = runs.ToPages();
+class DecodeSide {
+ public:
+  explicit DecodeSide(std::unique_ptr<DecodeEndpoint> endpoint) : endpoint_(std::move(endpoint)) {}
 
-  const double cpu_before = examples::CpuSeconds();
-  const Deadline begin = Clock::now();
-  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<FetchHandle> handle,
-                           endpoint->Fetch(ticket, 0, pages, kTimeoutMs));
-  KVFERRY_RETURN_IF_ERROR(handle->Wait(DeadlineInMs(2 * kTimeoutMs)));
-  const Deadline end = Clock::now();
-  return nlohmann::json{{"seconds", SecondsBetween(begin, end)},
-                        {"cpu", examples::CpuSeconds() - cpu_before}};
-}
+  Answer Fetch(const Words& words) {
+    KVFERRY_ASSIGN_OR_RETURN(const Ticket ticket, Ticket::Parse(words[0]));
+    KVFERRY_ASSIGN_OR_RETURN(const PageRuns runs, examples::ParseRuns(words[1]));
+    const std::vector<int64_t> pages = runs.ToPages();
+    const Stopwatch watch;
+    KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<FetchHandle> handle,
+                             endpoint_->Fetch(ticket, 0, pages, kTimeoutMs));
+    KVFERRY_RETURN_IF_ERROR(handle->Wait(DeadlineInMs(2 * kTimeoutMs)));
+    return watch.Stop();
+  }
+
+  Answer Receive(const Words& words) {
+    KVFERRY_ASSIGN_OR_RETURN(const PageRuns runs, examples::ParseRuns(words[0]));
+    KVFERRY_ASSIGN_OR_RETURN(DecodeEndpoint::Receiving receiving,
+                             endpoint_->Receive({0, runs.ToPages(), 0, kTimeoutMs}));
+    receive_ = std::move(receiving.handle);
+    return nlohmann::json{{"ticket", receiving.ticket.ToString()}};
+  }
+
+  Answer Received(const Words& /*words*/) {
+    if (receive_ == nullptr) return absl::FailedPreconditionError("received: no receive before it");
+    KVFERRY_RETURN_IF_ERROR(receive_->Wait(DeadlineInMs(2 * kTimeoutMs)));
+    return nlohmann::json::object();
+  }
+
+  int Serve(const std::shared_ptr<KvPool>& pool) {
+    Driver driver(pool);
+    driver.Add("fetch", 2, [this](const Words& words) { return Fetch(words); });
+    driver.Add("receive", 1, [this](const Words& words) { return Receive(words); });
+    driver.Add("received", 0, [this](const Words& words) { return Received(words); });
+    driver.Add("metrics", 0,
+               [this](const Words&) -> Answer { return ToJson(endpoint_->Metrics()); });
+    return driver.Run();
+  }
+
+ private:
+  const std::unique_ptr<DecodeEndpoint> endpoint_;
+  std::shared_ptr<FetchHandle> receive_;
+};
 
 absl::StatusOr<int> Run(const Flags& flags) {
   KVFERRY_ASSIGN_OR_RETURN(const Config config, examples::ConfigFromSettings(flags.settings));
   KVFERRY_ASSIGN_OR_RETURN(const KvLayout layout, flags.layout.Make());
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<KvPool> pool,
                            TouchedPool(layout, flags.pool_pages, flags.private_pool));
-  const EndpointOptions options{config, "bench", flags.role};
+  const EndpointOptions options{config, "bench", flags.role, flags.accept_pushes};
   if (flags.role == "prefill") {
     KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<PrefillEndpoint> endpoint,
                              PrefillEndpoint::Create(pool, options));
     return PrefillSide(std::move(endpoint)).Serve(pool);
   }
-  KVFERRY_ASSIGN_OR_RETURN(const std::unique_ptr<DecodeEndpoint> endpoint,
+  KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<DecodeEndpoint> endpoint,
                            DecodeEndpoint::Create(pool, options));
-  Driver driver(pool);
-  driver.Add("fetch", 2, [&](const Words& words) { return Fetch(endpoint.get(), words); });
-  driver.Add("metrics", 0, [&](const Words&) -> Answer { return ToJson(endpoint->Metrics()); });
-  return driver.Run();
+  return DecodeSide(std::move(endpoint)).Serve(pool);
 }
 
 }  // namespace
@@ -130,6 +187,7 @@ int main(int argc, char** argv) {
   app.add_option("--config", flags.settings, "KEY=VALUE, may be repeated")->allow_extra_args(false);
   app.add_flag("--private-pool", flags.private_pool,
                "in memory that peers cannot read in place, as an engine's is");
+  app.add_flag("--accept-pushes", flags.accept_pushes, "decode: take pushes too");
   flags.layout.AddTo(&app);
   CLI11_PARSE(app, argc, argv);
   const absl::StatusOr<int> rc = kvferry::bench::Run(flags);

@@ -4,38 +4,90 @@
 #include "base/status.h"
 
 namespace kvferry {
+namespace {
+
+// The request's pages from first_page on, into `pages`.
+absl::StatusOr<Node::FetchRequest> RequestFor(int64_t first_page, std::span<const int64_t> pages) {
+  Node::FetchRequest request;
+  if (!pages.empty()) {
+    const PageRun all{first_page, static_cast<int64_t>(pages.size())};
+    KVFERRY_ASSIGN_OR_RETURN(request.positions, PageRuns::FromRuns({&all, 1}));
+  }
+  KVFERRY_ASSIGN_OR_RETURN(request.pages, PageRuns::FromPages(pages));
+  return request;
+}
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<DecodeEndpoint>> DecodeEndpoint::Create(
     std::shared_ptr<const KvPool> pool, const EndpointOptions& options) {
-  std::unique_ptr<DecodeEndpoint> endpoint(new DecodeEndpoint(options.config));
+  std::unique_ptr<DecodeEndpoint> endpoint(
+      new DecodeEndpoint(options.config, options.accept_pushes));
   Node::Options node;
   node.config = options.config;
   node.model = options.model;
   node.name = options.name;
   node.pool = std::move(pool);
+  if (options.accept_pushes) node.handler = &endpoint->receives_;
+  node.listen = options.accept_pushes;
   KVFERRY_ASSIGN_OR_RETURN(endpoint->node_, Node::Start(std::move(node)));
+  endpoint->receives_.Attach(endpoint->node_.get());
   return endpoint;
+}
+
+absl::StatusOr<Deadline> DecodeEndpoint::DeadlineOf(absl::string_view what,
+                                                    int64_t timeout_ms) const {
+  const int64_t timeout = timeout_ms != 0 ? timeout_ms : config_.fetch_timeout_ms;
+  if (timeout < 0 || timeout > config_.max_fetch_timeout_ms) {
+    return absl::InvalidArgumentError(absl::StrCat(what, ": timeout_ms is ", timeout_ms,
+                                                   " but must lie in [0, ",
+                                                   config_.max_fetch_timeout_ms, "]"));
+  }
+  return DeadlineInMs(timeout);
 }
 
 absl::StatusOr<std::shared_ptr<FetchHandle>> DecodeEndpoint::Fetch(const Ticket& ticket,
                                                                    int64_t first_page,
                                                                    std::span<const int64_t> pages,
                                                                    int64_t timeout_ms) {
-  const int64_t timeout = timeout_ms != 0 ? timeout_ms : config_.fetch_timeout_ms;
-  if (timeout < 0 || timeout > config_.max_fetch_timeout_ms) {
-    return absl::InvalidArgumentError(absl::StrCat("fetch: timeout_ms is ", timeout_ms,
-                                                   " but must lie in [0, ",
-                                                   config_.max_fetch_timeout_ms, "]"));
-  }
-  Node::FetchRequest request;
+  KVFERRY_ASSIGN_OR_RETURN(const Deadline deadline, DeadlineOf("fetch", timeout_ms));
+  KVFERRY_ASSIGN_OR_RETURN(Node::FetchRequest request, RequestFor(first_page, pages));
   request.ticket = ticket;
-  if (!pages.empty()) {
-    const PageRun all{first_page, static_cast<int64_t>(pages.size())};
-    KVFERRY_ASSIGN_OR_RETURN(request.positions, PageRuns::FromRuns({&all, 1}));
-  }
-  KVFERRY_ASSIGN_OR_RETURN(request.pages, PageRuns::FromPages(pages));
-  request.deadline = DeadlineInMs(timeout);
+  request.deadline = deadline;
   return node_->Fetch(std::move(request));
+}
+
+absl::StatusOr<DecodeEndpoint::Receiving> DecodeEndpoint::Receive(const Reception& reception) {
+  if (!accept_pushes_) {
+    return absl::FailedPreconditionError(
+        "receive: this endpoint was created without accept_pushes, and so does not listen");
+  }
+  const auto num_local = static_cast<int64_t>(reception.pages.size());
+  if (reception.first_page < 0 || reception.first_page > PageRuns::kMaxPages - num_local ||
+      reception.first_page + num_local == 0) {
+    return absl::InvalidArgumentError(absl::StrCat("receive: first_page is ", reception.first_page,
+                                                   " with ", num_local, " pages"));
+  }
+  if (reception.num_tokens < 0 || reception.num_tokens > PageRuns::kMaxPages) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("receive: num_tokens is ", reception.num_tokens));
+  }
+  const int64_t num_pages = reception.first_page + num_local;
+  KVFERRY_ASSIGN_OR_RETURN(const Deadline deadline, DeadlineOf("receive", reception.timeout_ms));
+  KVFERRY_ASSIGN_OR_RETURN(Node::FetchRequest request,
+                           RequestFor(reception.first_page, reception.pages));
+  request.ticket.num_pages = num_pages;
+  request.deadline = deadline;
+  KVFERRY_ASSIGN_OR_RETURN(ReceiveTable::Added added,
+                           receives_.Add(std::move(request), num_pages, reception.num_tokens));
+  return Receiving{{address(), epoch(), added.receive_id, num_pages, reception.num_tokens},
+                   std::move(added.handle)};
+}
+
+std::vector<std::pair<std::string, int64_t>> DecodeEndpoint::Metrics() const {
+  auto metrics = node_->Metrics();
+  metrics.emplace_back("receives_waiting", receives_.num_waiting());
+  return metrics;
 }
 
 }  // namespace kvferry

@@ -8,8 +8,10 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "base/config.h"
 #include "connector/prefill_endpoint.h"
+#include "connector/receive_table.h"
 #include "pool/kv_pool.h"
 #include "transport/fetch_handle.h"
 #include "transport/node.h"
@@ -17,10 +19,11 @@
 
 namespace kvferry {
 
-// The side that fetches KV into its own pages, from any number of prefill processes. Thread-safe;
-// no method blocks except the destructor, for a bounded time.
+// The side that fetches KV into its own pages, from any number of prefill processes, or has them
+// push it there. Thread-safe; no method blocks except the destructor, for a bounded time.
 class DecodeEndpoint {
  public:
+  // Listens on config.listen_host:listen_port if options.accept_pushes says so.
   static absl::StatusOr<std::unique_ptr<DecodeEndpoint>> Create(std::shared_ptr<const KvPool> pool,
                                                                 const EndpointOptions& options);
 
@@ -36,13 +39,42 @@ class DecodeEndpoint {
                                                      std::span<const int64_t> pages,
                                                      int64_t timeout_ms);
 
-  std::vector<std::pair<std::string, int64_t>> Metrics() const { return node_->Metrics(); }
+  struct Reception {
+    int64_t first_page = 0;      // Pages of the request that the caller has already.
+    std::vector<int64_t> pages;  // Where those from first_page on go, in order.
+    int64_t num_tokens = 0;      // Of the request; a push of another number is refused. 0: any.
+    int64_t timeout_ms = 0;      // Until all has arrived; 0: config.fetch_timeout_ms.
+  };
+  struct Receiving {
+    ReceiveTicket ticket;  // For PrefillEndpoint::Push().
+    std::shared_ptr<FetchHandle> handle;
+  };
+  // Registers pages for one push, by whoever is given the ticket, of a request of first_page +
+  // pages.size() pages. The handle ends as one of Fetch() does: with the push's outcome; with
+  // DEADLINE_EXCEEDED, also if nobody pushes; with ABORTED when the prefill side gives up, or
+  // UNAVAILABLE if it does while a chunk is read in place.
+  //
+  // Errors here mean that nothing was registered: FAILED_PRECONDITION without accept_pushes,
+  // INVALID_ARGUMENT, OUT_OF_RANGE.
+  absl::StatusOr<Receiving> Receive(const Reception& reception);
+
+  // "tcp://host:port" and epoch: what tickets of Receive() name. The address is empty without
+  // accept_pushes.
+  const std::string& address() const { return node_->listen_address(); }
+  uint64_t epoch() const { return node_->epoch(); }
+
+  std::vector<std::pair<std::string, int64_t>> Metrics() const;
 
  private:
-  explicit DecodeEndpoint(const Config& config) : config_(config) {}
+  DecodeEndpoint(const Config& config, bool accept_pushes)
+      : config_(config), accept_pushes_(accept_pushes) {}
+  // The deadline that a timeout asks for.
+  absl::StatusOr<Deadline> DeadlineOf(absl::string_view what, int64_t timeout_ms) const;
 
   const Config config_;
-  std::unique_ptr<Node> node_;
+  const bool accept_pushes_;
+  ReceiveTable receives_;
+  std::unique_ptr<Node> node_;  // Last: its thread uses receives_.
 };
 
 }  // namespace kvferry

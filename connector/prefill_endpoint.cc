@@ -3,8 +3,15 @@
 #include "absl/strings/str_cat.h"
 #include "base/random.h"
 #include "base/status.h"
+#include "connector/receive_table.h"
 
 namespace kvferry {
+namespace {
+
+// The lease of a push outlives its call by so much; the end of the call ends it.
+constexpr int64_t kLeaseSlackMs = 10000;
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<PrefillEndpoint>> PrefillEndpoint::Create(
     std::shared_ptr<const KvPool> pool, const EndpointOptions& options) {
@@ -35,6 +42,73 @@ absl::StatusOr<Ticket> PrefillEndpoint::Publish(const Publication& publication) 
                                           DeadlineInMs(lease_ms)));
   node_->LeaseChanged(lease_id);
   return Ticket{address(), epoch(), lease_id, num_pages, publication.num_tokens};
+}
+
+absl::Status PrefillEndpoint::CheckPush(const ReceiveTicket& ticket, const Publication& publication,
+                                        int64_t timeout_ms) const {
+  KVFERRY_RETURN_IF_ERROR(CheckHostAllowed(ticket.address, config_));
+  if (publication.lease_ms != 0) {
+    return absl::InvalidArgumentError("push: lease_ms is the push's own; leave it 0");
+  }
+  if (timeout_ms < 0 || timeout_ms > config_.max_fetch_timeout_ms) {
+    return absl::InvalidArgumentError(absl::StrCat("push: timeout_ms is ", timeout_ms,
+                                                   " but must lie in [0, ",
+                                                   config_.max_fetch_timeout_ms, "]"));
+  }
+  if (publication.num_tokens > PageRuns::kMaxPages) {
+    return absl::InvalidArgumentError(absl::StrCat("push: num_tokens is ", publication.num_tokens));
+  }
+  if (static_cast<int64_t>(publication.pages.size()) == ticket.num_pages) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat("push: the ticket is of ", ticket.num_pages,
+                                                    " pages, the push of ",
+                                                    publication.pages.size()));
+}
+
+absl::StatusOr<std::shared_ptr<PushHandle>> PrefillEndpoint::Push(const ReceiveTicket& ticket,
+                                                                  const Publication& publication,
+                                                                  int64_t timeout_ms) {
+  KVFERRY_RETURN_IF_ERROR(CheckPush(ticket, publication, timeout_ms));
+  const int64_t timeout = timeout_ms != 0 ? timeout_ms : config_.fetch_timeout_ms;
+  Publication leased = publication;
+  leased.lease_ms = timeout + kLeaseSlackMs;
+  KVFERRY_ASSIGN_OR_RETURN(const Ticket lease, Publish(leased));
+  auto push = std::make_shared<PushHandle>(lease.lease_id);
+  Node::CallRequest call;
+  call.address = ticket.address;
+  call.epoch = ticket.epoch;
+  call.function = push_call::kPush;
+  call.args.Set(push_call::kReceive, ticket.receive_id)
+      .Set(push_call::kLease, lease.lease_id)
+      .Set(push_call::kPages, static_cast<uint64_t>(lease.num_pages))
+      .Set(push_call::kTokens, static_cast<uint64_t>(lease.num_tokens));
+  call.deadline = DeadlineInMs(timeout);
+  const auto on_reply = [this, push,
+                         address = ticket.address](const absl::StatusOr<Fields>& reply) {
+    const absl::Status& status = reply.status();
+    EndPush(push,
+            absl::Status(status.code(), absl::StrCat("push to ", address, ": ", status.message())));
+  };
+  const absl::StatusOr<uint64_t> id = node_->Call(std::move(call), on_reply);
+  if (!id.ok()) {
+    leases_.Withdraw(lease.lease_id).IgnoreError();  // Nobody has heard of it.
+    return id.status();
+  }
+  push->SetCancel([node = node_.get(), id = *id] { node->CancelCall(id); });
+  return push;
+}
+
+void PrefillEndpoint::EndPush(const std::shared_ptr<PushHandle>& push, const absl::Status& answer) {
+  const absl::StatusOr<bool> ended = leases_.Withdraw(push->lease_id());
+  // A peer that says it has everything has said so by `done` before.
+  const absl::Status status =
+      ended.ok() && answer.ok()
+          ? absl::InternalError("the decode side reports success, but has not fetched the pages")
+          : answer;
+  if (!ended.ok() || *ended) return push->Finish(status);
+  // It is being read still: we gave up, not the peer.
+  const absl::Status why =
+      absl::AbortedError(absl::StrCat("the prefill side gave the push up: ", status.message()));
+  node_->AbortLease(push->lease_id(), why, [push, status] { push->Finish(status); });
 }
 
 absl::Status PrefillEndpoint::LayerReady(uint64_t lease_id, int64_t layer) {

@@ -11,6 +11,7 @@
 #include "base/clock.h"
 #include "base/config.h"
 #include "connector/lease_table.h"
+#include "connector/push_handle.h"
 #include "pool/kv_pool.h"
 #include "pool/page_runs.h"
 #include "transport/node.h"
@@ -22,9 +23,12 @@ struct EndpointOptions {
   Config config;
   std::string model;  // What the KV belongs to; both sides must name the same.
   std::string name;   // For the peer's logs.
+  // Of a decode endpoint: listen, so that prefill processes can push (DecodeEndpoint::Receive).
+  bool accept_pushes = false;
 };
 
-// The side that computes KV and lets others fetch it. Serves any number of decode processes. All
+// The side that computes KV and lets others fetch it, or pushes it to them. Serves any number of
+// decode processes. All
 // methods are thread-safe and none blocks, except Release and the destructor, for a bounded time.
 class PrefillEndpoint {
  public:
@@ -47,6 +51,24 @@ class PrefillEndpoint {
   // bytes. OUT_OF_RANGE for a page that is not in the pool, ALREADY_EXISTS, RESOURCE_EXHAUSTED.
   absl::StatusOr<Ticket> Publish(const Publication& publication);
 
+  // Publishes a request, for the pages that a decode process has registered (its ticket, of
+  // DecodeEndpoint::Receive), and tells that process to come and get it. It does so at once: each
+  // layer moves as it becomes ready (LayerReady with the handle's lease_id()). timeout_ms 0: the
+  // configured fetch_timeout_ms. The session with the ticket's host is opened on first use and kept.
+  //
+  // The handle ends within the timeout: OK, all bytes are there; NOT_FOUND, the process at that
+  // address does not know the receive, or has given the session up; FAILED_PRECONDITION, the receive
+  // has ended, is being pushed to already, or is of another number of pages or tokens; ABORTED,
+  // released; CANCELLED, here or there; UNAVAILABLE, the peer is gone; DEADLINE_EXCEEDED. Where the
+  // peer has not said so itself, all may have arrived nevertheless.
+  //
+  // Errors here mean that nothing was started: those of Publish, PERMISSION_DENIED (host not in
+  // allowed_hosts), FAILED_PRECONDITION (the ticket is of another number of pages),
+  // INVALID_ARGUMENT (also for a lease_ms: the lease lives as long as the push).
+  absl::StatusOr<std::shared_ptr<PushHandle>> Push(const ReceiveTicket& ticket,
+                                                   const Publication& publication,
+                                                   int64_t timeout_ms);
+
   // Layer `layer` and all before it are final; a fetch may be waiting for them. NOT_FOUND for an
   // unknown lease, FAILED_PRECONDITION for one that has ended.
   absl::Status LayerReady(uint64_t lease_id, int64_t layer);
@@ -66,6 +88,10 @@ class PrefillEndpoint {
  private:
   PrefillEndpoint(std::shared_ptr<const KvPool> pool, const Config& config)
       : config_(config), pool_(std::move(pool)), leases_(config) {}
+  absl::Status CheckPush(const ReceiveTicket& ticket, const Publication& publication,
+                         int64_t timeout_ms) const;
+  // The decode side has answered, or will not.
+  void EndPush(const std::shared_ptr<PushHandle>& push, const absl::Status& answer);
 
   const Config config_;
   const std::shared_ptr<const KvPool> pool_;

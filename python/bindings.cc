@@ -22,13 +22,12 @@
 #include "absl/status/statusor.h"
 #include "base/config.h"
 #include "base/random.h"
-#include "connector/decode_endpoint.h"
-#include "connector/prefill_endpoint.h"
 #include "pool/kv_layout.h"
 #include "pool/kv_pool.h"
 #include "pool/page_allocator.h"
 #include "python/block_tables.h"
 #include "python/convert.h"
+#include "python/endpoints.h"
 #include "python/gdn_pool.h"
 #include "python/kv_store.h"
 #include "python/lookup_buffer.h"
@@ -38,7 +37,6 @@
 #include "python/slot_pools.h"
 #include "python/status_error.h"
 #include "python/token_pools.h"
-#include "transport/ticket.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
@@ -342,182 +340,6 @@ void BindPools(nb::module_& module) {
            "Element i counts the free runs of [2^i, 2^(i + 1)) pages.");
 }
 
-// ---------------------------------------------------------------- endpoints
-
-// An endpoint that can be closed early; using it afterwards is an error, not a crash.
-template <typename Endpoint>
-class Closable {
- public:
-  Closable(const PoolPtr& pool, const Config& config, const std::string& model,
-           const std::string& name)
-      : endpoint_(Value(Endpoint::Create(pool, {config, model, name}))) {}
-  Closable(const Closable&) = delete;
-  Closable& operator=(const Closable&) = delete;
-  ~Closable() { Close(); }
-
-  // Call with the GIL held. The result outlives a Close() on another thread.
-  std::shared_ptr<Endpoint> get() const {
-    if (endpoint_ == nullptr)
-      throw StatusError(absl::FailedPreconditionError("the endpoint is closed"));
-    return endpoint_;
-  }
-  void Close() {
-    std::shared_ptr<Endpoint> endpoint = std::move(endpoint_);
-    const nb::gil_scoped_release nogil;  // Joins the progress thread.
-    endpoint.reset();
-  }
-
- private:
-  std::shared_ptr<Endpoint> endpoint_;
-};
-using Prefill = Closable<PrefillEndpoint>;
-using Decode = Closable<DecodeEndpoint>;
-
-void BindTicket(nb::module_& module) {
-  nb::class_<Ticket>(module, "Ticket",
-                     "What a decode process needs to fetch; see transport/ticket.h.")
-      .def(
-          "__init__",
-          [](Ticket* self, const std::string& address, uint64_t epoch, uint64_t lease_id,
-             int64_t num_pages, int64_t num_tokens) {
-            const Ticket ticket{address, epoch, lease_id, num_pages, num_tokens};
-            new (self) Ticket(Value(Ticket::Parse(ticket.ToString())));
-          },
-          nb::kw_only(), "address"_a, "epoch"_a, "lease_id"_a, "num_pages"_a, "num_tokens"_a)
-      .def_static(
-          "parse", [](const std::string& text) { return Value(Ticket::Parse(text)); }, "text"_a)
-      .def_ro("address", &Ticket::address)
-      .def_ro("epoch", &Ticket::epoch)
-      .def_ro("lease_id", &Ticket::lease_id)
-      .def_ro("num_pages", &Ticket::num_pages)
-      .def_ro("num_tokens", &Ticket::num_tokens)
-      .def("__str__", &Ticket::ToString)
-      .def("__eq__", [](const Ticket& a, const Ticket& b) { return a == b; });
-}
-
-void BindPrefill(nb::module_& module) {
-  nb::class_<Prefill>(module, "PrefillEndpoint",
-                      "Publishes requests for others to fetch; see connector/prefill_endpoint.h.")
-      .def(nb::init<const PoolPtr&, const Config&, const std::string&, const std::string&>(),
-           "pool"_a, "config"_a, "model"_a, "name"_a = "")
-      .def_prop_ro("address", [](const Prefill& self) { return self.get()->address(); })
-      .def_prop_ro("epoch", [](const Prefill& self) { return self.get()->epoch(); })
-      .def(
-          "publish",
-          [](const Prefill& self, std::vector<int64_t> pages, int64_t num_tokens, uint64_t lease_id,
-             int64_t ready_layers, int64_t lease_ms) {
-            return Value(self.get()->Publish(
-                             {std::move(pages), num_tokens, lease_id, ready_layers, lease_ms}))
-                .ToString();
-          },
-          "pages"_a, "num_tokens"_a = 0, "lease_id"_a = 0, "ready_layers"_a = 0, "lease_ms"_a = 0,
-          "Offers a request and returns its ticket. lease_id 0 draws one, lease_ms 0 is the "
-          "configured.")
-      .def(
-          "layer_ready",
-          [](const Prefill& self, uint64_t lease_id, int64_t layer) {
-            Check(self.get()->LayerReady(lease_id, layer));
-          },
-          "lease_id"_a, "layer"_a, "This layer and all before it hold their final bytes.")
-      .def(
-          "all_layers_ready",
-          [](const Prefill& self, uint64_t lease_id) {
-            Check(self.get()->AllLayersReady(lease_id));
-          },
-          "lease_id"_a)
-      .def(
-          "release",
-          [](const Prefill& self, uint64_t lease_id, int64_t timeout_ms) {
-            const std::shared_ptr<PrefillEndpoint> endpoint = self.get();
-            absl::Status status;
-            {
-              const nb::gil_scoped_release nogil;
-              status = endpoint->Release(lease_id, DeadlineInMs(timeout_ms));
-            }
-            Check(status);
-          },
-          "lease_id"_a, "timeout_ms"_a = 5000,
-          "Takes a request back; when this returns none of its pages is read any more.")
-      .def(
-          "take_ended",
-          [](const Prefill& self) {
-            std::vector<std::pair<uint64_t, std::string>> ended;
-            for (const EndedLease& lease : self.get()->TakeEnded()) {
-              ended.emplace_back(lease.lease_id, std::string(LeaseOutcomeName(lease.outcome)));
-            }
-            return ended;
-          },
-          "(lease_id, 'fetched' | 'released' | 'expired') of leases that ended since the last "
-          "call.")
-      .def(
-          "metrics", [](const Prefill& self) { return MetricsDict(*self.get()); },
-          nb::sig("def metrics(self) -> dict[str, int]"))
-      .def("close", &Prefill::Close, "Ends all transfers and joins the progress thread.");
-}
-
-void BindDecode(nb::module_& module) {
-  nb::class_<FetchHandle>(module, "FetchHandle",
-                          "One fetch under way; see transport/fetch_handle.h.")
-      .def_prop_ro("done", &FetchHandle::done,
-                   "Once true, nothing writes to the local pages any more.")
-      .def_prop_ro("ok", [](const FetchHandle& self) { return self.status().ok(); })
-      .def_prop_ro(
-          "error",
-          [](const FetchHandle& self) {
-            return self.done() ? std::string(self.status().message()) : std::string();
-          },
-          "Why it failed; empty while under way and after success.")
-      .def(
-          "wait",
-          [](const FetchHandle& self, int64_t timeout_ms) {
-            Check(self.Wait(DeadlineInMs(timeout_ms)));
-          },
-          "timeout_ms"_a, nb::call_guard<nb::gil_scoped_release>(),
-          "Returns after success, raises after failure or timeout_ms.")
-      .def_prop_ro("layers_done", &FetchHandle::layers_done)
-      .def(
-          "wait_layer",
-          [](const FetchHandle& self, int64_t layer, int64_t timeout_ms) {
-            Check(self.WaitLayer(layer, DeadlineInMs(timeout_ms)));
-          },
-          "layer"_a, "timeout_ms"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("missing_pages", &FetchHandle::missing_pages,
-           "Local page ids that did not arrive whole; all of them while under way.")
-      .def(
-          "report",
-          [](const FetchHandle& self) {
-            const FetchReport report = self.report();
-            nb::dict dict;
-            dict["total_bytes"] = report.total_bytes;
-            dict["bytes_done"] = report.bytes_done;
-            dict["wait_seconds"] = report.wait_seconds;
-            dict["move_seconds"] = report.move_seconds;
-            return dict;
-          },
-          nb::sig("def report(self) -> dict[str, float]"))
-      .def("cancel", &FetchHandle::Cancel, "Asks for the end; done follows shortly.");
-
-  nb::class_<Decode>(module, "DecodeEndpoint",
-                     "Fetches requests into its own pages; see connector/decode_endpoint.h.")
-      .def(nb::init<const PoolPtr&, const Config&, const std::string&, const std::string&>(),
-           "pool"_a, "config"_a, "model"_a, "name"_a = "")
-      .def(
-          "fetch",
-          [](const Decode& self, const std::string& ticket, int64_t first_page,
-             const std::vector<int64_t>& pages, int64_t timeout_ms) {
-            return Value(
-                self.get()->Fetch(Value(Ticket::Parse(ticket)), first_page, pages, timeout_ms));
-          },
-          "ticket"_a, "first_page"_a, "pages"_a, "timeout_ms"_a = 0,
-          "Fetches the ticket's pages from first_page on into the local `pages`. Without pages it "
-          "only "
-          "tells the prefill side that its lease may end.")
-      .def(
-          "metrics", [](const Decode& self) { return MetricsDict(*self.get()); },
-          nb::sig("def metrics(self) -> dict[str, int]"))
-      .def("close", &Decode::Close, "Ends all fetches and joins the progress thread.");
-}
-
 }  // namespace
 
 nb::object ExceptionOf(const absl::Status& status) {
@@ -541,9 +363,7 @@ NB_MODULE(_core, module) {
   kvferry::BindModelPools(module);
   kvferry::BindKvStore(module);
   kvferry::BindRemoteStore(module);
-  kvferry::BindTicket(module);
-  kvferry::BindPrefill(module);
-  kvferry::BindDecode(module);
+  kvferry::BindEndpoints(module);
   kvferry::BindLookupBuffer(module);
   module.def("random_id", &kvferry::RandomId, "An unpredictable non-zero 64-bit number.");
 }

@@ -78,8 +78,10 @@ NodeImpl::~NodeImpl() {
 // ---------------------------------------------------------------- called from any thread
 
 absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest request) {
-  const Ticket& ticket = request.ticket;
-  if (request.peer.empty()) {
+  Ticket& ticket = request.ticket;
+  const bool awaited = request.await_id != 0;
+  if (awaited) ticket.address = "nobody yet";  // In logs.
+  if (request.peer.empty() && !awaited) {
     KVFERRY_RETURN_IF_ERROR(CheckHostAllowed(ticket.address, options_.config));
   }
   KVFERRY_RETURN_IF_ERROR(request.positions.CheckWithin(ticket.num_pages));
@@ -97,7 +99,7 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
   KVFERRY_ASSIGN_OR_RETURN(
       StreamPlan plan,
       StreamPlan::Create(options_.pool, std::move(request.pages), std::move(request.tail)));
-  const uint64_t id = RandomId();
+  const uint64_t id = awaited ? request.await_id : RandomId();
   auto handle = std::make_shared<FetchHandle>(
       pages, plan.num_layers(), plan.total_bytes(),
       [this, commands = commands_, id] {
@@ -112,9 +114,24 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
                         request.deadline,
                         Clock::now(),
                         request.peer,
-                        request.peer.empty()};
-  commands_->Post([this, fetch = std::move(fetch)]() mutable { StartFetch(std::move(fetch)); });
+                        request.peer.empty() && !awaited};
+  // Others know the await_id: no name for what they could send chunks to.
+  if (awaited) fetch.transfer_id = RandomId();
+  commands_->Post([this, awaited, fetch = std::move(fetch)]() mutable {
+    awaited ? receiver_->Add(std::move(fetch)) : StartFetch(std::move(fetch));
+  });
   return handle;
+}
+
+void NodeImpl::StartAwaited(uint64_t await_id, const PeerKey& peer, uint64_t lease_id) {
+  commands_->Post([this, await_id, peer, lease_id] {
+    Receiver::Fetch* fetch = receiver_->Assign(await_id, peer, lease_id);
+    if (fetch != nullptr) RequestOrCancel(await_id, JoinSession(*fetch), peer);
+  });
+}
+
+void NodeImpl::EndAwaited(uint64_t await_id, const absl::Status& why) {
+  commands_->Post([this, await_id, why] { receiver_->Cancel(await_id, why); });
 }
 
 absl::StatusOr<uint64_t> NodeImpl::Call(CallRequest request, Calls::OnReply on_reply) {
@@ -131,8 +148,9 @@ absl::StatusOr<uint64_t> NodeImpl::Call(CallRequest request, Calls::OnReply on_r
                    std::move(request.args),
                    request.deadline,
                    std::move(on_reply)};
-  commands_->Post([this, id, address = std::move(request.address),
-                   call = std::move(call)]() mutable { StartCall(id, address, std::move(call)); });
+  commands_->Post(
+      [this, id, address = std::move(request.address), epoch = request.epoch,
+       call = std::move(call)]() mutable { StartCall(id, address, epoch, std::move(call)); });
   return id;
 }
 
@@ -150,12 +168,16 @@ void NodeImpl::LeaseChanged(uint64_t lease_id) {
 
 absl::Status NodeImpl::AbortLease(uint64_t lease_id, const absl::Status& why, Deadline deadline) {
   auto latch = std::make_shared<Latch>();
-  commands_->Post([this, lease_id, why, latch] {
-    sender_->AbortLease(lease_id, why);
-    latch->Open();
-  });
+  AbortLease(lease_id, why, [latch] { latch->Open(); });
   if (latch->Wait(deadline)) return absl::OkStatus();
   return absl::DeadlineExceededError("the progress thread did not answer in time");
+}
+
+void NodeImpl::AbortLease(uint64_t lease_id, const absl::Status& why, std::function<void()> then) {
+  commands_->Post([this, lease_id, why, then = std::move(then)] {
+    sender_->AbortLease(lease_id, why);
+    then();
+  });
 }
 
 // ---------------------------------------------------------------- the progress thread

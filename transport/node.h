@@ -57,17 +57,27 @@ class Node {
     StreamTail tail{};
     // Called once, when the handle is done(), on the progress thread; must not block.
     std::function<void()> on_done{};
+    // Not 0: names the fetch, which asks nobody until StartAwaited() says whose lease it is of (its
+    // ticket's address, epoch and lease are ignored). Its deadline counts from now.
+    uint64_t await_id = 0;
   };
   // Starts a fetch. INVALID_ARGUMENT, OUT_OF_RANGE or PERMISSION_DENIED for a request that cannot
   // work; everything later is the handle's status. With no pages at all the fetch just tells the
   // prefill side that its lease may end.
   virtual absl::StatusOr<std::shared_ptr<FetchHandle>> Fetch(FetchRequest request) = 0;
 
+  // Lets the fetch of that await_id go on: from `lease_id` of the peer of a call that this node has
+  // served, over that peer's own session. Once at most; no-op for a fetch that has ended.
+  virtual void StartAwaited(uint64_t await_id, const PeerKey& peer, uint64_t lease_id) = 0;
+  // Ends it with `why`, whether it was started or not; no-op for one that has ended.
+  virtual void EndAwaited(uint64_t await_id, const absl::Status& why) = 0;
+
   struct CallRequest {
     std::string address;   // Of the peer, as in a ticket.
     std::string function;  // What to do; at most 32 bytes.
     Fields args;
     Deadline deadline;
+    uint64_t epoch = 0;  // Of the process that is meant, where the address has several; 0: any.
   };
   // Asks a peer, opening a session where there is none. `on_reply` is called once, on the progress
   // thread, and must not block: with the reply, with the error that the peer gave, or with
@@ -85,6 +95,10 @@ class Node {
   // thread did not answer in time, and the pages are still in use.
   virtual absl::Status AbortLease(uint64_t lease_id, const absl::Status& why,
                                   Deadline deadline) = 0;
+  // The same for who must not block: `then` is called on the progress thread, once none of the
+  // lease's pages is read. Not called if the node is destroyed first.
+  virtual void AbortLease(uint64_t lease_id, const absl::Status& why,
+                          std::function<void()> then) = 0;
 
   // Names and values of all counters and gauges (transport/metrics.h).
   virtual std::vector<std::pair<std::string, int64_t>> Metrics() const = 0;

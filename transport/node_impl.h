@@ -41,11 +41,14 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   uint64_t epoch() const override { return epoch_; }
   const std::string& listen_address() const override { return listen_address_; }
   absl::StatusOr<std::shared_ptr<FetchHandle>> Fetch(FetchRequest request) override;
+  void StartAwaited(uint64_t await_id, const PeerKey& peer, uint64_t lease_id) override;
+  void EndAwaited(uint64_t await_id, const absl::Status& why) override;
   absl::StatusOr<uint64_t> Call(CallRequest request, Calls::OnReply on_reply) override;
   void CancelCall(uint64_t id) override;
   void Reply(const CallKey& call, absl::StatusOr<Fields> reply) override;
   void LeaseChanged(uint64_t lease_id) override;
   absl::Status AbortLease(uint64_t lease_id, const absl::Status& why, Deadline deadline) override;
+  void AbortLease(uint64_t lease_id, const absl::Status& why, std::function<void()> then) override;
   std::vector<std::pair<std::string, int64_t>> Metrics() const override {
     return metrics_.Snapshot();
   }
@@ -74,7 +77,9 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   absl::StatusOr<PeerKey> SessionFor(const std::string& address, uint64_t epoch);
   absl::Status JoinSession(Receiver::Fetch& fetch);
   void StartFetch(Receiver::Fetch fetch);
-  void StartCall(uint64_t id, const std::string& address, Calls::Call call);
+  // What follows from JoinSession().
+  void RequestOrCancel(uint64_t fetch_id, const absl::Status& joined, const PeerKey& peer);
+  void StartCall(uint64_t id, const std::string& address, uint64_t epoch, Calls::Call call);
   void OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hello);
   absl::Status CheckHello(const HelloMsg& hello) const;
   void CountPeers();

@@ -51,15 +51,20 @@ void NodeImpl::StartFetch(Receiver::Fetch fetch) {
   const absl::Status joined = JoinSession(fetch);
   const PeerKey peer = fetch.peer;
   receiver_->Add(std::move(fetch));
-  if (!joined.ok()) return receiver_->Cancel(id, joined);
+  RequestOrCancel(id, joined, peer);
+}
+
+void NodeImpl::RequestOrCancel(uint64_t fetch_id, const absl::Status& joined, const PeerKey& peer) {
+  if (!joined.ok()) return receiver_->Cancel(fetch_id, joined);
   const Session* session = sessions_.Find(peer);
   if (session->state == Session::State::kReady) {
     receiver_->OnPeerReady(peer, session->epoch, session->link);
   }
 }
 
-void NodeImpl::StartCall(uint64_t id, const std::string& address, Calls::Call call) {
-  const absl::StatusOr<PeerKey> peer = SessionFor(address, /*epoch=*/0);
+void NodeImpl::StartCall(uint64_t id, const std::string& address, uint64_t epoch,
+                         Calls::Call call) {
+  const absl::StatusOr<PeerKey> peer = SessionFor(address, epoch);
   if (peer.ok()) call.peer = *peer;
   calls_->Add(id, std::move(call));
   if (!peer.ok()) return calls_->Cancel(id, peer.status());
@@ -189,15 +194,17 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
   Log().info("connected to '{}' at {} over {}", absl::CEscape(session.name), session.address,
              data_->PathName(*link));
   receiver_->OnPeerReady(peer, epoch, *link);
-  calls_->OnPeerReady(peer);
   // A second session to one address was opened because a ticket named another epoch. Either the
   // process there is new, and the old session a ghost, or the ticket was stale, and this session is
-  // one too many.
+  // one too many: what waited for it, calls too, meant a process that is no more.
   const PeerKey twin = sessions_.FindTwin(peer);
-  if (twin.empty()) return;
-  if (sessions_.Find(twin)->epoch == epoch) {
-    DropSession(peer, absl::AlreadyExistsError("there is a session with this process already"));
-  } else {
+  if (!twin.empty() && sessions_.Find(twin)->epoch == epoch) {
+    DropSession(peer, absl::NotFoundError("the process at that address has restarted since it gave "
+                                          "out the ticket; there is a session with the new one"));
+    return;
+  }
+  calls_->OnPeerReady(peer);
+  if (!twin.empty()) {
     DropSession(twin, absl::UnavailableError("another process has taken its address"));
   }
 }

@@ -20,6 +20,16 @@ void Receiver::Add(Fetch&& fetch) {
   metrics_->fetches_active = static_cast<int64_t>(fetches_.size());
 }
 
+Receiver::Fetch* Receiver::Assign(uint64_t id, const PeerKey& peer, uint64_t lease_id) {
+  const auto found = std::find_if(fetches_.begin(), fetches_.end(), [&](const auto& entry) {
+    return entry.second.id == id && entry.second.peer.empty();
+  });
+  if (found == fetches_.end()) return nullptr;
+  found->second.peer = peer;
+  found->second.ticket.lease_id = lease_id;
+  return &found->second;
+}
+
 template <typename Matches>
 std::vector<uint64_t> Receiver::IdsWhere(const Matches& matches) const {
   std::vector<uint64_t> ids;
@@ -217,13 +227,18 @@ void Receiver::End(uint64_t transfer_id, const absl::Status& status) {
   fetch.handle->Finish(status, fetch.plan->PagesTouchedBy(gaps), report);
 }
 
+std::string Receiver::Overdue(const Fetch& fetch) {
+  if (fetch.peer.empty()) return "nobody has pushed to these pages in time";
+  return absl::StrCat("the fetch from ", fetch.ticket.address,
+                      " did not end in time: ", fetch.bytes_arrived(), " of ",
+                      fetch.plan->total_bytes(), " bytes arrived",
+                      fetch.requested() ? "" : ", the peer never answered");
+}
+
 Deadline Receiver::Tick(Deadline now) {
   for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.deadline <= now; })) {
     const Fetch& fetch = fetches_.find(id)->second;
-    Cancel(fetch.id, absl::DeadlineExceededError(absl::StrCat(
-                         "the fetch from ", fetch.ticket.address, " did not end in time: ",
-                         fetch.bytes_arrived(), " of ", fetch.plan->total_bytes(), " bytes arrived",
-                         fetch.requested() ? "" : ", the peer never answered")));
+    Cancel(fetch.id, absl::DeadlineExceededError(Overdue(fetch)));
   }
   Deadline next = Deadline::max();
   for (const auto& [id, fetch] : fetches_) next = std::min(next, fetch.deadline);

@@ -30,7 +30,8 @@ namespace kvferry {
 //                                                 bad chunk --> (gone: that error)
 //
 // and a requested one whose peer falls silent before a whole layer has come is taken out, to wait
-// for another session under a new transfer id (TakeUnread).
+// for another session under a new transfer id (TakeUnread). One that somebody else is to name the
+// peer of waits without one (Assign).
 //
 // A chunk is scattered only while its fetch is here, so a fetch that has ended is never written
 // for. Progress thread only, but for Land().
@@ -61,6 +62,9 @@ class Receiver {
 
   // Takes a fetch for a session with its peer; the request leaves with the next OnPeerReady.
   void Add(Fetch&& fetch);
+  // Gives a fetch that was added without a peer one, and the lease to ask it for. Null for a fetch
+  // that has ended or has a peer; else good until the next call of any method.
+  Fetch* Assign(uint64_t id, const PeerKey& peer, uint64_t lease_id);
   // The session is up: requests all that waits for it.
   void OnPeerReady(const PeerKey& peer, uint64_t epoch, LinkId link);
   void OnPeerGone(const PeerKey& peer, const absl::Status& status);
@@ -89,6 +93,7 @@ class Receiver {
   void CloseLanding(const Fetch& fetch);
   void Credit(Fetch& fetch);
   void End(uint64_t transfer_id, const absl::Status& status);
+  static std::string Overdue(const Fetch& fetch);
   template <typename Matches>
   void CancelWhere(const Matches& matches, const absl::Status& status);
   // Transfer ids.

@@ -1,5 +1,6 @@
 #include "transport/ticket.h"
 
+#include <utility>
 #include <vector>
 
 #include "absl/strings/numbers.h"
@@ -12,7 +13,8 @@
 namespace kvferry {
 namespace {
 
-constexpr absl::string_view kPrefix = "kvferry1";
+constexpr absl::string_view kPullPrefix = "kvferry1";
+constexpr absl::string_view kPushPrefix = "kvferrypush1";
 constexpr size_t kMaxTicketBytes = 512;
 
 absl::Status Malformed(absl::string_view what) {
@@ -23,18 +25,19 @@ bool ParseCount(absl::string_view text, int64_t* count) {
   return absl::SimpleAtoi(text, count) && *count >= 0 && *count <= PageRuns::kMaxPages;
 }
 
-}  // namespace
-
-std::string Ticket::ToString() const {
-  return absl::StrCat(kPrefix, "|", address, "|", absl::Hex(epoch), "|", absl::Hex(lease_id), "|",
-                      num_pages, "|", num_tokens);
+// Both kinds have the same parts: `id` says what the lease_id is.
+std::string Join(absl::string_view prefix, const Ticket& parts) {
+  return absl::StrCat(prefix, "|", parts.address, "|", absl::Hex(parts.epoch), "|",
+                      absl::Hex(parts.lease_id), "|", parts.num_pages, "|", parts.num_tokens);
 }
 
-absl::StatusOr<Ticket> Ticket::Parse(absl::string_view text) {
+absl::StatusOr<Ticket> Split(absl::string_view text, absl::string_view prefix,
+                             absl::string_view id) {
   if (text.size() > kMaxTicketBytes) return Malformed("longer than 512 bytes");
   const std::vector<std::string> parts = absl::StrSplit(text, '|');
-  if (parts.size() != 6 || parts[0] != kPrefix) {
-    return Malformed("not of the form kvferry1|address|epoch|lease|pages|tokens");
+  if (parts.size() != 6 || parts[0] != prefix) {
+    return Malformed(
+        absl::StrCat("not of the form ", prefix, "|address|epoch|", id, "|pages|tokens"));
   }
   Ticket ticket;
   ticket.address = parts[1];
@@ -43,12 +46,30 @@ absl::StatusOr<Ticket> Ticket::Parse(absl::string_view text) {
     return Malformed("the epoch is no non-zero hexadecimal number");
   }
   if (!absl::SimpleHexAtoi(parts[3], &ticket.lease_id) || ticket.lease_id == 0) {
-    return Malformed("the lease is no non-zero hexadecimal number");
+    return Malformed(absl::StrCat("the ", id, " is no non-zero hexadecimal number"));
   }
   if (!ParseCount(parts[4], &ticket.num_pages) || !ParseCount(parts[5], &ticket.num_tokens)) {
     return Malformed("pages or tokens are no counts");
   }
   return ticket;
+}
+
+}  // namespace
+
+std::string Ticket::ToString() const { return Join(kPullPrefix, *this); }
+
+absl::StatusOr<Ticket> Ticket::Parse(absl::string_view text) {
+  return Split(text, kPullPrefix, "lease");
+}
+
+std::string ReceiveTicket::ToString() const {
+  return Join(kPushPrefix, {address, epoch, receive_id, num_pages, num_tokens});
+}
+
+absl::StatusOr<ReceiveTicket> ReceiveTicket::Parse(absl::string_view text) {
+  KVFERRY_ASSIGN_OR_RETURN(Ticket parts, Split(text, kPushPrefix, "receive"));
+  return ReceiveTicket{std::move(parts.address), parts.epoch, parts.lease_id, parts.num_pages,
+                       parts.num_tokens};
 }
 
 absl::StatusOr<std::string> HostOfAddress(absl::string_view address) {

@@ -27,6 +27,22 @@ struct Ticket {
   bool operator==(const Ticket&) const = default;
 };
 
+// The other way round: what a prefill process needs to push a request into pages that a decode
+// process has registered. "kvferrypush1|tcp://10.0.0.2:4000|<epoch>|<receive>|<pages>|<tokens>".
+struct ReceiveTicket {
+  std::string address;  // Of the decode side's control plane.
+  uint64_t epoch = 0;
+  uint64_t receive_id = 0;  // Random, as a lease id is.
+  int64_t num_pages = 0;    // Of the request, with those that the decode side has already.
+  int64_t num_tokens = 0;   // 0: not said.
+
+  std::string ToString() const;
+  // INVALID_ARGUMENT says what is wrong.
+  static absl::StatusOr<ReceiveTicket> Parse(absl::string_view text);
+
+  bool operator==(const ReceiveTicket&) const = default;
+};
+
 // The host of "tcp://host:port"; IPv6 without brackets.
 absl::StatusOr<std::string> HostOfAddress(absl::string_view address);
 

@@ -1,7 +1,9 @@
 // One endpoint in a process of its own, so that tests can kill it. Reads commands from stdin, a
 // line each, and answers each with a line on stdout; tests/support/child_peer.h is the other end.
 //
-//   kvferry_test_peer prefill|decode|producer|consumer CONFIG_JSON LAYERS PAGES SEED
+//   kvferry_test_peer prefill|decode|receiver|producer|consumer CONFIG_JSON LAYERS PAGES SEED
+//
+// A receiver is a decode endpoint that accepts pushes.
 
 #include <unistd.h>
 
@@ -38,6 +40,22 @@ class PrefillPeer {
       const absl::StatusOr<Ticket> ticket = endpoint_->Publish(publication);
       return ticket.ok() ? ticket->ToString() : Answer(ticket.status());
     }
+    if (words[0] == "push") {
+      const absl::StatusOr<ReceiveTicket> ticket = ReceiveTicket::Parse(words[1]);
+      if (!ticket.ok()) return Answer(ticket.status());
+      PrefillEndpoint::Publication publication;
+      publication.pages = Numbers(words[2]);
+      publication.ready_layers = Number(words[3]);
+      const auto push = endpoint_->Push(*ticket, publication, Number(words[4]));
+      if (!push.ok()) return Answer(push.status());
+      pushes_.push_back(*push);
+      return absl::StrCat(pushes_.size() - 1, " ", absl::Hex(pushes_.back()->lease_id()));
+    }
+    if (words[0] == "pushed") {  // How the push ended, waiting for it.
+      const PushHandle& push = *pushes_[Number(words[1])];
+      push.Wait(DeadlineInMs(Number(words[2]))).IgnoreError();
+      return push.done() ? Answer(push.status()) : "PENDING";
+    }
     if (words[0] == "ready") return Answer(endpoint_->AllLayersReady(Lease(words[1])));
     if (words[0] == "release")
       return Answer(endpoint_->Release(Lease(words[1]), DeadlineInMs(5000)));
@@ -71,16 +89,23 @@ class PrefillPeer {
   const std::shared_ptr<KvPool> pool_;
   const std::unique_ptr<PrefillEndpoint> endpoint_;
   std::map<uint64_t, std::string> ended_;
+  std::vector<std::shared_ptr<PushHandle>> pushes_;
 };
 
 class DecodePeer {
  public:
-  DecodePeer(std::shared_ptr<KvPool> pool, const Config& config, uint64_t seed)
-      : pool_(pool), seed_(seed), endpoint_(MakeDecode(std::move(pool), config)) {}
+  DecodePeer(std::shared_ptr<KvPool> pool, uint64_t seed, std::unique_ptr<DecodeEndpoint> endpoint)
+      : pool_(std::move(pool)), seed_(seed), endpoint_(std::move(endpoint)) {}
 
   std::string Greeting() const { return "ready"; }
 
   std::string Handle(const Words& words) {
+    if (words[0] == "receive") {
+      auto receive = endpoint_->Receive({0, Numbers(words[1]), 0, Number(words[2])});
+      if (!receive.ok()) return Answer(receive.status());
+      handles_.push_back(receive->handle);
+      return absl::StrCat(handles_.size() - 1, " ", receive->ticket.ToString());
+    }
     if (words[0] == "fetch") {
       const absl::StatusOr<Ticket> ticket = Ticket::Parse(words[1]);
       if (!ticket.ok()) return Answer(ticket.status());
@@ -161,7 +186,8 @@ int Main(int argc, char** argv) {
     ConsumerPeer peer(pool, config, seed);
     return Serve(peer, answers);
   }
-  DecodePeer peer(pool, config, seed);
+  DecodePeer peer(pool, seed,
+                  role == "receiver" ? MakePushedDecode(pool, config) : MakeDecode(pool, config));
   return Serve(peer, answers);
 }
 

@@ -41,7 +41,7 @@ def run(build, *arguments, **environment):
 def test_help_names_every_choice(build):
     done = run(build, "--help")
     assert done.returncode == 0
-    for word in ("llama8b-p16", "runs8", "--paths", "--peers", "--picture", "--json"):
+    for word in ("llama8b-p16", "runs8", "--paths", "--peers", "--push", "--picture", "--json"):
         assert word in done.stdout
 
 

@@ -40,6 +40,12 @@ inline std::unique_ptr<DecodeEndpoint> MakeDecode(std::shared_ptr<const KvPool> 
   return Must(DecodeEndpoint::Create(std::move(pool), {config, model, "decode"}));
 }
 
+// One that prefill endpoints can push to.
+inline std::unique_ptr<DecodeEndpoint> MakePushedDecode(std::shared_ptr<const KvPool> pool,
+                                                        const Config& config) {
+  return Must(DecodeEndpoint::Create(std::move(pool), {config, kTestModel, "decode", true}));
+}
+
 // Publishes with `ready_layers` layers final; -1 for all of them.
 inline Ticket Publish(PrefillEndpoint& prefill, const KvPool& pool,
                       const std::vector<int64_t>& pages, int64_t ready_layers = -1,
@@ -56,6 +62,22 @@ inline std::shared_ptr<FetchHandle> Fetch(DecodeEndpoint& decode, const Ticket& 
                                           const std::vector<int64_t>& pages, int64_t first_page = 0,
                                           int64_t timeout_ms = 0) {
   return Must(decode.Fetch(ticket, first_page, pages, timeout_ms));
+}
+
+inline DecodeEndpoint::Receiving Receive(DecodeEndpoint& decode, std::vector<int64_t> pages,
+                                         int64_t first_page = 0, int64_t timeout_ms = 0) {
+  return Must(decode.Receive({first_page, std::move(pages), 0, timeout_ms}));
+}
+
+// As Publish().
+inline std::shared_ptr<PushHandle> Push(PrefillEndpoint& prefill, const ReceiveTicket& ticket,
+                                        const KvPool& pool, const std::vector<int64_t>& pages,
+                                        int64_t ready_layers = -1, int64_t timeout_ms = 0) {
+  PrefillEndpoint::Publication publication;
+  publication.pages = pages;
+  publication.num_tokens = static_cast<int64_t>(pages.size()) * pool.layout().page_size;
+  publication.ready_layers = ready_layers < 0 ? pool.layout().num_layers : ready_layers;
+  return Must(prefill.Push(ticket, publication, timeout_ms));
 }
 
 template <typename Endpoint>

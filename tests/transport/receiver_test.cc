@@ -41,7 +41,8 @@ class ReceiverAlone : public testing::Test {
   StreamPlan Plan(const std::shared_ptr<KvPool>& pool, const std::vector<int64_t>& pages) {
     return Must(StreamPlan::Create(pool, Must(PageRuns::FromPages(pages))));
   }
-  std::shared_ptr<FetchHandle> Begin(uint64_t id = kId, Deadline deadline = DeadlineInMs(60000)) {
+  std::shared_ptr<FetchHandle> Begin(uint64_t id = kId, Deadline deadline = DeadlineInMs(60000),
+                                     const PeerKey& peer = kPeer) {
     StreamPlan plan = Plan(target_, local_);
     auto handle =
         std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
@@ -49,7 +50,7 @@ class ReceiverAlone : public testing::Test {
     const PageRun all{0, static_cast<int64_t>(local_.size())};
     receiver_.Add({id, handle, ticket, Must(PageRuns::FromRuns({&all, 1})),
                    std::make_shared<const StreamPlan>(std::move(plan)), deadline, Clock::now(),
-                   kPeer});
+                   peer});
     receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
     return handle;
   }
@@ -446,6 +447,35 @@ TEST_F(ReceiverAlone, AFetchWithALayerDoneIsNotBegunAnew) {
   EXPECT_TRUE(receiver_.TakeUnread(kPeer).empty());
   EXPECT_TRUE(receiver_.TakeUnread("dialled:2").empty());
   EXPECT_FALSE(handle->done());
+}
+
+TEST_F(ReceiverAlone, AFetchWithoutAPeerAsksNobodyUntilItIsGivenOne) {
+  const auto handle = Begin(kId, DeadlineInMs(60000), "");
+  for (const Chunk& chunk : Stream(1000)) Deliver(chunk);
+  receiver_.OnPeerGone(kPeer, absl::UnavailableError("x"));
+  receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
+  EXPECT_EQ(outbox_.Last<FetchMsg>(), nullptr);
+  EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+  EXPECT_FALSE(handle->done());
+
+  EXPECT_EQ(receiver_.Assign(kId + 1, kPeer, 33), nullptr);
+  ASSERT_NE(receiver_.Assign(kId, kPeer, 33), nullptr);
+  EXPECT_EQ(receiver_.Assign(kId, "dialled:2", 34), nullptr);  // Once.
+  receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
+  ASSERT_NE(outbox_.Last<FetchMsg>(), nullptr);
+  EXPECT_EQ(outbox_.Last<FetchMsg>()->lease_id, 33u);
+  for (const Chunk& chunk : Stream(1000)) Deliver(chunk);
+  EXPECT_TRUE(IsOk(handle->status()));
+  EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, local_, kSourceSeed, remote_));
+  EXPECT_EQ(receiver_.Assign(kId, kPeer, 35), nullptr);
+}
+
+TEST_F(ReceiverAlone, AFetchThatIsNeverGivenAPeerEndsAtItsDeadline) {
+  const auto handle = Begin(kId, Clock::now(), "");
+  receiver_.Tick(Clock::now());
+  EXPECT_TRUE(Fails(handle->status(), absl::StatusCode::kDeadlineExceeded, "nobody has pushed"));
+  EXPECT_EQ(outbox_.Last<CancelMsg>(), nullptr);
+  EXPECT_EQ(receiver_.Assign(kId, kPeer, 33), nullptr);
 }
 
 TEST_F(ReceiverAlone, TickSaysWhenToComeBack) {

@@ -48,6 +48,20 @@ TEST(TicketText, Hostile) {
   }
 }
 
+// The two kinds are told apart by their first word, so that neither is taken for the other.
+TEST(TicketText, OfAReceive) {
+  const ReceiveTicket ticket{"tcp://10.0.0.1:4000", 255, 16, 3, 48};
+  EXPECT_EQ(ticket.ToString(), "kvferrypush1|tcp://10.0.0.1:4000|ff|10|3|48");
+  EXPECT_EQ(Must(ReceiveTicket::Parse(ticket.ToString())), ticket);
+  EXPECT_TRUE(Fails(Ticket::Parse(ticket.ToString()), absl::StatusCode::kInvalidArgument,
+                    "kvferry1|address|epoch|lease|pages|tokens"));
+  EXPECT_TRUE(Fails(ReceiveTicket::Parse("kvferry1|tcp://10.0.0.1:4000|ff|10|3|48"),
+                    absl::StatusCode::kInvalidArgument,
+                    "kvferrypush1|address|epoch|receive|pages|tokens"));
+  EXPECT_TRUE(Fails(ReceiveTicket::Parse("kvferrypush1|tcp://10.0.0.1:4000|ff|0|3|48"),
+                    absl::StatusCode::kInvalidArgument, "the receive is no non-zero"));
+}
+
 // Whatever is done to a ticket, parsing ends, and what parses means what it says.
 TEST(TicketText, RandomMutations) {
   std::mt19937_64 random(1);

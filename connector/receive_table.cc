@@ -1,0 +1,132 @@
+#include "connector/receive_table.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/random.h"
+#include "base/status.h"
+#include "pool/page_runs.h"
+
+namespace kvferry {
+namespace {
+
+// Between the node's start and Attach() there are a few instructions.
+constexpr int64_t kAttachMs = 60000;
+
+std::string Name(uint64_t receive_id) { return absl::StrCat("receive ", absl::Hex(receive_id)); }
+
+}  // namespace
+
+void ReceiveTable::Attach(Node* node) {
+  node_ = node;
+  attached_.Open();
+}
+
+Node& ReceiveTable::node() {
+  attached_.Wait(DeadlineInMs(kAttachMs));
+  return *node_;
+}
+
+absl::StatusOr<ReceiveTable::Added> ReceiveTable::Add(Node::FetchRequest fetch, int64_t num_pages,
+                                                      int64_t num_tokens) {
+  const uint64_t receive_id = RandomId();
+  fetch.await_id = receive_id;
+  fetch.on_done = [this, receive_id] { OnEnded(receive_id); };
+  // Held until the handle is known: the fetch may end at once.
+  const MutexLock lock(&mutex_);
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<FetchHandle> handle, node().Fetch(std::move(fetch)));
+  receives_.emplace(receive_id, Receive{num_pages, num_tokens, handle, std::nullopt});
+  return Added{receive_id, std::move(handle)};
+}
+
+int64_t ReceiveTable::num_waiting() const {
+  const MutexLock lock(&mutex_);
+  return static_cast<int64_t>(receives_.size() - pushes_.size());
+}
+
+void ReceiveTable::OnCall(const CallKey& call, const std::string& function, const Fields& args,
+                          Deadline /*deadline*/) {
+  const absl::Status status = function == push_call::kPush
+                                  ? Push(call, args)
+                                  : absl::UnimplementedError(absl::StrCat(
+                                        "no function '", function, "'; this is a decode endpoint"));
+  if (!status.ok()) node().Reply(call, status);
+}
+
+absl::Status ReceiveTable::Push(const CallKey& call, const Fields& args) {
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t receive_id, args.Uint(push_call::kReceive));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, args.Uint(push_call::kLease));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t num_pages,
+                           args.Uint(push_call::kPages, PageRuns::kMaxPages));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t num_tokens,
+                           args.Uint(push_call::kTokens, PageRuns::kMaxPages));
+  if (lease_id == 0) return absl::InvalidArgumentError("push: the lease is 0");
+  const MutexLock lock(&mutex_);
+  KVFERRY_RETURN_IF_ERROR(CheckPush(receive_id, num_pages, num_tokens));
+  receives_.find(receive_id)->second.push = call;
+  pushes_.emplace(call, receive_id);
+  node().StartAwaited(receive_id, call.peer, lease_id);
+  return absl::OkStatus();
+}
+
+absl::Status ReceiveTable::CheckPush(uint64_t receive_id, uint64_t num_pages,
+                                     uint64_t num_tokens) const {
+  const auto found = receives_.find(receive_id);
+  if (found == receives_.end()) {
+    const auto ended = ended_.find(receive_id);
+    if (ended == ended_.end()) {
+      return absl::NotFoundError(
+          absl::StrCat(Name(receive_id), " is unknown here; was the ticket made by this process?"));
+    }
+    return absl::FailedPreconditionError(absl::StrCat(
+        Name(receive_id), " has already ended: ", absl::StatusCodeToString(ended->second)));
+  }
+  const Receive& receive = found->second;
+  if (receive.push) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(Name(receive_id), " is being pushed to already"));
+  }
+  if (num_pages != static_cast<uint64_t>(receive.num_pages)) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        Name(receive_id), " is of ", receive.num_pages, " pages, the push of ", num_pages));
+  }
+  const auto expected = static_cast<uint64_t>(receive.num_tokens);
+  if (expected != 0 && num_tokens != 0 && num_tokens != expected) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(Name(receive_id), " is of ", expected, " tokens, the push of ", num_tokens));
+  }
+  return absl::OkStatus();
+}
+
+void ReceiveTable::OnCallDropped(const CallKey& call) {
+  const MutexLock lock(&mutex_);
+  const auto found = pushes_.find(call);
+  if (found == pushes_.end()) return;
+  // The rest follows when the handle is done.
+  node().EndAwaited(found->second,
+                    absl::AbortedError("the prefill side gave the push up: it was taken back, or "
+                                       "its deadline has passed"));
+}
+
+void ReceiveTable::OnEnded(uint64_t receive_id) {
+  const MutexLock lock(&mutex_);
+  const auto ended = receives_.extract(receive_id);
+  const Receive& receive = ended.mapped();
+  const absl::Status status = receive.handle->status();
+  Remember(receive_id, status.code());
+  if (!receive.push) return;
+  pushes_.erase(*receive.push);
+  node().Reply(*receive.push, status.ok() ? absl::StatusOr<Fields>(Fields()) : status);
+}
+
+void ReceiveTable::Remember(uint64_t receive_id, absl::StatusCode code) {
+  ended_.emplace(receive_id, code);
+  ended_order_.push_back(receive_id);
+  if (ended_order_.size() > kMaxRemembered) {
+    ended_.erase(ended_order_.front());
+    ended_order_.pop_front();
+  }
+}
+
+}  // namespace kvferry
