@@ -272,7 +272,7 @@ class Bench:
     def __init__(self, pairs, args):
         self.pairs, self.args = pairs, args
         self.rng = random.Random(args.seed)
-        self.problems = []
+        self.rows, self.problems = [], []
         self.cold = {}  # By connector: the first request of its session.
 
     @contextlib.contextmanager
@@ -301,7 +301,9 @@ class Bench:
         return samples
 
     def measure(self, tokens, say):
+        """Adds a row, which has what was measured also when an EngineError ends it."""
         row = Row(tokens, kv_bytes_of(tokens, self.args.model, self.args.dtype))
+        self.rows.append(row)
         for pair in self.pairs:
             with self.turn(pair):
                 row.alone_ms[pair.name] = pair.alone(prompt_of(tokens, self.rng))
@@ -315,7 +317,6 @@ class Bench:
                 continue
             for name, sample in samples.items():
                 row.samples.setdefault(name, []).append(sample)
-        return row
 
 
 def print_row(texts):
@@ -323,21 +324,21 @@ def print_row(texts):
 
 
 def print_rows(rows, names):
-    header = list(rows[0].cells(names))
+    header = list(Row(0, 0).cells(names))
     print_row([(name, len(name)) for name in header])
     for row in rows:
         print_row([(text, len(name)) for name, text in row.cells(names).items()])
 
 
-def write_files(args, header, rows, names, bench):
+def write_files(args, header, names, bench):
     if args.csv:
         with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0].cells(names)))
+            writer = csv.DictWriter(file, list(Row(0, 0).cells(names)))
             writer.writeheader()
-            writer.writerows(row.cells(names) for row in rows)
+            writer.writerows(row.cells(names) for row in bench.rows)
     if args.json:
         cold = {name: dataclasses.asdict(sample) for name, sample in bench.cold.items()}
-        results = [row.record() for row in rows]
+        results = [row.record() for row in bench.rows]
         whole = {**header, "cold": cold, "results": results, "problems": bench.problems}
         args.json.write_text(json.dumps(whole, indent=1) + "\n")
 
@@ -425,24 +426,24 @@ def describe(args):
     }
 
 
-def print_results(header, rows, names, bench):
+def print_results(header, names, bench):
     print(
         f"\nkvferry {header['commit']}; {header['cpu']}; Linux {header['kernel']}; "
         f"{header['model']}, {header['dtype']}\nms to the decode engine's first token, median of "
         f"{header['reps']} rounds, in turn; load when started: {header['load']:.1f}\n"
     )
-    print_rows(rows, names)
+    print_rows(bench.rows, names)
     if bench.cold:
         texts = [f"{name} {sample.first_token_ms:.0f} ms" for name, sample in bench.cold.items()]
-        print(f"\nfirst request of a session, {rows[0].tokens} tokens: {', '.join(texts)}")
+        print(f"\nfirst request of a session, {bench.rows[0].tokens} tokens: {', '.join(texts)}")
     if "NIXL" not in names:
         print("\nnot measured: NixlConnector: give --nixl (./dev bench --engines --peers does)")
     for problem in bench.problems:
         print(f"FAILED: {problem}")
 
 
-def run(args, stack, say):
-    """(rows, names of the connectors, Bench). Raises EngineError."""
+def start_pairs(args, stack, say):
+    """The pairs, ready. Raises EngineError."""
     folder = Path(tempfile.mkdtemp(prefix="kvferry-engines-"))
     pairs = []
     for connector in connectors_of(args):
@@ -455,8 +456,23 @@ def run(args, stack, say):
     for pair in pairs:
         pair.wait_ready()
         say(f"{pair.name}: both engines are ready")
-    bench = Bench(pairs, args)
-    return [bench.measure(tokens, say) for tokens in args.lengths], [p.name for p in pairs], bench
+    return pairs
+
+
+def measure_all(args, say):
+    """(names of the connectors, Bench)."""
+    with contextlib.ExitStack() as stack:
+        try:
+            pairs = start_pairs(args, stack, say)
+        except EngineError as error:
+            sys.exit(f"engine_pairs.py: {error}")
+        bench = Bench(pairs, args)
+        try:
+            for tokens in args.lengths:
+                bench.measure(tokens, say)
+        except EngineError as error:
+            bench.problems.append(f"ended early: {error}")
+        return [pair.name for pair in pairs], bench
 
 
 def main():
@@ -470,13 +486,9 @@ def main():
     def say(text):
         print(f"[{time.monotonic() - started:4.0f} s] {text}", file=sys.stderr, flush=True)
 
-    with contextlib.ExitStack() as stack:
-        try:
-            rows, names, bench = run(args, stack, say)
-        except EngineError as error:
-            sys.exit(f"engine_pairs.py: {error}")
-    print_results(header, rows, names, bench)
-    write_files(args, header, rows, names, bench)
+    names, bench = measure_all(args, say)
+    print_results(header, names, bench)
+    write_files(args, header, names, bench)
     return 1 if bench.problems else 0
 
 

@@ -133,11 +133,10 @@ def test_bad_usage_is_refused_before_engines_are_started(tmp_path, arguments, me
 
 
 def test_files_hold_every_length(tmp_path):
-    rows, names = [row(kvferry=[70], NIXL=[100])], ["kvferry", "NIXL"]
     bench = engine_pairs.Bench([], type("Args", (), {"seed": 1}))
-    bench.problems = ["128 tokens: no"]
+    bench.rows, bench.problems = [row(kvferry=[70], NIXL=[100])], ["128 tokens: no"]
     args = type("Args", (), {"csv": tmp_path / "a.csv", "json": tmp_path / "a.json"})
-    engine_pairs.write_files(args, {"reps": 1}, rows, names, bench)
+    engine_pairs.write_files(args, {"reps": 1}, ["kvferry", "NIXL"], bench)
     with args.csv.open() as file:
         assert [(line["tokens"], line["ratio"]) for line in csv.DictReader(file)] == [
             ("1000", "0.70")
