@@ -124,12 +124,22 @@ class Request:
 class Engine:
     """One vLLM engine in a process group of its own."""
 
-    def __init__(self, name: str, model: Path | str, log_folder: Path, **engine_args: Any):
-        """Starts it and returns at once; wait_ready() waits. engine_args override ENGINE_ARGS."""
+    def __init__(
+        self,
+        name: str,
+        model: Path | str,
+        log_folder: Path,
+        environment: dict[str, str] | None = None,
+        **engine_args: Any,
+    ):
+        """Starts it and returns at once; wait_ready() waits. engine_args override ENGINE_ARGS,
+        environment what this process's says.
+        """
         self.name = name
         self.log_path = log_folder / f"{name}.log"
         arguments = ENGINE_ARGS | {"model": str(model)} | engine_args
-        path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | ENVIRONMENT | (environment or {})
+        path = os.pathsep.join(filter(None, [str(HERE), environment.get("PYTHONPATH")]))
         with open(self.log_path, "w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(HERE / "pair.py"), json.dumps(arguments)],
@@ -137,7 +147,7 @@ class Engine:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+                env=environment | {"PYTHONPATH": path},
                 start_new_session=True,  # So that its own children can be killed with it.
             )
         atexit.register(self.close)
@@ -191,7 +201,8 @@ class Engine:
         self._call(op="reject", params=params)
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's counters and gauges, by name or name{value of its "source" label}."""
+        """vLLM's counters, gauges and sums of histograms (NAME_sum), by name or
+        name{value of its "source" label}."""
         return self._call(op="metrics")["metrics"]
 
     def wait_idle(self, timeout_s: float = 10.0) -> None:
@@ -300,13 +311,15 @@ class Pair:
         decode: dict[str, Any] | None = None,
         prefill_transfer: dict[str, Any] | None = None,
         decode_transfer: dict[str, Any] | None = None,
+        environments: dict[str, dict[str, str]] | None = None,
     ):
         """Starts both and returns at once. The dicts change engine arguments and
-        kv_transfer_configs.
+        kv_transfer_configs; environments has those of "prefill" and "decode".
 
         In a kv_transfer_config, kv_connector_extra_config gets a trace_path for trace().
         """
         self.log_folder = log_folder or Path(tempfile.mkdtemp(prefix="kvferry-pair-"))
+        self._environments = environments or {}
         self.prefill = self._engine("prefill", "kv_producer", model, prefill, prefill_transfer)
         self.decode = self._engine("decode", "kv_consumer", model, decode, decode_transfer)
 
@@ -324,7 +337,14 @@ class Pair:
         config = transfer_config(role, kv_connector_extra_config=extra, **changes)
         if name == "decode":  # Prefix caching there shows that cached blocks are not moved again.
             arguments = {"enable_prefix_caching": True} | (arguments or {})
-        return Engine(name, model, self.log_folder, kv_transfer_config=config, **(arguments or {}))
+        return Engine(
+            name,
+            model,
+            self.log_folder,
+            self._environments.get(name),
+            kv_transfer_config=config,
+            **(arguments or {}),
+        )
 
     def wait_ready(self) -> None:
         self.prefill.wait_ready()
@@ -457,10 +477,13 @@ def _metrics() -> dict[str, float]:
 
     values: dict[str, float] = {}
     for metric in get_metrics_snapshot():
-        if hasattr(metric, "value"):
-            source = metric.labels.get("source")
-            name = metric.name if source is None else f"{metric.name}{{{source}}}"
-            values[name] = values.get(name, 0) + metric.value
+        is_histogram = hasattr(metric, "sum")
+        if not is_histogram and not hasattr(metric, "value"):
+            continue
+        name = f"{metric.name}_sum" if is_histogram else metric.name
+        if (source := metric.labels.get("source")) is not None:
+            name = f"{name}{{{source}}}"
+        values[name] = values.get(name, 0) + (metric.sum if is_histogram else metric.value)
     return values
 
 
