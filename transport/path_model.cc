@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -113,21 +114,27 @@ MappedWay PathModel::Choose(const Work& work) {
   Class& its = classes_[ClassOf(work)];
   const auto [in_place, arena] = its.byte_seconds;
   const bool arena_pays = arena < kWorthASecondCopy * in_place;
-  const bool other_may_do =
-      arena_pays ? in_place < kWorthTrying * arena : arena < kWorthTrying * in_place;
+  const auto [best, other] = arena_pays ? std::pair(arena, in_place) : std::pair(in_place, arena);
+  const bool other_may_do = other < kWorthTrying * best || !its.seen[arena_pays ? 0 : 1];
   const bool try_other = ++its.choices % kTryEvery == 0 && other_may_do;
   return arena_pays != try_other ? MappedWay::kArena : MappedWay::kInPlace;
 }
 
 void PathModel::Observe(MappedWay way, const Work& work, double seconds) {
-  double& expected = classes_[ClassOf(work)].byte_seconds[static_cast<size_t>(way)];
+  Class& its = classes_[ClassOf(work)];
+  const auto index = static_cast<size_t>(way);
+  double& expected = its.byte_seconds[index];
   const double seen = seconds / static_cast<double>(work.bytes);
+  its.seen[index] = true;
   if (expected <= 0) {
     expected = seen;
     return;
   }
-  expected +=
-      kWeight * (std::clamp(seen, expected / kMostAtOnce, expected * kMostAtOnce) - expected);
+  const double most = kMostAtOnce * expected;
+  const double factor =
+      1 + kWeight * (std::clamp(seen, expected / kMostAtOnce, most) - expected) / expected;
+  expected *= factor;
+  if (!its.seen[1 - index]) its.byte_seconds[1 - index] *= factor;
 }
 
 double PathModel::ExpectedSeconds(MappedWay way, const Work& work) const {

@@ -42,10 +42,11 @@ class PathModel {
   explicit PathModel(const CopyCosts& costs);
 
   // In place, unless the arena saves more than 15 % of the time: it takes a second processor and
-  // copies everything twice. One choice in kTryEvery is the other way, if that may be within a
-  // factor of two, so that it is known what it takes.
+  // copies everything twice. One choice in kTryEvery is the other way, if that was never tried or
+  // is within a factor of two, so that it is known what it takes.
   MappedWay Choose(const Work& work);
-  // What a transfer took that had this node to itself.
+  // What a transfer took that had this node to itself. Of the way that was never tried it says how
+  // much more than copies a transfer takes.
   void Observe(MappedWay way, const Work& work, double seconds);
   // What Choose goes by.
   double ExpectedSeconds(MappedWay way, const Work& work) const;
@@ -55,6 +56,7 @@ class PathModel {
  private:
   struct Class {
     std::array<double, 2> byte_seconds{};  // By MappedWay.
+    std::array<bool, 2> seen{};
     int64_t choices = 0;
   };
   // 256 bytes and less, doubling, to 64 KiB and more; up to 1 MiB, 32 MiB, more.

@@ -59,6 +59,7 @@ class Sender {
   // Whether Pump() left out a chunk until others are read. Some of their readers may be stuck, so
   // Tick() says when to look again.
   bool waits_for_readers() const { return waits_for_readers_; }
+  const PathModel& paths() const { return paths_; }
   // Ends what is overdue; returns when to be called again at the latest.
   Deadline Tick(Deadline now);
 

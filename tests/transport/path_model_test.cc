@@ -85,8 +85,23 @@ TEST(PathModel, LearnsWhatTransfersTake) {
 TEST(PathModel, WhatIsFarWorseIsNotTried) {
   PathModel model(kAlike);
   const Work work{64 * kMiB, 2048};
+  model.Observe(MappedWay::kInPlace, work, 64e6 * 0.1 * kNanosecond);
   for (int i = 0; i < 20; ++i) model.Observe(MappedWay::kArena, work, 64e6 * 0.5 * kNanosecond);
   EXPECT_EQ(ChoicesOf(&model, MappedWay::kArena, work, 320), 0);
+}
+
+// A small request takes longer than its copies, whichever way it goes.
+TEST(PathModel, WhatIsNotCopyingIsOfBothWays) {
+  PathModel model(kAlike);
+  const Work work{64 << 10, 2048};
+  for (int i = 0; i < 20; ++i) {
+    EXPECT_EQ(model.Choose(work), MappedWay::kInPlace);
+    model.Observe(MappedWay::kInPlace, work, 150e-6);
+  }
+  EXPECT_NEAR(model.ExpectedSeconds(MappedWay::kArena, work), 150e-6, 15e-6);
+  // Once it was tried, it is known for itself.
+  model.Observe(MappedWay::kArena, work, 300e-6);
+  EXPECT_NEAR(model.ExpectedSeconds(MappedWay::kInPlace, work), 150e-6, 15e-6);
 }
 
 TEST(PathModel, OneStallChangesNothing) {

@@ -160,31 +160,27 @@ TEST_F(SenderChooses, WhatTheConfigSays) {
   EXPECT_FALSE(InPlace(&arena, 2, kLease + 1));
 }
 
-// A transfer is far slower than a picosecond a byte: once that has been seen, the other way is
-// taken.
 TEST_F(SenderChooses, LearnsFromTransfersThatHadTheNodeToThemselves) {
   Sender sender(config_, pool_, &leases_, arena_.get(), &outbox_, &metrics_, Costs(kSlow, kQuick));
-  uint64_t id = 1;
-  const auto fetch = [&] { return InPlace(&sender, id, 100 + id); };
-  const auto end = [&](uint64_t ended) {
-    sender.OnDone(kPeer, {ended, 100 + ended, 6 * SmallLayout().page_bytes()});
+  const int64_t bytes = 6 * SmallLayout().page_bytes();
+  const auto expected = [&] {
+    return sender.paths().ExpectedSeconds(MappedWay::kArena, {bytes, 3072});
   };
-  // Two beside each other, over and over: nothing is learnt.
-  for (int i = 0; i < 10; ++i, id += 2) {
-    EXPECT_FALSE(fetch());
-    ++id;
-    EXPECT_FALSE(fetch());
-    --id;
-    end(id);
-    end(id + 1);
-  }
-  // One after another.
-  bool in_place = false;
-  for (int i = 0; i < 20 && !in_place; ++i, ++id) {
-    in_place = fetch();
-    end(id);
-  }
-  EXPECT_TRUE(in_place);
+  const auto fetch = [&](uint64_t id) { EXPECT_FALSE(InPlace(&sender, id, 100 + id)); };
+  const auto end = [&](uint64_t id) { sender.OnDone(kPeer, {id, 100 + id, bytes}); };
+  const double before = expected();
+  fetch(1);
+  fetch(2);
+  end(1);
+  end(2);
+  EXPECT_DOUBLE_EQ(expected(), before) << "learnt from two beside each other";
+  fetch(3);
+  sender.OnCancel(kPeer, {3, "enough"});
+  EXPECT_DOUBLE_EQ(expected(), before) << "learnt from half a transfer";
+  // Far slower than a picosecond a byte.
+  fetch(4);
+  end(4);
+  EXPECT_GT(expected(), before);
 }
 
 // Of any number of peers, two a processor read at a time; one that does not come to it holds up the
