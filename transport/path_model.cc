@@ -20,6 +20,8 @@ namespace kvferry {
 namespace {
 
 constexpr double kWorthASecondCopy = 0.85;
+// By copies alone, measured while others may have been at work: half of it can be chance.
+constexpr double kWorthBelieving = 0.5;
 constexpr double kWorthTrying = 2;
 // A machine that stopped for a moment says nothing about its copies.
 constexpr double kMostAtOnce = 4;
@@ -113,7 +115,8 @@ int PathModel::ClassOf(const Work& work) {
 MappedWay PathModel::Choose(const Work& work) {
   Class& its = classes_[ClassOf(work)];
   const auto [in_place, arena] = its.byte_seconds;
-  const bool arena_pays = arena < kWorthASecondCopy * in_place;
+  const bool known = its.seen[0] && its.seen[1];
+  const bool arena_pays = arena < (known ? kWorthASecondCopy : kWorthBelieving) * in_place;
   const auto [best, other] = arena_pays ? std::pair(arena, in_place) : std::pair(in_place, arena);
   const bool other_may_do = other < kWorthTrying * best || !its.seen[arena_pays ? 0 : 1];
   const bool try_other = ++its.choices % kTryEvery == 0 && other_may_do;

@@ -49,6 +49,18 @@ TEST(PathModel, CopiesOfSmallPiecesArePredicted) {
   EXPECT_EQ(model.Choose({512 * kMiB, 64 << 10}), MappedWay::kInPlace);
 }
 
+TEST(PathModel, CopiesAloneAreNotBelievedAtOnce) {
+  CopyCosts costs = kAlike;
+  costs.page_to_page.byte_seconds = 0.15 * kNanosecond;
+  PathModel model(costs);
+  const Work work{64 * kMiB, 2048};
+  EXPECT_EQ(model.Choose(work), MappedWay::kInPlace);
+  model.Observe(MappedWay::kInPlace, work, 64 * kMiB * 0.15e-9);
+  EXPECT_EQ(model.Choose(work), MappedWay::kInPlace);
+  model.Observe(MappedWay::kArena, work, 64 * kMiB * 0.1e-9);
+  EXPECT_EQ(model.Choose(work), MappedWay::kArena);
+}
+
 // The slower of the two sides decides.
 TEST(PathModel, TheArenaIsAsSlowAsItsSlowerSide) {
   CopyCosts costs = kAlike;
