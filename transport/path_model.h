@@ -41,9 +41,10 @@ class PathModel {
 
   explicit PathModel(const CopyCosts& costs);
 
-  // In place, unless the arena saves more than 15 % of the time, or half of it while one of them was
-  // never tried: it takes a second processor and copies everything twice. One choice in kTryEvery is the other way, if that was never tried or
-  // is within a factor of two, so that it is known what it takes.
+  // In place, unless the arena saves more than 15 % of the time, or half of it while one of them
+  // was never tried: it takes a second processor and copies everything twice. One choice in
+  // kTryEvery is the other way, if that was never tried or is within a factor of two, so that it is
+  // known what it takes.
   MappedWay Choose(const Work& work);
   // What a transfer took that had this node to itself. Of the way that was never tried it says how
   // much more than copies a transfer takes.

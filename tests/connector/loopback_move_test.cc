@@ -16,15 +16,6 @@ constexpr uint64_t kSourceSeed = 1;
 constexpr uint64_t kOwnSeed = 2;
 constexpr int64_t kPoolPages = 96;
 
-KvLayout LayoutNamed(const std::string& name) {
-  if (name == "fused") return KvLayout::Fused(5, 16, 3, 24, DType::kFloat32);
-  if (name == "mla") return KvLayout::Mla(7, 8, 72, DType::kBFloat16);
-  if (name == "odd") {  // Tensors of different sizes, none of them a multiple of eight bytes.
-    return {3, 5, DType::kUint8, "engine's own", {{"k", 1, 7}, {"v", 3, 13}, {"scale", 1, 1}}};
-  }
-  return KvLayout::Mha(4, 16, 2, 32, DType::kBFloat16);
-}
-
 class Move : public testing::TestWithParam<std::tuple<std::string, std::string, int64_t>> {};
 
 TEST_P(Move, EveryByteAndNoOther) {

@@ -21,6 +21,16 @@ inline constexpr char kTestModel[] = "test/model";
 
 inline KvLayout SmallLayout() { return KvLayout::Mha(4, 16, 2, 32, DType::kBFloat16); }
 
+// "fused", "mla", "odd", else SmallLayout().
+inline KvLayout LayoutNamed(const std::string& name) {
+  if (name == "fused") return KvLayout::Fused(5, 16, 3, 24, DType::kFloat32);
+  if (name == "mla") return KvLayout::Mla(7, 8, 72, DType::kBFloat16);
+  if (name == "odd") {  // Tensors of different sizes, none of them a multiple of eight bytes.
+    return {3, 5, DType::kUint8, "engine's own", {{"k", 1, 7}, {"v", 3, 13}, {"scale", 1, 1}}};
+  }
+  return SmallLayout();
+}
+
 // Small chunks, so that small transfers have many of them.
 inline Config SmallChunks() {
   Config config = TestConfig();
