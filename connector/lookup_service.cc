@@ -11,24 +11,11 @@
 namespace kvferry {
 namespace {
 
-// Between the start of a node's thread and Attach() lie a few instructions.
-constexpr int64_t kAttachMs = 60000;
-
 const LookupEntry& EntryOf(const LookupTable::Taken& taken) {
   return *static_cast<LookupEntry*>(taken.payload().get());
 }
 
 }  // namespace
-
-void LookupService::Attach(Node* node) {
-  node_ = node;
-  attached_.Open();
-}
-
-Node& LookupService::node() {
-  attached_.Wait(DeadlineInMs(kAttachMs));
-  return *node_;
-}
 
 void LookupService::Close() {
   const MutexLock lock(&mutex_);

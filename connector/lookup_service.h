@@ -17,11 +17,11 @@
 #include "base/clock.h"
 #include "base/config.h"
 #include "base/mutex.h"
+#include "connector/attached_node.h"
 #include "connector/lease_source.h"
 #include "connector/lookup_table.h"
 #include "pool/page_runs.h"
 #include "transport/calls.h"
-#include "transport/command_queue.h"
 #include "transport/node.h"
 
 namespace kvferry {
@@ -68,7 +68,7 @@ class LookupService : public LeaseSource, public CallHandler {
       : LeaseSource(options.config), options_(options), table_(std::move(table)) {}
 
   // The node that calls this. Once, right after its start: it may be calling already.
-  void Attach(Node* node);
+  void Attach(Node* node) { node_.Attach(node); }
   // Before the node says goodbye.
   void Close();
   // Drops entries that are leased. The node is gone by now.
@@ -88,7 +88,7 @@ class LookupService : public LeaseSource, public CallHandler {
  private:
   using Taken = LookupTable::Taken;
 
-  Node& node();
+  Node& node() { return node_.get(); }
   absl::Status Lookup(const CallKey& call, const Fields& args, Deadline deadline);
   absl::Status LookupTake(const CallKey& call, const Fields& args);
   absl::Status LookupBack(const CallKey& call, const Fields& args);
@@ -102,8 +102,7 @@ class LookupService : public LeaseSource, public CallHandler {
 
   const Options options_;
   const std::shared_ptr<LookupTable> table_;
-  Latch attached_;
-  Node* node_ = nullptr;  // Constant after attached_.
+  AttachedNode node_;
 
   Mutex mutex_;
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;

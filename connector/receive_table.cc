@@ -11,22 +11,9 @@
 namespace kvferry {
 namespace {
 
-// Between the node's start and Attach() there are a few instructions.
-constexpr int64_t kAttachMs = 60000;
-
 std::string Name(uint64_t receive_id) { return absl::StrCat("receive ", absl::Hex(receive_id)); }
 
 }  // namespace
-
-void ReceiveTable::Attach(Node* node) {
-  node_ = node;
-  attached_.Open();
-}
-
-Node& ReceiveTable::node() {
-  attached_.Wait(DeadlineInMs(kAttachMs));
-  return *node_;
-}
 
 absl::StatusOr<ReceiveTable::Added> ReceiveTable::Add(Node::FetchRequest fetch, int64_t num_pages,
                                                       int64_t num_tokens) {

@@ -12,8 +12,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/mutex.h"
+#include "connector/attached_node.h"
 #include "transport/calls.h"
-#include "transport/command_queue.h"
 #include "transport/fetch_handle.h"
 #include "transport/node.h"
 
@@ -40,7 +40,7 @@ inline constexpr char kTokens[] = "tokens";
 class ReceiveTable : public CallHandler {
  public:
   // The node that calls this. Once, right after its start: it may be calling already.
-  void Attach(Node* node);
+  void Attach(Node* node) { node_.Attach(node); }
 
   struct Added {
     uint64_t receive_id = 0;
@@ -69,7 +69,7 @@ class ReceiveTable : public CallHandler {
   // As leases that ended (LeaseTable).
   static constexpr size_t kMaxRemembered = 65536;
 
-  Node& node();
+  Node& node() { return node_.get(); }
   // OK: the push is answered when the receive has ended.
   absl::Status Push(const CallKey& call, const Fields& args);
   absl::Status CheckPush(uint64_t receive_id, uint64_t num_pages, uint64_t num_tokens) const
@@ -78,8 +78,7 @@ class ReceiveTable : public CallHandler {
   void OnEnded(uint64_t receive_id);
   void Remember(uint64_t receive_id, absl::StatusCode code) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  Latch attached_;
-  Node* node_ = nullptr;  // Constant after attached_.
+  AttachedNode node_;
 
   mutable Mutex mutex_;
   absl::flat_hash_map<uint64_t, Receive> receives_ ABSL_GUARDED_BY(mutex_);  // Not ended.
