@@ -9,9 +9,12 @@
 
 #include "absl/algorithm/container.h"
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/types/span.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -36,6 +39,8 @@ constexpr std::array kFields = {
     Field{"allow_insecure_network", &Config::allow_insecure_network},
     Field{"net_device", &Config::net_device},
     Field{"ucx_tls", &Config::ucx_tls},
+    Field{"network_path", &Config::network_path},
+    Field{"direct_tls", &Config::direct_tls},
     Field{"lanes", &Config::lanes, 1, 8},
     Field{"same_host_path", &Config::same_host_path},
     Field{"copy_threads", &Config::copy_threads, 1, 64},
@@ -57,7 +62,8 @@ constexpr std::array kFields = {
     Field{"max_leases", &Config::max_leases, 1, 1 << 24},
 };
 
-constexpr std::array kSameHostPaths = {"auto", "in_place", "arena", "ucx"};
+constexpr std::array<absl::string_view, 4> kSameHostPaths = {"auto", "in_place", "arena", "ucx"};
+constexpr std::array<absl::string_view, 3> kNetworkPaths = {"packed", "direct", "auto"};
 
 const Field* FindField(absl::string_view name) {
   for (const Field& field : kFields) {
@@ -118,6 +124,26 @@ absl::Status CheckRange(const Field& field, const Config& config) {
                                                  "]"));
 }
 
+absl::Status CheckChoice(absl::string_view name, const std::string& value,
+                         absl::Span<const absl::string_view> choices) {
+  if (absl::c_linear_search(choices, value)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "config: ", name, " is '", value, "' but must be one of ", absl::StrJoin(choices, ", ")));
+}
+
+// UCX opens a port for each transport that is named, and tcp's takes remote memory access from
+// anybody, in software, at addresses that it does not check.
+absl::Status CheckDirectTls(const std::string& direct_tls) {
+  for (const absl::string_view tls : absl::StrSplit(direct_tls, ',')) {
+    if (!tls.empty() && tls[0] != '^' && tls != "all" && !absl::StartsWith(tls, "tcp")) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("config: direct_tls is '", direct_tls,
+                     "' but must name transports with remote memory access, such as rc, and "
+                     "neither tcp nor all of them"));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 std::vector<std::string> Config::FieldNames() {
@@ -168,11 +194,9 @@ absl::Status Config::Validate() const {
                                                    " but must hold at least one chunk_bytes (",
                                                    chunk_bytes, ")"));
   }
-  if (!absl::c_linear_search(kSameHostPaths, same_host_path)) {
-    return absl::InvalidArgumentError(absl::StrCat("config: same_host_path is '", same_host_path,
-                                                   "' but must be one of ",
-                                                   absl::StrJoin(kSameHostPaths, ", ")));
-  }
+  KVFERRY_RETURN_IF_ERROR(CheckChoice("same_host_path", same_host_path, kSameHostPaths));
+  KVFERRY_RETURN_IF_ERROR(CheckChoice("network_path", network_path, kNetworkPaths));
+  KVFERRY_RETURN_IF_ERROR(CheckDirectTls(direct_tls));
   if (!IsLoopbackHost(listen_host) && !allow_insecure_network) {
     return absl::InvalidArgumentError(absl::StrCat(
         "config: listen_host is ", listen_host,

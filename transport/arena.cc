@@ -4,17 +4,9 @@
 #include <utility>
 
 #include "base/status.h"
+#include "transport/generation.h"
 
 namespace kvferry {
-namespace {
-
-static_assert(std::atomic_ref<uint64_t>::is_always_lock_free);
-
-std::atomic_ref<uint64_t> GenerationIn(std::byte* arena, int64_t chunk) {
-  return std::atomic_ref<uint64_t>(reinterpret_cast<uint64_t*>(arena)[chunk]);
-}
-
-}  // namespace
 
 absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(int64_t arena_bytes, int64_t chunk_bytes) {
   const ArenaShape shape{arena_bytes / chunk_bytes, chunk_bytes};
@@ -48,12 +40,7 @@ int64_t Arena::ChunkAt(const std::byte* address) const {
   return offset % shape_.chunk_bytes == 0 ? offset / shape_.chunk_bytes : -1;
 }
 
-// A seqlock's two sides (H.-J. Boehm, "Can seqlocks get along with programming language memory
-// models?", 2012): the word changes before the payload does, and is read after it.
-void Arena::TakeFromReaders(int64_t chunk) {
-  GenerationIn(memory_.data.get(), chunk).fetch_add(1, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-}
+void Arena::TakeFromReaders(int64_t chunk) { RaiseGeneration(memory_.data.get(), chunk); }
 
 uint64_t Arena::Generation(int64_t chunk) const {
   return GenerationIn(memory_.data.get(), chunk).load(std::memory_order_relaxed);

@@ -1,7 +1,7 @@
 #pragma once
 
-// Where chunks of KV come from and go to: UCX (ucx/), and shared memory on one host (mapped/). The
-// direct path will add its operations here.
+// Where chunks of KV come from and go to: UCX (ucx/), and shared memory on one host (mapped/). What is
+// read from afar: direct_reads.h.
 
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +12,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "transport/read_costs.h"
 
 namespace kvferry {
 
@@ -24,7 +25,7 @@ struct ChunkHeader {
   uint32_t flags = 0;
 };
 inline constexpr uint32_t kChunkHasChecksum = 1;
-inline constexpr uint32_t kChunkInPool = 2;  // Same host: the payload says where the bytes lie.
+inline constexpr uint32_t kChunkInPool = 2;  // The payload says where the bytes lie.
 static_assert(sizeof(ChunkHeader) == 32);
 
 // Where bytes of a chunk lie in the sender's pool memory.
@@ -56,6 +57,11 @@ class DataEvents {
   using Intact = absl::FunctionRef<bool()>;
   using TakeChunk = std::function<void(const ChunkHeader&, Pieces, Intact)>;  // As OnChunk().
   virtual void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) = 0;
+  // A chunk came as a list of where its bytes lie in the sender's memory (DirectReads::Read).
+  virtual void OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list) = 0;
+  virtual void OnReadFailed(const ChunkHeader& header, const absl::Status& status) = 0;
+  // DirectReads has found out what reading over this link takes.
+  virtual void OnProbed(LinkId link) = 0;
   virtual void OnCredit(const CreditHeader& header) = 0;
   // The peer is gone. Close(link) is still to be called.
   virtual void OnLinkDown(LinkId link, const absl::Status& status) = 0;
@@ -77,10 +83,16 @@ class ChunkLinks {
   // with what `fill` failed with.
   virtual void SendChunk(LinkId link, const ChunkHeader& header, Fill fill, SendDone done) = 0;
   virtual void SendCredit(LinkId link, const CreditHeader& header) = 0;
-  // Whether the peer can read this side's pool where it lies. Then a payload may be a list of
-  // PoolPiece with kChunkInPool in the header's flags, and what they name must stay as it is too,
-  // or be taken from the reader (Arena::TakeFromReaders) before it changes.
-  virtual bool ReadsPool(LinkId link) const = 0;
+  // Whether a payload may be a list of PoolPiece, with kChunkInPool in the header's flags from the
+  // start. What they name must stay as it is too, or be taken from the reader before it changes. On
+  // this host by Arena::TakeFromReaders. From afar a GuardHead comes first, and its word is raised;
+  // `done` then says only that the list has gone, and the peer has to say that it can read at all.
+  enum class ReadsPool { kNo, kOnThisHost, kFromAfar };
+  virtual ReadsPool PoolReads(LinkId link) const = 0;
+  // What reading the peer's pool from afar takes this side.
+  virtual ReadCosts CostsOfReads(LinkId link) const = 0;
+  // As DirectReads.
+  virtual void Read(LinkId link, const ChunkHeader& header, std::span<const std::byte> list) = 0;
 };
 
 // Not thread-safe: made on one thread, then used by one other alone: the progress thread, or a
@@ -94,7 +106,7 @@ class DataPlane {
   virtual void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
                          SendDone done) = 0;
   virtual void SendCredit(LinkId link, const CreditHeader& header) = 0;
-  // As ChunkLinks::ReadsPool.
+  // Whether the peer has mapped this side's pool.
   virtual bool ReadsPool(LinkId link) const = 0;
 
   // Opaque bytes that peers pass to Connect().

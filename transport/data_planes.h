@@ -13,17 +13,12 @@
 #include "base/config.h"
 #include "transport/arena.h"
 #include "transport/data_plane.h"
+#include "transport/direct_reads.h"
 #include "transport/lane.h"
+#include "transport/messages.h"
 #include "transport/metrics.h"
 
 namespace kvferry {
-
-// Where a peer's data planes are reached, as its hello or welcome says.
-struct DataAddresses {
-  std::string worker;              // UCX, from anywhere.
-  std::string local;               // Shared memory, from this host; empty: not.
-  std::vector<std::string> lanes;  // UCX, further lanes.
-};
 
 // The data planes of one node as one: a link is over shared memory where the peer is on this host,
 // else over UCX, in as many lanes as both sides have. The first lane is the progress thread's, and
@@ -34,6 +29,7 @@ class DataPlanes final : public ChunkLinks {
     Config config;
     Arena* arena;                            // Outlives the planes.
     const SharedMemory* pool;                // What peers on this host may read; null: nothing.
+    DirectReads::Readable readable;          // What peers may read from afar.
     std::shared_ptr<CommandQueue> commands;  // Run by the progress thread.
     Metrics* metrics;                        // Outlives the planes.
     // Makes what is called with chunks on the thread of one lane.
@@ -52,13 +48,18 @@ class DataPlanes final : public ChunkLinks {
 
   void SendChunk(LinkId link, const ChunkHeader& header, Fill fill, SendDone done) override;
   void SendCredit(LinkId link, const CreditHeader& header) override;
-  bool ReadsPool(LinkId link) const override { return IsMapped(link) && mapped_->ReadsPool(link); }
+  ReadsPool PoolReads(LinkId link) const override;
+  ReadCosts CostsOfReads(LinkId link) const override;
+  void Read(LinkId link, const ChunkHeader& header, std::span<const std::byte> list) override;
+  // Whether what CostsOfReads() says is still to be found out; OnProbed() follows.
+  bool Probing(LinkId link) const { return direct_ != nullptr && direct_->Probing(link); }
 
   bool Progress(DataEvents* events);
   bool Arm();
-  // UCX's fd, and that of the other plane or -1.
+  // UCX's fd, and those of the others or -1.
   int worker_fd() const { return ucx_->event_fd(); }
   int local_fd() const { return mapped_ == nullptr ? -1 : mapped_->event_fd(); }
+  int direct_fd() const { return direct_ == nullptr ? -1 : direct_->event_fd(); }
 
  private:
   // Chunks of a link that are under way in each lane, the first one's at 0.
@@ -66,11 +67,13 @@ class DataPlanes final : public ChunkLinks {
 
   DataPlanes(std::unique_ptr<DataPlane> ucx, std::unique_ptr<DataPlane> mapped, Metrics* metrics);
   absl::Status MakeLanes(const Options& options);
+  absl::Status MakeDirect(const Options& options);
   DataPlane& PlaneOf(LinkId link) { return IsMapped(link) ? *mapped_ : *ucx_; }
   void SendHere(LinkId link, ChunkHeader header, const Fill& fill, SendDone done);
 
   const std::unique_ptr<DataPlane> ucx_;
   const std::unique_ptr<DataPlane> mapped_;  // Null: not on this host or not wanted.
+  std::unique_ptr<DirectReads> direct_;      // Null: not wanted, or no network for it.
   Metrics* const metrics_;
   std::vector<std::unique_ptr<Lane>> lanes_;  // But the first.
   // Of links that have more than one lane; shared with sends, which may end after their link.

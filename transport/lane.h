@@ -50,7 +50,11 @@ class Lane final : private DataEvents {
   void Send(LinkId link, ChunkHeader header, const ChunkLinks::Fill& fill, const SendDone& done);
   void ReportDown(LinkId link, const absl::Status& status);
   void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) override;
-  void OnCredit(const CreditHeader& /*header*/) override {}  // Comes over the first lane only.
+  // Come over the first lane only.
+  void OnChunkElsewhere(const ChunkHeader&, std::span<const std::byte>) override {}
+  void OnReadFailed(const ChunkHeader&, const absl::Status&) override {}
+  void OnProbed(LinkId) override {}
+  void OnCredit(const CreditHeader& /*header*/) override {}
   void OnLinkDown(LinkId own_link, const absl::Status& status) override;
 
   const Options options_;

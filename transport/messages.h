@@ -12,6 +12,7 @@
 #include "pool/kv_layout.h"
 #include "pool/page_runs.h"
 #include "transport/fields.h"
+#include "transport/read_costs.h"
 
 namespace kvferry {
 
@@ -24,23 +25,28 @@ inline constexpr size_t kMaxModelBytes = 256;
 inline constexpr size_t kMaxWorkerAddressBytes = 4096;
 inline constexpr size_t kMaxLocalAddressBytes = 64;
 inline constexpr size_t kMaxMoreLanes = 7;  // Beside the first.
+inline constexpr size_t kMaxDirectAddressBytes = 64 << 10;
 inline constexpr size_t kMaxTextBytes = 1024;
 inline constexpr size_t kMaxRuns = 65536;
 inline constexpr size_t kMaxFunctionBytes = 32;
+
+// Where a peer's data planes are reached.
+struct DataAddresses {
+  std::string worker;                // UCX, from anywhere.
+  std::string local{};               // Shared memory, from this host; empty: not.
+  std::vector<std::string> lanes{};  // UCX, further lanes.
+  std::string direct{};              // Memory that can be read from afar; empty: none.
+};
 
 struct HelloMsg {
   std::string name;
   std::string model;
   KvLayout layout;
-  std::string worker_address;
-  std::string local_address{};                // Empty: none.
-  std::vector<std::string> lane_addresses{};  // Workers of further lanes.
+  DataAddresses data;
 };
 struct WelcomeMsg {
   std::string name;
-  std::string worker_address;
-  std::string local_address{};
-  std::vector<std::string> lane_addresses{};
+  DataAddresses data;
 };
 struct RefuseMsg {
   uint64_t transfer_id = 0;  // 0: the session itself.
@@ -56,6 +62,7 @@ struct FetchMsg {
   bool checksum = false;
   int64_t tail_bytes = 0;  // Wanted behind the pages.
   uint64_t replaces = 0;   // A fetch of the same lease that this one begins anew; 0: none.
+  ReadCosts reads{};       // Of the sender's memory, by the receiver.
 };
 struct DoneMsg {
   uint64_t transfer_id = 0;

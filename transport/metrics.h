@@ -25,6 +25,7 @@ struct Metrics {
   Value fetches_failed{0};
   Value transfers_started{0};   // As sender.
   Value transfers_in_place{0};  // Of those started: the peer reads its pages in this side's pool.
+  Value transfers_direct{0};    // Of those started: as that, with one-sided reads from afar.
   Value transfers_ok{0};
   Value transfers_failed{0};
   Value fetches_refused{0};  // As sender.
@@ -58,6 +59,7 @@ struct Metrics {
         {"fetches_failed", fetches_failed},
         {"transfers_started", transfers_started},
         {"transfers_in_place", transfers_in_place},
+        {"transfers_direct", transfers_direct},
         {"transfers_ok", transfers_ok},
         {"transfers_failed", transfers_failed},
         {"fetches_refused", fetches_refused},

@@ -44,7 +44,9 @@ absl::Status NodeImpl::Init() {
   KVFERRY_ASSIGN_OR_RETURN(arena_, Arena::Create(config.arena_bytes, config.chunk_bytes));
   KVFERRY_ASSIGN_OR_RETURN(control_, MakeZmqControlPlane(config, options_.listen));
   listen_address_ = control_->listen_address();
-  const bool chooses = SharedPool() != nullptr && config.same_host_path == "auto";
+  const bool chooses =
+      options_.source != nullptr && ((SharedPool() != nullptr && config.same_host_path == "auto") ||
+                                     config.network_path == "auto");
   const MachineTraits machine{chooses ? MeasuredCopyCosts() : CopyCosts{},
                               std::max(1U, std::thread::hardware_concurrency())};
   sender_ = std::make_unique<Sender>(config, options_.pool, options_.source, arena_.get(), this,
@@ -54,9 +56,10 @@ absl::Status NodeImpl::Init() {
   receiver_ = std::make_unique<Receiver>(config, copy_threads_.get(), this, &metrics_);
   calls_ = std::make_unique<Calls>(config, options_.handler, this, &metrics_);
   // After the receiver, which the lanes' threads call.
+  KVFERRY_ASSIGN_OR_RETURN(DirectReads::Readable readable, MakeReadable());
   KVFERRY_ASSIGN_OR_RETURN(
-      data_, DataPlanes::Create({config, arena_.get(), SharedPool(), commands_, &metrics_,
-                                 [this] { return OnChunkOfLane(); }}));
+      data_, DataPlanes::Create({config, arena_.get(), SharedPool(), std::move(readable), commands_,
+                                 &metrics_, [this] { return OnChunkOfLane(); }}));
   if (commands_->wake().get() < 0) {
     return absl::ResourceExhaustedError(absl::StrCat("node: eventfd: ", std::strerror(errno)));
   }
@@ -67,6 +70,15 @@ absl::Status NodeImpl::Init() {
 // What peers may read in place: nothing of a node that publishes nothing.
 const SharedMemory* NodeImpl::SharedPool() const {
   return options_.source == nullptr ? nullptr : options_.pool->shared_memory();
+}
+
+absl::StatusOr<DirectReads::Readable> NodeImpl::MakeReadable() {
+  if (options_.source == nullptr || options_.config.network_path == "packed") {
+    return DirectReads::Readable();
+  }
+  KVFERRY_ASSIGN_OR_RETURN(guards_, Guards::Create());
+  sender_->UseGuards(guards_.get());
+  return DirectReads::Readable{guards_->memory(), sender_->regions().regions()};
 }
 
 NodeImpl::~NodeImpl() {
@@ -206,7 +218,8 @@ bool NodeImpl::Work() {
   bool busy = commands_->Run();
   // A command may have brought a deadline nearer than the next tick.
   tick_now_ |= busy;
-  const bool data_busy = data_->Progress(this) | sender_->Pump();
+  bool data_busy = data_->Progress(this);
+  data_busy |= sender_->Pump();
   tick_now_ |= sender_->waits_for_readers();
   const Deadline now = Clock::now();
   if (!data_busy || now >= next_control_) {
@@ -223,6 +236,7 @@ void NodeImpl::Sleep(Deadline until) {
   const bool pause = futile_wakes_.Pause();
   pollfd fds[] = {{pause ? -1 : data_->worker_fd(), POLLIN, 0},
                   {data_->local_fd(), POLLIN, 0},
+                  {data_->direct_fd(), POLLIN, 0},
                   {control_->event_fd(), POLLIN, 0},
                   {commands_->wake().get(), POLLIN, 0}};
   const Deadline now = Clock::now();
@@ -230,7 +244,7 @@ void NodeImpl::Sleep(Deadline until) {
       MsUntil(pause ? std::min(until, now + FutileWakes::kPause) : until, now), kMaxSleepMs);
   poll(fds, std::size(fds), static_cast<int>(sleep_ms));
   if ((fds[0].revents & POLLIN) != 0) futile_wakes_.OnWake();
-  if ((fds[3].revents & POLLIN) != 0) commands_->wake().Drain();
+  if ((fds[4].revents & POLLIN) != 0) commands_->wake().Drain();
 }
 
 Deadline NodeImpl::Tick(Deadline now) {
@@ -297,6 +311,19 @@ void NodeImpl::Send(const PeerKey& peer, MessageBody body) {
 
 void NodeImpl::OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) {
   receiver_->OnChunk(header, payload, intact);
+}
+
+void NodeImpl::OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list) {
+  receiver_->OnChunkElsewhere(header, list);
+}
+
+void NodeImpl::OnReadFailed(const ChunkHeader& header, const absl::Status& status) {
+  receiver_->OnLanded(header, status);
+}
+
+void NodeImpl::OnProbed(LinkId link) {
+  const PeerKey peer = sessions_.FindLink(link);
+  if (!peer.empty()) RequestWaiting(peer, *sessions_.Find(peer));
 }
 
 // What a lane's thread does with its chunks; what follows from them is the progress thread's.

@@ -23,6 +23,7 @@
 #include "transport/control_plane.h"
 #include "transport/data_planes.h"
 #include "transport/futile_wakes.h"
+#include "transport/guards.h"
 #include "transport/metrics.h"
 #include "transport/node.h"
 #include "transport/outbox.h"
@@ -62,11 +63,16 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   bool HasReadySession();
   void SayGoodbye();
   const SharedMemory* SharedPool() const;
+  // What peers may read from afar, with guards_ if that is wanted.
+  absl::StatusOr<DirectReads::Readable> MakeReadable();
 
   // ControlEvents, DataEvents, Outbox.
   void OnMessage(const PeerKey& peer, Message message) override;
   void OnMalformed(const PeerKey& peer, const absl::Status& status) override;
   void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) override;
+  void OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list) override;
+  void OnReadFailed(const ChunkHeader& header, const absl::Status& status) override;
+  void OnProbed(LinkId link) override;
   void OnCredit(const CreditHeader& header) override;
   TakeChunk OnChunkOfLane();
   void OnLinkDown(LinkId link, const absl::Status& status) override;
@@ -77,6 +83,8 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   absl::StatusOr<PeerKey> SessionFor(const std::string& address, uint64_t epoch);
   absl::Status JoinSession(Receiver::Fetch& fetch);
   void StartFetch(Receiver::Fetch fetch);
+  // Whatever waits for the session, once it is known how the peer's pages can be had.
+  void RequestWaiting(const PeerKey& peer, const Session& session);
   // What follows from JoinSession().
   void RequestOrCancel(uint64_t fetch_id, const absl::Status& joined, const PeerKey& peer);
   void StartCall(uint64_t id, const std::string& address, uint64_t epoch, Calls::Call call);
@@ -100,9 +108,10 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   const std::shared_ptr<CommandQueue> commands_ = std::make_shared<CommandQueue>();
   std::atomic<bool> stop_{false};
 
-  // From here on: the progress thread's alone, once it runs. The arena outlives the data plane,
-  // which may still be sending from it, and the copy threads the receiver.
+  // From here on: the progress thread's alone, once it runs. The arena and the guards outlive
+  // the data plane, which may still be sending from it, and the copy threads the receiver.
   std::unique_ptr<Arena> arena_;
+  std::unique_ptr<Guards> guards_;  // Null: no peer reads from afar.
   std::unique_ptr<ControlPlane> control_;
   std::unique_ptr<DataPlanes> data_;
   std::unique_ptr<Sender> sender_;

@@ -28,9 +28,7 @@ absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_
   session.name = address;
   session.greeting_until = DeadlineInMs(config.connect_timeout_ms);
   sessions_.Insert(peer, session);
-  DataAddresses data = data_->addresses();
-  Send(peer, HelloMsg{options_.name, options_.model, options_.pool->layout(),
-                      std::move(data.worker), std::move(data.local), std::move(data.lanes)});
+  Send(peer, HelloMsg{options_.name, options_.model, options_.pool->layout(), data_->addresses()});
   return peer;
 }
 
@@ -57,9 +55,11 @@ void NodeImpl::StartFetch(Receiver::Fetch fetch) {
 void NodeImpl::RequestOrCancel(uint64_t fetch_id, const absl::Status& joined, const PeerKey& peer) {
   if (!joined.ok()) return receiver_->Cancel(fetch_id, joined);
   const Session* session = sessions_.Find(peer);
-  if (session->state == Session::State::kReady) {
-    receiver_->OnPeerReady(peer, session->epoch, session->link);
-  }
+  if (session->state == Session::State::kReady) RequestWaiting(peer, *session);
+}
+
+void NodeImpl::RequestWaiting(const PeerKey& peer, const Session& session) {
+  if (!data_->Probing(session.link)) receiver_->OnPeerReady(peer, session.epoch, session.link);
 }
 
 void NodeImpl::StartCall(uint64_t id, const std::string& address, uint64_t epoch,
@@ -151,8 +151,7 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
   absl::Status status = CheckHello(hello);
   LinkId link = 0;
   if (status.ok()) {
-    absl::StatusOr<LinkId> connected =
-        data_->Connect({hello.worker_address, hello.local_address, hello.lane_addresses});
+    absl::StatusOr<LinkId> connected = data_->Connect(hello.data);
     status = connected.status();
     if (connected.ok()) link = *connected;
   }
@@ -172,15 +171,12 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
   CountPeers();
   tick_now_ = true;
   Log().info("accepted peer '{}' over {}", absl::CEscape(hello.name), data_->PathName(link));
-  DataAddresses data = data_->addresses();
-  Send(peer, WelcomeMsg{options_.name, std::move(data.worker), std::move(data.local),
-                        std::move(data.lanes)});
+  Send(peer, WelcomeMsg{options_.name, data_->addresses()});
 }
 
 void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
                          const WelcomeMsg& welcome) {
-  const absl::StatusOr<LinkId> link =
-      data_->Connect({welcome.worker_address, welcome.local_address, welcome.lane_addresses});
+  const absl::StatusOr<LinkId> link = data_->Connect(welcome.data);
   if (!link.ok()) {
     DropSession(peer, link.status());
     return;
@@ -193,7 +189,7 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
   tick_now_ = true;
   Log().info("connected to '{}' at {} over {}", absl::CEscape(session.name), session.address,
              data_->PathName(*link));
-  receiver_->OnPeerReady(peer, epoch, *link);
+  RequestWaiting(peer, session);
   // A second session to one address was opened because a ticket named another epoch. Either the
   // process there is new, and the old session a ghost, or the ticket was stale, and this session is
   // one too many: what waited for it, calls too, meant a process that is no more.

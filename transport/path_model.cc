@@ -96,14 +96,30 @@ const CopyCosts& MeasuredCopyCosts() {
   return costs;
 }
 
-PathModel::PathModel(const CopyCosts& costs) {
+void PathModel::Expect(absl::FunctionRef<std::array<double, 2>(int64_t)> costs) {
   for (int i = 0; i < kPieceClasses * kSizeClasses; ++i) {
-    const int64_t piece_bytes = int64_t{1} << (kSmallestPieceLog + i % kPieceClasses);
-    // Both sides of the arena work at the same time.
-    classes_[i].byte_seconds = {
-        costs.page_to_page.PerByte(piece_bytes),
-        std::max(costs.gather.PerByte(piece_bytes), costs.scatter.PerByte(piece_bytes))};
+    classes_[i].byte_seconds = costs(int64_t{1} << (kSmallestPieceLog + i % kPieceClasses));
   }
+}
+
+PathModel::PathModel(const CopyCosts& costs) {
+  Expect([&](int64_t piece_bytes) -> std::array<double, 2> {
+    // Both sides of the arena work at the same time.
+    return {costs.page_to_page.PerByte(piece_bytes),
+            std::max(costs.gather.PerByte(piece_bytes), costs.scatter.PerByte(piece_bytes))};
+  });
+}
+
+PathModel::PathModel(const CopyCosts& costs, const ReadCosts& reads) : afar_(true) {
+  const CopyCost read{static_cast<double>(reads.mib_ns) * 1e-9 / (1 << 20),
+                      static_cast<double>(reads.read_ns) * 1e-9};
+  Expect([&](int64_t piece_bytes) -> std::array<double, 2> {
+    const double scatter = costs.scatter.PerByte(piece_bytes);
+    // A chunk has to cross too, in one piece, and is put together before it is scattered.
+    const double packed =
+        std::max(costs.gather.PerByte(piece_bytes), scatter + costs.page_to_page.byte_seconds);
+    return {read.PerByte(piece_bytes) + scatter, read.byte_seconds + packed};
+  });
 }
 
 int PathModel::ClassOf(const Work& work) {
@@ -112,18 +128,22 @@ int PathModel::ClassOf(const Work& work) {
          PieceClass(work.piece_bytes, kPieceClasses);
 }
 
-MappedWay PathModel::Choose(const Work& work) {
+PageWay PathModel::Choose(const Work& work) {
   Class& its = classes_[ClassOf(work)];
   const auto [in_place, arena] = its.byte_seconds;
   const bool known = its.seen[0] && its.seen[1];
-  const bool arena_pays = arena < (known ? kWorthASecondCopy : kWorthBelieving) * in_place;
+  const bool believed = known || afar_;
+  const bool arena_pays = arena < (believed ? kWorthASecondCopy : kWorthBelieving) * in_place;
   const auto [best, other] = arena_pays ? std::pair(arena, in_place) : std::pair(in_place, arena);
-  const bool other_may_do = other < kWorthTrying * best || !its.seen[arena_pays ? 0 : 1];
-  const bool try_other = ++its.choices % kTryEvery == 0 && other_may_do;
-  return arena_pays != try_other ? MappedWay::kArena : MappedWay::kInPlace;
+  const bool unseen = !its.seen[arena_pays ? 0 : 1];
+  const bool other_may_do = other < kWorthTrying * best || (unseen && !afar_);
+  ++its.choices;
+  const bool soon = afar_ && unseen && its.choices > 1 && std::has_single_bit(its.choices);
+  const bool try_other = other_may_do && (soon || its.choices % kTryEvery == 0);
+  return arena_pays != try_other ? PageWay::kArena : PageWay::kInPlace;
 }
 
-void PathModel::Observe(MappedWay way, const Work& work, double seconds) {
+void PathModel::Observe(PageWay way, const Work& work, double seconds) {
   Class& its = classes_[ClassOf(work)];
   const auto index = static_cast<size_t>(way);
   double& expected = its.byte_seconds[index];
@@ -137,10 +157,10 @@ void PathModel::Observe(MappedWay way, const Work& work, double seconds) {
   const double factor =
       1 + kWeight * (std::clamp(seen, expected / kMostAtOnce, most) - expected) / expected;
   expected *= factor;
-  if (!its.seen[1 - index]) its.byte_seconds[1 - index] *= factor;
+  if (!its.seen[1 - index] && !afar_) its.byte_seconds[1 - index] *= factor;
 }
 
-double PathModel::ExpectedSeconds(MappedWay way, const Work& work) const {
+double PathModel::ExpectedSeconds(PageWay way, const Work& work) const {
   const Class& its = classes_[ClassOf(work)];
   return its.byte_seconds[static_cast<size_t>(way)] * static_cast<double>(work.bytes);
 }

@@ -3,11 +3,14 @@
 #include <array>
 #include <cstdint>
 
+#include "absl/functional/function_ref.h"
+#include "transport/read_costs.h"
+
 namespace kvferry {
 
-// The two ways to a peer on this host that may read the pool: it copies from page to page, or from
-// chunks that this side has gathered in the arena.
-enum class MappedWay { kInPlace, kArena };
+// The two ways to a peer that may read the pool, on this host or from afar: it takes the pages from
+// where they lie, or chunks that this side has gathered in the arena.
+enum class PageWay { kInPlace, kArena };
 
 // What copying costs one processor: seconds a byte, and seconds more for each piece.
 struct CopyCost {
@@ -39,33 +42,40 @@ class PathModel {
     int64_t piece_bytes;  // That lie together, on average; positive.
   };
 
+  // Of peers on this host.
   explicit PathModel(const CopyCosts& costs);
+  // Of one that reads from afar. The two ways have less in common there: what one takes says nothing
+  // of the other, which is therefore tried sooner, unless it is expected to be far worse.
+  PathModel(const CopyCosts& costs, const ReadCosts& reads);
 
   // In place, unless the arena saves more than 15 % of the time, or half of it while one of them
   // was never tried: it takes a second processor and copies everything twice. One choice in
   // kTryEvery is the other way, if that was never tried or is within a factor of two, so that it is
   // known what it takes.
-  MappedWay Choose(const Work& work);
+  PageWay Choose(const Work& work);
   // What a transfer took that had this node to itself. Of the way that was never tried it says how
   // much more than copies a transfer takes.
-  void Observe(MappedWay way, const Work& work, double seconds);
+  void Observe(PageWay way, const Work& work, double seconds);
   // What Choose goes by.
-  double ExpectedSeconds(MappedWay way, const Work& work) const;
+  double ExpectedSeconds(PageWay way, const Work& work) const;
 
-  static constexpr int64_t kTryEvery = 32;
+  static constexpr int kTryEvery = 32;
 
  private:
   struct Class {
-    std::array<double, 2> byte_seconds{};  // By MappedWay.
+    std::array<double, 2> byte_seconds{};  // By PageWay.
     std::array<bool, 2> seen{};
-    int64_t choices = 0;
+    uint64_t choices = 0;
   };
   // 256 bytes and less, doubling, to 64 KiB and more; up to 1 MiB, 32 MiB, more.
   static constexpr int kPieceClasses = 9;
   static constexpr int kSizeClasses = 3;
 
   static int ClassOf(const Work& work);
+  // Seconds a byte of both ways, for pieces of so many bytes.
+  void Expect(absl::FunctionRef<std::array<double, 2>(int64_t)> costs);
 
+  const bool afar_ = false;
   std::array<Class, kPieceClasses * kSizeClasses> classes_;
 };
 

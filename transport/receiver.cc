@@ -74,6 +74,8 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   message.checksum = config_.checksum;
   message.tail_bytes = fetch.plan->tail_bytes();
   message.replaces = fetch.replaces;
+  const auto link = links_.find(fetch.peer);
+  if (link != links_.end()) message.reads = outbox_->data().CostsOfReads(link->second);
   outbox_->Send(fetch.peer, std::move(message));
 }
 
@@ -133,6 +135,14 @@ void Receiver::CloseLanding(const Fetch& fetch) {
 
 void Receiver::OnChunk(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact) {
   OnLanded(header, Land(header, payload, intact, &copy_));
+}
+
+void Receiver::OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list) {
+  const auto found = fetches_.find(header.transfer_id);
+  const auto link = found == fetches_.end() ? links_.end() : links_.find(found->second.peer);
+  // The transfer says whose memory is meant: nobody else's can be named.
+  if (link == links_.end()) return OnLanded(header, absl::NotFoundError("no such fetch"));
+  outbox_->data().Read(link->second, header, list);
 }
 
 absl::Status Receiver::Land(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact,

@@ -75,6 +75,8 @@ class Receiver {
   void OnRefuse(const PeerKey& peer, const RefuseMsg& refuse);
   void OnAbort(const PeerKey& peer, const AbortMsg& abort);
   void OnChunk(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact);
+  // A chunk that is still to be read, out of the memory of its fetch's sender.
+  void OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list);
   // OnChunk in two steps: on the thread of any lane, which has a `copy` of its own, and then on the
   // progress thread, with what the first one returned. NOT_FOUND: of no live fetch.
   absl::Status Land(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact,

@@ -9,6 +9,7 @@
 #include "base/hash.h"
 #include "base/log.h"
 #include "base/status.h"
+#include "transport/direct_reads.h"
 
 namespace kvferry {
 namespace {
@@ -43,6 +44,8 @@ Sender::Sender(const Config& config, std::shared_ptr<const KvPool> pool, FetchSo
       arena_(arena),
       outbox_(outbox),
       metrics_(metrics),
+      regions_(*pool_),
+      copies_(machine.copies),
       paths_(machine.copies),
       max_read_in_place_(kMaxReadersAProcessor * machine.processors),
       read_since_(std::make_shared<absl::flat_hash_map<int64_t, Deadline>>()),
@@ -169,21 +172,49 @@ void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const Lease
 void Sender::ChooseWay(Transfer& transfer) {
   // Transfers beside each other say nothing of what either takes alone.
   for (const TransferPtr& other : turn_) other->tells_costs = false;
-  if (!outbox_->data().ReadsPool(transfer.link)) return;
   const StreamPlan& plan = transfer.plan;
   if (plan.pages_bytes() == 0 || plan.min_item_bytes() < kMinBytesInPlace) return;
-  if (config_.same_host_path == "auto") {
-    transfer.way = paths_.Choose(WorkOf(plan));
+  PathModel* const model = ModelOf(transfer);
+  if (model == nullptr) return;
+  const std::string& wanted = model == &paths_ ? config_.same_host_path : config_.network_path;
+  if (wanted == "auto") {
+    TakeWay(transfer, model->Choose(WorkOf(plan)));
     transfer.tells_costs = turn_.empty() && transfer.ready_bytes == plan.total_bytes();
-  } else if (config_.same_host_path == "in_place") {
-    transfer.way = MappedWay::kInPlace;
+  } else if (wanted == "in_place" || wanted == "direct") {
+    TakeWay(transfer, PageWay::kInPlace);
   }
-  if (transfer.way == MappedWay::kInPlace) ++metrics_->transfers_in_place;
+}
+
+PathModel* Sender::ModelOf(const Transfer& transfer) {
+  switch (outbox_->data().PoolReads(transfer.link)) {
+    case ChunkLinks::ReadsPool::kNo:
+      return nullptr;
+    case ChunkLinks::ReadsPool::kOnThisHost:
+      return &paths_;
+    case ChunkLinks::ReadsPool::kFromAfar:
+      break;
+  }
+  const ReadCosts& reads = transfer.fetch.reads;
+  if (guards_ == nullptr || !reads.possible()) return nullptr;
+  return &paths_to_.try_emplace(transfer.peer, copies_, reads).first->second;
+}
+
+void Sender::TakeWay(Transfer& transfer, PageWay way) {
+  if (way == PageWay::kArena) return;
+  if (outbox_->data().PoolReads(transfer.link) == ChunkLinks::ReadsPool::kFromAfar) {
+    transfer.guard = guards_->Take();
+    if (transfer.guard < 0) return;  // As many at once as there are words: this one is packed.
+    ++metrics_->transfers_direct;
+  } else {
+    ++metrics_->transfers_in_place;
+  }
+  transfer.way = way;
 }
 
 void Sender::LearnCosts(const Transfer& transfer) {
-  if (!transfer.tells_costs) return;
-  paths_.Observe(transfer.way, WorkOf(transfer.plan),
+  PathModel* const model = transfer.tells_costs ? ModelOf(transfer) : nullptr;
+  if (model == nullptr) return;
+  model->Observe(transfer.way, WorkOf(transfer.plan),
                  SecondsBetween(transfer.started_at, Clock::now()));
 }
 
@@ -282,6 +313,7 @@ void Sender::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
     End(id, status, /*tell=*/false);
   }
   fetches_of_peer_.erase(peer);
+  paths_to_.erase(peer);
 }
 
 void Sender::AbortLease(uint64_t lease_id, const absl::Status& status) {
@@ -306,6 +338,7 @@ void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell) {
   transfer->reading->Close();
   for (const int64_t chunk : transfer->read_in_place) arena_->TakeFromReaders(chunk);
   transfer->read_in_place.clear();
+  if (transfer->guard >= 0) guards_->RaiseAndGiveBack(transfer->guard);
   ++(outcome.ok() ? metrics_->transfers_ok : metrics_->transfers_failed);
   UpdateGauges();
   if (!outcome.ok()) {
@@ -336,7 +369,7 @@ bool Sender::Pump() {
 }
 
 bool Sender::PumpOne(const TransferPtr& transfer, int64_t peer_share) {
-  const bool in_place = ReadInPlace(*transfer);
+  const bool in_place = ReadWhereTheyLie(*transfer);
   // A gathered chunk never leaves its layer, so that a layer's end never waits for the next layer's
   // chunk. One that is read in place has nobody work on it here.
   const int64_t segment_end =
@@ -344,7 +377,7 @@ bool Sender::PumpOne(const TransferPtr& transfer, int64_t peer_share) {
   const int64_t end = std::min(segment_end, transfer->ready_bytes);
   const int64_t max_bytes = in_place ? MaxBytesInPlace(*transfer) : transfer->chunk_bytes;
   const int64_t bytes = std::min(max_bytes, end - transfer->sent_bytes);
-  if (bytes <= 0 || !Admits(*transfer, bytes, in_place)) return false;
+  if (bytes <= 0 || !Admits(*transfer, bytes)) return false;
   if ((*chunks_of_peer_)[transfer->peer] >= peer_share) return false;
   if (arena_->num_taken() == arena_->num_chunks()) return false;
   SendChunk(transfer, bytes, in_place);
@@ -353,8 +386,8 @@ bool Sender::PumpOne(const TransferPtr& transfer, int64_t peer_share) {
 
 // What is read in place takes no room at the receiver: enough is on its way when it has the next
 // chunk before it is through with one.
-bool Sender::Admits(const Transfer& transfer, int64_t bytes, bool in_place) {
-  if (in_place) {
+bool Sender::Admits(const Transfer& transfer, int64_t bytes) {
+  if (ReadInPlace(transfer)) {
     if (transfer.read_in_place.size() >= kMaxChunksInPlace) return false;
     const bool busy = ReadersAreBusy(Clock::now());
     waits_for_readers_ |= busy;
@@ -372,15 +405,20 @@ bool Sender::ReadersAreBusy(Deadline now) const {
   return static_cast<size_t>(fresh) >= max_read_in_place_;
 }
 
-bool Sender::ReadInPlace(const Transfer& transfer) {
-  return transfer.way == MappedWay::kInPlace && transfer.sent_bytes < transfer.plan.pages_bytes();
+bool Sender::ReadWhereTheyLie(const Transfer& transfer) {
+  return transfer.way == PageWay::kInPlace && transfer.sent_bytes < transfer.plan.pages_bytes();
 }
 
-// Nothing of it lies in the arena but a list of pieces, which must fit into one chunk; only the
-// first and the last can be shorter than an item.
+bool Sender::ReadInPlace(const Transfer& transfer) {
+  return ReadWhereTheyLie(transfer) && transfer.guard < 0;
+}
+
+// Nothing of it lies in the arena but a list of pieces, and perhaps its guard, which must fit into
+// one chunk; only the first and the last can be shorter than an item. From afar it lands in one.
 int64_t Sender::MaxBytesInPlace(const Transfer& transfer) const {
-  const int64_t pieces = arena_->shape().chunk_bytes / static_cast<int64_t>(sizeof(PoolPiece));
-  return std::min(kMaxBytesInPlace, (pieces - 2) * transfer.plan.min_item_bytes());
+  const int64_t pieces = arena_->shape().chunk_bytes / static_cast<int64_t>(sizeof(PoolPiece)) - 1;
+  const int64_t most = transfer.guard < 0 ? kMaxBytesInPlace : transfer.chunk_bytes;
+  return std::min(most, (pieces - 2) * transfer.plan.min_item_bytes());
 }
 
 ChunkLinks::Fill Sender::Gather(const TransferPtr& transfer, int64_t chunk) const {
@@ -399,20 +437,25 @@ ChunkLinks::Fill Sender::ListPieces(const TransferPtr& transfer, int64_t chunk) 
   return [this, transfer, chunk, offset = transfer->sent_bytes](ChunkHeader* header) -> Filled {
     pieces_.clear();
     transfer->plan.AppendPieces(offset, header->bytes, &pieces_);
-    const std::byte* const memory = pool_->shared_memory()->data.get();
-    std::byte* out = arena_->Bytes(chunk).data();
+    std::byte* const begin = arena_->Bytes(chunk).data();
+    std::byte* out = begin;
+    if (transfer->guard >= 0) {
+      const GuardHead head{static_cast<uint64_t>(transfer->guard),
+                           guards_->Generation(transfer->guard)};
+      std::memcpy(out, &head, sizeof(head));
+      out += sizeof(head);
+    }
     for (const std::span<std::byte> bytes : pieces_) {
-      const PoolPiece piece{static_cast<uint64_t>(bytes.data() - memory), bytes.size()};
+      const PoolPiece piece{regions_.OffsetOf(bytes.data()), bytes.size()};
       std::memcpy(out, &piece, sizeof(piece));
       out += sizeof(piece);
     }
-    header->flags |= kChunkInPool;
     if (transfer->fetch.checksum) {
       header->checksum =
           Xxh3(std::vector<std::span<const std::byte>>(pieces_.begin(), pieces_.end()));
     }
-    transfer->read_in_place.insert(chunk);
-    return arena_->Bytes(chunk).first(pieces_.size() * sizeof(PoolPiece));
+    if (transfer->guard < 0) transfer->read_in_place.insert(chunk);
+    return std::span<const std::byte>(begin, out);
   };
 }
 
@@ -422,14 +465,12 @@ void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place
   header.transfer_id = transfer->fetch.transfer_id;
   header.offset = transfer->sent_bytes;
   header.bytes = static_cast<uint32_t>(bytes);
-  header.flags = transfer->fetch.checksum ? kChunkHasChecksum : 0;
+  header.flags = (transfer->fetch.checksum ? kChunkHasChecksum : 0) | (in_place ? kChunkInPool : 0);
   ChunkLinks::Fill fill = in_place ? ListPieces(transfer, chunk) : Gather(transfer, chunk);
   transfer->sent_bytes += bytes;
   ++metrics_->chunks_sent;
-  if (in_place) {
-    ++metrics_->chunks_in_place;
-    read_since_->emplace(chunk, Clock::now());
-  }
+  if (in_place) ++metrics_->chunks_in_place;
+  if (in_place && transfer->guard < 0) read_since_->emplace(chunk, Clock::now());
   metrics_->bytes_sent += bytes;
   ++(*chunks_of_peer_)[transfer->peer];
   // May run after the transfer and this object are gone, never after the arena.

@@ -14,9 +14,11 @@
 #include "transport/arena.h"
 #include "transport/fetch_source.h"
 #include "transport/gate.h"
+#include "transport/guards.h"
 #include "transport/metrics.h"
 #include "transport/outbox.h"
 #include "transport/path_model.h"
+#include "transport/pool_regions.h"
 #include "transport/stream_plan.h"
 
 namespace kvferry {
@@ -41,6 +43,8 @@ class Sender {
   // All pointers outlive the sender; `source` may be null: then every fetch is refused.
   Sender(const Config& config, std::shared_ptr<const KvPool> pool, FetchSource* source,
          Arena* arena, Outbox* outbox, Metrics* metrics, const MachineTraits& machine = {});
+  // Lets peers read from afar what the guards guard. They outlive the sender.
+  void UseGuards(Guards* guards) { guards_ = guards; }
 
   void OnFetch(const PeerKey& peer, LinkId link, FetchMsg fetch);
   void OnDone(const PeerKey& peer, const DoneMsg& done);
@@ -60,6 +64,8 @@ class Sender {
   // Tick() says when to look again.
   bool waits_for_readers() const { return waits_for_readers_; }
   const PathModel& paths() const { return paths_; }
+  // What offsets of pieces count in.
+  const PoolRegions& regions() const { return regions_; }
   // Ends what is overdue; returns when to be called again at the latest.
   Deadline Tick(Deadline now);
 
@@ -79,7 +85,8 @@ class Sender {
     absl::Status failed{};  // A send went wrong; ended by the next Pump.
     // Lanes are inside while they gather; closed when the transfer has ended.
     std::shared_ptr<Gate> reading = std::make_shared<Gate>();
-    MappedWay way = MappedWay::kArena;
+    PageWay way = PageWay::kArena;
+    int64_t guard = -1;  // Of guards_, while the peer reads the pages from afar.
     // The way was chosen by what it takes, and nothing but copies has taken time so far.
     bool tells_costs = false;
     Deadline started_at = Clock::now();
@@ -100,11 +107,15 @@ class Sender {
   bool PumpOne(const TransferPtr& transfer, int64_t peer_share);
   void ChooseWay(Transfer& transfer);
   void LearnCosts(const Transfer& transfer);
-  // Whether the peer reads the next chunk in the pool's pages, and how long it may be then.
+  // Whether the peer reads the next chunk in the pool's pages, from anywhere or on this host.
+  static bool ReadWhereTheyLie(const Transfer& transfer);
   static bool ReadInPlace(const Transfer& transfer);
+  // What chooses its way and learns from it; null when there is no choice.
+  PathModel* ModelOf(const Transfer& transfer);
+  void TakeWay(Transfer& transfer, PageWay way);
   // Whether as many chunks are being read in place, by all peers, as this machine has room for.
   bool ReadersAreBusy(Deadline now) const;
-  bool Admits(const Transfer& transfer, int64_t bytes, bool in_place);
+  bool Admits(const Transfer& transfer, int64_t bytes);
   int64_t MaxBytesInPlace(const Transfer& transfer) const;
   void SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place);
   // What fills a chunk of the arena: with the window at sent_bytes, on any thread.
@@ -128,7 +139,11 @@ class Sender {
   Arena* const arena_;
   Outbox* const outbox_;
   Metrics* const metrics_;
-  PathModel paths_;
+  Guards* guards_ = nullptr;
+  const PoolRegions regions_;
+  const CopyCosts copies_;
+  PathModel paths_;                                   // To peers on this host.
+  absl::flat_hash_map<PeerKey, PathModel> paths_to_;  // To peers that read from afar.
   const size_t max_read_in_place_;
 
   absl::flat_hash_map<uint64_t, TransferPtr> transfers_;  // By transfer id.

@@ -114,7 +114,8 @@ TEST(ConfigEnvironment, EveryFieldIsReachable) {
     } else {
       EXPECT_TRUE(config->listen_host == "no value" || config->allowed_hosts == "no value" ||
                   config->net_device == "no value" || config->ucx_tls == "no value" ||
-                  config->same_host_path == "no value")
+                  config->same_host_path == "no value" || config->network_path == "no value" ||
+                  config->direct_tls == "no value")
           << name;
     }
   }
@@ -182,6 +183,31 @@ TEST(ConfigValidate, PathsOnOneHost) {
   config.same_host_path = "cma";
   EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument,
                     "same_host_path is 'cma' but must be one of auto, in_place, arena, ucx"));
+}
+
+TEST(ConfigValidate, PathsOverANetwork) {
+  Config config;
+  for (const char* path : {"packed", "direct", "auto"}) {
+    config.network_path = path;
+    EXPECT_TRUE(IsOk(config.Validate())) << path;
+  }
+  config.network_path = "rdma";
+  EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument,
+                    "network_path is 'rdma' but must be one of packed, direct, auto"));
+}
+
+TEST(ConfigValidate, DirectReadsAreNeverEmulatedOverTcp) {
+  Config config;
+  for (const char* tls : {"rc", "rc_x,cuda_copy", "posix,cma"}) {
+    config.direct_tls = tls;
+    EXPECT_TRUE(IsOk(config.Validate())) << tls;
+  }
+  for (const char* tls : {"", "tcp", "rc,tcp", "tcp:aux,rc", "all", "^rc", "rc,"}) {
+    config.direct_tls = tls;
+    EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument, "direct_tls is '",
+                      "such as rc"))
+        << tls;
+  }
 }
 
 TEST(ConfigValidate, OffLoopbackHasToBeAskedFor) {

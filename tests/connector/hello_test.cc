@@ -90,7 +90,7 @@ TEST_F(Hello, OtherTensors) {
 // A decode process of a later release, against a prefill process of this one.
 TEST_F(Hello, DecodeSideOfAnotherVersion) {
   RawDecode peer(prefill_->address());
-  const Message hello{42, 0, HelloMsg{"later", kTestModel, SmallLayout(), "address"}};
+  const Message hello{42, 0, HelloMsg{"later", kTestModel, SmallLayout(), {"address"}}};
   peer.SendFrames({WithVersion(EncodeMessage(hello), 2)});
   const std::optional<Message> answer = peer.Receive(Soon());
   ASSERT_TRUE(answer.has_value());
@@ -136,7 +136,7 @@ TEST(HelloToOthers, PrefillSideOfAnotherVersionWelcomes) {
   const auto handle = Fetch(*decode, Ticket{prefill.address(), 5, 6, 1, 16}, {0});
   const auto hello = prefill.Receive(Soon());
   ASSERT_TRUE(hello.has_value());
-  const Message welcome{5, hello->second.from_epoch, WelcomeMsg{"later", "address"}};
+  const Message welcome{5, hello->second.from_epoch, WelcomeMsg{"later", {"address"}}};
   prefill.SendBytes(hello->first, WithVersion(EncodeMessage(welcome), 2));
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kFailedPrecondition,
                     "protocol version: 1 here, 2 there"));
@@ -163,7 +163,7 @@ TEST(HelloToOthers, WelcomeForAnotherEpochIsStale) {
   const auto handle = Fetch(*decode, Ticket{prefill.address(), 5, 6, 1, 16}, {0});
   const auto hello = prefill.Receive(Soon());
   ASSERT_TRUE(hello.has_value());
-  const Message welcome{5, hello->second.from_epoch ^ 1, WelcomeMsg{"other", "address"}};
+  const Message welcome{5, hello->second.from_epoch ^ 1, WelcomeMsg{"other", {"address"}}};
   prefill.SendBytes(hello->first, EncodeMessage(welcome));
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable, "connect_timeout_ms"));
   EXPECT_EQ(Metric(*decode, "messages_stale"), 1);
@@ -175,9 +175,9 @@ TEST_F(Hello, LogsStayOnOneLine) {
   RawDecode peer(prefill_->address());
   KvLayout layout = SmallLayout();
   layout.page_format = "NHD\nforged format";
-  peer.Send({42, 0, HelloMsg{"x\nforged name", "y\nforged model", layout, "address"}});
+  peer.Send({42, 0, HelloMsg{"x\nforged name", "y\nforged model", layout, {"address"}}});
   ASSERT_TRUE(peer.Receive(Soon()).has_value());
-  peer.Send({42, 0, HelloMsg{"x", kTestModel, layout, "address"}});
+  peer.Send({42, 0, HelloMsg{"x", kTestModel, layout, {"address"}}});
   ASSERT_TRUE(peer.Receive(Soon()).has_value());
   const std::string stderr_text = testing::internal::GetCapturedStderr();
   EXPECT_NE(stderr_text.find("y\\x0aforged model"), std::string::npos) << stderr_text;

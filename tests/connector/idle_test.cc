@@ -25,7 +25,7 @@ TEST(Idle, APeerThatDoesNotAnswerCostsNoProcessor) {
   const auto silent = Must(MakeUcxDataPlane(Config()));
   RawDecode peer(prefill->address());
   constexpr uint64_t kEpoch = 4242;
-  peer.Send({kEpoch, 0, HelloMsg{"silent", kTestModel, SmallLayout(), silent->address()}});
+  peer.Send({kEpoch, 0, HelloMsg{"silent", kTestModel, SmallLayout(), {silent->address()}}});
   ASSERT_TRUE(peer.Receive(Soon()).has_value());
   FetchMsg fetch;
   fetch.transfer_id = 1;

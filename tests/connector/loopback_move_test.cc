@@ -38,11 +38,11 @@ TEST_P(Move, EveryByteAndNoOther) {
   EXPECT_TRUE(IsUntouched(*source, kSourceSeed));
   EXPECT_EQ(handle->layers_done(), layout.num_layers);
   EXPECT_TRUE(handle->missing_pages().empty());
-  const int64_t mapped = PathUnderTest() == TestPath::kUcx ? 0 : 1;
+  const int64_t mapped = PathIsOverANetwork() ? 0 : 1;
   EXPECT_EQ(Metric(*prefill, "peers_mapped"), mapped);
   EXPECT_EQ(Metric(*decode, "peers_mapped"), mapped);
   // Small pages are cheaper to gather.
-  const bool in_place = PathUnderTest() == TestPath::kInPlace && layout_name != "odd";
+  const bool in_place = PathReadsThePool() && layout_name != "odd";
   EXPECT_EQ(Metric(*prefill, "chunks_in_place") > 0, in_place);
   const FetchReport report = handle->report();
   EXPECT_EQ(report.total_bytes, static_cast<int64_t>(local.size()) * layout.page_bytes());
@@ -65,6 +65,7 @@ class Lanes : public testing::TestWithParam<std::pair<int64_t, int64_t>> {};
 TEST_P(Lanes, ShareATransfer) {
   Config prefill_config = SmallChunks();
   prefill_config.same_host_path = "ucx";
+  prefill_config.network_path = "packed";
   prefill_config.lanes = GetParam().first;
   Config decode_config = prefill_config;
   decode_config.lanes = GetParam().second;

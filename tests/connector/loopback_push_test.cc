@@ -49,11 +49,10 @@ TEST_P(PushMove, EveryByteAndNoOther) {
   EXPECT_EQ(EndedLeases(prefill.get()).Wait(push->lease_id(), Clock::now()), "fetched");
   EXPECT_EQ(Metric(*decode, "receives_waiting"), 0);
 
-  const int64_t mapped = PathUnderTest() == TestPath::kUcx ? 0 : 1;
+  const int64_t mapped = PathIsOverANetwork() ? 0 : 1;
   EXPECT_EQ(Metric(*prefill, "peers_mapped"), mapped);
   EXPECT_EQ(Metric(*decode, "peers_mapped"), mapped);
-  const bool in_place =
-      PathUnderTest() == TestPath::kInPlace && layout_name != "odd" && !local.empty();
+  const bool in_place = PathReadsThePool() && layout_name != "odd" && !local.empty();
   EXPECT_EQ(Metric(*prefill, "chunks_in_place") > 0, in_place);
 }
 

@@ -107,7 +107,7 @@ TEST_F(Malformed, TwoMebibytesOfNils) {
 
 TEST_F(Malformed, HelloWithoutAKey) {
   const std::string hello =
-      EncodeMessage({kEpoch, 0, HelloMsg{"n", kTestModel, SmallLayout(), "address"}});
+      EncodeMessage({kEpoch, 0, HelloMsg{"n", kTestModel, SmallLayout(), {"address"}}});
   for (const std::string key : {"name", "model", "layout", "worker", "layers", "page_size", "dtype",
                                 "format", "tensors", "heads", "dim"}) {
     // A key of the same length that nobody knows: the right one is missing then.
@@ -130,7 +130,7 @@ TEST_F(Malformed, EverythingFromAStrangerIsAnsweredWithARefusal) {
   const FetchMsg fetch = FetchOf(1, 2, {{0, 1}});
   for (const MessageBody& body :
        {MessageBody(fetch), MessageBody(DoneMsg{1, 2, 0}), MessageBody(CancelMsg{1, "x"}),
-        MessageBody(PingMsg{}), MessageBody(ByeMsg{}), MessageBody(WelcomeMsg{"n", "address"}),
+        MessageBody(PingMsg{}), MessageBody(ByeMsg{}), MessageBody(WelcomeMsg{"n", {"address"}}),
         MessageBody(AbortMsg{1, absl::AbortedError("x")})}) {
     RawDecode peer(prefill_->address());
     peer.Send({kEpoch, prefill_->epoch(), body});
@@ -240,7 +240,7 @@ TEST_F(Malformed, HelloToADecodeEndpointIsRefused) {
   const auto hello = hostile.Receive(Soon());
   ASSERT_TRUE(hello.has_value());
   hostile.SendBytes(hello->first,
-                    EncodeMessage({5, 0, HelloMsg{"n", kTestModel, SmallLayout(), "address"}}));
+                    EncodeMessage({5, 0, HelloMsg{"n", kTestModel, SmallLayout(), {"address"}}}));
   EXPECT_FALSE(handle->Wait(Soon()).ok());
   EXPECT_TRUE(WaitFor([&] { return Metric(*decode, "hellos_refused") == 1; }, Soon()));
 }

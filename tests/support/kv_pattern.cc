@@ -59,10 +59,37 @@ void FillPattern(const KvPool& pool, uint64_t seed) {
   FillPattern(pool, seed, all);
 }
 
+namespace {
+
+// As an engine's: each buffer is an allocation of its own.
+std::shared_ptr<KvPool> MakeScatteredPool(const KvLayout& layout, int64_t num_pages) {
+  auto memory = std::make_shared<std::vector<std::vector<std::byte>>>();
+  std::vector<BufferInfo> buffers;
+  for (int64_t buffer = 0; buffer < layout.num_buffers(); ++buffer) {
+    const int64_t item_bytes = layout.item_bytes(buffer / layout.num_layers);
+    memory->emplace_back(num_pages * item_bytes);
+    buffers.push_back({memory->back().data(), num_pages * item_bytes, item_bytes});
+  }
+  return Must(KvPool::Adopt(layout, buffers, memory));
+}
+
+std::shared_ptr<KvPool> MakePool(const KvLayout& layout, int64_t num_pages) {
+  switch (PathUnderTest()) {
+    case TestPath::kArena:
+      return Must(KvPool::CreateIn(layout, num_pages, HostMemory()));
+    case TestPath::kDirect:
+      return MakeScatteredPool(layout, num_pages);
+    case TestPath::kInPlace:
+    case TestPath::kUcx:
+      break;
+  }
+  return Must(KvPool::Create(layout, num_pages));
+}
+
+}  // namespace
+
 std::shared_ptr<KvPool> MakePatternPool(const KvLayout& layout, int64_t num_pages, uint64_t seed) {
-  std::shared_ptr<KvPool> pool =
-      Must(PathUnderTest() == TestPath::kArena ? KvPool::CreateIn(layout, num_pages, HostMemory())
-                                               : KvPool::Create(layout, num_pages));
+  std::shared_ptr<KvPool> pool = MakePool(layout, num_pages);
   FillPattern(*pool, seed);
   return pool;
 }

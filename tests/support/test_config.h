@@ -8,12 +8,29 @@
 namespace kvferry {
 
 // The path that this run of the tests is for (EVERY_PATH in tests/CMakeLists.txt).
-enum class TestPath { kInPlace, kArena, kUcx };
+enum class TestPath { kInPlace, kArena, kUcx, kDirect };
 
 inline TestPath PathUnderTest() {
   const char* name = std::getenv("KVFERRY_TEST_PATH");
   const std::string_view path = name == nullptr ? "" : name;
-  return path == "ucx" ? TestPath::kUcx : path == "arena" ? TestPath::kArena : TestPath::kInPlace;
+  if (path == "ucx") return TestPath::kUcx;
+  if (path == "direct") return TestPath::kDirect;
+  return path == "arena" ? TestPath::kArena : TestPath::kInPlace;
+}
+
+inline bool PathIsOverANetwork() {
+  return PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect;
+}
+// Whether pages are read where they lie, if they are not too small for it.
+inline bool PathReadsThePool() {
+  return PathUnderTest() == TestPath::kInPlace || PathUnderTest() == TestPath::kDirect;
+}
+
+// One-sided reads where there is no network for them: by process_vm_readv(2).
+inline void ReadDirectly(Config* config) {
+  config->same_host_path = "ucx";
+  config->network_path = "direct";
+  config->direct_tls = "posix,cma";
 }
 
 // Config() for that path.
@@ -24,6 +41,7 @@ inline Config TestConfig() {
     config.same_host_path = "ucx";
     config.lanes = 2;
   }
+  if (PathUnderTest() == TestPath::kDirect) ReadDirectly(&config);
   return config;
 }
 

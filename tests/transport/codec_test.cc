@@ -229,12 +229,15 @@ TEST(Codec, LayoutsThatCannotBe) {
                         h.layout.tensors[0] = {"k", KvLayout::kMaxHeads, KvLayout::kMaxHeadDim};
                       }),
                       "bytes of a page"));
-  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.worker_address.assign(4097, 'x'); }), ""));
-  EXPECT_TRUE(IsOk(with([](HelloMsg& h) { h.lane_addresses.assign(7, "lane"); })));
-  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.lane_addresses.assign(8, "lane"); }),
-                      "'lanes' has 8 elements"));
-  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.lane_addresses = {std::string(4097, 'x')}; }),
+  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.data.worker.assign(4097, 'x'); }), ""));
+  EXPECT_TRUE(IsOk(with([](HelloMsg& h) { h.data.lanes.assign(7, "lane"); })));
+  EXPECT_TRUE(
+      refused(with([](HelloMsg& h) { h.data.lanes.assign(8, "lane"); }), "'lanes' has 8 elements"));
+  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.data.lanes = {std::string(4097, 'x')}; }),
                       "'lanes' has 4097 bytes"));
+  EXPECT_TRUE(IsOk(with([](HelloMsg& h) { h.data.direct.assign(65536, 'x'); })));
+  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.data.direct.assign(65537, 'x'); }),
+                      "'direct' has 65537 bytes"));
 }
 
 }  // namespace

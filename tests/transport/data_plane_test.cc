@@ -11,26 +11,12 @@
 #include "tests/support/captured_log.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
-#include "tests/transport/joined.h"
+#include "tests/transport/recorder.h"
 #include "transport/messages.h"
 #include "transport/ucx/ucx_data_plane.h"
 
 namespace kvferry {
 namespace {
-
-struct Recorder : public DataEvents {
-  void OnChunk(const ChunkHeader& header, Pieces payload, Intact /*intact*/) override {
-    chunks.emplace_back(header, Joined(payload));
-  }
-  void OnCredit(const CreditHeader& header) override { credits.push_back(header); }
-  void OnLinkDown(LinkId link, const absl::Status& status) override {
-    down.emplace_back(link, status);
-  }
-
-  std::vector<std::pair<ChunkHeader, std::vector<std::byte>>> chunks;
-  std::vector<CreditHeader> credits;
-  std::vector<std::pair<LinkId, absl::Status>> down;
-};
 
 class Planes : public testing::Test {
  protected:

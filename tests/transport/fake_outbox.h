@@ -39,7 +39,11 @@ class FakeLinks : public ChunkLinks {
     }
   }
   void SendCredit(LinkId, const CreditHeader& header) override { credits.push_back(header); }
-  bool ReadsPool(LinkId) const override { return reads_pool; }
+  ReadsPool PoolReads(LinkId) const override { return reads_pool; }
+  ReadCosts CostsOfReads(LinkId) const override { return costs_of_reads; }
+  void Read(LinkId link, const ChunkHeader& header, std::span<const std::byte> list) override {
+    reads.push_back({link, header, {list.begin(), list.end()}, nullptr});
+  }
 
   void Complete(size_t index, const absl::Status& status) {
     std::exchange(chunks[index].done, nullptr)(status);
@@ -56,7 +60,9 @@ class FakeLinks : public ChunkLinks {
   std::vector<CreditHeader> credits;
   bool fill_at_once = true;
   bool complete_at_once = true;
-  bool reads_pool = false;
+  std::vector<SentChunk> reads;  // Asked for; nobody reads.
+  ReadCosts costs_of_reads;
+  ReadsPool reads_pool = ReadsPool::kNo;
 };
 
 class FakeOutbox : public Outbox {

@@ -17,7 +17,7 @@
 #include "tests/support/captured_log.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
-#include "tests/transport/joined.h"
+#include "tests/transport/recorder.h"
 #include "transport/mapped/unix_socket.h"
 
 namespace kvferry {
@@ -25,24 +25,6 @@ namespace {
 
 constexpr int64_t kChunkBytes = 4096;
 constexpr int64_t kPoolBytes = 64 << 10;
-
-struct Recorder : public DataEvents {
-  void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) override {
-    chunks.emplace_back(header, Joined(payload));
-    if (before_intact) before_intact();
-    whole.push_back(intact());
-  }
-  void OnCredit(const CreditHeader& header) override { credits.push_back(header); }
-  void OnLinkDown(LinkId link, const absl::Status& status) override {
-    down.emplace_back(link, status);
-  }
-
-  std::vector<std::pair<ChunkHeader, std::vector<std::byte>>> chunks;
-  std::vector<bool> whole;
-  std::vector<CreditHeader> credits;
-  std::vector<std::pair<LinkId, absl::Status>> down;
-  std::function<void()> before_intact;
-};
 
 struct Side {
   explicit Side(int64_t num_chunks = 16)
@@ -224,6 +206,29 @@ TEST_F(MappedPlanes, EverySendCompletesOnceWhenThePeerGoesAway) {
   a_.plane->Close(link);  // No-op.
   EXPECT_EQ(a_.done.size(), 16u);
   EXPECT_EQ(a_.events.down.size(), 1u);
+}
+
+// One that drops the connection before it has read anything is not asked again, so that the next
+// session goes over UCX; one that has read, and then went away, is.
+TEST_F(MappedPlanes, WhoRefusesOnceIsLeftAlone) {
+  std::string address = b_.plane->address();
+  address.back() = static_cast<char>(address.back() + 1);  // As if b_ could not take it.
+  ASSERT_TRUE(IsOk(a_.plane->Connect(address)));
+  ASSERT_TRUE(ProgressUntil([&] { return !a_.events.down.empty(); }));
+  EXPECT_TRUE(Fails(a_.plane->Connect(address), absl::StatusCode::kFailedPrecondition, "before"));
+  const std::string good = b_.plane->address();
+  const LinkId link = Must(a_.plane->Connect(good));
+  a_.Send(link, 1);
+  ASSERT_TRUE(ProgressUntil([&] { return a_.done.size() == 1; }));
+  b_.plane.reset();
+  ASSERT_TRUE(WaitFor(
+      [&] {
+        a_.Progress();
+        return a_.events.down.size() == 2;
+      },
+      Soon()));
+  // Nobody is there, which is another matter.
+  EXPECT_FALSE(absl::IsFailedPrecondition(a_.plane->Connect(good).status()));
 }
 
 TEST_F(MappedPlanes, SleepsUntilSomethingComes) {

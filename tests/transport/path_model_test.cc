@@ -13,7 +13,7 @@ constexpr CopyCost kCopy{0.1 * kNanosecond, 0};
 constexpr CopyCosts kAlike{kCopy, kCopy, kCopy};
 constexpr int64_t kMiB = 1 << 20;
 
-int ChoicesOf(PathModel* model, MappedWay way, const Work& work, int rounds) {
+int ChoicesOf(PathModel* model, PageWay way, const Work& work, int rounds) {
   int count = 0;
   for (int i = 0; i < rounds; ++i) count += model->Choose(work) == way ? 1 : 0;
   return count;
@@ -24,12 +24,12 @@ struct Truth {
   double in_place;
   double arena;
 
-  double Of(MappedWay way) const { return way == MappedWay::kInPlace ? in_place : arena; }
+  double Of(PageWay way) const { return way == PageWay::kInPlace ? in_place : arena; }
 };
 
 void Live(PathModel* model, const Work& work, const Truth& truth, int transfers) {
   for (int i = 0; i < transfers; ++i) {
-    const MappedWay way = model->Choose(work);
+    const PageWay way = model->Choose(work);
     model->Observe(way, work, truth.Of(way) * kNanosecond * static_cast<double>(work.bytes));
   }
 }
@@ -37,7 +37,7 @@ void Live(PathModel* model, const Work& work, const Truth& truth, int transfers)
 TEST(PathModel, InPlaceWhereBothAreAlike) {
   PathModel model(kAlike);
   const int rounds = 320;
-  EXPECT_EQ(ChoicesOf(&model, MappedWay::kArena, {512 * kMiB, 32 << 10}, rounds),
+  EXPECT_EQ(ChoicesOf(&model, PageWay::kArena, {512 * kMiB, 32 << 10}, rounds),
             rounds / PathModel::kTryEvery);
 }
 
@@ -45,8 +45,8 @@ TEST(PathModel, CopiesOfSmallPiecesArePredicted) {
   CopyCosts costs = kAlike;
   costs.page_to_page.piece_seconds = 200 * kNanosecond;
   PathModel model(costs);
-  EXPECT_EQ(model.Choose({512 * kMiB, 1152}), MappedWay::kArena);
-  EXPECT_EQ(model.Choose({512 * kMiB, 64 << 10}), MappedWay::kInPlace);
+  EXPECT_EQ(model.Choose({512 * kMiB, 1152}), PageWay::kArena);
+  EXPECT_EQ(model.Choose({512 * kMiB, 64 << 10}), PageWay::kInPlace);
 }
 
 TEST(PathModel, CopiesAloneAreNotBelievedAtOnce) {
@@ -54,11 +54,11 @@ TEST(PathModel, CopiesAloneAreNotBelievedAtOnce) {
   costs.page_to_page.byte_seconds = 0.15 * kNanosecond;
   PathModel model(costs);
   const Work work{64 * kMiB, 2048};
-  EXPECT_EQ(model.Choose(work), MappedWay::kInPlace);
-  model.Observe(MappedWay::kInPlace, work, 64 * kMiB * 0.15e-9);
-  EXPECT_EQ(model.Choose(work), MappedWay::kInPlace);
-  model.Observe(MappedWay::kArena, work, 64 * kMiB * 0.1e-9);
-  EXPECT_EQ(model.Choose(work), MappedWay::kArena);
+  EXPECT_EQ(model.Choose(work), PageWay::kInPlace);
+  model.Observe(PageWay::kInPlace, work, 64 * kMiB * 0.15e-9);
+  EXPECT_EQ(model.Choose(work), PageWay::kInPlace);
+  model.Observe(PageWay::kArena, work, 64 * kMiB * 0.1e-9);
+  EXPECT_EQ(model.Choose(work), PageWay::kArena);
 }
 
 // The slower of the two sides decides.
@@ -67,10 +67,10 @@ TEST(PathModel, TheArenaIsAsSlowAsItsSlowerSide) {
   costs.page_to_page.byte_seconds = 0.3 * kNanosecond;
   costs.scatter.byte_seconds = 0.2 * kNanosecond;
   const PathModel model(costs);
-  EXPECT_DOUBLE_EQ(model.ExpectedSeconds(MappedWay::kArena, {100, 1024}), 100 * 0.2e-9);
+  EXPECT_DOUBLE_EQ(model.ExpectedSeconds(PageWay::kArena, {100, 1024}), 100 * 0.2e-9);
   costs.scatter.byte_seconds = 0;
   costs.gather.byte_seconds = 0.25 * kNanosecond;
-  EXPECT_DOUBLE_EQ(PathModel(costs).ExpectedSeconds(MappedWay::kArena, {100, 1024}), 100 * 0.25e-9);
+  EXPECT_DOUBLE_EQ(PathModel(costs).ExpectedSeconds(PageWay::kArena, {100, 1024}), 100 * 0.25e-9);
 }
 
 // Whatever was predicted, what is chosen in the end is within 15 % of the better one.
@@ -83,10 +83,10 @@ TEST(PathModel, LearnsWhatTransfersTake) {
       costs.page_to_page.byte_seconds = predicted_in_place * kNanosecond;
       PathModel model(costs);
       Live(&model, work, truth, 30 * PathModel::kTryEvery);
-      const MappedWay usual = ChoicesOf(&model, MappedWay::kArena, work, 2 * PathModel::kTryEvery) >
-                                      PathModel::kTryEvery
-                                  ? MappedWay::kArena
-                                  : MappedWay::kInPlace;
+      const PageWay usual =
+          ChoicesOf(&model, PageWay::kArena, work, 2 * PathModel::kTryEvery) > PathModel::kTryEvery
+              ? PageWay::kArena
+              : PageWay::kInPlace;
       EXPECT_LE(truth.Of(usual) * 0.85, std::min(truth.in_place, truth.arena))
           << "in place " << truth.in_place << ", arena " << truth.arena << ", predicted "
           << predicted_in_place;
@@ -97,9 +97,9 @@ TEST(PathModel, LearnsWhatTransfersTake) {
 TEST(PathModel, WhatIsFarWorseIsNotTried) {
   PathModel model(kAlike);
   const Work work{64 * kMiB, 2048};
-  model.Observe(MappedWay::kInPlace, work, 64e6 * 0.1 * kNanosecond);
-  for (int i = 0; i < 20; ++i) model.Observe(MappedWay::kArena, work, 64e6 * 0.5 * kNanosecond);
-  EXPECT_EQ(ChoicesOf(&model, MappedWay::kArena, work, 320), 0);
+  model.Observe(PageWay::kInPlace, work, 64e6 * 0.1 * kNanosecond);
+  for (int i = 0; i < 20; ++i) model.Observe(PageWay::kArena, work, 64e6 * 0.5 * kNanosecond);
+  EXPECT_EQ(ChoicesOf(&model, PageWay::kArena, work, 320), 0);
 }
 
 // A small request takes longer than its copies, whichever way it goes.
@@ -107,20 +107,20 @@ TEST(PathModel, WhatIsNotCopyingIsOfBothWays) {
   PathModel model(kAlike);
   const Work work{64 << 10, 2048};
   for (int i = 0; i < 20; ++i) {
-    EXPECT_EQ(model.Choose(work), MappedWay::kInPlace);
-    model.Observe(MappedWay::kInPlace, work, 150e-6);
+    EXPECT_EQ(model.Choose(work), PageWay::kInPlace);
+    model.Observe(PageWay::kInPlace, work, 150e-6);
   }
-  EXPECT_NEAR(model.ExpectedSeconds(MappedWay::kArena, work), 150e-6, 15e-6);
+  EXPECT_NEAR(model.ExpectedSeconds(PageWay::kArena, work), 150e-6, 15e-6);
   // Once it was tried, it is known for itself.
-  model.Observe(MappedWay::kArena, work, 300e-6);
-  EXPECT_NEAR(model.ExpectedSeconds(MappedWay::kInPlace, work), 150e-6, 15e-6);
+  model.Observe(PageWay::kArena, work, 300e-6);
+  EXPECT_NEAR(model.ExpectedSeconds(PageWay::kInPlace, work), 150e-6, 15e-6);
 }
 
 TEST(PathModel, OneStallChangesNothing) {
   PathModel model(kAlike);
   const Work work{64 * kMiB, 2048};
-  model.Observe(MappedWay::kInPlace, work, 40);
-  EXPECT_LT(model.ExpectedSeconds(MappedWay::kInPlace, work), 2 * 64 * kMiB * 0.1e-9);
+  model.Observe(PageWay::kInPlace, work, 40);
+  EXPECT_LT(model.ExpectedSeconds(PageWay::kInPlace, work), 2 * 64 * kMiB * 0.1e-9);
 }
 
 TEST(PathModel, ClassesLearnApart) {
@@ -128,22 +128,22 @@ TEST(PathModel, ClassesLearnApart) {
   const Work small{kMiB, 2048};
   const Work large{64 * kMiB, 2048};
   const Work coarse{kMiB, 32 << 10};
-  const double before = model.ExpectedSeconds(MappedWay::kInPlace, large);
-  model.Observe(MappedWay::kInPlace, small, 1);
-  EXPECT_DOUBLE_EQ(model.ExpectedSeconds(MappedWay::kInPlace, large), before);
-  EXPECT_DOUBLE_EQ(model.ExpectedSeconds(MappedWay::kInPlace, coarse), kMiB * 0.1e-9);
+  const double before = model.ExpectedSeconds(PageWay::kInPlace, large);
+  model.Observe(PageWay::kInPlace, small, 1);
+  EXPECT_DOUBLE_EQ(model.ExpectedSeconds(PageWay::kInPlace, large), before);
+  EXPECT_DOUBLE_EQ(model.ExpectedSeconds(PageWay::kInPlace, coarse), kMiB * 0.1e-9);
   // Pieces below the smallest class and above the largest one have classes too.
-  EXPECT_GT(model.ExpectedSeconds(MappedWay::kArena, {1, 1}), 0);
-  EXPECT_GT(model.ExpectedSeconds(MappedWay::kArena, {int64_t{1} << 50, int64_t{1} << 40}), 0);
+  EXPECT_GT(model.ExpectedSeconds(PageWay::kArena, {1, 1}), 0);
+  EXPECT_GT(model.ExpectedSeconds(PageWay::kArena, {int64_t{1} << 50, int64_t{1} << 40}), 0);
 }
 
 // Where memory for the measurement was refused, the first transfers say what they take.
 TEST(PathModel, BeginsWithNothingKnown) {
   PathModel model(CopyCosts{});
   const Work work{64 * kMiB, 2048};
-  EXPECT_EQ(model.Choose(work), MappedWay::kInPlace);
+  EXPECT_EQ(model.Choose(work), PageWay::kInPlace);
   Live(&model, work, {0.4, 0.1}, 10 * PathModel::kTryEvery);
-  EXPECT_GT(ChoicesOf(&model, MappedWay::kArena, work, 32), 16);
+  EXPECT_GT(ChoicesOf(&model, PageWay::kArena, work, 32), 16);
 }
 
 TEST(PathModel, CopiesOfThisMachineAreMeasured) {
@@ -151,6 +151,30 @@ TEST(PathModel, CopiesOfThisMachineAreMeasured) {
   for (const CopyCost& cost : {costs.page_to_page, costs.gather, costs.scatter}) {
     EXPECT_GT(cost.PerByte(1024), 0);
     EXPECT_GE(cost.PerByte(1024), cost.PerByte(16 << 10));
+  }
+}
+
+// From afar: what one read takes decides for small pieces, what a byte takes for large ones.
+TEST(PathModel, ReadsFromAfarAreForLongPieces) {
+  const CopyCosts copies{kCopy, kCopy, kCopy};
+  PathModel model(copies, ReadCosts{2000, 50000});
+  // But for four times that the other way is tried.
+  EXPECT_EQ(ChoicesOf(&model, PageWay::kInPlace, {512 * kMiB, 256 << 10}, 31), 27);
+  PathModel again(copies, ReadCosts{2000, 50000});
+  EXPECT_EQ(ChoicesOf(&again, PageWay::kArena, {512 * kMiB, 256}, 31), 31);
+}
+
+// A probe that was disturbed, whichever it misleads to, is corrected by the first few transfers.
+TEST(PathModel, ReadsFromAfarAreJudgedByTransfers) {
+  const CopyCosts copies{kCopy, kCopy, kCopy};
+  const Work work{512 * kMiB, 1152};
+  for (const Truth& truth : {Truth{11, 0.4}, Truth{0.2, 5}}) {
+    for (const ReadCosts& told : {ReadCosts{100, 100000}, ReadCosts{300, 200000}}) {
+      PathModel model(copies, told);
+      Live(&model, work, truth, 8);
+      const PageWay better = truth.in_place < truth.arena ? PageWay::kInPlace : PageWay::kArena;
+      EXPECT_GE(ChoicesOf(&model, better, work, 20), 19) << truth.in_place << told.read_ns;
+    }
   }
 }
 

@@ -486,5 +486,27 @@ TEST_F(ReceiverAlone, TickSaysWhenToComeBack) {
   EXPECT_EQ(receiver_.Tick(Clock::now()), deadline);
 }
 
+// A fetch says what reads take this side, and lists are read out of the memory of its own peer only.
+TEST_F(ReceiverAlone, ChunksElsewhereAreReadFromTheFetchsPeer) {
+  outbox_.data().costs_of_reads = {700, 60000};
+  const auto handle = Begin();
+  const auto* fetch = outbox_.Last<FetchMsg>();
+  ASSERT_NE(fetch, nullptr);
+  EXPECT_EQ(fetch->reads.read_ns, 700);
+  EXPECT_EQ(fetch->reads.mib_ns, 60000);
+  const std::vector<std::byte> list(32, std::byte{5});
+  receiver_.OnChunkElsewhere({kId + 1, 0, 0, 100, kChunkInPool}, list);
+  EXPECT_TRUE(outbox_.data().reads.empty());
+  EXPECT_EQ(metrics_.chunks_dropped, 1);
+  receiver_.OnChunkElsewhere({kId, 4096, 0, 100, kChunkInPool}, list);
+  ASSERT_EQ(outbox_.data().reads.size(), 1u);
+  EXPECT_EQ(outbox_.data().reads[0].link, LinkId{3});
+  EXPECT_EQ(outbox_.data().reads[0].header.offset, 4096u);
+  EXPECT_EQ(outbox_.data().reads[0].payload, list);
+  // A read that fails ends the fetch.
+  receiver_.OnLanded({kId, 4096, 0, 100, 0}, absl::UnavailableError("reading failed"));
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable, "reading failed"));
+}
+
 }  // namespace
 }  // namespace kvferry

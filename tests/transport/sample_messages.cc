@@ -20,13 +20,11 @@ std::string Describe(const Fields& fields) {
   return text;
 }
 
-std::string Local(const std::string& address) {
-  return address.empty() ? "" : absl::StrCat(" local ", absl::CHexEscape(address));
-}
-
-std::string Lanes(const std::vector<std::string>& addresses) {
-  std::string text;
-  for (const std::string& address : addresses) {
+std::string Describe(const DataAddresses& data) {
+  std::string text = absl::CHexEscape(data.worker);
+  if (!data.local.empty()) absl::StrAppend(&text, " local ", absl::CHexEscape(data.local));
+  if (!data.direct.empty()) absl::StrAppend(&text, " direct ", absl::CHexEscape(data.direct));
+  for (const std::string& address : data.lanes) {
     absl::StrAppend(&text, " lane ", absl::CHexEscape(address));
   }
   return text;
@@ -35,12 +33,10 @@ std::string Lanes(const std::vector<std::string>& addresses) {
 struct Describer {
   std::string operator()(const HelloMsg& m) const {
     return absl::StrCat("hello ", m.name, " ", m.model, " ", m.layout.ToString(), " ",
-                        absl::CHexEscape(m.worker_address), Local(m.local_address),
-                        Lanes(m.lane_addresses));
+                        Describe(m.data));
   }
   std::string operator()(const WelcomeMsg& m) const {
-    return absl::StrCat("welcome ", m.name, " ", absl::CHexEscape(m.worker_address),
-                        Local(m.local_address), Lanes(m.lane_addresses));
+    return absl::StrCat("welcome ", m.name, " ", Describe(m.data));
   }
   std::string operator()(const RefuseMsg& m) const {
     return absl::StrCat("refuse ", m.transfer_id, " ", m.status.ToString());
@@ -49,11 +45,12 @@ struct Describer {
     const auto run = [](std::string* out, const PageRun& r) {
       absl::StrAppend(out, r.first, "x", r.count);
     };
-    return absl::StrCat("fetch ", m.transfer_id, " ", m.lease_id, " [",
-                        absl::StrJoin(m.positions.runs(), ",", run), "] ", m.timeout_ms, " ",
-                        m.window_bytes, " ", m.chunk_bytes, " ", m.checksum,
-                        m.tail_bytes == 0 ? "" : absl::StrCat(" tail ", m.tail_bytes),
-                        m.replaces == 0 ? "" : absl::StrCat(" replaces ", m.replaces));
+    return absl::StrCat(
+        "fetch ", m.transfer_id, " ", m.lease_id, " [", absl::StrJoin(m.positions.runs(), ",", run),
+        "] ", m.timeout_ms, " ", m.window_bytes, " ", m.chunk_bytes, " ", m.checksum,
+        m.tail_bytes == 0 ? "" : absl::StrCat(" tail ", m.tail_bytes),
+        m.replaces == 0 ? "" : absl::StrCat(" replaces ", m.replaces),
+        m.reads.possible() ? absl::StrCat(" reads ", m.reads.read_ns, " ", m.reads.mib_ns) : "");
   }
   std::string operator()(const DoneMsg& m) const {
     return absl::StrCat("done ", m.transfer_id, " ", m.lease_id, " ", m.bytes);

@@ -24,6 +24,8 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   fetch.checksum = true;
   FetchMsg again = fetch;
   again.replaces = 0x0f1e2d3c4b5a6978;
+  FetchMsg with_reads = fetch;
+  with_reads.reads = {900, 45000};
   FetchMsg with_tail = fetch;
   with_tail.tail_bytes = 123456789;
   const std::string worker("\x00\x01worker\xff", 9);
@@ -31,17 +33,19 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   Fields fields;
   fields.Set("tokens", std::string("\x01\x00\x00\x00", 4)).Set("partition", 7);
   const std::vector<std::pair<std::string, MessageBody>> bodies = {
-      {"hello", HelloMsg{"decode-0", "org/model", layout, worker}},
-      {"welcome", WelcomeMsg{"prefill-0", worker}},
-      {"hello_local", HelloMsg{"decode-0", "org/model", layout, worker, local}},
-      {"welcome_local", WelcomeMsg{"prefill-0", worker, local}},
-      {"hello_lanes", HelloMsg{"decode-0", "org/model", layout, worker, "", {worker, "lane 2"}}},
-      {"welcome_lanes", WelcomeMsg{"prefill-0", worker, local, {"lane 1"}}},
+      {"hello", HelloMsg{"decode-0", "org/model", layout, {worker}}},
+      {"welcome", WelcomeMsg{"prefill-0", {worker}}},
+      {"hello_local", HelloMsg{"decode-0", "org/model", layout, {worker, local}}},
+      {"welcome_local", WelcomeMsg{"prefill-0", {worker, local}}},
+      {"hello_lanes", HelloMsg{"decode-0", "org/model", layout, {worker, "", {worker, "lane 2"}}}},
+      {"welcome_lanes", WelcomeMsg{"prefill-0", {worker, local, {"lane 1"}}}},
       {"refuse", RefuseMsg{0, absl::FailedPreconditionError("model: 'a' here, 'b' there")}},
       {"refuse_fetch", RefuseMsg{77, absl::NotFoundError("lease 4d is unknown here")}},
       {"fetch", fetch},
       {"fetch_again", again},
       {"fetch_tail", with_tail},
+      {"fetch_reads", with_reads},
+      {"welcome_direct", WelcomeMsg{"prefill-0", {worker, "", {}, "direct \x01"}}},
       {"done", DoneMsg{fetch.transfer_id, fetch.lease_id, int64_t{1} << 40}},
       {"cancel", CancelMsg{fetch.transfer_id, "cancelled"}},
       {"abort", AbortMsg{fetch.transfer_id, absl::AbortedError("taken back")}},

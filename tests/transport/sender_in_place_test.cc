@@ -15,7 +15,7 @@ namespace {
 class SenderInPlace : public SenderAlone {
  protected:
   SenderInPlace() {
-    wire().reads_pool = true;
+    wire().reads_pool = ChunkLinks::ReadsPool::kOnThisHost;
     wire().complete_at_once = false;
   }
   // What a peer reads when it looks where the chunk says.
@@ -164,7 +164,7 @@ TEST_F(SenderChooses, LearnsFromTransfersThatHadTheNodeToThemselves) {
   Sender sender(config_, pool_, &leases_, arena_.get(), &outbox_, &metrics_, Costs(kSlow, kQuick));
   const int64_t bytes = 6 * SmallLayout().page_bytes();
   const auto expected = [&] {
-    return sender.paths().ExpectedSeconds(MappedWay::kArena, {bytes, 3072});
+    return sender.paths().ExpectedSeconds(PageWay::kArena, {bytes, 3072});
   };
   const auto fetch = [&](uint64_t id) { EXPECT_FALSE(InPlace(&sender, id, 100 + id)); };
   const auto end = [&](uint64_t id) { sender.OnDone(kPeer, {id, 100 + id, bytes}); };

@@ -102,30 +102,30 @@ struct BodyWriter {
     writer.Uint("to", message.to_epoch);
   }
   // Of a hello or a welcome: where its data planes are.
-  template <typename Body>
-  static uint32_t NumAddresses(const Body& body) {
-    return 1 + (body.local_address.empty() ? 0 : 1) + (body.lane_addresses.empty() ? 0 : 1);
+  static uint32_t NumAddresses(const DataAddresses& data) {
+    return 1 + (data.local.empty() ? 0 : 1) + (data.lanes.empty() ? 0 : 1) +
+           (data.direct.empty() ? 0 : 1);
   }
-  template <typename Body>
-  void Addresses(const Body& body) const {
-    writer.Binary("worker", body.worker_address);
-    if (!body.local_address.empty()) writer.Binary("local", body.local_address);
-    if (body.lane_addresses.empty()) return;
+  void Addresses(const DataAddresses& data) const {
+    writer.Binary("worker", data.worker);
+    if (!data.local.empty()) writer.Binary("local", data.local);
+    if (!data.direct.empty()) writer.Binary("direct", data.direct);
+    if (data.lanes.empty()) return;
     writer.Key("lanes");
-    writer.packer.pack_array(static_cast<uint32_t>(body.lane_addresses.size()));
-    for (const std::string& address : body.lane_addresses) writer.BinaryValue(address);
+    writer.packer.pack_array(static_cast<uint32_t>(data.lanes.size()));
+    for (const std::string& address : data.lanes) writer.BinaryValue(address);
   }
   void operator()(const HelloMsg& body) const {
-    Head("hello", 3 + NumAddresses(body));
+    Head("hello", 3 + NumAddresses(body.data));
     writer.Text("name", body.name, kMaxNameBytes);
     writer.Text("model", body.model, kMaxModelBytes);
     PackLayout(writer, body.layout);
-    Addresses(body);
+    Addresses(body.data);
   }
   void operator()(const WelcomeMsg& body) const {
-    Head("welcome", 1 + NumAddresses(body));
+    Head("welcome", 1 + NumAddresses(body.data));
     writer.Text("name", body.name, kMaxNameBytes);
-    Addresses(body);
+    Addresses(body.data);
   }
   void operator()(const RefuseMsg& body) const {
     Head("refuse", 3);
@@ -133,7 +133,8 @@ struct BodyWriter {
     writer.Status(body.status);
   }
   void operator()(const FetchMsg& body) const {
-    Head("fetch", 7 + (body.tail_bytes == 0 ? 0 : 1) + (body.replaces == 0 ? 0 : 1));
+    Head("fetch", 7 + (body.tail_bytes == 0 ? 0 : 1) + (body.replaces == 0 ? 0 : 1) +
+                      (body.reads.possible() ? 2 : 0));
     writer.Uint("id", body.transfer_id);
     writer.Uint("lease", body.lease_id);
     PackRuns(writer, body.positions);
@@ -143,6 +144,9 @@ struct BodyWriter {
     writer.Bool("sum", body.checksum);
     if (body.tail_bytes != 0) writer.Uint("tail", body.tail_bytes);
     if (body.replaces != 0) writer.Uint("replaces", body.replaces);
+    if (!body.reads.possible()) return;
+    writer.Uint("read_ns", body.reads.read_ns);
+    writer.Uint("mib_ns", body.reads.mib_ns);
   }
   void operator()(const DoneMsg& body) const {
     Head("done", 3);
@@ -352,18 +356,24 @@ Fields ReadFields(Reader& reader, std::string_view key) {
 }
 
 constexpr int64_t kMaxWireInt = int64_t{1} << 50;
+constexpr int64_t kMaxReadNs = int64_t{1} << 40;
 
 // Of a hello or a welcome: where its data planes are.
-template <typename Body>
-void ReadAddresses(Reader& reader, Body* body) {
-  body->worker_address = reader.Binary("worker", kMaxWorkerAddressBytes);
-  if (reader.Has("local")) body->local_address = reader.Binary("local", kMaxLocalAddressBytes);
-  if (!reader.Has("lanes")) return;
+DataAddresses ReadAddresses(Reader& reader) {
+  DataAddresses data;
+  data.worker = reader.Binary("worker", kMaxWorkerAddressBytes);
+  if (reader.Has("local")) data.local = reader.Binary("local", kMaxLocalAddressBytes);
+  if (reader.Has("direct")) data.direct = reader.Binary("direct", kMaxDirectAddressBytes);
+  if (!reader.Has("lanes")) return data;
   for (const Object& address : reader.Array("lanes", kMaxMoreLanes)) {
-    if (address.type != msgpack::type::BIN) return reader.Fail("'lanes' has the wrong type");
-    body->lane_addresses.push_back(
+    if (address.type != msgpack::type::BIN) {
+      reader.Fail("'lanes' has the wrong type");
+      return data;
+    }
+    data.lanes.push_back(
         reader.Bytes("lanes", address.via.bin.ptr, address.via.bin.size, kMaxWorkerAddressBytes));
   }
+  return data;
 }
 
 MessageBody ReadBody(std::string_view type, Reader& reader) {
@@ -372,13 +382,13 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
     body.name = reader.Text("name", kMaxNameBytes);
     body.model = reader.Text("model", kMaxModelBytes);
     body.layout = ReadLayout(reader);
-    ReadAddresses(reader, &body);
+    body.data = ReadAddresses(reader);
     return body;
   }
   if (type == "welcome") {
     WelcomeMsg body;
     body.name = reader.Text("name", kMaxNameBytes);
-    ReadAddresses(reader, &body);
+    body.data = ReadAddresses(reader);
     return body;
   }
   if (type == "refuse") return RefuseMsg{reader.Uint("id"), ReadStatus(reader)};
@@ -393,6 +403,9 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
     body.checksum = reader.Bool("sum");
     if (reader.Has("tail")) body.tail_bytes = reader.Int("tail", 1, kMaxWireInt);
     if (reader.Has("replaces")) body.replaces = reader.Uint("replaces", 1);
+    if (reader.Has("read_ns")) {
+      body.reads = {reader.Int("read_ns", 1, kMaxReadNs), reader.Int("mib_ns", 1, kMaxReadNs)};
+    }
     return body;
   }
   if (type == "done") {

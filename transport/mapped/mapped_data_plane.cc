@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
@@ -104,6 +105,8 @@ class MappedDataPlane : public DataPlane {
   // To a peer that reads our arena.
   struct Link {
     Channel channel;
+    std::string address;
+    bool proven = false;                               // The peer has read something.
     absl::flat_hash_map<int64_t, SendDone> reading{};  // By chunk of the arena.
   };
   // From a peer whose arena we read.
@@ -130,6 +133,7 @@ class MappedDataPlane : public DataPlane {
   absl::Status FindPieces(const Accepted& accepted, const ChunkPacket& chunk);
   absl::Status ReadPoolPieces(const Accepted& accepted, const ChunkPacket& chunk);
   void Serve(uint64_t id, uint32_t ready, DataEvents* events);
+  void NoteRefusal(const Link& link);
   void ReportBroken(DataEvents* events);
 
   Arena* const arena_;
@@ -142,6 +146,7 @@ class MappedDataPlane : public DataPlane {
   uint64_t next_accepted_ = kListenerId + 1;
   absl::flat_hash_map<LinkId, std::unique_ptr<Link>> links_;
   absl::flat_hash_map<uint64_t, std::unique_ptr<Accepted>> accepted_;
+  absl::flat_hash_set<std::string> refused_by_;     // Addresses: what they do once, they do again.
   std::vector<LinkId> down_;                        // Reported at the end of Progress().
   std::vector<std::span<const std::byte>> pieces_;  // Of the chunk that is being delivered.
 };
@@ -185,6 +190,9 @@ absl::StatusOr<LinkId> MappedDataPlane::Connect(const std::string& address) {
     return absl::InvalidArgumentError(
         absl::StrCat("a peer's local address of ", address.size(), " bytes, or another version"));
   }
+  if (refused_by_.contains(address)) {
+    return absl::FailedPreconditionError("the peer has let go of such a connection before");
+  }
   KVFERRY_ASSIGN_OR_RETURN(UniqueFd socket, ConnectUnix(SocketName(address.substr(1, kNameBytes))));
   KVFERRY_RETURN_IF_ERROR(CheckSameUser(socket));
   address.copy(hello.token.data(), hello.token.size(), 1 + kNameBytes);
@@ -199,7 +207,7 @@ absl::StatusOr<LinkId> MappedDataPlane::Connect(const std::string& address) {
     return absl::UnavailableError(absl::StrCat("unix socket: hello: ", std::strerror(errno)));
   }
   const LinkId id = next_link_++;
-  auto link = std::make_unique<Link>(Link{{id, std::move(socket)}});
+  auto link = std::make_unique<Link>(Link{{id, std::move(socket)}, address});
   KVFERRY_RETURN_IF_ERROR(Watch(link->channel));
   links_.emplace(id, std::move(link));
   return id;
@@ -294,6 +302,7 @@ void MappedDataPlane::OnLinkReadable(Link& link) {
       link.channel.broken = true;
       return;
     }
+    link.proven = true;
     node.mapped()(absl::OkStatus());
   }
 }
@@ -446,12 +455,21 @@ bool MappedDataPlane::Progress(DataEvents* events) {
   return count > 0;
 }
 
+// A peer that cannot map what it is given (no memory, another user, a filter of system calls) drops
+// the connection, and would drop the next one too: the next session is to go over UCX.
+void MappedDataPlane::NoteRefusal(const Link& link) {
+  if (link.proven) return;
+  if (refused_by_.size() >= kMaxAccepted) refused_by_.clear();
+  refused_by_.insert(link.address);
+}
+
 void MappedDataPlane::ReportBroken(DataEvents* events) {
   for (const LinkId id : std::exchange(down_, {})) {
     // Once: its fd stays readable until it is closed.
     const auto link = links_.find(id);
     if (link == links_.end()) continue;
     epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link->second->channel.socket.get(), nullptr);
+    NoteRefusal(*link->second);
     events->OnLinkDown(id, absl::UnavailableError("the peer on this host is gone"));
   }
 }

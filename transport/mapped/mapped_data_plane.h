@@ -16,7 +16,7 @@ inline constexpr LinkId kFirstMappedLink = LinkId{1} << 62;
 // sockets. Payloads of SendChunk must lie in `arena`, which outlives the plane and whose memory is
 // shared; `pool` outlives it too, or is null: then nothing is read there. Connect() is UNAVAILABLE
 // for a peer that is not on this host, INVALID_ARGUMENT for one of another version of this
-// protocol.
+// protocol, FAILED_PRECONDITION for one that has dropped a connection before it read anything.
 absl::StatusOr<std::unique_ptr<DataPlane>> MakeMappedDataPlane(Arena* arena,
                                                                const SharedMemory* pool);
 

@@ -63,7 +63,16 @@ absl::Status UcxStatus(ucs_status_t status, const std::string& what) {
   }
 }
 
-absl::StatusOr<std::shared_ptr<UcxContext>> UcxContext::Create(const std::vector<Option>& options) {
+bool UcxIsBefore(unsigned minor) {
+  unsigned major = 0;
+  unsigned own_minor = 0;
+  unsigned release = 0;
+  ucp_get_version(&major, &own_minor, &release);
+  return major == 1 && own_minor < minor;
+}
+
+absl::StatusOr<std::shared_ptr<UcxContext>> UcxContext::Create(const std::vector<Option>& options,
+                                                               uint64_t features) {
   TakeOverTheLog();
   ucp_config_t* read = nullptr;
   ucs_status_t status = ucp_config_read(nullptr, nullptr, &read);
@@ -78,14 +87,14 @@ absl::StatusOr<std::shared_ptr<UcxContext>> UcxContext::Create(const std::vector
   }
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_NAME;
-  params.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
+  params.features = features;
   params.name = "kvferry";
   ucp_context_h context = nullptr;
   status = ucp_init(&params, config.get(), &context);
   if (status != UCS_OK) {
     return UcxStatus(status,
                      "cannot start; is net_device (UCX_NET_DEVICES) an interface of this host "
-                     "and ucx_tls (UCX_TLS) a transport of this UCX?");
+                     "and ucx_tls or direct_tls (UCX_TLS) a transport of this UCX?");
   }
   return std::shared_ptr<UcxContext>(new UcxContext(context));
 }
@@ -122,6 +131,49 @@ absl::StatusOr<int> UcxWorker::EventFd() const {
   const ucs_status_t status = ucp_worker_get_efd(worker_, &fd);
   if (status != UCS_OK) return UcxStatus(status, "the transport has no event fd to sleep on");
   return fd;
+}
+
+absl::StatusOr<UcxMemory> UcxMemory::Map(std::shared_ptr<UcxContext> context,
+                                         std::span<const std::byte> memory) {
+  ucp_mem_map_params_t params{};
+  params.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH;
+  params.address = const_cast<std::byte*>(memory.data());
+  params.length = memory.size();
+  ucp_mem_h handle = nullptr;
+  const ucs_status_t status = ucp_mem_map(context->get(), &params, &handle);
+  if (status != UCS_OK) {
+    return UcxStatus(status, absl::StrCat("cannot register ", memory.size(),
+                                          " bytes; does the limit on locked memory allow it?"));
+  }
+  return UcxMemory(std::move(context), handle);
+}
+
+UcxMemory::~UcxMemory() {
+  if (handle_ != nullptr) ucp_mem_unmap(context_->get(), handle_);
+}
+
+absl::StatusOr<std::string> UcxMemory::PackKey() const {
+  void* buffer = nullptr;
+  size_t bytes = 0;
+  const ucs_status_t status = ucp_rkey_pack(context_->get(), handle_, &buffer, &bytes);
+  if (status != UCS_OK) return UcxStatus(status, "cannot pack a key");
+  std::string key(static_cast<const char*>(buffer), bytes);
+  ucp_rkey_buffer_release(buffer);
+  return key;
+}
+
+absl::StatusOr<UcxKey> UnpackKey(ucp_ep_h endpoint, const std::string& packed) {
+  ucp_rkey_h key = nullptr;
+  const ucs_status_t status = ucp_ep_rkey_unpack(endpoint, PaddedForUcx(packed).data(), &key);
+  if (status != UCS_OK) return UcxStatus(status, "cannot use the peer's key");
+  return UcxKey(key);
+}
+
+std::vector<char> PaddedForUcx(const std::string& bytes) {
+  constexpr size_t kPadding = 4096;
+  std::vector<char> padded(bytes.begin(), bytes.end());
+  padded.resize(bytes.size() + kPadding, 0);
+  return padded;
 }
 
 }  // namespace kvferry

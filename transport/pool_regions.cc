@@ -1,0 +1,57 @@
+#include "transport/pool_regions.h"
+
+#include <algorithm>
+#include <functional>
+
+namespace kvferry {
+namespace {
+
+std::vector<PoolRegions::Region> Buffers(const KvPool& pool) {
+  std::vector<PoolRegions::Region> buffers;
+  for (const BufferInfo& buffer : pool.buffer_infos()) {
+    buffers.emplace_back(buffer.address, static_cast<size_t>(buffer.bytes));
+  }
+  std::sort(buffers.begin(), buffers.end(),
+            [](const auto& a, const auto& b) { return std::less<>()(a.data(), b.data()); });
+  return buffers;
+}
+
+// An engine's buffers may overlap, as K and V that are two views of one tensor do.
+std::vector<PoolRegions::Region> Merged(const std::vector<PoolRegions::Region>& sorted) {
+  std::vector<PoolRegions::Region> merged;
+  for (const PoolRegions::Region& next : sorted) {
+    if (merged.empty() || next.data() > merged.back().data() + merged.back().size()) {
+      merged.push_back(next);
+      continue;
+    }
+    PoolRegions::Region& last = merged.back();
+    const std::byte* const end = std::max(last.data() + last.size(), next.data() + next.size());
+    last = {last.data(), static_cast<size_t>(end - last.data())};
+  }
+  return merged;
+}
+
+}  // namespace
+
+PoolRegions::PoolRegions(const KvPool& pool) {
+  if (const SharedMemory* shared = pool.shared_memory(); shared != nullptr) {
+    regions_.emplace_back(shared->data.get(), static_cast<size_t>(shared->bytes));
+  } else {
+    regions_ = Merged(Buffers(pool));
+  }
+  uint64_t offset = 0;
+  for (const Region& region : regions_) {
+    offsets_.push_back(offset);
+    offset += region.size();
+  }
+}
+
+uint64_t PoolRegions::OffsetOf(const std::byte* byte) const {
+  const auto after = std::upper_bound(
+      regions_.begin(), regions_.end(), byte,
+      [](const std::byte* a, const Region& region) { return std::less<>()(a, region.data()); });
+  const auto index = static_cast<size_t>(after - regions_.begin()) - 1;
+  return offsets_[index] + static_cast<uint64_t>(byte - regions_[index].data());
+}
+
+}  // namespace kvferry
