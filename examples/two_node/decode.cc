@@ -24,27 +24,28 @@
 namespace kvferry::examples {
 namespace {
 
-// A "ticket" line.
-struct Offer {
-  Ticket ticket;
+// What a request consists of.
+struct Content {
   uint64_t salt = 0;
   PageRuns pages;  // On the prefill side.
 };
 
-absl::StatusOr<Offer> ParseOffer(absl::string_view line) {
-  const std::vector<absl::string_view> words = absl::StrSplit(line, ' ');
-  Offer offer;
-  if (words.size() != 4 || !absl::SimpleAtoi(words[2], &offer.salt)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the prefill side said '", line.substr(0, 80), "', not a ticket"));
+absl::Status NotUnderstood(absl::string_view line) {
+  return absl::InvalidArgumentError(
+      absl::StrCat("the prefill side said '", line.substr(0, 80), "', which is no request"));
+}
+
+// "SALT RUNS", of so many pages.
+absl::StatusOr<Content> ParseContent(absl::string_view text, int64_t num_pages) {
+  const std::vector<absl::string_view> words = absl::StrSplit(text, ' ');
+  Content content;
+  if (words.size() != 2 || !absl::SimpleAtoi(words[0], &content.salt)) return NotUnderstood(text);
+  KVFERRY_ASSIGN_OR_RETURN(content.pages, ParseRuns(words[1]));
+  if (content.pages.num_pages() != num_pages) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the prefill side lists ", content.pages.num_pages(), " pages of ", num_pages));
   }
-  KVFERRY_ASSIGN_OR_RETURN(offer.ticket, Ticket::Parse(words[1]));
-  KVFERRY_ASSIGN_OR_RETURN(offer.pages, ParseRuns(words[3]));
-  if (offer.pages.num_pages() != offer.ticket.num_pages) {
-    return absl::InvalidArgumentError(
-        "the prefill side's ticket and list of pages differ in length");
-  }
-  return offer;
+  return content;
 }
 
 double MiB(int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
@@ -62,7 +63,14 @@ class Decode {
 
  private:
   Deadline Timeout() const { return DeadlineInMs(options_.timeout_ms); }
-  absl::Status FetchOne(const Offer& offer);
+  // One request, by the rest of the line that it begins with.
+  absl::Status TakeOne(absl::string_view line);
+  absl::Status FetchOne(absl::string_view ticket_and_content);
+  absl::Status ReceiveOne(absl::string_view num_pages);
+  absl::StatusOr<PageRuns> ChooseOwnPages(int64_t count) const;
+  // Waits for what began then, and compares.
+  absl::Status Finish(const FetchHandle& handle, Deadline begin, double cpu_before,
+                      const PageRuns& local, const Content& content);
   absl::Status WaitAndShow(const FetchHandle& handle, double* first_layer_ms);
   void PrintSummary(double prefill_cpu_seconds) const;
 
@@ -73,16 +81,17 @@ class Decode {
   ProgressLine progress_;
 
   int64_t bytes_ = 0;
-  double cpu_seconds_ = 0;  // From fetch to done, all requests.
-  std::vector<double> ms_;  // Of each request, from fetch to done.
+  double cpu_seconds_ = 0;  // From fetch or receive to done, all requests.
+  std::vector<double> ms_;  // Of each request, from fetch or receive to done.
   std::vector<double> first_layer_ms_;
 };
 
 absl::Status Decode::Run() {
   while (true) {
     KVFERRY_RETURN_IF_ERROR(prefill_.Send("next", Timeout()));
-    KVFERRY_ASSIGN_OR_RETURN(const std::string line, prefill_.Receive(Timeout()));
-    absl::string_view rest = line;
+    const absl::StatusOr<std::string> line = prefill_.Receive(Timeout());
+    if (!line.ok()) return line.status();
+    absl::string_view rest = *line;
     if (absl::ConsumePrefix(&rest, "end ")) {
       double prefill_cpu_seconds = 0;
       if (!absl::SimpleAtod(rest, &prefill_cpu_seconds)) {
@@ -92,8 +101,7 @@ absl::Status Decode::Run() {
       PrintSummary(prefill_cpu_seconds);
       return absl::OkStatus();
     }
-    KVFERRY_ASSIGN_OR_RETURN(const Offer offer, ParseOffer(line));
-    if (const absl::Status status = FetchOne(offer); !status.ok()) {
+    if (const absl::Status status = TakeOne(*line); !status.ok()) {
       prefill_.Send(absl::StrCat("failed: ", status.ToString()), Timeout())
           .IgnoreError();  // What failed is worth more than this.
       return absl::Status(status.code(),
@@ -102,26 +110,66 @@ absl::Status Decode::Run() {
   }
 }
 
-absl::Status Decode::FetchOne(const Offer& offer) {
-  KVFERRY_ASSIGN_OR_RETURN(
-      const PageRuns local,
-      ChoosePages(options_.fragmentation, options_.pool_pages, offer.pages.num_pages(),
-                  // Pages of its own, also when both sides were started with the same flags.
-                  ~options_.seed + ms_.size()));
-  const std::vector<int64_t> pages = local.ToPages();
+absl::Status Decode::TakeOne(absl::string_view line) {
+  absl::string_view rest = line;
+  if (absl::ConsumePrefix(&rest, "ticket ")) return FetchOne(rest);
+  if (absl::ConsumePrefix(&rest, "register ")) return ReceiveOne(rest);
+  return NotUnderstood(line);
+}
+
+absl::StatusOr<PageRuns> Decode::ChooseOwnPages(int64_t count) const {
+  // Pages of its own, also when both sides were started with the same flags.
+  return ChoosePages(options_.fragmentation, options_.pool_pages, count,
+                     ~options_.seed + ms_.size());
+}
+
+absl::Status Decode::FetchOne(absl::string_view ticket_and_content) {
+  const std::pair<absl::string_view, absl::string_view> words =
+      absl::StrSplit(ticket_and_content, absl::MaxSplits(' ', 1));
+  KVFERRY_ASSIGN_OR_RETURN(const Ticket ticket, Ticket::Parse(words.first));
+  KVFERRY_ASSIGN_OR_RETURN(const Content content, ParseContent(words.second, ticket.num_pages));
+  KVFERRY_ASSIGN_OR_RETURN(const PageRuns local, ChooseOwnPages(ticket.num_pages));
 
   const double cpu_before = CpuSeconds();
   const Deadline begin = Clock::now();
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<FetchHandle> handle,
-                           endpoint_->Fetch(offer.ticket, 0, pages, options_.timeout_ms));
+                           endpoint_->Fetch(ticket, 0, local.ToPages(), options_.timeout_ms));
+  return Finish(*handle, begin, cpu_before, local, content);
+}
+
+absl::Status Decode::ReceiveOne(absl::string_view num_pages) {
+  if (!options_.push) {
+    return absl::FailedPreconditionError(
+        "the prefill side pushes; start this side with --push too");
+  }
+  int64_t count = 0;
+  if (!absl::SimpleAtoi(num_pages, &count)) return NotUnderstood(num_pages);
+  KVFERRY_ASSIGN_OR_RETURN(const PageRuns local, ChooseOwnPages(count));
+
+  const double cpu_before = CpuSeconds();
+  const Deadline begin = Clock::now();
+  KVFERRY_ASSIGN_OR_RETURN(
+      const DecodeEndpoint::Receiving receiving,
+      endpoint_->Receive({.pages = local.ToPages(), .timeout_ms = options_.timeout_ms}));
+  KVFERRY_RETURN_IF_ERROR(
+      prefill_.Send(absl::StrCat("receive ", receiving.ticket.ToString()), Timeout()));
+  KVFERRY_ASSIGN_OR_RETURN(const std::string line, prefill_.Receive(Timeout()));
+  const absl::string_view text = absl::StripPrefix(line, "pushed ");
+  if (text.size() == line.size()) return NotUnderstood(line);
+  KVFERRY_ASSIGN_OR_RETURN(const Content content, ParseContent(text, count));
+  return Finish(*receiving.handle, begin, cpu_before, local, content);
+}
+
+absl::Status Decode::Finish(const FetchHandle& handle, Deadline begin, double cpu_before,
+                            const PageRuns& local, const Content& content) {
   double first_layer_ms = 0;
-  KVFERRY_RETURN_IF_ERROR(WaitAndShow(*handle, &first_layer_ms));
+  KVFERRY_RETURN_IF_ERROR(WaitAndShow(handle, &first_layer_ms));
   ms_.push_back(SecondsBetween(begin, Clock::now()) * 1e3);
   first_layer_ms_.push_back(first_layer_ms);
   cpu_seconds_ += CpuSeconds() - cpu_before;
-  bytes_ += handle->report().bytes_done;
+  bytes_ += handle.report().bytes_done;
 
-  KVFERRY_RETURN_IF_ERROR(Pattern(offer.salt).Verify(*pool_, local, offer.pages));
+  KVFERRY_RETURN_IF_ERROR(Pattern(content.salt).Verify(*pool_, local, content.pages));
   ZeroPages(*pool_, local);
   return absl::OkStatus();
 }
@@ -193,7 +241,8 @@ absl::Status RunDecode(const Options& options) {
   }
   KVFERRY_ASSIGN_OR_RETURN(
       std::unique_ptr<DecodeEndpoint> endpoint,
-      DecodeEndpoint::Create(pool, {ConfigFor(options, prefill), "two_node", "decode"}));
+      DecodeEndpoint::Create(pool, {ConfigFor(options, prefill), "two_node", "decode",
+                                    /*accept_pushes=*/options.push}));
   return Decode(options, std::move(pool), std::move(endpoint), std::move(prefill)).Run();
 }
 

@@ -61,6 +61,11 @@ void AddFlags(CLI::App* app, Flags* flags, Options* options) {
       ->check(CLI::Range(int64_t{0}, int64_t{60000}))
       ->group(requests);
 
+  app->add_flag("--push", options->push,
+                "both sides: decode registers its pages first, and prefill pushes to them; else "
+                "prefill publishes first, and decode fetches")
+      ->group(requests);
+
   const std::string transport = "Transport";
   app->add_flag("--checksum", flags->checksum, "verify each chunk before it is written to a page")
       ->group(transport);

@@ -26,6 +26,7 @@ struct Options {
   Fragmentation fragmentation = Fragmentation::kRand;
   uint64_t seed = 1;
   int64_t layer_delay_ms = 0;
+  bool push = false;  // The decode side registers its pages first.
 
   Config config;
   int64_t timeout_ms = 30000;

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/strip.h"
 #include "base/clock.h"
 #include "base/status.h"
 #include "connector/prefill_endpoint.h"
@@ -20,6 +21,11 @@ namespace kvferry::examples {
 namespace {
 
 constexpr auto kPollInterval = std::chrono::milliseconds(1);
+
+// Instead of what was expected of it.
+absl::Status DecodeSays(const std::string& line) {
+  return absl::AbortedError(absl::StrCat("the decode side says: ", line.substr(0, 500)));
+}
 
 class Prefill {
  public:
@@ -37,6 +43,11 @@ class Prefill {
   // The decode side asks for the next request, and has got the last one intact.
   absl::Status ReceiveNext(Deadline deadline);
   absl::Status ServeRequest(int64_t index);
+  // The ways of a request to the decode side; what `content` says of it goes along. Lease ids.
+  absl::StatusOr<uint64_t> Publish(const PrefillEndpoint::Publication& publication,
+                                   const std::string& content);
+  absl::StatusOr<uint64_t> Push(const PrefillEndpoint::Publication& publication,
+                                const std::string& content);
   absl::Status WriteLayers(uint64_t lease_id, const Pattern& pattern, const PageRuns& pages);
   absl::StatusOr<LeaseOutcome> WaitUntilEnded(uint64_t lease_id);
   void PrintSummary() const;
@@ -46,6 +57,7 @@ class Prefill {
   const std::unique_ptr<PrefillEndpoint> endpoint_;
   LineSocket decode_;
   bool next_received_ = false;
+  std::shared_ptr<PushHandle> push_;  // The last one.
   ProgressLine progress_;
   double cpu_seconds_ = 0;  // From publish until the lease has ended, all requests.
 };
@@ -68,7 +80,7 @@ absl::Status Prefill::ReceiveNext(Deadline deadline) {
   const absl::StatusOr<std::string> line = decode_.Receive(deadline);
   if (!line.ok()) return line.status();
   if (*line != "next") {
-    return absl::AbortedError(absl::StrCat("the decode side says: ", line->substr(0, 500)));
+    return DecodeSays(*line);
   }
   next_received_ = true;
   return absl::OkStatus();
@@ -90,20 +102,40 @@ absl::Status Prefill::ServeRequest(int64_t index) {
   publication.pages = pages.ToPages();
   publication.num_tokens = pages.num_pages() * options_.layout.page_size;
   publication.ready_layers = streamed ? 0 : options_.layout.num_layers;
-  KVFERRY_ASSIGN_OR_RETURN(const Ticket ticket, endpoint_->Publish(publication));
-  KVFERRY_RETURN_IF_ERROR(decode_.Send(
-      absl::StrCat("ticket ", ticket.ToString(), " ", salt, " ", FormatRuns(pages)), Timeout()));
+  const std::string content = absl::StrCat(salt, " ", FormatRuns(pages));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, options_.push ? Push(publication, content)
+                                                                  : Publish(publication, content));
   progress_.Show(absl::StrFormat("prefill: request %d of %d is out", index + 1, options_.requests));
-  if (streamed) KVFERRY_RETURN_IF_ERROR(WriteLayers(ticket.lease_id, pattern, pages));
+  if (streamed) KVFERRY_RETURN_IF_ERROR(WriteLayers(lease_id, pattern, pages));
 
-  KVFERRY_ASSIGN_OR_RETURN(const LeaseOutcome outcome, WaitUntilEnded(ticket.lease_id));
+  KVFERRY_ASSIGN_OR_RETURN(const LeaseOutcome outcome, WaitUntilEnded(lease_id));
   cpu_seconds_ += CpuSeconds() - cpu_before;
-  if (outcome != LeaseOutcome::kFetched) {
-    return absl::AbortedError(absl::StrCat("request ", index + 1, " of ", options_.requests,
-                                           " was not fetched: its lease ",
-                                           LeaseOutcomeName(outcome)));
-  }
-  return absl::OkStatus();
+  if (outcome == LeaseOutcome::kFetched) return absl::OkStatus();
+  const std::string why = push_ == nullptr ? absl::StrCat("its lease ", LeaseOutcomeName(outcome))
+                                           : push_->status().ToString();
+  return absl::AbortedError(
+      absl::StrCat("request ", index + 1, " of ", options_.requests, " did not get there: ", why));
+}
+
+absl::StatusOr<uint64_t> Prefill::Publish(const PrefillEndpoint::Publication& publication,
+                                          const std::string& content) {
+  KVFERRY_ASSIGN_OR_RETURN(const Ticket ticket, endpoint_->Publish(publication));
+  KVFERRY_RETURN_IF_ERROR(
+      decode_.Send(absl::StrCat("ticket ", ticket.ToString(), " ", content), Timeout()));
+  return ticket.lease_id;
+}
+
+absl::StatusOr<uint64_t> Prefill::Push(const PrefillEndpoint::Publication& publication,
+                                       const std::string& content) {
+  KVFERRY_RETURN_IF_ERROR(
+      decode_.Send(absl::StrCat("register ", publication.pages.size()), Timeout()));
+  KVFERRY_ASSIGN_OR_RETURN(const std::string line, decode_.Receive(Timeout()));
+  absl::string_view text = line;
+  if (!absl::ConsumePrefix(&text, "receive ")) return DecodeSays(line);
+  KVFERRY_ASSIGN_OR_RETURN(const ReceiveTicket ticket, ReceiveTicket::Parse(text));
+  KVFERRY_ASSIGN_OR_RETURN(push_, endpoint_->Push(ticket, publication, options_.timeout_ms));
+  KVFERRY_RETURN_IF_ERROR(decode_.Send(absl::StrCat("pushed ", content), Timeout()));
+  return push_->lease_id();
 }
 
 absl::Status Prefill::WriteLayers(uint64_t lease_id, const Pattern& pattern,
@@ -139,8 +171,9 @@ absl::StatusOr<LeaseOutcome> Prefill::WaitUntilEnded(uint64_t lease_id) {
 void Prefill::PrintSummary() const {
   const double bytes = static_cast<double>(options_.requests) *
                        static_cast<double>(options_.request_pages * options_.layout.page_bytes());
-  absl::PrintF("prefill: %d requests fetched, %.1f MiB, %.3f CPU seconds per GB%s\n",
-               options_.requests, bytes / (1 << 20), cpu_seconds_ / (bytes * 1e-9),
+  absl::PrintF("prefill: %d requests %s, %.1f MiB, %.3f CPU seconds per GB%s\n", options_.requests,
+               options_.push ? "pushed" : "fetched", bytes / (1 << 20),
+               cpu_seconds_ / (bytes * 1e-9),
                options_.layer_delay_ms > 0 ? " (with writing the layers)" : "");
 }
 
@@ -160,17 +193,19 @@ absl::StatusOr<LineSocket> AcceptDecode(LineListener* listener, Deadline deadlin
 absl::Status RunPrefill(const Options& options) {
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<KvPool> pool,
                            KvPool::Create(options.layout, options.pool_pages));
-  KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<PrefillEndpoint> endpoint,
-                           PrefillEndpoint::Create(pool, {options.config, "two_node", "prefill"}));
   KVFERRY_ASSIGN_OR_RETURN(LineListener listener, LineListener::Listen(options.address));
-  absl::PrintF("prefill: %s, %d pages of %.1f KiB; tickets at %s:%d, kvferry at %s\n",
-               options.layout.ToString(), options.pool_pages,
-               static_cast<double>(options.layout.page_bytes()) / 1024, options.address.host,
-               listener.port(), endpoint->address());
+  absl::PrintF("prefill: %s, %d pages of %.1f KiB; tickets at %s:%d\n", options.layout.ToString(),
+               options.pool_pages, static_cast<double>(options.layout.page_bytes()) / 1024,
+               options.address.host, listener.port());
   std::fflush(stdout);
 
   KVFERRY_ASSIGN_OR_RETURN(LineSocket decode,
                            AcceptDecode(&listener, DeadlineInMs(options.timeout_ms)));
+  // Only now it is known whom this side may dial, to push.
+  Config config = options.config;
+  if (options.push && config.allowed_hosts.empty()) config.allowed_hosts = decode.peer_host();
+  KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<PrefillEndpoint> endpoint,
+                           PrefillEndpoint::Create(pool, {config, "two_node", "prefill"}));
   return Prefill(options, std::move(pool), std::move(endpoint), std::move(decode)).Serve();
 }
 

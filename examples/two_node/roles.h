@@ -7,6 +7,11 @@
 //   next                            -> ticket TICKET SALT RUNS, or at the end: end CPU_SECONDS
 //   failed: WHY
 //
+// and with --push, instead of a ticket,
+//
+//   next                            -> register PAGES
+//   receive TICKET                  -> pushed SALT RUNS
+//
 // SALT is that of the request's pattern, RUNS are its pages on the prefill side. "next" also says
 // that the request before arrived intact.
 
@@ -17,7 +22,7 @@ namespace kvferry::examples {
 
 inline constexpr char kGreeting[] = "kvferry two_node 1";
 
-// Serves options.requests requests to one decode side. OK: all were fetched.
+// Serves options.requests requests to one decode side. OK: all have got there.
 absl::Status RunPrefill(const Options& options);
 
 // Fetches all requests of the prefill side. OK: all of them arrived intact.
