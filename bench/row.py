@@ -53,6 +53,7 @@ class Part:
     limits: tuple  # Of the machine, systems' names.
     variants: tuple = ()  # Of kvferry.
     packed: dict = dataclasses.field(default_factory=dict)  # Limit of who packs: of what of ours.
+    ways: dict = dataclasses.field(default_factory=dict)  # That kvferry chooses from: how to force.
 
 
 TCP_LIMITS = tuple(f"tcp {streams}" for streams in TCP_STREAMS)
@@ -65,9 +66,13 @@ HOST_VARIANTS = (
     Variant("arena", NIXL, "arena x NIXL", flags=("--private-pool",)),
 )
 PACKED = {"packed 1": "kvferry", "packed 2": "2 lanes"}
+TCP_WAYS = {"packed": "network_path=packed", "direct": "network_path=direct"}
+HOST_WAYS = {"in place": "same_host_path=in_place", "gathered": "same_host_path=arena"}
 PARTS = {
-    "tcp": Part("tcp", "over TCP", "ucx", TCP_PEERS, TCP_LIMITS, TCP_VARIANTS, PACKED),
-    "host": Part("host", "on the same host", "auto", {}, HOST_LIMITS, HOST_VARIANTS),
+    "tcp": Part("tcp", "over TCP", "ucx", TCP_PEERS, TCP_LIMITS, TCP_VARIANTS, PACKED, TCP_WAYS),
+    "host": Part(
+        "host", "on the same host", "auto", {}, HOST_LIMITS, HOST_VARIANTS, ways=HOST_WAYS
+    ),
 }
 
 
@@ -111,6 +116,8 @@ def makers(part, args, lists, stage):
     for variant in part.variants:
         settings = [*variant.settings, *args.config]
         yield variant.name, two_pools, ours(variant.name, args.build, settings, variant.flags)
+    for way, setting in part.ways.items() if args.ways else ():
+        yield way, two_pools, ours(way, args.build, [*args.config, setting])
     if args.push:
         flags = ("--accept-pushes",)
         yield "push", two_pools, ours("push", args.build, args.config, flags, Pushed)

@@ -111,6 +111,12 @@ def add_ours(parser):
         help="also kvferry in the other order: the decode side registers its pages first",
     )
     parser.add_argument(
+        "--ways",
+        action="store_true",
+        help="also each way that a transfer can take, forced: how good the choice is. Over "
+        "TCP there is one to make with --config network_path=auto and a direct_tls of this machine",
+    )
+    parser.add_argument(
         "--also", type=Path, metavar="BUILD", help="another build, measured in turn with the first"
     )
     parser.add_argument(
@@ -251,6 +257,7 @@ def shown(args):
         "kvferry": True,
         "also": args.also,
         "push": args.push,
+        "ways": args.ways,
         "push, NIXL": args.push and args.peers,
         "NIXL": args.peers,
         "Mooncake": args.peers,

@@ -104,7 +104,9 @@ def all_columns(part):
         for name, ours in part.packed.items()
         for column in (rate(name, [name], "limits"), ratio(f"x {name}", [name], "limits", ours))
     ]
-    return [*FIRST, *peers, *limits, *ratios, *variants, *packed, *LAST]
+    ways = [rate(name, [name], "ways") for name in part.ways]
+    chosen = ratio("x best way", list(part.ways), "ways")
+    return [*FIRST, *peers, *limits, *ratios, *variants, *packed, *ways, chosen, *LAST]
 
 
 class Table:
