@@ -1,10 +1,7 @@
 #include "pool/block_quant.h"
 
 #include <algorithm>
-#include <array>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <numeric>
 #include <string>
 
@@ -13,71 +10,46 @@
 #include "pool/casts.h"
 #include "pool/token_copy.h"
 
+#define KVFERRY_CASTS_NAMESPACE casts_blocks
+#define KVFERRY_CASTS_TARGET
+#include "pool/number_formats_impl.h"
+// Behind it.
+#include "pool/block_formats_impl.h"
+
 namespace kvferry {
 namespace {
 
 constexpr int64_t kRowsAtOnce = 64;  // Bounds the memory that a call takes.
-constexpr float kMaxFp8 = 448;
 
 // ---------------------------------------------------------------- one block
 
-// e2m1 magnitudes by code.
-constexpr std::array<float, 8> kE2M1 = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
-// Between code i and i + 1; the middle itself goes to the even one.
-constexpr std::array<float, 7> kE2M1Middles = {0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5};
-
-uint8_t EncodeE2M1(float value) {
-  const float magnitude = std::fabs(value);
-  uint8_t code = 0;
-  for (size_t i = 0; i < kE2M1Middles.size(); ++i) {
-    const bool above = i % 2 == 0 ? magnitude > kE2M1Middles[i] : magnitude >= kE2M1Middles[i];
-    code += above || std::isnan(magnitude) ? 1 : 0;
-  }
-  return static_cast<uint8_t>(code | (std::signbit(value) ? 8 : 0));
-}
-
-float DecodeE2M1(uint8_t code) { return (code & 8) != 0 ? -kE2M1[code & 7] : kE2M1[code & 7]; }
-
-// Of the numbers among them: the largest magnitude, finite.
-float LargestMagnitude(const float* values, int64_t count) {
-  float largest = 0;
+uint32_t LargestMagnitude(const float* values, int64_t count) {
+  uint32_t largest = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const float magnitude = std::fabs(values[i]);
-    largest = magnitude > largest ? magnitude : largest;
+    largest = std::max(largest, casts_blocks::MagnitudeForScale(values[i]));
   }
-  return std::min(largest, std::numeric_limits<float>::max());
+  return largest;
 }
 
-// The smallest k with largest <= 6 * 2^k, which is 0.75 * 2^(k + 3).
-int E8M0Exponent(float largest) {
-  if (largest == 0) return -127;
-  int exponent = 0;
-  const float mantissa = std::frexp(largest, &exponent);
-  return std::clamp(mantissa <= 0.75F ? exponent - 3 : exponent - 2, -127, 127);
-}
-
-void QuantizeMxfp4(const float* values, std::byte* codes, std::byte* scale) {
-  const int exponent = E8M0Exponent(LargestMagnitude(values, 16));
-  *scale = static_cast<std::byte>(exponent + 127);
-  for (int64_t i = 0; i < 16; i += 2) {
-    const uint8_t low = EncodeE2M1(std::ldexp(values[i], -exponent));
-    const uint8_t high = EncodeE2M1(std::ldexp(values[i + 1], -exponent));
-    codes[i / 2] = static_cast<std::byte>(low | high << 4);
+void QuantizeMxfp4(const float* values, std::byte* codes, std::byte* scale_byte) {
+  using casts_blocks::Mxfp4Block;
+  const Mxfp4Block::Scale scale = Mxfp4Block::ScaleOf(LargestMagnitude(values, 16));
+  *scale_byte = static_cast<std::byte>(scale);
+  for (int64_t i = 0; i < 8; ++i) {
+    codes[i] = static_cast<std::byte>(Mxfp4Block::Encode(values + 2 * i, scale));
   }
 }
 
 void DequantizeMxfp4(const std::byte* codes, const std::byte* scale, float* values) {
-  const int exponent = std::to_integer<int>(*scale) - 127;
-  for (int64_t i = 0; i < 16; i += 2) {
-    const auto pair = std::to_integer<uint8_t>(codes[i / 2]);
-    values[i] = std::ldexp(DecodeE2M1(pair & 15), exponent);
-    values[i + 1] = std::ldexp(DecodeE2M1(pair >> 4), exponent);
+  for (int64_t i = 0; i < 8; ++i) {
+    casts_blocks::Mxfp4Block::Decode(std::to_integer<uint8_t>(codes[i]),
+                                     std::to_integer<uint8_t>(*scale), values + 2 * i);
   }
 }
 
 void QuantizeFp8(const float* values, std::byte* codes, std::byte* scale_bytes) {
   static const CastFn cast = CastBetween(DType::kFloat32, DType::kFloat8E4M3);
-  const float scale = LargestMagnitude(values, 128) / kMaxFp8;
+  const float scale = casts_blocks::Fp8ScaleOf(LargestMagnitude(values, 128));
   std::memcpy(scale_bytes, &scale, sizeof scale);
   // All of a block without a scale are zeros, or too small to have one.
   if (scale == 0) {
@@ -134,6 +106,13 @@ absl::Status CheckTensor(absl::string_view what, const TokenView& view, int64_t 
                    DTypeName(dtype), " rows of ", num_heads, " x ", head_dim, " scaled by 1"));
 }
 
+// Packed rows as a view's are, of another dtype.
+TokenView Like(const TokenView& view, std::span<const int32_t> slots, std::byte* data,
+               DType dtype) {
+  return TokenView::Packed(data, dtype, static_cast<int64_t>(slots.size()), view.num_heads,
+                           view.head_dim);
+}
+
 // Rows of one call, in pieces of kRowsAtOnce: as floats, as codes and as scales, without gaps.
 class Pieces {
  public:
@@ -146,72 +125,46 @@ class Pieces {
     packed_scales_.resize(static_cast<size_t>(kRowsAtOnce * scales.row_bytes()));
   }
 
-  absl::Status Check(std::span<const int32_t> slots) const {
-    const BlockFormatInfo& info = codec_.info;
-    const int64_t values = rows_.num_heads * rows_.head_dim;
-    KVFERRY_RETURN_IF_ERROR(CheckRow(info, rows_.num_heads, rows_.head_dim));
-    KVFERRY_RETURN_IF_ERROR(CheckTensor(
-        "codes", codes_, rows_.num_heads,
-        rows_.head_dim * info.codes_bits / 8 / DTypeBytes(info.codes_dtype), info.codes_dtype));
-    KVFERRY_RETURN_IF_ERROR(
-        CheckTensor("scales", scales_, 1, values / info.block_values, info.scales_dtype));
-    if (CastBetween(rows_.dtype, DType::kFloat32) == nullptr) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("block quantisation: rows of ", DTypeName(rows_.dtype), " hold no numbers"));
-    }
-    // Only for its checks of the lists.
-    KVFERRY_RETURN_IF_ERROR(TokenCopy::PlanGather(codes_, slots, Like(codes_, slots)).status());
-    return TokenCopy::PlanGather(scales_, slots, Like(scales_, slots)).status();
-  }
-
-  absl::Status Store(std::span<const int32_t> slots) {
-    return ForEach(slots, [&](std::span<const int32_t> rows, std::span<const int32_t> to) {
-      KVFERRY_RETURN_IF_ERROR(Run(TokenCopy::PlanGather(rows_, rows, Values(to))));
+  void Store(std::span<const int32_t> slots) {
+    ForEach(slots, [&](std::span<const int32_t> rows, std::span<const int32_t> to) {
+      Run(TokenCopy::PlanGather(rows_, rows, Values(to)));
       ForEachBlock(to, codec_.quantize);
-      KVFERRY_RETURN_IF_ERROR(Run(TokenCopy::PlanScatter(Codes(to), codes_, to)));
-      return Run(TokenCopy::PlanScatter(Scales(to), scales_, to));
+      Run(TokenCopy::PlanScatter(Codes(to), codes_, to));
+      Run(TokenCopy::PlanScatter(Scales(to), scales_, to));
     });
   }
 
-  absl::Status Load(std::span<const int32_t> slots) {
-    return ForEach(slots, [&](std::span<const int32_t> rows, std::span<const int32_t> from) {
-      KVFERRY_RETURN_IF_ERROR(Run(TokenCopy::PlanGather(codes_, from, Codes(from))));
-      KVFERRY_RETURN_IF_ERROR(Run(TokenCopy::PlanGather(scales_, from, Scales(from))));
+  void Load(std::span<const int32_t> slots) {
+    ForEach(slots, [&](std::span<const int32_t> rows, std::span<const int32_t> from) {
+      Run(TokenCopy::PlanGather(codes_, from, Codes(from)));
+      Run(TokenCopy::PlanGather(scales_, from, Scales(from)));
       ForEachBlock(from, [this](float* values, const std::byte* codes, const std::byte* scale) {
         codec_.dequantize(codes, scale, values);
       });
-      return Run(TokenCopy::PlanScatter(Values(from), rows_, rows));
+      Run(TokenCopy::PlanScatter(Values(from), rows_, rows));
     });
   }
 
  private:
   using Slots = std::span<const int32_t>;
 
-  static absl::Status Run(const absl::StatusOr<TokenCopy>& copy) {
-    KVFERRY_RETURN_IF_ERROR(copy);
-    copy->Run();
-    return absl::OkStatus();
-  }
-  static TokenView Like(const TokenView& view, Slots slots, std::byte* data = nullptr) {
-    return TokenView::Packed(data, view.dtype, static_cast<int64_t>(slots.size()), view.num_heads,
-                             view.head_dim);
-  }
+  // Everything has been checked.
+  static void Run(const absl::StatusOr<TokenCopy>& copy) { copy->Run(); }
   TokenView Values(Slots slots) {
-    TokenView view = Like(rows_, slots, reinterpret_cast<std::byte*>(values_.data()));
-    return TokenView::Packed(view.data, DType::kFloat32, view.num_slots, view.num_heads,
-                             view.head_dim);
+    return Like(rows_, slots, reinterpret_cast<std::byte*>(values_.data()), DType::kFloat32);
   }
-  TokenView Codes(Slots slots) { return Like(codes_, slots, packed_codes_.data()); }
-  TokenView Scales(Slots slots) { return Like(scales_, slots, packed_scales_.data()); }
+  TokenView Codes(Slots slots) { return Like(codes_, slots, packed_codes_.data(), codes_.dtype); }
+  TokenView Scales(Slots slots) {
+    return Like(scales_, slots, packed_scales_.data(), scales_.dtype);
+  }
 
   // Calls visit(rows, slots) for each piece: positions in rows_, and the slots for them.
   template <typename Visit>
-  absl::Status ForEach(Slots slots, const Visit& visit) {
+  void ForEach(Slots slots, const Visit& visit) {
     for (size_t at = 0; at < slots.size(); at += kRowsAtOnce) {
       const size_t count = std::min<size_t>(kRowsAtOnce, slots.size() - at);
-      KVFERRY_RETURN_IF_ERROR(visit(Slots(order_).subspan(at, count), slots.subspan(at, count)));
+      visit(Slots(order_).subspan(at, count), slots.subspan(at, count));
     }
-    return absl::OkStatus();
   }
 
   template <typename Visit>
@@ -256,20 +209,70 @@ absl::StatusOr<std::vector<KvTensor>> QuantizedTensors(BlockFormat format, absl:
                                 num_heads * head_dim / info.block_values, info.scales_dtype}};
 }
 
+absl::Status QuantizedCopy::Check() const {
+  KVFERRY_RETURN_IF_ERROR(CheckRows(rows_, slots_));
+  const BlockFormatInfo info = InfoOf(format_);
+  const int64_t values = rows_.num_heads * rows_.head_dim;
+  KVFERRY_RETURN_IF_ERROR(CheckRow(info, rows_.num_heads, rows_.head_dim));
+  KVFERRY_RETURN_IF_ERROR(CheckTensor(
+      "codes", codes_, rows_.num_heads,
+      rows_.head_dim * info.codes_bits / 8 / DTypeBytes(info.codes_dtype), info.codes_dtype));
+  KVFERRY_RETURN_IF_ERROR(
+      CheckTensor("scales", scales_, 1, values / info.block_values, info.scales_dtype));
+  if (CastBetween(rows_.dtype, DType::kFloat32) == nullptr) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("block quantisation: rows of ", DTypeName(rows_.dtype), " hold no numbers"));
+  }
+  // Only for their checks of scales and lists.
+  KVFERRY_RETURN_IF_ERROR(CheckRowsFit(rows_, Like(rows_, slots_, nullptr, DType::kFloat32)));
+  for (const TokenView& view : {codes_, scales_}) {
+    KVFERRY_RETURN_IF_ERROR(
+        TokenCopy::PlanGather(view, slots_, Like(view, slots_, nullptr, view.dtype)).status());
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<QuantizedCopy> QuantizedCopy::PlanStore(BlockFormat format, const TokenView& rows,
+                                                       const TokenView& codes,
+                                                       const TokenView& scales,
+                                                       std::span<const int32_t> slots) {
+  const QuantizedCopy copy(format, /*stores=*/true, rows, codes, scales, slots);
+  KVFERRY_RETURN_IF_ERROR(copy.Check());
+  return copy;
+}
+
+absl::StatusOr<QuantizedCopy> QuantizedCopy::PlanLoad(BlockFormat format, const TokenView& codes,
+                                                      const TokenView& scales,
+                                                      std::span<const int32_t> slots,
+                                                      const TokenView& rows) {
+  const QuantizedCopy copy(format, /*stores=*/false, rows, codes, scales, slots);
+  KVFERRY_RETURN_IF_ERROR(copy.Check());
+  return copy;
+}
+
+void QuantizedCopy::Run() const {
+  Pieces pieces(CodecOf(format_), rows_, codes_, scales_);
+  if (stores_) {
+    pieces.Store(slots_);
+  } else {
+    pieces.Load(slots_);
+  }
+}
+
 absl::Status StoreQuantized(BlockFormat format, const TokenView& rows, const TokenView& codes,
-                            const TokenView& scales, std::span<const int32_t> slots) {
-  KVFERRY_RETURN_IF_ERROR(CheckRows(rows, slots));
-  Pieces pieces(CodecOf(format), rows, codes, scales);
-  KVFERRY_RETURN_IF_ERROR(pieces.Check(slots));
-  return pieces.Store(slots);
+                            const TokenView& scales, std::span<const int32_t> slots,
+                            const PoolMemory& memory) {
+  KVFERRY_ASSIGN_OR_RETURN(const QuantizedCopy copy,
+                           QuantizedCopy::PlanStore(format, rows, codes, scales, slots));
+  return memory.RunQuantized({&copy, 1});
 }
 
 absl::Status LoadQuantized(BlockFormat format, const TokenView& codes, const TokenView& scales,
-                           std::span<const int32_t> slots, const TokenView& rows) {
-  KVFERRY_RETURN_IF_ERROR(CheckRows(rows, slots));
-  Pieces pieces(CodecOf(format), rows, codes, scales);
-  KVFERRY_RETURN_IF_ERROR(pieces.Check(slots));
-  return pieces.Load(slots);
+                           std::span<const int32_t> slots, const TokenView& rows,
+                           const PoolMemory& memory) {
+  KVFERRY_ASSIGN_OR_RETURN(const QuantizedCopy copy,
+                           QuantizedCopy::PlanLoad(format, codes, scales, slots, rows));
+  return memory.RunQuantized({&copy, 1});
 }
 
 }  // namespace kvferry

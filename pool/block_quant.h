@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "pool/kv_layout.h"
+#include "pool/pool_memory.h"
 #include "pool/token_view.h"
 
 namespace kvferry {
@@ -41,15 +42,60 @@ BlockFormatInfo InfoOf(BlockFormat format);
 absl::StatusOr<std::vector<KvTensor>> QuantizedTensors(BlockFormat format, absl::string_view name,
                                                        int64_t num_heads, int64_t head_dim);
 
-// Row slots[i] of codes and scales becomes row i of `rows` ([slots.size(), heads, dim] floats of
-// any dtype), quantised. Values round to the nearest code, ties to even; a block of zeros has scale
-// 0 (e8m0: the smallest); NaN becomes the largest magnitude in mxfp4, which has no NaN, and
-// infinity the largest magnitude everywhere. INVALID_ARGUMENT when shapes or dtypes do not fit each
-// other, OUT_OF_RANGE naming a slot; nothing is written then.
+// Rows on their way into codes and scales, or back, that have been checked: TokenCopy for blocks.
+// The list and the memory of the views must outlive it. Thread-compatible.
+class QuantizedCopy {
+ public:
+  // Row slots[i] of codes and scales becomes row i of `rows` ([slots.size(), heads, dim] floats of
+  // any dtype), quantised. Values round to the nearest code, ties to even; a block of zeros has
+  // scale 0 (e8m0: the smallest); NaN becomes the largest magnitude in mxfp4, which has no NaN, and
+  // infinity the largest magnitude everywhere. A slot that stands twice keeps the later row; on a
+  // device, parts of both, whose scales need not belong to their codes.
+  //
+  // INVALID_ARGUMENT when shapes or dtypes do not fit each other, OUT_OF_RANGE naming a slot.
+  static absl::StatusOr<QuantizedCopy> PlanStore(BlockFormat format, const TokenView& rows,
+                                                 const TokenView& codes, const TokenView& scales,
+                                                 std::span<const int32_t> slots);
+  // The other way: row i of `rows` becomes the values of row slots[i], rounded to rows' dtype.
+  static absl::StatusOr<QuantizedCopy> PlanLoad(BlockFormat format, const TokenView& codes,
+                                                const TokenView& scales,
+                                                std::span<const int32_t> slots,
+                                                const TokenView& rows);
+
+  // What it does, for who does it otherwise (PoolMemory).
+  BlockFormat format() const { return format_; }
+  bool stores() const { return stores_; }
+  const TokenView& rows() const { return rows_; }
+  const TokenView& codes() const { return codes_; }
+  const TokenView& scales() const { return scales_; }
+  std::span<const int32_t> slots() const { return slots_; }
+
+  void Run() const;
+
+ private:
+  QuantizedCopy(BlockFormat format, bool stores, const TokenView& rows, const TokenView& codes,
+                const TokenView& scales, std::span<const int32_t> slots)
+      : format_(format),
+        stores_(stores),
+        rows_(rows),
+        codes_(codes),
+        scales_(scales),
+        slots_(slots) {}
+  absl::Status Check() const;
+
+  BlockFormat format_;
+  bool stores_;
+  TokenView rows_, codes_, scales_;
+  std::span<const int32_t> slots_;
+};
+
+// Plan and run in one, by the memory that codes and scales lie in. Errors as for planning, nothing
+// is written then, and as for PoolMemory::RunQuantized().
 absl::Status StoreQuantized(BlockFormat format, const TokenView& rows, const TokenView& codes,
-                            const TokenView& scales, std::span<const int32_t> slots);
-// The other way: row i of `rows` becomes the values of row slots[i], rounded to rows' dtype.
+                            const TokenView& scales, std::span<const int32_t> slots,
+                            const PoolMemory& memory = *HostMemory());
 absl::Status LoadQuantized(BlockFormat format, const TokenView& codes, const TokenView& scales,
-                           std::span<const int32_t> slots, const TokenView& rows);
+                           std::span<const int32_t> slots, const TokenView& rows,
+                           const PoolMemory& memory = *HostMemory());
 
 }  // namespace kvferry

@@ -1,21 +1,26 @@
 #include "pool/gdn_pool.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "base/slab.h"
 #include "base/status.h"
+#include "pool/token_copy.h"
 
 namespace kvferry {
 namespace {
 
-constexpr int64_t kSpare = -1;  // A slot's worth of memory beside the pool.
+// Copies of slots that may run in any order: none reads what another one writes. A spare slot of
+// memory lies beside the pool: from_spare and to_spare say that the only source, or destination, is
+// that one, which is its slot 0.
+struct Wave {
+  std::vector<int32_t> sources, destinations;
+  bool from_spare = false, to_spare = false;
 
-struct Step {
-  int64_t source = 0;
-  int64_t destination = 0;
+  void Add(int64_t source, int64_t destination) {
+    sources.push_back(static_cast<int32_t>(source));
+    destinations.push_back(static_cast<int32_t>(destination));
+  }
 };
 using SourceOf = absl::flat_hash_map<int64_t, int64_t>;  // By destination.
 
@@ -25,60 +30,67 @@ absl::Status CheckCount(absl::string_view name, int64_t value, int64_t min, int6
       absl::StrCat("gdn pool: ", name, " is ", value, " but must lie in [", min, ", ", max, "]"));
 }
 
-absl::StatusOr<std::shared_ptr<std::byte>> MapStates(absl::string_view name, int64_t num_layers,
-                                                     int64_t num_slots, int64_t item_bytes) {
+absl::StatusOr<int64_t> StateBytes(absl::string_view name, int64_t num_layers, int64_t num_slots,
+                                   int64_t item_bytes) {
   if (num_slots > GdnPool::kMaxBytes / (num_layers * item_bytes)) {  // At most 2^(12 + 32).
     return absl::InvalidArgumentError(absl::StrCat(
         "gdn pool: the ", name, " states, ", num_layers, " layers x ", num_slots, " slots x ",
         item_bytes, " bytes, have more than ", GdnPool::kMaxBytes, " bytes"));
   }
-  return MapSlab(num_layers * num_slots * item_bytes);
+  return num_layers * num_slots * item_bytes;
 }
 
 // Slots in a circle, each the source of the next: the first is put aside.
-void BreakCircle(int64_t first, SourceOf* source_of, std::vector<Step>* steps) {
-  steps->push_back({first, kSpare});
-  for (int64_t slot = first; slot != kSpare;) {
+void BreakCircle(int64_t first, SourceOf* source_of, std::vector<Wave>* waves) {
+  waves->push_back({{static_cast<int32_t>(first)}, {0}, false, true});
+  for (int64_t slot = first;;) {
     const int64_t source = source_of->extract(slot).mapped();
-    const int64_t read_from = source == first ? kSpare : source;
-    steps->push_back({read_from, slot});
-    slot = read_from;
+    Wave& wave = waves->emplace_back();
+    wave.from_spare = source == first;
+    wave.Add(wave.from_spare ? 0 : source, slot);
+    if (wave.from_spare) return;
+    slot = source;
   }
 }
 
-// An order in which no slot is written before all that read it have done so.
-std::vector<Step> Order(SourceOf source_of) {
+// An order in which no slot is written before all that read it have done so, in as few waves as
+// that allows but for circles.
+std::vector<Wave> Order(SourceOf source_of) {
   absl::flat_hash_map<int64_t, int64_t> readers;  // By source: copies not ordered yet.
   for (const auto& [destination, source] : source_of) ++readers[source];
   std::vector<int64_t> ready;  // Destinations that nobody reads any more.
   for (const auto& [destination, source] : source_of) {
     if (!readers.contains(destination)) ready.push_back(destination);
   }
-  std::vector<Step> steps;
+  std::vector<Wave> waves;
   while (!ready.empty()) {
-    const int64_t destination = ready.back();
-    ready.pop_back();
-    const int64_t source = source_of.extract(destination).mapped();
-    steps.push_back({source, destination});
-    if (--readers[source] == 0 && source_of.contains(source)) ready.push_back(source);
+    Wave& wave = waves.emplace_back();
+    std::vector<int64_t> next;
+    for (const int64_t destination : ready) {
+      const int64_t source = source_of.extract(destination).mapped();
+      wave.Add(source, destination);
+      if (--readers[source] == 0 && source_of.contains(source)) next.push_back(source);
+    }
+    ready = std::move(next);
   }
-  while (!source_of.empty()) BreakCircle(source_of.begin()->first, &source_of, &steps);
-  return steps;
+  while (!source_of.empty()) BreakCircle(source_of.begin()->first, &source_of, &waves);
+  return waves;
 }
 
-bool NeedsSpare(const std::vector<Step>& steps) {
-  return std::any_of(steps.begin(), steps.end(),
-                     [](const Step& step) { return step.destination == kSpare; });
+bool NeedsSpare(const std::vector<Wave>& waves) {
+  return std::any_of(waves.begin(), waves.end(), [](const Wave& wave) { return wave.to_spare; });
 }
 
-void CopyItems(std::byte* layer, int64_t item_bytes, const std::vector<Step>& steps,
-               std::byte* spare) {
-  const auto item = [&](int64_t slot) {
-    return slot == kSpare ? spare : layer + slot * item_bytes;
-  };
-  for (const Step& step : steps) {
-    std::memcpy(item(step.destination), item(step.source), item_bytes);
+absl::Status RunWave(const Wave& wave, std::span<const TokenView> from,
+                     std::span<const TokenView> to, const PoolMemory& memory) {
+  std::vector<TokenCopy> copies;
+  copies.reserve(from.size());
+  for (size_t i = 0; i < from.size(); ++i) {
+    KVFERRY_ASSIGN_OR_RETURN(const TokenCopy copy,
+                             TokenCopy::Plan(from[i], wave.sources, to[i], wave.destinations));
+    copies.push_back(copy);
   }
+  return memory.Run(copies, nullptr);
 }
 
 }  // namespace
@@ -114,31 +126,47 @@ int64_t GdnShape::conv_item_bytes() const {
 // ---------------------------------------------------------------- pool
 
 absl::StatusOr<GdnPool> GdnPool::Create(const GdnShape& shape, int64_t max_requests,
-                                        int64_t max_track_slots) {
+                                        int64_t max_track_slots,
+                                        const std::shared_ptr<const PoolMemory>& memory) {
+  if (memory == nullptr) return Create(shape, max_requests, max_track_slots, HostMemory());
   KVFERRY_RETURN_IF_ERROR(shape.Validate());
   KVFERRY_RETURN_IF_ERROR(CheckCount("max_requests", max_requests, 1, kMaxSlots));
   KVFERRY_RETURN_IF_ERROR(CheckCount("max_track_slots", max_track_slots, 0, kMaxSlots));
-  const int64_t num_slots = 1 + max_requests + max_track_slots;
+  KVFERRY_ASSIGN_OR_RETURN(States states,
+                           Allocate(shape, 1 + max_requests + max_track_slots, *memory));
   KVFERRY_ASSIGN_OR_RETURN(
-      std::shared_ptr<std::byte> recurrent,
-      MapStates("recurrent", shape.num_layers, num_slots, shape.recurrent_item_bytes()));
-  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> conv,
-                           MapStates("conv", shape.num_layers, num_slots, shape.conv_item_bytes()));
-  return GdnPool(shape, max_requests, num_slots, std::move(recurrent), std::move(conv));
+      std::shared_ptr<std::byte> zeros,
+      memory->Allocate(std::max(shape.recurrent_item_bytes(), shape.conv_item_bytes())));
+  return GdnPool(shape, max_requests, memory, std::move(states), std::move(zeros));
 }
 
-GdnPool::GdnPool(const GdnShape& shape, int64_t max_requests, int64_t num_slots,
-                 std::shared_ptr<std::byte> recurrent, std::shared_ptr<std::byte> conv)
+GdnPool::GdnPool(const GdnShape& shape, int64_t max_requests,
+                 std::shared_ptr<const PoolMemory> memory, States states,
+                 std::shared_ptr<std::byte> zeros)
     : shape_(shape),
       max_requests_(max_requests),
-      num_slots_(num_slots),
-      recurrent_(std::move(recurrent)),
-      conv_(std::move(conv)) {
+      memory_(std::move(memory)),
+      states_(std::move(states)),
+      zeros_(std::move(zeros)) {
   Clear();
 }
 
+absl::StatusOr<GdnPool::States> GdnPool::Allocate(const GdnShape& shape, int64_t num_slots,
+                                                  const PoolMemory& memory) {
+  KVFERRY_ASSIGN_OR_RETURN(
+      const int64_t recurrent_bytes,
+      StateBytes("recurrent", shape.num_layers, num_slots, shape.recurrent_item_bytes()));
+  KVFERRY_ASSIGN_OR_RETURN(const int64_t conv_bytes, StateBytes("conv", shape.num_layers, num_slots,
+                                                                shape.conv_item_bytes()));
+  States states;
+  states.num_slots = num_slots;
+  KVFERRY_ASSIGN_OR_RETURN(states.recurrent, memory.Allocate(recurrent_bytes));
+  KVFERRY_ASSIGN_OR_RETURN(states.conv, memory.Allocate(conv_bytes));
+  return states;
+}
+
 int64_t GdnPool::bytes() const {
-  return shape_.num_layers * num_slots_ *
+  return shape_.num_layers * num_slots() *
          (shape_.recurrent_item_bytes() + shape_.conv_item_bytes());
 }
 
@@ -146,8 +174,8 @@ int64_t GdnPool::bytes() const {
 
 void GdnPool::Clear() {
   free_.clear();
-  for (int64_t slot = num_slots_ - 1; slot > max_requests_; --slot) free_.push_back(slot);
-  allocated_.assign(num_slots_, false);
+  for (int64_t slot = num_slots() - 1; slot > max_requests_; --slot) free_.push_back(slot);
+  allocated_.assign(num_slots(), false);
 }
 
 absl::StatusOr<int64_t> GdnPool::AllocateTrackSlot() {
@@ -174,9 +202,9 @@ absl::Status GdnPool::FreeTrackSlot(int64_t slot) {
 }
 
 absl::Status GdnPool::CheckUsable(int64_t slot) const {
-  if (slot < 0 || slot >= num_slots_) {
+  if (slot < 0 || slot >= num_slots()) {
     return absl::InvalidArgumentError(
-        absl::StrCat("gdn pool: slot ", slot, " is outside [0, ", num_slots_, ")"));
+        absl::StrCat("gdn pool: slot ", slot, " is outside [0, ", num_slots(), ")"));
   }
   if (IsTrackSlot(slot) && !allocated_[slot]) {
     return absl::InvalidArgumentError(
@@ -187,27 +215,44 @@ absl::Status GdnPool::CheckUsable(int64_t slot) const {
 
 // ---------------------------------------------------------------- states
 
+std::vector<TokenView> GdnPool::Rows(const States& states) const {
+  std::vector<TokenView> rows;
+  const auto append = [&](std::byte* memory, DType dtype, int64_t item_bytes) {
+    for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
+      rows.push_back(TokenView::Packed(memory + layer * states.num_slots * item_bytes, dtype,
+                                       states.num_slots, 1, item_bytes / DTypeBytes(dtype)));
+    }
+  };
+  append(states.recurrent.get(), DType::kFloat32, shape_.recurrent_item_bytes());
+  append(states.conv.get(), shape_.conv_dtype, shape_.conv_item_bytes());
+  return rows;
+}
+
 absl::Status GdnPool::Reset(std::span<const int64_t> slots) {
   for (const int64_t slot : slots) KVFERRY_RETURN_IF_ERROR(CheckUsable(slot));
-  for (const BufferInfo& layer : buffer_infos()) {
-    for (const int64_t slot : slots) {
-      std::memset(layer.address + slot * layer.item_bytes, 0, layer.item_bytes);
-    }
+  Wave wave;
+  for (const int64_t slot : slots) wave.Add(0, slot);
+  const std::vector<TokenView> states = Rows(states_);
+  std::vector<TokenView> zeros = states;
+  for (TokenView& zero : zeros) {
+    zero.data = zeros_.get();
+    zero.num_slots = 1;
   }
-  return absl::OkStatus();
+  return RunWave(wave, zeros, states, *memory_);
 }
 
 absl::Status GdnPool::Copy(std::span<const int64_t> sources,
                            std::span<const int64_t> destinations) {
   KVFERRY_ASSIGN_OR_RETURN(CopyMap source_of, CheckCopy(sources, destinations));
-  const std::vector<Step> steps = Order(std::move(source_of));
-  std::shared_ptr<std::byte> spare;
-  if (NeedsSpare(steps)) {
-    KVFERRY_ASSIGN_OR_RETURN(
-        spare, MapSlab(std::max(shape_.recurrent_item_bytes(), shape_.conv_item_bytes())));
+  const std::vector<Wave> waves = Order(std::move(source_of));
+  States spare;
+  if (NeedsSpare(waves)) {
+    KVFERRY_ASSIGN_OR_RETURN(spare, Allocate(shape_, 1, *memory_));
   }
-  for (const BufferInfo& layer : buffer_infos()) {
-    CopyItems(layer.address, layer.item_bytes, steps, spare.get());
+  const std::vector<TokenView> states = Rows(states_), aside = Rows(spare);
+  for (const Wave& wave : waves) {
+    KVFERRY_RETURN_IF_ERROR(
+        RunWave(wave, wave.from_spare ? aside : states, wave.to_spare ? aside : states, *memory_));
   }
   return absl::OkStatus();
 }
@@ -237,25 +282,20 @@ absl::StatusOr<GdnPool::CopyMap> GdnPool::CheckCopy(std::span<const int64_t> sou
 }
 
 std::span<float> GdnPool::recurrent_state(int64_t layer) const {
-  const int64_t bytes = num_slots_ * shape_.recurrent_item_bytes();
-  return {reinterpret_cast<float*>(recurrent_.get() + layer * bytes), bytes / sizeof(float)};
+  const BufferInfo info = buffer_infos()[layer];
+  return {reinterpret_cast<float*>(info.address), info.bytes / sizeof(float)};
 }
 
 std::span<std::byte> GdnPool::conv_state(int64_t layer) const {
-  const int64_t bytes = num_slots_ * shape_.conv_item_bytes();
-  return {conv_.get() + layer * bytes, static_cast<size_t>(bytes)};
+  const BufferInfo info = buffer_infos()[shape_.num_layers + layer];
+  return {info.address, static_cast<size_t>(info.bytes)};
 }
 
 std::vector<BufferInfo> GdnPool::buffer_infos() const {
   std::vector<BufferInfo> infos;
-  const auto append = [&](std::byte* memory, int64_t item_bytes) {
-    for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
-      infos.push_back(
-          {memory + layer * num_slots_ * item_bytes, num_slots_ * item_bytes, item_bytes});
-    }
-  };
-  append(recurrent_.get(), shape_.recurrent_item_bytes());
-  append(conv_.get(), shape_.conv_item_bytes());
+  for (const TokenView& rows : Rows(states_)) {
+    infos.push_back({rows.data, rows.num_slots * rows.row_bytes(), rows.row_bytes()});
+  }
   return infos;
 }
 

@@ -11,6 +11,8 @@
 #include "absl/status/statusor.h"
 #include "pool/kv_layout.h"
 #include "pool/kv_pool.h"
+#include "pool/pool_memory.h"
+#include "pool/token_view.h"
 
 namespace kvferry {
 
@@ -54,24 +56,30 @@ struct GdnShape {
 // What pymllm calls GDNPool. Not thread-safe; engines drive it from their scheduler thread.
 class GdnPool {
  public:
-  // Zeroed memory. INVALID_ARGUMENT for a bad shape, max_requests outside [1, kMaxSlots],
-  // max_track_slots outside [0, kMaxSlots] or more than kMaxBytes in all; RESOURCE_EXHAUSTED when
-  // the machine will not give the memory.
+  // Zeroed memory of the given kind; null stands for HostMemory(). Where it is not on_host(), the
+  // addresses below are the device's, and states change through PoolMemory::Run() alone.
+  // INVALID_ARGUMENT for a bad shape, max_requests outside [1, kMaxSlots], max_track_slots outside
+  // [0, kMaxSlots] or more than kMaxBytes in all; errors of memory->Allocate(), RESOURCE_EXHAUSTED
+  // in host memory, when it cannot be had.
   static absl::StatusOr<GdnPool> Create(const GdnShape& shape, int64_t max_requests,
-                                        int64_t max_track_slots = 0);
+                                        int64_t max_track_slots = 0,
+                                        const std::shared_ptr<const PoolMemory>& memory = nullptr);
   GdnPool(GdnPool&&) = default;  // A copy would share the memory but not the list of track slots.
   GdnPool& operator=(GdnPool&&) = default;
 
   const GdnShape& shape() const { return shape_; }
   int64_t max_requests() const { return max_requests_; }
   int64_t max_track_slots() const { return num_slots() - 1 - max_requests_; }
-  int64_t num_slots() const { return num_slots_; }  // Padding and track slots included.
+  int64_t num_slots() const { return states_.num_slots; }  // Padding and track slots included.
   int64_t num_free_track_slots() const { return static_cast<int64_t>(free_.size()); }
-  // Bytes of memory, of both kinds.
+  // Bytes of the states, of both kinds. Zeros as large as the larger of a layer's two states of one
+  // slot, which Reset() copies, lie beside them.
   int64_t bytes() const;
+  const PoolMemory& memory() const { return *memory_; }
 
   // Zeroes the states of these slots in all layers; a slot may stand twice. INVALID_ARGUMENT naming
   // the slot when one is out of range or a track slot that is not allocated; nothing changes then.
+  // What a device answers is passed on.
   absl::Status Reset(std::span<const int64_t> slots);
 
   // Copies the states of sources[i] to destinations[i] in all layers, for all i at once: every
@@ -81,8 +89,8 @@ class GdnPool {
   //
   // INVALID_ARGUMENT naming the pair when the lists differ in length, a slot is out of range, a
   // track slot is not allocated, a destination stands twice, or padding would be copied to a slot;
-  // RESOURCE_EXHAUSTED when a circle of copies needs a spare slot that the machine will not give.
-  // Nothing changes then.
+  // RESOURCE_EXHAUSTED when a circle of copies needs a spare slot that the memory will not give.
+  // Nothing changes then. What a device that fails has written is not known.
   absl::Status Copy(std::span<const int64_t> sources, std::span<const int64_t> destinations);
 
   // A track slot; it holds what its last user left. RESOURCE_EXHAUSTED when none is free.
@@ -92,37 +100,46 @@ class GdnPool {
   // All track slots are free again. No state changes.
   void Clear();
 
-  // The states of one layer, all slots; `layer` must be in range.
+  // The states of one layer, all slots; `layer` must be in range. Addresses of memory().
   std::span<float> recurrent_state(int64_t layer) const;
   std::span<std::byte> conv_state(int64_t layer) const;
   // One buffer a layer and kind, first the recurrent ones, then conv; an item is one slot. With
   // them a KvPool of uint8 "pages" can adopt the states, which thus move as KV does.
   std::vector<BufferInfo> buffer_infos() const;
   // These live as long as they have an owner, also after the pool.
-  std::shared_ptr<std::byte> recurrent_memory() const { return recurrent_; }
-  std::shared_ptr<std::byte> conv_memory() const { return conv_; }
+  std::shared_ptr<std::byte> recurrent_memory() const { return states_.recurrent; }
+  std::shared_ptr<std::byte> conv_memory() const { return states_.conv; }
 
   static constexpr int64_t kMaxSlots = 1 << 24;
   static constexpr int64_t kMaxBytes = int64_t{1} << 44;  // Of each kind.
 
  private:
-  GdnPool(const GdnShape& shape, int64_t max_requests, int64_t num_slots,
-          std::shared_ptr<std::byte> recurrent, std::shared_ptr<std::byte> conv);
+  // [num_layers, num_slots] items of each kind.
+  struct States {
+    std::shared_ptr<std::byte> recurrent, conv;
+    int64_t num_slots = 0;
+  };
+  GdnPool(const GdnShape& shape, int64_t max_requests, std::shared_ptr<const PoolMemory> memory,
+          States states, std::shared_ptr<std::byte> zeros);
 
-  bool IsTrackSlot(int64_t slot) const { return slot > max_requests_ && slot < num_slots_; }
+  bool IsTrackSlot(int64_t slot) const { return slot > max_requests_ && slot < num_slots(); }
   absl::Status CheckUsable(int64_t slot) const;  // In range and, as a track slot, allocated.
   // The copies that have something to copy.
   using CopyMap = absl::flat_hash_map<int64_t, int64_t>;  // Sources by destination.
   absl::StatusOr<CopyMap> CheckCopy(std::span<const int64_t> sources,
                                     std::span<const int64_t> destinations) const;
+  static absl::StatusOr<States> Allocate(const GdnShape& shape, int64_t num_slots,
+                                         const PoolMemory& memory);
+  // As buffer_infos(): an item is a row.
+  std::vector<TokenView> Rows(const States& states) const;
 
   GdnShape shape_;
   int64_t max_requests_;
-  int64_t num_slots_;
-  std::shared_ptr<std::byte> recurrent_;  // [num_layers, num_slots, recurrent item]
-  std::shared_ptr<std::byte> conv_;       // [num_layers, num_slots, conv item]
-  std::vector<int64_t> free_;             // Track slots; the last one is handed out next.
-  std::vector<bool> allocated_;           // By slot; only those of track slots matter.
+  std::shared_ptr<const PoolMemory> memory_;
+  States states_;
+  std::shared_ptr<std::byte> zeros_;  // An item of either kind.
+  std::vector<int64_t> free_;         // Track slots; the last one is handed out next.
+  std::vector<bool> allocated_;       // By slot; only those of track slots matter.
 };
 
 }  // namespace kvferry

@@ -1,11 +1,11 @@
 #include "pool/model_pools.h"
 
-#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
 #include "pool/block_quant.h"
+#include "pool/token_copy.h"
 
 namespace kvferry {
 namespace {
@@ -43,15 +43,6 @@ absl::Status CheckOptions(const ModelPoolsOptions& options, const Split& split) 
                                                    "]"));
   }
   return absl::OkStatus();
-}
-
-absl::Status CheckMemory(const ModelPoolsOptions& options, const ModelConfig& model) {
-  if (options.memory == nullptr || options.memory->on_host() || !model.linear) {
-    return absl::OkStatus();
-  }
-  return absl::UnimplementedError(
-      absl::StrCat("model pools: memory is ", options.memory->name(),
-                   ", but states of linear layers can live in host memory only"));
 }
 
 // Whole pages of tokens for both pools, without the padding page that each has besides.
@@ -121,42 +112,30 @@ void Append(const std::vector<KvTensor>& tensors, std::vector<KvTensor>* all) {
   all->insert(all->end(), tensors.begin(), tensors.end());
 }
 
-// Memory for rows of a tensor, one after the other.
-struct PackedRows {
-  std::vector<std::byte> bytes;
-  TokenView view;
-
-  PackedRows(const TokenView& like, int64_t num_rows)
-      : bytes(static_cast<size_t>(num_rows * like.row_bytes())),
-        view(TokenView::Packed(bytes.data(), like.dtype, num_rows, like.num_heads, like.head_dim)) {
-  }
-};
-
-// Quantises the first `num_in_blocks` of rows and sets all: quantised beside the pool, so that it
-// is written only when everything fits.
+// Sets all rows, the first `num_in_blocks` of them quantised.
 absl::Status SetInBlocks(BlockFormat format, size_t num_in_blocks, TokenKvPool& pool, int64_t layer,
                          std::span<const int32_t> slots, std::span<const TokenView> rows) {
-  KVFERRY_RETURN_IF_ERROR(CheckOnHost("model pools: what is quantised", pool.memory()));
   const std::vector<TokenView> parts = pool.Parts(layer);
   if (rows.size() != parts.size() - num_in_blocks) {
     return absl::InvalidArgumentError(absl::StrCat("model pools: ", rows.size(),
                                                    " tensors given, but a layer has ",
                                                    parts.size() - num_in_blocks, " parts"));
   }
-  const auto count = static_cast<int64_t>(slots.size());
-  std::vector<int32_t> all(slots.size());
-  std::iota(all.begin(), all.end(), 0);
-  std::vector<PackedRows> packed;
+  std::vector<QuantizedCopy> quantized;
   for (size_t i = 0; i < num_in_blocks; ++i) {
-    const TokenView codes = packed.emplace_back(parts[2 * i], count).view;
-    const TokenView scales = packed.emplace_back(parts[2 * i + 1], count).view;
-    KVFERRY_RETURN_IF_ERROR(StoreQuantized(format, rows[i], codes, scales, all));
+    KVFERRY_ASSIGN_OR_RETURN(
+        const QuantizedCopy copy,
+        QuantizedCopy::PlanStore(format, rows[i], parts[2 * i], parts[2 * i + 1], slots));
+    quantized.push_back(copy);
   }
-  std::vector<TokenView> stored;
-  stored.reserve(packed.size() + rows.size() - num_in_blocks);
-  for (const PackedRows& part : packed) stored.push_back(part.view);
-  stored.insert(stored.end(), rows.begin() + static_cast<ptrdiff_t>(num_in_blocks), rows.end());
-  return pool.Set(layer, slots, stored);
+  std::vector<TokenCopy> others;
+  for (size_t i = num_in_blocks; i < rows.size(); ++i) {
+    KVFERRY_ASSIGN_OR_RETURN(const TokenCopy copy,
+                             TokenCopy::PlanScatter(rows[i], parts[num_in_blocks + i], slots));
+    others.push_back(copy);
+  }
+  KVFERRY_RETURN_IF_ERROR(pool.memory().RunQuantized(quantized));
+  return pool.memory().Run(others, nullptr);
 }
 
 }  // namespace
@@ -212,12 +191,12 @@ absl::StatusOr<std::unique_ptr<ModelPools>> ModelPools::Create(const ModelConfig
   }
   const Split split = SplitOf(model);
   KVFERRY_RETURN_IF_ERROR(CheckOptions(options, split));
-  KVFERRY_RETURN_IF_ERROR(CheckMemory(options, model));
   KVFERRY_ASSIGN_OR_RETURN(ReqToTokenPool requests, RequestsFor(model, options));
   std::unique_ptr<ModelPools> pools(new ModelPools(model, std::move(requests)));
   if (model.linear) {
-    KVFERRY_ASSIGN_OR_RETURN(pools->states_, GdnPool::Create(*model.linear, options.max_requests,
-                                                             options.max_track_slots));
+    KVFERRY_ASSIGN_OR_RETURN(pools->states_,
+                             GdnPool::Create(*model.linear, options.max_requests,
+                                             options.max_track_slots, options.memory));
   }
   if (split.num_kv_layers == 0) return pools;
   KVFERRY_ASSIGN_OR_RETURN(const int64_t value_dim, LatentValueDim(model));

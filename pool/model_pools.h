@@ -30,8 +30,8 @@ struct ModelPoolsOptions {
   int64_t max_track_slots = 0;     // Of linear layers.
   // Instead of the model's: a name that ModelConfig::SetKvCacheDType() knows; "auto" keeps it.
   std::string kv_cache_dtype = "auto";
-  // Where keys and values lie, as for TokenKvPool::Create(). The request table, and with it who has
-  // which slots, is the host's in any case.
+  // Where keys, values and states lie, as for TokenKvPool::Create(). The request table, and with it
+  // who has which slots, is the host's in any case.
   std::shared_ptr<const PoolMemory> memory = nullptr;
 };
 
@@ -42,8 +42,7 @@ struct ModelPoolsOptions {
 class ModelPools {
  public:
   // INVALID_ARGUMENT naming the option that is out of range, RESOURCE_EXHAUSTED when the machine
-  // will not give the memory, UNIMPLEMENTED for a model with linear layers whose memory is not
-  // on_host(): states live in host memory only. Nothing is kept then.
+  // will not give the memory; errors of another kind of memory are passed on. Nothing is kept then.
   static absl::StatusOr<std::unique_ptr<ModelPools>> Create(const ModelConfig& model,
                                                             const ModelPoolsOptions& options);
 
@@ -75,8 +74,7 @@ class ModelPools {
   // TokenKvPool::Set() on a layer of the model, `slots` being kv()'s: sliding layers look up their
   // own. rows[t] are those of KvPartsOf(model())[t], as floats where the pool keeps them in blocks:
   // they are quantised here, with scales that are found here. INVALID_ARGUMENT for a linear layer
-  // and for scales where there are blocks, FAILED_PRECONDITION where there are blocks that are not
-  // on_host() (kv()->Set() takes codes and scales there), else as there and for StoreQuantized().
+  // and for scales where there are blocks, else as there and for StoreQuantized().
   absl::Status Set(int64_t model_layer, std::span<const int32_t> slots,
                    std::span<const TokenView> rows, std::span<const float> scales = {});
 

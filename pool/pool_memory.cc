@@ -2,6 +2,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/slab.h"
+#include "pool/block_quant.h"
 #include "pool/token_copy.h"
 
 namespace kvferry {
@@ -16,6 +17,10 @@ class Host : public PoolMemory {
   }
   absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const override {
     for (const TokenCopy& copy : copies) copy.Run(threads);
+    return absl::OkStatus();
+  }
+  absl::Status RunQuantized(std::span<const QuantizedCopy> copies) const override {
+    for (const QuantizedCopy& copy : copies) copy.Run();
     return absl::OkStatus();
   }
 };

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -15,10 +16,12 @@
 
 namespace kvferry {
 
+class QuantizedCopy;
 class TokenCopy;
 
 // The host's memory, or a device's (cuda/cuda_memory.h). A pool keeps the one that it was made in,
-// and everything that touches the pool's bytes either goes through Run() or needs on_host().
+// and everything that touches the pool's bytes either goes through Run() and RunQuantized() or
+// needs on_host().
 // Immutable and thread-safe.
 class PoolMemory {
  public:
@@ -28,6 +31,8 @@ class PoolMemory {
   virtual std::string name() const = 0;
   // Whether the processor can read and write it at the addresses that pools give.
   virtual bool on_host() const = 0;
+  // The device whose memory it is, for who shares it with CUDA's other users.
+  virtual std::optional<int> cuda_device() const { return std::nullopt; }
   // Zeroed bytes, aligned to 256 at least, freed with their last owner. RESOURCE_EXHAUSTED when
   // they cannot be had, UNAVAILABLE when there is no such device.
   virtual absl::StatusOr<std::shared_ptr<std::byte>> Allocate(int64_t bytes) const = 0;
@@ -35,9 +40,11 @@ class PoolMemory {
   // is done. `threads`, which may be null, help. In host memory it cannot fail; what a device that
   // fails has written is not known.
   virtual absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const = 0;
+  // The same for copies whose codes and scales lie here, and their rows here or in host memory.
+  virtual absl::Status RunQuantized(std::span<const QuantizedCopy> copies) const = 0;
 };
 
-// MapSlab() and TokenCopy::Run().
+// MapSlab() and the copies' own Run().
 const std::shared_ptr<const PoolMemory>& HostMemory();
 
 // FAILED_PRECONDITION unless the processor can touch it: "<what> lies in <name>, ...".

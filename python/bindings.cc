@@ -161,6 +161,8 @@ void BindConfig(nb::module_& module) {
       .def_ro("allow_insecure_network", &Config::allow_insecure_network)
       .def_ro("net_device", &Config::net_device)
       .def_ro("ucx_tls", &Config::ucx_tls)
+      .def_ro("network_path", &Config::network_path)
+      .def_ro("direct_tls", &Config::direct_tls)
       .def_ro("lanes", &Config::lanes)
       .def_ro("same_host_path", &Config::same_host_path)
       .def_ro("copy_threads", &Config::copy_threads)
@@ -281,6 +283,7 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> PageView(const PoolPtr& pool, int64
       page < 0 || page >= pool->num_pages()) {
     throw nb::index_error("layer, tensor or page out of range");
   }
+  Check(CheckOnHost("kv pool: the page", pool->memory()));
   const std::span<std::byte> bytes = pool->page(layer, tensor, page);
   return {reinterpret_cast<uint8_t*>(bytes.data()), {bytes.size()}, KeepAlive(pool)};
 }

@@ -17,6 +17,7 @@
 #include "pool/kv_layout.h"
 #include "pool/kv_pool.h"
 #include "pool/token_view.h"
+#include "python/pool_memory.h"
 #include "python/status_error.h"
 
 namespace kvferry {
@@ -106,9 +107,13 @@ inline DType FromDlpack(const nanobind::dlpack::dtype& dtype) {
                    "float8_e5m2, uint8")));
 }
 
-// Any array whose values are those of num_rows rows, one after the other.
-inline TokenView RowsOf(const RowInput& array, int64_t num_rows, int64_t num_heads,
-                        int64_t head_dim) {
+// The same for a pool, which may lie on a device and then takes rows of that, too.
+using PoolRowInput = nanobind::ndarray<nanobind::ro, nanobind::c_contig>;
+
+// Any array whose values are those of num_rows rows, one after the other, for a pool in `memory`.
+inline TokenView RowsOf(const PoolRowInput& array, int64_t num_rows, int64_t num_heads,
+                        int64_t head_dim, const PoolMemory& memory) {
+  CheckRowsReach({array.device_type(), array.device_id()}, memory);
   if (static_cast<int64_t>(array.size()) != num_rows * num_heads * head_dim) {
     throw StatusError(absl::InvalidArgumentError(
         absl::StrCat("rows have ", array.size(), " values, but ", num_rows, " slots of ", num_heads,
@@ -119,16 +124,16 @@ inline TokenView RowsOf(const RowInput& array, int64_t num_rows, int64_t num_hea
   return TokenView::Packed(data, FromDlpack(array.dtype()), num_rows, num_heads, head_dim);
 }
 
-// rows[i] as rows of parts[i]: anything with num_heads and head_dim.
+// rows[i] as rows of parts[i], which have num_heads and head_dim.
 template <typename Part>
 std::vector<TokenView> RowsFor(const std::vector<Part>& parts, const SlotInput& slots,
-                               const std::vector<RowInput>& rows) {
+                               const std::vector<PoolRowInput>& rows, const PoolMemory& memory) {
   std::vector<TokenView> views;
   for (size_t i = 0; i < rows.size(); ++i) {
     // Too many are refused by those who take them; until then any shape will do.
     const Part& part = parts[std::min(i, parts.size() - 1)];
-    views.push_back(
-        RowsOf(rows[i], static_cast<int64_t>(slots.shape(0)), part.num_heads, part.head_dim));
+    views.push_back(RowsOf(rows[i], static_cast<int64_t>(slots.shape(0)), part.num_heads,
+                           part.head_dim, memory));
   }
   return views;
 }

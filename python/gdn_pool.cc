@@ -17,6 +17,7 @@
 
 #include "python/convert.h"
 #include "python/gdn_pool.h"
+#include "python/pool_memory.h"
 #include "python/status_error.h"
 
 namespace nb = nanobind;
@@ -29,26 +30,28 @@ using Memory = std::shared_ptr<std::byte>;
 template <typename T>
 using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-DlpackArray View(void* data, std::initializer_list<size_t> shape, DType dtype, Memory memory) {
-  return {data, shape, KeepAlive(std::move(memory)), {}, ToDlpack(dtype), nb::device::cpu::value};
+DlpackArray View(const GdnPool& pool, const Memory& states, std::initializer_list<size_t> shape,
+                 DType dtype) {
+  const DlpackDevice device = DeviceOf(pool.memory());
+  return {states.get(), shape, KeepAlive(states), {}, ToDlpack(dtype), device.type, device.id};
 }
 
 DlpackArray RecurrentStates(const GdnPool& pool) {
   const GdnShape& shape = pool.shape();
-  return View(pool.recurrent_memory().get(),
+  return View(pool, pool.recurrent_memory(),
               {static_cast<size_t>(shape.num_layers), static_cast<size_t>(pool.num_slots()),
                static_cast<size_t>(shape.num_v_heads), static_cast<size_t>(shape.head_k_dim),
                static_cast<size_t>(shape.head_v_dim)},
-              DType::kFloat32, pool.recurrent_memory());
+              DType::kFloat32);
 }
 
 DlpackArray ConvStates(const GdnPool& pool) {
   const GdnShape& shape = pool.shape();
   return View(
-      pool.conv_memory().get(),
+      pool, pool.conv_memory(),
       {static_cast<size_t>(shape.num_layers), static_cast<size_t>(pool.num_slots()),
        static_cast<size_t>(shape.conv_dim), static_cast<size_t>(shape.conv_kernel_size - 1)},
-      shape.conv_dtype, pool.conv_memory());
+      shape.conv_dtype);
 }
 
 using Slots = std::vector<int64_t>;
@@ -82,7 +85,7 @@ void BindGdnPool(nb::module_& module) {
       "__init__",
       [](GdnPool* self, int64_t max_requests, int64_t num_layers, int64_t num_v_heads,
          int64_t head_k_dim, int64_t head_v_dim, int64_t conv_dim, int64_t conv_kernel_size,
-         const std::string& dtype, int64_t max_track_slots) {
+         const std::string& dtype, int64_t max_track_slots, const std::string& memory) {
         const GdnShape shape{num_layers,
                              num_v_heads,
                              head_k_dim,
@@ -90,11 +93,14 @@ void BindGdnPool(nb::module_& module) {
                              conv_dim,
                              conv_kernel_size,
                              Value(ParseDType(dtype))};
-        new (self) GdnPool(Value(GdnPool::Create(shape, max_requests, max_track_slots)));
+        new (self) GdnPool(
+            Value(GdnPool::Create(shape, max_requests, max_track_slots, MemoryNamed(memory))));
       },
       nb::kw_only(), "max_requests"_a, "num_layers"_a, "num_v_heads"_a, "head_k_dim"_a,
       "head_v_dim"_a, "conv_dim"_a, "conv_kernel_size"_a, "dtype"_a = "bfloat16",
-      "max_track_slots"_a = 0, "dtype is the conv states', float32 always the recurrent ones'.");
+      "max_track_slots"_a = 0, "memory"_a = "host",
+      "dtype is the conv states', float32 always the recurrent ones'. memory: the host's, or a "
+      "GPU's as 'cuda:0'.");
   DefineStateMethods<Input<int64_t>>(pool);
   DefineStateMethods<Input<int32_t>>(pool);
   DefineStateMethods<Slots>(pool);
@@ -114,6 +120,9 @@ void BindGdnPool(nb::module_& module) {
       .def(
           "buffer_infos", [](const GdnPool& self) { return ToTuples(self.buffer_infos()); },
           "(address, bytes, bytes of a slot) of each layer's recurrent, then conv states.")
+      .def_prop_ro(
+          "memory", [](const GdnPool& self) { return NameOf(self.memory()); },
+          "Where the states lie, as for the constructor.")
       .def_prop_ro("max_requests", &GdnPool::max_requests)
       .def_prop_ro("max_track_slots", &GdnPool::max_track_slots)
       .def_prop_ro("num_slots", &GdnPool::num_slots, "Padding and track slots included.")

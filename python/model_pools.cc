@@ -13,6 +13,7 @@
 
 #include "python/convert.h"
 #include "python/model_pools.h"
+#include "python/pool_memory.h"
 #include "python/status_error.h"
 
 namespace nb = nanobind;
@@ -27,17 +28,20 @@ void BindModelPools(nb::module_& module) {
           "create",
           [](const ModelConfig& model, int64_t page_size, int64_t num_tokens, int64_t kv_bytes,
              double window_ratio, int64_t max_requests, int64_t max_context_tokens,
-             int64_t max_track_slots, const std::string& kv_cache_dtype) {
+             int64_t max_track_slots, const std::string& kv_cache_dtype,
+             const std::string& memory) {
             return Value(ModelPools::Create(
                 model, {page_size, num_tokens, kv_bytes, window_ratio, max_requests,
-                        max_context_tokens, max_track_slots, kv_cache_dtype}));
+                        max_context_tokens, max_track_slots, kv_cache_dtype, MemoryNamed(memory)}));
           },
           "model"_a, nb::kw_only(), "page_size"_a = ModelPoolsOptions().page_size,
           "num_tokens"_a = 0, "kv_bytes"_a = 0, "window_ratio"_a = ModelPoolsOptions().window_ratio,
           "max_requests"_a = ModelPoolsOptions().max_requests, "max_context_tokens"_a = 0,
-          "max_track_slots"_a = 0, "kv_cache_dtype"_a = "auto",
+          "max_track_slots"_a = 0, "kv_cache_dtype"_a = "auto", "memory"_a = "host",
           "Sized by num_tokens or kv_bytes; max_context_tokens 0 is the model's "
-          "max_position_embeddings; kv_cache_dtype, other than 'auto', replaces the model's.")
+          "max_position_embeddings; kv_cache_dtype, other than 'auto', replaces the model's; "
+          "memory is "
+          "the host's, or a GPU's as 'cuda:0', for keys, values and states.")
       .def_prop_ro("model", &ModelPools::model)
       .def_prop_ro("requests", &ModelPools::requests, nb::rv_policy::reference_internal)
       .def_prop_ro("kv", &ModelPools::kv, "TokenKvPool of the layers that share all slots.")
@@ -59,12 +63,12 @@ void BindModelPools(nb::module_& module) {
       .def(
           "set_kv_buffer",
           [](ModelPools& self, int64_t model_layer, const SlotInput& slots,
-             const std::vector<RowInput>& rows, const std::vector<float>& scales) {
+             const std::vector<PoolRowInput>& rows, const std::vector<float>& scales) {
             const ModelPools::Place place = Value(self.PlaceOf(model_layer));
             const auto& pool = place.kind == LayerKind::kSliding ? self.window_kv() : self.kv();
             if (pool == nullptr) throw nb::index_error("model_layer has no keys and values");
             const std::vector<TokenView> views =
-                RowsFor(Value(KvPartsOf(self.model())), slots, rows);
+                RowsFor(Value(KvPartsOf(self.model())), slots, rows, pool->memory());
             const nb::gil_scoped_release nogil;
             Check(self.Set(model_layer, SlotList(slots), views, scales));
           },

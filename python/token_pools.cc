@@ -26,6 +26,7 @@
 #include "pool/host_kv_pool.h"
 #include "pool/token_kv_pool.h"
 #include "python/convert.h"
+#include "python/pool_memory.h"
 #include "python/status_error.h"
 
 namespace nb = nanobind;
@@ -54,8 +55,9 @@ DlpackArray SeenFrom(const TokenView& view, const Owner& owner) {
   }
   for (int64_t& stride : strides) stride /= value_bytes;
   const std::vector<size_t> sizes(shape.begin(), shape.end());
+  const DlpackDevice device = DeviceOf(owner->memory());
   return DlpackArray(view.data, sizes.size(), sizes.data(), KeepAlive(owner), strides.data(),
-                     ToDlpack(view.dtype), nb::device::cpu::value);
+                     ToDlpack(view.dtype), device.type, device.id);
 }
 
 ByteArray NewBytes(int64_t size) {
@@ -74,9 +76,9 @@ std::span<const std::byte> Bytes(const ByteInput& array) {
 // ---------------------------------------------------------------- TokenKvPool
 
 void SetKv(TokenKvPool& self, int64_t layer, const SlotInput& slots,
-           const std::vector<RowInput>& rows, const std::vector<float>& scales) {
+           const std::vector<PoolRowInput>& rows, const std::vector<float>& scales) {
   if (layer < 0 || layer >= self.layout().num_layers) throw nb::index_error("layer");
-  const std::vector<TokenView> views = RowsFor(self.Parts(layer), slots, rows);
+  const std::vector<TokenView> views = RowsFor(self.Parts(layer), slots, rows, self.memory());
   const nb::gil_scoped_release nogil;
   Check(self.Set(layer, SlotList(slots), views, scales));
 }
@@ -118,15 +120,16 @@ void CheckCodes(const TokenKvPool& self, int64_t layer, int64_t tensor) {
 }
 
 void SetQuantized(TokenKvPool& self, const std::string& format, int64_t layer, int64_t tensor,
-                  const SlotInput& slots, const RowInput& rows) {
+                  const SlotInput& slots, const PoolRowInput& rows) {
   CheckCodes(self, layer, tensor);
   const BlockFormat block_format = ParseBlockFormat(format);
   const TokenView codes = self.view(layer, tensor);
   const int64_t head_dim = codes.head_dim * 8 / InfoOf(block_format).codes_bits;
   const TokenView values =
-      RowsOf(rows, static_cast<int64_t>(slots.shape(0)), codes.num_heads, head_dim);
+      RowsOf(rows, static_cast<int64_t>(slots.shape(0)), codes.num_heads, head_dim, self.memory());
   const nb::gil_scoped_release nogil;
-  Check(StoreQuantized(block_format, values, codes, self.view(layer, tensor + 1), SlotList(slots)));
+  Check(StoreQuantized(block_format, values, codes, self.view(layer, tensor + 1), SlotList(slots),
+                       self.memory()));
 }
 
 nb::ndarray<nb::numpy, float, nb::ndim<3>> GetQuantized(const TokenKvPool& self,
@@ -142,7 +145,8 @@ nb::ndarray<nb::numpy, float, nb::ndim<3>> GetQuantized(const TokenKvPool& self,
   const TokenView values = TokenView::Packed(reinterpret_cast<std::byte*>(owned), DType::kFloat32,
                                              static_cast<int64_t>(count), codes.num_heads,
                                              static_cast<int64_t>(head_dim));
-  Check(LoadQuantized(block_format, codes, self.view(layer, tensor + 1), SlotList(slots), values));
+  Check(LoadQuantized(block_format, codes, self.view(layer, tensor + 1), SlotList(slots), values,
+                      self.memory()));
   return {owned, {count, num_heads, head_dim}, owner};
 }
 
@@ -184,11 +188,14 @@ void BindTokenKvPool(nb::module_& module) {
                           "Keys and values by token slot; see pool/token_kv_pool.h.")
       .def_static(
           "create",
-          [](const KvLayout& layout, int64_t num_tokens, int64_t latent_value_dim) {
-            return Value(TokenKvPool::Create(layout, num_tokens, latent_value_dim));
+          [](const KvLayout& layout, int64_t num_tokens, int64_t latent_value_dim,
+             const std::string& memory) {
+            const std::shared_ptr<const PoolMemory> lies_in = MemoryNamed(memory);
+            return Value(TokenKvPool::Create(layout, num_tokens, latent_value_dim, lies_in));
           },
-          "layout"_a, "num_tokens"_a, "latent_value_dim"_a = 0,
-          "Zeroed host memory for num_tokens slots, and page 0 for padding.")
+          "layout"_a, "num_tokens"_a, "latent_value_dim"_a = 0, nb::kw_only(), "memory"_a = "host",
+          "Zeroed memory for num_tokens slots, and page 0 for padding: the host's, or a GPU's as "
+          "'cuda:0'.")
       .def_static(
           "over",
           [](std::shared_ptr<KvPool> pool, int64_t latent_value_dim) {
@@ -199,6 +206,9 @@ void BindTokenKvPool(nb::module_& module) {
            "Threads that help with everything copied from now on.")
       .def_prop_ro("layout", &TokenKvPool::layout)
       .def_prop_ro("pages", &TokenKvPool::pages, "The KvPool with the memory.")
+      .def_prop_ro(
+          "memory", [](const TokenKvPool& self) { return NameOf(self.memory()); },
+          "Where it lies, as for create().")
       .def_prop_ro("num_tokens", &TokenKvPool::num_tokens)
       .def_prop_ro("num_slots", &TokenKvPool::num_slots, "Those of page 0 included.")
       .def_prop_ro("layers", &TokenKvPool::layers, nb::rv_policy::reference_internal)
@@ -228,7 +238,8 @@ void BindTokenKvPool(nb::module_& module) {
       .def("set_kv_buffer", &SetKv, "layer"_a, "slots"_a, "rows"_a,
            "scales"_a = std::vector<float>(),
            "Stores rows[part] ([slots, heads, dim], any arrangement of leading dimensions) divided "
-           "by scales[part] and cast. Parts: key and value, or the latent, then further tensors.")
+           "by scales[part] and cast. Parts: key and value, or the latent, then further tensors. A "
+           "GPU's pool also takes rows of that GPU, which must have been computed.")
       .def("get_flat_data", &GetFlat, "slots"_a, "layer"_a = nb::none(),
            "Stored bytes of these slots, [tensors, layers, slots, heads, dim], or of one layer.")
       .def("set_flat_data", &SetFlat, "slots"_a, "flat"_a, "layer"_a = nb::none())

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,6 +13,8 @@
 #include "absl/strings/str_cat.h"
 #include "base/slab.h"
 #include "base/status.h"
+#include "pool/block_quant.h"
+#include "pool/cuda/block_quant_cuda.h"
 #include "pool/cuda/cuda_status.h"
 #include "pool/cuda/token_copy_cuda.h"
 #include "pool/token_copy.h"
@@ -127,6 +130,24 @@ class Copies {
     return absl::OkStatus();
   }
 
+  absl::Status Run(std::span<const QuantizedCopy> copies) {
+    std::vector<std::pair<const QuantizedCopy*, Place>> places;
+    for (const QuantizedCopy& copy : copies) {
+      if (copy.slots().empty()) continue;
+      for (const TokenView& view : {copy.codes(), copy.scales()}) {
+        KVFERRY_ASSIGN_OR_RETURN(const Place place, PlaceOf(view, device_));
+        if (place == Place::kHost) {
+          return absl::InvalidArgumentError(absl::StrCat(
+              "cuda memory: codes and scales must lie where device ", device_, " reaches them"));
+        }
+      }
+      KVFERRY_ASSIGN_OR_RETURN(const Place rows, PlaceOf(copy.rows(), device_));
+      places.emplace_back(&copy, rows);
+    }
+    for (const auto& [copy, rows] : places) KVFERRY_RETURN_IF_ERROR(RunOne(*copy, rows));
+    return absl::OkStatus();
+  }
+
  private:
   struct Ends {
     const TokenCopy* copy;
@@ -146,41 +167,69 @@ class Copies {
     }
     if (ends.from == Place::kHost) return FromHost(copy);
     if (ends.to == Place::kHost) return ToHost(copy);
-    KVFERRY_ASSIGN_OR_RETURN(const int32_t* from_slots, Uploaded(copy, copy.from_slots()));
-    KVFERRY_ASSIGN_OR_RETURN(const int32_t* to_slots, Uploaded(copy, copy.to_slots()));
+    KVFERRY_ASSIGN_OR_RETURN(const int32_t* from_slots,
+                             Uploaded(copy.num_rows(), copy.from_slots()));
+    KVFERRY_ASSIGN_OR_RETURN(const int32_t* to_slots, Uploaded(copy.num_rows(), copy.to_slots()));
     return CopyTokensCuda(copy.from(), from_slots, copy.to(), to_slots, copy.num_rows(), nullptr,
                           kStream);
   }
 
+  absl::Status RunOne(const QuantizedCopy& copy, Place rows) {
+    const auto num_rows = static_cast<int64_t>(copy.slots().size());
+    KVFERRY_ASSIGN_OR_RETURN(const int32_t* slots, Uploaded(num_rows, copy.slots().data()));
+    if (rows != Place::kHost) return RunQuantizedCuda(copy, copy.rows(), slots, kStream);
+    const auto run = [&](const Piece& piece) {
+      return RunQuantizedCuda(copy, piece.device, slots + piece.begin, kStream);
+    };
+    return copy.stores() ? FromHost(copy.rows(), nullptr, num_rows, false, run)
+                         : ToHost(copy.rows(), nullptr, num_rows, false, run);
+  }
+
   absl::Status FromHost(const TokenCopy& copy) {
-    KVFERRY_ASSIGN_OR_RETURN(const int32_t* slots, Uploaded(copy, copy.to_slots()));
-    return ForEachPiece(copy, copy.from(), slots == nullptr, [&](const Piece& piece) {
-      KVFERRY_RETURN_IF_ERROR(
-          CopyOnHost(copy.from(), Slots(copy.from_slots(), piece), piece.host, InOrder(piece)));
-      KVFERRY_RETURN_IF_ERROR(CopyPacked(piece.host, piece.device));
-      return CopyTokensCuda(piece.device, nullptr, copy.to(),
-                            slots == nullptr ? nullptr : slots + piece.begin, piece.host.num_slots,
-                            nullptr, kStream);
-    });
+    KVFERRY_ASSIGN_OR_RETURN(const int32_t* slots, Uploaded(copy.num_rows(), copy.to_slots()));
+    return FromHost(copy.from(), copy.from_slots(), copy.num_rows(), slots == nullptr,
+                    [&](const Piece& piece) {
+                      return CopyTokensCuda(piece.device, nullptr, copy.to(),
+                                            slots == nullptr ? nullptr : slots + piece.begin,
+                                            piece.host.num_slots, nullptr, kStream);
+                    });
   }
 
   absl::Status ToHost(const TokenCopy& copy) {
-    KVFERRY_ASSIGN_OR_RETURN(const int32_t* slots, Uploaded(copy, copy.from_slots()));
-    return ForEachPiece(copy, copy.to(), slots == nullptr, [&](const Piece& piece) {
-      KVFERRY_RETURN_IF_ERROR(
-          CopyTokensCuda(copy.from(), slots == nullptr ? nullptr : slots + piece.begin,
-                         piece.device, nullptr, piece.host.num_slots, nullptr, kStream));
+    KVFERRY_ASSIGN_OR_RETURN(const int32_t* slots, Uploaded(copy.num_rows(), copy.from_slots()));
+    return ToHost(
+        copy.to(), copy.to_slots(), copy.num_rows(), slots == nullptr, [&](const Piece& piece) {
+          return CopyTokensCuda(copy.from(), slots == nullptr ? nullptr : slots + piece.begin,
+                                piece.device, nullptr, piece.host.num_slots, nullptr, kStream);
+        });
+  }
+
+  // Rows of the host, by a list or in order, each piece of them for on_device() when it is there.
+  template <typename OnDevice>
+  absl::Status FromHost(const TokenView& rows, const int32_t* list, int64_t num_rows, bool whole,
+                        const OnDevice& on_device) {
+    return ForEachPiece(rows, num_rows, whole, [&](const Piece& piece) {
+      KVFERRY_RETURN_IF_ERROR(CopyOnHost(rows, Slots(list, piece), piece.host, InOrder(piece)));
+      KVFERRY_RETURN_IF_ERROR(CopyPacked(piece.host, piece.device));
+      return on_device(piece);
+    });
+  }
+  // Each piece of them behind on_device(), which writes it.
+  template <typename OnDevice>
+  absl::Status ToHost(const TokenView& rows, const int32_t* list, int64_t num_rows, bool whole,
+                      const OnDevice& on_device) {
+    return ForEachPiece(rows, num_rows, whole, [&](const Piece& piece) {
+      KVFERRY_RETURN_IF_ERROR(on_device(piece));
       KVFERRY_RETURN_IF_ERROR(CopyPacked(piece.device, piece.host));
-      return CopyOnHost(piece.host, InOrder(piece), copy.to(), Slots(copy.to_slots(), piece));
+      return CopyOnHost(piece.host, InOrder(piece), rows, Slots(list, piece));
     });
   }
 
   // Pieces of rows as `like` has them, which is the host's side; one piece when the device's side
   // has no list that a piece could begin in the middle of.
   template <typename Visit>
-  absl::Status ForEachPiece(const TokenCopy& copy, const TokenView& like, bool whole,
-                            const Visit& visit) {
-    const int64_t rows = copy.num_rows(), row_bytes = like.row_bytes();
+  absl::Status ForEachPiece(const TokenView& like, int64_t rows, bool whole, const Visit& visit) {
+    const int64_t row_bytes = like.row_bytes();
     const int64_t most = whole ? rows : std::clamp<int64_t>(kPieceBytes / row_bytes, 1, rows);
     KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<std::byte> host, MapSlab(most * row_bytes));
     KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<std::byte> device, Scratch(most * row_bytes));
@@ -225,9 +274,9 @@ class Copies {
 
   // A list of a copy in device memory, null for null. Each goes there once: the copies of all
   // layers have the same ones.
-  absl::StatusOr<const int32_t*> Uploaded(const TokenCopy& copy, const int32_t* list) {
+  absl::StatusOr<const int32_t*> Uploaded(int64_t num_rows, const int32_t* list) {
     if (list == nullptr) return nullptr;
-    const int64_t bytes = copy.num_rows() * static_cast<int64_t>(sizeof *list);
+    const int64_t bytes = num_rows * static_cast<int64_t>(sizeof *list);
     std::shared_ptr<std::byte>& there = lists_[{list, bytes}];
     if (there == nullptr) {
       KVFERRY_ASSIGN_OR_RETURN(there, Scratch(bytes));
@@ -251,12 +300,22 @@ class DeviceMemory : public PoolMemory {
 
   std::string name() const override { return absl::StrCat("memory of cuda:", device_); }
   bool on_host() const override { return false; }
+  std::optional<int> cuda_device() const override { return device_; }
 
   absl::StatusOr<std::shared_ptr<std::byte>> Allocate(int64_t bytes) const override {
     return OnDevice(device_, [bytes] { return ZeroedMemory(bytes); });
   }
 
   absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const override {
+    return RunAll(copies, threads);
+  }
+  absl::Status RunQuantized(std::span<const QuantizedCopy> copies) const override {
+    return RunAll(copies, nullptr);
+  }
+
+ private:
+  template <typename Copy>
+  absl::Status RunAll(std::span<const Copy> copies, ThreadPool* threads) const {
     return OnDevice(device_, [&] {
       Copies running(device_, threads);
       absl::Status status = running.Run(copies);
@@ -266,7 +325,6 @@ class DeviceMemory : public PoolMemory {
     });
   }
 
- private:
   const int device_;
 };
 

@@ -11,13 +11,14 @@ namespace kvferry {
 // is no such device, RESOURCE_EXHAUSTED when it will not give the memory. Compiled and tested
 // without a device; it has never run on a GPU.
 //
-// Run() is CopyTokensCuda(), a launch a copy, on the device's default stream, and waits for it: it
-// comes after everything in streams that synchronise with that one, as an engine's do unless they
-// were made not to. Either side may lie on the device, in host memory that is pinned
-// (PinHostMemory), which the device reads and writes where it lies, or in any other host memory,
-// which goes through a packed buffer, 16 MiB at a time. Slots are checked on the host before, as
-// everywhere; one that is written twice gets either row or parts of both. INVALID_ARGUMENT for
-// memory of another device; nothing is written then.
+// Run() is CopyTokensCuda(), and RunQuantized() RunQuantizedCuda(), a launch a copy, on the
+// device's default stream, and waits for it: it comes after everything in streams that synchronise
+// with that one, as an engine's do unless they were made not to. Either side may lie on the device,
+// in host memory that is pinned (PinHostMemory), which the device reads and writes where it lies,
+// or, but for codes and scales, in any other host memory, which goes through a packed buffer,
+// 16 MiB at a time. Slots are checked on the host before, as everywhere; one that is written twice
+// gets either row or parts of both. INVALID_ARGUMENT for memory of another device; nothing is
+// written then.
 //
 // `device` is the calling thread's current one meanwhile. Where it is not that anyway, putting the
 // old one back makes CUDA set up a context there.

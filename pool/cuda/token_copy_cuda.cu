@@ -2,95 +2,28 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstring>
 #include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
 #include "pool/cuda/cuda_status.h"
+#include "pool/cuda/device_rows.cuh"
 #include "pool/token_copy.h"
-
-#define KVFERRY_CASTS_NAMESPACE casts_cuda
-#define KVFERRY_CASTS_TARGET __device__
-#include "pool/number_formats_impl.h"
 
 namespace kvferry {
 namespace {
 
 constexpr uint32_t kLanes = 32;  // Threads of a warp.
-constexpr uint32_t kWarps = 8;   // Of a block.
-constexpr int64_t kMaxBlocks = 65536;
+constexpr int64_t kWarps = 8;    // Of a block.
 // What a warp copies before it looks for its next piece: of a row, so that few long rows keep a
 // device busy too.
 constexpr uint32_t kWordsPerPiece = 4 * kLanes;
-
-// A view and its slots in words, the unit that one thread moves: a value, or some that lie side
-// by side.
-struct Side {
-  std::byte* data;
-  const int32_t* slots;
-  int64_t num_slots, page_size;
-  int64_t page_stride, token_stride, head_stride, word_stride;  // Bytes.
-
-  __device__ int64_t slot(int64_t i) const { return slots == nullptr ? i : slots[i]; }
-  __device__ bool Has(int64_t slot) const { return slot >= 0 && slot < num_slots; }
-  __device__ std::byte* row(int64_t slot) const {
-    return data + slot / page_size * page_stride + slot % page_size * token_stride;
-  }
-};
 
 // Of both sides.
 struct Shape {
   int64_t num_rows;
   uint32_t words_per_row, words_per_head, pieces_per_row;
 };
-
-// What the device reads and writes in one go.
-template <size_t kBytes>
-struct WordOf;
-template <>
-struct WordOf<1> {
-  using Type = uint8_t;
-};
-template <>
-struct WordOf<2> {
-  using Type = uint16_t;
-};
-template <>
-struct WordOf<4> {
-  using Type = uint32_t;
-};
-template <>
-struct WordOf<8> {
-  using Type = uint2;
-};
-template <>
-struct WordOf<16> {
-  using Type = uint4;
-};
-
-// What is not known to be aligned may lie at any address, which the device reads byte by byte only.
-template <bool kAligned, typename Value>
-__device__ Value Load(const std::byte* at) {
-  typename WordOf<sizeof(Value)>::Type word;
-  if (kAligned || reinterpret_cast<uintptr_t>(at) % sizeof word == 0) {
-    word = *reinterpret_cast<const decltype(word)*>(at);
-  } else {
-    memcpy(&word, at, sizeof word);
-  }
-  return __builtin_bit_cast(Value, word);
-}
-
-template <bool kAligned, typename Value>
-__device__ void Store(std::byte* at, const Value& value) {
-  using Word = typename WordOf<sizeof(Value)>::Type;
-  const Word word = __builtin_bit_cast(Word, value);
-  if (kAligned || reinterpret_cast<uintptr_t>(at) % sizeof word == 0) {
-    *reinterpret_cast<Word*>(at) = word;
-  } else {
-    memcpy(at, &word, sizeof word);
-  }
-}
 
 // One word as it is.
 template <typename Word, bool kWordsAreAligned>
@@ -114,19 +47,10 @@ struct Cast {
   static constexpr bool kAligned = kValues > 1;
   float multiply, divide;
 
-  // The device's arithmetic makes all NaNs one; the processor's keeps them apart, made quiet.
-  __device__ float Scaled(float value) const {
-    constexpr uint32_t kQuietBit = 0x00400000;
-    const uint32_t bits = casts_cuda::AsBits(value);
-    if ((bits & casts_cuda::kMagnitude) > casts_cuda::kInfinity) {
-      return casts_cuda::AsFloat(bits | kQuietBit);
-    }
-    return __fdiv_rn(__fmul_rn(value, multiply), divide);
-  }
   __device__ Out operator()(const In& in) const {
     Out out;
     for (int i = 0; i < kValues; ++i)
-      out.values[i] = To::Encode(Scaled(From::Decode(in.values[i])));
+      out.values[i] = To::Encode(Scaled(From::Decode(in.values[i]), multiply, divide));
     return out;
   }
 };
@@ -169,25 +93,15 @@ struct Copy {
   cudaStream_t stream;
 };
 
-Side SideOf(const TokenView& view, const int32_t* slots, int64_t values_per_word) {
-  return {view.data,        slots,
-          view.num_slots,   view.page_size,
-          view.page_stride, view.token_stride,
-          view.head_stride, view.value_stride * values_per_word};
-}
-
 template <typename Move>
 absl::Status Launch(const Copy& copy, int64_t values_per_word, const Move& move) {
   const auto words_per_head = static_cast<uint32_t>(copy.from.head_dim / values_per_word);
   const auto words_per_row = words_per_head * static_cast<uint32_t>(copy.from.num_heads);
   const Shape shape = {copy.num_rows, words_per_row, words_per_head,
                        (words_per_row + kWordsPerPiece - 1) / kWordsPerPiece};
-  const int64_t blocks = (shape.num_rows * shape.pieces_per_row + kWarps - 1) / kWarps;
-  if (blocks == 0) return absl::OkStatus();
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<uint32_t>(std::min(blocks, kMaxBlocks)));
-  config.blockDim = dim3(kWarps * kLanes);
-  config.stream = copy.stream;
+  const int64_t threads = shape.num_rows * shape.pieces_per_row * kLanes;
+  if (threads == 0) return absl::OkStatus();
+  const cudaLaunchConfig_t config = GridOf(threads, kWarps * kLanes, copy.stream);
   return CudaStatus(cudaLaunchKernelEx(&config, &CopyRows<Move>,
                                        SideOf(copy.from, copy.from_slots, values_per_word),
                                        SideOf(copy.to, copy.to_slots, values_per_word), shape, move,
@@ -223,26 +137,6 @@ absl::Status LaunchPlain(const Copy& copy) {
   if (value_bytes == 4) return Launch(copy, 1, Plain<uint32_t, false>());
   if (value_bytes == 2) return Launch(copy, 1, Plain<uint16_t, false>());
   return Launch(copy, 1, Plain<uint8_t, true>());
-}
-
-// Calls fn with the format of `dtype`.
-template <typename Fn>
-absl::Status WithFormat(DType dtype, const Fn& fn) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return fn(casts_cuda::Float32());
-    case DType::kFloat16:
-      return fn(casts_cuda::Float16());
-    case DType::kBFloat16:
-      return fn(casts_cuda::BFloat16());
-    case DType::kFloat8E4M3:
-      return fn(casts_cuda::Float8E4M3());
-    case DType::kFloat8E5M2:
-      return fn(casts_cuda::Float8E5M2());
-    case DType::kUint8:
-      break;
-  }
-  return absl::InternalError("token copy: uint8 holds no numbers");  // CheckRowsFit() saw to it.
 }
 
 template <typename From, typename To>

@@ -2,63 +2,23 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <cstring>
 #include <limits>
-#include <random>
-#include <set>
+#include <memory>
+#include <vector>
 
+#include "tests/pool/gdn_pool_suite.h"
+#include "tests/pool/guarded_memory.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
 namespace {
 
 using Slots = std::vector<int64_t>;
-using Bytes = std::vector<uint8_t>;
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
 constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
 
-GdnShape SmallShape() {
-  return {.num_layers = 3,
-          .num_v_heads = 2,
-          .head_k_dim = 1,
-          .head_v_dim = 3,
-          .conv_dim = 5,
-          .conv_kernel_size = 2,
-          .conv_dtype = DType::kBFloat16};
-}
-
-// All bytes of both kinds.
-Bytes Contents(const GdnPool& pool) {
-  Bytes bytes;
-  for (const BufferInfo& info : pool.buffer_infos()) {
-    const auto* from = reinterpret_cast<const uint8_t*>(info.address);
-    bytes.insert(bytes.end(), from, from + info.bytes);
-  }
-  return bytes;
-}
-
-// Every item of a slot holds `value` in all its bytes.
-void Fill(const GdnPool& pool, int64_t slot, uint8_t value) {
-  for (const BufferInfo& info : pool.buffer_infos()) {
-    std::memset(info.address + slot * info.item_bytes, value, info.item_bytes);
-  }
-}
-void FillAll(const GdnPool& pool) {
-  for (int64_t slot = 0; slot < pool.num_slots(); ++slot) Fill(pool, slot, slot + 1);
-}
-// What Fill() wrote to each slot; 255 where items of a slot differ.
-std::vector<int> Values(const GdnPool& pool) {
-  std::vector<int> values(pool.num_slots(), -1);
-  for (const BufferInfo& info : pool.buffer_infos()) {
-    for (int64_t at = 0; at < info.bytes; ++at) {
-      const auto byte = std::to_integer<int>(info.address[at]);
-      int& value = values[at / info.item_bytes];
-      value = value == -1 || value == byte ? byte : 255;
-    }
-  }
-  return values;
-}
+INSTANTIATE_TEST_SUITE_P(Memories, GdnPools, testing::Values(HostBackend(), GuardedBackend()),
+                         BackendName());
 
 TEST(Gdn, SizesOfQwen3Next) {
   // Qwen3-Next-80B-A3B: 36 linear layers, 32 V heads and 16 K heads of 128, a kernel of 4.
@@ -70,28 +30,8 @@ TEST(Gdn, SizesOfQwen3Next) {
   EXPECT_EQ(pool.bytes(), 36 * 20 * ((int64_t{2} << 20) + 49152));
 }
 
-TEST(Gdn, LayersOfAKindLieOneBehindTheOther) {
-  const GdnPool pool = Must(GdnPool::Create(SmallShape(), 4, 2));
-  const std::vector<BufferInfo> infos = pool.buffer_infos();
-  ASSERT_EQ(infos.size(), 6);
-  for (int64_t layer = 0; layer < 3; ++layer) {
-    EXPECT_EQ(infos[layer].item_bytes, 2 * 1 * 3 * 4);
-    EXPECT_EQ(infos[layer].bytes, 7 * 24);
-    EXPECT_EQ(infos[layer].address, pool.recurrent_memory().get() + layer * 7 * 24);
-    EXPECT_EQ(reinterpret_cast<std::byte*>(pool.recurrent_state(layer).data()),
-              infos[layer].address);
-    EXPECT_EQ(pool.recurrent_state(layer).size_bytes(), 7 * 24);
-    EXPECT_EQ(infos[3 + layer].item_bytes, 5 * 1 * 2);
-    EXPECT_EQ(infos[3 + layer].address, pool.conv_memory().get() + layer * 7 * 10);
-    EXPECT_EQ(pool.conv_state(layer).data(), infos[3 + layer].address);
-    EXPECT_EQ(pool.conv_state(layer).size(), 7 * 10);
-  }
-  EXPECT_EQ(pool.bytes(), 3 * 7 * (24 + 10));
-  EXPECT_EQ(Contents(pool), Bytes(pool.bytes(), 0));
-}
-
 TEST(Gdn, AKvPoolOfBytesAdoptsTheStates) {
-  const GdnPool pool = Must(GdnPool::Create(SmallShape(), 4, 2));
+  const GdnPool pool = Must(GdnPool::Create(SmallGdnShape(), 4, 2));
   const KvLayout layout{3, 1, DType::kUint8, "GDN", {{"recurrent", 1, 24}, {"conv", 1, 10}}};
   const auto states = Must(KvPool::Adopt(layout, pool.buffer_infos(), nullptr));
   EXPECT_EQ(states->num_pages(), 7);
@@ -100,7 +40,7 @@ TEST(Gdn, AKvPoolOfBytesAdoptsTheStates) {
 
 TEST(Gdn, BadShapes) {
   const auto fails = [](auto change, absl::string_view message) {
-    GdnShape shape = SmallShape();
+    GdnShape shape = SmallGdnShape();
     change(shape);
     return Fails(GdnPool::Create(shape, 4), kInvalid, message);
   };
@@ -119,21 +59,21 @@ TEST(Gdn, BadShapes) {
 }
 
 TEST(Gdn, SizesThatOverflow) {
-  GdnShape shape = SmallShape();
+  GdnShape shape = SmallGdnShape();
   shape.num_v_heads = KvLayout::kMaxHeads;
   shape.head_k_dim = shape.head_v_dim = KvLayout::kMaxHeadDim;
   EXPECT_TRUE(Fails(GdnPool::Create(shape, 1), kInvalid, "bytes of a recurrent state is 2882303"));
-  shape = SmallShape();
+  shape = SmallGdnShape();
   shape.conv_dim = GdnShape::kMaxConvDim;
   shape.conv_kernel_size = GdnShape::kMaxConvKernelSize;
   EXPECT_TRUE(Fails(GdnPool::Create(shape, 1), kInvalid, "bytes of a conv state is"));
-  shape = SmallShape();
+  shape = SmallGdnShape();
   shape.num_layers = KvLayout::kMaxLayers;
   shape.num_v_heads = shape.head_k_dim = 1 << 15;  // Items of 2^32 bytes: in all 2^69.
   shape.head_v_dim = 1;
   EXPECT_TRUE(Fails(GdnPool::Create(shape, GdnPool::kMaxSlots, GdnPool::kMaxSlots), kInvalid,
                     "the recurrent states, 4096 layers x 33554433 slots x 4294967296 bytes"));
-  shape = SmallShape();
+  shape = SmallGdnShape();
   shape.conv_dim = 1 << 20;
   shape.conv_kernel_size = 1 << 8;
   EXPECT_TRUE(Fails(GdnPool::Create(shape, 1 << 20), kInvalid, "the conv states"));
@@ -141,15 +81,15 @@ TEST(Gdn, SizesThatOverflow) {
 
 TEST(Gdn, BadSlotCounts) {
   for (const int64_t bad : {int64_t{0}, int64_t{-1}, GdnPool::kMaxSlots + 1, kHuge}) {
-    EXPECT_TRUE(Fails(GdnPool::Create(SmallShape(), bad), kInvalid, "max_requests is"));
+    EXPECT_TRUE(Fails(GdnPool::Create(SmallGdnShape(), bad), kInvalid, "max_requests is"));
   }
   for (const int64_t bad : {int64_t{-1}, GdnPool::kMaxSlots + 1, kHuge}) {
-    EXPECT_TRUE(Fails(GdnPool::Create(SmallShape(), 4, bad), kInvalid, "max_track_slots is"));
+    EXPECT_TRUE(Fails(GdnPool::Create(SmallGdnShape(), 4, bad), kInvalid, "max_track_slots is"));
   }
 }
 
 TEST(Gdn, MemoryThatCannotBeHad) {
-  GdnShape shape = SmallShape();
+  GdnShape shape = SmallGdnShape();
   shape.num_v_heads = shape.head_k_dim = 1 << 15;
   shape.head_v_dim = 1;
   // 15 TiB each, which a machine that promises too much gives until its addresses end.
@@ -163,207 +103,35 @@ TEST(Gdn, MemoryThatCannotBeHad) {
   EXPECT_TRUE(Fails(status, absl::StatusCode::kResourceExhausted, "bytes of memory"));
 }
 
-TEST(Gdn, TrackSlots) {
-  GdnPool pool = Must(GdnPool::Create(SmallShape(), 4, 2));
-  EXPECT_EQ(pool.max_requests(), 4);
-  EXPECT_EQ(pool.max_track_slots(), 2);
-  EXPECT_EQ(Must(pool.AllocateTrackSlot()), 5);
-  EXPECT_EQ(Must(pool.AllocateTrackSlot()), 6);
-  EXPECT_TRUE(Fails(pool.AllocateTrackSlot(), absl::StatusCode::kResourceExhausted, "all 2"));
-  for (const int64_t bad : {int64_t{0}, int64_t{4}, int64_t{7}, int64_t{-1}, kHuge}) {
-    EXPECT_TRUE(Fails(pool.FreeTrackSlot(bad), kInvalid, "is no track slot", "2 from 5"));
-  }
-  EXPECT_TRUE(IsOk(pool.FreeTrackSlot(5)));
-  EXPECT_TRUE(Fails(pool.FreeTrackSlot(5), kInvalid, "track slot 5 is not allocated"));
-  EXPECT_EQ(pool.num_free_track_slots(), 1);
-  EXPECT_EQ(Must(pool.AllocateTrackSlot()), 5);
-  FillAll(pool);
-  const Bytes before = Contents(pool);
-  pool.Clear();
-  EXPECT_EQ(pool.num_free_track_slots(), 2);
-  EXPECT_EQ(Contents(pool), before);
-  GdnPool without = Must(GdnPool::Create(SmallShape(), 4));
-  EXPECT_TRUE(Fails(without.AllocateTrackSlot(), absl::StatusCode::kResourceExhausted));
-}
-
-TEST(Gdn, ResetZeroesTheseSlotsInAllLayers) {
-  GdnPool pool = Must(GdnPool::Create(SmallShape(), 4, 1));
-  ASSERT_EQ(Must(pool.AllocateTrackSlot()), 5);
-  FillAll(pool);
-  EXPECT_TRUE(IsOk(pool.Reset(Slots{3, 5, 3})));
-  EXPECT_EQ(Values(pool), (std::vector<int>{1, 2, 3, 0, 5, 0}));
-  EXPECT_TRUE(IsOk(pool.Reset(Slots{0})));
-  EXPECT_TRUE(IsOk(pool.Reset({})));
-  EXPECT_EQ(Values(pool), (std::vector<int>{0, 2, 3, 0, 5, 0}));
-}
-
-TEST(Gdn, CopiesReadAsBeforeTheCall) {
-  GdnPool pool = Must(GdnPool::Create(SmallShape(), 6));
-  const auto copied = [&](const Slots& sources, const Slots& destinations) {
-    FillAll(pool);
+// A device waits for each call.
+TEST(Gdn, CopiesTakeFewCallsOfTheMemory) {
+  const auto memory = std::make_shared<GuardedMemory>();
+  GdnPool pool = Must(GdnPool::Create(SmallGdnShape(), 8, 0, memory));
+  const auto calls = [&](const Slots& sources, const Slots& destinations) {
+    const int64_t before = memory->num_runs;
     EXPECT_TRUE(IsOk(pool.Copy(sources, destinations)));
-    return Values(pool);
+    return memory->num_runs - before;
   };
-  using Got = std::vector<int>;
-  EXPECT_EQ(copied({}, {}), (Got{1, 2, 3, 4, 5, 6, 7}));
-  EXPECT_EQ(copied({1, 1, 1}, {2, 4, 6}), (Got{1, 2, 2, 4, 2, 6, 2}));        // A fork.
-  EXPECT_EQ(copied({1, 2, 3}, {2, 3, 4}), (Got{1, 2, 2, 3, 4, 6, 7}));        // A chain,
-  EXPECT_EQ(copied({3, 2, 1}, {4, 3, 2}), (Got{1, 2, 2, 3, 4, 6, 7}));        // either way.
-  EXPECT_EQ(copied({1, 2}, {2, 1}), (Got{1, 3, 2, 4, 5, 6, 7}));              // A swap.
-  EXPECT_EQ(copied({1, 2, 3, 3}, {2, 3, 1, 5}), (Got{1, 4, 2, 3, 5, 4, 7}));  // A circle, read.
-  EXPECT_EQ(copied({1, 2, 4, 5}, {2, 1, 5, 4}), (Got{1, 3, 2, 4, 6, 5, 7}));  // Two circles.
-  EXPECT_EQ(copied({3, 3}, {3, 4}), (Got{1, 2, 3, 4, 4, 6, 7}));              // To itself.
-  EXPECT_EQ(copied({0, 5, 0, 2}, {0, 0, 0, 6}), (Got{1, 2, 3, 4, 5, 6, 3}));  // Padding.
+  EXPECT_EQ(calls({1, 2, 3, 3}, {4, 5, 6, 7}), 1);
+  EXPECT_EQ(calls({1, 2, 3, 4}, {5, 6, 1, 2}), 2);  // Saved, and overwritten.
+  EXPECT_EQ(calls({1, 2}, {2, 1}), 3);
+  EXPECT_EQ(calls({1, 0}, {1, 0}), 0);
+  const int64_t before = memory->num_runs;
+  EXPECT_TRUE(IsOk(pool.Reset(Slots{1, 2, 3})));
+  EXPECT_EQ(memory->num_runs - before, 1);
 }
 
-TEST(Gdn, BadListsChangeNothing) {
-  GdnPool pool = Must(GdnPool::Create(SmallShape(), 4, 2));
-  ASSERT_EQ(Must(pool.AllocateTrackSlot()), 5);
-  FillAll(pool);
-  const Bytes before = Contents(pool);
-  for (const int64_t bad : {int64_t{-1}, int64_t{7}, kHuge, -kHuge - 1}) {
-    EXPECT_TRUE(Fails(pool.Reset(Slots{1, bad}), kInvalid, "is outside [0, 7)"));
-    EXPECT_TRUE(Fails(pool.Copy(Slots{1, bad}, Slots{2, 3}), kInvalid, "is outside [0, 7)"));
-    EXPECT_TRUE(Fails(pool.Copy(Slots{1, 2}, Slots{2, bad}), kInvalid, "is outside [0, 7)"));
-    EXPECT_TRUE(Fails(pool.Copy(Slots{1, bad}, Slots{2, 0}), kInvalid, "is outside [0, 7)"));
-  }
-  EXPECT_TRUE(Fails(pool.Reset(Slots{1, 6}), kInvalid, "track slot 6 is not allocated"));
-  EXPECT_TRUE(Fails(pool.Copy(Slots{1, 6}, Slots{5, 2}), kInvalid, "track slot 6 is not"));
-  EXPECT_TRUE(Fails(pool.Copy(Slots{1, 1}, Slots{5, 6}), kInvalid, "track slot 6 is not"));
-  EXPECT_TRUE(Fails(pool.Copy(Slots{1, 2}, Slots{3}), kInvalid, "2 sources but 1 destinations"));
-  EXPECT_TRUE(Fails(pool.Copy(Slots{}, Slots{3}), kInvalid, "0 sources but 1 destinations"));
-  EXPECT_TRUE(Fails(pool.Copy(Slots{1, 2}, Slots{3, 3}), kInvalid,
-                    "slot 3 is the destination of two copies"));
-  EXPECT_TRUE(Fails(pool.Copy(Slots{3, 2}, Slots{3, 3}), kInvalid, "slot 3 is the destination"));
-  EXPECT_TRUE(Fails(pool.Copy(Slots{1, 0}, Slots{2, 3}), kInvalid,
-                    "copy 1 takes padding (slot 0) to slot 3"));
-  EXPECT_EQ(Contents(pool), before);
-  EXPECT_EQ(pool.num_free_track_slots(), 1);
-}
-
-TEST(Gdn, TheMemoryOutlivesThePool) {
-  std::shared_ptr<std::byte> memory;
-  {
-    const GdnPool pool = Must(GdnPool::Create(SmallShape(), 4));
-    FillAll(pool);
-    memory = pool.conv_memory();
-  }
-  EXPECT_EQ(std::to_integer<int>(memory.get()[10]), 2);
-}
-
-// One array of bytes a buffer, and the set of allocated track slots.
-struct Model {
-  std::vector<Bytes> buffers;
-  std::vector<int64_t> item_bytes;
-  std::set<int64_t> tracks;
-
-  uint8_t* item(size_t buffer, int64_t slot) {
-    return buffers[buffer].data() + slot * item_bytes[buffer];
-  }
-  void Set(int64_t slot, uint64_t value) {
-    for (size_t i = 0; i < buffers.size(); ++i) {
-      for (int64_t at = 0; at < item_bytes[i]; ++at) item(i, slot)[at] = value * 31 + i * 7 + at;
-    }
-  }
-  void Reset(const Slots& slots) {
-    for (size_t i = 0; i < buffers.size(); ++i) {
-      for (const int64_t slot : slots) std::fill_n(item(i, slot), item_bytes[i], 0);
-    }
-  }
-  void Copy(const Slots& sources, const Slots& destinations) {
-    Model old = *this;
-    for (size_t i = 0; i < buffers.size(); ++i) {
-      for (size_t at = 0; at < sources.size(); ++at) {
-        if (destinations[at] == 0) continue;
-        std::copy_n(old.item(i, sources[at]), item_bytes[i], item(i, destinations[at]));
-      }
-    }
-  }
-  bool Same(const GdnPool& pool) const {
-    const std::vector<BufferInfo> infos = pool.buffer_infos();
-    for (size_t i = 0; i < buffers.size(); ++i) {
-      if (std::memcmp(infos[i].address, buffers[i].data(), buffers[i].size()) != 0) return false;
-    }
-    return true;
-  }
-};
-
-TEST(Gdn, AMillionRandomOperationsAgainstArrays) {
-  constexpr int64_t kRequests = 5;
-  constexpr int64_t kTracks = 3;
-  constexpr int64_t kSlots = 1 + kRequests + kTracks;
-  const GdnShape shape{2, 1, 1, 2, 1, 3, DType::kFloat16};
-  GdnPool pool = Must(GdnPool::Create(shape, kRequests, kTracks));
-  Model model;
-  for (const BufferInfo& info : pool.buffer_infos()) {
-    model.buffers.emplace_back(info.bytes);
-    model.item_bytes.push_back(info.item_bytes);
-  }
-  std::mt19937_64 random(1);
-  const auto usable = [&](int64_t slot) {
-    return slot >= 0 && slot < kSlots && (slot <= kRequests || model.tracks.contains(slot));
-  };
-  const auto some_slots = [&](size_t count) {  // Now and then one that is out of range.
-    Slots slots(count);
-    for (int64_t& slot : slots) {
-      slot = random() % 40 == 0 ? kSlots : static_cast<int64_t>(random() % kSlots);
-    }
-    return slots;
-  };
-  const auto all_usable = [&](const Slots& slots) {
-    return std::all_of(slots.begin(), slots.end(), usable);
-  };
-  int64_t copies = 0;
-  for (int operation = 0; operation < 1000000; ++operation) {
-    const uint64_t choice = random() % 100;
-    if (choice < 30) {
-      const int64_t slot = some_slots(1)[0];
-      if (!usable(slot)) continue;
-      const uint64_t value = random();
-      model.Set(slot, value);
-      const std::vector<BufferInfo> infos = pool.buffer_infos();
-      for (size_t i = 0; i < infos.size(); ++i) {
-        std::memcpy(infos[i].address + slot * infos[i].item_bytes, model.item(i, slot),
-                    infos[i].item_bytes);
-      }
-    } else if (choice < 40) {
-      const Slots slots = some_slots(random() % 3);
-      ASSERT_EQ(pool.Reset(slots).ok(), all_usable(slots));
-      if (all_usable(slots)) model.Reset(slots);
-    } else if (choice < 75) {
-      const Slots sources = some_slots(random() % 6);
-      Slots destinations = some_slots(sources.size());
-      if (random() % 2 == 0 && all_usable(sources)) {  // Among themselves: circles and chains.
-        destinations = sources;
-        std::shuffle(destinations.begin(), destinations.end(), random);
-      }
-      bool good = all_usable(sources) && all_usable(destinations);
-      for (size_t i = 0; i < sources.size(); ++i) {
-        if (destinations[i] == 0) continue;
-        good &= sources[i] != 0;
-        good &= std::count(destinations.begin(), destinations.end(), destinations[i]) == 1;
-      }
-      ASSERT_EQ(pool.Copy(sources, destinations).ok(), good);
-      if (good) model.Copy(sources, destinations);
-      copies += good && sources.size() > 2;
-    } else if (choice < 87) {
-      const auto slot = pool.AllocateTrackSlot();
-      ASSERT_EQ(slot.ok(), static_cast<int64_t>(model.tracks.size()) < kTracks);
-      if (!slot.ok()) continue;
-      ASSERT_GT(*slot, kRequests);
-      ASSERT_LT(*slot, kSlots);
-      ASSERT_TRUE(model.tracks.insert(*slot).second);
-    } else if (choice < 99) {
-      const int64_t slot = some_slots(1)[0];
-      ASSERT_EQ(pool.FreeTrackSlot(slot).ok(), model.tracks.erase(slot) == 1);
-    } else {
-      pool.Clear();
-      model.tracks.clear();
-    }
-    ASSERT_EQ(pool.num_free_track_slots(), kTracks - static_cast<int64_t>(model.tracks.size()));
-    ASSERT_TRUE(model.Same(pool));
-  }
-  EXPECT_GT(copies, 30000);  // The lists above are not all refused.
+TEST(Gdn, WhatADeviceAnswersIsPassedOn) {
+  const auto memory = std::make_shared<GuardedMemory>();
+  GdnPool pool = Must(GdnPool::Create(SmallGdnShape(), 4, 0, memory));
+  memory->failure = absl::UnavailableError("it fell off the bus");
+  constexpr auto kUnavailable = absl::StatusCode::kUnavailable;
+  EXPECT_TRUE(Fails(GdnPool::Create(SmallGdnShape(), 4, 0, memory), kUnavailable, "fell off"));
+  EXPECT_TRUE(Fails(pool.Reset(Slots{1}), kUnavailable, "fell off"));
+  EXPECT_TRUE(Fails(pool.Copy(Slots{1}, Slots{2}), kUnavailable, "fell off"));
+  EXPECT_TRUE(Fails(pool.Copy(Slots{1, 2}, Slots{2, 1}), kUnavailable, "fell off"));
+  // Bad arguments never get so far.
+  EXPECT_TRUE(Fails(pool.Reset(Slots{5}), kInvalid, "is outside [0, 5)"));
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <span>
@@ -16,6 +17,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "pool/block_quant.h"
 #include "pool/pool_memory.h"
 #include "pool/token_copy.h"
 
@@ -42,7 +44,20 @@ class GuardedMemory : public PoolMemory {
   absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const override {
     if (!failure.ok()) return failure;
     Protect(PROT_READ | PROT_WRITE);
-    for (const TokenCopy& copy : copies) copy.Run(threads);
+    // Backwards, and twice: copies that may run in any order do the same again, those of which one
+    // reads what another one wrote do not.
+    for (int i = 0; i < 2; ++i) {
+      for (size_t last = copies.size(); last > 0; --last) copies[last - 1].Run(threads);
+    }
+    Protect(PROT_NONE);
+    ++num_runs;
+    return absl::OkStatus();
+  }
+
+  absl::Status RunQuantized(std::span<const QuantizedCopy> copies) const override {
+    if (!failure.ok()) return failure;
+    Protect(PROT_READ | PROT_WRITE);
+    for (const QuantizedCopy& copy : copies) copy.Run();
     Protect(PROT_NONE);
     ++num_runs;
     return absl::OkStatus();
@@ -53,6 +68,12 @@ class GuardedMemory : public PoolMemory {
     std::vector<std::byte> copy(at, at + bytes);
     Protect(PROT_NONE);
     return copy;
+  }
+
+  void Write(std::byte* at, std::span<const std::byte> bytes) const {
+    Protect(PROT_READ | PROT_WRITE);
+    std::memcpy(at, bytes.data(), bytes.size());
+    Protect(PROT_NONE);
   }
 
   absl::Status failure;  // What calls answer with, when it is one.

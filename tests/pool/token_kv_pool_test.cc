@@ -15,22 +15,16 @@ namespace {
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
 constexpr auto kRange = absl::StatusCode::kOutOfRange;
 
+// As the caller gets it who names no memory.
 TokenPoolBackend OnHost() {
-  return {{"Host", ""}, nullptr, [](const std::byte* at, int64_t bytes) {
-            return std::vector<std::byte>(at, at + bytes);
-          }};
+  TokenPoolBackend host = {HostBackend()};
+  host.memory = nullptr;
+  return host;
 }
 
-// Shows that a pool's bytes are left to its memory.
-TokenPoolBackend Guarded() {
-  const auto memory = std::make_shared<GuardedMemory>();
-  const auto read = [memory](const std::byte* at, int64_t bytes) {
-    return memory->Read(at, bytes);
-  };
-  return {{"Guarded", ""}, memory, read, /*keeps_last=*/true, /*rounds=*/600};
-}
-
-INSTANTIATE_TEST_SUITE_P(Memories, TokenPools, TokenPoolsIn(OnHost(), Guarded()), TokenPoolName());
+INSTANTIATE_TEST_SUITE_P(Memories, TokenPools,
+                         TokenPoolsIn(OnHost(), TokenPoolBackend{GuardedBackend()}),
+                         TokenPoolName());
 
 TEST(TokenKvPools, SizesThatCannotBe) {
   const KvLayout layout = KvLayout::Mha(2, 16, 2, 8, DType::kFloat32);

@@ -11,7 +11,10 @@
 #include "pool/host_kv_pool.h"
 #include "pool/model_pools.h"
 #include "pool/token_kv_pool.h"
+#include "tests/pool/block_quant_suite.h"
+#include "tests/pool/gdn_pool_suite.h"
 #include "tests/pool/token_kv_pool_suite.h"
+#include "tests/pool_cuda/cuda_backend.h"
 #include "tests/pool_cuda/device.h"
 #include "tests/support/status.h"
 
@@ -21,19 +24,11 @@ namespace {
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
 constexpr auto kUnavailable = absl::StatusCode::kUnavailable;
 
-std::vector<std::byte> ReadDevice(const std::byte* at, int64_t bytes) {
-  std::vector<std::byte> host(static_cast<size_t>(bytes));
-  EXPECT_EQ(cudaMemcpy(host.data(), at, host.size(), cudaMemcpyDefault), cudaSuccess);
-  return host;
-}
-
 INSTANTIATE_TEST_SUITE_P(Memories, TokenPools,
-                         TokenPoolsIn(TokenPoolBackend{{"Cuda", MissingDevice()},
-                                                       CudaMemory(0),
-                                                       ReadDevice,
-                                                       /*keeps_last=*/false,
-                                                       /*rounds=*/600}),
+                         TokenPoolsIn(TokenPoolBackend{CudaBackend(), /*keeps_last=*/false}),
                          TokenPoolName());
+INSTANTIATE_TEST_SUITE_P(Memories, BlockQuants, testing::Values(CudaBackend()), BackendName());
+INSTANTIATE_TEST_SUITE_P(Memories, GdnPools, testing::Values(CudaBackend()), BackendName());
 
 class CudaMemories : public DeviceTest {
  protected:
@@ -106,6 +101,51 @@ TEST_F(CudaMemories, RowsToSetMayLieOnTheDevice) {
   }
 }
 
+// More of them than go through the packed buffer at a time.
+TEST_F(CudaMemories, RowsInBlocksGoAndComeInPieces) {
+  constexpr int64_t kRows = 5000, kDim = 1024;  // 20 MB.
+  const KvLayout layout = {1, 4, DType::kUint8, "NHD",
+                           Must(QuantizedTensors(BlockFormat::kMxfp4, "k", 1, kDim))};
+  const auto device = Must(TokenKvPool::Create(layout, kRows, 0, memory_));
+  const auto host = Must(TokenKvPool::Create(layout, kRows));
+  std::vector<int32_t> slots = ShuffledSlots(device->num_slots());
+  slots.resize(kRows);
+  std::vector<float> values(kRows * kDim);
+  for (float& value : values) value = static_cast<float>(random_() % 4000) / 7 - 280;
+  std::vector<std::byte> flat[2];
+  std::vector<float> loaded[2];
+  for (const auto& pool : {device, host}) {
+    const auto rows = [](std::vector<float>& data) {
+      return TokenView::Packed(reinterpret_cast<std::byte*>(data.data()), DType::kFloat32, kRows, 1,
+                               kDim);
+    };
+    const TokenView codes = pool->view(0, 0), scales = pool->view(0, 1);
+    const size_t i = pool == host ? 1 : 0;
+    flat[i].resize(static_cast<size_t>(pool->flat_bytes(kRows)));
+    loaded[i].resize(values.size());
+    ASSERT_TRUE(IsOk(
+        StoreQuantized(BlockFormat::kMxfp4, rows(values), codes, scales, slots, pool->memory())));
+    ASSERT_TRUE(IsOk(pool->ReadFlat(slots, flat[i])));
+    ASSERT_TRUE(IsOk(
+        LoadQuantized(BlockFormat::kMxfp4, codes, scales, slots, rows(loaded[i]), pool->memory())));
+  }
+  EXPECT_EQ(flat[0], flat[1]);
+  EXPECT_EQ(loaded[0], loaded[1]);
+}
+
+TEST_F(CudaMemories, CodesAndScalesOfTheHostAreRefused) {
+  const KvLayout layout = {1, 4, DType::kUint8, "NHD",
+                           Must(QuantizedTensors(BlockFormat::kMxfp4, "k", 1, 16))};
+  const auto host = Must(TokenKvPool::Create(layout, 4));
+  const std::vector<std::byte> row(16 * sizeof(float));
+  const TokenView rows =
+      TokenView::Packed(const_cast<std::byte*>(row.data()), DType::kFloat32, 1, 1, 16);
+  const std::vector<int32_t> slots = {4};
+  EXPECT_TRUE(Fails(StoreQuantized(BlockFormat::kMxfp4, rows, host->view(0, 0), host->view(0, 1),
+                                   slots, *memory_),
+                    kInvalid, "codes and scales must lie where device 0"));
+}
+
 TEST_F(CudaMemories, PartlyPinnedMemoryIsAllHostMemory) {
   const auto device =
       Must(TokenKvPool::Create(KvLayout::Mla(1, 1, 4096, DType::kUint8), 64, 0, memory_));
@@ -167,6 +207,7 @@ TEST(CudaMemoryArguments, ADeviceThatIsNotThereIsNamed) {
     EXPECT_FALSE(memory->on_host());
     EXPECT_TRUE(Fails(memory->Allocate(1 << 20), kUnavailable, message));
     EXPECT_TRUE(Fails(memory->Run({}, nullptr), kUnavailable, message));
+    EXPECT_TRUE(Fails(memory->RunQuantized({}), kUnavailable, message));
     const KvLayout layout = KvLayout::Mla(1, 4, 8, DType::kUint8);
     EXPECT_TRUE(Fails(TokenKvPool::Create(layout, 16, 0, memory), kUnavailable, message));
     EXPECT_TRUE(Fails(TokenKvPool::Create(layout, 15, 0, memory), kInvalid, "num_tokens is 15"));

@@ -1,0 +1,66 @@
+#include "python/pool_memory.h"
+
+#include <nanobind/ndarray.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "python/status_error.h"
+#ifdef KVFERRY_HAVE_CUDA
+#include "pool/cuda/cuda_memory.h"
+#endif
+
+namespace nb = nanobind;
+
+namespace kvferry {
+namespace {
+
+std::optional<int> CudaDeviceOf(absl::string_view name) {
+  int device = 0;
+  const bool known = absl::ConsumePrefix(&name, "cuda:") && !name.empty() &&
+                     absl::ascii_isdigit(name.front()) && absl::SimpleAtoi(name, &device);
+  return known ? std::optional(device) : std::nullopt;
+}
+
+}  // namespace
+
+std::shared_ptr<const PoolMemory> MemoryNamed(const std::string& name) {
+  if (name == "host") return nullptr;
+  const std::optional<int> device = CudaDeviceOf(name);
+  if (!device) {
+    throw StatusError(absl::InvalidArgumentError(
+        absl::StrCat("memory is '", name, "' but must be 'host', or 'cuda:' and a device")));
+  }
+#ifdef KVFERRY_HAVE_CUDA
+  return CudaMemory(*device);
+#else
+  throw StatusError(absl::UnavailableError(
+      absl::StrCat("memory is '", name,
+                   "' but this kvferry was built without CUDA: build it with KVFERRY_CUDA=ON")));
+#endif
+}
+
+std::string NameOf(const PoolMemory& memory) {
+  const std::optional<int> device = memory.cuda_device();
+  return device ? absl::StrCat("cuda:", *device) : "host";
+}
+
+DlpackDevice DeviceOf(const PoolMemory& memory) {
+  const std::optional<int> device = memory.cuda_device();
+  if (device) return {nb::device::cuda::value, *device};
+  return {nb::device::cpu::value, 0};
+}
+
+void CheckRowsReach(const DlpackDevice& device, const PoolMemory& memory) {
+  if (device.type == nb::device::cpu::value || device == DeviceOf(memory)) return;
+  throw StatusError(absl::InvalidArgumentError(
+      absl::StrCat("rows lie on a device (DLPack type ", device.type, ", number ", device.id,
+                   ") but the pool in ", memory.name(), ": copy them there, or to the host")));
+}
+
+}  // namespace kvferry

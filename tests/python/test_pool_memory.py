@@ -1,0 +1,163 @@
+"""Where pools lie: host memory, or a GPU's where there is one."""
+
+import kvferry
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+LAYOUT = kvferry.KvLayout.mha(2, 4, 2, 8, "bfloat16")
+MODEL = """{"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2,
+             "num_hidden_layers": 2, "max_position_embeddings": 128, "torch_dtype": "bfloat16"}"""
+K_DL_CPU, K_DL_CUDA = 1, 2
+
+
+def token_pool(memory: str) -> kvferry.TokenKvPool:
+    return kvferry.TokenKvPool.create(LAYOUT, 32, memory=memory)
+
+
+def state_pool(memory: str) -> kvferry.GdnPool:
+    return kvferry.GdnPool(
+        max_requests=4,
+        num_layers=3,
+        num_v_heads=2,
+        head_k_dim=5,
+        head_v_dim=6,
+        conv_dim=7,
+        conv_kernel_size=4,
+        memory=memory,
+    )
+
+
+def model_pools(memory: str, kv_cache_dtype: str = "auto") -> kvferry.ModelPools:
+    model = kvferry.ModelConfig.from_json(MODEL)
+    return kvferry.ModelPools.create(
+        model, page_size=4, num_tokens=32, kv_cache_dtype=kv_cache_dtype, memory=memory
+    )
+
+
+MAKERS = [token_pool, state_pool, model_pools]
+
+
+def why_no_cuda() -> str:
+    """Why tests on a GPU's memory cannot run here; empty when they can."""
+    try:
+        token_pool("cuda:0")
+    except kvferry.Unavailable as error:
+        return str(error)
+    return "" if torch.cuda.is_available() else "torch has no CUDA here"
+
+
+needs_cuda = pytest.mark.skipif(bool(why_no_cuda()), reason=why_no_cuda() or "there is a GPU")
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(
+    "name", ["", "cpu", "Host", "cuda", "cuda:", "cuda:-1", "cuda:+1", "cuda: 1", "cuda:1x",
+             "cuda:99999999999", "rocm:0"]
+)  # fmt: skip
+def test_other_names_are_refused(make, name):
+    with pytest.raises(
+        ValueError, match=f"memory is '{name}' but must be 'host'".replace("+", r"\+")
+    ):
+        make(name)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_device_that_is_not_there_is_named(make):
+    with pytest.raises(kvferry.Unavailable, match=r"built without CUDA|no device 1000: ") as raised:
+        make("cuda:1000")
+    if "without CUDA" in str(raised.value):
+        assert "memory is 'cuda:1000'" in str(raised.value)
+        assert "KVFERRY_CUDA=ON" in str(raised.value)
+
+
+def test_memory_of_the_host():
+    pool, states, pools = token_pool("host"), state_pool("host"), model_pools("host")
+    assert pool.memory == states.memory == pools.kv.memory == "host"
+    arrays = [pool.buffer(0, 0), states.recurrent_state, states.conv_state, pools.kv.key_buffer(0)]
+    assert [array.__dlpack_device__() for array in arrays] == [(K_DL_CPU, 0)] * 4
+    assert kvferry.TokenKvPool.create(LAYOUT, 32).memory == "host"
+
+
+class OnAnotherDevice:
+    """Rows that say that they lie on a GPU; nobody may look at them."""
+
+    def __init__(self, rows: np.ndarray, device: tuple[int, int]) -> None:
+        self.rows, self.device = rows, device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __dlpack__(self, **_):
+        # The capsule of a DLManagedTensor begins with the data's address and the device.
+        import ctypes
+
+        capsule = self.rows.__dlpack__()
+        get = ctypes.pythonapi.PyCapsule_GetPointer
+        get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        tensor = get(capsule, b"dltensor")
+        (ctypes.c_int32 * 2).from_address(tensor + 8)[:] = self.device
+        return capsule
+
+
+@pytest.mark.parametrize("device", [(K_DL_CUDA, 0), (K_DL_CUDA, 3), (10, 0)])
+def test_rows_of_a_device_do_not_fit_the_host(device):
+    pool, pools = token_pool("host"), model_pools("host")
+    rows = OnAnotherDevice(np.zeros((1, 2, 8), dtype=np.float32), device)
+    slots = np.array([4])
+    match = rf"rows lie on a device \(DLPack type {device[0]}, number {device[1]}\).* host memory"
+    with pytest.raises(ValueError, match=match):
+        pool.set_kv_buffer(0, slots, [rows, rows])
+    with pytest.raises(ValueError, match=match):
+        pools.set_kv_buffer(0, slots, [rows, rows])
+    four_bits = kvferry.KvLayout(
+        num_layers=1,
+        page_size=4,
+        dtype="uint8",
+        page_format="NHD",
+        tensors=kvferry.quantized_tensors("mxfp4", "k", 2, 8),
+    )
+    quantised = kvferry.TokenKvPool.create(four_bits, 32)
+    with pytest.raises(ValueError, match=match):
+        quantised.set_quantized("mxfp4", 0, 0, slots, rows)
+
+
+@needs_cuda
+def test_torch_sees_a_gpus_memory():
+    pool, states = token_pool("cuda:0"), state_pool("cuda:0")
+    assert pool.memory == states.memory == "cuda:0"
+    keys = torch.from_dlpack(pool.key_buffer(1))
+    assert keys.device == torch.device("cuda:0") and not keys.any()
+    k, v = torch.randn(2, 3, 2, 8)
+    pool.set_kv_buffer(1, np.array([4, 6, 9]), [k, v.cuda()])
+    assert torch.equal(keys[[4, 6, 9]].cpu(), k.bfloat16())
+    values = torch.from_dlpack(pool.value_buffer(1))
+    assert torch.equal(values[[4, 6, 9]].cpu(), v.bfloat16())
+    with pytest.raises(kvferry.FailedPrecondition, match="lies in memory of cuda:0"):
+        pool.pages.page(0, 0, 1)
+
+    recurrent = torch.from_dlpack(states.recurrent_state)
+    assert recurrent.is_cuda and not recurrent.any()
+    recurrent[2, 1] = 1.5
+    torch.cuda.synchronize()
+    states.copy_states([1, 3], [3, 1])
+    assert (recurrent[2, 3] == 1.5).all() and not recurrent[2, 1].any()
+    states.reset_states([3])
+    assert not recurrent.any()
+
+
+@needs_cuda
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp4"])
+def test_pools_of_a_model_on_a_gpu(kv_cache_dtype):
+    host, device = model_pools("host", kv_cache_dtype), model_pools("cuda:0", kv_cache_dtype)
+    rows = list(torch.randn(2, 4, 2, 8))
+    slots = host.slots.alloc(4)
+    assert np.array_equal(slots, device.slots.alloc(4))
+    host.set_kv_buffer(1, slots, rows)
+    device.set_kv_buffer(1, slots, [rows[0].cuda(), rows[1]])
+    assert np.array_equal(host.kv.get_flat_data(slots), device.kv.get_flat_data(slots))
+    tier = kvferry.HostKvPool.create(device.kv, ratio=1.0)
+    away = tier.alloc(4)
+    tier.back_up(slots, away)
+    assert np.array_equal(tier.host.get_flat_data(away), host.kv.get_flat_data(slots))
