@@ -1,10 +1,16 @@
-// kill -9 in the middle of a fetch, of either side, with the other left to go on.
+// kill -9 of either side, in the middle of a fetch and while it connects, with the other left to go
+// on.
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <numeric>
+#include <random>
+#include <thread>
 
+#include "absl/strings/match.h"
 #include "tests/support/child_peer.h"
+#include "tests/support/test_config.h"
 #include "tests/support/wait_for.h"
 
 namespace kvferry {
@@ -76,6 +82,11 @@ void KillPrefillOnce(ChildPeer& decode, int round) {
   std::string fetch;
   {
     ChildPeer victim(Peer("prefill", 256));
+    if (!held) {
+      // A session first: this is not about one that is being set up.
+      ExpectServes(victim, decode);
+      ASSERT_EQ(decode.Ask("reset"), "OK");
+    }
     const int64_t received = decode.Metric("bytes_received");
     fetch = decode.Fetch(victim.Publish(pages, held ? 1 : kPeerLayers, 60000), pages, 60000);
     if (held) {
@@ -102,6 +113,58 @@ TEST(KillPrefill, HandleFailsWithinItsDeadlineAndAnotherServes) {
   for (int round = 0; round < 10 && !HasFailure(); ++round) KillPrefillOnce(decode, round);
   EXPECT_TRUE(decode.alive());
   EXPECT_EQ(decode.Metric("fetches_active"), 0);
+}
+
+// Whoever is killed within these times of a fetch that opens a session is connecting, or has just
+// done so.
+void KillSoon(ChildPeer& victim, int round) {
+  std::mt19937 random(round);
+  std::this_thread::sleep_for(std::chrono::microseconds(random() % 15000));
+  victim.Kill();
+}
+
+class KillConnecting : public testing::Test {
+ protected:
+  static constexpr int kRounds = 10;
+
+  void SetUp() override {
+#ifdef KVFERRY_UCX_DIES_WITH_CONNECTING_PEERS
+    if (PathIsOverANetwork()) {
+      GTEST_SKIP() << "this UCX can abort when a peer dies while it connects (fixed by 1.22)";
+    }
+#endif
+  }
+};
+
+TEST_F(KillConnecting, PrefillOutlivesTheDecodeSide) {
+  ChildPeer prefill(Peer("prefill", 256));
+  for (int round = 0; round < kRounds && prefill.alive(); ++round) {
+    ChildPeer victim(Peer("decode", 256));
+    victim.Fetch(prefill.Publish({1, 2, 3}, kPeerLayers, kLeaseMs), {1, 2, 3}, 60000);
+    KillSoon(victim, round);
+  }
+  ASSERT_TRUE(prefill.alive());
+  ChildPeer other(Peer("decode", 256));
+  ExpectServes(prefill, other);
+  EXPECT_TRUE(WaitFor([&] { return prefill.Metric("leases_live") == 0; }, Soon()));
+}
+
+TEST_F(KillConnecting, DecodeOutlivesThePrefillSide) {
+  ChildPeer decode(Peer("decode", 256));
+  for (int round = 0; round < kRounds && decode.alive(); ++round) {
+    ChildPeer victim(Peer("prefill", 256));
+    const std::string fetch =
+        decode.Fetch(victim.Publish({1, 2, 3}, kPeerLayers, 60000), {1, 2, 3}, 500);
+    KillSoon(victim, round);
+    const std::string status = decode.Wait(fetch, 20000);  // Perhaps nobody answers any more.
+    EXPECT_TRUE(status == "OK" || absl::StartsWith(status, "UNAVAILABLE") ||
+                absl::StartsWith(status, "DEADLINE_EXCEEDED"))
+        << status;
+  }
+  ASSERT_TRUE(decode.alive());
+  ASSERT_EQ(decode.Ask("reset"), "OK");
+  ChildPeer other(Peer("prefill", 256));
+  ExpectServes(other, decode);
 }
 
 }  // namespace

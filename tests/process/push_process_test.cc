@@ -84,6 +84,7 @@ TEST(KillPush, TheDecodeSideDies) {
       if (held) {
         push = HeldPush(prefill, victim).push;
       } else {
+        ExpectPushes(prefill, victim);  // A session first: this is not about setting one up.
         const int64_t sent = prefill.Metric("bytes_sent");
         push = Push(prefill, Receive(victim, Reversed()).second, Reversed(), kPeerLayers);
         ASSERT_TRUE(WaitFor([&] { return prefill.Metric("bytes_sent") > sent; }, Soon()));
@@ -113,6 +114,7 @@ TEST(KillPush, ThePrefillSideDies) {
       if (held) {
         receive = HeldPush(victim, decode).receive;
       } else {
+        ExpectPushes(victim, decode);
         const int64_t received = decode.Metric("bytes_received");
         receive = Receive(decode, Reversed());
         Push(victim, receive.second, Reversed(), kPeerLayers);

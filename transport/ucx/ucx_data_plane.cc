@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/log.h"
 #include "base/status.h"
 #include "transport/messages.h"
 #include "transport/ucx/ucx_endpoints.h"
@@ -27,11 +28,30 @@ std::vector<UcxContext::Option> UcxOptions(const Config& config) {
       {"TLS", config.ucx_tls},
       {tcp + "TX_SEG_SIZE", segment_bytes},
       {tcp + "RX_SEG_SIZE", segment_bytes},
+      // By default connect(2) blocks: for two minutes where a firewall drops what goes to the peer.
+      // And a peer that dies meanwhile leaves an endpoint that UCX frees twice (1.13 to 1.22).
+      {tcp + "CONN_NB", "y"},
   };
   std::string device = config.net_device;
   if (device.empty() && IsLoopbackHost(config.listen_host)) device = "lo";
   if (!device.empty()) options.emplace_back("NET_DEVICES", device);
   return options;
+}
+
+// Of the releases that we tried with peers that die while they connect (docs/architecture.md,
+// "Failures"), the first one that outlives all of them.
+constexpr unsigned kOutlivesConnectingPeers = 22;
+
+void WarnOfOldUcx() {
+  static const bool warned = [] {
+    if (!UcxIsBefore(kOutlivesConnectingPeers)) return false;
+    Log().warn(
+        "ucx: this is UCX {}, which can abort the process when a peer dies while it connects; "
+        "use 1.22 or later (pip install libucx-cu13)",
+        ucp_get_version_string());
+    return true;
+  }();
+  static_cast<void>(warned);
 }
 
 class UcxDataPlane : public DataPlane {
@@ -80,6 +100,7 @@ class UcxDataPlane : public DataPlane {
 };
 
 absl::StatusOr<std::unique_ptr<DataPlane>> UcxDataPlane::Create(const Config& config) {
+  WarnOfOldUcx();
   KVFERRY_ASSIGN_OR_RETURN(
       std::shared_ptr<UcxContext> context,
       UcxContext::Create(UcxOptions(config), UCP_FEATURE_AM | UCP_FEATURE_WAKEUP));
