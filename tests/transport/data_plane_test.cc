@@ -190,7 +190,7 @@ class SilentPort {
     port_ = name.sin_port;
     for (int i = 0; i < 4; ++i) {
       fds_.push_back(socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0));
-      connect(fds_.back(), address, bytes);
+      static_cast<void>(connect(fds_.back(), address, bytes));
     }
   }
   ~SilentPort() {
