@@ -25,6 +25,9 @@ constexpr size_t kMaxChunksInPlace = 4;
 // Of all peers, for each processor: one that is copied, and one that is next. More readers at once
 // only take the processors from each other (64 of them on two moved half as much, measured).
 constexpr int64_t kMaxReadersAProcessor = 2;
+// With more readers than that, what one gets before it is the next one's turn: little, so that all
+// of them are through at about the same time.
+constexpr int64_t kMaxBytesOfATurn = 1 << 20;
 // A reader that takes longer for a chunk is stuck, and does not hold up the others.
 constexpr auto kReaderTurn = std::chrono::milliseconds(10);
 
@@ -332,7 +335,9 @@ void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell) {
   const auto found = transfers_.find(transfer_id);
   const TransferPtr transfer = found->second;
   transfers_.erase(found);
-  turn_.erase(std::find(turn_.begin(), turn_.end(), transfer));
+  const auto turn = std::find(turn_.begin(), turn_.end(), transfer);
+  if (static_cast<size_t>(turn - turn_.begin()) < next_turn_) --next_turn_;
+  turn_.erase(turn);
   ForgetFetch(transfer->peer);
   // The pages are their owner's again.
   transfer->reading->Close();
@@ -361,9 +366,13 @@ bool Sender::Pump() {
   const int64_t share = std::max<int64_t>(1, arena_->num_chunks() / (peers + 1));
   bool sent = false;
   waits_for_readers_ = false;
-  const size_t count = turn_.size();
-  for (size_t i = 0; i < count; ++i) sent |= PumpOne(turn_[(next_turn_ + i) % count], share);
-  next_turn_ = count == 0 ? 0 : (next_turn_ + 1) % count;
+  const size_t first = next_turn_;
+  for (size_t i = 0; i < turn_.size(); ++i) {
+    const size_t turn = (first + i) % turn_.size();
+    if (!PumpOne(turn_[turn], share)) continue;
+    sent = true;
+    next_turn_ = turn + 1;  // After the last one that got something.
+  }
   if (sent) metrics_->arena_chunks_taken = arena_->num_taken();
   return sent;
 }
@@ -417,7 +426,8 @@ bool Sender::ReadInPlace(const Transfer& transfer) {
 // one chunk; only the first and the last can be shorter than an item. From afar it lands in one.
 int64_t Sender::MaxBytesInPlace(const Transfer& transfer) const {
   const int64_t pieces = arena_->shape().chunk_bytes / static_cast<int64_t>(sizeof(PoolPiece)) - 1;
-  const int64_t most = transfer.guard < 0 ? kMaxBytesInPlace : transfer.chunk_bytes;
+  const int64_t alone = turn_.size() > max_read_in_place_ ? kMaxBytesOfATurn : kMaxBytesInPlace;
+  const int64_t most = transfer.guard < 0 ? alone : transfer.chunk_bytes;
   return std::min(most, (pieces - 2) * transfer.plan.min_item_bytes());
 }
 

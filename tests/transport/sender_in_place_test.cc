@@ -2,8 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <iterator>
+#include <map>
+#include <random>
+#include <set>
 
 #include "base/hash.h"
 #include "tests/support/wait_for.h"
@@ -207,6 +212,42 @@ TEST_F(SenderInPlace, ReadersTakeTurns) {
   while (sender.Pump()) {
   }
   EXPECT_FALSE(sender.waits_for_readers());
+}
+
+// Whoever has waited longest is next, whichever reader makes room.
+TEST_F(SenderInPlace, ReadersAreServedEqually) {
+  pool_ = MakePatternPool(KvLayout::Mha(2, 1, 1, 128, DType::kBFloat16), 4096, 3);
+  Sender sender(config_, pool_, &leases_, arena_.get(), &outbox_, &metrics_, {.processors = 1});
+  std::vector<int64_t> pages;
+  for (int64_t i = 0; i < 1024; ++i) pages.push_back(2 * i);
+  for (uint64_t id = 0; id < 5; ++id) {
+    Publish(100 + id, pages, 2);
+    sender.OnFetch("accepted:" + std::to_string(id), kLink, Ask(id, 100 + id, 1024));
+  }
+  std::map<uint64_t, int64_t> turns;
+  std::set<size_t> open;
+  std::mt19937 random(1);
+  size_t seen = 0;
+  for (int round = 0; round < 40; ++round) {
+    sender.Pump();
+    for (; seen < wire().chunks.size(); ++seen) {
+      open.insert(seen);
+      ++turns[wire().chunks[seen].header.transfer_id];
+    }
+    const auto [least, most] = std::minmax_element(
+        turns.begin(), turns.end(), [](auto& a, auto& b) { return a.second < b.second; });
+    if (round >= 5) {
+      EXPECT_LE(most->second - least->second, 1) << "round " << round;
+    }
+    if (round == 25) {  // Nobody's turn is lost with one that ends.
+      sender.OnCancel("accepted:0", {0, "enough"});
+      turns.erase(0);
+    }
+    const auto one = std::next(open.begin(), static_cast<int64_t>(random() % open.size()));
+    wire().Complete(*one, absl::OkStatus());
+    open.erase(one);
+  }
+  EXPECT_GE(turns[1], 6);
 }
 
 TEST_F(SenderInPlace, TheChecksumIsOfTheBytes) {
