@@ -91,15 +91,34 @@ std::vector<Receiver::Fetch> Receiver::TakeUnread(const PeerKey& peer) {
     const auto found = fetches_.find(id);
     CloseLanding(found->second);  // First, so that no lane completes a layer meanwhile.
     if (found->second.handle->layers_done() > 0) continue;
-    Fetch fetch = std::move(fetches_.extract(found).mapped());
+    Fetch fetch = TakeOut(id);
     fetch.peer.clear();
-    fetch.transfer_id = RandomId();
-    fetch.replaces = id;
-    fetch.credited_bytes = 0;
-    fetch.landing = nullptr;
     taken.push_back(std::move(fetch));
   }
   return taken;
+}
+
+Receiver::Fetch Receiver::TakeOut(uint64_t transfer_id) {
+  Fetch fetch = std::move(fetches_.extract(transfer_id).mapped());
+  fetch.transfer_id = RandomId();
+  fetch.replaces = transfer_id;
+  fetch.credited_bytes = 0;
+  fetch.landing = nullptr;
+  return fetch;
+}
+
+bool Receiver::RequestAgain(uint64_t transfer_id) {
+  const auto found = fetches_.find(transfer_id);
+  if (found == fetches_.end() || !found->second.redial) return false;
+  CloseLanding(found->second);  // First, as in TakeUnread.
+  if (found->second.handle->layers_done() > 0) return false;
+  Fetch fetch = TakeOut(transfer_id);
+  const uint64_t id = fetch.transfer_id;
+  const uint64_t epoch = fetch.ticket.epoch;
+  Log().info("fetch {:x} begins anew as {:x}", transfer_id, id);
+  Add(std::move(fetch));
+  Request(fetches_.find(id)->second, epoch);
+  return true;
 }
 
 void Receiver::OnRefuse(const PeerKey& peer, const RefuseMsg& refuse) {

@@ -30,7 +30,8 @@ namespace kvferry {
 //                                                 bad chunk --> (gone: that error)
 //
 // and a requested one whose peer falls silent before a whole layer has come is taken out, to wait
-// for another session under a new transfer id (TakeUnread). One that somebody else is to name the
+// for another session under a new transfer id (TakeUnread). One whose reads fail as early is requested
+// again, under a new transfer id too (RequestAgain). One that somebody else is to name the
 // peer of waits without one (Assign).
 //
 // A chunk is scattered only while its fetch is here, so a fetch that has ended is never written
@@ -72,6 +73,9 @@ class Receiver {
   // yet: ready to be added again for another session. Chunks of the old one are dropped from now
   // on, of all its fetches: those that stay are to be ended by OnPeerGone.
   std::vector<Fetch> TakeUnread(const PeerKey& peer);
+  // Begins a requested fetch of which no layer is done anew, on its session. False, and nothing has
+  // happened but that its chunks are dropped from now on, when it cannot be.
+  bool RequestAgain(uint64_t transfer_id);
   void OnRefuse(const PeerKey& peer, const RefuseMsg& refuse);
   void OnAbort(const PeerKey& peer, const AbortMsg& abort);
   void OnChunk(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact);
@@ -93,6 +97,8 @@ class Receiver {
   void Request(Fetch& fetch, uint64_t epoch);
   void OpenLanding(Fetch& fetch);
   void CloseLanding(const Fetch& fetch);
+  // Out of fetches_, with another transfer id.
+  Fetch TakeOut(uint64_t transfer_id);
   void Credit(Fetch& fetch);
   void End(uint64_t transfer_id, const absl::Status& status);
   static std::string Overdue(const Fetch& fetch);

@@ -5,11 +5,19 @@
 //
 // A receiver is a decode endpoint that accepts pushes.
 
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <iostream>
+#include <iterator>
 #include <map>
 #include <string>
 #include <vector>
@@ -92,6 +100,20 @@ class PrefillPeer {
   std::vector<std::shared_ptr<PushHandle>> pushes_;
 };
 
+// From now on the kernel refuses this process's reads of another one's memory, as a network does
+// that has stopped to read.
+std::string ForbidReads() {
+  sock_filter filter[] = {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+                          BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_process_vm_readv, 0, 1),
+                          BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+                          BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+  sock_fprog program{std::size(filter), filter};
+  prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+  const bool done = syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC,
+                            &program) == 0;  // Of all threads.
+  return done ? "OK" : std::strerror(errno);
+}
+
 class DecodePeer {
  public:
   DecodePeer(std::shared_ptr<KvPool> pool, uint64_t seed, std::unique_ptr<DecodeEndpoint> endpoint)
@@ -126,6 +148,7 @@ class DecodePeer {
           handles_[Number(words[1])]->WaitLayer(Number(words[2]), DeadlineInMs(Number(words[3]))));
     }
     if (words[0] == "metric") return absl::StrCat(Metric(*endpoint_, words[1]));
+    if (words[0] == "forbid_reads") return ForbidReads();
     if (words[0] == "verify") return Verify(*pool_, seed_, words);
     if (words[0] == "reset") {
       FillPattern(*pool_, seed_);

@@ -4,6 +4,7 @@
 
 #include "tests/support/child_peer.h"
 #include "tests/support/kv_pattern.h"
+#include "tests/support/test_config.h"
 
 namespace kvferry {
 namespace {
@@ -41,6 +42,25 @@ TEST(TwoProcesses, ManyDecodeProcessesShareOnePrefillProcess) {
     EXPECT_EQ(decodes[i]->Wait(fetches[i], 20000), "OK");
     EXPECT_EQ(decodes[i]->Verify(11, from, to), "OK");
   }
+}
+
+// Whatever was under way is fetched anew, and all that follows comes packed.
+TEST(TwoProcesses, ReadsThatStopWorking) {
+  if (PathUnderTest() != TestPath::kDirect) GTEST_SKIP() << "of the direct path";
+  ChildPeer prefill(PeerOptions("prefill", "{}", 64));
+  ChildPeer decode(PeerOptions("decode", "{}", 64));
+  ExpectServes(prefill, decode, {3, 9, 60});
+  EXPECT_EQ(prefill.Metric("transfers_direct"), 1);
+  const std::string forbidden = decode.Ask("forbid_reads");
+  if (forbidden != "OK") GTEST_SKIP() << "this machine has no seccomp filters: " << forbidden;
+  for (int64_t fetch = 0; fetch < 3; ++fetch) {
+    ASSERT_EQ(decode.Ask("reset"), "OK");
+    ExpectServes(prefill, decode, {1, 62, 4 + fetch});
+    EXPECT_EQ(prefill.Metric("transfers_direct"), 2);
+    EXPECT_EQ(decode.Metric("fetches_restarted"), 1);
+  }
+  EXPECT_EQ(prefill.Metric("leases_live"), 0);
+  EXPECT_EQ(decode.Metric("fetches_failed"), 0);
 }
 
 }  // namespace

@@ -189,11 +189,10 @@ ChildPeer::Options PeerOptions(const std::string& role, const std::string& confi
           .seed = role == "prefill" || role == "producer" ? 11u : 22u};
 }
 
-void ExpectServes(ChildPeer& prefill, ChildPeer& decode) {
-  const std::vector<int64_t> few = {100, 3, 4, 77};
-  const std::string fetch = decode.Fetch(prefill.Publish(few, kPeerLayers, 60000), few, 20000);
+void ExpectServes(ChildPeer& prefill, ChildPeer& decode, const std::vector<int64_t>& pages) {
+  const std::string fetch = decode.Fetch(prefill.Publish(pages, kPeerLayers, 60000), pages, 20000);
   EXPECT_EQ(decode.Wait(fetch, 20000), "OK");
-  EXPECT_EQ(decode.Verify(11, few, few), "OK");
+  EXPECT_EQ(decode.Verify(11, pages, pages), "OK");
 }
 
 std::string LeaseOf(absl::string_view ticket) {

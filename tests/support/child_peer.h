@@ -71,8 +71,9 @@ ChildPeer::Options PeerOptions(const std::string& role, const std::string& confi
                                int64_t num_pages);
 inline constexpr int64_t kPeerLayers = 8;
 
-// A few pages (ids below 200) get across whole, and nothing else in decode's pool has changed.
-void ExpectServes(ChildPeer& prefill, ChildPeer& decode);
+// A few pages get across whole, and nothing else in decode's pool has changed.
+void ExpectServes(ChildPeer& prefill, ChildPeer& decode,
+                  const std::vector<int64_t>& pages = {100, 3, 4, 77});
 
 // The lease id in a ticket's text.
 std::string LeaseOf(absl::string_view ticket);

@@ -132,6 +132,7 @@ class UcxDirectReads final : public DirectReads {
   std::vector<Op> ProbeOps(const Job& job) const;
   static void NoteProbe(Job& job);
   void CloseDrained();
+  static void Break(Peer& peer, const absl::Status& status);
   void Issue(Job& job);
   int64_t Share() const;
   bool Admit();
@@ -265,6 +266,12 @@ ReadCosts UcxDirectReads::Costs(LinkId link) const {
   const auto found = peers_.find(link);
   const bool readable = found != peers_.end() && found->second->state == Peer::State::kReadable;
   return readable ? found->second->costs : ReadCosts();
+}
+
+void UcxDirectReads::Break(Peer& peer, const absl::Status& status) {
+  if (peer.state == Peer::State::kBroken) return;
+  peer.state = Peer::State::kBroken;
+  Log().warn("direct: {}; what the peer sends comes packed from now on", status.ToString());
 }
 
 // ---------------------------------------------------------------- chunks
@@ -404,6 +411,8 @@ bool UcxDirectReads::NextStep(Job& job, DataEvents* events) {
 
 bool UcxDirectReads::NextOfChunk(Job& job, DataEvents* events) {
   if (!job.status.ok()) {
+    // Anything else is about this list.
+    if (absl::IsUnavailable(job.status)) Break(*job.peer, job.status);
     events->OnReadFailed(job.header, job.status);
     return false;
   }
@@ -480,8 +489,7 @@ bool UcxDirectReads::Progress(DataEvents* events) {
     const auto found = peers_.find(link);
     // A probe under way finds out itself, and says so.
     if (found == peers_.end() || found->second->state == Peer::State::kProbing) continue;
-    found->second->state = Peer::State::kBroken;
-    Log().warn("direct: {}; what it sends comes packed", status.ToString());
+    Break(*found->second, status);
   }
   // What ended below made room only for the next round, which a busy one is followed by.
   busy |= Admit();
