@@ -83,6 +83,7 @@ int64_t BlockCacheShape::block_bytes() const { return LayoutOf(*this).page_bytes
 absl::StatusOr<std::shared_ptr<BlockCache>> BlockCache::Create(
     const BlockCacheShape& shape, int64_t num_blocks,
     const std::shared_ptr<const PoolMemory>& memory) {
+  if (memory == nullptr) return Create(shape, num_blocks, HostMemory());
   KVFERRY_RETURN_IF_ERROR(shape.Validate());
   const int64_t max_blocks = kMaxBytes / shape.block_bytes();
   if (num_blocks < 1 || num_blocks > max_blocks) {

@@ -88,6 +88,7 @@ absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Create(const KvLayout& layout, i
 
 absl::StatusOr<std::shared_ptr<KvPool>> KvPool::CreateIn(const KvLayout& layout, int64_t num_pages,
                                                          std::shared_ptr<const PoolMemory> memory) {
+  if (memory == nullptr) memory = HostMemory();
   KVFERRY_ASSIGN_OR_RETURN(const int64_t bytes, SlabBytes(layout, num_pages));
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> slab, memory->Allocate(bytes));
   std::vector<BufferInfo> buffers = BuffersIn(slab.get(), layout, num_pages);
@@ -99,6 +100,7 @@ absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Adopt(const KvLayout& layout,
                                                       std::span<const BufferInfo> buffers,
                                                       std::shared_ptr<const void> owner,
                                                       std::shared_ptr<const PoolMemory> memory) {
+  if (memory == nullptr) memory = HostMemory();
   KVFERRY_RETURN_IF_ERROR(layout.Validate());
   if (static_cast<int64_t>(buffers.size()) != layout.num_buffers()) {
     return absl::InvalidArgumentError(

@@ -35,14 +35,14 @@ class KvPool {
   static absl::StatusOr<std::shared_ptr<KvPool>> Create(const KvLayout& layout, int64_t num_pages);
 
   // The same in memory of another kind, a device's for example, or the host's own that no other
-  // process reads. Errors of memory->Allocate() are passed on.
+  // process reads (null: the latter). Errors of memory->Allocate() are passed on.
   static absl::StatusOr<std::shared_ptr<KvPool>> CreateIn(const KvLayout& layout, int64_t num_pages,
                                                           std::shared_ptr<const PoolMemory> memory);
 
   // Looks at `buffers`, K layers then V layers (KvLayout::buffer_index), all of the same page
   // count. `owner` is kept alive as long as the pool; the memory must stay valid while it lives.
   // INVALID_ARGUMENT names the buffer whose address, size or item size does not fit the layout.
-  // `memory` says what kind it is of, which cannot be checked.
+  // `memory` says what kind it is of (null: the host's), which cannot be checked.
   static absl::StatusOr<std::shared_ptr<KvPool>> Adopt(
       const KvLayout& layout, std::span<const BufferInfo> buffers,
       std::shared_ptr<const void> owner, std::shared_ptr<const PoolMemory> memory = HostMemory());

@@ -128,7 +128,7 @@ int PathModel::ClassOf(const Work& work) {
          PieceClass(work.piece_bytes, kPieceClasses);
 }
 
-PageWay PathModel::Choose(const Work& work) {
+PageWay PathModel::Choose(const Work& work, bool can_tell) {
   Class& its = classes_[ClassOf(work)];
   const auto [in_place, arena] = its.byte_seconds;
   const bool known = its.seen[0] && its.seen[1];
@@ -137,6 +137,7 @@ PageWay PathModel::Choose(const Work& work) {
   const auto [best, other] = arena_pays ? std::pair(arena, in_place) : std::pair(in_place, arena);
   const bool unseen = !its.seen[arena_pays ? 0 : 1];
   const bool other_may_do = other < kWorthTrying * best || (unseen && !afar_);
+  if (!can_tell) return arena_pays ? PageWay::kArena : PageWay::kInPlace;
   ++its.choices;
   const bool soon = afar_ && unseen && its.choices > 1 && std::has_single_bit(its.choices);
   const bool try_other = other_may_do && (soon || its.choices % kTryEvery == 0);

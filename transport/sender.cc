@@ -181,8 +181,8 @@ void Sender::ChooseWay(Transfer& transfer) {
   if (model == nullptr) return;
   const std::string& wanted = model == &paths_ ? config_.same_host_path : config_.network_path;
   if (wanted == "auto") {
-    TakeWay(transfer, model->Choose(WorkOf(plan)));
     transfer.tells_costs = turn_.empty() && transfer.ready_bytes == plan.total_bytes();
+    TakeWay(transfer, model->Choose(WorkOf(plan), transfer.tells_costs));
   } else if (wanted == "in_place" || wanted == "direct") {
     TakeWay(transfer, PageWay::kInPlace);
   }
@@ -335,9 +335,7 @@ void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell) {
   const auto found = transfers_.find(transfer_id);
   const TransferPtr transfer = found->second;
   transfers_.erase(found);
-  const auto turn = std::find(turn_.begin(), turn_.end(), transfer);
-  if (static_cast<size_t>(turn - turn_.begin()) < next_turn_) --next_turn_;
-  turn_.erase(turn);
+  turn_.remove(transfer);
   ForgetFetch(transfer->peer);
   // The pages are their owner's again.
   transfer->reading->Close();
@@ -366,12 +364,14 @@ bool Sender::Pump() {
   const int64_t share = std::max<int64_t>(1, arena_->num_chunks() / (peers + 1));
   bool sent = false;
   waits_for_readers_ = false;
-  const size_t first = next_turn_;
-  for (size_t i = 0; i < turn_.size(); ++i) {
-    const size_t turn = (first + i) % turn_.size();
-    if (!PumpOne(turn_[turn], share)) continue;
-    sent = true;
-    next_turn_ = turn + 1;  // After the last one that got something.
+  auto turn = turn_.begin();
+  for (size_t left = turn_.size(); left > 0; --left) {
+    const auto next = std::next(turn);
+    if (PumpOne(*turn, share)) {
+      sent = true;
+      turn_.splice(turn_.end(), turn_, turn);
+    }
+    turn = next;
   }
   if (sent) metrics_->arena_chunks_taken = arena_->num_taken();
   return sent;

@@ -147,8 +147,7 @@ class Sender {
   const size_t max_read_in_place_;
 
   absl::flat_hash_map<uint64_t, TransferPtr> transfers_;  // By transfer id.
-  std::vector<TransferPtr> turn_;  // Active transfers, in the order of their turns.
-  size_t next_turn_ = 0;  // Perhaps one past the end.
+  std::list<TransferPtr> turn_;  // Active transfers; whoever got something last is at the end.
   std::vector<std::span<std::byte>> pieces_;  // Of the chunk that is being sent.
   // Since when chunks are being read in place. Shared as chunks_of_peer_ is.
   const std::shared_ptr<absl::flat_hash_map<int64_t, Deadline>> read_since_;

@@ -149,6 +149,7 @@ TEST(BlockCaches, RandomCopiesInEveryOrderAgreeWithAModel) {
 
 TEST(BlockCaches, BufferInfosAreWhatLiesOutsideOfTheBlock) {
   const auto flash = Must(BlockCache::Create(Shape(), 5));
+  EXPECT_TRUE(Must(BlockCache::Create(Shape(), 5, nullptr))->memory().on_host());
   ASSERT_EQ(flash->buffer_infos().size(), 4);  // K and V of two layers.
   EXPECT_EQ(flash->buffer_infos()[1].item_bytes, 3 * 2 * 4 * 2);
   EXPECT_EQ(flash->buffer_infos()[1].address, Must(flash->View(0, 1)).data);

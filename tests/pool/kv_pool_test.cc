@@ -59,6 +59,9 @@ TEST(Pools, KnowTheirMemory) {
   const auto same = Must(KvPool::Adopt(kLayout, pool->buffer_infos(), pool, memory));
   EXPECT_EQ(&same->memory(), memory.get());
   EXPECT_TRUE(Must(KvPool::Adopt(kLayout, pool->buffer_infos(), pool))->memory().on_host());
+  EXPECT_TRUE(Must(KvPool::CreateIn(kLayout, 5, nullptr))->memory().on_host());
+  EXPECT_TRUE(
+      Must(KvPool::Adopt(kLayout, pool->buffer_infos(), pool, nullptr))->memory().on_host());
   memory->failure = absl::ResourceExhaustedError("full");
   EXPECT_TRUE(Fails(KvPool::CreateIn(kLayout, 5, memory), absl::StatusCode::kResourceExhausted));
   EXPECT_TRUE(Fails(KvPool::CreateIn(kLayout, 0, memory), absl::StatusCode::kInvalidArgument));

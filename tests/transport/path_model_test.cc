@@ -41,6 +41,13 @@ TEST(PathModel, InPlaceWhereBothAreAlike) {
             rounds / PathModel::kTryEvery);
 }
 
+TEST(PathModel, NothingIsTriedThatTellsNothing) {
+  PathModel model(kAlike);
+  for (int i = 0; i < 10 * PathModel::kTryEvery; ++i) {
+    EXPECT_EQ(model.Choose({512 * kMiB, 32 << 10}, /*can_tell=*/false), PageWay::kInPlace);
+  }
+}
+
 TEST(PathModel, CopiesOfSmallPiecesArePredicted) {
   CopyCosts costs = kAlike;
   costs.page_to_page.piece_seconds = 200 * kNanosecond;

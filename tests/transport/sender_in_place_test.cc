@@ -188,6 +188,16 @@ TEST_F(SenderChooses, LearnsFromTransfersThatHadTheNodeToThemselves) {
   EXPECT_GT(expected(), before);
 }
 
+// Of many at once nothing is learnt, so none of them is sent the slower way to find out.
+TEST_F(SenderChooses, TriesNothingWhileOthersAreUnderWay) {
+  Config config = config_;
+  config.max_fetches_per_peer = 100;
+  Sender sender(config, pool_, &leases_, arena_.get(), &outbox_, &metrics_, Costs(kQuick, kQuick));
+  for (uint64_t id = 1; id <= 2 * PathModel::kTryEvery; ++id) {
+    EXPECT_TRUE(InPlace(&sender, id, 100 + id)) << id;
+  }
+}
+
 // Of any number of peers, two a processor read at a time; one that does not come to it holds up the
 // others for a moment only.
 TEST_F(SenderInPlace, ReadersTakeTurns) {
