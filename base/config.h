@@ -33,8 +33,8 @@ struct Config {
   // UCX transports (UCX_TLS). Only plain active messages are used on them.
   std::string ucx_tls = "tcp";
   // How KV comes to peers over a network: "packed", in chunks that this side has gathered, over any;
-  // "direct", they read it out of this side's pool with one-sided reads, where the network has them; "auto",
-  // the quicker one for each transfer. Direct reads have not been run on RDMA hardware yet.
+  // "direct", they read it out of this side's pool with one-sided reads, where the network has them;
+  // "auto", the quicker one for each transfer. Direct reads have not been run on RDMA hardware yet.
   std::string network_path = "packed";
   // UCX transports for those reads, of a UCX context of their own. Never tcp: UCX would emulate.
   std::string direct_tls = "rc";

@@ -52,9 +52,9 @@ using BlockPair = std::pair<int64_t, int64_t>;
 // thread-compatible.
 class BlockCache {
  public:
-  // Zeroed memory of its own, of the given kind (null: the host's), whose errors are passed on: RESOURCE_EXHAUSTED
-  // when the machine will not give it. INVALID_ARGUMENT for a bad shape, or a num_blocks that is
-  // not positive or makes more than 2^44 bytes.
+  // Zeroed memory of its own, of the given kind (null: the host's), whose errors are passed on:
+  // RESOURCE_EXHAUSTED when the machine will not give it. INVALID_ARGUMENT for a bad shape, or a
+  // num_blocks that is not positive or makes more than 2^44 bytes.
   static absl::StatusOr<std::shared_ptr<BlockCache>> Create(
       const BlockCacheShape& shape, int64_t num_blocks,
       const std::shared_ptr<const PoolMemory>& memory = HostMemory());

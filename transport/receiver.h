@@ -30,8 +30,8 @@ namespace kvferry {
 //                                                 bad chunk --> (gone: that error)
 //
 // and a requested one whose peer falls silent before a whole layer has come is taken out, to wait
-// for another session under a new transfer id (TakeUnread). One whose reads fail as early is requested
-// again, under a new transfer id too (RequestAgain). One that somebody else is to name the
+// for another session under a new transfer id (TakeUnread). One whose reads fail as early is
+// requested again, under a new transfer id too (RequestAgain). One that somebody else is to name the
 // peer of waits without one (Assign).
 //
 // A chunk is scattered only while its fetch is here, so a fetch that has ended is never written

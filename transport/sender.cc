@@ -426,8 +426,8 @@ bool Sender::ReadInPlace(const Transfer& transfer) {
 // one chunk; only the first and the last can be shorter than an item. From afar it lands in one.
 int64_t Sender::MaxBytesInPlace(const Transfer& transfer) const {
   const int64_t pieces = arena_->shape().chunk_bytes / static_cast<int64_t>(sizeof(PoolPiece)) - 1;
-  const int64_t alone = turn_.size() > max_read_in_place_ ? kMaxBytesOfATurn : kMaxBytesInPlace;
-  const int64_t most = transfer.guard < 0 ? alone : transfer.chunk_bytes;
+  const int64_t on_host = turn_.size() > max_read_in_place_ ? kMaxBytesOfATurn : kMaxBytesInPlace;
+  const int64_t most = transfer.guard < 0 ? on_host : transfer.chunk_bytes;
   return std::min(most, (pieces - 2) * transfer.plan.min_item_bytes());
 }
 
