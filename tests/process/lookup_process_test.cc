@@ -110,7 +110,14 @@ TEST(LookupProcesses, AConsumerIsKilledInTheMiddle) {
       victim.Kill();
       ASSERT_TRUE(WaitFor([&] { return producer.Metric("transfers_active") == 0; }, Soon()));
     }
-    if (producer.Metric("transfers_failed") == failed) continue;
+    if (producer.Metric("transfers_failed") == failed) {
+      // If it was through and had not said so, the entry comes back, and takes the next one's room.
+      ASSERT_TRUE(WaitFor([&] { return producer.Metric("lookup_leased") == 0; }, Soon()));
+      if (producer.Metric("lookup_entries") == 0) continue;
+      Consumer next(producer.address(), 128);
+      EXPECT_EQ(next.Wait(next.Lookup("any", pages, 20000), 20000), "OK");
+      continue;
+    }
     ++in_the_middle;
     Consumer other(producer.address(), 128);
     EXPECT_EQ(other.Wait(other.Lookup("0,1,2", {0}, 20000), 20000), "OK");
