@@ -179,12 +179,13 @@ void Sender::ChooseWay(Transfer& transfer) {
   if (plan.pages_bytes() == 0 || plan.min_item_bytes() < kMinBytesInPlace) return;
   PathModel* const model = ModelOf(transfer);
   if (model == nullptr) return;
-  const std::string& wanted = model == &paths_ ? config_.same_host_path : config_.network_path;
+  const bool from_afar = model != &paths_;
+  const std::string& wanted = from_afar ? config_.network_path : config_.same_host_path;
   if (wanted == "auto") {
     transfer.tells_costs = turn_.empty() && transfer.ready_bytes == plan.total_bytes();
-    TakeWay(transfer, model->Choose(WorkOf(plan), transfer.tells_costs));
+    TakeWay(transfer, model->Choose(WorkOf(plan), transfer.tells_costs), from_afar);
   } else if (wanted == "in_place" || wanted == "direct") {
-    TakeWay(transfer, PageWay::kInPlace);
+    TakeWay(transfer, PageWay::kInPlace, from_afar);
   }
 }
 
@@ -202,9 +203,9 @@ PathModel* Sender::ModelOf(const Transfer& transfer) {
   return &paths_to_.try_emplace(transfer.peer, copies_, reads).first->second;
 }
 
-void Sender::TakeWay(Transfer& transfer, PageWay way) {
+void Sender::TakeWay(Transfer& transfer, PageWay way, bool from_afar) {
   if (way == PageWay::kArena) return;
-  if (outbox_->data().PoolReads(transfer.link) == ChunkLinks::ReadsPool::kFromAfar) {
+  if (from_afar) {
     transfer.guard = guards_->Take();
     if (transfer.guard < 0) return;  // As many at once as there are words: this one is packed.
     ++metrics_->transfers_direct;

@@ -112,7 +112,7 @@ class Sender {
   static bool ReadInPlace(const Transfer& transfer);
   // What chooses its way and learns from it; null when there is no choice.
   PathModel* ModelOf(const Transfer& transfer);
-  void TakeWay(Transfer& transfer, PageWay way);
+  void TakeWay(Transfer& transfer, PageWay way, bool from_afar);
   // Whether as many chunks are being read in place, by all peers, as this machine has room for.
   bool ReadersAreBusy(Deadline now) const;
   bool Admits(const Transfer& transfer, int64_t bytes);
