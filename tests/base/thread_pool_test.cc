@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
+#include <ctime>
 #include <latch>
 #include <limits>
 #include <thread>
@@ -93,6 +95,15 @@ TEST(ThreadPool, PartsMayCallAgain) {
     });
     ASSERT_EQ(sum, 34 * 35 / 2);
   }
+}
+
+// They look for more after a call, but not for long. A sleep here, because time must pass.
+TEST(ThreadPool, WorkersWithNothingToDoSleep) {
+  const auto pool = Must(ThreadPool::Create(2));
+  ExpectEachPartOnce(pool.get(), 100);
+  const std::clock_t before = std::clock();  // Of all threads of this process.
+  std::this_thread::sleep_for(std::chrono::milliseconds(400));
+  EXPECT_LT(static_cast<double>(std::clock() - before) / CLOCKS_PER_SEC, 0.1);
 }
 
 TEST(ThreadPool, EndsAtOnce) {
