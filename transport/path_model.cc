@@ -25,7 +25,11 @@ constexpr double kWorthBelieving = 0.5;
 constexpr double kWorthTrying = 2;
 // A machine that stopped for a moment says nothing about its copies.
 constexpr double kMostAtOnce = 4;
+// Of a new transfer against what was expected before it.
 constexpr double kWeight = 0.25;
+// What copies cost counts as so many transfers: on this host it is most of what they take.
+constexpr double kCopiesCount = 3;
+constexpr double kCopiesCountAfar = 1;
 
 constexpr int kSmallestPieceLog = 8;
 constexpr int64_t kSizes[] = {1 << 20, 32 << 20};
@@ -131,11 +135,11 @@ int PathModel::ClassOf(const Work& work) {
 PageWay PathModel::Choose(const Work& work, bool can_tell) {
   Class& its = classes_[ClassOf(work)];
   const auto [in_place, arena] = its.byte_seconds;
-  const bool known = its.seen[0] && its.seen[1];
+  const bool known = its.seen[0] > 0 && its.seen[1] > 0;
   const bool believed = known || afar_;
   const bool arena_pays = arena < (believed ? kWorthASecondCopy : kWorthBelieving) * in_place;
   const auto [best, other] = arena_pays ? std::pair(arena, in_place) : std::pair(in_place, arena);
-  const bool unseen = !its.seen[arena_pays ? 0 : 1];
+  const bool unseen = its.seen[arena_pays ? 0 : 1] == 0;
   const bool other_may_do = other < kWorthTrying * best || (unseen && !afar_);
   if (!can_tell) return arena_pays ? PageWay::kArena : PageWay::kInPlace;
   ++its.choices;
@@ -149,16 +153,18 @@ void PathModel::Observe(PageWay way, const Work& work, double seconds) {
   const auto index = static_cast<size_t>(way);
   double& expected = its.byte_seconds[index];
   const double seen = seconds / static_cast<double>(work.bytes);
-  its.seen[index] = true;
+  const double before =
+      static_cast<double>(its.seen[index]++) + (afar_ ? kCopiesCountAfar : kCopiesCount);
+  const double weight = std::max(kWeight, 1 / (before + 1));
   if (expected <= 0) {
     expected = seen;
     return;
   }
   const double most = kMostAtOnce * expected;
   const double factor =
-      1 + kWeight * (std::clamp(seen, expected / kMostAtOnce, most) - expected) / expected;
+      1 + weight * (std::clamp(seen, expected / kMostAtOnce, most) - expected) / expected;
   expected *= factor;
-  if (!its.seen[1 - index] && !afar_) its.byte_seconds[1 - index] *= factor;
+  if (its.seen[1 - index] == 0 && !afar_) its.byte_seconds[1 - index] *= factor;
 }
 
 double PathModel::ExpectedSeconds(PageWay way, const Work& work) const {

@@ -64,7 +64,7 @@ class PathModel {
  private:
   struct Class {
     std::array<double, 2> byte_seconds{};  // By PageWay.
-    std::array<bool, 2> seen{};
+    std::array<int64_t, 2> seen{};         // Transfers.
     uint64_t choices = 0;
   };
   // 256 bytes and less, doubling, to 64 KiB and more; up to 1 MiB, 32 MiB, more.

@@ -185,5 +185,16 @@ TEST(PathModel, ReadsFromAfarAreJudgedByTransfers) {
   }
 }
 
+// Reads take a third of what the probe said: the one transfer that tries them is believed.
+TEST(PathModel, OneTryFromAfarTellsEnough) {
+  const Work work{512 * kMiB, 1152};
+  PathModel model(kAlike, ReadCosts{460, 314573});
+  const double reads_seconds = model.ExpectedSeconds(PageWay::kInPlace, work);
+  const double packed_seconds = model.ExpectedSeconds(PageWay::kArena, work);
+  EXPECT_NEAR(reads_seconds / packed_seconds, 1.6, 0.1);
+  Live(&model, work, {0.25, 0.5}, 2);
+  EXPECT_GE(ChoicesOf(&model, PageWay::kInPlace, work, 20), 19);
+}
+
 }  // namespace
 }  // namespace kvferry
