@@ -12,16 +12,6 @@ namespace {
 // sleeps on, which once a minute costs nothing.
 Deadline LongWait() { return DeadlineInMs(60000); }
 
-// A long copy is a row of jobs with little between them. To sleep and be woken takes tens of
-// microseconds in a virtual machine, of the 400 that two threads take for a chunk of 4 MiB.
-constexpr auto kLinger = std::chrono::microseconds(50);
-
-template <typename Condition>
-void Linger(const Condition& until) {
-  const Deadline end = Clock::now() + kLinger;
-  while (!until() && Clock::now() < end) std::this_thread::yield();
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<ThreadPool>> ThreadPool::Create(int64_t num_workers) {
@@ -90,7 +80,7 @@ void ThreadPool::Finish(Job* job) {
     while (*link != job) link = &(*link)->behind;
     *link = job->behind;
   }
-  Linger([job] { return job->helpers == 0; });
+  linger_.Await([job] { return job->helpers == 0; });
   const MutexLock lock(&mutex_);
   while (job->helpers > 0) finished_.WaitUntil(&mutex_, LongWait());
 }
@@ -104,6 +94,7 @@ ThreadPool::Job* ThreadPool::FindJob() const {
   return nullptr;
 }
 
+// A long copy is a row of jobs with little between them.
 void ThreadPool::AwaitJob(bool has_worked) {
   if (!has_worked) {
     posted_.WaitUntil(&mutex_, LongWait());
@@ -111,7 +102,7 @@ void ThreadPool::AwaitJob(bool has_worked) {
   }
   const int64_t posts = posts_;
   mutex_.Unlock();
-  Linger([&] { return posts_ != posts; });
+  linger_.Await([&] { return posts_ != posts; });
   mutex_.Lock();
 }
 

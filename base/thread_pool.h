@@ -9,6 +9,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
+#include "base/linger.h"
 #include "base/mutex.h"
 
 namespace kvferry {
@@ -59,6 +60,7 @@ class ThreadPool {
   Job* FindJob() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   std::vector<std::thread> workers_;  // Constant once made.
+  Linger linger_;
   Mutex mutex_;
   std::atomic<int64_t> posts_ = 0;               // Jobs so far; changed under mutex_ only.
   CondVar posted_;                               // Or stopping.

@@ -70,15 +70,21 @@ void Lane::SendChunk(LinkId link, const ChunkHeader& header, ChunkLinks::Fill fi
 // ---------------------------------------------------------------- the lane's thread
 
 void Lane::Run() {
+  bool moved = false;
   while (!stop_) {
-    const bool worked = work_.Run();
-    if (plane_->Progress(this) || worked) {
+    if (Work() || (std::exchange(moved, false) && linger_.Await([this] { return Work(); }))) {
+      moved = true;
       futile_wakes_.OnBusy();
     } else {
       Sleep();
     }
   }
   plane_.reset();
+}
+
+bool Lane::Work() {
+  const bool worked = work_.Run();
+  return plane_->Progress(this) || worked;
 }
 
 void Lane::Sleep() {

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/config.h"
+#include "base/linger.h"
 #include "transport/command_queue.h"
 #include "transport/data_plane.h"
 #include "transport/futile_wakes.h"
@@ -46,6 +47,7 @@ class Lane final : private DataEvents {
 
   // The lane's thread.
   void Run();
+  bool Work();
   void Sleep();
   void Send(LinkId link, ChunkHeader header, const ChunkLinks::Fill& fill, const SendDone& done);
   void ReportDown(LinkId link, const absl::Status& status);
@@ -66,6 +68,7 @@ class Lane final : private DataEvents {
   std::unique_ptr<DataPlane> plane_;
   absl::flat_hash_map<LinkId, LinkId> own_links_;  // By the session's.
   FutileWakes futile_wakes_;
+  Linger linger_;
 
   std::thread thread_;
 };

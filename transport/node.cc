@@ -198,7 +198,8 @@ void NodeImpl::Run() {
   const auto busy_poll = std::chrono::microseconds(options_.config.busy_poll_us);
   Deadline last_busy = Clock::now();
   while (!stop_) {
-    const bool busy = Work();
+    const bool busy =
+        Work() || (std::exchange(moved_, false) && linger_.Await([this] { return Work(); }));
     const Deadline now = Clock::now();
     if (now >= next_tick_ || tick_now_) next_tick_ = Tick(now);
     if (busy) {
@@ -220,6 +221,7 @@ bool NodeImpl::Work() {
   tick_now_ |= busy;
   bool data_busy = data_->Progress(this);
   data_busy |= sender_->Pump();
+  moved_ |= data_busy;
   tick_now_ |= sender_->waits_for_readers();
   const Deadline now = Clock::now();
   if (!data_busy || now >= next_control_) {

@@ -14,6 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
+#include "base/linger.h"
 #include "base/log.h"
 #include "base/random.h"
 #include "base/thread_pool.h"
@@ -125,7 +126,9 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   Deadline next_control_{};
   Deadline next_tick_{};
   bool tick_now_ = false;
+  bool moved_ = false;  // Bytes, since the thread last looked for more of them.
   FutileWakes futile_wakes_;
+  Linger linger_;
 
   std::thread thread_;
 };
