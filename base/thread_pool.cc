@@ -1,7 +1,6 @@
 #include "base/thread_pool.h"
 
 #include <system_error>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 
@@ -37,7 +36,6 @@ ThreadPool::~ThreadPool() {
   {
     const MutexLock lock(&mutex_);
     stopping_ = true;
-    ++posts_;
   }
   posted_.NotifyAll();
   for (std::thread& worker : workers_) worker.join();
@@ -67,21 +65,16 @@ void ThreadPool::Post(Job* job) {
     const MutexLock lock(&mutex_);
     job->behind = jobs_;
     jobs_ = job;
-    ++posts_;
   }
   posted_.NotifyAll();
 }
 
 // After RunParts(): every part has been claimed, and the helpers run the last of them.
 void ThreadPool::Finish(Job* job) {
-  {
-    const MutexLock lock(&mutex_);
-    Job** link = &jobs_;
-    while (*link != job) link = &(*link)->behind;
-    *link = job->behind;
-  }
-  linger_.Await([job] { return job->helpers == 0; });
   const MutexLock lock(&mutex_);
+  Job** link = &jobs_;
+  while (*link != job) link = &(*link)->behind;
+  *link = job->behind;
   while (job->helpers > 0) finished_.WaitUntil(&mutex_, LongWait());
 }
 
@@ -94,28 +87,14 @@ ThreadPool::Job* ThreadPool::FindJob() const {
   return nullptr;
 }
 
-// A long copy is a row of jobs with little between them.
-void ThreadPool::AwaitJob(bool has_worked) {
-  if (!has_worked) {
-    posted_.WaitUntil(&mutex_, LongWait());
-    return;
-  }
-  const int64_t posts = posts_;
-  mutex_.Unlock();
-  linger_.Await([&] { return posts_ != posts; });
-  mutex_.Lock();
-}
-
 void ThreadPool::Work() {
-  bool has_worked = false;
   mutex_.Lock();
   while (!stopping_) {
     Job* const job = FindJob();
     if (job == nullptr) {
-      AwaitJob(std::exchange(has_worked, false));
+      posted_.WaitUntil(&mutex_, LongWait());
       continue;
     }
-    has_worked = true;
     ++job->helpers;
     mutex_.Unlock();
     RunParts(job);

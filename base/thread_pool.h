@@ -9,14 +9,13 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
-#include "base/linger.h"
 #include "base/mutex.h"
 
 namespace kvferry {
 
 // A fixed number of threads that help their callers with work that splits into parts: copies,
 // tables. The caller takes part, so that a pool of no workers is plain serial code. Idle workers
-// sleep; who has just worked first looks for more for some microseconds, yielding to others.
+// sleep.
 //
 // ParallelFor() may be called by any number of threads at a time, also from within a part: each
 // call is finished by its own caller if no worker is idle. The pool must outlive the calls, and a
@@ -46,23 +45,20 @@ class ThreadPool {
     absl::FunctionRef<void(int64_t)> fn;
     const int64_t parts;
     std::atomic<int64_t> next_part = 0;  // Who counts it up runs it.
-    // Changed under the pool's mutex only:
-    std::atomic<int64_t> helpers = 0;  // Workers that hold a pointer to this job.
+    // Under the pool's mutex:
+    int64_t helpers = 0;  // Workers that hold a pointer to this job.
     Job* behind = nullptr;
   };
   ThreadPool() = default;
 
   static void RunParts(Job* job);
   void Work();
-  void AwaitJob(bool has_worked) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Post(Job* job);
   void Finish(Job* job);
   Job* FindJob() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   std::vector<std::thread> workers_;  // Constant once made.
-  Linger linger_;
   Mutex mutex_;
-  std::atomic<int64_t> posts_ = 0;               // Jobs so far; changed under mutex_ only.
   CondVar posted_;                               // Or stopping.
   CondVar finished_;                             // A job lost its last helper.
   Job* jobs_ ABSL_GUARDED_BY(mutex_) = nullptr;  // The newest first, linked by `behind`.
