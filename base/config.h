@@ -60,8 +60,8 @@ struct Config {
   int64_t fetch_timeout_ms = 30000;       // Default deadline of a fetch.
   int64_t max_fetch_timeout_ms = 600000;  // Longest deadline that a peer may ask for.
   // Spinning after the last activity, before the thread sleeps; it yields to threads that are ready.
-  // While bytes move it looks for more for some microseconds in any case (base/linger.h). It pays
-  // only where cores are idle: a peer on this host may be waiting for the very core.
+  // It pays only where cores are idle: a peer on this host may be waiting for the very core. While
+  // bytes move, the thread looks for more for some microseconds in any case (base/linger.h).
   int64_t busy_poll_us = 0;
 
   // --- Limits: reaching one is answered with RESOURCE_EXHAUSTED ---

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <functional>
 #include <thread>
@@ -14,7 +13,7 @@ namespace kvferry {
 // microseconds is cheaper than to sleep and be woken, which in a virtual machine takes tens of them
 // and as much of whoever wakes. But the processors are the engine's: a yield that comes back late
 // says that somebody else wants this one, and then there is no lingering for a while, because who
-// wakes from a sleep gets a processor sooner than who has yielded it. Thread-safe.
+// wakes from a sleep gets a processor sooner than who has yielded it. One thread's alone.
 class Linger {
  public:
   static constexpr auto kMost = std::chrono::microseconds(50);
@@ -31,7 +30,7 @@ class Linger {
   template <typename Until>
   bool Await(const Until& until) {
     Deadline now = Clock::now();
-    if (now < paused_until_.load(std::memory_order_relaxed)) return false;
+    if (now < paused_until_) return false;
     const Deadline end = now + kMost;
     while (now < end) {
       if (until()) return true;
@@ -39,7 +38,7 @@ class Linger {
       yield_();
       now = Clock::now();
       if (now - before < kLate) continue;
-      paused_until_.store(now + kPause, std::memory_order_relaxed);
+      paused_until_ = now + kPause;
       return until();
     }
     return false;
@@ -47,7 +46,7 @@ class Linger {
 
  private:
   const std::function<void()> yield_;
-  std::atomic<Deadline> paused_until_{Deadline::min()};
+  Deadline paused_until_ = Deadline::min();
 };
 
 }  // namespace kvferry

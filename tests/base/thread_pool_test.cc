@@ -97,7 +97,7 @@ TEST(ThreadPool, PartsMayCallAgain) {
   }
 }
 
-// They look for more after a call, but not for long. A sleep here, because time must pass.
+// A sleep here, because time must pass.
 TEST(ThreadPool, WorkersWithNothingToDoSleep) {
   const auto pool = Must(ThreadPool::Create(2));
   ExpectEachPartOnce(pool.get(), 100);
