@@ -52,6 +52,10 @@ struct RefuseMsg {
   uint64_t transfer_id = 0;  // 0: the session itself.
   absl::Status status;
 };
+// What one thread copies in about a millisecond: long against what is said about a chunk and the
+// waking of those who help (4 MiB moved 4 to 20 % less), short enough for the reader's other peers.
+inline constexpr int64_t kBytesInPlace = 8 << 20;
+
 struct FetchMsg {
   uint64_t transfer_id = 0;
   uint64_t lease_id = 0;
@@ -60,9 +64,10 @@ struct FetchMsg {
   int64_t window_bytes = 0;
   int64_t chunk_bytes = 0;
   bool checksum = false;
-  int64_t tail_bytes = 0;  // Wanted behind the pages.
-  uint64_t replaces = 0;   // A fetch of the same lease that this one begins anew; 0: none.
-  ReadCosts reads{};       // Of the sender's memory, by the receiver.
+  int64_t in_place_bytes = kBytesInPlace;  // Of a chunk that is read in place, at most.
+  int64_t tail_bytes = 0;                  // Wanted behind the pages.
+  uint64_t replaces = 0;  // A fetch of the same lease that this one begins anew; 0: none.
+  ReadCosts reads{};      // Of the sender's memory, by the receiver.
 };
 struct DoneMsg {
   uint64_t transfer_id = 0;

@@ -9,6 +9,17 @@
 #include "base/status.h"
 
 namespace kvferry {
+namespace {
+
+// Beyond these no machine copies a chunk in a millisecond any more.
+constexpr int64_t kMaxThreadsInPlace = 8;
+
+// The sender computes a checksum by itself, so its time counts.
+int64_t BytesInPlace(const Config& config) {
+  return kBytesInPlace * (config.checksum ? 1 : std::min(config.copy_threads, kMaxThreadsInPlace));
+}
+
+}  // namespace
 
 Receiver::Receiver(const Config& config, ThreadPool* copy_threads, Outbox* outbox, Metrics* metrics)
     : config_(config), outbox_(outbox), metrics_(metrics), copy_(copy_threads) {}
@@ -72,6 +83,7 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   message.chunk_bytes = config_.chunk_bytes;
   message.window_bytes = config_.chunk_bytes * config_.credits_per_transfer;
   message.checksum = config_.checksum;
+  message.in_place_bytes = BytesInPlace(config_);
   message.tail_bytes = fetch.plan->tail_bytes();
   message.replaces = fetch.replaces;
   const auto link = links_.find(fetch.peer);

@@ -18,9 +18,8 @@ namespace {
 constexpr int64_t kDeadlineSlackMs = 1000;
 // Pages smaller than this are cheaper to gather than to name one by one.
 constexpr int64_t kMinBytesInPlace = 256;
-// Long against the words that are said about a chunk (20 us a chunk, measured), short against what
-// else the reader's thread has to do.
-constexpr int64_t kMaxBytesInPlace = 4 << 20;
+// Of one chunk, whatever its reader asks for: what a header can say, and more than any reader needs.
+constexpr int64_t kMaxBytesInPlace = 256 << 20;
 constexpr size_t kMaxChunksInPlace = 4;
 // Of all peers, for each processor: one that is copied, and one that is next. More readers at once
 // only take the processors from each other (64 of them on two moved half as much, measured).
@@ -427,7 +426,9 @@ bool Sender::ReadInPlace(const Transfer& transfer) {
 // one chunk; only the first and the last can be shorter than an item. From afar it lands in one.
 int64_t Sender::MaxBytesInPlace(const Transfer& transfer) const {
   const int64_t pieces = arena_->shape().chunk_bytes / static_cast<int64_t>(sizeof(PoolPiece)) - 1;
-  const int64_t on_host = turn_.size() > max_read_in_place_ ? kMaxBytesOfATurn : kMaxBytesInPlace;
+  const int64_t on_host = turn_.size() > max_read_in_place_
+                              ? kMaxBytesOfATurn
+                              : std::min(transfer.fetch.in_place_bytes, kMaxBytesInPlace);
   const int64_t most = transfer.guard < 0 ? on_host : transfer.chunk_bytes;
   return std::min(most, (pieces - 2) * transfer.plan.min_item_bytes());
 }

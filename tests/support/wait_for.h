@@ -21,4 +21,15 @@ bool WaitFor(const Predicate& holds, Deadline deadline) {
 // Long enough for a machine that runs other things too; a test that gets here has failed.
 inline Deadline Soon() { return DeadlineInMs(20000); }
 
+// For what makes progress by hand: many steps without a pause, until `holds` does.
+template <typename Step, typename Predicate>
+bool StepUntil(const Step& step, const Predicate& holds) {
+  return WaitFor(
+      [&] {
+        for (int i = 0; i < 100 && !holds(); ++i) step();
+        return holds();
+      },
+      Soon());
+}
+
 }  // namespace kvferry

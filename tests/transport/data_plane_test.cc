@@ -30,15 +30,12 @@ class Planes : public testing::Test {
   static std::unique_ptr<DataPlane> Make() { return Must(MakeUcxDataPlane(Config())); }
   template <typename Predicate>
   bool ProgressUntil(const Predicate& holds) {
-    return WaitFor(
+    return StepUntil(
         [&] {
-          for (int i = 0; i < 100 && !holds(); ++i) {
-            if (a_ != nullptr) a_->Progress(&at_a_);
-            if (b_ != nullptr) b_->Progress(&at_b_);
-          }
-          return holds();
+          if (a_ != nullptr) a_->Progress(&at_a_);
+          if (b_ != nullptr) b_->Progress(&at_b_);
         },
-        Soon());
+        holds);
   }
   static std::vector<std::byte> RandomBytes(size_t size, uint64_t seed) {
     std::mt19937_64 random(seed);

@@ -58,15 +58,12 @@ class Direct : public testing::Test {
   }
   template <typename Predicate>
   bool ProgressUntil(const Predicate& holds) {
-    return WaitFor(
+    return StepUntil(
         [&] {
-          for (int i = 0; i < 100 && !holds(); ++i) {
-            if (owner_ != nullptr) owner_->Progress(&at_owner_);
-            reader_->Progress(&at_reader_);
-          }
-          return holds();
+          if (owner_ != nullptr) owner_->Progress(&at_owner_);
+          reader_->Progress(&at_reader_);
         },
-        Soon());
+        holds);
   }
   std::vector<std::byte> ListOf(const std::vector<PoolPiece>& pieces) const {
     const GuardHead head{static_cast<uint64_t>(guard_), guards_->Generation(guard_)};

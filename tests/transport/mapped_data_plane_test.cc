@@ -65,19 +65,16 @@ struct Side {
   std::unique_ptr<DataPlane> plane;  // Goes first, and completes what is under way.
 };
 
+template <typename Predicate>
+bool ProgressBoth(Side& a, Side& b, const Predicate& holds) {
+  return StepUntil([&] { a.Progress(), b.Progress(); }, holds);
+}
+
 class MappedPlanes : public testing::Test {
  protected:
   template <typename Predicate>
   bool ProgressUntil(const Predicate& holds) {
-    return WaitFor(
-        [&] {
-          for (int i = 0; i < 100 && !holds(); ++i) {
-            a_.Progress();
-            b_.Progress();
-          }
-          return holds();
-        },
-        Soon());
+    return ProgressBoth(a_, b_, holds);
   }
 
   Side a_;
@@ -103,19 +100,27 @@ TEST_F(MappedPlanes, ChunksAndCreditsInOrder) {
   EXPECT_EQ(a_.arena->num_taken(), 0);
 }
 
+// A chunk may be megabytes to copy: whoever has sent many of them waits after each.
+TEST_F(MappedPlanes, PeersTakeTurnsChunkByChunk) {
+  Side c;
+  for (Side* side : {&a_, &c}) {
+    const LinkId link = Must(side->plane->Connect(b_.plane->address()));
+    for (int i = 0; i < 5; ++i) side->Send(link, side == &a_ ? 1 : 2);
+  }
+  const auto& chunks = b_.events.chunks;
+  ASSERT_TRUE(ProgressUntil([&] { return chunks.size() == 10; }));
+  for (size_t i = 0; i < 10; i += 2) {
+    EXPECT_NE(chunks[i].first.transfer_id, chunks[i + 1].first.transfer_id) << i;
+  }
+}
+
 // More than a socket holds: the rest waits here, and goes in order.
 TEST(MappedPlane, ManyChunksAtOnce) {
   Side sender(3000);
   Side reader;
   const LinkId link = Must(sender.plane->Connect(reader.plane->address()));
   for (int i = 0; i < 3000; ++i) sender.Send(link, static_cast<uint8_t>(i % 251), 1);
-  ASSERT_TRUE(WaitFor(
-      [&] {
-        reader.Progress();
-        sender.Progress();
-        return sender.done.size() == 3000;
-      },
-      Soon()));
+  ASSERT_TRUE(ProgressBoth(reader, sender, [&] { return sender.done.size() == 3000; }));
   ASSERT_EQ(reader.events.chunks.size(), 3000u);
   for (size_t i = 0; i < 3000; ++i) {
     ASSERT_EQ(reader.events.chunks[i].second[0], static_cast<std::byte>(i % 251)) << i;
@@ -129,13 +134,8 @@ TEST(MappedPlane, SleepsAfterAFullSocket) {
     Side reader(1);
     const LinkId link = Must(sender.plane->Connect(reader.plane->address()));
     for (int i = 0; i < count; ++i) sender.Send(link, 1, 1);
-    ASSERT_TRUE(WaitFor(
-        [&] {
-          reader.Progress();
-          sender.Progress();
-          return sender.done.size() == static_cast<size_t>(count);
-        },
-        Soon()));
+    ASSERT_TRUE(ProgressBoth(reader, sender,
+                             [&] { return sender.done.size() == static_cast<size_t>(count); }));
     pollfd fd = {sender.plane->event_fd(), POLLIN, 0};
     sender.Progress();
     ASSERT_EQ(poll(&fd, 1, 0), 0) << count;

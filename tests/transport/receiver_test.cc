@@ -114,6 +114,21 @@ TEST_F(ReceiverAlone, AsksForTheStream) {
   EXPECT_LE(fetch->timeout_ms, 60000);
 }
 
+// What a thread reads in place at a time, for each that copies; but a checksum is the sender's work.
+TEST_F(ReceiverAlone, AsksForChunksThatKeepItsThreadsBusy) {
+  const auto asked = [&](int64_t copy_threads, bool checksum) {
+    config_.copy_threads = copy_threads;
+    config_.checksum = checksum;
+    Begin();
+    receiver_.CancelAll(absl::CancelledError("enough"));
+    return outbox_.Last<FetchMsg>()->in_place_bytes;
+  };
+  EXPECT_EQ(asked(1, false), 8 << 20);
+  EXPECT_EQ(asked(4, false), 32 << 20);
+  EXPECT_EQ(asked(64, false), 64 << 20);
+  EXPECT_EQ(asked(4, true), 8 << 20);
+}
+
 TEST_F(ReceiverAlone, AnyOrderAndAnyChunkSizes) {
   std::mt19937_64 random(1);
   for (const int64_t chunk_bytes : {1000, 4096, 777, 49152}) {

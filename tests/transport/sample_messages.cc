@@ -49,6 +49,7 @@ struct Describer {
         "fetch ", m.transfer_id, " ", m.lease_id, " [", absl::StrJoin(m.positions.runs(), ",", run),
         "] ", m.timeout_ms, " ", m.window_bytes, " ", m.chunk_bytes, " ", m.checksum,
         m.tail_bytes == 0 ? "" : absl::StrCat(" tail ", m.tail_bytes),
+        m.in_place_bytes == kBytesInPlace ? "" : absl::StrCat(" in place ", m.in_place_bytes),
         m.replaces == 0 ? "" : absl::StrCat(" replaces ", m.replaces),
         m.reads.possible() ? absl::StrCat(" reads ", m.reads.read_ns, " ", m.reads.mib_ns) : "");
   }

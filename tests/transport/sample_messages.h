@@ -24,6 +24,8 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   fetch.checksum = true;
   FetchMsg again = fetch;
   again.replaces = 0x0f1e2d3c4b5a6978;
+  FetchMsg in_place = fetch;
+  in_place.in_place_bytes = 32 << 20;
   FetchMsg with_reads = fetch;
   with_reads.reads = {900, 45000};
   FetchMsg with_tail = fetch;
@@ -43,6 +45,7 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
       {"refuse_fetch", RefuseMsg{77, absl::NotFoundError("lease 4d is unknown here")}},
       {"fetch", fetch},
       {"fetch_again", again},
+      {"fetch_in_place", in_place},
       {"fetch_tail", with_tail},
       {"fetch_reads", with_reads},
       {"welcome_direct", WelcomeMsg{"prefill-0", {worker, "", {}, "direct \x01"}}},

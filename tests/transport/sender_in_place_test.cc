@@ -59,6 +59,21 @@ TEST_F(SenderInPlace, OneChunkWhateverTheWindow) {
   EXPECT_EQ(leases_.num_live(), 0);
 }
 
+TEST_F(SenderInPlace, ChunksAreAsLongAsTheirReaderWants) {
+  FetchMsg fetch = Ask(1, kLease, 6, 4096);
+  fetch.in_place_bytes = 5000;  // Not of whole pages.
+  sender_.OnFetch(kPeer, kLink, fetch);
+  for (size_t i = 0; i == 0 || i < wire().chunks.size(); ++i) {
+    PumpDry();
+    ASSERT_LT(i, wire().chunks.size());
+    wire().Complete(i, absl::OkStatus());
+  }
+  EXPECT_EQ(ReadAll(), Want({3, 4, 5, 9, 0, 15}));
+  const int64_t bytes = 6 * SmallLayout().page_bytes();
+  EXPECT_EQ(static_cast<int64_t>(wire().chunks.size()), (bytes + 4999) / 5000);
+  EXPECT_EQ(wire().chunks[0].header.bytes, 5000u);
+}
+
 TEST_F(SenderInPlace, NothingBeforeItIsReady) {
   Publish(2, {1, 2, 3}, 0);
   sender_.OnFetch(kPeer, kLink, Ask(1, 2, 3));

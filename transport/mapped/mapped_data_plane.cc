@@ -63,8 +63,8 @@ constexpr uint64_t kMaxChunks = uint64_t{1} << 24;
 constexpr uint64_t kMaxChunkBytes = uint64_t{1} << 30;
 constexpr uint64_t kMaxPoolBytes = uint64_t{1} << 45;
 constexpr size_t kMaxAccepted = 4096;
-// Packets of one connection that are read before the next one's turn.
-constexpr int kPacketsATurn = 16;
+// Words of one link's reader, before it is the next one's turn.
+constexpr int kReadsATurn = 16;
 constexpr int kEventsATurn = 64;
 constexpr uint64_t kListenerId = 0;
 
@@ -290,7 +290,7 @@ void MappedDataPlane::AwaitRoom(Channel& channel, bool await) const {
 
 void MappedDataPlane::OnLinkReadable(Link& link) {
   Packet packet;
-  for (int i = 0; i < kPacketsATurn; ++i) {
+  for (int i = 0; i < kReadsATurn; ++i) {
     const SocketResult result = ReceivePacket(link.channel.socket, &packet);
     if (result == SocketResult::kWouldBlock) return;
     ReadPacket read;
@@ -413,21 +413,17 @@ absl::Status MappedDataPlane::OnPacket(Accepted& accepted, Packet& packet, DataE
   return absl::InvalidArgumentError(absl::StrCat("a message of ", packet.size, " bytes"));
 }
 
+// One packet: it may be a chunk of megabytes, and then it is the next peer's turn.
 void MappedDataPlane::OnAcceptedReadable(Accepted& accepted, DataEvents* events) {
   Packet packet;
-  for (int i = 0; i < kPacketsATurn; ++i) {
-    const SocketResult result = ReceivePacket(accepted.channel.socket, &packet);
-    if (result == SocketResult::kWouldBlock) return;
-    absl::Status status = absl::UnavailableError("it has gone");
-    if (result == SocketResult::kOk) {
-      status = OnPacket(accepted, packet, events);
-      if (!status.ok()) Log().warn("dropped a peer on this host: {}", status.ToString());
-    }
-    if (!status.ok()) {
-      accepted.channel.broken = true;
-      return;
-    }
+  const SocketResult result = ReceivePacket(accepted.channel.socket, &packet);
+  if (result == SocketResult::kWouldBlock) return;
+  absl::Status status = absl::UnavailableError("it has gone");
+  if (result == SocketResult::kOk) {
+    status = OnPacket(accepted, packet, events);
+    if (!status.ok()) Log().warn("dropped a peer on this host: {}", status.ToString());
   }
+  accepted.channel.broken |= !status.ok();
 }
 
 // ---------------------------------------------------------------- both
