@@ -24,13 +24,18 @@ constexpr size_t kMaxChunksInPlace = 4;
 // Of all peers, for each processor: one that is copied, and one that is next. More readers at once
 // only take the processors from each other (64 of them on two moved half as much, measured).
 constexpr int64_t kMaxReadersAProcessor = 2;
-// With more readers than that, what one gets before it is the next one's turn: little, so that all
-// of them are through at about the same time.
-constexpr int64_t kMaxBytesOfATurn = 1 << 20;
+// With more readers than that, what one gets before it is the next one's turn: less towards its
+// end, so that all of them are through at about the same time.
+constexpr int64_t kMaxBytesOfATurn = 2 << 20;
+constexpr int64_t kMinBytesOfATurn = 1 << 20;
 // A reader that takes longer for a chunk is stuck, and does not hold up the others.
 constexpr auto kReaderTurn = std::chrono::milliseconds(10);
 
 using Filled = absl::StatusOr<std::span<const std::byte>>;
+
+int64_t BytesOfATurn(int64_t left) {
+  return std::clamp(left / 4, kMinBytesOfATurn, kMaxBytesOfATurn);
+}
 
 PathModel::Work WorkOf(const StreamPlan& plan) {
   return {plan.pages_bytes(), plan.mean_piece_bytes()};
@@ -427,7 +432,7 @@ bool Sender::ReadInPlace(const Transfer& transfer) {
 int64_t Sender::MaxBytesInPlace(const Transfer& transfer) const {
   const int64_t pieces = arena_->shape().chunk_bytes / static_cast<int64_t>(sizeof(PoolPiece)) - 1;
   const int64_t on_host = turn_.size() > max_read_in_place_
-                              ? kMaxBytesOfATurn
+                              ? BytesOfATurn(transfer.plan.pages_bytes() - transfer.sent_bytes)
                               : std::min(transfer.fetch.in_place_bytes, kMaxBytesInPlace);
   const int64_t most = transfer.guard < 0 ? on_host : transfer.chunk_bytes;
   return std::min(most, (pieces - 2) * transfer.plan.min_item_bytes());

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <iterator>
 #include <map>
+#include <numeric>
 #include <random>
 #include <set>
 
@@ -273,6 +274,33 @@ TEST_F(SenderInPlace, ReadersAreServedEqually) {
     open.erase(one);
   }
   EXPECT_GE(turns[1], 6);
+}
+
+// Long turns at first, for what a turn costs, and short ones at the end, so that nobody is through
+// long before the others.
+TEST_F(SenderInPlace, TurnsOfManyReadersGetShorter) {
+  constexpr int64_t kMiB = 1 << 20;
+  pool_ = MakePatternPool(KvLayout::Mha(1, 256, 1, 512, DType::kBFloat16), 16, 3);
+  Sender sender(config_, pool_, &leases_, arena_.get(), &outbox_, &metrics_, {.processors = 1});
+  std::vector<int64_t> pages(16);
+  std::iota(pages.begin(), pages.end(), 0);
+  for (uint64_t id = 1; id <= 3; ++id) {
+    Publish(100 + id, pages, 1);
+    sender.OnFetch("accepted:" + std::to_string(id), kLink, Ask(id, 100 + id, 16));
+  }
+  std::vector<int64_t> turns;
+  for (size_t seen = 0; metrics_.bytes_sent < 3 * 8 * kMiB; ++seen) {
+    sender.Pump();
+    ASSERT_LT(seen, wire().chunks.size());
+    const ChunkHeader& header = wire().chunks[seen].header;
+    if (header.transfer_id == 1) turns.push_back(header.bytes);
+    wire().Complete(seen, absl::OkStatus());
+  }
+  ASSERT_GE(turns.size(), 4u);
+  EXPECT_EQ(turns[0], 2 * kMiB);
+  EXPECT_EQ(turns[1], 3 * kMiB / 2);
+  EXPECT_EQ(turns[2], 9 * kMiB / 8);
+  EXPECT_EQ(turns[3], kMiB);
 }
 
 TEST_F(SenderInPlace, TheChecksumIsOfTheBytes) {
