@@ -7,58 +7,65 @@
 namespace kvferry {
 namespace {
 
-// What one thread copies at a time: long against the cost of waking it, short against a chunk.
-constexpr size_t kShareBytes = 64 << 10;
+// What one thread copies at a time: long against the cost of waking it, short against a chunk. The
+// lists of so many bytes stay in the first cache.
+constexpr int64_t kShareBytes = 64 << 10;
 
-}  // namespace
+struct Part {
+  std::byte* to;
+  const std::byte* from;
+  size_t bytes;
+};
 
-void PieceCopy::Add(std::byte* to, const std::byte* from, size_t bytes) {
-  while (bytes > 0) {
-    if (shares_.empty() || bytes_of_share_ >= kShareBytes) {
-      shares_.push_back(parts_.size());
-      bytes_of_share_ = 0;
-    }
-    const size_t part = std::min(bytes, kShareBytes - bytes_of_share_);
-    parts_.push_back({to, from, part});
-    bytes_of_share_ += part;
-    to += part;
-    from += part;
-    bytes -= part;
-  }
-}
-
-void PieceCopy::CopyShare(int64_t share) const {
-  const auto index = static_cast<size_t>(share);
-  const size_t end = index + 1 < shares_.size() ? shares_[index + 1] : parts_.size();
-  for (size_t i = shares_[index]; i < end; ++i) {
-    if (i + 1 < end) PrefetchStart(parts_[i + 1].from, parts_[i + 1].bytes);
-    BulkCopy(parts_[i].to, parts_[i].from, parts_[i].bytes);
+void Copy(const std::vector<Part>& parts) {
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (i + 1 < parts.size()) PrefetchStart(parts[i + 1].from, parts[i + 1].bytes);
+    BulkCopy(parts[i].to, parts[i].from, parts[i].bytes);
   }
   FinishBulkCopies();
 }
 
-void PieceCopy::Run(const StreamPlan& plan, int64_t offset, Pieces from) {
-  int64_t bytes = 0;
-  for (const std::span<const std::byte> piece : from) bytes += static_cast<int64_t>(piece.size());
-  to_.clear();
-  parts_.clear();
-  shares_.clear();
-  plan.AppendPieces(offset, bytes, &to_);
-  size_t target = 0;
-  size_t done = 0;  // Of to_[target].
-  for (std::span<const std::byte> piece : from) {
-    while (!piece.empty()) {
-      const size_t part = std::min(piece.size(), to_[target].size() - done);
-      Add(to_[target].data() + done, piece.data(), part);
-      piece = piece.subspan(part);
-      done += part;
-      if (done < to_[target].size()) continue;
-      ++target;
-      done = 0;
+// Cuts both lists to what lies together on both sides. `from` has as many bytes behind `skip` in its
+// first piece as `to`, at least.
+void Match(const std::vector<std::span<std::byte>>& to, Pieces from, size_t skip,
+           std::vector<Part>* parts) {
+  for (std::span<std::byte> target : to) {
+    while (!target.empty()) {
+      const std::span<const std::byte> piece = from.front().subspan(skip);
+      const size_t bytes = std::min(target.size(), piece.size());
+      if (bytes > 0) parts->push_back({target.data(), piece.data(), bytes});
+      target = target.subspan(bytes);
+      skip += bytes;
+      if (bytes < piece.size()) continue;
+      from = from.subspan(1);
+      skip = 0;
     }
   }
-  threads_->ParallelFor(static_cast<int64_t>(shares_.size()),
-                        [this](int64_t share) { CopyShare(share); });
+}
+
+}  // namespace
+
+// Each share finds its own pieces on both sides: with small pages that is as much work as a third
+// of the copying, and who has several threads wants all of them to do it.
+void PieceCopy::Run(const StreamPlan& plan, int64_t offset, Pieces from) {
+  begins_.clear();
+  int64_t bytes = 0;
+  for (const std::span<const std::byte> piece : from) {
+    begins_.push_back(bytes);
+    bytes += static_cast<int64_t>(piece.size());
+  }
+  const auto copy_share = [&](int64_t share) {
+    thread_local std::vector<std::span<std::byte>> to;
+    thread_local std::vector<Part> parts;
+    to.clear();
+    parts.clear();
+    const int64_t begin = share * kShareBytes;
+    plan.AppendPieces(offset + begin, std::min(kShareBytes, bytes - begin), &to);
+    const auto first = std::upper_bound(begins_.begin(), begins_.end(), begin) - 1;
+    Match(to, from.subspan(first - begins_.begin()), begin - *first, &parts);
+    Copy(parts);
+  };
+  threads_->ParallelFor((bytes + kShareBytes - 1) / kShareBytes, copy_share);
 }
 
 }  // namespace kvferry
