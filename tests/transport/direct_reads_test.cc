@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <ucp/api/ucp_version.h>
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <span>
@@ -147,6 +148,22 @@ TEST_F(Direct, ManyMoreChunksThanThereIsRoomForAtOnce) {
     EXPECT_EQ(bytes, Cut(Row(), chunks[header.transfer_id])) << header.transfer_id;
   }
   EXPECT_TRUE(reader_->Arm());
+}
+
+// Reads of one peer may take as long as its network card tries: another's begin beside them.
+TEST_F(Direct, PeersAreReadBesideEachOther) {
+  Connect();
+  ASSERT_TRUE(IsOk(reader_->Connect(kLink + 1, owner_->address())));
+  ASSERT_TRUE(ProgressUntil([&] { return at_reader_.probed.size() == 2; }));
+  constexpr uint64_t kLast = 100;
+  const std::vector<PoolPiece> pieces(1000, {0, 60});
+  for (uint64_t id = 0; id < 20; ++id) Read(pieces, 60000, id);
+  reader_->Read(kLink + 1, {kLast, 0, 0, 60000, kChunkInPool}, ListOf(pieces));
+  ASSERT_TRUE(ProgressUntil([&] { return at_reader_.chunks.size() == 21; }));
+  const auto last =
+      std::find_if(at_reader_.chunks.begin(), at_reader_.chunks.end(),
+                   [](const auto& chunk) { return chunk.first.transfer_id == kLast; });
+  EXPECT_LT(last - at_reader_.chunks.begin(), 4);
 }
 
 TEST_F(Direct, WhatIsReadAfterTheGuardWasRaisedDoesNotCount) {

@@ -23,12 +23,12 @@ namespace {
 // Chunks that are read at once, each into staging memory of its own. What cannot be called back
 // lands there and nowhere else; pages are written by the receiver's own copy.
 constexpr int64_t kSlots = 16;
-// Reads under way, of all chunks: enough to hide the latency of each, few enough that a worker's
+// Reads under way, of all peers: enough to hide the latency of each, few enough that a worker's
 // queues never fill.
-constexpr int kMaxUnderWay = 128;
+constexpr int64_t kMaxUnderWay = 256;
 // A peer that lists more than this does not mean what it says.
 constexpr size_t kMaxPieces = 65536;
-constexpr size_t kMaxWaiting = 4096;
+constexpr int64_t kMaxWaitingOfPeer = 4096;
 // Transports without an event for a finished read have to be asked; one that is this often asked in
 // vain has one, or its peer is stuck.
 constexpr int kFutileRounds = 1000;
@@ -88,9 +88,10 @@ class UcxDirectReads final : public DirectReads {
     State state = State::kProbing;
     bool closed = false;
     ReadCosts costs{};
-    int64_t slots = 0;    // That its jobs hold.
-    int under_way = 0;    // Reads.
-    Deadline close_by{};  // Once it is closed.
+    int64_t waiting = 0;    // Jobs, for a slot.
+    int64_t slots = 0;      // That its jobs hold.
+    int64_t under_way = 0;  // Reads.
+    Deadline close_by{};    // Once it is closed.
   };
   // One read, from a place in the peer's memory to one behind the start of the job's slot.
   struct Op {
@@ -134,7 +135,8 @@ class UcxDirectReads final : public DirectReads {
   void CloseDrained();
   static void Break(Peer& peer, const absl::Status& status);
   void Issue(Job& job);
-  int64_t Share() const;
+  int64_t ShareOf(int64_t all) const;
+  void Await(JobPtr job);
   bool Admit();
   void TakeSlot(JobPtr job);
   static void OnRead(void* request, ucs_status_t status, void* user_data);
@@ -155,7 +157,7 @@ class UcxDirectReads final : public DirectReads {
   std::vector<std::shared_ptr<Peer>> draining_;  // Closed, with reads under way.
   std::list<JobPtr> waiting_;                    // For a slot.
   std::list<JobPtr> running_;
-  int under_way_ = 0;
+  int64_t under_way_ = 0;
   bool moved_ = false;  // A read has ended since the last Progress().
   int futile_rounds_ = 0;
 };
@@ -231,7 +233,7 @@ absl::Status UcxDirectReads::Connect(LinkId link, const std::string& encoded) {
     if (!guards) offset += memory.bytes;
   }
   peers_.emplace(link, peer);
-  waiting_.push_back(std::make_unique<Job>(Job{this, peer, /*probe=*/true}));
+  Await(std::make_unique<Job>(Job{this, peer, /*probe=*/true}));
   return absl::OkStatus();
 }
 
@@ -282,7 +284,7 @@ void UcxDirectReads::Read(LinkId link, const ChunkHeader& header, std::span<cons
   auto job = std::make_unique<Job>(Job{this, found->second, /*probe=*/false, header});
   job->header.flags &= ~kChunkInPool;
   job->status = AddPieces(list, job.get());
-  waiting_.push_back(std::move(job));
+  Await(std::move(job));
 }
 
 absl::Status UcxDirectReads::AddPieces(std::span<const std::byte> list, Job* job) const {
@@ -293,10 +295,10 @@ absl::Status UcxDirectReads::AddPieces(std::span<const std::byte> list, Job* job
   if (list.size() < sizeof(GuardHead) || list.size() % sizeof(PoolPiece) != 0) {
     return refused(absl::StrCat("its pieces in ", list.size(), " bytes"));
   }
-  if (list.size() / sizeof(PoolPiece) > kMaxPieces || waiting_.size() >= kMaxWaiting) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat(list.size() / sizeof(PoolPiece), " pieces in a chunk, limit ", kMaxPieces,
-                     "; ", waiting_.size(), " chunks wait to be read, limit ", kMaxWaiting));
+  if (list.size() / sizeof(PoolPiece) > kMaxPieces || job->peer->waiting >= kMaxWaitingOfPeer) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        list.size() / sizeof(PoolPiece), " pieces in a chunk, limit ", kMaxPieces, "; ",
+        job->peer->waiting, " chunks of the peer wait to be read, limit ", kMaxWaitingOfPeer));
   }
   std::memcpy(&job->guard, list.data(), sizeof(GuardHead));
   if (job->guard.index >= job->peer->memories[0].bytes / sizeof(uint64_t)) {
@@ -342,14 +344,20 @@ void UcxDirectReads::BeginStep(Job& job, std::vector<Op> ops) {
   job.step_began = Clock::now();
 }
 
-// One share is always left over, so that a newcomer is served while a stuck peer holds its slots.
-int64_t UcxDirectReads::Share() const {
-  return std::max<int64_t>(1, kSlots / static_cast<int64_t>(peers_.size() + 1));
+// One peer's. One share is always left over, so that a newcomer is served while a stuck peer holds
+// its own.
+int64_t UcxDirectReads::ShareOf(int64_t all) const {
+  return std::max<int64_t>(1, all / static_cast<int64_t>(peers_.size() + 1));
+}
+
+void UcxDirectReads::Await(JobPtr job) {
+  ++job->peer->waiting;
+  waiting_.push_back(std::move(job));
 }
 
 bool UcxDirectReads::Admit() {
   const size_t before = running_.size();
-  const int64_t share = Share();
+  const int64_t share = ShareOf(kSlots);
   for (auto it = waiting_.begin(); it != waiting_.end() && !free_slots_.empty();) {
     if ((*it)->peer->slots >= share) {
       ++it;
@@ -364,6 +372,7 @@ bool UcxDirectReads::Admit() {
 void UcxDirectReads::TakeSlot(JobPtr job) {
   job->slot = free_slots_.back();
   free_slots_.pop_back();
+  --job->peer->waiting;
   ++job->peer->slots;
   BeginStep(*job, job->probe ? ProbeOps(*job) : std::move(job->ops));
   running_.push_back(std::move(job));
@@ -374,7 +383,9 @@ void UcxDirectReads::Issue(Job& job) {
   if (job.status.ok() && (endpoint == nullptr || job.peer->state == Peer::State::kBroken)) {
     job.status = absl::UnavailableError("the connection that reads go over is gone");
   }
-  while (job.status.ok() && job.issued < job.ops.size() && under_way_ < kMaxUnderWay) {
+  const int64_t share = ShareOf(kMaxUnderWay);
+  while (job.status.ok() && job.issued < job.ops.size() && job.peer->under_way < share &&
+         under_way_ < kMaxUnderWay) {
     const Op& op = job.ops[job.issued++];
     ucp_request_param_t param{};
     param.op_attr_mask =
