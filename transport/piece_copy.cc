@@ -45,8 +45,8 @@ void Match(const std::vector<std::span<std::byte>>& to, Pieces from, size_t skip
 
 }  // namespace
 
-// Each share finds its own pieces on both sides: with small pages that is as much work as a third
-// of the copying, and who has several threads wants all of them to do it.
+// Each share finds its own pieces on both sides: with small pages that is much of the work, and
+// who has several threads wants all of them to do it.
 void PieceCopy::Run(const StreamPlan& plan, int64_t offset, Pieces from) {
   begins_.clear();
   int64_t bytes = 0;
