@@ -4,7 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <future>
+#include <utility>
 
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "connector/lease_table.h"
 #include "tests/support/endpoints.h"
 #include "transport/node.h"
@@ -20,13 +23,26 @@ class Server : public CallHandler {
   using Serve = std::function<void(const CallKey&, const std::string&, const Fields&)>;
   void OnCall(const CallKey& call, const std::string& function, const Fields& args,
               Deadline) override {
+    Serve serve;
+    {
+      const MutexLock lock(&mutex_);
+      serve = serve_;
+    }
     serve(call, function, args);
   }
   void OnCallDropped(const CallKey& call) override { dropped.set_value(call); }
   Deadline Tick(Deadline) override { return Deadline::max(); }
 
-  Serve serve = [](const CallKey&, const std::string&, const Fields&) {};
+  void ServeWith(Serve serve) {
+    const MutexLock lock(&mutex_);
+    serve_ = std::move(serve);
+  }
+
   std::promise<CallKey> dropped;
+
+ private:
+  Mutex mutex_;
+  Serve serve_ ABSL_GUARDED_BY(mutex_) = [](const CallKey&, const std::string&, const Fields&) {};
 };
 
 class NodeCalls : public testing::Test {
@@ -66,13 +82,13 @@ class NodeCalls : public testing::Test {
 };
 
 TEST_F(NodeCalls, TheReplyComesBack) {
-  handler_.serve = [&](const CallKey& call, const std::string& function, const Fields& args) {
+  handler_.ServeWith([&](const CallKey& call, const std::string& function, const Fields& args) {
     if (function == "add") {
       server_->Reply(call, Fields().Set("sum", *args.Uint("a") + *args.Uint("b")));
     } else {
       server_->Reply(call, absl::NotFoundError("no function '" + function + "'"));
     }
-  };
+  });
   for (uint64_t i = 0; i < 100; ++i) {
     EXPECT_EQ(*Ask("add", Fields().Set("a", i).Set("b", 2 * i)).reply.get()->Uint("sum"), 3 * i);
   }
@@ -92,7 +108,7 @@ TEST_F(NodeCalls, NoAnswerEndsAtTheDeadlineOnBothSides) {
 
 TEST_F(NodeCalls, CancelReachesTheServer) {
   std::promise<void> begun;
-  handler_.serve = [&](const CallKey&, const std::string&, const Fields&) { begun.set_value(); };
+  handler_.ServeWith([&](const CallKey&, const std::string&, const Fields&) { begun.set_value(); });
   Asked asked = Ask("wait", {});
   begun.get_future().wait();
   client_->CancelCall(asked.id);
@@ -102,7 +118,7 @@ TEST_F(NodeCalls, CancelReachesTheServer) {
 
 TEST_F(NodeCalls, TheCallerGoesAway) {
   std::promise<void> begun;
-  handler_.serve = [&](const CallKey&, const std::string&, const Fields&) { begun.set_value(); };
+  handler_.ServeWith([&](const CallKey&, const std::string&, const Fields&) { begun.set_value(); });
   Asked asked = Ask("wait", {});
   begun.get_future().wait();
   client_.reset();
@@ -112,7 +128,7 @@ TEST_F(NodeCalls, TheCallerGoesAway) {
 
 TEST_F(NodeCalls, TheServerGoesAway) {
   std::promise<void> begun;
-  handler_.serve = [&](const CallKey&, const std::string&, const Fields&) { begun.set_value(); };
+  handler_.ServeWith([&](const CallKey&, const std::string&, const Fields&) { begun.set_value(); });
   Asked asked = Ask("wait", {});
   begun.get_future().wait();
   server_.reset();
@@ -126,7 +142,7 @@ TEST_F(NodeCalls, TheServerFetchesFromItsCaller) {
   ASSERT_TRUE(
       IsOk(leases_.Publish(kLease, Must(PageRuns::FromPages(theirs)), 4, DeadlineInMs(60000))));
   std::promise<std::shared_ptr<FetchHandle>> fetch;
-  handler_.serve = [&](const CallKey& call, const std::string&, const Fields& args) {
+  handler_.ServeWith([&](const CallKey& call, const std::string&, const Fields& args) {
     Node::FetchRequest request;
     request.ticket.lease_id = *args.Uint("lease");
     request.ticket.num_pages = 3;
@@ -137,7 +153,7 @@ TEST_F(NodeCalls, TheServerFetchesFromItsCaller) {
     request.peer = call.peer;
     fetch.set_value(Must(server_->Fetch(std::move(request))));
     server_->Reply(call, Fields());
-  };
+  });
   ASSERT_TRUE(IsOk(Ask("take", Fields().Set("lease", kLease)).reply.get()));
   ASSERT_TRUE(IsOk(fetch.get_future().get()->Wait(Soon())));
   EXPECT_TRUE(HoldsExactly(*server_pool_, 2, ours, 1, theirs));
@@ -154,7 +170,7 @@ TEST_F(NodeCalls, ATailFollowsThePages) {
     EXPECT_TRUE(IsOk(leases_.Publish(lease, Must(PageRuns::FromPages(std::vector<int64_t>{3, 4})),
                                      4, DeadlineInMs(60000), kept)));
     std::promise<std::shared_ptr<FetchHandle>> begun;
-    handler_.serve = [&](const CallKey& call, const std::string&, const Fields&) {
+    handler_.ServeWith([&](const CallKey& call, const std::string&, const Fields&) {
       Node::FetchRequest request;
       request.ticket.lease_id = lease;
       request.ticket.num_pages = 2;
@@ -166,7 +182,7 @@ TEST_F(NodeCalls, ATailFollowsThePages) {
       request.tail = {received.data(), tail_bytes};
       begun.set_value(Must(server_->Fetch(std::move(request))));
       server_->Reply(call, Fields());
-    };
+    });
     EXPECT_TRUE(IsOk(Ask("take", {}).reply.get()));
     return begun.get_future().get()->Wait(Soon());
   };
