@@ -53,7 +53,7 @@ struct RefuseMsg {
   absl::Status status;
 };
 // What one thread copies in about a millisecond: long against what is said about a chunk and the
-// waking of those who help (4 MiB moved 4 to 20 % less), short enough for the reader's other peers.
+// waking of those who help (decision 6 has figures), short enough for the reader's other peers.
 inline constexpr int64_t kBytesInPlace = 8 << 20;
 
 struct FetchMsg {

@@ -10,6 +10,7 @@
 #include "base/log.h"
 #include "base/status.h"
 #include "transport/direct_reads.h"
+#include "transport/fair_share.h"
 
 namespace kvferry {
 namespace {
@@ -363,10 +364,7 @@ bool Sender::Pump() {
   for (const uint64_t id : IdsWhere([](const Transfer& t) { return !t.failed.ok(); })) {
     End(id, transfers_.find(id)->second->failed, /*tell=*/true);
   }
-  // One share is always left over, so that a newcomer is served while a stuck peer holds its
-  // chunks.
-  const auto peers = static_cast<int64_t>(fetches_of_peer_.size());
-  const int64_t share = std::max<int64_t>(1, arena_->num_chunks() / (peers + 1));
+  const int64_t share = FairShare(arena_->num_chunks(), fetches_of_peer_.size());
   bool sent = false;
   waits_for_readers_ = false;
   auto turn = turn_.begin();
@@ -431,10 +429,11 @@ bool Sender::ReadInPlace(const Transfer& transfer) {
 // one chunk; only the first and the last can be shorter than an item. From afar it lands in one.
 int64_t Sender::MaxBytesInPlace(const Transfer& transfer) const {
   const int64_t pieces = arena_->shape().chunk_bytes / static_cast<int64_t>(sizeof(PoolPiece)) - 1;
-  const int64_t on_host = turn_.size() > max_read_in_place_
-                              ? BytesOfATurn(transfer.plan.pages_bytes() - transfer.sent_bytes)
-                              : std::min(transfer.fetch.in_place_bytes, kMaxBytesInPlace);
-  const int64_t most = transfer.guard < 0 ? on_host : transfer.chunk_bytes;
+  const int64_t turn = turn_.size() > max_read_in_place_
+                           ? BytesOfATurn(transfer.plan.pages_bytes() - transfer.sent_bytes)
+                           : kMaxBytesInPlace;
+  const int64_t most =
+      transfer.guard < 0 ? std::min(turn, transfer.fetch.in_place_bytes) : transfer.chunk_bytes;
   return std::min(most, (pieces - 2) * transfer.plan.min_item_bytes());
 }
 

@@ -75,6 +75,18 @@ TEST_F(SenderInPlace, ChunksAreAsLongAsTheirReaderWants) {
   EXPECT_EQ(wire().chunks[0].header.bytes, 5000u);
 }
 
+TEST_F(SenderInPlace, NorAreTurnsLongerThanThat) {
+  Sender sender(config_, pool_, &leases_, arena_.get(), &outbox_, &metrics_, {.processors = 1});
+  for (uint64_t id = 1; id <= 3; ++id) {
+    Publish(100 + id, {3, 4, 5}, 4);
+    FetchMsg fetch = Ask(id, 100 + id, 3);
+    fetch.in_place_bytes = 5000;
+    sender.OnFetch("accepted:" + std::to_string(id), kLink, fetch);
+  }
+  ASSERT_TRUE(sender.Pump());
+  EXPECT_EQ(wire().chunks[0].header.bytes, 5000u);
+}
+
 TEST_F(SenderInPlace, NothingBeforeItIsReady) {
   Publish(2, {1, 2, 3}, 0);
   sender_.OnFetch(kPeer, kLink, Ask(1, 2, 3));

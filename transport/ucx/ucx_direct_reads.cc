@@ -12,6 +12,7 @@
 #include "base/log.h"
 #include "base/slab.h"
 #include "base/status.h"
+#include "transport/fair_share.h"
 #include "transport/messages.h"
 #include "transport/ucx/direct_address.h"
 #include "transport/ucx/ucx_endpoints.h"
@@ -135,7 +136,6 @@ class UcxDirectReads final : public DirectReads {
   void CloseDrained();
   static void Break(Peer& peer, const absl::Status& status);
   void Issue(Job& job);
-  int64_t ShareOf(int64_t all) const;
   void Await(JobPtr job);
   bool Admit();
   void TakeSlot(JobPtr job);
@@ -344,12 +344,6 @@ void UcxDirectReads::BeginStep(Job& job, std::vector<Op> ops) {
   job.step_began = Clock::now();
 }
 
-// One peer's. One share is always left over, so that a newcomer is served while a stuck peer holds
-// its own.
-int64_t UcxDirectReads::ShareOf(int64_t all) const {
-  return std::max<int64_t>(1, all / static_cast<int64_t>(peers_.size() + 1));
-}
-
 void UcxDirectReads::Await(JobPtr job) {
   ++job->peer->waiting;
   waiting_.push_back(std::move(job));
@@ -357,7 +351,7 @@ void UcxDirectReads::Await(JobPtr job) {
 
 bool UcxDirectReads::Admit() {
   const size_t before = running_.size();
-  const int64_t share = ShareOf(kSlots);
+  const int64_t share = FairShare(kSlots, peers_.size());
   for (auto it = waiting_.begin(); it != waiting_.end() && !free_slots_.empty();) {
     if ((*it)->peer->slots >= share) {
       ++it;
@@ -383,7 +377,7 @@ void UcxDirectReads::Issue(Job& job) {
   if (job.status.ok() && (endpoint == nullptr || job.peer->state == Peer::State::kBroken)) {
     job.status = absl::UnavailableError("the connection that reads go over is gone");
   }
-  const int64_t share = ShareOf(kMaxUnderWay);
+  const int64_t share = FairShare(kMaxUnderWay, peers_.size());
   while (job.status.ok() && job.issued < job.ops.size() && job.peer->under_way < share &&
          under_way_ < kMaxUnderWay) {
     const Op& op = job.ops[job.issued++];
