@@ -22,6 +22,9 @@ class ControlEvents {
   virtual void OnMessage(const PeerKey& peer, Message message) = 0;
   // Bytes that are no message: status as DecodeMessage gives it.
   virtual void OnMalformed(const PeerKey& peer, const absl::Status& status) = 0;
+  // A connection to a dialled peer that has not said anything yet could not be made, or broke; the
+  // next attempt follows by itself.
+  virtual void OnAttemptFailed(const PeerKey& peer) = 0;
 };
 
 // Not thread-safe: made on one thread, then used by the progress thread alone. No call blocks.

@@ -8,6 +8,13 @@
 #include "transport/node_impl.h"
 
 namespace kvferry {
+namespace {
+
+// One may be an accident of the network; ZeroMQ makes three within half a second.
+constexpr int64_t kMaxFailedAttempts = 3;
+
+}  // namespace
+
 void NodeImpl::CountPeers() {
   metrics_.peers = static_cast<int64_t>(sessions_.size());
   metrics_.peers_mapped = sessions_.CountLinks(&DataPlanes::IsMapped);
@@ -15,7 +22,10 @@ void NodeImpl::CountPeers() {
 
 absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_t epoch) {
   PeerKey peer = sessions_.FindDialled(address, epoch);
-  if (!peer.empty()) return peer;
+  if (!peer.empty()) {
+    sessions_.Find(peer)->awaits_anyone |= epoch == 0;
+    return peer;
+  }
   const Config& config = options_.config;
   if (static_cast<int64_t>(sessions_.size()) >= config.max_peers) {
     return absl::ResourceExhaustedError(
@@ -27,6 +37,7 @@ absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_
   session.address = address;
   session.name = address;
   session.greeting_until = DeadlineInMs(config.connect_timeout_ms);
+  session.awaits_anyone = epoch == 0;
   sessions_.Insert(peer, session);
   Send(peer, HelloMsg{options_.name, options_.model, options_.pool->layout(), data_->addresses()});
   return peer;
@@ -78,6 +89,24 @@ void NodeImpl::OnMalformed(const PeerKey& peer, const absl::Status& status) {
   // Another version of the protocol: it cannot become a session, and one that is greeting ends.
   RefuseSession(peer, status);
   if (sessions_.Find(peer) != nullptr) DropSession(peer, status);
+}
+
+// Whoever gave out a ticket listened at its address before, so where nobody does, that process is no
+// more. A call without an epoch may have come before the process that is to serve it.
+void NodeImpl::OnAttemptFailed(const PeerKey& peer) {
+  Session* const session = sessions_.Find(peer);
+  if (session == nullptr || session->state != Session::State::kGreeting ||
+      ++session->failed_attempts < kMaxFailedAttempts) {
+    return;
+  }
+  const absl::Status status = absl::UnavailableError(absl::StrCat(
+      "cannot connect to ", session->address, ", tried ", session->failed_attempts,
+      " times: the process that gave out the ticket has ended, or its machine cannot be reached"));
+  if (session->awaits_anyone) {
+    receiver_->OnPeerGone(peer, status);
+  } else {
+    DropSession(peer, status);
+  }
 }
 
 void NodeImpl::RefuseSession(const PeerKey& peer, const absl::Status& status) {

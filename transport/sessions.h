@@ -27,6 +27,9 @@ struct Session {
   Deadline next_ping{};
   int64_t pings = 0;  // Sent since it was last heard.
   Deadline greeting_until{};
+  int64_t failed_attempts = 0;  // To connect, while greeting.
+  // A call waits for whoever will listen at the address, perhaps later.
+  bool awaits_anyone = false;
 };
 
 // The sessions of one node. Not thread-safe.

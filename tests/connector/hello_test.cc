@@ -153,6 +153,18 @@ TEST(HelloToOthers, NoAnswerEndsAtTheConnectTimeout) {
                     "connect_timeout_ms (150)", prefill.address()));
 }
 
+TEST(HelloToOthers, APeerThatEndsBeforeItAnswersIsNotWaitedFor) {
+  std::optional<RawPrefill> prefill(std::in_place);
+  Config config = SmallChunks();
+  config.connect_timeout_ms = 600000;
+  const auto target = MakePatternPool(SmallLayout(), 8, 3);
+  const auto decode = MakeDecode(target, config);
+  const auto handle = Fetch(*decode, Ticket{prefill->address(), 5, 6, 1, 16}, {0});
+  ASSERT_TRUE(prefill->Receive(Soon()).has_value());
+  prefill.reset();
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable, "cannot connect to"));
+}
+
 // A welcome that is meant for another process at the same address is none.
 TEST(HelloToOthers, WelcomeForAnotherEpochIsStale) {
   RawPrefill prefill;

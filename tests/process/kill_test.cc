@@ -115,6 +115,24 @@ TEST(KillPrefill, HandleFailsWithinItsDeadlineAndAnotherServes) {
   EXPECT_EQ(decode.Metric("fetches_active"), 0);
 }
 
+// Nobody has to wait for connect_timeout_ms to learn that the process of a ticket is no more.
+TEST(KillPrefill, ATicketOfAProcessThatHasEnded) {
+  const std::string patient = R"({"connect_timeout_ms": 600000})";
+  ChildPeer decode(PeerOptions("decode", patient, 256));
+  std::string ticket;
+  {
+    ChildPeer victim(PeerOptions("prefill", patient, 256));
+    ticket = victim.Publish({1, 2, 3}, kPeerLayers, 60000);
+    victim.Kill();
+  }
+  const std::string status = decode.Wait(decode.Fetch(ticket, {1, 2, 3}, 60000), 20000);
+  EXPECT_TRUE(absl::StartsWith(status, "UNAVAILABLE")) << status;
+  EXPECT_TRUE(absl::StrContains(status, "cannot connect to")) << status;
+  ASSERT_EQ(decode.Ask("reset"), "OK");
+  ChildPeer other(PeerOptions("prefill", patient, 256));
+  ExpectServes(other, decode);
+}
+
 // Whoever is killed within these times of a fetch that opens a session is connecting, or has just
 // done so.
 void KillSoon(ChildPeer& victim, int round) {

@@ -63,16 +63,20 @@ class NodeCalls : public testing::Test {
     uint64_t id;
     std::future<absl::StatusOr<Fields>> reply;
   };
-  Asked Ask(const std::string& function, Fields args, int64_t timeout_ms = 20000) {
+  Asked Ask(const std::string& function, Fields args, int64_t timeout_ms = 20000,
+            std::string address = "") {
     auto promise = std::make_shared<std::promise<absl::StatusOr<Fields>>>();
     Asked asked{0, promise->get_future()};
+    if (address.empty()) address = server_->listen_address();
     asked.id = Must(client_->Call(
-        {server_->listen_address(), function, std::move(args), DeadlineInMs(timeout_ms)},
+        {std::move(address), function, std::move(args), DeadlineInMs(timeout_ms)},
         [promise](absl::StatusOr<Fields> reply) { promise->set_value(std::move(reply)); }));
     return asked;
   }
 
-  const Config config_ = SmallChunks();
+  static PageRuns OnePage() { return Must(PageRuns::FromPages(std::vector<int64_t>{0})); }
+
+  Config config_ = SmallChunks();
   LeaseTable leases_{config_};
   Server handler_;
   std::shared_ptr<KvPool> client_pool_ = MakePatternPool(SmallLayout(), 16, 1);
@@ -104,6 +108,22 @@ TEST_F(NodeCalls, NoAnswerEndsAtTheDeadlineOnBothSides) {
   const Asked asked = Ask("wait", {}, 200);
   EXPECT_TRUE(Fails(const_cast<Asked&>(asked).reply.get(), absl::StatusCode::kDeadlineExceeded));
   EXPECT_EQ(handler_.dropped.get_future().get().id, asked.id);
+}
+
+// Processes start in any order. What comes of a ticket is another matter: its process listened.
+TEST_F(NodeCalls, ACallWaitsForAServerThatIsYetToListen) {
+  std::promise<CallKey> heard;
+  handler_.ServeWith(
+      [&](const CallKey& call, const std::string&, const Fields&) { heard.set_value(call); });
+  const std::string address = server_->listen_address();
+  config_.listen_port = std::stoi(address.substr(address.rfind(':') + 1));
+  server_.reset();  // Nobody else is given its port so soon.
+  Asked asked = Ask("f", {}, 20000, address);
+  const auto fetch = Must(client_->Fetch({{address, 5, 6, 1, 16}, OnePage(), OnePage(), Soon()}));
+  EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kUnavailable, "cannot connect to"));
+  server_ = Start(server_pool_, &handler_, nullptr, /*listen=*/true);
+  server_->Reply(heard.get_future().get(), Fields());
+  EXPECT_TRUE(IsOk(asked.reply.get()));
 }
 
 TEST_F(NodeCalls, CancelReachesTheServer) {

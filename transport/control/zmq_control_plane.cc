@@ -28,6 +28,12 @@ constexpr int kLingerMs = 200;  // For a goodbye to get out when the plane close
 const std::string kAccepted = "accepted:";
 const std::string kDialled = "dialled:";
 
+struct Dealer {
+  zmq::socket_t socket;
+  // Says that an attempt to connect has failed; null once the peer has said something.
+  zmq::socket_t attempts;
+};
+
 // Sockets' fds are edge-triggered; one epoll fd stands for them all.
 class EpollFd {
  public:
@@ -92,12 +98,16 @@ class ZmqControlPlane : public ControlPlane {
 
   absl::StatusOr<PeerKey> Dial(const std::string& address) override {
     try {
-      zmq::socket_t socket = MakeSocket(zmq::socket_type::dealer);
-      socket.set(zmq::sockopt::ipv6, 1);  // A host name may resolve to either.
-      socket.connect(address);
-      if (!epoll_.Add(socket.get(zmq::sockopt::fd))) return EpollFailed();
       PeerKey peer = absl::StrCat(kDialled, next_dealer_++);
-      dealers_.emplace(peer, std::move(socket));
+      Dealer dealer{MakeSocket(zmq::socket_type::dealer), {}};
+      dealer.socket.set(zmq::sockopt::ipv6, 1);  // A host name may resolve to either.
+      dealer.attempts = WatchAttempts(dealer.socket, absl::StrCat("inproc://", peer));
+      dealer.socket.connect(address);
+      if (!epoll_.Add(dealer.socket.get(zmq::sockopt::fd)) ||
+          !epoll_.Add(dealer.attempts.get(zmq::sockopt::fd))) {
+        return EpollFailed();
+      }
+      dealers_.emplace(peer, std::move(dealer));
       return peer;
     } catch (const zmq::error_t& error) {
       return absl::InvalidArgumentError(
@@ -108,7 +118,8 @@ class ZmqControlPlane : public ControlPlane {
   void Hangup(const PeerKey& peer) override {
     const auto found = dealers_.find(peer);
     if (found == dealers_.end()) return;
-    epoll_.Remove(found->second.get(zmq::sockopt::fd));
+    StopWatching(found->second);
+    epoll_.Remove(found->second.socket.get(zmq::sockopt::fd));
     dealers_.erase(found);
   }
 
@@ -117,7 +128,8 @@ class ZmqControlPlane : public ControlPlane {
     try {
       const auto dealer = dealers_.find(peer);
       if (dealer != dealers_.end()) {
-        return Sent(dealer->second.send(zmq::buffer(bytes), zmq::send_flags::dontwait), peer);
+        return Sent(dealer->second.socket.send(zmq::buffer(bytes), zmq::send_flags::dontwait),
+                    peer);
       }
       if (!router_) return absl::UnavailableError("control: no such peer");
       const auto flags = zmq::send_flags::dontwait;
@@ -136,10 +148,13 @@ class ZmqControlPlane : public ControlPlane {
     if (router_) ReceiveFromRouter(events, &budget);
     // A handler may dial or hang up, so the peers are listed before any of them is heard.
     ready_.clear();
-    for (auto& [peer, socket] : dealers_) {
-      if (HasInput(socket)) ready_.push_back(peer);
+    for (auto& [peer, dealer] : dealers_) {
+      if (HasInput(dealer)) ready_.push_back(peer);
     }
-    for (const PeerKey& peer : ready_) ReceiveFromDealer(peer, events, &budget);
+    for (const PeerKey& peer : ready_) {
+      ReceiveFromDealer(peer, events, &budget);
+      ReportFailedAttempts(peer, events);
+    }
     return budget < kMaxMessagesPerProgress;
   }
 
@@ -148,8 +163,8 @@ class ZmqControlPlane : public ControlPlane {
   bool Arm() override {
     epoll_.Drain();
     if (router_ && HasInput(router_)) return false;
-    for (auto& [peer, socket] : dealers_) {
-      if (HasInput(socket)) return false;
+    for (auto& [peer, dealer] : dealers_) {
+      if (HasInput(dealer)) return false;
     }
     return true;
   }
@@ -166,6 +181,24 @@ class ZmqControlPlane : public ControlPlane {
     return socket;
   }
 
+  // ZeroMQ says nothing of a peer that it cannot reach but here (zmq_socket_monitor(3)). It adds the
+  // event both when connecting has failed and when a connection has broken.
+  zmq::socket_t WatchAttempts(zmq::socket_t& socket, const std::string& name) {
+    if (zmq_socket_monitor(socket.handle(), name.c_str(), ZMQ_EVENT_CONNECT_RETRIED) != 0) {
+      throw zmq::error_t();
+    }
+    zmq::socket_t attempts(context_, zmq::socket_type::pair);
+    attempts.connect(name);
+    return attempts;
+  }
+
+  void StopWatching(Dealer& dealer) {
+    if (!dealer.attempts) return;
+    zmq_socket_monitor(dealer.socket.handle(), nullptr, 0);
+    epoll_.Remove(dealer.attempts.get(zmq::sockopt::fd));
+    dealer.attempts.close();
+  }
+
   static absl::Status EpollFailed() {
     return absl::ResourceExhaustedError(absl::StrCat("control: epoll: ", std::strerror(errno)));
   }
@@ -180,6 +213,9 @@ class ZmqControlPlane : public ControlPlane {
   // Reading ZMQ_EVENTS also re-arms the socket's fd.
   static bool HasInput(zmq::socket_t& socket) {
     return (socket.get(zmq::sockopt::events) & ZMQ_POLLIN) != 0;
+  }
+  static bool HasInput(Dealer& dealer) {
+    return HasInput(dealer.socket) || (dealer.attempts && HasInput(dealer.attempts));
   }
 
   static void Deliver(const PeerKey& peer, const zmq::message_t& frame, ControlEvents* events) {
@@ -225,7 +261,8 @@ class ZmqControlPlane : public ControlPlane {
     try {
       while (*budget > 0) {
         const auto found = dealers_.find(peer);
-        if (found == dealers_.end() || !Receive(found->second)) return;
+        if (found == dealers_.end() || !Receive(found->second.socket)) return;
+        StopWatching(found->second);
         --*budget;
         if (frames_.size() == 1) {
           Deliver(peer, frames_[0], events);
@@ -238,12 +275,24 @@ class ZmqControlPlane : public ControlPlane {
     }
   }
 
+  void ReportFailedAttempts(const PeerKey& peer, ControlEvents* events) {
+    try {
+      for (auto found = dealers_.find(peer);
+           found != dealers_.end() && found->second.attempts && Receive(found->second.attempts);
+           found = dealers_.find(peer)) {
+        events->OnAttemptFailed(peer);
+      }
+    } catch (const zmq::error_t& error) {
+      Log().error("control: watching a connection failed: {}", error.what());
+    }
+  }
+
   zmq::context_t context_{1};
   EpollFd epoll_;
   zmq::socket_t router_;
   std::string address_;
   uint64_t next_dealer_ = 1;
-  absl::flat_hash_map<PeerKey, zmq::socket_t> dealers_;
+  absl::flat_hash_map<PeerKey, Dealer> dealers_;
   std::vector<PeerKey> ready_;
   std::vector<zmq::message_t> frames_;
 };
