@@ -110,9 +110,10 @@ int64_t PageAllocator::ExtendByOne(int64_t last_page) {
   return last_page + 1;
 }
 
-absl::Status PageAllocator::CheckAllocated(std::span<const PageRun> sorted) const {
+template <typename Runs>
+absl::Status PageAllocator::CheckAllocated(const Runs& sorted) const {
   int64_t previous_end = reserved_;
-  for (const PageRun& run : sorted) {
+  for (const PageRun run : sorted) {
     if (run.first < reserved_ || run.first + run.count > num_pages_) {
       return absl::InvalidArgumentError(absl::StrCat("page allocator: pages [", run.first, ", ",
                                                      run.first + run.count, ") are outside [",
@@ -133,18 +134,20 @@ absl::Status PageAllocator::CheckAllocated(std::span<const PageRun> sorted) cons
   return absl::OkStatus();
 }
 
+template <typename Runs>
+absl::Status PageAllocator::FreeSorted(const Runs& sorted) {
+  KVFERRY_RETURN_IF_ERROR(CheckAllocated(sorted));
+  for (const PageRun run : sorted) free_.Insert(run);
+  return absl::OkStatus();
+}
+
 absl::Status PageAllocator::Free(const PageRuns& pages) {
   const auto by_place = [](const PageRun& a, const PageRun& b) { return a.first < b.first; };
-  std::span<const PageRun> sorted = pages.runs();
-  absl::InlinedVector<PageRun, 8> copy;
-  if (!std::is_sorted(sorted.begin(), sorted.end(), by_place)) {
-    copy.assign(sorted.begin(), sorted.end());
-    std::sort(copy.begin(), copy.end(), by_place);
-    sorted = copy;
-  }
-  KVFERRY_RETURN_IF_ERROR(CheckAllocated(sorted));
-  for (const PageRun& run : sorted) free_.Insert(run);
-  return absl::OkStatus();
+  const auto runs = pages.runs();
+  if (std::is_sorted(runs.begin(), runs.end(), by_place)) return FreeSorted(runs);
+  absl::InlinedVector<PageRun, 8> sorted(runs.begin(), runs.end());
+  std::sort(sorted.begin(), sorted.end(), by_place);
+  return FreeSorted(sorted);
 }
 
 }  // namespace kvferry

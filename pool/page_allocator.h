@@ -61,7 +61,10 @@ class PageAllocator {
   PageAllocator(FreeRuns free, int64_t num_pages, int64_t reserved);
 
   absl::Status CheckCount(int64_t count) const;
-  absl::Status CheckAllocated(std::span<const PageRun> sorted) const;
+  template <typename Runs>
+  absl::Status CheckAllocated(const Runs& sorted) const;
+  template <typename Runs>
+  absl::Status FreeSorted(const Runs& sorted);
   PageRun TakeForRequest(int64_t count);
   PageRun TakeForGrowth(int64_t count);
 

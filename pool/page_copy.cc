@@ -16,15 +16,14 @@ void ForEachPiece(const BufferInfo& buffer, const PageRuns& runs, int64_t offset
   if (bytes == 0) return;
   size_t index = runs.RunAt(offset / buffer.item_bytes);
   for (int64_t done = 0; done < bytes; ++index) {
-    const PageRun& run = runs.runs()[index];
+    const int64_t into_run = offset + done - runs.RunBegin(index) * buffer.item_bytes;
     const int64_t run_end = runs.RunEnd(index) * buffer.item_bytes;
-    const int64_t run_begin = run_end - run.count * buffer.item_bytes;
-    const int64_t into_run = offset + done - run_begin;
     const int64_t piece = std::min(bytes - done, run_end - (offset + done));
-    const bool last = index + 1 == runs.runs().size();
-    std::byte* const next =
-        last ? nullptr : buffer.address + runs.runs()[index + 1].first * buffer.item_bytes;
-    copy(buffer.address + run.first * buffer.item_bytes + into_run, done, piece, next);
+    const auto address_of = [&](size_t run) {
+      return buffer.address + runs.Run(run).first * buffer.item_bytes;
+    };
+    std::byte* const next = index + 1 == runs.num_runs() ? nullptr : address_of(index + 1);
+    copy(address_of(index) + into_run, done, piece, next);
     done += piece;
   }
 }

@@ -7,14 +7,15 @@
 namespace kvferry {
 
 void PageRuns::Append(PageRun run) {
-  const int64_t end = num_pages() + run.count;
-  if (!runs_.empty() && runs_.back().first + runs_.back().count == run.first) {
-    runs_.back().count += run.count;
-    ends_.back() = end;
-    return;
+  const auto end = static_cast<int32_t>(num_pages() + run.count);
+  if (!runs_.empty()) {
+    const PageRun last = Run(num_runs() - 1);
+    if (last.first + last.count == run.first) {
+      runs_.back().end = end;
+      return;
+    }
   }
-  runs_.push_back(run);
-  ends_.push_back(end);
+  runs_.push_back({static_cast<int32_t>(run.first), end});
 }
 
 absl::StatusOr<PageRuns> PageRuns::FromPages(std::span<const int64_t> pages) {
@@ -26,11 +27,13 @@ absl::StatusOr<PageRuns> PageRuns::FromPages(std::span<const int64_t> pages) {
     }
     result.Append({page, 1});
   }
+  result.runs_.shrink_to_fit();
   return result;
 }
 
 absl::StatusOr<PageRuns> PageRuns::FromRuns(std::span<const PageRun> runs) {
   PageRuns result;
+  result.runs_.reserve(runs.size());
   for (const PageRun& run : runs) {
     if (run.first < 0 || run.count < 1 || run.first > kMaxPages || run.count > kMaxPages ||
         result.num_pages() + run.count > kMaxPages) {
@@ -44,12 +47,13 @@ absl::StatusOr<PageRuns> PageRuns::FromRuns(std::span<const PageRun> runs) {
 }
 
 size_t PageRuns::RunAt(int64_t position) const {
-  return std::upper_bound(ends_.begin(), ends_.end(), position) - ends_.begin();
+  const auto ends_by = [](int64_t at, const Coded& run) { return at < run.end; };
+  return std::upper_bound(runs_.begin(), runs_.end(), position, ends_by) - runs_.begin();
 }
 
 int64_t PageRuns::PageAt(int64_t position) const {
   const size_t run = RunAt(position);
-  return runs_[run].first + runs_[run].count - (ends_[run] - position);
+  return runs_[run].first + (position - RunBegin(run));
 }
 
 absl::StatusOr<PageRuns> PageRuns::Slice(int64_t first, int64_t count) const {
@@ -58,26 +62,27 @@ absl::StatusOr<PageRuns> PageRuns::Slice(int64_t first, int64_t count) const {
                                               ") asked of a list of ", num_pages()));
   }
   PageRuns result;
-  for (int64_t position = first; position < first + count;) {
-    const size_t run = RunAt(position);
-    const int64_t take = std::min(ends_[run], first + count) - position;
-    result.Append({runs_[run].first + runs_[run].count - (ends_[run] - position), take});
+  int64_t position = first;
+  for (size_t run = RunAt(first); position < first + count; ++run) {
+    const int64_t take = std::min(RunEnd(run), first + count) - position;
+    result.Append({runs_[run].first + (position - RunBegin(run)), take});
     position += take;
   }
+  result.runs_.shrink_to_fit();
   return result;
 }
 
 std::vector<int64_t> PageRuns::ToPages() const {
   std::vector<int64_t> pages;
   pages.reserve(num_pages());
-  for (const PageRun& run : runs_) {
+  for (const PageRun run : runs()) {
     for (int64_t i = 0; i < run.count; ++i) pages.push_back(run.first + i);
   }
   return pages;
 }
 
 absl::Status PageRuns::CheckWithin(int64_t pool_pages) const {
-  for (const PageRun& run : runs_) {
+  for (const PageRun run : runs()) {
     if (run.first < 0 || run.first >= pool_pages || run.count > pool_pages - run.first) {
       return absl::OutOfRangeError(absl::StrCat("pages [", run.first, ", ", run.first + run.count,
                                                 ") are outside the pool's ", pool_pages, " pages"));

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <span>
 #include <vector>
 
@@ -19,24 +21,34 @@ struct PageRun {
 };
 
 // A list of page ids in order, run-length coded. The position of a page is its index in the list.
-// Immutable once made; thread-compatible; memory is 24 bytes a run, whatever the number of pages.
+// Immutable once made; thread-compatible; memory is 8 bytes a run, whatever the number of pages.
 class PageRuns {
  public:
+  class Iterator;
+  class View;
+
   PageRuns() = default;
   // One run, which must be valid: FromRuns() checks.
-  explicit PageRuns(PageRun run) : runs_{run}, ends_{run.count} {}
+  explicit PageRuns(PageRun run)
+      : runs_{{static_cast<int32_t>(run.first), static_cast<int32_t>(run.count)}} {}
   // Merges neighbours: {4, 5, 6, 9} becomes runs {4 x 3}, {9 x 1}. Order is kept, repeats are legal
   // here. INVALID_ARGUMENT on a page id outside [0, kMaxPages).
   static absl::StatusOr<PageRuns> FromPages(std::span<const int64_t> pages);
   // INVALID_ARGUMENT on a negative first, a count below 1, or more than kMaxPages in all.
   static absl::StatusOr<PageRuns> FromRuns(std::span<const PageRun> runs);
 
-  int64_t num_pages() const { return ends_.empty() ? 0 : ends_.back(); }
-  std::span<const PageRun> runs() const { return runs_; }
+  int64_t num_pages() const { return runs_.empty() ? 0 : runs_.back().end; }
+  size_t num_runs() const { return runs_.size(); }
+  PageRun Run(size_t index) const {
+    return {runs_[index].first, runs_[index].end - RunBegin(index)};
+  }
+  // All of them, in order: a view of this list, which makes them as it goes.
+  View runs() const;
   // Index of the run that holds `position`, which must lie in [0, num_pages()).
   size_t RunAt(int64_t position) const;
-  // Position after the last page of run `index`.
-  int64_t RunEnd(size_t index) const { return ends_[index]; }
+  // Positions of the first page of run `index`, and of the one after its last.
+  int64_t RunBegin(size_t index) const { return index == 0 ? 0 : runs_[index - 1].end; }
+  int64_t RunEnd(size_t index) const { return runs_[index].end; }
   // The page id at `position`.
   int64_t PageAt(int64_t position) const;
   // Pages at positions [first, first + count). OUT_OF_RANGE when that is not inside the list.
@@ -49,11 +61,50 @@ class PageRuns {
   static constexpr int64_t kMaxPages = int64_t{1} << 30;
 
  private:
+  // A run and all before it. Neither number exceeds kMaxPages.
+  struct Coded {
+    int32_t first;  // Page id.
+    int32_t end;    // Position after its last page.
+  };
+
   void Append(PageRun run);
 
-  // Most lists that an allocator makes are of one run: no memory of their own then.
-  absl::InlinedVector<PageRun, 1> runs_;
-  absl::InlinedVector<int64_t, 1> ends_;  // ends_[i]: pages in runs_[0..i].
+  // Most lists that an allocator makes are of one or two runs: no memory of their own then.
+  absl::InlinedVector<Coded, 2> runs_;
 };
+
+class PageRuns::Iterator {
+ public:
+  using iterator_category = std::forward_iterator_tag;
+  using value_type = PageRun;
+  using difference_type = std::ptrdiff_t;
+  using pointer = void;
+  using reference = PageRun;
+
+  Iterator(const PageRuns* list, size_t index) : list_(list), index_(index) {}
+  PageRun operator*() const { return list_->Run(index_); }
+  Iterator& operator++() {
+    ++index_;
+    return *this;
+  }
+  Iterator operator++(int) { return {list_, index_++}; }
+  bool operator==(const Iterator&) const = default;
+
+ private:
+  const PageRuns* list_;
+  size_t index_;
+};
+
+class PageRuns::View {
+ public:
+  explicit View(const PageRuns* list) : list_(list) {}
+  Iterator begin() const { return {list_, 0}; }
+  Iterator end() const { return {list_, list_->num_runs()}; }
+
+ private:
+  const PageRuns* list_;
+};
+
+inline PageRuns::View PageRuns::runs() const { return View(this); }
 
 }  // namespace kvferry

@@ -6,13 +6,14 @@
 
 namespace kvferry {
 
-FetchHandle::FetchHandle(std::vector<int64_t> pages, int64_t num_layers, int64_t total_bytes,
-                         std::function<void()> cancel, std::function<void()> on_done)
+FetchHandle::FetchHandle(std::shared_ptr<const PageRuns> pages, int64_t num_layers,
+                         int64_t total_bytes, std::function<void()> cancel,
+                         std::function<void()> on_done)
     : num_layers_(num_layers),
       cancel_(std::move(cancel)),
       on_done_(std::move(on_done)),
       status_(absl::UnavailableError("the fetch is still under way")),
-      missing_pages_(std::move(pages)) {
+      pages_(std::move(pages)) {
   report_.total_bytes = total_bytes;
 }
 
@@ -57,7 +58,7 @@ absl::Status FetchHandle::WaitLayer(int64_t layer, Deadline deadline) const {
 
 std::vector<int64_t> FetchHandle::missing_pages() const {
   MutexLock lock(&mutex_);
-  return missing_pages_;
+  return done_ ? missing_pages_ : pages_->ToPages();
 }
 
 FetchReport FetchHandle::report() const {
@@ -77,11 +78,13 @@ void FetchHandle::SetLayersDone(int64_t layers) {
 
 void FetchHandle::Finish(const absl::Status& status, std::vector<int64_t> missing_pages,
                          const FetchReport& report) {
+  std::shared_ptr<const PageRuns> pages;  // The last to hold the pool, perhaps: not under the lock.
   {
     MutexLock lock(&mutex_);
     done_ = true;
     status_ = status;
     if (status.ok()) layers_done_ = num_layers_;
+    pages = std::move(pages_);
     missing_pages_ = std::move(missing_pages);
     report_ = report;
     ended_.NotifyAll();

@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "base/clock.h"
 #include "base/mutex.h"
+#include "pool/page_runs.h"
 
 namespace kvferry {
 
@@ -47,8 +48,8 @@ class FetchHandle {
   // Asks for the end; done() follows shortly, with CANCELLED unless the fetch ended before.
   void Cancel();
 
-  // For the transport: the one that moves the data.
-  FetchHandle(std::vector<int64_t> pages, int64_t num_layers, int64_t total_bytes,
+  // For the transport: the one that moves the data. `pages` are let go of at the end.
+  FetchHandle(std::shared_ptr<const PageRuns> pages, int64_t num_layers, int64_t total_bytes,
               std::function<void()> cancel, std::function<void()> on_done = nullptr);
   void SetLayersDone(int64_t layers);
   void Finish(const absl::Status& status, std::vector<int64_t> missing_pages,
@@ -67,7 +68,8 @@ class FetchHandle {
   bool done_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
   int64_t layers_done_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::vector<int64_t> missing_pages_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<const PageRuns> pages_ ABSL_GUARDED_BY(mutex_);  // Null once done.
+  std::vector<int64_t> missing_pages_ ABSL_GUARDED_BY(mutex_);     // Once done.
   FetchReport report_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -102,18 +102,19 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
                                                    " pages of the ticket into ",
                                                    request.pages.num_pages(), " local pages"));
   }
-  if (request.positions.runs().size() > kMaxRuns) {
-    return absl::InvalidArgumentError(absl::StrCat("fetch: ", request.positions.runs().size(),
+  if (request.positions.num_runs() > kMaxRuns) {
+    return absl::InvalidArgumentError(absl::StrCat("fetch: ", request.positions.num_runs(),
                                                    " runs of pages, limit ", kMaxRuns,
                                                    "; fetch in several parts"));
   }
-  const std::vector<int64_t> pages = request.pages.ToPages();
   KVFERRY_ASSIGN_OR_RETURN(
-      StreamPlan plan,
+      StreamPlan made,
       StreamPlan::Create(options_.pool, std::move(request.pages), std::move(request.tail)));
+  const auto plan = std::make_shared<const StreamPlan>(std::move(made));
   const uint64_t id = awaited ? request.await_id : RandomId();
   auto handle = std::make_shared<FetchHandle>(
-      pages, plan.num_layers(), plan.total_bytes(),
+      std::shared_ptr<const PageRuns>(plan, &plan->pages()), plan->num_layers(),
+      plan->total_bytes(),
       [this, commands = commands_, id] {
         commands->Post([this, id] { receiver_->Cancel(id, absl::CancelledError("cancelled")); });
       },
@@ -122,7 +123,7 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
                         handle,
                         ticket,
                         std::move(request.positions),
-                        std::make_shared<const StreamPlan>(std::move(plan)),
+                        plan,
                         request.deadline,
                         Clock::now(),
                         request.peer,

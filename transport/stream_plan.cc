@@ -82,7 +82,7 @@ int64_t StreamPlan::BytesOfLayers(int64_t layers) const {
 }
 
 int64_t StreamPlan::mean_piece_bytes() const {
-  const auto runs = static_cast<int64_t>(pages_.runs().size());
+  const auto runs = static_cast<int64_t>(pages_.num_runs());
   const int64_t pieces = runs * pool_->layout().num_tensors();
   return std::max<int64_t>(1, pieces == 0 ? layer_bytes_ : layer_bytes_ / pieces);
 }

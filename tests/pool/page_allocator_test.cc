@@ -66,7 +66,7 @@ TEST(Allocator, PrefersTheTightestRunWithRoomToGrow) {
   EXPECT_EQ(Must(allocator.Allocate(10)).PageAt(0), 40);  // 15 pages: half as much again.
   EXPECT_EQ(Must(allocator.Allocate(10)).PageAt(0), 0);   // None has that: the tightest.
   // No single run holds 17: the longest first, and the rest from the tightest.
-  EXPECT_EQ(Must(allocator.Allocate(17)).runs().front(), (PageRun{20, 12}));
+  EXPECT_EQ(Must(allocator.Allocate(17)).Run(0), (PageRun{20, 12}));
   EXPECT_EQ(allocator.num_free_runs(), 1);
   EXPECT_EQ(allocator.num_free(), 1);
 }
@@ -76,7 +76,7 @@ TEST(Allocator, ExtendTakesWhatLiesBehind) {
   ASSERT_TRUE(IsOk(allocator.Allocate(4)));  // 0..3
   EXPECT_EQ(Must(allocator.Extend(3, 2)).ToPages(), (std::vector<int64_t>{4, 5}));
   ASSERT_TRUE(IsOk(allocator.Free(Pages({1, 2}))));
-  EXPECT_EQ(Must(allocator.Extend(0, 3)).runs().front(), (PageRun{1, 2}));
+  EXPECT_EQ(Must(allocator.Extend(0, 3)).Run(0), (PageRun{1, 2}));
   EXPECT_EQ(allocator.num_free(), 3);
 }
 
@@ -243,7 +243,7 @@ TEST(Allocator, AMillionRandomOperationsAgainstASet) {
         ASSERT_TRUE(IsOk(got));
         ASSERT_EQ(got->num_pages(), count);
         ASSERT_TRUE(model.Take(*got)) << "a page was handed out twice";
-        ASSERT_TRUE(count > longest || got->runs().size() == 1) << "a single run would have done";
+        ASSERT_TRUE(count > longest || got->num_runs() == 1) << "a single run would have done";
         held.push_back(got->ToPages());
       }
     } else if (choice < 15 && !held.empty()) {

@@ -11,10 +11,13 @@ namespace {
 
 PageRuns Runs(const std::vector<int64_t>& pages) { return Must(PageRuns::FromPages(pages)); }
 
+std::vector<PageRun> ListOf(const PageRuns& runs) {
+  return {runs.runs().begin(), runs.runs().end()};
+}
+
 TEST(Runs, Neighbours) {
   const PageRuns runs = Runs({4, 5, 6, 9, 10, 8, 8});
-  EXPECT_EQ(std::vector<PageRun>(runs.runs().begin(), runs.runs().end()),
-            (std::vector<PageRun>{{4, 3}, {9, 2}, {8, 1}, {8, 1}}));
+  EXPECT_EQ(ListOf(runs), (std::vector<PageRun>{{4, 3}, {9, 2}, {8, 1}, {8, 1}}));
   EXPECT_EQ(runs.ToPages(), (std::vector<int64_t>{4, 5, 6, 9, 10, 8, 8}));
 }
 
@@ -46,6 +49,16 @@ TEST(Runs, BadRuns) {
   }
 }
 
+TEST(Runs, AsFarAsTheyReach) {
+  const int64_t max = PageRuns::kMaxPages;
+  const PageRuns runs = Must(PageRuns::FromRuns(std::vector<PageRun>{{max, max - 1}, {7, 1}}));
+  EXPECT_EQ(ListOf(runs), (std::vector<PageRun>{{max, max - 1}, {7, 1}}));
+  EXPECT_EQ(runs.num_pages(), max);
+  EXPECT_EQ(runs.PageAt(max - 2), 2 * max - 2);
+  EXPECT_EQ(runs.PageAt(max - 1), 7);
+  EXPECT_EQ(PageRuns(PageRun{max, max}).num_pages(), max);
+}
+
 TEST(Runs, CheckWithin) {
   EXPECT_TRUE(IsOk(Runs({0, 9}).CheckWithin(10)));
   EXPECT_TRUE(
@@ -69,14 +82,15 @@ TEST(Runs, AgainstAVector) {
     const auto n = static_cast<int64_t>(pages.size());
     ASSERT_EQ(runs.num_pages(), n);
     ASSERT_EQ(runs.ToPages(), pages);
-    ASSERT_EQ(Must(PageRuns::FromRuns(runs.runs())).ToPages(), pages);
+    ASSERT_EQ(Must(PageRuns::FromRuns(ListOf(runs))).ToPages(), pages);
     for (int operation = 0; operation < 100; ++operation) {
       if (n > 0) {
         const int64_t position = static_cast<int64_t>(random() % pages.size());
         ASSERT_EQ(runs.PageAt(position), pages[position]);
         const size_t run = runs.RunAt(position);
         ASSERT_LT(position, runs.RunEnd(run));
-        ASSERT_GE(position, runs.RunEnd(run) - runs.runs()[run].count);
+        ASSERT_GE(position, runs.RunBegin(run));
+        ASSERT_EQ(runs.RunEnd(run) - runs.RunBegin(run), runs.Run(run).count);
       }
       const int64_t first = static_cast<int64_t>(random() % 64) - 2;
       const int64_t length = static_cast<int64_t>(random() % 64) - 2;

@@ -7,16 +7,9 @@
 #include <memory>
 #include <random>
 
+#include "tests/support/sanitized.h"
 #include "tests/transport/sample_messages.h"
 #include "transport/control/codec.h"
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define KVFERRY_SANITIZED 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define KVFERRY_SANITIZED 1
-#endif
-#endif
 
 namespace kvferry {
 namespace {

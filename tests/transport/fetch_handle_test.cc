@@ -11,9 +11,13 @@
 namespace kvferry {
 namespace {
 
+std::shared_ptr<const PageRuns> Pages(const std::vector<int64_t>& pages) {
+  return std::make_shared<const PageRuns>(Must(PageRuns::FromPages(pages)));
+}
+
 TEST(Handle, LifeOfASuccess) {
   int cancels = 0;
-  FetchHandle handle({3, 4}, 3, 600, [&] { ++cancels; });
+  FetchHandle handle(Pages({3, 4}), 3, 600, [&] { ++cancels; });
   EXPECT_FALSE(handle.done());
   EXPECT_TRUE(absl::IsUnavailable(handle.status()));
   EXPECT_EQ(handle.missing_pages(), (std::vector<int64_t>{3, 4}));
@@ -25,6 +29,7 @@ TEST(Handle, LifeOfASuccess) {
   handle.Cancel();
   EXPECT_EQ(cancels, 1);
   handle.Finish(absl::OkStatus(), {}, {600, 600, 0.5, 1.5});
+  EXPECT_TRUE(handle.missing_pages().empty());
   EXPECT_TRUE(handle.done());
   EXPECT_TRUE(IsOk(handle.Wait(Clock::now())));
   EXPECT_TRUE(IsOk(handle.WaitLayer(2, Clock::now())));
@@ -35,7 +40,7 @@ TEST(Handle, LifeOfASuccess) {
 }
 
 TEST(Handle, FailureIsWhatEveryWaiterGets) {
-  FetchHandle handle({3, 4}, 3, 600, [] {});
+  FetchHandle handle(Pages({3, 4}), 3, 600, [] {});
   handle.SetLayersDone(1);
   handle.Finish(absl::DataLossError("bad"), {4}, {600, 300, 0, 0});
   EXPECT_TRUE(Fails(handle.Wait(Soon()), absl::StatusCode::kDataLoss, "bad"));
@@ -46,7 +51,7 @@ TEST(Handle, FailureIsWhatEveryWaiterGets) {
 }
 
 TEST(Handle, WaitersOnOtherThreadsWakeUp) {
-  FetchHandle handle({3}, 4, 400, [] {});
+  FetchHandle handle(Pages({3}), 4, 400, [] {});
   std::vector<std::thread> threads;
   std::atomic<int> in_order{0};
   for (int64_t layer = 0; layer < 4; ++layer) {
@@ -67,7 +72,7 @@ TEST(Handle, OnDoneIsCalledOnceItIsDone) {
   int calls = 0;
   FetchHandle* seen = nullptr;
   FetchHandle handle(
-      {1}, 1, 10, [] {},
+      Pages({1}), 1, 10, [] {},
       [&] {
         ++calls;
         EXPECT_TRUE(seen->done());

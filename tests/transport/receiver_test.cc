@@ -41,11 +41,14 @@ class ReceiverAlone : public testing::Test {
   StreamPlan Plan(const std::shared_ptr<KvPool>& pool, const std::vector<int64_t>& pages) {
     return Must(StreamPlan::Create(pool, Must(PageRuns::FromPages(pages))));
   }
+  static std::shared_ptr<FetchHandle> HandleOf(const StreamPlan& plan) {
+    return std::make_shared<FetchHandle>(std::make_shared<const PageRuns>(plan.pages()),
+                                         plan.num_layers(), plan.total_bytes(), [] {});
+  }
   std::shared_ptr<FetchHandle> Begin(uint64_t id = kId, Deadline deadline = DeadlineInMs(60000),
                                      const PeerKey& peer = kPeer) {
     StreamPlan plan = Plan(target_, local_);
-    auto handle =
-        std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
+    auto handle = HandleOf(plan);
     const Ticket ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0};
     const PageRun all{0, static_cast<int64_t>(local_.size())};
     receiver_.Add({id, handle, ticket, Must(PageRuns::FromRuns({&all, 1})),
@@ -272,7 +275,7 @@ TEST_F(ReceiverAlone, ChunksOfUnknownTransfersAreDropped) {
 
 TEST_F(ReceiverAlone, ChunksBeforeTheRequestAreDropped) {
   StreamPlan plan = Plan(target_, local_);
-  auto handle = std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
+  auto handle = HandleOf(plan);
   const PageRun all{0, 6};
   receiver_.Add({kId, handle, Ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0},
                  Must(PageRuns::FromRuns({&all, 1})),
@@ -401,7 +404,7 @@ TEST_F(ReceiverAlone, CreditsGrowAndNeverExceedWhatWasWritten) {
 
 TEST_F(ReceiverAlone, AnotherEpochEndsTheFetchBeforeItIsAskedFor) {
   StreamPlan plan = Plan(target_, local_);
-  auto handle = std::make_shared<FetchHandle>(local_, plan.num_layers(), plan.total_bytes(), [] {});
+  auto handle = HandleOf(plan);
   const PageRun all{0, 6};
   receiver_.Add({kId, handle, Ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0},
                  Must(PageRuns::FromRuns({&all, 1})),

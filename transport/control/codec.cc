@@ -70,8 +70,8 @@ void PackLayout(Writer& writer, const KvLayout& layout) {
 
 void PackRuns(Writer& writer, const PageRuns& positions) {
   writer.Key("runs");
-  writer.packer.pack_array(static_cast<uint32_t>(2 * positions.runs().size()));
-  for (const PageRun& run : positions.runs()) {
+  writer.packer.pack_array(static_cast<uint32_t>(2 * positions.num_runs()));
+  for (const PageRun run : positions.runs()) {
     writer.packer.pack(static_cast<uint64_t>(run.first));
     writer.packer.pack(static_cast<uint64_t>(run.count));
   }
