@@ -110,6 +110,11 @@ int64_t PageAllocator::ExtendByOne(int64_t last_page) {
   return last_page + 1;
 }
 
+int64_t PageAllocator::FirstNotAllocated(PageRun run) const {
+  if (run.first < reserved_ || run.first >= num_pages_) return run.first;
+  return free_.FirstFree({run.first, std::min(run.count, num_pages_ - run.first)});
+}
+
 template <typename Runs>
 absl::Status PageAllocator::CheckAllocated(const Runs& sorted) const {
   int64_t previous_end = reserved_;

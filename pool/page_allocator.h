@@ -48,6 +48,8 @@ class PageAllocator {
   bool IsAllocated(int64_t page) const {
     return page >= reserved_ && page < num_pages_ && !free_.IsFree(page);
   }
+  // The first page of `run` that is not, or the one behind it when all are.
+  int64_t FirstNotAllocated(PageRun run) const;
 
   int64_t num_pages() const { return num_pages_; }
   int64_t num_free() const { return free_.num_free(); }

@@ -208,50 +208,66 @@ absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Decode(
 
 // ---------------------------------------------------------------- freeing
 
-// Notes the pages of neighbouring slots [first, first + count), each once.
-absl::Status TokenSlotAllocator::NotePages(int64_t first, int64_t count,
-                                           std::vector<int64_t>* pages) const {
+// Notes the pages of neighbouring slots [first, first + count).
+absl::Status TokenSlotAllocator::NoteRun(int64_t first, int64_t count, Runs* runs) const {
   if (first < 0) return NotAllocated(first);
-  const int64_t last_page = PageOf(first + count - 1);
-  for (int64_t page = PageOf(first); page <= last_page; ++page) {
-    if (page_size_ > 1 && !pages->empty() && page == pages->back()) continue;
-    const int64_t slot = std::max(first, page * page_size_);
-    if (!pages_.IsAllocated(page)) return NotAllocated(slot);
-    if (in_group_ && group_.contains(page)) {
-      if (page_size_ == 1) return NotAllocated(slot);
-      continue;
-    }
-    pages->push_back(page);
+  PageRun run{PageOf(first), 0};
+  const int64_t end = PageOf(first + count - 1) + 1;
+  run.count = end - run.first;
+  const int64_t wrong = pages_.FirstNotAllocated(run);
+  if (wrong < end) return NotAllocated(std::max(first, wrong * page_size_));
+  // Slots of a page may come in several calls; a page of one token has no second.
+  for (int64_t page = run.first; in_group_ && page_size_ == 1 && page < end; ++page) {
+    if (group_.contains(page)) return NotAllocated(page);
+  }
+  if (!runs->empty() && runs->back().first + runs->back().count == run.first) {
+    runs->back().count += run.count;
+  } else {
+    runs->push_back(run);
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<int64_t>> TokenSlotAllocator::PagesOf(
+// In ascending order, each page once.
+absl::StatusOr<TokenSlotAllocator::Runs> TokenSlotAllocator::RunsOf(
     std::span<const int32_t> slots) const {
-  std::vector<int64_t> pages;
+  Runs runs;
   for (size_t i = 0; i < slots.size();) {
     const size_t count = NeighboursFrom(slots.subspan(i));
-    KVFERRY_RETURN_IF_ERROR(NotePages(slots[i], static_cast<int64_t>(count), &pages));
+    KVFERRY_RETURN_IF_ERROR(NoteRun(slots[i], static_cast<int64_t>(count), &runs));
     i += count;
   }
-  if (!std::is_sorted(pages.begin(), pages.end())) std::sort(pages.begin(), pages.end());
-  const auto twice = std::adjacent_find(pages.begin(), pages.end());
-  if (twice != pages.end() && page_size_ == 1) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("slot allocator: slot ", *twice, " is freed twice in one list"));
+  const auto by_place = [](const PageRun& a, const PageRun& b) { return a.first < b.first; };
+  if (!std::is_sorted(runs.begin(), runs.end(), by_place)) {
+    std::sort(runs.begin(), runs.end(), by_place);
   }
-  pages.erase(std::unique(twice, pages.end()), pages.end());
-  return pages;
+  size_t kept = 0;
+  for (const PageRun run : runs) {
+    if (kept == 0 || run.first >= runs[kept - 1].first + runs[kept - 1].count) {
+      runs[kept++] = run;
+      continue;
+    }
+    if (page_size_ == 1) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("slot allocator: slot ", run.first, " is freed twice in one list"));
+    }
+    PageRun& last = runs[kept - 1];
+    last.count = std::max(last.count, run.first + run.count - last.first);
+  }
+  runs.resize(kept);
+  return runs;
 }
 
 absl::Status TokenSlotAllocator::Free(std::span<const int32_t> slots) {
-  KVFERRY_ASSIGN_OR_RETURN(const std::vector<int64_t> pages, PagesOf(slots));
-  if (in_group_) {
-    group_.insert(pages.begin(), pages.end());
-    return absl::OkStatus();
+  KVFERRY_ASSIGN_OR_RETURN(const Runs runs, RunsOf(slots));
+  if (!in_group_) {
+    KVFERRY_ASSIGN_OR_RETURN(const PageRuns pages, PageRuns::FromRuns(runs));
+    return pages_.Free(pages);
   }
-  KVFERRY_ASSIGN_OR_RETURN(const PageRuns runs, PageRuns::FromPages(pages));
-  return pages_.Free(runs);
+  for (const PageRun& run : runs) {
+    for (int64_t i = 0; i < run.count; ++i) group_.insert(run.first + i);
+  }
+  return absl::OkStatus();
 }
 
 void TokenSlotAllocator::EndFreeGroup() {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_set.h"
+#include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "pool/page_allocator.h"
@@ -81,8 +82,9 @@ class TokenSlotAllocator {
   int64_t PageOf(int64_t slot) const {
     return page_shift_ < 0 ? slot / page_size_ : slot >> page_shift_;
   }
-  absl::Status NotePages(int64_t first, int64_t count, std::vector<int64_t>* pages) const;
-  absl::StatusOr<std::vector<int64_t>> PagesOf(std::span<const int32_t> slots) const;
+  using Runs = absl::InlinedVector<PageRun, 8>;
+  absl::Status NoteRun(int64_t first, int64_t count, Runs* runs) const;
+  absl::StatusOr<Runs> RunsOf(std::span<const int32_t> slots) const;
 
   PageAllocator pages_;
   int64_t page_size_;
