@@ -7,10 +7,12 @@
 #include <sched.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
@@ -39,7 +41,7 @@ constexpr size_t kChunkBytes = 1 << 20;  // kvferry's.
 struct Request {
   uint64_t offset = 0;
   uint64_t bytes = 0;
-  uint64_t item_bytes = 0;  // 0: as it lies.
+  BulkTcp::Items items;
 };
 
 absl::Status Errno(const char* what) {
@@ -92,27 +94,76 @@ std::vector<std::byte> ChunkOf(size_t item_bytes) {
   return std::vector<std::byte>(std::max(kChunkBytes, item_bytes));
 }
 
-absl::Status SendItems(int fd, const std::byte* share, const Request& request) {
-  std::vector<std::byte> chunk = ChunkOf(request.item_bytes);
-  return ForEachChunk(request.bytes, request.item_bytes, [&](size_t bytes, const auto& for_each) {
+absl::Status SendPacked(int fd, const std::byte* share, size_t bytes, size_t item_bytes) {
+  std::vector<std::byte> chunk = ChunkOf(item_bytes);
+  return ForEachChunk(bytes, item_bytes, [&](size_t chunk_bytes, const auto& for_each) {
     for_each([&](size_t place, size_t packed, size_t next) {
-      PrefetchStart(share + next, request.item_bytes);
-      std::memcpy(chunk.data() + packed, share + place, request.item_bytes);
+      PrefetchStart(share + next, item_bytes);
+      std::memcpy(chunk.data() + packed, share + place, item_bytes);
     });
-    return SendAll(fd, chunk.data(), bytes);
+    return SendAll(fd, chunk.data(), chunk_bytes);
   });
 }
 
-absl::Status ReceiveItems(int fd, std::byte* share, const Request& request) {
-  std::vector<std::byte> chunk = ChunkOf(request.item_bytes);
-  return ForEachChunk(request.bytes, request.item_bytes, [&](size_t bytes, const auto& for_each) {
-    KVFERRY_RETURN_IF_ERROR(ReceiveAll(fd, chunk.data(), bytes));
+absl::Status ReceivePacked(int fd, std::byte* share, size_t bytes, size_t item_bytes) {
+  std::vector<std::byte> chunk = ChunkOf(item_bytes);
+  return ForEachChunk(bytes, item_bytes, [&](size_t chunk_bytes, const auto& for_each) {
+    KVFERRY_RETURN_IF_ERROR(ReceiveAll(fd, chunk.data(), chunk_bytes));
     for_each([&](size_t place, size_t packed, size_t /*next*/) {
-      BulkCopy(share + place, chunk.data() + packed, request.item_bytes);
+      BulkCopy(share + place, chunk.data() + packed, item_bytes);
     });
     FinishBulkCopies();
     return absl::OkStatus();
   });
+}
+
+// Calls move(msghdr*), sendmsg(2) or recvmsg(2), until all pieces have gone or come.
+template <typename Move>
+absl::Status MovePieces(std::vector<iovec>* pieces, const Move& move) {
+  for (size_t at = 0; at < pieces->size();) {
+    msghdr message{};
+    message.msg_iov = &(*pieces)[at];
+    message.msg_iovlen = std::min<size_t>(IOV_MAX, pieces->size() - at);
+    const ssize_t n = move(&message);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return Errno("sendmsg or recvmsg");
+    for (auto left = static_cast<size_t>(n); left > 0;) {
+      iovec& piece = (*pieces)[at];
+      const size_t take = std::min(left, piece.iov_len);
+      piece = {static_cast<char*>(piece.iov_base) + take, piece.iov_len - take};
+      left -= take;
+      if (piece.iov_len == 0) ++at;
+    }
+  }
+  return absl::OkStatus();
+}
+
+template <typename Move>
+absl::Status MoveStraight(std::byte* share, size_t bytes, size_t item_bytes, const Move& move) {
+  std::vector<iovec> pieces;
+  return ForEachChunk(bytes, item_bytes, [&](size_t /*chunk_bytes*/, const auto& for_each) {
+    pieces.clear();
+    for_each([&](size_t place, size_t /*packed*/, size_t /*next*/) {
+      pieces.push_back({share + place, item_bytes});
+    });
+    return MovePieces(&pieces, move);
+  });
+}
+
+absl::Status SendShare(int fd, std::byte* share, const Request& request) {
+  const auto [item_bytes, straight] = request.items;
+  if (item_bytes == 0) return SendAll(fd, share, request.bytes);
+  if (!straight) return SendPacked(fd, share, request.bytes, item_bytes);
+  return MoveStraight(share, request.bytes, item_bytes,
+                      [fd](const msghdr* message) { return sendmsg(fd, message, MSG_NOSIGNAL); });
+}
+
+absl::Status ReceiveShare(int fd, std::byte* share, const Request& request) {
+  const auto [item_bytes, straight] = request.items;
+  if (item_bytes == 0) return ReceiveAll(fd, share, request.bytes);
+  if (!straight) return ReceivePacked(fd, share, request.bytes, item_bytes);
+  return MoveStraight(share, request.bytes, item_bytes,
+                      [fd](msghdr* message) { return recvmsg(fd, message, 0); });
 }
 
 void SetTimeouts(int fd) {
@@ -171,17 +222,15 @@ absl::Status Join(const std::string& netns) {
   return absl::OkStatus();
 }
 
-absl::Status Answer(int fd, const Request& request, std::span<const std::byte> source) {
+absl::Status Answer(int fd, const Request& request, std::span<std::byte> source) {
   const double before = examples::CpuSeconds();
-  const std::byte* const share = source.data() + request.offset;
-  KVFERRY_RETURN_IF_ERROR(request.item_bytes == 0 ? SendAll(fd, share, request.bytes)
-                                                  : SendItems(fd, share, request));
+  KVFERRY_RETURN_IF_ERROR(SendShare(fd, source.data() + request.offset, request));
   const double cpu = examples::CpuSeconds() - before;
   return SendAll(fd, &cpu, sizeof(cpu));
 }
 
 // A child: answers requests until the parent has gone. It sleeps in between, however long.
-absl::Status Serve(int listener, const std::string& netns, std::span<const std::byte> source) {
+absl::Status Serve(int listener, const std::string& netns, std::span<std::byte> source) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   KVFERRY_ASSIGN_OR_RETURN(const sockaddr_in address, AddressOf(listener));
   KVFERRY_RETURN_IF_ERROR(Join(netns));
@@ -214,7 +263,7 @@ absl::StatusOr<std::unique_ptr<BulkTcp>> BulkTcp::Start(const Options& options) 
 }
 
 absl::Status BulkTcp::AddStream(int listener, const std::string& netns,
-                                std::span<const std::byte> source) {
+                                std::span<std::byte> source) {
   const pid_t child = fork();
   if (child < 0) return Errno("fork");
   if (child == 0) {
@@ -231,28 +280,26 @@ absl::Status BulkTcp::AddStream(int listener, const std::string& netns,
   return absl::OkStatus();
 }
 
-absl::StatusOr<double> BulkTcp::Receive(int stream, size_t first, size_t end, size_t item_bytes) {
+absl::StatusOr<double> BulkTcp::Receive(int stream, size_t first, size_t end, Items items) {
   const int fd = streams_[static_cast<size_t>(stream)].get();
-  const Request request{first, end - first, item_bytes};
-  std::byte* const share = bytes_.data() + first;
+  const Request request{first, end - first, items};
   KVFERRY_RETURN_IF_ERROR(SendAll(fd, &request, sizeof(request)));
-  KVFERRY_RETURN_IF_ERROR(item_bytes == 0 ? ReceiveAll(fd, share, request.bytes)
-                                          : ReceiveItems(fd, share, request));
+  KVFERRY_RETURN_IF_ERROR(ReceiveShare(fd, bytes_.data() + first, request));
   double cpu = 0;
   KVFERRY_RETURN_IF_ERROR(ReceiveAll(fd, &cpu, sizeof(cpu)));
   return cpu;
 }
 
-absl::StatusOr<BulkTcp::Result> BulkTcp::Measure(size_t bytes, int streams, size_t item_bytes) {
+absl::StatusOr<BulkTcp::Result> BulkTcp::Measure(size_t bytes, int streams, Items items) {
   if (bytes > bytes_.size() || streams < 1 || static_cast<size_t>(streams) > streams_.size()) {
     return absl::InvalidArgumentError(absl::StrCat("cannot send ", bytes, " bytes over ", streams,
                                                    " streams; at most ", bytes_.size(), " over ",
                                                    streams_.size()));
   }
-  const size_t unit = std::max<size_t>(1, item_bytes);
+  const size_t unit = std::max<size_t>(1, items.bytes);
   if (bytes % unit != 0) {
     return absl::InvalidArgumentError(
-        absl::StrCat(bytes, " bytes are no whole number of items of ", item_bytes));
+        absl::StrCat(bytes, " bytes are no whole number of items of ", items.bytes));
   }
   const auto count = static_cast<size_t>(streams);
   const auto share = [&](size_t stream) { return bytes / unit * stream / count * unit; };
@@ -261,7 +308,7 @@ absl::StatusOr<BulkTcp::Result> BulkTcp::Measure(size_t bytes, int streams, size
   const Deadline begin = Clock::now();
   OnThreads(streams, [&](int stream) {
     const auto i = static_cast<size_t>(stream);
-    sender_cpu[i] = Receive(stream, share(i), share(i + 1), item_bytes);
+    sender_cpu[i] = Receive(stream, share(i), share(i + 1), items);
   });
   Result result{SecondsBetween(begin, Clock::now()), examples::CpuSeconds() - cpu_before};
   for (const absl::StatusOr<double>& cpu : sender_cpu) {

@@ -1,7 +1,8 @@
 #pragma once
 
 // Plain TCP streams from child processes to this one: what the kernel allows, without any protocol;
-// as they are, or with the two copies of whoever packs scattered items to send them.
+// of bytes as they lie, or of scattered items, with the two copies of whoever packs them or straight
+// from where they are to where they go.
 
 #include <cstddef>
 #include <cstdint>
@@ -26,6 +27,13 @@ class BulkTcp {
     // The network namespace that the children join, as a file (/run/netns/NAME); "": this one.
     std::string senders_netns;
   };
+  // What is sent: items of `bytes` each in random order, or, if 0, all as it lies.
+  struct Items {
+    size_t bytes = 0;
+    // The kernel takes and brings them piece by piece (sendmsg(2), recvmsg(2)). Else the child gathers
+    // them into chunks of 1 MiB, and this process scatters those.
+    bool straight = false;
+  };
   struct Result {
     double seconds = 0;  // From the request until the last byte has come.
     double cpu = 0;      // Of all processes meanwhile.
@@ -35,17 +43,15 @@ class BulkTcp {
   static absl::StatusOr<std::unique_ptr<BulkTcp>> Start(const Options& options);
 
   // Has `streams` children send an equal part of `bytes` each, at once, out of one buffer into
-  // another, and compares what came with what was sent; the latter is not timed. With `item_bytes`
-  // (a divisor of `bytes`) the items of each part are sent in random order, gathered into chunks
-  // of 1 MiB by the child and scattered by this process to where they were. INVALID_ARGUMENT
-  // for more of either than there are, UNAVAILABLE when a child has gone, DATA_LOSS for other
-  // bytes.
-  absl::StatusOr<Result> Measure(size_t bytes, int streams, size_t item_bytes = 0);
+  // another, to the same places, and compares what came with what was sent; the latter is not timed.
+  // Items divide `bytes`. INVALID_ARGUMENT for more of either than there are, UNAVAILABLE when
+  // a child has gone, DATA_LOSS for other bytes.
+  absl::StatusOr<Result> Measure(size_t bytes, int streams, Items items);
 
  private:
-  absl::Status AddStream(int listener, const std::string& netns, std::span<const std::byte> source);
+  absl::Status AddStream(int listener, const std::string& netns, std::span<std::byte> source);
   // Bytes [first, end); returns the sender's CPU seconds.
-  absl::StatusOr<double> Receive(int stream, size_t first, size_t end, size_t item_bytes);
+  absl::StatusOr<double> Receive(int stream, size_t first, size_t end, Items items);
 
   std::shared_ptr<std::byte> memory_;
   std::span<std::byte> bytes_;

@@ -3,8 +3,9 @@
 //   memcpy THREADS SALT LOCAL REMOTE   copies the pages of one pool to another of this process, one
 //                                      memcpy a page and buffer, in the order of kvferry's stream;
 //                                      then compares
-//   tcp STREAMS BYTES ITEM             as many bytes from child processes (bulk_tcp.h), as they lie
-//                                      if ITEM is 0, else in items of as many bytes at random
+//   tcp STREAMS BYTES ITEM HOW         as many bytes from child processes (bulk_tcp.h), as they lie
+//                                      if ITEM is 0, else in items of as many bytes at random, which
+//                                      are moved as HOW says: "packed" or "straight"
 //
 // Both answer {"seconds": S, "cpu": of all processes, "verified": true}.
 
@@ -46,7 +47,11 @@ Answer MeasureTcp(BulkTcp* tcp, const Words& words) {
   KVFERRY_ASSIGN_OR_RETURN(const int streams, ParseNumber<int>(words[0]));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t bytes, ParseNumber<uint64_t>(words[1]));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t item_bytes, ParseNumber<uint64_t>(words[2]));
-  KVFERRY_ASSIGN_OR_RETURN(const BulkTcp::Result result, tcp->Measure(bytes, streams, item_bytes));
+  if (words[3] != "packed" && words[3] != "straight") {
+    return absl::InvalidArgumentError(absl::StrCat("'", words[3], "' is no way to move items"));
+  }
+  const BulkTcp::Items items{item_bytes, words[3] == "straight"};
+  KVFERRY_ASSIGN_OR_RETURN(const BulkTcp::Result result, tcp->Measure(bytes, streams, items));
   return Verified(result.seconds, result.cpu);
 }
 
@@ -111,7 +116,7 @@ absl::StatusOr<int> Run(const Flags& flags) {
   Driver driver(source);
   driver.Add("memcpy", 4,
              [&](const Words& words) { return MeasureMemcpy(*source, *target, words); });
-  driver.Add("tcp", 3, [&](const Words& words) { return MeasureTcp(tcp.get(), words); });
+  driver.Add("tcp", 4, [&](const Words& words) { return MeasureTcp(tcp.get(), words); });
   return driver.Run();
 }
 

@@ -52,7 +52,7 @@ class Part:
     peers: dict  # Column: the systems of which it shows the fastest. NIXL has columns of its own.
     limits: tuple  # Of the machine, systems' names.
     variants: tuple = ()  # Of kvferry.
-    packed: dict = dataclasses.field(default_factory=dict)  # Limit of who packs: of what of ours.
+    items: dict = dataclasses.field(default_factory=dict)  # Limit of scattered items: of what.
     ways: dict = dataclasses.field(default_factory=dict)  # That kvferry chooses from: how to force.
 
 
@@ -65,11 +65,16 @@ HOST_VARIANTS = (
     Variant("2 threads", ("memcpy 2",), "x 2", settings=("copy_threads=2",)),
     Variant("arena", NIXL, "arena x NIXL", flags=("--private-pool",)),
 )
-PACKED = {"packed 1": "kvferry", "packed 2": "2 lanes"}
+TCP_ITEMS = {
+    "packed 1": "kvferry",
+    "packed 2": "2 lanes",
+    "straight 1": "kvferry",
+    "straight 2": "2 lanes",
+}
 TCP_WAYS = {"packed": "network_path=packed", "direct": "network_path=direct"}
 HOST_WAYS = {"in place": "same_host_path=in_place", "gathered": "same_host_path=arena"}
 PARTS = {
-    "tcp": Part("tcp", "over TCP", "ucx", TCP_PEERS, TCP_LIMITS, TCP_VARIANTS, PACKED, TCP_WAYS),
+    "tcp": Part("tcp", "over TCP", "ucx", TCP_PEERS, TCP_LIMITS, TCP_VARIANTS, TCP_ITEMS, TCP_WAYS),
     "host": Part(
         "host", "on the same host", "auto", {}, HOST_LIMITS, HOST_VARIANTS, ways=HOST_WAYS
     ),

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SALT = 7
 MEMCPY_THREADS = (1, 2)
 TCP_STREAMS = (1, 2, 4)
-PACKED_STREAMS = (1, 2)
+ITEM_STREAMS = (1, 2)
 MOONCAKE = {"MC_LOG_LEVEL": "WARNING"}  # What it warns of is the reason when it fails.
 
 
@@ -221,9 +221,13 @@ def tcp_limits(lists, stage, build):
     if stage.network.source.netns:
         command += ["--tcp-senders-netns", f"/run/netns/{stage.network.source.netns}"]
     driver = stage.start(stage.network.target, command)
-    bulk = [(f"tcp {streams}", streams, 0) for streams in TCP_STREAMS]
-    packed = [(f"packed {streams}", streams, shape.page_bytes) for streams in PACKED_STREAMS]
+    bulk = [(f"tcp {streams}", streams, 0, "packed") for streams in TCP_STREAMS]
+    items = [
+        (f"{how} {streams}", streams, shape.page_bytes, how)
+        for how in ("packed", "straight")
+        for streams in ITEM_STREAMS
+    ]
     return [
-        Limit(name, lists, driver, ("tcp", streams, shape.request_bytes, item_bytes))
-        for name, streams, item_bytes in bulk + packed
+        Limit(name, lists, driver, ("tcp", streams, shape.request_bytes, item_bytes, how))
+        for name, streams, item_bytes, how in bulk + items
     ]

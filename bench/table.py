@@ -99,14 +99,14 @@ def all_columns(part):
             ),
         )
     ]
-    packed = [
+    items = [
         column
-        for name, ours in part.packed.items()
+        for name, ours in part.items.items()
         for column in (rate(name, [name], "limits"), ratio(f"x {name}", [name], "limits", ours))
     ]
     ways = [rate(name, [name], "ways") for name in part.ways]
     chosen = ratio("x best way", list(part.ways), "ways")
-    return [*FIRST, *peers, *limits, *ratios, *variants, *packed, *ways, chosen, *LAST]
+    return [*FIRST, *peers, *limits, *ratios, *variants, *items, *ways, chosen, *LAST]
 
 
 class Table:
