@@ -147,11 +147,10 @@ absl::Status PageAllocator::FreeSorted(const Runs& sorted) {
 }
 
 absl::Status PageAllocator::Free(const PageRuns& pages) {
-  const auto by_place = [](const PageRun& a, const PageRun& b) { return a.first < b.first; };
   const auto runs = pages.runs();
-  if (std::is_sorted(runs.begin(), runs.end(), by_place)) return FreeSorted(runs);
+  if (std::is_sorted(runs.begin(), runs.end(), BeginsBefore)) return FreeSorted(runs);
   absl::InlinedVector<PageRun, 8> sorted(runs.begin(), runs.end());
-  std::sort(sorted.begin(), sorted.end(), by_place);
+  std::sort(sorted.begin(), sorted.end(), BeginsBefore);
   return FreeSorted(sorted);
 }
 

@@ -43,6 +43,7 @@ absl::StatusOr<PageRuns> PageRuns::FromRuns(std::span<const PageRun> runs) {
     }
     result.Append(run);
   }
+  result.runs_.shrink_to_fit();
   return result;
 }
 

@@ -20,6 +20,9 @@ struct PageRun {
   bool operator==(const PageRun&) const = default;
 };
 
+// To sort runs by place.
+inline bool BeginsBefore(const PageRun& a, const PageRun& b) { return a.first < b.first; }
+
 // A list of page ids in order, run-length coded. The position of a page is its index in the list.
 // Immutable once made; thread-compatible; memory is 8 bytes a run, whatever the number of pages.
 class PageRuns {

@@ -237,9 +237,8 @@ absl::StatusOr<TokenSlotAllocator::Runs> TokenSlotAllocator::RunsOf(
     KVFERRY_RETURN_IF_ERROR(NoteRun(slots[i], static_cast<int64_t>(count), &runs));
     i += count;
   }
-  const auto by_place = [](const PageRun& a, const PageRun& b) { return a.first < b.first; };
-  if (!std::is_sorted(runs.begin(), runs.end(), by_place)) {
-    std::sort(runs.begin(), runs.end(), by_place);
+  if (!std::is_sorted(runs.begin(), runs.end(), BeginsBefore)) {
+    std::sort(runs.begin(), runs.end(), BeginsBefore);
   }
   size_t kept = 0;
   for (const PageRun run : runs) {

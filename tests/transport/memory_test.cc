@@ -55,13 +55,7 @@ TEST_F(MemoryOfManyRuns, OfAFetch) {
   request.deadline = Soon();
   request.await_id = 7;  // Nobody comes.
   const auto handle = Must(node->Fetch(std::move(request)));
-  const auto active = [&] {
-    for (const auto& [name, value] : node->Metrics()) {
-      if (name == "fetches_active") return value == 1;
-    }
-    return false;
-  };
-  ASSERT_TRUE(WaitFor(active, Soon()));
+  ASSERT_TRUE(WaitFor([&] { return Metric(*node, "fetches_active") == 1; }, Soon()));
   EXPECT_LE((BytesInUse() - before) / kRuns, kMostBytesARun);
   EXPECT_EQ(handle->missing_pages(), pages_);
 }
