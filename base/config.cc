@@ -37,6 +37,7 @@ constexpr std::array kFields = {
     Field{"listen_port", &Config::listen_port, 0, 65535},
     Field{"allowed_hosts", &Config::allowed_hosts},
     Field{"allow_insecure_network", &Config::allow_insecure_network},
+    Field{"data_port", &Config::data_port, 0, 65535},
     Field{"net_device", &Config::net_device},
     Field{"ucx_tls", &Config::ucx_tls},
     Field{"network_path", &Config::network_path},
@@ -62,7 +63,7 @@ constexpr std::array kFields = {
     Field{"max_leases", &Config::max_leases, 1, 1 << 24},
 };
 
-constexpr std::array<absl::string_view, 4> kSameHostPaths = {"auto", "in_place", "arena", "ucx"};
+constexpr std::array<absl::string_view, 4> kSameHostPaths = {"auto", "in_place", "arena", "network"};
 constexpr std::array<absl::string_view, 3> kNetworkPaths = {"packed", "direct", "auto"};
 
 const Field* FindField(absl::string_view name) {

@@ -27,29 +27,33 @@ struct Config {
   bool allow_insecure_network = false;
 
   // --- Data plane ---
-  // Network interface for UCX, e.g. "eth0". Empty: "lo" when listen_host is loopback, else UCX's
-  // choice.
+  // Port that an endpoint which listens takes connections for chunks on, all of its peers' and lanes'.
+  // Port 0 takes a free one.
+  int64_t data_port = 0;
+  // Network interface for chunks, e.g. "eth0". Empty: that of listen_host; with ucx_tls "lo" when
+  // listen_host is loopback, else UCX's choice.
   std::string net_device;
-  // UCX transports (UCX_TLS). Only plain active messages are used on them.
-  std::string ucx_tls = "tcp";
+  // UCX transports (UCX_TLS) that chunks go over, such as rc; only plain active messages are used.
+  // Empty: none, chunks go over TCP without UCX. The same on both sides.
+  std::string ucx_tls;
   // How KV comes to peers over a network: "packed", in chunks that this side has gathered, over any;
   // "direct", they read it out of this side's pool with one-sided reads, where the network has them;
   // "auto", the quicker one for each transfer. Direct reads have not been run on RDMA hardware yet.
   std::string network_path = "packed";
   // UCX transports for those reads, of a UCX context of their own. Never tcp: UCX would emulate.
   std::string direct_tls = "rc";
-  // Connections to each peer over UCX, each with a thread of its own: one for as many threads as may
+  // Connections to each peer over a network, each with a thread of its own: one for as many threads as may
   // work on transfers. Both sides use the smaller number.
   int64_t lanes = 1;
   // How KV comes to peers on this host: "in_place", they copy out of this side's pool, where it lies
   // in memory that kvferry made, else as "arena"; "arena", out of chunks gathered in shared memory;
-  // "ucx", as over a network; "auto", the quicker one of the first two for each transfer.
+  // "network", as to peers on other hosts; "auto", the quicker one of the first two for each transfer.
   std::string same_host_path = "auto";
   int64_t copy_threads = 1;           // That copy what a peer on this host has in a shared pool.
   int64_t chunk_bytes = 1 << 20;      // Packed path: bytes of one chunk.
   int64_t arena_bytes = 64 << 20;     // Packed path: all chunks being gathered or sent, all peers.
   int64_t credits_per_transfer = 16;  // Chunks a sender may have unacknowledged per transfer.
-  bool checksum = false;              // XXH3 of each chunk, verified before it is scattered.
+  bool checksum = false;              // XXH3 of each chunk, verified before it counts as arrived.
 
   // --- Time ---
   int64_t heartbeat_interval_ms = 1000;

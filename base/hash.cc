@@ -18,4 +18,14 @@ uint64_t Xxh3(std::span<const std::span<const std::byte>> parts) {
   return XXH3_64bits_digest(&state);
 }
 
+struct Xxh3Stream::State {
+  XXH3_state_t xxh3;
+};
+Xxh3Stream::Xxh3Stream() : state_(std::make_unique<State>()) { XXH3_64bits_reset(&state_->xxh3); }
+Xxh3Stream::~Xxh3Stream() = default;
+void Xxh3Stream::Update(std::span<const std::byte> bytes) {
+  XXH3_64bits_update(&state_->xxh3, bytes.data(), bytes.size());
+}
+uint64_t Xxh3Stream::Digest() const { return XXH3_64bits_digest(&state_->xxh3); }
+
 }  // namespace kvferry

@@ -35,7 +35,7 @@ struct Path {
   const char* setting;
   int64_t peers_mapped;  // Of one peer, when the path is the one that is meant.
 };
-constexpr Path kPaths[] = {{"TCP", "same_host_path=ucx", 0},
+constexpr Path kPaths[] = {{"TCP", "same_host_path=network", 0},
                            {"shared memory", "same_host_path=auto", 1}};
 
 // A pool of `pages` pages.

@@ -159,6 +159,7 @@ void BindConfig(nb::module_& module) {
       .def_ro("listen_port", &Config::listen_port)
       .def_ro("allowed_hosts", &Config::allowed_hosts)
       .def_ro("allow_insecure_network", &Config::allow_insecure_network)
+      .def_ro("data_port", &Config::data_port)
       .def_ro("net_device", &Config::net_device)
       .def_ro("ucx_tls", &Config::ucx_tls)
       .def_ro("network_path", &Config::network_path)

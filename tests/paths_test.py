@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 
-PATHS = ("arena", "ucx", "direct")
+PATHS = ("arena", "tcp", "ucx", "direct")
 
 
 def wrong_tests(tests: list[dict]) -> tuple[list[str], int]:

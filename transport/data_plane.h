@@ -1,17 +1,21 @@
 #pragma once
 
-// Where chunks of KV come from and go to: UCX (ucx/), and shared memory on one host (mapped/). What is
-// read from afar: direct_reads.h.
+// Where chunks of KV come from and go to: plain TCP (tcp/), UCX (ucx/), and shared memory on one host
+// (mapped/). What is read from afar: direct_reads.h.
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
+#include <utility>
+#include <variant>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/clock.h"
 #include "transport/read_costs.h"
 
 namespace kvferry {
@@ -46,17 +50,39 @@ using LinkId = uint64_t;
 
 // The bytes of a chunk, piece after piece.
 using Pieces = std::span<const std::span<const std::byte>>;
+using MutablePieces = std::span<const std::span<std::byte>>;
 
-// Called from inside DataPlane::Progress().
-class DataEvents {
+// Where the bytes of a chunk go that arrive part by part, in order. Used by one thread.
+class ChunkSink {
  public:
-  virtual ~DataEvents() = default;
+  virtual ~ChunkSink() = default;
+  // How the parts are better brought: by Fill, else by Copy.
+  virtual bool prefers_fill() const = 0;
+  // Calls `fill` with where the bytes belong that come next; it returns how many it has put there.
+  // False, without a call: they are not wanted any more.
+  virtual bool Fill(absl::FunctionRef<int64_t(MutablePieces)> fill) = 0;
+  // Takes the bytes that come next. False: they are not wanted any more.
+  virtual bool Copy(std::span<const std::byte> bytes) = 0;
+  // All have come, and were meant. Without it none counts.
+  virtual void End() = 0;
+};
+
+// What takes chunks on one thread: on which they arrive.
+class ChunkTaker {
+ public:
+  virtual ~ChunkTaker() = default;
   // `payload` is valid during the call only. It may lie in memory of the peer's: it may be looked
   // at while intact(), and has header.bytes bytes then; what was copied from it counts only if
   // intact() still says so afterwards. Once false, always false.
   using Intact = absl::FunctionRef<bool()>;
-  using TakeChunk = std::function<void(const ChunkHeader&, Pieces, Intact)>;  // As OnChunk().
   virtual void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) = 0;
+  // The first of the header.bytes bytes of a chunk is about to come. Null: nobody wants them.
+  virtual std::unique_ptr<ChunkSink> OnChunkBegins(const ChunkHeader& header) = 0;
+};
+
+// Called from inside DataPlane::Progress().
+class DataEvents : public ChunkTaker {
+ public:
   // A chunk came as a list of where its bytes lie in the sender's memory (DirectReads::Read).
   virtual void OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list) = 0;
   virtual void OnReadFailed(const ChunkHeader& header, const absl::Status& status) = 0;
@@ -69,19 +95,26 @@ class DataEvents {
 
 using SendDone = std::function<void(const absl::Status&)>;
 
+// Makes a chunk's payload, and what of the header follows from it. CANCELLED: it is not wanted any
+// more. What it returns must stay as it is until the send has completed.
+using FillChunk = std::function<absl::StatusOr<std::span<const std::byte>>(ChunkHeader* header)>;
+// Calls `read` with the payload from byte `from` on, which may be read during that call only. False,
+// without a call: it may not be read any more.
+using LendChunk = std::function<bool(int64_t from, absl::FunctionRef<void(Pieces)> read)>;
+// Where a chunk's payload comes from: made in one piece, once, or read where it lies, perhaps in several
+// steps. Asked by the thread that sends the chunk: perhaps another one, perhaps before SendChunk returns.
+using ChunkSource = std::variant<FillChunk, LendChunk>;
+
 // What is sent over links. Used by the progress thread.
 class ChunkLinks {
  public:
   virtual ~ChunkLinks() = default;
 
-  // Makes a chunk's payload, and what of the header follows from it. CANCELLED: it is not wanted
-  // any more.
-  using Fill = std::function<absl::StatusOr<std::span<const std::byte>>(ChunkHeader* header)>;
-  // `fill` is called once at most, by the thread that sends the chunk: perhaps another one, perhaps
-  // before this returns. What it returns must stay as it is until `done` ran: exactly once, on the
-  // progress thread, perhaps before this returns; with UNAVAILABLE when the link is unknown, or
-  // with what `fill` failed with.
-  virtual void SendChunk(LinkId link, const ChunkHeader& header, Fill fill, SendDone done) = 0;
+  // `done` runs exactly once, on the progress thread, perhaps before this returns; with UNAVAILABLE
+  // when the link is unknown, or with what a FillChunk failed with. LendChunk only if LendsTo(link).
+  virtual void SendChunk(LinkId link, const ChunkHeader& header, ChunkSource source,
+                         SendDone done) = 0;
+  virtual bool LendsTo(LinkId link) const = 0;
   virtual void SendCredit(LinkId link, const CreditHeader& header) = 0;
   // Whether a payload may be a list of PoolPiece, with kChunkInPool in the header's flags from the
   // start. What they name must stay as it is too, or be taken from the reader before it changes. On
@@ -101,18 +134,10 @@ class DataPlane {
  public:
   virtual ~DataPlane() = default;
 
-  // `payload` must stay as it is until `done` ran: exactly once, perhaps before this returns.
-  // When the link is unknown, `done` runs with UNAVAILABLE.
-  virtual void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
+  // As ChunkLinks, on this thread.
+  virtual void SendChunk(LinkId link, const ChunkHeader& header, ChunkSource source,
                          SendDone done) = 0;
   virtual void SendCredit(LinkId link, const CreditHeader& header) = 0;
-  // Whether the peer has mapped this side's pool.
-  virtual bool ReadsPool(LinkId link) const = 0;
-
-  // Opaque bytes that peers pass to Connect().
-  virtual const std::string& address() const = 0;
-  // `address` must come from a peer whose hello was accepted: it is parsed by code that trusts it.
-  virtual absl::StatusOr<LinkId> Connect(const std::string& address) = 0;
   // Sends under way complete with an error, some of them after this returns.
   virtual void Close(LinkId link) = 0;
 
@@ -121,6 +146,31 @@ class DataPlane {
   virtual int event_fd() const = 0;
   // True when nothing is pending and it is safe to sleep on event_fd().
   virtual bool Arm() = 0;
+  // Ends what is overdue (the next Progress() reports it); returns when to be called again at the latest.
+  virtual Deadline Tick(Deadline /*now*/) { return Deadline::max(); }
+};
+
+// One whose peers are told where to connect to. LendChunk is not for it.
+class AddressedPlane : public DataPlane {
+ public:
+  // Opaque bytes that peers pass to Connect().
+  virtual const std::string& address() const = 0;
+  // `address` must come from a peer whose hello was accepted: it is parsed by code that trusts it.
+  virtual absl::StatusOr<LinkId> Connect(const std::string& address) = 0;
+  // Whether the peer has mapped this side's pool.
+  virtual bool ReadsPool(LinkId /*link*/) const { return false; }
+  // `payload` must stay as it is until `done` ran: exactly once, perhaps before this returns.
+  // When the link is unknown, `done` runs with UNAVAILABLE.
+  virtual void SendPayload(LinkId link, const ChunkHeader& header,
+                           std::span<const std::byte> payload, SendDone done) = 0;
+  void SendChunk(LinkId link, const ChunkHeader& header, ChunkSource source, SendDone done) final {
+    const auto* fill = std::get_if<FillChunk>(&source);
+    if (fill == nullptr) return done(absl::UnimplementedError("this plane sends from one piece"));
+    ChunkHeader filled = header;
+    const absl::StatusOr<std::span<const std::byte>> payload = (*fill)(&filled);
+    if (!payload.ok()) return done(payload.status());
+    SendPayload(link, filled, *payload, std::move(done));
+  }
 };
 
 }  // namespace kvferry

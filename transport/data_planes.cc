@@ -4,22 +4,34 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "base/log.h"
 #include "base/status.h"
 #include "transport/mapped/mapped_data_plane.h"
+#include "transport/tcp/tcp_frames.h"
+#include "transport/tcp/tcp_socket.h"
 #include "transport/ucx/ucx_data_plane.h"
 #include "transport/ucx/ucx_direct_reads.h"
 
 namespace kvferry {
 namespace {
 
-std::unique_ptr<DataPlane> MappedPlane(const Config& config, Arena* arena,
+std::unique_ptr<AddressedPlane> MappedPlane(const Config& config, Arena* arena,
                                        const SharedMemory* pool) {
-  if (config.same_host_path == "ucx" || arena->fd() < 0) return nullptr;
-  absl::StatusOr<std::unique_ptr<DataPlane>> plane = MakeMappedDataPlane(arena, pool);
+  if (config.same_host_path == "network" || arena->fd() < 0) return nullptr;
+  absl::StatusOr<std::unique_ptr<AddressedPlane>> plane = MakeMappedDataPlane(arena, pool);
   if (plane.ok()) return *std::move(plane);
   Log().warn("peers on this host are reached over the network: {}", plane.status().ToString());
   return nullptr;
+}
+
+// Of "tcp://host:port", without the brackets of an IPv6 address.
+std::string HostOf(absl::string_view address) {
+  absl::ConsumePrefix(&address, "tcp://");
+  address = address.substr(0, address.rfind(':'));
+  if (absl::ConsumePrefix(&address, "[")) absl::ConsumeSuffix(&address, "]");
+  return std::string(address);
 }
 
 // The lane of the next chunk. The first lane's thread also runs everything else, and gathers before
@@ -36,23 +48,39 @@ size_t ChooseLane(const std::vector<int64_t>& under_way) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<DataPlanes>> DataPlanes::Create(const Options& options) {
-  KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<DataPlane> ucx, MakeUcxDataPlane(options.config));
-  std::unique_ptr<DataPlanes> planes(new DataPlanes(
-      std::move(ucx), MappedPlane(options.config, options.arena, options.pool), options.metrics));
+  std::unique_ptr<DataPlanes> planes(new DataPlanes(options));
+  KVFERRY_RETURN_IF_ERROR(planes->MakeNetwork(options));
   KVFERRY_RETURN_IF_ERROR(planes->MakeDirect(options));
   KVFERRY_RETURN_IF_ERROR(planes->MakeLanes(options));
   return planes;
 }
 
-DataPlanes::DataPlanes(std::unique_ptr<DataPlane> ucx, std::unique_ptr<DataPlane> mapped,
-                       Metrics* metrics)
-    : ucx_(std::move(ucx)), mapped_(std::move(mapped)), metrics_(metrics) {}
+DataPlanes::DataPlanes(const Options& options)
+    : config_(options.config),
+      mapped_(MappedPlane(options.config, options.arena, options.pool)),
+      metrics_(options.metrics) {}
+
+absl::Status DataPlanes::MakeNetwork(const Options& options) {
+  if (!config_.ucx_tls.empty()) {
+    KVFERRY_ASSIGN_OR_RETURN(ucx_, MakeUcxDataPlane(config_));
+    network_ = ucx_.get();
+    return absl::OkStatus();
+  }
+  KVFERRY_ASSIGN_OR_RETURN(tcp_, TcpDataPlane::Create());
+  network_ = tcp_.get();
+  if (!config_.net_device.empty()) {
+    KVFERRY_RETURN_IF_ERROR(AddressOfInterface(config_.net_device).status());
+  }
+  if (options.listen_address.empty()) return absl::OkStatus();
+  KVFERRY_ASSIGN_OR_RETURN(door_, TcpDoor::Create(config_, HostOf(options.listen_address)));
+  return absl::OkStatus();
+}
 
 absl::Status DataPlanes::MakeDirect(const Options& options) {
-  const std::string& path = options.config.network_path;
+  const std::string& path = config_.network_path;
   if (path == "packed") return absl::OkStatus();
   absl::StatusOr<std::unique_ptr<DirectReads>> direct =
-      MakeUcxDirectReads(options.config, options.readable);
+      MakeUcxDirectReads(config_, options.readable);
   if (direct.ok()) {
     direct_ = *std::move(direct);
   } else if (path == "direct") {
@@ -64,61 +92,203 @@ absl::Status DataPlanes::MakeDirect(const Options& options) {
 }
 
 absl::Status DataPlanes::MakeLanes(const Options& options) {
-  for (int64_t i = 1; i < options.config.lanes; ++i) {
-    KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<Lane> lane,
-                             Lane::Create({options.config, options.commands, options.on_chunk(),
-                                           [this](LinkId link, const absl::Status& status) {
-                                             down_.emplace_back(link, status);
-                                           }}));
-    lanes_.push_back(std::move(lane));
+  for (int64_t i = 1; i < config_.lanes; ++i) {
+    LanePlane made{};
+    std::unique_ptr<DataPlane> plane;
+    if (ucx_ != nullptr) {
+      KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<AddressedPlane> ucx, MakeUcxDataPlane(config_));
+      made.address = ucx->address();
+      made.ucx = ucx.get();
+      plane = std::move(ucx);
+    } else {
+      KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<TcpDataPlane> tcp, TcpDataPlane::Create());
+      made.tcp = tcp.get();
+      plane = std::move(tcp);
+    }
+    KVFERRY_ASSIGN_OR_RETURN(
+        made.lane, Lane::Create({std::move(plane), options.commands, options.taker_of_lane(),
+                                 [this](LinkId link, const absl::Status& status) {
+                                   down_.emplace_back(link, status);
+                                 }}));
+    lanes_.push_back(std::move(made));
   }
   return absl::OkStatus();
 }
 
 DataPlanes::~DataPlanes() {
-  for (const std::unique_ptr<Lane>& lane : lanes_) lane->Stop();
+  for (const LanePlane& each : lanes_) each.lane->Stop();
 }
 
+// ---------------------------------------------------------------- links
+
 DataAddresses DataPlanes::addresses() const {
-  DataAddresses addresses{ucx_->address(), mapped_ == nullptr ? "" : mapped_->address()};
-  for (const std::unique_ptr<Lane>& lane : lanes_) addresses.lanes.push_back(lane->address());
+  DataAddresses addresses;
+  if (mapped_ != nullptr) addresses.local = mapped_->address();
   if (direct_ != nullptr) addresses.direct = direct_->address();
+  if (tcp_ != nullptr) {
+    addresses.tcp.lanes = num_lanes();
+    return addresses;
+  }
+  addresses.worker = ucx_->address();
+  for (const LanePlane& each : lanes_) addresses.lanes.push_back(each.address);
   return addresses;
 }
 
-absl::StatusOr<LinkId> DataPlanes::Connect(const DataAddresses& peer) {
-  if (mapped_ != nullptr && !peer.local.empty()) {
-    absl::StatusOr<LinkId> link = mapped_->Connect(peer.local);
-    if (link.ok()) return link;
-    Log().debug("a peer is not reached on this host: {}", link.status().ToString());
+// Without TCP's the peer is to come through shared memory, as this side does.
+DataAddresses DataPlanes::AddressesFor(LinkId link) const {
+  DataAddresses own = addresses();
+  if (tcp_ == nullptr) return own;
+  const auto awaited = awaited_.find(link);
+  own.tcp = awaited == awaited_.end() ? TcpAddress() : awaited->second.address;
+  return own;
+}
+
+absl::Status DataPlanes::CheckSameNetwork(const DataAddresses& peer) const {
+  const bool peer_has_tcp = peer.tcp.lanes > 0;
+  if (tcp_ != nullptr ? peer_has_tcp : !peer.worker.empty()) return absl::OkStatus();
+  const std::string here = tcp_ != nullptr ? "TCP" : absl::StrCat("UCX (", config_.ucx_tls, ")");
+  const std::string there = peer_has_tcp ? "TCP" : peer.worker.empty() ? "shared memory" : "UCX";
+  return absl::FailedPreconditionError(absl::StrCat("this side sends chunks over ", here,
+                                                    ", the peer over ", there,
+                                                    "; set ucx_tls to the same on both"));
+}
+
+absl::StatusOr<LinkId> DataPlanes::ConnectMapped(const DataAddresses& peer) {
+  if (mapped_ == nullptr || peer.local.empty()) {
+    return absl::UnavailableError("one side shares no memory (same_host_path)");
   }
+  absl::StatusOr<LinkId> link = mapped_->Connect(peer.local);
+  if (!link.ok()) Log().debug("a peer is not reached on this host: {}", link.status().ToString());
+  return link;
+}
+
+absl::StatusOr<LinkId> DataPlanes::ConnectUcx(const DataAddresses& peer) {
   KVFERRY_ASSIGN_OR_RETURN(const LinkId link, ucx_->Connect(peer.worker));
-  if (direct_ != nullptr && !peer.direct.empty()) {
-    const absl::Status reads = direct_->Connect(link, peer.direct);
-    if (!reads.ok()) Log().warn("a peer's pages are not read from afar: {}", reads.ToString());
-  }
   const size_t more = std::min(lanes_.size(), peer.lanes.size());
-  for (size_t i = 0; i < more; ++i) lanes_[i]->Connect(link, peer.lanes[i]);
+  for (size_t i = 0; i < more; ++i) {
+    lanes_[i].lane->Connect(link, [plane = lanes_[i].ucx, address = peer.lanes[i]] {
+      return plane->Connect(address);
+    });
+  }
   if (more > 0) under_way_.emplace(link, std::make_shared<UnderWay>(1 + more));
   return link;
+}
+
+void DataPlanes::ConnectDirect(LinkId link, const DataAddresses& peer) {
+  if (direct_ == nullptr || peer.direct.empty()) return;
+  const absl::Status reads = direct_->Connect(link, peer.direct);
+  if (!reads.ok()) Log().warn("a peer's pages are not read from afar: {}", reads.ToString());
+}
+
+absl::StatusOr<LinkId> DataPlanes::Accept(const DataAddresses& peer) {
+  absl::StatusOr<LinkId> link = ConnectMapped(peer);
+  if (link.ok()) return link;
+  KVFERRY_RETURN_IF_ERROR(CheckSameNetwork(peer));
+  link = tcp_ != nullptr ? AwaitTcp(peer) : ConnectUcx(peer);
+  if (link.ok()) ConnectDirect(*link, peer);
+  return link;
+}
+
+absl::StatusOr<LinkId> DataPlanes::Connect(const DataAddresses& peer) {
+  // Over TCP one connection serves both directions: the peer says whether it is to be made.
+  absl::StatusOr<LinkId> link = 0;
+  if (tcp_ == nullptr || peer.tcp.port == 0) {
+    link = ConnectMapped(peer);
+    if (link.ok() || tcp_ != nullptr) return link;
+  }
+  KVFERRY_RETURN_IF_ERROR(CheckSameNetwork(peer));
+  link = tcp_ != nullptr ? DialTcpLanes(peer.tcp) : ConnectUcx(peer);
+  if (link.ok()) ConnectDirect(*link, peer);
+  return link;
+}
+
+absl::StatusOr<LinkId> DataPlanes::AwaitTcp(const DataAddresses& peer) {
+  if (door_ == nullptr) return absl::FailedPreconditionError("this endpoint does not listen");
+  const Deadline ready_by = DeadlineInMs(config_.connect_timeout_ms);
+  const LinkId link = tcp_->Await(ready_by);
+  const int64_t lanes = std::min(num_lanes(), peer.tcp.lanes);
+  awaited_.emplace(link, Awaited{door_->Expect(link, lanes, ready_by)});
+  return link;
+}
+
+absl::StatusOr<LinkId> DataPlanes::DialTcpLanes(const TcpAddress& peer) {
+  LinkId link = 0;
+  const int64_t lanes = std::min(num_lanes(), peer.lanes);
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    KVFERRY_ASSIGN_OR_RETURN(UniqueFd socket, DialTcp(peer.host, peer.port));
+    TcpConnection connection{std::move(socket), TcpHello::With(peer.token, lane).Bytes(),
+                             TcpHello::With(peer.answer, lane).Bytes(),
+                             absl::StrCat(peer.host, " port ", peer.port)};
+    if (lane > 0) {
+      JoinLane(lane - 1, link, std::move(connection));
+      continue;
+    }
+    KVFERRY_ASSIGN_OR_RETURN(
+        link, tcp_->Open(std::move(connection), DeadlineInMs(config_.connect_timeout_ms)));
+  }
+  if (lanes > 1) under_way_.emplace(link, std::make_shared<UnderWay>(lanes));
+  return link;
+}
+
+void DataPlanes::JoinLane(size_t lane, LinkId link, TcpConnection connection) {
+  // Of a std::function, which wants what it holds to be copied.
+  const auto moved = std::make_shared<TcpConnection>(std::move(connection));
+  const Deadline ready_by = DeadlineInMs(config_.connect_timeout_ms);
+  lanes_[lane].lane->Connect(link, [plane = lanes_[lane].tcp, moved, ready_by] {
+    return plane->Open(std::move(*moved), ready_by);
+  });
+}
+
+bool DataPlanes::LetArrivalsIn() {
+  if (door_ == nullptr) return false;
+  std::vector<TcpDoor::Arrival> arrivals = door_->Progress();
+  for (TcpDoor::Arrival& arrival : arrivals) {
+    const auto found = awaited_.find(arrival.link);
+    if (found == awaited_.end()) continue;
+    const int64_t lanes = found->second.address.lanes;
+    if (++found->second.came == lanes && lanes > 1) {
+      under_way_.emplace(arrival.link, std::make_shared<UnderWay>(lanes));
+    }
+    if (arrival.lane > 0) {
+      JoinLane(arrival.lane - 1, arrival.link, std::move(arrival.connection));
+    } else if (const absl::Status joined =
+                   tcp_->Join(arrival.link, std::move(arrival.connection));
+               !joined.ok()) {
+      down_.emplace_back(arrival.link, joined);
+    }
+  }
+  return !arrivals.empty();
 }
 
 bool DataPlanes::IsMapped(LinkId link) { return link >= kFirstMappedLink; }
 
 std::string DataPlanes::PathName(LinkId link) const {
   if (IsMapped(link)) return "shared memory";
+  const std::string network = tcp_ == nullptr ? absl::StrCat("UCX (", config_.ucx_tls, ")") : "TCP";
+  const auto awaited = awaited_.find(link);
   const auto found = under_way_.find(link);
-  if (found == under_way_.end()) return "UCX";
-  return absl::StrCat("UCX, ", found->second->size(), " lanes");
+  const int64_t lanes = awaited != awaited_.end()    ? awaited->second.address.lanes
+                        : found != under_way_.end() ? static_cast<int64_t>(found->second->size())
+                                                    : 1;
+  return lanes == 1 ? network : absl::StrCat(network, ", ", lanes, " lanes");
 }
 
 void DataPlanes::Close(LinkId link) {
-  if (under_way_.erase(link) > 0) {
-    for (const std::unique_ptr<Lane>& lane : lanes_) lane->Close(link);
+  if (door_ != nullptr) door_->Forget(link);
+  const auto awaited = awaited_.find(link);
+  // Some of an accepted peer's lanes may have come, and not all.
+  const bool may_have_lanes = awaited != awaited_.end() && awaited->second.address.lanes > 1;
+  if (awaited != awaited_.end()) awaited_.erase(awaited);
+  if (under_way_.erase(link) > 0 || may_have_lanes) {
+    for (const LanePlane& each : lanes_) each.lane->Close(link);
   }
   if (direct_ != nullptr) direct_->Close(link);
   PlaneOf(link).Close(link);
 }
+
+// ---------------------------------------------------------------- chunks
+
+bool DataPlanes::LendsTo(LinkId link) const { return tcp_ != nullptr && !IsMapped(link); }
 
 ChunkLinks::ReadsPool DataPlanes::PoolReads(LinkId link) const {
   if (!IsMapped(link)) return direct_ == nullptr ? ReadsPool::kNo : ReadsPool::kFromAfar;
@@ -133,15 +303,12 @@ void DataPlanes::Read(LinkId link, const ChunkHeader& header, std::span<const st
   if (direct_ != nullptr) direct_->Read(link, header, list);
 }
 
-void DataPlanes::SendHere(LinkId link, ChunkHeader header, const Fill& fill, SendDone done) {
-  const absl::StatusOr<std::span<const std::byte>> payload = fill(&header);
-  if (!payload.ok()) return done(payload.status());
-  PlaneOf(link).SendChunk(link, header, *payload, std::move(done));
-}
-
-void DataPlanes::SendChunk(LinkId link, const ChunkHeader& header, Fill fill, SendDone done) {
+void DataPlanes::SendChunk(LinkId link, const ChunkHeader& header, ChunkSource source,
+                           SendDone done) {
   const auto found = under_way_.find(link);
-  if (found == under_way_.end()) return SendHere(link, header, fill, std::move(done));
+  if (found == under_way_.end()) {
+    return PlaneOf(link).SendChunk(link, header, std::move(source), std::move(done));
+  }
   const std::shared_ptr<UnderWay> under_way = found->second;
   // The first chunk of a transfer may be all there is, and another thread has to wake up first; a
   // list is made here, and there is not much of it to send.
@@ -152,9 +319,9 @@ void DataPlanes::SendChunk(LinkId link, const ChunkHeader& header, Fill fill, Se
     --(*under_way)[lane];
     done(status);
   };
-  if (lane == 0) return SendHere(link, header, fill, std::move(counted));
+  if (lane == 0) return network_->SendChunk(link, header, std::move(source), std::move(counted));
   ++metrics_->chunks_in_lanes;
-  lanes_[lane - 1]->SendChunk(link, header, std::move(fill), std::move(counted));
+  lanes_[lane - 1].lane->SendChunk(link, header, std::move(source), std::move(counted));
 }
 
 void DataPlanes::SendCredit(LinkId link, const CreditHeader& header) {
@@ -162,7 +329,8 @@ void DataPlanes::SendCredit(LinkId link, const CreditHeader& header) {
 }
 
 bool DataPlanes::Progress(DataEvents* events) {
-  bool busy = ucx_->Progress(events);
+  bool busy = LetArrivalsIn();
+  busy |= network_->Progress(events);
   if (direct_ != nullptr) busy |= direct_->Progress(events);
   const std::vector<std::pair<LinkId, absl::Status>> down = std::exchange(down_, {});
   for (const auto& [link, status] : down) events->OnLinkDown(link, status);
@@ -170,8 +338,13 @@ bool DataPlanes::Progress(DataEvents* events) {
 }
 
 bool DataPlanes::Arm() {
-  return ucx_->Arm() && (mapped_ == nullptr || mapped_->Arm()) &&
+  return network_->Arm() && down_.empty() && (mapped_ == nullptr || mapped_->Arm()) &&
          (direct_ == nullptr || direct_->Arm());
+}
+
+Deadline DataPlanes::Tick(Deadline now) {
+  const Deadline next = network_->Tick(now);
+  return door_ == nullptr ? next : std::min(next, door_->Tick(now));
 }
 
 }  // namespace kvferry

@@ -17,12 +17,15 @@
 #include "transport/lane.h"
 #include "transport/messages.h"
 #include "transport/metrics.h"
+#include "transport/tcp/tcp_data_plane.h"
+#include "transport/tcp/tcp_door.h"
 
 namespace kvferry {
 
 // The data planes of one node as one: a link is over shared memory where the peer is on this host,
-// else over UCX, in as many lanes as both sides have. The first lane is the progress thread's, and
-// so are small transfers; each of the others has a thread. Threads as DataPlane.
+// else over TCP, or over UCX if the configuration names transports of it, in as many lanes as both
+// sides have. The first lane is the progress thread's, and so are small transfers; each of the others
+// has a thread. Threads as DataPlane.
 class DataPlanes final : public ChunkLinks {
  public:
   struct Options {
@@ -32,13 +35,20 @@ class DataPlanes final : public ChunkLinks {
     DirectReads::Readable readable;          // What peers may read from afar.
     std::shared_ptr<CommandQueue> commands;  // Run by the progress thread.
     Metrics* metrics;                        // Outlives the planes.
-    // Makes what is called with chunks on the thread of one lane.
-    std::function<DataEvents::TakeChunk()> on_chunk;
+    // Makes what takes chunks on the thread of one lane.
+    std::function<std::unique_ptr<ChunkTaker>()> taker_of_lane;
+    std::string listen_address;  // Of the control plane; empty: nobody connects to this node.
   };
   static absl::StatusOr<std::unique_ptr<DataPlanes>> Create(const Options& options);
   ~DataPlanes() override;
 
+  // What a hello says,
   DataAddresses addresses() const;
+  // and the welcome to the peer of a link that was accepted.
+  DataAddresses AddressesFor(LinkId link) const;
+  // To the sender of a hello.
+  absl::StatusOr<LinkId> Accept(const DataAddresses& peer);
+  // To the sender of a welcome.
   absl::StatusOr<LinkId> Connect(const DataAddresses& peer);
   void Close(LinkId link);
   // Whether the link is over shared memory.
@@ -46,7 +56,9 @@ class DataPlanes final : public ChunkLinks {
   // For the log: the path, and over how many lanes.
   std::string PathName(LinkId link) const;
 
-  void SendChunk(LinkId link, const ChunkHeader& header, Fill fill, SendDone done) override;
+  void SendChunk(LinkId link, const ChunkHeader& header, ChunkSource source,
+                 SendDone done) override;
+  bool LendsTo(LinkId link) const override;
   void SendCredit(LinkId link, const CreditHeader& header) override;
   ReadsPool PoolReads(LinkId link) const override;
   ReadCosts CostsOfReads(LinkId link) const override;
@@ -56,26 +68,59 @@ class DataPlanes final : public ChunkLinks {
 
   bool Progress(DataEvents* events);
   bool Arm();
-  // UCX's fd, and those of the others or -1.
-  int worker_fd() const { return ucx_->event_fd(); }
+  // Ends what is overdue; returns when to be called again at the latest.
+  Deadline Tick(Deadline now);
+  // The network's fd, and those of the others or -1.
+  int network_fd() const { return network_->event_fd(); }
   int local_fd() const { return mapped_ == nullptr ? -1 : mapped_->event_fd(); }
   int direct_fd() const { return direct_ == nullptr ? -1 : direct_->event_fd(); }
+  int door_fd() const { return door_ == nullptr ? -1 : door_->event_fd(); }
 
  private:
   // Chunks of a link that are under way in each lane, the first one's at 0.
   using UnderWay = std::vector<int64_t>;
+  // Its plane is of the network's kind; the other is null.
+  struct LanePlane {
+    AddressedPlane* ucx;
+    TcpDataPlane* tcp;
+    std::string address;  // Of a UCX plane.
+    std::unique_ptr<Lane> lane;
+  };
+  // What a peer was told that is to connect.
+  struct Awaited {
+    TcpAddress address;
+    int64_t came = 0;  // Of its lanes.
+  };
 
-  DataPlanes(std::unique_ptr<DataPlane> ucx, std::unique_ptr<DataPlane> mapped, Metrics* metrics);
+  explicit DataPlanes(const Options& options);
+  absl::Status MakeNetwork(const Options& options);
   absl::Status MakeLanes(const Options& options);
   absl::Status MakeDirect(const Options& options);
-  DataPlane& PlaneOf(LinkId link) { return IsMapped(link) ? *mapped_ : *ucx_; }
-  void SendHere(LinkId link, ChunkHeader header, const Fill& fill, SendDone done);
+  DataPlane& PlaneOf(LinkId link) const {
+    return IsMapped(link) ? *mapped_ : *network_;
+  }
+  // The same way as the peer, or why there is none.
+  absl::Status CheckSameNetwork(const DataAddresses& peer) const;
+  absl::StatusOr<LinkId> ConnectMapped(const DataAddresses& peer);
+  absl::StatusOr<LinkId> ConnectUcx(const DataAddresses& peer);
+  absl::StatusOr<LinkId> AwaitTcp(const DataAddresses& peer);
+  absl::StatusOr<LinkId> DialTcpLanes(const TcpAddress& peer);
+  void ConnectDirect(LinkId link, const DataAddresses& peer);
+  // On the lane's thread.
+  void JoinLane(size_t lane, LinkId link, TcpConnection connection);
+  bool LetArrivalsIn();
+  int64_t num_lanes() const { return static_cast<int64_t>(lanes_.size()) + 1; }
 
-  const std::unique_ptr<DataPlane> ucx_;
-  const std::unique_ptr<DataPlane> mapped_;  // Null: not on this host or not wanted.
-  std::unique_ptr<DirectReads> direct_;      // Null: not wanted, or no network for it.
+  const Config config_;
+  std::unique_ptr<AddressedPlane> ucx_;  // Null: the network is TCP's.
+  std::unique_ptr<TcpDataPlane> tcp_;    // Null: it is UCX's.
+  DataPlane* network_ = nullptr;         // One of the two.
+  std::unique_ptr<TcpDoor> door_;        // Null: nobody connects to this node, or by UCX.
+  absl::flat_hash_map<LinkId, Awaited> awaited_;
+  const std::unique_ptr<AddressedPlane> mapped_;  // Null: not on this host or not wanted.
+  std::unique_ptr<DirectReads> direct_;           // Null: not wanted, or no network for it.
   Metrics* const metrics_;
-  std::vector<std::unique_ptr<Lane>> lanes_;  // But the first.
+  std::vector<LanePlane> lanes_;  // But the first.
   // Of links that have more than one lane; shared with sends, which may end after their link.
   absl::flat_hash_map<LinkId, std::shared_ptr<UnderWay>> under_way_;
   std::vector<std::pair<LinkId, absl::Status>> down_;  // Reported by the next Progress().

@@ -21,21 +21,25 @@ Landing::Landing(std::shared_ptr<const StreamPlan> plan, std::shared_ptr<FetchHa
                  bool checksum, Metrics* metrics)
     : plan_(std::move(plan)), handle_(std::move(handle)), checksum_(checksum), metrics_(metrics) {}
 
-absl::Status Landing::CheckChunk(const ChunkHeader& header, Pieces payload) const {
+absl::Status Landing::CheckBounds(const ChunkHeader& header) const {
   const auto total = static_cast<uint64_t>(plan_->total_bytes());
   if (header.bytes == 0 || header.offset > total || header.bytes > total - header.offset) {
     return absl::DataLossError(absl::StrCat("a chunk covers bytes ", header.offset, " + ",
                                             header.bytes, " of a stream of ", total));
   }
-  if ((header.flags & kChunkHasChecksum) != 0 && Xxh3(payload) != header.checksum) {
-    ++metrics_->checksum_failures;
-    return absl::DataLossError(
-        absl::StrCat("the checksum of the chunk at byte ", header.offset, " does not match"));
-  }
   if (checksum_ && (header.flags & kChunkHasChecksum) == 0) {
     return absl::DataLossError("a chunk came without the checksum that was asked for");
   }
   return absl::OkStatus();
+}
+
+absl::Status Landing::CheckSum(const ChunkHeader& header, uint64_t checksum) const {
+  if ((header.flags & kChunkHasChecksum) == 0 || checksum == header.checksum) {
+    return absl::OkStatus();
+  }
+  ++metrics_->checksum_failures;
+  return absl::DataLossError(
+      absl::StrCat("the checksum of the chunk at byte ", header.offset, " does not match"));
 }
 
 absl::Status Landing::Claim(int64_t begin, int64_t end) {
@@ -53,7 +57,7 @@ absl::Status Landing::Arrived(int64_t begin, int64_t end) {
   return absl::OkStatus();
 }
 
-absl::Status Landing::Accept(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact,
+absl::Status Landing::Accept(const ChunkHeader& header, Pieces payload, ChunkTaker::Intact intact,
                              PieceCopy* copy) {
   const auto taken_back = [&] {
     return absl::UnavailableError(
@@ -64,13 +68,38 @@ absl::Status Landing::Accept(const ChunkHeader& header, Pieces payload, DataEven
   const Gate::Pass pass(&gate_);
   if (!pass.open()) return absl::CancelledError("the fetch has ended");
   if (!intact()) return taken_back();
-  KVFERRY_RETURN_IF_ERROR(CheckChunk(header, payload));
+  KVFERRY_RETURN_IF_ERROR(CheckBounds(header));
+  if ((header.flags & kChunkHasChecksum) != 0) {
+    KVFERRY_RETURN_IF_ERROR(CheckSum(header, Xxh3(payload)));
+  }
   const auto begin = static_cast<int64_t>(header.offset);
   const int64_t end = begin + header.bytes;
   KVFERRY_RETURN_IF_ERROR(Claim(begin, end));
   copy->Run(*plan_, begin, payload);
   if (!intact()) return taken_back();
   return Arrived(begin, end);
+}
+
+absl::Status Landing::Begin(const ChunkHeader& header) {
+  const Gate::Pass pass(&gate_);
+  if (!pass.open()) return absl::CancelledError("the fetch has ended");
+  KVFERRY_RETURN_IF_ERROR(CheckBounds(header));
+  const auto begin = static_cast<int64_t>(header.offset);
+  return Claim(begin, begin + header.bytes);
+}
+
+bool Landing::Write(absl::FunctionRef<void()> write) {
+  const Gate::Pass pass(&gate_);
+  if (pass.open()) write();
+  return pass.open();
+}
+
+absl::Status Landing::End(const ChunkHeader& header, uint64_t checksum) {
+  const Gate::Pass pass(&gate_);
+  if (!pass.open()) return absl::CancelledError("the fetch has ended");
+  KVFERRY_RETURN_IF_ERROR(CheckSum(header, checksum));
+  const auto begin = static_cast<int64_t>(header.offset);
+  return Arrived(begin, begin + header.bytes);
 }
 
 int64_t Landing::num_bytes() const {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "base/mutex.h"
 #include "transport/byte_ranges.h"
@@ -28,8 +29,15 @@ class Landing {
 
   // OK: scattered, and counted. Else what is wrong with the chunk; some of it may be in the pages,
   // but it does not count as arrived.
-  absl::Status Accept(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact,
+  absl::Status Accept(const ChunkHeader& header, Pieces payload, ChunkTaker::Intact intact,
                       PieceCopy* copy);
+  // The same in steps, for a chunk that comes part by part: Begin, then Write for each part, then End
+  // with the checksum of all parts, which is looked at if the header has one.
+  absl::Status Begin(const ChunkHeader& header);
+  // Calls `write` while the pages may be written. False, without a call: not any more.
+  bool Write(absl::FunctionRef<void()> write);
+  absl::Status End(const ChunkHeader& header, uint64_t checksum);
+  const StreamPlan& plan() const { return *plan_; }
   // After it nothing is written any more.
   void Close() { gate_.Close(); }
 
@@ -38,7 +46,8 @@ class Landing {
   std::vector<std::pair<int64_t, int64_t>> Gaps() const;
 
  private:
-  absl::Status CheckChunk(const ChunkHeader& header, Pieces payload) const;
+  absl::Status CheckBounds(const ChunkHeader& header) const;
+  absl::Status CheckSum(const ChunkHeader& header, uint64_t checksum) const;
   // Nobody else is given a chunk of these bytes.
   absl::Status Claim(int64_t begin, int64_t end);
   absl::Status Arrived(int64_t begin, int64_t end);

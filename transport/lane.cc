@@ -2,6 +2,7 @@
 
 #include <poll.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <iterator>
@@ -10,23 +11,25 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "base/status.h"
-#include "transport/ucx/ucx_data_plane.h"
 
 namespace kvferry {
 namespace {
 
-constexpr int kMaxSleepMs = 60000;
+constexpr int64_t kMaxSleepMs = 60000;
 
 }  // namespace
+
+Lane::Lane(Options options)
+    : commands_(std::move(options.commands)),
+      on_down_(std::move(options.on_down)),
+      plane_(std::move(options.plane)),
+      taker_(std::move(options.taker)) {}
 
 absl::StatusOr<std::unique_ptr<Lane>> Lane::Create(Options options) {
   std::unique_ptr<Lane> lane(new Lane(std::move(options)));
   if (lane->work_.wake().get() < 0) {
     return absl::ResourceExhaustedError(absl::StrCat("lane: eventfd: ", std::strerror(errno)));
   }
-  KVFERRY_ASSIGN_OR_RETURN(lane->plane_, MakeUcxDataPlane(lane->options_.config));
-  lane->address_ = lane->plane_->address();
   lane->thread_ = std::thread([raw = lane.get()] { raw->Run(); });
   return lane;
 }
@@ -41,9 +44,9 @@ void Lane::Stop() {
   work_.wake().Wake();
 }
 
-void Lane::Connect(LinkId link, std::string address) {
-  work_.Post([this, link, address = std::move(address)] {
-    const absl::StatusOr<LinkId> own = plane_->Connect(address);
+void Lane::Connect(LinkId link, std::function<absl::StatusOr<LinkId>()> connect) {
+  work_.Post([this, link, connect = std::move(connect)] {
+    const absl::StatusOr<LinkId> own = connect();
     if (own.ok()) {
       own_links_.emplace(link, *own);
     } else {
@@ -61,9 +64,9 @@ void Lane::Close(LinkId link) {
   });
 }
 
-void Lane::SendChunk(LinkId link, const ChunkHeader& header, ChunkLinks::Fill fill, SendDone done) {
-  work_.Post([this, link, header, fill = std::move(fill), done = std::move(done)] {
-    Send(link, header, fill, done);
+void Lane::SendChunk(LinkId link, const ChunkHeader& header, ChunkSource source, SendDone done) {
+  work_.Post([this, link, header, source = std::move(source), done = std::move(done)] {
+    Send(link, header, source, done);
   });
 }
 
@@ -88,32 +91,37 @@ bool Lane::Work() {
 }
 
 void Lane::Sleep() {
+  const Deadline now = Clock::now();
+  const Deadline next = plane_->Tick(now);
   if (!plane_->Arm()) return;
   const bool pause = futile_wakes_.Pause();
+  const int64_t most_ms = pause ? FutileWakes::kPause.count() : kMaxSleepMs;
   pollfd fds[] = {{pause ? -1 : plane_->event_fd(), POLLIN, 0}, {work_.wake().get(), POLLIN, 0}};
-  poll(fds, std::size(fds), pause ? static_cast<int>(FutileWakes::kPause.count()) : kMaxSleepMs);
+  poll(fds, std::size(fds), static_cast<int>(std::min(most_ms, MsUntil(next, now))));
   if ((fds[0].revents & POLLIN) != 0) futile_wakes_.OnWake();
   if ((fds[1].revents & POLLIN) != 0) work_.wake().Drain();
 }
 
-void Lane::Send(LinkId link, ChunkHeader header, const ChunkLinks::Fill& fill,
+void Lane::Send(LinkId link, const ChunkHeader& header, const ChunkSource& source,
                 const SendDone& done) {
   auto tell = [this, done](const absl::Status& status) {
-    options_.commands->Post([done, status] { done(status); });
+    commands_->Post([done, status] { done(status); });
   };
   const auto found = own_links_.find(link);
-  if (found == own_links_.end()) return tell(absl::UnavailableError("ucx: the link is closed"));
-  const absl::StatusOr<std::span<const std::byte>> payload = fill(&header);
-  if (!payload.ok()) return tell(payload.status());
-  plane_->SendChunk(found->second, header, *payload, tell);
+  if (found == own_links_.end()) return tell(absl::UnavailableError("the link is closed"));
+  plane_->SendChunk(found->second, header, source, tell);
 }
 
 void Lane::ReportDown(LinkId link, const absl::Status& status) {
-  options_.commands->Post([on_down = options_.on_down, link, status] { on_down(link, status); });
+  commands_->Post([on_down = on_down_, link, status] { on_down(link, status); });
 }
 
 void Lane::OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) {
-  options_.on_chunk(header, payload, intact);
+  taker_->OnChunk(header, payload, intact);
+}
+
+std::unique_ptr<ChunkSink> Lane::OnChunkBegins(const ChunkHeader& header) {
+  return taker_->OnChunkBegins(header);
 }
 
 void Lane::OnLinkDown(LinkId own_link, const absl::Status& status) {

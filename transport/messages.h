@@ -25,17 +25,31 @@ inline constexpr size_t kMaxModelBytes = 256;
 inline constexpr size_t kMaxWorkerAddressBytes = 4096;
 inline constexpr size_t kMaxLocalAddressBytes = 64;
 inline constexpr size_t kMaxMoreLanes = 7;  // Beside the first.
+inline constexpr size_t kMaxHostBytes = 46;  // Of a numeric address.
 inline constexpr size_t kMaxDirectAddressBytes = 64 << 10;
 inline constexpr size_t kMaxTextBytes = 1024;
 inline constexpr size_t kMaxRuns = 65536;
 inline constexpr size_t kMaxFunctionBytes = 32;
 
+// How a peer is reached over plain TCP. A hello says how many connections its sender would make; the
+// welcome where they go to, and what each side has to say on them first. Not for logs.
+struct TcpAddress {
+  int64_t lanes = 0;  // 0: not.
+  std::string host{};  // Numeric.
+  int64_t port = 0;
+  std::string token{};   // Who connects says this,
+  std::string answer{};  // and who is connected to this.
+};
+inline constexpr uint32_t kTcpVersion = 1;
+inline constexpr size_t kTcpTokenBytes = 16;
+
 // Where a peer's data planes are reached.
 struct DataAddresses {
-  std::string worker;                // UCX, from anywhere.
+  std::string worker;                // UCX, from anywhere; empty: not.
   std::string local{};               // Shared memory, from this host; empty: not.
   std::vector<std::string> lanes{};  // UCX, further lanes.
   std::string direct{};              // Memory that can be read from afar; empty: none.
+  TcpAddress tcp{};
 };
 
 struct HelloMsg {

@@ -15,6 +15,7 @@ struct Metrics {
   Value bytes_received{0};
   Value chunks_sent{0};
   Value chunks_in_place{0};  // Of those sent: the peer read them in this side's pool.
+  Value chunks_lent{0};      // Of those sent: straight from the pool's pages.
   Value chunks_in_lanes{0};  // Of those sent: by lanes beside the first.
   Value chunks_received{0};
   Value chunks_dropped{0};  // Of no live transfer, or contradicting one.
@@ -49,6 +50,7 @@ struct Metrics {
         {"bytes_received", bytes_received},
         {"chunks_sent", chunks_sent},
         {"chunks_in_place", chunks_in_place},
+        {"chunks_lent", chunks_lent},
         {"chunks_in_lanes", chunks_in_lanes},
         {"chunks_received", chunks_received},
         {"chunks_dropped", chunks_dropped},

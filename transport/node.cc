@@ -39,6 +39,29 @@ absl::Status CheckOptions(const Node::Options& options) {
 
 }  // namespace
 
+// What a lane's thread does with its chunks; what follows from them is the progress thread's.
+class NodeImpl::LaneTaker final : public ChunkTaker {
+ public:
+  explicit LaneTaker(NodeImpl* node) : node_(node), copy_(node->lane_copies_.get()) {}
+  void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) override {
+    OnLanded(header, node_->receiver_->Land(header, payload, intact, &copy_));
+  }
+  std::unique_ptr<ChunkSink> OnChunkBegins(const ChunkHeader& header) override {
+    return node_->receiver_->Begin(
+        header, &copy_,
+        [this](const ChunkHeader& of, const absl::Status& status) { OnLanded(of, status); });
+  }
+
+ private:
+  void OnLanded(const ChunkHeader& header, const absl::Status& status) {
+    node_->commands_->Post(
+        [node = node_, header, status] { node->receiver_->OnLanded(header, status); });
+  }
+
+  NodeImpl* const node_;
+  PieceCopy copy_;
+};
+
 absl::Status NodeImpl::Init() {
   const Config& config = options_.config;
   KVFERRY_ASSIGN_OR_RETURN(arena_, Arena::Create(config.arena_bytes, config.chunk_bytes));
@@ -59,7 +82,8 @@ absl::Status NodeImpl::Init() {
   KVFERRY_ASSIGN_OR_RETURN(DirectReads::Readable readable, MakeReadable());
   KVFERRY_ASSIGN_OR_RETURN(
       data_, DataPlanes::Create({config, arena_.get(), SharedPool(), std::move(readable), commands_,
-                                 &metrics_, [this] { return OnChunkOfLane(); }}));
+                                 &metrics_, [this] { return std::make_unique<LaneTaker>(this); },
+                                 listen_address_}));
   if (commands_->wake().get() < 0) {
     return absl::ResourceExhaustedError(absl::StrCat("node: eventfd: ", std::strerror(errno)));
   }
@@ -237,11 +261,12 @@ void NodeImpl::Sleep(Deadline until) {
   // Anything that arrives after the planes are armed makes their fds readable.
   if (!data_->Arm() || !control_->Arm()) return;
   const bool pause = futile_wakes_.Pause();
-  pollfd fds[] = {{pause ? -1 : data_->worker_fd(), POLLIN, 0},
+  pollfd fds[] = {{pause ? -1 : data_->network_fd(), POLLIN, 0},
                   {data_->local_fd(), POLLIN, 0},
                   {data_->direct_fd(), POLLIN, 0},
                   {control_->event_fd(), POLLIN, 0},
-                  {commands_->wake().get(), POLLIN, 0}};
+                  {commands_->wake().get(), POLLIN, 0},
+                  {data_->door_fd(), POLLIN, 0}};
   const Deadline now = Clock::now();
   const int64_t sleep_ms = std::min(
       MsUntil(pause ? std::min(until, now + FutileWakes::kPause) : until, now), kMaxSleepMs);
@@ -252,7 +277,8 @@ void NodeImpl::Sleep(Deadline until) {
 
 Deadline NodeImpl::Tick(Deadline now) {
   tick_now_ = false;
-  Deadline next = std::min({sender_->Tick(now), receiver_->Tick(now), calls_->Tick(now)});
+  Deadline next = std::min(
+      {sender_->Tick(now), receiver_->Tick(now), calls_->Tick(now), data_->Tick(now)});
   Deadline sessions_next;
   const Config& config = options_.config;
   for (const auto& [peer, due] : sessions_.TakeDue(now, config.heartbeat_interval_ms,
@@ -331,13 +357,8 @@ void NodeImpl::OnProbed(LinkId link) {
   if (!peer.empty()) RequestWaiting(peer, *sessions_.Find(peer));
 }
 
-// What a lane's thread does with its chunks; what follows from them is the progress thread's.
-DataEvents::TakeChunk NodeImpl::OnChunkOfLane() {
-  auto copy = std::make_shared<PieceCopy>(lane_copies_.get());
-  return [this, copy](const ChunkHeader& header, Pieces payload, Intact intact) {
-    const absl::Status status = receiver_->Land(header, payload, intact, copy.get());
-    commands_->Post([this, header, status] { receiver_->OnLanded(header, status); });
-  };
+std::unique_ptr<ChunkSink> NodeImpl::OnChunkBegins(const ChunkHeader& header) {
+  return receiver_->OnChunkBegins(header);
 }
 
 void NodeImpl::OnCredit(const CreditHeader& header) { sender_->OnCredit(header); }

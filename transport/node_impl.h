@@ -76,7 +76,8 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void OnReadFailed(const ChunkHeader& header, const absl::Status& status) override;
   void OnProbed(LinkId link) override;
   void OnCredit(const CreditHeader& header) override;
-  TakeChunk OnChunkOfLane();
+  std::unique_ptr<ChunkSink> OnChunkBegins(const ChunkHeader& header) override;
+  class LaneTaker;
   void OnLinkDown(LinkId link, const absl::Status& status) override;
   void Send(const PeerKey& peer, MessageBody body) override;
   ChunkLinks& data() override { return *data_; }

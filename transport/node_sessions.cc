@@ -180,7 +180,7 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
   absl::Status status = CheckHello(hello);
   LinkId link = 0;
   if (status.ok()) {
-    absl::StatusOr<LinkId> connected = data_->Connect(hello.data);
+    absl::StatusOr<LinkId> connected = data_->Accept(hello.data);
     status = connected.status();
     if (connected.ok()) link = *connected;
   }
@@ -200,7 +200,7 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
   CountPeers();
   tick_now_ = true;
   Log().info("accepted peer '{}' over {}", absl::CEscape(hello.name), data_->PathName(link));
-  Send(peer, WelcomeMsg{options_.name, data_->addresses()});
+  Send(peer, WelcomeMsg{options_.name, data_->AddressesFor(link)});
 }
 
 void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,

@@ -164,7 +164,7 @@ void Receiver::CloseLanding(const Fetch& fetch) {
   fetch.landing->Close();
 }
 
-void Receiver::OnChunk(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact) {
+void Receiver::OnChunk(const ChunkHeader& header, Pieces payload, ChunkTaker::Intact intact) {
   OnLanded(header, Land(header, payload, intact, &copy_));
 }
 
@@ -176,16 +176,35 @@ void Receiver::OnChunkElsewhere(const ChunkHeader& header, std::span<const std::
   outbox_->data().Read(link->second, header, list);
 }
 
-absl::Status Receiver::Land(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact,
+std::shared_ptr<Landing> Receiver::FindLanding(uint64_t transfer_id) {
+  const MutexLock lock(&landings_mutex_);
+  const auto found = landings_.find(transfer_id);
+  return found == landings_.end() ? nullptr : found->second;
+}
+
+absl::Status Receiver::Land(const ChunkHeader& header, Pieces payload, ChunkTaker::Intact intact,
                             PieceCopy* copy) {
-  std::shared_ptr<Landing> landing;
-  {
-    const MutexLock lock(&landings_mutex_);
-    const auto found = landings_.find(header.transfer_id);
-    if (found == landings_.end()) return absl::NotFoundError("no such fetch");
-    landing = found->second;
-  }
+  const std::shared_ptr<Landing> landing = FindLanding(header.transfer_id);
+  if (landing == nullptr) return absl::NotFoundError("no such fetch");
   return landing->Accept(header, payload, intact, copy);
+}
+
+std::unique_ptr<ChunkSink> Receiver::Begin(const ChunkHeader& header, PieceCopy* copy,
+                                           LandingChunk::Landed landed) {
+  std::shared_ptr<Landing> landing = FindLanding(header.transfer_id);
+  const absl::Status status =
+      landing == nullptr ? absl::NotFoundError("no such fetch") : landing->Begin(header);
+  if (status.ok()) {
+    return std::make_unique<LandingChunk>(header, std::move(landing), copy, std::move(landed));
+  }
+  landed(header, status);
+  return nullptr;
+}
+
+std::unique_ptr<ChunkSink> Receiver::OnChunkBegins(const ChunkHeader& header) {
+  return Begin(header, &copy_, [this](const ChunkHeader& of, const absl::Status& status) {
+    OnLanded(of, status);
+  });
 }
 
 void Receiver::OnLanded(const ChunkHeader& header, const absl::Status& status) {

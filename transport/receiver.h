@@ -14,6 +14,7 @@
 #include "base/mutex.h"
 #include "transport/fetch_handle.h"
 #include "transport/landing.h"
+#include "transport/landing_chunk.h"
 #include "transport/metrics.h"
 #include "transport/outbox.h"
 #include "transport/piece_copy.h"
@@ -35,7 +36,7 @@ namespace kvferry {
 // peer of waits without one (Assign).
 //
 // A chunk is scattered only while its fetch is here, so a fetch that has ended is never written
-// for. Progress thread only, but for Land().
+// for. Progress thread only, but for Land() and Begin().
 class Receiver {
  public:
   struct Fetch {
@@ -78,14 +79,19 @@ class Receiver {
   bool RequestAgain(uint64_t transfer_id);
   void OnRefuse(const PeerKey& peer, const RefuseMsg& refuse);
   void OnAbort(const PeerKey& peer, const AbortMsg& abort);
-  void OnChunk(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact);
+  void OnChunk(const ChunkHeader& header, Pieces payload, ChunkTaker::Intact intact);
   // A chunk that is still to be read, out of the memory of its fetch's sender.
   void OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list);
   // OnChunk in two steps: on the thread of any lane, which has a `copy` of its own, and then on the
   // progress thread, with what the first one returned. NOT_FOUND: of no live fetch.
-  absl::Status Land(const ChunkHeader& header, Pieces payload, DataEvents::Intact intact,
+  absl::Status Land(const ChunkHeader& header, Pieces payload, ChunkTaker::Intact intact,
                     PieceCopy* copy);
   void OnLanded(const ChunkHeader& header, const absl::Status& status);
+  // A chunk that comes part by part: on this thread, or on that of a lane, which has a `copy` of its
+  // own and whose `landed` leads to OnLanded() here.
+  std::unique_ptr<ChunkSink> OnChunkBegins(const ChunkHeader& header);
+  std::unique_ptr<ChunkSink> Begin(const ChunkHeader& header, PieceCopy* copy,
+                                   LandingChunk::Landed landed);
   // The caller gives up. No-op for a fetch that has ended.
   void Cancel(uint64_t id, const absl::Status& status);
   void CancelAll(const absl::Status& status);
@@ -95,6 +101,8 @@ class Receiver {
 
  private:
   void Request(Fetch& fetch, uint64_t epoch);
+  // Null: of no live fetch.
+  std::shared_ptr<Landing> FindLanding(uint64_t transfer_id);
   void OpenLanding(Fetch& fetch);
   void CloseLanding(const Fetch& fetch);
   // Out of fetches_, with another transfer id.

@@ -29,6 +29,9 @@ constexpr int64_t kMaxReadersAProcessor = 2;
 // end, so that all of them are through at about the same time.
 constexpr int64_t kMaxBytesOfATurn = 2 << 20;
 constexpr int64_t kMinBytesOfATurn = 1 << 20;
+// Pages that lie together for fewer bytes are gathered: a system call with a list of them takes longer
+// than copying (docs/decisions/0010-straight-from-pages.md).
+constexpr int64_t kMinLentPiece = 8 << 10;
 // A reader that takes longer for a chunk is stuck, and does not hold up the others.
 constexpr auto kReaderTurn = std::chrono::milliseconds(10);
 
@@ -391,6 +394,10 @@ bool Sender::PumpOne(const TransferPtr& transfer, int64_t peer_share) {
   const int64_t max_bytes = in_place ? MaxBytesInPlace(*transfer) : transfer->chunk_bytes;
   const int64_t bytes = std::min(max_bytes, end - transfer->sent_bytes);
   if (bytes <= 0 || !Admits(*transfer, bytes)) return false;
+  if (!in_place && Lends(*transfer)) {
+    SendLent(transfer, bytes);
+    return true;
+  }
   if ((*chunks_of_peer_)[transfer->peer] >= peer_share) return false;
   if (arena_->num_taken() == arena_->num_chunks()) return false;
   SendChunk(transfer, bytes, in_place);
@@ -438,7 +445,7 @@ int64_t Sender::MaxBytesInPlace(const Transfer& transfer) const {
   return std::min(most, (pieces - 2) * transfer.plan.min_item_bytes());
 }
 
-ChunkLinks::Fill Sender::Gather(const TransferPtr& transfer, int64_t chunk) const {
+FillChunk Sender::Gather(const TransferPtr& transfer, int64_t chunk) const {
   return [transfer, offset = transfer->sent_bytes,
           memory = arena_->Bytes(chunk)](ChunkHeader* header) -> Filled {
     const Gate::Pass pass(transfer->reading.get());
@@ -450,7 +457,7 @@ ChunkLinks::Fill Sender::Gather(const TransferPtr& transfer, int64_t chunk) cons
   };
 }
 
-ChunkLinks::Fill Sender::ListPieces(const TransferPtr& transfer, int64_t chunk) {
+FillChunk Sender::ListPieces(const TransferPtr& transfer, int64_t chunk) {
   return [this, transfer, chunk, offset = transfer->sent_bytes](ChunkHeader* header) -> Filled {
     pieces_.clear();
     transfer->plan.AppendPieces(offset, header->bytes, &pieces_);
@@ -476,14 +483,54 @@ ChunkLinks::Fill Sender::ListPieces(const TransferPtr& transfer, int64_t chunk) 
   };
 }
 
+ChunkHeader Sender::HeaderOfNext(const Transfer& transfer, int64_t bytes, uint32_t flags) const {
+  ChunkHeader header;
+  header.transfer_id = transfer.fetch.transfer_id;
+  header.offset = transfer.sent_bytes;
+  header.bytes = static_cast<uint32_t>(bytes);
+  header.flags = (transfer.fetch.checksum ? kChunkHasChecksum : 0) | flags;
+  return header;
+}
+
+// A checksum comes before the bytes, so it is made of what was gathered.
+bool Sender::Lends(const Transfer& transfer) const {
+  return !transfer.fetch.checksum && transfer.plan.mean_piece_bytes() >= kMinLentPiece &&
+         outbox_->data().LendsTo(transfer.link);
+}
+
+LendChunk Sender::Lend(const TransferPtr& transfer, int64_t bytes) {
+  return [transfer, begin = transfer->sent_bytes, bytes](
+             int64_t from, absl::FunctionRef<void(Pieces)> read) {
+    thread_local std::vector<std::span<std::byte>> pieces;
+    thread_local std::vector<std::span<const std::byte>> read_only;
+    const Gate::Pass pass(transfer->reading.get());
+    if (!pass.open()) return false;
+    pieces.clear();
+    transfer->plan.AppendPieces(begin + from, bytes - from, &pieces);
+    read_only.assign(pieces.begin(), pieces.end());
+    read(read_only);
+    return true;
+  };
+}
+
+// Takes nothing of the arena: how much is on its way is bounded by the window.
+void Sender::SendLent(const TransferPtr& transfer, int64_t bytes) {
+  const ChunkHeader header = HeaderOfNext(*transfer, bytes, 0);
+  LendChunk lend = Lend(transfer, bytes);
+  transfer->sent_bytes += bytes;
+  ++metrics_->chunks_sent;
+  ++metrics_->chunks_lent;
+  metrics_->bytes_sent += bytes;
+  auto done = [transfer](const absl::Status& status) {
+    if (!status.ok() && transfer->failed.ok()) transfer->failed = status;
+  };
+  outbox_->data().SendChunk(transfer->link, header, std::move(lend), std::move(done));
+}
+
 void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place) {
   const int64_t chunk = arena_->Take();
-  ChunkHeader header;
-  header.transfer_id = transfer->fetch.transfer_id;
-  header.offset = transfer->sent_bytes;
-  header.bytes = static_cast<uint32_t>(bytes);
-  header.flags = (transfer->fetch.checksum ? kChunkHasChecksum : 0) | (in_place ? kChunkInPool : 0);
-  ChunkLinks::Fill fill = in_place ? ListPieces(transfer, chunk) : Gather(transfer, chunk);
+  const ChunkHeader header = HeaderOfNext(*transfer, bytes, in_place ? kChunkInPool : 0);
+  FillChunk fill = in_place ? ListPieces(transfer, chunk) : Gather(transfer, chunk);
   transfer->sent_bytes += bytes;
   ++metrics_->chunks_sent;
   if (in_place) ++metrics_->chunks_in_place;

@@ -118,10 +118,16 @@ class Sender {
   bool Admits(const Transfer& transfer, int64_t bytes);
   int64_t MaxBytesInPlace(const Transfer& transfer) const;
   void SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place);
-  // What fills a chunk of the arena: with the window at sent_bytes, on any thread.
-  ChunkLinks::Fill Gather(const TransferPtr& transfer, int64_t chunk) const;
-  // With where that window lies, on this one.
-  ChunkLinks::Fill ListPieces(const TransferPtr& transfer, int64_t chunk);
+  void SendLent(const TransferPtr& transfer, int64_t bytes);
+  ChunkHeader HeaderOfNext(const Transfer& transfer, int64_t bytes, uint32_t flags) const;
+  // Whether its pages are sent from where they lie.
+  bool Lends(const Transfer& transfer) const;
+  // What the next chunk of the stream is sent from, on any thread: straight from the pages,
+  static LendChunk Lend(const TransferPtr& transfer, int64_t bytes);
+  // or gathered in a chunk of the arena.
+  FillChunk Gather(const TransferPtr& transfer, int64_t chunk) const;
+  // Where it lies, on this thread.
+  FillChunk ListPieces(const TransferPtr& transfer, int64_t chunk);
   int64_t ReadyBytes(const StreamPlan& plan, uint64_t lease_id) const;
   // Ends one transfer; `tell` also sends the peer an abort.
   void End(uint64_t transfer_id, const absl::Status& outcome, bool tell);

@@ -176,7 +176,7 @@ TEST(ConfigValidate, Relations) {
 
 TEST(ConfigValidate, PathsOnOneHost) {
   Config config;
-  for (const char* path : {"auto", "in_place", "arena", "ucx"}) {
+  for (const char* path : {"auto", "in_place", "arena", "network"}) {
     config.same_host_path = path;
     EXPECT_TRUE(IsOk(config.Validate())) << path;
   }

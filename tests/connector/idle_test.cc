@@ -21,8 +21,10 @@ double CpuSecondsOfThisProcess() {
 // waits for a processor that we must not take. UCX's event fd stays readable all the time.
 TEST(Idle, APeerThatDoesNotAnswerCostsNoProcessor) {
   const auto source = MakePatternPool(SmallLayout(), 8, 1);
-  const auto prefill = MakePrefill(source, SmallChunks());
-  const auto silent = Must(MakeUcxDataPlane(Config()));
+  Config config = SmallChunks();
+  config.ucx_tls = "tcp";
+  const auto prefill = MakePrefill(source, config);
+  const auto silent = Must(MakeUcxDataPlane(config));
   RawDecode peer(prefill->address());
   constexpr uint64_t kEpoch = 4242;
   peer.Send({kEpoch, 0, HelloMsg{"silent", kTestModel, SmallLayout(), {silent->address()}}});

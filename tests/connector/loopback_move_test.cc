@@ -64,7 +64,7 @@ class Lanes : public testing::TestWithParam<std::pair<int64_t, int64_t>> {};
 
 TEST_P(Lanes, ShareATransfer) {
   Config prefill_config = SmallChunks();
-  prefill_config.same_host_path = "ucx";
+  prefill_config.same_host_path = "network";
   prefill_config.network_path = "packed";
   prefill_config.lanes = GetParam().first;
   Config decode_config = prefill_config;

@@ -224,10 +224,13 @@ def test_wrong_parameters_become_a_load_that_fails(params: dict, word: str):
 
 
 def test_options_name_the_right_keys():
-    options = Options.parse({"trace_path": "/tmp/trace", "lease_ms": 1234, "listen_port": 6000})
+    options = Options.parse(
+        {"trace_path": "/tmp/trace", "lease_ms": 1234, "listen_port": 6000, "data_port": 7000}
+    )
     assert options.trace_path == "/tmp/trace"
     assert options.config(0).lease_ms == 1234
     assert [options.config(rank).listen_port for rank in range(3)] == [6000, 6001, 6002]
+    assert [options.config(rank).data_port for rank in range(3)] == [7000, 7001, 7002]
     assert Options.parse({}).config(2).listen_port == 0
     for wrong in ({"lease": 1}, {"lease_ms": "soon"}, {"lease_ms": -1}, {"trace_path": 1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -8,18 +8,20 @@
 namespace kvferry {
 
 // The path that this run of the tests is for (EVERY_PATH in tests/CMakeLists.txt).
-enum class TestPath { kInPlace, kArena, kUcx, kDirect };
+enum class TestPath { kInPlace, kArena, kTcp, kUcx, kDirect };
 
 inline TestPath PathUnderTest() {
   const char* name = std::getenv("KVFERRY_TEST_PATH");
   const std::string_view path = name == nullptr ? "" : name;
+  if (path == "tcp") return TestPath::kTcp;
   if (path == "ucx") return TestPath::kUcx;
   if (path == "direct") return TestPath::kDirect;
   return path == "arena" ? TestPath::kArena : TestPath::kInPlace;
 }
 
 inline bool PathIsOverANetwork() {
-  return PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect;
+  return PathUnderTest() == TestPath::kTcp || PathUnderTest() == TestPath::kUcx ||
+         PathUnderTest() == TestPath::kDirect;
 }
 // Whether pages are read where they lie, if they are not too small for it.
 inline bool PathReadsThePool() {
@@ -28,7 +30,7 @@ inline bool PathReadsThePool() {
 
 // One-sided reads where there is no network for them: by process_vm_readv(2).
 inline void ReadDirectly(Config* config) {
-  config->same_host_path = "ucx";
+  config->same_host_path = "network";
   config->network_path = "direct";
   config->direct_tls = "posix,cma";
 }
@@ -37,10 +39,11 @@ inline void ReadDirectly(Config* config) {
 inline Config TestConfig() {
   Config config;
   if (PathUnderTest() == TestPath::kInPlace) config.same_host_path = "in_place";
-  if (PathUnderTest() == TestPath::kUcx) {
-    config.same_host_path = "ucx";
+  if (PathUnderTest() == TestPath::kTcp || PathUnderTest() == TestPath::kUcx) {
+    config.same_host_path = "network";
     config.lanes = 2;
   }
+  if (PathUnderTest() == TestPath::kUcx) config.ucx_tls = "tcp";
   if (PathUnderTest() == TestPath::kDirect) ReadDirectly(&config);
   return config;
 }

@@ -25,9 +25,16 @@
 namespace kvferry {
 namespace {
 
+// The transport that is everywhere.
+Config OverUcx() {
+  Config config;
+  config.ucx_tls = "tcp";
+  return config;
+}
+
 class Planes : public testing::Test {
  protected:
-  static std::unique_ptr<DataPlane> Make() { return Must(MakeUcxDataPlane(Config())); }
+  static std::unique_ptr<AddressedPlane> Make() { return Must(MakeUcxDataPlane(OverUcx())); }
   template <typename Predicate>
   bool ProgressUntil(const Predicate& holds) {
     return StepUntil(
@@ -44,8 +51,8 @@ class Planes : public testing::Test {
     return bytes;
   }
 
-  std::unique_ptr<DataPlane> a_ = Make();
-  std::unique_ptr<DataPlane> b_ = Make();
+  std::unique_ptr<AddressedPlane> a_ = Make();
+  std::unique_ptr<AddressedPlane> b_ = Make();
   Recorder at_a_;
   Recorder at_b_;
 };
@@ -60,7 +67,7 @@ TEST_F(Planes, ChunksOfAllSizesInOrder) {
     payloads.push_back(RandomBytes(sizes[i], i));
     const ChunkHeader header{1000 + i, i << 40, ~i, static_cast<uint32_t>(sizes[i]),
                              kChunkHasChecksum};
-    a_->SendChunk(link, header, payloads.back(), [&](const absl::Status& status) {
+    a_->SendPayload(link, header, payloads.back(), [&](const absl::Status& status) {
       EXPECT_TRUE(IsOk(status));
       ++sent;
     });
@@ -95,9 +102,9 @@ TEST_F(Planes, AHeaderThatLiesAboutItsBytesIsDropped) {
   const LinkId link = Must(a_->Connect(b_->address()));
   const std::vector<std::byte> payload = RandomBytes(100, 1);
   const auto ignore = [](const absl::Status&) {};
-  a_->SendChunk(link, {1, 0, 0, 99, 0}, payload, ignore);
-  a_->SendChunk(link, {2, 0, 0, 101, 0}, payload, ignore);
-  a_->SendChunk(link, {3, 0, 0, 100, 0}, payload, ignore);
+  a_->SendPayload(link, {1, 0, 0, 99, 0}, payload, ignore);
+  a_->SendPayload(link, {2, 0, 0, 101, 0}, payload, ignore);
+  a_->SendPayload(link, {3, 0, 0, 100, 0}, payload, ignore);
   ASSERT_TRUE(ProgressUntil([&] { return !at_b_.chunks.empty(); }));
   ASSERT_EQ(at_b_.chunks.size(), 1u);
   EXPECT_EQ(at_b_.chunks[0].first.transfer_id, 3u);
@@ -108,7 +115,7 @@ TEST_F(Planes, EverySendCompletesOnceWhenThePeerGoesAway) {
   const std::vector<std::byte> payload = RandomBytes(256 << 10, 1);
   std::vector<int> completions(200, 0);
   const auto send = [&](size_t i) {
-    a_->SendChunk(link, {i, 0, 0, 256 << 10, 0}, payload,
+    a_->SendPayload(link, {i, 0, 0, 256 << 10, 0}, payload,
                   [&, i](const absl::Status&) { ++completions[i]; });
   };
   send(0);
@@ -130,11 +137,11 @@ TEST_F(Planes, ThePeerGoesAwayBeforeItAnswers) {
   const std::vector<std::byte> payload = RandomBytes(256 << 10, 1);
   for (int round = 0; round < 20; ++round) {
     SCOPED_TRACE(round);
-    std::unique_ptr<DataPlane> silent = Make();
+    std::unique_ptr<AddressedPlane> silent = Make();
     const LinkId link = Must(a_->Connect(silent->address()));
     int completions = 0;
     for (uint64_t i = 0; i < 3; ++i) {
-      a_->SendChunk(link, {i, 0, 0, 256 << 10, 0}, payload,
+      a_->SendPayload(link, {i, 0, 0, 256 << 10, 0}, payload,
                     [&](const absl::Status&) { ++completions; });
     }
     for (int i = 0; i < 100 * round; ++i) a_->Progress(&at_a_);
@@ -224,7 +231,7 @@ TEST_F(Planes, ClosedLinks) {
   const LinkId link = Must(a_->Connect(b_->address()));
   a_->Close(link);
   absl::Status status;
-  a_->SendChunk(link, {1, 0, 0, 1, 0}, RandomBytes(1, 1),
+  a_->SendPayload(link, {1, 0, 0, 1, 0}, RandomBytes(1, 1),
                 [&](const absl::Status& s) { status = s; });
   EXPECT_TRUE(Fails(status, absl::StatusCode::kUnavailable, "closed"));
   a_->SendCredit(link, {1, 1});

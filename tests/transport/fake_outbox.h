@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/transport/joined.h"
 #include "transport/outbox.h"
 
 namespace kvferry {
@@ -21,20 +22,20 @@ struct SentChunk {
 
 class FakeLinks : public ChunkLinks {
  public:
-  void SendChunk(LinkId link, const ChunkHeader& header, Fill fill, SendDone done) override {
-    later.push_back({link, header, std::move(fill), std::move(done)});
+  void SendChunk(LinkId link, const ChunkHeader& header, ChunkSource source,
+                 SendDone done) override {
+    later.push_back({link, header, std::move(source), std::move(done)});
     if (fill_at_once) FillLater();
   }
   // As a lane does when its thread comes to it.
   void FillLater() {
     for (Unfilled& chunk : std::exchange(later, {})) {
-      const absl::StatusOr<std::span<const std::byte>> payload = chunk.fill(&chunk.header);
+      const absl::StatusOr<std::vector<std::byte>> payload = Take(chunk);
       if (!payload.ok()) {
         chunk.done(payload.status());
         continue;
       }
-      chunks.push_back(
-          {chunk.link, chunk.header, {payload->begin(), payload->end()}, std::move(chunk.done)});
+      chunks.push_back({chunk.link, chunk.header, *payload, std::move(chunk.done)});
       if (complete_at_once) Complete(chunks.size() - 1, absl::OkStatus());
     }
   }
@@ -52,14 +53,28 @@ class FakeLinks : public ChunkLinks {
   struct Unfilled {
     LinkId link;
     ChunkHeader header;
-    Fill fill;
+    ChunkSource source;
     SendDone done;
   };
+  static absl::StatusOr<std::vector<std::byte>> Take(Unfilled& chunk) {
+    if (const auto* fill = std::get_if<FillChunk>(&chunk.source)) {
+      const absl::StatusOr<std::span<const std::byte>> payload = (*fill)(&chunk.header);
+      if (!payload.ok()) return payload.status();
+      return std::vector<std::byte>(payload->begin(), payload->end());
+    }
+    std::vector<std::byte> bytes;
+    const bool lent =
+        std::get<LendChunk>(chunk.source)(0, [&](Pieces payload) { bytes = Joined(payload); });
+    if (!lent) return absl::CancelledError("not lent");
+    return bytes;
+  }
+  bool LendsTo(LinkId) const override { return lends; }
   std::vector<Unfilled> later;
   std::vector<SentChunk> chunks;
   std::vector<CreditHeader> credits;
   bool fill_at_once = true;
   bool complete_at_once = true;
+  bool lends = false;
   std::vector<SentChunk> reads;  // Asked for; nobody reads.
   ReadCosts costs_of_reads;
   ReadsPool reads_pool = ReadsPool::kNo;

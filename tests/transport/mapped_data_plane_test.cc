@@ -36,7 +36,7 @@ struct Side {
     const int64_t chunk = arena->Take();
     const auto payload = arena->Bytes(chunk).first(bytes);
     std::fill(payload.begin(), payload.end(), std::byte{fill});
-    plane->SendChunk(link, {fill, 0, 0, bytes, 0}, payload,
+    plane->SendPayload(link, {fill, 0, 0, bytes, 0}, payload,
                      [this, chunk](const absl::Status& status) {
                        arena->GiveBack(chunk);
                        done.push_back(status);
@@ -50,7 +50,7 @@ struct Side {
     const int64_t chunk = arena->Take();
     const auto list = std::as_bytes(std::span(pieces));
     std::copy(list.begin(), list.end(), arena->Bytes(chunk).begin());
-    plane->SendChunk(link, {1, 0, 0, bytes, kChunkInPool}, arena->Bytes(chunk).first(list.size()),
+    plane->SendPayload(link, {1, 0, 0, bytes, kChunkInPool}, arena->Bytes(chunk).first(list.size()),
                      [this, chunk](const absl::Status& status) {
                        arena->GiveBack(chunk);
                        done.push_back(status);
@@ -62,7 +62,7 @@ struct Side {
   std::vector<absl::Status> done;
   SharedMemory pool = Must(SharedMemory::Create("test-pool", kPoolBytes));
   std::unique_ptr<Arena> arena;
-  std::unique_ptr<DataPlane> plane;  // Goes first, and completes what is under way.
+  std::unique_ptr<AddressedPlane> plane;  // Goes first, and completes what is under way.
 };
 
 template <typename Predicate>
@@ -255,11 +255,11 @@ TEST_F(MappedPlanes, BadArguments) {
   EXPECT_TRUE(Fails(a_.plane->Connect(nobody).status(), absl::StatusCode::kUnavailable, "connect"));
   absl::Status status;
   const auto keep = [&](const absl::Status& s) { status = s; };
-  a_.plane->SendChunk(99, {}, a_.arena->Bytes(0), keep);
+  a_.plane->SendPayload(99, {}, a_.arena->Bytes(0), keep);
   EXPECT_TRUE(Fails(status, absl::StatusCode::kUnavailable, "closed"));
   const LinkId link = Must(a_.plane->Connect(address));
   const std::vector<std::byte> elsewhere(10);
-  a_.plane->SendChunk(link, {}, elsewhere, keep);
+  a_.plane->SendPayload(link, {}, elsewhere, keep);
   EXPECT_TRUE(Fails(status, absl::StatusCode::kInvalidArgument, "no chunk of the arena"));
 }
 

@@ -1,6 +1,9 @@
 #pragma once
 
+#include <algorithm>
 #include <functional>
+#include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -16,6 +19,12 @@ struct Recorder : public DataEvents {
     if (before_intact) before_intact();
     whole.push_back(intact());
   }
+  // Parts end up in `chunks`, as one, when they have all come.
+  std::unique_ptr<ChunkSink> OnChunkBegins(const ChunkHeader& header) override {
+    ++begun;
+    if (wants && !wants()) return nullptr;
+    return std::make_unique<Sink>(this, header);
+  }
   void OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list) override {
     elsewhere.emplace_back(header, std::vector<std::byte>(list.begin(), list.end()));
   }
@@ -28,6 +37,41 @@ struct Recorder : public DataEvents {
     down.emplace_back(link, status);
   }
 
+  class Sink : public ChunkSink {
+   public:
+    Sink(Recorder* recorder, const ChunkHeader& header)
+        : recorder_(recorder), header_(header), bytes_(header.bytes) {}
+    bool prefers_fill() const override { return recorder_->prefers_fill; }
+    bool Fill(absl::FunctionRef<int64_t(MutablePieces)> fill) override {
+      if (recorder_->wants && !recorder_->wants()) return false;
+      // In two pieces, as pages are.
+      const std::span<std::byte> left = std::span(bytes_).subspan(got_);
+      const std::span<std::byte> pieces[] = {left.first(left.size() / 2),
+                                             left.subspan(left.size() / 2)};
+      got_ += fill(pieces);
+      return true;
+    }
+    bool Copy(std::span<const std::byte> bytes) override {
+      if (recorder_->wants && !recorder_->wants()) return false;
+      std::copy(bytes.begin(), bytes.end(), bytes_.begin() + static_cast<int64_t>(got_));
+      got_ += bytes.size();
+      return true;
+    }
+    void End() override {
+      bytes_.resize(got_);
+      recorder_->chunks.emplace_back(header_, std::move(bytes_));
+    }
+
+   private:
+    Recorder* const recorder_;
+    const ChunkHeader header_;
+    std::vector<std::byte> bytes_;
+    size_t got_ = 0;
+  };
+
+  bool prefers_fill = false;
+  std::function<bool()> wants;  // Whether a chunk's bytes are still wanted; unset: yes.
+  int begun = 0;
   using Chunks = std::vector<std::pair<ChunkHeader, std::vector<std::byte>>>;
   Chunks chunks;
   std::vector<bool> whole;  // Of each chunk, whether it was intact.

@@ -104,12 +104,26 @@ struct BodyWriter {
   // Of a hello or a welcome: where its data planes are.
   static uint32_t NumAddresses(const DataAddresses& data) {
     return 1 + (data.local.empty() ? 0 : 1) + (data.lanes.empty() ? 0 : 1) +
-           (data.direct.empty() ? 0 : 1);
+           (data.direct.empty() ? 0 : 1) + (data.tcp.lanes == 0 ? 0 : 1);
+  }
+  // Without a port it only says that there are connections to be had.
+  void Tcp(const TcpAddress& tcp) const {
+    if (tcp.lanes == 0) return;
+    writer.Key("tcp");
+    writer.packer.pack_map(tcp.port == 0 ? 2 : 6);
+    writer.Uint("v", kTcpVersion);
+    writer.Uint("lanes", tcp.lanes);
+    if (tcp.port == 0) return;
+    writer.Text("host", tcp.host, kMaxHostBytes);
+    writer.Uint("port", tcp.port);
+    writer.Binary("token", tcp.token);
+    writer.Binary("answer", tcp.answer);
   }
   void Addresses(const DataAddresses& data) const {
     writer.Binary("worker", data.worker);
     if (!data.local.empty()) writer.Binary("local", data.local);
     if (!data.direct.empty()) writer.Binary("direct", data.direct);
+    Tcp(data.tcp);
     if (data.lanes.empty()) return;
     writer.Key("lanes");
     writer.packer.pack_array(static_cast<uint32_t>(data.lanes.size()));
@@ -360,12 +374,40 @@ Fields ReadFields(Reader& reader, std::string_view key) {
 constexpr int64_t kMaxWireInt = int64_t{1} << 50;
 constexpr int64_t kMaxReadNs = int64_t{1} << 40;
 
+std::string ReadToken(Reader& reader, std::string_view key) {
+  std::string token = reader.Binary(key, kTcpTokenBytes);
+  if (token.size() != kTcpTokenBytes) {
+    reader.Fail(absl::StrCat("'", std::string(key), "' has ", token.size(), " bytes, not ",
+                             kTcpTokenBytes));
+  }
+  return token;
+}
+
+// Of another version: as if there was none.
+TcpAddress ReadTcp(Reader& reader) {
+  TcpAddress tcp;
+  const Object* map = reader.Map("tcp");
+  if (map == nullptr) return tcp;
+  Reader fields(*map);
+  if (fields.Uint("v", 1) != kTcpVersion) return tcp;
+  tcp.lanes = fields.Int("lanes", 1, 1 + kMaxMoreLanes);
+  if (fields.Has("port")) {
+    tcp.host = fields.Text("host", kMaxHostBytes);
+    tcp.port = fields.Int("port", 1, 65535);
+    tcp.token = ReadToken(fields, "token");
+    tcp.answer = ReadToken(fields, "answer");
+  }
+  if (!fields.status().ok()) reader.Fail(fields.status().message());
+  return tcp;
+}
+
 // Of a hello or a welcome: where its data planes are.
 DataAddresses ReadAddresses(Reader& reader) {
   DataAddresses data;
   data.worker = reader.Binary("worker", kMaxWorkerAddressBytes);
   if (reader.Has("local")) data.local = reader.Binary("local", kMaxLocalAddressBytes);
   if (reader.Has("direct")) data.direct = reader.Binary("direct", kMaxDirectAddressBytes);
+  if (reader.Has("tcp")) data.tcp = ReadTcp(reader);
   if (!reader.Has("lanes")) return data;
   for (const Object& address : reader.Array("lanes", kMaxMoreLanes)) {
     if (address.type != msgpack::type::BIN) {

@@ -75,7 +75,7 @@ bool Parse(const Packet& packet, T* message) {
   return true;
 }
 
-class MappedDataPlane : public DataPlane {
+class MappedDataPlane : public AddressedPlane {
  public:
   MappedDataPlane(Arena* arena, const SharedMemory* pool) : arena_(arena), pool_(pool) {}
   ~MappedDataPlane() override;
@@ -84,8 +84,8 @@ class MappedDataPlane : public DataPlane {
   const std::string& address() const override { return address_; }
   absl::StatusOr<LinkId> Connect(const std::string& address) override;
   void Close(LinkId link) override;
-  void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
-                 SendDone done) override;
+  void SendPayload(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
+                   SendDone done) override;
   void SendCredit(LinkId link, const CreditHeader& header) override;
   bool ReadsPool(LinkId /*link*/) const override { return pool_ != nullptr; }
   bool Progress(DataEvents* events) override;
@@ -233,8 +233,8 @@ void MappedDataPlane::Close(LinkId id) {
   }
 }
 
-void MappedDataPlane::SendChunk(LinkId id, const ChunkHeader& header,
-                                std::span<const std::byte> payload, SendDone done) {
+void MappedDataPlane::SendPayload(LinkId id, const ChunkHeader& header,
+                                  std::span<const std::byte> payload, SendDone done) {
   const auto found = links_.find(id);
   if (found == links_.end()) {
     done(absl::UnavailableError("the link is closed"));
@@ -472,7 +472,7 @@ void MappedDataPlane::ReportBroken(DataEvents* events) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<DataPlane>> MakeMappedDataPlane(Arena* arena,
+absl::StatusOr<std::unique_ptr<AddressedPlane>> MakeMappedDataPlane(Arena* arena,
                                                                const SharedMemory* pool) {
   if (arena->fd() < 0) return absl::FailedPreconditionError("the arena's memory is not shared");
   auto plane = std::make_unique<MappedDataPlane>(arena, pool);

@@ -54,17 +54,16 @@ void WarnOfOldUcx() {
   static_cast<void>(warned);
 }
 
-class UcxDataPlane : public DataPlane {
+class UcxDataPlane : public AddressedPlane {
  public:
-  static absl::StatusOr<std::unique_ptr<DataPlane>> Create(const Config& config);
+  static absl::StatusOr<std::unique_ptr<AddressedPlane>> Create(const Config& config);
 
   const std::string& address() const override { return address_; }
   absl::StatusOr<LinkId> Connect(const std::string& worker_address) override;
   void Close(LinkId link) override { endpoints_.Close(link); }
-  void SendChunk(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
-                 SendDone done) override;
+  void SendPayload(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
+                   SendDone done) override;
   void SendCredit(LinkId link, const CreditHeader& header) override;
-  bool ReadsPool(LinkId /*link*/) const override { return false; }
   bool Progress(DataEvents* events) override;
   int event_fd() const override { return event_fd_; }
   bool Arm() override { return ucp_worker_arm(worker_->get()) == UCS_OK; }
@@ -99,7 +98,7 @@ class UcxDataPlane : public DataPlane {
   UcxEndpoints endpoints_;
 };
 
-absl::StatusOr<std::unique_ptr<DataPlane>> UcxDataPlane::Create(const Config& config) {
+absl::StatusOr<std::unique_ptr<AddressedPlane>> UcxDataPlane::Create(const Config& config) {
   WarnOfOldUcx();
   KVFERRY_ASSIGN_OR_RETURN(
       std::shared_ptr<UcxContext> context,
@@ -136,8 +135,8 @@ absl::StatusOr<LinkId> UcxDataPlane::Connect(const std::string& worker_address) 
   return next_link_++;
 }
 
-void UcxDataPlane::SendChunk(LinkId link, const ChunkHeader& header,
-                             std::span<const std::byte> payload, SendDone done) {
+void UcxDataPlane::SendPayload(LinkId link, const ChunkHeader& header,
+                               std::span<const std::byte> payload, SendDone done) {
   const ucp_ep_h endpoint = endpoints_.Find(link);
   if (endpoint == nullptr) {
     done(absl::UnavailableError("ucx: the link is closed"));
@@ -221,7 +220,7 @@ bool UcxDataPlane::Progress(DataEvents* events) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<DataPlane>> MakeUcxDataPlane(const Config& config) {
+absl::StatusOr<std::unique_ptr<AddressedPlane>> MakeUcxDataPlane(const Config& config) {
   return UcxDataPlane::Create(config);
 }
 

@@ -66,11 +66,11 @@ class Options(NamedTuple):
         return Options(fields, trace_path, mode, store)
 
     def config(self, tp_rank: int) -> kvferry.Config:
-        """For one worker: with a fixed listen_port, rank r listens on listen_port + r."""
+        """For one worker: of a fixed listen_port or data_port, rank r takes the r-th one behind it."""
         config = kvferry.Config.make(self.fields)
-        if config.listen_port == 0 or tp_rank == 0:
-            return config
-        return kvferry.Config.make(self.fields | {"listen_port": config.listen_port + tp_rank})
+        fixed = {name: getattr(config, name) for name in ("listen_port", "data_port")}
+        own = {name: port + tp_rank for name, port in fixed.items() if port != 0}
+        return kvferry.Config.make(self.fields | own)
 
 
 class Trace:

@@ -1,0 +1,176 @@
+#include "transport/tcp/tcp_data_plane.h"
+
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "base/status.h"
+
+namespace kvferry {
+namespace {
+
+constexpr int kEventsATurn = 64;
+// Of one link and direction, before it is the next one's turn.
+constexpr int64_t kBytesATurn = 1 << 20;
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<TcpDataPlane>> TcpDataPlane::Create() {
+  UniqueFd epoll(epoll_create1(EPOLL_CLOEXEC));
+  if (!epoll.valid()) {
+    return absl::ResourceExhaustedError(absl::StrCat("tcp: epoll: ", std::strerror(errno)));
+  }
+  return std::unique_ptr<TcpDataPlane>(new TcpDataPlane(std::move(epoll)));
+}
+
+TcpDataPlane::TcpDataPlane(UniqueFd epoll)
+    : epoll_(std::move(epoll)), scratch_(TcpIncoming::kScratchBytes) {}
+
+TcpDataPlane::~TcpDataPlane() {
+  while (!links_.empty()) Close(links_.begin()->first);
+}
+
+LinkId TcpDataPlane::Await(Deadline ready_by) {
+  auto link = std::make_unique<Link>();
+  link->ready_by = ready_by;
+  links_.emplace(next_link_, std::move(link));
+  return next_link_++;
+}
+
+absl::StatusOr<LinkId> TcpDataPlane::Open(TcpConnection connection, Deadline ready_by) {
+  const LinkId link = Await(ready_by);
+  if (const absl::Status status = Join(link, std::move(connection)); !status.ok()) {
+    links_.erase(link);
+    return status;
+  }
+  return link;
+}
+
+absl::Status TcpDataPlane::Join(LinkId id, TcpConnection connection) {
+  const auto found = links_.find(id);
+  if (found == links_.end() || found->second->socket.valid()) {
+    return absl::FailedPreconditionError("tcp: nobody waits for this connection");
+  }
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
+  event.data.u64 = id;
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, connection.socket.get(), &event) != 0) {
+    return absl::ResourceExhaustedError(absl::StrCat("tcp: epoll: ", std::strerror(errno)));
+  }
+  Link& link = *found->second;
+  link.socket = std::move(connection.socket);
+  link.where = std::move(connection.where);
+  link.outgoing.Say(std::move(connection.say));
+  link.incoming.Expect(std::move(connection.expect));
+  return absl::OkStatus();
+}
+
+void TcpDataPlane::SendChunk(LinkId id, const ChunkHeader& header, ChunkSource source,
+                             SendDone done) {
+  const auto found = links_.find(id);
+  if (found == links_.end()) return done(absl::UnavailableError("tcp: the link is closed"));
+  found->second->outgoing.AddChunk(header, std::move(source), std::move(done));
+  if (found->second->has_work()) ready_.insert(id);
+}
+
+void TcpDataPlane::SendCredit(LinkId id, const CreditHeader& header) {
+  const auto found = links_.find(id);
+  if (found == links_.end()) return;  // Nobody is left to use it.
+  found->second->outgoing.AddCredit(header);
+  if (found->second->has_work()) ready_.insert(id);
+}
+
+void TcpDataPlane::Close(LinkId id) {
+  auto node = links_.extract(id);
+  if (node.empty()) return;
+  ready_.erase(id);
+  node.mapped()->outgoing.Fail(absl::UnavailableError("tcp: the link was closed"));
+}
+
+void TcpDataPlane::Look() {
+  std::array<epoll_event, kEventsATurn> events;
+  const int count = epoll_wait(epoll_.get(), events.data(), kEventsATurn, 0);
+  for (int i = 0; i < count; ++i) {
+    const auto found = links_.find(events[i].data.u64);
+    if (found == links_.end()) continue;
+    // What is broken is found out by reading.
+    found->second->readable |= (events[i].events & ~uint32_t{EPOLLOUT}) != 0;
+    found->second->writable |= (events[i].events & EPOLLOUT) != 0;
+    if (found->second->has_work()) ready_.insert(found->first);
+  }
+}
+
+bool TcpDataPlane::Progress(DataEvents* events) {
+  Look();
+  bool moved = false;
+  const std::vector<LinkId> ready(ready_.begin(), ready_.end());
+  for (const LinkId id : ready) {
+    const auto found = links_.find(id);
+    if (found != links_.end()) moved |= Serve(id, *found->second, events);
+  }
+  const auto down = std::exchange(down_, {});
+  for (const auto& [id, status] : down) {
+    if (links_.contains(id)) events->OnLinkDown(id, status);
+  }
+  return moved || !down.empty();
+}
+
+bool TcpDataPlane::Serve(LinkId id, Link& link, DataEvents* events) {
+  const int fd = link.socket.get();
+  int64_t bytes = 0;
+  if (link.readable) {
+    Moved moved;
+    const absl::Status status = link.incoming.Read(fd, kBytesATurn, events, &scratch_, &moved);
+    bytes += moved.bytes;
+    link.readable = moved.some();
+    Note(id, link, moved, status);
+  }
+  if (link.may_write()) {
+    const Moved moved = link.outgoing.Write(fd, link.incoming.open(), kBytesATurn);
+    bytes += moved.bytes;
+    link.writable = moved.some();
+    Note(id, link, moved, absl::OkStatus());
+  }
+  if (!link.has_work()) ready_.erase(id);
+  return bytes > 0;
+}
+
+void TcpDataPlane::Note(LinkId id, Link& link, const Moved& moved, const absl::Status& status) {
+  if (status.ok() && moved.result != Moved::Result::kBroken) return;
+  // It is silent until it is closed.
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.socket.get(), nullptr);
+  link.readable = link.writable = false;
+  if (!status.ok()) {
+    down_.emplace_back(id, absl::Status(status.code(), absl::StrCat("tcp: dropped ", link.where, ": ",
+                                                                    status.message())));
+    return;
+  }
+  down_.emplace_back(
+      id, absl::UnavailableError(absl::StrCat(
+              "tcp: the connection to ", link.where, " ended: ",
+              moved.error == 0 ? "closed by the other side" : std::strerror(moved.error))));
+}
+
+Deadline TcpDataPlane::Tick(Deadline now) {
+  Deadline next = Deadline::max();
+  for (const auto& [id, link] : links_) {
+    if (link->ready() || link->ready_by == Deadline::max()) continue;
+    if (link->ready_by > now) {
+      next = std::min(next, link->ready_by);
+      continue;
+    }
+    link->ready_by = Deadline::max();  // Once.
+    down_.emplace_back(
+        id, absl::UnavailableError(absl::StrCat(
+                "tcp: no connection for data ",
+                link->where.empty() ? "came from the peer" : absl::StrCat("to ", link->where),
+                " within connect_timeout_ms; is that port (data_port) open to the other side?")));
+  }
+  return next;
+}
+
+}  // namespace kvferry

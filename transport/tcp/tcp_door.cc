@@ -1,0 +1,151 @@
+#include "transport/tcp/tcp_door.h"
+
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/log.h"
+#include "base/random.h"
+#include "base/status.h"
+#include "transport/tcp/tcp_frames.h"
+
+namespace kvferry {
+namespace {
+
+constexpr uint64_t kListenerId = 0;
+constexpr int kEventsATurn = 64;
+// Whoever comes when so many have said nothing yet takes the place of the one that came first.
+constexpr size_t kMaxStrangers = 256;
+
+std::string NewToken() {
+  const uint64_t words[] = {RandomId(), RandomId()};
+  static_assert(sizeof(words) == kTcpTokenBytes);
+  return {reinterpret_cast<const char*>(words), sizeof(words)};
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<TcpDoor>> TcpDoor::Create(const Config& config,
+                                                         const std::string& host) {
+  std::unique_ptr<TcpDoor> door(new TcpDoor());
+  door->timeout_ms_ = config.connect_timeout_ms;
+  door->host_ = host;
+  if (!config.net_device.empty()) {
+    KVFERRY_ASSIGN_OR_RETURN(door->host_, AddressOfInterface(config.net_device));
+  }
+  KVFERRY_ASSIGN_OR_RETURN(door->listener_, ListenTcp(door->host_, config.data_port));
+  KVFERRY_ASSIGN_OR_RETURN(door->port_, PortOf(door->listener_));
+  door->epoll_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
+  KVFERRY_RETURN_IF_ERROR(door->Watch(door->listener_, kListenerId));
+  return door;
+}
+
+absl::Status TcpDoor::Watch(const UniqueFd& socket, uint64_t id) {
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = id;
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, socket.get(), &event) == 0) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat("tcp: epoll: ", std::strerror(errno)));
+}
+
+TcpAddress TcpDoor::Expect(LinkId link, int64_t lanes, Deadline until) {
+  Expected expected{{lanes, host_, port_, NewToken(), NewToken()},
+                    std::vector<bool>(lanes, false),
+                    until};
+  by_token_.emplace(expected.address.token, link);
+  return expected_.emplace(link, std::move(expected)).first->second.address;
+}
+
+void TcpDoor::Forget(LinkId link) {
+  const auto found = expected_.find(link);
+  if (found == expected_.end()) return;
+  by_token_.erase(found->second.address.token);
+  expected_.erase(found);
+}
+
+void TcpDoor::Accept() {
+  for (;;) {
+    UniqueFd socket = AcceptTcp(listener_);
+    if (!socket.valid()) return;
+    if (strangers_.size() >= kMaxStrangers) {
+      strangers_.erase(std::min_element(
+          strangers_.begin(), strangers_.end(),
+          [](const auto& one, const auto& other) { return one.first < other.first; }));
+    }
+    const uint64_t id = next_stranger_++;
+    if (!Watch(socket, id).ok()) continue;
+    strangers_.emplace(id, Stranger{std::move(socket), "", DeadlineInMs(timeout_ms_)});
+  }
+}
+
+bool TcpDoor::Hear(Stranger& stranger, std::vector<Arrival>* arrivals) {
+  std::array<std::byte, sizeof(TcpHello)> words;
+  const iovec part{words.data(), words.size() - stranger.said.size()};
+  const Moved moved = ReceiveTcp(stranger.socket.get(), {&part, 1});
+  if (moved.result == Moved::Result::kBroken) return true;
+  stranger.said.append(reinterpret_cast<const char*>(words.data()), moved.bytes);
+  if (stranger.said.size() < sizeof(TcpHello)) return false;
+  LetIn(stranger, arrivals);
+  return true;
+}
+
+void TcpDoor::LetIn(Stranger& stranger, std::vector<Arrival>* arrivals) {
+  TcpHello hello;
+  std::memcpy(&hello, stranger.said.data(), sizeof(hello));
+  const auto named = by_token_.find(std::string(hello.token.data(), hello.token.size()));
+  if (hello.magic != kTcpMagic || hello.version != kTcpVersion || named == by_token_.end()) {
+    Log().warn("tcp: closed a connection that presented no token of ours");
+    return;
+  }
+  const LinkId link = named->second;
+  Expected& expected = expected_.find(link)->second;
+  if (hello.lane >= expected.came.size() || expected.came[hello.lane]) {
+    Log().warn("tcp: closed a second connection for lane {} of one peer", hello.lane);
+    return;
+  }
+  expected.came[hello.lane] = true;
+  // Data may follow at once: whoever reads the socket next looks without being told.
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, stranger.socket.get(), nullptr);
+  TcpConnection connection{std::move(stranger.socket),
+                           TcpHello::With(expected.address.answer, hello.lane).Bytes(), "",
+                           "a peer"};
+  arrivals->push_back({link, hello.lane, std::move(connection)});
+  if (std::find(expected.came.begin(), expected.came.end(), false) == expected.came.end()) {
+    Forget(link);
+  }
+}
+
+std::vector<TcpDoor::Arrival> TcpDoor::Progress() {
+  std::vector<Arrival> arrivals;
+  std::array<epoll_event, kEventsATurn> events;
+  const int count = epoll_wait(epoll_.get(), events.data(), kEventsATurn, 0);
+  for (int i = 0; i < count; ++i) {
+    if (events[i].data.u64 == kListenerId) {
+      Accept();
+      continue;
+    }
+    const auto found = strangers_.find(events[i].data.u64);
+    if (found != strangers_.end() && Hear(found->second, &arrivals)) strangers_.erase(found);
+  }
+  return arrivals;
+}
+
+Deadline TcpDoor::Tick(Deadline now) {
+  Deadline next = Deadline::max();
+  absl::erase_if(strangers_, [&](const auto& entry) { return entry.second.until <= now; });
+  for (const auto& [id, stranger] : strangers_) next = std::min(next, stranger.until);
+  std::vector<LinkId> overdue;
+  for (const auto& [link, expected] : expected_) {
+    if (expected.until <= now) overdue.push_back(link);
+    else next = std::min(next, expected.until);
+  }
+  for (const LinkId link : overdue) Forget(link);
+  return next;
+}
+
+}  // namespace kvferry

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/clock.h"
+#include "base/config.h"
+#include "base/unique_fd.h"
+#include "transport/messages.h"
+#include "transport/tcp/tcp_data_plane.h"
+
+namespace kvferry {
+
+// Where peers connect for data. Each expected peer is told a token of its own, in the welcome; a
+// connection that does not present one is closed, and nothing else of it is read. Progress thread only.
+class TcpDoor {
+ public:
+  // Listens at `host`, a numeric address, or at that of config.net_device, on config.data_port.
+  static absl::StatusOr<std::unique_ptr<TcpDoor>> Create(const Config& config,
+                                                         const std::string& host);
+
+  // For the peer of `link`, which is to make `lanes` connections before `until`.
+  TcpAddress Expect(LinkId link, int64_t lanes, Deadline until);
+  void Forget(LinkId link);
+
+  struct Arrival {
+    LinkId link;
+    int64_t lane;
+    TcpConnection connection;
+  };
+  // Those who have presented a token since the last call.
+  std::vector<Arrival> Progress();
+  // Forgets who is overdue; returns when to be called again at the latest.
+  Deadline Tick(Deadline now);
+  int event_fd() const { return epoll_.get(); }
+
+ private:
+  struct Expected {
+    TcpAddress address;
+    std::vector<bool> came;  // By lane.
+    Deadline until;
+  };
+  // A connection of nobody knows whom.
+  struct Stranger {
+    UniqueFd socket;
+    std::string said{};
+    Deadline until{};
+  };
+
+  TcpDoor() = default;
+  absl::Status Watch(const UniqueFd& socket, uint64_t id);
+  void Accept();
+  // Whether it is a stranger no longer.
+  bool Hear(Stranger& stranger, std::vector<Arrival>* arrivals);
+  void LetIn(Stranger& stranger, std::vector<Arrival>* arrivals);
+
+  std::string host_;
+  int64_t port_ = 0;
+  int64_t timeout_ms_ = 0;
+  UniqueFd epoll_;
+  UniqueFd listener_;
+  uint64_t next_stranger_ = 1;
+  absl::flat_hash_map<LinkId, Expected> expected_;
+  absl::flat_hash_map<std::string, LinkId> by_token_;
+  absl::flat_hash_map<uint64_t, Stranger> strangers_;
+};
+
+}  // namespace kvferry

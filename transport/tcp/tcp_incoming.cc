@@ -1,0 +1,140 @@
+#include "transport/tcp/tcp_incoming.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "base/status.h"
+
+namespace kvferry {
+namespace {
+
+// More than any list of pieces has (chunk_bytes).
+constexpr uint32_t kMaxListBytes = 4 << 20;
+
+iovec PartOf(std::span<std::byte> bytes) { return {bytes.data(), bytes.size()}; }
+
+}  // namespace
+
+absl::Status TcpIncoming::Read(int fd, int64_t max_bytes, DataEvents* events, Scratch* scratch,
+                               Moved* moved) {
+  *moved = {Moved::Result::kSome, 0};
+  while (moved->some() && moved->bytes < max_bytes) {
+    Moved now;
+    absl::Status status;
+    if (!open()) {
+      status = CheckFirstWords(fd, &now);
+    } else if (payload_left_ > 0) {
+      now = ReadPayload(fd, scratch);
+      if (now.some()) status = OnBetween(events);
+    } else {
+      status = ReadBetween(fd, events, &now);
+    }
+    *moved = {now.result, moved->bytes + now.bytes, now.error};
+    KVFERRY_RETURN_IF_ERROR(status);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status TcpIncoming::CheckFirstWords(int fd, Moved* moved) {
+  std::array<std::byte, sizeof(TcpHello)> words;
+  const iovec part = PartOf(std::span(words).first(std::min(words.size(), expected_.size())));
+  *moved = ReceiveTcp(fd, {&part, 1});
+  if (std::memcmp(words.data(), expected_.data(), moved->bytes) != 0) {
+    return absl::PermissionDeniedError("the other side is not who the peer has said it would be");
+  }
+  expected_.erase(0, moved->bytes);
+  return absl::OkStatus();
+}
+
+absl::Status TcpIncoming::ReadBetween(int fd, DataEvents* events, Moved* moved) {
+  const iovec part = PartOf(std::span(between_).subspan(between_got_));
+  *moved = ReceiveTcp(fd, {&part, 1});
+  between_got_ += moved->bytes;
+  return OnBetween(events);
+}
+
+absl::Status TcpIncoming::OnBetween(DataEvents* events) {
+  if (payload_left_ > 0) return absl::OkStatus();
+  if (!ended_ && between_got_ >= sizeof(TcpChunkEnd)) {
+    TcpChunkEnd end;
+    std::memcpy(&end, between_.data(), sizeof(end));
+    OnEnd(end, events);
+    ended_ = true;
+  }
+  return between_got_ == between_.size() ? OnFrame(events) : absl::OkStatus();
+}
+
+void TcpIncoming::OnEnd(TcpChunkEnd end, DataEvents* events) {
+  const std::unique_ptr<ChunkSink> sink = std::move(sink_);
+  if (end != kTcpWhole) return;  // The sender says why over the other plane.
+  if (listed_) events->OnChunkElsewhere(header_, list_);
+  if (sink != nullptr) sink->End();
+}
+
+absl::Status TcpIncoming::OnFrame(DataEvents* events) {
+  TcpFrame frame;
+  std::memcpy(&frame, between_.data() + sizeof(TcpChunkEnd), sizeof(frame));
+  if (frame.kind == kTcpCredit && frame.payload_bytes == 0) {
+    between_got_ = sizeof(TcpChunkEnd);  // The next frame follows at once.
+    events->OnCredit(frame.As<CreditHeader>());
+    return absl::OkStatus();
+  }
+  const auto header = frame.As<ChunkHeader>();
+  const bool listed = (header.flags & kChunkInPool) != 0;
+  if (frame.kind != kTcpChunk || frame.payload_bytes == 0 ||
+      (listed ? frame.payload_bytes > kMaxListBytes : frame.payload_bytes != header.bytes)) {
+    return absl::InvalidArgumentError(absl::StrCat("a message of kind ", frame.kind, " with ",
+                                                   frame.payload_bytes, " bytes for a chunk of ",
+                                                   header.bytes));
+  }
+  between_got_ = 0;
+  ended_ = false;
+  header_ = header;
+  payload_left_ = frame.payload_bytes;
+  listed_ = listed;
+  list_.clear();
+  if (!listed) sink_ = events->OnChunkBegins(header);
+  return absl::OkStatus();
+}
+
+int64_t TcpIncoming::Take(int64_t bytes) {
+  const int64_t payload = std::min(bytes, payload_left_);
+  payload_left_ -= payload;
+  between_got_ += bytes - payload;
+  return payload;
+}
+
+Moved TcpIncoming::ReadInto(int fd, MutablePieces pieces) {
+  parts_.clear();
+  int64_t bytes = 0;
+  for (const std::span<std::byte> piece : pieces) {
+    if (parts_.size() + 1 == kMaxParts) break;
+    if (piece.empty()) continue;
+    parts_.push_back(PartOf(piece));
+    bytes += static_cast<int64_t>(piece.size());
+  }
+  if (bytes == payload_left_) parts_.push_back(PartOf(between_));
+  return ReceiveTcp(fd, parts_);
+}
+
+Moved TcpIncoming::ReadPayload(int fd, Scratch* scratch) {
+  Moved moved;
+  if (sink_ != nullptr && sink_->prefers_fill()) {
+    const bool wanted = sink_->Fill([&](MutablePieces pieces) {
+      moved = ReadInto(fd, pieces);
+      return Take(moved.bytes);
+    });
+    if (wanted) return moved;
+    sink_.reset();
+  }
+  const std::span<std::byte> part =
+      std::span(*scratch).first(std::min<size_t>(scratch->size(), payload_left_));
+  moved = ReadInto(fd, {&part, 1});
+  const std::span<const std::byte> payload = part.first(Take(moved.bytes));
+  if (listed_) list_.insert(list_.end(), payload.begin(), payload.end());
+  if (sink_ != nullptr && !payload.empty() && !sink_->Copy(payload)) sink_.reset();
+  return moved;
+}
+
+}  // namespace kvferry

@@ -1,0 +1,135 @@
+#include "transport/tcp/tcp_outgoing.h"
+
+#include <algorithm>
+#include <array>
+
+namespace kvferry {
+namespace {
+
+// Instead of what may not be read any more, up to where the other side expects the end of the chunk.
+constexpr std::array<std::byte, 64 << 10> kFiller{};
+
+iovec PartOf(const void* begin, size_t bytes) { return {const_cast<void*>(begin), bytes}; }
+
+template <typename T>
+void AppendRest(const T& value, int64_t skip, std::vector<iovec>* parts) {
+  const auto* begin = reinterpret_cast<const std::byte*>(&value);
+  parts->push_back(PartOf(begin + skip, sizeof(value) - skip));
+}
+
+}  // namespace
+
+void TcpOutgoing::AddChunk(const ChunkHeader& header, ChunkSource source, SendDone done) {
+  chunks_.push_back({header, std::move(source), std::move(done)});
+}
+
+Moved TcpOutgoing::Write(int fd, bool open, int64_t max_bytes) {
+  Moved all{Moved::Result::kSome, 0};
+  while (all.some() && all.bytes < max_bytes && has_work(open)) {
+    const bool amid_chunk = !chunks_.empty() && chunks_.front().sent > 0;
+    if (open && !amid_chunk) PutCreditsIntoWords();
+    const Moved moved =
+        amid_chunk || words_.empty() ? WriteChunk(fd, max_bytes - all.bytes) : WriteWords(fd);
+    all = {moved.result, all.bytes + moved.bytes, moved.error};
+  }
+  return all;
+}
+
+void TcpOutgoing::PutCreditsIntoWords() {
+  for (const CreditHeader& credit : std::exchange(credits_, {})) {
+    const TcpFrame frame = TcpFrame::Of(kTcpCredit, credit, 0);
+    words_.append(reinterpret_cast<const char*>(&frame), sizeof(frame));
+  }
+}
+
+Moved TcpOutgoing::WriteWords(int fd) {
+  const iovec part = PartOf(words_.data(), words_.size());
+  const Moved moved = SendTcp(fd, {&part, 1});
+  words_.erase(0, moved.bytes);
+  return moved;
+}
+
+absl::Status TcpOutgoing::Begin(Chunk& chunk) {
+  chunk.begun = true;
+  size_t payload_bytes = chunk.header.bytes;
+  if (const auto* fill = std::get_if<FillChunk>(&chunk.source)) {
+    const absl::StatusOr<std::span<const std::byte>> payload = (*fill)(&chunk.header);
+    if (!payload.ok()) return payload.status();
+    chunk.payload = *payload;
+    payload_bytes = payload->size();
+  }
+  chunk.frame = TcpFrame::Of(kTcpChunk, chunk.header, payload_bytes);
+  return absl::OkStatus();
+}
+
+Moved TcpOutgoing::WriteChunk(int fd, int64_t max_bytes) {
+  Chunk& chunk = chunks_.front();
+  if (const absl::Status begun = chunk.begun ? absl::OkStatus() : Begin(chunk); !begun.ok()) {
+    FinishFirst(begun);
+    return {Moved::Result::kSome, 0};
+  }
+  Moved moved;
+  const int64_t from = std::max<int64_t>(0, chunk.payload_sent());
+  const auto* lend = std::get_if<LendChunk>(&chunk.source);
+  if (chunk.end == kTcpGivenUp) {
+    moved = WriteFiller(fd, chunk, max_bytes);
+  } else if (lend == nullptr || from >= chunk.frame.payload_bytes) {
+    const auto rest = chunk.payload.subspan(std::min<size_t>(from, chunk.payload.size()));
+    moved = WriteParts(fd, chunk, {&rest, 1}, max_bytes);
+  } else if (!(*lend)(from, [&](Pieces payload) {
+               moved = WriteParts(fd, chunk, payload, max_bytes);
+             })) {
+    if (chunk.sent == 0) {
+      FinishFirst(absl::CancelledError("the transfer has ended"));
+    } else {
+      chunk.end = kTcpGivenUp;
+    }
+    return {Moved::Result::kSome, 0};
+  }
+  chunk.sent += moved.bytes;
+  if (moved.some() && chunk.left() == 0) FinishFirst(absl::OkStatus());
+  return moved;
+}
+
+Moved TcpOutgoing::WriteParts(int fd, const Chunk& chunk, Pieces payload, int64_t max_bytes) {
+  parts_.clear();
+  const int64_t into_payload = chunk.payload_sent();
+  if (into_payload < 0) AppendRest(chunk.frame, chunk.sent, &parts_);
+  int64_t bytes = 0;
+  const int64_t payload_left = chunk.frame.payload_bytes - std::max<int64_t>(0, into_payload);
+  for (const std::span<const std::byte> piece : payload) {
+    if (parts_.size() + 1 == kMaxParts || bytes >= max_bytes) break;
+    if (piece.empty()) continue;
+    parts_.push_back(PartOf(piece.data(), piece.size()));
+    bytes += static_cast<int64_t>(piece.size());
+  }
+  if (bytes == payload_left) {
+    AppendRest(chunk.end, std::max<int64_t>(0, into_payload - chunk.frame.payload_bytes), &parts_);
+  }
+  return SendTcp(fd, parts_);
+}
+
+// A chunk that is given up has begun: its frame, which says how much follows, may not have gone whole.
+Moved TcpOutgoing::WriteFiller(int fd, const Chunk& chunk, int64_t max_bytes) {
+  const int64_t from = std::max<int64_t>(0, chunk.payload_sent());
+  const int64_t left = std::max<int64_t>(0, chunk.frame.payload_bytes - from);
+  std::vector<std::span<const std::byte>> payload;
+  for (int64_t at = 0; at < left; at += kFiller.size()) {
+    payload.push_back(std::span(kFiller).first(std::min<size_t>(left - at, kFiller.size())));
+  }
+  return WriteParts(fd, chunk, payload, max_bytes);
+}
+
+void TcpOutgoing::FinishFirst(const absl::Status& status) {
+  const SendDone done = std::move(chunks_.front().done);
+  chunks_.pop_front();
+  if (done) done(status);
+}
+
+void TcpOutgoing::Fail(const absl::Status& status) {
+  while (!chunks_.empty()) FinishFirst(status);
+  credits_.clear();
+  words_.clear();
+}
+
+}  // namespace kvferry

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "transport/data_plane.h"
+#include "transport/tcp/tcp_frames.h"
+#include "transport/tcp/tcp_socket.h"
+
+namespace kvferry {
+
+// What one connection has to send. A chunk's source is asked when it is its turn, so that what was
+// gathered is still in the cache when the system copies it, and what ends before that is never sent.
+// One thread's.
+class TcpOutgoing {
+ public:
+  // Comes before everything else.
+  void Say(std::string first_words) { words_ = std::move(first_words); }
+  void AddChunk(const ChunkHeader& header, ChunkSource source, SendDone done);
+  // Goes before chunks that have not begun.
+  void AddCredit(const CreditHeader& header) { credits_.push_back(header); }
+  // Whether there is something to write: the first words, or once they are out (and the other side has
+  // answered, `open`) anything.
+  bool has_work(bool open) const {
+    return !words_.empty() || (open && (!credits_.empty() || !chunks_.empty()));
+  }
+
+  // Writes at most about `max_bytes` of that. Anything but kSome says that the socket takes no more.
+  // `done` of what has been sent is called from here.
+  Moved Write(int fd, bool open, int64_t max_bytes);
+  // Whatever is left fails.
+  void Fail(const absl::Status& status);
+
+ private:
+  struct Chunk {
+    ChunkHeader header;
+    ChunkSource source;
+    SendDone done;
+    bool begun = false;
+    TcpFrame frame{};
+    std::span<const std::byte> payload{};  // Of one that was filled.
+    TcpChunkEnd end = kTcpWhole;
+    int64_t sent = 0;  // Of the frame, the payload and the end, one after another.
+
+    int64_t payload_sent() const { return sent - static_cast<int64_t>(sizeof(frame)); }
+    int64_t payload_left() const { return frame.payload_bytes - payload_sent(); }
+    int64_t left() const { return payload_left() + static_cast<int64_t>(sizeof(end)); }
+  };
+
+  void PutCreditsIntoWords();
+  Moved WriteWords(int fd);
+  Moved WriteChunk(int fd, int64_t max_bytes);
+  static absl::Status Begin(Chunk& chunk);
+  // What of the chunk's bytes has not been sent, as far as one call takes it; `payload` begins with
+  // the first of its own.
+  Moved WriteParts(int fd, const Chunk& chunk, Pieces payload, int64_t max_bytes);
+  Moved WriteFiller(int fd, const Chunk& chunk, int64_t max_bytes);
+  void FinishFirst(const absl::Status& status);
+
+  std::string words_;
+  std::deque<CreditHeader> credits_;
+  std::deque<Chunk> chunks_;
+  std::vector<iovec> parts_;  // Of the call that is being made.
+};
+
+}  // namespace kvferry

@@ -1,0 +1,44 @@
+#pragma once
+
+// TCP sockets that never block.
+
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/unique_fd.h"
+
+namespace kvferry {
+
+// `host` is a numeric address, IPv4 or IPv6, without brackets. Port 0 takes a free one.
+absl::StatusOr<UniqueFd> ListenTcp(const std::string& host, int64_t port);
+// The port that a socket is bound to.
+absl::StatusOr<int64_t> PortOf(const UniqueFd& socket);
+// A socket that is connecting: writable when it is through, broken when that failed.
+absl::StatusOr<UniqueFd> DialTcp(const std::string& host, int64_t port);
+// An invalid fd when nobody waits.
+UniqueFd AcceptTcp(const UniqueFd& listener);
+// The numeric address of a network interface, such as "eth0": IPv4 if it has one.
+absl::StatusOr<std::string> AddressOfInterface(const std::string& name);
+
+// How many bytes a call has moved.
+struct Moved {
+  enum class Result { kSome, kWouldBlock, kBroken };
+  Result result = Result::kWouldBlock;
+  int64_t bytes = 0;
+  int error = 0;  // Of one that is broken; 0: the other side has closed it.
+
+  bool some() const { return result == Result::kSome; }
+};
+// As many of these as the socket takes at once; the list is not empty.
+Moved SendTcp(int fd, std::span<const iovec> parts);
+Moved ReceiveTcp(int fd, std::span<const iovec> parts);
+// Parts of one call; the system takes no more.
+inline constexpr size_t kMaxParts = 1024;
+
+}  // namespace kvferry
