@@ -55,6 +55,20 @@ TEST_F(Hello, AnotherModel) {
       {"model: 'test/model' here, 'other/model' there", "start both sides with the same model"});
 }
 
+// Over a network one side would listen for what the other never sends.
+TEST_F(Hello, AnotherNetwork) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  config.ucx_tls = PathUnderTest() == TestPath::kUcx ? "" : "tcp";
+  const auto target = MakePatternPool(SmallLayout(), 8, 2);
+  const auto decode = MakeDecode(target, config);
+  const absl::Status status =
+      Fetch(*decode, Publish(*prefill_, *source_, {1, 2}), {3, 4})->Wait(Soon());
+  EXPECT_TRUE(Fails(status, absl::StatusCode::kFailedPrecondition, "ucx_tls", "over TCP"));
+  EXPECT_TRUE(Fails(status, absl::StatusCode::kFailedPrecondition, "UCX"));
+  EXPECT_TRUE(IsUntouched(*target, 2));
+}
+
 TEST_F(Hello, AnotherDtype) {
   KvLayout layout = SmallLayout();
   layout.dtype = DType::kFloat16;

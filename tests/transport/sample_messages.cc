@@ -24,6 +24,10 @@ std::string Describe(const DataAddresses& data) {
   std::string text = absl::CHexEscape(data.worker);
   if (!data.local.empty()) absl::StrAppend(&text, " local ", absl::CHexEscape(data.local));
   if (!data.direct.empty()) absl::StrAppend(&text, " direct ", absl::CHexEscape(data.direct));
+  if (data.tcp.lanes > 0) {
+    absl::StrAppend(&text, " tcp ", data.tcp.lanes, " ", data.tcp.host, " ", data.tcp.port, " ",
+                    absl::CHexEscape(data.tcp.token), " ", absl::CHexEscape(data.tcp.answer));
+  }
   for (const std::string& address : data.lanes) {
     absl::StrAppend(&text, " lane ", absl::CHexEscape(address));
   }

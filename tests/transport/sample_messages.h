@@ -32,6 +32,7 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   with_tail.tail_bytes = 123456789;
   const std::string worker("\x00\x01worker\xff", 9);
   const std::string local("\x00 0123456789abcdefghijklmnopqrst\xff", 33);
+  const TcpAddress tcp{8, "::1", 65535, "\x01 0123456789abc\xff", "answer 123456789"};
   Fields fields;
   fields.Set("tokens", std::string("\x01\x00\x00\x00", 4)).Set("partition", 7);
   const std::vector<std::pair<std::string, MessageBody>> bodies = {
@@ -41,6 +42,8 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
       {"welcome_local", WelcomeMsg{"prefill-0", {worker, local}}},
       {"hello_lanes", HelloMsg{"decode-0", "org/model", layout, {worker, "", {worker, "lane 2"}}}},
       {"welcome_lanes", WelcomeMsg{"prefill-0", {worker, local, {"lane 1"}}}},
+      {"hello_tcp", HelloMsg{"decode-0", "org/model", layout, {"", local, {}, "", {2}}}},
+      {"welcome_tcp", WelcomeMsg{"prefill-0", {"", "", {}, "", tcp}}},
       {"refuse", RefuseMsg{0, absl::FailedPreconditionError("model: 'a' here, 'b' there")}},
       {"refuse_fetch", RefuseMsg{77, absl::NotFoundError("lease 4d is unknown here")}},
       {"fetch", fetch},

@@ -378,5 +378,64 @@ TEST_F(SenderAlone, NoLaneGathersForATransferThatHasEnded) {
   EXPECT_FALSE(sender_.Pump());
 }
 
+// Pages of 16 KiB, which are sent from where they lie where the plane can.
+class SenderLends : public SenderAlone {
+ protected:
+  static KvLayout LongPages() {
+    KvLayout layout = SmallLayout();
+    for (KvTensor& tensor : layout.tensors) tensor.head_dim *= 64;
+    return layout;
+  }
+  static Config LongChunks() {
+    Config config;
+    config.arena_bytes = config.chunk_bytes;
+    return config;
+  }
+  SenderLends() {
+    outbox_.data().lends = true;
+    outbox_.data().fill_at_once = false;
+    lender_.OnFetch(kPeer, kLink, Ask(1));
+  }
+
+  const Config long_config_ = LongChunks();
+  std::shared_ptr<KvPool> long_pool_ = MakePatternPool(LongPages(), 16, 1);
+  std::unique_ptr<Arena> small_arena_ =
+      Must(Arena::Create(long_config_.arena_bytes, long_config_.chunk_bytes));
+  Sender lender_{long_config_, long_pool_, &leases_, small_arena_.get(), &outbox_, &metrics_};
+};
+
+TEST_F(SenderLends, TheSameStreamWithoutTheArena) {
+  while (lender_.Pump()) {
+  }
+  EXPECT_EQ(small_arena_->num_taken(), 0);
+  EXPECT_EQ(metrics_.chunks_lent, metrics_.chunks_sent);
+  EXPECT_GT(metrics_.chunks_lent, 1);
+  wire().FillLater();
+  const StreamPlan plan =
+      Must(StreamPlan::Create(long_pool_, Must(PageRuns::FromPages({{3, 4, 5, 9, 0, 15}}))));
+  std::vector<std::byte> want(plan.total_bytes());
+  plan.Gather(0, want);
+  EXPECT_EQ(Sent(1), want);
+}
+
+// The pages are their owner's again: not one is read, and the wire is told so.
+TEST_F(SenderLends, NotAfterTheTransferHasEnded) {
+  while (lender_.Pump()) {
+  }
+  lender_.AbortLease(kLease, absl::AbortedError("taken back"));
+  wire().FillLater();
+  EXPECT_TRUE(wire().chunks.empty());
+}
+
+TEST_F(SenderLends, NotWhereAChecksumComesFirst) {
+  FetchMsg fetch = Ask(2);
+  fetch.checksum = true;
+  lender_.OnCancel(kPeer, {1, "another one instead"});
+  lender_.OnFetch(kPeer, kLink, fetch);
+  lender_.Pump();
+  EXPECT_EQ(metrics_.chunks_lent, 0);
+  EXPECT_EQ(small_arena_->num_taken(), 1);
+}
+
 }  // namespace
 }  // namespace kvferry

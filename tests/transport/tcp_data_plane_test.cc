@@ -1,0 +1,423 @@
+// The TCP data plane and its door by themselves: two sides in one process, progressed by hand, and
+// strangers who say what no side of ours would.
+
+#include "transport/tcp/tcp_data_plane.h"
+
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <random>
+
+#include "base/config.h"
+#include "tests/support/captured_log.h"
+#include "tests/support/status.h"
+#include "tests/support/wait_for.h"
+#include "tests/transport/recorder.h"
+#include "transport/tcp/tcp_door.h"
+#include "transport/tcp/tcp_frames.h"
+#include "transport/tcp/tcp_socket.h"
+
+namespace kvferry {
+namespace {
+
+std::vector<std::byte> RandomBytes(size_t size, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<std::byte> bytes(size);
+  for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+  return bytes;
+}
+
+FillChunk FilledWith(const std::vector<std::byte>& bytes) {
+  return [&bytes](ChunkHeader*) { return std::span<const std::byte>(bytes); };
+}
+// In pieces of `piece_bytes`, while `open`.
+LendChunk LentFrom(const std::vector<std::byte>& bytes, size_t piece_bytes, const bool* open) {
+  return [&bytes, piece_bytes, open](int64_t from, absl::FunctionRef<void(Pieces)> read) {
+    if (!*open) return false;
+    std::vector<std::span<const std::byte>> pieces;
+    for (auto left = std::span<const std::byte>(bytes).subspan(from); !left.empty();) {
+      const size_t take = std::min(left.size(), piece_bytes);
+      pieces.push_back(left.first(take));
+      left = left.subspan(take);
+    }
+    read(pieces);
+    return true;
+  };
+}
+
+class TcpPlanes : public testing::Test {
+ protected:
+  static Config QuickConfig() {
+    Config config;
+    config.connect_timeout_ms = 300;
+    return config;
+  }
+  void Step() {
+    for (TcpDoor::Arrival& arrival : door_->Progress()) {
+      arrived_.push_back(arrival.lane);
+      ASSERT_TRUE(IsOk(b_->Join(link_b_, std::move(arrival.connection))));
+    }
+    if (a_ != nullptr) {
+      a_->Tick(Clock::now());
+      a_->Progress(&at_a_);
+    }
+    if (b_ != nullptr) {
+      b_->Tick(Clock::now());
+      b_->Progress(&at_b_);
+    }
+    door_->Tick(Clock::now());
+  }
+  template <typename Predicate>
+  bool StepsUntil(const Predicate& holds) {
+    return StepUntil([&] { Step(); }, holds);
+  }
+  void Await() {
+    link_b_ = b_->Await(DeadlineInMs(config_.connect_timeout_ms));
+    address_ = door_->Expect(link_b_, 1, DeadlineInMs(config_.connect_timeout_ms));
+  }
+  TcpConnection Connection(const std::string& token, const std::string& answer) {
+    return {Must(DialTcp(address_.host, address_.port)), TcpHello::With(token, 0).Bytes(),
+            TcpHello::With(answer, 0).Bytes(), "the peer"};
+  }
+  void Connect() {
+    Await();
+    link_a_ = Must(a_->Open(Connection(address_.token, address_.answer), DeadlineInMs(5000)));
+  }
+  // A socket of somebody who has said these bytes.
+  UniqueFd Says(const std::string& bytes) {
+    UniqueFd socket = Must(DialTcp(address_.host, address_.port));
+    pollfd writable{socket.get(), POLLOUT, 0};
+    EXPECT_EQ(poll(&writable, 1, 5000), 1);
+    EXPECT_EQ(send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(bytes.size()));
+    return socket;
+  }
+  // After the door's answer, if there was one.
+  bool IsClosed(const UniqueFd& socket) {
+    return StepsUntil([&] {
+      char bytes[64];
+      const ssize_t got = recv(socket.get(), bytes, sizeof(bytes), MSG_DONTWAIT);
+      return got == 0 || (got < 0 && errno != EAGAIN);
+    });
+  }
+
+  const Config config_ = QuickConfig();
+  CapturedLog log_;
+  std::unique_ptr<TcpDoor> door_ = Must(TcpDoor::Create(config_, "127.0.0.1"));
+  std::unique_ptr<TcpDataPlane> a_ = Must(TcpDataPlane::Create());
+  std::unique_ptr<TcpDataPlane> b_ = Must(TcpDataPlane::Create());
+  Recorder at_a_;
+  Recorder at_b_;
+  TcpAddress address_;
+  LinkId link_a_ = 0;
+  LinkId link_b_ = 0;
+  std::vector<int64_t> arrived_;
+};
+
+TEST_F(TcpPlanes, ChunksOfAllSizesHoweverTheyAreSentAndTaken) {
+  Connect();
+  const bool open = true;
+  const std::vector<size_t> sizes = {1, 2, 7, 8, 64, 1000, 4096, 8191, 65536, 262145, 3000000};
+  std::vector<std::vector<std::byte>> payloads;
+  for (size_t i = 0; i < sizes.size(); ++i) payloads.push_back(RandomBytes(sizes[i], i));
+  for (const bool fills : {false, true}) {
+    at_a_.prefers_fill = fills;
+    at_a_.chunks.clear();
+    size_t sent = 0;
+    for (size_t i = 0; i < 3 * sizes.size(); ++i) {
+      const std::vector<std::byte>& payload = payloads[i / 3];
+      const ChunkHeader header{1000 + i, i << 40, ~i, static_cast<uint32_t>(payload.size()),
+                               kChunkHasChecksum};
+      ChunkSource source = FilledWith(payload);
+      if (i % 3 == 1) source = LentFrom(payload, 1 << 20, &open);
+      if (i % 3 == 2) source = LentFrom(payload, 700, &open);  // More pieces than a call takes.
+      b_->SendChunk(link_b_, header, source, [&](const absl::Status& status) {
+        EXPECT_TRUE(IsOk(status));
+        ++sent;
+      });
+      if (i % 5 == 0) b_->SendCredit(link_b_, {i, i});
+    }
+    ASSERT_TRUE(StepsUntil([&] { return at_a_.chunks.size() == 3 * sizes.size(); }));
+    EXPECT_EQ(sent, 3 * sizes.size());
+    for (size_t i = 0; i < at_a_.chunks.size(); ++i) {
+      const auto& [header, payload] = at_a_.chunks[i];
+      EXPECT_EQ(header.transfer_id, 1000 + i);
+      EXPECT_EQ(header.offset, i << 40);
+      EXPECT_EQ(header.checksum, ~i);
+      EXPECT_EQ(payload, payloads[i / 3]) << i;
+    }
+  }
+  EXPECT_EQ(at_a_.credits.size(), 2 * ((3 * sizes.size() + 4) / 5));
+  EXPECT_EQ(arrived_, std::vector<int64_t>{0});
+}
+
+TEST_F(TcpPlanes, CreditsGoBothWaysAndBeforeChunksThatWait) {
+  Connect();
+  const std::vector<std::byte> payload = RandomBytes(4 << 20, 1);
+  for (uint64_t i = 0; i < 8; ++i) {
+    b_->SendChunk(link_b_, {i, 0, 0, 4 << 20, 0}, FilledWith(payload), [](const absl::Status&) {});
+  }
+  b_->SendCredit(link_b_, {9, 10});
+  a_->SendCredit(link_a_, {11, 12});
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.credits.empty() && !at_b_.credits.empty(); }));
+  EXPECT_LT(at_a_.chunks.size(), 8u);
+  EXPECT_EQ(at_a_.credits[0].bytes_done, 10u);
+  EXPECT_EQ(at_b_.credits[0].transfer_id, 11u);
+}
+
+TEST_F(TcpPlanes, AListGoesToWhoeverReadsFromAfar) {
+  Connect();
+  const std::vector<std::byte> list = RandomBytes(160, 1);
+  b_->SendChunk(link_b_, {5, 0, 0, 1 << 20, kChunkInPool}, FilledWith(list),
+                [](const absl::Status&) {});
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.elsewhere.empty(); }));
+  EXPECT_EQ(at_a_.elsewhere[0].second, list);
+  EXPECT_EQ(at_a_.elsewhere[0].first.bytes, 1u << 20);
+  EXPECT_EQ(at_a_.begun, 0);
+}
+
+// Pages that are their owner's again in the middle of a chunk: not a byte more is read, what has come
+// does not count, and the next chunk is found where it begins.
+TEST_F(TcpPlanes, AChunkThatIsGivenUpInTheMiddleDoesNotCount) {
+  const std::vector<std::byte> payload = RandomBytes(64 << 20, 1);
+  Connect();
+  for (const bool fills : {false, true}) {
+    bool open = true;
+    absl::Status last;
+    at_a_.prefers_fill = fills;
+    at_a_.chunks.clear();
+    const int begun = at_a_.begun;
+    for (uint64_t i = 0; i < 3; ++i) {  // The others have not begun by then.
+      b_->SendChunk(link_b_, {i, 0, 0, 64 << 20, 0}, LentFrom(payload, 4096, &open),
+                    [&](const absl::Status& status) { last = status; });
+    }
+    ASSERT_TRUE(StepsUntil([&] { return at_a_.begun == begun + 1; }));
+    open = false;
+    b_->SendChunk(link_b_, {7, 0, 0, 100, 0}, LentFrom(payload, 100, &open),
+                  [](const absl::Status&) {});
+    const std::vector<std::byte> small = RandomBytes(100, 2);
+    b_->SendChunk(link_b_, {8, 0, 0, 100, 0}, FilledWith(small), [](const absl::Status&) {});
+    ASSERT_TRUE(StepsUntil([&] { return !at_a_.chunks.empty(); }));
+    ASSERT_EQ(at_a_.chunks.size(), 1u);
+    EXPECT_EQ(at_a_.chunks[0].first.transfer_id, 8u);
+    EXPECT_EQ(at_a_.chunks[0].second, small);
+    EXPECT_EQ(at_a_.begun, begun + 2);
+    EXPECT_TRUE(absl::IsCancelled(last));
+  }
+}
+
+TEST_F(TcpPlanes, WhatNobodyWantsIsReadIntoNowhere) {
+  Connect();
+  const std::vector<std::byte> payload = RandomBytes(8 << 20, 1);
+  for (const bool fills : {false, true}) {
+    int asked = 0;
+    at_a_.prefers_fill = fills;
+    at_a_.wants = [&] { return ++asked < 3; };  // Ends in the middle of the first one.
+    at_a_.chunks.clear();
+    for (uint64_t i = 0; i < 2; ++i) {
+      b_->SendChunk(link_b_, {i, 0, 0, 8 << 20, 0}, FilledWith(payload), [](const absl::Status&) {});
+    }
+    ASSERT_TRUE(StepsUntil([&] { return asked >= 4; }));  // The second one was refused.
+    at_a_.wants = nullptr;
+    b_->SendChunk(link_b_, {2, 0, 0, 8 << 20, 0}, FilledWith(payload), [](const absl::Status&) {});
+    ASSERT_TRUE(StepsUntil([&] { return !at_a_.chunks.empty(); }));
+    EXPECT_EQ(at_a_.chunks[0].first.transfer_id, 2u);
+    EXPECT_EQ(at_a_.chunks[0].second, payload);
+  }
+}
+
+TEST_F(TcpPlanes, EverySendCompletesOnceWhenThePeerGoesAway) {
+  Connect();
+  const std::vector<std::byte> payload = RandomBytes(1 << 20, 1);
+  std::vector<int> completions(100, 0);
+  for (size_t i = 0; i < completions.size(); ++i) {
+    b_->SendChunk(link_b_, {i, 0, 0, 1 << 20, 0}, FilledWith(payload),
+                  [&, i](const absl::Status&) { ++completions[i]; });
+  }
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.chunks.empty(); }));
+  a_.reset();
+  ASSERT_TRUE(StepsUntil([&] { return !at_b_.down.empty(); }));
+  EXPECT_EQ(at_b_.down[0].first, link_b_);
+  EXPECT_TRUE(Fails(at_b_.down[0].second, absl::StatusCode::kUnavailable, "ended"));
+  b_->Close(link_b_);
+  b_->Close(link_b_);  // No-op.
+  for (size_t i = 0; i < completions.size(); ++i) EXPECT_EQ(completions[i], 1) << i;
+  absl::Status late;
+  b_->SendChunk(link_b_, {1, 0, 0, 1 << 20, 0}, FilledWith(payload),
+                [&](const absl::Status& status) { late = status; });
+  EXPECT_TRUE(Fails(late, absl::StatusCode::kUnavailable, "closed"));
+}
+
+TEST_F(TcpPlanes, SendsWaitForTheConnection) {
+  Await();
+  const std::vector<std::byte> payload = RandomBytes(5000, 1);
+  b_->SendChunk(link_b_, {1, 0, 0, 5000, 0}, FilledWith(payload), [](const absl::Status&) {});
+  for (int i = 0; i < 10; ++i) Step();
+  EXPECT_TRUE(b_->Arm());  // Nothing to do meanwhile.
+  link_a_ = Must(a_->Open(Connection(address_.token, address_.answer), DeadlineInMs(5000)));
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.chunks.empty(); }));
+  EXPECT_EQ(at_a_.chunks[0].second, payload);
+}
+
+TEST_F(TcpPlanes, APeerThatNeverConnectsIsMissed) {
+  Await();
+  ASSERT_TRUE(StepsUntil([&] { return !at_b_.down.empty(); }));
+  EXPECT_TRUE(Fails(at_b_.down[0].second, absl::StatusCode::kUnavailable, "connect_timeout_ms",
+                    "data_port"));
+  for (int i = 0; i < 100; ++i) Step();
+  EXPECT_EQ(at_b_.down.size(), 1u);
+  // Its token is no good any more.
+  const UniqueFd late = Says(TcpHello::With(address_.token, 0).Bytes());
+  EXPECT_TRUE(IsClosed(late));
+  EXPECT_TRUE(arrived_.empty());
+}
+
+TEST_F(TcpPlanes, NobodyListens) {
+  Await();
+  door_ = Must(TcpDoor::Create(config_, "127.0.0.1"));  // At another port.
+  link_a_ = Must(a_->Open(Connection(address_.token, address_.answer), DeadlineInMs(5000)));
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.down.empty(); }));
+  EXPECT_TRUE(Fails(at_a_.down[0].second, absl::StatusCode::kUnavailable, "Connection refused"));
+}
+
+TEST_F(TcpPlanes, AnAnswerThatIsNotThePeers) {
+  Await();
+  link_a_ = Must(a_->Open(Connection(address_.token, std::string(16, 'x')), DeadlineInMs(5000)));
+  const std::vector<std::byte> secret = RandomBytes(5000, 1);
+  bool asked = false;
+  a_->SendChunk(
+      link_a_, {1, 0, 0, 5000, 0},
+      FillChunk([&](ChunkHeader*) {
+        asked = true;
+        return std::span<const std::byte>(secret);
+      }),
+      [](const absl::Status&) {});
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.down.empty(); }));
+  EXPECT_TRUE(Fails(at_a_.down[0].second, absl::StatusCode::kPermissionDenied, "not who"));
+  EXPECT_FALSE(asked);
+}
+
+TEST_F(TcpPlanes, StrangersAreClosedAndHarmNobody) {
+  Await();
+  TcpHello other_version = TcpHello::With(address_.token, 0);
+  other_version.version = 2;
+  TcpHello other_magic = TcpHello::With(address_.token, 0);
+  other_magic.magic ^= 1;
+  const std::vector<std::string> lies = {
+      TcpHello::With(std::string(16, 'x'), 0).Bytes(),
+      TcpHello::With(address_.token, 1).Bytes(),  // There is no such lane.
+      TcpHello::With(address_.token, UINT32_MAX).Bytes(),
+      other_version.Bytes(),
+      other_magic.Bytes(),
+      std::string(5000, 'G'),
+  };
+  for (const std::string& words : lies) {
+    const UniqueFd socket = Says(words);
+    EXPECT_TRUE(IsClosed(socket));
+  }
+  EXPECT_TRUE(arrived_.empty());
+  const UniqueFd silent = Says("");
+  const UniqueFd slow = Says(address_.token.substr(0, 3));
+  EXPECT_TRUE(IsClosed(silent));  // Both by their time.
+  EXPECT_TRUE(IsClosed(slow));
+  Connect();
+  b_->SendCredit(link_b_, {1, 2});
+  EXPECT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
+}
+
+TEST_F(TcpPlanes, MoreStrangersThanThereIsRoomForDoNotKeepThePeerOut) {
+  Await();
+  std::vector<UniqueFd> crowd;
+  for (int i = 0; i < 300; ++i) {
+    crowd.push_back(Says("x"));
+    Step();
+  }
+  EXPECT_TRUE(IsClosed(crowd[0]));
+  Connect();
+  b_->SendCredit(link_b_, {1, 2});
+  EXPECT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
+}
+
+TEST_F(TcpPlanes, ATokenOpensOneConnection) {
+  Connect();
+  b_->SendCredit(link_b_, {1, 2});
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
+  const UniqueFd again = Says(TcpHello::With(address_.token, 0).Bytes());
+  EXPECT_TRUE(IsClosed(again));
+  EXPECT_EQ(arrived_.size(), 1u);
+  EXPECT_TRUE(at_b_.down.empty());
+}
+
+// A peer that has let itself in and then talks nonsense is dropped, and says nothing more.
+TEST_F(TcpPlanes, FramesThatMakeNoSense) {
+  const auto text = [](const TcpFrame& frame) {
+    return std::string(reinterpret_cast<const char*>(&frame), sizeof(frame));
+  };
+  const ChunkHeader chunk{1, 0, 0, 100, 0};
+  const ChunkHeader list{1, 0, 0, 100, kChunkInPool};
+  const std::vector<std::string> lies = {
+      text(TcpFrame::Of(static_cast<TcpFrameKind>(0), chunk, 100)),
+      text(TcpFrame::Of(static_cast<TcpFrameKind>(9), chunk, 100)),
+      text(TcpFrame::Of(kTcpChunk, chunk, 99)),
+      text(TcpFrame::Of(kTcpChunk, chunk, 0)),
+      text(TcpFrame::Of(kTcpChunk, ChunkHeader{1, 0, 0, 0, 0}, 0)),
+      text(TcpFrame::Of(kTcpChunk, list, (4 << 20) + 1)),
+      text(TcpFrame::Of(kTcpCredit, CreditHeader{1, 2}, 1)),
+  };
+  for (const std::string& lie : lies) {
+    at_b_.down.clear();
+    Await();
+    const UniqueFd socket = Says(TcpHello::With(address_.token, 0).Bytes() + lie);
+    ASSERT_TRUE(StepsUntil([&] { return !at_b_.down.empty(); }));
+    EXPECT_TRUE(
+        Fails(at_b_.down[0].second, absl::StatusCode::kInvalidArgument, "a message of kind"));
+    b_->Close(link_b_);
+  }
+  EXPECT_TRUE(at_b_.chunks.empty());
+  EXPECT_TRUE(at_b_.credits.empty());
+}
+
+TEST_F(TcpPlanes, RandomBytesNeverDoHarm) {
+  for (uint64_t seed = 0; seed < 30; ++seed) {
+    at_b_.down.clear();
+    Await();
+    const std::vector<std::byte> noise = RandomBytes(3000, seed);
+    std::string bytes = TcpHello::With(address_.token, 0).Bytes();
+    // A kind that is known, so that the rest is looked at.
+    TcpFrame frame;
+    std::memcpy(&frame, noise.data(), sizeof(frame));
+    frame.kind = kTcpChunk;
+    frame.payload_bytes = 1 + seed * 100;
+    const ChunkHeader header{seed, seed, 0, frame.payload_bytes, 0};
+    std::memcpy(frame.header.data(), &header, sizeof(header));
+    bytes.append(reinterpret_cast<const char*>(&frame), sizeof(frame));
+    bytes.append(reinterpret_cast<const char*>(noise.data()), noise.size());
+    UniqueFd socket = Says(bytes);
+    for (int i = 0; i < 20; ++i) Step();
+    socket = UniqueFd();
+    ASSERT_TRUE(StepsUntil([&] { return !at_b_.down.empty(); }));
+    b_->Close(link_b_);
+  }
+  EXPECT_TRUE(at_b_.chunks.empty());  // None had an end that says that it is whole.
+}
+
+TEST(TcpSocket, AddressesThatAreNone) {
+  EXPECT_TRUE(Fails(DialTcp("localhost", 80).status(), absl::StatusCode::kInvalidArgument,
+                    "no numeric address"));
+  EXPECT_TRUE(Fails(DialTcp("127.0.0.1", 65536).status(), absl::StatusCode::kInvalidArgument,
+                    "no numeric address"));
+  EXPECT_EQ(Must(AddressOfInterface("lo")), "127.0.0.1");
+  EXPECT_TRUE(Fails(AddressOfInterface("nosuchdev0").status(), absl::StatusCode::kInvalidArgument,
+                    "net_device", "nosuchdev0"));
+  const UniqueFd listener = Must(ListenTcp("127.0.0.1", 0));
+  EXPECT_TRUE(Fails(ListenTcp("127.0.0.1", Must(PortOf(listener))).status(),
+                    absl::StatusCode::kUnavailable, "data_port"));
+  EXPECT_GT(Must(PortOf(Must(ListenTcp("::1", 0)))), 0);
+}
+
+}  // namespace
+}  // namespace kvferry
