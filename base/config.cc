@@ -63,7 +63,8 @@ constexpr std::array kFields = {
     Field{"max_leases", &Config::max_leases, 1, 1 << 24},
 };
 
-constexpr std::array<absl::string_view, 4> kSameHostPaths = {"auto", "in_place", "arena", "network"};
+constexpr std::array<absl::string_view, 4> kSameHostPaths = {"auto", "in_place", "arena",
+                                                             "network"};
 constexpr std::array<absl::string_view, 3> kNetworkPaths = {"packed", "direct", "auto"};
 
 const Field* FindField(absl::string_view name) {

@@ -18,7 +18,7 @@ namespace kvferry {
 namespace {
 
 std::unique_ptr<AddressedPlane> MappedPlane(const Config& config, Arena* arena,
-                                       const SharedMemory* pool) {
+                                            const SharedMemory* pool) {
   if (config.same_host_path == "network" || arena->fd() < 0) return nullptr;
   absl::StatusOr<std::unique_ptr<AddressedPlane>> plane = MakeMappedDataPlane(arena, pool);
   if (plane.ok()) return *std::move(plane);
@@ -166,9 +166,8 @@ absl::StatusOr<LinkId> DataPlanes::ConnectUcx(const DataAddresses& peer) {
   KVFERRY_ASSIGN_OR_RETURN(const LinkId link, ucx_->Connect(peer.worker));
   const size_t more = std::min(lanes_.size(), peer.lanes.size());
   for (size_t i = 0; i < more; ++i) {
-    lanes_[i].lane->Connect(link, [plane = lanes_[i].ucx, address = peer.lanes[i]] {
-      return plane->Connect(address);
-    });
+    lanes_[i].lane->Connect(
+        link, [plane = lanes_[i].ucx, address = peer.lanes[i]] { return plane->Connect(address); });
   }
   if (more > 0) under_way_.emplace(link, std::make_shared<UnderWay>(1 + more));
   return link;
@@ -251,8 +250,7 @@ bool DataPlanes::LetArrivalsIn() {
     }
     if (arrival.lane > 0) {
       JoinLane(arrival.lane - 1, arrival.link, std::move(arrival.connection));
-    } else if (const absl::Status joined =
-                   tcp_->Join(arrival.link, std::move(arrival.connection));
+    } else if (const absl::Status joined = tcp_->Join(arrival.link, std::move(arrival.connection));
                !joined.ok()) {
       down_.emplace_back(arrival.link, joined);
     }
@@ -267,7 +265,7 @@ std::string DataPlanes::PathName(LinkId link) const {
   const std::string network = tcp_ == nullptr ? absl::StrCat("UCX (", config_.ucx_tls, ")") : "TCP";
   const auto awaited = awaited_.find(link);
   const auto found = under_way_.find(link);
-  const int64_t lanes = awaited != awaited_.end()    ? awaited->second.address.lanes
+  const int64_t lanes = awaited != awaited_.end()   ? awaited->second.address.lanes
                         : found != under_way_.end() ? static_cast<int64_t>(found->second->size())
                                                     : 1;
   return lanes == 1 ? network : absl::StrCat(network, ", ", lanes, " lanes");

@@ -96,9 +96,7 @@ class DataPlanes final : public ChunkLinks {
   absl::Status MakeNetwork(const Options& options);
   absl::Status MakeLanes(const Options& options);
   absl::Status MakeDirect(const Options& options);
-  DataPlane& PlaneOf(LinkId link) const {
-    return IsMapped(link) ? *mapped_ : *network_;
-  }
+  DataPlane& PlaneOf(LinkId link) const { return IsMapped(link) ? *mapped_ : *network_; }
   // The same way as the peer, or why there is none.
   absl::Status CheckSameNetwork(const DataAddresses& peer) const;
   absl::StatusOr<LinkId> ConnectMapped(const DataAddresses& peer);

@@ -24,7 +24,7 @@ inline constexpr size_t kMaxNameBytes = 128;
 inline constexpr size_t kMaxModelBytes = 256;
 inline constexpr size_t kMaxWorkerAddressBytes = 4096;
 inline constexpr size_t kMaxLocalAddressBytes = 64;
-inline constexpr size_t kMaxMoreLanes = 7;  // Beside the first.
+inline constexpr size_t kMaxMoreLanes = 7;   // Beside the first.
 inline constexpr size_t kMaxHostBytes = 46;  // Of a numeric address.
 inline constexpr size_t kMaxDirectAddressBytes = 64 << 10;
 inline constexpr size_t kMaxTextBytes = 1024;
@@ -34,7 +34,7 @@ inline constexpr size_t kMaxFunctionBytes = 32;
 // How a peer is reached over plain TCP. A hello says how many connections its sender would make; the
 // welcome where they go to, and what each side has to say on them first. Not for logs.
 struct TcpAddress {
-  int64_t lanes = 0;  // 0: not.
+  int64_t lanes = 0;   // 0: not.
   std::string host{};  // Numeric.
   int64_t port = 0;
   std::string token{};   // Who connects says this,

@@ -277,8 +277,8 @@ void NodeImpl::Sleep(Deadline until) {
 
 Deadline NodeImpl::Tick(Deadline now) {
   tick_now_ = false;
-  Deadline next = std::min(
-      {sender_->Tick(now), receiver_->Tick(now), calls_->Tick(now), data_->Tick(now)});
+  Deadline next =
+      std::min({sender_->Tick(now), receiver_->Tick(now), calls_->Tick(now), data_->Tick(now)});
   Deadline sessions_next;
   const Config& config = options_.config;
   for (const auto& [peer, due] : sessions_.TakeDue(now, config.heartbeat_interval_ms,

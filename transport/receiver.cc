@@ -202,9 +202,8 @@ std::unique_ptr<ChunkSink> Receiver::Begin(const ChunkHeader& header, PieceCopy*
 }
 
 std::unique_ptr<ChunkSink> Receiver::OnChunkBegins(const ChunkHeader& header) {
-  return Begin(header, &copy_, [this](const ChunkHeader& of, const absl::Status& status) {
-    OnLanded(of, status);
-  });
+  return Begin(header, &copy_,
+               [this](const ChunkHeader& of, const absl::Status& status) { OnLanded(of, status); });
 }
 
 void Receiver::OnLanded(const ChunkHeader& header, const absl::Status& status) {

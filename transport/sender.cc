@@ -499,8 +499,8 @@ bool Sender::Lends(const Transfer& transfer) const {
 }
 
 LendChunk Sender::Lend(const TransferPtr& transfer, int64_t bytes) {
-  return [transfer, begin = transfer->sent_bytes, bytes](
-             int64_t from, absl::FunctionRef<void(Pieces)> read) {
+  return [transfer, begin = transfer->sent_bytes, bytes](int64_t from,
+                                                         absl::FunctionRef<void(Pieces)> read) {
     thread_local std::vector<std::span<std::byte>> pieces;
     thread_local std::vector<std::span<const std::byte>> read_only;
     const Gate::Pass pass(transfer->reading.get());

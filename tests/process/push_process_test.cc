@@ -11,8 +11,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
-#include "tests/support/test_config.h"
 #include "tests/support/child_peer.h"
+#include "tests/support/test_config.h"
 #include "tests/support/wait_for.h"
 
 namespace kvferry {

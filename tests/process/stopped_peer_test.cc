@@ -113,8 +113,7 @@ TEST(StoppedPeer, DecodeDoesNotHoldUpAnother) {
   ASSERT_EQ(prefill.Ask("ready " + LeaseOf(ticket)), "OK");
   // Until nothing more fits: the transfer to the stopped one stands still. Lists of where pages lie
   // all fit, into the socket, and pages that are sent straight take no room in the arena.
-  const bool lists =
-      PathUnderTest() == TestPath::kDirect || PathUnderTest() == TestPath::kTcp;
+  const bool lists = PathUnderTest() == TestPath::kDirect || PathUnderTest() == TestPath::kTcp;
   int64_t sent = -1;
   ASSERT_TRUE(WaitFor(
       [&] {

@@ -239,11 +239,17 @@ TEST(Codec, LayoutsThatCannotBe) {
   static const std::string token(16, 't');
   EXPECT_TRUE(IsOk(with([](HelloMsg& h) { h.data.tcp = {8, "::1", 1, token, token}; })));
   EXPECT_TRUE(refused(with([](HelloMsg& h) { h.data.tcp.lanes = 9; }), "'lanes' is 9"));
-  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.data.tcp = {1, "::1", 65536, token, token}; }),
+  EXPECT_TRUE(refused(with([](HelloMsg& h) {
+                        h.data.tcp = {1, "::1", 65536, token, token};
+                      }),
                       "'port' is 65536"));
-  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.data.tcp = {1, "::1", 1, token, "short"}; }),
+  EXPECT_TRUE(refused(with([](HelloMsg& h) {
+                        h.data.tcp = {1, "::1", 1, token, "short"};
+                      }),
                       "'answer' has 5 bytes, not 16"));
-  EXPECT_TRUE(refused(with([](HelloMsg& h) { h.data.tcp = {1, "::1", 1, token + "x", token}; }),
+  EXPECT_TRUE(refused(with([](HelloMsg& h) {
+                        h.data.tcp = {1, "::1", 1, token + "x", token};
+                      }),
                       "'token' has 17 bytes"));
   EXPECT_TRUE(refused(with([](HelloMsg& h) { h.data.direct.assign(65537, 'x'); }),
                       "'direct' has 65537 bytes"));

@@ -116,7 +116,7 @@ TEST_F(Planes, EverySendCompletesOnceWhenThePeerGoesAway) {
   std::vector<int> completions(200, 0);
   const auto send = [&](size_t i) {
     a_->SendPayload(link, {i, 0, 0, 256 << 10, 0}, payload,
-                  [&, i](const absl::Status&) { ++completions[i]; });
+                    [&, i](const absl::Status&) { ++completions[i]; });
   };
   send(0);
   ASSERT_TRUE(ProgressUntil([&] { return !at_b_.chunks.empty(); }));
@@ -142,7 +142,7 @@ TEST_F(Planes, ThePeerGoesAwayBeforeItAnswers) {
     int completions = 0;
     for (uint64_t i = 0; i < 3; ++i) {
       a_->SendPayload(link, {i, 0, 0, 256 << 10, 0}, payload,
-                    [&](const absl::Status&) { ++completions; });
+                      [&](const absl::Status&) { ++completions; });
     }
     for (int i = 0; i < 100 * round; ++i) a_->Progress(&at_a_);
     silent.reset();
@@ -232,7 +232,7 @@ TEST_F(Planes, ClosedLinks) {
   a_->Close(link);
   absl::Status status;
   a_->SendPayload(link, {1, 0, 0, 1, 0}, RandomBytes(1, 1),
-                [&](const absl::Status& s) { status = s; });
+                  [&](const absl::Status& s) { status = s; });
   EXPECT_TRUE(Fails(status, absl::StatusCode::kUnavailable, "closed"));
   a_->SendCredit(link, {1, 1});
   const LinkId next = Must(a_->Connect(b_->address()));

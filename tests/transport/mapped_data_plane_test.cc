@@ -37,10 +37,10 @@ struct Side {
     const auto payload = arena->Bytes(chunk).first(bytes);
     std::fill(payload.begin(), payload.end(), std::byte{fill});
     plane->SendPayload(link, {fill, 0, 0, bytes, 0}, payload,
-                     [this, chunk](const absl::Status& status) {
-                       arena->GiveBack(chunk);
-                       done.push_back(status);
-                     });
+                       [this, chunk](const absl::Status& status) {
+                         arena->GiveBack(chunk);
+                         done.push_back(status);
+                       });
     return chunk;
   }
   bool Progress() { return plane->Progress(&events); }
@@ -51,10 +51,10 @@ struct Side {
     const auto list = std::as_bytes(std::span(pieces));
     std::copy(list.begin(), list.end(), arena->Bytes(chunk).begin());
     plane->SendPayload(link, {1, 0, 0, bytes, kChunkInPool}, arena->Bytes(chunk).first(list.size()),
-                     [this, chunk](const absl::Status& status) {
-                       arena->GiveBack(chunk);
-                       done.push_back(status);
-                     });
+                       [this, chunk](const absl::Status& status) {
+                         arena->GiveBack(chunk);
+                         done.push_back(status);
+                       });
     return chunk;
   }
 

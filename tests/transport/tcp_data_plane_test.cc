@@ -219,7 +219,8 @@ TEST_F(TcpPlanes, WhatNobodyWantsIsReadIntoNowhere) {
     at_a_.wants = [&] { return ++asked < 3; };  // Ends in the middle of the first one.
     at_a_.chunks.clear();
     for (uint64_t i = 0; i < 2; ++i) {
-      b_->SendChunk(link_b_, {i, 0, 0, 8 << 20, 0}, FilledWith(payload), [](const absl::Status&) {});
+      b_->SendChunk(link_b_, {i, 0, 0, 8 << 20, 0}, FilledWith(payload),
+                    [](const absl::Status&) {});
     }
     ASSERT_TRUE(StepsUntil([&] { return asked >= 4; }));  // The second one was refused.
     at_a_.wants = nullptr;
@@ -289,13 +290,11 @@ TEST_F(TcpPlanes, AnAnswerThatIsNotThePeers) {
   link_a_ = Must(a_->Open(Connection(address_.token, std::string(16, 'x')), DeadlineInMs(5000)));
   const std::vector<std::byte> secret = RandomBytes(5000, 1);
   bool asked = false;
-  a_->SendChunk(
-      link_a_, {1, 0, 0, 5000, 0},
-      FillChunk([&](ChunkHeader*) {
-        asked = true;
-        return std::span<const std::byte>(secret);
-      }),
-      [](const absl::Status&) {});
+  a_->SendChunk(link_a_, {1, 0, 0, 5000, 0}, FillChunk([&](ChunkHeader*) {
+                  asked = true;
+                  return std::span<const std::byte>(secret);
+                }),
+                [](const absl::Status&) {});
   ASSERT_TRUE(StepsUntil([&] { return !at_a_.down.empty(); }));
   EXPECT_TRUE(Fails(at_a_.down[0].second, absl::StatusCode::kPermissionDenied, "not who"));
   EXPECT_FALSE(asked);

@@ -473,7 +473,7 @@ void MappedDataPlane::ReportBroken(DataEvents* events) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<AddressedPlane>> MakeMappedDataPlane(Arena* arena,
-                                                               const SharedMemory* pool) {
+                                                                    const SharedMemory* pool) {
   if (arena->fd() < 0) return absl::FailedPreconditionError("the arena's memory is not shared");
   auto plane = std::make_unique<MappedDataPlane>(arena, pool);
   KVFERRY_RETURN_IF_ERROR(plane->Init());

@@ -18,6 +18,6 @@ inline constexpr LinkId kFirstMappedLink = LinkId{1} << 62;
 // for a peer that is not on this host, INVALID_ARGUMENT for one of another version of this
 // protocol, FAILED_PRECONDITION for one that has dropped a connection before it read anything.
 absl::StatusOr<std::unique_ptr<AddressedPlane>> MakeMappedDataPlane(Arena* arena,
-                                                               const SharedMemory* pool);
+                                                                    const SharedMemory* pool);
 
 }  // namespace kvferry

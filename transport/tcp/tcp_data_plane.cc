@@ -145,8 +145,8 @@ void TcpDataPlane::Note(LinkId id, Link& link, const Moved& moved, const absl::S
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.socket.get(), nullptr);
   link.readable = link.writable = false;
   if (!status.ok()) {
-    down_.emplace_back(id, absl::Status(status.code(), absl::StrCat("tcp: dropped ", link.where, ": ",
-                                                                    status.message())));
+    down_.emplace_back(id, absl::Status(status.code(), absl::StrCat("tcp: dropped ", link.where,
+                                                                    ": ", status.message())));
     return;
   }
   down_.emplace_back(

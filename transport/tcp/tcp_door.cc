@@ -54,9 +54,8 @@ absl::Status TcpDoor::Watch(const UniqueFd& socket, uint64_t id) {
 }
 
 TcpAddress TcpDoor::Expect(LinkId link, int64_t lanes, Deadline until) {
-  Expected expected{{lanes, host_, port_, NewToken(), NewToken()},
-                    std::vector<bool>(lanes, false),
-                    until};
+  Expected expected{
+      {lanes, host_, port_, NewToken(), NewToken()}, std::vector<bool>(lanes, false), until};
   by_token_.emplace(expected.address.token, link);
   return expected_.emplace(link, std::move(expected)).first->second.address;
 }
@@ -141,8 +140,10 @@ Deadline TcpDoor::Tick(Deadline now) {
   for (const auto& [id, stranger] : strangers_) next = std::min(next, stranger.until);
   std::vector<LinkId> overdue;
   for (const auto& [link, expected] : expected_) {
-    if (expected.until <= now) overdue.push_back(link);
-    else next = std::min(next, expected.until);
+    if (expected.until <= now)
+      overdue.push_back(link);
+    else
+      next = std::min(next, expected.until);
   }
   for (const LinkId link : overdue) Forget(link);
   return next;

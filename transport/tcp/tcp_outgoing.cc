@@ -76,9 +76,8 @@ Moved TcpOutgoing::WriteChunk(int fd, int64_t max_bytes) {
   } else if (lend == nullptr || from >= chunk.frame.payload_bytes) {
     const auto rest = chunk.payload.subspan(std::min<size_t>(from, chunk.payload.size()));
     moved = WriteParts(fd, chunk, {&rest, 1}, max_bytes);
-  } else if (!(*lend)(from, [&](Pieces payload) {
-               moved = WriteParts(fd, chunk, payload, max_bytes);
-             })) {
+  } else if (!(*lend)(from,
+                      [&](Pieces payload) { moved = WriteParts(fd, chunk, payload, max_bytes); })) {
     if (chunk.sent == 0) {
       FinishFirst(absl::CancelledError("the transfer has ended"));
     } else {

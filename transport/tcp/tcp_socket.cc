@@ -96,9 +96,9 @@ absl::StatusOr<UniqueFd> ListenTcp(const std::string& host, int64_t port) {
   const int on = 1;
   setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
   if (bind(fd.get(), &address.generic, address.bytes) != 0 || listen(fd.get(), kBacklog) != 0) {
-    return absl::UnavailableError(
-        absl::StrCat("tcp: cannot listen for data on ", host, " port ", port, ": ",
-                     std::strerror(errno), "; set data_port to one that is free"));
+    return absl::UnavailableError(absl::StrCat("tcp: cannot listen for data on ", host, " port ",
+                                               port, ": ", std::strerror(errno),
+                                               "; set data_port to one that is free"));
   }
   return fd;
 }
@@ -117,8 +117,8 @@ absl::StatusOr<UniqueFd> DialTcp(const std::string& host, int64_t port) {
   KVFERRY_ASSIGN_OR_RETURN(UniqueFd fd, NewSocket(address));
   SetNoDelay(fd);
   if (connect(fd.get(), &address.generic, address.bytes) != 0 && errno != EINPROGRESS) {
-    return absl::UnavailableError(absl::StrCat("tcp: cannot connect to ", host, " port ", port,
-                                               ": ", std::strerror(errno)));
+    return absl::UnavailableError(
+        absl::StrCat("tcp: cannot connect to ", host, " port ", port, ": ", std::strerror(errno)));
   }
   return fd;
 }
