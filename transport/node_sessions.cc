@@ -283,6 +283,8 @@ void NodeImpl::DropSession(const PeerKey& peer, const absl::Status& status,
 
 void NodeImpl::DropSilent(const PeerKey& peer) {
   const Session& session = *sessions_.Find(peer);
+  // It may only have been stopped: this is the word that it finds beside the end of its connections.
+  RefuseSession(peer, absl::NotFoundError("this side has given the session up: it heard nothing"));
   const absl::Status status = absl::UnavailableError(
       absl::StrCat("peer ", absl::CEscape(session.name), " was silent for heartbeat_timeout_ms (",
                    options_.config.heartbeat_timeout_ms, "), ", session.pings,

@@ -182,7 +182,7 @@ TEST(ConfigValidate, PathsOnOneHost) {
   }
   config.same_host_path = "cma";
   EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument,
-                    "same_host_path is 'cma' but must be one of auto, in_place, arena, ucx"));
+                    "same_host_path is 'cma' but must be one of auto, in_place, arena, network"));
 }
 
 TEST(ConfigValidate, PathsOverANetwork) {
