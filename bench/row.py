@@ -74,7 +74,9 @@ TCP_ITEMS = {
 TCP_WAYS = {"packed": "network_path=packed", "direct": "network_path=direct"}
 HOST_WAYS = {"in place": "same_host_path=in_place", "gathered": "same_host_path=arena"}
 PARTS = {
-    "tcp": Part("tcp", "over TCP", "network", TCP_PEERS, TCP_LIMITS, TCP_VARIANTS, TCP_ITEMS, TCP_WAYS),
+    "tcp": Part(
+        "tcp", "over TCP", "network", TCP_PEERS, TCP_LIMITS, TCP_VARIANTS, TCP_ITEMS, TCP_WAYS
+    ),
     "host": Part(
         "host", "on the same host", "auto", {}, HOST_LIMITS, HOST_VARIANTS, ways=HOST_WAYS
     ),

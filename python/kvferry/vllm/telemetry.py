@@ -66,7 +66,7 @@ class Options(NamedTuple):
         return Options(fields, trace_path, mode, store)
 
     def config(self, tp_rank: int) -> kvferry.Config:
-        """For one worker: of a fixed listen_port or data_port, rank r takes the r-th one behind it."""
+        """For one worker: rank r takes the r-th port behind a fixed listen_port or data_port."""
         config = kvferry.Config.make(self.fields)
         fixed = {name: getattr(config, name) for name in ("listen_port", "data_port")}
         own = {name: port + tp_rank for name, port in fixed.items() if port != 0}
