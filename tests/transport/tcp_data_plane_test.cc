@@ -58,6 +58,10 @@ class TcpPlanes : public testing::Test {
   void Step() {
     for (TcpDoor::Arrival& arrival : door_->Progress()) {
       arrived_.push_back(arrival.lane);
+      const int bytes = 3001;
+      if (small_buffers_) {
+        setsockopt(arrival.connection.socket.get(), SOL_SOCKET, SO_SNDBUF, &bytes, sizeof(bytes));
+      }
       ASSERT_TRUE(IsOk(b_->Join(link_b_, std::move(arrival.connection))));
     }
     if (a_ != nullptr) {
@@ -112,6 +116,7 @@ class TcpPlanes : public testing::Test {
   Recorder at_a_;
   Recorder at_b_;
   TcpAddress address_;
+  bool small_buffers_ = false;  // Of what b sends from.
   LinkId link_a_ = 0;
   LinkId link_b_ = 0;
   std::vector<int64_t> arrived_;
@@ -158,6 +163,29 @@ TEST_F(TcpPlanes, ChunksOfAllSizesHoweverTheyAreSentAndTaken) {
   }
   EXPECT_EQ(at_a_.credits.size(), 2 * ((3 * sizes.size() + 4) / 5));
   EXPECT_EQ(arrived_, std::vector<int64_t>{0});
+}
+
+// Buffers of a few KiB: frames, payloads and ends are cut anywhere.
+TEST_F(TcpPlanes, HoweverTheSystemCutsThem) {
+  small_buffers_ = true;
+  Connect();
+  const bool open = true;
+  const std::vector<std::byte> bytes = RandomBytes(20000, 1);
+  std::mt19937_64 random(2);
+  std::vector<std::vector<std::byte>> payloads(3000);
+  for (size_t i = 0; i < payloads.size(); ++i) {
+    payloads[i].assign(bytes.begin(), bytes.begin() + 1 + static_cast<int64_t>(random() % 20000));
+    const ChunkHeader header{i, 0, 0, static_cast<uint32_t>(payloads[i].size()), 0};
+    ChunkSource source = FilledWith(payloads[i]);
+    if (i % 2 == 0) source = LentFrom(payloads[i], 1 + random() % 3000, &open);
+    b_->SendChunk(link_b_, header, source,
+                  [](const absl::Status& status) { EXPECT_TRUE(IsOk(status)); });
+  }
+  at_a_.prefers_fill = true;
+  ASSERT_TRUE(
+      StepsUntil([&] { return at_a_.chunks.size() == payloads.size() || !at_b_.down.empty(); }));
+  ASSERT_EQ(at_a_.chunks.size(), payloads.size());
+  for (size_t i = 0; i < payloads.size(); ++i) ASSERT_EQ(at_a_.chunks[i].second, payloads[i]) << i;
 }
 
 TEST_F(TcpPlanes, CreditsGoBothWaysAndBeforeChunksThatWait) {

@@ -95,16 +95,17 @@ Moved TcpOutgoing::WriteParts(int fd, const Chunk& chunk, Pieces payload, int64_
   const int64_t into_payload = chunk.payload_sent();
   if (into_payload < 0) AppendRest(chunk.frame, chunk.sent, &parts_);
   int64_t bytes = 0;
-  const int64_t payload_left = chunk.frame.payload_bytes - std::max<int64_t>(0, into_payload);
+  // Of the end, too, some may have gone.
+  const int64_t into_end = std::max<int64_t>(0, into_payload - chunk.frame.payload_bytes);
+  const int64_t payload_left =
+      chunk.frame.payload_bytes + into_end - std::max<int64_t>(0, into_payload);
   for (const std::span<const std::byte> piece : payload) {
     if (parts_.size() + 1 == kMaxParts || bytes >= max_bytes) break;
     if (piece.empty()) continue;
     parts_.push_back(PartOf(piece.data(), piece.size()));
     bytes += static_cast<int64_t>(piece.size());
   }
-  if (bytes == payload_left) {
-    AppendRest(chunk.end, std::max<int64_t>(0, into_payload - chunk.frame.payload_bytes), &parts_);
-  }
+  if (bytes == payload_left) AppendRest(chunk.end, into_end, &parts_);
   return SendTcp(fd, parts_);
 }
 
