@@ -441,6 +441,41 @@ TEST_F(TcpPlanes, RandomBytesNeverDoHarm) {
   EXPECT_TRUE(at_b_.chunks.empty());  // None had an end that says that it is whole.
 }
 
+// A socket that is full cuts what it is given anywhere, in the middle of a chunk's end too.
+TEST(TcpOutgoing, HoweverTheSystemCutsIt) {
+  int ends[2];
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends), 0);
+  const UniqueFd from(ends[0]);
+  const UniqueFd to(ends[1]);
+  const int room = 2304;
+  ASSERT_EQ(setsockopt(from.get(), SOL_SOCKET, SO_SNDBUF, &room, sizeof(room)), 0);
+  const std::vector<std::byte> bytes = RandomBytes(9000, 1);
+  std::vector<std::byte> sink(1 << 20);
+  const bool open = true;
+  TcpOutgoing outgoing;
+  int64_t want = 0;
+  int64_t got = 0;
+  const auto drain = [&] {
+    ssize_t count = 0;
+    while ((count = recv(to.get(), sink.data(), sink.size(), 0)) > 0) got += count;
+  };
+  for (size_t i = 0; i < 9000; ++i) {
+    const std::vector<std::byte> payload(bytes.begin(), bytes.begin() + 1 + static_cast<int>(i));
+    ChunkSource source = LentFrom(payload, 5000, &open);
+    if (i % 2 == 0) source = FilledWith(payload);
+    int done = 0;
+    outgoing.AddChunk({i, 0, 0, static_cast<uint32_t>(payload.size()), 0}, source,
+                      [&](const absl::Status&) { ++done; });
+    want += static_cast<int64_t>(sizeof(TcpFrame) + payload.size() + sizeof(TcpChunkEnd));
+    while (done == 0) {
+      ASSERT_NE(outgoing.Write(from.get(), true, 1 << 20).result, Moved::Result::kBroken) << i;
+      if (done == 0) drain();
+    }
+  }
+  drain();
+  EXPECT_EQ(got, want);
+}
+
 TEST(TcpSocket, AddressesThatAreNone) {
   EXPECT_TRUE(Fails(DialTcp("localhost", 80).status(), absl::StatusCode::kInvalidArgument,
                     "no numeric address"));
