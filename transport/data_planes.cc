@@ -211,19 +211,18 @@ absl::StatusOr<LinkId> DataPlanes::AwaitTcp(const DataAddresses& peer) {
 }
 
 absl::StatusOr<LinkId> DataPlanes::DialTcpLanes(const TcpAddress& peer) {
-  LinkId link = 0;
+  std::vector<TcpConnection> connections;  // All or none.
   const int64_t lanes = std::min(num_lanes(), peer.lanes);
   for (int64_t lane = 0; lane < lanes; ++lane) {
     KVFERRY_ASSIGN_OR_RETURN(UniqueFd socket, DialTcp(peer.host, peer.port));
-    TcpConnection connection{std::move(socket), TcpHello::With(peer.token, lane).Bytes(),
-                             TcpHello::With(peer.answer, lane).Bytes(),
-                             absl::StrCat(peer.host, " port ", peer.port)};
-    if (lane > 0) {
-      JoinLane(lane - 1, link, std::move(connection));
-      continue;
-    }
-    KVFERRY_ASSIGN_OR_RETURN(
-        link, tcp_->Open(std::move(connection), DeadlineInMs(config_.connect_timeout_ms)));
+    connections.push_back({std::move(socket), TcpHello::With(peer.token, lane).Bytes(),
+                           TcpHello::With(peer.answer, lane).Bytes(),
+                           absl::StrCat(peer.host, " port ", peer.port)});
+  }
+  const Deadline ready_by = DeadlineInMs(config_.connect_timeout_ms);
+  KVFERRY_ASSIGN_OR_RETURN(const LinkId link, tcp_->Open(std::move(connections[0]), ready_by));
+  for (int64_t lane = 1; lane < lanes; ++lane) {
+    JoinLane(lane - 1, link, std::move(connections[lane]));
   }
   if (lanes > 1) under_way_.emplace(link, std::make_shared<UnderWay>(lanes));
   return link;
