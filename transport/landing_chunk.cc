@@ -4,12 +4,6 @@
 #include <utility>
 
 namespace kvferry {
-namespace {
-
-// Into pages that lie together for fewer bytes the system copies more slowly than we do.
-constexpr int64_t kMinFilledPiece = 8 << 10;
-
-}  // namespace
 
 LandingChunk::LandingChunk(const ChunkHeader& header, std::shared_ptr<Landing> landing,
                            PieceCopy* copy, Landed landed)
@@ -17,9 +11,7 @@ LandingChunk::LandingChunk(const ChunkHeader& header, std::shared_ptr<Landing> l
   if ((header.flags & kChunkHasChecksum) != 0) checksum_.emplace();
 }
 
-bool LandingChunk::prefers_fill() const {
-  return landing_->plan().mean_piece_bytes() >= kMinFilledPiece;
-}
+bool LandingChunk::prefers_fill() const { return landing_->plan().has_long_pieces(); }
 
 bool LandingChunk::Fill(absl::FunctionRef<int64_t(MutablePieces)> fill) {
   return landing_->Write([&] {

@@ -29,9 +29,6 @@ constexpr int64_t kMaxReadersAProcessor = 2;
 // end, so that all of them are through at about the same time.
 constexpr int64_t kMaxBytesOfATurn = 2 << 20;
 constexpr int64_t kMinBytesOfATurn = 1 << 20;
-// Pages that lie together for fewer bytes are gathered: a system call with a list of them takes longer
-// than copying (docs/decisions/0010-straight-from-pages.md).
-constexpr int64_t kMinLentPiece = 8 << 10;
 // A reader that takes longer for a chunk is stuck, and does not hold up the others.
 constexpr auto kReaderTurn = std::chrono::milliseconds(10);
 
@@ -494,7 +491,7 @@ ChunkHeader Sender::HeaderOfNext(const Transfer& transfer, int64_t bytes, uint32
 
 // A checksum comes before the bytes, so it is made of what was gathered.
 bool Sender::Lends(const Transfer& transfer) const {
-  return !transfer.fetch.checksum && transfer.plan.mean_piece_bytes() >= kMinLentPiece &&
+  return !transfer.fetch.checksum && transfer.plan.has_long_pieces() &&
          outbox_->data().LendsTo(transfer.link);
 }
 

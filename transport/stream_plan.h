@@ -27,6 +27,7 @@ struct StreamTail {
 class StreamPlan {
  public:
   static constexpr int64_t kMaxTailBytes = int64_t{1} << 40;
+  static constexpr int64_t kLongPieceBytes = 8 << 10;
 
   // OUT_OF_RANGE when a page is not in the pool, or the tail is too long; FAILED_PRECONDITION when
   // the pool does not lie in host memory.
@@ -58,6 +59,10 @@ class StreamPlan {
   int64_t min_item_bytes() const { return min_item_bytes_; }
   // Bytes that lie together in this side's memory, on average over the pages; 1 at least.
   int64_t mean_piece_bytes() const;
+
+  // Whether pieces are long enough for the system to move them from or to where they lie, on average:
+  // for shorter ones a call with a list of them takes longer than copying (decision 10).
+  bool has_long_pieces() const { return mean_piece_bytes() >= kLongPieceBytes; }
 
   // The page ids that any of the byte ranges `gaps` touches, in list order.
   std::vector<int64_t> PagesTouchedBy(std::span<const std::pair<int64_t, int64_t>> gaps) const;
