@@ -19,4 +19,9 @@ uint64_t RandomId() {
   return id;
 }
 
+std::string RandomBytes16() {
+  const uint64_t words[] = {RandomId(), RandomId()};
+  return {reinterpret_cast<const char*>(words), sizeof(words)};
+}
+
 }  // namespace kvferry

@@ -151,11 +151,6 @@ class MappedDataPlane : public AddressedPlane {
   std::vector<std::span<const std::byte>> pieces_;  // Of the chunk that is being delivered.
 };
 
-std::string RandomBytes16() {
-  const uint64_t words[] = {RandomId(), RandomId()};
-  return {reinterpret_cast<const char*>(words), sizeof(words)};
-}
-
 std::string SocketName(const std::string& random) {
   return absl::StrCat("kvferry/", absl::BytesToHexString(random));
 }

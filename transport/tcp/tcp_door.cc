@@ -22,12 +22,6 @@ constexpr int kEventsATurn = 64;
 // Whoever comes when so many have said nothing yet takes the place of the one that came first.
 constexpr size_t kMaxStrangers = 256;
 
-std::string NewToken() {
-  const uint64_t words[] = {RandomId(), RandomId()};
-  static_assert(sizeof(words) == kTcpTokenBytes);
-  return {reinterpret_cast<const char*>(words), sizeof(words)};
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<TcpDoor>> TcpDoor::Create(const Config& config,
@@ -54,8 +48,9 @@ absl::Status TcpDoor::Watch(const UniqueFd& socket, uint64_t id) {
 }
 
 TcpAddress TcpDoor::Expect(LinkId link, int64_t lanes, Deadline until) {
-  Expected expected{
-      {lanes, host_, port_, NewToken(), NewToken()}, std::vector<bool>(lanes, false), until};
+  Expected expected{{lanes, host_, port_, RandomBytes16(), RandomBytes16()},
+                    std::vector<bool>(lanes, false),
+                    until};
   by_token_.emplace(expected.address.token, link);
   return expected_.emplace(link, std::move(expected)).first->second.address;
 }
