@@ -9,6 +9,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <variant>
 
@@ -44,6 +45,12 @@ struct CreditHeader {
   uint64_t bytes_done = 0;  // Scattered so far.
 };
 static_assert(sizeof(CreditHeader) == 16);
+
+// Of a control message that comes over a link instead of the control plane.
+struct MessageHeader {
+  uint64_t session = 0;  // As its receiver has named it, to this one peer.
+};
+static_assert(sizeof(MessageHeader) == 8);
 
 // A connection to one peer's worker. Never reused.
 using LinkId = uint64_t;
@@ -89,6 +96,8 @@ class DataEvents : public ChunkTaker {
   // DirectReads has found out what reading over this link takes.
   virtual void OnProbed(LinkId link) = 0;
   virtual void OnCredit(const CreditHeader& header) = 0;
+  // Must not close links: one of them is being read.
+  virtual void OnLinkMessage(const MessageHeader& header, std::span<const std::byte> bytes) = 0;
   // The peer is gone. Close(link) is still to be called.
   virtual void OnLinkDown(LinkId link, const absl::Status& status) = 0;
 };
@@ -138,6 +147,14 @@ class DataPlane {
   virtual void SendChunk(LinkId link, const ChunkHeader& header, ChunkSource source,
                          SendDone done) = 0;
   virtual void SendCredit(LinkId link, const CreditHeader& header) = 0;
+  // Whether SendMessage() is for it.
+  virtual bool carries_messages() const { return false; }
+  // Messages of a link, of kMaxMessageBytes at most, arrive in order. RESOURCE_EXHAUSTED when the
+  // peer takes none and too many wait, UNAVAILABLE when the link is unknown.
+  virtual absl::Status SendMessage(LinkId /*link*/, const MessageHeader& /*header*/,
+                                   std::string_view /*bytes*/) {
+    return absl::UnimplementedError("this plane carries no messages");
+  }
   // Sends under way complete with an error, some of them after this returns.
   virtual void Close(LinkId link) = 0;
 

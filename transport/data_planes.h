@@ -63,6 +63,11 @@ class DataPlanes final : public ChunkLinks {
   ReadsPool PoolReads(LinkId link) const override;
   ReadCosts CostsOfReads(LinkId link) const override;
   void Read(LinkId link, const ChunkHeader& header, std::span<const std::byte> list) override;
+  // As DataPlane.
+  bool CarriesMessages(LinkId link) const { return PlaneOf(link).carries_messages(); }
+  absl::Status SendMessage(LinkId link, const MessageHeader& header, std::string_view bytes) {
+    return PlaneOf(link).SendMessage(link, header, bytes);
+  }
   // Whether what CostsOfReads() says is still to be found out; OnProbed() follows.
   bool Probing(LinkId link) const { return direct_ != nullptr && direct_->Probing(link); }
 

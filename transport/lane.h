@@ -57,6 +57,7 @@ class Lane final : private DataEvents {
   void OnReadFailed(const ChunkHeader&, const absl::Status&) override {}
   void OnProbed(LinkId) override {}
   void OnCredit(const CreditHeader& /*header*/) override {}
+  void OnLinkMessage(const MessageHeader&, std::span<const std::byte>) override {}
   void OnLinkDown(LinkId own_link, const absl::Status& status) override;
 
   const std::shared_ptr<CommandQueue> commands_;

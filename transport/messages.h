@@ -50,6 +50,7 @@ struct DataAddresses {
   std::vector<std::string> lanes{};  // UCX, further lanes.
   std::string direct{};              // Memory that can be read from afar; empty: none.
   TcpAddress tcp{};
+  uint64_t session = 0;  // Named in messages that come over these planes; 0: none may.
 };
 
 struct HelloMsg {

@@ -35,9 +35,10 @@ struct Metrics {
   Value calls_served{0};
   Value hellos_refused{0};
   Value messages_malformed{0};
-  Value messages_stale{0};  // Of another epoch.
-  Value peers{0};           // Gauge.
-  Value peers_mapped{0};    // Gauge: of them, those that chunks go to through shared memory.
+  Value messages_stale{0};    // Of another epoch.
+  Value messages_by_link{0};  // Sent over a data connection instead of ZeroMQ.
+  Value peers{0};             // Gauge.
+  Value peers_mapped{0};      // Gauge: of them, those that chunks go to through shared memory.
   Value peers_lost{0};
   Value transfers_active{0};    // Gauge, as sender.
   Value fetches_active{0};      // Gauge, as receiver.
@@ -71,6 +72,7 @@ struct Metrics {
         {"hellos_refused", hellos_refused},
         {"messages_malformed", messages_malformed},
         {"messages_stale", messages_stale},
+        {"messages_by_link", messages_by_link},
         {"peers", peers},
         {"peers_mapped", peers_mapped},
         {"peers_lost", peers_lost},

@@ -76,10 +76,15 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void OnReadFailed(const ChunkHeader& header, const absl::Status& status) override;
   void OnProbed(LinkId link) override;
   void OnCredit(const CreditHeader& header) override;
+  void OnLinkMessage(const MessageHeader& header, std::span<const std::byte> bytes) override;
   std::unique_ptr<ChunkSink> OnChunkBegins(const ChunkHeader& header) override;
   class LaneTaker;
   void OnLinkDown(LinkId link, const absl::Status& status) override;
   void Send(const PeerKey& peer, MessageBody body) override;
+  // By the control plane, past whatever is on its way over the link.
+  void SendAside(const PeerKey& peer, MessageBody body);
+  // What came over links since the last call.
+  void HearLinks();
   ChunkLinks& data() override { return *data_; }
 
   // The session with the process of that epoch (0: any) at the address; dials where there is none.
@@ -125,6 +130,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   Sessions sessions_;
   std::vector<std::pair<PeerKey, absl::Status>>
       lost_;  // Found while sending; dropped when it is safe.
+  std::vector<std::pair<MessageHeader, std::vector<std::byte>>> heard_;  // Over links.
   Deadline next_control_{};
   Deadline next_tick_{};
   bool tick_now_ = false;

@@ -38,8 +38,11 @@ absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_
   session.name = address;
   session.greeting_until = DeadlineInMs(config.connect_timeout_ms);
   session.awaits_anyone = epoch == 0;
+  session.own_id = RandomId();
   sessions_.Insert(peer, session);
-  Send(peer, HelloMsg{options_.name, options_.model, options_.pool->layout(), data_->addresses()});
+  HelloMsg hello{options_.name, options_.model, options_.pool->layout(), data_->addresses()};
+  hello.data.session = session.own_id;
+  SendAside(peer, std::move(hello));
   return peer;
 }
 
@@ -110,7 +113,7 @@ void NodeImpl::OnAttemptFailed(const PeerKey& peer) {
 }
 
 void NodeImpl::RefuseSession(const PeerKey& peer, const absl::Status& status) {
-  Send(peer, RefuseMsg{0, status});
+  SendAside(peer, RefuseMsg{0, status});
 }
 
 void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
@@ -195,12 +198,16 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
   session.name = hello.name;
   session.epoch = epoch;
   session.link = link;
+  session.own_id = RandomId();
+  session.peers_id = hello.data.session;
   session.last_heard = Clock::now();
   sessions_.Insert(peer, session);
   CountPeers();
   tick_now_ = true;
   Log().info("accepted peer '{}' over {}", absl::CEscape(hello.name), data_->PathName(link));
-  Send(peer, WelcomeMsg{options_.name, data_->AddressesFor(link)});
+  WelcomeMsg welcome{options_.name, data_->AddressesFor(link)};
+  welcome.data.session = session.own_id;
+  SendAside(peer, std::move(welcome));
 }
 
 void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
@@ -214,6 +221,7 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
   session.name = welcome.name.empty() ? session.address : welcome.name;
   session.epoch = epoch;
   session.link = *link;
+  session.peers_id = welcome.data.session;
   CountPeers();
   tick_now_ = true;
   Log().info("connected to '{}' at {} over {}", absl::CEscape(session.name), session.address,
@@ -254,9 +262,9 @@ void NodeImpl::OnSessionMessage(const PeerKey& peer, Session& session, MessageBo
   } else if (auto* reply = std::get_if<ReplyMsg>(&body)) {
     calls_->OnReplyMsg(peer, std::move(*reply));
   } else if (std::holds_alternative<PingMsg>(body)) {
-    Send(peer, PongMsg{});
+    SendAside(peer, PongMsg{});
   } else if (std::holds_alternative<ByeMsg>(body)) {
-    if (!stop_) Send(peer, ByeMsg{});  // Else ours is on its way already.
+    if (!stop_) SendAside(peer, ByeMsg{});  // Else ours is on its way already.
     DropSession(peer,
                 absl::UnavailableError(
                     absl::StrCat("peer ", absl::CEscape(session.name), " has closed its endpoint")),

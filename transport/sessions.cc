@@ -5,10 +5,17 @@
 namespace kvferry {
 
 Session& Sessions::Insert(const PeerKey& peer, Session session) {
-  return sessions_.insert_or_assign(peer, std::move(session)).first->second;
+  Erase(peer);
+  own_ids_.emplace(session.own_id, peer);
+  return sessions_.emplace(peer, std::move(session)).first->second;
 }
 
-void Sessions::Erase(const PeerKey& peer) { sessions_.erase(peer); }
+void Sessions::Erase(const PeerKey& peer) {
+  const auto found = sessions_.find(peer);
+  if (found == sessions_.end()) return;
+  own_ids_.erase(found->second.own_id);
+  sessions_.erase(found);
+}
 
 Session* Sessions::Find(const PeerKey& peer) {
   const auto found = sessions_.find(peer);
@@ -44,6 +51,11 @@ PeerKey Sessions::FindLink(LinkId link) const {
     if (session.state == Session::State::kReady && session.link == link) return peer;
   }
   return "";
+}
+
+PeerKey Sessions::FindOwnId(uint64_t id) const {
+  const auto found = own_ids_.find(id);
+  return found == own_ids_.end() ? "" : found->second;
 }
 
 std::vector<PeerKey> Sessions::Keys() const {

@@ -23,6 +23,9 @@ struct Session {
   std::string name;      // As the peer calls itself, for logs.
   uint64_t epoch = 0;    // The peer's; 0 while greeting.
   LinkId link = 0;       // 0 while greeting.
+  // What each side calls this session in messages over links.
+  uint64_t own_id = 0;
+  uint64_t peers_id = 0;  // 0: it takes none.
   Deadline last_heard{};
   Deadline next_ping{};
   int64_t pings = 0;  // Sent since it was last heard.
@@ -46,6 +49,8 @@ class Sessions {
   // Another ready dialled session with the same address as `peer`, or an empty key.
   PeerKey FindTwin(const PeerKey& peer) const;
   PeerKey FindLink(LinkId link) const;
+  // By own_id.
+  PeerKey FindOwnId(uint64_t id) const;
   size_t size() const { return sessions_.size(); }
   int64_t CountLinks(absl::FunctionRef<bool(LinkId)> matches) const;
 
@@ -60,6 +65,7 @@ class Sessions {
 
  private:
   absl::flat_hash_map<PeerKey, Session> sessions_;
+  absl::flat_hash_map<uint64_t, PeerKey> own_ids_;
   Deadline ask_by_ = Deadline::max();  // What the last TakeDue() said.
 };
 

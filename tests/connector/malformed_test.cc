@@ -2,6 +2,8 @@
 // endpoint goes on serving good peers.
 
 #include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/socket.h>
 
 #include <random>
 
@@ -9,9 +11,55 @@
 #include "tests/support/endpoints.h"
 #include "tests/support/raw_peer.h"
 #include "transport/control/codec.h"
+#include "transport/tcp/tcp_frames.h"
+#include "transport/tcp/tcp_socket.h"
 
 namespace kvferry {
 namespace {
+
+// Lane 0 of a session over TCP.
+class LinkByHand {
+ public:
+  explicit LinkByHand(const TcpAddress& peer) : socket_(Must(DialTcp(peer.host, peer.port))) {
+    const std::string hello = TcpHello::With(peer.token, 0).Bytes();
+    Send(hello.data(), hello.size());
+    TcpHello answer;
+    Receive(&answer, sizeof(answer));
+    EXPECT_EQ(answer.Bytes(), TcpHello::With(peer.answer, 0).Bytes());
+  }
+  void Say(const TcpFrame& frame, const std::string& payload) {
+    Send(&frame, sizeof(frame));
+    Send(payload.data(), payload.size());
+  }
+  void Close() { socket_ = UniqueFd(); }
+  std::pair<TcpFrame, std::string> Hear() {
+    TcpFrame frame;
+    Receive(&frame, sizeof(frame));
+    std::string payload(frame.payload_bytes, '\0');
+    Receive(payload.data(), payload.size());
+    return {frame, payload};
+  }
+
+ private:
+  void Await(int16_t events) {
+    pollfd fd{socket_.get(), events, 0};
+    ASSERT_EQ(poll(&fd, 1, 10000), 1);
+  }
+  void Send(const void* bytes, size_t size) {
+    Await(POLLOUT);
+    ASSERT_EQ(send(socket_.get(), bytes, size, MSG_NOSIGNAL), static_cast<ssize_t>(size));
+  }
+  void Receive(void* bytes, size_t size) {
+    for (size_t got = 0; got < size;) {
+      Await(POLLIN);
+      const ssize_t more = recv(socket_.get(), static_cast<char*>(bytes) + got, size - got, 0);
+      ASSERT_GT(more, 0);
+      got += static_cast<size_t>(more);
+    }
+  }
+
+  UniqueFd socket_;
+};
 
 class Malformed : public testing::Test {
  protected:
@@ -30,9 +78,11 @@ class Malformed : public testing::Test {
     worker_ = MakeDecode(source_, SmallChunks());
     RawPrefill tap;  // Learns the worker's address from the hello of a real decode endpoint.
     const auto probe = Fetch(*worker_, Ticket{tap.address(), 5, 6, 1, 16}, {0});
-    const auto hello = tap.Receive(Soon());
-    ASSERT_TRUE(hello.has_value());
-    peer.Send({kEpoch, 0, std::get<HelloMsg>(hello->second.body)});
+    auto heard = tap.Receive(Soon());
+    ASSERT_TRUE(heard.has_value());
+    HelloMsg hello = std::get<HelloMsg>(heard->second.body);
+    hello.data.session = 0;  // Answers are to come here.
+    peer.Send({kEpoch, 0, hello});
     const std::optional<Message> answer = peer.Receive(Soon());
     ASSERT_TRUE(answer.has_value());
     ASSERT_TRUE(std::holds_alternative<WelcomeMsg>(answer->body));
@@ -58,7 +108,13 @@ class Malformed : public testing::Test {
     return fetch;
   }
 
+  static Message HelloOverTcp() {
+    const DataAddresses data{"", "", {}, "", {1}, kSession};
+    return {kEpoch, 0, HelloMsg{"by hand", kTestModel, SmallLayout(), data}};
+  }
+
   static constexpr uint64_t kEpoch = 4242;
+  static constexpr uint64_t kSession = 77;
   CapturedLog log_;
   std::shared_ptr<KvPool> source_ = MakePatternPool(SmallLayout(), 8, 1);
   std::unique_ptr<PrefillEndpoint> prefill_ = MakePrefill(source_, SmallChunks());
@@ -143,6 +199,54 @@ TEST_F(Malformed, EverythingFromAStrangerIsAnsweredWithARefusal) {
   }
   EXPECT_EQ(Metric(*prefill_, "peers"), 0);
   ExpectServing();
+}
+
+// What comes over a data connection is looked at as what comes by ZeroMQ is.
+TEST_F(Malformed, MessagesOverALink) {
+  RawDecode peer(prefill_->address());
+  peer.Send(HelloOverTcp());
+  const std::optional<Message> answer = peer.Receive(Soon());
+  ASSERT_TRUE(answer.has_value());
+  const DataAddresses there = std::get<WelcomeMsg>(answer->body).data;
+  ASSERT_NE(there.session, 0u);
+  LinkByHand link(there.tcp);
+  const auto say = [&](uint64_t session, const std::string& bytes) {
+    link.Say(TcpFrame::Of(kTcpMessage, MessageHeader{session}, bytes.size()), bytes);
+  };
+  const std::string fetch = EncodeMessage({kEpoch, prefill_->epoch(), FetchOf(9, 12345, {{0, 1}})});
+  say(there.session + 1, fetch);  // Another peer's, perhaps.
+  say(there.session, "garbage");
+  say(there.session, EncodeMessage({kEpoch, prefill_->epoch() + 1, PingMsg{}}));
+  EXPECT_TRUE(WaitFor([&] { return Metric(*prefill_, "messages_stale") == 2; }, Soon()));
+  EXPECT_TRUE(CountsMalformed(1));
+  say(there.session, fetch);
+  const auto [frame, bytes] = link.Hear();
+  EXPECT_EQ(frame.kind, kTcpMessage);
+  EXPECT_EQ(frame.As<MessageHeader>().session, kSession);
+  const Message refusal = Must(DecodeMessage(std::as_bytes(std::span(bytes))));
+  EXPECT_TRUE(
+      Fails(std::get<RefuseMsg>(refusal.body).status, absl::StatusCode::kNotFound, "lease"));
+  ExpectServing();
+}
+
+// Nor is what came before a connection's end forgotten with it.
+TEST_F(Malformed, DoneAndGone) {
+  EndedLeases ended(prefill_.get());
+  for (int i = 0; i < 20; ++i) {
+    RawDecode peer(prefill_->address());
+    const Ticket ticket = Publish(*prefill_, *source_, {1, 7});
+    peer.Send(HelloOverTcp());
+    const std::optional<Message> answer = peer.Receive(Soon());
+    ASSERT_TRUE(answer.has_value());
+    const DataAddresses there = std::get<WelcomeMsg>(answer->body).data;
+    LinkByHand link(there.tcp);
+    const DoneMsg done{1, ticket.lease_id, 0};  // All of it was in its cache.
+    const std::string bytes = EncodeMessage({kEpoch, prefill_->epoch(), done});
+    link.Say(TcpFrame::Of(kTcpMessage, MessageHeader{there.session}, bytes.size()), bytes);
+    link.Close();
+    ASSERT_EQ(ended.Wait(ticket.lease_id), "fetched");
+    ASSERT_TRUE(WaitFor([&] { return Metric(*prefill_, "peers") == 0; }, Soon()));
+  }
 }
 
 // Hostile, but past the hello: positions and ids that do not exist.

@@ -19,6 +19,12 @@ void SendFrame(zmq::socket_t& socket, const std::string& frame) {
   socket.send(zmq::buffer(frame), zmq::send_flags::none);
 }
 
+// As of a peer that takes no messages over links.
+void TakeSessionOut(MessageBody* body) {
+  if (auto* hello = std::get_if<HelloMsg>(body)) hello->data.session = 0;
+  if (auto* welcome = std::get_if<WelcomeMsg>(body)) welcome->data.session = 0;
+}
+
 }  // namespace
 
 std::string ControlRelay::Heard::function() const {
@@ -78,10 +84,12 @@ void ControlRelay::SendToDialler(const std::string& dialler, const std::string& 
 }
 
 void ControlRelay::OnFrame(const std::string& dialler, Connection& connection,
-                           const std::string& frame, bool from_dialler) {
+                           const std::string& received, bool from_dialler) {
   if (connection.broken) return;
-  const Message message =
-      Must(DecodeMessage({reinterpret_cast<const std::byte*>(frame.data()), frame.size()}));
+  Message message =
+      Must(DecodeMessage({reinterpret_cast<const std::byte*>(received.data()), received.size()}));
+  TakeSessionOut(&message.body);
+  const std::string frame = EncodeMessage(message);
   Heard heard{message, from_dialler};
   const Verdict verdict = judge_(heard);
   if (!from_dialler && connection.held) {

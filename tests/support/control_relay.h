@@ -17,7 +17,8 @@
 namespace kvferry {
 
 // Passes on what endpoints that dial it and the one that listens at `address` say to each other.
-// Their data planes do not go through it. A judge sees each message first.
+// Their data planes do not go through it, and messages over these are refused in the name of either
+// side, so that all come this way. A judge sees each message first.
 class ControlRelay {
  public:
   enum class Verdict {
@@ -61,7 +62,7 @@ class ControlRelay {
 
   void Run();
   Connection& ConnectionOf(const std::string& dialler);
-  void OnFrame(const std::string& dialler, Connection& connection, const std::string& frame,
+  void OnFrame(const std::string& dialler, Connection& connection, const std::string& received,
                bool from_dialler);
   void SendToDialler(const std::string& dialler, const std::string& frame);
 

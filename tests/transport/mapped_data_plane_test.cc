@@ -19,6 +19,7 @@
 #include "tests/support/wait_for.h"
 #include "tests/transport/recorder.h"
 #include "transport/mapped/unix_socket.h"
+#include "transport/messages.h"
 
 namespace kvferry {
 namespace {
@@ -98,6 +99,41 @@ TEST_F(MappedPlanes, ChunksAndCreditsInOrder) {
   }
   EXPECT_EQ(a_.events.credits[0].transfer_id, UINT64_MAX);
   EXPECT_EQ(a_.arena->num_taken(), 0);
+}
+
+TEST_F(MappedPlanes, MessagesOfAnyLengthAmongChunks) {
+  const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
+  ASSERT_TRUE(a_.plane->carries_messages());
+  const std::vector<size_t> sizes = {1, 100, 4071, 4072, 4073, 8144, 100000, kMaxMessageBytes, 1};
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    std::string text(sizes[i], static_cast<char>('a' + i));
+    text.back() = '.';
+    ASSERT_TRUE(IsOk(a_.plane->SendMessage(link, {i}, text)));
+    a_.Send(link, 1, 1);
+  }
+  ASSERT_TRUE(ProgressUntil([&] { return a_.done.size() == sizes.size(); }));
+  ASSERT_EQ(b_.events.messages.size(), sizes.size());
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const auto& [session, bytes] = b_.events.messages[i];
+    EXPECT_EQ(session, i);
+    ASSERT_EQ(bytes.size(), sizes[i]);
+    EXPECT_EQ(bytes.back(), std::byte{'.'});
+    EXPECT_EQ(std::count(bytes.begin(), bytes.end() - 1, static_cast<std::byte>('a' + i)),
+              static_cast<int64_t>(sizes[i]) - 1);
+  }
+}
+
+TEST_F(MappedPlanes, APeerThatTakesNoMessages) {
+  const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
+  EXPECT_TRUE(Fails(a_.plane->SendMessage(99, {1}, "x"), absl::StatusCode::kUnavailable));
+  absl::Status status;
+  int sent = 0;
+  for (; status.ok() && sent < 100000; ++sent) {
+    status = a_.plane->SendMessage(link, {1}, std::string(4000, 'x'));
+  }
+  EXPECT_TRUE(Fails(status, absl::StatusCode::kResourceExhausted, "takes none"));
+  const auto& messages = b_.events.messages;
+  EXPECT_TRUE(ProgressUntil([&] { return messages.size() + 1 == static_cast<size_t>(sent); }));
 }
 
 // A chunk may be megabytes to copy: whoever has sent many of them waits after each.
@@ -462,14 +498,14 @@ TEST_F(Stranger, PiecesOutsideThePool) {
 }
 
 TEST_F(Stranger, OddSizes) {
-  for (const size_t size : {1, 8, 23, 56, 63, 64}) {
+  for (const size_t size : {1, 8, 23, 56, 63, 64, 4096}) {
     const UniqueFd socket = Dial();
     Say(socket, Hello(), Memory(kEnough, true).get());
     const std::vector<std::byte> bytes(size, std::byte{2});
     ASSERT_EQ(SendPacket(socket, bytes), SocketResult::kOk);
     a_.done.clear();
     b_.events.chunks.clear();
-    ExpectHangUp(socket, absl::StrCat("a message of ", size, " bytes"));
+    ExpectHangUp(socket, absl::StrCat("a packet of ", size, " bytes"));
   }
   const UniqueFd socket = Dial();
   ASSERT_EQ(SendPacket(socket, std::vector<std::byte>(5000)), SocketResult::kOk);
@@ -477,6 +513,33 @@ TEST_F(Stranger, OddSizes) {
   EXPECT_TRUE(WaitFor(
       [&] { return b_.Progress(), ReceivePacket(socket, &packet) == SocketResult::kBroken; },
       Soon()));
+}
+
+TEST_F(Stranger, MessagesBeyondAllBounds) {
+  struct Part {
+    uint32_t kind = 5;
+    uint32_t zero = 0;
+    uint64_t session = 7;
+    uint64_t bytes_after = 0;
+    std::array<char, 8> bytes{};
+  };
+  Part ends;
+  Part huge;
+  huge.bytes_after = UINT64_MAX;
+  Part too_much;
+  too_much.bytes_after = kMaxMessageBytes - 7;
+  Part promises;
+  promises.bytes_after = kMaxMessageBytes - 8;
+  for (const std::vector<Part>& parts : std::vector<std::vector<Part>>{
+           {huge}, {too_much}, {ends, huge}, {promises, promises}, {promises, too_much}}) {
+    const UniqueFd socket = Dial();
+    Say(socket, Hello(), Memory(kEnough, true).get());
+    for (const Part& part : parts) Say(socket, part);
+    a_.done.clear();
+    b_.events.chunks.clear();
+    ExpectHangUp(socket, "bytes, limit 2097152");
+  }
+  EXPECT_EQ(b_.events.messages.size(), 1u);  // What ended.
 }
 
 // What is handed out cannot be written through.

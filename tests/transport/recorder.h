@@ -33,6 +33,9 @@ struct Recorder : public DataEvents {
   }
   void OnProbed(LinkId link) override { probed.push_back(link); }
   void OnCredit(const CreditHeader& header) override { credits.push_back(header); }
+  void OnLinkMessage(const MessageHeader& header, std::span<const std::byte> bytes) override {
+    messages.emplace_back(header.session, std::vector<std::byte>(bytes.begin(), bytes.end()));
+  }
   void OnLinkDown(LinkId link, const absl::Status& status) override {
     down.emplace_back(link, status);
   }
@@ -79,6 +82,7 @@ struct Recorder : public DataEvents {
   std::vector<std::pair<ChunkHeader, absl::Status>> failed;
   std::vector<LinkId> probed;
   std::vector<CreditHeader> credits;
+  std::vector<std::pair<uint64_t, std::vector<std::byte>>> messages;
   std::vector<std::pair<LinkId, absl::Status>> down;
   std::function<void()> before_intact;
 };

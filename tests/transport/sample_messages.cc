@@ -28,6 +28,7 @@ std::string Describe(const DataAddresses& data) {
     absl::StrAppend(&text, " tcp ", data.tcp.lanes, " ", data.tcp.host, " ", data.tcp.port, " ",
                     absl::CHexEscape(data.tcp.token), " ", absl::CHexEscape(data.tcp.answer));
   }
+  if (data.session != 0) absl::StrAppend(&text, " session ", data.session);
   for (const std::string& address : data.lanes) {
     absl::StrAppend(&text, " lane ", absl::CHexEscape(address));
   }

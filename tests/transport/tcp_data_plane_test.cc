@@ -202,6 +202,54 @@ TEST_F(TcpPlanes, CreditsGoBothWaysAndBeforeChunksThatWait) {
   EXPECT_EQ(at_b_.credits[0].transfer_id, 11u);
 }
 
+// Cut anywhere, with chunks and credits between them.
+TEST_F(TcpPlanes, MessagesOfAnyLengthInOrder) {
+  small_buffers_ = true;
+  Await();
+  const bool open = true;
+  const std::vector<std::byte> payload = RandomBytes(5000, 1);
+  std::vector<std::vector<std::byte>> messages;
+  const auto say = [&](size_t size) {
+    messages.push_back(RandomBytes(size, size));
+    const std::string_view text(reinterpret_cast<const char*>(messages.back().data()), size);
+    ASSERT_TRUE(IsOk(b_->SendMessage(link_b_, {messages.size()}, text)));
+  };
+  for (size_t i = 1; i < 20; ++i) say(i);  // Before the other side has come.
+  link_a_ = Must(a_->Open(Connection(address_.token, address_.answer), DeadlineInMs(5000)));
+  size_t sent = 0;
+  for (const size_t size : {1, 40, 48, 3000, 70000, 300000, 8, 2 << 20, 1}) {
+    say(size);
+    b_->SendChunk(link_b_, {size, 0, 0, 5000, 0}, LentFrom(payload, 700, &open),
+                  [&](const absl::Status& status) {
+                    EXPECT_TRUE(IsOk(status));
+                    ++sent;
+                  });
+    b_->SendCredit(link_b_, {1, size});
+    for (int i = 0; i < 3; ++i) Step();
+  }
+  ASSERT_TRUE(StepsUntil([&] { return sent == 9 && at_a_.messages.size() == messages.size(); }));
+  for (size_t i = 0; i < messages.size(); ++i) {
+    EXPECT_EQ(at_a_.messages[i].first, i + 1);
+    EXPECT_EQ(at_a_.messages[i].second, messages[i]) << i;
+  }
+  ASSERT_TRUE(StepsUntil([&] { return at_a_.chunks.size() == 9; }));
+  for (const auto& [header, bytes] : at_a_.chunks) EXPECT_EQ(bytes, payload);
+  EXPECT_EQ(at_a_.credits.size(), 9u);
+}
+
+TEST_F(TcpPlanes, APeerThatTakesNoMessages) {
+  Await();
+  EXPECT_TRUE(Fails(b_->SendMessage(99, {1}, "x"), absl::StatusCode::kUnavailable));
+  absl::Status status;
+  size_t sent = 0;
+  for (; status.ok() && sent < 1000; ++sent) {
+    status = b_->SendMessage(link_b_, {1}, std::string(1 << 20, 'x'));
+  }
+  EXPECT_TRUE(Fails(status, absl::StatusCode::kResourceExhausted, "takes none"));
+  link_a_ = Must(a_->Open(Connection(address_.token, address_.answer), DeadlineInMs(5000)));
+  EXPECT_TRUE(StepsUntil([&] { return at_a_.messages.size() + 1 == sent; }));
+}
+
 TEST_F(TcpPlanes, AListGoesToWhoeverReadsFromAfar) {
   Connect();
   const std::vector<std::byte> list = RandomBytes(160, 1);
@@ -395,26 +443,31 @@ TEST_F(TcpPlanes, FramesThatMakeNoSense) {
   };
   const ChunkHeader chunk{1, 0, 0, 100, 0};
   const ChunkHeader list{1, 0, 0, 100, kChunkInPool};
-  const std::vector<std::string> lies = {
-      text(TcpFrame::Of(static_cast<TcpFrameKind>(0), chunk, 100)),
-      text(TcpFrame::Of(static_cast<TcpFrameKind>(9), chunk, 100)),
-      text(TcpFrame::Of(kTcpChunk, chunk, 99)),
-      text(TcpFrame::Of(kTcpChunk, chunk, 0)),
-      text(TcpFrame::Of(kTcpChunk, ChunkHeader{1, 0, 0, 0, 0}, 0)),
-      text(TcpFrame::Of(kTcpChunk, list, (4 << 20) + 1)),
-      text(TcpFrame::Of(kTcpCredit, CreditHeader{1, 2}, 1)),
+  const std::string frame = "a frame of kind";
+  const std::string of_chunk = "bytes for a chunk of";
+  const std::string of_message = "limit 2097152";
+  const std::vector<std::pair<std::string, std::string>> lies = {
+      {text(TcpFrame::Of(static_cast<TcpFrameKind>(0), chunk, 100)), frame},
+      {text(TcpFrame::Of(static_cast<TcpFrameKind>(9), chunk, 100)), frame},
+      {text(TcpFrame::Of(kTcpChunk, chunk, 99)), of_chunk},
+      {text(TcpFrame::Of(kTcpChunk, chunk, 0)), of_chunk},
+      {text(TcpFrame::Of(kTcpChunk, ChunkHeader{1, 0, 0, 0, 0}, 0)), of_chunk},
+      {text(TcpFrame::Of(kTcpChunk, list, (4 << 20) + 1)), of_chunk},
+      {text(TcpFrame::Of(kTcpCredit, CreditHeader{1, 2}, 1)), frame},
+      {text(TcpFrame::Of(kTcpMessage, MessageHeader{1}, 0)), of_message},
+      {text(TcpFrame::Of(kTcpMessage, MessageHeader{1}, kMaxMessageBytes + 1)), of_message},
   };
-  for (const std::string& lie : lies) {
+  for (const auto& [lie, why] : lies) {
     at_b_.down.clear();
     Await();
     const UniqueFd socket = Says(TcpHello::With(address_.token, 0).Bytes() + lie);
     ASSERT_TRUE(StepsUntil([&] { return !at_b_.down.empty(); }));
-    EXPECT_TRUE(
-        Fails(at_b_.down[0].second, absl::StatusCode::kInvalidArgument, "a message of kind"));
+    EXPECT_TRUE(Fails(at_b_.down[0].second, absl::StatusCode::kInvalidArgument, why));
     b_->Close(link_b_);
   }
   EXPECT_TRUE(at_b_.chunks.empty());
   EXPECT_TRUE(at_b_.credits.empty());
+  EXPECT_TRUE(at_b_.messages.empty());
 }
 
 TEST_F(TcpPlanes, RandomBytesNeverDoHarm) {
@@ -423,10 +476,10 @@ TEST_F(TcpPlanes, RandomBytesNeverDoHarm) {
     Await();
     const std::vector<std::byte> noise = RandomBytes(3000, seed);
     std::string bytes = TcpHello::With(address_.token, 0).Bytes();
-    // A kind that is known, so that the rest is looked at.
+    // A kind that is known, so that the rest is looked at; a message's end falls into noise too.
     TcpFrame frame;
     std::memcpy(&frame, noise.data(), sizeof(frame));
-    frame.kind = kTcpChunk;
+    frame.kind = seed % 3 == 0 ? kTcpMessage : kTcpChunk;
     frame.payload_bytes = 1 + seed * 100;
     const ChunkHeader header{seed, seed, 0, frame.payload_bytes, 0};
     std::memcpy(frame.header.data(), &header, sizeof(header));

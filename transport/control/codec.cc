@@ -104,7 +104,8 @@ struct BodyWriter {
   // Of a hello or a welcome: where its data planes are.
   static uint32_t NumAddresses(const DataAddresses& data) {
     return 1 + (data.local.empty() ? 0 : 1) + (data.lanes.empty() ? 0 : 1) +
-           (data.direct.empty() ? 0 : 1) + (data.tcp.lanes == 0 ? 0 : 1);
+           (data.direct.empty() ? 0 : 1) + (data.tcp.lanes == 0 ? 0 : 1) +
+           (data.session == 0 ? 0 : 1);
   }
   // Without a port it only says that there are connections to be had.
   void Tcp(const TcpAddress& tcp) const {
@@ -124,6 +125,7 @@ struct BodyWriter {
     if (!data.local.empty()) writer.Binary("local", data.local);
     if (!data.direct.empty()) writer.Binary("direct", data.direct);
     Tcp(data.tcp);
+    if (data.session != 0) writer.Uint("session", data.session);
     if (data.lanes.empty()) return;
     writer.Key("lanes");
     writer.packer.pack_array(static_cast<uint32_t>(data.lanes.size()));
@@ -408,6 +410,7 @@ DataAddresses ReadAddresses(Reader& reader) {
   if (reader.Has("local")) data.local = reader.Binary("local", kMaxLocalAddressBytes);
   if (reader.Has("direct")) data.direct = reader.Binary("direct", kMaxDirectAddressBytes);
   if (reader.Has("tcp")) data.tcp = ReadTcp(reader);
+  if (reader.Has("session")) data.session = reader.Uint("session", 1);
   if (!reader.Has("lanes")) return data;
   for (const Object& address : reader.Array("lanes", kMaxMoreLanes)) {
     if (address.type != msgpack::type::BIN) {

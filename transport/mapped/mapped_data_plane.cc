@@ -16,12 +16,13 @@
 #include "base/random.h"
 #include "base/status.h"
 #include "transport/mapped/unix_socket.h"
+#include "transport/messages.h"
 
 namespace kvferry {
 namespace {
 
 // Messages of docs/wire_protocol.md; the structs are their bytes.
-enum Kind : uint32_t { kHello = 1, kChunk = 2, kCredit = 3, kRead = 4 };
+enum Kind : uint32_t { kHello = 1, kChunk = 2, kCredit = 3, kRead = 4, kMessage = 5 };
 
 using Token = std::array<char, 16>;
 constexpr uint64_t kMagic = 0x6b7666657272792f;
@@ -56,7 +57,15 @@ struct ReadPacket {
   uint64_t slot = 0;
 };
 static_assert(sizeof(HelloPacket) == 64 && sizeof(ChunkPacket) == 64);
+// The bytes of this part follow.
+struct MessagePacket {
+  Head head{kMessage};
+  MessageHeader header;
+  uint64_t bytes_after = 0;  // Of the message, in parts to come.
+};
 static_assert(sizeof(CreditPacket) == 24 && sizeof(ReadPacket) == 16);
+static_assert(sizeof(MessagePacket) == 24);
+constexpr size_t kMaxPartBytes = kMaxPacketBytes - sizeof(MessagePacket);
 
 // Beyond these a peer's arena is not believed.
 constexpr uint64_t kMaxChunks = uint64_t{1} << 24;
@@ -67,6 +76,8 @@ constexpr size_t kMaxAccepted = 4096;
 constexpr int kReadsATurn = 16;
 constexpr int kEventsATurn = 64;
 constexpr uint64_t kListenerId = 0;
+// Words that wait for a peer that takes none: more than chunks, credits and the longest messages make.
+constexpr size_t kMaxUnsent = size_t{1} << 14;
 
 template <typename T>
 bool Parse(const Packet& packet, T* message) {
@@ -87,6 +98,9 @@ class MappedDataPlane : public AddressedPlane {
   void SendPayload(LinkId link, const ChunkHeader& header, std::span<const std::byte> payload,
                    SendDone done) override;
   void SendCredit(LinkId link, const CreditHeader& header) override;
+  bool carries_messages() const override { return true; }
+  absl::Status SendMessage(LinkId link, const MessageHeader& header,
+                           std::string_view bytes) override;
   bool ReadsPool(LinkId /*link*/) const override { return pool_ != nullptr; }
   bool Progress(DataEvents* events) override;
   int event_fd() const override { return epoll_.get(); }
@@ -94,7 +108,7 @@ class MappedDataPlane : public AddressedPlane {
 
  private:
   // One end of a connection, and what could not be sent yet: at most a message for each chunk of
-  // an arena, and a credit for each that was received.
+  // an arena, a credit for each that was received, and kMaxUnsent parts of messages.
   struct Channel {
     uint64_t id;
     UniqueFd socket;
@@ -116,11 +130,15 @@ class MappedDataPlane : public AddressedPlane {
     ArenaShape shape{};
     std::shared_ptr<const std::byte> pool{};  // Null: none was passed.
     uint64_t pool_bytes = 0;
+    std::vector<std::byte> message{};  // What has come of it.
   };
 
   absl::Status Watch(const Channel& channel);
   template <typename Message>
-  void Push(Channel& channel, const Message& message);
+  void Push(Channel& channel, const Message& message) {
+    PushBytes(channel, std::as_bytes(std::span(&message, 1)));
+  }
+  void PushBytes(Channel& channel, std::span<const std::byte> bytes);
   void Flush(Channel& channel);
   void AwaitRoom(Channel& channel, bool await) const;
   void Accept();
@@ -129,6 +147,7 @@ class MappedDataPlane : public AddressedPlane {
   absl::Status OnPacket(Accepted& accepted, Packet& packet, DataEvents* events);
   absl::Status OnHello(Accepted& accepted, Packet& packet) const;
   absl::Status OnChunk(Accepted& accepted, const ChunkPacket& chunk, DataEvents* events);
+  static absl::Status OnMessagePart(Accepted& accepted, const Packet& packet, DataEvents* events);
   // Fills pieces_ with where the chunk's bytes lie.
   absl::Status FindPieces(const Accepted& accepted, const ChunkPacket& chunk);
   absl::Status ReadPoolPieces(const Accepted& accepted, const ChunkPacket& chunk);
@@ -253,9 +272,28 @@ void MappedDataPlane::SendCredit(LinkId id, const CreditHeader& header) {
   if (found != links_.end()) Push(found->second->channel, CreditPacket{.header = header});
 }
 
-template <typename Message>
-void MappedDataPlane::Push(Channel& channel, const Message& message) {
-  const auto bytes = std::as_bytes(std::span(&message, 1));
+absl::Status MappedDataPlane::SendMessage(LinkId id, const MessageHeader& header,
+                                          std::string_view bytes) {
+  const auto found = links_.find(id);
+  if (found == links_.end()) return absl::UnavailableError("the link is closed");
+  Channel& channel = found->second->channel;
+  if (channel.unsent.size() > kMaxUnsent) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(channel.unsent.size(), " messages wait and the peer on this host takes none"));
+  }
+  std::array<std::byte, kMaxPacketBytes> packet;
+  while (!bytes.empty()) {
+    const std::string_view part = bytes.substr(0, kMaxPartBytes);
+    bytes.remove_prefix(part.size());
+    const MessagePacket head{.header = header, .bytes_after = bytes.size()};
+    std::memcpy(packet.data(), &head, sizeof(head));
+    std::memcpy(packet.data() + sizeof(head), part.data(), part.size());
+    PushBytes(channel, std::span(packet).first(sizeof(head) + part.size()));
+  }
+  return absl::OkStatus();
+}
+
+void MappedDataPlane::PushBytes(Channel& channel, std::span<const std::byte> bytes) {
   if (channel.unsent.empty()) {
     const SocketResult result = SendPacket(channel.socket, bytes);
     if (result == SocketResult::kBroken) channel.broken = true;
@@ -396,6 +434,24 @@ absl::Status MappedDataPlane::OnChunk(Accepted& accepted, const ChunkPacket& chu
   return absl::OkStatus();
 }
 
+absl::Status MappedDataPlane::OnMessagePart(Accepted& accepted, const Packet& packet,
+                                            DataEvents* events) {
+  MessagePacket head;
+  std::memcpy(&head, packet.bytes, sizeof(head));
+  const auto part = std::span(packet.bytes).subspan(sizeof(head), packet.size - sizeof(head));
+  if (head.bytes_after > kMaxMessageBytes ||
+      accepted.message.size() + part.size() > kMaxMessageBytes - head.bytes_after) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a message of ", accepted.message.size() + part.size(), " and ",
+                     head.bytes_after, " bytes, limit ", kMaxMessageBytes));
+  }
+  accepted.message.insert(accepted.message.end(), part.begin(), part.end());
+  if (head.bytes_after > 0) return absl::OkStatus();
+  events->OnLinkMessage(head.header, accepted.message);
+  accepted.message = {};
+  return absl::OkStatus();
+}
+
 absl::Status MappedDataPlane::OnPacket(Accepted& accepted, Packet& packet, DataEvents* events) {
   if (accepted.arena == nullptr) return OnHello(accepted, packet);
   if (ChunkPacket chunk; Parse(packet, &chunk) && chunk.head.kind == kChunk) {
@@ -405,7 +461,10 @@ absl::Status MappedDataPlane::OnPacket(Accepted& accepted, Packet& packet, DataE
     events->OnCredit(credit.header);
     return absl::OkStatus();
   }
-  return absl::InvalidArgumentError(absl::StrCat("a message of ", packet.size, " bytes"));
+  Head head;
+  if (packet.size > sizeof(MessagePacket)) std::memcpy(&head, packet.bytes, sizeof(head));
+  if (head.kind == kMessage) return OnMessagePart(accepted, packet, events);
+  return absl::InvalidArgumentError(absl::StrCat("a packet of ", packet.size, " bytes"));
 }
 
 // One packet: it may be a chunk of megabytes, and then it is the next peer's turn.

@@ -14,7 +14,7 @@
 
 namespace kvferry {
 
-inline constexpr size_t kMaxPacketBytes = 64;
+inline constexpr size_t kMaxPacketBytes = 4096;
 
 // Listens at an abstract name.
 absl::StatusOr<UniqueFd> ListenUnix(const std::string& name);

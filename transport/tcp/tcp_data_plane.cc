@@ -84,6 +84,15 @@ void TcpDataPlane::SendCredit(LinkId id, const CreditHeader& header) {
   if (found->second->has_work()) ready_.insert(id);
 }
 
+absl::Status TcpDataPlane::SendMessage(LinkId id, const MessageHeader& header,
+                                       std::string_view bytes) {
+  const auto found = links_.find(id);
+  if (found == links_.end()) return absl::UnavailableError("tcp: the link is closed");
+  KVFERRY_RETURN_IF_ERROR(found->second->outgoing.AddMessage(header, bytes));
+  if (found->second->has_work()) ready_.insert(id);
+  return absl::OkStatus();
+}
+
 void TcpDataPlane::Close(LinkId id) {
   auto node = links_.extract(id);
   if (node.empty()) return;

@@ -43,6 +43,9 @@ class TcpDataPlane final : public DataPlane {
   void SendChunk(LinkId link, const ChunkHeader& header, ChunkSource source,
                  SendDone done) override;
   void SendCredit(LinkId link, const CreditHeader& header) override;
+  bool carries_messages() const override { return true; }
+  absl::Status SendMessage(LinkId link, const MessageHeader& header,
+                           std::string_view bytes) override;
   void Close(LinkId link) override;
   bool Progress(DataEvents* events) override;
   int event_fd() const override { return epoll_.get(); }

@@ -33,7 +33,7 @@ struct TcpHello {
 };
 static_assert(sizeof(TcpHello) == 32);
 
-enum TcpFrameKind : uint32_t { kTcpChunk = 1, kTcpCredit = 2 };
+enum TcpFrameKind : uint32_t { kTcpChunk = 1, kTcpCredit = 2, kTcpMessage = 3 };
 
 struct TcpFrame {
   uint32_t kind = 0;

@@ -56,6 +56,10 @@ absl::Status TcpIncoming::ReadBetween(int fd, DataEvents* events, Moved* moved) 
 
 absl::Status TcpIncoming::OnBetween(DataEvents* events) {
   if (payload_left_ > 0) return absl::OkStatus();
+  if (payload_ == Payload::kMessage) {
+    payload_ = Payload::kBytes;
+    events->OnLinkMessage(message_, collected_);
+  }
   if (!ended_ && between_got_ >= sizeof(TcpChunkEnd)) {
     TcpChunkEnd end;
     std::memcpy(&end, between_.data(), sizeof(end));
@@ -67,33 +71,50 @@ absl::Status TcpIncoming::OnBetween(DataEvents* events) {
 
 void TcpIncoming::OnEnd(TcpChunkEnd end, DataEvents* events) {
   const std::unique_ptr<ChunkSink> sink = std::move(sink_);
-  if (end != kTcpWhole) return;  // The sender says why over the other plane.
-  if (listed_) events->OnChunkElsewhere(header_, list_);
+  if (end != kTcpWhole) return;  // The sender says why in a message.
+  if (payload_ == Payload::kList) events->OnChunkElsewhere(header_, collected_);
   if (sink != nullptr) sink->End();
 }
 
 absl::Status TcpIncoming::OnFrame(DataEvents* events) {
   TcpFrame frame;
   std::memcpy(&frame, between_.data() + sizeof(TcpChunkEnd), sizeof(frame));
-  if (frame.kind == kTcpCredit && frame.payload_bytes == 0) {
-    between_got_ = sizeof(TcpChunkEnd);  // The next frame follows at once.
-    events->OnCredit(frame.As<CreditHeader>());
-    return absl::OkStatus();
+  between_got_ = sizeof(TcpChunkEnd);  // Behind all but a chunk the next frame follows at once.
+  collected_.clear();
+  if (frame.kind == kTcpChunk) return OnChunkFrame(frame, events);
+  if (frame.kind == kTcpMessage) return OnMessageFrame(frame);
+  if (frame.kind != kTcpCredit || frame.payload_bytes != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a frame of kind ", frame.kind, " with ", frame.payload_bytes, " bytes"));
   }
+  events->OnCredit(frame.As<CreditHeader>());
+  return absl::OkStatus();
+}
+
+absl::Status TcpIncoming::OnMessageFrame(const TcpFrame& frame) {
+  if (frame.payload_bytes == 0 || frame.payload_bytes > kMaxMessageBytes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a message of ", frame.payload_bytes, " bytes, limit ", kMaxMessageBytes));
+  }
+  message_ = frame.As<MessageHeader>();
+  payload_left_ = frame.payload_bytes;
+  payload_ = Payload::kMessage;
+  return absl::OkStatus();
+}
+
+absl::Status TcpIncoming::OnChunkFrame(const TcpFrame& frame, DataEvents* events) {
   const auto header = frame.As<ChunkHeader>();
   const bool listed = (header.flags & kChunkInPool) != 0;
-  if (frame.kind != kTcpChunk || frame.payload_bytes == 0 ||
+  if (frame.payload_bytes == 0 ||
       (listed ? frame.payload_bytes > kMaxListBytes : frame.payload_bytes != header.bytes)) {
-    return absl::InvalidArgumentError(absl::StrCat("a message of kind ", frame.kind, " with ",
-                                                   frame.payload_bytes, " bytes for a chunk of ",
-                                                   header.bytes));
+    return absl::InvalidArgumentError(
+        absl::StrCat(frame.payload_bytes, " bytes for a chunk of ", header.bytes));
   }
   between_got_ = 0;
   ended_ = false;
   header_ = header;
   payload_left_ = frame.payload_bytes;
-  listed_ = listed;
-  list_.clear();
+  payload_ = listed ? Payload::kList : Payload::kBytes;
   if (!listed) sink_ = events->OnChunkBegins(header);
   return absl::OkStatus();
 }
@@ -114,7 +135,7 @@ Moved TcpIncoming::ReadInto(int fd, MutablePieces pieces) {
     parts_.push_back(PartOf(piece));
     bytes += static_cast<int64_t>(piece.size());
   }
-  if (bytes == payload_left_) parts_.push_back(PartOf(between_));
+  if (bytes == payload_left_) parts_.push_back(PartOf(std::span(between_).subspan(between_got_)));
   return ReceiveTcp(fd, parts_);
 }
 
@@ -132,7 +153,9 @@ Moved TcpIncoming::ReadPayload(int fd, Scratch* scratch) {
       std::span(*scratch).first(std::min<size_t>(scratch->size(), payload_left_));
   moved = ReadInto(fd, {&part, 1});
   const std::span<const std::byte> payload = part.first(Take(moved.bytes));
-  if (listed_) list_.insert(list_.end(), payload.begin(), payload.end());
+  if (payload_ != Payload::kBytes) {
+    collected_.insert(collected_.end(), payload.begin(), payload.end());
+  }
   if (sink_ != nullptr && !payload.empty() && !sink_->Copy(payload)) sink_.reset();
   return moved;
 }

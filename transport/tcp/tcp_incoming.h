@@ -44,6 +44,8 @@ class TcpIncoming {
   // What `between_` holds up to now.
   absl::Status OnBetween(DataEvents* events);
   absl::Status OnFrame(DataEvents* events);
+  absl::Status OnChunkFrame(const TcpFrame& frame, DataEvents* events);
+  absl::Status OnMessageFrame(const TcpFrame& frame);
   void OnEnd(TcpChunkEnd end, DataEvents* events);
   Moved ReadPayload(int fd, Scratch* scratch);
   Moved ReadInto(int fd, MutablePieces pieces);
@@ -54,10 +56,12 @@ class TcpIncoming {
   ChunkHeader header_;
   int64_t payload_left_ = 0;
   std::unique_ptr<ChunkSink> sink_;  // Null: nobody wants it.
-  bool listed_ = false;              // The payload says where the chunk's bytes lie.
-  std::vector<std::byte> list_;
+  // A list says where the chunk's bytes lie.
+  enum class Payload { kBytes, kList, kMessage } payload_ = Payload::kBytes;
+  std::vector<std::byte> collected_;  // Of a list or a message.
+  MessageHeader message_;
   std::array<std::byte, kBetweenBytes> between_{};
-  size_t between_got_ = sizeof(TcpChunkEnd);  // There is no chunk before the first frame.
+  size_t between_got_ = sizeof(TcpChunkEnd);  // Where no chunk is before the next frame.
   bool ended_ = true;                         // The end in `between_` was seen to.
   std::vector<iovec> parts_;                  // Of the call that is being made.
 };

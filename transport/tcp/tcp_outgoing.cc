@@ -2,12 +2,17 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
 
 namespace kvferry {
 namespace {
 
 // Instead of what may not be read any more, up to where the other side expects the end of the chunk.
 constexpr std::array<std::byte, 64 << 10> kFiller{};
+// Several of the longest messages; a peer that has so many to read reads nothing any more.
+constexpr size_t kMaxWaitingBytes = 8 * kMaxMessageBytes;
 
 iovec PartOf(const void* begin, size_t bytes) { return {const_cast<void*>(begin), bytes}; }
 
@@ -27,7 +32,7 @@ Moved TcpOutgoing::Write(int fd, bool open, int64_t max_bytes) {
   Moved all{Moved::Result::kSome, 0};
   while (all.some() && all.bytes < max_bytes && has_work(open)) {
     const bool amid_chunk = !chunks_.empty() && chunks_.front().sent > 0;
-    if (open && !amid_chunk) PutCreditsIntoWords();
+    if (open && !amid_chunk) words_.append(std::exchange(frames_, {}));
     const Moved moved =
         amid_chunk || words_.empty() ? WriteChunk(fd, max_bytes - all.bytes) : WriteWords(fd);
     all = {moved.result, all.bytes + moved.bytes, moved.error};
@@ -35,11 +40,19 @@ Moved TcpOutgoing::Write(int fd, bool open, int64_t max_bytes) {
   return all;
 }
 
-void TcpOutgoing::PutCreditsIntoWords() {
-  for (const CreditHeader& credit : std::exchange(credits_, {})) {
-    const TcpFrame frame = TcpFrame::Of(kTcpCredit, credit, 0);
-    words_.append(reinterpret_cast<const char*>(&frame), sizeof(frame));
+absl::Status TcpOutgoing::AddMessage(const MessageHeader& header, std::string_view bytes) {
+  if (frames_.size() + words_.size() > kMaxWaitingBytes) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("tcp: ", frames_.size() + words_.size(),
+                     " bytes of messages wait and the peer takes none"));
   }
+  AddFrame(TcpFrame::Of(kTcpMessage, header, bytes.size()), bytes);
+  return absl::OkStatus();
+}
+
+void TcpOutgoing::AddFrame(const TcpFrame& frame, std::string_view payload) {
+  frames_.append(reinterpret_cast<const char*>(&frame), sizeof(frame));
+  frames_.append(payload);
 }
 
 Moved TcpOutgoing::WriteWords(int fd) {
@@ -128,7 +141,7 @@ void TcpOutgoing::FinishFirst(const absl::Status& status) {
 
 void TcpOutgoing::Fail(const absl::Status& status) {
   while (!chunks_.empty()) FinishFirst(status);
-  credits_.clear();
+  frames_.clear();
   words_.clear();
 }
 

@@ -7,6 +7,7 @@
 #include <deque>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -25,12 +26,14 @@ class TcpOutgoing {
   // Comes before everything else.
   void Say(std::string first_words) { words_ = std::move(first_words); }
   void AddChunk(const ChunkHeader& header, ChunkSource source, SendDone done);
-  // Goes before chunks that have not begun.
-  void AddCredit(const CreditHeader& header) { credits_.push_back(header); }
+  // These go before chunks that have not begun.
+  void AddCredit(const CreditHeader& header) { AddFrame(TcpFrame::Of(kTcpCredit, header, 0), {}); }
+  // RESOURCE_EXHAUSTED when too much waits already.
+  absl::Status AddMessage(const MessageHeader& header, std::string_view bytes);
   // Whether there is something to write: the first words, or once they are out (and the other side has
   // answered, `open`) anything.
   bool has_work(bool open) const {
-    return !words_.empty() || (open && (!credits_.empty() || !chunks_.empty()));
+    return !words_.empty() || (open && (!frames_.empty() || !chunks_.empty()));
   }
 
   // Writes at most about `max_bytes` of that. Anything but kSome says that the socket takes no more.
@@ -55,7 +58,7 @@ class TcpOutgoing {
     int64_t left() const { return payload_left() + static_cast<int64_t>(sizeof(end)); }
   };
 
-  void PutCreditsIntoWords();
+  void AddFrame(const TcpFrame& frame, std::string_view payload);
   Moved WriteWords(int fd);
   Moved WriteChunk(int fd, int64_t max_bytes);
   static absl::Status Begin(Chunk& chunk);
@@ -65,8 +68,8 @@ class TcpOutgoing {
   Moved WriteFiller(int fd, const Chunk& chunk, int64_t max_bytes);
   void FinishFirst(const absl::Status& status);
 
-  std::string words_;
-  std::deque<CreditHeader> credits_;
+  std::string words_;   // Begun, perhaps.
+  std::string frames_;  // To follow them.
   std::deque<Chunk> chunks_;
   std::vector<iovec> parts_;  // Of the call that is being made.
 };
