@@ -5,6 +5,7 @@ import dataclasses
 import random
 import re
 import statistics
+import time
 from pathlib import Path
 
 from drivers import BenchError
@@ -159,9 +160,11 @@ def make_all(part, args, lists, stage, problem):
     return systems
 
 
-def take_turns(row, systems, reps, problem):
+def take_turns(row, systems, reps, rest_ms, problem):
     for rep in range(reps + 1):
         for system in list(systems):
+            # All begin alike: right after a run, what it has left awake and where would count.
+            time.sleep(rest_ms * 1e-3)
             try:
                 sample = system.sample()
             except BenchError as error:
@@ -184,5 +187,5 @@ def measure(part, args, network, shape_name, fragmentation, problems, notes):
         stage = Stage(drivers, network if part.name == "tcp" else LOOPBACK)
         systems = make_all(part, args, lists, stage, problem)
         notes.update(system.about for system in systems if system.about)
-        take_turns(row, systems, args.reps, problem)
+        take_turns(row, systems, args.reps, args.rest_ms, problem)
     return row

@@ -79,6 +79,9 @@ def add_what(parser):
         help=f"comma-separated; default: {','.join(PARTS)}",
     )
     parser.add_argument("--reps", type=int, default=5, help="measured runs of each (default: 5)")
+    parser.add_argument(
+        "--rest-ms", type=int, default=20, help="pause before each run (default: 20)", metavar="MS"
+    )
     parser.add_argument("--seed", type=int, default=1, help="which pages are chosen (default: 1)")
 
 
