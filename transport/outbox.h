@@ -9,8 +9,8 @@ namespace kvferry {
 class Outbox {
  public:
   virtual ~Outbox() = default;
-  // Stamps the epochs and sends; messages to one peer arrive in order. A peer that takes no messages is declared dead, later and
-  // elsewhere.
+  // Stamps the epochs and sends; messages to one peer arrive in order. A peer that takes none is
+  // declared dead, later and elsewhere.
   virtual void Send(const PeerKey& peer, MessageBody body) = 0;
   virtual ChunkLinks& data() = 0;
 };

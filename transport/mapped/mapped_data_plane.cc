@@ -76,7 +76,8 @@ constexpr size_t kMaxAccepted = 4096;
 constexpr int kReadsATurn = 16;
 constexpr int kEventsATurn = 64;
 constexpr uint64_t kListenerId = 0;
-// Words that wait for a peer that takes none: more than chunks, credits and the longest messages make.
+// Words that wait for a peer that takes none: more than chunks, credits and several of the longest
+// messages make.
 constexpr size_t kMaxUnsent = size_t{1} << 14;
 
 template <typename T>
