@@ -1,8 +1,10 @@
 #include "base/thread_pool.h"
 
 #include <system_error>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/linger.h"
 
 namespace kvferry {
 namespace {
@@ -65,17 +67,24 @@ void ThreadPool::Post(Job* job) {
     const MutexLock lock(&mutex_);
     job->behind = jobs_;
     jobs_ = job;
+    num_posted_.fetch_add(1, std::memory_order_relaxed);
   }
   posted_.NotifyAll();
 }
 
 // After RunParts(): every part has been claimed, and the helpers run the last of them.
 void ThreadPool::Finish(Job* job) {
+  thread_local Linger linger;
+  const auto no_helpers = [job] { return job->helpers.load(std::memory_order_acquire) == 0; };
+  {
+    const MutexLock lock(&mutex_);
+    Job** link = &jobs_;
+    while (*link != job) link = &(*link)->behind;
+    *link = job->behind;
+  }
+  if (linger.Await(no_helpers)) return;
   const MutexLock lock(&mutex_);
-  Job** link = &jobs_;
-  while (*link != job) link = &(*link)->behind;
-  *link = job->behind;
-  while (job->helpers > 0) finished_.WaitUntil(&mutex_, LongWait());
+  while (!no_helpers()) finished_.WaitUntil(&mutex_, LongWait());
 }
 
 // ---------------------------------------------------------------- workers
@@ -88,18 +97,28 @@ ThreadPool::Job* ThreadPool::FindJob() const {
 }
 
 void ThreadPool::Work() {
+  Linger linger;
+  bool worked = false;
   mutex_.Lock();
   while (!stopping_) {
     Job* const job = FindJob();
-    if (job == nullptr) {
+    if (job == nullptr && std::exchange(worked, false)) {
+      const uint64_t seen = num_posted_;
+      mutex_.Unlock();
+      linger.Await([&] { return num_posted_.load(std::memory_order_relaxed) != seen; });
+      mutex_.Lock();
+    } else if (job == nullptr) {
       posted_.WaitUntil(&mutex_, LongWait());
-      continue;
+    } else {
+      job->helpers.fetch_add(1, std::memory_order_relaxed);
+      mutex_.Unlock();
+      RunParts(job);
+      worked = true;
+      mutex_.Lock();
+      // Whoever lingers for this may be gone with the job at once.
+      const bool last = job->helpers.fetch_sub(1, std::memory_order_release) == 1;
+      if (last) finished_.NotifyAll();
     }
-    ++job->helpers;
-    mutex_.Unlock();
-    RunParts(job);
-    mutex_.Lock();
-    if (--job->helpers == 0) finished_.NotifyAll();
   }
   mutex_.Unlock();
 }

@@ -15,7 +15,8 @@ namespace kvferry {
 
 // A fixed number of threads that help their callers with work that splits into parts: copies,
 // tables. The caller takes part, so that a pool of no workers is plain serial code. Idle workers
-// sleep.
+// sleep; right after a job, and callers for the last of it, they look for more as Linger says: work
+// comes in bursts, and waking takes longer than many a job.
 //
 // ParallelFor() may be called by any number of threads at a time, also from within a part: each
 // call is finished by its own caller if no worker is idle. The pool must outlive the calls, and a
@@ -45,9 +46,8 @@ class ThreadPool {
     absl::FunctionRef<void(int64_t)> fn;
     const int64_t parts;
     std::atomic<int64_t> next_part = 0;  // Who counts it up runs it.
-    // Under the pool's mutex:
-    int64_t helpers = 0;  // Workers that hold a pointer to this job.
-    Job* behind = nullptr;
+    std::atomic<int64_t> helpers = 0;    // Workers that hold a pointer to this job.
+    Job* behind = nullptr;               // Under the pool's mutex, as changes of the above.
   };
   ThreadPool() = default;
 
@@ -63,6 +63,7 @@ class ThreadPool {
   CondVar finished_;                             // A job lost its last helper.
   Job* jobs_ ABSL_GUARDED_BY(mutex_) = nullptr;  // The newest first, linked by `behind`.
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::atomic<uint64_t> num_posted_ = 0;  // Changes under the mutex.
 };
 
 }  // namespace kvferry
