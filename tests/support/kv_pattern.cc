@@ -80,6 +80,7 @@ std::shared_ptr<KvPool> MakePool(const KvLayout& layout, int64_t num_pages) {
     case TestPath::kDirect:
       return MakeScatteredPool(layout, num_pages);
     case TestPath::kInPlace:
+    case TestPath::kTcp:
     case TestPath::kUcx:
       break;
   }
