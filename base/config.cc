@@ -39,6 +39,7 @@ constexpr std::array kFields = {
     Field{"allow_insecure_network", &Config::allow_insecure_network},
     Field{"data_port", &Config::data_port, 0, 65535},
     Field{"net_device", &Config::net_device},
+    Field{"tcp_congestion_control", &Config::tcp_congestion_control},
     Field{"ucx_tls", &Config::ucx_tls},
     Field{"network_path", &Config::network_path},
     Field{"direct_tls", &Config::direct_tls},

@@ -33,6 +33,9 @@ struct Config {
   // Network interface for chunks, e.g. "eth0". Empty: that of listen_host; with ucx_tls "lo" when
   // listen_host is loopback, else UCX's choice.
   std::string net_device;
+  // Congestion control of the connections for chunks, such as "cubic" or "dctcp": what suits the network
+  // between the nodes may not be the host's default. Empty: the default. Not with ucx_tls.
+  std::string tcp_congestion_control;
   // UCX transports (UCX_TLS) that chunks go over, such as rc; only plain active messages are used.
   // Empty: none, chunks go over TCP without UCX. The same on both sides.
   std::string ucx_tls;

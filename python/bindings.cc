@@ -161,6 +161,7 @@ void BindConfig(nb::module_& module) {
       .def_ro("allow_insecure_network", &Config::allow_insecure_network)
       .def_ro("data_port", &Config::data_port)
       .def_ro("net_device", &Config::net_device)
+      .def_ro("tcp_congestion_control", &Config::tcp_congestion_control)
       .def_ro("ucx_tls", &Config::ucx_tls)
       .def_ro("network_path", &Config::network_path)
       .def_ro("direct_tls", &Config::direct_tls)

@@ -66,6 +66,7 @@ absl::Status DataPlanes::MakeNetwork(const Options& options) {
     network_ = ucx_.get();
     return absl::OkStatus();
   }
+  KVFERRY_RETURN_IF_ERROR(CheckCongestionControl(config_.tcp_congestion_control));
   KVFERRY_ASSIGN_OR_RETURN(tcp_, TcpDataPlane::Create());
   network_ = tcp_.get();
   if (!config_.net_device.empty()) {
@@ -215,6 +216,7 @@ absl::StatusOr<LinkId> DataPlanes::DialTcpLanes(const TcpAddress& peer) {
   const int64_t lanes = std::min(num_lanes(), peer.lanes);
   for (int64_t lane = 0; lane < lanes; ++lane) {
     KVFERRY_ASSIGN_OR_RETURN(UniqueFd socket, DialTcp(peer.host, peer.port));
+    KVFERRY_RETURN_IF_ERROR(ChooseCongestionControl(socket, config_.tcp_congestion_control));
     connections.push_back({std::move(socket), TcpHello::With(peer.token, lane).Bytes(),
                            TcpHello::With(peer.answer, lane).Bytes(),
                            absl::StrCat(peer.host, " port ", peer.port)});

@@ -114,6 +114,7 @@ TEST(ConfigEnvironment, EveryFieldIsReachable) {
     } else {
       EXPECT_TRUE(config->listen_host == "no value" || config->allowed_hosts == "no value" ||
                   config->net_device == "no value" || config->ucx_tls == "no value" ||
+                  config->tcp_congestion_control == "no value" ||
                   config->same_host_path == "no value" || config->network_path == "no value" ||
                   config->direct_tls == "no value")
           << name;

@@ -1,6 +1,12 @@
 // Tickets that cannot be served: what the decode side is told.
 
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
+#include <filesystem>
+#include <fstream>
 
 #include "base/random.h"
 #include "tests/support/captured_log.h"
@@ -198,6 +204,48 @@ TEST(Endpoints, InterfaceThatDoesNotExist) {
   const absl::Status status = DecodeEndpoint::Create(pool, {config, "m", ""}).status();
   EXPECT_FALSE(status.ok());
   EXPECT_NE(status.message().find("net_device"), std::string::npos) << status.ToString();
+}
+
+TEST(Endpoints, CongestionControlThatDoesNotExist) {
+  const auto pool = MakePatternPool(SmallLayout(), 2, 1);
+  Config config;
+  config.tcp_congestion_control = "nosuchcc";
+  EXPECT_TRUE(Fails(DecodeEndpoint::Create(pool, {config, "m", ""}).status(),
+                    absl::StatusCode::kInvalidArgument, "tcp_congestion_control is 'nosuchcc'"));
+}
+
+// Of the sockets of this process that are connected.
+int64_t CountConnectionsWith(const std::string& congestion_control) {
+  int64_t count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    const int fd = std::stoi(entry.path().filename());
+    char name[32] = "";
+    socklen_t name_bytes = sizeof(name);
+    sockaddr_storage peer{};
+    socklen_t peer_bytes = sizeof(peer);
+    if (getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &name_bytes) == 0 &&
+        getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &peer_bytes) == 0) {
+      count += name == congestion_control ? 1 : 0;
+    }
+  }
+  return count;
+}
+
+// Both ends of each lane have it, and nothing else.
+TEST(Endpoints, CongestionControlOfChunksIsChosen) {
+  if (PathUnderTest() != TestPath::kTcp) GTEST_SKIP() << "no chunks over TCP";
+  std::string usual;
+  std::ifstream("/proc/sys/net/ipv4/tcp_congestion_control") >> usual;
+  if (usual == "reno") GTEST_SKIP() << "all connections have it";
+  const auto source = MakePatternPool(SmallLayout(), 2, 1);
+  const auto target = MakePatternPool(SmallLayout(), 2, 2);
+  Config config = TestConfig();
+  const int64_t others = CountConnectionsWith("reno");
+  config.tcp_congestion_control = "reno";  // Every system has and gives it.
+  const auto prefill = MakePrefill(source, config);
+  const auto decode = MakeDecode(target, config);
+  ASSERT_TRUE(IsOk(Fetch(*decode, Publish(*prefill, *source, {0}), {1})->Wait(Soon())));
+  EXPECT_EQ(CountConnectionsWith("reno") - others, 2 * config.lanes);
 }
 
 }  // namespace

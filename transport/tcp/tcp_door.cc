@@ -33,6 +33,7 @@ absl::StatusOr<std::unique_ptr<TcpDoor>> TcpDoor::Create(const Config& config,
     KVFERRY_ASSIGN_OR_RETURN(door->host_, AddressOfInterface(config.net_device));
   }
   KVFERRY_ASSIGN_OR_RETURN(door->listener_, ListenTcp(door->host_, config.data_port));
+  KVFERRY_RETURN_IF_ERROR(ChooseCongestionControl(door->listener_, config.tcp_congestion_control));
   KVFERRY_ASSIGN_OR_RETURN(door->port_, PortOf(door->listener_));
   door->epoll_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
   KVFERRY_RETURN_IF_ERROR(door->Watch(door->listener_, kListenerId));

@@ -48,8 +48,8 @@ absl::StatusOr<Address> NumericAddress(const std::string& host, int64_t port) {
       absl::StrCat("tcp: '", host, "' port ", port, " is no numeric address"));
 }
 
-absl::StatusOr<UniqueFd> NewSocket(const Address& address) {
-  UniqueFd fd(socket(address.generic.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+absl::StatusOr<UniqueFd> NewSocket(sa_family_t family) {
+  UniqueFd fd(socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (fd.valid()) return fd;
   return absl::ResourceExhaustedError(absl::StrCat("tcp: a socket: ", std::strerror(errno)));
 }
@@ -92,7 +92,7 @@ std::string TextOf(const sockaddr* address) {
 
 absl::StatusOr<UniqueFd> ListenTcp(const std::string& host, int64_t port) {
   KVFERRY_ASSIGN_OR_RETURN(const Address address, NumericAddress(host, port));
-  KVFERRY_ASSIGN_OR_RETURN(UniqueFd fd, NewSocket(address));
+  KVFERRY_ASSIGN_OR_RETURN(UniqueFd fd, NewSocket(address.generic.sa_family));
   const int on = 1;
   setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
   if (bind(fd.get(), &address.generic, address.bytes) != 0 || listen(fd.get(), kBacklog) != 0) {
@@ -101,6 +101,21 @@ absl::StatusOr<UniqueFd> ListenTcp(const std::string& host, int64_t port) {
                                                "; set data_port to one that is free"));
   }
   return fd;
+}
+
+absl::Status ChooseCongestionControl(const UniqueFd& socket, const std::string& name) {
+  if (name.empty() || setsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(),
+                                 static_cast<socklen_t>(name.size())) == 0) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "config: tcp_congestion_control is '", name, "', which the system refuses: ",
+      std::strerror(errno), "; net.ipv4.tcp_allowed_congestion_control lists what it gives"));
+}
+
+absl::Status CheckCongestionControl(const std::string& name) {
+  KVFERRY_ASSIGN_OR_RETURN(const UniqueFd fd, NewSocket(AF_INET));
+  return ChooseCongestionControl(fd, name);
 }
 
 absl::StatusOr<int64_t> PortOf(const UniqueFd& socket) {
@@ -114,7 +129,7 @@ absl::StatusOr<int64_t> PortOf(const UniqueFd& socket) {
 
 absl::StatusOr<UniqueFd> DialTcp(const std::string& host, int64_t port) {
   KVFERRY_ASSIGN_OR_RETURN(const Address address, NumericAddress(host, port));
-  KVFERRY_ASSIGN_OR_RETURN(UniqueFd fd, NewSocket(address));
+  KVFERRY_ASSIGN_OR_RETURN(UniqueFd fd, NewSocket(address.generic.sa_family));
   SetNoDelay(fd);
   if (connect(fd.get(), &address.generic, address.bytes) != 0 && errno != EINPROGRESS) {
     return absl::UnavailableError(

@@ -19,6 +19,11 @@ namespace kvferry {
 absl::StatusOr<UniqueFd> ListenTcp(const std::string& host, int64_t port);
 // The port that a socket is bound to.
 absl::StatusOr<int64_t> PortOf(const UniqueFd& socket);
+// Has a socket, and all that a listening one accepts later, use that congestion control; "" leaves the
+// system's default. INVALID_ARGUMENT: the system does not have or give it.
+absl::Status ChooseCongestionControl(const UniqueFd& socket, const std::string& name);
+// Whether that would work.
+absl::Status CheckCongestionControl(const std::string& name);
 // A socket that is connecting: writable when it is through, broken when that failed.
 absl::StatusOr<UniqueFd> DialTcp(const std::string& host, int64_t port);
 // An invalid fd when nobody waits.
