@@ -387,10 +387,8 @@ void NodeImpl::HearLinks() {
     const PeerKey peer = sessions_.FindOwnId(header.session);
     if (peer.empty()) {
       ++metrics_.messages_stale;  // Of a session that has ended.
-    } else if (absl::StatusOr<Message> message = DecodeMessage(bytes); message.ok()) {
-      OnMessage(peer, *std::move(message));
     } else {
-      OnMalformed(peer, message.status());
+      DeliverMessage(peer, bytes, this);
     }
   }
 }

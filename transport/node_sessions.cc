@@ -38,7 +38,6 @@ absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_
   session.name = address;
   session.greeting_until = DeadlineInMs(config.connect_timeout_ms);
   session.awaits_anyone = epoch == 0;
-  session.own_id = RandomId();
   sessions_.Insert(peer, session);
   HelloMsg hello{options_.name, options_.model, options_.pool->layout(), data_->addresses()};
   hello.data.session = session.own_id;
@@ -198,7 +197,6 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
   session.name = hello.name;
   session.epoch = epoch;
   session.link = link;
-  session.own_id = RandomId();
   session.peers_id = hello.data.session;
   session.last_heard = Clock::now();
   sessions_.Insert(peer, session);

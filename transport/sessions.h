@@ -8,6 +8,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/functional/function_ref.h"
 #include "base/clock.h"
+#include "base/random.h"
 #include "transport/control_plane.h"
 #include "transport/data_plane.h"
 
@@ -24,7 +25,7 @@ struct Session {
   uint64_t epoch = 0;    // The peer's; 0 while greeting.
   LinkId link = 0;       // 0 while greeting.
   // What each side calls this session in messages over links.
-  uint64_t own_id = 0;
+  uint64_t own_id = RandomId();
   uint64_t peers_id = 0;  // 0: it takes none.
   Deadline last_heard{};
   Deadline next_ping{};

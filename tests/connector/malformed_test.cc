@@ -108,9 +108,14 @@ class Malformed : public testing::Test {
     return fetch;
   }
 
-  static Message HelloOverTcp() {
+  // As a peer that takes messages over a connection of its own; returns where that goes to.
+  static DataAddresses GreetOverTcp(RawDecode& peer) {
     const DataAddresses data{"", "", {}, "", {1}, kSession};
-    return {kEpoch, 0, HelloMsg{"by hand", kTestModel, SmallLayout(), data}};
+    peer.Send({kEpoch, 0, HelloMsg{"by hand", kTestModel, SmallLayout(), data}});
+    const std::optional<Message> answer = peer.Receive(Soon());
+    const auto* welcome = answer ? std::get_if<WelcomeMsg>(&answer->body) : nullptr;
+    EXPECT_NE(welcome, nullptr);
+    return welcome == nullptr ? DataAddresses() : welcome->data;
   }
 
   static constexpr uint64_t kEpoch = 4242;
@@ -204,10 +209,7 @@ TEST_F(Malformed, EverythingFromAStrangerIsAnsweredWithARefusal) {
 // What comes over a data connection is looked at as what comes by ZeroMQ is.
 TEST_F(Malformed, MessagesOverALink) {
   RawDecode peer(prefill_->address());
-  peer.Send(HelloOverTcp());
-  const std::optional<Message> answer = peer.Receive(Soon());
-  ASSERT_TRUE(answer.has_value());
-  const DataAddresses there = std::get<WelcomeMsg>(answer->body).data;
+  const DataAddresses there = GreetOverTcp(peer);
   ASSERT_NE(there.session, 0u);
   LinkByHand link(there.tcp);
   const auto say = [&](uint64_t session, const std::string& bytes) {
@@ -235,10 +237,7 @@ TEST_F(Malformed, DoneAndGone) {
   for (int i = 0; i < 20; ++i) {
     RawDecode peer(prefill_->address());
     const Ticket ticket = Publish(*prefill_, *source_, {1, 7});
-    peer.Send(HelloOverTcp());
-    const std::optional<Message> answer = peer.Receive(Soon());
-    ASSERT_TRUE(answer.has_value());
-    const DataAddresses there = std::get<WelcomeMsg>(answer->body).data;
+    const DataAddresses there = GreetOverTcp(peer);
     LinkByHand link(there.tcp);
     const DoneMsg done{1, ticket.lease_id, 0};  // All of it was in its cache.
     const std::string bytes = EncodeMessage({kEpoch, prefill_->epoch(), done});

@@ -527,4 +527,13 @@ absl::StatusOr<Message> DecodeMessage(std::span<const std::byte> bytes) {
   }
 }
 
+void DeliverMessage(const PeerKey& peer, std::span<const std::byte> bytes, ControlEvents* events) {
+  absl::StatusOr<Message> message = DecodeMessage(bytes);
+  if (message.ok()) {
+    events->OnMessage(peer, *std::move(message));
+  } else {
+    events->OnMalformed(peer, message.status());
+  }
+}
+
 }  // namespace kvferry

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "transport/control_plane.h"
 #include "transport/messages.h"
 
 namespace kvferry {
@@ -16,5 +17,8 @@ std::string EncodeMessage(const Message& message);
 // never throws. INVALID_ARGUMENT says what is malformed; FAILED_PRECONDITION is a message of
 // another protocol version, and names both.
 absl::StatusOr<Message> DecodeMessage(std::span<const std::byte> bytes);
+
+// Tells `events` what `peer` has said with these bytes.
+void DeliverMessage(const PeerKey& peer, std::span<const std::byte> bytes, ControlEvents* events);
 
 }  // namespace kvferry

@@ -219,13 +219,7 @@ class ZmqControlPlane : public ControlPlane {
   }
 
   static void Deliver(const PeerKey& peer, const zmq::message_t& frame, ControlEvents* events) {
-    absl::StatusOr<Message> message =
-        DecodeMessage({static_cast<const std::byte*>(frame.data()), frame.size()});
-    if (message.ok()) {
-      events->OnMessage(peer, *std::move(message));
-    } else {
-      events->OnMalformed(peer, message.status());
-    }
+    DeliverMessage(peer, {static_cast<const std::byte*>(frame.data()), frame.size()}, events);
   }
 
   // Receives one whole message into frames_; false when there was none.
