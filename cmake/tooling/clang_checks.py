@@ -1,10 +1,8 @@
-"""Runs Clang's checks over our .cc files, using the compile commands of a build folder.
-
-  tidy           clang-tidy with .clang-tidy
-  thread-safety  clang++ -fsyntax-only -Wthread-safety -Werror=thread-safety
+"""Runs clang-tidy, with .clang-tidy and Clang's thread-safety analysis, over our .cc files, using
+the compile commands of a build folder. The clang-tidy is the one beside this Python.
 
 A file that passed is remembered, with a hash of itself, of our headers that it includes, of its
-command and of the check's configuration, so a second run looks only at what changed.
+command and of the configuration, so a second run looks only at what changed.
 """
 
 import argparse
@@ -26,14 +24,14 @@ NOISE = re.compile(
 LAUNCHERS = ("ccache", "sccache", "distcc")
 
 
-def clang_command(entry: dict) -> list[str]:
-    """The entry's command for Clang: no launcher, no output, no warnings turned into errors."""
+def bare_command(entry: dict) -> list[str]:
+    """The entry's command without launcher, output and warnings turned into errors."""
     words = entry.get("arguments") or shlex.split(entry["command"])
     while Path(words[0]).name in LAUNCHERS:
         words = words[1:]
-    result = ["clang++"]
+    result = []
     skip = False
-    for word in words[1:]:
+    for word in words:
         if skip:
             skip = False
         elif word in ("-o", "-MF", "-MT", "-MQ"):
@@ -55,8 +53,8 @@ def own_sources(build: Path) -> list[dict]:
 
 
 def own_includes(entry: dict) -> list[Path]:
-    """The file and our headers behind it, by way of clang++ -MM; just the file if that fails."""
-    command = [*clang_command(entry), "-w", "-MM"]
+    """The file and our headers behind it, as its compiler says; just the file if that fails."""
+    command = [*bare_command(entry), "-w", "-MM"]
     done = subprocess.run(command, cwd=entry["directory"], capture_output=True, text=True)
     if done.returncode != 0:
         return [Path(entry["file"])]
@@ -65,26 +63,29 @@ def own_includes(entry: dict) -> list[Path]:
     return sorted(path for path in paths if path.is_relative_to(ROOT))
 
 
-def fingerprint(check: str, entry: dict, salt: bytes) -> str:
+def fingerprint(entry: dict, salt: bytes) -> str:
     digest = hashlib.sha256(salt)
-    digest.update("\0".join([check, *clang_command(entry)]).encode())
+    digest.update("\0".join(bare_command(entry)).encode())
     for path in own_includes(entry):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
-def run_check(check: str, entry: dict, database: Path) -> subprocess.CompletedProcess:
-    if check == "tidy":
-        command = ["clang-tidy", "--quiet", "-p", str(database), entry["file"]]
-    else:
-        flags = ["-fsyntax-only", "-Wthread-safety", "-Werror=thread-safety"]
-        command = [*clang_command(entry), *flags]
-    return subprocess.run(command, cwd=entry["directory"], capture_output=True, text=True)
+def write_database(folder: Path, entries: list[dict]) -> None:
+    """Compile commands that Clang understands, whatever compiler they are for."""
+    database = [
+        {
+            "directory": entry["directory"],
+            "file": entry["file"],
+            "arguments": ["clang++", *bare_command(entry)[1:], "-Wthread-safety"],
+        }
+        for entry in entries
+    ]
+    (folder / "compile_commands.json").write_text(json.dumps(database))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("check", choices=("tidy", "thread-safety"))
     parser.add_argument("--build", type=Path, default=Path("build/dev"), help="build folder")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--again", action="store_true", help="also files that passed before")
@@ -94,25 +95,23 @@ def main() -> int:
     if not entries:
         print(f"no source of ours in {args.build}/compile_commands.json", file=sys.stderr)
         return 1
-    # clang-tidy reads its commands from a database: one that Clang understands.
     folder = (args.build / "clang-checks").resolve()
-    (folder / args.check).mkdir(parents=True, exist_ok=True)
-    database = [
-        {"directory": e["directory"], "file": e["file"], "arguments": clang_command(e)}
-        for e in entries
-    ]
-    (folder / "compile_commands.json").write_text(json.dumps(database))
+    marks = folder / "passed"
+    marks.mkdir(parents=True, exist_ok=True)
+    write_database(folder, entries)
 
-    tool = "clang-tidy" if args.check == "tidy" else "clang++"
-    salt = subprocess.run([tool, "--version"], capture_output=True, check=True).stdout
-    salt += (ROOT / ".clang-tidy").read_bytes() if args.check == "tidy" else b""
+    tidy = [str(Path(sys.executable).parent / "clang-tidy"), "--quiet", "-p", str(folder)]
+    salt = subprocess.run([tidy[0], "--version"], capture_output=True, check=True).stdout
+    salt += (ROOT / ".clang-tidy").read_bytes() + Path(__file__).read_bytes()
 
     def one(entry: dict) -> tuple[str, str]:
-        mark = folder / args.check / hashlib.sha256(entry["file"].encode()).hexdigest()
-        key = fingerprint(args.check, entry, salt)
+        mark = marks / hashlib.sha256(entry["file"].encode()).hexdigest()
+        key = fingerprint(entry, salt)
         if not args.again and mark.exists() and mark.read_text() == key:
             return "unchanged", ""
-        done = run_check(args.check, entry, folder)
+        done = subprocess.run(
+            [*tidy, entry["file"]], cwd=entry["directory"], capture_output=True, text=True
+        )
         if done.returncode == 0:
             mark.write_text(key)
             return "passed", ""
@@ -125,8 +124,8 @@ def main() -> int:
         for entry, (outcome, output) in zip(entries, pool.map(one, entries), strict=True):
             counts[outcome] += 1
             if outcome == "failed":
-                print(f"{args.check}: {Path(entry['file']).relative_to(ROOT)}\n{output}")
-    print(f"        {args.check}: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
+                print(f"clang-tidy: {Path(entry['file']).relative_to(ROOT)}\n{output}")
+    print("        clang-tidy: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
     return 1 if counts["failed"] else 0
 
 

@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
 
@@ -172,7 +173,9 @@ absl::StatusOr<LineListener> LineListener::Listen(const HostPort& address) {
   getsockname(fd.get(), reinterpret_cast<sockaddr*>(&bound), &size);
   getnameinfo(reinterpret_cast<sockaddr*>(&bound), size, nullptr, 0, port.data(), port.size(),
               NI_NUMERICSERV);
-  return LineListener(std::move(fd), std::atoi(port.data()));
+  int64_t number = 0;
+  if (!absl::SimpleAtoi(port.data(), &number)) return Errno("the port listened on is not known");
+  return LineListener(std::move(fd), number);
 }
 
 absl::StatusOr<LineSocket> LineListener::Accept(Deadline deadline) {
