@@ -1,20 +1,22 @@
 #pragma once
 
-// memcpy for pages: long runs of bytes far apart, which nobody here reads again soon.
+// memcpy for pages: long runs of bytes far apart.
 
 #include <cstddef>
+#include <span>
 
 namespace kvferry {
 
-// As memcpy, but past the caches where the processor can and it pays: a store of a whole line needs
-// not read the line first, and what is in the caches stays there. FinishBulkCopies() makes the
-// bytes visible to whoever then sees another store of this thread; so it comes before any word
-// that they are there.
-void BulkCopy(std::byte* to, const std::byte* from, size_t bytes);
+// As memcpy, for what nobody here reads again soon: past the caches where the processor can and it
+// pays. A store of a whole line needs not read the line first, and what is in the caches stays there.
+// FinishBulkCopies() makes the bytes visible to whoever then sees another store of this thread; so it
+// comes before any word that they are there. `next` is what is to be copied after it, and fetched
+// ahead: the processor foresees lines that follow each other, but not where the next page begins.
+void BulkCopy(std::byte* to, const std::byte* from, size_t bytes,
+              std::span<const std::byte> next = {});
 void FinishBulkCopies();
 
-// Fetches the first lines of what is to be copied next: the processor foresees the rest by itself,
-// but not where another page begins.
+// Fetches the first lines of what is to be copied next.
 inline void PrefetchStart(const std::byte* from, size_t bytes) {
   constexpr size_t kLine = 64;
   constexpr size_t kLines = 4;

@@ -11,16 +11,16 @@ namespace {
 // lists of so many bytes stay in the first cache.
 constexpr int64_t kShareBytes = 64 << 10;
 
+using Piece = std::span<const std::byte>;
 struct Part {
   std::byte* to;
-  const std::byte* from;
-  size_t bytes;
+  Piece from;
 };
 
 void Copy(const std::vector<Part>& parts) {
   for (size_t i = 0; i < parts.size(); ++i) {
-    if (i + 1 < parts.size()) PrefetchStart(parts[i + 1].from, parts[i + 1].bytes);
-    BulkCopy(parts[i].to, parts[i].from, parts[i].bytes);
+    const auto& [to, from] = parts[i];
+    BulkCopy(to, from.data(), from.size(), i + 1 < parts.size() ? parts[i + 1].from : Piece());
   }
   FinishBulkCopies();
 }
@@ -31,9 +31,9 @@ void Match(const std::vector<std::span<std::byte>>& to, Pieces from, size_t skip
            std::vector<Part>* parts) {
   for (std::span<std::byte> target : to) {
     while (!target.empty()) {
-      const std::span<const std::byte> piece = from.front().subspan(skip);
+      const Piece piece = from.front().subspan(skip);
       const size_t bytes = std::min(target.size(), piece.size());
-      if (bytes > 0) parts->push_back({target.data(), piece.data(), bytes});
+      if (bytes > 0) parts->push_back({target.data(), piece.first(bytes)});
       target = target.subspan(bytes);
       skip += bytes;
       if (bytes < piece.size()) continue;
