@@ -1,11 +1,11 @@
 #include "pool/block_cache.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
-#include "pool/bulk_copy.h"
 
 namespace kvferry {
 namespace {
@@ -172,10 +172,9 @@ absl::Status CopyBlocks(const BlockCache& from, BlockCache& to, std::span<const 
   const auto copy_buffer = [&](int64_t buffer) {
     const auto& [source, bytes, item_bytes] = sources[static_cast<size_t>(buffer)];
     for (const BlockRun& run : runs) {
-      BulkCopy(destinations[static_cast<size_t>(buffer)].address + run.to * item_bytes,
-               source + run.from * item_bytes, static_cast<size_t>(run.count * item_bytes));
+      std::memcpy(destinations[static_cast<size_t>(buffer)].address + run.to * item_bytes,
+                  source + run.from * item_bytes, static_cast<size_t>(run.count * item_bytes));
     }
-    FinishBulkCopies();
   };
   const auto num_buffers = static_cast<int64_t>(sources.size());
   if (threads != nullptr) {
