@@ -12,6 +12,9 @@ namespace kvferry {
 // bounded list of ranges. Not thread-safe.
 class ByteRanges {
  public:
+  // [0, prefix) is there from the start.
+  explicit ByteRanges(int64_t prefix = 0) : prefix_(prefix), num_bytes_(prefix) {}
+
   // Marks [begin, end), begin < end. False, and nothing changes, when it overlaps what is there or
   // would need more than kMaxAhead separate ranges.
   bool Add(int64_t begin, int64_t end);
@@ -27,8 +30,8 @@ class ByteRanges {
  private:
   bool CanAdd(int64_t begin, int64_t end) const;
 
-  int64_t prefix_ = 0;
-  int64_t num_bytes_ = 0;
+  int64_t prefix_;
+  int64_t num_bytes_;
   absl::btree_map<int64_t, int64_t> ahead_;  // begin -> end, all beyond prefix_.
 };
 

@@ -18,8 +18,13 @@ absl::Status AddTo(ByteRanges* ranges, int64_t begin, int64_t end) {
 }  // namespace
 
 Landing::Landing(std::shared_ptr<const StreamPlan> plan, std::shared_ptr<FetchHandle> handle,
-                 bool checksum, Metrics* metrics)
-    : plan_(std::move(plan)), handle_(std::move(handle)), checksum_(checksum), metrics_(metrics) {}
+                 int64_t prefix, bool checksum, Metrics* metrics)
+    : plan_(std::move(plan)),
+      handle_(std::move(handle)),
+      checksum_(checksum),
+      metrics_(metrics),
+      claimed_(prefix),
+      arrived_(prefix) {}
 
 absl::Status Landing::CheckBounds(const ChunkHeader& header) const {
   const auto total = static_cast<uint64_t>(plan_->total_bytes());
@@ -105,6 +110,11 @@ absl::Status Landing::End(const ChunkHeader& header, uint64_t checksum) {
 int64_t Landing::num_bytes() const {
   const MutexLock lock(&mutex_);
   return arrived_.num_bytes();
+}
+
+int64_t Landing::prefix() const {
+  const MutexLock lock(&mutex_);
+  return arrived_.prefix();
 }
 
 std::vector<std::pair<int64_t, int64_t>> Landing::Gaps() const {

@@ -23,9 +23,10 @@ namespace kvferry {
 // chunks of several lanes are copied at the same time.
 class Landing {
  public:
-  // Chunks without a checksum are refused if `checksum`. `metrics` outlives this.
+  // Of a stream of which the first `prefix` bytes have arrived. Chunks without a checksum are refused
+  // if `checksum`. `metrics` outlives this.
   Landing(std::shared_ptr<const StreamPlan> plan, std::shared_ptr<FetchHandle> handle,
-          bool checksum, Metrics* metrics);
+          int64_t prefix, bool checksum, Metrics* metrics);
 
   // OK: scattered, and counted. Else what is wrong with the chunk; some of it may be in the pages,
   // but it does not count as arrived.
@@ -42,6 +43,8 @@ class Landing {
   void Close() { gate_.Close(); }
 
   int64_t num_bytes() const;
+  // All of the stream up to here has arrived.
+  int64_t prefix() const;
   // The ranges of the stream that have not arrived.
   std::vector<std::pair<int64_t, int64_t>> Gaps() const;
 

@@ -81,8 +81,9 @@ struct FetchMsg {
   bool checksum = false;
   int64_t in_place_bytes = kBytesInPlace;  // Of a chunk that is read in place, at most.
   int64_t tail_bytes = 0;                  // Wanted behind the pages.
-  uint64_t replaces = 0;  // A fetch of the same lease that this one begins anew; 0: none.
-  ReadCosts reads{};      // Of the sender's memory, by the receiver.
+  uint64_t replaces = 0;   // A fetch of the same lease that this one goes on with; 0: none.
+  int64_t from_bytes = 0;  // Of the stream: what lies before has arrived.
+  ReadCosts reads{};       // Of the sender's memory, by the receiver.
 };
 struct DoneMsg {
   uint64_t transfer_id = 0;

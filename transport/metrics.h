@@ -21,7 +21,7 @@ struct Metrics {
   Value chunks_dropped{0};  // Of no live transfer, or contradicting one.
   Value checksum_failures{0};
   Value fetches_started{0};    // As receiver.
-  Value fetches_restarted{0};  // On a new session, after the old one had fallen silent.
+  Value fetches_restarted{0};  // Gone on after silence of a peer or of its memory.
   Value fetches_ok{0};
   Value fetches_failed{0};
   Value transfers_started{0};   // As sender.

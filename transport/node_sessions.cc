@@ -298,10 +298,10 @@ void NodeImpl::DropSilent(const PeerKey& peer) {
   DropAndBeginAgain(peer, status);
 }
 
-// Silence may be the connection's and not the peer's, or have been our own: what can begin again does,
-// on a new session. A connection that breaks is another matter: then the peer's process has ended.
+// Silence may be the connection's and not the peer's, or have been our own: what can go on does, on a
+// new session. A connection that breaks is another matter: then the peer's process has ended.
 void NodeImpl::DropAndBeginAgain(const PeerKey& peer, const absl::Status& status) {
-  std::vector<Receiver::Fetch> again = receiver_->TakeUnread(peer);
+  std::vector<Receiver::Fetch> again = receiver_->TakeUnfinished(peer);
   DropSession(peer, status);
   for (Receiver::Fetch& fetch : again) StartFetch(std::move(fetch));
 }

@@ -70,7 +70,8 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   const Deadline now = Clock::now();
   fetch.requested_at = now;
   OpenLanding(fetch);
-  if (fetch.plan->total_bytes() == 0) {
+  // Nothing was wanted, or the rest came while the fetch was taken out.
+  if (fetch.from_bytes == fetch.plan->total_bytes()) {
     outbox_->Send(fetch.peer, DoneMsg{transfer_id, fetch.ticket.lease_id, 0});
     End(transfer_id, absl::OkStatus());
     return;
@@ -86,6 +87,7 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   message.in_place_bytes = BytesInPlace(config_);
   message.tail_bytes = fetch.plan->tail_bytes();
   message.replaces = fetch.replaces;
+  message.from_bytes = fetch.from_bytes;
   const auto link = links_.find(fetch.peer);
   if (link != links_.end()) message.reads = outbox_->data().CostsOfReads(link->second);
   outbox_->Send(fetch.peer, std::move(message));
@@ -97,12 +99,9 @@ void Receiver::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
     End(id, status);
 }
 
-std::vector<Receiver::Fetch> Receiver::TakeUnread(const PeerKey& peer) {
+std::vector<Receiver::Fetch> Receiver::TakeUnfinished(const PeerKey& peer) {
   std::vector<Fetch> taken;
   for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.peer == peer && f.redial; })) {
-    const auto found = fetches_.find(id);
-    CloseLanding(found->second);  // First, so that no lane completes a layer meanwhile.
-    if (found->second.handle->layers_done() > 0) continue;
     Fetch fetch = TakeOut(id);
     fetch.peer.clear();
     taken.push_back(std::move(fetch));
@@ -112,22 +111,23 @@ std::vector<Receiver::Fetch> Receiver::TakeUnread(const PeerKey& peer) {
 
 Receiver::Fetch Receiver::TakeOut(uint64_t transfer_id) {
   Fetch fetch = std::move(fetches_.extract(transfer_id).mapped());
+  CloseLanding(fetch);  // First, so that no lane adds to it any more.
+  if (fetch.requested()) fetch.from_bytes = fetch.landing->prefix();
   fetch.transfer_id = RandomId();
   fetch.replaces = transfer_id;
-  fetch.credited_bytes = 0;
+  fetch.credited_bytes = fetch.from_bytes;
   fetch.landing = nullptr;
+  Log().info("fetch {:x} goes on as {:x} from byte {} of {}", transfer_id, fetch.transfer_id,
+             fetch.from_bytes, fetch.plan->total_bytes());
   return fetch;
 }
 
 bool Receiver::RequestAgain(uint64_t transfer_id) {
   const auto found = fetches_.find(transfer_id);
   if (found == fetches_.end() || !found->second.redial) return false;
-  CloseLanding(found->second);  // First, as in TakeUnread.
-  if (found->second.handle->layers_done() > 0) return false;
   Fetch fetch = TakeOut(transfer_id);
   const uint64_t id = fetch.transfer_id;
   const uint64_t epoch = fetch.ticket.epoch;
-  Log().info("fetch {:x} begins anew as {:x}", transfer_id, id);
   Add(std::move(fetch));
   Request(fetches_.find(id)->second, epoch);
   return true;
@@ -150,7 +150,8 @@ void Receiver::OnAbort(const PeerKey& peer, const AbortMsg& abort) {
 }
 
 void Receiver::OpenLanding(Fetch& fetch) {
-  fetch.landing = std::make_shared<Landing>(fetch.plan, fetch.handle, config_.checksum, metrics_);
+  fetch.landing = std::make_shared<Landing>(fetch.plan, fetch.handle, fetch.from_bytes,
+                                            config_.checksum, metrics_);
   const MutexLock lock(&landings_mutex_);
   landings_.emplace(fetch.transfer_id, fetch.landing);
 }
@@ -282,7 +283,7 @@ void Receiver::End(uint64_t transfer_id, const absl::Status& status) {
                fetch.ticket.address, report.bytes_done, total, status.ToString());
   }
   const std::vector<std::pair<int64_t, int64_t>> gaps =
-      fetch.requested() ? fetch.landing->Gaps() : ByteRanges().Gaps(total);
+      fetch.requested() ? fetch.landing->Gaps() : ByteRanges(fetch.from_bytes).Gaps(total);
   fetch.handle->Finish(status, fetch.plan->PagesTouchedBy(gaps), report);
 }
 

@@ -30,10 +30,10 @@ namespace kvferry {
 //                  '--------------------------'-- refuse, abort, peer gone, deadline, cancel,
 //                                                 bad chunk --> (gone: that error)
 //
-// and a requested one whose peer falls silent before a whole layer has come is taken out, to wait
-// for another session under a new transfer id (TakeUnread). One whose reads fail as early is
-// requested again, under a new transfer id too (RequestAgain). One that somebody else is to name the
-// peer of waits without one (Assign).
+// and a requested one whose peer falls silent is taken out, to wait for another session under a new
+// transfer id (TakeUnfinished). One whose reads fail is requested again, under a new transfer id too
+// (RequestAgain). Both go on behind what has arrived in one piece, which is not written again: layers
+// of it may have been read. One that somebody else is to name the peer of waits without one (Assign).
 //
 // A chunk is scattered only while its fetch is here, so a fetch that has ended is never written
 // for. Progress thread only, but for Land() and Begin().
@@ -50,13 +50,14 @@ class Receiver {
     PeerKey peer{};
     bool redial = true;         // Whether the ticket's address leads to the peer again.
     uint64_t transfer_id = id;  // On the wire; another one each time it is begun.
-    uint64_t replaces = 0;      // The transfer id it had before.
+    uint64_t replaces = 0;      // The transfer id it had before,
+    int64_t from_bytes = 0;     // under which the stream up to here has arrived.
     Deadline requested_at{};
     int64_t credited_bytes = 0;
     std::shared_ptr<Landing> landing{};  // From the request on.
 
     bool requested() const { return landing != nullptr; }
-    int64_t bytes_arrived() const { return requested() ? landing->num_bytes() : 0; }
+    int64_t bytes_arrived() const { return requested() ? landing->num_bytes() : from_bytes; }
   };
 
   // All pointers outlive the receiver.
@@ -70,12 +71,11 @@ class Receiver {
   // The session is up: requests all that waits for it.
   void OnPeerReady(const PeerKey& peer, uint64_t epoch, LinkId link);
   void OnPeerGone(const PeerKey& peer, const absl::Status& status);
-  // Takes the peer's fetches of which no layer is done, so that their caller may have read nothing
-  // yet: ready to be added again for another session. Chunks of the old one are dropped from now
-  // on, of all its fetches: those that stay are to be ended by OnPeerGone.
-  std::vector<Fetch> TakeUnread(const PeerKey& peer);
-  // Begins a requested fetch of which no layer is done anew, on its session. False, and nothing has
-  // happened but that its chunks are dropped from now on, when it cannot be.
+  // Takes the fetches that can go on over another session with the peer, ready to be added for it.
+  // The others are to be ended by OnPeerGone.
+  std::vector<Fetch> TakeUnfinished(const PeerKey& peer);
+  // Lets a requested fetch go on under another id, on its session. False, and nothing has happened,
+  // when it cannot.
   bool RequestAgain(uint64_t transfer_id);
   void OnRefuse(const PeerKey& peer, const RefuseMsg& refuse);
   void OnAbort(const PeerKey& peer, const AbortMsg& abort);
@@ -105,7 +105,7 @@ class Receiver {
   std::shared_ptr<Landing> FindLanding(uint64_t transfer_id);
   void OpenLanding(Fetch& fetch);
   void CloseLanding(const Fetch& fetch);
-  // Out of fetches_, with another transfer id.
+  // Out of fetches_, with another transfer id; chunks of the old one are dropped from now on.
   Fetch TakeOut(uint64_t transfer_id);
   void Credit(Fetch& fetch);
   void End(uint64_t transfer_id, const absl::Status& status);

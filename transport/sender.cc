@@ -155,6 +155,10 @@ absl::StatusOr<StreamPlan> Sender::PlanFor(const FetchMsg& fetch,
 
 void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const LeasedMemory& leased) {
   absl::StatusOr<StreamPlan> plan = PlanFor(fetch, leased);
+  if (plan.ok() && fetch.from_bytes >= plan->total_bytes()) {
+    plan = absl::OutOfRangeError(absl::StrCat("from byte ", fetch.from_bytes,
+                                              " asked of a stream of ", plan->total_bytes()));
+  }
   if (!plan.ok()) {
     source_->EndTransfer(fetch.lease_id, plan.status());
     ForgetFetch(peer);
@@ -170,6 +174,7 @@ void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const Lease
   auto transfer = std::make_shared<Transfer>(
       Transfer{std::move(fetch), peer, link, *std::move(plan),
                DeadlineInMs(timeout_ms + kDeadlineSlackMs), chunk_bytes, ready_bytes});
+  transfer->sent_bytes = transfer->credited_bytes = transfer->fetch.from_bytes;
   ChooseWay(*transfer);
   transfers_.emplace(id, transfer);
   turn_.push_back(std::move(transfer));
@@ -188,7 +193,8 @@ void Sender::ChooseWay(Transfer& transfer) {
   const bool from_afar = model != &paths_;
   const std::string& wanted = from_afar ? config_.network_path : config_.same_host_path;
   if (wanted == "auto") {
-    transfer.tells_costs = turn_.empty() && transfer.ready_bytes == plan.total_bytes();
+    transfer.tells_costs = turn_.empty() && transfer.ready_bytes == plan.total_bytes() &&
+                           transfer.fetch.from_bytes == 0;
     TakeWay(transfer, model->Choose(WorkOf(plan), transfer.tells_costs), from_afar);
   } else if (wanted == "in_place" || wanted == "direct") {
     TakeWay(transfer, PageWay::kInPlace, from_afar);

@@ -139,5 +139,25 @@ TEST_F(TwoNamespaces, LinkDownMidFetch) {
   EXPECT_EQ(decode.Verify(11, {7, 8}, {9, 3}), "OK");
 }
 
+// The connection passes nothing on for longer than a peer may be silent; the fetch goes on over
+// another one, behind the layers that have come.
+TEST_F(TwoNamespaces, AFetchOutlivesAnOutage) {
+  ChildPeer prefill(Peer("prefill"));
+  ChildPeer decode(Peer("decode"));
+  std::vector<int64_t> pages(kPages);
+  std::iota(pages.begin(), pages.end(), 0);
+  const std::string ticket = prefill.Publish(pages, kLayers / 2, 60000);
+  const std::string fetch = decode.Fetch(ticket, pages, 60000);
+  ASSERT_EQ(decode.WaitLayer(fetch, kLayers / 2 - 1, 20000), "OK");
+  ASSERT_TRUE(SetLink("down"));
+  ASSERT_TRUE(WaitFor([&] { return decode.Metric("fetches_restarted") > 0; }, Soon()));
+  const int64_t half = decode.Metric("bytes_received");
+  ASSERT_TRUE(SetLink("up"));
+  ASSERT_EQ(prefill.Ask("ready " + LeaseOf(ticket)), "OK");
+  EXPECT_EQ(decode.Wait(fetch, 30000), "OK");
+  EXPECT_EQ(decode.Verify(11, pages, pages), "OK");
+  EXPECT_EQ(decode.Metric("bytes_received"), 2 * half);
+}
+
 }  // namespace
 }  // namespace kvferry

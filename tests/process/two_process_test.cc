@@ -63,5 +63,23 @@ TEST(TwoProcesses, ReadsThatStopWorking) {
   EXPECT_EQ(decode.Metric("fetches_failed"), 0);
 }
 
+// So does one of which layers have come, behind them.
+TEST(TwoProcesses, ReadsThatStopWorkingInTheMiddle) {
+  if (PathUnderTest() != TestPath::kDirect) GTEST_SKIP() << "of the direct path";
+  ChildPeer prefill(PeerOptions("prefill", "{}", 64));
+  ChildPeer decode(PeerOptions("decode", "{}", 64));
+  const std::string ticket = prefill.Publish({1, 62, 4}, 1, 60000);
+  const std::string fetch = decode.Fetch(ticket, {3, 9, 60}, 20000);
+  ASSERT_EQ(decode.WaitLayer(fetch, 0, 20000), "OK");
+  EXPECT_EQ(prefill.Metric("transfers_direct"), 1);
+  const std::string forbidden = decode.Ask("forbid_reads");
+  if (forbidden != "OK") GTEST_SKIP() << "this machine has no seccomp filters: " << forbidden;
+  ASSERT_EQ(prefill.Ask("ready " + LeaseOf(ticket)), "OK");
+  EXPECT_EQ(decode.Wait(fetch, 20000), "OK");
+  EXPECT_EQ(decode.Verify(11, {1, 62, 4}, {3, 9, 60}), "OK");
+  EXPECT_EQ(decode.Metric("fetches_restarted"), 1);
+  EXPECT_EQ(decode.Metric("fetches_failed"), 0);
+}
+
 }  // namespace
 }  // namespace kvferry

@@ -54,6 +54,12 @@ class ReceiverAlone : public testing::Test {
     receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
     return handle;
   }
+  // The one fetch there is, for another session.
+  Receiver::Fetch TakeOnly() {
+    std::vector<Receiver::Fetch> taken = receiver_.TakeUnfinished(kPeer);
+    EXPECT_EQ(taken.size(), 1u);
+    return std::move(taken.at(0));
+  }
   // The stream as the other side would send it.
   std::vector<Chunk> Stream(int64_t chunk_bytes, uint64_t id = kId) {
     const StreamPlan plan = Plan(source_, remote_);

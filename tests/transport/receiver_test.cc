@@ -331,56 +331,105 @@ TEST_F(ReceiverAlone, AnotherEpochEndsTheFetchBeforeItIsAskedFor) {
   EXPECT_EQ(outbox_.Last<FetchMsg>(), nullptr);
 }
 
-// The peer fell silent: the fetch begins anew under another id, and chunks of the first attempt are
-// late ones.
-TEST_F(ReceiverAlone, AFetchTakenFromASilentPeerBeginsAnew) {
+// The peer fell silent: the fetch goes on under another id, behind what has come in one piece, and
+// chunks of the first attempt are late ones.
+TEST_F(ReceiverAlone, AFetchTakenFromASilentPeerGoesOn) {
   const auto handle = Begin();
   const std::vector<Chunk> old_chunks = Stream(1000);
-  Deliver(old_chunks[0]);
-  Deliver(old_chunks[1]);
-  std::vector<Receiver::Fetch> taken = receiver_.TakeUnread(kPeer);
-  ASSERT_EQ(taken.size(), 1u);
-  const uint64_t new_id = taken[0].transfer_id;
+  for (const int chunk : {0, 1, 3}) Deliver(old_chunks[chunk]);
+  Receiver::Fetch taken = TakeOnly();
+  const uint64_t new_id = taken.transfer_id;
   EXPECT_NE(new_id, kId);
   FillPattern(*target_, kOwnSeed);
   for (const Chunk& chunk : old_chunks) Deliver(chunk);
-  taken[0].peer = "dialled:2";
-  receiver_.Add(std::move(taken[0]));
+  taken.peer = "dialled:2";
+  receiver_.Add(std::move(taken));
   receiver_.OnPeerGone(kPeer, absl::UnavailableError("x"));
   receiver_.OnPeerReady("dialled:2", kEpoch, LinkId{4});
   for (const Chunk& chunk : old_chunks) Deliver(chunk);
   EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+  for (const int chunk : {0, 1}) {
+    Plan(target_, local_).Scatter(1000 * chunk, old_chunks[chunk].payload);
+  }
   EXPECT_EQ(outbox_.Last<FetchMsg>()->transfer_id, new_id);
   EXPECT_EQ(outbox_.Last<FetchMsg>()->replaces, kId);
+  EXPECT_EQ(outbox_.Last<FetchMsg>()->from_bytes, 2000);
   EXPECT_FALSE(handle->done());
-  for (const Chunk& chunk : Stream(1000, new_id)) Deliver(chunk);
+  outbox_.data().credits.clear();
+  for (const Chunk& chunk : Stream(1000, new_id)) {
+    if (chunk.header.offset >= 2000) Deliver(chunk);
+  }
+  ASSERT_FALSE(outbox_.data().credits.empty());
+  EXPECT_GT(outbox_.data().credits[0].bytes_done, 2000u);
   EXPECT_TRUE(IsOk(handle->status()));
   EXPECT_EQ(handle->report().bytes_done, handle->report().total_bytes);
   EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, local_, kSourceSeed, remote_));
   EXPECT_EQ(outbox_.Last<DoneMsg>()->transfer_id, new_id);
+  EXPECT_EQ(outbox_.Last<DoneMsg>()->bytes, handle->report().total_bytes);
   EXPECT_EQ(metrics_.fetches_started, 1);
   EXPECT_EQ(metrics_.fetches_restarted, 1);
 }
 
+// Its caller may be reading that layer; a peer that does not know "from" sends it again.
+TEST_F(ReceiverAlone, ALayerThatIsDoneIsNotWrittenAgain) {
+  const auto handle = Begin();
+  const int64_t layer_bytes = 6 * SmallLayout().layer_page_bytes();
+  Deliver(Stream(layer_bytes)[0]);
+  EXPECT_TRUE(receiver_.TakeUnfinished("dialled:2").empty());
+  Receiver::Fetch taken = TakeOnly();
+  EXPECT_EQ(taken.from_bytes, layer_bytes);
+  const uint64_t new_id = taken.transfer_id;
+  taken.peer = kPeer;
+  receiver_.Add(std::move(taken));
+  receiver_.OnPeerReady(kPeer, kEpoch, LinkId{4});
+  EXPECT_EQ(handle->layers_done(), 1);
+  FillPattern(*target_, kOwnSeed);
+  Deliver(Stream(layer_bytes, new_id)[0]);
+  EXPECT_TRUE(Fails(handle->status(), absl::StatusCode::kDataLoss, "overlaps"));
+  EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+}
+
+// It is taken out a second time before the first new session is there.
+TEST_F(ReceiverAlone, WhatHasComeIsKeptWhileTheFetchWaits) {
+  const auto handle = Begin();
+  const std::vector<Chunk> chunks = Stream(1000);
+  Deliver(chunks[0]);
+  Receiver::Fetch taken = TakeOnly();
+  taken.peer = kPeer;
+  receiver_.Add(std::move(taken));
+  EXPECT_EQ(TakeOnly().from_bytes, 1000);
+  EXPECT_FALSE(handle->done());
+}
+
+// A lane has the last chunk in its page, and has not told the progress thread.
+TEST_F(ReceiverAlone, AFetchThatIsWholeWhenItIsTakenOutIsDone) {
+  const auto handle = Begin();
+  PieceCopy copy(nullptr);
+  for (const Chunk& chunk : Stream(1000)) {
+    const std::span<const std::byte> payload = chunk.payload;
+    ASSERT_TRUE(IsOk(receiver_.Land(
+        chunk.header, {&payload, 1}, [] { return true; }, &copy)));
+  }
+  Receiver::Fetch taken = TakeOnly();
+  taken.peer = kPeer;
+  receiver_.Add(std::move(taken));
+  receiver_.OnPeerReady(kPeer, kEpoch, LinkId{4});
+  EXPECT_TRUE(handle->done());
+  EXPECT_TRUE(IsOk(handle->status()));
+  EXPECT_EQ(outbox_.Last<FetchMsg>()->transfer_id, kId);  // It was not asked for again.
+  EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, local_, kSourceSeed, remote_));
+}
+
 TEST_F(ReceiverAlone, AFetchThatBeganAnewIsCancelledByItsFirstId) {
   const auto handle = Begin();
-  std::vector<Receiver::Fetch> taken = receiver_.TakeUnread(kPeer);
-  const uint64_t new_id = taken.at(0).transfer_id;
-  taken[0].peer = kPeer;
-  receiver_.Add(std::move(taken[0]));
+  Receiver::Fetch taken = TakeOnly();
+  const uint64_t new_id = taken.transfer_id;
+  taken.peer = kPeer;
+  receiver_.Add(std::move(taken));
   receiver_.OnPeerReady(kPeer, kEpoch, LinkId{4});
   receiver_.Cancel(kId, absl::CancelledError("x"));
   EXPECT_TRUE(Fails(handle->status(), absl::StatusCode::kCancelled));
   EXPECT_EQ(outbox_.Last<CancelMsg>()->transfer_id, new_id);
-}
-
-// Its caller may be reading that layer.
-TEST_F(ReceiverAlone, AFetchWithALayerDoneIsNotBegunAnew) {
-  const auto handle = Begin();
-  Deliver(Stream(6 * SmallLayout().layer_page_bytes())[0]);
-  EXPECT_TRUE(receiver_.TakeUnread(kPeer).empty());
-  EXPECT_TRUE(receiver_.TakeUnread("dialled:2").empty());
-  EXPECT_FALSE(handle->done());
 }
 
 TEST_F(ReceiverAlone, AFetchWithoutAPeerAsksNobodyUntilItIsGivenOne) {

@@ -24,6 +24,8 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   fetch.checksum = true;
   FetchMsg again = fetch;
   again.replaces = 0x0f1e2d3c4b5a6978;
+  FetchMsg from = again;
+  from.from_bytes = 3 << 20;
   FetchMsg in_place = fetch;
   in_place.in_place_bytes = 32 << 20;
   FetchMsg with_reads = fetch;
@@ -51,6 +53,7 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
       {"refuse_fetch", RefuseMsg{77, absl::NotFoundError("lease 4d is unknown here")}},
       {"fetch", fetch},
       {"fetch_again", again},
+      {"fetch_from", from},
       {"fetch_in_place", in_place},
       {"fetch_tail", with_tail},
       {"fetch_reads", with_reads},

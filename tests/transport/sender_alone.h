@@ -61,6 +61,16 @@ class SenderAlone : public testing::Test {
     }
     return stream;
   }
+  // That what was sent from `from` on is as in the stream `want`; where it ends.
+  int64_t SentUpTo(const std::vector<std::byte>& want, int64_t from) {
+    for (const SentChunk& chunk : wire().chunks) {
+      if (static_cast<int64_t>(chunk.header.offset) < from) continue;
+      EXPECT_EQ(static_cast<int64_t>(chunk.header.offset), from);
+      EXPECT_TRUE(std::equal(chunk.payload.begin(), chunk.payload.end(), want.begin() + from));
+      from += static_cast<int64_t>(chunk.payload.size());
+    }
+    return from;
+  }
   std::vector<std::byte> Want(const std::vector<int64_t>& pages) {
     const StreamPlan plan = Must(StreamPlan::Create(pool_, Must(PageRuns::FromPages(pages))));
     std::vector<std::byte> stream(plan.total_bytes());

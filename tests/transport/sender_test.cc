@@ -68,6 +68,36 @@ TEST_F(SenderAlone, AFetchThatReplacesAnotherEndsIt) {
   EXPECT_EQ(leases_.num_live(), 0);
 }
 
+// Nothing of what has arrived is sent again, and it takes nothing of the window.
+TEST_F(SenderAlone, AFetchFromTheMiddleOfAStream) {
+  const int64_t total = 6 * SmallLayout().page_bytes();
+  const int64_t from = 5000, window = 8192;
+  FetchMsg fetch = Ask(1, kLease, 6, window);
+  fetch.from_bytes = from;
+  sender_.OnFetch(kPeer, kLink, fetch);
+  const std::vector<std::byte> want = Want({3, 4, 5, 9, 0, 15});
+  int64_t sent = from;
+  while (sent < total) {
+    PumpDry();
+    const int64_t before = std::exchange(sent, SentUpTo(want, from));
+    ASSERT_LE(sent - before, window);
+    ASSERT_GT(sent, before) << "stuck";
+    sender_.OnCredit({1, static_cast<uint64_t>(sent)});
+  }
+  sender_.OnDone(kPeer, {1, kLease, total});
+  EXPECT_EQ(leases_.num_live(), 0);
+}
+
+TEST_F(SenderAlone, NothingBehindTheEndOfAStreamIsSent) {
+  FetchMsg fetch = Ask(1);
+  fetch.from_bytes = 6 * SmallLayout().page_bytes();
+  sender_.OnFetch(kPeer, kLink, fetch);
+  ASSERT_NE(outbox_.Last<RefuseMsg>(), nullptr);
+  EXPECT_TRUE(Fails(outbox_.Last<RefuseMsg>()->status, absl::StatusCode::kOutOfRange, "from byte"));
+  sender_.OnFetch(kPeer, kLink, Ask(2));  // The lease is there as before.
+  EXPECT_EQ(metrics_.transfers_active, 1);
+}
+
 TEST_F(SenderAlone, OnlyAFetchOfTheSameLeaseIsReplaced) {
   Publish(2, {1, 2, 3}, 4);
   sender_.OnFetch(kPeer, kLink, Ask(1));
