@@ -1,17 +1,15 @@
 #include "transport/control/zmq_control_plane.h"
 
-#include <sys/epoll.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
+#include <array>
 #include <utility>
 #include <zmq.hpp>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "base/epoll.h"
 #include "base/log.h"
 #include "base/status.h"
 #include "transport/control/codec.h"
@@ -25,8 +23,8 @@ constexpr int kMaxMessagesPerProgress =
 constexpr int kMaxSockets = 65536;
 constexpr int kLingerMs = 200;  // For a goodbye to get out when the plane closes.
 // A peer chooses its routing id; the prefix keeps it from posing as a peer that we dialled.
-const std::string kAccepted = "accepted:";
-const std::string kDialled = "dialled:";
+constexpr absl::string_view kAccepted = "accepted:";
+constexpr absl::string_view kDialled = "dialled:";
 
 struct Dealer {
   zmq::socket_t socket;
@@ -34,37 +32,11 @@ struct Dealer {
   zmq::socket_t attempts;
 };
 
-// Sockets' fds are edge-triggered; one epoll fd stands for them all.
-class EpollFd {
- public:
-  EpollFd() : fd_(epoll_create1(EPOLL_CLOEXEC)) {}
-  ~EpollFd() {
-    if (fd_ >= 0) close(fd_);
-  }
-  EpollFd(const EpollFd&) = delete;
-  EpollFd& operator=(const EpollFd&) = delete;
-
-  int get() const { return fd_; }
-  bool Add(int fd) const {
-    epoll_event event{};
-    event.events = EPOLLIN | EPOLLET;
-    return epoll_ctl(fd_, EPOLL_CTL_ADD, fd, &event) == 0;
-  }
-  void Remove(int fd) const { epoll_ctl(fd_, EPOLL_CTL_DEL, fd, nullptr); }
-  // Takes the edges, so that the epoll fd itself stops being readable.
-  void Drain() const {
-    epoll_event events[16];
-    while (epoll_wait(fd_, events, 16, 0) == 16) {
-    }
-  }
-
- private:
-  const int fd_;
-};
-
 class ZmqControlPlane : public ControlPlane {
  public:
-  ZmqControlPlane() { context_.set(zmq::ctxopt::max_sockets, kMaxSockets); }
+  explicit ZmqControlPlane(Epoll epoll) : epoll_(std::move(epoll)) {
+    context_.set(zmq::ctxopt::max_sockets, kMaxSockets);
+  }
   ~ZmqControlPlane() override {
     dealers_.clear();
     router_.close();
@@ -90,8 +62,7 @@ class ZmqControlPlane : public ControlPlane {
                        "; set listen_host and listen_port to a free local "
                        "address"));
     }
-    if (!epoll_.Add(router_.get(zmq::sockopt::fd))) return EpollFailed();
-    return absl::OkStatus();
+    return Watch(router_);
   }
 
   const std::string& listen_address() const override { return address_; }
@@ -103,10 +74,8 @@ class ZmqControlPlane : public ControlPlane {
       dealer.socket.set(zmq::sockopt::ipv6, 1);  // A host name may resolve to either.
       dealer.attempts = WatchAttempts(dealer.socket, absl::StrCat("inproc://", peer));
       dealer.socket.connect(address);
-      if (!epoll_.Add(dealer.socket.get(zmq::sockopt::fd)) ||
-          !epoll_.Add(dealer.attempts.get(zmq::sockopt::fd))) {
-        return EpollFailed();
-      }
+      KVFERRY_RETURN_IF_ERROR(Watch(dealer.socket));
+      KVFERRY_RETURN_IF_ERROR(Watch(dealer.attempts));
       dealers_.emplace(peer, std::move(dealer));
       return peer;
     } catch (const zmq::error_t& error) {
@@ -143,7 +112,7 @@ class ZmqControlPlane : public ControlPlane {
   }
 
   bool Progress(ControlEvents* events) override {
-    epoll_.Drain();
+    Drain();
     int budget = kMaxMessagesPerProgress;
     if (router_) ReceiveFromRouter(events, &budget);
     // A handler may dial or hang up, so the peers are listed before any of them is heard.
@@ -158,10 +127,10 @@ class ZmqControlPlane : public ControlPlane {
     return budget < kMaxMessagesPerProgress;
   }
 
-  int event_fd() const override { return epoll_.get(); }
+  int event_fd() const override { return epoll_.fd(); }
 
   bool Arm() override {
-    epoll_.Drain();
+    Drain();
     if (router_ && HasInput(router_)) return false;
     for (auto& [peer, dealer] : dealers_) {
       if (HasInput(dealer)) return false;
@@ -199,8 +168,16 @@ class ZmqControlPlane : public ControlPlane {
     dealer.attempts.close();
   }
 
-  static absl::Status EpollFailed() {
-    return absl::ResourceExhaustedError(absl::StrCat("control: epoll: ", std::strerror(errno)));
+  // Sockets' fds are edge-triggered; one epoll fd stands for them all.
+  absl::Status Watch(zmq::socket_t& socket) const {
+    return epoll_.Add(socket.get(zmq::sockopt::fd), EPOLLIN | EPOLLET, 0);
+  }
+
+  // Takes the edges, so that the epoll fd itself stops being readable.
+  void Drain() const {
+    std::array<epoll_event, 16> room;
+    while (epoll_.Ready(room).size() == room.size()) {
+    }
   }
 
   static absl::Status Sent(const zmq::send_result_t& result, const PeerKey& peer) {
@@ -282,7 +259,7 @@ class ZmqControlPlane : public ControlPlane {
   }
 
   zmq::context_t context_{1};
-  EpollFd epoll_;
+  const Epoll epoll_;
   zmq::socket_t router_;
   std::string address_;
   uint64_t next_dealer_ = 1;
@@ -295,8 +272,9 @@ class ZmqControlPlane : public ControlPlane {
 
 absl::StatusOr<std::unique_ptr<ControlPlane>> MakeZmqControlPlane(const Config& config,
                                                                   bool listen) {
+  KVFERRY_ASSIGN_OR_RETURN(Epoll epoll, Epoll::Create());
   try {
-    auto plane = std::make_unique<ZmqControlPlane>();
+    auto plane = std::make_unique<ZmqControlPlane>(std::move(epoll));
     if (listen) KVFERRY_RETURN_IF_ERROR(plane->Listen(config));
     return plane;
   } catch (const zmq::error_t& error) {

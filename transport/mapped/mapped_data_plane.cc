@@ -1,7 +1,5 @@
 #include "transport/mapped/mapped_data_plane.h"
 
-#include <sys/epoll.h>
-
 #include <array>
 #include <cstring>
 #include <deque>
@@ -12,6 +10,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "base/epoll.h"
 #include "base/log.h"
 #include "base/random.h"
 #include "base/status.h"
@@ -104,7 +103,7 @@ class MappedDataPlane : public AddressedPlane {
                            std::string_view bytes) override;
   bool ReadsPool(LinkId /*link*/) const override { return pool_ != nullptr; }
   bool Progress(DataEvents* events) override;
-  int event_fd() const override { return epoll_.get(); }
+  int event_fd() const override { return epoll_.fd(); }
   bool Arm() override { return true; }  // What has not been read yet keeps the fd readable.
 
  private:
@@ -160,7 +159,7 @@ class MappedDataPlane : public AddressedPlane {
   const SharedMemory* const pool_;
   Token token_{};
   std::string address_;
-  UniqueFd epoll_;
+  Epoll epoll_;
   UniqueFd listener_;
   LinkId next_link_ = kFirstMappedLink;
   uint64_t next_accepted_ = kListenerId + 1;
@@ -180,15 +179,9 @@ absl::Status MappedDataPlane::Init() {
   const std::string token = RandomBytes16();
   std::memcpy(token_.data(), token.data(), token_.size());
   address_ = static_cast<char>(kVersion) + name + token;
-  epoll_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
+  KVFERRY_ASSIGN_OR_RETURN(epoll_, Epoll::Create());
   KVFERRY_ASSIGN_OR_RETURN(listener_, ListenUnix(SocketName(name)));
-  epoll_event event{};
-  event.events = EPOLLIN;
-  event.data.u64 = kListenerId;
-  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, listener_.get(), &event) != 0) {
-    return absl::ResourceExhaustedError(absl::StrCat("epoll: ", std::strerror(errno)));
-  }
-  return absl::OkStatus();
+  return epoll_.Add(listener_.get(), EPOLLIN, kListenerId);
 }
 
 MappedDataPlane::~MappedDataPlane() {
@@ -229,13 +222,7 @@ absl::StatusOr<LinkId> MappedDataPlane::Connect(const std::string& address) {
 }
 
 absl::Status MappedDataPlane::Watch(const Channel& channel) {
-  epoll_event event{};
-  event.events = EPOLLIN;
-  event.data.u64 = channel.id;
-  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, channel.socket.get(), &event) == 0) {
-    return absl::OkStatus();
-  }
-  return absl::ResourceExhaustedError(absl::StrCat("epoll: ", std::strerror(errno)));
+  return epoll_.Add(channel.socket.get(), EPOLLIN, channel.id);
 }
 
 void MappedDataPlane::Close(LinkId id) {
@@ -316,10 +303,7 @@ void MappedDataPlane::Flush(Channel& channel) {
 
 void MappedDataPlane::AwaitRoom(Channel& channel, bool await) const {
   if (std::exchange(channel.awaits_room, await) == await) return;
-  epoll_event event{};
-  event.events = EPOLLIN | (await ? EPOLLOUT : 0U);
-  event.data.u64 = channel.id;
-  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, channel.socket.get(), &event);
+  epoll_.Change(channel.socket.get(), EPOLLIN | (await ? EPOLLOUT : 0U), channel.id);
 }
 
 void MappedDataPlane::OnLinkReadable(Link& link) {
@@ -499,11 +483,11 @@ void MappedDataPlane::Serve(uint64_t id, uint32_t ready, DataEvents* events) {
 }
 
 bool MappedDataPlane::Progress(DataEvents* events) {
-  std::array<epoll_event, kEventsATurn> ready;
-  const int count = epoll_wait(epoll_.get(), ready.data(), kEventsATurn, 0);
-  for (int i = 0; i < count; ++i) Serve(ready[i].data.u64, ready[i].events, events);
+  std::array<epoll_event, kEventsATurn> room;
+  const std::span<const epoll_event> ready = epoll_.Ready(room);
+  for (const epoll_event& event : ready) Serve(event.data.u64, event.events, events);
   ReportBroken(events);
-  return count > 0;
+  return !ready.empty();
 }
 
 // A peer that cannot map what it is given (no memory, another user, a filter of system calls) drops
@@ -519,7 +503,7 @@ void MappedDataPlane::ReportBroken(DataEvents* events) {
     // Once: its fd stays readable until it is closed.
     const auto link = links_.find(id);
     if (link == links_.end()) continue;
-    epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link->second->channel.socket.get(), nullptr);
+    epoll_.Remove(link->second->channel.socket.get());
     NoteRefusal(*link->second);
     events->OnLinkDown(id, absl::UnavailableError("the peer on this host is gone"));
   }

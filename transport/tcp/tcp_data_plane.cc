@@ -1,10 +1,7 @@
 #include "transport/tcp/tcp_data_plane.h"
 
-#include <sys/epoll.h>
-
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
@@ -20,14 +17,11 @@ constexpr int64_t kBytesATurn = 1 << 20;
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<TcpDataPlane>> TcpDataPlane::Create() {
-  UniqueFd epoll(epoll_create1(EPOLL_CLOEXEC));
-  if (!epoll.valid()) {
-    return absl::ResourceExhaustedError(absl::StrCat("tcp: epoll: ", std::strerror(errno)));
-  }
+  KVFERRY_ASSIGN_OR_RETURN(Epoll epoll, Epoll::Create());
   return std::unique_ptr<TcpDataPlane>(new TcpDataPlane(std::move(epoll)));
 }
 
-TcpDataPlane::TcpDataPlane(UniqueFd epoll)
+TcpDataPlane::TcpDataPlane(Epoll epoll)
     : epoll_(std::move(epoll)), scratch_(TcpIncoming::kScratchBytes) {}
 
 TcpDataPlane::~TcpDataPlane() {
@@ -55,12 +49,8 @@ absl::Status TcpDataPlane::Join(LinkId id, TcpConnection connection) {
   if (found == links_.end() || found->second->socket.valid()) {
     return absl::FailedPreconditionError("tcp: nobody waits for this connection");
   }
-  epoll_event event{};
-  event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
-  event.data.u64 = id;
-  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, connection.socket.get(), &event) != 0) {
-    return absl::ResourceExhaustedError(absl::StrCat("tcp: epoll: ", std::strerror(errno)));
-  }
+  KVFERRY_RETURN_IF_ERROR(
+      epoll_.Add(connection.socket.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, id));
   Link& link = *found->second;
   link.socket = std::move(connection.socket);
   link.where = std::move(connection.where);
@@ -101,14 +91,13 @@ void TcpDataPlane::Close(LinkId id) {
 }
 
 void TcpDataPlane::Look() {
-  std::array<epoll_event, kEventsATurn> events;
-  const int count = epoll_wait(epoll_.get(), events.data(), kEventsATurn, 0);
-  for (int i = 0; i < count; ++i) {
-    const auto found = links_.find(events[i].data.u64);
+  std::array<epoll_event, kEventsATurn> room;
+  for (const epoll_event& event : epoll_.Ready(room)) {
+    const auto found = links_.find(event.data.u64);
     if (found == links_.end()) continue;
     // What is broken is found out by reading.
-    found->second->readable |= (events[i].events & ~uint32_t{EPOLLOUT}) != 0;
-    found->second->writable |= (events[i].events & EPOLLOUT) != 0;
+    found->second->readable |= (event.events & ~uint32_t{EPOLLOUT}) != 0;
+    found->second->writable |= (event.events & EPOLLOUT) != 0;
     if (found->second->has_work()) ready_.insert(found->first);
   }
 }
@@ -151,7 +140,7 @@ bool TcpDataPlane::Serve(LinkId id, Link& link, DataEvents* events) {
 void TcpDataPlane::Note(LinkId id, Link& link, const Moved& moved, const absl::Status& status) {
   if (status.ok() && moved.result != Moved::Result::kBroken) return;
   // It is silent until it is closed.
-  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.socket.get(), nullptr);
+  epoll_.Remove(link.socket.get());
   link.readable = link.writable = false;
   if (!status.ok()) {
     down_.emplace_back(id, absl::Status(status.code(), absl::StrCat("tcp: dropped ", link.where,

@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
+#include "base/epoll.h"
 #include "base/unique_fd.h"
 #include "transport/data_plane.h"
 #include "transport/tcp/tcp_incoming.h"
@@ -48,7 +49,7 @@ class TcpDataPlane final : public DataPlane {
                            std::string_view bytes) override;
   void Close(LinkId link) override;
   bool Progress(DataEvents* events) override;
-  int event_fd() const override { return epoll_.get(); }
+  int event_fd() const override { return epoll_.fd(); }
   bool Arm() override { return ready_.empty() && down_.empty(); }
   Deadline Tick(Deadline now) override;
 
@@ -68,13 +69,13 @@ class TcpDataPlane final : public DataPlane {
     bool has_work() const { return readable || may_write(); }
   };
 
-  explicit TcpDataPlane(UniqueFd epoll);
+  explicit TcpDataPlane(Epoll epoll);
   void Look();
   bool Serve(LinkId id, Link& link, DataEvents* events);
   // Reading or writing has come to this.
   void Note(LinkId id, Link& link, const Moved& moved, const absl::Status& status);
 
-  const UniqueFd epoll_;
+  const Epoll epoll_;
   LinkId next_link_ = 1;
   absl::flat_hash_map<LinkId, std::unique_ptr<Link>> links_;
   absl::flat_hash_set<LinkId> ready_;                  // Links with something to do.

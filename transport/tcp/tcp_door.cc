@@ -1,10 +1,7 @@
 #include "transport/tcp/tcp_door.h"
 
-#include <sys/epoll.h>
-
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cstring>
 #include <utility>
 
@@ -35,17 +32,9 @@ absl::StatusOr<std::unique_ptr<TcpDoor>> TcpDoor::Create(const Config& config,
   KVFERRY_ASSIGN_OR_RETURN(door->listener_, ListenTcp(door->host_, config.data_port));
   KVFERRY_RETURN_IF_ERROR(ChooseCongestionControl(door->listener_, config.tcp_congestion_control));
   KVFERRY_ASSIGN_OR_RETURN(door->port_, PortOf(door->listener_));
-  door->epoll_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
-  KVFERRY_RETURN_IF_ERROR(door->Watch(door->listener_, kListenerId));
+  KVFERRY_ASSIGN_OR_RETURN(door->epoll_, Epoll::Create());
+  KVFERRY_RETURN_IF_ERROR(door->epoll_.Add(door->listener_.get(), EPOLLIN, kListenerId));
   return door;
-}
-
-absl::Status TcpDoor::Watch(const UniqueFd& socket, uint64_t id) {
-  epoll_event event{};
-  event.events = EPOLLIN;
-  event.data.u64 = id;
-  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, socket.get(), &event) == 0) return absl::OkStatus();
-  return absl::ResourceExhaustedError(absl::StrCat("tcp: epoll: ", std::strerror(errno)));
 }
 
 TcpAddress TcpDoor::Expect(LinkId link, int64_t lanes, Deadline until) {
@@ -73,7 +62,7 @@ void TcpDoor::Accept() {
           [](const auto& one, const auto& other) { return one.first < other.first; }));
     }
     const uint64_t id = next_stranger_++;
-    if (!Watch(socket, id).ok()) continue;
+    if (!epoll_.Add(socket.get(), EPOLLIN, id).ok()) continue;
     strangers_.emplace(id, Stranger{std::move(socket), "", DeadlineInMs(timeout_ms_)});
   }
 }
@@ -105,7 +94,7 @@ void TcpDoor::LetIn(Stranger& stranger, std::vector<Arrival>* arrivals) {
   }
   expected.came[hello.lane] = true;
   // Data may follow at once: whoever reads the socket next looks without being told.
-  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, stranger.socket.get(), nullptr);
+  epoll_.Remove(stranger.socket.get());
   TcpConnection connection{std::move(stranger.socket),
                            TcpHello::With(expected.address.answer, hello.lane).Bytes(), "",
                            "a peer"};
@@ -117,14 +106,13 @@ void TcpDoor::LetIn(Stranger& stranger, std::vector<Arrival>* arrivals) {
 
 std::vector<TcpDoor::Arrival> TcpDoor::Progress() {
   std::vector<Arrival> arrivals;
-  std::array<epoll_event, kEventsATurn> events;
-  const int count = epoll_wait(epoll_.get(), events.data(), kEventsATurn, 0);
-  for (int i = 0; i < count; ++i) {
-    if (events[i].data.u64 == kListenerId) {
+  std::array<epoll_event, kEventsATurn> room;
+  for (const epoll_event& event : epoll_.Ready(room)) {
+    if (event.data.u64 == kListenerId) {
       Accept();
       continue;
     }
-    const auto found = strangers_.find(events[i].data.u64);
+    const auto found = strangers_.find(event.data.u64);
     if (found != strangers_.end() && Hear(found->second, &arrivals)) strangers_.erase(found);
   }
   return arrivals;

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "base/clock.h"
 #include "base/config.h"
+#include "base/epoll.h"
 #include "base/unique_fd.h"
 #include "transport/messages.h"
 #include "transport/tcp/tcp_data_plane.h"
@@ -37,7 +38,7 @@ class TcpDoor {
   std::vector<Arrival> Progress();
   // Forgets who is overdue; returns when to be called again at the latest.
   Deadline Tick(Deadline now);
-  int event_fd() const { return epoll_.get(); }
+  int event_fd() const { return epoll_.fd(); }
 
  private:
   struct Expected {
@@ -53,7 +54,6 @@ class TcpDoor {
   };
 
   TcpDoor() = default;
-  absl::Status Watch(const UniqueFd& socket, uint64_t id);
   void Accept();
   // Whether it is a stranger no longer.
   bool Hear(Stranger& stranger, std::vector<Arrival>* arrivals);
@@ -62,7 +62,7 @@ class TcpDoor {
   std::string host_;
   int64_t port_ = 0;
   int64_t timeout_ms_ = 0;
-  UniqueFd epoll_;
+  Epoll epoll_;
   UniqueFd listener_;
   uint64_t next_stranger_ = 1;
   absl::flat_hash_map<LinkId, Expected> expected_;
