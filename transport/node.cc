@@ -361,8 +361,7 @@ void NodeImpl::OnChunkElsewhere(const ChunkHeader& header, std::span<const std::
 }
 
 void NodeImpl::OnReadFailed(const ChunkHeader& header, const absl::Status& status) {
-  // The network's fault: no reads of that peer's memory are offered any more, so it comes packed.
-  if (absl::IsUnavailable(status) && receiver_->RequestAgain(header.transfer_id)) return;
+  // No reads of that peer's memory are offered any more, so what is asked for again comes packed.
   receiver_->OnLanded(header, status);
 }
 

@@ -68,14 +68,9 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
     return;
   }
   const Deadline now = Clock::now();
-  fetch.requested_at = now;
+  if (fetch.requested_at == Deadline{}) fetch.requested_at = now;
   OpenLanding(fetch);
-  // Nothing was wanted, or the rest came while the fetch was taken out.
-  if (fetch.from_bytes == fetch.plan->total_bytes()) {
-    outbox_->Send(fetch.peer, DoneMsg{transfer_id, fetch.ticket.lease_id, 0});
-    End(transfer_id, absl::OkStatus());
-    return;
-  }
+  if (EndIfWhole(fetch)) return;  // Nothing was wanted.
   FetchMsg message;
   message.transfer_id = transfer_id;
   message.lease_id = fetch.ticket.lease_id;
@@ -102,33 +97,49 @@ void Receiver::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
 std::vector<Receiver::Fetch> Receiver::TakeUnfinished(const PeerKey& peer) {
   std::vector<Fetch> taken;
   for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.peer == peer && f.redial; })) {
-    Fetch fetch = TakeOut(id);
-    fetch.peer.clear();
-    taken.push_back(std::move(fetch));
+    std::optional<Fetch> fetch = TakeOut(id);
+    if (!fetch.has_value()) continue;
+    fetch->peer.clear();
+    taken.push_back(*std::move(fetch));
   }
   return taken;
 }
 
-Receiver::Fetch Receiver::TakeOut(uint64_t transfer_id) {
-  Fetch fetch = std::move(fetches_.extract(transfer_id).mapped());
-  CloseLanding(fetch);  // First, so that no lane adds to it any more.
-  if (fetch.requested()) fetch.from_bytes = fetch.landing->prefix();
+std::optional<Receiver::Fetch> Receiver::TakeOut(uint64_t transfer_id) {
+  const auto found = fetches_.find(transfer_id);
+  CloseLanding(found->second);  // First, so that no lane adds to it any more.
+  if (EndIfWhole(found->second)) return std::nullopt;
+  Fetch fetch = std::move(found->second);
+  fetches_.erase(found);
+  // The sender knows of the last one that was requested.
+  if (fetch.requested() || fetch.replaces == 0) fetch.replaces = transfer_id;
   fetch.transfer_id = RandomId();
-  fetch.replaces = transfer_id;
+  if (fetch.requested()) {
+    fetch.from_bytes = fetch.landing->prefix();
+    Log().info("fetch {:x} goes on as {:x} from byte {} of {}", transfer_id, fetch.transfer_id,
+               fetch.from_bytes, fetch.plan->total_bytes());
+  }
   fetch.credited_bytes = fetch.from_bytes;
   fetch.landing = nullptr;
-  Log().info("fetch {:x} goes on as {:x} from byte {} of {}", transfer_id, fetch.transfer_id,
-             fetch.from_bytes, fetch.plan->total_bytes());
   return fetch;
+}
+
+bool Receiver::EndIfWhole(const Fetch& fetch) {
+  const int64_t total = fetch.plan->total_bytes();
+  if (!fetch.requested() || fetch.bytes_arrived() != total) return false;
+  outbox_->Send(fetch.peer, DoneMsg{fetch.transfer_id, fetch.ticket.lease_id, total});
+  End(fetch.transfer_id, absl::OkStatus());
+  return true;
 }
 
 bool Receiver::RequestAgain(uint64_t transfer_id) {
   const auto found = fetches_.find(transfer_id);
   if (found == fetches_.end() || !found->second.redial) return false;
-  Fetch fetch = TakeOut(transfer_id);
-  const uint64_t id = fetch.transfer_id;
-  const uint64_t epoch = fetch.ticket.epoch;
-  Add(std::move(fetch));
+  std::optional<Fetch> fetch = TakeOut(transfer_id);
+  if (!fetch.has_value()) return true;
+  const uint64_t id = fetch->transfer_id;
+  const uint64_t epoch = fetch->ticket.epoch;
+  Add(*std::move(fetch));
   Request(fetches_.find(id)->second, epoch);
   return true;
 }
@@ -218,17 +229,14 @@ void Receiver::OnLanded(const ChunkHeader& header, const absl::Status& status) {
   // It may have ended since.
   if (found == fetches_.end() || absl::IsNotFound(status)) return;
   Fetch& fetch = found->second;
+  // The network's fault, or a sender's that thought us dead and took back what we had not read.
+  if (absl::IsUnavailable(status) && RequestAgain(header.transfer_id)) return;
   if (!status.ok()) {
     outbox_->Send(fetch.peer, CancelMsg{header.transfer_id, std::string(status.message())});
     End(header.transfer_id, status);
     return;
   }
-  const int64_t arrived = fetch.bytes_arrived();
-  if (arrived == fetch.plan->total_bytes()) {
-    outbox_->Send(fetch.peer, DoneMsg{header.transfer_id, fetch.ticket.lease_id, arrived});
-    End(header.transfer_id, absl::OkStatus());
-    return;
-  }
+  if (EndIfWhole(fetch)) return;
   // One that was read in place was in no buffer, and its reader has said that it is through.
   if ((header.flags & kChunkInPool) == 0) Credit(fetch);
 }
@@ -272,7 +280,7 @@ void Receiver::End(uint64_t transfer_id, const absl::Status& status) {
   const Fetch& fetch = node.mapped();
   const Deadline now = Clock::now();
   const int64_t total = fetch.plan->total_bytes();
-  const Deadline left = fetch.requested() ? fetch.requested_at : now;
+  const Deadline left = fetch.requested_at == Deadline{} ? now : fetch.requested_at;
   CloseLanding(fetch);  // The pages are the caller's again.
   const FetchReport report{total, fetch.bytes_arrived(), SecondsBetween(fetch.created, left),
                            SecondsBetween(left, now)};
@@ -289,10 +297,11 @@ void Receiver::End(uint64_t transfer_id, const absl::Status& status) {
 
 std::string Receiver::Overdue(const Fetch& fetch) {
   if (fetch.peer.empty()) return "nobody has pushed to these pages in time";
+  const char* silent = fetch.replaces == 0 ? ", the peer never answered"
+                                           : ", and then the peer has not answered again";
   return absl::StrCat("the fetch from ", fetch.ticket.address,
                       " did not end in time: ", fetch.bytes_arrived(), " of ",
-                      fetch.plan->total_bytes(), " bytes arrived",
-                      fetch.requested() ? "" : ", the peer never answered");
+                      fetch.plan->total_bytes(), " bytes arrived", fetch.requested() ? "" : silent);
 }
 
 Deadline Receiver::Tick(Deadline now) {

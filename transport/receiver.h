@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -72,10 +73,10 @@ class Receiver {
   void OnPeerReady(const PeerKey& peer, uint64_t epoch, LinkId link);
   void OnPeerGone(const PeerKey& peer, const absl::Status& status);
   // Takes the fetches that can go on over another session with the peer, ready to be added for it.
-  // The others are to be ended by OnPeerGone.
+  // Whole ones are ended; the others are to be ended by OnPeerGone.
   std::vector<Fetch> TakeUnfinished(const PeerKey& peer);
-  // Lets a requested fetch go on under another id, on its session. False, and nothing has happened,
-  // when it cannot.
+  // Lets a requested fetch go on under another id, on its session, or end when it is whole. False,
+  // and nothing has happened, when it cannot.
   bool RequestAgain(uint64_t transfer_id);
   void OnRefuse(const PeerKey& peer, const RefuseMsg& refuse);
   void OnAbort(const PeerKey& peer, const AbortMsg& abort);
@@ -105,8 +106,10 @@ class Receiver {
   std::shared_ptr<Landing> FindLanding(uint64_t transfer_id);
   void OpenLanding(Fetch& fetch);
   void CloseLanding(const Fetch& fetch);
-  // Out of fetches_, with another transfer id; chunks of the old one are dropped from now on.
-  Fetch TakeOut(uint64_t transfer_id);
+  // Out of fetches_, with another transfer id; chunks of the old one are dropped from now on. None
+  // of a fetch that turns out to be whole: it has ended.
+  std::optional<Fetch> TakeOut(uint64_t transfer_id);
+  bool EndIfWhole(const Fetch& fetch);
   void Credit(Fetch& fetch);
   void End(uint64_t transfer_id, const absl::Status& status);
   static std::string Overdue(const Fetch& fetch);

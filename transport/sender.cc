@@ -289,7 +289,8 @@ void Sender::OnCancel(const PeerKey& peer, const CancelMsg& cancel) {
 void Sender::EndReplaced(const FetchMsg& fetch) {
   const auto found = transfers_.find(fetch.replaces);
   if (found != transfers_.end() && found->second->fetch.lease_id == fetch.lease_id) {
-    End(fetch.replaces, absl::CancelledError("the receiver has begun it anew"), /*tell=*/false);
+    End(fetch.replaces, absl::CancelledError("the receiver goes on with another fetch"),
+        /*tell=*/false);
   }
   ForgetParked([&](const Parked& entry) {
     return entry.fetch.transfer_id == fetch.replaces && entry.fetch.lease_id == fetch.lease_id;
@@ -462,6 +463,9 @@ FillChunk Sender::Gather(const TransferPtr& transfer, int64_t chunk) const {
 
 FillChunk Sender::ListPieces(const TransferPtr& transfer, int64_t chunk) {
   return [this, transfer, chunk, offset = transfer->sent_bytes](ChunkHeader* header) -> Filled {
+    // What its guard says by then would be another transfer's; a checksum reads the pages.
+    const Gate::Pass pass(transfer->reading.get());
+    if (!pass.open()) return absl::CancelledError("the transfer has ended");
     pieces_.clear();
     transfer->plan.AppendPieces(offset, header->bytes, &pieces_);
     std::byte* const begin = arena_->Bytes(chunk).data();

@@ -219,6 +219,27 @@ TEST(StoppedPeer, NoPagesOfAnotherRequest) {
 }
 
 // Its session ends at the heartbeat timeout, and the pages come back.
+// What was on its way to the decode process is taken back when that is given up, and asked for again
+// when it goes on.
+TEST(StoppedPeer, DecodeGoesOnBehindWhatHasCome) {
+  ChildPeer prefill(Peer("prefill", kQuickHeart));
+  ChildPeer decode(Peer("decode", kQuickHeart));
+  const std::vector<int64_t> pages = AllPages();
+  const std::string ticket = prefill.Publish(pages, 1, 60000);
+  const std::string fetch = decode.Fetch(ticket, pages, 60000);
+  ASSERT_EQ(decode.WaitLayer(fetch, 0, 20000), "OK");
+  decode.Signal(SIGSTOP);
+  ASSERT_EQ(prefill.Ask("ready " + LeaseOf(ticket)), "OK");
+  ASSERT_TRUE(WaitFor([&] { return prefill.Metric("peers") == 0; }, Soon()));
+  decode.Signal(SIGCONT);
+  const std::string status = decode.Wait(fetch, 20000);
+  // One TCP connection serves both ways: unless it finds that closed first.
+  if (PathUnderTest() == TestPath::kTcp && status.find("closed by the other side") < status.size())
+    return;
+  EXPECT_EQ(status, "OK");
+  EXPECT_EQ(decode.Verify(11, pages, pages), "OK");
+}
+
 TEST(StoppedPeer, DecodeLosesItsLease) {
   ChildPeer prefill(Peer("prefill", kQuickHeart));
   ChildPeer decode(Peer("decode", kQuickHeart));

@@ -163,10 +163,30 @@ TEST_F(ReceiverAlone, MissingChecksumThatWasAskedFor) {
 }
 
 // It was read where the sender keeps it, and the sender has used that memory again meanwhile.
-TEST_F(ReceiverAlone, AChunkThatDidNotStayIntactEndsTheFetch) {
+// That sender may have thought us dead.
+TEST_F(ReceiverAlone, AChunkThatDidNotStayIntactIsAskedForAgain) {
   const auto handle = Begin();
-  const std::vector<Chunk> chunks = Stream(49152);
-  Deliver(chunks[0], /*intact=*/false);
+  const std::vector<Chunk> chunks = Stream(1000);
+  Deliver(chunks[0]);
+  Deliver(chunks[1], /*intact=*/false);
+  const FetchMsg* again = outbox_.Last<FetchMsg>();
+  EXPECT_NE(again->transfer_id, kId);
+  EXPECT_EQ(again->replaces, kId);
+  EXPECT_EQ(again->from_bytes, 1000);
+  EXPECT_FALSE(handle->done());
+  const uint64_t new_id = again->transfer_id;
+  for (const Chunk& chunk : Stream(1000, new_id)) {
+    if (chunk.header.offset >= 1000) Deliver(chunk);
+  }
+  EXPECT_TRUE(IsOk(handle->status()));
+  EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, local_, kSourceSeed, remote_));
+  EXPECT_EQ(metrics_.fetches_restarted, 1);
+}
+
+// A push has nobody to ask.
+TEST_F(ReceiverAlone, AChunkThatDidNotStayIntactEndsAPush) {
+  const auto handle = Begin(kId, DeadlineInMs(60000), kPeer, /*redial=*/false);
+  Deliver(Stream(49152)[0], /*intact=*/false);
   ExpectGivenUp(*handle, absl::StatusCode::kUnavailable, "took the chunk at byte 0 back");
   EXPECT_EQ(handle->missing_pages(), local_);
   EXPECT_EQ(handle->layers_done(), 0);
@@ -174,7 +194,7 @@ TEST_F(ReceiverAlone, AChunkThatDidNotStayIntactEndsTheFetch) {
 
 // What its words say lies there may not even be what they meant: nothing of it is looked at.
 TEST_F(ReceiverAlone, AChunkThatWasTakenBackIsNotLookedAt) {
-  const auto handle = Begin();
+  const auto handle = Begin(kId, DeadlineInMs(60000), kPeer, /*redial=*/false);
   const Chunk chunk = Stream(49152)[0];
   receiver_.OnChunk(chunk.header, {}, [] { return false; });
   EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
@@ -397,7 +417,9 @@ TEST_F(ReceiverAlone, WhatHasComeIsKeptWhileTheFetchWaits) {
   Receiver::Fetch taken = TakeOnly();
   taken.peer = kPeer;
   receiver_.Add(std::move(taken));
-  EXPECT_EQ(TakeOnly().from_bytes, 1000);
+  const Receiver::Fetch again = TakeOnly();
+  EXPECT_EQ(again.from_bytes, 1000);
+  EXPECT_EQ(again.replaces, kId);  // What the sender knows of: the other was never requested.
   EXPECT_FALSE(handle->done());
 }
 
@@ -410,13 +432,12 @@ TEST_F(ReceiverAlone, AFetchThatIsWholeWhenItIsTakenOutIsDone) {
     ASSERT_TRUE(IsOk(receiver_.Land(
         chunk.header, {&payload, 1}, [] { return true; }, &copy)));
   }
-  Receiver::Fetch taken = TakeOnly();
-  taken.peer = kPeer;
-  receiver_.Add(std::move(taken));
-  receiver_.OnPeerReady(kPeer, kEpoch, LinkId{4});
+  EXPECT_TRUE(receiver_.TakeUnfinished(kPeer).empty());
   EXPECT_TRUE(handle->done());
   EXPECT_TRUE(IsOk(handle->status()));
   EXPECT_EQ(outbox_.Last<FetchMsg>()->transfer_id, kId);  // It was not asked for again.
+  EXPECT_EQ(outbox_.Last<DoneMsg>()->transfer_id, kId);
+  EXPECT_EQ(outbox_.Last<DoneMsg>()->bytes, handle->report().total_bytes);
   EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, local_, kSourceSeed, remote_));
 }
 
@@ -486,9 +507,13 @@ TEST_F(ReceiverAlone, ChunksElsewhereAreReadFromTheFetchsPeer) {
   EXPECT_EQ(outbox_.data().reads[0].link, LinkId{3});
   EXPECT_EQ(outbox_.data().reads[0].header.offset, 4096u);
   EXPECT_EQ(outbox_.data().reads[0].payload, list);
-  // A read that fails ends the fetch.
-  receiver_.OnLanded({kId, 4096, 0, 100, 0}, absl::UnavailableError("reading failed"));
-  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable, "reading failed"));
+  // What fails for the network's sake is asked for again; nothing else is.
+  receiver_.OnLanded({kId, 4096, 0, 100, 0}, absl::UnavailableError("the network failed"));
+  EXPECT_FALSE(handle->done());
+  EXPECT_EQ(outbox_.Last<FetchMsg>()->replaces, kId);
+  const uint64_t new_id = outbox_.Last<FetchMsg>()->transfer_id;
+  receiver_.OnLanded({new_id, 4096, 0, 100, 0}, absl::InternalError("reading failed"));
+  EXPECT_TRUE(Fails(handle->status(), absl::StatusCode::kInternal, "reading failed"));
 }
 
 }  // namespace

@@ -121,6 +121,20 @@ TEST_F(SenderDirect, EveryEndRaisesTheGuard) {
   }
 }
 
+// Its guard may be another transfer's by the time the wire comes to it, and its pages another's.
+TEST_F(SenderDirect, NoListIsMadeForATransferThatHasEnded) {
+  Use(&direct_);
+  wire().fill_at_once = false;
+  direct_.OnFetch(kPeer, kLink, AskToRead(1));
+  while (direct_.Pump()) {
+  }
+  ASSERT_FALSE(wire().later.empty());
+  direct_.AbortLease(kLease, absl::AbortedError("taken back"));
+  wire().FillLater();
+  EXPECT_TRUE(wire().chunks.empty());
+  EXPECT_EQ(arena_->num_taken(), 0);
+}
+
 TEST_F(SenderDirect, TwoTransfersHaveTwoGuards) {
   Use(&direct_);
   Publish(2, {1, 2}, 4);
