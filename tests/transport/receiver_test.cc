@@ -441,7 +441,7 @@ TEST_F(ReceiverAlone, AFetchThatIsWholeWhenItIsTakenOutIsDone) {
   EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, local_, kSourceSeed, remote_));
 }
 
-TEST_F(ReceiverAlone, AFetchThatBeganAnewIsCancelledByItsFirstId) {
+TEST_F(ReceiverAlone, AFetchThatGoesOnIsCancelledByItsFirstId) {
   const auto handle = Begin();
   Receiver::Fetch taken = TakeOnly();
   const uint64_t new_id = taken.transfer_id;

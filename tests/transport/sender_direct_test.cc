@@ -96,6 +96,22 @@ TEST_F(SenderDirect, ListsOfWholeChunksInTheWindow) {
   EXPECT_EQ(leases_.num_live(), 0);
 }
 
+TEST_F(SenderDirect, FromTheMiddleOfAnItem) {
+  Use(&direct_);
+  FetchMsg fetch = AskToRead(1);
+  fetch.from_bytes = 5001;
+  direct_.OnFetch(kPeer, kLink, fetch);
+  while (direct_.Pump()) {
+  }
+  std::vector<std::byte> stream;
+  for (const SentChunk& chunk : wire().chunks) {
+    EXPECT_EQ(chunk.header.offset, 5001 + stream.size());
+    const std::vector<std::byte> bytes = Read(chunk);
+    stream.insert(stream.end(), bytes.begin(), bytes.end());
+  }
+  EXPECT_EQ(stream, Want({3, 4, 5, 9, 0, 15}, 5001));
+}
+
 // However a transfer ends, its guard is raised by the time its pages are their owner's.
 TEST_F(SenderDirect, EveryEndRaisesTheGuard) {
   const std::vector<std::function<void()>> ends = {

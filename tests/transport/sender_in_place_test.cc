@@ -37,11 +37,11 @@ class SenderInPlace : public SenderAlone {
     EXPECT_EQ(bytes.size(), chunk.header.bytes);
     return bytes;
   }
-  std::vector<std::byte> ReadAll() {
+  std::vector<std::byte> ReadAll(int64_t from = 0) {
     std::vector<std::byte> stream;
     for (const SentChunk& chunk : wire().chunks) {
       const std::vector<std::byte> bytes = Read(chunk);
-      EXPECT_EQ(chunk.header.offset, stream.size());
+      EXPECT_EQ(chunk.header.offset, from + stream.size());
       stream.insert(stream.end(), bytes.begin(), bytes.end());
     }
     return stream;
@@ -58,6 +58,14 @@ TEST_F(SenderInPlace, OneChunkWhateverTheWindow) {
   EXPECT_EQ(arena_->num_taken(), 0);
   sender_.OnDone(kPeer, {1, kLease, 6 * SmallLayout().page_bytes()});
   EXPECT_EQ(leases_.num_live(), 0);
+}
+
+TEST_F(SenderInPlace, FromTheMiddleOfAnItem) {
+  FetchMsg fetch = Ask(1);
+  fetch.from_bytes = 5001;
+  sender_.OnFetch(kPeer, kLink, fetch);
+  PumpDry();
+  EXPECT_EQ(ReadAll(5001), Want({3, 4, 5, 9, 0, 15}, 5001));
 }
 
 TEST_F(SenderInPlace, ChunksAreAsLongAsTheirReaderWants) {

@@ -75,17 +75,32 @@ TEST_F(SenderAlone, AFetchFromTheMiddleOfAStream) {
   FetchMsg fetch = Ask(1, kLease, 6, window);
   fetch.from_bytes = from;
   sender_.OnFetch(kPeer, kLink, fetch);
-  const std::vector<std::byte> want = Want({3, 4, 5, 9, 0, 15});
   int64_t sent = from;
   while (sent < total) {
     PumpDry();
-    const int64_t before = std::exchange(sent, SentUpTo(want, from));
+    const int64_t before = std::exchange(sent, from + Sent(1, from).size());
     ASSERT_LE(sent - before, window);
     ASSERT_GT(sent, before) << "stuck";
     sender_.OnCredit({1, static_cast<uint64_t>(sent)});
   }
+  EXPECT_EQ(Sent(1, from), Want({3, 4, 5, 9, 0, 15}, from));
   sender_.OnDone(kPeer, {1, kLease, total});
   EXPECT_EQ(leases_.num_live(), 0);
+}
+
+TEST_F(SenderAlone, AFetchFromALayerThatIsNotReady) {
+  Publish(2, {1, 2, 3}, 1);
+  const int64_t from = 2 * 3 * SmallLayout().layer_page_bytes() + 100;
+  FetchMsg fetch = Ask(1, 2, 3);
+  fetch.from_bytes = from;
+  sender_.OnFetch(kPeer, kLink, fetch);
+  for (const int64_t ready : {1, 2, 3, 4}) {
+    ASSERT_TRUE(IsOk(leases_.SetReadyLayers(2, ready)));
+    sender_.OnLeaseChanged(2);
+    PumpDry();
+    EXPECT_EQ(Sent(1, from).empty(), ready < 3);
+  }
+  EXPECT_EQ(Sent(1, from), Want({1, 2, 3}, from));
 }
 
 TEST_F(SenderAlone, NothingBehindTheEndOfAStreamIsSent) {
