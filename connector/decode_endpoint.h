@@ -28,7 +28,9 @@ class DecodeEndpoint {
                                                                 const EndpointOptions& options);
 
   // Fetches pages [first_page, first_page + pages.size()) of the ticket into the local `pages`, in
-  // order. The pages before first_page the caller has already (a cached prefix). timeout_ms 0: the
+  // order. The pages before first_page the caller has already (a cached prefix). The prefill side may
+  // not have published the request yet: by a moment (its publish_grace_ms) or, if the ticket is one
+  // without an epoch, until the fetch's deadline. timeout_ms 0: the
   // configured fetch_timeout_ms. The session with the ticket's host is opened on first use and
   // kept.
   //

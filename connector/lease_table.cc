@@ -25,24 +25,39 @@ absl::Status LeaseTable::NotLive(uint64_t lease_id) const {
     return absl::NotFoundError(absl::StrCat(
         "lease ", absl::Hex(lease_id), " is unknown here; was the ticket made by this process?"));
   }
+  const auto [outcome, published] = found->second;
+  if (!published) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("lease ", absl::Hex(lease_id), " will not be published: ",
+                     outcome == LeaseOutcome::kFetched ? "its reader said that it needs nothing"
+                                                       : "the prefill side gave the request up"));
+  }
   const absl::string_view hint =
-      found->second == LeaseOutcome::kExpired ? "; raise lease_ms or fetch sooner" : "";
+      outcome == LeaseOutcome::kExpired ? "; raise lease_ms or fetch sooner" : "";
   return absl::FailedPreconditionError(absl::StrCat(
-      "lease ", absl::Hex(lease_id), " has already been ", LeaseOutcomeName(found->second), hint));
+      "lease ", absl::Hex(lease_id), " has already been ", LeaseOutcomeName(outcome), hint));
 }
 
 absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t ready_layers,
                                  Deadline expiry,
                                  std::shared_ptr<const std::vector<std::byte>> tail) {
   MutexLock lock(&mutex_);
-  if (leases_.contains(lease_id) || remembered_.contains(lease_id)) {
+  const auto fate = remembered_.find(lease_id);
+  const bool unneeded = fate != remembered_.end() && !fate->second.published &&
+                        fate->second.outcome == LeaseOutcome::kFetched;
+  if (leases_.contains(lease_id) || (fate != remembered_.end() && !unneeded)) {
     return absl::AlreadyExistsError(
-        absl::StrCat("lease ", absl::Hex(lease_id), " was published before"));
+        absl::StrCat("lease ", absl::Hex(lease_id), " was published or given up before"));
   }
   if (static_cast<int64_t>(leases_.size() + ended_.size()) >= config_.max_leases) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "max_leases (", config_.max_leases, "): ", leases_.size(), " requests are published and ",
         ended_.size(), " ended ones have not been taken"));
+  }
+  if (unneeded) {
+    fate->second.published = true;
+    ended_.push_back({lease_id, LeaseOutcome::kFetched});
+    return absl::OkStatus();
   }
   leases_.emplace(lease_id,
                   Lease{{std::move(pages), std::move(tail)}, ready_layers, expiry, State::kIdle});
@@ -54,6 +69,17 @@ absl::Status LeaseTable::SetReadyLayers(uint64_t lease_id, int64_t layers) {
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) return NotLive(lease_id);
   found->second.ready_layers = std::max(found->second.ready_layers, layers);
+  return absl::OkStatus();
+}
+
+absl::Status LeaseTable::GiveUp(uint64_t lease_id) {
+  MutexLock lock(&mutex_);
+  const auto fate = remembered_.find(lease_id);
+  if (leases_.contains(lease_id) || (fate != remembered_.end() && fate->second.published)) {
+    return absl::AlreadyExistsError(
+        absl::StrCat("lease ", absl::Hex(lease_id), " was published; release it"));
+  }
+  if (fate == remembered_.end()) Remember(lease_id, {LeaseOutcome::kReleased, false});
   return absl::OkStatus();
 }
 
@@ -74,7 +100,8 @@ absl::Status LeaseTable::Take(uint64_t lease_id) {
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) {
     const auto ended = remembered_.find(lease_id);
-    const bool fetched = ended != remembered_.end() && ended->second == LeaseOutcome::kFetched;
+    const bool fetched = ended != remembered_.end() && ended->second.published &&
+                         ended->second.outcome == LeaseOutcome::kFetched;
     return fetched ? absl::OkStatus() : NotLive(lease_id);
   }
   switch (found->second.state) {
@@ -158,7 +185,9 @@ void LeaseTable::EndOrIdle(uint64_t lease_id, Lease& lease) {
 void LeaseTable::NothingNeeded(uint64_t lease_id) {
   MutexLock lock(&mutex_);
   const auto found = leases_.find(lease_id);
-  if (found != leases_.end() && found->second.state == State::kIdle) {
+  if (found == leases_.end()) {
+    if (!remembered_.contains(lease_id)) Remember(lease_id, {LeaseOutcome::kFetched, false});
+  } else if (found->second.state == State::kIdle) {
     End(lease_id, LeaseOutcome::kFetched);
   }
 }
@@ -182,7 +211,11 @@ Deadline LeaseTable::Tick(Deadline now) {
 void LeaseTable::End(uint64_t lease_id, LeaseOutcome outcome) {
   leases_.erase(lease_id);
   ended_.push_back({lease_id, outcome});
-  remembered_.emplace(lease_id, outcome);
+  Remember(lease_id, {outcome, true});
+}
+
+void LeaseTable::Remember(uint64_t lease_id, Fate fate) {
+  remembered_.emplace(lease_id, fate);
   remembered_order_.push_back(lease_id);
   if (remembered_order_.size() > kMaxRemembered) {
     remembered_.erase(remembered_order_.front());

@@ -33,6 +33,9 @@ struct EndedLease {
 //   state          on                   becomes         because
 //   idle           BeginTransfer        transferring    a fetch reads the pages: no expiry meanwhile
 //   idle           expiry               ended expired   nobody came
+//   unknown        NothingNeeded        unneeded        its reader was told the id before it is published
+//   unneeded       Publish              ended fetched   -
+//   unknown        GiveUp               ended released  the same reader need not wait for it any more
 //   idle           Withdraw,            ended           -
 //                  NothingNeeded, Take
 //   transferring   EndTransfer(OK)      ended fetched   -
@@ -50,12 +53,14 @@ class LeaseTable : public FetchSource {
  public:
   explicit LeaseTable(const Config& config) : config_(config) {}
 
-  // ALREADY_EXISTS for a lease id that was used before, RESOURCE_EXHAUSTED at max_leases (live ones
-  // and ended ones not yet taken).
+  // ALREADY_EXISTS for a lease id that was used before or given up, RESOURCE_EXHAUSTED at max_leases
+  // (live ones and ended ones not yet taken).
   absl::Status Publish(uint64_t lease_id, PageRuns pages, int64_t ready_layers, Deadline expiry,
                        std::shared_ptr<const std::vector<std::byte>> tail = nullptr);
   // Layers [0, layers) are final; never shrinks. NOT_FOUND for a lease that is not live.
   absl::Status SetReadyLayers(uint64_t lease_id, int64_t layers);
+  // The lease that somebody may be waiting for will not be published. ALREADY_EXISTS if it was.
+  absl::Status GiveUp(uint64_t lease_id);
   // True: ended at once. False: a transfer has to end first. NOT_FOUND for a lease that is not
   // live.
   absl::StatusOr<bool> Withdraw(uint64_t lease_id);
@@ -85,13 +90,19 @@ class LeaseTable : public FetchSource {
     Deadline expiry;
     State state = State::kIdle;
   };
-  // Ended leases that are remembered, to say what became of a ticket or to answer Take() again: at
+  // What became of a lease, and whether it ever was one. An unneeded one counts as fetched.
+  struct Fate {
+    LeaseOutcome outcome = LeaseOutcome::kReleased;
+    bool published = true;
+  };
+  // Fates that are remembered, to say what became of a ticket or to answer Take() again: at
   // 3,000 leases a second for 20 s, twice as long as a silent session lasts.
   static constexpr size_t kMaxRemembered = 65536;
 
   // After a transfer, unless the lease ends with its success.
   void EndOrIdle(uint64_t lease_id, Lease& lease) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void End(uint64_t lease_id, LeaseOutcome outcome) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Remember(uint64_t lease_id, Fate fate) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status NotLive(uint64_t lease_id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const Config config_;
@@ -99,7 +110,7 @@ class LeaseTable : public FetchSource {
   absl::flat_hash_map<uint64_t, Lease> leases_ ABSL_GUARDED_BY(mutex_);
   std::vector<EndedLease> ended_ ABSL_GUARDED_BY(mutex_);
   std::deque<uint64_t> remembered_order_ ABSL_GUARDED_BY(mutex_);
-  absl::flat_hash_map<uint64_t, LeaseOutcome> remembered_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<uint64_t, Fate> remembered_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace kvferry

@@ -124,6 +124,12 @@ absl::Status PrefillEndpoint::AllLayersReady(uint64_t lease_id) {
   return LayerReady(lease_id, pool_->layout().num_layers - 1);
 }
 
+absl::Status PrefillEndpoint::GiveUp(uint64_t lease_id) {
+  KVFERRY_RETURN_IF_ERROR(leases_.GiveUp(lease_id));
+  node_->LeaseChanged(lease_id);
+  return absl::OkStatus();
+}
+
 absl::Status PrefillEndpoint::Release(uint64_t lease_id, Deadline deadline) {
   KVFERRY_ASSIGN_OR_RETURN(const bool ended, leases_.Withdraw(lease_id));
   if (ended) return absl::OkStatus();

@@ -74,6 +74,11 @@ class PrefillEndpoint {
   absl::Status LayerReady(uint64_t lease_id, int64_t layer);
   absl::Status AllLayersReady(uint64_t lease_id);
 
+  // A request that was announced, to a decode side that fetches it by a ticket without an epoch, will
+  // not be published: such a fetch fails now and not at its deadline. ALREADY_EXISTS: it was
+  // published; Release() it.
+  absl::Status GiveUp(uint64_t lease_id);
+
   // Takes a request back. OK: the lease has ended and none of its pages is read any more.
   // DEADLINE_EXCEEDED: not yet. FAILED_PRECONDITION: it had ended before.
   absl::Status Release(uint64_t lease_id, Deadline deadline);

@@ -65,7 +65,8 @@ void BindTicket(nb::module_& module) {
             const Ticket ticket{address, epoch, lease_id, num_pages, num_tokens};
             new (self) Ticket(Value(Ticket::Parse(ticket.ToString())));
           },
-          nb::kw_only(), "address"_a, "epoch"_a, "lease_id"_a, "num_pages"_a, "num_tokens"_a)
+          nb::kw_only(), "address"_a, "epoch"_a, "lease_id"_a, "num_pages"_a, "num_tokens"_a,
+          "epoch 0: of whichever process listens there, which may publish the request later.")
       .def_static(
           "parse", [](const std::string& text) { return Value(Ticket::Parse(text)); }, "text"_a)
       .def_ro("address", &Ticket::address)
@@ -157,6 +158,11 @@ void BindPrefill(nb::module_& module) {
             Check(self.get()->AllLayersReady(lease_id));
           },
           "lease_id"_a)
+      .def(
+          "give_up",
+          [](const Prefill& self, uint64_t lease_id) { Check(self.get()->GiveUp(lease_id)); },
+          "lease_id"_a,
+          "A request that was announced will not be published: fetches that wait for it fail.")
       .def(
           "release",
           [](const Prefill& self, uint64_t lease_id, int64_t timeout_ms) {

@@ -31,7 +31,8 @@ class FetchSource {
   virtual int64_t ReadyLayers(uint64_t lease_id) = 0;
   // OK: the lease was fetched and ends. Else it goes on, until it expires or is fetched after all.
   virtual void EndTransfer(uint64_t lease_id, const absl::Status& outcome) = 0;
-  // The decode side needs nothing of this lease: it ends as fetched. Unknown leases are ignored.
+  // The decode side needs nothing of this lease: it ends as fetched, now or, if it is still to be
+  // published, then.
   virtual void NothingNeeded(uint64_t lease_id) = 0;
   // Expires what is due; returns when to be called again at the latest.
   virtual Deadline Tick(Deadline now) = 0;

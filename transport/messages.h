@@ -83,6 +83,7 @@ struct FetchMsg {
   int64_t tail_bytes = 0;                  // Wanted behind the pages.
   uint64_t replaces = 0;   // A fetch of the same lease that this one goes on with; 0: none.
   int64_t from_bytes = 0;  // Of the stream: what lies before has arrived.
+  int64_t wait_ms = 0;     // For the lease to be published; 0: as the sender likes.
   ReadCosts reads{};       // Of the sender's memory, by the receiver.
 };
 struct DoneMsg {

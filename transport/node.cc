@@ -118,7 +118,8 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
   Ticket& ticket = request.ticket;
   const bool awaited = request.await_id != 0;
   if (awaited) ticket.address = "nobody yet";  // In logs.
-  if (request.peer.empty() && !awaited) {
+  const bool by_ticket = request.peer.empty() && !awaited;
+  if (by_ticket) {
     KVFERRY_RETURN_IF_ERROR(CheckHostAllowed(ticket.address, options_.config));
   }
   KVFERRY_RETURN_IF_ERROR(request.positions.CheckWithin(ticket.num_pages));
@@ -152,7 +153,8 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
                         request.deadline,
                         Clock::now(),
                         request.peer,
-                        request.peer.empty() && !awaited};
+                        /*redial=*/by_ticket,
+                        /*early=*/by_ticket && ticket.epoch == 0};
   // Others know the await_id: no name for what they could send chunks to.
   if (awaited) fetch.transfer_id = RandomId();
   commands_->Post([this, awaited, fetch = std::move(fetch)]() mutable {

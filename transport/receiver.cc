@@ -60,6 +60,7 @@ void Receiver::OnPeerReady(const PeerKey& peer, uint64_t epoch, LinkId link) {
 
 void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   const uint64_t transfer_id = fetch.transfer_id;
+  if (fetch.ticket.epoch == 0) fetch.ticket.epoch = epoch;  // From now on it is that one's.
   if (epoch != fetch.ticket.epoch) {
     End(transfer_id,
         absl::NotFoundError(absl::StrCat("the prefill side at ", fetch.ticket.address,
@@ -83,6 +84,7 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   message.tail_bytes = fetch.plan->tail_bytes();
   message.replaces = fetch.replaces;
   message.from_bytes = fetch.from_bytes;
+  if (fetch.early) message.wait_ms = message.timeout_ms;
   const auto link = links_.find(fetch.peer);
   if (link != links_.end()) message.reads = outbox_->data().CostsOfReads(link->second);
   outbox_->Send(fetch.peer, std::move(message));

@@ -42,8 +42,8 @@ absl::StatusOr<Ticket> Split(absl::string_view text, absl::string_view prefix,
   Ticket ticket;
   ticket.address = parts[1];
   KVFERRY_RETURN_IF_ERROR(HostOfAddress(ticket.address).status());
-  if (!absl::SimpleHexAtoi(parts[2], &ticket.epoch) || ticket.epoch == 0) {
-    return Malformed("the epoch is no non-zero hexadecimal number");
+  if (!absl::SimpleHexAtoi(parts[2], &ticket.epoch)) {
+    return Malformed("the epoch is no hexadecimal number");
   }
   if (!absl::SimpleHexAtoi(parts[3], &ticket.lease_id) || ticket.lease_id == 0) {
     return Malformed(absl::StrCat("the ", id, " is no non-zero hexadecimal number"));
@@ -68,6 +68,7 @@ std::string ReceiveTicket::ToString() const {
 
 absl::StatusOr<ReceiveTicket> ReceiveTicket::Parse(absl::string_view text) {
   KVFERRY_ASSIGN_OR_RETURN(Ticket parts, Split(text, kPushPrefix, "receive"));
+  if (parts.epoch == 0) return Malformed("without an epoch, and only a process can have a receive");
   return ReceiveTicket{std::move(parts.address), parts.epoch, parts.lease_id, parts.num_pages,
                        parts.num_tokens};
 }

@@ -37,6 +37,37 @@ class Leases : public testing::Test {
 
 // One test for each row of the table in lease_table.h.
 
+TEST_F(Leases, UnneededEndsWhenItIsPublished) {
+  table_.NothingNeeded(kLease);
+  EXPECT_EQ(Ended(), "none");
+  EXPECT_TRUE(Fails(table_.BeginTransfer(kLease), absl::StatusCode::kFailedPrecondition,
+                    "needs nothing"));
+  EXPECT_TRUE(Fails(table_.Take(kLease), absl::StatusCode::kFailedPrecondition));
+  ASSERT_TRUE(IsOk(Publish()));
+  EXPECT_EQ(Ended(), "fetched");
+  EXPECT_EQ(table_.num_live(), 0);
+  EXPECT_TRUE(Fails(Publish(), absl::StatusCode::kAlreadyExists));  // As any other.
+  EXPECT_TRUE(IsOk(table_.Take(kLease)));
+}
+
+TEST_F(Leases, UnknownGivenUp) {
+  ASSERT_TRUE(IsOk(table_.GiveUp(kLease)));
+  ASSERT_TRUE(IsOk(table_.GiveUp(kLease)));
+  EXPECT_EQ(Ended(), "none");  // It never was one.
+  EXPECT_TRUE(
+      Fails(table_.BeginTransfer(kLease), absl::StatusCode::kFailedPrecondition, "gave the request up"));
+  table_.NothingNeeded(kLease);
+  EXPECT_TRUE(Fails(Publish(), absl::StatusCode::kAlreadyExists, "given up"));
+}
+
+TEST_F(Leases, WhatWasPublishedIsNotGivenUp) {
+  ASSERT_TRUE(IsOk(Publish()));
+  EXPECT_TRUE(Fails(table_.GiveUp(kLease), absl::StatusCode::kAlreadyExists, "release it"));
+  ASSERT_TRUE(IsOk(table_.Withdraw(kLease)));
+  EXPECT_TRUE(Fails(table_.GiveUp(kLease), absl::StatusCode::kAlreadyExists));
+  EXPECT_EQ(Ended(), "released");
+}
+
 TEST_F(Leases, IdleBeginTransferHoldsIt) {
   ASSERT_TRUE(IsOk(Publish()));
   const absl::StatusOr<LeasedMemory> leased = table_.BeginTransfer(kLease);
@@ -186,7 +217,6 @@ TEST_F(Leases, UnknownIsNotFound) {
   table_.GoOn(1, At(100));
   EXPECT_TRUE(Fails(table_.SetReadyLayers(1, 1), absl::StatusCode::kNotFound));
   EXPECT_EQ(table_.ReadyLayers(1), 0);
-  table_.NothingNeeded(1);
   table_.EndTransfer(1, absl::OkStatus());
   EXPECT_TRUE(table_.TakeEnded().empty());
 }
@@ -213,6 +243,11 @@ TEST_F(Leases, MemoryOfEndedLeasesIsBounded) {
   }
   EXPECT_TRUE(Fails(table_.Withdraw(70000), absl::StatusCode::kFailedPrecondition));
   EXPECT_TRUE(Fails(table_.Withdraw(1), absl::StatusCode::kNotFound));  // Forgotten.
+  // A peer can name as many as it likes.
+  for (uint64_t lease = 100000; lease < 170000; ++lease) table_.NothingNeeded(lease);
+  EXPECT_TRUE(Fails(table_.Withdraw(70000), absl::StatusCode::kNotFound));
+  EXPECT_TRUE(Fails(table_.Withdraw(100000), absl::StatusCode::kNotFound));
+  EXPECT_TRUE(Fails(table_.Withdraw(169999), absl::StatusCode::kFailedPrecondition));
 }
 
 // ---------------------------------------------------------------- against a naive model
@@ -226,6 +261,7 @@ struct Model {
   };
   std::map<uint64_t, Lease> live;
   std::map<uint64_t, LeaseOutcome> ended;
+  std::map<uint64_t, LeaseOutcome> never;  // Unneeded (fetched) or given up (released).
   std::vector<std::pair<uint64_t, LeaseOutcome>> untaken;
 
   void End(uint64_t id, LeaseOutcome outcome) {
@@ -234,7 +270,8 @@ struct Model {
     untaken.emplace_back(id, outcome);
   }
   absl::StatusCode NotLive(uint64_t id) const {
-    return ended.contains(id) ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kNotFound;
+    return ended.contains(id) || never.contains(id) ? absl::StatusCode::kFailedPrecondition
+                                                    : absl::StatusCode::kNotFound;
   }
 };
 
@@ -277,7 +314,14 @@ class ModelRun {
     const uint64_t id = AnyId();
     const auto found = model_.live.find(id);
     const bool live = found != model_.live.end();
-    switch (random_() % 12) {
+    switch (random_() % 13) {
+      case 12: {
+        const bool was = live || model_.ended.contains(id);
+        ASSERT_EQ(table_->GiveUp(id).code(),
+                  was ? absl::StatusCode::kAlreadyExists : absl::StatusCode::kOk);
+        if (!was) model_.never.emplace(id, LeaseOutcome::kReleased);
+        break;
+      }
       case 0:
       case 1:
         Publish(id, live);
@@ -344,6 +388,7 @@ class ModelRun {
       case 10:
         table_->NothingNeeded(id);
         if (live && found->second.state == Model::kIdle) model_.End(id, LeaseOutcome::kFetched);
+        if (!live && !model_.ended.contains(id)) model_.never.emplace(id, LeaseOutcome::kFetched);
         break;
       default:
         Tick();
@@ -355,13 +400,21 @@ class ModelRun {
     const int64_t expires = now_ + 1 + static_cast<int64_t>(random_() % 50);
     const absl::Status status =
         table_->Publish(id, Pages({static_cast<int64_t>(id % 1000)}), 0, At(expires));
-    if (live || model_.ended.contains(id)) {
+    const auto never = model_.never.find(id);
+    const bool unneeded =
+        never != model_.never.end() && never->second == LeaseOutcome::kFetched;
+    if (live || model_.ended.contains(id) || (never != model_.never.end() && !unneeded)) {
       ASSERT_EQ(status.code(), absl::StatusCode::kAlreadyExists);
     } else if (model_.live.size() + model_.untaken.size() >= 40) {
       ASSERT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
     } else {
       ASSERT_TRUE(status.ok()) << status;
-      model_.live[id] = {Model::kIdle, expires, 0};
+      if (unneeded) {
+        model_.never.erase(id);
+        model_.End(id, LeaseOutcome::kFetched);
+      } else {
+        model_.live[id] = {Model::kIdle, expires, 0};
+      }
     }
   }
 

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "absl/strings/numbers.h"
 #include "base/random.h"
 #include "tests/support/endpoints.h"
 
@@ -187,6 +188,99 @@ TEST_F(Streaming, FetchThatIsNeverPublishedIsRefusedAfterTheGrace) {
   EXPECT_GE(SecondsBetween(begin, Clock::now()), 0.2);
   EXPECT_EQ(Metric(*prefill, "fetches_refused"), 1);
   EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+}
+
+// Both sides have agreed on a lease beforehand: the decode side has no ticket of the prefill side's.
+class Announced : public Streaming {
+ protected:
+  static Config Impatient() {
+    Config config = SmallChunks();
+    config.publish_grace_ms = 0;  // The fetch itself says how long it waits.
+    return config;
+  }
+  static Ticket Of(const PrefillEndpoint& prefill, uint64_t lease_id) {
+    return {prefill.address(), 0, lease_id, 6, 0};
+  }
+  PrefillEndpoint::Publication Publication(uint64_t lease_id) {
+    PrefillEndpoint::Publication publication;
+    publication.pages = pages_;
+    publication.lease_id = lease_id;
+    publication.ready_layers = layers_;
+    return publication;
+  }
+  // Its fetch is at the prefill side when one that comes after it has been served.
+  void AwaitArrival(PrefillEndpoint& prefill, DecodeEndpoint& decode) {
+    ASSERT_TRUE(IsOk(Fetch(decode, ::kvferry::Publish(prefill, *source_, {63}), {63})->Wait(Soon())));
+  }
+};
+
+TEST_F(Announced, AFetchWaitsForItsLease) {
+  const auto prefill = MakePrefill(source_, Impatient());
+  const auto decode = MakeDecode(target_, Impatient());
+  for (int64_t layer = 0; layer < layers_; ++layer) WriteLayer(layer);
+  const uint64_t lease = RandomId();
+  const auto handle = Fetch(*decode, Of(*prefill, lease), local_);
+  AwaitArrival(*prefill, *decode);
+  EXPECT_FALSE(handle->done());
+  ASSERT_TRUE(IsOk(prefill->Publish(Publication(lease))));
+  ASSERT_TRUE(IsOk(handle->Wait(Soon())));
+  EXPECT_TRUE(HoldsPages(*target_, local_, kSourceSeed, pages_, 0, layers_));
+}
+
+TEST_F(Announced, NotLongerThanItsDeadline) {
+  const auto prefill = MakePrefill(source_, Impatient());
+  const auto decode = MakeDecode(target_, Impatient());
+  const auto handle = Fetch(*decode, Of(*prefill, RandomId()), local_, 0, /*timeout_ms=*/200);
+  const absl::Status status = handle->Wait(Soon());
+  EXPECT_FALSE(status.ok());
+  EXPECT_TRUE(absl::IsDeadlineExceeded(status) || absl::IsNotFound(status)) << status;
+  EXPECT_EQ(handle->missing_pages(), local_);
+}
+
+TEST_F(Announced, GivenUp) {
+  const auto prefill = MakePrefill(source_, Impatient());
+  const auto decode = MakeDecode(target_, Impatient());
+  const uint64_t lease = RandomId();
+  const auto handle = Fetch(*decode, Of(*prefill, lease), local_);
+  AwaitArrival(*prefill, *decode);
+  ASSERT_TRUE(IsOk(prefill->GiveUp(lease)));
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kFailedPrecondition, "refused by",
+                    "gave the request up"));
+  // Who comes later is told the same.
+  EXPECT_TRUE(Fails(Fetch(*decode, Of(*prefill, lease), local_)->Wait(Soon()),
+                    absl::StatusCode::kFailedPrecondition, "gave the request up"));
+}
+
+// The decode side has all of it cached, and says so before there is a lease.
+TEST_F(Announced, NothingNeeded) {
+  const auto prefill = MakePrefill(source_, Impatient());
+  const auto decode = MakeDecode(target_, Impatient());
+  const uint64_t lease = RandomId();
+  ASSERT_TRUE(IsOk(Fetch(*decode, Of(*prefill, lease), {})->Wait(Soon())));
+  AwaitArrival(*prefill, *decode);
+  ASSERT_TRUE(IsOk(prefill->Publish(Publication(lease))));
+  EndedLeases ended(prefill.get());
+  EXPECT_EQ(ended.Wait(lease), "fetched");
+}
+
+// It is the process's that it has begun with: another one at the same address may know the same lease.
+TEST_F(Announced, AnotherProcessIsNotTakenForIt) {
+  auto prefill = MakePrefill(source_, Impatient());
+  const auto decode = MakeDecode(target_, Impatient());
+  const uint64_t lease = RandomId();
+  const Ticket ticket = Of(*prefill, lease);
+  const auto handle = Fetch(*decode, ticket, local_);
+  AwaitArrival(*prefill, *decode);
+  Config same = Impatient();
+  ASSERT_TRUE(absl::SimpleAtoi(ticket.address.substr(ticket.address.rfind(':') + 1),
+                               &same.listen_port));
+  prefill.reset();
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable));
+  // A new fetch is: nobody has said which process it means.
+  prefill = MakePrefill(source_, same);
+  const auto again = Fetch(*decode, ticket, local_);
+  ASSERT_TRUE(IsOk(prefill->Publish(Publication(lease))));
+  EXPECT_TRUE(IsOk(again->Wait(Soon())));
 }
 
 }  // namespace

@@ -218,7 +218,6 @@ TEST(StoppedPeer, NoPagesOfAnotherRequest) {
   }
 }
 
-// Its session ends at the heartbeat timeout, and the pages come back.
 // What was on its way to the decode process is taken back when that is given up, and asked for again
 // when it goes on.
 TEST(StoppedPeer, DecodeGoesOnBehindWhatHasCome) {
@@ -240,6 +239,7 @@ TEST(StoppedPeer, DecodeGoesOnBehindWhatHasCome) {
   EXPECT_EQ(decode.Verify(11, pages, pages), "OK");
 }
 
+// Its session ends at the heartbeat timeout, and the pages come back.
 TEST(StoppedPeer, DecodeLosesItsLease) {
   ChildPeer prefill(Peer("prefill", kQuickHeart));
   ChildPeer decode(Peer("decode", kQuickHeart));

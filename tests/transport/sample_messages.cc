@@ -57,6 +57,7 @@ struct Describer {
         m.in_place_bytes == kBytesInPlace ? "" : absl::StrCat(" in place ", m.in_place_bytes),
         m.replaces == 0 ? "" : absl::StrCat(" replaces ", m.replaces),
         m.from_bytes == 0 ? "" : absl::StrCat(" from ", m.from_bytes),
+        m.wait_ms == 0 ? "" : absl::StrCat(" wait ", m.wait_ms),
         m.reads.possible() ? absl::StrCat(" reads ", m.reads.read_ns, " ", m.reads.mib_ns) : "");
   }
   std::string operator()(const DoneMsg& m) const {

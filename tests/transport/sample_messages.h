@@ -26,6 +26,8 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   again.replaces = 0x0f1e2d3c4b5a6978;
   FetchMsg from = again;
   from.from_bytes = 3 << 20;
+  FetchMsg early = fetch;
+  early.wait_ms = 30000;
   FetchMsg in_place = fetch;
   in_place.in_place_bytes = 32 << 20;
   FetchMsg with_reads = fetch;
@@ -54,6 +56,7 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
       {"fetch", fetch},
       {"fetch_again", again},
       {"fetch_from", from},
+      {"fetch_early", early},
       {"fetch_in_place", in_place},
       {"fetch_tail", with_tail},
       {"fetch_reads", with_reads},

@@ -297,6 +297,23 @@ TEST_F(SenderAlone, ParkedFetchIsServedWhenPublished) {
   EXPECT_EQ(Sent(1), Want({7, 8}));
 }
 
+TEST_F(SenderAlone, AFetchWaitsForItsLeaseAsLongAsItSays) {
+  const Deadline now = Clock::now();
+  FetchMsg patient = Ask(1, 50, 2);
+  patient.wait_ms = 30000;
+  sender_.OnFetch(kPeer, kLink, patient);
+  EXPECT_NEAR(SecondsBetween(now, sender_.Tick(now)), 30, 5);
+  // Not less than others may, who do not say.
+  FetchMsg hasty = Ask(2, 51, 2);
+  hasty.wait_ms = 1;
+  sender_.OnFetch(kPeer, kLink, hasty);
+  EXPECT_NEAR(SecondsBetween(now, sender_.Tick(now)), config_.publish_grace_ms / 1e3, 0.5);
+  Publish(50, {7, 8}, 4);
+  sender_.OnLeaseChanged(50);
+  PumpDry();
+  EXPECT_EQ(Sent(1), Want({7, 8}));
+}
+
 TEST_F(SenderAlone, ParkedFetchCanBeCancelled) {
   sender_.OnFetch(kPeer, kLink, Ask(1, 50, 2));
   sender_.OnCancel(kPeer, {1, "x"});

@@ -31,7 +31,7 @@ TEST(TicketText, Hostile) {
            "kvferry1|tcp://10.0.0.1|ff|10|3|48", "kvferry1|tcp://:4000|ff|10|3|48",
            "kvferry1|tcp://10.0.0.1:0|ff|10|3|48", "kvferry1|tcp://10.0.0.1:65536|ff|10|3|48",
            "kvferry1|tcp://10.0.0.1:-1|ff|10|3|48", "kvferry1|tcp://10.0.0.1:x|ff|10|3|48",
-           "kvferry1|tcp://10.0.0.1:4000|0|10|3|48", "kvferry1|tcp://10.0.0.1:4000|ff|0|3|48",
+           "kvferry1|tcp://10.0.0.1:4000|ff|0|3|48",
            "kvferry1|tcp://10.0.0.1:4000|xyz|10|3|48", "kvferry1|tcp://10.0.0.1:4000||10|3|48",
            "kvferry1|tcp://10.0.0.1:4000|1ffffffffffffffff|10|3|48",
            "kvferry1|tcp://10.0.0.1:4000|ff|10|-3|48", "kvferry1|tcp://10.0.0.1:4000|ff|10|3|-1",
@@ -60,6 +60,14 @@ TEST(TicketText, OfAReceive) {
                     "kvferrypush1|address|epoch|receive|pages|tokens"));
   EXPECT_TRUE(Fails(ReceiveTicket::Parse("kvferrypush1|tcp://10.0.0.1:4000|ff|0|3|48"),
                     absl::StatusCode::kInvalidArgument, "the receive is no non-zero"));
+  EXPECT_TRUE(Fails(ReceiveTicket::Parse("kvferrypush1|tcp://10.0.0.1:4000|0|10|3|48"),
+                    absl::StatusCode::kInvalidArgument, "without an epoch"));
+}
+
+TEST(TicketText, WithoutAnEpoch) {
+  const Ticket ticket{"tcp://10.0.0.1:4000", 0, 16, 3, 48};
+  EXPECT_EQ(ticket.ToString(), "kvferry1|tcp://10.0.0.1:4000|0|10|3|48");
+  EXPECT_EQ(Must(Ticket::Parse(ticket.ToString())), ticket);
 }
 
 // Whatever is done to a ticket, parsing ends, and what parses means what it says.

@@ -152,6 +152,7 @@ struct BodyWriter {
     Head("fetch", 7 + (body.tail_bytes == 0 ? 0 : 1) +
                       (body.in_place_bytes == kBytesInPlace ? 0 : 1) +
                       (body.replaces == 0 ? 0 : 1) + (body.from_bytes == 0 ? 0 : 1) +
+                      (body.wait_ms == 0 ? 0 : 1) +
                       (body.reads.possible() ? 2 : 0));
     writer.Uint("id", body.transfer_id);
     writer.Uint("lease", body.lease_id);
@@ -164,6 +165,7 @@ struct BodyWriter {
     if (body.in_place_bytes != kBytesInPlace) writer.Uint("in_place", body.in_place_bytes);
     if (body.replaces != 0) writer.Uint("replaces", body.replaces);
     if (body.from_bytes != 0) writer.Uint("from", body.from_bytes);
+    if (body.wait_ms != 0) writer.Uint("wait", body.wait_ms);
     if (!body.reads.possible()) return;
     writer.Uint("read_ns", body.reads.read_ns);
     writer.Uint("mib_ns", body.reads.mib_ns);
@@ -454,6 +456,7 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
     if (reader.Has("in_place")) body.in_place_bytes = reader.Int("in_place", 1, kMaxWireInt);
     if (reader.Has("replaces")) body.replaces = reader.Uint("replaces", 1);
     if (reader.Has("from")) body.from_bytes = reader.Int("from", 1, kMaxWireInt);
+    if (reader.Has("wait")) body.wait_ms = reader.Int("wait", 1, kMaxWireInt);
     if (reader.Has("read_ns")) {
       body.reads = {reader.Int("read_ns", 1, kMaxReadNs), reader.Int("mib_ns", 1, kMaxReadNs)};
     }
