@@ -301,9 +301,13 @@ std::string Receiver::Overdue(const Fetch& fetch) {
   if (fetch.peer.empty()) return "nobody has pushed to these pages in time";
   const char* silent = fetch.replaces == 0 ? ", the peer never answered"
                                            : ", and then the peer has not answered again";
+  const char* unheard_of = fetch.early && fetch.bytes_arrived() == 0
+                               ? "; was the prefill side given the same request?"
+                               : "";
   return absl::StrCat("the fetch from ", fetch.ticket.address,
                       " did not end in time: ", fetch.bytes_arrived(), " of ",
-                      fetch.plan->total_bytes(), " bytes arrived", fetch.requested() ? "" : silent);
+                      fetch.plan->total_bytes(), " bytes arrived",
+                      fetch.requested() ? unheard_of : silent);
 }
 
 Deadline Receiver::Tick(Deadline now) {

@@ -112,7 +112,7 @@ def problems(outcome: Outcome, block_tokens: int = BLOCK_TOKENS) -> list[str]:
             found.append(
                 f"{fetch['blocks']} blocks moved and {fetch['blocks_skipped']} skipped, of {blocks}"
             )
-    if [lease["outcome"] for lease in outcome.leases] != ["fetched"]:
+    if {lease["outcome"] for lease in outcome.leases} != {"fetched"}:
         found.append(f"the prefill engine's leases ended as {outcome.leases}")
     skipped = sum(fetch["blocks_skipped"] for fetch in outcome.fetches) * block_tokens
     if outcome.external_tokens != len(outcome.prompt) - skipped:
@@ -135,11 +135,18 @@ def _common_prefix(a: list[int], b: list[int]):
         yield x
 
 
-def ask(pair: Pair, name: str, prompt: list[int], expected: Answer, max_tokens: int) -> Outcome:
+def ask(
+    pair: Pair,
+    name: str,
+    prompt: list[int],
+    expected: Answer,
+    max_tokens: int,
+    at_once: bool = False,
+) -> Outcome:
     """Prefills in one engine, decodes in the other, and collects what is known about the way."""
     before = _prompt_tokens(pair)
     fetches, leases = len(pair.trace("decode")), len(pair.trace("prefill"))
-    got = pair.answer(prompt, max_tokens)
+    got = (pair.answer_at_once if at_once else pair.answer)(prompt, max_tokens)
     deadline = time.monotonic() + 10
     while True:  # Counters and traces may come a moment after the answer.
         after = _prompt_tokens(pair)
@@ -185,16 +192,18 @@ def start(pair: Pair, progress: _Progress, timeout_s: float = 240.0) -> None:
             waiting[0].wait_ready(0.0)
 
 
-def run(pair: Pair, progress: _Progress) -> list[Outcome]:
+def run(pair: Pair, progress: _Progress, at_once: bool) -> list[Outcome]:
     """All questions: first by the prefill engine alone, then by the pair."""
     start(pair, progress)
     prompts = [pair.prefill.tokenize(question) for _, question in QUESTIONS]
     progress.say("reference: the prefill engine answers every question alone, without kvferry")
     expected = [pair.prefill.generate(prompt, MAX_TOKENS) for prompt in prompts]
-    progress.say("now prefill here, decode there")
+    progress.say(
+        f"now prefill here, decode there{', both given the request at once' if at_once else ''}"
+    )
     outcomes = []
     for (name, question), prompt, reference in zip(QUESTIONS, prompts, expected, strict=True):
-        outcome = ask(pair, name, prompt, reference, MAX_TOKENS)
+        outcome = ask(pair, name, prompt, reference, MAX_TOKENS, at_once)
         outcomes.append(outcome)
         progress.say(f"{name} ({len(prompt)} prompt tokens): ...{question[-60:]!r}")
         for line in outcome.got.text.strip().splitlines() or [""]:
@@ -241,6 +250,12 @@ def parse_arguments() -> argparse.Namespace:
         help="Hugging Face folder (default: %(default)s)",
     )
     parser.add_argument(
+        "--at-once",
+        action="store_true",
+        help="give each question to both engines at the same time, so that KV moves while more of "
+        "it is computed (docs/vllm.md); without it first to one, then to the other",
+    )
+    parser.add_argument(
         "--break-kv",
         action="store_true",
         help="zero the KV after each transfer, to see that the check fails (exit code 1)",
@@ -264,7 +279,7 @@ def main() -> int:
         decode_transfer=broken if arguments.break_kv else None,
     )
     try:
-        outcomes = run(pair, progress)
+        outcomes = run(pair, progress, arguments.at_once)
     except EngineError as error:
         print(f"FAILED: {error}")
         return 1

@@ -3,7 +3,8 @@
 A small stand-in for API servers and a router, so that an example or a test is one program:
 
     with Pair(model) as pair:
-        answer = pair.answer([1, 2, 3], max_tokens=32)
+        answer = pair.answer([1, 2, 3], max_tokens=32)            # first one engine, then the other
+        answer = pair.answer_at_once([1, 2, 3], max_tokens=32)    # both at the same time
 
 An engine is AsyncLLM, as in vLLM's API server, in a child process that reads commands from its
 standard input, one JSON object a line, and answers on its standard output. Every wait has a
@@ -20,12 +21,15 @@ import itertools
 import json
 import os
 import queue
+import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +76,18 @@ def transfer_config(role: str, **changes: Any) -> dict[str, Any]:
         "kv_role": role,
         "engine_id": role,
     } | changes
+
+
+def free_port() -> int:
+    """One below those that the system hands out by itself, so that nobody gets it meanwhile."""
+    for port in random.sample(range(15000, 32000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no port of a hundred tried is free")
 
 
 def _all_stopped(group: int) -> bool:
@@ -320,6 +336,7 @@ class Pair:
         """
         self.log_folder = log_folder or Path(tempfile.mkdtemp(prefix="kvferry-pair-"))
         self._environments = environments or {}
+        self._prefill_port = free_port()  # Known beforehand, for answer_at_once().
         self.prefill = self._engine("prefill", "kv_producer", model, prefill, prefill_transfer)
         self.decode = self._engine("decode", "kv_consumer", model, decode, decode_transfer)
 
@@ -332,7 +349,9 @@ class Pair:
         transfer: dict[str, Any] | None,
     ) -> Engine:
         changes = dict(transfer or {})
-        extra = {"trace_path": str(self.log_folder / f"{name}.trace")}
+        extra: dict[str, Any] = {"trace_path": str(self.log_folder / f"{name}.trace")}
+        if name == "prefill":
+            extra["listen_port"] = self._prefill_port
         extra |= changes.pop("kv_connector_extra_config", {})
         config = transfer_config(role, kv_connector_extra_config=extra, **changes)
         if name == "decode":  # Prefix caching there shows that cached blocks are not moved again.
@@ -360,6 +379,24 @@ class Pair:
     def answer(self, prompt: list[int], max_tokens: int, **sampling: Any) -> Answer:
         """Prefills in one engine and decodes in the other, as a router would have it."""
         return self.decode.generate(prompt, max_tokens, self.hand_over(prompt), **sampling)
+
+    def start_at_once(
+        self, prompt: list[int], max_tokens: int, **sampling: Any
+    ) -> tuple[Request, Request]:
+        """Gives a request to both engines at the same time, as a router can that knows where the
+        prefill engine listens: the decode engine fetches what the other one has computed while
+        that computes the rest."""
+        transfer = {"transfer_id": uuid.uuid4().hex}
+        source = {"remote_host": "127.0.0.1", "remote_port": self._prefill_port}
+        prefill = self.prefill.start(prompt, 1, REMOTE_DECODE | transfer)
+        params = {"do_remote_prefill": True, "do_remote_decode": False} | transfer | source
+        return prefill, self.decode.start(prompt, max_tokens, params, **sampling)
+
+    def answer_at_once(self, prompt: list[int], max_tokens: int, **sampling: Any) -> Answer:
+        """As answer(), but both engines get the request at the same time."""
+        prefill, decode = self.start_at_once(prompt, max_tokens, **sampling)
+        prefill.answer()
+        return decode.answer()
 
     def trace(self, name: str) -> list[dict[str, Any]]:
         """What the connector in "prefill" (leases) or "decode" (fetches) has written so far."""

@@ -18,6 +18,10 @@ SPARE_LEASE_MS = 2000
 ENGINE = {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": NUM_BLOCKS, "max_model_len": 1280}
 
 
+# The longest prompts take several steps to prefill.
+CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 256}
+
+
 class Engines(Pair):
     """prefill and decode: a pair as in production. spare: a kv_both engine with what a pair must
     not have.
@@ -33,7 +37,7 @@ class Engines(Pair):
         super().__init__(
             MODEL,
             folder,
-            prefill=ENGINE,
+            prefill=ENGINE | CHUNKED,
             decode=ENGINE,
             decode_transfer={"kv_connector_extra_config": {"connect_timeout_ms": 1500}},
         )

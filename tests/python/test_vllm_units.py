@@ -11,11 +11,13 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import kvferry  # noqa: E402
 from kvferry.vllm.layout import _arrangement, check_supported  # noqa: E402
 from kvferry.vllm.metadata import (  # noqa: E402
+    LoadPart,
     StepMetadata,
     StoreAddress,
     WorkerAddress,
     parse_tickets,
 )
+from kvferry.vllm.parts import cut  # noqa: E402
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler  # noqa: E402
 from kvferry.vllm.stores import (  # noqa: E402
     StoreOptions,
@@ -45,6 +47,7 @@ def request(request_id: str, prompt: int, params: dict | None = None, computed: 
     return SimpleNamespace(
         request_id=request_id,
         num_prompt_tokens=prompt,
+        prompt_token_ids=list(range(prompt)),
         num_computed_tokens=computed,
         kv_transfer_params=params,
         status=RequestStatus.RUNNING,
@@ -82,7 +85,9 @@ class Prefill:
 
     def step(self, scheduled: dict[str, int], preempted: set[str] = frozenset()) -> StepMetadata:
         meta = StepMetadata()
-        self.scheduler.fill(meta, step(scheduled, preempted), Blocks([4, 9, 2, 7]))
+        self.scheduler.fill(
+            meta, step(scheduled, preempted), Blocks([4, 9, 2, 7, *range(100, 300)])
+        )
         return meta
 
 
@@ -93,6 +98,7 @@ def test_prompt_is_published_in_the_step_that_computes_its_last_token():
     it.num_computed_tokens = 32
     (publication,) = prefill.step({"r": 8}).publications
     assert publication.block_ids == [4, 9, 2] and publication.num_tokens == 40
+    assert publication.lease_id != 0
     it.num_computed_tokens = 40
     assert prefill.step({"r": 1}).publications == []  # Once.
 
@@ -167,8 +173,8 @@ def remote(**changes) -> dict:
 def test_blocks_of_a_cached_prefix_are_not_loaded():
     decode, it = Decode(), request("r", 40, remote())
     (load,) = decode.allocate(it, 32, [5, 6, 8]).loads
-    assert (load.first_block, load.block_ids, load.num_tokens) == (2, [8], 40)
-    assert load.tickets == ["t"] and load.error == ""
+    assert load.parts == [LoadPart(["t"], 2, [8])]
+    assert (load.blocks_skipped, load.num_tokens, load.error) == (2, 40, "")
     assert decode.scheduler.get_num_new_matched_tokens(it, 0) == (0, False)  # Once.
 
 
@@ -221,6 +227,160 @@ def test_wrong_parameters_become_a_load_that_fails(params: dict, word: str):
     (load,) = decode.allocate(it, 0, [5, 6]).loads
     assert word in load.error and load.block_ids == [5, 6]
     assert word in parse_tickets(params, 1)[1]
+
+
+TRANSFER = {"transfer_id": "0123456789abcdef"}
+FROM = {"do_remote_prefill": True, "remote_host": "::1", "remote_port": 5000} | TRANSFER
+
+
+def test_parts_of_a_prompt_cover_it_in_whole_blocks():
+    for tokens, block in [(1, 16), (1024, 16), (1025, 16), (3000, 48), (200_000, 16), (1500, 4096)]:
+        parts = cut("t" * 16, range(tokens), block)
+        assert len(parts) <= 64
+        assert [it.first_block for it in parts] == [0] + [it.end_block for it in parts[:-1]]
+        assert parts[-1].end_block == -(-tokens // block) and parts[-1].end_token == tokens
+        assert all(it.end_token == it.end_block * block for it in parts[:-1])
+        assert all(it.end_token - it.first_block * block >= 1024 for it in parts[:-1])
+        assert len({it.lease_id for it in parts} - {0}) == len(parts)
+
+
+def test_parts_have_names_that_only_the_same_prompt_and_blocks_have():
+    def names(transfer_id: str = "t" * 16, tokens: list[int] | None = None, block: int = 16):
+        prompt = list(range(2000)) if tokens is None else tokens
+        return {it.lease_id for it in cut(transfer_id, prompt, block)}
+
+    assert names() == names()
+    others = [
+        names("t" * 15 + "u"),
+        names(tokens=[*range(1999), 0]),
+        names(tokens=list(range(2001))),
+        names(block=32),
+    ]
+    assert all(names().isdisjoint(other) for other in others)
+
+
+def test_names_of_parts_do_not_change():
+    """Engines of two releases have to find each other's; else _VERSION says so."""
+    parts = cut("0123456789abcdef", range(1100), 16)
+    assert [(it.lease_id, it.first_block, it.end_block) for it in parts] == [
+        (0xC2D2B5EE75E0C75E, 0, 64),
+        (0x8B22BBC7435FD445, 64, 69),
+    ]
+
+
+def test_an_announced_prompt_is_published_part_by_part():
+    prefill = Prefill()
+    it = prefill.arrive(2500, {"do_remote_decode": True} | TRANSFER)
+    parts = cut(TRANSFER["transfer_id"], range(2500), BLOCK)
+    published = []
+    for scheduled in (1000, 1100, 400):
+        published.append(prefill.step({"r": scheduled}).publications)
+        it.num_computed_tokens += scheduled
+    assert [[new.lease_id for new in step] for step in published] == [
+        [],
+        [parts[0].lease_id, parts[1].lease_id],
+        [parts[2].lease_id],
+    ]
+    blocks = [4, 9, 2, 7, *range(100, 253)]
+    assert [new.block_ids for step in published for new in step] == [
+        blocks[:64],
+        blocks[64:128],
+        blocks[128:157],
+    ]
+    it.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert prefill.scheduler.request_finished(it) == (True, None)
+    assert prefill.step({}) == StepMetadata()
+
+
+def test_what_an_announced_prompt_will_not_publish_is_given_up():
+    prefill = Prefill()
+    it = prefill.arrive(2500, {"do_remote_decode": True} | TRANSFER)
+    parts = cut(TRANSFER["transfer_id"], range(2500), BLOCK)
+    prefill.step({"r": 1024})
+    it.status = RequestStatus.FINISHED_ABORTED
+    assert prefill.scheduler.request_finished(it) == (True, None)
+    meta = prefill.step({})
+    assert meta.withdrawn == ["r"]
+    assert meta.given_up == [part.lease_id for part in parts[1:]]
+    assert prefill.step({}) == StepMetadata()
+
+
+def test_an_announced_prompt_that_was_never_computed_is_given_up():
+    prefill = Prefill()
+    it = prefill.arrive(40, {"do_remote_decode": True} | TRANSFER)
+    it.status = RequestStatus.FINISHED_ABORTED
+    assert prefill.scheduler.request_finished(it) == (False, None)
+    assert len(prefill.step({}).given_up) == 1
+
+
+def test_preemption_takes_back_announced_parts_and_goes_on_with_the_rest():
+    prefill = Prefill()
+    it = prefill.arrive(2500, {"do_remote_decode": True} | TRANSFER)
+    parts = cut(TRANSFER["transfer_id"], range(2500), BLOCK)
+    prefill.step({"r": 1024})
+    assert prefill.step({}, {"r"}).preempted == ["r"]
+    publications = prefill.step({"r": 2500}).publications
+    assert [new.lease_id for new in publications] == [part.lease_id for part in parts[1:]]
+    it.status = RequestStatus.FINISHED_STOPPED
+    assert prefill.scheduler.request_finished(it) == (True, None)
+
+
+@pytest.mark.parametrize("transfer_id", ["short", "x" * 129, "ü" * 20, 17, ["0" * 16]])
+def test_a_wrong_transfer_id_makes_tickets_or_a_load_that_fails(transfer_id):
+    prefill = Prefill()
+    it = prefill.arrive(40, {"do_remote_decode": True, "transfer_id": transfer_id})
+    prefill.step({"r": 40})
+    it.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert "kvferry_tickets" in prefill.scheduler.request_finished(it)[1]
+    decode, it = Decode(), request("r", 40, FROM | {"transfer_id": transfer_id})
+    (load,) = decode.allocate(it, 16, [5, 6, 8]).loads
+    assert "transfer_id has to be" in load.error and load.block_ids == [6, 8]
+
+
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        ({"remote_host": None}, "remote_host"),
+        ({"remote_port": "5000"}, "remote_port"),
+        ({"remote_port": 0}, "remote_port"),
+        ({"remote_port": 65536}, "remote_port"),
+        ({"remote_host": "a;tcp://b"}, "remote_host"),
+        ({"tp_size": 2}, "tensor_parallel_size"),
+    ],
+)
+def test_addresses_that_cannot_be_make_a_load_that_fails(change, word):
+    decode, it = Decode(), request("r", 40, FROM | change)
+    (load,) = decode.allocate(it, 0, [5, 6, 8]).loads
+    assert word in load.error and load.block_ids == [5, 6, 8]
+
+
+def test_announced_parts_are_asked_for_behind_the_cached_prefix():
+    decode, it = Decode(tp_size=2), request("r", 2500, dict(FROM))
+    parts = cut(TRANSFER["transfer_id"], range(2500), BLOCK)
+    blocks = list(range(1000, 1157))
+    meta = decode.allocate(it, 1600, blocks)
+    (load,) = meta.loads
+    assert [(part.first_block, part.block_ids) for part in load.parts] == [
+        (36, blocks[100:128]),
+        (0, blocks[128:157]),
+    ]
+    assert (load.blocks_skipped, load.num_tokens, load.error) == (100, 2500, "")
+    tickets = [kvferry.Ticket.parse(text) for part in load.parts for text in part.tickets]
+    assert [(it.address, it.epoch, it.lease_id, it.num_pages) for it in tickets] == [
+        (f"tcp://[::1]:{5000 + rank}", 0, part.lease_id, part.end_block - part.first_block)
+        for part in parts[1:]
+        for rank in range(2)
+    ]
+    (dismissed,) = meta.dismissed
+    assert [kvferry.Ticket.parse(text).lease_id for text in dismissed] == [parts[0].lease_id] * 2
+
+
+def test_announced_parts_are_dismissed_when_nothing_is_needed():
+    decode, it = Decode(), request("r", 2048, dict(FROM))
+    assert len(decode.allocate(it, 2048, list(range(128))).dismissed) == 2
+    decode, it = Decode(), request("r", 2048, dict(FROM))
+    decode.scheduler.request_finished(it)
+    assert len(decode.step().dismissed) == 2
 
 
 def test_options_name_the_right_keys():

@@ -244,6 +244,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         if (prefill := self._prefill_worker) is not None:
             prefill.withdraw(connector_metadata.withdrawn)
+            prefill.give_up(connector_metadata.given_up)
             prefill.publish(connector_metadata.publications)
         if (decode := self._decode_worker) is not None:
             decode.load(connector_metadata.loads)

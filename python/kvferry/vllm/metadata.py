@@ -23,24 +23,36 @@ class WorkerAddress(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Publication:
-    """A prompt whose last token is computed in this step, for others to fetch."""
+    """A prompt, or a part of it, whose last token is computed in this step: for others to fetch."""
 
     request_id: str
     lease_id: int
     block_ids: list[int]
-    num_tokens: int
+    num_tokens: int  # Of the prompt.
+
+
+@dataclass
+class LoadPart:
+    """What is under one ticket, from block `first_block` of it on, goes into `block_ids`."""
+
+    tickets: list[str]  # By tensor-parallel rank.
+    first_block: int
+    block_ids: list[int]
 
 
 @dataclass
 class Load:
-    """A prompt to fetch, from block `first_block` of it on, into `block_ids`."""
+    """A prompt to fetch."""
 
     request_id: str
-    tickets: list[str]  # By tensor-parallel rank.
-    first_block: int  # Blocks before it are in the local prefix cache.
-    block_ids: list[int]
+    parts: list[LoadPart]  # In order.
+    blocks_skipped: int  # Blocks before them are in the local prefix cache.
     num_tokens: int  # Of the prompt.
     error: str = ""  # Why the scheduler knows that it cannot work; nothing is fetched then.
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [block for part in self.parts for block in part.block_ids]
 
 
 @dataclass
@@ -99,6 +111,7 @@ class StepMetadata(KVConnectorMetadata):
 
     preempted: list[str] = field(default_factory=list)  # Their blocks are reused in this step.
     withdrawn: list[str] = field(default_factory=list)  # Published, then ended without an answer.
+    given_up: list[int] = field(default_factory=list)  # Leases that will not be published.
     publications: list[Publication] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)  # Loads of requests that were aborted.
     loads: list[Load] = field(default_factory=list)
@@ -126,3 +139,31 @@ def parse_tickets(params: dict[str, Any], tp_size: int) -> tuple[list[str], str]
             f"both must have the same tensor_parallel_size"
         )
     return tickets, ""
+
+
+def parse_addresses(params: dict[str, Any], tp_size: int) -> tuple[list[str], str]:
+    """Where the prefill engine's workers listen, by rank, and what is wrong with the parameters.
+
+    Never raises, as parse_tickets().
+    """
+    host, port = params.get("remote_host"), params.get("remote_port")
+    if not isinstance(host, str) or type(port) is not int:
+        return [], (
+            "kv_transfer_params has do_remote_prefill and a transfer_id but no remote_host and "
+            "remote_port: where the prefill engine listens (its listen_host, and a fixed "
+            "listen_port)"
+        )
+    if (remote := params.get("tp_size", tp_size)) != tp_size:
+        return [], (
+            f"the prefill engine has {remote} tensor-parallel ranks and this one {tp_size}: both "
+            f"must have the same tensor_parallel_size"
+        )
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    addresses = [f"tcp://{host}:{port + rank}" for rank in range(tp_size)]
+    try:
+        for address in addresses:
+            kvferry.Ticket(address=address, epoch=0, lease_id=1, num_pages=0, num_tokens=0)
+    except ValueError as error:
+        return [], f"remote_host and remote_port: {error}"
+    return addresses, ""

@@ -1,6 +1,7 @@
 """The half of the connector in vLLM's scheduler process: it decides, and moves nothing."""
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
@@ -12,11 +13,14 @@ import kvferry
 from kvferry.vllm.metadata import (
     TICKETS,
     Load,
+    LoadPart,
     Publication,
     StepMetadata,
     WorkerAddress,
+    parse_addresses,
     parse_tickets,
 )
+from kvferry.vllm.parts import TRANSFER_ID, Part, check_transfer_id, cut, whole
 from kvferry.vllm.telemetry import logger
 
 if TYPE_CHECKING:
@@ -25,21 +29,33 @@ if TYPE_CHECKING:
 _ANSWERED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
+@dataclass
+class _Watched:
+    """A request that another engine will decode."""
+
+    request: Request
+    unpublished: list[Part]  # In order.
+    announced: bool  # The other engine knows these leases, and may be waiting for them.
+    published: list[Publication] = field(default_factory=list)
+
+
 class PrefillScheduler:
     """Publishes prompts that another engine will decode.
 
     A request is watched from its arrival, published in the step that computes the last token of its
-    prompt, and turned into tickets when it ends with an answer. From publication on its blocks stay
-    allocated until the workers report that its lease has ended.
+    prompt, and turned into tickets when it ends with an answer. One with a transfer_id is published
+    part by part, each in the step that computes its last token, and the other engine needs no
+    tickets. From publication on blocks stay allocated until the workers report that all leases of
+    their request have ended.
     """
 
     def __init__(self, vllm_config: VllmConfig, block_size: int):
         self._engine_id = vllm_config.kv_transfer_config.engine_id
         self._block_size = block_size
         self._workers: list[WorkerAddress] = []  # By tensor-parallel rank.
-        self._watched: dict[str, Request] = {}
-        self._published: dict[str, Publication] = {}
-        self._withdrawn: list[str] = []  # For the next step.
+        self._watched: dict[str, _Watched] = {}
+        self._withdrawn: list[str] = []  # For the next step, as the following one.
+        self._given_up: list[int] = []
 
     def set_workers(self, workers: dict[int, WorkerAddress]) -> None:
         """Where the workers listen, by tensor-parallel rank."""
@@ -47,46 +63,63 @@ class PrefillScheduler:
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}
-        if params.get("do_remote_decode"):
-            self._watched[request.request_id] = request
+        if not params.get("do_remote_decode"):
+            return
+        parts, error = _announced_parts(request, params, self._block_size)
+        if error:
+            logger.warning("%s is handed over by tickets: %s", request.request_id, error)
+        self._watched[request.request_id] = _Watched(
+            request, parts or [self._whole(request)], announced=bool(parts)
+        )
+
+    def _whole(self, request: Request) -> Part:
+        return whole(kvferry.random_id(), request.num_prompt_tokens, self._block_size)
 
     def fill(
         self, meta: StepMetadata, step: SchedulerOutput, kv_cache_manager: "KVCacheManager"
     ) -> None:
         """Adds what the workers have to publish and to take back."""
         for request_id in step.preempted_req_ids or ():
-            if self._published.pop(request_id, None) is not None:
-                meta.preempted.append(request_id)  # Published again when it is computed again.
+            if (watched := self._watched.get(request_id)) and watched.published:
+                meta.preempted.append(request_id)
+                watched.published.clear()
+                # Published again when it is computed again; what was announced is not: whoever had
+                # begun to fetch it has been told that it is taken back.
+                if not watched.announced:
+                    watched.unpublished.append(self._whole(watched.request))
         meta.withdrawn, self._withdrawn = self._withdrawn, []
-        for request_id, request in self._watched.items():
+        meta.given_up, self._given_up = self._given_up, []
+        for request_id, watched in self._watched.items():
             scheduled = step.num_scheduled_tokens.get(request_id, 0)
-            computed = request.num_computed_tokens + scheduled
-            if (
-                scheduled == 0
-                or request_id in self._published
-                or computed < request.num_prompt_tokens
-            ):
+            if scheduled == 0:
                 continue
-            block_ids = kv_cache_manager.get_block_ids(request_id)[0]
-            publication = Publication(
-                request_id=request_id,
-                lease_id=kvferry.random_id(),
-                block_ids=block_ids[: cdiv(request.num_prompt_tokens, self._block_size)],
-                num_tokens=request.num_prompt_tokens,
-            )
-            self._published[request_id] = publication
-            meta.publications.append(publication)
+            computed = watched.request.num_computed_tokens + scheduled
+            while watched.unpublished and watched.unpublished[0].end_token <= computed:
+                part = watched.unpublished.pop(0)
+                block_ids = kv_cache_manager.get_block_ids(request_id)[0]
+                publication = Publication(
+                    request_id=request_id,
+                    lease_id=part.lease_id,
+                    block_ids=block_ids[part.first_block : part.end_block],
+                    num_tokens=watched.request.num_prompt_tokens,
+                )
+                watched.published.append(publication)
+                meta.publications.append(publication)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """(whether the blocks stay until the lease has ended, kv_transfer_params of the answer)."""
-        self._watched.pop(request.request_id, None)
-        publication = self._published.pop(request.request_id, None)
-        if publication is None:
+        """(whether the blocks stay until the leases have ended, kv_transfer_params of the
+        answer)."""
+        watched = self._watched.pop(request.request_id, None)
+        if watched is None:
+            return False, None
+        if watched.announced:
+            self._given_up += [part.lease_id for part in watched.unpublished]
+        if not watched.published:
             return False, None
         if request.status not in _ANSWERED:
             self._withdrawn.append(request.request_id)
             return True, None
-        return True, self._params(publication)
+        return True, None if watched.announced else self._params(watched.published[0])
 
     def _params(self, publication: Publication) -> dict[str, Any]:
         tickets = [
@@ -114,8 +147,16 @@ class PrefillScheduler:
         }
 
 
+class _Offer(NamedTuple):
+    """Blocks of a prompt that the prefill engine has, or will have, under one ticket."""
+
+    tickets: list[str]  # By tensor-parallel rank.
+    first_block: int
+    end_block: int
+
+
 class DecodeScheduler:
-    """Loads prompts that another engine has computed.
+    """Loads prompts that another engine has computed, or is computing.
 
     A request with do_remote_prefill gets blocks for its whole prompt and waits while the workers
     fetch what the local prefix cache lacks. Parameters that cannot work make a load that fails, so
@@ -147,24 +188,48 @@ class DecodeScheduler:
         if not params.get("do_remote_prefill"):
             return
         params["do_remote_prefill"] = False  # Once only: after a preemption we compute ourselves.
-        tickets, error = parse_tickets(params, self._tp_size)
+        offers, error = self._offers(request, params)
         if num_external_tokens == 0:
-            self._dismissed.append(tickets)  # Everything is cached here.
+            self._dismissed += [offer.tickets for offer in offers]  # Everything is cached here.
             return
         # Local hits end at a block boundary, so the rest starts there.
-        first_block = (request.num_prompt_tokens - num_external_tokens) // self._block_size
-        last_block = cdiv(request.num_prompt_tokens, self._block_size)
+        cached = (request.num_prompt_tokens - num_external_tokens) // self._block_size
+        block_ids = blocks.get_block_ids()[0]
+        load = Load(request.request_id, [], cached, request.num_prompt_tokens, error)
+        for tickets, begin, end in offers:
+            first = max(begin, cached)
+            if first < end:
+                load.parts.append(LoadPart(tickets, first - begin, block_ids[first:end]))
+            else:
+                self._dismissed.append(tickets)
         self._loading.add(request.request_id)
-        self._loads.append(
-            Load(
-                request_id=request.request_id,
-                tickets=tickets,
-                first_block=first_block,
-                block_ids=blocks.get_block_ids()[0][first_block:last_block],
+        self._loads.append(load)
+
+    def _offers(self, request: Request, params: dict[str, Any]) -> tuple[list[_Offer], str]:
+        """What the prompt is to be had under, all of it, and why it is not ("" if it is)."""
+        all_blocks = cdiv(request.num_prompt_tokens, self._block_size)
+        if TICKETS in params or params.get(TRANSFER_ID) is None:
+            tickets, error = parse_tickets(params, self._tp_size)
+            return [_Offer(tickets, 0, all_blocks)], error
+        parts, error = _announced_parts(request, params, self._block_size)
+        if not error:
+            addresses, error = parse_addresses(params, self._tp_size)
+        if error:
+            return [_Offer([], 0, all_blocks)], error
+        return [self._offer(request, part, addresses) for part in parts], ""
+
+    def _offer(self, request: Request, part: Part, addresses: list[str]) -> _Offer:
+        tickets = [
+            kvferry.Ticket(
+                address=address,
+                epoch=0,  # Nobody has told us which process it is.
+                lease_id=part.lease_id,
+                num_pages=part.end_block - part.first_block,
                 num_tokens=request.num_prompt_tokens,
-                error=error,
             )
-        )
+            for address in addresses
+        ]
+        return _Offer([str(ticket) for ticket in tickets], part.first_block, part.end_block)
 
     def fill(self, meta: StepMetadata) -> None:
         """Adds what the workers have to fetch, to stop fetching and to let go."""
@@ -176,13 +241,28 @@ class DecodeScheduler:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):  # It ended before it was given blocks.
             params["do_remote_prefill"] = False
-            self._dismissed.append(parse_tickets(params, self._tp_size)[0])
+            self._dismissed += [offer.tickets for offer in self._offers(request, params)[0]]
         elif request.request_id in self._loading:
             # vLLM keeps the blocks until the load is reported.
             self._cancelled.append(request.request_id)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self._loading.difference_update(output.finished_recving or ())
+
+
+def _announced_parts(
+    request: Request, params: dict[str, Any], block_size: int
+) -> tuple[list[Part], str]:
+    """The parts of a prompt that both engines were given with a transfer_id, and what is wrong with
+    that ("" if nothing). Neither: there is none."""
+    transfer_id = params.get(TRANSFER_ID)
+    if transfer_id is None:
+        return [], ""
+    if error := check_transfer_id(transfer_id):
+        return [], error
+    if request.prompt_token_ids is None:
+        return [], f"a prompt of embeddings cannot have a {TRANSFER_ID}"
+    return cut(transfer_id, request.prompt_token_ids, block_size), ""
 
 
 def warn_wrong_role(request: Request, role: str | None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import kvferry
 from kvferry.vllm.layout import AdoptedCache
-from kvferry.vllm.metadata import Load, Publication, WorkerAddress
+from kvferry.vllm.metadata import Load, LoadPart, Publication, WorkerAddress
 from kvferry.vllm.telemetry import FetchRecord, Trace, TransferStats, logger
 
 # What the endpoints raise for bad input and for trouble; never a reason to stop the engine.
@@ -25,7 +25,6 @@ class _Lease:
     num_blocks: int
     published: float  # time.monotonic()
     live: bool = True  # Until the endpoint says how it ended.
-    engine_done: bool = False  # The engine has told us that the request finished.
     saved: set[int] = field(default_factory=set)  # Layers written in this step.
     ready: int = 0  # Layers [0, ready) are final.
 
@@ -48,8 +47,9 @@ class PrefillWorker:
         self._trace = trace
         self._stats = stats
         self._endpoint = kvferry.PrefillEndpoint(cache.pool, config, model, name)
-        self._leases: dict[str, _Lease] = {}  # By request.
-        self._request_of: dict[int, str] = {}  # By lease.
+        self._leases: dict[int, _Lease] = {}
+        self._leases_of: dict[str, list[_Lease]] = {}  # By request.
+        self._engine_done: set[str] = set()  # Of those requests, finished ones.
         self._computing: list[_Lease] = []  # Their last layers are written in this step.
 
     def address(self) -> WorkerAddress:
@@ -57,40 +57,51 @@ class PrefillWorker:
 
     def release_preempted(self, request_ids: list[str]) -> None:
         """Takes leases back before their blocks are overwritten."""
-        for request_id in request_ids:
-            lease = self._leases.pop(request_id, None)
-            if lease is None:
-                continue
-            del self._request_of[lease.lease_id]
-            self._trace_end(lease, "preempted")
+        for lease in (it for key in request_ids for it in self._forget(key)):
             if not lease.live:
                 continue
+            self._trace_end(lease, "preempted")
             try:
                 self._endpoint.release(lease.lease_id, timeout_ms=_PREEMPTION_TIMEOUT_MS)
             except kvferry.FailedPrecondition:
                 pass  # It expired meanwhile.
             except _REFUSED as error:
-                logger.error("the blocks of preempted %s may be read still: %s", request_id, error)
+                logger.error(
+                    "the blocks of preempted %s may be read still: %s", lease.request_id, error
+                )
+
+    def _forget(self, request_id: str) -> list[_Lease]:
+        leases = self._leases_of.pop(request_id, [])
+        for lease in leases:
+            del self._leases[lease.lease_id]
+        return leases
 
     def withdraw(self, request_ids: list[str]) -> None:
         """Takes leases back whose blocks stay until take_finished() reports them."""
-        for request_id in request_ids:
-            lease = self._leases.get(request_id)
-            if lease is None or not lease.live:
+        for lease in (it for key in request_ids for it in self._leases_of.get(key, ())):
+            if not lease.live:
                 continue
             try:
                 self._endpoint.release(lease.lease_id, timeout_ms=0)
             except kvferry.DeadlineExceeded:
                 pass  # Ends when the transfer that reads it has stopped.
             except _REFUSED as error:
-                logger.debug("withdrawing %s: %s", request_id, error)
+                logger.debug("withdrawing %s: %s", lease.request_id, error)
+
+    def give_up(self, lease_ids: list[int]) -> None:
+        """Lets those go who may be waiting for what will not be published."""
+        for lease_id in lease_ids:
+            try:
+                self._endpoint.give_up(lease_id)
+            except _REFUSED as error:
+                logger.debug("giving up lease %x: %s", lease_id, error)
 
     def publish(self, publications: list[Publication]) -> None:
-        """Offers prompts whose last token the coming forward computes: no layer is ready yet."""
+        """Offers what the coming forward computes the last token of: no layer is ready yet."""
         for new in publications:
             lease = _Lease(new.request_id, new.lease_id, len(new.block_ids), time.monotonic())
-            self._leases[new.request_id] = lease
-            self._request_of[new.lease_id] = new.request_id
+            self._leases[new.lease_id] = lease
+            self._leases_of.setdefault(new.request_id, []).append(lease)
             try:
                 self._endpoint.publish(
                     new.block_ids, num_tokens=new.num_tokens, lease_id=new.lease_id
@@ -131,27 +142,28 @@ class PrefillWorker:
             logger.debug("%s: %s", lease.request_id, error)
 
     def take_finished(self, engine_finished: set[str]) -> set[str]:
-        """Requests that the engine has finished and whose leases have ended, each once."""
+        """Requests that the engine has finished and whose leases have all ended, each once."""
         for lease_id, outcome in self._endpoint.take_ended():
-            request_id = self._request_of.get(lease_id)
-            if request_id is None:
+            lease = self._leases.get(lease_id)
+            if lease is None:
                 continue  # Preempted.
-            lease = self._leases[request_id]
             lease.live = False
             self._trace_end(lease, outcome)
             if outcome == "expired":
                 self._stats.record_expired()
                 logger.warning(
                     "nobody fetched the KV of %s within %.1f s; its %d blocks are freed",
-                    request_id,
+                    lease.request_id,
                     time.monotonic() - lease.published,
                     lease.num_blocks,
                 )
-        for request_id in engine_finished & self._leases.keys():
-            self._leases[request_id].engine_done = True
-        finished = {key for key, it in self._leases.items() if it.engine_done and not it.live}
+        self._engine_done |= engine_finished & self._leases_of.keys()
+        finished = {
+            key for key in self._engine_done if not any(it.live for it in self._leases_of[key])
+        }
         for request_id in finished:
-            del self._request_of[self._leases.pop(request_id).lease_id]
+            self._forget(request_id)
+        self._engine_done -= finished
         return finished
 
     def _trace_end(self, lease: _Lease, outcome: str) -> None:
@@ -170,10 +182,32 @@ class PrefillWorker:
 
 @dataclass
 class _Fetch:
-    load: Load
+    """Of one part of a load."""
+
+    part: LoadPart
     tickets_usable: bool  # The prefill side can be told that nobody will come.
     handle: kvferry.FetchHandle | None = None  # None: nothing was started.
-    error: str = ""
+    failure: str = ""
+
+    @property
+    def done(self) -> bool:
+        return self.handle is None or self.handle.done
+
+    def missing(self) -> list[int]:
+        return self.part.block_ids if self.handle is None else self.handle.missing_pages()
+
+    def error(self) -> str:
+        """Why it did not go well; everything may have arrived nevertheless, and then nothing is
+        missing."""
+        if self.handle is None:
+            return self.failure
+        return "" if self.handle.ok or not self.missing() else self.handle.error
+
+
+@dataclass
+class _Loading:
+    load: Load
+    fetches: list[_Fetch]
 
 
 class DecodeWorker:
@@ -194,39 +228,40 @@ class DecodeWorker:
         self._trace = trace
         self._stats = stats
         self._endpoint = kvferry.DecodeEndpoint(cache.pool, config, model, name)
-        self._fetches: dict[str, _Fetch] = {}
+        self._loading: dict[str, _Loading] = {}
         self._dismissals: list[tuple[str, kvferry.FetchHandle]] = []
         self._missing_blocks: set[int] = set()
 
     def load(self, loads: list[Load]) -> None:
         """Starts fetches. One that cannot be started is reported as failed by take_finished()."""
         for load in loads:
-            self._fetches[load.request_id] = self._start(load)
+            fetches = [self._start(load, part) for part in load.parts]
+            self._loading[load.request_id] = _Loading(load, fetches)
 
-    def _start(self, load: Load) -> _Fetch:
+    def _start(self, load: Load, part: LoadPart) -> _Fetch:
         if load.error:
-            return _Fetch(load, tickets_usable=False, error=load.error)
+            return _Fetch(part, tickets_usable=False, failure=load.error)
         try:
-            ticket = kvferry.Ticket.parse(load.tickets[self._tp_rank])
-            blocks = load.first_block + len(load.block_ids)
+            ticket = kvferry.Ticket.parse(part.tickets[self._tp_rank])
+            blocks = part.first_block + len(part.block_ids)
             if (ticket.num_tokens, ticket.num_pages) != (load.num_tokens, blocks):
                 error = (
                     f"the ticket is for a prompt of {ticket.num_tokens} tokens in "
                     f"{ticket.num_pages} blocks and this one has {load.num_tokens} in {blocks}: "
                     f"both engines need the same prompt and block_size"
                 )
-                return _Fetch(load, tickets_usable=True, error=error)
-            handle = self._endpoint.fetch(str(ticket), load.first_block, load.block_ids)
-            return _Fetch(load, tickets_usable=True, handle=handle)
+                return _Fetch(part, tickets_usable=True, failure=error)
+            handle = self._endpoint.fetch(str(ticket), part.first_block, part.block_ids)
+            return _Fetch(part, tickets_usable=True, handle=handle)
         except _REFUSED as error:
-            return _Fetch(load, tickets_usable=False, error=str(error))
+            return _Fetch(part, tickets_usable=False, failure=str(error))
 
     def cancel(self, request_ids: list[str]) -> None:
         """Asks for the end of fetches; take_finished() reports them as usual."""
-        for request_id in request_ids:
-            fetch = self._fetches.get(request_id)
-            if fetch is not None and fetch.handle is not None:
-                fetch.handle.cancel()
+        for loading in (self._loading[key] for key in request_ids if key in self._loading):
+            for fetch in loading.fetches:
+                if fetch.handle is not None:
+                    fetch.handle.cancel()
 
     def dismiss(self, tickets: list[str]) -> None:
         """Tells the prefill side that nobody will fetch, so that it need not wait for the
@@ -242,9 +277,11 @@ class DecodeWorker:
     def take_finished(self) -> set[str]:
         """Requests whose fetches have ended, well or not, each once. Nothing writes to their
         blocks."""
-        finished = {key for key, it in self._fetches.items() if it.handle is None or it.handle.done}
+        finished = {
+            key for key, it in self._loading.items() if all(fetch.done for fetch in it.fetches)
+        }
         for request_id in finished:
-            self._finish(self._fetches.pop(request_id))
+            self._finish(self._loading.pop(request_id))
         self._reap_dismissals()
         return finished
 
@@ -253,35 +290,16 @@ class DecodeWorker:
         missing, self._missing_blocks = self._missing_blocks, set()
         return missing
 
-    def _finish(self, fetch: _Fetch) -> None:
-        record, missing = self._record(fetch)
+    def _finish(self, loading: _Loading) -> None:
+        missing = [block for fetch in loading.fetches for block in fetch.missing()]
+        record = _record(loading, len(missing))
         record.log()
         self._stats.record(record)
         self._trace.write("fetch", **vars(record), gb_per_s=round(record.gb_per_s, 4))
         self._missing_blocks.update(missing)
-        if not record.ok and fetch.tickets_usable:
-            self.dismiss(fetch.load.tickets)
-
-    def _record(self, fetch: _Fetch) -> tuple[FetchRecord, list[int]]:
-        load, handle = fetch.load, fetch.handle
-        if handle is None:
-            missing, ok, error, report = load.block_ids, False, fetch.error, {}
-        else:
-            # Everything may have arrived although the end went wrong: then nothing is missing.
-            missing, report = handle.missing_pages(), handle.report()
-            ok, error = handle.ok or not missing, handle.error
-        record = FetchRecord(
-            request_id=load.request_id,
-            ok=ok,
-            error=error,
-            blocks=len(load.block_ids),
-            blocks_skipped=load.first_block,
-            blocks_missing=len(missing),
-            bytes=int(report.get("bytes_done", 0)),
-            wait_ms=round(report.get("wait_seconds", 0.0) * 1e3, 3),
-            move_ms=round(report.get("move_seconds", 0.0) * 1e3, 3),
-        )
-        return record, missing
+        for fetch in loading.fetches:
+            if fetch.tickets_usable and fetch.error():
+                self.dismiss(fetch.part.tickets)
 
     def _reap_dismissals(self) -> None:
         under_way = []
@@ -295,3 +313,26 @@ class DecodeWorker:
     def close(self) -> None:
         """Ends all fetches."""
         self._endpoint.close()
+
+
+def _record(loading: _Loading, blocks_missing: int) -> FetchRecord:
+    load, fetches = loading.load, loading.fetches
+    reports = [fetch.handle.report() for fetch in fetches if fetch.handle is not None]
+    waits = [report.get("wait_seconds", 0.0) for report in reports]
+    ends = [
+        wait + report.get("move_seconds", 0.0) for wait, report in zip(waits, reports, strict=True)
+    ]
+    # Fetches of one load start together.
+    wait_ms = min(waits, default=0.0) * 1e3
+    errors = [error for fetch in fetches if (error := fetch.error())]
+    return FetchRecord(
+        request_id=load.request_id,
+        ok=not errors,
+        error=errors[0] if errors else "",
+        blocks=len(load.block_ids),
+        blocks_skipped=load.blocks_skipped,
+        blocks_missing=blocks_missing,
+        bytes=sum(int(report.get("bytes_done", 0)) for report in reports),
+        wait_ms=round(wait_ms, 3),
+        move_ms=round(max(ends, default=0.0) * 1e3 - wait_ms, 3),
+    )

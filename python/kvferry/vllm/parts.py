@@ -1,0 +1,72 @@
+"""Parts of a prompt that is handed over while it is computed, and what both engines call them.
+
+A router that gives a request to both engines at once has no tickets to carry. It draws a
+transfer_id instead, and each engine works out by itself how the prompt is cut and under which lease
+each part goes. The names hold the prompt's tokens: engines that were given different prompts, or
+that have another block size, do not find each other's parts.
+"""
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm.utils.math_utils import cdiv
+
+TRANSFER_ID = "transfer_id"  # Key of kv_transfer_params, as of vLLM's MooncakeConnector.
+# Random, as a lease id is: who knows it can fetch the prompt's KV. A UUID has 32 or 36 characters.
+MIN_ID_CHARACTERS = 16
+MAX_ID_CHARACTERS = 128
+# Of KV that moves while more is computed: small against a prompt, large against a message. Long
+# prompts are cut into few enough parts for many of them to wait (Config.max_fetches_per_peer).
+_PART_TOKENS = 1024
+_MAX_PARTS = 64
+# Whatever changes the names or the cuts changes this too.
+_VERSION = b"kvferry-parts-1"
+
+
+class Part(NamedTuple):
+    """Some blocks of a prompt, in a lease of their own."""
+
+    lease_id: int
+    first_block: int
+    end_block: int
+    end_token: int  # Its KV is final when the prompt is computed up to here.
+
+
+def check_transfer_id(transfer_id: object) -> str:
+    """What is wrong with one that a client sent; "" if nothing."""
+    if (
+        isinstance(transfer_id, str)
+        and MIN_ID_CHARACTERS <= len(transfer_id) <= MAX_ID_CHARACTERS
+        and transfer_id.isascii()
+    ):
+        return ""
+    return (
+        f"{TRANSFER_ID} has to be a random string of {MIN_ID_CHARACTERS} to {MAX_ID_CHARACTERS} "
+        f"ASCII characters, such as a UUID"
+    )
+
+
+def whole(lease_id: int, num_tokens: int, block_size: int) -> Part:
+    """All of a prompt."""
+    return Part(lease_id, 0, cdiv(num_tokens, block_size), num_tokens)
+
+
+def cut(transfer_id: str, tokens: Sequence[int], block_size: int) -> list[Part]:
+    """A prompt's parts, in order: whole blocks of _PART_TOKENS, or more, and what is left."""
+    num_tokens = len(tokens)
+    blocks = cdiv(max(_PART_TOKENS, cdiv(num_tokens, _MAX_PARTS)), block_size)
+    name = hashlib.sha256(_VERSION)
+    name.update(struct.pack("<qq", block_size, len(transfer_id)))
+    name.update(transfer_id.encode())
+    name.update(array("q", tokens).tobytes())
+    parts = []
+    for first in range(0, cdiv(num_tokens, block_size), blocks):
+        part_name = name.copy()
+        part_name.update(struct.pack("<q", first))
+        lease_id = int.from_bytes(part_name.digest()[:8], "little") or 1  # 0 is no lease.
+        end = min(first + blocks, cdiv(num_tokens, block_size))
+        parts.append(Part(lease_id, first, end, min(end * block_size, num_tokens)))
+    return parts

@@ -1,0 +1,81 @@
+"""Both engines get the request at the same time: KV moves while more of it is computed."""
+
+import time
+
+import pytest
+from demo import QUESTIONS, ask, problems
+from engines import BLOCK_TOKENS, Engines
+
+PARTS = 2  # Of the longest prompt that these engines take; one is of 1,024 tokens.
+
+
+@pytest.fixture(scope="module")
+def long_prompt(engines: Engines) -> list[int]:
+    prompt = engines.prefill.tokenize(QUESTIONS[1][1] * 2)[-1150:]
+    assert len(prompt) == 1150
+    return prompt
+
+
+@pytest.mark.parametrize("name, question", QUESTIONS, ids=[name for name, _ in QUESTIONS])
+def test_answer_equals_that_of_one_engine(engines: Engines, reference, name, question):
+    prompt = engines.prefill.tokenize(f"At once. {question}")
+    outcome = ask(engines, name, prompt, reference(prompt, 32), 32, at_once=True)
+    assert problems(outcome, BLOCK_TOKENS) == []
+
+
+def test_a_part_has_moved_before_the_prompt_is_computed(engines: Engines, reference, long_prompt):
+    expected = reference(long_prompt, 16)
+    fetches, leases = len(engines.trace("decode")), len(engines.trace("prefill"))
+    prefill, decode = engines.start_at_once(long_prompt, 16)
+    prefill.answer()
+    answered = time.time()
+    assert decode.answer().tokens == expected.tokens
+    first, last = engines.wait_trace("prefill", leases + PARTS)[leases:]
+    assert [first["outcome"], last["outcome"]] == ["fetched"] * 2
+    assert first["blocks"] == 1024 // BLOCK_TOKENS
+    assert first["time"] < answered
+    (fetch,) = engines.trace("decode")[fetches:]
+    assert fetch["ok"] and fetch["blocks"] == -(-len(long_prompt) // BLOCK_TOKENS)
+
+
+def test_cached_parts_are_not_moved_again(engines: Engines, reference, long_prompt):
+    expected = reference(long_prompt, 8)
+    for _ in range(2):
+        outcome = ask(engines, "again", long_prompt, expected, 8, at_once=True)
+        assert problems(outcome, BLOCK_TOKENS) == []
+    assert outcome.fetches[0]["blocks_skipped"] >= 1024 // BLOCK_TOKENS
+    assert len(engines.wait_trace("prefill", 2)[-2:]) == 2
+
+
+def test_requests_at_the_same_time(engines: Engines, reference):
+    prompts = [engines.prefill.tokenize(f"Count from {n} down to {n - 9}.") for n in range(6)]
+    expected = [reference(prompt, 12).tokens for prompt in prompts]
+    requests = [engines.start_at_once(prompt, 12) for prompt in prompts]
+    assert [decode.answer().tokens for _, decode in requests] == expected
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.0])
+def test_prefill_aborted(engines: Engines, long_prompt, after_s):
+    prompt = [*engines.prefill.tokenize(f"Abort after {after_s}."), *long_prompt][:1150]
+    began = time.monotonic()
+    prefill, decode = engines.start_at_once(prompt, 8)
+    time.sleep(after_s)
+    prefill.abort()
+    prefill.answer()
+    answer = decode.answer()
+    assert answer.finish_reason == "error" and answer.tokens == []
+    assert time.monotonic() - began < 20  # Not at the fetch's deadline, which is 30 s.
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.0])
+def test_decode_aborted(engines: Engines, long_prompt, after_s):
+    prompt = [*engines.prefill.tokenize(f"Nobody listens after {after_s}."), *long_prompt][:1150]
+    leases = len(engines.trace("prefill"))
+    prefill, decode = engines.start_at_once(prompt, 8)
+    time.sleep(after_s)
+    decode.abort()
+    assert decode.answer().finish_reason == "abort"
+    prefill.answer()
+    # Each part is let go of, whether it had been published by then or not.
+    ended = engines.wait_trace("prefill", leases + PARTS)[leases:]
+    assert [event["outcome"] for event in ended] == ["fetched"] * PARTS
