@@ -19,7 +19,7 @@ ENGINE = {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": NUM_BLOCKS, "ma
 
 
 # The longest prompts take several steps to prefill.
-CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 256}
+CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 128}
 
 
 class Engines(Pair):

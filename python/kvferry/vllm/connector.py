@@ -162,6 +162,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._prefill.fill(meta, scheduler_output, self._kv_cache_manager)
         if self._decode is not None:
             self._decode.fill(meta)
+        meta.idle = scheduler_output.total_num_scheduled_tokens == 0
         return meta
 
     def request_finished(
@@ -281,6 +282,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             saved, loaded = self._store_worker.take_finished(finished_req_ids)
             return saved or None, loaded or None
         prefill, decode = self._prefill_worker, self._decode_worker
+        if decode is not None and self._get_connector_metadata().idle:
+            decode.pause()
         sent = prefill.take_finished(finished_req_ids) if prefill is not None else None
         received = decode.take_finished() if decode is not None else None
         return sent or None, received or None

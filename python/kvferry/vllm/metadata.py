@@ -116,6 +116,7 @@ class StepMetadata(KVConnectorMetadata):
     cancelled: list[str] = field(default_factory=list)  # Loads of requests that were aborted.
     loads: list[Load] = field(default_factory=list)
     dismissed: list[list[str]] = field(default_factory=list)  # Tickets nobody will fetch.
+    idle: bool = False  # Nothing is computed in this step.
     # Of store mode.
     store_preempted: list[str] = field(default_factory=list)  # Their blocks are reused.
     store_loads: list[StoreLoad] = field(default_factory=list)

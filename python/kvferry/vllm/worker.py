@@ -14,6 +14,8 @@ from kvferry.vllm.telemetry import FetchRecord, Trace, TransferStats, logger
 
 # What the endpoints raise for bad input and for trouble; never a reason to stop the engine.
 _REFUSED = (kvferry.Error, ValueError)
+# Long against what a step without work takes, short against one with some.
+_PAUSE_MS = 1
 # Nobody has the ticket of a request that can be preempted, so this time is not used up.
 _PREEMPTION_TIMEOUT_MS = 5000
 
@@ -273,6 +275,23 @@ class DecodeWorker:
             self._dismissals.append((ticket, self._endpoint.fetch(ticket, 0, [])))
         except _REFUSED as error:
             logger.warning("cannot let go of ticket %.200r: %s", ticket, error)
+
+    def pause(self) -> None:
+        """Waits up to a millisecond for a fetch under way.
+
+        An engine that has nothing but loads to wait for takes step after step, and with them a
+        whole core, which the prefill engine may want if it is on the same machine.
+        """
+        under_way = [
+            [fetch.handle for fetch in loading.fetches if not fetch.done]
+            for loading in self._loading.values()
+        ]
+        if not under_way or not all(under_way):
+            return  # Nothing to wait for, or somebody has waited long enough.
+        try:
+            under_way[0][0].wait(_PAUSE_MS)
+        except kvferry.Error:
+            pass  # take_finished() says how it ended, if it has.
 
     def take_finished(self) -> set[str]:
         """Requests whose fetches have ended, well or not, each once. Nothing writes to their

@@ -1,0 +1,163 @@
+"""The halves of the connector in two engines' workers, with real endpoints and without engines."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+import kvferry  # noqa: E402
+from kvferry.vllm.metadata import Load, LoadPart, Publication  # noqa: E402
+from kvferry.vllm.telemetry import Trace, TransferStats  # noqa: E402
+from kvferry.vllm.worker import DecodeWorker, PrefillWorker  # noqa: E402
+
+LAYERS = 3
+DEADLINE_S = 10.0
+
+
+class Side:
+    """One engine's cache, as far as the workers look at it."""
+
+    def __init__(self) -> None:
+        layout = kvferry.KvLayout.mha(LAYERS, 4, 1, 8, "float32")
+        self.pool = kvferry.KvPool.create(layout, 64)
+        self.layer_index = {f"layer.{layer}": layer for layer in range(LAYERS)}
+        self.num_layers = LAYERS
+
+    def block(self, layer: int, block: int) -> np.ndarray:
+        return np.concatenate([self.pool.page(layer, tensor, block) for tensor in range(2)])
+
+    def compute(self, worker: PrefillWorker, blocks: list[int]) -> None:
+        """One step: each layer is written, then saved."""
+        for name, layer in self.layer_index.items():
+            for block in blocks:
+                for tensor in range(2):
+                    self.pool.page(layer, tensor, block)[:] = 1 + layer * 70 + block
+            worker.layer_saved(name)
+        worker.step_saved()
+
+
+class Workers:
+    def __init__(self) -> None:
+        config = kvferry.Config.make({"publish_grace_ms": 0})
+        self.source, self.target = Side(), Side()
+        self.stats = TransferStats()
+        trace = Trace("", 0)
+        self.prefill = PrefillWorker(self.source, config, "m", "p", trace, TransferStats())
+        self.decode = DecodeWorker(self.target, config, "m", "d", 0, trace, self.stats)
+        self.finished: set[str] = set()
+
+    def part(self, lease_id: int, blocks: list[int]) -> LoadPart:
+        ticket = kvferry.Ticket(
+            address=self.prefill.address().address,
+            epoch=0,
+            lease_id=lease_id,
+            num_pages=len(blocks),
+            num_tokens=16,
+        )
+        return LoadPart([str(ticket)], 0, blocks)
+
+    def load(self, *parts: LoadPart) -> None:
+        self.decode.load([Load("d", list(parts), 0, 16)])
+
+    def loaded(self) -> bool:
+        self.decode.pause()
+        self.finished |= self.decode.take_finished()
+        return "d" in self.finished
+
+    def close(self) -> None:
+        self.decode.close()
+        self.prefill.close()
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    workers = Workers()
+    yield workers
+    workers.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+def publication(lease_id: int, blocks: list[int]) -> Publication:
+    return Publication("p", lease_id, blocks, 16)
+
+
+def test_parts_arrive_as_they_are_computed(workers: Workers):
+    workers.load(workers.part(101, [7, 8]), workers.part(102, [9, 10]))
+    assert not workers.loaded()
+    workers.prefill.publish([publication(101, [1, 2])])
+    workers.source.compute(workers.prefill, [1, 2])
+    # The first part is there while the second one is not published.
+    wait_for(lambda: bool(workers.target.block(LAYERS - 1, 8).any()))
+    assert not workers.loaded()
+    assert workers.prefill.take_finished(set()) == set()
+    workers.prefill.publish([publication(102, [3, 4])])
+    workers.source.compute(workers.prefill, [3, 4])
+    wait_for(workers.loaded)
+    for block, source in zip([7, 8, 9, 10], [1, 2, 3, 4], strict=True):
+        for layer in range(LAYERS):
+            assert (workers.target.block(layer, block) == 1 + layer * 70 + source).all()
+    assert workers.decode.take_missing_blocks() == set()
+    assert workers.stats.data["bytes"] == [4 * LAYERS * 2 * 4 * 8 * 4]  # One load, not two.
+    # The engine's blocks are free when it is done with the request and both leases have ended.
+    wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
+    assert workers.prefill.take_finished(set()) == set()
+
+
+def test_a_part_that_is_given_up_fails_the_load_and_lets_the_others_go(workers: Workers):
+    workers.load(workers.part(101, [7, 8]), workers.part(102, [9, 10]))
+    workers.prefill.publish([publication(101, [1, 2])])
+    workers.source.compute(workers.prefill, [1, 2])
+    workers.prefill.give_up([102])
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == {9, 10}
+    assert workers.stats.data["failed"] == [1]
+    wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
+
+
+def test_a_load_that_is_cancelled_frees_what_is_published_later(workers: Workers):
+    workers.load(workers.part(101, [7, 8]), workers.part(102, [9, 10]))
+    workers.decode.cancel(["d"])
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == {7, 8, 9, 10}
+    # What is let go of is on its way, and so is this behind it.
+    probe = workers.part(103, [20])
+    workers.prefill.publish([Publication("other", 103, [30], 16)])
+    workers.prefill.step_saved()
+    workers.finished.clear()
+    workers.load(probe)
+    wait_for(workers.loaded)
+    workers.prefill.publish([publication(101, [1, 2]), publication(102, [3, 4])])
+    wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
+
+
+def test_preemption_takes_all_parts_back(workers: Workers):
+    workers.prefill.publish([publication(101, [1, 2]), publication(102, [3, 4])])
+    workers.prefill.release_preempted(["p"])
+    assert workers.prefill.take_finished({"p"}) == set()
+    workers.load(workers.part(101, [7, 8]))
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == {7, 8}
+
+
+def test_an_idle_engine_waits_for_its_load_instead_of_turning(workers: Workers):
+    began = time.monotonic()
+    workers.decode.pause()  # Nothing to wait for.
+    assert time.monotonic() - began < 0.5
+    workers.load(workers.part(101, [7, 8]))
+    cpu = time.process_time()
+    turns = 0
+    while time.monotonic() - began < 0.3:
+        workers.decode.pause()
+        turns += 1
+    assert 0 < turns <= 300  # A millisecond each, or longer.
+    assert time.process_time() - cpu < 0.3
+    workers.prefill.give_up([101])
+    wait_for(workers.loaded)
