@@ -74,7 +74,7 @@ struct Config {
   // --- Limits: reaching one is answered with RESOURCE_EXHAUSTED ---
   int64_t max_peers = 256;
   int64_t max_fetches_per_peer = 1024;  // Those that wait for their lease among them.
-  int64_t max_calls_per_peer = 1024;  // Questions that wait for an answer, as a lookup does.
+  int64_t max_calls_per_peer = 1024;    // Questions that wait for an answer, as a lookup does.
   int64_t max_leases = 65536;
 
   // Parses a JSON object into a copy of `base`. An unknown key or a value of the wrong type is

@@ -2,7 +2,8 @@
 the prompt comes from the prefill engine through kvferry and through vLLM's own NixlConnector.
 
 Starts a pair of engines on this machine for each of the two, with the same settings, and gives both
-the same prompts in turn. Prints one row for each length of prompt: medians, with the spread. An
+the same prompts in turn. With --at-once kvferry's pair also gets each prompt in both engines at the
+same time. Prints one row for each length of prompt: medians, with the spread. An
 answer whose KV did not come from the prefill engine does not count and makes the exit code 1.
 README.md says what is checked and what the columns mean.
 """
@@ -30,9 +31,10 @@ from table import number
 
 sys.path.insert(0, str(ROOT / "examples" / "vllm_pair"))
 
-from pair import DEFAULT_MODEL, REMOTE_DECODE, EngineError, Pair  # noqa: E402
+from pair import DEFAULT_MODEL, REMOTE_DECODE, Answer, EngineError, Pair  # noqa: E402
 
 ANSWER_TOKENS = 8
+AT_ONCE = "at once"  # kvferry's pair, given the prompt in both engines at the same time.
 BLOCK_TOKENS = 128
 PASSAGE_TOKENS = 48
 COUNTERS_SECONDS = 10  # The engine's counters follow its answer.
@@ -107,6 +109,17 @@ class Sample:
     prefill_ms: float  # The other engine's work before, not part of first_token_ms.
     kv_ms: float
     kv_bytes: int
+    whole_ms: float = 0.0  # From giving the prompt to the prefill engine on.
+
+
+@dataclasses.dataclass
+class Asked:
+    """One prompt, and what both engines made of it."""
+
+    began: float  # time.monotonic()
+    prefilled: Answer  # Of the prefill engine: one token.
+    answer: Answer
+    moved: Moved
 
 
 def problems(answer, prefilled, moved, prompt_tokens, kv_bytes):
@@ -197,14 +210,21 @@ class EnginePair:
             time.sleep(0.05)
 
     def ask(self, prompt):
-        """(answer of the decode engine, that of the prefill engine, what was moved)."""
-        before = self.counters()
+        """Prefill first, then decode."""
+        before, began = self.counters(), time.monotonic()
         prefilled = self.pair.prefill.generate(prompt, 1, dict(REMOTE_DECODE), ignore_eos=True)
         if prefilled.error or not prefilled.params:
             raise EngineError(f"{self.name}: the prefill engine handed nothing over: {prefilled}")
         params = prefilled.params if self.hand_over else None
         answer = self.pair.decode.generate(prompt, ANSWER_TOKENS, params, ignore_eos=True)
-        return answer, prefilled, self.moved(before, len(prompt))
+        return Asked(began, prefilled, answer, self.moved(before, len(prompt)))
+
+    def ask_at_once(self, prompt):
+        """Both engines get the prompt at the same time."""
+        before, began = self.counters(), time.monotonic()
+        prefill, decode = self.pair.start_at_once(prompt, ANSWER_TOKENS, ignore_eos=True)
+        prefilled, answer = prefill.answer(), decode.answer()
+        return Asked(began, prefilled, answer, self.moved(before, len(prompt)))
 
     def wait_ready(self):
         self.pair.wait_ready()
@@ -213,10 +233,18 @@ class EnginePair:
         self.pair.close()
 
 
-def sample_of(answer, prefilled, moved):
+def sample_of(asked, at_once=False):
+    answer, prefilled, moved = asked.answer, asked.prefilled, asked.moved
     step_ms = (answer.total_ms - answer.first_token_ms) / (ANSWER_TOKENS - 1)
+    # There is no getting the request later than the other engine's work then.
+    after_prefill_ms = (answer.first_token_at - prefilled.first_token_at) * 1e3
     return Sample(
-        answer.first_token_ms, step_ms, prefilled.total_ms, moved.kv_ms, int(moved.kv_bytes)
+        after_prefill_ms if at_once else answer.first_token_ms,
+        step_ms,
+        prefilled.total_ms,
+        moved.kv_ms,
+        int(moved.kv_bytes),
+        (answer.first_token_at - asked.began) * 1e3,
     )
 
 
@@ -255,6 +283,9 @@ class Row:
             cells |= {name: number(self.median(name), 0), f"{name} min..max": self.spread(name)}
         if "NIXL" in names:
             cells["ratio"] = number(self.ratio())
+        if AT_ONCE in names:
+            for name in names:
+                cells[f"{name} whole"] = number(self.median(name, "whole_ms"), 0)
         for name in names:
             cells[f"{name} KV"] = number(self.median(name, "kv_ms"), 1)
         for name in names:
@@ -287,14 +318,17 @@ class Bench:
     def round(self, row, turn):
         """One prompt, by every pair; {connector: Sample} of those whose answers are right."""
         prompt, samples, answers = prompt_of(row.tokens, self.rng), {}, {}
-        for pair in self.pairs if turn % 2 == 0 else reversed(self.pairs):
+        ways = [(pair, pair.name, pair.ask) for pair in self.pairs]
+        if self.args.at_once:
+            ways.append((self.pairs[0], AT_ONCE, self.pairs[0].ask_at_once))
+        for pair, name, ask in ways if turn % 2 == 0 else reversed(ways):
             with self.turn(pair):
-                answer, prefilled, moved = pair.ask(prompt)
-            found = problems(answer, prefilled, moved, row.tokens, row.kv_bytes)
-            self.problems += [f"{row.tokens} tokens, {pair.name}: {it}" for it in found]
-            answers[pair.name] = answer
+                asked = ask(prompt)
+            found = problems(asked.answer, asked.prefilled, asked.moved, row.tokens, row.kv_bytes)
+            self.problems += [f"{row.tokens} tokens, {name}: {it}" for it in found]
+            answers[name] = asked.answer
             if not found:
-                samples[pair.name] = sample_of(answer, prefilled, moved)
+                samples[name] = sample_of(asked, at_once=name == AT_ONCE)
         if differs := disagreement(answers):
             self.problems.append(f"{row.tokens} tokens: {differs}")
             return {}
@@ -380,6 +414,11 @@ def parse_arguments():
         help="a field of kvferry's Config, in both of its engines; may be repeated",
     )
     parser.add_argument(
+        "--at-once",
+        action="store_true",
+        help="also give each prompt to both engines of kvferry at the same time",
+    )
+    parser.add_argument(
         "--break-kv",
         choices=["drop", "zero"],
         help="to see that it fails: hand nothing over to the decode engines, or zero what that of "
@@ -400,6 +439,8 @@ def check(args, parser):
         parser.error(f"no model in {args.model}; ./dev setup makes it, or see --model")
     if args.nixl and not (args.nixl / "nixl").is_dir():
         parser.error(f"--nixl: there is no package nixl in {args.nixl} (requirements/nixl.txt)")
+    if args.at_once and args.break_kv == "drop":
+        parser.error("--at-once: nothing is handed over that --break-kv drop could leave out")
     for setting in args.config:
         if "=" not in setting:
             parser.error(f"--config: {setting} is not KEY=VALUE")
@@ -472,7 +513,7 @@ def measure_all(args, say):
                 bench.measure(tokens, say)
         except EngineError as error:
             bench.problems.append(f"ended early: {error}")
-        return [pair.name for pair in pairs], bench
+        return [pair.name for pair in pairs] + [AT_ONCE] * args.at_once, bench
 
 
 def main():

@@ -304,10 +304,9 @@ std::string Receiver::Overdue(const Fetch& fetch) {
   const char* unheard_of = fetch.early && fetch.bytes_arrived() == 0
                                ? "; was the prefill side given the same request?"
                                : "";
-  return absl::StrCat("the fetch from ", fetch.ticket.address,
-                      " did not end in time: ", fetch.bytes_arrived(), " of ",
-                      fetch.plan->total_bytes(), " bytes arrived",
-                      fetch.requested() ? unheard_of : silent);
+  return absl::StrCat(
+      "the fetch from ", fetch.ticket.address, " did not end in time: ", fetch.bytes_arrived(),
+      " of ", fetch.plan->total_bytes(), " bytes arrived", fetch.requested() ? unheard_of : silent);
 }
 
 Deadline Receiver::Tick(Deadline now) {

@@ -104,8 +104,9 @@ void Sender::OnFetch(const PeerKey& peer, LinkId link, FetchMsg fetch) {
     return;
   }
   ++fetches_of_peer_[peer];
-  const int64_t park_ms = std::max(config_.publish_grace_ms,
-                                   std::min(fetch.wait_ms, config_.max_fetch_timeout_ms));
+  const int64_t wait_ms = std::min(fetch.wait_ms, config_.max_fetch_timeout_ms);
+  const int64_t park_ms =
+      std::max(config_.publish_grace_ms, wait_ms > 0 ? wait_ms + kDeadlineSlackMs : 0);
   RetryParked({std::move(fetch), peer, link, DeadlineInMs(park_ms)});
 }
 

@@ -118,6 +118,7 @@ class Answer:
     first_token_ms: float
     total_ms: float
     error: str = ""
+    first_token_at: float = 0.0  # time.monotonic(), which all processes of a machine share.
 
 
 class Request:
@@ -500,7 +501,8 @@ class _Child:
             error = f"{type(caught).__name__}: {caught}"
         finally:
             del self._running[key]
-        answer = Answer([], "", None, None, 0, first_ms, (time.monotonic() - started) * 1e3, error)
+        total_ms = (time.monotonic() - started) * 1e3
+        answer = Answer([], "", None, None, 0, first_ms, total_ms, error, started + first_ms / 1e3)
         if last is not None:
             output = last.outputs[0]
             answer.tokens, answer.text = list(output.token_ids), output.text

@@ -40,8 +40,8 @@ class Leases : public testing::Test {
 TEST_F(Leases, UnneededEndsWhenItIsPublished) {
   table_.NothingNeeded(kLease);
   EXPECT_EQ(Ended(), "none");
-  EXPECT_TRUE(Fails(table_.BeginTransfer(kLease), absl::StatusCode::kFailedPrecondition,
-                    "needs nothing"));
+  EXPECT_TRUE(
+      Fails(table_.BeginTransfer(kLease), absl::StatusCode::kFailedPrecondition, "needs nothing"));
   EXPECT_TRUE(Fails(table_.Take(kLease), absl::StatusCode::kFailedPrecondition));
   ASSERT_TRUE(IsOk(Publish()));
   EXPECT_EQ(Ended(), "fetched");
@@ -54,8 +54,8 @@ TEST_F(Leases, UnknownGivenUp) {
   ASSERT_TRUE(IsOk(table_.GiveUp(kLease)));
   ASSERT_TRUE(IsOk(table_.GiveUp(kLease)));
   EXPECT_EQ(Ended(), "none");  // It never was one.
-  EXPECT_TRUE(
-      Fails(table_.BeginTransfer(kLease), absl::StatusCode::kFailedPrecondition, "gave the request up"));
+  EXPECT_TRUE(Fails(table_.BeginTransfer(kLease), absl::StatusCode::kFailedPrecondition,
+                    "gave the request up"));
   table_.NothingNeeded(kLease);
   EXPECT_TRUE(Fails(Publish(), absl::StatusCode::kAlreadyExists, "given up"));
 }
@@ -401,8 +401,7 @@ class ModelRun {
     const absl::Status status =
         table_->Publish(id, Pages({static_cast<int64_t>(id % 1000)}), 0, At(expires));
     const auto never = model_.never.find(id);
-    const bool unneeded =
-        never != model_.never.end() && never->second == LeaseOutcome::kFetched;
+    const bool unneeded = never != model_.never.end() && never->second == LeaseOutcome::kFetched;
     if (live || model_.ended.contains(id) || (never != model_.never.end() && !unneeded)) {
       ASSERT_EQ(status.code(), absl::StatusCode::kAlreadyExists);
     } else if (model_.live.size() + model_.untaken.size() >= 40) {

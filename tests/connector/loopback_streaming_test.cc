@@ -210,7 +210,8 @@ class Announced : public Streaming {
   }
   // Its fetch is at the prefill side when one that comes after it has been served.
   void AwaitArrival(PrefillEndpoint& prefill, DecodeEndpoint& decode) {
-    ASSERT_TRUE(IsOk(Fetch(decode, ::kvferry::Publish(prefill, *source_, {63}), {63})->Wait(Soon())));
+    ASSERT_TRUE(
+        IsOk(Fetch(decode, ::kvferry::Publish(prefill, *source_, {63}), {63})->Wait(Soon())));
   }
 };
 
@@ -271,8 +272,8 @@ TEST_F(Announced, AnotherProcessIsNotTakenForIt) {
   const auto handle = Fetch(*decode, ticket, local_);
   AwaitArrival(*prefill, *decode);
   Config same = Impatient();
-  ASSERT_TRUE(absl::SimpleAtoi(ticket.address.substr(ticket.address.rfind(':') + 1),
-                               &same.listen_port));
+  ASSERT_TRUE(
+      absl::SimpleAtoi(ticket.address.substr(ticket.address.rfind(':') + 1), &same.listen_port));
   prefill.reset();
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable));
   // A new fetch is: nobody has said which process it means.

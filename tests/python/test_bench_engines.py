@@ -94,6 +94,20 @@ def test_ratios_are_of_medians():
     assert (cells["alone"], cells["NIXL"], cells["NIXL step"]) == ("5000", "120", "50")
 
 
+def test_at_once_counts_from_the_prefill_s_answer_and_from_the_start():
+    prefilled = dataclasses.replace(PREFILLED, first_token_at=101.0)
+    answer = dataclasses.replace(ANSWER, first_token_ms=1500.0, first_token_at=101.02)
+    asked = engine_pairs.Asked(100.0, prefilled, answer, MOVED)
+    at_once, after = (engine_pairs.sample_of(asked, at_once=it) for it in (True, False))
+    assert (round(at_once.first_token_ms), round(at_once.whole_ms)) == (20, 1020)
+    assert (after.first_token_ms, round(after.whole_ms)) == (1500, 1020)
+    both = row(kvferry=[70])
+    both.samples["at once"] = [at_once]
+    cells = both.cells(["kvferry", "at once"])
+    assert (cells["at once"], cells["at once whole"], cells["kvferry whole"]) == ("20", "1020", "0")
+    assert "kvferry whole" not in both.cells(["kvferry"])
+
+
 def test_what_was_not_measured_is_a_dash():
     cells = row(kvferry=[70]).cells(["kvferry", "NIXL"])
     assert (cells["NIXL"], cells["ratio"], cells["NIXL KV"]) == ("-", "-", "-")
@@ -123,6 +137,7 @@ def test_help_says_what_is_measured(tmp_path):
         (["--nixl", "/nowhere"], "there is no package nixl in /nowhere"),
         (["--model", "/nowhere"], "no model in /nowhere"),
         (["--config", "lanes"], "lanes is not KEY=VALUE"),
+        (["--at-once", "--break-kv", "drop"], "nothing is handed over"),
         (["--csv", "/nowhere/a.csv"], "there is no folder /nowhere for a.csv"),
     ],
 )

@@ -152,8 +152,7 @@ struct BodyWriter {
     Head("fetch", 7 + (body.tail_bytes == 0 ? 0 : 1) +
                       (body.in_place_bytes == kBytesInPlace ? 0 : 1) +
                       (body.replaces == 0 ? 0 : 1) + (body.from_bytes == 0 ? 0 : 1) +
-                      (body.wait_ms == 0 ? 0 : 1) +
-                      (body.reads.possible() ? 2 : 0));
+                      (body.wait_ms == 0 ? 0 : 1) + (body.reads.possible() ? 2 : 0));
     writer.Uint("id", body.transfer_id);
     writer.Uint("lease", body.lease_id);
     PackRuns(writer, body.positions);
