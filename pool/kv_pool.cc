@@ -114,6 +114,25 @@ absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Adopt(const KvLayout& layout,
       new KvPool(layout, {buffers.begin(), buffers.end()}, std::move(owner), std::move(memory)));
 }
 
+absl::StatusOr<std::shared_ptr<KvPool>> KvPool::AdoptShared(
+    const KvLayout& layout, std::span<const BufferInfo> buffers, std::shared_ptr<const void> owner,
+    std::shared_ptr<const SharedMemory> shared) {
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<KvPool> pool, Adopt(layout, buffers, std::move(owner)));
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    // As numbers: pointers of different objects have no order.
+    const auto begin = reinterpret_cast<uintptr_t>(buffers[i].address);
+    const auto memory = reinterpret_cast<uintptr_t>(shared->data.get());
+    if (begin < memory || begin - memory > static_cast<uint64_t>(shared->bytes) ||
+        static_cast<uint64_t>(buffers[i].bytes) > shared->bytes - (begin - memory)) {
+      return absl::InvalidArgumentError(absl::StrCat("pool: buffer ", i, " of ", buffers[i].bytes,
+                                                     " bytes does not lie in the shared memory of ",
+                                                     shared->bytes));
+    }
+  }
+  if (shared->fd.valid()) pool->shared_ = std::move(shared);
+  return pool;
+}
+
 std::span<std::byte> KvPool::page(int64_t layer, int64_t tensor, int64_t page_id) const {
   const BufferInfo& info = buffer(layer, tensor);
   return {info.address + page_id * info.item_bytes, static_cast<size_t>(info.item_bytes)};

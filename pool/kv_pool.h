@@ -46,6 +46,12 @@ class KvPool {
   static absl::StatusOr<std::shared_ptr<KvPool>> Adopt(
       const KvLayout& layout, std::span<const BufferInfo> buffers,
       std::shared_ptr<const void> owner, std::shared_ptr<const PoolMemory> memory = HostMemory());
+  // The same of an engine that was given `shared` to put its buffers in, so that endpoints let processes
+  // of the same user on this host read them in place, as those of Create(). INVALID_ARGUMENT names a
+  // buffer that does not lie in it.
+  static absl::StatusOr<std::shared_ptr<KvPool>> AdoptShared(
+      const KvLayout& layout, std::span<const BufferInfo> buffers,
+      std::shared_ptr<const void> owner, std::shared_ptr<const SharedMemory> shared);
 
   const KvLayout& layout() const { return layout_; }
   int64_t num_pages() const { return num_pages_; }

@@ -22,6 +22,7 @@
 #include "absl/status/statusor.h"
 #include "base/config.h"
 #include "base/random.h"
+#include "base/shared_memory.h"
 #include "pool/kv_layout.h"
 #include "pool/kv_pool.h"
 #include "pool/page_allocator.h"
@@ -247,8 +248,10 @@ void BindLayout(nb::module_& module) {
 
 using PoolPtr = std::shared_ptr<KvPool>;
 
+using SharedPtr = std::shared_ptr<SharedMemory>;
+
 PoolPtr AdoptPool(const KvLayout& layout, const std::vector<std::pair<uintptr_t, int64_t>>& buffers,
-                  nb::object owner) {
+                  nb::object owner, const SharedPtr& shared) {
   std::vector<BufferInfo> infos;
   for (size_t i = 0; i < buffers.size(); ++i) {
     const auto tensor = static_cast<int64_t>(i) / layout.num_layers;
@@ -263,7 +266,9 @@ PoolPtr AdoptPool(const KvLayout& layout, const std::vector<std::pair<uintptr_t,
     const nb::gil_scoped_acquire gil;
     nb::handle(static_cast<PyObject*>(const_cast<void*>(object))).dec_ref();
   });
-  return Value(KvPool::Adopt(layout, infos, std::move(keep_alive)));
+  return Value(shared == nullptr
+                   ? KvPool::Adopt(layout, infos, std::move(keep_alive))
+                   : KvPool::AdoptShared(layout, infos, std::move(keep_alive), shared));
 }
 
 // Writable on purpose: a transfer writes into them.
@@ -275,7 +280,7 @@ PoolPtr AdoptTensors(const KvLayout& layout, const std::vector<EngineTensor>& te
     buffers.emplace_back(reinterpret_cast<uintptr_t>(tensor.data()),
                          static_cast<int64_t>(tensor.nbytes()));
   }
-  return AdoptPool(layout, buffers, nb::cast(KeepAlive(tensors)));
+  return AdoptPool(layout, buffers, nb::cast(KeepAlive(tensors)), nullptr);
 }
 
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> PageView(const PoolPtr& pool, int64_t layer,
@@ -291,6 +296,28 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> PageView(const PoolPtr& pool, int64
 }
 
 void BindPools(nb::module_& module) {
+  nb::class_<SharedMemory>(module, "SharedMemory",
+                           "Zeroed memory that other processes of this host can be given to read.")
+      .def_static(
+          "create",
+          [](int64_t bytes) {
+            return std::make_shared<SharedMemory>(
+                Value(SharedMemory::Create("kvferry-engine", bytes)));
+          },
+          "bytes"_a)
+      .def_prop_ro(
+          "address",
+          [](const SharedMemory& self) { return reinterpret_cast<uintptr_t>(self.data.get()); })
+      .def_ro("bytes", &SharedMemory::bytes)
+      .def(
+          "array",
+          [](const SharedPtr& self) -> nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> {
+            return {reinterpret_cast<uint8_t*>(self->data.get()),
+                    {static_cast<size_t>(self->bytes)},
+                    KeepAlive(self)};
+          },
+          "All of it as bytes, without a copy; keeps it alive.");
+
   nb::class_<KvPool>(module, "KvPool", "The memory of a paged KV cache; see pool/kv_pool.h.")
       .def_static(
           "create",
@@ -299,9 +326,10 @@ void BindPools(nb::module_& module) {
           },
           "layout"_a, "num_pages"_a, "Zeroed host memory of the pool's own.")
       .def_static(
-          "adopt", &AdoptPool, "layout"_a, "buffers"_a, "owner"_a,
+          "adopt", &AdoptPool, "layout"_a, "buffers"_a, "owner"_a, "shared"_a = nb::none(),
           "Looks at an engine's memory: (address, bytes) of each buffer, tensor by tensor, each "
-          "over all layers. `owner` is kept alive with the pool.")
+          "over all layers. `owner` is kept alive with the pool. `shared`: the SharedMemory that "
+          "all of them lie in, which processes of this host then read in place.")
       .def_static("adopt_tensors", &AdoptTensors, "layout"_a, "tensors"_a.noconvert(),
                   "adopt() for contiguous tensors of the CPU, torch's, numpy's or any with DLPack: "
                   "K of each "

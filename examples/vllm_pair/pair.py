@@ -235,6 +235,18 @@ class Engine:
                 raise EngineError(f"{self.name} still holds {held}")
             time.sleep(0.05)
 
+    def memory_maps(self) -> list[str]:
+        """Lines of /proc/PID/maps of all its processes."""
+        lines: list[str] = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                group = stat.read_text().rpartition(")")[2].split()[2]
+                if int(group) == self._process.pid:
+                    lines += (stat.parent / "maps").read_text().splitlines()
+            except (OSError, ValueError):
+                continue  # It has ended.
+        return lines
+
     def log_tail(self, lines: int = 30) -> str:
         text = self.log_path.read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-lines:])

@@ -65,3 +65,10 @@ def test_handed_over_parameters_are_those_of_vllms_proxies(engines: Engines):
     assert len(params["remote_block_ids"][0]) == -(-len(prompt) // BLOCK_TOKENS)
     assert params["tp_size"] == len(params["kvferry_tickets"]) == 1
     engines.decode.generate(prompt, 1, params)
+
+
+def test_the_prefill_engine_s_kv_cache_is_read_where_it_lies(engines: Engines):
+    prompt = engines.prefill.tokenize("Where does your cache lie?")
+    engines.decode.generate(prompt, 1, engines.hand_over(prompt))
+    ours = [line for line in engines.decode.memory_maps() if "/memfd:kvferry-engine" in line]
+    assert ours and all(line.split()[1] == "r--s" for line in ours)

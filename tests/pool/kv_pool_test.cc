@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "absl/strings/str_cat.h"
 #include "tests/pool/guarded_memory.h"
 #include "tests/support/status.h"
 
@@ -109,6 +110,29 @@ TEST_F(Adopting, KeepsTheOwnerAlive) {
   EXPECT_EQ(owner.use_count(), 2);
   pool.reset();
   EXPECT_EQ(owner.use_count(), 1);
+}
+
+TEST_F(Adopting, InSharedMemoryOthersCanMapIt) {
+  const auto shared =
+      std::make_shared<SharedMemory>(Must(SharedMemory::Create("test", 3 * 5 * (128 + 64))));
+  std::vector<BufferInfo> buffers;
+  std::byte* next = shared->data.get();
+  for (size_t i = 0; i < 6; ++i) {
+    const int64_t item_bytes = i < 3 ? 128 : 64;
+    buffers.push_back({next, 5 * item_bytes, item_bytes});
+    next += 5 * item_bytes;
+  }
+  const auto pool = Must(KvPool::AdoptShared(kLayout, buffers, nullptr, shared));
+  EXPECT_EQ(pool->shared_memory(), shared.get());
+  EXPECT_EQ(pool->page(0, 0, 0).data(), shared->data.get());
+  for (const int64_t shift : {-1, 1}) {
+    std::vector<BufferInfo> beside = buffers;
+    const size_t which = shift < 0 ? 0 : 5;
+    beside[which].address += shift;
+    EXPECT_TRUE(Fails(KvPool::AdoptShared(kLayout, beside, nullptr, shared),
+                      absl::StatusCode::kInvalidArgument, absl::StrCat("buffer ", which),
+                      "does not lie in"));
+  }
 }
 
 TEST_F(Adopting, ErrorsNameTheBuffer) {

@@ -536,3 +536,33 @@ def test_package_is_typed():
         assert getattr(kvferry, name) is not None
         if getattr(kvferry._core, name, None) is not None:
             assert name in stub, name
+
+
+def test_an_engine_s_memory_that_is_shared_is_read_in_place():
+    layout = kvferry.KvLayout.mha(2, 16, 1, 64, "float16")
+    shared = kvferry.SharedMemory.create(8 * layout.page_bytes)
+    memory = shared.array()
+    assert memory.size == shared.bytes >= 8 * layout.page_bytes
+    assert memory.ctypes.data == shared.address and not memory.any()
+    buffer_bytes = 8 * layout.item_bytes(0)
+    buffers = [(shared.address + i * buffer_bytes, buffer_bytes) for i in range(4)]
+    source = kvferry.KvPool.adopt(layout, buffers, shared, shared)
+    with pytest.raises(ValueError, match="buffer 3 .* does not lie in the shared memory"):
+        beyond = [*buffers[:3], (shared.address + shared.bytes, buffer_bytes)]
+        kvferry.KvPool.adopt(layout, beyond, shared, shared)
+    memory[:] = np.arange(memory.size) % 251
+    del shared  # The pool and the array keep it.
+    target = kvferry.KvPool.create(layout, 8)
+    config = kvferry.Config.make({"same_host_path": "in_place"})
+    prefill = kvferry.PrefillEndpoint(source, config, "m")
+    decode = kvferry.DecodeEndpoint(target, config, "m")
+    ticket = prefill.publish([5, 1, 6], ready_layers=2)
+    decode.fetch(ticket, 0, [0, 1, 2]).wait(20000)
+    assert prefill.metrics()["transfers_in_place"] == 1
+    for layer in range(2):
+        for tensor in range(2):
+            for page, local in ((5, 0), (1, 1), (6, 2)):
+                moved = target.page(layer, tensor, local)
+                assert (moved == source.page(layer, tensor, page)).all() and moved.any()
+    decode.close()
+    prefill.close()

@@ -19,6 +19,7 @@ from kvferry.vllm.metadata import (  # noqa: E402
 )
 from kvferry.vllm.parts import cut  # noqa: E402
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler  # noqa: E402
+from kvferry.vllm.shared_cache import SharedAllocation  # noqa: E402
 from kvferry.vllm.stores import (  # noqa: E402
     StoreOptions,
     open_store,
@@ -392,10 +393,18 @@ def test_options_name_the_right_keys():
     assert [options.config(rank).listen_port for rank in range(3)] == [6000, 6001, 6002]
     assert [options.config(rank).data_port for rank in range(3)] == [7000, 7001, 7002]
     assert Options.parse({}).config(2).listen_port == 0
-    for wrong in ({"lease": 1}, {"lease_ms": "soon"}, {"lease_ms": -1}, {"trace_path": 1}):
+    assert Options.parse({}).share_kv_cache
+    assert not Options.parse({"share_kv_cache": False}).share_kv_cache
+    for wrong in (
+        {"lease": 1},
+        {"lease_ms": "soon"},
+        {"lease_ms": -1},
+        {"trace_path": 1},
+        {"share_kv_cache": "no"},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Options.parse(wrong)
-    with pytest.raises(ValueError, match="mode, store and trace_path"):
+    with pytest.raises(ValueError, match="mode, share_kv_cache, store and trace_path"):
         Options.parse({"lease": 1})
 
 
@@ -454,6 +463,29 @@ def test_embedded_stores_are_reached_from_the_scheduler(backend, tmp_path):
     assert loaded[:2] == [None, None] and isinstance(loaded[2], kvferry.NotFound)
     store.close()
     opened.close()
+
+
+def test_a_kv_cache_allocated_in_our_context_can_be_shared():
+    allocation = SharedAllocation()
+    outside = torch.zeros(2 << 20, dtype=torch.int8)
+    with allocation:
+        cache = torch.zeros(2 << 20, dtype=torch.int8, device=torch.device("cpu"))
+        wide = torch.zeros((3, 1 << 19), dtype=torch.bfloat16)
+        small = torch.zeros(100)
+        meta = torch.zeros(2 << 20, device="meta")
+        other = torch.empty(2 << 20)
+    assert cache.shape == (2 << 20,) and cache.dtype == torch.int8 and not cache.any()
+    assert wide.shape == (3, 1 << 19) and wide.dtype == torch.bfloat16
+    shared = allocation.holding([cache, cache[4096:]])
+    assert shared is not None and shared.bytes >= cache.nbytes
+    cache[17] = 5
+    assert shared.array()[17] == 5
+    assert allocation.holding([wide]) not in (None, shared)
+    for tensors in ([cache, wide], [small], [outside], [other], [cache, outside]):
+        assert allocation.holding(tensors) is None
+    assert meta.device.type == "meta"
+    del cache, allocation  # The memory is its tensors'.
+    assert wide.sum() == 0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """KVFerryConnector: what vLLM loads. It only passes calls on; see scheduler.py and worker.py."""
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import ForwardContext
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -26,6 +28,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvferry.vllm import layout, siblings
 from kvferry.vllm.metadata import Addresses, StepMetadata
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler, warn_wrong_role
+from kvferry.vllm.shared_cache import SharedAllocation
 from kvferry.vllm.store_scheduler import StoreScheduler
 from kvferry.vllm.store_worker import StoreWorker
 from kvferry.vllm.telemetry import (
@@ -74,7 +77,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._store: StoreScheduler | None = None
         self._store_worker: StoreWorker | None = None
         self._stats = TransferStats()
-        self._tp_rank = 0  # Of a worker.
+        self._tp_rank = 0  # Of a worker, as the following one.
+        self._allocation: SharedAllocation | None = None
         if self._options.store is not None:
             layout.check_store_supported(vllm_config, role)
         if role == KVConnectorRole.SCHEDULER:
@@ -189,6 +193,22 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- Worker processes
 
+    def get_mem_pool_context(self) -> AbstractContextManager | None:
+        """Where the engine is to allocate its KV cache: decode engines on this host then copy
+        blocks out of it, instead of out of what we have copied them into."""
+        if self._shares_kv_cache():
+            self._allocation = self._allocation or SharedAllocation()
+        return self._allocation
+
+    def _shares_kv_cache(self) -> bool:
+        return (
+            self._options.share_kv_cache
+            and self._options.store is None
+            and self._kv_transfer_config.is_kv_producer
+            and self._options.config(0).same_host_path in ("auto", "in_place")
+            and current_platform.is_cpu()
+        )
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Adopts the engine's cache and opens the endpoints.
 
@@ -198,7 +218,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         tp_rank = self._tp_rank = get_tensor_model_parallel_rank()
         engine_id, mode = self._kv_transfer_config.engine_id, self._options.mode
         siblings.check_alone(engine_id, tp_rank, mode)
-        cache = layout.AdoptedCache(self._vllm_config, self._kv_cache_config, kv_caches)
+        cache = layout.AdoptedCache(
+            self._vllm_config, self._kv_cache_config, kv_caches, self._allocation
+        )
         model = layout.model_identity(self._vllm_config, tp_rank)
         name = f"{engine_id}/{tp_rank}"[:128]
         config = self._options.config(tp_rank)

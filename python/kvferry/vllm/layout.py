@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 import kvferry
+from kvferry.vllm.shared_cache import SharedAllocation
 
 _MAX_MODEL_BYTES = 256  # What a hello may carry.
 
@@ -88,8 +89,9 @@ class AdoptedCache:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         kv_caches: dict[str, torch.Tensor],
+        allocation: SharedAllocation | None = None,
     ):
-        """Adopts the tensors and keeps them alive.
+        """Adopts the tensors and keeps them alive. allocation: what they may have come from.
 
         Raises NotImplementedError, naming layer and shape, for tensors in which the bytes of a
         block are not one run (or two: K and V), or that are not in host memory, or differ from
@@ -124,6 +126,7 @@ class AdoptedCache:
             ),
             _buffers(tensors, len(first[1].parts)),
             tensors,
+            allocation and allocation.holding(tensors),
         )
 
 

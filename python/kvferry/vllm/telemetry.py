@@ -22,6 +22,7 @@ logger = logging.getLogger("kvferry")
 TRACE_PATH = "trace_path"
 MODE = "mode"
 STORE = "store"
+SHARE_KV_CACHE = "share_kv_cache"
 MODES = ("pull", "store")
 
 
@@ -42,6 +43,7 @@ class Options(NamedTuple):
     trace_path: str  # "": no trace.
     mode: str  # One of MODES.
     store: StoreOptions | None  # In store mode.
+    share_kv_cache: bool  # With engines on this host that fetch.
 
     @staticmethod
     def parse(extra_config: dict[str, Any]) -> "Options":
@@ -50,6 +52,9 @@ class Options(NamedTuple):
         trace_path = fields.pop(TRACE_PATH, "")
         if not isinstance(trace_path, str):
             raise ValueError(f"{TRACE_PATH} is {trace_path!r}; it has to be the path of a file")
+        share = fields.pop(SHARE_KV_CACHE, True)
+        if not isinstance(share, bool):
+            raise ValueError(f"{SHARE_KV_CACHE} is {share!r}; it has to be true or false")
         mode = fields.pop(MODE, MODES[0])
         if mode not in MODES:
             raise ValueError(f"{MODE} is {mode!r}; it has to be one of {', '.join(MODES)}")
@@ -60,10 +65,10 @@ class Options(NamedTuple):
             kvferry.Config.make(fields)
         except ValueError as error:
             raise ValueError(
-                f"kv_connector_extra_config: {error} (KVFerryConnector also takes {MODE}, {STORE} "
-                f"and {TRACE_PATH})"
+                f"kv_connector_extra_config: {error} (KVFerryConnector also takes {MODE}, "
+                f"{SHARE_KV_CACHE}, {STORE} and {TRACE_PATH})"
             ) from error
-        return Options(fields, trace_path, mode, store)
+        return Options(fields, trace_path, mode, store, share)
 
     def config(self, tp_rank: int) -> kvferry.Config:
         """For one worker: rank r takes the r-th port behind a fixed listen_port or data_port."""
