@@ -138,6 +138,17 @@ def test_a_load_that_is_cancelled_frees_what_is_published_later(workers: Workers
     wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
 
 
+def test_two_requests_that_claim_the_same_lease(workers: Workers):
+    workers.load(workers.part(101, [7, 8]))
+    workers.prefill.publish([publication(101, [1, 2]), Publication("copy", 101, [3, 4], 16)])
+    workers.source.compute(workers.prefill, [1, 2])
+    wait_for(workers.loaded)
+    assert (workers.target.block(0, 7) == 1 + 1).all()
+    assert workers.prefill.take_finished({"copy"}) == {"copy"}
+    wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
+    workers.prefill.release_preempted(["p", "copy"])  # Neither is known any more.
+
+
 def test_preemption_takes_all_parts_back(workers: Workers):
     workers.prefill.publish([publication(101, [1, 2]), publication(102, [3, 4])])
     workers.prefill.release_preempted(["p"])

@@ -102,17 +102,19 @@ class PrefillWorker:
         """Offers what the coming forward computes the last token of: no layer is ready yet."""
         for new in publications:
             lease = _Lease(new.request_id, new.lease_id, len(new.block_ids), time.monotonic())
-            self._leases[new.lease_id] = lease
-            self._leases_of.setdefault(new.request_id, []).append(lease)
+            leases = self._leases_of.setdefault(new.request_id, [])
             try:
                 self._endpoint.publish(
                     new.block_ids, num_tokens=new.num_tokens, lease_id=new.lease_id
                 )
             except _REFUSED as error:
-                lease.live = False  # A fetch will be told that there is no such lease.
+                # A fetch will be told that there is no such lease. Or it is another request's with
+                # the same transfer_id and prompt, which keeps it.
                 logger.error("cannot publish the KV of %s: %s", new.request_id, error)
                 self._trace_end(lease, "refused")
                 continue
+            self._leases[new.lease_id] = lease
+            leases.append(lease)
             self._computing.append(lease)
 
     def layer_saved(self, layer_name: str) -> None:
