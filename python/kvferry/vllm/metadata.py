@@ -156,8 +156,8 @@ def parse_addresses(params: dict[str, Any], tp_size: int) -> tuple[list[str], st
         )
     if (remote := params.get("tp_size", tp_size)) != tp_size:
         return [], (
-            f"the prefill engine has {str(remote)[:32]} tensor-parallel ranks and this one {tp_size}: both "
-            f"must have the same tensor_parallel_size"
+            f"the prefill engine has {str(remote)[:32]} tensor-parallel ranks and this one "
+            f"{tp_size}: both must have the same tensor_parallel_size"
         )
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"
