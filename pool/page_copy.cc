@@ -8,8 +8,8 @@
 namespace kvferry {
 namespace {
 
-// Calls copy(address, packed_offset, bytes, next) for each contiguous piece of the window; `next` is
-// where the run behind the piece's begins, or null.
+// Calls copy(address, packed_offset, bytes, soon) for each contiguous piece of the window; `soon` is
+// where the run after the next one begins, or null.
 template <typename Copy>
 void ForEachPiece(const BufferInfo& buffer, const PageRuns& runs, int64_t offset, int64_t bytes,
                   const Copy& copy) {
@@ -22,8 +22,8 @@ void ForEachPiece(const BufferInfo& buffer, const PageRuns& runs, int64_t offset
     const auto address_of = [&](size_t run) {
       return buffer.address + runs.Run(run).first * buffer.item_bytes;
     };
-    std::byte* const next = index + 1 == runs.num_runs() ? nullptr : address_of(index + 1);
-    copy(address_of(index) + into_run, done, piece, next);
+    std::byte* const soon = index + 2 < runs.num_runs() ? address_of(index + 2) : nullptr;
+    copy(address_of(index) + into_run, done, piece, soon);
     done += piece;
   }
 }
@@ -33,8 +33,8 @@ void ForEachPiece(const BufferInfo& buffer, const PageRuns& runs, int64_t offset
 void GatherPages(const BufferInfo& buffer, const PageRuns& runs, int64_t offset,
                  std::span<std::byte> packed) {
   ForEachPiece(buffer, runs, offset, static_cast<int64_t>(packed.size()),
-               [&](const std::byte* page, int64_t at, int64_t bytes, const std::byte* next) {
-                 if (next != nullptr) PrefetchStart(next, buffer.item_bytes);
+               [&](const std::byte* page, int64_t at, int64_t bytes, const std::byte* soon) {
+                 if (soon != nullptr) PrefetchStart(soon, buffer.item_bytes);
                  std::memcpy(packed.data() + at, page, bytes);
                });
 }
