@@ -117,6 +117,7 @@ absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Adopt(const KvLayout& layout,
 absl::StatusOr<std::shared_ptr<KvPool>> KvPool::AdoptShared(
     const KvLayout& layout, std::span<const BufferInfo> buffers, std::shared_ptr<const void> owner,
     std::shared_ptr<const SharedMemory> shared) {
+  if (shared == nullptr) return absl::InvalidArgumentError("pool: no shared memory to adopt in");
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<KvPool> pool, Adopt(layout, buffers, std::move(owner)));
   for (size_t i = 0; i < buffers.size(); ++i) {
     // As numbers: pointers of different objects have no order.

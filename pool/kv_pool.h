@@ -47,8 +47,8 @@ class KvPool {
       const KvLayout& layout, std::span<const BufferInfo> buffers,
       std::shared_ptr<const void> owner, std::shared_ptr<const PoolMemory> memory = HostMemory());
   // The same of an engine that was given `shared` to put its buffers in, so that endpoints let processes
-  // of the same user on this host read them in place, as those of Create(). INVALID_ARGUMENT names a
-  // buffer that does not lie in it.
+  // of the same user on this host read them in place, as those of Create(). INVALID_ARGUMENT if it
+  // is null, or naming a buffer that does not lie in it.
   static absl::StatusOr<std::shared_ptr<KvPool>> AdoptShared(
       const KvLayout& layout, std::span<const BufferInfo> buffers,
       std::shared_ptr<const void> owner, std::shared_ptr<const SharedMemory> shared);

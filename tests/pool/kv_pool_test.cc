@@ -124,6 +124,8 @@ TEST_F(Adopting, InSharedMemoryOthersCanMapIt) {
   }
   const auto pool = Must(KvPool::AdoptShared(kLayout, buffers, nullptr, shared));
   EXPECT_EQ(pool->shared_memory(), shared.get());
+  EXPECT_TRUE(Fails(KvPool::AdoptShared(kLayout, buffers, nullptr, nullptr),
+                    absl::StatusCode::kInvalidArgument, "no shared memory"));
   EXPECT_EQ(pool->page(0, 0, 0).data(), shared->data.get());
   for (const int64_t shift : {-1, 1}) {
     std::vector<BufferInfo> beside = buffers;
