@@ -211,7 +211,7 @@ def run(pair: Pair, progress: _Progress, at_once: bool) -> list[Outcome]:
     return outcomes
 
 
-def print_table(outcomes: list[Outcome]) -> None:
+def print_table(outcomes: list[Outcome], at_once: bool) -> None:
     header = (
         ("request", "prompt", "blocks", "blocks", "KV", "transfer", "", "1st token", "1st token"),
         ("", "tokens", "moved", "skipped", "MB", "ms", "GB/s", "decode ms", "alone ms"),
@@ -235,10 +235,15 @@ def print_table(outcomes: list[Outcome]) -> None:
     print()
     for first, *rest in (*header, *rows):
         print(f"{first:<20}" + "".join(f"{value:>10}" for value in rest))
+    of_prefill = (
+        "the transfer and the prefill engine's\nwork included: the transfer waits for that."
+        if at_once
+        else "the transfer included, the prefill engine's work not."
+    )
     print(f"""
 A block is {BLOCK_TOKENS} tokens; skipped blocks were in the decode engine's prefix cache. The first
 transfer also opens the connection. First token, decode: from getting the request to its first
-token, the transfer included, the prefill engine's work not. Alone: the reference, with prefill.""")
+token, {of_prefill} Alone: the reference, with prefill.""")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -288,7 +293,7 @@ def main() -> int:
         return 130
     finally:
         pair.close()
-    print_table(outcomes)
+    print_table(outcomes, arguments.at_once)
     failed = [it for it in outcomes if problems(it)]
     for it in failed:
         print(f"\n{it.name}:")
