@@ -16,8 +16,8 @@ from vllm.utils.math_utils import cdiv
 
 TRANSFER_ID = "transfer_id"  # Key of kv_transfer_params, as of vLLM's MooncakeConnector.
 # Random, as a lease id is: who knows it can fetch the prompt's KV. A UUID has 32 or 36 characters.
-MIN_ID_CHARACTERS = 16
-MAX_ID_CHARACTERS = 128
+_MIN_ID_CHARACTERS = 16
+_MAX_ID_CHARACTERS = 128
 # Of KV that moves while more is computed: small against a prompt, large against a message. Long
 # prompts are cut into few enough parts for many of them to wait (Config.max_fetches_per_peer).
 _PART_TOKENS = 1024
@@ -39,19 +39,14 @@ def check_transfer_id(transfer_id: object) -> str:
     """What is wrong with one that a client sent; "" if nothing."""
     if (
         isinstance(transfer_id, str)
-        and MIN_ID_CHARACTERS <= len(transfer_id) <= MAX_ID_CHARACTERS
+        and _MIN_ID_CHARACTERS <= len(transfer_id) <= _MAX_ID_CHARACTERS
         and transfer_id.isascii()
     ):
         return ""
     return (
-        f"{TRANSFER_ID} has to be a random string of {MIN_ID_CHARACTERS} to {MAX_ID_CHARACTERS} "
+        f"{TRANSFER_ID} has to be a random string of {_MIN_ID_CHARACTERS} to {_MAX_ID_CHARACTERS} "
         f"ASCII characters, such as a UUID"
     )
-
-
-def whole(lease_id: int, num_tokens: int, block_size: int) -> Part:
-    """All of a prompt."""
-    return Part(lease_id, 0, cdiv(num_tokens, block_size), num_tokens)
 
 
 def cut(transfer_id: str, tokens: Sequence[int], block_size: int) -> list[Part]:

@@ -20,7 +20,7 @@ from kvferry.vllm.metadata import (
     parse_addresses,
     parse_tickets,
 )
-from kvferry.vllm.parts import TRANSFER_ID, Part, check_transfer_id, cut, whole
+from kvferry.vllm.parts import TRANSFER_ID, Part, check_transfer_id, cut
 from kvferry.vllm.telemetry import logger
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ class PrefillScheduler:
         )
 
     def _whole(self, request: Request) -> Part:
-        return whole(kvferry.random_id(), request.num_prompt_tokens, self._block_size)
+        num_tokens = request.num_prompt_tokens
+        return Part(kvferry.random_id(), 0, cdiv(num_tokens, self._block_size), num_tokens)
 
     def fill(
         self, meta: StepMetadata, step: SchedulerOutput, kv_cache_manager: "KVCacheManager"
