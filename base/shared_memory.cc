@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/host_memory.h"
 #include "base/log.h"
 #include "base/slab.h"
 #include "base/status.h"
@@ -26,11 +27,19 @@ absl::Status Refused(const char* what, int64_t bytes) {
       absl::StrCat("shared memory of ", bytes, " bytes: ", what, ": ", std::strerror(errno)));
 }
 
+// Where huge pages can lie: the file's begin at multiples of their size, and so does its mapping.
 absl::StatusOr<std::shared_ptr<std::byte>> Map(int fd, int64_t bytes, int protection) {
-  void* memory = mmap(nullptr, bytes, protection, MAP_SHARED, fd, 0);
-  if (memory == MAP_FAILED) return Refused("mmap", bytes);
-  return std::shared_ptr<std::byte>(static_cast<std::byte*>(memory),
-                                    [bytes](std::byte* mapped) { munmap(mapped, bytes); });
+  const int64_t room = bytes + kHugePageBytes;
+  void* const reserved = mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (reserved == MAP_FAILED) return Refused("reserving addresses", bytes);
+  auto unmap = [room](std::byte* begin) { munmap(begin, room); };
+  const std::shared_ptr<std::byte> all(static_cast<std::byte*>(reserved), unmap);
+  std::byte* const begin =
+      all.get() + -reinterpret_cast<uintptr_t>(reserved) % static_cast<uintptr_t>(kHugePageBytes);
+  if (mmap(begin, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+    return Refused("mmap", bytes);
+  }
+  return std::shared_ptr<std::byte>(all, begin);
 }
 
 }  // namespace

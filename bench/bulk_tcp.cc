@@ -22,6 +22,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/clock.h"
+#include "base/host_memory.h"
 #include "base/slab.h"
 #include "base/status.h"
 #include "bench/on_threads.h"
@@ -249,10 +250,12 @@ absl::StatusOr<std::unique_ptr<BulkTcp>> BulkTcp::Start(const Options& options) 
   auto bulk = std::make_unique<BulkTcp>();
   const auto size = static_cast<size_t>(options.bytes);
   KVFERRY_ASSIGN_OR_RETURN(bulk->memory_, MapSlab(options.bytes));
+  UseHugePages(bulk->memory_.get(), options.bytes);  // As kvferry's pools, and NumPy's arrays.
   bulk->bytes_ = std::span(bulk->memory_.get(), size);
   std::memset(bulk->bytes_.data(), 0, size);
   // Filled here and read by all children, which inherit it.
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<std::byte> source, MapSlab(options.bytes));
+  UseHugePages(source.get(), options.bytes);
   examples::Pattern(kSalt).Fill({source.get(), size}, 0, 0, 0);
   KVFERRY_ASSIGN_OR_RETURN(const UniqueFd listener, Listen(options.host));
   for (int i = 0; i < options.streams; ++i) {

@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <utility>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "base/host_memory.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -64,19 +63,6 @@ absl::Status CheckMemory(int64_t wanted_bytes, int64_t keep_free_bytes) {
       keep_free_bytes, " are left to others; make it smaller"));
 }
 
-absl::StatusOr<int64_t> ReadNumber(const char* path, absl::string_view key) {
-  std::ifstream file(path);
-  std::string word;
-  while (file >> word) {
-    if (!key.empty() && word != key) continue;
-    if (!key.empty() && !(file >> word)) break;
-    int64_t number = 0;
-    if (absl::SimpleAtoi(word, &number)) return number;
-    break;  // "max": no limit.
-  }
-  return absl::UnavailableError(absl::StrCat("no number ", key, " in ", path));
-}
-
 }  // namespace
 
 absl::string_view HostSlotStateName(HostSlotState state) {
@@ -93,14 +79,6 @@ absl::string_view HostSlotStateName(HostSlotState state) {
       return "backup";
   }
   return "unknown";
-}
-
-absl::StatusOr<int64_t> AvailableHostBytes() {
-  KVFERRY_ASSIGN_OR_RETURN(const int64_t free_kib, ReadNumber("/proc/meminfo", "MemAvailable:"));
-  const absl::StatusOr<int64_t> limit = ReadNumber("/sys/fs/cgroup/memory.max", "");
-  const absl::StatusOr<int64_t> used = ReadNumber("/sys/fs/cgroup/memory.current", "");
-  if (!limit.ok() || !used.ok()) return free_kib * 1024;
-  return std::min(free_kib * 1024, std::max<int64_t>(0, *limit - *used));
 }
 
 absl::StatusOr<std::unique_ptr<HostKvPool>> HostKvPool::Create(std::shared_ptr<TokenKvPool> device,

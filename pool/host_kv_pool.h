@@ -118,8 +118,4 @@ class HostKvPool {
   mutable std::vector<bool> seen_ ABSL_GUARDED_BY(mutex_);  // For finding repeats; all false.
 };
 
-// Memory that the system could hand out without swapping: MemAvailable of /proc/meminfo, and of the
-// cgroup what is left of its limit, whichever is less. UNAVAILABLE where the system does not say.
-absl::StatusOr<int64_t> AvailableHostBytes();
-
 }  // namespace kvferry

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/host_memory.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -76,10 +77,12 @@ KvPool::KvPool(const KvLayout& layout, std::vector<BufferInfo> buffers,
       memory_(std::move(memory)),
       owner_(std::move(owner)) {}
 
-absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Create(const KvLayout& layout, int64_t num_pages) {
+absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Create(const KvLayout& layout, int64_t num_pages,
+                                                       TakesRoom takes_room) {
   KVFERRY_ASSIGN_OR_RETURN(const int64_t bytes, SlabBytes(layout, num_pages));
   auto shared = std::make_shared<SharedMemory>();
   KVFERRY_ASSIGN_OR_RETURN(*shared, SharedMemory::CreateOrPrivate("kvferry-pool", bytes));
+  if (takes_room == TakesRoom::kAtOnce) UseHugePages(shared->data.get(), bytes);
   std::shared_ptr<KvPool> pool(new KvPool(layout, BuffersIn(shared->data.get(), layout, num_pages),
                                           shared->data, HostMemory()));
   if (shared->fd.valid()) pool->shared_ = std::move(shared);

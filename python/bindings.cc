@@ -21,6 +21,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/config.h"
+#include "base/host_memory.h"
 #include "base/random.h"
 #include "base/shared_memory.h"
 #include "pool/kv_layout.h"
@@ -301,10 +302,13 @@ void BindPools(nb::module_& module) {
       .def_static(
           "create",
           [](int64_t bytes) {
-            return std::make_shared<SharedMemory>(
+            auto memory = std::make_shared<SharedMemory>(
                 Value(SharedMemory::Create("kvferry-engine", bytes)));
+            UseHugePages(memory->data.get(), bytes);
+            return memory;
           },
-          "bytes"_a)
+          "bytes"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "In huge pages where the system has them, which are taken at once.")
       .def_prop_ro(
           "address",
           [](const SharedMemory& self) { return reinterpret_cast<uintptr_t>(self.data.get()); })
@@ -321,10 +325,15 @@ void BindPools(nb::module_& module) {
   nb::class_<KvPool>(module, "KvPool", "The memory of a paged KV cache; see pool/kv_pool.h.")
       .def_static(
           "create",
-          [](const KvLayout& layout, int64_t num_pages) {
-            return Value(KvPool::Create(layout, num_pages));
+          [](const KvLayout& layout, int64_t num_pages, bool at_once) {
+            using TakesRoom = KvPool::TakesRoom;
+            return Value(KvPool::Create(layout, num_pages,
+                                        at_once ? TakesRoom::kAtOnce : TakesRoom::kAsTouched));
           },
-          "layout"_a, "num_pages"_a, "Zeroed host memory of the pool's own.")
+          "layout"_a, "num_pages"_a, "at_once"_a = true, nb::call_guard<nb::gil_scoped_release>(),
+          "Zeroed host memory of the pool's own. at_once: in huge pages where the system has them, "
+          "which take their room before this returns (about 0.1 s for a GiB); else it is taken as "
+          "pages are touched.")
       .def_static(
           "adopt", &AdoptPool, "layout"_a, "buffers"_a, "owner"_a, "shared"_a = nb::none(),
           "Looks at an engine's memory: (address, bytes) of each buffer, tensor by tensor, each "

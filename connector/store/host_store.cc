@@ -281,7 +281,10 @@ absl::StatusOr<std::unique_ptr<HostStore>> HostStore::Create(const Options& opti
   const int64_t page_bytes = options.layout.page_bytes();
   const int64_t num_pages = std::max<int64_t>(1, options.capacity_bytes / page_bytes);
   KVFERRY_ASSIGN_OR_RETURN(PageAllocator allocator, PageAllocator::Create(num_pages, 0));
-  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<KvPool> pool, KvPool::Create(options.layout, num_pages));
+  // It may never be full, and its values are long.
+  KVFERRY_ASSIGN_OR_RETURN(
+      std::shared_ptr<KvPool> pool,
+      KvPool::Create(options.layout, num_pages, KvPool::TakesRoom::kAsTouched));
   if (options.max_value_bytes < 0 || options.max_value_bytes > num_pages * page_bytes) {
     return absl::InvalidArgumentError(absl::StrCat("host store: max_value_bytes is ",
                                                    options.max_value_bytes, " but must lie in [0, ",

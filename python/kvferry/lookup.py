@@ -159,7 +159,7 @@ class KVLookupBuffer:
             pages = max(1, max_bytes // layout.page_bytes)
             if tensor_pages is None:
                 tensor_pages = 2 * pages if role == "producer" else pages
-            pool = _core.KvPool.create(layout, tensor_pages)
+            pool = _core.KvPool.create(layout, tensor_pages, at_once=False)  # May never be full.
         if not isinstance(config, _core.Config):
             config = _core.Config.make(config)
         self.pool = pool

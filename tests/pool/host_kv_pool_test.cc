@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/host_memory.h"
 #include "tests/pool/guarded_memory.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"

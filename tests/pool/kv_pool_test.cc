@@ -1,6 +1,7 @@
 #include "pool/kv_pool.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include "absl/strings/str_cat.h"
 #include "tests/pool/guarded_memory.h"
@@ -37,6 +38,22 @@ TEST(Pools, OthersCanMapWhatItCreates) {
   const auto seen = Must(MapPeersMemory(shared->fd, shared->bytes));
   EXPECT_EQ(seen.get()[pool->page(2, 1, 4).data() + 63 - shared->data.get()], std::byte{7});
   EXPECT_EQ(Must(KvPool::CreateIn(kLayout, 5, HostMemory()))->shared_memory(), nullptr);
+}
+
+TEST(Pools, TakeRoomAtOnceOrAsTheyAreTouched) {
+  const KvLayout layout =
+      KvLayout::Mha(1, 16, 8, 128, DType::kFloat16);  // K and V pages of 32 KiB.
+  const auto resident = [&](KvPool::TakesRoom takes_room) {
+    const auto pool = Must(KvPool::Create(layout, 1024, takes_room));
+    const SharedMemory& memory = *pool->shared_memory();
+    struct stat info {};
+    EXPECT_EQ(fstat(memory.fd.get(), &info), 0);
+    return info.st_blocks * 512;
+  };
+  EXPECT_EQ(resident(KvPool::TakesRoom::kAsTouched), 0);
+  const int64_t at_once = resident(KvPool::TakesRoom::kAtOnce);
+  if (at_once == 0) GTEST_SKIP() << "the system gives this process no huge pages";
+  EXPECT_EQ(at_once, 64 << 20);
 }
 
 TEST(Pools, PagesLieWhereTheBuffersSay) {

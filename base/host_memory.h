@@ -1,0 +1,27 @@
+#pragma once
+
+// What the system says of its memory, and is asked for it. Linux.
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+
+namespace kvferry {
+
+// Memory that the system could hand out without swapping: MemAvailable of /proc/meminfo, and of the
+// cgroup what is left of its limit, whichever is less. UNAVAILABLE where the system does not say.
+absl::StatusOr<int64_t> AvailableHostBytes();
+
+// Of x86-64.
+inline constexpr int64_t kHugePageBytes = 2 << 20;
+
+// Has the system put this writable memory, as far as it is whole units of kHugePageBytes, into pages of
+// that size, with what it holds; such memory takes room at once, touched or not. Returns how much of it
+// lies in such pages from now on: less than all, perhaps none, where there is not as much memory to be
+// had, or none in one piece without a long search, or before Linux 6.1. Shared memory can have them
+// whatever transparent_hugepage/shmem_enabled says, unless that is "deny". About 0.1 s for a GiB; a virtual
+// machine may take 2 s, once, until its host has given it the memory. Others may use the memory meanwhile.
+int64_t UseHugePages(std::byte* begin, int64_t bytes);
+
+}  // namespace kvferry
