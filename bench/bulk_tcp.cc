@@ -69,8 +69,8 @@ absl::Status ReceiveAll(int fd, void* data, size_t bytes) {
 }
 
 // Calls use(chunk_bytes, for_each) for chunk after chunk of a share of items in an order that looks
-// random and that both sides know; for_each(copy) calls copy(place, packed, soon) for each item of
-// the chunk: where it and the one after the next lie in the share, and the first one in the chunk.
+// random and that both sides know; for_each(copy) calls copy(place, packed) for each item of
+// the chunk: where it lies in the share and in the chunk.
 template <typename Use>
 absl::Status ForEachChunk(size_t bytes, size_t item_bytes, const Use& use) {
   const size_t count = bytes / item_bytes;
@@ -82,8 +82,7 @@ absl::Status ForEachChunk(size_t bytes, size_t item_bytes, const Use& use) {
     const size_t end = std::min(first + step, count);
     const auto for_each = [&](const auto& copy) {
       for (size_t i = first; i < end; ++i) {
-        copy(places[i] * item_bytes, (i - first) * item_bytes,
-             places[std::min(i + 2, count - 1)] * item_bytes);
+        copy(places[i] * item_bytes, (i - first) * item_bytes);
       }
     };
     KVFERRY_RETURN_IF_ERROR(use((end - first) * item_bytes, for_each));
@@ -98,10 +97,11 @@ std::vector<std::byte> ChunkOf(size_t item_bytes) {
 absl::Status SendPacked(int fd, const std::byte* share, size_t bytes, size_t item_bytes) {
   std::vector<std::byte> chunk = ChunkOf(item_bytes);
   return ForEachChunk(bytes, item_bytes, [&](size_t chunk_bytes, const auto& for_each) {
-    for_each([&](size_t place, size_t packed, size_t soon) {
-      PrefetchStart(share + soon, item_bytes);
-      std::memcpy(chunk.data() + packed, share + place, item_bytes);
+    CopyAhead<PlainCopy> copies;
+    for_each([&](size_t place, size_t packed) {
+      copies.Add(chunk.data() + packed, std::span(share + place, item_bytes));
     });
+    copies.Finish();
     return SendAll(fd, chunk.data(), chunk_bytes);
   });
 }
@@ -110,7 +110,7 @@ absl::Status ReceivePacked(int fd, std::byte* share, size_t bytes, size_t item_b
   std::vector<std::byte> chunk = ChunkOf(item_bytes);
   return ForEachChunk(bytes, item_bytes, [&](size_t chunk_bytes, const auto& for_each) {
     KVFERRY_RETURN_IF_ERROR(ReceiveAll(fd, chunk.data(), chunk_bytes));
-    for_each([&](size_t place, size_t packed, size_t /*soon*/) {
+    for_each([&](size_t place, size_t packed) {
       BulkCopy(share + place, chunk.data() + packed, item_bytes);
     });
     FinishBulkCopies();
@@ -144,7 +144,7 @@ absl::Status MoveStraight(std::byte* share, size_t bytes, size_t item_bytes, con
   std::vector<iovec> pieces;
   return ForEachChunk(bytes, item_bytes, [&](size_t /*chunk_bytes*/, const auto& for_each) {
     pieces.clear();
-    for_each([&](size_t place, size_t /*packed*/, size_t /*soon*/) {
+    for_each([&](size_t place, size_t /*packed*/) {
       pieces.push_back({share + place, item_bytes});
     });
     return MovePieces(&pieces, move);

@@ -107,9 +107,11 @@ using SendDone = std::function<void(const absl::Status&)>;
 // Makes a chunk's payload, and what of the header follows from it. CANCELLED: it is not wanted any
 // more. What it returns must stay as it is until the send has completed.
 using FillChunk = std::function<absl::StatusOr<std::span<const std::byte>>(ChunkHeader* header)>;
-// Calls `read` with the payload from byte `from` on, which may be read during that call only. False,
-// without a call: it may not be read any more.
-using LendChunk = std::function<bool(int64_t from, absl::FunctionRef<void(Pieces)> read)>;
+// Calls `read` with the payload from byte `from` on, `most` bytes of it or what is left, which may be read
+// during that call only, and has been fetched from memory for it. False, without a call: it may not be read
+// any more.
+using LendChunk =
+    std::function<bool(int64_t from, int64_t most, absl::FunctionRef<void(Pieces)> read)>;
 // Where a chunk's payload comes from: made in one piece, once, or read where it lies, perhaps in several
 // steps. Asked by the thread that sends the chunk: perhaps another one, perhaps before SendChunk returns.
 using ChunkSource = std::variant<FillChunk, LendChunk>;

@@ -11,7 +11,7 @@ LandingChunk::LandingChunk(const ChunkHeader& header, std::shared_ptr<Landing> l
   if ((header.flags & kChunkHasChecksum) != 0) checksum_.emplace();
 }
 
-bool LandingChunk::prefers_fill() const { return landing_->plan().has_long_pieces(); }
+bool LandingChunk::prefers_fill() const { return landing_->plan().placed_by_list(); }
 
 bool LandingChunk::Fill(absl::FunctionRef<int64_t(MutablePieces)> fill) {
   return landing_->Write([&] {

@@ -48,22 +48,21 @@ void DropFromCaches([[maybe_unused]] const std::byte* memory, [[maybe_unused]] i
 
 // Copies all pieces of one half to the other, and returns the seconds a byte. Pieces come in an
 // order in which no processor foresees the next; of a chunk, bytes lie one after another.
+template <void (*kCopy)(std::byte*, const std::byte*, size_t)>
 double CopyAll(std::byte* to, const std::byte* from, int64_t piece_bytes, bool chunk_to,
                bool chunk_from) {
   const int64_t pieces = kHalfBytes / piece_bytes;
   if (!chunk_from) DropFromCaches(from, kHalfBytes);
   const Deadline begin = Clock::now();
+  CopyAhead<kCopy> copies;
   for (int64_t i = 0; i < pieces; ++i) {
     const int64_t far = (i * 173 + 5) % pieces * piece_bytes;  // 173 is odd, pieces a power of two.
     const int64_t near = i * piece_bytes % kChunkBytes;
     std::byte* const target = to + (chunk_to ? near : kHalfBytes - piece_bytes - far);
     const std::byte* const source = from + (chunk_from ? near : far);
-    if (chunk_to) {
-      std::memcpy(target, source, piece_bytes);
-    } else {
-      BulkCopy(target, source, piece_bytes);
-    }
+    copies.Add(target, std::span(source, piece_bytes));
   }
+  copies.Finish();
   FinishBulkCopies();
   return SecondsBetween(begin, Clock::now()) / static_cast<double>(kHalfBytes);
 }
@@ -72,7 +71,8 @@ CopyCost MeasureCopy(std::byte* memory, bool chunk_to, bool chunk_from) {
   constexpr int64_t kSmall = 1 << 10;
   constexpr int64_t kLarge = 16 << 10;
   const auto copy = [&](int64_t piece_bytes) {
-    return CopyAll(memory, memory + kHalfBytes, piece_bytes, chunk_to, chunk_from);
+    const auto all = chunk_to ? &CopyAll<PlainCopy> : &CopyAll<BulkCopy>;
+    return all(memory, memory + kHalfBytes, piece_bytes, chunk_to, chunk_from);
   };
   const double small = copy(kSmall);
   const double large = copy(kLarge);

@@ -12,28 +12,16 @@ namespace {
 constexpr int64_t kShareBytes = 64 << 10;
 
 using Piece = std::span<const std::byte>;
-struct Part {
-  std::byte* to;
-  Piece from;
-};
 
-void Copy(const std::vector<Part>& parts) {
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const auto& [to, from] = parts[i];
-    BulkCopy(to, from.data(), from.size(), i + 1 < parts.size() ? parts[i + 1].from : Piece());
-  }
-  FinishBulkCopies();
-}
-
-// Cuts both lists to what lies together on both sides. `from` has as many bytes behind `skip` in its
+// Copies what lies together on both sides at a time. `from` has as many bytes behind `skip` in its
 // first piece as `to`, at least.
-void Match(const std::vector<std::span<std::byte>>& to, Pieces from, size_t skip,
-           std::vector<Part>* parts) {
+void Copy(const std::vector<std::span<std::byte>>& to, Pieces from, size_t skip) {
+  CopyAhead<BulkCopy> copies;
   for (std::span<std::byte> target : to) {
     while (!target.empty()) {
       const Piece piece = from.front().subspan(skip);
       const size_t bytes = std::min(target.size(), piece.size());
-      if (bytes > 0) parts->push_back({target.data(), piece.first(bytes)});
+      copies.Add(target.data(), piece.first(bytes));
       target = target.subspan(bytes);
       skip += bytes;
       if (bytes < piece.size()) continue;
@@ -41,6 +29,8 @@ void Match(const std::vector<std::span<std::byte>>& to, Pieces from, size_t skip
       skip = 0;
     }
   }
+  copies.Finish();
+  FinishBulkCopies();
 }
 
 }  // namespace
@@ -56,14 +46,11 @@ void PieceCopy::Run(const StreamPlan& plan, int64_t offset, Pieces from) {
   }
   const auto copy_share = [&](int64_t share) {
     thread_local std::vector<std::span<std::byte>> to;
-    thread_local std::vector<Part> parts;
     to.clear();
-    parts.clear();
     const int64_t begin = share * kShareBytes;
     plan.AppendPieces(offset + begin, std::min(kShareBytes, bytes - begin), &to);
     const auto first = std::upper_bound(begins_.begin(), begins_.end(), begin) - 1;
-    Match(to, from.subspan(first - begins_.begin()), begin - *first, &parts);
-    Copy(parts);
+    Copy(to, from.subspan(first - begins_.begin()), begin - *first);
   };
   threads_->ParallelFor((bytes + kShareBytes - 1) / kShareBytes, copy_share);
 }

@@ -9,6 +9,7 @@
 #include "base/hash.h"
 #include "base/log.h"
 #include "base/status.h"
+#include "pool/bulk_copy.h"
 #include "transport/direct_reads.h"
 #include "transport/fair_share.h"
 
@@ -22,6 +23,8 @@ constexpr int64_t kMinBytesInPlace = 256;
 // Of one chunk, whatever its reader asks for: what a header can say, and more than any reader needs.
 constexpr int64_t kMaxBytesInPlace = 256 << 20;
 constexpr size_t kMaxChunksInPlace = 4;
+// Of what the kernel is to copy; it fetches the rest of a longer piece about as fast by itself.
+constexpr size_t kFetchedOfAPiece = 2 << 10;
 // Of all peers, for each processor: one that is copied, and one that is next. More readers at once
 // only take the processors from each other (64 of them on two moved half as much, measured).
 constexpr int64_t kMaxReadersAProcessor = 2;
@@ -504,20 +507,23 @@ ChunkHeader Sender::HeaderOfNext(const Transfer& transfer, int64_t bytes, uint32
 
 // A checksum comes before the bytes, so it is made of what was gathered.
 bool Sender::Lends(const Transfer& transfer) const {
-  return !transfer.fetch.checksum && transfer.plan.has_long_pieces() &&
+  return !transfer.fetch.checksum && transfer.plan.sent_by_list() &&
          outbox_->data().LendsTo(transfer.link);
 }
 
 LendChunk Sender::Lend(const TransferPtr& transfer, int64_t bytes) {
-  return [transfer, begin = transfer->sent_bytes, bytes](int64_t from,
+  return [transfer, begin = transfer->sent_bytes, bytes](int64_t from, int64_t most,
                                                          absl::FunctionRef<void(Pieces)> read) {
     thread_local std::vector<std::span<std::byte>> pieces;
     thread_local std::vector<std::span<const std::byte>> read_only;
     const Gate::Pass pass(transfer->reading.get());
     if (!pass.open()) return false;
     pieces.clear();
-    transfer->plan.AppendPieces(begin + from, bytes - from, &pieces);
+    transfer->plan.AppendPieces(begin + from, std::min(most, bytes - from), &pieces);
     read_only.assign(pieces.begin(), pieces.end());
+    for (const std::span<const std::byte> piece : read_only) {
+      FetchAhead(piece.first(std::min(piece.size(), kFetchedOfAPiece)));
+    }
     read(read_only);
     return true;
   };

@@ -27,7 +27,10 @@ struct StreamTail {
 class StreamPlan {
  public:
   static constexpr int64_t kMaxTailBytes = int64_t{1} << 40;
-  static constexpr int64_t kLongPieceBytes = 8 << 10;
+  // The shortest pieces, on average, that the system is given a list of, to send them from where they lie or
+  // to put what arrives where it belongs. For shorter ones that takes longer than copying (decision 10).
+  static constexpr int64_t kMinSentBytes = 2 << 10;
+  static constexpr int64_t kMinPlacedBytes = 8 << 10;
 
   // OUT_OF_RANGE when a page is not in the pool, or the tail is too long; FAILED_PRECONDITION when
   // the pool does not lie in host memory.
@@ -60,9 +63,8 @@ class StreamPlan {
   // Bytes that lie together in this side's memory, on average over the pages; 1 at least.
   int64_t mean_piece_bytes() const;
 
-  // Whether pieces are long enough for the system to move them from or to where they lie, on average:
-  // for shorter ones a call with a list of them takes longer than copying (decision 10).
-  bool has_long_pieces() const { return mean_piece_bytes() >= kLongPieceBytes; }
+  bool sent_by_list() const { return mean_piece_bytes() >= kMinSentBytes; }
+  bool placed_by_list() const { return mean_piece_bytes() >= kMinPlacedBytes; }
 
   // The page ids that any of the byte ranges `gaps` touches, in list order.
   std::vector<int64_t> PagesTouchedBy(std::span<const std::pair<int64_t, int64_t>> gaps) const;

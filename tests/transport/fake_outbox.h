@@ -63,8 +63,8 @@ class FakeLinks : public ChunkLinks {
       return std::vector<std::byte>(payload->begin(), payload->end());
     }
     std::vector<std::byte> bytes;
-    const bool lent =
-        std::get<LendChunk>(chunk.source)(0, [&](Pieces payload) { bytes = Joined(payload); });
+    const bool lent = std::get<LendChunk>(chunk.source)(
+        0, chunk.header.bytes, [&](Pieces payload) { bytes = Joined(payload); });
     if (!lent) return absl::CancelledError("not lent");
     return bytes;
   }

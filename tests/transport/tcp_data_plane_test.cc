@@ -36,10 +36,12 @@ FillChunk FilledWith(const std::vector<std::byte>& bytes) {
 }
 // In pieces of `piece_bytes`, while `open`.
 LendChunk LentFrom(const std::vector<std::byte>& bytes, size_t piece_bytes, const bool* open) {
-  return [&bytes, piece_bytes, open](int64_t from, absl::FunctionRef<void(Pieces)> read) {
+  return [&bytes, piece_bytes, open](int64_t from, int64_t most,
+                                     absl::FunctionRef<void(Pieces)> read) {
     if (!*open) return false;
     std::vector<std::span<const std::byte>> pieces;
-    for (auto left = std::span<const std::byte>(bytes).subspan(from); !left.empty();) {
+    const auto rest = std::span<const std::byte>(bytes).subspan(from);
+    for (auto left = rest.first(std::min<size_t>(rest.size(), most)); !left.empty();) {
       const size_t take = std::min(left.size(), piece_bytes);
       pieces.push_back(left.first(take));
       left = left.subspan(take);
@@ -186,6 +188,38 @@ TEST_F(TcpPlanes, HoweverTheSystemCutsThem) {
       StepsUntil([&] { return at_a_.chunks.size() == payloads.size() || !at_b_.down.empty(); }));
   ASSERT_EQ(at_a_.chunks.size(), payloads.size());
   for (size_t i = 0; i < payloads.size(); ++i) ASSERT_EQ(at_a_.chunks[i].second, payloads[i]) << i;
+}
+
+// What is listed and not taken is listed, and fetched from memory, again.
+TEST_F(TcpPlanes, AsMuchIsListedAsTheSocketIsLikelyToTake) {
+  constexpr int64_t kBytes = 8 << 20;
+  const bool open = true;
+  const std::vector<std::byte> payload = RandomBytes(kBytes, 1);
+  for (const bool small : {false, true}) {
+    small_buffers_ = small;
+    Connect();
+    std::vector<int64_t> asked;
+    int64_t listed = 0;
+    LendChunk lend = [&, lent = LentFrom(payload, 2048, &open)](
+                         int64_t from, int64_t most, absl::FunctionRef<void(Pieces)> read) {
+      asked.push_back(most);
+      listed += std::min(most, kBytes - from);
+      return lent(from, most, read);
+    };
+    b_->SendChunk(link_b_, {1, 0, 0, kBytes, 0}, std::move(lend),
+                  [](const absl::Status& status) { EXPECT_TRUE(IsOk(status)); });
+    at_a_.chunks.clear();
+    ASSERT_TRUE(StepsUntil([&] { return !at_a_.chunks.empty(); }));
+    EXPECT_EQ(at_a_.chunks[0].second, payload);
+    EXPECT_EQ(asked.front(), 1 << 20);
+    if (small) {
+      EXPECT_GT(asked.size(), 100u);
+      EXPECT_EQ(std::count(asked.begin() + 2, asked.end(), 64 << 10),
+                static_cast<int64_t>(asked.size()) - 2);
+    } else {
+      EXPECT_LT(listed, 3 * kBytes);
+    }
+  }
 }
 
 TEST_F(TcpPlanes, CreditsGoBothWaysAndBeforeChunksThatWait) {

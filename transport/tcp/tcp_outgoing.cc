@@ -16,6 +16,12 @@ constexpr size_t kMaxWaitingBytes = 8 * kMaxMessageBytes;
 
 iovec PartOf(const void* begin, size_t bytes) { return {const_cast<void*>(begin), bytes}; }
 
+int64_t BytesOf(std::span<const iovec> parts) {
+  int64_t bytes = 0;
+  for (const iovec& part : parts) bytes += static_cast<int64_t>(part.iov_len);
+  return bytes;
+}
+
 template <typename T>
 void AppendRest(const T& value, int64_t skip, std::vector<iovec>* parts) {
   const auto* begin = reinterpret_cast<const std::byte*>(&value);
@@ -89,7 +95,7 @@ Moved TcpOutgoing::WriteChunk(int fd, int64_t max_bytes) {
   } else if (lend == nullptr || from >= chunk.frame.payload_bytes) {
     const auto rest = chunk.payload.subspan(std::min<size_t>(from, chunk.payload.size()));
     moved = WriteParts(fd, chunk, {&rest, 1}, max_bytes);
-  } else if (!(*lend)(from,
+  } else if (!(*lend)(from, MostToList(max_bytes),
                       [&](Pieces payload) { moved = WriteParts(fd, chunk, payload, max_bytes); })) {
     if (chunk.sent == 0) {
       FinishFirst(absl::CancelledError("the transfer has ended"));
@@ -101,6 +107,19 @@ Moved TcpOutgoing::WriteChunk(int fd, int64_t max_bytes) {
   chunk.sent += moved.bytes;
   if (moved.some() && chunk.left() == 0) FinishFirst(absl::OkStatus());
   return moved;
+}
+
+// Whole steps, or the few bytes by which a message shortens a turn would take a call of their own.
+int64_t TcpOutgoing::MostToList(int64_t max_bytes) const {
+  return std::min(room_, (max_bytes + kLeastListed - 1) / kLeastListed * kLeastListed);
+}
+
+void TcpOutgoing::NoteTaken(int64_t bytes, int64_t offered) {
+  taken_ += bytes;
+  room_ = std::clamp(taken_, room_, kMostListed);
+  if (bytes == offered) return;
+  room_ = std::clamp(taken_, kLeastListed, kMostListed);
+  taken_ = 0;
 }
 
 Moved TcpOutgoing::WriteParts(int fd, const Chunk& chunk, Pieces payload, int64_t max_bytes) {
@@ -119,7 +138,9 @@ Moved TcpOutgoing::WriteParts(int fd, const Chunk& chunk, Pieces payload, int64_
     bytes += static_cast<int64_t>(piece.size());
   }
   if (bytes == payload_left) AppendRest(chunk.end, into_end, &parts_);
-  return SendTcp(fd, parts_);
+  const Moved moved = SendTcp(fd, parts_);
+  NoteTaken(moved.bytes, BytesOf(parts_));
+  return moved;
 }
 
 // A chunk that is given up has begun: its frame, which says how much follows, may not have gone whole.

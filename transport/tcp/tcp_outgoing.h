@@ -66,12 +66,22 @@ class TcpOutgoing {
   // the first of its own.
   Moved WriteParts(int fd, const Chunk& chunk, Pieces payload, int64_t max_bytes);
   Moved WriteFiller(int fd, const Chunk& chunk, int64_t max_bytes);
+  // How much of a chunk that is lent to ask for at once, of a turn's `max_bytes`.
+  int64_t MostToList(int64_t max_bytes) const;
+  void NoteTaken(int64_t bytes, int64_t offered);
   void FinishFirst(const absl::Status& status);
+
+  // What is lent is listed and fetched from memory for as much as the socket took the last time, until it
+  // was full: what it does not take would have to be fetched again.
+  static constexpr int64_t kLeastListed = 64 << 10;
+  static constexpr int64_t kMostListed = 1 << 20;
 
   std::string words_;   // Begun, perhaps.
   std::string frames_;  // To follow them.
   std::deque<Chunk> chunks_;
-  std::vector<iovec> parts_;  // Of the call that is being made.
+  std::vector<iovec> parts_;    // Of the call that is being made.
+  int64_t room_ = kMostListed;  // That the socket is likely to have.
+  int64_t taken_ = 0;           // Since it was full.
 };
 
 }  // namespace kvferry
