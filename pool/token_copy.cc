@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
+#include "pool/bulk_copy.h"
 
 namespace kvferry {
 namespace {
@@ -119,11 +120,19 @@ void TokenCopy::Run(ThreadPool* threads) const {
 }
 
 void TokenCopy::CopyPart(int64_t begin, int64_t end) const {
+  CopyAhead<PlainCopy> ahead;
   for (int64_t i = begin; i < end;) {
     const int64_t rows = runs_ ? RunLength(i, end) : 1;
-    CopyRows(from_.row(from_slots_[i]), to_.row(to_slots_[i]), rows);
+    const std::byte* const from = from_.row(from_slots_[i]);
+    std::byte* const to = to_.row(to_slots_[i]);
+    if (cast_ == nullptr && rows_ && from != to) {
+      ahead.Add(to, {from, static_cast<size_t>(rows * from_.row_bytes())});
+    } else {
+      CopyRows(from, to, rows);
+    }
     i += rows;
   }
+  ahead.Finish();
 }
 
 int64_t TokenCopy::RunLength(int64_t begin, int64_t end) const {
