@@ -426,7 +426,7 @@ TEST_F(ReceiverAlone, WhatHasComeIsKeptWhileTheFetchWaits) {
 // A lane has the last chunk in its page, and has not told the progress thread.
 TEST_F(ReceiverAlone, AFetchThatIsWholeWhenItIsTakenOutIsDone) {
   const auto handle = Begin();
-  PieceCopy copy(nullptr);
+  PieceCopy copy(threads_.get());
   for (const Chunk& chunk : Stream(1000)) {
     const std::span<const std::byte> payload = chunk.payload;
     ASSERT_TRUE(IsOk(receiver_.Land(
