@@ -192,7 +192,7 @@ TEST_F(TcpPlanes, HoweverTheSystemCutsThem) {
 
 // What is listed and not taken is listed, and fetched from memory, again.
 TEST_F(TcpPlanes, AsMuchIsListedAsTheSocketIsLikelyToTake) {
-  constexpr int64_t kBytes = 8 << 20;
+  constexpr int64_t kBytes = 2 << 20;
   const bool open = true;
   const std::vector<std::byte> payload = RandomBytes(kBytes, 1);
   for (const bool small : {false, true}) {
@@ -213,9 +213,8 @@ TEST_F(TcpPlanes, AsMuchIsListedAsTheSocketIsLikelyToTake) {
     EXPECT_EQ(at_a_.chunks[0].second, payload);
     EXPECT_EQ(asked.front(), 1 << 20);
     if (small) {
-      EXPECT_GT(asked.size(), 100u);
-      EXPECT_EQ(std::count(asked.begin() + 2, asked.end(), 64 << 10),
-                static_cast<int64_t>(asked.size()) - 2);
+      EXPECT_GT(asked.size(), 20u);
+      EXPECT_LT(*std::max_element(asked.begin() + 2, asked.end()), 256 << 10);
     } else {
       EXPECT_LT(listed, 3 * kBytes);
     }
