@@ -61,7 +61,7 @@ absl::StatusOr<int64_t> AvailableHostBytes() {
 }
 
 int64_t UseHugePages(std::byte* begin, int64_t bytes) {
-  const auto before = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(begin) % kHugePageBytes);
+  const int64_t before = BytesToHugePage(begin);
   const int64_t pages = std::max<int64_t>(0, bytes - before) / kHugePageBytes;
   if (pages == 0) return 0;
   const absl::StatusOr<int64_t> available = AvailableHostBytes();
@@ -76,8 +76,8 @@ int64_t UseHugePages(std::byte* begin, int64_t bytes) {
     ++done;
     if (Clock::now() - start > kLeast + done * kMostForAPage) break;
   }
-  Log().info("{} of {} MiB of memory are in huge pages, after {:.3f} s", done * 2, bytes >> 20,
-             SecondsBetween(start, Clock::now()));
+  Log().info("{} of {} MiB of memory are in huge pages, after {:.3f} s",
+             done * kHugePageBytes >> 20, bytes >> 20, SecondsBetween(start, Clock::now()));
   return done * kHugePageBytes;
 }
 

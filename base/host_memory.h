@@ -16,6 +16,12 @@ absl::StatusOr<int64_t> AvailableHostBytes();
 // Of x86-64.
 inline constexpr int64_t kHugePageBytes = 2 << 20;
 
+// How far the next multiple of it is from there.
+inline int64_t BytesToHugePage(const std::byte* from) {
+  return static_cast<int64_t>(-reinterpret_cast<uintptr_t>(from) %
+                              static_cast<uintptr_t>(kHugePageBytes));
+}
+
 // Has the system put this writable memory, as far as it is whole units of kHugePageBytes, into pages of
 // that size, with what it holds; such memory takes room at once, touched or not. Returns how much of it
 // lies in such pages from now on: less than all, perhaps none, where there is not as much memory to be

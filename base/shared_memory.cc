@@ -34,8 +34,7 @@ absl::StatusOr<std::shared_ptr<std::byte>> Map(int fd, int64_t bytes, int protec
   if (reserved == MAP_FAILED) return Refused("reserving addresses", bytes);
   auto unmap = [room](std::byte* begin) { munmap(begin, room); };
   const std::shared_ptr<std::byte> all(static_cast<std::byte*>(reserved), unmap);
-  std::byte* const begin =
-      all.get() + -reinterpret_cast<uintptr_t>(reserved) % static_cast<uintptr_t>(kHugePageBytes);
+  std::byte* const begin = all.get() + BytesToHugePage(all.get());
   if (mmap(begin, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
     return Refused("mmap", bytes);
   }

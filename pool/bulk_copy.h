@@ -22,14 +22,17 @@ inline void PlainCopy(std::byte* to, const std::byte* from, size_t bytes) {
   std::memcpy(to, from, bytes);
 }
 
-// Fetches into the second-level cache what is to be copied within some 100 KiB. That cache takes more
-// requests at once than the first: random items of 256 B to 2 KiB are gathered 1.5 to 2 times as fast as
-// with the same fetched into the first. Always inlined: GCC takes a function that only fetches ahead for one
-// without effect, and drops calls of it.
+inline constexpr size_t kFetchedBytes = 2 << 10;
+
+// Fetches into the second-level cache what is to be copied within some 100 KiB, or its first 2 KiB: of a
+// longer piece the processor fetches the rest about as fast by itself. That cache takes more requests at once
+// than the first: random items of 256 B to 2 KiB are gathered 1.5 to 2 times as fast as with the same fetched
+// into the first. Always inlined: GCC takes a function that only fetches ahead for one without effect, and
+// drops calls of it.
 [[gnu::always_inline]] inline void FetchAhead(std::span<const std::byte> from) {
   constexpr size_t kLine = 64;
   constexpr int kSecondLevel = 2;  // prefetcht1.
-  for (size_t at = 0; at < from.size(); at += kLine) {
+  for (size_t at = 0; at < std::min(kFetchedBytes, from.size()); at += kLine) {
     __builtin_prefetch(from.data() + at, 0, kSecondLevel);
   }
 }
@@ -55,7 +58,6 @@ class CopyAhead {
  private:
   // Measured together: 8 to 32 KiB ahead are much the same, as are slices of 1 and 2 KiB.
   static constexpr size_t kAheadBytes = 16 << 10;
-  static constexpr size_t kFetchedBytes = 2 << 10;  // At the begin of each slice.
   // From here on in one go; and by memcpy always: it is quicker with 4 KiB and more at a time, unless what it
   // writes to is in a cache.
   static constexpr size_t kLongBytes = 32 << 10;
@@ -67,7 +69,7 @@ class CopyAhead {
   };
 
   void AddSlice(const Slice& slice) {
-    FetchAhead(slice.from.first(std::min(kFetchedBytes, slice.from.size())));
+    FetchAhead(slice.from);
     if (count_ == kMost) CopyFirst();
     slices_[(first_ + count_++) % kMost] = slice;
     bytes_ += slice.from.size();

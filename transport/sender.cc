@@ -23,8 +23,6 @@ constexpr int64_t kMinBytesInPlace = 256;
 // Of one chunk, whatever its reader asks for: what a header can say, and more than any reader needs.
 constexpr int64_t kMaxBytesInPlace = 256 << 20;
 constexpr size_t kMaxChunksInPlace = 4;
-// Of what the kernel is to copy; it fetches the rest of a longer piece about as fast by itself.
-constexpr size_t kFetchedOfAPiece = 2 << 10;
 // Of all peers, for each processor: one that is copied, and one that is next. More readers at once
 // only take the processors from each other (64 of them on two moved half as much, measured).
 constexpr int64_t kMaxReadersAProcessor = 2;
@@ -521,9 +519,7 @@ LendChunk Sender::Lend(const TransferPtr& transfer, int64_t bytes) {
     pieces.clear();
     transfer->plan.AppendPieces(begin + from, std::min(most, bytes - from), &pieces);
     read_only.assign(pieces.begin(), pieces.end());
-    for (const std::span<const std::byte> piece : read_only) {
-      FetchAhead(piece.first(std::min(piece.size(), kFetchedOfAPiece)));
-    }
+    for (const std::span<const std::byte> piece : read_only) FetchAhead(piece);
     read(read_only);
     return true;
   };

@@ -115,11 +115,10 @@ int64_t TcpOutgoing::MostToList(int64_t max_bytes) const {
 }
 
 void TcpOutgoing::NoteTaken(int64_t bytes, int64_t offered) {
+  const bool full = bytes < offered;
   taken_ += bytes;
-  room_ = std::clamp(taken_, room_, kMostListed);
-  if (bytes == offered) return;
-  room_ = std::clamp(taken_, kLeastListed, kMostListed);
-  taken_ = 0;
+  room_ = std::clamp(taken_, full ? kLeastListed : room_, kMostListed);
+  if (full) taken_ = 0;
 }
 
 Moved TcpOutgoing::WriteParts(int fd, const Chunk& chunk, Pieces payload, int64_t max_bytes) {
