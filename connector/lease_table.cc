@@ -91,8 +91,26 @@ absl::StatusOr<bool> LeaseTable::Withdraw(uint64_t lease_id) {
     End(lease_id, LeaseOutcome::kReleased);
     return true;
   }
-  if (found->second.state == State::kTransferring) found->second.state = State::kWithdrawing;
+  State& state = found->second.state;
+  if (state == State::kTransferring || state == State::kUnpublishing) state = State::kWithdrawing;
   return false;
+}
+
+absl::StatusOr<bool> LeaseTable::Unpublish(uint64_t lease_id) {
+  MutexLock lock(&mutex_);
+  const auto found = leases_.find(lease_id);
+  if (found == leases_.end()) return NotLive(lease_id);
+  if (found->second.state == State::kIdle) {
+    leases_.erase(found);
+    return true;
+  }
+  if (found->second.state == State::kTransferring) found->second.state = State::kUnpublishing;
+  return false;
+}
+
+absl::Status LeaseTable::CheckNotEnded(uint64_t lease_id) const {
+  MutexLock lock(&mutex_);
+  return remembered_.contains(lease_id) ? NotLive(lease_id) : absl::OkStatus();
 }
 
 absl::Status LeaseTable::Take(uint64_t lease_id) {
@@ -109,6 +127,7 @@ absl::Status LeaseTable::Take(uint64_t lease_id) {
       End(lease_id, LeaseOutcome::kFetched);
       break;
     case State::kWithdrawing:
+    case State::kUnpublishing:
       return absl::FailedPreconditionError(
           absl::StrCat("lease ", absl::Hex(lease_id), " is being withdrawn"));
     case State::kTransferring:
@@ -133,6 +152,9 @@ absl::StatusOr<LeasedMemory> LeaseTable::BeginTransfer(uint64_t lease_id) {
   MutexLock lock(&mutex_);
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) return NotLive(lease_id);
+  if (found->second.state == State::kUnpublishing) {
+    return absl::NotFoundError(absl::StrCat("lease ", absl::Hex(lease_id), " is not published now"));
+  }
   if (found->second.state != State::kIdle) {
     return absl::FailedPreconditionError(
         absl::StrCat("lease ", absl::Hex(lease_id), " is being ",
@@ -175,6 +197,9 @@ void LeaseTable::EndOrIdle(uint64_t lease_id, Lease& lease) {
       break;
     case State::kWithdrawing:
       End(lease_id, LeaseOutcome::kReleased);
+      break;
+    case State::kUnpublishing:
+      leases_.erase(lease_id);
       break;
     case State::kTaken:
       End(lease_id, LeaseOutcome::kFetched);

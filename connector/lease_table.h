@@ -19,7 +19,8 @@
 
 namespace kvferry {
 
-// How a lease ended. Every published lease ends in exactly one of these, and is reported once.
+// How a lease ended. Every published lease that is not unpublished ends in exactly one of these, and is
+// reported once.
 enum class LeaseOutcome { kFetched, kReleased, kExpired };
 absl::string_view LeaseOutcomeName(LeaseOutcome outcome);
 
@@ -46,6 +47,12 @@ struct EndedLease {
 //                                                       another session, which it does when it has all
 //   withdrawing    EndTransfer(any)     ended           fetched if all arrived, else released
 //   withdrawing    GoOn                 ended released  -
+//   idle           Unpublish            unknown         it will be published again
+//   transferring   Unpublish            unpublishing    the pages are still being read
+//   unpublishing   EndTransfer(OK)      ended fetched   -
+//   unpublishing   EndTransfer(error),  unknown         -
+//                  GoOn
+//   unpublishing   Withdraw             withdrawing     -
 //   taken          EndTransfer, GoOn    ended fetched   -
 //
 // Pages belong to the owner again when the lease has ended, not before. Thread-safe; never blocks.
@@ -64,6 +71,10 @@ class LeaseTable : public FetchSource {
   // True: ended at once. False: a transfer has to end first. NOT_FOUND for a lease that is not
   // live.
   absl::StatusOr<bool> Withdraw(uint64_t lease_id);
+  // The same for a lease that will be published again: it is forgotten then, unless it ends first.
+  absl::StatusOr<bool> Unpublish(uint64_t lease_id);
+  // FAILED_PRECONDITION, saying how, for a lease that has ended, as far back as that is remembered.
+  absl::Status CheckNotEnded(uint64_t lease_id) const;
   // The reader has all that it wanted. OK: the lease ends as fetched, now or with the transfer under
   // way, or did so before, however often this is asked. FAILED_PRECONDITION for one that ended
   // otherwise or is being withdrawn, NOT_FOUND for one that is unknown.
@@ -83,7 +94,7 @@ class LeaseTable : public FetchSource {
   Deadline Tick(Deadline now) override;
 
  private:
-  enum class State { kIdle, kTransferring, kWithdrawing, kTaken };
+  enum class State { kIdle, kTransferring, kWithdrawing, kUnpublishing, kTaken };
   struct Lease {
     LeasedMemory memory;
     int64_t ready_layers = 0;

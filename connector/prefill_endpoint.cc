@@ -108,7 +108,7 @@ void PrefillEndpoint::EndPush(const std::shared_ptr<PushHandle>& push, const abs
   // It is being read still: we gave up, not the peer.
   const absl::Status why =
       absl::AbortedError(absl::StrCat("the prefill side gave the push up: ", status.message()));
-  node_->AbortLease(push->lease_id(), why, [push, status] { push->Finish(status); });
+  node_->AbortLease(push->lease_id(), why, Node::Again::kNo, [push, status] { push->Finish(status); });
 }
 
 absl::Status PrefillEndpoint::LayerReady(uint64_t lease_id, int64_t layer) {
@@ -134,7 +134,15 @@ absl::Status PrefillEndpoint::Release(uint64_t lease_id, Deadline deadline) {
   KVFERRY_ASSIGN_OR_RETURN(const bool ended, leases_.Withdraw(lease_id));
   if (ended) return absl::OkStatus();
   return node_->AbortLease(lease_id, absl::AbortedError("the prefill side took the request back"),
-                           deadline);
+                           Node::Again::kNo, deadline);
+}
+
+absl::Status PrefillEndpoint::Unpublish(uint64_t lease_id, Deadline deadline) {
+  KVFERRY_ASSIGN_OR_RETURN(const bool gone, leases_.Unpublish(lease_id));
+  if (gone) return absl::OkStatus();
+  const absl::Status why = absl::AbortedError("the prefill side took the request back for now");
+  KVFERRY_RETURN_IF_ERROR(node_->AbortLease(lease_id, why, Node::Again::kYes, deadline));
+  return leases_.CheckNotEnded(lease_id);  // Its transfer may have been through by then.
 }
 
 std::vector<std::pair<std::string, int64_t>> PrefillEndpoint::Metrics() const {

@@ -28,8 +28,8 @@ struct EndpointOptions {
 };
 
 // The side that computes KV and lets others fetch it, or pushes it to them. Serves any number of
-// decode processes. All
-// methods are thread-safe and none blocks, except Release and the destructor, for a bounded time.
+// decode processes. All methods are thread-safe and none blocks, except Release, Unpublish and the
+// destructor, for a bounded time.
 class PrefillEndpoint {
  public:
   // Listens on config.listen_host:listen_port.
@@ -82,6 +82,13 @@ class PrefillEndpoint {
   // Takes a request back. OK: the lease has ended and none of its pages is read any more.
   // DEADLINE_EXCEEDED: not yet. FAILED_PRECONDITION: it had ended before.
   absl::Status Release(uint64_t lease_id, Deadline deadline);
+
+  // Takes a request back that will be published again under the same lease id, as an engine has to
+  // that preempts it. OK: none of its pages is read any more, and it is as if it had not been published:
+  // TakeEnded() does not report it. Fetches by tickets without an epoch wait for it, and then go on
+  // behind what they have, so that its pages have to be as many and to hold the same; GiveUp() ends
+  // them. Other fetches fail. Errors as of Release(), FAILED_PRECONDITION also if it ended meanwhile.
+  absl::Status Unpublish(uint64_t lease_id, Deadline deadline);
 
   // Leases that ended since the last call: their pages are the caller's again. Each is reported
   // once.

@@ -177,6 +177,21 @@ void BindPrefill(nb::module_& module) {
           "lease_id"_a, "timeout_ms"_a = 5000,
           "Takes a request back; when this returns none of its pages is read any more.")
       .def(
+          "unpublish",
+          [](const Prefill& self, uint64_t lease_id, int64_t timeout_ms) {
+            const std::shared_ptr<PrefillEndpoint> endpoint = self.get();
+            absl::Status status;
+            {
+              const nb::gil_scoped_release nogil;
+              status = endpoint->Unpublish(lease_id, DeadlineInMs(timeout_ms));
+            }
+            Check(status);
+          },
+          "lease_id"_a, "timeout_ms"_a = 5000,
+          "Takes a request back that will be published again, under the same lease_id: fetches by "
+          "tickets without an epoch wait for that. When this returns none of its pages is read any "
+          "more.")
+      .def(
           "take_ended",
           [](const Prefill& self) {
             std::vector<std::pair<uint64_t, std::string>> ended;

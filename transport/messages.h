@@ -98,6 +98,7 @@ struct CancelMsg {
 struct AbortMsg {
   uint64_t transfer_id = 0;
   absl::Status status;
+  bool again = false;  // The lease will be published again.
 };
 struct CallMsg {
   uint64_t call_id = 0;

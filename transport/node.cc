@@ -206,16 +206,18 @@ void NodeImpl::LeaseChanged(uint64_t lease_id) {
   commands_->Post([this, lease_id] { sender_->OnLeaseChanged(lease_id); });
 }
 
-absl::Status NodeImpl::AbortLease(uint64_t lease_id, const absl::Status& why, Deadline deadline) {
+absl::Status NodeImpl::AbortLease(uint64_t lease_id, const absl::Status& why, Again again,
+                                  Deadline deadline) {
   auto latch = std::make_shared<Latch>();
-  AbortLease(lease_id, why, [latch] { latch->Open(); });
+  AbortLease(lease_id, why, again, [latch] { latch->Open(); });
   if (latch->Wait(deadline)) return absl::OkStatus();
   return absl::DeadlineExceededError("the progress thread did not answer in time");
 }
 
-void NodeImpl::AbortLease(uint64_t lease_id, const absl::Status& why, std::function<void()> then) {
-  commands_->Post([this, lease_id, why, then = std::move(then)] {
-    sender_->AbortLease(lease_id, why);
+void NodeImpl::AbortLease(uint64_t lease_id, const absl::Status& why, Again again,
+                          std::function<void()> then) {
+  commands_->Post([this, lease_id, why, again, then = std::move(then)] {
+    sender_->AbortLease(lease_id, why, again == Again::kYes);
     then();
   });
 }

@@ -91,13 +91,15 @@ class Node {
 
   // The source has published the lease, or made layers of it ready.
   virtual void LeaseChanged(uint64_t lease_id) = 0;
+  // Whether a lease that is taken back will be published again, under the same id.
+  enum class Again { kNo, kYes };
   // Ends the lease's transfers. OK: from now on none of its pages is read. DEADLINE_EXCEEDED: the
   // thread did not answer in time, and the pages are still in use.
-  virtual absl::Status AbortLease(uint64_t lease_id, const absl::Status& why,
+  virtual absl::Status AbortLease(uint64_t lease_id, const absl::Status& why, Again again,
                                   Deadline deadline) = 0;
   // The same for who must not block: `then` is called on the progress thread, once none of the
   // lease's pages is read. Not called if the node is destroyed first.
-  virtual void AbortLease(uint64_t lease_id, const absl::Status& why,
+  virtual void AbortLease(uint64_t lease_id, const absl::Status& why, Again again,
                           std::function<void()> then) = 0;
 
   // Names and values of all counters and gauges (transport/metrics.h).

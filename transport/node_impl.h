@@ -49,8 +49,10 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void CancelCall(uint64_t id) override;
   void Reply(const CallKey& call, absl::StatusOr<Fields> reply) override;
   void LeaseChanged(uint64_t lease_id) override;
-  absl::Status AbortLease(uint64_t lease_id, const absl::Status& why, Deadline deadline) override;
-  void AbortLease(uint64_t lease_id, const absl::Status& why, std::function<void()> then) override;
+  absl::Status AbortLease(uint64_t lease_id, const absl::Status& why, Again again,
+                          Deadline deadline) override;
+  void AbortLease(uint64_t lease_id, const absl::Status& why, Again again,
+                  std::function<void()> then) override;
   std::vector<std::pair<std::string, int64_t>> Metrics() const override {
     return metrics_.Snapshot();
   }

@@ -157,6 +157,7 @@ void Receiver::OnRefuse(const PeerKey& peer, const RefuseMsg& refuse) {
 void Receiver::OnAbort(const PeerKey& peer, const AbortMsg& abort) {
   const auto found = fetches_.find(abort.transfer_id);
   if (found == fetches_.end() || found->second.peer != peer) return;
+  if (abort.again && found->second.early && RequestAgain(abort.transfer_id)) return;
   End(abort.transfer_id,
       absl::Status(abort.status.code(), absl::StrCat("given up by ", found->second.ticket.address,
                                                      ": ", abort.status.message())));

@@ -33,8 +33,9 @@ namespace kvferry {
 //
 // and a requested one whose peer falls silent is taken out, to wait for another session under a new
 // transfer id (TakeUnfinished). One whose reads fail is requested again, under a new transfer id too
-// (RequestAgain). Both go on behind what has arrived in one piece, which is not written again: layers
-// of it may have been read. One that somebody else is to name the peer of waits without one (Assign).
+// (RequestAgain), and so is one that waits for leases to be published, when the sender takes its lease
+// back to publish it again. All go on behind what has arrived in one piece, which is not written again:
+// layers of it may have been read. One that somebody else is to name the peer of waits without one (Assign).
 //
 // A chunk is scattered only while its fetch is here, so a fetch that has ended is never written
 // for. Progress thread only, but for Land() and Begin().

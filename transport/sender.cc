@@ -337,10 +337,10 @@ void Sender::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
   paths_to_.erase(peer);
 }
 
-void Sender::AbortLease(uint64_t lease_id, const absl::Status& status) {
+void Sender::AbortLease(uint64_t lease_id, const absl::Status& status, bool again) {
   for (const uint64_t id :
        IdsWhere([&](const Transfer& t) { return t.fetch.lease_id == lease_id; })) {
-    End(id, status, /*tell=*/true);
+    End(id, status, /*tell=*/true, again);
   }
   OnLeaseChanged(lease_id);  // Parked fetches of it learn that there is nothing to wait for.
 }
@@ -349,7 +349,7 @@ void Sender::AbortAll(const absl::Status& status) {
   for (const uint64_t id : IdsWhere([](const Transfer&) { return true; })) End(id, status, true);
 }
 
-void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell) {
+void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell, bool again) {
   const auto found = transfers_.find(transfer_id);
   const TransferPtr transfer = found->second;
   transfers_.erase(found);
@@ -367,7 +367,7 @@ void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell) {
                transfer->fetch.lease_id, transfer->credited_bytes, transfer->plan.total_bytes(),
                outcome.ToString());
   }
-  if (tell) outbox_->Send(transfer->peer, AbortMsg{transfer_id, outcome});
+  if (tell) outbox_->Send(transfer->peer, AbortMsg{transfer_id, outcome, again});
   source_->EndTransfer(transfer->fetch.lease_id, outcome);
 }
 

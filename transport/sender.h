@@ -55,7 +55,8 @@ class Sender {
   void OnLeaseChanged(uint64_t lease_id);
   // The owner takes the lease back: its transfers end, and no page of it is read after this
   // returns, but by a peer on this host that then finds out that what it read does not count.
-  void AbortLease(uint64_t lease_id, const absl::Status& status);
+  // `again`: it will be published again, under the same id.
+  void AbortLease(uint64_t lease_id, const absl::Status& status, bool again = false);
   void AbortAll(const absl::Status& status);
 
   // Sends at most one chunk of each transfer that may; true when it sent any.
@@ -129,8 +130,8 @@ class Sender {
   // Where it lies, on this thread.
   FillChunk ListPieces(const TransferPtr& transfer, int64_t chunk);
   int64_t ReadyBytes(const StreamPlan& plan, uint64_t lease_id) const;
-  // Ends one transfer; `tell` also sends the peer an abort.
-  void End(uint64_t transfer_id, const absl::Status& outcome, bool tell);
+  // Ends one transfer; `tell` also sends the peer an abort, and whether the lease comes again.
+  void End(uint64_t transfer_id, const absl::Status& outcome, bool tell, bool again = false);
   template <typename Matches>
   std::vector<uint64_t> IdsWhere(const Matches& matches) const;
   void ForgetFetch(const PeerKey& peer);

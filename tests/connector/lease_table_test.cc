@@ -250,10 +250,57 @@ TEST_F(Leases, MemoryOfEndedLeasesIsBounded) {
   EXPECT_TRUE(Fails(table_.Withdraw(169999), absl::StatusCode::kFailedPrecondition));
 }
 
+TEST_F(Leases, IdleUnpublishedIsUnknown) {
+  ASSERT_TRUE(IsOk(Publish()));
+  EXPECT_EQ(Must(table_.Unpublish(kLease)), true);
+  EXPECT_EQ(Ended(), "none");
+  EXPECT_TRUE(Fails(table_.BeginTransfer(kLease), absl::StatusCode::kNotFound));
+  EXPECT_TRUE(Fails(table_.Unpublish(kLease), absl::StatusCode::kNotFound));
+  EXPECT_TRUE(IsOk(table_.CheckNotEnded(kLease)));
+  ASSERT_TRUE(IsOk(Publish()));
+  EXPECT_EQ(table_.num_live(), 1);
+}
+
+TEST_F(Leases, TransferringUnpublishedWaitsForTheTransfer) {
+  ASSERT_TRUE(IsOk(Publish()));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
+  EXPECT_EQ(Must(table_.Unpublish(kLease)), false);
+  EXPECT_EQ(Must(table_.Unpublish(kLease)), false);  // Again, to no effect.
+  EXPECT_TRUE(Fails(Publish(), absl::StatusCode::kAlreadyExists));  // Its pages are read still.
+  // Who asks now may wait for it.
+  EXPECT_TRUE(
+      Fails(table_.BeginTransfer(kLease), absl::StatusCode::kNotFound, "not published now"));
+  EXPECT_TRUE(Fails(table_.Take(kLease), absl::StatusCode::kFailedPrecondition));
+  table_.EndTransfer(kLease, absl::AbortedError("x"));
+  EXPECT_EQ(Ended(), "none");
+  EXPECT_EQ(table_.num_live(), 0);
+  ASSERT_TRUE(IsOk(Publish()));
+}
+
+TEST_F(Leases, UnpublishingEndsIfAllHasArrived) {
+  ASSERT_TRUE(IsOk(Publish()));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
+  EXPECT_EQ(Must(table_.Unpublish(kLease)), false);
+  table_.EndTransfer(kLease, absl::OkStatus());
+  EXPECT_EQ(Ended(), "fetched");
+  EXPECT_TRUE(
+      Fails(table_.CheckNotEnded(kLease), absl::StatusCode::kFailedPrecondition, "fetched"));
+  EXPECT_TRUE(Fails(table_.Unpublish(kLease), absl::StatusCode::kFailedPrecondition, "fetched"));
+}
+
+TEST_F(Leases, UnpublishingIsWithdrawn) {
+  ASSERT_TRUE(IsOk(Publish()));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
+  EXPECT_EQ(Must(table_.Unpublish(kLease)), false);
+  EXPECT_EQ(Must(table_.Withdraw(kLease)), false);
+  table_.GoOn(kLease, At(500));
+  EXPECT_EQ(Ended(), "released");
+}
+
 // ---------------------------------------------------------------- against a naive model
 
 struct Model {
-  enum State { kIdle, kTransferring, kWithdrawing, kTaken };
+  enum State { kIdle, kTransferring, kWithdrawing, kUnpublishing, kTaken };
   struct Lease {
     State state = kIdle;
     int64_t expires = 0;
@@ -295,13 +342,26 @@ class ModelRun {
       return;
     }
     Model::Lease& lease = model_.live.at(id);
-    ASSERT_EQ(status.code(), lease.state == Model::kWithdrawing
+    ASSERT_EQ(status.code(), lease.state == Model::kWithdrawing || lease.state == Model::kUnpublishing
                                  ? absl::StatusCode::kFailedPrecondition
                                  : absl::StatusCode::kOk);
     if (lease.state == Model::kIdle) {
       model_.End(id, LeaseOutcome::kFetched);
     } else if (lease.state == Model::kTransferring) {
       lease.state = Model::kTaken;
+    }
+  }
+
+  void Unpublish(uint64_t id, bool live) {
+    const absl::StatusOr<bool> result = table_->Unpublish(id);
+    ASSERT_EQ(result.status().code(), live ? absl::StatusCode::kOk : model_.NotLive(id));
+    if (!live) return;
+    Model::Lease& lease = model_.live.at(id);
+    ASSERT_EQ(*result, lease.state == Model::kIdle);
+    if (*result) {
+      model_.live.erase(id);
+    } else if (lease.state == Model::kTransferring) {
+      lease.state = Model::kUnpublishing;
     }
   }
 
@@ -314,7 +374,10 @@ class ModelRun {
     const uint64_t id = AnyId();
     const auto found = model_.live.find(id);
     const bool live = found != model_.live.end();
-    switch (random_() % 13) {
+    switch (random_() % 14) {
+      case 13:
+        Unpublish(id, live);
+        break;
       case 12: {
         const bool was = live || model_.ended.contains(id);
         ASSERT_EQ(table_->GiveUp(id).code(),
@@ -340,7 +403,8 @@ class ModelRun {
         ASSERT_EQ(*result, found->second.state == Model::kIdle);
         if (*result) {
           model_.End(id, LeaseOutcome::kReleased);
-        } else if (found->second.state == Model::kTransferring) {
+        } else if (found->second.state == Model::kTransferring ||
+                   found->second.state == Model::kUnpublishing) {
           found->second.state = Model::kWithdrawing;
         }
         break;
@@ -348,6 +412,8 @@ class ModelRun {
       case 4:
       case 5: {
         const absl::StatusCode want = !live ? model_.NotLive(id)
+                                      : found->second.state == Model::kUnpublishing
+                                          ? absl::StatusCode::kNotFound
                                       : found->second.state == Model::kIdle
                                           ? absl::StatusCode::kOk
                                           : absl::StatusCode::kFailedPrecondition;
@@ -376,6 +442,8 @@ class ModelRun {
           model_.End(id, LeaseOutcome::kFetched);
         } else if (found->second.state == Model::kWithdrawing) {
           model_.End(id, LeaseOutcome::kReleased);
+        } else if (found->second.state == Model::kUnpublishing) {
+          model_.live.erase(found);
         } else {
           found->second.state = Model::kIdle;
         }

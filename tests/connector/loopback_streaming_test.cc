@@ -251,6 +251,72 @@ TEST_F(Announced, GivenUp) {
                     absl::StatusCode::kFailedPrecondition, "gave the request up"));
 }
 
+// The prefill side needs the pages for another request, in the middle of a fetch, and computes this one
+// again later, in other pages.
+TEST_F(Announced, TakenBackAndPublishedAgain) {
+  const auto prefill = MakePrefill(source_, Impatient());
+  const auto decode = MakeDecode(target_, Impatient());
+  const uint64_t lease = RandomId();
+  const auto handle = Fetch(*decode, Of(*prefill, lease), local_);
+  PrefillEndpoint::Publication publication = Publication(lease);
+  publication.ready_layers = 0;
+  ASSERT_TRUE(IsOk(prefill->Publish(publication)));
+  WriteLayer(0);
+  ASSERT_TRUE(IsOk(prefill->LayerReady(lease, 0)));
+  ASSERT_TRUE(IsOk(handle->WaitLayer(0, Soon())));
+  ASSERT_TRUE(IsOk(prefill->Unpublish(lease, Soon())));
+  FillPattern(*source_, kOwnSeed);
+  EXPECT_TRUE(Fails(prefill->LayerReady(lease, 1), absl::StatusCode::kNotFound));
+  EXPECT_TRUE(prefill->TakeEnded().empty());
+  AwaitArrival(*prefill, *decode);
+  EXPECT_FALSE(handle->done());
+
+  publication.pages = {9, 10, 11, 40, 33, 32};
+  ASSERT_TRUE(IsOk(prefill->Publish(publication)));
+  for (int64_t layer = 0; layer < layers_; ++layer) {
+    for (int64_t tensor = 0; tensor < 2; ++tensor) {
+      for (size_t i = 0; i < pages_.size(); ++i) {
+        PatternBytes(kSourceSeed, SmallLayout().buffer_index(layer, tensor), pages_[i],
+                     source_->page(layer, tensor, publication.pages[i]));
+      }
+    }
+    ASSERT_TRUE(IsOk(prefill->LayerReady(lease, layer)));
+    ASSERT_TRUE(IsOk(handle->WaitLayer(layer, Soon())));
+  }
+  ASSERT_TRUE(IsOk(handle->Wait(Soon())));
+  EXPECT_TRUE(HoldsPages(*target_, local_, kSourceSeed, pages_, 0, layers_));
+  EXPECT_EQ(EndedLeases(prefill.get()).Wait(lease), "fetched");
+  EXPECT_TRUE(Fails(prefill->Unpublish(lease, Soon()), absl::StatusCode::kFailedPrecondition,
+                    "fetched"));
+}
+
+TEST_F(Announced, TakenBackAndGivenUp) {
+  const auto prefill = MakePrefill(source_, Impatient());
+  const auto decode = MakeDecode(target_, Impatient());
+  const uint64_t lease = RandomId();
+  const auto handle = Fetch(*decode, Of(*prefill, lease), local_);
+  PrefillEndpoint::Publication publication = Publication(lease);
+  publication.ready_layers = 1;
+  ASSERT_TRUE(IsOk(prefill->Publish(publication)));
+  ASSERT_TRUE(IsOk(handle->WaitLayer(0, Soon())));
+  ASSERT_TRUE(IsOk(prefill->Unpublish(lease, Soon())));
+  ASSERT_TRUE(IsOk(prefill->GiveUp(lease)));
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kFailedPrecondition,
+                    "gave the request up"));
+  EXPECT_EQ(handle->missing_pages(), local_);
+}
+
+// A ticket with an epoch promises what is there: nobody waits for it to come again.
+TEST_F(Announced, TakenBackFromAFetchByTicket) {
+  const auto prefill = MakePrefill(source_, Impatient());
+  const auto decode = MakeDecode(target_, Impatient());
+  const Ticket ticket = ::kvferry::Publish(*prefill, *source_, pages_, 1);
+  const auto handle = Fetch(*decode, ticket, local_);
+  ASSERT_TRUE(IsOk(handle->WaitLayer(0, Soon())));
+  ASSERT_TRUE(IsOk(prefill->Unpublish(ticket.lease_id, Soon())));
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kAborted, "for now"));
+}
+
 // The decode side has all of it cached, and says so before there is a lease.
 TEST_F(Announced, NothingNeeded) {
   const auto prefill = MakePrefill(source_, Impatient());

@@ -131,13 +131,15 @@ def test_answer_carries_a_ticket_for_each_rank():
     }
 
 
-def test_preempted_prompt_gets_a_new_lease():
+def test_preempted_prompt_is_published_again():
     prefill = Prefill()
-    prefill.arrive(10)
+    it = prefill.arrive(10)
     (first,) = prefill.step({"r": 10}).publications
     assert prefill.step({}, {"r"}).preempted == ["r"]
-    (second,) = prefill.step({"r": 10}).publications
-    assert second.lease_id != first.lease_id
+    assert prefill.step({}, {"r"}) == StepMetadata()  # There is nothing left to take back.
+    assert prefill.step({"r": 10}).publications == [first]
+    it.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert prefill.scheduler.request_finished(it)[0]
 
 
 @pytest.mark.parametrize("published", [False, True])
@@ -314,16 +316,32 @@ def test_an_announced_prompt_that_was_never_computed_is_given_up():
     assert len(prefill.step({}).given_up) == 1
 
 
-def test_preemption_takes_back_announced_parts_and_goes_on_with_the_rest():
+def test_preemption_takes_back_announced_parts_and_publishes_them_again():
     prefill = Prefill()
     it = prefill.arrive(2500, {"do_remote_decode": True} | TRANSFER)
-    parts = cut(TRANSFER["transfer_id"], range(2500), BLOCK)
+    parts = [part.lease_id for part in cut(TRANSFER["transfer_id"], range(2500), BLOCK)]
     prefill.step({"r": 1024})
     assert prefill.step({}, {"r"}).preempted == ["r"]
-    publications = prefill.step({"r": 2500}).publications
-    assert [new.lease_id for new in publications] == [part.lease_id for part in parts[1:]]
+    # What vLLM's prefix cache still had needs no computing.
+    it.num_computed_tokens = 512
+    assert [new.lease_id for new in prefill.step({"r": 600}).publications] == parts[:1]
+    it.num_computed_tokens = 1112
+    assert [new.lease_id for new in prefill.step({"r": 1388}).publications] == parts[1:]
     it.status = RequestStatus.FINISHED_STOPPED
     assert prefill.scheduler.request_finished(it) == (True, None)
+    assert prefill.step({}).given_up == []
+
+
+def test_a_preempted_request_that_is_aborted_gives_up_all_its_parts():
+    prefill = Prefill()
+    it = prefill.arrive(2500, {"do_remote_decode": True} | TRANSFER)
+    parts = [part.lease_id for part in cut(TRANSFER["transfer_id"], range(2500), BLOCK)]
+    prefill.step({"r": 1024})
+    prefill.step({}, {"r"})
+    it.status = RequestStatus.FINISHED_ABORTED
+    assert prefill.scheduler.request_finished(it) == (False, None)
+    meta = prefill.step({})
+    assert (meta.withdrawn, meta.given_up) == ([], parts)
 
 
 @pytest.mark.parametrize("transfer_id", ["short", "x" * 129, "ü" * 20, 17, ["0" * 16]])

@@ -62,6 +62,9 @@ class Workers:
     def load(self, *parts: LoadPart) -> None:
         self.decode.load([Load("d", list(parts), 0, 16)])
 
+    def part_fetched(self, lease_id: int) -> bool:
+        return not self.prefill._leases[lease_id].live
+
     def loaded(self) -> bool:
         self.decode.pause()
         self.finished |= self.decode.take_finished()
@@ -149,11 +152,44 @@ def test_two_requests_that_claim_the_same_lease(workers: Workers):
     workers.prefill.release_preempted(["p", "copy"])  # Neither is known any more.
 
 
-def test_preemption_takes_all_parts_back(workers: Workers):
-    workers.prefill.publish([publication(101, [1, 2]), publication(102, [3, 4])])
+def overwrite(side: Side, blocks: list[int]) -> None:
+    """As another request does that is given these blocks."""
+    for layer in range(LAYERS):
+        for block in blocks:
+            for tensor in range(2):
+                side.pool.page(layer, tensor, block)[:] = 0
+
+
+def test_a_load_goes_on_when_a_preempted_request_is_computed_again(workers: Workers):
+    workers.load(workers.part(101, [7, 8]), workers.part(102, [9, 10]), workers.part(103, [11]))
+    workers.prefill.publish([publication(101, [1, 2])])
+    workers.source.compute(workers.prefill, [1, 2])
+    wait_for(lambda: not workers.prefill.take_finished(set()) and workers.part_fetched(101))
+    # The second one is not computed to its end.
+    workers.prefill.publish([publication(102, [3, 4])])
     workers.prefill.release_preempted(["p"])
-    assert workers.prefill.take_finished({"p"}) == set()
+    overwrite(workers.source, [1, 2, 3, 4])
+    assert not workers.loaded()
+    # In other blocks. The first part has arrived, and nobody comes for it again.
+    workers.prefill.publish([publication(101, [21, 22]), publication(102, [23, 24])])
+    workers.source.compute(workers.prefill, [21, 22, 23, 24])
+    workers.prefill.publish([publication(103, [25])])
+    workers.source.compute(workers.prefill, [25])
+    wait_for(workers.loaded)
+    for block, source in zip([7, 8, 9, 10, 11], [1, 2, 23, 24, 25], strict=True):
+        for layer in range(LAYERS):
+            assert (workers.target.block(layer, block) == 1 + layer * 70 + source).all()
+    assert workers.decode.take_missing_blocks() == set()
+    wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
+
+
+def test_a_preempted_request_that_is_aborted_fails_its_load(workers: Workers):
     workers.load(workers.part(101, [7, 8]))
+    workers.prefill.publish([publication(101, [1, 2])])
+    workers.prefill.release_preempted(["p"])
+    assert not workers.loaded()
+    workers.prefill.give_up([101])
+    assert workers.prefill.take_finished({"p"}) == set()  # The engine has its blocks already.
     wait_for(workers.loaded)
     assert workers.decode.take_missing_blocks() == {7, 8}
 

@@ -43,14 +43,15 @@ class ReceiverAlone : public testing::Test {
                                          plan.num_layers(), plan.total_bytes(), [] {});
   }
   std::shared_ptr<FetchHandle> Begin(uint64_t id = kId, Deadline deadline = DeadlineInMs(60000),
-                                     const PeerKey& peer = kPeer, bool redial = true) {
+                                     const PeerKey& peer = kPeer, bool redial = true,
+                                     bool early = false) {
     StreamPlan plan = Plan(target_, local_);
     auto handle = HandleOf(plan);
     const Ticket ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0};
     const PageRun all{0, static_cast<int64_t>(local_.size())};
     receiver_.Add({id, handle, ticket, Must(PageRuns::FromRuns({&all, 1})),
                    std::make_shared<const StreamPlan>(std::move(plan)), deadline, Clock::now(),
-                   peer, redial});
+                   peer, redial, early});
     receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
     return handle;
   }

@@ -183,6 +183,32 @@ TEST_F(ReceiverAlone, AChunkThatDidNotStayIntactIsAskedForAgain) {
   EXPECT_EQ(metrics_.fetches_restarted, 1);
 }
 
+// It waits for the lease to be published, and the sender has taken that back to publish it again.
+TEST_F(ReceiverAlone, AFetchThatWaitsGoesOnWhenItsLeaseIsTakenBack) {
+  const auto handle = Begin(kId, DeadlineInMs(60000), kPeer, /*redial=*/true, /*early=*/true);
+  const std::vector<Chunk> chunks = Stream(1000);
+  Deliver(chunks[0]);
+  receiver_.OnAbort(kPeer, {kId, absl::AbortedError("preempted"), /*again=*/true});
+  EXPECT_FALSE(handle->done());
+  const FetchMsg* again = outbox_.Last<FetchMsg>();
+  EXPECT_EQ(again->replaces, kId);
+  EXPECT_EQ(again->from_bytes, 1000);
+  EXPECT_GT(again->wait_ms, 0);
+  Deliver(chunks[1]);  // Was on its way still: of the pages that are another request's by now.
+  EXPECT_EQ(handle->report().bytes_done, 0);
+  for (const Chunk& chunk : Stream(1000, again->transfer_id)) {
+    if (chunk.header.offset >= 1000) Deliver(chunk);
+  }
+  EXPECT_TRUE(IsOk(handle->status()));
+  EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, local_, kSourceSeed, remote_));
+}
+
+TEST_F(ReceiverAlone, AFetchThatDoesNotWaitFailsWhenItsLeaseIsTakenBack) {
+  const auto handle = Begin();
+  receiver_.OnAbort(kPeer, {kId, absl::AbortedError("preempted"), /*again=*/true});
+  EXPECT_TRUE(Fails(handle->status(), absl::StatusCode::kAborted, "preempted"));
+}
+
 // A push has nobody to ask.
 TEST_F(ReceiverAlone, AChunkThatDidNotStayIntactEndsAPush) {
   const auto handle = Begin(kId, DeadlineInMs(60000), kPeer, /*redial=*/false);

@@ -67,7 +67,7 @@ struct Describer {
     return absl::StrCat("cancel ", m.transfer_id, " ", m.reason);
   }
   std::string operator()(const AbortMsg& m) const {
-    return absl::StrCat("abort ", m.transfer_id, " ", m.status.ToString());
+    return absl::StrCat("abort ", m.transfer_id, " ", m.status.ToString(), m.again ? " again" : "");
   }
   std::string operator()(const CallMsg& m) const {
     return absl::StrCat("call ", m.call_id, " ", m.function, " ", m.timeout_ms, Describe(m.args));

@@ -64,6 +64,7 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
       {"done", DoneMsg{fetch.transfer_id, fetch.lease_id, int64_t{1} << 40}},
       {"cancel", CancelMsg{fetch.transfer_id, "cancelled"}},
       {"abort", AbortMsg{fetch.transfer_id, absl::AbortedError("taken back")}},
+      {"abort_again", AbortMsg{fetch.transfer_id, absl::AbortedError("preempted"), true}},
       {"call", CallMsg{fetch.transfer_id, "lookup", 30000, fields}},
       {"reply", ReplyMsg{fetch.transfer_id, absl::OkStatus(), fields}},
       {"reply_error", ReplyMsg{78, absl::NotFoundError("no such function"), {}}},

@@ -258,6 +258,31 @@ TEST_F(SenderAlone, AbortLeaseReadsNothingMore) {
   ASSERT_NE(outbox_.Last<AbortMsg>(), nullptr);
 }
 
+// Its owner needs the pages for something else, and will publish the lease again in others.
+TEST_F(SenderAlone, AFetchThatWaitsIsServedWhenAnUnpublishedLeaseComesAgain) {
+  Publish(2, {1, 2}, 1);
+  sender_.OnFetch(kPeer, kLink, Ask(1, 2, 2));
+  PumpDry();
+  EXPECT_EQ(Must(leases_.Unpublish(2)), false);
+  FetchMsg again = Ask(5, 2, 2);
+  again.wait_ms = 60000;
+  again.replaces = 1;
+  sender_.OnFetch(kPeer, kLink, again);  // Even before the owner has its pages back.
+  EXPECT_EQ(outbox_.Last<RefuseMsg>(), nullptr);
+  Publish(3, {4, 5}, 1);
+  sender_.OnFetch(kPeer, kLink, Ask(6, 3, 2));
+  EXPECT_EQ(Must(leases_.Unpublish(3)), false);
+  sender_.AbortLease(3, absl::AbortedError("taken back"), /*again=*/true);
+  ASSERT_NE(outbox_.Last<AbortMsg>(), nullptr);
+  EXPECT_EQ(outbox_.Last<AbortMsg>()->transfer_id, 6u);
+  EXPECT_TRUE(outbox_.Last<AbortMsg>()->again);
+  EXPECT_TRUE(leases_.TakeEnded().empty());
+  EXPECT_EQ(metrics_.transfers_active, 0);
+  Publish(2, {6, 7}, 1);
+  sender_.OnLeaseChanged(2);
+  EXPECT_EQ(metrics_.transfers_active, 1);
+}
+
 TEST_F(SenderAlone, DeadlineOfAReceiverThatCannotSaySo) {
   FetchMsg fetch = Ask(1, kLease, 6, 4096);
   fetch.timeout_ms = 100;

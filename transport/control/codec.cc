@@ -181,9 +181,10 @@ struct BodyWriter {
     writer.Text("msg", body.reason, kMaxTextBytes);
   }
   void operator()(const AbortMsg& body) const {
-    Head("abort", 3);
+    Head("abort", body.again ? 4 : 3);
     writer.Uint("id", body.transfer_id);
     writer.Status(body.status);
+    if (body.again) writer.Bool("again", true);
   }
   void operator()(const CallMsg& body) const {
     Head("call", 4);
@@ -466,7 +467,10 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
                    reader.Int("bytes", 0, kMaxWireInt)};
   }
   if (type == "cancel") return CancelMsg{reader.Uint("id", 1), reader.Text("msg", kMaxTextBytes)};
-  if (type == "abort") return AbortMsg{reader.Uint("id", 1), ReadStatus(reader)};
+  if (type == "abort") {
+    return AbortMsg{reader.Uint("id", 1), ReadStatus(reader),
+                    reader.Has("again") && reader.Bool("again")};
+  }
   if (type == "call") {
     return CallMsg{reader.Uint("id", 1), reader.Text("fn", kMaxFunctionBytes),
                    reader.Int("ms", 1, kMaxWireInt), ReadFields(reader, "args")};

@@ -34,9 +34,13 @@ class _Watched:
     """A request that another engine will decode."""
 
     request: Request
-    unpublished: list[Part]  # In order.
-    announced: bool  # The other engine knows these leases, and may be waiting for them.
-    published: list[Publication] = field(default_factory=list)
+    parts: list[Part]  # In order.
+    announced: bool  # The other engine knows their leases, and may be waiting for them.
+    published: list[Publication] = field(default_factory=list)  # Of the first of them.
+
+    @property
+    def unpublished(self) -> list[Part]:
+        return self.parts[len(self.published) :]
 
 
 class PrefillScheduler:
@@ -83,11 +87,9 @@ class PrefillScheduler:
         for request_id in step.preempted_req_ids or ():
             if (watched := self._watched.get(request_id)) and watched.published:
                 meta.preempted.append(request_id)
+                # They are published again when they are computed again. Whoever fetches parts that
+                # were announced waits for that; nobody has heard of the other leases.
                 watched.published.clear()
-                # Published again when it is computed again; what was announced is not: whoever had
-                # begun to fetch it has been told that it is taken back.
-                if not watched.announced:
-                    watched.unpublished.append(self._whole(watched.request))
         meta.withdrawn, self._withdrawn = self._withdrawn, []
         meta.given_up, self._given_up = self._given_up, []
         for request_id, watched in self._watched.items():
@@ -95,8 +97,9 @@ class PrefillScheduler:
             if scheduled == 0:
                 continue
             computed = watched.request.num_computed_tokens + scheduled
-            while watched.unpublished and watched.unpublished[0].end_token <= computed:
-                part = watched.unpublished.pop(0)
+            for part in watched.unpublished:
+                if part.end_token > computed:
+                    break
                 block_ids = kv_cache_manager.get_block_ids(request_id)[0]
                 publication = Publication(
                     request_id=request_id,

@@ -16,7 +16,7 @@ from kvferry.vllm.telemetry import FetchRecord, Trace, TransferStats, logger
 _REFUSED = (kvferry.Error, ValueError)
 # Long against what a step without work takes, short against one with some.
 _PAUSE_MS = 1
-# Nobody has the ticket of a request that can be preempted, so this time is not used up.
+# The endpoint's thread ends transfers as soon as it is asked to, so this time is not used up.
 _PREEMPTION_TIMEOUT_MS = 5000
 
 
@@ -51,6 +51,8 @@ class PrefillWorker:
         self._endpoint = kvferry.PrefillEndpoint(cache.pool, config, model, name)
         self._leases: dict[int, _Lease] = {}
         self._leases_of: dict[str, list[_Lease]] = {}  # By request.
+        # Those that had ended, by request, when that was preempted: they do not come again.
+        self._ended_before: dict[str, set[int]] = {}
         self._engine_done: set[str] = set()  # Of those requests, finished ones.
         self._computing: list[_Lease] = []  # Their last layers are written in this step.
 
@@ -58,19 +60,24 @@ class PrefillWorker:
         return WorkerAddress(self._endpoint.address, self._endpoint.epoch)
 
     def release_preempted(self, request_ids: list[str]) -> None:
-        """Takes leases back before their blocks are overwritten."""
+        """Takes leases back before their blocks are overwritten. Those that nobody has fetched yet
+        may be published again."""
         for lease in (it for key in request_ids for it in self._forget(key)):
-            if not lease.live:
-                continue
-            self._trace_end(lease, "preempted")
-            try:
-                self._endpoint.release(lease.lease_id, timeout_ms=_PREEMPTION_TIMEOUT_MS)
-            except kvferry.FailedPrecondition:
-                pass  # It expired meanwhile.
-            except _REFUSED as error:
-                logger.error(
-                    "the blocks of preempted %s may be read still: %s", lease.request_id, error
-                )
+            if not lease.live or not self._unpublish(lease):
+                self._ended_before.setdefault(lease.request_id, set()).add(lease.lease_id)
+
+    def _unpublish(self, lease: _Lease) -> bool:
+        """False: it has ended before, as fetched or expired."""
+        try:
+            self._endpoint.unpublish(lease.lease_id, timeout_ms=_PREEMPTION_TIMEOUT_MS)
+        except kvferry.FailedPrecondition:
+            return False
+        except _REFUSED as error:
+            logger.error(
+                "the blocks of preempted %s may be read still: %s", lease.request_id, error
+            )
+        self._trace_end(lease, "preempted")
+        return True
 
     def _forget(self, request_id: str) -> list[_Lease]:
         leases = self._leases_of.pop(request_id, [])
@@ -103,6 +110,8 @@ class PrefillWorker:
         for new in publications:
             lease = _Lease(new.request_id, new.lease_id, len(new.block_ids), time.monotonic())
             leases = self._leases_of.setdefault(new.request_id, [])
+            if new.lease_id in self._ended_before.get(new.request_id, ()):
+                continue
             try:
                 self._endpoint.publish(
                     new.block_ids, num_tokens=new.num_tokens, lease_id=new.lease_id
@@ -150,7 +159,7 @@ class PrefillWorker:
         for lease_id, outcome in self._endpoint.take_ended():
             lease = self._leases.get(lease_id)
             if lease is None:
-                continue  # Preempted.
+                continue  # Of a request that was preempted.
             lease.live = False
             self._trace_end(lease, outcome)
             if outcome == "expired":
@@ -161,6 +170,8 @@ class PrefillWorker:
                     time.monotonic() - lease.published,
                     lease.num_blocks,
                 )
+        for request_id in engine_finished:
+            self._ended_before.pop(request_id, None)
         self._engine_done |= engine_finished & self._leases_of.keys()
         finished = {
             key for key in self._engine_done if not any(it.live for it in self._leases_of[key])
