@@ -399,11 +399,17 @@ class Pair:
         """Gives a request to both engines at the same time, as a router can that knows where the
         prefill engine listens: the decode engine fetches what the other one has computed while
         that computes the rest."""
+        announced, awaited = self.params_at_once()
+        prefill = self.prefill.start(prompt, 1, announced)
+        return prefill, self.decode.start(prompt, max_tokens, awaited, **sampling)
+
+    def params_at_once(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """kv_transfer_params of a request that neither engine has yet: the prefill engine's and the
+        decode engine's."""
         transfer = {"transfer_id": uuid.uuid4().hex}
         source = {"remote_host": "127.0.0.1", "remote_port": self._prefill_port}
-        prefill = self.prefill.start(prompt, 1, REMOTE_DECODE | transfer)
-        params = {"do_remote_prefill": True, "do_remote_decode": False} | transfer | source
-        return prefill, self.decode.start(prompt, max_tokens, params, **sampling)
+        awaited = {"do_remote_prefill": True, "do_remote_decode": False}
+        return REMOTE_DECODE | transfer, awaited | transfer | source
 
     def answer_at_once(self, prompt: list[int], max_tokens: int, **sampling: Any) -> Answer:
         """As answer(), but both engines get the request at the same time."""

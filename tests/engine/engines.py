@@ -18,8 +18,13 @@ SPARE_LEASE_MS = 2000
 ENGINE = {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": NUM_BLOCKS, "max_model_len": 1280}
 
 
-# The longest prompts take several steps to prefill.
-CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 128}
+# The longest prompts take several steps to prefill. They are begun before there is room for all of
+# it, so that they can be preempted in between.
+CHUNKED = {
+    "enable_chunked_prefill": True,
+    "max_num_batched_tokens": 128,
+    "scheduler_reserve_full_isl": False,
+}
 
 
 class Engines(Pair):

@@ -9,6 +9,7 @@ from engines import BLOCK_TOKENS, Engines
 # Of the longest prompt that these engines take: one of 1,024 tokens, and one that takes two steps.
 PARTS = 2
 LENGTH = 1270
+OTHERS = 5
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +80,25 @@ def test_decode_aborted(engines: Engines, long_prompt, after_s):
     # Each part is let go of, whether it had been published by then or not.
     ended = engines.wait_trace("prefill", leases + PARTS)[leases:]
     assert [event["outcome"] for event in ended] == ["fetched"] * PARTS
+
+
+def test_prefill_preempted(engines: Engines, reference, long_prompt):
+    """Others fill the cache meanwhile: it has published a part when it has to start anew."""
+    prompt = [*engines.prefill.tokenize("Preempted."), *long_prompt][:LENGTH]
+    expected = reference(prompt, 8)
+    leases = len(engines.trace("prefill"))
+    # Two blocks each: the prompt has room for its first part, and not for the rest.
+    others = [
+        engines.prefill.start([n, *long_prompt[:31]], 32, ignore_eos=True)
+        for n in range(OTHERS, 2 * OTHERS)
+    ]
+    engines.wait_metric(engines.prefill, "vllm:num_requests_running", OTHERS - 1)
+    announced, awaited = engines.params_at_once()
+    prefill = engines.prefill.start(prompt, 1, announced)
+    engines.wait_trace("prefill", leases + 1)
+    decode = engines.decode.start(prompt, 8, awaited)
+    for request in (*others, prefill):
+        request.answer()
+    assert decode.answer().tokens == expected.tokens
+    ended = engines.wait_trace("prefill", leases + 1 + PARTS)[leases:]
+    assert [event["outcome"] for event in ended] == ["preempted"] + ["fetched"] * PARTS

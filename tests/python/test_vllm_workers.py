@@ -160,7 +160,9 @@ def overwrite(side: Side, blocks: list[int]) -> None:
                 side.pool.page(layer, tensor, block)[:] = 0
 
 
-def test_a_load_goes_on_when_a_preempted_request_is_computed_again(workers: Workers):
+def test_a_load_goes_on_when_a_preempted_request_is_computed_again(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+):
     workers.load(workers.part(101, [7, 8]), workers.part(102, [9, 10]), workers.part(103, [11]))
     workers.prefill.publish([publication(101, [1, 2])])
     workers.source.compute(workers.prefill, [1, 2])
@@ -176,6 +178,7 @@ def test_a_load_goes_on_when_a_preempted_request_is_computed_again(workers: Work
     workers.prefill.publish([publication(103, [25])])
     workers.source.compute(workers.prefill, [25])
     wait_for(workers.loaded)
+    assert "cannot publish" not in caplog.text
     for block, source in zip([7, 8, 9, 10, 11], [1, 2, 23, 24, 25], strict=True):
         for layer in range(LAYERS):
             assert (workers.target.block(layer, block) == 1 + layer * 70 + source).all()
