@@ -153,7 +153,8 @@ absl::StatusOr<LeasedMemory> LeaseTable::BeginTransfer(uint64_t lease_id) {
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) return NotLive(lease_id);
   if (found->second.state == State::kUnpublishing) {
-    return absl::NotFoundError(absl::StrCat("lease ", absl::Hex(lease_id), " is not published now"));
+    return absl::NotFoundError(
+        absl::StrCat("lease ", absl::Hex(lease_id), " is not published now"));
   }
   if (found->second.state != State::kIdle) {
     return absl::FailedPreconditionError(

@@ -108,7 +108,8 @@ void PrefillEndpoint::EndPush(const std::shared_ptr<PushHandle>& push, const abs
   // It is being read still: we gave up, not the peer.
   const absl::Status why =
       absl::AbortedError(absl::StrCat("the prefill side gave the push up: ", status.message()));
-  node_->AbortLease(push->lease_id(), why, Node::Again::kNo, [push, status] { push->Finish(status); });
+  node_->AbortLease(push->lease_id(), why, Node::Again::kNo,
+                    [push, status] { push->Finish(status); });
 }
 
 absl::Status PrefillEndpoint::LayerReady(uint64_t lease_id, int64_t layer) {

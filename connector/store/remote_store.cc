@@ -183,8 +183,8 @@ absl::Status RemoteStore::Withdraw(uint64_t lease_id) {
   const absl::StatusOr<bool> ended = leases_.Withdraw(lease_id);
   absl::Status status;
   if (ended.ok() && !*ended) {
-    status = node_->AbortLease(lease_id, absl::AbortedError("the client took the value back"), Node::Again::kNo,
-                               DeadlineInMs(kAbortTimeoutMs));
+    status = node_->AbortLease(lease_id, absl::AbortedError("the client took the value back"),
+                               Node::Again::kNo, DeadlineInMs(kAbortTimeoutMs));
   }
   leases_.TakeEnded();
   return status;

@@ -265,7 +265,7 @@ TEST_F(Leases, TransferringUnpublishedWaitsForTheTransfer) {
   ASSERT_TRUE(IsOk(Publish()));
   ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
   EXPECT_EQ(Must(table_.Unpublish(kLease)), false);
-  EXPECT_EQ(Must(table_.Unpublish(kLease)), false);  // Again, to no effect.
+  EXPECT_EQ(Must(table_.Unpublish(kLease)), false);                 // Again, to no effect.
   EXPECT_TRUE(Fails(Publish(), absl::StatusCode::kAlreadyExists));  // Its pages are read still.
   // Who asks now may wait for it.
   EXPECT_TRUE(
@@ -342,9 +342,10 @@ class ModelRun {
       return;
     }
     Model::Lease& lease = model_.live.at(id);
-    ASSERT_EQ(status.code(), lease.state == Model::kWithdrawing || lease.state == Model::kUnpublishing
-                                 ? absl::StatusCode::kFailedPrecondition
-                                 : absl::StatusCode::kOk);
+    ASSERT_EQ(status.code(),
+              lease.state == Model::kWithdrawing || lease.state == Model::kUnpublishing
+                  ? absl::StatusCode::kFailedPrecondition
+                  : absl::StatusCode::kOk);
     if (lease.state == Model::kIdle) {
       model_.End(id, LeaseOutcome::kFetched);
     } else if (lease.state == Model::kTransferring) {
@@ -411,12 +412,11 @@ class ModelRun {
       }
       case 4:
       case 5: {
-        const absl::StatusCode want = !live ? model_.NotLive(id)
-                                      : found->second.state == Model::kUnpublishing
-                                          ? absl::StatusCode::kNotFound
-                                      : found->second.state == Model::kIdle
-                                          ? absl::StatusCode::kOk
-                                          : absl::StatusCode::kFailedPrecondition;
+        const absl::StatusCode want =
+            !live                                         ? model_.NotLive(id)
+            : found->second.state == Model::kUnpublishing ? absl::StatusCode::kNotFound
+            : found->second.state == Model::kIdle         ? absl::StatusCode::kOk
+                                                          : absl::StatusCode::kFailedPrecondition;
         const absl::StatusOr<LeasedMemory> leased = table_->BeginTransfer(id);
         ASSERT_EQ(leased.status().code(), want);
         if (!leased.ok()) break;

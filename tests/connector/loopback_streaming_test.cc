@@ -286,8 +286,8 @@ TEST_F(Announced, TakenBackAndPublishedAgain) {
   ASSERT_TRUE(IsOk(handle->Wait(Soon())));
   EXPECT_TRUE(HoldsPages(*target_, local_, kSourceSeed, pages_, 0, layers_));
   EXPECT_EQ(EndedLeases(prefill.get()).Wait(lease), "fetched");
-  EXPECT_TRUE(Fails(prefill->Unpublish(lease, Soon()), absl::StatusCode::kFailedPrecondition,
-                    "fetched"));
+  EXPECT_TRUE(
+      Fails(prefill->Unpublish(lease, Soon()), absl::StatusCode::kFailedPrecondition, "fetched"));
 }
 
 TEST_F(Announced, TakenBackAndGivenUp) {
@@ -301,8 +301,8 @@ TEST_F(Announced, TakenBackAndGivenUp) {
   ASSERT_TRUE(IsOk(handle->WaitLayer(0, Soon())));
   ASSERT_TRUE(IsOk(prefill->Unpublish(lease, Soon())));
   ASSERT_TRUE(IsOk(prefill->GiveUp(lease)));
-  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kFailedPrecondition,
-                    "gave the request up"));
+  EXPECT_TRUE(
+      Fails(handle->Wait(Soon()), absl::StatusCode::kFailedPrecondition, "gave the request up"));
   EXPECT_EQ(handle->missing_pages(), local_);
 }
 
