@@ -253,7 +253,7 @@ void NodeImpl::Run() {
 // As Sessions::TakeDue() tells it.
 void NodeImpl::NoteWhetherStopped(Deadline now) {
   const auto timeout = std::chrono::milliseconds(options_.config.heartbeat_timeout_ms);
-  if (2 * (now - next_tick_) > timeout) after_stop_until_ = now + kAfterStop;
+  if (now - next_tick_ > timeout / 2) after_stop_until_ = now + kAfterStop;
 }
 
 bool NodeImpl::Work() {
