@@ -55,6 +55,17 @@ class Closable {
 using Prefill = Closable<PrefillEndpoint>;
 using Decode = Closable<DecodeEndpoint>;
 
+void TakeBack(const Prefill& self, absl::Status (PrefillEndpoint::*how)(uint64_t, Deadline),
+              uint64_t lease_id, int64_t timeout_ms) {
+  const std::shared_ptr<PrefillEndpoint> endpoint = self.get();
+  absl::Status status;
+  {
+    const nb::gil_scoped_release nogil;
+    status = (endpoint.get()->*how)(lease_id, DeadlineInMs(timeout_ms));
+  }
+  Check(status);
+}
+
 void BindTicket(nb::module_& module) {
   nb::class_<Ticket>(module, "Ticket",
                      "What a decode process needs to fetch; see transport/ticket.h.")
@@ -166,26 +177,14 @@ void BindPrefill(nb::module_& module) {
       .def(
           "release",
           [](const Prefill& self, uint64_t lease_id, int64_t timeout_ms) {
-            const std::shared_ptr<PrefillEndpoint> endpoint = self.get();
-            absl::Status status;
-            {
-              const nb::gil_scoped_release nogil;
-              status = endpoint->Release(lease_id, DeadlineInMs(timeout_ms));
-            }
-            Check(status);
+            TakeBack(self, &PrefillEndpoint::Release, lease_id, timeout_ms);
           },
           "lease_id"_a, "timeout_ms"_a = 5000,
           "Takes a request back; when this returns none of its pages is read any more.")
       .def(
           "unpublish",
           [](const Prefill& self, uint64_t lease_id, int64_t timeout_ms) {
-            const std::shared_ptr<PrefillEndpoint> endpoint = self.get();
-            absl::Status status;
-            {
-              const nb::gil_scoped_release nogil;
-              status = endpoint->Unpublish(lease_id, DeadlineInMs(timeout_ms));
-            }
-            Check(status);
+            TakeBack(self, &PrefillEndpoint::Unpublish, lease_id, timeout_ms);
           },
           "lease_id"_a, "timeout_ms"_a = 5000,
           "Takes a request back that will be published again, under the same lease_id: fetches by "

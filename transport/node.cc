@@ -21,9 +21,6 @@ constexpr auto kControlInterval = std::chrono::microseconds(100);
 constexpr int64_t kMaxSleepMs = 60000;
 // How long an endpoint that closes waits for its peers to have read its goodbye.
 constexpr auto kFarewell = std::chrono::milliseconds(250);
-// How long after the process was stopped a connection that ends may be one that its peer closed because
-// of that. Of one whose process has ended nobody takes the place: what goes on fails soon after.
-constexpr auto kAfterStop = std::chrono::seconds(1);
 
 absl::Status CheckOptions(const Node::Options& options) {
   KVFERRY_RETURN_IF_ERROR(options.config.Validate());
@@ -230,9 +227,7 @@ void NodeImpl::AbortLease(uint64_t lease_id, const absl::Status& why, Again agai
 void NodeImpl::Run() {
   const auto busy_poll = std::chrono::microseconds(options_.config.busy_poll_us);
   Deadline last_busy = Clock::now();
-  next_tick_ = last_busy;
   while (!stop_) {
-    NoteWhetherStopped(Clock::now());
     const bool busy =
         Work() || (std::exchange(moved_, false) && linger_.Await([this] { return Work(); }));
     const Deadline now = Clock::now();
@@ -248,12 +243,6 @@ void NodeImpl::Run() {
     }
   }
   SayGoodbye();
-}
-
-// As Sessions::TakeDue() tells it.
-void NodeImpl::NoteWhetherStopped(Deadline now) {
-  const auto timeout = std::chrono::milliseconds(options_.config.heartbeat_timeout_ms);
-  if (now - next_tick_ > timeout / 2) after_stop_until_ = now + kAfterStop;
 }
 
 bool NodeImpl::Work() {
@@ -414,7 +403,10 @@ void NodeImpl::OnLinkDown(LinkId link, const absl::Status& status) {
   const PeerKey peer = sessions_.FindLink(link);
   if (peer.empty()) return;
   // We did not run: the peer may have given us up, and its word for that may come after this.
-  if (Clock::now() < after_stop_until_) return DropAndBeginAgain(peer, status);
+  // Where it has ended instead, what goes on fails soon after, for nobody listens there.
+  if (sessions_.StoppedLately(Clock::now(), options_.config.heartbeat_timeout_ms)) {
+    return DropAndBeginAgain(peer, status);
+  }
   // The notice may still be on its way: a peer that leaves while nothing moves is no cause for
   // alarm.
   const bool idle = metrics_.fetches_active == 0 && metrics_.transfers_active == 0;

@@ -107,7 +107,6 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void DropSession(const PeerKey& peer, const absl::Status& status,
                    spdlog::level::level_enum level = spdlog::level::warn);
   void DropSilent(const PeerKey& peer);
-  void NoteWhetherStopped(Deadline now);
   void DropAndBeginAgain(const PeerKey& peer, const absl::Status& status);
 
   const Options options_;
@@ -136,7 +135,6 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   std::vector<std::pair<MessageHeader, std::vector<std::byte>>> heard_;  // Over links.
   Deadline next_control_{};
   Deadline next_tick_{};
-  Deadline after_stop_until_{};  // The process did not run for a while, not long ago.
   bool tick_now_ = false;
   bool moved_ = false;  // Bytes, since the thread last looked for more of them.
   FutileWakes futile_wakes_;

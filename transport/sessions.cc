@@ -3,6 +3,12 @@
 #include <algorithm>
 
 namespace kvferry {
+namespace {
+
+// How long after a stop the end of a connection may be a consequence of it.
+constexpr auto kAfterStop = std::chrono::seconds(1);
+
+}  // namespace
 
 Session& Sessions::Insert(const PeerKey& peer, Session session) {
   Erase(peer);
@@ -64,16 +70,28 @@ std::vector<PeerKey> Sessions::Keys() const {
   return keys;
 }
 
+Clock::duration Sessions::Stopped(Deadline now, int64_t timeout_ms) const {
+  const auto late = now < ask_by_ ? Clock::duration::zero() : now - ask_by_;
+  return 2 * late > std::chrono::milliseconds(timeout_ms) ? late : Clock::duration::zero();
+}
+
+bool Sessions::StoppedLately(Deadline now, int64_t timeout_ms) const {
+  return now < stopped_lately_until_ || Stopped(now, timeout_ms) > Clock::duration::zero();
+}
+
 std::vector<std::pair<PeerKey, Sessions::Due>> Sessions::TakeDue(Deadline now, int64_t interval_ms,
                                                                  int64_t timeout_ms,
                                                                  Deadline* next) {
   const auto interval = std::chrono::milliseconds(interval_ms);
   const auto timeout = std::chrono::milliseconds(timeout_ms);
   std::vector<std::pair<PeerKey, Due>> due;
-  const auto late = now < ask_by_ ? Clock::duration::zero() : now - ask_by_;
+  const auto stopped = Stopped(now, timeout_ms);
+  if (stopped > Clock::duration::zero()) stopped_lately_until_ = now + kAfterStop;
   *next = Deadline::max();
   for (auto& [peer, session] : sessions_) {
-    if (2 * late > timeout) session.last_heard = std::min(now, session.last_heard + late);
+    if (stopped > Clock::duration::zero()) {
+      session.last_heard = std::min(now, session.last_heard + stopped);
+    }
     if (session.state == Session::State::kGreeting) {
       if (session.greeting_until <= now) due.emplace_back(peer, Due::kGreetingFailed);
       *next = std::min(*next, session.greeting_until);

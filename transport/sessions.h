@@ -63,11 +63,18 @@ class Sessions {
   std::vector<std::pair<PeerKey, Due>> TakeDue(Deadline now, int64_t interval_ms,
                                                int64_t timeout_ms, Deadline* next);
   std::vector<PeerKey> Keys() const;
+  // Whether the process did not run, as TakeDue() tells it, and does so again for less than a second: a
+  // connection that ends then may be one that its peer closed because of that.
+  bool StoppedLately(Deadline now, int64_t timeout_ms) const;
 
  private:
+  // How long the process did not run until `now`; 0 when that is little.
+  Clock::duration Stopped(Deadline now, int64_t timeout_ms) const;
+
   absl::flat_hash_map<PeerKey, Session> sessions_;
   absl::flat_hash_map<uint64_t, PeerKey> own_ids_;
   Deadline ask_by_ = Deadline::max();  // What the last TakeDue() said.
+  Deadline stopped_lately_until_{};
 };
 
 }  // namespace kvferry

@@ -21,11 +21,13 @@ class Streaming : public testing::Test {
   const int64_t layers_ = SmallLayout().num_layers;
 
   // A layer is written only just before it is announced: bytes read too early would be wrong.
-  void WriteLayer(int64_t layer) {
+  void WriteLayer(int64_t layer) { WriteLayer(layer, pages_); }
+  // What belongs into pages_, into others.
+  void WriteLayer(int64_t layer, const std::vector<int64_t>& into) {
     for (int64_t tensor = 0; tensor < 2; ++tensor) {
-      for (const int64_t page : pages_) {
-        PatternBytes(kSourceSeed, SmallLayout().buffer_index(layer, tensor), page,
-                     source_->page(layer, tensor, page));
+      for (size_t i = 0; i < pages_.size(); ++i) {
+        PatternBytes(kSourceSeed, SmallLayout().buffer_index(layer, tensor), pages_[i],
+                     source_->page(layer, tensor, into[i]));
       }
     }
   }
@@ -274,12 +276,7 @@ TEST_F(Announced, TakenBackAndPublishedAgain) {
   publication.pages = {9, 10, 11, 40, 33, 32};
   ASSERT_TRUE(IsOk(prefill->Publish(publication)));
   for (int64_t layer = 0; layer < layers_; ++layer) {
-    for (int64_t tensor = 0; tensor < 2; ++tensor) {
-      for (size_t i = 0; i < pages_.size(); ++i) {
-        PatternBytes(kSourceSeed, SmallLayout().buffer_index(layer, tensor), pages_[i],
-                     source_->page(layer, tensor, publication.pages[i]));
-      }
-    }
+    WriteLayer(layer, publication.pages);
     ASSERT_TRUE(IsOk(prefill->LayerReady(lease, layer)));
     ASSERT_TRUE(IsOk(handle->WaitLayer(layer, Soon())));
   }

@@ -75,11 +75,16 @@ TEST_F(SessionTable, TimeInWhichNobodyAskedIsNoSilence) {
   AddReady("accepted", false, 0);
   TakeDue(100);
   EXPECT_EQ(next_, At(200));
+  EXPECT_FALSE(sessions_.StoppedLately(At(150), 500));
+  EXPECT_TRUE(sessions_.StoppedLately(At(40200), 500));  // Before TakeDue() has seen it, too.
   EXPECT_EQ(TakeDue(40200), (Map{{"pinged", Due::kPing}}));
   EXPECT_EQ(next_, At(40300));
   EXPECT_EQ(TakeDue(40300), (Map{{"pinged", Due::kPing}}));
   EXPECT_EQ(TakeDue(40400), (Map{{"pinged", Due::kPing}}));
   EXPECT_EQ(TakeDue(40500), (Map{{"pinged", Due::kDead}, {"accepted", Due::kDead}}));
+  EXPECT_TRUE(sessions_.StoppedLately(At(40700), 500));
+  TakeDue(41000);
+  EXPECT_FALSE(sessions_.StoppedLately(At(41201), 500));
 }
 
 TEST_F(SessionTable, Greeting) {
