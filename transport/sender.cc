@@ -32,6 +32,8 @@ constexpr int64_t kMaxReadersAProcessor = 2;
 // MB move as much as one of all from here on (measured; with 2 MiB and a quarter 0.9 of it).
 constexpr int64_t kMaxBytesOfATurn = 4 << 20;
 constexpr int64_t kMinBytesOfATurn = 1 << 20;
+// Transfers of which a `done` may still be on its way: as many as a peer may have under way.
+constexpr size_t kMaxTakenBack = 1024;
 // A reader that takes longer for a chunk is stuck, and does not hold up the others.
 constexpr auto kReaderTurn = std::chrono::milliseconds(10);
 
@@ -262,7 +264,7 @@ void Sender::OnLeaseChanged(uint64_t lease_id) {
 void Sender::OnDone(const PeerKey& peer, const DoneMsg& done) {
   const auto found = transfers_.find(done.transfer_id);
   if (found == transfers_.end()) {
-    if (source_ != nullptr && done.bytes == 0) source_->NothingNeeded(done.lease_id);
+    OnDoneAfterEnd(peer, done);
     return;
   }
   const Transfer& transfer = *found->second;
@@ -277,6 +279,23 @@ void Sender::OnDone(const PeerKey& peer, const DoneMsg& done) {
   }
   LearnCosts(transfer);
   End(done.transfer_id, absl::OkStatus(), /*tell=*/false);
+}
+
+// Or without a transfer: the receiver needs nothing. So does one that had everything before it heard
+// that its lease was taken back: it will not come when the lease is published again.
+void Sender::OnDoneAfterEnd(const PeerKey& peer, const DoneMsg& done) {
+  if (source_ == nullptr) return;
+  if (done.bytes == 0) {
+    source_->NothingNeeded(done.lease_id);
+    return;
+  }
+  const auto taken_back =
+      std::find_if(taken_back_.begin(), taken_back_.end(), [&](const TakenBack& entry) {
+        return entry.transfer_id == done.transfer_id && entry.peer == peer;
+      });
+  if (taken_back == taken_back_.end() || taken_back->bytes != done.bytes) return;
+  source_->NothingNeeded(taken_back->lease_id);
+  taken_back_.erase(taken_back);
 }
 
 void Sender::OnCancel(const PeerKey& peer, const CancelMsg& cancel) {
@@ -370,6 +389,11 @@ void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell, b
                outcome.ToString());
   }
   if (tell) outbox_->Send(transfer->peer, AbortMsg{transfer_id, outcome, again});
+  if (again && transfer->sent_bytes == transfer->plan.total_bytes()) {
+    taken_back_.push_back(
+        {transfer_id, transfer->peer, transfer->fetch.lease_id, transfer->sent_bytes});
+    if (taken_back_.size() > kMaxTakenBack) taken_back_.pop_front();
+  }
   source_->EndTransfer(transfer->fetch.lease_id, outcome);
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <list>
 #include <memory>
 #include <vector>
@@ -99,6 +100,13 @@ class Sender {
     Deadline until;
   };
   using TransferPtr = std::shared_ptr<Transfer>;
+  // A transfer that was ended with `again` when all of it had been sent.
+  struct TakenBack {
+    uint64_t transfer_id;
+    PeerKey peer;
+    uint64_t lease_id;
+    int64_t bytes;
+  };
 
   absl::Status CheckLimits(const PeerKey& peer, const FetchMsg& fetch) const;
   void Refuse(const PeerKey& peer, uint64_t transfer_id, const absl::Status& status);
@@ -136,6 +144,7 @@ class Sender {
   std::vector<uint64_t> IdsWhere(const Matches& matches) const;
   void ForgetFetch(const PeerKey& peer);
   void EndReplaced(const FetchMsg& fetch);
+  void OnDoneAfterEnd(const PeerKey& peer, const DoneMsg& done);
   template <typename Matches>
   void ForgetParked(const Matches& matches);
   void UpdateGauges();
@@ -154,6 +163,7 @@ class Sender {
   const size_t max_read_in_place_;
 
   absl::flat_hash_map<uint64_t, TransferPtr> transfers_;  // By transfer id.
+  std::deque<TakenBack> taken_back_;                      // The last few.
   std::list<TransferPtr> turn_;  // Active transfers; whoever got something last is at the end.
   std::vector<std::span<std::byte>> pieces_;  // Of the chunk that is being sent.
   // Since when chunks are being read in place. Shared as chunks_of_peer_ is.

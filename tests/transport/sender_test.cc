@@ -283,6 +283,49 @@ TEST_F(SenderAlone, AFetchThatWaitsIsServedWhenAnUnpublishedLeaseComesAgain) {
   EXPECT_EQ(metrics_.transfers_active, 1);
 }
 
+// The receiver has everything, and says so before it hears that the lease was taken back: nobody
+// comes when it is published again, and its owner must not wait for that.
+TEST_F(SenderAlone, ADoneThatCrossesTheEndOfAnUnpublishedLeaseCounts) {
+  const auto bytes = static_cast<int64_t>(Want({1}).size());
+  const auto take_back = [&](uint64_t transfer_id, uint64_t lease) {
+    Publish(lease, {1}, 4);
+    sender_.OnFetch(kPeer, kLink, Ask(transfer_id, lease, 1));
+    PumpDry();
+    EXPECT_EQ(static_cast<int64_t>(Sent(transfer_id).size()), bytes);
+    EXPECT_EQ(Must(leases_.Unpublish(lease)), false);
+    sender_.AbortLease(lease, absl::AbortedError("taken back"), /*again=*/true);
+  };
+  take_back(1, 2);
+  sender_.OnDone("accepted:9", {.transfer_id = 1, .lease_id = 2, .bytes = bytes});  // Not its own.
+  Publish(2, {6, 7}, 1);
+  EXPECT_TRUE(leases_.TakeEnded().empty());
+  sender_.OnDone(kPeer, {.transfer_id = 1, .lease_id = 2, .bytes = bytes});
+  ASSERT_EQ(leases_.TakeEnded().size(), 1u);
+
+  take_back(3, 4);
+  sender_.OnDone(kPeer, {.transfer_id = 3, .lease_id = 4, .bytes = bytes});
+  Publish(4, {6, 7}, 1);
+  EXPECT_EQ(leases_.TakeEnded().size(), 1u);
+
+  take_back(5, 6);
+  sender_.OnDone(kPeer, {.transfer_id = 5, .lease_id = 6, .bytes = bytes - 1});
+  Publish(6, {6, 7}, 1);
+  EXPECT_TRUE(leases_.TakeEnded().empty());
+}
+
+// Before all of it was sent it cannot be done, whatever the receiver says.
+TEST_F(SenderAlone, ADoneForWhatWasNotSentDoesNotCount) {
+  Publish(2, {1}, 1);
+  sender_.OnFetch(kPeer, kLink, Ask(1, 2, 1));
+  PumpDry();
+  EXPECT_EQ(Must(leases_.Unpublish(2)), false);
+  sender_.AbortLease(2, absl::AbortedError("taken back"), /*again=*/true);
+  const auto bytes = static_cast<int64_t>(Want({1}).size());
+  sender_.OnDone(kPeer, {.transfer_id = 1, .lease_id = 2, .bytes = bytes});
+  Publish(2, {1}, 1);
+  EXPECT_TRUE(leases_.TakeEnded().empty());
+}
+
 TEST_F(SenderAlone, DeadlineOfAReceiverThatCannotSaySo) {
   FetchMsg fetch = Ask(1, kLease, 6, 4096);
   fetch.timeout_ms = 100;
