@@ -34,7 +34,8 @@ struct EndedLease {
 //   state          on                   becomes         because
 //   idle           BeginTransfer        transferring    a fetch reads the pages: no expiry meanwhile
 //   idle           expiry               ended expired   nobody came
-//   unknown        NothingNeeded        unneeded        its reader was told the id before it is published
+//   unknown        NothingNeeded        unneeded        its reader was told the id before it is published,
+//                                                       or had all of it before it was unpublished
 //   unneeded       Publish              ended fetched   -
 //   unknown        GiveUp               ended released  the same reader need not wait for it any more
 //   idle           Withdraw,            ended           -

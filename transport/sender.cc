@@ -18,6 +18,8 @@ namespace {
 
 // The decode side gives up at its own deadline and says so; this is for one that cannot any more.
 constexpr int64_t kDeadlineSlackMs = 1000;
+// Transfers of which a `done` may still be on its way: as many as a peer may have under way.
+constexpr size_t kMaxTakenBack = 1024;
 // Pages smaller than this are cheaper to gather than to name one by one.
 constexpr int64_t kMinBytesInPlace = 256;
 // Of one chunk, whatever its reader asks for: what a header can say, and more than any reader needs.
@@ -32,8 +34,6 @@ constexpr int64_t kMaxReadersAProcessor = 2;
 // MB move as much as one of all from here on (measured; with 2 MiB and a quarter 0.9 of it).
 constexpr int64_t kMaxBytesOfATurn = 4 << 20;
 constexpr int64_t kMinBytesOfATurn = 1 << 20;
-// Transfers of which a `done` may still be on its way: as many as a peer may have under way.
-constexpr size_t kMaxTakenBack = 1024;
 // A reader that takes longer for a chunk is stuck, and does not hold up the others.
 constexpr auto kReaderTurn = std::chrono::milliseconds(10);
 
