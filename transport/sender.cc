@@ -1,16 +1,12 @@
 #include "transport/sender.h"
 
 #include <algorithm>
-#include <cstring>
 #include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "base/hash.h"
 #include "base/log.h"
 #include "base/status.h"
-#include "pool/bulk_copy.h"
-#include "transport/direct_reads.h"
 #include "transport/fair_share.h"
 
 namespace kvferry {
@@ -22,27 +18,9 @@ constexpr int64_t kDeadlineSlackMs = 1000;
 constexpr size_t kMaxTakenBack = 1024;
 // Pages smaller than this are cheaper to gather than to name one by one.
 constexpr int64_t kMinBytesInPlace = 256;
-// Of one chunk, whatever its reader asks for: what a header can say, and more than any reader needs.
-constexpr int64_t kMaxBytesInPlace = 256 << 20;
-constexpr size_t kMaxChunksInPlace = 4;
 // Of all peers, for each processor: one that is copied, and one that is next. More readers at once
 // only take the processors from each other (64 of them on two moved half as much, measured).
 constexpr int64_t kMaxReadersAProcessor = 2;
-// With more readers than that, what one gets before it is the next one's turn: half of what it still
-// needs, so that all of them are through at about the same time, and no more than keeps those with
-// little to read from waiting long for those with much. Each turn costs two wakes: 64 readers of 17
-// MB move as much as one of all from here on (measured; with 2 MiB and a quarter 0.9 of it).
-constexpr int64_t kMaxBytesOfATurn = 4 << 20;
-constexpr int64_t kMinBytesOfATurn = 1 << 20;
-// A reader that takes longer for a chunk is stuck, and does not hold up the others.
-constexpr auto kReaderTurn = std::chrono::milliseconds(10);
-
-using Filled = absl::StatusOr<std::span<const std::byte>>;
-
-int64_t BytesOfATurn(int64_t left) {
-  return std::clamp(left / 2, kMinBytesOfATurn, kMaxBytesOfATurn);
-}
-
 PathModel::Work WorkOf(const StreamPlan& plan) {
   return {plan.pages_bytes(), plan.mean_piece_bytes()};
 }
@@ -416,180 +394,6 @@ bool Sender::Pump() {
   }
   if (sent) metrics_->arena_chunks_taken = arena_->num_taken();
   return sent;
-}
-
-bool Sender::PumpOne(const TransferPtr& transfer, int64_t peer_share) {
-  const bool in_place = ReadWhereTheyLie(*transfer);
-  // A gathered chunk never leaves its layer, so that a layer's end never waits for the next layer's
-  // chunk. One that is read in place has nobody work on it here.
-  const int64_t segment_end =
-      in_place ? transfer->plan.pages_bytes() : transfer->plan.SegmentEnd(transfer->sent_bytes);
-  const int64_t end = std::min(segment_end, transfer->ready_bytes);
-  const int64_t max_bytes = in_place ? MaxBytesInPlace(*transfer) : transfer->chunk_bytes;
-  const int64_t bytes = std::min(max_bytes, end - transfer->sent_bytes);
-  if (bytes <= 0 || !Admits(*transfer, bytes)) return false;
-  if (!in_place && Lends(*transfer)) {
-    SendLent(transfer, bytes);
-    return true;
-  }
-  if ((*chunks_of_peer_)[transfer->peer] >= peer_share) return false;
-  if (arena_->num_taken() == arena_->num_chunks()) return false;
-  SendChunk(transfer, bytes, in_place);
-  return true;
-}
-
-// What is read in place takes no room at the receiver: enough is on its way when it has the next
-// chunk before it is through with one.
-bool Sender::Admits(const Transfer& transfer, int64_t bytes) {
-  if (ReadInPlace(transfer)) {
-    if (transfer.read_in_place.size() >= kMaxChunksInPlace) return false;
-    const bool busy = ReadersAreBusy(Clock::now());
-    waits_for_readers_ |= busy;
-    return !busy;
-  }
-  const int64_t window_end = transfer.credited_bytes + transfer.fetch.window_bytes;
-  return transfer.sent_bytes + bytes <= window_end;
-}
-
-bool Sender::ReadersAreBusy(Deadline now) const {
-  if (read_since_->size() < max_read_in_place_) return false;
-  const auto fresh =
-      std::count_if(read_since_->begin(), read_since_->end(),
-                    [&](const auto& chunk) { return now - chunk.second < kReaderTurn; });
-  return static_cast<size_t>(fresh) >= max_read_in_place_;
-}
-
-bool Sender::ReadWhereTheyLie(const Transfer& transfer) {
-  return transfer.way == PageWay::kInPlace && transfer.sent_bytes < transfer.plan.pages_bytes();
-}
-
-bool Sender::ReadInPlace(const Transfer& transfer) {
-  return ReadWhereTheyLie(transfer) && transfer.guard < 0;
-}
-
-// Nothing of it lies in the arena but a list of pieces, and perhaps its guard, which must fit into
-// one chunk; only the first and the last can be shorter than an item. From afar it lands in one.
-int64_t Sender::MaxBytesInPlace(const Transfer& transfer) const {
-  const int64_t pieces = arena_->shape().chunk_bytes / static_cast<int64_t>(sizeof(PoolPiece)) - 1;
-  const int64_t turn = turn_.size() > max_read_in_place_
-                           ? BytesOfATurn(transfer.plan.pages_bytes() - transfer.sent_bytes)
-                           : kMaxBytesInPlace;
-  const int64_t most =
-      transfer.guard < 0 ? std::min(turn, transfer.fetch.in_place_bytes) : transfer.chunk_bytes;
-  return std::min(most, (pieces - 2) * transfer.plan.min_item_bytes());
-}
-
-FillChunk Sender::Gather(const TransferPtr& transfer, int64_t chunk) const {
-  return [transfer, offset = transfer->sent_bytes,
-          memory = arena_->Bytes(chunk)](ChunkHeader* header) -> Filled {
-    const Gate::Pass pass(transfer->reading.get());
-    if (!pass.open()) return absl::CancelledError("the transfer has ended");
-    const std::span<std::byte> packed = memory.first(header->bytes);
-    transfer->plan.Gather(offset, packed);
-    if (transfer->fetch.checksum) header->checksum = Xxh3(packed);
-    return packed;
-  };
-}
-
-FillChunk Sender::ListPieces(const TransferPtr& transfer, int64_t chunk) {
-  return [this, transfer, chunk, offset = transfer->sent_bytes](ChunkHeader* header) -> Filled {
-    // What its guard says by then would be another transfer's; a checksum reads the pages.
-    const Gate::Pass pass(transfer->reading.get());
-    if (!pass.open()) return absl::CancelledError("the transfer has ended");
-    pieces_.clear();
-    transfer->plan.AppendPieces(offset, header->bytes, &pieces_);
-    std::byte* const begin = arena_->Bytes(chunk).data();
-    std::byte* out = begin;
-    if (transfer->guard >= 0) {
-      const GuardHead head{static_cast<uint64_t>(transfer->guard),
-                           guards_->Generation(transfer->guard)};
-      std::memcpy(out, &head, sizeof(head));
-      out += sizeof(head);
-    }
-    for (const std::span<std::byte> bytes : pieces_) {
-      const PoolPiece piece{regions_.OffsetOf(bytes.data()), bytes.size()};
-      std::memcpy(out, &piece, sizeof(piece));
-      out += sizeof(piece);
-    }
-    if (transfer->fetch.checksum) {
-      header->checksum =
-          Xxh3(std::vector<std::span<const std::byte>>(pieces_.begin(), pieces_.end()));
-    }
-    if (transfer->guard < 0) transfer->read_in_place.insert(chunk);
-    return std::span<const std::byte>(begin, out);
-  };
-}
-
-ChunkHeader Sender::HeaderOfNext(const Transfer& transfer, int64_t bytes, uint32_t flags) const {
-  ChunkHeader header;
-  header.transfer_id = transfer.fetch.transfer_id;
-  header.offset = transfer.sent_bytes;
-  header.bytes = static_cast<uint32_t>(bytes);
-  header.flags = (transfer.fetch.checksum ? kChunkHasChecksum : 0) | flags;
-  return header;
-}
-
-// A checksum comes before the bytes, so it is made of what was gathered.
-bool Sender::Lends(const Transfer& transfer) const {
-  return !transfer.fetch.checksum && transfer.plan.sent_by_list() &&
-         outbox_->data().LendsTo(transfer.link);
-}
-
-LendChunk Sender::Lend(const TransferPtr& transfer, int64_t bytes) {
-  return [transfer, begin = transfer->sent_bytes, bytes](int64_t from, int64_t most,
-                                                         absl::FunctionRef<void(Pieces)> read) {
-    thread_local std::vector<std::span<std::byte>> pieces;
-    thread_local std::vector<std::span<const std::byte>> read_only;
-    const Gate::Pass pass(transfer->reading.get());
-    if (!pass.open()) return false;
-    pieces.clear();
-    transfer->plan.AppendPieces(begin + from, std::min(most, bytes - from), &pieces);
-    read_only.assign(pieces.begin(), pieces.end());
-    for (const std::span<const std::byte> piece : read_only) FetchAhead(piece);
-    read(read_only);
-    return true;
-  };
-}
-
-// Takes nothing of the arena: how much is on its way is bounded by the window.
-void Sender::SendLent(const TransferPtr& transfer, int64_t bytes) {
-  const ChunkHeader header = HeaderOfNext(*transfer, bytes, 0);
-  LendChunk lend = Lend(transfer, bytes);
-  transfer->sent_bytes += bytes;
-  ++metrics_->chunks_sent;
-  ++metrics_->chunks_lent;
-  metrics_->bytes_sent += bytes;
-  auto done = [transfer](const absl::Status& status) {
-    if (!status.ok() && transfer->failed.ok()) transfer->failed = status;
-  };
-  outbox_->data().SendChunk(transfer->link, header, std::move(lend), std::move(done));
-}
-
-void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place) {
-  const int64_t chunk = arena_->Take();
-  const ChunkHeader header = HeaderOfNext(*transfer, bytes, in_place ? kChunkInPool : 0);
-  FillChunk fill = in_place ? ListPieces(transfer, chunk) : Gather(transfer, chunk);
-  transfer->sent_bytes += bytes;
-  ++metrics_->chunks_sent;
-  if (in_place) ++metrics_->chunks_in_place;
-  if (in_place && transfer->guard < 0) read_since_->emplace(chunk, Clock::now());
-  metrics_->bytes_sent += bytes;
-  ++(*chunks_of_peer_)[transfer->peer];
-  // May run after the transfer and this object are gone, never after the arena.
-  auto done = [arena = arena_, chunk, transfer, held = chunks_of_peer_, read_since = read_since_,
-               end = transfer->sent_bytes](const absl::Status& status) {
-    read_since->erase(chunk);
-    // Its reader is through with all up to here, for chunks are read in order; credit comes another
-    // way and may have come first.
-    if (transfer->read_in_place.erase(chunk) > 0 && status.ok()) {
-      transfer->credited_bytes = std::max(transfer->credited_bytes, end);
-    }
-    arena->GiveBack(chunk);
-    const auto count = held->find(transfer->peer);
-    if (--count->second == 0) held->erase(count);
-    if (!status.ok() && transfer->failed.ok()) transfer->failed = status;
-  };
-  outbox_->data().SendChunk(transfer->link, header, std::move(fill), std::move(done));
 }
 
 Deadline Sender::Tick(Deadline now) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <list>
@@ -107,6 +108,9 @@ class Sender {
     uint64_t lease_id;
     int64_t bytes;
   };
+
+  // A reader that takes longer for a chunk is stuck, and does not hold up the others.
+  static constexpr auto kReaderTurn = std::chrono::milliseconds(10);
 
   absl::Status CheckLimits(const PeerKey& peer, const FetchMsg& fetch) const;
   void Refuse(const PeerKey& peer, uint64_t transfer_id, const absl::Status& status);
