@@ -6,10 +6,11 @@
 // machine lacks; so even bit casts and copies are the compiler's builtins. KVFERRY_CASTS_TARGET is
 // empty, or for CUDA what makes a function one of the device.
 //
-// Everything is branch-free on 32-bit integers and float32, which compilers vectorise. Subnormals
-// are rounded by adding a power of two whose last place is one step of them, as Fabian Giesen's
-// float_to_half does; neither way computes with a subnormal float32, so the processor's
-// flush-to-zero mode changes nothing.
+// Everything is branch-free on 32-bit integers and float32, which compilers vectorise. Numbers are
+// rounded by adding a power of two whose last place is one step of theirs, as Fabian Giesen's
+// float_to_half rounds subnormals; no result of the arithmetic is a subnormal float32, so the
+// processor's flush-to-zero mode changes nothing. Comparisons are signed, for which SSE2 has an
+// instruction. Encode() returns the stored bits in a uint32_t: casts_impl.h says why.
 
 namespace kvferry::KVFERRY_CASTS_NAMESPACE {
 namespace {
@@ -19,6 +20,8 @@ KVFERRY_CASTS_TARGET inline uint32_t AsBits(float value) {
   return __builtin_bit_cast(uint32_t, value);
 }
 
+KVFERRY_CASTS_TARGET constexpr int32_t Signed(uint32_t bits) { return static_cast<int32_t>(bits); }
+
 constexpr uint32_t kMagnitude = 0x7fffffff;
 constexpr uint32_t kInfinity = 0x7f800000;
 constexpr uint32_t kQuietNan = 0x7fc00000;
@@ -26,7 +29,7 @@ constexpr uint32_t kQuietNan = 0x7fc00000;
 struct Float32 {
   using Stored = uint32_t;
   KVFERRY_CASTS_TARGET static float Decode(Stored stored) { return AsFloat(stored); }
-  KVFERRY_CASTS_TARGET static Stored Encode(float value) { return AsBits(value); }
+  KVFERRY_CASTS_TARGET static uint32_t Encode(float value) { return AsBits(value); }
 };
 
 struct BFloat16 {
@@ -34,11 +37,11 @@ struct BFloat16 {
   KVFERRY_CASTS_TARGET static float Decode(Stored stored) {
     return AsFloat(uint32_t{stored} << 16);
   }
-  KVFERRY_CASTS_TARGET static Stored Encode(float value) {
+  KVFERRY_CASTS_TARGET static uint32_t Encode(float value) {
     const uint32_t bits = AsBits(value);
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const uint32_t nan = (bits >> 16) | 0x40;
-    return static_cast<Stored>((bits & kMagnitude) > kInfinity ? nan : rounded);
+    return Signed(bits & kMagnitude) > Signed(kInfinity) ? nan : rounded;
   }
 };
 
@@ -54,11 +57,9 @@ struct SmallFloat {
   static constexpr uint32_t kTopExponent = kMask >> kMantissa << kMantissa;
   static constexpr uint32_t kMaxFinite = kIeee ? kTopExponent - 1 : kMask - 1;
   static constexpr uint32_t kNan = kIeee ? kTopExponent | (1u << (kMantissa - 1)) : kMask;
-  // As float32: the smallest normal number, the magnitude at which encoding stops growing, and the
-  // power of two whose last place is the smallest subnormal.
-  static constexpr uint32_t kMinNormal = (128 - kBias) << 23;
-  static constexpr uint32_t kLimit = ((kMaxFinite + (kSaturates ? 0 : 1)) << kShift) + kRebias;
-  static constexpr uint32_t kOneStep = (151 - kBias - kMantissa) << 23;
+  // As float32: the smallest normal number, and the magnitude at which encoding stops growing.
+  static constexpr int32_t kMinNormal = (128 - kBias) << 23;
+  static constexpr int32_t kLimit = ((kMaxFinite + (kSaturates ? 0 : 1)) << kShift) + kRebias;
 
   KVFERRY_CASTS_TARGET static float Decode(Stored stored) {
     const uint32_t magnitude = stored & kMask;
@@ -73,16 +74,20 @@ struct SmallFloat {
     return AsFloat(bits | (uint32_t{stored} & ~kMask) << (31 - kExponent - kMantissa));
   }
 
-  KVFERRY_CASTS_TARGET static Stored Encode(float value) {
+  KVFERRY_CASTS_TARGET static uint32_t Encode(float value) {
     const uint32_t bits = AsBits(value);
-    const uint32_t magnitude = bits & kMagnitude;
-    const uint32_t limited = magnitude < kLimit ? magnitude : kLimit;
-    const uint32_t half = (1u << (kShift - 1)) - 1 + ((limited >> kShift) & 1);
-    const uint32_t normal = (limited - kRebias + half) >> kShift;
-    const uint32_t subnormal = AsBits(AsFloat(limited) + AsFloat(kOneStep)) - kOneStep;
-    const uint32_t number = limited < kMinNormal ? subnormal : normal;
-    const uint32_t encoded = magnitude > kInfinity ? kNan : number;
-    return static_cast<Stored>(encoded | (bits & ~kMagnitude) >> (31 - kExponent - kMantissa));
+    const int32_t magnitude = Signed(bits & kMagnitude);
+    const int32_t limited = magnitude < kLimit ? magnitude : kLimit;
+    // The power of two at or below it, but subnormals have the steps of the smallest normal number.
+    const int32_t exponent = limited & Signed(kInfinity);
+    const int32_t power = exponent > kMinNormal ? exponent : kMinNormal;
+    const auto one_step = static_cast<uint32_t>(power + (kShift << 23));
+    const uint32_t steps =
+        AsBits(AsFloat(static_cast<uint32_t>(limited)) + AsFloat(one_step)) - one_step;
+    // A normal number has 2^kMantissa steps at least, which stand for the 1 in its exponent.
+    const uint32_t number = steps + (static_cast<uint32_t>(power - kMinNormal) >> kShift);
+    const uint32_t encoded = magnitude > Signed(kInfinity) ? kNan : number;
+    return encoded | (bits & ~kMagnitude) >> (31 - kExponent - kMantissa);
   }
 };
 

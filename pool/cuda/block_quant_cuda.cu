@@ -87,8 +87,9 @@ __device__ void LoadCode(const Sides& sides, const Place& place) {
   float values[Block::kValuesPerCode];
   Block::Decode(Load<true, uint8_t>(sides.codes.at(place.slot, place.code)), scale, values);
   for (uint32_t i = 0; i < Block::kValuesPerCode; ++i) {
-    Store<false>(sides.rows.at(place.row, place.code * Block::kValuesPerCode + i),
-                 Format::Encode(Scaled(values[i], 1, sides.rows_scale)));
+    Store<false, typename Format::Stored>(
+        sides.rows.at(place.row, place.code * Block::kValuesPerCode + i),
+        Format::Encode(Scaled(values[i], 1, sides.rows_scale)));
   }
 }
 
