@@ -190,6 +190,46 @@ TEST_F(TcpPlanes, HoweverTheSystemCutsThem) {
   for (size_t i = 0; i < payloads.size(); ++i) ASSERT_EQ(at_a_.chunks[i].second, payloads[i]) << i;
 }
 
+// What has come of a chunk that is not whole goes on to where it belongs when another connection has
+// something to read, or with its own connection.
+TEST_F(TcpPlanes, ConnectionsThatTakeTurnsInTheMiddleOfTheirChunks) {
+  constexpr size_t kBytes = 100000, kSlice = 7000;
+  std::vector<UniqueFd> sockets;
+  std::vector<LinkId> links;
+  std::vector<std::string> words;
+  std::vector<std::vector<std::byte>> payloads;
+  for (uint64_t i = 0; i < 3; ++i) {
+    Await();
+    links.push_back(link_b_);
+    sockets.push_back(Says(TcpHello::With(address_.token, 0).Bytes()));
+    ASSERT_TRUE(StepsUntil([&] { return arrived_.size() == i + 1; }));
+    payloads.push_back(RandomBytes(kBytes, i));
+    const TcpFrame frame = TcpFrame::Of(kTcpChunk, ChunkHeader{i, 0, 0, kBytes, 0}, kBytes);
+    words.emplace_back(reinterpret_cast<const char*>(&frame), sizeof(frame));
+    words[i].append(reinterpret_cast<const char*>(payloads[i].data()), kBytes);
+    words[i].append(reinterpret_cast<const char*>(&kTcpWhole), sizeof(kTcpWhole));
+  }
+  for (size_t at = 0; at < words[0].size(); at += kSlice) {
+    for (size_t i = 0; i < sockets.size(); ++i) {
+      if (!sockets[i].valid()) continue;
+      const std::string slice = words[i].substr(at, kSlice);
+      ASSERT_EQ(send(sockets[i].get(), slice.data(), slice.size(), MSG_NOSIGNAL),
+                static_cast<ssize_t>(slice.size()));
+      Step();
+      // While the bytes that wait are those of this one.
+      if (i == 1 && at == 5 * kSlice) {
+        b_->Close(links[1]);
+        sockets[1] = UniqueFd();
+      }
+      if (i == 2 && at == 8 * kSlice) sockets[2] = UniqueFd();
+    }
+  }
+  ASSERT_TRUE(StepsUntil([&] { return !at_b_.chunks.empty() && !at_b_.down.empty(); }));
+  ASSERT_EQ(at_b_.chunks.size(), 1u);
+  EXPECT_EQ(at_b_.chunks[0].second, payloads[0]);
+  EXPECT_EQ(at_b_.down[0].first, links[2]);
+}
+
 // What is listed and not taken is listed, and fetched from memory, again.
 TEST_F(TcpPlanes, AsMuchIsListedAsTheSocketIsLikelyToTake) {
   constexpr int64_t kBytes = 2 << 20;

@@ -18,18 +18,19 @@ constexpr int64_t kBytesATurn = 1 << 20;
 
 absl::StatusOr<std::unique_ptr<TcpDataPlane>> TcpDataPlane::Create() {
   KVFERRY_ASSIGN_OR_RETURN(Epoll epoll, Epoll::Create());
-  return std::unique_ptr<TcpDataPlane>(new TcpDataPlane(std::move(epoll)));
+  KVFERRY_ASSIGN_OR_RETURN(TcpScratch scratch, TcpScratch::Create());
+  return std::unique_ptr<TcpDataPlane>(new TcpDataPlane(std::move(epoll), std::move(scratch)));
 }
 
-TcpDataPlane::TcpDataPlane(Epoll epoll)
-    : epoll_(std::move(epoll)), scratch_(TcpIncoming::kScratchBytes) {}
+TcpDataPlane::TcpDataPlane(Epoll epoll, TcpScratch scratch)
+    : epoll_(std::move(epoll)), scratch_(std::move(scratch)) {}
 
 TcpDataPlane::~TcpDataPlane() {
   while (!links_.empty()) Close(links_.begin()->first);
 }
 
 LinkId TcpDataPlane::Await(Deadline ready_by) {
-  auto link = std::make_unique<Link>();
+  auto link = std::make_unique<Link>(&scratch_);
   link->ready_by = ready_by;
   links_.emplace(next_link_, std::move(link));
   return next_link_++;
@@ -122,7 +123,7 @@ bool TcpDataPlane::Serve(LinkId id, Link& link, DataEvents* events) {
   int64_t bytes = 0;
   if (link.readable) {
     Moved moved;
-    const absl::Status status = link.incoming.Read(fd, kBytesATurn, events, &scratch_, &moved);
+    const absl::Status status = link.incoming.Read(fd, kBytesATurn, events, &moved);
     bytes += moved.bytes;
     link.readable = moved.some();
     Note(id, link, moved, status);

@@ -55,11 +55,13 @@ class TcpDataPlane final : public DataPlane {
 
  private:
   struct Link {
+    explicit Link(TcpScratch* scratch) : incoming(scratch) {}
+
     UniqueFd socket{};  // Invalid: still to come.
     std::string where{};
     Deadline ready_by{};
     TcpOutgoing outgoing{};
-    TcpIncoming incoming{};
+    TcpIncoming incoming;
     // What the socket has told us of; the system tells of changes only (EPOLLET).
     bool readable = false;
     bool writable = false;
@@ -69,18 +71,18 @@ class TcpDataPlane final : public DataPlane {
     bool has_work() const { return readable || may_write(); }
   };
 
-  explicit TcpDataPlane(Epoll epoll);
+  TcpDataPlane(Epoll epoll, TcpScratch scratch);
   void Look();
   bool Serve(LinkId id, Link& link, DataEvents* events);
   // Reading or writing has come to this.
   void Note(LinkId id, Link& link, const Moved& moved, const absl::Status& status);
 
   const Epoll epoll_;
+  TcpScratch scratch_;
   LinkId next_link_ = 1;
   absl::flat_hash_map<LinkId, std::unique_ptr<Link>> links_;
   absl::flat_hash_set<LinkId> ready_;                  // Links with something to do.
   std::vector<std::pair<LinkId, absl::Status>> down_;  // Reported by the next Progress().
-  TcpIncoming::Scratch scratch_;
 };
 
 }  // namespace kvferry

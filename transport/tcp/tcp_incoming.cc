@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/slab.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -16,8 +18,16 @@ iovec PartOf(std::span<std::byte> bytes) { return {bytes.data(), bytes.size()}; 
 
 }  // namespace
 
-absl::Status TcpIncoming::Read(int fd, int64_t max_bytes, DataEvents* events, Scratch* scratch,
-                               Moved* moved) {
+absl::StatusOr<TcpScratch> TcpScratch::Create() {
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> bytes, MapSlab(kBytes));
+  return TcpScratch(std::move(bytes));
+}
+
+TcpIncoming::~TcpIncoming() {
+  if (scratch_->holder_ == this) scratch_->holder_ = nullptr;
+}
+
+absl::Status TcpIncoming::Read(int fd, int64_t max_bytes, DataEvents* events, Moved* moved) {
   *moved = {Moved::Result::kSome, 0};
   while (moved->some() && moved->bytes < max_bytes) {
     Moved now;
@@ -25,7 +35,7 @@ absl::Status TcpIncoming::Read(int fd, int64_t max_bytes, DataEvents* events, Sc
     if (!open()) {
       status = CheckFirstWords(fd, &now);
     } else if (payload_left_ > 0) {
-      now = ReadPayload(fd, scratch);
+      now = ReadPayload(fd);
       if (now.some()) status = OnBetween(events);
     } else {
       status = ReadBetween(fd, events, &now);
@@ -139,9 +149,9 @@ Moved TcpIncoming::ReadInto(int fd, MutablePieces pieces) {
   return ReceiveTcp(fd, parts_);
 }
 
-Moved TcpIncoming::ReadPayload(int fd, Scratch* scratch) {
-  Moved moved;
+Moved TcpIncoming::ReadPayload(int fd) {
   if (sink_ != nullptr && sink_->prefers_fill()) {
+    Moved moved;
     const bool wanted = sink_->Fill([&](MutablePieces pieces) {
       moved = ReadInto(fd, pieces);
       return Take(moved.bytes);
@@ -149,15 +159,27 @@ Moved TcpIncoming::ReadPayload(int fd, Scratch* scratch) {
     if (wanted) return moved;
     sink_.reset();
   }
-  const std::span<std::byte> part =
-      std::span(*scratch).first(std::min<size_t>(scratch->size(), payload_left_));
-  moved = ReadInto(fd, {&part, 1});
-  const std::span<const std::byte> payload = part.first(Take(moved.bytes));
+  return ReadIntoScratch(fd);
+}
+
+Moved TcpIncoming::ReadIntoScratch(int fd) {
+  if (scratch_->holder_ != nullptr && scratch_->holder_ != this) scratch_->holder_->CopyOn();
+  scratch_->holder_ = this;
+  const std::span<std::byte> room(scratch_->bytes_.get() + held_,
+                                  std::min(TcpScratch::kBytes - held_, payload_left_));
+  const Moved moved = ReadInto(fd, {&room, 1});
+  held_ += Take(moved.bytes);
+  if (held_ == TcpScratch::kBytes || payload_left_ == 0) CopyOn();
+  return moved;
+}
+
+void TcpIncoming::CopyOn() {
+  const std::span<const std::byte> payload(scratch_->bytes_.get(), std::exchange(held_, 0));
+  scratch_->holder_ = nullptr;
   if (payload_ != Payload::kBytes) {
     collected_.insert(collected_.end(), payload.begin(), payload.end());
   }
   if (sink_ != nullptr && !payload.empty() && !sink_->Copy(payload)) sink_.reset();
-  return moved;
 }
 
 }  // namespace kvferry

@@ -18,13 +18,36 @@
 
 namespace kvferry {
 
-// What comes over one connection. The payload of a chunk goes to where its ChunkSink says, as it comes:
-// there is no buffer of a whole chunk. One thread's.
+class TcpIncoming;
+
+// Memory of a thread, in which one of its connections at a time gathers what is copied on from here.
+class TcpScratch {
+ public:
+  // A whole chunk's, by default. A receiver that copies on whatever has come falls behind the sender
+  // while that sends, and what waits in the socket meanwhile leaves the cache; one that copies a chunk
+  // on while the sender gathers the next one does not (docs/decisions/0010-straight-from-pages.md).
+  static constexpr int64_t kBytes = 1 << 20;
+
+  // RESOURCE_EXHAUSTED when the system refuses the memory, which takes no room until it is used.
+  static absl::StatusOr<TcpScratch> Create();
+
+ private:
+  friend class TcpIncoming;
+  explicit TcpScratch(std::shared_ptr<std::byte> bytes) : bytes_(std::move(bytes)) {}
+
+  std::shared_ptr<std::byte> bytes_;
+  TcpIncoming* holder_ = nullptr;  // Whose bytes lie in it.
+};
+
+// What comes over one connection. The payload of a chunk goes to where its ChunkSink says: at once, or by way
+// of the scratch when that is full, the chunk is whole, or another connection needs it. One thread's.
 class TcpIncoming {
  public:
-  // Memory that all connections of a thread use in turn.
-  using Scratch = std::vector<std::byte>;
-  static constexpr size_t kScratchBytes = 256 << 10;
+  // `scratch` must outlive this.
+  explicit TcpIncoming(TcpScratch* scratch) : scratch_(scratch) {}
+  ~TcpIncoming();
+  TcpIncoming(const TcpIncoming&) = delete;
+  TcpIncoming& operator=(const TcpIncoming&) = delete;
 
   // What the other side has to say first.
   void Expect(std::string first_words) { expected_ = std::move(first_words); }
@@ -33,7 +56,7 @@ class TcpIncoming {
 
   // Reads at most about `max_bytes` and tells `events` what they were. Anything but kSome says that
   // nothing more has come. INVALID_ARGUMENT or PERMISSION_DENIED: this is no peer.
-  absl::Status Read(int fd, int64_t max_bytes, DataEvents* events, Scratch* scratch, Moved* moved);
+  absl::Status Read(int fd, int64_t max_bytes, DataEvents* events, Moved* moved);
 
  private:
   // A chunk's end and the frame that follows it, which come together.
@@ -47,11 +70,16 @@ class TcpIncoming {
   absl::Status OnChunkFrame(const TcpFrame& frame, DataEvents* events);
   absl::Status OnMessageFrame(const TcpFrame& frame);
   void OnEnd(TcpChunkEnd end, DataEvents* events);
-  Moved ReadPayload(int fd, Scratch* scratch);
+  Moved ReadPayload(int fd);
+  Moved ReadIntoScratch(int fd);
+  // What lies in the scratch, which anybody may have then.
+  void CopyOn();
   Moved ReadInto(int fd, MutablePieces pieces);
   // Bytes that arrived, of which the last ones may be between_'s; returns how many were the payload's.
   int64_t Take(int64_t bytes);
 
+  TcpScratch* const scratch_;
+  int64_t held_ = 0;  // Bytes of the payload in it.
   std::string expected_;
   ChunkHeader header_;
   int64_t payload_left_ = 0;
