@@ -1,35 +1,23 @@
-// The TCP data plane and its door by themselves: two sides in one process, progressed by hand, and
-// strangers who say what no side of ours would.
+// What goes over the connections of the TCP data plane, by itself.
 
 #include "transport/tcp/tcp_data_plane.h"
 
-#include <arpa/inet.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <poll.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
+#include <algorithm>
 #include <random>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
 
-#include "base/config.h"
-#include "tests/support/captured_log.h"
 #include "tests/support/status.h"
-#include "tests/support/wait_for.h"
-#include "tests/transport/recorder.h"
-#include "transport/tcp/tcp_door.h"
+#include "tests/transport/tcp_planes.h"
 #include "transport/tcp/tcp_frames.h"
-#include "transport/tcp/tcp_socket.h"
 
 namespace kvferry {
 namespace {
-
-std::vector<std::byte> RandomBytes(size_t size, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::vector<std::byte> bytes(size);
-  for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
-  return bytes;
-}
 
 FillChunk FilledWith(const std::vector<std::byte>& bytes) {
   return [&bytes](ChunkHeader*) { return std::span<const std::byte>(bytes); };
@@ -50,85 +38,6 @@ LendChunk LentFrom(const std::vector<std::byte>& bytes, size_t piece_bytes, cons
     return true;
   };
 }
-
-class TcpPlanes : public testing::Test {
- protected:
-  explicit TcpPlanes(int64_t connect_timeout_ms = 60000) {
-    config_.connect_timeout_ms = connect_timeout_ms;
-    door_ = Must(TcpDoor::Create(config_, "127.0.0.1"));
-  }
-  void Step() {
-    for (TcpDoor::Arrival& arrival : door_->Progress()) {
-      arrived_.push_back(arrival.lane);
-      const int bytes = 3001;
-      if (small_buffers_) {
-        setsockopt(arrival.connection.socket.get(), SOL_SOCKET, SO_SNDBUF, &bytes, sizeof(bytes));
-      }
-      ASSERT_TRUE(IsOk(b_->Join(link_b_, std::move(arrival.connection))));
-    }
-    if (a_ != nullptr) {
-      a_->Tick(Clock::now());
-      a_->Progress(&at_a_);
-    }
-    if (b_ != nullptr) {
-      b_->Tick(Clock::now());
-      b_->Progress(&at_b_);
-    }
-    door_->Tick(Clock::now());
-  }
-  template <typename Predicate>
-  bool StepsUntil(const Predicate& holds) {
-    return StepUntil([&] { Step(); }, holds);
-  }
-  void Await() {
-    link_b_ = b_->Await(DeadlineInMs(config_.connect_timeout_ms));
-    address_ = door_->Expect(link_b_, 1, DeadlineInMs(config_.connect_timeout_ms));
-  }
-  TcpConnection Connection(const std::string& token, const std::string& answer) {
-    return {Must(DialTcp(address_.host, address_.port)), TcpHello::With(token, 0).Bytes(),
-            TcpHello::With(answer, 0).Bytes(), "the peer"};
-  }
-  void Connect() {
-    Await();
-    link_a_ = Must(a_->Open(Connection(address_.token, address_.answer), DeadlineInMs(5000)));
-  }
-  // A socket of somebody who has said these bytes.
-  UniqueFd Says(const std::string& bytes) {
-    UniqueFd socket = Must(DialTcp(address_.host, address_.port));
-    pollfd writable{socket.get(), POLLOUT, 0};
-    EXPECT_EQ(poll(&writable, 1, 5000), 1);
-    EXPECT_EQ(send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
-              static_cast<ssize_t>(bytes.size()));
-    return socket;
-  }
-  // After the door's answer, if there was one.
-  bool IsClosed(const UniqueFd& socket) {
-    return StepsUntil([&] {
-      char bytes[64];
-      const ssize_t got = recv(socket.get(), bytes, sizeof(bytes), MSG_DONTWAIT);
-      return got == 0 || (got < 0 && errno != EAGAIN);
-    });
-  }
-
-  CapturedLog log_;
-  Config config_;
-  std::unique_ptr<TcpDoor> door_;
-  std::unique_ptr<TcpDataPlane> a_ = Must(TcpDataPlane::Create());
-  std::unique_ptr<TcpDataPlane> b_ = Must(TcpDataPlane::Create());
-  Recorder at_a_;
-  Recorder at_b_;
-  TcpAddress address_;
-  bool small_buffers_ = false;  // Of what b sends from.
-  LinkId link_a_ = 0;
-  LinkId link_b_ = 0;
-  std::vector<int64_t> arrived_;
-};
-
-// Where somebody is waited for.
-class TcpPlanesInTime : public TcpPlanes {
- protected:
-  TcpPlanesInTime() : TcpPlanes(300) {}
-};
 
 TEST_F(TcpPlanes, ChunksOfAllSizesHoweverTheyAreSentAndTaken) {
   Connect();
@@ -204,10 +113,8 @@ TEST_F(TcpPlanes, ConnectionsThatTakeTurnsInTheMiddleOfTheirChunks) {
     sockets.push_back(Says(TcpHello::With(address_.token, 0).Bytes()));
     ASSERT_TRUE(StepsUntil([&] { return arrived_.size() == i + 1; }));
     payloads.push_back(RandomBytes(kBytes, i));
-    const TcpFrame frame = TcpFrame::Of(kTcpChunk, ChunkHeader{i, 0, 0, kBytes, 0}, kBytes);
-    words.emplace_back(reinterpret_cast<const char*>(&frame), sizeof(frame));
-    words[i].append(reinterpret_cast<const char*>(payloads[i].data()), kBytes);
-    words[i].append(reinterpret_cast<const char*>(&kTcpWhole), sizeof(kTcpWhole));
+    words.push_back(TextOf(TcpFrame::Of(kTcpChunk, ChunkHeader{i, 0, 0, kBytes, 0}, kBytes)) +
+                    TextOf(payloads[i]) + TextOf(kTcpWhole));
   }
   for (size_t at = 0; at < words[0].size(); at += kSlice) {
     for (size_t i = 0; i < sockets.size(); ++i) {
@@ -418,155 +325,6 @@ TEST_F(TcpPlanes, SendsWaitForTheConnection) {
   EXPECT_EQ(at_a_.chunks[0].second, payload);
 }
 
-TEST_F(TcpPlanesInTime, APeerThatNeverConnectsIsMissed) {
-  Await();
-  ASSERT_TRUE(StepsUntil([&] { return !at_b_.down.empty(); }));
-  EXPECT_TRUE(Fails(at_b_.down[0].second, absl::StatusCode::kUnavailable, "connect_timeout_ms",
-                    "data_port"));
-  for (int i = 0; i < 100; ++i) Step();
-  EXPECT_EQ(at_b_.down.size(), 1u);
-  // Its token is no good any more.
-  const UniqueFd late = Says(TcpHello::With(address_.token, 0).Bytes());
-  EXPECT_TRUE(IsClosed(late));
-  EXPECT_TRUE(arrived_.empty());
-}
-
-TEST_F(TcpPlanes, NobodyListens) {
-  Await();
-  door_ = Must(TcpDoor::Create(config_, "127.0.0.1"));  // At another port.
-  link_a_ = Must(a_->Open(Connection(address_.token, address_.answer), DeadlineInMs(5000)));
-  ASSERT_TRUE(StepsUntil([&] { return !at_a_.down.empty(); }));
-  EXPECT_TRUE(Fails(at_a_.down[0].second, absl::StatusCode::kUnavailable, "Connection refused"));
-}
-
-TEST_F(TcpPlanes, AnAnswerThatIsNotThePeers) {
-  Await();
-  link_a_ = Must(a_->Open(Connection(address_.token, std::string(16, 'x')), DeadlineInMs(5000)));
-  const std::vector<std::byte> secret = RandomBytes(5000, 1);
-  bool asked = false;
-  a_->SendChunk(link_a_, {1, 0, 0, 5000, 0}, FillChunk([&](ChunkHeader*) {
-                  asked = true;
-                  return std::span<const std::byte>(secret);
-                }),
-                [](const absl::Status&) {});
-  ASSERT_TRUE(StepsUntil([&] { return !at_a_.down.empty(); }));
-  EXPECT_TRUE(Fails(at_a_.down[0].second, absl::StatusCode::kPermissionDenied, "not who"));
-  EXPECT_FALSE(asked);
-}
-
-TEST_F(TcpPlanes, StrangersAreClosedAndHarmNobody) {
-  Await();
-  TcpHello other_version = TcpHello::With(address_.token, 0);
-  other_version.version = 2;
-  TcpHello other_magic = TcpHello::With(address_.token, 0);
-  other_magic.magic ^= 1;
-  const std::vector<std::string> lies = {
-      TcpHello::With(std::string(16, 'x'), 0).Bytes(),
-      TcpHello::With(address_.token, 1).Bytes(),  // There is no such lane.
-      TcpHello::With(address_.token, UINT32_MAX).Bytes(),
-      other_version.Bytes(),
-      other_magic.Bytes(),
-      std::string(5000, 'G'),
-  };
-  for (const std::string& words : lies) {
-    const UniqueFd socket = Says(words);
-    EXPECT_TRUE(IsClosed(socket));
-  }
-  EXPECT_TRUE(arrived_.empty());
-  Connect();
-  b_->SendCredit(link_b_, {1, 2});
-  EXPECT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
-}
-
-TEST_F(TcpPlanesInTime, StrangersThatSayNothingOrTooLittle) {
-  Await();
-  const UniqueFd silent = Says("");
-  const UniqueFd slow = Says(address_.token.substr(0, 3));
-  EXPECT_TRUE(IsClosed(silent));
-  EXPECT_TRUE(IsClosed(slow));
-}
-
-TEST_F(TcpPlanes, MoreStrangersThanThereIsRoomForDoNotKeepThePeerOut) {
-  Await();
-  std::vector<UniqueFd> crowd;
-  for (int i = 0; i < 300; ++i) {
-    crowd.push_back(Says("x"));
-    Step();
-  }
-  EXPECT_TRUE(IsClosed(crowd[0]));
-  Connect();
-  b_->SendCredit(link_b_, {1, 2});
-  EXPECT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
-}
-
-TEST_F(TcpPlanes, ATokenOpensOneConnection) {
-  Connect();
-  b_->SendCredit(link_b_, {1, 2});
-  ASSERT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
-  const UniqueFd again = Says(TcpHello::With(address_.token, 0).Bytes());
-  EXPECT_TRUE(IsClosed(again));
-  EXPECT_EQ(arrived_.size(), 1u);
-  EXPECT_TRUE(at_b_.down.empty());
-}
-
-// A peer that has let itself in and then talks nonsense is dropped, and says nothing more.
-TEST_F(TcpPlanes, FramesThatMakeNoSense) {
-  const auto text = [](const TcpFrame& frame) {
-    return std::string(reinterpret_cast<const char*>(&frame), sizeof(frame));
-  };
-  const ChunkHeader chunk{1, 0, 0, 100, 0};
-  const ChunkHeader list{1, 0, 0, 100, kChunkInPool};
-  const std::string frame = "a frame of kind";
-  const std::string of_chunk = "bytes for a chunk of";
-  const std::string of_message = "limit 2097152";
-  const std::vector<std::pair<std::string, std::string>> lies = {
-      {text(TcpFrame::Of(static_cast<TcpFrameKind>(0), chunk, 100)), frame},
-      {text(TcpFrame::Of(static_cast<TcpFrameKind>(9), chunk, 100)), frame},
-      {text(TcpFrame::Of(kTcpChunk, chunk, 99)), of_chunk},
-      {text(TcpFrame::Of(kTcpChunk, chunk, 0)), of_chunk},
-      {text(TcpFrame::Of(kTcpChunk, ChunkHeader{1, 0, 0, 0, 0}, 0)), of_chunk},
-      {text(TcpFrame::Of(kTcpChunk, list, (4 << 20) + 1)), of_chunk},
-      {text(TcpFrame::Of(kTcpCredit, CreditHeader{1, 2}, 1)), frame},
-      {text(TcpFrame::Of(kTcpMessage, MessageHeader{1}, 0)), of_message},
-      {text(TcpFrame::Of(kTcpMessage, MessageHeader{1}, kMaxMessageBytes + 1)), of_message},
-  };
-  for (const auto& [lie, why] : lies) {
-    at_b_.down.clear();
-    Await();
-    const UniqueFd socket = Says(TcpHello::With(address_.token, 0).Bytes() + lie);
-    ASSERT_TRUE(StepsUntil([&] { return !at_b_.down.empty(); }));
-    EXPECT_TRUE(Fails(at_b_.down[0].second, absl::StatusCode::kInvalidArgument, why));
-    b_->Close(link_b_);
-  }
-  EXPECT_TRUE(at_b_.chunks.empty());
-  EXPECT_TRUE(at_b_.credits.empty());
-  EXPECT_TRUE(at_b_.messages.empty());
-}
-
-TEST_F(TcpPlanes, RandomBytesNeverDoHarm) {
-  for (uint64_t seed = 0; seed < 30; ++seed) {
-    at_b_.down.clear();
-    Await();
-    const std::vector<std::byte> noise = RandomBytes(3000, seed);
-    std::string bytes = TcpHello::With(address_.token, 0).Bytes();
-    // A kind that is known, so that the rest is looked at; a message's end falls into noise too.
-    TcpFrame frame;
-    std::memcpy(&frame, noise.data(), sizeof(frame));
-    frame.kind = seed % 3 == 0 ? kTcpMessage : kTcpChunk;
-    frame.payload_bytes = 1 + seed * 100;
-    const ChunkHeader header{seed, seed, 0, frame.payload_bytes, 0};
-    std::memcpy(frame.header.data(), &header, sizeof(header));
-    bytes.append(reinterpret_cast<const char*>(&frame), sizeof(frame));
-    bytes.append(reinterpret_cast<const char*>(noise.data()), noise.size());
-    UniqueFd socket = Says(bytes);
-    for (int i = 0; i < 20; ++i) Step();
-    socket = UniqueFd();
-    ASSERT_TRUE(StepsUntil([&] { return !at_b_.down.empty(); }));
-    b_->Close(link_b_);
-  }
-  EXPECT_TRUE(at_b_.chunks.empty());  // None had an end that says that it is whole.
-}
-
 // A socket that is full cuts what it is given anywhere, in the middle of a chunk's end too.
 TEST(TcpOutgoing, HoweverTheSystemCutsIt) {
   int ends[2];
@@ -600,20 +358,6 @@ TEST(TcpOutgoing, HoweverTheSystemCutsIt) {
   }
   drain();
   EXPECT_EQ(got, want);
-}
-
-TEST(TcpSocket, AddressesThatAreNone) {
-  EXPECT_TRUE(Fails(DialTcp("localhost", 80).status(), absl::StatusCode::kInvalidArgument,
-                    "no numeric address"));
-  EXPECT_TRUE(Fails(DialTcp("127.0.0.1", 65536).status(), absl::StatusCode::kInvalidArgument,
-                    "no numeric address"));
-  EXPECT_EQ(Must(AddressOfInterface("lo")), "127.0.0.1");
-  EXPECT_TRUE(Fails(AddressOfInterface("nosuchdev0").status(), absl::StatusCode::kInvalidArgument,
-                    "net_device", "nosuchdev0"));
-  const UniqueFd listener = Must(ListenTcp("127.0.0.1", 0));
-  EXPECT_TRUE(Fails(ListenTcp("127.0.0.1", Must(PortOf(listener))).status(),
-                    absl::StatusCode::kUnavailable, "data_port"));
-  EXPECT_GT(Must(PortOf(Must(ListenTcp("::1", 0)))), 0);
 }
 
 }  // namespace

@@ -1,0 +1,179 @@
+// Who is let in over TCP, and what becomes of strangers who say what no side of ours would.
+
+#include "transport/tcp/tcp_door.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/support/status.h"
+#include "tests/transport/tcp_planes.h"
+#include "transport/tcp/tcp_frames.h"
+#include "transport/tcp/tcp_socket.h"
+
+namespace kvferry {
+namespace {
+
+TEST_F(TcpPlanesInTime, APeerThatNeverConnectsIsMissed) {
+  Await();
+  ASSERT_TRUE(StepsUntil([&] { return !at_b_.down.empty(); }));
+  EXPECT_TRUE(Fails(at_b_.down[0].second, absl::StatusCode::kUnavailable, "connect_timeout_ms",
+                    "data_port"));
+  for (int i = 0; i < 100; ++i) Step();
+  EXPECT_EQ(at_b_.down.size(), 1u);
+  // Its token is no good any more.
+  const UniqueFd late = Says(TcpHello::With(address_.token, 0).Bytes());
+  EXPECT_TRUE(IsClosed(late));
+  EXPECT_TRUE(arrived_.empty());
+}
+
+TEST_F(TcpPlanes, NobodyListens) {
+  Await();
+  door_ = Must(TcpDoor::Create(config_, "127.0.0.1"));  // At another port.
+  link_a_ = Must(a_->Open(Connection(address_.token, address_.answer), DeadlineInMs(5000)));
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.down.empty(); }));
+  EXPECT_TRUE(Fails(at_a_.down[0].second, absl::StatusCode::kUnavailable, "Connection refused"));
+}
+
+TEST_F(TcpPlanes, AnAnswerThatIsNotThePeers) {
+  Await();
+  link_a_ = Must(a_->Open(Connection(address_.token, std::string(16, 'x')), DeadlineInMs(5000)));
+  const std::vector<std::byte> secret = RandomBytes(5000, 1);
+  bool asked = false;
+  a_->SendChunk(link_a_, {1, 0, 0, 5000, 0}, FillChunk([&](ChunkHeader*) {
+                  asked = true;
+                  return std::span<const std::byte>(secret);
+                }),
+                [](const absl::Status&) {});
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.down.empty(); }));
+  EXPECT_TRUE(Fails(at_a_.down[0].second, absl::StatusCode::kPermissionDenied, "not who"));
+  EXPECT_FALSE(asked);
+}
+
+TEST_F(TcpPlanes, StrangersAreClosedAndHarmNobody) {
+  Await();
+  TcpHello other_version = TcpHello::With(address_.token, 0);
+  other_version.version = 2;
+  TcpHello other_magic = TcpHello::With(address_.token, 0);
+  other_magic.magic ^= 1;
+  const std::vector<std::string> lies = {
+      TcpHello::With(std::string(16, 'x'), 0).Bytes(),
+      TcpHello::With(address_.token, 1).Bytes(),  // There is no such lane.
+      TcpHello::With(address_.token, UINT32_MAX).Bytes(),
+      other_version.Bytes(),
+      other_magic.Bytes(),
+      std::string(5000, 'G'),
+  };
+  for (const std::string& words : lies) {
+    const UniqueFd socket = Says(words);
+    EXPECT_TRUE(IsClosed(socket));
+  }
+  EXPECT_TRUE(arrived_.empty());
+  Connect();
+  b_->SendCredit(link_b_, {1, 2});
+  EXPECT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
+}
+
+TEST_F(TcpPlanesInTime, StrangersThatSayNothingOrTooLittle) {
+  Await();
+  const UniqueFd silent = Says("");
+  const UniqueFd slow = Says(address_.token.substr(0, 3));
+  EXPECT_TRUE(IsClosed(silent));
+  EXPECT_TRUE(IsClosed(slow));
+}
+
+TEST_F(TcpPlanes, MoreStrangersThanThereIsRoomForDoNotKeepThePeerOut) {
+  Await();
+  std::vector<UniqueFd> crowd;
+  for (int i = 0; i < 300; ++i) {
+    crowd.push_back(Says("x"));
+    Step();
+  }
+  EXPECT_TRUE(IsClosed(crowd[0]));
+  Connect();
+  b_->SendCredit(link_b_, {1, 2});
+  EXPECT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
+}
+
+TEST_F(TcpPlanes, ATokenOpensOneConnection) {
+  Connect();
+  b_->SendCredit(link_b_, {1, 2});
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
+  const UniqueFd again = Says(TcpHello::With(address_.token, 0).Bytes());
+  EXPECT_TRUE(IsClosed(again));
+  EXPECT_EQ(arrived_.size(), 1u);
+  EXPECT_TRUE(at_b_.down.empty());
+}
+
+// A peer that has let itself in and then talks nonsense is dropped, and says nothing more.
+TEST_F(TcpPlanes, FramesThatMakeNoSense) {
+  const ChunkHeader chunk{1, 0, 0, 100, 0};
+  const ChunkHeader list{1, 0, 0, 100, kChunkInPool};
+  const std::string frame = "a frame of kind";
+  const std::string of_chunk = "bytes for a chunk of";
+  const std::string of_message = "limit 2097152";
+  const std::vector<std::pair<std::string, std::string>> lies = {
+      {TextOf(TcpFrame::Of(static_cast<TcpFrameKind>(0), chunk, 100)), frame},
+      {TextOf(TcpFrame::Of(static_cast<TcpFrameKind>(9), chunk, 100)), frame},
+      {TextOf(TcpFrame::Of(kTcpChunk, chunk, 99)), of_chunk},
+      {TextOf(TcpFrame::Of(kTcpChunk, chunk, 0)), of_chunk},
+      {TextOf(TcpFrame::Of(kTcpChunk, ChunkHeader{1, 0, 0, 0, 0}, 0)), of_chunk},
+      {TextOf(TcpFrame::Of(kTcpChunk, list, (4 << 20) + 1)), of_chunk},
+      {TextOf(TcpFrame::Of(kTcpCredit, CreditHeader{1, 2}, 1)), frame},
+      {TextOf(TcpFrame::Of(kTcpMessage, MessageHeader{1}, 0)), of_message},
+      {TextOf(TcpFrame::Of(kTcpMessage, MessageHeader{1}, kMaxMessageBytes + 1)), of_message},
+  };
+  for (const auto& [lie, why] : lies) {
+    at_b_.down.clear();
+    Await();
+    const UniqueFd socket = Says(TcpHello::With(address_.token, 0).Bytes() + lie);
+    ASSERT_TRUE(StepsUntil([&] { return !at_b_.down.empty(); }));
+    EXPECT_TRUE(Fails(at_b_.down[0].second, absl::StatusCode::kInvalidArgument, why));
+    b_->Close(link_b_);
+  }
+  EXPECT_TRUE(at_b_.chunks.empty());
+  EXPECT_TRUE(at_b_.credits.empty());
+  EXPECT_TRUE(at_b_.messages.empty());
+}
+
+TEST_F(TcpPlanes, RandomBytesNeverDoHarm) {
+  for (uint64_t seed = 0; seed < 30; ++seed) {
+    at_b_.down.clear();
+    Await();
+    const std::vector<std::byte> noise = RandomBytes(3000, seed);
+    const std::string hello = TcpHello::With(address_.token, 0).Bytes();
+    // A kind that is known, so that the rest is looked at; a message's end falls into noise too.
+    TcpFrame frame;
+    std::memcpy(&frame, noise.data(), sizeof(frame));
+    frame.kind = seed % 3 == 0 ? kTcpMessage : kTcpChunk;
+    frame.payload_bytes = 1 + seed * 100;
+    const ChunkHeader header{seed, seed, 0, frame.payload_bytes, 0};
+    std::memcpy(frame.header.data(), &header, sizeof(header));
+    UniqueFd socket = Says(hello + TextOf(frame) + TextOf(noise));
+    for (int i = 0; i < 20; ++i) Step();
+    socket = UniqueFd();
+    ASSERT_TRUE(StepsUntil([&] { return !at_b_.down.empty(); }));
+    b_->Close(link_b_);
+  }
+  EXPECT_TRUE(at_b_.chunks.empty());  // None had an end that says that it is whole.
+}
+
+TEST(TcpSocket, AddressesThatAreNone) {
+  EXPECT_TRUE(Fails(DialTcp("localhost", 80).status(), absl::StatusCode::kInvalidArgument,
+                    "no numeric address"));
+  EXPECT_TRUE(Fails(DialTcp("127.0.0.1", 65536).status(), absl::StatusCode::kInvalidArgument,
+                    "no numeric address"));
+  EXPECT_EQ(Must(AddressOfInterface("lo")), "127.0.0.1");
+  EXPECT_TRUE(Fails(AddressOfInterface("nosuchdev0").status(), absl::StatusCode::kInvalidArgument,
+                    "net_device", "nosuchdev0"));
+  const UniqueFd listener = Must(ListenTcp("127.0.0.1", 0));
+  EXPECT_TRUE(Fails(ListenTcp("127.0.0.1", Must(PortOf(listener))).status(),
+                    absl::StatusCode::kUnavailable, "data_port"));
+  EXPECT_GT(Must(PortOf(Must(ListenTcp("::1", 0)))), 0);
+}
+
+}  // namespace
+}  // namespace kvferry
