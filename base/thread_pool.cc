@@ -1,10 +1,11 @@
 #include "base/thread_pool.h"
 
-#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/linger.h"
+#include "base/status.h"
+#include "base/thread.h"
 
 namespace kvferry {
 namespace {
@@ -22,14 +23,10 @@ absl::StatusOr<std::unique_ptr<ThreadPool>> ThreadPool::Create(int64_t num_worke
   }
   std::unique_ptr<ThreadPool> pool(new ThreadPool);
   pool->workers_.reserve(num_workers);
-  try {  // std::thread has no other way to say it.
-    for (int64_t i = 0; i < num_workers; ++i) {
-      pool->workers_.emplace_back([raw = pool.get()] { raw->Work(); });
-    }
-  } catch (const std::system_error& error) {
-    return absl::ResourceExhaustedError(absl::StrCat("thread pool: the system refused thread ",
-                                                     pool->num_workers(), " of ", num_workers, ": ",
-                                                     error.what()));
+  for (int64_t i = 0; i < num_workers; ++i) {
+    KVFERRY_ASSIGN_OR_RETURN(std::thread worker,
+                             StartThread("thread pool", [raw = pool.get()] { raw->Work(); }));
+    pool->workers_.push_back(std::move(worker));
   }
   return pool;
 }

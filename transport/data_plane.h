@@ -98,7 +98,8 @@ class DataEvents : public ChunkTaker {
   virtual void OnCredit(const CreditHeader& header) = 0;
   // Must not close links: one of them is being read.
   virtual void OnLinkMessage(const MessageHeader& header, std::span<const std::byte> bytes) = 0;
-  // The peer is gone. Close(link) is still to be called.
+  // The peer is gone, or, DEADLINE_EXCEEDED, nothing comes back from it. Close(link) is still to be
+  // called.
   virtual void OnLinkDown(LinkId link, const absl::Status& status) = 0;
 };
 

@@ -219,7 +219,8 @@ absl::StatusOr<LinkId> DataPlanes::DialTcpLanes(const TcpAddress& peer) {
     KVFERRY_RETURN_IF_ERROR(ChooseCongestionControl(socket, config_.tcp_congestion_control));
     connections.push_back({std::move(socket), TcpHello::With(peer.token, lane).Bytes(),
                            TcpHello::With(peer.answer, lane).Bytes(),
-                           absl::StrCat(peer.host, " port ", peer.port)});
+                           absl::StrCat(peer.host, " port ", peer.port),
+                           config_.heartbeat_timeout_ms});
   }
   const Deadline ready_by = DeadlineInMs(config_.connect_timeout_ms);
   KVFERRY_ASSIGN_OR_RETURN(const LinkId link, tcp_->Open(std::move(connections[0]), ready_by));

@@ -72,6 +72,8 @@ class DataPlanes final : public ChunkLinks {
   bool Probing(LinkId link) const { return direct_ != nullptr && direct_->Probing(link); }
 
   bool Progress(DataEvents* events);
+  // Whether there is a deadline that the last Tick() did not know of.
+  bool TakeNewDeadline() { return door_ != nullptr && door_->TakeAccepted(); }
   bool Arm();
   // Ends what is overdue; returns when to be called again at the latest.
   Deadline Tick(Deadline now);

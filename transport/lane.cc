@@ -11,6 +11,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status.h"
+#include "base/thread.h"
 
 namespace kvferry {
 namespace {
@@ -30,7 +32,7 @@ absl::StatusOr<std::unique_ptr<Lane>> Lane::Create(Options options) {
   if (lane->work_.wake().get() < 0) {
     return absl::ResourceExhaustedError(absl::StrCat("lane: eventfd: ", std::strerror(errno)));
   }
-  lane->thread_ = std::thread([raw = lane.get()] { raw->Run(); });
+  KVFERRY_ASSIGN_OR_RETURN(lane->thread_, StartThread("lane", [raw = lane.get()] { raw->Run(); }));
   return lane;
 }
 

@@ -9,6 +9,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
+#include "base/thread.h"
 #include "transport/control/codec.h"
 #include "transport/control/zmq_control_plane.h"
 #include "transport/node_impl.h"
@@ -88,7 +89,7 @@ absl::Status NodeImpl::Init() {
   if (commands_->wake().get() < 0) {
     return absl::ResourceExhaustedError(absl::StrCat("node: eventfd: ", std::strerror(errno)));
   }
-  thread_ = std::thread([this] { Run(); });
+  KVFERRY_ASSIGN_OR_RETURN(thread_, StartThread("node", [this] { Run(); }));
   return absl::OkStatus();
 }
 
@@ -253,7 +254,7 @@ bool NodeImpl::Work() {
   HearLinks();
   data_busy |= sender_->Pump();
   moved_ |= data_busy;
-  tick_now_ |= sender_->waits_for_readers();
+  tick_now_ |= sender_->waits_for_readers() || data_->TakeNewDeadline();
   const Deadline now = Clock::now();
   if (!data_busy || now >= next_control_) {
     busy |= control_->Progress(this);
@@ -402,6 +403,10 @@ void NodeImpl::OnLinkDown(LinkId link, const absl::Status& status) {
   control_->Progress(this);
   const PeerKey peer = sessions_.FindLink(link);
   if (peer.empty()) return;
+  // The path to it may be dead and the peer not: on a new connection what can go on does.
+  if (absl::IsDeadlineExceeded(status)) {
+    return DropAndBeginAgain(peer, absl::UnavailableError(status.message()));
+  }
   // We did not run: the peer may have given us up, and its word for that may come after this.
   // Where it has ended instead, what goes on fails soon after, for nobody listens there.
   if (sessions_.StoppedLately(Clock::now(), options_.config.heartbeat_timeout_ms)) {

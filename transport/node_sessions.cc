@@ -12,6 +12,7 @@ namespace {
 
 // One may be an accident of the network; ZeroMQ makes three within half a second.
 constexpr int64_t kMaxFailedAttempts = 3;
+constexpr size_t kMaxUnmapped = 4096;
 
 }  // namespace
 
@@ -41,6 +42,7 @@ absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_
   sessions_.Insert(peer, session);
   HelloMsg hello{options_.name, options_.model, options_.pool->layout(), data_->addresses()};
   hello.data.session = session.own_id;
+  if (unmapped_.contains(address)) hello.data.local.clear();
   SendAside(peer, std::move(hello));
   return peer;
 }
@@ -210,14 +212,11 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
 
 void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
                          const WelcomeMsg& welcome) {
+  session.epoch = epoch;
   const absl::StatusOr<LinkId> link = data_->Connect(welcome.data);
-  if (!link.ok()) {
-    DropSession(peer, link.status());
-    return;
-  }
+  if (!link.ok()) return OnNoConnection(peer, session.address, welcome.data, link.status());
   session.state = Session::State::kReady;
   session.name = welcome.name.empty() ? session.address : welcome.name;
-  session.epoch = epoch;
   session.link = *link;
   session.peers_id = welcome.data.session;
   CountPeers();
@@ -230,6 +229,7 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
   // one too many: what waited for it, calls too, meant a process that is no more.
   const PeerKey twin = sessions_.FindTwin(peer);
   if (!twin.empty() && sessions_.Find(twin)->epoch == epoch) {
+    SendAside(peer, ByeMsg{});
     DropSession(peer, absl::NotFoundError("the process at that address has restarted since it gave "
                                           "out the ticket; there is a session with the new one"));
     return;
@@ -237,6 +237,22 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
   calls_->OnPeerReady(peer);
   if (!twin.empty()) {
     DropSession(twin, absl::UnavailableError("another process has taken its address"));
+  }
+}
+
+// The peer has accepted a session that is not to be: unless it is told it keeps a place for it, of
+// max_peers, until it hears no heartbeat.
+void NodeImpl::OnNoConnection(const PeerKey& peer, const std::string& address,
+                              const DataAddresses& offered, const absl::Status& status) {
+  SendAside(peer, ByeMsg{});
+  // It reaches us through shared memory, and we do not reach it that way: it has to be told that the
+  // network is to be taken.
+  const bool only_mapped = !offered.local.empty() && offered.tcp.port == 0;
+  if (unmapped_.size() >= kMaxUnmapped) unmapped_.clear();
+  if (only_mapped && unmapped_.insert(address).second) {
+    DropAndBeginAgain(peer, status);
+  } else {
+    DropSession(peer, status);
   }
 }
 

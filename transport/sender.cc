@@ -376,13 +376,13 @@ void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell, b
 }
 
 bool Sender::Pump() {
+  waits_for_readers_ = false;
   if (turn_.empty()) return false;
   for (const uint64_t id : IdsWhere([](const Transfer& t) { return !t.failed.ok(); })) {
     End(id, transfers_.find(id)->second->failed, /*tell=*/true);
   }
   const int64_t share = FairShare(arena_->num_chunks(), fetches_of_peer_.size());
   bool sent = false;
-  waits_for_readers_ = false;
   auto turn = turn_.begin();
   for (size_t left = turn_.size(); left > 0; --left) {
     const auto next = std::next(turn);

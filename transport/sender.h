@@ -85,7 +85,8 @@ class Sender {
     int64_t credited_bytes = 0;
     // Chunks of the arena that name pages, as long as their reader has not said it is through.
     absl::flat_hash_set<int64_t> read_in_place{};
-    absl::Status failed{};  // A send went wrong; ended by the next Pump.
+    int64_t lent_chunks = 0;  // Sends of these have not completed yet.
+    absl::Status failed{};    // A send went wrong; ended by the next Pump.
     // Lanes are inside while they gather; closed when the transfer has ended.
     std::shared_ptr<Gate> reading = std::make_shared<Gate>();
     PageWay way = PageWay::kArena;

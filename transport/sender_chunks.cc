@@ -15,6 +15,8 @@ namespace {
 // Of one chunk, whatever its reader asks for: what a header can say, and more than any reader needs.
 constexpr int64_t kMaxBytesInPlace = 256 << 20;
 constexpr size_t kMaxChunksInPlace = 4;
+// Of one transfer, not sent yet: as many as a window of ours has (credits_per_transfer).
+constexpr int64_t kMaxLentChunks = 4096;
 // With more readers than this machine has room for (ReadersAreBusy()), what one gets before it is the
 // next one's turn: half of what it still needs, so that all of them are through at about the same
 // time, and no more than keeps those with little to read from waiting long for those with much. Each
@@ -42,6 +44,7 @@ bool Sender::PumpOne(const TransferPtr& transfer, int64_t peer_share) {
   const int64_t bytes = std::min(max_bytes, end - transfer->sent_bytes);
   if (bytes <= 0 || !Admits(*transfer, bytes)) return false;
   if (!in_place && Lends(*transfer)) {
+    if (transfer->lent_chunks >= kMaxLentChunks) return false;
     SendLent(transfer, bytes);
     return true;
   }
@@ -164,15 +167,18 @@ LendChunk Sender::Lend(const TransferPtr& transfer, int64_t bytes) {
   };
 }
 
-// Takes nothing of the arena: how much is on its way is bounded by the window.
+// Takes nothing of the arena: how much is on its way is bounded by the window, and in how many chunks,
+// which are of the peer's choice too, by kMaxLentChunks.
 void Sender::SendLent(const TransferPtr& transfer, int64_t bytes) {
   const ChunkHeader header = HeaderOfNext(*transfer, bytes, 0);
   LendChunk lend = Lend(transfer, bytes);
   transfer->sent_bytes += bytes;
+  ++transfer->lent_chunks;
   ++metrics_->chunks_sent;
   ++metrics_->chunks_lent;
   metrics_->bytes_sent += bytes;
   auto done = [transfer](const absl::Status& status) {
+    --transfer->lent_chunks;
     if (!status.ok() && transfer->failed.ok()) transfer->failed = status;
   };
   outbox_->data().SendChunk(transfer->link, header, std::move(lend), std::move(done));

@@ -179,6 +179,40 @@ TEST(HelloToOthers, APeerThatEndsBeforeItAnswersIsNotWaitedFor) {
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable, "cannot connect to"));
 }
 
+// The prefill side reaches this one through shared memory, and so has offered nothing else, but is not
+// reached that way: the next hello does not offer it.
+TEST(HelloToOthers, APeerThatIsOnlyReachedOneWayIsReachedOverTheNetwork) {
+  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
+    GTEST_SKIP() << "the network is TCP's here";
+  }
+  RawPrefill prefill;
+  const auto target = MakePatternPool(SmallLayout(), 8, 3);
+  Config config = SmallChunks();
+  config.same_host_path = "auto";
+  const auto decode = MakeDecode(target, config);
+  const auto handle = Fetch(*decode, Ticket{prefill.address(), 5, 6, 1, 16}, {0});
+  const auto first = prefill.Receive(Soon());
+  ASSERT_TRUE(first.has_value());
+  ASSERT_FALSE(std::get<HelloMsg>(first->second.body).data.local.empty());
+  WelcomeMsg welcome{"prefill", {}};
+  welcome.data.local = std::get<HelloMsg>(first->second.body).data.local;
+  welcome.data.local.back() ^= 1;  // Nobody who has that token listens there.
+  welcome.data.local[1] ^= 1;
+  prefill.SendBytes(first->first, EncodeMessage({5, first->second.from_epoch, welcome}));
+  std::optional<HelloMsg> second;
+  bool said_bye = false;
+  while (!second) {
+    const auto next = prefill.Receive(Soon());
+    ASSERT_TRUE(next.has_value());
+    said_bye |= std::holds_alternative<ByeMsg>(next->second.body);
+    if (const auto* hello = std::get_if<HelloMsg>(&next->second.body)) second = *hello;
+  }
+  EXPECT_TRUE(second->data.local.empty());
+  EXPECT_GT(second->data.tcp.lanes, 0);
+  EXPECT_TRUE(said_bye);
+  EXPECT_FALSE(handle->done());
+}
+
 // A welcome that is meant for another process at the same address is none.
 TEST(HelloToOthers, WelcomeForAnotherEpochIsStale) {
   RawPrefill prefill;

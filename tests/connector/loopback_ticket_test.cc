@@ -102,6 +102,23 @@ TEST_F(TicketRefused, AnotherEpochHurtsNobodyElse) {
   }
 }
 
+// A session that was opened for a stale ticket and is one too many takes no place at the prefill side.
+TEST_F(TicketRefused, AnotherEpochTakesNobodysPlace) {
+  Config config = Quick();
+  config.max_peers = 2;
+  config.connect_timeout_ms = config.heartbeat_timeout_ms = 600000;  // Nor only until then.
+  const auto prefill = MakePrefill(source_, config);
+  ASSERT_TRUE(IsOk(FetchStatus(Publish(*prefill, *source_, {4, 5, 6}))));
+  for (int round = 0; round < 5; ++round) {
+    Ticket stale = Publish(*prefill, *source_, {1});
+    stale.epoch ^= 1;
+    EXPECT_TRUE(Fails(Fetch(*decode_, stale, {7})->Wait(Soon()), absl::StatusCode::kNotFound,
+                      "has restarted"));
+    ASSERT_TRUE(WaitFor([&] { return Metric(*prefill, "peers") == 1; }, Soon())) << round;
+  }
+  EXPECT_TRUE(IsOk(FetchStatus(Publish(*prefill, *source_, {4, 5, 6}))));
+}
+
 TEST_F(TicketRefused, MorePagesThanTheLeaseHas) {
   Ticket ticket = Publish(*prefill_, *source_, {4, 5, 6});
   ticket.num_pages = 8;  // Whoever carried the ticket has changed it.

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "tests/support/child_peer.h"
 #include "tests/support/wait_for.h"
 
@@ -157,6 +158,29 @@ TEST_F(TwoNamespaces, AFetchOutlivesAnOutage) {
   EXPECT_EQ(decode.Wait(fetch, 30000), "OK");
   EXPECT_EQ(decode.Verify(11, pages, pages), "OK");
   EXPECT_EQ(decode.Metric("bytes_received"), 2 * half);
+}
+
+// Control and bytes take different ways, and that of the bytes dies.
+TEST_F(TwoNamespaces, AFetchOutlivesADeadDataPath) {
+  ASSERT_TRUE(Shell(absl::StrCat("ip link add ", prefill_dev_, "2 netns ", prefill_ns_,
+                                 " type veth peer name ", decode_dev_, "2 netns ", decode_ns_)));
+  ASSERT_TRUE(Up(prefill_ns_, prefill_dev_ + "2", "10.211.98.1"));
+  ASSERT_TRUE(Up(decode_ns_, decode_dev_ + "2", "10.211.98.2"));
+  ASSERT_TRUE(WaitFor([&] { return Running(decode_ns_, decode_dev_ + "2"); }, Soon()));
+  ChildPeer::Options options = Peer("prefill");
+  options.config_json = absl::StrReplaceAll(
+      options.config_json, {{absl::StrCat(prefill_dev_, "\""), prefill_dev_ + "2\""}});
+  ChildPeer prefill(options);
+  ChildPeer decode(Peer("decode"));
+  const std::string first = decode.Fetch(prefill.Publish({7, 8}, kLayers, 60000), {9, 3}, 20000);
+  ASSERT_EQ(decode.Wait(first, 20000), "OK");
+  ASSERT_TRUE(Shell(absl::StrCat("ip -n ", prefill_ns_, " link set ", prefill_dev_, "2 down")));
+  const std::string ticket = prefill.Publish({7, 8}, kLayers, 60000);
+  const std::string fetch = decode.Fetch(ticket, {9, 3}, 60000);
+  ASSERT_TRUE(WaitFor([&] { return decode.Metric("fetches_restarted") > 0; }, Soon()));
+  ASSERT_TRUE(Shell(absl::StrCat("ip -n ", prefill_ns_, " link set ", prefill_dev_, "2 up")));
+  EXPECT_EQ(decode.Wait(fetch, 30000), "OK");
+  EXPECT_EQ(decode.Verify(11, {7, 8}, {9, 3}), "OK");
 }
 
 }  // namespace

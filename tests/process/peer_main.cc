@@ -12,10 +12,12 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <csignal>
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <iostream>
 #include <iterator>
 #include <map>
@@ -164,6 +166,24 @@ class DecodePeer {
   std::vector<std::shared_ptr<FetchHandle>> handles_;
 };
 
+// Signals every thread of this process but the one that reads commands, for so many milliseconds, as a
+// profiler does; their handler does nothing.
+std::string HandleSignals(const Words& words) {
+  struct sigaction action {};
+  action.sa_handler = [](int) {};
+  action.sa_flags = SA_RESTART;
+  sigaction(SIGUSR1, &action, nullptr);
+  const Deadline until = DeadlineInMs(Number(words[1]));
+  const pid_t process = getpid();
+  while (Clock::now() < until) {
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+      const pid_t thread = static_cast<pid_t>(Number(task.path().filename().string()));
+      if (thread != process) syscall(SYS_tgkill, process, thread, SIGUSR1);
+    }
+  }
+  return "OK";
+}
+
 // Answers have what was standard output to themselves: what a library prints goes to standard
 // error.
 int TakeStandardOutput() {
@@ -181,7 +201,10 @@ template <typename Peer>
 int Serve(Peer& peer, int answers) {
   Say(answers, peer.Greeting());
   std::string line;
-  while (std::getline(std::cin, line)) Say(answers, peer.Handle(absl::StrSplit(line, ' ')));
+  while (std::getline(std::cin, line)) {
+    const Words words = absl::StrSplit(line, ' ');
+    Say(answers, words[0] == "signals" ? HandleSignals(words) : peer.Handle(words));
+  }
   return 0;
 }
 

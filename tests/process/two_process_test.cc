@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <future>
 #include <random>
 
 #include "tests/support/child_peer.h"
@@ -42,6 +44,27 @@ TEST(TwoProcesses, ManyDecodeProcessesShareOnePrefillProcess) {
     EXPECT_EQ(decodes[i]->Wait(fetches[i], 20000), "OK");
     EXPECT_EQ(decodes[i]->Verify(11, from, to), "OK");
   }
+}
+
+// A call that a signal interrupts is made again; it once ended the process.
+TEST(TwoProcesses, SignalsAreTheApplicationsAffair) {
+  ChildPeer prefill({.role = "prefill", .seed = 11});
+  ChildPeer decode({.role = "decode", .seed = 22});
+  const std::vector<int64_t> from = {1, 5, 9, 60}, to = {3, 2, 40, 7};
+  std::vector<std::string> tickets;
+  for (int i = 0; i < 200; ++i) tickets.push_back(prefill.Publish(from, 4, 60000));
+  auto signals = std::async([&] { return prefill.Ask("signals 2000"); });
+  size_t fetched = 0;
+  for (const std::string& ticket : tickets) {
+    fetched += decode.Wait(decode.Fetch(ticket, to, 20000), 20000) == "OK" ? 1 : 0;
+    if (signals.wait_for(std::chrono::seconds(0)) == std::future_status::ready) break;
+  }
+  EXPECT_GT(fetched, 0u);
+  EXPECT_EQ(signals.get(), "OK");
+  EXPECT_TRUE(prefill.alive());
+  EXPECT_EQ(decode.Verify(11, from, to), "OK");
+  EXPECT_EQ(decode.Metric("peers_lost"), 0);
+  EXPECT_EQ(decode.Metric("fetches_failed"), 0);
 }
 
 // Whatever was under way is fetched anew, and all that follows comes packed.

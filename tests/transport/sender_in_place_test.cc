@@ -260,6 +260,20 @@ TEST_F(SenderInPlace, ReadersTakeTurns) {
   EXPECT_FALSE(sender.waits_for_readers());
 }
 
+TEST_F(SenderInPlace, NobodyWaitsWhenAllHaveGone) {
+  Sender sender(config_, pool_, &leases_, arena_.get(), &outbox_, &metrics_, {.processors = 1});
+  for (uint64_t id = 1; id <= 4; ++id) {
+    Publish(100 + id, {3, 4, 5}, 4);
+    sender.OnFetch(kPeer, kLink, Ask(id, 100 + id, 3));
+  }
+  while (sender.Pump()) {
+  }
+  ASSERT_TRUE(sender.waits_for_readers());
+  sender.OnPeerGone(kPeer, absl::UnavailableError("it has ended"));
+  sender.Pump();
+  EXPECT_FALSE(sender.waits_for_readers());
+}
+
 // Whoever has waited longest is next, whichever reader makes room.
 TEST_F(SenderInPlace, ReadersAreServedEqually) {
   pool_ = MakePatternPool(KvLayout::Mha(2, 1, 1, 128, DType::kBFloat16), 4096, 3);

@@ -557,6 +557,20 @@ TEST_F(SenderLends, NotAfterTheTransferHasEnded) {
   EXPECT_TRUE(wire().chunks.empty());
 }
 
+// How many chunks wait to be sent is not the peer's to choose.
+TEST_F(SenderLends, NotMoreChunksThanAWindowOfOursHas) {
+  FetchMsg fetch = Ask(2);
+  fetch.chunk_bytes = 1;
+  fetch.window_bytes = int64_t{1} << 40;
+  lender_.OnCancel(kPeer, {1, "another one instead"});
+  lender_.OnFetch(kPeer, kLink, fetch);
+  for (int i = 0; i < 10000; ++i) lender_.Pump();
+  EXPECT_EQ(metrics_.chunks_lent, 4096);
+  wire().FillLater();
+  for (int i = 0; i < 10000; ++i) lender_.Pump();
+  EXPECT_EQ(metrics_.chunks_lent, 2 * 4096);
+}
+
 TEST_F(SenderLends, NotWhereAChecksumComesFirst) {
   FetchMsg fetch = Ask(2);
   fetch.checksum = true;

@@ -3,6 +3,8 @@
 #include "transport/tcp/tcp_door.h"
 
 #include <gtest/gtest.h>
+#include <netinet/tcp.h>
+#include <sys/resource.h>
 
 #include <cstring>
 #include <string>
@@ -96,6 +98,79 @@ TEST_F(TcpPlanes, MoreStrangersThanThereIsRoomForDoNotKeepThePeerOut) {
   Connect();
   b_->SendCredit(link_b_, {1, 2});
   EXPECT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
+}
+
+// A process that did not run for a moment finds all its peers at the door at once, and they have said who
+// they are.
+TEST_F(TcpPlanes, MorePeersAtOnceThanThereIsRoomForStrangers) {
+  constexpr LinkId kPeers = 320;
+  std::vector<UniqueFd> peers;
+  for (LinkId link = 1; link <= kPeers; ++link) {
+    address_ = door_->Expect(link, 1, DeadlineInMs(config_.connect_timeout_ms));
+    peers.push_back(Says(TcpHello::With(address_.token, 0).Bytes()));
+  }
+  size_t arrived = 0;
+  EXPECT_TRUE(
+      StepUntil([&] { arrived += door_->Progress().size(); }, [&] { return arrived == kPeers; }))
+      << arrived;
+}
+
+TEST_F(TcpPlanes, WhoHasComeHasADeadline) {
+  Await();
+  EXPECT_FALSE(door_->TakeAccepted());
+  const UniqueFd silent = Says("");
+  bool came = false;
+  ASSERT_TRUE(StepsUntil([&] { return came |= door_->TakeAccepted(); }));
+  EXPECT_FALSE(door_->TakeAccepted());
+  EXPECT_LE(door_->Tick(Clock::now()), DeadlineInMs(config_.connect_timeout_ms));
+}
+
+// What the process cannot take now neither keeps its thread turning nor is forgotten.
+TEST_F(TcpPlanes, WithoutADescriptorAPeerWaits) {
+  Await();
+  const UniqueFd unconnected(socket(AF_INET, SOCK_STREAM, 0));
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit none = before;
+  none.rlim_cur = static_cast<rlim_t>(unconnected.get());  // All below are taken.
+  sockaddr_in where{};
+  where.sin_family = AF_INET;
+  where.sin_port = htons(static_cast<uint16_t>(address_.port));
+  inet_pton(AF_INET, address_.host.c_str(), &where.sin_addr);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+  const int connected =
+      connect(unconnected.get(), reinterpret_cast<const sockaddr*>(&where), sizeof(where));
+  door_->Progress();
+  pollfd door{door_->event_fd(), POLLIN, 0};
+  const int ready = poll(&door, 1, 0);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_EQ(connected, 0);
+  EXPECT_EQ(ready, 0);
+  EXPECT_TRUE(log_.Has({"a peer waits to connect", "open files"})) << log_.ToString();
+  EXPECT_FALSE(door_->TakeAccepted());
+  bool came = false;
+  EXPECT_TRUE(StepsUntil([&] { return came |= door_->TakeAccepted(); }));
+}
+
+TEST_F(TcpPlanes, ASilentPathIsNoticed) {
+  int on_a_side = 0;
+  Await();
+  TcpConnection connection = Connection(address_.token, address_.answer);
+  connection.silence_ms = 4321;
+  const int fd = connection.socket.get();
+  const auto timeout_ms = [&] {
+    unsigned ms = 0;
+    socklen_t bytes = sizeof(ms);
+    getsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &ms, &bytes);
+    return ms;
+  };
+  link_a_ = Must(a_->Open(std::move(connection), DeadlineInMs(5000)));
+  EXPECT_EQ(timeout_ms(), 0u);  // How long connecting may take is said elsewhere.
+  ASSERT_TRUE(StepsUntil([&] { return timeout_ms() != 0; }));
+  EXPECT_EQ(timeout_ms(), 4321u);
+  socklen_t bytes = sizeof(on_a_side);
+  getsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on_a_side, &bytes);
+  EXPECT_EQ(on_a_side, 1);
 }
 
 TEST_F(TcpPlanes, ATokenOpensOneConnection) {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
+#include <cstddef>
 #include <utility>
 #include <zmq.hpp>
 
@@ -18,13 +20,28 @@ namespace kvferry {
 namespace {
 
 constexpr int kHighWaterMark = 4096;  // Messages queued a peer, either way.
-constexpr int kMaxMessagesPerProgress =
-    64;  // So that control traffic cannot starve the data plane.
+// So that control traffic cannot starve the data plane: of those who have come here, and of those who
+// were dialled, for whoever floods the one must not keep the other unheard.
+constexpr int kMaxMessagesPerProgress = 64;
+constexpr int kMaxMessagesOfOneDialled = 16;  // Before it is the next one's turn.
 constexpr int kMaxSockets = 65536;
 constexpr int kLingerMs = 200;  // For a goodbye to get out when the plane closes.
 // A peer chooses its routing id; the prefix keeps it from posing as a peer that we dialled.
 constexpr absl::string_view kAccepted = "accepted:";
 constexpr absl::string_view kDialled = "dialled:";
+
+// A signal that is handled in this thread interrupts calls of ZeroMQ, even those that do not wait. Our
+// threads block what can be blocked; a change of user ids cannot (nptl(7)).
+template <typename Call>
+auto Uninterrupted(const Call& call) {
+  for (;;) {
+    try {
+      return call();
+    } catch (const zmq::error_t& error) {
+      if (error.num() != EINTR) throw;
+    }
+  }
+}
 
 struct Dealer {
   zmq::socket_t socket;
@@ -53,7 +70,7 @@ class ZmqControlPlane : public ControlPlane {
       const std::string host =
           bare_ipv6 ? absl::StrCat("[", config.listen_host, "]") : config.listen_host;
       const std::string port = config.listen_port == 0 ? "*" : absl::StrCat(config.listen_port);
-      router_.bind(absl::StrCat("tcp://", host, ":", port));
+      Uninterrupted([&] { router_.bind(absl::StrCat("tcp://", host, ":", port)); });
       address_ = router_.get(zmq::sockopt::last_endpoint);
     } catch (const zmq::error_t& error) {
       return absl::UnavailableError(
@@ -73,7 +90,7 @@ class ZmqControlPlane : public ControlPlane {
       Dealer dealer{MakeSocket(zmq::socket_type::dealer), {}};
       dealer.socket.set(zmq::sockopt::ipv6, 1);  // A host name may resolve to either.
       dealer.attempts = WatchAttempts(dealer.socket, absl::StrCat("inproc://", peer));
-      dealer.socket.connect(address);
+      Uninterrupted([&] { dealer.socket.connect(address); });
       KVFERRY_RETURN_IF_ERROR(Watch(dealer.socket));
       KVFERRY_RETURN_IF_ERROR(Watch(dealer.attempts));
       dealers_.emplace(peer, std::move(dealer));
@@ -97,15 +114,12 @@ class ZmqControlPlane : public ControlPlane {
     try {
       const auto dealer = dealers_.find(peer);
       if (dealer != dealers_.end()) {
-        return Sent(dealer->second.socket.send(zmq::buffer(bytes), zmq::send_flags::dontwait),
-                    peer);
+        return SendFrame(dealer->second.socket, peer, bytes, zmq::send_flags::none);
       }
       if (!router_) return absl::UnavailableError("control: no such peer");
-      const auto flags = zmq::send_flags::dontwait;
       const std::string routing_id = peer.substr(std::min(peer.size(), kAccepted.size()));
-      KVFERRY_RETURN_IF_ERROR(
-          Sent(router_.send(zmq::buffer(routing_id), flags | zmq::send_flags::sndmore), peer));
-      return Sent(router_.send(zmq::buffer(bytes), flags), peer);
+      KVFERRY_RETURN_IF_ERROR(SendFrame(router_, peer, routing_id, zmq::send_flags::sndmore));
+      return SendFrame(router_, peer, bytes, zmq::send_flags::none);
     } catch (const zmq::error_t& error) {
       return absl::UnavailableError(absl::StrCat("control: cannot send: ", error.what()));
     }
@@ -113,18 +127,15 @@ class ZmqControlPlane : public ControlPlane {
 
   bool Progress(ControlEvents* events) override {
     Drain();
-    int budget = kMaxMessagesPerProgress;
-    if (router_) ReceiveFromRouter(events, &budget);
-    // A handler may dial or hang up, so the peers are listed before any of them is heard.
-    ready_.clear();
-    for (auto& [peer, dealer] : dealers_) {
-      if (HasInput(dealer)) ready_.push_back(peer);
-    }
+    int of_accepted = kMaxMessagesPerProgress;
+    if (router_) ReceiveFromRouter(events, &of_accepted);
+    int of_dialled = kMaxMessagesPerProgress;
+    ListReady();
     for (const PeerKey& peer : ready_) {
-      ReceiveFromDealer(peer, events, &budget);
+      ReceiveFromDealer(peer, events, &of_dialled);
       ReportFailedAttempts(peer, events);
     }
-    return budget < kMaxMessagesPerProgress;
+    return std::min(of_accepted, of_dialled) < kMaxMessagesPerProgress;
   }
 
   int event_fd() const override { return epoll_.fd(); }
@@ -180,8 +191,12 @@ class ZmqControlPlane : public ControlPlane {
     }
   }
 
-  static absl::Status Sent(const zmq::send_result_t& result, const PeerKey& peer) {
-    if (result.has_value()) return absl::OkStatus();
+  static absl::Status SendFrame(zmq::socket_t& socket, const PeerKey& peer,
+                                const std::string& bytes, zmq::send_flags more) {
+    const auto flags = zmq::send_flags::dontwait | more;
+    if (Uninterrupted([&] { return socket.send(zmq::buffer(bytes), flags); }).has_value()) {
+      return absl::OkStatus();
+    }
     return absl::ResourceExhaustedError(absl::StrCat("control: ", kHighWaterMark,
                                                      " messages to one peer (", absl::CEscape(peer),
                                                      ") are queued and it takes none"));
@@ -189,10 +204,22 @@ class ZmqControlPlane : public ControlPlane {
 
   // Reading ZMQ_EVENTS also re-arms the socket's fd.
   static bool HasInput(zmq::socket_t& socket) {
-    return (socket.get(zmq::sockopt::events) & ZMQ_POLLIN) != 0;
+    return (Uninterrupted([&] { return socket.get(zmq::sockopt::events); }) & ZMQ_POLLIN) != 0;
   }
   static bool HasInput(Dealer& dealer) {
     return HasInput(dealer.socket) || (dealer.attempts && HasInput(dealer.attempts));
+  }
+
+  // Dialled peers who have something to say, each one first in its turn. A handler may dial or hang
+  // up, so they are listed before any of them is heard.
+  void ListReady() {
+    ready_.clear();
+    for (auto& [peer, dealer] : dealers_) {
+      if (HasInput(dealer)) ready_.push_back(peer);
+    }
+    if (ready_.empty()) return;
+    const auto first = static_cast<std::ptrdiff_t>(turn_++ % ready_.size());
+    std::rotate(ready_.begin(), ready_.begin() + first, ready_.end());
   }
 
   static void Deliver(const PeerKey& peer, const zmq::message_t& frame, ControlEvents* events) {
@@ -204,7 +231,8 @@ class ZmqControlPlane : public ControlPlane {
     frames_.clear();
     for (bool more = true; more;) {
       zmq::message_t frame;
-      if (!socket.recv(frame, zmq::recv_flags::dontwait).has_value()) return false;
+      const auto receive = [&] { return socket.recv(frame, zmq::recv_flags::dontwait); };
+      if (!Uninterrupted(receive).has_value()) return false;
       more = frame.more();
       // A message of ours has at most two frames; more are read, to find its end, and not kept.
       if (frames_.size() < 3) frames_.push_back(std::move(frame));
@@ -230,7 +258,7 @@ class ZmqControlPlane : public ControlPlane {
 
   void ReceiveFromDealer(const PeerKey& peer, ControlEvents* events, int* budget) {
     try {
-      while (*budget > 0) {
+      for (int left = kMaxMessagesOfOneDialled; *budget > 0 && left > 0; --left) {
         const auto found = dealers_.find(peer);
         if (found == dealers_.end() || !Receive(found->second.socket)) return;
         StopWatching(found->second);
@@ -265,6 +293,7 @@ class ZmqControlPlane : public ControlPlane {
   uint64_t next_dealer_ = 1;
   absl::flat_hash_map<PeerKey, Dealer> dealers_;
   std::vector<PeerKey> ready_;
+  size_t turn_ = 0;
   std::vector<zmq::message_t> frames_;
 };
 

@@ -1,6 +1,7 @@
 #include "transport/mapped/mapped_data_plane.h"
 
 #include <array>
+#include <cerrno>
 #include <cstring>
 #include <deque>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "base/log.h"
 #include "base/random.h"
 #include "base/status.h"
+#include "transport/accept_pause.h"
 #include "transport/mapped/unix_socket.h"
 #include "transport/messages.h"
 
@@ -75,6 +77,7 @@ constexpr size_t kMaxAccepted = 4096;
 constexpr int kReadsATurn = 16;
 constexpr int kEventsATurn = 64;
 constexpr uint64_t kListenerId = 0;
+constexpr uint64_t kPauseId = UINT64_MAX;
 // Words that wait for a peer that takes none: more than chunks, credits and several of the longest
 // messages make.
 constexpr size_t kMaxUnsent = size_t{1} << 14;
@@ -161,6 +164,7 @@ class MappedDataPlane : public AddressedPlane {
   std::string address_;
   Epoll epoll_;
   UniqueFd listener_;
+  AcceptPause pause_;
   LinkId next_link_ = kFirstMappedLink;
   uint64_t next_accepted_ = kListenerId + 1;
   absl::flat_hash_map<LinkId, std::unique_ptr<Link>> links_;
@@ -181,7 +185,10 @@ absl::Status MappedDataPlane::Init() {
   address_ = static_cast<char>(kVersion) + name + token;
   KVFERRY_ASSIGN_OR_RETURN(epoll_, Epoll::Create());
   KVFERRY_ASSIGN_OR_RETURN(listener_, ListenUnix(SocketName(name)));
-  return epoll_.Add(listener_.get(), EPOLLIN, kListenerId);
+  KVFERRY_RETURN_IF_ERROR(epoll_.Add(listener_.get(), EPOLLIN, kListenerId));
+  KVFERRY_ASSIGN_OR_RETURN(pause_,
+                           AcceptPause::Create(epoll_, listener_.get(), kListenerId, kPauseId));
+  return absl::OkStatus();
 }
 
 MappedDataPlane::~MappedDataPlane() {
@@ -330,7 +337,7 @@ void MappedDataPlane::OnLinkReadable(Link& link) {
 void MappedDataPlane::Accept() {
   for (;;) {
     UniqueFd socket = AcceptUnix(listener_);
-    if (!socket.valid()) return;
+    if (!socket.valid()) return pause_.OnFailure(epoll_, errno);
     if (accepted_.size() >= kMaxAccepted) continue;
     if (const absl::Status status = CheckSameUser(socket); !status.ok()) {
       Log().warn("refused a peer on this host: {}", status.ToString());
@@ -414,6 +421,11 @@ absl::Status MappedDataPlane::OnChunk(Accepted& accepted, const ChunkPacket& chu
   // a list that is still the one it meant, is no peer.
   const bool in_arena = chunk.slot < static_cast<uint64_t>(accepted.shape.num_chunks);
   if (!found.ok() && (!in_arena || intact())) return found;
+  // Who is told of that many has had all of its arena read, and has not looked.
+  if (accepted.channel.unsent.size() >=
+      static_cast<size_t>(accepted.shape.num_chunks) + kMaxUnsent) {
+    return absl::ResourceExhaustedError("it does not read what it is told");
+  }
   events->OnChunk(chunk.header, pieces_, intact);
   Push(accepted.channel, ReadPacket{.slot = chunk.slot});
   return absl::OkStatus();
@@ -469,6 +481,7 @@ void MappedDataPlane::OnAcceptedReadable(Accepted& accepted, DataEvents* events)
 
 void MappedDataPlane::Serve(uint64_t id, uint32_t ready, DataEvents* events) {
   if (id == kListenerId) return Accept();
+  if (id == kPauseId) return pause_.OnTimer(epoll_);
   if (const auto link = links_.find(id); link != links_.end()) {
     if ((ready & EPOLLOUT) != 0) Flush(link->second->channel);
     if ((ready & ~EPOLLOUT) != 0) OnLinkReadable(*link->second);

@@ -20,7 +20,7 @@ inline constexpr size_t kMaxPacketBytes = 4096;
 absl::StatusOr<UniqueFd> ListenUnix(const std::string& name);
 // UNAVAILABLE when nobody listens at that name in this network namespace, or takes no connection.
 absl::StatusOr<UniqueFd> ConnectUnix(const std::string& name);
-// An invalid fd when nobody waits.
+// An invalid fd when nobody waits, or errno says why not.
 UniqueFd AcceptUnix(const UniqueFd& listener);
 // PERMISSION_DENIED when the other end runs under another user id than this process.
 absl::Status CheckSameUser(const UniqueFd& socket);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
@@ -55,6 +56,7 @@ absl::Status TcpDataPlane::Join(LinkId id, TcpConnection connection) {
   Link& link = *found->second;
   link.socket = std::move(connection.socket);
   link.where = std::move(connection.where);
+  link.silence_ms = connection.silence_ms;
   link.outgoing.Say(std::move(connection.say));
   link.incoming.Expect(std::move(connection.expect));
   return absl::OkStatus();
@@ -126,6 +128,10 @@ bool TcpDataPlane::Serve(LinkId id, Link& link, DataEvents* events) {
     const absl::Status status = link.incoming.Read(fd, kBytesATurn, events, &moved);
     bytes += moved.bytes;
     link.readable = moved.some();
+    // Not before: connect_timeout_ms has better words for a connection that is never made.
+    if (link.silence_ms > 0 && link.ready()) {
+      LimitSilence(link.socket, std::exchange(link.silence_ms, 0));
+    }
     Note(id, link, moved, status);
   }
   if (link.may_write()) {
@@ -148,10 +154,11 @@ void TcpDataPlane::Note(LinkId id, Link& link, const Moved& moved, const absl::S
                                                                     ": ", status.message())));
     return;
   }
-  down_.emplace_back(
-      id, absl::UnavailableError(absl::StrCat(
-              "tcp: the connection to ", link.where, " ended: ",
-              moved.error == 0 ? "closed by the other side" : std::strerror(moved.error))));
+  const std::string words = absl::StrCat(
+      "tcp: the connection to ", link.where,
+      " ended: ", moved.error == 0 ? "closed by the other side" : std::strerror(moved.error));
+  down_.emplace_back(id, link.ready() && IsSilence(moved.error) ? absl::DeadlineExceededError(words)
+                                                                : absl::UnavailableError(words));
 }
 
 Deadline TcpDataPlane::Tick(Deadline now) {

@@ -25,6 +25,8 @@ struct TcpConnection {
   std::string say;     // First.
   std::string expect;  // First, before anything else counts.
   std::string where;   // It leads, for errors.
+  // Once both have: how long the other side's kernel may say nothing.
+  int64_t silence_ms = 10000;
 };
 
 // A data plane over TCP sockets (docs/wire_protocol.md, "TCP"): the pages of a chunk may be sent from
@@ -60,6 +62,7 @@ class TcpDataPlane final : public DataPlane {
     UniqueFd socket{};  // Invalid: still to come.
     std::string where{};
     Deadline ready_by{};
+    int64_t silence_ms = 0;  // To be set when it is ready; 0: it is.
     TcpOutgoing outgoing{};
     TcpIncoming incoming;
     // What the socket has told us of; the system tells of changes only (EPOLLET).

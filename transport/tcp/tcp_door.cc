@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstring>
 #include <utility>
 
@@ -15,8 +16,10 @@ namespace kvferry {
 namespace {
 
 constexpr uint64_t kListenerId = 0;
+constexpr uint64_t kPauseId = UINT64_MAX;
 constexpr int kEventsATurn = 64;
-// Whoever comes when so many have said nothing yet takes the place of the one that came first.
+constexpr int kAcceptedATurn = 64;
+// Whoever comes when so many have not said who they are yet takes the place of the one that came first.
 constexpr size_t kMaxStrangers = 256;
 
 }  // namespace
@@ -25,6 +28,7 @@ absl::StatusOr<std::unique_ptr<TcpDoor>> TcpDoor::Create(const Config& config,
                                                          const std::string& host) {
   std::unique_ptr<TcpDoor> door(new TcpDoor());
   door->timeout_ms_ = config.connect_timeout_ms;
+  door->silence_ms_ = config.heartbeat_timeout_ms;
   door->host_ = host;
   if (!config.net_device.empty()) {
     KVFERRY_ASSIGN_OR_RETURN(door->host_, AddressOfInterface(config.net_device));
@@ -34,6 +38,8 @@ absl::StatusOr<std::unique_ptr<TcpDoor>> TcpDoor::Create(const Config& config,
   KVFERRY_ASSIGN_OR_RETURN(door->port_, PortOf(door->listener_));
   KVFERRY_ASSIGN_OR_RETURN(door->epoll_, Epoll::Create());
   KVFERRY_RETURN_IF_ERROR(door->epoll_.Add(door->listener_.get(), EPOLLIN, kListenerId));
+  KVFERRY_ASSIGN_OR_RETURN(door->pause_, AcceptPause::Create(door->epoll_, door->listener_.get(),
+                                                             kListenerId, kPauseId));
   return door;
 }
 
@@ -52,19 +58,26 @@ void TcpDoor::Forget(LinkId link) {
   expected_.erase(found);
 }
 
-void TcpDoor::Accept() {
-  for (;;) {
-    UniqueFd socket = AcceptTcp(listener_);
-    if (!socket.valid()) return;
-    if (strangers_.size() >= kMaxStrangers) {
-      strangers_.erase(std::min_element(
-          strangers_.begin(), strangers_.end(),
-          [](const auto& one, const auto& other) { return one.first < other.first; }));
-    }
+void TcpDoor::Accept(std::vector<Arrival>* arrivals) {
+  for (int left = kAcceptedATurn; left > 0; --left) {
+    Stranger stranger{AcceptTcp(listener_), "", DeadlineInMs(timeout_ms_)};
+    if (!stranger.socket.valid()) return pause_.OnFailure(epoll_, errno);
+    accepted_ = true;
+    // A peer has said its token by now, unless the network has not brought it yet: it takes no place.
+    if (Hear(stranger, arrivals)) continue;
+    if (strangers_.size() >= kMaxStrangers) MakeRoom(arrivals);
     const uint64_t id = next_stranger_++;
-    if (!epoll_.Add(socket.get(), EPOLLIN, id).ok()) continue;
-    strangers_.emplace(id, Stranger{std::move(socket), "", DeadlineInMs(timeout_ms_)});
+    if (!epoll_.Add(stranger.socket.get(), EPOLLIN, id).ok()) continue;
+    strangers_.emplace(id, std::move(stranger));
   }
+}
+
+void TcpDoor::MakeRoom(std::vector<Arrival>* arrivals) {
+  const auto first =
+      std::min_element(strangers_.begin(), strangers_.end(),
+                       [](const auto& one, const auto& other) { return one.first < other.first; });
+  Hear(first->second, arrivals);
+  strangers_.erase(first);
 }
 
 bool TcpDoor::Hear(Stranger& stranger, std::vector<Arrival>* arrivals) {
@@ -97,7 +110,7 @@ void TcpDoor::LetIn(Stranger& stranger, std::vector<Arrival>* arrivals) {
   epoll_.Remove(stranger.socket.get());
   TcpConnection connection{std::move(stranger.socket),
                            TcpHello::With(expected.address.answer, hello.lane).Bytes(), "",
-                           "a peer"};
+                           "a peer", silence_ms_};
   arrivals->push_back({link, hello.lane, std::move(connection)});
   if (std::find(expected.came.begin(), expected.came.end(), false) == expected.came.end()) {
     Forget(link);
@@ -109,7 +122,11 @@ std::vector<TcpDoor::Arrival> TcpDoor::Progress() {
   std::array<epoll_event, kEventsATurn> room;
   for (const epoll_event& event : epoll_.Ready(room)) {
     if (event.data.u64 == kListenerId) {
-      Accept();
+      Accept(&arrivals);
+      continue;
+    }
+    if (event.data.u64 == kPauseId) {
+      pause_.OnTimer(epoll_);
       continue;
     }
     const auto found = strangers_.find(event.data.u64);

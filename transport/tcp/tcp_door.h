@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
@@ -12,6 +13,7 @@
 #include "base/config.h"
 #include "base/epoll.h"
 #include "base/unique_fd.h"
+#include "transport/accept_pause.h"
 #include "transport/messages.h"
 #include "transport/tcp/tcp_data_plane.h"
 
@@ -38,6 +40,8 @@ class TcpDoor {
   std::vector<Arrival> Progress();
   // Forgets who is overdue; returns when to be called again at the latest.
   Deadline Tick(Deadline now);
+  // Whether somebody has come since the last call, with a deadline that Tick() has to know of.
+  bool TakeAccepted() { return std::exchange(accepted_, false); }
   int event_fd() const { return epoll_.fd(); }
 
  private:
@@ -54,7 +58,9 @@ class TcpDoor {
   };
 
   TcpDoor() = default;
-  void Accept();
+  void Accept(std::vector<Arrival>* arrivals);
+  // For one more: the one that came first is heard once more, and goes.
+  void MakeRoom(std::vector<Arrival>* arrivals);
   // Whether it is a stranger no longer.
   bool Hear(Stranger& stranger, std::vector<Arrival>* arrivals);
   void LetIn(Stranger& stranger, std::vector<Arrival>* arrivals);
@@ -62,8 +68,11 @@ class TcpDoor {
   std::string host_;
   int64_t port_ = 0;
   int64_t timeout_ms_ = 0;
+  int64_t silence_ms_ = 0;
   Epoll epoll_;
   UniqueFd listener_;
+  AcceptPause pause_;
+  bool accepted_ = false;
   uint64_t next_stranger_ = 1;
   absl::flat_hash_map<LinkId, Expected> expected_;
   absl::flat_hash_map<std::string, LinkId> by_token_;

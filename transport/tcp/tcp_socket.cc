@@ -6,6 +6,7 @@
 #include <netinet/tcp.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <memory>
@@ -142,6 +143,22 @@ UniqueFd AcceptTcp(const UniqueFd& listener) {
   UniqueFd fd(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (fd.valid()) SetNoDelay(fd);
   return fd;
+}
+
+void LimitSilence(const UniqueFd& socket, int64_t timeout_ms) {
+  const auto timeout = static_cast<unsigned>(timeout_ms);
+  // The least that the system knows is a second; with the timeout above it counts no probes.
+  const int probe_s = static_cast<int>(std::max<int64_t>(1, timeout_ms / 3000));
+  const int on = 1;
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout, sizeof(timeout));
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPIDLE, &probe_s, sizeof(probe_s));
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPINTVL, &probe_s, sizeof(probe_s));
+  setsockopt(socket.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
+}
+
+bool IsSilence(int error) {
+  // Instead of the first it is one of the others where a router has said so.
+  return error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH;
 }
 
 absl::StatusOr<std::string> AddressOfInterface(const std::string& name) {

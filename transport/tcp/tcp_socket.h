@@ -24,9 +24,14 @@ absl::StatusOr<int64_t> PortOf(const UniqueFd& socket);
 absl::Status ChooseCongestionControl(const UniqueFd& socket, const std::string& name);
 // Whether that would work.
 absl::Status CheckCongestionControl(const std::string& name);
+// The connection breaks when the other side's kernel has not answered for so long, whether there is
+// something to send or not (tcp(7), TCP_USER_TIMEOUT): a path that has died would swallow all for minutes.
+void LimitSilence(const UniqueFd& socket, int64_t timeout_ms);
+// Whether a connection that broke with this errno did so because nothing came back.
+bool IsSilence(int error);
 // A socket that is connecting: writable when it is through, broken when that failed.
 absl::StatusOr<UniqueFd> DialTcp(const std::string& host, int64_t port);
-// An invalid fd when nobody waits.
+// An invalid fd when nobody waits, or errno says why not.
 UniqueFd AcceptTcp(const UniqueFd& listener);
 // The numeric address of a network interface, such as "eth0": IPv4 if it has one.
 absl::StatusOr<std::string> AddressOfInterface(const std::string& name);

@@ -1,0 +1,16 @@
+#pragma once
+
+#include <functional>
+#include <thread>
+
+#include "absl/status/statusor.h"
+
+namespace kvferry {
+
+// A thread of kvferry's own inside of somebody's process. It handles none of the process's signals
+// (those that a fault of its own raises excepted), so that no handler runs where a call must not be
+// interrupted; the application's threads handle them. RESOURCE_EXHAUSTED, naming `what`, when the
+// system gives no thread.
+absl::StatusOr<std::thread> StartThread(const char* what, std::function<void()> run);
+
+}  // namespace kvferry

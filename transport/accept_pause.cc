@@ -1,0 +1,50 @@
+#include "transport/accept_pause.h"
+
+#include <sys/timerfd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "base/log.h"
+#include "base/status.h"
+
+namespace kvferry {
+namespace {
+
+constexpr int64_t kPauseNs = 100'000'000;
+
+void Set(const UniqueFd& timer, int64_t ns) {
+  const itimerspec once{{}, {0, ns}};
+  timerfd_settime(timer.get(), 0, &once, nullptr);
+}
+
+}  // namespace
+
+absl::StatusOr<AcceptPause> AcceptPause::Create(const Epoll& epoll, int listener,
+                                                uint64_t listener_id, uint64_t timer_id) {
+  AcceptPause pause;
+  pause.timer_ = UniqueFd(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
+  pause.listener_ = listener;
+  pause.listener_id_ = listener_id;
+  if (!pause.timer_.valid()) {
+    return absl::ResourceExhaustedError(absl::StrCat("timerfd: ", std::strerror(errno)));
+  }
+  KVFERRY_RETURN_IF_ERROR(epoll.Add(pause.timer_.get(), EPOLLIN, timer_id));
+  return pause;
+}
+
+void AcceptPause::OnFailure(const Epoll& epoll, int error) {
+  if (error != EMFILE && error != ENFILE && error != ENOBUFS && error != ENOMEM) return;
+  Log().warn("a peer waits to connect and the system refuses: {} (limit of open files?)",
+             std::strerror(error));
+  epoll.Change(listener_, 0, listener_id_);
+  Set(timer_, kPauseNs);
+}
+
+void AcceptPause::OnTimer(const Epoll& epoll) {
+  Set(timer_, 0);  // Not readable any more.
+  epoll.Change(listener_, EPOLLIN, listener_id_);
+}
+
+}  // namespace kvferry

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/epoll.h"
+#include "base/unique_fd.h"
+
+namespace kvferry {
+
+// A connection for which the process has no file descriptor left stays in the listener's queue, and the
+// listener readable: whoever waits for it would turn without end. It is left out of the epoll for a
+// moment instead, and a timer in the same epoll ends that.
+class AcceptPause {
+ public:
+  AcceptPause() = default;  // None.
+  // For a listener that is in `epoll` as `listener_id`; the timer is `timer_id` there.
+  static absl::StatusOr<AcceptPause> Create(const Epoll& epoll, int listener, uint64_t listener_id,
+                                            uint64_t timer_id);
+
+  // After accepting has failed with this errno; changes nothing unless that needs a pause.
+  void OnFailure(const Epoll& epoll, int error);
+  // The epoll has reported the timer.
+  void OnTimer(const Epoll& epoll);
+
+ private:
+  UniqueFd timer_;
+  int listener_ = -1;
+  uint64_t listener_id_ = 0;
+};
+
+}  // namespace kvferry
