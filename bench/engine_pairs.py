@@ -18,7 +18,6 @@ import os
 import platform
 import random
 import signal
-import socket
 import statistics
 import sys
 import tempfile
@@ -31,7 +30,14 @@ from table import number
 
 sys.path.insert(0, str(ROOT / "examples" / "vllm_pair"))
 
-from pair import DEFAULT_MODEL, REMOTE_DECODE, Answer, EngineError, Pair  # noqa: E402
+from pair import (  # noqa: E402
+    DEFAULT_MODEL,
+    REMOTE_DECODE,
+    Answer,
+    EngineError,
+    Pair,
+    free_port,
+)
 
 ANSWER_TOKENS = 8
 AT_ONCE = "at once"  # kvferry's pair, given the prompt in both engines at the same time.
@@ -66,9 +72,9 @@ class Connector:
         if self.transfer.get("kv_connector") != "NixlConnector":
             return {}
         path = os.pathsep.join(filter(None, [self.packages, os.environ.get("PYTHONPATH")]))
-        with contextlib.ExitStack() as sockets:  # Both at once, so that they differ.
-            ports = [sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in "pd"]
-            ports = [it.getsockname()[1] for it in ports]
+        ports = {free_port()}
+        while len(ports) < 2:
+            ports.add(free_port())
         return {
             engine: {
                 "PYTHONPATH": path,
