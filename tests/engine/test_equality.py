@@ -41,6 +41,19 @@ def test_requests_at_the_same_time(engines: Engines, reference):
     assert [request.answer().tokens for request in answers] == expected
 
 
+def test_several_answers_to_one_prompt(engines: Engines, reference):
+    prompt = engines.prefill.tokenize(f"Several times. {QUESTIONS[1][1]}")
+    expected = reference(prompt, 8)
+    params = engines.hand_over(prompt)
+    requests = [engines.decode.start(prompt, 8, dict(params)) for _ in range(3)]
+    assert [request.answer().tokens for request in requests] == [expected.tokens] * 3
+    answer = engines.decode.generate(
+        prompt, 8, engines.hand_over(prompt), n=2, temperature=1.0, ignore_eos=True
+    )
+    assert (answer.error, answer.finish_reason) == ("", "length")
+    engines.decode.wait_idle()
+
+
 def test_check_fails_when_kv_is_zeroed(engines: Engines, reference, break_kv):
     prompt = engines.prefill.tokenize(QUESTIONS[0][1])
     expected = reference(prompt, 8)

@@ -208,6 +208,29 @@ def test_load_that_was_reported_is_not_cancelled():
     assert decode.step().cancelled == []
 
 
+@pytest.mark.parametrize("announced", [False, True])
+def test_tickets_serve_once_and_who_comes_with_the_same_finds_the_blocks_here(announced: bool):
+    params = FROM if announced else remote()
+    decode = Decode()
+    first, second, later = (request(name, 40, dict(params)) for name in "abc")
+    ask = decode.scheduler.get_num_new_matched_tokens
+    assert len(decode.allocate(first, 0, [5, 6, 8]).loads) == 1
+    assert ask(second, 0) == (None, False)  # It is on its way.
+    decode.scheduler.update_connector_output(SimpleNamespace(finished_recving={"a"}))
+    assert decode.allocate(second, 32, [5, 6, 9]).loads == []
+    assert decode.allocate(later, 0, [10, 11, 12]).loads == []  # They are not here any more.
+    # Another prompt of the same batch has leases of its own.
+    other = request("d", 48, dict(FROM if announced else remote(kvferry_tickets=["u"])))
+    assert len(decode.allocate(other, 0, [1, 2, 3]).loads) == 1
+
+
+def test_a_load_that_cannot_work_is_no_taker():
+    decode = Decode()
+    for name in "ab":
+        it = request(name, 32, {"do_remote_prefill": True})
+        assert decode.allocate(it, 0, [5, 6]).loads[0].error
+
+
 def test_requests_without_parameters_are_left_alone():
     decode, it = Decode(), request("r", 32)
     assert decode.allocate(it, 0, [5, 6]) == StepMetadata()
@@ -422,7 +445,7 @@ def test_options_name_the_right_keys():
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Options.parse(wrong)
-    with pytest.raises(ValueError, match="mode, share_kv_cache, store and trace_path"):
+    with pytest.raises(ValueError, match="mode, namespace, share_kv_cache, store and"):
         Options.parse({"lease": 1})
 
 
@@ -433,7 +456,9 @@ def test_options_of_store_mode():
     assert redis.config["port"] == 1 and not redis.embedded
     for wrong, words in (
         ({"mode": "push"}, "mode is 'push'; it has to be one of pull, store"),
-        ({"store": {"backend": "host"}}, "of no use"),
+        ({"store": {"backend": "host"}}, "store is of no use"),
+        ({"namespace": "a"}, "namespace is of no use"),
+        ({"mode": "store", "namespace": 1}, "namespace is 1"),
         ({"mode": "store", "store": "host"}, "one of host, rocksdb, tiered, remote, redis"),
         ({"mode": "store", "store": {"backend": "moon"}}, "one of host"),
     ):

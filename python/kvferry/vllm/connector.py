@@ -85,7 +85,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             block_size = layout.block_size(kv_cache_config)
             if self._options.store is not None:
                 self._store = StoreScheduler(
-                    block_size, self._options.store, self._options.config(0)
+                    block_size,
+                    self._options.store,
+                    self._options.namespace,
+                    self._options.config(0),
                 )
                 return
             if transfer.is_kv_producer:
@@ -184,6 +187,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if self._prefill is not None:
             return self._prefill.request_finished(request)
         return False, None
+
+    def reset_cache(self) -> bool | None:
+        return None if self._store is None else self._store.reset_cache()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._store is not None:

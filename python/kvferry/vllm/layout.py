@@ -76,6 +76,10 @@ def model_identity(vllm_config: VllmConfig, tp_rank: int | None) -> str:
     shard = f" tp {rank}{vllm_config.parallel_config.tensor_parallel_size}"
     revision = f" revision {model.revision}" if model.revision else ""
     quantization = f" quantization {model.quantization}" if model.quantization else ""
+    # Both kinds of fp8 lie in tensors of bytes, which is all that a layout knows of them.
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if cache_dtype.startswith("fp8"):
+        quantization += f" KV {'fp8_e4m3' if cache_dtype == 'fp8' else cache_dtype}"
     name = os.path.basename(os.path.normpath(model.model))  # Paths differ from node to node.
     room = _MAX_MODEL_BYTES - len((revision + quantization + shard).encode())
     return name.encode()[:room].decode(errors="ignore") + revision + quantization + shard

@@ -1,5 +1,6 @@
 """The half of the connector in vLLM's scheduler process: it decides, and moves nothing."""
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 
 _ANSWERED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+_MAX_TAKERS = 4096  # Requests with the same tickets come together.
 
 
 @dataclass
@@ -174,14 +176,24 @@ class DecodeScheduler:
         self._loads: list[Load] = []  # For the next step, as the following two.
         self._cancelled: list[str] = []
         self._dismissed: list[list[str]] = []
+        # Of the last loads: the request for which a prompt was fetched.
+        self._takers: OrderedDict[int, str] = OrderedDict()
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        """(tokens that the prefill engine has and we lack, whether loading them takes a while)."""
+    ) -> tuple[int | None, bool]:
+        """(tokens that the prefill engine has and we lack, whether loading them takes a while).
+
+        Requests of one prompt with several answers (n > 1) come with the same tickets, which serve
+        once: the others wait for the first one's load (None tokens), and then find its blocks in
+        the prefix cache and compute what is not there.
+        """
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
             return 0, False
+        taker = self._takers.get(_transfer(request, params))
+        if taker is not None:
+            return (None, False) if taker in self._loading else (0, False)
         missing = request.num_prompt_tokens - num_computed_tokens
         return (missing, True) if missing > 0 else (0, False)
 
@@ -208,6 +220,10 @@ class DecodeScheduler:
                 self._dismissed.append(tickets)
         self._loading.add(request.request_id)
         self._loads.append(load)
+        if not error:
+            self._takers[_transfer(request, params)] = request.request_id
+            if len(self._takers) > _MAX_TAKERS:
+                self._takers.popitem(last=False)
 
     def _offers(self, request: Request, params: dict[str, Any]) -> tuple[list[_Offer], str]:
         """What the prompt is to be had under, all of it, and why it is not ("" if it is)."""
@@ -252,6 +268,15 @@ class DecodeScheduler:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self._loading.difference_update(output.finished_recving or ())
+
+
+def _transfer(request: Request, params: dict[str, Any]) -> int:
+    """The same for requests that would fetch the same leases, and for no others."""
+    tickets = params.get(TICKETS)
+    if isinstance(tickets, list):
+        return hash(str(tickets[:1]))
+    tokens, ends = request.prompt_token_ids or [], 64  # A batch may share a transfer_id.
+    return hash((str(params.get(TRANSFER_ID)), len(tokens), *tokens[:ends], *tokens[-ends:]))
 
 
 def _announced_parts(

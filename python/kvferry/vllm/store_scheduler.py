@@ -33,6 +33,7 @@ class _Tracked:
     found: tuple[int, int] | None = None  # (first block asked for, blocks found from there on)
     saved: int | None = None  # Blocks that need no saving (any more); None: not scheduled yet.
     has_saves: bool = False  # The workers know it, and report when its saves have ended.
+    has_loaded: bool = False  # Since it was last computed.
 
 
 class StoreScheduler:
@@ -42,8 +43,11 @@ class StoreScheduler:
     of a finished request stay allocated until the workers report that its saves have ended.
     """
 
-    def __init__(self, block_size: int, options: StoreOptions, config: kvferry.Config):
+    def __init__(
+        self, block_size: int, options: StoreOptions, namespace: str, config: kvferry.Config
+    ):
         self._block_size = block_size
+        self._namespace = namespace
         self._options = options
         self._config = config
         self._workers: list[StoreAddress] = []  # By tensor-parallel rank.
@@ -61,8 +65,13 @@ class StoreScheduler:
         self._stores = scheduler_stores(self._options, self._workers, self._config)
 
     def on_new_request(self, request: Request) -> None:
-        # Pictures and embeddings are not in the tokens that the keys are made from.
-        if request.prompt_token_ids is None or getattr(request, "mm_features", None):
+        # Pictures and embeddings are not in the tokens that the keys are made from; a prompt may be
+        # of tokens and embeddings.
+        if (
+            request.prompt_token_ids is None
+            or getattr(request, "mm_features", None)
+            or getattr(request, "prompt_embeds", None) is not None
+        ):
             return
         lora = request.lora_request
         salt = f"{request.cache_salt or ''}\0{lora.lora_name if lora else ''}"
@@ -77,6 +86,10 @@ class StoreScheduler:
         while)."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        # What has just failed to load is computed: a store that promises a block and cannot give it
+        # would otherwise be asked for it for ever.
+        if tracked.has_loaded:
             return 0, False
         first = num_computed_tokens // self._block_size
         if tracked.found is None or tracked.found[0] != first:
@@ -106,10 +119,11 @@ class StoreScheduler:
         if num_blocks > begin:
             size = self._block_size
             tokens = list(tracked.request.all_token_ids[begin * size : num_blocks * size])
+            model = self._workers[0].model
             tracked.keys += kvferry.block_keys(
                 tokens,
                 size,
-                model=self._workers[0].model,
+                model=f"{model} namespace {self._namespace}" if self._namespace else model,
                 layout=self._layout,
                 salt=tracked.salt,
                 parent=tracked.keys[-1] if tracked.keys else None,
@@ -134,6 +148,7 @@ class StoreScheduler:
             )
         )
         tracked.found = None
+        tracked.has_loaded = True
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self._loading.difference_update(output.finished_recving or ())
@@ -145,11 +160,11 @@ class StoreScheduler:
     ) -> None:
         """Adds what the workers have to load, and to save once the step is computed."""
         meta.store_loads, self._loads = self._loads, []
-        meta.store_preempted = [
-            request_id
-            for request_id in step.preempted_req_ids or ()
-            if request_id in self._requests and self._requests[request_id].has_saves
-        ]
+        for request_id in step.preempted_req_ids or ():
+            tracked = self._requests.get(request_id)
+            if tracked is not None and tracked.has_saves:
+                tracked.has_saves = False  # They end before the step, and are not reported.
+                meta.store_preempted.append(request_id)
         for request_id, scheduled in step.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
             if tracked is not None:
@@ -163,6 +178,7 @@ class StoreScheduler:
         kv_cache_manager: KVCacheManager,
     ) -> None:
         request = tracked.request
+        tracked.has_loaded = False
         before = request.num_computed_tokens // self._block_size
         full = (request.num_computed_tokens + scheduled) // self._block_size
         # What it begins with was saved when it was computed, or came out of the store.
@@ -185,6 +201,14 @@ class StoreScheduler:
         """Whether its blocks have to stay until the workers report it."""
         tracked = self._requests.pop(request.request_id, None)
         return tracked is not None and tracked.has_saves
+
+    def reset_cache(self) -> bool:
+        """False: what a store holds under a model's name stays, and would be loaded again."""
+        logger.error(
+            "a KV store is not emptied by a reset of the engine's caches: if the weights have "
+            "changed, empty it, or start the engines with another namespace"
+        )
+        return False
 
     def close(self) -> None:
         for store in self._stores:

@@ -17,6 +17,9 @@ from kvferry.vllm.metadata import StoreAddress, StoreLoad, StoreSave
 from kvferry.vllm.stores import StoreOptions, open_store, rank_key
 from kvferry.vllm.telemetry import FetchRecord, Trace, TransferStats, logger
 
+_NO_ANSWER = (kvferry.Unavailable, kvferry.DeadlineExceeded)
+_SILENCE_S = 5.0  # Nothing is saved for so long after one of these.
+
 
 @dataclass
 class _Moved:
@@ -56,6 +59,7 @@ class StoreWorker:
         self._saves: dict[str, list[Future[None]]] = {}  # Of requests the engine has not finished.
         self._finishing: set[str] = set()  # Finished, but for their saves.
         self._missing_blocks: set[int] = set()
+        self._silent_until = 0.0  # Of the saver thread.
 
     def address(self) -> StoreAddress:
         return self._address
@@ -107,20 +111,21 @@ class StoreWorker:
     # ---- Saving
 
     def save(self, saves: list[StoreSave]) -> None:
-        """Saves blocks whose last token the engine has just computed."""
+        """Saves blocks whose last token the engine has just computed.
+
+        The engine cannot reuse a finished request's blocks before they are saved, so a save that
+        has waited for the store for the time that one may take is dropped, and so is every save
+        for a while after one that the store did not answer.
+        """
+        deadline = time.monotonic() + self._timeout_ms / 1e3
         for save in saves:
             futures = self._saves.setdefault(save.request_id, [])
-            futures.append(self._saver.submit(self._save, save))
+            futures.append(self._saver.submit(self._save, save, deadline))
 
-    def _save(self, save: StoreSave) -> None:
+    def _save(self, save: StoreSave, deadline: float) -> None:
         begin = time.monotonic()
         try:
-            statuses = self._opened.store.put_pages(
-                [rank_key(key, self._rank) for key in save.keys],
-                self._pool,
-                save.block_ids,
-                timeout_ms=self._timeout_ms,
-            )
+            statuses = self._put(save, deadline)
         except Exception as error:  # Nobody asks the future; a block that is not saved is no harm.
             statuses = [error] * len(save.block_ids)
         failed = [error for error in statuses if error is not None]
@@ -140,12 +145,36 @@ class StoreWorker:
             move_ms=round((time.monotonic() - begin) * 1e3, 3),
         )
 
+    def _put(self, save: StoreSave, deadline: float) -> list[Exception | None]:
+        begin = time.monotonic()
+        if begin < self._silent_until:
+            raise kvferry.Unavailable("the KV store did not answer lately")
+        left_ms = int((deadline - begin) * 1e3)
+        if left_ms <= 0:
+            raise kvferry.DeadlineExceeded(
+                f"earlier saves took the KV store {self._timeout_ms} ms (fetch_timeout_ms)"
+            )
+        try:
+            statuses = self._opened.store.put_pages(
+                [rank_key(key, self._rank) for key in save.keys],
+                self._pool,
+                save.block_ids,
+                timeout_ms=left_ms,
+            )
+        except _NO_ANSWER as error:
+            statuses = [error] * len(save.block_ids)
+        if any(isinstance(error, _NO_ANSWER) for error in statuses):
+            # Not most of the time waiting for a store that hangs.
+            now = time.monotonic()
+            self._silent_until = now + max(_SILENCE_S, now - begin)
+        return statuses
+
     def finish_preempted(self, request_ids: list[str]) -> None:
-        """Waits for saves of blocks that are about to be overwritten."""
+        """Ends saves of blocks that are about to be overwritten, and does not report them."""
         for request_id in request_ids:
-            futures = self._saves.get(request_id, ())
-            # A save ends at its timeout.
-            _, late = wait_for(futures, timeout=self._timeout_ms / 1e3 + 1)
+            # Those that have not begun are dropped; one that has ends at its deadline.
+            running = [it for it in self._saves.pop(request_id, ()) if not it.cancel()]
+            _, late = wait_for(running, timeout=self._timeout_ms / 1e3 + 1)
             if late:
                 logger.error("blocks of preempted %s may be saved wrongly", request_id)
 

@@ -78,15 +78,11 @@ def open_store(
 
 def _open_embedded(config: dict[str, Any], layout: kvferry.KvLayout, rank: int):
     """(what holds all blocks, the host store that they are served from, what lies under it)"""
-    backend = config["backend"]
-    if backend == "host":
+    if config["backend"] == "host":
         store = _host(config, layout)
         return store, store, None
-    if backend == "rocksdb":
-        # One page of memory, to serve it from.
-        host = kvferry.HostStore(layout.page_bytes, layout=layout)
-        store = kvferry.make_store(_of_rank(config, rank))
-        return store, host, store
+    if config["backend"] == "rocksdb":  # Others are served out of memory.
+        config = {"lower": config}
     upper, lower = config.get("upper", _DEFAULT), config.get("lower")
     if not isinstance(upper, dict) or upper.get("backend") != "host" or not isinstance(lower, dict):
         raise ValueError('store: "tiered" needs an upper tier of backend "host" and a lower one')

@@ -23,6 +23,7 @@ TRACE_PATH = "trace_path"
 MODE = "mode"
 STORE = "store"
 SHARE_KV_CACHE = "share_kv_cache"
+NAMESPACE = "namespace"
 MODES = ("pull", "store")
 
 
@@ -42,7 +43,8 @@ class Options(NamedTuple):
     fields: dict[str, Any]  # Of kvferry.Config.
     trace_path: str  # "": no trace.
     mode: str  # One of MODES.
-    store: StoreOptions | None  # In store mode.
+    store: StoreOptions | None  # In store mode, as the next one.
+    namespace: str  # Engines share blocks only when theirs is the same.
     share_kv_cache: bool  # With engines on this host that fetch.
 
     @staticmethod
@@ -58,17 +60,21 @@ class Options(NamedTuple):
         mode = fields.pop(MODE, MODES[0])
         if mode not in MODES:
             raise ValueError(f"{MODE} is {mode!r}; it has to be one of {', '.join(MODES)}")
-        if mode != "store" and STORE in fields:
-            raise ValueError(f'{STORE} is of no use without "{MODE}": "store"')
+        for key in (STORE, NAMESPACE):
+            if mode != "store" and key in fields:
+                raise ValueError(f'{key} is of no use without "{MODE}": "store"')
+        namespace = fields.pop(NAMESPACE, "")
+        if not isinstance(namespace, str):
+            raise ValueError(f"{NAMESPACE} is {namespace!r}; it has to be a text")
         store = StoreOptions.parse(fields.pop(STORE, None)) if mode == "store" else None
         try:
             kvferry.Config.make(fields)
         except ValueError as error:
             raise ValueError(
                 f"kv_connector_extra_config: {error} (KVFerryConnector also takes {MODE}, "
-                f"{SHARE_KV_CACHE}, {STORE} and {TRACE_PATH})"
+                f"{NAMESPACE}, {SHARE_KV_CACHE}, {STORE} and {TRACE_PATH})"
             ) from error
-        return Options(fields, trace_path, mode, store, share)
+        return Options(fields, trace_path, mode, store, namespace, share)
 
     def config(self, tp_rank: int) -> kvferry.Config:
         """For one worker: rank r takes the r-th port behind a fixed listen_port or data_port."""

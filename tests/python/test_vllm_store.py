@@ -1,0 +1,310 @@
+"""Store mode's two halves without an engine: what is loaded, what is saved, and what becomes of it
+when the store does not do its part."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import kvferry  # noqa: E402
+from kvferry.vllm.layout import model_identity  # noqa: E402
+from kvferry.vllm.metadata import (  # noqa: E402
+    StepMetadata,
+    StoreAddress,
+    StoreLoad,
+    StoreSave,
+)
+from kvferry.vllm.store_scheduler import StoreScheduler  # noqa: E402
+from kvferry.vllm.store_worker import StoreWorker  # noqa: E402
+from kvferry.vllm.stores import (  # noqa: E402
+    StoreOptions,
+    open_store,
+    rank_key,
+)
+from kvferry.vllm.telemetry import Trace, TransferStats  # noqa: E402
+
+BLOCK = 16
+BLOCKS = 8
+LAYOUT = kvferry.KvLayout.mha(2, BLOCK, 1, 8, "float32")
+HOST = StoreOptions({"backend": "host", "capacity_bytes": 1 << 20})
+WAIT_S = 20.0
+
+
+def request(request_id: str, blocks: int, **more) -> SimpleNamespace:
+    tokens = list(range(blocks * BLOCK))
+    fields = {
+        "request_id": request_id,
+        "prompt_token_ids": tokens,
+        "all_token_ids": tokens,
+        "num_prompt_tokens": len(tokens),
+        "num_tokens": len(tokens),
+        "num_computed_tokens": 0,
+        "lora_request": None,
+        "cache_salt": None,
+        "prompt_embeds": None,
+    }
+    return SimpleNamespace(**fields | more)
+
+
+class BlockTable:
+    """Block n of a request is block n of the pool."""
+
+    def get_block_ids(self, request_id: str = "") -> tuple[list[int]]:
+        return (list(range(BLOCKS)),)
+
+
+class Scheduler:
+    """The scheduler half, over a store of its own in which `put` is what others have saved."""
+
+    def __init__(self, namespace: str = ""):
+        config = kvferry.Config.make({})
+        self.pool = kvferry.KvPool.create(LAYOUT, BLOCKS)
+        self.opened = open_store(HOST, self.pool, config, "m", "n", 0)
+        self.half = StoreScheduler(BLOCK, HOST, namespace, config)
+        self.half.set_workers({0: StoreAddress.of(self.opened.address, "m", LAYOUT)})
+
+    def put(self, keys: list[bytes]) -> None:
+        stored = self.opened.store.put_pages(
+            [rank_key(key, 0) for key in keys], self.pool, list(range(len(keys)))
+        )
+        assert stored == [None] * len(keys)
+
+    def compute(self, it: SimpleNamespace, blocks: int) -> StepMetadata:
+        """A step that computes so many blocks of the request."""
+        meta = self.step({it.request_id: blocks * BLOCK})
+        it.num_computed_tokens += blocks * BLOCK
+        return meta
+
+    def step(self, scheduled: dict[str, int], preempted: set[str] = frozenset()) -> StepMetadata:
+        meta = StepMetadata()
+        output = SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=preempted)
+        self.half.fill(meta, output, BlockTable())
+        return meta
+
+    def close(self) -> None:
+        self.half.close()
+        self.opened.close()
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Scheduler]:
+    it = Scheduler()
+    yield it
+    it.close()
+
+
+def fill(pool: kvferry.KvPool, block: int, value: int) -> None:
+    for layer in range(LAYOUT.num_layers):
+        for tensor in range(2):
+            pool.page(layer, tensor, block)[:] = value
+
+
+def holds(pool: kvferry.KvPool, block: int, value: int) -> bool:
+    return all(
+        (pool.page(layer, tensor, block) == value).all()
+        for layer in range(LAYOUT.num_layers)
+        for tensor in range(2)
+    )
+
+
+def keys_of(scheduler: Scheduler, it: SimpleNamespace) -> list[bytes]:
+    """What the request's blocks are saved under."""
+    scheduler.half.on_new_request(it)
+    (save,) = scheduler.compute(it, len(it.all_token_ids) // BLOCK).store_saves
+    scheduler.half.request_finished(it)
+    return save.keys
+
+
+def test_what_the_store_promised_and_did_not_give_is_computed(scheduler: Scheduler):
+    scheduler.put(keys_of(scheduler, request("before", 3)))
+    it = request("r", 3)
+    scheduler.half.on_new_request(it)
+    ask = scheduler.half.get_num_new_matched_tokens
+    assert ask(it, 0) == (3 * BLOCK, True)
+    scheduler.half.update_state_after_alloc(it, BlockTable(), 3 * BLOCK)
+    # Not one of them came, so the engine asks again, and has to be told to compute.
+    scheduler.half.update_connector_output(SimpleNamespace(finished_recving={"r"}))
+    assert ask(it, 0) == (0, False)
+    scheduler.compute(it, 2)
+    it.num_computed_tokens = 0  # Preempted.
+    assert ask(it, 0) == (3 * BLOCK, True)
+
+
+def test_a_preempted_request_is_reported_only_for_what_it_saves_afterwards(scheduler: Scheduler):
+    it = request("r", 3)
+    scheduler.half.on_new_request(it)
+    assert len(scheduler.compute(it, 2).store_saves) == 1
+    assert scheduler.step({}, {"r"}).store_preempted == ["r"]
+    assert scheduler.half.request_finished(it) is False
+    scheduler.half.on_new_request(it)
+    scheduler.compute(it, 1)
+    assert scheduler.half.request_finished(it) is True
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prompt_token_ids": None},
+        {"mm_features": ["picture"]},
+        {"prompt_embeds": torch.zeros(1)},  # A prompt of tokens and embeddings has both.
+    ],
+)
+def test_what_is_not_all_tokens_has_no_keys(scheduler: Scheduler, more: dict):
+    it = request("r", 2, **more)
+    scheduler.half.on_new_request(it)
+    assert scheduler.compute(it, 2).store_saves == []
+
+
+def test_namespaces_share_nothing(scheduler: Scheduler):
+    keys = keys_of(scheduler, request("r", 2))
+    other = Scheduler("of another customer")
+    assert not set(keys) & set(keys_of(other, request("r", 2)))
+    other.close()
+    assert keys == keys_of(scheduler, request("s", 2))
+
+
+def test_a_reset_of_what_cannot_be_emptied_is_no_success(scheduler: Scheduler):
+    assert scheduler.half.reset_cache() is False
+
+
+def test_both_kinds_of_fp8_are_different_models():
+    def identity(cache_dtype: str) -> str:
+        return model_identity(
+            SimpleNamespace(
+                model_config=SimpleNamespace(model="a/b", revision=None, quantization=None),
+                parallel_config=SimpleNamespace(tensor_parallel_size=1),
+                cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+            ),
+            0,
+        )
+
+    assert identity("auto") == identity("bfloat16")  # What it is stands in the layout.
+    assert identity("fp8") == identity("fp8_e4m3")
+    assert len({identity("auto"), identity("fp8_e4m3"), identity("fp8_e5m2")}) == 3
+
+
+@pytest.mark.parametrize("backend", ["host", "rocksdb", "tiered"])
+def test_embedded_stores_serve_their_pages(backend: str, tmp_path):
+    configs = {"host": HOST.config, "rocksdb": {"backend": "rocksdb", "path": str(tmp_path)}}
+    configs["tiered"] = {"backend": "tiered", "upper": configs["host"], "lower": configs["rocksdb"]}
+    config = kvferry.Config.make({})
+    pool, other = (kvferry.KvPool.create(LAYOUT, BLOCKS) for _ in range(2))
+    fill(pool, 1, 7)
+    fill(pool, 3, 9)
+    opened = open_store(StoreOptions(configs[backend]), pool, config, "m", "n", 0)
+    remote = kvferry.RemoteStore(opened.address, other, config, "m", "other")
+    assert opened.store.put_pages([b"a", b"b"], pool, [1, 3]) == [None, None]
+    assert remote.get_pages([b"a", b"b"], other, [2, 4]) == [None, None]
+    assert holds(other, 2, 7) and holds(other, 4, 9)
+    assert remote.put_pages([b"c", b"d"], other, [2, 4]) == [None, None]
+    assert opened.store.get_pages([b"d", b"c"], pool, [1, 3]) == [None, None]
+    assert holds(pool, 1, 9) and holds(pool, 3, 7)
+    remote.close()
+    opened.close()
+
+
+class HeldStore:
+    """A store in which puts wait until they are let go on, or for their deadline."""
+
+    def __init__(self, store):
+        self._store = store
+        self.began = threading.Event()
+        self.go_on = threading.Event()
+        self.puts = 0
+
+    def put_pages(self, keys, pool, pages, *, timeout_ms):
+        self.puts += 1
+        self.began.set()
+        if not self.go_on.wait(timeout_ms / 1e3):
+            raise kvferry.DeadlineExceeded("held")
+        return self._store.put_pages(keys, pool, pages, timeout_ms=timeout_ms)
+
+    def __getattr__(self, name: str):
+        return getattr(self._store, name)
+
+
+class Worker:
+    def __init__(self, timeout_ms: int):
+        self.pool = kvferry.KvPool.create(LAYOUT, BLOCKS)
+        config = kvferry.Config.make({"fetch_timeout_ms": timeout_ms})
+        cache = SimpleNamespace(pool=self.pool)
+        self.half = StoreWorker(cache, HOST, config, "m", "n", 0, Trace("", 0), TransferStats())
+        self.store = self.half._opened.store = HeldStore(self.half._opened.store)
+
+    def save(self, request_id: str, block: int) -> bytes:
+        key = f"{request_id} {block}".encode()
+        self.half.save([StoreSave(request_id, [key], [block])])
+        return key
+
+    def wait_saved(self, finished: set[str]) -> None:
+        """Until the finished requests, all of them, are reported."""
+        left = set(finished)
+
+        def reported() -> bool:
+            left.difference_update(self.half.take_finished(finished)[0])
+            return not left
+
+        wait_for(reported)
+
+    def close(self) -> None:
+        self.store.go_on.set()
+        self.half.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    it = Worker(timeout_ms=int(WAIT_S * 1e3))
+    yield it
+    it.close()
+
+
+def test_saves_that_wait_are_dropped_when_their_blocks_are_taken(worker: Worker):
+    worker.save("other", 0)
+    assert worker.store.began.wait(WAIT_S)
+    key = worker.save("preempted", 1)
+    worker.half.finish_preempted(["preempted"])  # Returns at once: its save has not begun.
+    fill(worker.pool, 1, 7)  # Another request's.
+    worker.store.go_on.set()
+    worker.save("last", 2)
+    worker.wait_saved({"other", "last"})
+    assert worker.store.exists([rank_key(key, 0)]) == 0
+    # Nobody keeps blocks for it any more, so it must not be reported.
+    assert worker.half.take_finished({"preempted"}) == (set(), set())
+
+
+def test_a_load_of_a_preempted_request_is_all_that_is_reported(worker: Worker):
+    worker.store.go_on.set()
+    key = worker.save("r", 1)
+    worker.half.finish_preempted(["r"])
+    worker.half.load([StoreLoad("r", [key], [2], 0)])
+    reported: list[set[str]] = [set(), set()]
+
+    def loaded() -> bool:
+        for all_of_kind, kind in zip(reported, worker.half.take_finished({"r"}), strict=True):
+            all_of_kind |= kind
+        return reported[1] == {"r"}
+
+    wait_for(loaded)
+    assert reported[0] == set() and worker.half.take_missing_blocks() == set()
+
+
+def test_a_store_that_hangs_holds_blocks_no_longer_than_one_save_may_take():
+    worker = Worker(timeout_ms=300)
+    requests = {f"r{n}" for n in range(20)}
+    for name in requests:
+        worker.save(name, 1)
+    worker.wait_saved(requests)
+    assert worker.store.puts == 1
+    worker.close()
