@@ -5,7 +5,9 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include <atomic>
 #include <random>
+#include <thread>
 
 #include "tests/support/captured_log.h"
 #include "tests/support/endpoints.h"
@@ -333,6 +335,32 @@ TEST_F(Malformed, DecodeSideSurvivesGarbageToo) {
   EXPECT_TRUE(WaitFor([&] { return Metric(*decode, "messages_malformed") == 2; }, Soon()));
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable));
   EXPECT_TRUE(IsOk(Fetch(*decode, Publish(*prefill_, *source_, {1}), {5})->Wait(Soon())));
+}
+
+// Whoever floods the port of one who listens is heard, and those whom that one has dialled are too.
+TEST_F(Malformed, AFloodKeepsNobodyUnheard) {
+  Config config = SmallChunks();
+  config.heartbeat_interval_ms = 100;
+  config.heartbeat_timeout_ms = 1000;
+  const auto target = MakePatternPool(SmallLayout(), 8, 3);
+  const auto decode = MakePushedDecode(target, config);
+  std::atomic<bool> stop = false;
+  std::vector<std::thread> strangers;
+  for (int i = 0; i < 2; ++i) {
+    strangers.emplace_back([&] {
+      RawDecode peer(decode->address());
+      while (!stop) peer.SendFrames({"", "", ""});
+    });
+  }
+  const Deadline until = DeadlineInMs(3000);
+  absl::Status status;
+  while (status.ok() && Clock::now() < until) {
+    status = Fetch(*decode, Publish(*prefill_, *source_, {1}), {5})->Wait(Soon());
+  }
+  EXPECT_TRUE(IsOk(status));
+  EXPECT_EQ(Metric(*decode, "peers_lost"), 0);
+  stop = true;
+  for (std::thread& stranger : strangers) stranger.join();
 }
 
 TEST_F(Malformed, HelloToADecodeEndpointIsRefused) {
