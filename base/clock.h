@@ -13,8 +13,12 @@ using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
 
 inline Deadline DeadlineIn(std::chrono::milliseconds duration) { return Clock::now() + duration; }
+// A century at most, either way: callers give the largest number that they have for "no limit", and
+// the clock ends after three.
 inline Deadline DeadlineInMs(int64_t duration_ms) {
-  return DeadlineIn(std::chrono::milliseconds(duration_ms));
+  constexpr std::chrono::milliseconds kMost = std::chrono::years(100);
+  return DeadlineIn(
+      std::chrono::milliseconds(std::clamp<int64_t>(duration_ms, -kMost.count(), kMost.count())));
 }
 
 // Milliseconds left, rounded up so that a sleep of that length does not wake early; never negative.

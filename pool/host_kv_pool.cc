@@ -245,6 +245,8 @@ absl::Status HostKvPool::BackUp(std::span<const int32_t> device_slots,
 absl::Status HostKvPool::LoadLayers(std::span<const int32_t> host_slots,
                                     std::span<const int32_t> device_slots) {
   LayerCounter& layers = device_->layers();
+  // Whoever waits for a layer hears of no load that cannot begin.
+  KVFERRY_RETURN_IF_ERROR(device_->CheckCopyFrom(*host_, host_slots, device_slots));
   KVFERRY_RETURN_IF_ERROR(layers.Begin());
   for (int64_t layer = 0; layer < layers.num_layers(); ++layer) {
     absl::Status copied = device_->CopyLayerFrom(*host_, layer, host_slots, device_slots);

@@ -88,11 +88,13 @@ class HostKvPool {
   // The state that all of `slots` are in; INVALID_ARGUMENT when there are none or they differ.
   absl::StatusOr<HostSlotState> StateOf(std::span<const int32_t> slots) const;
 
-  // Device slots to reserved host slots, all layers; these are synced afterwards.
+  // Device slots to reserved host slots, all layers; these are synced afterwards, and reserved
+  // again when it fails.
   absl::Status BackUp(std::span<const int32_t> device_slots, std::span<const int32_t> host_slots);
   // Backup host slots to device slots, layer by layer, counting the device pool's layers() up: an
   // engine's readers of a layer wait for that layer only. Host slots are synced afterwards, and
-  // backup again when it fails, which layers() then tells its waiters.
+  // backup again when it fails. Slots that do not fit, and a load that finds another one under way,
+  // leave layers() as it is; a copy that fails on its way ends the load for its waiters, too.
   absl::Status Load(std::span<const int32_t> host_slots, std::span<const int32_t> device_slots);
 
  private:

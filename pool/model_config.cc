@@ -30,6 +30,16 @@ struct ClassDefault {
   int64_t value;
 };
 constexpr std::array kClassDefaults = {
+    ClassDefault{"gemma", "head_dim", 256},
+    ClassDefault{"gemma", "max_position_embeddings", 8192},
+    ClassDefault{"gemma", "num_attention_heads", 16},
+    ClassDefault{"gemma", "num_hidden_layers", 28},
+    ClassDefault{"gemma", "num_key_value_heads", 16},
+    ClassDefault{"gemma2", "head_dim", 256},
+    ClassDefault{"gemma2", "max_position_embeddings", 8192},
+    ClassDefault{"gemma2", "num_attention_heads", 8},
+    ClassDefault{"gemma2", "num_hidden_layers", 26},
+    ClassDefault{"gemma2", "num_key_value_heads", 4},
     ClassDefault{"gemma2", "sliding_window", 4096},
     ClassDefault{"gemma2", "sliding_window_pattern", 2},
     ClassDefault{"gemma3_text", "head_dim", 256},
@@ -44,18 +54,19 @@ constexpr std::array kClassDefaults = {
 };
 
 // Fields that make layers differ in ways that one number for all of them would get wrong.
-constexpr std::array<absl::string_view, 18> kUneven = {
+constexpr std::array<absl::string_view, 19> kUneven = {
     "global_head_dim",  // Gemma 4
     "num_global_key_value_heads",
     "num_kv_shared_layers",  // Gemma 3n and 4
     "swa_head_dim",          // MiMo-V2
     "swa_num_key_value_heads",
     "hybrid_layer_pattern",
-    "attention_other_setting",  // Step 3.5
-    "attn_type_list",           // MiniMax-Text-01
-    "block_configs",            // Nemotron-NAS
-    "hybrid_override_pattern",  // Nemotron-H
-    "layers_block_type",        // Jamba, Zamba
+    "num_key_value_heads_per_layer",  // DeciLM
+    "use_cla",                        // Hunyuan-Large: layers share KV
+    "attention_other_setting",        // Step 3.5
+    "block_configs",                  // Nemotron-NAS
+    "hybrid_override_pattern",        // Nemotron-H
+    "layers_block_type",              // Jamba, Zamba
     "attn_layer_period",
     "attn_layer_indices",  // Bamba
     "mamba_d_state",       // Falcon-H1
@@ -63,6 +74,13 @@ constexpr std::array<absl::string_view, 18> kUneven = {
     "linear_attn_config",      // Kimi Linear
     "compress_ratios",         // DeepSeek V4
     "cross_attention_layers",  // Mllama
+};
+// The same of which layers attend. Where there are layer_types, these say it.
+constexpr std::array<absl::string_view, 4> kUnevenKinds = {
+    "full_attn_idxs",  // LFM2
+    "block_types",     // RecurrentGemma
+    "_block_types",
+    "layer_group_size",  // Ling and Ring with linear attention
 };
 
 struct NamedDType {
@@ -189,18 +207,41 @@ absl::StatusOr<const Json*> FindTextConfig(const Json& root, std::string* name) 
   return nullptr;
 }
 
+absl::Status Uneven(absl::string_view name, const Json& value) {
+  return absl::UnimplementedError(
+      absl::StrCat("model config: ", name, " is ", Shown(value),
+                   ", which makes layers differ in a way that is not supported"));
+}
+
+absl::Status CheckUnset(const Fields& fields, absl::string_view name) {
+  const Json* value = fields.Get(std::string(name));
+  const bool set = value != nullptr && *value != Json(0) && *value != Json(false) &&
+                   !(value->is_structured() && value->empty());
+  return set ? Uneven(name, *value) : absl::OkStatus();
+}
+
 absl::Status CheckEven(const Fields& fields) {
   for (const absl::string_view name : kUneven) {
+    KVFERRY_RETURN_IF_ERROR(CheckUnset(fields, name));
+  }
+  if (fields.Has("layer_types")) return absl::OkStatus();
+  for (const absl::string_view name : kUnevenKinds) {
     const Json* value = fields.Get(std::string(name));
-    const bool set = value != nullptr && *value != Json(0) && *value != Json(false) &&
-                     !(value->is_structured() && value->empty());
-    if (set) {
-      return absl::UnimplementedError(
-          absl::StrCat("model config: ", name, " is ", Shown(*value),
-                       ", which makes layers differ in a way that is not supported"));
-    }
+    if (value != nullptr && *value == Json(1)) continue;  // A group of one is a full layer.
+    KVFERRY_RETURN_IF_ERROR(CheckUnset(fields, name));
   }
   return absl::OkStatus();
+}
+
+// MiniMax: 1 for each layer with full attention. M2 lists nothing else.
+absl::Status CheckAttentionTypes(const Fields& fields, int64_t num_layers) {
+  constexpr char kName[] = "attn_type_list";
+  const Json* types = fields.Get(kName);
+  if (types == nullptr || (types->is_array() && types->empty())) return absl::OkStatus();
+  const bool all_full =
+      types->is_array() && static_cast<int64_t>(types->size()) >= num_layers &&
+      std::all_of(types->begin(), types->end(), [](const Json& type) { return type == Json(1); });
+  return all_full ? absl::OkStatus() : Uneven(kName, *types);
 }
 
 // ---------------------------------------------------------------- KV caches of checkpoints
@@ -254,17 +295,25 @@ absl::Status CheckScheme(const Json& scheme) {
   return Bad("kv_cache_scheme is {", absl::StrJoin(fields, ", "), "}", kOnlyFp8);
 }
 
+// Whether a word says FP8: its own name, or in AutoFP8's files that scales were measured.
+bool IsFp8(const Json& config, const Json& word) {
+  if (!word.is_string()) return false;
+  if (absl::AsciiStrToLower(word.get_ref<const std::string&>()) == "fp8") return true;
+  const Json* method = FindField(config, "quant_method");
+  return word == Json("static") && method != nullptr && *method == Json("fp8");
+}
+
 // Whether the checkpoint was quantised for FP8 keys and values.
 absl::StatusOr<bool> WantsFp8Kv(const Json& config) {
   // ModelOpt's own file has it one level deeper than config.json.
   KVFERRY_ASSIGN_OR_RETURN(const Json* inner, FindObject(config, "quantization"));
+  const Json& quantization = inner == nullptr ? config : *inner;
   for (const char* name : {"kv_cache_scheme", "kv_cache_quant_algo"}) {
-    const Json* value = FindField(inner == nullptr ? config : *inner, name);
+    const Json* value = FindField(quantization, name);
     if (value == nullptr) continue;
     if (value->is_object()) {
       KVFERRY_RETURN_IF_ERROR(CheckScheme(*value));
-    } else if (!value->is_string() ||
-               absl::AsciiStrToLower(value->get_ref<const std::string&>()) != "fp8") {
+    } else if (!IsFp8(quantization, *value)) {
       return Bad(name, " is ", Shown(*value), kOnlyFp8);
     }
     return true;
@@ -349,8 +398,9 @@ absl::Status ReadMha(const Fields& fields, int64_t ranks, ModelConfig* config) {
   KVFERRY_ASSIGN_OR_RETURN(config->num_kv_heads, KvHeadsOfRank(heads, ranks));
   KVFERRY_ASSIGN_OR_RETURN(config->head_dim, HeadDim(fields));
   KVFERRY_ASSIGN_OR_RETURN(const std::optional<int64_t> v_head_dim,
-                           fields.Find({"v_head_dim"}, 1, KvLayout::kMaxHeadDim));
-  config->v_head_dim = v_head_dim.value_or(config->head_dim);
+                           fields.Find({"v_head_dim"}, 0, KvLayout::kMaxHeadDim));
+  // DeepSeek-OCR and VL2-Tiny, which have no MLA, write 0 in its fields.
+  config->v_head_dim = v_head_dim.value_or(0) > 0 ? *v_head_dim : config->head_dim;
   return absl::OkStatus();
 }
 
@@ -453,11 +503,27 @@ absl::Status SetWindows(const Fields& fields, std::vector<LayerKind>* layers) {
   return absl::OkStatus();
 }
 
+// Checkpoints of LongCat-Flash have no model_type.
+bool IsLongcatFlash(const ModelConfig& config) {
+  return config.model_type == "longcat_flash" || config.model_type == "longcat_flash_ngram" ||
+         absl::StartsWith(config.architecture, "LongcatFlash");
+}
+
+// Layers that attend.
+absl::StatusOr<int64_t> NumLayers(const Fields& fields, const ModelConfig& config) {
+  if (IsLongcatFlash(config)) {  // Two times each; num_hidden_layers may stand for either count.
+    KVFERRY_ASSIGN_OR_RETURN(const int64_t pairs,
+                             fields.Need({"num_layers"}, 1, KvLayout::kMaxLayers / 2));
+    return 2 * pairs;
+  }
+  return fields.Need({"num_hidden_layers", "n_layer", "num_layers", "n_layers"}, 1,
+                     KvLayout::kMaxLayers);
+}
+
 absl::Status ReadLayers(const Fields& fields, ModelConfig* config) {
-  KVFERRY_ASSIGN_OR_RETURN(const int64_t count,
-                           fields.Need({"num_hidden_layers", "n_layer", "num_layers", "n_layers"},
-                                       1, KvLayout::kMaxLayers));
+  KVFERRY_ASSIGN_OR_RETURN(const int64_t count, NumLayers(fields, *config));
   config->layers.assign(count, LayerKind::kFull);
+  KVFERRY_RETURN_IF_ERROR(CheckAttentionTypes(fields, count));
   if (const Json* types = fields.Get("layer_types")) return ReadLayerTypes(*types, &config->layers);
   KVFERRY_ASSIGN_OR_RETURN(const std::optional<int64_t> interval,
                            fields.Find({"full_attention_interval"}, 1, KvLayout::kMaxLayers));

@@ -55,9 +55,11 @@ struct ModelConfigOptions {
 
 // The KV cache that one rank of a model needs, read from the model's config.json. A value type.
 struct ModelConfig {
-  std::string architecture;       // The first one the file names; may be empty.
-  std::string model_type;         // The language model's; may be empty.
-  std::vector<LayerKind> layers;  // One a layer. Prediction (MTP) layers are not among them.
+  std::string architecture;  // The first one the file names; may be empty.
+  std::string model_type;    // The language model's; may be empty.
+  // One a layer, two a layer that attends twice (LongCat-Flash). Prediction (MTP) layers are not
+  // among them.
+  std::vector<LayerKind> layers;
 
   AttentionKind attention = AttentionKind::kMha;
   int64_t num_kv_heads = 0;  // On this rank; 1 with MLA.
@@ -81,8 +83,9 @@ struct ModelConfig {
   // class in transformers, its default counts.
   //
   // With kv_cache_dtype "auto", a quantization_config (compression_config) may say how KV is
-  // stored: compressed-tensors in kv_cache_scheme, ModelOpt in kv_cache_quant_algo. Both mean
-  // fp8_e4m3 when they say FP8; their scales lie with the weights.
+  // stored: compressed-tensors in kv_cache_scheme, ModelOpt in kv_cache_quant_algo, AutoFP8
+  // (quant_method "fp8") in kv_cache_scheme as "static". All mean fp8_e4m3 when they say FP8; their
+  // scales lie with the weights.
   //
   // INVALID_ARGUMENT naming the field, its value and what is allowed, or, for one that is missing,
   // the names that were looked for; also for text that is longer than kMaxJsonBytes or not JSON,

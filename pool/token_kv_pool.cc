@@ -1,10 +1,12 @@
 #include "pool/token_kv_pool.h"
 
+#include <algorithm>
+#include <functional>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
-#include "pool/token_copy.h"
 
 namespace kvferry {
 namespace {
@@ -27,6 +29,86 @@ absl::Status CheckValueDim(const KvLayout& layout, int64_t value_dim) {
   return absl::InvalidArgumentError(absl::StrCat("token pool: latent_value_dim is ", value_dim,
                                                  " but must lie in [0, ", max_dim, "] for ",
                                                  layout.ToString()));
+}
+
+// ---------------------------------------------------------------- copies within one memory
+
+bool Meet(const BufferInfo& a, const BufferInfo& b) {
+  const std::less<const std::byte*> below;
+  return below(a.address, b.address + b.bytes) && below(b.address, a.address + a.bytes);
+}
+
+// From the first byte of a pool's buffers to the last.
+BufferInfo Hull(const KvPool& pool) {
+  const std::less<const std::byte*> below;
+  std::byte* begin = pool.buffer_infos()[0].address;
+  std::byte* end = begin;
+  for (const BufferInfo& buffer : pool.buffer_infos()) {
+    begin = std::min(begin, buffer.address, below);
+    end = std::max(end, buffer.address + buffer.bytes, below);
+  }
+  return {.address = begin, .bytes = end - begin};
+}
+
+bool ShareMemory(const KvPool& a, const KvPool& b) {
+  if (&a == &b) return true;
+  if (!Meet(Hull(a), Hull(b))) return false;
+  // An engine's buffers may lie in between those of another pool.
+  return std::any_of(
+      a.buffer_infos().begin(), a.buffer_infos().end(), [&b](const BufferInfo& mine) {
+        return std::any_of(b.buffer_infos().begin(), b.buffer_infos().end(),
+                           [&mine](const BufferInfo& theirs) { return Meet(mine, theirs); });
+      });
+}
+
+// Whether a slot gets another row and is the source of one, too, which the order of copies decides.
+bool ReadsWhatItWrites(std::span<const int32_t> from_slots, std::span<const int32_t> to_slots) {
+  const absl::flat_hash_set<int32_t> read(from_slots.begin(), from_slots.end());
+  for (size_t i = 0; i < to_slots.size(); ++i) {
+    if (to_slots[i] != from_slots[i] && read.contains(to_slots[i])) return true;
+  }
+  return false;
+}
+
+// Of a copy's rows that wait aside, rounded up so that the next ones begin aligned.
+int64_t AsideBytes(const TokenCopy& copy) {
+  constexpr int64_t kAlignment = 256;
+  return (copy.num_rows() * copy.from().row_bytes() + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+absl::StatusOr<std::shared_ptr<std::byte>> AllocateAside(std::span<const TokenCopy> copies,
+                                                         const PoolMemory& memory) {
+  int64_t bytes = 0;
+  for (const TokenCopy& copy : copies) bytes += AsideBytes(copy);
+  absl::StatusOr<std::shared_ptr<std::byte>> aside = memory.Allocate(bytes);
+  if (aside.ok()) return aside;
+  return absl::Status(aside.status().code(),
+                      absl::StrCat("token pool: slots are both read and written, for which ", bytes,
+                                   " bytes are missing; copy fewer, or layer by layer: ",
+                                   aside.status().message()));
+}
+
+// All rows are read before one is written.
+absl::Status RunAside(std::span<const TokenCopy> copies, const PoolMemory& memory,
+                      ThreadPool* threads) {
+  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<std::byte> aside, AllocateAside(copies, memory));
+  std::vector<TokenCopy> reads, writes;
+  std::byte* next = aside.get();
+  for (const TokenCopy& copy : copies) {
+    const TokenView &from = copy.from(), &to = copy.to();
+    const auto count = static_cast<size_t>(copy.num_rows());
+    const TokenView rows =
+        TokenView::Packed(next, from.dtype, copy.num_rows(), from.num_heads, from.head_dim);
+    KVFERRY_ASSIGN_OR_RETURN(const TokenCopy read,
+                             TokenCopy::PlanGather(from, {copy.from_slots(), count}, rows));
+    KVFERRY_ASSIGN_OR_RETURN(const TokenCopy write,
+                             TokenCopy::PlanScatter(rows, to, {copy.to_slots(), count}));
+    reads.push_back(read);
+    writes.push_back(write);
+    next += AsideBytes(copy);
+  }
+  KVFERRY_RETURN_IF_ERROR(memory.Run(reads, threads));
+  return memory.Run(writes, threads);
 }
 
 }  // namespace
@@ -223,9 +305,9 @@ absl::Status TokenKvPool::CheckSameTensors(const TokenKvPool& other) const {
                                                  " to ", layout().ToString()));
 }
 
-absl::Status TokenKvPool::CopyLayersFrom(const TokenKvPool& from, int64_t first_layer,
-                                         int64_t num_layers, std::span<const int32_t> from_slots,
-                                         std::span<const int32_t> to_slots) {
+absl::StatusOr<std::vector<TokenCopy>> TokenKvPool::PlanLayersFrom(
+    const TokenKvPool& from, int64_t first_layer, int64_t num_layers,
+    std::span<const int32_t> from_slots, std::span<const int32_t> to_slots) const {
   KVFERRY_RETURN_IF_ERROR(CheckSameTensors(from));
   std::vector<TokenCopy> copies;
   for (int64_t tensor = 0; tensor < layout().num_tensors(); ++tensor) {
@@ -236,9 +318,31 @@ absl::Status TokenKvPool::CopyLayersFrom(const TokenKvPool& from, int64_t first_
       copies.push_back(copy);
     }
   }
+  return copies;
+}
+
+absl::Status TokenKvPool::CheckCopyFrom(const TokenKvPool& from,
+                                        std::span<const int32_t> from_slots,
+                                        std::span<const int32_t> to_slots) const {
+  // All layers are alike.
+  return PlanLayersFrom(from, 0, 1, from_slots, to_slots).status();
+}
+
+absl::Status TokenKvPool::CopyLayersFrom(const TokenKvPool& from, int64_t first_layer,
+                                         int64_t num_layers, std::span<const int32_t> from_slots,
+                                         std::span<const int32_t> to_slots) {
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<TokenCopy> copies,
+                           PlanLayersFrom(from, first_layer, num_layers, from_slots, to_slots));
   // A device knows how to reach the host, and not the other way round.
   const PoolMemory& copier = memory().on_host() ? from.memory() : memory();
-  return copier.Run(copies, threads_.get());
+  if (from_slots.empty() || !ShareMemory(*from.pool_, *pool_)) {
+    return copier.Run(copies, threads_.get());
+  }
+  // Slots of one number are one row only if both pools see the memory alike.
+  const bool alike = std::all_of(copies.begin(), copies.end(),
+                                 [](const TokenCopy& copy) { return copy.from() == copy.to(); });
+  if (alike && !ReadsWhatItWrites(from_slots, to_slots)) return copier.Run(copies, threads_.get());
+  return RunAside(copies, copier, threads_.get());
 }
 
 absl::Status TokenKvPool::CopyLayerFrom(const TokenKvPool& from, int64_t layer,

@@ -14,6 +14,7 @@
 #include "pool/kv_layout.h"
 #include "pool/kv_pool.h"
 #include "pool/layer_counter.h"
+#include "pool/token_copy.h"
 #include "pool/token_view.h"
 
 namespace kvferry {
@@ -95,11 +96,19 @@ class TokenKvPool {
   // one, converted where dtypes or page formats differ. INVALID_ARGUMENT when the pools differ in
   // layers, tensors or their shapes, or the lists in length, OUT_OF_RANGE as above; nothing is
   // written then. One of them may lie on a device, or both on the same.
+  //
+  // `from` may be this pool, or share memory with it: what stands in from_slots before the call is
+  // what to_slots get, as with buffer[to] = buffer[from]. Where a slot is both read and written,
+  // rows wait in memory of their own meanwhile; RESOURCE_EXHAUSTED when that cannot be had, and
+  // nothing is written then. Layer by layer it is less.
   absl::Status CopyLayerFrom(const TokenKvPool& from, int64_t layer,
                              std::span<const int32_t> from_slots,
                              std::span<const int32_t> to_slots);
   absl::Status CopyFrom(const TokenKvPool& from, std::span<const int32_t> from_slots,
                         std::span<const int32_t> to_slots);
+  // Their INVALID_ARGUMENT and OUT_OF_RANGE without a copy, for who has something to begin before.
+  absl::Status CheckCopyFrom(const TokenKvPool& from, std::span<const int32_t> from_slots,
+                             std::span<const int32_t> to_slots) const;
 
  private:
   TokenKvPool(std::shared_ptr<KvPool> pool, std::vector<TokenView> views, int64_t latent_value_dim);
@@ -115,6 +124,10 @@ class TokenKvPool {
                                                    std::span<const std::byte> flat) const;
   absl::Status CopyFlat(int64_t first_layer, int64_t num_layers, std::span<const int32_t> slots,
                         std::span<const std::byte> flat, bool read) const;
+  absl::StatusOr<std::vector<TokenCopy>> PlanLayersFrom(const TokenKvPool& from,
+                                                        int64_t first_layer, int64_t num_layers,
+                                                        std::span<const int32_t> from_slots,
+                                                        std::span<const int32_t> to_slots) const;
   absl::Status CopyLayersFrom(const TokenKvPool& from, int64_t first_layer, int64_t num_layers,
                               std::span<const int32_t> from_slots,
                               std::span<const int32_t> to_slots);

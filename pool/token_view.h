@@ -54,6 +54,8 @@ struct TokenView {
   bool SlotsAreDense() const {
     return RowsAreDense() && token_stride == row_bytes() && page_stride == page_size * token_stride;
   }
+
+  bool operator==(const TokenView&) const = default;
 };
 
 }  // namespace kvferry

@@ -195,7 +195,12 @@ std::vector<nb::object> CallBatch(const PyStore& self, const nb::sequence& items
 }
 
 nb::dict StatsDict(const PyStore& self) {
-  const KvStore::Stats stats = self.get()->stats();
+  const std::shared_ptr<KvStore> store = self.get();
+  KvStore::Stats stats;
+  {
+    const nb::gil_scoped_release nogil;
+    stats = store->stats();
+  }
   nb::dict dict;
   dict["entries"] = stats.entries;
   dict["bytes"] = stats.bytes;

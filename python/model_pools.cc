@@ -38,6 +38,7 @@ void BindModelPools(nb::module_& module) {
           "num_tokens"_a = 0, "kv_bytes"_a = 0, "window_ratio"_a = ModelPoolsOptions().window_ratio,
           "max_requests"_a = ModelPoolsOptions().max_requests, "max_context_tokens"_a = 0,
           "max_track_slots"_a = 0, "kv_cache_dtype"_a = "auto", "memory"_a = "host",
+          nb::call_guard<nb::gil_scoped_release>(),
           "Sized by num_tokens or kv_bytes; max_context_tokens 0 is the model's "
           "max_position_embeddings; kv_cache_dtype, other than 'auto', replaces the model's; "
           "memory is "

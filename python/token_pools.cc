@@ -145,8 +145,11 @@ nb::ndarray<nb::numpy, float, nb::ndim<3>> GetQuantized(const TokenKvPool& self,
   const TokenView values = TokenView::Packed(reinterpret_cast<std::byte*>(owned), DType::kFloat32,
                                              static_cast<int64_t>(count), codes.num_heads,
                                              static_cast<int64_t>(head_dim));
-  Check(LoadQuantized(block_format, codes, self.view(layer, tensor + 1), SlotList(slots), values,
-                      self.memory()));
+  {
+    const nb::gil_scoped_release nogil;
+    Check(LoadQuantized(block_format, codes, self.view(layer, tensor + 1), SlotList(slots), values,
+                        self.memory()));
+  }
   return {owned, {count, num_heads, head_dim}, owner};
 }
 
@@ -194,6 +197,7 @@ void BindTokenKvPool(nb::module_& module) {
             return Value(TokenKvPool::Create(layout, num_tokens, latent_value_dim, lies_in));
           },
           "layout"_a, "num_tokens"_a, "latent_value_dim"_a = 0, nb::kw_only(), "memory"_a = "host",
+          nb::call_guard<nb::gil_scoped_release>(),
           "Zeroed memory for num_tokens slots, and page 0 for padding: the host's, or a GPU's as "
           "'cuda:0'.")
       .def_static(
@@ -244,7 +248,9 @@ void BindTokenKvPool(nb::module_& module) {
            "Stored bytes of these slots, [tensors, layers, slots, heads, dim], or of one layer.")
       .def("set_flat_data", &SetFlat, "slots"_a, "flat"_a, "layer"_a = nb::none())
       .def("copy_from", &CopyFrom, "source"_a, "source_slots"_a, "slots"_a, "layer"_a = nb::none(),
-           "Rows of another pool, converted where dtypes or page formats differ.")
+           "Rows of another pool, or of this one, converted where dtypes or page formats differ. "
+           "All are "
+           "read before one is written.")
       .def("set_quantized", &SetQuantized, "format"_a, "layer"_a, "tensor"_a, "slots"_a, "rows"_a,
            "Quantises rows into `tensor` and their scales into the next one; format: mxfp4 or "
            "fp8_block128.")
@@ -283,6 +289,7 @@ void BindHostKvPool(nb::module_& module) {
           },
           "device"_a, nb::kw_only(), "ratio"_a = 0.0, "bytes"_a = 0,
           "keep_free_bytes"_a = HostKvPool::kDefaultKeepFreeBytes,
+          nb::call_guard<nb::gil_scoped_release>(),
           "Sized by its ratio to the device pool or in bytes.")
       .def_prop_ro("host", &HostKvPool::host, "The TokenKvPool with the memory.")
       .def_prop_ro("num_tokens", &HostKvPool::num_tokens)
@@ -359,6 +366,7 @@ void BindBlockCache(nb::module_& module) {
           nb::kw_only(), "num_blocks"_a, "num_layers"_a, "block_size"_a, "num_kv_heads"_a,
           "head_dim"_a, "dtype"_a = "bfloat16", "mla"_a = false,
           "order"_a = std::vector<std::string>(kDimNames.begin(), kDimNames.end()),
+          nb::call_guard<nb::gil_scoped_release>(),
           "Zeroed host memory. order: dimensions as they lie in memory, outermost first.")
       .def_prop_ro("num_blocks", &BlockCache::num_blocks)
       .def_prop_ro("bytes", &BlockCache::bytes)

@@ -111,6 +111,26 @@ constexpr char kQwen36[] = R"({"architectures": ["Qwen3_5MoeForConditionalGenera
     "model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 1, "num_attention_heads": 16,
     "num_hidden_layers": 40, "num_key_value_heads": 2}})";
 
+// LongCat-Flash-Chat's has no model_type.
+constexpr char kLongcatFlash[] = R"({"architectures": ["LongcatFlashForCausalLM"],
+  "attention_method": "MLA", "hidden_size": 6144, "kv_lora_rank": 512,
+  "max_position_embeddings": 131072, "num_attention_heads": 64, "num_layers": 28,
+  "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16",
+  "v_head_dim": 128})";
+
+constexpr char kDeepSeekOcr[] = R"({"architectures": ["DeepseekOCRForCausalLM"],
+  "language_config": {"architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 1280,
+    "kv_lora_rank": null, "max_position_embeddings": 8192, "num_attention_heads": 10,
+    "num_hidden_layers": 12, "num_key_value_heads": 10, "q_lora_rank": null, "qk_nope_head_dim": 0,
+    "qk_rope_head_dim": 0, "torch_dtype": "bfloat16", "use_mla": false, "v_head_dim": 0},
+  "model_type": "deepseek_vl_v2", "torch_dtype": "bfloat16"})";
+
+// Its attn_type_list has an entry, 1, for each layer.
+constexpr char kMiniMaxM2[] = R"({"architectures": ["MiniMaxM2ForCausalLM"],
+  "head_dim": 128, "hidden_size": 3072, "max_position_embeddings": 196608,
+  "model_type": "minimax", "num_attention_heads": 48, "num_hidden_layers": 62,
+  "num_key_value_heads": 8, "num_mtp_modules": 3, "torch_dtype": "bfloat16"})";
+
 ModelConfig Read(absl::string_view json, const ModelConfigOptions& options = {}) {
   return Must(ModelConfig::FromJson(json, options));
 }
@@ -208,6 +228,23 @@ TEST(ModelConfigs, GemmaAlternates) {
   EXPECT_EQ(of_4b.max_position_embeddings, 131072);
 }
 
+// As inside of PaliGemma's files, which leave out what Gemma's classes say.
+TEST(ModelConfigs, WhatGemmasClassesSay) {
+  const ModelConfig gemma = Read(R"({"text_config": {"hidden_size": 3072, "model_type": "gemma"},
+      "torch_dtype": "bfloat16"})");
+  EXPECT_EQ(gemma.LayersOf(LayerKind::kFull).size(), 28);
+  EXPECT_EQ(gemma.num_kv_heads, 16);
+  EXPECT_EQ(gemma.head_dim, 256);  // 3072 / 16 would be 192.
+  EXPECT_EQ(gemma.max_position_embeddings, 8192);
+  const ModelConfig gemma2 = Read(R"({"text_config": {"hidden_size": 2304, "model_type": "gemma2"},
+      "torch_dtype": "bfloat16"})");
+  EXPECT_EQ(gemma2.layers.size(), 26);
+  EXPECT_EQ(gemma2.LayersOf(LayerKind::kSliding).size(), 13);
+  EXPECT_EQ(gemma2.num_kv_heads, 4);
+  EXPECT_EQ(gemma2.head_dim, 256);  // 2304 / 8 would be 288.
+  EXPECT_EQ(gemma2.max_position_embeddings, 8192);
+}
+
 TEST(ModelConfigs, ListedLayerTypes) {
   const ModelConfig config = Read(kGptOss);
   EXPECT_EQ(config.sliding_window_tokens, 128);
@@ -240,6 +277,31 @@ TEST(ModelConfigs, MlaCountsItsLayers) {
   EXPECT_EQ(v3.kv_bytes_per_token(), 70272);
   EXPECT_EQ(Read(kDeepSeekV3, KvDType("fp8")).kv_bytes_per_token(), 35136);
   EXPECT_EQ(Read(kDeepSeekV3, Ranks(16)), v3);  // Every rank holds all of the latent.
+}
+
+TEST(ModelConfigs, LongcatFlashAttendsTwiceInALayer) {
+  const ModelConfig config = Read(kLongcatFlash);
+  EXPECT_EQ(config.LayersOf(LayerKind::kFull).size(), 56);
+  EXPECT_EQ(config.kv_bytes_per_token(), 56 * 576 * 2);
+  // transformers writes the one count or both.
+  for (const char* type : {"longcat_flash", "longcat_flash_ngram"}) {
+    EXPECT_EQ(Read(With(kLongcatFlash, absl::StrCat(R"({"architectures": null, "model_type": ")",
+                                                    type, R"(", "num_hidden_layers": 56})")))
+                  .num_attention_layers(),
+              56);
+  }
+  EXPECT_TRUE(Fails(ModelConfig::FromJson(
+                        With(kLongcatFlash, R"({"num_layers": null, "num_hidden_layers": 28})")),
+                    kInvalid, "num_layers is missing; looked for num_layers"));
+}
+
+TEST(ModelConfigs, DeepSeeksWithoutMlaAreMultiHead) {
+  const ModelConfig config = Read(kDeepSeekOcr);
+  EXPECT_EQ(config.attention, AttentionKind::kMha);
+  EXPECT_EQ(config.num_kv_heads, 10);
+  EXPECT_EQ(config.head_dim, 128);
+  EXPECT_EQ(config.v_head_dim, 128);
+  EXPECT_EQ(config.kv_bytes_per_token(), 12 * 10 * (128 + 128) * 2);
 }
 
 TEST(ModelConfigs, SparseIndexer) {
@@ -392,6 +454,9 @@ TEST(ModelConfigs, CheckpointsSayHowTheirKvIsStored) {
     EXPECT_TRUE(is_fp8(Quantized(kLlama3, "kv_cache_quant_algo", algo)));
     EXPECT_TRUE(is_fp8(Quantized(kLlama3, "kv_cache_scheme", algo)));
   }
+  // AutoFP8's files, and those of Hy3-FP8.
+  EXPECT_TRUE(is_fp8(With(kLlama3, R"({"quantization_config": {"quant_method": "fp8",
+      "activation_scheme": "static", "kv_cache_scheme": "static"}})")));
   EXPECT_TRUE(is_fp8(With(kLlama3, R"({"compression_config": {"kv_cache_quant_algo": "FP8"}})")));
   EXPECT_TRUE(is_fp8(
       With(kQwen36, R"({"text_config": {"quantization_config": {"kv_cache_scheme": "FP8"}}})")));
@@ -432,6 +497,8 @@ TEST(ModelConfigs, UnknownWaysToStoreKvAreNamed) {
   EXPECT_TRUE(unknown("kv_cache_scheme", "{}", "kv_cache_scheme is {}"));
   EXPECT_TRUE(unknown("kv_cache_scheme", R"({"num_bits": {"a": [8]}})", "num_bits an object"));
   EXPECT_TRUE(unknown("kv_cache_scheme", "8", "kv_cache_scheme is 8"));
+  // Of what quant_method says, which is not FP8 here.
+  EXPECT_TRUE(unknown("kv_cache_scheme", R"("static")", R"(kv_cache_scheme is "static")"));
   EXPECT_TRUE(unknown("kv_cache_quant_algo", R"("NVFP4")", R"(kv_cache_quant_algo is "NVFP4")"));
   EXPECT_TRUE(unknown("kv_cache_quant_algo", R"("INT8")", R"(kv_cache_quant_algo is "INT8")"));
   EXPECT_TRUE(unknown("kv_cache_quant_algo", "[8]", "kv_cache_quant_algo is an array"));
@@ -488,7 +555,7 @@ TEST(ModelConfigs, BadValuesAreShown) {
   EXPECT_TRUE(Fails(bad(kLlama3, "num_key_value_heads", "[8, 4]"), kInvalid,
                     "num_key_value_heads is an array"));
   EXPECT_TRUE(Fails(bad(kLlama3, "head_dim", "-128"), kInvalid, "head_dim is -128"));
-  EXPECT_TRUE(Fails(bad(kLlama3, "v_head_dim", "0"), kInvalid, "v_head_dim is 0"));
+  EXPECT_TRUE(Fails(bad(kLlama3, "v_head_dim", "-1"), kInvalid, "v_head_dim is -1"));
   EXPECT_TRUE(Fails(bad(kLlama3, "max_position_embeddings", "0"), kInvalid, "max_position_emb"));
   EXPECT_TRUE(Fails(bad(kMistral7B, "sliding_window", "-5"), kInvalid, "sliding_window is -5"));
   EXPECT_TRUE(Fails(bad(kMistral7B, "use_sliding_window", "1"), kInvalid,
@@ -516,12 +583,45 @@ TEST(ModelConfigs, UnevenLayersAreRefused) {
   EXPECT_TRUE(uneven(R"({"hybrid_override_pattern": "M-M*"})", "hybrid_override_pattern is"));
   EXPECT_TRUE(uneven(R"({"block_configs": [{"attention": {"n_heads_in_group": 8}}]})",
                      "block_configs is an array"));
-  EXPECT_EQ(Read(With(kLlama3, R"({"num_kv_shared_layers": 0, "cross_attention_layers": []})")),
+  EXPECT_TRUE(uneven(R"({"num_key_value_heads_per_layer": [4, 4, 2]})", "heads_per_layer is an"));
+  EXPECT_TRUE(uneven(R"({"use_cla": true, "cla_share_factor": 2})", "use_cla is true"));
+  EXPECT_EQ(Read(With(kLlama3, R"({"num_kv_shared_layers": 0, "cross_attention_layers": [],
+                                   "use_cla": false})")),
             Read(kLlama3));
   EXPECT_TRUE(
       Fails(ModelConfig::FromJson(With(
                 kGptOss, R"({"num_hidden_layers": 2, "layer_types": ["full_attention", "conv"]})")),
             kUnimplemented, "layer_types[1] is \"conv\""));
+}
+
+TEST(ModelConfigs, HybridsOfOtherFieldsAreRefused) {
+  // LFM2, RecurrentGemma under both names, Ring with linear attention.
+  for (const char* change :
+       {R"("full_attn_idxs": [2, 5, 8])", R"("block_types": ["recurrent", "attention"])",
+        R"("_block_types": ["recurrent", "attention"])", R"("layer_group_size": 5)"}) {
+    const std::string text = With(kLlama3, absl::StrCat("{", change, "}"));
+    EXPECT_TRUE(Fails(ModelConfig::FromJson(text), kUnimplemented, "makes layers differ"));
+    // Unless layer_types says it.
+    const std::string types =
+        absl::StrCat("{", change, R"(, "num_hidden_layers": 1, "layer_types": ["attention"]})");
+    EXPECT_EQ(Read(With(kLlama3, types)).num_attention_layers(), 1);
+  }
+  EXPECT_EQ(Read(With(kLlama3, R"({"layer_group_size": 1})")), Read(kLlama3));
+}
+
+TEST(ModelConfigs, MiniMaxListsLayersWithFullAttention) {
+  const auto of_types = [](int64_t ones, const std::vector<int>& then) {
+    std::vector<int> types(static_cast<size_t>(ones), 1);
+    types.insert(types.end(), then.begin(), then.end());
+    return With(kMiniMaxM2, Json{{"attn_type_list", types}}.dump());
+  };
+  EXPECT_EQ(Read(of_types(62, {})).LayersOf(LayerKind::kFull).size(), 62);
+  EXPECT_EQ(Read(of_types(65, {})), Read(of_types(62, {})));
+  EXPECT_EQ(Read(of_types(0, {})), Read(of_types(62, {})));
+  for (const std::string& text : {of_types(61, {}), of_types(61, {0}), of_types(62, {0}),
+                                  With(kMiniMaxM2, R"({"attn_type_list": "1"})")}) {
+    EXPECT_TRUE(Fails(ModelConfig::FromJson(text), kUnimplemented, "attn_type_list is "));
+  }
 }
 
 TEST(ModelConfigs, TextThatIsNoConfig) {
@@ -542,11 +642,12 @@ TEST(ModelConfigs, TextThatIsNoConfig) {
 
 TEST(ModelConfigs, RandomDamageIsNeverFatal) {
   const std::vector<std::string> files = {
-      kLlama3,         kMistral7B,  kMistralNemo,
-      kQwen25,         kQwen3,      kGemma2,
-      kGemma3Of1B,     kGptOss,     kGemma3Of4B,
-      kDeepSeekV2Lite, kDeepSeekV3, kDeepSeekV32,
-      kQwen3Next,      kQwen36,     Quantized(kQwen3, "kv_cache_scheme", kFp8Scheme)};
+      kLlama3,         kMistral7B,   kMistralNemo,
+      kQwen25,         kQwen3,       kGemma2,
+      kGemma3Of1B,     kGptOss,      kGemma3Of4B,
+      kDeepSeekV2Lite, kDeepSeekV3,  kDeepSeekV32,
+      kLongcatFlash,   kDeepSeekOcr, kMiniMaxM2,
+      kQwen3Next,      kQwen36,      Quantized(kQwen3, "kv_cache_scheme", kFp8Scheme)};
   const std::vector<Json> junk = {nullptr,
                                   0,
                                   -1,

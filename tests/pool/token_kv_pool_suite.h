@@ -213,14 +213,10 @@ class TokenPools : public testing::TestWithParam<std::tuple<TokenPoolBackend, si
     ASSERT_EQ(flat, FlatOfModel(layer, 1, slots));
   }
 
-  // Rows of some slots to others, out and in as flat data.
-  void RandomMove() {
-    std::vector<int32_t> from = Slots();
-    std::vector<int32_t> to = SlotsToWrite();
-    from.resize(std::min(from.size(), to.size()));
-    to.resize(from.size());
-    const bool whole = Upto(2) == 0;
-    const int64_t layer = Layer(), count = static_cast<int64_t>(from.size());
+  // Out and in as flat data.
+  void MoveAsFlatData(bool whole, int64_t layer, const std::vector<int32_t>& from,
+                      const std::vector<int32_t>& to) {
+    const auto count = static_cast<int64_t>(from.size());
     std::vector<std::byte> flat(
         static_cast<size_t>(whole ? pool_->flat_bytes(count) : pool_->layer_flat_bytes(count)));
     if (whole) {
@@ -229,6 +225,22 @@ class TokenPools : public testing::TestWithParam<std::tuple<TokenPoolBackend, si
     } else {
       ASSERT_TRUE(IsOk(pool_->ReadFlatLayer(layer, from, flat)));
       ASSERT_TRUE(IsOk(pool_->WriteFlatLayer(layer, to, flat)));
+    }
+  }
+
+  // Rows of some slots to others, some of which may be both.
+  void RandomMove() {
+    std::vector<int32_t> from = Slots();
+    std::vector<int32_t> to = SlotsToWrite();
+    from.resize(std::min(from.size(), to.size()));
+    to.resize(from.size());
+    const bool whole = Upto(2) == 0;
+    const int64_t layer = Layer();
+    if (Upto(2) == 0) {
+      MoveAsFlatData(whole, layer, from, to);
+    } else {
+      ASSERT_TRUE(IsOk(whole ? pool_->CopyFrom(*pool_, from, to)
+                             : pool_->CopyLayerFrom(*pool_, layer, from, to)));
     }
     for (size_t part = 0; part < parts_.size(); ++part) {
       for (int64_t l = whole ? 0 : layer; l < (whole ? shape_.layout.num_layers : layer + 1); ++l) {

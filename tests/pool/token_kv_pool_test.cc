@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <numeric>
 #include <vector>
 
 #include "tests/pool/guarded_memory.h"
@@ -107,6 +108,11 @@ TEST_F(BadCalls, CopiesBetweenPools) {
   EXPECT_TRUE(
       Fails(pool_->CopyFrom(*good, std::vector<int32_t>{4, 12}, slots_), kRange, "slot 12"));
   EXPECT_TRUE(Fails(pool_->CopyLayerFrom(*good, 5, slots_, slots_), kRange, "layer 5"));
+  EXPECT_TRUE(Fails(pool_->CheckCopyFrom(*mla, slots_, slots_), kInvalid, "latent"));
+  EXPECT_TRUE(
+      Fails(pool_->CheckCopyFrom(*good, slots_, std::vector<int32_t>{4, 20}), kRange, "slot 20"));
+  EXPECT_TRUE(Fails(pool_->CheckCopyFrom(*good, slots_, {}), kInvalid, "2 rows to read but 0"));
+  EXPECT_TRUE(IsOk(pool_->CheckCopyFrom(*good, slots_, slots_)));
 }
 
 TEST(TokenKvPools, CopiesBetweenPoolsConvert) {
@@ -129,6 +135,94 @@ TEST(TokenKvPools, CopiesBetweenPoolsConvert) {
   check(false);
   ASSERT_TRUE(IsOk(to->CopyFrom(*from, from_slots, to_slots)));
   check(true);
+}
+
+// Every row of a pool, other bytes in each.
+std::vector<int32_t> FillAll(TokenKvPool& pool) {
+  std::vector<int32_t> slots(static_cast<size_t>(pool.num_slots()));
+  std::iota(slots.begin(), slots.end(), 0);
+  std::vector<std::byte> flat(static_cast<size_t>(pool.flat_bytes(pool.num_slots())));
+  for (size_t i = 0; i < flat.size(); ++i) flat[i] = static_cast<std::byte>(i * 31 + i / 251);
+  EXPECT_TRUE(IsOk(pool.WriteFlat(slots, flat)));
+  return slots;
+}
+
+std::vector<std::byte> FlatOf(const TokenKvPool& pool, const std::vector<int32_t>& slots) {
+  std::vector<std::byte> flat(
+      static_cast<size_t>(pool.flat_bytes(static_cast<int64_t>(slots.size()))));
+  EXPECT_TRUE(IsOk(pool.ReadFlat(slots, flat)));
+  return flat;
+}
+
+TEST(TokenKvPools, WithinOneMemoryReadsComeBeforeWrites) {
+  const KvLayout layout = KvLayout::Mha(2, 4, 2, 4, DType::kBFloat16);
+  const auto pages = Must(KvPool::Create(layout, 5));
+  const auto pool = Must(TokenKvPool::Over(pages)), twin = Must(TokenKvPool::Over(pages));
+  // A run onto its own end, a circle, one that stays where it is, one that is read twice.
+  const std::vector<int32_t> from = {1, 2, 3, 4, 5, 9, 10, 11, 7, 1};
+  const std::vector<int32_t> to = {2, 3, 4, 5, 6, 10, 11, 9, 7, 12};
+  const std::vector<int32_t> others = {0, 1, 8, 13, 14, 15, 16, 17, 18, 19};
+  for (const auto& source : {pool, twin}) {
+    FillAll(*pool);
+    const std::vector<std::byte> want = FlatOf(*pool, from), kept = FlatOf(*pool, others);
+    ASSERT_TRUE(IsOk(pool->CopyFrom(*source, from, to)));
+    EXPECT_EQ(FlatOf(*pool, to), want);
+    EXPECT_EQ(FlatOf(*pool, others), kept);
+  }
+}
+
+TEST(TokenKvPools, APoolMaySeeTheSameMemoryOtherwise) {
+  const KvLayout layout = KvLayout::Mha(2, 4, 2, 4, DType::kBFloat16);
+  const auto pages = Must(KvPool::Create(layout, 5));
+  const auto pool = Must(TokenKvPool::Over(pages));
+  const auto hnd = Must(
+      TokenKvPool::Over(Must(KvPool::Adopt(Hnd(layout), pages->buffer_infos(), /*owner=*/pages))));
+  const std::vector<int32_t> all = FillAll(*pool);
+  const std::vector<std::byte> want = FlatOf(*pool, all);
+  ASSERT_TRUE(IsOk(hnd->CopyFrom(*pool, all, all)));  // The other page format, in place.
+  EXPECT_EQ(FlatOf(*hnd, all), want);
+  EXPECT_NE(FlatOf(*pool, all), want);
+
+  // Its slot 0 is the other's slot 8.
+  std::vector<BufferInfo> tail(pages->buffer_infos().begin(), pages->buffer_infos().end());
+  for (BufferInfo& buffer : tail) {
+    buffer.address += 2 * buffer.item_bytes;
+    buffer.bytes -= 2 * buffer.item_bytes;
+  }
+  const auto part = Must(TokenKvPool::Over(Must(KvPool::Adopt(layout, tail, pages))));
+  const std::vector<int32_t> from = {6, 7, 8, 9, 10}, to = {0, 1, 2, 3, 4};
+  const std::vector<std::byte> rows = FlatOf(*pool, from);
+  ASSERT_TRUE(IsOk(part->CopyFrom(*pool, from, to)));
+  EXPECT_EQ(FlatOf(*part, to), rows);
+}
+
+// A device with no room for more than its pools.
+class FullMemory : public GuardedMemory {
+ public:
+  absl::StatusOr<std::shared_ptr<std::byte>> Allocate(int64_t bytes) const override {
+    if (full) return absl::ResourceExhaustedError("it is full");
+    return GuardedMemory::Allocate(bytes);
+  }
+  bool full = false;
+};
+
+TEST(TokenKvPools, OnlyRowsThatAreReadAndWrittenTakeMoreMemory) {
+  const auto memory = std::make_shared<FullMemory>();
+  const auto pool =
+      Must(TokenKvPool::Create(KvLayout::Mha(2, 4, 2, 4, DType::kFloat32), 16, 0, memory));
+  const std::vector<int32_t> all = FillAll(*pool);
+  memory->full = true;
+  const std::vector<int32_t> from = {4, 5, 6, 19}, apart = {7, 8, 9, 19}, meeting = {6, 7, 8, 9};
+  const std::vector<std::byte> rows = FlatOf(*pool, from);
+  ASSERT_TRUE(IsOk(pool->CopyFrom(*pool, from, apart)));
+  EXPECT_EQ(FlatOf(*pool, apart), rows);
+  const std::vector<std::byte> before = FlatOf(*pool, all);
+  EXPECT_TRUE(Fails(pool->CopyFrom(*pool, from, meeting), absl::StatusCode::kResourceExhausted,
+                    "1024 bytes", "copy fewer, or layer by layer", "it is full"));
+  EXPECT_EQ(FlatOf(*pool, all), before);
+  memory->full = false;
+  ASSERT_TRUE(IsOk(pool->CopyFrom(*pool, from, meeting)));
+  EXPECT_EQ(FlatOf(*pool, meeting), rows);
 }
 
 TEST(TokenKvPools, ReadersWaitForTheirLayer) {

@@ -69,6 +69,9 @@ GEMMA_3_4B_TEXT = {
     "sliding_window": 1024,
     "torch_dtype": "bfloat16",
 }
+# As inside of multimodal models' files, which leave out what the class says.
+GEMMA_TEXT = {"hidden_size": 3072, "model_type": "gemma", "torch_dtype": "bfloat16"}
+GEMMA_2_TEXT = {"hidden_size": 2304, "model_type": "gemma2", "torch_dtype": "bfloat16"}
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"],
     "head_dim": 64,
@@ -102,6 +105,19 @@ DEEPSEEK_V3_2 = DEEPSEEK_V3 | {
     "index_n_heads": 64,
     "index_topk": 2048,
     "model_type": "deepseek_v32",
+}
+LONGCAT_FLASH = {
+    "architectures": ["LongcatFlashForCausalLM"],
+    "hidden_size": 6144,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131072,
+    "model_type": "longcat_flash",
+    "num_attention_heads": 64,
+    "num_layers": 28,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
 }
 QWEN_3_NEXT_80B = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -200,11 +216,14 @@ KINDS = {
         QWEN_2_5_7B | {"use_sliding_window": True, "max_window_layers": 20},
         QWEN_3_14B,
         QWEN_3_14B | {"use_sliding_window": True, "sliding_window": 99, "max_window_layers": 0},
+        GEMMA_TEXT,
+        GEMMA_2_TEXT,
         GEMMA_2_9B,
         GEMMA_3_4B_TEXT,
         GPT_OSS_20B,
         DEEPSEEK_V3,
         DEEPSEEK_V3_2,
+        LONGCAT_FLASH,
         QWEN_3_NEXT_80B,
         QWEN_3_NEXT_80B | {"full_attention_interval": 3},
     ],
@@ -219,6 +238,7 @@ def test_transformers_reads_the_same(file, dtype):
         read(file),
         kvferry.ModelConfig.from_json(theirs.to_json_string(use_diff=False)),
     ):
+        assert len(ours.layers) == theirs.num_hidden_layers
         types = getattr(theirs, "layer_types", None)
         if types is None:
             window = getattr(theirs, "sliding_window", None)

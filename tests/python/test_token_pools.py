@@ -138,6 +138,26 @@ def test_flat_data():
         pool.set_flat_data(slots(3), np.zeros(5, np.uint8))
 
 
+@pytest.mark.parametrize("layer", [None, 1])
+def test_rows_move_within_a_pool_as_torch_indexing_does(layer):
+    """buffer[target] = buffer[source], as SGLang does: all rows are read before one is written."""
+    pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(2, 4, 2, 8, "bfloat16"), 60)
+    twin = kvferry.TokenKvPool.over(pool.pages)
+    buffers = [torch.from_dlpack(pool.buffer(at, kv)) for at in range(2) for kv in range(2)]
+    generator = torch.Generator().manual_seed(1)
+    for round_ in range(100):
+        for buffer in buffers:
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))
+        source = torch.randint(0, 64, (20,), generator=generator)
+        target = torch.randperm(64, generator=generator)[:20]
+        expected = [buffer.clone() for buffer in buffers]
+        for buffer in expected if layer is None else expected[2 * layer : 2 * layer + 2]:
+            buffer[target] = buffer[source]
+        pool.copy_from(twin if round_ % 2 else pool, source, target, layer=layer)
+        for got, want in zip(buffers, expected, strict=True):
+            assert torch.equal(got, want)
+
+
 def test_threads_change_nothing_but_the_speed():
     layout = kvferry.KvLayout.mha(2, 1, 8, 128, "float32")
     pool = kvferry.TokenKvPool.create(layout, 2048)

@@ -1,0 +1,142 @@
+"""Other Python threads run while the core works for long."""
+
+import contextlib
+import json
+import sys
+import threading
+import time
+
+import kvferry
+import numpy as np
+import pytest
+
+
+@contextlib.contextmanager
+def only_given_turns():
+    """No thread gets a turn from another one that does not give it: Python takes none away."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def lets_others_run(call, for_s: float) -> bool:
+    """Whether another thread has a turn during one of many calls."""
+    turns, done = 0, False
+
+    def take_turns() -> None:
+        nonlocal turns
+        while not done:
+            turns += 1
+            time.sleep(1e-5)
+
+    other = threading.Thread(target=take_turns)
+    with only_given_turns():
+        other.start()
+        deadline, had_one = time.monotonic() + for_s, False
+        while not had_one and time.monotonic() < deadline:
+            before = turns
+            call()
+            had_one = turns != before
+        done = True
+        other.join()
+    return had_one
+
+
+def make_tokens() -> kvferry.TokenKvPool:
+    return kvferry.TokenKvPool.create(kvferry.KvLayout.mha(2, 16, 8, 128, "bfloat16"), 4096)
+
+
+def make_states() -> kvferry.GdnPool:
+    return kvferry.GdnPool(
+        max_requests=8,
+        num_layers=4,
+        num_v_heads=8,
+        head_k_dim=128,
+        head_v_dim=128,
+        conv_dim=2048,
+        conv_kernel_size=4,
+    )
+
+
+def make_caches() -> kvferry.BlockCache:
+    return kvferry.BlockCache.create(
+        num_blocks=64, num_layers=8, block_size=16, num_kv_heads=8, head_dim=128
+    )
+
+
+def make_model_pools():
+    llama = {
+        "model_type": "llama",
+        "head_dim": 128,
+        "hidden_size": 1024,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 4,
+        "torch_dtype": "bfloat16",
+    }
+    model = kvferry.ModelConfig.from_json(json.dumps(llama))
+    return lambda: kvferry.ModelPools.create(model, page_size=16, num_tokens=4096)
+
+
+def make_host_tiers():
+    device = make_tokens()
+    return lambda: kvferry.HostKvPool.create(device, ratio=1, keep_free_bytes=0)
+
+
+def get_quantized():
+    tensors = kvferry.quantized_tensors("mxfp4", "k", 8, 128)
+    layout = kvferry.KvLayout(
+        num_layers=1, page_size=16, dtype="uint8", page_format="NHD", tensors=tensors
+    )
+    pool = kvferry.TokenKvPool.create(layout, 4096)
+    slots = np.arange(4096, dtype=np.int32)
+    return lambda: pool.get_quantized("mxfp4", 0, 0, slots)
+
+
+def reset_states():
+    pool = make_states()
+    return lambda: pool.reset_states([1, 2, 3, 4])
+
+
+def copy_states():
+    pool = make_states()
+    return lambda: pool.copy_states([1, 2, 3, 4], [5, 6, 7, 8])
+
+
+def write_tables():
+    tables = kvferry.BlockTables(num_blocks=1 << 17, block_size=1, max_sequences=64)
+    ids = [tables.add(2000) for _ in range(64)]
+    return lambda: tables.table(ids)
+
+
+def store_stats():
+    return kvferry.HostStore(1 << 20).stats
+
+
+# Each makes what is called.
+CALLS = {
+    "TokenKvPool.create": lambda: make_tokens,
+    "TokenKvPool.get_quantized": get_quantized,
+    "HostKvPool.create": make_host_tiers,
+    "BlockCache.create": lambda: make_caches,
+    "ModelPools.create": make_model_pools,
+    "GdnPool": lambda: make_states,
+    "GdnPool.reset_states": reset_states,
+    "GdnPool.copy_states": copy_states,
+    "BlockTables.table": write_tables,
+    "HostStore.stats": store_stats,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_others_have_turns(name):
+    assert lets_others_run(CALLS[name](), for_s=20)
+
+
+def test_a_short_call_keeps_its_turn():
+    """That turns are not taken, without which the others would show nothing."""
+    pool = make_tokens()
+    assert not lets_others_run(lambda: pool.num_tokens, for_s=0.2)
