@@ -283,16 +283,21 @@ void LookupQueries::OnFetched(uint64_t id) {
   {
     const MutexLock lock(&mutex_);
     Query& query = *queries_.at(id);
-    const absl::Status status = query.fetch->status();
+    absl::Status status = query.fetch->status();
     if (status.ok()) {
       query.take_by = std::max(query.request.deadline, DeadlineInMs(kTakeMs));
       return Take(id, query);
     }
     if (absl::IsResourceExhausted(status) && !closing_) {
-      // Of the producer, which has too many fetches under way; the entry is still leased to us.
-      query.fetch = nullptr;
-      query.retry_at = Clock::now() + std::chrono::milliseconds(kFirstBackoffMs);
-      return;
+      // Of the producer, which has too many fetches under way, or our own for one more session; the
+      // entry is still leased to us.
+      const Deadline now = Clock::now();
+      if (!query.cancelled && now < query.request.deadline) {
+        query.fetch = nullptr;
+        query.retry_at = now + std::chrono::milliseconds(kFirstBackoffMs);
+        return;
+      }
+      status = NotFetched(query, status);
     }
     // A producer that is gone has nothing to take back.
     if (!absl::IsUnavailable(status)) {
@@ -301,6 +306,13 @@ void LookupQueries::OnFetched(uint64_t id) {
     ended = End(id, status);
   }
   ended.Finish();
+}
+
+absl::Status LookupQueries::NotFetched(const Query& query, const absl::Status& why) const {
+  if (query.cancelled) return absl::CancelledError("the lookup was cancelled");
+  return absl::DeadlineExceededError(
+      absl::StrCat("lookup: ", options_.producers[query.found_at],
+                   " has the entry, but no turn came in time to fetch it: ", why.ToString()));
 }
 
 // ---------------------------------------------------------------- taking
@@ -356,7 +368,8 @@ void LookupQueries::LookOn(Query& query) {
 absl::Status LookupQueries::NotTaken(const Query& query, const absl::Status& why) const {
   const absl::StatusCode code = IsFinal(why) ? why.code() : absl::StatusCode::kDeadlineExceeded;
   return {code, absl::StrCat("lookup: every byte came, but ", options_.producers[query.found_at],
-                             " has not said in time that the entry is ours: ", why.ToString())};
+                             " has not said in time that the entry is ours: ",
+                             why.ToString(absl::StatusToStringMode::kWithNoExtraData))};
 }
 
 // ---------------------------------------------------------------- endings

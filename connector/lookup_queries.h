@@ -28,6 +28,8 @@ namespace kvferry {
 //   asking     deadline, cancel,         gone       with that error
 //              all refuse
 //   fetching   producer has no turn      fetching   anew after a moment: the entry is still ours
+//   fetching   the same, and cancelled   gone       with that error; the entry goes back
+//              or deadline
 //   fetching   fetch failed, cancelled   gone       with that error; the entry goes back
 //   fetching   every byte                taking     if `done` is lost the producer puts the entry back:
 //                                                   it has to say whose it is (lookup_take)
@@ -123,6 +125,7 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   void Fetch(uint64_t id, const std::shared_ptr<Query>& query, absl::Status status);
   absl::Status StartFetch(uint64_t id, Query& query);
   void OnFetched(uint64_t id);
+  absl::Status NotFetched(const Query& query, const absl::Status& why) const;
   // Asks the producer for the entry, of which every byte is here.
   void Take(uint64_t id, Query& query) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnTaken(uint64_t id, const absl::StatusOr<Fields>& reply);

@@ -2,11 +2,35 @@
 
 #include <algorithm>
 
+#include "absl/strings/cord.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
 
 namespace kvferry {
+namespace {
+
+// A payload of errors, and what it is.
+constexpr char kCutOff[] = "kvferry/cut_off";
+constexpr char kNotAsked[] = "not asked";
+constexpr char kAsked[] = "asked";
+
+}  // namespace
+
+CutOff CutOffOf(const absl::Status& error) {
+  const auto payload = error.GetPayload(kCutOff);
+  if (!payload.has_value()) return CutOff::kNo;
+  return *payload == kAsked ? CutOff::kAsked : CutOff::kNotAsked;
+}
+
+absl::Status WithCutOff(absl::Status error, CutOff cut_off) {
+  if (cut_off == CutOff::kNo) {
+    error.ErasePayload(kCutOff);
+  } else {
+    error.SetPayload(kCutOff, absl::Cord(cut_off == CutOff::kAsked ? kAsked : kNotAsked));
+  }
+  return error;
+}
 
 // ---------------------------------------------------------------- asking
 
@@ -126,7 +150,9 @@ void Calls::OnCancelMsg(const PeerKey& peer, uint64_t id) { Drop({peer, id}); }
 
 void Calls::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
   for (const uint64_t id : IdsWhere([&](const Call& c) { return c.peer == peer; })) {
-    End(id, status);
+    const auto call = calls_.find(id);
+    if (call == calls_.end()) continue;  // Another one's on_reply has ended it.
+    End(id, WithCutOff(status, call->second.asked ? CutOff::kAsked : CutOff::kNotAsked));
   }
   std::vector<CallKey> gone;
   for (auto it = served_.lower_bound({peer, 0}); it != served_.end() && it->first.peer == peer;

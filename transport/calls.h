@@ -31,6 +31,16 @@ struct CallKey {
   }
 };
 
+// Whether a call ended with its session, before a reply came, and how far it had come by then.
+enum class CutOff {
+  kNo,        // It did not: this is a reply, or a deadline or a cancel.
+  kNotAsked,  // The peer has not heard of the call.
+  kAsked,     // The peer may have carried it out.
+};
+// Of a call's error. Its code says why the session ended, and may be one that replies have, too.
+CutOff CutOffOf(const absl::Status& error);
+absl::Status WithCutOff(absl::Status error, CutOff cut_off);
+
 // Serves calls of peers. Called on the node's progress thread; must not block.
 class CallHandler {
  public:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -16,6 +17,8 @@ namespace {
 
 // Pages of one call: more go in several.
 constexpr size_t kMaxPagesPerCall = 4096;
+// Of a call whose sessions end under it.
+constexpr int kMaxAttempts = 3;
 // A lease of ours outlives the call that names it by so much; it is taken back long before.
 constexpr int64_t kLeaseSlackMs = 10000;
 constexpr int64_t kAbortTimeoutMs = 1000;
@@ -44,20 +47,71 @@ class Answer {
   std::optional<absl::StatusOr<Fields>> reply_ ABSL_GUARDED_BY(mutex_);
 };
 
-template <typename DoSome>
-std::vector<absl::Status> InPieces(std::span<const std::string_view> keys,
-                                   std::span<const int64_t> pages, const DoSome& do_some) {
+// The session may have been one with a process that is no more, or that has given it up: another
+// one shows.
+bool SessionEnded(const absl::Status& status) {
+  return absl::IsUnavailable(status) && CutOffOf(status) != CutOff::kNo;
+}
+bool EndedUnasked(const absl::Status& status) {
+  return SessionEnded(status) && CutOffOf(status) == CutOff::kNotAsked;
+}
+
+// What `attempt` gives in the end. Errors for which `may_try_again` holds may pass.
+template <typename Attempt>
+auto Persist(Deadline deadline, bool (*may_try_again)(const absl::Status&),
+             const Attempt& attempt) {
+  auto result = attempt();
+  for (int left = kMaxAttempts - 1; left > 0 && may_try_again(internal::AsStatus(result)); --left) {
+    if (Clock::now() >= deadline) break;
+    result = attempt();
+  }
+  return result;
+}
+
+using Keys = std::span<const std::string_view>;
+using PageIds = std::span<const int64_t>;
+
+template <typename T>
+std::vector<T> Those(std::span<const T> all, const std::vector<size_t>& which) {
+  std::vector<T> those;
+  those.reserve(which.size());
+  for (const size_t i : which) those.push_back(all[i]);
+  return those;
+}
+
+// All in one round, and in another one what had no room beside the others, while that gets on.
+template <typename DoRound>
+std::vector<absl::Status> InRounds(Keys keys, PageIds pages, Deadline deadline,
+                                   const DoRound& do_round) {
+  std::vector<absl::Status> statuses(keys.size());
+  std::vector<size_t> left(keys.size());
+  std::iota(left.begin(), left.end(), 0);
+  for (bool again = true; again;) {
+    const auto round = do_round(Those(keys, left), Those(pages, left));
+    std::vector<size_t> without_room;
+    bool any_done = false;
+    for (size_t i = 0; i < left.size(); ++i) {
+      const absl::Status& status = round.ok() ? round->statuses[i] : round.status();
+      statuses[left[i]] = status;
+      any_done |= status.ok();
+      if (absl::IsResourceExhausted(status)) without_room.push_back(left[i]);
+    }
+    left = std::move(without_room);
+    again = any_done && round->again && !left.empty() && Clock::now() < deadline;
+  }
+  return statuses;
+}
+
+template <typename DoRound>
+std::vector<absl::Status> InPieces(Keys keys, PageIds pages, Deadline deadline,
+                                   const DoRound& do_round) {
   std::vector<absl::Status> statuses;
   statuses.reserve(keys.size());
   for (size_t at = 0; at < keys.size(); at += kMaxPagesPerCall) {
     const size_t count = std::min(kMaxPagesPerCall, keys.size() - at);
-    const absl::StatusOr<std::vector<absl::Status>> some =
-        do_some(keys.subspan(at, count), pages.subspan(at, count));
-    if (some.ok()) {
-      statuses.insert(statuses.end(), some->begin(), some->end());
-    } else {
-      statuses.insert(statuses.end(), count, some.status());
-    }
+    const std::vector<absl::Status> some =
+        InRounds(keys.subspan(at, count), pages.subspan(at, count), deadline, do_round);
+    statuses.insert(statuses.end(), some.begin(), some.end());
   }
   return statuses;
 }
@@ -84,59 +138,66 @@ absl::StatusOr<std::unique_ptr<RemoteStore>> RemoteStore::Create(Options options
 
 // ---------------------------------------------------------------- asking
 
-absl::StatusOr<Fields> RemoteStore::AskOnce(const std::string& function, const Fields& args,
-                                            Deadline deadline) const {
+absl::StatusOr<Fields> RemoteStore::Ask(const std::string& function, const Fields& args,
+                                        Deadline deadline) const {
   auto answer = std::make_shared<Answer>();
-  KVFERRY_RETURN_IF_ERROR(
+  const absl::Status called =
       node_
           ->Call({options_.address, function, args, deadline},
                  [answer](absl::StatusOr<Fields> reply) { answer->Set(std::move(reply)); })
-          .status());
-  return answer->Wait();
-}
-
-absl::StatusOr<Fields> RemoteStore::Ask(const std::string& function, const Fields& args,
-                                        Deadline deadline) const {
-  absl::StatusOr<Fields> reply = AskOnce(function, args, deadline);
-  // The session may have been one with a process that is no more. A new one shows.
-  if (absl::IsUnavailable(reply.status())) reply = AskOnce(function, args, deadline);
+          .status();
+  absl::StatusOr<Fields> reply = called.ok() ? answer->Wait() : called;
   if (reply.ok()) return reply;
-  return absl::Status(reply.status().code(),
-                      absl::StrCat("store at ", options_.address, ": ", reply.status().message()));
+  const absl::Status& error = reply.status();
+  const CutOff cut_off = CutOffOf(error);
+  // A server that has forgotten the session says so with the code of a store's miss.
+  const bool forgotten = cut_off != CutOff::kNo && absl::IsNotFound(error);
+  return WithCutOff({forgotten ? absl::StatusCode::kUnavailable : error.code(),
+                     absl::StrCat("store at ", options_.address, ": ", error.message())},
+                    cut_off);
 }
 
-absl::Status RemoteStore::AskOfKey(const std::string& function, std::string_view key,
-                                   Deadline deadline) const {
+absl::Status RemoteStore::Pinning(const std::string& function, std::string_view key,
+                                  Deadline deadline) const {
   KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys({&key, 1}));
-  return Ask(function, Fields().Set("keys", std::move(packed)), deadline).status();
+  const Fields args = Fields().Set("keys", std::move(packed));
+  const absl::Status status =
+      Persist(deadline, EndedUnasked, [&] { return Ask(function, args, deadline).status(); });
+  if (CutOffOf(status) != CutOff::kAsked) return status;
+  return absl::UnavailableError(
+      absl::StrCat(status.message(), "; '", function, "' may have been carried out"));
 }
 
 absl::StatusOr<int64_t> RemoteStore::Exists(std::span<const std::string_view> keys,
                                             Deadline deadline) {
   KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys(keys));
-  KVFERRY_ASSIGN_OR_RETURN(
-      const Fields reply,
-      Ask(store_call::kExists, Fields().Set("keys", std::move(packed)), deadline));
+  const Fields args = Fields().Set("keys", std::move(packed));
+  KVFERRY_ASSIGN_OR_RETURN(const Fields reply, Persist(deadline, SessionEnded, [&] {
+                             return Ask(store_call::kExists, args, deadline);
+                           }));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t count, reply.Uint("count", keys.size()));
   return static_cast<int64_t>(count);
 }
 
 absl::Status RemoteStore::Erase(std::string_view key, Deadline deadline) {
-  return AskOfKey(store_call::kErase, key, deadline);
+  KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys({&key, 1}));
+  const Fields args = Fields().Set("keys", std::move(packed));
+  return Persist(deadline, SessionEnded,
+                 [&] { return Ask(store_call::kErase, args, deadline).status(); });
 }
 
 absl::Status RemoteStore::Pin(std::string_view key, Deadline deadline) {
-  return AskOfKey(store_call::kPin, key, deadline);
+  return Pinning(store_call::kPin, key, deadline);
 }
 
 absl::Status RemoteStore::Unpin(std::string_view key, Deadline deadline) {
-  return AskOfKey(store_call::kUnpin, key, deadline);
+  return Pinning(store_call::kUnpin, key, deadline);
 }
 
 KvStore::Stats RemoteStore::stats() const {
   Stats stats;
   const absl::StatusOr<Fields> reply =
-      AskOnce(store_call::kStats, Fields(), DeadlineInMs(kStatsTimeoutMs));
+      Ask(store_call::kStats, Fields(), DeadlineInMs(kStatsTimeoutMs));
   if (!reply.ok()) {
     ++stats.errors;
     return stats;
@@ -170,7 +231,8 @@ absl::Status RemoteStore::Fetch(const Ticket& ticket, const std::vector<int64_t>
                            node_->Fetch(std::move(request)));
   // It ends at its deadline by itself, and the memory is the transfer's until it has.
   while (!handle->done()) handle->Wait(DeadlineInMs(kAbortTimeoutMs)).IgnoreError();
-  return handle->status();
+  const absl::Status ended = OfTransfer(handle->status());
+  return absl::IsUnavailable(ended) ? WithCutOff(ended, CutOff::kAsked) : ended;
 }
 
 void RemoteStore::Decline(const Ticket& ticket) {
@@ -202,6 +264,10 @@ absl::StatusOr<RemoteStore::Offer> RemoteStore::AskForValue(std::string_view key
 }
 
 absl::Status RemoteStore::Get(std::string_view key, Parts out, Deadline deadline) {
+  return Persist(deadline, SessionEnded, [&] { return GetOnce(key, out, deadline); });
+}
+
+absl::Status RemoteStore::GetOnce(std::string_view key, Parts out, Deadline deadline) {
   const int64_t wanted = BytesOf(out);
   KVFERRY_ASSIGN_OR_RETURN(const Offer offer, AskForValue(key, deadline));
   if (offer.bytes != wanted) {
@@ -222,6 +288,11 @@ absl::Status RemoteStore::Get(std::string_view key, Parts out, Deadline deadline
 
 absl::StatusOr<std::vector<std::byte>> RemoteStore::GetBytes(std::string_view key,
                                                              Deadline deadline) {
+  return Persist(deadline, SessionEnded, [&] { return GetBytesOnce(key, deadline); });
+}
+
+absl::StatusOr<std::vector<std::byte>> RemoteStore::GetBytesOnce(std::string_view key,
+                                                                 Deadline deadline) {
   KVFERRY_ASSIGN_OR_RETURN(const Offer offer, AskForValue(key, deadline));
   if (const absl::Status valid = CheckValueBytes(offer.bytes, options_.max_value_bytes);
       !valid.ok()) {
@@ -242,23 +313,34 @@ absl::Status RemoteStore::Put(std::string_view key, ConstParts value, Deadline d
   for (const std::span<const std::byte> part : value) {
     whole->insert(whole->end(), part.begin(), part.end());
   }
+  const Fields args =
+      Fields().Set("keys", std::move(packed)).Set("bytes", static_cast<uint64_t>(bytes));
+  return Persist(deadline, SessionEnded, [&] { return PutOnce(args, whole, deadline); });
+}
+
+absl::Status RemoteStore::PutOnce(const Fields& args,
+                                  std::shared_ptr<const std::vector<std::byte>> value,
+                                  Deadline deadline) {
+  // Of its own: the server may have fetched that of an attempt before, and a lease is fetched once.
   const uint64_t lease_id = RandomId();
   KVFERRY_RETURN_IF_ERROR(leases_.Publish(lease_id, PageRuns(), options_.pool->layout().num_layers,
                                           deadline + std::chrono::milliseconds(kLeaseSlackMs),
-                                          whole));
-  absl::Status status = Ask(store_call::kPut,
-                            Fields()
-                                .Set("keys", std::move(packed))
-                                .Set("lease", lease_id)
-                                .Set("bytes", static_cast<uint64_t>(bytes)),
-                            deadline)
-                            .status();
+                                          std::move(value)));
+  absl::Status status =
+      Ask(store_call::kPut, Fields(args).Set("lease", lease_id), deadline).status();
   Withdraw(lease_id).IgnoreError();  // What is read until then is our own copy.
   return status;
 }
 
-absl::StatusOr<std::vector<absl::Status>> RemoteStore::PutSomePages(
-    std::span<const std::string_view> keys, std::span<const int64_t> pages, Deadline deadline) {
+absl::StatusOr<RemoteStore::Round> RemoteStore::ReadRound(const Fields& reply, size_t num_keys) {
+  KVFERRY_ASSIGN_OR_RETURN(const std::string_view codes, reply.Bytes("codes"));
+  KVFERRY_ASSIGN_OR_RETURN(std::vector<absl::Status> statuses, UnpackCodes(codes, num_keys));
+  return Round{std::move(statuses), reply.Uint("again", 1).value_or(0) == 1};
+}
+
+absl::StatusOr<RemoteStore::Round> RemoteStore::PutSomePages(std::span<const std::string_view> keys,
+                                                             std::span<const int64_t> pages,
+                                                             Deadline deadline) {
   KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys(keys));
   KVFERRY_ASSIGN_OR_RETURN(PageRuns runs, PageRuns::FromPages(pages));
   const uint64_t lease_id = RandomId();
@@ -271,32 +353,31 @@ absl::StatusOr<std::vector<absl::Status>> RemoteStore::PutSomePages(
   // From here on the caller may change the pages.
   KVFERRY_RETURN_IF_ERROR(Withdraw(lease_id));
   KVFERRY_RETURN_IF_ERROR(reply.status());
-  KVFERRY_ASSIGN_OR_RETURN(const std::string_view codes, reply->Bytes("codes"));
-  return UnpackCodes(codes, keys.size());
+  return ReadRound(*reply, keys.size());
 }
 
-absl::StatusOr<std::vector<absl::Status>> RemoteStore::GetSomePages(
-    std::span<const std::string_view> keys, std::span<const int64_t> pages, Deadline deadline) {
+absl::StatusOr<RemoteStore::Round> RemoteStore::GetSomePages(std::span<const std::string_view> keys,
+                                                             std::span<const int64_t> pages,
+                                                             Deadline deadline) {
   KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys(keys));
   KVFERRY_ASSIGN_OR_RETURN(
       const Fields reply,
       Ask(store_call::kGetPages, Fields().Set("keys", std::move(packed)), deadline));
-  KVFERRY_ASSIGN_OR_RETURN(const std::string_view codes, reply.Bytes("codes"));
-  KVFERRY_ASSIGN_OR_RETURN(std::vector<absl::Status> statuses, UnpackCodes(codes, keys.size()));
+  KVFERRY_ASSIGN_OR_RETURN(Round round, ReadRound(reply, keys.size()));
   std::vector<int64_t> into;
-  for (size_t i = 0; i < statuses.size(); ++i) {
-    if (statuses[i].ok()) into.push_back(pages[i]);
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (round.statuses[i].ok()) into.push_back(pages[i]);
   }
-  if (into.empty()) return statuses;
+  if (into.empty()) return round;
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, reply.Uint("lease"));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t epoch, reply.Uint("epoch"));
   const Ticket ticket{options_.address, epoch, lease_id, static_cast<int64_t>(into.size()), 0};
-  if (const absl::Status fetched = Fetch(ticket, into, {}, deadline); !fetched.ok()) {
-    for (absl::Status& status : statuses) {
-      if (status.ok()) status = fetched;
-    }
+  const absl::Status fetched = Fetch(ticket, into, {}, deadline);
+  if (SessionEnded(fetched)) return fetched;
+  for (absl::Status& status : round.statuses) {
+    if (status.ok()) status = fetched;
   }
-  return statuses;
+  return round;
 }
 
 std::vector<absl::Status> RemoteStore::DoPutPages(std::span<const std::string_view> keys,
@@ -304,8 +385,9 @@ std::vector<absl::Status> RemoteStore::DoPutPages(std::span<const std::string_vi
                                                   std::span<const int64_t> pages,
                                                   Deadline deadline) {
   if (&pool != options_.pool.get()) return KvStore::DoPutPages(keys, pool, pages, deadline);
-  return InPieces(keys, pages, [&](auto some_keys, auto some_pages) {
-    return PutSomePages(some_keys, some_pages, deadline);
+  return InPieces(keys, pages, deadline, [&](Keys some_keys, PageIds some_pages) {
+    return Persist(deadline, SessionEnded,
+                   [&] { return PutSomePages(some_keys, some_pages, deadline); });
   });
 }
 
@@ -314,8 +396,9 @@ std::vector<absl::Status> RemoteStore::DoGetPages(std::span<const std::string_vi
                                                   std::span<const int64_t> pages,
                                                   Deadline deadline) {
   if (&pool != options_.pool.get()) return KvStore::DoGetPages(keys, pool, pages, deadline);
-  return InPieces(keys, pages, [&](auto some_keys, auto some_pages) {
-    return GetSomePages(some_keys, some_pages, deadline);
+  return InPieces(keys, pages, deadline, [&](Keys some_keys, PageIds some_pages) {
+    return Persist(deadline, SessionEnded,
+                   [&] { return GetSomePages(some_keys, some_pages, deadline); });
   });
 }
 

@@ -17,9 +17,18 @@ namespace kvferry {
 // A store in another process (StoreServer). Pages of the own pool are moved in place, straight
 // from the one pool into the other; values of any other kind are copied once on each side.
 //
-// A server that is down or was restarted: UNAVAILABLE, or DEADLINE_EXCEEDED when it does not even
-// answer; the next call finds it again. Pins stay when the client goes. stats() waits for the
-// server for up to a second, and knows only its own calls when there is no answer.
+// A server that is down, was restarted or has given the session up: UNAVAILABLE, or
+// DEADLINE_EXCEEDED when it does not even answer; the next call finds it again. Before it says
+// UNAVAILABLE a call is made anew, over another session, twice at most and within its deadline: it
+// may be carried out more than once. Pin and Unpin, which are counted, are made anew only if the
+// server has not heard of them; else the error says that they may have been carried out, as may
+// whatever ends with DEADLINE_EXCEEDED. Pins stay when the client goes.
+//
+// Pages beyond what the server's memory takes at a time go in several rounds. RESOURCE_EXHAUSTED
+// for a page that is got: it may be in a tier below, but others keep what is above occupied.
+//
+// stats() waits for the server for up to a second, and knows only its own calls when there is no
+// answer.
 class RemoteStore : public KvStore {
  public:
   struct Options {
@@ -55,29 +64,39 @@ class RemoteStore : public KvStore {
   explicit RemoteStore(Options options)
       : options_(std::move(options)), leases_(options_.endpoint.config) {}
 
+  // One attempt. UNAVAILABLE with a CutOff: the session has ended.
   absl::StatusOr<Fields> Ask(const std::string& function, const Fields& args,
                              Deadline deadline) const;
-  absl::StatusOr<Fields> AskOnce(const std::string& function, const Fields& args,
-                                 Deadline deadline) const;
-  absl::Status AskOfKey(const std::string& function, std::string_view key, Deadline deadline) const;
+  absl::Status Pinning(const std::string& function, std::string_view key, Deadline deadline) const;
   // A value on its way: what the server has leased.
   struct Offer {
     Ticket ticket;
     int64_t bytes = 0;
   };
   absl::StatusOr<Offer> AskForValue(std::string_view key, Deadline deadline);
-  // Fetches to its end, whatever that is: nothing is written afterwards.
+  // What a call said of each of its keys. `again`: those without room found none beside the others,
+  // and may be asked for when these are done.
+  struct Round {
+    std::vector<absl::Status> statuses;
+    bool again = false;
+  };
+  static absl::StatusOr<Round> ReadRound(const Fields& reply, size_t num_keys);
+  // Fetches to its end, whatever that is: nothing is written afterwards. UNAVAILABLE with a CutOff:
+  // it may be asked for anew.
   absl::Status Fetch(const Ticket& ticket, const std::vector<int64_t>& pages, StreamTail tail,
                      Deadline deadline);
   void Decline(const Ticket& ticket);
   // Takes a lease back: nothing of it is read afterwards.
   absl::Status Withdraw(uint64_t lease_id);
-  absl::StatusOr<std::vector<absl::Status>> PutSomePages(std::span<const std::string_view> keys,
-                                                         std::span<const int64_t> pages,
-                                                         Deadline deadline);
-  absl::StatusOr<std::vector<absl::Status>> GetSomePages(std::span<const std::string_view> keys,
-                                                         std::span<const int64_t> pages,
-                                                         Deadline deadline);
+  // The rest are one attempt each.
+  absl::Status GetOnce(std::string_view key, Parts out, Deadline deadline);
+  absl::StatusOr<std::vector<std::byte>> GetBytesOnce(std::string_view key, Deadline deadline);
+  absl::Status PutOnce(const Fields& args, std::shared_ptr<const std::vector<std::byte>> value,
+                       Deadline deadline);
+  absl::StatusOr<Round> PutSomePages(std::span<const std::string_view> keys,
+                                     std::span<const int64_t> pages, Deadline deadline);
+  absl::StatusOr<Round> GetSomePages(std::span<const std::string_view> keys,
+                                     std::span<const int64_t> pages, Deadline deadline);
 
   const Options options_;
   LeaseTable leases_;

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/random.h"
 #include "base/status.h"
+#include "base/thread.h"
 #include "connector/store/store_wire.h"
 
 namespace kvferry {
@@ -24,8 +25,9 @@ using Bytes = std::vector<std::byte>;
 class TaskThread {
  public:
   ~TaskThread() { Stop(); }
-  void Start() {
-    thread_ = std::thread([this] { Run(); });
+  absl::Status Start() {
+    KVFERRY_ASSIGN_OR_RETURN(thread_, StartThread("store server", [this] { Run(); }));
+    return absl::OkStatus();
   }
   // False when there are too many, or it was stopped: the task is gone then.
   bool Post(std::function<void()> task) {
@@ -71,6 +73,14 @@ std::vector<std::string_view> Views(const std::vector<std::string>& keys) {
   return {keys.begin(), keys.end()};
 }
 
+absl::Status NoRoomAbove() {
+  return absl::ResourceExhaustedError("store: no room to bring the page up from the tier below");
+}
+
+absl::Status TooLate() {
+  return absl::DeadlineExceededError("store: the deadline passed before all pages were found");
+}
+
 }  // namespace
 
 // Its task thread does what is asked; the node's progress thread only hands calls over and lets go
@@ -101,6 +111,9 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
     Fields args;
     Deadline deadline;
     std::vector<std::string> keys;
+
+    // Nobody waits for the reply any more.
+    bool IsLate() const { return Clock::now() >= deadline; }
   };
   // What to reply now; nothing: the reply follows.
   using Result = absl::StatusOr<std::optional<Fields>>;
@@ -121,7 +134,11 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   absl::StatusOr<std::string_view> OneKey(const Request& request) const;
   // Memory for a value of `bytes`, counted while it lives.
   absl::StatusOr<std::shared_ptr<Bytes>> Stage(int64_t bytes);
-  absl::StatusOr<HostStore::ReadLease> Acquire(const std::string& key, Deadline deadline);
+  // RESOURCE_EXHAUSTED: not in the host store, which has no room for what a tier below may have.
+  absl::StatusOr<HostStore::ReadLease> Acquire(const std::string& key, bool has_room,
+                                               Deadline deadline);
+  absl::StatusOr<HostStore::ReadLease> BringUp(const std::string& key, Deadline deadline);
+  absl::Status CheckIsPage(int64_t bytes) const;
   // Offers memory to whoever learns the lease's id; `held` is let go of when the lease has ended.
   absl::StatusOr<uint64_t> Lease(PageRuns pages, std::shared_ptr<const Bytes> tail,
                                  const std::shared_ptr<void>& held);
@@ -152,8 +169,7 @@ absl::Status StoreServer::Service::Start() {
   node.handler = this;
   node.listen = true;
   KVFERRY_ASSIGN_OR_RETURN(node_, Node::Start(std::move(node)));
-  tasks_.Start();
-  return absl::OkStatus();
+  return tasks_.Start();
 }
 
 // ---------------------------------------------------------------- calls
@@ -181,6 +197,8 @@ void StoreServer::Service::OnCall(const CallKey& call, const std::string& functi
 }
 
 void StoreServer::Service::Serve(const std::string& function, Request request) {
+  // It has stood in line for too long. Its caller may have done something else in its place.
+  if (request.IsLate()) return;
   const auto serve = [&]() -> Result {
     const Function found = Find(function);
     if (found == nullptr) {
@@ -307,7 +325,7 @@ absl::Status StoreServer::Service::FetchFromCaller(const Request& request, PageR
   auto handle = std::make_shared<std::shared_ptr<FetchHandle>>();
   fetch.on_done = [this, handle, then = std::move(then)] {
     // Refused only when the server closes, or is far behind: then the caller's deadline ends it.
-    tasks_.Post([handle, then] { then((*handle)->status()); });
+    tasks_.Post([handle, then] { then(OfTransfer((*handle)->status())); });
   };
   KVFERRY_ASSIGN_OR_RETURN(*handle, node_->Fetch(std::move(fetch)));
   return absl::OkStatus();
@@ -335,6 +353,7 @@ StoreServer::Service::Result StoreServer::Service::Put(const Request& request) {
       CheckValueBytes(static_cast<int64_t>(bytes), options_.store->max_value_bytes()));
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<Bytes> staged, Stage(static_cast<int64_t>(bytes)));
   const auto store = [this, staged, request](const absl::Status& fetched) {
+    if (request.IsLate()) return;
     absl::Status status = fetched;
     const std::span<const std::byte> value = *staged;
     if (status.ok()) status = options_.store->Put(request.keys[0], {&value, 1}, request.deadline);
@@ -349,26 +368,43 @@ StoreServer::Service::Result StoreServer::Service::Put(const Request& request) {
 
 // ---------------------------------------------------------------- values as pages
 
+absl::Status StoreServer::Service::CheckIsPage(int64_t bytes) const {
+  const int64_t page_bytes = options_.host->pool()->layout().page_bytes();
+  if (bytes == page_bytes) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("store: a value of ", bytes, " bytes is no page of ", page_bytes));
+}
+
+absl::StatusOr<HostStore::ReadLease> StoreServer::Service::BringUp(const std::string& key,
+                                                                   Deadline deadline) {
+  KVFERRY_ASSIGN_OR_RETURN(const Bytes below, options_.store->GetBytes(key, deadline));
+  KVFERRY_RETURN_IF_ERROR(CheckIsPage(std::ssize(below)));
+  absl::StatusOr<HostStore::ReadLease> value = options_.host->Acquire(key);
+  if (absl::IsNotFound(value.status())) return NoRoomAbove();
+  return value;
+}
+
 absl::StatusOr<HostStore::ReadLease> StoreServer::Service::Acquire(const std::string& key,
+                                                                   bool has_room,
                                                                    Deadline deadline) {
   absl::StatusOr<HostStore::ReadLease> value = options_.host->Acquire(key);
   if (absl::IsNotFound(value.status()) && options_.store.get() != options_.host.get()) {
-    // Brings it up from the tier below.
-    KVFERRY_RETURN_IF_ERROR(options_.store->GetBytes(key, deadline).status());
-    value = options_.host->Acquire(key);
+    return has_room ? BringUp(key, deadline) : NoRoomAbove();
   }
-  const int64_t page_bytes = options_.host->pool()->layout().page_bytes();
-  if (!value.ok() || value->bytes() == page_bytes) return value;
-  return absl::FailedPreconditionError(
-      absl::StrCat("store: a value of ", value->bytes(), " bytes is no page of ", page_bytes));
+  if (value.ok()) KVFERRY_RETURN_IF_ERROR(CheckIsPage(value->bytes()));
+  return value;
 }
 
 StoreServer::Service::Result StoreServer::Service::GetPages(const Request& request) {
   auto held = std::make_shared<std::vector<HostStore::ReadLease>>();
   std::vector<absl::Status> statuses;
   std::vector<PageRun> runs;
+  bool has_room = true;
   for (const std::string& key : request.keys) {
-    absl::StatusOr<HostStore::ReadLease> value = Acquire(key, request.deadline);
+    if (request.IsLate()) return TooLate();
+    // Without room the tier below would be read for nothing.
+    absl::StatusOr<HostStore::ReadLease> value = Acquire(key, has_room, request.deadline);
+    has_room &= !absl::IsResourceExhausted(value.status());
     statuses.push_back(value.status());
     if (!value.ok()) continue;
     runs.insert(runs.end(), value->pages().runs().begin(), value->pages().runs().end());
@@ -377,6 +413,7 @@ StoreServer::Service::Result StoreServer::Service::GetPages(const Request& reque
   Fields reply;
   reply.Set("codes", PackCodes(statuses));
   if (held->empty()) return reply;
+  if (!has_room) reply.Set("again", 1);
   KVFERRY_ASSIGN_OR_RETURN(PageRuns pages, PageRuns::FromRuns(runs));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, Lease(std::move(pages), nullptr, held));
   return reply.Set("lease", lease_id).Set("epoch", node_->epoch());
@@ -387,6 +424,12 @@ struct StoreServer::Service::Incoming {
   std::vector<size_t> keys;            // Which key each reservation is for.
   std::vector<HostStore::Reservation> reservations;
   std::vector<int64_t> pages;
+
+  Fields Reply(bool again) const {
+    Fields reply;
+    reply.Set("codes", PackCodes(statuses));
+    return again ? reply.Set("again", 1) : reply;
+  }
 };
 
 StoreServer::Service::Result StoreServer::Service::PutPages(const Request& request) {
@@ -402,7 +445,7 @@ StoreServer::Service::Result StoreServer::Service::PutPages(const Request& reque
     incoming->pages.push_back(room->pages().PageAt(0));
     incoming->reservations.push_back(*std::move(room));
   }
-  if (positions.empty()) return Fields().Set("codes", PackCodes(incoming->statuses));
+  if (positions.empty()) return incoming->Reply(/*again=*/false);
   KVFERRY_ASSIGN_OR_RETURN(PageRuns at, PageRuns::FromPages(positions));
   KVFERRY_ASSIGN_OR_RETURN(PageRuns pages, PageRuns::FromPages(incoming->pages));
   KVFERRY_RETURN_IF_ERROR(FetchFromCaller(request, std::move(at), std::move(pages), {},
@@ -414,6 +457,7 @@ StoreServer::Service::Result StoreServer::Service::PutPages(const Request& reque
 
 void StoreServer::Service::FinishPutPages(Incoming& incoming, const Request& request,
                                           const absl::Status& fetched) {
+  if (request.IsLate()) return;
   if (!fetched.ok()) return node_->Reply(request.call, fetched);
   std::vector<std::string_view> keys;
   for (const size_t key : incoming.keys) keys.push_back(request.keys[key]);
@@ -430,7 +474,10 @@ void StoreServer::Service::FinishPutPages(Incoming& incoming, const Request& req
         below[i].ok() ? options_.host->Commit(std::move(incoming.reservations[i]), keys[i])
                       : below[i];
   }
-  node_->Reply(request.call, Fields().Set("codes", PackCodes(incoming.statuses)));
+  // What found no room beside these finds it in their place, as they are below too. Without a tier
+  // below, the last pages would drive out the first.
+  const bool again = options_.lower != nullptr && keys.size() < request.keys.size();
+  node_->Reply(request.call, incoming.Reply(again));
 }
 
 // ---------------------------------------------------------------- the server

@@ -62,4 +62,9 @@ absl::StatusOr<std::vector<absl::Status>> UnpackCodes(std::string_view packed, s
   return statuses;
 }
 
+absl::Status OfTransfer(const absl::Status& ended) {
+  if (!absl::IsNotFound(ended) && !absl::IsFailedPrecondition(ended)) return ended;
+  return absl::UnavailableError(ended.message());
+}
+
 }  // namespace kvferry

@@ -34,4 +34,9 @@ absl::StatusOr<std::vector<std::string>> UnpackKeys(std::string_view packed);
 std::string PackCodes(std::span<const absl::Status> statuses);
 absl::StatusOr<std::vector<absl::Status>> UnpackCodes(std::string_view packed, size_t count);
 
+// How a transfer between the two ended, as a store says it. What a transfer says with NOT_FOUND and
+// FAILED_PRECONDITION, of leases, processes and sessions, is UNAVAILABLE: a store would mean a miss
+// by them, or another length.
+absl::Status OfTransfer(const absl::Status& ended);
+
 }  // namespace kvferry

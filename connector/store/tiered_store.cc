@@ -332,12 +332,20 @@ absl::Status TieredStore::PinIn(Tier& tier, std::string_view key, Deadline deadl
   return absl::OkStatus();
 }
 
-void TieredStore::UnpinIn(Tier& tier, std::string_view key, Deadline deadline) {
+absl::Status TieredStore::UnpinIn(Tier& tier, std::string_view key, Deadline deadline) {
   {
     MutexLock lock(&mutex_);
-    if (tier.pinned.erase(std::string(key)) == 0) return;
+    if (!tier.pinned.contains(std::string(key))) return absl::OkStatus();
   }
-  (void)tier.store->Unpin(key, deadline);
+  absl::Status status = tier.store->Unpin(key, deadline);
+  // FAILED_PRECONDITION: the tier has not got the pin.
+  if (!status.ok() && !absl::IsFailedPrecondition(status)) {
+    CountError();
+    return status;
+  }
+  MutexLock lock(&mutex_);
+  tier.pinned.erase(std::string(key));
+  return absl::OkStatus();
 }
 
 absl::Status TieredStore::BringUpAndPin(std::string_view key, Deadline deadline) {
@@ -372,11 +380,16 @@ absl::Status TieredStore::Unpin(std::string_view key, Deadline deadline) {
     if (it == pins_.end()) {
       return absl::FailedPreconditionError("tiered store: the entry is not pinned");
     }
-    if (--it->second > 0) return absl::OkStatus();
-    pins_.erase(it);
+    if (it->second > 1) {
+      --it->second;
+      return absl::OkStatus();
+    }
   }
-  UnpinIn(upper_, key, deadline);
-  UnpinIn(lower_, key, deadline);
+  const absl::Status upper = UnpinIn(upper_, key, deadline);
+  KVFERRY_RETURN_IF_ERROR(UnpinIn(lower_, key, deadline));
+  KVFERRY_RETURN_IF_ERROR(upper);
+  MutexLock lock(&mutex_);
+  pins_.erase(std::string(key));  // Last: until the tiers have let go of it, it counts.
   return absl::OkStatus();
 }
 

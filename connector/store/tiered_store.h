@@ -51,6 +51,7 @@ class TieredStore : public KvStore {
   // Pins in both tiers where they can, counted here. What only a lower tier without pins has is
   // brought up for it.
   absl::Status Pin(std::string_view key, Deadline deadline) override;
+  // Fails when a tier does that has the pin: the entry stays pinned, and this can be called again.
   absl::Status Unpin(std::string_view key, Deadline deadline) override;
   // Batches go to the tiers as batches.
   std::vector<absl::Status> PutBatch(std::span<const PutItem> items, Deadline deadline) override;
@@ -95,7 +96,7 @@ class TieredStore : public KvStore {
   absl::Status DropOld(Tier& tier, std::string_view key, Deadline deadline);
   absl::Status PinIn(Tier& tier, std::string_view key, Deadline deadline);
   absl::Status BringUpAndPin(std::string_view key, Deadline deadline);
-  void UnpinIn(Tier& tier, std::string_view key, Deadline deadline);
+  absl::Status UnpinIn(Tier& tier, std::string_view key, Deadline deadline);
 
   bool IsStale(const Tier& tier, std::string_view key) const;
   bool IsPinned(std::string_view key) const;

@@ -91,6 +91,15 @@ def _plain(tensor):
     )
 
 
+def _check_numpy_has(dtype: str) -> None:
+    # Before a lookup takes an entry that then cannot be given to anybody.
+    if dtype == "bfloat16":
+        raise ValueError(
+            f"lookup: framework 'numpy' has no {dtype}, the layout's dtype; take framework "
+            "'torch', or pages"
+        )
+
+
 class _Loop:
     """The lookups that one event loop waits for. Their end is a number that can be read from a file
     descriptor, so no thread waits with them."""
@@ -129,6 +138,9 @@ class KVLookupBuffer:
     Either `layout`: the buffer has a pool of its own, of tensor_pages pages (what max_bytes is
     worth; a producer has twice that, so that entries that wait for room can be found). Or `pool`,
     whose pages the page forms use: its last tensor_pages, by default none, are for tensors.
+
+    A consumer's tensors are of `framework`. numpy has no bfloat16, which is refused, and no fp8,
+    whose bits come as uint8.
     """
 
     def __init__(
@@ -160,6 +172,8 @@ class KVLookupBuffer:
             if tensor_pages is None:
                 tensor_pages = 2 * pages if role == "producer" else pages
             pool = _core.KvPool.create(layout, tensor_pages, at_once=False)  # May never be full.
+        if framework == "numpy" and role == "consumer" and tensor_pages:
+            _check_numpy_has(pool.layout.dtype)
         if not isinstance(config, _core.Config):
             config = _core.Config.make(config)
         self.pool = pool

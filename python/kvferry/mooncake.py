@@ -270,16 +270,20 @@ class MooncakeStore:
         self._call(upsert, self._deadline(timeout_ms), fill=fill)
         self._count("puts")
 
+    @staticmethod
+    def _check_length(got_bytes: int, want_bytes: int | None) -> None:
+        if want_bytes is not None and got_bytes != HEADER_BYTES + want_bytes:
+            raise _core.FailedPrecondition(
+                f"mooncake: the value has {got_bytes - HEADER_BYTES} bytes but there is room for "
+                f"{want_bytes}"
+            )
+
     def _read(self, key: bytes, want_bytes: int | None) -> Callable[[np.ndarray], int]:
         def read_once(name: str, staging: np.ndarray) -> int:
             size = self._store.get_size(name)
             if size < 0:
                 raise self._error(size)
-            if want_bytes is not None and size != want_bytes + HEADER_BYTES:
-                raise _core.FailedPrecondition(
-                    f"mooncake: the value has {size - HEADER_BYTES} bytes but there is room for "
-                    f"{want_bytes}"
-                )
+            self._check_length(size, want_bytes)
             if size > staging.nbytes:
                 return 0  # Nobody here put that.
             return self._store.get_into(name, staging.ctypes.data, size)
@@ -300,6 +304,8 @@ class MooncakeStore:
             if not _core.value_is_whole(key, staging[:got]):
                 self._count("errors")
                 raise _core.NotFound("mooncake: the entry is damaged or not kvferry's")
+            # It may have been replaced since its size was asked for.
+            self._check_length(got, want_bytes)
             return use(staging[HEADER_BYTES:got])
 
         try:

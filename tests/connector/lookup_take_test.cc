@@ -271,6 +271,32 @@ TEST_F(LookupTakes, AnAnswerThatIsNeverHeardDeliversNothing) {
   EXPECT_TRUE(Fails(AskNear(50)->Wait(Soon()), Code::kDeadlineExceeded));
 }
 
+// Its entry is with another process than there is a session with, as after a restart, and there is
+// no room for one more: it waits for its turn, but not for ever.
+TEST_F(LookupTakes, AFetchThatHasNoTurnEndsWithItsLookup) {
+  relay_.emplace(producer_->address(), [](Heard& heard) {
+    if (heard.function() != kLookupFunction) return Verdict::kPass;
+    heard.answer = ReplyMsg{std::get<CallMsg>(heard.message.body).call_id, absl::OkStatus(),
+                            Fields()
+                                .Set("epoch", heard.message.to_epoch + 1)
+                                .Set("tokens", PackTokens(kTokens))
+                                .Set("pages", 1)
+                                .Set("matched", kTokens.size())
+                                .Set("hidden", 0)};
+    return Verdict::kAnswer;
+  });
+  LookupConsumer::Options options = ConsumerOptions(pool_, {relay_->address()});
+  options.config.max_peers = 1;
+  far_ = Must(LookupConsumer::Create(options));
+  const auto late = Must(far_->DropSelect(Lookup(kTokens, {7}, 300)));
+  EXPECT_TRUE(Fails(late->Wait(DeadlineInMs(5000)), Code::kDeadlineExceeded, "max_peers (1)"));
+  const int64_t failed = Metric(*far_, "fetches_failed");
+  const auto cancelled = Must(far_->DropSelect(Lookup(kTokens, {7})));
+  ASSERT_TRUE(WaitFor([&] { return Metric(*far_, "fetches_failed") > failed; }, Soon()));
+  cancelled->Cancel();
+  EXPECT_TRUE(Fails(cancelled->Wait(DeadlineInMs(5000)), Code::kCancelled));
+}
+
 // ---------------------------------------------------------------- cancels and closings
 
 TEST_F(LookupTakes, ACancelWaitsForTheAnswer) {

@@ -4,14 +4,19 @@
 
 #include <gtest/gtest.h>
 
+#include <future>
+#include <optional>
+
 #include "absl/strings/numbers.h"
 #include "connector/store/store_server.h"
 #include "connector/store/store_wire.h"
 #include "connector/store/tiered_store.h"
 #include "tests/connector/fake_store.h"
 #include "tests/connector/store_conformance.h"
+#include "tests/support/control_relay.h"
 #include "tests/support/endpoints.h"
 #include "tests/support/raw_peer.h"
+#include "transport/command_queue.h"
 
 namespace kvferry {
 namespace {
@@ -23,10 +28,18 @@ std::unique_ptr<StoreServer> Serve(std::shared_ptr<HostStore> host, Config confi
       StoreServer::Create({{config, kTestModel, "store"}, std::move(host), nullptr, nullptr}));
 }
 
+// A host store over another one.
+std::unique_ptr<StoreServer> Serve(std::shared_ptr<HostStore> host,
+                                   std::shared_ptr<KvStore> lower) {
+  const std::shared_ptr<KvStore> both = Must(TieredStore::Create(host, lower));
+  return Must(StoreServer::Create({{SmallChunks(), kTestModel, ""}, std::move(host), both, lower}));
+}
+
 std::unique_ptr<RemoteStore> Dial(const std::string& address, std::shared_ptr<const KvPool> pool,
-                                  int64_t max_value_bytes = 64 << 20) {
+                                  int64_t max_value_bytes = 64 << 20,
+                                  int64_t connect_timeout_ms = 3000) {
   Config config = SmallChunks();
-  config.connect_timeout_ms = 3000;
+  config.connect_timeout_ms = connect_timeout_ms;
   return Must(RemoteStore::Create(
       {{config, kTestModel, "client"}, address, std::move(pool), max_value_bytes}));
 }
@@ -169,36 +182,45 @@ TEST_F(RemotePages, AFullStoreTakesWhatItCan) {
   EXPECT_EQ(Must(writer->Exists(Views({keys[0], keys[1], keys[2], keys[3]}), Soon())), 3);
 }
 
-// A small host store over a large one: what was evicted above comes from below.
+// A small host store over a large one: what was evicted above comes from below, and a call may name
+// more than fits above.
 TEST_F(RemotePages, ATierBelowIsServedToo) {
-  const auto host = MakeHost(2);
   const auto lower = std::make_shared<FakeStore>(SmallLayout().page_bytes());
-  const std::shared_ptr<KvStore> both = Must(TieredStore::Create(host, lower));
-  const auto server =
-      Must(StoreServer::Create({{SmallChunks(), kTestModel, ""}, host, both, lower}));
+  const auto server = Serve(MakeHost(2), lower);
   const auto client = Dial(server->address(), source_);
   const std::vector<std::string> keys = Keys(6);
   const std::vector<int64_t> pages = {1, 2, 3, 4, 5, 6};
-  for (int i = 0; i < 6; i += 2) {  // Two fit at a time.
-    ASSERT_TRUE(AllOk(client->PutPages(Views({keys[i], keys[i + 1]}), *source_,
-                                       std::span(pages).subspan(i, 2), Soon())));
-  }
+  ASSERT_TRUE(AllOk(client->PutPages(Views(keys), *source_, pages, Soon())));
   EXPECT_EQ(Must(client->Exists(Views(keys), Soon())), 6);
   const auto reader = Dial(server->address(), target_);
-  for (int i = 0; i < 6; ++i) {
-    ASSERT_TRUE(AllOk(
-        reader->GetPages(Views({keys[i]}), *target_, std::span(pages).subspan(i, 1), Soon())));
+  ASSERT_TRUE(AllOk(reader->GetPages(Views(keys), *target_, pages, Soon())));
+  EXPECT_TRUE(HoldsExactly(*target_, 2, pages, 1, pages));
+}
+
+TEST_F(RemotePages, NoRoomToBringAPageUpIsNoMiss) {
+  const auto host = MakeHost(2);
+  const auto lower = std::make_shared<FakeStore>(SmallLayout().page_bytes());
+  const auto server = Serve(host, lower);
+  const std::vector<std::string> keys = Keys(3);
+  const std::vector<int64_t> pages = {1, 2, 3};
+  ASSERT_TRUE(AllOk(lower->PutPages(Views(keys), *source_, pages, Soon())));
+  const auto reader = Dial(server->address(), target_);
+  ASSERT_TRUE(
+      AllOk(host->PutPages(Views({"a", "b"}), *source_, std::span(pages).first(2), Soon())));
+  {
+    const HostStore::ReadLease a = Must(host->Acquire("a")), b = Must(host->Acquire("b"));
+    for (const absl::Status& status : reader->GetPages(Views(keys), *target_, pages, Soon())) {
+      EXPECT_TRUE(Fails(status, absl::StatusCode::kResourceExhausted));
+    }
   }
+  ASSERT_TRUE(AllOk(reader->GetPages(Views(keys), *target_, pages, Soon())));
   EXPECT_TRUE(HoldsExactly(*target_, 2, pages, 1, pages));
 }
 
 // What the tier below does not take, the one above has not got either.
 TEST_F(RemotePages, ATierBelowThatFailsKeepsTheOldValue) {
-  const auto host = MakeHost(8);
   const auto lower = std::make_shared<FakeStore>(SmallLayout().page_bytes());
-  const std::shared_ptr<KvStore> both = Must(TieredStore::Create(host, lower));
-  const auto server =
-      Must(StoreServer::Create({{SmallChunks(), kTestModel, ""}, host, both, lower}));
+  const auto server = Serve(MakeHost(8), lower);
   const auto client = Dial(server->address(), source_);
   const std::vector<std::string> keys = Keys(1);
   ASSERT_TRUE(AllOk(client->PutPages(Views(keys), *source_, std::vector<int64_t>{1}, Soon())));
@@ -210,6 +232,171 @@ TEST_F(RemotePages, ATierBelowThatFailsKeepsTheOldValue) {
   ASSERT_TRUE(AllOk(reader->GetPages(Views(keys), *target_, std::vector<int64_t>{9}, Soon())));
   EXPECT_TRUE(HoldsExactly(*target_, 2, std::vector<int64_t>{9}, 1, std::vector<int64_t>{1}));
 }
+
+// ---------------------------------------------------------------- calls that are over
+
+// Each get waits until it may go on.
+class GatedStore : public FakeStore {
+ public:
+  using FakeStore::FakeStore;
+
+  std::atomic<int> num_gets = 0;
+  Latch asked, go_on;
+
+  absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key,
+                                                  Deadline deadline) override {
+    ++num_gets;
+    asked.Open();
+    go_on.Wait(Soon());
+    return FakeStore::GetBytes(key, deadline);
+  }
+};
+
+// A call's time at the server begins a little later than at its caller.
+void LetTheServersDeadlinePass() {
+  const Deadline over = DeadlineInMs(300);
+  WaitFor([&] { return Clock::now() >= over; }, over);
+}
+
+TEST_F(RemotePages, WhatStoodInLineForTooLongIsNotCarriedOut) {
+  const auto lower = std::make_shared<GatedStore>(SmallLayout().page_bytes());
+  const auto server = Serve(MakeHost(4), lower);
+  const auto client = Dial(server->address(), source_), other = Dial(server->address(), target_);
+  const std::vector<std::string> keys = Keys(2);
+  ASSERT_TRUE(AllOk(client->PutPages(Views({keys[0]}), *source_, std::vector<int64_t>{1}, Soon())));
+  ASSERT_TRUE(AllOk(lower->PutPages(Views({keys[1]}), *source_, std::vector<int64_t>{2}, Soon())));
+  auto slow = std::async(std::launch::async, [&] { return other->GetBytes(keys[1], Soon()); });
+  ASSERT_TRUE(lower->asked.Wait(Soon()));
+  EXPECT_TRUE(
+      Fails(client->Erase(keys[0], DeadlineInMs(200)), absl::StatusCode::kDeadlineExceeded));
+  LetTheServersDeadlinePass();
+  lower->go_on.Open();
+  EXPECT_TRUE(IsOk(slow.get()));
+  EXPECT_EQ(Must(client->Exists(Views({keys[0]}), Soon())), 1);
+}
+
+TEST_F(RemotePages, NoMoreIsReadForACallThatIsOver) {
+  const auto lower = std::make_shared<GatedStore>(SmallLayout().page_bytes());
+  const auto server = Serve(MakeHost(8), lower);
+  const auto client = Dial(server->address(), source_);
+  const std::vector<std::string> keys = Keys(4);
+  const std::vector<int64_t> pages = {1, 2, 3, 4};
+  ASSERT_TRUE(AllOk(lower->PutPages(Views(keys), *source_, pages, Soon())));
+  EXPECT_EQ(Must(client->Exists(Views(keys), Soon())), 4);
+  const auto statuses = client->GetPages(Views(keys), *source_, pages, DeadlineInMs(200));
+  EXPECT_TRUE(Fails(statuses[0], absl::StatusCode::kDeadlineExceeded));
+  LetTheServersDeadlinePass();
+  lower->go_on.Open();
+  EXPECT_EQ(Must(client->Exists(Views(keys), Soon())), 4);  // Served when that is done.
+  EXPECT_LE(lower->num_gets, 1);
+}
+
+// ---------------------------------------------------------------- sessions that end
+
+using Code = absl::StatusCode;
+using Heard = ControlRelay::Heard;
+using Verdict = ControlRelay::Verdict;
+
+bool IsReply(const Heard& heard) { return std::holds_alternative<ReplyMsg>(heard.message.body); }
+bool IsHello(const Heard& heard) { return std::holds_alternative<HelloMsg>(heard.message.body); }
+
+// `far_` reaches the server through a relay.
+class RemoteSessions : public RemotePages {
+ protected:
+  void Connect(ControlRelay::Judge judge, int64_t connect_timeout_ms = 3000) {
+    far_.reset();
+    relay_.emplace(server_->address(), std::move(judge));
+    far_ = Dial(relay_->address(), target_, 64 << 20, connect_timeout_ms);
+  }
+  // What is to happen to the first message of which `at` holds.
+  static ControlRelay::Judge Once(Verdict verdict, std::function<bool(const Heard&)> at) {
+    return [verdict, at = std::move(at), done = false](Heard& heard) mutable {
+      if (done || !at(heard)) return Verdict::kPass;
+      done = true;
+      return verdict;
+    };
+  }
+  void PutAll() { ASSERT_TRUE(AllOk(writer_->PutPages(Views(keys_), *source_, pages_, Soon()))); }
+
+  const std::vector<std::string> keys_ = Keys(2);
+  const std::vector<int64_t> pages_ = {3, 4};
+  std::optional<ControlRelay> relay_;
+  std::unique_ptr<RemoteStore> far_;
+};
+
+// The call that is lost with its session, or the reply.
+class RemoteSessionsBroken : public RemoteSessions, public testing::WithParamInterface<bool> {
+ protected:
+  template <typename Call>
+  void Check(const std::string& function, const Call& call) {
+    SCOPED_TRACE(function);
+    // Only the client learns it, as one that was stopped until the server had given it up.
+    Connect(Once(Verdict::kBreakUnnoticed, [function, reply = GetParam()](const Heard& heard) {
+      return reply ? IsReply(heard) : heard.function() == function;
+    }));
+    EXPECT_TRUE(IsOk(call()));
+    EXPECT_EQ(Metric(*far_, "peers_lost"), 1);
+  }
+};
+
+TEST_P(RemoteSessionsBroken, CallsAreMadeAnew) {
+  PutAll();
+  Check(store_call::kExists, [&] { return far_->Exists(Views(keys_), Soon()); });
+  Check(store_call::kGet, [&] { return far_->GetBytes(keys_[0], Soon()); });
+  Check(store_call::kGetPages,
+        [&] { return far_->GetPages(Views(keys_), *target_, pages_, Soon())[1]; });
+  EXPECT_TRUE(HoldsExactly(*target_, 2, pages_, 1, pages_));
+  Check(store_call::kPutPages,
+        [&] { return far_->PutPages(Views(keys_), *target_, pages_, Soon())[1]; });
+  const Bytes value(1000);
+  const std::span<const std::byte> part = value;
+  Check(store_call::kPut, [&] { return far_->Put("value", {&part, 1}, Soon()); });
+  Check(store_call::kErase, [&] { return far_->Erase("value", Soon()); });
+  EXPECT_TRUE(Fails(writer_->GetBytes("value", Soon()), Code::kNotFound));
+}
+
+INSTANTIATE_TEST_SUITE_P(At, RemoteSessionsBroken, testing::Bool());
+
+// As when the lease has expired, or is of a process that is no more.
+TEST_F(RemoteSessions, AFetchThatIsRefusedIsMadeAnew) {
+  PutAll();
+  std::atomic<int> num_fetches = 0;
+  std::atomic<int> num_refused = 2;
+  Connect([&](Heard& heard) {
+    const auto* fetch = std::get_if<FetchMsg>(&heard.message.body);
+    if (fetch == nullptr || ++num_fetches > num_refused) return Verdict::kPass;
+    heard.answer = RefuseMsg{fetch->transfer_id, num_fetches % 2 == 1
+                                                     ? absl::NotFoundError("no such lease")
+                                                     : absl::FailedPreconditionError("expired")};
+    return Verdict::kAnswer;
+  });
+  EXPECT_TRUE(IsOk(far_->GetBytes(keys_[0], Soon())));
+  EXPECT_EQ(num_fetches, 3);
+  num_refused = 1000;
+  EXPECT_TRUE(Fails(far_->GetBytes(keys_[0], Soon()), Code::kUnavailable, "expired"));
+  for (const absl::Status& status : far_->GetPages(Views(keys_), *target_, pages_, Soon())) {
+    EXPECT_TRUE(Fails(status, Code::kUnavailable, "no such lease"));
+  }
+}
+
+TEST_F(RemoteSessions, APinIsNotCountedTwice) {
+  PutAll();
+  Connect(Once(Verdict::kBreakUnnoticed, IsReply));
+  EXPECT_TRUE(Fails(far_->Pin(keys_[0], Soon()), Code::kUnavailable, "store.pin",
+                    "may have been carried out"));
+  EXPECT_EQ(host_->stats().pinned, 1);
+  EXPECT_TRUE(IsOk(far_->Unpin(keys_[0], Soon())));
+  EXPECT_EQ(host_->stats().pinned, 0);
+}
+
+TEST_F(RemoteSessions, APinThatTheServerHasNotHeardOfIsMadeAnew) {
+  PutAll();
+  Connect(Once(Verdict::kDrop, IsHello), /*connect_timeout_ms=*/500);
+  EXPECT_TRUE(IsOk(far_->Pin(keys_[0], Soon())));
+  EXPECT_EQ(host_->stats().pinned, 1);
+}
+
+// ---------------------------------------------------------------- the rest
 
 TEST_F(RemotePages, BadArguments) {
   const std::vector<std::string> keys = Keys(2);

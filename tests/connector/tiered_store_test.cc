@@ -179,6 +179,49 @@ TEST_F(TieredStores, PinsWhereTheyCan) {
   EXPECT_TRUE(Fails(store->Unpin("a", Soon()), kPrecondition));
 }
 
+class PinnedStore : public FakeStore {
+ public:
+  using FakeStore::FakeStore;
+
+  int64_t pins = 0;
+  absl::Status unpins;  // What it says to those.
+
+  absl::Status Pin(std::string_view, Deadline) override {
+    ++pins;
+    return absl::OkStatus();
+  }
+  absl::Status Unpin(std::string_view, Deadline) override {
+    if (unpins.ok()) --pins;
+    return unpins;
+  }
+};
+
+TEST_F(TieredStores, AnUnpinThatATierHasNotDoneIsAskedAgain) {
+  for (const bool upper_fails : {false, true}) {
+    SCOPED_TRACE(upper_fails);
+    const auto upper = std::make_shared<PinnedStore>(1000);
+    const auto lower = std::make_shared<PinnedStore>(1000);
+    const auto store = Must(TieredStore::Create(upper, lower));
+    PinnedStore& fails = upper_fails ? *upper : *lower;
+    ASSERT_TRUE(IsOk(Put(*store, "a", old_)));
+    ASSERT_TRUE(IsOk(store->Pin("a", Soon())));
+    fails.unpins = absl::UnavailableError("down");
+    EXPECT_TRUE(Fails(store->Unpin("a", Soon()), kUnavailable, "down"));
+    EXPECT_EQ(store->stats().pinned, 1);
+    EXPECT_EQ(store->stats().errors, 1);
+    fails.unpins = absl::OkStatus();
+    EXPECT_TRUE(IsOk(store->Unpin("a", Soon())));
+    EXPECT_EQ(store->stats().pinned, 0);
+    EXPECT_EQ(upper->pins, 0);
+    EXPECT_EQ(lower->pins, 0);
+    EXPECT_TRUE(Fails(store->Unpin("a", Soon()), kPrecondition));
+    // A tier that has no pin any more has nothing to let go of.
+    ASSERT_TRUE(IsOk(store->Pin("a", Soon())));
+    fails.unpins = absl::FailedPreconditionError("not pinned");
+    EXPECT_TRUE(IsOk(store->Unpin("a", Soon())));
+  }
+}
+
 // The upper tier had no room for the new value of a pinned entry: the lower one keeps it.
 TEST_F(TieredStores, APinMovesWithItsEntry) {
   const auto make = [](int64_t bytes) {

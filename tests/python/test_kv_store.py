@@ -2,12 +2,15 @@
 
 import ctypes
 import socket
+import sys
 import threading
 import time
+import types
 
 import kvferry
 import numpy as np
 import pytest
+from kvferry.mooncake import HEADER_BYTES
 from stores import BACKENDS, MAX_VALUE_BYTES, config, need, redis_server, start_server
 
 
@@ -259,6 +262,46 @@ def test_mooncake_values_behind_our_back_are_misses(tmp_path):
     finally:
         server.kill()
         store.close()
+
+
+class ReplacedMeanwhile:
+    """Of Mooncake: an entry that is replaced between the question for its size and the read."""
+
+    def __init__(self, bytes_before: int, entry: bytes):
+        self.size, self.entry = HEADER_BYTES + bytes_before, entry
+
+    def setup(self, *_):
+        return 0
+
+    def register_buffer(self, *_):
+        return 0
+
+    def get_size(self, _name):
+        return self.size
+
+    def get_into(self, _name, address, _size):
+        ctypes.memmove(address, self.entry, len(self.entry))
+        return len(self.entry)
+
+    def close(self):
+        return 0
+
+
+def test_mooncake_value_that_is_shorter_by_the_time_it_is_read(monkeypatch):
+    entry = kvferry._core.value_header("a", b"x") + b"x"
+    module = types.ModuleType("mooncake")
+    module.store = types.SimpleNamespace(
+        MooncakeDistributedStore=lambda: ReplacedMeanwhile(1000, entry)
+    )
+    monkeypatch.setitem(sys.modules, "mooncake", module)
+    options = {"backend": "mooncake", "local_hostname": "h", "master_address": "h:1"}
+    store = kvferry.make_store(options)
+    out = np.zeros(1000, np.uint8)
+    with pytest.raises(kvferry.FailedPrecondition, match="has 1 bytes but there is room for 1000"):
+        store.get_into("a", out)
+    assert not out.any()
+    assert store.get_bytes("a").tobytes() == b"x"
+    store.close()
 
 
 def test_mooncake_batches_answer_value_by_value(tmp_path):

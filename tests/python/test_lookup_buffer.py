@@ -74,6 +74,25 @@ def test_numpy_and_parts_of_an_entry():
         assert found.roi.tolist() == [True] * 5 + [False] * 4
 
 
+def test_numpy_and_dtypes_that_it_lacks():
+    with producer() as one:
+        one.insert([1], None, *kv(1))
+        with pytest.raises(ValueError, match="'numpy' has no bfloat16"):
+            consumer(one, framework="numpy")
+        pool = kvferry.KvPool.create(layout(), 8)
+        with pytest.raises(ValueError, match="'numpy' has no bfloat16"):
+            consumer(one, pool=pool, tensor_pages=1, framework="numpy")
+        with consumer(one, pool=pool, framework="numpy") as other:  # It has no tensors.
+            assert other.drop_select_pages([1], None, [3]).pages == [3]
+    fp8 = layout("float8_e5m2")
+    with producer(layout=fp8) as one, consumer(one, layout=fp8, framework="numpy") as other:
+        bits = kv(1, dtype=torch.float8_e5m2).view(torch.uint8)
+        one.insert([1], None, *bits)
+        found = other.drop_select([1])
+        assert found.key.dtype == np.uint8
+        assert np.array_equal(np.stack([found.key, found.value]), bits.numpy())
+
+
 def test_roi_on_both_sides(pair):
     one, other = pair
     key, value = kv(2)
