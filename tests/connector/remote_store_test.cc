@@ -30,7 +30,7 @@ std::unique_ptr<StoreServer> Serve(std::shared_ptr<HostStore> host, Config confi
 
 // A host store over another one.
 std::unique_ptr<StoreServer> Serve(std::shared_ptr<HostStore> host,
-                                   std::shared_ptr<KvStore> lower) {
+                                   const std::shared_ptr<KvStore>& lower) {
   const std::shared_ptr<KvStore> both = Must(TieredStore::Create(host, lower));
   return Must(StoreServer::Create({{SmallChunks(), kTestModel, ""}, std::move(host), both, lower}));
 }
