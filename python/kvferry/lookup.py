@@ -15,6 +15,7 @@ goes; the longest match wins, and each entry is delivered once. `connector/looku
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -91,9 +92,11 @@ def _plain(tensor):
     )
 
 
-def _check_numpy_has(dtype: str) -> None:
+def _check_can_be(framework: str, dtype: str) -> None:
     # Before a lookup takes an entry that then cannot be given to anybody.
-    if dtype == "bfloat16":
+    if framework == "torch" and importlib.util.find_spec("torch") is None:
+        raise ValueError("lookup: framework 'torch' is not installed; take 'numpy', or pages")
+    if framework == "numpy" and dtype == "bfloat16":
         raise ValueError(
             f"lookup: framework 'numpy' has no {dtype}, the layout's dtype; take framework "
             "'torch', or pages"
@@ -172,8 +175,8 @@ class KVLookupBuffer:
             if tensor_pages is None:
                 tensor_pages = 2 * pages if role == "producer" else pages
             pool = _core.KvPool.create(layout, tensor_pages, at_once=False)  # May never be full.
-        if framework == "numpy" and role == "consumer" and tensor_pages:
-            _check_numpy_has(pool.layout.dtype)
+        if role == "consumer" and tensor_pages:
+            _check_can_be(framework, pool.layout.dtype)
         if not isinstance(config, _core.Config):
             config = _core.Config.make(config)
         self.pool = pool

@@ -1,6 +1,7 @@
 """KVLookupBuffer: tensors and pages between producers and consumers, asyncio."""
 
 import asyncio
+import importlib.util
 import threading
 
 import kvferry
@@ -91,6 +92,18 @@ def test_numpy_and_dtypes_that_it_lacks():
         found = other.drop_select([1])
         assert found.key.dtype == np.uint8
         assert np.array_equal(np.stack([found.key, found.value]), bits.numpy())
+
+
+def test_torch_where_it_is_not_installed(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else found(name)
+    )
+    with producer() as one:
+        with pytest.raises(ValueError, match="'torch' is not installed"):
+            consumer(one)
+        with consumer(one, pool=kvferry.KvPool.create(layout(), 8)) as other:
+            assert other.metrics()["peers"] == 0
 
 
 def test_roi_on_both_sides(pair):
