@@ -206,6 +206,18 @@ absl::Status Config::Validate() const {
         ", which is not loopback, and peers are not authenticated: put the nodes on a network that "
         "only they reach and set allow_insecure_network=true"));
   }
+  if (listen_host == "0.0.0.0" || listen_host == "::" || listen_host == "[::]") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("config: listen_host is ", listen_host,
+                     ", which goes into tickets and leads nobody here: set it to the address by "
+                     "which peers reach this host"));
+  }
+  if (fetch_timeout_ms > max_fetch_timeout_ms) {
+    return absl::InvalidArgumentError(absl::StrCat("config: fetch_timeout_ms is ", fetch_timeout_ms,
+                                                   " but must be at most max_fetch_timeout_ms (",
+                                                   max_fetch_timeout_ms,
+                                                   "); raise that too, on both sides"));
+  }
   return absl::OkStatus();
 }
 

@@ -16,7 +16,8 @@ namespace kvferry {
 struct Config {
   // --- Control plane ---
   // Address that a prefill endpoint, or a decode endpoint that accepts pushes, binds and hands out
-  // in its tickets. Port 0 takes a free one.
+  // in its tickets: a numeric one or the name of an interface, and not that of all interfaces. Port
+  // 0 takes a free one.
   std::string listen_host = "127.0.0.1";
   int64_t listen_port = 0;
   // Hosts that an endpoint may be sent to by a ticket, to fetch or to push (tickets can travel

@@ -222,6 +222,20 @@ TEST(ConfigValidate, OffLoopbackHasToBeAskedFor) {
   config.allow_insecure_network = true;
   config.listen_host = "10.0.0.1";
   EXPECT_TRUE(IsOk(config.Validate()));
+  for (const std::string all : {"0.0.0.0", "::", "[::]"}) {
+    config.listen_host = all;
+    EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument,
+                      "listen_host is " + all, "goes into tickets"));
+  }
+}
+
+TEST(ConfigValidate, AFetchMayTakeNoLongerThanTheLongest) {
+  Config config;
+  config.fetch_timeout_ms = config.max_fetch_timeout_ms + 1;
+  EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument, "fetch_timeout_ms",
+                    "max_fetch_timeout_ms (600000)"));
+  config.max_fetch_timeout_ms = config.fetch_timeout_ms;
+  EXPECT_TRUE(IsOk(config.Validate()));
 }
 
 TEST(Loopback, Hosts) {

@@ -76,8 +76,8 @@ class ZmqControlPlane : public ControlPlane {
       return absl::UnavailableError(
           absl::StrCat("control: cannot listen on ", config.listen_host, ":", config.listen_port,
                        ": ", error.what(),
-                       "; set listen_host and listen_port to a free local "
-                       "address"));
+                       "; set listen_host to a numeric address or an interface of this host, and "
+                       "listen_port to one that is free"));
     }
     return Watch(router_);
   }

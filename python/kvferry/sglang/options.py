@@ -76,7 +76,7 @@ def open_store(options: Options, config) -> Any:
         raise ValueError(
             f"hicache: store is {options.store.get('backend')!r}, which one process has for "
             f"itself; with MLA one of {config.tp_size} tensor-parallel ranks writes for all, so "
-            f"it has to be {' or '.join(_SHARED)}, or tiered with one of them as the lower tier"
+            f"it has to be {' or '.join(_SHARED)}, or tiered with redis as the lower tier"
         )
     return kvferry.make_store(_of_rank(options.store, config))
 
