@@ -32,10 +32,8 @@ TableArray Table(const BlockTables& self, const Ids& ids, ThreadPool* threads) {
   auto* owned = new int32_t[entries];
   const nb::capsule owner(owned,
                           [](void* pointer) noexcept { delete[] static_cast<int32_t*>(pointer); });
-  {
-    const nb::gil_scoped_release nogil;
-    Check(self.WriteTable(ids, width, {owned, entries}, threads));
-  }
+  // With the GIL: another call that moved what is copied here would be undefined.
+  Check(self.WriteTable(ids, width, {owned, entries}, threads));
   return {owned, {ids.size(), static_cast<size_t>(width)}, owner};
 }
 

@@ -103,7 +103,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   absl::Status CheckHello(const HelloMsg& hello) const;
   void CountPeers();
   void OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch, const WelcomeMsg& welcome);
-  void OnNoConnection(const PeerKey& peer, const std::string& address, const DataAddresses& offered,
+  void OnNoConnection(const PeerKey& peer, const Session& session, const DataAddresses& offered,
                       const absl::Status& status);
   void OnSessionMessage(const PeerKey& peer, Session& session, MessageBody body);
   void RefuseSession(const PeerKey& peer, const absl::Status& status);
@@ -133,7 +133,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   std::unique_ptr<Receiver> receiver_;
   std::unique_ptr<Calls> calls_;
   Sessions sessions_;
-  // Addresses of peers on this host that reach us through shared memory and are not reached so.
+  // Addresses to which the next hello is to offer no shared memory.
   absl::flat_hash_set<std::string> unmapped_;
   std::vector<std::pair<PeerKey, absl::Status>>
       lost_;  // Found while sending; dropped when it is safe.

@@ -39,10 +39,11 @@ absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_
   session.name = address;
   session.greeting_until = DeadlineInMs(config.connect_timeout_ms);
   session.awaits_anyone = epoch == 0;
+  session.network_only = unmapped_.erase(address) > 0;
   sessions_.Insert(peer, session);
   HelloMsg hello{options_.name, options_.model, options_.pool->layout(), data_->addresses()};
   hello.data.session = session.own_id;
-  if (unmapped_.contains(address)) hello.data.local.clear();
+  if (session.network_only) hello.data.local.clear();
   SendAside(peer, std::move(hello));
   return peer;
 }
@@ -214,7 +215,7 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
                          const WelcomeMsg& welcome) {
   session.epoch = epoch;
   const absl::StatusOr<LinkId> link = data_->Connect(welcome.data);
-  if (!link.ok()) return OnNoConnection(peer, session.address, welcome.data, link.status());
+  if (!link.ok()) return OnNoConnection(peer, session, welcome.data, link.status());
   session.state = Session::State::kReady;
   session.name = welcome.name.empty() ? session.address : welcome.name;
   session.link = *link;
@@ -242,18 +243,18 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
 
 // The peer has accepted a session that is not to be: unless it is told it keeps a place for it, of
 // max_peers, until it hears no heartbeat.
-void NodeImpl::OnNoConnection(const PeerKey& peer, const std::string& address,
+void NodeImpl::OnNoConnection(const PeerKey& peer, const Session& session,
                               const DataAddresses& offered, const absl::Status& status) {
   SendAside(peer, ByeMsg{});
-  // It reaches us through shared memory, and we do not reach it that way: it has to be told that the
-  // network is to be taken.
-  const bool only_mapped = !offered.local.empty() && offered.tcp.port == 0;
-  if (unmapped_.size() >= kMaxUnmapped) unmapped_.clear();
-  if (only_mapped && unmapped_.insert(address).second) {
-    DropAndBeginAgain(peer, status);
-  } else {
-    DropSession(peer, status);
+  // It reaches us through shared memory, so that it has offered nothing else, and we do not reach it
+  // that way just now.
+  const bool over_tcp = data_->addresses().tcp.lanes > 0 && offered.tcp.port == 0;
+  if (session.network_only || offered.local.empty() || !over_tcp) {
+    return DropSession(peer, status);
   }
+  if (unmapped_.size() >= kMaxUnmapped) unmapped_.clear();
+  unmapped_.insert(session.address);
+  DropAndBeginAgain(peer, status);
 }
 
 void NodeImpl::OnSessionMessage(const PeerKey& peer, Session& session, MessageBody body) {

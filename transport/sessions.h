@@ -34,6 +34,7 @@ struct Session {
   int64_t failed_attempts = 0;  // To connect, while greeting.
   // A call waits for whoever will listen at the address, perhaps later.
   bool awaits_anyone = false;
+  bool network_only = false;  // Our hello has offered no shared memory.
 };
 
 // The sessions of one node. Not thread-safe.

@@ -1,6 +1,7 @@
 """Both engines get the request at the same time: KV moves while more of it is computed."""
 
 import time
+from collections import Counter
 
 import pytest
 from demo import PART_TOKENS, QUESTIONS, ask, problems
@@ -100,5 +101,8 @@ def test_prefill_preempted(engines: Engines, reference, long_prompt):
     for request in (*others, prefill):
         request.answer()
     assert decode.answer().tokens == expected.tokens
-    ended = engines.wait_trace("prefill", leases + 1 + PARTS)[leases:]
-    assert [event["outcome"] for event in ended] == ["preempted"] + ["fetched"] * PARTS
+    # It may have been preempted more than once; what was taken back came later.
+    preempted = sum(it["outcome"] == "preempted" for it in engines.trace("prefill")[leases:])
+    assert preempted > 0
+    ended = engines.wait_trace("prefill", leases + preempted + PARTS)[leases:]
+    assert Counter(it["outcome"] for it in ended) == {"preempted": preempted, "fetched": PARTS}

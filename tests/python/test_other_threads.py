@@ -106,12 +106,6 @@ def copy_states():
     return lambda: pool.copy_states([1, 2, 3, 4], [5, 6, 7, 8])
 
 
-def write_tables():
-    tables = kvferry.BlockTables(num_blocks=1 << 17, block_size=1, max_sequences=64)
-    ids = [tables.add(2000) for _ in range(64)]
-    return lambda: tables.table(ids)
-
-
 def store_stats():
     return kvferry.HostStore(1 << 20).stats
 
@@ -126,7 +120,6 @@ CALLS = {
     "GdnPool": lambda: make_states,
     "GdnPool.reset_states": reset_states,
     "GdnPool.copy_states": copy_states,
-    "BlockTables.table": write_tables,
     "HostStore.stats": store_stats,
 }
 

@@ -27,6 +27,7 @@ from kvferry.vllm.stores import (  # noqa: E402
     rank_key,
 )
 from kvferry.vllm.telemetry import Trace, TransferStats  # noqa: E402
+from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
 BLOCK = 16
 BLOCKS = 8
@@ -128,7 +129,7 @@ def test_what_the_store_promised_and_did_not_give_is_computed(scheduler: Schedul
     assert ask(it, 0) == (3 * BLOCK, True)
     scheduler.half.update_state_after_alloc(it, BlockTable(), 3 * BLOCK)
     # Not one of them came, so the engine asks again, and has to be told to compute.
-    scheduler.half.update_connector_output(SimpleNamespace(finished_recving={"r"}))
+    scheduler.half.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
     assert ask(it, 0) == (0, False)
     scheduler.compute(it, 2)
     it.num_computed_tokens = 0  # Preempted.
@@ -144,6 +145,18 @@ def test_a_preempted_request_is_reported_only_for_what_it_saves_afterwards(sched
     scheduler.half.on_new_request(it)
     scheduler.compute(it, 1)
     assert scheduler.half.request_finished(it) is True
+
+
+def test_a_request_that_is_preempted_and_ends_before_the_next_step(scheduler: Scheduler):
+    it = request("r", 3)
+    scheduler.half.on_new_request(it)
+    scheduler.compute(it, 2)
+    assert scheduler.half.request_finished(it) is True
+    # Its blocks are others' from this step on, and the engine waits for the report all the same.
+    meta = scheduler.step({}, {"r"})
+    assert (meta.store_preempted, meta.store_preempted_ended) == ([], ["r"])
+    scheduler.half.update_connector_output(KVConnectorOutput(finished_sending={"r"}))
+    assert scheduler.step({}, {"r"}).store_preempted_ended == []
 
 
 @pytest.mark.parametrize(
@@ -274,7 +287,7 @@ def test_saves_that_wait_are_dropped_when_their_blocks_are_taken(worker: Worker)
     worker.save("other", 0)
     assert worker.store.began.wait(WAIT_S)
     key = worker.save("preempted", 1)
-    worker.half.finish_preempted(["preempted"])  # Returns at once: its save has not begun.
+    worker.half.end_saves(["preempted"], [])  # Returns at once: its save has not begun.
     fill(worker.pool, 1, 7)  # Another request's.
     worker.store.go_on.set()
     worker.save("last", 2)
@@ -284,10 +297,24 @@ def test_saves_that_wait_are_dropped_when_their_blocks_are_taken(worker: Worker)
     assert worker.half.take_finished({"preempted"}) == (set(), set())
 
 
+def test_saves_of_a_request_that_was_preempted_and_has_ended_are_dropped_and_reported(
+    worker: Worker,
+):
+    worker.save("other", 0)
+    assert worker.store.began.wait(WAIT_S)
+    key = worker.save("ended", 1)
+    worker.half.end_saves([], ["ended"])
+    worker.wait_saved({"ended"})
+    worker.store.go_on.set()
+    worker.save("last", 2)
+    worker.wait_saved({"other", "last"})
+    assert worker.store.exists([rank_key(key, 0)]) == 0
+
+
 def test_a_load_of_a_preempted_request_is_all_that_is_reported(worker: Worker):
     worker.store.go_on.set()
     key = worker.save("r", 1)
-    worker.half.finish_preempted(["r"])
+    worker.half.end_saves(["r"], [])
     worker.half.load([StoreLoad("r", [key], [2], 0)])
     reported: list[set[str]] = [set(), set()]
 

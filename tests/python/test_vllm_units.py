@@ -27,6 +27,7 @@ from kvferry.vllm.stores import (  # noqa: E402
     scheduler_stores,
 )
 from kvferry.vllm.telemetry import FetchRecord, Options, TransferStats  # noqa: E402
+from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
 
 BLOCK = 16
@@ -203,7 +204,7 @@ def test_load_of_an_aborted_request_is_cancelled():
 def test_load_that_was_reported_is_not_cancelled():
     decode, it = Decode(), request("r", 32, remote())
     decode.allocate(it, 0, [5, 6])
-    decode.scheduler.update_connector_output(SimpleNamespace(finished_recving={"r"}))
+    decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
     decode.scheduler.request_finished(it)
     assert decode.step().cancelled == []
 
@@ -216,12 +217,24 @@ def test_tickets_serve_once_and_who_comes_with_the_same_finds_the_blocks_here(an
     ask = decode.scheduler.get_num_new_matched_tokens
     assert len(decode.allocate(first, 0, [5, 6, 8]).loads) == 1
     assert ask(second, 0) == (None, False)  # It is on its way.
-    decode.scheduler.update_connector_output(SimpleNamespace(finished_recving={"a"}))
+    decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"a"}))
     assert decode.allocate(second, 32, [5, 6, 9]).loads == []
     assert decode.allocate(later, 0, [10, 11, 12]).loads == []  # They are not here any more.
     # Another prompt of the same batch has leases of its own.
     other = request("d", 48, dict(FROM if announced else remote(kvferry_tickets=["u"])))
     assert len(decode.allocate(other, 0, [1, 2, 3]).loads) == 1
+
+
+def test_who_waits_for_a_load_that_fails_fails_too():
+    decode = Decode()
+    first, second = (request(name, 40, remote()) for name in "ab")
+    decode.allocate(first, 0, [5, 6, 8])
+    assert decode.scheduler.get_num_new_matched_tokens(second, 0) == (None, False)
+    decode.scheduler.update_connector_output(
+        KVConnectorOutput(finished_recving={"a"}, invalid_block_ids={6})
+    )
+    (load,) = decode.allocate(second, 0, [1, 2, 3]).loads
+    assert "has failed" in load.error and load.block_ids == [1, 2, 3]
 
 
 def test_a_load_that_cannot_work_is_no_taker():

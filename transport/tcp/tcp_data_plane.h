@@ -25,8 +25,9 @@ struct TcpConnection {
   std::string say;     // First.
   std::string expect;  // First, before anything else counts.
   std::string where;   // It leads, for errors.
-  // Once both have: how long the other side's kernel may say nothing.
-  int64_t silence_ms = 10000;
+  // How long nothing may get through once both have said so (LimitSilence); 0: for ever. Whoever
+  // dialled watches, and can dial again; the other side would cut it off from what still works.
+  int64_t silence_ms = 0;
 };
 
 // A data plane over TCP sockets (docs/wire_protocol.md, "TCP"): the pages of a chunk may be sent from

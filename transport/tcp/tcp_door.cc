@@ -28,7 +28,6 @@ absl::StatusOr<std::unique_ptr<TcpDoor>> TcpDoor::Create(const Config& config,
                                                          const std::string& host) {
   std::unique_ptr<TcpDoor> door(new TcpDoor());
   door->timeout_ms_ = config.connect_timeout_ms;
-  door->silence_ms_ = config.heartbeat_timeout_ms;
   door->host_ = host;
   if (!config.net_device.empty()) {
     KVFERRY_ASSIGN_OR_RETURN(door->host_, AddressOfInterface(config.net_device));
@@ -110,7 +109,7 @@ void TcpDoor::LetIn(Stranger& stranger, std::vector<Arrival>* arrivals) {
   epoll_.Remove(stranger.socket.get());
   TcpConnection connection{std::move(stranger.socket),
                            TcpHello::With(expected.address.answer, hello.lane).Bytes(), "",
-                           "a peer", silence_ms_};
+                           "a peer"};
   arrivals->push_back({link, hello.lane, std::move(connection)});
   if (std::find(expected.came.begin(), expected.came.end(), false) == expected.came.end()) {
     Forget(link);

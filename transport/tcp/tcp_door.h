@@ -68,7 +68,6 @@ class TcpDoor {
   std::string host_;
   int64_t port_ = 0;
   int64_t timeout_ms_ = 0;
-  int64_t silence_ms_ = 0;
   Epoll epoll_;
   UniqueFd listener_;
   AcceptPause pause_;

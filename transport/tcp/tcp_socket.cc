@@ -146,8 +146,8 @@ UniqueFd AcceptTcp(const UniqueFd& listener) {
 }
 
 void LimitSilence(const UniqueFd& socket, int64_t timeout_ms) {
-  const auto timeout = static_cast<unsigned>(timeout_ms);
-  // The least that the system knows is a second; with the timeout above it counts no probes.
+  // Less would take one packet that is lost for a dead path, and keep-alive knows seconds only.
+  const auto timeout = static_cast<unsigned>(std::max<int64_t>(1000, timeout_ms));
   const int probe_s = static_cast<int>(std::max<int64_t>(1, timeout_ms / 3000));
   const int on = 1;
   setsockopt(socket.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout, sizeof(timeout));

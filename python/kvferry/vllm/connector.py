@@ -261,7 +261,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if self._prefill_worker is not None:
             self._prefill_worker.release_preempted(kv_connector_metadata.preempted)
         if self._store_worker is not None:
-            self._store_worker.finish_preempted(kv_connector_metadata.store_preempted)
+            meta = kv_connector_metadata
+            self._store_worker.end_saves(meta.store_preempted, meta.store_preempted_ended)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The step begins.

@@ -119,6 +119,7 @@ class StepMetadata(KVConnectorMetadata):
     idle: bool = False  # Nothing is computed in this step.
     # Of store mode.
     store_preempted: list[str] = field(default_factory=list)  # Their blocks are reused.
+    store_preempted_ended: list[str] = field(default_factory=list)  # The same, and they have ended.
     store_loads: list[StoreLoad] = field(default_factory=list)
     store_saves: list[StoreSave] = field(default_factory=list)  # When the step is computed.
 

@@ -172,11 +172,12 @@ class DecodeScheduler:
     def __init__(self, vllm_config: VllmConfig, block_size: int):
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._block_size = block_size
-        self._loading: set[str] = set()  # Handed to the workers and not yet reported back.
+        # Handed to the workers and not yet reported back: the transfer, and the blocks.
+        self._loading: dict[str, tuple[int, list[int]]] = {}
         self._loads: list[Load] = []  # For the next step, as the following two.
         self._cancelled: list[str] = []
         self._dismissed: list[list[str]] = []
-        # Of the last loads: the request for which a prompt was fetched.
+        # Of the last loads: the request for which a prompt was fetched; "" if that has failed.
         self._takers: OrderedDict[int, str] = OrderedDict()
 
     def get_num_new_matched_tokens(
@@ -192,7 +193,7 @@ class DecodeScheduler:
         if not params.get("do_remote_prefill"):
             return 0, False
         taker = self._takers.get(_transfer(request, params))
-        if taker is not None:
+        if taker:
             return (None, False) if taker in self._loading else (0, False)
         missing = request.num_prompt_tokens - num_computed_tokens
         return (missing, True) if missing > 0 else (0, False)
@@ -204,7 +205,10 @@ class DecodeScheduler:
         if not params.get("do_remote_prefill"):
             return
         params["do_remote_prefill"] = False  # Once only: after a preemption we compute ourselves.
+        transfer = _transfer(request, params)
         offers, error = self._offers(request, params)
+        if self._takers.get(transfer) == "":  # The engine's policy is for this one too.
+            error = "the load of these tickets has failed"
         if num_external_tokens == 0:
             self._dismissed += [offer.tickets for offer in offers]  # Everything is cached here.
             return
@@ -218,10 +222,10 @@ class DecodeScheduler:
                 load.parts.append(LoadPart(tickets, first - begin, block_ids[first:end]))
             else:
                 self._dismissed.append(tickets)
-        self._loading.add(request.request_id)
+        self._loading[request.request_id] = (transfer, load.block_ids)
         self._loads.append(load)
         if not error:
-            self._takers[_transfer(request, params)] = request.request_id
+            self._takers[transfer] = request.request_id
             if len(self._takers) > _MAX_TAKERS:
                 self._takers.popitem(last=False)
 
@@ -267,7 +271,11 @@ class DecodeScheduler:
             self._cancelled.append(request.request_id)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        self._loading.difference_update(output.finished_recving or ())
+        for transfer, block_ids in self._loading.values():
+            if transfer in self._takers and not output.invalid_block_ids.isdisjoint(block_ids):
+                self._takers[transfer] = ""
+        for request_id in output.finished_recving or ():
+            self._loading.pop(request_id, None)
 
 
 def _transfer(request: Request, params: dict[str, Any]) -> int:
@@ -275,8 +283,7 @@ def _transfer(request: Request, params: dict[str, Any]) -> int:
     tickets = params.get(TICKETS)
     if isinstance(tickets, list):
         return hash(str(tickets[:1]))
-    tokens, ends = request.prompt_token_ids or [], 64  # A batch may share a transfer_id.
-    return hash((str(params.get(TRANSFER_ID)), len(tokens), *tokens[:ends], *tokens[-ends:]))
+    return hash((str(params.get(TRANSFER_ID)), tuple(request.prompt_token_ids or ())))
 
 
 def _announced_parts(

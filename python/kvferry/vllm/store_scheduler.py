@@ -54,7 +54,7 @@ class StoreScheduler:
         self._stores: list[Any] = []  # As many, or one for all.
         self._layout: kvferry.KvLayout | None = None
         self._requests: dict[str, _Tracked] = {}
-        self._loading: set[str] = set()
+        self._ended: set[str] = set()  # The engine waits for their saves to be reported.
         self._loads: list[StoreLoad] = []
         self._silent_until = 0.0
 
@@ -138,7 +138,6 @@ class StoreScheduler:
             return
         first, _ = tracked.found
         last = first + num_external_tokens // self._block_size
-        self._loading.add(request.request_id)
         self._loads.append(
             StoreLoad(
                 request_id=request.request_id,
@@ -151,7 +150,7 @@ class StoreScheduler:
         tracked.has_loaded = True
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        self._loading.difference_update(output.finished_recving or ())
+        self._ended.difference_update(output.finished_sending or ())
 
     # ---- Saving
 
@@ -165,6 +164,8 @@ class StoreScheduler:
             if tracked is not None and tracked.has_saves:
                 tracked.has_saves = False  # They end before the step, and are not reported.
                 meta.store_preempted.append(request_id)
+            elif request_id in self._ended:
+                meta.store_preempted_ended.append(request_id)
         for request_id, scheduled in step.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
             if tracked is not None:
@@ -200,7 +201,10 @@ class StoreScheduler:
     def request_finished(self, request: Request) -> bool:
         """Whether its blocks have to stay until the workers report it."""
         tracked = self._requests.pop(request.request_id, None)
-        return tracked is not None and tracked.has_saves
+        if tracked is None or not tracked.has_saves:
+            return False
+        self._ended.add(request.request_id)
+        return True
 
     def reset_cache(self) -> bool:
         """False: what a store holds under a model's name stays, and would be loaded again."""

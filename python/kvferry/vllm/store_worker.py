@@ -169,14 +169,17 @@ class StoreWorker:
             self._silent_until = now + max(_SILENCE_S, now - begin)
         return statuses
 
-    def finish_preempted(self, request_ids: list[str]) -> None:
-        """Ends saves of blocks that are about to be overwritten, and does not report them."""
-        for request_id in request_ids:
+    def end_saves(self, preempted: list[str], ended: list[str]) -> None:
+        """Ends saves of blocks that are about to be overwritten. Of requests that have ended they
+        are still reported; of the others they are not."""
+        for request_id in (*preempted, *ended):
             # Those that have not begun are dropped; one that has ends at its deadline.
-            running = [it for it in self._saves.pop(request_id, ()) if not it.cancel()]
+            running = [it for it in self._saves.get(request_id, ()) if not it.cancel()]
             _, late = wait_for(running, timeout=self._timeout_ms / 1e3 + 1)
             if late:
                 logger.error("blocks of preempted %s may be saved wrongly", request_id)
+        for request_id in preempted:
+            self._saves.pop(request_id, None)
 
     # ---- Both
 
