@@ -206,7 +206,7 @@ absl::Status Config::Validate() const {
         ", which is not loopback, and peers are not authenticated: put the nodes on a network that "
         "only they reach and set allow_insecure_network=true"));
   }
-  if (listen_host == "0.0.0.0" || listen_host == "::" || listen_host == "[::]") {
+  if (IsEveryInterface(listen_host)) {
     return absl::InvalidArgumentError(
         absl::StrCat("config: listen_host is ", listen_host,
                      ", which goes into tickets and leads nobody here: set it to the address by "
@@ -219,6 +219,10 @@ absl::Status Config::Validate() const {
                                                    "); raise that too, on both sides"));
   }
   return absl::OkStatus();
+}
+
+bool IsEveryInterface(absl::string_view host) {
+  return host == "0.0.0.0" || host == "::" || host == "[::]" || host == "*";
 }
 
 bool IsLoopbackHost(absl::string_view host) {

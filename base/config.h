@@ -89,6 +89,8 @@ struct Config {
   static std::vector<std::string> FieldNames();
 };
 
+// A host to listen at that stands for all of the machine's addresses, and so for none to connect to.
+bool IsEveryInterface(absl::string_view host);
 // True for 127.0.0.0/8, ::1 and localhost.
 bool IsLoopbackHost(absl::string_view host);
 

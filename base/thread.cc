@@ -20,7 +20,7 @@ sigset_t AllButFaults() {
 
 }  // namespace
 
-absl::StatusOr<std::thread> StartThread(const char* what, std::function<void()> run) {
+absl::StatusOr<std::thread> StartThread(const std::string& what, std::function<void()> run) {
   // A thread inherits the mask of the one that starts it.
   const sigset_t blocked = AllButFaults();
   sigset_t before;

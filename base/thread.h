@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <string>
 #include <thread>
 
 #include "absl/status/statusor.h"
@@ -11,6 +12,6 @@ namespace kvferry {
 // (those that a fault of its own raises excepted), so that no handler runs where a call must not be
 // interrupted; the application's threads handle them. RESOURCE_EXHAUSTED, naming `what`, when the
 // system gives no thread.
-absl::StatusOr<std::thread> StartThread(const char* what, std::function<void()> run);
+absl::StatusOr<std::thread> StartThread(const std::string& what, std::function<void()> run);
 
 }  // namespace kvferry

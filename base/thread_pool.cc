@@ -24,8 +24,10 @@ absl::StatusOr<std::unique_ptr<ThreadPool>> ThreadPool::Create(int64_t num_worke
   std::unique_ptr<ThreadPool> pool(new ThreadPool);
   pool->workers_.reserve(num_workers);
   for (int64_t i = 0; i < num_workers; ++i) {
-    KVFERRY_ASSIGN_OR_RETURN(std::thread worker,
-                             StartThread("thread pool", [raw = pool.get()] { raw->Work(); }));
+    KVFERRY_ASSIGN_OR_RETURN(
+        std::thread worker,
+        StartThread(absl::StrCat("thread pool, thread ", i + 1, " of ", num_workers),
+                    [raw = pool.get()] { raw->Work(); }));
     pool->workers_.push_back(std::move(worker));
   }
   return pool;

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <iterator>
 #include <span>
-#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"

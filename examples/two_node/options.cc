@@ -96,8 +96,7 @@ absl::Status Finish(const Flags& flags, Options* options) {
   const absl::StatusOr<HostPort> host_port = ParseHostPort(address);
   if (!host_port.ok()) return host_port.status();
   options->address = *host_port;
-  if (prefill &&
-      (host_port->host == "0.0.0.0" || host_port->host == "::" || host_port->host == "*")) {
+  if (prefill && IsEveryInterface(host_port->host)) {
     return absl::InvalidArgumentError(
         "--listen needs an address that the decode side can connect to: the tickets name it");
   }

@@ -222,7 +222,7 @@ TEST(ConfigValidate, OffLoopbackHasToBeAskedFor) {
   config.allow_insecure_network = true;
   config.listen_host = "10.0.0.1";
   EXPECT_TRUE(IsOk(config.Validate()));
-  for (const std::string all : {"0.0.0.0", "::", "[::]"}) {
+  for (const std::string all : {"0.0.0.0", "::", "[::]", "*"}) {
     config.listen_host = all;
     EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument,
                       "listen_host is " + all, "goes into tickets"));

@@ -3,12 +3,12 @@
 import gc
 import importlib.resources
 import threading
-import time
 import weakref
 
 import kvferry
 import numpy as np
 import pytest
+from waiting import wait_for
 
 MODEL = "test/model"
 NUM_PAGES = 16
@@ -40,13 +40,6 @@ def fill(pool, seed):
                 view[:] = random.integers(0, 256, view.size, dtype=np.uint8)
                 content[layer, tensor, page] = view.tobytes()
     return content
-
-
-def wait_for(holds, seconds=20):
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.001)
 
 
 class Pair:

@@ -2,8 +2,8 @@
 when the store does not do its part."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,9 +25,12 @@ from kvferry.vllm.stores import (  # noqa: E402
     StoreOptions,
     open_store,
     rank_key,
+    scheduler_stores,
 )
 from kvferry.vllm.telemetry import Trace, TransferStats  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
+from vllm_steps import Blocks, step  # noqa: E402
+from waiting import wait_for  # noqa: E402
 
 BLOCK = 16
 BLOCKS = 8
@@ -52,11 +55,8 @@ def request(request_id: str, blocks: int, **more) -> SimpleNamespace:
     return SimpleNamespace(**fields | more)
 
 
-class BlockTable:
-    """Block n of a request is block n of the pool."""
-
-    def get_block_ids(self, request_id: str = "") -> tuple[list[int]]:
-        return (list(range(BLOCKS)),)
+# Block n of a request is block n of the pool.
+TABLE = Blocks(list(range(BLOCKS)))
 
 
 class Scheduler:
@@ -83,8 +83,7 @@ class Scheduler:
 
     def step(self, scheduled: dict[str, int], preempted: set[str] = frozenset()) -> StepMetadata:
         meta = StepMetadata()
-        output = SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=preempted)
-        self.half.fill(meta, output, BlockTable())
+        self.half.fill(meta, step(scheduled, preempted), TABLE)
         return meta
 
     def close(self) -> None:
@@ -127,7 +126,7 @@ def test_what_the_store_promised_and_did_not_give_is_computed(scheduler: Schedul
     scheduler.half.on_new_request(it)
     ask = scheduler.half.get_num_new_matched_tokens
     assert ask(it, 0) == (3 * BLOCK, True)
-    scheduler.half.update_state_after_alloc(it, BlockTable(), 3 * BLOCK)
+    scheduler.half.update_state_after_alloc(it, TABLE, 3 * BLOCK)
     # Not one of them came, so the engine asks again, and has to be told to compute.
     scheduler.half.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
     assert ask(it, 0) == (0, False)
@@ -201,15 +200,56 @@ def test_both_kinds_of_fp8_are_different_models():
     assert len({identity("auto"), identity("fp8_e4m3"), identity("fp8_e5m2")}) == 3
 
 
+def embedded(backend: str, folder: Path) -> StoreOptions:
+    configs = {"host": HOST.config, "rocksdb": {"backend": "rocksdb", "path": str(folder)}}
+    configs["tiered"] = {"backend": "tiered", "upper": configs["host"], "lower": configs["rocksdb"]}
+    return StoreOptions(configs[backend])
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({"backend": "host", "capacity": 1}, "host knows no .'capacity'."),
+        ({"backend": "host", "capacity_bytes": 0}, "capacity_bytes"),
+        ({"backend": "tiered", "upper": {"backend": "redis"}, "lower": {}}, "upper tier"),
+        ({"backend": "tiered", "lower": {"backend": "nothing"}}, "nothing"),
+        ({"backend": "remote"}, "takes an address"),
+        ({"backend": "remote", "address": []}, "none for rank 0"),
+        ({"backend": "rocksdb"}, "needs 'path'"),
+    ],
+)
+def test_stores_that_cannot_be_opened_say_why(config, words):
+    layout = kvferry.KvLayout.mha(2, 4, 1, 8, "float32")
+    pool = kvferry.KvPool.create(layout, 4)
+    with pytest.raises((ValueError, kvferry.Error), match=words):
+        open_store(StoreOptions(config), pool, kvferry.Config.make({}), "m", "n", 0)
+
+
+@pytest.mark.parametrize("backend", ["host", "rocksdb", "tiered"])
+def test_embedded_stores_are_reached_from_the_scheduler(backend, tmp_path):
+    options, config = embedded(backend, tmp_path), kvferry.Config.make({})
+    pool = kvferry.KvPool.create(kvferry.KvLayout.mha(2, 4, 1, 8, "float32"), 4)
+    opened = open_store(options, pool, config, "m", "n", rank=1)
+    address = StoreAddress.of(opened.address, "m", pool.layout)
+    assert address.kv_layout() == pool.layout
+    (store,) = scheduler_stores(options, [address], config)
+    keys = [rank_key(bytes([n]) * 32, 1) for n in range(3)]
+    assert opened.store.put_pages(keys[:2], pool, [1, 3]) == [None, None]
+    assert store.exists(keys) == 2
+    assert store.exists([rank_key(bytes([0]) * 32, 0)]) == 0  # Another rank's.
+    loaded = opened.store.get_pages(keys, pool, [0, 2, 1])
+    assert loaded[:2] == [None, None] and isinstance(loaded[2], kvferry.NotFound)
+    store.close()
+    opened.close()
+
+
 @pytest.mark.parametrize("backend", ["host", "rocksdb", "tiered"])
 def test_embedded_stores_serve_their_pages(backend: str, tmp_path):
-    configs = {"host": HOST.config, "rocksdb": {"backend": "rocksdb", "path": str(tmp_path)}}
-    configs["tiered"] = {"backend": "tiered", "upper": configs["host"], "lower": configs["rocksdb"]}
     config = kvferry.Config.make({})
     pool, other = (kvferry.KvPool.create(LAYOUT, BLOCKS) for _ in range(2))
     fill(pool, 1, 7)
     fill(pool, 3, 9)
-    opened = open_store(StoreOptions(configs[backend]), pool, config, "m", "n", 0)
+    opened = open_store(embedded(backend, tmp_path), pool, config, "m", "n", 0)
     remote = kvferry.RemoteStore(opened.address, other, config, "m", "other")
     assert opened.store.put_pages([b"a", b"b"], pool, [1, 3]) == [None, None]
     assert remote.get_pages([b"a", b"b"], other, [2, 4]) == [None, None]
@@ -267,13 +307,6 @@ class Worker:
     def close(self) -> None:
         self.store.go_on.set()
         self.half.close()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.fixture

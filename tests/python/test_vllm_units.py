@@ -13,22 +13,16 @@ from kvferry.vllm.layout import _arrangement, check_supported  # noqa: E402
 from kvferry.vllm.metadata import (  # noqa: E402
     LoadPart,
     StepMetadata,
-    StoreAddress,
     WorkerAddress,
     parse_tickets,
 )
 from kvferry.vllm.parts import cut  # noqa: E402
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler  # noqa: E402
 from kvferry.vllm.shared_cache import SharedAllocation  # noqa: E402
-from kvferry.vllm.stores import (  # noqa: E402
-    StoreOptions,
-    open_store,
-    rank_key,
-    scheduler_stores,
-)
 from kvferry.vllm.telemetry import FetchRecord, Options, TransferStats  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
+from vllm_steps import Blocks, step  # noqa: E402
 
 BLOCK = 16
 
@@ -54,20 +48,6 @@ def request(request_id: str, prompt: int, params: dict | None = None, computed: 
         kv_transfer_params=params,
         status=RequestStatus.RUNNING,
     )
-
-
-def step(scheduled: dict[str, int], preempted: set[str] = frozenset()) -> SimpleNamespace:
-    return SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=preempted)
-
-
-class Blocks:
-    """Block table of a request, as the cache manager and update_state_after_alloc() show it."""
-
-    def __init__(self, ids: list[int]):
-        self._ids = ids
-
-    def get_block_ids(self, request_id: str = "") -> tuple[list[int]]:
-        return (self._ids,)
 
 
 class Prefill:
@@ -477,48 +457,6 @@ def test_options_of_store_mode():
     ):
         with pytest.raises(ValueError, match=words):
             Options.parse(wrong)
-
-
-@pytest.mark.parametrize(
-    "config, words",
-    [
-        ({"backend": "host", "capacity": 1}, "host knows no .'capacity'."),
-        ({"backend": "host", "capacity_bytes": 0}, "capacity_bytes"),
-        ({"backend": "tiered", "upper": {"backend": "redis"}, "lower": {}}, "upper tier"),
-        ({"backend": "tiered", "lower": {"backend": "nothing"}}, "nothing"),
-        ({"backend": "remote"}, "takes an address"),
-        ({"backend": "remote", "address": []}, "none for rank 0"),
-        ({"backend": "rocksdb"}, "needs 'path'"),
-    ],
-)
-def test_stores_that_cannot_be_opened_say_why(config, words):
-    layout = kvferry.KvLayout.mha(2, 4, 1, 8, "float32")
-    pool = kvferry.KvPool.create(layout, 4)
-    with pytest.raises((ValueError, kvferry.Error), match=words):
-        open_store(StoreOptions(config), pool, kvferry.Config.make({}), "m", "n", 0)
-
-
-@pytest.mark.parametrize("backend", ["host", "rocksdb", "tiered"])
-def test_embedded_stores_are_reached_from_the_scheduler(backend, tmp_path):
-    configs = {
-        "host": {"backend": "host", "capacity_bytes": 1 << 20},
-        "rocksdb": {"backend": "rocksdb", "path": str(tmp_path / "db")},
-    }
-    configs["tiered"] = {"backend": "tiered", "upper": configs["host"], "lower": configs["rocksdb"]}
-    options, config = StoreOptions(configs[backend]), kvferry.Config.make({})
-    pool = kvferry.KvPool.create(kvferry.KvLayout.mha(2, 4, 1, 8, "float32"), 4)
-    opened = open_store(options, pool, config, "m", "n", rank=1)
-    address = StoreAddress.of(opened.address, "m", pool.layout)
-    assert address.kv_layout() == pool.layout
-    (store,) = scheduler_stores(options, [address], config)
-    keys = [rank_key(bytes([n]) * 32, 1) for n in range(3)]
-    assert opened.store.put_pages(keys[:2], pool, [1, 3]) == [None, None]
-    assert store.exists(keys) == 2
-    assert store.exists([rank_key(bytes([0]) * 32, 0)]) == 0  # Another rank's.
-    loaded = opened.store.get_pages(keys, pool, [0, 2, 1])
-    assert loaded[:2] == [None, None] and isinstance(loaded[2], kvferry.NotFound)
-    store.close()
-    opened.close()
 
 
 def test_a_kv_cache_allocated_in_our_context_can_be_shared():

@@ -1,7 +1,8 @@
 """The halves of the connector in two engines' workers, with real endpoints and without engines."""
 
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ import kvferry  # noqa: E402
 from kvferry.vllm.metadata import Load, LoadPart, Publication  # noqa: E402
 from kvferry.vllm.telemetry import Trace, TransferStats  # noqa: E402
 from kvferry.vllm.worker import DecodeWorker, PrefillWorker  # noqa: E402
+from waiting import wait_for as wait  # noqa: E402
 
 LAYERS = 3
 DEADLINE_S = 10.0
+wait_for = functools.partial(wait, seconds=DEADLINE_S)
 
 
 class Side:
@@ -80,12 +83,6 @@ def workers() -> Iterator[Workers]:
     workers = Workers()
     yield workers
     workers.close()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
 
 
 def publication(lease_id: int, blocks: list[int]) -> Publication:

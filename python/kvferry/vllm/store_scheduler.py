@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import kvferry
 from kvferry.vllm.metadata import StepMetadata, StoreAddress, StoreLoad, StoreSave
-from kvferry.vllm.stores import StoreOptions, rank_key, scheduler_stores
+from kvferry.vllm.stores import SILENCE_S, StoreOptions, rank_key, scheduler_stores
 from kvferry.vllm.telemetry import logger
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 # The scheduler, and with it the engine, waits for the answer. Without one it does not ask again for
 # a while.
 _ASK_TIMEOUT_MS = 200
-_SILENCE_S = 5.0
 
 
 @dataclass
@@ -109,8 +108,8 @@ class StoreScheduler:
                 found = store.exists(asked, timeout_ms=_ASK_TIMEOUT_MS) if asked else 0
             return found
         except (kvferry.Error, ValueError) as error:
-            logger.warning("the KV store is not asked for %.0f s: %s", _SILENCE_S, error)
-            self._silent_until = time.monotonic() + _SILENCE_S
+            logger.warning("the KV store is not asked for %.0f s: %s", SILENCE_S, error)
+            self._silent_until = time.monotonic() + SILENCE_S
             return 0
 
     def _keys(self, tracked: _Tracked, num_blocks: int) -> list[bytes]:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import kvferry
 from kvferry.vllm.layout import AdoptedCache
 from kvferry.vllm.metadata import StoreAddress, StoreLoad, StoreSave
-from kvferry.vllm.stores import StoreOptions, open_store, rank_key
+from kvferry.vllm.stores import SILENCE_S, StoreOptions, open_store, rank_key
 from kvferry.vllm.telemetry import FetchRecord, Trace, TransferStats, logger
 
 _NO_ANSWER = (kvferry.Unavailable, kvferry.DeadlineExceeded)
-_SILENCE_S = 5.0  # Nothing is saved for so long after one of these.
 
 
 @dataclass
@@ -166,7 +165,7 @@ class StoreWorker:
         if any(isinstance(error, _NO_ANSWER) for error in statuses):
             # Not most of the time waiting for a store that hangs.
             now = time.monotonic()
-            self._silent_until = now + max(_SILENCE_S, now - begin)
+            self._silent_until = now + max(SILENCE_S, now - begin)
         return statuses
 
     def end_saves(self, preempted: list[str], ended: list[str]) -> None:

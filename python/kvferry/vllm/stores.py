@@ -13,6 +13,8 @@ from kvferry.vllm.metadata import StoreAddress
 # Stores inside the worker process. Others ask the worker for what is in them.
 _EMBEDDED = ("host", "rocksdb", "tiered")
 _BACKENDS = (*_EMBEDDED, "remote", "redis", "mooncake")
+# A store that did not answer is not asked for so long.
+SILENCE_S = 5.0
 _DEFAULT = {"backend": "host", "capacity_bytes": 1 << 30}
 
 
