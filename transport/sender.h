@@ -61,7 +61,7 @@ class Sender {
   void AbortLease(uint64_t lease_id, const absl::Status& status, bool again = false);
   void AbortAll(const absl::Status& status);
 
-  // Sends at most one chunk of each transfer that may; true when it sent any.
+  // Sends what is one turn of each transfer that may; true when it sent any.
   bool Pump();
   // Whether Pump() left out a chunk until others are read. Some of their readers may be stuck, so
   // Tick() says when to look again.
@@ -119,6 +119,8 @@ class Sender {
   void Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const LeasedMemory& leased);
   void RetryParked(Parked parked);
   bool PumpOne(const TransferPtr& transfer, int64_t peer_share);
+  // One chunk, if it may.
+  bool SendNext(const TransferPtr& transfer, int64_t peer_share);
   void ChooseWay(Transfer& transfer);
   void LearnCosts(const Transfer& transfer);
   // Whether the peer reads the next chunk in the pool's pages, from anywhere or on this host.

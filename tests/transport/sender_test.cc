@@ -548,6 +548,23 @@ TEST_F(SenderLends, TheSameStreamWithoutTheArena) {
   EXPECT_EQ(Sent(1), want);
 }
 
+// However short their layers are.
+TEST_F(SenderLends, TurnsOfTransfersAreAMebibyte) {
+  pool_ =
+      MakePatternPool(KvLayout::Mha(8, 64, 2, 512, DType::kBFloat16), 2, 3);  // 256 KiB a layer.
+  Sender sender(long_config_, pool_, &leases_, small_arena_.get(), &outbox_, &metrics_);
+  for (const uint64_t id : {2, 3}) {
+    Publish(100 + id, {1}, 8);
+    sender.OnFetch("accepted:" + std::to_string(id), kLink, Ask(id, 100 + id, 1));
+  }
+  sender.Pump();
+  wire().FillLater();
+  std::vector<uint64_t> order;
+  for (const SentChunk& chunk : wire().chunks) order.push_back(chunk.header.transfer_id);
+  EXPECT_EQ(order, (std::vector<uint64_t>{2, 2, 2, 2, 3, 3, 3, 3}));
+  EXPECT_EQ(metrics_.bytes_sent, 2 << 20);
+}
+
 // The pages are their owner's again: not one is read, and the wire is told so.
 TEST_F(SenderLends, NotAfterTheTransferHasEnded) {
   while (lender_.Pump()) {
