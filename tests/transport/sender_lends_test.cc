@@ -1,0 +1,108 @@
+// The sender over a plane that takes chunks from where they lie.
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tests/transport/sender_alone.h"
+#include "transport/sender.h"
+
+namespace kvferry {
+namespace {
+
+// Pages of 16 KiB, which are sent from where they lie where the plane can.
+class SenderLends : public SenderAlone {
+ protected:
+  static KvLayout LongPages() {
+    KvLayout layout = SmallLayout();
+    for (KvTensor& tensor : layout.tensors) tensor.head_dim *= 64;
+    return layout;
+  }
+  static Config LongChunks() {
+    Config config;
+    config.arena_bytes = config.chunk_bytes;
+    return config;
+  }
+  SenderLends() {
+    outbox_.data().lends = true;
+    outbox_.data().fill_at_once = false;
+    lender_.OnFetch(kPeer, kLink, Ask(1));
+  }
+
+  const Config long_config_ = LongChunks();
+  std::shared_ptr<KvPool> long_pool_ = MakePatternPool(LongPages(), 16, 1);
+  std::unique_ptr<Arena> small_arena_ =
+      Must(Arena::Create(long_config_.arena_bytes, long_config_.chunk_bytes));
+  Sender lender_{long_config_, long_pool_, &leases_, small_arena_.get(), &outbox_, &metrics_};
+};
+
+TEST_F(SenderLends, TheSameStreamWithoutTheArena) {
+  while (lender_.Pump()) {
+  }
+  EXPECT_EQ(small_arena_->num_taken(), 0);
+  EXPECT_EQ(metrics_.chunks_lent, metrics_.chunks_sent);
+  EXPECT_GT(metrics_.chunks_lent, 1);
+  wire().FillLater();
+  const StreamPlan plan =
+      Must(StreamPlan::Create(long_pool_, Must(PageRuns::FromPages({{3, 4, 5, 9, 0, 15}}))));
+  std::vector<std::byte> want(plan.total_bytes());
+  plan.Gather(0, want);
+  EXPECT_EQ(Sent(1), want);
+}
+
+// However short their layers are.
+TEST_F(SenderLends, TurnsOfTransfersAreAMebibyte) {
+  pool_ =
+      MakePatternPool(KvLayout::Mha(8, 64, 2, 512, DType::kBFloat16), 2, 3);  // 256 KiB a layer.
+  Sender sender(long_config_, pool_, &leases_, small_arena_.get(), &outbox_, &metrics_);
+  for (const uint64_t id : {2, 3}) {
+    Publish(100 + id, {1}, 8);
+    sender.OnFetch("accepted:" + std::to_string(id), kLink, Ask(id, 100 + id, 1));
+  }
+  sender.Pump();
+  wire().FillLater();
+  std::vector<uint64_t> order;
+  for (const SentChunk& chunk : wire().chunks) order.push_back(chunk.header.transfer_id);
+  EXPECT_EQ(order, (std::vector<uint64_t>{2, 2, 2, 2, 3, 3, 3, 3}));
+  EXPECT_EQ(metrics_.bytes_sent, 2 << 20);
+}
+
+// The pages are their owner's again: not one is read, and the wire is told so.
+TEST_F(SenderLends, NotAfterTheTransferHasEnded) {
+  while (lender_.Pump()) {
+  }
+  lender_.AbortLease(kLease, absl::AbortedError("taken back"));
+  wire().FillLater();
+  EXPECT_TRUE(wire().chunks.empty());
+}
+
+// How many chunks wait to be sent is not the peer's to choose.
+TEST_F(SenderLends, NotMoreChunksThanAWindowOfOursHas) {
+  FetchMsg fetch = Ask(2);
+  fetch.chunk_bytes = 1;
+  fetch.window_bytes = int64_t{1} << 40;
+  lender_.OnCancel(kPeer, {1, "another one instead"});
+  lender_.OnFetch(kPeer, kLink, fetch);
+  for (int i = 0; i < 10000; ++i) lender_.Pump();
+  EXPECT_EQ(metrics_.chunks_lent, 4096);
+  wire().FillLater();
+  for (int i = 0; i < 10000; ++i) lender_.Pump();
+  EXPECT_EQ(metrics_.chunks_lent, 2 * 4096);
+}
+
+TEST_F(SenderLends, NotWhereAChecksumComesFirst) {
+  FetchMsg fetch = Ask(2);
+  fetch.checksum = true;
+  lender_.OnCancel(kPeer, {1, "another one instead"});
+  lender_.OnFetch(kPeer, kLink, fetch);
+  lender_.Pump();
+  EXPECT_EQ(metrics_.chunks_lent, 0);
+  EXPECT_EQ(small_arena_->num_taken(), 1);
+}
+
+}  // namespace
+}  // namespace kvferry
