@@ -118,8 +118,9 @@ class Sender {
   absl::StatusOr<StreamPlan> PlanFor(const FetchMsg& fetch, const LeasedMemory& leased) const;
   void Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const LeasedMemory& leased);
   void RetryParked(Parked parked);
+  // Both return true when they sent something: of a turn as much as may go,
   bool PumpOne(const TransferPtr& transfer, int64_t peer_share);
-  // One chunk, if it may.
+  // or one chunk.
   bool SendNext(const TransferPtr& transfer, int64_t peer_share);
   void ChooseWay(Transfer& transfer);
   void LearnCosts(const Transfer& transfer);
