@@ -62,7 +62,7 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   const uint64_t transfer_id = fetch.transfer_id;
   if (fetch.ticket.epoch == 0) fetch.ticket.epoch = epoch;  // From now on it is that one's.
   if (epoch != fetch.ticket.epoch) {
-    End(transfer_id,
+    Fail(transfer_id,
         absl::NotFoundError(absl::StrCat("the prefill side at ", fetch.ticket.address,
                                          " has restarted since it gave out the ticket; prefill the "
                                          "request again")));
@@ -92,8 +92,9 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
 
 void Receiver::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
   links_.erase(peer);
-  for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.peer == peer; }))
-    End(id, status);
+  for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.peer == peer; })) {
+    Fail(id, status);
+  }
 }
 
 std::vector<Receiver::Fetch> Receiver::TakeUnfinished(const PeerKey& peer) {
@@ -109,8 +110,7 @@ std::vector<Receiver::Fetch> Receiver::TakeUnfinished(const PeerKey& peer) {
 
 std::optional<Receiver::Fetch> Receiver::TakeOut(uint64_t transfer_id) {
   const auto found = fetches_.find(transfer_id);
-  CloseLanding(found->second);  // First, so that no lane adds to it any more.
-  if (EndIfWhole(found->second)) return std::nullopt;
+  if (CloseAndEndIfWhole(found->second)) return std::nullopt;
   Fetch fetch = std::move(found->second);
   fetches_.erase(found);
   // The sender knows of the last one that was requested.
@@ -134,6 +134,11 @@ bool Receiver::EndIfWhole(const Fetch& fetch) {
   return true;
 }
 
+bool Receiver::CloseAndEndIfWhole(const Fetch& fetch) {
+  CloseLanding(fetch);  // First, so that no lane adds to it any more.
+  return EndIfWhole(fetch);
+}
+
 bool Receiver::RequestAgain(uint64_t transfer_id) {
   const auto found = fetches_.find(transfer_id);
   if (found == fetches_.end() || !found->second.redial) return false;
@@ -149,7 +154,7 @@ bool Receiver::RequestAgain(uint64_t transfer_id) {
 void Receiver::OnRefuse(const PeerKey& peer, const RefuseMsg& refuse) {
   const auto found = fetches_.find(refuse.transfer_id);
   if (found == fetches_.end() || found->second.peer != peer) return;
-  End(refuse.transfer_id,
+  Fail(refuse.transfer_id,
       absl::Status(refuse.status.code(), absl::StrCat("refused by ", found->second.ticket.address,
                                                       ": ", refuse.status.message())));
 }
@@ -158,7 +163,7 @@ void Receiver::OnAbort(const PeerKey& peer, const AbortMsg& abort) {
   const auto found = fetches_.find(abort.transfer_id);
   if (found == fetches_.end() || found->second.peer != peer) return;
   if (abort.again && found->second.early && RequestAgain(abort.transfer_id)) return;
-  End(abort.transfer_id,
+  Fail(abort.transfer_id,
       absl::Status(abort.status.code(), absl::StrCat("given up by ", found->second.ticket.address,
                                                      ": ", abort.status.message())));
 }
@@ -235,8 +240,7 @@ void Receiver::OnLanded(const ChunkHeader& header, const absl::Status& status) {
   // The network's fault, or a sender's that thought us dead and took back what we had not read.
   if (absl::IsUnavailable(status) && RequestAgain(header.transfer_id)) return;
   if (!status.ok()) {
-    outbox_->Send(fetch.peer, CancelMsg{header.transfer_id, std::string(status.message())});
-    End(header.transfer_id, status);
+    GiveUp(header.transfer_id, status);
     return;
   }
   if (EndIfWhole(fetch)) return;
@@ -261,13 +265,7 @@ void Receiver::Credit(Fetch& fetch) {
 
 template <typename Matches>
 void Receiver::CancelWhere(const Matches& matches, const absl::Status& status) {
-  for (const uint64_t transfer_id : IdsWhere(matches)) {
-    const Fetch& fetch = fetches_.find(transfer_id)->second;
-    if (fetch.requested()) {
-      outbox_->Send(fetch.peer, CancelMsg{transfer_id, std::string(status.message())});
-    }
-    End(transfer_id, status);
-  }
+  for (const uint64_t transfer_id : IdsWhere(matches)) GiveUp(transfer_id, status);
 }
 
 void Receiver::Cancel(uint64_t id, const absl::Status& status) {
@@ -276,6 +274,19 @@ void Receiver::Cancel(uint64_t id, const absl::Status& status) {
 
 void Receiver::CancelAll(const absl::Status& status) {
   CancelWhere([](const Fetch&) { return true; }, status);
+}
+
+void Receiver::GiveUp(uint64_t transfer_id, const absl::Status& status) {
+  const Fetch& fetch = fetches_.find(transfer_id)->second;
+  if (CloseAndEndIfWhole(fetch)) return;
+  if (fetch.requested()) {
+    outbox_->Send(fetch.peer, CancelMsg{transfer_id, std::string(status.message())});
+  }
+  End(transfer_id, status);
+}
+
+void Receiver::Fail(uint64_t transfer_id, const absl::Status& status) {
+  if (!CloseAndEndIfWhole(fetches_.find(transfer_id)->second)) End(transfer_id, status);
 }
 
 void Receiver::End(uint64_t transfer_id, const absl::Status& status) {

@@ -112,7 +112,13 @@ class Receiver {
   // of a fetch that turns out to be whole: it has ended.
   std::optional<Fetch> TakeOut(uint64_t transfer_id);
   bool EndIfWhole(const Fetch& fetch);
+  // Before it ends otherwise or goes on: lanes may have landed all of it, which OnLanded() is still to
+  // hear.
+  bool CloseAndEndIfWhole(const Fetch& fetch);
   void Credit(Fetch& fetch);
+  // An error ends it, unless it is whole; GiveUp() tells the sender.
+  void Fail(uint64_t transfer_id, const absl::Status& status);
+  void GiveUp(uint64_t transfer_id, const absl::Status& status);
   void End(uint64_t transfer_id, const absl::Status& status);
   static std::string Overdue(const Fetch& fetch);
   template <typename Matches>

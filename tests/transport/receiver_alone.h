@@ -82,6 +82,25 @@ class ReceiverAlone : public testing::Test {
     const std::span<const std::byte> payload = chunk.payload;
     receiver_.OnChunk(chunk.header, {&payload, 1}, [&] { return intact || looks++ == 0; });
   }
+  // By a lane, which has not told the progress thread.
+  void LandAllUnheard() {
+    PieceCopy copy(threads_.get());
+    for (const Chunk& chunk : Stream(1000)) {
+      const std::span<const std::byte> payload = chunk.payload;
+      ASSERT_TRUE(IsOk(receiver_.Land(
+          chunk.header, {&payload, 1}, [] { return true; }, &copy)));
+    }
+  }
+  // The fetch has ended well and said so, and was asked for once.
+  void ExpectWhole(const FetchHandle& handle) {
+    ASSERT_TRUE(handle.done());
+    EXPECT_TRUE(IsOk(handle.status()));
+    EXPECT_EQ(outbox_.Last<FetchMsg>()->transfer_id, kId);
+    ASSERT_NE(outbox_.Last<DoneMsg>(), nullptr);
+    EXPECT_EQ(outbox_.Last<DoneMsg>()->transfer_id, kId);
+    EXPECT_EQ(outbox_.Last<DoneMsg>()->bytes, handle.report().total_bytes);
+    EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, local_, kSourceSeed, remote_));
+  }
   void ExpectDataLoss(const FetchHandle& handle, absl::string_view part) {
     ExpectGivenUp(handle, absl::StatusCode::kDataLoss, part);
   }
