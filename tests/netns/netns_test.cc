@@ -1,92 +1,47 @@
-// Two hosts, as far as the kernel is concerned: two network namespaces joined by a veth pair, an
-// endpoint in a process in each. Needs root; elsewhere the tests are skipped by name.
+// Endpoints on two hosts, as far as the kernel is concerned: in two network namespaces. Where there
+// can be none the tests are skipped by name.
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
-#include <cstdlib>
 #include <numeric>
+#include <optional>
+#include <string>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "tests/support/child_peer.h"
+#include "tests/support/namespace_pair.h"
+#include "tests/support/random_peers.h"
+#include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 
 namespace kvferry {
 namespace {
 
-constexpr char kPrefillHost[] = "10.211.97.1";
-constexpr char kDecodeHost[] = "10.211.97.2";
 constexpr int64_t kLayers = 8;
 constexpr int64_t kPages = 64;
-
-bool Shell(const std::string& command) {
-  // NOLINTNEXTLINE(bugprone-command-processor): nothing but what stands in this file.
-  return std::system((command + " 2>/dev/null").c_str()) == 0;
-}
 
 class TwoNamespaces : public testing::Test {
  protected:
   void SetUp() override {
-    if (geteuid() != 0) GTEST_SKIP() << "network namespaces need root";
-    if (!Shell("ip -V >/dev/null")) GTEST_SKIP() << "the 'ip' command (iproute2) is not installed";
-    if (!Shell("ip netns add " + prefill_ns_)) {
-      GTEST_SKIP() << "this machine lets nobody add a network namespace (ip netns add fails)";
-    }
-    made_ = true;
-    if (!Shell("ip netns add " + decode_ns_) ||
-        !Shell(absl::StrCat("ip link add ", prefill_dev_, " netns ", prefill_ns_,
-                            " type veth peer name ", decode_dev_, " netns ", decode_ns_))) {
-      GTEST_SKIP() << "this machine lets nobody add a veth pair (ip link add type veth fails)";
-    }
-    ASSERT_TRUE(Up(prefill_ns_, prefill_dev_, kPrefillHost));
-    ASSERT_TRUE(Up(decode_ns_, decode_dev_, kDecodeHost));
-    // The kernel takes up to a second to believe in the carrier, and UCX takes no interface without
-    // one.
-    ASSERT_TRUE(WaitFor(
-        [&] { return Running(prefill_ns_, prefill_dev_) && Running(decode_ns_, decode_dev_); },
-        Soon()));
-  }
-  void TearDown() override {
-    // Deleting a namespace deletes its end of the pair, and so the pair.
-    if (made_) {
-      Shell("ip netns del " + prefill_ns_);
-      Shell("ip netns del " + decode_ns_);
-    }
-  }
-  static bool Up(const std::string& ns, const std::string& device, const std::string& host) {
-    return Shell(absl::StrCat("ip -n ", ns, " addr add ", host, "/24 dev ", device)) &&
-           Shell(absl::StrCat("ip -n ", ns, " link set lo up")) &&
-           Shell(absl::StrCat("ip -n ", ns, " link set ", device, " up"));
-  }
-  static bool Running(const std::string& ns, const std::string& device) {
-    return Shell(absl::StrCat("ip -n ", ns, " -o link show dev ", device, " | grep -q 'state UP'"));
-  }
-  bool SetLink(const std::string& state) {
-    return Shell(absl::StrCat("ip -n ", prefill_ns_, " link set ", prefill_dev_, " ", state));
+    const absl::Status made = hosts_.Make();
+    if (absl::IsFailedPrecondition(made)) GTEST_SKIP() << made.message();
+    ASSERT_TRUE(IsOk(made));
   }
   ChildPeer::Options Peer(const std::string& role) const {
     const bool prefill = role == "prefill";
     return {
         .role = role,
         .config_json = absl::StrCat(
-            R"({"listen_host": ")", prefill ? kPrefillHost : kDecodeHost,
-            R"(", "allow_insecure_network": true, "net_device": ")",
-            prefill ? prefill_dev_ : decode_dev_, R"(", "allowed_hosts": ")", kPrefillHost,
-            R"(", "chunk_bytes": 65536, "heartbeat_interval_ms": 300, "heartbeat_timeout_ms": 3000})"),
+            "{", hosts_.ConfigOf(prefill),
+            R"(, "chunk_bytes": 65536, "heartbeat_interval_ms": 300, "heartbeat_timeout_ms": 3000})"),
         .num_layers = kLayers,
         .num_pages = kPages,
         .seed = prefill ? 11u : 22u,
-        .netns = prefill ? prefill_ns_ : decode_ns_};
+        .netns = prefill ? hosts_.prefill.ns : hosts_.decode.ns};
   }
 
-  // One name for all that this process makes.
-  const std::string name_ = absl::StrCat("kvf", getpid());
-  const std::string prefill_ns_ = name_ + "p";
-  const std::string decode_ns_ = name_ + "d";
-  const std::string prefill_dev_ = name_ + "p";
-  const std::string decode_dev_ = name_ + "d";
-  bool made_ = false;
+  NamespacePair hosts_;
 };
 
 TEST_F(TwoNamespaces, EveryByte) {
@@ -99,7 +54,7 @@ TEST_F(TwoNamespaces, EveryByte) {
     to[i] = (i * 11 + 5) % kPages;
   }
   const std::string ticket = prefill.Publish(from, kLayers, 60000);
-  EXPECT_NE(ticket.find(kPrefillHost), std::string::npos) << ticket;
+  EXPECT_NE(ticket.find(hosts_.prefill.address), std::string::npos) << ticket;
   const std::string fetch = decode.Fetch(ticket, to, 20000);
   EXPECT_EQ(decode.Wait(fetch, 20000), "OK");
   EXPECT_EQ(decode.Verify(11, from, to), "OK");
@@ -114,7 +69,7 @@ TEST_F(TwoNamespaces, LinkDownMidFetch) {
   const std::string ticket = prefill.Publish(pages, 1, 1000);
   const std::string fetch = decode.Fetch(ticket, pages, 8000);
   ASSERT_EQ(decode.WaitLayer(fetch, 0, 20000), "OK");
-  ASSERT_TRUE(SetLink("down"));
+  ASSERT_TRUE(hosts_.SetLink("down"));
   const Deadline begin = Clock::now();
   const std::string status = decode.Wait(fetch, 12000);
   EXPECT_TRUE(status.rfind("UNAVAILABLE", 0) == 0 || status.rfind("DEADLINE_EXCEEDED", 0) == 0)
@@ -124,7 +79,7 @@ TEST_F(TwoNamespaces, LinkDownMidFetch) {
   EXPECT_TRUE(prefill.alive());
   EXPECT_TRUE(decode.alive());
 
-  ASSERT_TRUE(SetLink("up"));
+  ASSERT_TRUE(hosts_.SetLink("up"));
   ASSERT_EQ(decode.Ask("reset"), "OK");
   // The first hellos after an outage may go missing while the link settles.
   std::string last;
@@ -150,10 +105,10 @@ TEST_F(TwoNamespaces, AFetchOutlivesAnOutage) {
   const std::string ticket = prefill.Publish(pages, kLayers / 2, 60000);
   const std::string fetch = decode.Fetch(ticket, pages, 60000);
   ASSERT_EQ(decode.WaitLayer(fetch, kLayers / 2 - 1, 20000), "OK");
-  ASSERT_TRUE(SetLink("down"));
+  ASSERT_TRUE(hosts_.SetLink("down"));
   ASSERT_TRUE(WaitFor([&] { return decode.Metric("fetches_restarted") > 0; }, Soon()));
   const int64_t half = decode.Metric("bytes_received");
-  ASSERT_TRUE(SetLink("up"));
+  ASSERT_TRUE(hosts_.SetLink("up"));
   ASSERT_EQ(prefill.Ask("ready " + LeaseOf(ticket)), "OK");
   EXPECT_EQ(decode.Wait(fetch, 30000), "OK");
   EXPECT_EQ(decode.Verify(11, pages, pages), "OK");
@@ -162,30 +117,78 @@ TEST_F(TwoNamespaces, AFetchOutlivesAnOutage) {
 
 // Control and bytes take different ways, and that of the bytes dies.
 TEST_F(TwoNamespaces, AFetchOutlivesADeadDataPath) {
-  ASSERT_TRUE(Shell(absl::StrCat("ip link add ", prefill_dev_, "2 netns ", prefill_ns_,
-                                 " type veth peer name ", decode_dev_, "2 netns ", decode_ns_)));
-  ASSERT_TRUE(Up(prefill_ns_, prefill_dev_ + "2", "10.211.98.1"));
-  ASSERT_TRUE(Up(decode_ns_, decode_dev_ + "2", "10.211.98.2"));
-  ASSERT_TRUE(WaitFor([&] { return Running(decode_ns_, decode_dev_ + "2"); }, Soon()));
+  const NamespacePair::Host prefill_side = {hosts_.prefill.ns, hosts_.prefill.device + "2",
+                                            "10.211.98.1"};
+  const NamespacePair::Host decode_side = {hosts_.decode.ns, hosts_.decode.device + "2",
+                                           "10.211.98.2"};
+  ASSERT_TRUE(IsOk(NamespacePair::Join(prefill_side, decode_side)));
   // As behind a router: what is sent into the dead way is lost, and no neighbour is missed.
-  ASSERT_TRUE(Shell(absl::StrCat("ip -n ", decode_ns_, " neigh replace 10.211.98.1 dev ",
-                                 decode_dev_, "2 nud permanent lladdr $(ip netns exec ",
-                                 prefill_ns_, " cat /sys/class/net/", prefill_dev_, "2/address)")));
+  ASSERT_TRUE(Shell(absl::StrCat("ip -n ", decode_side.ns, " neigh replace ", prefill_side.address,
+                                 " dev ", decode_side.device,
+                                 " nud permanent lladdr $(ip netns exec ", prefill_side.ns,
+                                 " cat /sys/class/net/", prefill_side.device, "/address)")));
   ChildPeer::Options options = Peer("prefill");
   options.config_json = absl::StrReplaceAll(
-      options.config_json, {{absl::StrCat(prefill_dev_, "\""), prefill_dev_ + "2\""}});
+      options.config_json,
+      {{absl::StrCat(hosts_.prefill.device, "\""), absl::StrCat(prefill_side.device, "\"")}});
   ChildPeer prefill(options);
   ChildPeer decode(Peer("decode"));
   const std::string first = decode.Fetch(prefill.Publish({7, 8}, kLayers, 60000), {9, 3}, 20000);
   ASSERT_EQ(decode.Wait(first, 20000), "OK");
-  ASSERT_TRUE(Shell(absl::StrCat("ip -n ", prefill_ns_, " link set ", prefill_dev_, "2 down")));
+  const std::string set_link =
+      absl::StrCat("ip -n ", prefill_side.ns, " link set ", prefill_side.device, " ");
+  ASSERT_TRUE(Shell(set_link + "down"));
   const std::string ticket = prefill.Publish({7, 8}, kLayers, 60000);
   const std::string fetch = decode.Fetch(ticket, {9, 3}, 60000);
   ASSERT_TRUE(WaitFor([&] { return decode.Metric("fetches_restarted") > 0; }, Soon()));
-  ASSERT_TRUE(Shell(absl::StrCat("ip -n ", prefill_ns_, " link set ", prefill_dev_, "2 up")));
+  ASSERT_TRUE(Shell(set_link + "up"));
   EXPECT_EQ(decode.Wait(fetch, 30000), "OK");
   EXPECT_EQ(decode.Verify(11, {7, 8}, {9, 3}), "OK");
 }
+
+// Between the two hosts, over a link that fails now and then.
+class RandomHosts : public RandomPeers {
+ protected:
+  void SetUp() override {
+    const absl::Status made = hosts_.Make();
+    if (absl::IsFailedPrecondition(made)) GTEST_SKIP() << made.message();
+    ASSERT_TRUE(IsOk(made));
+    // As slow as transfers have to be to be met by what happens, if the machine can do that.
+    for (const NamespacePair::Host& host : {hosts_.prefill, hosts_.decode}) {
+      Shell(absl::StrCat("tc -n ", host.ns, " qdisc add dev ", host.device,
+                         " root tbf rate 400mbit burst 64k latency 20ms"));
+    }
+  }
+  std::string MoreConfig(const std::string& role) override {
+    return ", " + hosts_.ConfigOf(role == "prefill");
+  }
+  std::string NetnsOf(const std::string& role) override {
+    return role == "prefill" ? hosts_.prefill.ns : hosts_.decode.ns;
+  }
+  void Break() override {
+    if (OneIn(2)) return Stop();
+    if (down_until_) return;
+    const int64_t ms = 20 + AnyMs(kLongestOutageMs);
+    Log(absl::StrCat("the link is down for ", ms));
+    EXPECT_TRUE(hosts_.SetLink("down"));
+    down_until_ = DeadlineInMs(ms);
+  }
+  void Mend(Deadline now) override {
+    Continue(now);
+    if (!down_until_ || now < *down_until_) return;
+    Log("the link is up");
+    EXPECT_TRUE(hosts_.SetLink("up"));
+    down_until_.reset();
+  }
+
+ private:
+  static constexpr int64_t kLongestOutageMs = 3000;
+
+  NamespacePair hosts_;
+  std::optional<Deadline> down_until_;
+};
+
+TEST_F(RandomHosts, WithALinkThatFails) { Run(); }
 
 }  // namespace
 }  // namespace kvferry

@@ -26,6 +26,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "tests/process/lookup_peers.h"
 #include "tests/process/peer_words.h"
@@ -47,6 +48,7 @@ class PrefillPeer {
       publication.pages = Numbers(words[1]);
       publication.ready_layers = Number(words[2]);
       publication.lease_ms = Number(words[3]);
+      if (words.size() > 4) publication.lease_id = Lease(words[4]);
       const absl::StatusOr<Ticket> ticket = endpoint_->Publish(publication);
       return ticket.ok() ? ticket->ToString() : Answer(ticket.status());
     }
@@ -66,7 +68,18 @@ class PrefillPeer {
       push.Wait(DeadlineInMs(Number(words[2]))).IgnoreError();
       return push.done() ? Answer(push.status()) : "PENDING";
     }
+    if (words[0] == "cancel_push") {
+      pushes_[Number(words[1])]->Cancel();
+      return "OK";
+    }
     if (words[0] == "ready") return Answer(endpoint_->AllLayersReady(Lease(words[1])));
+    if (words[0] == "layer") {
+      return Answer(endpoint_->LayerReady(Lease(words[1]), Number(words[2])));
+    }
+    if (words[0] == "give_up") return Answer(endpoint_->GiveUp(Lease(words[1])));
+    if (words[0] == "unpublish") {
+      return Answer(endpoint_->Unpublish(Lease(words[1]), DeadlineInMs(5000)));
+    }
     if (words[0] == "release")
       return Answer(endpoint_->Release(Lease(words[1]), DeadlineInMs(5000)));
     if (words[0] == "ended") {  // How the lease ended, waiting for it.
@@ -77,6 +90,11 @@ class PrefillPeer {
     if (words[0] == "metric") return absl::StrCat(Metric(*endpoint_, words[1]));
     if (words[0] == "fill") {  // Pages of leases that have ended get other contents.
       FillPattern(*pool_, static_cast<uint64_t>(Number(words[1])));
+      return "OK";
+    }
+    if (words[0] == "write") {  // SEED FIRST_LAYER END_LAYER PAGES
+      WriteRequest(*pool_, static_cast<uint64_t>(Number(words[1])), Number(words[2]),
+                   Number(words[3]), Numbers(words[4]));
       return "OK";
     }
     return "what?";
@@ -125,7 +143,8 @@ class DecodePeer {
 
   std::string Handle(const Words& words) {
     if (words[0] == "receive") {
-      auto receive = endpoint_->Receive({0, Numbers(words[1]), 0, Number(words[2])});
+      const int64_t first_page = words.size() > 3 ? Number(words[3]) : 0;
+      auto receive = endpoint_->Receive({first_page, Numbers(words[1]), 0, Number(words[2])});
       if (!receive.ok()) return Answer(receive.status());
       handles_.push_back(receive->handle);
       return absl::StrCat(handles_.size() - 1, " ", receive->ticket.ToString());
@@ -133,7 +152,8 @@ class DecodePeer {
     if (words[0] == "fetch") {
       const absl::StatusOr<Ticket> ticket = Ticket::Parse(words[1]);
       if (!ticket.ok()) return Answer(ticket.status());
-      auto handle = endpoint_->Fetch(*ticket, 0, Numbers(words[2]), Number(words[3]));
+      const int64_t first_page = words.size() > 4 ? Number(words[4]) : 0;
+      auto handle = endpoint_->Fetch(*ticket, first_page, Numbers(words[2]), Number(words[3]));
       if (!handle.ok()) return Answer(handle.status());
       handles_.push_back(*handle);
       return absl::StrCat(handles_.size() - 1);
@@ -149,6 +169,19 @@ class DecodePeer {
       return Answer(
           handles_[Number(words[1])]->WaitLayer(Number(words[2]), DeadlineInMs(Number(words[3]))));
     }
+    if (words[0] == "cancel") {
+      handles_[Number(words[1])]->Cancel();
+      return "OK";
+    }
+    if (words[0] == "layers") return absl::StrCat(handles_[Number(words[1])]->layers_done());
+    if (words[0] == "missing") {
+      return absl::StrCat(absl::StrJoin(handles_[Number(words[1])]->missing_pages(), " "), " ");
+    }
+    if (words[0] == "holds") {  // SEED FIRST_POSITION END_LAYER PAGES
+      return Answer(HoldsRequest(*pool_, static_cast<uint64_t>(Number(words[1])), Number(words[2]),
+                                 Number(words[3]), Numbers(words[4])));
+    }
+    if (words[0] == "hash") return HashOfPages(*pool_, Numbers(words[1]));
     if (words[0] == "metric") return absl::StrCat(Metric(*endpoint_, words[1]));
     if (words[0] == "forbid_reads") return ForbidReads();
     if (words[0] == "verify") return Verify(*pool_, seed_, words);

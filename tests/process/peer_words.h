@@ -3,13 +3,18 @@
 // The words of the lines that a peer under test is driven by.
 
 #include <cstdlib>
+#include <numeric>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "base/hash.h"
 #include "tests/support/kv_pattern.h"
 
 namespace kvferry {
@@ -43,6 +48,47 @@ inline std::string Answer(const ::testing::AssertionResult& result) {
 inline std::string Verify(const KvPool& pool, uint64_t own_seed, const Words& words) {
   return Answer(HoldsExactly(pool, own_seed, Numbers(words[3]),
                              static_cast<uint64_t>(Number(words[1])), Numbers(words[2])));
+}
+
+// --- What a request of a seed says: its page at position i what page i of that seed's pattern does ---
+
+inline std::vector<int64_t> PositionsOf(int64_t first, size_t count) {
+  std::vector<int64_t> positions(count);
+  std::iota(positions.begin(), positions.end(), first);
+  return positions;
+}
+
+inline void WriteRequest(const KvPool& pool, uint64_t seed, int64_t first_layer, int64_t end_layer,
+                         const std::vector<int64_t>& pages) {
+  const KvLayout& layout = pool.layout();
+  for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
+    for (int64_t layer = first_layer; layer < end_layer; ++layer) {
+      const int64_t buffer = layout.buffer_index(layer, tensor);
+      for (size_t i = 0; i < pages.size(); ++i) {
+        PatternBytes(seed, buffer, static_cast<int64_t>(i), BytesOfPage(pool, buffer, pages[i]));
+      }
+    }
+  }
+}
+
+// `pages` hold those from first_position on, in layers [0, end_layer).
+inline ::testing::AssertionResult HoldsRequest(const KvPool& pool, uint64_t seed,
+                                               int64_t first_position, int64_t end_layer,
+                                               const std::vector<int64_t>& pages) {
+  return HoldsPages(pool, pages, seed, PositionsOf(first_position, pages.size()), 0, end_layer);
+}
+
+// One a page, of all its bytes.
+inline std::string HashOfPages(const KvPool& pool, const std::vector<int64_t>& pages) {
+  std::vector<std::string> hashes;
+  for (const int64_t page : pages) {
+    std::vector<std::span<const std::byte>> bytes;
+    for (int64_t buffer = 0; buffer < pool.layout().num_buffers(); ++buffer) {
+      bytes.push_back(BytesOfPage(pool, buffer, page));
+    }
+    hashes.push_back(absl::StrCat(absl::Hex(Xxh3(bytes))));
+  }
+  return absl::StrJoin(hashes, ",");
 }
 
 }  // namespace kvferry

@@ -114,6 +114,14 @@ void ChildPeer::Kill() {
   CloseFds();
 }
 
+bool ChildPeer::Quit() {
+  CloseFds();
+  int status = 0;
+  const bool ended = WaitFor([&] { return waitpid(pid_, &status, WNOHANG) == pid_; }, Soon());
+  if (ended) pid_ = -1;
+  return ended && status == 0;
+}
+
 bool ChildPeer::alive() {
   if (pid_ <= 0) return false;
   int status = 0;
@@ -123,6 +131,11 @@ bool ChildPeer::alive() {
                 << (WIFSIGNALED(status) ? absl::StrCat("signal ", WTERMSIG(status))
                                         : absl::StrCat("exit code ", WEXITSTATUS(status)));
   return false;
+}
+
+int64_t ChildPeer::num_fds() const {
+  const std::filesystem::directory_iterator fds(absl::StrCat("/proc/", pid_, "/fd"));
+  return std::distance(begin(fds), end(fds));
 }
 
 std::string ChildPeer::ReadLine(Deadline deadline) {

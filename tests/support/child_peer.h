@@ -37,7 +37,10 @@ class ChildPeer {
   void Signal(int signal);
   // kill -9 and reap.
   void Kill();
+  // Lets it end by itself, its endpoint destroyed; whether it did so in time and without complaint.
+  bool Quit();
   bool alive();
+  int64_t num_fds() const;  // That it has open.
   // The prefill side's "tcp://...".
   const std::string& address() const { return address_; }
 

@@ -18,14 +18,9 @@ uint64_t Mix(uint64_t x) {  // splitmix64
   return x ^ (x >> 31);
 }
 
-std::span<std::byte> PageOf(const KvPool& pool, int64_t buffer, int64_t page) {
-  const BufferInfo& info = pool.buffer_infos()[buffer];
-  return {info.address + page * info.item_bytes, static_cast<size_t>(info.item_bytes)};
-}
-
 ::testing::AssertionResult PageHolds(const KvPool& pool, int64_t buffer, int64_t page,
                                      uint64_t seed, int64_t source_page) {
-  const std::span<const std::byte> got = PageOf(pool, buffer, page);
+  const std::span<const std::byte> got = BytesOfPage(pool, buffer, page);
   std::vector<std::byte> want(got.size());
   PatternBytes(seed, buffer, source_page, want);
   const auto [bad, expected] = std::mismatch(got.begin(), got.end(), want.begin());
@@ -36,6 +31,11 @@ std::span<std::byte> PageOf(const KvPool& pool, int64_t buffer, int64_t page) {
 }
 
 }  // namespace
+
+std::span<std::byte> BytesOfPage(const KvPool& pool, int64_t buffer, int64_t page) {
+  const BufferInfo& info = pool.buffer_infos()[buffer];
+  return {info.address + page * info.item_bytes, static_cast<size_t>(info.item_bytes)};
+}
 
 void PatternBytes(uint64_t seed, int64_t buffer, int64_t page, std::span<std::byte> out) {
   uint64_t state =
@@ -49,7 +49,8 @@ void PatternBytes(uint64_t seed, int64_t buffer, int64_t page, std::span<std::by
 
 void FillPattern(const KvPool& pool, uint64_t seed, std::span<const int64_t> pages) {
   for (int64_t buffer = 0; buffer < pool.layout().num_buffers(); ++buffer) {
-    for (const int64_t page : pages) PatternBytes(seed, buffer, page, PageOf(pool, buffer, page));
+    for (const int64_t page : pages)
+      PatternBytes(seed, buffer, page, BytesOfPage(pool, buffer, page));
   }
 }
 

@@ -18,6 +18,8 @@ namespace kvferry {
 
 // The bytes of one page of one buffer (KvLayout::buffer_index) under `seed`.
 void PatternBytes(uint64_t seed, int64_t buffer, int64_t page, std::span<std::byte> out);
+// Where that page of that buffer lies.
+std::span<std::byte> BytesOfPage(const KvPool& pool, int64_t buffer, int64_t page);
 // Writes the pattern into every page, or into those listed.
 void FillPattern(const KvPool& pool, uint64_t seed);
 void FillPattern(const KvPool& pool, uint64_t seed, std::span<const int64_t> pages);

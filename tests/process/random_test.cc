@@ -1,0 +1,11 @@
+// Processes of one host that do whatever they can, and are stopped and killed meanwhile.
+
+#include "tests/support/random_peers.h"
+
+namespace kvferry {
+namespace {
+
+TEST_F(RandomPeers, OnOneHost) { Run(); }
+
+}  // namespace
+}  // namespace kvferry
