@@ -62,10 +62,10 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   const uint64_t transfer_id = fetch.transfer_id;
   if (fetch.ticket.epoch == 0) fetch.ticket.epoch = epoch;  // From now on it is that one's.
   if (epoch != fetch.ticket.epoch) {
-    Fail(transfer_id,
-        absl::NotFoundError(absl::StrCat("the prefill side at ", fetch.ticket.address,
-                                         " has restarted since it gave out the ticket; prefill the "
-                                         "request again")));
+    Fail(transfer_id, absl::NotFoundError(
+                          absl::StrCat("the prefill side at ", fetch.ticket.address,
+                                       " has restarted since it gave out the ticket; prefill the "
+                                       "request again")));
     return;
   }
   const Deadline now = Clock::now();
@@ -155,8 +155,8 @@ void Receiver::OnRefuse(const PeerKey& peer, const RefuseMsg& refuse) {
   const auto found = fetches_.find(refuse.transfer_id);
   if (found == fetches_.end() || found->second.peer != peer) return;
   Fail(refuse.transfer_id,
-      absl::Status(refuse.status.code(), absl::StrCat("refused by ", found->second.ticket.address,
-                                                      ": ", refuse.status.message())));
+       absl::Status(refuse.status.code(), absl::StrCat("refused by ", found->second.ticket.address,
+                                                       ": ", refuse.status.message())));
 }
 
 void Receiver::OnAbort(const PeerKey& peer, const AbortMsg& abort) {
@@ -164,8 +164,8 @@ void Receiver::OnAbort(const PeerKey& peer, const AbortMsg& abort) {
   if (found == fetches_.end() || found->second.peer != peer) return;
   if (abort.again && found->second.early && RequestAgain(abort.transfer_id)) return;
   Fail(abort.transfer_id,
-      absl::Status(abort.status.code(), absl::StrCat("given up by ", found->second.ticket.address,
-                                                     ": ", abort.status.message())));
+       absl::Status(abort.status.code(), absl::StrCat("given up by ", found->second.ticket.address,
+                                                      ": ", abort.status.message())));
 }
 
 void Receiver::OpenLanding(Fetch& fetch) {

@@ -146,6 +146,20 @@ TEST_F(TwoNamespaces, AFetchOutlivesADeadDataPath) {
   EXPECT_EQ(decode.Verify(11, {7, 8}, {9, 3}), "OK");
 }
 
+// Nobody says goodbye for it. Sessions end by the heartbeat; ZeroMQ's connections have none.
+TEST_F(TwoNamespaces, AHostThatIsGoneLeavesNothingOpen) {
+  ChildPeer prefill(Peer("prefill"));
+  const int64_t first = prefill.num_fds();
+  ChildPeer decode(Peer("decode"));
+  const std::string fetch = decode.Fetch(prefill.Publish({7, 8}, kLayers, 60000), {9, 3}, 20000);
+  ASSERT_EQ(decode.Wait(fetch, 20000), "OK");
+  EXPECT_GT(prefill.num_fds(), first);
+  ASSERT_TRUE(hosts_.SetLink("down"));
+  decode.Kill();
+  EXPECT_TRUE(WaitFor([&] { return prefill.num_fds() == first; }, Soon()))
+      << prefill.num_fds() << " files are open, and were " << first;
+}
+
 // Between the two hosts, over a link that fails now and then.
 class RandomHosts : public RandomPeers {
  protected:

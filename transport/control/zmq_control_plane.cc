@@ -15,6 +15,7 @@
 #include "base/log.h"
 #include "base/status.h"
 #include "transport/control/codec.h"
+#include "transport/silence_limits.h"
 
 namespace kvferry {
 namespace {
@@ -51,7 +52,7 @@ struct Dealer {
 
 class ZmqControlPlane : public ControlPlane {
  public:
-  explicit ZmqControlPlane(Epoll epoll) : epoll_(std::move(epoll)) {
+  ZmqControlPlane(Epoll epoll, SilenceLimits limits) : limits_(limits), epoll_(std::move(epoll)) {
     context_.set(zmq::ctxopt::max_sockets, kMaxSockets);
   }
   ~ZmqControlPlane() override {
@@ -158,6 +159,12 @@ class ZmqControlPlane : public ControlPlane {
     socket.set(zmq::sockopt::maxmsgsize, static_cast<int64_t>(kMaxMessageBytes));
     socket.set(zmq::sockopt::reconnect_ivl, 50);
     socket.set(zmq::sockopt::reconnect_ivl_max, 1000);
+    // A ROUTER's connections end no other way when the other side's host is gone: it cannot be told
+    // to close one, and our heartbeats end sessions only.
+    socket.set(zmq::sockopt::tcp_maxrt, limits_.user_timeout_ms);
+    socket.set(zmq::sockopt::tcp_keepalive, 1);
+    socket.set(zmq::sockopt::tcp_keepalive_idle, limits_.probe_s);
+    socket.set(zmq::sockopt::tcp_keepalive_intvl, limits_.probe_s);
     return socket;
   }
 
@@ -287,6 +294,7 @@ class ZmqControlPlane : public ControlPlane {
   }
 
   zmq::context_t context_{1};
+  const SilenceLimits limits_;
   const Epoll epoll_;
   zmq::socket_t router_;
   std::string address_;
@@ -303,7 +311,8 @@ absl::StatusOr<std::unique_ptr<ControlPlane>> MakeZmqControlPlane(const Config& 
                                                                   bool listen) {
   KVFERRY_ASSIGN_OR_RETURN(Epoll epoll, Epoll::Create());
   try {
-    auto plane = std::make_unique<ZmqControlPlane>(std::move(epoll));
+    auto plane = std::make_unique<ZmqControlPlane>(std::move(epoll),
+                                                   SilenceLimits(config.heartbeat_timeout_ms));
     if (listen) KVFERRY_RETURN_IF_ERROR(plane->Listen(config));
     return plane;
   } catch (const zmq::error_t& error) {

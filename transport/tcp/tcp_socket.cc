@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
+#include "transport/silence_limits.h"
 
 namespace kvferry {
 namespace {
@@ -146,13 +147,12 @@ UniqueFd AcceptTcp(const UniqueFd& listener) {
 }
 
 void LimitSilence(const UniqueFd& socket, int64_t timeout_ms) {
-  // Less would take one packet that is lost for a dead path, and keep-alive knows seconds only.
-  const auto timeout = static_cast<unsigned>(std::max<int64_t>(1000, timeout_ms));
-  const int probe_s = static_cast<int>(std::max<int64_t>(1, timeout_ms / 3000));
+  const SilenceLimits limits(timeout_ms);
   const int on = 1;
-  setsockopt(socket.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &timeout, sizeof(timeout));
-  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPIDLE, &probe_s, sizeof(probe_s));
-  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPINTVL, &probe_s, sizeof(probe_s));
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &limits.user_timeout_ms,
+             sizeof(limits.user_timeout_ms));
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPIDLE, &limits.probe_s, sizeof(limits.probe_s));
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPINTVL, &limits.probe_s, sizeof(limits.probe_s));
   setsockopt(socket.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
 }
 

@@ -24,9 +24,8 @@ absl::StatusOr<int64_t> PortOf(const UniqueFd& socket);
 absl::Status ChooseCongestionControl(const UniqueFd& socket, const std::string& name);
 // Whether that would work.
 absl::Status CheckCongestionControl(const std::string& name);
-// The connection breaks when for so long, a second at least, the other side's kernel has not answered,
-// whether there is something to send or not, or has taken nothing (tcp(7), TCP_USER_TIMEOUT): a path that
-// has died would swallow all for minutes. Whoever reads must not let what has come wait for longer.
+// The connection breaks when for so long, a second at least, the other side's kernel has been silent
+// (SilenceLimits). Whoever reads must not let what has come wait for longer.
 void LimitSilence(const UniqueFd& socket, int64_t timeout_ms);
 // Whether a connection that broke with this errno did so because nothing came back.
 bool IsSilence(int error);
