@@ -519,12 +519,13 @@ void RandomPeers::ExpectServes(Process& prefill, Process& decode) {
   GivePagesBack(*request);
 }
 
-// All they had dealings with are gone, and what was opened for them is closed (a UCX worker keeps
-// the timer that it begins to need with its first peer).
+// All they had dealings with are gone, and what was opened for them is closed.
 void RandomPeers::ExpectNothingOfPeers(std::vector<Process>& processes) {
+  // A UCX worker keeps the timer that it begins to need with its first peer.
+  const bool ucx = PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect;
   for (Process& process : processes) {
     ExpectAtRest(process, {"peers", "peers_mapped"});
-    const int64_t most = process.first_fds + (PathUnderTest() == TestPath::kUcx ? kMostLanes : 0);
+    const int64_t most = process.first_fds + (ucx ? kMostLanes : 0);
     EXPECT_TRUE(WaitFor([&] { return process.peer->num_fds() <= most; }, Soon()))
         << process.name << " had " << process.first_fds << " files open, and has "
         << process.peer->num_fds();
