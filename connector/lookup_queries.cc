@@ -164,8 +164,7 @@ LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t 
     // the way.
     GiveBack(index, producer.lease);
   } else {
-    producer.error = absl::Status(status.code(),
-                                  absl::StrCat(options_.producers[index], ": ", status.message()));
+    producer.error = ErrorOf(index, status);
   }
   producer.refused = IsFinal(status);
   if (closing_) return End(id, absl::CancelledError("the lookup buffer was closed"));
@@ -177,6 +176,10 @@ LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t 
   if (now >= query.request.deadline) return End(id, TooLate(query));
   producer.retry_at = BackOff(producer.backoff_ms, now);
   return {};
+}
+
+absl::Status LookupQueries::ErrorOf(size_t index, const absl::Status& status) const {
+  return {status.code(), absl::StrCat(options_.producers[index], ": ", status.message())};
 }
 
 absl::Status LookupQueries::TooLate(const Query& query) const {
@@ -298,6 +301,15 @@ void LookupQueries::OnFetched(uint64_t id) {
         return;
       }
       status = NotFetched(query, status);
+    }
+    // It is not leased to us any more: we have come too late, or its producer has begun anew.
+    if ((absl::IsFailedPrecondition(status) || absl::IsNotFound(status)) && !closing_ &&
+        !query.cancelled) {
+      Producer& producer = query.producers[query.found_at];
+      producer.error = ErrorOf(query.found_at, status);
+      LookOn(query);
+      producer.retry_at = BackOff(producer.backoff_ms, Clock::now());
+      return;
     }
     // A producer that is gone has nothing to take back.
     if (!absl::IsUnavailable(status)) {

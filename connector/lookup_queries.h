@@ -30,6 +30,8 @@ namespace kvferry {
 //   fetching   producer has no turn      fetching   anew after a moment: the entry is still ours
 //   fetching   the same, and cancelled   gone       with that error; the entry goes back
 //              or deadline
+//   fetching   lease has ended           asking     the entry went back before it was fetched, or its
+//                                                   producer has begun anew
 //   fetching   fetch failed, cancelled   gone       with that error; the entry goes back
 //   fetching   every byte                taking     if `done` is lost the producer puts the entry back:
 //                                                   it has to say whose it is (lookup_take)
@@ -126,6 +128,8 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   absl::Status StartFetch(uint64_t id, Query& query);
   void OnFetched(uint64_t id);
   absl::Status NotFetched(const Query& query, const absl::Status& why) const;
+  // What a producer has said, with its name.
+  absl::Status ErrorOf(size_t index, const absl::Status& status) const;
   // Asks the producer for the entry, of which every byte is here.
   void Take(uint64_t id, Query& query) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnTaken(uint64_t id, const absl::StatusOr<Fields>& reply);

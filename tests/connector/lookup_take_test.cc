@@ -108,6 +108,23 @@ class LookupTakes : public testing::Test {
   std::unique_ptr<LookupConsumer> far_, near_;
 };
 
+// One of the two stood still between the answer and the fetch.
+TEST_F(LookupTakes, AnEntryWhoseLeaseHasEndedIsLookedForAgain) {
+  producer_ = Producer(their_pool_, 50);
+  int fetches = 0;
+  AskFar([&](Heard& heard) {
+    if (std::holds_alternative<FetchMsg>(heard.message.body) && fetches++ == 0) {
+      EXPECT_TRUE(WaitFor([&] { return Metric(*producer_, "lookup_leased") == 0; }, Soon()));
+    }
+    return Verdict::kPass;
+  });
+  ASSERT_TRUE(IsOk(WaitFar()));
+  EXPECT_TRUE(HoldsExactly(*pool_, kOurs, Pages{7}, kTheirs, Pages{3}));
+  ExpectGone(true);
+  relay_.reset();
+  EXPECT_EQ(fetches, 2);
+}
+
 // The word that breaks the session: `done`, and with it the question; the question; the answer.
 enum class Word { kDone, kQuestion, kAnswer };
 
