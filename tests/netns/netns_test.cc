@@ -11,6 +11,7 @@
 #include "absl/strings/str_replace.h"
 #include "tests/support/child_peer.h"
 #include "tests/support/namespace_pair.h"
+#include "tests/support/random_lookups.h"
 #include "tests/support/random_peers.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
@@ -160,9 +161,12 @@ TEST_F(TwoNamespaces, AHostThatIsGoneLeavesNothingOpen) {
       << prefill.num_fds() << " files are open, and were " << first;
 }
 
-// Between the two hosts, over a link that fails now and then.
-class RandomHosts : public RandomPeers {
+// What processes do at random, between the two hosts, over a link that fails now and then.
+template <typename Base>
+class OnTwoHosts : public Base {
  protected:
+  using Process = typename Base::Process;
+
   void SetUp() override {
     const absl::Status made = hosts_.Make();
     if (absl::IsFailedPrecondition(made)) GTEST_SKIP() << made.message();
@@ -173,24 +177,24 @@ class RandomHosts : public RandomPeers {
                          " root tbf rate 400mbit burst 64k latency 20ms"));
     }
   }
-  std::string MoreConfig(const std::string& role) override {
-    return ", " + hosts_.ConfigOf(role == "prefill");
+  std::string MoreConfig(const Process& process) override {
+    return absl::StrCat(Base::MoreConfig(process), ", ", hosts_.ConfigOf(this->IsSource(process)));
   }
-  std::string NetnsOf(const std::string& role) override {
-    return role == "prefill" ? hosts_.prefill.ns : hosts_.decode.ns;
+  std::string NetnsOf(const Process& process) override {
+    return this->IsSource(process) ? hosts_.prefill.ns : hosts_.decode.ns;
   }
   void Break() override {
-    if (OneIn(2)) return Stop();
+    if (this->OneIn(2)) return this->Stop();
     if (down_until_) return;
-    const int64_t ms = 20 + AnyMs(kLongestOutageMs);
-    Log(absl::StrCat("the link is down for ", ms));
+    const int64_t ms = 20 + this->AnyMs(kLongestOutageMs);
+    this->Log(absl::StrCat("the link is down for ", ms));
     EXPECT_TRUE(hosts_.SetLink("down"));
     down_until_ = DeadlineInMs(ms);
   }
   void Mend(Deadline now) override {
-    Continue(now);
+    this->Continue(now);
     if (!down_until_ || now < *down_until_) return;
-    Log("the link is up");
+    this->Log("the link is up");
     EXPECT_TRUE(hosts_.SetLink("up"));
     down_until_.reset();
   }
@@ -202,7 +206,11 @@ class RandomHosts : public RandomPeers {
   std::optional<Deadline> down_until_;
 };
 
-TEST_F(RandomHosts, WithALinkThatFails) { Run(); }
+using RandomPeersOnTwoHosts = OnTwoHosts<RandomPeers>;
+TEST_F(RandomPeersOnTwoHosts, WithALinkThatFails) { Run(); }
+
+using RandomLookupsOnTwoHosts = OnTwoHosts<RandomLookups>;
+TEST_F(RandomLookupsOnTwoHosts, WithALinkThatFails) { Run(); }
 
 }  // namespace
 }  // namespace kvferry

@@ -81,8 +81,14 @@ class ConsumerPeer {
       handle.Wait(DeadlineInMs(Number(words[2]))).IgnoreError();
       return handle.done() ? Answer(handle.status()) : "PENDING";
     }
-    if (words[0] == "tokens") {
-      return absl::StrJoin(handles_[Number(words[1])]->result().tokens, ",");
+    if (words[0] == "cancel") {
+      handles_[Number(words[1])]->Cancel();
+      return "OK";
+    }
+    if (words[0] == "result") {  // How many tokens match, pages, tokens.
+      const LookupResult result = handles_[Number(words[1])]->result();
+      return absl::StrCat(result.num_matched, " ", absl::StrJoin(result.pages, ","), " ",
+                          absl::StrJoin(result.tokens, ","));
     }
     if (words[0] == "metric") return absl::StrCat(Metric(*consumer_, words[1]));
     if (words[0] == "verify") return Verify(*pool_, seed_, words);

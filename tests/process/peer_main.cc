@@ -88,15 +88,6 @@ class PrefillPeer {
       return ended_.contains(lease) ? ended_[lease] : "live";
     }
     if (words[0] == "metric") return absl::StrCat(Metric(*endpoint_, words[1]));
-    if (words[0] == "fill") {  // Pages of leases that have ended get other contents.
-      FillPattern(*pool_, static_cast<uint64_t>(Number(words[1])));
-      return "OK";
-    }
-    if (words[0] == "write") {  // SEED FIRST_LAYER END_LAYER PAGES
-      WriteRequest(*pool_, static_cast<uint64_t>(Number(words[1])), Number(words[2]),
-                   Number(words[3]), Numbers(words[4]));
-      return "OK";
-    }
     return "what?";
   }
 
@@ -177,11 +168,6 @@ class DecodePeer {
     if (words[0] == "missing") {
       return absl::StrCat(absl::StrJoin(handles_[Number(words[1])]->missing_pages(), " "), " ");
     }
-    if (words[0] == "holds") {  // SEED FIRST_POSITION END_LAYER PAGES
-      return Answer(HoldsRequest(*pool_, static_cast<uint64_t>(Number(words[1])), Number(words[2]),
-                                 Number(words[3]), Numbers(words[4])));
-    }
-    if (words[0] == "hash") return HashOfPages(*pool_, Numbers(words[1]));
     if (words[0] == "metric") return absl::StrCat(Metric(*endpoint_, words[1]));
     if (words[0] == "forbid_reads") return ForbidReads();
     if (words[0] == "verify") return Verify(*pool_, seed_, words);
@@ -231,12 +217,15 @@ void Say(int fd, const std::string& answer) {
 }
 
 template <typename Peer>
-int Serve(Peer& peer, int answers) {
+int Serve(const KvPool& pool, Peer& peer, int answers) {
   Say(answers, peer.Greeting());
   std::string line;
   while (std::getline(std::cin, line)) {
     const Words words = absl::StrSplit(line, ' ');
-    Say(answers, words[0] == "signals" ? HandleSignals(words) : peer.Handle(words));
+    const std::optional<std::string> of_pages = AnswerOfPages(pool, words);
+    Say(answers, of_pages                ? *of_pages
+                 : words[0] == "signals" ? HandleSignals(words)
+                                         : peer.Handle(words));
   }
   return 0;
 }
@@ -255,19 +244,19 @@ int Main(int argc, char** argv) {
   const std::string role = argv[1];
   if (role == "prefill") {
     PrefillPeer peer(pool, config);
-    return Serve(peer, answers);
+    return Serve(*pool, peer, answers);
   }
   if (role == "producer") {
     ProducerPeer peer(pool, config);
-    return Serve(peer, answers);
+    return Serve(*pool, peer, answers);
   }
   if (role == "consumer") {
     ConsumerPeer peer(pool, config, seed);
-    return Serve(peer, answers);
+    return Serve(*pool, peer, answers);
   }
   DecodePeer peer(pool, seed,
                   role == "receiver" ? MakePushedDecode(pool, config) : MakeDecode(pool, config));
-  return Serve(peer, answers);
+  return Serve(*pool, peer, answers);
 }
 
 }  // namespace

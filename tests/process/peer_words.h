@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <numeric>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -89,6 +90,25 @@ inline std::string HashOfPages(const KvPool& pool, const std::vector<int64_t>& p
     hashes.push_back(absl::StrCat(absl::Hex(Xxh3(bytes))));
   }
   return absl::StrJoin(hashes, ",");
+}
+
+// What every peer does with the pages of its pool.
+inline std::optional<std::string> AnswerOfPages(const KvPool& pool, const Words& words) {
+  if (words[0] == "write") {  // SEED FIRST_LAYER END_LAYER PAGES
+    WriteRequest(pool, static_cast<uint64_t>(Number(words[1])), Number(words[2]), Number(words[3]),
+                 Numbers(words[4]));
+    return "OK";
+  }
+  if (words[0] == "holds") {  // SEED FIRST_POSITION END_LAYER PAGES
+    return Answer(HoldsRequest(pool, static_cast<uint64_t>(Number(words[1])), Number(words[2]),
+                               Number(words[3]), Numbers(words[4])));
+  }
+  if (words[0] == "hash") return HashOfPages(pool, Numbers(words[1]));  // PAGES
+  if (words[0] == "fill") {                                             // SEED
+    FillPattern(pool, static_cast<uint64_t>(Number(words[1])));
+    return "OK";
+  }
+  return std::nullopt;
 }
 
 }  // namespace kvferry

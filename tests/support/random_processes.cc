@@ -1,0 +1,240 @@
+#include "tests/support/random_processes.h"
+
+#include <algorithm>
+#include <csignal>
+#include <cstdlib>
+#include <iostream>
+#include <numeric>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "tests/support/test_config.h"
+#include "tests/support/wait_for.h"
+
+namespace kvferry {
+namespace {
+
+constexpr int64_t kMostLanes = 3;
+constexpr int64_t kLongestStopMs = 2500, kLongestBetweenEndsMs = 5000;
+
+int64_t FromEnvironment(const char* name, int64_t otherwise) {
+  const char* text = std::getenv(name);
+  int64_t value = otherwise;
+  if (text != nullptr && !absl::SimpleAtoi(text, &value)) ADD_FAILURE() << name << "=" << text;
+  return value;
+}
+
+std::string Listed(const std::vector<int64_t>& pages) { return absl::StrJoin(pages, ","); }
+
+}  // namespace
+
+RandomProcesses::FreePages::FreePages() : free_(kPages) {
+  std::iota(free_.begin(), free_.end(), 0);
+}
+
+RandomProcesses::Pages RandomProcesses::FreePages::Take(int64_t count, std::mt19937_64& random) {
+  std::shuffle(free_.begin(), free_.end(), random);
+  const Pages taken(free_.end() - count, free_.end());
+  free_.resize(free_.size() - count);
+  return taken;
+}
+
+void RandomProcesses::TearDown() {
+  if (!HasFailure()) return;
+  for (const std::string& line : log_) std::cerr << line << "\n";
+}
+
+void RandomProcesses::Log(const std::string& line) {
+  constexpr size_t kMostLines = 400;
+  const auto ms = static_cast<int64_t>(SecondsBetween(begin_, Clock::now()) * 1000);
+  log_.push_back(absl::StrCat(ms, " ", line));
+  if (log_.size() > kMostLines) log_.pop_front();
+}
+
+// --- Processes ---
+
+std::string RandomProcesses::Ask(Process& process, const std::string& command) {
+  const std::string answer = process.peer->Ask(command);
+  Log(absl::StrCat(process.name, ": ", command, " -> ", answer));
+  EXPECT_NE(answer, "") << process.name << " does not answer: " << command;
+  return answer;
+}
+
+std::string RandomProcesses::AnyConfig(const Process& process) {
+  const int64_t chunk_bytes = AnyOf({4 << 10, 16 << 10, 256 << 10});
+  return absl::StrCat(
+      R"({"chunk_bytes": )", chunk_bytes, R"(, "arena_bytes": )",
+      chunk_bytes * AnyOf({16, 64, 128}), R"(, "credits_per_transfer": )", AnyOf({2, 16, 256}),
+      R"(, "checksum": )", OneIn(3) ? "true" : "false", R"(, "lanes": )", 1 + UpTo(kMostLanes - 1),
+      R"(, "copy_threads": )", 1 + UpTo(1),
+      R"(, "heartbeat_interval_ms": 200, "heartbeat_timeout_ms": 1000)",
+      R"(, "connect_timeout_ms": 2000, "publish_grace_ms": 200)", MoreConfig(process), "}");
+}
+
+void RandomProcesses::Start(Process& process) {
+  process.free = {};
+  process.stopped_until.reset();
+  ChildPeer::Options options = PeerOptions(process.role, AnyConfig(process), kPages);
+  options.seed = kUnwritten;
+  options.netns = NetnsOf(process);
+  process.peer = std::make_unique<ChildPeer>(options);
+  Log(absl::StrCat(process.name, " begins: ", options.config_json));
+  OnStart(process);
+  process.first_fds = process.peer->num_fds();
+  if (IsSource(process)) return;
+  process.held.assign(kPages, "");
+  Remember(process, process.free.all());
+}
+
+RandomProcesses::Process* RandomProcesses::AnyRunning(std::vector<Process>& processes) {
+  Process& process = AnyOf(processes);
+  return process.stopped_until ? nullptr : &process;
+}
+
+std::vector<RandomProcesses::Process*> RandomProcesses::All() {
+  std::vector<Process*> all;
+  for (Process& process : sources_) all.push_back(&process);
+  for (Process& process : targets_) all.push_back(&process);
+  return all;
+}
+
+void RandomProcesses::Stop() {
+  std::vector<Process*> all = All();
+  Process& process = *AnyOf(all);
+  if (process.stopped_until) return;
+  const int64_t ms = 10 + AnyMs(kLongestStopMs);
+  process.peer->Signal(SIGSTOP);
+  Log(absl::StrCat(process.name, " stops for ", ms));
+  process.stopped_until = DeadlineInMs(ms);
+}
+
+void RandomProcesses::Continue(Deadline now) {
+  for (Process* const process : All()) {
+    if (!process->stopped_until || now < *process->stopped_until) continue;
+    Log(process->name + " goes on");
+    process->peer->Signal(SIGCONT);
+    process->stopped_until.reset();
+  }
+}
+
+void RandomProcesses::EndAny() {
+  std::vector<Process*> all = All();
+  Process& process = *AnyOf(all);
+  if (process.stopped_until || OneIn(2)) {
+    Log(process.name + " is killed");
+    process.peer->Kill();
+  } else {
+    Log(process.name + " quits");
+    EXPECT_TRUE(process.peer->Quit()) << process.name;
+  }
+  OnEnd(process);
+  Start(process);
+}
+
+void RandomProcesses::Quit(std::vector<Process>& processes) {
+  for (Process& process : processes) EXPECT_TRUE(process.peer->Quit()) << process.name;
+}
+
+void RandomProcesses::ExpectAtRest(Process& process, const std::vector<std::string>& gauges) {
+  for (const std::string& gauge : gauges) {
+    EXPECT_TRUE(WaitFor([&] { return process.peer->Metric(gauge) == 0; }, Soon()))
+        << process.name << ": " << gauge << " is " << process.peer->Metric(gauge);
+  }
+}
+
+// All they had dealings with are gone, and what was opened for them is closed.
+void RandomProcesses::ExpectNothingOfPeers(std::vector<Process>& processes) {
+  // A UCX worker keeps the timer that it begins to need with its first peer; and where nobody listens,
+  // ZeroMQ begins its two threads with that one, each of which has two.
+  const bool ucx = PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect;
+  for (Process& process : processes) {
+    ExpectAtRest(process, {"peers", "peers_mapped"});
+    const int64_t of_libraries = (ucx ? kMostLanes : 0) + (process.role == "consumer" ? 4 : 0);
+    const int64_t most = process.first_fds + of_libraries;
+    EXPECT_TRUE(WaitFor([&] { return process.peer->num_fds() <= most; }, Soon()))
+        << process.name << " had " << process.first_fds << " files open, and has "
+        << process.peer->num_fds();
+  }
+}
+
+// --- What pages hold ---
+
+void RandomProcesses::Write(Process& source, uint64_t seed, const Pages& pages, int64_t first,
+                            int64_t end) {
+  if (first == end) return;
+  EXPECT_EQ(Ask(source, absl::StrCat("write ", seed, " ", first, " ", end, " ", Listed(pages))),
+            "OK");
+}
+
+std::string RandomProcesses::Holds(Process& target, uint64_t seed, const Pages& pages,
+                                   int64_t first_page, int64_t end_layer) {
+  return target.peer->Ask(
+      absl::StrCat("holds ", seed, " ", first_page, " ", end_layer, " ", Listed(pages)));
+}
+
+std::vector<std::string> RandomProcesses::Hashes(Process& process, const Pages& pages) {
+  std::vector<std::string> hashes =
+      absl::StrSplit(process.peer->Ask("hash " + Listed(pages)), ',', absl::SkipEmpty());
+  EXPECT_EQ(hashes.size(), pages.size()) << process.name;
+  hashes.resize(pages.size());
+  return hashes;
+}
+
+void RandomProcesses::Remember(Process& target, const Pages& pages) {
+  const std::vector<std::string> hashes = Hashes(target, pages);
+  for (size_t i = 0; i < pages.size(); ++i) target.held[pages[i]] = hashes[i];
+}
+
+void RandomProcesses::ExpectAsRemembered(Process& target, const Pages& pages) {
+  const std::vector<std::string> hashes = Hashes(target, pages);
+  for (size_t i = 0; i < pages.size(); ++i) {
+    EXPECT_EQ(hashes[i], target.held[pages[i]])
+        << target.name << ": page " << pages[i] << " was written when nothing was to come";
+  }
+}
+
+std::optional<RandomProcesses::Pages> RandomProcesses::TakeToFill(Process& target, int64_t count) {
+  if (!target.free.Has(count)) return std::nullopt;
+  Pages pages = target.free.Take(count, random_);
+  ExpectAsRemembered(target, pages);
+  return pages;
+}
+
+void RandomProcesses::GiveBackFilled(Process& target, const Pages& pages) {
+  Remember(target, pages);
+  target.free.GiveBack(pages);
+}
+
+void RandomProcesses::Run(const std::string& source_role, int sources,
+                          const std::string& target_role, int targets) {
+  const int64_t seed = FromEnvironment("KVFERRY_RANDOM_SEED", 1);
+  const Deadline end = DeadlineInMs(FromEnvironment("KVFERRY_RANDOM_SECONDS", 8) * 1000);
+  random_.seed(static_cast<uint64_t>(seed));
+  for (int i = 0; i < sources; ++i) {
+    sources_.push_back({source_role, absl::StrCat(source_role, " ", i)});
+  }
+  for (int i = 0; i < targets; ++i) {
+    targets_.push_back({target_role, absl::StrCat(target_role, " ", i)});
+  }
+  for (Process* const process : All()) Start(*process);
+  Deadline next_end = DeadlineInMs(1000);
+  while (Clock::now() < end && !HasFailure()) {
+    Mend(Clock::now());
+    Step();
+    if (Clock::now() < next_end) continue;
+    EndAny();
+    next_end = DeadlineInMs(200 + AnyMs(kLongestBetweenEndsMs));
+  }
+  Mend(Deadline::max());
+  if (!HasFailure()) Drain();
+  if (HasFailure()) return;
+  for (Process& target : targets_) ExpectAsRemembered(target, target.free.all());
+  const bool sources_first = OneIn(2);
+  Quit(sources_first ? sources_ : targets_);
+  ExpectNothingOfPeers(sources_first ? targets_ : sources_);
+  Quit(sources_first ? targets_ : sources_);
+}
+
+}  // namespace kvferry

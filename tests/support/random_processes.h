@@ -1,0 +1,150 @@
+#pragma once
+
+// Processes that do at random whatever they can, and stop for a while, end and die meanwhile. What they
+// do, and what must hold then, is derived tests'.
+//
+// KVFERRY_RANDOM_SEED and KVFERRY_RANDOM_SECONDS make it another run, and a longer one; how things
+// fall out in time is not repeated by a seed.
+
+#include <gtest/gtest.h>
+
+#include <deque>
+#include <initializer_list>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/clock.h"
+#include "tests/support/child_peer.h"
+
+namespace kvferry {
+
+class RandomProcesses : public testing::Test {
+ protected:
+  using Pages = std::vector<int64_t>;
+  static constexpr int64_t kPages = 96,
+                           kMostPages = 24;  // Of a pool, and of what is moved at once.
+  // By which a wait may end late: the machine is busy, and so is the one who asks.
+  static constexpr int64_t kSlackMs = 10000;
+  static constexpr uint64_t kUnwritten = 1;  // The seed of what pages hold that are nobody's.
+
+  // The pages of a pool that nobody uses.
+  class FreePages {
+   public:
+    FreePages();
+    bool Has(int64_t count) const { return count <= static_cast<int64_t>(free_.size()); }
+    Pages Take(int64_t count, std::mt19937_64& random);
+    void GiveBack(const Pages& pages) { free_.insert(free_.end(), pages.begin(), pages.end()); }
+    const Pages& all() const { return free_; }
+
+   private:
+    Pages free_;
+  };
+
+  struct Process {
+    std::string role;  // A ChildPeer's.
+    std::string name;
+    std::unique_ptr<ChildPeer> peer{};
+    FreePages free{};
+    std::vector<std::string> held{};  // By the pages of a target: a hash of each.
+    std::optional<Deadline> stopped_until{};
+    int64_t first_fds = 0;  // That were open when it had no peers yet.
+  };
+
+  // The whole test.
+  void Run(const std::string& source_role, int sources, const std::string& target_role,
+           int targets);
+
+  // --- What they do ---
+
+  // One of many things, on any of them.
+  virtual void Step() = 0;
+  // A process has just begun, or is no more, and what it had with it.
+  virtual void OnStart(Process& /*process*/) {}
+  virtual void OnEnd(const Process& process) = 0;
+  // All of them run: ends what is under way, and says what must hold then.
+  virtual void Drain() = 0;
+
+  // --- What another test does otherwise ---
+
+  // Behind what is chosen at random: more members of the configuration, each with a comma before it.
+  virtual std::string MoreConfig(const Process& /*process*/) { return ""; }
+  virtual std::string NetnsOf(const Process& /*process*/) { return ""; }
+  // Mend() comes before every step, and must mend all when `now` is max().
+  virtual void Break() { Stop(); }
+  virtual void Mend(Deadline now) { Continue(now); }
+
+  // --- Chance ---
+
+  int64_t UpTo(int64_t most) { return std::uniform_int_distribution<int64_t>(0, most)(random_); }
+  bool OneIn(int64_t n) { return UpTo(n - 1) == 0; }
+  // Short ones as often as long ones.
+  int64_t AnyMs(int64_t most) { return most >> UpTo(5); }
+  template <typename T>
+  T& AnyOf(std::vector<T>& things) {
+    return things[UpTo(static_cast<int64_t>(things.size()) - 1)];
+  }
+  int64_t AnyOf(std::initializer_list<int64_t> numbers) {
+    return *(numbers.begin() + UpTo(static_cast<int64_t>(numbers.size()) - 1));
+  }
+  // One of those with a weight.
+  template <typename Actions>
+  auto AnyOfWeighted(const Actions& actions) {
+    int64_t left = 0;
+    for (const auto& [weight, action] : actions) left += weight;
+    left = UpTo(left - 1);
+    for (const auto& [weight, action] : actions) {
+      left -= weight;
+      if (left < 0) return action;
+    }
+    return actions.begin()->second;
+  }
+
+  // --- Processes ---
+
+  std::string Ask(Process& process, const std::string& command);
+  void Log(const std::string& line);  // Printed when the test has failed.
+  // Null when the one that chance picks does not run.
+  Process* AnyRunning(std::vector<Process>& processes);
+  bool IsSource(const Process& process) const { return process.role == sources_[0].role; }
+  void Stop();
+  void Continue(Deadline now);
+  void ExpectAtRest(Process& process, const std::vector<std::string>& gauges);
+
+  // --- What pages hold ---
+
+  // Pages of a source as those of `seed` from the first on are, in layers [first, end).
+  void Write(Process& source, uint64_t seed, const Pages& pages, int64_t first, int64_t end);
+  // "OK" when pages of a target hold what the source's from `first_page` on were written with.
+  std::string Holds(Process& target, uint64_t seed, const Pages& pages, int64_t first_page,
+                    int64_t end_layer);
+  // Of a target: what they hold now is theirs, and does not change until they are used again.
+  void Remember(Process& target, const Pages& pages);
+  void ExpectAsRemembered(Process& target, const Pages& pages);
+  // For something to arrive in; none when there are too few.
+  std::optional<Pages> TakeToFill(Process& target, int64_t count);
+  void GiveBackFilled(Process& target, const Pages& pages);
+
+  std::vector<Process> sources_, targets_;
+  std::mt19937_64 random_;
+
+ private:
+  void TearDown() override;
+
+  std::string AnyConfig(const Process& process);
+  void Start(Process& process);
+  void EndAny();
+  std::vector<Process*> All();
+  void Quit(std::vector<Process>& processes);
+  void ExpectNothingOfPeers(std::vector<Process>& processes);
+  static std::vector<std::string> Hashes(Process& process, const Pages& pages);
+
+  const Deadline begin_ = Clock::now();
+  std::deque<std::string> log_;  // The last lines.
+};
+
+}  // namespace kvferry
