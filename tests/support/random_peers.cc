@@ -17,7 +17,7 @@ namespace kvferry {
 namespace {
 
 constexpr int64_t kMostRequests = 12, kMostFetches = 8;  // Of a process, at once.
-constexpr int64_t kLongestLeaseMs = 4000, kLongestFetchMs = 8000;
+constexpr int64_t kLongestLeaseMs = 2000, kLongestFetchMs = 4000;
 
 std::string Listed(const std::vector<int64_t>& pages) { return absl::StrJoin(pages, ","); }
 

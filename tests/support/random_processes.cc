@@ -210,7 +210,7 @@ void RandomProcesses::GiveBackFilled(Process& target, const Pages& pages) {
 void RandomProcesses::Run(const std::string& source_role, int sources,
                           const std::string& target_role, int targets) {
   const int64_t seed = FromEnvironment("KVFERRY_RANDOM_SEED", 1);
-  const Deadline end = DeadlineInMs(FromEnvironment("KVFERRY_RANDOM_SECONDS", 8) * 1000);
+  const Deadline end = DeadlineInMs(FromEnvironment("KVFERRY_RANDOM_SECONDS", 5) * 1000);
   random_.seed(static_cast<uint64_t>(seed));
   for (int i = 0; i < sources; ++i) {
     sources_.push_back({source_role, absl::StrCat(source_role, " ", i)});
