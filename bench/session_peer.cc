@@ -13,6 +13,7 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "bench/driver.h"
+#include "bench/plain_sockets.h"
 #include "connector/decode_endpoint.h"
 #include "connector/prefill_endpoint.h"
 #include "examples/two_node/support.h"
@@ -177,9 +178,9 @@ class DecodeSide {
 }  // namespace
 
 void PeerFlags::AddTo(CLI::App* app) {
-  app->add_option("--role", role, "prefill or decode")
+  app->add_option("--role", role, "prefill or decode, or a side of plain_sockets.h")
       ->required()
-      ->check(CLI::IsMember({"prefill", "decode"}));
+      ->check(CLI::IsMember({"prefill", "decode", "plain-sender", "plain-receivers"}));
   app->add_option("--pool-pages", pool_pages, "pages of the pool")->required();
   app->add_option("--endpoints", endpoints, "of a decode process");
   app->add_option("--config", settings, "KEY=VALUE, may be repeated")->allow_extra_args(false);
@@ -191,6 +192,8 @@ absl::StatusOr<int> ServePeer(const PeerFlags& flags) {
   KVFERRY_ASSIGN_OR_RETURN(const KvLayout layout, flags.layout.Make());
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<KvPool> pool,
                            TouchedPool(layout, flags.pool_pages));
+  if (flags.role == "plain-sender") return ServePlainSender(pool);
+  if (flags.role == "plain-receivers") return ServePlainReceivers(pool, flags.endpoints);
   const EndpointOptions options{config, "bench", flags.role};
   Driver driver(pool);
   if (flags.role == "prefill") {

@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <functional>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -308,42 +310,123 @@ void CompareLayers(int rounds) {
 
 constexpr int64_t kReceivers = 64;
 
+constexpr int64_t kPerProcess = 8;
+constexpr int64_t kPagesEach = 8;
+constexpr int64_t kAllPages = kReceivers * kPagesEach;
+constexpr Shape kWhole = Llama(32, kAllPages);
+constexpr Shape kPart = Llama(32, kPagesEach* kPerProcess);
+
+// As Processes::Together(), over plain sockets.
+class PlainSockets {
+ public:
+  PlainSockets(const Shape& receiver, const std::vector<int64_t>& receivers)
+      : receivers_(receivers) {
+    const int64_t port = sender_.Ask("listen")["port"];
+    int64_t first = 0;
+    for (const int64_t count : receivers) {
+      std::vector<std::string> arguments = receiver.Arguments("plain-receivers", kPaths[0]);
+      arguments.insert(arguments.end(), {"--endpoints", absl::StrCat(count)});
+      processes_.push_back(std::make_unique<ChildProcess>(arguments));
+      processes_.back()->Ask(absl::StrCat("connect ", port, " ", first));
+      first += count;
+    }
+    sender_.Ask(absl::StrCat("accept ", first));
+    sender_.Ask(absl::StrCat("fill ", kSalt));
+  }
+
+  std::vector<double> Together(int64_t pages, int64_t turn_bytes) {
+    const Deadline when = DeadlineInMs(50);
+    const int64_t when_ns = std::chrono::nanoseconds(when.time_since_epoch()).count();
+    for (const auto& process : processes_) {
+      process->Send(absl::StrCat("receive ", when_ns, " ", pages));
+    }
+    sender_.Ask(absl::StrCat("send ", when_ns, " ", pages, " ", turn_bytes));
+    std::vector<double> seconds;
+    int64_t first = 0;
+    for (size_t i = 0; i < processes_.size(); ++i) {
+      const std::vector<double> some = processes_[i]->Receive()["seconds"];
+      seconds.insert(seconds.end(), some.begin(), some.end());
+    }
+    for (size_t i = 0; i < processes_.size(); ++i) {
+      const std::string local = Runs(0, receivers_[i] * pages);
+      processes_[i]->Ask(
+          absl::StrCat("verify ", kSalt, " ", local, " ", Runs(first, receivers_[i] * pages)));
+      processes_[i]->Ask("zero " + local);
+      first += receivers_[i] * pages;
+    }
+    return seconds;
+  }
+
+ private:
+  const std::vector<int64_t> receivers_;
+  ChildProcess sender_{kWhole.Arguments("plain-sender", kPaths[0])};
+  std::vector<std::unique_ptr<ChildProcess>> processes_;
+};
+
+// One way to serve one receiver or many, and what it took.
+struct Fan {
+  std::string name;
+  std::function<std::vector<double>()> one, many;  // Seconds of each receiver.
+  std::vector<double> ones{}, manys{}, uneven{};
+
+  void Measure(bool counts) {
+    const double gb = static_cast<double>(kWhole.page_bytes() * kAllPages) * 1e-9;
+    const double seconds = one()[0];
+    const Spread each = Of(many());
+    if (!counts) return;
+    ones.push_back(gb / seconds);
+    manys.push_back(gb / each.max);
+    uneven.push_back(each.max / each.min);
+  }
+  void Print() const {
+    const Spread a = Of(ones);
+    const Spread b = Of(manys);
+    const Spread c = Of(uneven);
+    std::printf("| %s | %.2f | %.2f-%.2f | %.2f | %.2f-%.2f | %.2f | %.2f | %.2f-%.2f |\n",
+                name.c_str(), a.median, a.min, a.max, b.median, b.min, b.max,
+                Of(Each(manys, ones, std::divides<>())).median, c.median, c.min, c.max);
+    std::fflush(stdout);
+  }
+};
+
+void MeasureInTurn(std::vector<Fan> fans, int rounds) {
+  for (int round = 0; round <= rounds; ++round) {
+    for (Fan& fan : fans) fan.Measure(round > 0);  // The first one warms up.
+  }
+  for (const Fan& fan : fans) fan.Print();
+}
+
 void CompareReceivers(int rounds) {
-  constexpr int64_t kPages = 8;
-  constexpr int64_t kPerProcess = 8;
-  constexpr int64_t kAllPages = kReceivers * kPages;
-  const Shape whole = Llama(32, kAllPages);
-  const double gb = static_cast<double>(whole.page_bytes() * kAllPages) * 1e-9;
+  const std::vector<int64_t> each(kReceivers / kPerProcess, kPerProcess);
   std::printf(
       "\n%lld receivers of one sender, 128 tokens each at once, beside one receiver of as much in "
-      "one request;\nGB/s until the last is done; targets: >= 0.9x, slowest <= 1.3x fastest\n\n",
+      "one request;\nGB/s until the last is done; targets: >= 0.9x, slowest <= 1.3x fastest. Plain "
+      "sockets: one thread that sends\nto each in turn, without any protocol, and a thread for "
+      "each "
+      "that receives\n\n",
       static_cast<long long>(kReceivers));
   std::printf(
       "| path | one GB/s | min-max | %lld GB/s | min-max | x | slowest/fastest | min-max |\n"
       "|---|---|---|---|---|---|---|---|\n",
       static_cast<long long>(kReceivers));
   for (const Path& path : kPaths) {
-    Processes one(whole, whole, path, {1});
-    Processes many(whole, Llama(32, kPages * kPerProcess), path,
-                   std::vector<int64_t>(kReceivers / kPerProcess, kPerProcess));
-    std::vector<double> ones;
-    std::vector<double> manys;
-    std::vector<double> uneven;
-    for (int round = 0; round <= rounds; ++round) {
-      const double seconds = one.Fetch(1, kAllPages)[0];
-      const Spread each = Of(many.Together(kPages));
-      if (round == 0) continue;  // It warms up.
-      ones.push_back(gb / seconds);
-      manys.push_back(gb / each.max);
-      uneven.push_back(each.max / each.min);
+    Processes one(kWhole, kWhole, path, {1});
+    Processes many(kWhole, kPart, path, each);
+    std::vector<Fan> fans;
+    fans.push_back({path.name, [&] { return one.Fetch(1, kAllPages); },
+                    [&] { return many.Together(kPagesEach); }});
+    std::optional<PlainSockets> plain_one, plain_many;
+    if (path.peers_mapped == 0) {
+      plain_one.emplace(kWhole, std::vector<int64_t>{1});
+      plain_many.emplace(kPart, each);
+      for (const int64_t turn_kib : {256, 1024, 4096}) {
+        fans.push_back(
+            {absl::StrCat("plain sockets, ", turn_kib, " KiB a turn"),
+             [&, turn_kib] { return plain_one->Together(kAllPages, turn_kib << 10); },
+             [&, turn_kib] { return plain_many->Together(kPagesEach, turn_kib << 10); }});
+      }
     }
-    const Spread a = Of(ones);
-    const Spread b = Of(manys);
-    const Spread c = Of(uneven);
-    std::printf("| %s | %.2f | %.2f-%.2f | %.2f | %.2f-%.2f | %.2f | %.2f | %.2f-%.2f |\n",
-                path.name, a.median, a.min, a.max, b.median, b.min, b.max,
-                Of(Each(manys, ones, std::divides<>())).median, c.median, c.min, c.max);
-    std::fflush(stdout);
+    MeasureInTurn(std::move(fans), rounds);
   }
 }
 
