@@ -13,6 +13,7 @@
 #include "tests/support/namespace_pair.h"
 #include "tests/support/random_lookups.h"
 #include "tests/support/random_peers.h"
+#include "tests/support/random_stores.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 
@@ -207,10 +208,13 @@ class OnTwoHosts : public Base {
 };
 
 using RandomPeersOnTwoHosts = OnTwoHosts<RandomPeers>;
-TEST_F(RandomPeersOnTwoHosts, WithALinkThatFails) { Run(); }
+TEST_F(RandomPeersOnTwoHosts, WithALinkThatFails) { RunAtRandom(); }
 
 using RandomLookupsOnTwoHosts = OnTwoHosts<RandomLookups>;
-TEST_F(RandomLookupsOnTwoHosts, WithALinkThatFails) { Run(); }
+TEST_F(RandomLookupsOnTwoHosts, WithALinkThatFails) { RunAtRandom(); }
+
+using RandomStoresOnTwoHosts = OnTwoHosts<RandomStores>;
+TEST_F(RandomStoresOnTwoHosts, WithALinkThatFails) { RunAtRandom(); }
 
 }  // namespace
 }  // namespace kvferry

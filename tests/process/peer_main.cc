@@ -1,7 +1,8 @@
 // One endpoint in a process of its own, so that tests can kill it. Reads commands from stdin, a
 // line each, and answers each with a line on stdout; tests/support/child_peer.h is the other end.
 //
-//   kvferry_test_peer prefill|decode|receiver|producer|consumer CONFIG_JSON LAYERS PAGES SEED
+//   kvferry_test_peer prefill|decode|receiver|producer|consumer|store-server|store-client
+//                     CONFIG_JSON LAYERS PAGES SEED
 //
 // A receiver is a decode endpoint that accepts pushes.
 
@@ -30,6 +31,7 @@
 #include "absl/strings/str_split.h"
 #include "tests/process/lookup_peers.h"
 #include "tests/process/peer_words.h"
+#include "tests/process/store_peers.h"
 #include "tests/support/endpoints.h"
 
 namespace kvferry {
@@ -252,6 +254,14 @@ int Main(int argc, char** argv) {
   }
   if (role == "consumer") {
     ConsumerPeer peer(pool, config, seed);
+    return Serve(*pool, peer, answers);
+  }
+  if (role == "store-server") {
+    StoreServerPeer peer(*pool, config);
+    return Serve(*pool, peer, answers);
+  }
+  if (role == "store-client") {
+    StoreClientPeer peer(pool, config);
     return Serve(*pool, peer, answers);
   }
   DecodePeer peer(pool, seed,

@@ -3,6 +3,7 @@
 #include "tests/process/old_ucx.h"
 #include "tests/support/random_lookups.h"
 #include "tests/support/random_peers.h"
+#include "tests/support/random_stores.h"
 
 namespace kvferry {
 namespace {
@@ -16,10 +17,13 @@ class OnOneHost : public Base {
 };
 
 using RandomPeersOnOneHost = OnOneHost<RandomPeers>;
-TEST_F(RandomPeersOnOneHost, ThatStopAndDie) { Run(); }
+TEST_F(RandomPeersOnOneHost, ThatStopAndDie) { RunAtRandom(); }
 
 using RandomLookupsOnOneHost = OnOneHost<RandomLookups>;
-TEST_F(RandomLookupsOnOneHost, ThatStopAndDie) { Run(); }
+TEST_F(RandomLookupsOnOneHost, ThatStopAndDie) { RunAtRandom(); }
+
+using RandomStoresOnOneHost = OnOneHost<RandomStores>;
+TEST_F(RandomStoresOnOneHost, ThatStopAndDie) { RunAtRandom(); }
 
 }  // namespace
 }  // namespace kvferry

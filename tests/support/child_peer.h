@@ -16,7 +16,7 @@ namespace kvferry {
 class ChildPeer {
  public:
   struct Options {
-    std::string role;                // "prefill", "decode", "receiver", "producer" or "consumer"
+    std::string role;                // As peer_main.cc has them.
     std::string config_json = "{}";  // kvferry::Config
     int64_t num_layers = 4;
     int64_t num_pages = 64;

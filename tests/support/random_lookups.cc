@@ -1,7 +1,5 @@
 #include "tests/support/random_lookups.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -36,21 +34,6 @@ std::vector<int64_t> Numbers(const std::string& text) {
 }
 
 }  // namespace
-
-std::string RandomLookups::MoreConfig(const Process& process) {
-  if (!IsSource(process)) return "";
-  // Below those that the system gives away; another test that runs now has another process id.
-  constexpr int64_t kFirstPort = 10000, kPortsEach = 8, kTests = 2500;
-  const int64_t port = kFirstPort + getpid() % kTests * kPortsEach + (&process - sources_.data());
-  return absl::StrCat(R"(, "listen_port": )", port);
-}
-
-void RandomLookups::OnStart(Process& process) {
-  if (IsSource(process)) return;
-  std::vector<std::string> addresses;
-  for (const Process& producer : sources_) addresses.push_back(producer.peer->address());
-  EXPECT_EQ(Ask(process, "connect " + absl::StrJoin(addresses, ",")), "OK");
-}
 
 void RandomLookups::OnEnd(const Process& process) {
   may_be_lost_ += std::erase_if(lookups_, [&](const Lookup& l) { return l.at == &process; });

@@ -16,9 +16,9 @@ namespace kvferry {
 
 class RandomLookups : public RandomProcesses {
  protected:
-  void Run() { RandomProcesses::Run("producer", 2, "consumer", 3); }
+  void RunAtRandom() { RandomProcesses::RunAtRandom("producer", 2, "consumer", 3); }
   // Consumers know producers by their addresses, so one that begins again has the same.
-  std::string MoreConfig(const Process& process) override;
+  std::string MoreConfig(const Process& process) override { return SamePort(process); }
 
  private:
   using Tokens = std::vector<int64_t>;
@@ -40,7 +40,7 @@ class RandomLookups : public RandomProcesses {
   };
 
   void Step() override;
-  void OnStart(Process& process) override;
+  void OnStart(Process& process) override { ConnectToSources(process); }
   void OnEnd(const Process& process) override;
   void Drain() override;
 

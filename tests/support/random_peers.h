@@ -17,7 +17,7 @@ namespace kvferry {
 
 class RandomPeers : public RandomProcesses {
  protected:
-  void Run() { RandomProcesses::Run("prefill", 2, "receiver", 3); }
+  void RunAtRandom() { RandomProcesses::RunAtRandom("prefill", 2, "receiver", 3); }
 
  private:
   struct Request {

@@ -56,8 +56,8 @@ class RandomProcesses : public testing::Test {
   };
 
   // The whole test.
-  void Run(const std::string& source_role, int sources, const std::string& target_role,
-           int targets);
+  void RunAtRandom(const std::string& source_role, int sources, const std::string& target_role,
+                   int targets);
 
   // --- What they do ---
 
@@ -111,6 +111,10 @@ class RandomProcesses : public testing::Test {
   // Null when the one that chance picks does not run.
   Process* AnyRunning(std::vector<Process>& processes);
   bool IsSource(const Process& process) const { return process.role == sources_[0].role; }
+  // For MoreConfig(): a source listens where it did before it began again.
+  std::string SamePort(const Process& process) const;
+  // For OnStart(): a target is told where the sources are.
+  void ConnectToSources(Process& process);
   void Stop();
   void Continue(Deadline now);
   void ExpectAtRest(Process& process, const std::vector<std::string>& gauges);

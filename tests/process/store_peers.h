@@ -1,0 +1,101 @@
+#pragma once
+
+// A server of a host store, and a client of several of them, as processes of their own.
+
+#include <chrono>
+#include <future>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "connector/store/host_store.h"
+#include "connector/store/remote_store.h"
+#include "connector/store/store_server.h"
+#include "tests/process/peer_words.h"
+#include "tests/support/endpoints.h"
+
+namespace kvferry {
+
+class StoreServerPeer {
+ public:
+  // Room for a quarter of the pool's pages.
+  StoreServerPeer(const KvPool& pool, const Config& config) {
+    HostStore::Options options;
+    options.layout = pool.layout();
+    options.capacity_bytes = pool.num_pages() / 4 * pool.layout().page_bytes();
+    server_ = Must(StoreServer::Create(
+        {{config, kTestModel, "store"}, Must(HostStore::Create(options)), nullptr, nullptr}));
+  }
+
+  std::string Greeting() const { return absl::StrCat("ready ", server_->address()); }
+  std::string Handle(const Words& words) {
+    if (words[0] == "metric") return absl::StrCat(Metric(*server_, words[1]));
+    return "what?";
+  }
+
+ private:
+  std::unique_ptr<StoreServer> server_;
+};
+
+// Its calls run in threads of their own, many at once.
+class StoreClientPeer {
+ public:
+  StoreClientPeer(std::shared_ptr<KvPool> pool, const Config& config)
+      : pool_(std::move(pool)), config_(config) {}
+
+  std::string Greeting() const { return "ready"; }
+
+  std::string Handle(const Words& words) {
+    if (words[0] == "connect") {  // ADDRESS,ADDRESS,...
+      for (const std::string& address : std::vector<std::string>(absl::StrSplit(words[1], ','))) {
+        RemoteStore::Options options;
+        options.endpoint = {config_, kTestModel, "client"};
+        options.address = address;
+        options.pool = pool_;
+        stores_.push_back(Must(RemoteStore::Create(options)));
+      }
+      return "OK";
+    }
+    if (words[0] == "put" || words[0] == "get" || words[0] == "erase") {  // STORE KEYS PAGES MS
+      calls_.push_back(std::async(std::launch::async, [this, words] { return Call(words); }));
+      return absl::StrCat(calls_.size() - 1);
+    }
+    if (words[0] == "wait") {  // CALL MS: a code for each key, when it has ended.
+      std::shared_future<std::string>& call = calls_[Number(words[1])];
+      const auto ms = std::chrono::milliseconds(Number(words[2]));
+      return call.wait_for(ms) == std::future_status::ready ? call.get() : "PENDING";
+    }
+    if (words[0] == "metric") {
+      int64_t sum = 0;
+      for (const auto& store : stores_) sum += Metric(*store, words[1]);
+      return absl::StrCat(sum);
+    }
+    return "what?";
+  }
+
+ private:
+  std::string Call(const Words& words) {
+    RemoteStore& store = *stores_[Number(words[1])];
+    const std::vector<std::string> keys = absl::StrSplit(words[2], ',');
+    const std::vector<std::string_view> views(keys.begin(), keys.end());
+    const std::vector<int64_t> pages = Numbers(words[3]);
+    const Deadline deadline = DeadlineInMs(Number(words[4]));
+    const std::vector<absl::Status> statuses =
+        words[0] == "put"   ? store.PutPages(views, *pool_, pages, deadline)
+        : words[0] == "get" ? store.GetPages(views, *pool_, pages, deadline)
+                            : std::vector<absl::Status>{store.Erase(keys[0], deadline)};
+    return absl::StrJoin(statuses, " ", [](std::string* out, const absl::Status& status) {
+      absl::StrAppend(out, absl::StatusCodeToString(status.code()));
+    });
+  }
+
+  const std::shared_ptr<KvPool> pool_;
+  const Config config_;
+  std::vector<std::unique_ptr<RemoteStore>> stores_;
+  std::vector<std::shared_future<std::string>> calls_;  // Before the stores that they use.
+};
+
+}  // namespace kvferry
