@@ -330,7 +330,6 @@ void RandomPeers::Drain() {
   };
   EXPECT_TRUE(WaitFor(ended, DeadlineInMs(kLongestLeaseMs + kLongestFetchMs + 2 * kSlackMs)));
   for (const auto& [how, count] : ends_) std::cerr << how << ": " << count << "\n";
-  EXPECT_GT(ends_["OK"], 0);
   if (HasFailure()) return;
   for (Process& prefill : sources_) {
     ExpectAtRest(prefill, {"transfers_active", "arena_chunks_taken", "leases_live"});

@@ -59,6 +59,7 @@ class RandomStores : public RandomProcesses {
   // Whether a get that began then may find it.
   bool MayBeThere(const Key& key, const Version& version, Deadline begun) const;
   void ExpectAPut(const Call& call, size_t index);
+  void ExpectServes(Process& client, int64_t server);
 
   std::map<Key, std::vector<VersionPtr>> versions_;
   std::vector<Call> calls_;
