@@ -8,6 +8,7 @@
 #include "base/random.h"
 #include "base/status.h"
 #include "base/thread.h"
+#include "connector/attached_node.h"
 #include "connector/store/store_wire.h"
 
 namespace kvferry {
@@ -29,13 +30,17 @@ class TaskThread {
     KVFERRY_ASSIGN_OR_RETURN(thread_, StartThread("store server", [this] { Run(); }));
     return absl::OkStatus();
   }
-  // False when there are too many, or it was stopped: the task is gone then.
-  bool Post(std::function<void()> task) {
+  // RESOURCE_EXHAUSTED when there are too many, UNAVAILABLE when it was stopped: the task is gone then.
+  absl::Status Post(std::function<void()> task) {
     const MutexLock lock(&mutex_);
-    if (stopped_ || tasks_.size() >= kMaxTasks) return false;
+    if (stopped_) return absl::UnavailableError("store: the server is closing");
+    if (tasks_.size() >= kMaxTasks) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("store: ", kMaxTasks, " requests wait already"));
+    }
     tasks_.push_back(std::move(task));
     changed_.NotifyAll();
-    return true;
+    return absl::OkStatus();
   }
   // Finishes what it is doing; what waits is dropped.
   void Stop() {
@@ -94,9 +99,9 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   absl::Status Start();
   void Close() {
     tasks_.Stop();
-    node_.reset();
+    owned_node_.reset();  // Its thread goes on until then, and looks at node_.
   }
-  const Node& node() const { return *node_; }
+  const Node& node() const { return *owned_node_; }
 
   // CallHandler.
   void OnCall(const CallKey& call, const std::string& function, const Fields& args,
@@ -156,7 +161,8 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   std::atomic<int64_t> staged_bytes_{0};
   Mutex mutex_;
   absl::flat_hash_map<uint64_t, std::shared_ptr<void>> held_ ABSL_GUARDED_BY(mutex_);
-  std::unique_ptr<Node> node_;  // Set before the task thread starts; its own thread uses the rest.
+  AttachedNode node_;
+  std::unique_ptr<Node> owned_node_;  // Last: its thread uses the rest.
 };
 
 absl::Status StoreServer::Service::Start() {
@@ -168,7 +174,8 @@ absl::Status StoreServer::Service::Start() {
   node.source = this;
   node.handler = this;
   node.listen = true;
-  KVFERRY_ASSIGN_OR_RETURN(node_, Node::Start(std::move(node)));
+  KVFERRY_ASSIGN_OR_RETURN(owned_node_, Node::Start(std::move(node)));
+  node_.Attach(owned_node_.get());
   return tasks_.Start();
 }
 
@@ -188,12 +195,9 @@ StoreServer::Service::Function StoreServer::Service::Find(const std::string& nam
 
 void StoreServer::Service::OnCall(const CallKey& call, const std::string& function,
                                   const Fields& args, Deadline deadline) {
-  const bool taken = tasks_.Post(
+  const absl::Status taken = tasks_.Post(
       [this, function, request = Request{call, args, deadline, {}}] { Serve(function, request); });
-  if (!taken) {
-    node_->Reply(call, absl::ResourceExhaustedError(
-                           absl::StrCat("store: ", kMaxTasks, " requests wait already")));
-  }
+  if (!taken.ok()) node_.get().Reply(call, taken);
 }
 
 void StoreServer::Service::Serve(const std::string& function, Request request) {
@@ -212,9 +216,9 @@ void StoreServer::Service::Serve(const std::string& function, Request request) {
   };
   Result result = serve();
   if (!result.ok()) {
-    node_->Reply(request.call, result.status());
+    node_.get().Reply(request.call, result.status());
   } else if (result->has_value()) {
-    node_->Reply(request.call, **std::move(result));
+    node_.get().Reply(request.call, **std::move(result));
   }
 }
 
@@ -290,7 +294,7 @@ absl::StatusOr<uint64_t> StoreServer::Service::Lease(PageRuns pages,
       leases_.Publish(id, std::move(pages), options_.host->pool()->layout().num_layers,
                       DeadlineInMs(kReplyLeaseMs), std::move(tail));
   if (published.ok()) {
-    node_->LeaseChanged(id);  // It may be the next to expire.
+    node_.get().LeaseChanged(id);  // It may be the next to expire.
     return id;
   }
   const MutexLock lock(&mutex_);
@@ -325,9 +329,10 @@ absl::Status StoreServer::Service::FetchFromCaller(const Request& request, PageR
   auto handle = std::make_shared<std::shared_ptr<FetchHandle>>();
   fetch.on_done = [this, handle, then = std::move(then)] {
     // Refused only when the server closes, or is far behind: then the caller's deadline ends it.
-    tasks_.Post([handle, then] { then(OfTransfer((*handle)->status())); });
+    // Refused when the server is closing: then nobody waits for it.
+    tasks_.Post([handle, then] { then(OfTransfer((*handle)->status())); }).IgnoreError();
   };
-  KVFERRY_ASSIGN_OR_RETURN(*handle, node_->Fetch(std::move(fetch)));
+  KVFERRY_ASSIGN_OR_RETURN(*handle, node_.get().Fetch(std::move(fetch)));
   return absl::OkStatus();
 }
 
@@ -343,7 +348,7 @@ StoreServer::Service::Result StoreServer::Service::Get(const Request& request) {
   return Fields()
       .Set("lease", lease_id)
       .Set("bytes", static_cast<uint64_t>(bytes))
-      .Set("epoch", node_->epoch());
+      .Set("epoch", node_.get().epoch());
 }
 
 StoreServer::Service::Result StoreServer::Service::Put(const Request& request) {
@@ -357,8 +362,8 @@ StoreServer::Service::Result StoreServer::Service::Put(const Request& request) {
     absl::Status status = fetched;
     const std::span<const std::byte> value = *staged;
     if (status.ok()) status = options_.store->Put(request.keys[0], {&value, 1}, request.deadline);
-    node_->Reply(request.call,
-                 status.ok() ? absl::StatusOr<Fields>(Fields()) : absl::StatusOr<Fields>(status));
+    node_.get().Reply(request.call, status.ok() ? absl::StatusOr<Fields>(Fields())
+                                                : absl::StatusOr<Fields>(status));
   };
   KVFERRY_RETURN_IF_ERROR(FetchFromCaller(request, PageRuns(), PageRuns(),
                                           {staged->data(), static_cast<int64_t>(bytes), staged},
@@ -416,7 +421,7 @@ StoreServer::Service::Result StoreServer::Service::GetPages(const Request& reque
   if (!has_room) reply.Set("again", 1);
   KVFERRY_ASSIGN_OR_RETURN(PageRuns pages, PageRuns::FromRuns(runs));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, Lease(std::move(pages), nullptr, held));
-  return reply.Set("lease", lease_id).Set("epoch", node_->epoch());
+  return reply.Set("lease", lease_id).Set("epoch", node_.get().epoch());
 }
 
 struct StoreServer::Service::Incoming {
@@ -458,7 +463,7 @@ StoreServer::Service::Result StoreServer::Service::PutPages(const Request& reque
 void StoreServer::Service::FinishPutPages(Incoming& incoming, const Request& request,
                                           const absl::Status& fetched) {
   if (request.IsLate()) return;
-  if (!fetched.ok()) return node_->Reply(request.call, fetched);
+  if (!fetched.ok()) return node_.get().Reply(request.call, fetched);
   std::vector<std::string_view> keys;
   for (const size_t key : incoming.keys) keys.push_back(request.keys[key]);
   std::vector<absl::Status> below(keys.size());
@@ -477,7 +482,7 @@ void StoreServer::Service::FinishPutPages(Incoming& incoming, const Request& req
   // What found no room beside these finds it in their place, as they are below too. Without a tier
   // below, the last pages would drive out the first.
   const bool again = options_.lower != nullptr && keys.size() < request.keys.size();
-  node_->Reply(request.call, incoming.Reply(again));
+  node_.get().Reply(request.call, incoming.Reply(again));
 }
 
 // ---------------------------------------------------------------- the server

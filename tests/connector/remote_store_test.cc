@@ -4,8 +4,10 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <future>
 #include <optional>
+#include <thread>
 
 #include "absl/strings/numbers.h"
 #include "connector/store/store_server.h"
@@ -427,6 +429,30 @@ TEST_F(RemotePages, AServerThatWasRestartedIsFoundAgain) {
   EXPECT_TRUE(WaitFor(found, Soon()));
   ASSERT_TRUE(AllOk(reader_->GetPages(Views(Keys(1)), *target_, std::vector<int64_t>{3}, Soon())));
   EXPECT_TRUE(HoldsExactly(*target_, 2, std::vector<int64_t>{3}, 1, std::vector<int64_t>{1}));
+}
+
+// Each ends while it is asked.
+TEST_F(RemotePages, AServerClosesWithCallsOnTheirWay) {
+  const auto host = MakeHost(8);
+  Config config = SmallChunks();
+  std::string address = Serve(host)->address();  // Of a port that is free.
+  config.listen_port = std::stoi(address.substr(address.rfind(':') + 1));
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 4; ++i) {
+    callers.emplace_back([&] {
+      const auto client = Dial(address, host->pool());
+      const std::vector<std::string_view> keys = {"key"};
+      // Whatever it says.
+      while (!stop) client->Exists(keys, DeadlineInMs(200)).status().IgnoreError();
+    });
+  }
+  for (int round = 0; round < 20; ++round) {
+    const auto server = Serve(host, config);
+    EXPECT_TRUE(WaitFor([&] { return Metric(*server, "calls_served") > 100; }, Soon()));
+  }
+  stop = true;
+  for (std::thread& caller : callers) caller.join();
 }
 
 TEST_F(RemotePages, NobodyThere) {
