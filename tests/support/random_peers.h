@@ -18,6 +18,8 @@ namespace kvferry {
 class RandomPeers : public RandomProcesses {
  protected:
   void RunAtRandom() { RandomProcesses::RunAtRandom("prefill", 2, "receiver", 3); }
+  // A prefill process that begins again is another one at the address that old tickets name.
+  std::string MoreConfig(const Process& process) override { return SamePort(process); }
 
  private:
   struct Request {
