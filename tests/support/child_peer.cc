@@ -116,6 +116,7 @@ void ChildPeer::Kill() {
 
 bool ChildPeer::Quit() {
   CloseFds();
+  if (pid_ <= 0) return false;
   int status = 0;
   const bool ended = WaitFor([&] { return waitpid(pid_, &status, WNOHANG) == pid_; }, Soon());
   if (ended) pid_ = -1;
