@@ -14,6 +14,7 @@
 #include "connector/store/host_store.h"
 #include "connector/store/remote_store.h"
 #include "connector/store/store_server.h"
+#include "connector/store/tiered_store.h"
 #include "tests/process/peer_words.h"
 #include "tests/support/endpoints.h"
 
@@ -21,13 +22,15 @@ namespace kvferry {
 
 class StoreServerPeer {
  public:
-  // Room for a quarter of the pool's pages.
+  // Room for a quarter of the pool's pages; at an odd port with a tier below for half of them.
   StoreServerPeer(const KvPool& pool, const Config& config) {
-    HostStore::Options options;
-    options.layout = pool.layout();
-    options.capacity_bytes = pool.num_pages() / 4 * pool.layout().page_bytes();
-    server_ = Must(StoreServer::Create(
-        {{config, kTestModel, "store"}, Must(HostStore::Create(options)), nullptr, nullptr}));
+    const std::shared_ptr<HostStore> host = Host(pool, 4);
+    StoreServer::Options options = {{config, kTestModel, "store"}, host, nullptr, nullptr};
+    if (config.listen_port % 2 == 1) {
+      options.lower = Host(pool, 2);
+      options.store = Must(TieredStore::Create(host, options.lower));
+    }
+    server_ = Must(StoreServer::Create(std::move(options)));
   }
 
   std::string Greeting() const { return absl::StrCat("ready ", server_->address()); }
@@ -37,6 +40,13 @@ class StoreServerPeer {
   }
 
  private:
+  static std::shared_ptr<HostStore> Host(const KvPool& pool, int64_t part) {
+    HostStore::Options options;
+    options.layout = pool.layout();
+    options.capacity_bytes = pool.num_pages() / part * pool.layout().page_bytes();
+    return Must(HostStore::Create(options));
+  }
+
   std::unique_ptr<StoreServer> server_;
 };
 

@@ -45,12 +45,11 @@ void RandomLookups::OnEnd(const Process& process) {
 }
 
 void RandomLookups::Step() {
-  static const std::array<std::pair<int64_t, void (RandomLookups::*)()>, 5> kActions = {{
+  static const std::array<std::pair<int64_t, void (RandomLookups::*)()>, 4> kActions = {{
       {100, &RandomLookups::Insert},
       {150, &RandomLookups::LookUp},
       {10, &RandomLookups::Cancel},
       {80, &RandomLookups::LookForEnds},
-      {1, &RandomLookups::Break},
   }};
   (this->*AnyOfWeighted(kActions))();
 }

@@ -295,7 +295,7 @@ void RandomPeers::LookForEnds() {
 // --- All of it ---
 
 void RandomPeers::Step() {
-  static const std::array<std::pair<int64_t, void (RandomPeers::*)()>, 11> kActions = {{
+  static const std::array<std::pair<int64_t, void (RandomPeers::*)()>, 10> kActions = {{
       {100, &RandomPeers::Publish},
       {60, &RandomPeers::PublishAnnounced},
       {60, &RandomPeers::Push},
@@ -306,7 +306,6 @@ void RandomPeers::Step() {
       {3, &RandomPeers::Cancel},
       {50, &RandomPeers::LookAtLayers},
       {100, &RandomPeers::LookForEnds},
-      {2, &RandomPeers::Break},
   }};
   (this->*AnyOfWeighted(kActions))();
 }

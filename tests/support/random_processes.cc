@@ -19,7 +19,8 @@ namespace kvferry {
 namespace {
 
 constexpr int64_t kMostLanes = 3;
-constexpr int64_t kLongestStopMs = 2500, kLongestBetweenEndsMs = 5000;
+constexpr int64_t kLongestStopMs = 2500;
+constexpr int64_t kLongestBetweenBreaksMs = 2000, kLongestBetweenEndsMs = 5000;
 
 int64_t FromEnvironment(const char* name, int64_t otherwise) {
   const char* text = std::getenv(name);
@@ -239,13 +240,18 @@ void RandomProcesses::RunAtRandom(const std::string& source_role, int sources,
     targets_.push_back({target_role, absl::StrCat(target_role, " ", i)});
   }
   for (Process* const process : All()) Start(*process);
-  Deadline next_end = DeadlineInMs(1000);
+  Deadline next_break = DeadlineInMs(500), next_end = DeadlineInMs(1000);
   while (Clock::now() < end && !HasFailure()) {
     Mend(Clock::now());
     Step();
-    if (Clock::now() < next_end) continue;
-    EndAny();
-    next_end = DeadlineInMs(200 + AnyMs(kLongestBetweenEndsMs));
+    if (Clock::now() >= next_break) {
+      Break();
+      next_break = DeadlineInMs(100 + AnyMs(kLongestBetweenBreaksMs));
+    }
+    if (Clock::now() >= next_end) {
+      EndAny();
+      next_end = DeadlineInMs(200 + AnyMs(kLongestBetweenEndsMs));
+    }
   }
   Mend(Deadline::max());
   if (!HasFailure()) Drain();
