@@ -23,13 +23,20 @@ namespace {
 constexpr int64_t kLayers = 8;
 constexpr int64_t kPages = 64;
 
-class TwoNamespaces : public testing::Test {
+template <typename Base>
+class BetweenHosts : public Base {
  protected:
   void SetUp() override {
     const absl::Status made = hosts_.Make();
     if (absl::IsFailedPrecondition(made)) GTEST_SKIP() << made.message();
     ASSERT_TRUE(IsOk(made));
   }
+
+  NamespacePair hosts_;
+};
+
+class TwoNamespaces : public BetweenHosts<testing::Test> {
+ protected:
   ChildPeer::Options Peer(const std::string& role) const {
     const bool prefill = role == "prefill";
     return {
@@ -42,8 +49,6 @@ class TwoNamespaces : public testing::Test {
         .seed = prefill ? 11u : 22u,
         .netns = prefill ? hosts_.prefill.ns : hosts_.decode.ns};
   }
-
-  NamespacePair hosts_;
 };
 
 TEST_F(TwoNamespaces, EveryByte) {
@@ -164,46 +169,45 @@ TEST_F(TwoNamespaces, AHostThatIsGoneLeavesNothingOpen) {
 
 // What processes do at random, between the two hosts, over a link that fails now and then.
 template <typename Base>
-class OnTwoHosts : public Base {
+class OnTwoHosts : public BetweenHosts<Base> {
  protected:
   using Process = typename Base::Process;
 
   void SetUp() override {
-    const absl::Status made = hosts_.Make();
-    if (absl::IsFailedPrecondition(made)) GTEST_SKIP() << made.message();
-    ASSERT_TRUE(IsOk(made));
+    BetweenHosts<Base>::SetUp();
+    if (this->IsSkipped() || this->HasFatalFailure()) return;
     // As slow as transfers have to be to be met by what happens, if the machine can do that.
-    for (const NamespacePair::Host& host : {hosts_.prefill, hosts_.decode}) {
+    for (const NamespacePair::Host& host : {this->hosts_.prefill, this->hosts_.decode}) {
       Shell(absl::StrCat("tc -n ", host.ns, " qdisc add dev ", host.device,
                          " root tbf rate 400mbit burst 64k latency 20ms"));
     }
   }
   std::string MoreConfig(const Process& process) override {
-    return absl::StrCat(Base::MoreConfig(process), ", ", hosts_.ConfigOf(this->IsSource(process)));
+    return absl::StrCat(Base::MoreConfig(process), ", ",
+                        this->hosts_.ConfigOf(this->IsSource(process)));
   }
   std::string NetnsOf(const Process& process) override {
-    return this->IsSource(process) ? hosts_.prefill.ns : hosts_.decode.ns;
+    return this->IsSource(process) ? this->hosts_.prefill.ns : this->hosts_.decode.ns;
   }
   void Break() override {
     if (this->OneIn(2)) return this->Stop();
     if (down_until_) return;
     const int64_t ms = 20 + this->AnyMs(kLongestOutageMs);
     this->Log(absl::StrCat("the link is down for ", ms));
-    EXPECT_TRUE(hosts_.SetLink("down"));
+    EXPECT_TRUE(this->hosts_.SetLink("down"));
     down_until_ = DeadlineInMs(ms);
   }
   void Mend(Deadline now) override {
     this->Continue(now);
     if (!down_until_ || now < *down_until_) return;
     this->Log("the link is up");
-    EXPECT_TRUE(hosts_.SetLink("up"));
+    EXPECT_TRUE(this->hosts_.SetLink("up"));
     down_until_.reset();
   }
 
  private:
   static constexpr int64_t kLongestOutageMs = 3000;
 
-  NamespacePair hosts_;
   std::optional<Deadline> down_until_;
 };
 

@@ -147,7 +147,7 @@ class KillConnecting : public testing::Test {
   static constexpr int kRounds = 10;
 
   void SetUp() override {
-    if (UcxDiesWithConnectingPeers()) GTEST_SKIP() << "this UCX can abort then";
+    if (UcxDiesWithConnectingPeers()) GTEST_SKIP() << kUcxDies;
   }
 };
 

@@ -4,7 +4,9 @@
 
 namespace kvferry {
 
-// Whether what is under test can abort when a peer dies while it connects (fixed by UCX 1.22).
+inline constexpr char kUcxDies[] =
+    "this UCX can abort when a peer dies while it connects (fixed by 1.22)";
+// Whether that is under test.
 inline bool UcxDiesWithConnectingPeers() {
 #ifdef KVFERRY_UCX_DIES_WITH_CONNECTING_PEERS
   return PathUnderTest() == TestPath::kUcx;

@@ -12,7 +12,7 @@ template <typename Base>
 class OnOneHost : public Base {
  protected:
   void SetUp() override {
-    if (UcxDiesWithConnectingPeers()) GTEST_SKIP() << "this UCX can abort when peers die";
+    if (UcxDiesWithConnectingPeers()) GTEST_SKIP() << kUcxDies;
   }
 };
 

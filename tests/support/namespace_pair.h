@@ -3,14 +3,13 @@
 // Two hosts, as far as the kernel is concerned: two network namespaces joined by a veth pair. Needs
 // root.
 
+#include <unistd.h>
+
 #include <cstdlib>
 #include <string>
 
-#include <unistd.h>
-
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "base/status.h"
 #include "tests/support/wait_for.h"
 
 namespace kvferry {

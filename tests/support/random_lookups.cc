@@ -8,7 +8,6 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "tests/support/wait_for.h"
 
@@ -66,8 +65,8 @@ void RandomLookups::Insert() {
   entry.tokens[0] = UpTo(kGroups - 1);
   entry.tokens[1] = number;
   Write(*producer, kUnwritten + number, entry.pages, 0, kPeerLayers);
-  entry.id = Ask(*producer, absl::StrCat("insert ", absl::StrJoin(entry.tokens, ","), " ",
-                                         absl::StrJoin(entry.pages, ",")));
+  entry.id =
+      Ask(*producer, absl::StrCat("insert ", Listed(entry.tokens), " ", Listed(entry.pages)));
   ASSERT_EQ(Numbers(entry.id).size(), 1);
   entries_.emplace(number, std::move(entry));
 }
@@ -86,9 +85,7 @@ RandomLookups::Tokens RandomLookups::AnyQuery() {
 void RandomLookups::LookUp() {
   Process* const consumer = AnyRunning(targets_);
   if (consumer == nullptr) return;
-  const auto under_way = std::count_if(lookups_.begin(), lookups_.end(),
-                                       [&](const Lookup& l) { return l.at == consumer; });
-  if (under_way >= kMostLookups) return;
+  if (CountAt(lookups_, *consumer) >= kMostLookups) return;
   Begin(*consumer, AnyQuery(), OneIn(8) ? 1 : kMostEntryPages, 20 + AnyMs(kLongestLookupMs));
 }
 
@@ -97,17 +94,16 @@ void RandomLookups::Begin(Process& process, const Tokens& query, int64_t num_pag
   const std::optional<Pages> pages = TakeToFill(process, num_pages);
   if (!pages) return;
   const std::string answer =
-      Ask(process, absl::StrCat("lookup ", query.empty() ? "any" : absl::StrJoin(query, ","), " ",
-                                absl::StrJoin(*pages, ","), " ", timeout_ms));
+      Ask(process, absl::StrCat("lookup ", query.empty() ? "any" : Listed(query), " ",
+                                Listed(*pages), " ", timeout_ms));
   ASSERT_EQ(Numbers(answer).size(), 1);
-  lookups_.push_back({&process, answer, query, *pages, false, DeadlineInMs(timeout_ms)});
+  lookups_.push_back({&process, answer, query, *pages, DeadlineInMs(timeout_ms)});
 }
 
 void RandomLookups::Cancel() {
   if (lookups_.empty()) return;
-  Lookup& lookup = AnyOf(lookups_);
+  const Lookup& lookup = AnyOf(lookups_);
   if (lookup.at->stopped_until) return;
-  lookup.cancelled = true;
   EXPECT_EQ(Ask(*lookup.at, "cancel " + lookup.number), "OK");
 }
 
@@ -121,22 +117,19 @@ void RandomLookups::LookForGone(Entry& entry) {
   const std::string gone = entry.at->peer->Ask(absl::StrCat("gone ", entry.id, " 0"));
   if (gone == "here") return;
   EXPECT_EQ(gone, "fetched");
-  entry.at->free.GiveBack(entry.pages);
-  // At once written, so that whoever still reads them reads something else.
-  Write(*entry.at, kUnwritten, entry.pages, 0, kPeerLayers);
-  entry.pages.clear();
+  GiveBackSpent(*entry.at, entry.pages);
 }
 
 bool RandomLookups::HasEnded(Lookup& lookup) {
   if (lookup.at->stopped_until) return false;
   const std::string status = lookup.at->peer->Wait(lookup.number, 0);
   if (status == "PENDING") {
-    EXPECT_LT(Clock::now(), lookup.due + std::chrono::milliseconds(kAnswerMs + kSlackMs))
-        << lookup.at->name << " lookup " << lookup.number << " hangs";
+    ExpectNotLate(lookup.due + std::chrono::milliseconds(kAnswerMs),
+                  absl::StrCat(lookup.at->name, " lookup ", lookup.number));
     return false;
   }
   Log(absl::StrCat(lookup.at->name, " lookup ", lookup.number, " ends: ", status));
-  ++ends_[status.substr(0, status.find(':'))];
+  CountEnd(status.substr(0, status.find(':')));
   // Whatever happens to an entry before it is fetched, there may be another.
   EXPECT_NE(status.rfind("FAILED_PRECONDITION", 0), 0) << status;
   EXPECT_NE(status.rfind("NOT_FOUND", 0), 0) << status;
@@ -192,9 +185,8 @@ void RandomLookups::Drain() {
   int64_t lost = 0;
   for (const auto& [number, entry] : entries_) lost += entry.at != nullptr && !entry.delivered;
   EXPECT_LE(lost, may_be_lost);
-  for (const auto& [how, count] : ends_) std::cerr << how << ": " << count << "\n";
   std::cerr << "lost: " << lost << "\n";
-  EXPECT_GT(ends_["OK"], 0);
+  EXPECT_GT(CountedEnds("OK"), 0);
   for (Process& producer : sources_) {
     ExpectAtRest(producer, {"lookup_entries", "lookup_leased", "lookup_waiting", "lookup_bytes",
                             "transfers_active", "arena_chunks_taken"});

@@ -6,7 +6,6 @@
 // died had.
 
 #include <map>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -35,7 +34,6 @@ class RandomLookups : public RandomProcesses {
     std::string number;
     Tokens query;  // None: any entry.
     Pages pages;
-    bool cancelled = false;
     Deadline due;
   };
 
@@ -57,7 +55,6 @@ class RandomLookups : public RandomProcesses {
   std::map<int64_t, Entry> entries_;  // By number.
   std::vector<Lookup> lookups_;
   int64_t may_be_lost_ = 0;  // Lookups that may have been given an entry nobody has seen.
-  std::map<std::string, int64_t> ends_;
 };
 
 }  // namespace kvferry

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
-#include <iostream>
 #include <set>
 #include <utility>
 
@@ -16,10 +14,12 @@
 namespace kvferry {
 namespace {
 
+constexpr int64_t kMostPages = 24;                       // Of a request.
 constexpr int64_t kMostRequests = 12, kMostFetches = 8;  // Of a process, at once.
 constexpr int64_t kLongestLeaseMs = 2000, kLongestFetchMs = 4000;
 
-std::string Listed(const std::vector<int64_t>& pages) { return absl::StrJoin(pages, ","); }
+// When a lease has ended that is published now.
+Deadline EndOfLease() { return DeadlineInMs(kLongestLeaseMs + kLongestFetchMs); }
 
 }  // namespace
 
@@ -40,11 +40,6 @@ int64_t RandomPeers::RequestsOf(const Process& process) const {
                        [&](const RequestPtr& request) { return request->at == &process; });
 }
 
-int64_t RandomPeers::FetchesOf(const Process& process) const {
-  return std::count_if(fetches_.begin(), fetches_.end(),
-                       [&](const Fetch& fetch) { return fetch.at == &process; });
-}
-
 // --- What a prefill process does ---
 
 bool RandomPeers::TakePages(Request& request) {
@@ -54,12 +49,6 @@ bool RandomPeers::TakePages(Request& request) {
   Write(*request.at, request.seed, request.pages, 0, request.ready_layers);
   Write(*request.at, kUnwritten, request.pages, request.ready_layers, kPeerLayers);
   return true;
-}
-
-void RandomPeers::GivePagesBack(Request& request) {
-  request.at->free.GiveBack(request.pages);
-  Write(*request.at, kUnwritten, request.pages, 0, kPeerLayers);
-  request.pages.clear();
 }
 
 RandomPeers::RequestPtr RandomPeers::NewRequest(Process& process) {
@@ -76,7 +65,7 @@ std::string RandomPeers::PublishCommand(const Request& request) {
 }
 
 void RandomPeers::Add(const RequestPtr& request) {
-  request->ends_by = DeadlineInMs(kLongestLeaseMs + kLongestFetchMs + kSlackMs);
+  request->due = EndOfLease();
   requests_.push_back(request);
 }
 
@@ -113,7 +102,7 @@ void RandomPeers::PublishAnnounced() {
   const std::string answer =
       Ask(*request->at, absl::StrCat(PublishCommand(*request), " ", request->lease));
   EXPECT_EQ(LeaseOf(answer), request->lease) << answer;
-  request->ends_by = DeadlineInMs(kLongestLeaseMs + kLongestFetchMs + kSlackMs);
+  request->due = EndOfLease();
 }
 
 void RandomPeers::Push() {
@@ -158,12 +147,13 @@ void RandomPeers::TakeBack() {
   }
   // Refused when the lease has ended meanwhile.
   if (OneIn(2)) {
-    if (Ask(*request->at, "unpublish " + request->lease) == "OK") GivePagesBack(*request);
+    if (Ask(*request->at, "unpublish " + request->lease) == "OK")
+      GiveBackSpent(*request->at, request->pages);
     return;
   }
   if (Ask(*request->at, "release " + request->lease) != "OK") return;
   EXPECT_NE(Ask(*request->at, absl::StrCat("ended ", request->lease, " 0")), "live");
-  GivePagesBack(*request);
+  GiveBackSpent(*request->at, request->pages);
   Forget(request);
 }
 
@@ -174,7 +164,7 @@ std::optional<RandomPeers::Fetch> RandomPeers::FetchOf(Process& process, int64_t
   Fetch fetch;
   fetch.at = &process;
   fetch.first_page = OneIn(2) ? 0 : UpTo(num_pages - 1);
-  if (FetchesOf(process) >= kMostFetches) return std::nullopt;
+  if (CountAt(fetches_, process) >= kMostFetches) return std::nullopt;
   const std::optional<Pages> pages = TakeToFill(process, num_pages - fetch.first_page);
   if (!pages) return std::nullopt;
   fetch.pages = *pages;
@@ -246,12 +236,11 @@ bool RandomPeers::HasEnded(Fetch& fetch) {
   if (fetch.at->stopped_until) return false;
   const std::string status = fetch.at->peer->Wait(fetch.number, 0);
   if (status == "PENDING") {
-    EXPECT_LT(Clock::now(), fetch.due + std::chrono::milliseconds(kSlackMs))
-        << fetch.at->name << " fetch " << fetch.number << " hangs";
+    ExpectNotLate(fetch.due, absl::StrCat(fetch.at->name, " fetch ", fetch.number));
     return false;
   }
   Log(absl::StrCat(fetch.at->name, " fetch ", fetch.number, " ends: ", status));
-  ++ends_[status.substr(0, status.find(':'))];
+  CountEnd(status.substr(0, status.find(':')));
   std::set<std::string> missing = absl::StrSplit(Ask(*fetch.at, "missing " + fetch.number), ' ');
   missing.erase("");
   EXPECT_EQ(missing.empty(), status == "OK") << status;
@@ -268,19 +257,18 @@ bool RandomPeers::HasEnded(const RequestPtr& request) {
   if (request->at->stopped_until || request->pages.empty()) return false;
   const std::string ended = request->at->peer->Ask(absl::StrCat("ended ", request->lease, " 0"));
   if (ended == "live") {
-    EXPECT_LT(Clock::now(), request->ends_by)
-        << request->at->name << " lease " << request->lease << " does not end";
+    ExpectNotLate(request->due, absl::StrCat(request->at->name, " lease ", request->lease));
     return false;
   }
   Log(absl::StrCat(request->at->name, " lease ", request->lease, " ends: ", ended));
-  ++ends_[ended];
+  CountEnd(ended);
   if (!request->push.empty()) {
     const std::string pushed = Ask(*request->at, absl::StrCat("pushed ", request->push, " 5000"));
     // All may have arrived, and nobody have said so in time; not the other way round.
     EXPECT_TRUE(pushed != "OK" || ended == "fetched") << ended;
     EXPECT_NE(pushed, "PENDING");
   }
-  GivePagesBack(*request);
+  GiveBackSpent(*request->at, request->pages);
   return true;
 }
 
@@ -328,7 +316,6 @@ void RandomPeers::Drain() {
     return (fetches_.empty() && requests_.empty()) || HasFailure();
   };
   EXPECT_TRUE(WaitFor(ended, DeadlineInMs(kLongestLeaseMs + kLongestFetchMs + 2 * kSlackMs)));
-  for (const auto& [how, count] : ends_) std::cerr << how << ": " << count << "\n";
   if (HasFailure()) return;
   for (Process& prefill : sources_) {
     ExpectAtRest(prefill, {"transfers_active", "arena_chunks_taken", "leases_live"});
@@ -351,7 +338,7 @@ void RandomPeers::ExpectServes(Process& prefill, Process& decode) {
   EXPECT_EQ(Holds(decode, request->seed, *pages, 0, kPeerLayers), "OK");
   EXPECT_EQ(Ask(prefill, absl::StrCat("ended ", LeaseOf(ticket), " 20000")), "fetched");
   GiveBackFilled(decode, *pages);
-  GivePagesBack(*request);
+  GiveBackSpent(*request->at, request->pages);
 }
 
 }  // namespace kvferry

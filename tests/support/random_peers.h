@@ -5,7 +5,6 @@
 // has arrived is what was published, pages that are their owner's again keep what they hold, and in
 // the end nothing is left over.
 
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -31,7 +30,7 @@ class RandomPeers : public RandomProcesses {
     Pages pages;  // None while it is announced only.
     int64_t ready_layers = 0;
     std::string push;  // The number of its handle, if it is one.
-    Deadline ends_by;  // Once published, with all that may read it.
+    Deadline due;      // By which it has ended, with all that may read it.
   };
   using RequestPtr = std::shared_ptr<Request>;
 
@@ -53,14 +52,11 @@ class RandomPeers : public RandomProcesses {
   RequestPtr AnyRequest();
   Fetch* AnyFetch();
   int64_t RequestsOf(const Process& process) const;
-  int64_t FetchesOf(const Process& process) const;
 
   // --- What a prefill process does ---
 
   // Pages for it, with as many layers written as it says are ready; false when there are too few.
   bool TakePages(Request& request);
-  // At once written, so that whoever still reads them reads something else.
-  void GivePagesBack(Request& request);
   RequestPtr NewRequest(Process& process);
   std::string PublishCommand(const Request& request);
   void Add(const RequestPtr& request);
@@ -97,7 +93,6 @@ class RandomPeers : public RandomProcesses {
   std::vector<RequestPtr> requests_;      // Of processes that live, not ended.
   std::vector<RequestPtr> past_tickets_;  // Some of those that have.
   std::vector<Fetch> fetches_;
-  std::map<std::string, int64_t> ends_;  // How many fetches and leases ended how.
 };
 
 }  // namespace kvferry

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <iostream>
@@ -28,8 +29,6 @@ int64_t FromEnvironment(const char* name, int64_t otherwise) {
   if (text != nullptr && !absl::SimpleAtoi(text, &value)) ADD_FAILURE() << name << "=" << text;
   return value;
 }
-
-std::string Listed(const std::vector<int64_t>& pages) { return absl::StrJoin(pages, ","); }
 
 }  // namespace
 
@@ -162,6 +161,10 @@ void RandomProcesses::ExpectAtRest(Process& process, const std::vector<std::stri
   }
 }
 
+void RandomProcesses::ExpectNotLate(Deadline due, const std::string& what) {
+  EXPECT_LT(Clock::now(), due + std::chrono::milliseconds(kSlackMs)) << what << " hangs";
+}
+
 // All they had dealings with are gone, and what was opened for them is closed.
 void RandomProcesses::ExpectNothingOfPeers(std::vector<Process>& processes) {
   // A UCX worker keeps the timer that it begins to need with its first peer; and of nodes that do not
@@ -182,11 +185,19 @@ void RandomProcesses::ExpectNothingOfPeers(std::vector<Process>& processes) {
 
 // --- What pages hold ---
 
+std::string RandomProcesses::Listed(const Pages& pages) { return absl::StrJoin(pages, ","); }
+
 void RandomProcesses::Write(Process& source, uint64_t seed, const Pages& pages, int64_t first,
                             int64_t end) {
   if (first == end) return;
   EXPECT_EQ(Ask(source, absl::StrCat("write ", seed, " ", first, " ", end, " ", Listed(pages))),
             "OK");
+}
+
+void RandomProcesses::GiveBackSpent(Process& source, Pages& pages) {
+  Write(source, kUnwritten, pages, 0, kPeerLayers);
+  source.free.GiveBack(pages);
+  pages.clear();
 }
 
 std::string RandomProcesses::Holds(Process& target, uint64_t seed, const Pages& pages,
@@ -261,6 +272,7 @@ void RandomProcesses::RunAtRandom(const std::string& source_role, int sources,
   Quit(sources_first ? sources_ : targets_);
   ExpectNothingOfPeers(sources_first ? targets_ : sources_);
   Quit(sources_first ? targets_ : sources_);
+  for (const auto& [how, count] : ends_) std::cerr << how << ": " << count << "\n";
 }
 
 }  // namespace kvferry

@@ -8,6 +8,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <deque>
 #include <initializer_list>
 #include <map>
@@ -26,11 +27,9 @@ namespace kvferry {
 class RandomProcesses : public testing::Test {
  protected:
   using Pages = std::vector<int64_t>;
-  static constexpr int64_t kPages = 96,
-                           kMostPages = 24;  // Of a pool, and of what is moved at once.
-  // By which a wait may end late: the machine is busy, and so is the one who asks.
-  static constexpr int64_t kSlackMs = 10000;
-  static constexpr uint64_t kUnwritten = 1;  // The seed of what pages hold that are nobody's.
+  static constexpr int64_t kPages = 96;       // Of a pool.
+  static constexpr int64_t kSlackMs = 10000;  // By which a wait may end late on a busy machine.
+  static constexpr uint64_t kUnwritten = 1;   // The seed of what pages hold that are nobody's.
 
   // The pages of a pool that nobody uses.
   class FreePages {
@@ -118,6 +117,19 @@ class RandomProcesses : public testing::Test {
   void Stop();
   void Continue(Deadline now);
   void ExpectAtRest(Process& process, const std::vector<std::string>& gauges);
+  // Of what has a process that it is `at`.
+  template <typename Things>
+  static int64_t CountAt(const Things& things, const Process& process) {
+    return std::count_if(things.begin(), things.end(),
+                         [&](const auto& thing) { return thing.at == &process; });
+  }
+
+  // --- Ends ---
+
+  // What is under way is not late by more than anybody can be.
+  static void ExpectNotLate(Deadline due, const std::string& what);
+  void CountEnd(const std::string& how) { ++ends_[how]; }
+  int64_t CountedEnds(const std::string& how) { return ends_[how]; }
 
   // --- What pages hold ---
 
@@ -126,6 +138,10 @@ class RandomProcesses : public testing::Test {
   // "OK" when pages of a target hold what the source's from `first_page` on were written with.
   std::string Holds(Process& target, uint64_t seed, const Pages& pages, int64_t first_page,
                     int64_t end_layer);
+  // Pages of a source that are its own again: written at once, so that whoever still reads them reads
+  // something else.
+  void GiveBackSpent(Process& source, Pages& pages);
+  static std::string Listed(const Pages& pages);
   // Of a target: what they hold now is theirs, and does not change until they are used again.
   void Remember(Process& target, const Pages& pages);
   void ExpectAsRemembered(Process& target, const Pages& pages);
@@ -148,7 +164,8 @@ class RandomProcesses : public testing::Test {
   static std::vector<std::string> Hashes(Process& process, const Pages& pages);
 
   const Deadline begin_ = Clock::now();
-  std::deque<std::string> log_;  // The last lines.
+  std::deque<std::string> log_;          // The last lines.
+  std::map<std::string, int64_t> ends_;  // Printed by a test that has passed.
 };
 
 }  // namespace kvferry

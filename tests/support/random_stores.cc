@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <iostream>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -14,8 +13,8 @@
 namespace kvferry {
 namespace {
 
-constexpr int64_t kKeys =
-    40;  // Of a server; StoreServerPeer has room for 24, and some for 48 below.
+// Of a server; StoreServerPeer has room for 24, and some for 48 below.
+constexpr int64_t kKeys = 40;
 constexpr int64_t kMostKeys = 8, kMostCalls = 4;
 constexpr int64_t kLongestCallMs = 3000;
 constexpr int64_t kOutlastsMs = 1000;  // kv_store.h
@@ -53,9 +52,7 @@ std::optional<RandomStores::Call> RandomStores::CallOf(const std::string& what,
   call.at = AnyRunning(targets_);
   call.what = what;
   if (call.at == nullptr) return std::nullopt;
-  const auto under_way = std::count_if(calls_.begin(), calls_.end(),
-                                       [&](const Call& other) { return other.at == call.at; });
-  if (under_way >= kMostCalls) return std::nullopt;
+  if (CountAt(calls_, *call.at) >= kMostCalls) return std::nullopt;
   const std::optional<Pages> pages = TakeToFill(*call.at, static_cast<int64_t>(keys.size()));
   if (!pages) return std::nullopt;
   call.pages = *pages;
@@ -78,7 +75,7 @@ void RandomStores::Begin(Call call) {
   });
   call.begun = Clock::now();
   call.number = Ask(*call.at, absl::StrCat(call.what, " ", call.keys[0].first, " ", keys, " ",
-                                           absl::StrJoin(call.pages, ","), " ", timeout_ms));
+                                           Listed(call.pages), " ", timeout_ms));
   call.due = DeadlineInMs(timeout_ms);
   int64_t number = 0;
   ASSERT_TRUE(absl::SimpleAtoi(call.number, &number)) << call.number;
@@ -114,15 +111,15 @@ bool RandomStores::HasEnded(Call& call) {
   if (call.at->stopped_until) return false;
   const std::string answer = call.at->peer->Ask(absl::StrCat("wait ", call.number, " 0"));
   if (answer == "PENDING") {
-    EXPECT_LT(Clock::now(), call.due + std::chrono::milliseconds(kOutlastsMs + kSlackMs))
-        << call.at->name << " call " << call.number << " hangs";
+    ExpectNotLate(call.due + std::chrono::milliseconds(kOutlastsMs),
+                  absl::StrCat(call.at->name, " call ", call.number));
     return false;
   }
   Log(absl::StrCat(call.at->name, " ", call.what, " ", call.number, " ends: ", answer));
   const std::vector<std::string> codes = absl::StrSplit(answer, ' ');
   EXPECT_EQ(codes.size(), call.keys.size()) << answer;
   for (size_t i = 0; i < std::min(codes.size(), call.keys.size()); ++i) {
-    ++ends_[absl::StrCat(call.what, "_", codes[i])];
+    CountEnd(absl::StrCat(call.what, "_", codes[i]));
     if (codes[i] != "OK") continue;
     if (call.what == "get") {
       ExpectAPut(call, i);
@@ -172,7 +169,6 @@ void RandomStores::Drain() {
     return calls_.empty() || HasFailure();
   };
   EXPECT_TRUE(WaitFor(ended, DeadlineInMs(kLongestCallMs + kOutlastsMs + 2 * kSlackMs)));
-  for (const auto& [how, count] : ends_) std::cerr << how << ": " << count << "\n";
   if (HasFailure()) return;
   for (Process& client : targets_) {
     for (size_t i = 0; i < sources_.size(); ++i) ExpectServes(client, static_cast<int64_t>(i));

@@ -64,7 +64,6 @@ class RandomStores : public RandomProcesses {
   std::map<Key, std::vector<VersionPtr>> versions_;
   std::vector<Call> calls_;
   uint64_t last_seed_ = kUnwritten;
-  std::map<std::string, int64_t> ends_;  // By call and code.
 };
 
 }  // namespace kvferry
