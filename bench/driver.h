@@ -4,6 +4,7 @@
 // spaces, and answers each with one JSON object on one line of stdout. It ends at "quit" or at the
 // end of stdin.
 
+#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
@@ -13,6 +14,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "pool/kv_pool.h"
 #include "pool/page_runs.h"
 
@@ -22,6 +26,21 @@ using Answer = absl::StatusOr<nlohmann::json>;
 using Words = std::vector<std::string>;
 // Given the words after the command's name, of which there are as many as it was added with.
 using Handler = std::function<Answer(const Words&)>;
+
+template <typename T = int64_t>
+absl::StatusOr<T> ParseNumber(const std::string& word) {
+  T number = 0;
+  if (absl::SimpleAtoi(word, &number)) return number;
+  return absl::InvalidArgumentError(absl::StrCat("'", word, "' is no number"));
+}
+
+// Points in time, as processes tell each other: nanoseconds of Clock, which all of a host read alike.
+inline int64_t Nanoseconds(Deadline when) {
+  return std::chrono::nanoseconds(when.time_since_epoch()).count();
+}
+inline Deadline PointInTime(int64_t nanoseconds) {
+  return Deadline{std::chrono::nanoseconds(nanoseconds)};
+}
 
 class Driver {
  public:

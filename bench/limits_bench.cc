@@ -15,7 +15,6 @@
 #include <string>
 #include <vector>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/clock.h"
 #include "base/status.h"
@@ -30,13 +29,6 @@ namespace kvferry::bench {
 namespace {
 
 constexpr int kMostThreads = 64;
-
-template <typename T>
-absl::StatusOr<T> ParseNumber(const std::string& text) {
-  T value = 0;
-  if (absl::SimpleAtoi(text, &value)) return value;
-  return absl::InvalidArgumentError(absl::StrCat("'", text, "' is no number"));
-}
 
 nlohmann::json Verified(double seconds, double cpu) {
   return nlohmann::json{{"seconds", seconds}, {"cpu", cpu}, {"verified", true}};

@@ -7,14 +7,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/clock.h"
 #include "base/status.h"
@@ -29,19 +27,6 @@ constexpr int kTimeoutMs = 60000;
 
 absl::Status Errno(const char* what) {
   return absl::UnavailableError(absl::StrCat(what, ": ", std::strerror(errno)));
-}
-
-absl::StatusOr<std::vector<int64_t>> Numbers(const Words& words) {
-  std::vector<int64_t> numbers(words.size());
-  for (size_t i = 0; i < words.size(); ++i) {
-    if (absl::SimpleAtoi(words[i], &numbers[i])) continue;
-    return absl::InvalidArgumentError(absl::StrCat("'", words[i], "' is no number"));
-  }
-  return numbers;
-}
-
-Deadline PointInTime(int64_t nanoseconds) {
-  return Deadline{std::chrono::nanoseconds(nanoseconds)};
 }
 
 sockaddr_in Loopback(int64_t port) {
@@ -199,7 +184,10 @@ class Receivers {
 template <typename Call>
 Handler Of(const Call& call) {
   return [call](const Words& words) -> Answer {
-    KVFERRY_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers(words));
+    std::vector<int64_t> numbers(words.size());
+    for (size_t i = 0; i < words.size(); ++i) {
+      KVFERRY_ASSIGN_OR_RETURN(numbers[i], ParseNumber(words[i]));
+    }
     return call(numbers);
   };
 }

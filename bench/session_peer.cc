@@ -7,7 +7,6 @@
 #include <thread>
 #include <utility>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "base/clock.h"
@@ -22,16 +21,6 @@ namespace kvferry::bench {
 namespace {
 
 constexpr int64_t kTimeoutMs = 60000;
-
-int64_t Nanoseconds(Deadline when) {
-  return std::chrono::nanoseconds(when.time_since_epoch()).count();
-}
-
-absl::StatusOr<int64_t> ParseNumber(const std::string& word) {
-  int64_t number = 0;
-  if (absl::SimpleAtoi(word, &number)) return number;
-  return absl::InvalidArgumentError(absl::StrCat("'", word, "' is no number"));
-}
 
 absl::StatusOr<std::vector<Ticket>> ParseTickets(const std::string& words) {
   std::vector<Ticket> tickets;
@@ -151,7 +140,7 @@ class DecodeSide {
       return absl::InvalidArgumentError(
           absl::StrCat(tickets.size(), " tickets for ", endpoints_.size(), " endpoints"));
     }
-    const Deadline when{std::chrono::nanoseconds(when_ns)};
+    const Deadline when = PointInTime(when_ns);
     std::this_thread::sleep_until(when);
     std::vector<Deadline> begins;
     std::vector<std::shared_ptr<FetchHandle>> handles;

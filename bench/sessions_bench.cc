@@ -79,6 +79,13 @@ std::string Runs(int64_t first, int64_t count) {
   return count == 0 ? "" : absl::StrCat(first, "+", count);
 }
 
+// The first `pages` pages of that process hold what a sender's from `first` on do; zeroes them.
+void VerifyAndZero(ChildProcess& receiver, int64_t pages, int64_t first) {
+  const std::string local = Runs(0, pages);
+  receiver.Ask(absl::StrCat("verify ", kSalt, " ", local, " ", Runs(first, pages)));
+  receiver.Ask(absl::StrCat("zero ", local));
+}
+
 double Milliseconds(const nlohmann::json& from, const nlohmann::json& to) {
   return static_cast<double>(to.get<int64_t>() - from.get<int64_t>()) * 1e-6;
 }
@@ -133,8 +140,7 @@ class Processes {
         own.push_back(Publish(1, Runs(receivers++ * pages, pages), layers_));
       tickets.push_back(absl::StrJoin(own, ","));
     }
-    const Deadline when = DeadlineInMs(50);
-    const int64_t when_ns = std::chrono::nanoseconds(when.time_since_epoch()).count();
+    const int64_t when_ns = Nanoseconds(DeadlineInMs(50));
     for (size_t i = 0; i < decodes_.size(); ++i) {
       decodes_[i]->Send(absl::StrCat("together ", when_ns, " ", tickets[i]));
     }
@@ -168,9 +174,7 @@ class Processes {
   // came on the path that is meant. Zeroes them.
   void Verify(size_t process, int64_t pages, int64_t first) {
     ChildProcess& decode = *decodes_[process];
-    const std::string local = Runs(0, pages);
-    decode.Ask(absl::StrCat("verify ", kSalt, " ", local, " ", Runs(first, pages)));
-    decode.Ask(absl::StrCat("zero ", local));
+    VerifyAndZero(decode, pages, first);
     if (decode.Ask("metric peers_mapped")["value"] != path_.peers_mapped * endpoints_[process]) {
       Must(absl::InternalError(absl::StrCat("the sessions are not over ", path_.name)));
     }
@@ -335,23 +339,19 @@ class PlainSockets {
   }
 
   std::vector<double> Together(int64_t pages, int64_t turn_bytes) {
-    const Deadline when = DeadlineInMs(50);
-    const int64_t when_ns = std::chrono::nanoseconds(when.time_since_epoch()).count();
+    const int64_t when_ns = Nanoseconds(DeadlineInMs(50));
     for (const auto& process : processes_) {
       process->Send(absl::StrCat("receive ", when_ns, " ", pages));
     }
     sender_.Ask(absl::StrCat("send ", when_ns, " ", pages, " ", turn_bytes));
     std::vector<double> seconds;
-    int64_t first = 0;
-    for (size_t i = 0; i < processes_.size(); ++i) {
-      const std::vector<double> some = processes_[i]->Receive()["seconds"];
+    for (const auto& process : processes_) {
+      const std::vector<double> some = process->Receive()["seconds"];
       seconds.insert(seconds.end(), some.begin(), some.end());
     }
+    int64_t first = 0;
     for (size_t i = 0; i < processes_.size(); ++i) {
-      const std::string local = Runs(0, receivers_[i] * pages);
-      processes_[i]->Ask(
-          absl::StrCat("verify ", kSalt, " ", local, " ", Runs(first, receivers_[i] * pages)));
-      processes_[i]->Ask("zero " + local);
+      VerifyAndZero(*processes_[i], receivers_[i] * pages, first);
       first += receivers_[i] * pages;
     }
     return seconds;
