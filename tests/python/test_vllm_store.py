@@ -269,11 +269,12 @@ class HeldStore:
         self.began = threading.Event()
         self.go_on = threading.Event()
         self.puts = 0
+        self.late_s = 0.0  # What a put takes beyond its deadline.
 
     def put_pages(self, keys, pool, pages, *, timeout_ms):
         self.puts += 1
         self.began.set()
-        if not self.go_on.wait(timeout_ms / 1e3):
+        if not self.go_on.wait(timeout_ms / 1e3 + self.late_s):
             raise kvferry.DeadlineExceeded("held")
         return self._store.put_pages(keys, pool, pages, timeout_ms=timeout_ms)
 
@@ -358,6 +359,17 @@ def test_a_load_of_a_preempted_request_is_all_that_is_reported(worker: Worker):
 
     wait_for(loaded)
     assert reported[0] == set() and worker.half.take_missing_blocks() == set()
+
+
+def test_blocks_of_a_save_that_does_not_end_are_not_given_away(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvferry.vllm.store_worker._LATE_S", 0.1)
+    worker = Worker(timeout_ms=100)
+    worker.store.late_s = WAIT_S
+    worker.save("preempted", 1)
+    assert worker.store.began.wait(WAIT_S)
+    with pytest.raises(kvferry.DeadlineExceeded, match="preempted"):
+        worker.half.end_saves(["preempted"], [])
+    worker.close()
 
 
 def test_a_store_that_hangs_holds_blocks_no_longer_than_one_save_may_take():

@@ -34,12 +34,16 @@ class Side:
 
     def compute(self, worker: PrefillWorker, blocks: list[int]) -> None:
         """One step: each layer is written, then saved."""
-        for name, layer in self.layer_index.items():
+        self.fill(blocks)
+        for name in self.layer_index:
+            worker.layer_saved(name)
+        worker.step_saved()
+
+    def fill(self, blocks: list[int]) -> None:
+        for layer in range(LAYERS):
             for block in blocks:
                 for tensor in range(2):
                     self.pool.page(layer, tensor, block)[:] = 1 + layer * 70 + block
-            worker.layer_saved(name)
-        worker.step_saved()
 
 
 class Workers:
@@ -181,6 +185,48 @@ def test_a_load_goes_on_when_a_preempted_request_is_computed_again(
             assert (workers.target.block(layer, block) == 1 + layer * 70 + source).all()
     assert workers.decode.take_missing_blocks() == set()
     wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
+
+
+def begin_transfer(workers: Workers, lease_id: int) -> None:
+    """Of block 1, all but its last layer."""
+    overwrite(workers.target, [7])
+    workers.load(workers.part(lease_id, [7]))
+    workers.prefill.publish([publication(lease_id, [1])])
+    workers.source.fill([1])
+    for layer in list(workers.source.layer_index)[:-1]:
+        workers.prefill.layer_saved(layer)
+    wait_for(lambda: not workers.loaded() and workers.target.block(LAYERS - 2, 7).any())
+
+
+def test_taking_back_goes_on_when_its_time_is_over(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("kvferry.vllm.worker._PREEMPTION_TIMEOUT_MS", 0)
+    monkeypatch.setattr("kvferry.vllm.worker._PREEMPTION_ATTEMPTS", 1_000_000)
+    begin_transfer(workers, 101)
+    workers.prefill.release_preempted(["p"])
+    overwrite(workers.source, [1])
+    workers.prefill.publish([publication(101, [2])])
+    workers.source.compute(workers.prefill, [2])
+    wait_for(workers.loaded)
+    assert (workers.target.block(LAYERS - 1, 7) == 1 + (LAYERS - 1) * 70 + 2).all()
+    assert "may be read still" in caplog.text
+    assert "cannot publish" not in caplog.text
+
+
+def test_blocks_that_may_be_read_still_are_not_given_away(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kvferry.vllm.worker._PREEMPTION_TIMEOUT_MS", 0)
+    monkeypatch.setattr("kvferry.vllm.worker._PREEMPTION_ATTEMPTS", 1)
+
+    def preempt_all() -> None:
+        for lease_id in range(101, 151):  # Sometimes no time at all is enough.
+            begin_transfer(workers, lease_id)
+            workers.prefill.release_preempted(["p"])
+
+    with pytest.raises(kvferry.DeadlineExceeded):
+        preempt_all()
 
 
 def test_a_preempted_request_that_is_aborted_fails_its_load(workers: Workers):

@@ -17,6 +17,8 @@ from kvferry.vllm.metadata import StoreAddress, StoreLoad, StoreSave
 from kvferry.vllm.stores import SILENCE_S, StoreOptions, open_store, rank_key
 from kvferry.vllm.telemetry import FetchRecord, Trace, TransferStats, logger
 
+# A save that the deadline has not ended by then: all of the process may have stood still meanwhile.
+_LATE_S = 5.0
 _NO_ANSWER = (kvferry.Unavailable, kvferry.DeadlineExceeded)
 
 
@@ -170,13 +172,15 @@ class StoreWorker:
 
     def end_saves(self, preempted: list[str], ended: list[str]) -> None:
         """Ends saves of blocks that are about to be overwritten. Of requests that have ended they
-        are still reported; of the others they are not."""
+        are still reported; of the others they are not.
+
+        Raises kvferry.DeadlineExceeded if one does not end: going on would save other requests' KV
+        under its keys.
+        """
         for request_id in (*preempted, *ended):
             # Those that have not begun are dropped; one that has ends at its deadline.
             running = [it for it in self._saves.get(request_id, ()) if not it.cancel()]
-            _, late = wait_for(running, timeout=self._timeout_ms / 1e3 + 1)
-            if late:
-                logger.error("blocks of preempted %s may be saved wrongly", request_id)
+            _wait_all(running, request_id, self._timeout_ms / 1e3 + 1)
         for request_id in preempted:
             self._saves.pop(request_id, None)
 
@@ -208,3 +212,15 @@ class StoreWorker:
         self._loader.shutdown(wait=True, cancel_futures=True)
         self._saver.shutdown(wait=True)
         self._opened.close()
+
+
+def _wait_all(saves: list[Future[None]], request_id: str, seconds: float) -> None:
+    _, late = wait_for(saves, timeout=seconds)
+    if not late:
+        return
+    logger.error("the KV store does not end a save of preempted %s", request_id)
+    if wait_for(late, timeout=_LATE_S).not_done:
+        raise kvferry.DeadlineExceeded(
+            f"the KV store has not ended a save of preempted {request_id} {_LATE_S + seconds:.0f} s"
+            f" after it began: its blocks may be read still"
+        )

@@ -16,8 +16,10 @@ from kvferry.vllm.telemetry import FetchRecord, Trace, TransferStats, logger
 _REFUSED = (kvferry.Error, ValueError)
 # Long against what a step without work takes, short against one with some.
 _PAUSE_MS = 1
-# The endpoint's thread ends transfers as soon as it is asked to, so this time is not used up.
+# The endpoint's thread ends transfers as soon as it is asked to, so this time is not used up, but
+# when all of the process stood still meanwhile: that thread has not had its turn then.
 _PREEMPTION_TIMEOUT_MS = 5000
+_PREEMPTION_ATTEMPTS = 3
 
 
 @dataclass
@@ -61,21 +63,31 @@ class PrefillWorker:
 
     def release_preempted(self, request_ids: list[str]) -> None:
         """Takes leases back before their blocks are overwritten. Those that nobody has fetched yet
-        may be published again."""
+        may be published again.
+
+        Raises kvferry.DeadlineExceeded if blocks may be read still: going on would give other
+        requests' KV to whoever reads them.
+        """
         for lease in (it for key in request_ids for it in self._forget(key)):
             if not lease.live or not self._unpublish(lease):
                 self._ended_before.setdefault(lease.request_id, set()).add(lease.lease_id)
 
     def _unpublish(self, lease: _Lease) -> bool:
         """False: it has ended before, as fetched or expired."""
-        try:
-            self._endpoint.unpublish(lease.lease_id, timeout_ms=_PREEMPTION_TIMEOUT_MS)
-        except kvferry.FailedPrecondition:
-            return False
-        except _REFUSED as error:
-            logger.error(
-                "the blocks of preempted %s may be read still: %s", lease.request_id, error
-            )
+        for left in reversed(range(_PREEMPTION_ATTEMPTS)):
+            try:
+                self._endpoint.unpublish(lease.lease_id, timeout_ms=_PREEMPTION_TIMEOUT_MS)
+                break
+            except kvferry.FailedPrecondition:
+                return False
+            except kvferry.NotFound:
+                break  # The attempt before has come through since.
+            except kvferry.DeadlineExceeded as error:
+                logger.error(
+                    "the blocks of preempted %s may be read still: %s", lease.request_id, error
+                )
+                if left == 0:
+                    raise
         self._trace_end(lease, "preempted")
         return True
 
