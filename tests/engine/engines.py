@@ -14,8 +14,17 @@ MODEL = Path(os.environ.get("KVFERRY_TEST_MODEL", DEFAULT_MODEL))
 BLOCK_TOKENS = 32
 NUM_BLOCKS = 48  # Block 0 is vLLM's own.
 SPARE_LEASE_MS = 2000
+# With its queue in prefill, on a machine that has much to do.
+FETCH_TIMEOUT_MS = 90_000
+# More than one is for test_random.py alone: the others count what one rank traces.
+TP_SIZE = int(os.environ.get("KVFERRY_TEST_TP_SIZE", "1"))
 # Small blocks and few of them: leaks show soon.
-ENGINE = {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": NUM_BLOCKS, "max_model_len": 1280}
+ENGINE = {
+    "block_size": BLOCK_TOKENS,
+    "num_gpu_blocks_override": NUM_BLOCKS,
+    "max_model_len": 1280,
+    "tensor_parallel_size": TP_SIZE,
+}
 
 
 # The longest prompts take several steps to prefill. They are begun before there is room for all of
@@ -44,9 +53,18 @@ class Engines(Pair):
             folder,
             prefill=ENGINE | CHUNKED,
             decode=ENGINE,
-            decode_transfer={"kv_connector_extra_config": {"connect_timeout_ms": 1500}},
+            decode_transfer={
+                "kv_connector_extra_config": {
+                    "connect_timeout_ms": 1500,
+                    "fetch_timeout_ms": FETCH_TIMEOUT_MS,
+                }
+            },
         )
-        options = {"lease_ms": SPARE_LEASE_MS, "trace_path": str(folder / "spare.trace")}
+        options = {
+            "lease_ms": SPARE_LEASE_MS,
+            "fetch_timeout_ms": FETCH_TIMEOUT_MS,
+            "trace_path": str(folder / "spare.trace"),
+        }
         transfer = transfer_config(
             "kv_both",
             kv_connector="BrokenKVConnector",
