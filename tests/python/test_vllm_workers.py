@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import kvferry  # noqa: E402
 from kvferry.vllm.metadata import Load, LoadPart, Publication  # noqa: E402
 from kvferry.vllm.telemetry import Trace, TransferStats  # noqa: E402
-from kvferry.vllm.worker import DecodeWorker, PrefillWorker  # noqa: E402
+from kvferry.vllm.worker import _PREEMPTION_ATTEMPTS, DecodeWorker, PrefillWorker  # noqa: E402
 from waiting import wait_for as wait  # noqa: E402
 
 LAYERS = 3
@@ -187,46 +187,58 @@ def test_a_load_goes_on_when_a_preempted_request_is_computed_again(
     wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
 
 
-def begin_transfer(workers: Workers, lease_id: int) -> None:
+class LateEndpoint:
+    """A prefill endpoint that takes leases back, but does not say so in time."""
+
+    def __init__(self, endpoint: kvferry.PrefillEndpoint, times: int):
+        self._endpoint = endpoint
+        self.times = times
+
+    def unpublish(self, lease_id: int, *, timeout_ms: int) -> None:
+        if self.times == 1:
+            self._endpoint.unpublish(lease_id, timeout_ms=timeout_ms)
+        if self.times > 0:
+            self.times -= 1
+            raise kvferry.DeadlineExceeded("late")
+        self._endpoint.unpublish(lease_id, timeout_ms=timeout_ms)
+
+    def __getattr__(self, name: str):
+        return getattr(self._endpoint, name)
+
+
+def begin_transfer(workers: Workers) -> None:
     """Of block 1, all but its last layer."""
-    overwrite(workers.target, [7])
-    workers.load(workers.part(lease_id, [7]))
-    workers.prefill.publish([publication(lease_id, [1])])
+    workers.load(workers.part(101, [7]))
+    workers.prefill.publish([publication(101, [1])])
     workers.source.fill([1])
     for layer in list(workers.source.layer_index)[:-1]:
         workers.prefill.layer_saved(layer)
     wait_for(lambda: not workers.loaded() and workers.target.block(LAYERS - 2, 7).any())
 
 
-def test_taking_back_goes_on_when_its_time_is_over(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("times", [1, _PREEMPTION_ATTEMPTS - 1])
+def test_a_lease_that_is_taken_back_late_is_published_again(
+    workers: Workers, caplog: pytest.LogCaptureFixture, times: int
 ):
-    monkeypatch.setattr("kvferry.vllm.worker._PREEMPTION_TIMEOUT_MS", 0)
-    monkeypatch.setattr("kvferry.vllm.worker._PREEMPTION_ATTEMPTS", 1_000_000)
-    begin_transfer(workers, 101)
+    workers.prefill._endpoint = LateEndpoint(workers.prefill._endpoint, times)
+    begin_transfer(workers)
     workers.prefill.release_preempted(["p"])
     overwrite(workers.source, [1])
     workers.prefill.publish([publication(101, [2])])
     workers.source.compute(workers.prefill, [2])
     wait_for(workers.loaded)
     assert (workers.target.block(LAYERS - 1, 7) == 1 + (LAYERS - 1) * 70 + 2).all()
-    assert "may be read still" in caplog.text
+    assert caplog.text.count("may be read still") == times
     assert "cannot publish" not in caplog.text
 
 
-def test_blocks_that_may_be_read_still_are_not_given_away(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("kvferry.vllm.worker._PREEMPTION_TIMEOUT_MS", 0)
-    monkeypatch.setattr("kvferry.vllm.worker._PREEMPTION_ATTEMPTS", 1)
-
-    def preempt_all() -> None:
-        for lease_id in range(101, 151):  # Sometimes no time at all is enough.
-            begin_transfer(workers, lease_id)
-            workers.prefill.release_preempted(["p"])
-
+def test_blocks_that_may_be_read_still_are_not_given_away(workers: Workers):
+    late = LateEndpoint(workers.prefill._endpoint, _PREEMPTION_ATTEMPTS)
+    workers.prefill._endpoint = late
+    begin_transfer(workers)
     with pytest.raises(kvferry.DeadlineExceeded):
-        preempt_all()
+        workers.prefill.release_preempted(["p"])
+    assert late.times == 0
 
 
 def test_a_preempted_request_that_is_aborted_fails_its_load(workers: Workers):
