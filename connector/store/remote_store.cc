@@ -241,15 +241,17 @@ void RemoteStore::Decline(const Ticket& ticket) {
       .IgnoreError();  // It expires otherwise.
 }
 
-absl::Status RemoteStore::Withdraw(uint64_t lease_id) {
+void RemoteStore::Withdraw(uint64_t lease_id) {
   const absl::StatusOr<bool> ended = leases_.Withdraw(lease_id);
-  absl::Status status;
   if (ended.ok() && !*ended) {
-    status = node_->AbortLease(lease_id, absl::AbortedError("the client took the value back"),
-                               Node::Again::kNo, DeadlineInMs(kAbortTimeoutMs));
+    const absl::Status why = absl::AbortedError("the client took the value back");
+    // However long it takes: a process that stood still meanwhile has not run its progress thread,
+    // which may send from the pages still, and the server would keep what their owner writes next.
+    while (
+        !node_->AbortLease(lease_id, why, Node::Again::kNo, DeadlineInMs(kAbortTimeoutMs)).ok()) {
+    }
   }
   leases_.TakeEnded();
-  return status;
 }
 
 absl::StatusOr<RemoteStore::Offer> RemoteStore::AskForValue(std::string_view key,
@@ -328,7 +330,7 @@ absl::Status RemoteStore::PutOnce(const Fields& args,
                                           std::move(value)));
   absl::Status status =
       Ask(store_call::kPut, Fields(args).Set("lease", lease_id), deadline).status();
-  Withdraw(lease_id).IgnoreError();  // What is read until then is our own copy.
+  Withdraw(lease_id);
   return status;
 }
 
@@ -350,8 +352,7 @@ absl::StatusOr<RemoteStore::Round> RemoteStore::PutSomePages(std::span<const std
   const absl::StatusOr<Fields> reply =
       Ask(store_call::kPutPages, Fields().Set("keys", std::move(packed)).Set("lease", lease_id),
           deadline);
-  // From here on the caller may change the pages.
-  KVFERRY_RETURN_IF_ERROR(Withdraw(lease_id));
+  Withdraw(lease_id);  // From here on the caller may change the pages.
   KVFERRY_RETURN_IF_ERROR(reply.status());
   return ReadRound(*reply, keys.size());
 }

@@ -87,7 +87,7 @@ class RemoteStore : public KvStore {
                      Deadline deadline);
   void Decline(const Ticket& ticket);
   // Takes a lease back: nothing of it is read afterwards.
-  absl::Status Withdraw(uint64_t lease_id);
+  void Withdraw(uint64_t lease_id);
   // The rest are one attempt each.
   absl::Status GetOnce(std::string_view key, Parts out, Deadline deadline);
   absl::StatusOr<std::vector<std::byte>> GetBytesOnce(std::string_view key, Deadline deadline);
