@@ -4,6 +4,7 @@ KVFERRY_RANDOM_SECONDS says how long (default 10), KVFERRY_RANDOM_SEED repeats t
 their timing.
 """
 
+import contextlib
 import os
 import random
 import threading
@@ -51,26 +52,23 @@ class Room:
         self._at_once: list[int] = []  # Blocks of each request.
         self._handed_over: list[int] = []
 
-    def take(self, question: Question, at_once: bool) -> Callable[[], None] | None:
-        """What gives it back; None: there is none."""
+    @contextlib.contextmanager
+    def taken(self, question: Question, at_once: bool) -> Iterator[bool]:
+        """Whether there was some; it is given back in the end."""
         blocks = len(question.prompt) // BLOCK_TOKENS + 2  # With those that are decoded.
         mine = self._at_once if at_once else self._handed_over
-
-        def give_back() -> None:
-            with self._lock:
-                mine.remove(blocks)
-
         with self._lock:
-            if self._held(blocks, at_once) >= NUM_BLOCKS:
-                return None
             mine.append(blocks)
-        return give_back
-
-    def _held(self, blocks: int, at_once: bool) -> int:
-        """By decode at most, with one more: everything at once, and the longest of the others."""
-        if at_once:
-            return sum(self._at_once) + blocks + max(self._handed_over, default=0)
-        return sum(self._at_once) + max([*self._handed_over, blocks])
+            # Decode may hold everything at once, and needs room for the longest of the others.
+            fits = sum(self._at_once) + max(self._handed_over, default=0) < NUM_BLOCKS
+            if not fits:
+                mine.remove(blocks)
+        try:
+            yield fits
+        finally:
+            if fits:
+                with self._lock:
+                    mine.remove(blocks)
 
 
 class Users:
@@ -100,17 +98,14 @@ class Users:
         while time.monotonic() < self.ends and not self.faults:
             question = choice.choice(self._questions)
             way = choice.choice(ways)
-            give_back = None
-            if way != self._alone:  # Nobody waits for those.
-                give_back = self._room.take(question, at_once=way == self._at_once)
-                way = way if give_back else self._alone
             try:
-                way(choice, question)
+                if way == self._alone:  # Nobody waits for those.
+                    way(choice, question)
+                    continue
+                with self._room.taken(question, at_once=way == self._at_once) as fits:
+                    (way if fits else self._alone)(choice, question)
             except Exception:
                 self.faults.append(f"{way.__name__}: {traceback.format_exc()}")
-            finally:
-                if give_back:
-                    give_back()
 
     def _check(self, asked: Asked, may: str = "") -> Answer:
         """Waits for the answer. may: what else it may end with than length and stop."""
@@ -154,29 +149,25 @@ class Users:
         return self._check(asked).params
 
     def _by_tickets(self, choice: random.Random, question: Question) -> None:
-        params = self._handed_over(choice, self._engines.prefill, question)
-        if not params:
-            return
-        engine = choice.choice([self._engines.decode, self._engines.spare])
-        tokens = choice.randint(1, TOKENS)
-        self._check(self._start(choice, "by tickets", engine, question, tokens, params))
+        if params := self._handed_over(choice, self._engines.prefill, question):
+            engine = choice.choice([self._engines.decode, self._engines.spare])
+            tokens = choice.randint(1, TOKENS)
+            self._check(self._start(choice, "by tickets", engine, question, tokens, params))
 
     def _at_once(self, choice: random.Random, question: Question) -> None:
         announced, awaited = self._engines.params_at_once()
         engine = choice.choice([self._engines.decode, self._engines.spare])
         sides = [("announces", self._engines.prefill, announced), ("at once", engine, awaited)]
-        if turned := choice.random() < 0.5:
+        if choice.random() < 0.5:
             sides.reverse()
-        asked = []
+        asked = {}
         for what, side, params in sides:
             tokens = 1 if params is announced else choice.randint(1, TOKENS)
-            asked.append(self._start(choice, what, side, question, tokens, params))
+            asked[what] = self._start(choice, what, side, question, tokens, params)
             time.sleep(choice.choice([0.0, 0.3]) * choice.random())
-        if turned:
-            asked.reverse()
-        prefill, decode = asked
-        failed = self._check(prefill).finish_reason == "abort"
-        self._check(decode, "error" if failed and engine is self._engines.decode else "")
+        gone = self._check(asked["announces"]).finish_reason == "abort"
+        # The spare engine computes the prompt itself then.
+        self._check(asked["at once"], "error" if gone and engine is self._engines.decode else "")
 
     def _short_lease(self, choice: random.Random, question: Question) -> None:
         if params := self._handed_over(choice, self._engines.spare, question):

@@ -221,6 +221,6 @@ def _wait_all(saves: list[Future[None]], request_id: str, seconds: float) -> Non
     logger.error("the KV store does not end a save of preempted %s", request_id)
     if wait_for(late, timeout=_LATE_S).not_done:
         raise kvferry.DeadlineExceeded(
-            f"the KV store has not ended a save of preempted {request_id} {_LATE_S + seconds:.0f} s"
-            f" after it began: its blocks may be read still"
+            f"the KV store has not ended a save of preempted {request_id} within "
+            f"{seconds + _LATE_S:.0f} s: its blocks may be read still; does a disk hang?"
         )
