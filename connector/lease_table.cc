@@ -1,6 +1,7 @@
 #include "connector/lease_table.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -20,12 +21,12 @@ absl::string_view LeaseOutcomeName(LeaseOutcome outcome) {
 }
 
 absl::Status LeaseTable::NotLive(uint64_t lease_id) const {
-  const auto found = remembered_.find(lease_id);
-  if (found == remembered_.end()) {
+  const Fate* const fate = fates_.Find(lease_id);
+  if (fate == nullptr) {
     return absl::NotFoundError(absl::StrCat(
         "lease ", absl::Hex(lease_id), " is unknown here; was the ticket made by this process?"));
   }
-  const auto [outcome, published] = found->second;
+  const auto [outcome, published] = *fate;
   if (!published) {
     return absl::FailedPreconditionError(
         absl::StrCat("lease ", absl::Hex(lease_id), " will not be published: ",
@@ -42,10 +43,10 @@ absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t read
                                  Deadline expiry,
                                  std::shared_ptr<const std::vector<std::byte>> tail) {
   MutexLock lock(&mutex_);
-  const auto fate = remembered_.find(lease_id);
-  const bool unneeded = fate != remembered_.end() && !fate->second.published &&
-                        fate->second.outcome == LeaseOutcome::kFetched;
-  if (leases_.contains(lease_id) || (fate != remembered_.end() && !unneeded)) {
+  Fate* const fate = fates_.Find(lease_id);
+  const bool unneeded =
+      fate != nullptr && !fate->published && fate->outcome == LeaseOutcome::kFetched;
+  if (leases_.contains(lease_id) || (fate != nullptr && !unneeded)) {
     return absl::AlreadyExistsError(
         absl::StrCat("lease ", absl::Hex(lease_id), " was published or given up before"));
   }
@@ -55,7 +56,7 @@ absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t read
         ended_.size(), " ended ones have not been taken"));
   }
   if (unneeded) {
-    fate->second.published = true;
+    fate->published = true;
     ended_.push_back({lease_id, LeaseOutcome::kFetched});
     return absl::OkStatus();
   }
@@ -74,12 +75,12 @@ absl::Status LeaseTable::SetReadyLayers(uint64_t lease_id, int64_t layers) {
 
 absl::Status LeaseTable::GiveUp(uint64_t lease_id) {
   MutexLock lock(&mutex_);
-  const auto fate = remembered_.find(lease_id);
-  if (leases_.contains(lease_id) || (fate != remembered_.end() && fate->second.published)) {
+  const Fate* const fate = fates_.Find(lease_id);
+  if (leases_.contains(lease_id) || (fate != nullptr && fate->published)) {
     return absl::AlreadyExistsError(
         absl::StrCat("lease ", absl::Hex(lease_id), " was published; release it"));
   }
-  if (fate == remembered_.end()) Remember(lease_id, {LeaseOutcome::kReleased, false});
+  fates_.Add(lease_id, {LeaseOutcome::kReleased, false});
   return absl::OkStatus();
 }
 
@@ -108,18 +109,27 @@ absl::StatusOr<bool> LeaseTable::Unpublish(uint64_t lease_id) {
   return false;
 }
 
+std::vector<uint64_t> LeaseTable::AskedFor(absl::Span<const uint64_t> lease_ids) const {
+  MutexLock lock(&mutex_);
+  std::vector<uint64_t> asked_for;
+  std::copy_if(lease_ids.begin(), lease_ids.end(), std::back_inserter(asked_for),
+               [&](uint64_t id)
+                   ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return asked_for_.contains(id); });
+  return asked_for;
+}
+
 absl::Status LeaseTable::CheckNotEnded(uint64_t lease_id) const {
   MutexLock lock(&mutex_);
-  return remembered_.contains(lease_id) ? NotLive(lease_id) : absl::OkStatus();
+  return fates_.contains(lease_id) ? NotLive(lease_id) : absl::OkStatus();
 }
 
 absl::Status LeaseTable::Take(uint64_t lease_id) {
   MutexLock lock(&mutex_);
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) {
-    const auto ended = remembered_.find(lease_id);
-    const bool fetched = ended != remembered_.end() && ended->second.published &&
-                         ended->second.outcome == LeaseOutcome::kFetched;
+    const Fate* const fate = fates_.Find(lease_id);
+    const bool fetched =
+        fate != nullptr && fate->published && fate->outcome == LeaseOutcome::kFetched;
     return fetched ? absl::OkStatus() : NotLive(lease_id);
   }
   switch (found->second.state) {
@@ -150,6 +160,7 @@ int64_t LeaseTable::num_live() const {
 
 absl::StatusOr<LeasedMemory> LeaseTable::BeginTransfer(uint64_t lease_id) {
   MutexLock lock(&mutex_);
+  asked_for_.Add(lease_id, {});
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) return NotLive(lease_id);
   if (found->second.state == State::kUnpublishing) {
@@ -210,9 +221,10 @@ void LeaseTable::EndOrIdle(uint64_t lease_id, Lease& lease) {
 
 void LeaseTable::NothingNeeded(uint64_t lease_id) {
   MutexLock lock(&mutex_);
+  asked_for_.Add(lease_id, {});
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) {
-    if (!remembered_.contains(lease_id)) Remember(lease_id, {LeaseOutcome::kFetched, false});
+    fates_.Add(lease_id, {LeaseOutcome::kFetched, false});
   } else if (found->second.state == State::kIdle) {
     End(lease_id, LeaseOutcome::kFetched);
   }
@@ -237,16 +249,7 @@ Deadline LeaseTable::Tick(Deadline now) {
 void LeaseTable::End(uint64_t lease_id, LeaseOutcome outcome) {
   leases_.erase(lease_id);
   ended_.push_back({lease_id, outcome});
-  Remember(lease_id, {outcome, true});
-}
-
-void LeaseTable::Remember(uint64_t lease_id, Fate fate) {
-  remembered_.emplace(lease_id, fate);
-  remembered_order_.push_back(lease_id);
-  if (remembered_order_.size() > kMaxRemembered) {
-    remembered_.erase(remembered_order_.front());
-    remembered_order_.pop_front();
-  }
+  fates_.Add(lease_id, {outcome, true});
 }
 
 }  // namespace kvferry

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,9 +10,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "base/clock.h"
 #include "base/config.h"
 #include "base/mutex.h"
+#include "connector/recent_map.h"
 #include "pool/page_runs.h"
 #include "transport/fetch_source.h"
 
@@ -74,6 +75,9 @@ class LeaseTable : public FetchSource {
   absl::StatusOr<bool> Withdraw(uint64_t lease_id);
   // The same for a lease that will be published again: it is forgotten then, unless it ends first.
   absl::StatusOr<bool> Unpublish(uint64_t lease_id);
+  // Those of these leases, published or not, that somebody has come for, or has said to need nothing
+  // of. As far back as that is remembered (RecentMap).
+  std::vector<uint64_t> AskedFor(absl::Span<const uint64_t> lease_ids) const;
   // FAILED_PRECONDITION, saying how, for a lease that has ended, as far back as that is remembered.
   absl::Status CheckNotEnded(uint64_t lease_id) const;
   // The reader has all that it wanted. OK: the lease ends as fetched, now or with the transfer under
@@ -107,22 +111,19 @@ class LeaseTable : public FetchSource {
     LeaseOutcome outcome = LeaseOutcome::kReleased;
     bool published = true;
   };
-  // Fates that are remembered, to say what became of a ticket or to answer Take() again: at
-  // 3,000 leases a second for 20 s, twice as long as a silent session lasts.
-  static constexpr size_t kMaxRemembered = 65536;
-
   // After a transfer, unless the lease ends with its success.
   void EndOrIdle(uint64_t lease_id, Lease& lease) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void End(uint64_t lease_id, LeaseOutcome outcome) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Remember(uint64_t lease_id, Fate fate) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status NotLive(uint64_t lease_id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const Config config_;
   mutable Mutex mutex_;
   absl::flat_hash_map<uint64_t, Lease> leases_ ABSL_GUARDED_BY(mutex_);
   std::vector<EndedLease> ended_ ABSL_GUARDED_BY(mutex_);
-  std::deque<uint64_t> remembered_order_ ABSL_GUARDED_BY(mutex_);
-  absl::flat_hash_map<uint64_t, Fate> remembered_ ABSL_GUARDED_BY(mutex_);
+  // To say what became of a ticket, or to answer Take() again.
+  RecentMap<Fate> fates_ ABSL_GUARDED_BY(mutex_);
+  struct Nothing {};
+  RecentMap<Nothing> asked_for_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace kvferry

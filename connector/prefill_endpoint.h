@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "base/clock.h"
 #include "base/config.h"
 #include "connector/lease_table.h"
@@ -78,6 +79,12 @@ class PrefillEndpoint {
   // not be published: such a fetch fails now and not at its deadline. ALREADY_EXISTS: it was
   // published; Release() it.
   absl::Status GiveUp(uint64_t lease_id);
+
+  // Those of these leases, published or not, that a decode process has asked for, or has said to need
+  // nothing of: it has room for them. Remembered of the last 65,536 that were asked for.
+  std::vector<uint64_t> AskedFor(absl::Span<const uint64_t> lease_ids) const {
+    return leases_.AskedFor(lease_ids);
+  }
 
   // Takes a request back. OK: the lease has ended and none of its pages is read any more.
   // DEADLINE_EXCEEDED: not yet. FAILED_PRECONDITION: it had ended before.

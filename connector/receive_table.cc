@@ -61,13 +61,13 @@ absl::Status ReceiveTable::CheckPush(uint64_t receive_id, uint64_t num_pages,
                                      uint64_t num_tokens) const {
   const auto found = receives_.find(receive_id);
   if (found == receives_.end()) {
-    const auto ended = ended_.find(receive_id);
-    if (ended == ended_.end()) {
+    const absl::StatusCode* const ended = ended_.Find(receive_id);
+    if (ended == nullptr) {
       return absl::NotFoundError(
           absl::StrCat(Name(receive_id), " is unknown here; was the ticket made by this process?"));
     }
-    return absl::FailedPreconditionError(absl::StrCat(
-        Name(receive_id), " has already ended: ", absl::StatusCodeToString(ended->second)));
+    return absl::FailedPreconditionError(
+        absl::StrCat(Name(receive_id), " has already ended: ", absl::StatusCodeToString(*ended)));
   }
   const Receive& receive = found->second;
   if (receive.push) {
@@ -101,19 +101,10 @@ void ReceiveTable::OnEnded(uint64_t receive_id) {
   const auto ended = receives_.extract(receive_id);
   const Receive& receive = ended.mapped();
   const absl::Status status = receive.handle->status();
-  Remember(receive_id, status.code());
+  ended_.Add(receive_id, status.code());
   if (!receive.push) return;
   pushes_.erase(*receive.push);
   node().Reply(*receive.push, status.ok() ? absl::StatusOr<Fields>(Fields()) : status);
-}
-
-void ReceiveTable::Remember(uint64_t receive_id, absl::StatusCode code) {
-  ended_.emplace(receive_id, code);
-  ended_order_.push_back(receive_id);
-  if (ended_order_.size() > kMaxRemembered) {
-    ended_.erase(ended_order_.front());
-    ended_order_.pop_front();
-  }
 }
 
 }  // namespace kvferry

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
@@ -13,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "base/mutex.h"
 #include "connector/attached_node.h"
+#include "connector/recent_map.h"
 #include "transport/calls.h"
 #include "transport/fetch_handle.h"
 #include "transport/node.h"
@@ -66,8 +66,6 @@ class ReceiveTable : public CallHandler {
     std::shared_ptr<FetchHandle> handle;
     std::optional<CallKey> push;  // That has taken it.
   };
-  // As leases that ended (LeaseTable).
-  static constexpr size_t kMaxRemembered = 65536;
 
   Node& node() { return node_.get(); }
   // OK: the push is answered when the receive has ended.
@@ -76,15 +74,13 @@ class ReceiveTable : public CallHandler {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Its handle is done.
   void OnEnded(uint64_t receive_id);
-  void Remember(uint64_t receive_id, absl::StatusCode code) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   AttachedNode node_;
 
   mutable Mutex mutex_;
   absl::flat_hash_map<uint64_t, Receive> receives_ ABSL_GUARDED_BY(mutex_);  // Not ended.
   std::map<CallKey, uint64_t> pushes_ ABSL_GUARDED_BY(mutex_);               // Of those taken.
-  absl::flat_hash_map<uint64_t, absl::StatusCode> ended_ ABSL_GUARDED_BY(mutex_);
-  std::deque<uint64_t> ended_order_ ABSL_GUARDED_BY(mutex_);
+  RecentMap<absl::StatusCode> ended_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace kvferry

@@ -175,6 +175,14 @@ void BindPrefill(nb::module_& module) {
           "lease_id"_a,
           "A request that was announced will not be published: fetches that wait for it fail.")
       .def(
+          "asked_for",
+          [](const Prefill& self, const std::vector<uint64_t>& lease_ids) {
+            return self.get()->AskedFor(lease_ids);
+          },
+          "lease_ids"_a,
+          "Those of these leases, published or not, that a decode process has asked for, or has "
+          "said to need nothing of.")
+      .def(
           "release",
           [](const Prefill& self, uint64_t lease_id, int64_t timeout_ms) {
             TakeBack(self, &PrefillEndpoint::Release, lease_id, timeout_ms);

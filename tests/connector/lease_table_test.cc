@@ -235,6 +235,21 @@ TEST_F(Leases, ReadyLayersOnlyGrow) {
   EXPECT_EQ(table_.ReadyLayers(kLease), 3);
 }
 
+TEST_F(Leases, AskedForBeforeAndAfterTheyArePublished) {
+  const std::vector<uint64_t> all = {1, 2, 3, 4};
+  ASSERT_TRUE(IsOk(Publish(1)));
+  EXPECT_TRUE(table_.AskedFor(all).empty());
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(1)));
+  EXPECT_FALSE(IsOk(table_.BeginTransfer(2)));  // Not published yet.
+  table_.NothingNeeded(3);
+  EXPECT_EQ(table_.AskedFor(all), (std::vector<uint64_t>{1, 2, 3}));
+  ASSERT_TRUE(IsOk(Publish(2)));
+  ASSERT_TRUE(Must(table_.Unpublish(2)));
+  table_.EndTransfer(1, absl::OkStatus());
+  EXPECT_EQ(table_.AskedFor(all), (std::vector<uint64_t>{1, 2, 3}));
+  EXPECT_TRUE(table_.AskedFor({}).empty());
+}
+
 TEST_F(Leases, MemoryOfEndedLeasesIsBounded) {
   for (uint64_t lease = 1; lease <= 70000; ++lease) {
     ASSERT_TRUE(IsOk(Publish(lease)));
@@ -248,6 +263,7 @@ TEST_F(Leases, MemoryOfEndedLeasesIsBounded) {
   EXPECT_TRUE(Fails(table_.Withdraw(70000), absl::StatusCode::kNotFound));
   EXPECT_TRUE(Fails(table_.Withdraw(100000), absl::StatusCode::kNotFound));
   EXPECT_TRUE(Fails(table_.Withdraw(169999), absl::StatusCode::kFailedPrecondition));
+  EXPECT_EQ(table_.AskedFor({100000, 169999}), std::vector<uint64_t>{169999});
 }
 
 TEST_F(Leases, IdleUnpublishedIsUnknown) {

@@ -222,8 +222,10 @@ TEST_F(Announced, AFetchWaitsForItsLease) {
   const auto decode = MakeDecode(target_, Impatient());
   for (int64_t layer = 0; layer < layers_; ++layer) WriteLayer(layer);
   const uint64_t lease = RandomId();
+  EXPECT_TRUE(prefill->AskedFor({lease}).empty());
   const auto handle = Fetch(*decode, Of(*prefill, lease), local_);
   AwaitArrival(*prefill, *decode);
+  EXPECT_EQ(prefill->AskedFor({lease}), std::vector{lease});
   EXPECT_FALSE(handle->done());
   ASSERT_TRUE(IsOk(prefill->Publish(Publication(lease))));
   ASSERT_TRUE(IsOk(handle->Wait(Soon())));
@@ -321,6 +323,7 @@ TEST_F(Announced, NothingNeeded) {
   const uint64_t lease = RandomId();
   ASSERT_TRUE(IsOk(Fetch(*decode, Of(*prefill, lease), {})->Wait(Soon())));
   AwaitArrival(*prefill, *decode);
+  EXPECT_EQ(prefill->AskedFor({lease}), std::vector{lease});
   ASSERT_TRUE(IsOk(prefill->Publish(Publication(lease))));
   EndedLeases ended(prefill.get());
   EXPECT_EQ(ended.Wait(lease), "fetched");

@@ -12,7 +12,10 @@ from pair import DEFAULT_MODEL, Engine, Pair, transfer_config  # noqa: E402
 
 MODEL = Path(os.environ.get("KVFERRY_TEST_MODEL", DEFAULT_MODEL))
 BLOCK_TOKENS = 32
+MAX_TOKENS = 1280
 NUM_BLOCKS = 48  # Block 0 is vLLM's own.
+# Of engines that are given prompts in both ways (docs/vllm.md, Both engines at once).
+DECODE_BLOCKS = 1 + 2 * MAX_TOKENS // BLOCK_TOKENS
 SPARE_LEASE_MS = 2000
 # With its queue in prefill, on a machine that has much to do.
 FETCH_TIMEOUT_MS = 90_000
@@ -22,9 +25,10 @@ TP_SIZE = int(os.environ.get("KVFERRY_TEST_TP_SIZE", "1"))
 ENGINE = {
     "block_size": BLOCK_TOKENS,
     "num_gpu_blocks_override": NUM_BLOCKS,
-    "max_model_len": 1280,
+    "max_model_len": MAX_TOKENS,
     "tensor_parallel_size": TP_SIZE,
 }
+DECODE_ENGINE = ENGINE | {"num_gpu_blocks_override": DECODE_BLOCKS}
 
 
 # The longest prompts take several steps to prefill. They are begun before there is room for all of
@@ -52,7 +56,7 @@ class Engines(Pair):
             MODEL,
             folder,
             prefill=ENGINE | CHUNKED,
-            decode=ENGINE,
+            decode=DECODE_ENGINE,
             decode_transfer={
                 "kv_connector_extra_config": {
                     "connect_timeout_ms": 1500,
@@ -73,7 +77,7 @@ class Engines(Pair):
             kv_load_failure_policy="recompute",
             engine_id="spare",
         )
-        self.spare = Engine("spare", MODEL, folder, kv_transfer_config=transfer, **ENGINE)
+        self.spare = Engine("spare", MODEL, folder, kv_transfer_config=transfer, **DECODE_ENGINE)
 
     def wait_ready(self) -> None:
         super().wait_ready()

@@ -95,9 +95,12 @@ def test_prefill_preempted(engines: Engines, reference, long_prompt):
     ]
     engines.wait_metric(engines.prefill, "vllm:num_requests_running", OTHERS - 1)
     announced, awaited = engines.params_at_once()
-    prefill = engines.prefill.start(prompt, 1, announced)
-    engines.wait_trace("prefill", leases + 1)
+    # It begins when it is asked for, and then nobody comes until it is taken back.
     decode = engines.decode.start(prompt, 8, awaited)
+    prefill = engines.prefill.start(prompt, 1, announced)
+    engines.wait_metric(engines.prefill, "vllm:num_requests_running", OTHERS)
+    with engines.decode.paused():
+        engines.wait_trace("prefill", leases + 1)
     for request in (*others, prefill):
         request.answer()
     assert decode.answer().tokens == expected.tokens
@@ -106,3 +109,17 @@ def test_prefill_preempted(engines: Engines, reference, long_prompt):
     assert preempted > 0
     ended = engines.wait_trace("prefill", leases + preempted + PARTS)[leases:]
     assert Counter(it["outcome"] for it in ended) == {"preempted": preempted, "fetched": PARTS}
+
+
+def test_engines_do_not_wait_for_each_other(engines: Engines, reference, long_prompt):
+    """Two fill decode's cache and one prefill's, and the engines get them in different orders:
+    neither would have room for what the other one has begun with."""
+    prompts = [[n, *long_prompt[: 30 * BLOCK_TOKENS - 2]] for n in range(3)]
+    expected = [reference(prompt, 4).tokens for prompt in prompts]
+    began = time.monotonic()
+    params = [engines.params_at_once() for _ in prompts]
+    decode = {n: engines.decode.start(prompts[n], 4, params[n][1]) for n in (1, 2, 0)}
+    prefill = [engines.prefill.start(prompts[n], 1, params[n][0]) for n in (0, 1, 2)]
+    assert [decode[n].answer().tokens for n in range(3)] == expected
+    assert [request.answer().finish_reason for request in prefill] == ["length"] * 3
+    assert time.monotonic() - began < FETCH_TIMEOUT_MS / 2e3  # Not at the fetches' deadline.

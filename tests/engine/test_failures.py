@@ -5,7 +5,7 @@ import time
 import kvferry
 import pytest
 from demo import QUESTIONS
-from engines import BLOCK_TOKENS, NUM_BLOCKS, Engines
+from engines import BLOCK_TOKENS, DECODE_BLOCKS, Engines
 from pair import REMOTE_DECODE
 
 
@@ -69,9 +69,10 @@ def test_expired_lease_frees_its_blocks_and_fails_the_fetch(engines: Engines):
 
 
 def test_leases_that_expire_do_not_fill_the_cache(engines: Engines):
-    prompt = engines.spare.tokenize(QUESTIONS[1][1])  # More than half of the cache.
-    assert len(prompt) > NUM_BLOCKS // 2 * BLOCK_TOKENS
-    for _ in range(3):
+    prompt = engines.spare.tokenize(QUESTIONS[1][1])
+    requests = 5
+    assert requests * len(prompt) > DECODE_BLOCKS * BLOCK_TOKENS
+    for _ in range(requests):
         assert engines.spare.generate(prompt, 1, dict(REMOTE_DECODE)).params
     engines.spare.wait_idle()
 

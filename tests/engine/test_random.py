@@ -4,7 +4,6 @@ KVFERRY_RANDOM_SECONDS says how long (default 10), KVFERRY_RANDOM_SEED repeats t
 their timing.
 """
 
-import contextlib
 import os
 import random
 import threading
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from demo import QUESTIONS
-from engines import BLOCK_TOKENS, NUM_BLOCKS, Engines
+from engines import BLOCK_TOKENS, Engines
 from pair import REMOTE_DECODE, Answer, Engine, Request
 
 SECONDS = float(os.environ.get("KVFERRY_RANDOM_SECONDS", "10"))
@@ -40,37 +39,6 @@ class Asked(NamedTuple):
     aborted: bool  # Or it will be.
 
 
-class Room:
-    """Keeps the engines from waiting for each other until fetch_timeout_ms.
-
-    They would when decode holds its blocks for prompts that prefill has no room for (at once), and
-    prefill those of prompts that decode has no room for.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._at_once: list[int] = []  # Blocks of each request.
-        self._handed_over: list[int] = []
-
-    @contextlib.contextmanager
-    def taken(self, question: Question, at_once: bool) -> Iterator[bool]:
-        """Whether there was some; it is given back in the end."""
-        blocks = len(question.prompt) // BLOCK_TOKENS + 2  # With those that are decoded.
-        mine = self._at_once if at_once else self._handed_over
-        with self._lock:
-            mine.append(blocks)
-            # Decode may hold everything at once, and needs room for the longest of the others.
-            fits = sum(self._at_once) + max(self._handed_over, default=0) < NUM_BLOCKS
-            if not fits:
-                mine.remove(blocks)
-        try:
-            yield fits
-        finally:
-            if fits:
-                with self._lock:
-                    mine.remove(blocks)
-
-
 class Users:
     """Threads that ask until the time is over, and what was wrong."""
 
@@ -78,7 +46,6 @@ class Users:
         self._engines = engines
         self._questions = questions
         self.ends = ends
-        self._room = Room()
         self.faults: list[str] = []
         self.done: Counter[str] = Counter()
         self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(USERS)]
@@ -99,11 +66,7 @@ class Users:
             question = choice.choice(self._questions)
             way = choice.choice(ways)
             try:
-                if way == self._alone:  # Nobody waits for those.
-                    way(choice, question)
-                    continue
-                with self._room.taken(question, at_once=way == self._at_once) as fits:
-                    (way if fits else self._alone)(choice, question)
+                way(choice, question)
             except Exception:
                 self.faults.append(f"{way.__name__}: {traceback.format_exc()}")
 

@@ -11,12 +11,14 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import kvferry  # noqa: E402
 from kvferry.vllm.layout import _arrangement, check_supported  # noqa: E402
 from kvferry.vllm.metadata import (  # noqa: E402
+    AskedFor,
     LoadPart,
     StepMetadata,
     WorkerAddress,
     parse_tickets,
 )
 from kvferry.vllm.parts import cut  # noqa: E402
+from kvferry.vllm.room import Room  # noqa: E402
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler  # noqa: E402
 from kvferry.vllm.shared_cache import SharedAllocation  # noqa: E402
 from kvferry.vllm.telemetry import FetchRecord, Options, TransferStats  # noqa: E402
@@ -25,6 +27,7 @@ from vllm.v1.request import RequestStatus  # noqa: E402
 from vllm_steps import Blocks, step  # noqa: E402
 
 BLOCK = 16
+FETCH_TIMEOUT_MS = 200
 
 
 def vllm_config(tp_size: int = 1) -> SimpleNamespace:
@@ -51,8 +54,9 @@ def request(request_id: str, prompt: int, params: dict | None = None, computed: 
 
 
 class Prefill:
-    def __init__(self, tp_size: int = 1):
-        self.scheduler = PrefillScheduler(vllm_config(tp_size), BLOCK)
+    def __init__(self, tp_size: int = 1, room: Room | None = None):
+        room = room or Room(1000, 10)
+        self.scheduler = PrefillScheduler(vllm_config(tp_size), BLOCK, room, FETCH_TIMEOUT_MS)
         self.scheduler.set_workers(
             {
                 rank: WorkerAddress(f"tcp://127.0.0.1:{5000 + rank}", 7 + rank)
@@ -60,10 +64,23 @@ class Prefill:
             }
         )
 
-    def arrive(self, prompt: int, params: dict | None = None):
-        arrived = request("r", prompt, {"do_remote_decode": True} if params is None else params)
+    def arrive(self, prompt: int, params: dict | None = None, name: str = "r"):
+        arrived = request(name, prompt, {"do_remote_decode": True} if params is None else params)
         self.scheduler.on_new_request(arrived)
         return arrived
+
+    def begin(self, it) -> bool:
+        """As the scheduler does that has blocks for it."""
+        begins = self.scheduler.may_begin(it)
+        if begins:
+            self.scheduler.update_state_after_alloc(it)
+        return begins
+
+    def report(self, asked_for: set[int] | None = None, **output) -> None:
+        """As workers do at the end of a step."""
+        if asked_for:
+            output["kv_connector_worker_meta"] = AskedFor(asked_for)
+        self.scheduler.update_connector_output(KVConnectorOutput(**output))
 
     def step(self, scheduled: dict[str, int], preempted: set[str] = frozenset()) -> StepMetadata:
         meta = StepMetadata()
@@ -135,8 +152,8 @@ def test_aborted_prompt(published: bool):
 
 
 class Decode:
-    def __init__(self, tp_size: int = 1):
-        self.scheduler = DecodeScheduler(vllm_config(tp_size), BLOCK)
+    def __init__(self, tp_size: int = 1, room: Room | None = None):
+        self.scheduler = DecodeScheduler(vllm_config(tp_size), BLOCK, room or Room(1000, 10))
 
     def allocate(self, it, cached: int, block_ids: list[int]):
         missing, later = self.scheduler.get_num_new_matched_tokens(it, cached)
@@ -308,6 +325,7 @@ def test_an_announced_prompt_is_published_part_by_part():
     ]
     it.status = RequestStatus.FINISHED_LENGTH_CAPPED
     assert prefill.scheduler.request_finished(it) == (True, None)
+    prefill.report(finished_sending={"r"})
     assert prefill.step({}) == StepMetadata()
 
 
@@ -321,6 +339,7 @@ def test_what_an_announced_prompt_will_not_publish_is_given_up():
     meta = prefill.step({})
     assert meta.withdrawn == ["r"]
     assert meta.given_up == [part.lease_id for part in parts[1:]]
+    prefill.report(finished_sending={"r"})
     assert prefill.step({}) == StepMetadata()
 
 
@@ -416,6 +435,98 @@ def test_announced_parts_are_dismissed_when_nothing_is_needed():
     decode, it = Decode(), request("r", 2048, dict(FROM))
     decode.scheduler.request_finished(it)
     assert len(decode.step().dismissed) == 2
+
+
+ANNOUNCED = {"do_remote_decode": True} | TRANSFER
+SIX_BLOCKS = 6 * BLOCK
+
+
+def room_for_twelve_blocks() -> Room:
+    return Room(num_blocks=22, longest=10)
+
+
+def test_what_nobody_has_asked_for_leaves_room_for_the_longest_prompt():
+    prefill = Prefill(room=room_for_twelve_blocks())
+    first, second, third, fourth = (
+        prefill.arrive(SIX_BLOCKS, ANNOUNCED | {"transfer_id": 16 * name}, name)
+        for name in ("a", "b", "c", "d")
+    )
+    leases = prefill.step({}).unasked
+    assert len(leases) == 4
+    assert prefill.begin(first) and prefill.begin(second)
+    assert not prefill.begin(third)
+    prefill.report({leases[2]})
+    assert prefill.begin(third)  # It is fetched as it is computed.
+    assert not prefill.begin(fourth)
+    assert prefill.step({}, {"b"}).unasked == [leases[0], leases[1], leases[3]]
+    assert prefill.begin(fourth)  # In the blocks of a preempted one, which waits now.
+    assert not prefill.begin(second)
+    # What has been computed holds its blocks until it has gone.
+    prefill.step({"a": SIX_BLOCKS})
+    first.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert prefill.scheduler.request_finished(first) == (True, None)
+    assert not prefill.begin(second)
+    prefill.report(finished_sending={"a"})
+    assert prefill.begin(second)
+
+
+def test_prompts_for_tickets_wait_for_nobody():
+    prefill = Prefill(room=Room(num_blocks=10, longest=10))
+    for name in ("a", "b"):
+        assert prefill.begin(prefill.arrive(SIX_BLOCKS, name=name))
+    assert not prefill.begin(prefill.arrive(SIX_BLOCKS, ANNOUNCED))
+    assert prefill.begin(prefill.arrive(SIX_BLOCKS, {}, name="plain"))
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_the_room_of_a_request_that_is_aborted_is_given_back(published: bool):
+    room = room_for_twelve_blocks()
+    prefill = Prefill(room=room)
+    it = prefill.arrive(SIX_BLOCKS, ANNOUNCED)
+    assert prefill.begin(it)
+    prefill.step({"r": SIX_BLOCKS if published else BLOCK})
+    it.status = RequestStatus.FINISHED_ABORTED
+    assert prefill.scheduler.request_finished(it) == (published, None)
+    assert room.empty != published
+    if published:
+        prefill.report(finished_sending={"r"})
+    assert room.empty
+    assert prefill.step({}).unasked == []
+
+
+def test_a_prompt_that_nobody_asks_for_is_computed_in_the_end():
+    prefill = Prefill(room=Room(num_blocks=10, longest=10))
+    first, second = (
+        prefill.arrive(SIX_BLOCKS, ANNOUNCED | {"transfer_id": 16 * name}, name) for name in "ab"
+    )
+    assert not prefill.begin(first)
+    prefill.scheduler._watched["a"].arrived -= FETCH_TIMEOUT_MS / 1e3 + 1
+    prefill.scheduler._watched["b"].arrived -= FETCH_TIMEOUT_MS / 1e3 + 1
+    assert prefill.begin(first)
+    assert not prefill.begin(second)  # One at a time.
+
+
+def test_what_is_not_computed_yet_leaves_room_for_what_is():
+    room = room_for_twelve_blocks()
+    decode = Decode(room=room)
+    blocks = list(range(6))
+    loads = [request(name, SIX_BLOCKS, FROM | {"transfer_id": 16 * name}) for name in "abc"]
+    for it in loads[:2]:
+        assert len(decode.allocate(it, 0, blocks).loads) == 1
+    assert decode.scheduler.get_num_new_matched_tokens(loads[2], 0) == (None, False)
+    by_ticket = request("t", SIX_BLOCKS, remote())
+    assert decode.scheduler.get_num_new_matched_tokens(by_ticket, 0) == (SIX_BLOCKS, True)
+    decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"a"}))
+    assert len(decode.allocate(loads[2], 0, blocks).loads) == 1
+
+
+def test_a_prompt_beyond_the_room_waits_until_nothing_else_does():
+    decode = Decode(room=Room(num_blocks=10, longest=10))
+    loads = [request(name, SIX_BLOCKS, FROM | {"transfer_id": 16 * name}) for name in "ab"]
+    assert len(decode.allocate(loads[0], 0, list(range(6))).loads) == 1
+    assert decode.scheduler.get_num_new_matched_tokens(loads[1], 0) == (None, False)
+    decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"a"}))
+    assert decode.scheduler.get_num_new_matched_tokens(loads[1], 0) == (SIX_BLOCKS, True)
 
 
 def test_options_name_the_right_keys():

@@ -94,7 +94,9 @@ def publication(lease_id: int, blocks: list[int]) -> Publication:
 
 
 def test_parts_arrive_as_they_are_computed(workers: Workers):
+    assert workers.prefill.asked_for([101, 102, 103]) == set()
     workers.load(workers.part(101, [7, 8]), workers.part(102, [9, 10]))
+    wait_for(lambda: workers.prefill.asked_for([101, 102, 103]) == {101, 102})
     assert not workers.loaded()
     workers.prefill.publish([publication(101, [1, 2])])
     workers.source.compute(workers.prefill, [1, 2])

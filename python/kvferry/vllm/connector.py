@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -19,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import ForwardContext
 from vllm.platforms import current_platform
+from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -26,7 +28,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.vllm import layout, siblings
-from kvferry.vllm.metadata import Addresses, StepMetadata
+from kvferry.vllm.metadata import Addresses, AskedFor, StepMetadata
+from kvferry.vllm.room import Room
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler, warn_wrong_role
 from kvferry.vllm.shared_cache import SharedAllocation
 from kvferry.vllm.store_scheduler import StoreScheduler
@@ -91,10 +94,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                     self._options.config(0),
                 )
                 return
+            room = Room(
+                kv_cache_config.num_blocks - 1,  # Block 0 is vLLM's own.
+                cdiv(vllm_config.model_config.max_model_len, block_size),
+            )
             if transfer.is_kv_producer:
-                self._prefill = PrefillScheduler(vllm_config, block_size)
+                timeout_ms = self._options.config(0).fetch_timeout_ms
+                self._prefill = PrefillScheduler(vllm_config, block_size, room, timeout_ms)
             if transfer.is_kv_consumer:
-                self._decode = DecodeScheduler(vllm_config, block_size)
+                self._decode = DecodeScheduler(vllm_config, block_size, room)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -147,6 +155,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         if self._store is not None:
             return self._store.get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._prefill is not None and not self._prefill.may_begin(request):
+            return None, False
         if self._decode is None:
             return 0, False
         return self._decode.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -156,6 +166,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         if self._store is not None:
             self._store.update_state_after_alloc(request, blocks, num_external_tokens)
+        if self._prefill is not None:
+            self._prefill.update_state_after_alloc(request)
         if self._decode is not None:
             self._decode.update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -194,6 +206,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._store is not None:
             self._store.update_connector_output(connector_output)
+        if self._prefill is not None:
+            self._prefill.update_connector_output(connector_output)
         if self._decode is not None:
             self._decode.update_connector_output(connector_output)
 
@@ -320,6 +334,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         worker = self._decode_worker or self._store_worker
         return worker.take_missing_blocks() if worker is not None else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        if self._prefill_worker is None:
+            return None
+        asked_for = self._prefill_worker.asked_for(self._get_connector_metadata().unasked)
+        return AskedFor(asked_for) if asked_for else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._stats.take()

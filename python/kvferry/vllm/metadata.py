@@ -6,6 +6,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
 )
 
 import kvferry
@@ -113,6 +114,7 @@ class StepMetadata(KVConnectorMetadata):
     withdrawn: list[str] = field(default_factory=list)  # Published, then ended without an answer.
     given_up: list[int] = field(default_factory=list)  # Leases that will not be published.
     publications: list[Publication] = field(default_factory=list)
+    unasked: list[int] = field(default_factory=list)  # Leases nobody was known to have asked for.
     cancelled: list[str] = field(default_factory=list)  # Loads of requests that were aborted.
     loads: list[Load] = field(default_factory=list)
     dismissed: list[list[str]] = field(default_factory=list)  # Tickets nobody will fetch.
@@ -122,6 +124,17 @@ class StepMetadata(KVConnectorMetadata):
     store_preempted_ended: list[str] = field(default_factory=list)  # The same, and they have ended.
     store_loads: list[StoreLoad] = field(default_factory=list)
     store_saves: list[StoreSave] = field(default_factory=list)  # When the step is computed.
+
+
+@dataclass
+class AskedFor(KVConnectorWorkerMetadata):
+    """Those of StepMetadata.unasked that another engine has asked for, at one rank or more."""
+
+    lease_ids: set[int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "AskedFor":
+        assert isinstance(other, AskedFor)
+        return AskedFor(self.lease_ids | other.lease_ids)
 
 
 def parse_tickets(params: dict[str, Any], tp_size: int) -> tuple[list[str], str]:

@@ -1,5 +1,6 @@
 """The half of the connector in vLLM's scheduler process: it decides, and moves nothing."""
 
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 import kvferry
 from kvferry.vllm.metadata import (
     TICKETS,
+    AskedFor,
     Load,
     LoadPart,
     Publication,
@@ -22,6 +24,7 @@ from kvferry.vllm.metadata import (
     parse_tickets,
 )
 from kvferry.vllm.parts import TRANSFER_ID, Part, check_transfer_id, cut
+from kvferry.vllm.room import Room
 from kvferry.vllm.telemetry import logger
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ class _Watched:
     parts: list[Part]  # In order.
     announced: bool  # The other engine knows their leases, and may be waiting for them.
     published: list[Publication] = field(default_factory=list)  # Of the first of them.
+    arrived: float = field(default_factory=time.monotonic)
 
     @property
     def unpublished(self) -> list[Part]:
@@ -53,15 +57,23 @@ class PrefillScheduler:
     part by part, each in the step that computes its last token, and the other engine needs no
     tickets. From publication on blocks stay allocated until the workers report that all leases of
     their request have ended.
+
+    One with a transfer_id that no engine has asked for is computed if there is room for what nobody
+    may fetch for a while, and else when it is asked for.
     """
 
-    def __init__(self, vllm_config: VllmConfig, block_size: int):
+    def __init__(self, vllm_config: VllmConfig, block_size: int, room: Room, fetch_timeout_ms: int):
         self._engine_id = vllm_config.kv_transfer_config.engine_id
         self._block_size = block_size
+        self._room = room
+        self._fetch_timeout_s = fetch_timeout_ms / 1e3
         self._workers: list[WorkerAddress] = []  # By tensor-parallel rank.
         self._watched: dict[str, _Watched] = {}
         self._withdrawn: list[str] = []  # For the next step, as the following one.
         self._given_up: list[int] = []
+        # Requests with a transfer_id that nobody has asked for, until their blocks are free: the
+        # lease of the last part. Whoever fetches asks for all parts at the same time.
+        self._unasked: dict[str, int] = {}
 
     def set_workers(self, workers: dict[int, WorkerAddress]) -> None:
         """Where the workers listen, by tensor-parallel rank."""
@@ -77,6 +89,46 @@ class PrefillScheduler:
         self._watched[request.request_id] = _Watched(
             request, parts or [self._whole(request)], announced=bool(parts)
         )
+        if parts:
+            self._unasked[request.request_id] = parts[-1].lease_id
+
+    def may_begin(self, request: Request) -> bool:
+        """Whether a request that has no blocks is to be given some."""
+        watched = self._watched.get(request.request_id)
+        if watched is None or request.request_id not in self._unasked:
+            return True
+        if self._room.has(watched.parts[-1].end_block):
+            return True
+        # The engine that was to ask has gone, or has too much to do.
+        overdue = time.monotonic() - watched.arrived > self._fetch_timeout_s
+        return overdue and self._room.empty
+
+    def update_state_after_alloc(self, request: Request) -> None:
+        if (lease_id := self._unasked.get(request.request_id)) is None:
+            return
+        blocks = self._watched[request.request_id].parts[-1].end_block
+        if not self._room.has(blocks):
+            logger.warning(
+                "no engine has asked for %s within %.0f s: is it given to the decode engine at the "
+                "same time?",
+                request.request_id,
+                self._fetch_timeout_s,
+            )
+        self._room.take(lease_id, blocks)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        meta = output.kv_connector_worker_meta
+        if isinstance(meta, AskedFor):
+            asked = {it for it, lease_id in self._unasked.items() if lease_id in meta.lease_ids}
+            for request_id in asked:
+                self._need_not_wait(request_id)
+        for request_id in output.finished_sending or ():
+            self._need_not_wait(request_id)
+
+    def _need_not_wait(self, request_id: str) -> None:
+        """It has been asked for, or its blocks are free."""
+        if (lease_id := self._unasked.pop(request_id, None)) is not None:
+            self._room.give_back(lease_id)
 
     def _whole(self, request: Request) -> Part:
         num_tokens = request.num_prompt_tokens
@@ -92,6 +144,9 @@ class PrefillScheduler:
                 # They are published again when they are computed again. Whoever fetches parts that
                 # were announced waits for that; nobody has heard of the other leases.
                 watched.published.clear()
+            if (lease_id := self._unasked.get(request_id)) is not None:
+                self._room.give_back(lease_id)
+        meta.unasked = list(self._unasked.values())
         meta.withdrawn, self._withdrawn = self._withdrawn, []
         meta.given_up, self._given_up = self._given_up, []
         for request_id, watched in self._watched.items():
@@ -121,6 +176,7 @@ class PrefillScheduler:
         if watched.announced:
             self._given_up += [part.lease_id for part in watched.unpublished]
         if not watched.published:
+            self._need_not_wait(request.request_id)
             return False, None
         if request.status not in _ANSWERED:
             self._withdrawn.append(request.request_id)
@@ -167,11 +223,15 @@ class DecodeScheduler:
     A request with do_remote_prefill gets blocks for its whole prompt and waits while the workers
     fetch what the local prefix cache lacks. Parameters that cannot work make a load that fails, so
     that vLLM's kv_load_failure_policy decides what becomes of the request.
+
+    One with a transfer_id may have to wait for its blocks until there is room for what is not
+    computed yet.
     """
 
-    def __init__(self, vllm_config: VllmConfig, block_size: int):
+    def __init__(self, vllm_config: VllmConfig, block_size: int, room: Room):
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._block_size = block_size
+        self._room = room
         # Handed to the workers and not yet reported back: the transfer, and the blocks.
         self._loading: dict[str, tuple[int, list[int]]] = {}
         self._loads: list[Load] = []  # For the next step, as the following two.
@@ -196,7 +256,18 @@ class DecodeScheduler:
         if taker:
             return (None, False) if taker in self._loading else (0, False)
         missing = request.num_prompt_tokens - num_computed_tokens
-        return (missing, True) if missing > 0 else (0, False)
+        if missing <= 0:
+            return 0, False
+        if (
+            _is_announced(params)
+            and not self._room.empty
+            and not self._room.has(self._blocks(request))
+        ):
+            return None, False
+        return missing, True
+
+    def _blocks(self, request: Request) -> int:
+        return cdiv(request.num_prompt_tokens, self._block_size)
 
     def update_state_after_alloc(
         self, request: Request, blocks: "KVCacheBlocks", num_external_tokens: int
@@ -224,6 +295,8 @@ class DecodeScheduler:
                 self._dismissed.append(tickets)
         self._loading[request.request_id] = (transfer, load.block_ids)
         self._loads.append(load)
+        if _is_announced(params):
+            self._room.take(request.request_id, self._blocks(request))
         if not error:
             self._takers[transfer] = request.request_id
             if len(self._takers) > _MAX_TAKERS:
@@ -231,8 +304,8 @@ class DecodeScheduler:
 
     def _offers(self, request: Request, params: dict[str, Any]) -> tuple[list[_Offer], str]:
         """What the prompt is to be had under, all of it, and why it is not ("" if it is)."""
-        all_blocks = cdiv(request.num_prompt_tokens, self._block_size)
-        if TICKETS in params or params.get(TRANSFER_ID) is None:
+        all_blocks = self._blocks(request)
+        if not _is_announced(params):
             tickets, error = parse_tickets(params, self._tp_size)
             return [_Offer(tickets, 0, all_blocks)], error
         parts, error = _announced_parts(request, params, self._block_size)
@@ -276,6 +349,12 @@ class DecodeScheduler:
                 self._takers[transfer] = ""
         for request_id in output.finished_recving or ():
             self._loading.pop(request_id, None)
+            self._room.give_back(request_id)
+
+
+def _is_announced(params: dict[str, Any]) -> bool:
+    """Whether a request to load was given to both engines at the same time."""
+    return TICKETS not in params and params.get(TRANSFER_ID) is not None
 
 
 def _transfer(request: Request, params: dict[str, Any]) -> int:

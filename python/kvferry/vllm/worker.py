@@ -117,6 +117,10 @@ class PrefillWorker:
             except _REFUSED as error:
                 logger.debug("giving up lease %x: %s", lease_id, error)
 
+    def asked_for(self, lease_ids: list[int]) -> set[int]:
+        """Those of them that another engine has room for, or does not need."""
+        return set(self._endpoint.asked_for(lease_ids))
+
     def publish(self, publications: list[Publication]) -> None:
         """Offers what the coming forward computes the last token of: no layer is ready yet."""
         for new in publications:
