@@ -239,6 +239,8 @@ class DecodeScheduler:
         self._dismissed: list[list[str]] = []
         # Of the last loads: the request for which a prompt was fetched; "" if that has failed.
         self._takers: OrderedDict[int, str] = OrderedDict()
+        # Of requests that have no blocks yet, which are looked at step after step.
+        self._transfers: dict[str, int] = {}
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -252,7 +254,7 @@ class DecodeScheduler:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
             return 0, False
-        taker = self._takers.get(_transfer(request, params))
+        taker = self._takers.get(self._transfer(request, params))
         if taker:
             return (None, False) if taker in self._loading else (0, False)
         missing = request.num_prompt_tokens - num_computed_tokens
@@ -266,6 +268,11 @@ class DecodeScheduler:
             return None, False
         return missing, True
 
+    def _transfer(self, request: Request, params: dict[str, Any]) -> int:
+        if (transfer := self._transfers.get(request.request_id)) is None:
+            transfer = self._transfers[request.request_id] = _key_of(request, params)
+        return transfer
+
     def _blocks(self, request: Request) -> int:
         return cdiv(request.num_prompt_tokens, self._block_size)
 
@@ -276,7 +283,8 @@ class DecodeScheduler:
         if not params.get("do_remote_prefill"):
             return
         params["do_remote_prefill"] = False  # Once only: after a preemption we compute ourselves.
-        transfer = _transfer(request, params)
+        transfer = self._transfer(request, params)
+        del self._transfers[request.request_id]
         offers, error = self._offers(request, params)
         if self._takers.get(transfer) == "":  # The engine's policy is for this one too.
             error = "the load of these tickets has failed"
@@ -335,6 +343,7 @@ class DecodeScheduler:
         meta.dismissed, self._dismissed = self._dismissed, []
 
     def request_finished(self, request: Request) -> None:
+        self._transfers.pop(request.request_id, None)
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):  # It ended before it was given blocks.
             params["do_remote_prefill"] = False
@@ -357,7 +366,7 @@ def _is_announced(params: dict[str, Any]) -> bool:
     return TICKETS not in params and params.get(TRANSFER_ID) is not None
 
 
-def _transfer(request: Request, params: dict[str, Any]) -> int:
+def _key_of(request: Request, params: dict[str, Any]) -> int:
     """The same for requests that would fetch the same leases, and for no others."""
     tickets = params.get(TICKETS)
     if isinstance(tickets, list):
