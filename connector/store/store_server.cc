@@ -14,7 +14,7 @@
 namespace kvferry {
 namespace {
 
-constexpr int64_t kReplyLeaseMs = 10000;
+constexpr int64_t kReplyLeaseMs = 10000;  // At most.
 constexpr size_t kMaxTasks = 4096;
 constexpr int64_t kWaitMs = 60000;  // An idle thread looks this often whether it missed a notice.
 // Values that are being moved as bytes, and not in place, all of them together.
@@ -144,8 +144,9 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
                                                Deadline deadline);
   absl::StatusOr<HostStore::ReadLease> BringUp(const std::string& key, Deadline deadline);
   absl::Status CheckIsPage(int64_t bytes) const;
-  // Offers memory to whoever learns the lease's id; `held` is let go of when the lease has ended.
-  absl::StatusOr<uint64_t> Lease(PageRuns pages, std::shared_ptr<const Bytes> tail,
+  // Offers memory to the caller of the request; `held` is let go of when the lease has ended.
+  absl::StatusOr<uint64_t> Lease(const Request& request, PageRuns pages,
+                                 std::shared_ptr<const Bytes> tail,
                                  const std::shared_ptr<void>& held);
   // Lets go of what is leased no more.
   void Settle() override;
@@ -282,17 +283,19 @@ absl::StatusOr<std::shared_ptr<Bytes>> StoreServer::Service::Stage(int64_t bytes
   });
 }
 
-absl::StatusOr<uint64_t> StoreServer::Service::Lease(PageRuns pages,
+absl::StatusOr<uint64_t> StoreServer::Service::Lease(const Request& request, PageRuns pages,
                                                      std::shared_ptr<const Bytes> tail,
                                                      const std::shared_ptr<void>& held) {
   const uint64_t id = RandomId();
+  // Who has not come by the call's deadline has given up, or never got the reply: pages that were held
+  // for longer would be missed by others.
+  const Deadline expiry = std::min(DeadlineInMs(kReplyLeaseMs), request.deadline);
   {
     const MutexLock lock(&mutex_);
     held_.emplace(id, held);
   }
-  const absl::Status published =
-      leases_.Publish(id, std::move(pages), options_.host->pool()->layout().num_layers,
-                      DeadlineInMs(kReplyLeaseMs), std::move(tail));
+  const absl::Status published = leases_.Publish(
+      id, std::move(pages), options_.host->pool()->layout().num_layers, expiry, std::move(tail));
   if (published.ok()) {
     node_.get().LeaseChanged(id);  // It may be the next to expire.
     return id;
@@ -344,7 +347,7 @@ StoreServer::Service::Result StoreServer::Service::Get(const Request& request) {
   const auto bytes = static_cast<int64_t>(value.size());
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<Bytes> staged, Stage(bytes));
   *staged = std::move(value);
-  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, Lease(PageRuns(), staged, nullptr));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, Lease(request, PageRuns(), staged, nullptr));
   return Fields()
       .Set("lease", lease_id)
       .Set("bytes", static_cast<uint64_t>(bytes))
@@ -420,7 +423,8 @@ StoreServer::Service::Result StoreServer::Service::GetPages(const Request& reque
   if (held->empty()) return reply;
   if (!has_room) reply.Set("again", 1);
   KVFERRY_ASSIGN_OR_RETURN(PageRuns pages, PageRuns::FromRuns(runs));
-  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, Lease(std::move(pages), nullptr, held));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id,
+                           Lease(request, std::move(pages), nullptr, held));
   return reply.Set("lease", lease_id).Set("epoch", node_.get().epoch());
 }
 

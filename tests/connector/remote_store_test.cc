@@ -293,6 +293,22 @@ TEST_F(RemotePages, NoMoreIsReadForACallThatIsOver) {
   EXPECT_LE(lower->num_gets, 1);
 }
 
+// Its caller has given up; others need the memory.
+TEST_F(RemotePages, WhatIsFoundTooLateIsNotHeld) {
+  const auto lower = std::make_shared<GatedStore>(SmallLayout().page_bytes());
+  const auto server = Serve(MakeHost(1), lower);
+  const auto client = Dial(server->address(), source_), other = Dial(server->address(), target_);
+  const std::vector<int64_t> page = {1};
+  ASSERT_TRUE(AllOk(lower->PutPages(Views({"slow"}), *source_, page, Soon())));
+  EXPECT_TRUE(Fails(client->GetPages(Views({"slow"}), *source_, page, DeadlineInMs(200))[0],
+                    absl::StatusCode::kDeadlineExceeded));
+  LetTheServersDeadlinePass();
+  lower->go_on.Open();
+  EXPECT_TRUE(
+      WaitFor([&] { return AllOk(other->PutPages(Views({"new"}), *target_, page, Soon())); },
+              DeadlineInMs(5000)));
+}
+
 // ---------------------------------------------------------------- sessions that end
 
 using Code = absl::StatusCode;

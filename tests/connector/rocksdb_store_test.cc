@@ -19,6 +19,7 @@
 #include "connector/store/tiered_store.h"
 #include "tests/connector/store_conformance.h"
 #include "tests/connector/store_values.h"
+#include "tests/support/temp_folder.h"
 
 namespace kvferry {
 namespace {
@@ -27,26 +28,6 @@ constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
 constexpr auto kNotFound = absl::StatusCode::kNotFound;
 constexpr auto kPrecondition = absl::StatusCode::kFailedPrecondition;
 constexpr auto kExhausted = absl::StatusCode::kResourceExhausted;
-
-class TempFolder {
- public:
-  TempFolder() {
-    std::string name = testing::TempDir() + "kvferry_store_XXXXXX";
-    if (mkdtemp(name.data()) == nullptr) std::abort();
-    path_ = name;
-  }
-  ~TempFolder() {
-    std::error_code error;
-    std::filesystem::remove_all(path_, error);
-  }
-  TempFolder(const TempFolder&) = delete;
-  TempFolder& operator=(const TempFolder&) = delete;
-
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 // Deletes a store, and says how to open it again.
 struct Keeper {

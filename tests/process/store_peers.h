@@ -3,6 +3,7 @@
 // A server of a host store, and a client of several of them, as processes of their own.
 
 #include <chrono>
+#include <cstdlib>
 #include <future>
 #include <memory>
 #include <string>
@@ -13,6 +14,7 @@
 #include "absl/strings/str_join.h"
 #include "connector/store/host_store.h"
 #include "connector/store/remote_store.h"
+#include "connector/store/rocksdb_store.h"
 #include "connector/store/store_server.h"
 #include "connector/store/tiered_store.h"
 #include "tests/process/peer_words.h"
@@ -22,12 +24,13 @@ namespace kvferry {
 
 class StoreServerPeer {
  public:
-  // Room for a quarter of the pool's pages; at an odd port with a tier below for half of them.
+  // Room for a quarter of the pool's pages; at every second port with a tier below for half of them,
+  // at every fourth one with files below that the next server there finds again.
   StoreServerPeer(const KvPool& pool, const Config& config) {
     const std::shared_ptr<HostStore> host = Host(pool, 4);
     StoreServer::Options options = {{config, kTestModel, "store"}, host, nullptr, nullptr};
     if (config.listen_port % 2 == 1) {
-      options.lower = Host(pool, 2);
+      options.lower = config.listen_port % 4 == 3 ? Files(pool, config) : Host(pool, 2);
       options.store = Must(TieredStore::Create(host, options.lower));
     }
     server_ = Must(StoreServer::Create(std::move(options)));
@@ -45,6 +48,18 @@ class StoreServerPeer {
     options.layout = pool.layout();
     options.capacity_bytes = pool.num_pages() / part * pool.layout().page_bytes();
     return Must(HostStore::Create(options));
+  }
+
+  // In a folder of the test's, if RocksDB is there.
+  static std::shared_ptr<KvStore> Files(const KvPool& pool, const Config& config) {
+#ifdef KVFERRY_TEST_ROCKSDB
+    RocksDbStore::Options options;
+    options.path = absl::StrCat(std::getenv("KVFERRY_TEST_STORES"), "/", config.listen_port);
+    options.capacity_bytes = pool.num_pages() / 2 * pool.layout().page_bytes();
+    return Must(RocksDbStore::Open(options));
+#else
+    return Host(pool, 2);
+#endif
   }
 
   std::unique_ptr<StoreServer> server_;

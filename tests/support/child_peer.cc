@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <system_error>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -136,7 +137,10 @@ bool ChildPeer::alive() {
 
 int64_t ChildPeer::num_fds() const {
   const std::filesystem::directory_iterator fds(absl::StrCat("/proc/", pid_, "/fd"));
-  return std::distance(begin(fds), end(fds));
+  return std::count_if(begin(fds), end(fds), [](const std::filesystem::directory_entry& fd) {
+    std::error_code gone;
+    return !std::filesystem::is_regular_file(fd.path(), gone);
+  });
 }
 
 std::string ChildPeer::ReadLine(Deadline deadline) {

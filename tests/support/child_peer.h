@@ -40,7 +40,8 @@ class ChildPeer {
   // Lets it end by itself, its endpoint destroyed; whether it did so in time and without complaint.
   bool Quit();
   bool alive();
-  int64_t num_fds() const;  // That it has open.
+  int64_t num_fds()
+      const;  // That it has open, without files: of a store's there may be any number.
   // The prefill side's "tcp://...".
   const std::string& address() const { return address_; }
 

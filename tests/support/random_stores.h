@@ -12,12 +12,13 @@
 #include <vector>
 
 #include "tests/support/random_processes.h"
+#include "tests/support/temp_folder.h"
 
 namespace kvferry {
 
 class RandomStores : public RandomProcesses {
  protected:
-  void RunAtRandom() { RandomProcesses::RunAtRandom("store-server", 2, "store-client", 3); }
+  void RunAtRandom();
   // Clients know servers by their addresses, so one that begins again has the same.
   std::string MoreConfig(const Process& process) override { return SamePort(process); }
 
@@ -61,6 +62,7 @@ class RandomStores : public RandomProcesses {
   void ExpectAPut(const Call& call, size_t index);
   void ExpectServes(Process& client, int64_t server);
 
+  const TempFolder files_;  // Of servers that keep some; later servers find them again.
   std::map<Key, std::vector<VersionPtr>> versions_;
   std::vector<Call> calls_;
   uint64_t last_seed_ = kUnwritten;
