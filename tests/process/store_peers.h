@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "connector/store/host_store.h"
@@ -65,11 +66,14 @@ class StoreServerPeer {
   std::unique_ptr<StoreServer> server_;
 };
 
-// Its calls run in threads of their own, many at once.
+// Its calls run in threads of their own, many at once. What is in its pool goes and comes as pages, or
+// by "put_values" and "get_values" one value after the other.
 class StoreClientPeer {
  public:
   StoreClientPeer(std::shared_ptr<KvPool> pool, const Config& config)
-      : pool_(std::move(pool)), config_(config) {}
+      : pool_(std::move(pool)),
+        no_pool_of_the_stores_(Must(KvPool::Adopt(pool_->layout(), pool_->buffer_infos(), pool_))),
+        config_(config) {}
 
   std::string Greeting() const { return "ready"; }
 
@@ -84,7 +88,7 @@ class StoreClientPeer {
       }
       return "OK";
     }
-    if (words[0] == "put" || words[0] == "get" || words[0] == "erase") {  // STORE KEYS PAGES MS
+    if (words.size() == 5) {  // put | put_values | get | get_values | erase STORE KEYS PAGES MS
       calls_.push_back(std::async(std::launch::async, [this, words] { return Call(words); }));
       return absl::StrCat(calls_.size() - 1);
     }
@@ -108,16 +112,19 @@ class StoreClientPeer {
     const std::vector<std::string_view> views(keys.begin(), keys.end());
     const std::vector<int64_t> pages = Numbers(words[3]);
     const Deadline deadline = DeadlineInMs(Number(words[4]));
+    const bool as_values = absl::EndsWith(words[0], "_values");
+    const KvPool& pool = as_values ? *no_pool_of_the_stores_ : *pool_;
     const std::vector<absl::Status> statuses =
-        words[0] == "put"   ? store.PutPages(views, *pool_, pages, deadline)
-        : words[0] == "get" ? store.GetPages(views, *pool_, pages, deadline)
-                            : std::vector<absl::Status>{store.Erase(keys[0], deadline)};
+        absl::StartsWith(words[0], "put")   ? store.PutPages(views, pool, pages, deadline)
+        : absl::StartsWith(words[0], "get") ? store.GetPages(views, pool, pages, deadline)
+                                            : std::vector{store.Erase(keys[0], deadline)};
     return absl::StrJoin(statuses, " ", [](std::string* out, const absl::Status& status) {
       absl::StrAppend(out, absl::StatusCodeToString(status.code()));
     });
   }
 
   const std::shared_ptr<KvPool> pool_;
+  const std::shared_ptr<KvPool> no_pool_of_the_stores_;  // The same memory.
   const Config config_;
   std::vector<std::unique_ptr<RemoteStore>> stores_;
   std::vector<std::shared_future<std::string>> calls_;  // Before the stores that they use.

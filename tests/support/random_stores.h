@@ -36,6 +36,7 @@ class RandomStores : public RandomProcesses {
   struct Call {
     Process* at = nullptr;
     std::string what;
+    bool as_values = false;  // Not as pages.
     std::string number;
     std::vector<Key> keys;
     Pages pages;
