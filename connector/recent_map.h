@@ -17,15 +17,13 @@ class RecentMap {
   // At 3,000 leases a second for 20 s, twice as long as a silent session lasts.
   static constexpr size_t kMax = 65536;
 
-  // False, and nothing changed, if it is known already.
-  bool Add(uint64_t id, Value value) {
-    if (!values_.try_emplace(id, std::move(value)).second) return false;
+  // What is known already stays as it is.
+  void Add(uint64_t id, Value value) {
+    if (!values_.try_emplace(id, std::move(value)).second) return;
     order_.push_back(id);
-    if (order_.size() > kMax) {
-      values_.erase(order_.front());
-      order_.pop_front();
-    }
-    return true;
+    if (order_.size() <= kMax) return;
+    values_.erase(order_.front());
+    order_.pop_front();
   }
   bool contains(uint64_t id) const { return values_.contains(id); }
   // Null if it is unknown. Valid until the next Add().

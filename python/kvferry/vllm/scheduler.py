@@ -99,15 +99,18 @@ class PrefillScheduler:
             return True
         if self._room.has(watched.parts[-1].end_block):
             return True
-        # The engine that was to ask has gone, or has too much to do.
-        overdue = time.monotonic() - watched.arrived > self._fetch_timeout_s
-        return overdue and self._room.empty
+        return self._is_overdue(watched) and self._room.empty
+
+    def _is_overdue(self, watched: _Watched) -> bool:
+        """The engine that was to ask for it has gone, or has too much to do."""
+        return time.monotonic() - watched.arrived > self._fetch_timeout_s
 
     def update_state_after_alloc(self, request: Request) -> None:
         if (lease_id := self._unasked.get(request.request_id)) is None:
             return
-        blocks = self._watched[request.request_id].parts[-1].end_block
-        if not self._room.has(blocks):
+        watched = self._watched[request.request_id]
+        blocks = watched.parts[-1].end_block
+        if self._is_overdue(watched) and not self._room.has(blocks):
             logger.warning(
                 "no engine has asked for %s within %.0f s: is it given to the decode engine at the "
                 "same time?",
