@@ -66,18 +66,19 @@ void BindServer(nb::module_& module) {
       .def(
           "__init__",
           [](PyServer* self, const PyStoreOf<HostStore>& host, const Config& config,
-             std::string model, std::string name, const PyStore* store, const PyStore* lower) {
+             std::string model, std::string name, const PyStoreOf<TieredStore>* tiered) {
             StoreServer::Options options;
             options.endpoint = {config, std::move(model), std::move(name)};
             options.host = std::dynamic_pointer_cast<HostStore>(host.get());
-            if (store != nullptr) options.store = store->get();
-            if (lower != nullptr) options.lower = lower->get();
+            if (tiered != nullptr) {
+              options.tiered = std::dynamic_pointer_cast<TieredStore>(tiered->get());
+            }
             new (self) PyServer(Value(StoreServer::Create(std::move(options))));
           },
-          "host"_a, "config"_a, "model"_a, "name"_a = "", "store"_a = nb::none(),
-          "lower"_a = nb::none(),
-          "Listens on config.listen_host:listen_port. `store` is all that is served (`host` itself "
-          "unless given), `lower` what pages are put into besides `host`.")
+          "host"_a, "config"_a, "model"_a, "name"_a = "", "tiered"_a = nb::none(),
+          "Listens on config.listen_host:listen_port. `tiered` has `host` as its upper tier, and "
+          "is "
+          "served then; without it `host` alone is.")
       .def_prop_ro("address", [](const PyServer& self) { return self.get().address(); })
       .def(
           "metrics", [](const PyServer& self) { return MetricsDict(self.get()); },

@@ -93,7 +93,10 @@ absl::Status TooLate() {
 class StoreServer::Service final : public LeaseSource, public CallHandler {
  public:
   explicit Service(Options options)
-      : LeaseSource(options.endpoint.config), options_(std::move(options)) {}
+      : LeaseSource(options.endpoint.config),
+        options_(std::move(options)),
+        store_(options_.tiered != nullptr ? std::shared_ptr<KvStore>(options_.tiered)
+                                          : options_.host) {}
   ~Service() override { Close(); }
 
   absl::Status Start();
@@ -158,6 +161,7 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   void FinishPutPages(Incoming& incoming, const Request& request, const absl::Status& fetched);
 
   const Options options_;
+  const std::shared_ptr<KvStore> store_;  // All that is served.
   TaskThread tasks_;
   std::atomic<int64_t> staged_bytes_{0};
   Mutex mutex_;
@@ -231,30 +235,30 @@ absl::StatusOr<std::string_view> StoreServer::Service::OneKey(const Request& req
 
 StoreServer::Service::Result StoreServer::Service::Exists(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const int64_t count,
-                           options_.store->Exists(Views(request.keys), request.deadline));
+                           store_->Exists(Views(request.keys), request.deadline));
   return Fields().Set("count", static_cast<uint64_t>(count));
 }
 
 StoreServer::Service::Result StoreServer::Service::Erase(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
-  KVFERRY_RETURN_IF_ERROR(options_.store->Erase(key, request.deadline));
+  KVFERRY_RETURN_IF_ERROR(store_->Erase(key, request.deadline));
   return Fields();
 }
 
 StoreServer::Service::Result StoreServer::Service::Pin(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
-  KVFERRY_RETURN_IF_ERROR(options_.store->Pin(key, request.deadline));
+  KVFERRY_RETURN_IF_ERROR(store_->Pin(key, request.deadline));
   return Fields();
 }
 
 StoreServer::Service::Result StoreServer::Service::Unpin(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
-  KVFERRY_RETURN_IF_ERROR(options_.store->Unpin(key, request.deadline));
+  KVFERRY_RETURN_IF_ERROR(store_->Unpin(key, request.deadline));
   return Fields();
 }
 
 StoreServer::Service::Result StoreServer::Service::Stats(const Request& /*request*/) {
-  const KvStore::Stats stats = options_.store->stats();
+  const KvStore::Stats stats = store_->stats();
   Fields fields;
   for (const auto& [name, value] :
        {std::pair("entries", stats.entries), std::pair("bytes", stats.bytes),
@@ -262,7 +266,7 @@ StoreServer::Service::Result StoreServer::Service::Stats(const Request& /*reques
         std::pair("puts", stats.puts), std::pair("hits", stats.hits),
         std::pair("misses", stats.misses), std::pair("evictions", stats.evictions),
         std::pair("errors", stats.errors),
-        std::pair("max_value_bytes", options_.store->max_value_bytes())}) {
+        std::pair("max_value_bytes", store_->max_value_bytes())}) {
     if (value >= 0) fields.Set(name, static_cast<uint64_t>(value));
   }
   return fields;
@@ -343,7 +347,7 @@ absl::Status StoreServer::Service::FetchFromCaller(const Request& request, PageR
 
 StoreServer::Service::Result StoreServer::Service::Get(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
-  KVFERRY_ASSIGN_OR_RETURN(Bytes value, options_.store->GetBytes(key, request.deadline));
+  KVFERRY_ASSIGN_OR_RETURN(Bytes value, store_->GetBytes(key, request.deadline));
   const auto bytes = static_cast<int64_t>(value.size());
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<Bytes> staged, Stage(bytes));
   *staged = std::move(value);
@@ -357,14 +361,13 @@ StoreServer::Service::Result StoreServer::Service::Get(const Request& request) {
 StoreServer::Service::Result StoreServer::Service::Put(const Request& request) {
   KVFERRY_RETURN_IF_ERROR(OneKey(request));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t bytes, request.args.Uint("bytes", INT64_MAX));
-  KVFERRY_RETURN_IF_ERROR(
-      CheckValueBytes(static_cast<int64_t>(bytes), options_.store->max_value_bytes()));
+  KVFERRY_RETURN_IF_ERROR(CheckValueBytes(static_cast<int64_t>(bytes), store_->max_value_bytes()));
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<Bytes> staged, Stage(static_cast<int64_t>(bytes)));
   const auto store = [this, staged, request](const absl::Status& fetched) {
     if (request.IsLate()) return;
     absl::Status status = fetched;
     const std::span<const std::byte> value = *staged;
-    if (status.ok()) status = options_.store->Put(request.keys[0], {&value, 1}, request.deadline);
+    if (status.ok()) status = store_->Put(request.keys[0], {&value, 1}, request.deadline);
     node_.get().Reply(request.call, status.ok() ? absl::StatusOr<Fields>(Fields())
                                                 : absl::StatusOr<Fields>(status));
   };
@@ -385,7 +388,7 @@ absl::Status StoreServer::Service::CheckIsPage(int64_t bytes) const {
 
 absl::StatusOr<HostStore::ReadLease> StoreServer::Service::BringUp(const std::string& key,
                                                                    Deadline deadline) {
-  KVFERRY_ASSIGN_OR_RETURN(const Bytes below, options_.store->GetBytes(key, deadline));
+  KVFERRY_ASSIGN_OR_RETURN(const Bytes below, store_->GetBytes(key, deadline));
   KVFERRY_RETURN_IF_ERROR(CheckIsPage(std::ssize(below)));
   absl::StatusOr<HostStore::ReadLease> value = options_.host->Acquire(key);
   if (absl::IsNotFound(value.status())) return NoRoomAbove();
@@ -396,7 +399,7 @@ absl::StatusOr<HostStore::ReadLease> StoreServer::Service::Acquire(const std::st
                                                                    bool has_room,
                                                                    Deadline deadline) {
   absl::StatusOr<HostStore::ReadLease> value = options_.host->Acquire(key);
-  if (absl::IsNotFound(value.status()) && options_.store.get() != options_.host.get()) {
+  if (absl::IsNotFound(value.status()) && options_.tiered != nullptr) {
     return has_room ? BringUp(key, deadline) : NoRoomAbove();
   }
   if (value.ok()) KVFERRY_RETURN_IF_ERROR(CheckIsPage(value->bytes()));
@@ -470,22 +473,21 @@ void StoreServer::Service::FinishPutPages(Incoming& incoming, const Request& req
   if (!fetched.ok()) return node_.get().Reply(request.call, fetched);
   std::vector<std::string_view> keys;
   for (const size_t key : incoming.keys) keys.push_back(request.keys[key]);
-  std::vector<absl::Status> below(keys.size());
-  if (options_.lower != nullptr) {
-    // While the pages are still reserved: once committed they may be evicted.
-    below =
-        options_.lower->PutPages(keys, *options_.host->pool(), incoming.pages, request.deadline);
+  const auto show = [&](size_t i) {
+    return options_.host->Commit(std::move(incoming.reservations[i]), keys[i]);
+  };
+  // A tier below takes pages while they are still reserved: once committed they may be evicted.
+  std::vector<absl::Status> put;
+  if (options_.tiered != nullptr) {
+    put = options_.tiered->PutShown(keys, *options_.host->pool(), incoming.pages, show,
+                                    request.deadline);
+  } else {
+    for (size_t i = 0; i < keys.size(); ++i) put.push_back(show(i));
   }
-  for (size_t i = 0; i < keys.size(); ++i) {
-    // What the lower tier has not taken stays out of the upper one too: below there may be another
-    // value, which would show once this one is evicted.
-    incoming.statuses[incoming.keys[i]] =
-        below[i].ok() ? options_.host->Commit(std::move(incoming.reservations[i]), keys[i])
-                      : below[i];
-  }
+  for (size_t i = 0; i < keys.size(); ++i) incoming.statuses[incoming.keys[i]] = std::move(put[i]);
   // What found no room beside these finds it in their place, as they are below too. Without a tier
   // below, the last pages would drive out the first.
-  const bool again = options_.lower != nullptr && keys.size() < request.keys.size();
+  const bool again = options_.tiered != nullptr && keys.size() < request.keys.size();
   node_.get().Reply(request.call, incoming.Reply(again));
 }
 
@@ -493,7 +495,9 @@ void StoreServer::Service::FinishPutPages(Incoming& incoming, const Request& req
 
 absl::StatusOr<std::unique_ptr<StoreServer>> StoreServer::Create(Options options) {
   if (options.host == nullptr) return absl::InvalidArgumentError("store server: no host store");
-  if (options.store == nullptr) options.store = options.host;
+  if (options.tiered != nullptr && options.tiered->upper() != options.host.get()) {
+    return absl::InvalidArgumentError("store server: the host store is not the tiered one's upper");
+  }
   auto service = std::make_shared<Service>(std::move(options));
   KVFERRY_RETURN_IF_ERROR(service->Start());
   return std::unique_ptr<StoreServer>(new StoreServer(std::move(service)));

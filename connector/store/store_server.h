@@ -17,6 +17,7 @@
 #include "connector/prefill_endpoint.h"
 #include "connector/store/host_store.h"
 #include "connector/store/kv_store.h"
+#include "connector/store/tiered_store.h"
 #include "transport/node.h"
 
 namespace kvferry {
@@ -29,12 +30,11 @@ class StoreServer {
   struct Options {
     EndpointOptions endpoint;  // config.listen_host and listen_port: where it listens.
     std::shared_ptr<HostStore> host;
-    // All that is served: `host` itself, or a store that has it as its upper tier. Null: `host`.
-    std::shared_ptr<KvStore> store;
-    // What pages are put into before they are put into `host`; both or none. Null: nothing.
-    std::shared_ptr<KvStore> lower;
+    // Has `host` as its upper tier, and is served then. Null: `host` alone is.
+    std::shared_ptr<TieredStore> tiered;
   };
 
+  // INVALID_ARGUMENT without a host, or for a `tiered` over another one; errors of Node::Start().
   static absl::StatusOr<std::unique_ptr<StoreServer>> Create(Options options);
   ~StoreServer();
 

@@ -72,15 +72,17 @@ std::vector<absl::Status> TieredStore::PutInto(Tier& tier, std::span<const PutIt
   auto next = put.begin();
   for (size_t i = 0; i < items.size(); ++i) {
     if (statuses[i].ok()) statuses[i] = *next++;
-    if (!statuses[i].ok()) continue;
-    const std::string_view key = items[i].key;
-    {
-      MutexLock lock(&mutex_);
-      tier.stale.erase(std::string(key));
-    }
-    if (IsPinned(key)) (void)PinIn(tier, key, deadline);
+    if (statuses[i].ok()) AfterPutInto(tier, items[i].key, deadline);
   }
   return statuses;
+}
+
+void TieredStore::AfterPutInto(Tier& tier, std::string_view key, Deadline deadline) {
+  {
+    MutexLock lock(&mutex_);
+    tier.stale.erase(std::string(key));
+  }
+  if (IsPinned(key)) (void)PinIn(tier, key, deadline);
 }
 
 absl::Status TieredStore::PutInto(Tier& tier, std::string_view key, ConstParts value,
@@ -130,6 +132,28 @@ std::vector<absl::Status> TieredStore::PutIntoBoth(std::span<const PutItem> item
   std::vector<absl::Status> statuses;
   for (size_t i = 0; i < items.size(); ++i) {
     statuses.push_back(AfterPut(items[i].key, upper[i], lower[i], deadline));
+  }
+  return statuses;
+}
+
+std::vector<absl::Status> TieredStore::PutShown(std::span<const std::string_view> keys,
+                                                const KvPool& pool, std::span<const int64_t> pages,
+                                                const std::function<absl::Status(size_t)>& show,
+                                                Deadline deadline) {
+  const absl::StatusOr<Turns> turns = TakeTurns({keys.begin(), keys.end()}, deadline);
+  if (!turns.ok()) return std::vector<absl::Status>(keys.size(), turns.status());
+  std::vector<absl::Status> statuses = lower_.store->PutPages(keys, pool, pages, deadline);
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (!statuses[i].ok()) {
+      CountError();
+      continue;
+    }
+    AfterPutInto(lower_, keys[i], deadline);
+    statuses[i] = show(i);
+    if (!statuses[i].ok()) continue;
+    AfterPutInto(upper_, keys[i], deadline);
+    MutexLock lock(&mutex_);
+    ++counts_.puts;
   }
   return statuses;
 }

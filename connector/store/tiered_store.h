@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -15,6 +16,7 @@
 #include "base/mutex.h"
 #include "connector/store/key_turns.h"
 #include "connector/store/kv_store.h"
+#include "pool/kv_pool.h"
 
 namespace kvferry {
 
@@ -53,6 +55,15 @@ class TieredStore : public KvStore {
   absl::Status Pin(std::string_view key, Deadline deadline) override;
   // Fails when a tier does that has the pin: the entry stays pinned, and this can be called again.
   absl::Status Unpin(std::string_view key, Deadline deadline) override;
+  // For the owner of an upper tier who has the values in its memory, where nobody sees them yet: pages of
+  // `pool`. The lower tier takes them, and then `show`(i) has the upper one give value i, which it is
+  // not asked to unless the lower one took that: below there may be another value, which would come
+  // up once this one is evicted.
+  std::vector<absl::Status> PutShown(std::span<const std::string_view> keys, const KvPool& pool,
+                                     std::span<const int64_t> pages,
+                                     const std::function<absl::Status(size_t)>& show,
+                                     Deadline deadline);
+  const KvStore* upper() const { return upper_.store.get(); }
   // Batches go to the tiers as batches.
   std::vector<absl::Status> PutBatch(std::span<const PutItem> items, Deadline deadline) override;
   std::vector<absl::Status> GetBatch(std::span<const GetItem> items, Deadline deadline) override;
@@ -86,6 +97,8 @@ class TieredStore : public KvStore {
                                   Deadline deadline);
   // These need the turn of the key, or of all keys.
   std::vector<absl::Status> PutInto(Tier& tier, std::span<const PutItem> items, Deadline deadline);
+  // The tier has a new value of the key's.
+  void AfterPutInto(Tier& tier, std::string_view key, Deadline deadline);
   absl::Status PutInto(Tier& tier, std::string_view key, ConstParts value, Deadline deadline);
   // The keys differ.
   std::vector<absl::Status> PutIntoBoth(std::span<const PutItem> items, Deadline deadline);

@@ -26,15 +26,15 @@ namespace {
 KvLayout Flat(int64_t page_bytes) { return Must(HostStore::FlatLayout(page_bytes)); }
 
 std::unique_ptr<StoreServer> Serve(std::shared_ptr<HostStore> host, Config config = SmallChunks()) {
-  return Must(
-      StoreServer::Create({{config, kTestModel, "store"}, std::move(host), nullptr, nullptr}));
+  return Must(StoreServer::Create({{config, kTestModel, "store"}, std::move(host), nullptr}));
 }
 
 // A host store over another one.
 std::unique_ptr<StoreServer> Serve(std::shared_ptr<HostStore> host,
                                    const std::shared_ptr<KvStore>& lower) {
-  const std::shared_ptr<KvStore> both = Must(TieredStore::Create(host, lower));
-  return Must(StoreServer::Create({{SmallChunks(), kTestModel, ""}, std::move(host), both, lower}));
+  std::shared_ptr<TieredStore> tiered = Must(TieredStore::Create(host, lower));
+  return Must(
+      StoreServer::Create({{SmallChunks(), kTestModel, ""}, std::move(host), std::move(tiered)}));
 }
 
 std::unique_ptr<RemoteStore> Dial(const std::string& address, std::shared_ptr<const KvPool> pool,
@@ -253,6 +253,47 @@ class GatedStore : public FakeStore {
     return FakeStore::GetBytes(key, deadline);
   }
 };
+
+// What a process that serves a tiered store brings up for itself does not cover what a client puts
+// meanwhile.
+TEST_F(RemotePages, ATierBelowHasNoOldValueToBringUp) {
+  class SlowToReturn : public FakeStore {
+   public:
+    using FakeStore::FakeStore;
+    Latch read, go_on;
+    absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key,
+                                                    Deadline deadline) override {
+      absl::StatusOr<std::vector<std::byte>> value = FakeStore::GetBytes(key, deadline);
+      read.Open();
+      go_on.Wait(Soon());
+      return value;
+    }
+  };
+  const auto lower = std::make_shared<SlowToReturn>(SmallLayout().page_bytes());
+  const auto host = MakeHost(4);
+  const std::shared_ptr<TieredStore> tiered = Must(TieredStore::Create(host, lower));
+  const auto server = Must(StoreServer::Create({{SmallChunks(), kTestModel, ""}, host, tiered}));
+  const auto client = Dial(server->address(), source_);
+  const std::vector<int64_t> first = {1}, second = {2}, into = {9};
+  ASSERT_TRUE(AllOk(lower->PutPages(Views({"key"}), *source_, first, Soon())));
+  auto get = std::async(std::launch::async, [&] { return tiered->GetBytes("key", Soon()); });
+  ASSERT_TRUE(lower->read.Wait(Soon()));
+  auto put = std::async(std::launch::async,
+                        [&] { return client->PutPages(Views({"key"}), *source_, second, Soon()); });
+  put.wait_for(std::chrono::milliseconds(300));  // It is through by then, unless it waits its turn.
+  lower->go_on.Open();
+  EXPECT_TRUE(IsOk(get.get()));
+  ASSERT_TRUE(AllOk(put.get()));
+  const auto reader = Dial(server->address(), target_);
+  ASSERT_TRUE(AllOk(reader->GetPages(Views({"key"}), *target_, into, Soon())));
+  EXPECT_TRUE(HoldsExactly(*target_, 2, into, 1, second));
+}
+
+TEST_F(RemotePages, ATieredStoreOverAnotherHostIsRefused) {
+  const std::shared_ptr<TieredStore> tiered = Must(TieredStore::Create(MakeHost(4), MakeHost(4)));
+  EXPECT_TRUE(Fails(StoreServer::Create({{SmallChunks(), kTestModel, ""}, host_, tiered}),
+                    absl::StatusCode::kInvalidArgument, "upper"));
+}
 
 // A call's time at the server begins a little later than at its caller.
 void LetTheServersDeadlinePass() {

@@ -29,10 +29,10 @@ class StoreServerPeer {
   // at every fourth one with files below that the next server there finds again.
   StoreServerPeer(const KvPool& pool, const Config& config) {
     const std::shared_ptr<HostStore> host = Host(pool, 4);
-    StoreServer::Options options = {{config, kTestModel, "store"}, host, nullptr, nullptr};
+    StoreServer::Options options = {{config, kTestModel, "store"}, host, nullptr};
     if (config.listen_port % 2 == 1) {
-      options.lower = config.listen_port % 4 == 3 ? Files(pool, config) : Host(pool, 2);
-      options.store = Must(TieredStore::Create(host, options.lower));
+      options.tiered = Must(TieredStore::Create(
+          host, config.listen_port % 4 == 3 ? Files(pool, config) : Host(pool, 2)));
     }
     server_ = Must(StoreServer::Create(std::move(options)));
   }

@@ -68,8 +68,9 @@ def open_store(
     if not options.embedded:
         store = kvferry.make_store(_of_pages(options.config, pool.layout))
         return OpenedStore(store, "", store.close)
-    store, host, lower = _open_embedded(options.config, pool.layout, rank)
-    server = kvferry.StoreServer(host, config, model, name, store=store, lower=lower)
+    host, tiered = _open_embedded(options.config, pool.layout, rank)
+    store = tiered or host
+    server = kvferry.StoreServer(host, config, model, name, tiered=tiered)
 
     def close() -> None:
         server.close()
@@ -78,11 +79,12 @@ def open_store(
     return OpenedStore(store, server.address, close)
 
 
-def _open_embedded(config: dict[str, Any], layout: kvferry.KvLayout, rank: int):
-    """(what holds all blocks, the host store that they are served from, what lies under it)"""
+def _open_embedded(
+    config: dict[str, Any], layout: kvferry.KvLayout, rank: int
+) -> tuple[kvferry.HostStore, kvferry.TieredStore | None]:
+    """(the host store that blocks are served from, what has it as its upper tier, if anything)"""
     if config["backend"] == "host":
-        store = _host(config, layout)
-        return store, store, None
+        return _host(config, layout), None
     if config["backend"] == "rocksdb":  # Others are served out of memory.
         config = {"lower": config}
     upper, lower = config.get("upper", _DEFAULT), config.get("lower")
@@ -90,7 +92,7 @@ def _open_embedded(config: dict[str, Any], layout: kvferry.KvLayout, rank: int):
         raise ValueError('store: "tiered" needs an upper tier of backend "host" and a lower one')
     host = _host(upper, layout)
     under = kvferry.make_store(_of_rank(lower, rank))
-    return kvferry.TieredStore(host, under), host, under
+    return host, kvferry.TieredStore(host, under)
 
 
 def _host(config: dict[str, Any], layout: kvferry.KvLayout) -> kvferry.HostStore:
