@@ -1,8 +1,10 @@
 """The halves of the connector in two engines' workers, with real endpoints and without engines."""
 
 import functools
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -241,6 +243,23 @@ def test_blocks_that_may_be_read_still_are_not_given_away(workers: Workers):
     with pytest.raises(kvferry.DeadlineExceeded):
         workers.prefill.release_preempted(["p"])
     assert late.times == 0
+
+
+def test_a_lease_that_ends_as_its_request_is_preempted_is_in_the_trace(
+    workers: Workers, tmp_path: Path
+):
+    path = tmp_path / "trace"
+    workers.prefill._trace = Trace(str(path), 0)
+    workers.prefill.publish([publication(101, [1, 2])])
+    workers.source.compute(workers.prefill, [1, 2])
+    workers.load(workers.part(101, [7, 8]))
+    wait_for(lambda: workers.prefill._endpoint.metrics()["leases_live"] == 0)
+    workers.prefill.release_preempted(["p"])
+    workers.prefill.publish([publication(101, [3, 4])])  # Nobody would come for it.
+    assert workers.prefill.take_finished({"p"}) == {"p"}
+    (event,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert event["outcome"] == "fetched"
+    assert workers.prefill._leases == {}
 
 
 def test_a_preempted_request_that_is_aborted_fails_its_load(workers: Workers):

@@ -68,9 +68,12 @@ class PrefillWorker:
         Raises kvferry.DeadlineExceeded if blocks may be read still: going on would give other
         requests' KV to whoever reads them.
         """
-        for lease in (it for key in request_ids for it in self._forget(key)):
-            if not lease.live or not self._unpublish(lease):
+        for lease in (it for key in request_ids for it in self._leases_of.pop(key, [])):
+            unpublished = lease.live and self._unpublish(lease)
+            if not unpublished:
                 self._ended_before.setdefault(lease.request_id, set()).add(lease.lease_id)
+            if unpublished or not lease.live:
+                del self._leases[lease.lease_id]
 
     def _unpublish(self, lease: _Lease) -> bool:
         """False: it has ended before, as fetched or expired."""
@@ -90,12 +93,6 @@ class PrefillWorker:
                     raise
         self._trace_end(lease, "preempted")
         return True
-
-    def _forget(self, request_id: str) -> list[_Lease]:
-        leases = self._leases_of.pop(request_id, [])
-        for lease in leases:
-            del self._leases[lease.lease_id]
-        return leases
 
     def withdraw(self, request_ids: list[str]) -> None:
         """Takes leases back whose blocks stay until take_finished() reports them."""
@@ -175,8 +172,10 @@ class PrefillWorker:
         for lease_id, outcome in self._endpoint.take_ended():
             lease = self._leases.get(lease_id)
             if lease is None:
-                continue  # Of a request that was preempted.
+                continue
             lease.live = False
+            if lease not in self._leases_of.get(lease.request_id, ()):
+                del self._leases[lease_id]  # It ended as its request was preempted.
             self._trace_end(lease, outcome)
             if outcome == "expired":
                 self._stats.record_expired()
@@ -192,8 +191,8 @@ class PrefillWorker:
         finished = {
             key for key in self._engine_done if not any(it.live for it in self._leases_of[key])
         }
-        for request_id in finished:
-            self._forget(request_id)
+        for lease in (it for key in finished for it in self._leases_of.pop(key)):
+            del self._leases[lease.lease_id]
         self._engine_done -= finished
         return finished
 
