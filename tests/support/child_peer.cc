@@ -15,6 +15,7 @@
 #include <fstream>
 #include <system_error>
 
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -139,7 +140,9 @@ int64_t ChildPeer::num_fds() const {
   const std::filesystem::directory_iterator fds(absl::StrCat("/proc/", pid_, "/fd"));
   return std::count_if(begin(fds), end(fds), [](const std::filesystem::directory_entry& fd) {
     std::error_code gone;
-    return !std::filesystem::is_regular_file(fd.path(), gone);
+    const std::string target = std::filesystem::read_symlink(fd.path(), gone).string();
+    return absl::StartsWith(target, "/memfd:") ||
+           !std::filesystem::is_regular_file(fd.path(), gone);
   });
 }
 

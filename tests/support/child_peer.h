@@ -40,8 +40,8 @@ class ChildPeer {
   // Lets it end by itself, its endpoint destroyed; whether it did so in time and without complaint.
   bool Quit();
   bool alive();
-  int64_t num_fds()
-      const;  // That it has open, without files: of a store's there may be any number.
+  // That it has open, but for files on a disk: a store may have any number of those.
+  int64_t num_fds() const;
   // The prefill side's "tcp://...".
   const std::string& address() const { return address_; }
 
