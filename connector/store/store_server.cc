@@ -336,7 +336,6 @@ absl::Status StoreServer::Service::FetchFromCaller(const Request& request, PageR
   auto handle = std::make_shared<std::shared_ptr<FetchHandle>>();
   fetch.on_done = [this, handle, then = std::move(then)] {
     // Refused only when the server closes, or is far behind: then the caller's deadline ends it.
-    // Refused when the server is closing: then nobody waits for it.
     tasks_.Post([handle, then] { then(OfTransfer((*handle)->status())); }).IgnoreError();
   };
   KVFERRY_ASSIGN_OR_RETURN(*handle, node_.get().Fetch(std::move(fetch)));

@@ -237,7 +237,7 @@ TEST_F(RemotePages, ATierBelowThatFailsKeepsTheOldValue) {
 
 // ---------------------------------------------------------------- calls that are over
 
-// Each get waits until it may go on.
+// Each get waits, with what it has read, until it may go on.
 class GatedStore : public FakeStore {
  public:
   using FakeStore::FakeStore;
@@ -248,28 +248,17 @@ class GatedStore : public FakeStore {
   absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key,
                                                   Deadline deadline) override {
     ++num_gets;
+    absl::StatusOr<std::vector<std::byte>> value = FakeStore::GetBytes(key, deadline);
     asked.Open();
     go_on.Wait(Soon());
-    return FakeStore::GetBytes(key, deadline);
+    return value;
   }
 };
 
 // What a process that serves a tiered store brings up for itself does not cover what a client puts
 // meanwhile.
 TEST_F(RemotePages, ATierBelowHasNoOldValueToBringUp) {
-  class SlowToReturn : public FakeStore {
-   public:
-    using FakeStore::FakeStore;
-    Latch read, go_on;
-    absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key,
-                                                    Deadline deadline) override {
-      absl::StatusOr<std::vector<std::byte>> value = FakeStore::GetBytes(key, deadline);
-      read.Open();
-      go_on.Wait(Soon());
-      return value;
-    }
-  };
-  const auto lower = std::make_shared<SlowToReturn>(SmallLayout().page_bytes());
+  const auto lower = std::make_shared<GatedStore>(SmallLayout().page_bytes());
   const auto host = MakeHost(4);
   const std::shared_ptr<TieredStore> tiered = Must(TieredStore::Create(host, lower));
   const auto server = Must(StoreServer::Create({{SmallChunks(), kTestModel, ""}, host, tiered}));
@@ -277,7 +266,7 @@ TEST_F(RemotePages, ATierBelowHasNoOldValueToBringUp) {
   const std::vector<int64_t> first = {1}, second = {2}, into = {9};
   ASSERT_TRUE(AllOk(lower->PutPages(Views({"key"}), *source_, first, Soon())));
   auto get = std::async(std::launch::async, [&] { return tiered->GetBytes("key", Soon()); });
-  ASSERT_TRUE(lower->read.Wait(Soon()));
+  ASSERT_TRUE(lower->asked.Wait(Soon()));
   auto put = std::async(std::launch::async,
                         [&] { return client->PutPages(Views({"key"}), *source_, second, Soon()); });
   put.wait_for(std::chrono::milliseconds(300));  // It is through by then, unless it waits its turn.

@@ -79,10 +79,12 @@ void RandomStores::Begin(Call call) {
   const std::string keys = absl::StrJoin(call.keys, ",", [](std::string* out, const Key& key) {
     absl::StrAppend(out, "key", key.second);
   });
+  // Instead of as pages.
+  const bool as_values = call.what != "erase" && OneIn(4);
   call.begun = Clock::now();
   call.number =
-      Ask(*call.at, absl::StrCat(call.what, call.as_values ? "_values " : " ", call.keys[0].first,
-                                 " ", keys, " ", Listed(call.pages), " ", timeout_ms));
+      Ask(*call.at, absl::StrCat(call.what, as_values ? "_values " : " ", call.keys[0].first, " ",
+                                 keys, " ", Listed(call.pages), " ", timeout_ms));
   call.due = DeadlineInMs(timeout_ms);
   int64_t number = 0;
   ASSERT_TRUE(absl::SimpleAtoi(call.number, &number)) << call.number;
@@ -94,16 +96,13 @@ void RandomStores::Put() {
   if (!call) return;
   const uint64_t seed = ++last_seed_;
   Write(*call->at, seed, call->pages, 0, kPeerLayers);
-  call->as_values = OneIn(4);
   AddVersions(*call, seed);
   Begin(*std::move(call));
 }
 
 void RandomStores::Get() {
   std::optional<Call> call = CallOf("get", AnyKeys());
-  if (!call) return;
-  call->as_values = OneIn(4);
-  Begin(*std::move(call));
+  if (call) Begin(*std::move(call));
 }
 
 void RandomStores::Erase() {

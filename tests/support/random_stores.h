@@ -36,7 +36,6 @@ class RandomStores : public RandomProcesses {
   struct Call {
     Process* at = nullptr;
     std::string what;
-    bool as_values = false;  // Not as pages.
     std::string number;
     std::vector<Key> keys;
     Pages pages;
