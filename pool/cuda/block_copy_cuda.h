@@ -10,7 +10,7 @@
 namespace kvferry {
 
 // CopyBlocks() where either cache, or both, lie on a GPU (BlockCache::Create in CudaMemory()): swap
-// in, swap out and copy of an engine's CacheEngine. Compiled and tested without a device; it has
+// in, swap out and copy of an engine's CacheEngine. Tested on an emulated device; it has
 // never run on a GPU.
 //
 // One cudaMemcpyAsync for each run of neighbouring blocks and buffer of the caches, on `stream`,

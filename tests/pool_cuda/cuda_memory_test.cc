@@ -198,6 +198,30 @@ TEST_F(CudaMemories, PoolsOfAModel) {
   EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), got.begin() + bytes.size()));
 }
 
+TEST_F(CudaMemories, OfTwoDevicesEachHasItsOwnRows) {
+  int devices = 0;
+  ASSERT_EQ(cudaGetDeviceCount(&devices), cudaSuccess);
+  if (devices < 2) GTEST_SKIP() << "this machine has one CUDA device";
+  const KvLayout layout = KvLayout::Mla(1, 1, 16, DType::kUint8);
+  const auto first = Must(TokenKvPool::Create(layout, 8, 0, memory_));
+  const auto second = Must(TokenKvPool::Create(layout, 8, 0, CudaMemory(1)));
+  int current = -1;
+  const std::vector<int32_t> slots = ShuffledSlots(8);
+  const std::vector<std::byte> bytes = RandomBytes(8 * 16);
+  for (const auto& pool : {first, second}) {
+    ASSERT_TRUE(IsOk(pool->WriteFlat(slots, bytes)));
+    std::vector<std::byte> got(bytes.size());
+    ASSERT_TRUE(IsOk(pool->ReadFlat(slots, got)));
+    EXPECT_EQ(got, bytes);
+    EXPECT_EQ(cudaGetDevice(&current), cudaSuccess);
+    EXPECT_EQ(current, 0);
+  }
+  EXPECT_TRUE(Fails(second->CopyFrom(*first, slots, slots), kInvalid, "rows lie on device 0",
+                    "the pool on 1"));
+  EXPECT_EQ(cudaGetDevice(&current), cudaSuccess);
+  EXPECT_EQ(current, 0);
+}
+
 // The rest needs no device.
 
 TEST(CudaMemoryArguments, ADeviceThatIsNotThereIsNamed) {

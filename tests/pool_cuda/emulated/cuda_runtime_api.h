@@ -1,0 +1,160 @@
+#pragma once
+
+// A CUDA runtime whose devices are this processor: what pool/cuda and its tests use of CUDA, so that
+// they compile as C++ and run where there is no GPU. It shows what kernels and calls do, not how
+// fast, and it is stricter than a GPU in what goes unnoticed there:
+//
+// - Memory of a device can be touched while the device works, and at no other time. It begins full
+//   of 0xcd, ends at a page that nobody can touch, and what is written beside it is found.
+// - What is put into a stream is done when somebody waits for it, and not before.
+// - A kernel gets no pointer to memory that its device cannot reach. Its threads run one after the
+//   other, from the first to the last and in the next launch from the last to the first.
+// - Words that are not aligned trap, as this is compiled with -fsanitize=alignment.
+//
+// Whoever breaks one of these rules ends with a line on standard error or a signal. What CUDA
+// answers with an error gets that error. Kernels that wait for one another (__syncthreads, warps)
+// cannot run, and there is no stream but the default one. Thread-safe. Names and values are CUDA's:
+// https://docs.nvidia.com/cuda/cuda-runtime-api.
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <span>
+#include <tuple>
+#include <utility>
+
+// ---------------------------------------------------------------- calls
+
+enum cudaError_t : int {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorInvalidMemcpyDirection = 21,
+  cudaErrorStubLibrary = 34,
+  cudaErrorInsufficientDriver = 35,
+  cudaErrorDevicesUnavailable = 46,
+  cudaErrorNoDevice = 100,
+  cudaErrorInvalidDevice = 101,
+  cudaErrorHostMemoryAlreadyRegistered = 712,
+  cudaErrorHostMemoryNotRegistered = 713,
+  cudaErrorSystemNotReady = 802,
+  cudaErrorSystemDriverMismatch = 803,
+};
+enum cudaMemcpyKind : int {
+  cudaMemcpyHostToHost = 0,
+  cudaMemcpyHostToDevice = 1,
+  cudaMemcpyDeviceToHost = 2,
+  cudaMemcpyDeviceToDevice = 3,
+  cudaMemcpyDefault = 4,
+};
+enum cudaMemoryType : int {
+  cudaMemoryTypeUnregistered = 0,
+  cudaMemoryTypeHost = 1,
+  cudaMemoryTypeDevice = 2,
+  cudaMemoryTypeManaged = 3,
+};
+struct cudaPointerAttributes {
+  cudaMemoryType type;
+  int device;
+  void* devicePointer;
+  void* hostPointer;
+};
+using cudaStream_t = struct CUstream_st*;
+constexpr unsigned cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2;
+
+cudaError_t cudaGetLastError();
+const char* cudaGetErrorString(cudaError_t error);
+
+cudaError_t cudaGetDeviceCount(int* count);
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaSetDevice(int device);
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes);
+cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t stream);
+cudaError_t cudaFree(void* pointer);
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream);
+cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned flags);
+cudaError_t cudaHostUnregister(void* pointer);
+cudaError_t cudaHostGetDevicePointer(void** seen, void* pointer, unsigned flags);
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer);
+
+cudaError_t cudaMemset(void* pointer, int value, size_t bytes);
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream);
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+
+// ---------------------------------------------------------------- kernels
+
+// As CUDA spells them.
+// NOLINTBEGIN(bugprone-reserved-identifier)
+#define __global__
+#define __device__
+
+struct dim3 {
+  uint32_t x = 1, y = 1, z = 1;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+
+inline thread_local dim3 threadIdx, blockIdx, gridDim;
+
+using std::max;
+using std::min;
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+// Atomic, as no two threads of a device run at once.
+inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long value) {
+  return std::exchange(*to, *to + value);
+}
+// NOLINTEND(bugprone-reserved-identifier)
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+};
+
+namespace kvferry::emulated {
+
+// Those of an argument, made 0 between its members, where they could be taken for a pointer. Only
+// GCC can do that; none otherwise.
+template <typename Argument>
+std::span<const std::byte> BytesOf([[maybe_unused]] Argument& argument) {
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_clear_padding)
+  __builtin_clear_padding(&argument);
+  return std::as_bytes(std::span(&argument, 1));
+#endif
+#endif
+  return {};
+}
+
+// Puts a launch into the stream; thread() is what one thread does.
+cudaError_t Launch(const cudaLaunchConfig_t& config,
+                   std::span<const std::span<const std::byte>> arguments,
+                   std::function<void()> thread);
+
+}  // namespace kvferry::emulated
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  std::tuple<Parameters...> values(std::forward<Arguments>(arguments)...);
+  return std::apply(
+      [&](auto&... value) {
+        const std::array<std::span<const std::byte>, sizeof...(value)> bytes = {
+            kvferry::emulated::BytesOf(value)...};
+        return kvferry::emulated::Launch(*config, bytes,
+                                         [kernel, values] { std::apply(kernel, values); });
+      },
+      values);
+}

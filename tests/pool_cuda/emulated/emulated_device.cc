@@ -1,0 +1,395 @@
+#include <cuda_runtime_api.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+
+namespace kvferry::emulated {
+namespace {
+
+constexpr int kDevices = 2;
+constexpr size_t kDeviceBytes = size_t{80} << 30;
+constexpr size_t kAlignment = 256;  // Of what cudaMalloc() gives.
+constexpr std::byte kUnset{0xcd}, kBeside{0xb5};
+
+thread_local int current_device = 0;
+thread_local cudaError_t last_error = cudaSuccess;
+
+cudaError_t Answer(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
+// What a GPU might let pass.
+[[noreturn]] void Fault(const std::string& what) {
+  std::fprintf(stderr, "emulated device: %s\n", what.c_str());
+  std::abort();
+}
+
+size_t RoundUp(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+// Memory of a device: up to the last page but one of a mapping, whose last page nobody can touch.
+class Allocation {
+ public:
+  // nullptr when the system refuses the memory.
+  static std::unique_ptr<Allocation> Create(int device, size_t bytes) {
+    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t usable = RoundUp(std::max<size_t>(bytes, 1), page);
+    void* mapping =
+        mmap(nullptr, usable + page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapping == MAP_FAILED) return nullptr;
+    std::unique_ptr<Allocation> made(
+        new Allocation(device, {static_cast<std::byte*>(mapping), usable}, bytes, page));
+    made->Open();
+    std::ranges::fill(made->mapping_, kBeside);
+    std::ranges::fill(made->memory_, kUnset);
+    made->Close();
+    return made;
+  }
+  ~Allocation() { munmap(mapping_.data(), mapping_.size() + guard_); }
+  Allocation(const Allocation&) = delete;
+  Allocation& operator=(const Allocation&) = delete;
+
+  int device() const { return device_; }
+  std::span<std::byte> memory() const { return memory_; }
+
+  void Open() const { Protect(PROT_READ | PROT_WRITE); }
+  void Close() const {
+    const auto untouched = [](std::span<const std::byte> bytes) {
+      return std::ranges::all_of(bytes, [](std::byte byte) { return byte == kBeside; });
+    };
+    const size_t before = static_cast<size_t>(memory_.data() - mapping_.data());
+    if (!untouched(mapping_.first(before)) ||
+        !untouched(mapping_.subspan(before + memory_.size()))) {
+      Fault(
+          absl::StrCat("something was written beside an allocation of ", memory_.size(), " bytes"));
+    }
+    Protect(PROT_NONE);
+  }
+
+ private:
+  Allocation(int device, std::span<std::byte> mapping, size_t bytes, size_t guard)
+      : device_(device),
+        mapping_(mapping),
+        memory_(mapping.subspan(mapping.size() - RoundUp(bytes, kAlignment), bytes)),
+        guard_(guard) {}
+
+  void Protect(int protection) const {
+    if (mprotect(mapping_.data(), mapping_.size(), protection) != 0) Fault("mprotect failed");
+  }
+
+  const int device_;
+  const std::span<std::byte> mapping_, memory_;
+  const size_t guard_;  // Bytes behind mapping_.
+};
+
+// All devices and what the host has pinned.
+class Machine {
+ public:
+  cudaError_t Allocate(void** pointer, size_t bytes) {
+    const std::scoped_lock lock(mutex_);
+    *pointer = nullptr;
+    if (bytes == 0) return cudaSuccess;
+    size_t used = 0;
+    for (const auto& [begin, allocation] : allocations_) used += allocation->memory().size();
+    auto made = bytes <= kDeviceBytes - used ? Allocation::Create(current_device, bytes) : nullptr;
+    if (made == nullptr) return cudaErrorMemoryAllocation;
+    *pointer = made->memory().data();
+    allocations_.emplace(made->memory().data(), std::move(made));
+    return cudaSuccess;
+  }
+
+  cudaError_t Free(void* pointer, bool now) {
+    const std::scoped_lock lock(mutex_);
+    if (pointer == nullptr) return cudaSuccess;
+    const auto found = allocations_.find(static_cast<const std::byte*>(pointer));
+    if (found == allocations_.end()) return cudaErrorInvalidValue;
+    if (now) {
+      Drain(found->second->device());
+      allocations_.erase(found);
+    } else {
+      Stream().push_back(
+          [this, pointer] { allocations_.erase(static_cast<const std::byte*>(pointer)); });
+    }
+    return cudaSuccess;
+  }
+
+  cudaError_t Pin(void* pointer, size_t bytes) {
+    const std::scoped_lock lock(mutex_);
+    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    if (bytes == 0 || pointer == nullptr) return cudaErrorInvalidValue;
+    auto* first = static_cast<std::byte*>(pointer);
+    first -= reinterpret_cast<uintptr_t>(first) % page;
+    const size_t size =
+        RoundUp(static_cast<size_t>(static_cast<std::byte*>(pointer) - first) + bytes, page);
+    for (const auto& [begin, pinned] : pinned_) {
+      if (first < begin + pinned && begin < first + size) {
+        return cudaErrorHostMemoryAlreadyRegistered;
+      }
+    }
+    pinned_.emplace(first, size);
+    return cudaSuccess;
+  }
+
+  cudaError_t Unpin(const void* pointer) {
+    const std::scoped_lock lock(mutex_);
+    for (int device = 0; device < kDevices; ++device) Drain(device);
+    return pinned_.erase(static_cast<const std::byte*>(pointer)) == 1
+               ? cudaSuccess
+               : cudaErrorHostMemoryNotRegistered;
+  }
+
+  cudaPointerAttributes AttributesOf(const void* pointer) {
+    const std::scoped_lock lock(mutex_);
+    auto* seen = const_cast<void*>(pointer);
+    if (const Allocation* allocation = AllocationOf(pointer)) {
+      return {cudaMemoryTypeDevice, allocation->device(), seen, nullptr};
+    }
+    if (IsPinned(pointer)) return {cudaMemoryTypeHost, current_device, seen, seen};
+    return {cudaMemoryTypeUnregistered, -1, nullptr, seen};
+  }
+
+  cudaError_t Set(void* to, int value, size_t bytes) {
+    const std::scoped_lock lock(mutex_);
+    if (bytes == 0) return cudaSuccess;
+    const std::optional<bool> on_device = IsOnDevice(to, bytes);
+    if (!on_device || (!*on_device && !IsPinned(to))) return cudaErrorInvalidValue;
+    Stream().push_back([=] { std::memset(to, value, bytes); });
+    if (!*on_device) Drain(current_device);
+    return cudaSuccess;
+  }
+
+  cudaError_t Copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, bool waits) {
+    const std::scoped_lock lock(mutex_);
+    if (bytes == 0) return cudaSuccess;
+    const std::optional<bool> to_device = IsOnDevice(to, bytes),
+                              from_device = IsOnDevice(from, bytes);
+    if (!to_device || !from_device) return cudaErrorInvalidValue;
+    if (kind != cudaMemcpyDefault && kind != (*from_device ? 2 : 0) + (*to_device ? 1 : 0)) {
+      return cudaErrorInvalidMemcpyDirection;
+    }
+    const bool from_pageable = !*from_device && !IsPinned(from);
+    if (from_pageable && !waits && *to_device) {
+      // Is read before the call returns, and may be gone when its bytes are written.
+      const auto* first = static_cast<const std::byte*>(from);
+      Stream().push_back([to, staged = std::vector<std::byte>(first, first + bytes)] {
+        std::memcpy(to, staged.data(), staged.size());
+      });
+      return cudaSuccess;
+    }
+    Stream().push_back([=] { std::memcpy(to, from, bytes); });
+    if (waits || from_pageable || (!*to_device && !IsPinned(to))) Drain(current_device);
+    return cudaSuccess;
+  }
+
+  void Synchronize() {
+    const std::scoped_lock lock(mutex_);
+    Drain(current_device);
+  }
+
+  cudaError_t Launch(const cudaLaunchConfig_t& config,
+                     std::span<const std::span<const std::byte>> arguments,
+                     std::function<void()> thread) {
+    const std::scoped_lock lock(mutex_);
+    if (config.gridDim.x < 1 || config.blockDim.x < 1 || config.blockDim.x > 1024) {
+      return cudaErrorInvalidConfiguration;
+    }
+    for (const auto& argument : arguments) CheckPointersOf(argument);
+    Stream().push_back([config, thread = std::move(thread), backwards = backwards_] {
+      gridDim = config.gridDim;
+      const uint64_t block_threads = config.blockDim.x;
+      const uint64_t threads = config.gridDim.x * block_threads;
+      for (uint64_t i = 0; i < threads; ++i) {
+        const uint64_t which = backwards ? threads - 1 - i : i;
+        blockIdx.x = static_cast<uint32_t>(which / block_threads);
+        threadIdx.x = static_cast<uint32_t>(which % block_threads);
+        thread();
+      }
+    });
+    backwards_ = !backwards_;
+    return cudaSuccess;
+  }
+
+ private:
+  std::deque<std::function<void()>>& Stream() { return streams_[current_device]; }
+
+  // Does what waits in a device's stream.
+  void Drain(int device) {
+    std::deque<std::function<void()>>& stream = streams_[device];
+    for (; !stream.empty(); stream.pop_front()) {
+      for (const auto& [begin, allocation] : allocations_) allocation->Open();
+      stream.front()();
+      for (const auto& [begin, allocation] : allocations_) allocation->Close();
+    }
+  }
+
+  const Allocation* AllocationOf(const void* pointer) const {
+    const auto* at = static_cast<const std::byte*>(pointer);
+    const auto behind = allocations_.upper_bound(at);
+    if (behind == allocations_.begin()) return nullptr;
+    const Allocation* allocation = std::prev(behind)->second.get();
+    return at < allocation->memory().data() + allocation->memory().size() ? allocation : nullptr;
+  }
+
+  bool IsPinned(const void* pointer) const {
+    const auto* at = static_cast<const std::byte*>(pointer);
+    return std::ranges::any_of(pinned_, [at](const auto& range) {
+      return at >= range.first && at < range.first + range.second;
+    });
+  }
+
+  // Nothing when a part of it is.
+  std::optional<bool> IsOnDevice(const void* pointer, size_t bytes) const {
+    const auto* last = static_cast<const std::byte*>(pointer) + bytes - 1;
+    const Allocation* allocation = AllocationOf(pointer);
+    if (allocation != AllocationOf(last)) return std::nullopt;
+    return allocation != nullptr;
+  }
+
+  // What looks like an address of this process has to be one that the device can reach.
+  void CheckPointersOf(std::span<const std::byte> argument) const {
+    constexpr uintptr_t kLeastAddress = uintptr_t{1} << 32;
+    for (size_t at = 0; at + sizeof(uintptr_t) <= argument.size(); at += sizeof(uintptr_t)) {
+      uintptr_t word;
+      std::memcpy(&word, argument.data() + at, sizeof word);
+      const auto* pointer = reinterpret_cast<const void*>(word);
+      if (word < kLeastAddress || IsPinned(pointer)) continue;
+      const Allocation* allocation = AllocationOf(pointer);
+      if (allocation == nullptr ? IsMapped(word) : allocation->device() != current_device) {
+        Fault(absl::StrCat("a kernel of device ", current_device, " gets a pointer to memory of ",
+                           allocation == nullptr ? "the host that is not pinned" : "another one"));
+      }
+    }
+  }
+
+  static bool IsMapped(uintptr_t address) {
+    const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    unsigned char resident;
+    return mincore(reinterpret_cast<void*>(address / page * page), 1, &resident) == 0;
+  }
+
+  std::mutex mutex_;
+  std::map<const std::byte*, std::unique_ptr<Allocation>> allocations_;  // By their first byte.
+  std::map<const std::byte*, size_t> pinned_;                            // Whole pages.
+  std::array<std::deque<std::function<void()>>, kDevices> streams_;      // What they wait for.
+  bool backwards_ = false;
+};
+
+Machine& TheMachine() {
+  static auto* const machine = new Machine;  // Outlives whatever static holds memory of it.
+  return *machine;
+}
+
+void CheckStream(cudaStream_t stream) {
+  if (stream != nullptr) Fault("there is only the default stream");
+}
+
+}  // namespace
+
+cudaError_t Launch(const cudaLaunchConfig_t& config,
+                   std::span<const std::span<const std::byte>> arguments,
+                   std::function<void()> thread) {
+  CheckStream(config.stream);
+  return Answer(TheMachine().Launch(config, arguments, std::move(thread)));
+}
+
+}  // namespace kvferry::emulated
+
+using kvferry::emulated::Answer;
+using kvferry::emulated::CheckStream;
+using kvferry::emulated::TheMachine;
+
+cudaError_t cudaGetLastError() { return std::exchange(kvferry::emulated::last_error, cudaSuccess); }
+
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaErrorInvalidValue:
+      return "invalid argument";
+    case cudaErrorMemoryAllocation:
+      return "out of memory";
+    case cudaErrorInvalidDevice:
+      return "invalid device ordinal";
+    case cudaErrorHostMemoryAlreadyRegistered:
+      return "part or all of the requested memory range is already mapped";
+    default:
+      return "an error of the emulated device";
+  }
+}
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = kvferry::emulated::kDevices;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = kvferry::emulated::current_device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= kvferry::emulated::kDevices) return Answer(cudaErrorInvalidDevice);
+  kvferry::emulated::current_device = device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  return Answer(TheMachine().Allocate(pointer, bytes));
+}
+
+cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t stream) {
+  CheckStream(stream);
+  return Answer(TheMachine().Allocate(pointer, bytes));
+}
+
+cudaError_t cudaFree(void* pointer) { return Answer(TheMachine().Free(pointer, /*now=*/true)); }
+
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
+  CheckStream(stream);
+  return Answer(TheMachine().Free(pointer, /*now=*/false));
+}
+
+cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned /*flags*/) {
+  return Answer(TheMachine().Pin(pointer, bytes));
+}
+
+cudaError_t cudaHostUnregister(void* pointer) { return Answer(TheMachine().Unpin(pointer)); }
+
+cudaError_t cudaHostGetDevicePointer(void** seen, void* pointer, unsigned /*flags*/) {
+  *seen = TheMachine().AttributesOf(pointer).devicePointer;
+  return Answer(*seen == nullptr ? cudaErrorInvalidValue : cudaSuccess);
+}
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+  *attributes = TheMachine().AttributesOf(pointer);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
+  return Answer(TheMachine().Set(pointer, value, bytes));
+}
+
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  return Answer(TheMachine().Copy(to, from, bytes, kind, /*waits=*/true));
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream) {
+  CheckStream(stream);
+  return Answer(TheMachine().Copy(to, from, bytes, kind, /*waits=*/false));
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  CheckStream(stream);
+  TheMachine().Synchronize();
+  return cudaSuccess;
+}
