@@ -23,6 +23,12 @@ class Host : public PoolMemory {
     for (const QuantizedCopy& copy : copies) copy.Run();
     return absl::OkStatus();
   }
+  absl::Status RunApart(std::span<const TokenCopy> copies) const override {
+    return Run(copies, nullptr);
+  }
+  absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> /*host*/) const override {
+    return nullptr;
+  }
 };
 
 }  // namespace

@@ -42,6 +42,14 @@ class PoolMemory {
   virtual absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const = 0;
   // The same for copies whose codes and scales lie here, and their rows here or in host memory.
   virtual absl::Status RunQuantized(std::span<const QuantizedCopy> copies) const = 0;
+  // As Run(), but in no order with anything else that the device does, which does not hold it up: for
+  // who has waited for the rows that it reads and keeps others off those that it writes, as transfers
+  // do.
+  virtual absl::Status RunApart(std::span<const TokenCopy> copies) const = 0;
+  // As long as the result lives, the device reaches these bytes of the host where they lie, so that
+  // copies from and to them are faster. The bytes must outlive it; whole pages of the system's are
+  // pinned, each once: ALREADY_EXISTS. OK without a result where there is nothing to do.
+  virtual absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> host) const = 0;
 };
 
 // MapSlab() and the copies' own Run().

@@ -15,6 +15,7 @@
 #include "base/status.h"
 #include "pool/block_quant.h"
 #include "pool/cuda/block_quant_cuda.h"
+#include "pool/cuda/cuda_kv_pool.h"
 #include "pool/cuda/cuda_status.h"
 #include "pool/cuda/token_copy_cuda.h"
 #include "pool/token_copy.h"
@@ -23,7 +24,7 @@ namespace kvferry {
 namespace {
 
 constexpr int64_t kPieceBytes = 16 << 20;  // Of rows on their way from or to the host.
-constexpr cudaStream_t kStream = nullptr;
+constexpr cudaStream_t kDefaultStream = nullptr;
 
 absl::Status CheckDevice(int device) {
   int count = 0;
@@ -64,13 +65,47 @@ absl::StatusOr<std::shared_ptr<std::byte>> ZeroedMemory(int64_t bytes) {
 }
 
 // Memory of the current device for one call, in the order of the stream.
-absl::StatusOr<std::shared_ptr<std::byte>> Scratch(int64_t bytes) {
+absl::StatusOr<std::shared_ptr<std::byte>> Scratch(int64_t bytes, cudaStream_t stream) {
   void* memory = nullptr;
   KVFERRY_RETURN_IF_ERROR(
-      CudaStatus(cudaMallocAsync(&memory, static_cast<size_t>(bytes), kStream),
+      CudaStatus(cudaMallocAsync(&memory, static_cast<size_t>(bytes), stream),
                  absl::StrCat("cuda memory: ", bytes, " bytes for a copy refused")));
-  return std::shared_ptr<std::byte>(static_cast<std::byte*>(memory),
-                                    [](std::byte* scratch) { cudaFreeAsync(scratch, kStream); });
+  return std::shared_ptr<std::byte>(static_cast<std::byte*>(memory), [stream](std::byte* scratch) {
+    cudaFreeAsync(scratch, stream);
+  });
+}
+
+// One that waits for no other, not even the default one, and whose work goes before theirs.
+class OwnStream {
+ public:
+  OwnStream() = default;
+  ~OwnStream() {
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  }
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+
+  // Of the device that is current the first time.
+  absl::StatusOr<cudaStream_t> Get() {
+    if (stream_ != nullptr) return stream_;
+    int least = 0, greatest = 0;
+    KVFERRY_RETURN_IF_ERROR(
+        CudaStatus(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cuda memory: priorities"));
+    KVFERRY_RETURN_IF_ERROR(
+        CudaStatus(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest),
+                   "cuda memory: a stream for transfers"));
+    return stream_;
+  }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// The calling thread's, for the device, which is the current one. Making one for each call would take
+// longer than many a call.
+absl::StatusOr<cudaStream_t> StreamOfThread(int device) {
+  thread_local std::map<int, OwnStream> streams;
+  return streams[device].Get();
 }
 
 // ---------------------------------------------------------------- where rows lie
@@ -113,10 +148,19 @@ absl::StatusOr<Place> PlaceOf(const TokenView& view, int device) {
 
 // ---------------------------------------------------------------- copies
 
+// Rows without gaps on both sides, which stay as they are: one piece, which CUDA copies by itself,
+// wherever it lies.
+bool IsOnePiece(const TokenCopy& copy) {
+  return copy.from_slots() == nullptr && copy.to_slots() == nullptr &&
+         copy.from().SlotsAreDense() && copy.to().SlotsAreDense() &&
+         SameNumbers(copy.from(), copy.to());
+}
+
 // The copies of one call, on the current device.
 class Copies {
  public:
-  Copies(int device, ThreadPool* threads) : device_(device), threads_(threads) {}
+  Copies(int device, ThreadPool* threads, cudaStream_t stream)
+      : device_(device), threads_(threads), stream_(stream) {}
 
   absl::Status Run(std::span<const TokenCopy> copies) {
     std::vector<Ends> ends;
@@ -157,6 +201,7 @@ class Copies {
   struct Piece {
     int64_t begin;
     TokenView host, device;
+    bool host_is_rows;  // They lie one after the other where they are, and go from or to there.
   };
 
   absl::Status RunOne(const Ends& ends) {
@@ -165,21 +210,22 @@ class Copies {
       copy.Run(threads_);
       return absl::OkStatus();
     }
+    if (IsOnePiece(copy)) return CopyBytes(copy.from(), copy.to());
     if (ends.from == Place::kHost) return FromHost(copy);
     if (ends.to == Place::kHost) return ToHost(copy);
     KVFERRY_ASSIGN_OR_RETURN(const int32_t* from_slots,
                              Uploaded(copy.num_rows(), copy.from_slots()));
     KVFERRY_ASSIGN_OR_RETURN(const int32_t* to_slots, Uploaded(copy.num_rows(), copy.to_slots()));
     return CopyTokensCuda(copy.from(), from_slots, copy.to(), to_slots, copy.num_rows(), nullptr,
-                          kStream);
+                          stream_);
   }
 
   absl::Status RunOne(const QuantizedCopy& copy, Place rows) {
     const auto num_rows = static_cast<int64_t>(copy.slots().size());
     KVFERRY_ASSIGN_OR_RETURN(const int32_t* slots, Uploaded(num_rows, copy.slots().data()));
-    if (rows != Place::kHost) return RunQuantizedCuda(copy, copy.rows(), slots, kStream);
+    if (rows != Place::kHost) return RunQuantizedCuda(copy, copy.rows(), slots, stream_);
     const auto run = [&](const Piece& piece) {
-      return RunQuantizedCuda(copy, piece.device, slots + piece.begin, kStream);
+      return RunQuantizedCuda(copy, piece.device, slots + piece.begin, stream_);
     };
     return copy.stores() ? FromHost(copy.rows(), nullptr, num_rows, false, run)
                          : ToHost(copy.rows(), nullptr, num_rows, false, run);
@@ -191,7 +237,7 @@ class Copies {
                     [&](const Piece& piece) {
                       return CopyTokensCuda(piece.device, nullptr, copy.to(),
                                             slots == nullptr ? nullptr : slots + piece.begin,
-                                            piece.host.num_slots, nullptr, kStream);
+                                            piece.host.num_slots, nullptr, stream_);
                     });
   }
 
@@ -200,7 +246,7 @@ class Copies {
     return ToHost(
         copy.to(), copy.to_slots(), copy.num_rows(), slots == nullptr, [&](const Piece& piece) {
           return CopyTokensCuda(copy.from(), slots == nullptr ? nullptr : slots + piece.begin,
-                                piece.device, nullptr, piece.host.num_slots, nullptr, kStream);
+                                piece.device, nullptr, piece.host.num_slots, nullptr, stream_);
         });
   }
 
@@ -208,8 +254,10 @@ class Copies {
   template <typename OnDevice>
   absl::Status FromHost(const TokenView& rows, const int32_t* list, int64_t num_rows, bool whole,
                         const OnDevice& on_device) {
-    return ForEachPiece(rows, num_rows, whole, [&](const Piece& piece) {
-      KVFERRY_RETURN_IF_ERROR(CopyOnHost(rows, Slots(list, piece), piece.host, InOrder(piece)));
+    return ForEachPiece(rows, list, num_rows, whole, [&](const Piece& piece) {
+      if (!piece.host_is_rows) {
+        KVFERRY_RETURN_IF_ERROR(CopyOnHost(rows, Slots(list, piece), piece.host, InOrder(piece)));
+      }
       KVFERRY_RETURN_IF_ERROR(CopyPacked(piece.host, piece.device));
       return on_device(piece);
     });
@@ -218,32 +266,41 @@ class Copies {
   template <typename OnDevice>
   absl::Status ToHost(const TokenView& rows, const int32_t* list, int64_t num_rows, bool whole,
                       const OnDevice& on_device) {
-    return ForEachPiece(rows, num_rows, whole, [&](const Piece& piece) {
+    return ForEachPiece(rows, list, num_rows, whole, [&](const Piece& piece) {
       KVFERRY_RETURN_IF_ERROR(on_device(piece));
       KVFERRY_RETURN_IF_ERROR(CopyPacked(piece.device, piece.host));
+      if (piece.host_is_rows) return absl::OkStatus();
       return CopyOnHost(piece.host, InOrder(piece), rows, Slots(list, piece));
     });
   }
 
-  // Pieces of rows as `like` has them, which is the host's side; one piece when the device's side
+  // Pieces of rows as `rows` has them, which is the host's side; one piece when the device's side
   // has no list that a piece could begin in the middle of.
   template <typename Visit>
-  absl::Status ForEachPiece(const TokenView& like, int64_t rows, bool whole, const Visit& visit) {
-    const int64_t row_bytes = like.row_bytes();
-    const int64_t most = whole ? rows : std::clamp<int64_t>(kPieceBytes / row_bytes, 1, rows);
-    KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<std::byte> host, MapSlab(most * row_bytes));
-    KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<std::byte> device, Scratch(most * row_bytes));
-    const auto packed = [&like](std::byte* data, int64_t count) {
-      TokenView view = TokenView::Packed(data, like.dtype, count, like.num_heads, like.head_dim);
-      view.scale = like.scale;
+  absl::Status ForEachPiece(const TokenView& rows, const int32_t* list, int64_t num_rows,
+                            bool whole, const Visit& visit) {
+    const int64_t row_bytes = rows.row_bytes();
+    const int64_t most =
+        whole ? num_rows : std::clamp<int64_t>(kPieceBytes / row_bytes, 1, num_rows);
+    const bool host_is_rows = list == nullptr && rows.SlotsAreDense();
+    std::shared_ptr<std::byte> host;
+    if (!host_is_rows) {
+      KVFERRY_ASSIGN_OR_RETURN(host, MapSlab(most * row_bytes));
+      order_.resize(static_cast<size_t>(num_rows));
+      std::iota(order_.begin(), order_.end(), 0);
+    }
+    KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<std::byte> device,
+                             Scratch(most * row_bytes, stream_));
+    const auto packed = [&rows](std::byte* data, int64_t count) {
+      TokenView view = TokenView::Packed(data, rows.dtype, count, rows.num_heads, rows.head_dim);
+      view.scale = rows.scale;
       return view;
     };
-    order_.resize(static_cast<size_t>(rows));
-    std::iota(order_.begin(), order_.end(), 0);
-    for (int64_t begin = 0; begin < rows; begin += most) {
-      const int64_t count = std::min(most, rows - begin);
+    for (int64_t begin = 0; begin < num_rows; begin += most) {
+      const int64_t count = std::min(most, num_rows - begin);
+      std::byte* const on_host = host_is_rows ? rows.row(begin) : host.get();
       KVFERRY_RETURN_IF_ERROR(
-          visit(Piece{begin, packed(host.get(), count), packed(device.get(), count)}));
+          visit(Piece{begin, packed(on_host, count), packed(device.get(), count), host_is_rows}));
     }
     return absl::OkStatus();
   }
@@ -255,12 +312,17 @@ class Copies {
     return absl::OkStatus();
   }
 
-  // Waits until the host's side may be used again.
-  static absl::Status CopyPacked(const TokenView& from, const TokenView& to) {
+  absl::Status CopyBytes(const TokenView& from, const TokenView& to) const {
     return CudaStatus(
-        cudaMemcpy(to.data, from.data, static_cast<size_t>(to.num_slots * to.row_bytes()),
-                   cudaMemcpyDefault),
+        cudaMemcpyAsync(to.data, from.data, static_cast<size_t>(to.num_slots * to.row_bytes()),
+                        cudaMemcpyDefault, stream_),
         "cuda memory: rows between device and host");
+  }
+
+  // Waits until the host's side may be used again.
+  absl::Status CopyPacked(const TokenView& from, const TokenView& to) const {
+    KVFERRY_RETURN_IF_ERROR(CopyBytes(from, to));
+    return CudaStatus(cudaStreamSynchronize(stream_), "cuda memory: rows between device and host");
   }
 
   // A piece of a list on the host, null being 0, 1, 2, ... .
@@ -279,10 +341,10 @@ class Copies {
     const int64_t bytes = num_rows * static_cast<int64_t>(sizeof *list);
     std::shared_ptr<std::byte>& there = lists_[{list, bytes}];
     if (there == nullptr) {
-      KVFERRY_ASSIGN_OR_RETURN(there, Scratch(bytes));
+      KVFERRY_ASSIGN_OR_RETURN(there, Scratch(bytes, stream_));
       KVFERRY_RETURN_IF_ERROR(
           CudaStatus(cudaMemcpyAsync(there.get(), list, static_cast<size_t>(bytes),
-                                     cudaMemcpyDefault, kStream),
+                                     cudaMemcpyDefault, stream_),
                      "cuda memory: slots"));
     }
     return reinterpret_cast<const int32_t*>(there.get());
@@ -290,6 +352,7 @@ class Copies {
 
   const int device_;
   ThreadPool* const threads_;
+  const cudaStream_t stream_;
   std::map<std::pair<const int32_t*, int64_t>, std::shared_ptr<std::byte>> lists_;
   std::vector<int32_t> order_;  // 0, 1, 2, ...
 };
@@ -307,22 +370,37 @@ class DeviceMemory : public PoolMemory {
   }
 
   absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const override {
-    return RunAll(copies, threads);
+    return OnDevice(device_, [&] { return RunAll(copies, threads, kDefaultStream); });
   }
   absl::Status RunQuantized(std::span<const QuantizedCopy> copies) const override {
-    return RunAll(copies, nullptr);
+    return OnDevice(device_, [&] { return RunAll(copies, nullptr, kDefaultStream); });
+  }
+  absl::Status RunApart(std::span<const TokenCopy> copies) const override {
+    return OnDevice(device_, [&]() -> absl::Status {
+      KVFERRY_ASSIGN_OR_RETURN(const cudaStream_t stream, StreamOfThread(device_));
+      return RunAll(copies, nullptr, stream);
+    });
+  }
+  absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> host) const override {
+    const auto bytes = static_cast<int64_t>(host.size());
+    const BufferInfo buffer{host.data(), bytes, bytes};
+    return OnDevice(device_, [&]() -> absl::StatusOr<std::shared_ptr<const void>> {
+      KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<const void> pin,
+                               PinHostMemory({&buffer, 1}, nullptr));
+      return pin;
+    });
   }
 
  private:
+  // On the current device.
   template <typename Copy>
-  absl::Status RunAll(std::span<const Copy> copies, ThreadPool* threads) const {
-    return OnDevice(device_, [&] {
-      Copies running(device_, threads);
-      absl::Status status = running.Run(copies);
-      // Also after an error: what has begun uses the caller's lists and rows.
-      status.Update(CudaStatus(cudaStreamSynchronize(kStream), "cuda memory: copying rows"));
-      return status;
-    });
+  absl::Status RunAll(std::span<const Copy> copies, ThreadPool* threads,
+                      cudaStream_t stream) const {
+    Copies running(device_, threads, stream);
+    absl::Status status = running.Run(copies);
+    // Also after an error: what has begun uses the caller's lists and rows.
+    status.Update(CudaStatus(cudaStreamSynchronize(stream), "cuda memory: copying rows"));
+    return status;
   }
 
   const int device_;

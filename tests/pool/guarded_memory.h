@@ -63,6 +63,14 @@ class GuardedMemory : public PoolMemory {
     return absl::OkStatus();
   }
 
+  absl::Status RunApart(std::span<const TokenCopy> copies) const override {
+    return Run(copies, nullptr);
+  }
+
+  absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> /*host*/) const override {
+    return nullptr;
+  }
+
   std::vector<std::byte> Read(const std::byte* at, int64_t bytes) const {
     Protect(PROT_READ);
     std::vector<std::byte> copy(at, at + bytes);

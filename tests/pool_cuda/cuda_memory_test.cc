@@ -10,6 +10,7 @@
 #include "pool/cuda/cuda_kv_pool.h"
 #include "pool/host_kv_pool.h"
 #include "pool/model_pools.h"
+#include "pool/page_copy.h"
 #include "pool/token_kv_pool.h"
 #include "tests/pool/block_quant_suite.h"
 #include "tests/pool/gdn_pool_suite.h"
@@ -196,6 +197,53 @@ TEST_F(CudaMemories, PoolsOfAModel) {
   ASSERT_TRUE(IsOk(pools->kv()->ReadFlatLayer(2, slots, got)));
   EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), got.begin()));
   EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), got.begin() + bytes.size()));
+}
+
+// As a transfer has them: windows of page lists, to and from host memory of either kind.
+TEST_F(CudaMemories, PagesGoAndComeApart) {
+  constexpr int64_t kPages = 64;
+  alignas(4096) static std::byte arena[256 << 10];
+  auto pin = Must(memory_->Pin(arena));
+  EXPECT_TRUE(Fails(memory_->Pin(arena), absl::StatusCode::kAlreadyExists, "pinning"));
+  for (int round = 0; round < 300; ++round) {
+    const int64_t item = 1 + static_cast<int64_t>(random_() % (round % 4 == 0 ? 100'000 : 3'000));
+    const KvLayout layout = KvLayout::Mla(1, 1, item, DType::kUint8);
+    const auto device = Must(KvPool::CreateIn(layout, kPages, memory_));
+    const auto host = Must(KvPool::CreateIn(layout, kPages, HostMemory()));
+    const BufferInfo &there = device->buffer(0, 0), &here = host->buffer(0, 0);
+    const auto agree = [&] {
+      std::vector<std::byte> bytes(static_cast<size_t>(there.bytes));
+      EXPECT_EQ(cudaMemcpy(bytes.data(), there.address, bytes.size(), cudaMemcpyDefault),
+                cudaSuccess);
+      return std::equal(bytes.begin(), bytes.end(), here.address);
+    };
+    std::vector<int32_t> list = ShuffledSlots(kPages);
+    list.resize(1 + random_() % kPages);
+    if (round % 3 == 0) std::sort(list.begin(), list.end());
+    const PageRuns runs = Must(PageRuns::FromPages(std::vector<int64_t>(list.begin(), list.end())));
+    const auto total = static_cast<int64_t>(list.size()) * item;
+    const auto offset = static_cast<int64_t>(random_() % static_cast<uint64_t>(total));
+    const auto most = std::min<int64_t>(total - offset, sizeof arena);
+    std::vector<std::byte> plain = RandomBytes(1 + static_cast<int64_t>(random_() % most));
+    std::span<std::byte> packed = plain;
+    if (round % 2 == 0) {
+      packed = std::span(arena).first(plain.size());
+      std::copy(plain.begin(), plain.end(), packed.begin());
+    }
+    PageCopies scatter;
+    ASSERT_TRUE(IsOk(scatter.Scatter(there, runs, offset, packed)));
+    ASSERT_TRUE(IsOk(memory_->RunApart(scatter.copies())));
+    ScatterPages(here, runs, offset, packed);
+    ASSERT_TRUE(agree()) << round;
+    const std::vector<std::byte> want(packed.begin(), packed.end());
+    std::fill(packed.begin(), packed.end(), std::byte{0});
+    PageCopies gather;
+    ASSERT_TRUE(IsOk(gather.Gather(there, runs, offset, packed)));
+    ASSERT_TRUE(IsOk(memory_->RunApart(gather.copies())));
+    ASSERT_TRUE(std::equal(want.begin(), want.end(), packed.begin())) << round;
+  }
+  pin.reset();
+  EXPECT_TRUE(IsOk(memory_->Pin(arena)));
 }
 
 TEST_F(CudaMemories, OfTwoDevicesEachHasItsOwnRows) {

@@ -13,7 +13,7 @@
 //
 // Whoever breaks one of these rules ends with a line on standard error or a signal. What CUDA
 // answers with an error gets that error. Kernels that wait for one another (__syncthreads, warps)
-// cannot run, and there is no stream but the default one. Thread-safe. Names and values are CUDA's:
+// cannot run, and there are no streams but the default one and those that do not wait for it. Thread-safe. Names and values are CUDA's:
 // https://docs.nvidia.com/cuda/cuda-runtime-api.
 
 #include <algorithm>
@@ -86,6 +86,11 @@ cudaError_t cudaMemset(void* pointer, int value, size_t bytes);
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind);
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream);
+
+constexpr unsigned cudaStreamNonBlocking = 1;
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest);
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);
+cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 
 // ---------------------------------------------------------------- kernels

@@ -9,10 +9,16 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+
+struct CUstream_st {
+  int device;
+  std::deque<std::function<void()>> work;  // Until somebody waits for it.
+};
 
 namespace kvferry::emulated {
 namespace {
@@ -109,18 +115,21 @@ class Machine {
     return cudaSuccess;
   }
 
-  cudaError_t Free(void* pointer, bool now) {
+  cudaError_t Free(void* pointer) {
     const std::scoped_lock lock(mutex_);
     if (pointer == nullptr) return cudaSuccess;
-    const auto found = allocations_.find(static_cast<const std::byte*>(pointer));
-    if (found == allocations_.end()) return cudaErrorInvalidValue;
-    if (now) {
-      Drain(found->second->device());
-      allocations_.erase(found);
-    } else {
-      Stream().push_back(
-          [this, pointer] { allocations_.erase(static_cast<const std::byte*>(pointer)); });
-    }
+    const auto* memory = static_cast<const std::byte*>(pointer);
+    if (!allocations_.contains(memory)) return cudaErrorInvalidValue;
+    DrainAll();
+    allocations_.erase(memory);
+    return cudaSuccess;
+  }
+
+  cudaError_t FreeInOrder(void* pointer, cudaStream_t stream) {
+    const std::scoped_lock lock(mutex_);
+    const auto* memory = static_cast<const std::byte*>(pointer);
+    if (!allocations_.contains(memory)) return cudaErrorInvalidValue;
+    Of(stream)->work.emplace_back([this, memory] { allocations_.erase(memory); });
     return cudaSuccess;
   }
 
@@ -143,7 +152,7 @@ class Machine {
 
   cudaError_t Unpin(const void* pointer) {
     const std::scoped_lock lock(mutex_);
-    for (int device = 0; device < kDevices; ++device) Drain(device);
+    DrainAll();
     return pinned_.erase(static_cast<const std::byte*>(pointer)) == 1
                ? cudaSuccess
                : cudaErrorHostMemoryNotRegistered;
@@ -164,12 +173,13 @@ class Machine {
     if (bytes == 0) return cudaSuccess;
     const std::optional<bool> on_device = IsOnDevice(to, bytes);
     if (!on_device || (!*on_device && !IsPinned(to))) return cudaErrorInvalidValue;
-    Stream().push_back([=] { std::memset(to, value, bytes); });
-    if (!*on_device) Drain(current_device);
+    Of(nullptr)->work.emplace_back([=] { std::memset(to, value, bytes); });
+    if (!*on_device) Drain(Of(nullptr));
     return cudaSuccess;
   }
 
-  cudaError_t Copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, bool waits) {
+  cudaError_t Copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, bool waits,
+                   cudaStream_t stream) {
     const std::scoped_lock lock(mutex_);
     if (bytes == 0) return cudaSuccess;
     const std::optional<bool> to_device = IsOnDevice(to, bytes),
@@ -182,19 +192,31 @@ class Machine {
     if (from_pageable && !waits && *to_device) {
       // Is read before the call returns, and may be gone when its bytes are written.
       const auto* first = static_cast<const std::byte*>(from);
-      Stream().push_back([to, staged = std::vector<std::byte>(first, first + bytes)] {
+      Of(stream)->work.emplace_back([to, staged = std::vector<std::byte>(first, first + bytes)] {
         std::memcpy(to, staged.data(), staged.size());
       });
       return cudaSuccess;
     }
-    Stream().push_back([=] { std::memcpy(to, from, bytes); });
-    if (waits || from_pageable || (!*to_device && !IsPinned(to))) Drain(current_device);
+    Of(stream)->work.emplace_back([=] { std::memcpy(to, from, bytes); });
+    if (waits || from_pageable || (!*to_device && !IsPinned(to))) Drain(Of(stream));
     return cudaSuccess;
   }
 
-  void Synchronize() {
+  cudaStream_t MakeStream() {
     const std::scoped_lock lock(mutex_);
-    Drain(current_device);
+    return *made_.insert(new CUstream_st{current_device, {}}).first;
+  }
+
+  void Destroy(cudaStream_t stream) {
+    const std::scoped_lock lock(mutex_);
+    if (made_.erase(stream) == 0) Fault("a stream that nobody made is destroyed");
+    Drain(stream);
+    delete stream;
+  }
+
+  void Synchronize(cudaStream_t stream) {
+    const std::scoped_lock lock(mutex_);
+    Drain(Of(stream));
   }
 
   cudaError_t Launch(const cudaLaunchConfig_t& config,
@@ -205,32 +227,42 @@ class Machine {
       return cudaErrorInvalidConfiguration;
     }
     for (const auto& argument : arguments) CheckPointersOf(argument);
-    Stream().push_back([config, thread = std::move(thread), backwards = backwards_] {
-      gridDim = config.gridDim;
-      const uint64_t block_threads = config.blockDim.x;
-      const uint64_t threads = config.gridDim.x * block_threads;
-      for (uint64_t i = 0; i < threads; ++i) {
-        const uint64_t which = backwards ? threads - 1 - i : i;
-        blockIdx.x = static_cast<uint32_t>(which / block_threads);
-        threadIdx.x = static_cast<uint32_t>(which % block_threads);
-        thread();
-      }
-    });
+    Of(config.stream)
+        ->work.emplace_back([config, thread = std::move(thread), backwards = backwards_] {
+          gridDim = config.gridDim;
+          const uint64_t block_threads = config.blockDim.x;
+          const uint64_t threads = config.gridDim.x * block_threads;
+          for (uint64_t i = 0; i < threads; ++i) {
+            const uint64_t which = backwards ? threads - 1 - i : i;
+            blockIdx.x = static_cast<uint32_t>(which / block_threads);
+            threadIdx.x = static_cast<uint32_t>(which % block_threads);
+            thread();
+          }
+        });
     backwards_ = !backwards_;
     return cudaSuccess;
   }
 
  private:
-  std::deque<std::function<void()>>& Stream() { return streams_[current_device]; }
+  // null: the current device's default stream.
+  cudaStream_t Of(cudaStream_t stream) {
+    if (stream == nullptr) return &default_[current_device];
+    if (!made_.contains(stream)) Fault("a stream that nobody made, or not any more");
+    if (stream->device != current_device) Fault("a stream of another device than the current one");
+    return stream;
+  }
 
-  // Does what waits in a device's stream.
-  void Drain(int device) {
-    std::deque<std::function<void()>>& stream = streams_[device];
-    for (; !stream.empty(); stream.pop_front()) {
+  // Does what waits in a stream.
+  void Drain(cudaStream_t stream) {
+    for (; !stream->work.empty(); stream->work.pop_front()) {
       for (const auto& [begin, allocation] : allocations_) allocation->Open();
-      stream.front()();
+      stream->work.front()();
       for (const auto& [begin, allocation] : allocations_) allocation->Close();
     }
+  }
+  void DrainAll() {
+    for (CUstream_st& stream : default_) Drain(&stream);
+    for (const cudaStream_t stream : made_) Drain(stream);
   }
 
   const Allocation* AllocationOf(const void* pointer) const {
@@ -283,7 +315,8 @@ class Machine {
   std::mutex mutex_;
   std::map<const std::byte*, std::unique_ptr<Allocation>> allocations_;  // By their first byte.
   std::map<const std::byte*, size_t> pinned_;                            // Whole pages.
-  std::array<std::deque<std::function<void()>>, kDevices> streams_;      // What they wait for.
+  std::array<CUstream_st, kDevices> default_ = {CUstream_st{0, {}}, CUstream_st{1, {}}};
+  std::set<cudaStream_t> made_;
   bool backwards_ = false;
 };
 
@@ -292,23 +325,17 @@ Machine& TheMachine() {
   return *machine;
 }
 
-void CheckStream(cudaStream_t stream) {
-  if (stream != nullptr) Fault("there is only the default stream");
-}
-
 }  // namespace
 
 cudaError_t Launch(const cudaLaunchConfig_t& config,
                    std::span<const std::span<const std::byte>> arguments,
                    std::function<void()> thread) {
-  CheckStream(config.stream);
   return Answer(TheMachine().Launch(config, arguments, std::move(thread)));
 }
 
 }  // namespace kvferry::emulated
 
 using kvferry::emulated::Answer;
-using kvferry::emulated::CheckStream;
 using kvferry::emulated::TheMachine;
 
 cudaError_t cudaGetLastError() { return std::exchange(kvferry::emulated::last_error, cudaSuccess); }
@@ -348,16 +375,14 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   return Answer(TheMachine().Allocate(pointer, bytes));
 }
 
-cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t stream) {
-  CheckStream(stream);
+cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t /*stream*/) {
   return Answer(TheMachine().Allocate(pointer, bytes));
 }
 
-cudaError_t cudaFree(void* pointer) { return Answer(TheMachine().Free(pointer, /*now=*/true)); }
+cudaError_t cudaFree(void* pointer) { return Answer(TheMachine().Free(pointer)); }
 
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
-  CheckStream(stream);
-  return Answer(TheMachine().Free(pointer, /*now=*/false));
+  return Answer(TheMachine().FreeInOrder(pointer, stream));
 }
 
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned /*flags*/) {
@@ -381,17 +406,32 @@ cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
 }
 
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
-  return Answer(TheMachine().Copy(to, from, bytes, kind, /*waits=*/true));
+  return Answer(TheMachine().Copy(to, from, bytes, kind, /*waits=*/true, nullptr));
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
-  CheckStream(stream);
-  return Answer(TheMachine().Copy(to, from, bytes, kind, /*waits=*/false));
+  return Answer(TheMachine().Copy(to, from, bytes, kind, /*waits=*/false, stream));
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int /*priority*/) {
+  if (flags != cudaStreamNonBlocking) kvferry::emulated::Fault("such streams wait for others");
+  *stream = TheMachine().MakeStream();
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  TheMachine().Destroy(stream);
+  return cudaSuccess;
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  CheckStream(stream);
-  TheMachine().Synchronize();
+  TheMachine().Synchronize(stream);
   return cudaSuccess;
 }

@@ -86,6 +86,23 @@ TEST_F(EmulatedDevice, AStreamIsWorkedOffWhenSomebodyWaits) {
   EXPECT_EQ(pinned_[0], std::byte{8});
 }
 
+TEST_F(EmulatedDevice, OtherStreamsWaitForNobody) {
+  cudaStream_t stream;
+  ASSERT_EQ(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, 0), cudaSuccess);
+  Run(1, &Write<std::byte>, memory_, std::byte{7});
+  ASSERT_EQ(cudaMemcpyAsync(pinned_, memory_, 1, cudaMemcpyDefault, stream), cudaSuccess);
+  ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  EXPECT_EQ(pinned_[0], std::byte{0xcd});
+  Wait();
+  ASSERT_EQ(cudaMemcpyAsync(pinned_, memory_, 1, cudaMemcpyDefault, stream), cudaSuccess);
+  Wait();
+  EXPECT_EQ(pinned_[0], std::byte{0xcd});
+  ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  EXPECT_EQ(pinned_[0], std::byte{7});
+  ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
+  EXPECT_DEATH(cudaStreamSynchronize(stream), "a stream that nobody made");
+}
+
 TEST_F(EmulatedDevice, KernelsReachTheirDeviceAndPinnedMemoryAlone) {
   Run(1, &Write<std::byte>, pinned_, std::byte{5});
   Run(1, &Copy<std::byte>, pinned_, memory_);
