@@ -48,16 +48,17 @@ TokenView LayerOf(std::span<const std::byte> tensor, const TokenView& part, int6
 template <typename Copy>
 absl::Status ForEachTensor(const KvPool& pool, std::span<const std::byte> key,
                            std::span<const std::byte> value, int64_t num_tokens, const Copy& copy) {
+  std::vector<TokenCopy> copies;
   for (int64_t layer = 0; layer < pool.layout().num_layers; ++layer) {
     for (int64_t tensor = 0; tensor < 2; ++tensor) {
       KVFERRY_ASSIGN_OR_RETURN(const TokenView paged, TokenView::Of(pool, layer, tensor));
       KVFERRY_ASSIGN_OR_RETURN(
           const TokenCopy plan,
           copy(paged, LayerOf(tensor == 0 ? key : value, paged, layer, num_tokens)));
-      plan.Run();
+      copies.push_back(plan);
     }
   }
-  return absl::OkStatus();
+  return pool.memory().RunApart(copies);
 }
 
 }  // namespace

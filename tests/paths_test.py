@@ -8,14 +8,14 @@ import re
 import subprocess
 import sys
 
-PATHS = ("arena", "tcp", "ucx", "direct")
+PATHS = ("arena", "tcp", "ucx", "direct", "device_arena", "device_tcp")
 
 
 def wrong_tests(tests: list[dict]) -> tuple[list[str], int]:
     """Names of those on another path than they say, and how many say one."""
     wrong, seen = [], 0
     for test in tests:
-        named = re.match(rf"\w+_({'|'.join(PATHS)})/", test["name"])
+        named = re.match(rf"\w+?_({'|'.join(PATHS)})/", test["name"])
         if named is None:
             continue
         seen += 1

@@ -33,6 +33,10 @@ std::span<std::byte> Arena::Bytes(int64_t chunk) const {
   return {memory_.data.get() + shape_.chunk_at(chunk), static_cast<size_t>(shape_.chunk_bytes)};
 }
 
+std::span<std::byte> Arena::memory() const {
+  return {memory_.data.get(), static_cast<size_t>(memory_.bytes)};
+}
+
 int64_t Arena::ChunkAt(const std::byte* address) const {
   const std::byte* first = memory_.data.get() + shape_.chunks_at();
   if (address < first || address >= memory_.data.get() + shape_.total_bytes()) return -1;

@@ -34,6 +34,8 @@ class Arena {
   int64_t Take();
   void GiveBack(int64_t chunk);
   std::span<std::byte> Bytes(int64_t chunk) const;
+  // All of it.
+  std::span<std::byte> memory() const;
   // The chunk that begins at this address, or -1.
   int64_t ChunkAt(const std::byte* address) const;
 

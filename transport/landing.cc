@@ -80,7 +80,7 @@ absl::Status Landing::Accept(const ChunkHeader& header, Pieces payload, ChunkTak
   const auto begin = static_cast<int64_t>(header.offset);
   const int64_t end = begin + header.bytes;
   KVFERRY_RETURN_IF_ERROR(Claim(begin, end));
-  copy->Run(*plan_, begin, payload);
+  KVFERRY_RETURN_IF_ERROR(copy->Run(*plan_, begin, payload));
   if (!intact()) return taken_back();
   return Arrived(begin, end);
 }

@@ -36,14 +36,17 @@ void LandingChunk::Add(MutablePieces pieces, int64_t bytes) {
 bool LandingChunk::Copy(std::span<const std::byte> bytes) {
   if (checksum_) checksum_->Update(bytes);
   const bool wanted = landing_->Write([&] {
-    copy_->Run(landing_->plan(), static_cast<int64_t>(header_.offset) + got_, {&bytes, 1});
+    if (!copied_.ok()) return;
+    const int64_t at = static_cast<int64_t>(header_.offset) + got_;
+    copied_ = copy_->Run(landing_->plan(), at, {&bytes, 1});
   });
   got_ += static_cast<int64_t>(bytes.size());
   return wanted;
 }
 
 void LandingChunk::End() {
-  landed_(header_, landing_->End(header_, checksum_ ? checksum_->Digest() : 0));
+  landed_(header_,
+          copied_.ok() ? landing_->End(header_, checksum_ ? checksum_->Digest() : 0) : copied_);
 }
 
 }  // namespace kvferry

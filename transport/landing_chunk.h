@@ -36,6 +36,7 @@ class LandingChunk final : public ChunkSink {
   PieceCopy* const copy_;
   const Landed landed_;
   int64_t got_ = 0;
+  absl::Status copied_{};               // The first that went wrong.
   std::optional<Xxh3Stream> checksum_;  // Of what has come, if the chunk has one.
 };
 

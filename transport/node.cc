@@ -26,7 +26,10 @@ constexpr auto kFarewell = std::chrono::milliseconds(250);
 absl::Status CheckOptions(const Node::Options& options) {
   KVFERRY_RETURN_IF_ERROR(options.config.Validate());
   if (options.pool == nullptr) return absl::InvalidArgumentError("node: no pool");
-  KVFERRY_RETURN_IF_ERROR(CheckOnHost("node: the pool", options.pool->memory()));
+  if (options.source != nullptr && options.config.network_path == "direct") {
+    KVFERRY_RETURN_IF_ERROR(
+        CheckOnHost("network_path is 'direct', but the pool", options.pool->memory()));
+  }
   if (options.model.empty() || options.model.size() > kMaxModelBytes) {
     return absl::InvalidArgumentError(absl::StrCat("node: the model's name has ",
                                                    options.model.size(),
@@ -67,6 +70,7 @@ class NodeImpl::LaneTaker final : public ChunkTaker {
 absl::Status NodeImpl::Init() {
   const Config& config = options_.config;
   KVFERRY_ASSIGN_OR_RETURN(arena_, Arena::Create(config.arena_bytes, config.chunk_bytes));
+  PinArena();
   KVFERRY_ASSIGN_OR_RETURN(control_, MakeZmqControlPlane(config, options_.listen));
   listen_address_ = control_->listen_address();
   const bool chooses =
@@ -93,13 +97,26 @@ absl::Status NodeImpl::Init() {
   return absl::OkStatus();
 }
 
+// So that a device gathers straight into chunks. It can gather without.
+void NodeImpl::PinArena() {
+  if (options_.source == nullptr) return;
+  auto pinned = options_.pool->memory().Pin(arena_->memory());
+  if (pinned.ok()) {
+    arena_pin_ = *std::move(pinned);
+  } else {
+    Log().warn("chunks are copied once more on their way from {}: {}",
+               options_.pool->memory().name(), pinned.status().ToString());
+  }
+}
+
 // What peers may read in place: nothing of a node that publishes nothing.
 const SharedMemory* NodeImpl::SharedPool() const {
   return options_.source == nullptr ? nullptr : options_.pool->shared_memory();
 }
 
 absl::StatusOr<DirectReads::Readable> NodeImpl::MakeReadable() {
-  if (options_.source == nullptr || options_.config.network_path == "packed") {
+  if (options_.source == nullptr || options_.config.network_path == "packed" ||
+      !options_.pool->memory().on_host()) {
     return DirectReads::Readable();
   }
   KVFERRY_ASSIGN_OR_RETURN(guards_, Guards::Create());

@@ -66,6 +66,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   Deadline Tick(Deadline now);
   bool HasReadySession();
   void SayGoodbye();
+  void PinArena();
   const SharedMemory* SharedPool() const;
   // What peers may read from afar, with guards_ if that is wanted.
   absl::StatusOr<DirectReads::Readable> MakeReadable();
@@ -124,7 +125,8 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   // From here on: the progress thread's alone, once it runs. The arena and the guards outlive
   // the data plane, which may still be sending from it, and the copy threads the receiver.
   std::unique_ptr<Arena> arena_;
-  std::unique_ptr<Guards> guards_;  // Null: no peer reads from afar.
+  std::shared_ptr<const void> arena_pin_;  // Null where no device has to reach it.
+  std::unique_ptr<Guards> guards_;         // Null: no peer reads from afar.
   std::unique_ptr<ControlPlane> control_;
   std::unique_ptr<DataPlanes> data_;
   std::unique_ptr<Sender> sender_;

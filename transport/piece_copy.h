@@ -4,13 +4,14 @@
 #include <cstdint>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "base/thread_pool.h"
 #include "transport/data_plane.h"
 #include "transport/stream_plan.h"
 
 namespace kvferry {
 
-// Copies what arrives into a stream's pages, straight from where it lies. Keeps its list from call
+// Copies what arrives into a stream's pages, straight from where it lies. Keeps its lists from call
 // to call; not thread-safe.
 class PieceCopy {
  public:
@@ -18,12 +19,16 @@ class PieceCopy {
   explicit PieceCopy(ThreadPool* threads) : threads_(threads) {}
 
   // Into the window of the stream that begins at `offset` and has the pieces' bytes, and must lie
-  // inside of it.
-  void Run(const StreamPlan& plan, int64_t offset, Pieces from);
+  // inside of it. Errors are those of StreamPlan::Scatter().
+  absl::Status Run(const StreamPlan& plan, int64_t offset, Pieces from);
 
  private:
+  void ToHost(const StreamPlan& plan, int64_t offset, Pieces from);
+  absl::Status ToDevice(const StreamPlan& plan, int64_t offset, Pieces from);
+
   ThreadPool* const threads_;
-  std::vector<int64_t> begins_;  // Of each piece, in the window.
+  std::vector<int64_t> begins_;    // Of each piece, in the window.
+  std::vector<std::byte> packed_;  // On their way to a device.
 };
 
 }  // namespace kvferry

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/hash.h"
+#include "base/status.h"
 #include "pool/bulk_copy.h"
 #include "transport/direct_reads.h"
 #include "transport/sender.h"
@@ -112,7 +113,7 @@ FillChunk Sender::Gather(const TransferPtr& transfer, int64_t chunk) const {
     const Gate::Pass pass(transfer->reading.get());
     if (!pass.open()) return absl::CancelledError("the transfer has ended");
     const std::span<std::byte> packed = memory.first(header->bytes);
-    transfer->plan.Gather(offset, packed);
+    KVFERRY_RETURN_IF_ERROR(transfer->plan.Gather(offset, packed));
     if (transfer->fetch.checksum) header->checksum = Xxh3(packed);
     return packed;
   };

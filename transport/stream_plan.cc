@@ -59,7 +59,6 @@ StreamPlan::StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages, Strea
 
 absl::StatusOr<StreamPlan> StreamPlan::Create(std::shared_ptr<const KvPool> pool, PageRuns pages,
                                               StreamTail tail) {
-  KVFERRY_RETURN_IF_ERROR(CheckOnHost("stream: the pool", pool->memory()));
   KVFERRY_RETURN_IF_ERROR(pages.CheckWithin(pool->num_pages()));
   // Each page once at most, so that the stream is never larger than the pool and sums cannot
   // overflow.
@@ -95,30 +94,64 @@ int64_t StreamPlan::InPages(int64_t offset, int64_t bytes) const {
   return std::clamp<int64_t>(pages_bytes() - offset, 0, bytes);
 }
 
-void StreamPlan::Gather(int64_t offset, std::span<std::byte> packed) const {
+absl::Status StreamPlan::Gather(int64_t offset, std::span<std::byte> packed) const {
   const auto bytes = static_cast<int64_t>(packed.size());
   const int64_t in_pages = InPages(offset, bytes);
-  ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset, in_pages,
-                 [&](const Segment& segment) {
-                   GatherPages(*segment.buffer, pages_, segment.offset,
-                               packed.subspan(segment.packed, segment.bytes));
-                 });
-  if (in_pages == bytes) return;
+  const auto part = [packed](const Segment& segment) {
+    return packed.subspan(segment.packed, segment.bytes);
+  };
+  if (on_host()) {
+    ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset, in_pages,
+                   [&](const Segment& segment) {
+                     GatherPages(*segment.buffer, pages_, segment.offset, part(segment));
+                   });
+  } else {
+    KVFERRY_RETURN_IF_ERROR(
+        CopyOnDevice(offset, in_pages, [&](const Segment& segment, PageCopies& copies) {
+          return copies.Gather(*segment.buffer, pages_, segment.offset, part(segment));
+        }));
+  }
+  if (in_pages == bytes) return absl::OkStatus();
   std::memcpy(packed.data() + in_pages, tail_.data + (offset + in_pages - pages_bytes()),
               bytes - in_pages);
+  return absl::OkStatus();
 }
 
-void StreamPlan::Scatter(int64_t offset, std::span<const std::byte> packed) const {
+absl::Status StreamPlan::Scatter(int64_t offset, std::span<const std::byte> packed) const {
   const auto bytes = static_cast<int64_t>(packed.size());
   const int64_t in_pages = InPages(offset, bytes);
-  ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset, in_pages,
-                 [&](const Segment& segment) {
-                   ScatterPages(*segment.buffer, pages_, segment.offset,
-                                packed.subspan(segment.packed, segment.bytes));
-                 });
-  if (in_pages == bytes) return;
+  const auto part = [packed](const Segment& segment) {
+    return packed.subspan(segment.packed, segment.bytes);
+  };
+  if (on_host()) {
+    ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset, in_pages,
+                   [&](const Segment& segment) {
+                     ScatterPages(*segment.buffer, pages_, segment.offset, part(segment));
+                   });
+  } else {
+    KVFERRY_RETURN_IF_ERROR(
+        CopyOnDevice(offset, in_pages, [&](const Segment& segment, PageCopies& copies) {
+          return copies.Scatter(*segment.buffer, pages_, segment.offset, part(segment));
+        }));
+  }
+  if (in_pages == bytes) return absl::OkStatus();
   std::memcpy(tail_.data + (offset + in_pages - pages_bytes()), packed.data() + in_pages,
               bytes - in_pages);
+  return absl::OkStatus();
+}
+
+// The window's segments, each added by add(segment, copies), in one go.
+template <typename Add>
+absl::Status StreamPlan::CopyOnDevice(int64_t offset, int64_t bytes, const Add& add) const {
+  PageCopies copies;
+  absl::Status status;
+  ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset, bytes,
+                 [&](const Segment& segment) { status.Update(add(segment, copies)); });
+  if (status.ok()) status = pool_->memory().RunApart(copies.copies());
+  if (status.ok()) return status;
+  // Whatever it is, it is none of the peer's, and nothing that waiting or asking again would mend.
+  return absl::InternalError(absl::StrCat("pages in ", pool_->memory().name(),
+                                          " could not be copied: ", status.message()));
 }
 
 void StreamPlan::AppendPieces(int64_t offset, int64_t bytes,

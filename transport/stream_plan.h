@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "pool/kv_pool.h"
 #include "pool/page_runs.h"
@@ -32,8 +33,7 @@ class StreamPlan {
   static constexpr int64_t kMinSentBytes = 2 << 10;
   static constexpr int64_t kMinPlacedBytes = 8 << 10;
 
-  // OUT_OF_RANGE when a page is not in the pool, or the tail is too long; FAILED_PRECONDITION when
-  // the pool does not lie in host memory.
+  // OUT_OF_RANGE when a page is not in the pool, or the tail is too long.
   static absl::StatusOr<StreamPlan> Create(std::shared_ptr<const KvPool> pool, PageRuns pages,
                                            StreamTail tail = {});
 
@@ -51,11 +51,17 @@ class StreamPlan {
   // Where the layer, or the tail, ends that `offset` lies in.
   int64_t SegmentEnd(int64_t offset) const;
 
-  // Copies the window [offset, offset + packed.size()) of the stream, which must lie inside it.
-  void Gather(int64_t offset, std::span<std::byte> packed) const;
-  void Scatter(int64_t offset, std::span<const std::byte> packed) const;
+  // Whether the processor can touch the pages.
+  bool on_host() const { return pool_->memory().on_host(); }
 
-  // Appends where that window lies in this side's memory, piece by piece; adjacent pages are one.
+  // Copies the window [offset, offset + packed.size()) of the stream, which must lie inside it. `packed`
+  // lies on the host. INTERNAL when a device fails; what it has written by then is not known. Returns
+  // when all is done: a device's copies wait for nothing that goes on there (PoolMemory::RunApart).
+  absl::Status Gather(int64_t offset, std::span<std::byte> packed) const;
+  absl::Status Scatter(int64_t offset, std::span<const std::byte> packed) const;
+
+  // Appends where that window lies in this side's memory, piece by piece; adjacent pages are one. Of
+  // pages that are on_host() alone.
   void AppendPieces(int64_t offset, int64_t bytes, std::vector<std::span<std::byte>>* pieces) const;
   // Bytes of a page of the tensor whose pages are smallest. Of the pieces of a window only the first
   // and the last can be smaller.
@@ -63,8 +69,8 @@ class StreamPlan {
   // Bytes that lie together in this side's memory, on average over the pages; 1 at least.
   int64_t mean_piece_bytes() const;
 
-  bool sent_by_list() const { return mean_piece_bytes() >= kMinSentBytes; }
-  bool placed_by_list() const { return mean_piece_bytes() >= kMinPlacedBytes; }
+  bool sent_by_list() const { return on_host() && mean_piece_bytes() >= kMinSentBytes; }
+  bool placed_by_list() const { return on_host() && mean_piece_bytes() >= kMinPlacedBytes; }
 
   // The page ids that any of the byte ranges `gaps` touches, in list order.
   std::vector<int64_t> PagesTouchedBy(std::span<const std::pair<int64_t, int64_t>> gaps) const;
@@ -73,6 +79,8 @@ class StreamPlan {
   StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages, StreamTail tail);
   // How many of the bytes from `offset` on are of pages.
   int64_t InPages(int64_t offset, int64_t bytes) const;
+  template <typename Add>
+  absl::Status CopyOnDevice(int64_t offset, int64_t bytes, const Add& add) const;
 
   std::shared_ptr<const KvPool> pool_;
   PageRuns pages_;

@@ -225,12 +225,13 @@ namespace {
 
 // One part after another to or from a stream. An empty span has no address to copy from.
 template <typename Parts, typename Copy>
-void CopyParts(Parts parts, const Copy& copy) {
+absl::Status CopyParts(Parts parts, const Copy& copy) {
   int64_t offset = 0;
   for (const auto& part : parts) {
-    if (!part.empty()) copy(offset, part);
+    if (!part.empty()) KVFERRY_RETURN_IF_ERROR(copy(offset, part));
     offset += static_cast<int64_t>(part.size());
   }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -245,8 +246,7 @@ absl::Status HostStore::ReadLease::CopyTo(Parts out) const {
   }
   KVFERRY_ASSIGN_OR_RETURN(const StreamPlan plan,
                            StreamPlan::Create(value_.get_deleter().state->pool(), pages()));
-  CopyParts(out, [&plan](int64_t offset, auto part) { plan.Gather(offset, part); });
-  return absl::OkStatus();
+  return CopyParts(out, [&plan](int64_t offset, auto part) { return plan.Gather(offset, part); });
 }
 
 int64_t HostStore::Reservation::bytes() const { return value_->bytes; }
@@ -259,8 +259,8 @@ absl::Status HostStore::Reservation::CopyFrom(ConstParts value) {
   }
   KVFERRY_ASSIGN_OR_RETURN(const StreamPlan plan,
                            StreamPlan::Create(value_.get_deleter().state->pool(), pages()));
-  CopyParts(value, [&plan](int64_t offset, auto part) { plan.Scatter(offset, part); });
-  return absl::OkStatus();
+  return CopyParts(value,
+                   [&plan](int64_t offset, auto part) { return plan.Scatter(offset, part); });
 }
 
 absl::StatusOr<KvLayout> HostStore::FlatLayout(int64_t page_bytes) {

@@ -1,6 +1,10 @@
 #include "connector/store/kv_store.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "absl/strings/str_cat.h"
+#include "connector/store/staged_pages.h"
 
 namespace kvferry {
 namespace {
@@ -59,6 +63,23 @@ std::vector<std::span<std::byte>> ItemsOf(const KvPool& pool, std::span<const in
   return items;
 }
 
+// Calls move(keys, staged) for some pages at a time, and returns its statuses of all.
+template <typename Move>
+std::vector<absl::Status> Staged(std::span<const std::string_view> keys, const KvPool& pool,
+                                 std::span<const int64_t> pages, const Move& move) {
+  std::vector<absl::Status> statuses;
+  statuses.reserve(keys.size());
+  const size_t most = StagedPages::AtATime(pool);
+  for (size_t first = 0; first < keys.size(); first += most) {
+    const size_t count = std::min(most, keys.size() - first);
+    StagedPages staged(pool, pages.subspan(first, count));
+    for (absl::Status& status : move(keys.subspan(first, count), staged)) {
+      statuses.push_back(std::move(status));
+    }
+  }
+  return statuses;
+}
+
 }  // namespace
 
 std::vector<absl::Status> KvStore::PutPages(std::span<const std::string_view> keys,
@@ -80,28 +101,45 @@ std::vector<absl::Status> KvStore::GetPages(std::span<const std::string_view> ke
 std::vector<absl::Status> KvStore::DoPutPages(std::span<const std::string_view> keys,
                                               const KvPool& pool, std::span<const int64_t> pages,
                                               Deadline deadline) {
-  const std::vector<std::span<std::byte>> items = ItemsOf(pool, pages);
-  const std::vector<std::span<const std::byte>> parts(items.begin(), items.end());
-  const int64_t per_page = pool.layout().num_buffers();
-  std::vector<PutItem> puts;
-  puts.reserve(keys.size());
-  for (size_t i = 0; i < keys.size(); ++i) {
-    puts.push_back({keys[i], ConstParts(parts).subspan(i * per_page, per_page)});
-  }
-  return PutBatch(puts, deadline);
+  const auto put = [&](std::span<const std::string_view> some,
+                       const std::vector<std::span<std::byte>>& items) {
+    const std::vector<std::span<const std::byte>> parts(items.begin(), items.end());
+    const int64_t per_page = pool.layout().num_buffers();
+    std::vector<PutItem> puts;
+    puts.reserve(some.size());
+    for (size_t i = 0; i < some.size(); ++i) {
+      puts.push_back({some[i], ConstParts(parts).subspan(i * per_page, per_page)});
+    }
+    return PutBatch(puts, deadline);
+  };
+  if (pool.memory().on_host()) return put(keys, ItemsOf(pool, pages));
+  return Staged(keys, pool, pages, [&](const auto& some, StagedPages& staged) {
+    const absl::Status copied = staged.FromPool();
+    if (!copied.ok()) return std::vector<absl::Status>(some.size(), copied);
+    return put(some, staged.Items());
+  });
 }
 
 std::vector<absl::Status> KvStore::DoGetPages(std::span<const std::string_view> keys,
                                               const KvPool& pool, std::span<const int64_t> pages,
                                               Deadline deadline) {
-  const std::vector<std::span<std::byte>> items = ItemsOf(pool, pages);
-  const int64_t per_page = pool.layout().num_buffers();
-  std::vector<GetItem> gets;
-  gets.reserve(keys.size());
-  for (size_t i = 0; i < keys.size(); ++i) {
-    gets.push_back({keys[i], Parts(items).subspan(i * per_page, per_page)});
-  }
-  return GetBatch(gets, deadline);
+  const auto get = [&](std::span<const std::string_view> some,
+                       const std::vector<std::span<std::byte>>& items) {
+    const int64_t per_page = pool.layout().num_buffers();
+    std::vector<GetItem> gets;
+    gets.reserve(some.size());
+    for (size_t i = 0; i < some.size(); ++i) {
+      gets.push_back({some[i], Parts(items).subspan(i * per_page, per_page)});
+    }
+    return GetBatch(gets, deadline);
+  };
+  if (pool.memory().on_host()) return get(keys, ItemsOf(pool, pages));
+  return Staged(keys, pool, pages, [&](const auto& some, StagedPages& staged) {
+    std::vector<absl::Status> statuses = get(some, staged.Items());
+    const absl::Status copied = staged.ToPool(statuses);
+    for (absl::Status& status : statuses) status.Update(copied);
+    return statuses;
+  });
 }
 
 absl::Status CheckKey(std::string_view key) {

@@ -176,7 +176,7 @@ TEST(HostStores, PagesHoldTheStream) {
   ASSERT_EQ(lease.pages().num_pages(), 3);
   const StreamPlan plan = Must(StreamPlan::Create(store->pool(), lease.pages()));
   Bytes stream(static_cast<size_t>(bytes));
-  plan.Gather(0, stream);
+  ASSERT_TRUE(IsOk(plan.Gather(0, stream)));
   EXPECT_TRUE(stream == ValueOf(1, 1, bytes));
 
   const HostStore::Reservation reservation = Must(store->Reserve(layout.page_bytes()));

@@ -430,8 +430,10 @@ TEST_F(LookupBuffers, BadOptions) {
   EXPECT_TRUE(Fails(producer([](auto& o) {
                       const auto memory = std::make_shared<GuardedMemory>();
                       o.pool = Must(KvPool::CreateIn(o.pool->layout(), 8, memory));
+                      o.config.network_path = "direct";
                     }),
-                    Code::kFailedPrecondition, "node: the pool lies in guarded memory"));
+                    Code::kFailedPrecondition, "network_path is 'direct'",
+                    "lies in guarded memory"));
   EXPECT_TRUE(
       Fails(producer([](auto& o) { o.max_bytes = 0; }), Code::kInvalidArgument, "max_bytes is 0"));
   EXPECT_TRUE(Fails(producer([](auto& o) { o.partition = -1; }), Code::kInvalidArgument,

@@ -32,7 +32,8 @@ Bytes NaiveTensor(const KvPool& pool, int64_t tensor, const Pages& pages, int64_
   Bytes bytes;
   for (int64_t layer = 0; layer < layout.num_layers; ++layer) {
     for (int64_t token = 0; token < num_tokens; ++token) {
-      const auto page = pool.page(layer, tensor, pages[token / layout.page_size]);
+      const Bytes page =
+          ReadPage(pool, layout.buffer_index(layer, tensor), pages[token / layout.page_size]);
       const int64_t place = token % layout.page_size;
       for (int64_t head = 0; head < heads; ++head) {
         const int64_t at =

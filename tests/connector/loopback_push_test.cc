@@ -68,12 +68,10 @@ INSTANTIATE_TEST_SUITE_P(Loopback, PushMove,
 class Pushing : public testing::Test {
  protected:
   void WriteLayer(int64_t layer) {
-    for (int64_t tensor = 0; tensor < 2; ++tensor) {
-      for (const int64_t page : pages_) {
-        PatternBytes(kSourceSeed, SmallLayout().buffer_index(layer, tensor), page,
-                     source_->page(layer, tensor, page));
-      }
-    }
+    const KvLayout layout = SmallLayout();
+    WritePattern(*source_,
+                 std::vector{layout.buffer_index(layer, 0), layout.buffer_index(layer, 1)}, pages_,
+                 kSourceSeed, pages_);
   }
   // Layers [1, all) become final; the first one has been written by the test.
   void FinishLayers(uint64_t lease_id) {

@@ -24,12 +24,10 @@ class Streaming : public testing::Test {
   void WriteLayer(int64_t layer) { WriteLayer(layer, pages_); }
   // What belongs into pages_, into others.
   void WriteLayer(int64_t layer, const std::vector<int64_t>& into) {
-    for (int64_t tensor = 0; tensor < 2; ++tensor) {
-      for (size_t i = 0; i < pages_.size(); ++i) {
-        PatternBytes(kSourceSeed, SmallLayout().buffer_index(layer, tensor), pages_[i],
-                     source_->page(layer, tensor, into[i]));
-      }
-    }
+    const KvLayout layout = SmallLayout();
+    WritePattern(*source_,
+                 std::vector{layout.buffer_index(layer, 0), layout.buffer_index(layer, 1)}, into,
+                 kSourceSeed, pages_);
   }
 };
 

@@ -62,14 +62,13 @@ inline std::vector<int64_t> PositionsOf(int64_t first, size_t count) {
 inline void WriteRequest(const KvPool& pool, uint64_t seed, int64_t first_layer, int64_t end_layer,
                          const std::vector<int64_t>& pages) {
   const KvLayout& layout = pool.layout();
+  std::vector<int64_t> buffers;
   for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
     for (int64_t layer = first_layer; layer < end_layer; ++layer) {
-      const int64_t buffer = layout.buffer_index(layer, tensor);
-      for (size_t i = 0; i < pages.size(); ++i) {
-        PatternBytes(seed, buffer, static_cast<int64_t>(i), BytesOfPage(pool, buffer, pages[i]));
-      }
+      buffers.push_back(layout.buffer_index(layer, tensor));
     }
   }
+  WritePattern(pool, buffers, pages, seed, PositionsOf(0, pages.size()));
 }
 
 // `pages` hold those from first_position on, in layers [0, end_layer).
@@ -83,9 +82,10 @@ inline ::testing::AssertionResult HoldsRequest(const KvPool& pool, uint64_t seed
 inline std::string HashOfPages(const KvPool& pool, const std::vector<int64_t>& pages) {
   std::vector<std::string> hashes;
   for (const int64_t page : pages) {
-    std::vector<std::span<const std::byte>> bytes;
+    std::vector<std::byte> bytes;
     for (int64_t buffer = 0; buffer < pool.layout().num_buffers(); ++buffer) {
-      bytes.push_back(BytesOfPage(pool, buffer, page));
+      const std::vector<std::byte> item = ReadPage(pool, buffer, page);
+      bytes.insert(bytes.end(), item.begin(), item.end());
     }
     hashes.push_back(absl::StrCat(absl::Hex(Xxh3(bytes))));
   }

@@ -72,7 +72,9 @@ class StoreClientPeer {
  public:
   StoreClientPeer(std::shared_ptr<KvPool> pool, const Config& config)
       : pool_(std::move(pool)),
-        no_pool_of_the_stores_(Must(KvPool::Adopt(pool_->layout(), pool_->buffer_infos(), pool_))),
+        no_pool_of_the_stores_(
+            Must(KvPool::Adopt(pool_->layout(), pool_->buffer_infos(), pool_,
+                               std::shared_ptr<const PoolMemory>(pool_, &pool_->memory())))),
         config_(config) {}
 
   std::string Greeting() const { return "ready"; }

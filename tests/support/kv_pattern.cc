@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <numeric>
 #include <set>
 
+#include "pool/page_copy.h"
 #include "tests/support/status.h"
 #include "tests/support/test_config.h"
 
@@ -18,9 +20,33 @@ uint64_t Mix(uint64_t x) {  // splitmix64
   return x ^ (x >> 31);
 }
 
-::testing::AssertionResult PageHolds(const KvPool& pool, int64_t buffer, int64_t page,
+// The bytes of a pool, wherever it lies: at once, as each look at a device takes its time.
+class BytesOf {
+ public:
+  explicit BytesOf(const KvPool& pool) : pool_(pool) {
+    if (pool.memory().on_host()) return;
+    PageCopies copies;
+    for (const BufferInfo& buffer : pool.buffer_infos()) {
+      std::vector<std::byte>& bytes = copies_.emplace_back(static_cast<size_t>(buffer.bytes));
+      EXPECT_TRUE(IsOk(copies.Gather(buffer, PageRuns(PageRun{0, pool.num_pages()}), 0, bytes)));
+    }
+    EXPECT_TRUE(IsOk(pool.memory().RunApart(copies.copies())));
+  }
+
+  std::span<const std::byte> Page(int64_t buffer, int64_t page) const {
+    const BufferInfo& info = pool_.buffer_infos()[buffer];
+    const std::byte* first = copies_.empty() ? info.address : copies_[buffer].data();
+    return {first + page * info.item_bytes, static_cast<size_t>(info.item_bytes)};
+  }
+
+ private:
+  const KvPool& pool_;
+  std::vector<std::vector<std::byte>> copies_;  // Of the buffers; none on the host.
+};
+
+::testing::AssertionResult PageHolds(const BytesOf& pool, int64_t buffer, int64_t page,
                                      uint64_t seed, int64_t source_page) {
-  const std::span<const std::byte> got = BytesOfPage(pool, buffer, page);
+  const std::span<const std::byte> got = pool.Page(buffer, page);
   std::vector<std::byte> want(got.size());
   PatternBytes(seed, buffer, source_page, want);
   const auto [bad, expected] = std::mismatch(got.begin(), got.end(), want.begin());
@@ -30,11 +56,51 @@ uint64_t Mix(uint64_t x) {  // splitmix64
          << seed << ") differs at byte " << bad - got.begin() << " of " << got.size();
 }
 
+::testing::AssertionResult HoldsLayers(const KvLayout& layout, const BytesOf& bytes,
+                                       std::span<const int64_t> pages, uint64_t source_seed,
+                                       std::span<const int64_t> source_pages, int64_t first_layer,
+                                       int64_t end_layer) {
+  for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
+    for (int64_t layer = first_layer; layer < end_layer; ++layer) {
+      for (size_t i = 0; i < pages.size(); ++i) {
+        auto result = PageHolds(bytes, layout.buffer_index(layer, tensor), pages[i], source_seed,
+                                source_pages[i]);
+        if (!result) return result << "; layer " << layer << " tensor " << tensor;
+      }
+    }
+  }
+  return ::testing::AssertionSuccess();
+}
+
 }  // namespace
 
-std::span<std::byte> BytesOfPage(const KvPool& pool, int64_t buffer, int64_t page) {
+std::shared_ptr<const PoolMemory> (*memory_of_device)() = nullptr;
+
+std::vector<std::byte> ReadPage(const KvPool& pool, int64_t buffer, int64_t page) {
   const BufferInfo& info = pool.buffer_infos()[buffer];
-  return {info.address + page * info.item_bytes, static_cast<size_t>(info.item_bytes)};
+  std::vector<std::byte> bytes(static_cast<size_t>(info.item_bytes));
+  PageCopies copies;
+  EXPECT_TRUE(IsOk(copies.Gather(info, PageRuns(PageRun{page, 1}), 0, bytes)));
+  EXPECT_TRUE(IsOk(pool.memory().RunApart(copies.copies())));
+  return bytes;
+}
+
+void WritePattern(const KvPool& pool, std::span<const int64_t> buffers,
+                  std::span<const int64_t> pages, uint64_t seed,
+                  std::span<const int64_t> of_pages) {
+  const PageRuns runs = Must(PageRuns::FromPages(pages));
+  std::deque<std::vector<std::byte>> bytes;
+  PageCopies copies;
+  for (const int64_t buffer : buffers) {
+    const BufferInfo& info = pool.buffer_infos()[buffer];
+    std::span<std::byte> left = bytes.emplace_back(pages.size() * info.item_bytes);
+    for (const int64_t of_page : of_pages) {
+      PatternBytes(seed, buffer, of_page, left.first(info.item_bytes));
+      left = left.subspan(info.item_bytes);
+    }
+    EXPECT_TRUE(IsOk(copies.Scatter(info, runs, 0, bytes.back())));
+  }
+  EXPECT_TRUE(IsOk(pool.memory().RunApart(copies.copies())));
 }
 
 void PatternBytes(uint64_t seed, int64_t buffer, int64_t page, std::span<std::byte> out) {
@@ -48,10 +114,9 @@ void PatternBytes(uint64_t seed, int64_t buffer, int64_t page, std::span<std::by
 }
 
 void FillPattern(const KvPool& pool, uint64_t seed, std::span<const int64_t> pages) {
-  for (int64_t buffer = 0; buffer < pool.layout().num_buffers(); ++buffer) {
-    for (const int64_t page : pages)
-      PatternBytes(seed, buffer, page, BytesOfPage(pool, buffer, page));
-  }
+  std::vector<int64_t> buffers(pool.layout().num_buffers());
+  std::iota(buffers.begin(), buffers.end(), 0);
+  WritePattern(pool, buffers, pages, seed, pages);
 }
 
 void FillPattern(const KvPool& pool, uint64_t seed) {
@@ -75,6 +140,7 @@ std::shared_ptr<KvPool> MakeScatteredPool(const KvLayout& layout, int64_t num_pa
 }
 
 std::shared_ptr<KvPool> MakePool(const KvLayout& layout, int64_t num_pages) {
+  if (PoolsLieOnADevice()) return Must(KvPool::CreateIn(layout, num_pages, memory_of_device()));
   switch (PathUnderTest()) {
     case TestPath::kArena:
       return Must(KvPool::CreateIn(layout, num_pages, HostMemory()));
@@ -99,31 +165,24 @@ std::shared_ptr<KvPool> MakePatternPool(const KvLayout& layout, int64_t num_page
 ::testing::AssertionResult HoldsPages(const KvPool& pool, std::span<const int64_t> pages,
                                       uint64_t source_seed, std::span<const int64_t> source_pages,
                                       int64_t first_layer, int64_t end_layer) {
-  const KvLayout& layout = pool.layout();
-  for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
-    for (int64_t layer = first_layer; layer < end_layer; ++layer) {
-      for (size_t i = 0; i < pages.size(); ++i) {
-        auto result = PageHolds(pool, layout.buffer_index(layer, tensor), pages[i], source_seed,
-                                source_pages[i]);
-        if (!result) return result << "; layer " << layer << " tensor " << tensor;
-      }
-    }
-  }
-  return ::testing::AssertionSuccess();
+  return HoldsLayers(pool.layout(), BytesOf(pool), pages, source_seed, source_pages, first_layer,
+                     end_layer);
 }
 
 ::testing::AssertionResult HoldsExactly(const KvPool& pool, uint64_t own_seed,
                                         std::span<const int64_t> pages, uint64_t source_seed,
                                         std::span<const int64_t> source_pages) {
+  const BytesOf bytes(pool);
   const std::set<int64_t> moved(pages.begin(), pages.end());
   for (int64_t buffer = 0; buffer < pool.layout().num_buffers(); ++buffer) {
     for (int64_t page = 0; page < pool.num_pages(); ++page) {
       if (moved.contains(page)) continue;
-      auto result = PageHolds(pool, buffer, page, own_seed, page);
+      auto result = PageHolds(bytes, buffer, page, own_seed, page);
       if (!result) return result << "; the page was not asked for";
     }
   }
-  return HoldsPages(pool, pages, source_seed, source_pages, 0, pool.layout().num_layers);
+  return HoldsLayers(pool.layout(), bytes, pages, source_seed, source_pages, 0,
+                     pool.layout().num_layers);
 }
 
 ::testing::AssertionResult IsUntouched(const KvPool& pool, uint64_t seed) {

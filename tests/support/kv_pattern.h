@@ -18,13 +18,19 @@ namespace kvferry {
 
 // The bytes of one page of one buffer (KvLayout::buffer_index) under `seed`.
 void PatternBytes(uint64_t seed, int64_t buffer, int64_t page, std::span<std::byte> out);
-// Where that page of that buffer lies.
-std::span<std::byte> BytesOfPage(const KvPool& pool, int64_t buffer, int64_t page);
+// The bytes of that page of that buffer, wherever the pool lies.
+std::vector<std::byte> ReadPage(const KvPool& pool, int64_t buffer, int64_t page);
+// Writes what of_pages[i] has under `seed` into pages[i], in some buffers.
+void WritePattern(const KvPool& pool, std::span<const int64_t> buffers,
+                  std::span<const int64_t> pages, uint64_t seed, std::span<const int64_t> of_pages);
 // Writes the pattern into every page, or into those listed.
 void FillPattern(const KvPool& pool, uint64_t seed);
 void FillPattern(const KvPool& pool, uint64_t seed, std::span<const int64_t> pages);
 
+// In the kind of memory that the path under test is for.
 std::shared_ptr<KvPool> MakePatternPool(const KvLayout& layout, int64_t num_pages, uint64_t seed);
+// The device's, where a binary has one (device_pools.cc).
+extern std::shared_ptr<const PoolMemory> (*memory_of_device)();
 
 // Page pages[i] of `pool` holds what page source_pages[i] holds under source_seed, in layers
 // [first_layer, end_layer).

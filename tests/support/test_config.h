@@ -10,9 +10,17 @@ namespace kvferry {
 // The path that this run of the tests is for (EVERY_PATH in tests/CMakeLists.txt).
 enum class TestPath { kInPlace, kArena, kTcp, kUcx, kDirect };
 
-inline TestPath PathUnderTest() {
+inline std::string_view NameOfPath() {
   const char* name = std::getenv("KVFERRY_TEST_PATH");
-  const std::string_view path = name == nullptr ? "" : name;
+  return name == nullptr ? "" : name;
+}
+
+// "device_tcp" is "tcp" with pools on a device.
+inline bool PoolsLieOnADevice() { return NameOfPath().starts_with("device_"); }
+
+inline TestPath PathUnderTest() {
+  std::string_view path = NameOfPath();
+  if (PoolsLieOnADevice()) path.remove_prefix(std::string_view("device_").size());
   if (path == "tcp") return TestPath::kTcp;
   if (path == "ucx") return TestPath::kUcx;
   if (path == "direct") return TestPath::kDirect;

@@ -40,8 +40,9 @@ TEST_P(PieceCopies, AsScatter) {
     const int64_t offset = static_cast<int64_t>(random() % into.total_bytes());
     std::vector<std::byte> bytes(random() % (into.total_bytes() - offset + 1));
     for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
-    copy.Run(into, offset, Cut(bytes, round % 2 == 0 ? 3000 : 200000, random));
-    Must(StreamPlan::Create(expected, runs)).Scatter(offset, bytes);
+    const auto pieces = Cut(bytes, round % 2 == 0 ? 3000 : 200000, random);
+    ASSERT_TRUE(IsOk(copy.Run(into, offset, pieces)));
+    ASSERT_TRUE(IsOk(Must(StreamPlan::Create(expected, runs)).Scatter(offset, bytes)));
     for (int64_t buffer = 0; buffer < layout.num_buffers(); ++buffer) {
       const BufferInfo& a = target->buffer_infos()[buffer];
       const BufferInfo& b = expected->buffer_infos()[buffer];

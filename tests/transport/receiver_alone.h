@@ -68,7 +68,7 @@ class ReceiverAlone : public testing::Test {
     for (int64_t at = 0; at < plan.total_bytes(); at += chunk_bytes) {
       Chunk chunk;
       chunk.payload.resize(std::min(chunk_bytes, plan.total_bytes() - at));
-      plan.Gather(at, chunk.payload);
+      EXPECT_TRUE(IsOk(plan.Gather(at, chunk.payload)));
       chunk.header.transfer_id = id;
       chunk.header.offset = at;
       chunk.header.bytes = static_cast<uint32_t>(chunk.payload.size());

@@ -400,7 +400,7 @@ TEST_F(ReceiverAlone, AFetchTakenFromASilentPeerGoesOn) {
   for (const Chunk& chunk : old_chunks) Deliver(chunk);
   EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
   for (const int chunk : {0, 1}) {
-    Plan(target_, local_).Scatter(1000 * chunk, old_chunks[chunk].payload);
+    ASSERT_TRUE(IsOk(Plan(target_, local_).Scatter(1000 * chunk, old_chunks[chunk].payload)));
   }
   EXPECT_EQ(outbox_.Last<FetchMsg>()->transfer_id, new_id);
   EXPECT_EQ(outbox_.Last<FetchMsg>()->replaces, kId);

@@ -65,7 +65,7 @@ class SenderAlone : public testing::Test {
   std::vector<std::byte> Want(const std::vector<int64_t>& pages, int64_t from = 0) {
     const StreamPlan plan = Must(StreamPlan::Create(pool_, Must(PageRuns::FromPages(pages))));
     std::vector<std::byte> stream(plan.total_bytes() - from);
-    plan.Gather(from, stream);
+    EXPECT_TRUE(IsOk(plan.Gather(from, stream)));
     return stream;
   }
   FakeLinks& wire() { return outbox_.data(); }

@@ -50,7 +50,7 @@ TEST_F(SenderLends, TheSameStreamWithoutTheArena) {
   const StreamPlan plan =
       Must(StreamPlan::Create(long_pool_, Must(PageRuns::FromPages({{3, 4, 5, 9, 0, 15}}))));
   std::vector<std::byte> want(plan.total_bytes());
-  plan.Gather(0, want);
+  ASSERT_TRUE(IsOk(plan.Gather(0, want)));
   EXPECT_EQ(Sent(1), want);
 }
 

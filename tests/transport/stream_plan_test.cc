@@ -94,7 +94,7 @@ TEST_P(Plans, WindowsAgainstAByteLoop) {
       const int64_t offset = static_cast<int64_t>(random() % total);
       const int64_t bytes = static_cast<int64_t>(random() % (total - offset + 1));
       std::vector<std::byte> packed(bytes);
-      plan.Gather(offset, packed);
+      ASSERT_TRUE(IsOk(plan.Gather(offset, packed)));
       for (int64_t i = 0; i < bytes; ++i) ASSERT_EQ(packed[i], *naive.bytes[offset + i]) << i;
 
       std::vector<std::span<std::byte>> pieces;
@@ -120,7 +120,7 @@ TEST_P(Plans, WindowsAgainstAByteLoop) {
       const auto expected = MakePatternPool(layout, 20, 8);
       const Naive want = Expand(*expected, pages, expected_tail);
       for (int64_t i = 0; i < bytes; ++i) *want.bytes[offset + i] = packed[i];
-      into.Scatter(offset, packed);
+      ASSERT_TRUE(IsOk(into.Scatter(offset, packed)));
       ASSERT_EQ(target_tail, expected_tail);
       for (int64_t buffer = 0; buffer < layout.num_buffers(); ++buffer) {
         const BufferInfo& a = target->buffer_infos()[buffer];
@@ -177,11 +177,50 @@ TEST(StreamPlan, PagesOutsideThePool) {
                     absl::StatusCode::kOutOfRange, "a tail of -1 bytes"));
 }
 
-TEST(StreamPlan, PoolsOnADeviceAreRefused) {
+// As on the host, and never touched by the processor; a failure is passed on, as nobody else's.
+TEST(StreamPlan, PoolsOnADevice) {
+  std::mt19937_64 random(7);
+  const auto memory = std::make_shared<GuardedMemory>();
+  for (int round = 0; round < 40; ++round) {
+    const KvLayout layout = RandomLayout(random);
+    const auto host = MakePatternPool(layout, 20, 7);
+    const auto there = Must(KvPool::CreateIn(layout, 20, memory));
+    FillPattern(*there, 7);
+    const PageRuns runs = Must(PageRuns::FromPages(
+        MakePages("rand", 1 + static_cast<int64_t>(random() % 20), 20, &random)));
+    std::vector<std::byte> tail = RandomTail(random);
+    const StreamPlan plan = Must(StreamPlan::Create(there, runs, TailOf(tail)));
+    const StreamPlan like = Must(StreamPlan::Create(host, runs, TailOf(tail)));
+    EXPECT_FALSE(plan.sent_by_list() || plan.placed_by_list());
+    for (int window = 0; window < 10; ++window) {
+      const int64_t offset = static_cast<int64_t>(random() % plan.total_bytes());
+      std::vector<std::byte> got(1 + random() % (plan.total_bytes() - offset)), want(got.size());
+      const int64_t runs_before = memory->num_runs;
+      ASSERT_TRUE(IsOk(plan.Gather(offset, got)));
+      EXPECT_EQ(memory->num_runs, runs_before + 1);
+      ASSERT_TRUE(IsOk(like.Gather(offset, want)));
+      ASSERT_EQ(got, want);
+      std::generate(got.begin(), got.end(), [&] { return static_cast<std::byte>(random()); });
+      ASSERT_TRUE(IsOk(plan.Scatter(offset, got)));
+      ASSERT_TRUE(IsOk(like.Scatter(offset, got)));
+      for (int64_t buffer = 0; buffer < layout.num_buffers(); ++buffer) {
+        const BufferInfo& info = host->buffer_infos()[buffer];
+        ASSERT_EQ(memory->Read(there->buffer_infos()[buffer].address, info.bytes),
+                  std::vector<std::byte>(info.address, info.address + info.bytes));
+      }
+    }
+  }
+}
+
+TEST(StreamPlan, WhatFailsOnADeviceIsNobodyElsesFault) {
   const auto memory = std::make_shared<GuardedMemory>();
   const auto pool = Must(KvPool::CreateIn(KvLayout::Mla(2, 4, 8, DType::kUint8), 10, memory));
-  EXPECT_TRUE(Fails(StreamPlan::Create(pool, Must(PageRuns::FromPages(std::vector<int64_t>{1}))),
-                    absl::StatusCode::kFailedPrecondition, "lies in guarded memory"));
+  const StreamPlan plan = Must(StreamPlan::Create(pool, PageRuns(PageRun{1, 2})));
+  std::vector<std::byte> bytes(10);
+  memory->failure = absl::UnavailableError("fell off the bus");
+  EXPECT_TRUE(Fails(plan.Gather(3, bytes), absl::StatusCode::kInternal,
+                    "pages in guarded memory could not be copied: fell off the bus"));
+  EXPECT_TRUE(Fails(plan.Scatter(3, bytes), absl::StatusCode::kInternal, "fell off the bus"));
 }
 
 TEST(StreamPlan, NoPages) {

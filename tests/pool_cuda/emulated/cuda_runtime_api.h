@@ -4,8 +4,9 @@
 // they compile as C++ and run where there is no GPU. It shows what kernels and calls do, not how
 // fast, and it is stricter than a GPU in what goes unnoticed there:
 //
-// - Memory of a device can be touched while the device works, and at no other time. It begins full
-//   of 0xcd, ends at a page that nobody can touch, and what is written beside it is found.
+// - Nobody can touch what lies at an address of a device: a kernel is given other pointers for those
+//   among its arguments, and so are copies. Its memory begins full of 0xcd, ends at a page that is out
+//   of bounds, and what is written beside it is found.
 // - What is put into a stream is done when somebody waits for it, and not before.
 // - A kernel gets no pointer to memory that its device cannot reach. Its threads run one after the
 //   other, from the first to the last and in the next launch from the last to the first.
@@ -17,13 +18,13 @@
 // https://docs.nvidia.com/cuda/cuda-runtime-api.
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <span>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 // ---------------------------------------------------------------- calls
@@ -130,23 +131,24 @@ struct cudaLaunchConfig_t {
 
 namespace kvferry::emulated {
 
-// Those of an argument, made 0 between its members, where they could be taken for a pointer. Only
-// GCC can do that; none otherwise.
+// Replaces the addresses of the current device in an argument by those where it has its memory. With
+// padding, which may hold anything, nothing is refused.
+void Translate(std::span<std::byte> argument, bool has_padding);
+
 template <typename Argument>
-std::span<const std::byte> BytesOf([[maybe_unused]] Argument& argument) {
+void TranslateArgument(Argument& argument) {
+  bool has_padding = !std::has_unique_object_representations_v<Argument>;
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_clear_padding)
   __builtin_clear_padding(&argument);
-  return std::as_bytes(std::span(&argument, 1));
+  has_padding = false;
 #endif
 #endif
-  return {};
+  Translate(std::as_writable_bytes(std::span(&argument, 1)), has_padding);
 }
 
 // Puts a launch into the stream; thread() is what one thread does.
-cudaError_t Launch(const cudaLaunchConfig_t& config,
-                   std::span<const std::span<const std::byte>> arguments,
-                   std::function<void()> thread);
+cudaError_t Launch(const cudaLaunchConfig_t& config, std::function<void()> thread);
 
 }  // namespace kvferry::emulated
 
@@ -154,12 +156,6 @@ template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
   std::tuple<Parameters...> values(std::forward<Arguments>(arguments)...);
-  return std::apply(
-      [&](auto&... value) {
-        const std::array<std::span<const std::byte>, sizeof...(value)> bytes = {
-            kvferry::emulated::BytesOf(value)...};
-        return kvferry::emulated::Launch(*config, bytes,
-                                         [kernel, values] { std::apply(kernel, values); });
-      },
-      values);
+  std::apply([](auto&... value) { (kvferry::emulated::TranslateArgument(value), ...); }, values);
+  return kvferry::emulated::Launch(*config, [kernel, values] { std::apply(kernel, values); });
 }

@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -44,59 +45,66 @@ cudaError_t Answer(cudaError_t error) {
 
 size_t RoundUp(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Memory of a device: up to the last page but one of a mapping, whose last page nobody can touch.
+// Addresses of a device's, which nobody can touch, and its memory for them elsewhere: as much before it
+// as makes up whole pages, and behind it up to the last page but one, the last being out of bounds.
 class Allocation {
  public:
   // nullptr when the system refuses the memory.
   static std::unique_ptr<Allocation> Create(int device, size_t bytes) {
     const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    const size_t usable = RoundUp(std::max<size_t>(bytes, 1), page);
-    void* mapping =
-        mmap(nullptr, usable + page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (mapping == MAP_FAILED) return nullptr;
-    std::unique_ptr<Allocation> made(
-        new Allocation(device, {static_cast<std::byte*>(mapping), usable}, bytes, page));
-    made->Open();
-    std::ranges::fill(made->mapping_, kBeside);
-    std::ranges::fill(made->memory_, kUnset);
-    made->Close();
+    const size_t usable = RoundUp(bytes, page);
+    const auto map = [&] {
+      return static_cast<std::byte*>(mmap(nullptr, usable + page, PROT_NONE,
+                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    };
+    std::unique_ptr<Allocation> made(new Allocation(device, map(), map(), usable, page, bytes));
+    if (made->addresses_ == MAP_FAILED || made->memory_ == MAP_FAILED ||
+        mprotect(made->memory_, usable, PROT_READ | PROT_WRITE) != 0) {
+      return nullptr;
+    }
+    std::fill_n(made->memory_, usable, kBeside);
+    std::fill_n(made->memory_ + made->begin_, bytes, kUnset);
     return made;
   }
-  ~Allocation() { munmap(mapping_.data(), mapping_.size() + guard_); }
+  ~Allocation() {
+    munmap(addresses_, usable_ + guard_);
+    munmap(memory_, usable_ + guard_);
+  }
   Allocation(const Allocation&) = delete;
   Allocation& operator=(const Allocation&) = delete;
 
   int device() const { return device_; }
-  std::span<std::byte> memory() const { return memory_; }
+  size_t bytes() const { return bytes_; }
+  std::byte* address() const { return addresses_ + begin_; }
+  // Where the device has what lies at an address of this.
+  std::byte* Of(const std::byte* address) const { return memory_ + (address - addresses_); }
 
-  void Open() const { Protect(PROT_READ | PROT_WRITE); }
-  void Close() const {
-    const auto untouched = [](std::span<const std::byte> bytes) {
-      return std::ranges::all_of(bytes, [](std::byte byte) { return byte == kBeside; });
+  void CheckWhatIsBeside() const {
+    const auto untouched = [](const std::byte* from, const std::byte* to) {
+      return std::all_of(from, to, [](std::byte byte) { return byte == kBeside; });
     };
-    const size_t before = static_cast<size_t>(memory_.data() - mapping_.data());
-    if (!untouched(mapping_.first(before)) ||
-        !untouched(mapping_.subspan(before + memory_.size()))) {
-      Fault(
-          absl::StrCat("something was written beside an allocation of ", memory_.size(), " bytes"));
+    if (untouched(memory_, memory_ + begin_) &&
+        untouched(memory_ + begin_ + bytes_, memory_ + usable_)) {
+      return;
     }
-    Protect(PROT_NONE);
+    Fault(absl::StrCat("something was written beside an allocation of ", bytes_, " bytes"));
   }
 
  private:
-  Allocation(int device, std::span<std::byte> mapping, size_t bytes, size_t guard)
+  Allocation(int device, std::byte* addresses, std::byte* memory, size_t usable, size_t guard,
+             size_t bytes)
       : device_(device),
-        mapping_(mapping),
-        memory_(mapping.subspan(mapping.size() - RoundUp(bytes, kAlignment), bytes)),
-        guard_(guard) {}
-
-  void Protect(int protection) const {
-    if (mprotect(mapping_.data(), mapping_.size(), protection) != 0) Fault("mprotect failed");
-  }
+        addresses_(addresses),
+        memory_(memory),
+        usable_(usable),
+        guard_(guard),
+        bytes_(bytes),
+        begin_(usable - RoundUp(bytes, kAlignment)) {}
 
   const int device_;
-  const std::span<std::byte> mapping_, memory_;
-  const size_t guard_;  // Bytes behind mapping_.
+  std::byte *const addresses_, *const memory_;
+  const size_t usable_, guard_;  // Bytes of each; guard_ behind usable_.
+  const size_t bytes_, begin_;   // What was asked for, and where in usable_ it lies.
 };
 
 // All devices and what the host has pinned.
@@ -107,11 +115,11 @@ class Machine {
     *pointer = nullptr;
     if (bytes == 0) return cudaSuccess;
     size_t used = 0;
-    for (const auto& [begin, allocation] : allocations_) used += allocation->memory().size();
+    for (const auto& [begin, allocation] : allocations_) used += allocation->bytes();
     auto made = bytes <= kDeviceBytes - used ? Allocation::Create(current_device, bytes) : nullptr;
     if (made == nullptr) return cudaErrorMemoryAllocation;
-    *pointer = made->memory().data();
-    allocations_.emplace(made->memory().data(), std::move(made));
+    *pointer = made->address();
+    allocations_.emplace(made->address(), std::move(made));
     return cudaSuccess;
   }
 
@@ -173,7 +181,7 @@ class Machine {
     if (bytes == 0) return cudaSuccess;
     const std::optional<bool> on_device = IsOnDevice(to, bytes);
     if (!on_device || (!*on_device && !IsPinned(to))) return cudaErrorInvalidValue;
-    Of(nullptr)->work.emplace_back([=] { std::memset(to, value, bytes); });
+    Of(nullptr)->work.emplace_back([=, this] { std::memset(Seen(to), value, bytes); });
     if (!*on_device) Drain(Of(nullptr));
     return cudaSuccess;
   }
@@ -192,12 +200,13 @@ class Machine {
     if (from_pageable && !waits && *to_device) {
       // Is read before the call returns, and may be gone when its bytes are written.
       const auto* first = static_cast<const std::byte*>(from);
-      Of(stream)->work.emplace_back([to, staged = std::vector<std::byte>(first, first + bytes)] {
-        std::memcpy(to, staged.data(), staged.size());
-      });
+      Of(stream)->work.emplace_back(
+          [this, to, staged = std::vector<std::byte>(first, first + bytes)] {
+            std::memcpy(Seen(to), staged.data(), staged.size());
+          });
       return cudaSuccess;
     }
-    Of(stream)->work.emplace_back([=] { std::memcpy(to, from, bytes); });
+    Of(stream)->work.emplace_back([=, this] { std::memcpy(Seen(to), Seen(from), bytes); });
     if (waits || from_pageable || (!*to_device && !IsPinned(to))) Drain(Of(stream));
     return cudaSuccess;
   }
@@ -219,14 +228,29 @@ class Machine {
     Drain(Of(stream));
   }
 
-  cudaError_t Launch(const cudaLaunchConfig_t& config,
-                     std::span<const std::span<const std::byte>> arguments,
-                     std::function<void()> thread) {
+  void Translate(std::span<std::byte> argument, bool has_padding) {
+    const std::scoped_lock lock(mutex_);
+    for (; argument.size() >= sizeof(uintptr_t); argument = argument.subspan(sizeof(uintptr_t))) {
+      uintptr_t word;
+      std::memcpy(&word, argument.data(), sizeof word);
+      auto* pointer = reinterpret_cast<std::byte*>(word);
+      if (word < kLeastAddress || IsPinned(pointer)) continue;
+      const Allocation* allocation = AllocationOf(pointer);
+      if (allocation != nullptr && allocation->device() == current_device) {
+        pointer = allocation->Of(pointer);
+        std::memcpy(argument.data(), &pointer, sizeof pointer);
+      } else if (!has_padding && (allocation != nullptr || IsMapped(word))) {
+        Fault(absl::StrCat("a kernel of device ", current_device, " gets a pointer to memory of ",
+                           allocation == nullptr ? "the host that is not pinned" : "another one"));
+      }
+    }
+  }
+
+  cudaError_t Launch(const cudaLaunchConfig_t& config, std::function<void()> thread) {
     const std::scoped_lock lock(mutex_);
     if (config.gridDim.x < 1 || config.blockDim.x < 1 || config.blockDim.x > 1024) {
       return cudaErrorInvalidConfiguration;
     }
-    for (const auto& argument : arguments) CheckPointersOf(argument);
     Of(config.stream)
         ->work.emplace_back([config, thread = std::move(thread), backwards = backwards_] {
           gridDim = config.gridDim;
@@ -255,9 +279,8 @@ class Machine {
   // Does what waits in a stream.
   void Drain(cudaStream_t stream) {
     for (; !stream->work.empty(); stream->work.pop_front()) {
-      for (const auto& [begin, allocation] : allocations_) allocation->Open();
       stream->work.front()();
-      for (const auto& [begin, allocation] : allocations_) allocation->Close();
+      for (const auto& [begin, allocation] : allocations_) allocation->CheckWhatIsBeside();
     }
   }
   void DrainAll() {
@@ -270,7 +293,7 @@ class Machine {
     const auto behind = allocations_.upper_bound(at);
     if (behind == allocations_.begin()) return nullptr;
     const Allocation* allocation = std::prev(behind)->second.get();
-    return at < allocation->memory().data() + allocation->memory().size() ? allocation : nullptr;
+    return at < allocation->address() + allocation->bytes() ? allocation : nullptr;
   }
 
   bool IsPinned(const void* pointer) const {
@@ -288,23 +311,16 @@ class Machine {
     return allocation != nullptr;
   }
 
-  // What looks like an address of this process has to be one that the device can reach.
-  void CheckPointersOf(std::span<const std::byte> argument) const {
-    // Where programs, their heaps and mappings lie on x86-64, with sanitizers too; but two counts of
-    // 32 bits seldom make as much.
-    constexpr uintptr_t kLeastAddress = uintptr_t{1} << 46;
-    for (size_t at = 0; at + sizeof(uintptr_t) <= argument.size(); at += sizeof(uintptr_t)) {
-      uintptr_t word;
-      std::memcpy(&word, argument.data() + at, sizeof word);
-      const auto* pointer = reinterpret_cast<const void*>(word);
-      if (word < kLeastAddress || IsPinned(pointer)) continue;
-      const Allocation* allocation = AllocationOf(pointer);
-      if (allocation == nullptr ? IsMapped(word) : allocation->device() != current_device) {
-        Fault(absl::StrCat("a kernel of device ", current_device, " gets a pointer to memory of ",
-                           allocation == nullptr ? "the host that is not pinned" : "another one"));
-      }
-    }
+  // Where a copy finds these bytes.
+  std::byte* Seen(const void* pointer) const {
+    auto* at = const_cast<std::byte*>(static_cast<const std::byte*>(pointer));
+    const Allocation* allocation = AllocationOf(pointer);
+    return allocation == nullptr ? at : allocation->Of(at);
   }
+
+  // Where programs, their heaps and mappings lie on x86-64, with sanitizers too; but two counts of
+  // 32 bits seldom make as much.
+  static constexpr uintptr_t kLeastAddress = uintptr_t{1} << 46;
 
   static bool IsMapped(uintptr_t address) {
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
@@ -327,10 +343,12 @@ Machine& TheMachine() {
 
 }  // namespace
 
-cudaError_t Launch(const cudaLaunchConfig_t& config,
-                   std::span<const std::span<const std::byte>> arguments,
-                   std::function<void()> thread) {
-  return Answer(TheMachine().Launch(config, arguments, std::move(thread)));
+void Translate(std::span<std::byte> argument, bool has_padding) {
+  TheMachine().Translate(argument, has_padding);
+}
+
+cudaError_t Launch(const cudaLaunchConfig_t& config, std::function<void()> thread) {
+  return Answer(TheMachine().Launch(config, std::move(thread)));
 }
 
 }  // namespace kvferry::emulated
