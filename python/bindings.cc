@@ -20,6 +20,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "base/config.h"
 #include "base/host_memory.h"
 #include "base/random.h"
@@ -35,6 +36,7 @@
 #include "python/lookup_buffer.h"
 #include "python/model_config.h"
 #include "python/model_pools.h"
+#include "python/pool_memory.h"
 #include "python/remote_store.h"
 #include "python/slot_pools.h"
 #include "python/status_error.h"
@@ -252,7 +254,12 @@ using PoolPtr = std::shared_ptr<KvPool>;
 using SharedPtr = std::shared_ptr<SharedMemory>;
 
 PoolPtr AdoptPool(const KvLayout& layout, const std::vector<std::pair<uintptr_t, int64_t>>& buffers,
-                  nb::object owner, const SharedPtr& shared) {
+                  nb::object owner, const SharedPtr& shared, const std::string& memory) {
+  std::shared_ptr<const PoolMemory> lies_in = MemoryNamed(memory);
+  if (shared != nullptr && lies_in != nullptr) {
+    Check(absl::InvalidArgumentError(
+        absl::StrCat("kv pool: memory is '", memory, "', but shared memory is the host's")));
+  }
   std::vector<BufferInfo> infos;
   for (size_t i = 0; i < buffers.size(); ++i) {
     const auto tensor = static_cast<int64_t>(i) / layout.num_layers;
@@ -268,7 +275,7 @@ PoolPtr AdoptPool(const KvLayout& layout, const std::vector<std::pair<uintptr_t,
     nb::handle(static_cast<PyObject*>(const_cast<void*>(object))).dec_ref();
   });
   return Value(shared == nullptr
-                   ? KvPool::Adopt(layout, infos, std::move(keep_alive))
+                   ? KvPool::Adopt(layout, infos, std::move(keep_alive), std::move(lies_in))
                    : KvPool::AdoptShared(layout, infos, std::move(keep_alive), shared));
 }
 
@@ -281,7 +288,7 @@ PoolPtr AdoptTensors(const KvLayout& layout, const std::vector<EngineTensor>& te
     buffers.emplace_back(reinterpret_cast<uintptr_t>(tensor.data()),
                          static_cast<int64_t>(tensor.nbytes()));
   }
-  return AdoptPool(layout, buffers, nb::cast(KeepAlive(tensors)), nullptr);
+  return AdoptPool(layout, buffers, nb::cast(KeepAlive(tensors)), nullptr, "host");
 }
 
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> PageView(const PoolPtr& pool, int64_t layer,
@@ -325,26 +332,37 @@ void BindPools(nb::module_& module) {
   nb::class_<KvPool>(module, "KvPool", "The memory of a paged KV cache; see pool/kv_pool.h.")
       .def_static(
           "create",
-          [](const KvLayout& layout, int64_t num_pages, bool at_once) {
+          [](const KvLayout& layout, int64_t num_pages, bool at_once, const std::string& memory) {
             using TakesRoom = KvPool::TakesRoom;
+            if (auto lies_in = MemoryNamed(memory)) {
+              return Value(KvPool::CreateIn(layout, num_pages, std::move(lies_in)));
+            }
             return Value(KvPool::Create(layout, num_pages,
                                         at_once ? TakesRoom::kAtOnce : TakesRoom::kAsTouched));
           },
-          "layout"_a, "num_pages"_a, "at_once"_a = true, nb::call_guard<nb::gil_scoped_release>(),
-          "Zeroed host memory of the pool's own. at_once: in huge pages where the system has them, "
-          "which take their room before this returns (about 0.1 s for a GiB); else it is taken as "
-          "pages are touched.")
+          "layout"_a, "num_pages"_a, "at_once"_a = true, "memory"_a = "host",
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Zeroed memory of the pool's own: the host's, or a GPU's as 'cuda:0'. at_once: the "
+          "host's "
+          "in huge pages where the system has them, which take their room before this returns "
+          "(about 0.1 s for a GiB); else it is taken as pages are touched.")
       .def_static(
           "adopt", &AdoptPool, "layout"_a, "buffers"_a, "owner"_a, "shared"_a = nb::none(),
+          "memory"_a = "host",
           "Looks at an engine's memory: (address, bytes) of each buffer, tensor by tensor, each "
           "over all layers. `owner` is kept alive with the pool. `shared`: the SharedMemory that "
-          "all of them lie in, which processes of this host then read in place.")
+          "all of them lie in, which processes of this host then read in place. memory: where "
+          "they lie, 'host' or a GPU as 'cuda:0'; what is published or fetched into must not be "
+          "under work there.")
       .def_static("adopt_tensors", &AdoptTensors, "layout"_a, "tensors"_a.noconvert(),
                   "adopt() for contiguous tensors of the CPU, torch's, numpy's or any with DLPack: "
                   "K of each "
                   "layer, then V of each. They are kept alive with the pool; nothing is copied.")
       .def_prop_ro("num_pages", &KvPool::num_pages)
       .def_prop_ro("layout", &KvPool::layout)
+      .def_prop_ro(
+          "memory", [](const KvPool& self) { return NameOf(self.memory()); },
+          "'host', or a GPU's as 'cuda:0'.")
       .def(
           "buffer_infos", [](const KvPool& self) { return ToTuples(self.buffer_infos()); },
           "(address, bytes, item bytes) of each buffer: K layers, then V layers.")

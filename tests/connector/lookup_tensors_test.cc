@@ -8,6 +8,7 @@
 
 #include "connector/copy_pages.h"
 #include "connector/kv_tensors.h"
+#include "tests/pool/guarded_memory.h"
 #include "tests/support/lookup_buffers.h"
 
 namespace kvferry {
@@ -46,12 +47,12 @@ Bytes NaiveTensor(const KvPool& pool, int64_t tensor, const Pages& pages, int64_
   return bytes;
 }
 
-TEST(KvTensors, ToPagesAndBack) {
+void GoToPagesAndBack(const std::shared_ptr<const PoolMemory>& memory) {
   for (const std::string format : {"NHD", "HND"}) {
     SCOPED_TRACE(format);
     KvLayout layout = SmallLayout();
     layout.page_format = format;
-    const auto pool = MakePatternPool(layout, 8, 1);
+    const auto pool = Must(KvPool::CreateIn(layout, 8, memory));
     const Pages pages = {6, 2, 3};
     for (const int64_t num_tokens : {1, 16, 33, 48}) {
       const int64_t size = Must(KvTensorBytes(layout, num_tokens));
@@ -67,6 +68,9 @@ TEST(KvTensors, ToPagesAndBack) {
     }
   }
 }
+
+TEST(KvTensors, ToPagesAndBack) { GoToPagesAndBack(HostMemory()); }
+TEST(KvTensors, ToPagesOfADeviceAndBack) { GoToPagesAndBack(std::make_shared<GuardedMemory>()); }
 
 TEST(KvTensors, BadInput) {
   const auto pool = MakePatternPool(SmallLayout(), 8, 1);

@@ -2,6 +2,8 @@
 #include "connector/store/tiered_store.h"
 #include "tests/connector/fake_store.h"
 #include "tests/connector/store_conformance.h"
+#include "tests/pool/guarded_memory.h"
+#include "tests/support/kv_pattern.h"
 
 namespace kvferry {
 namespace {
@@ -62,6 +64,49 @@ INSTANTIATE_TEST_SUITE_P(
                     Host("HostMha", KvLayout::Mha(3, 4, 2, 8, DType::kBFloat16), 100000),
                     TieredHosts(), TieredOverFake()),
     BackendName());
+
+// More pages than are staged at a time, between pools that the processor cannot touch.
+TEST(StoreOfDevicePages, GoThroughTheHost) {
+  const KvLayout layout = KvLayout::Mha(2, 64, 32, 64, DType::kBFloat16);  // 1 MiB a page.
+  constexpr int64_t kPages = 20;
+  const auto memory = std::make_shared<GuardedMemory>();
+  const auto source = Must(KvPool::CreateIn(layout, kPages, memory));
+  const auto target = Must(KvPool::CreateIn(layout, kPages, memory));
+  FillPattern(*source, 1);
+  FillPattern(*target, 2);
+  const auto store = Must(HostStore::Create({Must(HostStore::FlatLayout(4096)), 64 << 20, 0}));
+  std::vector<std::string> names;
+  std::vector<int64_t> from, to;
+  for (int64_t i = 0; i < kPages; ++i) {
+    names.push_back(absl::StrCat("key", i));
+    from.push_back((i * 7) % kPages);
+    to.push_back((i * 3) % kPages);
+  }
+  const std::vector<std::string_view> keys(names.begin(), names.end());
+  memory->failure = absl::UnavailableError("fell off the bus");
+  for (const absl::Status& status : store->PutPages(keys, *source, from, Soon())) {
+    EXPECT_TRUE(Fails(status, absl::StatusCode::kUnavailable, "fell off the bus"));
+  }
+  EXPECT_EQ(store->stats().entries, 0);
+  memory->failure = absl::OkStatus();
+  for (const absl::Status& status : store->PutPages(keys, *source, from, Soon())) {
+    EXPECT_TRUE(IsOk(status));
+  }
+  // What it makes of a page is what it makes of one on the host.
+  const auto on_host = MakePatternPool(layout, 1, 3);
+  const std::vector<int64_t> first = {0};
+  ASSERT_TRUE(IsOk(store->GetPages({{keys[3]}}, *on_host, first, Soon())[0]));
+  EXPECT_TRUE(HoldsPages(*on_host, first, 1, std::span(from).subspan(3, 1), 0, 2));
+
+  ASSERT_TRUE(IsOk(store->Erase(keys[18], Soon())));
+  const std::vector<absl::Status> got = store->GetPages(keys, *target, to, Soon());
+  for (int64_t i = 0; i < kPages; ++i) {
+    EXPECT_EQ(got[i].code(), i == 18 ? absl::StatusCode::kNotFound : absl::StatusCode::kOk) << i;
+  }
+  from.erase(from.begin() + 18);
+  to.erase(to.begin() + 18);
+  EXPECT_TRUE(HoldsExactly(*target, 2, to, 1, from));
+}
 
 }  // namespace
 }  // namespace kvferry

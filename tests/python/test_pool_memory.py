@@ -36,7 +36,11 @@ def model_pools(memory: str, kv_cache_dtype: str = "auto") -> kvferry.ModelPools
     )
 
 
-MAKERS = [token_pool, state_pool, model_pools]
+def kv_pool(memory: str) -> kvferry.KvPool:
+    return kvferry.KvPool.create(LAYOUT, 8, memory=memory)
+
+
+MAKERS = [token_pool, state_pool, model_pools, kv_pool]
 
 
 def why_no_cuda() -> str:
@@ -78,6 +82,26 @@ def test_memory_of_the_host():
     arrays = [pool.buffer(0, 0), states.recurrent_state, states.conv_state, pools.kv.key_buffer(0)]
     assert [array.__dlpack_device__() for array in arrays] == [(K_DL_CPU, 0)] * 4
     assert kvferry.TokenKvPool.create(LAYOUT, 32).memory == "host"
+    assert kvferry.KvPool.create(LAYOUT, 8).memory == kv_pool("host").memory == "host"
+
+
+def adopted(memory: str, shared=None) -> kvferry.KvPool:
+    buffers = [np.zeros(8 * LAYOUT.item_bytes(i // 2), dtype=np.uint8) for i in range(4)]
+    infos = [(buffer.ctypes.data, buffer.nbytes) for buffer in buffers]
+    return kvferry.KvPool.adopt(LAYOUT, infos, buffers, shared, memory)
+
+
+def test_adopted_memory():
+    assert adopted("host").memory == "host"
+    with pytest.raises(ValueError, match="memory is 'gpu' but must be"):
+        adopted("gpu")
+    if "without CUDA" not in why_no_cuda():
+        pool = adopted("cuda:0")  # As the caller says; nobody looks.
+        assert pool.memory == "cuda:0"
+        with pytest.raises(kvferry.FailedPrecondition, match="lies in memory of cuda:0"):
+            pool.page(0, 0, 0)
+        with pytest.raises(ValueError, match="but shared memory is the host's"):
+            adopted("cuda:0", kvferry.SharedMemory.create(4096))
 
 
 class OnAnotherDevice:
@@ -161,3 +185,25 @@ def test_pools_of_a_model_on_a_gpu(kv_cache_dtype):
     away = tier.alloc(4)
     tier.back_up(slots, away)
     assert np.array_equal(tier.host.get_flat_data(away), host.kv.get_flat_data(slots))
+
+
+@pytest.mark.parametrize("memory", ["host", pytest.param("cuda:0", marks=needs_cuda)])
+def test_pages_move_between_token_pools(memory):
+    source = kvferry.TokenKvPool.create(LAYOUT, 32, memory=memory)
+    target = kvferry.TokenKvPool.create(LAYOUT, 32, memory=memory)
+    slots = np.arange(36)  # With those of page 0.
+    sent = np.random.default_rng(1).integers(0, 256, source.get_flat_data(slots).size, np.uint8)
+    source.set_flat_data(slots, sent)
+    config = kvferry.Config.make({})
+    prefill = kvferry.PrefillEndpoint(source.pages, config, "model", "p")
+    decode = kvferry.DecodeEndpoint(target.pages, config, "model", name="d")
+    try:
+        ticket = prefill.publish([3, 7, 8], num_tokens=12)
+        decode.fetch(ticket, 0, [1, 6, 2]).wait(20000)
+    finally:
+        decode.close()
+        prefill.close()
+    there, here = np.r_[12:16, 28:36], np.r_[4:8, 24:28, 8:12]
+    assert np.array_equal(target.get_flat_data(here), source.get_flat_data(there))
+    untouched = np.setdiff1d(slots, here)
+    assert not target.get_flat_data(untouched).any()
