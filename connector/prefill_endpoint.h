@@ -70,7 +70,8 @@ class PrefillEndpoint {
                                                    const Publication& publication,
                                                    int64_t timeout_ms);
 
-  // Layer `layer` and all before it are final; a fetch may be waiting for them. NOT_FOUND for an
+  // Layer `layer` and all before it are final; a fetch may be waiting for them. On a device the work that
+  // computes them has ended: nothing else orders a transfer behind it. NOT_FOUND for an
   // unknown lease, FAILED_PRECONDITION for one that has ended.
   absl::Status LayerReady(uint64_t lease_id, int64_t layer);
   absl::Status AllLayersReady(uint64_t lease_id);

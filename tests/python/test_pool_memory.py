@@ -198,7 +198,7 @@ def test_pages_move_between_token_pools(memory):
     prefill = kvferry.PrefillEndpoint(source.pages, config, "model", "p")
     decode = kvferry.DecodeEndpoint(target.pages, config, "model", name="d")
     try:
-        ticket = prefill.publish([3, 7, 8], num_tokens=12)
+        ticket = prefill.publish([3, 7, 8], num_tokens=12, ready_layers=2)
         decode.fetch(ticket, 0, [1, 6, 2]).wait(20000)
     finally:
         decode.close()
