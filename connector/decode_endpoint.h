@@ -32,7 +32,8 @@ class DecodeEndpoint {
   // not have published the request yet: by a moment (its publish_grace_ms) or, if the ticket is one
   // without an epoch, until the fetch's deadline. timeout_ms 0: the
   // configured fetch_timeout_ms. The session with the ticket's host is opened on first use and
-  // kept.
+  // kept. Pages on a device must not be in use from here on, in any stream; they hold their bytes, for
+  // all streams, when the handle is done.
   //
   // Errors here mean that nothing was started: INVALID_ARGUMENT, OUT_OF_RANGE (pages of the ticket
   // or of the pool), PERMISSION_DENIED (host not in allowed_hosts). With no pages, the fetch only

@@ -342,10 +342,9 @@ void BindPools(nb::module_& module) {
           },
           "layout"_a, "num_pages"_a, "at_once"_a = true, "memory"_a = "host",
           nb::call_guard<nb::gil_scoped_release>(),
-          "Zeroed memory of the pool's own: the host's, or a GPU's as 'cuda:0'. at_once: the "
-          "host's "
-          "in huge pages where the system has them, which take their room before this returns "
-          "(about 0.1 s for a GiB); else it is taken as pages are touched.")
+          "Zeroed memory of the pool's own: the host's, or a GPU's as 'cuda:0'. at_once: in huge "
+          "pages where the system has them, which take their room before this returns (about 0.1 s "
+          "for a GiB); else the host's is taken as pages are touched.")
       .def_static(
           "adopt", &AdoptPool, "layout"_a, "buffers"_a, "owner"_a, "shared"_a = nb::none(),
           "memory"_a = "host",

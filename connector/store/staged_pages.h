@@ -20,19 +20,21 @@ class StagedPages {
   StagedPages(const KvPool& pool, std::span<const int64_t> pages);
 
   // The items of the pages here, those of one page side by side.
-  std::vector<std::span<std::byte>> Items() const;
+  std::vector<std::span<std::byte>> Items();
   absl::Status FromPool();
   // Of the pages whose statuses are OK alone.
   absl::Status ToPool(std::span<const absl::Status> statuses);
 
  private:
-  absl::Status Copy(std::span<const int32_t> rows, bool to_pool);
+  // Runs what plan(pages, here) says of each tensor of each layer: all pages of the pool, and those here.
+  template <typename Plan>
+  absl::Status Copy(const Plan& plan);
   // Where the items of one tensor of one layer lie here, in the order of the pages.
-  std::byte* ItemsOf(int64_t layer, int64_t tensor) const;
+  std::byte* ItemsOf(int64_t layer, int64_t tensor);
 
   const KvPool& pool_;
   const std::span<const int64_t> pages_;
-  mutable std::vector<std::byte> bytes_;  // Buffer by buffer.
+  std::vector<std::byte> bytes_;  // Buffer by buffer.
 };
 
 }  // namespace kvferry

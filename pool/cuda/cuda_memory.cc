@@ -111,10 +111,13 @@ absl::StatusOr<cudaStream_t> StreamOfThread(int device) {
 // ---------------------------------------------------------------- where rows lie
 
 enum class Place : uint8_t {
-  kHost,    // The device cannot address it.
-  kPinned,  // Host memory that it can.
+  kHost,          // The device cannot address it.
+  kPartlyPinned,  // Nor does CUDA copy it: all of a range has to be pinned, or none.
+  kPinned,        // Host memory that it can address.
   kDevice,
 };
+
+bool NeedsTheHost(Place place) { return place == Place::kHost || place == Place::kPartlyPinned; }
 
 absl::StatusOr<Place> PlaceOf(const std::byte* address, int device) {
   cudaPointerAttributes attributes = {};
@@ -141,7 +144,7 @@ absl::StatusOr<Place> PlaceOf(const TokenView& view, int device) {
   KVFERRY_ASSIGN_OR_RETURN(const Place begin, PlaceOf(view.data, device));
   KVFERRY_ASSIGN_OR_RETURN(const Place end, PlaceOf(last, device));
   if (begin == end) return begin;
-  if (begin != Place::kDevice && end != Place::kDevice) return Place::kHost;
+  if (begin != Place::kDevice && end != Place::kDevice) return Place::kPartlyPinned;
   return absl::InvalidArgumentError(
       "cuda memory: rows begin on the device and end on the host, or the other way round");
 }
@@ -197,110 +200,123 @@ class Copies {
     const TokenCopy* copy;
     Place from, to;
   };
+  // Rows of the host, by a list or in order.
+  struct HostRows {
+    const TokenView& view;
+    const int32_t* list;
+    int64_t count;
+    bool
+        whole;  // In one piece: the device's side has no list that one could begin in the middle of.
+    bool in_place;  // InPlace(); else they are packed on the host first, or unpacked there.
+  };
   // Rows [begin, begin + host.num_slots) of a copy on their way, one after the other.
   struct Piece {
     int64_t begin;
     TokenView host, device;
-    bool host_is_rows;  // They lie one after the other where they are, and go from or to there.
   };
 
   absl::Status RunOne(const Ends& ends) {
     const TokenCopy& copy = *ends.copy;
-    if (ends.from == Place::kHost && ends.to == Place::kHost) {
+    if (NeedsTheHost(ends.from) && NeedsTheHost(ends.to)) {
       copy.Run(threads_);
       return absl::OkStatus();
     }
-    if (IsOnePiece(copy)) return CopyBytes(copy.from(), copy.to());
-    if (ends.from == Place::kHost) return FromHost(copy);
-    if (ends.to == Place::kHost) return ToHost(copy);
+    const bool partly_pinned = ends.from == Place::kPartlyPinned || ends.to == Place::kPartlyPinned;
+    if (IsOnePiece(copy) && !partly_pinned) return CopyBytes(copy.from(), copy.to());
     KVFERRY_ASSIGN_OR_RETURN(const int32_t* from_slots,
-                             Uploaded(copy.num_rows(), copy.from_slots()));
-    KVFERRY_ASSIGN_OR_RETURN(const int32_t* to_slots, Uploaded(copy.num_rows(), copy.to_slots()));
+                             UploadedUnless(NeedsTheHost(ends.from), copy, copy.from_slots()));
+    KVFERRY_ASSIGN_OR_RETURN(const int32_t* to_slots,
+                             UploadedUnless(NeedsTheHost(ends.to), copy, copy.to_slots()));
+    const auto from_of = [&](const Piece& piece) {
+      return from_slots == nullptr ? nullptr : from_slots + piece.begin;
+    };
+    const auto to_of = [&](const Piece& piece) {
+      return to_slots == nullptr ? nullptr : to_slots + piece.begin;
+    };
+    if (NeedsTheHost(ends.from)) {
+      return FromHost({copy.from(), copy.from_slots(), copy.num_rows(), to_slots == nullptr,
+                       InPlace(ends.from, copy.from(), copy.from_slots())},
+                      [&](const Piece& piece) {
+                        return CopyTokensCuda(piece.device, nullptr, copy.to(), to_of(piece),
+                                              piece.host.num_slots, nullptr, stream_);
+                      });
+    }
+    if (NeedsTheHost(ends.to)) {
+      return ToHost({copy.to(), copy.to_slots(), copy.num_rows(), from_slots == nullptr,
+                     InPlace(ends.to, copy.to(), copy.to_slots())},
+                    [&](const Piece& piece) {
+                      return CopyTokensCuda(copy.from(), from_of(piece), piece.device, nullptr,
+                                            piece.host.num_slots, nullptr, stream_);
+                    });
+    }
     return CopyTokensCuda(copy.from(), from_slots, copy.to(), to_slots, copy.num_rows(), nullptr,
                           stream_);
   }
 
-  absl::Status RunOne(const QuantizedCopy& copy, Place rows) {
+  absl::Status RunOne(const QuantizedCopy& copy, Place place) {
     const auto num_rows = static_cast<int64_t>(copy.slots().size());
     KVFERRY_ASSIGN_OR_RETURN(const int32_t* slots, Uploaded(num_rows, copy.slots().data()));
-    if (rows != Place::kHost) return RunQuantizedCuda(copy, copy.rows(), slots, stream_);
+    if (!NeedsTheHost(place)) return RunQuantizedCuda(copy, copy.rows(), slots, stream_);
     const auto run = [&](const Piece& piece) {
       return RunQuantizedCuda(copy, piece.device, slots + piece.begin, stream_);
     };
-    return copy.stores() ? FromHost(copy.rows(), nullptr, num_rows, false, run)
-                         : ToHost(copy.rows(), nullptr, num_rows, false, run);
+    const HostRows rows = {copy.rows(), nullptr, num_rows, false,
+                           InPlace(place, copy.rows(), nullptr)};
+    return copy.stores() ? FromHost(rows, run) : ToHost(rows, run);
   }
 
-  absl::Status FromHost(const TokenCopy& copy) {
-    KVFERRY_ASSIGN_OR_RETURN(const int32_t* slots, Uploaded(copy.num_rows(), copy.to_slots()));
-    return FromHost(copy.from(), copy.from_slots(), copy.num_rows(), slots == nullptr,
-                    [&](const Piece& piece) {
-                      return CopyTokensCuda(piece.device, nullptr, copy.to(),
-                                            slots == nullptr ? nullptr : slots + piece.begin,
-                                            piece.host.num_slots, nullptr, stream_);
-                    });
+  // Whether rows on the host lie one after the other, and CUDA copies them where they are.
+  static bool InPlace(Place place, const TokenView& rows, const int32_t* list) {
+    return place == Place::kHost && list == nullptr && rows.SlotsAreDense();
   }
 
-  absl::Status ToHost(const TokenCopy& copy) {
-    KVFERRY_ASSIGN_OR_RETURN(const int32_t* slots, Uploaded(copy.num_rows(), copy.from_slots()));
-    return ToHost(
-        copy.to(), copy.to_slots(), copy.num_rows(), slots == nullptr, [&](const Piece& piece) {
-          return CopyTokensCuda(copy.from(), slots == nullptr ? nullptr : slots + piece.begin,
-                                piece.device, nullptr, piece.host.num_slots, nullptr, stream_);
-        });
-  }
-
-  // Rows of the host, by a list or in order, each piece of them for on_device() when it is there.
+  // Each piece of the rows for on_device() when it is there.
   template <typename OnDevice>
-  absl::Status FromHost(const TokenView& rows, const int32_t* list, int64_t num_rows, bool whole,
-                        const OnDevice& on_device) {
-    return ForEachPiece(rows, list, num_rows, whole, [&](const Piece& piece) {
-      if (!piece.host_is_rows) {
-        KVFERRY_RETURN_IF_ERROR(CopyOnHost(rows, Slots(list, piece), piece.host, InOrder(piece)));
+  absl::Status FromHost(const HostRows& rows, const OnDevice& on_device) {
+    return ForEachPiece(rows, [&](const Piece& piece) {
+      if (!rows.in_place) {
+        KVFERRY_RETURN_IF_ERROR(
+            CopyOnHost(rows.view, Slots(rows, piece), piece.host, InOrder(piece)));
       }
       KVFERRY_RETURN_IF_ERROR(CopyPacked(piece.host, piece.device));
       return on_device(piece);
     });
   }
-  // Each piece of them behind on_device(), which writes it.
+  // Each piece of the rows behind on_device(), which writes it.
   template <typename OnDevice>
-  absl::Status ToHost(const TokenView& rows, const int32_t* list, int64_t num_rows, bool whole,
-                      const OnDevice& on_device) {
-    return ForEachPiece(rows, list, num_rows, whole, [&](const Piece& piece) {
+  absl::Status ToHost(const HostRows& rows, const OnDevice& on_device) {
+    return ForEachPiece(rows, [&](const Piece& piece) {
       KVFERRY_RETURN_IF_ERROR(on_device(piece));
       KVFERRY_RETURN_IF_ERROR(CopyPacked(piece.device, piece.host));
-      if (piece.host_is_rows) return absl::OkStatus();
-      return CopyOnHost(piece.host, InOrder(piece), rows, Slots(list, piece));
+      if (rows.in_place) return absl::OkStatus();
+      return CopyOnHost(piece.host, InOrder(piece), rows.view, Slots(rows, piece));
     });
   }
 
-  // Pieces of rows as `rows` has them, which is the host's side; one piece when the device's side
-  // has no list that a piece could begin in the middle of.
   template <typename Visit>
-  absl::Status ForEachPiece(const TokenView& rows, const int32_t* list, int64_t num_rows,
-                            bool whole, const Visit& visit) {
-    const int64_t row_bytes = rows.row_bytes();
+  absl::Status ForEachPiece(const HostRows& rows, const Visit& visit) {
+    const TokenView& like = rows.view;
+    const int64_t row_bytes = like.row_bytes();
     const int64_t most =
-        whole ? num_rows : std::clamp<int64_t>(kPieceBytes / row_bytes, 1, num_rows);
-    const bool host_is_rows = list == nullptr && rows.SlotsAreDense();
+        rows.whole ? rows.count : std::clamp<int64_t>(kPieceBytes / row_bytes, 1, rows.count);
     std::shared_ptr<std::byte> host;
-    if (!host_is_rows) {
+    if (!rows.in_place) {
       KVFERRY_ASSIGN_OR_RETURN(host, MapSlab(most * row_bytes));
-      order_.resize(static_cast<size_t>(num_rows));
+      order_.resize(static_cast<size_t>(rows.count));
       std::iota(order_.begin(), order_.end(), 0);
     }
     KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<std::byte> device,
                              Scratch(most * row_bytes, stream_));
-    const auto packed = [&rows](std::byte* data, int64_t count) {
-      TokenView view = TokenView::Packed(data, rows.dtype, count, rows.num_heads, rows.head_dim);
-      view.scale = rows.scale;
+    const auto packed = [&like](std::byte* data, int64_t count) {
+      TokenView view = TokenView::Packed(data, like.dtype, count, like.num_heads, like.head_dim);
+      view.scale = like.scale;
       return view;
     };
-    for (int64_t begin = 0; begin < num_rows; begin += most) {
-      const int64_t count = std::min(most, num_rows - begin);
-      std::byte* const on_host = host_is_rows ? rows.row(begin) : host.get();
+    for (int64_t begin = 0; begin < rows.count; begin += most) {
+      const int64_t count = std::min(most, rows.count - begin);
+      std::byte* const on_host = rows.in_place ? like.row(begin) : host.get();
       KVFERRY_RETURN_IF_ERROR(
-          visit(Piece{begin, packed(on_host, count), packed(device.get(), count), host_is_rows}));
+          visit(Piece{begin, packed(on_host, count), packed(device.get(), count)}));
     }
     return absl::OkStatus();
   }
@@ -326,14 +342,18 @@ class Copies {
   }
 
   // A piece of a list on the host, null being 0, 1, 2, ... .
-  std::span<const int32_t> Slots(const int32_t* list, const Piece& piece) const {
-    return {(list == nullptr ? order_.data() : list) + piece.begin,
+  std::span<const int32_t> Slots(const HostRows& rows, const Piece& piece) const {
+    return {(rows.list == nullptr ? order_.data() : rows.list) + piece.begin,
             static_cast<size_t>(piece.host.num_slots)};
   }
   std::span<const int32_t> InOrder(const Piece& piece) const {
     return {order_.data(), static_cast<size_t>(piece.host.num_slots)};
   }
 
+  absl::StatusOr<const int32_t*> UploadedUnless(bool on_host, const TokenCopy& copy,
+                                                const int32_t* list) {
+    return on_host ? nullptr : Uploaded(copy.num_rows(), list);
+  }
   // A list of a copy in device memory, null for null. Each goes there once: the copies of all
   // layers have the same ones.
   absl::StatusOr<const int32_t*> Uploaded(int64_t num_rows, const int32_t* list) {

@@ -193,6 +193,7 @@ class Machine {
     const std::optional<bool> to_device = IsOnDevice(to, bytes),
                               from_device = IsOnDevice(from, bytes);
     if (!to_device || !from_device) return cudaErrorInvalidValue;
+    if (IsPartlyPinned(to, bytes) || IsPartlyPinned(from, bytes)) return cudaErrorInvalidValue;
     if (kind != cudaMemcpyDefault && kind != (*from_device ? 2 : 0) + (*to_device ? 1 : 0)) {
       return cudaErrorInvalidMemcpyDirection;
     }
@@ -300,6 +301,16 @@ class Machine {
     const auto* at = static_cast<const std::byte*>(pointer);
     return std::ranges::any_of(pinned_, [at](const auto& range) {
       return at >= range.first && at < range.first + range.second;
+    });
+  }
+
+  // What is pinned, and what is not, cannot be copied in one go.
+  bool IsPartlyPinned(const void* pointer, size_t bytes) const {
+    const auto* first = static_cast<const std::byte*>(pointer);
+    return std::ranges::any_of(pinned_, [&](const auto& range) {
+      const std::byte* end = range.first + range.second;
+      return first < end && range.first < first + bytes &&
+             (first < range.first || end < first + bytes);
     });
   }
 

@@ -138,6 +138,7 @@ TEST_F(EmulatedDevice, CallsThatCudaRefusesAreRefused) {
   EXPECT_EQ(cudaMemcpy(plain, memory_, 8, cudaMemcpyHostToDevice), cudaErrorInvalidMemcpyDirection);
   EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidMemcpyDirection);
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  EXPECT_EQ(cudaMemcpy(memory_, pinned_ + 4000, 100, cudaMemcpyDefault), cudaErrorInvalidValue);
   EXPECT_EQ(cudaMemset(plain, 0, 8), cudaErrorInvalidValue);
   EXPECT_EQ(cudaFree(plain), cudaErrorInvalidValue);
   EXPECT_EQ(cudaHostRegister(pinned_ + 4095, 1, 0), cudaErrorHostMemoryAlreadyRegistered);
