@@ -14,8 +14,8 @@
 //
 // Whoever breaks one of these rules ends with a line on standard error or a signal. What CUDA
 // answers with an error gets that error. Kernels that wait for one another (__syncthreads, warps)
-// cannot run, and there are no streams but the default one and those that do not wait for it. Thread-safe. Names and values are CUDA's:
-// https://docs.nvidia.com/cuda/cuda-runtime-api.
+// cannot run, and there are no streams but the default one and those that do not wait for it.
+// Thread-safe. Names and values are CUDA's: https://docs.nvidia.com/cuda/cuda-runtime-api.
 
 #include <algorithm>
 #include <cstddef>
