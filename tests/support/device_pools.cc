@@ -1,5 +1,5 @@
 // Linked into a binary, it has a device for the paths whose pools lie on one: one that the processor
-// plays.
+// plays, or a GPU (KVFERRY_TEST_ON_GPU).
 
 #include "pool/cuda/cuda_memory.h"
 #include "tests/support/kv_pattern.h"
