@@ -183,7 +183,7 @@ class Copies {
       if (copy.slots().empty()) continue;
       for (const TokenView& view : {copy.codes(), copy.scales()}) {
         KVFERRY_ASSIGN_OR_RETURN(const Place place, PlaceOf(view, device_));
-        if (place == Place::kHost) {
+        if (NeedsTheHost(place)) {
           return absl::InvalidArgumentError(absl::StrCat(
               "cuda memory: codes and scales must lie where device ", device_, " reaches them"));
         }
@@ -205,8 +205,7 @@ class Copies {
     const TokenView& view;
     const int32_t* list;
     int64_t count;
-    bool
-        whole;  // In one piece: the device's side has no list that one could begin in the middle of.
+    bool whole;     // In one piece: the device has no list that one could begin in the middle of.
     bool in_place;  // InPlace(); else they are packed on the host first, or unpacked there.
   };
   // Rows [begin, begin + host.num_slots) of a copy on their way, one after the other.

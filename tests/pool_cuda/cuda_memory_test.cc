@@ -147,6 +147,22 @@ TEST_F(CudaMemories, CodesAndScalesOfTheHostAreRefused) {
                     kInvalid, "codes and scales must lie where device 0"));
 }
 
+TEST_F(CudaMemories, PartlyPinnedCodesAreRefused) {
+  const KvLayout layout = {1, 4, DType::kUint8, "NHD",
+                           Must(QuantizedTensors(BlockFormat::kMxfp4, "k", 1, 4096))};
+  const auto host = Must(TokenKvPool::Create(layout, 64));
+  const BufferInfo &codes = host->pages()->buffer(0, 0), &scales = host->pages()->buffer(0, 1);
+  const std::vector<BufferInfo> pinned = {{codes.address, codes.bytes / 2, codes.item_bytes},
+                                          scales};
+  const auto pin = Must(PinHostMemory(pinned, host));
+  std::vector<std::byte> row(4096 * sizeof(float));
+  const std::vector<int32_t> slots = {4};
+  EXPECT_TRUE(Fails(StoreQuantized(BlockFormat::kMxfp4,
+                                   TokenView::Packed(row.data(), DType::kFloat32, 1, 1, 4096),
+                                   host->view(0, 0), host->view(0, 1), slots, *memory_),
+                    kInvalid, "codes and scales must lie where device 0"));
+}
+
 TEST_F(CudaMemories, PartlyPinnedMemoryIsAllHostMemory) {
   const auto device =
       Must(TokenKvPool::Create(KvLayout::Mla(1, 1, 4096, DType::kUint8), 64, 0, memory_));
