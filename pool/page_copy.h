@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <span>
 #include <vector>
 
@@ -47,7 +46,7 @@ class PageCopies {
   absl::Status AddPiece(const Window& window, std::byte* page, int64_t at, int64_t bytes);
 
   std::vector<TokenCopy> copies_;
-  std::deque<std::vector<int32_t>> lists_;  // Of pages, to which copies point.
+  std::vector<std::vector<int32_t>> lists_;  // Of pages; copies point to what they hold.
 };
 
 }  // namespace kvferry

@@ -5,7 +5,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
-#include "pool/page_copy.h"
 
 namespace kvferry {
 namespace {
@@ -95,58 +94,37 @@ int64_t StreamPlan::InPages(int64_t offset, int64_t bytes) const {
 }
 
 absl::Status StreamPlan::Gather(int64_t offset, std::span<std::byte> packed) const {
-  const auto bytes = static_cast<int64_t>(packed.size());
-  const int64_t in_pages = InPages(offset, bytes);
-  const auto part = [packed](const Segment& segment) {
-    return packed.subspan(segment.packed, segment.bytes);
-  };
-  if (on_host()) {
-    ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset, in_pages,
-                   [&](const Segment& segment) {
-                     GatherPages(*segment.buffer, pages_, segment.offset, part(segment));
-                   });
-  } else {
-    KVFERRY_RETURN_IF_ERROR(
-        CopyOnDevice(offset, in_pages, [&](const Segment& segment, PageCopies& copies) {
-          return copies.Gather(*segment.buffer, pages_, segment.offset, part(segment));
-        }));
-  }
-  if (in_pages == bytes) return absl::OkStatus();
-  std::memcpy(packed.data() + in_pages, tail_.data + (offset + in_pages - pages_bytes()),
-              bytes - in_pages);
+  const int64_t in_pages = InPages(offset, static_cast<int64_t>(packed.size()));
+  KVFERRY_RETURN_IF_ERROR(
+      CopyPages(offset, packed.first(in_pages), &GatherPages, &PageCopies::Gather));
+  packed = packed.subspan(in_pages);
+  if (packed.empty()) return absl::OkStatus();
+  std::memcpy(packed.data(), tail_.data + (offset + in_pages - pages_bytes()), packed.size());
   return absl::OkStatus();
 }
 
 absl::Status StreamPlan::Scatter(int64_t offset, std::span<const std::byte> packed) const {
-  const auto bytes = static_cast<int64_t>(packed.size());
-  const int64_t in_pages = InPages(offset, bytes);
-  const auto part = [packed](const Segment& segment) {
-    return packed.subspan(segment.packed, segment.bytes);
-  };
-  if (on_host()) {
-    ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset, in_pages,
-                   [&](const Segment& segment) {
-                     ScatterPages(*segment.buffer, pages_, segment.offset, part(segment));
-                   });
-  } else {
-    KVFERRY_RETURN_IF_ERROR(
-        CopyOnDevice(offset, in_pages, [&](const Segment& segment, PageCopies& copies) {
-          return copies.Scatter(*segment.buffer, pages_, segment.offset, part(segment));
-        }));
-  }
-  if (in_pages == bytes) return absl::OkStatus();
-  std::memcpy(tail_.data + (offset + in_pages - pages_bytes()), packed.data() + in_pages,
-              bytes - in_pages);
+  const int64_t in_pages = InPages(offset, static_cast<int64_t>(packed.size()));
+  KVFERRY_RETURN_IF_ERROR(
+      CopyPages(offset, packed.first(in_pages), &ScatterPages, &PageCopies::Scatter));
+  packed = packed.subspan(in_pages);
+  if (packed.empty()) return absl::OkStatus();
+  std::memcpy(tail_.data + (offset + in_pages - pages_bytes()), packed.data(), packed.size());
   return absl::OkStatus();
 }
 
-// The window's segments, each added by add(segment, copies), in one go.
-template <typename Add>
-absl::Status StreamPlan::CopyOnDevice(int64_t offset, int64_t bytes, const Add& add) const {
+template <typename Byte>
+absl::Status StreamPlan::CopyPages(int64_t offset, std::span<Byte> packed, CopyFn<Byte> copy,
+                                   AddFn<Byte> add) const {
   PageCopies copies;
   absl::Status status;
-  ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset, bytes,
-                 [&](const Segment& segment) { status.Update(add(segment, copies)); });
+  ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset,
+                 static_cast<int64_t>(packed.size()), [&](const Segment& segment) {
+                   const auto part = packed.subspan(segment.packed, segment.bytes);
+                   if (on_host()) return copy(*segment.buffer, pages_, segment.offset, part);
+                   status.Update((copies.*add)(*segment.buffer, pages_, segment.offset, part));
+                 });
+  if (on_host()) return absl::OkStatus();
   if (status.ok()) status = pool_->memory().RunApart(copies.copies());
   if (status.ok()) return status;
   // Whatever it is, it is none of the peer's, and nothing that waiting or asking again would mend.

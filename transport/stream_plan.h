@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "pool/kv_pool.h"
+#include "pool/page_copy.h"
 #include "pool/page_runs.h"
 
 namespace kvferry {
@@ -79,8 +80,15 @@ class StreamPlan {
   StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages, StreamTail tail);
   // How many of the bytes from `offset` on are of pages.
   int64_t InPages(int64_t offset, int64_t bytes) const;
-  template <typename Add>
-  absl::Status CopyOnDevice(int64_t offset, int64_t bytes, const Add& add) const;
+  template <typename Byte>
+  using CopyFn = void (*)(const BufferInfo&, const PageRuns&, int64_t offset, std::span<Byte>);
+  template <typename Byte>
+  using AddFn = absl::Status (PageCopies::*)(const BufferInfo&, const PageRuns&, int64_t offset,
+                                             std::span<Byte>);
+  // The window, which is of pages alone: on the host by `copy`, on a device in one go of what `add` adds.
+  template <typename Byte>
+  absl::Status CopyPages(int64_t offset, std::span<Byte> packed, CopyFn<Byte> copy,
+                         AddFn<Byte> add) const;
 
   std::shared_ptr<const KvPool> pool_;
   PageRuns pages_;

@@ -63,6 +63,18 @@ std::vector<std::span<std::byte>> ItemsOf(const KvPool& pool, std::span<const in
   return items;
 }
 
+// What is to be put, or got, under each key: the next of as many parts for each.
+template <typename Item, typename Part>
+std::vector<Item> ItemPerKey(std::span<const std::string_view> keys, std::span<const Part> parts) {
+  std::vector<Item> items;
+  items.reserve(keys.size());
+  const size_t per_key = keys.empty() ? 0 : parts.size() / keys.size();
+  for (size_t i = 0; i < keys.size(); ++i) {
+    items.push_back({keys[i], parts.subspan(i * per_key, per_key)});
+  }
+  return items;
+}
+
 // Calls move(keys, staged) for some pages at a time, and returns its statuses of all.
 template <typename Move>
 std::vector<absl::Status> Staged(std::span<const std::string_view> keys, const KvPool& pool,
@@ -104,13 +116,7 @@ std::vector<absl::Status> KvStore::DoPutPages(std::span<const std::string_view> 
   const auto put = [&](std::span<const std::string_view> some,
                        const std::vector<std::span<std::byte>>& items) {
     const std::vector<std::span<const std::byte>> parts(items.begin(), items.end());
-    const int64_t per_page = pool.layout().num_buffers();
-    std::vector<PutItem> puts;
-    puts.reserve(some.size());
-    for (size_t i = 0; i < some.size(); ++i) {
-      puts.push_back({some[i], ConstParts(parts).subspan(i * per_page, per_page)});
-    }
-    return PutBatch(puts, deadline);
+    return PutBatch(ItemPerKey<PutItem>(some, ConstParts(parts)), deadline);
   };
   if (pool.memory().on_host()) return put(keys, ItemsOf(pool, pages));
   return Staged(keys, pool, pages, [&](const auto& some, StagedPages& staged) {
@@ -125,13 +131,7 @@ std::vector<absl::Status> KvStore::DoGetPages(std::span<const std::string_view> 
                                               Deadline deadline) {
   const auto get = [&](std::span<const std::string_view> some,
                        const std::vector<std::span<std::byte>>& items) {
-    const int64_t per_page = pool.layout().num_buffers();
-    std::vector<GetItem> gets;
-    gets.reserve(some.size());
-    for (size_t i = 0; i < some.size(); ++i) {
-      gets.push_back({some[i], Parts(items).subspan(i * per_page, per_page)});
-    }
-    return GetBatch(gets, deadline);
+    return GetBatch(ItemPerKey<GetItem>(some, Parts(items)), deadline);
   };
   if (pool.memory().on_host()) return get(keys, ItemsOf(pool, pages));
   return Staged(keys, pool, pages, [&](const auto& some, StagedPages& staged) {
