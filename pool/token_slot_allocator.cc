@@ -3,13 +3,12 @@
 #include <algorithm>
 #include <bit>
 #include <limits>
-#include <numeric>
 #include <utility>
 
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
-#include "pool/slots_behind.h"
+#include "pool/slot_kernels.h"
 
 namespace kvferry {
 namespace {
@@ -23,31 +22,15 @@ absl::Status NotAllocated(int64_t slot) {
       absl::StrCat("slot allocator: slot ", slot, " is not allocated"));
 }
 
-// How many slots from the first one on are neighbours, each one above the last. Compared by the
-// block, which compilers turn into vector instructions: most lists are pages in long runs.
-size_t NeighboursFrom(std::span<const int32_t> slots) {
-  constexpr size_t kCompared = 16;
-  const auto first = static_cast<uint32_t>(slots[0]);
-  // Scattered slots are told at once.
-  if (slots.size() > 1 && static_cast<uint32_t>(slots[1]) != first + 1) return 1;
-  size_t count = 1;
-  for (; count + kCompared <= slots.size(); count += kCompared) {
-    uint32_t differ = 0;
-    for (size_t i = count; i < count + kCompared; ++i) {
-      differ |= static_cast<uint32_t>(slots[i]) ^ (first + static_cast<uint32_t>(i));
-    }
-    if (differ != 0) break;
-  }
-  while (count < slots.size() &&
-         static_cast<uint32_t>(slots[count]) == first + static_cast<uint32_t>(count)) {
-    ++count;
-  }
-  return count;
+// What is best here, asked once: a call takes less time than a second asking.
+const SlotKernels& Kernels() {
+  static const SlotKernels& kernels = SlotKernelsOf();
+  return kernels;
 }
 
 void AppendSlots(int64_t first, int64_t count, std::vector<int32_t>* slots) {
   slots->resize(slots->size() + count);
-  std::iota(slots->end() - count, slots->end(), static_cast<int32_t>(first));
+  Kernels().count_up(static_cast<int32_t>(first), count, slots->data() + slots->size() - count);
 }
 
 }  // namespace
@@ -166,7 +149,7 @@ absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Extend(
 std::optional<std::vector<int32_t>> TokenSlotAllocator::DecodeUsual(
     std::span<const int64_t> tokens, std::span<const int32_t> last_slots) {
   if (page_shift_ < 0 || tokens.size() != last_slots.size()) return std::nullopt;
-  static const SlotsBehindFn slots_behind = SlotsBehind();
+  const SlotsBehindFn slots_behind = Kernels().slots_behind;
   const SlotPages pages{pages_.free_bits(), static_cast<uint32_t>(pages_.num_pages() * page_size_),
                         page_shift_};
   const auto sequences = static_cast<int64_t>(tokens.size());
@@ -232,10 +215,12 @@ absl::Status TokenSlotAllocator::NoteRun(int64_t first, int64_t count, Runs* run
 absl::StatusOr<TokenSlotAllocator::Runs> TokenSlotAllocator::RunsOf(
     std::span<const int32_t> slots) const {
   Runs runs;
-  for (size_t i = 0; i < slots.size();) {
-    const size_t count = NeighboursFrom(slots.subspan(i));
-    KVFERRY_RETURN_IF_ERROR(NoteRun(slots[i], static_cast<int64_t>(count), &runs));
-    i += count;
+  const auto size = static_cast<int64_t>(slots.size());
+  for (int64_t i = 0, count = 0; i < size; i += count) {
+    // Scattered slots are told at once.
+    const bool alone = i + 1 < size && int64_t{slots[i]} + 1 != slots[i + 1];
+    count = alone ? 1 : Kernels().neighbours(&slots[i], size - i);
+    KVFERRY_RETURN_IF_ERROR(NoteRun(slots[i], count, &runs));
   }
   if (!std::is_sorted(runs.begin(), runs.end(), BeginsBefore)) {
     std::sort(runs.begin(), runs.end(), BeginsBefore);

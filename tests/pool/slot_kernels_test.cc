@@ -1,4 +1,4 @@
-#include "pool/slots_behind.h"
+#include "pool/slot_kernels.h"
 
 #include <gtest/gtest.h>
 
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kPages = 200;
 
-class SlotsBehindTest : public ::testing::TestWithParam<CpuKernels> {
+class SlotKernelsTest : public ::testing::TestWithParam<CpuKernels> {
  protected:
   void SetUp() override {
     if (!CanRun(GetParam())) GTEST_SKIP() << "this machine has no " << CpuKernelsName(GetParam());
@@ -31,11 +31,11 @@ bool Right(int64_t tokens, int64_t last_slot, int64_t page_size, const auto& is_
          page < kPages && last_slot % page_size == (tokens - 2) % page_size && !is_free(page);
 }
 
-TEST_P(SlotsBehindTest, AMillionSequencesOneByOne) {
+TEST_P(SlotKernelsTest, AMillionSequencesThatDecodeOneByOne) {
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
   constexpr int32_t kLast = std::numeric_limits<int32_t>::max();
   const auto below = [&](int64_t limit) { return static_cast<int64_t>(random_() % limit); };
-  const SlotsBehindFn slots_behind = SlotsBehind(GetParam());
+  const SlotsBehindFn slots_behind = SlotKernelsOf(GetParam()).slots_behind;
   int64_t right_blocks = 0;
   for (int block = 0; block < 16000; ++block) {
     const int page_shift = static_cast<int>(below(8));
@@ -83,7 +83,27 @@ TEST_P(SlotsBehindTest, AMillionSequencesOneByOne) {
   EXPECT_LT(right_blocks, 14000);
 }
 
-INSTANTIATE_TEST_SUITE_P(Kernels, SlotsBehindTest, ::testing::ValuesIn(kAllCpuKernels),
+TEST_P(SlotKernelsTest, NeighboursAreCountedUpAndFound) {
+  constexpr int32_t kLast = std::numeric_limits<int32_t>::max();
+  const SlotKernels& kernels = SlotKernelsOf(GetParam());
+  for (int64_t count = 1; count < 150; ++count) {
+    for (const int32_t first : {0, 12345, -7, static_cast<int32_t>(kLast - count + 1)}) {
+      std::vector<int32_t> slots(count + 1, 99);
+      kernels.count_up(first, count, slots.data());
+      for (int64_t i = 0; i < count; ++i) ASSERT_EQ(slots[i], first + i);
+      ASSERT_EQ(slots[count], 99);
+      // What lies behind the list, a neighbour too, is none of theirs.
+      slots[count] = first == kLast - count + 1 ? 99 : static_cast<int32_t>(first + count);
+      ASSERT_EQ(kernels.neighbours(slots.data(), count), count);
+      // Two that are none: the first counts.
+      const int64_t broken = count > 1 ? 1 + static_cast<int64_t>(random_() % (count - 1)) : count;
+      for (int64_t i = broken; i < count; i += 3) slots[i] ^= 1 << (random_() % 32);
+      ASSERT_EQ(kernels.neighbours(slots.data(), count), broken);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kernels, SlotKernelsTest, ::testing::ValuesIn(kAllCpuKernels),
                          [](const auto& kernels) {
                            std::string name(CpuKernelsName(kernels.param));
                            std::erase(name, '-');

@@ -1,7 +1,6 @@
 #pragma once
 
-// The slots behind the last ones of sequences that decode a token: all that
-// TokenSlotAllocator::Decode() has to do for most of them.
+// What TokenSlotAllocator does for each token slot, rather than for each run of pages.
 
 #include <cstdint>
 
@@ -28,7 +27,16 @@ using SlotsBehindFn = bool (*)(const SlotPages& pages, const int64_t* tokens,
                                const int32_t* last_slots, int64_t count, int32_t* slots,
                                uint64_t* opens);
 
+struct SlotKernels {
+  SlotsBehindFn slots_behind;
+  // Writes first, first + 1, ... first + count - 1, which are int32.
+  void (*count_up)(int32_t first, int64_t count, int32_t* slots);
+  // How many of `count` slots, which is 1 at least, are neighbours from the first one on, each one above the
+  // one before.
+  int64_t (*neighbours)(const int32_t* slots, int64_t count);
+};
+
 // CanRun(kernels) must be true.
-SlotsBehindFn SlotsBehind(CpuKernels kernels = BestCpuKernels());
+const SlotKernels& SlotKernelsOf(CpuKernels kernels = BestCpuKernels());
 
 }  // namespace kvferry
