@@ -27,6 +27,7 @@ absl::StatusOr<std::unique_ptr<DecodeEndpoint>> DecodeEndpoint::Create(
   node.config = options.config;
   node.model = options.model;
   node.name = options.name;
+  node.heads = options.heads;
   node.pool = std::move(pool);
   if (options.accept_pushes) node.handler = &endpoint->receives_;
   node.listen = options.accept_pushes;
@@ -49,11 +50,14 @@ absl::StatusOr<Deadline> DecodeEndpoint::DeadlineOf(absl::string_view what,
 absl::StatusOr<std::shared_ptr<FetchHandle>> DecodeEndpoint::Fetch(const Ticket& ticket,
                                                                    int64_t first_page,
                                                                    std::span<const int64_t> pages,
-                                                                   int64_t timeout_ms) {
+                                                                   int64_t timeout_ms,
+                                                                   const Part& part) {
   KVFERRY_ASSIGN_OR_RETURN(const Deadline deadline, DeadlineOf("fetch", timeout_ms));
   KVFERRY_ASSIGN_OR_RETURN(Node::FetchRequest request, RequestFor(first_page, pages));
   request.ticket = ticket;
   request.deadline = deadline;
+  request.heads = part.heads;
+  request.reader = part.reader;
   return node_->Fetch(std::move(request));
 }
 

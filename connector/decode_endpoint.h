@@ -27,6 +27,13 @@ class DecodeEndpoint {
   static absl::StatusOr<std::unique_ptr<DecodeEndpoint>> Create(std::shared_ptr<const KvPool> pool,
                                                                 const EndpointOptions& options);
 
+  // What one fetch is of, where the other side has another number of tensor-parallel ranks:
+  // SharesFor() (connector/tensor_parallel.h) says which.
+  struct Part {
+    HeadRange heads{};     // Of the model's. A count of 0: all that the local pages hold.
+    LeaseReader reader{};  // Which of those that fetch from this lease.
+  };
+
   // Fetches pages [first_page, first_page + pages.size()) of the ticket into the local `pages`, in
   // order. The pages before first_page the caller has already (a cached prefix). The prefill side may
   // not have published the request yet: by a moment (its publish_grace_ms) or, if the ticket is one
@@ -36,11 +43,16 @@ class DecodeEndpoint {
   // all streams, when the handle is done.
   //
   // Errors here mean that nothing was started: INVALID_ARGUMENT, OUT_OF_RANGE (pages of the ticket
-  // or of the pool), PERMISSION_DENIED (host not in allowed_hosts). With no pages, the fetch only
-  // tells the prefill side that its lease may end.
+  // or of the pool, heads of the pool), PERMISSION_DENIED (host not in allowed_hosts). With no pages, the
+  // fetch only tells the prefill side that its lease may end, as far as this reader goes.
   absl::StatusOr<std::shared_ptr<FetchHandle>> Fetch(const Ticket& ticket, int64_t first_page,
                                                      std::span<const int64_t> pages,
-                                                     int64_t timeout_ms);
+                                                     int64_t timeout_ms, const Part& part);
+  absl::StatusOr<std::shared_ptr<FetchHandle>> Fetch(const Ticket& ticket, int64_t first_page,
+                                                     std::span<const int64_t> pages,
+                                                     int64_t timeout_ms) {
+    return Fetch(ticket, first_page, pages, timeout_ms, Part());
+  }
 
   struct Reception {
     int64_t first_page = 0;      // Pages of the request that the caller has already.

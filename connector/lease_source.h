@@ -17,16 +17,16 @@ class LeaseSource : public FetchSource {
  public:
   explicit LeaseSource(const Config& config) : leases_(config) {}
 
-  absl::StatusOr<LeasedMemory> BeginTransfer(uint64_t lease_id) override {
-    return leases_.BeginTransfer(lease_id);
+  absl::StatusOr<LeasedMemory> BeginTransfer(uint64_t lease_id, LeaseReader reader) override {
+    return leases_.BeginTransfer(lease_id, reader);
   }
   int64_t ReadyLayers(uint64_t lease_id) override { return leases_.ReadyLayers(lease_id); }
-  void EndTransfer(uint64_t lease_id, const absl::Status& outcome) override {
-    leases_.EndTransfer(lease_id, outcome);
+  void EndTransfer(uint64_t lease_id, LeaseReader reader, const absl::Status& outcome) override {
+    leases_.EndTransfer(lease_id, reader, outcome);
     Settle();
   }
-  void NothingNeeded(uint64_t lease_id) override {
-    leases_.NothingNeeded(lease_id);
+  void NothingNeeded(uint64_t lease_id, LeaseReader reader) override {
+    leases_.NothingNeeded(lease_id, reader);
     Settle();
   }
   Deadline Tick(Deadline now) override {

@@ -5,8 +5,14 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status.h"
 
 namespace kvferry {
+namespace {
+
+uint64_t BitOf(LeaseReader reader) { return uint64_t{1} << reader.index; }
+
+}  // namespace
 
 absl::string_view LeaseOutcomeName(LeaseOutcome outcome) {
   switch (outcome) {
@@ -60,8 +66,11 @@ absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t read
     ended_.push_back({lease_id, LeaseOutcome::kFetched});
     return absl::OkStatus();
   }
-  leases_.emplace(lease_id,
-                  Lease{{std::move(pages), std::move(tail)}, ready_layers, expiry, State::kIdle});
+  const Readers* const before = done_before_.Find(lease_id);
+  leases_.emplace(lease_id, Lease{{std::move(pages), std::move(tail)},
+                                  ready_layers,
+                                  expiry,
+                                  before != nullptr ? *before : Readers()});
   return absl::OkStatus();
 }
 
@@ -102,7 +111,7 @@ absl::StatusOr<bool> LeaseTable::Unpublish(uint64_t lease_id) {
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) return NotLive(lease_id);
   if (found->second.state == State::kIdle) {
-    leases_.erase(found);
+    Forget(lease_id, found->second);
     return true;
   }
   if (found->second.state == State::kTransferring) found->second.state = State::kUnpublishing;
@@ -158,22 +167,38 @@ int64_t LeaseTable::num_live() const {
   return static_cast<int64_t>(leases_.size());
 }
 
-absl::StatusOr<LeasedMemory> LeaseTable::BeginTransfer(uint64_t lease_id) {
+absl::StatusOr<LeasedMemory> LeaseTable::BeginTransfer(uint64_t lease_id, LeaseReader reader) {
   MutexLock lock(&mutex_);
   asked_for_.Add(lease_id, {});
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) return NotLive(lease_id);
-  if (found->second.state == State::kUnpublishing) {
+  KVFERRY_RETURN_IF_ERROR(Admit(lease_id, found->second, reader));
+  return found->second.memory;
+}
+
+absl::Status LeaseTable::Admit(uint64_t lease_id, Lease& lease, LeaseReader reader) {
+  const auto refused = [&](auto... why) {
+    return absl::FailedPreconditionError(absl::StrCat("lease ", absl::Hex(lease_id), " ", why...));
+  };
+  if (lease.state == State::kUnpublishing) {
     return absl::NotFoundError(
         absl::StrCat("lease ", absl::Hex(lease_id), " is not published now"));
   }
-  if (found->second.state != State::kIdle) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("lease ", absl::Hex(lease_id), " is being ",
-                     found->second.state == State::kWithdrawing ? "withdrawn" : "fetched already"));
+  if (lease.state == State::kWithdrawing) return refused("is being withdrawn");
+  Readers& readers = lease.readers;
+  if (lease.state == State::kTaken || (readers.reading & BitOf(reader)) != 0) {
+    return refused("is being fetched already");
   }
-  found->second.state = State::kTransferring;
-  return found->second.memory;
+  if (!readers.Agrees(reader)) {
+    return refused("is for ", readers.of, " readers, not for ", reader.of);
+  }
+  if ((readers.done & BitOf(reader)) != 0) {
+    return refused("has already been fetched by reader ", reader.index, " of ", reader.of);
+  }
+  readers.of = reader.of;
+  readers.reading |= BitOf(reader);
+  lease.state = State::kTransferring;
+  return absl::OkStatus();
 }
 
 int64_t LeaseTable::ReadyLayers(uint64_t lease_id) {
@@ -182,23 +207,28 @@ int64_t LeaseTable::ReadyLayers(uint64_t lease_id) {
   return found == leases_.end() ? 0 : found->second.ready_layers;
 }
 
-void LeaseTable::EndTransfer(uint64_t lease_id, const absl::Status& outcome) {
+void LeaseTable::EndTransfer(uint64_t lease_id, LeaseReader reader, const absl::Status& outcome) {
   MutexLock lock(&mutex_);
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) return;
-  if (outcome.ok()) {
+  Readers& readers = found->second.readers;
+  readers.reading &= ~BitOf(reader);
+  if (outcome.ok()) readers.NeedsNothing(reader);
+  if (readers.all_done()) {
     End(lease_id, LeaseOutcome::kFetched);
-  } else {
+  } else if (readers.reading == 0) {
     EndOrIdle(lease_id, found->second);
   }
 }
 
-void LeaseTable::GoOn(uint64_t lease_id, Deadline expiry) {
+void LeaseTable::GoOn(uint64_t lease_id, LeaseReader reader, Deadline expiry) {
   MutexLock lock(&mutex_);
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) return;
-  found->second.expiry = std::max(found->second.expiry, expiry);
-  EndOrIdle(lease_id, found->second);
+  Lease& lease = found->second;
+  lease.readers.reading &= ~BitOf(reader);
+  lease.expiry = std::max(lease.expiry, expiry);
+  if (lease.readers.reading == 0) EndOrIdle(lease_id, lease);
 }
 
 void LeaseTable::EndOrIdle(uint64_t lease_id, Lease& lease) {
@@ -211,7 +241,7 @@ void LeaseTable::EndOrIdle(uint64_t lease_id, Lease& lease) {
       End(lease_id, LeaseOutcome::kReleased);
       break;
     case State::kUnpublishing:
-      leases_.erase(lease_id);
+      Forget(lease_id, lease);
       break;
     case State::kTaken:
       End(lease_id, LeaseOutcome::kFetched);
@@ -219,15 +249,35 @@ void LeaseTable::EndOrIdle(uint64_t lease_id, Lease& lease) {
   }
 }
 
-void LeaseTable::NothingNeeded(uint64_t lease_id) {
+void LeaseTable::Forget(uint64_t lease_id, const Lease& lease) {
+  if (lease.readers.done != 0) {
+    done_before_.Add(lease_id, {});
+    *done_before_.Find(lease_id) = lease.readers;
+  }
+  leases_.erase(lease_id);
+}
+
+void LeaseTable::Readers::NeedsNothing(LeaseReader reader) {
+  if (!Agrees(reader) || (reading & BitOf(reader)) != 0) return;
+  of = reader.of;
+  done |= BitOf(reader);
+}
+
+void LeaseTable::NothingNeeded(uint64_t lease_id, LeaseReader reader) {
   MutexLock lock(&mutex_);
   asked_for_.Add(lease_id, {});
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) {
-    fates_.Add(lease_id, {LeaseOutcome::kFetched, false});
-  } else if (found->second.state == State::kIdle) {
-    End(lease_id, LeaseOutcome::kFetched);
+    done_before_.Add(lease_id, {});
+    Readers& readers = *done_before_.Find(lease_id);
+    readers.NeedsNothing(reader);
+    if (readers.all_done()) fates_.Add(lease_id, {LeaseOutcome::kFetched, false});
+    return;
   }
+  Lease& lease = found->second;
+  if (lease.state == State::kWithdrawing || lease.state == State::kTaken) return;
+  lease.readers.NeedsNothing(reader);
+  if (lease.readers.all_done()) End(lease_id, LeaseOutcome::kFetched);
 }
 
 Deadline LeaseTable::Tick(Deadline now) {

@@ -57,6 +57,10 @@ struct EndedLease {
 //   unpublishing   Withdraw             withdrawing     -
 //   taken          EndTransfer, GoOn    ended fetched   -
 //
+// A lease may have several readers (LeaseReader). It is transferring while any of them reads, a transfer's
+// end moves it on when no other is under way, and EndTransfer(OK) and NothingNeeded count when the last
+// reader has said so; what readers have said outlives Unpublish, and may come before Publish.
+//
 // Pages belong to the owner again when the lease has ended, not before. Thread-safe; never blocks.
 class LeaseTable : public FetchSource {
  public:
@@ -86,24 +90,37 @@ class LeaseTable : public FetchSource {
   absl::Status Take(uint64_t lease_id);
   // Instead of EndTransfer(), for an owner whose readers have to Take(): however the transfer
   // ended, the lease goes on, until `expiry` at least.
-  void GoOn(uint64_t lease_id, Deadline expiry);
+  void GoOn(uint64_t lease_id, LeaseReader reader, Deadline expiry);
   // Leases that ended since the last call, oldest first.
   std::vector<EndedLease> TakeEnded();
   int64_t num_live() const;
 
   // FetchSource.
-  absl::StatusOr<LeasedMemory> BeginTransfer(uint64_t lease_id) override;
+  absl::StatusOr<LeasedMemory> BeginTransfer(uint64_t lease_id, LeaseReader reader) override;
   int64_t ReadyLayers(uint64_t lease_id) override;
-  void EndTransfer(uint64_t lease_id, const absl::Status& outcome) override;
-  void NothingNeeded(uint64_t lease_id) override;
+  void EndTransfer(uint64_t lease_id, LeaseReader reader, const absl::Status& outcome) override;
+  void NothingNeeded(uint64_t lease_id, LeaseReader reader) override;
   Deadline Tick(Deadline now) override;
 
  private:
   enum class State { kIdle, kTransferring, kWithdrawing, kUnpublishing, kTaken };
+  // A bit each, by index.
+  struct Readers {
+    int64_t of = 0;  // 0: nobody has said.
+    uint64_t reading = 0;
+    uint64_t done = 0;
+
+    bool all_done() const { return of > 0 && done == ~uint64_t{0} >> (LeaseReader::kMax - of); }
+    // Whether those that have come before have said the same number.
+    bool Agrees(LeaseReader reader) const { return (reading | done) == 0 || of == reader.of; }
+    // It has all that it wants. No-op for one that reads, or does not agree.
+    void NeedsNothing(LeaseReader reader);
+  };
   struct Lease {
     LeasedMemory memory;
     int64_t ready_layers = 0;
     Deadline expiry;
+    Readers readers{};
     State state = State::kIdle;
   };
   // What became of a lease, and whether it ever was one. An unneeded one counts as fetched.
@@ -111,8 +128,12 @@ class LeaseTable : public FetchSource {
     LeaseOutcome outcome = LeaseOutcome::kReleased;
     bool published = true;
   };
-  // After a transfer, unless the lease ends with its success.
+  absl::Status Admit(uint64_t lease_id, Lease& lease, LeaseReader reader)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // After the last transfer under way, unless the lease ends with its success.
   void EndOrIdle(uint64_t lease_id, Lease& lease) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // It will be published again.
+  void Forget(uint64_t lease_id, const Lease& lease) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void End(uint64_t lease_id, LeaseOutcome outcome) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status NotLive(uint64_t lease_id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -124,6 +145,8 @@ class LeaseTable : public FetchSource {
   RecentMap<Fate> fates_ ABSL_GUARDED_BY(mutex_);
   struct Nothing {};
   RecentMap<Nothing> asked_for_ ABSL_GUARDED_BY(mutex_);
+  // Of leases that are not published now: those of several readers who have said that they are done.
+  RecentMap<Readers> done_before_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace kvferry

@@ -182,8 +182,8 @@ void LookupService::PutBack(Taken taken) {
 
 // Even with every byte there the consumer has to ask for the entry: what it says by `done` may be
 // lost, and it would not know.
-void LookupService::EndTransfer(uint64_t lease_id, const absl::Status&) {
-  leases_.GoOn(lease_id, DeadlineInMs(options_.reply_lease_ms));
+void LookupService::EndTransfer(uint64_t lease_id, LeaseReader reader, const absl::Status&) {
+  leases_.GoOn(lease_id, reader, DeadlineInMs(options_.reply_lease_ms));
   Settle();
 }
 

@@ -83,7 +83,7 @@ class LookupService : public LeaseSource, public CallHandler {
   bool MayWait(const std::string& function) const override;
   // And LeaseSource.
   Deadline Tick(Deadline now) override;
-  void EndTransfer(uint64_t lease_id, const absl::Status& outcome) override;
+  void EndTransfer(uint64_t lease_id, LeaseReader reader, const absl::Status& outcome) override;
 
  private:
   using Taken = LookupTable::Taken;

@@ -21,6 +21,7 @@ absl::StatusOr<std::unique_ptr<PrefillEndpoint>> PrefillEndpoint::Create(
   node.config = options.config;
   node.model = options.model;
   node.name = options.name;
+  node.heads = options.heads;
   node.pool = std::move(pool);
   node.source = &endpoint->leases_;
   node.listen = true;

@@ -26,6 +26,9 @@ struct EndpointOptions {
   std::string name;   // For the peer's logs.
   // Of a decode endpoint: listen, so that prefill processes can push (DecodeEndpoint::Receive).
   bool accept_pushes = false;
+  // Which of the model's KV heads the pool holds, of a tensor-parallel rank (connector/tensor_parallel.h).
+  // The other side may have another number of ranks; it says at each fetch which heads it wants.
+  HeadShare heads{};
 };
 
 // The side that computes KV and lets others fetch it, or pushes it to them. Serves any number of

@@ -1,5 +1,6 @@
 #include "pool/kv_layout.h"
 
+#include <algorithm>
 #include <array>
 
 #include "absl/strings/str_cat.h"
@@ -125,6 +126,13 @@ int64_t KvLayout::layer_page_bytes() const {
   int64_t bytes = 0;
   for (int64_t tensor = 0; tensor < num_tensors(); ++tensor) bytes += item_bytes(tensor);
   return bytes;
+}
+
+int64_t KvLayout::num_heads() const {
+  const int64_t first = tensors.front().num_heads;
+  const bool all = std::all_of(tensors.begin(), tensors.end(),
+                               [&](const KvTensor& tensor) { return tensor.num_heads == first; });
+  return all ? first : 0;
 }
 
 std::string KvLayout::FirstDifference(const KvLayout& other) const {

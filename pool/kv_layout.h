@@ -68,6 +68,9 @@ struct KvLayout {
   // Buffers are listed tensor by tensor, each over all layers: K layers, then V layers.
   int64_t buffer_index(int64_t layer, int64_t tensor) const { return tensor * num_layers + layer; }
 
+  // Of every tensor; 0 if they differ in that.
+  int64_t num_heads() const;
+
   // Names the first difference, e.g. "dtype: float32 here, bfloat16 there"; empty when equal.
   std::string FirstDifference(const KvLayout& other) const;
   std::string ToString() const;

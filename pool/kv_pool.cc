@@ -137,6 +137,20 @@ absl::StatusOr<std::shared_ptr<KvPool>> KvPool::AdoptShared(
   return pool;
 }
 
+std::shared_ptr<const KvPool> KvPool::InSmallerPages(const std::shared_ptr<const KvPool>& pool,
+                                                     int64_t page_size, int64_t num_heads) {
+  KvLayout layout = pool->layout_;
+  layout.page_size = page_size;
+  for (KvTensor& tensor : layout.tensors) tensor.num_heads = num_heads;
+  std::vector<BufferInfo> buffers = pool->buffers_;
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    buffers[i].item_bytes = layout.item_bytes(static_cast<int64_t>(i) / layout.num_layers);
+  }
+  std::shared_ptr<KvPool> view(new KvPool(layout, std::move(buffers), pool, pool->memory_));
+  view->shared_ = pool->shared_;
+  return view;
+}
+
 std::span<std::byte> KvPool::page(int64_t layer, int64_t tensor, int64_t page_id) const {
   const BufferInfo& info = buffer(layer, tensor);
   return {info.address + page_id * info.item_bytes, static_cast<size_t>(info.item_bytes)};

@@ -58,6 +58,12 @@ class KvPool {
       const KvLayout& layout, std::span<const BufferInfo> buffers,
       std::shared_ptr<const void> owner, std::shared_ptr<const SharedMemory> shared);
 
+  // The same memory as more pages, of fewer tokens and heads, which must divide what `pool` has: page p
+  // has become the pages from p * (what it is more) on. Where the page_format lets heads of a page, or rows
+  // of it, lie together, its values are in them in order (pool/head_slice.h).
+  static std::shared_ptr<const KvPool> InSmallerPages(const std::shared_ptr<const KvPool>& pool,
+                                                      int64_t page_size, int64_t num_heads);
+
   const KvLayout& layout() const { return layout_; }
   int64_t num_pages() const { return num_pages_; }
   std::span<const BufferInfo> buffer_infos() const { return buffers_; }

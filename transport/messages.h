@@ -9,9 +9,12 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "pool/head_slice.h"
 #include "pool/kv_layout.h"
 #include "pool/page_runs.h"
+#include "transport/fetch_source.h"
 #include "transport/fields.h"
+#include "transport/head_share.h"
 #include "transport/read_costs.h"
 
 namespace kvferry {
@@ -58,6 +61,7 @@ struct HelloMsg {
   std::string model;
   KvLayout layout;
   DataAddresses data;
+  HeadShare heads{};
 };
 struct WelcomeMsg {
   std::string name;
@@ -85,11 +89,14 @@ struct FetchMsg {
   int64_t from_bytes = 0;  // Of the stream: what lies before has arrived.
   int64_t wait_ms = 0;     // For the lease to be published; 0: as the sender likes.
   ReadCosts reads{};       // Of the sender's memory, by the receiver.
+  HeadRange heads{};       // Of the model's; a count of 0: all that the sender's pages hold.
+  LeaseReader reader{};
 };
 struct DoneMsg {
   uint64_t transfer_id = 0;
   uint64_t lease_id = 0;
   int64_t bytes = 0;
+  LeaseReader reader{};
 };
 struct CancelMsg {
   uint64_t transfer_id = 0;

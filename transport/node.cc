@@ -26,6 +26,7 @@ constexpr auto kFarewell = std::chrono::milliseconds(250);
 absl::Status CheckOptions(const Node::Options& options) {
   KVFERRY_RETURN_IF_ERROR(options.config.Validate());
   if (options.pool == nullptr) return absl::InvalidArgumentError("node: no pool");
+  KVFERRY_RETURN_IF_ERROR(CheckHeadShare(options.pool->layout(), options.heads));
   if (options.source != nullptr && options.config.network_path == "direct") {
     KVFERRY_RETURN_IF_ERROR(
         CheckOnHost("network_path is 'direct', but the pool", options.pool->memory()));
@@ -79,7 +80,7 @@ absl::Status NodeImpl::Init() {
   const MachineTraits machine{chooses ? MeasuredCopyCosts() : CopyCosts{},
                               std::max(1U, std::thread::hardware_concurrency())};
   sender_ = std::make_unique<Sender>(config, options_.pool, options_.source, arena_.get(), this,
-                                     &metrics_, machine);
+                                     &metrics_, machine, options_.heads);
   KVFERRY_ASSIGN_OR_RETURN(copy_threads_, ThreadPool::Create(config.copy_threads - 1));
   KVFERRY_ASSIGN_OR_RETURN(lane_copies_, ThreadPool::Create(0));
   receiver_ = std::make_unique<Receiver>(config, copy_threads_.get(), this, &metrics_);
@@ -151,9 +152,19 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
                                                    " runs of pages, limit ", kMaxRuns,
                                                    "; fetch in several parts"));
   }
+  if (request.reader.of < 1 || request.reader.of > LeaseReader::kMax || request.reader.index < 0 ||
+      request.reader.index >= request.reader.of) {
+    return absl::InvalidArgumentError(absl::StrCat("fetch: reader ", request.reader.index, " of ",
+                                                   request.reader.of, ", limit ",
+                                                   LeaseReader::kMax));
+  }
+  const KvLayout& layout = options_.pool->layout();
+  const HeadRange heads =
+      request.heads.count != 0 ? request.heads : HeadsOf(layout, options_.heads);
+  KVFERRY_ASSIGN_OR_RETURN(const HeadRange local, LocalHeads(layout, options_.heads, heads));
   KVFERRY_ASSIGN_OR_RETURN(
       StreamPlan made,
-      StreamPlan::Create(options_.pool, std::move(request.pages), std::move(request.tail)));
+      StreamPlan::Create(options_.pool, std::move(request.pages), std::move(request.tail), local));
   const auto plan = std::make_shared<const StreamPlan>(std::move(made));
   const uint64_t id = awaited ? request.await_id : RandomId();
   auto handle = std::make_shared<FetchHandle>(
@@ -172,7 +183,9 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
                         Clock::now(),
                         request.peer,
                         /*redial=*/by_ticket,
-                        /*early=*/by_ticket && ticket.epoch == 0};
+                        /*early=*/by_ticket && ticket.epoch == 0,
+                        heads,
+                        request.reader};
   // Others know the await_id: no name for what they could send chunks to.
   if (awaited) fetch.transfer_id = RandomId();
   commands_->Post([this, awaited, fetch = std::move(fetch)]() mutable {

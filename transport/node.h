@@ -16,6 +16,7 @@
 #include "transport/calls.h"
 #include "transport/fetch_handle.h"
 #include "transport/fetch_source.h"
+#include "transport/head_share.h"
 #include "transport/stream_plan.h"
 #include "transport/ticket.h"
 
@@ -35,6 +36,7 @@ class Node {
         nullptr;  // What to answer fetches from; null: nothing. Outlives the node.
     CallHandler* handler = nullptr;  // What answers calls; null: nothing. Outlives the node.
     bool listen = false;
+    HeadShare heads{};  // What the pool holds. Peers' shares may differ.
   };
 
   // INVALID_ARGUMENT for bad options; UNAVAILABLE when the address is taken.
@@ -55,6 +57,11 @@ class Node {
     PeerKey peer{};
     // Where the bytes behind the pages go; as many as the lease has, or none.
     StreamTail tail{};
+    // Which of the model's heads to fetch, of those that both sides' pages hold; the others stay as they
+    // are. A count of 0: all that the local pages hold.
+    HeadRange heads{};
+    // Who else fetches from the lease, each of them once.
+    LeaseReader reader{};
     // Called once, when the handle is done(), on the progress thread; must not block.
     std::function<void()> on_done{};
     // Not 0: names the fetch, which asks nobody until StartAwaited() says whose lease it is of (its

@@ -41,7 +41,8 @@ absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_
   session.awaits_anyone = epoch == 0;
   session.network_only = unmapped_.erase(address) > 0;
   sessions_.Insert(peer, session);
-  HelloMsg hello{options_.name, options_.model, options_.pool->layout(), data_->addresses()};
+  HelloMsg hello{options_.name, options_.model, options_.pool->layout(), data_->addresses(),
+                 options_.heads};
   hello.data.session = session.own_id;
   if (session.network_only) hello.data.local.clear();
   SendAside(peer, std::move(hello));
@@ -165,7 +166,9 @@ absl::Status NodeImpl::CheckHello(const HelloMsg& hello) const {
         absl::StrCat("model: '", options_.model, "' here, '", hello.model,
                      "' there; start both sides with the same model"));
   }
-  const std::string difference = options_.pool->layout().FirstDifference(hello.layout);
+  KVFERRY_RETURN_IF_ERROR(CheckHeadShare(hello.layout, hello.heads));
+  const std::string difference =
+      DifferenceBetween(options_.pool->layout(), options_.heads, hello.layout, hello.heads);
   if (!difference.empty()) {
     return absl::FailedPreconditionError(
         absl::StrCat("KV layout: ", difference, "; start both sides with the same value"));

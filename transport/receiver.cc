@@ -85,6 +85,8 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   message.replaces = fetch.replaces;
   message.from_bytes = fetch.from_bytes;
   if (fetch.early) message.wait_ms = message.timeout_ms;
+  message.heads = fetch.heads;
+  message.reader = fetch.reader;
   const auto link = links_.find(fetch.peer);
   if (link != links_.end()) message.reads = outbox_->data().CostsOfReads(link->second);
   outbox_->Send(fetch.peer, std::move(message));
@@ -129,7 +131,7 @@ std::optional<Receiver::Fetch> Receiver::TakeOut(uint64_t transfer_id) {
 bool Receiver::EndIfWhole(const Fetch& fetch) {
   const int64_t total = fetch.plan->total_bytes();
   if (!fetch.requested() || fetch.bytes_arrived() != total) return false;
-  outbox_->Send(fetch.peer, DoneMsg{fetch.transfer_id, fetch.ticket.lease_id, total});
+  outbox_->Send(fetch.peer, DoneMsg{fetch.transfer_id, fetch.ticket.lease_id, total, fetch.reader});
   End(fetch.transfer_id, absl::OkStatus());
   return true;
 }

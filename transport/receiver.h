@@ -50,8 +50,10 @@ class Receiver {
     Deadline deadline;
     Deadline created;
     PeerKey peer{};
-    bool redial = true;         // Whether the ticket's address leads to the peer again.
-    bool early = false;         // The lease may be published as late as the deadline.
+    bool redial = true;  // Whether the ticket's address leads to the peer again.
+    bool early = false;  // The lease may be published as late as the deadline.
+    HeadRange heads{};   // Of the model's, that the plan is of.
+    LeaseReader reader{};
     uint64_t transfer_id = id;  // On the wire; another one each time it is begun.
     uint64_t replaces = 0;      // The transfer id it had before,
     int64_t from_bytes = 0;     // under which the stream up to here has arrived.

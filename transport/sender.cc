@@ -28,9 +28,11 @@ PathModel::Work WorkOf(const StreamPlan& plan) {
 }  // namespace
 
 Sender::Sender(const Config& config, std::shared_ptr<const KvPool> pool, FetchSource* source,
-               Arena* arena, Outbox* outbox, Metrics* metrics, const MachineTraits& machine)
+               Arena* arena, Outbox* outbox, Metrics* metrics, const MachineTraits& machine,
+               HeadShare heads)
     : config_(config),
       pool_(std::move(pool)),
+      heads_(heads),
       source_(source),
       arena_(arena),
       outbox_(outbox),
@@ -94,7 +96,8 @@ void Sender::OnFetch(const PeerKey& peer, LinkId link, FetchMsg fetch) {
 }
 
 void Sender::RetryParked(Parked parked) {
-  absl::StatusOr<LeasedMemory> leased = source_->BeginTransfer(parked.fetch.lease_id);
+  absl::StatusOr<LeasedMemory> leased =
+      source_->BeginTransfer(parked.fetch.lease_id, parked.fetch.reader);
   if (leased.ok()) {
     Start(parked.peer, parked.link, std::move(parked.fetch), *leased);
     return;
@@ -107,7 +110,7 @@ void Sender::RetryParked(Parked parked) {
   Refuse(parked.peer, parked.fetch.transfer_id, leased.status());
 }
 
-// Positions select pages of the lease; the plan is of what this side reads.
+// Positions select pages of the lease, heads what is wanted of each; the plan is of what this side reads.
 absl::StatusOr<StreamPlan> Sender::PlanFor(const FetchMsg& fetch,
                                            const LeasedMemory& leased) const {
   const int64_t num_pages = leased.pages.num_pages();
@@ -131,12 +134,13 @@ absl::StatusOr<StreamPlan> Sender::PlanFor(const FetchMsg& fetch,
     runs.insert(runs.end(), slice->runs().begin(), slice->runs().end());
   }
   KVFERRY_ASSIGN_OR_RETURN(PageRuns pages, PageRuns::FromRuns(runs));
+  KVFERRY_ASSIGN_OR_RETURN(const HeadRange heads, LocalHeads(pool_->layout(), heads_, fetch.heads));
   StreamTail tail;
   // A sender only reads; a plan serves both sides.
   if (fetch.tail_bytes != 0) {
     tail = {const_cast<std::byte*>(leased.tail->data()), tail_bytes, leased.tail};
   }
-  return StreamPlan::Create(pool_, std::move(pages), std::move(tail));
+  return StreamPlan::Create(pool_, std::move(pages), std::move(tail), heads);
 }
 
 void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const LeasedMemory& leased) {
@@ -146,7 +150,7 @@ void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const Lease
                                               " asked of a stream of ", plan->total_bytes()));
   }
   if (!plan.ok()) {
-    source_->EndTransfer(fetch.lease_id, plan.status());
+    source_->EndTransfer(fetch.lease_id, fetch.reader, plan.status());
     ForgetFetch(peer);
     Refuse(peer, fetch.transfer_id, plan.status());
     return;
@@ -264,7 +268,7 @@ void Sender::OnDone(const PeerKey& peer, const DoneMsg& done) {
 void Sender::OnDoneAfterEnd(const PeerKey& peer, const DoneMsg& done) {
   if (source_ == nullptr) return;
   if (done.bytes == 0) {
-    source_->NothingNeeded(done.lease_id);
+    source_->NothingNeeded(done.lease_id, done.reader);
     return;
   }
   const auto taken_back =
@@ -272,7 +276,7 @@ void Sender::OnDoneAfterEnd(const PeerKey& peer, const DoneMsg& done) {
         return entry.transfer_id == done.transfer_id && entry.peer == peer;
       });
   if (taken_back == taken_back_.end() || taken_back->bytes != done.bytes) return;
-  source_->NothingNeeded(taken_back->lease_id);
+  source_->NothingNeeded(taken_back->lease_id, taken_back->reader);
   taken_back_.erase(taken_back);
 }
 
@@ -368,11 +372,11 @@ void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell, b
   }
   if (tell) outbox_->Send(transfer->peer, AbortMsg{transfer_id, outcome, again});
   if (again && transfer->sent_bytes == transfer->plan.total_bytes()) {
-    taken_back_.push_back(
-        {transfer_id, transfer->peer, transfer->fetch.lease_id, transfer->sent_bytes});
+    taken_back_.push_back({transfer_id, transfer->peer, transfer->fetch.lease_id,
+                           transfer->fetch.reader, transfer->sent_bytes});
     if (taken_back_.size() > kMaxTakenBack) taken_back_.pop_front();
   }
-  source_->EndTransfer(transfer->fetch.lease_id, outcome);
+  source_->EndTransfer(transfer->fetch.lease_id, transfer->fetch.reader, outcome);
 }
 
 bool Sender::Pump() {

@@ -17,6 +17,7 @@
 #include "transport/fetch_source.h"
 #include "transport/gate.h"
 #include "transport/guards.h"
+#include "transport/head_share.h"
 #include "transport/metrics.h"
 #include "transport/outbox.h"
 #include "transport/path_model.h"
@@ -44,7 +45,8 @@ class Sender {
  public:
   // All pointers outlive the sender; `source` may be null: then every fetch is refused.
   Sender(const Config& config, std::shared_ptr<const KvPool> pool, FetchSource* source,
-         Arena* arena, Outbox* outbox, Metrics* metrics, const MachineTraits& machine = {});
+         Arena* arena, Outbox* outbox, Metrics* metrics, const MachineTraits& machine = {},
+         HeadShare heads = {});
   // Lets peers read from afar what the guards guard. They outlive the sender.
   void UseGuards(Guards* guards) { guards_ = guards; }
 
@@ -107,6 +109,7 @@ class Sender {
     uint64_t transfer_id;
     PeerKey peer;
     uint64_t lease_id;
+    LeaseReader reader;
     int64_t bytes;
   };
 
@@ -159,6 +162,7 @@ class Sender {
 
   const Config& config_;
   const std::shared_ptr<const KvPool> pool_;
+  const HeadShare heads_;  // What the pool holds.
   FetchSource* const source_;
   Arena* const arena_;
   Outbox* const outbox_;

@@ -49,15 +49,17 @@ int64_t SmallestItem(const KvLayout& layout) {
 
 }  // namespace
 
-StreamPlan::StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages, StreamTail tail)
-    : pool_(std::move(pool)),
+StreamPlan::StreamPlan(HeadSlice slice, PageRuns pages, StreamTail tail)
+    : pool_(std::move(slice.pool)),
+      items_(std::move(slice.items)),
+      items_a_page_(slice.items_a_page),
       pages_(std::move(pages)),
       tail_(std::move(tail)),
-      layer_bytes_(pages_.num_pages() * pool_->layout().layer_page_bytes()),
+      layer_bytes_(items_.num_pages() * pool_->layout().layer_page_bytes()),
       min_item_bytes_(SmallestItem(pool_->layout())) {}
 
-absl::StatusOr<StreamPlan> StreamPlan::Create(std::shared_ptr<const KvPool> pool, PageRuns pages,
-                                              StreamTail tail) {
+absl::StatusOr<StreamPlan> StreamPlan::Create(const std::shared_ptr<const KvPool>& pool,
+                                              PageRuns pages, StreamTail tail, HeadRange heads) {
   KVFERRY_RETURN_IF_ERROR(pages.CheckWithin(pool->num_pages()));
   // Each page once at most, so that the stream is never larger than the pool and sums cannot
   // overflow.
@@ -68,7 +70,8 @@ absl::StatusOr<StreamPlan> StreamPlan::Create(std::shared_ptr<const KvPool> pool
     return absl::OutOfRangeError(
         absl::StrCat("a tail of ", tail.bytes, " bytes, limit ", kMaxTailBytes));
   }
-  return StreamPlan(std::move(pool), std::move(pages), std::move(tail));
+  KVFERRY_ASSIGN_OR_RETURN(HeadSlice slice, SliceHeads(pool, pages, heads));
+  return StreamPlan(std::move(slice), std::move(pages), std::move(tail));
 }
 
 int64_t StreamPlan::LayersIn(int64_t bytes) const {
@@ -80,7 +83,7 @@ int64_t StreamPlan::BytesOfLayers(int64_t layers) const {
 }
 
 int64_t StreamPlan::mean_piece_bytes() const {
-  const auto runs = static_cast<int64_t>(pages_.num_runs());
+  const auto runs = static_cast<int64_t>(items_.num_runs());
   const int64_t pieces = runs * pool_->layout().num_tensors();
   return std::max<int64_t>(1, pieces == 0 ? layer_bytes_ : layer_bytes_ / pieces);
 }
@@ -118,11 +121,11 @@ absl::Status StreamPlan::CopyPages(int64_t offset, std::span<Byte> packed, CopyF
                                    AddFn<Byte> add) const {
   PageCopies copies;
   absl::Status status;
-  ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset,
+  ForEachSegment(*pool_, items_.num_pages(), layer_bytes_, offset,
                  static_cast<int64_t>(packed.size()), [&](const Segment& segment) {
                    const auto part = packed.subspan(segment.packed, segment.bytes);
-                   if (on_host()) return copy(*segment.buffer, pages_, segment.offset, part);
-                   status.Update((copies.*add)(*segment.buffer, pages_, segment.offset, part));
+                   if (on_host()) return copy(*segment.buffer, items_, segment.offset, part);
+                   status.Update((copies.*add)(*segment.buffer, items_, segment.offset, part));
                  });
   if (on_host()) return absl::OkStatus();
   if (status.ok()) status = pool_->memory().RunApart(copies.copies());
@@ -135,9 +138,9 @@ absl::Status StreamPlan::CopyPages(int64_t offset, std::span<Byte> packed, CopyF
 void StreamPlan::AppendPieces(int64_t offset, int64_t bytes,
                               std::vector<std::span<std::byte>>* pieces) const {
   const int64_t in_pages = InPages(offset, bytes);
-  ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, offset, in_pages,
+  ForEachSegment(*pool_, items_.num_pages(), layer_bytes_, offset, in_pages,
                  [&](const Segment& segment) {
-                   AppendPagePieces(*segment.buffer, pages_, segment.offset, segment.bytes, pieces);
+                   AppendPagePieces(*segment.buffer, items_, segment.offset, segment.bytes, pieces);
                  });
   if (in_pages == bytes) return;
   pieces->emplace_back(tail_.data + (offset + in_pages - pages_bytes()), bytes - in_pages);
@@ -145,21 +148,24 @@ void StreamPlan::AppendPieces(int64_t offset, int64_t bytes,
 
 std::vector<int64_t> StreamPlan::PagesTouchedBy(
     std::span<const std::pair<int64_t, int64_t>> gaps) const {
-  std::vector<bool> touched(pages_.num_pages(), false);
+  std::vector<bool> touched(items_.num_pages(), false);
   bool all = false;
   for (const auto& [begin, end] : gaps) {
-    ForEachSegment(*pool_, pages_.num_pages(), layer_bytes_, begin, InPages(begin, end - begin),
+    ForEachSegment(*pool_, items_.num_pages(), layer_bytes_, begin, InPages(begin, end - begin),
                    [&](const Segment& segment) {
                      const int64_t item = segment.buffer->item_bytes;
                      const int64_t last = (segment.offset + segment.bytes - 1) / item;
                      if (all) return;
                      for (int64_t i = segment.offset / item; i <= last; ++i) touched[i] = true;
-                     all = segment.bytes == pages_.num_pages() * item;
+                     all = segment.bytes == items_.num_pages() * item;
                    });
   }
   std::vector<int64_t> pages;
   for (int64_t position = 0; position < pages_.num_pages(); ++position) {
-    if (touched[position]) pages.push_back(pages_.PageAt(position));
+    const auto items = touched.begin() + position * items_a_page_;
+    if (std::find(items, items + items_a_page_, true) != items + items_a_page_) {
+      pages.push_back(pages_.PageAt(position));
+    }
   }
   return pages;
 }

@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "pool/head_slice.h"
 #include "pool/kv_pool.h"
 #include "pool/page_copy.h"
 #include "pool/page_runs.h"
@@ -34,9 +35,11 @@ class StreamPlan {
   static constexpr int64_t kMinSentBytes = 2 << 10;
   static constexpr int64_t kMinPlacedBytes = 8 << 10;
 
-  // OUT_OF_RANGE when a page is not in the pool, or the tail is too long.
-  static absl::StatusOr<StreamPlan> Create(std::shared_ptr<const KvPool> pool, PageRuns pages,
-                                           StreamTail tail = {});
+  // `heads` of the pool's: the stream holds of each page what SliceHeads() says.
+  // OUT_OF_RANGE when a page is not in the pool, or the tail is too long; errors of SliceHeads().
+  static absl::StatusOr<StreamPlan> Create(const std::shared_ptr<const KvPool>& pool,
+                                           PageRuns pages, StreamTail tail = {},
+                                           HeadRange heads = {});
 
   int64_t total_bytes() const { return pages_bytes() + tail_.bytes; }
   int64_t tail_bytes() const { return tail_.bytes; }
@@ -64,7 +67,7 @@ class StreamPlan {
   // Appends where that window lies in this side's memory, piece by piece; adjacent pages are one. Of
   // pages that are on_host() alone.
   void AppendPieces(int64_t offset, int64_t bytes, std::vector<std::span<std::byte>>* pieces) const;
-  // Bytes of a page of the tensor whose pages are smallest. Of the pieces of a window only the first
+  // Bytes of a page, as far as it is in the stream, of the tensor whose pages are smallest. Of the pieces of a window only the first
   // and the last can be smaller.
   int64_t min_item_bytes() const { return min_item_bytes_; }
   // Bytes that lie together in this side's memory, on average over the pages; 1 at least.
@@ -77,7 +80,7 @@ class StreamPlan {
   std::vector<int64_t> PagesTouchedBy(std::span<const std::pair<int64_t, int64_t>> gaps) const;
 
  private:
-  StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages, StreamTail tail);
+  StreamPlan(HeadSlice slice, PageRuns pages, StreamTail tail);
   // How many of the bytes from `offset` on are of pages.
   int64_t InPages(int64_t offset, int64_t bytes) const;
   template <typename Byte>
@@ -90,8 +93,11 @@ class StreamPlan {
   absl::Status CopyPages(int64_t offset, std::span<Byte> packed, CopyFn<Byte> copy,
                          AddFn<Byte> add) const;
 
+  // Of the pool's pages, or of what they have become where only some of their heads are in the stream.
   std::shared_ptr<const KvPool> pool_;
-  PageRuns pages_;
+  PageRuns items_;
+  int64_t items_a_page_;
+  PageRuns pages_;  // As the owner of the pool knows them.
   StreamTail tail_;
   int64_t layer_bytes_;
   int64_t min_item_bytes_;

@@ -38,10 +38,10 @@ class Leases : public testing::Test {
 // One test for each row of the table in lease_table.h.
 
 TEST_F(Leases, UnneededEndsWhenItIsPublished) {
-  table_.NothingNeeded(kLease);
+  table_.NothingNeeded(kLease, {});
   EXPECT_EQ(Ended(), "none");
-  EXPECT_TRUE(
-      Fails(table_.BeginTransfer(kLease), absl::StatusCode::kFailedPrecondition, "needs nothing"));
+  EXPECT_TRUE(Fails(table_.BeginTransfer(kLease, {}), absl::StatusCode::kFailedPrecondition,
+                    "needs nothing"));
   EXPECT_TRUE(Fails(table_.Take(kLease), absl::StatusCode::kFailedPrecondition));
   ASSERT_TRUE(IsOk(Publish()));
   EXPECT_EQ(Ended(), "fetched");
@@ -54,9 +54,9 @@ TEST_F(Leases, UnknownGivenUp) {
   ASSERT_TRUE(IsOk(table_.GiveUp(kLease)));
   ASSERT_TRUE(IsOk(table_.GiveUp(kLease)));
   EXPECT_EQ(Ended(), "none");  // It never was one.
-  EXPECT_TRUE(Fails(table_.BeginTransfer(kLease), absl::StatusCode::kFailedPrecondition,
+  EXPECT_TRUE(Fails(table_.BeginTransfer(kLease, {}), absl::StatusCode::kFailedPrecondition,
                     "gave the request up"));
-  table_.NothingNeeded(kLease);
+  table_.NothingNeeded(kLease, {});
   EXPECT_TRUE(Fails(Publish(), absl::StatusCode::kAlreadyExists, "given up"));
 }
 
@@ -70,12 +70,12 @@ TEST_F(Leases, WhatWasPublishedIsNotGivenUp) {
 
 TEST_F(Leases, IdleBeginTransferHoldsIt) {
   ASSERT_TRUE(IsOk(Publish()));
-  const absl::StatusOr<LeasedMemory> leased = table_.BeginTransfer(kLease);
+  const absl::StatusOr<LeasedMemory> leased = table_.BeginTransfer(kLease, {});
   ASSERT_TRUE(IsOk(leased));
   EXPECT_EQ(leased->pages.ToPages(), (std::vector<int64_t>{3, 4, 9}));
   EXPECT_EQ(table_.Tick(At(1000)), Deadline::max());  // No expiry meanwhile, and none to wait for.
   EXPECT_EQ(Ended(), "none");
-  EXPECT_TRUE(Fails(table_.BeginTransfer(kLease), absl::StatusCode::kFailedPrecondition,
+  EXPECT_TRUE(Fails(table_.BeginTransfer(kLease, {}), absl::StatusCode::kFailedPrecondition,
                     "being fetched already"));
 }
 
@@ -85,8 +85,8 @@ TEST_F(Leases, IdleExpires) {
   EXPECT_EQ(Ended(), "none");
   EXPECT_EQ(table_.Tick(At(100)), Deadline::max());
   EXPECT_EQ(Ended(), "expired");
-  EXPECT_TRUE(Fails(table_.BeginTransfer(kLease), absl::StatusCode::kFailedPrecondition, "expired",
-                    "raise lease_ms"));
+  EXPECT_TRUE(Fails(table_.BeginTransfer(kLease, {}), absl::StatusCode::kFailedPrecondition,
+                    "expired", "raise lease_ms"));
 }
 
 TEST_F(Leases, IdleWithdraw) {
@@ -98,34 +98,34 @@ TEST_F(Leases, IdleWithdraw) {
 
 TEST_F(Leases, IdleNothingNeeded) {
   ASSERT_TRUE(IsOk(Publish()));
-  table_.NothingNeeded(kLease);
+  table_.NothingNeeded(kLease, {});
   EXPECT_EQ(Ended(), "fetched");
 }
 
 TEST_F(Leases, TransferringEndsWell) {
   ASSERT_TRUE(IsOk(Publish()));
-  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
-  table_.EndTransfer(kLease, absl::OkStatus());
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));
+  table_.EndTransfer(kLease, {}, absl::OkStatus());
   EXPECT_EQ(Ended(), "fetched");
-  table_.EndTransfer(kLease, absl::OkStatus());  // Too late to matter.
+  table_.EndTransfer(kLease, {}, absl::OkStatus());  // Too late to matter.
   EXPECT_EQ(Ended(), "none");
 }
 
 TEST_F(Leases, TransferringEndsBadlyAndIsIdleAgain) {
   ASSERT_TRUE(IsOk(Publish()));
-  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
-  table_.EndTransfer(kLease, absl::UnavailableError("gone"));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));
+  table_.EndTransfer(kLease, {}, absl::UnavailableError("gone"));
   EXPECT_EQ(Ended(), "none");
-  EXPECT_TRUE(IsOk(table_.BeginTransfer(kLease)));
-  table_.EndTransfer(kLease, absl::UnavailableError("gone"));
+  EXPECT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));
+  table_.EndTransfer(kLease, {}, absl::UnavailableError("gone"));
   table_.Tick(At(100));
   EXPECT_EQ(Ended(), "expired");
 }
 
 TEST_F(Leases, TransferringNothingNeededIsIgnored) {
   ASSERT_TRUE(IsOk(Publish()));
-  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
-  table_.NothingNeeded(kLease);
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));
+  table_.NothingNeeded(kLease, {});
   EXPECT_EQ(Ended(), "none");
 }
 
@@ -133,15 +133,15 @@ TEST_F(Leases, TransferringWithdrawWaitsForTheTransfer) {
   for (const bool arrived : {true, false}) {
     const uint64_t lease = arrived ? 1 : 2;
     ASSERT_TRUE(IsOk(Publish(lease)));
-    ASSERT_TRUE(IsOk(table_.BeginTransfer(lease)));
+    ASSERT_TRUE(IsOk(table_.BeginTransfer(lease, {})));
     EXPECT_EQ(Must(table_.Withdraw(lease)), false);
     EXPECT_TRUE(table_.TakeEnded().empty());
     table_.Tick(At(1000));
     EXPECT_TRUE(table_.TakeEnded().empty()) << "its pages are still being read";
     EXPECT_TRUE(
-        Fails(table_.BeginTransfer(lease), absl::StatusCode::kFailedPrecondition, "withdrawn"));
+        Fails(table_.BeginTransfer(lease, {}), absl::StatusCode::kFailedPrecondition, "withdrawn"));
     EXPECT_EQ(Must(table_.Withdraw(lease)), false);  // Again, to no effect.
-    table_.EndTransfer(lease, arrived ? absl::OkStatus() : absl::AbortedError("taken back"));
+    table_.EndTransfer(lease, {}, arrived ? absl::OkStatus() : absl::AbortedError("taken back"));
     const std::vector<EndedLease> ended = table_.TakeEnded();
     ASSERT_EQ(ended.size(), 1u);
     EXPECT_EQ(ended[0].outcome, arrived ? LeaseOutcome::kFetched : LeaseOutcome::kReleased);
@@ -159,12 +159,12 @@ TEST_F(Leases, IdleTake) {
 
 TEST_F(Leases, TransferringGoesOn) {
   ASSERT_TRUE(IsOk(Publish()));
-  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
-  table_.GoOn(kLease, At(300));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));
+  table_.GoOn(kLease, {}, At(300));
   EXPECT_EQ(table_.Tick(At(299)), At(300));
   EXPECT_EQ(Ended(), "none");
-  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
-  table_.GoOn(kLease, At(200));  // Not a shorter time than it had.
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));
+  table_.GoOn(kLease, {}, At(200));  // Not a shorter time than it had.
   EXPECT_EQ(table_.Tick(At(299)), At(300));
   ASSERT_TRUE(IsOk(table_.Take(kLease)));
   EXPECT_EQ(Ended(), "fetched");
@@ -174,17 +174,17 @@ TEST_F(Leases, TransferringTakeWaitsForTheTransfer) {
   for (const int end : {0, 1, 2}) {
     const uint64_t lease = 1 + end;
     ASSERT_TRUE(IsOk(Publish(lease)));
-    ASSERT_TRUE(IsOk(table_.BeginTransfer(lease)));
+    ASSERT_TRUE(IsOk(table_.BeginTransfer(lease, {})));
     ASSERT_TRUE(IsOk(table_.Take(lease)));
     ASSERT_TRUE(IsOk(table_.Take(lease)));
     EXPECT_EQ(table_.Tick(At(1000)), Deadline::max());
     EXPECT_TRUE(
-        Fails(table_.BeginTransfer(lease), absl::StatusCode::kFailedPrecondition, "already"));
+        Fails(table_.BeginTransfer(lease, {}), absl::StatusCode::kFailedPrecondition, "already"));
     EXPECT_EQ(Must(table_.Withdraw(lease)), false);  // To no effect.
     EXPECT_TRUE(table_.TakeEnded().empty()) << "its pages are still being read";
-    if (end == 0) table_.EndTransfer(lease, absl::OkStatus());
-    if (end == 1) table_.EndTransfer(lease, absl::UnavailableError("gone"));
-    if (end == 2) table_.GoOn(lease, At(100));
+    if (end == 0) table_.EndTransfer(lease, {}, absl::OkStatus());
+    if (end == 1) table_.EndTransfer(lease, {}, absl::UnavailableError("gone"));
+    if (end == 2) table_.GoOn(lease, {}, At(100));
     const std::vector<EndedLease> ended = table_.TakeEnded();
     ASSERT_EQ(ended.size(), 1u);
     EXPECT_EQ(ended[0].outcome, LeaseOutcome::kFetched);
@@ -193,10 +193,10 @@ TEST_F(Leases, TransferringTakeWaitsForTheTransfer) {
 
 TEST_F(Leases, WithdrawingIsNotTakenAndDoesNotGoOn) {
   ASSERT_TRUE(IsOk(Publish()));
-  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));
   EXPECT_EQ(Must(table_.Withdraw(kLease)), false);
   EXPECT_TRUE(Fails(table_.Take(kLease), absl::StatusCode::kFailedPrecondition, "withdrawn"));
-  table_.GoOn(kLease, At(1000));
+  table_.GoOn(kLease, {}, At(1000));
   EXPECT_EQ(Ended(), "released");
   EXPECT_TRUE(Fails(table_.Take(kLease), absl::StatusCode::kFailedPrecondition, "released"));
 }
@@ -206,18 +206,18 @@ TEST_F(Leases, WhatExpiredIsNotTaken) {
   table_.Tick(At(100));
   EXPECT_EQ(Ended(), "expired");
   EXPECT_TRUE(Fails(table_.Take(kLease), absl::StatusCode::kFailedPrecondition, "expired"));
-  table_.GoOn(kLease, At(1000));
+  table_.GoOn(kLease, {}, At(1000));
   EXPECT_EQ(table_.num_live(), 0);
 }
 
 TEST_F(Leases, UnknownIsNotFound) {
-  EXPECT_TRUE(Fails(table_.BeginTransfer(1), absl::StatusCode::kNotFound, "unknown"));
+  EXPECT_TRUE(Fails(table_.BeginTransfer(1, {}), absl::StatusCode::kNotFound, "unknown"));
   EXPECT_TRUE(Fails(table_.Withdraw(1), absl::StatusCode::kNotFound));
   EXPECT_TRUE(Fails(table_.Take(1), absl::StatusCode::kNotFound));
-  table_.GoOn(1, At(100));
+  table_.GoOn(1, {}, At(100));
   EXPECT_TRUE(Fails(table_.SetReadyLayers(1, 1), absl::StatusCode::kNotFound));
   EXPECT_EQ(table_.ReadyLayers(1), 0);
-  table_.EndTransfer(1, absl::OkStatus());
+  table_.EndTransfer(1, {}, absl::OkStatus());
   EXPECT_TRUE(table_.TakeEnded().empty());
 }
 
@@ -239,13 +239,13 @@ TEST_F(Leases, AskedForBeforeAndAfterTheyArePublished) {
   const std::vector<uint64_t> all = {1, 2, 3, 4};
   ASSERT_TRUE(IsOk(Publish(1)));
   EXPECT_TRUE(table_.AskedFor(all).empty());
-  ASSERT_TRUE(IsOk(table_.BeginTransfer(1)));
-  EXPECT_FALSE(IsOk(table_.BeginTransfer(2)));  // Not published yet.
-  table_.NothingNeeded(3);
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(1, {})));
+  EXPECT_FALSE(IsOk(table_.BeginTransfer(2, {})));  // Not published yet.
+  table_.NothingNeeded(3, {});
   EXPECT_EQ(table_.AskedFor(all), (std::vector<uint64_t>{1, 2, 3}));
   ASSERT_TRUE(IsOk(Publish(2)));
   ASSERT_TRUE(Must(table_.Unpublish(2)));
-  table_.EndTransfer(1, absl::OkStatus());
+  table_.EndTransfer(1, {}, absl::OkStatus());
   EXPECT_EQ(table_.AskedFor(all), (std::vector<uint64_t>{1, 2, 3}));
   EXPECT_TRUE(table_.AskedFor({}).empty());
 }
@@ -259,7 +259,7 @@ TEST_F(Leases, MemoryOfEndedLeasesIsBounded) {
   EXPECT_TRUE(Fails(table_.Withdraw(70000), absl::StatusCode::kFailedPrecondition));
   EXPECT_TRUE(Fails(table_.Withdraw(1), absl::StatusCode::kNotFound));  // Forgotten.
   // A peer can name as many as it likes.
-  for (uint64_t lease = 100000; lease < 170000; ++lease) table_.NothingNeeded(lease);
+  for (uint64_t lease = 100000; lease < 170000; ++lease) table_.NothingNeeded(lease, {});
   EXPECT_TRUE(Fails(table_.Withdraw(70000), absl::StatusCode::kNotFound));
   EXPECT_TRUE(Fails(table_.Withdraw(100000), absl::StatusCode::kNotFound));
   EXPECT_TRUE(Fails(table_.Withdraw(169999), absl::StatusCode::kFailedPrecondition));
@@ -270,7 +270,7 @@ TEST_F(Leases, IdleUnpublishedIsUnknown) {
   ASSERT_TRUE(IsOk(Publish()));
   EXPECT_EQ(Must(table_.Unpublish(kLease)), true);
   EXPECT_EQ(Ended(), "none");
-  EXPECT_TRUE(Fails(table_.BeginTransfer(kLease), absl::StatusCode::kNotFound));
+  EXPECT_TRUE(Fails(table_.BeginTransfer(kLease, {}), absl::StatusCode::kNotFound));
   EXPECT_TRUE(Fails(table_.Unpublish(kLease), absl::StatusCode::kNotFound));
   EXPECT_TRUE(IsOk(table_.CheckNotEnded(kLease)));
   ASSERT_TRUE(IsOk(Publish()));
@@ -279,15 +279,15 @@ TEST_F(Leases, IdleUnpublishedIsUnknown) {
 
 TEST_F(Leases, TransferringUnpublishedWaitsForTheTransfer) {
   ASSERT_TRUE(IsOk(Publish()));
-  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));
   EXPECT_EQ(Must(table_.Unpublish(kLease)), false);
   EXPECT_EQ(Must(table_.Unpublish(kLease)), false);                 // Again, to no effect.
   EXPECT_TRUE(Fails(Publish(), absl::StatusCode::kAlreadyExists));  // Its pages are read still.
   // Who asks now may wait for it.
   EXPECT_TRUE(
-      Fails(table_.BeginTransfer(kLease), absl::StatusCode::kNotFound, "not published now"));
+      Fails(table_.BeginTransfer(kLease, {}), absl::StatusCode::kNotFound, "not published now"));
   EXPECT_TRUE(Fails(table_.Take(kLease), absl::StatusCode::kFailedPrecondition));
-  table_.EndTransfer(kLease, absl::AbortedError("x"));
+  table_.EndTransfer(kLease, {}, absl::AbortedError("x"));
   EXPECT_EQ(Ended(), "none");
   EXPECT_EQ(table_.num_live(), 0);
   ASSERT_TRUE(IsOk(Publish()));
@@ -295,9 +295,9 @@ TEST_F(Leases, TransferringUnpublishedWaitsForTheTransfer) {
 
 TEST_F(Leases, UnpublishingEndsIfAllHasArrived) {
   ASSERT_TRUE(IsOk(Publish()));
-  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));
   EXPECT_EQ(Must(table_.Unpublish(kLease)), false);
-  table_.EndTransfer(kLease, absl::OkStatus());
+  table_.EndTransfer(kLease, {}, absl::OkStatus());
   EXPECT_EQ(Ended(), "fetched");
   EXPECT_TRUE(
       Fails(table_.CheckNotEnded(kLease), absl::StatusCode::kFailedPrecondition, "fetched"));
@@ -306,10 +306,10 @@ TEST_F(Leases, UnpublishingEndsIfAllHasArrived) {
 
 TEST_F(Leases, UnpublishingIsWithdrawn) {
   ASSERT_TRUE(IsOk(Publish()));
-  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease)));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));
   EXPECT_EQ(Must(table_.Unpublish(kLease)), false);
   EXPECT_EQ(Must(table_.Withdraw(kLease)), false);
-  table_.GoOn(kLease, At(500));
+  table_.GoOn(kLease, {}, At(500));
   EXPECT_EQ(Ended(), "released");
 }
 
@@ -433,7 +433,7 @@ class ModelRun {
             : found->second.state == Model::kUnpublishing ? absl::StatusCode::kNotFound
             : found->second.state == Model::kIdle         ? absl::StatusCode::kOk
                                                           : absl::StatusCode::kFailedPrecondition;
-        const absl::StatusOr<LeasedMemory> leased = table_->BeginTransfer(id);
+        const absl::StatusOr<LeasedMemory> leased = table_->BeginTransfer(id, {});
         ASSERT_EQ(leased.status().code(), want);
         if (!leased.ok()) break;
         ASSERT_EQ(leased->pages.PageAt(0), static_cast<int64_t>(id % 1000));
@@ -448,9 +448,9 @@ class ModelRun {
         const bool goes_on = !ok && random_() % 2 == 0;
         const int64_t expires = now_ + static_cast<int64_t>(random_() % 100);
         if (goes_on) {
-          table_->GoOn(id, At(expires));
+          table_->GoOn(id, {}, At(expires));
         } else {
-          table_->EndTransfer(id, ok ? absl::OkStatus() : absl::UnavailableError("x"));
+          table_->EndTransfer(id, {}, ok ? absl::OkStatus() : absl::UnavailableError("x"));
         }
         if (!live) break;
         if (goes_on) found->second.expires = std::max(found->second.expires, expires);
@@ -470,7 +470,7 @@ class ModelRun {
         Take(id, live);
         break;
       case 10:
-        table_->NothingNeeded(id);
+        table_->NothingNeeded(id, {});
         if (live && found->second.state == Model::kIdle) model_.End(id, LeaseOutcome::kFetched);
         if (!live && !model_.ended.contains(id)) model_.never.emplace(id, LeaseOutcome::kFetched);
         break;

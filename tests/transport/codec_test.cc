@@ -151,6 +151,37 @@ TEST(Codec, RunsThatCannotBe) {
   EXPECT_TRUE(Fails(with_runs({0, UINT64_MAX}), absl::StatusCode::kInvalidArgument));
 }
 
+TEST(Codec, HeadsAndReadersThatCannotBe) {
+  const auto done = [](uint64_t reader, uint64_t readers) {
+    return Decode(HandMade(9)
+                      .Head("done")
+                      .Add("id", 1)
+                      .Add("lease", 1)
+                      .Add("bytes", 0)
+                      .Add("reader", reader)
+                      .Add("readers", readers)
+                      .bytes())
+        .status();
+  };
+  EXPECT_TRUE(IsOk(done(0, 1)));
+  EXPECT_TRUE(IsOk(done(63, 64)));
+  EXPECT_TRUE(Fails(done(2, 2), absl::StatusCode::kInvalidArgument, "'reader' is 2"));
+  EXPECT_TRUE(Fails(done(0, 0), absl::StatusCode::kInvalidArgument, "'readers' is 0"));
+  EXPECT_TRUE(Fails(done(0, 65), absl::StatusCode::kInvalidArgument, "'readers' is 65"));
+  EXPECT_TRUE(Fails(done(UINT64_MAX, 64), absl::StatusCode::kInvalidArgument, "'reader'"));
+  const auto fetch = [](HeadRange heads) {
+    FetchMsg message;
+    message.transfer_id = message.lease_id = 1;
+    message.timeout_ms = message.window_bytes = message.chunk_bytes = 1;
+    message.heads = heads;
+    return Decode(EncodeMessage({1, 2, message})).status();
+  };
+  EXPECT_TRUE(IsOk(fetch({KvLayout::kMaxHeads, KvLayout::kMaxHeads})));
+  EXPECT_TRUE(Fails(fetch({-1, 2}), absl::StatusCode::kInvalidArgument, "'head'"));
+  EXPECT_TRUE(
+      Fails(fetch({0, KvLayout::kMaxHeads + 1}), absl::StatusCode::kInvalidArgument, "'heads'"));
+}
+
 TEST(Codec, TensorsOfTheirOwnDtype) {
   HelloMsg hello = std::get<HelloMsg>(SampleMessages()[0].second.body);
   hello.layout.tensors = {{"index_k", 1, 128, DType::kFloat8E4M3},

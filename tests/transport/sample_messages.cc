@@ -35,10 +35,16 @@ std::string Describe(const DataAddresses& data) {
   return text;
 }
 
+std::string Describe(LeaseReader reader) {
+  return reader == LeaseReader() ? "" : absl::StrCat(" reader ", reader.index, " of ", reader.of);
+}
+
 struct Describer {
   std::string operator()(const HelloMsg& m) const {
-    return absl::StrCat("hello ", m.name, " ", m.model, " ", m.layout.ToString(), " ",
-                        Describe(m.data));
+    return absl::StrCat(
+        "hello ", m.name, " ", m.model, " ", m.layout.ToString(), " ", Describe(m.data),
+        m.heads.total == 0 ? ""
+                           : absl::StrCat(" from head ", m.heads.first, " of ", m.heads.total));
   }
   std::string operator()(const WelcomeMsg& m) const {
     return absl::StrCat("welcome ", m.name, " ", Describe(m.data));
@@ -58,10 +64,12 @@ struct Describer {
         m.replaces == 0 ? "" : absl::StrCat(" replaces ", m.replaces),
         m.from_bytes == 0 ? "" : absl::StrCat(" from ", m.from_bytes),
         m.wait_ms == 0 ? "" : absl::StrCat(" wait ", m.wait_ms),
+        m.heads.count == 0 ? "" : absl::StrCat(" heads ", m.heads.first, "+", m.heads.count),
+        Describe(m.reader),
         m.reads.possible() ? absl::StrCat(" reads ", m.reads.read_ns, " ", m.reads.mib_ns) : "");
   }
   std::string operator()(const DoneMsg& m) const {
-    return absl::StrCat("done ", m.transfer_id, " ", m.lease_id, " ", m.bytes);
+    return absl::StrCat("done ", m.transfer_id, " ", m.lease_id, " ", m.bytes, Describe(m.reader));
   }
   std::string operator()(const CancelMsg& m) const {
     return absl::StrCat("cancel ", m.transfer_id, " ", m.reason);

@@ -34,6 +34,9 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   with_reads.reads = {900, 45000};
   FetchMsg with_tail = fetch;
   with_tail.tail_bytes = 123456789;
+  FetchMsg with_heads = fetch;
+  with_heads.heads = {6, 2};
+  with_heads.reader = {3, 4};
   const std::string worker("\x00\x01worker\xff", 9);
   const std::string local("\x00 0123456789abcdefghijklmnopqrst\xff", 33);
   const TcpAddress tcp{8, "::1", 65535, "\x01 0123456789abc\xff", "answer 123456789"};
@@ -61,6 +64,9 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
       {"fetch_tail", with_tail},
       {"fetch_reads", with_reads},
       {"welcome_direct", WelcomeMsg{"prefill-0", {worker, "", {}, "direct \x01"}}},
+      {"hello_heads", HelloMsg{"decode-3", "org/model", layout, {worker}, {8, 32}}},
+      {"fetch_heads", with_heads},
+      {"done_reader", DoneMsg{fetch.transfer_id, fetch.lease_id, 0, {63, 64}}},
       {"done", DoneMsg{fetch.transfer_id, fetch.lease_id, int64_t{1} << 40}},
       {"cancel", CancelMsg{fetch.transfer_id, "cancelled"}},
       {"abort", AbortMsg{fetch.transfer_id, absl::AbortedError("taken back")}},

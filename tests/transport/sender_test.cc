@@ -241,7 +241,7 @@ TEST_F(SenderAlone, AFailedSendEndsTheTransferAndNotTheLease) {
   ASSERT_NE(outbox_.Last<AbortMsg>(), nullptr);
   EXPECT_EQ(outbox_.Last<AbortMsg>()->transfer_id, 1u);
   EXPECT_EQ(metrics_.transfers_active, 0);
-  EXPECT_TRUE(IsOk(leases_.BeginTransfer(kLease)));  // Idle again.
+  EXPECT_TRUE(IsOk(leases_.BeginTransfer(kLease, {})));  // Idle again.
 }
 
 TEST_F(SenderAlone, AbortLeaseReadsNothingMore) {
@@ -389,7 +389,7 @@ TEST_F(SenderAlone, ParkedFetchCanBeCancelled) {
   sender_.OnLeaseChanged(50);
   PumpDry();
   EXPECT_TRUE(Sent(1).empty());
-  EXPECT_TRUE(IsOk(leases_.BeginTransfer(50)));
+  EXPECT_TRUE(IsOk(leases_.BeginTransfer(50, {})));
 }
 
 // Random peers, fetches, credits, cancels and completions: limits hold, nothing leaks.

@@ -131,6 +131,45 @@ TEST_P(Plans, WindowsAgainstAByteLoop) {
   }
 }
 
+// The stream of some heads is that of the pages that they have become, and what is missing of it is told
+// in the pages that the owner knows.
+TEST_P(Plans, SomeHeads) {
+  std::mt19937_64 random(GetParam() + 200);
+  for (int round = 0; round < 60; ++round) {
+    const int64_t num_heads = 2 + static_cast<int64_t>(random() % 5);
+    KvLayout layout{2, 3, DType::kUint8, round % 2 == 0 ? "NHD" : "HND", {{"k", num_heads, 4}}};
+    layout.tensors.push_back({"v", num_heads, 7});
+    const auto pool = MakePatternPool(layout, 20, 7);
+    const auto pages = MakePages("rand", 1 + static_cast<int64_t>(random() % 16), 20, &random);
+    const PageRuns runs = Must(PageRuns::FromPages(pages));
+    HeadRange heads{static_cast<int64_t>(random() % num_heads), 1};
+    heads.count += static_cast<int64_t>(random() % (num_heads - heads.first));
+    std::vector<std::byte> tail = RandomTail(random);
+    const StreamPlan plan = Must(StreamPlan::Create(pool, runs, TailOf(tail), heads));
+    const HeadSlice slice = Must(SliceHeads(pool, runs, heads));
+    const Naive naive = Expand(*slice.pool, slice.items.ToPages(), tail);
+    const auto total = static_cast<int64_t>(naive.bytes.size());
+    ASSERT_EQ(plan.total_bytes(), total);
+    ASSERT_EQ(plan.pages().ToPages(), pages);
+    ExpectLayers(plan, total - static_cast<int64_t>(tail.size()), total);
+    for (int window = 0; window < 10; ++window) {
+      const int64_t offset = static_cast<int64_t>(random() % total);
+      const int64_t bytes = static_cast<int64_t>(random() % (total - offset + 1));
+      std::vector<std::byte> packed(bytes);
+      ASSERT_TRUE(IsOk(plan.Gather(offset, packed)));
+      std::set<int64_t> touched;
+      for (int64_t i = 0; i < bytes; ++i) {
+        ASSERT_EQ(packed[i], *naive.bytes[offset + i]) << i;
+        const int64_t item = naive.position[offset + i];
+        if (item >= 0) touched.insert(item / slice.items_a_page);
+      }
+      std::vector<int64_t> want;
+      for (const int64_t position : touched) want.push_back(pages[position]);
+      ASSERT_EQ(plan.PagesTouchedBy(std::vector{std::pair(offset, offset + bytes)}), want);
+    }
+  }
+}
+
 TEST_P(Plans, PagesTouchedAgainstAByteLoop) {
   std::mt19937_64 random(GetParam() + 100);
   for (int round = 0; round < 60; ++round) {

@@ -1,5 +1,6 @@
 #include "transport/control/codec.h"
 
+#include <algorithm>
 #include <exception>
 #include <map>
 #include <msgpack.hpp>
@@ -131,11 +132,23 @@ struct BodyWriter {
     writer.packer.pack_array(static_cast<uint32_t>(data.lanes.size()));
     for (const std::string& address : data.lanes) writer.BinaryValue(address);
   }
+  void Heads(int64_t first, int64_t number) const {
+    if (number == 0) return;
+    writer.Uint("head", first);
+    writer.Uint("heads", number);
+  }
+  static uint32_t NumKeys(LeaseReader reader) { return reader.of == 1 ? 0 : 2; }
+  void Whose(LeaseReader reader) const {
+    if (reader.of == 1) return;
+    writer.Uint("reader", reader.index);
+    writer.Uint("readers", reader.of);
+  }
   void operator()(const HelloMsg& body) const {
-    Head("hello", 3 + NumAddresses(body.data));
+    Head("hello", 3 + NumAddresses(body.data) + (body.heads.total == 0 ? 0 : 2));
     writer.Text("name", body.name, kMaxNameBytes);
     writer.Text("model", body.model, kMaxModelBytes);
     PackLayout(writer, body.layout);
+    Heads(body.heads.first, body.heads.total);
     Addresses(body.data);
   }
   void operator()(const WelcomeMsg& body) const {
@@ -152,7 +165,8 @@ struct BodyWriter {
     Head("fetch", 7 + (body.tail_bytes == 0 ? 0 : 1) +
                       (body.in_place_bytes == kBytesInPlace ? 0 : 1) +
                       (body.replaces == 0 ? 0 : 1) + (body.from_bytes == 0 ? 0 : 1) +
-                      (body.wait_ms == 0 ? 0 : 1) + (body.reads.possible() ? 2 : 0));
+                      (body.wait_ms == 0 ? 0 : 1) + (body.reads.possible() ? 2 : 0) +
+                      (body.heads.count == 0 ? 0 : 2) + NumKeys(body.reader));
     writer.Uint("id", body.transfer_id);
     writer.Uint("lease", body.lease_id);
     PackRuns(writer, body.positions);
@@ -165,15 +179,18 @@ struct BodyWriter {
     if (body.replaces != 0) writer.Uint("replaces", body.replaces);
     if (body.from_bytes != 0) writer.Uint("from", body.from_bytes);
     if (body.wait_ms != 0) writer.Uint("wait", body.wait_ms);
+    Heads(body.heads.first, body.heads.count);
+    Whose(body.reader);
     if (!body.reads.possible()) return;
     writer.Uint("read_ns", body.reads.read_ns);
     writer.Uint("mib_ns", body.reads.mib_ns);
   }
   void operator()(const DoneMsg& body) const {
-    Head("done", 3);
+    Head("done", 3 + NumKeys(body.reader));
     writer.Uint("id", body.transfer_id);
     writer.Uint("lease", body.lease_id);
     writer.Uint("bytes", body.bytes);
+    Whose(body.reader);
   }
   void operator()(const CancelMsg& body) const {
     Head("cancel", 2);
@@ -427,6 +444,13 @@ DataAddresses ReadAddresses(Reader& reader) {
   return data;
 }
 
+LeaseReader ReadLeaseReader(Reader& reader) {
+  if (!reader.Has("readers")) return {};
+  const int64_t readers = reader.Int("readers", 1, LeaseReader::kMax);
+  return {reader.Int("reader", 0, std::max<int64_t>(readers, 1) - 1),
+          std::max<int64_t>(readers, 1)};
+}
+
 MessageBody ReadBody(std::string_view type, Reader& reader) {
   if (type == "hello") {
     HelloMsg body;
@@ -434,6 +458,10 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
     body.model = reader.Text("model", kMaxModelBytes);
     body.layout = ReadLayout(reader);
     body.data = ReadAddresses(reader);
+    if (reader.Has("heads")) {
+      body.heads = {reader.Int("head", 0, KvLayout::kMaxHeads),
+                    reader.Int("heads", 1, KvLayout::kMaxHeads)};
+    }
     return body;
   }
   if (type == "welcome") {
@@ -457,6 +485,11 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
     if (reader.Has("replaces")) body.replaces = reader.Uint("replaces", 1);
     if (reader.Has("from")) body.from_bytes = reader.Int("from", 1, kMaxWireInt);
     if (reader.Has("wait")) body.wait_ms = reader.Int("wait", 1, kMaxWireInt);
+    if (reader.Has("heads")) {
+      body.heads = {reader.Int("head", 0, KvLayout::kMaxHeads),
+                    reader.Int("heads", 1, KvLayout::kMaxHeads)};
+    }
+    body.reader = ReadLeaseReader(reader);
     if (reader.Has("read_ns")) {
       body.reads = {reader.Int("read_ns", 1, kMaxReadNs), reader.Int("mib_ns", 1, kMaxReadNs)};
     }
@@ -464,7 +497,7 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
   }
   if (type == "done") {
     return DoneMsg{reader.Uint("id", 1), reader.Uint("lease", 1),
-                   reader.Int("bytes", 0, kMaxWireInt)};
+                   reader.Int("bytes", 0, kMaxWireInt), ReadLeaseReader(reader)};
   }
   if (type == "cancel") return CancelMsg{reader.Uint("id", 1), reader.Text("msg", kMaxTextBytes)};
   if (type == "abort") {
