@@ -13,6 +13,7 @@
 #include "base/config.h"
 #include "connector/decode_endpoint.h"
 #include "connector/prefill_endpoint.h"
+#include "connector/tensor_parallel.h"
 #include "pool/kv_pool.h"
 #include "python/convert.h"
 #include "python/status_error.h"
@@ -26,13 +27,17 @@ namespace {
 
 using PoolPtr = std::shared_ptr<KvPool>;
 
+// (first head, total) or (first head, count), and (index, of).
+using Pair = std::pair<int64_t, int64_t>;
+
 // An endpoint that can be closed early; using it afterwards is an error, not a crash.
 template <typename Endpoint>
 class Closable {
  public:
   Closable(const PoolPtr& pool, const Config& config, const std::string& model,
-           const std::string& name, bool accept_pushes = false)
-      : endpoint_(Value(Endpoint::Create(pool, {config, model, name, accept_pushes}))) {}
+           const std::string& name, Pair heads, bool accept_pushes = false)
+      : endpoint_(Value(Endpoint::Create(
+            pool, {config, model, name, accept_pushes, {heads.first, heads.second}}))) {}
   Closable(const Closable&) = delete;
   Closable& operator=(const Closable&) = delete;
   ~Closable() { Close(); }
@@ -129,8 +134,10 @@ void BindPushHandle(nb::module_& module) {
 void BindPrefill(nb::module_& module) {
   nb::class_<Prefill>(module, "PrefillEndpoint",
                       "Publishes requests for others to fetch; see connector/prefill_endpoint.h.")
-      .def(nb::init<const PoolPtr&, const Config&, const std::string&, const std::string&>(),
-           "pool"_a, "config"_a, "model"_a, "name"_a = "")
+      .def(nb::init<const PoolPtr&, const Config&, const std::string&, const std::string&, Pair>(),
+           "pool"_a, "config"_a, "model"_a, "name"_a = "", nb::kw_only(), "heads"_a = Pair(),
+           "heads: (first, total), which of the model's KV heads the pool holds, of a "
+           "tensor-parallel rank; (0, 0) is all of them.")
       .def_prop_ro("address", [](const Prefill& self) { return self.get()->address(); })
       .def_prop_ro("epoch", [](const Prefill& self) { return self.get()->epoch(); })
       .def(
@@ -259,9 +266,11 @@ void BindDecode(nb::module_& module) {
 
   nb::class_<Decode>(module, "DecodeEndpoint",
                      "Fetches requests into its own pages; see connector/decode_endpoint.h.")
-      .def(nb::init<const PoolPtr&, const Config&, const std::string&, const std::string&, bool>(),
-           "pool"_a, "config"_a, "model"_a, "name"_a = "", nb::kw_only(), "accept_pushes"_a = false,
-           "accept_pushes: listen, for receive().")
+      .def(nb::init<const PoolPtr&, const Config&, const std::string&, const std::string&, Pair,
+                    bool>(),
+           "pool"_a, "config"_a, "model"_a, "name"_a = "", nb::kw_only(), "heads"_a = Pair(),
+           "accept_pushes"_a = false,
+           "heads: as of PrefillEndpoint. accept_pushes: listen, for receive().")
       .def_prop_ro(
           "address", [](const Decode& self) { return self.get()->address(); },
           "Empty without accept_pushes.")
@@ -280,23 +289,55 @@ void BindDecode(nb::module_& module) {
       .def(
           "fetch",
           [](const Decode& self, const std::string& ticket, int64_t first_page,
-             const std::vector<int64_t>& pages, int64_t timeout_ms) {
+             const std::vector<int64_t>& pages, int64_t timeout_ms, Pair heads, Pair reader) {
             return Value(
-                self.get()->Fetch(Value(Ticket::Parse(ticket)), first_page, pages, timeout_ms));
+                self.get()->Fetch(Value(Ticket::Parse(ticket)), first_page, pages, timeout_ms,
+                                  {{heads.first, heads.second}, {reader.first, reader.second}}));
           },
-          "ticket"_a, "first_page"_a, "pages"_a, "timeout_ms"_a = 0,
+          "ticket"_a, "first_page"_a, "pages"_a, "timeout_ms"_a = 0, nb::kw_only(),
+          "heads"_a = Pair(), "reader"_a = Pair(0, 1),
           "Fetches the ticket's pages from first_page on into the local `pages`. Without pages it "
-          "only "
-          "tells the prefill side that its lease may end.")
+          "only tells the prefill side that its lease may end. heads (first, count) of the model's "
+          "and reader (index, of) are those of a RankShare, where the other side has another "
+          "number of tensor-parallel ranks.")
       .def(
           "metrics", [](const Decode& self) { return MetricsDict(*self.get()); },
           nb::sig("def metrics(self) -> dict[str, int]"))
       .def("close", &Decode::Close, "Ends all fetches and joins the progress thread.");
 }
 
+void BindTensorParallel(nb::module_& module) {
+  nb::class_<RankShare>(module, "RankShare",
+                        "What a decode rank fetches from one rank of the prefill side; see "
+                        "connector/tensor_parallel.h.")
+      .def_ro("rank", &RankShare::rank, "Of the prefill side.")
+      .def_prop_ro(
+          "heads", [](const RankShare& self) { return Pair(self.heads.first, self.heads.count); },
+          "(first, count); a count of 0: nothing, fetch no pages.")
+      .def_prop_ro(
+          "reader", [](const RankShare& self) { return Pair(self.reader.index, self.reader.of); },
+          "(index, of).");
+  module.def(
+      "heads_of_rank",
+      [](int64_t total_heads, int64_t rank, int64_t size) {
+        const HeadRange heads = Value(HeadsOfRank(total_heads, rank, size));
+        return Pair(heads.first, heads.count);
+      },
+      "total_heads"_a, "rank"_a, "size"_a,
+      "(first, count) of the KV heads that a tensor-parallel rank holds.");
+  module.def(
+      "shares_for",
+      [](int64_t total_heads, int64_t rank, int64_t size, int64_t prefill_size) {
+        return Value(SharesFor(total_heads, rank, size, prefill_size));
+      },
+      "total_heads"_a, "rank"_a, "size"_a, "prefill_size"_a,
+      "What a decode rank fetches, from which ranks of the prefill side.");
+}
+
 }  // namespace
 
 void BindEndpoints(nb::module_& module) {
+  BindTensorParallel(module);
   BindTicket(module);
   BindReceiveTicket(module);
   BindPushHandle(module);

@@ -349,7 +349,8 @@ class Pair:
         """
         self.log_folder = log_folder or Path(tempfile.mkdtemp(prefix="kvferry-pair-"))
         self._environments = environments or {}
-        self._prefill_port = free_port()  # Known beforehand, for answer_at_once().
+        self._prefill_port = free_port()  # Known beforehand, for answer_at_once(), as the next.
+        self._prefill_ranks = (prefill or {}).get("tensor_parallel_size", 1)
         self.prefill = self._engine("prefill", "kv_producer", model, prefill, prefill_transfer)
         self.decode = self._engine("decode", "kv_consumer", model, decode, decode_transfer)
 
@@ -407,7 +408,11 @@ class Pair:
         """kv_transfer_params of a request that neither engine has yet: the prefill engine's and the
         decode engine's."""
         transfer = {"transfer_id": uuid.uuid4().hex}
-        source = {"remote_host": "127.0.0.1", "remote_port": self._prefill_port}
+        source = {
+            "remote_host": "127.0.0.1",
+            "remote_port": self._prefill_port,
+            "tp_size": self._prefill_ranks,
+        }
         awaited = {"do_remote_prefill": True, "do_remote_decode": False}
         return REMOTE_DECODE | transfer, awaited | transfer | source
 

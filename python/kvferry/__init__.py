@@ -31,6 +31,7 @@ from kvferry._core import (
     PermissionDenied,
     PrefillEndpoint,
     PushHandle,
+    RankShare,
     ReceiveTicket,
     RemoteStore,
     ReqToTokenPool,
@@ -48,8 +49,10 @@ from kvferry._core import (
     Unimplemented,
     block_keys,
     copy_blocks,
+    heads_of_rank,
     quantized_tensors,
     random_id,
+    shares_for,
 )
 from kvferry.lookup import KVLookupBuffer
 from kvferry.store import KVStoreBuffer, make_store
@@ -88,6 +91,7 @@ __all__ = [
     "PermissionDenied",
     "PrefillEndpoint",
     "PushHandle",
+    "RankShare",
     "ReceiveTicket",
     "RemoteStore",
     "ReqToTokenPool",
@@ -105,9 +109,11 @@ __all__ = [
     "Unimplemented",
     "block_keys",
     "copy_blocks",
+    "heads_of_rank",
     "make_store",
     "quantized_tensors",
     "random_id",
+    "shares_for",
 ]
 
 

@@ -20,15 +20,18 @@ SPARE_LEASE_MS = 2000
 # With its queue in prefill, on a machine that has much to do.
 FETCH_TIMEOUT_MS = 90_000
 # More than one is for test_random.py alone: the others count what one rank traces.
-TP_SIZE = int(os.environ.get("KVFERRY_TEST_TP_SIZE", "1"))
+PREFILL_RANKS, _, DECODE_RANKS = os.environ.get("KVFERRY_TEST_TP_SIZE", "1").partition(":")
 # Small blocks and few of them: leaks show soon.
 ENGINE = {
     "block_size": BLOCK_TOKENS,
     "num_gpu_blocks_override": NUM_BLOCKS,
     "max_model_len": MAX_TOKENS,
-    "tensor_parallel_size": TP_SIZE,
+    "tensor_parallel_size": int(PREFILL_RANKS),
 }
-DECODE_ENGINE = ENGINE | {"num_gpu_blocks_override": DECODE_BLOCKS}
+DECODE_ENGINE = ENGINE | {
+    "num_gpu_blocks_override": DECODE_BLOCKS,
+    "tensor_parallel_size": int(DECODE_RANKS or PREFILL_RANKS),
+}
 
 
 # The longest prompts take several steps to prefill. They are begun before there is room for all of

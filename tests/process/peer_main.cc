@@ -146,7 +146,14 @@ class DecodePeer {
       const absl::StatusOr<Ticket> ticket = Ticket::Parse(words[1]);
       if (!ticket.ok()) return Answer(ticket.status());
       const int64_t first_page = words.size() > 4 ? Number(words[4]) : 0;
-      auto handle = endpoint_->Fetch(*ticket, first_page, Numbers(words[2]), Number(words[3]));
+      DecodeEndpoint::Part part;
+      if (words.size() > 5) {  // One of two readers, each of half of the heads.
+        const int64_t half = Number(words[5]);
+        const int64_t heads = pool_->layout().num_heads() / 2;
+        part = {{half * heads, heads}, {half, 2}};
+      }
+      auto handle =
+          endpoint_->Fetch(*ticket, first_page, Numbers(words[2]), Number(words[3]), part);
       if (!handle.ok()) return Answer(handle.status());
       handles_.push_back(*handle);
       return absl::StrCat(handles_.size() - 1);

@@ -78,6 +78,31 @@ inline ::testing::AssertionResult HoldsRequest(const KvPool& pool, uint64_t seed
   return HoldsPages(pool, pages, seed, PositionsOf(first_position, pages.size()), 0, end_layer);
 }
 
+// The same of the heads that reader `half` of two gets. Peers' pages are NHD.
+inline ::testing::AssertionResult HoldsHalf(const KvPool& pool, uint64_t seed,
+                                            int64_t first_position, int64_t end_layer,
+                                            const std::vector<int64_t>& pages, int64_t half) {
+  const KvLayout& layout = pool.layout();
+  for (int64_t buffer = 0; buffer < layout.num_buffers(); ++buffer) {
+    if (buffer % layout.num_layers >= end_layer) continue;
+    for (size_t i = 0; i < pages.size(); ++i) {
+      const std::vector<std::byte> got = ReadPage(pool, buffer, pages[i]);
+      std::vector<std::byte> want(got.size());
+      PatternBytes(seed, buffer, first_position + static_cast<int64_t>(i), want);
+      const int64_t token_bytes = static_cast<int64_t>(got.size()) / layout.page_size;
+      for (size_t byte = 0; byte < got.size(); ++byte) {
+        const bool its = static_cast<int64_t>(byte) % token_bytes / (token_bytes / 2) == half;
+        if (its && got[byte] != want[byte]) {
+          return ::testing::AssertionFailure()
+                 << "half " << half << " of buffer " << buffer << " page " << pages[i]
+                 << " differs at byte " << byte << ", seed " << seed;
+        }
+      }
+    }
+  }
+  return ::testing::AssertionSuccess();
+}
+
 // One a page, of all its bytes.
 inline std::string HashOfPages(const KvPool& pool, const std::vector<int64_t>& pages) {
   std::vector<std::string> hashes;
@@ -99,7 +124,11 @@ inline std::optional<std::string> AnswerOfPages(const KvPool& pool, const Words&
                  Numbers(words[4]));
     return "OK";
   }
-  if (words[0] == "holds") {  // SEED FIRST_POSITION END_LAYER PAGES
+  if (words[0] == "holds") {  // SEED FIRST_POSITION END_LAYER PAGES [HALF]
+    if (words.size() > 5) {
+      return Answer(HoldsHalf(pool, static_cast<uint64_t>(Number(words[1])), Number(words[2]),
+                              Number(words[3]), Numbers(words[4]), Number(words[5])));
+    }
     return Answer(HoldsRequest(pool, static_cast<uint64_t>(Number(words[1])), Number(words[2]),
                                Number(words[3]), Numbers(words[4])));
   }

@@ -559,3 +559,22 @@ def test_an_engine_s_memory_that_is_shared_is_read_in_place():
                 assert (moved == source.page(layer, tensor, page)).all() and moved.any()
     decode.close()
     prefill.close()
+
+
+def test_ranks_share_heads_out():
+    assert kvferry.heads_of_rank(8, 3, 4) == (6, 2)
+    shares = kvferry.shares_for(4, 0, 1, 2)
+    assert [(it.rank, it.heads, it.reader) for it in shares] == [
+        (0, (0, 2), (0, 1)),
+        (1, (2, 2), (0, 1)),
+    ]
+    with pytest.raises(ValueError, match="of 3 with 8"):
+        kvferry.shares_for(8, 0, 2, 3)
+    pool = kvferry.KvPool.create(kvferry.KvLayout.mha(1, 4, 2, 8, "float16"), 4)
+    config = kvferry.Config.make({})
+    with pytest.raises(ValueError, match="heads .3, 3 . 2. are not within the model's 4"):
+        kvferry.PrefillEndpoint(pool, config, "m", heads=(3, 4))
+    decode = kvferry.DecodeEndpoint(pool, config, "m", heads=(2, 4))
+    with pytest.raises(ValueError, match="heads .1, 1 . 2. asked"):
+        decode.fetch("kvferry1|tcp://127.0.0.1:1|1|1|4|0", 0, [1], heads=(1, 2))
+    decode.close()

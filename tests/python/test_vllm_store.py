@@ -192,7 +192,7 @@ def test_both_kinds_of_fp8_are_different_models():
                 parallel_config=SimpleNamespace(tensor_parallel_size=1),
                 cache_config=SimpleNamespace(cache_dtype=cache_dtype),
             ),
-            0,
+            of_ranks=False,
         )
 
     assert identity("auto") == identity("bfloat16")  # What it is stands in the layout.

@@ -254,15 +254,15 @@ def test_requests_without_parameters_are_left_alone():
         ({}, "kvferry_tickets"),
         ({"kvferry_tickets": "t"}, "kvferry_tickets"),
         ({"kvferry_tickets": [None]}, "kvferry_tickets"),
-        ({"kvferry_tickets": ["t", "u"]}, "tensor_parallel_size"),
-        ({"kvferry_tickets": []}, "tensor_parallel_size"),
+        ({"kvferry_tickets": []}, "kvferry_tickets"),
+        ({"kvferry_tickets": ["t"] * 1025}, "kvferry_tickets"),
     ],
 )
 def test_wrong_parameters_become_a_load_that_fails(params: dict, word: str):
     decode, it = Decode(), request("r", 32, {"do_remote_prefill": True} | params)
     (load,) = decode.allocate(it, 0, [5, 6]).loads
     assert word in load.error and load.block_ids == [5, 6]
-    assert word in parse_tickets(params, 1)[1]
+    assert word in parse_tickets(params)[1]
 
 
 TRANSFER = {"transfer_id": "0123456789abcdef"}
@@ -399,13 +399,28 @@ def test_a_wrong_transfer_id_makes_tickets_or_a_load_that_fails(transfer_id):
         ({"remote_port": 0}, "remote_port"),
         ({"remote_port": 65536}, "remote_port"),
         ({"remote_host": "a;tcp://b"}, "remote_host"),
-        ({"tp_size": 2}, "tensor_parallel_size"),
+        ({"tp_size": 0}, "tp_size of 0"),
+        ({"tp_size": "2"}, "tp_size of 2"),
+        ({"tp_size": True}, "tp_size of True"),
+        ({"tp_size": 1025}, "tp_size of 1025"),
     ],
 )
 def test_addresses_that_cannot_be_make_a_load_that_fails(change, word):
     decode, it = Decode(), request("r", 40, FROM | change)
     (load,) = decode.allocate(it, 0, [5, 6, 8]).loads
     assert word in load.error and load.block_ids == [5, 6, 8]
+
+
+def test_the_prefill_engine_may_have_other_ranks():
+    decode, it = Decode(tp_size=2), request("r", 40, FROM | {"tp_size": 4})
+    (load,) = decode.allocate(it, 0, [5, 6, 8]).loads
+    (part,) = load.parts
+    assert [kvferry.Ticket.parse(text).address for text in part.tickets] == [
+        f"tcp://[::1]:{5000 + rank}" for rank in range(4)
+    ]
+    it = request("s", 32, {"do_remote_prefill": True, "kvferry_tickets": ["t", "u", "v", "w"]})
+    (load,) = decode.allocate(it, 0, [5, 6]).loads
+    assert load.error == "" and load.parts[0].tickets == ["t", "u", "v", "w"]
 
 
 def test_announced_parts_are_asked_for_behind_the_cached_prefix():

@@ -3,7 +3,7 @@
 import functools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import kvferry  # noqa: E402
+from kvferry.vllm.layout import Ranks  # noqa: E402
 from kvferry.vllm.metadata import Load, LoadPart, Publication  # noqa: E402
 from kvferry.vllm.telemetry import Trace, TransferStats  # noqa: E402
 from kvferry.vllm.worker import _PREEMPTION_ATTEMPTS, DecodeWorker, PrefillWorker  # noqa: E402
@@ -23,10 +24,13 @@ wait_for = functools.partial(wait, seconds=DEADLINE_S)
 
 
 class Side:
-    """One engine's cache, as far as the workers look at it."""
+    """One rank's cache, as far as the workers look at it."""
 
-    def __init__(self) -> None:
-        layout = kvferry.KvLayout.mha(LAYERS, 4, 1, 8, "float32")
+    def __init__(self, ranks: Ranks = Ranks(0, 1, 1)) -> None:  # noqa: B008
+        self.ranks = ranks
+        heads = kvferry.heads_of_rank(ranks.total_heads, ranks.rank, ranks.size)
+        self.heads = range(heads[0], sum(heads))
+        layout = kvferry.KvLayout.mha(LAYERS, 4, len(self.heads), 8, "float32")
         self.pool = kvferry.KvPool.create(layout, 64)
         self.layer_index = {f"layer.{layer}": layer for layer in range(LAYERS)}
         self.num_layers = LAYERS
@@ -55,7 +59,7 @@ class Workers:
         self.stats = TransferStats()
         trace = Trace("", 0)
         self.prefill = PrefillWorker(self.source, config, "m", "p", trace, TransferStats())
-        self.decode = DecodeWorker(self.target, config, "m", "d", 0, trace, self.stats)
+        self.decode = DecodeWorker(self.target, config, "m", "d", trace, self.stats)
         self.finished: set[str] = set()
 
     def part(self, lease_id: int, blocks: list[int]) -> LoadPart:
@@ -287,3 +291,132 @@ def test_an_idle_engine_waits_for_its_load_instead_of_turning(workers: Workers):
     assert time.process_time() - cpu < 0.3
     workers.prefill.give_up([101])
     wait_for(workers.loaded)
+
+
+class Engines:
+    """A prefill and a decode engine, each of several ranks."""
+
+    def __init__(self, total_heads: int, prefill_size: int, decode_size: int) -> None:
+        config = kvferry.Config.make({"publish_grace_ms": 0})
+        trace = Trace("", 0)
+        self.sources = [Side(Ranks(i, prefill_size, total_heads)) for i in range(prefill_size)]
+        self.targets = [Side(Ranks(i, decode_size, total_heads)) for i in range(decode_size)]
+        self.prefill = [
+            PrefillWorker(side, config, "m", "p", trace, TransferStats()) for side in self.sources
+        ]
+        self.decode = [
+            DecodeWorker(side, config, "m", "d", trace, TransferStats()) for side in self.targets
+        ]
+
+    def tickets(self, lease_id: int, blocks: int) -> list[str]:
+        return [
+            str(
+                kvferry.Ticket(
+                    address=worker.address().address,
+                    epoch=0,
+                    lease_id=lease_id,
+                    num_pages=blocks,
+                    num_tokens=16,
+                )
+            )
+            for worker in self.prefill
+        ]
+
+    def compute(self, lease_id: int, blocks: list[int]) -> None:
+        for worker, side in zip(self.prefill, self.sources, strict=True):
+            worker.publish([publication(lease_id, blocks)])
+            for layer in range(LAYERS):
+                for block in blocks:
+                    for page in heads(side, layer, block):
+                        page[:] = computed(side, layer, block)
+            for name in side.layer_index:
+                worker.layer_saved(name)
+            worker.step_saved()
+
+    def loaded(self) -> bool:
+        return all(worker.take_finished() == {"d"} for worker in self.decode)
+
+    def freed(self) -> bool:
+        """Every rank of the prefill engine has said so, as vLLM wants it before it frees blocks."""
+        return all(worker.take_finished({"p"}) == {"p"} for worker in self.prefill)
+
+    def close(self) -> None:
+        for worker in self.decode + self.prefill:
+            worker.close()
+
+
+def heads(side: Side, layer: int, block: int) -> list[np.ndarray]:
+    """[tokens, heads, bytes] of a block's keys, and of its values."""
+    pages = [side.pool.page(layer, tensor, block) for tensor in range(2)]
+    return [page.reshape(4, len(side.heads), -1) for page in pages]
+
+
+def computed(side: Side, layer: int, block: int) -> np.ndarray:
+    """By head, whichever rank has it."""
+    return np.array([[1 + head * 50 + layer * 10 + block] for head in side.heads], dtype=np.uint8)
+
+
+@pytest.fixture
+def make_engines() -> Iterator[Callable[..., Engines]]:
+    made: list[Engines] = []
+
+    def make(*arguments: int) -> Engines:
+        made.append(Engines(*arguments))
+        return made[-1]
+
+    yield make
+    for engines in made:
+        engines.close()
+
+
+@pytest.mark.parametrize(
+    "total_heads, prefill_size, decode_size",
+    [(4, 1, 2), (4, 2, 1), (4, 4, 2), (2, 4, 1), (2, 1, 4), (1, 2, 1), (1, 1, 2), (2, 4, 4)],
+)
+def test_engines_with_different_numbers_of_ranks(
+    make_engines, total_heads: int, prefill_size: int, decode_size: int
+):
+    engines = make_engines(total_heads, prefill_size, decode_size)
+    for worker in engines.decode:
+        worker.load([Load("d", [LoadPart(engines.tickets(101, 3), 1, [7, 8])], 1, 16)])
+    engines.compute(101, [1, 2, 3])
+    wait_for(engines.loaded)
+    for worker, side in zip(engines.decode, engines.targets, strict=True):
+        assert worker.take_missing_blocks() == set()
+        for layer in range(LAYERS):
+            for to, block in zip([7, 8], [2, 3], strict=True):
+                for page in heads(side, layer, to):
+                    assert (page == computed(side, layer, block)).all()
+    wait_for(engines.freed)
+
+
+@pytest.mark.parametrize("prefill_size, decode_size", [(4, 2), (2, 4)])
+def test_all_ranks_let_go_of_what_is_cached(make_engines, prefill_size: int, decode_size: int):
+    engines = make_engines(2, prefill_size, decode_size)
+    for worker in engines.decode:
+        worker.dismiss(engines.tickets(101, 3))
+    engines.compute(101, [1, 2, 3])
+    wait_for(engines.freed)
+
+
+def test_a_rank_that_fails_reports_its_blocks_once(make_engines):
+    engines = make_engines(4, 2, 1)
+    (worker,) = engines.decode
+    worker.load([Load("d", [LoadPart(engines.tickets(101, 2), 0, [7, 8])], 0, 16)])
+    engines.prefill[0].publish([publication(101, [1, 2])])
+    engines.sources[0].compute(engines.prefill[0], [1, 2])
+    engines.prefill[1].give_up([101])
+    wait_for(engines.loaded)
+    assert worker.take_missing_blocks() == {7, 8}
+    assert worker._stats.data["failed"] == [1]
+    wait_for(lambda: engines.prefill[0].take_finished({"p"}) == {"p"})
+
+
+def test_numbers_of_ranks_that_cannot_share_the_heads_out(make_engines):
+    engines = make_engines(4, 2, 2)
+    for worker in engines.decode:
+        part = LoadPart(engines.tickets(101, 2) + ["and a third"], 0, [7, 8])
+        worker.load([Load("d", [part], 0, 16)])
+        assert worker.take_finished() == {"d"}
+        assert worker.take_missing_blocks() == {7, 8}
+        worker.dismiss(part.tickets)  # Says so in the log.

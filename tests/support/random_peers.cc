@@ -80,6 +80,7 @@ void RandomPeers::Publish() {
   Process* const process = AnyRunning(sources_);
   if (process == nullptr || RequestsOf(*process) >= kMostRequests) return;
   const RequestPtr request = NewRequest(*process);
+  request->by_halves = OneIn(3);
   if (OneIn(4)) return Announce(request);
   if (!TakePages(*request)) return;
   request->ticket = Ask(*process, PublishCommand(*request));
@@ -173,8 +174,9 @@ std::optional<RandomPeers::Fetch> RandomPeers::FetchOf(Process& process, int64_t
 
 void RandomPeers::Begin(const std::string& command, Fetch fetch) {
   const int64_t timeout_ms = 20 + AnyMs(kLongestFetchMs);
-  const std::string answer = Ask(*fetch.at, absl::StrCat(command, " ", Listed(fetch.pages), " ",
-                                                         timeout_ms, " ", fetch.first_page));
+  const std::string answer =
+      Ask(*fetch.at, absl::StrCat(command, " ", Listed(fetch.pages), " ", timeout_ms, " ",
+                                  fetch.first_page, fetch.half.empty() ? "" : " ", fetch.half));
   fetch.due = DeadlineInMs(timeout_ms);
   const std::vector<std::string> words = absl::StrSplit(answer, ' ');
   int64_t number = 0;
@@ -194,6 +196,7 @@ void RandomPeers::FetchOne() {
   std::optional<Fetch> fetch = FetchOf(*process, request->num_pages);
   if (!fetch) return;
   fetch->sources.push_back(request);
+  if (request->by_halves) fetch->half = absl::StrCat(UpTo(1));
   Begin("fetch " + request->ticket, *std::move(fetch));
 }
 
@@ -225,7 +228,8 @@ testing::AssertionResult RandomPeers::HoldASource(const Fetch& fetch, const Page
                                                   int64_t first_page, int64_t end_layer) {
   auto result = testing::AssertionFailure() << fetch.at->name << " fetch " << fetch.number;
   for (const RequestPtr& request : fetch.sources) {
-    const std::string answer = Holds(*fetch.at, request->seed, pages, first_page, end_layer);
+    const std::string answer =
+        Holds(*fetch.at, request->seed, pages, first_page, end_layer, fetch.half);
     if (answer == "OK") return testing::AssertionSuccess();
     result << "; " << answer;
   }

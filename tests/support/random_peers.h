@@ -29,8 +29,9 @@ class RandomPeers : public RandomProcesses {
     int64_t num_pages = 0;
     Pages pages;  // None while it is announced only.
     int64_t ready_layers = 0;
-    std::string push;  // The number of its handle, if it is one.
-    Deadline due;      // By which it has ended, with all that may read it.
+    std::string push;        // The number of its handle, if it is one.
+    bool by_halves = false;  // Two fetch it, each half of the heads.
+    Deadline due;            // By which it has ended, with all that may read it.
   };
   using RequestPtr = std::shared_ptr<Request>;
 
@@ -41,6 +42,7 @@ class RandomPeers : public RandomProcesses {
     std::vector<RequestPtr> sources;  // What may arrive.
     int64_t first_page = 0;
     Pages pages;
+    std::string half;  // "0" or "1" of a request that is fetched by halves; empty: all of it.
     Deadline due;
   };
 

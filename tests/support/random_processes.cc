@@ -201,9 +201,9 @@ void RandomProcesses::GiveBackSpent(Process& source, Pages& pages) {
 }
 
 std::string RandomProcesses::Holds(Process& target, uint64_t seed, const Pages& pages,
-                                   int64_t first_page, int64_t end_layer) {
-  return target.peer->Ask(
-      absl::StrCat("holds ", seed, " ", first_page, " ", end_layer, " ", Listed(pages)));
+                                   int64_t first_page, int64_t end_layer, const std::string& half) {
+  return target.peer->Ask(absl::StrCat("holds ", seed, " ", first_page, " ", end_layer, " ",
+                                       Listed(pages), half.empty() ? "" : " ", half));
 }
 
 std::vector<std::string> RandomProcesses::Hashes(Process& process, const Pages& pages) {

@@ -136,8 +136,9 @@ class RandomProcesses : public testing::Test {
   // Pages of a source as those of `seed` from the first on are, in layers [first, end).
   void Write(Process& source, uint64_t seed, const Pages& pages, int64_t first, int64_t end);
   // "OK" when pages of a target hold what the source's from `first_page` on were written with.
+  // With `half`, that half of their heads.
   std::string Holds(Process& target, uint64_t seed, const Pages& pages, int64_t first_page,
-                    int64_t end_layer);
+                    int64_t end_layer, const std::string& half = "");
   // Pages of a source that are its own again: written at once, so that whoever still reads them reads
   // something else.
   void GiveBackSpent(Process& source, Pages& pages);

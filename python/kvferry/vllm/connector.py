@@ -55,8 +55,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     again, in this engine or in another one.
 
     Limits, each refused at start with a message: one KV cache group with full attention, pipeline
-    and context parallel size 1, KV in host memory. Both engines need the same model,
-    tensor-parallel size, block size and KV dtype; a wrong pairing is refused when they meet.
+    and context parallel size 1, KV in host memory. Both engines need the same model, block size and
+    KV dtype; a wrong pairing is refused when they meet. Their tensor-parallel sizes may differ, but
+    in store mode.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -239,9 +240,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         engine_id, mode = self._kv_transfer_config.engine_id, self._options.mode
         siblings.check_alone(engine_id, tp_rank, mode)
         cache = layout.AdoptedCache(
-            self._vllm_config, self._kv_cache_config, kv_caches, self._allocation
+            self._vllm_config, self._kv_cache_config, kv_caches, tp_rank, self._allocation
         )
-        model = layout.model_identity(self._vllm_config, tp_rank)
+        model = layout.model_identity(self._vllm_config, of_ranks=False)
         name = f"{engine_id}/{tp_rank}"[:128]
         config = self._options.config(tp_rank)
         trace = Trace(self._options.trace_path, tp_rank)
@@ -250,7 +251,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 cache,
                 self._options.store,
                 config,
-                layout.model_identity(self._vllm_config, None),
+                layout.model_identity(self._vllm_config, of_ranks=True),
                 name,
                 tp_rank,
                 trace,
@@ -265,7 +266,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             siblings.enrol(engine_id, tp_rank, mode, self._prefill_worker)
         if self._kv_transfer_config.is_kv_consumer:
             self._decode_worker = self.decode_worker_class(
-                cache, config, model, name, tp_rank, trace, self._stats
+                cache, config, model, name, trace, self._stats
             )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

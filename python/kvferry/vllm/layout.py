@@ -66,14 +66,26 @@ def block_size(kv_cache_config: KVCacheConfig) -> int:
     return kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
 
 
-def model_identity(vllm_config: VllmConfig, tp_rank: int | None) -> str:
-    """What both sides of a transfer have to have in common beside the layout of their KV.
+class Ranks(NamedTuple):
+    """Which of an engine's tensor-parallel ranks somebody is, and what they share out."""
 
-    Without tp_rank: of the model's blocks, whichever rank's.
+    rank: int
+    size: int
+    total_heads: int  # KV heads of the model; 1 of a latent (MLA), which every rank holds.
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """(first, total), as endpoints are told."""
+        return kvferry.heads_of_rank(self.total_heads, self.rank, self.size)[0], self.total_heads
+
+
+def model_identity(vllm_config: VllmConfig, *, of_ranks: bool) -> str:
+    """What both sides have to have in common beside the layout of their KV.
+
+    of_ranks: of blocks as engines with as many tensor-parallel ranks have them, whichever rank's.
     """
     model = vllm_config.model_config
-    rank = "" if tp_rank is None else f"{tp_rank}/"
-    shard = f" tp {rank}{vllm_config.parallel_config.tensor_parallel_size}"
+    shard = f" tp {vllm_config.parallel_config.tensor_parallel_size}" if of_ranks else ""
     revision = f" revision {model.revision}" if model.revision else ""
     quantization = f" quantization {model.quantization}" if model.quantization else ""
     # Both kinds of fp8 lie in tensors of bytes, which is all that a layout knows of them.
@@ -86,20 +98,21 @@ def model_identity(vllm_config: VllmConfig, tp_rank: int | None) -> str:
 
 
 class AdoptedCache:
-    """The pool over an engine's KV cache, and which layer of it a name stands for."""
+    """The pool over an engine's KV cache, which layer of it a name stands for, and which heads."""
 
     def __init__(
         self,
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         kv_caches: dict[str, torch.Tensor],
+        tp_rank: int,
         allocation: SharedAllocation | None = None,
     ):
         """Adopts the tensors and keeps them alive. allocation: what they may have come from.
 
         Raises NotImplementedError, naming layer and shape, for tensors in which the bytes of a
         block are not one run (or two: K and V), or that are not in host memory, or differ from
-        layer to layer.
+        layer to layer, or do not have the rank's share of the model's heads.
         """
         if not kv_caches:
             raise ValueError("vLLM registered no KV cache")
@@ -120,6 +133,7 @@ class AdoptedCache:
         assert first is not None
         tensors = list(distinct.values())
         self.num_layers = len(tensors)
+        self.ranks = _ranks(vllm_config, tp_rank, first[1].parts[0][1])
         self.pool = kvferry.KvPool.adopt(
             kvferry.KvLayout(
                 num_layers=self.num_layers,
@@ -132,6 +146,21 @@ class AdoptedCache:
             tensors,
             allocation and allocation.holding(tensors),
         )
+
+
+def _ranks(vllm_config: VllmConfig, tp_rank: int, num_heads: int) -> Ranks:
+    """Of a rank with a cache of so many heads."""
+    size = vllm_config.parallel_config.tensor_parallel_size
+    if size == 1:
+        return Ranks(0, 1, num_heads)
+    model = vllm_config.model_config
+    total = 1 if model.use_mla else model.get_total_num_kv_heads()
+    if kvferry.heads_of_rank(total, tp_rank, size)[1] != num_heads:
+        raise NotImplementedError(
+            f"the KV cache has {num_heads} heads, of {total} that {size} tensor-parallel ranks "
+            f"share out: this arrangement is unknown to KVFerryConnector"
+        )
+    return Ranks(tp_rank, size, total)
 
 
 class _Arrangement(NamedTuple):

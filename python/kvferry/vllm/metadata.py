@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 import kvferry
 
+_MAX_RANKS = 1024  # Of an engine.
 TICKETS = "kvferry_tickets"  # Key of kv_transfer_params: one ticket a tensor-parallel rank.
 
 
@@ -36,7 +37,7 @@ class Publication:
 class LoadPart:
     """What is under one ticket, from block `first_block` of it on, goes into `block_ids`."""
 
-    tickets: list[str]  # By tensor-parallel rank.
+    tickets: list[str]  # By tensor-parallel rank of the prefill engine.
     first_block: int
     block_ids: list[int]
 
@@ -137,21 +138,21 @@ class AskedFor(KVConnectorWorkerMetadata):
         return AskedFor(self.lease_ids | other.lease_ids)
 
 
-def parse_tickets(params: dict[str, Any], tp_size: int) -> tuple[list[str], str]:
-    """The tickets in kv_transfer_params, and what is wrong with the parameters ("" if nothing).
+def parse_tickets(params: dict[str, Any]) -> tuple[list[str], str]:
+    """The tickets in kv_transfer_params, one a tensor-parallel rank of the prefill engine, and what
+    is wrong with the parameters ("" if nothing).
 
     Never raises: the parameters come from clients.
     """
     tickets = params.get(TICKETS)
-    if not isinstance(tickets, list) or not all(isinstance(t, str) for t in tickets):
+    if (
+        not isinstance(tickets, list)
+        or not all(isinstance(t, str) for t in tickets)
+        or not 1 <= len(tickets) <= _MAX_RANKS
+    ):
         return [], (
             f"kv_transfer_params has do_remote_prefill but no list of {TICKETS}: pass on what the "
             f"prefill engine returned, unchanged (it must run KVFerryConnector too)"
-        )
-    if len(tickets) != tp_size:
-        return tickets, (
-            f"the prefill engine has {len(tickets)} tensor-parallel ranks and this one {tp_size}: "
-            f"both must have the same tensor_parallel_size"
         )
     return tickets, ""
 
@@ -159,7 +160,7 @@ def parse_tickets(params: dict[str, Any], tp_size: int) -> tuple[list[str], str]
 def parse_addresses(params: dict[str, Any], tp_size: int) -> tuple[list[str], str]:
     """Where the prefill engine's workers listen, by rank, and what is wrong with the parameters.
 
-    Never raises, as parse_tickets().
+    tp_size: how many they are if the parameters do not say. Never raises, as parse_tickets().
     """
     host, port = params.get("remote_host"), params.get("remote_port")
     if not isinstance(host, str) or type(port) is not int:
@@ -168,14 +169,15 @@ def parse_addresses(params: dict[str, Any], tp_size: int) -> tuple[list[str], st
             "remote_port: where the prefill engine listens (its listen_host, and a fixed "
             "listen_port)"
         )
-    if (remote := params.get("tp_size", tp_size)) != tp_size:
+    size = params.get("tp_size", tp_size)
+    if type(size) is not int or not 1 <= size <= _MAX_RANKS:
         return [], (
-            f"the prefill engine has {str(remote)[:32]} tensor-parallel ranks and this one "
-            f"{tp_size}: both must have the same tensor_parallel_size"
+            f"kv_transfer_params has a tp_size of {str(size)[:32]}: the prefill engine's "
+            f"tensor_parallel_size, 1 to {_MAX_RANKS}"
         )
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"
-    addresses = [f"tcp://{host}:{port + rank}" for rank in range(tp_size)]
+    addresses = [f"tcp://{host}:{port + rank}" for rank in range(size)]
     try:
         for address in addresses:
             kvferry.Ticket(address=address, epoch=0, lease_id=1, num_pages=0, num_tokens=0)

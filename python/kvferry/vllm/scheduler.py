@@ -317,7 +317,7 @@ class DecodeScheduler:
         """What the prompt is to be had under, all of it, and why it is not ("" if it is)."""
         all_blocks = self._blocks(request)
         if not _is_announced(params):
-            tickets, error = parse_tickets(params, self._tp_size)
+            tickets, error = parse_tickets(params)
             return [_Offer(tickets, 0, all_blocks)], error
         parts, error = _announced_parts(request, params, self._block_size)
         if not error:

@@ -50,7 +50,9 @@ class PrefillWorker:
         self._cache = cache
         self._trace = trace
         self._stats = stats
-        self._endpoint = kvferry.PrefillEndpoint(cache.pool, config, model, name)
+        self._endpoint = kvferry.PrefillEndpoint(
+            cache.pool, config, model, name, heads=cache.ranks.heads
+        )
         self._leases: dict[int, _Lease] = {}
         self._leases_of: dict[str, list[_Lease]] = {}  # By request.
         # Those that had ended, by request, when that was preempted: they do not come again.
@@ -212,10 +214,11 @@ class PrefillWorker:
 
 @dataclass
 class _Fetch:
-    """Of one part of a load."""
+    """Of one part of a load, from one rank of the prefill side."""
 
     part: LoadPart
-    tickets_usable: bool  # The prefill side can be told that nobody will come.
+    ticket: str = ""  # If the prefill side can be told that nobody will come.
+    reader: tuple[int, int] = (0, 1)
     handle: kvferry.FetchHandle | None = None  # None: nothing was started.
     failure: str = ""
 
@@ -249,15 +252,16 @@ class DecodeWorker:
         config: kvferry.Config,
         model: str,
         name: str,
-        tp_rank: int,
         trace: Trace,
         stats: TransferStats,
     ):
         self.pool = cache.pool
-        self._tp_rank = tp_rank
+        self._ranks = cache.ranks
         self._trace = trace
         self._stats = stats
-        self._endpoint = kvferry.DecodeEndpoint(cache.pool, config, model, name)
+        self._endpoint = kvferry.DecodeEndpoint(
+            cache.pool, config, model, name, heads=cache.ranks.heads
+        )
         self._loading: dict[str, _Loading] = {}
         self._dismissals: list[tuple[str, kvferry.FetchHandle]] = []
         self._missing_blocks: set[int] = set()
@@ -265,14 +269,34 @@ class DecodeWorker:
     def load(self, loads: list[Load]) -> None:
         """Starts fetches. One that cannot be started is reported as failed by take_finished()."""
         for load in loads:
-            fetches = [self._start(load, part) for part in load.parts]
+            fetches = [fetch for part in load.parts for fetch in self._start(load, part)]
             self._loading[load.request_id] = _Loading(load, fetches)
 
-    def _start(self, load: Load, part: LoadPart) -> _Fetch:
+    def _start(self, load: Load, part: LoadPart) -> list[_Fetch]:
         if load.error:
-            return _Fetch(part, tickets_usable=False, failure=load.error)
+            return [_Fetch(part, failure=load.error)]
         try:
-            ticket = kvferry.Ticket.parse(part.tickets[self._tp_rank])
+            shares = self._shares(part.tickets)
+        except ValueError as error:
+            return [_Fetch(part, failure=str(error))]
+        fetches = []
+        for share in shares:
+            ticket = part.tickets[share.rank]
+            if share.heads[1] == 0:
+                self._let_go(ticket, share.reader)
+            else:
+                fetches.append(self._start_one(load, part, ticket, share))
+        return fetches
+
+    def _shares(self, tickets: list[str]) -> list[kvferry.RankShare]:
+        """What this rank has to do with those that gave out the tickets. Raises ValueError when
+        the engines' numbers of ranks cannot share the heads out."""
+        ranks = self._ranks
+        return kvferry.shares_for(ranks.total_heads, ranks.rank, ranks.size, len(tickets))
+
+    def _start_one(self, load: Load, part: LoadPart, text: str, share: kvferry.RankShare) -> _Fetch:
+        try:
+            ticket = kvferry.Ticket.parse(text)
             blocks = part.first_block + len(part.block_ids)
             if (ticket.num_tokens, ticket.num_pages) != (load.num_tokens, blocks):
                 error = (
@@ -280,11 +304,13 @@ class DecodeWorker:
                     f"{ticket.num_pages} blocks and this one has {load.num_tokens} in {blocks}: "
                     f"both engines need the same prompt and block_size"
                 )
-                return _Fetch(part, tickets_usable=True, failure=error)
-            handle = self._endpoint.fetch(str(ticket), part.first_block, part.block_ids)
-            return _Fetch(part, tickets_usable=True, handle=handle)
+                return _Fetch(part, text, share.reader, failure=error)
+            handle = self._endpoint.fetch(
+                text, part.first_block, part.block_ids, heads=share.heads, reader=share.reader
+            )
+            return _Fetch(part, text, share.reader, handle)
         except _REFUSED as error:
-            return _Fetch(part, tickets_usable=False, failure=str(error))
+            return _Fetch(part, failure=str(error))
 
     def cancel(self, request_ids: list[str]) -> None:
         """Asks for the end of fetches; take_finished() reports them as usual."""
@@ -296,13 +322,21 @@ class DecodeWorker:
     def dismiss(self, tickets: list[str]) -> None:
         """Tells the prefill side that nobody will fetch, so that it need not wait for the
         expiry."""
-        if self._tp_rank >= len(tickets):
-            return
-        ticket = tickets[self._tp_rank]
         try:
-            self._dismissals.append((ticket, self._endpoint.fetch(ticket, 0, [])))
+            shares = self._shares(tickets)
+        except ValueError as error:
+            logger.warning("cannot let go of tickets %.200r: %s", tickets, error)
+            return
+        for share in shares:
+            self._let_go(tickets[share.rank], share.reader)
+
+    def _let_go(self, ticket: str, reader: tuple[int, int]) -> None:
+        try:
+            handle = self._endpoint.fetch(ticket, 0, [], reader=reader)
         except _REFUSED as error:
             logger.warning("cannot let go of ticket %.200r: %s", ticket, error)
+            return
+        self._dismissals.append((ticket, handle))
 
     def pause(self) -> None:
         """Waits up to a millisecond for a fetch under way.
@@ -338,15 +372,15 @@ class DecodeWorker:
         return missing
 
     def _finish(self, loading: _Loading) -> None:
-        missing = [block for fetch in loading.fetches for block in fetch.missing()]
+        missing = {block for fetch in loading.fetches for block in fetch.missing()}
         record = _record(loading, len(missing))
         record.log()
         self._stats.record(record)
         self._trace.write("fetch", **vars(record), gb_per_s=round(record.gb_per_s, 4))
         self._missing_blocks.update(missing)
         for fetch in loading.fetches:
-            if fetch.tickets_usable and fetch.error():
-                self.dismiss(fetch.part.tickets)
+            if fetch.ticket and fetch.error():
+                self._let_go(fetch.ticket, fetch.reader)
 
     def _reap_dismissals(self) -> None:
         under_way = []

@@ -1,0 +1,100 @@
+"""Engines with different numbers of tensor-parallel ranks: the answers are those of one engine."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engines import BLOCK_TOKENS, DECODE_ENGINE, ENGINE, MODEL
+from pair import Pair
+
+HEADS = 4  # SmolLM2's three cannot be shared out among two ranks.
+LAYERS = 4
+QUESTION = "Name three rivers, and say of each where it begins, and what lies at its mouth."
+
+
+@pytest.fixture
+def nothing_leaks() -> None:
+    """Instead of the one in conftest.py: the engines there are not these."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights. What it says makes no sense, but hangs on every head."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    if not (MODEL / "config.json").exists():
+        pytest.skip(f"no model in {MODEL} (./dev setup makes it; or set KVFERRY_TEST_MODEL)")
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=64,
+        max_position_embeddings=4096,
+        initializer_range=0.2,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(1)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["2_to_1", "1_to_2"])
+def pair(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    prefill_size, decode_size = request.param
+    with Pair(
+        model,
+        tmp_path_factory.mktemp("ranks"),
+        prefill=ENGINE | {"tensor_parallel_size": prefill_size},
+        decode=DECODE_ENGINE | {"tensor_parallel_size": decode_size},
+    ) as pair:
+        pair.decode_ranks = decode_size
+        yield pair
+
+
+def check(pair: Pair, prompt: list[int], at_once: bool, blocks_skipped: int = 0) -> None:
+    expected = pair.prefill.generate(prompt, 16)
+    fetches = len(pair.trace("decode"))
+    answer = (pair.answer_at_once if at_once else pair.answer)(prompt, 16)
+    assert (answer.error, answer.tokens) == ("", expected.tokens)
+    assert len(set(answer.tokens)) > 4  # Not the same word over and over, whatever the KV.
+    events = pair.wait_trace("decode", fetches + pair.decode_ranks)[fetches:]
+    assert sorted(event["tp_rank"] for event in events) == list(range(pair.decode_ranks))
+    blocks = -(-len(prompt) // BLOCK_TOKENS) - blocks_skipped
+    block_bytes = LAYERS * 2 * HEADS * 64 * 4 * BLOCK_TOKENS
+    for event in events:
+        assert (event["ok"], event["blocks_missing"]) == (True, 0)
+        assert event["bytes"] == blocks * block_bytes // pair.decode_ranks
+    pair.prefill.wait_idle()
+    pair.decode.wait_idle()
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["by_tickets", "at_once"])
+def test_answer_equals_that_of_one_engine(pair: Pair, at_once: bool):
+    prompt = pair.prefill.tokenize(f"{at_once}. {QUESTION * 4}")
+    check(pair, prompt, at_once)
+    # What is cached moves no more; at the least the last block does.
+    check(pair, prompt, at_once, blocks_skipped=(len(prompt) - 1) // BLOCK_TOKENS)
+
+
+def test_what_is_cached_whole_is_let_go_of_by_every_rank(pair: Pair):
+    prompt = pair.prefill.tokenize(QUESTION * 8)[: 4 * BLOCK_TOKENS]
+    check(pair, prompt, at_once=False)
+    check(pair, prompt, at_once=False, blocks_skipped=3)
+
+
+def test_several_at_the_same_time(pair: Pair):
+    prompts = [pair.prefill.tokenize(f"{n}. {QUESTION * (n + 1)}") for n in range(6)]
+    expected = [pair.prefill.generate(prompt, 8).tokens for prompt in prompts]
+    params = [pair.hand_over(prompt) for prompt in prompts]
+    answers = [pair.decode.start(prompt, 8, it) for prompt, it in zip(prompts, params, strict=True)]
+    assert [request.answer().tokens for request in answers] == expected
+    pair.prefill.wait_idle()
+    pair.decode.wait_idle()
