@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import BLOCK_TOKENS, DECODE_ENGINE, ENGINE, MODEL
+import random_model
+from engines import BLOCK_TOKENS, DECODE_ENGINE, ENGINE
 from pair import Pair
+from random_model import HEAD_DIM, HEADS, LAYERS
 
-HEADS = 4  # SmolLM2's three cannot be shared out among two ranks.
-LAYERS = 4
 QUESTION = "Name three rivers, and say of each where it begins, and what lies at its mouth."
 
 
@@ -19,29 +19,7 @@ def nothing_leaks() -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with random weights. What it says makes no sense, but hangs on every head."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    if not (MODEL / "config.json").exists():
-        pytest.skip(f"no model in {MODEL} (./dev setup makes it; or set KVFERRY_TEST_MODEL)")
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
-    tokenizer.save_pretrained(folder)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        head_dim=64,
-        max_position_embeddings=4096,
-        initializer_range=0.2,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    torch.manual_seed(1)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return random_model.make(tmp_path_factory.mktemp("model"), "Llama")
 
 
 @pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["2_to_1", "1_to_2"])
@@ -68,7 +46,7 @@ def check(pair: Pair, prompt: list[int], at_once: bool, blocks_skipped: int = 0)
     events = pair.wait_trace("decode", fetches + pair.decode_ranks)[fetches:]
     assert sorted(event["tp_rank"] for event in events) == list(range(pair.decode_ranks))
     blocks = -(-len(prompt) // BLOCK_TOKENS) - blocks_skipped
-    block_bytes = LAYERS * 2 * HEADS * 64 * 4 * BLOCK_TOKENS
+    block_bytes = LAYERS * 2 * HEADS * HEAD_DIM * 4 * BLOCK_TOKENS
     for event in events:
         assert (event["ok"], event["blocks_missing"]) == (True, 0)
         assert event["bytes"] == blocks * block_bytes // pair.decode_ranks

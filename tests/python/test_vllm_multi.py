@@ -71,11 +71,14 @@ def config(policy: str, role: str = "kv_both") -> SimpleNamespace:
     )
 
 
+FULL_ATTENTION = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=object())])
+
+
 def test_the_engine_s_policy_counts_and_not_the_connector_s(monkeypatch):
     def check(child: str, engine: str | None):
         outer = engine and config(engine)
         monkeypatch.setattr(layout, "get_current_vllm_config_or_none", lambda: outer)
-        layout.check_store_supported(config(child), KVConnectorRole.WORKER)
+        layout.check_store_supported(config(child), KVConnectorRole.WORKER, FULL_ATTENTION)
 
     check("recompute", None)
     check("fail", "recompute")
@@ -83,7 +86,8 @@ def test_the_engine_s_policy_counts_and_not_the_connector_s(monkeypatch):
         with pytest.raises(ValueError, match="kv_load_failure_policy.*of the whole engine"):
             check(child, engine)
     with pytest.raises(ValueError, match="kv_role"):
-        layout.check_store_supported(config("fail", "kv_producer"), KVConnectorRole.SCHEDULER)
+        producer = config("fail", "kv_producer")
+        layout.check_store_supported(producer, KVConnectorRole.SCHEDULER, FULL_ATTENTION)
 
 
 def test_statistics_find_their_class_and_the_way_to_prometheus():

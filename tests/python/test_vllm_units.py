@@ -1,6 +1,7 @@
 """The connector's decisions, without an engine: what its scheduler half hands to its worker
 half."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import kvferry  # noqa: E402
-from kvferry.vllm.layout import _arrangement, check_supported  # noqa: E402
+from kvferry.vllm.layout import (  # noqa: E402
+    _arrangement,
+    check_store_supported,
+    check_supported,
+    windows,
+)
 from kvferry.vllm.metadata import (  # noqa: E402
     AskedFor,
     LoadPart,
@@ -22,6 +28,8 @@ from kvferry.vllm.room import Room  # noqa: E402
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler  # noqa: E402
 from kvferry.vllm.shared_cache import SharedAllocation  # noqa: E402
 from kvferry.vllm.telemetry import FetchRecord, Options, TransferStats  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
 from vllm_steps import Blocks, step  # noqa: E402
@@ -54,9 +62,12 @@ def request(request_id: str, prompt: int, params: dict | None = None, computed: 
 
 
 class Prefill:
-    def __init__(self, tp_size: int = 1, room: Room | None = None):
+    def __init__(self, tp_size: int = 1, room: Room | None = None, windows=(None,)):
         room = room or Room(1000, 10)
-        self.scheduler = PrefillScheduler(vllm_config(tp_size), BLOCK, room, FETCH_TIMEOUT_MS)
+        self.blocks = Blocks(*[[4, 9, 2, 7, *range(100, 300)]] * len(windows))
+        self.scheduler = PrefillScheduler(
+            vllm_config(tp_size), BLOCK, list(windows), room, FETCH_TIMEOUT_MS
+        )
         self.scheduler.set_workers(
             {
                 rank: WorkerAddress(f"tcp://127.0.0.1:{5000 + rank}", 7 + rank)
@@ -84,9 +95,7 @@ class Prefill:
 
     def step(self, scheduled: dict[str, int], preempted: set[str] = frozenset()) -> StepMetadata:
         meta = StepMetadata()
-        self.scheduler.fill(
-            meta, step(scheduled, preempted), Blocks([4, 9, 2, 7, *range(100, 300)])
-        )
+        self.scheduler.fill(meta, step(scheduled, preempted), self.blocks)
         return meta
 
 
@@ -152,13 +161,15 @@ def test_aborted_prompt(published: bool):
 
 
 class Decode:
-    def __init__(self, tp_size: int = 1, room: Room | None = None):
-        self.scheduler = DecodeScheduler(vllm_config(tp_size), BLOCK, room or Room(1000, 10))
+    def __init__(self, tp_size: int = 1, room: Room | None = None, windows=(None,)):
+        self.scheduler = DecodeScheduler(
+            vllm_config(tp_size), BLOCK, list(windows), room or Room(1000, 10)
+        )
 
-    def allocate(self, it, cached: int, block_ids: list[int]):
+    def allocate(self, it, cached: int, *block_ids: list[int]):
         missing, later = self.scheduler.get_num_new_matched_tokens(it, cached)
         assert later == (missing > 0)
-        self.scheduler.update_state_after_alloc(it, Blocks(block_ids), missing)
+        self.scheduler.update_state_after_alloc(it, Blocks(*block_ids), missing)
         return self.step()
 
     def step(self) -> StepMetadata:
@@ -174,7 +185,7 @@ def remote(**changes) -> dict:
 def test_blocks_of_a_cached_prefix_are_not_loaded():
     decode, it = Decode(), request("r", 40, remote())
     (load,) = decode.allocate(it, 32, [5, 6, 8]).loads
-    assert load.parts == [LoadPart(["t"], 2, [8])]
+    assert load.parts == [LoadPart(["t"], 2, [8], 3)]
     assert (load.blocks_skipped, load.num_tokens, load.error) == (2, 40, "")
     assert decode.scheduler.get_num_new_matched_tokens(it, 0) == (0, False)  # Once.
 
@@ -638,20 +649,148 @@ def test_unknown_arrangements_name_the_layer(cache):
         _arrangement("layer.7", cache, 10, BLOCK)
 
 
-def test_engines_beyond_the_limits_are_refused():
-    def groups(*kinds: str):
-        return SimpleNamespace(
-            kv_cache_groups=[SimpleNamespace(kv_cache_spec=type(kind, (), {})()) for kind in kinds]
-        )
+def cache_config(*specs) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
-    with pytest.raises(NotImplementedError, match="has 2 .FullSpec, SlidingSpec."):
-        check_supported(vllm_config(), groups("FullSpec", "SlidingSpec"))
-    with pytest.raises(NotImplementedError, match="MambaSpec"):
-        check_supported(vllm_config(), groups("MambaSpec"))
+
+def full_attention(**changes) -> FullAttentionSpec:
+    sizes = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+    return FullAttentionSpec(**(sizes | changes))
+
+
+def sliding_window(window: int) -> SlidingWindowSpec:
+    sizes = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+    return SlidingWindowSpec(sliding_window=window, **sizes)
+
+
+def test_engines_beyond_the_limits_are_refused():
+    with pytest.raises(NotImplementedError, match="not MambaSpec"):
+        check_supported(vllm_config(), cache_config(full_attention(), type("MambaSpec", (), {})()))
+    with pytest.raises(NotImplementedError, match="blocks of one size"):
+        both = cache_config(full_attention(), full_attention(block_size=2 * BLOCK))
+        check_supported(vllm_config(), both)
     config = vllm_config()
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(NotImplementedError, match="pipeline_parallel_size"):
-        check_supported(config, groups("FullSpec"))
+        check_supported(config, cache_config(full_attention()))
+
+
+def test_windows_are_known_by_group():
+    config = cache_config(sliding_window(64), full_attention(), full_attention(sliding_window=64))
+    check_supported(vllm_config(), config)
+    # vLLM without its hybrid manager keeps all blocks, whatever the window.
+    assert windows(config) == [64, None, None]
+    with pytest.raises(NotImplementedError, match="disable-hybrid-kv-cache-manager"):
+        check_store_supported(vllm_config(), KVConnectorRole.SCHEDULER, config)
+
+
+WINDOWS = (2 * BLOCK, None)
+
+
+@pytest.mark.parametrize(
+    "prompt, first", [(1, 0), (32, 0), (33, 0), (47, 0), (48, 1), (63, 1), (64, 2)]
+)
+def test_each_group_hands_over_its_window(prompt: int, first: int):
+    """The last token looks at the 32 up to itself, that is from token prompt - 32 on."""
+    prefill = Prefill(windows=WINDOWS)
+    it = prefill.arrive(prompt)
+    windowed, full = prefill.step({"r": prompt}).publications
+    end = -(-prompt // BLOCK)
+    assert (windowed.group, windowed.block_ids) == (0, [4, 9, 2, 7][first:end])
+    assert (full.group, full.block_ids) == (1, [4, 9, 2, 7][:end])
+    assert windowed.lease_id != full.lease_id
+    # Which vLLM gives back as the window moves on.
+    assert +prefill.blocks.held == Counter(windowed.block_ids)
+    it.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    delay, params = prefill.scheduler.request_finished(it)
+    assert delay and "kvferry_tickets" not in params
+    tickets = [kvferry.Ticket.parse(text) for (text,) in params["kvferry_group_tickets"]]
+    assert [(it.lease_id, it.num_pages) for it in tickets] == [
+        (windowed.lease_id, end - first),
+        (full.lease_id, end),
+    ]
+    prefill.report(finished_sending={"r"})
+    assert not +prefill.blocks.held
+
+
+def test_a_window_is_let_go_of_by_preemption():
+    prefill = Prefill(windows=WINDOWS)
+    it = prefill.arrive(40)
+    prefill.step({"r": 40})
+    assert +prefill.blocks.held
+    assert prefill.step({}, preempted={"r"}).preempted == ["r"]
+    assert not +prefill.blocks.held
+    assert len(prefill.step({"r": 40}).publications) == 2
+    it.status = RequestStatus.FINISHED_ABORTED
+    assert prefill.scheduler.request_finished(it) == (True, None)
+    prefill.report(finished_sending={"r"})
+    assert not +prefill.blocks.held
+
+
+def test_a_window_that_vllm_has_given_back_is_not_handed_over(caplog: pytest.LogCaptureFixture):
+    prefill = Prefill(windows=WINDOWS)
+    prefill.blocks = Blocks([0, 0, 2, 7], [4, 9, 2, 7])
+    it = prefill.arrive(40)
+    assert prefill.step({"r": 40}).publications == []
+    assert "too early" in caplog.text
+    it.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert prefill.scheduler.request_finished(it) == (False, None)
+
+
+def remote_groups(**changes) -> dict:
+    return {"do_remote_prefill": True, "kvferry_group_tickets": [["t"], ["u"]]} | changes
+
+
+def test_each_group_loads_what_it_needs():
+    decode, it = Decode(windows=WINDOWS), request("r", 81, remote_groups())
+    (load,) = decode.allocate(it, 32, [0, 0, 0, 7, 8], [1, 2, 3, 4, 5]).loads
+    # All but the last token, which the decode engine computes, and which has a block of its own.
+    assert load.parts == [LoadPart(["t"], 0, [7, 8], 3), LoadPart(["u"], 2, [3, 4, 5], 6)]
+    assert (load.blocks_skipped, load.error) == (2, "")
+
+
+def test_a_group_that_is_all_here_is_dismissed():
+    decode, it = Decode(windows=WINDOWS), request("r", 81, remote_groups())
+    assert decode.scheduler.get_num_new_matched_tokens(it, 80) == (0, False)
+    meta = decode.allocate(it, 80, [0, 0, 0, 7, 8], [1, 2, 3, 4, 5])
+    assert meta.loads == [] and meta.dismissed == [["t"], ["u"]]
+
+
+@pytest.mark.parametrize(
+    "params, word",
+    [
+        ({"kvferry_group_tickets": None}, "kvferry_group_tickets"),
+        ({"kvferry_group_tickets": [["t"], "u"]}, "kvferry_group_tickets"),
+        ({"kvferry_group_tickets": [["t"]]}, "in 1 groups of layers and this one in 2"),
+        ({"kvferry_group_tickets": [["t"], []]}, "kvferry_group_tickets"),
+    ],
+)
+def test_wrong_tickets_of_groups_make_a_load_that_fails(params: dict, word: str):
+    decode, it = Decode(windows=WINDOWS), request("r", 40, remote_groups() | params)
+    (load,) = decode.allocate(it, 0, [5, 6, 8], [1, 2, 3]).loads
+    assert word in load.error and load.block_ids == [5, 6, 8, 1, 2, 3]
+    it = request("s", 40, remote_groups() | params)
+    decode.scheduler.request_finished(it)  # Never had blocks.
+
+
+def test_windows_are_not_handed_over_at_once(caplog: pytest.LogCaptureFixture):
+    prefill = Prefill(windows=WINDOWS)
+    it = prefill.arrive(40, {"do_remote_decode": True} | TRANSFER)
+    assert "by tickets" in caplog.text
+    assert prefill.begin(it) and len(prefill.step({"r": 40}).publications) == 2
+    decode, it = Decode(windows=WINDOWS), request("r", 40, dict(FROM))
+    (load,) = decode.allocate(it, 0, [5, 6, 8], [1, 2, 3]).loads
+    assert "handed over by tickets" in load.error
+
+
+def test_a_failed_load_of_groups_counts_for_all_that_came_with_its_tickets():
+    decode = Decode(windows=WINDOWS)
+    it = request("r", 40, remote_groups())
+    assert decode.allocate(it, 0, [5, 6, 8], [1, 2, 3]).loads[0].error == ""
+    output = KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"})
+    decode.scheduler.update_connector_output(output)
+    it = request("s", 40, remote_groups())
+    assert "has failed" in decode.allocate(it, 0, [5, 6, 8], [1, 2, 3]).loads[0].error
 
 
 def test_stats_add_up():

@@ -33,6 +33,7 @@ class Side:
         layout = kvferry.KvLayout.mha(LAYERS, 4, len(self.heads), 8, "float32")
         self.pool = kvferry.KvPool.create(layout, 64)
         self.layer_index = {f"layer.{layer}": layer for layer in range(LAYERS)}
+        self.group_of = dict.fromkeys(self.layer_index, 0)
         self.num_layers = LAYERS
 
     def block(self, layer: int, block: int) -> np.ndarray:
@@ -70,7 +71,7 @@ class Workers:
             num_pages=len(blocks),
             num_tokens=16,
         )
-        return LoadPart([str(ticket)], 0, blocks)
+        return LoadPart([str(ticket)], 0, blocks, len(blocks))
 
     def load(self, *parts: LoadPart) -> None:
         self.decode.load([Load("d", list(parts), 0, 16)])
@@ -307,6 +308,8 @@ class Engines:
         self.decode = [
             DecodeWorker(side, config, "m", "d", trace, TransferStats()) for side in self.targets
         ]
+        self._loaded: set[int] = set()
+        self._freed: set[int] = set()
 
     def tickets(self, lease_id: int, blocks: int) -> list[str]:
         return [
@@ -334,11 +337,14 @@ class Engines:
             worker.step_saved()
 
     def loaded(self) -> bool:
-        return all(worker.take_finished() == {"d"} for worker in self.decode)
+        """Every rank has said so, each once."""
+        self._loaded.update(n for n, it in enumerate(self.decode) if it.take_finished())
+        return len(self._loaded) == len(self.decode)
 
     def freed(self) -> bool:
-        """Every rank of the prefill engine has said so, as vLLM wants it before it frees blocks."""
-        return all(worker.take_finished({"p"}) == {"p"} for worker in self.prefill)
+        """The same of the prefill engine, as vLLM wants it before it frees blocks."""
+        self._freed.update(n for n, it in enumerate(self.prefill) if it.take_finished({"p"}))
+        return len(self._freed) == len(self.prefill)
 
     def close(self) -> None:
         for worker in self.decode + self.prefill:
@@ -378,7 +384,7 @@ def test_engines_with_different_numbers_of_ranks(
 ):
     engines = make_engines(total_heads, prefill_size, decode_size)
     for worker in engines.decode:
-        worker.load([Load("d", [LoadPart(engines.tickets(101, 3), 1, [7, 8])], 1, 16)])
+        worker.load([Load("d", [LoadPart(engines.tickets(101, 3), 1, [7, 8], 3)], 1, 16)])
     engines.compute(101, [1, 2, 3])
     wait_for(engines.loaded)
     for worker, side in zip(engines.decode, engines.targets, strict=True):
@@ -402,12 +408,13 @@ def test_all_ranks_let_go_of_what_is_cached(make_engines, prefill_size: int, dec
 def test_a_rank_that_fails_reports_its_blocks_once(make_engines):
     engines = make_engines(4, 2, 1)
     (worker,) = engines.decode
-    worker.load([Load("d", [LoadPart(engines.tickets(101, 2), 0, [7, 8])], 0, 16)])
+    worker.load([Load("d", [LoadPart(engines.tickets(101, 2), 0, [7, 8], 2)], 0, 16)])
     engines.prefill[0].publish([publication(101, [1, 2])])
     engines.sources[0].compute(engines.prefill[0], [1, 2])
     engines.prefill[1].give_up([101])
     wait_for(engines.loaded)
     assert worker.take_missing_blocks() == {7, 8}
+    assert worker.take_failed() == {"d"} and worker.take_failed() == set()
     assert worker._stats.data["failed"] == [1]
     wait_for(lambda: engines.prefill[0].take_finished({"p"}) == {"p"})
 
@@ -415,8 +422,28 @@ def test_a_rank_that_fails_reports_its_blocks_once(make_engines):
 def test_numbers_of_ranks_that_cannot_share_the_heads_out(make_engines):
     engines = make_engines(4, 2, 2)
     for worker in engines.decode:
-        part = LoadPart(engines.tickets(101, 2) + ["and a third"], 0, [7, 8])
+        part = LoadPart([*engines.tickets(101, 2), "and a third"], 0, [7, 8], 2)
         worker.load([Load("d", [part], 0, 16)])
         assert worker.take_finished() == {"d"}
         assert worker.take_missing_blocks() == {7, 8}
         worker.dismiss(part.tickets)  # Says so in the log.
+
+
+def test_layers_of_a_group_are_ready_when_that_group_has_saved_them(workers: Workers):
+    """Two groups share the pool's layers: a block holds what one of them has of each."""
+    names = [f"{group}.{layer}" for group in range(2) for layer in range(LAYERS)]
+    workers.source.layer_index = {name: n % LAYERS for n, name in enumerate(names)}
+    workers.source.group_of = {name: n // LAYERS for n, name in enumerate(names)}
+    first, second = workers.part(101, [7]), workers.part(102, [8])
+    workers.prefill.publish([Publication("p", 101, [1], 16), Publication("p", 102, [2], 16, 1)])
+    workers.load(first, second)
+    workers.source.fill([1, 2])
+    for name in names[:LAYERS]:
+        workers.prefill.layer_saved(name)
+    wait_for(lambda: workers.part_fetched(101) or workers.prefill.take_finished(set()))
+    assert not workers.target.block(0, 8).any()
+    for name in names[LAYERS:]:
+        workers.prefill.layer_saved(name)
+    wait_for(workers.loaded)
+    assert (workers.target.block(LAYERS - 1, 8) == 1 + (LAYERS - 1) * 70 + 2).all()
+    workers.prefill.step_saved()

@@ -1,5 +1,6 @@
 """What vLLM's scheduler shows the connector's, in tests without an engine."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 
@@ -8,10 +9,23 @@ def step(scheduled: dict[str, int], preempted: set[str] = frozenset()) -> Simple
 
 
 class Blocks:
-    """Block table of a request, as the cache manager and update_state_after_alloc() show it."""
+    """Block tables of a request, one a group of layers, as the cache manager and
+    update_state_after_alloc() show them. As a manager it has also a pool of blocks."""
 
-    def __init__(self, ids: list[int]):
+    def __init__(self, *ids: list[int]):
         self._ids = ids
+        self.held: Counter[int] = Counter()  # Of the pool, by id: how often.
+        self.block_pool = self
+        self.blocks = ids
 
-    def get_block_ids(self, request_id: str = "") -> tuple[list[int]]:
-        return (self._ids,)
+    def get_block_ids(self, request_id: str = "") -> tuple[list[int], ...]:
+        return self._ids
+
+    def get_blocks(self, request_id: str) -> "Blocks":
+        return self
+
+    def touch(self, blocks: list[int]) -> None:
+        self.held.update(blocks)
+
+    def free_blocks(self, blocks: list[int]) -> None:
+        self.held.subtract(blocks)

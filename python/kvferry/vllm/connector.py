@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -54,10 +55,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     Or, with "mode": "store", keeps blocks in a store and loads them when a prompt begins with them
     again, in this engine or in another one.
 
-    Limits, each refused at start with a message: one KV cache group with full attention, pipeline
-    and context parallel size 1, KV in host memory. Both engines need the same model, block size and
-    KV dtype; a wrong pairing is refused when they meet. Their tensor-parallel sizes may differ, but
-    in store mode.
+    Limits, each refused at start with a message: full attention and sliding windows (in store mode
+    full attention), pipeline and context parallel size 1, KV in host memory. Both engines need the
+    same model, block size and KV dtype; a wrong pairing is refused when they meet. Their
+    tensor-parallel sizes may differ, but in store mode.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -74,6 +75,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = self._kv_transfer_config
         self._options = Options.parse(transfer.kv_connector_extra_config)
         layout.check_supported(vllm_config, kv_cache_config)
+        self._windows = layout.windows(kv_cache_config)
         self._prefill: PrefillScheduler | None = None
         self._decode: DecodeScheduler | None = None
         self._prefill_worker: PrefillWorker | None = None
@@ -84,7 +86,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._tp_rank = 0  # Of a worker, as the following one.
         self._allocation: SharedAllocation | None = None
         if self._options.store is not None:
-            layout.check_store_supported(vllm_config, role)
+            layout.check_store_supported(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             block_size = layout.block_size(kv_cache_config)
             if self._options.store is not None:
@@ -101,9 +103,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             )
             if transfer.is_kv_producer:
                 timeout_ms = self._options.config(0).fetch_timeout_ms
-                self._prefill = PrefillScheduler(vllm_config, block_size, room, timeout_ms)
+                self._prefill = PrefillScheduler(
+                    vllm_config, block_size, self._windows, room, timeout_ms
+                )
             if transfer.is_kv_consumer:
-                self._decode = DecodeScheduler(vllm_config, block_size, room)
+                self._decode = DecodeScheduler(vllm_config, block_size, self._windows, room)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -332,7 +336,20 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         received = decode.take_finished() if decode is not None else None
         return sent or None, received or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        if self._fails_requests and self._decode_worker is not None:
+            results.failed_recving = self._decode_worker.take_failed()
+        return results
+
+    @property
+    def _fails_requests(self) -> bool:
+        """Whether loads fail as a whole: what is left of a window is of no use without the rest."""
+        return any(window is not None for window in self._windows)
+
     def get_block_ids_with_load_errors(self) -> set[int]:
+        if self._fails_requests:
+            return set()
         worker = self._decode_worker or self._store_worker
         return worker.take_missing_blocks() if worker is not None else set()
 

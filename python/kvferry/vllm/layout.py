@@ -6,7 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
 
 import kvferry
 from kvferry.vllm.shared_cache import SharedAllocation
@@ -24,23 +29,29 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     ):
         if (size := getattr(parallel, name, 1)) != 1:
             raise NotImplementedError(f"KVFerryConnector needs {name} 1, not {size}")
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise NotImplementedError(
-            f"KVFerryConnector serves models with one KV cache group; this one has {len(groups)} "
-            f"({kinds or 'none'})"
-        )
-    spec = groups[0].kv_cache_spec
-    if not isinstance(spec, FullAttentionSpec) or spec.sliding_window is not None:
-        raise NotImplementedError(
-            f"KVFerryConnector serves models with full attention in every layer and pages of one "
-            f"size, not {type(spec).__name__}"
-        )
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        known = isinstance(spec, (FullAttentionSpec, SlidingWindowSpec))
+        if not known or isinstance(spec, SlidingWindowMLASpec):
+            raise NotImplementedError(
+                f"KVFerryConnector serves models with full attention and sliding windows, not "
+                f"{type(spec).__name__}"
+            )
+    if len({group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}) != 1:
+        raise NotImplementedError("KVFerryConnector needs blocks of one size in all layers")
 
 
-def check_store_supported(vllm_config: VllmConfig, role: KVConnectorRole) -> None:
-    """Raises ValueError, naming the setting, for engines that a store would fail."""
+def check_store_supported(
+    vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+) -> None:
+    """Raises, naming the setting, for engines that a store would fail: ValueError, or
+    NotImplementedError for a model that it does not serve."""
+    if any(window is not None for window in windows(kv_cache_config)):
+        raise NotImplementedError(
+            'KVFerryConnector in mode "store" keeps no blocks of layers with sliding windows. '
+            "--disable-hybrid-kv-cache-manager lets models that have other layers too keep all "
+            "blocks of all of them"
+        )
     transfer = vllm_config.kv_transfer_config
     if role == KVConnectorRole.WORKER and not _recomputes(vllm_config):
         raise ValueError(
@@ -59,6 +70,12 @@ def _recomputes(vllm_config: VllmConfig) -> bool:
     vLLM heeds the outer one, which only workers can see."""
     engine = get_current_vllm_config_or_none() or vllm_config
     return engine.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+def windows(kv_cache_config: KVCacheConfig) -> list[int | None]:
+    """By group of layers: of how many tokens before the next one it keeps the blocks; None: all."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
 
 
 def block_size(kv_cache_config: KVCacheConfig) -> int:
@@ -98,7 +115,10 @@ def model_identity(vllm_config: VllmConfig, *, of_ranks: bool) -> str:
 
 
 class AdoptedCache:
-    """The pool over an engine's KV cache, which layer of it a name stands for, and which heads."""
+    """The pool over an engine's KV cache, what of it a layer's name stands for, and which heads.
+
+    A layer of the pool may hold one layer of each group, in blocks that are the groups' own.
+    """
 
     def __init__(
         self,
@@ -119,6 +139,12 @@ class AdoptedCache:
         num_blocks, tokens = kv_cache_config.num_blocks, block_size(kv_cache_config)
         distinct: dict[int, torch.Tensor] = {}  # By address: some layers share another one's cache.
         self.layer_index: dict[str, int] = {}
+        # Of a layer that shares another one's cache, and belongs to none: that one's.
+        self.group_of: dict[str, int] = {
+            name: group
+            for group, layers in enumerate(kv_cache_config.kv_cache_groups)
+            for name in layers.layer_names
+        }
         first: tuple[str, _Arrangement] | None = None
         for name, cache in kv_caches.items():
             arrangement = _arrangement(name, cache, num_blocks, tokens)
@@ -139,7 +165,7 @@ class AdoptedCache:
                 num_layers=self.num_layers,
                 page_size=tokens,
                 dtype=first[1].dtype,
-                page_format=_page_format(vllm_config, first[0], tensors[0], first[1]),
+                page_format=_page_format(vllm_config, kv_caches, first[1].order),
                 tensors=first[1].parts,
             ),
             _buffers(tensors, len(first[1].parts)),
@@ -204,12 +230,22 @@ def _buffers(tensors: list[torch.Tensor], num_parts: int) -> list[tuple[int, int
     return buffers
 
 
-def _page_format(
-    vllm_config: VllmConfig, layer: str, cache: torch.Tensor, arrangement: _Arrangement
-) -> str:
-    """A name for the order of values in a block; only blocks of equal names are exchanged."""
+def _page_format(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor], order: str) -> str:
+    """A name for the order of values in a block; only blocks of equal names are exchanged.
+
+    Raises NotImplementedError when layers differ in it.
+    """
+    formats = {_layer_format(vllm_config, name, it, order) for name, it in kv_caches.items()}
+    if len(formats) != 1:
+        raise NotImplementedError(
+            f"KVFerryConnector needs the same order of values in every layer, not {sorted(formats)}"
+        )
+    return formats.pop()
+
+
+def _layer_format(vllm_config: VllmConfig, name: str, cache: torch.Tensor, order: str) -> str:
     if cache.device.type != "cpu":
-        return arrangement.order
+        return order
     # The CPU backend packs K in the way of the instruction set that its attention kernel uses.
-    attention: Any = vllm_config.compilation_config.static_forward_context.get(layer)
-    return f"vllm-cpu-{getattr(attention, 'isa', 'unknown')}-{arrangement.order}"
+    attention: Any = vllm_config.compilation_config.static_forward_context.get(name)
+    return f"vllm-cpu-{getattr(attention, 'isa', 'unknown')}-{order}"

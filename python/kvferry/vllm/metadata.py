@@ -15,6 +15,10 @@ _MAX_RANKS = 1024  # Of an engine.
 TICKETS = "kvferry_tickets"  # Key of kv_transfer_params: one ticket a tensor-parallel rank.
 
 
+# The same of a model with sliding windows: such a list for each group of layers.
+GROUP_TICKETS = "kvferry_group_tickets"
+
+
 @dataclass
 class WorkerAddress(KVConnectorHandshakeMetadata):
     """Where the prefill endpoint of one worker listens."""
@@ -31,15 +35,18 @@ class Publication:
     lease_id: int
     block_ids: list[int]
     num_tokens: int  # Of the prompt.
+    group: int = 0  # Of layers, that the blocks belong to.
 
 
 @dataclass
 class LoadPart:
-    """What is under one ticket, from block `first_block` of it on, goes into `block_ids`."""
+    """What is under one ticket, of `num_blocks` in all, from block `first_block` of it on, goes
+    into `block_ids`."""
 
     tickets: list[str]  # By tensor-parallel rank of the prefill engine.
     first_block: int
     block_ids: list[int]
+    num_blocks: int
 
 
 @dataclass
@@ -145,16 +152,35 @@ def parse_tickets(params: dict[str, Any]) -> tuple[list[str], str]:
     Never raises: the parameters come from clients.
     """
     tickets = params.get(TICKETS)
-    if (
-        not isinstance(tickets, list)
-        or not all(isinstance(t, str) for t in tickets)
-        or not 1 <= len(tickets) <= _MAX_RANKS
-    ):
-        return [], (
-            f"kv_transfer_params has do_remote_prefill but no list of {TICKETS}: pass on what the "
-            f"prefill engine returned, unchanged (it must run KVFerryConnector too)"
+    return (tickets, "") if _are_tickets(tickets) else ([], _no_list_of(TICKETS))
+
+
+def parse_group_tickets(params: dict[str, Any], groups: int) -> tuple[list[list[str]], str]:
+    """The same for each group of layers."""
+    tickets = params.get(GROUP_TICKETS)
+    if not isinstance(tickets, list) or not all(_are_tickets(it) for it in tickets):
+        return [], _no_list_of(GROUP_TICKETS)
+    if len(tickets) != groups:
+        return tickets, (
+            f"the prefill engine keeps its KV in {len(tickets)} groups of layers and this one in "
+            f"{groups}: both need the same model, and the same --disable-hybrid-kv-cache-manager"
         )
     return tickets, ""
+
+
+def _are_tickets(tickets: object) -> bool:
+    return (
+        isinstance(tickets, list)
+        and all(isinstance(it, str) for it in tickets)
+        and 1 <= len(tickets) <= _MAX_RANKS
+    )
+
+
+def _no_list_of(key: str) -> str:
+    return (
+        f"kv_transfer_params has do_remote_prefill but no list of {key}: pass on what the prefill "
+        f"engine returned, unchanged (it must run KVFerryConnector too, with the same model)"
+    )
 
 
 def parse_addresses(params: dict[str, Any], tp_size: int) -> tuple[list[str], str]:

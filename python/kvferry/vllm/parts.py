@@ -33,6 +33,7 @@ class Part(NamedTuple):
     first_block: int
     end_block: int
     end_token: int  # Its KV is final when the prompt is computed up to here.
+    group: int = 0  # Of layers, that the blocks belong to.
 
 
 def check_transfer_id(transfer_id: object) -> str:

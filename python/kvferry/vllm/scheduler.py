@@ -13,6 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 
 import kvferry
 from kvferry.vllm.metadata import (
+    GROUP_TICKETS,
     TICKETS,
     AskedFor,
     Load,
@@ -21,6 +22,7 @@ from kvferry.vllm.metadata import (
     StepMetadata,
     WorkerAddress,
     parse_addresses,
+    parse_group_tickets,
     parse_tickets,
 )
 from kvferry.vllm.parts import TRANSFER_ID, Part, check_transfer_id, cut
@@ -28,10 +30,49 @@ from kvferry.vllm.room import Room
 from kvferry.vllm.telemetry import logger
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 _ANSWERED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 _MAX_TAKERS = 4096  # Requests with the same tickets come together.
+_NULL_BLOCK = 0  # Stands for blocks that have left a window.
+
+# By group of layers: of how many tokens it keeps the blocks; None: of all. Without a window there
+# is one group.
+Windows = list[int | None]
+
+
+def _first_block(window: int | None, num_tokens: int, block_size: int) -> int:
+    """Of those that the decode engine needs: it computes the prompt's last token."""
+    return 0 if window is None else max(0, num_tokens - window) // block_size
+
+
+def _have_any(windows: Windows) -> bool:
+    return any(window is not None for window in windows)
+
+
+_NO_PARTS = (
+    f"a {TRANSFER_ID} and a model with sliding windows: such prompts are handed over by tickets"
+)
+
+
+class _HeldBlocks:
+    """Blocks of prompts that others may fetch, as the engine itself gives those back that have left
+    a window."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, list[tuple[BlockPool, list[KVCacheBlock]]]] = {}
+
+    def hold(self, request_id: str, manager: "KVCacheManager", part: Part) -> None:
+        blocks = manager.get_blocks(request_id).blocks[part.group]
+        some = list(blocks[part.first_block : part.end_block])
+        manager.block_pool.touch(some)
+        self._held.setdefault(request_id, []).append((manager.block_pool, some))
+
+    def let_go(self, request_id: str) -> None:
+        for pool, blocks in self._held.pop(request_id, ()):
+            pool.free_blocks(blocks)
 
 
 @dataclass
@@ -62,8 +103,17 @@ class PrefillScheduler:
     may fetch for a while, and else when it is asked for.
     """
 
-    def __init__(self, vllm_config: VllmConfig, block_size: int, room: Room, fetch_timeout_ms: int):
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        block_size: int,
+        windows: Windows,
+        room: Room,
+        fetch_timeout_ms: int,
+    ):
         self._engine_id = vllm_config.kv_transfer_config.engine_id
+        self._windows = windows
+        self._held = _HeldBlocks()
         self._block_size = block_size
         self._room = room
         self._fetch_timeout_s = fetch_timeout_ms / 1e3
@@ -84,10 +134,12 @@ class PrefillScheduler:
         if not params.get("do_remote_decode"):
             return
         parts, error = _announced_parts(request, params, self._block_size)
+        if parts and _have_any(self._windows):
+            parts, error = [], _NO_PARTS
         if error:
             logger.warning("%s is handed over by tickets: %s", request.request_id, error)
         self._watched[request.request_id] = _Watched(
-            request, parts or [self._whole(request)], announced=bool(parts)
+            request, parts or self._whole(request), announced=bool(parts)
         )
         if parts:
             self._unasked[request.request_id] = parts[-1].lease_id
@@ -127,15 +179,27 @@ class PrefillScheduler:
                 self._need_not_wait(request_id)
         for request_id in output.finished_sending or ():
             self._need_not_wait(request_id)
+            self._held.let_go(request_id)
 
     def _need_not_wait(self, request_id: str) -> None:
         """It has been asked for, or its blocks are free."""
         if (lease_id := self._unasked.pop(request_id, None)) is not None:
             self._room.give_back(lease_id)
 
-    def _whole(self, request: Request) -> Part:
+    def _whole(self, request: Request) -> list[Part]:
+        """What there is to hand over, of each group of layers."""
         num_tokens = request.num_prompt_tokens
-        return Part(kvferry.random_id(), 0, cdiv(num_tokens, self._block_size), num_tokens)
+        end = cdiv(num_tokens, self._block_size)
+        return [
+            Part(
+                kvferry.random_id(),
+                _first_block(window, num_tokens, self._block_size),
+                end,
+                num_tokens,
+                group,
+            )
+            for group, window in enumerate(self._windows)
+        ]
 
     def fill(
         self, meta: StepMetadata, step: SchedulerOutput, kv_cache_manager: "KVCacheManager"
@@ -147,6 +211,7 @@ class PrefillScheduler:
                 # They are published again when they are computed again. Whoever fetches parts that
                 # were announced waits for that; nobody has heard of the other leases.
                 watched.published.clear()
+                self._held.let_go(request_id)  # The workers take their leases back in this step.
             if (lease_id := self._unasked.get(request_id)) is not None:
                 self._room.give_back(lease_id)
         meta.unasked = list(self._unasked.values())
@@ -157,18 +222,30 @@ class PrefillScheduler:
             if scheduled == 0:
                 continue
             computed = watched.request.num_computed_tokens + scheduled
-            for part in watched.unpublished:
-                if part.end_token > computed:
-                    break
-                block_ids = kv_cache_manager.get_block_ids(request_id)[0]
-                publication = Publication(
-                    request_id=request_id,
-                    lease_id=part.lease_id,
-                    block_ids=block_ids[part.first_block : part.end_block],
-                    num_tokens=watched.request.num_prompt_tokens,
-                )
-                watched.published.append(publication)
-                meta.publications.append(publication)
+            due = [part for part in watched.unpublished if part.end_token <= computed]
+            publications = [self._publication(watched, part, kv_cache_manager) for part in due]
+            if any(_NULL_BLOCK in it.block_ids for it in publications):
+                logger.error("vLLM has given back a block of %s too early", request_id)
+                watched.parts = []  # Nothing is handed over.
+                continue
+            for part in due:
+                if self._windows[part.group] is not None:
+                    self._held.hold(request_id, kv_cache_manager, part)
+            watched.published += publications
+            meta.publications += publications
+
+    def _publication(
+        self, watched: _Watched, part: Part, kv_cache_manager: "KVCacheManager"
+    ) -> Publication:
+        request_id = watched.request.request_id
+        block_ids = kv_cache_manager.get_block_ids(request_id)[part.group]
+        return Publication(
+            request_id=request_id,
+            lease_id=part.lease_id,
+            block_ids=block_ids[part.first_block : part.end_block],
+            num_tokens=watched.request.num_prompt_tokens,
+            group=part.group,
+        )
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """(whether the blocks stay until the leases have ended, kv_transfer_params of the
@@ -184,9 +261,9 @@ class PrefillScheduler:
         if request.status not in _ANSWERED:
             self._withdrawn.append(request.request_id)
             return True, None
-        return True, None if watched.announced else self._params(watched.published[0])
+        return True, None if watched.announced else self._params(watched.published)
 
-    def _params(self, publication: Publication) -> dict[str, Any]:
+    def _tickets(self, publication: Publication) -> list[str]:
         tickets = [
             kvferry.Ticket(
                 address=worker.address,
@@ -197,18 +274,22 @@ class PrefillScheduler:
             )
             for worker in self._workers
         ]
+        return [str(ticket) for ticket in tickets]
+
+    def _params(self, published: list[Publication]) -> dict[str, Any]:
+        tickets = [self._tickets(publication) for publication in published]
         host, _, port = self._workers[0].address.removeprefix("tcp://").rpartition(":")
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self._engine_id,
-            "remote_request_id": publication.request_id,
-            "remote_block_ids": [publication.block_ids],
-            "remote_num_tokens": publication.num_tokens,
+            "remote_request_id": published[0].request_id,
+            "remote_block_ids": [publication.block_ids for publication in published],
+            "remote_num_tokens": published[0].num_tokens,
             "remote_host": host,
             "remote_port": int(port),
             "tp_size": len(self._workers),
-            TICKETS: [str(ticket) for ticket in tickets],
+            **({GROUP_TICKETS: tickets} if _have_any(self._windows) else {TICKETS: tickets[0]}),
         }
 
 
@@ -218,6 +299,7 @@ class _Offer(NamedTuple):
     tickets: list[str]  # By tensor-parallel rank.
     first_block: int
     end_block: int
+    group: int = 0  # Of layers.
 
 
 class DecodeScheduler:
@@ -231,7 +313,8 @@ class DecodeScheduler:
     computed yet.
     """
 
-    def __init__(self, vllm_config: VllmConfig, block_size: int, room: Room):
+    def __init__(self, vllm_config: VllmConfig, block_size: int, windows: Windows, room: Room):
+        self._windows = windows
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._block_size = block_size
         self._room = room
@@ -260,7 +343,7 @@ class DecodeScheduler:
         taker = self._takers.get(self._transfer(request, params))
         if taker:
             return (None, False) if taker in self._loading else (0, False)
-        missing = request.num_prompt_tokens - num_computed_tokens
+        missing = self._loadable(request) - num_computed_tokens
         if missing <= 0:
             return 0, False
         if (
@@ -275,6 +358,11 @@ class DecodeScheduler:
         if (transfer := self._transfers.get(request.request_id)) is None:
             transfer = self._transfers[request.request_id] = _key_of(request, params)
         return transfer
+
+    def _loadable(self, request: Request) -> int:
+        """Tokens of the prompt. If all were loaded, vLLM would compute the last one again, but give
+        back a block of a window that ends with the first token that one needs."""
+        return request.num_prompt_tokens - _have_any(self._windows)
 
     def _blocks(self, request: Request) -> int:
         return cdiv(request.num_prompt_tokens, self._block_size)
@@ -295,13 +383,15 @@ class DecodeScheduler:
             self._dismissed += [offer.tickets for offer in offers]  # Everything is cached here.
             return
         # Local hits end at a block boundary, so the rest starts there.
-        cached = (request.num_prompt_tokens - num_external_tokens) // self._block_size
-        block_ids = blocks.get_block_ids()[0]
+        cached = (self._loadable(request) - num_external_tokens) // self._block_size
         load = Load(request.request_id, [], cached, request.num_prompt_tokens, error)
-        for tickets, begin, end in offers:
+        for tickets, begin, end, group in offers:
             first = max(begin, cached)
-            if first < end:
-                load.parts.append(LoadPart(tickets, first - begin, block_ids[first:end]))
+            block_ids = blocks.get_block_ids()[group][first:end]
+            if _NULL_BLOCK in block_ids:
+                load.error = load.error or "vLLM has given back a block that the window still needs"
+            if block_ids:
+                load.parts.append(LoadPart(tickets, first - begin, block_ids, end - begin))
             else:
                 self._dismissed.append(tickets)
         self._loading[request.request_id] = (transfer, load.block_ids)
@@ -316,6 +406,8 @@ class DecodeScheduler:
     def _offers(self, request: Request, params: dict[str, Any]) -> tuple[list[_Offer], str]:
         """What the prompt is to be had under, all of it, and why it is not ("" if it is)."""
         all_blocks = self._blocks(request)
+        if _have_any(self._windows):
+            return self._group_offers(request, params, all_blocks)
         if not _is_announced(params):
             tickets, error = parse_tickets(params)
             return [_Offer(tickets, 0, all_blocks)], error
@@ -325,6 +417,19 @@ class DecodeScheduler:
         if error:
             return [_Offer([], 0, all_blocks)], error
         return [self._offer(request, part, addresses) for part in parts], ""
+
+    def _group_offers(
+        self, request: Request, params: dict[str, Any], all_blocks: int
+    ) -> tuple[list[_Offer], str]:
+        tickets, error = parse_group_tickets(params, len(self._windows))
+        if _is_announced(params):
+            error = _NO_PARTS
+        tickets = tickets if not error else [[] for _ in self._windows]
+        offers = []
+        for group, window in enumerate(self._windows):
+            first = _first_block(window, request.num_prompt_tokens, self._block_size)
+            offers.append(_Offer(tickets[group], first, all_blocks, group))
+        return offers, error
 
     def _offer(self, request: Request, part: Part, addresses: list[str]) -> _Offer:
         tickets = [
@@ -359,6 +464,10 @@ class DecodeScheduler:
         for transfer, block_ids in self._loading.values():
             if transfer in self._takers and not output.invalid_block_ids.isdisjoint(block_ids):
                 self._takers[transfer] = ""
+        for request_id in output.failed_recving:
+            transfer = self._loading[request_id][0] if request_id in self._loading else None
+            if transfer in self._takers:
+                self._takers[transfer] = ""
         for request_id in output.finished_recving or ():
             self._loading.pop(request_id, None)
             self._room.give_back(request_id)
@@ -366,12 +475,13 @@ class DecodeScheduler:
 
 def _is_announced(params: dict[str, Any]) -> bool:
     """Whether a request to load was given to both engines at the same time."""
-    return TICKETS not in params and params.get(TRANSFER_ID) is not None
+    tickets = TICKETS in params or GROUP_TICKETS in params
+    return not tickets and params.get(TRANSFER_ID) is not None
 
 
 def _key_of(request: Request, params: dict[str, Any]) -> int:
     """The same for requests that would fetch the same leases, and for no others."""
-    tickets = params.get(TICKETS)
+    tickets = params.get(TICKETS, params.get(GROUP_TICKETS))
     if isinstance(tickets, list):
         return hash(str(tickets[:1]))
     return hash((str(params.get(TRANSFER_ID)), tuple(request.prompt_token_ids or ())))

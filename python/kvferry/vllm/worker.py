@@ -27,6 +27,7 @@ class _Lease:
     request_id: str
     lease_id: int
     num_blocks: int
+    group: int
     published: float  # time.monotonic()
     live: bool = True  # Until the endpoint says how it ended.
     saved: set[int] = field(default_factory=set)  # Layers written in this step.
@@ -123,7 +124,9 @@ class PrefillWorker:
     def publish(self, publications: list[Publication]) -> None:
         """Offers what the coming forward computes the last token of: no layer is ready yet."""
         for new in publications:
-            lease = _Lease(new.request_id, new.lease_id, len(new.block_ids), time.monotonic())
+            lease = _Lease(
+                new.request_id, new.lease_id, len(new.block_ids), new.group, time.monotonic()
+            )
             leases = self._leases_of.setdefault(new.request_id, [])
             if new.lease_id in self._ended_before.get(new.request_id, ()):
                 continue
@@ -144,9 +147,10 @@ class PrefillWorker:
     def layer_saved(self, layer_name: str) -> None:
         """The layer's KV of this step is in the cache."""
         layer = self._cache.layer_index.get(layer_name)
-        if layer is None:
-            return
+        group = self._cache.group_of.get(layer_name)
         for lease in self._computing:
+            if layer is None or lease.group != group:
+                continue
             lease.saved.add(layer)
             ready = lease.ready
             while ready in lease.saved:
@@ -265,6 +269,7 @@ class DecodeWorker:
         self._loading: dict[str, _Loading] = {}
         self._dismissals: list[tuple[str, kvferry.FetchHandle]] = []
         self._missing_blocks: set[int] = set()
+        self._failed: set[str] = set()
 
     def load(self, loads: list[Load]) -> None:
         """Starts fetches. One that cannot be started is reported as failed by take_finished()."""
@@ -297,12 +302,11 @@ class DecodeWorker:
     def _start_one(self, load: Load, part: LoadPart, text: str, share: kvferry.RankShare) -> _Fetch:
         try:
             ticket = kvferry.Ticket.parse(text)
-            blocks = part.first_block + len(part.block_ids)
-            if (ticket.num_tokens, ticket.num_pages) != (load.num_tokens, blocks):
+            if (ticket.num_tokens, ticket.num_pages) != (load.num_tokens, part.num_blocks):
                 error = (
                     f"the ticket is for a prompt of {ticket.num_tokens} tokens in "
-                    f"{ticket.num_pages} blocks and this one has {load.num_tokens} in {blocks}: "
-                    f"both engines need the same prompt and block_size"
+                    f"{ticket.num_pages} blocks and this one has {load.num_tokens} in "
+                    f"{part.num_blocks}: both engines need the same prompt and block_size"
                 )
                 return _Fetch(part, text, share.reader, failure=error)
             handle = self._endpoint.fetch(
@@ -371,6 +375,11 @@ class DecodeWorker:
         missing, self._missing_blocks = self._missing_blocks, set()
         return missing
 
+    def take_failed(self) -> set[str]:
+        """Those requests themselves."""
+        failed, self._failed = self._failed, set()
+        return failed
+
     def _finish(self, loading: _Loading) -> None:
         missing = {block for fetch in loading.fetches for block in fetch.missing()}
         record = _record(loading, len(missing))
@@ -378,6 +387,8 @@ class DecodeWorker:
         self._stats.record(record)
         self._trace.write("fetch", **vars(record), gb_per_s=round(record.gb_per_s, 4))
         self._missing_blocks.update(missing)
+        if missing:
+            self._failed.add(loading.load.request_id)
         for fetch in loading.fetches:
             if fetch.ticket and fetch.error():
                 self._let_go(fetch.ticket, fetch.reader)

@@ -1,0 +1,41 @@
+"""Models with random weights, small ones of a kind that SmolLM2 is not.
+
+What they say makes no sense, but hangs on every head, layer and token.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import MODEL
+
+HEADS = 4
+LAYERS = 4
+HEAD_DIM = 64
+
+
+def make(folder: Path, kind: str, **config: Any) -> Path:
+    """kind: transformers' "Llama", "Gemma2", ... Returns the folder. Skips without SmolLM2, whose
+    tokenizer it takes."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    if not (MODEL / "config.json").exists():
+        pytest.skip(f"no model in {MODEL} (./dev setup makes it; or set KVFERRY_TEST_MODEL)")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.2,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    made = getattr(transformers, f"{kind}Config")(**sizes | config)
+    getattr(transformers, f"{kind}ForCausalLM")(made).save_pretrained(folder)
+    return folder

@@ -1,0 +1,143 @@
+"""Models with sliding windows: only what is left of a window moves, and the answers are those of
+one engine."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kvferry
+import pytest
+import random_model
+from engines import BLOCK_TOKENS, DECODE_ENGINE, ENGINE
+from pair import REMOTE_DECODE, Pair
+from random_model import HEAD_DIM, LAYERS
+
+WINDOW = 4 * BLOCK_TOKENS
+QUESTION = "Name three rivers, and say of each where it begins, and what lies at its mouth."
+
+
+@pytest.fixture
+def nothing_leaks() -> None:
+    """Instead of the one in conftest.py: the engines there are not these."""
+
+
+# By kind: groups of layers, with and without a window, and kv_load_failure_policy. Of two groups
+# each takes half of the layers.
+KINDS = {"Olmo3": (1, 1, "recompute"), "Mistral": (1, 0, "fail")}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    windowed, full, policy = KINDS[request.param]
+    config: dict[str, Any] = {"sliding_window": WINDOW, "num_key_value_heads": 2}
+    if request.param == "Olmo3":
+        config["layer_types"] = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+    model: Path = random_model.make(tmp_path_factory.mktemp("model"), request.param, **config)
+    # Of two groups each takes blocks of its own. Long prompts take several steps, in which blocks
+    # leave the window.
+    blocks = {"num_gpu_blocks_override": 2 * DECODE_ENGINE["num_gpu_blocks_override"]}
+    with Pair(
+        model,
+        tmp_path_factory.mktemp("windows"),
+        prefill=ENGINE | blocks | {"enable_chunked_prefill": True, "max_num_batched_tokens": 128},
+        decode=DECODE_ENGINE | blocks,
+        decode_transfer={"kv_load_failure_policy": policy},
+    ) as pair:
+        pair.windowed, pair.full, pair.policy = windowed, full, policy
+        yield pair
+
+
+def blocks_moved(pair: Pair, prompt: list[int], cached: int) -> int:
+    """All but the last token's: the decode engine computes that one."""
+    end = -(-(len(prompt) - 1) // BLOCK_TOKENS)
+    first = max(0, len(prompt) - WINDOW) // BLOCK_TOKENS
+    return pair.full * (end - cached) + pair.windowed * (end - max(first, cached))
+
+
+def check(pair: Pair, prompt: list[int], cached: int = 0, tokens: int = 1) -> None:
+    expected = pair.prefill.generate(prompt, 40)
+    fetches = len(pair.trace("decode"))
+    handed_over = pair.prefill.generate(prompt, tokens, dict(REMOTE_DECODE))
+    assert "kvferry_group_tickets" in handed_over.params
+    answer = pair.decode.generate(prompt, 40, handed_over.params)
+    assert (answer.error, answer.tokens) == ("", expected.tokens)
+    assert len(set(answer.tokens)) > 4  # Not the same word over and over, whatever the KV.
+    (event,) = pair.wait_trace("decode", fetches + 1)[fetches:]
+    assert (event["ok"], event["blocks"]) == (True, blocks_moved(pair, prompt, cached))
+    # A block holds what it has of half of the layers, or of all where there is one group.
+    layers = LAYERS // (pair.full + pair.windowed)
+    assert event["bytes"] == event["blocks"] * layers * 2 * 2 * HEAD_DIM * 4 * BLOCK_TOKENS
+    pair.prefill.wait_idle()
+    pair.decode.wait_idle()
+
+
+@pytest.mark.parametrize("length", [2, 31, 33, WINDOW, WINDOW + 1, 300, 1000])
+def test_answer_equals_that_of_one_engine(pair: Pair, length: int):
+    check(pair, pair.prefill.tokenize(f"{length}. {QUESTION * 60}")[:length])
+
+
+# Where a block ends with the first token that the last one of the prompt looks at, vLLM gives it
+# back before anybody has fetched it.
+@pytest.mark.parametrize("more", range(-1, 2))
+def test_the_first_block_of_the_window(pair: Pair, more: int):
+    length = 3 * BLOCK_TOKENS + WINDOW - 1 + more
+    check(pair, pair.prefill.tokenize(f"{more}, at the edge. {QUESTION * 30}")[:length])
+
+
+def test_a_prefill_engine_that_decodes_too_keeps_the_window(pair: Pair):
+    prompt = pair.prefill.tokenize(f"Both. {QUESTION * 30}")[:500]
+    check(pair, prompt, tokens=3 * BLOCK_TOKENS)
+
+
+def test_cached_blocks_are_not_moved_again(pair: Pair):
+    prompt = pair.prefill.tokenize(f"Once more. {QUESTION * 30}")[:500]
+    check(pair, prompt)
+    check(pair, prompt, cached=499 // BLOCK_TOKENS)
+
+
+def test_several_at_the_same_time(pair: Pair):
+    prompts = [pair.prefill.tokenize(f"{n}. {QUESTION * (2 * n + 1)}")[:700] for n in range(6)]
+    expected = [pair.prefill.generate(prompt, 8).tokens for prompt in prompts]
+    params = [pair.hand_over(prompt) for prompt in prompts]
+    answers = [pair.decode.start(prompt, 8, it) for prompt, it in zip(prompts, params, strict=True)]
+    assert [request.answer().tokens for request in answers] == expected
+    pair.prefill.wait_idle()
+    pair.decode.wait_idle()
+
+
+@pytest.mark.parametrize("group", [0, -1])
+def test_a_load_that_fails_is_what_the_policy_says(pair: Pair, group: int):
+    prompt = pair.prefill.tokenize(f"Lost {group}. {QUESTION * 10}")
+    params = pair.hand_over(prompt)
+    right = params["kvferry_group_tickets"][group]
+    ticket = kvferry.Ticket.parse(right[0])
+    wrong = kvferry.Ticket(
+        address=ticket.address,
+        epoch=ticket.epoch,
+        lease_id=ticket.lease_id ^ 1,
+        num_pages=ticket.num_pages,
+        num_tokens=ticket.num_tokens,
+    )
+    params["kvferry_group_tickets"][group] = [str(wrong)]
+    expected = pair.prefill.generate(prompt, 4)
+    answer = pair.decode.generate(prompt, 4, params)
+    if pair.policy == "fail":
+        assert answer.finish_reason == "error"
+    else:
+        assert answer.tokens == expected.tokens
+    params["kvferry_group_tickets"][group] = right
+    pair.decode.reject(params)  # Lets go of it.
+    check(pair, pair.prefill.tokenize(f"Found {group}. {QUESTION * 10}"))
+
+
+def test_at_once_is_refused(pair: Pair):
+    prompt = pair.prefill.tokenize(f"At once. {QUESTION * 10}")
+    announced, awaited = pair.params_at_once()
+    expected = pair.prefill.generate(prompt, 4)
+    answer = pair.decode.generate(prompt, 4, awaited)
+    assert answer.finish_reason == "error" or pair.policy == "recompute"
+    # What can be had of the prefill engine is tickets.
+    params = pair.prefill.generate(prompt, 1, announced).params
+    assert pair.decode.generate(prompt, 4, params).tokens == expected.tokens
