@@ -47,8 +47,8 @@ absl::StatusOr<std::vector<RankShare>> SharesFor(int64_t total_heads, int64_t ra
   KVFERRY_RETURN_IF_ERROR(HeadsOfRank(total_heads, rank, size).status());
   KVFERRY_RETURN_IF_ERROR(HeadsOfRank(total_heads, 0, prefill_size).status());
   std::map<int64_t, HeadRange> own;
-  std::map<int64_t, LeaseReader>
-      readers;  // Of each prefill rank that anybody reads: this one, of how many.
+  // Of each prefill rank that anybody reads: which one we are, and of how many.
+  std::map<int64_t, LeaseReader> readers;
   for (int64_t other = 0; other < size; ++other) {
     const auto wanted =
         Wanted(*HeadsOfRank(total_heads, other, size), total_heads, prefill_size, other);

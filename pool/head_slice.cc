@@ -46,6 +46,11 @@ absl::StatusOr<HeadSlice> SliceHeads(const std::shared_ptr<const KvPool>& pool,
   const int64_t item_heads = std::gcd(std::gcd(heads.first, heads.count), layout.num_heads());
   const int64_t rows = HeadsLieApart(layout) ? 1 : layout.page_size;  // Of all heads, in a page.
   const int64_t row_items = layout.num_heads() / item_heads;
+  if (pages.num_pages() > PageRuns::kMaxPages / rows) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("some of the heads of ", pages.num_pages(), " pages of ", layout.page_size,
+                     " tokens: more rows than a list holds, ", PageRuns::kMaxPages));
+  }
   std::vector<PageRun> items;
   items.reserve(pages.num_pages() * rows);
   for (const PageRun& run : pages.runs()) {

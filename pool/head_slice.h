@@ -32,8 +32,9 @@ struct HeadSlice {
 // heads are thus the same row of bytes, whatever pages they are cut out of. O(runs), where a page has
 // become a run, and with NHD a token.
 //
-// INVALID_ARGUMENT, naming both, when the pool does not hold these heads, its tensors differ in heads, or
-// its page_format does not say where heads lie; pages outside the pool are not looked for.
+// INVALID_ARGUMENT, naming both, when the pool does not hold these heads, its tensors differ in heads,
+// its page_format does not say where heads lie, or there are more items than a list holds; pages outside the
+// pool are not looked for.
 absl::StatusOr<HeadSlice> SliceHeads(const std::shared_ptr<const KvPool>& pool,
                                      const PageRuns& pages, HeadRange heads);
 

@@ -103,14 +103,17 @@ TEST(HeadSlice, WhatThePagesDoNotHoldIsRefused) {
       Fails(with(other, {0, 1}), absl::StatusCode::kInvalidArgument, "tensors differ in heads"));
 }
 
-// 10^9 rows or more, of a pool that could be: an error, not a crash.
+// Of a pool that could be: an error, and no memory taken for it.
 TEST(HeadSlice, MoreItemsThanAListHolds) {
   const KvLayout layout{1, 1 << 20, DType::kUint8, "NHD", {{"k", 2, 1}}};
   std::vector<std::byte> memory(1);
   const BufferInfo buffer{memory.data(), int64_t{1} << 40, int64_t{2} << 20};
   const std::shared_ptr<const KvPool> pool = Must(KvPool::Adopt(layout, {&buffer, 1}, nullptr));
-  EXPECT_TRUE(Fails(SliceHeads(pool, PageRuns(PageRun{1 << 18, 8}), {1, 1}),
+  // Rows that have no number, and more rows than there are numbers.
+  EXPECT_TRUE(Fails(SliceHeads(pool, PageRuns(PageRun{1 << 18, 1}), {1, 1}),
                     absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(Fails(SliceHeads(pool, PageRuns(PageRun{0, 1 << 19}), {1, 1}),
+                    absl::StatusCode::kInvalidArgument, "more rows than a list holds"));
 }
 
 }  // namespace

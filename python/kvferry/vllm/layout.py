@@ -139,7 +139,7 @@ class AdoptedCache:
         num_blocks, tokens = kv_cache_config.num_blocks, block_size(kv_cache_config)
         distinct: dict[int, torch.Tensor] = {}  # By address: some layers share another one's cache.
         self.layer_index: dict[str, int] = {}
-        # Of a layer that shares another one's cache, and belongs to none: that one's.
+        # By name of a layer that has a cache of its own.
         self.group_of: dict[str, int] = {
             name: group
             for group, layers in enumerate(kv_cache_config.kv_cache_groups)

@@ -147,9 +147,11 @@ class PrefillWorker:
     def layer_saved(self, layer_name: str) -> None:
         """The layer's KV of this step is in the cache."""
         layer = self._cache.layer_index.get(layer_name)
+        if layer is None:
+            return
         group = self._cache.group_of.get(layer_name)
         for lease in self._computing:
-            if layer is None or lease.group != group:
+            if lease.group != group:
                 continue
             lease.saved.add(layer)
             ready = lease.ready
@@ -326,6 +328,8 @@ class DecodeWorker:
     def dismiss(self, tickets: list[str]) -> None:
         """Tells the prefill side that nobody will fetch, so that it need not wait for the
         expiry."""
+        if not tickets:
+            return  # What came with the request were none.
         try:
             shares = self._shares(tickets)
         except ValueError as error:
