@@ -56,12 +56,17 @@ def blocks_moved(pair: Pair, prompt: list[int], cached: int) -> int:
     return pair.full * (end - cached) + pair.windowed * (end - max(first, cached))
 
 
-def check(pair: Pair, prompt: list[int], cached: int = 0, tokens: int = 1) -> None:
+def check(
+    pair: Pair, prompt: list[int], cached: int = 0, tokens: int = 1, at_once: bool = False
+) -> None:
     expected = pair.prefill.generate(prompt, 40)
     fetches = len(pair.trace("decode"))
-    handed_over = pair.prefill.generate(prompt, tokens, dict(REMOTE_DECODE))
-    assert "kvferry_group_tickets" in handed_over.params
-    answer = pair.decode.generate(prompt, 40, handed_over.params)
+    if at_once:
+        answer = pair.answer_at_once(prompt, 40)
+    else:
+        handed_over = pair.prefill.generate(prompt, tokens, dict(REMOTE_DECODE))
+        assert "kvferry_group_tickets" in handed_over.params
+        answer = pair.decode.generate(prompt, 40, handed_over.params)
     assert (answer.error, answer.tokens) == ("", expected.tokens)
     assert len(set(answer.tokens)) > 4  # Not the same word over and over, whatever the KV.
     (event,) = pair.wait_trace("decode", fetches + 1)[fetches:]
@@ -132,12 +137,15 @@ def test_a_load_that_fails_is_what_the_policy_says(pair: Pair, group: int):
     check(pair, pair.prefill.tokenize(f"Found {group}. {QUESTION * 10}"))
 
 
-def test_at_once_is_refused(pair: Pair):
-    prompt = pair.prefill.tokenize(f"At once. {QUESTION * 10}")
-    announced, awaited = pair.params_at_once()
-    expected = pair.prefill.generate(prompt, 4)
-    answer = pair.decode.generate(prompt, 4, awaited)
-    assert answer.finish_reason == "error" or pair.policy == "recompute"
-    # What can be had of the prefill engine is tickets.
-    params = pair.prefill.generate(prompt, 1, announced).params
-    assert pair.decode.generate(prompt, 4, params).tokens == expected.tokens
+@pytest.mark.parametrize("length", [2, 300, 1270])
+def test_at_once(pair: Pair, length: int):
+    check(pair, pair.prefill.tokenize(f"At once {length}. {QUESTION * 80}")[:length], at_once=True)
+
+
+def test_several_at_once(pair: Pair):
+    prompts = [pair.prefill.tokenize(f"At {n}. {QUESTION * (2 * n + 1)}")[:700] for n in range(6)]
+    expected = [pair.prefill.generate(prompt, 8).tokens for prompt in prompts]
+    requests = [pair.start_at_once(prompt, 8) for prompt in prompts]
+    assert [decode.answer().tokens for _, decode in requests] == expected
+    pair.prefill.wait_idle()
+    pair.decode.wait_idle()

@@ -773,14 +773,36 @@ def test_wrong_tickets_of_groups_make_a_load_that_fails(params: dict, word: str)
     decode.scheduler.request_finished(it)  # Never had blocks.
 
 
-def test_windows_are_not_handed_over_at_once(caplog: pytest.LogCaptureFixture):
+def test_windows_are_handed_over_at_once_at_the_end():
+    parts = cut(TRANSFER["transfer_id"], range(2500), BLOCK, WINDOWS)
+    assert [(it.group, it.first_block, it.end_block, it.end_token) for it in parts] == [
+        (1, 0, 64, 1024),
+        (1, 64, 128, 2048),
+        (0, 154, 157, 2500),
+        (1, 128, 157, 2500),
+    ]
+    assert len({it.lease_id for it in parts}) == 4
     prefill = Prefill(windows=WINDOWS)
-    it = prefill.arrive(40, {"do_remote_decode": True} | TRANSFER)
-    assert "by tickets" in caplog.text
-    assert prefill.begin(it) and len(prefill.step({"r": 40}).publications) == 2
-    decode, it = Decode(windows=WINDOWS), request("r", 40, dict(FROM))
-    (load,) = decode.allocate(it, 0, [5, 6, 8], [1, 2, 3]).loads
-    assert "handed over by tickets" in load.error
+    it = prefill.arrive(2500, {"do_remote_decode": True} | TRANSFER)
+    assert prefill.begin(it)
+    (first,) = prefill.step({"r": 1500}).publications
+    assert (first.lease_id, first.group, len(first.block_ids)) == (parts[0].lease_id, 1, 64)
+    it.num_computed_tokens = 1500
+    rest = prefill.step({"r": 1000}).publications
+    assert [(it.lease_id, it.group) for it in rest] == [(it.lease_id, it.group) for it in parts[1:]]
+    assert +prefill.blocks.held == Counter(rest[1].block_ids)
+
+    decode, it = Decode(windows=WINDOWS), request("d", 2500, dict(FROM))
+    windowed, full = [0] * 154 + [1, 2, 3], list(range(1000, 1157))
+    (load,) = decode.allocate(it, 1600, windowed, full).loads
+    assert load.error == ""
+    assert [(part.first_block, part.block_ids, part.num_blocks) for part in load.parts] == [
+        (36, full[100:128], 64),
+        (0, [1, 2, 3], 3),
+        (0, full[128:], 29),
+    ]
+    leases = [kvferry.Ticket.parse(part.tickets[0]).lease_id for part in load.parts]
+    assert leases == [part.lease_id for part in parts[1:]]
 
 
 def test_a_failed_load_of_groups_counts_for_all_that_came_with_its_tickets():

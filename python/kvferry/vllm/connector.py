@@ -30,6 +30,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.vllm import layout, siblings
 from kvferry.vllm.metadata import Addresses, AskedFor, StepMetadata
+from kvferry.vllm.parts import have_any
 from kvferry.vllm.room import Room
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler, warn_wrong_role
 from kvferry.vllm.shared_cache import SharedAllocation
@@ -99,7 +100,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 return
             room = Room(
                 kv_cache_config.num_blocks - 1,  # Block 0 is vLLM's own.
-                cdiv(vllm_config.model_config.max_model_len, block_size),
+                len(self._windows) * cdiv(vllm_config.model_config.max_model_len, block_size),
             )
             if transfer.is_kv_producer:
                 timeout_ms = self._options.config(0).fetch_timeout_ms
@@ -345,7 +346,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def _fails_requests(self) -> bool:
         """Whether loads fail as a whole: what is left of a window is of no use without the rest."""
-        return any(window is not None for window in self._windows)
+        return have_any(self._windows)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         if self._fails_requests:

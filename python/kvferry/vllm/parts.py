@@ -50,19 +50,47 @@ def check_transfer_id(transfer_id: object) -> str:
     )
 
 
-def cut(transfer_id: str, tokens: Sequence[int], block_size: int) -> list[Part]:
-    """A prompt's parts, in order: whole blocks of _PART_TOKENS, or more, and what is left."""
+# By group of layers: of how many tokens it keeps the blocks; None: of all. Without a window there
+# is one group.
+Windows = Sequence[int | None]
+
+
+def have_any(windows: Windows) -> bool:
+    return any(window is not None for window in windows)
+
+
+def first_block(window: int | None, num_tokens: int, block_size: int) -> int:
+    """Of those that the decode engine needs of a prompt: it computes the last token, which looks at
+    as many as the window has, itself among them."""
+    return 0 if window is None else max(0, num_tokens - window) // block_size
+
+
+def cut(
+    transfer_id: str, tokens: Sequence[int], block_size: int, windows: Windows = (None,)
+) -> list[Part]:
+    """A prompt's parts, in the order in which they are computed: whole blocks of _PART_TOKENS, or
+    more, and what is left. Of a group with a window one: what is left of it at the end."""
     num_tokens = len(tokens)
     blocks = cdiv(max(_PART_TOKENS, cdiv(num_tokens, _MAX_PARTS)), block_size)
-    name = hashlib.sha256(_VERSION)
-    name.update(struct.pack("<qq", block_size, len(transfer_id)))
-    name.update(transfer_id.encode())
-    name.update(array("q", tokens).tobytes())
+    end_block = cdiv(num_tokens, block_size)
+    prompt = hashlib.sha256(_VERSION)
+    prompt.update(struct.pack("<qq", block_size, len(transfer_id)))
+    prompt.update(transfer_id.encode())
+    prompt.update(array("q", tokens).tobytes())
     parts = []
-    for first in range(0, cdiv(num_tokens, block_size), blocks):
-        part_name = name.copy()
-        part_name.update(struct.pack("<q", first))
-        lease_id = int.from_bytes(part_name.digest()[:8], "little") or 1  # 0 is no lease.
-        end = min(first + blocks, cdiv(num_tokens, block_size))
-        parts.append(Part(lease_id, first, end, min(end * block_size, num_tokens)))
-    return parts
+    for group, window in enumerate(windows):
+        name = prompt.copy()
+        if group > 0:
+            name.update(struct.pack("<q", -group))  # No part begins there.
+        begin = first_block(window, num_tokens, block_size)
+        for first in range(begin, end_block, blocks if window is None else end_block):
+            end = end_block if window is not None else min(first + blocks, end_block)
+            end_token = min(end * block_size, num_tokens)
+            parts.append(Part(_lease_id(name, first), first, end, end_token, group))
+    return sorted(parts, key=lambda part: part.end_token)
+
+
+def _lease_id(name: "hashlib._Hash", first_block: int) -> int:
+    part_name = name.copy()
+    part_name.update(struct.pack("<q", first_block))
+    return int.from_bytes(part_name.digest()[:8], "little") or 1  # 0 is no lease.

@@ -25,7 +25,15 @@ from kvferry.vllm.metadata import (
     parse_group_tickets,
     parse_tickets,
 )
-from kvferry.vllm.parts import TRANSFER_ID, Part, check_transfer_id, cut
+from kvferry.vllm.parts import (
+    TRANSFER_ID,
+    Part,
+    Windows,
+    check_transfer_id,
+    cut,
+    first_block,
+    have_any,
+)
 from kvferry.vllm.room import Room
 from kvferry.vllm.telemetry import logger
 
@@ -37,24 +45,6 @@ if TYPE_CHECKING:
 _ANSWERED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 _MAX_TAKERS = 4096  # Requests with the same tickets come together.
 _NULL_BLOCK = 0  # Stands for blocks that have left a window.
-
-# By group of layers: of how many tokens it keeps the blocks; None: of all. Without a window there
-# is one group.
-Windows = list[int | None]
-
-
-def _first_block(window: int | None, num_tokens: int, block_size: int) -> int:
-    """Of those that the decode engine needs: it computes the prompt's last token."""
-    return 0 if window is None else max(0, num_tokens - window) // block_size
-
-
-def _have_any(windows: Windows) -> bool:
-    return any(window is not None for window in windows)
-
-
-_NO_PARTS = (
-    f"a {TRANSFER_ID} and a model with sliding windows: such prompts are handed over by tickets"
-)
 
 
 class _HeldBlocks:
@@ -133,9 +123,7 @@ class PrefillScheduler:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode"):
             return
-        parts, error = _announced_parts(request, params, self._block_size)
-        if parts and _have_any(self._windows):
-            parts, error = [], _NO_PARTS
+        parts, error = _announced_parts(request, params, self._block_size, self._windows)
         if error:
             logger.warning("%s is handed over by tickets: %s", request.request_id, error)
         self._watched[request.request_id] = _Watched(
@@ -149,9 +137,13 @@ class PrefillScheduler:
         watched = self._watched.get(request.request_id)
         if watched is None or request.request_id not in self._unasked:
             return True
-        if self._room.has(watched.parts[-1].end_block):
+        if self._room.has(self._blocks(watched)):
             return True
         return self._is_overdue(watched) and self._room.empty
+
+    def _blocks(self, watched: _Watched) -> int:
+        """As if it kept them all: while it is computed it has more than what is left at the end."""
+        return len(self._windows) * watched.parts[-1].end_block
 
     def _is_overdue(self, watched: _Watched) -> bool:
         """The engine that was to ask for it has gone, or has too much to do."""
@@ -161,7 +153,7 @@ class PrefillScheduler:
         if (lease_id := self._unasked.get(request.request_id)) is None:
             return
         watched = self._watched[request.request_id]
-        blocks = watched.parts[-1].end_block
+        blocks = self._blocks(watched)
         if self._is_overdue(watched) and not self._room.has(blocks):
             logger.warning(
                 "no engine has asked for %s within %.0f s: is it given to the decode engine at the "
@@ -193,7 +185,7 @@ class PrefillScheduler:
         return [
             Part(
                 kvferry.random_id(),
-                _first_block(window, num_tokens, self._block_size),
+                first_block(window, num_tokens, self._block_size),
                 end,
                 num_tokens,
                 group,
@@ -289,7 +281,7 @@ class PrefillScheduler:
             "remote_host": host,
             "remote_port": int(port),
             "tp_size": len(self._workers),
-            **({GROUP_TICKETS: tickets} if _have_any(self._windows) else {TICKETS: tickets[0]}),
+            **({GROUP_TICKETS: tickets} if have_any(self._windows) else {TICKETS: tickets[0]}),
         }
 
 
@@ -362,10 +354,11 @@ class DecodeScheduler:
     def _loadable(self, request: Request) -> int:
         """Tokens of the prompt. If all were loaded, vLLM would compute the last one again, but give
         back a block of a window that ends with the first token that one needs."""
-        return request.num_prompt_tokens - _have_any(self._windows)
+        return request.num_prompt_tokens - have_any(self._windows)
 
     def _blocks(self, request: Request) -> int:
-        return cdiv(request.num_prompt_tokens, self._block_size)
+        """Of all groups, at most."""
+        return len(self._windows) * cdiv(request.num_prompt_tokens, self._block_size)
 
     def update_state_after_alloc(
         self, request: Request, blocks: "KVCacheBlocks", num_external_tokens: int
@@ -405,31 +398,29 @@ class DecodeScheduler:
 
     def _offers(self, request: Request, params: dict[str, Any]) -> tuple[list[_Offer], str]:
         """What the prompt is to be had under, all of it, and why it is not ("" if it is)."""
-        all_blocks = self._blocks(request)
-        if _have_any(self._windows):
-            return self._group_offers(request, params, all_blocks)
-        if not _is_announced(params):
-            tickets, error = parse_tickets(params)
-            return [_Offer(tickets, 0, all_blocks)], error
-        parts, error = _announced_parts(request, params, self._block_size)
-        if not error:
-            addresses, error = parse_addresses(params, self._tp_size)
-        if error:
-            return [_Offer([], 0, all_blocks)], error
-        return [self._offer(request, part, addresses) for part in parts], ""
-
-    def _group_offers(
-        self, request: Request, params: dict[str, Any], all_blocks: int
-    ) -> tuple[list[_Offer], str]:
-        tickets, error = parse_group_tickets(params, len(self._windows))
         if _is_announced(params):
-            error = _NO_PARTS
-        tickets = tickets if not error else [[] for _ in self._windows]
-        offers = []
-        for group, window in enumerate(self._windows):
-            first = _first_block(window, request.num_prompt_tokens, self._block_size)
-            offers.append(_Offer(tickets[group], first, all_blocks, group))
-        return offers, error
+            parts, error = _announced_parts(request, params, self._block_size, self._windows)
+            if not error:
+                addresses, error = parse_addresses(params, self._tp_size)
+            if not error:
+                return [self._offer(request, part, addresses) for part in parts], ""
+            groups = []
+        elif have_any(self._windows):
+            groups, error = parse_group_tickets(params, len(self._windows))
+        else:
+            tickets, error = parse_tickets(params)
+            groups = [tickets]
+        num_tokens = request.num_prompt_tokens
+        end = cdiv(num_tokens, self._block_size)
+        return [
+            _Offer(
+                [] if error else groups[group],
+                first_block(window, num_tokens, self._block_size),
+                end,
+                group,
+            )
+            for group, window in enumerate(self._windows)
+        ], error
 
     def _offer(self, request: Request, part: Part, addresses: list[str]) -> _Offer:
         tickets = [
@@ -442,7 +433,8 @@ class DecodeScheduler:
             )
             for address in addresses
         ]
-        return _Offer([str(ticket) for ticket in tickets], part.first_block, part.end_block)
+        texts = [str(ticket) for ticket in tickets]
+        return _Offer(texts, part.first_block, part.end_block, part.group)
 
     def fill(self, meta: StepMetadata) -> None:
         """Adds what the workers have to fetch, to stop fetching and to let go."""
@@ -488,7 +480,7 @@ def _key_of(request: Request, params: dict[str, Any]) -> int:
 
 
 def _announced_parts(
-    request: Request, params: dict[str, Any], block_size: int
+    request: Request, params: dict[str, Any], block_size: int, windows: Windows
 ) -> tuple[list[Part], str]:
     """The parts of a prompt that both engines were given with a transfer_id, and what is wrong with
     that ("" if nothing). Neither: there is none."""
@@ -499,7 +491,7 @@ def _announced_parts(
         return [], error
     if request.prompt_token_ids is None:
         return [], f"a prompt of embeddings cannot have a {TRANSFER_ID}"
-    return cut(transfer_id, request.prompt_token_ids, block_size), ""
+    return cut(transfer_id, request.prompt_token_ids, block_size, windows), ""
 
 
 def warn_wrong_role(request: Request, role: str | None) -> None:
