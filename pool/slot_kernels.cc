@@ -7,7 +7,6 @@
 #include <array>
 #include <bit>
 #include <cstring>
-#include <numeric>
 
 namespace kvferry {
 namespace {
@@ -51,7 +50,9 @@ bool SlotsBehind(const SlotPages& pages, const int64_t* tokens, const int32_t* l
 }
 
 void CountUp(int32_t first, int64_t count, int32_t* slots) {
-  std::iota(slots, slots + count, first);
+  for (int64_t i = 0; i < count; ++i) {
+    slots[i] = static_cast<int32_t>(static_cast<uint32_t>(first) + static_cast<uint32_t>(i));
+  }
 }
 
 // By the block, which compilers turn into vector instructions: most lists are pages in long runs.
