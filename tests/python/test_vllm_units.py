@@ -737,6 +737,17 @@ def test_a_window_that_vllm_has_given_back_is_not_handed_over(caplog: pytest.Log
     assert prefill.scheduler.request_finished(it) == (False, None)
 
 
+def test_whoever_waits_for_a_window_that_vllm_has_given_back_is_told():
+    prefill = Prefill(windows=WINDOWS)
+    prefill.blocks = Blocks([0, 0, 2, 7], [4, 9, 2, 7])
+    it = prefill.arrive(40, {"do_remote_decode": True} | TRANSFER)
+    assert prefill.begin(it)
+    assert prefill.step({"r": 40}).publications == []
+    leases = {part.lease_id for part in cut(TRANSFER["transfer_id"], range(40), BLOCK, WINDOWS)}
+    assert set(prefill.step({"r": 1}).given_up) == leases
+    assert prefill.begin(it)  # Nobody is to ask for it any more.
+
+
 def remote_groups(**changes) -> dict:
     return {"do_remote_prefill": True, "kvferry_group_tickets": [["t"], ["u"]]} | changes
 

@@ -339,8 +339,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
-        if self._fails_requests and self._decode_worker is not None:
-            results.failed_recving = self._decode_worker.take_failed()
+        failed = self._decode_worker.take_failed() if self._decode_worker is not None else set()
+        if self._fails_requests:
+            results.failed_recving = failed
         return results
 
     @property
@@ -349,10 +350,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return have_any(self._windows)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        if self._fails_requests:
-            return set()
         worker = self._decode_worker or self._store_worker
-        return worker.take_missing_blocks() if worker is not None else set()
+        missing = worker.take_missing_blocks() if worker is not None else set()
+        return set() if self._fails_requests else missing
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._prefill_worker is None:

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import kvferry
+from kvferry.vllm.parts import have_any
 from kvferry.vllm.shared_cache import SharedAllocation
 
 _MAX_MODEL_BYTES = 256  # What a hello may carry.
@@ -46,7 +47,7 @@ def check_store_supported(
 ) -> None:
     """Raises, naming the setting, for engines that a store would fail: ValueError, or
     NotImplementedError for a model that it does not serve."""
-    if any(window is not None for window in windows(kv_cache_config)):
+    if have_any(windows(kv_cache_config)):
         raise NotImplementedError(
             'KVFerryConnector in mode "store" keeps no blocks of layers with sliding windows. '
             "--disable-hybrid-kv-cache-manager lets models that have other layers too keep all "

@@ -90,7 +90,7 @@ def cut(
     return sorted(parts, key=lambda part: part.end_token)
 
 
-def _lease_id(name: "hashlib._Hash", first_block: int) -> int:
+def _lease_id(name: "hashlib._Hash", begins: int) -> int:
     part_name = name.copy()
-    part_name.update(struct.pack("<q", first_block))
+    part_name.update(struct.pack("<q", begins))
     return int.from_bytes(part_name.digest()[:8], "little") or 1  # 0 is no lease.

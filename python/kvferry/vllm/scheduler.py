@@ -218,13 +218,19 @@ class PrefillScheduler:
             publications = [self._publication(watched, part, kv_cache_manager) for part in due]
             if any(_NULL_BLOCK in it.block_ids for it in publications):
                 logger.error("vLLM has given back a block of %s too early", request_id)
-                watched.parts = []  # Nothing is handed over.
+                self._hand_over_nothing(request_id, watched)
                 continue
             for part in due:
                 if self._windows[part.group] is not None:
                     self._held.hold(request_id, kv_cache_manager, part)
             watched.published += publications
             meta.publications += publications
+
+    def _hand_over_nothing(self, request_id: str, watched: _Watched) -> None:
+        if watched.announced:
+            self._given_up += [part.lease_id for part in watched.unpublished]
+        self._need_not_wait(request_id)
+        watched.parts = []
 
     def _publication(
         self, watched: _Watched, part: Part, kv_cache_manager: "KVCacheManager"
