@@ -12,6 +12,7 @@ from engines import MODEL
 HEADS = 4
 LAYERS = 4
 HEAD_DIM = 64
+QUESTION = "Name three rivers, and say of each where it begins, and what lies at its mouth."
 
 
 def make(folder: Path, kind: str, **config: Any) -> Path:

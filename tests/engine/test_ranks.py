@@ -7,14 +7,7 @@ import pytest
 import random_model
 from engines import BLOCK_TOKENS, DECODE_ENGINE, ENGINE
 from pair import Pair
-from random_model import HEAD_DIM, HEADS, LAYERS
-
-QUESTION = "Name three rivers, and say of each where it begins, and what lies at its mouth."
-
-
-@pytest.fixture
-def nothing_leaks() -> None:
-    """Instead of the one in conftest.py: the engines there are not these."""
+from random_model import HEAD_DIM, HEADS, LAYERS, QUESTION
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,9 @@ import pytest
 import random_model
 from engines import BLOCK_TOKENS, DECODE_ENGINE, ENGINE
 from pair import REMOTE_DECODE, Pair
-from random_model import HEAD_DIM, LAYERS
+from random_model import HEAD_DIM, LAYERS, QUESTION
 
 WINDOW = 4 * BLOCK_TOKENS
-QUESTION = "Name three rivers, and say of each where it begins, and what lies at its mouth."
-
-
-@pytest.fixture
-def nothing_leaks() -> None:
-    """Instead of the one in conftest.py: the engines there are not these."""
 
 
 # By kind: groups of layers, with and without a window, and kv_load_failure_policy. Of two groups

@@ -666,9 +666,9 @@ def sliding_window(window: int) -> SlidingWindowSpec:
 def test_engines_beyond_the_limits_are_refused():
     with pytest.raises(NotImplementedError, match="not MambaSpec"):
         check_supported(vllm_config(), cache_config(full_attention(), type("MambaSpec", (), {})()))
-    with pytest.raises(NotImplementedError, match="blocks of one size"):
-        both = cache_config(full_attention(), full_attention(block_size=2 * BLOCK))
-        check_supported(vllm_config(), both)
+    for specs in ([full_attention(), full_attention(block_size=2 * BLOCK)], []):
+        with pytest.raises(NotImplementedError, match="blocks of one size"):
+            check_supported(vllm_config(), cache_config(*specs))
     config = vllm_config()
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(NotImplementedError, match="pipeline_parallel_size"):
@@ -680,8 +680,21 @@ def test_windows_are_known_by_group():
     check_supported(vllm_config(), config)
     # vLLM without its hybrid manager keeps all blocks, whatever the window.
     assert windows(config) == [64, None, None]
-    with pytest.raises(NotImplementedError, match="disable-hybrid-kv-cache-manager"):
-        check_store_supported(vllm_config(), KVConnectorRole.SCHEDULER, config)
+    for it in (config, cache_config(sliding_window(64)), cache_config(*[full_attention()] * 2)):
+        with pytest.raises(NotImplementedError, match="disable-hybrid-kv-cache-manager"):
+            check_store_supported(vllm_config(), KVConnectorRole.SCHEDULER, it)
+
+
+def test_groups_without_a_window_have_their_own_tickets_too():
+    prefill = Prefill(windows=(None, None))
+    it = prefill.arrive(40)
+    assert [it.group for it in prefill.step({"r": 40}).publications] == [0, 1]
+    it.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    params = prefill.scheduler.request_finished(it)[1]
+    assert len(params["kvferry_group_tickets"]) == 2
+    decode, it = Decode(windows=(None, None)), request("r", 40, params)
+    (load,) = decode.allocate(it, 0, [5, 6, 8], [1, 2, 3]).loads
+    assert (load.error, load.block_ids) == ("", [5, 6, 8, 1, 2, 3])
 
 
 WINDOWS = (2 * BLOCK, None)

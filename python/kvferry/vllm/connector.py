@@ -30,7 +30,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.vllm import layout, siblings
 from kvferry.vllm.metadata import Addresses, AskedFor, StepMetadata
-from kvferry.vllm.parts import have_any
+from kvferry.vllm.parts import in_groups
 from kvferry.vllm.room import Room
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler, warn_wrong_role
 from kvferry.vllm.shared_cache import SharedAllocation
@@ -346,8 +346,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _fails_requests(self) -> bool:
-        """Whether loads fail as a whole: what is left of a window is of no use without the rest."""
-        return have_any(self._windows)
+        """Whether loads fail as a whole, as vLLM wants it where there are several block tables, and
+        what is left of a window is of no use without the rest."""
+        return in_groups(self._windows)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         worker = self._decode_worker or self._store_worker

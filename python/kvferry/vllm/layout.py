@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import kvferry
-from kvferry.vllm.parts import have_any
+from kvferry.vllm.parts import in_groups
 from kvferry.vllm.shared_cache import SharedAllocation
 
 _MAX_MODEL_BYTES = 256  # What a hello may carry.
@@ -38,8 +38,11 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
                 f"KVFerryConnector serves models with full attention and sliding windows, not "
                 f"{type(spec).__name__}"
             )
-    if len({group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}) != 1:
-        raise NotImplementedError("KVFerryConnector needs blocks of one size in all layers")
+    sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+    if len(sizes) != 1:
+        raise NotImplementedError(
+            f"KVFerryConnector needs blocks of one size in all layers, not {sorted(sizes)}"
+        )
 
 
 def check_store_supported(
@@ -47,9 +50,9 @@ def check_store_supported(
 ) -> None:
     """Raises, naming the setting, for engines that a store would fail: ValueError, or
     NotImplementedError for a model that it does not serve."""
-    if have_any(windows(kv_cache_config)):
+    if in_groups(windows(kv_cache_config)):
         raise NotImplementedError(
-            'KVFerryConnector in mode "store" keeps no blocks of layers with sliding windows. '
+            'KVFerryConnector in mode "store" serves models with full attention alone. '
             "--disable-hybrid-kv-cache-manager lets models that have other layers too keep all "
             "blocks of all of them"
         )

@@ -15,7 +15,7 @@ _MAX_RANKS = 1024  # Of an engine.
 TICKETS = "kvferry_tickets"  # Key of kv_transfer_params: one ticket a tensor-parallel rank.
 
 
-# The same of a model with sliding windows: such a list for each group of layers.
+# The same of a model whose layers come in groups: such a list for each.
 GROUP_TICKETS = "kvferry_group_tickets"
 
 

@@ -50,13 +50,13 @@ def check_transfer_id(transfer_id: object) -> str:
     )
 
 
-# By group of layers: of how many tokens it keeps the blocks; None: of all. Without a window there
-# is one group.
+# By group of layers: of how many tokens it keeps the blocks; None: of all.
 Windows = Sequence[int | None]
 
 
-def have_any(windows: Windows) -> bool:
-    return any(window is not None for window in windows)
+def in_groups(windows: Windows) -> bool:
+    """Whether a prompt is more than one list of blocks, all of them."""
+    return list(windows) != [None]
 
 
 def first_block(window: int | None, num_tokens: int, block_size: int) -> int:

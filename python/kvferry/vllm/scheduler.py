@@ -32,7 +32,7 @@ from kvferry.vllm.parts import (
     check_transfer_id,
     cut,
     first_block,
-    have_any,
+    in_groups,
 )
 from kvferry.vllm.room import Room
 from kvferry.vllm.telemetry import logger
@@ -287,7 +287,7 @@ class PrefillScheduler:
             "remote_host": host,
             "remote_port": int(port),
             "tp_size": len(self._workers),
-            **({GROUP_TICKETS: tickets} if have_any(self._windows) else {TICKETS: tickets[0]}),
+            **({GROUP_TICKETS: tickets} if in_groups(self._windows) else {TICKETS: tickets[0]}),
         }
 
 
@@ -360,7 +360,7 @@ class DecodeScheduler:
     def _loadable(self, request: Request) -> int:
         """Tokens of the prompt. If all were loaded, vLLM would compute the last one again, but give
         back a block of a window that ends with the first token that one needs."""
-        return request.num_prompt_tokens - have_any(self._windows)
+        return request.num_prompt_tokens - in_groups(self._windows)
 
     def _blocks(self, request: Request) -> int:
         """Of all groups, at most."""
@@ -411,7 +411,7 @@ class DecodeScheduler:
             if not error:
                 return [self._offer(request, part, addresses) for part in parts], ""
             groups = []
-        elif have_any(self._windows):
+        elif in_groups(self._windows):
             groups, error = parse_group_tickets(params, len(self._windows))
         else:
             tickets, error = parse_tickets(params)
