@@ -37,10 +37,14 @@ absl::Status CheckSlice(const KvLayout& layout, HeadRange heads) {
 
 }  // namespace
 
+bool AreAllHeads(const KvLayout& layout, HeadRange heads) {
+  return heads.count == 0 || heads == HeadRange{0, layout.num_heads()};
+}
+
 absl::StatusOr<HeadSlice> SliceHeads(const std::shared_ptr<const KvPool>& pool,
                                      const PageRuns& pages, HeadRange heads) {
   const KvLayout& layout = pool->layout();
-  if (heads.count == 0 || heads == HeadRange{0, layout.num_heads()}) return HeadSlice{pool, pages};
+  if (AreAllHeads(layout, heads)) return HeadSlice{pool, pages};
   KVFERRY_RETURN_IF_ERROR(CheckSlice(layout, heads));
   // As many heads an item as all borders are multiples of.
   const int64_t item_heads = std::gcd(std::gcd(heads.first, heads.count), layout.num_heads());

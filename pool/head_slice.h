@@ -20,6 +20,9 @@ struct HeadRange {
   bool operator==(const HeadRange&) const = default;
 };
 
+// Whether that is all that pages of a layout hold: then there is nothing to cut out of them.
+bool AreAllHeads(const KvLayout& layout, HeadRange heads);
+
 // The memory of a pool seen as smaller pages, and those of them that hold what was asked for.
 struct HeadSlice {
   std::shared_ptr<const KvPool> pool;

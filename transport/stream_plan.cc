@@ -49,13 +49,13 @@ int64_t SmallestItem(const KvLayout& layout) {
 
 }  // namespace
 
-StreamPlan::StreamPlan(HeadSlice slice, PageRuns pages, StreamTail tail)
-    : pool_(std::move(slice.pool)),
-      items_(std::move(slice.items)),
-      items_a_page_(slice.items_a_page),
+StreamPlan::StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages, StreamTail tail,
+                       std::shared_ptr<const HeadSlice> cut)
+    : cut_(std::move(cut)),
+      pool_(cut_ != nullptr ? cut_->pool : std::move(pool)),
       pages_(std::move(pages)),
       tail_(std::move(tail)),
-      layer_bytes_(items_.num_pages() * pool_->layout().layer_page_bytes()),
+      layer_bytes_(items().num_pages() * pool_->layout().layer_page_bytes()),
       min_item_bytes_(SmallestItem(pool_->layout())) {}
 
 absl::StatusOr<StreamPlan> StreamPlan::Create(const std::shared_ptr<const KvPool>& pool,
@@ -70,8 +70,12 @@ absl::StatusOr<StreamPlan> StreamPlan::Create(const std::shared_ptr<const KvPool
     return absl::OutOfRangeError(
         absl::StrCat("a tail of ", tail.bytes, " bytes, limit ", kMaxTailBytes));
   }
-  KVFERRY_ASSIGN_OR_RETURN(HeadSlice slice, SliceHeads(pool, pages, heads));
-  return StreamPlan(std::move(slice), std::move(pages), std::move(tail));
+  std::shared_ptr<const HeadSlice> cut;
+  if (!AreAllHeads(pool->layout(), heads)) {
+    KVFERRY_ASSIGN_OR_RETURN(HeadSlice slice, SliceHeads(pool, pages, heads));
+    cut = std::make_shared<const HeadSlice>(std::move(slice));
+  }
+  return StreamPlan(pool, std::move(pages), std::move(tail), std::move(cut));
 }
 
 int64_t StreamPlan::LayersIn(int64_t bytes) const {
@@ -83,7 +87,7 @@ int64_t StreamPlan::BytesOfLayers(int64_t layers) const {
 }
 
 int64_t StreamPlan::mean_piece_bytes() const {
-  const auto runs = static_cast<int64_t>(items_.num_runs());
+  const auto runs = static_cast<int64_t>(items().num_runs());
   const int64_t pieces = runs * pool_->layout().num_tensors();
   return std::max<int64_t>(1, pieces == 0 ? layer_bytes_ : layer_bytes_ / pieces);
 }
@@ -121,11 +125,11 @@ absl::Status StreamPlan::CopyPages(int64_t offset, std::span<Byte> packed, CopyF
                                    AddFn<Byte> add) const {
   PageCopies copies;
   absl::Status status;
-  ForEachSegment(*pool_, items_.num_pages(), layer_bytes_, offset,
+  ForEachSegment(*pool_, items().num_pages(), layer_bytes_, offset,
                  static_cast<int64_t>(packed.size()), [&](const Segment& segment) {
                    const auto part = packed.subspan(segment.packed, segment.bytes);
-                   if (on_host()) return copy(*segment.buffer, items_, segment.offset, part);
-                   status.Update((copies.*add)(*segment.buffer, items_, segment.offset, part));
+                   if (on_host()) return copy(*segment.buffer, items(), segment.offset, part);
+                   status.Update((copies.*add)(*segment.buffer, items(), segment.offset, part));
                  });
   if (on_host()) return absl::OkStatus();
   if (status.ok()) status = pool_->memory().RunApart(copies.copies());
@@ -138,32 +142,33 @@ absl::Status StreamPlan::CopyPages(int64_t offset, std::span<Byte> packed, CopyF
 void StreamPlan::AppendPieces(int64_t offset, int64_t bytes,
                               std::vector<std::span<std::byte>>* pieces) const {
   const int64_t in_pages = InPages(offset, bytes);
-  ForEachSegment(*pool_, items_.num_pages(), layer_bytes_, offset, in_pages,
-                 [&](const Segment& segment) {
-                   AppendPagePieces(*segment.buffer, items_, segment.offset, segment.bytes, pieces);
-                 });
+  ForEachSegment(
+      *pool_, items().num_pages(), layer_bytes_, offset, in_pages, [&](const Segment& segment) {
+        AppendPagePieces(*segment.buffer, items(), segment.offset, segment.bytes, pieces);
+      });
   if (in_pages == bytes) return;
   pieces->emplace_back(tail_.data + (offset + in_pages - pages_bytes()), bytes - in_pages);
 }
 
 std::vector<int64_t> StreamPlan::PagesTouchedBy(
     std::span<const std::pair<int64_t, int64_t>> gaps) const {
-  std::vector<bool> touched(items_.num_pages(), false);
+  std::vector<bool> touched(items().num_pages(), false);
   bool all = false;
   for (const auto& [begin, end] : gaps) {
-    ForEachSegment(*pool_, items_.num_pages(), layer_bytes_, begin, InPages(begin, end - begin),
+    ForEachSegment(*pool_, items().num_pages(), layer_bytes_, begin, InPages(begin, end - begin),
                    [&](const Segment& segment) {
                      const int64_t item = segment.buffer->item_bytes;
                      const int64_t last = (segment.offset + segment.bytes - 1) / item;
                      if (all) return;
                      for (int64_t i = segment.offset / item; i <= last; ++i) touched[i] = true;
-                     all = segment.bytes == items_.num_pages() * item;
+                     all = segment.bytes == items().num_pages() * item;
                    });
   }
+  const int64_t items_a_page = cut_ != nullptr ? cut_->items_a_page : 1;
   std::vector<int64_t> pages;
   for (int64_t position = 0; position < pages_.num_pages(); ++position) {
-    const auto items = touched.begin() + position * items_a_page_;
-    if (std::find(items, items + items_a_page_, true) != items + items_a_page_) {
+    const auto first = touched.begin() + position * items_a_page;
+    if (std::find(first, first + items_a_page, true) != first + items_a_page) {
       pages.push_back(pages_.PageAt(position));
     }
   }

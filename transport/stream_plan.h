@@ -80,7 +80,10 @@ class StreamPlan {
   std::vector<int64_t> PagesTouchedBy(std::span<const std::pair<int64_t, int64_t>> gaps) const;
 
  private:
-  StreamPlan(HeadSlice slice, PageRuns pages, StreamTail tail);
+  StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages, StreamTail tail,
+             std::shared_ptr<const HeadSlice> cut);
+  // Of pool_: what the stream is made of.
+  const PageRuns& items() const { return cut_ != nullptr ? cut_->items : pages_; }
   // How many of the bytes from `offset` on are of pages.
   int64_t InPages(int64_t offset, int64_t bytes) const;
   template <typename Byte>
@@ -93,11 +96,9 @@ class StreamPlan {
   absl::Status CopyPages(int64_t offset, std::span<Byte> packed, CopyFn<Byte> copy,
                          AddFn<Byte> add) const;
 
-  // Of the pool's pages, or of what they have become where only some of their heads are in the stream.
-  std::shared_ptr<const KvPool> pool_;
-  PageRuns items_;
-  int64_t items_a_page_;
-  PageRuns pages_;  // As the owner of the pool knows them.
+  std::shared_ptr<const HeadSlice> cut_;  // Where only some of the heads are in the stream.
+  std::shared_ptr<const KvPool> pool_;    // That one's then.
+  PageRuns pages_;                        // As the owner of the pool knows them.
   StreamTail tail_;
   int64_t layer_bytes_;
   int64_t min_item_bytes_;
