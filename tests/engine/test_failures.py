@@ -160,7 +160,7 @@ def test_preempted_prompts_are_published_again(engines: Engines, reference):
 
 @pytest.mark.parametrize(
     "model, dtype, word",
-    [("SmolLM2-135M-Instruct tp 0/1", "bfloat16", "dtype"), ("another model", "float32", "model")],
+    [("SmolLM2-135M-Instruct", "bfloat16", "dtype"), ("another model", "float32", "model")],
 )
 def test_wrong_pairing_is_refused_when_they_meet(engines: Engines, model, dtype, word):
     prompt = engines.prefill.tokenize("Who are you?")

@@ -72,7 +72,7 @@ def check(
     pair.decode.wait_idle()
 
 
-@pytest.mark.parametrize("length", [2, 31, 33, WINDOW, WINDOW + 1, 300, 1000])
+@pytest.mark.parametrize("length", [2, 33, WINDOW + 1, 1000])
 def test_answer_equals_that_of_one_engine(pair: Pair, length: int):
     check(pair, pair.prefill.tokenize(f"{length}. {QUESTION * 60}")[:length])
 
@@ -131,7 +131,7 @@ def test_a_load_that_fails_is_what_the_policy_says(pair: Pair, group: int):
     check(pair, pair.prefill.tokenize(f"Found {group}. {QUESTION * 10}"))
 
 
-@pytest.mark.parametrize("length", [2, 300, 1270])
+@pytest.mark.parametrize("length", [33, 1270])
 def test_at_once(pair: Pair, length: int):
     check(pair, pair.prefill.tokenize(f"At once {length}. {QUESTION * 80}")[:length], at_once=True)
 
