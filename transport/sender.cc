@@ -160,7 +160,9 @@ void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const Lease
       std::min({fetch.chunk_bytes, config_.chunk_bytes, fetch.window_bytes});
   const int64_t ready_bytes = ReadyBytes(*plan, fetch.lease_id);
   const uint64_t id = fetch.transfer_id;
-  fetch.positions = PageRuns();  // The plan has what they stand for.
+  {
+    const PageRuns spent = std::move(fetch.positions);  // The plan has what they stand for.
+  }
   auto transfer = std::make_shared<Transfer>(
       Transfer{std::move(fetch), peer, link, *std::move(plan),
                DeadlineInMs(timeout_ms + kDeadlineSlackMs), chunk_bytes, ready_bytes});
