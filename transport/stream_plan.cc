@@ -52,7 +52,7 @@ int64_t SmallestItem(const KvLayout& layout) {
 StreamPlan::StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages, StreamTail tail,
                        std::shared_ptr<const HeadSlice> cut)
     : cut_(std::move(cut)),
-      pool_(cut_ != nullptr ? cut_->pool : std::move(pool)),
+      pool_(std::move(pool)),
       pages_(std::move(pages)),
       tail_(std::move(tail)),
       layer_bytes_(items().num_pages() * pool_->layout().layer_page_bytes()),
@@ -75,7 +75,8 @@ absl::StatusOr<StreamPlan> StreamPlan::Create(const std::shared_ptr<const KvPool
     KVFERRY_ASSIGN_OR_RETURN(HeadSlice slice, SliceHeads(pool, pages, heads));
     cut = std::make_shared<const HeadSlice>(std::move(slice));
   }
-  return StreamPlan(pool, std::move(pages), std::move(tail), std::move(cut));
+  std::shared_ptr<const KvPool> seen = cut != nullptr ? cut->pool : pool;
+  return StreamPlan(std::move(seen), std::move(pages), std::move(tail), std::move(cut));
 }
 
 int64_t StreamPlan::LayersIn(int64_t bytes) const {
