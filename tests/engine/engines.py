@@ -19,6 +19,11 @@ DECODE_BLOCKS = 1 + 2 * MAX_TOKENS // BLOCK_TOKENS
 SPARE_LEASE_MS = 2000
 # With its queue in prefill, on a machine that has much to do.
 FETCH_TIMEOUT_MS = 90_000
+# Of pairs that other tests start beside these engines, and that may be kept waiting by all of them.
+PATIENT = {
+    "prefill_transfer": {"kv_connector_extra_config": {"lease_ms": 2 * FETCH_TIMEOUT_MS}},
+    "decode_transfer": {"kv_connector_extra_config": {"fetch_timeout_ms": FETCH_TIMEOUT_MS}},
+}
 # More than one is for test_random.py alone: the others count what one rank traces.
 PREFILL_RANKS, _, DECODE_RANKS = os.environ.get("KVFERRY_TEST_TP_SIZE", "1").partition(":")
 # Small blocks and few of them: leaks show soon.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import random_model
-from engines import BLOCK_TOKENS, DECODE_ENGINE, ENGINE
+from engines import BLOCK_TOKENS, DECODE_ENGINE, ENGINE, PATIENT
 from pair import Pair
 from random_model import HEAD_DIM, HEADS, LAYERS, QUESTION
 
@@ -25,6 +25,7 @@ def pair(
         tmp_path_factory.mktemp("ranks"),
         prefill=ENGINE | {"tensor_parallel_size": prefill_size},
         decode=DECODE_ENGINE | {"tensor_parallel_size": decode_size},
+        **PATIENT,
     ) as pair:
         pair.decode_ranks = decode_size
         yield pair

@@ -8,7 +8,7 @@ from typing import Any
 import kvferry
 import pytest
 import random_model
-from engines import BLOCK_TOKENS, DECODE_ENGINE, ENGINE
+from engines import BLOCK_TOKENS, DECODE_ENGINE, ENGINE, PATIENT
 from pair import REMOTE_DECODE, Pair
 from random_model import HEAD_DIM, LAYERS, QUESTION
 
@@ -37,7 +37,8 @@ def pair(
         tmp_path_factory.mktemp("windows"),
         prefill=ENGINE | blocks | {"enable_chunked_prefill": True, "max_num_batched_tokens": 128},
         decode=DECODE_ENGINE | blocks,
-        decode_transfer={"kv_load_failure_policy": policy},
+        prefill_transfer=PATIENT["prefill_transfer"],
+        decode_transfer=PATIENT["decode_transfer"] | {"kv_load_failure_policy": policy},
     ) as pair:
         pair.windowed, pair.full, pair.policy = windowed, full, policy
         yield pair
