@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from engines import MODEL
+from pair import Pair
 
 HEADS = 4
 LAYERS = 4
@@ -40,3 +41,13 @@ def make(folder: Path, kind: str, **config: Any) -> Path:
     made = getattr(transformers, f"{kind}Config")(**sizes | config)
     getattr(transformers, f"{kind}ForCausalLM")(made).save_pretrained(folder)
     return folder
+
+
+def answer_together(pair: Pair, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """By tickets: all prompts are handed over first, and then decoded at the same time."""
+    params = [pair.hand_over(prompt) for prompt in prompts]
+    requests = [
+        pair.decode.start(prompt, max_tokens, it)
+        for prompt, it in zip(prompts, params, strict=True)
+    ]
+    return [request.answer().tokens for request in requests]

@@ -65,8 +65,6 @@ def test_what_is_cached_whole_is_let_go_of_by_every_rank(pair: Pair):
 def test_several_at_the_same_time(pair: Pair):
     prompts = [pair.prefill.tokenize(f"{n}. {QUESTION * (n + 1)}") for n in range(6)]
     expected = [pair.prefill.generate(prompt, 8).tokens for prompt in prompts]
-    params = [pair.hand_over(prompt) for prompt in prompts]
-    answers = [pair.decode.start(prompt, 8, it) for prompt, it in zip(prompts, params, strict=True)]
-    assert [request.answer().tokens for request in answers] == expected
+    assert random_model.answer_together(pair, prompts, 8) == expected
     pair.prefill.wait_idle()
     pair.decode.wait_idle()

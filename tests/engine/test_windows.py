@@ -100,9 +100,7 @@ def test_cached_blocks_are_not_moved_again(pair: Pair):
 def test_several_at_the_same_time(pair: Pair):
     prompts = [pair.prefill.tokenize(f"{n}. {QUESTION * (2 * n + 1)}")[:700] for n in range(6)]
     expected = [pair.prefill.generate(prompt, 8).tokens for prompt in prompts]
-    params = [pair.hand_over(prompt) for prompt in prompts]
-    answers = [pair.decode.start(prompt, 8, it) for prompt, it in zip(prompts, params, strict=True)]
-    assert [request.answer().tokens for request in answers] == expected
+    assert random_model.answer_together(pair, prompts, 8) == expected
     pair.prefill.wait_idle()
     pair.decode.wait_idle()
 

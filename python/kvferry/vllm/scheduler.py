@@ -459,12 +459,10 @@ class DecodeScheduler:
             self._cancelled.append(request.request_id)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        for transfer, block_ids in self._loading.values():
-            if transfer in self._takers and not output.invalid_block_ids.isdisjoint(block_ids):
-                self._takers[transfer] = ""
-        for request_id in output.failed_recving:
-            transfer = self._loading[request_id][0] if request_id in self._loading else None
-            if transfer in self._takers:
+        for request_id, (transfer, block_ids) in self._loading.items():
+            failed = request_id in output.failed_recving
+            failed = failed or not output.invalid_block_ids.isdisjoint(block_ids)
+            if failed and transfer in self._takers:
                 self._takers[transfer] = ""
         for request_id in output.finished_recving or ():
             self._loading.pop(request_id, None)
