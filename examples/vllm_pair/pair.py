@@ -43,6 +43,7 @@ DEFAULT_MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
 START_TIMEOUT_S = 240.0
 REQUEST_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
+YIELD_S = 100e-6
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 # Engines that share few cores must not bind their threads to the same one or spin in OpenMP.
@@ -575,6 +576,12 @@ def _child_main() -> None:
         if _owner_is_gone.is_set():  # Else the owner kills what is left.
             _kill_group()
 
+
+if __name__ in ("__main__", "__mp_main__"):  # The second in the processes that vLLM spawns.
+    # vLLM's workers look for their next step for a second, with os.sched_yield() in between. On few
+    # processors Linux (6.18, seen) then keeps others that want one waiting for seconds a turn, and
+    # engines of several ranks, which wait for each other, stand still for minutes.
+    os.sched_yield = lambda: time.sleep(YIELD_S)
 
 if __name__ == "__main__":
     _child_main()
