@@ -1,0 +1,575 @@
+"""kvferry between SGLang's prefill and decode servers.
+
+SGLang's other backends have the prefill rank write into the decode rank's memory. Here each rank
+writes its own: the prefill rank publishes a request's pages, chunk by chunk as they are computed,
+and tells the decode rank, which fetches them. So nothing arrives in pages that a decode rank has
+given up, whatever the other side does, and pages of a prefill rank that gives up are not read any
+more. Neither needs an answer of the other for that.
+
+Bootstrapping, statuses, time limits, aborts and heartbeats are SGLang's own (common/conn.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+import os
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import zmq
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_device
+from sglang.srt.utils.network import NetworkAddress
+
+import kvferry
+from kvferry.sglang.pd_messages import Chunk, Peer, Request, parse
+from kvferry.sglang.pd_pool import AdoptedPool, Rank
+
+_logger = logging.getLogger(__name__)
+# What endpoints raise for bad input and for trouble; never a reason to stop the server.
+_REFUSED = (kvferry.Error, ValueError)
+# An endpoint's thread ends transfers as soon as it is asked to: this time is not used up.
+_SETTLE_TIMEOUT_MS = 5000
+_MAX_GIVEN_UP = 65536
+_ABORTED_HERE = "Aborted by the prefill side"
+_ABORT = b"ABORT"  # SGLang's, decode to prefill.
+
+
+@dataclasses.dataclass
+class _Outgoing:
+    """A request on the prefill side."""
+
+    leases: set[int] = dataclasses.field(default_factory=set)  # Not fetched yet.
+    is_whole: bool = False  # All chunks are published.
+    is_closed: bool = False
+
+
+@dataclasses.dataclass
+class _Job:
+    """A chunk to be published."""
+
+    room: int
+    request: _Outgoing
+    first: int
+    pages: list[int]
+    aux: list[bytes] | None  # Of the last chunk.
+    wait_event: Any
+
+
+@dataclasses.dataclass
+class _FromRank:
+    """What one prefill rank sends of a request."""
+
+    handles: list[kvferry.FetchHandle] = dataclasses.field(default_factory=list)
+    next_page: int = 0
+    aux: list[bytes] | None = None  # Once the last chunk is known of.
+
+
+@dataclasses.dataclass
+class _Incoming:
+    """A request on the decode side."""
+
+    pages: list[int]
+    aux_index: int | None
+    readers: int  # Decode ranks that ask the same prefill rank.
+    ranks: int  # Prefill ranks that send.
+    senders: dict[int, _FromRank] = dataclasses.field(default_factory=dict)
+    is_closed: bool = False
+
+    def handles(self) -> list[kvferry.FetchHandle]:
+        return [handle for sender in self.senders.values() for handle in sender.handles]
+
+    def is_whole(self) -> bool:
+        return len(self.senders) == self.ranks and all(
+            sender.aux is not None for sender in self.senders.values()
+        )
+
+
+@dataclasses.dataclass
+class _Destination:
+    """A decode rank that has room for a request, as SGLang's own code looks at it."""
+
+    endpoint: str
+    dst_port: int
+    required_dst_info_num: int
+    decode_prefix_len: int
+    is_dummy: bool
+
+
+class KVManager(CommonKVManager):
+    """One rank's. Methods are the scheduler's thread's, but for what its own threads call."""
+
+    kv_status_msg_tag = b"KVFERRY_STATUS"
+    kv_status_msg_carries_reason = True
+
+    def __init__(
+        self,
+        args: KVArgs,
+        disaggregation_mode: DisaggregationMode,
+        server_args,
+        is_mla_backend: bool | None = False,
+    ):
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self._check_supported()
+        self._adopted = AdoptedPool(
+            args,
+            is_mla=bool(is_mla_backend),
+            rank=Rank(self.attn_tp_rank, self.attn_tp_size),
+            device=get_device().device,
+            model=os.path.basename(os.path.normpath(server_args.model_path)),
+        )
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._threads: list[threading.Thread] = []
+        config = kvferry.Config.make()
+        name = f"{disaggregation_mode.value} tp {self.attn_tp_rank} dp {self.system_dp_rank}"
+        pool, identity, heads = self._adopted.pool, self._adopted.identity, self._adopted.heads
+        if disaggregation_mode == DisaggregationMode.PREFILL:
+            self._outgoing: dict[int, _Outgoing] = {}
+            self._by_lease: dict[int, tuple[int, _Outgoing]] = {}
+            self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+            self._given_up: OrderedDict[int, None] = OrderedDict()
+            self._publisher = kvferry.PrefillEndpoint(pool, config, identity, name, heads=heads)
+            _logger.info("kvferry: %s listens on %s", name, self._publisher.address)
+            self._start("publish", self._publish_chunks)
+            self._start("prefill", self._serve, self._on_prefill_message)
+        else:
+            self._incoming: dict[int, _Incoming] = {}
+            self._fetcher = kvferry.DecodeEndpoint(pool, config, identity, name, heads=heads)
+            self._start("decode", self._serve, self._on_decode_message)
+            self._threads.append(self._start_heartbeat_checker_thread())
+
+    def _check_supported(self) -> None:
+        sizes = {
+            "pipeline parallelism": self.pp_size,
+            "context parallelism of attention": self.attn_cp_size,
+            "context parallelism of decoding": self.dcp_size,
+            "sharding of KV pages": self.kv_shard_size,
+        }
+        for name, size in sizes.items():
+            if size != 1:
+                raise NotImplementedError(
+                    f"kvferry does not serve {name} in SGLang, here of {size}"
+                )
+
+    def _start(self, name: str, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, name=f"kvferry-{name}", args=args, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def teardown(self) -> None:
+        """Ends all transfers, and what runs here. The pool stays."""
+        self._is_over.set()
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self._jobs.put(None)
+            self._publisher.close()
+        else:
+            self._heartbeat_shutdown.set()
+            self._fetcher.close()
+        waker = self._zmq_ctx.socket(zmq.PUSH)
+        waker.connect(NetworkAddress(self.local_ip, self.rank_port).to_tcp())
+        waker.send(b"")
+        for thread in self._threads:
+            thread.join(_SETTLE_TIMEOUT_MS / 1e3)
+        self._zmq_ctx.destroy(linger=0)
+
+    def _serve(self, on_message: Callable[[list[bytes]], None]) -> None:
+        """Reads what the other side says. In a thread of its own."""
+        while True:
+            frames = self.server_socket.recv_multipart()
+            if self._is_over.is_set():
+                return
+            try:
+                on_message(frames)
+            except Exception as error:  # Whatever a stranger sends must not end the thread.
+                _logger.warning("kvferry: a message was dropped: %s", error)
+
+    # ---------------------------------------------------------------- the prefill side
+
+    def _on_prefill_message(self, frames: list[bytes]) -> None:
+        if frames[0] == _ABORT:
+            room = int(frames[1])
+            if self.request_status.get(room) not in (None, KVPoll.Success):
+                self.record_failure(room, "Aborted by the decode side")
+                self.update_status(room, KVPoll.Failed)  # The scheduler sees it and cleans up.
+            return
+        message, _ = parse(frames)
+        if isinstance(message, Peer):
+            self._check_aux(message)
+        elif isinstance(message, Request):
+            self._add_destination(message)
+        else:
+            raise ValueError(f"{message.TYPE} at a prefill server")
+
+    def _check_aux(self, peer: Peer) -> None:
+        mine = list(self.kv_args.aux_item_lens)
+        if peer.aux_bytes != mine:
+            _logger.error(
+                "kvferry: decode rank %s:%d has metadata rows of %s bytes, this rank of %s: "
+                "both servers need the same release and options of SGLang. Its requests will fail",
+                peer.ip,
+                peer.port,
+                peer.aux_bytes,
+                mine,
+            )
+
+    def _add_destination(self, message: Request) -> None:
+        if message.room in self._given_up:
+            self._refuse(message)
+            return
+        infos = self.transfer_infos.setdefault(message.room, {})
+        infos[message.rank] = _Destination(
+            message.ip, message.port, message.readers, message.prefix, message.is_dummy
+        )
+        if len(infos) == message.readers:
+            self.resolve_kv_replica_factor(infos)
+            self.req_to_decode_prefix_len[message.room] = max(
+                info.decode_prefix_len for info in infos.values()
+            )
+            self.update_status(message.room, KVPoll.WaitingForInput)
+
+    def _refuse(self, message: Request) -> None:
+        self.send_kv_status_message(
+            targets=[(message.ip, message.port)],
+            bootstrap_room=message.room,
+            status=KVPoll.Failed,
+            failure_reason=_ABORTED_HERE,
+        )
+
+    def give_up(self, room: int) -> None:
+        """Tells the decode side, also if it asks later: it would wait for its time limit."""
+        self._given_up[room] = None
+        if len(self._given_up) > _MAX_GIVEN_UP:
+            self._given_up.popitem(last=False)
+        self.conclude_failure(bootstrap_room=room, failure_reason=_ABORTED_HERE)
+
+    def begin(self, room: int) -> None:
+        self._given_up.pop(room, None)
+
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices,
+        index_slice: slice,
+        is_last_chunk: bool,
+        aux_index: int | None = None,
+        state_indices: list | None = None,
+        num_kv_tokens: int | None = None,
+        *,
+        wait_event=None,
+        indices_event=None,
+        trace_ctx=None,
+    ) -> None:
+        """Of pages that are written, or will be when wait_event is done."""
+        infos = self.transfer_infos.get(bootstrap_room)
+        if infos is None:
+            return  # It has ended.
+        with self._lock:
+            request = self._outgoing.setdefault(bootstrap_room, _Outgoing())
+            if all(info.is_dummy for info in infos.values()):
+                request.is_whole = is_last_chunk
+                return
+        if indices_event is not None:
+            indices_event.synchronize()
+        pages = np.asarray(kv_indices).tolist()
+        aux = self._read_aux(aux_index) if is_last_chunk else None
+        self._jobs.put(_Job(bootstrap_room, request, index_slice.start, pages, aux, wait_event))
+
+    def _read_aux(self, row: int) -> list[bytes]:
+        args = self.kv_args
+        return [
+            ctypes.string_at(address + row * size, size)
+            for address, size in zip(args.aux_data_ptrs, args.aux_item_lens, strict=True)
+        ]
+
+    def _publish_chunks(self) -> None:
+        """In a thread of its own: it waits for the device, and for peers that do not read."""
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._publish(job)
+            except Exception as error:
+                self.conclude_failure(
+                    bootstrap_room=job.room, failure_reason=f"publishing pages: {error}"
+                )
+
+    def _publish(self, job: _Job) -> None:
+        if job.wait_event is not None:
+            job.wait_event.synchronize()
+        ticket = ""
+        with self._lock:
+            if job.request.is_closed:
+                return
+            if job.pages:
+                ticket = self._publisher.publish(
+                    job.pages, ready_layers=self._adopted.pool.layout.num_layers
+                )
+                lease_id = kvferry.Ticket.parse(ticket).lease_id
+                job.request.leases.add(lease_id)
+                self._by_lease[lease_id] = job.room, job.request
+            targets = self._room_notify_targets(job.room)
+        chunk = Chunk(
+            room=job.room,
+            rank=self.attn_tp_rank,
+            ranks=self.attn_tp_size,
+            first=job.first,
+            pages=len(job.pages),
+            ticket=ticket,
+            is_last=job.aux is not None,
+        )
+        for host, port in targets:
+            address = NetworkAddress(host, port)
+            self._send_multipart_locked(
+                address.to_tcp(), chunk.frames(*(job.aux or [])), is_ipv6=address.is_ipv6
+            )
+        if job.aux is not None:
+            with self._lock:
+                job.request.is_whole = True
+
+    def advance_outgoing(self, room: int) -> None:
+        """Takes note of leases that have ended, anybody's, and of whether this request has."""
+        expired: list[int] = []
+        with self._lock:
+            for lease_id, how in self._publisher.take_ended():
+                ended_room, request = self._by_lease.pop(lease_id, (0, None))
+                if request is None:
+                    continue  # settle_outgoing() took it back.
+                request.leases.discard(lease_id)
+                if how != "fetched":
+                    expired.append(ended_room)
+            request = self._outgoing.get(room)
+            is_done = request is not None and request.is_whole and not request.leases
+        for other in expired:
+            self.conclude_failure(
+                bootstrap_room=other, failure_reason="the decode side did not fetch in time"
+            )
+        if is_done:
+            self.update_status(room, KVPoll.Success)
+
+    def settle_outgoing(self, room: int) -> None:
+        """When it returns nothing of the request is read any more, nor will be."""
+        with self._lock:
+            request = self._outgoing.pop(room, None)
+            if request is None:
+                return
+            request.is_closed = True
+            for lease_id in request.leases:
+                del self._by_lease[lease_id]
+        for lease_id in request.leases:
+            try:
+                self._publisher.release(lease_id, _SETTLE_TIMEOUT_MS)
+            except kvferry.DeadlineExceeded as error:
+                _logger.error("kvferry: pages of room %s may be read still: %s", room, error)
+            except kvferry.Error:
+                pass  # It has ended by itself.
+
+    # ---------------------------------------------------------------- the decode side
+
+    def build_receiver_registration_message(self) -> list[bytes]:
+        return Peer(self.local_ip, self.rank_port, list(self.kv_args.aux_item_lens)).frames()
+
+    def build_receiver_metadata_message(
+        self,
+        *,
+        bootstrap_room: int,
+        required_dst_info_num: int,
+        kv_indices,
+        aux_index: int | None,
+        state_indices: list | None,
+        decode_prefix_len: int | None,
+        is_dummy: bool,
+        device_kv_indices=None,
+    ) -> list[bytes]:
+        return Request(
+            room=bootstrap_room,
+            ip=self.local_ip,
+            port=self.rank_port,
+            rank=self.attn_tp_rank,
+            readers=required_dst_info_num,
+            prefix=decode_prefix_len or 0,
+            is_dummy=is_dummy,
+        ).frames()
+
+    def expect(self, room: int, incoming: _Incoming) -> None:
+        with self._lock:
+            self._incoming[room] = incoming
+
+    def _on_decode_message(self, frames: list[bytes]) -> None:
+        if frames[0] == self.kv_status_msg_tag:
+            status = self.parse_kv_status_message(frames)
+            if status is not None and status[1] == KVPoll.Failed:
+                room, _, rank, reason = status
+                self.apply_prefill_status(
+                    bootstrap_room=room,
+                    status=KVPoll.Failed,
+                    prefill_rank=rank,
+                    failure_reason=reason,
+                )
+            return
+        chunk, aux = parse(frames)
+        if not isinstance(chunk, Chunk):
+            raise ValueError(f"{chunk.TYPE} at a decode server")
+        with self._lock:
+            incoming = self._incoming.get(chunk.room)
+            if incoming is None or incoming.is_closed:
+                return  # Given up meanwhile.
+            try:
+                self._take(chunk, aux, incoming)
+            except _REFUSED as error:
+                self._fail(chunk.room, f"from prefill rank {chunk.rank}: {error}")
+
+    def _take(self, chunk: Chunk, aux: list[bytes], incoming: _Incoming) -> None:
+        """Begins to fetch a chunk. Holds the lock."""
+        sender = incoming.senders.setdefault(chunk.rank, _FromRank())
+        end = chunk.first + chunk.pages
+        if sender.aux is not None or chunk.first != sender.next_page or end > len(incoming.pages):
+            raise ValueError(
+                f"pages [{chunk.first}, {end}) of {len(incoming.pages)}, behind {sender.next_page}"
+            )
+        if chunk.is_last and end != len(incoming.pages):
+            raise ValueError(f"{end} pages where {len(incoming.pages)} were expected")
+        if chunk.is_last and [len(row) for row in aux] != list(self.kv_args.aux_item_lens):
+            raise ValueError(
+                f"metadata rows of {[len(row) for row in aux]} bytes, here they have "
+                f"{list(self.kv_args.aux_item_lens)}: both servers need the same options of SGLang"
+            )
+        if chunk.pages:
+            pages = incoming.pages[chunk.first : end]
+            if kvferry.Ticket.parse(chunk.ticket).num_pages != chunk.pages:
+                raise ValueError(f"the ticket is not of {chunk.pages} pages: {chunk.ticket}")
+            share = self._adopted.share(Rank(chunk.rank, chunk.ranks), incoming.readers)
+            heads, reader = share or (
+                (0, 0),
+                (self.attn_tp_rank % incoming.readers, incoming.readers),
+            )
+            sender.handles.append(
+                self._fetcher.fetch(
+                    chunk.ticket, 0, pages if share else [], heads=heads, reader=reader
+                )
+            )
+        sender.next_page = end
+        if chunk.is_last:
+            sender.aux = aux
+
+    def _fail(self, room: int, reason: str) -> None:
+        if room in self.request_status:
+            self.record_failure(room, reason)
+            self.update_status(room, KVPoll.Failed)
+
+    def advance_incoming(self, room: int) -> None:
+        """Takes note of fetches that have ended."""
+        with self._lock:
+            incoming = self._incoming.get(room)
+            if incoming is None or incoming.is_closed:
+                return
+            handles = incoming.handles()
+            for handle in handles:
+                if handle.done and not handle.ok:
+                    self._fail(room, handle.error)
+                    return
+            if not incoming.is_whole() or not all(handle.done for handle in handles):
+                return
+            if incoming.aux_index is not None:
+                self._write_aux(incoming.senders[min(incoming.senders)].aux, incoming.aux_index)
+        self.update_status(room, KVPoll.Success)
+
+    def _write_aux(self, rows: list[bytes], row: int) -> None:
+        for address, content in zip(self.kv_args.aux_data_ptrs, rows, strict=True):
+            ctypes.memmove(address + row * len(content), content, len(content))
+
+    def cancel_incoming(self, room: int) -> bool:
+        """Asks for the end. True: nothing is written for the request any more, nor will be."""
+        with self._lock:
+            incoming = self._incoming.get(room)
+            if incoming is None:
+                return True
+            incoming.is_closed = True
+            running = [handle for handle in incoming.handles() if not handle.done]
+        for handle in running:
+            handle.cancel()
+        return not running
+
+    def settle_incoming(self, room: int) -> None:
+        """When it returns nothing is written for the request any more."""
+        deadline = time.monotonic() + _SETTLE_TIMEOUT_MS / 1e3
+        while not self.cancel_incoming(room):
+            if time.monotonic() > deadline:
+                _logger.error("kvferry: pages of room %s may be written still", room)
+                break
+            time.sleep(0.0005)
+        with self._lock:
+            self._incoming.pop(room, None)
+
+
+class KVSender(CommonKVSender):
+    """A request on a prefill rank. The scheduler frees its pages after failure_exception() and
+    abort(), on any rank's failure, so both wait until none is read."""
+
+    kv_mgr: KVManager
+
+    def __init__(self, mgr: KVManager, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
+        mgr.begin(bootstrap_room)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
+
+    def poll(self) -> int:
+        self.kv_mgr.advance_outgoing(self.bootstrap_room)
+        return super().poll()
+
+    def abort(self) -> None:
+        self.kv_mgr.give_up(self.bootstrap_room)
+        super().abort()
+        self.kv_mgr.settle_outgoing(self.bootstrap_room)
+
+    def clear(self) -> None:
+        self.kv_mgr.settle_outgoing(self.bootstrap_room)
+        super().clear()
+
+
+class KVReceiver(CommonKVReceiver):
+    """A request on a decode rank. The scheduler frees its pages when poll() says Failed and after
+    clear(), so neither is before nothing is written to them."""
+
+    kv_mgr: KVManager
+
+    def send_metadata(self, kv_indices, aux_index=None, *args, **kwargs) -> None:
+        if self.bootstrap_infos is not None:
+            self.kv_mgr.expect(
+                self.bootstrap_room,
+                _Incoming(
+                    np.asarray(kv_indices).tolist(),
+                    aux_index,
+                    self.required_dst_info_num,
+                    self.required_prefill_response_num,
+                ),
+            )
+        super().send_metadata(kv_indices, aux_index, *args, **kwargs)
+
+    def poll(self) -> int:
+        self.kv_mgr.advance_incoming(self.bootstrap_room)
+        status = super().poll()
+        if status == KVPoll.Failed:
+            self.ensure_abort_notified()  # The prefill side need not wait for its time limit.
+            if not self.kv_mgr.cancel_incoming(self.bootstrap_room):
+                return KVPoll.Transferring
+        return status
+
+    def clear(self) -> None:
+        self.kv_mgr.settle_incoming(self.bootstrap_room)
+        super().clear()
+
+
+class KVBootstrapServer(CommonKVBootstrapServer):
+    """SGLang's own."""
