@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import pickle
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -343,10 +344,9 @@ def test_the_prefill_side_aborts(pair, sent):
     transfer.senders[0].abort()
     assert prefill.manager._publisher.metrics()["leases_live"] == 0  # Its pages are free now.
     wait_status(transfer.receivers, KVPoll.Failed)
-    assert transfer.reasons()[0] in (
-        "Aborted by the prefill side",
-        "the prefill process took the request back",
-    )
+    # What comes first: SGLang's message, or what a fetch is told.
+    says = "Aborted by the prefill side|took the request back|has already been released"
+    assert re.search(says, transfer.reasons()[0])
 
 
 def test_the_prefill_side_aborts_before_the_decode_side_asks(pair):

@@ -465,7 +465,7 @@ class KVManager(CommonKVManager):
             sender.aux = aux
 
     def _fail(self, room: int, reason: str) -> None:
-        if room in self.request_status:
+        if self.request_status.get(room) not in (None, KVPoll.Failed):  # The first reason counts.
             self.record_failure(room, reason)
             self.update_status(room, KVPoll.Failed)
 
