@@ -30,7 +30,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +142,9 @@ class Request:
 class Engine:
     """One vLLM engine in a process group of its own."""
 
+    SCRIPT = HERE / "pair.py"  # What the process runs: child_main().
+    ARGS = ENGINE_ARGS
+
     def __init__(
         self,
         name: str,
@@ -150,17 +153,17 @@ class Engine:
         environment: dict[str, str] | None = None,
         **engine_args: Any,
     ):
-        """Starts it and returns at once; wait_ready() waits. engine_args override ENGINE_ARGS,
+        """Starts it and returns at once; wait_ready() waits. engine_args override ARGS,
         environment what this process's says.
         """
         self.name = name
         self.log_path = log_folder / f"{name}.log"
-        arguments = ENGINE_ARGS | {"model": str(model)} | engine_args
+        arguments = self.ARGS | {"model": str(model)} | engine_args
         environment = os.environ | ENVIRONMENT | (environment or {})
         path = os.pathsep.join(filter(None, [str(HERE), environment.get("PYTHONPATH")]))
         with open(self.log_path, "w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "pair.py"), json.dumps(arguments)],
+                [sys.executable, str(self.SCRIPT), json.dumps(arguments)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -264,6 +267,10 @@ class Engine:
             yield
         finally:
             os.killpg(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """As if its machine had died."""
+        os.killpg(self._process.pid, signal.SIGKILL)
 
     def stop(self) -> None:
         """Asks it to end, so that it cleans up; close() makes sure."""
@@ -462,7 +469,7 @@ class Pair:
 # ---- The child process
 
 
-class _Child:
+class Child:
     """Runs the engine and does what the commands say."""
 
     def __init__(self, out: Any):
@@ -476,10 +483,7 @@ class _Child:
     async def run(self, arguments: dict[str, Any]) -> None:
         loop, commands = asyncio.get_running_loop(), asyncio.Queue()
         threading.Thread(target=_read_commands, args=(loop, commands), daemon=True).start()
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        engine = self.make_engine(arguments)
         try:
             self.reply(0)
             while (command := await commands.get())["op"] != "quit":
@@ -489,12 +493,18 @@ class _Child:
         finally:
             engine.shutdown()
 
+    def make_engine(self, arguments: dict[str, Any]) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
     async def _do(self, engine: Any, op: str, key: int, **fields: Any) -> None:
         if op == "generate":
             await self._generate(engine, key, **fields)
         elif op == "abort":
-            while key in self._running:  # vLLM ignores it while the request is on its way in.
-                await engine.abort(self._running[key])
+            while key in self._running:  # Engines ignore it while the request is on its way in.
+                await self.abort(engine, self._running[key])
                 await asyncio.sleep(0.005)
         elif op == "reject":
             await engine.notify_kv_transfer_request_rejected(f"request-{key}", fields["params"])
@@ -508,31 +518,46 @@ class _Child:
         elif op == "metrics":
             self.reply(key, metrics=_metrics())
 
+    async def abort(self, engine: Any, request_id: str) -> None:
+        await engine.abort(request_id)
+
     async def _generate(
         self, engine: Any, key: int, prompt: list[int], sampling: dict[str, Any]
     ) -> None:
-        from vllm import SamplingParams
-
         request_id = self._running[key] = f"request-{key}"
-        started, first_ms, last, error = time.monotonic(), 0.0, None, ""
+        answer = Answer([], "", None, None, 0, 0.0, 0.0)
+        started = time.monotonic()
         try:
-            async for last in engine.generate(
-                {"prompt_token_ids": prompt}, SamplingParams(**sampling), request_id
-            ):
-                if not first_ms and last.outputs[0].token_ids:
-                    first_ms = (time.monotonic() - started) * 1e3
-        except Exception as caught:  # Whatever vLLM raises is the answer.
-            error = f"{type(caught).__name__}: {caught}"
+            async for _ in self.answer(engine, request_id, prompt, sampling, answer):
+                if not answer.first_token_ms and answer.tokens:
+                    answer.first_token_at = time.monotonic()
+                    answer.first_token_ms = (answer.first_token_at - started) * 1e3
+        except Exception as caught:  # Whatever the engine raises is the answer.
+            answer.error = f"{type(caught).__name__}: {caught}"
         finally:
             del self._running[key]
-        total_ms = (time.monotonic() - started) * 1e3
-        answer = Answer([], "", None, None, 0, first_ms, total_ms, error, started + first_ms / 1e3)
-        if last is not None:
+        answer.total_ms = (time.monotonic() - started) * 1e3
+        self.reply(key, **dataclasses.asdict(answer))
+
+    async def answer(
+        self,
+        engine: Any,
+        request_id: str,
+        prompt: list[int],
+        sampling: dict[str, Any],
+        answer: Answer,
+    ) -> AsyncIterator[None]:
+        """Fills in the answer, as far as it has come at each step."""
+        from vllm import SamplingParams
+
+        async for last in engine.generate(
+            {"prompt_token_ids": prompt}, SamplingParams(**sampling), request_id
+        ):
             output = last.outputs[0]
             answer.tokens, answer.text = list(output.token_ids), output.text
             answer.finish_reason, answer.params = output.finish_reason, last.kv_transfer_params
             answer.cached_tokens = last.num_cached_tokens or 0
-        self.reply(key, **dataclasses.asdict(answer))
+            yield
 
 
 def _metrics() -> dict[str, float]:
@@ -567,11 +592,11 @@ def _read_commands(loop: asyncio.AbstractEventLoop, commands: asyncio.Queue[Any]
     _kill_group()
 
 
-def _child_main() -> None:
+def child_main(child: type[Child]) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What vLLM prints goes to the log, not between our answers.
     try:
-        asyncio.run(_Child(out).run(json.loads(sys.argv[1])))
+        asyncio.run(child(out).run(json.loads(sys.argv[1])))
     finally:
         if _owner_is_gone.is_set():  # Else the owner kills what is left.
             _kill_group()
@@ -584,4 +609,4 @@ if __name__ in ("__main__", "__mp_main__"):  # The second in the processes that 
     os.sched_yield = lambda: time.sleep(YIELD_S)
 
 if __name__ == "__main__":
-    _child_main()
+    child_main(Child)

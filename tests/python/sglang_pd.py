@@ -98,7 +98,7 @@ class RankOf:
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.rows.get_buf_infos()
         args.kv_layer_ids = []
         args.kv_cache_dtype_str, args.page_size = "bfloat16", PAGE
-        args.kv_head_num, args.total_kv_head_num = (max(1, HEADS // size), HEADS)
+        args.total_kv_head_num = HEADS  # Of a decode server SGLang leaves it to the configuration.
         args.state_types, args.state_item_lens = [], []
         for name, value in changes.items():
             setattr(args, name, value)

@@ -413,7 +413,9 @@ def test_other_metadata_rows_are_refused(make):
     [
         ({"state_types": [StateType.MAMBA, StateType.SWA]}, "mamba, swa"),
         ({"num_draft_entries": 2}, "draft model"),
-        ({"kv_head_num": 3}, "needs the same in every layer"),
+        ({"kv_item_lens": [256, 256, 128] * 2}, "needs the same in every layer"),
+        ({"total_kv_head_num": 3}, "needs the same in every layer"),
+        ({"kv_item_lens": [256] * 5, "kv_data_lens": [256] * 5}, "as many of each"),
     ],
 )
 def test_what_is_not_served_is_refused_at_the_start(make, changes, says):

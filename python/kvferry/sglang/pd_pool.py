@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.runtime_context import process_model_config
 
 import kvferry
 
@@ -38,14 +39,18 @@ class AdoptedPool:
             )
         self.rank = rank
         self.is_mla = is_mla
-        self.total_heads = 1 if is_mla else args.total_kv_head_num
+        self.total_heads = 1 if is_mla else _total_heads(args)
         self.identity = f"sglang {model} {args.kv_cache_dtype_str} {args.kv_layout or ''}".strip()
         self.pool = kvferry.KvPool.adopt(
-            _layout(args, is_mla),
+            _layout(args, ["latent"] if is_mla else ["k", "v"], self.num_heads),
             _buffers(args),
             args,
             memory="host" if device == "cpu" else f"{device}:{args.gpu_id}",
         )
+
+    @property
+    def num_heads(self) -> int:
+        return kvferry.heads_of_rank(self.total_heads, *self.rank)[1]
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -66,14 +71,20 @@ class AdoptedPool:
         return None
 
 
-def _layout(args: KVArgs, is_mla: bool) -> kvferry.KvLayout:
-    num_buffers, kinds = len(args.kv_item_lens), 1 if is_mla else 2
-    if not num_buffers or num_buffers % kinds:
-        raise NotImplementedError(f"{num_buffers} KV buffers, where K and V have as many each")
-    layers = num_buffers // kinds
-    heads = 1 if is_mla else args.kv_head_num
+def _total_heads(args: KVArgs) -> int:
+    """Of the model. SGLang says so on prefill servers."""
+    known = getattr(args, "total_kv_head_num", None)
+    return known or process_model_config().get_total_num_kv_heads()
+
+
+def _layout(args: KVArgs, names: list[str], heads: int) -> kvferry.KvLayout:
+    layers, rest = divmod(len(args.kv_item_lens), len(names))
+    if not layers or rest:
+        raise NotImplementedError(
+            f"{len(args.kv_item_lens)} KV buffers: kvferry needs as many of each of {names}"
+        )
     tensors = []
-    for kind, name in enumerate(["latent"] if is_mla else ["k", "v"]):
+    for kind, name in enumerate(names):
         sizes = set(args.kv_item_lens[kind * layers : (kind + 1) * layers])
         row_bytes, rest = divmod(min(sizes), args.page_size * heads)
         if len(sizes) != 1 or rest:

@@ -1,0 +1,95 @@
+"""An SGLang server's engine in a process of its own, driven as pair.py drives vLLM's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1] / "examples" / "vllm_pair"))
+
+from pair import Answer, Child, Engine, child_main  # noqa: E402
+
+# Where requests of both servers find each other.
+BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+
+
+class Server(Engine):
+    """mode: "prefill" or "decode". Requests have BOOTSTRAP in their params."""
+
+    SCRIPT = Path(__file__)
+    # float32 and no overlap of steps: what SGLang on a CPU can do, and what makes the same tokens
+    # as transformers.
+    ARGS = {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_overlap_schedule": True,
+        "disable_cuda_graph": True,
+        "dtype": "float32",
+        "page_size": 16,
+        "chunked_prefill_size": 64,
+        "max_total_tokens": 4096,
+        "max_running_requests": 8,
+        "sleep_on_idle": True,
+        "host": "127.0.0.1",
+        "disaggregation_transfer_backend": "kvferry",
+        # The default wants 10 GiB of memory free.
+        "disaggregation_decode_retraction_backup": "cpu_tensor",
+        "log_level": "info",
+    }
+
+    def __init__(self, mode: str, model: Path, log_folder: Path, bootstrap_port: int, **arguments):
+        path = os.pathsep.join(filter(None, [str(HERE / "cpu"), os.environ.get("PYTHONPATH")]))
+        super().__init__(
+            mode,
+            model,
+            log_folder,
+            {"PYTHONPATH": path, "SGLANG_HOST_IP": "127.0.0.1"},
+            disaggregation_mode=mode,
+            disaggregation_bootstrap_port=bootstrap_port,
+            **arguments,
+        )
+
+
+class _Child(Child):
+    def make_engine(self, arguments: dict[str, Any]) -> Any:
+        import sglang
+
+        return sglang.Engine(model_path=arguments.pop("model"), **arguments)
+
+    async def abort(self, engine: Any, request_id: str) -> None:
+        engine.tokenizer_manager.abort_request(request_id)
+
+    async def answer(
+        self,
+        engine: Any,
+        request_id: str,
+        prompt: list[int],
+        sampling: dict[str, Any],
+        answer: Answer,
+    ) -> AsyncIterator[None]:
+        where = sampling.pop("extra_args")["kv_transfer_params"]
+        sampling["max_new_tokens"] = sampling.pop("max_tokens")
+        stream = await engine.async_generate(
+            input_ids=prompt,
+            sampling_params=sampling | {"ignore_eos": True},
+            stream=True,
+            rid=request_id,
+            **{name: where[name] for name in BOOTSTRAP},
+        )
+        async for last in stream:
+            answer.tokens, answer.text = list(last["output_ids"]), last["text"]
+            meta = last["meta_info"]
+            answer.finish_reason = (meta["finish_reason"] or {}).get("type")
+            answer.error = (meta["finish_reason"] or {}).get("message") or ""
+            answer.cached_tokens = meta["cached_tokens"]
+            yield
+
+
+if __name__ == "__main__":
+    child_main(_Child)
