@@ -427,7 +427,7 @@ def test_what_is_not_served_is_refused_at_the_start(make, changes, says):
 
 # ---------------------------------------------------------------- messages of strangers
 
-CHUNK = Chunk(room=1, rank=0, ranks=1, first=0, pages=1, ticket="", is_last=False)
+CHUNK = Chunk(room=1, rank=0, first=0, pages=1, ticket="", is_last=False)
 
 
 def test_messages_are_read_back():
@@ -470,6 +470,7 @@ def test_messages_that_are_wrong_are_dropped(frames, pair):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
+        ({"rank": 1}, "only ranks [0] were asked"),
         ({"first": 1}, "pages [1, 3) of 2"),
         ({"pages": 3}, "pages [0, 3) of 2"),
         ({"pages": 1, "is_last": True}, "1 pages where 2 were expected"),

@@ -86,7 +86,9 @@ class _Incoming:
     pages: list[int]
     aux_index: int | None
     readers: int  # Decode ranks that ask the same prefill rank.
-    ranks: int  # Prefill ranks that send.
+    prefill_size: int  # Ranks of the prefill server,
+    prefill_ranks: list[int]  # those of them that this rank has asked,
+    num_senders: int  # and how many of those send.
     senders: dict[int, _FromRank] = dataclasses.field(default_factory=dict)
     is_closed: bool = False
 
@@ -94,7 +96,7 @@ class _Incoming:
         return [handle for sender in self.senders.values() for handle in sender.handles]
 
     def is_whole(self) -> bool:
-        return len(self.senders) == self.ranks and all(
+        return len(self.senders) == self.num_senders and all(
             sender.aux is not None for sender in self.senders.values()
         )
 
@@ -324,7 +326,6 @@ class KVManager(CommonKVManager):
         chunk = Chunk(
             room=job.room,
             rank=self.attn_tp_rank,
-            ranks=self.attn_tp_size,
             first=job.first,
             pages=len(job.pages),
             ticket=ticket,
@@ -433,6 +434,8 @@ class KVManager(CommonKVManager):
 
     def _take(self, chunk: Chunk, aux: list[bytes], incoming: _Incoming) -> None:
         """Begins to fetch a chunk. Holds the lock."""
+        if chunk.rank not in incoming.prefill_ranks:
+            raise ValueError(f"only ranks {incoming.prefill_ranks} were asked")
         sender = incoming.senders.setdefault(chunk.rank, _FromRank())
         end = chunk.first + chunk.pages
         if sender.aux is not None or chunk.first != sender.next_page or end > len(incoming.pages):
@@ -450,7 +453,7 @@ class KVManager(CommonKVManager):
             pages = incoming.pages[chunk.first : end]
             if kvferry.Ticket.parse(chunk.ticket).num_pages != chunk.pages:
                 raise ValueError(f"the ticket is not of {chunk.pages} pages: {chunk.ticket}")
-            share = self._adopted.share(Rank(chunk.rank, chunk.ranks), incoming.readers)
+            share = self._adopted.share(Rank(chunk.rank, incoming.prefill_size), incoming.readers)
             heads, reader = share or (
                 (0, 0),
                 (self.attn_tp_rank % incoming.readers, incoming.readers),
@@ -484,6 +487,7 @@ class KVManager(CommonKVManager):
                 return
             if incoming.aux_index is not None:
                 self._write_aux(incoming.senders[min(incoming.senders)].aux, incoming.aux_index)
+            incoming.is_closed = True
         self.update_status(room, KVPoll.Success)
 
     def _write_aux(self, rows: list[bytes], row: int) -> None:
@@ -551,8 +555,10 @@ class KVReceiver(CommonKVReceiver):
                 _Incoming(
                     np.asarray(kv_indices).tolist(),
                     aux_index,
-                    self.required_dst_info_num,
-                    self.required_prefill_response_num,
+                    readers=self.required_dst_info_num,
+                    prefill_size=self.prefill_info.attn_tp_size,
+                    prefill_ranks=list(self.target_tp_ranks),
+                    num_senders=self.required_prefill_response_num,
                 ),
             )
         super().send_metadata(kv_indices, aux_index, *args, **kwargs)

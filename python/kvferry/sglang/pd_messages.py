@@ -58,7 +58,6 @@ class Chunk(_Message):
     TYPE = "chunk"
     room: int
     rank: int
-    ranks: int  # Of the prefill side.
     first: int  # Page of the request, from the prefix on.
     pages: int
     ticket: str  # Empty without pages.
