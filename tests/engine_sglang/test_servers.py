@@ -1,96 +1,13 @@
 """SGLang's prefill and decode servers on the CPU, with kvferry between them: the tokens are those
 that the model makes alone."""
 
-import itertools
 import os
-import sys
+import random
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "examples" / "vllm_pair")]
-
-from pair import DEFAULT_MODEL, Answer, Request, free_port  # noqa: E402
-from server import Server  # noqa: E402
-
-MODEL = Path(os.environ.get("KVFERRY_TEST_MODEL", DEFAULT_MODEL))
-_rooms = itertools.count(1000)
-
-
-class Servers:
-    def __init__(self, folder: Path):
-        self.port = free_port()
-        self.folder = folder
-        self.prefill = Server("prefill", MODEL, folder, self.port)
-        self.decode = Server("decode", MODEL, folder, self.port)
-
-    def start(self, prompt: list[int], max_tokens: int) -> tuple[Request, Request]:
-        """As a router does: both get the request."""
-        where = {
-            "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": self.port,
-            "bootstrap_room": next(_rooms),
-        }
-        return tuple(it.start(prompt, max_tokens, where) for it in (self.prefill, self.decode))
-
-    def answer(self, prompt: list[int], max_tokens: int = 8) -> Answer:
-        prefill, decode = self.start(prompt, max_tokens)
-        assert prefill.answer().error == ""
-        answer = decode.answer()
-        assert answer.error == ""
-        return answer
-
-    def close(self) -> None:
-        self.prefill.stop()
-        self.decode.stop()
-        self.prefill.close()
-        self.decode.close()
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    if not os.environ.get("KVFERRY_TEST_SGLANG"):
-        pytest.skip("SGLang is not installed (./dev test does it)")
-    if not (MODEL / "config.json").exists():
-        pytest.skip(f"no model in {MODEL} (./dev setup makes it; or set KVFERRY_TEST_MODEL)")
-    servers = Servers(tmp_path_factory.mktemp("sglang"))
-    try:
-        servers.prefill.wait_ready()
-        servers.decode.wait_ready()
-        yield servers
-    finally:
-        servers.close()
-
-
-@pytest.fixture(scope="module")
-def tokens() -> Callable[[str], list[int]]:
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
-    return lambda text: tokenizer(text)["input_ids"]
-
-
-@pytest.fixture(scope="module")
-def reference() -> Callable[[list[int], int], list[int]]:
-    """What the model says, by transformers."""
-    transformers, torch = (pytest.importorskip(name) for name in ("transformers", "torch"))
-    torch.set_num_threads(1)  # Schedulers of SGLang never sleep; more threads wait for each other.
-    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-
-    def generate(prompt: list[int], max_tokens: int = 8) -> list[int]:
-        with torch.no_grad():
-            answer = model.generate(
-                torch.tensor([prompt]),
-                max_new_tokens=max_tokens,
-                min_new_tokens=max_tokens,
-                do_sample=False,
-                use_cache=True,
-            )
-        return answer[0, len(prompt) :].tolist()
-
-    return generate
+RANDOM_SECONDS = float(os.environ.get("KVFERRY_RANDOM_SECONDS", "8"))
 
 
 @pytest.mark.parametrize("words", [1, 16, 100])
@@ -137,14 +54,66 @@ def test_requests_that_are_aborted(servers, tokens, reference, on):
     assert servers.answer(prompt).tokens == reference(prompt)
 
 
+class RandomRequest:
+    """Given to both servers, and perhaps aborted on one or both at some moment."""
+
+    def __init__(self, servers, prompt, expected, rng):
+        self.expected = expected
+        self._requests = servers.start(prompt, len(expected))
+        self._aborts = [
+            (time.monotonic() + rng.uniform(0, 0.4), request)
+            for request in self._requests
+            if rng.random() < 0.25
+        ]
+        self.is_aborted = bool(self._aborts)
+
+    def abort_if_due(self) -> None:
+        for due in [it for it in self._aborts if it[0] < time.monotonic()]:
+            self._aborts.remove(due)
+            due[1].abort()
+
+    def check(self) -> None:
+        answers = [request.answer() for request in self._requests]
+        tokens = answers[1].tokens
+        if self.is_aborted:  # As far as it came.
+            assert tokens == self.expected[: len(tokens)]
+        else:
+            assert [answer.error for answer in answers] == ["", ""]
+            assert tokens == self.expected
+
+
+def test_at_random(servers, tokens, reference):
+    """Prompts that share prefixes, several at a time, with clients that hang up."""
+    rng = random.Random(int(os.environ.get("KVFERRY_RANDOM_SEED", "1")))
+    prompts = []
+    for n in range(12):
+        shared = f"This is story {n % 3}. " * rng.choice([1, 5, 12])
+        prompt = tokens(shared + f"It has {n} parts, " * rng.choice([1, 4, 9]))
+        prompts.append((prompt, reference(prompt)))
+    running, done = [], []
+    end = time.monotonic() + RANDOM_SECONDS
+    while running or time.monotonic() < end:
+        if len(running) < 6 and time.monotonic() < end:
+            running.append(RandomRequest(servers, *rng.choice(prompts), rng))
+        for request in running:
+            request.abort_if_due()
+        if len(running) == 6 or time.monotonic() > end:
+            while running[0]._aborts:
+                running[0].abort_if_due()
+                time.sleep(0.001)
+            done.append(running.pop(0))
+            done[-1].check()
+        else:
+            time.sleep(rng.uniform(0, 0.05))
+    print(f"{len(done)} requests, {sum(it.is_aborted for it in done)} aborted")
+    assert {it.is_aborted for it in done} == {False, True}
+
+
 def test_a_prefill_server_that_dies_and_another_one(servers, tokens, reference):
-    """The last test here: the servers are not the fixture's afterwards."""
     prompt = tokens("Who answers this? " * 30)
     with servers.prefill.paused():
         _, decode = servers.start(prompt, 8)
         servers.prefill.kill()
-    answer = decode.answer(60)
-    assert answer.error != ""
-    servers.prefill = Server("prefill", MODEL, servers.folder, servers.port)
-    servers.prefill.wait_ready()
+    assert decode.answer(60).error != ""
+    servers.restart_prefill()
     assert servers.answer(prompt).tokens == reference(prompt)
