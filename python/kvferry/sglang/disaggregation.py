@@ -453,14 +453,14 @@ class KVManager(CommonKVManager):
             pages = incoming.pages[chunk.first : end]
             if kvferry.Ticket.parse(chunk.ticket).num_pages != chunk.pages:
                 raise ValueError(f"the ticket is not of {chunk.pages} pages: {chunk.ticket}")
-            share = self._adopted.share(Rank(chunk.rank, incoming.prefill_size), incoming.readers)
-            heads, reader = share or (
-                (0, 0),
-                (self.attn_tp_rank % incoming.readers, incoming.readers),
-            )
+            heads = self._adopted.heads_from(Rank(chunk.rank, incoming.prefill_size))
             sender.handles.append(
                 self._fetcher.fetch(
-                    chunk.ticket, 0, pages if share else [], heads=heads, reader=reader
+                    chunk.ticket,
+                    0,
+                    [] if heads is None else pages,
+                    heads=heads or (0, 0),
+                    reader=(self.attn_tp_rank % incoming.readers, incoming.readers),
                 )
             )
         sender.next_page = end

@@ -59,15 +59,14 @@ class AdoptedPool:
             return 0, 0
         return kvferry.heads_of_rank(self.total_heads, *self.rank)[0], self.total_heads
 
-    def share(self, prefill: Rank, readers: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
-        """(heads, reader), as fetch() takes them, of what this rank gets from that one, which so
-        many fetch from. None: nothing, whose lease it only ends."""
-        reader = (self.rank.rank % readers, readers)
+    def heads_from(self, prefill: Rank) -> tuple[int, int] | None:
+        """What this rank gets from that one, as fetch() takes it. None: nothing, it only ends that
+        one's leases."""
         if self.is_mla or prefill.size == self.rank.size:
-            return (0, 0), reader
+            return 0, 0
         for share in kvferry.shares_for(self.total_heads, *self.rank, prefill.size):
             if share.rank == prefill.rank and share.heads[1]:
-                return share.heads, reader
+                return share.heads
         return None
 
 
