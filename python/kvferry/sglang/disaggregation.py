@@ -200,14 +200,17 @@ class KVManager(CommonKVManager):
             except Exception as error:  # Whatever a stranger sends must not end the thread.
                 _logger.warning("kvferry: a message was dropped: %s", error)
 
+    def _fail(self, room: int, reason: str) -> None:
+        """Of a request that has not ended. The first reason counts."""
+        if self.request_status.get(room) not in (None, KVPoll.Failed, KVPoll.Success):
+            self.record_failure(room, reason)
+            self.update_status(room, KVPoll.Failed)
+
     # ---------------------------------------------------------------- the prefill side
 
     def _on_prefill_message(self, frames: list[bytes]) -> None:
         if frames[0] == _ABORT:
-            room = int(frames[1])
-            if self.request_status.get(room) not in (None, KVPoll.Success):
-                self.record_failure(room, "Aborted by the decode side")
-                self.update_status(room, KVPoll.Failed)  # The scheduler sees it and cleans up.
+            self._fail(int(frames[1]), "Aborted by the decode side")  # The scheduler cleans up.
             return
         message, _ = parse(frames)
         if isinstance(message, Peer):
@@ -466,11 +469,6 @@ class KVManager(CommonKVManager):
         sender.next_page = end
         if chunk.is_last:
             sender.aux = aux
-
-    def _fail(self, room: int, reason: str) -> None:
-        if self.request_status.get(room) not in (None, KVPoll.Failed):  # The first reason counts.
-            self.record_failure(room, reason)
-            self.update_status(room, KVPoll.Failed)
 
     def advance_incoming(self, room: int) -> None:
         """Takes note of fetches that have ended."""
