@@ -4,6 +4,7 @@ import itertools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "examples" / "vllm_pair")]
@@ -16,14 +17,23 @@ _rooms = itertools.count(1000)
 
 
 class Servers:
-    def __init__(self, folder: Path):
-        """Starts both and returns at once."""
-        self._port, self._folder = free_port(), folder
+    def __init__(
+        self,
+        folder: Path,
+        model: Path = MODEL,
+        prefill: dict[str, Any] | None = None,
+        decode: dict[str, Any] | None = None,
+    ):
+        """Starts both and returns at once. The dicts change arguments of the servers."""
+        self._port, self._folder, self._model = free_port(), folder, model
+        # What only a decode server that caches gets is the end of a prompt.
+        caches = {"disaggregation_decode_enable_radix_cache": True}
+        self._arguments = {"prefill": prefill or {}, "decode": caches | (decode or {})}
         self.prefill = self._start("prefill")
         self.decode = self._start("decode")
 
     def _start(self, mode: str) -> Server:
-        return Server(mode, MODEL, self._folder, self._port)
+        return Server(mode, self._model, self._folder, self._port, **self._arguments[mode])
 
     def wait_ready(self) -> None:
         self.prefill.wait_ready()
