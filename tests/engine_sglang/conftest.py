@@ -1,10 +1,9 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from servers import MODEL, Servers
+from servers import MODEL, Servers, said_by
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,22 +32,3 @@ def tokens() -> Callable[[str], list[int]]:
 @pytest.fixture(scope="session")
 def reference() -> Callable[..., list[int]]:
     return said_by(MODEL)
-
-
-def said_by(folder: Path) -> Callable[..., list[int]]:
-    """(prompt, max_tokens=8): what the model says, by transformers."""
-    transformers, torch = (pytest.importorskip(name) for name in ("transformers", "torch"))
-    torch.set_num_threads(1)  # Beside busy servers more threads would wait for each other.
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-    def generate(prompt: list[int], max_tokens: int = 8) -> list[int]:
-        with torch.no_grad():
-            answer = model.generate(
-                torch.tensor([prompt]),
-                max_new_tokens=max_tokens,
-                min_new_tokens=max_tokens,
-                do_sample=False,
-            )
-        return answer[0, len(prompt) :].tolist()
-
-    return generate

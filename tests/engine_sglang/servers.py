@@ -3,8 +3,11 @@
 import itertools
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "examples" / "vllm_pair")]
@@ -26,7 +29,7 @@ class Servers:
     ):
         """Starts both and returns at once. The dicts change arguments of the servers."""
         self._port, self._folder, self._model = free_port(), folder, model
-        # What only a decode server that caches gets is the end of a prompt.
+        # So that the end of a prompt moves alone too, behind what the decode server has cached.
         caches = {"disaggregation_decode_enable_radix_cache": True}
         self._arguments = {"prefill": prefill or {}, "decode": caches | (decode or {})}
         self.prefill = self._start("prefill")
@@ -69,3 +72,22 @@ class Servers:
         self.decode.stop()
         self.prefill.close()
         self.decode.close()
+
+
+def said_by(folder: Path) -> Callable[..., list[int]]:
+    """(prompt, max_tokens=8): what the model says, by transformers."""
+    transformers, torch = (pytest.importorskip(name) for name in ("transformers", "torch"))
+    torch.set_num_threads(1)  # Beside busy servers more threads would wait for each other.
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def generate(prompt: list[int], max_tokens: int = 8) -> list[int]:
+        with torch.no_grad():
+            answer = model.generate(
+                torch.tensor([prompt]),
+                max_new_tokens=max_tokens,
+                min_new_tokens=max_tokens,
+                do_sample=False,
+            )
+        return answer[0, len(prompt) :].tolist()
+
+    return generate

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import said_by
-from servers import Servers
+from servers import Servers, said_by
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "engine"))
 import random_model  # noqa: E402
