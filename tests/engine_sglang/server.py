@@ -13,12 +13,10 @@ sys.path.insert(0, str(HERE.parents[1] / "examples" / "vllm_pair"))
 
 from pair import Answer, Child, Engine, child_main  # noqa: E402
 
-# Where requests of both servers find each other.
-BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
-
 
 class Server(Engine):
-    """mode: "prefill" or "decode". Requests have BOOTSTRAP in their params."""
+    """mode: "prefill" or "decode". The params of a request say where both servers find each other:
+    bootstrap_host, bootstrap_port and bootstrap_room."""
 
     SCRIPT = Path(__file__)
     # float32 and no overlap of steps: what SGLang on a CPU can do, and what makes the same tokens
@@ -80,7 +78,7 @@ class _Child(Child):
             sampling_params=sampling | {"ignore_eos": True},
             stream=True,
             rid=request_id,
-            **{name: where[name] for name in BOOTSTRAP},
+            **where,
         )
         async for last in stream:
             answer.tokens, answer.text = list(last["output_ids"]), last["text"]

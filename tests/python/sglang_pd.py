@@ -2,15 +2,15 @@
 schedulers do with them. SGLang's own classes on the CPU: pools, metadata rows, bootstrap server."""
 
 import os
-import socket
 import sys
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
 import sglang_pools  # Before all else of SGLang.
 import torch
+from servers import free_port
+from waiting import wait_for
 
 with sglang_pools.stand_in_for_triton():
     from kvferry.sglang.disaggregation import (
@@ -26,41 +26,25 @@ with sglang_pools.stand_in_for_triton():
 
 PAGE, PAGES, LAYERS, HEADS, HEAD_DIM = 4, 64, 3, 4, 8
 ROWS = 16
-WAIT_S = 20.0
 CHILD_ROOM = 1 << 61
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_until(what: str, is_so: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"{what} did not come in {timeout_s} s"
-        time.sleep(0.002)
 
 
 class Deployment:
     """SGLang's configuration of this process, and a bootstrap server."""
 
-    def __init__(self, port: int | None = None, *, is_server: bool | None = None):
-        """port: of another process's bootstrap server, unless this one is to have it."""
+    def __init__(self, port: int | None = None, *, has_server: bool = True):
+        """port: of the bootstrap server, which another process may have."""
         os.environ["SGLANG_HOST_IP"] = "127.0.0.1"
-        self._is_server = port is None if is_server is None else is_server
         self.port = port or free_port()
         self.address = f"127.0.0.1:{self.port}"
         self._override = get_context().override_server_args(
             host="127.0.0.1", disaggregation_bootstrap_port=self.port, device="cpu"
         )
         self.args = self._override.install()
-        if self._is_server:
-            self._server = KVBootstrapServer("127.0.0.1", self.port)
+        self._server = KVBootstrapServer("127.0.0.1", self.port) if has_server else None
 
     def close(self) -> None:
-        if self._is_server:
+        if self._server is not None:
             self._server.close()
         self._override.restore()
 
@@ -132,7 +116,7 @@ class RankOf:
     def receiver(self, room: int) -> KVReceiver:
         """One that is through with bootstrapping."""
         address = self.deployment.address
-        wait_until("the prefill server", lambda: self.manager.try_ensure_parallel_info(address))
+        wait_for(lambda: self.manager.try_ensure_parallel_info(address))
         receiver = KVReceiver(self.manager, address, room)
         receiver.init(0)
         assert receiver.poll() == KVPoll.WaitingForInput
@@ -158,14 +142,14 @@ def wait_status(of: list, status: int) -> None:
         return all(it == status for it in last)
 
     try:
-        wait_until(names[status], all_are)
+        wait_for(all_are)
     except AssertionError as error:
-        raise AssertionError(f"{error}: {[names[it] for it in last]}") from None
+        raise AssertionError(f"{error} for {names[status]}: {[names[it] for it in last]}") from None
 
 
 def _child_main(port: int) -> None:
     """A prefill server with half of a request, of sevens."""
-    prefill = RankOf(Deployment(port, is_server=True), "prefill")
+    prefill = RankOf(Deployment(port), "prefill")
     for buffer in prefill.pages():
         buffer.fill_(7)
     sender = prefill.sender(CHILD_ROOM)

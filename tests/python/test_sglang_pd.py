@@ -22,6 +22,7 @@ import torch  # noqa: E402
 import zmq  # noqa: E402
 from kvferry.sglang import disaggregation, plugin  # noqa: E402
 from kvferry.sglang.pd_messages import Chunk, Request, parse  # noqa: E402
+from servers import free_port  # noqa: E402
 from sglang.srt.arg_groups import choices  # noqa: E402
 from sglang.srt.disaggregation import utils as sglang_utils  # noqa: E402
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType  # noqa: E402
@@ -36,10 +37,9 @@ from sglang_pd import (  # noqa: E402
     Deployment,
     KVPoll,
     RankOf,
-    free_port,
     wait_status,
-    wait_until,
 )
+from waiting import wait_for  # noqa: E402
 
 ROW, TARGET_ROW = 3, 5  # Of the metadata, on the prefill and the decode side.
 _rooms = itertools.count(1 << 60)
@@ -231,12 +231,18 @@ class Hold:
         self._let_go.set()
 
 
-def test_a_chunk_waits_for_the_device(pair):
-    prefill, decode = pair
+def held(prefill, decode):
+    """A transfer whose only chunk waits to be let go."""
     transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
     hold = transfer.senders[0]._early_send_wait_event = Hold()
     transfer.send(0, len(SOURCE))
     assert hold.is_awaited.wait(20)
+    return transfer, hold
+
+
+def test_a_chunk_waits_for_the_device(pair):
+    prefill, decode = pair
+    transfer, hold = held(prefill, decode)
     assert prefill.manager._publisher.metrics()["leases_live"] == 0
     prefill.fill(seed=3)  # What the device was still at.
     before = copies(decode)
@@ -248,10 +254,7 @@ def test_a_chunk_waits_for_the_device(pair):
 def test_a_chunk_that_comes_after_the_abort_is_not_written(pair):
     prefill, decode = pair
     before = copies(decode)
-    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
-    hold = transfer.senders[0]._early_send_wait_event = Hold()
-    transfer.send(0, len(SOURCE))
-    assert hold.is_awaited.wait(20)
+    transfer, hold = held(prefill, decode)
     transfer.receivers[0].abort()
     transfer.receivers[0].clear()  # From here on the pages are another request's.
     hold.let_go()
@@ -265,10 +268,7 @@ def test_a_chunk_that_comes_after_the_abort_is_not_written(pair):
 
 def test_a_chunk_is_not_published_after_the_abort(pair):
     prefill, decode = pair
-    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
-    hold = transfer.senders[0]._early_send_wait_event = Hold()
-    transfer.send(0, len(SOURCE))
-    assert hold.is_awaited.wait(20)
+    transfer, hold = held(prefill, decode)
     transfer.senders[0].abort()
     transfer.senders[0].clear()  # From here on the pages are another request's.
     hold.let_go()
@@ -300,7 +300,7 @@ def test_a_fetch_under_way_has_ended_when_the_request_has(pair, how):
     transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
     transfer.send(0, len(SOURCE))
     incoming = decode.manager._incoming[transfer.room]
-    wait_until("the chunk", incoming.handles)
+    wait_for(lambda: bool(incoming.handles()))
     (handle,) = incoming.handles()
     assert not handle.done
     receiver = transfer.receivers[0]
@@ -646,14 +646,14 @@ def test_the_prefill_server_dies(monkeypatch):
     child = subprocess.Popen(
         [sys.executable, str(folder / "sglang_pd.py"), str(port)], stdout=subprocess.PIPE
     )
-    deployment = Deployment(port)
+    deployment = Deployment(port, has_server=False)
     decode = RankOf(deployment, "decode")
     try:
         assert child.stdout.readline() == b"ready\n"
         receiver = decode.receiver(CHILD_ROOM)
         receiver.send_metadata(np.arange(1, 9, dtype=np.int32), TARGET_ROW)
         # Half of the request has come, and no more of it will.
-        wait_until("half of it", lambda: (decode.pages()[0][1:5] == 7).all())
+        wait_for(lambda: (decode.pages()[0][1:5] == 7).all())
         assert receiver.poll() == KVPoll.WaitingForInput
         child.kill()
         wait_status([receiver], KVPoll.Failed)
