@@ -4,20 +4,17 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <functional>
-#include <iostream>
 #include <memory>
-#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "base/clock.h"
 #include "base/slab.h"
 #include "base/thread_pool.h"
+#include "bench/kernel_row.h"
 #include "bench/must.h"
 #include "bench/on_threads.h"
 #include "pool/token_copy.h"
@@ -38,56 +35,6 @@ class Memory {
  private:
   std::shared_ptr<std::byte> slab_;
 };
-
-std::vector<int32_t> RandomSlots(int64_t num_slots, int64_t count) {
-  std::vector<int32_t> slots(static_cast<size_t>(num_slots));
-  std::iota(slots.begin(), slots.end(), 0);
-  std::shuffle(slots.begin(), slots.end(), std::mt19937_64(1));
-  slots.resize(static_cast<size_t>(count));
-  return slots;
-}
-
-struct Row {
-  std::string name;
-  double bytes;   // That ours is credited with; the limit moves as many.
-  double target;  // Of the limit.
-  std::function<void()> ours, limit;
-  std::function<bool()> right;  // What ours wrote; asked after each round.
-};
-
-double Seconds(const std::function<void()>& fn) {
-  const Deadline begin = Clock::now();
-  fn();
-  return SecondsBetween(begin, Clock::now());
-}
-
-double Median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
-
-// False when what ours wrote was wrong.
-bool Measure(const Row& row, int rounds) {
-  std::vector<double> ours, limits, ratios;
-  for (int round = 0; round <= rounds; ++round) {
-    const double our_seconds = Seconds(row.ours);
-    const bool right = row.right();
-    const double limit_seconds = Seconds(row.limit);
-    if (!right) {
-      std::printf("%-34s wrote something else than it had to\n", row.name.c_str());
-      return false;
-    }
-    if (round == 0) continue;  // It warms up.
-    ours.push_back(row.bytes / our_seconds * 1e-9);
-    limits.push_back(row.bytes / limit_seconds * 1e-9);
-    ratios.push_back(limit_seconds / our_seconds);
-  }
-  const auto [low, high] = std::minmax_element(ratios.begin(), ratios.end());
-  std::printf("%-34s %7.2f %7.2f %8.2f %6.2f..%-6.2f %7.2f\n", row.name.c_str(), Median(ours),
-              Median(limits), Median(ratios), *low, *high, row.target);
-  std::fflush(stdout);
-  return true;
-}
 
 // ---------------------------------------------------------------- gather and scatter
 
@@ -133,10 +80,6 @@ struct Copies {
   const Memory pool, packed;
   const std::vector<int32_t> slots;
 };
-
-std::string SizeName(int64_t bytes) {
-  return bytes % 1024 == 0 ? absl::StrCat(bytes / 1024, " KiB") : absl::StrCat(bytes, " B");
-}
 
 bool MeasureCopies(int64_t item, ThreadPool* helper, int rounds) {
   const Copies copies(item);
@@ -215,8 +158,7 @@ int main(int argc, char** argv) {
   int rounds = 9;
   app.add_option("--reps", rounds, "measured rounds of each row")->check(CLI::Range(1, 1000));
   CLI11_PARSE(app, argc, argv);
-  std::printf("%-34s %7s %7s %8s %14s %7s\n", "kernel, random rows", "GB/s", "memcpy", "x memcpy",
-              "min..max", "target");
+  PrintHead("kernel, random rows", "memcpy");
   const auto helper = Must(ThreadPool::Create(1));
   bool right = true;
   for (const int64_t item : {32768, 2048, 1152}) right &= MeasureCopies(item, helper.get(), rounds);
