@@ -11,6 +11,9 @@
 // - A kernel gets no pointer to memory that its device cannot reach. Its threads run one after the
 //   other, from the first to the last and in the next launch from the last to the first.
 // - Words that are not aligned trap, as this is compiled with -fsanitize=alignment.
+// - Memory that another process shares (cudaIpcOpenMemHandle) is there for the device alone that was
+//   current when it was opened, to be read and not to be written, and until it is closed, whatever
+//   waits in streams then. A device opens it once: CUDA would count, here the second time is an error.
 //
 // Whoever breaks one of these rules ends with a line on standard error or a signal. What CUDA
 // answers with an error gets that error. Kernels that wait for one another (__syncthreads, warps)
@@ -40,6 +43,9 @@ enum cudaError_t : int {
   cudaErrorDevicesUnavailable = 46,
   cudaErrorNoDevice = 100,
   cudaErrorInvalidDevice = 101,
+  cudaErrorDeviceUninitialized = 201,
+  cudaErrorAlreadyMapped = 208,
+  cudaErrorInvalidResourceHandle = 400,
   cudaErrorHostMemoryAlreadyRegistered = 712,
   cudaErrorHostMemoryNotRegistered = 713,
   cudaErrorSystemNotReady = 802,
@@ -82,6 +88,28 @@ cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned flags);
 cudaError_t cudaHostUnregister(void* pointer);
 cudaError_t cudaHostGetDevicePointer(void** seen, void* pointer, unsigned flags);
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer);
+
+// Other processes may map the whole allocation that the pointer lies in, and keep what is in it when
+// it is freed here or this process ends. They must be of the same user and see the same /proc.
+struct cudaIpcMemHandle_t {
+  char reserved[64];
+};
+constexpr unsigned cudaIpcMemLazyEnablePeerAccess = 1;
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* pointer);
+cudaError_t cudaIpcOpenMemHandle(void** pointer, cudaIpcMemHandle_t handle, unsigned flags);
+cudaError_t cudaIpcCloseMemHandle(void* pointer);
+cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer);
+
+// Knows cuMemGetAddressRange alone, whose type is in cudaTypedefs.h.
+enum cudaDriverEntryPointQueryResult : int {
+  cudaDriverEntryPointSuccess = 0,
+  cudaDriverEntryPointSymbolNotFound = 1,
+  cudaDriverEntryPointVersionNotSufficent = 2,  // As CUDA spells it.
+};
+constexpr unsigned long long cudaEnableDefault = 0;
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
+                                             unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult* status = nullptr);
 
 cudaError_t cudaMemset(void* pointer, int value, size_t bytes);
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind);

@@ -1,4 +1,6 @@
+#include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -10,11 +12,13 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <random>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/unique_fd.h"
 
 struct CUstream_st {
   int device;
@@ -45,26 +49,66 @@ cudaError_t Answer(cudaError_t error) {
 
 size_t RoundUp(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
+// What a cudaIpcMemHandle_t holds: where a process has the file with an allocation's memory.
+struct SharedAllocation {
+  static constexpr uint32_t kMagic = 0x6b766679;
+
+  uint32_t magic;
+  int32_t process, file;
+  int32_t device;
+  uint64_t id;
+  uint64_t bytes;
+};
+static_assert(sizeof(SharedAllocation) <= sizeof(cudaIpcMemHandle_t));
+static_assert(std::has_unique_object_representations_v<SharedAllocation>);
+
+std::string FileName(uint64_t id, int device, uint64_t bytes) {
+  return absl::StrCat("kvferry-emulated-", id, "-", device, "-", bytes);
+}
+
+// Invalid when that process has it no longer, or a handle is not as it was given.
+UniqueFd OpenFile(const SharedAllocation& shared) {
+  const std::string path = absl::StrCat("/proc/", shared.process, "/fd/", shared.file);
+  UniqueFd file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  // Both numbers may be another's by now.
+  const std::string opened = absl::StrCat("/proc/self/fd/", file.get());
+  const std::string name = FileName(shared.id, shared.device, shared.bytes);
+  std::array<char, 200> target{};
+  if (readlink(opened.c_str(), target.data(), target.size() - 1) < 0 ||
+      target.data() != absl::StrCat("/memfd:", name, " (deleted)")) {
+    return UniqueFd();
+  }
+  return file;
+}
+
 // Addresses of a device's, which nobody can touch, and its memory for them elsewhere: as much before it
 // as makes up whole pages, and behind it up to the last page but one, the last being out of bounds.
 class Allocation {
  public:
   // nullptr when the system refuses the memory.
-  static std::unique_ptr<Allocation> Create(int device, size_t bytes) {
-    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    const size_t usable = RoundUp(bytes, page);
-    const auto map = [&] {
-      return static_cast<std::byte*>(mmap(nullptr, usable + page, PROT_NONE,
-                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    };
-    std::unique_ptr<Allocation> made(new Allocation(device, map(), map(), usable, page, bytes));
-    if (made->addresses_ == MAP_FAILED || made->memory_ == MAP_FAILED ||
-        mprotect(made->memory_, usable, PROT_READ | PROT_WRITE) != 0) {
+  static std::unique_ptr<Allocation> Create(int device, size_t bytes, bool can_be_shared) {
+    std::unique_ptr<Allocation> made = Reserve(device, bytes);
+    if (made == nullptr || mprotect(made->memory_, made->usable_, PROT_READ | PROT_WRITE) != 0) {
       return nullptr;
     }
-    std::fill_n(made->memory_, usable, kBeside);
+    std::fill_n(made->memory_, made->usable_, kBeside);
     std::fill_n(made->memory_ + made->begin_, bytes, kUnset);
+    made->can_be_shared_ = can_be_shared;
     return made;
+  }
+  // Another process's memory, for one device. nullptr when it is there no longer.
+  static std::unique_ptr<Allocation> Open(const SharedAllocation& shared, int reader) {
+    const UniqueFd file = OpenFile(shared);
+    if (!file.valid()) return nullptr;
+    std::unique_ptr<Allocation> opened = Reserve(shared.device, shared.bytes);
+    if (opened == nullptr || mmap(opened->memory_, opened->usable_, PROT_READ,
+                                  MAP_SHARED | MAP_FIXED, file.get(), 0) == MAP_FAILED) {
+      return nullptr;
+    }
+    opened->reader_ = reader;
+    opened->id_ = shared.id;
+    opened->is_imported_ = true;
+    return opened;
   }
   ~Allocation() {
     munmap(addresses_, usable_ + guard_);
@@ -74,10 +118,22 @@ class Allocation {
   Allocation& operator=(const Allocation&) = delete;
 
   int device() const { return device_; }
+  int reader() const { return reader_; }  // The device whose kernels reach it.
+  bool is_imported() const { return is_imported_; }
+  uint64_t id() const { return id_; }
   size_t bytes() const { return bytes_; }
   std::byte* address() const { return addresses_ + begin_; }
   // Where the device has what lies at an address of this.
   std::byte* Of(const std::byte* address) const { return memory_ + (address - addresses_); }
+
+  // Nothing when this is not to be shared, or the system refuses it. As few are shared, and processes
+  // may have few files, the memory lies in one only from here on.
+  std::optional<SharedAllocation> Share() {
+    if (!can_be_shared_ || (!file_.valid() && !MoveToFile())) return std::nullopt;
+    return SharedAllocation{
+        SharedAllocation::kMagic, getpid(), file_.get(), device_, id_, bytes_,
+    };
+  }
 
   void CheckWhatIsBeside() const {
     const auto untouched = [](const std::byte* from, const std::byte* to) {
@@ -94,6 +150,7 @@ class Allocation {
   Allocation(int device, std::byte* addresses, std::byte* memory, size_t usable, size_t guard,
              size_t bytes)
       : device_(device),
+        reader_(device),
         addresses_(addresses),
         memory_(memory),
         usable_(usable),
@@ -101,7 +158,42 @@ class Allocation {
         bytes_(bytes),
         begin_(usable - RoundUp(bytes, kAlignment)) {}
 
+  // All of it out of bounds. nullptr when the system refuses the addresses.
+  static std::unique_ptr<Allocation> Reserve(int device, size_t bytes) {
+    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t usable = RoundUp(bytes, page);
+    const auto map = [&] {
+      return static_cast<std::byte*>(mmap(nullptr, usable + page, PROT_NONE,
+                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    };
+    std::unique_ptr<Allocation> made(new Allocation(device, map(), map(), usable, page, bytes));
+    if (made->addresses_ == MAP_FAILED || made->memory_ == MAP_FAILED) return nullptr;
+    return made;
+  }
+
+  // Its place stays the same, as work that waits has pointers into it.
+  bool MoveToFile() {
+    std::random_device random;
+    const uint64_t id = uint64_t{random()} << 32 | random();
+    UniqueFd file(memfd_create(FileName(id, device_, bytes_).c_str(), MFD_CLOEXEC));
+    if (!file.valid() || ftruncate(file.get(), static_cast<off_t>(usable_)) != 0) return false;
+    void* const copy = mmap(nullptr, usable_, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+    if (copy == MAP_FAILED) return false;
+    std::memcpy(copy, memory_, usable_);
+    if (mremap(copy, usable_, usable_, MREMAP_MAYMOVE | MREMAP_FIXED, memory_) == MAP_FAILED) {
+      munmap(copy, usable_);
+      return false;
+    }
+    file_ = std::move(file);
+    id_ = id;
+    return true;
+  }
+
   const int device_;
+  int reader_;
+  bool can_be_shared_ = false, is_imported_ = false;
+  UniqueFd file_;    // Of what is shared.
+  uint64_t id_ = 0;  // The file's, also of what is imported.
   std::byte *const addresses_, *const memory_;
   const size_t usable_, guard_;  // Bytes of each; guard_ behind usable_.
   const size_t bytes_, begin_;   // What was asked for, and where in usable_ it lies.
@@ -110,13 +202,15 @@ class Allocation {
 // All devices and what the host has pinned.
 class Machine {
  public:
-  cudaError_t Allocate(void** pointer, size_t bytes) {
+  cudaError_t Allocate(void** pointer, size_t bytes, bool can_be_shared) {
     const std::scoped_lock lock(mutex_);
     *pointer = nullptr;
     if (bytes == 0) return cudaSuccess;
     size_t used = 0;
     for (const auto& [begin, allocation] : allocations_) used += allocation->bytes();
-    auto made = bytes <= kDeviceBytes - used ? Allocation::Create(current_device, bytes) : nullptr;
+    auto made = bytes <= kDeviceBytes - used
+                    ? Allocation::Create(current_device, bytes, can_be_shared)
+                    : nullptr;
     if (made == nullptr) return cudaErrorMemoryAllocation;
     *pointer = made->address();
     allocations_.emplace(made->address(), std::move(made));
@@ -127,7 +221,7 @@ class Machine {
     const std::scoped_lock lock(mutex_);
     if (pointer == nullptr) return cudaSuccess;
     const auto* memory = static_cast<const std::byte*>(pointer);
-    if (!allocations_.contains(memory)) return cudaErrorInvalidValue;
+    if (!IsOwnAt(memory)) return cudaErrorInvalidValue;
     DrainAll();
     allocations_.erase(memory);
     return cudaSuccess;
@@ -136,9 +230,48 @@ class Machine {
   cudaError_t FreeInOrder(void* pointer, cudaStream_t stream) {
     const std::scoped_lock lock(mutex_);
     const auto* memory = static_cast<const std::byte*>(pointer);
-    if (!allocations_.contains(memory)) return cudaErrorInvalidValue;
+    if (!IsOwnAt(memory)) return cudaErrorInvalidValue;
     Of(stream)->work.emplace_back([this, memory] { allocations_.erase(memory); });
     return cudaSuccess;
+  }
+
+  std::optional<SharedAllocation> Share(const void* pointer) {
+    const std::scoped_lock lock(mutex_);
+    Allocation* allocation = AllocationOf(pointer);
+    return allocation == nullptr ? std::nullopt : allocation->Share();
+  }
+
+  cudaError_t Open(void** pointer, const SharedAllocation& shared) {
+    const std::scoped_lock lock(mutex_);
+    if (shared.magic != SharedAllocation::kMagic) return cudaErrorInvalidValue;
+    if (shared.process == getpid()) return cudaErrorDeviceUninitialized;
+    for (const auto& [begin, allocation] : allocations_) {
+      if (allocation->is_imported() && allocation->id() == shared.id &&
+          allocation->reader() == current_device) {
+        return cudaErrorAlreadyMapped;
+      }
+    }
+    auto opened = Allocation::Open(shared, current_device);
+    if (opened == nullptr) return cudaErrorInvalidResourceHandle;
+    *pointer = opened->address();
+    allocations_.emplace(opened->address(), std::move(opened));
+    return cudaSuccess;
+  }
+
+  cudaError_t Close(const void* pointer) {
+    const std::scoped_lock lock(mutex_);
+    const auto* memory = static_cast<const std::byte*>(pointer);
+    if (!allocations_.contains(memory) || IsOwnAt(memory)) return cudaErrorInvalidValue;
+    allocations_.erase(memory);
+    return cudaSuccess;
+  }
+
+  // The allocation that the pointer lies in; empty when there is none.
+  std::span<std::byte> RangeOf(const void* pointer) {
+    const std::scoped_lock lock(mutex_);
+    const Allocation* allocation = AllocationOf(pointer);
+    if (allocation == nullptr) return {};
+    return {allocation->address(), allocation->bytes()};
   }
 
   cudaError_t Pin(void* pointer, size_t bytes) {
@@ -181,6 +314,7 @@ class Machine {
     if (bytes == 0) return cudaSuccess;
     const std::optional<bool> on_device = IsOnDevice(to, bytes);
     if (!on_device || (!*on_device && !IsPinned(to))) return cudaErrorInvalidValue;
+    CheckReach(to);
     Of(nullptr)->work.emplace_back([=, this] { std::memset(Seen(to), value, bytes); });
     if (!*on_device) Drain(Of(nullptr));
     return cudaSuccess;
@@ -197,6 +331,8 @@ class Machine {
     if (kind != cudaMemcpyDefault && kind != (*from_device ? 2 : 0) + (*to_device ? 1 : 0)) {
       return cudaErrorInvalidMemcpyDirection;
     }
+    CheckReach(to);
+    CheckReach(from);
     const bool from_pageable = !*from_device && !IsPinned(from);
     if (from_pageable && !waits && *to_device) {
       // Is read before the call returns, and may be gone when its bytes are written.
@@ -237,7 +373,7 @@ class Machine {
       auto* pointer = reinterpret_cast<std::byte*>(word);
       if (word < kLeastAddress || IsPinned(pointer)) continue;
       const Allocation* allocation = AllocationOf(pointer);
-      if (allocation != nullptr && allocation->device() == current_device) {
+      if (allocation != nullptr && allocation->reader() == current_device) {
         pointer = allocation->Of(pointer);
         std::memcpy(argument.data(), &pointer, sizeof pointer);
       } else if (!has_padding && (allocation != nullptr || IsMapped(word))) {
@@ -289,11 +425,17 @@ class Machine {
     for (const cudaStream_t stream : made_) Drain(stream);
   }
 
-  const Allocation* AllocationOf(const void* pointer) const {
+  // Whether memory of this process begins there.
+  bool IsOwnAt(const std::byte* first) const {
+    const auto found = allocations_.find(first);
+    return found != allocations_.end() && !found->second->is_imported();
+  }
+
+  Allocation* AllocationOf(const void* pointer) const {
     const auto* at = static_cast<const std::byte*>(pointer);
     const auto behind = allocations_.upper_bound(at);
     if (behind == allocations_.begin()) return nullptr;
-    const Allocation* allocation = std::prev(behind)->second.get();
+    Allocation* allocation = std::prev(behind)->second.get();
     return at < allocation->address() + allocation->bytes() ? allocation : nullptr;
   }
 
@@ -320,6 +462,15 @@ class Machine {
     const Allocation* allocation = AllocationOf(pointer);
     if (allocation != AllocationOf(last)) return std::nullopt;
     return allocation != nullptr;
+  }
+
+  // Copies of a device may use all memory of this process.
+  void CheckReach(const void* pointer) const {
+    const Allocation* allocation = AllocationOf(pointer);
+    if (allocation == nullptr || !allocation->is_imported()) return;
+    if (allocation->reader() == current_device) return;
+    Fault(absl::StrCat("a copy of device ", current_device, " uses memory that device ",
+                       allocation->reader(), " opened"));
   }
 
   // Where a copy finds these bytes.
@@ -352,6 +503,14 @@ Machine& TheMachine() {
   return *machine;
 }
 
+CUresult AddressRange(CUdeviceptr* base, size_t* bytes, CUdeviceptr pointer) {
+  const auto range = TheMachine().RangeOf(reinterpret_cast<const void*>(pointer));
+  if (range.empty()) return CUDA_ERROR_NOT_FOUND;
+  if (base != nullptr) *base = reinterpret_cast<CUdeviceptr>(range.data());
+  if (bytes != nullptr) *bytes = range.size();
+  return CUDA_SUCCESS;
+}
+
 }  // namespace
 
 void Translate(std::span<std::byte> argument, bool has_padding) {
@@ -364,6 +523,7 @@ cudaError_t Launch(const cudaLaunchConfig_t& config, std::function<void()> threa
 
 }  // namespace kvferry::emulated
 
+using kvferry::emulated::AddressRange;
 using kvferry::emulated::Answer;
 using kvferry::emulated::TheMachine;
 
@@ -401,11 +561,11 @@ cudaError_t cudaSetDevice(int device) {
 }
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
-  return Answer(TheMachine().Allocate(pointer, bytes));
+  return Answer(TheMachine().Allocate(pointer, bytes, /*can_be_shared=*/true));
 }
 
 cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t /*stream*/) {
-  return Answer(TheMachine().Allocate(pointer, bytes));
+  return Answer(TheMachine().Allocate(pointer, bytes, /*can_be_shared=*/false));
 }
 
 cudaError_t cudaFree(void* pointer) { return Answer(TheMachine().Free(pointer)); }
@@ -427,6 +587,46 @@ cudaError_t cudaHostGetDevicePointer(void** seen, void* pointer, unsigned /*flag
 
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   *attributes = TheMachine().AttributesOf(pointer);
+  return cudaSuccess;
+}
+
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* pointer) {
+  const auto shared = TheMachine().Share(pointer);
+  if (!shared) return Answer(cudaErrorInvalidValue);
+  *handle = {};
+  std::memcpy(handle->reserved, &*shared, sizeof *shared);
+  return cudaSuccess;
+}
+
+cudaError_t cudaIpcOpenMemHandle(void** pointer, cudaIpcMemHandle_t handle, unsigned flags) {
+  if (flags != cudaIpcMemLazyEnablePeerAccess) return Answer(cudaErrorInvalidValue);
+  kvferry::emulated::SharedAllocation shared;
+  std::memcpy(&shared, handle.reserved, sizeof shared);
+  return Answer(TheMachine().Open(pointer, shared));
+}
+
+cudaError_t cudaIpcCloseMemHandle(void* pointer) { return Answer(TheMachine().Close(pointer)); }
+
+cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
+  for (const int number : {device, peer}) {
+    if (number < 0 || number >= kvferry::emulated::kDevices) return Answer(cudaErrorInvalidDevice);
+  }
+  *can = device == peer ? 0 : 1;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
+                                             unsigned long long /*flags*/,
+                                             cudaDriverEntryPointQueryResult* status) {
+  // What has this name in older versions takes other types.
+  constexpr unsigned kSince = 3020;
+  auto found = cudaDriverEntryPointSuccess;
+  if (version < kSince) found = cudaDriverEntryPointVersionNotSufficent;
+  if (symbol != std::string("cuMemGetAddressRange")) found = cudaDriverEntryPointSymbolNotFound;
+  const PFN_cuMemGetAddressRange_v3020 address_range = &AddressRange;
+  *function =
+      found == cudaDriverEntryPointSuccess ? reinterpret_cast<void*>(address_range) : nullptr;
+  if (status != nullptr) *status = found;
   return cudaSuccess;
 }
 
