@@ -160,7 +160,7 @@ bool MeasureCopies(const Rig& rig, int64_t item, bool on_host, int rounds) {
 // ---------------------------------------------------------------- chunks of transfers
 
 // Chunk after chunk between pages of the device and host memory, each waited for, as a transfer does
-// it (PoolMemory::RunApart); the limit waits for plain copies of as many bytes.
+// it (PoolMemory::MoveApart); the limit waits for plain copies of as many bytes.
 bool MeasureChunks(const Rig& rig, int64_t item, int64_t chunk, bool gather, bool pinned,
                    int rounds) {
   const int64_t count = kBusBytes / item;
@@ -173,36 +173,43 @@ bool MeasureChunks(const Rig& rig, int64_t item, int64_t chunk, bool gather, boo
   const std::vector<int32_t> slots = RandomSlots(2 * count, count);
   const PageRuns runs = *PageRuns::FromPages(std::vector<int64_t>(slots.begin(), slots.end()));
   const BufferInfo buffer{rig.pool.get(), 2 * bytes, item};
+  std::vector<std::span<std::byte>> pieces;
+  std::vector<BytesMove> moves;
   const auto each_chunk = [&](const auto& visit) {
     for (int64_t at = 0; at < bytes; at += chunk) visit(at, std::min(chunk, bytes - at));
   };
-  return Measure({absl::StrCat(gather ? "gather " : "scatter ", SizeName(item), ", chunks of ",
-                               chunk >> 10, " KiB", pinned ? "" : ", pageable"),
-                  static_cast<double>(bytes), 0.9,
-                  [&] {
-                    each_chunk([&](int64_t at, int64_t size) {
-                      PageCopies copies;
-                      const std::span<std::byte> part(packed + at, static_cast<size_t>(size));
-                      Must(gather ? copies.Gather(buffer, runs, at, part)
-                                  : copies.Scatter(buffer, runs, at, part));
-                      Must(memory->RunApart(copies.copies()));
-                    });
-                  },
-                  [&] {
-                    each_chunk([&](int64_t at, int64_t size) {
-                      std::byte* const there = rig.spare.get() + at;
-                      Copy(gather ? packed + at : there, gather ? there : packed + at, size);
-                      Synchronize();
-                    });
-                  },
-                  [&] {
-                    std::memcpy(rig.host_packed.get(), packed,
-                                static_cast<size_t>(pinned ? 0 : bytes));
-                    Copy(rig.host_pool.get(), rig.pool.get(), 2 * bytes);
-                    Synchronize();
-                    return PagesAre(rig, slots, item);
-                  }},
-                 rounds);
+  return Measure(
+      {absl::StrCat(gather ? "gather " : "scatter ", SizeName(item), ", chunks of ", chunk >> 10,
+                    " KiB", pinned ? "" : ", pageable"),
+       static_cast<double>(bytes), 0.9,
+       [&] {
+         each_chunk([&](int64_t at, int64_t size) {
+           pieces.clear();
+           AppendPagePieces(buffer, runs, at, size, &pieces);
+           moves.clear();
+           for (std::byte* place = packed + at; const std::span<std::byte> piece : pieces) {
+             const auto size_of_piece = static_cast<int64_t>(piece.size());
+             moves.push_back(gather ? BytesMove{piece.data(), place, size_of_piece}
+                                    : BytesMove{place, piece.data(), size_of_piece});
+             place += size_of_piece;
+           }
+           Must(memory->MoveApart(moves));
+         });
+       },
+       [&] {
+         each_chunk([&](int64_t at, int64_t size) {
+           std::byte* const there = rig.spare.get() + at;
+           Copy(gather ? packed + at : there, gather ? there : packed + at, size);
+           Synchronize();
+         });
+       },
+       [&] {
+         std::memcpy(rig.host_packed.get(), packed, static_cast<size_t>(pinned ? 0 : bytes));
+         Copy(rig.host_pool.get(), rig.pool.get(), 2 * bytes);
+         Synchronize();
+         return PagesAre(rig, slots, item);
+       }},
+      rounds);
 }
 
 // ---------------------------------------------------------------- numbers

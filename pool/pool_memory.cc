@@ -1,5 +1,7 @@
 #include "pool/pool_memory.h"
 
+#include <cstring>
+
 #include "absl/strings/str_cat.h"
 #include "base/slab.h"
 #include "pool/block_quant.h"
@@ -26,12 +28,28 @@ class Host : public PoolMemory {
   absl::Status RunApart(std::span<const TokenCopy> copies) const override {
     return Run(copies, nullptr);
   }
+  absl::Status MoveApart(std::span<const BytesMove> moves) const override {
+    for (const BytesMove& move : moves) {
+      std::memcpy(move.to, move.from, static_cast<size_t>(move.bytes));
+    }
+    return absl::OkStatus();
+  }
   absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> /*host*/) const override {
     return nullptr;
   }
 };
 
 }  // namespace
+
+absl::StatusOr<std::vector<PoolMemory::SharedPart>> PoolMemory::Share(
+    std::span<const std::byte> /*bytes*/) const {
+  return absl::UnimplementedError(absl::StrCat(name(), " has no names for other processes"));
+}
+
+absl::StatusOr<std::shared_ptr<const std::byte>> PoolMemory::MapShared(absl::string_view /*name*/,
+                                                                       int64_t /*bytes*/) const {
+  return absl::UnimplementedError(absl::StrCat(name(), " has no names for other processes"));
+}
 
 const std::shared_ptr<const PoolMemory>& HostMemory() {
   static const auto& memory = *new std::shared_ptr<const PoolMemory>(new Host());

@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -18,6 +19,13 @@ namespace kvferry {
 
 class QuantizedCopy;
 class TokenCopy;
+
+// Bytes that go from one place to another.
+struct BytesMove {
+  const std::byte* from;
+  std::byte* to;
+  int64_t bytes;
+};
 
 // The host's memory, or a device's (cuda/cuda_memory.h). A pool keeps the one that it was made in,
 // and everything that touches the pool's bytes either goes through Run() and RunQuantized() or
@@ -46,10 +54,31 @@ class PoolMemory {
   // who has waited for the rows that it reads and keeps others off those that it writes, as transfers
   // do.
   virtual absl::Status RunApart(std::span<const TokenCopy> copies) const = 0;
+  // As RunApart(), of bytes. All moves of a call go the same way: between places here, to here from
+  // what MapShared() gave, or between here and the host, whose bytes have to be pinned by Pin() as a
+  // whole or not at all.
+  virtual absl::Status MoveApart(std::span<const BytesMove> moves) const = 0;
   // As long as the result lives, the device reaches these bytes of the host where they lie, so that
   // copies from and to them are faster. The bytes must outlive it; whole pages of the system's are
   // pinned, each once: ALREADY_EXISTS. OK without a result where there is nothing to do.
   virtual absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> host) const = 0;
+
+  // Memory here as other processes of this machine can name it, part after part.
+  struct SharedPart {
+    std::string name;  // Opaque, at most kMaxSharedName bytes.
+    int64_t bytes;
+  };
+  static constexpr size_t kMaxSharedName = 128;
+  // For MapShared() of another process, as long as the memory lives. UNIMPLEMENTED where this kind of
+  // memory has no such names (the host's is shared otherwise: KvPool::shared_memory()), else what the
+  // device says of memory that it shares with nobody.
+  virtual absl::StatusOr<std::vector<SharedPart>> Share(std::span<const std::byte> bytes) const;
+  // Where MoveApart() finds the bytes of such a part, to read them, as long as the result lives: also
+  // when their owner has freed them or is dead, and then they are whatever they were last. Nobody else
+  // can touch them there. The name may come from anyone. UNAVAILABLE when they cannot be reached from
+  // here, INVALID_ARGUMENT for what is no name of so many bytes.
+  virtual absl::StatusOr<std::shared_ptr<const std::byte>> MapShared(absl::string_view name,
+                                                                     int64_t bytes) const;
 };
 
 // MapSlab() and the copies' own Run().

@@ -111,11 +111,6 @@ absl::StatusOr<TokenCopy> TokenCopy::PlanScatter(const TokenView& from, const To
   return PlanBetween(from, InOrder(from), to, List(to_slots), kernels);
 }
 
-absl::StatusOr<TokenCopy> TokenCopy::PlanInOrder(const TokenView& from, const TokenView& to,
-                                                 CpuKernels kernels) {
-  return PlanBetween(from, InOrder(from), to, InOrder(to), kernels);
-}
-
 void TokenCopy::Run(ThreadPool* threads) const {
   const int64_t rows = from_slots_.count;
   const int64_t parts = rows * std::max(from_.row_bytes(), to_.row_bytes()) / kBytesPerPart;

@@ -44,9 +44,6 @@ class TokenCopy {
   static absl::StatusOr<TokenCopy> PlanScatter(const TokenView& from, const TokenView& to,
                                                std::span<const int32_t> to_slots,
                                                CpuKernels kernels = BestCpuKernels());
-  // Slots 0, 1, 2, ... of both, as many as `from` has; `to` must have as many.
-  static absl::StatusOr<TokenCopy> PlanInOrder(const TokenView& from, const TokenView& to,
-                                               CpuKernels kernels = BestCpuKernels());
 
   // What it copies, for who copies it otherwise (PoolMemory); a null list stands for 0, 1, 2, ... .
   const TokenView& from() const { return from_; }

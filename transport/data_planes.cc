@@ -18,7 +18,7 @@ namespace kvferry {
 namespace {
 
 std::unique_ptr<AddressedPlane> MappedPlane(const Config& config, Arena* arena,
-                                            const SharedMemory* pool) {
+                                            const MappedPool& pool) {
   if (config.same_host_path == "network" || arena->fd() < 0) return nullptr;
   absl::StatusOr<std::unique_ptr<AddressedPlane>> plane = MakeMappedDataPlane(arena, pool);
   if (plane.ok()) return *std::move(plane);

@@ -15,6 +15,7 @@
 #include "transport/data_plane.h"
 #include "transport/direct_reads.h"
 #include "transport/lane.h"
+#include "transport/mapped/mapped_data_plane.h"
 #include "transport/messages.h"
 #include "transport/metrics.h"
 #include "transport/tcp/tcp_data_plane.h"
@@ -31,7 +32,7 @@ class DataPlanes final : public ChunkLinks {
   struct Options {
     Config config;
     Arena* arena;                            // Outlives the planes.
-    const SharedMemory* pool;                // What peers on this host may read; null: nothing.
+    MappedPool pool;                         // What peers on this host may read.
     DirectReads::Readable readable;          // What peers may read from afar.
     std::shared_ptr<CommandQueue> commands;  // Run by the progress thread.
     Metrics* metrics;                        // Outlives the planes.

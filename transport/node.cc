@@ -88,9 +88,9 @@ absl::Status NodeImpl::Init() {
   // After the receiver, which the lanes' threads call.
   KVFERRY_ASSIGN_OR_RETURN(DirectReads::Readable readable, MakeReadable());
   KVFERRY_ASSIGN_OR_RETURN(
-      data_, DataPlanes::Create({config, arena_.get(), SharedPool(), std::move(readable), commands_,
-                                 &metrics_, [this] { return std::make_unique<LaneTaker>(this); },
-                                 listen_address_}));
+      data_, DataPlanes::Create(
+                 {config, arena_.get(), PoolForPeers(), std::move(readable), commands_, &metrics_,
+                  [this] { return std::make_unique<LaneTaker>(this); }, listen_address_}));
   if (commands_->wake().get() < 0) {
     return absl::ResourceExhaustedError(absl::StrCat("node: eventfd: ", std::strerror(errno)));
   }
@@ -113,6 +113,24 @@ void NodeImpl::PinArena() {
 // What peers may read in place: nothing of a node that publishes nothing.
 const SharedMemory* NodeImpl::SharedPool() const {
   return options_.source == nullptr ? nullptr : options_.pool->shared_memory();
+}
+
+MappedPool NodeImpl::PoolForPeers() const {
+  const PoolMemory& memory = options_.pool->memory();
+  MappedPool pool{SharedPool(), {}, &memory};
+  if (memory.on_host()) return pool;
+  if (options_.source == nullptr || options_.config.same_host_path == "network") return pool;
+  for (const PoolRegions::Region& region : sender_->regions().regions()) {
+    absl::StatusOr<std::vector<PoolMemory::SharedPart>> parts = memory.Share(region);
+    if (!parts.ok()) {
+      Log().warn("peers on this host get copies of the pages in {}: {}", memory.name(),
+                 parts.status().ToString());
+      pool.parts.clear();
+      return pool;
+    }
+    pool.parts.insert(pool.parts.end(), parts->begin(), parts->end());
+  }
+  return pool;
 }
 
 absl::StatusOr<DirectReads::Readable> NodeImpl::MakeReadable() {

@@ -68,6 +68,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void SayGoodbye();
   void PinArena();
   const SharedMemory* SharedPool() const;
+  MappedPool PoolForPeers() const;
   // What peers may read from afar, with guards_ if that is wanted.
   absl::StatusOr<DirectReads::Readable> MakeReadable();
 

@@ -19,16 +19,14 @@ class PieceCopy {
   explicit PieceCopy(ThreadPool* threads) : threads_(threads) {}
 
   // Into the window of the stream that begins at `offset` and has the pieces' bytes, and must lie
-  // inside of it. Errors are those of StreamPlan::Scatter().
+  // inside of it. Errors are those of StreamPlan::ScatterPieces().
   absl::Status Run(const StreamPlan& plan, int64_t offset, Pieces from);
 
  private:
   void ToHost(const StreamPlan& plan, int64_t offset, Pieces from);
-  absl::Status ToDevice(const StreamPlan& plan, int64_t offset, Pieces from);
 
   ThreadPool* const threads_;
-  std::vector<int64_t> begins_;    // Of each piece, in the window.
-  std::vector<std::byte> packed_;  // On their way to a device.
+  std::vector<int64_t> begins_;  // Of each piece, in the window.
 };
 
 }  // namespace kvferry

@@ -14,8 +14,12 @@ namespace {
 // Beyond these no machine copies a chunk in a millisecond any more.
 constexpr int64_t kMaxThreadsInPlace = 8;
 
+// Each is a wait for the device, in which it could move as much.
+constexpr int64_t kBytesInPlaceOnDevice = 64 << 20;
+
 // The sender computes a checksum by itself, so its time counts.
-int64_t BytesInPlace(const Config& config) {
+int64_t BytesInPlace(const Config& config, const StreamPlan& plan) {
+  if (!plan.on_host()) return kBytesInPlaceOnDevice;
   return kBytesInPlace * (config.checksum ? 1 : std::min(config.copy_threads, kMaxThreadsInPlace));
 }
 
@@ -80,7 +84,7 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   message.chunk_bytes = config_.chunk_bytes;
   message.window_bytes = config_.chunk_bytes * config_.credits_per_transfer;
   message.checksum = config_.checksum;
-  message.in_place_bytes = BytesInPlace(config_);
+  message.in_place_bytes = BytesInPlace(config_, *fetch.plan);
   message.tail_bytes = fetch.plan->tail_bytes();
   message.replaces = fetch.replaces;
   message.from_bytes = fetch.from_bytes;

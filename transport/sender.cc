@@ -184,7 +184,12 @@ void Sender::ChooseWay(Transfer& transfer) {
   if (model == nullptr) return;
   const bool from_afar = model != &paths_;
   const std::string& wanted = from_afar ? config_.network_path : config_.same_host_path;
-  if (wanted == "auto") {
+  if (!plan.on_host()) {
+    // Anything else is two more copies, over a bus. But a checksum is made by the processor.
+    if (!transfer.fetch.checksum && wanted != "arena") {
+      TakeWay(transfer, PageWay::kInPlace, from_afar);
+    }
+  } else if (wanted == "auto") {
     transfer.tells_costs = turn_.empty() && transfer.ready_bytes == plan.total_bytes() &&
                            transfer.fetch.from_bytes == 0;
     TakeWay(transfer, model->Choose(WorkOf(plan), transfer.tells_costs), from_afar);

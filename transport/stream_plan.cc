@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
+#include "transport/pieces.h"
 
 namespace kvferry {
 namespace {
@@ -101,10 +102,30 @@ int64_t StreamPlan::InPages(int64_t offset, int64_t bytes) const {
   return std::clamp<int64_t>(pages_bytes() - offset, 0, bytes);
 }
 
+template <typename Byte, typename Fn>
+void StreamPlan::ForEachPart(int64_t offset, std::span<Byte> packed, const Fn& fn) const {
+  ForEachSegment(*pool_, items().num_pages(), layer_bytes_, offset,
+                 static_cast<int64_t>(packed.size()), [&](const Segment& segment) {
+                   fn(*segment.buffer, items(), segment.offset,
+                      packed.subspan(segment.packed, segment.bytes));
+                 });
+}
+
 absl::Status StreamPlan::Gather(int64_t offset, std::span<std::byte> packed) const {
   const int64_t in_pages = InPages(offset, static_cast<int64_t>(packed.size()));
-  KVFERRY_RETURN_IF_ERROR(
-      CopyPages(offset, packed.first(in_pages), &GatherPages, &PageCopies::Gather));
+  if (on_host()) {
+    ForEachPart(offset, packed.first(in_pages), &GatherPages);
+  } else {
+    std::vector<std::span<std::byte>> pieces;
+    AppendPieces(offset, in_pages, &pieces);
+    std::vector<BytesMove> moves;
+    std::byte* to = packed.data();
+    for (const std::span<std::byte> piece : pieces) {
+      moves.push_back({piece.data(), to, static_cast<int64_t>(piece.size())});
+      to += piece.size();
+    }
+    KVFERRY_RETURN_IF_ERROR(Move(moves));
+  }
   packed = packed.subspan(in_pages);
   if (packed.empty()) return absl::OkStatus();
   std::memcpy(packed.data(), tail_.data + (offset + in_pages - pages_bytes()), packed.size());
@@ -112,28 +133,33 @@ absl::Status StreamPlan::Gather(int64_t offset, std::span<std::byte> packed) con
 }
 
 absl::Status StreamPlan::Scatter(int64_t offset, std::span<const std::byte> packed) const {
+  if (!on_host()) return ScatterPieces(offset, {&packed, 1});
   const int64_t in_pages = InPages(offset, static_cast<int64_t>(packed.size()));
-  KVFERRY_RETURN_IF_ERROR(
-      CopyPages(offset, packed.first(in_pages), &ScatterPages, &PageCopies::Scatter));
+  ForEachPart(offset, packed.first(in_pages), &ScatterPages);
   packed = packed.subspan(in_pages);
   if (packed.empty()) return absl::OkStatus();
   std::memcpy(tail_.data + (offset + in_pages - pages_bytes()), packed.data(), packed.size());
   return absl::OkStatus();
 }
 
-template <typename Byte>
-absl::Status StreamPlan::CopyPages(int64_t offset, std::span<Byte> packed, CopyFn<Byte> copy,
-                                   AddFn<Byte> add) const {
-  PageCopies copies;
-  absl::Status status;
-  ForEachSegment(*pool_, items().num_pages(), layer_bytes_, offset,
-                 static_cast<int64_t>(packed.size()), [&](const Segment& segment) {
-                   const auto part = packed.subspan(segment.packed, segment.bytes);
-                   if (on_host()) return copy(*segment.buffer, items(), segment.offset, part);
-                   status.Update((copies.*add)(*segment.buffer, items(), segment.offset, part));
-                 });
-  if (on_host()) return absl::OkStatus();
-  if (status.ok()) status = pool_->memory().RunApart(copies.copies());
+absl::Status StreamPlan::ScatterPieces(int64_t offset, Pieces from) const {
+  int64_t bytes = 0;
+  for (const std::span<const std::byte> piece : from) bytes += static_cast<int64_t>(piece.size());
+  std::vector<std::span<std::byte>> to;
+  AppendPieces(offset, bytes, &to);
+  std::vector<BytesMove> moves, of_tail;
+  int64_t left = InPages(offset, bytes);  // Of the pages, which come before the tail.
+  ForEachMove(from, to, [&](const std::byte* source, std::byte* target, size_t size) {
+    const auto here = static_cast<int64_t>(size);
+    (left > 0 ? moves : of_tail).push_back({source, target, here});
+    left -= here;
+  });
+  KVFERRY_RETURN_IF_ERROR(Move(moves));
+  return HostMemory()->MoveApart(of_tail);
+}
+
+absl::Status StreamPlan::Move(std::span<const BytesMove> moves) const {
+  const absl::Status status = pool_->memory().MoveApart(moves);
   if (status.ok()) return status;
   // Whatever it is, it is none of the peer's, and nothing that waiting or asking again would mend.
   return absl::InternalError(absl::StrCat("pages in ", pool_->memory().name(),

@@ -13,6 +13,7 @@
 #include "pool/kv_pool.h"
 #include "pool/page_copy.h"
 #include "pool/page_runs.h"
+#include "transport/data_plane.h"
 
 namespace kvferry {
 
@@ -60,12 +61,14 @@ class StreamPlan {
 
   // Copies the window [offset, offset + packed.size()) of the stream, which must lie inside it. `packed`
   // lies on the host. INTERNAL when a device fails; what it has written by then is not known. Returns
-  // when all is done: a device's copies wait for nothing that goes on there (PoolMemory::RunApart).
+  // when all is done: a device's copies wait for nothing that goes on there (PoolMemory::MoveApart).
   absl::Status Gather(int64_t offset, std::span<std::byte> packed) const;
   absl::Status Scatter(int64_t offset, std::span<const std::byte> packed) const;
+  // Of pages on a device: from pieces, one after another, that all lie on the host or all where
+  // MoveApart() of the pool's memory finds them; then the tail is not in the window.
+  absl::Status ScatterPieces(int64_t offset, Pieces from) const;
 
-  // Appends where that window lies in this side's memory, piece by piece; adjacent pages are one. Of
-  // pages that are on_host() alone.
+  // Appends where that window lies in this side's memory, piece by piece; adjacent pages are one.
   void AppendPieces(int64_t offset, int64_t bytes, std::vector<std::span<std::byte>>* pieces) const;
   // Bytes of a page, as far as it is in the stream, of the tensor whose pages are smallest. Of the pieces of a window only the first
   // and the last can be smaller.
@@ -86,15 +89,11 @@ class StreamPlan {
   const PageRuns& items() const { return cut_ != nullptr ? cut_->items : pages_; }
   // How many of the bytes from `offset` on are of pages.
   int64_t InPages(int64_t offset, int64_t bytes) const;
-  template <typename Byte>
-  using CopyFn = void (*)(const BufferInfo&, const PageRuns&, int64_t offset, std::span<Byte>);
-  template <typename Byte>
-  using AddFn = absl::Status (PageCopies::*)(const BufferInfo&, const PageRuns&, int64_t offset,
-                                             std::span<Byte>);
-  // The window, which is of pages alone: on the host by `copy`, on a device in one go of what `add` adds.
-  template <typename Byte>
-  absl::Status CopyPages(int64_t offset, std::span<Byte> packed, CopyFn<Byte> copy,
-                         AddFn<Byte> add) const;
+  // On the host: fn(buffer, pages, offset, part) for each part of the window, which is of pages alone.
+  template <typename Byte, typename Fn>
+  void ForEachPart(int64_t offset, std::span<Byte> packed, const Fn& fn) const;
+  // On a device.
+  absl::Status Move(std::span<const BytesMove> moves) const;
 
   std::shared_ptr<const HeadSlice> cut_;  // Where only some of the heads are in the stream.
   std::shared_ptr<const KvPool> pool_;    // That one's then.

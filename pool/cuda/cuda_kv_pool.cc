@@ -4,8 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <iterator>
+#include <map>
 
 #include "absl/strings/str_cat.h"
+#include "base/mutex.h"
 #include "base/status.h"
 #include "pool/cuda/cuda_memory.h"
 #include "pool/cuda/cuda_status.h"
@@ -39,6 +42,35 @@ std::vector<std::span<std::byte>> MemoryPages(std::span<const BufferInfo> buffer
   return merged;
 }
 
+// What is pinned. CUDA could be asked, but not about all bytes from one place to another.
+class Pinned {
+ public:
+  void Add(std::span<const std::byte> range) {
+    const MutexLock lock(&mutex_);
+    ranges_[range.data()] = range.size();
+  }
+  void Remove(const std::byte* begin) {
+    const MutexLock lock(&mutex_);
+    ranges_.erase(begin);
+  }
+  bool Has(std::span<const std::byte> bytes) {
+    const MutexLock lock(&mutex_);
+    const auto behind = ranges_.upper_bound(bytes.data());
+    if (behind == ranges_.begin()) return false;
+    const auto& [begin, size] = *std::prev(behind);
+    return bytes.data() + bytes.size() <= begin + size;
+  }
+
+ private:
+  Mutex mutex_;
+  std::map<const std::byte*, size_t> ranges_ ABSL_GUARDED_BY(mutex_);
+};
+
+Pinned& AllPinned() {
+  static auto* const pinned = new Pinned;  // Outlives whatever static or thread holds a pin.
+  return *pinned;
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<KvPool>> CreateCudaKvPool(const KvLayout& layout, int64_t num_pages,
@@ -47,7 +79,10 @@ absl::StatusOr<std::shared_ptr<KvPool>> CreateCudaKvPool(const KvLayout& layout,
 }
 
 HostPin::~HostPin() {
-  for (std::byte* address : pinned_) cudaHostUnregister(address);
+  for (std::byte* address : pinned_) {
+    AllPinned().Remove(address);
+    cudaHostUnregister(address);
+  }
 }
 
 absl::Status HostPin::Pin(std::span<std::byte> range) {
@@ -65,7 +100,10 @@ absl::Status HostPin::Pin(std::span<std::byte> range) {
   pinned_.push_back(range.data());
   void* seen = nullptr;
   KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaHostGetDevicePointer(&seen, range.data(), 0), what()));
-  if (seen == range.data()) return absl::OkStatus();
+  if (seen == range.data()) {
+    AllPinned().Add(range);
+    return absl::OkStatus();
+  }
   return absl::UnavailableError(
       absl::StrCat(what(), ": the device would see them at another address"));
 }
@@ -84,5 +122,7 @@ absl::StatusOr<std::unique_ptr<HostPin>> PinHostMemory(std::span<const BufferInf
   }
   return pin;
 }
+
+bool IsPinned(std::span<const std::byte> bytes) { return AllPinned().Has(bytes); }
 
 }  // namespace kvferry

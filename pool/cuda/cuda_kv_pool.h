@@ -50,4 +50,7 @@ class HostPin {
 absl::StatusOr<std::unique_ptr<HostPin>> PinHostMemory(std::span<const BufferInfo> buffers,
                                                        std::shared_ptr<const void> owner);
 
+// All of these bytes are pinned by one HostPin.
+bool IsPinned(std::span<const std::byte> bytes);
+
 }  // namespace kvferry

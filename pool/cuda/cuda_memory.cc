@@ -14,9 +14,12 @@
 #include "base/slab.h"
 #include "base/status.h"
 #include "pool/block_quant.h"
+#include "pool/cuda/apart_cuda.h"
 #include "pool/cuda/block_quant_cuda.h"
 #include "pool/cuda/cuda_kv_pool.h"
 #include "pool/cuda/cuda_status.h"
+#include "pool/cuda/on_device.h"
+#include "pool/cuda/shared_cuda.h"
 #include "pool/cuda/token_copy_cuda.h"
 #include "pool/token_copy.h"
 
@@ -25,30 +28,6 @@ namespace {
 
 constexpr int64_t kPieceBytes = 16 << 20;  // Of rows on their way from or to the host.
 constexpr cudaStream_t kDefaultStream = nullptr;
-
-absl::Status CheckDevice(int device) {
-  int count = 0;
-  KVFERRY_RETURN_IF_ERROR(
-      CudaStatus(cudaGetDeviceCount(&count), absl::StrCat("cuda memory: no device ", device)));
-  if (device >= 0 && device < count) return absl::OkStatus();
-  return absl::UnavailableError(
-      absl::StrCat("cuda memory: no device ", device, ": this machine has ", count));
-}
-
-// fn() while `device` is the thread's current one.
-template <typename Fn>
-auto OnDevice(int device, const Fn& fn) -> decltype(fn()) {
-  KVFERRY_RETURN_IF_ERROR(CheckDevice(device));
-  int current = 0;
-  KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&current), "cuda memory: current device"));
-  if (current == device) return fn();
-  KVFERRY_RETURN_IF_ERROR(
-      CudaStatus(cudaSetDevice(device), absl::StrCat("cuda memory: device ", device)));
-  auto result = fn();
-  KVFERRY_RETURN_IF_ERROR(
-      CudaStatus(cudaSetDevice(current), absl::StrCat("cuda memory: back to device ", current)));
-  return result;
-}
 
 // On the current device.
 absl::StatusOr<std::shared_ptr<std::byte>> ZeroedMemory(int64_t bytes) {
@@ -73,39 +52,6 @@ absl::StatusOr<std::shared_ptr<std::byte>> Scratch(int64_t bytes, cudaStream_t s
   return std::shared_ptr<std::byte>(static_cast<std::byte*>(memory), [stream](std::byte* scratch) {
     cudaFreeAsync(scratch, stream);
   });
-}
-
-// One that waits for no other, not even the default one, and whose work goes before theirs.
-class OwnStream {
- public:
-  OwnStream() = default;
-  ~OwnStream() {
-    if (stream_ != nullptr) cudaStreamDestroy(stream_);
-  }
-  OwnStream(const OwnStream&) = delete;
-  OwnStream& operator=(const OwnStream&) = delete;
-
-  // Of the device that is current the first time.
-  absl::StatusOr<cudaStream_t> Get() {
-    if (stream_ != nullptr) return stream_;
-    int least = 0, greatest = 0;
-    KVFERRY_RETURN_IF_ERROR(
-        CudaStatus(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cuda memory: priorities"));
-    KVFERRY_RETURN_IF_ERROR(
-        CudaStatus(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest),
-                   "cuda memory: a stream for transfers"));
-    return stream_;
-  }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
-
-// The calling thread's, for the device, which is the current one. Making one for each call would take
-// longer than many a call.
-absl::StatusOr<cudaStream_t> StreamOfThread(int device) {
-  thread_local std::map<int, OwnStream> streams;
-  return streams[device].Get();
 }
 
 // ---------------------------------------------------------------- where rows lie
@@ -396,9 +342,19 @@ class DeviceMemory : public PoolMemory {
   }
   absl::Status RunApart(std::span<const TokenCopy> copies) const override {
     return OnDevice(device_, [&]() -> absl::Status {
-      KVFERRY_ASSIGN_OR_RETURN(const cudaStream_t stream, StreamOfThread(device_));
+      KVFERRY_ASSIGN_OR_RETURN(const cudaStream_t stream, StreamApart(device_));
       return RunAll(copies, nullptr, stream);
     });
+  }
+  absl::Status MoveApart(std::span<const BytesMove> moves) const override {
+    return OnDevice(device_, [&] { return MoveApartCuda(moves, device_); });
+  }
+  absl::StatusOr<std::vector<SharedPart>> Share(std::span<const std::byte> bytes) const override {
+    return OnDevice(device_, [bytes] { return ShareCuda(bytes); });
+  }
+  absl::StatusOr<std::shared_ptr<const std::byte>> MapShared(absl::string_view name,
+                                                             int64_t bytes) const override {
+    return OnDevice(device_, [&] { return MapSharedCuda(name, bytes, device_); });
   }
   absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> host) const override {
     const auto bytes = static_cast<int64_t>(host.size());

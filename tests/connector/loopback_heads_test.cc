@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "connector/tensor_parallel.h"
-#include "pool/page_copy.h"
 #include "tests/support/endpoints.h"
 
 namespace kvferry {
@@ -50,14 +49,12 @@ class Rank {
   HeadShare share() const { return {heads_.first, total_heads_}; }
 
   void Write(int64_t page, int64_t seed, int64_t of_page) const {
-    std::vector<std::vector<std::byte>> bytes;
-    PageCopies copies;
     for (int64_t buffer = 0; buffer < pool_->layout().num_buffers(); ++buffer) {
-      bytes.push_back(PageOf(seed, buffer, of_page));
-      EXPECT_TRUE(IsOk(copies.Scatter(pool_->buffer_infos()[buffer], PageRuns(PageRun{page, 1}), 0,
-                                      bytes.back())));
+      const std::vector<std::byte> bytes = PageOf(seed, buffer, of_page);
+      const BufferInfo& info = pool_->buffer_infos()[buffer];
+      const BytesMove move{bytes.data(), info.address + page * info.item_bytes, info.item_bytes};
+      EXPECT_TRUE(IsOk(pool_->memory().MoveApart({&move, 1})));
     }
-    EXPECT_TRUE(IsOk(pool_->memory().RunApart(copies.copies())));
   }
   // Page `page` has these heads of what the model computed for `of_page`, and its own others.
   testing::AssertionResult Holds(int64_t page, HeadRange computed, int64_t of_page) const {

@@ -67,6 +67,15 @@ class GuardedMemory : public PoolMemory {
     return Run(copies, nullptr);
   }
 
+  absl::Status MoveApart(std::span<const BytesMove> moves) const override {
+    if (!failure.ok()) return failure;
+    Protect(PROT_READ | PROT_WRITE);
+    const absl::Status status = HostMemory()->MoveApart(moves);
+    Protect(PROT_NONE);
+    ++num_runs;
+    return status;
+  }
+
   absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> /*host*/) const override {
     return nullptr;
   }

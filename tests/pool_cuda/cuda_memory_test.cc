@@ -246,16 +246,21 @@ TEST_F(CudaMemories, PagesGoAndComeApart) {
       packed = std::span(arena).first(plain.size());
       std::copy(plain.begin(), plain.end(), packed.begin());
     }
-    PageCopies scatter;
-    ASSERT_TRUE(IsOk(scatter.Scatter(there, runs, offset, packed)));
-    ASSERT_TRUE(IsOk(memory_->RunApart(scatter.copies())));
+    std::vector<std::span<std::byte>> pieces;
+    AppendPagePieces(there, runs, offset, static_cast<int64_t>(packed.size()), &pieces);
+    std::vector<BytesMove> out, back;
+    for (std::byte* at = packed.data(); const std::span<std::byte> piece : pieces) {
+      const auto size = static_cast<int64_t>(piece.size());
+      out.push_back({at, piece.data(), size});
+      back.push_back({piece.data(), at, size});
+      at += size;
+    }
+    ASSERT_TRUE(IsOk(memory_->MoveApart(out)));
     ScatterPages(here, runs, offset, packed);
     ASSERT_TRUE(agree()) << round;
     const std::vector<std::byte> want(packed.begin(), packed.end());
     std::fill(packed.begin(), packed.end(), std::byte{0});
-    PageCopies gather;
-    ASSERT_TRUE(IsOk(gather.Gather(there, runs, offset, packed)));
-    ASSERT_TRUE(IsOk(memory_->RunApart(gather.copies())));
+    ASSERT_TRUE(IsOk(memory_->MoveApart(back)));
     ASSERT_TRUE(std::equal(want.begin(), want.end(), packed.begin())) << round;
   }
   pin.reset();

@@ -6,7 +6,6 @@
 #include <numeric>
 #include <set>
 
-#include "pool/page_copy.h"
 #include "tests/support/status.h"
 #include "tests/support/test_config.h"
 
@@ -25,12 +24,11 @@ class BytesOf {
  public:
   explicit BytesOf(const KvPool& pool) : pool_(pool) {
     if (pool.memory().on_host()) return;
-    PageCopies copies;
     for (const BufferInfo& buffer : pool.buffer_infos()) {
       std::vector<std::byte>& bytes = copies_.emplace_back(static_cast<size_t>(buffer.bytes));
-      EXPECT_TRUE(IsOk(copies.Gather(buffer, PageRuns(PageRun{0, pool.num_pages()}), 0, bytes)));
+      const BytesMove all{buffer.address, bytes.data(), buffer.bytes};
+      EXPECT_TRUE(IsOk(pool.memory().MoveApart({&all, 1})));
     }
-    EXPECT_TRUE(IsOk(pool.memory().RunApart(copies.copies())));
   }
 
   std::span<const std::byte> Page(int64_t buffer, int64_t page) const {
@@ -79,28 +77,25 @@ std::shared_ptr<const PoolMemory> (*memory_of_device)() = nullptr;
 std::vector<std::byte> ReadPage(const KvPool& pool, int64_t buffer, int64_t page) {
   const BufferInfo& info = pool.buffer_infos()[buffer];
   std::vector<std::byte> bytes(static_cast<size_t>(info.item_bytes));
-  PageCopies copies;
-  EXPECT_TRUE(IsOk(copies.Gather(info, PageRuns(PageRun{page, 1}), 0, bytes)));
-  EXPECT_TRUE(IsOk(pool.memory().RunApart(copies.copies())));
+  const BytesMove all{info.address + page * info.item_bytes, bytes.data(), info.item_bytes};
+  EXPECT_TRUE(IsOk(pool.memory().MoveApart({&all, 1})));
   return bytes;
 }
 
 void WritePattern(const KvPool& pool, std::span<const int64_t> buffers,
                   std::span<const int64_t> pages, uint64_t seed,
                   std::span<const int64_t> of_pages) {
-  const PageRuns runs = Must(PageRuns::FromPages(pages));
   std::deque<std::vector<std::byte>> bytes;
-  PageCopies copies;
+  std::vector<BytesMove> moves;
   for (const int64_t buffer : buffers) {
     const BufferInfo& info = pool.buffer_infos()[buffer];
-    std::span<std::byte> left = bytes.emplace_back(pages.size() * info.item_bytes);
-    for (const int64_t of_page : of_pages) {
-      PatternBytes(seed, buffer, of_page, left.first(info.item_bytes));
-      left = left.subspan(info.item_bytes);
+    for (size_t i = 0; i < pages.size(); ++i) {
+      std::vector<std::byte>& page = bytes.emplace_back(static_cast<size_t>(info.item_bytes));
+      PatternBytes(seed, buffer, of_pages[i], page);
+      moves.push_back({page.data(), info.address + pages[i] * info.item_bytes, info.item_bytes});
     }
-    EXPECT_TRUE(IsOk(copies.Scatter(info, runs, 0, bytes.back())));
   }
-  EXPECT_TRUE(IsOk(pool.memory().RunApart(copies.copies())));
+  EXPECT_TRUE(IsOk(pool.memory().MoveApart(moves)));
 }
 
 void PatternBytes(uint64_t seed, int64_t buffer, int64_t page, std::span<std::byte> out) {

@@ -30,7 +30,7 @@ constexpr int64_t kPoolBytes = 64 << 10;
 struct Side {
   explicit Side(int64_t num_chunks = 16)
       : arena(Must(Arena::Create(num_chunks * kChunkBytes, kChunkBytes))),
-        plane(Must(MakeMappedDataPlane(arena.get(), &pool))) {}
+        plane(Must(MakeMappedDataPlane(arena.get(), {.shared = &pool}))) {}
 
   // A chunk full of `fill`; it is given back when its send is done.
   int64_t Send(LinkId link, uint8_t fill, uint32_t bytes = kChunkBytes) {

@@ -1,5 +1,6 @@
 #include "transport/mapped/mapped_data_plane.h"
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
@@ -23,11 +24,19 @@ namespace kvferry {
 namespace {
 
 // Messages of docs/wire_protocol.md; the structs are their bytes.
-enum Kind : uint32_t { kHello = 1, kChunk = 2, kCredit = 3, kRead = 4, kMessage = 5 };
+enum Kind : uint32_t {
+  kHello = 1,
+  kChunk = 2,
+  kCredit = 3,
+  kRead = 4,
+  kMessage = 5,
+  kPoolPart = 6,
+  kReadsPool = 7,
+};
 
 using Token = std::array<char, 16>;
 constexpr uint64_t kMagic = 0x6b7666657272792f;
-constexpr uint8_t kVersion = 2;
+constexpr uint8_t kVersion = 3;
 
 struct Head {
   uint32_t kind = 0;
@@ -40,7 +49,7 @@ struct HelloPacket {
   Token token{};
   uint64_t num_chunks = 0;
   uint64_t chunk_bytes = 0;
-  uint64_t pool_bytes = 0;  // 0: there is no pool to read.
+  uint64_t pool_bytes = 0;  // 0: there is no pool to read by its fd.
 };
 struct ChunkPacket {
   Head head{kChunk};
@@ -64,7 +73,17 @@ struct MessagePacket {
   MessageHeader header;
   uint64_t bytes_after = 0;  // Of the message, in parts to come.
 };
+// The part's name follows.
+struct PoolPartPacket {
+  Head head{kPoolPart};
+  uint64_t bytes = 0;
+  uint64_t parts_after = 0;  // To come.
+};
+struct ReadsPoolPacket {
+  Head head{kReadsPool};
+};
 static_assert(sizeof(CreditPacket) == 24 && sizeof(ReadPacket) == 16);
+static_assert(sizeof(PoolPartPacket) == 24 && sizeof(ReadsPoolPacket) == 8);
 static_assert(sizeof(MessagePacket) == 24);
 constexpr size_t kMaxPartBytes = kMaxPacketBytes - sizeof(MessagePacket);
 
@@ -72,6 +91,7 @@ constexpr size_t kMaxPartBytes = kMaxPacketBytes - sizeof(MessagePacket);
 constexpr uint64_t kMaxChunks = uint64_t{1} << 24;
 constexpr uint64_t kMaxChunkBytes = uint64_t{1} << 30;
 constexpr uint64_t kMaxPoolBytes = uint64_t{1} << 45;
+constexpr uint64_t kMaxPoolParts = uint64_t{1} << 16;
 constexpr size_t kMaxAccepted = 4096;
 // Words of one link's reader, before it is the next one's turn.
 constexpr int kReadsATurn = 16;
@@ -91,7 +111,7 @@ bool Parse(const Packet& packet, T* message) {
 
 class MappedDataPlane : public AddressedPlane {
  public:
-  MappedDataPlane(Arena* arena, const SharedMemory* pool) : arena_(arena), pool_(pool) {}
+  MappedDataPlane(Arena* arena, MappedPool pool) : arena_(arena), pool_(std::move(pool)) {}
   ~MappedDataPlane() override;
   absl::Status Init();
 
@@ -104,7 +124,7 @@ class MappedDataPlane : public AddressedPlane {
   bool carries_messages() const override { return true; }
   absl::Status SendMessage(LinkId link, const MessageHeader& header,
                            std::string_view bytes) override;
-  bool ReadsPool(LinkId /*link*/) const override { return pool_ != nullptr; }
+  bool ReadsPool(LinkId link) const override;
   bool Progress(DataEvents* events) override;
   int event_fd() const override { return epoll_.fd(); }
   bool Arm() override { return true; }  // What has not been read yet keeps the fd readable.
@@ -124,19 +144,28 @@ class MappedDataPlane : public AddressedPlane {
     Channel channel;
     std::string address;
     bool proven = false;                               // The peer has read something.
+    bool reads_parts = false;                          // It has mapped the parts of the pool.
     absl::flat_hash_map<int64_t, SendDone> reading{};  // By chunk of the arena.
+  };
+  struct PoolPart {
+    std::shared_ptr<const std::byte> memory;
+    uint64_t begin, bytes;  // In the pool.
   };
   // From a peer whose arena we read.
   struct Accepted {
     Channel channel;
     std::shared_ptr<const std::byte> arena{};  // Null before the hello.
     ArenaShape shape{};
-    std::shared_ptr<const std::byte> pool{};  // Null: none was passed.
-    uint64_t pool_bytes = 0;
+    std::vector<PoolPart> pool{};      // One behind the other; empty: it cannot be read.
+    bool pool_on_device = false;       // The processor cannot touch it.
+    absl::Status unmapped{};           // Why a part could not be mapped.
     std::vector<std::byte> message{};  // What has come of it.
+
+    uint64_t pool_bytes() const { return pool.empty() ? 0 : pool.back().begin + pool.back().bytes; }
   };
 
   absl::Status Watch(const Channel& channel);
+  void SendParts(Channel& channel);
   template <typename Message>
   void Push(Channel& channel, const Message& message) {
     PushBytes(channel, std::as_bytes(std::span(&message, 1)));
@@ -149,17 +178,20 @@ class MappedDataPlane : public AddressedPlane {
   void OnAcceptedReadable(Accepted& accepted, DataEvents* events);
   absl::Status OnPacket(Accepted& accepted, Packet& packet, DataEvents* events);
   absl::Status OnHello(Accepted& accepted, Packet& packet) const;
+  absl::Status OnPoolPart(Accepted& accepted, const Packet& packet);
+  static void AddPart(Accepted& accepted, std::shared_ptr<const std::byte> memory, uint64_t bytes);
   absl::Status OnChunk(Accepted& accepted, const ChunkPacket& chunk, DataEvents* events);
   static absl::Status OnMessagePart(Accepted& accepted, const Packet& packet, DataEvents* events);
   // Fills pieces_ with where the chunk's bytes lie.
   absl::Status FindPieces(const Accepted& accepted, const ChunkPacket& chunk);
   absl::Status ReadPoolPieces(const Accepted& accepted, const ChunkPacket& chunk);
+  void AddPieces(const Accepted& accepted, PoolPiece piece);
   void Serve(uint64_t id, uint32_t ready, DataEvents* events);
   void NoteRefusal(const Link& link);
   void ReportBroken(DataEvents* events);
 
   Arena* const arena_;
-  const SharedMemory* const pool_;
+  const MappedPool pool_;
   Token token_{};
   std::string address_;
   Epoll epoll_;
@@ -214,9 +246,9 @@ absl::StatusOr<LinkId> MappedDataPlane::Connect(const std::string& address) {
   hello.num_chunks = static_cast<uint64_t>(arena_->shape().num_chunks);
   hello.chunk_bytes = static_cast<uint64_t>(arena_->shape().chunk_bytes);
   std::vector<int> memory = {arena_->fd()};
-  if (pool_ != nullptr) {
-    memory.push_back(pool_->fd.get());
-    hello.pool_bytes = static_cast<uint64_t>(pool_->bytes);
+  if (pool_.shared != nullptr) {
+    memory.push_back(pool_.shared->fd.get());
+    hello.pool_bytes = static_cast<uint64_t>(pool_.shared->bytes);
   }
   if (SendPacket(socket, std::as_bytes(std::span(&hello, 1)), memory) != SocketResult::kOk) {
     return absl::UnavailableError(absl::StrCat("unix socket: hello: ", std::strerror(errno)));
@@ -224,8 +256,25 @@ absl::StatusOr<LinkId> MappedDataPlane::Connect(const std::string& address) {
   const LinkId id = next_link_++;
   auto link = std::make_unique<Link>(Link{{id, std::move(socket)}, address});
   KVFERRY_RETURN_IF_ERROR(Watch(link->channel));
+  SendParts(link->channel);
   links_.emplace(id, std::move(link));
   return id;
+}
+
+void MappedDataPlane::SendParts(Channel& channel) {
+  std::array<std::byte, sizeof(PoolPartPacket) + PoolMemory::kMaxSharedName> packet;
+  uint64_t left = pool_.parts.size();
+  for (const PoolMemory::SharedPart& part : pool_.parts) {
+    const PoolPartPacket head{.bytes = static_cast<uint64_t>(part.bytes), .parts_after = --left};
+    std::memcpy(packet.data(), &head, sizeof(head));
+    std::memcpy(packet.data() + sizeof(head), part.name.data(), part.name.size());
+    PushBytes(channel, std::span(packet).first(sizeof(head) + part.name.size()));
+  }
+}
+
+bool MappedDataPlane::ReadsPool(LinkId id) const {
+  const auto found = links_.find(id);
+  return found != links_.end() && (pool_.shared != nullptr || found->second->reads_parts);
 }
 
 absl::Status MappedDataPlane::Watch(const Channel& channel) {
@@ -318,6 +367,12 @@ void MappedDataPlane::OnLinkReadable(Link& link) {
   for (int i = 0; i < kReadsATurn; ++i) {
     const SocketResult result = ReceivePacket(link.channel.socket, &packet);
     if (result == SocketResult::kWouldBlock) return;
+    ReadsPoolPacket reads_pool;
+    if (result == SocketResult::kOk && Parse(packet, &reads_pool) &&
+        reads_pool.head.kind == kReadsPool) {
+      link.reads_parts = !pool_.parts.empty();
+      continue;
+    }
     ReadPacket read;
     const bool known =
         result == SocketResult::kOk && Parse(packet, &read) && read.head.kind == kRead;
@@ -368,9 +423,44 @@ absl::Status MappedDataPlane::OnHello(Accepted& accepted, Packet& packet) const 
   if (hello.pool_bytes > kMaxPoolBytes || !packet.passed[1].valid()) {
     return absl::InvalidArgumentError(absl::StrCat("a pool of ", hello.pool_bytes, " bytes"));
   }
-  accepted.pool_bytes = hello.pool_bytes;
   KVFERRY_ASSIGN_OR_RETURN(
-      accepted.pool, MapPeersMemory(packet.passed[1], static_cast<int64_t>(hello.pool_bytes)));
+      std::shared_ptr<const std::byte> pool,
+      MapPeersMemory(packet.passed[1], static_cast<int64_t>(hello.pool_bytes)));
+  AddPart(accepted, std::move(pool), hello.pool_bytes);
+  return absl::OkStatus();
+}
+
+void MappedDataPlane::AddPart(Accepted& accepted, std::shared_ptr<const std::byte> memory,
+                              uint64_t bytes) {
+  accepted.pool.push_back({std::move(memory), accepted.pool_bytes(), bytes});
+}
+
+// Who cannot map all of them says nothing, and gets copies of the pages.
+absl::Status MappedDataPlane::OnPoolPart(Accepted& accepted, const Packet& packet) {
+  PoolPartPacket head;
+  std::memcpy(&head, packet.bytes, sizeof(head));
+  if (!accepted.pool_on_device && !accepted.pool.empty()) {
+    return absl::InvalidArgumentError("parts of a pool that has come with the hello");
+  }
+  accepted.pool_on_device = true;
+  if (head.bytes == 0 || head.bytes > kMaxPoolBytes - accepted.pool_bytes() ||
+      accepted.pool.size() + head.parts_after >= kMaxPoolParts) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a part of ", head.bytes, " bytes of a pool, ", head.parts_after, " to come"));
+  }
+  if (pool_.memory == nullptr || !accepted.unmapped.ok()) return absl::OkStatus();
+  const absl::string_view name(reinterpret_cast<const char*>(packet.bytes) + sizeof(head),
+                               packet.size - sizeof(head));
+  absl::StatusOr<std::shared_ptr<const std::byte>> memory =
+      pool_.memory->MapShared(name, static_cast<int64_t>(head.bytes));
+  if (!memory.ok()) {
+    Log().info("a peer on this host sends copies of its pages: {}", memory.status().ToString());
+    accepted.unmapped = memory.status();
+    accepted.pool.clear();
+    return absl::OkStatus();
+  }
+  AddPart(accepted, *std::move(memory), head.bytes);
+  if (head.parts_after == 0) Push(accepted.channel, ReadsPoolPacket{});
   return absl::OkStatus();
 }
 
@@ -378,15 +468,16 @@ absl::Status MappedDataPlane::OnHello(Accepted& accepted, Packet& packet) const 
 absl::Status MappedDataPlane::ReadPoolPieces(const Accepted& accepted, const ChunkPacket& chunk) {
   const std::byte* list =
       accepted.arena.get() + accepted.shape.chunk_at(static_cast<int64_t>(chunk.slot));
+  const uint64_t pool_bytes = accepted.pool_bytes();
   uint64_t sum = 0;
   for (uint64_t at = 0; at + sizeof(PoolPiece) <= chunk.payload_bytes; at += sizeof(PoolPiece)) {
     PoolPiece piece;
     std::memcpy(&piece, list + at, sizeof(piece));
-    if (piece.offset > accepted.pool_bytes || piece.bytes > accepted.pool_bytes - piece.offset) {
-      return absl::InvalidArgumentError(absl::StrCat("bytes ", piece.offset, " + ", piece.bytes,
-                                                     " of a pool of ", accepted.pool_bytes));
+    if (piece.offset > pool_bytes || piece.bytes > pool_bytes - piece.offset) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("bytes ", piece.offset, " + ", piece.bytes, " of a pool of ", pool_bytes));
     }
-    pieces_.emplace_back(accepted.pool.get() + piece.offset, piece.bytes);
+    AddPieces(accepted, piece);
     sum += piece.bytes;
     if (sum > chunk.header.bytes) break;
   }
@@ -395,14 +486,30 @@ absl::Status MappedDataPlane::ReadPoolPieces(const Accepted& accepted, const Chu
       absl::StrCat("pieces of ", sum, " bytes for a chunk of ", chunk.header.bytes));
 }
 
+// Of each part that it lies in; it lies in the pool.
+void MappedDataPlane::AddPieces(const Accepted& accepted, PoolPiece piece) {
+  auto part = std::upper_bound(
+      accepted.pool.begin(), accepted.pool.end(), piece.offset,
+      [](uint64_t offset, const PoolPart& candidate) { return offset < candidate.begin; });
+  for (--part; piece.bytes > 0; ++part) {
+    const uint64_t at = piece.offset - part->begin;
+    const uint64_t bytes = std::min(piece.bytes, part->bytes - at);
+    pieces_.emplace_back(part->memory.get() + at, bytes);
+    piece = {piece.offset + bytes, piece.bytes - bytes};
+  }
+}
+
 absl::Status MappedDataPlane::FindPieces(const Accepted& accepted, const ChunkPacket& chunk) {
   pieces_.clear();
   const bool in_pool = (chunk.header.flags & kChunkInPool) != 0;
   if (chunk.slot >= static_cast<uint64_t>(accepted.shape.num_chunks) ||
       chunk.payload_bytes > static_cast<uint64_t>(accepted.shape.chunk_bytes) ||
-      (in_pool ? accepted.pool == nullptr : chunk.payload_bytes != chunk.header.bytes)) {
+      (in_pool ? accepted.pool.empty() : chunk.payload_bytes != chunk.header.bytes)) {
     return absl::InvalidArgumentError(absl::StrCat("a chunk of ", chunk.header.bytes, " bytes, ",
                                                    chunk.payload_bytes, " in slot ", chunk.slot));
+  }
+  if (in_pool && accepted.pool_on_device && (chunk.header.flags & kChunkHasChecksum) != 0) {
+    return absl::InvalidArgumentError("a checksum of what the processor cannot read");
   }
   if (in_pool) return ReadPoolPieces(accepted, chunk);
   const int64_t at = accepted.shape.chunk_at(static_cast<int64_t>(chunk.slot));
@@ -459,8 +566,10 @@ absl::Status MappedDataPlane::OnPacket(Accepted& accepted, Packet& packet, DataE
     return absl::OkStatus();
   }
   Head head;
+  static_assert(sizeof(MessagePacket) == sizeof(PoolPartPacket));
   if (packet.size > sizeof(MessagePacket)) std::memcpy(&head, packet.bytes, sizeof(head));
   if (head.kind == kMessage) return OnMessagePart(accepted, packet, events);
+  if (head.kind == kPoolPart) return OnPoolPart(accepted, packet);
   return absl::InvalidArgumentError(absl::StrCat("a packet of ", packet.size, " bytes"));
 }
 
@@ -524,10 +633,9 @@ void MappedDataPlane::ReportBroken(DataEvents* events) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<AddressedPlane>> MakeMappedDataPlane(Arena* arena,
-                                                                    const SharedMemory* pool) {
+absl::StatusOr<std::unique_ptr<AddressedPlane>> MakeMappedDataPlane(Arena* arena, MappedPool pool) {
   if (arena->fd() < 0) return absl::FailedPreconditionError("the arena's memory is not shared");
-  auto plane = std::make_unique<MappedDataPlane>(arena, pool);
+  auto plane = std::make_unique<MappedDataPlane>(arena, std::move(pool));
   KVFERRY_RETURN_IF_ERROR(plane->Init());
   return plane;
 }

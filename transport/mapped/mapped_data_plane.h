@@ -1,8 +1,11 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "absl/status/statusor.h"
+#include "base/shared_memory.h"
+#include "pool/pool_memory.h"
 #include "transport/arena.h"
 #include "transport/data_plane.h"
 
@@ -11,13 +14,20 @@ namespace kvferry {
 // Link ids of this plane; those of others are smaller.
 inline constexpr LinkId kFirstMappedLink = LinkId{1} << 62;
 
+// What peers may read of a pool where it lies, and how theirs are read. All outlives the plane.
+struct MappedPool {
+  const SharedMemory* shared = nullptr;  // Null: the pool lies in no memory that can be mapped
+  std::vector<PoolMemory::SharedPart> parts{};  // by its fd; then these, if any.
+  const PoolMemory* memory = nullptr;           // Maps such parts of peers; null: none are mapped.
+};
+
 // A data plane to peers on this host (docs/wire_protocol.md, "Same host"): chunks are read where
 // they lie in the sender's arena, or in its pool, and only words about them pass through Unix
-// sockets. Payloads must lie in `arena`, which outlives the plane and whose memory is
-// shared; `pool` outlives it too, or is null: then nothing is read there. Connect() is UNAVAILABLE
+// sockets. Payloads must lie in `arena`, which outlives the plane and whose memory is shared.
+// Pieces of a pool on a device lie where the receiving pool's memory has mapped them, and the
+// processor cannot touch them (PoolMemory::MoveApart). Connect() is UNAVAILABLE
 // for a peer that is not on this host, INVALID_ARGUMENT for one of another version of this
 // protocol, FAILED_PRECONDITION for one that has dropped a connection before it read anything.
-absl::StatusOr<std::unique_ptr<AddressedPlane>> MakeMappedDataPlane(Arena* arena,
-                                                                    const SharedMemory* pool);
+absl::StatusOr<std::unique_ptr<AddressedPlane>> MakeMappedDataPlane(Arena* arena, MappedPool pool);
 
 }  // namespace kvferry

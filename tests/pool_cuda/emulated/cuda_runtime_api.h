@@ -128,6 +128,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 // NOLINTBEGIN(bugprone-reserved-identifier)
 #define __global__
 #define __device__
+#define __grid_constant__
 
 struct dim3 {
   uint32_t x = 1, y = 1, z = 1;

@@ -1,0 +1,155 @@
+#include "pool/cuda/apart_cuda.h"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "base/slab.h"
+#include "base/status.h"
+#include "pool/cuda/cuda_kv_pool.h"
+#include "pool/cuda/cuda_status.h"
+#include "pool/cuda/move_bytes_cuda.h"
+
+namespace kvferry {
+namespace {
+
+// Of bytes of the host's that the device cannot reach: short against what is moved, long against a
+// launch.
+constexpr int64_t kBounceBytes = 1 << 20;
+
+// One that waits for no other, not even the default one, and whose work goes before theirs.
+class OwnStream {
+ public:
+  OwnStream() = default;
+  ~OwnStream() {
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  }
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+
+  // Of the device that is current the first time.
+  absl::StatusOr<cudaStream_t> Get() {
+    if (stream_ != nullptr) return stream_;
+    int least = 0, greatest = 0;
+    KVFERRY_RETURN_IF_ERROR(
+        CudaStatus(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cuda memory: priorities"));
+    KVFERRY_RETURN_IF_ERROR(
+        CudaStatus(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest),
+                   "cuda memory: a stream for transfers"));
+    return stream_;
+  }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// Pinned memory of the calling thread's, made when it is first wanted.
+absl::StatusOr<std::byte*> Bounce() {
+  thread_local std::unique_ptr<HostPin> pin;
+  thread_local std::shared_ptr<std::byte> memory;
+  if (pin == nullptr) {
+    KVFERRY_ASSIGN_OR_RETURN(memory, MapSlab(kBounceBytes));
+    const BufferInfo buffer{memory.get(), kBounceBytes, kBounceBytes};
+    KVFERRY_ASSIGN_OR_RETURN(pin, PinHostMemory({&buffer, 1}, memory));
+  }
+  return memory.get();
+}
+
+absl::StatusOr<bool> IsOnDevice(const std::byte* address) {
+  cudaPointerAttributes attributes = {};
+  KVFERRY_RETURN_IF_ERROR(
+      CudaStatus(cudaPointerGetAttributes(&attributes, address), "cuda memory: an address"));
+  return attributes.type == cudaMemoryTypeDevice;
+}
+
+// From the first of these bytes to the last of them.
+template <typename Side>
+std::span<const std::byte> Around(std::span<const BytesMove> moves, Side BytesMove::*side) {
+  const std::byte *first = moves[0].*side, *end = first;
+  for (const BytesMove& move : moves) {
+    const std::byte* const begin = move.*side;
+    first = std::min(first, begin, std::less<>());
+    end = std::max(end, begin + move.bytes, std::less<>());
+  }
+  return {first, end};
+}
+
+absl::Status MoveAndWait(std::span<const BytesMove> moves, cudaStream_t stream) {
+  const absl::Status moved = MoveBytesCuda(moves, stream);
+  // Also after an error: some of it may be under way.
+  absl::Status done = CudaStatus(cudaStreamSynchronize(stream), "cuda memory: moving bytes");
+  return moved.ok() ? done : moved;
+}
+
+// What goes through the bounce buffer at a time: the same bytes on the host, in it, and on the device.
+class Window {
+ public:
+  Window(std::byte* bounce, bool to_host, cudaStream_t stream)
+      : bounce_(bounce), to_host_(to_host), stream_(stream) {}
+
+  absl::Status Add(BytesMove move) {
+    while (move.bytes > 0) {
+      const int64_t bytes = std::min(move.bytes, kBounceBytes - filled_);
+      std::byte* const place = bounce_ + filled_;
+      on_host_.push_back(to_host_ ? BytesMove{place, move.to, bytes}
+                                  : BytesMove{move.from, place, bytes});
+      on_device_.push_back(to_host_ ? BytesMove{move.from, place, bytes}
+                                    : BytesMove{place, move.to, bytes});
+      filled_ += bytes;
+      move = {move.from + bytes, move.to + bytes, move.bytes - bytes};
+      if (filled_ == kBounceBytes) KVFERRY_RETURN_IF_ERROR(Flush());
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Flush() {
+    if (filled_ == 0) return absl::OkStatus();
+    if (!to_host_) CopyOnHost();
+    KVFERRY_RETURN_IF_ERROR(MoveAndWait(on_device_, stream_));
+    if (to_host_) CopyOnHost();
+    on_host_.clear();
+    on_device_.clear();
+    filled_ = 0;
+    return absl::OkStatus();
+  }
+
+ private:
+  void CopyOnHost() const {
+    for (const BytesMove& move : on_host_) {
+      std::memcpy(move.to, move.from, static_cast<size_t>(move.bytes));
+    }
+  }
+
+  std::byte* const bounce_;
+  const bool to_host_;
+  const cudaStream_t stream_;
+  int64_t filled_ = 0;
+  std::vector<BytesMove> on_host_, on_device_;
+};
+
+}  // namespace
+
+absl::StatusOr<cudaStream_t> StreamApart(int device) {
+  // Making one for each call would take longer than many a call.
+  thread_local std::map<int, OwnStream> streams;
+  return streams[device].Get();
+}
+
+absl::Status MoveApartCuda(std::span<const BytesMove> moves, int device) {
+  if (moves.empty()) return absl::OkStatus();
+  KVFERRY_ASSIGN_OR_RETURN(const cudaStream_t stream, StreamApart(device));
+  KVFERRY_ASSIGN_OR_RETURN(const bool from_device, IsOnDevice(moves[0].from));
+  KVFERRY_ASSIGN_OR_RETURN(const bool to_device, IsOnDevice(moves[0].to));
+  const bool reached = (from_device || IsPinned(Around(moves, &BytesMove::from))) &&
+                       (to_device || IsPinned(Around(moves, &BytesMove::to)));
+  if (reached) return MoveAndWait(moves, stream);
+  KVFERRY_ASSIGN_OR_RETURN(std::byte* const bounce, Bounce());
+  Window window(bounce, /*to_host=*/from_device, stream);
+  for (const BytesMove& move : moves) KVFERRY_RETURN_IF_ERROR(window.Add(move));
+  return window.Flush();
+}
+
+}  // namespace kvferry

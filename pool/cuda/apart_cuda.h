@@ -1,0 +1,23 @@
+#pragma once
+
+// Work that waits for nothing else that a device does, and is not waited for by it: what
+// PoolMemory::RunApart() and MoveApart() are done on.
+
+#include <cuda_runtime_api.h>
+
+#include <span>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "pool/pool_memory.h"
+
+namespace kvferry {
+
+// The calling thread's own stream of the device, which must be the current one. It lives as long as
+// the thread.
+absl::StatusOr<cudaStream_t> StreamApart(int device);
+
+// PoolMemory::MoveApart() on the device, which must be the current one: returns when all is done.
+absl::Status MoveApartCuda(std::span<const BytesMove> moves, int device);
+
+}  // namespace kvferry

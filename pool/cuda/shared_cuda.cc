@@ -1,0 +1,169 @@
+#include "pool/cuda/shared_cuda.h"
+
+#include <cudaTypedefs.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/mutex.h"
+#include "base/random.h"
+#include "base/status.h"
+#include "pool/cuda/cuda_status.h"
+#include "pool/cuda/on_device.h"
+
+namespace kvferry {
+namespace {
+
+constexpr uint64_t kMagic = 0x6b76666375646131;
+
+// What a part's name holds; its bytes go from process to process of one machine.
+struct Name {
+  uint64_t magic = kMagic;
+  uint64_t process = 0;  // Random, of the owner's.
+  cudaIpcMemHandle_t allocation{};
+  uint64_t offset = 0;  // In the allocation.
+};
+static_assert(sizeof(Name) <= PoolMemory::kMaxSharedName);
+
+uint64_t ThisProcess() {
+  static const uint64_t id = RandomId();
+  return id;
+}
+
+// The allocation that an address lies in.
+absl::StatusOr<std::span<const std::byte>> AllocationOf(const std::byte* address) {
+  // Only the driver tells. Its library is not linked to: there is none where there is no GPU.
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  [[maybe_unused]] constexpr unsigned kSince = 3020;  // CUDA 3.2 gave it its present arguments.
+#if defined(CUDART_VERSION) && CUDART_VERSION < 12050
+  const cudaError_t asked =
+      cudaGetDriverEntryPoint("cuMemGetAddressRange", &function, cudaEnableDefault, &found);
+#else
+  const cudaError_t asked = cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &function,
+                                                             kSince, cudaEnableDefault, &found);
+#endif
+  KVFERRY_RETURN_IF_ERROR(CudaStatus(asked, "cuda memory: asking for an allocation"));
+  if (function == nullptr || found != cudaDriverEntryPointSuccess) {
+    return absl::UnimplementedError("cuda memory: the driver has no cuMemGetAddressRange");
+  }
+  CUdeviceptr base = 0;
+  size_t bytes = 0;
+  const CUresult result = reinterpret_cast<PFN_cuMemGetAddressRange_v3020>(function)(
+      &base, &bytes, reinterpret_cast<CUdeviceptr>(address));
+  if (result != CUDA_SUCCESS) {
+    return absl::InternalError(
+        absl::StrCat("cuda memory: cuMemGetAddressRange failed with ", static_cast<int>(result)));
+  }
+  return std::span(reinterpret_cast<const std::byte*>(base), bytes);
+}
+
+// Allocations of other processes, each mapped once however many parts of it there are: CUDA need
+// not map it again.
+class Mappings {
+ public:
+  absl::StatusOr<const std::byte*> Open(const cudaIpcMemHandle_t& allocation, int device) {
+    const MutexLock lock(&mutex_);
+    Mapping& mapping = mappings_[KeyOf(allocation, device)];
+    if (mapping.users == 0) {
+      void* address = nullptr;
+      const absl::Status opened =
+          CudaStatus(cudaIpcOpenMemHandle(&address, allocation, cudaIpcMemLazyEnablePeerAccess),
+                     "cuda memory: mapping another process's");
+      if (!opened.ok()) {
+        mappings_.erase(KeyOf(allocation, device));
+        return absl::UnavailableError(opened.message());
+      }
+      mapping.address = static_cast<const std::byte*>(address);
+    }
+    ++mapping.users;
+    return mapping.address;
+  }
+
+  void Close(const cudaIpcMemHandle_t& allocation, int device) {
+    const MutexLock lock(&mutex_);
+    const auto found = mappings_.find(KeyOf(allocation, device));
+    if (--found->second.users > 0) return;
+    OnDevice(device, [&] {
+      return CudaStatus(cudaIpcCloseMemHandle(const_cast<std::byte*>(found->second.address)),
+                        "cuda memory: unmapping another process's");
+    }).IgnoreError();  // Nothing can be done about it.
+    mappings_.erase(found);
+  }
+
+ private:
+  struct Mapping {
+    const std::byte* address = nullptr;
+    int64_t users = 0;
+  };
+  using Key = std::pair<std::string, int>;
+  static Key KeyOf(const cudaIpcMemHandle_t& allocation, int device) {
+    return {std::string(reinterpret_cast<const char*>(&allocation), sizeof allocation), device};
+  }
+
+  Mutex mutex_;
+  std::map<Key, Mapping> mappings_ ABSL_GUARDED_BY(mutex_);
+};
+
+Mappings& TheMappings() {
+  static auto* const mappings = new Mappings;  // Outlives whatever static holds a part.
+  return *mappings;
+}
+
+absl::Status CheckInside(const std::byte* base, uint64_t offset, int64_t bytes) {
+  KVFERRY_ASSIGN_OR_RETURN(const std::span<const std::byte> all, AllocationOf(base));
+  if (all.data() == base && bytes > 0 && offset <= all.size() &&
+      static_cast<uint64_t>(bytes) <= all.size() - offset) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat("cuda memory: bytes ", offset, " + ", bytes,
+                                                 " of another process's ", all.size()));
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<PoolMemory::SharedPart>> ShareCuda(std::span<const std::byte> bytes) {
+  std::vector<PoolMemory::SharedPart> parts;
+  // Allocations that touch look like one piece of memory, and are not.
+  while (!bytes.empty()) {
+    KVFERRY_ASSIGN_OR_RETURN(const std::span<const std::byte> all, AllocationOf(bytes.data()));
+    Name name;
+    name.process = ThisProcess();
+    name.offset = static_cast<uint64_t>(bytes.data() - all.data());
+    KVFERRY_RETURN_IF_ERROR(
+        CudaStatus(cudaIpcGetMemHandle(&name.allocation, const_cast<std::byte*>(all.data())),
+                   "cuda memory: sharing it with other processes"));
+    const size_t here = std::min(bytes.size(), all.size() - name.offset);
+    parts.push_back({std::string(reinterpret_cast<const char*>(&name), sizeof name),
+                     static_cast<int64_t>(here)});
+    bytes = bytes.subspan(here);
+  }
+  return parts;
+}
+
+absl::StatusOr<std::shared_ptr<const std::byte>> MapSharedCuda(absl::string_view text,
+                                                               int64_t bytes, int device) {
+  Name name;
+  if (text.size() != sizeof name) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("cuda memory: a name of ", text.size(), " bytes"));
+  }
+  std::memcpy(&name, text.data(), sizeof name);
+  if (name.magic != kMagic) return absl::InvalidArgumentError("cuda memory: no name of it");
+  if (name.process == ThisProcess()) {
+    return absl::UnavailableError("cuda memory: it is this process's own, which cannot be mapped");
+  }
+  KVFERRY_ASSIGN_OR_RETURN(const std::byte* const base,
+                           TheMappings().Open(name.allocation, device));
+  const std::shared_ptr<const std::byte> mapped(
+      base, [name, device](const std::byte*) { TheMappings().Close(name.allocation, device); });
+  KVFERRY_RETURN_IF_ERROR(CheckInside(base, name.offset, bytes));
+  return std::shared_ptr<const std::byte>(mapped, base + name.offset);
+}
+
+}  // namespace kvferry
