@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstring>
 #include <iostream>
+#include <numeric>
 #include <utility>
 
 #include "absl/strings/numbers.h"
@@ -11,6 +12,9 @@
 #include "base/status.h"
 #include "examples/two_node/pattern.h"
 #include "examples/two_node/support.h"
+#include "pool/pool_memory.h"
+#include "pool/token_copy.h"
+#include "pool/token_view.h"
 
 namespace kvferry::bench {
 namespace {
@@ -23,6 +27,39 @@ absl::StatusOr<examples::Pattern> ParsePattern(const std::string& salt) {
   return examples::Pattern(value);
 }
 
+// All pages, between pools of the same shape of which one lies in `memory`, the other there or on
+// the host.
+absl::Status CopyPages(const KvPool& from, const KvPool& to, const PoolMemory& memory) {
+  std::vector<int32_t> pages(static_cast<size_t>(from.num_pages()));
+  std::iota(pages.begin(), pages.end(), 0);
+  const auto rows = [&](const BufferInfo& buffer) {
+    return TokenView::Packed(buffer.address, DType::kUint8, from.num_pages(), 1, buffer.item_bytes);
+  };
+  std::vector<TokenCopy> copies;
+  for (size_t i = 0; i < from.buffer_infos().size(); ++i) {
+    KVFERRY_ASSIGN_OR_RETURN(
+        const TokenCopy copy,
+        TokenCopy::Plan(rows(from.buffer_infos()[i]), pages, rows(to.buffer_infos()[i]), pages));
+    copies.push_back(copy);
+  }
+  return memory.Run(copies, nullptr);
+}
+
+// The pool itself, or of one that the processor cannot touch a copy in host memory.
+absl::StatusOr<std::shared_ptr<KvPool>> OnHost(const std::shared_ptr<KvPool>& pool) {
+  if (pool->memory().on_host()) return pool;
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<KvPool> twin,
+                           KvPool::CreateIn(pool->layout(), pool->num_pages(), HostMemory()));
+  KVFERRY_RETURN_IF_ERROR(CopyPages(*pool, *twin, pool->memory()));
+  return twin;
+}
+
+// What was changed in what OnHost() gave.
+absl::Status PutBack(const KvPool& on_host, const KvPool& pool) {
+  if (&on_host == &pool) return absl::OkStatus();
+  return CopyPages(on_host, pool, pool.memory());
+}
+
 }  // namespace
 
 Driver::Driver(std::shared_ptr<KvPool> pool) : pool_(std::move(pool)) {
@@ -33,13 +70,17 @@ Driver::Driver(std::shared_ptr<KvPool> pool) : pool_(std::move(pool)) {
     KVFERRY_ASSIGN_OR_RETURN(const examples::Pattern pattern, ParsePattern(words[0]));
     const PageRun all{0, pool_->num_pages()};
     KVFERRY_ASSIGN_OR_RETURN(const PageRuns pages, PageRuns::FromRuns({&all, 1}));
-    pattern.FillPages(*pool_, pages);
+    KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<KvPool> on_host, OnHost(pool_));
+    pattern.FillPages(*on_host, pages);
+    KVFERRY_RETURN_IF_ERROR(PutBack(*on_host, *pool_));
     return nlohmann::json::object();
   });
   Add("zero", 1, [this](const Words& words) -> Answer {
     KVFERRY_ASSIGN_OR_RETURN(const PageRuns pages, examples::ParseRuns(words[0]));
     KVFERRY_RETURN_IF_ERROR(pages.CheckWithin(pool_->num_pages()));
-    examples::ZeroPages(*pool_, pages);
+    KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<KvPool> on_host, OnHost(pool_));
+    examples::ZeroPages(*on_host, pages);
+    KVFERRY_RETURN_IF_ERROR(PutBack(*on_host, *pool_));
     return nlohmann::json::object();
   });
   Add("verify", 3, [this](const Words& words) -> Answer {
@@ -47,7 +88,8 @@ Driver::Driver(std::shared_ptr<KvPool> pool) : pool_(std::move(pool)) {
     KVFERRY_ASSIGN_OR_RETURN(const PageRuns local, examples::ParseRuns(words[1]));
     KVFERRY_ASSIGN_OR_RETURN(const PageRuns remote, examples::ParseRuns(words[2]));
     KVFERRY_RETURN_IF_ERROR(local.CheckWithin(pool_->num_pages()));
-    KVFERRY_RETURN_IF_ERROR(pattern.Verify(*pool_, local, remote));
+    KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<KvPool> on_host, OnHost(pool_));
+    KVFERRY_RETURN_IF_ERROR(pattern.Verify(*on_host, local, remote));
     return nlohmann::json::object();
   });
 }

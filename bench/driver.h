@@ -45,7 +45,8 @@ inline Deadline PointInTime(int64_t nanoseconds) {
 class Driver {
  public:
   // Knows "cpu" (seconds of this process so far) and what works on `pool`: "fill SALT" (all pages),
-  // "zero RUNS", "verify SALT LOCAL_RUNS REMOTE_RUNS" (examples/two_node/pattern.h).
+  // "zero RUNS", "verify SALT LOCAL_RUNS REMOTE_RUNS" (examples/two_node/pattern.h). Where the pool
+  // lies on a device they work on a copy of it in host memory, which is there only meanwhile.
   explicit Driver(std::shared_ptr<KvPool> pool);
 
   void Add(const std::string& name, size_t arguments, Handler handler);

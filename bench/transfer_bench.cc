@@ -1,4 +1,5 @@
-// One side of a measured transfer (driver.h). Besides the driver's commands:
+// One side of a measured transfer (driver.h), or a GPU's plain copies beside it. Besides the
+// driver's commands:
 //
 //   prefill   publish RUNS           {"ticket": TEXT}
 //             push TICKET RUNS       {"seconds": from Push() until the handle is done, "cpu": as below}
@@ -10,9 +11,12 @@
 //             receive RUNS           {"ticket": TEXT}, with --accept-pushes
 //             received               waits for the last receive's end
 //   both      metrics                the endpoint's
+//   copies    copies BYTES           {"device_to_device": seconds of a plain copy, "to_host": ...,
+//                                     "to_device": ...}, host memory being pinned; with --device
 
 #include <CLI/CLI.hpp>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -25,6 +29,10 @@
 #include "connector/prefill_endpoint.h"
 #include "examples/two_node/layout_flags.h"
 #include "examples/two_node/support.h"
+#ifdef KVFERRY_BENCH_CUDA
+#include "bench/peers/plain_cuda.h"
+#include "pool/cuda/cuda_memory.h"
+#endif
 
 namespace kvferry::bench {
 namespace {
@@ -37,6 +45,7 @@ struct Flags {
   int64_t pool_pages = 0;
   std::vector<std::string> settings;
   bool private_pool = false;
+  std::optional<int> device;
   bool accept_pushes = false;
 };
 
@@ -158,11 +167,42 @@ class DecodeSide {
   std::shared_ptr<FetchHandle> receive_;
 };
 
+#ifdef KVFERRY_BENCH_CUDA
+absl::StatusOr<std::shared_ptr<KvPool>> PoolOnDevice(const KvLayout& layout, int64_t num_pages,
+                                                     int device) {
+  return KvPool::CreateIn(layout, num_pages, CudaMemory(device));
+}
+
+Answer PlainCopies(int device, const Words& words) {
+  KVFERRY_ASSIGN_OR_RETURN(const int64_t bytes, ParseNumber(words[0]));
+  KVFERRY_ASSIGN_OR_RETURN(const PlainCudaCopies copies, MeasurePlainCuda(device, bytes));
+  return nlohmann::json{{"device_to_device", copies.device_to_device},
+                        {"to_host", copies.to_host},
+                        {"to_device", copies.to_device}};
+}
+#else
+absl::Status NoCuda() {
+  return absl::UnimplementedError("--device: built without CUDA (-DKVFERRY_CUDA=ON)");
+}
+absl::StatusOr<std::shared_ptr<KvPool>> PoolOnDevice(const KvLayout&, int64_t, int) {
+  return NoCuda();
+}
+Answer PlainCopies(int, const Words&) { return NoCuda(); }
+#endif
+
 absl::StatusOr<int> Run(const Flags& flags) {
   KVFERRY_ASSIGN_OR_RETURN(const Config config, examples::ConfigFromSettings(flags.settings));
   KVFERRY_ASSIGN_OR_RETURN(const KvLayout layout, flags.layout.Make());
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<KvPool> pool,
-                           TouchedPool(layout, flags.pool_pages, flags.private_pool));
+                           flags.device
+                               ? PoolOnDevice(layout, flags.pool_pages, *flags.device)
+                               : TouchedPool(layout, flags.pool_pages, flags.private_pool));
+  if (flags.role == "copies") {
+    if (!flags.device) return absl::InvalidArgumentError("--role copies needs --device");
+    Driver driver(pool);
+    driver.Add("copies", 1, [&](const Words& words) { return PlainCopies(*flags.device, words); });
+    return driver.Run();
+  }
   const EndpointOptions options{config, "bench", flags.role, flags.accept_pushes};
   if (flags.role == "prefill") {
     KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<PrefillEndpoint> endpoint,
@@ -178,15 +218,18 @@ absl::StatusOr<int> Run(const Flags& flags) {
 }  // namespace kvferry::bench
 
 int main(int argc, char** argv) {
-  CLI::App app("One side of a measured transfer; bench/run.py drives it.");
+  CLI::App app("One side of a measured transfer; bench/run.py and device.py drive it.");
   kvferry::bench::Flags flags;
-  app.add_option("--role", flags.role, "prefill or decode")
+  app.add_option("--role", flags.role, "prefill, decode or copies")
       ->required()
-      ->check(CLI::IsMember({"prefill", "decode"}));
+      ->check(CLI::IsMember({"prefill", "decode", "copies"}));
   app.add_option("--pool-pages", flags.pool_pages, "pages of the pool")->required();
   app.add_option("--config", flags.settings, "KEY=VALUE, may be repeated")->allow_extra_args(false);
-  app.add_flag("--private-pool", flags.private_pool,
-               "in memory that peers cannot read in place, as an engine's is");
+  CLI::Option* private_pool =
+      app.add_flag("--private-pool", flags.private_pool,
+                   "in memory that peers cannot read in place, as an engine's is");
+  app.add_option("--device", flags.device, "the pool lies on this GPU; default: in host memory")
+      ->excludes(private_pool);
   app.add_flag("--accept-pushes", flags.accept_pushes, "decode: take pushes too");
   flags.layout.AddTo(&app);
   CLI11_PARSE(app, argc, argv);
