@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import allocators
+import device
 from network import LOOPBACK, CannotMake, check_netns, netns_pair
 from picture import import_matplotlib, write_picture
 from row import PARTS, measure
@@ -227,7 +228,22 @@ def print_pools(args, problems):
     if args.peers:
         command = [sys.executable, ROOT / "bench/mooncake_bench.py", "--peers"]
         print_tables("Mooncake", [*command, packages_of(args.peers)], args.reps, problems)
+    print_gpu(args, problems)
     return rows
+
+
+def print_gpu(args, problems):
+    """Kernels on a GPU, and transfers of pools that lie there."""
+    if not device.has_gpu():
+        problems.append("pools on a GPU: nvidia-smi finds none")
+        return
+    folder = args.build / "bench"
+    print_tables("kernels on a GPU", [folder / "kvferry_bench_cuda"], args.reps, problems)
+    command = [sys.executable, ROOT / "bench/device.py", "--bin", folder]
+    for option in ("csv", "json"):
+        if path := getattr(args, option):
+            command += [f"--{option}", path.with_name(f"device.{option}")]
+    print_tables("pools on a GPU", command, args.reps, problems)
 
 
 def describe(args):
