@@ -219,6 +219,140 @@ TEST_F(MappedPlanes, ChunksThatLieInThePool) {
 }
 
 // What the slot says is another chunk's by the time it is read: no reason to drop the peer.
+// Memory whose parts are named by where they lie in this process: so can strangers name them.
+class NamedMemory final : public PoolMemory {
+ public:
+  std::string name() const override { return "named memory"; }
+  bool on_host() const override { return false; }
+  absl::StatusOr<std::shared_ptr<std::byte>> Allocate(int64_t bytes) const override {
+    return HostMemory()->Allocate(bytes);
+  }
+  absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const override {
+    return HostMemory()->Run(copies, threads);
+  }
+  absl::Status RunQuantized(std::span<const QuantizedCopy> copies) const override {
+    return HostMemory()->RunQuantized(copies);
+  }
+  absl::Status RunApart(std::span<const TokenCopy> copies) const override {
+    return HostMemory()->RunApart(copies);
+  }
+  absl::Status MoveApart(std::span<const BytesMove> moves) const override {
+    return HostMemory()->MoveApart(moves);
+  }
+  absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> /*host*/) const override {
+    return nullptr;
+  }
+  absl::StatusOr<std::vector<SharedPart>> Share(std::span<const std::byte> bytes) const override {
+    const std::byte* const begin = bytes.data();
+    return std::vector<SharedPart>{{std::string(reinterpret_cast<const char*>(&begin), 8),
+                                    static_cast<int64_t>(bytes.size())}};
+  }
+  absl::StatusOr<std::shared_ptr<const std::byte>> MapShared(absl::string_view name,
+                                                             int64_t /*bytes*/) const override {
+    const std::byte* begin = nullptr;
+    if (name.size() != sizeof begin) return absl::UnavailableError("another device's");
+    std::memcpy(&begin, name.data(), sizeof begin);
+    return std::shared_ptr<const std::byte>(std::shared_ptr<void>(), begin);
+  }
+};
+
+// A side whose pool lies on a device.
+struct DeviceSide : Side {
+  explicit DeviceSide(const std::vector<PoolMemory::SharedPart>& parts) { Offer(parts); }
+  explicit DeviceSide(int64_t num_parts) { Offer(Parts(num_parts)); }
+
+  void Offer(const std::vector<PoolMemory::SharedPart>& parts) {
+    plane = Must(MakeMappedDataPlane(arena.get(), {nullptr, parts, &memory}));
+  }
+  // The pool, in as many parts.
+  std::vector<PoolMemory::SharedPart> Parts(int64_t num_parts) const {
+    std::vector<PoolMemory::SharedPart> parts;
+    for (int64_t i = 0; i < num_parts; ++i) {
+      const auto bytes = static_cast<size_t>(kPoolBytes / num_parts);
+      parts.push_back(Must(memory.Share({pool.data.get() + i * bytes, bytes}))[0]);
+    }
+    return parts;
+  }
+
+  NamedMemory memory;
+};
+
+TEST(MappedDevicePools, PiecesLieInAnyOfTheParts) {
+  DeviceSide a(8), b(0);
+  for (int64_t i = 0; i < kPoolBytes; ++i) a.pool.data.get()[i] = static_cast<std::byte>(i / 100);
+  const LinkId link = Must(a.plane->Connect(b.plane->address()));
+  EXPECT_FALSE(a.plane->ReadsPool(link));
+  ASSERT_TRUE(ProgressBoth(a, b, [&] { return a.plane->ReadsPool(link); }));
+  EXPECT_FALSE(a.plane->ReadsPool(link + 1));
+  // In one part, over the border of two, over several whole ones.
+  const std::vector<PoolPiece> pieces = {{10, 20}, {kPoolBytes / 8 - 5, 11}, {100, 40000}};
+  a.SendInPool(link, pieces, 40031);
+  ASSERT_TRUE(ProgressBoth(a, b, [&] { return a.done.size() == 1; }));
+  ASSERT_EQ(b.events.chunks.size(), 1u);
+  std::vector<std::byte> want;
+  for (const PoolPiece& piece : pieces) {
+    const std::byte* const from = a.pool.data.get() + piece.offset;
+    want.insert(want.end(), from, from + piece.bytes);
+  }
+  EXPECT_EQ(b.events.chunks[0].second, want);
+}
+
+TEST(MappedDevicePools, WhoCannotMapThemGetsCopies) {
+  DeviceSide a(0), other(0);
+  std::vector<PoolMemory::SharedPart> parts = a.Parts(8);
+  parts[5].name = "of another device";
+  a.Offer(parts);
+  Side host;
+  const LinkId to_other = Must(a.plane->Connect(other.plane->address()));
+  const LinkId to_host = Must(a.plane->Connect(host.plane->address()));
+  a.Send(to_other, 1);
+  a.Send(to_host, 2);
+  ASSERT_TRUE(StepUntil([&] { a.Progress(), other.Progress(), host.Progress(); },
+                        [&] { return a.done.size() == 2; }));
+  EXPECT_TRUE(IsOk(a.done[0]));
+  EXPECT_TRUE(IsOk(a.done[1]));
+  EXPECT_FALSE(a.plane->ReadsPool(to_other));
+  EXPECT_FALSE(a.plane->ReadsPool(to_host));
+  EXPECT_EQ(other.events.chunks.size(), 1u);
+  // And is not sent pieces of them.
+  a.SendInPool(to_other, {{0, 10}}, 10);
+  EXPECT_TRUE(ProgressBoth(a, other, [&] { return a.events.down.size() == 1; }));
+}
+
+// Each is dropped: what such a peer says is not to be believed.
+TEST(MappedDevicePools, HostileParts) {
+  const auto is_dropped = [](const std::vector<PoolMemory::SharedPart>& parts, const auto& send) {
+    DeviceSide a(parts), b(0);
+    const LinkId link = Must(a.plane->Connect(b.plane->address()));
+    ProgressBoth(a, b, [&] { return a.plane->ReadsPool(link) || !a.events.down.empty(); });
+    if (a.events.down.empty()) send(a, link);
+    return ProgressBoth(a, b, [&] { return !a.events.down.empty(); });
+  };
+  const auto nothing = [](DeviceSide&, LinkId) {};
+  static std::byte memory[100];
+  const auto part = [&](int64_t bytes) {
+    return PoolMemory::SharedPart{Must(NamedMemory().Share(memory))[0].name, bytes};
+  };
+  EXPECT_TRUE(is_dropped({part(0)}, nothing));
+  EXPECT_TRUE(is_dropped({part(-1)}, nothing));
+  EXPECT_TRUE(is_dropped({part(int64_t{1} << 45), part(1)}, nothing));
+  EXPECT_TRUE(is_dropped({{"", 1}}, nothing));
+  EXPECT_TRUE(is_dropped({part(100)}, [](DeviceSide& a, LinkId link) {
+    a.SendInPool(link, {{90, 11}}, 11);
+  }));
+  EXPECT_TRUE(is_dropped({part(100)}, [](DeviceSide& a, LinkId link) {
+    a.SendInPool(link, {{UINT64_MAX, 2}}, 2);
+  }));
+  EXPECT_TRUE(is_dropped({part(100)}, [](DeviceSide& a, LinkId link) {
+    const std::vector<PoolPiece> pieces = {{0, 10}};
+    const auto list = std::as_bytes(std::span(pieces));
+    const auto chunk = a.arena->Bytes(a.arena->Take());
+    std::copy(list.begin(), list.end(), chunk.begin());
+    a.plane->SendPayload(link, {1, 0, 0, 10, kChunkInPool | kChunkHasChecksum},
+                         chunk.first(list.size()), [](const absl::Status&) {});
+  }));
+}
+
 TEST_F(MappedPlanes, AListThatWasTakenBack) {
   const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
   const int64_t chunk = a_.SendInPool(link, {{0, 100}}, 100);
@@ -283,7 +417,7 @@ TEST_F(MappedPlanes, BadArguments) {
   EXPECT_TRUE(Fails(a_.plane->Connect(address + "x").status(), absl::StatusCode::kInvalidArgument,
                     "34 bytes"));
   std::string newer = address;
-  newer[0] = 3;
+  newer[0] = 4;
   EXPECT_TRUE(Fails(a_.plane->Connect(newer).status(), absl::StatusCode::kInvalidArgument,
                     "another version"));
   std::string nobody = address;
