@@ -8,36 +8,65 @@
 #include <cstring>
 
 #include "absl/status/status.h"
+#include "pool/cuda/device_numbers.cuh"
 #include "pool/kv_layout.h"
 #include "pool/token_view.h"
 
-#define KVFERRY_CASTS_NAMESPACE casts_cuda
-#define KVFERRY_CASTS_TARGET __device__
-#include "pool/number_formats_impl.h"
-
 namespace kvferry {
 namespace {
+
+// Divides by the same number many times, for which a GPU has no instruction: by the reciprocal as a
+// fraction of 32 bits and a 1 before them, as Granlund and Montgomery do it. The halves of each
+// 8 bytes are in the order in which no counts look like a pointer (tests/pool_cuda/emulated).
+struct Divisor {
+  uint32_t fraction, shift;
+  uint32_t number, first_shift;
+
+  // `number` must lie in [1, 2^31].
+  static Divisor Of(int64_t number) {
+    uint32_t bits = 0;
+    while (int64_t{1} << bits < number) ++bits;
+    const int64_t above = (int64_t{1} << bits) - number;
+    return {static_cast<uint32_t>((above << 32) / number + 1), bits == 0 ? 0 : bits - 1,
+            static_cast<uint32_t>(number), bits == 0 ? 0U : 1U};
+  }
+  __device__ uint32_t Into(uint32_t value) const {
+    const uint32_t part = __umulhi(fraction, value);
+    return (part + ((value - part) >> first_shift)) >> shift;
+  }
+};
 
 // A view and its slots in words, the unit that one thread moves: a value, or some that lie side
 // by side.
 struct Side {
   std::byte* data;
   const int32_t* slots;
-  int64_t num_slots, page_size;
   int64_t page_stride, token_stride, head_stride, word_stride;  // Bytes.
+  Divisor page_size;
+  uint32_t num_slots;
 
-  __device__ int64_t slot(int64_t i) const { return slots == nullptr ? i : slots[i]; }
-  __device__ bool Has(int64_t slot) const { return slot >= 0 && slot < num_slots; }
-  __device__ std::byte* row(int64_t slot) const {
-    return data + slot / page_size * page_stride + slot % page_size * token_stride;
+  // Negative ones become large ones, which no view has.
+  __device__ uint32_t slot(uint32_t i) const {
+    return slots == nullptr ? i : static_cast<uint32_t>(slots[i]);
+  }
+  __device__ bool Has(uint32_t slot) const { return slot < num_slots; }
+  __device__ std::byte* row(uint32_t slot) const {
+    const uint32_t page = page_size.Into(slot);
+    return data + page * page_stride + (slot - page * page_size.number) * token_stride;
   }
 };
 
 inline Side SideOf(const TokenView& view, const int32_t* slots, int64_t values_per_word) {
-  return {view.data,        slots,
-          view.num_slots,   view.page_size,
-          view.page_stride, view.token_stride,
-          view.head_stride, view.value_stride * values_per_word};
+  // Slots and rows are counted in int32_t, so there may as well be no more, in all and in a page.
+  constexpr int64_t kMostSlots = int64_t{1} << 31;
+  return {view.data,
+          slots,
+          view.page_stride,
+          view.token_stride,
+          view.head_stride,
+          view.value_stride * values_per_word,
+          Divisor::Of(std::min(view.page_size, kMostSlots)),
+          static_cast<uint32_t>(std::min(view.num_slots, kMostSlots))};
 }
 
 // What the device reads and writes in one go.
@@ -64,38 +93,56 @@ struct WordOf<16> {
   using Type = uint4;
 };
 
-// What is not known to be aligned may lie at any address, which the device reads byte by byte only.
+// Values that are one word.
+template <typename Value, int kCount>
+struct Group {
+  Value values[kCount];
+};
+
+// Whether words are aligned is for who launches the kernel to find out: a GPU stops a kernel at a
+// word across its own alignment. Others go byte by byte, without a look at each address: beside a
+// word that is written at once where it happens to be aligned, compilers may take the two for the
+// same and drop the bytes.
 template <bool kAligned, typename Value>
 __device__ Value Load(const std::byte* at) {
-  typename WordOf<sizeof(Value)>::Type word;
-  if (kAligned || reinterpret_cast<uintptr_t>(at) % sizeof word == 0) {
-    word = *reinterpret_cast<const decltype(word)*>(at);
+  if constexpr (kAligned) {
+    using Word = typename WordOf<sizeof(Value)>::Type;
+    return __builtin_bit_cast(Value, *reinterpret_cast<const Word*>(at));
   } else {
-    memcpy(&word, at, sizeof word);
+    Value value;
+    memcpy(&value, at, sizeof value);
+    return value;
   }
-  return __builtin_bit_cast(Value, word);
 }
 
 template <bool kAligned, typename Value>
 __device__ void Store(std::byte* at, const Value& value) {
-  using Word = typename WordOf<sizeof(Value)>::Type;
-  const Word word = __builtin_bit_cast(Word, value);
-  if (kAligned || reinterpret_cast<uintptr_t>(at) % sizeof word == 0) {
-    *reinterpret_cast<Word*>(at) = word;
+  if constexpr (kAligned) {
+    using Word = typename WordOf<sizeof(Value)>::Type;
+    *reinterpret_cast<Word*>(at) = __builtin_bit_cast(Word, value);
   } else {
-    memcpy(at, &word, sizeof word);
+    memcpy(at, &value, sizeof value);
   }
 }
 
-// value * multiply / divide. The device's arithmetic makes all NaNs one; the processor's keeps them
-// apart, made quiet.
-__device__ inline float Scaled(float value, float multiply, float divide) {
-  constexpr uint32_t kQuietBit = 0x00400000;
-  const uint32_t bits = casts_cuda::AsBits(value);
-  if ((bits & casts_cuda::kMagnitude) > casts_cuda::kInfinity) {
-    return casts_cuda::AsFloat(bits | kQuietBit);
-  }
-  return __fdiv_rn(__fmul_rn(value, multiply), divide);
+// Every head of every slot begins at a multiple of `bytes`, a power of two.
+inline bool HeadsAreAligned(const TokenView& view, int64_t bytes) {
+  const auto misaligned = [bytes](int64_t offset) { return offset % bytes != 0; };
+  return !misaligned(static_cast<int64_t>(reinterpret_cast<uintptr_t>(view.data))) &&
+         !misaligned(view.page_stride) && (view.page_size == 1 || !misaligned(view.token_stride)) &&
+         (view.num_heads == 1 || !misaligned(view.head_stride));
+}
+
+// So does every value.
+inline bool ValuesAreAligned(const TokenView& view) {
+  const int64_t bytes = DTypeBytes(view.dtype);
+  return HeadsAreAligned(view, bytes) && (view.head_dim == 1 || view.value_stride % bytes == 0);
+}
+
+// Every head is a number of aligned words of `values` values without gaps.
+inline bool HeadsAreWords(const TokenView& view, int64_t values) {
+  return view.HeadsAreDense() && view.head_dim % values == 0 &&
+         HeadsAreAligned(view, values * DTypeBytes(view.dtype));
 }
 
 // Calls fn with the format of `dtype`.
@@ -118,11 +165,12 @@ absl::Status WithFormat(DType dtype, const Fn& fn) {
   return absl::InternalError("token copy: uint8 holds no numbers");  // CheckRowsFit() saw to it.
 }
 
-// Threads for `num_threads`, in blocks of `block_threads`; a kernel takes more than one turn where
-// there are not as many blocks.
-inline cudaLaunchConfig_t GridOf(int64_t num_threads, int64_t block_threads, cudaStream_t stream) {
+// Blocks for `count` things, so many for each; a kernel takes more than one turn where there are
+// not as many blocks.
+inline cudaLaunchConfig_t GridOf(int64_t count, int64_t for_each_block, int64_t block_threads,
+                                 cudaStream_t stream) {
   constexpr int64_t kMaxBlocks = 65536;
-  const int64_t blocks = (num_threads + block_threads - 1) / block_threads;
+  const int64_t blocks = (count + for_each_block - 1) / for_each_block;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<uint32_t>(std::min(blocks, kMaxBlocks)));
   config.blockDim = dim3(static_cast<uint32_t>(block_threads));

@@ -13,16 +13,16 @@
 namespace kvferry {
 namespace {
 
-constexpr uint32_t kLanes = 32;  // Threads of a warp.
-constexpr int64_t kWarps = 8;    // Of a block.
-// What a warp copies before it looks for its next piece: of a row, so that few long rows keep a
-// device busy too.
-constexpr uint32_t kWordsPerPiece = 4 * kLanes;
+constexpr uint32_t kThreads = 256;    // Of a block.
+constexpr uint32_t kWordsAtOnce = 4;  // A thread reads so many before it writes them.
+// What a block copies before it looks for its next piece of all rows, one after the other.
+constexpr uint32_t kTile = kThreads * kWordsAtOnce;
 
 // Of both sides.
 struct Shape {
-  int64_t num_rows;
-  uint32_t words_per_row, words_per_head, pieces_per_row;
+  int64_t num_words;
+  Divisor words_per_row, words_per_head;
+  uint32_t num_rows;
 };
 
 // One word as it is.
@@ -34,52 +34,88 @@ struct Plain {
   __device__ Out operator()(const In& word) const { return word; }
 };
 
-template <typename Value, int kValues>
-struct Group {
-  Value values[kValues];
-};
-
 // A word of kValues numbers, scaled and cast.
-template <typename From, typename To, int kValues>
+template <typename From, typename To, int kValues, bool kWordsAreAligned>
 struct Cast {
   using In = Group<typename From::Stored, kValues>;
   using Out = Group<typename To::Stored, kValues>;
-  static constexpr bool kAligned = kValues > 1;
-  float multiply, divide;
+  static constexpr bool kAligned = kWordsAreAligned;
+  float multiply;
+  Division division;
 
   __device__ Out operator()(const In& in) const {
+    float values[kValues];
+    DecodeFinite<From, kValues>(in.values, values);
+    bool takes = true;
+#pragma unroll
+    for (float& value : values) {
+      value = __fmul_rn(value, multiply);
+      takes = takes && division.Takes<To>(value);
+    }
     Out out;
-    for (int i = 0; i < kValues; ++i)
-      out.values[i] = To::Encode(Scaled(From::Decode(in.values[i]), multiply, divide));
+    if (takes) {
+#pragma unroll
+      for (float& value : values) value = division(value);
+      EncodeFinite<To, kValues>(values, out.values);
+      return out;
+    }
+    for (int i = 0; i < kValues; ++i) {
+      out.values[i] = static_cast<typename To::Stored>(
+          To::Encode(Scaled(From::Decode(in.values[i]), multiply, division.divide)));
+    }
     return out;
   }
 };
 
-// A warp takes one piece of one row at a time, its lanes side by side so that reads and writes
-// coalesce.
+// Neighbouring threads take neighbouring words, so that reads and writes coalesce, whatever rows
+// they are of, so that none is idle beside short ones.
 template <typename Move>
 __global__ void CopyRows(Side from, Side to, Shape shape, Move move, unsigned long long* skipped) {
-  const uint32_t lane = threadIdx.x % kLanes;
-  const int64_t num_pieces = shape.num_rows * shape.pieces_per_row;
-  const int64_t num_warps = int64_t{gridDim.x} * kWarps;
-  for (int64_t i = int64_t{blockIdx.x} * kWarps + threadIdx.x / kLanes; i < num_pieces;
-       i += num_warps) {
-    const int64_t row = i / shape.pieces_per_row;
-    const auto piece = static_cast<uint32_t>(i % shape.pieces_per_row);
-    const int64_t from_slot = from.slot(row), to_slot = to.slot(row);
-    if (!from.Has(from_slot) || !to.Has(to_slot)) {
-      if (skipped != nullptr && piece == 0 && lane == 0) atomicAdd(skipped, 1ULL);
-      continue;
+  const uint32_t row_words = shape.words_per_row.number, head_words = shape.words_per_head.number;
+  for (int64_t first = int64_t{blockIdx.x} * kTile; first < shape.num_words;
+       first += int64_t{gridDim.x} * kTile) {
+    const auto first_row = static_cast<uint32_t>(first / row_words);
+    const auto first_word = static_cast<uint32_t>(first % row_words);
+    // Step by step, so that a thread waits once for all its slots, and once for all its words.
+    uint32_t words[kWordsAtOnce], from_slots[kWordsAtOnce], to_slots[kWordsAtOnce];
+    bool copies[kWordsAtOnce];
+#pragma unroll
+    for (uint32_t i = 0; i < kWordsAtOnce; ++i) {
+      const uint32_t place = first_word + i * kThreads + threadIdx.x;
+      const uint32_t rows = shape.words_per_row.Into(place);
+      words[i] = place - rows * row_words;
+      copies[i] = first_row + rows < shape.num_rows;
+      const uint32_t row = copies[i] ? first_row + rows : shape.num_rows - 1;
+      from_slots[i] = from.slot(row);
+      to_slots[i] = to.slot(row);
     }
-    const std::byte* in = from.row(from_slot);
-    std::byte* out = to.row(to_slot);
-    const uint32_t end = min((piece + 1) * kWordsPerPiece, shape.words_per_row);
-    for (uint32_t word = piece * kWordsPerPiece + lane; word < end; word += kLanes) {
-      const uint32_t head = word / shape.words_per_head;
-      const uint32_t place = word - head * shape.words_per_head;
-      Store<Move::kAligned>(out + head * to.head_stride + place * to.word_stride,
-                            move(Load<Move::kAligned, typename Move::In>(
-                                in + head * from.head_stride + place * from.word_stride)));
+    const std::byte* in[kWordsAtOnce];
+    std::byte* out[kWordsAtOnce];
+#pragma unroll
+    for (uint32_t i = 0; i < kWordsAtOnce; ++i) {
+      const bool skips = !from.Has(from_slots[i]) || !to.Has(to_slots[i]);
+      if (copies[i] && skips && words[i] == 0 && skipped != nullptr) atomicAdd(skipped, 1ULL);
+      copies[i] = copies[i] && !skips;
+      in[i] = from.row(from_slots[i]);
+      out[i] = to.row(to_slots[i]);
+      uint32_t word = words[i];
+      if (head_words != row_words) {
+        const uint32_t head = shape.words_per_head.Into(word);
+        word -= head * head_words;
+        in[i] += head * from.head_stride;
+        out[i] += head * to.head_stride;
+      }
+      in[i] += word * from.word_stride;
+      out[i] += word * to.word_stride;
+    }
+    typename Move::In moved[kWordsAtOnce];
+#pragma unroll
+    for (uint32_t i = 0; i < kWordsAtOnce; ++i) {
+      if (copies[i]) moved[i] = Load<Move::kAligned, typename Move::In>(in[i]);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kWordsAtOnce; ++i) {
+      if (copies[i]) Store<Move::kAligned>(out[i], move(moved[i]));
     }
   }
 }
@@ -95,13 +131,12 @@ struct Copy {
 
 template <typename Move>
 absl::Status Launch(const Copy& copy, int64_t values_per_word, const Move& move) {
-  const auto words_per_head = static_cast<uint32_t>(copy.from.head_dim / values_per_word);
-  const auto words_per_row = words_per_head * static_cast<uint32_t>(copy.from.num_heads);
-  const Shape shape = {copy.num_rows, words_per_row, words_per_head,
-                       (words_per_row + kWordsPerPiece - 1) / kWordsPerPiece};
-  const int64_t threads = shape.num_rows * shape.pieces_per_row * kLanes;
-  if (threads == 0) return absl::OkStatus();
-  const cudaLaunchConfig_t config = GridOf(threads, kWarps * kLanes, copy.stream);
+  const int64_t words_per_head = copy.from.head_dim / values_per_word;
+  const int64_t words_per_row = words_per_head * copy.from.num_heads;
+  if (copy.num_rows == 0 || words_per_row == 0) return absl::OkStatus();
+  const Shape shape = {copy.num_rows * words_per_row, Divisor::Of(words_per_row),
+                       Divisor::Of(words_per_head), static_cast<uint32_t>(copy.num_rows)};
+  const cudaLaunchConfig_t config = GridOf(shape.num_words, kTile, kThreads, copy.stream);
   return CudaStatus(cudaLaunchKernelEx(&config, &CopyRows<Move>,
                                        SideOf(copy.from, copy.from_slots, values_per_word),
                                        SideOf(copy.to, copy.to_slots, values_per_word), shape, move,
@@ -109,21 +144,19 @@ absl::Status Launch(const Copy& copy, int64_t values_per_word, const Move& move)
                     "token copy");
 }
 
-// Every head of every slot begins at a multiple of `bytes`, a power of two.
-bool HeadsAreAligned(const TokenView& view, int64_t bytes) {
-  const auto misaligned = [bytes](int64_t offset) { return offset % bytes != 0; };
-  return !misaligned(static_cast<int64_t>(reinterpret_cast<uintptr_t>(view.data))) &&
-         !misaligned(view.page_stride) && (view.page_size == 1 || !misaligned(view.token_stride)) &&
-         (view.num_heads == 1 || !misaligned(view.head_stride));
-}
-
 // Both sides can be moved so many values at a time.
 bool WordsFit(const Copy& copy, int64_t values) {
-  const auto fits = [values](const TokenView& view) {
-    return view.HeadsAreDense() && view.head_dim % values == 0 &&
-           HeadsAreAligned(view, values * DTypeBytes(view.dtype));
-  };
-  return fits(copy.from) && fits(copy.to);
+  return HeadsAreWords(copy.from, values) && HeadsAreWords(copy.to, values);
+}
+
+bool ValuesAreAligned(const Copy& copy) {
+  return ValuesAreAligned(copy.from) && ValuesAreAligned(copy.to);
+}
+
+template <typename Value>
+absl::Status LaunchPlainValues(const Copy& copy) {
+  return ValuesAreAligned(copy) ? Launch(copy, 1, Plain<Value, true>())
+                                : Launch(copy, 1, Plain<Value, false>());
 }
 
 absl::Status LaunchPlain(const Copy& copy) {
@@ -134,16 +167,24 @@ absl::Status LaunchPlain(const Copy& copy) {
   if (const int64_t values = 4 / value_bytes; WordsFit(copy, values)) {
     return Launch(copy, values, Plain<uint32_t, true>());
   }
-  if (value_bytes == 4) return Launch(copy, 1, Plain<uint32_t, false>());
-  if (value_bytes == 2) return Launch(copy, 1, Plain<uint16_t, false>());
+  if (value_bytes == 4) return LaunchPlainValues<uint32_t>(copy);
+  if (value_bytes == 2) return LaunchPlainValues<uint16_t>(copy);
   return Launch(copy, 1, Plain<uint8_t, true>());
 }
 
 template <typename From, typename To>
 absl::Status LaunchCast(const Copy& copy) {
-  const float multiply = copy.from.scale, divide = copy.to.scale;
-  if (WordsFit(copy, 4)) return Launch(copy, 4, Cast<From, To, 4>{multiply, divide});
-  return Launch(copy, 1, Cast<From, To, 1>{multiply, divide});
+  // 16 bytes of the side whose values are larger.
+  constexpr int kValues = 16 / std::max(sizeof(typename From::Stored), sizeof(typename To::Stored));
+  const float multiply = copy.from.scale;
+  const Division division = Division::By(copy.to.scale);
+  if (WordsFit(copy, kValues)) {
+    return Launch(copy, kValues, Cast<From, To, kValues, true>{multiply, division});
+  }
+  if (ValuesAreAligned(copy)) {
+    return Launch(copy, 1, Cast<From, To, 1, true>{multiply, division});
+  }
+  return Launch(copy, 1, Cast<From, To, 1, false>{multiply, division});
 }
 
 absl::Status LaunchCast(const Copy& copy) {

@@ -21,6 +21,7 @@
 // Thread-safe. Names and values are CUDA's: https://docs.nvidia.com/cuda/cuda-runtime-api.
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -129,6 +130,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 #define __global__
 #define __device__
 #define __grid_constant__
+#define __host__
 
 struct dim3 {
   uint32_t x = 1, y = 1, z = 1;
@@ -146,6 +148,10 @@ using std::max;
 using std::min;
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>(uint64_t{a} * b >> 32);
+}
 // Atomic, as no two threads of a device run at once.
 inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long value) {
   return std::exchange(*to, *to + value);
