@@ -7,14 +7,19 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "pool/block_quant.h"
+#include "pool/token_copy.h"
 #include "pool/token_kv_pool.h"
 #include "tests/pool/memory_backend.h"
 #include "tests/pool/naive_numbers.h"
@@ -238,6 +243,84 @@ TEST_P(BlockQuants, EveryMemoryStoresAndLoadsTheSameBytes) {
           ASSERT_TRUE(IsOk(pool.Load(slots, on_host ? rows : rows_there)));
           if (!on_host) loaded = GetParam().read(there.get(), static_cast<int64_t>(loaded.size()));
           ASSERT_EQ(loaded, want_loaded);
+        }
+      }
+    }
+  }
+}
+
+// At any address, with gaps between values or heads, and with heads that share a block.
+TEST_P(BlockQuants, EveryMemoryTakesRowsCodesAndScalesAnywhere) {
+  constexpr int64_t kRows = 21;
+  struct Lie {
+    int64_t offset, value_gap, head_gap;  // Gaps in values, 1 and 0 when dense.
+  };
+  constexpr Lie kDense = {0, 1, 0};
+  // Of rows, codes and scales.
+  constexpr std::array<Lie, 3> kLies[] = {
+      {kDense, kDense, kDense},
+      {Lie{0, 1, 16}, {0, 1, 32}, kDense},
+      {Lie{1, 1, 0}, kDense, kDense},
+      {kDense, Lie{1, 1, 0}, kDense},
+      {kDense, kDense, Lie{2, 1, 0}},
+      {Lie{0, 2, 0}, kDense, kDense},
+      {kDense, Lie{0, 3, 0}, Lie{0, 3, 0}},
+      {Lie{0, 1, 1}, Lie{0, 1, 5}, kDense},
+  };
+  std::mt19937_64 random(11);
+  std::vector<int32_t> slots(kRows);
+  for (int32_t i = 0; i < kRows; ++i) slots[i] = (i * 8 + 3) % kRows;
+  for (const BlockFormat format : {BlockFormat::kMxfp4, BlockFormat::kFp8Block128}) {
+    for (const auto& [heads, dim] : {std::pair<int64_t, int64_t>(2, 128), {16, 24}}) {
+      const std::vector<KvTensor> tensors = Must(QuantizedTensors(format, "k", heads, dim));
+      for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat8E4M3}) {
+        for (size_t which = 0; which < std::size(kLies); ++which) {
+          SCOPED_TRACE(absl::StrCat(DTypeName(dtype), " ", heads, " x ", dim, ", case ", which));
+          // The same bytes on the host and in memory_, seen the same way.
+          const auto view = [&](size_t side, DType of, int64_t row_heads, int64_t row_dim) {
+            const Lie& lie = kLies[which][side];
+            TokenView wide = TokenView::Packed(nullptr, of, kRows, row_heads,
+                                               row_dim * lie.value_gap + lie.head_gap);
+            wide.head_dim = row_dim;
+            wide.value_stride *= lie.value_gap;
+            return wide;
+          };
+          std::array<TokenView, 3> host = {
+              view(0, dtype, heads, dim),
+              view(1, *tensors[0].dtype, tensors[0].num_heads, tensors[0].head_dim),
+              view(2, *tensors[1].dtype, 1, tensors[1].head_dim)};
+          std::array<TokenView, 3> there = host;
+          std::array<Bytes, 3> bytes;
+          std::array<std::shared_ptr<std::byte>, 3> memory;
+          for (size_t side = 0; side < 3; ++side) {
+            const int64_t size = kRows * host[side].page_stride + 16;
+            bytes[side].resize(static_cast<size_t>(size));
+            std::generate(bytes[side].begin(), bytes[side].end(),
+                          [&] { return static_cast<std::byte>(random()); });
+            memory[side] = Must(memory_->Allocate(size));
+            host[side].data = bytes[side].data() + kLies[which][side].offset;
+            there[side].data = memory[side].get() + kLies[which][side].offset;
+          }
+          // Half of the rows hold numbers as caches do.
+          Floats numbers = RandomRows(kRows / 2 * heads * dim, 16, random);
+          std::vector<int32_t> first(kRows / 2);
+          std::iota(first.begin(), first.end(), 0);
+          Must(TokenCopy::PlanScatter(ViewOf(numbers, kRows / 2, heads, dim), host[0], first))
+              .Run();
+          for (size_t side = 0; side < 3; ++side) {
+            GetParam().write(memory[side].get(), bytes[side]);
+          }
+          const auto same = [&](size_t side) {
+            return GetParam().read(memory[side].get(), static_cast<int64_t>(bytes[side].size())) ==
+                   bytes[side];
+          };
+          ASSERT_TRUE(IsOk(StoreQuantized(format, host[0], host[1], host[2], slots)));
+          ASSERT_TRUE(IsOk(StoreQuantized(format, there[0], there[1], there[2], slots, *memory_)));
+          ASSERT_TRUE(same(1) && same(2));
+          host[0].scale = there[0].scale = 2.5F;
+          ASSERT_TRUE(IsOk(LoadQuantized(format, host[1], host[2], slots, host[0])));
+          ASSERT_TRUE(IsOk(LoadQuantized(format, there[1], there[2], slots, there[0], *memory_)));
+          ASSERT_TRUE(same(0));
         }
       }
     }

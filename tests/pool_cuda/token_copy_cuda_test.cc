@@ -8,6 +8,7 @@
 #include <limits>
 #include <numeric>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "pool/page_copy.h"
@@ -49,32 +50,149 @@ class TokenCopyCuda : public DeviceTest {
   TokenCopyCuda() : DeviceTest(3) {}
 };
 
-// Beyond what the suite asks: the same NaNs too.
+constexpr DType kFloats[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3,
+                             DType::kFloat8E5M2};
+
+// Beyond what the suite asks: the same NaNs too. Scales that most numbers are divided by the short
+// way, and some that are too large or too small for it.
 TEST_F(TokenCopyCuda, WritesTheBytesThatTheCpuWrites) {
-  constexpr int64_t kRows = 64, kDim = 4096;
-  constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16,
-                               DType::kFloat8E4M3, DType::kFloat8E5M2};
+  constexpr int64_t kRows = 32, kDim = 4096;
+  constexpr std::pair<float, float> kScales[] = {
+      {0.37F, 1.9F}, {1, 2.5F}, {7, 0x1p-65F}, {1, 3e21F}, {1e9F, 3e-22F}};
   std::vector<int32_t> slots(kRows);
   std::iota(slots.begin(), slots.end(), 0);
-  for (const DType from_dtype : kDTypes) {
+  for (const DType from_dtype : kFloats) {
     std::vector<std::byte> from = RandomBytes(kRows * kDim * DTypeBytes(from_dtype));
     const DeviceBytes source(from);
-    for (const DType to_dtype : kDTypes) {
-      std::vector<std::byte> want(kRows * kDim * DTypeBytes(to_dtype));
-      const DeviceBytes destination(want);
-      TokenView from_view = TokenView::Packed(from.data(), from_dtype, kRows, 1, kDim);
-      TokenView to_view = TokenView::Packed(want.data(), to_dtype, kRows, 1, kDim);
-      from_view.scale = 0.37F;
-      to_view.scale = 1.9F;
-      const auto copy = TokenCopy::PlanGather(from_view, slots, to_view);
-      ASSERT_TRUE(IsOk(copy));
-      copy->Run();
-      ASSERT_TRUE(IsOk(CopyTokensCuda(OnDevice(from_view, source.data()), nullptr,
-                                      OnDevice(to_view, destination.data()), nullptr, kRows,
-                                      nullptr, kStream)));
-      EXPECT_EQ(destination.ToHost(), want)
-          << DTypeName(from_dtype) << " to " << DTypeName(to_dtype);
+    for (const DType to_dtype : kFloats) {
+      for (const auto& [multiply, divide] : kScales) {
+        std::vector<std::byte> want(kRows * kDim * DTypeBytes(to_dtype));
+        const DeviceBytes destination(want);
+        TokenView from_view = TokenView::Packed(from.data(), from_dtype, kRows, 1, kDim);
+        TokenView to_view = TokenView::Packed(want.data(), to_dtype, kRows, 1, kDim);
+        from_view.scale = multiply;
+        to_view.scale = divide;
+        const auto copy = TokenCopy::PlanGather(from_view, slots, to_view);
+        ASSERT_TRUE(IsOk(copy));
+        copy->Run();
+        ASSERT_TRUE(IsOk(CopyTokensCuda(OnDevice(from_view, source.data()), nullptr,
+                                        OnDevice(to_view, destination.data()), nullptr, kRows,
+                                        nullptr, kStream)));
+        EXPECT_EQ(destination.ToHost(), want) << DTypeName(from_dtype) << " x " << multiply
+                                              << " to " << DTypeName(to_dtype) << " / " << divide;
+      }
     }
+  }
+}
+
+// One side, the other or both, of copies between all dtypes: at an odd address, with gaps between
+// values, and with heads that are no multiple of a word.
+TEST_F(TokenCopyCuda, RowsAndValuesAtAnyAddress) {
+  constexpr int64_t kRows = 40, kHeads = 3;
+  std::vector<int32_t> slots(kRows);
+  std::iota(slots.begin(), slots.end(), 0);
+  const auto check = [&](DType from_dtype, DType to_dtype, int64_t dim, int64_t from_offset,
+                         int64_t to_offset, int64_t from_gap, int64_t to_gap) {
+    const auto view = [&](std::byte* data, DType dtype, int64_t gap) {
+      TokenView wide = TokenView::Packed(data, dtype, kRows, kHeads, dim * gap);
+      wide.head_dim = dim;
+      wide.value_stride *= gap;
+      return wide;
+    };
+    std::vector<std::byte> from =
+        RandomBytes(kRows * kHeads * dim * from_gap * DTypeBytes(from_dtype) + 16);
+    std::vector<std::byte> to =
+        RandomBytes(kRows * kHeads * dim * to_gap * DTypeBytes(to_dtype) + 16);
+    const DeviceBytes source(from), destination(to);
+    const TokenView from_view = view(from.data() + from_offset, from_dtype, from_gap);
+    TokenView to_view = view(to.data() + to_offset, to_dtype, to_gap);
+    if (from_dtype != DType::kUint8) to_view.scale = dim % 2 == 0 ? 1 : 2.5F;
+    const auto copy = TokenCopy::PlanGather(from_view, slots, to_view);
+    ASSERT_TRUE(IsOk(copy));
+    copy->Run();
+    ASSERT_TRUE(IsOk(CopyTokensCuda(OnDevice(from_view, source.data() + from_offset), nullptr,
+                                    OnDevice(to_view, destination.data() + to_offset), nullptr,
+                                    kRows, nullptr, kStream)));
+    ASSERT_EQ(destination.ToHost(), to)
+        << DTypeName(from_dtype) << " to " << DTypeName(to_dtype) << ", heads of " << dim << ", at "
+        << from_offset << " and " << to_offset << ", gaps " << from_gap << " and " << to_gap;
+  };
+  for (const int64_t dim : {1, 16, 20, 33}) {
+    for (const auto& [from_offset, to_offset] : {std::pair(0, 0), {1, 0}, {0, 3}, {5, 7}, {2, 4}}) {
+      for (const auto& [from_gap, to_gap] : {std::pair(1, 1), {3, 1}, {1, 2}}) {
+        check(DType::kUint8, DType::kUint8, dim, from_offset, to_offset, from_gap, to_gap);
+        for (const DType from_dtype : kFloats) {
+          for (const DType to_dtype : kFloats) {
+            check(from_dtype, to_dtype, dim, from_offset, to_offset, from_gap, to_gap);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Rows that are longer and shorter than what a block of threads takes at a time, 1,024 words of 16
+// bytes, and as many as just fill it; every third is skipped, each wherever it lies in a tile.
+TEST_F(TokenCopyCuda, RowsMayBeginAndEndAnywhereInATile) {
+  for (const int64_t words : {1, 3, 72, 512, 1023, 1024, 1025, 2500}) {
+    const int64_t full = std::max<int64_t>(1, 1024 / words), bytes = words * 16;
+    for (const int64_t count : {full - 1, full, full + 1, 3 * full + 2}) {
+      if (count == 0) continue;
+      for (const bool skips : {false, true}) {
+        const std::vector<std::byte> from = RandomBytes(count * bytes);
+        const std::vector<std::byte> before = RandomBytes(count * bytes);
+        std::vector<int32_t> slots(static_cast<size_t>(count));
+        std::iota(slots.begin(), slots.end(), 0);
+        std::shuffle(slots.begin(), slots.end(), random_);
+        std::vector<std::byte> want = before;
+        int64_t skipped_rows = 0;
+        for (int64_t i = 0; i < count; ++i) {
+          int32_t& slot = slots[static_cast<size_t>(i)];
+          if (skips && i % 3 == 1) {
+            slot = i % 2 == 0 ? -1 : static_cast<int32_t>(count);
+            ++skipped_rows;
+          } else {
+            std::copy_n(&from[i * bytes], bytes, &want[slot * bytes]);
+          }
+        }
+        const DeviceBytes source(from), destination(before), writes(slots);
+        const DeviceBytes skipped(std::vector<int64_t>{0});
+        ASSERT_TRUE(IsOk(CopyTokensCuda(
+            TokenView::Packed(source.data(), DType::kUint8, count, 1, bytes), nullptr,
+            TokenView::Packed(destination.data(), DType::kUint8, count, 1, bytes), writes.slots(),
+            count, skipped.counter(), kStream)));
+        ASSERT_EQ(destination.ToHost(), want) << count << " rows of " << words << " words";
+        ASSERT_EQ(skipped.ToHost<int64_t>()[0], skipped_rows);
+      }
+    }
+  }
+}
+
+// Of any number of slots, also of more than there may be slots.
+TEST_F(TokenCopyCuda, PagesOfAnySize) {
+  constexpr int64_t kSlots = 5000, kBytes = 16, kGap = 48;
+  const std::vector<std::byte> from = RandomBytes(kSlots * kBytes);
+  std::vector<int32_t> slots(kSlots);
+  std::iota(slots.begin(), slots.end(), 0);
+  std::shuffle(slots.begin(), slots.end(), random_);
+  const DeviceBytes source(from), reads(slots);
+  for (const int64_t page : {int64_t{1}, int64_t{2}, int64_t{3}, int64_t{7}, int64_t{64},
+                             int64_t{1000}, int64_t{4999}, int64_t{1} << 31, int64_t{1} << 40}) {
+    const int64_t pages = (kSlots + page - 1) / page;
+    std::vector<std::byte> want = RandomBytes(kSlots * kBytes + pages * kGap);
+    const DeviceBytes destination(want);
+    TokenView view = TokenView::Packed(destination.data(), DType::kUint8, kSlots, 1, kBytes);
+    view.page_size = page;
+    view.page_stride = pages == 1 ? 0 : page * kBytes + kGap;
+    for (int64_t i = 0; i < kSlots; ++i) {
+      const int64_t slot = slots[static_cast<size_t>(i)];
+      std::copy_n(&from[i * kBytes], kBytes,
+                  &want[slot / page * view.page_stride + slot % page * kBytes]);
+    }
+    ASSERT_TRUE(
+        IsOk(CopyTokensCuda(TokenView::Packed(source.data(), DType::kUint8, kSlots, 1, kBytes),
+                            nullptr, view, reads.slots(), kSlots, nullptr, kStream)));
+    ASSERT_EQ(destination.ToHost(), want) << page;
   }
 }
 
