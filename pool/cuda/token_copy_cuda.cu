@@ -25,12 +25,14 @@ struct Shape {
   uint32_t num_rows;
 };
 
-// One word as it is.
+// One word as it is. kBlocks are to share a multiprocessor, so that some work while others wait for
+// memory.
 template <typename Word, bool kWordsAreAligned>
 struct Plain {
   using In = Word;
   using Out = Word;
   static constexpr bool kAligned = kWordsAreAligned;
+  static constexpr uint32_t kBlocks = 5;
   __device__ Out operator()(const In& word) const { return word; }
 };
 
@@ -40,6 +42,7 @@ struct Cast {
   using In = Group<typename From::Stored, kValues>;
   using Out = Group<typename To::Stored, kValues>;
   static constexpr bool kAligned = kWordsAreAligned;
+  static constexpr uint32_t kBlocks = 4;
   float multiply;
   Division division;
 
@@ -70,7 +73,8 @@ struct Cast {
 // Neighbouring threads take neighbouring words, so that reads and writes coalesce, whatever rows
 // they are of, so that none is idle beside short ones.
 template <typename Move>
-__global__ void CopyRows(Side from, Side to, Shape shape, Move move, unsigned long long* skipped) {
+__global__ void __launch_bounds__(kThreads, Move::kBlocks)
+    CopyRows(Side from, Side to, Shape shape, Move move, unsigned long long* skipped) {
   const uint32_t row_words = shape.words_per_row.number, head_words = shape.words_per_head.number;
   for (int64_t first = int64_t{blockIdx.x} * kTile; first < shape.num_words;
        first += int64_t{gridDim.x} * kTile) {
@@ -174,8 +178,9 @@ absl::Status LaunchPlain(const Copy& copy) {
 
 template <typename From, typename To>
 absl::Status LaunchCast(const Copy& copy) {
-  // 16 bytes of the side whose values are larger.
-  constexpr int kValues = 16 / std::max(sizeof(typename From::Stored), sizeof(typename To::Stored));
+  // 16 bytes of the side whose values are larger, but no more than there are registers for.
+  constexpr size_t kBytes = std::max(sizeof(typename From::Stored), sizeof(typename To::Stored));
+  constexpr int kValues = std::min<int>(16 / kBytes, 8);
   const float multiply = copy.from.scale;
   const Division division = Division::By(copy.to.scale);
   if (WordsFit(copy, kValues)) {

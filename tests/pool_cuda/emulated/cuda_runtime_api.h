@@ -131,6 +131,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 #define __device__
 #define __grid_constant__
 #define __host__
+#define __launch_bounds__(threads, blocks)
 
 struct dim3 {
   uint32_t x = 1, y = 1, z = 1;
