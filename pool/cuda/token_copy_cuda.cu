@@ -14,6 +14,7 @@ namespace kvferry {
 namespace {
 
 constexpr uint32_t kThreads = 256;    // Of a block.
+constexpr uint32_t kBlocks = 4;       // At once on a multiprocessor: some work while others wait.
 constexpr uint32_t kWordsAtOnce = 4;  // A thread reads so many before it writes them.
 // What a block copies before it looks for its next piece of all rows, one after the other.
 constexpr uint32_t kTile = kThreads * kWordsAtOnce;
@@ -25,14 +26,12 @@ struct Shape {
   uint32_t num_rows;
 };
 
-// One word as it is. kBlocks are to share a multiprocessor, so that some work while others wait for
-// memory.
+// One word as it is.
 template <typename Word, bool kWordsAreAligned>
 struct Plain {
   using In = Word;
   using Out = Word;
   static constexpr bool kAligned = kWordsAreAligned;
-  static constexpr uint32_t kBlocks = 5;
   __device__ Out operator()(const In& word) const { return word; }
 };
 
@@ -42,7 +41,6 @@ struct Cast {
   using In = Group<typename From::Stored, kValues>;
   using Out = Group<typename To::Stored, kValues>;
   static constexpr bool kAligned = kWordsAreAligned;
-  static constexpr uint32_t kBlocks = 4;
   float multiply;
   Division division;
 
@@ -73,7 +71,7 @@ struct Cast {
 // Neighbouring threads take neighbouring words, so that reads and writes coalesce, whatever rows
 // they are of, so that none is idle beside short ones.
 template <typename Move>
-__global__ void __launch_bounds__(kThreads, Move::kBlocks)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     CopyRows(Side from, Side to, Shape shape, Move move, unsigned long long* skipped) {
   const uint32_t row_words = shape.words_per_row.number, head_words = shape.words_per_head.number;
   for (int64_t first = int64_t{blockIdx.x} * kTile; first < shape.num_words;
