@@ -227,6 +227,16 @@ std::vector<std::byte> RandomRows(DType dtype, int64_t rows) {
   return bytes;
 }
 
+// All rows of the device's memory are these again and again: caches hold numbers, not random bits,
+// of which many are NaN and most are beyond what kernels take the short way for.
+void FillWith(const std::vector<std::byte>& rows, std::byte* there, int64_t bytes) {
+  Copy(there, rows.data(), static_cast<int64_t>(rows.size()));
+  for (int64_t done = static_cast<int64_t>(rows.size()); done < bytes; done *= 2) {
+    Copy(there + done, there, std::min(done, bytes - done));
+  }
+  Synchronize();
+}
+
 // The first rows are those that the processor writes.
 bool FirstRowsAre(const TokenView& there, const std::vector<int32_t>& slots, int64_t rows,
                   const std::vector<std::byte>& want) {
@@ -250,8 +260,7 @@ bool MeasureStore(const Rig& rig, DType from, DType to, int rounds) {
   const int64_t count = kDeviceBytes / row_bytes;
   const Slots slots(RandomSlots(2 * count, count));
   std::vector<std::byte> first = RandomRows(from, kCheckedRows);
-  Copy(rig.packed.get(), first.data(), static_cast<int64_t>(first.size()));
-  Synchronize();
+  FillWith(first, rig.packed.get(), count * kValues * DTypeBytes(from));
   const TokenView rows = TokenView::Packed(rig.packed.get(), from, count, kHeads, kDim);
   TokenView stored = TokenView::Packed(rig.pool.get(), to, 2 * count, kHeads, kDim);
   stored.scale = 2.5F;
@@ -301,8 +310,7 @@ bool MeasureBlocks(const Rig& rig, BlockFormat format, bool stores, int rounds) 
   }();
   const TokenView host_rows =
       TokenView::Packed(first.data(), DType::kBFloat16, kCheckedRows, kHeads, kDim);
-  Copy(rig.packed.get(), first.data(), static_cast<int64_t>(first.size()));
-  Synchronize();
+  FillWith(first, rig.packed.get(), count * kValues * 2);
   Must(StoreQuantized(format, host_rows, host_codes, host_scales, in_order));
   const auto copy = Must(stores ? QuantizedCopy::PlanStore(format, rows, codes, scales, slots.host)
                                 : QuantizedCopy::PlanLoad(format, codes, scales, slots.host, rows));
