@@ -439,7 +439,7 @@ struct HelloBytes {
   uint32_t kind = 1;
   uint32_t zero = 0;
   uint64_t magic = 0x6b7666657272792f;
-  uint64_t version = 2;
+  uint64_t version = 3;
   char token[16] = {};
   uint64_t num_chunks = 4;
   uint64_t chunk_bytes = kChunkBytes;
@@ -512,7 +512,7 @@ TEST_F(Stranger, WrongToken) {
 TEST_F(Stranger, WrongVersion) {
   const UniqueFd socket = Dial();
   HelloBytes hello = Hello();
-  hello.version = 3;
+  hello.version = 4;
   Say(socket, hello, Memory(kEnough, true).get());
   ExpectHangUp(socket, "version");
 }
