@@ -67,7 +67,7 @@ absl::Status DataPlanes::MakeNetwork(const Options& options) {
     return absl::OkStatus();
   }
   KVFERRY_RETURN_IF_ERROR(CheckCongestionControl(config_.tcp_congestion_control));
-  KVFERRY_ASSIGN_OR_RETURN(tcp_, TcpDataPlane::Create());
+  KVFERRY_ASSIGN_OR_RETURN(tcp_, TcpDataPlane::Create(*options.pool.memory));
   network_ = tcp_.get();
   if (!config_.net_device.empty()) {
     KVFERRY_RETURN_IF_ERROR(AddressOfInterface(config_.net_device).status());
@@ -102,7 +102,7 @@ absl::Status DataPlanes::MakeLanes(const Options& options) {
       made.ucx = ucx.get();
       plane = std::move(ucx);
     } else {
-      KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<TcpDataPlane> tcp, TcpDataPlane::Create());
+      KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<TcpDataPlane> tcp, TcpDataPlane::Create(*options.pool.memory));
       made.tcp = tcp.get();
       plane = std::move(tcp);
     }

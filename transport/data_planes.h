@@ -31,9 +31,9 @@ class DataPlanes final : public ChunkLinks {
  public:
   struct Options {
     Config config;
-    Arena* arena;                            // Outlives the planes.
-    MappedPool pool;                         // What peers on this host may read.
-    DirectReads::Readable readable;          // What peers may read from afar.
+    Arena* arena;                    // Outlives the planes.
+    MappedPool pool;                 // What peers on this host may read; its memory is not null.
+    DirectReads::Readable readable;  // What peers may read from afar.
     std::shared_ptr<CommandQueue> commands;  // Run by the progress thread.
     Metrics* metrics;                        // Outlives the planes.
     // Makes what takes chunks on the thread of one lane.

@@ -3,31 +3,41 @@
 #include <vector>
 
 #include "base/status.h"
+#include "pool/cuda/cuda_kv_pool.h"
 #include "pool/cuda/cuda_status.h"
+#include "pool/cuda/move_bytes_cuda.h"
 
 namespace kvferry {
+namespace {
 
-// Why not CopyTokensCuda() with blocks as rows, a launch a buffer: that has to bring the lists of
-// blocks to the device, and cannot reach host memory unless it is pinned. Nor cudaMemcpy2DAsync, a
-// call a run, whose pitch, a whole buffer here, is limited to 2 GiB; nor cudaMemcpyBatchAsync, a
-// call for all, which older toolkits lack and the default stream refuses. A call takes some
-// microseconds, so that it is the runs being long that makes this fast, and what page allocators
-// care for; where they are many and short, CopyTokensCuda() remains.
+// Whether kernels of the current device can read and write the blocks.
+absl::StatusOr<bool> IsReached(const BlockCache& cache) {
+  if (cache.memory().on_host()) {
+    return IsPinned({cache.buffer_infos()[0].address, static_cast<size_t>(cache.bytes())});
+  }
+  int current = 0;
+  KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&current), "block copy"));
+  return cache.memory().cuda_device() == current;
+}
+
+}  // namespace
+
 absl::Status CopyBlocksCuda(const BlockCache& from, BlockCache& to,
                             std::span<const BlockPair> pairs, cudaStream_t stream) {
   KVFERRY_ASSIGN_OR_RETURN(const std::vector<BlockRun> runs, PlanBlockCopy(from, to, pairs));
   const std::vector<BufferInfo> sources = from.buffer_infos(), destinations = to.buffer_infos();
+  std::vector<BytesMove> moves;
+  moves.reserve(sources.size() * runs.size());
   for (size_t buffer = 0; buffer < sources.size(); ++buffer) {
     const int64_t item_bytes = sources[buffer].item_bytes;
     for (const BlockRun& run : runs) {
-      KVFERRY_RETURN_IF_ERROR(CudaStatus(
-          cudaMemcpyAsync(destinations[buffer].address + run.to * item_bytes,
-                          sources[buffer].address + run.from * item_bytes,
-                          static_cast<size_t>(run.count * item_bytes), cudaMemcpyDefault, stream),
-          "block copy"));
+      moves.push_back({sources[buffer].address + run.from * item_bytes,
+                       destinations[buffer].address + run.to * item_bytes, run.count * item_bytes});
     }
   }
-  return absl::OkStatus();
+  KVFERRY_ASSIGN_OR_RETURN(const bool reads, IsReached(from));
+  KVFERRY_ASSIGN_OR_RETURN(const bool writes, IsReached(to));
+  return reads && writes ? MoveBytesCuda(moves, stream) : CopyEachCuda(moves, stream);
 }
 
 }  // namespace kvferry

@@ -10,12 +10,12 @@
 namespace kvferry {
 
 // CopyBlocks() where either cache, or both, lie on a GPU (BlockCache::Create in CudaMemory()): swap
-// in, swap out and copy of an engine's CacheEngine. Tested on an emulated device; it has
-// never run on a GPU.
+// in, swap out and copy of an engine's CacheEngine.
 //
-// One cudaMemcpyAsync for each run of neighbouring blocks and buffer of the caches, on `stream`,
-// whose device must be the current one. Both caches must live until the stream has come this far.
-// Copies of host memory are asynchronous only when it is pinned (PinHostMemory).
+// On `stream`, whose device must be the current one; both caches must live until it has come this
+// far. Between that device and itself or pinned memory (PinHostMemory) some launches move all blocks
+// (MoveBytesCuda), else there is a cudaMemcpyAsync for each run of neighbouring blocks and buffer of
+// the caches, which takes some microseconds each, and waits where it copies host memory.
 //
 // Errors as for PlanBlockCopy(), and nothing is written then; as CudaStatus() says when CUDA
 // refuses a copy, when those before it may be on their way already. Thread-safe.

@@ -92,7 +92,9 @@ absl::Status LaunchUnits(std::span<const Unit> list, cudaStream_t stream) {
   return absl::OkStatus();
 }
 
-absl::Status CopyEach(std::span<const BytesMove> moves, cudaStream_t stream) {
+}  // namespace
+
+absl::Status CopyEachCuda(std::span<const BytesMove> moves, cudaStream_t stream) {
   for (const BytesMove& move : moves) {
     KVFERRY_RETURN_IF_ERROR(
         CudaStatus(cudaMemcpyAsync(move.to, move.from, static_cast<size_t>(move.bytes),
@@ -102,13 +104,11 @@ absl::Status CopyEach(std::span<const BytesMove> moves, cudaStream_t stream) {
   return absl::OkStatus();
 }
 
-}  // namespace
-
 absl::Status MoveBytesCuda(std::span<const BytesMove> moves, cudaStream_t stream) {
   int64_t total = 0;
   for (const BytesMove& move : moves) total += move.bytes;
   const auto count = static_cast<int64_t>(moves.size());
-  if (moves.size() <= kFewMoves && total >= count * kLongMove) return CopyEach(moves, stream);
+  if (moves.size() <= kFewMoves && total >= count * kLongMove) return CopyEachCuda(moves, stream);
   // A multiple of the longest word.
   const int64_t unit_bytes = std::clamp(total / kManyUnits / kLeastUnitBytes * kLeastUnitBytes,
                                         kLeastUnitBytes, kMostUnitBytes);

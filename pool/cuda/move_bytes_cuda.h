@@ -15,4 +15,8 @@ namespace kvferry {
 // CudaStatus() says when a launch fails; what came before it may be on its way. Thread-safe.
 absl::Status MoveBytesCuda(std::span<const BytesMove> moves, cudaStream_t stream);
 
+// The same by one cudaMemcpyAsync a move, also of host memory that the device cannot address; CUDA
+// may have waited then.
+absl::Status CopyEachCuda(std::span<const BytesMove> moves, cudaStream_t stream);
+
 }  // namespace kvferry

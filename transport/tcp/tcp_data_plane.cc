@@ -17,9 +17,9 @@ constexpr int64_t kBytesATurn = 1 << 20;
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<TcpDataPlane>> TcpDataPlane::Create() {
+absl::StatusOr<std::unique_ptr<TcpDataPlane>> TcpDataPlane::Create(const PoolMemory& pages) {
   KVFERRY_ASSIGN_OR_RETURN(Epoll epoll, Epoll::Create());
-  KVFERRY_ASSIGN_OR_RETURN(TcpScratch scratch, TcpScratch::Create());
+  KVFERRY_ASSIGN_OR_RETURN(TcpScratch scratch, TcpScratch::Create(pages));
   return std::unique_ptr<TcpDataPlane>(new TcpDataPlane(std::move(epoll), std::move(scratch)));
 }
 

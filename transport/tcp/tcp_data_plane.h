@@ -35,7 +35,9 @@ struct TcpConnection {
 // is the caller's affair (TcpDoor, DialTcp).
 class TcpDataPlane final : public DataPlane {
  public:
-  static absl::StatusOr<std::unique_ptr<TcpDataPlane>> Create();
+  // `pages`: where what arrives goes to.
+  static absl::StatusOr<std::unique_ptr<TcpDataPlane>> Create(
+      const PoolMemory& pages = *HostMemory());
   ~TcpDataPlane() override;
 
   // A link on that connection, or on one that Join() will bring; sends wait for it. It is down if the

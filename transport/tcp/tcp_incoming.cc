@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/log.h"
 #include "base/slab.h"
 #include "base/status.h"
 
@@ -18,9 +19,14 @@ iovec PartOf(std::span<std::byte> bytes) { return {bytes.data(), bytes.size()}; 
 
 }  // namespace
 
-absl::StatusOr<TcpScratch> TcpScratch::Create() {
+absl::StatusOr<TcpScratch> TcpScratch::Create(const PoolMemory& pages) {
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> bytes, MapSlab(kBytes));
-  return TcpScratch(std::move(bytes));
+  absl::StatusOr<std::shared_ptr<const void>> pin = pages.Pin({bytes.get(), kBytes});
+  if (!pin.ok()) {
+    Log().warn("what arrives is copied once more on its way to {}: {}", pages.name(),
+               pin.status().ToString());
+  }
+  return TcpScratch(std::move(bytes), pin.ok() ? *std::move(pin) : nullptr);
 }
 
 TcpIncoming::~TcpIncoming() {

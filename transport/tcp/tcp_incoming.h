@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "pool/pool_memory.h"
 #include "transport/data_plane.h"
 #include "transport/tcp/tcp_frames.h"
 #include "transport/tcp/tcp_socket.h"
@@ -28,15 +30,18 @@ class TcpScratch {
   // on while the sender gathers the next one does not (docs/decisions/0010-straight-from-pages.md).
   static constexpr int64_t kBytes = 1 << 20;
 
-  // RESOURCE_EXHAUSTED when the system refuses the memory, which takes no room until it is used.
-  static absl::StatusOr<TcpScratch> Create();
+  // On the way to pages in `pages`, by whose device it is reached where that can be had. On the host's
+  // it takes no room until it is used. RESOURCE_EXHAUSTED when the system refuses it.
+  static absl::StatusOr<TcpScratch> Create(const PoolMemory& pages);
 
  private:
   friend class TcpIncoming;
-  explicit TcpScratch(std::shared_ptr<std::byte> bytes) : bytes_(std::move(bytes)) {}
+  TcpScratch(std::shared_ptr<std::byte> bytes, std::shared_ptr<const void> pin)
+      : bytes_(std::move(bytes)), pin_(std::move(pin)) {}
 
   std::shared_ptr<std::byte> bytes_;
-  TcpIncoming* holder_ = nullptr;  // Whose bytes lie in it.
+  std::shared_ptr<const void> pin_;  // Goes first.
+  TcpIncoming* holder_ = nullptr;    // Whose bytes lie in it.
 };
 
 // What comes over one connection. The payload of a chunk goes to where its ChunkSink says: at once, or by way
