@@ -267,6 +267,31 @@ TEST_F(CudaMemories, PagesGoAndComeApart) {
   EXPECT_TRUE(IsOk(memory_->Pin(arena)));
 }
 
+// What a process maps of another one's: tests/process has two. Here is what cannot be mapped.
+TEST_F(CudaMemories, OnlyNamesOfOthersAreMapped) {
+  const std::shared_ptr<std::byte> first = Must(memory_->Allocate(1 << 20));
+  const auto parts = Must(memory_->Share({first.get() + 1000, 5000}));
+  ASSERT_EQ(parts.size(), 1u);
+  EXPECT_EQ(parts[0].bytes, 5000);
+  EXPECT_LE(parts[0].name.size(), PoolMemory::kMaxSharedName);
+  EXPECT_TRUE(Fails(memory_->MapShared(parts[0].name, 5000), kUnavailable, "this process's own"));
+  for (const std::string name : {"", "x"}) {
+    EXPECT_TRUE(Fails(memory_->MapShared(name, 1), kInvalid, std::to_string(name.size())));
+  }
+  std::string other = parts[0].name;
+  other[0] = static_cast<char>(other[0] ^ 1);
+  EXPECT_TRUE(Fails(memory_->MapShared(other, 5000), kInvalid, "no name"));
+  // Of another process, as far as it says, and of no allocation.
+  other = parts[0].name;
+  for (size_t i = 8; i < 80; ++i) other[i] = static_cast<char>(random_());
+  EXPECT_TRUE(Fails(memory_->MapShared(other, 5000), kUnavailable, "mapping"));
+  EXPECT_FALSE(IsOk(memory_->Share(std::as_bytes(std::span(other)))));
+  EXPECT_TRUE(
+      Fails(HostMemory()->Share({first.get(), 1}), absl::StatusCode::kUnimplemented, "host"));
+  // Nothing of that has harmed the device.
+  EXPECT_TRUE(IsOk(memory_->Allocate(1)));
+}
+
 TEST_F(CudaMemories, OfTwoDevicesEachHasItsOwnRows) {
   int devices = 0;
   ASSERT_EQ(cudaGetDeviceCount(&devices), cudaSuccess);

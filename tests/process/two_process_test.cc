@@ -69,9 +69,19 @@ TEST(TwoProcesses, SignalsAreTheApplicationsAffair) {
 }
 
 // From the first fetch on whose sender has heard that its pool is mapped.
-TEST(TwoProcesses, APoolOnADeviceIsReadWhereItLies) {
+class PoolsOnDevices : public testing::TestWithParam<std::string> {};
+
+INSTANTIATE_TEST_SUITE_P(TwoProcesses, PoolsOnDevices, testing::Values("0", "1"),
+                         [](const auto& instance) { return "ToDevice" + instance.param; });
+
+TEST_P(PoolsOnDevices, AreReadWhereTheyLie) {
   if (NameOfPath() != "device_in_place") GTEST_SKIP() << "of a path with pools on a device";
   ChildPeer prefill(PeerOptions("prefill", "{}", 64));
+  setenv("KVFERRY_TEST_DEVICE", GetParam().c_str(), 1);
+  if (memory_of_device()->Allocate(1).status().code() == absl::StatusCode::kUnavailable) {
+    unsetenv("KVFERRY_TEST_DEVICE");
+    GTEST_SKIP() << "this machine has no device " << GetParam();
+  }
   ChildPeer decode(PeerOptions("decode", "{}", 64));
   const auto serves = [&](ChildPeer& to, const std::vector<int64_t>& pages) {
     EXPECT_EQ(to.Ask("reset"), "OK");
@@ -87,6 +97,7 @@ TEST(TwoProcesses, APoolOnADeviceIsReadWhereItLies) {
   EXPECT_GT(prefill.Metric("chunks_in_place"), in_place);
   // The processor would have to make the checksum.
   ChildPeer careful(PeerOptions("decode", R"({"checksum": true})", 64));
+  unsetenv("KVFERRY_TEST_DEVICE");
   in_place = prefill.Metric("chunks_in_place");
   for (int64_t page = 0; page < 5; ++page) serves(careful, {page, 50 - page});
   EXPECT_EQ(prefill.Metric("chunks_in_place"), in_place);

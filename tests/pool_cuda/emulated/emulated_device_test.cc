@@ -6,16 +6,20 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <csignal>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "base/unique_fd.h"
+#include "pool/cuda/cuda_memory.h"
 #include "tests/pool_cuda/device.h"
+#include "tests/support/status.h"
 
 namespace kvferry {
 namespace {
@@ -296,6 +300,42 @@ TEST_F(EmulatedDeviceSharing, WhatTheOwnerWritesIsSeen) {
   cudaIpcMemHandle_t handle;
   EXPECT_EQ(cudaIpcGetMemHandle(&handle, opened), cudaErrorInvalidValue);
   ASSERT_EQ(cudaIpcCloseMemHandle(opened), cudaSuccess);
+}
+
+// PoolMemory's names of parts hold such handles.
+TEST_F(EmulatedDeviceSharing, PartsLieInsideTheirAllocation) {
+  const auto memory = CudaMemory(0);
+  const auto own = memory->Allocate(1);
+  ASSERT_TRUE(IsOk(own));
+  const std::string of_own = (*memory->Share({own->get(), 1}))[0].name;
+  const Exporter exporter;
+  const auto name_of = [&](uint64_t offset) {
+    std::string name = of_own;
+    name[8] = static_cast<char>(name[8] ^ 1);  // Another process.
+    std::memcpy(&name[16], &exporter.handle(), sizeof exporter.handle());
+    std::memcpy(&name[80], &offset, sizeof offset);
+    return name;
+  };
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  EXPECT_TRUE(Fails(memory->MapShared(name_of(0), kBytes + 1), kInvalid, "another process's"));
+  EXPECT_TRUE(Fails(memory->MapShared(name_of(kBytes), 1), kInvalid, "another process's"));
+  EXPECT_TRUE(Fails(memory->MapShared(name_of(UINT64_MAX), 1), kInvalid, "another process's"));
+  EXPECT_TRUE(Fails(memory->MapShared(name_of(0), 0), kInvalid, "another process's"));
+  EXPECT_TRUE(Fails(memory->MapShared(name_of(0), -1), kInvalid, "another process's"));
+  for (int round = 0; round < 2; ++round) {  // What is mapped no more can be mapped again.
+    const auto all = memory->MapShared(name_of(0), kBytes);
+    const auto part = memory->MapShared(name_of(10), kBytes - 10);
+    ASSERT_TRUE(IsOk(all));
+    ASSERT_TRUE(IsOk(part));
+    EXPECT_EQ(part->get(), all->get() + 10);
+    exporter.Fill(static_cast<char>(5 + round));
+    std::vector<std::byte> seen(kBytes);
+    const BytesMove move{part->get(), seen.data() + 10, int64_t{kBytes} - 10};
+    EXPECT_TRUE(IsOk(memory->MoveApart({&move, 1})));
+    std::vector<std::byte> want = Full(static_cast<char>(5 + round));
+    std::fill_n(want.begin(), 10, std::byte{0});
+    EXPECT_EQ(seen, want);
+  }
 }
 
 TEST_F(EmulatedDeviceSharing, WhatIsOpenOutlivesItsOwner) {
