@@ -1,8 +1,7 @@
 #pragma once
 
 // token_copy.h on an NVIDIA GPU: gather, scatter, store with scale and cast, copy and conversion
-// between layouts, in one kernel launch whatever the slots are. Not used by the transport yet,
-// which moves host memory.
+// between layouts, in one kernel launch whatever the slots are.
 
 #include <cuda_runtime_api.h>
 
