@@ -267,6 +267,25 @@ TEST_F(CudaMemories, PagesGoAndComeApart) {
   EXPECT_TRUE(IsOk(memory_->Pin(arena)));
 }
 
+// What is not pinned goes through what is, part by part.
+TEST_F(CudaMemories, MoreThanGoesAtATime) {
+  constexpr int64_t kBytes = 5 << 20;
+  const std::shared_ptr<std::byte> device = Must(memory_->Allocate(kBytes));
+  const std::vector<std::byte> bytes = RandomBytes(kBytes);
+  std::vector<BytesMove> out, back;
+  std::vector<std::byte> got(kBytes);
+  for (int64_t at = 0; at < kBytes;) {
+    const int64_t size = std::min<int64_t>(1 + random_() % (3 << 20), kBytes - at);
+    std::byte* const there = device.get() + kBytes - at - size;
+    out.push_back({bytes.data() + at, there, size});
+    back.push_back({there, got.data() + at, size});
+    at += size;
+  }
+  ASSERT_TRUE(IsOk(memory_->MoveApart(out)));
+  ASSERT_TRUE(IsOk(memory_->MoveApart(back)));
+  EXPECT_EQ(got, bytes);
+}
+
 // What a process maps of another one's: tests/process has two. Here is what cannot be mapped.
 TEST_F(CudaMemories, OnlyNamesOfOthersAreMapped) {
   const std::shared_ptr<std::byte> first = Must(memory_->Allocate(1 << 20));

@@ -264,10 +264,10 @@ struct DeviceSide : Side {
   void Offer(const std::vector<PoolMemory::SharedPart>& parts) {
     plane = Must(MakeMappedDataPlane(arena.get(), {nullptr, parts, &memory}));
   }
-  // The pool, in as many parts.
+  // The pool, in as many parts: the last bytes are the first part.
   std::vector<PoolMemory::SharedPart> Parts(int64_t num_parts) const {
     std::vector<PoolMemory::SharedPart> parts;
-    for (int64_t i = 0; i < num_parts; ++i) {
+    for (int64_t i = num_parts - 1; i >= 0; --i) {
       const auto bytes = static_cast<size_t>(kPoolBytes / num_parts);
       parts.push_back(Must(memory.Share({pool.data.get() + i * bytes, bytes}))[0]);
     }
@@ -278,21 +278,24 @@ struct DeviceSide : Side {
 };
 
 TEST(MappedDevicePools, PiecesLieInAnyOfTheParts) {
-  DeviceSide a(8), b(0);
+  constexpr int64_t kParts = 8, kPartBytes = kPoolBytes / kParts;
+  DeviceSide a(kParts), b(0);
   for (int64_t i = 0; i < kPoolBytes; ++i) a.pool.data.get()[i] = static_cast<std::byte>(i / 100);
   const LinkId link = Must(a.plane->Connect(b.plane->address()));
   EXPECT_FALSE(a.plane->ReadsPool(link));
   ASSERT_TRUE(ProgressBoth(a, b, [&] { return a.plane->ReadsPool(link); }));
   EXPECT_FALSE(a.plane->ReadsPool(link + 1));
   // In one part, over the border of two, over several whole ones.
-  const std::vector<PoolPiece> pieces = {{10, 20}, {kPoolBytes / 8 - 5, 11}, {100, 40000}};
+  const std::vector<PoolPiece> pieces = {{10, 20}, {kPartBytes - 5, 11}, {100, 40000}};
   a.SendInPool(link, pieces, 40031);
   ASSERT_TRUE(ProgressBoth(a, b, [&] { return a.done.size() == 1; }));
   ASSERT_EQ(b.events.chunks.size(), 1u);
   std::vector<std::byte> want;
   for (const PoolPiece& piece : pieces) {
-    const std::byte* const from = a.pool.data.get() + piece.offset;
-    want.insert(want.end(), from, from + piece.bytes);
+    for (uint64_t at = piece.offset; at < piece.offset + piece.bytes; ++at) {
+      const uint64_t part = kParts - 1 - at / kPartBytes;
+      want.push_back(a.pool.data.get()[part * kPartBytes + at % kPartBytes]);
+    }
   }
   EXPECT_EQ(b.events.chunks[0].second, want);
 }

@@ -336,6 +336,7 @@ TEST_F(EmulatedDeviceSharing, PartsLieInsideTheirAllocation) {
     std::fill_n(want.begin(), 10, std::byte{0});
     EXPECT_EQ(seen, want);
   }
+  EXPECT_EQ(cudaIpcCloseMemHandle(Open(exporter.handle())), cudaSuccess);  // Mapped no more.
 }
 
 TEST_F(EmulatedDeviceSharing, WhatIsOpenOutlivesItsOwner) {
