@@ -3,7 +3,6 @@
 #include <cstdio>
 #include <cstring>
 #include <iostream>
-#include <numeric>
 #include <utility>
 
 #include "absl/strings/numbers.h"
@@ -13,8 +12,6 @@
 #include "examples/two_node/pattern.h"
 #include "examples/two_node/support.h"
 #include "pool/pool_memory.h"
-#include "pool/token_copy.h"
-#include "pool/token_view.h"
 
 namespace kvferry::bench {
 namespace {
@@ -30,19 +27,12 @@ absl::StatusOr<examples::Pattern> ParsePattern(const std::string& salt) {
 // All pages, between pools of the same shape of which one lies in `memory`, the other there or on
 // the host.
 absl::Status CopyPages(const KvPool& from, const KvPool& to, const PoolMemory& memory) {
-  std::vector<int32_t> pages(static_cast<size_t>(from.num_pages()));
-  std::iota(pages.begin(), pages.end(), 0);
-  const auto rows = [&](const BufferInfo& buffer) {
-    return TokenView::Packed(buffer.address, DType::kUint8, from.num_pages(), 1, buffer.item_bytes);
-  };
-  std::vector<TokenCopy> copies;
+  std::vector<BytesMove> moves;
   for (size_t i = 0; i < from.buffer_infos().size(); ++i) {
-    KVFERRY_ASSIGN_OR_RETURN(
-        const TokenCopy copy,
-        TokenCopy::Plan(rows(from.buffer_infos()[i]), pages, rows(to.buffer_infos()[i]), pages));
-    copies.push_back(copy);
+    const BufferInfo& buffer = from.buffer_infos()[i];
+    moves.push_back({buffer.address, to.buffer_infos()[i].address, buffer.bytes});
   }
-  return memory.Run(copies, nullptr);
+  return memory.MoveApart(moves);
 }
 
 // The pool itself, or of one that the processor cannot touch a copy in host memory.
