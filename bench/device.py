@@ -3,7 +3,8 @@ on the host.
 
 For each page size it starts a pair of processes for each path and pair of places, lets them and
 plain copies of as many bytes by CUDA take turns, over and over, and prints one row each: medians of
-the rounds. After the last round every byte is verified. README.md says what the columns mean.
+the rounds. With --nixl NIXL moves the same pages in its turn. After the last round every byte is
+verified. README.md says what the columns mean.
 A row that fails says why, the others go on, and the exit code is 1.
 """
 
@@ -14,6 +15,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,13 +23,16 @@ import time
 from pathlib import Path
 
 from drivers import BenchError, Driver
-from systems import ROOT, SALT
+from systems import ROOT, SALT, Stage, nixl_sides
+from systems import Pair as Sides
 from workload import SHAPES, choose_pages, format_runs
 
 # By the name of their rows: a request of 4,096 tokens takes 512 MiB in either.
 PAGES = {"32KiB": (SHAPES["llama8b-p16"], 16), "2KiB": (SHAPES["llama8b-p1"], 1)}
 PATHS = {"host": "auto", "tcp": "network"}  # Config's same_host_path.
 PLACES = ("host-host", "device-device", "device-host")
+NIXL = {"read": "NIXL READ", "write": "NIXL WRITE"}  # Its operations, as paths of rows.
+NIXL_PLACES = ("host-host", "device-device")
 PLAIN = ("device_to_device", "to_host", "to_device")
 REST_SECONDS = 0.02  # Before each run, as in run.py: all begin alike.
 
@@ -93,6 +98,39 @@ class Pair:
         return {"prefill": self.prefill.ask("metrics"), "decode": self.decode.ask("metrics")}
 
 
+class Nixl:
+    """One of NIXL's operations; both have the two sides in common, whose source holds the pattern
+    and which are stopped when it is not their turn."""
+
+    def __init__(self, operation, row, sides, lists):
+        self.operation, self.row, self.sides = operation, row, sides
+        self.remote, self.local = map(format_runs, lists)
+
+    def sample(self):
+        if self.sides.broken:
+            raise BenchError("not tried: the other operation failed")
+        self.sides.broken = True
+        source, target = self.sides.source, self.sides.target
+        with self.sides.awake():
+            if self.operation == "read":
+                answer = target.ask("read", self.local, self.remote)
+            else:
+                answer = source.ask("write", self.remote, self.local)
+        self.sides.broken = False
+        return answer["seconds"]
+
+    def last_sample(self):
+        with self.sides.awake():
+            self.sides.target.ask("zero", self.local)
+        seconds = self.sample()
+        with self.sides.awake():
+            self.sides.target.ask("verify", SALT, self.local, self.remote)
+        return seconds
+
+    def metrics(self):
+        return {}
+
+
 def changes(before, after):
     """Of metrics, what one run changed."""
     return {
@@ -125,6 +163,7 @@ class Measured:
         self.pages, self.args = pages, args
         self.rows, self.pairs, self.plain = [], [], None
         self.metrics, self.problems = {}, []
+        self.notes = set()  # Versions, to be printed once.
 
     def make(self, drivers):
         rng = random.Random(self.args.seed)
@@ -140,6 +179,18 @@ class Measured:
                 self.rows.append(row)
                 with self.telling(row.name):
                     self.pairs.append(Pair(row, self.shape, lists, self.args, drivers))
+        for places in self.args.nixl_places if self.args.nixl else ():
+            self.make_nixl(places, lists, drivers)
+
+    def make_nixl(self, places, lists, drivers):
+        """Over what NIXL's UCX picks of all transports that it finds."""
+        rows = [Row(self.pages, path, places, self.shape.request_bytes) for path in NIXL.values()]
+        self.rows += rows
+        with self.telling(f"{self.pages} NIXL {places}"):
+            flags = ["--device", self.args.device] if places == "device-device" else []
+            sides = Sides(*nixl_sides(self.shape, Stage(drivers), self.args.nixl, None, flags))
+            self.notes.add(f"NIXL {sides.target.ready['version']}")
+            self.pairs += [Nixl(*each, sides, lists) for each in zip(NIXL, rows, strict=True)]
 
     @contextlib.contextmanager
     def telling(self, name):
@@ -151,12 +202,15 @@ class Measured:
 
     def run(self):
         with contextlib.ExitStack() as drivers:
-            progress(f"{self.pages}: starting {2 * len(self.args.paths) * len(self.args.places)} "
-                     "processes")  # fmt: skip
+            progress(f"{self.pages}: starting {self.num_processes()} processes")
             self.make(drivers)
             for rep in range(self.args.reps + 1):  # The first one warms up.
                 progress(f"{self.pages}: round {rep} of {self.args.reps}")
                 self.round(rep)
+
+    def num_processes(self):
+        pairs = len(self.args.paths) * len(self.args.places)
+        return 2 * (pairs + (len(self.args.nixl_places) if self.args.nixl else 0))
 
     def round(self, rep):
         if self.plain:
@@ -193,8 +247,8 @@ def progress(text):
 # ---------------------------------------------------------------- what is printed
 
 
-WIDTHS = {"pages": -6, "path": -5, "places": -16, "MB": 5, "GB/s": 7, "min..max": 14, "ms": 8}
-WIDTHS |= {"x copy": 6, "x bounce": 8, "x to host": 9}
+WIDTHS = {"pages": -6, "path": -10, "places": -16, "MB": 5, "GB/s": 7, "min..max": 14, "ms": 8}
+WIDTHS |= {"x copy": 6, "x bounce": 8, "x to host": 9, "x NIXL": 6}
 
 
 def print_line(values):
@@ -218,6 +272,12 @@ def cells(row, rows):
             return "-"
         return f"{sum(map(statistics.median, used)) / median:.2f}"
 
+    def over_nixl():
+        """The row's rate over that of NIXL's faster operation on the same pages and places."""
+        same = (r for r in rows if (r.pages, r.places) == (row.pages, row.places) and r.seconds)
+        theirs = [statistics.median(r.seconds) for r in same if r.path in NIXL.values()]
+        return f"{min(theirs) / median:.2f}" if theirs and row.path == "host" else "-"
+
     rates = row.rates()
     return {
         "pages": row.pages,
@@ -230,6 +290,7 @@ def cells(row, rows):
         "x copy": over("device_to_device"),
         "x bounce": over("to_host", "to_device"),
         "x to host": over("to_host"),
+        "x NIXL": over_nixl(),
     }
 
 
@@ -247,7 +308,8 @@ def write_files(args, rows, metrics, problems):
             writer.writeheader()
             writer.writerows(cells(row, rows) for row in rows)
     if args.json:
-        asked = {name: getattr(args, name) for name in ("device", "reps", "tokens", "config")}
+        names = ("device", "reps", "tokens", "config", "nixl")
+        asked = {name: getattr(args, name) for name in names}
         results = [dataclasses.asdict(row) for row in rows]
         whole = {**asked, "results": results, "metrics": metrics, "problems": problems}
         args.json.write_text(json.dumps(whole, indent=1) + "\n")
@@ -292,6 +354,17 @@ def parse_arguments():
             default=list(known),
             help=f"{what}, comma-separated; default: {','.join(known)}",
         )
+    parser.add_argument(
+        "--nixl",
+        metavar="PYTHON",
+        help="also measure NIXL, with this interpreter: it has nixl, numpy and, for a GPU, torch",
+    )
+    parser.add_argument(
+        "--nixl-places",
+        type=some_of(NIXL_PLACES),
+        default=["device-device"],
+        help="where its pages lie and go, comma-separated; default: device-device",
+    )
     parser.add_argument("--reps", type=int, default=5, help="measured rounds (default: 5)")
     parser.add_argument(
         "--tokens", type=int, default=4096, help="of a request, 128 KiB each (default: 4096)"
@@ -316,6 +389,8 @@ def parse_arguments():
         parser.error("--tokens must be at least 16, a page")
     if not os.access(args.bin / "kvferry_bench_transfer", os.X_OK):
         parser.error(f"--bin: {args.bin} holds no kvferry_bench_transfer; build it: ./dev build")
+    if args.nixl and not shutil.which(args.nixl):
+        parser.error(f"--nixl: there is no program {args.nixl}")
     for path in filter(None, (args.csv, args.json)):
         if not path.absolute().parent.is_dir():
             parser.error(f"there is no folder {path.parent} for {path.name}")
@@ -324,7 +399,7 @@ def parse_arguments():
 
 def main():
     args = parse_arguments()
-    rows, metrics, problems = [], {}, []
+    rows, metrics, problems, notes = [], {}, [], set()
     print(f"pools on GPU {args.device} and the host, random pages, median of {args.reps} rounds, "
           "in turn")  # fmt: skip
     print_line({name: name for name in WIDTHS})
@@ -334,8 +409,11 @@ def main():
         rows += measured.rows
         metrics |= measured.metrics
         problems += measured.problems
+        notes |= measured.notes
         for row in measured.rows:
             print_line(cells(row, rows))
+    for note in sorted(notes):
+        print(note)
     if args.metrics:
         print_metrics(metrics)
     for problem in problems:

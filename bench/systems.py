@@ -161,13 +161,17 @@ def introduce(source, target, key):
         own.ask("peer", other.ready[key], other.ready["base"])
 
 
-def nixl(lists, stage, python, tls):
-    command = python_peer("nixl_peer.py", lists[0], python)
-    env = {"UCX_TLS": tls, "UCX_NET_DEVICES": stage.network.source.device}
+def nixl_sides(shape, stage, python, env, flags=()):
+    command = [*python_peer("nixl_peer.py", shape, python), *flags]
     source = stage.start(stage.network.source, [*command, "--name", "source"], env)
     target = stage.start(stage.network.target, [*command, "--name", "target"], env)
     introduce(source, target, "metadata")
-    return both_operations("NIXL", lists, source, target)
+    return source, target
+
+
+def nixl(lists, stage, python, tls):
+    env = {"UCX_TLS": tls, "UCX_NET_DEVICES": stage.network.source.device}
+    return both_operations("NIXL", lists, *nixl_sides(lists[0], stage, python, env))
 
 
 def mooncake(lists, stage, python):

@@ -1,6 +1,7 @@
-"""One side of a NIXL transfer, for bench/run.py to compare kvferry with.
+"""One side of a NIXL transfer, for bench/run.py and device.py to compare kvferry with.
 
-Runs under a Python that has nixl and numpy (requirements/peers.txt), not under kvferry's own.
+Runs under a Python that has nixl and numpy (requirements/peers.txt), not under kvferry's own. With
+--device its pool is a torch tensor on that GPU, and so is the other side's.
 Besides what pool_side.py has, it answers:
 
     peer METADATA BASE           load the other side; describe all pages of both pools, once
@@ -42,12 +43,15 @@ class Side(PoolSide):
     commands = (*PoolSide.commands, "peer", "read", "write")
 
     def __init__(self, args):
-        super().__init__(args)
+        super().__init__(args)  # With torch first: NIXL's UCX finds the CUDA runtime it brings.
+        self.memory, self.device = ("DRAM", 0) if args.device is None else ("VRAM", args.device)
         api = import_nixl()
         self.agent = api.nixl_agent(args.name, api.nixl_agent_config(backends=["UCX"]))
         self.registered = self.agent.register_memory(
-            [(self.base + b * self.stride, self.stride, 0, "") for b in range(self.buffers)], "DRAM"
-        )
+            [(self.base + b * self.stride, self.stride, self.device, "")
+             for b in range(self.buffers)],
+            self.memory,
+        )  # fmt: skip
         self.local = self.remote = None
         self.peer_name = ""
 
@@ -64,6 +68,7 @@ class Side(PoolSide):
         table = np.zeros((len(index), 3), dtype=np.uint64)
         table[:, 0] = np.uint64(base) + index * np.uint64(self.page_bytes)
         table[:, 1] = self.page_bytes
+        table[:, 2] = self.device
         return table
 
     def peer(self, metadata, base):
@@ -71,9 +76,9 @@ class Side(PoolSide):
         self.peer_name = name.decode() if isinstance(name, bytes) else name
         begin = time.perf_counter()
         own = self.descriptors(self.base)
-        self.local = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", own, "DRAM")
+        self.local = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", own, self.memory)
         self.remote = self.agent.prep_xfer_dlist(
-            self.peer_name, self.descriptors(int(base)), "DRAM"
+            self.peer_name, self.descriptors(int(base)), self.memory
         )
         return {"prepare_seconds": time.perf_counter() - begin}
 
@@ -104,7 +109,10 @@ class Side(PoolSide):
         return {"seconds": seconds, "cpu": cpu}
 
 
+def add_arguments(parser):
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--device", type=int, help="GPU of the pool (default: host memory)")
+
+
 if __name__ == "__main__":
-    serve(
-        Side, __doc__.splitlines()[0], lambda parser: parser.add_argument("--name", required=True)
-    )
+    serve(Side, __doc__.splitlines()[0], add_arguments)

@@ -1,4 +1,5 @@
-"""What the Python peers share: a pool with a pattern in it, and the loop that serves run.py.
+"""What the Python peers share: a pool with a pattern in it, and the loop that serves run.py and
+device.py.
 
 Like our own drivers they read commands from stdin, one a line, and answer each with one line of
 JSON. Besides what a peer adds:
@@ -24,6 +25,55 @@ def parse_runs(text):
     return np.concatenate([np.arange(int(first), int(first) + int(count)) for first, count in runs])
 
 
+class HostPool:
+    """Buffers of pages, each page of 64-bit words."""
+
+    def __init__(self, buffers, pages, words):
+        # Touched here, so that no measured transfer pays for that.
+        self.pool = np.zeros((buffers, pages, words), dtype=np.uint64)
+        self.pool.fill(0)
+        self.base = self.pool.ctypes.data
+
+    def store(self, buffer, words):
+        self.pool[buffer] = words
+
+    def load(self, buffer):
+        return self.pool[buffer]
+
+    def zero(self, pages):
+        self.pool[:, pages] = 0
+
+
+class TorchPool:
+    """The same in a tensor, such as one on a GPU; the host has one buffer of it at a time."""
+
+    def __init__(self, buffers, pages, words, device):
+        import torch  # It takes seconds, and whoever has no GPU may not have it.
+
+        self.torch, self.device = torch, torch.device(device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # UCX takes the CUDA context of its thread.
+        self.pool = torch.zeros((buffers, pages, words * 8), dtype=torch.uint8, device=self.device)
+        self.base = self.pool.data_ptr()
+        self.finish()
+
+    def finish(self):
+        """Transfers do not wait for what torch has queued."""
+        if self.device.type == "cuda":
+            self.torch.cuda.synchronize(self.device)
+
+    def store(self, buffer, words):
+        self.pool[buffer].copy_(self.torch.from_numpy(words.view(np.uint8)))
+        self.finish()
+
+    def load(self, buffer):
+        return self.pool[buffer].cpu().numpy().view(np.uint64)
+
+    def zero(self, pages):
+        self.pool.index_fill_(1, self.torch.from_numpy(pages).to(self.device), 0)
+        self.finish()
+
+
 class PoolSide:
     """A pool; `commands` names the methods that run.py may call with the words of a line."""
 
@@ -31,11 +81,16 @@ class PoolSide:
 
     def __init__(self, args):
         self.buffers, self.page_bytes, self.pages = args.buffers, args.page_bytes, args.pool_pages
-        # Touched here, so that no measured transfer pays for that.
-        self.pool = np.zeros((self.buffers, self.pages, self.page_bytes // 8), dtype=np.uint64)
-        self.pool.fill(0)
-        self.base = self.pool.ctypes.data
         self.stride = self.pages * self.page_bytes  # Bytes from one buffer to the next.
+        self.pool = self.make_pool(args)
+        self.base = self.pool.base
+
+    def make_pool(self, args):
+        shape = self.buffers, self.pages, self.page_bytes // 8
+        # Only peers that can move it have the argument.
+        if getattr(args, "device", None) is not None:
+            return TorchPool(*shape, f"cuda:{args.device}")
+        return HostPool(*shape)
 
     def ready(self):
         """What the driver's first line says."""
@@ -55,11 +110,11 @@ class PoolSide:
 
     def fill(self, salt):
         for buffer in range(self.buffers):
-            self.pool[buffer] = self.expected(int(salt), buffer, np.arange(self.pages))
+            self.pool.store(buffer, self.expected(int(salt), buffer, np.arange(self.pages)))
         return {}
 
     def zero(self, runs):
-        self.pool[:, parse_runs(runs)] = 0
+        self.pool.zero(parse_runs(runs))
         return {}
 
     def verify(self, salt, local, remote):
@@ -67,11 +122,10 @@ class PoolSide:
         others = np.ones(self.pages, dtype=bool)
         others[local] = False
         for buffer in range(self.buffers):
-            if not np.array_equal(
-                self.pool[buffer][local], self.expected(int(salt), buffer, remote)
-            ):
+            there = self.pool.load(buffer)
+            if not np.array_equal(there[local], self.expected(int(salt), buffer, remote)):
                 return {"error": f"buffer {buffer}: pages that were moved hold other bytes"}
-            if self.pool[buffer][others].any():
+            if there[others].any():
                 return {"error": f"buffer {buffer}: a page that was not moved was written"}
         return {}
 
