@@ -12,13 +12,15 @@ template <typename Copy>
 void ForEachPiece(const BufferInfo& buffer, const PageRuns& runs, int64_t offset, int64_t bytes,
                   const Copy& copy) {
   if (bytes == 0) return;
-  size_t index = runs.RunAt(offset / buffer.item_bytes);
+  const int64_t item_bytes = buffer.item_bytes;
+  size_t index = runs.RunAt(offset / item_bytes);
+  int64_t into_run = offset - runs.RunBegin(index) * item_bytes;
   for (int64_t done = 0; done < bytes; ++index) {
-    const int64_t into_run = offset + done - runs.RunBegin(index) * buffer.item_bytes;
-    const int64_t run_end = runs.RunEnd(index) * buffer.item_bytes;
-    const int64_t piece = std::min(bytes - done, run_end - (offset + done));
-    copy(buffer.address + runs.Run(index).first * buffer.item_bytes + into_run, done, piece);
+    const PageRun run = runs.Run(index);
+    const int64_t piece = std::min(bytes - done, run.count * item_bytes - into_run);
+    copy(buffer.address + run.first * item_bytes + into_run, done, piece);
     done += piece;
+    into_run = 0;
   }
 }
 

@@ -40,6 +40,21 @@ void ForEachSegment(const KvPool& pool, int64_t num_pages, int64_t layer_bytes, 
   }
 }
 
+// Where the pieces of a window lie, and what goes to and from them. A thread keeps its own from call to
+// call: of small pages they take megabytes a chunk, and memory that is touched for the first time costs
+// more than all the rest that is done for a piece.
+struct Lists {
+  std::vector<std::span<std::byte>> pieces;
+  std::vector<BytesMove> moves;
+};
+
+Lists& EmptyLists() {
+  thread_local Lists lists;
+  lists.pieces.clear();
+  lists.moves.clear();
+  return lists;
+}
+
 int64_t SmallestItem(const KvLayout& layout) {
   int64_t bytes = layout.item_bytes(0);
   for (int64_t tensor = 1; tensor < layout.num_tensors(); ++tensor) {
@@ -116,15 +131,14 @@ absl::Status StreamPlan::Gather(int64_t offset, std::span<std::byte> packed) con
   if (on_host()) {
     ForEachPart(offset, packed.first(in_pages), &GatherPages);
   } else {
-    std::vector<std::span<std::byte>> pieces;
-    AppendPieces(offset, in_pages, &pieces);
-    std::vector<BytesMove> moves;
+    Lists& lists = EmptyLists();
+    AppendPieces(offset, in_pages, &lists.pieces);
     std::byte* to = packed.data();
-    for (const std::span<std::byte> piece : pieces) {
-      moves.push_back({piece.data(), to, static_cast<int64_t>(piece.size())});
+    for (const std::span<std::byte> piece : lists.pieces) {
+      lists.moves.push_back({piece.data(), to, static_cast<int64_t>(piece.size())});
       to += piece.size();
     }
-    KVFERRY_RETURN_IF_ERROR(Move(moves));
+    KVFERRY_RETURN_IF_ERROR(Move(lists.moves));
   }
   packed = packed.subspan(in_pages);
   if (packed.empty()) return absl::OkStatus();
@@ -145,17 +159,19 @@ absl::Status StreamPlan::Scatter(int64_t offset, std::span<const std::byte> pack
 absl::Status StreamPlan::ScatterPieces(int64_t offset, Pieces from) const {
   int64_t bytes = 0;
   for (const std::span<const std::byte> piece : from) bytes += static_cast<int64_t>(piece.size());
-  std::vector<std::span<std::byte>> to;
-  AppendPieces(offset, bytes, &to);
-  std::vector<BytesMove> moves, of_tail;
-  int64_t left = InPages(offset, bytes);  // Of the pages, which come before the tail.
-  ForEachMove(from, to, [&](const std::byte* source, std::byte* target, size_t size) {
-    const auto here = static_cast<int64_t>(size);
-    (left > 0 ? moves : of_tail).push_back({source, target, here});
-    left -= here;
+  Lists& lists = EmptyLists();
+  AppendPieces(offset, bytes, &lists.pieces);
+  const int64_t in_pages = InPages(offset, bytes);  // They come before the tail.
+  int64_t done = 0;
+  size_t of_pages = 0;
+  ForEachMove(from, lists.pieces, [&](const std::byte* source, std::byte* target, size_t size) {
+    lists.moves.push_back({source, target, static_cast<int64_t>(size)});
+    done += static_cast<int64_t>(size);
+    if (done <= in_pages) of_pages = lists.moves.size();
   });
-  KVFERRY_RETURN_IF_ERROR(Move(moves));
-  return HostMemory()->MoveApart(of_tail);
+  const std::span<const BytesMove> moves = lists.moves;
+  KVFERRY_RETURN_IF_ERROR(Move(moves.first(of_pages)));
+  return HostMemory()->MoveApart(moves.subspan(of_pages));
 }
 
 absl::Status StreamPlan::Move(std::span<const BytesMove> moves) const {
