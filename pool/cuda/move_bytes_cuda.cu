@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <vector>
+#include <iterator>
 
 #include "base/status.h"
 #include "pool/cuda/cuda_status.h"
@@ -23,18 +23,21 @@ constexpr size_t kFewMoves = 16;
 struct Unit {
   const std::byte* from;
   std::byte* to;
-  uint64_t bytes;
+  uint32_t bytes;
 };
 
 // A launch brings its list along as an argument, which may be 32,764 bytes long: nothing has to be
-// copied to the device first, and nothing kept until the launch has run.
+// copied to the device first, and nothing kept until the launch has run. Sizes for themselves, as they
+// are short: so there is room for a third more units.
 template <int kMost>
 struct Units {
-  Unit unit[kMost];
+  const std::byte* from[kMost];
+  std::byte* to[kMost];
+  uint16_t bytes[kMost];
   uint64_t count;
 };
-constexpr int kManyUnits = 1360, kFewUnits = 128;
-static_assert(sizeof(Units<kManyUnits>) <= 32764);
+constexpr int kManyUnits = 1816, kSomeUnits = 512, kFewUnits = 128;
+static_assert(sizeof(Units<kManyUnits>) <= 32764 && kMostUnitBytes <= UINT16_MAX);
 
 // Four words of each lane under way at a time.
 template <typename Word>
@@ -42,7 +45,7 @@ __device__ void MoveWords(const Unit& unit, uint32_t lane) {
   constexpr uint32_t kWordsAtATime = 4;
   const auto* from = reinterpret_cast<const Word*>(unit.from);
   auto* to = reinterpret_cast<Word*>(unit.to);
-  const auto words = static_cast<uint32_t>(unit.bytes / sizeof(Word));
+  const uint32_t words = unit.bytes / static_cast<uint32_t>(sizeof(Word));
   uint32_t at = lane;
   for (; at + (kWordsAtATime - 1) * kLanes < words; at += kWordsAtATime * kLanes) {
     Word word[kWordsAtATime];
@@ -57,7 +60,7 @@ template <int kMost>
 __global__ void MoveUnits(const __grid_constant__ Units<kMost> units) {
   const uint32_t index = blockIdx.x * kWarps + threadIdx.x / kLanes;
   if (index >= units.count) return;
-  const Unit& unit = units.unit[index];
+  const Unit unit = {units.from[index], units.to[index], units.bytes[index]};
   const uint32_t lane = threadIdx.x % kLanes;
   const uint64_t aligned =
       reinterpret_cast<uintptr_t>(unit.from) | reinterpret_cast<uintptr_t>(unit.to) | unit.bytes;
@@ -71,25 +74,28 @@ __global__ void MoveUnits(const __grid_constant__ Units<kMost> units) {
 }
 
 template <int kMost>
-absl::Status Launch(std::span<const Unit> list, cudaStream_t stream) {
-  Units<kMost> units = {};
-  std::copy(list.begin(), list.end(), units.unit);
-  units.count = list.size();
+absl::Status Launch(const Units<kManyUnits>& list, cudaStream_t stream) {
+  Units<kMost> units;
+  const auto take = [&list](const auto& from, auto& to, auto none) {
+    std::fill(std::copy_n(from, list.count, to), std::end(to), none);
+  };
+  take(list.from, units.from, nullptr);
+  take(list.to, units.to, nullptr);
+  take(list.bytes, units.bytes, uint16_t{0});
+  units.count = list.count;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<uint32_t>((list.size() + kWarps - 1) / kWarps));
+  config.gridDim = dim3(static_cast<uint32_t>((list.count + kWarps - 1) / kWarps));
   config.blockDim = dim3(kWarps * kLanes);
   config.stream = stream;
   return CudaStatus(cudaLaunchKernelEx(&config, &MoveUnits<kMost>, units), "moving bytes");
 }
 
-absl::Status LaunchUnits(std::span<const Unit> list, cudaStream_t stream) {
-  while (!list.empty()) {
-    const auto part = list.first(std::min<size_t>(list.size(), kManyUnits));
-    KVFERRY_RETURN_IF_ERROR(part.size() <= kFewUnits ? Launch<kFewUnits>(part, stream)
-                                                     : Launch<kManyUnits>(part, stream));
-    list = list.subspan(part.size());
-  }
-  return absl::OkStatus();
+// All of an argument is copied, used or not.
+absl::Status LaunchUnits(const Units<kManyUnits>& list, cudaStream_t stream) {
+  if (list.count == 0) return absl::OkStatus();
+  if (list.count <= kFewUnits) return Launch<kFewUnits>(list, stream);
+  if (list.count <= kSomeUnits) return Launch<kSomeUnits>(list, stream);
+  return Launch<kManyUnits>(list, stream);
 }
 
 }  // namespace
@@ -112,15 +118,19 @@ absl::Status MoveBytesCuda(std::span<const BytesMove> moves, cudaStream_t stream
   // A multiple of the longest word.
   const int64_t unit_bytes = std::clamp(total / kManyUnits / kLeastUnitBytes * kLeastUnitBytes,
                                         kLeastUnitBytes, kMostUnitBytes);
-  std::vector<Unit> units;
-  units.reserve(static_cast<size_t>(count + total / unit_bytes));
+  Units<kManyUnits> list;
+  list.count = 0;
   for (const BytesMove& move : moves) {
     for (int64_t at = 0; at < move.bytes; at += unit_bytes) {
-      const int64_t bytes = std::min(unit_bytes, move.bytes - at);
-      units.push_back({move.from + at, move.to + at, static_cast<uint64_t>(bytes)});
+      list.from[list.count] = move.from + at;
+      list.to[list.count] = move.to + at;
+      list.bytes[list.count] = static_cast<uint16_t>(std::min(unit_bytes, move.bytes - at));
+      if (++list.count < kManyUnits) continue;
+      KVFERRY_RETURN_IF_ERROR(LaunchUnits(list, stream));
+      list.count = 0;
     }
   }
-  return LaunchUnits(units, stream);
+  return LaunchUnits(list, stream);
 }
 
 }  // namespace kvferry
