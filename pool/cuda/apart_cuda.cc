@@ -77,6 +77,15 @@ std::span<const std::byte> Around(std::span<const BytesMove> moves, Side BytesMo
   return {first, end};
 }
 
+// Whether the device reaches this side of the moves. Looking up what is pinned takes less than asking
+// CUDA about an address.
+template <typename Side>
+absl::StatusOr<bool> IsReached(std::span<const BytesMove> moves, Side BytesMove::*side) {
+  const std::byte* const first = moves[0].*side;
+  if (IsPinned({first, 1})) return IsPinned(Around(moves, side));
+  return IsOnDevice(first);
+}
+
 absl::Status MoveAndWait(std::span<const BytesMove> moves, cudaStream_t stream) {
   const absl::Status moved = MoveBytesCuda(moves, stream);
   // Also after an error: some of it may be under way.
@@ -141,13 +150,11 @@ absl::StatusOr<cudaStream_t> StreamApart(int device) {
 absl::Status MoveApartCuda(std::span<const BytesMove> moves, int device) {
   if (moves.empty()) return absl::OkStatus();
   KVFERRY_ASSIGN_OR_RETURN(const cudaStream_t stream, StreamApart(device));
-  KVFERRY_ASSIGN_OR_RETURN(const bool from_device, IsOnDevice(moves[0].from));
-  KVFERRY_ASSIGN_OR_RETURN(const bool to_device, IsOnDevice(moves[0].to));
-  const bool reached = (from_device || IsPinned(Around(moves, &BytesMove::from))) &&
-                       (to_device || IsPinned(Around(moves, &BytesMove::to)));
-  if (reached) return MoveAndWait(moves, stream);
+  KVFERRY_ASSIGN_OR_RETURN(const bool from_reached, IsReached(moves, &BytesMove::from));
+  KVFERRY_ASSIGN_OR_RETURN(const bool to_reached, IsReached(moves, &BytesMove::to));
+  if (from_reached && to_reached) return MoveAndWait(moves, stream);
   KVFERRY_ASSIGN_OR_RETURN(std::byte* const bounce, Bounce());
-  Window window(bounce, /*to_host=*/from_device, stream);
+  Window window(bounce, /*to_host=*/from_reached, stream);
   for (const BytesMove& move : moves) KVFERRY_RETURN_IF_ERROR(window.Add(move));
   return window.Flush();
 }
