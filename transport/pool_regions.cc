@@ -46,12 +46,11 @@ PoolRegions::PoolRegions(const KvPool& pool) {
   }
 }
 
-uint64_t PoolRegions::OffsetOf(const std::byte* byte) const {
+size_t PoolRegions::RegionOf(const std::byte* byte) const {
   const auto after = std::upper_bound(
       regions_.begin(), regions_.end(), byte,
       [](const std::byte* a, const Region& region) { return std::less<>()(a, region.data()); });
-  const auto index = static_cast<size_t>(after - regions_.begin()) - 1;
-  return offsets_[index] + static_cast<uint64_t>(byte - regions_[index].data());
+  return static_cast<size_t>(after - regions_.begin()) - 1;
 }
 
 }  // namespace kvferry

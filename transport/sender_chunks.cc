@@ -134,8 +134,9 @@ FillChunk Sender::ListPieces(const TransferPtr& transfer, int64_t chunk) {
       std::memcpy(out, &head, sizeof(head));
       out += sizeof(head);
     }
+    size_t region = 0;
     for (const std::span<std::byte> bytes : pieces_) {
-      const PoolPiece piece{regions_.OffsetOf(bytes.data()), bytes.size()};
+      const PoolPiece piece{regions_.OffsetOf(bytes.data(), &region), bytes.size()};
       std::memcpy(out, &piece, sizeof(piece));
       out += sizeof(piece);
     }

@@ -240,6 +240,12 @@ TEST(PoolRegions, AreOneRow) {
   EXPECT_EQ(regions.OffsetOf(memory->data() + at[3]), static_cast<uint64_t>(2 * bytes));
   EXPECT_EQ(regions.OffsetOf(memory->data() + at[2] + bytes - 1),
             static_cast<uint64_t>(4 * bytes - 1));
+  size_t region = 0;
+  for (const int64_t buffer : {1, 3, 3, 2, 0, 2}) {
+    const std::byte* const byte = memory->data() + at[buffer] + 5;
+    EXPECT_EQ(regions.OffsetOf(byte, &region), regions.OffsetOf(byte)) << buffer;
+  }
+  EXPECT_EQ(region, 2u);
 }
 
 TEST(PoolRegions, BuffersMayOverlap) {

@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstring>
 #include <deque>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -150,6 +151,8 @@ class MappedDataPlane : public AddressedPlane {
   struct PoolPart {
     std::shared_ptr<const std::byte> memory;
     uint64_t begin, bytes;  // In the pool.
+
+    bool Has(uint64_t offset) const { return offset - begin < bytes; }
   };
   // From a peer whose arena we read.
   struct Accepted {
@@ -161,6 +164,10 @@ class MappedDataPlane : public AddressedPlane {
     absl::Status unmapped{};           // Why a part could not be mapped.
     std::vector<std::byte> message{};  // What has come of it.
 
+    const PoolPart& PartAt(uint64_t offset) const {
+      const auto begins_behind = [](uint64_t at, const PoolPart& part) { return at < part.begin; };
+      return *std::prev(std::upper_bound(pool.begin(), pool.end(), offset, begins_behind));
+    }
     uint64_t pool_bytes() const { return pool.empty() ? 0 : pool.back().begin + pool.back().bytes; }
   };
 
@@ -185,7 +192,8 @@ class MappedDataPlane : public AddressedPlane {
   // Fills pieces_ with where the chunk's bytes lie.
   absl::Status FindPieces(const Accepted& accepted, const ChunkPacket& chunk);
   absl::Status ReadPoolPieces(const Accepted& accepted, const ChunkPacket& chunk);
-  void AddPieces(const Accepted& accepted, PoolPiece piece);
+  // Gives the last part that it lies in.
+  const PoolPart* AddPieces(const PoolPart* part, PoolPiece piece);
   void Serve(uint64_t id, uint32_t ready, DataEvents* events);
   void NoteRefusal(const Link& link);
   void ReportBroken(DataEvents* events);
@@ -470,6 +478,7 @@ absl::Status MappedDataPlane::ReadPoolPieces(const Accepted& accepted, const Chu
       accepted.arena.get() + accepted.shape.chunk_at(static_cast<int64_t>(chunk.slot));
   const uint64_t pool_bytes = accepted.pool_bytes();
   uint64_t sum = 0;
+  const PoolPart* part = accepted.pool.data();
   for (uint64_t at = 0; at + sizeof(PoolPiece) <= chunk.payload_bytes; at += sizeof(PoolPiece)) {
     PoolPiece piece;
     std::memcpy(&piece, list + at, sizeof(piece));
@@ -477,7 +486,9 @@ absl::Status MappedDataPlane::ReadPoolPieces(const Accepted& accepted, const Chu
       return absl::InvalidArgumentError(
           absl::StrCat("bytes ", piece.offset, " + ", piece.bytes, " of a pool of ", pool_bytes));
     }
-    AddPieces(accepted, piece);
+    // Most lie where the last one did.
+    if (!part->Has(piece.offset)) part = &accepted.PartAt(piece.offset);
+    part = AddPieces(part, piece);
     sum += piece.bytes;
     if (sum > chunk.header.bytes) break;
   }
@@ -486,17 +497,16 @@ absl::Status MappedDataPlane::ReadPoolPieces(const Accepted& accepted, const Chu
       absl::StrCat("pieces of ", sum, " bytes for a chunk of ", chunk.header.bytes));
 }
 
-// Of each part that it lies in; it lies in the pool.
-void MappedDataPlane::AddPieces(const Accepted& accepted, PoolPiece piece) {
-  auto part = std::upper_bound(
-      accepted.pool.begin(), accepted.pool.end(), piece.offset,
-      [](uint64_t offset, const PoolPart& candidate) { return offset < candidate.begin; });
-  for (--part; piece.bytes > 0; ++part) {
+// It begins in `part` and lies in the pool: perhaps in the parts behind, too.
+const MappedDataPlane::PoolPart* MappedDataPlane::AddPieces(const PoolPart* part, PoolPiece piece) {
+  while (piece.bytes > 0) {
     const uint64_t at = piece.offset - part->begin;
     const uint64_t bytes = std::min(piece.bytes, part->bytes - at);
     pieces_.emplace_back(part->memory.get() + at, bytes);
     piece = {piece.offset + bytes, piece.bytes - bytes};
+    if (piece.bytes > 0) ++part;
   }
+  return part;
 }
 
 absl::Status MappedDataPlane::FindPieces(const Accepted& accepted, const ChunkPacket& chunk) {
