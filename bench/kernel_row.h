@@ -17,6 +17,8 @@ struct KernelRow {
   std::function<bool()> right;  // What ours wrote; asked after the first and the last round.
 };
 
+// From now on Measure() leaves out rows whose names do not have this in them. Not thread-safe.
+void MeasureOnly(const std::string& part_of_name);
 void PrintHead(const std::string& kernels, const std::string& limit);
 // Ours and the limit take turns, `rounds` times after one that warms up; prints the medians. False
 // when what ours wrote was wrong.

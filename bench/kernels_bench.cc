@@ -157,7 +157,10 @@ int main(int argc, char** argv) {
   CLI::App app("Gather, scatter and store of token rows beside plain memcpy loops.");
   int rounds = 9;
   app.add_option("--reps", rounds, "measured rounds of each row")->check(CLI::Range(1, 1000));
+  std::string only;
+  app.add_option("--only", only, "rows whose names have this in them");
   CLI11_PARSE(app, argc, argv);
+  MeasureOnly(only);
   PrintHead("kernel, random rows", "memcpy");
   const auto helper = Must(ThreadPool::Create(1));
   bool right = true;

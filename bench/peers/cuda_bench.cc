@@ -212,6 +212,51 @@ bool MeasureChunks(const Rig& rig, int64_t item, int64_t chunk, bool gather, boo
       rounds);
 }
 
+// Pages to pages of another pool on the device, so many bytes at a time, as a peer's pool is read in
+// place; the limit waits for plain copies of as many bytes.
+bool MeasureMoves(const Rig& rig, int64_t item, int64_t at_a_time, int rounds) {
+  const int64_t count = kDeviceBytes / item;
+  const auto memory = CudaMemory(0);
+  const std::vector<int32_t> from = RandomSlots(2 * count, count), to = RandomSlots(count, count);
+  const auto each_part = [&](const auto& visit) {
+    const int64_t part = at_a_time / item;
+    for (int64_t i = 0; i < count; i += part) visit(i, std::min(i + part, count));
+  };
+  std::vector<BytesMove> moves;
+  return Measure({absl::StrCat("move ", SizeName(item), ", ", at_a_time >> 20, " MiB at a time"),
+                  static_cast<double>(count * item), 0.5,
+                  [&] {
+                    each_part([&](int64_t first, int64_t end) {
+                      moves.clear();
+                      for (int64_t i = first; i < end; ++i) {
+                        moves.push_back({rig.pool.get() + from[i] * item,
+                                         rig.packed.get() + to[i] * item, item});
+                      }
+                      Must(memory->MoveApart(moves));
+                    });
+                  },
+                  [&] {
+                    each_part([&](int64_t first, int64_t end) {
+                      Copy(rig.spare.get() + first * item, rig.pool.get() + first * item,
+                           (end - first) * item);
+                      Synchronize();
+                    });
+                  },
+                  [&] {
+                    Copy(rig.host_pool.get(), rig.pool.get(), 2 * count * item);
+                    Copy(rig.host_packed.get(), rig.packed.get(), count * item);
+                    Synchronize();
+                    bool same = true;
+                    for (int64_t i = 0; i < count; ++i) {
+                      same &= std::memcmp(rig.host_pool.get() + from[i] * item,
+                                          rig.host_packed.get() + to[i] * item,
+                                          static_cast<size_t>(item)) == 0;
+                    }
+                    return same;
+                  }},
+                 rounds);
+}
+
 // ---------------------------------------------------------------- numbers
 
 constexpr int64_t kHeads = 8, kDim = 128, kValues = kHeads * kDim;
@@ -436,6 +481,7 @@ bool MeasureAll(int rounds) {
   bool right = true;
   PrintHead("on the device, random rows", "memcpy");
   for (const int64_t item : {32768, 2048, 1152}) right &= MeasureCopies(rig, item, false, rounds);
+  for (const int64_t item : {32768, 2048}) right &= MeasureMoves(rig, item, 64 << 20, rounds);
   right &= MeasureLayouts(rig, rounds);
   for (const DType from : {DType::kBFloat16, DType::kFloat32}) {
     right &= MeasureStore(rig, from, DType::kFloat8E4M3, rounds);
@@ -468,7 +514,10 @@ int main(int argc, char** argv) {
   CLI::App app("Kernels on a GPU beside plain copies of as many bytes.");
   int rounds = 9;
   app.add_option("--reps", rounds, "measured rounds of each row")->check(CLI::Range(1, 1000));
+  std::string only;
+  app.add_option("--only", only, "rows whose names have this in them");
   CLI11_PARSE(app, argc, argv);
+  kvferry::bench::MeasureOnly(only);
   cudaDeviceProp device = {};
   if (const absl::Status status = kvferry::CudaStatus(cudaGetDeviceProperties(&device, 0), "GPU 0");
       !status.ok()) {

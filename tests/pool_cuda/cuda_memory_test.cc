@@ -309,69 +309,70 @@ TEST_F(CudaMemories, OnlyNamesOfOthersAreMapped) {
       Fails(HostMemory()->Share({first.get(), 1}), absl::StatusCode::kUnimplemented, "host"));
   // Nothing of that has harmed the device.
   EXPECT_TRUE(IsOk(memory_->Allocate(1)));
+}
 
-  // Launches have room for so many, or fewer.
-  TEST_F(CudaMemories, ListsOfAnyLengthMoveApart) {
-    constexpr int64_t kMost = 4000, kItem = 48;
-    const auto pool =
-        Must(KvPool::CreateIn(KvLayout::Mla(1, 1, kItem, DType::kUint8), 2 * kMost, memory_));
-    std::byte* const there = pool->buffer(0, 0).address;
-    for (const int64_t count : {1, 128, 129, 512, 513, 1815, 1816, 1817, 3632, 4000}) {
-      std::vector<std::byte> want = RandomBytes(2 * kMost * kItem);
-      const auto bytes = want.size();
-      ASSERT_EQ(cudaMemcpy(there, want.data(), bytes, cudaMemcpyDefault), cudaSuccess);
-      std::vector<BytesMove> moves;
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t from = i * kItem, to = (2 * kMost - 1 - i) * kItem;
-        moves.push_back({there + from, there + to, kItem});
-        std::copy_n(want.begin() + from, kItem, want.begin() + to);
-      }
-      ASSERT_TRUE(IsOk(memory_->MoveApart(moves)));
-      std::vector<std::byte> got(bytes);
-      ASSERT_EQ(cudaMemcpy(got.data(), there, bytes, cudaMemcpyDefault), cudaSuccess);
-      EXPECT_EQ(got, want) << count;
+// Launches have room for so many, or fewer.
+TEST_F(CudaMemories, ListsOfAnyLengthMoveApart) {
+  constexpr int64_t kMost = 4000, kItem = 48;
+  const auto pool =
+      Must(KvPool::CreateIn(KvLayout::Mla(1, 1, kItem, DType::kUint8), 2 * kMost, memory_));
+  std::byte* const there = pool->buffer(0, 0).address;
+  for (const int64_t count : {1, 128, 129, 512, 513, 1815, 1816, 1817, 3632, 4000}) {
+    std::vector<std::byte> want = RandomBytes(2 * kMost * kItem);
+    const auto bytes = want.size();
+    ASSERT_EQ(cudaMemcpy(there, want.data(), bytes, cudaMemcpyDefault), cudaSuccess);
+    std::vector<BytesMove> moves;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t from = i * kItem, to = (2 * kMost - 1 - i) * kItem;
+      moves.push_back({there + from, there + to, kItem});
+      std::copy_n(want.begin() + from, kItem, want.begin() + to);
     }
+    ASSERT_TRUE(IsOk(memory_->MoveApart(moves)));
+    std::vector<std::byte> got(bytes);
+    ASSERT_EQ(cudaMemcpy(got.data(), there, bytes, cudaMemcpyDefault), cudaSuccess);
+    EXPECT_EQ(got, want) << count;
   }
+}
 
-  TEST_F(CudaMemories, OfTwoDevicesEachHasItsOwnRows) {
-    int devices = 0;
-    ASSERT_EQ(cudaGetDeviceCount(&devices), cudaSuccess);
-    if (devices < 2) GTEST_SKIP() << "this machine has one CUDA device";
-    const KvLayout layout = KvLayout::Mla(1, 1, 16, DType::kUint8);
-    const auto first = Must(TokenKvPool::Create(layout, 8, 0, memory_));
-    const auto second = Must(TokenKvPool::Create(layout, 8, 0, CudaMemory(1)));
-    int current = -1;
-    const std::vector<int32_t> slots = ShuffledSlots(8);
-    const std::vector<std::byte> bytes = RandomBytes(8 * 16);
-    for (const auto& pool : {first, second}) {
-      ASSERT_TRUE(IsOk(pool->WriteFlat(slots, bytes)));
-      std::vector<std::byte> got(bytes.size());
-      ASSERT_TRUE(IsOk(pool->ReadFlat(slots, got)));
-      EXPECT_EQ(got, bytes);
-      EXPECT_EQ(cudaGetDevice(&current), cudaSuccess);
-      EXPECT_EQ(current, 0);
-    }
-    EXPECT_TRUE(Fails(second->CopyFrom(*first, slots, slots), kInvalid, "rows lie on device 0",
-                      "the pool on 1"));
+TEST_F(CudaMemories, OfTwoDevicesEachHasItsOwnRows) {
+  int devices = 0;
+  ASSERT_EQ(cudaGetDeviceCount(&devices), cudaSuccess);
+  if (devices < 2) GTEST_SKIP() << "this machine has one CUDA device";
+  const KvLayout layout = KvLayout::Mla(1, 1, 16, DType::kUint8);
+  const auto first = Must(TokenKvPool::Create(layout, 8, 0, memory_));
+  const auto second = Must(TokenKvPool::Create(layout, 8, 0, CudaMemory(1)));
+  int current = -1;
+  const std::vector<int32_t> slots = ShuffledSlots(8);
+  const std::vector<std::byte> bytes = RandomBytes(8 * 16);
+  for (const auto& pool : {first, second}) {
+    ASSERT_TRUE(IsOk(pool->WriteFlat(slots, bytes)));
+    std::vector<std::byte> got(bytes.size());
+    ASSERT_TRUE(IsOk(pool->ReadFlat(slots, got)));
+    EXPECT_EQ(got, bytes);
     EXPECT_EQ(cudaGetDevice(&current), cudaSuccess);
     EXPECT_EQ(current, 0);
   }
+  EXPECT_TRUE(Fails(second->CopyFrom(*first, slots, slots), kInvalid, "rows lie on device 0",
+                    "the pool on 1"));
+  EXPECT_EQ(cudaGetDevice(&current), cudaSuccess);
+  EXPECT_EQ(current, 0);
+}
 
-  // The rest needs no device.
+// The rest needs no device.
 
-  TEST(CudaMemoryArguments, ADeviceThatIsNotThereIsNamed) {
-    for (const int device : {-1, 1000}) {
-      const auto memory = CudaMemory(device);
-      const std::string message = "no device " + std::to_string(device) + ": ";
-      EXPECT_FALSE(memory->on_host());
-      EXPECT_TRUE(Fails(memory->Allocate(1 << 20), kUnavailable, message));
-      EXPECT_TRUE(Fails(memory->Run({}, nullptr), kUnavailable, message));
-      EXPECT_TRUE(Fails(memory->RunQuantized({}), kUnavailable, message));
-      const KvLayout layout = KvLayout::Mla(1, 4, 8, DType::kUint8);
-      EXPECT_TRUE(Fails(TokenKvPool::Create(layout, 16, 0, memory), kUnavailable, message));
-      EXPECT_TRUE(Fails(TokenKvPool::Create(layout, 15, 0, memory), kInvalid, "num_tokens is 15"));
-    }
+TEST(CudaMemoryArguments, ADeviceThatIsNotThereIsNamed) {
+  for (const int device : {-1, 1000}) {
+    const auto memory = CudaMemory(device);
+    const std::string message = "no device " + std::to_string(device) + ": ";
+    EXPECT_FALSE(memory->on_host());
+    EXPECT_TRUE(Fails(memory->Allocate(1 << 20), kUnavailable, message));
+    EXPECT_TRUE(Fails(memory->Run({}, nullptr), kUnavailable, message));
+    EXPECT_TRUE(Fails(memory->RunQuantized({}), kUnavailable, message));
+    const KvLayout layout = KvLayout::Mla(1, 4, 8, DType::kUint8);
+    EXPECT_TRUE(Fails(TokenKvPool::Create(layout, 16, 0, memory), kUnavailable, message));
+    EXPECT_TRUE(Fails(TokenKvPool::Create(layout, 15, 0, memory), kInvalid, "num_tokens is 15"));
   }
+}
 
 }  // namespace
 }  // namespace kvferry
