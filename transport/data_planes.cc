@@ -102,7 +102,8 @@ absl::Status DataPlanes::MakeLanes(const Options& options) {
       made.ucx = ucx.get();
       plane = std::move(ucx);
     } else {
-      KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<TcpDataPlane> tcp, TcpDataPlane::Create(*options.pool.memory));
+      KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<TcpDataPlane> tcp,
+                               TcpDataPlane::Create(*options.pool.memory));
       made.tcp = tcp.get();
       plane = std::move(tcp);
     }

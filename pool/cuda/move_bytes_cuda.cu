@@ -15,7 +15,7 @@ constexpr uint32_t kLanes = 32;  // Threads of a warp.
 constexpr uint32_t kWarps = 8;   // Of a block.
 // What a warp moves: enough to be worth starting it, little enough that all of a device's
 // multiprocessors have some of it.
-constexpr int64_t kLeastUnitBytes = 4 << 10, kMostUnitBytes = 16 << 10;
+constexpr int64_t kLeastUnitBytes = 8 << 10, kMostUnitBytes = 16 << 10;
 // A copy of CUDA's own takes some microseconds to ask for, in which it could move this much.
 constexpr int64_t kLongMove = 64 << 10;
 constexpr size_t kFewMoves = 16;
