@@ -68,7 +68,7 @@ class PoolMemory {
     std::string name;  // Opaque, at most kMaxSharedName bytes.
     int64_t bytes;
   };
-  static constexpr size_t kMaxSharedName = 128;
+  static constexpr size_t kMaxSharedName = 256;
   // For MapShared() of another process, as long as the memory lives. UNIMPLEMENTED where this kind of
   // memory has no such names (the host's is shared otherwise: KvPool::shared_memory()), else what the
   // device says of memory that it shares with nobody.

@@ -10,9 +10,11 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/hash.h"
 #include "base/mutex.h"
 #include "base/random.h"
 #include "base/status.h"
+#include "pool/cuda/apart_cuda.h"
 #include "pool/cuda/cuda_status.h"
 #include "pool/cuda/on_device.h"
 
@@ -20,6 +22,18 @@ namespace kvferry {
 namespace {
 
 constexpr uint64_t kMagic = 0x6b76666375646131;
+// CUDA may share what lies beside smaller allocations with them.
+constexpr size_t kProbeBytes = 2 << 20;
+constexpr size_t kProbedBytes = 512;
+
+// Bytes that do not change as long as their process lives. There are machines on which one GPU reads
+// something else out of another's memory than lies there, without an error (of virtual machines and
+// their address translation; vLLM and NCCL look for it too): who maps a device's memory reads these
+// first.
+struct Probe {
+  cudaIpcMemHandle_t allocation{};
+  uint64_t hash = 0;
+};
 
 // What a part's name holds; its bytes go from process to process of one machine.
 struct Name {
@@ -27,12 +41,42 @@ struct Name {
   uint64_t process = 0;  // Random, of the owner's.
   cudaIpcMemHandle_t allocation{};
   uint64_t offset = 0;  // In the allocation.
+  Probe probe;
 };
 static_assert(sizeof(Name) <= PoolMemory::kMaxSharedName);
 
 uint64_t ThisProcess() {
   static const uint64_t id = RandomId();
   return id;
+}
+
+absl::StatusOr<Probe> MakeProbe() {
+  void* memory = nullptr;
+  KVFERRY_RETURN_IF_ERROR(
+      CudaStatus(cudaMalloc(&memory, kProbeBytes), "cuda memory: bytes to be probed"));
+  std::string bytes;
+  while (bytes.size() < kProbedBytes) bytes += RandomBytes16();
+  KVFERRY_RETURN_IF_ERROR(
+      CudaStatus(cudaMemcpy(memory, bytes.data(), kProbedBytes, cudaMemcpyHostToDevice),
+                 "cuda memory: bytes to be probed"));
+  Probe probe{.hash = Xxh3(std::as_bytes(std::span(bytes)))};
+  KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaIpcGetMemHandle(&probe.allocation, memory),
+                                     "cuda memory: sharing it with other processes"));
+  return probe;
+}
+
+// Of the current device; made once, and kept until the process ends.
+absl::StatusOr<Probe> ProbeOfDevice() {
+  int device = 0;
+  KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "cuda memory: current device"));
+  static auto* const mutex = new Mutex;
+  static auto* const probes = new std::map<int, Probe>;
+  const MutexLock lock(mutex);
+  const auto known = probes->find(device);
+  if (known != probes->end()) return known->second;
+  KVFERRY_ASSIGN_OR_RETURN(const Probe probe, MakeProbe());
+  probes->emplace(device, probe);
+  return probe;
 }
 
 // The allocation that an address lies in.
@@ -115,6 +159,13 @@ Mappings& TheMappings() {
   return *mappings;
 }
 
+// Closes what Open() has opened.
+std::shared_ptr<const std::byte> Holding(const std::byte* base,
+                                         const cudaIpcMemHandle_t& allocation, int device) {
+  return {base,
+          [allocation, device](const std::byte*) { TheMappings().Close(allocation, device); }};
+}
+
 absl::Status CheckInside(const std::byte* base, uint64_t offset, int64_t bytes) {
   KVFERRY_ASSIGN_OR_RETURN(const std::span<const std::byte> all, AllocationOf(base));
   if (all.data() == base && bytes > 0 && offset <= all.size() &&
@@ -125,15 +176,32 @@ absl::Status CheckInside(const std::byte* base, uint64_t offset, int64_t bytes) 
                                                  " of another process's ", all.size()));
 }
 
+// The probe, mapped, if it reads as it should.
+absl::StatusOr<std::shared_ptr<const std::byte>> Probed(const Probe& probe, int device) {
+  KVFERRY_ASSIGN_OR_RETURN(const std::byte* const base,
+                           TheMappings().Open(probe.allocation, device));
+  std::shared_ptr<const std::byte> mapped = Holding(base, probe.allocation, device);
+  KVFERRY_RETURN_IF_ERROR(CheckInside(base, 0, kProbedBytes));
+  std::vector<std::byte> seen(kProbedBytes);
+  const BytesMove move{base, seen.data(), kProbedBytes};
+  KVFERRY_RETURN_IF_ERROR(MoveApartCuda({&move, 1}, device));
+  if (Xxh3(std::span<const std::byte>(seen)) == probe.hash) return mapped;
+  return absl::UnavailableError(absl::StrCat("cuda memory: device ", device,
+                                             " reads other bytes out of another process's memory "
+                                             "than lie there; pages go through the host"));
+}
+
 }  // namespace
 
 absl::StatusOr<std::vector<PoolMemory::SharedPart>> ShareCuda(std::span<const std::byte> bytes) {
+  KVFERRY_ASSIGN_OR_RETURN(const Probe probe, ProbeOfDevice());
   std::vector<PoolMemory::SharedPart> parts;
   // Allocations that touch look like one piece of memory, and are not.
   while (!bytes.empty()) {
     KVFERRY_ASSIGN_OR_RETURN(const std::span<const std::byte> all, AllocationOf(bytes.data()));
     Name name;
     name.process = ThisProcess();
+    name.probe = probe;
     name.offset = static_cast<uint64_t>(bytes.data() - all.data());
     KVFERRY_RETURN_IF_ERROR(
         CudaStatus(cudaIpcGetMemHandle(&name.allocation, const_cast<std::byte*>(all.data())),
@@ -158,12 +226,14 @@ absl::StatusOr<std::shared_ptr<const std::byte>> MapSharedCuda(absl::string_view
   if (name.process == ThisProcess()) {
     return absl::UnavailableError("cuda memory: it is this process's own, which cannot be mapped");
   }
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<const std::byte> probe, Probed(name.probe, device));
   KVFERRY_ASSIGN_OR_RETURN(const std::byte* const base,
                            TheMappings().Open(name.allocation, device));
-  const std::shared_ptr<const std::byte> mapped(
-      base, [name, device](const std::byte*) { TheMappings().Close(name.allocation, device); });
+  // The probe stays mapped as long, for the parts that follow.
+  const auto held = std::make_shared<std::pair<std::shared_ptr<const std::byte>, decltype(probe)>>(
+      Holding(base, name.allocation, device), std::move(probe));
   KVFERRY_RETURN_IF_ERROR(CheckInside(base, name.offset, bytes));
-  return std::shared_ptr<const std::byte>(mapped, base + name.offset);
+  return std::shared_ptr<const std::byte>(held, base + name.offset);
 }
 
 }  // namespace kvferry

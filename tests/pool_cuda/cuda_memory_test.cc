@@ -302,7 +302,7 @@ TEST_F(CudaMemories, OnlyNamesOfOthersAreMapped) {
   EXPECT_TRUE(Fails(memory_->MapShared(other, 5000), kInvalid, "no name"));
   // Of another process, as far as it says, and of no allocation.
   other = parts[0].name;
-  for (size_t i = 8; i < 80; ++i) other[i] = static_cast<char>(random_());
+  for (size_t i = 8; i < other.size(); ++i) other[i] = static_cast<char>(random_());
   EXPECT_TRUE(Fails(memory_->MapShared(other, 5000), kUnavailable, "mapping"));
   EXPECT_FALSE(IsOk(memory_->Share(std::as_bytes(std::span(other)))));
   EXPECT_TRUE(

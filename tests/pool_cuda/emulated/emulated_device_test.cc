@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/hash.h"
 #include "base/unique_fd.h"
 #include "pool/cuda/cuda_memory.h"
 #include "tests/pool_cuda/device.h"
@@ -309,11 +310,16 @@ TEST_F(EmulatedDeviceSharing, PartsLieInsideTheirAllocation) {
   ASSERT_TRUE(IsOk(own));
   const std::string of_own = (*memory->Share({own->get(), 1}))[0].name;
   const Exporter exporter;
+  char filled = 1;
   const auto name_of = [&](uint64_t offset) {
     std::string name = of_own;
     name[8] = static_cast<char>(name[8] ^ 1);  // Another process.
+    const std::vector<std::byte> probed(512, std::byte(filled));
+    const uint64_t probe_hash = Xxh3(std::span<const std::byte>(probed));
     std::memcpy(&name[16], &exporter.handle(), sizeof exporter.handle());
     std::memcpy(&name[80], &offset, sizeof offset);
+    std::memcpy(&name[88], &exporter.handle(), sizeof exporter.handle());
+    std::memcpy(&name[152], &probe_hash, sizeof probe_hash);
     return name;
   };
   constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
@@ -322,17 +328,22 @@ TEST_F(EmulatedDeviceSharing, PartsLieInsideTheirAllocation) {
   EXPECT_TRUE(Fails(memory->MapShared(name_of(UINT64_MAX), 1), kInvalid, "another process's"));
   EXPECT_TRUE(Fails(memory->MapShared(name_of(0), 0), kInvalid, "another process's"));
   EXPECT_TRUE(Fails(memory->MapShared(name_of(0), -1), kInvalid, "another process's"));
+  filled = 9;  // As if the device read something else than lies there.
+  EXPECT_TRUE(
+      Fails(memory->MapShared(name_of(0), kBytes), absl::StatusCode::kUnavailable, "other bytes"));
+  filled = 1;
   for (int round = 0; round < 2; ++round) {  // What is mapped no more can be mapped again.
     const auto all = memory->MapShared(name_of(0), kBytes);
     const auto part = memory->MapShared(name_of(10), kBytes - 10);
     ASSERT_TRUE(IsOk(all));
     ASSERT_TRUE(IsOk(part));
     EXPECT_EQ(part->get(), all->get() + 10);
-    exporter.Fill(static_cast<char>(5 + round));
+    filled = static_cast<char>(5 + round);
+    exporter.Fill(filled);
     std::vector<std::byte> seen(kBytes);
     const BytesMove move{part->get(), seen.data() + 10, int64_t{kBytes} - 10};
     EXPECT_TRUE(IsOk(memory->MoveApart({&move, 1})));
-    std::vector<std::byte> want = Full(static_cast<char>(5 + round));
+    std::vector<std::byte> want = Full(filled);
     std::fill_n(want.begin(), 10, std::byte{0});
     EXPECT_EQ(seen, want);
   }
