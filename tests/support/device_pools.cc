@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 
+#include "absl/strings/numbers.h"
 #include "pool/cuda/cuda_memory.h"
 #include "tests/support/kv_pattern.h"
 
@@ -12,7 +13,8 @@ namespace {
 // Child processes may be given another one.
 int DeviceOfThisProcess() {
   const char* device = std::getenv("KVFERRY_TEST_DEVICE");
-  return device == nullptr ? 0 : std::atoi(device);
+  int number = 0;
+  return device != nullptr && absl::SimpleAtoi(device, &number) ? number : 0;
 }
 
 [[maybe_unused]] const bool has_device =
