@@ -101,7 +101,7 @@ TEST(CudaBlockArguments, WithoutADeviceNothingIsCopied) {
   const auto cache = Must(BlockCache::Create(Shape(), 4));
   const std::vector<BlockPair> pairs = {{0, 1}};
   EXPECT_TRUE(Fails(CopyBlocksCuda(*cache, *cache, pairs, kStream), absl::StatusCode::kUnavailable,
-                    "block copy"));
+                    "moving bytes"));
   EXPECT_TRUE(Fails(BlockCache::Create(Shape(), 4, CudaMemory(0)), absl::StatusCode::kUnavailable,
                     "no device 0"));
 }
