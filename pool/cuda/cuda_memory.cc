@@ -97,14 +97,6 @@ absl::StatusOr<Place> PlaceOf(const TokenView& view, int device) {
 
 // ---------------------------------------------------------------- copies
 
-// Rows without gaps on both sides, which stay as they are: one piece, which CUDA copies by itself,
-// wherever it lies.
-bool IsOnePiece(const TokenCopy& copy) {
-  return copy.from_slots() == nullptr && copy.to_slots() == nullptr &&
-         copy.from().SlotsAreDense() && copy.to().SlotsAreDense() &&
-         SameNumbers(copy.from(), copy.to());
-}
-
 // The copies of one call, on the current device.
 class Copies {
  public:
@@ -166,8 +158,6 @@ class Copies {
       copy.Run(threads_);
       return absl::OkStatus();
     }
-    const bool partly_pinned = ends.from == Place::kPartlyPinned || ends.to == Place::kPartlyPinned;
-    if (IsOnePiece(copy) && !partly_pinned) return CopyBytes(copy.from(), copy.to());
     KVFERRY_ASSIGN_OR_RETURN(const int32_t* from_slots,
                              UploadedUnless(NeedsTheHost(ends.from), copy, copy.from_slots()));
     KVFERRY_ASSIGN_OR_RETURN(const int32_t* to_slots,
@@ -273,16 +263,12 @@ class Copies {
     return absl::OkStatus();
   }
 
-  absl::Status CopyBytes(const TokenView& from, const TokenView& to) const {
-    return CudaStatus(
-        cudaMemcpyAsync(to.data, from.data, static_cast<size_t>(to.num_slots * to.row_bytes()),
-                        cudaMemcpyDefault, stream_),
-        "cuda memory: rows between device and host");
-  }
-
   // Waits until the host's side may be used again.
   absl::Status CopyPacked(const TokenView& from, const TokenView& to) const {
-    KVFERRY_RETURN_IF_ERROR(CopyBytes(from, to));
+    KVFERRY_RETURN_IF_ERROR(CudaStatus(
+        cudaMemcpyAsync(to.data, from.data, static_cast<size_t>(to.num_slots * to.row_bytes()),
+                        cudaMemcpyDefault, stream_),
+        "cuda memory: rows between device and host"));
     return CudaStatus(cudaStreamSynchronize(stream_), "cuda memory: rows between device and host");
   }
 

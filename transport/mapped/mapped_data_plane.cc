@@ -161,7 +161,7 @@ class MappedDataPlane : public AddressedPlane {
     ArenaShape shape{};
     std::vector<PoolPart> pool{};      // One behind the other; empty: it cannot be read.
     bool pool_on_device = false;       // The processor cannot touch it.
-    absl::Status unmapped{};           // Why a part could not be mapped.
+    bool unmapped = false;             // A part could not be mapped.
     std::vector<std::byte> message{};  // What has come of it.
 
     const PoolPart& PartAt(uint64_t offset) const {
@@ -456,14 +456,14 @@ absl::Status MappedDataPlane::OnPoolPart(Accepted& accepted, const Packet& packe
     return absl::InvalidArgumentError(
         absl::StrCat("a part of ", head.bytes, " bytes of a pool, ", head.parts_after, " to come"));
   }
-  if (pool_.memory == nullptr || !accepted.unmapped.ok()) return absl::OkStatus();
+  if (pool_.memory == nullptr || accepted.unmapped) return absl::OkStatus();
   const absl::string_view name(reinterpret_cast<const char*>(packet.bytes) + sizeof(head),
                                packet.size - sizeof(head));
   absl::StatusOr<std::shared_ptr<const std::byte>> memory =
       pool_.memory->MapShared(name, static_cast<int64_t>(head.bytes));
   if (!memory.ok()) {
     Log().info("a peer on this host sends copies of its pages: {}", memory.status().ToString());
-    accepted.unmapped = memory.status();
+    accepted.unmapped = true;
     accepted.pool.clear();
     return absl::OkStatus();
   }
