@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import kvferry  # noqa: E402
+from kvferry.vllm.device import Device, Host  # noqa: E402
 from kvferry.vllm.layout import model_identity  # noqa: E402
 from kvferry.vllm.metadata import (  # noqa: E402
     StepMetadata,
@@ -29,7 +30,7 @@ from kvferry.vllm.stores import (  # noqa: E402
 )
 from kvferry.vllm.telemetry import Trace, TransferStats  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
-from vllm_steps import Blocks, step  # noqa: E402
+from vllm_steps import Blocks, SlowDevice, step  # noqa: E402
 from waiting import wait_for  # noqa: E402
 
 BLOCK = 16
@@ -283,10 +284,10 @@ class HeldStore:
 
 
 class Worker:
-    def __init__(self, timeout_ms: int):
+    def __init__(self, timeout_ms: int, device: Device = Host()):  # noqa: B008
         self.pool = kvferry.KvPool.create(LAYOUT, BLOCKS)
         config = kvferry.Config.make({"fetch_timeout_ms": timeout_ms})
-        cache = SimpleNamespace(pool=self.pool)
+        cache = SimpleNamespace(pool=self.pool, device=device)
         self.half = StoreWorker(cache, HOST, config, "m", "n", 0, Trace("", 0), TransferStats())
         self.store = self.half._opened.store = HeldStore(self.half._opened.store)
 
@@ -379,4 +380,31 @@ def test_a_store_that_hangs_holds_blocks_no_longer_than_one_save_may_take():
         worker.save(name, 1)
     worker.wait_saved(requests)
     assert worker.store.puts == 1
+    worker.close()
+
+
+def test_a_block_is_saved_when_the_device_has_computed_it():
+    device = SlowDevice()
+    worker = Worker(timeout_ms=int(WAIT_S * 1e3), device=device)
+    worker.store.go_on.set()
+    key = worker.save("r", 1)
+    fill(worker.pool, 1, 7)
+    device.finish(1)
+    worker.wait_saved({"r"})
+    worker.half.load([StoreLoad("s", [key], [2], 0)])
+    wait_for(lambda: "s" in worker.half.take_finished(set())[1])
+    assert worker.half.take_missing_blocks() == set()
+    assert holds(worker.pool, 2, 7)
+    worker.close()
+
+
+def test_a_block_that_the_device_failed_to_compute_is_not_saved():
+    device = SlowDevice()
+    device.fails = True
+    worker = Worker(timeout_ms=int(WAIT_S * 1e3), device=device)
+    worker.store.go_on.set()
+    key = worker.save("r", 1)
+    device.finish(1)
+    worker.wait_saved({"r"})
+    assert worker.store.puts == 0 and worker.store.exists([rank_key(key, 0)]) == 0
     worker.close()

@@ -10,6 +10,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import kvferry  # noqa: E402
+from kvferry.vllm.device import device_of  # noqa: E402
 from kvferry.vllm.layout import (  # noqa: E402
     _arrangement,
     check_store_supported,
@@ -633,16 +634,31 @@ def test_known_arrangements_of_a_cache(shape, parts, order):
     assert _arrangement("layer", cache, 10, BLOCK) == (parts, order, "bfloat16")
 
 
+def test_heads_may_lie_beside_each_other_in_a_token():
+    cache = torch.zeros(10, BLOCK, 3, 128).transpose(1, 2)
+    assert _arrangement("layer", cache, 10, BLOCK) == ([("kv", 3, 128)], "NHD", "float32")
+
+
+def test_a_cache_lies_on_one_device_that_is_known():
+    host, elsewhere = torch.zeros(1), torch.zeros(1, device="meta")
+    device = device_of([host, host])
+    assert device.memory == "host" and device.point() is None
+    with pytest.raises(NotImplementedError, match="not on meta"):
+        device_of([elsewhere])
+    with pytest.raises(NotImplementedError, match="not on cpu, meta"):
+        device_of([elsewhere, host])
+
+
 @pytest.mark.parametrize(
     "cache",
     [
         torch.zeros(9, 3, BLOCK, 128),
-        torch.zeros(10, BLOCK, 3, 128).transpose(1, 2),
+        torch.zeros(10, 3, 128, BLOCK).transpose(2, 3),
+        torch.zeros(3, 10, BLOCK, 128).transpose(0, 1),
         torch.zeros(10, 3 * BLOCK * 128),
-        torch.zeros(10, 3, BLOCK, 128, device="meta"),
         [torch.zeros(10, 3, BLOCK, 128)],
     ],
-    ids=["blocks", "strides", "dimensions", "device", "not a tensor"],
+    ids=["blocks", "values strided", "heads outermost", "dimensions", "not a tensor"],
 )
 def test_unknown_arrangements_name_the_layer(cache):
     with pytest.raises(NotImplementedError, match="layer.7"):

@@ -12,10 +12,12 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import kvferry  # noqa: E402
+from kvferry.vllm.device import Host  # noqa: E402
 from kvferry.vllm.layout import Ranks  # noqa: E402
 from kvferry.vllm.metadata import Load, LoadPart, Publication  # noqa: E402
 from kvferry.vllm.telemetry import Trace, TransferStats  # noqa: E402
 from kvferry.vllm.worker import _PREEMPTION_ATTEMPTS, DecodeWorker, PrefillWorker  # noqa: E402
+from vllm_steps import SlowDevice  # noqa: E402
 from waiting import wait_for as wait  # noqa: E402
 
 LAYERS = 3
@@ -35,6 +37,7 @@ class Side:
         self.layer_index = {f"layer.{layer}": layer for layer in range(LAYERS)}
         self.group_of = dict.fromkeys(self.layer_index, 0)
         self.num_layers = LAYERS
+        self.device = Host()
 
     def block(self, layer: int, block: int) -> np.ndarray:
         return np.concatenate([self.pool.page(layer, tensor, block) for tensor in range(2)])
@@ -447,3 +450,80 @@ def test_layers_of_a_group_are_ready_when_that_group_has_saved_them(workers: Wor
     wait_for(workers.loaded)
     assert (workers.target.block(LAYERS - 1, 8) == 1 + (LAYERS - 1) * 70 + 2).all()
     workers.prefill.step_saved()
+
+
+@pytest.fixture
+def device(workers: Workers) -> Iterator[SlowDevice]:
+    """That of the prefill side."""
+    workers.source.device = SlowDevice()
+    yield workers.source.device
+    workers.source.device.finish(len(workers.source.device.points))
+
+
+def test_a_layer_is_sent_when_the_device_has_computed_it(workers: Workers, device: SlowDevice):
+    workers.load(workers.part(101, [7, 8]))
+    workers.prefill.publish([publication(101, [1, 2])])
+    for name in workers.source.layer_index:
+        workers.prefill.layer_saved(name)
+    workers.prefill.step_saved()
+    assert len(device.points) == LAYERS  # The last call has nothing more to say.
+    # Nothing has been computed yet, and nothing must have been read.
+    for layer in range(LAYERS):
+        assert not workers.loaded()
+        assert not workers.target.block(layer, 8).any()
+        for block in (1, 2):
+            for tensor in range(2):
+                workers.source.pool.page(layer, tensor, block)[:] = 50 + layer
+        device.finish(layer + 1)
+        wait_for(lambda at=layer: (workers.target.block(at, 8) == 50 + at).all())
+    wait_for(workers.loaded)
+    wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
+
+
+class Listening:
+    """A prefill endpoint, and which leases it was told layers of."""
+
+    def __init__(self, endpoint: kvferry.PrefillEndpoint):
+        self._endpoint = endpoint
+        self.told: list[int] = []
+
+    def layer_ready(self, lease_id: int, layer: int) -> None:
+        self.told.append(lease_id)
+        self._endpoint.layer_ready(lease_id, layer)
+
+    def __getattr__(self, name: str):
+        return getattr(self._endpoint, name)
+
+
+def test_what_was_asked_for_before_a_lease_was_taken_back_says_nothing_of_the_next_one(
+    workers: Workers, device: SlowDevice
+):
+    endpoint = workers.prefill._endpoint = Listening(workers.prefill._endpoint)
+    workers.load(workers.part(101, [7]))
+    workers.prefill.publish([publication(101, [1])])
+    workers.source.compute(workers.prefill, [1])
+    # Before the device has done that the engine preempts the request, and begins it again elsewhere.
+    workers.prefill.release_preempted(["p"])
+    overwrite(workers.source, [1])
+    workers.prefill.publish([publication(101, [2])])
+    device.finish(len(device.points))
+    workers.prefill._announcer.submit(lambda: None).result(DEADLINE_S)  # It has looked at all.
+    assert endpoint.told == []
+    workers.source.compute(workers.prefill, [2])
+    device.finish(len(device.points))
+    wait_for(workers.loaded)
+    for layer in range(LAYERS):
+        assert (workers.target.block(layer, 7) == 1 + layer * 70 + 2).all()
+
+
+def test_what_a_device_failed_to_compute_is_never_sent(
+    workers: Workers, device: SlowDevice, caplog: pytest.LogCaptureFixture
+):
+    device.fails = True
+    endpoint = workers.prefill._endpoint = Listening(workers.prefill._endpoint)
+    workers.prefill.publish([publication(101, [1])])
+    workers.source.compute(workers.prefill, [1])
+    device.finish(len(device.points))
+    workers.prefill._announcer.submit(lambda: None).result(DEADLINE_S)
+    assert endpoint.told == []
+    assert "an illegal memory access" in caplog.text

@@ -1,7 +1,11 @@
-"""What vLLM's scheduler shows the connector's, in tests without an engine."""
+"""What vLLM's scheduler shows the connector's, and a device of its workers, in tests without an engine."""
 
+import threading
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
+
+DEADLINE_S = 10.0
 
 
 def step(scheduled: dict[str, int], preempted: set[str] = frozenset()) -> SimpleNamespace:
@@ -29,3 +33,28 @@ class Blocks:
 
     def free_blocks(self, blocks: list[int]) -> None:
         self.held.subtract(blocks)
+
+
+class SlowDevice:
+    """Does what it is asked for when the test says so, in order."""
+
+    memory = "host"
+
+    def __init__(self) -> None:
+        self.points: list[threading.Event] = []
+        self.fails = False
+
+    def point(self) -> Callable[[], None]:
+        done = threading.Event()
+        self.points.append(done)
+
+        def wait_until_done() -> None:
+            assert done.wait(DEADLINE_S)
+            if self.fails:
+                raise RuntimeError("an illegal memory access")
+
+        return wait_until_done
+
+    def finish(self, points: int) -> None:
+        for done in self.points[:points]:
+            done.set()

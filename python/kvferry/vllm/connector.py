@@ -57,9 +57,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     again, in this engine or in another one.
 
     Limits, each refused at start with a message: full attention and sliding windows (in store mode
-    full attention), pipeline and context parallel size 1, KV in host memory. Both engines need the
-    same model, block size and KV dtype; a wrong pairing is refused when they meet. Their
-    tensor-parallel sizes may differ, but in store mode.
+    full attention), pipeline and context parallel size 1. Both engines need the same model, block
+    size and KV dtype; a wrong pairing is refused when they meet. Their tensor-parallel sizes may
+    differ, but in store mode.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -83,6 +83,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._decode_worker: DecodeWorker | None = None
         self._store: StoreScheduler | None = None
         self._store_worker: StoreWorker | None = None
+        # Else a layer is saved once for each part of a batch.
+        self._layer_by_layer = not vllm_config.parallel_config.use_ubatching
         self._stats = TransferStats()
         self._tp_rank = 0  # Of a worker, as the following one.
         self._allocation: SharedAllocation | None = None
@@ -317,7 +319,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        if self._prefill_worker is not None:
+        if self._prefill_worker is not None and self._layer_by_layer:
             self._prefill_worker.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import kvferry
+from kvferry.vllm.device import device_of
 from kvferry.vllm.parts import in_groups
 from kvferry.vllm.shared_cache import SharedAllocation
 
@@ -135,8 +136,8 @@ class AdoptedCache:
         """Adopts the tensors and keeps them alive. allocation: what they may have come from.
 
         Raises NotImplementedError, naming layer and shape, for tensors in which the bytes of a
-        block are not one run (or two: K and V), or that are not in host memory, or differ from
-        layer to layer, or do not have the rank's share of the model's heads.
+        block are not one run (or two: K and V), or that lie neither in host memory nor on a GPU, or
+        differ from layer to layer, or do not have the rank's share of the model's heads.
         """
         if not kv_caches:
             raise ValueError("vLLM registered no KV cache")
@@ -162,6 +163,7 @@ class AdoptedCache:
             self.layer_index[name] = list(distinct).index(cache.data_ptr())
         assert first is not None
         tensors = list(distinct.values())
+        self.device = device_of(tensors)
         self.num_layers = len(tensors)
         self.ranks = _ranks(vllm_config, tp_rank, first[1].parts[0][1])
         self.pool = kvferry.KvPool.adopt(
@@ -175,6 +177,7 @@ class AdoptedCache:
             _buffers(tensors, len(first[1].parts)),
             tensors,
             allocation and allocation.holding(tensors),
+            self.device.memory,
         )
 
 
@@ -207,12 +210,13 @@ def _arrangement(name: str, cache: torch.Tensor, num_blocks: int, tokens: int) -
     shape = tuple(cache.shape)
     dtype = str(cache.dtype).removeprefix("torch.")
     problem = "this arrangement is unknown to KVFerryConnector"
-    if cache.device.type != "cpu":
-        problem = "KVFerryConnector moves KV in host memory only"
-    elif not cache.is_contiguous():
-        problem = f"strides {cache.stride()} are not contiguous"
-    elif len(shape) == 4 and (shape[0], shape[2]) == (num_blocks, tokens):
+    is_fused = len(shape) == 4 and (shape[0], shape[2]) == (num_blocks, tokens)
+    if is_fused and cache.is_contiguous():
         return _Arrangement([("kv", shape[1], shape[3])], "HND", dtype)
+    if is_fused and cache.transpose(1, 2).is_contiguous():
+        return _Arrangement([("kv", shape[1], shape[3])], "NHD", dtype)
+    if not cache.is_contiguous():
+        problem = f"strides {cache.stride()} are not contiguous"
     elif len(shape) == 3 and shape[:2] == (num_blocks, tokens):
         return _Arrangement([("latent", 1, shape[2])], "ND", dtype)
     elif len(shape) == 5 and shape[:2] == (2, num_blocks) and tokens in shape[2:4]:

@@ -12,6 +12,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 
 import kvferry
+from kvferry.vllm.device import Point
 from kvferry.vllm.layout import AdoptedCache
 from kvferry.vllm.metadata import StoreAddress, StoreLoad, StoreSave
 from kvferry.vllm.stores import SILENCE_S, StoreOptions, open_store, rank_key
@@ -47,6 +48,7 @@ class StoreWorker:
         """Opens the store. Raises ValueError for a wrong configuration and kvferry.Error for a
         store that cannot be opened."""
         self._pool = cache.pool
+        self._device = cache.device
         self._rank = tp_rank
         self._timeout_ms = config.fetch_timeout_ms
         self._trace = trace
@@ -112,20 +114,25 @@ class StoreWorker:
     # ---- Saving
 
     def save(self, saves: list[StoreSave]) -> None:
-        """Saves blocks whose last token the engine has just computed.
+        """Saves blocks whose last token the engine has just computed, or asked its device for.
 
         The engine cannot reuse a finished request's blocks before they are saved, so a save that
         has waited for the store for the time that one may take is dropped, and so is every save
         for a while after one that the store did not answer.
         """
+        if not saves:
+            return
         deadline = time.monotonic() + self._timeout_ms / 1e3
+        computed = self._device.point()
         for save in saves:
             futures = self._saves.setdefault(save.request_id, [])
-            futures.append(self._saver.submit(self._save, save, deadline))
+            futures.append(self._saver.submit(self._save, save, deadline, computed))
 
-    def _save(self, save: StoreSave, deadline: float) -> None:
+    def _save(self, save: StoreSave, deadline: float, computed: Point | None) -> None:
         begin = time.monotonic()
         try:
+            if computed is not None:
+                computed()
             statuses = self._put(save, deadline)
         except Exception as error:  # Nobody asks the future; a block that is not saved is no harm.
             statuses = [error] * len(save.block_ids)

@@ -1,13 +1,17 @@
 """The half of the connector that lives in vLLM's worker processes: it owns the endpoints.
 
 Every method runs on the engine's own thread and none waits for a peer. The bytes move in a thread
-of the endpoint.
+of the endpoint. What a GPU has to compute first is waited for in another one, which says then which
+layers are ready.
 """
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import kvferry
+from kvferry.vllm.device import Point
 from kvferry.vllm.layout import AdoptedCache
 from kvferry.vllm.metadata import Load, LoadPart, Publication, WorkerAddress
 from kvferry.vllm.telemetry import FetchRecord, Trace, TransferStats, logger
@@ -31,7 +35,9 @@ class _Lease:
     published: float  # time.monotonic()
     live: bool = True  # Until the endpoint says how it ended.
     saved: set[int] = field(default_factory=set)  # Layers written in this step.
-    ready: int = 0  # Layers [0, ready) are final.
+    # Layers [0, ready) are final, or will be when the device has done what it has been asked for.
+    ready: int = 0
+    taken_back: bool = False  # Its number may be another lease's soon.
 
 
 class PrefillWorker:
@@ -60,6 +66,8 @@ class PrefillWorker:
         self._ended_before: dict[str, set[int]] = {}
         self._engine_done: set[str] = set()  # Of those requests, finished ones.
         self._computing: list[_Lease] = []  # Their last layers are written in this step.
+        self._announcer: ThreadPoolExecutor | None = None  # Of what a device has to compute first.
+        self._taking_back = threading.Lock()  # Of a lease, or saying that its layers are ready.
 
     def address(self) -> WorkerAddress:
         return WorkerAddress(self._endpoint.address, self._endpoint.epoch)
@@ -80,6 +88,8 @@ class PrefillWorker:
 
     def _unpublish(self, lease: _Lease) -> bool:
         """False: it has ended before, as fetched or expired."""
+        with self._taking_back:
+            lease.taken_back = True
         for left in reversed(range(_PREEMPTION_ATTEMPTS)):
             try:
                 self._endpoint.unpublish(lease.lease_id, timeout_ms=_PREEMPTION_TIMEOUT_MS)
@@ -145,35 +155,59 @@ class PrefillWorker:
             self._computing.append(lease)
 
     def layer_saved(self, layer_name: str) -> None:
-        """The layer's KV of this step is in the cache."""
+        """The layer's KV of this step is in the cache, or the device has been asked for it."""
         layer = self._cache.layer_index.get(layer_name)
         if layer is None:
             return
         group = self._cache.group_of.get(layer_name)
         for lease in self._computing:
-            if lease.group != group:
-                continue
-            lease.saved.add(layer)
+            if lease.group == group:
+                lease.saved.add(layer)
+        self._announce(self._computing)
+
+    def step_saved(self) -> None:
+        """All layers' KV of this step is in the cache, or the device has been asked for it."""
+        for lease in self._computing:
+            lease.saved.update(range(self._cache.num_layers))
+        self._announce(self._computing)
+        self._computing.clear()
+
+    def _announce(self, leases: list[_Lease]) -> None:
+        """Says which layers are ready, at once or when the device is done with them."""
+        grown: list[tuple[_Lease, int]] = []
+        for lease in leases:
             ready = lease.ready
             while ready in lease.saved:
                 ready += 1
             if ready > lease.ready:
                 lease.ready = ready
-                self._mark_ready(lease)
+                grown.append((lease, ready))
+        if not grown:
+            return
+        point = self._cache.device.point()
+        if point is None:
+            self._mark_ready(grown)
+            return
+        self._announcer = self._announcer or ThreadPoolExecutor(1, "kvferry-ready")
+        self._announcer.submit(self._mark_ready_after, point, grown)
 
-    def step_saved(self) -> None:
-        """All layers' KV of this step is in the cache."""
-        for lease in self._computing:
-            if lease.ready < self._cache.num_layers:
-                lease.ready = self._cache.num_layers
-                self._mark_ready(lease)
-        self._computing.clear()
-
-    def _mark_ready(self, lease: _Lease) -> None:
+    def _mark_ready_after(self, point: Point, grown: list[tuple[_Lease, int]]) -> None:
         try:
-            self._endpoint.layer_ready(lease.lease_id, lease.ready - 1)
-        except _REFUSED as error:  # It expired or was withdrawn.
-            logger.debug("%s: %s", lease.request_id, error)
+            point()
+        except Exception as error:  # Of the device; nobody asks the future.
+            logger.error("the device failed, and what it was to compute stays unsent: %s", error)
+            return
+        self._mark_ready(grown)
+
+    def _mark_ready(self, grown: list[tuple[_Lease, int]]) -> None:
+        for lease, ready in grown:
+            with self._taking_back:
+                if lease.taken_back:
+                    continue
+                try:
+                    self._endpoint.layer_ready(lease.lease_id, ready - 1)
+                except _REFUSED as error:  # It expired or was withdrawn.
+                    logger.debug("%s: %s", lease.request_id, error)
 
     def take_finished(self, engine_finished: set[str]) -> set[str]:
         """Requests that the engine has finished and whose leases have all ended, each once."""
@@ -215,6 +249,8 @@ class PrefillWorker:
 
     def close(self) -> None:
         """Ends all transfers."""
+        if self._announcer is not None:
+            self._announcer.shutdown(wait=False, cancel_futures=True)
         self._endpoint.close()
 
 
