@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT / "examples" / "vllm_pair"))
 
 from pair import (  # noqa: E402
     DEFAULT_MODEL,
+    ENGINE_ARGS,
     REMOTE_DECODE,
     Answer,
     EngineError,
@@ -41,16 +42,14 @@ from pair import (  # noqa: E402
 
 ANSWER_TOKENS = 8
 AT_ONCE = "at once"  # kvferry's pair, given the prompt in both engines at the same time.
-BLOCK_TOKENS = 128
 PASSAGE_TOKENS = 48
 COUNTERS_SECONDS = 10  # The engine's counters follow its answer.
 START_SECONDS = 240
-ENGINE = {"dtype": "bfloat16", "block_size": BLOCK_TOKENS, "enable_prefix_caching": False}
+ENGINE = {"dtype": "bfloat16", "block_size": 128, "enable_prefix_caching": False}
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 NIXL = {
     "kv_connector": "NixlConnector",
     "kv_connector_module_path": None,  # It is one of vLLM's.
-    "kv_buffer_device": "cpu",
 }
 ZEROING = {"kv_connector": "BrokenKVConnector", "kv_connector_module_path": "broken_connector"}
 
@@ -90,9 +89,10 @@ def kvferry(decode_transfer):
     return Connector("kvferry", *metrics, {}, decode_transfer)
 
 
-def nixl(packages):
+def nixl(packages, kv_device):
     metrics = ("vllm:nixl_bytes_transferred_sum", "vllm:nixl_xfer_time_seconds_sum")
-    return Connector("NIXL", *metrics, NIXL, packages=str(packages), polls=True)
+    transfer = NIXL | {"kv_buffer_device": kv_device}
+    return Connector("NIXL", *metrics, transfer, packages=str(packages), polls=True)
 
 
 @dataclasses.dataclass
@@ -162,22 +162,21 @@ def prompt_of(tokens, rng):
     return (passage * math.ceil(tokens / PASSAGE_TOKENS))[:tokens]
 
 
-def kv_bytes_of(tokens, model, dtype):
+def kv_bytes_of(tokens, model, dtype, block_tokens):
     """Of whole blocks, which is what both connectors move."""
     config = json.loads((model / "config.json").read_text())
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     values = config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head_dim * 2
-    return math.ceil(tokens / BLOCK_TOKENS) * BLOCK_TOKENS * values * DTYPE_BYTES[dtype]
+    return math.ceil(tokens / block_tokens) * block_tokens * values * DTYPE_BYTES[dtype]
 
 
 class EnginePair:
     """The two engines of one connector."""
 
-    def __init__(self, connector, model, dtype, folder, hand_over=True):
+    def __init__(self, connector, model, arguments, folder, hand_over=True):
         self.connector, self.name, self.hand_over = connector, connector.name, hand_over
         folder.mkdir()
-        arguments = ENGINE | {"dtype": dtype}
         self.pair = Pair(
             model,
             folder,
@@ -342,7 +341,9 @@ class Bench:
 
     def measure(self, tokens, say):
         """Adds a row, which has what was measured also when an EngineError ends it."""
-        row = Row(tokens, kv_bytes_of(tokens, self.args.model, self.args.dtype))
+        engine = engine_of(self.args)
+        kv_bytes = kv_bytes_of(tokens, self.args.model, engine["dtype"], engine["block_size"])
+        row = Row(tokens, kv_bytes)
         self.rows.append(row)
         for pair in self.pairs:
             with self.turn(pair):
@@ -385,9 +386,16 @@ def write_files(args, header, names, bench):
 
 def lengths_of(text):
     lengths = [int(word) for word in text.split(",")]
-    if min(lengths) <= PASSAGE_TOKENS or max(lengths) > 2000:
-        raise argparse.ArgumentTypeError(f"they have to be from {PASSAGE_TOKENS + 1} to 2000")
+    if min(lengths) <= PASSAGE_TOKENS:
+        raise argparse.ArgumentTypeError(f"they have to be {PASSAGE_TOKENS + 1} at least")
     return lengths
+
+
+def object_of(text):
+    value = json.loads(text)  # A ValueError says what is wrong, and argparse passes it on.
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text} is no JSON object")
+    return value
 
 
 def parse_arguments():
@@ -406,6 +414,19 @@ def parse_arguments():
         "--model", type=Path, default=DEFAULT_MODEL, help="Hugging Face folder; %(default)s"
     )
     parser.add_argument("--dtype", choices=list(DTYPE_BYTES), default="bfloat16")
+    parser.add_argument(
+        "--engine-args",
+        type=object_of,
+        default={},
+        metavar="JSON",
+        help='more of vLLM\'s arguments for all engines: {"max_model_len": 8192, "block_size": 16}',
+    )
+    parser.add_argument(
+        "--kv-device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where the engines of this vLLM have their KV; NixlConnector has to be told",
+    )
     parser.add_argument(
         "--nixl",
         type=Path,
@@ -441,6 +462,9 @@ def check(args, parser):
     """Ends the program, before engines are started, when it could not end well."""
     if args.reps < 1:
         parser.error("--reps must be at least 1")
+    most = engine_of(args)["max_model_len"] - ANSWER_TOKENS
+    if max(args.lengths) > most:
+        parser.error(f"--lengths: {most} at most, or see --engine-args (max_model_len)")
     if not (args.model / "config.json").exists():
         parser.error(f"no model in {args.model}; ./dev setup makes it, or see --model")
     if args.nixl and not (args.nixl / "nixl").is_dir():
@@ -455,9 +479,14 @@ def check(args, parser):
             parser.error(f"there is no folder {path.parent} for {path.name}")
 
 
+def engine_of(args):
+    """The arguments of every engine."""
+    return ENGINE_ARGS | ENGINE | {"dtype": args.dtype} | args.engine_args
+
+
 def connectors_of(args):
     connectors = [kvferry(ZEROING if args.break_kv == "zero" else {})]
-    return connectors + ([nixl(args.nixl)] if args.nixl else [])
+    return connectors + ([nixl(args.nixl, args.kv_device)] if args.nixl else [])
 
 
 def describe(args):
@@ -470,6 +499,7 @@ def describe(args):
         "load": os.getloadavg()[0],
         "reps": args.reps,
         "config": args.config,
+        "engine_args": args.engine_args,
     }
 
 
@@ -496,7 +526,7 @@ def start_pairs(args, stack, say):
     for connector in connectors_of(args):
         hand_over = args.break_kv != "drop"
         pairs.append(
-            EnginePair(connector, args.model, args.dtype, folder / connector.name, hand_over)
+            EnginePair(connector, args.model, engine_of(args), folder / connector.name, hand_over)
         )
         stack.callback(pairs[-1].close)
     say(f"starting {2 * len(pairs)} engines, about a minute; their logs are in {folder}")

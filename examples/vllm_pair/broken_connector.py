@@ -6,12 +6,15 @@ KVFERRY_BREAK_FILE it does so only while that file exists.
 
 import os
 
+import torch
 from kvferry.vllm import KVFerryConnector
 from kvferry.vllm.metadata import Load
 from kvferry.vllm.worker import DecodeWorker
 
 
 class _ZeroingWorker(DecodeWorker):
+    kv_caches: list[torch.Tensor]
+
     def load(self, loads: list[Load]) -> None:
         self.blocks = getattr(self, "blocks", {}) | {it.request_id: it.block_ids for it in loads}
         super().load(loads)
@@ -22,12 +25,14 @@ class _ZeroingWorker(DecodeWorker):
         for request_id in finished:
             blocks = self.blocks.pop(request_id)
             if switch is None or os.path.exists(switch):
-                for layer in range(self.pool.layout.num_layers):
-                    for tensor in range(len(self.pool.layout.tensors)):
-                        for block in blocks:
-                            self.pool.page(layer, tensor, block)[:] = 0
+                for cache in self.kv_caches:
+                    cache[blocks] = 0
         return finished
 
 
 class BrokenKVConnector(KVFerryConnector):
     decode_worker_class = _ZeroingWorker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._decode_worker.kv_caches = list(kv_caches.values())

@@ -1,5 +1,6 @@
 """Three vLLM engines for the tests here, and what tests do with them."""
 
+import json
 import os
 import sys
 import time
@@ -26,13 +27,15 @@ PATIENT = {
 }
 # More than one is for test_random.py alone: the others count what one rank traces.
 PREFILL_RANKS, _, DECODE_RANKS = os.environ.get("KVFERRY_TEST_TP_SIZE", "1").partition(":")
+# Of all engines, as a GPU needs them: docs/vllm.md, On a GPU.
+MORE_ARGUMENTS = json.loads(os.environ.get("KVFERRY_TEST_ENGINE_ARGS", "{}"))
 # Small blocks and few of them: leaks show soon.
 ENGINE = {
     "block_size": BLOCK_TOKENS,
     "num_gpu_blocks_override": NUM_BLOCKS,
     "max_model_len": MAX_TOKENS,
     "tensor_parallel_size": int(PREFILL_RANKS),
-}
+} | MORE_ARGUMENTS
 DECODE_ENGINE = ENGINE | {
     "num_gpu_blocks_override": DECODE_BLOCKS,
     "tensor_parallel_size": int(DECODE_RANKS or PREFILL_RANKS),

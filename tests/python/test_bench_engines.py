@@ -70,9 +70,9 @@ def test_bytes_of_kv_are_those_of_whole_blocks(tmp_path):
     shape = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
     (tmp_path / "config.json").write_text(json.dumps(shape | {"hidden_size": 576}))
     block = 30 * 2 * 3 * 64 * 128 * 2
-    assert engine_pairs.kv_bytes_of(128, tmp_path, "bfloat16") == block
-    assert engine_pairs.kv_bytes_of(129, tmp_path, "bfloat16") == 2 * block
-    assert engine_pairs.kv_bytes_of(1000, tmp_path, "float32") == 16 * block
+    assert engine_pairs.kv_bytes_of(128, tmp_path, "bfloat16", 128) == block
+    assert engine_pairs.kv_bytes_of(129, tmp_path, "bfloat16", 128) == 2 * block
+    assert engine_pairs.kv_bytes_of(1000, tmp_path, "float32", 128) == 16 * block
 
 
 def row(**times):
@@ -131,8 +131,11 @@ def test_help_says_what_is_measured(tmp_path):
     "arguments, message",
     [
         (["--reps", "0"], "--reps must be at least 1"),
-        (["--lengths", "40"], "they have to be from 49 to 2000"),
-        (["--lengths", "128,4000"], "they have to be from 49 to 2000"),
+        (["--lengths", "40"], "they have to be 49 at least"),
+        (["--lengths", "128,4000"], "2040 at most, or see --engine-args (max_model_len)"),
+        (["--engine-args", '{"max_model_len": 512}'], "504 at most"),
+        (["--engine-args", "[1]"], "is no JSON object"),
+        (["--engine-args", "{"], "invalid object_of value"),
         (["--lengths", "long"], "invalid lengths_of value: 'long'"),
         (["--nixl", "/nowhere"], "there is no package nixl in /nowhere"),
         (["--model", "/nowhere"], "no model in /nowhere"),

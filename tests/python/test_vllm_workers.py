@@ -502,7 +502,7 @@ def test_what_was_asked_for_before_a_lease_was_taken_back_says_nothing_of_the_ne
     workers.load(workers.part(101, [7]))
     workers.prefill.publish([publication(101, [1])])
     workers.source.compute(workers.prefill, [1])
-    # Before the device has done that the engine preempts the request, and begins it again elsewhere.
+    # Before the device has done that, the engine preempts the request and begins it elsewhere.
     workers.prefill.release_preempted(["p"])
     overwrite(workers.source, [1])
     workers.prefill.publish([publication(101, [2])])

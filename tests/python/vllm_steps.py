@@ -1,4 +1,4 @@
-"""What vLLM's scheduler shows the connector's, and a device of its workers, in tests without an engine."""
+"""What vLLM's scheduler shows the connector's, and its workers' device, in tests without an engine."""
 
 import threading
 from collections import Counter

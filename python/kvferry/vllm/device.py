@@ -15,7 +15,7 @@ class Device(Protocol):
     memory: str  # As KvPool.adopt() takes it.
 
     def point(self) -> Point | None:
-        """All that the engine's thread, which calls this, has asked for so far. None: it is done."""
+        """All that the calling thread, the engine's, has asked for so far. None: it is done."""
 
 
 class Host:
