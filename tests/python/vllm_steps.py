@@ -1,4 +1,4 @@
-"""What vLLM's scheduler shows the connector's, and its workers' device, in tests without an engine."""
+"""What vLLM's scheduler shows the connector's, and a worker's device, without an engine."""
 
 import threading
 from collections import Counter
