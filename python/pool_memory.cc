@@ -41,7 +41,8 @@ std::shared_ptr<const PoolMemory> MemoryNamed(const std::string& name) {
 #else
   throw StatusError(absl::UnavailableError(
       absl::StrCat("memory is '", name,
-                   "' but this kvferry was built without CUDA: build it with KVFERRY_CUDA=ON")));
+                   "' but this kvferry was built without CUDA: install it again where there is a CUDA "
+                   "toolkit (nvcc on PATH), with KVFERRY_CUDA=ON to be told what is missing")));
 #endif
 }
 

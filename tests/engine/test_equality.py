@@ -83,5 +83,8 @@ def test_handed_over_parameters_are_those_of_vllms_proxies(engines: Engines):
 def test_the_prefill_engine_s_kv_cache_is_read_where_it_lies(engines: Engines):
     prompt = engines.prefill.tokenize("Where does your cache lie?")
     engines.decode.generate(prompt, 1, engines.hand_over(prompt))
-    ours = [line for line in engines.decode.memory_maps() if "/memfd:kvferry-engine" in line]
+    maps = engines.decode.memory_maps()
+    if any("/dev/nvidia" in line for line in maps):
+        pytest.skip("it lies on a GPU, which the list of mappings does not show")
+    ours = [line for line in maps if "/memfd:kvferry-engine" in line]
     assert ours and all(line.split()[1] == "r--s" for line in ours)
