@@ -41,6 +41,24 @@ class Host : public PoolMemory {
 
 }  // namespace
 
+std::vector<BytesMove> MovesOf(std::span<const ItemsMove> items,
+                               std::span<const PlaceMove> places) {
+  std::vector<BytesMove> moves;
+  moves.reserve(items.size() * places.size());
+  for (const PlaceMove& place : places) {
+    for (const ItemsMove& move : items) {
+      moves.push_back({place.from + move.from * place.item_bytes,
+                       place.to + move.to * place.item_bytes, move.items * place.item_bytes});
+    }
+  }
+  return moves;
+}
+
+absl::Status PoolMemory::MoveItemsApart(std::span<const ItemsMove> items,
+                                        std::span<const PlaceMove> places) const {
+  return MoveApart(MovesOf(items, places));
+}
+
 absl::StatusOr<std::vector<PoolMemory::SharedPart>> PoolMemory::Share(
     std::span<const std::byte> /*bytes*/) const {
   return absl::UnimplementedError(absl::StrCat(name(), " has no names for other processes"));

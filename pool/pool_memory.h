@@ -27,6 +27,19 @@ struct BytesMove {
   int64_t bytes;
 };
 
+// Equal items that lie together on both sides, counted from a place on each.
+struct ItemsMove {
+  int64_t from, to, items;
+};
+// Where item 0 lies and where it goes, and how long the items are.
+struct PlaceMove {
+  const std::byte* from;
+  std::byte* to;
+  int64_t item_bytes;
+};
+// Each of `items` at each of `places`, one by one.
+std::vector<BytesMove> MovesOf(std::span<const ItemsMove> items, std::span<const PlaceMove> places);
+
 // The host's memory, or a device's (cuda/cuda_memory.h). A pool keeps the one that it was made in,
 // and everything that touches the pool's bytes either goes through Run() and RunQuantized() or
 // needs on_host().
@@ -58,6 +71,10 @@ class PoolMemory {
   // what MapShared() gave, or between here and the host, whose bytes have to be pinned by Pin() as a
   // whole or not at all.
   virtual absl::Status MoveApart(std::span<const BytesMove> moves) const = 0;
+  // As MoveApart() of MovesOf() these, but for the host's bytes, which are none of them. A device makes
+  // as many moves of it: nothing is done for each here.
+  virtual absl::Status MoveItemsApart(std::span<const ItemsMove> items,
+                                      std::span<const PlaceMove> places) const;
   // As long as the result lives, the device reaches these bytes of the host where they lie, so that
   // copies from and to them are faster. The bytes must outlive it; whole pages of the system's are
   // pinned, each once: ALREADY_EXISTS. OK without a result where there is nothing to do.

@@ -86,11 +86,14 @@ absl::StatusOr<bool> IsReached(std::span<const BytesMove> moves, Side BytesMove:
   return IsOnDevice(first);
 }
 
-absl::Status MoveAndWait(std::span<const BytesMove> moves, cudaStream_t stream) {
-  const absl::Status moved = MoveBytesCuda(moves, stream);
-  // Also after an error: some of it may be under way.
+// Also after an error: some of it may be under way.
+absl::Status WaitAfter(const absl::Status& moved, cudaStream_t stream) {
   absl::Status done = CudaStatus(cudaStreamSynchronize(stream), "cuda memory: moving bytes");
   return moved.ok() ? done : moved;
+}
+
+absl::Status MoveAndWait(std::span<const BytesMove> moves, cudaStream_t stream) {
+  return WaitAfter(MoveBytesCuda(moves, stream), stream);
 }
 
 // What goes through the bounce buffer at a time: the same bytes on the host, in it, and on the device.
@@ -157,6 +160,12 @@ absl::Status MoveApartCuda(std::span<const BytesMove> moves, int device) {
   Window window(bounce, /*to_host=*/from_reached, stream);
   for (const BytesMove& move : moves) KVFERRY_RETURN_IF_ERROR(window.Add(move));
   return window.Flush();
+}
+
+absl::Status MoveItemsApartCuda(std::span<const ItemsMove> items, std::span<const PlaceMove> places,
+                                int device) {
+  KVFERRY_ASSIGN_OR_RETURN(const cudaStream_t stream, StreamApart(device));
+  return WaitAfter(MoveItemsCuda(items, places, stream), stream);
 }
 
 }  // namespace kvferry

@@ -19,5 +19,8 @@ absl::StatusOr<cudaStream_t> StreamApart(int device);
 
 // PoolMemory::MoveApart() on the device, which must be the current one: returns when all is done.
 absl::Status MoveApartCuda(std::span<const BytesMove> moves, int device);
+// PoolMemory::MoveItemsApart(), the same way.
+absl::Status MoveItemsApartCuda(std::span<const ItemsMove> items, std::span<const PlaceMove> places,
+                                int device);
 
 }  // namespace kvferry

@@ -335,6 +335,10 @@ class DeviceMemory : public PoolMemory {
   absl::Status MoveApart(std::span<const BytesMove> moves) const override {
     return OnDevice(device_, [&] { return MoveApartCuda(moves, device_); });
   }
+  absl::Status MoveItemsApart(std::span<const ItemsMove> items,
+                              std::span<const PlaceMove> places) const override {
+    return OnDevice(device_, [&] { return MoveItemsApartCuda(items, places, device_); });
+  }
   absl::StatusOr<std::vector<SharedPart>> Share(std::span<const std::byte> bytes) const override {
     return OnDevice(device_, [bytes] { return ShareCuda(bytes); });
   }

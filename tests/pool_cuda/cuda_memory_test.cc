@@ -334,6 +334,98 @@ TEST_F(CudaMemories, ListsOfAnyLengthMoveApart) {
   }
 }
 
+// Units at places against a loop over bytes: more of either than a launch has room for, and fewer; places
+// whose items are of other sizes; anything as far from alignment as it likes.
+class MovedItems : public CudaMemories {
+ protected:
+  // Places of items of these sizes, as many of each as `slots`, in memory of their own on both sides.
+  void Place(const std::vector<int64_t>& item_bytes, int64_t slots, int64_t gap) {
+    slots_ = slots;
+    int64_t from = gap, to = 3 * gap;
+    places_.clear();
+    for (const int64_t item : item_bytes) {
+      places_.push_back({from, to, item});
+      from += slots * item + gap;
+      to += slots * item + 2 * gap;
+    }
+    source_ = RandomBytes(from);
+    target_ = RandomBytes(to);
+  }
+  // Runs of the slots, in any order on either side.
+  std::vector<ItemsMove> RandomItems(int64_t most_runs, int64_t longest) {
+    std::vector<ItemsMove> items;
+    std::vector<int32_t> order = ShuffledSlots(slots_ / longest);
+    for (size_t i = 0; i < order.size() && static_cast<int64_t>(i) < most_runs; ++i) {
+      items.push_back({static_cast<int64_t>(order[i]) * longest, static_cast<int64_t>(i) * longest,
+                       1 + static_cast<int64_t>(random_() % static_cast<uint64_t>(longest))});
+    }
+    return items;
+  }
+  void ExpectMoved(const std::vector<ItemsMove>& items) {
+    const DeviceBytes from(source_), to(target_);
+    std::vector<PlaceMove> places;
+    for (const auto& [begin, end, item_bytes] : places_) {
+      places.push_back({from.data() + begin, to.data() + end, item_bytes});
+      for (const ItemsMove& move : items) {
+        std::copy_n(source_.begin() + begin + move.from * item_bytes, move.items * item_bytes,
+                    target_.begin() + end + move.to * item_bytes);
+      }
+    }
+    ASSERT_TRUE(IsOk(memory_->MoveItemsApart(items, places)));
+    EXPECT_EQ(to.ToHost(), target_);
+  }
+
+ private:
+  // As PlaceMove, in bytes of the two memories.
+  struct PlaceInside {
+    int64_t from, to, item_bytes;
+  };
+
+  int64_t slots_ = 0;
+  std::vector<PlaceInside> places_;
+  std::vector<std::byte> source_, target_;
+};
+
+TEST_F(MovedItems, AgainstAByteLoop) {
+  for (int round = 0; round < 60; ++round) {
+    const int64_t align = std::vector<int64_t>{1, 4, 16, 16}[round % 4];
+    const auto upto = [&](int64_t most) {
+      return align * (1 + static_cast<int64_t>(random_() % static_cast<uint64_t>(most / align)));
+    };
+    std::vector<int64_t> sizes(1 + random_() % (round % 5 == 0 ? 4 : 40));
+    const int64_t size = upto(round % 5 == 0 ? 40'000 : 1'000);
+    for (int64_t& one : sizes) one = round % 3 == 0 ? upto(2 * size) : size;
+    Place(sizes, 48, round % 2 == 0 ? align : 16);
+    ExpectMoved(RandomItems(48, 1 + static_cast<int64_t>(random_() % 8)));
+  }
+}
+
+TEST_F(MovedItems, AsManyAsThereAre) {
+  for (const int64_t places : {1, 8, 9, 160, 161, 330}) {
+    Place(std::vector<int64_t>(places, 16), 400, 16);
+    for (const int64_t count : {1, 128, 129}) ExpectMoved(RandomItems(count, 1));
+  }
+  for (const int64_t places : {1, 3}) {
+    Place(std::vector<int64_t>(places, 48), 4096, 16);
+    for (const int64_t count : {512, 513, 1603, 1604, 1605, 3208, 4096}) {
+      ExpectMoved(RandomItems(count, 1));
+    }
+  }
+  // Several places a warp, which is not a divisor of them.
+  Place(std::vector<int64_t>(61, 1024), 500, 16);
+  ExpectMoved(RandomItems(500, 1));
+  Place(std::vector<int64_t>(61, 24), 1000, 8);
+  ExpectMoved(RandomItems(1000, 1));
+}
+
+TEST_F(MovedItems, LongItemsBesideShortOnes) {
+  std::vector<int64_t> sizes(20, 32);
+  sizes[7] = 40 << 20;
+  sizes[11] = (1 << 20) + 16;
+  Place(sizes, 1, 16);
+  ExpectMoved({{0, 0, 1}});
+}
+
 TEST_F(CudaMemories, OfTwoDevicesEachHasItsOwnRows) {
   int devices = 0;
   ASSERT_EQ(cudaGetDeviceCount(&devices), cudaSuccess);

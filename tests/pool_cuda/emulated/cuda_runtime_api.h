@@ -153,6 +153,7 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(uint64_t{a} * b >> 32);
 }
+inline void* __cvta_global_to_generic(size_t address) { return reinterpret_cast<void*>(address); }
 // Atomic, as no two threads of a device run at once.
 inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long value) {
   return std::exchange(*to, *to + value);
