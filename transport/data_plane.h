@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
+#include "pool/page_runs.h"
 #include "transport/read_costs.h"
 
 namespace kvferry {
@@ -40,6 +41,23 @@ struct PoolPiece {
 };
 static_assert(sizeof(PoolPiece) == 16);
 
+// A list of that for a peer on this host begins with it. Without places PoolPieces follow, else so many
+// PoolPlaces, and the PoolRuns that lie at each of them.
+struct PoolListHead {
+  uint64_t places = 0;
+  uint64_t zero = 0;
+};
+struct PoolPlace {
+  uint64_t offset = 0;
+  uint64_t item_bytes = 0;
+};
+struct PoolRun {
+  uint64_t first = 0;  // Of the place's items.
+  uint64_t count = 0;
+};
+static_assert(sizeof(PoolListHead) == sizeof(PoolPiece));
+static_assert(sizeof(PoolPlace) == sizeof(PoolPiece) && sizeof(PoolRun) == sizeof(PoolPiece));
+
 struct CreditHeader {
   uint64_t transfer_id = 0;
   uint64_t bytes_done = 0;  // Scattered so far.
@@ -58,6 +76,19 @@ using LinkId = uint64_t;
 // The bytes of a chunk, piece after piece.
 using Pieces = std::span<const std::span<const std::byte>>;
 using MutablePieces = std::span<const std::span<std::byte>>;
+
+// Where the first of equal items lies, which lie one behind the other.
+struct ItemsPlace {
+  const std::byte* begin;
+  int64_t item_bytes;
+};
+// Whole tensors of a stream, as a peer's device has them: the bytes are, place after place, the same runs of
+// items of each. There is a run, and a place, and each has an item. Never of a chunk with a checksum.
+struct PlacedRuns {
+  std::span<const PageRun> runs;
+  std::span<const ItemsPlace> places;
+};
+using Payload = std::variant<Pieces, PlacedRuns>;
 
 // Where the bytes of a chunk go that arrive part by part, in order. Used by one thread.
 class ChunkSink {
@@ -82,7 +113,7 @@ class ChunkTaker {
   // at while intact(), and has header.bytes bytes then; what was copied from it counts only if
   // intact() still says so afterwards. Once false, always false.
   using Intact = absl::FunctionRef<bool()>;
-  virtual void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) = 0;
+  virtual void OnChunk(const ChunkHeader& header, const Payload& payload, Intact intact) = 0;
   // The first of the header.bytes bytes of a chunk is about to come. Null: nobody wants them.
   virtual std::unique_ptr<ChunkSink> OnChunkBegins(const ChunkHeader& header) = 0;
 };
@@ -128,10 +159,11 @@ class ChunkLinks {
                          SendDone done) = 0;
   virtual bool LendsTo(LinkId link) const = 0;
   virtual void SendCredit(LinkId link, const CreditHeader& header) = 0;
-  // Whether a payload may be a list of PoolPiece, with kChunkInPool in the header's flags from the
-  // start. What they name must stay as it is too, or be taken from the reader before it changes. On
-  // this host by Arena::TakeFromReaders. From afar a GuardHead comes first, and its word is raised;
-  // `done` then says only that the list has gone, and the peer has to say that it can read at all.
+  // Whether a payload may be a list of where the bytes lie, with kChunkInPool in the header's flags from
+  // the start. What it names must stay as it is too, or be taken from the reader before it changes. On
+  // this host, where a PoolListHead comes first, by Arena::TakeFromReaders. From afar PoolPieces come behind
+  // a GuardHead, and its word is raised; `done` then says only that the list has gone, and the peer has
+  // to say that it can read at all.
   enum class ReadsPool { kNo, kOnThisHost, kFromAfar };
   virtual ReadsPool PoolReads(LinkId link) const = 0;
   // What reading the peer's pool from afar takes this side.

@@ -62,8 +62,8 @@ absl::Status Landing::Arrived(int64_t begin, int64_t end) {
   return absl::OkStatus();
 }
 
-absl::Status Landing::Accept(const ChunkHeader& header, Pieces payload, ChunkTaker::Intact intact,
-                             PieceCopy* copy) {
+absl::Status Landing::Accept(const ChunkHeader& header, const Payload& payload,
+                             ChunkTaker::Intact intact, PieceCopy* copy) {
   const auto taken_back = [&] {
     return absl::UnavailableError(
         absl::StrCat("the sender gave the transfer up: it took the "
@@ -74,13 +74,16 @@ absl::Status Landing::Accept(const ChunkHeader& header, Pieces payload, ChunkTak
   if (!pass.open()) return absl::CancelledError("the fetch has ended");
   if (!intact()) return taken_back();
   KVFERRY_RETURN_IF_ERROR(CheckBounds(header));
-  if ((header.flags & kChunkHasChecksum) != 0) {
-    KVFERRY_RETURN_IF_ERROR(CheckSum(header, Xxh3(payload)));
+  const auto* pieces = std::get_if<Pieces>(&payload);
+  if (pieces != nullptr && (header.flags & kChunkHasChecksum) != 0) {
+    KVFERRY_RETURN_IF_ERROR(CheckSum(header, Xxh3(*pieces)));
   }
   const auto begin = static_cast<int64_t>(header.offset);
   const int64_t end = begin + header.bytes;
   KVFERRY_RETURN_IF_ERROR(Claim(begin, end));
-  KVFERRY_RETURN_IF_ERROR(copy->Run(*plan_, begin, payload));
+  KVFERRY_RETURN_IF_ERROR(pieces != nullptr
+                              ? copy->Run(*plan_, begin, *pieces)
+                              : plan_->ScatterRuns(begin, std::get<PlacedRuns>(payload)));
   if (!intact()) return taken_back();
   return Arrived(begin, end);
 }

@@ -30,7 +30,7 @@ class Landing {
 
   // OK: scattered, and counted. Else what is wrong with the chunk; some of it may be in the pages,
   // but it does not count as arrived.
-  absl::Status Accept(const ChunkHeader& header, Pieces payload, ChunkTaker::Intact intact,
+  absl::Status Accept(const ChunkHeader& header, const Payload& payload, ChunkTaker::Intact intact,
                       PieceCopy* copy);
   // The same in steps, for a chunk that comes part by part: Begin, then Write for each part, then End
   // with the checksum of all parts, which is looked at if the header has one.

@@ -117,7 +117,7 @@ void Lane::ReportDown(LinkId link, const absl::Status& status) {
   commands_->Post([on_down = on_down_, link, status] { on_down(link, status); });
 }
 
-void Lane::OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) {
+void Lane::OnChunk(const ChunkHeader& header, const Payload& payload, Intact intact) {
   taker_->OnChunk(header, payload, intact);
 }
 

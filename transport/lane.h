@@ -50,7 +50,7 @@ class Lane final : private DataEvents {
   void Send(LinkId link, const ChunkHeader& header, const ChunkSource& source,
             const SendDone& done);
   void ReportDown(LinkId link, const absl::Status& status);
-  void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) override;
+  void OnChunk(const ChunkHeader& header, const Payload& payload, Intact intact) override;
   std::unique_ptr<ChunkSink> OnChunkBegins(const ChunkHeader& header) override;
   // Come over the first lane only.
   void OnChunkElsewhere(const ChunkHeader&, std::span<const std::byte>) override {}

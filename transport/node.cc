@@ -49,7 +49,7 @@ absl::Status CheckOptions(const Node::Options& options) {
 class NodeImpl::LaneTaker final : public ChunkTaker {
  public:
   explicit LaneTaker(NodeImpl* node) : node_(node), copy_(node->lane_copies_.get()) {}
-  void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) override {
+  void OnChunk(const ChunkHeader& header, const Payload& payload, Intact intact) override {
     OnLanded(header, node_->receiver_->Land(header, payload, intact, &copy_));
   }
   std::unique_ptr<ChunkSink> OnChunkBegins(const ChunkHeader& header) override {
@@ -129,6 +129,11 @@ MappedPool NodeImpl::PoolForPeers() const {
       return pool;
     }
     pool.parts.insert(pool.parts.end(), parts->begin(), parts->end());
+  }
+  if (!sender_->regions().EachInOne(*options_.pool, pool.parts)) {
+    Log().warn("peers on this host get copies of the pages in {}: a buffer lies in two allocations",
+               memory.name());
+    pool.parts.clear();
   }
   return pool;
 }
@@ -405,7 +410,7 @@ void NodeImpl::SendAside(const PeerKey& peer, MessageBody body) {
 
 // ---------------------------------------------------------------- data plane events
 
-void NodeImpl::OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) {
+void NodeImpl::OnChunk(const ChunkHeader& header, const Payload& payload, Intact intact) {
   receiver_->OnChunk(header, payload, intact);
 }
 

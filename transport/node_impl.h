@@ -76,7 +76,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void OnMessage(const PeerKey& peer, Message message) override;
   void OnMalformed(const PeerKey& peer, const absl::Status& status) override;
   void OnAttemptFailed(const PeerKey& peer) override;
-  void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) override;
+  void OnChunk(const ChunkHeader& header, const Payload& payload, Intact intact) override;
   void OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list) override;
   void OnReadFailed(const ChunkHeader& header, const absl::Status& status) override;
   void OnProbed(LinkId link) override;

@@ -46,6 +46,20 @@ PoolRegions::PoolRegions(const KvPool& pool) {
   }
 }
 
+bool PoolRegions::EachInOne(const KvPool& pool,
+                            std::span<const PoolMemory::SharedPart> parts) const {
+  std::vector<uint64_t> ends;
+  for (const PoolMemory::SharedPart& part : parts) {
+    ends.push_back((ends.empty() ? 0 : ends.back()) + static_cast<uint64_t>(part.bytes));
+  }
+  const auto buffers = pool.buffer_infos();
+  return std::all_of(buffers.begin(), buffers.end(), [&](const BufferInfo& buffer) {
+    const uint64_t begin = OffsetOf(buffer.address);
+    const auto end = std::upper_bound(ends.begin(), ends.end(), begin);
+    return end != ends.end() && begin + static_cast<uint64_t>(buffer.bytes) <= *end;
+  });
+}
+
 size_t PoolRegions::RegionOf(const std::byte* byte) const {
   const auto after = std::upper_bound(
       regions_.begin(), regions_.end(), byte,

@@ -19,6 +19,8 @@ class PoolRegions {
   explicit PoolRegions(const KvPool& pool);
 
   const std::vector<Region>& regions() const { return regions_; }
+  // Whether each buffer of the pool lies in one of these parts, which one after another are the row.
+  bool EachInOne(const KvPool& pool, std::span<const PoolMemory::SharedPart> parts) const;
   // Where in the row a byte of a page lies. What lies together in a page lies together there.
   uint64_t OffsetOf(const std::byte* byte) const {
     size_t region = 0;

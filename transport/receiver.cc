@@ -14,8 +14,10 @@ namespace {
 // Beyond these no machine copies a chunk in a millisecond any more.
 constexpr int64_t kMaxThreadsInPlace = 8;
 
-// Each is a wait for the device, in which it could move as much.
-constexpr int64_t kBytesInPlaceOnDevice = 64 << 20;
+// Behind each the device has nothing to do until the next list has been read and launched, some 30 to
+// 100 us, in which it could move some 100 MB. More would be waited for longer by who ends the fetch, 20 ms
+// where the pages come over a bus.
+constexpr int64_t kBytesInPlaceOnDevice = 512 << 20;
 
 // The sender computes a checksum by itself, so its time counts.
 int64_t BytesInPlace(const Config& config, const StreamPlan& plan) {
@@ -190,7 +192,8 @@ void Receiver::CloseLanding(const Fetch& fetch) {
   fetch.landing->Close();
 }
 
-void Receiver::OnChunk(const ChunkHeader& header, Pieces payload, ChunkTaker::Intact intact) {
+void Receiver::OnChunk(const ChunkHeader& header, const Payload& payload,
+                       ChunkTaker::Intact intact) {
   OnLanded(header, Land(header, payload, intact, &copy_));
 }
 
@@ -208,8 +211,8 @@ std::shared_ptr<Landing> Receiver::FindLanding(uint64_t transfer_id) {
   return found == landings_.end() ? nullptr : found->second;
 }
 
-absl::Status Receiver::Land(const ChunkHeader& header, Pieces payload, ChunkTaker::Intact intact,
-                            PieceCopy* copy) {
+absl::Status Receiver::Land(const ChunkHeader& header, const Payload& payload,
+                            ChunkTaker::Intact intact, PieceCopy* copy) {
   const std::shared_ptr<Landing> landing = FindLanding(header.transfer_id);
   if (landing == nullptr) return absl::NotFoundError("no such fetch");
   return landing->Accept(header, payload, intact, copy);

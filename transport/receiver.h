@@ -84,12 +84,12 @@ class Receiver {
   bool RequestAgain(uint64_t transfer_id);
   void OnRefuse(const PeerKey& peer, const RefuseMsg& refuse);
   void OnAbort(const PeerKey& peer, const AbortMsg& abort);
-  void OnChunk(const ChunkHeader& header, Pieces payload, ChunkTaker::Intact intact);
+  void OnChunk(const ChunkHeader& header, const Payload& payload, ChunkTaker::Intact intact);
   // A chunk that is still to be read, out of the memory of its fetch's sender.
   void OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list);
   // OnChunk in two steps: on the thread of any lane, which has a `copy` of its own, and then on the
   // progress thread, with what the first one returned. NOT_FOUND: of no live fetch.
-  absl::Status Land(const ChunkHeader& header, Pieces payload, ChunkTaker::Intact intact,
+  absl::Status Land(const ChunkHeader& header, const Payload& payload, ChunkTaker::Intact intact,
                     PieceCopy* copy);
   void OnLanded(const ChunkHeader& header, const absl::Status& status);
   // A chunk that comes part by part: on this thread, or on that of a lane, which has a `copy` of its

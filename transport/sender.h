@@ -136,7 +136,12 @@ class Sender {
   // Whether as many chunks are being read in place, by all peers, as this machine has room for.
   bool ReadersAreBusy(Deadline now) const;
   bool Admits(const Transfer& transfer, int64_t bytes);
-  int64_t MaxBytesInPlace(const Transfer& transfer) const;
+  // How much of the `left` bytes may be in the next chunk that is read where it lies.
+  int64_t MaxBytesInPlace(const Transfer& transfer, int64_t left) const;
+  // What a list of where bytes lie has room for, behind its head.
+  int64_t MaxEntries() const;
+  // The tensors that a chunk of the next `bytes`, or fewer, is named as; none: its pieces are named.
+  StreamTensors NextTensors(const Transfer& transfer, int64_t bytes) const;
   void SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place);
   void SendLent(const TransferPtr& transfer, int64_t bytes);
   ChunkHeader HeaderOfNext(const Transfer& transfer, int64_t bytes, uint32_t flags) const;
@@ -146,8 +151,10 @@ class Sender {
   static LendChunk Lend(const TransferPtr& transfer, int64_t bytes);
   // or gathered in a chunk of the arena.
   FillChunk Gather(const TransferPtr& transfer, int64_t chunk) const;
-  // Where it lies, on this thread.
+  // Where `bytes` of it lie, on this thread: as tensors, or piece by piece.
+  FillChunk List(const TransferPtr& transfer, int64_t chunk, int64_t bytes);
   FillChunk ListPieces(const TransferPtr& transfer, int64_t chunk);
+  FillChunk ListTensors(const TransferPtr& transfer, int64_t chunk, const StreamTensors& tensors);
   int64_t ReadyBytes(const StreamPlan& plan, uint64_t lease_id) const;
   // Ends one transfer; `tell` also sends the peer an abort, and whether the lease comes again.
   void End(uint64_t transfer_id, const absl::Status& outcome, bool tell, bool again = false);

@@ -14,7 +14,7 @@ namespace kvferry {
 namespace {
 
 // Of one chunk, whatever its reader asks for: what a header can say, and more than any reader needs.
-constexpr int64_t kMaxBytesInPlace = 256 << 20;
+constexpr int64_t kMaxBytesInPlace = 1 << 30;
 constexpr size_t kMaxChunksInPlace = 4;
 // Of one transfer, not sent yet: as many as a window of ours has (credits_per_transfer).
 constexpr int64_t kMaxLentChunks = 4096;
@@ -29,6 +29,12 @@ constexpr int64_t kMaxBytesOfATurn = 4 << 20;
 constexpr int64_t kMinBytesOfATurn = 1 << 20;
 
 using Filled = absl::StatusOr<std::span<const std::byte>>;
+
+template <typename Entry>
+std::byte* Put(std::byte* out, const Entry& entry) {
+  std::memcpy(out, &entry, sizeof(entry));
+  return out + sizeof(entry);
+}
 
 int64_t BytesOfATurn(int64_t left) {
   return std::clamp(left / 2, kMinBytesOfATurn, kMaxBytesOfATurn);
@@ -52,8 +58,9 @@ bool Sender::SendNext(const TransferPtr& transfer, int64_t peer_share) {
   const int64_t segment_end =
       in_place ? transfer->plan.pages_bytes() : transfer->plan.SegmentEnd(transfer->sent_bytes);
   const int64_t end = std::min(segment_end, transfer->ready_bytes);
-  const int64_t max_bytes = in_place ? MaxBytesInPlace(*transfer) : transfer->chunk_bytes;
-  const int64_t bytes = std::min(max_bytes, end - transfer->sent_bytes);
+  const int64_t left = end - transfer->sent_bytes;
+  const int64_t bytes =
+      in_place ? MaxBytesInPlace(*transfer, left) : std::min(transfer->chunk_bytes, left);
   if (bytes <= 0 || !Admits(*transfer, bytes)) return false;
   if (!in_place && Lends(*transfer)) {
     if (transfer->lent_chunks >= kMaxLentChunks) return false;
@@ -95,16 +102,35 @@ bool Sender::ReadInPlace(const Transfer& transfer) {
   return ReadWhereTheyLie(transfer) && transfer.guard < 0;
 }
 
-// Nothing of it lies in the arena but a list of pieces, and perhaps its guard, which must fit into
-// one chunk; only the first and the last can be shorter than an item. From afar it lands in one.
-int64_t Sender::MaxBytesInPlace(const Transfer& transfer) const {
-  const int64_t pieces = arena_->shape().chunk_bytes / static_cast<int64_t>(sizeof(PoolPiece)) - 1;
+int64_t Sender::MaxEntries() const {
+  static_assert(sizeof(PoolListHead) == sizeof(GuardHead));
+  return arena_->shape().chunk_bytes / static_cast<int64_t>(sizeof(PoolPiece)) - 1;
+}
+
+// A pool on the host is read by who wants its pieces one by one, and so is one from afar.
+StreamTensors Sender::NextTensors(const Transfer& transfer, int64_t bytes) const {
+  if (transfer.plan.on_host() || transfer.guard >= 0) return {};
+  const auto runs = static_cast<int64_t>(transfer.plan.items().num_runs());
+  return transfer.plan.TensorsIn(transfer.sent_bytes, bytes, MaxEntries() - runs);
+}
+
+// Nothing of it lies in the arena but a list, which must fit into one chunk; of its pieces only the
+// first and the last can be shorter than an item. From afar it lands in one.
+int64_t Sender::MaxBytesInPlace(const Transfer& transfer, int64_t left) const {
   const int64_t turn = turn_.size() > max_read_in_place_
                            ? BytesOfATurn(transfer.plan.pages_bytes() - transfer.sent_bytes)
                            : kMaxBytesInPlace;
-  const int64_t most =
+  const int64_t wanted =
       transfer.guard < 0 ? std::min(turn, transfer.fetch.in_place_bytes) : transfer.chunk_bytes;
-  return std::min(most, (pieces - 2) * transfer.plan.min_item_bytes());
+  const int64_t most = std::min(wanted, left);
+  if (most <= 0) return 0;
+  const StreamTensors tensors = NextTensors(transfer, most);
+  if (tensors.count > 0) return tensors.bytes;
+  const int64_t of_pieces = std::min(most, (MaxEntries() - 2) * transfer.plan.min_item_bytes());
+  if (transfer.plan.on_host()) return of_pieces;
+  // The next one begins where a tensor does.
+  const int64_t in_tensor = transfer.plan.TensorEnd(transfer.sent_bytes) - transfer.sent_bytes;
+  return std::min(of_pieces, in_tensor);
 }
 
 FillChunk Sender::Gather(const TransferPtr& transfer, int64_t chunk) const {
@@ -129,16 +155,14 @@ FillChunk Sender::ListPieces(const TransferPtr& transfer, int64_t chunk) {
     std::byte* const begin = arena_->Bytes(chunk).data();
     std::byte* out = begin;
     if (transfer->guard >= 0) {
-      const GuardHead head{static_cast<uint64_t>(transfer->guard),
-                           guards_->Generation(transfer->guard)};
-      std::memcpy(out, &head, sizeof(head));
-      out += sizeof(head);
+      out = Put(out, GuardHead{static_cast<uint64_t>(transfer->guard),
+                               guards_->Generation(transfer->guard)});
+    } else {
+      out = Put(out, PoolListHead());
     }
     size_t region = 0;
     for (const std::span<std::byte> bytes : pieces_) {
-      const PoolPiece piece{regions_.OffsetOf(bytes.data(), &region), bytes.size()};
-      std::memcpy(out, &piece, sizeof(piece));
-      out += sizeof(piece);
+      out = Put(out, PoolPiece{regions_.OffsetOf(bytes.data(), &region), bytes.size()});
     }
     if (transfer->fetch.checksum) {
       header->checksum =
@@ -147,6 +171,34 @@ FillChunk Sender::ListPieces(const TransferPtr& transfer, int64_t chunk) {
     if (transfer->guard < 0) transfer->read_in_place.insert(chunk);
     return std::span<const std::byte>(begin, out);
   };
+}
+
+FillChunk Sender::ListTensors(const TransferPtr& transfer, int64_t chunk,
+                              const StreamTensors& tensors) {
+  return [this, transfer, chunk, tensors](ChunkHeader* /*header*/) -> Filled {
+    const Gate::Pass pass(transfer->reading.get());
+    if (!pass.open()) return absl::CancelledError("the transfer has ended");
+    const StreamPlan& plan = transfer->plan;
+    std::byte* const begin = arena_->Bytes(chunk).data();
+    std::byte* out = Put(begin, PoolListHead{static_cast<uint64_t>(tensors.count)});
+    size_t region = 0;
+    for (int64_t i = tensors.first; i < tensors.first + tensors.count; ++i) {
+      const BufferInfo& buffer = plan.tensor(i);
+      out = Put(out, PoolPlace{regions_.OffsetOf(buffer.address, &region),
+                               static_cast<uint64_t>(buffer.item_bytes)});
+    }
+    for (const PageRun& run : plan.items().runs()) {
+      out = Put(out, PoolRun{static_cast<uint64_t>(run.first), static_cast<uint64_t>(run.count)});
+    }
+    transfer->read_in_place.insert(chunk);
+    return std::span<const std::byte>(begin, out);
+  };
+}
+
+FillChunk Sender::List(const TransferPtr& transfer, int64_t chunk, int64_t bytes) {
+  const StreamTensors tensors = NextTensors(*transfer, bytes);
+  return tensors.bytes == bytes ? ListTensors(transfer, chunk, tensors)
+                                : ListPieces(transfer, chunk);
 }
 
 ChunkHeader Sender::HeaderOfNext(const Transfer& transfer, int64_t bytes, uint32_t flags) const {
@@ -200,7 +252,7 @@ void Sender::SendLent(const TransferPtr& transfer, int64_t bytes) {
 void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place) {
   const int64_t chunk = arena_->Take();
   const ChunkHeader header = HeaderOfNext(*transfer, bytes, in_place ? kChunkInPool : 0);
-  FillChunk fill = in_place ? ListPieces(transfer, chunk) : Gather(transfer, chunk);
+  FillChunk fill = in_place ? List(transfer, chunk, bytes) : Gather(transfer, chunk);
   transfer->sent_bytes += bytes;
   ++metrics_->chunks_sent;
   if (in_place) ++metrics_->chunks_in_place;

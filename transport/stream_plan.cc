@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
@@ -46,13 +47,38 @@ void ForEachSegment(const KvPool& pool, int64_t num_pages, int64_t layer_bytes, 
 struct Lists {
   std::vector<std::span<std::byte>> pieces;
   std::vector<BytesMove> moves;
+  std::vector<ItemsMove> items;
+  std::vector<PlaceMove> places;
 };
 
 Lists& EmptyLists() {
   thread_local Lists lists;
   lists.pieces.clear();
   lists.moves.clear();
+  lists.items.clear();
+  lists.places.clear();
   return lists;
+}
+
+// As many items as each of a run is in parts.
+PageRun InParts(PageRun run, int64_t parts) { return {run.first * parts, run.count * parts}; }
+
+// Appends what lies together on both sides, in items that are so many to one of theirs and of ours. Both
+// lists have as many of them.
+void PairRuns(std::span<const PageRun> from, int64_t from_parts, const PageRuns& to,
+              int64_t to_parts, std::vector<ItemsMove>* moves) {
+  PageRun target;
+  size_t next = 0;
+  for (const PageRun& run : from) {
+    PageRun source = InParts(run, from_parts);
+    while (source.count > 0) {
+      if (target.count == 0) target = InParts(to.Run(next++), to_parts);
+      const int64_t items = std::min(source.count, target.count);
+      moves->push_back({source.first, target.first, items});
+      source = {source.first + items, source.count - items};
+      target = {target.first + items, target.count - items};
+    }
+  }
 }
 
 int64_t SmallestItem(const KvLayout& layout) {
@@ -113,6 +139,35 @@ int64_t StreamPlan::SegmentEnd(int64_t offset) const {
   return offset >= pages_bytes() ? total_bytes() : (offset / layer_bytes_ + 1) * layer_bytes_;
 }
 
+int64_t StreamPlan::TensorBytes(int64_t index) const {
+  return items().num_pages() * tensor(index).item_bytes;
+}
+
+int64_t StreamPlan::TensorEnd(int64_t offset) const {
+  const int64_t layer = offset / layer_bytes_;
+  int64_t end = layer * layer_bytes_;
+  int64_t index = layer * pool_->layout().num_tensors();
+  while (end <= offset) end += TensorBytes(index++);
+  return end;
+}
+
+StreamTensors StreamPlan::TensorsIn(int64_t offset, int64_t bytes, int64_t most) const {
+  if (offset >= pages_bytes()) return {};
+  const int64_t a_layer = pool_->layout().num_tensors();
+  StreamTensors found = {.first = offset / layer_bytes_ * a_layer};
+  int64_t into = offset % layer_bytes_;
+  while (into > 0) into -= TensorBytes(found.first++);
+  if (into < 0) return {};
+  const int64_t end = std::min(num_layers() * a_layer, found.first + most);
+  for (int64_t index = found.first; index < end; ++index) {
+    const int64_t with_it = found.bytes + TensorBytes(index);
+    if (with_it > bytes) break;
+    found.bytes = with_it;
+    ++found.count;
+  }
+  return found;
+}
+
 int64_t StreamPlan::InPages(int64_t offset, int64_t bytes) const {
   return std::clamp<int64_t>(pages_bytes() - offset, 0, bytes);
 }
@@ -138,7 +193,7 @@ absl::Status StreamPlan::Gather(int64_t offset, std::span<std::byte> packed) con
       lists.moves.push_back({piece.data(), to, static_cast<int64_t>(piece.size())});
       to += piece.size();
     }
-    KVFERRY_RETURN_IF_ERROR(Move(lists.moves));
+    KVFERRY_RETURN_IF_ERROR(Copied(pool_->memory().MoveApart(lists.moves)));
   }
   packed = packed.subspan(in_pages);
   if (packed.empty()) return absl::OkStatus();
@@ -170,12 +225,38 @@ absl::Status StreamPlan::ScatterPieces(int64_t offset, Pieces from) const {
     if (done <= in_pages) of_pages = lists.moves.size();
   });
   const std::span<const BytesMove> moves = lists.moves;
-  KVFERRY_RETURN_IF_ERROR(Move(moves.first(of_pages)));
+  KVFERRY_RETURN_IF_ERROR(Copied(pool_->memory().MoveApart(moves.first(of_pages))));
   return HostMemory()->MoveApart(moves.subspan(of_pages));
 }
 
-absl::Status StreamPlan::Move(std::span<const BytesMove> moves) const {
-  const absl::Status status = pool_->memory().MoveApart(moves);
+// The two sides may count in items of other numbers of heads: then in the longest that both can count in.
+absl::Status StreamPlan::ScatterRuns(int64_t offset, const PlacedRuns& from) const {
+  const absl::Status other = absl::DataLossError(
+      absl::StrCat("a chunk of other tensors than those at byte ", offset, " of the stream"));
+  const auto count = static_cast<int64_t>(from.places.size());
+  const StreamTensors tensors = TensorsIn(offset, pages_bytes(), count);
+  if (tensors.count != count) return other;
+  const int64_t theirs = from.places[0].item_bytes, ours = tensor(tensors.first).item_bytes;
+  const int64_t from_parts = theirs / std::gcd(theirs, ours);
+  const int64_t to_parts = ours / std::gcd(theirs, ours);
+  int64_t items = 0;
+  for (const PageRun& run : from.runs) items += run.count;
+  if (items * from_parts != this->items().num_pages() * to_parts) return other;
+  Lists& lists = EmptyLists();
+  for (int64_t i = 0; i < count; ++i) {
+    const ItemsPlace& place = from.places[i];
+    const BufferInfo& buffer = tensor(tensors.first + i);
+    const int64_t part_bytes = place.item_bytes / from_parts;
+    if (part_bytes * from_parts != place.item_bytes || part_bytes * to_parts != buffer.item_bytes) {
+      return other;
+    }
+    lists.places.push_back({place.begin, buffer.address, part_bytes});
+  }
+  PairRuns(from.runs, from_parts, this->items(), to_parts, &lists.items);
+  return Copied(pool_->memory().MoveItemsApart(lists.items, lists.places));
+}
+
+absl::Status StreamPlan::Copied(const absl::Status& status) const {
   if (status.ok()) return status;
   // Whatever it is, it is none of the peer's, and nothing that waiting or asking again would mend.
   return absl::InternalError(absl::StrCat("pages in ", pool_->memory().name(),

@@ -25,6 +25,13 @@ struct StreamTail {
   std::shared_ptr<const void> owner{};
 };
 
+// Whole tensors of a stream, which counts them layer by layer.
+struct StreamTensors {
+  int64_t first = 0;
+  int64_t count = 0;
+  int64_t bytes = 0;
+};
+
 // Where each byte of a transfer's stream (docs/wire_protocol.md) lies in one side's pool.
 // Arithmetic over the layout and the runs of pages: making one costs O(runs), and nothing grows
 // with pages x layers. Immutable; the pool is kept alive.
@@ -55,6 +62,18 @@ class StreamPlan {
   int64_t BytesOfLayers(int64_t layers) const;
   // Where the layer, or the tail, ends that `offset` lies in.
   int64_t SegmentEnd(int64_t offset) const;
+  // Where the tensor ends that `offset`, which lies in pages, lies in.
+  int64_t TensorEnd(int64_t offset) const;
+  // The tensors from `offset` on that the next `bytes` hold whole, `most` of them or fewer; none where no
+  // tensor begins.
+  StreamTensors TensorsIn(int64_t offset, int64_t bytes, int64_t most) const;
+  // The pages of the stream, or what of them is in it, as items, in order; the same of each tensor.
+  const PageRuns& items() const { return cut_ != nullptr ? cut_->items : pages_; }
+  // Where they lie in this side's memory.
+  const BufferInfo& tensor(int64_t index) const {
+    const int64_t a_layer = pool_->layout().num_tensors();
+    return pool_->buffer(index / a_layer, index % a_layer);
+  }
 
   // Whether the processor can touch the pages.
   bool on_host() const { return pool_->memory().on_host(); }
@@ -67,6 +86,9 @@ class StreamPlan {
   // Of pages on a device: from pieces, one after another, that all lie on the host or all where
   // MoveApart() of the pool's memory finds them; then the tail is not in the window.
   absl::Status ScatterPieces(int64_t offset, Pieces from) const;
+  // The same from whole tensors that lie where MoveItemsApart() finds them. DATA_LOSS if they are not
+  // those that begin at `offset`: then nothing has been written.
+  absl::Status ScatterRuns(int64_t offset, const PlacedRuns& from) const;
 
   // Appends where that window lies in this side's memory, piece by piece; adjacent pages are one.
   void AppendPieces(int64_t offset, int64_t bytes, std::vector<std::span<std::byte>>* pieces) const;
@@ -85,15 +107,14 @@ class StreamPlan {
  private:
   StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages, StreamTail tail,
              std::shared_ptr<const HeadSlice> cut);
-  // Of pool_: what the stream is made of.
-  const PageRuns& items() const { return cut_ != nullptr ? cut_->items : pages_; }
+  int64_t TensorBytes(int64_t index) const;
   // How many of the bytes from `offset` on are of pages.
   int64_t InPages(int64_t offset, int64_t bytes) const;
   // On the host: fn(buffer, pages, offset, part) for each part of the window, which is of pages alone.
   template <typename Byte, typename Fn>
   void ForEachPart(int64_t offset, std::span<Byte> packed, const Fn& fn) const;
-  // On a device.
-  absl::Status Move(std::span<const BytesMove> moves) const;
+  // What a device says that could not copy.
+  absl::Status Copied(const absl::Status& status) const;
 
   std::shared_ptr<const HeadSlice> cut_;  // Where only some of the heads are in the stream.
   std::shared_ptr<const KvPool> pool_;    // That one's then.

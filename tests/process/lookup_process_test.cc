@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <numeric>
 
 #include "absl/strings/match.h"
@@ -152,17 +153,20 @@ TEST(LookupProcesses, AConsumerIsKilledWhileItWaits) {
 }
 
 TEST(LookupProcesses, AProducerIsKilledInTheMiddle) {
-  ChildPeer survivor(PeerOptions("producer", kSlow, 128));
-  const Numbers pages = Count(0, 128);
+  // In more runs than a chunk's list has room for: else a device's tensors would all be one chunk.
+  constexpr int64_t kPages = 300;
+  ChildPeer survivor(PeerOptions("producer", kSlow, kPages));
+  Numbers pages = Count(0, kPages);
+  std::reverse(pages.begin(), pages.end());
   // A victim may be through before it is killed: that is another round.
   for (int round = 0; round < 10; ++round) {
     SCOPED_TRACE(round);
-    ChildPeer victim(PeerOptions("producer", kSlow, 128));
-    Consumer consumer(survivor.address() + "," + victim.address(), 128);
-    Insert(victim, Count(0, 128 * 16), pages);
+    ChildPeer victim(PeerOptions("producer", kSlow, kPages));
+    Consumer consumer(survivor.address() + "," + victim.address(), kPages);
+    Insert(victim, Count(0, kPages * 16), pages);
     const std::string moving = consumer.Lookup("0,1,2", {9}, 20000);
     EXPECT_EQ(consumer.Wait(moving, 20000), "OK");
-    Insert(victim, Count(0, 128 * 16), pages);
+    Insert(victim, Count(0, kPages * 16), pages);
     const int64_t received = consumer.Metric("bytes_received");
     const std::string broken = consumer.Lookup("any", pages, 60000);
     const std::string missing = consumer.Lookup("77", {9}, 2000);

@@ -13,4 +13,19 @@ inline std::vector<std::byte> Joined(Pieces pieces) {
   return bytes;
 }
 
+inline std::vector<std::byte> Joined(const PlacedRuns& placed) {
+  std::vector<std::byte> bytes;
+  for (const ItemsPlace& place : placed.places) {
+    for (const PageRun& run : placed.runs) {
+      const std::byte* const from = place.begin + run.first * place.item_bytes;
+      bytes.insert(bytes.end(), from, from + run.count * place.item_bytes);
+    }
+  }
+  return bytes;
+}
+
+inline std::vector<std::byte> Joined(const Payload& payload) {
+  return std::visit([](const auto& bytes) { return Joined(bytes); }, payload);
+}
+
 }  // namespace kvferry

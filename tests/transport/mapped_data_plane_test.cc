@@ -27,6 +27,12 @@ namespace {
 constexpr int64_t kChunkBytes = 4096;
 constexpr int64_t kPoolBytes = 64 << 10;
 
+// A list of so many places and what else it has: all entries are two numbers each.
+std::vector<PoolPiece> ListOf(std::vector<PoolPiece> entries, uint64_t places = 0) {
+  entries.insert(entries.begin(), {places, 0});
+  return entries;
+}
+
 struct Side {
   explicit Side(int64_t num_chunks = 16)
       : arena(Must(Arena::Create(num_chunks * kChunkBytes, kChunkBytes))),
@@ -48,8 +54,11 @@ struct Side {
 
   // A chunk that lies in those pieces of the pool.
   int64_t SendInPool(LinkId link, const std::vector<PoolPiece>& pieces, uint32_t bytes) {
+    return SendList(link, ListOf(pieces), bytes);
+  }
+  int64_t SendList(LinkId link, const std::vector<PoolPiece>& entries, uint32_t bytes) {
     const int64_t chunk = arena->Take();
-    const auto list = std::as_bytes(std::span(pieces));
+    const auto list = std::as_bytes(std::span(entries));
     std::copy(list.begin(), list.end(), arena->Bytes(chunk).begin());
     plane->SendPayload(link, {1, 0, 0, bytes, kChunkInPool}, arena->Bytes(chunk).first(list.size()),
                        [this, chunk](const absl::Status& status) {
@@ -300,6 +309,86 @@ TEST(MappedDevicePools, PiecesLieInAnyOfTheParts) {
   EXPECT_EQ(b.events.chunks[0].second, want);
 }
 
+TEST(MappedDevicePools, RunsAtPlaces) {
+  constexpr int64_t kParts = 4, kPartBytes = kPoolBytes / kParts;
+  DeviceSide a(kParts), b(0);
+  for (int64_t i = 0; i < kPoolBytes; ++i) {
+    a.pool.data.get()[i] = static_cast<std::byte>(i * i / 300);
+  }
+  const LinkId link = Must(a.plane->Connect(b.plane->address()));
+  ASSERT_TRUE(ProgressBoth(a, b, [&] { return a.plane->ReadsPool(link); }));
+  // Up to the end of a part; items of other sizes in another one; the same ones again.
+  const std::vector<PoolPiece> places = {
+      {kPartBytes - 190, 10}, {3 * kPartBytes, 100}, {kPartBytes + 7, 1}, {kPartBytes + 7, 1}};
+  const std::vector<PoolPiece> runs = {{18, 1}, {0, 3}, {5, 1}};
+  std::vector<PoolPiece> entries = places;
+  entries.insert(entries.end(), runs.begin(), runs.end());
+  a.SendList(link, ListOf(entries, places.size()), 5 * 112);
+  ASSERT_TRUE(ProgressBoth(a, b, [&] { return a.done.size() == 1; }));
+  std::vector<std::byte> want;
+  for (const PoolPiece& place : places) {
+    for (const PoolPiece& run : runs) {
+      for (uint64_t i = 0; i < run.bytes * place.bytes; ++i) {
+        const uint64_t at = place.offset + run.offset * place.bytes + i;
+        const uint64_t part = kParts - 1 - at / kPartBytes;
+        want.push_back(a.pool.data.get()[part * kPartBytes + at % kPartBytes]);
+      }
+    }
+  }
+  ASSERT_EQ(b.events.chunks.size(), 1u);
+  EXPECT_EQ(b.events.chunks[0].second, want);
+  EXPECT_TRUE(b.events.whole[0]);
+  EXPECT_TRUE(b.events.down.empty());
+}
+
+// Each is dropped, whatever its numbers come to where they overflow.
+TEST(MappedDevicePools, HostilePlaces) {
+  struct Case {
+    uint64_t places;
+    std::vector<PoolPiece> entries;
+    uint32_t bytes;
+    std::string why;
+  };
+  constexpr uint64_t kHalf = uint64_t{1} << 63, kAll = UINT64_MAX, kPart = kPoolBytes / 2;
+  const std::vector<Case> cases = {
+      {65537, {{0, 1}, {0, 1}}, 1, "65537 places"},
+      {3, {{0, 1}, {0, 1}}, 2, "3 places in a list of 3"},
+      {kAll, {{0, 1}, {0, 1}}, 1, "places in a list"},
+      {1, {{0, 1}}, 1, "places without runs"},
+      {1, {{0, 1}, {0, 0}}, 0, "items 0 + 0"},
+      {1, {{0, 1}, {0, 1}, {0, 0}}, 1, "items 0 + 0"},
+      {1, {{0, 1}, {kAll, 1}}, 1, "+ 1 after 0"},
+      {1, {{0, 1}, {0, kAll}}, 1, "after 0 of a chunk of 1"},
+      {1, {{0, 1}, {0, 1}, {0, kAll}}, 1, "after 1 of a chunk of 1"},
+      {1, {{0, 1}, {0, 6}, {0, 6}}, 11, "items 0 + 6 after 6"},
+      {1, {{0, 0}, {0, 1}}, 1, "items of 0 bytes"},
+      {1, {{0, kHalf}, {0, 2}}, 2, "2 items of 9223372036854775808 bytes"},
+      {2, {{0, 10}, {0, kHalf}, {0, 2}}, 20, "0 left"},
+      {1, {{0, 10}, {0, 2}}, 19, "2 items of 10 bytes"},
+      {1, {{0, 10}, {0, 2}}, 21, "places of 20 bytes for a chunk of 21"},
+      {2, {{0, 10}, {0, 10}, {0, 2}}, 39, "19 left"},
+      {2, {{0, 10}, {0, 10}, {0, 2}}, 41, "places of 40 bytes"},
+      {1, {{kPoolBytes, 1}, {0, 1}}, 1, "of a pool's part"},
+      {1, {{kAll, 1}, {0, 1}}, 1, "of a pool's part"},
+      {1, {{kAll, 1}, {1, 1}}, 1, "of a pool's part"},
+      {1, {{0, 1}, {kPart, 1}}, 1, "of a pool's part"},
+      {1, {{0, 2}, {kPart / 2, 1}}, 2, "of a pool's part"},
+      {1, {{kPart - 10, 1}, {0, 11}}, 11, "of a pool's part"},
+      {2, {{0, 1}, {kPart - 10, 1}, {10, 1}, {0, 1}}, 4, "of a pool's part"},
+      {1, {{0, uint64_t{1} << 31}, {uint64_t{1} << 33, 1}}, 1U << 31, "of a pool's part"},
+  };
+  for (const Case& c : cases) {
+    CapturedLog log;
+    DeviceSide a(2), b(0);
+    const LinkId link = Must(a.plane->Connect(b.plane->address()));
+    ASSERT_TRUE(ProgressBoth(a, b, [&] { return a.plane->ReadsPool(link); }));
+    a.SendList(link, ListOf(c.entries, c.places), c.bytes);
+    EXPECT_TRUE(ProgressBoth(a, b, [&] { return !a.events.down.empty(); })) << c.why;
+    EXPECT_TRUE(log.Has({"dropped a peer on this host", c.why})) << c.why << log.ToString();
+    EXPECT_TRUE(b.events.chunks.empty());
+  }
+}
+
 TEST(MappedDevicePools, WhoCannotMapThemGetsCopies) {
   DeviceSide a(0), other(0);
   std::vector<PoolMemory::SharedPart> parts = a.Parts(8);
@@ -347,7 +436,7 @@ TEST(MappedDevicePools, HostileParts) {
     a.SendInPool(link, {{UINT64_MAX, 2}}, 2);
   }));
   EXPECT_TRUE(is_dropped({part(100)}, [](DeviceSide& a, LinkId link) {
-    const std::vector<PoolPiece> pieces = {{0, 10}};
+    const std::vector<PoolPiece> pieces = ListOf({{0, 10}});
     const auto list = std::as_bytes(std::span(pieces));
     const auto chunk = a.arena->Bytes(a.arena->Take());
     std::copy(list.begin(), list.end(), chunk.begin());
@@ -420,7 +509,7 @@ TEST_F(MappedPlanes, BadArguments) {
   EXPECT_TRUE(Fails(a_.plane->Connect(address + "x").status(), absl::StatusCode::kInvalidArgument,
                     "34 bytes"));
   std::string newer = address;
-  newer[0] = 4;
+  newer[0] = 5;
   EXPECT_TRUE(Fails(a_.plane->Connect(newer).status(), absl::StatusCode::kInvalidArgument,
                     "another version"));
   std::string nobody = address;
@@ -442,7 +531,7 @@ struct HelloBytes {
   uint32_t kind = 1;
   uint32_t zero = 0;
   uint64_t magic = 0x6b7666657272792f;
-  uint64_t version = 3;
+  uint64_t version = 4;
   char token[16] = {};
   uint64_t num_chunks = 4;
   uint64_t chunk_bytes = kChunkBytes;
@@ -515,7 +604,7 @@ TEST_F(Stranger, WrongToken) {
 TEST_F(Stranger, WrongVersion) {
   const UniqueFd socket = Dial();
   HelloBytes hello = Hello();
-  hello.version = 4;
+  hello.version = 3;
   Say(socket, hello, Memory(kEnough, true).get());
   ExpectHangUp(socket, "version");
 }
@@ -606,6 +695,7 @@ TEST_F(Stranger, PiecesOutsideThePool) {
     std::vector<PoolPiece> pieces;
     uint32_t bytes;
     std::string why;
+    uint64_t places = 0;
   };
   for (const Case& c : std::vector<Case>{{{{8192, 1}}, 1, "bytes 8192 + 1 of a pool of 8192"},
                                          {{{0, 8193}}, 8193, "of a pool of"},
@@ -613,20 +703,22 @@ TEST_F(Stranger, PiecesOutsideThePool) {
                                          {{{1, UINT64_MAX}}, 1, "of a pool of"},
                                          {{{0, 100}}, 101, "pieces of 100 bytes"},
                                          {{{0, 100}, {0, 100}}, 150, "pieces of 200 bytes"},
-                                         {{}, 1, "pieces of 0 bytes"}}) {
+                                         {{}, 1, "pieces of 0 bytes"},
+                                         {{{0, 1}, {0, 1}}, 1, "of a pool on the host", 1}}) {
     const UniqueFd socket = Dial();
     HelloBytes hello = Hello();
     hello.pool_bytes = 8192;
     const UniqueFd arena(Memory(kEnough, false));
-    ASSERT_EQ(pwrite(arena.get(), c.pieces.data(), c.pieces.size() * sizeof(PoolPiece), 4096),
-              static_cast<ssize_t>(c.pieces.size() * sizeof(PoolPiece)));
+    const std::vector<PoolPiece> list = ListOf(c.pieces, c.places);
+    ASSERT_EQ(pwrite(arena.get(), list.data(), list.size() * sizeof(PoolPiece), 4096),
+              static_cast<ssize_t>(list.size() * sizeof(PoolPiece)));
     ASSERT_EQ(fcntl(arena.get(), F_ADD_SEALS, F_SEAL_SHRINK), 0);
     const UniqueFd pool = Memory(8192, true);
     SayWith(socket, hello, std::vector<int>{arena.get(), pool.get()});
     ChunkBytes chunk;
     chunk.header.bytes = c.bytes;
     chunk.header.flags = kChunkInPool;
-    chunk.payload_bytes = c.pieces.size() * sizeof(PoolPiece);
+    chunk.payload_bytes = list.size() * sizeof(PoolPiece);
     Say(socket, chunk);
     a_.done.clear();
     b_.events.chunks.clear();

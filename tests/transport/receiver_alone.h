@@ -80,7 +80,7 @@ class ReceiverAlone : public testing::Test {
     // Taken back while it is read: it was there when the reader began.
     int looks = 0;
     const std::span<const std::byte> payload = chunk.payload;
-    receiver_.OnChunk(chunk.header, {&payload, 1}, [&] { return intact || looks++ == 0; });
+    receiver_.OnChunk(chunk.header, Pieces(&payload, 1), [&] { return intact || looks++ == 0; });
   }
   // By a lane, which has not told the progress thread.
   void LandAllUnheard() {
@@ -88,7 +88,7 @@ class ReceiverAlone : public testing::Test {
     for (const Chunk& chunk : Stream(1000)) {
       const std::span<const std::byte> payload = chunk.payload;
       ASSERT_TRUE(IsOk(receiver_.Land(
-          chunk.header, {&payload, 1}, [] { return true; }, &copy)));
+          chunk.header, Pieces(&payload, 1), [] { return true; }, &copy)));
     }
   }
   // The fetch has ended well and said so, and was asked for once.

@@ -299,7 +299,7 @@ TEST_F(ReceiverAlone, LanesLandAtOnce) {
         if (i % 3 != lane) continue;
         const std::span<const std::byte> payload = chunks[i].payload;
         EXPECT_TRUE(IsOk(receiver_.Land(
-            chunks[i].header, {&payload, 1}, [] { return true; }, &copy)));
+            chunks[i].header, Pieces(&payload, 1), [] { return true; }, &copy)));
       }
     });
   }
@@ -328,7 +328,7 @@ TEST_F(ReceiverAlone, AFetchDoesNotEndWhileALaneIsInside) {
       inside.Open();
       return go_on.Wait(Soon());
     };
-    EXPECT_TRUE(IsOk(receiver_.Land(chunk.header, {&payload, 1}, intact, &copy)));
+    EXPECT_TRUE(IsOk(receiver_.Land(chunk.header, Pieces(&payload, 1), intact, &copy)));
   });
   ASSERT_TRUE(inside.Wait(Soon()));
   std::thread progress([&] { receiver_.Cancel(kId, absl::CancelledError("x")); });

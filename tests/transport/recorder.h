@@ -14,7 +14,7 @@ namespace kvferry {
 
 // Remembers what data planes report.
 struct Recorder : public DataEvents {
-  void OnChunk(const ChunkHeader& header, Pieces payload, Intact intact) override {
+  void OnChunk(const ChunkHeader& header, const Payload& payload, Intact intact) override {
     chunks.emplace_back(header, Joined(payload));
     if (before_intact) before_intact();
     whole.push_back(intact());

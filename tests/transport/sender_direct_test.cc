@@ -248,6 +248,27 @@ TEST(PoolRegions, AreOneRow) {
   EXPECT_EQ(region, 2u);
 }
 
+TEST(PoolRegions, EachBufferInOnePart) {
+  const KvLayout layout = KvLayout::Mha(1, 4, 1, 8, DType::kBFloat16);
+  const int64_t bytes = 6 * layout.item_bytes(0);
+  auto memory = std::make_shared<std::vector<std::byte>>(4 * bytes);
+  const std::vector<BufferInfo> buffers = {{memory->data(), bytes, layout.item_bytes(0)},
+                                           {memory->data() + bytes, bytes, layout.item_bytes(0)}};
+  const auto pool = Must(KvPool::Adopt(layout, buffers, memory));
+  const PoolRegions regions(*pool);
+  const auto in_one = [&](const std::vector<int64_t>& sizes) {
+    std::vector<PoolMemory::SharedPart> parts;
+    for (const int64_t size : sizes) parts.push_back({"", size});
+    return regions.EachInOne(*pool, parts);
+  };
+  EXPECT_TRUE(in_one({2 * bytes}));
+  EXPECT_TRUE(in_one({bytes, bytes}));
+  EXPECT_FALSE(in_one({bytes - 1, bytes + 1}));
+  EXPECT_FALSE(in_one({bytes + 1, bytes - 1}));
+  EXPECT_FALSE(in_one({bytes, bytes - 1}));
+  EXPECT_FALSE(in_one({}));
+}
+
 TEST(PoolRegions, BuffersMayOverlap) {
   const KvLayout layout = KvLayout::Mha(1, 4, 1, 8, DType::kBFloat16);
   const int64_t bytes = 6 * layout.item_bytes(0);

@@ -12,6 +12,7 @@
 #include <set>
 
 #include "base/hash.h"
+#include "tests/pool/guarded_memory.h"
 #include "tests/support/wait_for.h"
 #include "tests/transport/sender_alone.h"
 
@@ -27,15 +28,37 @@ class SenderInPlace : public SenderAlone {
   // What a peer reads when it looks where the chunk says.
   std::vector<std::byte> Read(const SentChunk& chunk) {
     EXPECT_NE(chunk.header.flags & kChunkInPool, 0u);
-    std::vector<PoolPiece> pieces(chunk.payload.size() / sizeof(PoolPiece));
-    std::memcpy(pieces.data(), chunk.payload.data(), chunk.payload.size());
     std::vector<std::byte> bytes;
-    for (const PoolPiece& piece : pieces) {
-      const std::byte* from = pool_->shared_memory()->data.get() + piece.offset;
-      bytes.insert(bytes.end(), from, from + piece.bytes);
+    for (const PoolPiece& piece : PiecesOf(chunk)) {
+      const std::vector<std::byte> more = ReadPiece(piece);
+      bytes.insert(bytes.end(), more.begin(), more.end());
     }
     EXPECT_EQ(bytes.size(), chunk.header.bytes);
     return bytes;
+  }
+  virtual std::vector<std::byte> ReadPiece(const PoolPiece& piece) {
+    const std::byte* from = pool_->shared_memory()->data.get() + piece.offset;
+    return {from, from + piece.bytes};
+  }
+  // All of them, one by one, in the order of the stream.
+  static std::vector<PoolPiece> PiecesOf(const SentChunk& chunk) {
+    std::vector<PoolPiece> list(chunk.payload.size() / sizeof(PoolPiece));
+    std::memcpy(list.data(), chunk.payload.data(), chunk.payload.size());
+    const auto places = static_cast<size_t>(PlacesOf(chunk));
+    const std::span<const PoolPiece> entries = std::span(list).subspan(1 + places);
+    if (places == 0) return {entries.begin(), entries.end()};
+    std::vector<PoolPiece> pieces;
+    for (const PoolPiece& place : std::span(list).subspan(1, places)) {
+      for (const PoolPiece& run : entries) {
+        pieces.push_back({place.offset + run.offset * place.bytes, run.bytes * place.bytes});
+      }
+    }
+    return pieces;
+  }
+  static uint64_t PlacesOf(const SentChunk& chunk) {
+    PoolListHead head;
+    std::memcpy(&head, chunk.payload.data(), sizeof head);
+    return head.places;
   }
   std::vector<std::byte> ReadAll(int64_t from = 0) {
     std::vector<std::byte> stream;
@@ -160,6 +183,115 @@ TEST_F(SenderInPlace, SmallPagesAreGathered) {
   }
   EXPECT_EQ(Sent(1), Want({1, 2}));
   EXPECT_EQ(metrics_.chunks_in_place, 0);
+}
+
+// Pools on a device are named tensor by tensor: their pages once.
+class SenderOnDevice : public SenderInPlace {
+ protected:
+  std::vector<std::byte> ReadPiece(const PoolPiece& piece) override {
+    const PoolRegions regions(*pool_);
+    EXPECT_EQ(regions.regions().size(), 1u);
+    return memory_->Read(regions.regions()[0].data() + piece.offset,
+                         static_cast<int64_t>(piece.bytes));
+  }
+  // Sends those pages of a pool of that layout; `chunk_bytes` is what their reader asks for.
+  void Send(const KvLayout& layout, const std::vector<int64_t>& pages, int64_t chunk_bytes,
+            int64_t from = 0, HeadShare heads = {}, HeadRange wanted = {}) {
+    pool_ = Must(KvPool::CreateIn(layout, 4096, memory_));
+    FillPattern(*pool_, 5);
+    Sender sender(config_, pool_, &leases_, arena_.get(), &outbox_, &metrics_, {}, heads);
+    Publish(5, pages, layout.num_layers);
+    FetchMsg fetch = Ask(1, 5, static_cast<int64_t>(pages.size()));
+    fetch.in_place_bytes = chunk_bytes;
+    fetch.from_bytes = from;
+    fetch.heads = wanted;
+    sender.OnFetch(kPeer, kLink, fetch);
+    for (size_t i = 0; i == 0 || i < wire().chunks.size(); ++i) {
+      while (sender.Pump()) {
+      }
+      ASSERT_LT(i, wire().chunks.size());
+      wire().Complete(i, absl::OkStatus());
+    }
+  }
+  std::vector<uint64_t> Places() {
+    std::vector<uint64_t> places;
+    for (const SentChunk& chunk : wire().chunks) places.push_back(PlacesOf(chunk));
+    return places;
+  }
+
+  std::shared_ptr<GuardedMemory> memory_ = std::make_shared<GuardedMemory>();
+  const KvLayout layout_ = KvLayout::Mha(4, 1, 1, 128, DType::kBFloat16);  // 256 bytes an item.
+};
+
+TEST_F(SenderOnDevice, NamesTensors) {
+  const std::vector<int64_t> pages = {9, 8, 7, 100, 3, 4};
+  Send(layout_, pages, 1 << 30);
+  EXPECT_EQ(Places(), std::vector<uint64_t>{8});
+  EXPECT_EQ(wire().chunks[0].payload.size(), (1 + 8 + 5) * sizeof(PoolPiece));
+  EXPECT_EQ(ReadAll(), Want(pages));
+}
+
+// As many as the reader asks for; of other sizes, too.
+TEST_F(SenderOnDevice, ChunksEndWhereTensorsDo) {
+  const std::vector<int64_t> pages = {9, 8, 7};
+  KvLayout layout = layout_;
+  layout.tensors[1].head_dim = 384;
+  Send(layout, pages, 3 * (256 + 768 + 256) + 100);
+  EXPECT_EQ(Places(), (std::vector<uint64_t>{3, 2, 2, 1}));
+  EXPECT_EQ(ReadAll(), Want(pages));
+}
+
+// From the middle of one its end comes first; one that is longer than a chunk goes in pieces, and
+// the next one begins anew.
+TEST_F(SenderOnDevice, PartsOfTensorsInPieces) {
+  const std::vector<int64_t> pages = {9, 7, 5};
+  Send(layout_, pages, 1 << 30, 768 + 5);
+  EXPECT_EQ(Places(), (std::vector<uint64_t>{0, 6}));
+  EXPECT_EQ(ReadAll(768 + 5), Want(pages, 768 + 5));
+}
+
+TEST_F(SenderOnDevice, LongTensorsInPieces) {
+  const std::vector<int64_t> pages = {9, 7, 5};
+  Send(layout_, pages, 600);
+  ASSERT_EQ(wire().chunks.size(), 16u);
+  for (size_t i = 0; i < 16; ++i) {
+    EXPECT_EQ(wire().chunks[i].header.bytes, i % 2 == 0 ? 600u : 168u);
+  }
+  EXPECT_EQ(ReadAll(), Want(pages));
+}
+
+// The list must fit into a chunk of the arena: here of 4 KiB, so that it has 255 entries.
+TEST_F(SenderOnDevice, AsManyAsTheListHasRoomFor) {
+  std::vector<int64_t> pages;
+  for (int64_t i = 0; i < 250; ++i) pages.push_back(2 * i);
+  Send(layout_, pages, 1 << 30);
+  EXPECT_EQ(Places(), (std::vector<uint64_t>{5, 3}));
+  EXPECT_EQ(wire().chunks[0].payload.size(), 4096u);
+  EXPECT_EQ(ReadAll(), Want(pages));
+}
+
+TEST_F(SenderOnDevice, TooManyRunsForAList) {
+  std::vector<int64_t> pages;
+  for (int64_t i = 0; i < 255; ++i) pages.push_back(2 * i);
+  Send(layout_, pages, 1 << 30);
+  for (const SentChunk& chunk : wire().chunks) {
+    EXPECT_EQ(PlacesOf(chunk), 0u);
+    EXPECT_LE(chunk.payload.size(), 4096u);
+  }
+  EXPECT_EQ(wire().chunks.size(), 16u);
+  EXPECT_EQ(ReadAll(), Want(pages));
+}
+
+TEST_F(SenderOnDevice, SomeHeads) {
+  const std::vector<int64_t> pages = {9, 8, 7, 100};
+  const KvLayout layout = KvLayout::Mha(3, 4, 4, 256, DType::kBFloat16);
+  Send(layout, pages, 1 << 30, 0, {0, 8}, {2, 2});
+  EXPECT_EQ(Places(), std::vector<uint64_t>{6});
+  const StreamPlan plan =
+      Must(StreamPlan::Create(pool_, Must(PageRuns::FromPages(pages)), {}, {2, 2}));
+  std::vector<std::byte> want(static_cast<size_t>(plan.total_bytes()));
+  ASSERT_TRUE(IsOk(plan.Gather(0, want)));
+  EXPECT_EQ(ReadAll(), want);
 }
 
 // A sender that believes the arena to be ten times as quick, or the pages.

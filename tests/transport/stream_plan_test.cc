@@ -5,6 +5,7 @@
 #include <random>
 #include <set>
 
+#include "absl/strings/str_cat.h"
 #include "tests/pool/guarded_memory.h"
 #include "tests/support/kv_pattern.h"
 #include "tests/support/status.h"
@@ -251,6 +252,188 @@ TEST(StreamPlan, PoolsOnADevice) {
   }
 }
 
+// Whole tensors out of another pool on the device, against gathering them and scattering that: pages in any
+// order on both sides, tensors of several sizes, all heads or some, whichever number of them a side has.
+class Placed : public testing::TestWithParam<uint64_t> {
+ protected:
+  // The tensors that begin at `offset`, as their owner's device has them.
+  struct Tensors {
+    std::vector<PageRun> runs;
+    std::vector<ItemsPlace> places;
+    int64_t bytes = 0;
+
+    operator PlacedRuns() const { return {runs, places}; }  // NOLINT(google-explicit-constructor)
+  };
+  static Tensors TensorsAt(const StreamPlan& plan, int64_t offset, int64_t bytes, int64_t most) {
+    const StreamTensors found = plan.TensorsIn(offset, bytes, most);
+    Tensors tensors;
+    tensors.bytes = found.bytes;
+    for (const PageRun& run : plan.items().runs()) tensors.runs.push_back(run);
+    for (int64_t i = 0; i < found.count; ++i) {
+      const BufferInfo& buffer = plan.tensor(found.first + i);
+      tensors.places.push_back({buffer.address, buffer.item_bytes});
+    }
+    return tensors;
+  }
+  KvLayout Layout(int64_t num_heads, int64_t page_size, const std::string& format) {
+    KvLayout layout{layers_, page_size, DType::kUint8, format, {{"k", num_heads, 6}}};
+    if (both_) layout.tensors.push_back({"v", num_heads, 15});
+    return layout;
+  }
+  std::shared_ptr<KvPool> Pool(const KvLayout& layout, uint64_t seed) {
+    auto pool = Must(KvPool::CreateIn(layout, 40, memory_));
+    FillPattern(*pool, seed);
+    return pool;
+  }
+  PageRuns Pages(int64_t count) {
+    const std::string shape = std::vector<std::string>{"seq", "runs8", "rand"}[random_() % 3];
+    return Must(PageRuns::FromPages(MakePages(shape, count, 40, &random_)));
+  }
+  std::vector<std::byte> All(const KvPool& pool) {
+    std::vector<std::byte> all;
+    for (const BufferInfo& buffer : pool.buffer_infos()) {
+      const std::vector<std::byte> one = memory_->Read(buffer.address, buffer.bytes);
+      all.insert(all.end(), one.begin(), one.end());
+    }
+    return all;
+  }
+
+  std::mt19937_64 random_{GetParam()};
+  const std::shared_ptr<GuardedMemory> memory_ = std::make_shared<GuardedMemory>();
+  int64_t layers_ = 1;
+  bool both_ = true;
+};
+
+TEST_P(Placed, AsGatheredAndScattered) {
+  for (int round = 0; round < 120; ++round) {
+    layers_ = 1 + static_cast<int64_t>(random_() % 4);
+    both_ = random_() % 4 != 0;
+    const int64_t page_size = 1 + static_cast<int64_t>(random_() % 4);
+    const std::string format = random_() % 2 == 0 ? "NHD" : "HND";
+    // `heads` of what either side has.
+    const int64_t heads = 1 + static_cast<int64_t>(random_() % 6);
+    const auto side = [&](uint64_t seed, const PageRuns& pages) {
+      const auto before = static_cast<int64_t>(random_() % 5);
+      const int64_t all = before + heads + static_cast<int64_t>(random_() % 5);
+      const bool some = random_() % 2 == 0;
+      auto pool = Pool(Layout(some ? all : heads, page_size, format), seed);
+      return Must(StreamPlan::Create(std::move(pool), pages, {},
+                                     some ? HeadRange{before, heads} : HeadRange()));
+    };
+    const int64_t count = 1 + static_cast<int64_t>(random_() % 30);
+    const StreamPlan from = side(7, Pages(count)), to = side(8, Pages(count));
+    ASSERT_EQ(from.total_bytes(), to.total_bytes());
+    std::vector<std::byte> stream(static_cast<size_t>(to.total_bytes())), got(stream.size());
+    for (int64_t offset = 0; offset < to.total_bytes();) {
+      const auto bytes =
+          static_cast<int64_t>(random_() % static_cast<uint64_t>(to.total_bytes() + 1));
+      const Tensors tensors =
+          TensorsAt(from, offset, bytes, 1 + static_cast<int64_t>(random_() % 5));
+      ASSERT_LE(tensors.bytes, bytes);
+      if (tensors.bytes == 0) continue;
+      const int64_t before = memory_->num_runs;
+      ASSERT_TRUE(IsOk(to.ScatterRuns(offset, tensors)));
+      ASSERT_EQ(memory_->num_runs, before + 1);
+      ASSERT_TRUE(IsOk(from.Gather(0, stream)));
+      ASSERT_TRUE(IsOk(to.Gather(0, got)));
+      ASSERT_TRUE(std::equal(got.begin(), got.begin() + offset + tensors.bytes, stream.begin()))
+          << round << " at " << offset;
+      offset += tensors.bytes;
+    }
+  }
+}
+
+// Nothing but the tensors is written.
+TEST_P(Placed, NothingElseIsWritten) {
+  layers_ = 3;
+  for (int round = 0; round < 40; ++round) {
+    const KvLayout layout = Layout(2, 3, "NHD");
+    const auto source = Pool(layout, 7), target = Pool(layout, 8), like = Pool(layout, 8);
+    const PageRuns there = Pages(12), here = Pages(12);
+    const StreamPlan from = Must(StreamPlan::Create(source, there));
+    const StreamPlan to = Must(StreamPlan::Create(target, here));
+    const StreamPlan expected = Must(StreamPlan::Create(like, here));
+    const int64_t offset = from.TensorEnd(static_cast<int64_t>(random_() % from.layer_bytes()));
+    const Tensors tensors = TensorsAt(from, offset, from.layer_bytes(), 9);
+    std::vector<std::byte> packed(static_cast<size_t>(tensors.bytes));
+    ASSERT_TRUE(IsOk(from.Gather(offset, packed)));
+    ASSERT_TRUE(IsOk(expected.Scatter(offset, packed)));
+    ASSERT_TRUE(IsOk(to.ScatterRuns(offset, tensors)));
+    ASSERT_EQ(All(*target), All(*like));
+  }
+}
+
+// A list that is not this stream's writes nothing.
+TEST_P(Placed, OtherTensors) {
+  layers_ = 2;
+  const auto source = Pool(Layout(2, 3, "NHD"), 7), target = Pool(Layout(2, 3, "NHD"), 8);
+  const PageRuns pages = Pages(12);
+  const StreamPlan from = Must(StreamPlan::Create(source, pages));
+  std::vector<std::byte> tail(100);
+  const StreamPlan to = Must(StreamPlan::Create(target, pages, TailOf(tail)));
+  const std::vector<std::byte> before = All(*target);
+  const auto refused = [&](int64_t offset, const Tensors& tensors) {
+    return Fails(to.ScatterRuns(offset, tensors), absl::StatusCode::kDataLoss,
+                 absl::StrCat("other tensors than those at byte ", offset)) &&
+           All(*target) == before;
+  };
+  const Tensors all = TensorsAt(from, 0, from.total_bytes(), 9);
+  ASSERT_EQ(all.places.size(), 4u);
+  const int64_t k_bytes = from.TensorEnd(0);
+  EXPECT_TRUE(refused(1, all));
+  EXPECT_TRUE(refused(k_bytes, all)) << "one too many";
+  EXPECT_TRUE(refused(from.total_bytes(), all)) << "in the tail";
+  EXPECT_TRUE(refused(k_bytes, TensorsAt(from, 0, from.total_bytes(), 1))) << "K for V";
+  Tensors more = all;
+  more.runs.push_back({0, 1});
+  EXPECT_TRUE(refused(0, more));
+  Tensors fewer = all;
+  fewer.runs.back().count -= 1;
+  EXPECT_TRUE(refused(0, fewer));
+  Tensors other = all;
+  other.places[1].item_bytes += 1;
+  EXPECT_TRUE(refused(0, other));
+  std::swap(other.places[0], other.places[1]);
+  EXPECT_TRUE(refused(0, other));
+  other.places[0].item_bytes = int64_t{1} << 32;
+  EXPECT_TRUE(refused(0, other));
+  EXPECT_TRUE(IsOk(to.ScatterRuns(0, all)));
+}
+
+INSTANTIATE_TEST_SUITE_P(StreamPlan, Placed, testing::Range<uint64_t>(1, 4));
+
+// Against counting: from where a tensor begins, what is whole in so many bytes.
+TEST(StreamPlan, TensorsOfAStream) {
+  KvLayout layout = KvLayout::Mha(3, 1, 1, 8, DType::kUint8);
+  layout.tensors[1].head_dim = 5;
+  const auto pool = MakePatternPool(layout, 10, 1);
+  const StreamPlan plan = Must(StreamPlan::Create(pool, PageRuns(PageRun{2, 4})));
+  const std::vector<int64_t> ends = {32, 52, 84, 104, 136, 156};
+  ASSERT_EQ(plan.total_bytes(), ends.back());
+  for (int64_t offset = 0; offset < 156; ++offset) {
+    const auto next = std::upper_bound(ends.begin(), ends.end(), offset);
+    EXPECT_EQ(plan.TensorEnd(offset), *next);
+    const bool begins = offset == 0 || *(next - 1) == offset;
+    for (int64_t bytes = 0; bytes <= 156; ++bytes) {
+      for (const int64_t most : {-1, 0, 2, 9}) {
+        const StreamTensors found = plan.TensorsIn(offset, bytes, most);
+        const auto last =
+            begins ? std::upper_bound(ends.begin(), ends.end(), offset + bytes) : next;
+        const int64_t count = std::clamp<int64_t>(last - next, 0, std::max<int64_t>(most, 0));
+        ASSERT_EQ(found.count, count);
+        ASSERT_EQ(found.bytes, count == 0 ? 0 : *(next + count - 1) - offset);
+        if (count > 0) {
+          ASSERT_EQ(found.first, next - ends.begin());
+        }
+      }
+    }
+  }
+  EXPECT_EQ(plan.TensorsIn(156, 10, 10).count, 0);
+  for (int64_t index = 0; index < 6; ++index) {
+    EXPECT_EQ(&plan.tensor(index), &pool->buffer(index / 2, index % 2));
+  }
+}
+
 TEST(StreamPlan, WhatFailsOnADeviceIsNobodyElsesFault) {
   const auto memory = std::make_shared<GuardedMemory>();
   const auto pool = Must(KvPool::CreateIn(KvLayout::Mla(2, 4, 8, DType::kUint8), 10, memory));
@@ -260,6 +443,10 @@ TEST(StreamPlan, WhatFailsOnADeviceIsNobodyElsesFault) {
   EXPECT_TRUE(Fails(plan.Gather(3, bytes), absl::StatusCode::kInternal,
                     "pages in guarded memory could not be copied: fell off the bus"));
   EXPECT_TRUE(Fails(plan.Scatter(3, bytes), absl::StatusCode::kInternal, "fell off the bus"));
+  const PageRun run{0, 2};
+  const ItemsPlace place{bytes.data(), 32};
+  EXPECT_TRUE(Fails(plan.ScatterRuns(0, {{&run, 1}, {&place, 1}}), absl::StatusCode::kInternal,
+                    "fell off the bus"));
 }
 
 TEST(StreamPlan, NoPages) {

@@ -37,7 +37,7 @@ enum Kind : uint32_t {
 
 using Token = std::array<char, 16>;
 constexpr uint64_t kMagic = 0x6b7666657272792f;
-constexpr uint8_t kVersion = 3;
+constexpr uint8_t kVersion = 4;
 
 struct Head {
   uint32_t kind = 0;
@@ -93,6 +93,7 @@ constexpr uint64_t kMaxChunks = uint64_t{1} << 24;
 constexpr uint64_t kMaxChunkBytes = uint64_t{1} << 30;
 constexpr uint64_t kMaxPoolBytes = uint64_t{1} << 45;
 constexpr uint64_t kMaxPoolParts = uint64_t{1} << 16;
+constexpr uint64_t kMaxPlaces = KvLayout::kMaxLayers * KvLayout::kMaxTensors;
 constexpr size_t kMaxAccepted = 4096;
 // Words of one link's reader, before it is the next one's turn.
 constexpr int kReadsATurn = 16;
@@ -102,6 +103,27 @@ constexpr uint64_t kPauseId = UINT64_MAX;
 // Words that wait for a peer that takes none: more than chunks, credits and several of the longest
 // messages make.
 constexpr size_t kMaxUnsent = size_t{1} << 14;
+
+// Entries of a list that lies where its sender can change it: each is read once, and then checked.
+class PoolList {
+ public:
+  PoolList(const std::byte* begin, size_t size) : begin_(begin), size_(size) {}
+
+  size_t size() const { return size_; }
+  PoolList From(size_t first) const { return {begin_ + first * sizeof(PoolPiece), size_ - first}; }
+  PoolList First(size_t count) const { return {begin_, count}; }
+  template <typename Entry>
+  Entry Read(size_t index) const {
+    static_assert(sizeof(Entry) == sizeof(PoolPiece));
+    Entry entry;
+    std::memcpy(&entry, begin_ + index * sizeof(entry), sizeof(entry));
+    return entry;
+  }
+
+ private:
+  const std::byte* begin_;
+  size_t size_;
+};
 
 template <typename T>
 bool Parse(const Packet& packet, T* message) {
@@ -189,9 +211,13 @@ class MappedDataPlane : public AddressedPlane {
   static void AddPart(Accepted& accepted, std::shared_ptr<const std::byte> memory, uint64_t bytes);
   absl::Status OnChunk(Accepted& accepted, const ChunkPacket& chunk, DataEvents* events);
   static absl::Status OnMessagePart(Accepted& accepted, const Packet& packet, DataEvents* events);
-  // Fills pieces_ with where the chunk's bytes lie.
-  absl::Status FindPieces(const Accepted& accepted, const ChunkPacket& chunk);
-  absl::Status ReadPoolPieces(const Accepted& accepted, const ChunkPacket& chunk);
+  // Where the chunk's bytes lie; valid until the next call.
+  absl::StatusOr<Payload> FindBytes(const Accepted& accepted, const ChunkPacket& chunk);
+  absl::StatusOr<Payload> ReadPoolList(const Accepted& accepted, const ChunkPacket& chunk);
+  // Fill pieces_, or runs_ and then places_, from parts of it.
+  absl::Status ReadPieces(const Accepted& accepted, PoolList list, uint64_t chunk_bytes);
+  absl::Status ReadRuns(PoolList list, uint64_t chunk_bytes);
+  absl::Status ReadPlaces(const Accepted& accepted, PoolList list, uint64_t chunk_bytes);
   // Gives the last part that it lies in.
   const PoolPart* AddPieces(const PoolPart* part, PoolPiece piece);
   void Serve(uint64_t id, uint32_t ready, DataEvents* events);
@@ -209,9 +235,12 @@ class MappedDataPlane : public AddressedPlane {
   uint64_t next_accepted_ = kListenerId + 1;
   absl::flat_hash_map<LinkId, std::unique_ptr<Link>> links_;
   absl::flat_hash_map<uint64_t, std::unique_ptr<Accepted>> accepted_;
-  absl::flat_hash_set<std::string> refused_by_;     // Addresses: what they do once, they do again.
-  std::vector<LinkId> down_;                        // Reported at the end of Progress().
-  std::vector<std::span<const std::byte>> pieces_;  // Of the chunk that is being delivered.
+  absl::flat_hash_set<std::string> refused_by_;  // Addresses: what they do once, they do again.
+  std::vector<LinkId> down_;                     // Reported at the end of Progress().
+  // Of the chunk that is being delivered.
+  std::vector<std::span<const std::byte>> pieces_;
+  std::vector<PageRun> runs_;
+  std::vector<ItemsPlace> places_;
 };
 
 std::string SocketName(const std::string& random) {
@@ -472,16 +501,14 @@ absl::Status MappedDataPlane::OnPoolPart(Accepted& accepted, const Packet& packe
   return absl::OkStatus();
 }
 
-// The list lies where its sender can change it: each entry is read once, and then checked.
-absl::Status MappedDataPlane::ReadPoolPieces(const Accepted& accepted, const ChunkPacket& chunk) {
-  const std::byte* list =
-      accepted.arena.get() + accepted.shape.chunk_at(static_cast<int64_t>(chunk.slot));
+// Pieces that lie in the pool, and are all of the chunk.
+absl::Status MappedDataPlane::ReadPieces(const Accepted& accepted, PoolList list,
+                                         uint64_t chunk_bytes) {
   const uint64_t pool_bytes = accepted.pool_bytes();
   uint64_t sum = 0;
   const PoolPart* part = accepted.pool.data();
-  for (uint64_t at = 0; at + sizeof(PoolPiece) <= chunk.payload_bytes; at += sizeof(PoolPiece)) {
-    PoolPiece piece;
-    std::memcpy(&piece, list + at, sizeof(piece));
+  for (size_t i = 0; i < list.size() && sum <= chunk_bytes; ++i) {
+    const auto piece = list.Read<PoolPiece>(i);
     if (piece.offset > pool_bytes || piece.bytes > pool_bytes - piece.offset) {
       return absl::InvalidArgumentError(
           absl::StrCat("bytes ", piece.offset, " + ", piece.bytes, " of a pool of ", pool_bytes));
@@ -490,11 +517,78 @@ absl::Status MappedDataPlane::ReadPoolPieces(const Accepted& accepted, const Chu
     if (!part->Has(piece.offset)) part = &accepted.PartAt(piece.offset);
     part = AddPieces(part, piece);
     sum += piece.bytes;
-    if (sum > chunk.header.bytes) break;
   }
-  if (sum == chunk.header.bytes) return absl::OkStatus();
+  if (sum == chunk_bytes) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      absl::StrCat("pieces of ", sum, " bytes for a chunk of ", chunk.header.bytes));
+      absl::StrCat("pieces of ", sum, " bytes for a chunk of ", chunk_bytes));
+}
+
+// Of items that could be a byte each.
+absl::Status MappedDataPlane::ReadRuns(PoolList list, uint64_t chunk_bytes) {
+  runs_.clear();
+  uint64_t items = 0;
+  for (size_t i = 0; i < list.size(); ++i) {
+    const auto run = list.Read<PoolRun>(i);
+    if (run.first > kMaxPoolBytes || run.count == 0 || run.count > chunk_bytes - items) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "items ", run.first, " + ", run.count, " after ", items, " of a chunk of ", chunk_bytes));
+    }
+    items += run.count;
+    runs_.push_back({static_cast<int64_t>(run.first), static_cast<int64_t>(run.count)});
+  }
+  if (items > 0) return absl::OkStatus();
+  return absl::InvalidArgumentError("places without runs");
+}
+
+// Each with all of the runs in one part; together they are all of the chunk.
+absl::Status MappedDataPlane::ReadPlaces(const Accepted& accepted, PoolList list,
+                                         uint64_t chunk_bytes) {
+  places_.clear();
+  uint64_t items = 0, end = 0, left = chunk_bytes;
+  for (const PageRun& run : runs_) {
+    items += static_cast<uint64_t>(run.count);
+    end = std::max(end, static_cast<uint64_t>(run.first + run.count));
+  }
+  for (size_t i = 0; i < list.size(); ++i) {
+    const auto place = list.Read<PoolPlace>(i);
+    if (place.item_bytes == 0 || place.item_bytes > left / items) {
+      return absl::InvalidArgumentError(absl::StrCat(items, " items of ", place.item_bytes,
+                                                     " bytes, of ", chunk_bytes, " in the chunk ",
+                                                     left, " left"));
+    }
+    const PoolPart* const part =
+        place.offset < accepted.pool_bytes() ? &accepted.PartAt(place.offset) : nullptr;
+    if (part == nullptr || end > (part->bytes - (place.offset - part->begin)) / place.item_bytes) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          end, " items of ", place.item_bytes, " bytes from ", place.offset, " of a pool's part"));
+    }
+    left -= items * place.item_bytes;
+    places_.push_back({part->memory.get() + (place.offset - part->begin),
+                       static_cast<int64_t>(place.item_bytes)});
+  }
+  if (left == 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("places of ", chunk_bytes - left, " bytes for a chunk of ", chunk_bytes));
+}
+
+absl::StatusOr<Payload> MappedDataPlane::ReadPoolList(const Accepted& accepted,
+                                                      const ChunkPacket& chunk) {
+  const int64_t slot = accepted.shape.chunk_at(static_cast<int64_t>(chunk.slot));
+  const PoolList all(accepted.arena.get() + slot, chunk.payload_bytes / sizeof(PoolPiece));
+  if (all.size() == 0) return absl::InvalidArgumentError("a list without a head");
+  const uint64_t places = all.Read<PoolListHead>(0).places;
+  if (places == 0) {
+    KVFERRY_RETURN_IF_ERROR(ReadPieces(accepted, all.From(1), chunk.header.bytes));
+    return Payload(Pieces(pieces_));
+  }
+  if (!accepted.pool_on_device || places > kMaxPlaces || places > all.size() - 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(places, " places in a list of ", all.size(),
+                     accepted.pool_on_device ? "" : ", of a pool on the host"));
+  }
+  KVFERRY_RETURN_IF_ERROR(ReadRuns(all.From(1 + places), chunk.header.bytes));
+  KVFERRY_RETURN_IF_ERROR(ReadPlaces(accepted, all.From(1).First(places), chunk.header.bytes));
+  return Payload(PlacedRuns{runs_, places_});
 }
 
 // It begins in `part` and lies in the pool: perhaps in the parts behind, too.
@@ -509,7 +603,8 @@ const MappedDataPlane::PoolPart* MappedDataPlane::AddPieces(const PoolPart* part
   return part;
 }
 
-absl::Status MappedDataPlane::FindPieces(const Accepted& accepted, const ChunkPacket& chunk) {
+absl::StatusOr<Payload> MappedDataPlane::FindBytes(const Accepted& accepted,
+                                                   const ChunkPacket& chunk) {
   pieces_.clear();
   const bool in_pool = (chunk.header.flags & kChunkInPool) != 0;
   if (chunk.slot >= static_cast<uint64_t>(accepted.shape.num_chunks) ||
@@ -521,15 +616,15 @@ absl::Status MappedDataPlane::FindPieces(const Accepted& accepted, const ChunkPa
   if (in_pool && accepted.pool_on_device && (chunk.header.flags & kChunkHasChecksum) != 0) {
     return absl::InvalidArgumentError("a checksum of what the processor cannot read");
   }
-  if (in_pool) return ReadPoolPieces(accepted, chunk);
+  if (in_pool) return ReadPoolList(accepted, chunk);
   const int64_t at = accepted.shape.chunk_at(static_cast<int64_t>(chunk.slot));
   pieces_.emplace_back(accepted.arena.get() + at, chunk.header.bytes);
-  return absl::OkStatus();
+  return Payload(Pieces(pieces_));
 }
 
 absl::Status MappedDataPlane::OnChunk(Accepted& accepted, const ChunkPacket& chunk,
                                       DataEvents* events) {
-  absl::Status found = FindPieces(accepted, chunk);
+  const absl::StatusOr<Payload> found = FindBytes(accepted, chunk);
   const auto intact = [&] {
     return GenerationSeenByReader(accepted.arena.get(), static_cast<int64_t>(chunk.slot)) ==
            chunk.generation;
@@ -537,13 +632,14 @@ absl::Status MappedDataPlane::OnChunk(Accepted& accepted, const ChunkPacket& chu
   // A list that makes no sense may be another chunk's by now; whoever sent a slot that is none, or
   // a list that is still the one it meant, is no peer.
   const bool in_arena = chunk.slot < static_cast<uint64_t>(accepted.shape.num_chunks);
-  if (!found.ok() && (!in_arena || intact())) return found;
+  if (!found.ok() && (!in_arena || intact())) return found.status();
   // Who is told of that many has had all of its arena read, and has not looked.
   if (accepted.channel.unsent.size() >=
       static_cast<size_t>(accepted.shape.num_chunks) + kMaxUnsent) {
     return absl::ResourceExhaustedError("it does not read what it is told");
   }
-  events->OnChunk(chunk.header, pieces_, intact);
+  // Nobody looks at what is not intact.
+  events->OnChunk(chunk.header, found.ok() ? *found : Payload(), intact);
   Push(accepted.channel, ReadPacket{.slot = chunk.slot});
   return absl::OkStatus();
 }

@@ -190,7 +190,7 @@ ucs_status_t UcxDataPlane::OnChunkAm(void* arg, const void* header, size_t heade
   if ((chunk.flags & kChunkInPool) != 0) {
     plane->events_->OnChunkElsewhere(chunk, payload);
   } else if (chunk.bytes == bytes) {
-    plane->events_->OnChunk(chunk, {&payload, 1}, [] { return true; });
+    plane->events_->OnChunk(chunk, Pieces(&payload, 1), [] { return true; });
   }
   return UCS_OK;
 }

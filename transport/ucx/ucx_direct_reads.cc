@@ -432,7 +432,8 @@ bool UcxDirectReads::NextOfChunk(Job& job, DataEvents* events) {
   uint64_t generation = 0;
   std::memcpy(&generation, slot + guard_at, sizeof(generation));
   const std::span<const std::byte> payload(slot, job.header.bytes);
-  events->OnChunk(job.header, {&payload, 1}, [&] { return generation == job.guard.generation; });
+  events->OnChunk(job.header, Pieces(&payload, 1),
+                  [&] { return generation == job.guard.generation; });
   return false;
 }
 
