@@ -257,6 +257,42 @@ bool MeasureMoves(const Rig& rig, int64_t item, int64_t at_a_time, int rounds) {
                  rounds);
 }
 
+// The same pages of each of many tensors, all at once, as a peer's pool on a device is read; the limit is one
+// plain copy of as many bytes, waited for too.
+bool MeasureRepeatedMoves(const Rig& rig, int64_t item, int64_t pages, int64_t tensors,
+                          int rounds) {
+  const int64_t count = pages * tensors;
+  const auto memory = CudaMemory(0);
+  const std::vector<int32_t> from = RandomSlots(2 * pages, pages), to = RandomSlots(pages, pages);
+  std::vector<ItemsMove> items;
+  for (int64_t i = 0; i < pages; ++i) items.push_back({from[i], to[i], 1});
+  std::vector<PlaceMove> places;
+  for (int64_t i = 0; i < tensors; ++i) {
+    places.push_back(
+        {rig.pool.get() + 2 * pages * item * i, rig.packed.get() + pages * item * i, item});
+  }
+  return Measure(
+      {absl::StrCat("move ", SizeName(item), ", ", pages, " at ", tensors, " places"),
+       static_cast<double>(count * item), 0.5, [&] { Must(memory->MoveItemsApart(items, places)); },
+       [&] {
+         Copy(rig.spare.get(), rig.pool.get(), count * item);
+         Synchronize();
+       },
+       [&] {
+         Copy(rig.host_pool.get(), rig.pool.get(), 2 * count * item);
+         Copy(rig.host_packed.get(), rig.packed.get(), count * item);
+         Synchronize();
+         bool same = true;
+         for (const BytesMove& move : MovesOf(items, places)) {
+           same &= std::memcmp(rig.host_pool.get() + (move.from - rig.pool.get()),
+                               rig.host_packed.get() + (move.to - rig.packed.get()),
+                               static_cast<size_t>(move.bytes)) == 0;
+         }
+         return same;
+       }},
+      rounds);
+}
+
 // ---------------------------------------------------------------- numbers
 
 constexpr int64_t kHeads = 8, kDim = 128, kValues = kHeads * kDim;
@@ -482,6 +518,12 @@ bool MeasureAll(int rounds) {
   PrintHead("on the device, random rows", "memcpy");
   for (const int64_t item : {32768, 2048, 1152}) right &= MeasureCopies(rig, item, false, rounds);
   for (const int64_t item : {32768, 2048}) right &= MeasureMoves(rig, item, 64 << 20, rounds);
+  right &= MeasureRepeatedMoves(rig, 32768, 256, 64, rounds);
+  for (const int64_t item : {2048, 1152}) {
+    for (const int64_t pages : {256, 4096}) {
+      right &= MeasureRepeatedMoves(rig, item, pages, 64, rounds);
+    }
+  }
   right &= MeasureLayouts(rig, rounds);
   for (const DType from : {DType::kBFloat16, DType::kFloat32}) {
     right &= MeasureStore(rig, from, DType::kFloat8E4M3, rounds);
