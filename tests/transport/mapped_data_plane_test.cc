@@ -375,7 +375,8 @@ TEST(MappedDevicePools, HostilePlaces) {
       {1, {{0, 2}, {kPart / 2, 1}}, 2, "of a pool's part"},
       {1, {{kPart - 10, 1}, {0, 11}}, 11, "of a pool's part"},
       {2, {{0, 1}, {kPart - 10, 1}, {10, 1}, {0, 1}}, 4, "of a pool's part"},
-      {1, {{0, uint64_t{1} << 31}, {uint64_t{1} << 33, 1}}, 1U << 31, "of a pool's part"},
+      // Ends at byte 2^64.
+      {1, {{0, uint64_t{1} << 31}, {(uint64_t{1} << 33) - 1, 1}}, 1U << 31, "of a pool's part"},
   };
   for (const Case& c : cases) {
     CapturedLog log;
