@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -12,6 +13,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "examples" / "vllm_pair"))
 
 from pair import Answer, Child, Engine, child_main  # noqa: E402
+
+# Of all servers, as a GPU needs them, such as {"device": "cuda", "attention_backend": "triton",
+# "mem_fraction_static": 0.2}.
+MORE_ARGUMENTS = json.loads(os.environ.get("KVFERRY_TEST_SGLANG_ARGS", "{}"))
+DEVICE = MORE_ARGUMENTS.get("device", "cpu")
 
 
 class Server(Engine):
@@ -39,10 +45,15 @@ class Server(Engine):
         # The default wants 10 GiB of memory free.
         "disaggregation_decode_retraction_backup": "cpu_tensor",
         "log_level": "info",
-    }
+    } | MORE_ARGUMENTS
 
     def __init__(self, mode: str, model: Path, log_folder: Path, bootstrap_port: int, **arguments):
-        path = os.pathsep.join(filter(None, [str(HERE / "cpu"), os.environ.get("PYTHONPATH")]))
+        paths = [os.environ.get("PYTHONPATH")]
+        if DEVICE == "cpu":
+            paths.insert(0, str(HERE / "cpu"))
+        else:  # Triton is the real one there.
+            paths.append(os.environ.get("KVFERRY_TEST_SGLANG"))
+        path = os.pathsep.join(filter(None, paths))
         super().__init__(
             mode,
             model,

@@ -1,5 +1,5 @@
-"""SGLang's prefill and decode servers on the CPU, with kvferry between them: the tokens are those
-that the model makes alone."""
+"""SGLang's prefill and decode servers, on the CPU if KVFERRY_TEST_SGLANG_ARGS says nothing else,
+with kvferry between them: the tokens are those that the model makes alone."""
 
 import os
 import random
