@@ -46,8 +46,8 @@ STOP_TIMEOUT_S = 10.0
 YIELD_S = 100e-6
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
-# Engines that share few cores must not bind their threads to the same one or spin in OpenMP. A thread
-# of ours reads standard input, which a forked process would close, and wait for that thread for ever.
+# Engines that share few cores must not bind their threads to the same one or spin in OpenMP. A
+# thread of ours reads standard input, which a forked process would close, waiting for that thread.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
