@@ -39,10 +39,10 @@ std::shared_ptr<const PoolMemory> MemoryNamed(const std::string& name) {
 #ifdef KVFERRY_HAVE_CUDA
   return CudaMemory(*device);
 #else
-  throw StatusError(absl::UnavailableError(
-      absl::StrCat("memory is '", name,
-                   "' but this kvferry was built without CUDA: install it again where there is a CUDA "
-                   "toolkit (nvcc on PATH), with KVFERRY_CUDA=ON to be told what is missing")));
+  throw StatusError(absl::UnavailableError(absl::StrCat(
+      "memory is '", name,
+      "' but this kvferry was built without CUDA: install it again where there is a CUDA "
+      "toolkit (nvcc on PATH), with KVFERRY_CUDA=ON to be told what is missing")));
 #endif
 }
 
