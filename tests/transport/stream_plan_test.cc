@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <random>
 #include <set>
 
@@ -413,7 +414,7 @@ TEST(StreamPlan, TensorsOfAStream) {
   for (int64_t offset = 0; offset < 156; ++offset) {
     const auto next = std::upper_bound(ends.begin(), ends.end(), offset);
     EXPECT_EQ(plan.TensorEnd(offset), *next);
-    const bool begins = offset == 0 || *(next - 1) == offset;
+    const bool begins = offset == 0 || std::binary_search(ends.begin(), ends.end(), offset);
     for (int64_t bytes = 0; bytes <= 156; ++bytes) {
       for (const int64_t most : {-1, 0, 2, 9}) {
         const StreamTensors found = plan.TensorsIn(offset, bytes, most);
