@@ -42,6 +42,7 @@ FETCH_TIMEOUT_MS = 200
 def vllm_config(tp_size: int = 1) -> SimpleNamespace:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(engine_id="engine"),
+        model_config=SimpleNamespace(enable_sleep_mode=False),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=tp_size,
             pipeline_parallel_size=1,
@@ -688,6 +689,10 @@ def test_engines_beyond_the_limits_are_refused():
     config = vllm_config()
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(NotImplementedError, match="pipeline_parallel_size"):
+        check_supported(config, cache_config(full_attention()))
+    config = vllm_config()
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(NotImplementedError, match="enable_sleep_mode"):
         check_supported(config, cache_config(full_attention()))
 
 

@@ -31,6 +31,11 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     ):
         if (size := getattr(parallel, name, 1)) != 1:
             raise NotImplementedError(f"KVFerryConnector needs {name} 1, not {size}")
+    if vllm_config.model_config.enable_sleep_mode:
+        raise NotImplementedError(
+            "KVFerryConnector does not serve engines with enable_sleep_mode: one that sleeps takes "
+            "the memory of blocks away that another engine may still be reading"
+        )
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
         known = isinstance(spec, (FullAttentionSpec, SlidingWindowSpec))
