@@ -37,7 +37,6 @@ class _Lease:
     saved: set[int] = field(default_factory=set)  # Layers written in this step.
     # Layers [0, ready) are final, or will be when the device has done what it has been asked for.
     ready: int = 0
-    taken_back: bool = False  # Its number may be another lease's soon.
 
 
 class PrefillWorker:
@@ -61,13 +60,15 @@ class PrefillWorker:
             cache.pool, config, model, name, heads=cache.ranks.heads
         )
         self._leases: dict[int, _Lease] = {}
+        # Held while a lease is published and added to these, and while layers of one of these are
+        # said to be ready: what was asked for an earlier one of that number says nothing of it.
+        self._publishing = threading.Lock()
         self._leases_of: dict[str, list[_Lease]] = {}  # By request.
         # Those that had ended, by request, when that was preempted: they do not come again.
         self._ended_before: dict[str, set[int]] = {}
         self._engine_done: set[str] = set()  # Of those requests, finished ones.
         self._computing: list[_Lease] = []  # Their last layers are written in this step.
         self._announcer: ThreadPoolExecutor | None = None  # Of what a device has to compute first.
-        self._taking_back = threading.Lock()  # Of a lease, or saying that its layers are ready.
 
     def address(self) -> WorkerAddress:
         return WorkerAddress(self._endpoint.address, self._endpoint.epoch)
@@ -84,12 +85,10 @@ class PrefillWorker:
             if not unpublished:
                 self._ended_before.setdefault(lease.request_id, set()).add(lease.lease_id)
             if unpublished or not lease.live:
-                del self._leases[lease.lease_id]
+                self._forget(lease)
 
     def _unpublish(self, lease: _Lease) -> bool:
         """False: it has ended before, as fetched or expired."""
-        with self._taking_back:
-            lease.taken_back = True
         for left in reversed(range(_PREEMPTION_ATTEMPTS)):
             try:
                 self._endpoint.unpublish(lease.lease_id, timeout_ms=_PREEMPTION_TIMEOUT_MS)
@@ -141,16 +140,17 @@ class PrefillWorker:
             if new.lease_id in self._ended_before.get(new.request_id, ()):
                 continue
             try:
-                self._endpoint.publish(
-                    new.block_ids, num_tokens=new.num_tokens, lease_id=new.lease_id
-                )
+                with self._publishing:
+                    self._endpoint.publish(
+                        new.block_ids, num_tokens=new.num_tokens, lease_id=new.lease_id
+                    )
+                    self._leases[new.lease_id] = lease
             except _REFUSED as error:
                 # A fetch will be told that there is no such lease. Or it is another request's with
                 # the same transfer_id and prompt, which keeps it.
                 logger.error("cannot publish the KV of %s: %s", new.request_id, error)
                 self._trace_end(lease, "refused")
                 continue
-            self._leases[new.lease_id] = lease
             leases.append(lease)
             self._computing.append(lease)
 
@@ -201,8 +201,8 @@ class PrefillWorker:
 
     def _mark_ready(self, grown: list[tuple[_Lease, int]]) -> None:
         for lease, ready in grown:
-            with self._taking_back:
-                if lease.taken_back:
+            with self._publishing:
+                if self._leases.get(lease.lease_id) is not lease:
                     continue
                 try:
                     self._endpoint.layer_ready(lease.lease_id, ready - 1)
@@ -217,7 +217,7 @@ class PrefillWorker:
                 continue
             lease.live = False
             if lease not in self._leases_of.get(lease.request_id, ()):
-                del self._leases[lease_id]  # It ended as its request was preempted.
+                self._forget(lease)  # It ended as its request was preempted.
             self._trace_end(lease, outcome)
             if outcome == "expired":
                 self._stats.record_expired()
@@ -234,9 +234,13 @@ class PrefillWorker:
             key for key in self._engine_done if not any(it.live for it in self._leases_of[key])
         }
         for lease in (it for key in finished for it in self._leases_of.pop(key)):
-            del self._leases[lease.lease_id]
+            self._forget(lease)
         self._engine_done -= finished
         return finished
+
+    def _forget(self, lease: _Lease) -> None:
+        if self._leases.get(lease.lease_id) is lease:
+            del self._leases[lease.lease_id]
 
     def _trace_end(self, lease: _Lease, outcome: str) -> None:
         self._trace.write(
