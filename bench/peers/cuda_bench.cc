@@ -11,6 +11,7 @@
 #include <iostream>
 #include <memory>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -212,6 +213,18 @@ bool MeasureChunks(const Rig& rig, int64_t item, int64_t chunk, bool gather, boo
       rounds);
 }
 
+// Of `bytes` in all, out of twice as many.
+bool AreMoved(const Rig& rig, std::span<const BytesMove> moves, int64_t bytes) {
+  Copy(rig.host_pool.get(), rig.pool.get(), 2 * bytes);
+  Copy(rig.host_packed.get(), rig.packed.get(), bytes);
+  Synchronize();
+  return std::all_of(moves.begin(), moves.end(), [&](const BytesMove& move) {
+    return std::memcmp(rig.host_pool.get() + (move.from - rig.pool.get()),
+                       rig.host_packed.get() + (move.to - rig.packed.get()),
+                       static_cast<size_t>(move.bytes)) == 0;
+  });
+}
+
 // Pages to pages of another pool on the device, so many bytes at a time, as a peer's pool is read in
 // place; the limit waits for plain copies of as many bytes.
 bool MeasureMoves(const Rig& rig, int64_t item, int64_t at_a_time, int rounds) {
@@ -223,15 +236,17 @@ bool MeasureMoves(const Rig& rig, int64_t item, int64_t at_a_time, int rounds) {
     for (int64_t i = 0; i < count; i += part) visit(i, std::min(i + part, count));
   };
   std::vector<BytesMove> moves;
+  const auto add_moves = [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i) {
+      moves.push_back({rig.pool.get() + from[i] * item, rig.packed.get() + to[i] * item, item});
+    }
+  };
   return Measure({absl::StrCat("move ", SizeName(item), ", ", at_a_time >> 20, " MiB at a time"),
                   static_cast<double>(count * item), 0.5,
                   [&] {
                     each_part([&](int64_t first, int64_t end) {
                       moves.clear();
-                      for (int64_t i = first; i < end; ++i) {
-                        moves.push_back({rig.pool.get() + from[i] * item,
-                                         rig.packed.get() + to[i] * item, item});
-                      }
+                      add_moves(first, end);
                       Must(memory->MoveApart(moves));
                     });
                   },
@@ -243,16 +258,9 @@ bool MeasureMoves(const Rig& rig, int64_t item, int64_t at_a_time, int rounds) {
                     });
                   },
                   [&] {
-                    Copy(rig.host_pool.get(), rig.pool.get(), 2 * count * item);
-                    Copy(rig.host_packed.get(), rig.packed.get(), count * item);
-                    Synchronize();
-                    bool same = true;
-                    for (int64_t i = 0; i < count; ++i) {
-                      same &= std::memcmp(rig.host_pool.get() + from[i] * item,
-                                          rig.host_packed.get() + to[i] * item,
-                                          static_cast<size_t>(item)) == 0;
-                    }
-                    return same;
+                    moves.clear();
+                    add_moves(0, count);
+                    return AreMoved(rig, moves, count * item);
                   }},
                  rounds);
 }
@@ -278,18 +286,7 @@ bool MeasureRepeatedMoves(const Rig& rig, int64_t item, int64_t pages, int64_t t
          Copy(rig.spare.get(), rig.pool.get(), count * item);
          Synchronize();
        },
-       [&] {
-         Copy(rig.host_pool.get(), rig.pool.get(), 2 * count * item);
-         Copy(rig.host_packed.get(), rig.packed.get(), count * item);
-         Synchronize();
-         bool same = true;
-         for (const BytesMove& move : MovesOf(items, places)) {
-           same &= std::memcmp(rig.host_pool.get() + (move.from - rig.pool.get()),
-                               rig.host_packed.get() + (move.to - rig.packed.get()),
-                               static_cast<size_t>(move.bytes)) == 0;
-         }
-         return same;
-       }},
+       [&] { return AreMoved(rig, MovesOf(items, places), count * item); }},
       rounds);
 }
 
