@@ -4,6 +4,7 @@ schedulers do with them. SGLang's own classes on the CPU: pools, metadata rows, 
 import os
 import sys
 import time
+import urllib.request
 from types import SimpleNamespace
 
 import numpy as np
@@ -42,6 +43,16 @@ class Deployment:
         )
         self.args = self._override.install()
         self._server = KVBootstrapServer("127.0.0.1", self.port) if has_server else None
+        if has_server:
+            # It begins in a thread of its own, and cannot be closed before it serves.
+            wait_for(self._serves)
+
+    def _serves(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{self.address}/health", timeout=5) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
 
     def close(self) -> None:
         if self._server is not None:
