@@ -36,6 +36,7 @@ constexpr std::array kFields = {
     Field{"listen_host", &Config::listen_host},
     Field{"listen_port", &Config::listen_port, 0, 65535},
     Field{"allowed_hosts", &Config::allowed_hosts},
+    Field{"key_file", &Config::key_file},
     Field{"allow_insecure_network", &Config::allow_insecure_network},
     Field{"data_port", &Config::data_port, 0, 65535},
     Field{"net_device", &Config::net_device},
@@ -147,6 +148,25 @@ absl::Status CheckDirectTls(const std::string& direct_tls) {
   return absl::OkStatus();
 }
 
+// Who can reach an endpoint off loopback has to have the key, or the network has to be closed.
+absl::Status CheckReach(const Config& config) {
+  if (IsLoopbackHost(config.listen_host) || config.allow_insecure_network) return absl::OkStatus();
+  const std::string begin =
+      absl::StrCat("config: listen_host is ", config.listen_host, ", which is not loopback, and ");
+  constexpr absl::string_view kOrClose =
+      "put the nodes on a network that only they reach and set allow_insecure_network=true";
+  if (config.key_file.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        begin, "peers would not be authenticated: give all sides the same key_file, or ",
+        kOrClose));
+  }
+  if (!config.ucx_tls.empty() || config.network_path != "packed") {
+    return absl::InvalidArgumentError(absl::StrCat(
+        begin, "UCX (ucx_tls, network_path) asks nobody for the key of key_file: ", kOrClose));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 std::vector<std::string> Config::FieldNames() {
@@ -200,12 +220,7 @@ absl::Status Config::Validate() const {
   KVFERRY_RETURN_IF_ERROR(CheckChoice("same_host_path", same_host_path, kSameHostPaths));
   KVFERRY_RETURN_IF_ERROR(CheckChoice("network_path", network_path, kNetworkPaths));
   KVFERRY_RETURN_IF_ERROR(CheckDirectTls(direct_tls));
-  if (!IsLoopbackHost(listen_host) && !allow_insecure_network) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "config: listen_host is ", listen_host,
-        ", which is not loopback, and peers are not authenticated: put the nodes on a network that "
-        "only they reach and set allow_insecure_network=true"));
-  }
+  KVFERRY_RETURN_IF_ERROR(CheckReach(*this));
   if (IsEveryInterface(listen_host)) {
     return absl::InvalidArgumentError(
         absl::StrCat("config: listen_host is ", listen_host,

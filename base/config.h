@@ -24,7 +24,12 @@ struct Config {
   // through HTTP clients), comma separated; "*" allows any. Empty: loopback, and whatever
   // listen_host is.
   std::string allowed_hosts;
-  // Peers are not authenticated yet, so listening off loopback has to be asked for.
+  // A file with the deployment's key, 64 hexadecimal digits (openssl rand -hex 32), the same for all
+  // endpoints: only those that have it get a session, and what they say to set it up is encrypted. Chunks
+  // of KV, and messages beside them, are not. Empty: none.
+  std::string key_file;
+  // Listening off loopback without a key has to be asked for, and with UCX, which asks nobody for one, in
+  // any case.
   bool allow_insecure_network = false;
 
   // --- Data plane ---

@@ -162,6 +162,7 @@ void BindConfig(nb::module_& module) {
   config.def_ro("listen_host", &Config::listen_host)
       .def_ro("listen_port", &Config::listen_port)
       .def_ro("allowed_hosts", &Config::allowed_hosts)
+      .def_ro("key_file", &Config::key_file)
       .def_ro("allow_insecure_network", &Config::allow_insecure_network)
       .def_ro("data_port", &Config::data_port)
       .def_ro("net_device", &Config::net_device)

@@ -22,9 +22,14 @@ class ControlEvents {
   virtual void OnMessage(const PeerKey& peer, Message message) = 0;
   // Bytes that are no message: status as DecodeMessage gives it.
   virtual void OnMalformed(const PeerKey& peer, const absl::Status& status) = 0;
-  // A connection to a dialled peer that has not said anything yet could not be made, or broke; the
-  // next attempt follows by itself.
-  virtual void OnAttemptFailed(const PeerKey& peer) = 0;
+  // A connection to a dialled peer that has not said anything yet could not be made, or broke. The next
+  // attempt follows by itself, unless somebody listens there and has shown that it is no peer (kStranger):
+  // it speaks another protocol, or has another key, or none, or has one where this side has none. Some
+  // just hang up on us then (kHungUp), and so does a process that ends.
+  enum class Attempt { kUnreachable, kHungUp, kStranger };
+  virtual void OnAttemptFailed(const PeerKey& peer, Attempt failed) = 0;
+  // The same of somebody who has connected here.
+  virtual void OnStranger() = 0;
 };
 
 // Not thread-safe: made on one thread, then used by the progress thread alone. No call blocks.

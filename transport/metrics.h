@@ -33,6 +33,7 @@ struct Metrics {
   Value calls_started{0};    // As the one who asks.
   Value calls_failed{0};
   Value calls_served{0};
+  Value strangers{0};  // Connected for messages, and were no peers: without the key, or no kvferry.
   Value hellos_refused{0};
   Value messages_malformed{0};
   Value messages_stale{0};    // Of another epoch.
@@ -69,6 +70,7 @@ struct Metrics {
         {"calls_started", calls_started},
         {"calls_failed", calls_failed},
         {"calls_served", calls_served},
+        {"strangers", strangers},
         {"hellos_refused", hellos_refused},
         {"messages_malformed", messages_malformed},
         {"messages_stale", messages_stale},

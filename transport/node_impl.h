@@ -75,7 +75,8 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   // ControlEvents, DataEvents, Outbox.
   void OnMessage(const PeerKey& peer, Message message) override;
   void OnMalformed(const PeerKey& peer, const absl::Status& status) override;
-  void OnAttemptFailed(const PeerKey& peer) override;
+  void OnAttemptFailed(const PeerKey& peer, Attempt failed) override;
+  void OnStranger() override;
   void OnChunk(const ChunkHeader& header, const Payload& payload, Intact intact) override;
   void OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list) override;
   void OnReadFailed(const ChunkHeader& header, const absl::Status& status) override;

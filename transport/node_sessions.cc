@@ -99,20 +99,33 @@ void NodeImpl::OnMalformed(const PeerKey& peer, const absl::Status& status) {
 
 // Whoever gave out a ticket listened at its address before, so where nobody does, that process is no
 // more. A call without an epoch may have come before the process that is to serve it.
-void NodeImpl::OnAttemptFailed(const PeerKey& peer) {
+void NodeImpl::OnAttemptFailed(const PeerKey& peer, Attempt failed) {
   Session* const session = sessions_.Find(peer);
-  if (session == nullptr || session->state != Session::State::kGreeting ||
-      ++session->failed_attempts < kMaxFailedAttempts) {
-    return;
-  }
-  const absl::Status status = absl::UnavailableError(absl::StrCat(
-      "cannot connect to ", session->address, ", tried ", session->failed_attempts,
-      " times: the process that gave out the ticket has ended, or its machine cannot be reached"));
-  if (session->awaits_anyone) {
+  if (session == nullptr || session->state != Session::State::kGreeting) return;
+  const bool is_last = failed == Attempt::kStranger;
+  if (++session->failed_attempts < kMaxFailedAttempts && !is_last) return;
+  const char* why =
+      failed == Attempt::kUnreachable
+          ? "the process that gave out the ticket has ended, or its machine cannot be reached"
+          : "whatever listens there does not have this side's key, or is no kvferry: give both "
+            "sides the same key_file, or neither any";
+  const std::string tried =
+      is_last ? "" : absl::StrCat(", tried ", session->failed_attempts, " times");
+  const absl::Status status = absl::UnavailableError(
+      absl::StrCat("cannot connect to ", session->address, tried, ": ", why));
+  if (session->awaits_anyone && !is_last) {
     receiver_->OnPeerGone(peer, status);
   } else {
     DropSession(peer, status);
   }
+}
+
+void NodeImpl::OnStranger() {
+  ++metrics_.strangers;
+  Log().warn("control: closed a connection that did not become a peer's: no kvferry, or another {}",
+             options_.config.key_file.empty()
+                 ? "release, or one with a key_file, which is not set here"
+                 : "key_file than here, or none");
 }
 
 void NodeImpl::RefuseSession(const PeerKey& peer, const absl::Status& status) {

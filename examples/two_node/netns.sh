@@ -37,7 +37,10 @@ command -v ip >/dev/null || { echo "netns.sh: the ip command is missing (Debian:
 prefill=kvferry-p$$
 decode=kvferry-d$$
 prefill_pid=""
+key=$(mktemp)
+head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$key"
 clean_up() {
+  rm -f "$key"
   [ -z "$prefill_pid" ] || kill "$prefill_pid" 2>/dev/null || true
   ip netns delete "$prefill" 2>/dev/null || true  # Takes its end of the cable along, and so the other.
   ip netns delete "$decode" 2>/dev/null || true
@@ -67,7 +70,7 @@ for namespace in "$prefill" "$decode"; do
   exit 1
 done
 
-flags=(--net-device kv0 --allow-insecure-network ${both[@]+"${both[@]}"})
+flags=(--net-device kv0 --key-file "$key" ${both[@]+"${both[@]}"})
 ip netns exec "$prefill" "$binary" --role prefill --listen 10.77.0.1:5600 "${flags[@]}" "$@" &
 prefill_pid=$!
 rc=0

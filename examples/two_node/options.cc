@@ -22,6 +22,7 @@ struct Flags {
 
   bool checksum = false;
   std::string net_device;
+  std::string key_file;
   bool allow_insecure_network = false;
   std::vector<std::string> settings;
 };
@@ -71,8 +72,12 @@ void AddFlags(CLI::App* app, Flags* flags, Options* options) {
       ->group(transport);
   app->add_option("--net-device", flags->net_device, "network interface for the data, e.g. eth0")
       ->group(transport);
+  app->add_option("--key-file", flags->key_file,
+                  "the deployment's key, 64 hexadecimal digits (openssl rand -hex 32), the same on "
+                  "both sides; for addresses off loopback")
+      ->group(transport);
   app->add_flag("--allow-insecure-network", flags->allow_insecure_network,
-                "use addresses off loopback, although peers are not authenticated")
+                "use addresses off loopback without a key: nobody else reaches the network")
       ->group(transport);
   app->add_option("--config", flags->settings,
                   "KEY=VALUE for any field of kvferry's Config; may be repeated. An unknown key "
@@ -119,6 +124,7 @@ absl::Status Finish(const Flags& flags, Options* options) {
   if (prefill) config->listen_host = host_port->host;
   if (flags.checksum) config->checksum = true;
   if (!flags.net_device.empty()) config->net_device = flags.net_device;
+  if (!flags.key_file.empty()) config->key_file = flags.key_file;
   if (flags.allow_insecure_network) config->allow_insecure_network = true;
   options->config = *std::move(config);
   return options->config.Validate();

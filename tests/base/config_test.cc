@@ -116,7 +116,7 @@ TEST(ConfigEnvironment, EveryFieldIsReachable) {
                   config->net_device == "no value" || config->ucx_tls == "no value" ||
                   config->tcp_congestion_control == "no value" ||
                   config->same_host_path == "no value" || config->network_path == "no value" ||
-                  config->direct_tls == "no value")
+                  config->direct_tls == "no value" || config->key_file == "no value")
           << name;
     }
   }
@@ -216,7 +216,7 @@ TEST(ConfigValidate, OffLoopbackHasToBeAskedFor) {
   for (const std::string host : {"10.0.0.1", "0.0.0.0", "::", "127.example.com", "prefill-0", ""}) {
     config.listen_host = host;
     EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument, "listen_host",
-                      "allow_insecure_network=true"))
+                      "key_file", "allow_insecure_network=true"))
         << host;
   }
   config.allow_insecure_network = true;
@@ -226,6 +226,23 @@ TEST(ConfigValidate, OffLoopbackHasToBeAskedFor) {
     config.listen_host = all;
     EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument,
                       "listen_host is " + all, "goes into tickets"));
+  }
+}
+
+TEST(ConfigValidate, OffLoopbackAKeyIsEnoughButNotForUcx) {
+  Config config;
+  config.listen_host = "10.0.0.1";
+  config.key_file = "/etc/kvferry.key";
+  EXPECT_TRUE(IsOk(config.Validate()));
+  Config with_ucx = config;
+  with_ucx.ucx_tls = "rc";
+  Config reads = config;
+  reads.network_path = "auto";
+  for (Config* each : {&with_ucx, &reads}) {
+    EXPECT_TRUE(Fails(each->Validate(), absl::StatusCode::kInvalidArgument, "listen_host",
+                      "asks nobody for the key", "allow_insecure_network=true"));
+    each->allow_insecure_network = true;
+    EXPECT_TRUE(IsOk(each->Validate()));
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -15,6 +16,7 @@
 #include "tests/support/random_peers.h"
 #include "tests/support/random_stores.h"
 #include "tests/support/status.h"
+#include "tests/support/temp_folder.h"
 #include "tests/support/wait_for.h"
 
 namespace kvferry {
@@ -66,6 +68,31 @@ TEST_F(TwoNamespaces, EveryByte) {
   EXPECT_EQ(decode.Wait(fetch, 20000), "OK");
   EXPECT_EQ(decode.Verify(11, from, to), "OK");
   EXPECT_EQ(prefill.Ask("ended " + LeaseOf(ticket) + " 20000"), "fetched");
+}
+
+// Off loopback: with the deployment's key nothing else has to be allowed, and who has none gets nothing.
+TEST_F(TwoNamespaces, WithAKey) {
+  const TempFolder folder;
+  const std::string key_file = folder.path() + "/key";
+  std::ofstream(key_file) << std::string(64, '7');
+  const auto with_key = [&](ChildPeer::Options options) {
+    EXPECT_EQ(absl::StrReplaceAll({{R"("allow_insecure_network": true)",
+                                    absl::StrCat(R"("key_file": ")", key_file, R"(")")}},
+                                  &options.config_json),
+              1);
+    return options;
+  };
+  ChildPeer prefill(with_key(Peer("prefill")));
+  ChildPeer decode(with_key(Peer("decode")));
+  const std::string fetch = decode.Fetch(prefill.Publish({7, 8}, kLayers, 60000), {9, 3}, 20000);
+  EXPECT_EQ(decode.Wait(fetch, 20000), "OK");
+  EXPECT_EQ(decode.Verify(11, {7, 8}, {9, 3}), "OK");
+
+  ChildPeer without(Peer("decode"));
+  const std::string refused = without.Fetch(prefill.Publish({5}, kLayers, 60000), {1}, 20000);
+  const std::string status = without.Wait(refused, 20000);
+  EXPECT_NE(status.find("the same key_file"), std::string::npos) << status;
+  EXPECT_GT(prefill.Metric("strangers"), 0);
 }
 
 TEST_F(TwoNamespaces, LinkDownMidFetch) {

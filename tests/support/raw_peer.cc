@@ -29,8 +29,10 @@ std::string WithVersion(std::string encoded, int version) {
   return encoded;
 }
 
-RawDecode::RawDecode(const std::string& address) : socket_(context_, zmq::socket_type::dealer) {
+RawDecode::RawDecode(const std::string& address, const Prepare& prepare)
+    : socket_(context_, zmq::socket_type::dealer) {
   socket_.set(zmq::sockopt::linger, 0);
+  prepare(socket_);
   socket_.connect(address);
 }
 

@@ -2,6 +2,7 @@
 
 // Peers that speak ZeroMQ by hand, and so can say what no endpoint of ours would.
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -20,7 +21,10 @@ std::string WithVersion(std::string encoded, int version);
 // Dials a prefill endpoint.
 class RawDecode {
  public:
-  explicit RawDecode(const std::string& address);
+  using Prepare = std::function<void(zmq::socket_t&)>;
+  // prepare: sets options of the socket before it connects.
+  explicit RawDecode(
+      const std::string& address, const Prepare& prepare = [](zmq::socket_t&) {});
   void Send(const Message& message);
   void SendFrames(const std::vector<std::string>& frames);
   // The next message that decodes, or nothing by the deadline.

@@ -43,7 +43,7 @@ inline void ReadDirectly(Config* config) {
   config->direct_tls = "posix,cma";
 }
 
-// Config() for that path.
+// Config() for that path; over TCP with a key, as between hosts.
 inline Config TestConfig() {
   Config config;
   if (PathUnderTest() == TestPath::kInPlace) config.same_host_path = "in_place";
@@ -51,6 +51,7 @@ inline Config TestConfig() {
     config.same_host_path = "network";
     config.lanes = 2;
   }
+  if (PathUnderTest() == TestPath::kTcp) config.key_file = KVFERRY_TEST_KEY;
   if (PathUnderTest() == TestPath::kUcx) config.ucx_tls = "tcp";
   if (PathUnderTest() == TestPath::kDirect) ReadDirectly(&config);
   return config;

@@ -4,6 +4,8 @@
 #include <array>
 #include <cerrno>
 #include <cstddef>
+#include <cstring>
+#include <optional>
 #include <utility>
 #include <zmq.hpp>
 
@@ -15,6 +17,7 @@
 #include "base/log.h"
 #include "base/status.h"
 #include "transport/control/codec.h"
+#include "transport/control/curve.h"
 #include "transport/silence_limits.h"
 
 namespace kvferry {
@@ -44,10 +47,15 @@ auto Uninterrupted(const Call& call) {
   }
 }
 
+constexpr int kHandshakeFailed = ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL |
+                                 ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL |
+                                 ZMQ_EVENT_HANDSHAKE_FAILED_AUTH;
+
 struct Dealer {
   zmq::socket_t socket;
   // Says that an attempt to connect has failed; null once the peer has said something.
   zmq::socket_t attempts;
+  bool hung_up = false;  // On the last attempt, which the next event says the end of.
 };
 
 class ZmqControlPlane : public ControlPlane {
@@ -60,10 +68,20 @@ class ZmqControlPlane : public ControlPlane {
     router_.close();
   }
 
+  // Before anything else: only those who have these too are peers.
+  absl::Status UseKeys(const CurveKeys& keys) {
+    doorkeeper_.emplace(context_, keys);
+    return Watch(doorkeeper_->questions());
+  }
+
   absl::Status Listen(const Config& config) {
     try {
       router_ = MakeSocket(zmq::socket_type::router);
       router_.set(zmq::sockopt::router_mandatory, 1);
+      // Whoever has not shown by then that it speaks ZeroMQ, and has the key.
+      router_.set(zmq::sockopt::handshake_ivl, static_cast<int>(config.connect_timeout_ms));
+      if (doorkeeper_) doorkeeper_->Guard(router_);
+      strangers_ = Monitor(router_, "inproc://strangers", kHandshakeFailed);
       const bool ipv6 = config.listen_host.find(':') != std::string::npos;
       const bool bare_ipv6 = ipv6 && config.listen_host[0] != '[';
       // Only then: an IPv4 address would be reported in its IPv6 form.
@@ -80,6 +98,7 @@ class ZmqControlPlane : public ControlPlane {
                        "; set listen_host to a numeric address or an interface of this host, and "
                        "listen_port to one that is free"));
     }
+    KVFERRY_RETURN_IF_ERROR(Watch(strangers_));
     return Watch(router_);
   }
 
@@ -90,7 +109,10 @@ class ZmqControlPlane : public ControlPlane {
       PeerKey peer = absl::StrCat(kDialled, next_dealer_++);
       Dealer dealer{MakeSocket(zmq::socket_type::dealer), {}};
       dealer.socket.set(zmq::sockopt::ipv6, 1);  // A host name may resolve to either.
-      dealer.attempts = WatchAttempts(dealer.socket, absl::StrCat("inproc://", peer));
+      if (doorkeeper_) doorkeeper_->Introduce(dealer.socket);
+      // ZeroMQ adds that it tries again both when connecting has failed and when a connection has broken.
+      dealer.attempts = Monitor(dealer.socket, absl::StrCat("inproc://", peer),
+                                ZMQ_EVENT_CONNECT_RETRIED | kHandshakeFailed);
       Uninterrupted([&] { dealer.socket.connect(address); });
       KVFERRY_RETURN_IF_ERROR(Watch(dealer.socket));
       KVFERRY_RETURN_IF_ERROR(Watch(dealer.attempts));
@@ -128,8 +150,10 @@ class ZmqControlPlane : public ControlPlane {
 
   bool Progress(ControlEvents* events) override {
     Drain();
+    if (doorkeeper_) AnswerQuestions();
     int of_accepted = kMaxMessagesPerProgress;
     if (router_) ReceiveFromRouter(events, &of_accepted);
+    if (strangers_) ReportStrangers(events);
     int of_dialled = kMaxMessagesPerProgress;
     ListReady();
     for (const PeerKey& peer : ready_) {
@@ -143,7 +167,9 @@ class ZmqControlPlane : public ControlPlane {
 
   bool Arm() override {
     Drain();
+    if (doorkeeper_ && HasInput(doorkeeper_->questions())) return false;
     if (router_ && HasInput(router_)) return false;
+    if (strangers_ && HasInput(strangers_)) return false;
     for (auto& [peer, dealer] : dealers_) {
       if (HasInput(dealer)) return false;
     }
@@ -168,15 +194,13 @@ class ZmqControlPlane : public ControlPlane {
     return socket;
   }
 
-  // ZeroMQ says nothing of a peer that it cannot reach but here (zmq_socket_monitor(3)). It adds the
-  // event both when connecting has failed and when a connection has broken.
-  zmq::socket_t WatchAttempts(zmq::socket_t& socket, const std::string& name) {
-    if (zmq_socket_monitor(socket.handle(), name.c_str(), ZMQ_EVENT_CONNECT_RETRIED) != 0) {
-      throw zmq::error_t();
-    }
-    zmq::socket_t attempts(context_, zmq::socket_type::pair);
-    attempts.connect(name);
-    return attempts;
+  // What ZeroMQ says of connections it says nowhere else (zmq_socket_monitor(3)).
+  zmq::socket_t Monitor(zmq::socket_t& socket, const std::string& name, int events) {
+    if (zmq_socket_monitor(socket.handle(), name.c_str(), events) != 0) throw zmq::error_t();
+    zmq::socket_t monitor(context_, zmq::socket_type::pair);
+    monitor.set(zmq::sockopt::rcvhwm, 0);  // Or ZeroMQ's own thread would wait until it is read.
+    monitor.connect(name);
+    return monitor;
   }
 
   void StopWatching(Dealer& dealer) {
@@ -281,22 +305,56 @@ class ZmqControlPlane : public ControlPlane {
     }
   }
 
+  // Of what a monitor has said, in frames_.
+  int EventReceived() const {
+    uint16_t event = 0;
+    if (frames_[0].size() >= sizeof event) std::memcpy(&event, frames_[0].data(), sizeof event);
+    return event;
+  }
+
   void ReportFailedAttempts(const PeerKey& peer, ControlEvents* events) {
     try {
       for (auto found = dealers_.find(peer);
            found != dealers_.end() && found->second.attempts && Receive(found->second.attempts);
            found = dealers_.find(peer)) {
-        events->OnAttemptFailed(peer);
+        const int event = EventReceived();
+        if (event == ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL) {
+          found->second.hung_up = true;
+          continue;
+        }
+        const bool retried = event == ZMQ_EVENT_CONNECT_RETRIED;
+        const bool hung_up = std::exchange(found->second.hung_up, false);
+        events->OnAttemptFailed(peer, !retried  ? ControlEvents::Attempt::kStranger
+                                      : hung_up ? ControlEvents::Attempt::kHungUp
+                                                : ControlEvents::Attempt::kUnreachable);
       }
     } catch (const zmq::error_t& error) {
       Log().error("control: watching a connection failed: {}", error.what());
     }
   }
 
+  void ReportStrangers(ControlEvents* events) {
+    try {
+      while (Receive(strangers_)) events->OnStranger();
+    } catch (const zmq::error_t& error) {
+      Log().error("control: watching who connects failed: {}", error.what());
+    }
+  }
+
+  void AnswerQuestions() {
+    try {
+      Uninterrupted([&] { doorkeeper_->Answer(); });
+    } catch (const zmq::error_t& error) {
+      Log().error("control: letting peers in failed: {}", error.what());
+    }
+  }
+
   zmq::context_t context_{1};
   const SilenceLimits limits_;
   const Epoll epoll_;
+  std::optional<Doorkeeper> doorkeeper_;
   zmq::socket_t router_;
+  zmq::socket_t strangers_;  // Says that the handshake of one has failed.
   std::string address_;
   uint64_t next_dealer_ = 1;
   absl::flat_hash_map<PeerKey, Dealer> dealers_;
@@ -313,6 +371,10 @@ absl::StatusOr<std::unique_ptr<ControlPlane>> MakeZmqControlPlane(const Config& 
   try {
     auto plane = std::make_unique<ZmqControlPlane>(std::move(epoll),
                                                    SilenceLimits(config.heartbeat_timeout_ms));
+    if (!config.key_file.empty()) {
+      KVFERRY_ASSIGN_OR_RETURN(const CurveKeys keys, ReadCurveKeys(config.key_file));
+      KVFERRY_RETURN_IF_ERROR(plane->UseKeys(keys));
+    }
     if (listen) KVFERRY_RETURN_IF_ERROR(plane->Listen(config));
     return plane;
   } catch (const zmq::error_t& error) {
