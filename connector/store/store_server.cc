@@ -26,8 +26,8 @@ using Bytes = std::vector<std::byte>;
 class TaskThread {
  public:
   ~TaskThread() { Stop(); }
-  absl::Status Start() {
-    KVFERRY_ASSIGN_OR_RETURN(thread_, StartThread("store server", [this] { Run(); }));
+  absl::Status Start(const std::string& name) {
+    KVFERRY_ASSIGN_OR_RETURN(thread_, StartThread(name, [this] { Run(); }));
     return absl::OkStatus();
   }
   // RESOURCE_EXHAUSTED when there are too many, UNAVAILABLE when it was stopped: the task is gone then.
@@ -88,8 +88,9 @@ absl::Status TooLate() {
 
 }  // namespace
 
-// Its task thread does what is asked; the node's progress thread only hands calls over and lets go
-// of leases.
+// Its task thread does what is asked, one call after another. Where there is a tier below, which may be
+// slow, another thread answers what is in memory, so that nobody who asks for that waits for a disk. The
+// node's progress thread only hands calls over and lets go of leases.
 class StoreServer::Service final : public LeaseSource, public CallHandler {
  public:
   explicit Service(Options options)
@@ -101,6 +102,7 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
 
   absl::Status Start();
   void Close() {
+    in_memory_.Stop();
     tasks_.Stop();
     owned_node_.reset();  // Its thread goes on until then, and looks at node_.
   }
@@ -128,7 +130,12 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   using Function = Result (Service::*)(const Request&);
   static Function Find(const std::string& name);
 
-  void Serve(const std::string& function, Request request);
+  // Posts the task; what cannot be posted is answered.
+  void Post(TaskThread& thread, const CallKey& call, std::function<void()> task);
+  void Begin(const std::string& name, Request request);
+  // Whether the host store has all that is asked for; it may lose some of it at any time.
+  bool IsInMemory(const std::string& name, const Request& request) const;
+  void Serve(Function function, const Request& request);
   Result Exists(const Request& request);
   Result Erase(const Request& request);
   Result Pin(const Request& request);
@@ -162,6 +169,7 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
 
   const Options options_;
   const std::shared_ptr<KvStore> store_;  // All that is served.
+  TaskThread in_memory_;                  // Runs if there is a tier below.
   TaskThread tasks_;
   std::atomic<int64_t> staged_bytes_{0};
   Mutex mutex_;
@@ -181,7 +189,8 @@ absl::Status StoreServer::Service::Start() {
   node.listen = true;
   KVFERRY_ASSIGN_OR_RETURN(owned_node_, Node::Start(std::move(node)));
   node_.Attach(owned_node_.get());
-  return tasks_.Start();
+  if (options_.tiered != nullptr) KVFERRY_RETURN_IF_ERROR(in_memory_.Start("store memory"));
+  return tasks_.Start("store server");
 }
 
 // ---------------------------------------------------------------- calls
@@ -200,26 +209,47 @@ StoreServer::Service::Function StoreServer::Service::Find(const std::string& nam
 
 void StoreServer::Service::OnCall(const CallKey& call, const std::string& function,
                                   const Fields& args, Deadline deadline) {
-  const absl::Status taken = tasks_.Post(
-      [this, function, request = Request{call, args, deadline, {}}] { Serve(function, request); });
+  Post(options_.tiered != nullptr ? in_memory_ : tasks_, call,
+       [this, function, request = Request{call, args, deadline, {}}] { Begin(function, request); });
+}
+
+void StoreServer::Service::Post(TaskThread& thread, const CallKey& call,
+                                std::function<void()> task) {
+  const absl::Status taken = thread.Post(std::move(task));
   if (!taken.ok()) node_.get().Reply(call, taken);
 }
 
-void StoreServer::Service::Serve(const std::string& function, Request request) {
-  // It has stood in line for too long. Its caller may have done something else in its place.
-  if (request.IsLate()) return;
-  const auto serve = [&]() -> Result {
-    const Function found = Find(function);
+void StoreServer::Service::Begin(const std::string& name, Request request) {
+  const auto read = [&]() -> absl::StatusOr<Function> {
+    const Function found = Find(name);
     if (found == nullptr) {
-      return absl::UnimplementedError(absl::StrCat("store: no function '", function, "'"));
+      return absl::UnimplementedError(absl::StrCat("store: no function '", name, "'"));
     }
     if (request.args.Has("keys")) {
       KVFERRY_ASSIGN_OR_RETURN(const std::string_view packed, request.args.Bytes("keys"));
       KVFERRY_ASSIGN_OR_RETURN(request.keys, UnpackKeys(packed));
     }
-    return (this->*found)(request);
+    return found;
   };
-  Result result = serve();
+  const absl::StatusOr<Function> function = read();
+  if (!function.ok()) return node_.get().Reply(request.call, function.status());
+  if (options_.tiered == nullptr || IsInMemory(name, request)) return Serve(*function, request);
+  Post(tasks_, request.call, [this, found = *function, request] { Serve(found, request); });
+}
+
+bool StoreServer::Service::IsInMemory(const std::string& name, const Request& request) const {
+  if (name != store_call::kExists && name != store_call::kGet && name != store_call::kGetPages) {
+    return false;
+  }
+  const absl::StatusOr<int64_t> count =
+      options_.host->Exists(Views(request.keys), request.deadline);
+  return count.ok() && *count == std::ssize(request.keys);
+}
+
+void StoreServer::Service::Serve(Function function, const Request& request) {
+  // It has stood in line for too long. Its caller may have done something else in its place.
+  if (request.IsLate()) return;
+  Result result = (this->*function)(request);
   if (!result.ok()) {
     node_.get().Reply(request.call, result.status());
   } else if (result->has_value()) {

@@ -23,8 +23,8 @@
 namespace kvferry {
 
 // Serves a HostStore, and what lies under it, to other processes (RemoteStore). Pages travel
-// straight from and into the host store's pool. All work on stores is done by one thread of the
-// server's own, so that a slow disk holds up neither transfers nor heartbeats. Thread-safe.
+// straight from and into the host store's pool. All work on stores is done by threads of the server's
+// own, so that a slow disk holds up neither transfers nor heartbeats, nor what is in memory. Thread-safe.
 class StoreServer {
  public:
   struct Options {

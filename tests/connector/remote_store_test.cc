@@ -307,6 +307,26 @@ TEST_F(RemotePages, WhatStoodInLineForTooLongIsNotCarriedOut) {
   EXPECT_EQ(Must(client->Exists(Views({keys[0]}), Soon())), 1);
 }
 
+TEST_F(RemotePages, WhatIsInMemoryDoesNotWaitForTheTierBelow) {
+  const auto lower = std::make_shared<GatedStore>(SmallLayout().page_bytes());
+  const auto server = Serve(MakeHost(4), lower);
+  const auto client = Dial(server->address(), target_), other = Dial(server->address(), source_);
+  const std::vector<std::string> keys = Keys(3);
+  const std::vector<std::string> above = {keys[0], keys[1]};
+  const std::vector<int64_t> pages = {1, 2};
+  ASSERT_TRUE(AllOk(other->PutPages(Views(above), *source_, pages, Soon())));
+  ASSERT_TRUE(AllOk(lower->PutPages(Views({keys[2]}), *source_, std::vector<int64_t>{3}, Soon())));
+  auto slow = std::async(std::launch::async, [&] { return other->GetBytes(keys[2], Soon()); });
+  ASSERT_TRUE(lower->asked.Wait(Soon()));
+  EXPECT_EQ(Must(client->Exists(Views(above), Soon())), 2);
+  EXPECT_TRUE(AllOk(client->GetPages(Views(above), *target_, std::vector<int64_t>{8, 9}, Soon())));
+  EXPECT_TRUE(HoldsExactly(*target_, 2, std::vector<int64_t>{8, 9}, 1, pages));
+  EXPECT_TRUE(IsOk(client->GetBytes(keys[0], Soon())));
+  EXPECT_EQ(slow.wait_for(std::chrono::seconds(0)), std::future_status::timeout);
+  lower->go_on.Open();
+  EXPECT_TRUE(IsOk(slow.get()));
+}
+
 TEST_F(RemotePages, NoMoreIsReadForACallThatIsOver) {
   const auto lower = std::make_shared<GatedStore>(SmallLayout().page_bytes());
   const auto server = Serve(MakeHost(8), lower);
