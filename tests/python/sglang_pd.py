@@ -1,6 +1,9 @@
 """Ranks of SGLang's prefill and decode servers, as far as disaggregation goes, and what their
 schedulers do with them. SGLang's own classes on the CPU: pools, metadata rows, bootstrap server."""
 
+import contextlib
+import ctypes
+import itertools
 import os
 import sys
 import time
@@ -8,6 +11,7 @@ import urllib.request
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import sglang_pools  # Before all else of SGLang.
 import torch
 from servers import free_port
@@ -21,13 +25,29 @@ with sglang_pools.stand_in_for_triton():
         KVSender,
     )
     from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
-    from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.disaggregation.common.conn import KVTransferError
+    from sglang.srt.disaggregation.utils import (
+        DisaggregationMode,
+        MetadataBuffers,
+        setup_state_kv_args,
+    )
+    from sglang.srt.mem_cache.memory_pool import (
+        DSATokenToKVPool,
+        HybridLinearKVPool,
+        MambaPool,
+        MHATokenToKVPool,
+        MLATokenToKVPool,
+    )
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.runtime_context import get_context, get_parallel
 
 PAGE, PAGES, LAYERS, HEADS, HEAD_DIM = 4, 64, 3, 4, 8
-ROWS = 16
+DSA_PAGE = 64  # SGLang's indexers have no other.
+ROWS = 16  # Of metadata,
+STATES = 24  # and of what lies beside the KV, at least.
+ROW, TARGET_ROW = 3, 5  # Of the metadata of a request, on the prefill and the decode side.
 CHILD_ROOM = 1 << 61
+rooms = itertools.count(1 << 60)
 
 
 class Deployment:
@@ -60,6 +80,39 @@ class Deployment:
         self._override.restore()
 
 
+def _make_pool(kind: str, heads: int):
+    """SGLang's, for PAGES pages: it adds a page of padding itself."""
+    tokens, dtype = (PAGES - 1) * PAGE, torch.bfloat16
+    if kind == "mla":
+        return MLATokenToKVPool(tokens, PAGE, dtype, 16, 4, LAYERS, "cpu", False)
+    if kind == "dsa":
+        tokens = (PAGES - 1) * DSA_PAGE
+        return DSATokenToKVPool(
+            tokens, DSA_PAGE, 16, dtype, 4, LAYERS, "cpu", 128, False, kv_cache_dim=20
+        )
+    if kind == "swa":
+        in_window, full = [0, 2], [1, 3, 4]
+        return SWAKVPool(
+            tokens, (STATES - 1) * PAGE, PAGE, dtype, heads, HEAD_DIM, in_window, full, "cpu"
+        )
+    if kind == "mamba":
+        shape = SimpleNamespace(conv=[(3 * heads, 3), (2 * heads, 3)], temporal=(heads, 8, 8))
+        dtypes = SimpleNamespace(conv=dtype, temporal=torch.float32)
+        params = SimpleNamespace(shape=shape, dtype=dtypes, is_kda=False)
+        states = MambaPool(
+            size=STATES, spec_state_size=0, cache_params=params, mamba_layer_ids=[0, 2],
+            device="cpu",
+        )  # fmt: skip
+        return HybridLinearKVPool(tokens, dtype, PAGE, heads, HEAD_DIM, [1, 3, 4], "cpu", states)
+    return MHATokenToKVPool(tokens, PAGE, dtype, heads, HEAD_DIM, LAYERS, "cpu", False)
+
+
+def _items(address: int, size: int, item: int) -> torch.Tensor:
+    """[items, bytes] of what lies there."""
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    return torch.from_numpy(np.ctypeslib.as_array(memory)).view(-1, item)
+
+
 class RankOf:
     """One rank of a server: a pool, metadata rows, and the manager of its transfers."""
 
@@ -70,39 +123,35 @@ class RankOf:
         rank: int = 0,
         size: int = 1,
         *,
-        is_mla: bool = False,
+        kind: str = "mha",
         hidden: int = 16,
         **changes,
     ):
-        """changes: of KVArgs."""
-        self.deployment, self.is_mla = deployment, is_mla
-        tokens = (PAGES - 1) * PAGE  # SGLang adds a page of padding.
-        if is_mla:
-            self.pool = MLATokenToKVPool(tokens, PAGE, torch.bfloat16, 16, 4, LAYERS, "cpu", False)
-        else:
-            heads = max(1, HEADS // size)
-            self.pool = MHATokenToKVPool(
-                tokens, PAGE, torch.bfloat16, heads, HEAD_DIM, LAYERS, "cpu", False
-            )
+        """kind: of pool, mha, mla or, with something beside the KV, swa, mamba or dsa.
+        changes: of KVArgs."""
+        self.deployment = deployment
+        is_mla = kind in ("mla", "dsa")
+        self.page_size = DSA_PAGE if kind == "dsa" else PAGE
         self.rows = MetadataBuffers(ROWS, hidden, torch.float32, 16)
         args = KVArgs()
         args.engine_rank, args.gpu_id, args.system_dp_rank, args.pp_rank = rank, 0, 0, 0
-        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = (
-            self.pool.get_contiguous_buf_infos()
-        )
-        args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.rows.get_buf_infos()
-        args.kv_layer_ids = []
-        args.kv_cache_dtype_str, args.page_size = "bfloat16", PAGE
-        args.total_kv_head_num = HEADS  # Of a decode server SGLang leaves it to the configuration.
-        args.state_types, args.state_item_lens = [], []
-        for name, value in changes.items():
-            setattr(args, name, value)
-        self.args = args
         with get_parallel().override(
             attn_tp_rank=rank, attn_tp_size=size, tp_size=size, dcp_rank=0, attn_cp_rank=0,
-            attn_dp_rank=0, attn_dcp_rank=0, pp_group=None, pp_rank=0, dp_rank=0,
+            attn_dp_rank=0, attn_dcp_rank=0, attn_dcp_size=1, pp_group=None, pp_rank=0, dp_rank=0,
             tp_rank=rank, moe_tp_size=size,
         ):  # fmt: skip
+            self.pool = _make_pool(kind, max(1, HEADS // size))
+            args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = (
+                self.pool.get_contiguous_buf_infos()
+            )
+            args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.rows.get_buf_infos()
+            args.kv_layer_ids = []
+            args.kv_cache_dtype_str, args.page_size = "bfloat16", self.page_size
+            args.total_kv_head_num = HEADS  # Of a decode server SGLang leaves it to the model.
+            setup_state_kv_args(args, self.pool)
+            for name, value in changes.items():
+                setattr(args, name, value)
+            self.args = args
             self.manager = KVManager(args, DisaggregationMode(mode), deployment.args, is_mla)
 
     def close(self) -> None:
@@ -112,14 +161,32 @@ class RankOf:
         self.manager.__dict__.clear()  # Endpoints and pool go now, whatever SGLang's caches hold.
 
     def pages(self) -> list[torch.Tensor]:
-        """[pages, page, ...] of each buffer, K of all layers first."""
-        buffers = [self.pool.kv_buffer] if self.is_mla else [self.pool.k_buffer, self.pool.v_buffer]
-        return [layer.view(PAGES, PAGE, *layer.shape[1:]) for kind in buffers for layer in kind]
+        """[pages, page, ...] of each KV buffer, K of all layers first."""
+        pool = getattr(self.pool, "full_kv_pool", self.pool)
+        buffers = [pool.kv_buffer] if hasattr(pool, "kv_buffer") else [pool.k_buffer, pool.v_buffer]
+        return [
+            layer.view(PAGES, self.page_size, *layer.shape[1:])
+            for kind in buffers
+            for layer in kind
+        ]
+
+    def states(self) -> list[torch.Tensor]:
+        """[rows, bytes] of each buffer of what lies beside the KV."""
+        args = self.args
+        return [
+            _items(*buffer)
+            for of in zip(
+                args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True
+            )
+            for buffer in zip(*of, strict=True)
+        ]
 
     def fill(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for buffer in self.pages():
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
+        for buffer in self.states():
+            buffer.copy_(torch.randint(256, buffer.shape, generator=generator))
 
     def sender(self, room: int) -> KVSender:
         return KVSender(self.manager, self.deployment.address, room)
@@ -156,6 +223,93 @@ def wait_status(of: list, status: int) -> None:
         wait_for(all_are)
     except AssertionError as error:
         raise AssertionError(f"{error} for {names[status]}: {[names[it] for it in last]}") from None
+
+
+@contextlib.contextmanager
+def make_ranks():
+    """RankOf(...) of a deployment, that are closed at the end."""
+    ranks = []
+    with contextlib.closing(Deployment()) as deployment:
+
+        def make(mode, *args, **kwargs):
+            ranks.append(RankOf(deployment, mode, *args, **kwargs))
+            return ranks[-1]
+
+        yield make
+        for rank in ranks:
+            rank.close()
+
+
+class Transfer:
+    """One request through the schedulers of both servers: pages `source` to pages `target`."""
+
+    def __init__(self, prefill, decode, source, target, prefix=0, states=(None, None)):
+        """Lists of ranks, and of pages. states: what SGLang says of what lies beside the KV, on
+        either side."""
+        self.room, self.source, self.target = next(rooms), source, target
+        self.prefill, self.decode, self.prefix = prefill, decode, prefix
+        self.states = states
+        self.senders = [it.sender(self.room) for it in prefill]
+        self.receivers = [it.receiver(self.room) for it in decode]
+
+    def begin(self):
+        for receiver in self.receivers:
+            receiver.send_metadata(
+                np.array(self.target, np.int32),
+                TARGET_ROW,
+                self.states[1],
+                decode_prefix_len=self.prefix,
+            )
+        wait_status(self.senders, KVPoll.WaitingForInput)
+        for sender, rank in zip(self.senders, self.prefill, strict=True):
+            assert sender.pop_decode_prefix_len() == self.prefix
+            rank.write_row(ROW, self.room, token=self.room % 1000)
+            sender.init(len(self.source), ROW)
+        return self
+
+    def send(self, first, end):
+        states = self.states[0] if end == len(self.source) else None
+        for sender in self.senders:
+            sender.send(np.array(self.source[first:end], np.int32), states)
+
+    def end(self, status):
+        wait_status(self.receivers, status)
+        wait_status(self.senders, status)
+        if status == KVPoll.Success:
+            for rank in self.decode:
+                row = rank.row(TARGET_ROW)
+                assert (row.token, row.room) == (self.room % 1000, self.room)
+        for it in self.receivers + self.senders:
+            it.clear()
+
+    def reasons(self):
+        """Why it has failed, of receivers and senders."""
+        reasons = []
+        for it in self.receivers + self.senders:
+            with pytest.raises(KVTransferError) as error:
+                it.failure_exception()
+            reasons.append(error.value.failure_reason)
+        return reasons
+
+
+def whole(prefill, decode, source, target, chunks=1, **more):
+    transfer = Transfer(prefill, decode, source, target, **more).begin()
+    ends = [len(source) * n // chunks for n in range(chunks + 1)]
+    for first, end in itertools.pairwise(ends):
+        transfer.send(first, end)
+    transfer.end(KVPoll.Success)
+
+
+def copies(rank):
+    return [buffer.clone() for buffer in rank.pages()]
+
+
+def check_pages(prefill, decode, before, source, target):
+    """Of two ranks with the same heads: these pages have come, and no other has changed."""
+    untouched = [page for page in range(PAGES) if page not in target]
+    for sent, got, old in zip(prefill.pages(), decode.pages(), before, strict=True):
+        assert torch.equal(got[target], sent[source])
+        assert torch.equal(got[untouched], old[untouched])
 
 
 def _child_main(port: int) -> None:

@@ -1,14 +1,12 @@
 """kvferry between SGLang's prefill and decode servers, with SGLang's own classes on the CPU."""
 
 import contextlib
-import itertools
+import dataclasses
 import pickle
-import random
 import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -33,36 +31,24 @@ from sglang_pd import (  # noqa: E402
     HEADS,
     PAGE,
     PAGES,
-    ROWS,
+    TARGET_ROW,
     Deployment,
     KVPoll,
     RankOf,
+    Transfer,
+    check_pages,
+    copies,
+    make_ranks,
     wait_status,
+    whole,
 )
 from waiting import wait_for  # noqa: E402
 
-ROW, TARGET_ROW = 3, 5  # Of the metadata, on the prefill and the decode side.
-_rooms = itertools.count(1 << 60)
-
 
 @pytest.fixture
-def deployment():
-    with contextlib.closing(Deployment()) as it:
+def make():
+    with make_ranks() as it:
         yield it
-
-
-@pytest.fixture
-def make(deployment):
-    """RankOf(...) that are closed at the end."""
-    ranks = []
-
-    def made(mode, *args, **kwargs):
-        ranks.append(RankOf(deployment, mode, *args, **kwargs))
-        return ranks[-1]
-
-    yield made
-    for rank in ranks:
-        rank.close()
 
 
 @pytest.fixture
@@ -73,85 +59,19 @@ def pair(make):
     return prefill, decode
 
 
-class Transfer:
-    """One request through the schedulers of both servers: pages `source` to pages `target`."""
-
-    def __init__(self, prefill, decode, source, target, prefix=0):
-        """Lists of ranks, and of pages."""
-        self.room, self.source, self.target = next(_rooms), source, target
-        self.prefill, self.decode, self.prefix = prefill, decode, prefix
-        self.senders = [it.sender(self.room) for it in prefill]
-        self.receivers = [it.receiver(self.room) for it in decode]
-
-    def begin(self):
-        for receiver in self.receivers:
-            receiver.send_metadata(
-                np.array(self.target, np.int32), TARGET_ROW, None, decode_prefix_len=self.prefix
-            )
-        wait_status(self.senders, KVPoll.WaitingForInput)
-        for sender, rank in zip(self.senders, self.prefill, strict=True):
-            assert sender.pop_decode_prefix_len() == self.prefix
-            rank.write_row(ROW, self.room, token=self.room % 1000)
-            sender.init(len(self.source), ROW)
-        return self
-
-    def send(self, first, end):
-        for sender in self.senders:
-            sender.send(np.array(self.source[first:end], np.int32))
-
-    def end(self, status):
-        wait_status(self.receivers, status)
-        wait_status(self.senders, status)
-        if status == KVPoll.Success:
-            for rank in self.decode:
-                row = rank.row(TARGET_ROW)
-                assert (row.token, row.room) == (self.room % 1000, self.room)
-        for it in self.receivers + self.senders:
-            it.clear()
-
-    def reasons(self):
-        """Why it has failed, of receivers and senders."""
-        reasons = []
-        for it in self.receivers + self.senders:
-            with pytest.raises(KVTransferError) as error:
-                it.failure_exception()
-            reasons.append(error.value.failure_reason)
-        return reasons
-
-
-def whole(prefill, decode, source, target, chunks=1, prefix=0):
-    transfer = Transfer(prefill, decode, source, target, prefix).begin()
-    ends = [len(source) * n // chunks for n in range(chunks + 1)]
-    for first, end in itertools.pairwise(ends):
-        transfer.send(first, end)
-    transfer.end(KVPoll.Success)
-
-
-def copies(rank):
-    return [buffer.clone() for buffer in rank.pages()]
-
-
-def check_pages(prefill, decode, before, source, target):
-    """Of two ranks with the same heads: these pages have come, and no other has changed."""
-    untouched = [page for page in range(PAGES) if page not in target]
-    for sent, got, old in zip(prefill.pages(), decode.pages(), before, strict=True):
-        assert torch.equal(got[target], sent[source])
-        assert torch.equal(got[untouched], old[untouched])
-
-
 SOURCE, TARGET = [9, 3, 40, 41, 42, 7], [20, 21, 5, 60, 6, 1]
 
 
-@pytest.mark.parametrize("is_mla", [False, True], ids=["mha", "mla"])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_pages_and_the_first_token_arrive(make, is_mla, chunks):
-    prefill, decode = (make(mode, is_mla=is_mla) for mode in ("prefill", "decode"))
+def test_pages_and_the_first_token_arrive(make, kind, chunks):
+    prefill, decode = (make(mode, kind=kind) for mode in ("prefill", "decode"))
     prefill.fill(seed=1)
     decode.fill(seed=2)
     before = copies(decode)
     whole([prefill], [decode], SOURCE, TARGET, chunks, prefix=8 * PAGE)
     check_pages(prefill, decode, before, SOURCE, TARGET)
-    assert prefill.manager._publisher.metrics()["leases_live"] == 0
+    assert prefill.manager._publishers[0].metrics()["leases_live"] == 0
 
 
 def test_a_last_chunk_without_pages(pair):
@@ -202,7 +122,7 @@ def test_other_numbers_of_ranks(make, sizes):
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2)])
 def test_other_numbers_of_ranks_with_mla(make, sizes):
     prefill, decode = (
-        [make(mode, rank, size, is_mla=True) for rank in range(size)]
+        [make(mode, rank, size, kind="mla") for rank in range(size)]
         for mode, size in zip(("prefill", "decode"), sizes, strict=True)
     )
     for it in prefill:
@@ -243,7 +163,7 @@ def held(prefill, decode):
 def test_a_chunk_waits_for_the_device(pair):
     prefill, decode = pair
     transfer, hold = held(prefill, decode)
-    assert prefill.manager._publisher.metrics()["leases_live"] == 0
+    assert prefill.manager._publishers[0].metrics()["leases_live"] == 0
     prefill.fill(seed=3)  # What the device was still at.
     before = copies(decode)
     hold.let_go()
@@ -263,7 +183,7 @@ def test_a_chunk_that_comes_after_the_abort_is_not_written(pair):
     transfer.senders[0].clear()
     whole([prefill], [decode], [1], [2])  # Messages come in order: the late one has been read.
     check_pages(prefill, decode, before, [1], [2])
-    assert prefill.manager._publisher.metrics()["leases_live"] == 0
+    assert prefill.manager._publishers[0].metrics()["leases_live"] == 0
 
 
 def test_a_chunk_is_not_published_after_the_abort(pair):
@@ -275,7 +195,7 @@ def test_a_chunk_is_not_published_after_the_abort(pair):
     wait_status(transfer.receivers, KVPoll.Failed)
     transfer.receivers[0].clear()
     whole([prefill], [decode], [1], [2])
-    assert prefill.manager._publisher.metrics()["leases_live"] == 0
+    assert prefill.manager._publishers[0].metrics()["leases_live"] == 0
 
 
 class WithoutLayers:
@@ -296,7 +216,8 @@ class WithoutLayers:
 @pytest.mark.parametrize("how", ["abort", "another rank's failure"])
 def test_a_fetch_under_way_has_ended_when_the_request_has(pair, how):
     prefill, decode = pair
-    waiting = prefill.manager._publisher = WithoutLayers(prefill.manager._publisher)
+    waiting = WithoutLayers(prefill.manager._publishers[0])
+    prefill.manager._publishers = [waiting]
     transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
     transfer.send(0, len(SOURCE))
     incoming = decode.manager._incoming[transfer.room]
@@ -318,7 +239,7 @@ def test_a_fetch_under_way_has_ended_when_the_request_has(pair, how):
     receiver.clear()
     transfer.senders[0].abort()
     transfer.senders[0].clear()
-    prefill.manager._publisher = waiting.endpoint
+    prefill.manager._publishers = [waiting.endpoint]
     whole([prefill], [decode], [1], [2])
     check_pages(prefill, decode, before, [1], [2])
 
@@ -332,7 +253,7 @@ def test_the_decode_side_aborts(pair, sent):
     wait_status(transfer.receivers, KVPoll.Failed)
     wait_status(transfer.senders, KVPoll.Failed)
     assert transfer.reasons() == ["Aborted by AbortReq.", "Aborted by the decode side"]
-    assert prefill.manager._publisher.metrics()["leases_live"] == 0
+    assert prefill.manager._publishers[0].metrics()["leases_live"] == 0
     assert not prefill.manager._outgoing and not decode.manager._incoming
 
 
@@ -342,7 +263,7 @@ def test_the_prefill_side_aborts(pair, sent):
     transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
     transfer.send(0, sent)
     transfer.senders[0].abort()
-    assert prefill.manager._publisher.metrics()["leases_live"] == 0  # Its pages are free now.
+    assert prefill.manager._publishers[0].metrics()["leases_live"] == 0  # Its pages are free now.
     wait_status(transfer.receivers, KVPoll.Failed)
     # What comes first: SGLang's message, or what a fetch is told.
     says = "Aborted by the prefill side|took the request back|has already been released"
@@ -370,7 +291,7 @@ def test_another_rank_fails(make):
     reasons = transfer.reasons()
     assert reasons[0] == "a reason"
     assert all(not it.manager._incoming for it in decode)
-    assert prefill.manager._publisher.metrics()["leases_live"] == 0
+    assert prefill.manager._publishers[0].metrics()["leases_live"] == 0
 
 
 def test_leases_that_nobody_fetches_end_the_request(make, monkeypatch):
@@ -411,7 +332,8 @@ def test_other_metadata_rows_are_refused(make):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"state_types": [StateType.MAMBA, StateType.SWA]}, "mamba, swa"),
+        ({"state_types": [StateType.SWA_RING, StateType.SWA]}, "not this model's swa_ring"),
+        ({"state_types": [StateType.SWA, StateType.SWA]}, "not this model's swa, swa"),
         ({"num_draft_entries": 2}, "draft model"),
         ({"kv_item_lens": [256, 256, 128] * 2}, "needs the same in every layer"),
         ({"total_kv_head_num": 3}, "needs the same in every layer"),
@@ -432,8 +354,15 @@ CHUNK = Chunk(room=1, rank=0, first=0, pages=1, ticket="", is_last=False)
 
 def test_messages_are_read_back():
     request = Request(1 << 63, "10.0.0.1", 80, rank=1, readers=2, prefix=16, is_dummy=False)
-    for message in (CHUNK, request):
+    with_states = dataclasses.replace(CHUNK, states=["a ticket", ""])
+    for message in (CHUNK, with_states, request):
         assert parse(message.frames(b"a", b"")) == (message, [b"a", b""])
+
+
+def test_a_chunk_of_a_release_that_knows_no_states():
+    tag, header = CHUNK.frames()
+    assert b', "states": []' in header
+    assert parse([tag, header.replace(b', "states": []', b"")]) == (CHUNK, [])
 
 
 @pytest.mark.parametrize(
@@ -451,6 +380,8 @@ def test_messages_are_read_back():
         CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"first": 0', b'"first": true')],
         CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"first": 0', b'"first": 9999999999')],
         CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"ticket": ""', b'"ticket": 1')],
+        CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"states": []', b'"states": [1]')],
+        CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"first": 0, ', b"")],
     ],
 )
 def test_messages_that_are_wrong_are_dropped(frames, pair):
@@ -477,6 +408,7 @@ def test_messages_that_are_wrong_are_dropped(frames, pair):
         ({"ticket": "kvferry1|nonsense"}, "ticket"),
         ({"ticket": "kvferry1|tcp://10.1.2.3:80|1|1|2|0"}, "allowed_hosts"),
         ({"is_last": True}, "metadata rows of [] bytes"),
+        ({"ticket": "kvferry1|tcp://127.0.0.1:1|1|1|3|0"}, "3 pages or rows where 2 were"),
     ],
 )
 def test_a_chunk_that_was_not_asked_for_fails_the_request(pair, wrong, says):
@@ -510,130 +442,6 @@ def test_sglang_knows_the_backend():
     assert get(backend, kinds.RECEIVER) is disaggregation.KVReceiver
     assert get(backend, kinds.BOOTSTRAP_SERVER) is disaggregation.KVBootstrapServer
     assert get(sglang_utils.TransferBackend.FAKE, kinds.SENDER).__name__ == "FakeKVSender"
-
-
-# ---------------------------------------------------------------- at random
-
-
-class Scheduler:
-    """Free pages and rows of a rank. What is in free pages must stay as it was left."""
-
-    def __init__(self, rank):
-        self.buffers = rank.pages()
-        self.free = list(range(1, PAGES))
-        self.rows = list(range(1, ROWS))
-        self.left = {}
-
-    def contents(self, pages):
-        return [buffer[pages].clone() for buffer in self.buffers]
-
-    def take(self, count, rng):
-        rng.shuffle(self.free)
-        pages = [self.free.pop() for _ in range(count)]
-        for page in pages:
-            for now, then in zip(self.contents([page]), self.left.pop(page, []), strict=False):
-                assert torch.equal(now, then), "a page was written after it was given back"
-        return pages
-
-    def give(self, pages):
-        for page in pages:
-            self.left[page] = self.contents([page])
-        self.free += pages
-
-
-class RandomRequest:
-    def __init__(self, prefill, decode, source, target, rng):
-        count = rng.randint(0, min(12, len(source.free), len(target.free)))
-        self.rng, self.source, self.target = rng, source, target
-        self.source_pages, self.target_pages = source.take(count, rng), target.take(count, rng)
-        self.source_row, self.target_row = source.rows.pop(), target.rows.pop()
-        for buffer in source.buffers:
-            buffer[self.source_pages] = torch.randn(buffer[self.source_pages].shape).bfloat16()
-        self.expected = source.contents(self.source_pages)
-        self.room = next(_rooms)
-        prefill.write_row(self.source_row, self.room, self.room % 997)
-        self.decode = decode
-        self.sender, self.receiver = prefill.sender(self.room), decode.receiver(self.room)
-        self.has_asked = self.is_begun = False
-        self.sent = 0
-        self.outcomes = {}
-
-    def step(self):
-        """Whether it is over on both sides."""
-        if not self.has_asked and self.rng.random() < 0.5:
-            self.has_asked = True
-            self.receiver.send_metadata(np.array(self.target_pages, np.int32), self.target_row)
-        for side in (self.sender, self.receiver):
-            if side not in self.outcomes and self.rng.random() < 0.01:
-                side.abort()
-        if self.receiver not in self.outcomes:
-            self.look_at_receiver()
-        if self.sender not in self.outcomes:
-            self.look_at_sender()
-        return len(self.outcomes) == 2
-
-    def look_at_sender(self):
-        status = self.sender.poll()
-        if status == KVPoll.WaitingForInput and not self.is_begun:
-            self.is_begun = True
-            self.sender.init(len(self.source_pages), self.source_row)
-            if not self.source_pages:
-                self.sender.send(np.array([], np.int32))
-        elif status == KVPoll.WaitingForInput and self.sent < len(self.source_pages):
-            end = self.rng.randint(self.sent + 1, len(self.source_pages))
-            self.sender.send(np.array(self.source_pages[self.sent : end], np.int32))
-            self.sent = end
-        elif status in (KVPoll.Success, KVPoll.Failed):
-            self.outcomes[self.sender] = status
-            self.finish(self.sender, status)
-            for buffer in self.source.buffers:
-                buffer[self.source_pages] = 0  # Whoever still reads it reads something else.
-            self.source.give(self.source_pages)
-            self.source.rows.append(self.source_row)
-
-    def look_at_receiver(self):
-        status = self.receiver.poll()
-        if status == KVPoll.Success:
-            for got, sent in zip(
-                self.target.contents(self.target_pages), self.expected, strict=True
-            ):
-                assert torch.equal(got, sent)
-            row = self.decode.row(self.target_row)
-            assert (row.room, row.token) == (self.room, self.room % 997)
-        if status in (KVPoll.Success, KVPoll.Failed):
-            self.outcomes[self.receiver] = status
-            self.finish(self.receiver, status)
-            self.target.give(self.target_pages)
-            self.target.rows.append(self.target_row)
-
-    def finish(self, side, status):
-        if status == KVPoll.Success:
-            side.clear()
-            return
-        with pytest.raises(KVTransferError):
-            side.failure_exception()
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_requests_at_random(pair, seed):
-    """Aborts on either side at any moment: what arrives is right, and nothing arrives late."""
-    prefill, decode = pair
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
-    source, target = Scheduler(prefill), Scheduler(decode)
-    running, outcomes = [], []
-    deadline = time.monotonic() + 60
-    while len(outcomes) < 300:
-        assert time.monotonic() < deadline, f"{len(outcomes)} requests, {len(running)} running"
-        if len(running) < ROWS - 1 and rng.random() < 0.5:
-            running.append(RandomRequest(prefill, decode, source, target, rng))
-        for request in list(running):
-            if request.step():
-                running.remove(request)
-                outcomes.append(sorted(request.outcomes.values()))
-    assert outcomes.count([KVPoll.Success, KVPoll.Success]) > 50
-    assert outcomes.count([KVPoll.Failed, KVPoll.Failed]) > 20
-    target.take(len(target.free), rng)  # Looks at what is in them.
 
 
 # ---------------------------------------------------------------- a server that dies

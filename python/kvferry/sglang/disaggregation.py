@@ -37,7 +37,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 import kvferry
 from kvferry.sglang.pd_messages import Chunk, Peer, Request, parse
-from kvferry.sglang.pd_pool import AdoptedPool, Rank
+from kvferry.sglang.pd_pool import Rank, adopt
 
 _logger = logging.getLogger(__name__)
 # What endpoints raise for bad input and for trouble; never a reason to stop the server.
@@ -49,11 +49,14 @@ _ABORTED_HERE = "Aborted by the prefill side"
 _ABORT = b"ABORT"  # SGLang's, decode to prefill.
 
 
+_LeaseKey = tuple[int, int]  # Which of the rank's pools it is of, and its id.
+
+
 @dataclasses.dataclass
 class _Outgoing:
     """A request on the prefill side."""
 
-    leases: set[int] = dataclasses.field(default_factory=set)  # Not fetched yet.
+    leases: set[_LeaseKey] = dataclasses.field(default_factory=set)  # Not fetched yet.
     is_whole: bool = False  # All chunks are published.
     is_closed: bool = False
 
@@ -65,7 +68,7 @@ class _Job:
     room: int
     request: _Outgoing
     first: int
-    pages: list[int]
+    pages: list[list[int]]  # Of the KV and, of the last chunk, of each state.
     aux: list[bytes] | None  # Of the last chunk.
     wait_event: Any
 
@@ -84,6 +87,7 @@ class _Incoming:
     """A request on the decode side."""
 
     pages: list[int]
+    states: list[list[int]]  # Rows of each.
     aux_index: int | None
     readers: int  # Decode ranks that ask the same prefill rank.
     prefill_size: int  # Ranks of the prefill server,
@@ -112,6 +116,11 @@ class _Destination:
     is_dummy: bool
 
 
+def _indices(of: Any) -> list[int]:
+    """Of pages or rows: an array, a list of arrays, or None."""
+    return [] if of is None else np.asarray(of).reshape(-1).tolist()
+
+
 class KVManager(CommonKVManager):
     """One rank's. Methods are the scheduler's thread's, but for what its own threads call."""
 
@@ -127,7 +136,7 @@ class KVManager(CommonKVManager):
     ):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self._check_supported()
-        self._adopted = AdoptedPool(
+        self._pools = adopt(  # The KV's first. Each has an endpoint of its own.
             args,
             is_mla=bool(is_mla_backend),
             rank=Rank(self.attn_tp_rank, self.attn_tp_size),
@@ -137,23 +146,43 @@ class KVManager(CommonKVManager):
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._threads: list[threading.Thread] = []
-        config = kvferry.Config.make()
         name = f"{disaggregation_mode.value} tp {self.attn_tp_rank} dp {self.system_dp_rank}"
-        pool, identity, heads = self._adopted.pool, self._adopted.identity, self._adopted.heads
         if disaggregation_mode == DisaggregationMode.PREFILL:
             self._outgoing: dict[int, _Outgoing] = {}
-            self._by_lease: dict[int, tuple[int, _Outgoing]] = {}
+            self._by_lease: dict[_LeaseKey, tuple[int, _Outgoing]] = {}
             self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
             self._given_up: OrderedDict[int, None] = OrderedDict()
-            self._publisher = kvferry.PrefillEndpoint(pool, config, identity, name, heads=heads)
-            _logger.info("kvferry: %s listens on %s", name, self._publisher.address)
+            self._publishers = [
+                kvferry.PrefillEndpoint(
+                    it.pool, self._config(part), it.identity, name, heads=it.heads
+                )
+                for part, it in enumerate(self._pools)
+            ]
+            for publisher in self._publishers:
+                _logger.info("kvferry: %s listens on %s", name, publisher.address)
             self._start("publish", self._publish_chunks)
             self._start("prefill", self._serve, self._on_prefill_message)
         else:
             self._incoming: dict[int, _Incoming] = {}
-            self._fetcher = kvferry.DecodeEndpoint(pool, config, identity, name, heads=heads)
+            self._fetchers = [
+                kvferry.DecodeEndpoint(
+                    it.pool, self._config(part), it.identity, name, heads=it.heads
+                )
+                for part, it in enumerate(self._pools)
+            ]
             self._start("decode", self._serve, self._on_decode_message)
             self._threads.append(self._start_heartbeat_checker_thread())
+
+    def _config(self, part: int) -> kvferry.Config:
+        """Of the endpoint of a pool. Ports that are given are the first rank's first endpoint's;
+        the others take those behind them."""
+        config = kvferry.Config.make()
+        rank = (self.system_dp_rank or 0) * self.attn_tp_size + self.attn_tp_rank
+        behind = rank * len(self._pools) + part
+        ports = {"listen_port": config.listen_port, "data_port": config.data_port}
+        return kvferry.Config.make(
+            {name: port + behind for name, port in ports.items() if port != 0}
+        )
 
     def _check_supported(self) -> None:
         sizes = {
@@ -178,10 +207,12 @@ class KVManager(CommonKVManager):
         self._is_over.set()
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self._jobs.put(None)
-            self._publisher.close()
+            for publisher in self._publishers:
+                publisher.close()
         else:
             self._heartbeat_shutdown.set()
-            self._fetcher.close()
+            for fetcher in self._fetchers:
+                fetcher.close()
         waker = self._zmq_ctx.socket(zmq.PUSH)
         waker.connect(NetworkAddress(self.local_ip, self.rank_port).to_tcp())
         waker.send(b"")
@@ -290,9 +321,16 @@ class KVManager(CommonKVManager):
                 return
         if indices_event is not None:
             indices_event.synchronize()
-        pages = np.asarray(kv_indices).tolist()
+        pages = [_indices(kv_indices)]
+        if is_last_chunk:
+            pages += self.rows_of_states(state_indices)
         aux = self._read_aux(aux_index) if is_last_chunk else None
         self._jobs.put(_Job(bootstrap_room, request, index_slice.start, pages, aux, wait_event))
+
+    def rows_of_states(self, state_indices: list | None) -> list[list[int]]:
+        """As SGLang hands them over, one a state; none of some, or of all."""
+        rows = [_indices(it) for it in state_indices or []]
+        return rows + [[] for _ in range(len(self._pools) - 1 - len(rows))]
 
     def _read_aux(self, row: int) -> list[bytes]:
         args = self.kv_args
@@ -314,25 +352,19 @@ class KVManager(CommonKVManager):
     def _publish(self, job: _Job) -> None:
         if job.wait_event is not None:
             job.wait_event.synchronize()
-        ticket = ""
         with self._lock:
             if job.request.is_closed:
                 return
-            if job.pages:
-                ticket = self._publisher.publish(
-                    job.pages, ready_layers=self._adopted.pool.layout.num_layers
-                )
-                lease_id = kvferry.Ticket.parse(ticket).lease_id
-                job.request.leases.add(lease_id)
-                self._by_lease[lease_id] = job.room, job.request
+            tickets = [self._lease(job, part, pages) for part, pages in enumerate(job.pages)]
             targets = self._room_notify_targets(job.room)
         chunk = Chunk(
             room=job.room,
             rank=self.attn_tp_rank,
             first=job.first,
-            pages=len(job.pages),
-            ticket=ticket,
+            pages=len(job.pages[0]),
+            ticket=tickets[0],
             is_last=job.aux is not None,
+            states=tickets[1:],
         )
         for host, port in targets:
             address = NetworkAddress(host, port)
@@ -343,15 +375,31 @@ class KVManager(CommonKVManager):
             with self._lock:
                 job.request.is_whole = True
 
+    def _lease(self, job: _Job, part: int, pages: list[int]) -> str:
+        """The ticket; none without pages. Holds the lock."""
+        if not pages:
+            return ""
+        layers = self._pools[part].pool.layout.num_layers
+        ticket = self._publishers[part].publish(pages, ready_layers=layers)
+        key = part, kvferry.Ticket.parse(ticket).lease_id
+        job.request.leases.add(key)
+        self._by_lease[key] = job.room, job.request
+        return ticket
+
     def advance_outgoing(self, room: int) -> None:
         """Takes note of leases that have ended, anybody's, and of whether this request has."""
         expired: list[int] = []
         with self._lock:
-            for lease_id, how in self._publisher.take_ended():
-                ended_room, request = self._by_lease.pop(lease_id, (0, None))
+            ended = [
+                ((part, lease_id), how)
+                for part, publisher in enumerate(self._publishers)
+                for lease_id, how in publisher.take_ended()
+            ]
+            for key, how in ended:
+                ended_room, request = self._by_lease.pop(key, (0, None))
                 if request is None:
                     continue  # settle_outgoing() took it back.
-                request.leases.discard(lease_id)
+                request.leases.discard(key)
                 if how != "fetched":
                     expired.append(ended_room)
             request = self._outgoing.get(room)
@@ -370,11 +418,11 @@ class KVManager(CommonKVManager):
             if request is None:
                 return
             request.is_closed = True
-            for lease_id in request.leases:
-                del self._by_lease[lease_id]
-        for lease_id in request.leases:
+            for key in request.leases:
+                del self._by_lease[key]
+        for part, lease_id in request.leases:
             try:
-                self._publisher.release(lease_id, _SETTLE_TIMEOUT_MS)
+                self._publishers[part].release(lease_id, _SETTLE_TIMEOUT_MS)
             except kvferry.DeadlineExceeded as error:
                 _logger.error("kvferry: pages of room %s may be read still: %s", room, error)
             except kvferry.Error:
@@ -452,23 +500,48 @@ class KVManager(CommonKVManager):
                 f"metadata rows of {[len(row) for row in aux]} bytes, here they have "
                 f"{list(self.kv_args.aux_item_lens)}: both servers need the same options of SGLang"
             )
-        if chunk.pages:
-            pages = incoming.pages[chunk.first : end]
-            if kvferry.Ticket.parse(chunk.ticket).num_pages != chunk.pages:
-                raise ValueError(f"the ticket is not of {chunk.pages} pages: {chunk.ticket}")
-            heads = self._adopted.heads_from(Rank(chunk.rank, incoming.prefill_size))
-            sender.handles.append(
-                self._fetcher.fetch(
-                    chunk.ticket,
-                    0,
-                    [] if heads is None else pages,
-                    heads=heads or (0, 0),
-                    reader=(self.attn_tp_rank % incoming.readers, incoming.readers),
+        parts = [(chunk.ticket, incoming.pages[chunk.first : end])]
+        if chunk.is_last:
+            if len(chunk.states) != len(incoming.states):
+                raise ValueError(
+                    f"{len(chunk.states)} states beside the KV where this side has "
+                    f"{len(incoming.states)}: both servers need the same model"
                 )
-            )
+            parts += zip(chunk.states, incoming.states, strict=True)
+        for part, (ticket, pages) in enumerate(parts):
+            self._fetch(chunk.rank, part, ticket, pages, incoming, sender)
         sender.next_page = end
         if chunk.is_last:
             sender.aux = aux
+
+    def _fetch(
+        self,
+        rank: int,
+        part: int,
+        ticket: str,
+        pages: list[int],
+        incoming: _Incoming,
+        sender: _FromRank,
+    ) -> None:
+        """Begins to fetch pages of one pool from a prefill rank. Holds the lock."""
+        offered = kvferry.Ticket.parse(ticket).num_pages if ticket else 0
+        if offered != len(pages):
+            raise ValueError(
+                f"{offered} pages or rows where {len(pages)} were expected, of "
+                f"{self._pools[part].identity}"
+            )
+        if not pages:
+            return
+        heads = self._pools[part].heads_from(Rank(rank, incoming.prefill_size))
+        sender.handles.append(
+            self._fetchers[part].fetch(
+                ticket,
+                0,
+                [] if heads is None else pages,
+                heads=heads or (0, 0),
+                reader=(self.attn_tp_rank % incoming.readers, incoming.readers),
+            )
+        )
 
     def advance_incoming(self, room: int) -> None:
         """Takes note of fetches that have ended."""
@@ -546,12 +619,15 @@ class KVReceiver(CommonKVReceiver):
 
     kv_mgr: KVManager
 
-    def send_metadata(self, kv_indices, aux_index=None, *args, **kwargs) -> None:
+    def send_metadata(
+        self, kv_indices, aux_index=None, state_indices=None, *args, **kwargs
+    ) -> None:
         if self.bootstrap_infos is not None:
             self.kv_mgr.expect(
                 self.bootstrap_room,
                 _Incoming(
-                    np.asarray(kv_indices).tolist(),
+                    _indices(kv_indices),
+                    self.kv_mgr.rows_of_states(state_indices),
                     aux_index,
                     readers=self.required_dst_info_num,
                     prefill_size=self.prefill_info.attn_tp_size,
@@ -559,7 +635,7 @@ class KVReceiver(CommonKVReceiver):
                     num_senders=self.required_prefill_response_num,
                 ),
             )
-        super().send_metadata(kv_indices, aux_index, *args, **kwargs)
+        super().send_metadata(kv_indices, aux_index, state_indices, *args, **kwargs)
 
     def poll(self) -> int:
         self.kv_mgr.advance_incoming(self.bootstrap_room)

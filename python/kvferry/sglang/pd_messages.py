@@ -52,8 +52,8 @@ class Request(_Message):
 
 @dataclasses.dataclass(frozen=True)
 class Chunk(_Message):
-    """Prefill to decode: fetch these pages of a request. Behind the last one's header stands a row
-    of each metadata buffer."""
+    """Prefill to decode: fetch these pages of a request, and with the last of them what lies beside
+    the KV. Behind the last one's header stands a row of each metadata buffer."""
 
     TYPE = "chunk"
     room: int
@@ -62,6 +62,7 @@ class Chunk(_Message):
     pages: int
     ticket: str  # Empty without pages.
     is_last: bool
+    states: list[str] = dataclasses.field(default_factory=list)  # Tickets, as the one above.
 
 
 def parse(frames: list[bytes]) -> tuple[Peer | Request | Chunk, list[bytes]]:
@@ -78,8 +79,11 @@ def parse(frames: list[bytes]) -> tuple[Peer | Request | Chunk, list[bytes]]:
         )
     for message in (Peer, Request, Chunk):
         if header.get("t") == message.TYPE:
-            fields = {field.name: field.type for field in dataclasses.fields(message)}
-            values = {name: _checked(name, kind, header.get(name)) for name, kind in fields.items()}
+            values = {
+                field.name: _checked(field.name, field.type, header.get(field.name))
+                for field in dataclasses.fields(message)
+                if field.name in header or field.default_factory is dataclasses.MISSING
+            }
             return message(**values), frames[2:]
     raise ValueError(f"unknown type {header.get('t')!r}")
 
@@ -91,6 +95,8 @@ def _checked(name: str, kind: Any, value: Any) -> Any:
         right = isinstance(value, bool)
     elif kind == "list[int]":
         right = isinstance(value, list) and all(_is_count(it, _MAX_COUNT) for it in value)
+    elif kind == "list[str]":
+        right = isinstance(value, list) and all(isinstance(it, str) for it in value)
     else:
         # A room is SGLang's, of 63 bits.
         right = _is_count(value, (1 << 64) - 1 if name == "room" else _MAX_COUNT)

@@ -1,13 +1,22 @@
-"""SGLang's KV buffers as a kvferry pool, without copying them."""
+"""SGLang's KV buffers, and what lies beside them, as kvferry pools, without copying them."""
 
 from __future__ import annotations
 
+import enum
+import math
+from collections import Counter
 from typing import NamedTuple
 
-from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.runtime_context import process_model_config
 
 import kvferry
+
+# Whose rows the two servers name one by one, in the same order. Others are refused: their indices
+# mean something else, or nobody has looked at them.
+_SERVED_STATES = (StateType.SWA, StateType.DSA, StateType.MAMBA)
+_MAX_TENSORS = 16  # Of a layer, as the next one of a layout of kvferry.
+_MAX_DIM = 1 << 20
 
 
 class Rank(NamedTuple):
@@ -17,57 +26,116 @@ class Rank(NamedTuple):
     size: int
 
 
+class Sharing(enum.Enum):
+    """How ranks share out what is in a pool."""
+
+    HEADS = enum.auto()  # Each has some of the model's heads.
+    NONE = enum.auto()  # Each has all of it.
+    OWN = enum.auto()  # Each has a share that cannot be put together anew for another number.
+
+
+class _Buffers(NamedTuple):
+    addresses: list[int]
+    sizes: list[int]
+    items: list[int]  # Bytes of a page, or of what else an index stands for, by buffer.
+
+
 class AdoptedPool:
-    """The pages of a rank, and which of the model's heads they hold.
+    """Memory in which a request has pages or rows, and which of the model's heads they hold.
 
     Values are bytes to it: which dtype they are is a matter of `identity`, what both sides have to
     have in common.
     """
 
-    def __init__(self, args: KVArgs, *, is_mla: bool, rank: Rank, device: str, model: str):
-        """device: SGLang's, "cpu", "cuda". Raises NotImplementedError, naming what it is, for
-        buffers that would be served wrongly."""
-        if args.state_types:
-            names = ", ".join(sorted(str(kind.value) for kind in args.state_types))
-            raise NotImplementedError(
-                f"kvferry moves the KV of full attention and MLA in SGLang, not what lies beside "
-                f"it ({names})"
-            )
-        if args.num_draft_entries:
-            raise NotImplementedError(
-                "kvferry does not move the KV of a draft model (speculative decoding) in SGLang"
-            )
-        self.rank = rank
-        self.is_mla = is_mla
-        self.total_heads = 1 if is_mla else _total_heads(args)
-        self.identity = f"sglang {model} {args.kv_cache_dtype_str} {args.kv_layout or ''}".strip()
-        self.pool = kvferry.KvPool.adopt(
-            _layout(args, ["latent"] if is_mla else ["k", "v"], self.num_heads),
-            _buffers(args),
-            args,
-            memory="host" if device == "cpu" else f"{device}:{args.gpu_id}",
-        )
-
-    @property
-    def num_heads(self) -> int:
-        return kvferry.heads_of_rank(self.total_heads, *self.rank)[1]
+    def __init__(
+        self,
+        buffers: _Buffers,
+        layout: kvferry.KvLayout,
+        args: KVArgs,
+        *,
+        identity: str,
+        sharing: Sharing,
+        rank: Rank,
+        total_heads: int,
+        memory: str,
+    ):
+        self.rank, self.sharing, self.identity = rank, sharing, identity
+        self.total_heads = total_heads
+        self.pool = kvferry.KvPool.adopt(layout, _whole_pages(buffers), args, memory=memory)
 
     @property
     def heads(self) -> tuple[int, int]:
         """(first, total), as endpoints are told."""
-        if self.is_mla:
+        if self.sharing is not Sharing.HEADS:
             return 0, 0
         return kvferry.heads_of_rank(self.total_heads, *self.rank)[0], self.total_heads
 
     def heads_from(self, prefill: Rank) -> tuple[int, int] | None:
         """What this rank gets from that one, as fetch() takes it. None: nothing, it only ends that
-        one's leases."""
-        if self.is_mla or prefill.size == self.rank.size:
+        one's leases. Raises ValueError where it cannot get what it needs."""
+        if self.sharing is Sharing.NONE or prefill.size == self.rank.size:
             return 0, 0
+        if self.sharing is Sharing.OWN:
+            raise ValueError(
+                f"{self.identity}: kvferry moves it between servers of one tensor-parallel size, "
+                f"not from {prefill.size} to {self.rank.size}"
+            )
         for share in kvferry.shares_for(self.total_heads, *self.rank, prefill.size):
             if share.rank == prefill.rank and share.heads[1]:
                 return share.heads
         return None
+
+
+def adopt(args: KVArgs, *, is_mla: bool, rank: Rank, device: str, model: str) -> list[AdoptedPool]:
+    """The KV, then each of args.state_types.
+
+    device: SGLang's, "cpu", "cuda". Raises NotImplementedError, naming what it is, for buffers that
+    would be served wrongly.
+    """
+    unknown = [kind for kind in args.state_types if kind not in _SERVED_STATES]
+    if unknown or len(set(args.state_types)) != len(args.state_types):
+        names = ", ".join(sorted(str(kind.value) for kind in unknown or args.state_types))
+        raise NotImplementedError(
+            f"kvferry moves the KV of full attention and MLA in SGLang, and beside it "
+            f"{', '.join(kind.value for kind in _SERVED_STATES)}, not this model's {names}"
+        )
+    if args.num_draft_entries:
+        raise NotImplementedError(
+            "kvferry does not move the KV of a draft model (speculative decoding) in SGLang"
+        )
+    total_heads = 1 if is_mla else _total_heads(args)
+    heads = kvferry.heads_of_rank(total_heads, *rank)[1]
+    pools = []
+
+    def add(name: str, buffers: _Buffers, layout: kvferry.KvLayout, sharing: Sharing) -> None:
+        identity = f"sglang {model} {args.kv_cache_dtype_str} {args.kv_layout or ''}".strip()
+        pools.append(
+            AdoptedPool(
+                buffers,
+                layout,
+                args,
+                identity=identity + name,
+                sharing=sharing,
+                rank=rank,
+                total_heads=total_heads,
+                memory="host" if device == "cpu" else f"{device}:{args.gpu_id}",
+            )
+        )
+
+    kv = _Buffers(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
+    of_kv = Sharing.NONE if is_mla else Sharing.HEADS
+    add("", kv, _kv_layout(kv, ["latent"] if is_mla else ["k", "v"], args.page_size, heads), of_kv)
+    states = zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
+    for kind, state in zip(args.state_types, states, strict=True):
+        rows = _Buffers(*state)
+        if kind == StateType.SWA and not is_mla:
+            layout = _kv_layout(rows, ["k", "v"], args.page_size, heads)
+            add(f" {kind.value}", rows, layout, Sharing.HEADS)
+        else:
+            sharing = Sharing.OWN if kind == StateType.MAMBA else Sharing.NONE
+            rows, layout = _as_rows(rows)
+            add(f" {kind.value}", rows, layout, sharing)
+    return pools
 
 
 def _total_heads(args: KVArgs) -> int:
@@ -76,38 +144,62 @@ def _total_heads(args: KVArgs) -> int:
     return known or process_model_config().get_total_num_kv_heads()
 
 
-def _layout(args: KVArgs, names: list[str], heads: int) -> kvferry.KvLayout:
-    layers, rest = divmod(len(args.kv_item_lens), len(names))
+def _kv_layout(buffers: _Buffers, names: list[str], page_size: int, heads: int) -> kvferry.KvLayout:
+    """Of pages: the first name's of all layers, then the next one's."""
+    layers, rest = divmod(len(buffers.items), len(names))
     if not layers or rest:
         raise NotImplementedError(
-            f"{len(args.kv_item_lens)} KV buffers: kvferry needs as many of each of {names}"
+            f"{len(buffers.items)} KV buffers: kvferry needs as many of each of {names}"
         )
     tensors = []
     for kind, name in enumerate(names):
-        sizes = set(args.kv_item_lens[kind * layers : (kind + 1) * layers])
-        row_bytes, rest = divmod(min(sizes), args.page_size * heads)
+        sizes = set(buffers.items[kind * layers : (kind + 1) * layers])
+        row_bytes, rest = divmod(min(sizes), page_size * heads)
         if len(sizes) != 1 or rest:
             raise NotImplementedError(
-                f"pages of {sorted(sizes)} bytes for {args.page_size} tokens of {heads} heads: "
+                f"pages of {sorted(sizes)} bytes for {page_size} tokens of {heads} heads: "
                 f"kvferry needs the same in every layer"
             )
         tensors.append((name, heads, row_bytes))
     # SGLang disaggregates no pool whose pages are HND.
     return kvferry.KvLayout(
         num_layers=layers,
-        page_size=args.page_size,
+        page_size=page_size,
         dtype="uint8",
         page_format="NHD",
         tensors=tensors,
     )
 
 
-def _buffers(args: KVArgs) -> list[tuple[int, int]]:
-    """(address, bytes) of each, of as many whole pages as all of them have."""
-    pages = min(
-        total // page for total, page in zip(args.kv_data_lens, args.kv_item_lens, strict=True)
+def _as_rows(buffers: _Buffers) -> tuple[_Buffers, kvferry.KvLayout]:
+    """Of items that move whole, and their buffers as such a layout lists them: those with items of
+    one size one after another."""
+    counts = Counter(buffers.items)  # In the order in which they come first.
+    layers = math.gcd(*counts.values())
+    order = [i for size in counts for i, item in enumerate(buffers.items) if item == size]
+    sizes = [size for size, count in counts.items() for _ in range(count // layers)]
+    if not sizes or len(sizes) > _MAX_TENSORS:
+        raise NotImplementedError(
+            f"{len(buffers.items)} buffers with items of {sorted(counts)} bytes: kvferry needs "
+            f"some, and as many of each size in every layer"
+        )
+    layout = kvferry.KvLayout(
+        num_layers=layers,
+        page_size=1,
+        dtype="uint8",
+        page_format="NHD",
+        tensors=[(f"state{i}", *_heads_and_dim(size)) for i, size in enumerate(sizes)],
     )
-    return [
-        (address, pages * page)
-        for address, page in zip(args.kv_data_ptrs, args.kv_item_lens, strict=True)
-    ]
+    return _Buffers(*([of[i] for i in order] for of in buffers)), layout
+
+
+def _heads_and_dim(size: int) -> tuple[int, int]:
+    """Bytes as a layout can have them."""
+    heads = next(it for it in range(1, size + 1) if size % it == 0 and size // it <= _MAX_DIM)
+    return heads, size // heads
+
+
+def _whole_pages(buffers: _Buffers) -> list[tuple[int, int]]:
+    """(address, bytes) of each, of as many whole pages as all of them have."""
+    pages = min(total // page for _, total, page in zip(*buffers, strict=True))
+    return [(address, pages * page) for address, _, page in zip(*buffers, strict=True)]

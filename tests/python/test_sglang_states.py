@@ -1,0 +1,232 @@
+"""What models have beside the KV of full attention, between SGLang's prefill and decode servers:
+windows in pools of their own, states of linear attention, indexers. SGLang's own pools on a CPU."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=ImportError)
+
+import kvferry  # noqa: E402
+import torch  # noqa: E402
+from kvferry.sglang import pd_pool  # noqa: E402
+from sglang_pd import (  # noqa: E402
+    HEADS,
+    KVPoll,
+    Transfer,
+    check_pages,
+    copies,
+    make_ranks,
+    wait_status,
+    whole,
+)
+
+SOURCE, TARGET = [9, 3, 40, 41], [20, 21, 5, 60]
+ROWS, TARGET_ROWS = [7, 8, 2], [1, 11, 12]
+KINDS = ["swa", "mamba", "dsa"]
+
+
+@pytest.fixture
+def make():
+    with make_ranks() as it:
+        yield it
+
+
+def indices(kind, rows):
+    """As SGLang's schedulers hand them over: of a state of linear attention one, in a list."""
+    return [[np.array(rows[0])]] if kind == "mamba" else [np.array(rows, np.int32)]
+
+
+def rows_of(kind, rows):
+    return rows[:1] if kind == "mamba" else rows
+
+
+def pair_of(make, kind):
+    prefill, decode = make("prefill", kind=kind), make("decode", kind=kind)
+    prefill.fill(seed=1)
+    decode.fill(seed=2)
+    return prefill, decode
+
+
+def check_states(kind, prefill, decode, before, source, target):
+    """These rows have come, and no other has changed."""
+    source, target = rows_of(kind, source), rows_of(kind, target)
+    assert prefill.states() and len(before) == len(prefill.states())
+    for sent, got, old in zip(prefill.states(), decode.states(), before, strict=True):
+        others = [row for row in range(len(got)) if row not in target]
+        assert torch.equal(got[target], sent[source])
+        assert torch.equal(got[others], old[others])
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_come_with_the_last_chunk(make, kind, chunks):
+    prefill, decode = pair_of(make, kind)
+    pages, states = copies(decode), [it.clone() for it in decode.states()]
+    both = indices(kind, ROWS), indices(kind, TARGET_ROWS)
+    whole([prefill], [decode], SOURCE, TARGET, chunks, states=both)
+    check_pages(prefill, decode, pages, SOURCE, TARGET)
+    check_states(kind, prefill, decode, states, ROWS, TARGET_ROWS)
+    for publisher in prefill.manager._publishers:
+        assert publisher.metrics()["leases_live"] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_come_where_all_pages_are_cached(make, kind):
+    prefill, decode = pair_of(make, kind)
+    states = [it.clone() for it in decode.states()]
+    both = indices(kind, ROWS), indices(kind, TARGET_ROWS)
+    transfer = Transfer([prefill], [decode], [], [], prefix=prefill.page_size, states=both).begin()
+    transfer.send(0, 0)
+    transfer.end(KVPoll.Success)
+    check_states(kind, prefill, decode, states, ROWS, TARGET_ROWS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_may_have_none(make, kind):
+    prefill, decode = pair_of(make, kind)
+    states = [it.clone() for it in decode.states()]
+    whole([prefill], [decode], SOURCE, TARGET, states=([[]], None))
+    for now, then in zip(decode.states(), states, strict=True):
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2), (2, 4), (8, 2)])
+def test_windows_with_other_numbers_of_ranks(make, sizes):
+    prefill, decode = (
+        [make(mode, rank, size, kind="swa") for rank in range(size)]
+        for mode, size in zip(("prefill", "decode"), sizes, strict=True)
+    )
+    buffers = len(prefill[0].states())
+    tokens, row_bytes = 4, 16  # Of a page, and of one head.
+    pages = len(prefill[0].states()[0])
+    values = torch.randint(256, (buffers, pages, tokens, HEADS, row_bytes), dtype=torch.uint8)
+
+    def of_rank(rank, size):
+        first = rank * HEADS // size
+        part = values[:, :, :, first : first + max(1, HEADS // size)]
+        return part.reshape(buffers, pages, -1)
+
+    for rank, it in enumerate(prefill):
+        for buffer, part in zip(it.states(), of_rank(rank, sizes[0]), strict=True):
+            buffer.copy_(part)
+    both = indices("swa", ROWS), indices("swa", TARGET_ROWS)
+    whole(prefill, decode, SOURCE, TARGET, states=both)
+    for rank, it in enumerate(decode):
+        for buffer, part in zip(it.states(), of_rank(rank, sizes[1]), strict=True):
+            assert torch.equal(buffer[TARGET_ROWS], part[ROWS])
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+def test_indexers_with_other_numbers_of_ranks(make, sizes):
+    """Every rank has all of it."""
+    prefill, decode = (
+        [make(mode, rank, size, kind="dsa") for rank in range(size)]
+        for mode, size in zip(("prefill", "decode"), sizes, strict=True)
+    )
+    for it in prefill:
+        it.fill(seed=1)
+    before = [[buffer.clone() for buffer in it.states()] for it in decode]
+    both = indices("dsa", ROWS), indices("dsa", TARGET_ROWS)
+    whole(prefill, decode, SOURCE, TARGET, states=both)
+    for it, old in zip(decode, before, strict=True):
+        check_states("dsa", prefill[0], it, old, ROWS, TARGET_ROWS)
+
+
+def failed(transfer):
+    wait_status(transfer.receivers, KVPoll.Failed)
+    wait_status(transfer.senders, KVPoll.Failed)
+    reasons = transfer.reasons()
+    for rank in transfer.prefill:
+        for publisher in rank.manager._publishers:
+            assert publisher.metrics()["leases_live"] == 0
+    return reasons[0]
+
+
+def test_linear_attention_with_other_numbers_of_ranks_fails(make):
+    prefill = [make("prefill", rank, 2, kind="mamba") for rank in range(2)]
+    decode = make("decode", kind="mamba")
+    both = indices("mamba", ROWS), indices("mamba", TARGET_ROWS)
+    transfer = Transfer(prefill, [decode], SOURCE, TARGET, states=both).begin()
+    transfer.send(0, len(SOURCE))
+    assert "one tensor-parallel size, not from 2 to 1" in failed(transfer)
+
+
+def test_another_number_of_rows_fails(make):
+    prefill, decode = pair_of(make, "swa")
+    states = [it.clone() for it in decode.states()]
+    both = indices("swa", ROWS[:2]), indices("swa", TARGET_ROWS)
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET, states=both).begin()
+    transfer.send(0, len(SOURCE))
+    assert "2 pages or rows where 3 were expected" in failed(transfer)
+    for now, then in zip(decode.states(), states, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_a_model_without_them_on_the_other_side_fails(make):
+    prefill, decode = make("prefill"), make("decode", kind="swa")
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    transfer.send(0, len(SOURCE))
+    assert "0 states beside the KV where this side has 1" in failed(transfer)
+
+
+def test_states_of_another_size_are_refused(make):
+    prefill, decode = pair_of(make, "mamba")
+    decode.close()
+    lens = [item // 2 for item in decode.args.state_item_lens[0]]
+    decode = make("decode", kind="mamba", state_item_lens=[lens])
+    both = indices("mamba", ROWS), indices("mamba", TARGET_ROWS)
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET, states=both).begin()
+    transfer.send(0, len(SOURCE))
+    assert "KV layout: tensors" in failed(transfer)
+
+
+def test_fixed_ports_are_the_first_ones(make, monkeypatch):
+    """Each rank has an endpoint for the KV and one for each state."""
+    monkeypatch.setenv("KVFERRY_LISTEN_PORT", "23450")
+    ranks = [make("prefill", rank, 2, kind="swa") for rank in range(2)]
+    ports = [it.address.rpartition(":")[2] for rank in ranks for it in rank.manager._publishers]
+    assert ports == ["23450", "23451", "23452", "23453"]
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def layout_of(items):
+    memory = (ctypes.c_uint8 * 64)()
+    address = ctypes.addressof(memory)
+    rows = pd_pool._Buffers([address + i for i in range(len(items))], [64] * len(items), items)
+    ordered, layout = pd_pool._as_rows(rows)
+    assert sorted(ordered.addresses) == rows.addresses
+    assert ordered.items == [items[at - address] for at in ordered.addresses]
+    return layout.num_layers, [heads * dim for _, heads, dim in layout.tensors], ordered.items
+
+
+@pytest.mark.parametrize(
+    ("items", "layers", "tensors"),
+    [
+        ([8], 1, [8]),
+        ([8, 8, 8], 3, [8]),
+        ([6, 6, 4, 4, 16, 16], 2, [6, 4, 16]),
+        ([6, 16, 6, 16], 2, [6, 16]),  # Layer by layer.
+        ([6, 6, 6, 6, 16, 16], 2, [6, 6, 16]),
+        ([3 << 20, 3 << 20], 2, [3 << 20]),  # Longer than a dimension may be.
+    ],
+)
+def test_buffers_with_items_of_several_sizes(items, layers, tensors):
+    assert layout_of(items)[:2] == (layers, tensors)
+    by_layer = [size for size in tensors for _ in range(layers)]
+    assert layout_of(items)[2] == by_layer
+
+
+def test_too_many_sizes():
+    with pytest.raises(NotImplementedError, match="as many of each size"):
+        layout_of(list(range(1, 18)))
+    with pytest.raises(NotImplementedError, match="kvferry needs some"):
+        layout_of([])
+
+
+def test_kvferry_is_told_of_bytes():
+    assert isinstance(pd_pool._as_rows(pd_pool._Buffers([0], [8], [8]))[1], kvferry.KvLayout)
