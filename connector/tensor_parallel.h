@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "pool/head_slice.h"
+#include "pool/page_cut.h"
 #include "transport/fetch_source.h"
 
 namespace kvferry {

@@ -141,7 +141,9 @@ std::shared_ptr<const KvPool> KvPool::InSmallerPages(const std::shared_ptr<const
                                                      int64_t page_size, int64_t num_heads) {
   KvLayout layout = pool->layout_;
   layout.page_size = page_size;
-  for (KvTensor& tensor : layout.tensors) tensor.num_heads = num_heads;
+  for (KvTensor& tensor : layout.tensors) {
+    if (num_heads != 0) tensor.num_heads = num_heads;
+  }
   std::vector<BufferInfo> buffers = pool->buffers_;
   for (size_t i = 0; i < buffers.size(); ++i) {
     buffers[i].item_bytes = layout.item_bytes(static_cast<int64_t>(i) / layout.num_layers);

@@ -60,7 +60,8 @@ class KvPool {
 
   // The same memory as more pages, of fewer tokens and heads, which must divide what `pool` has: page p
   // has become the pages from p * (what it is more) on. Where the page_format lets heads of a page, or rows
-  // of it, lie together, its values are in them in order (pool/head_slice.h).
+  // of it, lie together, its values are in them in order (pool/page_cut.h). A num_heads of 0: as many as each
+  // tensor has.
   static std::shared_ptr<const KvPool> InSmallerPages(const std::shared_ptr<const KvPool>& pool,
                                                       int64_t page_size, int64_t num_heads);
 

@@ -5,8 +5,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "pool/head_slice.h"
 #include "pool/kv_layout.h"
+#include "pool/page_cut.h"
 
 namespace kvferry {
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "pool/head_slice.h"
 #include "pool/kv_layout.h"
+#include "pool/page_cut.h"
 #include "pool/page_runs.h"
 #include "transport/fetch_source.h"
 #include "transport/fields.h"

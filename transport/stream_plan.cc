@@ -89,36 +89,54 @@ int64_t SmallestItem(const KvLayout& layout) {
   return bytes;
 }
 
+absl::Status CheckPages(const KvPool& pool, const PageRuns& pages) {
+  KVFERRY_RETURN_IF_ERROR(pages.CheckWithin(pool.num_pages()));
+  // Each page once at most, so that the stream is never larger than the pool, or in pages of another form
+  // than twice the pool, and sums cannot overflow.
+  if (pages.num_pages() > pool.num_pages()) {
+    return absl::OutOfRangeError("more pages listed than the pool has");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckTail(const StreamTail& tail) {
+  if (tail.bytes >= 0 && tail.bytes <= StreamPlan::kMaxTailBytes) return absl::OkStatus();
+  return absl::OutOfRangeError(
+      absl::StrCat("a tail of ", tail.bytes, " bytes, limit ", StreamPlan::kMaxTailBytes));
+}
+
 }  // namespace
 
-StreamPlan::StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages, StreamTail tail,
-                       std::shared_ptr<const HeadSlice> cut)
-    : cut_(std::move(cut)),
-      pool_(std::move(pool)),
-      pages_(std::move(pages)),
+StreamPlan::StreamPlan(PageCut cut, StreamTail tail, bool pages_are_items)
+    : pool_(std::move(cut.pool)),
+      items_(std::move(cut.items)),
+      items_a_page_(cut.items_a_page),
+      pages_are_items_(pages_are_items),
       tail_(std::move(tail)),
-      layer_bytes_(items().num_pages() * pool_->layout().layer_page_bytes()),
+      layer_bytes_(items_.num_pages() * pool_->layout().layer_page_bytes()),
       min_item_bytes_(SmallestItem(pool_->layout())) {}
 
 absl::StatusOr<StreamPlan> StreamPlan::Create(const std::shared_ptr<const KvPool>& pool,
                                               PageRuns pages, StreamTail tail, HeadRange heads) {
-  KVFERRY_RETURN_IF_ERROR(pages.CheckWithin(pool->num_pages()));
-  // Each page once at most, so that the stream is never larger than the pool and sums cannot
-  // overflow.
-  if (pages.num_pages() > pool->num_pages()) {
-    return absl::OutOfRangeError("more pages listed than the pool has");
+  KVFERRY_RETURN_IF_ERROR(CheckPages(*pool, pages));
+  KVFERRY_RETURN_IF_ERROR(CheckTail(tail));
+  if (AreAllHeads(pool->layout(), heads)) {
+    return StreamPlan({pool, std::move(pages), 1}, std::move(tail), /*pages_are_items=*/true);
   }
-  if (tail.bytes < 0 || tail.bytes > kMaxTailBytes) {
-    return absl::OutOfRangeError(
-        absl::StrCat("a tail of ", tail.bytes, " bytes, limit ", kMaxTailBytes));
-  }
-  std::shared_ptr<const HeadSlice> cut;
-  if (!AreAllHeads(pool->layout(), heads)) {
-    KVFERRY_ASSIGN_OR_RETURN(HeadSlice slice, SliceHeads(pool, pages, heads));
-    cut = std::make_shared<const HeadSlice>(std::move(slice));
-  }
-  std::shared_ptr<const KvPool> seen = cut != nullptr ? cut->pool : pool;
-  return StreamPlan(std::move(seen), std::move(pages), std::move(tail), std::move(cut));
+  KVFERRY_ASSIGN_OR_RETURN(PageCut cut, CutPages(pool, pages, heads));
+  StreamPlan plan(std::move(cut), std::move(tail), /*pages_are_items=*/false);
+  plan.pages_ = std::move(pages);
+  return plan;
+}
+
+absl::StatusOr<StreamPlan> StreamPlan::CreateIn(const PageForm& form,
+                                                const std::shared_ptr<const KvPool>& pool,
+                                                const PageRuns& pages, const PageRuns& positions,
+                                                StreamTail tail, HeadRange heads) {
+  KVFERRY_RETURN_IF_ERROR(CheckPages(*pool, pages));
+  KVFERRY_RETURN_IF_ERROR(CheckTail(tail));
+  KVFERRY_ASSIGN_OR_RETURN(PageCut cut, CutPages(pool, pages, positions, form, heads));
+  return StreamPlan(std::move(cut), std::move(tail), /*pages_are_items=*/false);
 }
 
 int64_t StreamPlan::LayersIn(int64_t bytes) const {
@@ -288,12 +306,11 @@ std::vector<int64_t> StreamPlan::PagesTouchedBy(
                      all = segment.bytes == items().num_pages() * item;
                    });
   }
-  const int64_t items_a_page = cut_ != nullptr ? cut_->items_a_page : 1;
   std::vector<int64_t> pages;
-  for (int64_t position = 0; position < pages_.num_pages(); ++position) {
-    const auto first = touched.begin() + position * items_a_page;
-    if (std::find(first, first + items_a_page, true) != first + items_a_page) {
-      pages.push_back(pages_.PageAt(position));
+  for (int64_t position = 0; position < this->pages().num_pages(); ++position) {
+    const auto first = touched.begin() + position * items_a_page_;
+    if (std::find(first, first + items_a_page_, true) != first + items_a_page_) {
+      pages.push_back(this->pages().PageAt(position));
     }
   }
   return pages;

@@ -9,9 +9,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "pool/head_slice.h"
 #include "pool/kv_pool.h"
 #include "pool/page_copy.h"
+#include "pool/page_cut.h"
 #include "pool/page_runs.h"
 #include "transport/data_plane.h"
 
@@ -43,11 +43,16 @@ class StreamPlan {
   static constexpr int64_t kMinSentBytes = 2 << 10;
   static constexpr int64_t kMinPlacedBytes = 8 << 10;
 
-  // `heads` of the pool's: the stream holds of each page what SliceHeads() says.
-  // OUT_OF_RANGE when a page is not in the pool, or the tail is too long; errors of SliceHeads().
+  // `heads` of the pool's: the stream holds of each page what CutPages() says.
+  // OUT_OF_RANGE when a page is not in the pool, or the tail is too long; errors of CutPages().
   static absl::StatusOr<StreamPlan> Create(const std::shared_ptr<const KvPool>& pool,
                                            PageRuns pages, StreamTail tail = {},
                                            HeadRange heads = {});
+  // The same of `pages` as pages of another form, those at `positions`. Errors as of Create().
+  static absl::StatusOr<StreamPlan> CreateIn(const PageForm& form,
+                                             const std::shared_ptr<const KvPool>& pool,
+                                             const PageRuns& pages, const PageRuns& positions,
+                                             StreamTail tail, HeadRange heads);
 
   int64_t total_bytes() const { return pages_bytes() + tail_.bytes; }
   int64_t tail_bytes() const { return tail_.bytes; }
@@ -55,7 +60,8 @@ class StreamPlan {
   // The stream holds layer l in [l * layer_bytes(), (l + 1) * layer_bytes()).
   int64_t layer_bytes() const { return layer_bytes_; }
   int64_t num_layers() const { return pool_->layout().num_layers; }
-  const PageRuns& pages() const { return pages_; }
+  // As the owner of the pool knows them; none of a plan of CreateIn().
+  const PageRuns& pages() const { return pages_are_items_ ? items_ : pages_; }
   // Layers that the first `bytes` of the stream hold whole.
   int64_t LayersIn(int64_t bytes) const;
   // How much of the stream the first `layers` layers are; all of it for all layers.
@@ -68,7 +74,7 @@ class StreamPlan {
   // tensor begins.
   StreamTensors TensorsIn(int64_t offset, int64_t bytes, int64_t most) const;
   // The pages of the stream, or what of them is in it, as items, in order; the same of each tensor.
-  const PageRuns& items() const { return cut_ != nullptr ? cut_->items : pages_; }
+  const PageRuns& items() const { return items_; }
   // Where they lie in this side's memory.
   const BufferInfo& tensor(int64_t index) const {
     const int64_t a_layer = pool_->layout().num_tensors();
@@ -105,8 +111,8 @@ class StreamPlan {
   std::vector<int64_t> PagesTouchedBy(std::span<const std::pair<int64_t, int64_t>> gaps) const;
 
  private:
-  StreamPlan(std::shared_ptr<const KvPool> pool, PageRuns pages, StreamTail tail,
-             std::shared_ptr<const HeadSlice> cut);
+  // pages_ is to be set where the items are not the owner's pages.
+  StreamPlan(PageCut cut, StreamTail tail, bool pages_are_items);
   int64_t TensorBytes(int64_t index) const;
   // How many of the bytes from `offset` on are of pages.
   int64_t InPages(int64_t offset, int64_t bytes) const;
@@ -116,9 +122,12 @@ class StreamPlan {
   // What a device says that could not copy.
   absl::Status Copied(const absl::Status& status) const;
 
-  std::shared_ptr<const HeadSlice> cut_;  // Where only some of the heads are in the stream.
-  std::shared_ptr<const KvPool> pool_;    // That one's then.
-  PageRuns pages_;                        // As the owner of the pool knows them.
+  // The pool's memory as pages of what is in the stream of each page.
+  std::shared_ptr<const KvPool> pool_;
+  PageRuns items_;
+  int64_t items_a_page_;
+  bool pages_are_items_;
+  PageRuns pages_;  // As the owner of the pool knows them, where they are not the items.
   StreamTail tail_;
   int64_t layer_bytes_;
   int64_t min_item_bytes_;

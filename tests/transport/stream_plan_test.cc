@@ -148,7 +148,7 @@ TEST_P(Plans, SomeHeads) {
     heads.count += static_cast<int64_t>(random() % (num_heads - heads.first));
     std::vector<std::byte> tail = RandomTail(random);
     const StreamPlan plan = Must(StreamPlan::Create(pool, runs, TailOf(tail), heads));
-    const HeadSlice slice = Must(SliceHeads(pool, runs, heads));
+    const PageCut slice = Must(CutPages(pool, runs, heads));
     const Naive naive = Expand(*slice.pool, slice.items.ToPages(), tail);
     const auto total = static_cast<int64_t>(naive.bytes.size());
     ASSERT_EQ(plan.total_bytes(), total);
@@ -341,6 +341,39 @@ TEST_P(Placed, AsGatheredAndScattered) {
           << round << " at " << offset;
       offset += tensors.bytes;
     }
+  }
+}
+
+// The sender's pages of any size and order, cut as the receiver has them: the items of the two sides need not
+// be of the same tokens or heads, only of the same bytes.
+TEST_P(Placed, PagesOfAnotherForm) {
+  const std::vector<int64_t> sizes = {1, 2, 3, 4, 6, 8};
+  const auto size = [&] { return sizes[random_() % sizes.size()]; };
+  const auto upto = [&](int64_t max) { return 1 + static_cast<int64_t>(random_() % max); };
+  for (int round = 0; round < 200; ++round) {
+    layers_ = upto(3);
+    both_ = random_() % 4 != 0;
+    const int64_t heads = upto(4), before = static_cast<int64_t>(random_() % 3);
+    const bool some = random_() % 2 == 0;
+    const KvLayout ours = Layout(heads, size(), random_() % 2 == 0 ? "NHD" : "HND");
+    const KvLayout theirs =
+        Layout(some ? before + heads + 1 : heads, size(), random_() % 2 == 0 ? "NHD" : "HND");
+    const PageRuns lease = Pages(upto(16));
+    const int64_t there = PagesIn(lease.num_pages(), theirs, FormOf(ours));
+    const int64_t first = static_cast<int64_t>(random_() % there);
+    const int64_t count = std::min<int64_t>(upto(there - first), 40);
+    const StreamPlan to = Must(StreamPlan::Create(Pool(ours, 8), Pages(count)));
+    const StreamPlan from = Must(
+        StreamPlan::CreateIn(FormOf(ours), Pool(theirs, 7), lease, PageRuns(PageRun{first, count}),
+                             {}, some ? HeadRange{before, heads} : HeadRange()));
+    ASSERT_EQ(from.total_bytes(), to.total_bytes());
+    const Tensors all = TensorsAt(from, 0, from.total_bytes(), 9);
+    ASSERT_EQ(all.bytes, from.total_bytes());
+    ASSERT_TRUE(IsOk(to.ScatterRuns(0, all)));
+    std::vector<std::byte> stream(static_cast<size_t>(to.total_bytes())), got(stream.size());
+    ASSERT_TRUE(IsOk(from.Gather(0, stream)));
+    ASSERT_TRUE(IsOk(to.Gather(0, got)));
+    ASSERT_EQ(got, stream) << theirs.ToString() << " into " << ours.ToString();
   }
 }
 
