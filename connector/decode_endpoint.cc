@@ -21,8 +21,9 @@ absl::StatusOr<Node::FetchRequest> RequestFor(int64_t first_page, std::span<cons
 
 absl::StatusOr<std::unique_ptr<DecodeEndpoint>> DecodeEndpoint::Create(
     std::shared_ptr<const KvPool> pool, const EndpointOptions& options) {
+  if (pool == nullptr) return absl::InvalidArgumentError("decode endpoint: no pool");
   std::unique_ptr<DecodeEndpoint> endpoint(
-      new DecodeEndpoint(options.config, options.accept_pushes));
+      new DecodeEndpoint(options.config, options.accept_pushes, pool->layout().page_size));
   Node::Options node;
   node.config = options.config;
   node.model = options.model;
@@ -31,6 +32,7 @@ absl::StatusOr<std::unique_ptr<DecodeEndpoint>> DecodeEndpoint::Create(
   node.pool = std::move(pool);
   if (options.accept_pushes) node.handler = &endpoint->receives_;
   node.listen = options.accept_pushes;
+  node.converts_pages = true;
   KVFERRY_ASSIGN_OR_RETURN(endpoint->node_, Node::Start(std::move(node)));
   endpoint->receives_.Attach(endpoint->node_.get());
   return endpoint;

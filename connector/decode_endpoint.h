@@ -20,7 +20,8 @@
 namespace kvferry {
 
 // The side that fetches KV into its own pages, from any number of prefill processes, or has them
-// push it there. Thread-safe; no method blocks except the destructor, for a bounded time.
+// push it there. Theirs may be of another size and order (NHD, HND); all numbers of pages here are of this
+// side's, but for what a ticket says. Thread-safe; no method blocks except the destructor, for a bounded time.
 class DecodeEndpoint {
  public:
   // Listens on config.listen_host:listen_port if options.accept_pushes says so.
@@ -35,7 +36,8 @@ class DecodeEndpoint {
   };
 
   // Fetches pages [first_page, first_page + pages.size()) of the ticket into the local `pages`, in
-  // order. The pages before first_page the caller has already (a cached prefix). The prefill side may
+  // order, counted in pages as this side has them: as many as the ticket's tokens make, or as it has pages. What
+  // the last one holds behind the tokens of the request is undefined. The pages before first_page the caller has already (a cached prefix). The prefill side may
   // not have published the request yet: by a moment (its publish_grace_ms) or, if the ticket is one
   // without an epoch, until the fetch's deadline. timeout_ms 0: the
   // configured fetch_timeout_ms. The session with the ticket's host is opened on first use and
@@ -57,8 +59,9 @@ class DecodeEndpoint {
   struct Reception {
     int64_t first_page = 0;      // Pages of the request that the caller has already.
     std::vector<int64_t> pages;  // Where those from first_page on go, in order.
-    int64_t num_tokens = 0;      // Of the request; a push of another number is refused. 0: any.
-    int64_t timeout_ms = 0;      // Until all has arrived; 0: config.fetch_timeout_ms.
+    // Of the request; a push of another number is refused. 0: any that makes as many pages.
+    int64_t num_tokens = 0;
+    int64_t timeout_ms = 0;  // Until all has arrived; 0: config.fetch_timeout_ms.
   };
   struct Receiving {
     ReceiveTicket ticket;  // For PrefillEndpoint::Push().
@@ -81,8 +84,8 @@ class DecodeEndpoint {
   std::vector<std::pair<std::string, int64_t>> Metrics() const;
 
  private:
-  DecodeEndpoint(const Config& config, bool accept_pushes)
-      : config_(config), accept_pushes_(accept_pushes) {}
+  DecodeEndpoint(const Config& config, bool accept_pushes, int64_t page_size)
+      : config_(config), accept_pushes_(accept_pushes), receives_(page_size) {}
   // The deadline that a timeout asks for.
   absl::StatusOr<Deadline> DeadlineOf(absl::string_view what, int64_t timeout_ms) const;
 

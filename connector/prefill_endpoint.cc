@@ -25,6 +25,7 @@ absl::StatusOr<std::unique_ptr<PrefillEndpoint>> PrefillEndpoint::Create(
   node.pool = std::move(pool);
   node.source = &endpoint->leases_;
   node.listen = true;
+  node.converts_pages = true;
   KVFERRY_ASSIGN_OR_RETURN(endpoint->node_, Node::Start(std::move(node)));
   return endpoint;
 }
@@ -59,7 +60,11 @@ absl::Status PrefillEndpoint::CheckPush(const ReceiveTicket& ticket, const Publi
   if (publication.num_tokens > PageRuns::kMaxPages) {
     return absl::InvalidArgumentError(absl::StrCat("push: num_tokens is ", publication.num_tokens));
   }
-  if (static_cast<int64_t>(publication.pages.size()) == ticket.num_pages) return absl::OkStatus();
+  // Where the decode side's pages may be of another size it says whether the numbers agree.
+  if (static_cast<int64_t>(publication.pages.size()) == ticket.num_pages ||
+      OrderOf(pool_->layout()) != ValueOrder::kOther) {
+    return absl::OkStatus();
+  }
   return absl::FailedPreconditionError(absl::StrCat("push: the ticket is of ", ticket.num_pages,
                                                     " pages, the push of ",
                                                     publication.pages.size()));
@@ -81,7 +86,8 @@ absl::StatusOr<std::shared_ptr<PushHandle>> PrefillEndpoint::Push(const ReceiveT
   call.args.Set(push_call::kReceive, ticket.receive_id)
       .Set(push_call::kLease, lease.lease_id)
       .Set(push_call::kPages, static_cast<uint64_t>(lease.num_pages))
-      .Set(push_call::kTokens, static_cast<uint64_t>(lease.num_tokens));
+      .Set(push_call::kTokens, static_cast<uint64_t>(lease.num_tokens))
+      .Set(push_call::kPage, static_cast<uint64_t>(pool_->layout().page_size));
   call.deadline = DeadlineInMs(timeout);
   const auto on_reply = [this, push,
                          address = ticket.address](const absl::StatusOr<Fields>& reply) {

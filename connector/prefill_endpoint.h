@@ -32,7 +32,8 @@ struct EndpointOptions {
 };
 
 // The side that computes KV and lets others fetch it, or pushes it to them. Serves any number of
-// decode processes. All methods are thread-safe and none blocks, except Release, Unpublish and the
+// decode processes, whose pages may be of another size and order (NHD, HND) than these: each gets what its
+// own hold (pool/page_cut.h). All methods are thread-safe and none blocks, except Release, Unpublish and the
 // destructor, for a bounded time.
 class PrefillEndpoint {
  public:
@@ -67,7 +68,8 @@ class PrefillEndpoint {
   // peer has not said so itself, all may have arrived nevertheless.
   //
   // Errors here mean that nothing was started: those of Publish, PERMISSION_DENIED (host not in
-  // allowed_hosts), FAILED_PRECONDITION (the ticket is of another number of pages),
+  // allowed_hosts), FAILED_PRECONDITION (the ticket is of another number of pages, and they are of no order
+  // that another size could be made of),
   // INVALID_ARGUMENT (also for a lease_ms: the lease lives as long as the push).
   absl::StatusOr<std::shared_ptr<PushHandle>> Push(const ReceiveTicket& ticket,
                                                    const Publication& publication,

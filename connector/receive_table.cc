@@ -13,6 +13,13 @@ namespace {
 
 std::string Name(uint64_t receive_id) { return absl::StrCat("receive ", absl::Hex(receive_id)); }
 
+// Whether some number of tokens makes so many pages of either size.
+bool HoldAsMuch(int64_t pages, int64_t page_size, int64_t other_pages, int64_t other_page_size) {
+  const int64_t before_last =
+      std::max((pages - 1) * page_size, (other_pages - 1) * other_page_size);
+  return before_last < std::min(pages * page_size, other_pages * other_page_size);
+}
+
 }  // namespace
 
 absl::StatusOr<ReceiveTable::Added> ReceiveTable::Add(Node::FetchRequest fetch, int64_t num_pages,
@@ -48,17 +55,44 @@ absl::Status ReceiveTable::Push(const CallKey& call, const Fields& args) {
                            args.Uint(push_call::kPages, PageRuns::kMaxPages));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t num_tokens,
                            args.Uint(push_call::kTokens, PageRuns::kMaxPages));
+  Pushed pushed{static_cast<int64_t>(num_pages), static_cast<int64_t>(num_tokens), page_size_};
+  if (args.Has(push_call::kPage)) {
+    KVFERRY_ASSIGN_OR_RETURN(const uint64_t page,
+                             args.Uint(push_call::kPage, KvLayout::kMaxPageSize));
+    if (page == 0) return absl::InvalidArgumentError("push: the page is of 0 tokens");
+    pushed.page_size = static_cast<int64_t>(page);
+  }
   if (lease_id == 0) return absl::InvalidArgumentError("push: the lease is 0");
   const MutexLock lock(&mutex_);
-  KVFERRY_RETURN_IF_ERROR(CheckPush(receive_id, num_pages, num_tokens));
+  KVFERRY_RETURN_IF_ERROR(CheckPush(receive_id, pushed));
   receives_.find(receive_id)->second.push = call;
   pushes_.emplace(call, receive_id);
   node().StartAwaited(receive_id, call.peer, lease_id);
   return absl::OkStatus();
 }
 
-absl::Status ReceiveTable::CheckPush(uint64_t receive_id, uint64_t num_pages,
-                                     uint64_t num_tokens) const {
+// Of the same request, as far as both say: as many tokens, or pages that some number of tokens fills.
+absl::Status ReceiveTable::CheckCounts(const Receive& receive, const Pushed& pushed) const {
+  const bool both = receive.num_tokens != 0 && pushed.num_tokens != 0;
+  if (both && pushed.num_tokens != receive.num_tokens) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("is of ", receive.num_tokens, " tokens, the push of ", pushed.num_tokens));
+  }
+  const bool same_size = pushed.page_size == page_size_;
+  if (same_size
+          ? pushed.num_pages == receive.num_pages
+          : both || HoldAsMuch(receive.num_pages, page_size_, pushed.num_pages, pushed.page_size)) {
+    return absl::OkStatus();
+  }
+  const auto of_size = [&](int64_t page_size) {
+    return same_size ? "" : absl::StrCat(" (", page_size, " tokens each)");
+  };
+  return absl::FailedPreconditionError(absl::StrCat("is of ", receive.num_pages, " pages",
+                                                    of_size(page_size_), ", the push of ",
+                                                    pushed.num_pages, of_size(pushed.page_size)));
+}
+
+absl::Status ReceiveTable::CheckPush(uint64_t receive_id, const Pushed& pushed) const {
   const auto found = receives_.find(receive_id);
   if (found == receives_.end()) {
     const absl::StatusCode* const ended = ended_.Find(receive_id);
@@ -74,16 +108,10 @@ absl::Status ReceiveTable::CheckPush(uint64_t receive_id, uint64_t num_pages,
     return absl::FailedPreconditionError(
         absl::StrCat(Name(receive_id), " is being pushed to already"));
   }
-  if (num_pages != static_cast<uint64_t>(receive.num_pages)) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        Name(receive_id), " is of ", receive.num_pages, " pages, the push of ", num_pages));
-  }
-  const auto expected = static_cast<uint64_t>(receive.num_tokens);
-  if (expected != 0 && num_tokens != 0 && num_tokens != expected) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(Name(receive_id), " is of ", expected, " tokens, the push of ", num_tokens));
-  }
-  return absl::OkStatus();
+  const absl::Status counts = CheckCounts(receive, pushed);
+  return counts.ok()
+             ? counts
+             : absl::Status(counts.code(), absl::StrCat(Name(receive_id), " ", counts.message()));
 }
 
 void ReceiveTable::OnCallDropped(const CallKey& call) {

@@ -26,6 +26,7 @@ inline constexpr char kReceive[] = "receive";
 inline constexpr char kLease[] = "lease";
 inline constexpr char kPages[] = "pages";
 inline constexpr char kTokens[] = "tokens";
+inline constexpr char kPage[] = "page";
 }  // namespace push_call
 
 // The pages that a decode side has registered for others to push to.
@@ -39,6 +40,9 @@ inline constexpr char kTokens[] = "tokens";
 // answered when the fetch has ended, and an ended receive takes none any more. Thread-safe.
 class ReceiveTable : public CallHandler {
  public:
+  // `page_size`: tokens in a page of the receiver's pool.
+  explicit ReceiveTable(int64_t page_size) : page_size_(page_size) {}
+
   // The node that calls this. Once, right after its start: it may be calling already.
   void Attach(Node* node) { node_.Attach(node); }
 
@@ -70,11 +74,19 @@ class ReceiveTable : public CallHandler {
   Node& node() { return node_.get(); }
   // OK: the push is answered when the receive has ended.
   absl::Status Push(const CallKey& call, const Fields& args);
-  absl::Status CheckPush(uint64_t receive_id, uint64_t num_pages, uint64_t num_tokens) const
+  // What a push says of its pages: their number, tokens in all of them (0: not said) and in a full one.
+  struct Pushed {
+    int64_t num_pages = 0;
+    int64_t num_tokens = 0;
+    int64_t page_size = 0;
+  };
+  absl::Status CheckPush(uint64_t receive_id, const Pushed& pushed) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckCounts(const Receive& receive, const Pushed& pushed) const;
   // Its handle is done.
   void OnEnded(uint64_t receive_id);
 
+  const int64_t page_size_;
   AttachedNode node_;
 
   mutable Mutex mutex_;

@@ -62,6 +62,7 @@ struct HelloMsg {
   KvLayout layout;
   DataAddresses data;
   HeadShare heads{};
+  bool converts = false;  // Says in a fetch which pages it wants, and serves those that others say.
 };
 struct WelcomeMsg {
   std::string name;
@@ -78,7 +79,7 @@ inline constexpr int64_t kBytesInPlace = 8 << 20;
 struct FetchMsg {
   uint64_t transfer_id = 0;
   uint64_t lease_id = 0;
-  PageRuns positions;  // In the lease's page list.
+  PageRuns positions;  // In the lease's page list, in pages of `form`.
   int64_t timeout_ms = 0;
   int64_t window_bytes = 0;
   int64_t chunk_bytes = 0;
@@ -91,6 +92,8 @@ struct FetchMsg {
   ReadCosts reads{};       // Of the sender's memory, by the receiver.
   HeadRange heads{};       // Of the model's; a count of 0: all that the sender's pages hold.
   LeaseReader reader{};
+  PageForm
+      form{};  // Of the pages that are wanted and that `positions` count; {}: the sender's own.
 };
 struct DoneMsg {
   uint64_t transfer_id = 0;

@@ -43,6 +43,12 @@ absl::Status CheckOptions(const Node::Options& options) {
   return absl::OkStatus();
 }
 
+// So many pages of ours a ticket may be of: it counts the other side's, whose size only that side knows.
+int64_t MostPages(const Ticket& ticket, const KvLayout& layout) {
+  const int64_t full = ticket.num_tokens / layout.page_size;
+  return std::max(ticket.num_pages, full + (ticket.num_tokens % layout.page_size > 0 ? 1 : 0));
+}
+
 }  // namespace
 
 // What a lane's thread does with its chunks; what follows from them is the progress thread's.
@@ -164,7 +170,9 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
   if (by_ticket) {
     KVFERRY_RETURN_IF_ERROR(CheckHostAllowed(ticket.address, options_.config));
   }
-  KVFERRY_RETURN_IF_ERROR(request.positions.CheckWithin(ticket.num_pages));
+  const KvLayout& layout = options_.pool->layout();
+  const int64_t most_pages = options_.converts_pages ? MostPages(ticket, layout) : ticket.num_pages;
+  KVFERRY_RETURN_IF_ERROR(request.positions.CheckWithin(most_pages));
   if (request.positions.num_pages() != request.pages.num_pages()) {
     return absl::InvalidArgumentError(absl::StrCat("fetch: ", request.positions.num_pages(),
                                                    " pages of the ticket into ",
@@ -181,7 +189,6 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
                                                    request.reader.of, ", limit ",
                                                    LeaseReader::kMax));
   }
-  const KvLayout& layout = options_.pool->layout();
   const HeadRange heads =
       request.heads.count != 0 ? request.heads : HeadsOf(layout, options_.heads);
   KVFERRY_ASSIGN_OR_RETURN(const HeadRange local, LocalHeads(layout, options_.heads, heads));
@@ -209,6 +216,7 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
                         /*early=*/by_ticket && ticket.epoch == 0,
                         heads,
                         request.reader};
+  if (options_.converts_pages) fetch.form = FormOf(layout);
   // Others know the await_id: no name for what they could send chunks to.
   if (awaited) fetch.transfer_id = RandomId();
   commands_->Post([this, awaited, fetch = std::move(fetch)]() mutable {

@@ -37,6 +37,9 @@ class Node {
     CallHandler* handler = nullptr;  // What answers calls; null: nothing. Outlives the node.
     bool listen = false;
     HeadShare heads{};  // What the pool holds. Peers' shares may differ.
+    // Peers' pages may be of another size and order. For owners who count in no pages but their own: what one
+    // side's page is another's need not be.
+    bool converts_pages = false;
   };
 
   // INVALID_ARGUMENT for bad options; UNAVAILABLE when the address is taken.
@@ -49,7 +52,7 @@ class Node {
 
   struct FetchRequest {
     Ticket ticket;
-    PageRuns positions;  // Which pages of the ticket.
+    PageRuns positions;  // Which pages of the ticket, counted in pages of the local pool's size.
     PageRuns pages;      // Where they go in the local pool; as many.
     Deadline deadline;
     // Empty: from the ticket's address. Else from the peer of a call that this node has served (its

@@ -104,6 +104,10 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void StartCall(uint64_t id, const std::string& address, uint64_t epoch, Calls::Call call);
   void OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hello);
   absl::Status CheckHello(const HelloMsg& hello) const;
+  // Whether each side can make pages of the other's page size and order out of its own.
+  absl::Status CheckConverts(const HelloMsg& hello) const;
+  // Why no pages can be exchanged with that peer; empty: they can.
+  std::string DifferenceFrom(const HelloMsg& hello) const;
   void CountPeers();
   void OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch, const WelcomeMsg& welcome);
   void OnNoConnection(const PeerKey& peer, const Session& session, const DataAddresses& offered,

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
 #include "transport/node_impl.h"
@@ -41,8 +42,8 @@ absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_
   session.awaits_anyone = epoch == 0;
   session.network_only = unmapped_.erase(address) > 0;
   sessions_.Insert(peer, session);
-  HelloMsg hello{options_.name, options_.model, options_.pool->layout(), data_->addresses(),
-                 options_.heads};
+  HelloMsg hello{options_.name,      options_.model, options_.pool->layout(),
+                 data_->addresses(), options_.heads, options_.converts_pages};
   hello.data.session = session.own_id;
   if (session.network_only) hello.data.local.clear();
   SendAside(peer, std::move(hello));
@@ -172,6 +173,29 @@ void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
   OnSessionMessage(peer, *session, std::move(message.body));
 }
 
+absl::Status NodeImpl::CheckConverts(const HelloMsg& hello) const {
+  if (!options_.converts_pages) {
+    return absl::UnimplementedError("this endpoint counts in pages like its own alone");
+  }
+  if (!hello.converts) return absl::UnimplementedError("the other side converts no pages");
+  return CheckConvertible(options_.pool->layout(), hello.layout);
+}
+
+std::string NodeImpl::DifferenceFrom(const HelloMsg& hello) const {
+  const KvLayout& own = options_.pool->layout();
+  const absl::Status converts = CheckConverts(hello);
+  KvLayout other = hello.layout;
+  if (converts.ok()) {
+    other.page_size = own.page_size;
+    other.page_format = own.page_format;
+  }
+  std::string difference = DifferenceBetween(own, options_.heads, other, hello.heads);
+  if (absl::StartsWith(difference, "page_")) {
+    absl::StrAppend(&difference, " (", converts.message(), ")");
+  }
+  return difference;
+}
+
 absl::Status NodeImpl::CheckHello(const HelloMsg& hello) const {
   if (!options_.listen) return absl::FailedPreconditionError("this endpoint accepts no peers");
   if (hello.model != options_.model) {
@@ -180,9 +204,7 @@ absl::Status NodeImpl::CheckHello(const HelloMsg& hello) const {
                      "' there; start both sides with the same model"));
   }
   KVFERRY_RETURN_IF_ERROR(CheckHeadShare(hello.layout, hello.heads));
-  const std::string difference =
-      DifferenceBetween(options_.pool->layout(), options_.heads, hello.layout, hello.heads);
-  if (!difference.empty()) {
+  if (const std::string difference = DifferenceFrom(hello); !difference.empty()) {
     return absl::FailedPreconditionError(
         absl::StrCat("KV layout: ", difference, "; start both sides with the same value"));
   }

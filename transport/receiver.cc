@@ -93,6 +93,7 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   if (fetch.early) message.wait_ms = message.timeout_ms;
   message.heads = fetch.heads;
   message.reader = fetch.reader;
+  message.form = fetch.form;
   const auto link = links_.find(fetch.peer);
   if (link != links_.end()) message.reads = outbox_->data().CostsOfReads(link->second);
   outbox_->Send(fetch.peer, std::move(message));

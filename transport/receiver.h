@@ -54,6 +54,7 @@ class Receiver {
     bool early = false;  // The lease may be published as late as the deadline.
     HeadRange heads{};   // Of the model's, that the plan is of.
     LeaseReader reader{};
+    PageForm form{};  // Of the plan's pages; {}: nobody but who has the same can serve it.
     uint64_t transfer_id = id;  // On the wire; another one each time it is begun.
     uint64_t replaces = 0;      // The transfer id it had before,
     int64_t from_bytes = 0;     // under which the stream up to here has arrived.

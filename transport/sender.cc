@@ -110,37 +110,26 @@ void Sender::RetryParked(Parked parked) {
   Refuse(parked.peer, parked.fetch.transfer_id, leased.status());
 }
 
-// Positions select pages of the lease, heads what is wanted of each; the plan is of what this side reads.
+// The plan is of what this side reads: its own pages, cut as the receiver has them.
 absl::StatusOr<StreamPlan> Sender::PlanFor(const FetchMsg& fetch,
                                            const LeasedMemory& leased) const {
-  const int64_t num_pages = leased.pages.num_pages();
-  if (const absl::Status status = fetch.positions.CheckWithin(num_pages); !status.ok()) {
+  if (fetch.positions.num_pages() == 0 && fetch.tail_bytes == 0) {
     return absl::OutOfRangeError(
-        absl::StrCat("positions outside the lease's ", num_pages, " pages: ", status.message()));
-  }
-  if ((fetch.positions.num_pages() == 0 && fetch.tail_bytes == 0) ||
-      fetch.positions.num_pages() > num_pages) {
-    return absl::OutOfRangeError(
-        absl::StrCat(fetch.positions.num_pages(), " pages asked of a lease of ", num_pages));
+        absl::StrCat("0 pages asked of a lease of ", leased.pages.num_pages()));
   }
   const int64_t tail_bytes = leased.tail ? static_cast<int64_t>(leased.tail->size()) : 0;
   if (fetch.tail_bytes != 0 && fetch.tail_bytes != tail_bytes) {
     return absl::OutOfRangeError(
         absl::StrCat("a tail of ", fetch.tail_bytes, " bytes asked of a lease with ", tail_bytes));
   }
-  std::vector<PageRun> runs;
-  for (const PageRun& run : fetch.positions.runs()) {
-    const absl::StatusOr<PageRuns> slice = leased.pages.Slice(run.first, run.count);
-    runs.insert(runs.end(), slice->runs().begin(), slice->runs().end());
-  }
-  KVFERRY_ASSIGN_OR_RETURN(PageRuns pages, PageRuns::FromRuns(runs));
   KVFERRY_ASSIGN_OR_RETURN(const HeadRange heads, LocalHeads(pool_->layout(), heads_, fetch.heads));
   StreamTail tail;
   // A sender only reads; a plan serves both sides.
   if (fetch.tail_bytes != 0) {
     tail = {const_cast<std::byte*>(leased.tail->data()), tail_bytes, leased.tail};
   }
-  return StreamPlan::Create(pool_, std::move(pages), std::move(tail), heads);
+  return StreamPlan::CreateIn(fetch.form, pool_, leased.pages, fetch.positions, std::move(tail),
+                              heads);
 }
 
 void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const LeasedMemory& leased) {

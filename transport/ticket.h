@@ -21,7 +21,7 @@ struct Ticket {
   std::string address;  // Of the prefill side's control plane.
   uint64_t epoch = 0;   // Of its process; 0: of whichever.
   uint64_t lease_id = 0;
-  int64_t num_pages = 0;
+  int64_t num_pages = 0;  // Of the prefill side, whose size it does not say.
   int64_t num_tokens = 0;
 
   std::string ToString() const;
@@ -37,7 +37,7 @@ struct ReceiveTicket {
   std::string address;  // Of the decode side's control plane.
   uint64_t epoch = 0;
   uint64_t receive_id = 0;  // Random, as a lease id is.
-  int64_t num_pages = 0;    // Of the request, with those that the decode side has already.
+  int64_t num_pages = 0;    // Of the decode side, with those that it has already.
   int64_t num_tokens = 0;   // 0: not said.
 
   std::string ToString() const;

@@ -76,10 +76,77 @@ TEST_F(Hello, AnotherDtype) {
                 {"KV layout: dtype: bfloat16 here, float16 there", "start both sides"});
 }
 
-TEST_F(Hello, AnotherPageSize) {
+// Of orders that are known they are converted; an engine's own only fits itself.
+TEST_F(Hello, AnotherPageSizeOfAnArrangementOfAnEnginesOwn) {
   KvLayout layout = SmallLayout();
   layout.page_size = 32;
-  ExpectRefused(kTestModel, layout, {"page_size: 16 here, 32 there", "start both sides"});
+  layout.page_format = "vllm-cpu-neon-HND";
+  ExpectRefused(
+      kTestModel, layout,
+      {"page_size: 16 here, 32 there", "vllm-cpu-neon-HND is an arrangement of an engine's own",
+       "only pages of NHD and HND are converted", "start both sides"});
+}
+
+// A peer of before there were other pages would not say which it wants, and one that keeps pages for others to
+// ask for counts in its own.
+TEST_F(Hello, OtherPagesOfPeersThatConvertNone) {
+  HelloMsg hello{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}};
+  const auto answer_to = [&](const HelloMsg& said) {
+    RawDecode peer(prefill_->address());
+    peer.Send({42, 0, said});
+    const std::optional<Message> answer = peer.Receive(Soon());
+    if (!answer.has_value()) return absl::UnknownError("no answer");
+    const auto* refuse = std::get_if<RefuseMsg>(&answer->body);
+    return refuse == nullptr ? absl::OkStatus() : refuse->status;
+  };
+  const absl::Status as_is =
+      answer_to(hello);  // Where the network is UCX's it is refused for that.
+  const bool over_tcp = as_is.ok();
+  EXPECT_EQ(over_tcp, PathUnderTest() != TestPath::kUcx) << as_is;
+  for (const auto& [page_size, format] :
+       std::vector<std::pair<int64_t, std::string>>{{32, "NHD"}, {16, "HND"}, {8, "HND"}}) {
+    hello.layout.page_size = page_size;
+    hello.layout.page_format = format;
+    hello.converts = false;
+    EXPECT_TRUE(Fails(answer_to(hello), absl::StatusCode::kFailedPrecondition,
+                      "the other side converts no pages", "page_"));
+    hello.converts = true;
+    EXPECT_EQ(answer_to(hello).ok(), over_tcp);
+  }
+  // Everything else has to be the same as ever.
+  hello.layout.dtype = DType::kFloat16;
+  EXPECT_TRUE(
+      Fails(answer_to(hello), absl::StatusCode::kFailedPrecondition, "dtype: bfloat16 here"));
+}
+
+TEST_F(Hello, OtherPagesOfAnEndpointThatConvertsNone) {
+  const auto node =
+      Must(Node::Start({SmallChunks(), kTestModel, "keeper", source_, nullptr, nullptr, true}));
+  KvLayout layout = SmallLayout();
+  layout.page_size = 32;
+  const auto target = MakePatternPool(layout, 8, 2);
+  const auto decode = MakeDecode(target, SmallChunks());
+  const Ticket ticket{node->listen_address(), node->epoch(), 6, 2, 32};
+  EXPECT_TRUE(Fails(Fetch(*decode, ticket, {1})->Wait(Soon()),
+                    absl::StatusCode::kFailedPrecondition, "page_size: 16 here, 32 there",
+                    "counts in pages like its own alone"));
+  EXPECT_EQ(Metric(*node, "hellos_refused"), 1);
+}
+
+// The prefill side dials to push: it is the one that has to say that it converts.
+TEST(HelloToOthers, SaysThatItConvertsInEitherDirection) {
+  RawPrefill peer;
+  const auto pool = MakePatternPool(SmallLayout(), 8, 3);
+  const auto converts = [&] {
+    const auto hello = peer.Receive(Soon());
+    return hello.has_value() && std::get<HelloMsg>(hello->second.body).converts;
+  };
+  const auto decode = MakeDecode(pool, SmallChunks());
+  const auto handle = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  EXPECT_TRUE(converts());
+  const auto prefill = MakePrefill(pool, SmallChunks());
+  const auto push = Push(*prefill, ReceiveTicket{peer.address(), 5, 6, 1, 16}, *pool, {0});
+  EXPECT_TRUE(converts());
 }
 
 TEST_F(Hello, AnotherNumberOfLayers) {
@@ -90,8 +157,9 @@ TEST_F(Hello, AnotherNumberOfLayers) {
 
 TEST_F(Hello, AnotherPageFormat) {
   KvLayout layout = SmallLayout();
-  layout.page_format = "HND";
-  ExpectRefused(kTestModel, layout, {"page_format: NHD here, HND there", "start both sides"});
+  layout.page_format = "engine's-HND";
+  ExpectRefused(kTestModel, layout,
+                {"page_format: NHD here, engine's-HND there", "start both sides"});
 }
 
 TEST_F(Hello, OtherTensors) {

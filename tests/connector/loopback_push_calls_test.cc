@@ -62,6 +62,16 @@ TEST_F(PushCalls, WrongArguments) {
   EXPECT_TRUE(Fails(Ask("pull", args()), absl::StatusCode::kUnimplemented, "pull"));
   EXPECT_TRUE(Fails(Ask("push", args().Set("pages", 4)), absl::StatusCode::kFailedPrecondition,
                     "is of 3 pages, the push of 4"));
+  // Pages of another size are other numbers of them: 3 of 16 tokens are 1 or 2 of 32.
+  EXPECT_TRUE(is_invalid(args().Set("page", uint64_t{0}), "page"));
+  EXPECT_TRUE(is_invalid(args().Set("page", (1 << 20) + 1), "page"));
+  EXPECT_TRUE(is_invalid(args().Set("page", std::string("x")), "page"));
+  EXPECT_TRUE(Fails(Ask("push", args().Set("page", 32)), absl::StatusCode::kFailedPrecondition,
+                    "is of 3 pages (16 tokens each), the push of 3 (32 tokens each)"));
+  EXPECT_TRUE(Fails(Ask("push", args().Set("page", 32).Set("pages", uint64_t{0})),
+                    absl::StatusCode::kFailedPrecondition, "the push of 0"));
+  EXPECT_TRUE(Fails(Ask("push", args().Set("page", 1 << 20).Set("pages", 1 << 30)),
+                    absl::StatusCode::kFailedPrecondition, "the push of 1073741824"));
   EXPECT_TRUE(Fails(Ask("push", args().Set("receive", uint64_t{0})), absl::StatusCode::kNotFound));
   EXPECT_FALSE(receive.handle->done());
 }

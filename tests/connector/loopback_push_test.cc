@@ -229,8 +229,8 @@ TEST_F(Pushing, AnotherNumberOfPagesOrTokens) {
   const auto receive = Must(decode_->Receive(reception));
   PrefillEndpoint::Publication publication;
   publication.pages = {60, 3};
-  EXPECT_TRUE(Fails(prefill_->Push(receive.ticket, publication, 0).status(),
-                    absl::StatusCode::kFailedPrecondition, "of 6 pages, the push of 2"));
+  EXPECT_TRUE(Fails(Must(prefill_->Push(receive.ticket, publication, 0))->Wait(Soon()),
+                    absl::StatusCode::kFailedPrecondition, "is of 6 pages, the push of 2"));
   ReceiveTicket altered = receive.ticket;  // Whoever carried it has changed it.
   altered.num_pages = 2;
   EXPECT_TRUE(Fails(Must(prefill_->Push(altered, publication, 0))->Wait(Soon()),

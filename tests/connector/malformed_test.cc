@@ -264,6 +264,14 @@ TEST_F(Malformed, FetchesThatCannotBe) {
   // The same position over and over: more pages than the lease has.
   EXPECT_TRUE(Fails(RefusalOf(peer, FetchOf(4, lease, {{0, 1}, {0, 1}, {0, 1}, {0, 1}})),
                     absl::StatusCode::kOutOfRange));
+  FetchMsg longer = FetchOf(6, lease, {{0, 2}});
+  longer.form.page_size = 48;
+  EXPECT_TRUE(Fails(RefusalOf(peer, longer), absl::StatusCode::kOutOfRange, "which are 1 of 48"));
+  // Nothing but the same tokens again, for as long as a number can say.
+  FetchMsg endless = FetchOf(7, lease, {{0, 1}});
+  endless.form = {KvLayout::kMaxPageSize, ValueOrder::kHnd};
+  EXPECT_TRUE(Fails(RefusalOf(peer, endless), absl::StatusCode::kInvalidArgument,
+                    "of a pool that has room for 128"));
   FetchMsg empty = FetchOf(5, lease, {});
   EXPECT_TRUE(Fails(RefusalOf(peer, empty), absl::StatusCode::kOutOfRange));
   EXPECT_TRUE(log_.Has({"refused a fetch", "3 pages"})) << log_.ToString();

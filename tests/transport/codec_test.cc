@@ -182,6 +182,31 @@ TEST(Codec, HeadsAndReadersThatCannotBe) {
       Fails(fetch({0, KvLayout::kMaxHeads + 1}), absl::StatusCode::kInvalidArgument, "'heads'"));
 }
 
+TEST(Codec, FormsThatCannotBe) {
+  const auto fetch = [](const PageForm& form) {
+    FetchMsg message;
+    message.transfer_id = message.lease_id = 1;
+    message.timeout_ms = message.window_bytes = message.chunk_bytes = 1;
+    message.form = form;
+    return EncodeMessage({1, 2, message});
+  };
+  EXPECT_TRUE(IsOk(Decode(fetch({1, ValueOrder::kNhd}))));
+  EXPECT_TRUE(IsOk(Decode(fetch({KvLayout::kMaxPageSize, ValueOrder::kHnd}))));
+  for (const int64_t page_size : {KvLayout::kMaxPageSize + 1, int64_t{-1}}) {
+    EXPECT_TRUE(Fails(Decode(fetch({page_size, ValueOrder::kNhd})),
+                      absl::StatusCode::kInvalidArgument, "'page'"));
+  }
+  std::string other = fetch({16, ValueOrder::kNhd});
+  other.replace(other.find("NHD"), 3, "NDH");
+  EXPECT_TRUE(Fails(Decode(other), absl::StatusCode::kInvalidArgument, "'format' is neither"));
+  std::string of_none = fetch({16, ValueOrder::kNhd});
+  const size_t page = of_none.find("page") + 4;
+  of_none[page] = 0;
+  EXPECT_TRUE(Fails(Decode(of_none), absl::StatusCode::kInvalidArgument, "'page' is 0"));
+  of_none[page] = '\xc0';
+  EXPECT_TRUE(Fails(Decode(of_none), absl::StatusCode::kInvalidArgument, "wrong type"));
+}
+
 TEST(Codec, TensorsOfTheirOwnDtype) {
   HelloMsg hello = std::get<HelloMsg>(SampleMessages()[0].second.body);
   hello.layout.tensors = {{"index_k", 1, 128, DType::kFloat8E4M3},

@@ -39,12 +39,19 @@ std::string Describe(LeaseReader reader) {
   return reader == LeaseReader() ? "" : absl::StrCat(" reader ", reader.index, " of ", reader.of);
 }
 
+std::string Describe(const PageForm& form) {
+  const char* const order = form.order == ValueOrder::kNhd   ? "NHD"
+                            : form.order == ValueOrder::kHnd ? "HND"
+                                                             : "the sender's order";
+  return absl::StrCat(" in pages of ", form.page_size, " ", order);
+}
+
 struct Describer {
   std::string operator()(const HelloMsg& m) const {
     return absl::StrCat(
         "hello ", m.name, " ", m.model, " ", m.layout.ToString(), " ", Describe(m.data),
-        m.heads.total == 0 ? ""
-                           : absl::StrCat(" from head ", m.heads.first, " of ", m.heads.total));
+        m.heads.total == 0 ? "" : absl::StrCat(" from head ", m.heads.first, " of ", m.heads.total),
+        m.converts ? " converts" : "");
   }
   std::string operator()(const WelcomeMsg& m) const {
     return absl::StrCat("welcome ", m.name, " ", Describe(m.data));
@@ -65,7 +72,7 @@ struct Describer {
         m.from_bytes == 0 ? "" : absl::StrCat(" from ", m.from_bytes),
         m.wait_ms == 0 ? "" : absl::StrCat(" wait ", m.wait_ms),
         m.heads.count == 0 ? "" : absl::StrCat(" heads ", m.heads.first, "+", m.heads.count),
-        Describe(m.reader),
+        Describe(m.reader), m.form == PageForm() ? "" : Describe(m.form),
         m.reads.possible() ? absl::StrCat(" reads ", m.reads.read_ns, " ", m.reads.mib_ns) : "");
   }
   std::string operator()(const DoneMsg& m) const {

@@ -37,6 +37,10 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   FetchMsg with_heads = fetch;
   with_heads.heads = {6, 2};
   with_heads.reader = {3, 4};
+  FetchMsg with_form = fetch;
+  with_form.form = {1 << 20, ValueOrder::kHnd};
+  FetchMsg with_page = fetch;
+  with_page.form = {16, ValueOrder::kOther};
   const std::string worker("\x00\x01worker\xff", 9);
   const std::string local("\x00 0123456789abcdefghijklmnopqrst\xff", 33);
   const TcpAddress tcp{8, "::1", 65535, "\x01 0123456789abc\xff", "answer 123456789"};
@@ -66,6 +70,9 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
       {"welcome_direct", WelcomeMsg{"prefill-0", {worker, "", {}, "direct \x01"}}},
       {"hello_heads", HelloMsg{"decode-3", "org/model", layout, {worker}, {8, 32}}},
       {"fetch_heads", with_heads},
+      {"hello_converts", HelloMsg{"decode-3", "org/model", layout, {worker}, {}, true}},
+      {"fetch_form", with_form},
+      {"fetch_page", with_page},
       {"done_reader", DoneMsg{fetch.transfer_id, fetch.lease_id, 0, {63, 64}}},
       {"done", DoneMsg{fetch.transfer_id, fetch.lease_id, int64_t{1} << 40}},
       {"cancel", CancelMsg{fetch.transfer_id, "cancelled"}},

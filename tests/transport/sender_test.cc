@@ -31,6 +31,35 @@ TEST_F(SenderAlone, PositionsPickPagesOfTheLease) {
   EXPECT_EQ(Sent(1), Want({0, 15, 4}));
 }
 
+// Positions count in the pages that the fetch says.
+TEST_F(SenderAlone, PagesOfAnotherForm) {
+  FetchMsg fetch = Ask(1);
+  fetch.positions = PageRuns(PageRun{1, 2});
+  fetch.form = {32, ValueOrder::kOther};  // Two of this side's, in its order.
+  sender_.OnFetch(kPeer, kLink, fetch);
+  PumpDry();
+  EXPECT_EQ(Sent(1), Want({5, 9, 0, 15}));
+  sender_.OnCancel(kPeer, {1, "enough"});
+  fetch = Ask(2);
+  fetch.form = {16, ValueOrder::kNhd};  // Its own.
+  sender_.OnFetch(kPeer, kLink, fetch);
+  PumpDry();
+  EXPECT_EQ(Sent(2), Want({3, 4, 5, 9, 0, 15}));
+  sender_.OnCancel(kPeer, {2, "enough"});
+  const auto refused = [&](uint64_t id, const PageForm& form, absl::StatusCode code,
+                           const char* what) {
+    fetch = Ask(id);
+    fetch.form = form;
+    sender_.OnFetch(kPeer, kLink, fetch);
+    return Fails(outbox_.Last<RefuseMsg>()->status, code, what);
+  };
+  EXPECT_TRUE(refused(3, {32, ValueOrder::kNhd}, absl::StatusCode::kOutOfRange,
+                      "outside 6 pages of 16 tokens, which are 3 of 32"));
+  EXPECT_TRUE(refused(4, {KvLayout::kMaxPageSize, ValueOrder::kNhd},
+                      absl::StatusCode::kInvalidArgument, "room for 256"));
+  EXPECT_EQ(leases_.num_live(), 1);
+}
+
 TEST_F(SenderAlone, NoChunkSpansTwoLayersOrRunsAheadOfWhatIsReady) {
   Publish(2, {1, 2, 3}, 0);
   sender_.OnFetch(kPeer, kLink, Ask(1, 2, 3));

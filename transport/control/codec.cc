@@ -143,12 +143,22 @@ struct BodyWriter {
     writer.Uint("reader", reader.index);
     writer.Uint("readers", reader.of);
   }
+  static uint32_t NumKeys(const PageForm& form) {
+    return (form.page_size == 0 ? 0 : 1) + (form.order == ValueOrder::kOther ? 0 : 1);
+  }
+  void Form(const PageForm& form) const {
+    if (form.page_size != 0) writer.Uint("page", form.page_size);
+    if (form.order == ValueOrder::kOther) return;
+    writer.Text("format", form.order == ValueOrder::kNhd ? "NHD" : "HND", KvLayout::kMaxNameBytes);
+  }
   void operator()(const HelloMsg& body) const {
-    Head("hello", 3 + NumAddresses(body.data) + (body.heads.total == 0 ? 0 : 2));
+    Head("hello",
+         3 + NumAddresses(body.data) + (body.heads.total == 0 ? 0 : 2) + (body.converts ? 1 : 0));
     writer.Text("name", body.name, kMaxNameBytes);
     writer.Text("model", body.model, kMaxModelBytes);
     PackLayout(writer, body.layout);
     Heads(body.heads.first, body.heads.total);
+    if (body.converts) writer.Uint("converts", 1);
     Addresses(body.data);
   }
   void operator()(const WelcomeMsg& body) const {
@@ -166,7 +176,7 @@ struct BodyWriter {
                       (body.in_place_bytes == kBytesInPlace ? 0 : 1) +
                       (body.replaces == 0 ? 0 : 1) + (body.from_bytes == 0 ? 0 : 1) +
                       (body.wait_ms == 0 ? 0 : 1) + (body.reads.possible() ? 2 : 0) +
-                      (body.heads.count == 0 ? 0 : 2) + NumKeys(body.reader));
+                      (body.heads.count == 0 ? 0 : 2) + NumKeys(body.reader) + NumKeys(body.form));
     writer.Uint("id", body.transfer_id);
     writer.Uint("lease", body.lease_id);
     PackRuns(writer, body.positions);
@@ -181,6 +191,7 @@ struct BodyWriter {
     if (body.wait_ms != 0) writer.Uint("wait", body.wait_ms);
     Heads(body.heads.first, body.heads.count);
     Whose(body.reader);
+    Form(body.form);
     if (!body.reads.possible()) return;
     writer.Uint("read_ns", body.reads.read_ns);
     writer.Uint("mib_ns", body.reads.mib_ns);
@@ -451,6 +462,21 @@ LeaseReader ReadLeaseReader(Reader& reader) {
           std::max<int64_t>(readers, 1)};
 }
 
+PageForm ReadForm(Reader& reader) {
+  PageForm form;
+  if (reader.Has("page")) form.page_size = reader.Int("page", 1, KvLayout::kMaxPageSize);
+  if (!reader.Has("format")) return form;
+  const std::string order = reader.Text("format", KvLayout::kMaxNameBytes);
+  if (order == "NHD") {
+    form.order = ValueOrder::kNhd;
+  } else if (order == "HND") {
+    form.order = ValueOrder::kHnd;
+  } else {
+    reader.Fail("'format' is neither NHD nor HND");
+  }
+  return form;
+}
+
 MessageBody ReadBody(std::string_view type, Reader& reader) {
   if (type == "hello") {
     HelloMsg body;
@@ -462,6 +488,7 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
       body.heads = {reader.Int("head", 0, KvLayout::kMaxHeads),
                     reader.Int("heads", 1, KvLayout::kMaxHeads)};
     }
+    if (reader.Has("converts")) body.converts = reader.Uint("converts", 1) != 0;
     return body;
   }
   if (type == "welcome") {
@@ -490,6 +517,7 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
                     reader.Int("heads", 1, KvLayout::kMaxHeads)};
     }
     body.reader = ReadLeaseReader(reader);
+    body.form = ReadForm(reader);
     if (reader.Has("read_ns")) {
       body.reads = {reader.Int("read_ns", 1, kMaxReadNs), reader.Int("mib_ns", 1, kMaxReadNs)};
     }
