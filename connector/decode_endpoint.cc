@@ -32,7 +32,7 @@ absl::StatusOr<std::unique_ptr<DecodeEndpoint>> DecodeEndpoint::Create(
   node.pool = std::move(pool);
   if (options.accept_pushes) node.handler = &endpoint->receives_;
   node.listen = options.accept_pushes;
-  node.converts_pages = true;
+  node.converts_pages = options.converts_pages;
   KVFERRY_ASSIGN_OR_RETURN(endpoint->node_, Node::Start(std::move(node)));
   endpoint->receives_.Attach(endpoint->node_.get());
   return endpoint;

@@ -16,7 +16,7 @@ constexpr int64_t kLeaseSlackMs = 10000;
 absl::StatusOr<std::unique_ptr<PrefillEndpoint>> PrefillEndpoint::Create(
     std::shared_ptr<const KvPool> pool, const EndpointOptions& options) {
   if (pool == nullptr) return absl::InvalidArgumentError("prefill endpoint: no pool");
-  std::unique_ptr<PrefillEndpoint> endpoint(new PrefillEndpoint(pool, options.config));
+  std::unique_ptr<PrefillEndpoint> endpoint(new PrefillEndpoint(pool, options));
   Node::Options node;
   node.config = options.config;
   node.model = options.model;
@@ -25,7 +25,7 @@ absl::StatusOr<std::unique_ptr<PrefillEndpoint>> PrefillEndpoint::Create(
   node.pool = std::move(pool);
   node.source = &endpoint->leases_;
   node.listen = true;
-  node.converts_pages = true;
+  node.converts_pages = options.converts_pages;
   KVFERRY_ASSIGN_OR_RETURN(endpoint->node_, Node::Start(std::move(node)));
   return endpoint;
 }
@@ -61,8 +61,7 @@ absl::Status PrefillEndpoint::CheckPush(const ReceiveTicket& ticket, const Publi
     return absl::InvalidArgumentError(absl::StrCat("push: num_tokens is ", publication.num_tokens));
   }
   // Where the decode side's pages may be of another size it says whether the numbers agree.
-  if (static_cast<int64_t>(publication.pages.size()) == ticket.num_pages ||
-      OrderOf(pool_->layout()) != ValueOrder::kOther) {
+  if (static_cast<int64_t>(publication.pages.size()) == ticket.num_pages || converts_pages_) {
     return absl::OkStatus();
   }
   return absl::FailedPreconditionError(absl::StrCat("push: the ticket is of ", ticket.num_pages,

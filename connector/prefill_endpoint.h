@@ -29,6 +29,9 @@ struct EndpointOptions {
   // Which of the model's KV heads the pool holds, of a tensor-parallel rank (connector/tensor_parallel.h).
   // The other side may have another number of ranks; it says at each fetch which heads it wants.
   HeadShare heads{};
+  // Whether the other side's pages may be of another size and order, if both sides say so. Not for an owner
+  // who takes numbers of the other side's pages for numbers of its own.
+  bool converts_pages = true;
 };
 
 // The side that computes KV and lets others fetch it, or pushes it to them. Serves any number of
@@ -111,8 +114,11 @@ class PrefillEndpoint {
   std::vector<std::pair<std::string, int64_t>> Metrics() const;
 
  private:
-  PrefillEndpoint(std::shared_ptr<const KvPool> pool, const Config& config)
-      : config_(config), pool_(std::move(pool)), leases_(config) {}
+  PrefillEndpoint(std::shared_ptr<const KvPool> pool, const EndpointOptions& options)
+      : config_(options.config),
+        pool_(std::move(pool)),
+        converts_pages_(options.converts_pages && OrderOf(pool_->layout()) != ValueOrder::kOther),
+        leases_(options.config) {}
   absl::Status CheckPush(const ReceiveTicket& ticket, const Publication& publication,
                          int64_t timeout_ms) const;
   // The decode side has answered, or will not.
@@ -120,6 +126,7 @@ class PrefillEndpoint {
 
   const Config config_;
   const std::shared_ptr<const KvPool> pool_;
+  const bool converts_pages_;  // To some other size, at least.
   LeaseTable leases_;
   std::unique_ptr<Node> node_;  // Last: its thread uses leases_.
 };

@@ -35,9 +35,10 @@ template <typename Endpoint>
 class Closable {
  public:
   Closable(const PoolPtr& pool, const Config& config, const std::string& model,
-           const std::string& name, Pair heads, bool accept_pushes = false)
+           const std::string& name, Pair heads, bool converts_pages, bool accept_pushes = false)
       : endpoint_(Value(Endpoint::Create(
-            pool, {config, model, name, accept_pushes, {heads.first, heads.second}}))) {}
+            pool,
+            {config, model, name, accept_pushes, {heads.first, heads.second}, converts_pages}))) {}
   Closable(const Closable&) = delete;
   Closable& operator=(const Closable&) = delete;
   ~Closable() { Close(); }
@@ -134,10 +135,13 @@ void BindPushHandle(nb::module_& module) {
 void BindPrefill(nb::module_& module) {
   nb::class_<Prefill>(module, "PrefillEndpoint",
                       "Publishes requests for others to fetch; see connector/prefill_endpoint.h.")
-      .def(nb::init<const PoolPtr&, const Config&, const std::string&, const std::string&, Pair>(),
+      .def(nb::init<const PoolPtr&, const Config&, const std::string&, const std::string&, Pair,
+                    bool>(),
            "pool"_a, "config"_a, "model"_a, "name"_a = "", nb::kw_only(), "heads"_a = Pair(),
+           "converts_pages"_a = true,
            "heads: (first, total), which of the model's KV heads the pool holds, of a "
-           "tensor-parallel rank; (0, 0) is all of them.")
+           "tensor-parallel rank; (0, 0) is all of them. converts_pages: the other side's pages "
+           "may be of another size and order (NHD, HND), if both sides say so.")
       .def_prop_ro("address", [](const Prefill& self) { return self.get()->address(); })
       .def_prop_ro("epoch", [](const Prefill& self) { return self.get()->epoch(); })
       .def(
@@ -267,10 +271,10 @@ void BindDecode(nb::module_& module) {
   nb::class_<Decode>(module, "DecodeEndpoint",
                      "Fetches requests into its own pages; see connector/decode_endpoint.h.")
       .def(nb::init<const PoolPtr&, const Config&, const std::string&, const std::string&, Pair,
-                    bool>(),
+                    bool, bool>(),
            "pool"_a, "config"_a, "model"_a, "name"_a = "", nb::kw_only(), "heads"_a = Pair(),
-           "accept_pushes"_a = false,
-           "heads: as of PrefillEndpoint. accept_pushes: listen, for receive().")
+           "converts_pages"_a = true, "accept_pushes"_a = false,
+           "heads and converts_pages: as of PrefillEndpoint. accept_pushes: listen, for receive().")
       .def_prop_ro(
           "address", [](const Decode& self) { return self.get()->address(); },
           "Empty without accept_pushes.")
@@ -296,10 +300,11 @@ void BindDecode(nb::module_& module) {
           },
           "ticket"_a, "first_page"_a, "pages"_a, "timeout_ms"_a = 0, nb::kw_only(),
           "heads"_a = Pair(), "reader"_a = Pair(0, 1),
-          "Fetches the ticket's pages from first_page on into the local `pages`. Without pages it "
-          "only tells the prefill side that its lease may end. heads (first, count) of the model's "
-          "and reader (index, of) are those of a RankShare, where the other side has another "
-          "number of tensor-parallel ranks.")
+          "Fetches the ticket's pages from first_page on into the local `pages`, counted in pages "
+          "as the local pool has them: the other side's may be of another size or order (NHD, "
+          "HND). Without pages it only tells the prefill side that its lease may end. heads "
+          "(first, count) of the model's and reader (index, of) are those of a RankShare, where "
+          "the other side has another number of tensor-parallel ranks.")
       .def(
           "metrics", [](const Decode& self) { return MetricsDict(*self.get()); },
           nb::sig("def metrics(self) -> dict[str, int]"))

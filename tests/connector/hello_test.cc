@@ -131,6 +131,16 @@ TEST_F(Hello, OtherPagesOfAnEndpointThatConvertsNone) {
                     absl::StatusCode::kFailedPrecondition, "page_size: 16 here, 32 there",
                     "counts in pages like its own alone"));
   EXPECT_EQ(Metric(*node, "hellos_refused"), 1);
+  // Or of one that could, and whose owner counts otherwise.
+  EndpointOptions options{SmallChunks(), kTestModel, "decode"};
+  options.converts_pages = false;
+  const auto counts = Must(DecodeEndpoint::Create(target, options));
+  EXPECT_TRUE(Fails(Fetch(*counts, Publish(*prefill_, *source_, {1, 2}), {1})->Wait(Soon()),
+                    absl::StatusCode::kFailedPrecondition, "page_size: 16 here, 32 there",
+                    "the other side converts no pages"));
+  const auto prefill = Must(PrefillEndpoint::Create(source_, options));
+  EXPECT_TRUE(Fails(prefill->Push({"tcp://127.0.0.1:1", 5, 6, 1, 32}, {{1, 2}}, 0).status(),
+                    absl::StatusCode::kFailedPrecondition, "of 1 pages, the push of 2"));
 }
 
 // The prefill side dials to push: it is the one that has to say that it converts.

@@ -70,7 +70,7 @@ def test_errors_have_their_types(pools, ends):
     prefill, decode = ends
     ticket, handle = decode.receive(0, [1, 2], num_tokens=5)
     with pytest.raises(kvferry.FailedPrecondition, match="of 2 pages, the push of 1"):
-        prefill.push(ticket, [1])
+        prefill.push(ticket, [1]).wait(20000)
     with pytest.raises(ValueError, match="not of the form kvferrypush1"):
         prefill.push(prefill.publish([1]), [1])
     with pytest.raises(ValueError, match="not of the form kvferry1"):

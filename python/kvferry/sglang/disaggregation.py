@@ -152,26 +152,30 @@ class KVManager(CommonKVManager):
             self._by_lease: dict[_LeaseKey, tuple[int, _Outgoing]] = {}
             self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
             self._given_up: OrderedDict[int, None] = OrderedDict()
-            self._publishers = [
-                kvferry.PrefillEndpoint(
-                    it.pool, self._config(part), it.identity, name, heads=it.heads
-                )
-                for part, it in enumerate(self._pools)
-            ]
+            self._publishers = self._endpoints(kvferry.PrefillEndpoint, name)
             for publisher in self._publishers:
                 _logger.info("kvferry: %s listens on %s", name, publisher.address)
             self._start("publish", self._publish_chunks)
             self._start("prefill", self._serve, self._on_prefill_message)
         else:
             self._incoming: dict[int, _Incoming] = {}
-            self._fetchers = [
-                kvferry.DecodeEndpoint(
-                    it.pool, self._config(part), it.identity, name, heads=it.heads
-                )
-                for part, it in enumerate(self._pools)
-            ]
+            self._fetchers = self._endpoints(kvferry.DecodeEndpoint, name)
             self._start("decode", self._serve, self._on_decode_message)
             self._threads.append(self._start_heartbeat_checker_thread())
+
+    def _endpoints(self, kind: type, name: str) -> list[Any]:
+        """One a pool. Messages here count pages, so the two servers' have to be of one size."""
+        return [
+            kind(
+                it.pool,
+                self._config(part),
+                it.identity,
+                name,
+                heads=it.heads,
+                converts_pages=False,
+            )
+            for part, it in enumerate(self._pools)
+        ]
 
     def _config(self, part: int) -> kvferry.Config:
         """Of the endpoint of a pool. Ports that are given are the first rank's first endpoint's;
