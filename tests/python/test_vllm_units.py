@@ -130,6 +130,7 @@ def test_answer_carries_a_ticket_for_each_rank():
     assert params["do_remote_prefill"] is True and params["do_remote_decode"] is False
     assert params["remote_block_ids"] == [[4, 9]] and params["tp_size"] == 2
     assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", 5000)
+    assert params["kvferry_block_size"] == BLOCK
     tickets = [kvferry.Ticket.parse(text) for text in params["kvferry_tickets"]]
     assert [(it.address, it.epoch) for it in tickets] == [
         ("tcp://127.0.0.1:5000", 7),
@@ -276,6 +277,22 @@ def test_wrong_parameters_become_a_load_that_fails(params: dict, word: str):
     (load,) = decode.allocate(it, 0, [5, 6]).loads
     assert word in load.error and load.block_ids == [5, 6]
     assert word in parse_tickets(params)[1]
+
+
+def test_tickets_count_blocks_of_the_prefill_engine():
+    decode, it = Decode(), request("r", 70, remote(kvferry_block_size=64))
+    (load,) = decode.allocate(it, 32, [5, 6, 8, 1, 2]).loads
+    assert load.parts == [LoadPart(["t"], 2, [8, 1, 2], 2)] and load.error == ""
+    same = request("s", 70, remote(kvferry_tickets=["u"], kvferry_block_size=BLOCK))
+    (load,) = decode.allocate(same, 0, [5, 6, 8, 1, 2]).loads
+    assert load.parts == [LoadPart(["u"], 0, [5, 6, 8, 1, 2], 5)]
+
+
+@pytest.mark.parametrize("size", [0, -16, "16", 16.0, True, None, (1 << 20) + 1])
+def test_a_block_size_that_cannot_be_makes_a_load_that_fails(size):
+    decode, it = Decode(), request("r", 32, remote(kvferry_block_size=size))
+    (load,) = decode.allocate(it, 0, [5, 6]).loads
+    assert f"kvferry_block_size of {size}" in load.error and load.block_ids == [5, 6]
 
 
 TRANSFER = {"transfer_id": "0123456789abcdef"}
@@ -792,6 +809,18 @@ def test_each_group_loads_what_it_needs():
     # All but the last token, which the decode engine computes, and which has a block of its own.
     assert load.parts == [LoadPart(["t"], 0, [7, 8], 3), LoadPart(["u"], 2, [3, 4, 5], 6)]
     assert (load.blocks_skipped, load.error) == (2, "")
+
+
+def test_windows_need_blocks_of_one_size():
+    """The lease of a window begins with a block of the prefill engine's."""
+    decode = Decode(windows=WINDOWS)
+    it = request("r", 81, remote_groups(kvferry_block_size=32))
+    (load,) = decode.allocate(it, 32, [0, 0, 0, 7, 8], [1, 2, 3, 4, 5]).loads
+    assert "block_size of 32 and this one of 16" in load.error
+    assert load.block_ids == [7, 8, 3, 4, 5]
+    same = remote_groups(kvferry_group_tickets=[["v"], ["w"]], kvferry_block_size=BLOCK)
+    (load,) = decode.allocate(request("s", 81, same), 32, [0, 0, 0, 7, 8], [1, 2, 3, 4, 5]).loads
+    assert load.parts == [LoadPart(["v"], 0, [7, 8], 3), LoadPart(["w"], 2, [3, 4, 5], 6)]
 
 
 def test_a_group_that_is_all_here_is_dismissed():

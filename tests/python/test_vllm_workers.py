@@ -28,16 +28,28 @@ wait_for = functools.partial(wait, seconds=DEADLINE_S)
 class Side:
     """One rank's cache, as far as the workers look at it."""
 
-    def __init__(self, ranks: Ranks = Ranks(0, 1, 1)) -> None:  # noqa: B008
+    def __init__(
+        self,
+        ranks: Ranks = Ranks(0, 1, 1),  # noqa: B008
+        page_size: int = 4,
+        page_format: str = "NHD",
+    ) -> None:
         self.ranks = ranks
         heads = kvferry.heads_of_rank(ranks.total_heads, ranks.rank, ranks.size)
         self.heads = range(heads[0], sum(heads))
-        layout = kvferry.KvLayout.mha(LAYERS, 4, len(self.heads), 8, "float32")
+        layout = kvferry.KvLayout(
+            num_layers=LAYERS,
+            page_size=page_size,
+            dtype="float32",
+            page_format=page_format,
+            tensors=[("k", len(self.heads), 8), ("v", len(self.heads), 8)],
+        )
         self.pool = kvferry.KvPool.create(layout, 64)
         self.layer_index = {f"layer.{layer}": layer for layer in range(LAYERS)}
         self.group_of = dict.fromkeys(self.layer_index, 0)
         self.num_layers = LAYERS
         self.device = Host()
+        self.converts_pages = True
 
     def block(self, layer: int, block: int) -> np.ndarray:
         return np.concatenate([self.pool.page(layer, tensor, block) for tensor in range(2)])
@@ -527,3 +539,61 @@ def test_what_a_device_failed_to_compute_is_never_sent(
     workers.prefill._announcer.submit(lambda: None).result(DEADLINE_S)
     assert endpoint.told == []
     assert "an illegal memory access" in caplog.text
+
+
+def by_token(side: Side, layer: int, blocks: list[int]) -> np.ndarray:
+    """[tokens, heads, dim] of K, in whichever order the blocks hold them."""
+    tokens, heads = side.pool.layout.page_size, len(side.heads)
+    nhd = side.pool.layout.page_format == "NHD"
+    shape = (tokens, heads, 8) if nhd else (heads, tokens, 8)
+    pages = [side.pool.page(layer, 0, it).view(np.float32).reshape(shape) for it in blocks]
+    return np.concatenate([page if nhd else page.swapaxes(0, 1) for page in pages])
+
+
+@pytest.mark.parametrize("page_size, blocks", [(8, [7, 9]), (2, [7, 9, 3, 1, 40, 2])])
+@pytest.mark.parametrize("page_format", ["NHD", "HND"])
+def test_an_engine_with_blocks_of_another_size_and_order(
+    page_size: int, blocks: list[int], page_format: str
+):
+    """A prompt of 11 tokens, in three blocks of 4."""
+    config = kvferry.Config.make({"publish_grace_ms": 0})
+    ranks = Ranks(0, 1, 2)
+    source, target = Side(ranks), Side(ranks, page_size, page_format)
+    trace = Trace("", 0)
+    prefill = PrefillWorker(source, config, "m", "p", trace, TransferStats())
+    decode = DecodeWorker(target, config, "m", "d", trace, TransferStats())
+    address = prefill.address().address
+
+    def load(lease_id: int, num_blocks: int) -> set[int]:
+        ticket = kvferry.Ticket(
+            address=address, epoch=0, lease_id=lease_id, num_pages=3, num_tokens=11
+        )
+        decode.load([Load("d", [LoadPart([str(ticket)], 0, blocks, num_blocks)], 0, 11)])
+
+        def loaded() -> bool:
+            decode.pause()
+            return "d" in decode.take_finished()
+
+        wait_for(loaded)
+        return decode.take_missing_blocks()
+
+    try:
+        prefill.publish([Publication("p", lease, [5, 2, 6], 11) for lease in (101, 102)])
+        random = np.random.default_rng(1)
+        for layer in range(LAYERS):
+            for block in [5, 2, 6]:
+                values = random.random(4 * 2 * 8, dtype=np.float32)
+                source.pool.page(layer, 0, block)[:] = values.view(np.uint8)
+        for name in source.layer_index:
+            prefill.layer_saved(name)
+        prefill.step_saved()
+        # As if the ticket counted this engine's blocks.
+        assert load(101, len(blocks)) == set(blocks)
+        assert load(102, 3) == set()
+        for layer in range(LAYERS):
+            got, want = by_token(target, layer, blocks), by_token(source, layer, [5, 2, 6])
+            assert (got[:11] == want[:11]).all() and want.all()
+        wait_for(lambda: prefill.take_finished({"p"}) == {"p"})
+    finally:
+        decode.close()
+        prefill.close()

@@ -171,6 +171,8 @@ class AdoptedCache:
         self.device = device_of(tensors)
         self.num_layers = len(tensors)
         self.ranks = _ranks(vllm_config, tp_rank, first[1].parts[0][1])
+        # What is kept for a window begins at a block, and with blocks of another size elsewhere.
+        self.converts_pages = not in_groups(windows(kv_cache_config))
         self.pool = kvferry.KvPool.adopt(
             kvferry.KvLayout(
                 num_layers=self.num_layers,
@@ -244,7 +246,8 @@ def _buffers(tensors: list[torch.Tensor], num_parts: int) -> list[tuple[int, int
 
 
 def _page_format(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor], order: str) -> str:
-    """A name for the order of values in a block; only blocks of equal names are exchanged.
+    """A name for the order of values in a block. Blocks of equal names are exchanged as they are;
+    those of NHD and HND are converted, also to other block sizes.
 
     Raises NotImplementedError when layers differ in it.
     """

@@ -18,6 +18,10 @@ TICKETS = "kvferry_tickets"  # Key of kv_transfer_params: one ticket a tensor-pa
 # The same of a model whose layers come in groups: such a list for each.
 GROUP_TICKETS = "kvferry_group_tickets"
 
+# Key of kv_transfer_params: tokens in a block of the engine that gave out the tickets.
+BLOCK_SIZE = "kvferry_block_size"
+_MAX_BLOCK_SIZE = 1 << 20  # Of a page.
+
 
 @dataclass
 class WorkerAddress(KVConnectorHandshakeMetadata):
@@ -40,13 +44,12 @@ class Publication:
 
 @dataclass
 class LoadPart:
-    """What is under one ticket, of `num_blocks` in all, from block `first_block` of it on, goes
-    into `block_ids`."""
+    """What is under one ticket, from block `first_block` of it on, goes into `block_ids`."""
 
     tickets: list[str]  # By tensor-parallel rank of the prefill engine.
-    first_block: int
+    first_block: int  # In blocks of this engine.
     block_ids: list[int]
-    num_blocks: int
+    num_blocks: int  # In all, as the prefill engine counts them.
 
 
 @dataclass
@@ -166,6 +169,18 @@ def parse_group_tickets(params: dict[str, Any], groups: int) -> tuple[list[list[
             f"{groups}: both need the same model, and the same --disable-hybrid-kv-cache-manager"
         )
     return tickets, ""
+
+
+def parse_block_size(params: dict[str, Any], own: int) -> tuple[int, str]:
+    """Tokens in a block of the prefill engine, `own` if it does not say, and what is wrong with the
+    parameters. Never raises, as parse_tickets()."""
+    size = params.get(BLOCK_SIZE, own)
+    if type(size) is int and 1 <= size <= _MAX_BLOCK_SIZE:
+        return size, ""
+    return own, (
+        f"kv_transfer_params has a {BLOCK_SIZE} of {str(size)[:32]}: the prefill engine's "
+        f"block_size, 1 to {_MAX_BLOCK_SIZE}"
+    )
 
 
 def _are_tickets(tickets: object) -> bool:

@@ -13,6 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 
 import kvferry
 from kvferry.vllm.metadata import (
+    BLOCK_SIZE,
     GROUP_TICKETS,
     TICKETS,
     AskedFor,
@@ -22,6 +23,7 @@ from kvferry.vllm.metadata import (
     StepMetadata,
     WorkerAddress,
     parse_addresses,
+    parse_block_size,
     parse_group_tickets,
     parse_tickets,
 )
@@ -287,6 +289,7 @@ class PrefillScheduler:
             "remote_host": host,
             "remote_port": int(port),
             "tp_size": len(self._workers),
+            BLOCK_SIZE: self._block_size,
             **({GROUP_TICKETS: tickets} if in_groups(self._windows) else {TICKETS: tickets[0]}),
         }
 
@@ -297,6 +300,7 @@ class _Offer(NamedTuple):
     tickets: list[str]  # By tensor-parallel rank.
     first_block: int
     end_block: int
+    num_blocks: int  # As the prefill engine counts them, whose blocks may be of another size.
     group: int = 0  # Of layers.
 
 
@@ -384,13 +388,13 @@ class DecodeScheduler:
         # Local hits end at a block boundary, so the rest starts there.
         cached = (self._loadable(request) - num_external_tokens) // self._block_size
         load = Load(request.request_id, [], cached, request.num_prompt_tokens, error)
-        for tickets, begin, end, group in offers:
+        for tickets, begin, end, num_blocks, group in offers:
             first = max(begin, cached)
             block_ids = blocks.get_block_ids()[group][first:end]
             if _NULL_BLOCK in block_ids:
                 load.error = load.error or "vLLM has given back a block that the window still needs"
             if block_ids:
-                load.parts.append(LoadPart(tickets, first - begin, block_ids, end - begin))
+                load.parts.append(LoadPart(tickets, first - begin, block_ids, num_blocks))
             else:
                 self._dismissed.append(tickets)
         self._loading[request.request_id] = (transfer, load.block_ids)
@@ -416,6 +420,8 @@ class DecodeScheduler:
         else:
             tickets, error = parse_tickets(params)
             groups = [tickets]
+        size, wrong_size = parse_block_size(params, self._block_size)
+        error = error or wrong_size or self._check_block_size(size)
         num_tokens = request.num_prompt_tokens
         end = cdiv(num_tokens, self._block_size)
         return [
@@ -423,10 +429,21 @@ class DecodeScheduler:
                 [] if error else groups[group],
                 first_block(window, num_tokens, self._block_size),
                 end,
+                cdiv(num_tokens, size) - first_block(window, num_tokens, size),
                 group,
             )
             for group, window in enumerate(self._windows)
         ], error
+
+    def _check_block_size(self, size: int) -> str:
+        """Why tickets of blocks of that size are no use here ("" if they are)."""
+        if size == self._block_size or not in_groups(self._windows):
+            return ""
+        return (
+            f"the prefill engine has a block_size of {size} and this one of {self._block_size}: "
+            f"what a layer with a sliding window keeps of a prompt begins at another token then. "
+            f"Give both the same, or --disable-hybrid-kv-cache-manager"
+        )
 
     def _offer(self, request: Request, part: Part, addresses: list[str]) -> _Offer:
         tickets = [
@@ -440,7 +457,8 @@ class DecodeScheduler:
             for address in addresses
         ]
         texts = [str(ticket) for ticket in tickets]
-        return _Offer(texts, part.first_block, part.end_block, part.group)
+        num_blocks = part.end_block - part.first_block
+        return _Offer(texts, part.first_block, part.end_block, num_blocks, part.group)
 
     def fill(self, meta: StepMetadata) -> None:
         """Adds what the workers have to fetch, to stop fetching and to let go."""

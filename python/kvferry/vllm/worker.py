@@ -306,7 +306,12 @@ class DecodeWorker:
         self._trace = trace
         self._stats = stats
         self._endpoint = kvferry.DecodeEndpoint(
-            cache.pool, config, model, name, heads=cache.ranks.heads
+            cache.pool,
+            config,
+            model,
+            name,
+            heads=cache.ranks.heads,
+            converts_pages=cache.converts_pages,
         )
         self._loading: dict[str, _Loading] = {}
         self._dismissals: list[tuple[str, kvferry.FetchHandle]] = []
@@ -348,7 +353,8 @@ class DecodeWorker:
                 error = (
                     f"the ticket is for a prompt of {ticket.num_tokens} tokens in "
                     f"{ticket.num_pages} blocks and this one has {load.num_tokens} in "
-                    f"{part.num_blocks}: both engines need the same prompt and block_size"
+                    f"{part.num_blocks}: both engines need the same prompt, and the decode engine "
+                    f"the kv_transfer_params of the prefill engine unchanged"
                 )
                 return _Fetch(part, text, share.reader, failure=error)
             handle = self._endpoint.fetch(
