@@ -1,11 +1,8 @@
 #include "connector/store/block_key.h"
 
-#include <openssl/evp.h>
-
-#include <memory>
-
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "base/sha256.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -33,37 +30,6 @@ class Fields {
   }
 
   std::string bytes_;
-};
-
-// OpenSSL's, with what it looks up kept from one digest to the next.
-class Sha256 {
- public:
-  static absl::StatusOr<Sha256> Create() {
-    Sha256 made;
-    if (made.context_ == nullptr || made.algorithm_ == nullptr) {
-      return absl::InternalError("block keys: OpenSSL has no SHA-256");
-    }
-    return made;
-  }
-
-  absl::StatusOr<std::string> Digest(std::string_view bytes) {
-    std::string digest(kKeyBytes, '\0');
-    if (EVP_DigestInit_ex(context_.get(), algorithm_.get(), nullptr) != 1 ||
-        EVP_DigestUpdate(context_.get(), bytes.data(), bytes.size()) != 1 ||
-        EVP_DigestFinal_ex(context_.get(), reinterpret_cast<unsigned char*>(digest.data()),
-                           nullptr) != 1) {
-      return absl::InternalError("block keys: OpenSSL refused to compute SHA-256");
-    }
-    return digest;
-  }
-
- private:
-  Sha256() = default;
-
-  std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> context_{EVP_MD_CTX_new(),
-                                                                   EVP_MD_CTX_free};
-  std::unique_ptr<EVP_MD, decltype(&EVP_MD_free)> algorithm_{
-      EVP_MD_fetch(nullptr, "SHA256", nullptr), EVP_MD_free};
 };
 
 std::string ScopeFields(const KeyScope& scope) {

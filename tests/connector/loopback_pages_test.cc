@@ -387,7 +387,7 @@ TEST_F(OtherPages, PushesThatCannotBeOfTheSameRequest) {
 // A latent has one head, whatever the order is called, and tensors of several numbers of heads have theirs
 // token by token.
 TEST(OtherPagesOf, LatentsAndTensorsThatDifferInHeads) {
-  const auto moved = [](KvLayout from, KvLayout into) {
+  const auto moved = [](const KvLayout& from, const KvLayout& into) {
     const auto source = MakePatternPool(from, 10, kComputed);
     const auto target = MakePatternPool(into, 10, kOwn);
     const auto prefill = MakePrefill(source, SmallChunks());

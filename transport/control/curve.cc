@@ -1,7 +1,5 @@
 #include "transport/control/curve.h"
 
-#include <openssl/evp.h>
-#include <openssl/hmac.h>
 #include <zmq.h>
 
 #include <algorithm>
@@ -16,6 +14,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "base/sha256.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -54,13 +53,7 @@ absl::StatusOr<std::string> ReadKey(const std::string& key_file) {
 
 absl::StatusOr<CurveKeys::Pair> PairOf(const std::string& key, absl::string_view label) {
   CurveKeys::Pair pair;
-  unsigned int bytes = 0;
-  const auto* text = reinterpret_cast<const unsigned char*>(label.data());
-  const unsigned char* made = HMAC(EVP_sha256(), key.data(), static_cast<int>(key.size()), text,
-                                   label.size(), pair.secret.data(), &bytes);
-  if (made == nullptr || bytes != pair.secret.size()) {
-    return absl::InternalError("keys: HMAC-SHA-256 failed");
-  }
+  KVFERRY_ASSIGN_OR_RETURN(pair.secret, HmacSha256(key, {label.data(), label.size()}));
   // ZeroMQ makes public keys in its text form only.
   std::array<char, 41> secret_text{};
   std::array<char, 41> open_text{};
