@@ -4,8 +4,8 @@
 
 bench/ may also include what it shares with examples/ (layout flags, the pattern) and with tests/ (a
 Redis server). Fails as well on third-party headers outside the one folder that wraps them: UCX in
-transport/ucx/, ZeroMQ and msgpack in transport/control/, hiredis and RocksDB in
-connector/store/, OpenSSL in base/, CUDA in pool/cuda/; but bench/peers/ may use what ours is compared with directly.
+transport/ucx/, ZeroMQ and msgpack in transport/control/, hiredis and RocksDB in connector/store/,
+OpenSSL in base/, CUDA in pool/cuda/; but bench/peers/ may use what ours is compared with directly.
 tests/ may include anything.
 
     python3 tests/layering_test.py              checks this tree
