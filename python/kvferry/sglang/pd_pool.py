@@ -40,6 +40,15 @@ class _Buffers(NamedTuple):
     items: list[int]  # Bytes of a page, or of what else an index stands for, by buffer.
 
 
+class _Part(NamedTuple):
+    """What becomes a pool."""
+
+    name: str  # Of the state; "" of the KV.
+    buffers: _Buffers
+    layout: kvferry.KvLayout
+    sharing: Sharing
+
+
 class AdoptedPool:
     """Memory in which a request has pages or rows, and which of the model's heads they hold.
 
@@ -48,20 +57,14 @@ class AdoptedPool:
     """
 
     def __init__(
-        self,
-        buffers: _Buffers,
-        layout: kvferry.KvLayout,
-        args: KVArgs,
-        *,
-        identity: str,
-        sharing: Sharing,
-        rank: Rank,
-        total_heads: int,
-        memory: str,
+        self, part: _Part, args: KVArgs, *, model: str, rank: Rank, total_heads: int, memory: str
     ):
-        self.rank, self.sharing, self.identity = rank, sharing, identity
-        self.total_heads = total_heads
-        self.pool = kvferry.KvPool.adopt(layout, _whole_pages(buffers), args, memory=memory)
+        words = ["sglang", model, args.kv_cache_dtype_str, args.kv_layout or "", part.name]
+        self.identity = " ".join(filter(None, words))
+        self.rank, self.sharing, self.total_heads = rank, part.sharing, total_heads
+        self.pool = kvferry.KvPool.adopt(
+            part.layout, _whole_pages(part.buffers), args, memory=memory
+        )
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -92,6 +95,22 @@ def adopt(args: KVArgs, *, is_mla: bool, rank: Rank, device: str, model: str) ->
     device: SGLang's, "cpu", "cuda". Raises NotImplementedError, naming what it is, for buffers that
     would be served wrongly.
     """
+    _check_served(args)
+    total_heads = 1 if is_mla else _total_heads(args)
+    return [
+        AdoptedPool(
+            part,
+            args,
+            model=model,
+            rank=rank,
+            total_heads=total_heads,
+            memory="host" if device == "cpu" else f"{device}:{args.gpu_id}",
+        )
+        for part in _parts(args, is_mla, kvferry.heads_of_rank(total_heads, *rank)[1])
+    ]
+
+
+def _check_served(args: KVArgs) -> None:
     unknown = [kind for kind in args.state_types if kind not in _SERVED_STATES]
     if unknown or len(set(args.state_types)) != len(args.state_types):
         names = ", ".join(sorted(str(kind.value) for kind in unknown or args.state_types))
@@ -103,39 +122,23 @@ def adopt(args: KVArgs, *, is_mla: bool, rank: Rank, device: str, model: str) ->
         raise NotImplementedError(
             "kvferry does not move the KV of a draft model (speculative decoding) in SGLang"
         )
-    total_heads = 1 if is_mla else _total_heads(args)
-    heads = kvferry.heads_of_rank(total_heads, *rank)[1]
-    pools = []
 
-    def add(name: str, buffers: _Buffers, layout: kvferry.KvLayout, sharing: Sharing) -> None:
-        identity = f"sglang {model} {args.kv_cache_dtype_str} {args.kv_layout or ''}".strip()
-        pools.append(
-            AdoptedPool(
-                buffers,
-                layout,
-                args,
-                identity=identity + name,
-                sharing=sharing,
-                rank=rank,
-                total_heads=total_heads,
-                memory="host" if device == "cpu" else f"{device}:{args.gpu_id}",
-            )
-        )
 
+def _parts(args: KVArgs, is_mla: bool, heads: int) -> list[_Part]:
+    """heads: that this rank has."""
     kv = _Buffers(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
-    of_kv = Sharing.NONE if is_mla else Sharing.HEADS
-    add("", kv, _kv_layout(kv, ["latent"] if is_mla else ["k", "v"], args.page_size, heads), of_kv)
+    layout = _kv_layout(kv, ["latent"] if is_mla else ["k", "v"], args.page_size, heads)
+    parts = [_Part("", kv, layout, Sharing.NONE if is_mla else Sharing.HEADS)]
     states = zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
     for kind, state in zip(args.state_types, states, strict=True):
-        rows = _Buffers(*state)
+        buffers = _Buffers(*state)
         if kind == StateType.SWA and not is_mla:
-            layout = _kv_layout(rows, ["k", "v"], args.page_size, heads)
-            add(f" {kind.value}", rows, layout, Sharing.HEADS)
+            layout, sharing = _kv_layout(buffers, ["k", "v"], args.page_size, heads), Sharing.HEADS
         else:
+            buffers, layout = _as_rows(buffers)
             sharing = Sharing.OWN if kind == StateType.MAMBA else Sharing.NONE
-            rows, layout = _as_rows(rows)
-            add(f" {kind.value}", rows, layout, sharing)
-    return pools
+        parts.append(_Part(kind.value, buffers, layout, sharing))
+    return parts
 
 
 def _total_heads(args: KVArgs) -> int:
