@@ -178,7 +178,7 @@ class PagesMove : public testing::TestWithParam<Shape> {
   void InEachOrder(const Fn& fn) {
     for (const std::string from : {"NHD", "HND"}) {
       for (const std::string into : {"NHD", "HND"}) {
-        SCOPED_TRACE(from + " to " + into);
+        SCOPED_TRACE(testing::Message() << from << " to " << into);
         from_ = from;
         into_ = into;
         fn();
