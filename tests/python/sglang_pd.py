@@ -240,6 +240,14 @@ def make_ranks():
             rank.close()
 
 
+def make_sides(make, sizes, kind: str = "mha") -> list[list[RankOf]]:
+    """All ranks of a prefill and of a decode server of these sizes."""
+    return [
+        [make(mode, rank, size, kind=kind) for rank in range(size)]
+        for mode, size in zip(("prefill", "decode"), sizes, strict=True)
+    ]
+
+
 class Transfer:
     """One request through the schedulers of both servers: pages `source` to pages `target`."""
 

@@ -39,6 +39,7 @@ from sglang_pd import (  # noqa: E402
     check_pages,
     copies,
     make_ranks,
+    make_sides,
     wait_status,
     whole,
 )
@@ -99,10 +100,7 @@ def test_all_is_cached_on_the_decode_side(pair):
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 4), (4, 2), (8, 2), (2, 8), (8, 1)])
 def test_other_numbers_of_ranks(make, sizes):
     """Every decode rank gets its heads, whichever ranks had them."""
-    prefill, decode = (
-        [make(mode, rank, size) for rank in range(size)]
-        for mode, size in zip(("prefill", "decode"), sizes, strict=True)
-    )
+    prefill, decode = make_sides(make, sizes)
     kv = torch.randn(len(prefill[0].pages()), PAGES, PAGE, HEADS, 8).to(torch.bfloat16)
 
     def of_rank(rank, size):
@@ -121,10 +119,7 @@ def test_other_numbers_of_ranks(make, sizes):
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2)])
 def test_other_numbers_of_ranks_with_mla(make, sizes):
-    prefill, decode = (
-        [make(mode, rank, size, kind="mla") for rank in range(size)]
-        for mode, size in zip(("prefill", "decode"), sizes, strict=True)
-    )
+    prefill, decode = make_sides(make, sizes, "mla")
     for it in prefill:
         it.fill(seed=1)
     before = [copies(it) for it in decode]

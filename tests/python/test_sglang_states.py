@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=ImportError)
 
-import kvferry  # noqa: E402
 import torch  # noqa: E402
 from kvferry.sglang import pd_pool  # noqa: E402
 from sglang_pd import (  # noqa: E402
@@ -19,6 +18,7 @@ from sglang_pd import (  # noqa: E402
     check_pages,
     copies,
     make_ranks,
+    make_sides,
     wait_status,
     whole,
 )
@@ -95,10 +95,7 @@ def test_a_request_may_have_none(make, kind):
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2), (2, 4), (8, 2)])
 def test_windows_with_other_numbers_of_ranks(make, sizes):
-    prefill, decode = (
-        [make(mode, rank, size, kind="swa") for rank in range(size)]
-        for mode, size in zip(("prefill", "decode"), sizes, strict=True)
-    )
+    prefill, decode = make_sides(make, sizes, "swa")
     buffers = len(prefill[0].states())
     tokens, row_bytes = 4, 16  # Of a page, and of one head.
     pages = len(prefill[0].states()[0])
@@ -122,10 +119,7 @@ def test_windows_with_other_numbers_of_ranks(make, sizes):
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
 def test_indexers_with_other_numbers_of_ranks(make, sizes):
     """Every rank has all of it."""
-    prefill, decode = (
-        [make(mode, rank, size, kind="dsa") for rank in range(size)]
-        for mode, size in zip(("prefill", "decode"), sizes, strict=True)
-    )
+    prefill, decode = make_sides(make, sizes, "dsa")
     for it in prefill:
         it.fill(seed=1)
     before = [[buffer.clone() for buffer in it.states()] for it in decode]
@@ -228,5 +222,6 @@ def test_too_many_sizes():
         layout_of([])
 
 
-def test_kvferry_is_told_of_bytes():
-    assert isinstance(pd_pool._as_rows(pd_pool._Buffers([0], [8], [8]))[1], kvferry.KvLayout)
+def test_rows_are_pages_of_bytes():
+    layout = pd_pool._as_rows(pd_pool._Buffers([0], [8], [8]))[1]
+    assert (layout.page_size, layout.dtype) == (1, "uint8")
