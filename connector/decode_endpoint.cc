@@ -33,6 +33,8 @@ absl::StatusOr<std::unique_ptr<DecodeEndpoint>> DecodeEndpoint::Create(
   if (options.accept_pushes) node.handler = &endpoint->receives_;
   node.listen = options.accept_pushes;
   node.converts_pages = options.converts_pages;
+  node.casts_values = true;
+  node.scales = options.scales;
   KVFERRY_ASSIGN_OR_RETURN(endpoint->node_, Node::Start(std::move(node)));
   endpoint->receives_.Attach(endpoint->node_.get());
   return endpoint;

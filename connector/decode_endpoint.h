@@ -20,7 +20,7 @@
 namespace kvferry {
 
 // The side that fetches KV into its own pages, from any number of prefill processes, or has them
-// push it there. Theirs may be of another size and order (NHD, HND); all numbers of pages here are of this
+// push it there. Theirs may be of another size, order (NHD, HND) and dtype; all numbers of pages here are of this
 // side's, but for what a ticket says. Thread-safe; no method blocks except the destructor, for a bounded time.
 class DecodeEndpoint {
  public:

@@ -26,6 +26,8 @@ absl::StatusOr<std::unique_ptr<PrefillEndpoint>> PrefillEndpoint::Create(
   node.source = &endpoint->leases_;
   node.listen = true;
   node.converts_pages = options.converts_pages;
+  node.casts_values = true;
+  node.scales = options.scales;
   KVFERRY_ASSIGN_OR_RETURN(endpoint->node_, Node::Start(std::move(node)));
   return endpoint;
 }

@@ -32,11 +32,15 @@ struct EndpointOptions {
   // Whether the other side's pages may be of another size and order, if both sides say so. Not for an owner
   // who takes numbers of the other side's pages for numbers of its own.
   bool converts_pages = true;
+  // Of what the pool stores, by KvLayout::buffer_index: a value stands for itself times this, as in caches
+  // that keep x / scale (fp8). Empty: 1. The other side's dtypes and scales may be others: its pages get what
+  // these stand for, rounded once (pool/casts.h).
+  std::vector<float> scales{};
 };
 
 // The side that computes KV and lets others fetch it, or pushes it to them. Serves any number of
-// decode processes, whose pages may be of another size and order (NHD, HND) than these: each gets what its
-// own hold (pool/page_cut.h). All methods are thread-safe and none blocks, except Release, Unpublish and the
+// decode processes, whose pages may be of another size, order (NHD, HND) and dtype than these: each gets what its
+// own hold (pool/page_cut.h, pool/value_format.h). All methods are thread-safe and none blocks, except Release, Unpublish and the
 // destructor, for a bounded time.
 class PrefillEndpoint {
  public:

@@ -1,5 +1,7 @@
 #include "pool/casts.h"
 
+#include <cmath>
+
 namespace kvferry {
 
 namespace casts_portable {
@@ -11,6 +13,8 @@ CastFn Find(DType from, DType to);
 namespace casts_avx512 {
 CastFn Find(DType from, DType to);
 }
+
+bool IsScale(float number) { return std::isfinite(number) && number > 0; }
 
 absl::string_view CpuKernelsName(CpuKernels kernels) {
   switch (kernels) {

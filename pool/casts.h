@@ -18,6 +18,9 @@ namespace kvferry {
 using CastFn = void (*)(const std::byte* in, std::byte* out, int64_t n, float multiply,
                         float divide);
 
+// What values may be multiplied with or divided by: finite and above 0.
+bool IsScale(float number);
+
 // The same source, compiled for more and more of x86-64's vector instructions.
 enum class CpuKernels : uint8_t { kPortable, kAvx2, kAvx512 };
 inline constexpr std::array kAllCpuKernels = {CpuKernels::kPortable, CpuKernels::kAvx2,

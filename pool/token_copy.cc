@@ -1,7 +1,6 @@
 #include "pool/token_copy.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
@@ -15,7 +14,7 @@ namespace {
 constexpr int64_t kBytesPerPart = 256 << 10;
 
 absl::Status CheckScale(absl::string_view side, float scale) {
-  if (std::isfinite(scale) && scale > 0) return absl::OkStatus();
+  if (IsScale(scale)) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("token copy: the scale of the ", side, " is ",
                                                  scale, " but must be finite and above 0"));
 }

@@ -12,6 +12,7 @@
 #include "pool/kv_layout.h"
 #include "pool/page_cut.h"
 #include "pool/page_runs.h"
+#include "pool/value_format.h"
 #include "transport/fetch_source.h"
 #include "transport/fields.h"
 #include "transport/head_share.h"
@@ -63,6 +64,7 @@ struct HelloMsg {
   DataAddresses data;
   HeadShare heads{};
   bool converts = false;  // Says in a fetch which pages it wants, and serves those that others say.
+  bool casts = false;     // The same of values.
 };
 struct WelcomeMsg {
   std::string name;
@@ -94,6 +96,7 @@ struct FetchMsg {
   LeaseReader reader{};
   PageForm
       form{};  // Of the pages that are wanted and that `positions` count; {}: the sender's own.
+  ValueFormat values{};  // That are wanted; {}: as the sender has them.
 };
 struct DoneMsg {
   uint64_t transfer_id = 0;

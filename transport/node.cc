@@ -27,6 +27,7 @@ absl::Status CheckOptions(const Node::Options& options) {
   KVFERRY_RETURN_IF_ERROR(options.config.Validate());
   if (options.pool == nullptr) return absl::InvalidArgumentError("node: no pool");
   KVFERRY_RETURN_IF_ERROR(CheckHeadShare(options.pool->layout(), options.heads));
+  KVFERRY_RETURN_IF_ERROR(CheckScales(options.pool->layout(), options.scales));
   if (options.source != nullptr && options.config.network_path == "direct") {
     KVFERRY_RETURN_IF_ERROR(
         CheckOnHost("network_path is 'direct', but the pool", options.pool->memory()));
@@ -86,10 +87,13 @@ absl::Status NodeImpl::Init() {
   const MachineTraits machine{chooses ? MeasuredCopyCosts() : CopyCosts{},
                               std::max(1U, std::thread::hardware_concurrency())};
   sender_ = std::make_unique<Sender>(config, options_.pool, options_.source, arena_.get(), this,
-                                     &metrics_, machine, options_.heads);
+                                     &metrics_, machine, options_.heads, options_.scales);
   KVFERRY_ASSIGN_OR_RETURN(copy_threads_, ThreadPool::Create(config.copy_threads - 1));
   KVFERRY_ASSIGN_OR_RETURN(lane_copies_, ThreadPool::Create(0));
-  receiver_ = std::make_unique<Receiver>(config, copy_threads_.get(), this, &metrics_);
+  ValueFormat values;
+  if (options_.casts_values) values = ValueFormatOf(options_.pool->layout(), options_.scales);
+  receiver_ =
+      std::make_unique<Receiver>(config, copy_threads_.get(), this, &metrics_, std::move(values));
   calls_ = std::make_unique<Calls>(config, options_.handler, this, &metrics_);
   // After the receiver, which the lanes' threads call.
   KVFERRY_ASSIGN_OR_RETURN(DirectReads::Readable readable, MakeReadable());

@@ -40,6 +40,10 @@ class Node {
     // Peers' pages may be of another size and order. For owners who count in no pages but their own: what one
     // side's page is another's need not be.
     bool converts_pages = false;
+    // Their values of other dtypes and scales. Not for owners who keep bytes for whoever asks.
+    bool casts_values = false;
+    // Of the pool's values, by KvLayout::buffer_index: what is stored stands for itself times this. Empty: 1.
+    std::vector<float> scales{};
   };
 
   // INVALID_ARGUMENT for bad options; UNAVAILABLE when the address is taken.

@@ -106,6 +106,8 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   absl::Status CheckHello(const HelloMsg& hello) const;
   // Whether each side can make pages of the other's page size and order out of its own.
   absl::Status CheckConverts(const HelloMsg& hello) const;
+  // The same of values and their dtypes.
+  absl::Status CheckCasts(const HelloMsg& hello) const;
   // Why no pages can be exchanged with that peer; empty: they can.
   std::string DifferenceFrom(const HelloMsg& hello) const;
   void CountPeers();

@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "absl/strings/escaping.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
 #include "transport/node_impl.h"
@@ -14,6 +13,12 @@ namespace {
 // One may be an accident of the network; ZeroMQ makes three within half a second.
 constexpr int64_t kMaxFailedAttempts = 3;
 constexpr size_t kMaxUnmapped = 4096;
+
+// Of as many tensors.
+void TakeDTypes(const KvLayout& from, KvLayout* layout) {
+  layout->dtype = from.dtype;
+  for (size_t i = 0; i < from.tensors.size(); ++i) layout->tensors[i].dtype = from.tensors[i].dtype;
+}
 
 }  // namespace
 
@@ -42,8 +47,9 @@ absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_
   session.awaits_anyone = epoch == 0;
   session.network_only = unmapped_.erase(address) > 0;
   sessions_.Insert(peer, session);
-  HelloMsg hello{options_.name,      options_.model, options_.pool->layout(),
-                 data_->addresses(), options_.heads, options_.converts_pages};
+  HelloMsg hello{options_.name,        options_.model, options_.pool->layout(),
+                 data_->addresses(),   options_.heads, options_.converts_pages,
+                 options_.casts_values};
   hello.data.session = session.own_id;
   if (session.network_only) hello.data.local.clear();
   SendAside(peer, std::move(hello));
@@ -181,18 +187,37 @@ absl::Status NodeImpl::CheckConverts(const HelloMsg& hello) const {
   return CheckConvertible(options_.pool->layout(), hello.layout);
 }
 
+absl::Status NodeImpl::CheckCasts(const HelloMsg& hello) const {
+  if (!options_.casts_values) {
+    return absl::UnimplementedError("this endpoint gives out values as they are");
+  }
+  if (!hello.casts) return absl::UnimplementedError("the other side casts no values");
+  return CheckCastable(options_.pool->layout(), hello.layout);
+}
+
 std::string NodeImpl::DifferenceFrom(const HelloMsg& hello) const {
   const KvLayout& own = options_.pool->layout();
-  const absl::Status converts = CheckConverts(hello);
   KvLayout other = hello.layout;
-  if (converts.ok()) {
-    other.page_size = own.page_size;
-    other.page_format = own.page_format;
+  std::string why;  // Of what could have been converted.
+  if (own.page_size != other.page_size || own.page_format != other.page_format) {
+    const absl::Status converts = CheckConverts(hello);
+    if (converts.ok()) {
+      other.page_size = own.page_size;
+      other.page_format = own.page_format;
+    } else {
+      absl::StrAppend(&why, " (", converts.message(), ")");
+    }
+  }
+  if (own.num_tensors() == other.num_tensors()) {
+    const absl::Status casts = SameDTypes(own, other) ? absl::OkStatus() : CheckCasts(hello);
+    if (casts.ok()) {
+      TakeDTypes(own, &other);
+    } else {
+      absl::StrAppend(&why, " (", casts.message(), ")");
+    }
   }
   std::string difference = DifferenceBetween(own, options_.heads, other, hello.heads);
-  if (absl::StartsWith(difference, "page_")) {
-    absl::StrAppend(&difference, " (", converts.message(), ")");
-  }
+  if (!difference.empty()) absl::StrAppend(&difference, why);
   return difference;
 }
 
@@ -244,6 +269,11 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
   CountPeers();
   tick_now_ = true;
   Log().info("accepted peer '{}' over {}", absl::CEscape(hello.name), data_->PathName(link));
+  if (!SameDTypes(options_.pool->layout(), hello.layout)) {
+    Log().info("values are cast between this side and '{}': {} here, {} there",
+               absl::CEscape(hello.name), options_.pool->layout().ToString(),
+               hello.layout.ToString());
+  }
   WelcomeMsg welcome{options_.name, data_->AddressesFor(link)};
   welcome.data.session = session.own_id;
   SendAside(peer, std::move(welcome));

@@ -27,8 +27,13 @@ int64_t BytesInPlace(const Config& config, const StreamPlan& plan) {
 
 }  // namespace
 
-Receiver::Receiver(const Config& config, ThreadPool* copy_threads, Outbox* outbox, Metrics* metrics)
-    : config_(config), outbox_(outbox), metrics_(metrics), copy_(copy_threads) {}
+Receiver::Receiver(const Config& config, ThreadPool* copy_threads, Outbox* outbox, Metrics* metrics,
+                   ValueFormat values)
+    : config_(config),
+      values_(std::move(values)),
+      outbox_(outbox),
+      metrics_(metrics),
+      copy_(copy_threads) {}
 
 void Receiver::Add(Fetch&& fetch) {
   ++(fetch.replaces == 0 ? metrics_->fetches_started : metrics_->fetches_restarted);
@@ -94,6 +99,7 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   message.heads = fetch.heads;
   message.reader = fetch.reader;
   message.form = fetch.form;
+  message.values = values_;
   const auto link = links_.find(fetch.peer);
   if (link != links_.end()) message.reads = outbox_->data().CostsOfReads(link->second);
   outbox_->Send(fetch.peer, std::move(message));

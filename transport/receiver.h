@@ -67,7 +67,9 @@ class Receiver {
   };
 
   // All pointers outlive the receiver.
-  Receiver(const Config& config, ThreadPool* copy_threads, Outbox* outbox, Metrics* metrics);
+  // `values`: what it asks for; {}: whatever the sender has.
+  Receiver(const Config& config, ThreadPool* copy_threads, Outbox* outbox, Metrics* metrics,
+           ValueFormat values = {});
 
   // Takes a fetch for a session with its peer; the request leaves with the next OnPeerReady.
   void Add(Fetch&& fetch);
@@ -131,6 +133,7 @@ class Receiver {
   std::vector<uint64_t> IdsWhere(const Matches& matches) const;
 
   const Config& config_;
+  const ValueFormat values_;
   Outbox* const outbox_;
   Metrics* const metrics_;
   PieceCopy copy_;

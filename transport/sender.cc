@@ -29,10 +29,11 @@ PathModel::Work WorkOf(const StreamPlan& plan) {
 
 Sender::Sender(const Config& config, std::shared_ptr<const KvPool> pool, FetchSource* source,
                Arena* arena, Outbox* outbox, Metrics* metrics, const MachineTraits& machine,
-               HeadShare heads)
+               HeadShare heads, std::vector<float> scales)
     : config_(config),
       pool_(std::move(pool)),
       heads_(heads),
+      scales_(std::move(scales)),
       source_(source),
       arena_(arena),
       outbox_(outbox),
@@ -128,8 +129,10 @@ absl::StatusOr<StreamPlan> Sender::PlanFor(const FetchMsg& fetch,
   if (fetch.tail_bytes != 0) {
     tail = {const_cast<std::byte*>(leased.tail->data()), tail_bytes, leased.tail};
   }
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<const ValueCasts> casts,
+                           ValueCasts::Make(pool_->layout(), scales_, fetch.values));
   return StreamPlan::CreateIn(fetch.form, pool_, leased.pages, fetch.positions, std::move(tail),
-                              heads);
+                              heads, std::move(casts));
 }
 
 void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const LeasedMemory& leased) {
@@ -160,6 +163,7 @@ void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const Lease
   transfers_.emplace(id, transfer);
   turn_.push_back(std::move(transfer));
   ++metrics_->transfers_started;
+  if (transfers_.find(id)->second->plan.casts()) ++metrics_->transfers_cast;
   UpdateGauges();
 }
 
@@ -169,6 +173,7 @@ void Sender::ChooseWay(Transfer& transfer) {
   for (const TransferPtr& other : turn_) other->tells_costs = false;
   const StreamPlan& plan = transfer.plan;
   if (plan.pages_bytes() == 0 || plan.min_item_bytes() < kMinBytesInPlace) return;
+  if (plan.casts()) return;  // Who reads in place gets what is there.
   PathModel* const model = ModelOf(transfer);
   if (model == nullptr) return;
   const bool from_afar = model != &paths_;

@@ -13,33 +13,12 @@ namespace {
 
 // One tensor of one layer, as far as a window of the stream covers it.
 struct Segment {
-  const BufferInfo* buffer;
-  int64_t offset;  // Into the pages of that tensor laid end to end.
+  int64_t layer, tensor;
+  int64_t item_bytes;  // In the stream.
+  int64_t offset;      // Into the pages of that tensor laid end to end.
   int64_t bytes;
   int64_t packed;  // Where the segment begins in the window.
 };
-
-template <typename Visit>
-void ForEachSegment(const KvPool& pool, int64_t num_pages, int64_t layer_bytes, int64_t offset,
-                    int64_t bytes, const Visit& visit) {
-  const KvLayout& layout = pool.layout();
-  for (int64_t done = 0; done < bytes;) {
-    const int64_t layer = (offset + done) / layer_bytes;
-    int64_t into = (offset + done) % layer_bytes;
-    for (int64_t tensor = 0; tensor < layout.num_tensors() && done < bytes; ++tensor) {
-      const BufferInfo& buffer = pool.buffer(layer, tensor);
-      const int64_t tensor_bytes = num_pages * buffer.item_bytes;
-      if (into >= tensor_bytes) {
-        into -= tensor_bytes;
-        continue;
-      }
-      const int64_t take = std::min(bytes - done, tensor_bytes - into);
-      visit(Segment{&buffer, into, take, done});
-      done += take;
-      into = 0;
-    }
-  }
-}
 
 // Where the pieces of a window lie, and what goes to and from them. A thread keeps its own from call to
 // call: of small pages they take megabytes a chunk, and memory that is touched for the first time costs
@@ -81,14 +60,6 @@ void PairRuns(std::span<const PageRun> from, int64_t from_parts, const PageRuns&
   }
 }
 
-int64_t SmallestItem(const KvLayout& layout) {
-  int64_t bytes = layout.item_bytes(0);
-  for (int64_t tensor = 1; tensor < layout.num_tensors(); ++tensor) {
-    bytes = std::min(bytes, layout.item_bytes(tensor));
-  }
-  return bytes;
-}
-
 absl::Status CheckPages(const KvPool& pool, const PageRuns& pages) {
   KVFERRY_RETURN_IF_ERROR(pages.CheckWithin(pool.num_pages()));
   // Each page once at most, so that the stream is never larger than the pool, or in pages of another form
@@ -107,14 +78,16 @@ absl::Status CheckTail(const StreamTail& tail) {
 
 }  // namespace
 
-StreamPlan::StreamPlan(PageCut cut, StreamTail tail, bool pages_are_items)
+StreamPlan::StreamPlan(PageCut cut, StreamTail tail, bool pages_are_items,
+                       std::shared_ptr<const ValueCasts> casts)
     : pool_(std::move(cut.pool)),
+      casts_(std::move(casts)),
       items_(std::move(cut.items)),
       items_a_page_(cut.items_a_page),
       pages_are_items_(pages_are_items),
       tail_(std::move(tail)),
-      layer_bytes_(items_.num_pages() * pool_->layout().layer_page_bytes()),
-      min_item_bytes_(SmallestItem(pool_->layout())) {}
+      layer_bytes_(LayerBytes()),
+      min_item_bytes_(MinItemBytes()) {}
 
 absl::StatusOr<StreamPlan> StreamPlan::Create(const std::shared_ptr<const KvPool>& pool,
                                               PageRuns pages, StreamTail tail, HeadRange heads) {
@@ -132,11 +105,54 @@ absl::StatusOr<StreamPlan> StreamPlan::Create(const std::shared_ptr<const KvPool
 absl::StatusOr<StreamPlan> StreamPlan::CreateIn(const PageForm& form,
                                                 const std::shared_ptr<const KvPool>& pool,
                                                 const PageRuns& pages, const PageRuns& positions,
-                                                StreamTail tail, HeadRange heads) {
+                                                StreamTail tail, HeadRange heads,
+                                                std::shared_ptr<const ValueCasts> casts) {
   KVFERRY_RETURN_IF_ERROR(CheckPages(*pool, pages));
   KVFERRY_RETURN_IF_ERROR(CheckTail(tail));
   KVFERRY_ASSIGN_OR_RETURN(PageCut cut, CutPages(pool, pages, positions, form, heads));
-  return StreamPlan(std::move(cut), std::move(tail), /*pages_are_items=*/false);
+  return StreamPlan(std::move(cut), std::move(tail), /*pages_are_items=*/false, std::move(casts));
+}
+
+int64_t StreamPlan::ItemBytes(int64_t layer, int64_t tensor) const {
+  const int64_t own = pool_->buffer(layer, tensor).item_bytes;
+  return casts_ == nullptr ? own : casts_->Bytes(pool_->layout().buffer_index(layer, tensor), own);
+}
+
+// Layers are alike.
+int64_t StreamPlan::LayerBytes() const {
+  int64_t of_page = 0;
+  for (int64_t tensor = 0; tensor < pool_->layout().num_tensors(); ++tensor) {
+    of_page += ItemBytes(0, tensor);
+  }
+  return items_.num_pages() * of_page;
+}
+
+int64_t StreamPlan::MinItemBytes() const {
+  int64_t bytes = ItemBytes(0, 0);
+  for (int64_t tensor = 1; tensor < pool_->layout().num_tensors(); ++tensor) {
+    bytes = std::min(bytes, ItemBytes(0, tensor));
+  }
+  return bytes;
+}
+
+template <typename Visit>
+void StreamPlan::ForEachSegment(int64_t offset, int64_t bytes, const Visit& visit) const {
+  for (int64_t done = 0; done < bytes;) {
+    const int64_t layer = (offset + done) / layer_bytes_;
+    int64_t into = (offset + done) % layer_bytes_;
+    for (int64_t tensor = 0; tensor < pool_->layout().num_tensors() && done < bytes; ++tensor) {
+      const int64_t item_bytes = ItemBytes(layer, tensor);
+      const int64_t tensor_bytes = items().num_pages() * item_bytes;
+      if (into >= tensor_bytes) {
+        into -= tensor_bytes;
+        continue;
+      }
+      const int64_t take = std::min(bytes - done, tensor_bytes - into);
+      visit(Segment{layer, tensor, item_bytes, into, take, done});
+      done += take;
+      into = 0;
+    }
+  }
 }
 
 int64_t StreamPlan::LayersIn(int64_t bytes) const {
@@ -158,7 +174,8 @@ int64_t StreamPlan::SegmentEnd(int64_t offset) const {
 }
 
 int64_t StreamPlan::TensorBytes(int64_t index) const {
-  return items().num_pages() * tensor(index).item_bytes;
+  const int64_t a_layer = pool_->layout().num_tensors();
+  return items().num_pages() * ItemBytes(index / a_layer, index % a_layer);
 }
 
 int64_t StreamPlan::TensorEnd(int64_t offset) const {
@@ -192,26 +209,41 @@ int64_t StreamPlan::InPages(int64_t offset, int64_t bytes) const {
 
 template <typename Byte, typename Fn>
 void StreamPlan::ForEachPart(int64_t offset, std::span<Byte> packed, const Fn& fn) const {
-  ForEachSegment(*pool_, items().num_pages(), layer_bytes_, offset,
-                 static_cast<int64_t>(packed.size()), [&](const Segment& segment) {
-                   fn(*segment.buffer, items(), segment.offset,
-                      packed.subspan(segment.packed, segment.bytes));
-                 });
+  ForEachSegment(offset, static_cast<int64_t>(packed.size()), [&](const Segment& segment) {
+    fn(pool_->buffer(segment.layer, segment.tensor), items(), segment.offset,
+       packed.subspan(segment.packed, segment.bytes));
+  });
+}
+
+absl::Status StreamPlan::GatherFromDevice(int64_t offset, std::span<std::byte> packed) const {
+  Lists& lists = EmptyLists();
+  AppendPieces(offset, static_cast<int64_t>(packed.size()), &lists.pieces);
+  std::byte* to = packed.data();
+  for (const std::span<std::byte> piece : lists.pieces) {
+    lists.moves.push_back({piece.data(), to, static_cast<int64_t>(piece.size())});
+    to += piece.size();
+  }
+  return Copied(pool_->memory().MoveApart(lists.moves));
+}
+
+absl::Status StreamPlan::GatherCast(int64_t offset, std::span<std::byte> packed) const {
+  std::vector<ValueCasts::Window> windows;
+  ForEachSegment(offset, static_cast<int64_t>(packed.size()), [&](const Segment& segment) {
+    windows.push_back({pool_->layout().buffer_index(segment.layer, segment.tensor),
+                       pool_->buffer(segment.layer, segment.tensor), segment.offset,
+                       packed.subspan(segment.packed, segment.bytes)});
+  });
+  return Copied(casts_->Gather(pool_->memory(), items(), windows));
 }
 
 absl::Status StreamPlan::Gather(int64_t offset, std::span<std::byte> packed) const {
   const int64_t in_pages = InPages(offset, static_cast<int64_t>(packed.size()));
-  if (on_host()) {
+  if (casts()) {
+    KVFERRY_RETURN_IF_ERROR(GatherCast(offset, packed.first(in_pages)));
+  } else if (on_host()) {
     ForEachPart(offset, packed.first(in_pages), &GatherPages);
   } else {
-    Lists& lists = EmptyLists();
-    AppendPieces(offset, in_pages, &lists.pieces);
-    std::byte* to = packed.data();
-    for (const std::span<std::byte> piece : lists.pieces) {
-      lists.moves.push_back({piece.data(), to, static_cast<int64_t>(piece.size())});
-      to += piece.size();
-    }
-    KVFERRY_RETURN_IF_ERROR(Copied(pool_->memory().MoveApart(lists.moves)));
+    KVFERRY_RETURN_IF_ERROR(GatherFromDevice(offset, packed.first(in_pages)));
   }
   packed = packed.subspan(in_pages);
   if (packed.empty()) return absl::OkStatus();
@@ -284,10 +316,10 @@ absl::Status StreamPlan::Copied(const absl::Status& status) const {
 void StreamPlan::AppendPieces(int64_t offset, int64_t bytes,
                               std::vector<std::span<std::byte>>* pieces) const {
   const int64_t in_pages = InPages(offset, bytes);
-  ForEachSegment(
-      *pool_, items().num_pages(), layer_bytes_, offset, in_pages, [&](const Segment& segment) {
-        AppendPagePieces(*segment.buffer, items(), segment.offset, segment.bytes, pieces);
-      });
+  ForEachSegment(offset, in_pages, [&](const Segment& segment) {
+    AppendPagePieces(pool_->buffer(segment.layer, segment.tensor), items(), segment.offset,
+                     segment.bytes, pieces);
+  });
   if (in_pages == bytes) return;
   pieces->emplace_back(tail_.data + (offset + in_pages - pages_bytes()), bytes - in_pages);
 }
@@ -297,14 +329,13 @@ std::vector<int64_t> StreamPlan::PagesTouchedBy(
   std::vector<bool> touched(items().num_pages(), false);
   bool all = false;
   for (const auto& [begin, end] : gaps) {
-    ForEachSegment(*pool_, items().num_pages(), layer_bytes_, begin, InPages(begin, end - begin),
-                   [&](const Segment& segment) {
-                     const int64_t item = segment.buffer->item_bytes;
-                     const int64_t last = (segment.offset + segment.bytes - 1) / item;
-                     if (all) return;
-                     for (int64_t i = segment.offset / item; i <= last; ++i) touched[i] = true;
-                     all = segment.bytes == items().num_pages() * item;
-                   });
+    ForEachSegment(begin, InPages(begin, end - begin), [&](const Segment& segment) {
+      const int64_t item = segment.item_bytes;
+      const int64_t last = (segment.offset + segment.bytes - 1) / item;
+      if (all) return;
+      for (int64_t i = segment.offset / item; i <= last; ++i) touched[i] = true;
+      all = segment.bytes == items().num_pages() * item;
+    });
   }
   std::vector<int64_t> pages;
   for (int64_t position = 0; position < this->pages().num_pages(); ++position) {

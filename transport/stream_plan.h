@@ -13,6 +13,7 @@
 #include "pool/page_copy.h"
 #include "pool/page_cut.h"
 #include "pool/page_runs.h"
+#include "pool/value_format.h"
 #include "transport/data_plane.h"
 
 namespace kvferry {
@@ -48,11 +49,13 @@ class StreamPlan {
   static absl::StatusOr<StreamPlan> Create(const std::shared_ptr<const KvPool>& pool,
                                            PageRuns pages, StreamTail tail = {},
                                            HeadRange heads = {});
-  // The same of `pages` as pages of another form, those at `positions`. Errors as of Create().
+  // The same of `pages` as pages of another form, those at `positions`, with their values as `casts` says
+  // (null: as they are), to be read with Gather() alone then. Errors as of Create().
   static absl::StatusOr<StreamPlan> CreateIn(const PageForm& form,
                                              const std::shared_ptr<const KvPool>& pool,
                                              const PageRuns& pages, const PageRuns& positions,
-                                             StreamTail tail, HeadRange heads);
+                                             StreamTail tail, HeadRange heads,
+                                             std::shared_ptr<const ValueCasts> casts = nullptr);
 
   int64_t total_bytes() const { return pages_bytes() + tail_.bytes; }
   int64_t tail_bytes() const { return tail_.bytes; }
@@ -81,6 +84,8 @@ class StreamPlan {
     return pool_->buffer(index / a_layer, index % a_layer);
   }
 
+  // Whether the stream has the values otherwise than this side's pages.
+  bool casts() const { return casts_ != nullptr; }
   // Whether the processor can touch the pages.
   bool on_host() const { return pool_->memory().on_host(); }
 
@@ -104,7 +109,7 @@ class StreamPlan {
   // Bytes that lie together in this side's memory, on average over the pages; 1 at least.
   int64_t mean_piece_bytes() const;
 
-  bool sent_by_list() const { return on_host() && mean_piece_bytes() >= kMinSentBytes; }
+  bool sent_by_list() const { return on_host() && !casts() && mean_piece_bytes() >= kMinSentBytes; }
   bool placed_by_list() const { return on_host() && mean_piece_bytes() >= kMinPlacedBytes; }
 
   // The page ids that any of the byte ranges `gaps` touches, in list order.
@@ -112,18 +117,29 @@ class StreamPlan {
 
  private:
   // pages_ is to be set where the items are not the owner's pages.
-  StreamPlan(PageCut cut, StreamTail tail, bool pages_are_items);
+  StreamPlan(PageCut cut, StreamTail tail, bool pages_are_items,
+             std::shared_ptr<const ValueCasts> casts = nullptr);
+  // What the stream has of an item of a buffer.
+  int64_t ItemBytes(int64_t layer, int64_t tensor) const;
+  int64_t LayerBytes() const;
+  int64_t MinItemBytes() const;
   int64_t TensorBytes(int64_t index) const;
   // How many of the bytes from `offset` on are of pages.
   int64_t InPages(int64_t offset, int64_t bytes) const;
+  // visit(Segment) for each tensor of each layer that the window, which is of pages alone, touches.
+  template <typename Visit>
+  void ForEachSegment(int64_t offset, int64_t bytes, const Visit& visit) const;
   // On the host: fn(buffer, pages, offset, part) for each part of the window, which is of pages alone.
   template <typename Byte, typename Fn>
   void ForEachPart(int64_t offset, std::span<Byte> packed, const Fn& fn) const;
+  absl::Status GatherFromDevice(int64_t offset, std::span<std::byte> packed) const;
+  absl::Status GatherCast(int64_t offset, std::span<std::byte> packed) const;
   // What a device says that could not copy.
   absl::Status Copied(const absl::Status& status) const;
 
   // The pool's memory as pages of what is in the stream of each page.
   std::shared_ptr<const KvPool> pool_;
+  std::shared_ptr<const ValueCasts> casts_;  // Null: none.
   PageRuns items_;
   int64_t items_a_page_;
   bool pages_are_items_;

@@ -69,11 +69,24 @@ TEST_F(Hello, AnotherNetwork) {
   EXPECT_TRUE(IsUntouched(*target, 2));
 }
 
-TEST_F(Hello, AnotherDtype) {
+// Values are cast, bytes of an engine's own are not.
+TEST_F(Hello, AnotherDtypeThatIsNoNumbers) {
+  KvLayout layout = SmallLayout();
+  layout.dtype = DType::kUint8;
+  ExpectRefused(kTestModel, layout,
+                {"KV layout: dtype: bfloat16 here, uint8 there",
+                 "values of 'k' are not cast between bfloat16 and uint8", "start both sides"});
+}
+
+// And not those that lie nobody else knows how.
+TEST_F(Hello, AnotherDtypeInAnArrangementOfAnEnginesOwn) {
   KvLayout layout = SmallLayout();
   layout.dtype = DType::kFloat16;
+  layout.page_format = "engine's-HND";
   ExpectRefused(kTestModel, layout,
-                {"KV layout: dtype: bfloat16 here, float16 there", "start both sides"});
+                {"KV layout: dtype: bfloat16 here, float16 there",
+                 "engine's-HND is an arrangement of an engine's own, which may be another one",
+                 "start both sides"});
 }
 
 // Of orders that are known they are converted; an engine's own only fits itself.
@@ -113,10 +126,15 @@ TEST_F(Hello, OtherPagesOfPeersThatConvertNone) {
     hello.converts = true;
     EXPECT_EQ(answer_to(hello).ok(), over_tcp);
   }
-  // Everything else has to be the same as ever.
+  // So it is with values.
   hello.layout.dtype = DType::kFloat16;
-  EXPECT_TRUE(
-      Fails(answer_to(hello), absl::StatusCode::kFailedPrecondition, "dtype: bfloat16 here"));
+  EXPECT_TRUE(Fails(answer_to(hello), absl::StatusCode::kFailedPrecondition, "dtype: bfloat16 here",
+                    "the other side casts no values"));
+  hello.casts = true;
+  EXPECT_EQ(answer_to(hello).ok(), over_tcp);
+  // Everything else has to be the same as ever.
+  hello.layout.num_layers = 5;
+  EXPECT_TRUE(Fails(answer_to(hello), absl::StatusCode::kFailedPrecondition, "num_layers: 4 here"));
 }
 
 TEST_F(Hello, OtherPagesOfAnEndpointThatConvertsNone) {
@@ -131,6 +149,12 @@ TEST_F(Hello, OtherPagesOfAnEndpointThatConvertsNone) {
                     absl::StatusCode::kFailedPrecondition, "page_size: 16 here, 32 there",
                     "counts in pages like its own alone"));
   EXPECT_EQ(Metric(*node, "hellos_refused"), 1);
+  KvLayout other_dtype = SmallLayout();
+  other_dtype.dtype = DType::kFloat16;
+  const auto caster = MakeDecode(MakePatternPool(other_dtype, 8, 2), SmallChunks());
+  EXPECT_TRUE(Fails(Fetch(*caster, ticket, {1})->Wait(Soon()),
+                    absl::StatusCode::kFailedPrecondition, "dtype: bfloat16 here, float16 there",
+                    "this endpoint gives out values as they are"));
   // Or of one that could, and whose owner counts otherwise.
   EndpointOptions options{SmallChunks(), kTestModel, "decode"};
   options.converts_pages = false;
@@ -143,13 +167,15 @@ TEST_F(Hello, OtherPagesOfAnEndpointThatConvertsNone) {
                     absl::StatusCode::kFailedPrecondition, "of 1 pages, the push of 2"));
 }
 
-// The prefill side dials to push: it is the one that has to say that it converts.
+// The prefill side dials to push: it is the one that has to say that it converts and casts.
 TEST(HelloToOthers, SaysThatItConvertsInEitherDirection) {
   RawPrefill peer;
   const auto pool = MakePatternPool(SmallLayout(), 8, 3);
   const auto converts = [&] {
     const auto hello = peer.Receive(Soon());
-    return hello.has_value() && std::get<HelloMsg>(hello->second.body).converts;
+    if (!hello.has_value()) return false;
+    const auto& said = std::get<HelloMsg>(hello->second.body);
+    return said.converts && said.casts;
   };
   const auto decode = MakeDecode(pool, SmallChunks());
   const auto handle = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});

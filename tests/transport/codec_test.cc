@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <functional>
+#include <limits>
 #include <msgpack.hpp>
 
 #include "tests/support/raw_peer.h"
@@ -205,6 +207,42 @@ TEST(Codec, FormsThatCannotBe) {
   EXPECT_TRUE(Fails(Decode(of_none), absl::StatusCode::kInvalidArgument, "'page' is 0"));
   of_none[page] = '\xc0';
   EXPECT_TRUE(Fails(Decode(of_none), absl::StatusCode::kInvalidArgument, "wrong type"));
+}
+
+TEST(Codec, ValuesThatCannotBe) {
+  const auto with = [](const ValueFormat& values) {
+    FetchMsg message;
+    message.transfer_id = message.lease_id = 1;
+    message.timeout_ms = message.window_bytes = message.chunk_bytes = 1;
+    message.values = values;
+    return EncodeMessage({1, 2, message});
+  };
+  const auto refused = [](const std::string& bytes, absl::string_view why) {
+    return Fails(Decode(bytes), absl::StatusCode::kInvalidArgument, "malformed message", why);
+  };
+  const auto most = static_cast<size_t>(KvLayout::kMaxLayers * KvLayout::kMaxTensors);
+  const std::vector<DType> dtypes(KvLayout::kMaxTensors, DType::kFloat8E5M2);
+  EXPECT_TRUE(IsOk(Decode(with({dtypes, std::vector<float>(most, 1e30F)}))));
+  EXPECT_TRUE(refused(with({std::vector<DType>(17, DType::kFloat32), {}}), "'dtypes' has 17"));
+  EXPECT_TRUE(
+      refused(with({dtypes, std::vector<float>(most + 1, 1)}), "'scales' has 262148 bytes"));
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const float scale : {0.0F, -1.0F, infinity, std::nanf("")}) {
+    EXPECT_TRUE(refused(with({dtypes, {1, scale}}), "'scales' holds something that is not finite"));
+  }
+  std::string other = with({{DType::kFloat32}, {}});
+  other.replace(other.find("float32"), 7, "float31");
+  EXPECT_TRUE(refused(other, "dtype 'float31' is not one of"));
+  const auto by_hand = [](const std::string& key, const auto& value) {
+    HandMade fetch(12);
+    for (const char* const number : {"id", "lease", "ms", "window", "chunk"}) fetch.Add(number, 1);
+    fetch.Head("fetch").Add("runs", std::vector<int>()).Add("sum", false).Add(key, value);
+    return fetch.bytes();
+  };
+  EXPECT_TRUE(IsOk(Decode(by_hand("scales", std::vector<char>{0, 0, 0, 1}))));
+  EXPECT_TRUE(refused(by_hand("scales", std::vector<char>{0, 0, 0, 1, 0}), "no list of float32"));
+  EXPECT_TRUE(refused(by_hand("scales", std::vector<float>{1}), "'scales' has the wrong type"));
+  EXPECT_TRUE(refused(by_hand("dtypes", std::vector<int>{1}), "'dtypes' has the wrong type"));
 }
 
 TEST(Codec, TensorsOfTheirOwnDtype) {

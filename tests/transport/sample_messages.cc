@@ -46,12 +46,19 @@ std::string Describe(const PageForm& form) {
   return absl::StrCat(" in pages of ", form.page_size, " ", order);
 }
 
+std::string Describe(const ValueFormat& values) {
+  std::string text;
+  for (const DType dtype : values.dtypes) absl::StrAppend(&text, " as ", DTypeName(dtype));
+  for (const float scale : values.scales) absl::StrAppend(&text, " x ", scale);
+  return text;
+}
+
 struct Describer {
   std::string operator()(const HelloMsg& m) const {
     return absl::StrCat(
         "hello ", m.name, " ", m.model, " ", m.layout.ToString(), " ", Describe(m.data),
         m.heads.total == 0 ? "" : absl::StrCat(" from head ", m.heads.first, " of ", m.heads.total),
-        m.converts ? " converts" : "");
+        m.converts ? " converts" : "", m.casts ? " casts" : "");
   }
   std::string operator()(const WelcomeMsg& m) const {
     return absl::StrCat("welcome ", m.name, " ", Describe(m.data));
@@ -72,7 +79,7 @@ struct Describer {
         m.from_bytes == 0 ? "" : absl::StrCat(" from ", m.from_bytes),
         m.wait_ms == 0 ? "" : absl::StrCat(" wait ", m.wait_ms),
         m.heads.count == 0 ? "" : absl::StrCat(" heads ", m.heads.first, "+", m.heads.count),
-        Describe(m.reader), m.form == PageForm() ? "" : Describe(m.form),
+        Describe(m.reader), m.form == PageForm() ? "" : Describe(m.form), Describe(m.values),
         m.reads.possible() ? absl::StrCat(" reads ", m.reads.read_ns, " ", m.reads.mib_ns) : "");
   }
   std::string operator()(const DoneMsg& m) const {

@@ -41,6 +41,10 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   with_form.form = {1 << 20, ValueOrder::kHnd};
   FetchMsg with_page = fetch;
   with_page.form = {16, ValueOrder::kOther};
+  FetchMsg with_values = fetch;
+  with_values.values = {{DType::kFloat8E4M3, DType::kUint8}, {0.125F, 3, 1, 1e-30F}};
+  FetchMsg with_dtypes = fetch;
+  with_dtypes.values = {{DType::kBFloat16}, {}};
   const std::string worker("\x00\x01worker\xff", 9);
   const std::string local("\x00 0123456789abcdefghijklmnopqrst\xff", 33);
   const TcpAddress tcp{8, "::1", 65535, "\x01 0123456789abc\xff", "answer 123456789"};
@@ -71,7 +75,10 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
       {"hello_heads", HelloMsg{"decode-3", "org/model", layout, {worker}, {8, 32}}},
       {"fetch_heads", with_heads},
       {"hello_converts", HelloMsg{"decode-3", "org/model", layout, {worker}, {}, true}},
+      {"hello_casts", HelloMsg{"decode-3", "org/model", layout, {worker}, {}, true, true}},
       {"fetch_form", with_form},
+      {"fetch_values", with_values},
+      {"fetch_dtypes", with_dtypes},
       {"fetch_page", with_page},
       {"done_reader", DoneMsg{fetch.transfer_id, fetch.lease_id, 0, {63, 64}}},
       {"done", DoneMsg{fetch.transfer_id, fetch.lease_id, int64_t{1} << 40}},

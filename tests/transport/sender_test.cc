@@ -60,6 +60,30 @@ TEST_F(SenderAlone, PagesOfAnotherForm) {
   EXPECT_EQ(leases_.num_live(), 1);
 }
 
+// The stream is as long as the values that are asked for.
+TEST_F(SenderAlone, ValuesOfAnotherFormat) {
+  FetchMsg fetch = Ask(1);
+  fetch.values = {{DType::kFloat8E4M3, DType::kFloat32}, {}};
+  fetch.from_bytes = 77;  // In the middle of one.
+  sender_.OnFetch(kPeer, kLink, fetch);
+  PumpDry();
+  const auto own = static_cast<int64_t>(Want({3, 4, 5, 9, 0, 15}).size());
+  EXPECT_EQ(static_cast<int64_t>(Sent(1, 77).size()), own / 2 / 2 + own / 2 * 2 - 77);
+  EXPECT_EQ(metrics_.transfers_cast, 1);
+  sender_.OnCancel(kPeer, {1, "enough"});
+  const auto refused = [&](uint64_t id, const ValueFormat& values, const char* what) {
+    fetch = Ask(id);
+    fetch.values = values;
+    sender_.OnFetch(kPeer, kLink, fetch);
+    return Fails(outbox_.Last<RefuseMsg>()->status, absl::StatusCode::kInvalidArgument, what);
+  };
+  EXPECT_TRUE(refused(2, {{DType::kFloat32}, {}}, "dtypes of 1 tensors asked of pages of 2"));
+  EXPECT_TRUE(refused(3, {{DType::kUint8, DType::kUint8}, {}}, "'k' are not cast"));
+  EXPECT_TRUE(refused(4, {{DType::kFloat32, DType::kFloat32}, {1}}, "1 scales"));
+  EXPECT_EQ(metrics_.transfers_cast, 1);
+  EXPECT_EQ(leases_.num_live(), 1);
+}
+
 TEST_F(SenderAlone, NoChunkSpansTwoLayersOrRunsAheadOfWhatIsReady) {
   Publish(2, {1, 2, 3}, 0);
   sender_.OnFetch(kPeer, kLink, Ask(1, 2, 3));

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <random>
 #include <set>
 
@@ -73,6 +74,48 @@ void ExpectLayers(const StreamPlan& plan, int64_t page_bytes, int64_t total) {
 }
 
 class Plans : public testing::TestWithParam<uint64_t> {};
+
+// A sender's plan of a receiver's values counts bytes as the receiver's own plan does, and any window of it is
+// that part of the whole; what it is made of is ValueCasts' matter.
+TEST_P(Plans, OfOtherValuesAreThoseOfTheOtherSide) {
+  std::mt19937_64 random(GetParam());
+  constexpr std::array kNumbers = {DType::kFloat32, DType::kBFloat16, DType::kFloat8E5M2};
+  for (int round = 0; round < 40; ++round) {
+    KvLayout own = RandomLayout(random), other = own;
+    for (int64_t i = 0; i < own.num_tensors(); ++i) {
+      own.tensors[i].dtype = kNumbers[random() % 3];
+      other.tensors[i].dtype = kNumbers[random() % 3];
+    }
+    other.tensors[0].dtype =
+        own.tensors[0].dtype == DType::kFloat32 ? DType::kFloat8E4M3 : DType::kFloat32;
+    const auto pool = MakePatternPool(own, 20, 7), target = MakePatternPool(other, 20, 8);
+    const auto pages = MakePages("runs8", 1 + static_cast<int64_t>(random() % 16), 20, &random);
+    const PageRuns runs = Must(PageRuns::FromPages(pages));
+    std::vector<std::byte> tail = RandomTail(random);
+    const auto casts = Must(ValueCasts::Make(own, {}, ValueFormatOf(other, {})));
+    const StreamPlan plan = Must(StreamPlan::CreateIn(
+        {}, pool, runs, PageRuns(PageRun{0, runs.num_pages()}), TailOf(tail), {}, casts));
+    const StreamPlan into = Must(StreamPlan::Create(target, runs, TailOf(tail)));
+    ASSERT_TRUE(plan.casts());
+    ASSERT_FALSE(plan.sent_by_list());
+    ASSERT_EQ(plan.total_bytes(), into.total_bytes());
+    ASSERT_EQ(plan.min_item_bytes(), into.min_item_bytes());
+    ExpectLayers(plan, into.pages_bytes(), into.total_bytes());
+    for (int64_t at = 0; at < into.pages_bytes(); ++at) {
+      ASSERT_EQ(plan.TensorEnd(at), into.TensorEnd(at));
+    }
+    std::vector<std::byte> whole(plan.total_bytes());
+    ASSERT_TRUE(IsOk(plan.Gather(0, whole)));
+    ASSERT_TRUE(std::equal(tail.begin(), tail.end(), whole.begin() + into.pages_bytes()));
+    for (int window = 0; window < 30; ++window) {
+      const int64_t offset = static_cast<int64_t>(random() % whole.size());
+      const int64_t bytes = static_cast<int64_t>(random() % (whole.size() - offset + 1));
+      std::vector<std::byte> packed(bytes);
+      ASSERT_TRUE(IsOk(plan.Gather(offset, packed)));
+      ASSERT_TRUE(std::equal(packed.begin(), packed.end(), whole.begin() + offset));
+    }
+  }
+}
 
 TEST_P(Plans, WindowsAgainstAByteLoop) {
   std::mt19937_64 random(GetParam());

@@ -1,6 +1,7 @@
 #include "transport/control/codec.h"
 
 #include <algorithm>
+#include <cstring>
 #include <exception>
 #include <map>
 #include <msgpack.hpp>
@@ -10,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
+#include "pool/casts.h"
 
 namespace kvferry {
 namespace {
@@ -151,14 +153,29 @@ struct BodyWriter {
     if (form.order == ValueOrder::kOther) return;
     writer.Text("format", form.order == ValueOrder::kNhd ? "NHD" : "HND", KvLayout::kMaxNameBytes);
   }
+  static uint32_t NumKeys(const ValueFormat& values) {
+    return (values.dtypes.empty() ? 0 : 1) + (values.scales.empty() ? 0 : 1);
+  }
+  void Values(const ValueFormat& values) const {
+    if (!values.dtypes.empty()) {
+      writer.Key("dtypes");
+      writer.packer.pack_array(static_cast<uint32_t>(values.dtypes.size()));
+      for (const DType dtype : values.dtypes) writer.packer.pack(std::string(DTypeName(dtype)));
+    }
+    if (values.scales.empty()) return;
+    // Not as numbers: the packer makes integers of those that are whole.
+    writer.Binary("scales", {reinterpret_cast<const char*>(values.scales.data()),
+                             values.scales.size() * sizeof(float)});
+  }
   void operator()(const HelloMsg& body) const {
-    Head("hello",
-         3 + NumAddresses(body.data) + (body.heads.total == 0 ? 0 : 2) + (body.converts ? 1 : 0));
+    Head("hello", 3 + NumAddresses(body.data) + (body.heads.total == 0 ? 0 : 2) +
+                      (body.converts ? 1 : 0) + (body.casts ? 1 : 0));
     writer.Text("name", body.name, kMaxNameBytes);
     writer.Text("model", body.model, kMaxModelBytes);
     PackLayout(writer, body.layout);
     Heads(body.heads.first, body.heads.total);
     if (body.converts) writer.Uint("converts", 1);
+    if (body.casts) writer.Uint("casts", 1);
     Addresses(body.data);
   }
   void operator()(const WelcomeMsg& body) const {
@@ -176,7 +193,8 @@ struct BodyWriter {
                       (body.in_place_bytes == kBytesInPlace ? 0 : 1) +
                       (body.replaces == 0 ? 0 : 1) + (body.from_bytes == 0 ? 0 : 1) +
                       (body.wait_ms == 0 ? 0 : 1) + (body.reads.possible() ? 2 : 0) +
-                      (body.heads.count == 0 ? 0 : 2) + NumKeys(body.reader) + NumKeys(body.form));
+                      (body.heads.count == 0 ? 0 : 2) + NumKeys(body.reader) + NumKeys(body.form) +
+                      NumKeys(body.values));
     writer.Uint("id", body.transfer_id);
     writer.Uint("lease", body.lease_id);
     PackRuns(writer, body.positions);
@@ -192,6 +210,7 @@ struct BodyWriter {
     Heads(body.heads.first, body.heads.count);
     Whose(body.reader);
     Form(body.form);
+    Values(body.values);
     if (!body.reads.possible()) return;
     writer.Uint("read_ns", body.reads.read_ns);
     writer.Uint("mib_ns", body.reads.mib_ns);
@@ -477,6 +496,41 @@ PageForm ReadForm(Reader& reader) {
   return form;
 }
 
+std::vector<DType> ReadDTypes(Reader& reader) {
+  std::vector<DType> dtypes;
+  for (const Object& entry : reader.Array("dtypes", KvLayout::kMaxTensors)) {
+    const bool text = entry.type == msgpack::type::STR;
+    const absl::StatusOr<DType> dtype =
+        text ? ParseDType(absl::string_view(entry.via.str.ptr, entry.via.str.size))
+             : absl::InvalidArgumentError("'dtypes' has the wrong type");
+    if (!dtype.ok()) {
+      reader.Fail(dtype.status().message());
+      return {};
+    }
+    dtypes.push_back(*dtype);
+  }
+  return dtypes;
+}
+
+std::vector<float> ReadScales(Reader& reader) {
+  const std::string bytes =
+      reader.Binary("scales", KvLayout::kMaxLayers * KvLayout::kMaxTensors * sizeof(float));
+  std::vector<float> scales(bytes.size() / sizeof(float));
+  std::memcpy(scales.data(), bytes.data(), scales.size() * sizeof(float));
+  if (bytes.size() % sizeof(float) != 0) reader.Fail("'scales' is no list of float32");
+  if (!std::all_of(scales.begin(), scales.end(), &IsScale)) {
+    reader.Fail("'scales' holds something that is not finite and above 0");
+  }
+  return scales;
+}
+
+ValueFormat ReadValues(Reader& reader) {
+  ValueFormat values;
+  if (reader.Has("dtypes")) values.dtypes = ReadDTypes(reader);
+  if (reader.Has("scales")) values.scales = ReadScales(reader);
+  return values;
+}
+
 MessageBody ReadBody(std::string_view type, Reader& reader) {
   if (type == "hello") {
     HelloMsg body;
@@ -489,6 +543,7 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
                     reader.Int("heads", 1, KvLayout::kMaxHeads)};
     }
     if (reader.Has("converts")) body.converts = reader.Uint("converts", 1) != 0;
+    if (reader.Has("casts")) body.casts = reader.Uint("casts", 1) != 0;
     return body;
   }
   if (type == "welcome") {
@@ -518,6 +573,7 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
     }
     body.reader = ReadLeaseReader(reader);
     body.form = ReadForm(reader);
+    body.values = ReadValues(reader);
     if (reader.Has("read_ns")) {
       body.reads = {reader.Int("read_ns", 1, kMaxReadNs), reader.Int("mib_ns", 1, kMaxReadNs)};
     }
