@@ -35,10 +35,15 @@ template <typename Endpoint>
 class Closable {
  public:
   Closable(const PoolPtr& pool, const Config& config, const std::string& model,
-           const std::string& name, Pair heads, bool converts_pages, bool accept_pushes = false)
-      : endpoint_(Value(Endpoint::Create(
-            pool,
-            {config, model, name, accept_pushes, {heads.first, heads.second}, converts_pages}))) {}
+           const std::string& name, Pair heads, bool converts_pages, std::vector<float> scales,
+           bool accept_pushes = false)
+      : endpoint_(Value(Endpoint::Create(pool, {config,
+                                                model,
+                                                name,
+                                                accept_pushes,
+                                                {heads.first, heads.second},
+                                                converts_pages,
+                                                std::move(scales)}))) {}
   Closable(const Closable&) = delete;
   Closable& operator=(const Closable&) = delete;
   ~Closable() { Close(); }
@@ -136,12 +141,15 @@ void BindPrefill(nb::module_& module) {
   nb::class_<Prefill>(module, "PrefillEndpoint",
                       "Publishes requests for others to fetch; see connector/prefill_endpoint.h.")
       .def(nb::init<const PoolPtr&, const Config&, const std::string&, const std::string&, Pair,
-                    bool>(),
+                    bool, std::vector<float>>(),
            "pool"_a, "config"_a, "model"_a, "name"_a = "", nb::kw_only(), "heads"_a = Pair(),
-           "converts_pages"_a = true,
+           "converts_pages"_a = true, "scales"_a = std::vector<float>(),
            "heads: (first, total), which of the model's KV heads the pool holds, of a "
            "tensor-parallel rank; (0, 0) is all of them. converts_pages: the other side's pages "
-           "may be of another size and order (NHD, HND), if both sides say so.")
+           "may be of another size and order (NHD, HND), if both sides say so. scales: what a "
+           "value that is stored stands for is itself times this, by buffer of the pool (K of all "
+           "layers, then V), each finite and above 0; empty is 1. The other side's dtype and "
+           "scales may be others.")
       .def_prop_ro("address", [](const Prefill& self) { return self.get()->address(); })
       .def_prop_ro("epoch", [](const Prefill& self) { return self.get()->epoch(); })
       .def(
@@ -271,10 +279,11 @@ void BindDecode(nb::module_& module) {
   nb::class_<Decode>(module, "DecodeEndpoint",
                      "Fetches requests into its own pages; see connector/decode_endpoint.h.")
       .def(nb::init<const PoolPtr&, const Config&, const std::string&, const std::string&, Pair,
-                    bool, bool>(),
+                    bool, std::vector<float>, bool>(),
            "pool"_a, "config"_a, "model"_a, "name"_a = "", nb::kw_only(), "heads"_a = Pair(),
-           "converts_pages"_a = true, "accept_pushes"_a = false,
-           "heads and converts_pages: as of PrefillEndpoint. accept_pushes: listen, for receive().")
+           "converts_pages"_a = true, "scales"_a = std::vector<float>(), "accept_pushes"_a = false,
+           "heads, converts_pages, scales: as of PrefillEndpoint. accept_pushes: listen, for "
+           "receive().")
       .def_prop_ro(
           "address", [](const Decode& self) { return self.get()->address(); },
           "Empty without accept_pushes.")

@@ -241,7 +241,7 @@ absl::Status RunDecode(const Options& options) {
   }
   KVFERRY_ASSIGN_OR_RETURN(
       std::unique_ptr<DecodeEndpoint> endpoint,
-      DecodeEndpoint::Create(pool, {ConfigFor(options, prefill), "two_node", "decode",
+      DecodeEndpoint::Create(pool, {ConfigFor(options, prefill), options.model(), "decode",
                                     /*accept_pushes=*/options.push}));
   return Decode(options, std::move(pool), std::move(endpoint), std::move(prefill)).Run();
 }

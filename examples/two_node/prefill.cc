@@ -205,7 +205,7 @@ absl::Status RunPrefill(const Options& options) {
   Config config = options.config;
   if (options.push && config.allowed_hosts.empty()) config.allowed_hosts = decode.peer_host();
   KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<PrefillEndpoint> endpoint,
-                           PrefillEndpoint::Create(pool, {config, "two_node", "prefill"}));
+                           PrefillEndpoint::Create(pool, {config, options.model(), "prefill"}));
   return Prefill(options, std::move(pool), std::move(endpoint), std::move(decode)).Serve();
 }
 

@@ -561,6 +561,29 @@ def test_an_engine_s_memory_that_is_shared_is_read_in_place():
     prefill.close()
 
 
+def test_values_are_cast():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    source = kvferry.KvPool.create(small_layout(dtype="float8_e5m2"), NUM_PAGES)
+    target = kvferry.KvPool.create(small_layout(dtype="float32"), NUM_PAGES)
+    fill(source, 1)
+    theirs, ours = [1, 2, 3, 4, 5, 6], [0.5] * 6
+    prefill = kvferry.PrefillEndpoint(source, make_config(), MODEL, scales=theirs)
+    decode = kvferry.DecodeEndpoint(target, make_config(), MODEL, scales=ours)
+    decode.fetch(prefill.publish([3, 4], ready_layers=3), 0, [8, 1]).wait(20000)
+    for page, into in ((3, 8), (4, 1)):
+        for layer in range(3):
+            for tensor in range(2):
+                stored = torch.from_numpy(source.page(layer, tensor, page))
+                want = stored.view(torch.float8_e5m2).float() * theirs[3 * tensor + layer] / 0.5
+                got = torch.from_numpy(target.page(layer, tensor, into)).view(torch.float32)
+                assert torch.equal(got.nan_to_num(1e30), want.nan_to_num(1e30))
+    assert prefill.metrics()["transfers_cast"] == 1
+    with pytest.raises(ValueError, match="the scale of buffer 1 is 0"):
+        kvferry.PrefillEndpoint(source, make_config(), MODEL, scales=[1, 0, 1, 1, 1, 1])
+    prefill.close()
+    decode.close()
+
+
 def test_ranks_share_heads_out():
     assert kvferry.heads_of_rank(8, 3, 4) == (6, 2)
     shares = kvferry.shares_for(4, 0, 1, 2)

@@ -186,7 +186,7 @@ def test_a_reset_of_what_cannot_be_emptied_is_no_success(scheduler: Scheduler):
 
 
 def test_both_kinds_of_fp8_are_different_models():
-    def identity(cache_dtype: str) -> str:
+    def identity(cache_dtype: str, of_bytes: bool = True) -> str:
         return model_identity(
             SimpleNamespace(
                 model_config=SimpleNamespace(model="a/b", revision=None, quantization=None),
@@ -194,11 +194,14 @@ def test_both_kinds_of_fp8_are_different_models():
                 cache_config=SimpleNamespace(cache_dtype=cache_dtype),
             ),
             of_ranks=False,
+            of_bytes=of_bytes,
         )
 
     assert identity("auto") == identity("bfloat16")  # What it is stands in the layout.
     assert identity("fp8") == identity("fp8_e4m3")
     assert len({identity("auto"), identity("fp8_e4m3"), identity("fp8_e5m2")}) == 3
+    # But for who casts one into the other.
+    assert identity("fp8_e5m2", of_bytes=False) == identity("auto")
 
 
 def embedded(backend: str, folder: Path) -> StoreOptions:

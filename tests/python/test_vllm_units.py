@@ -7,16 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import kvferry  # noqa: E402
-from kvferry.vllm.device import device_of  # noqa: E402
-from kvferry.vllm.layout import (  # noqa: E402
-    _arrangement,
-    check_store_supported,
-    check_supported,
-    windows,
-)
 from kvferry.vllm.metadata import (  # noqa: E402
     AskedFor,
     LoadPart,
@@ -27,10 +19,7 @@ from kvferry.vllm.metadata import (  # noqa: E402
 from kvferry.vllm.parts import cut  # noqa: E402
 from kvferry.vllm.room import Room  # noqa: E402
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler  # noqa: E402
-from kvferry.vllm.shared_cache import SharedAllocation  # noqa: E402
 from kvferry.vllm.telemetry import FetchRecord, Options, TransferStats  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
 from vllm_steps import Blocks, step  # noqa: E402
@@ -42,13 +31,7 @@ FETCH_TIMEOUT_MS = 200
 def vllm_config(tp_size: int = 1) -> SimpleNamespace:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(engine_id="engine"),
-        model_config=SimpleNamespace(enable_sleep_mode=False),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=tp_size,
-            pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
     )
 
 
@@ -613,114 +596,6 @@ def test_options_of_store_mode():
     ):
         with pytest.raises(ValueError, match=words):
             Options.parse(wrong)
-
-
-def test_a_kv_cache_allocated_in_our_context_can_be_shared():
-    allocation = SharedAllocation()
-    outside = torch.zeros(2 << 20, dtype=torch.int8)
-    with allocation:
-        cache = torch.zeros(2 << 20, dtype=torch.int8, device=torch.device("cpu"))
-        wide = torch.zeros((3, 1 << 19), dtype=torch.bfloat16)
-        small = torch.zeros(100)
-        meta = torch.zeros(2 << 20, device="meta")
-        other = torch.empty(2 << 20)
-    assert cache.shape == (2 << 20,) and cache.dtype == torch.int8 and not cache.any()
-    assert wide.shape == (3, 1 << 19) and wide.dtype == torch.bfloat16
-    shared = allocation.holding([cache, cache[4096:]])
-    assert shared is not None and shared.bytes >= cache.nbytes
-    cache[17] = 5
-    assert shared.array()[17] == 5
-    assert allocation.holding([wide]) not in (None, shared)
-    for tensors in ([cache, wide], [small], [outside], [other], [cache, outside]):
-        assert allocation.holding(tensors) is None
-    assert meta.device.type == "meta"
-    del cache, allocation  # The memory is its tensors'.
-    assert wide.sum() == 0
-
-
-@pytest.mark.parametrize(
-    "shape, parts, order",
-    [
-        ((10, 3, BLOCK, 128), [("kv", 3, 128)], "HND"),
-        ((10, BLOCK, 576), [("latent", 1, 576)], "ND"),
-        ((2, 10, BLOCK, 3, 64), [("k", 3, 64), ("v", 3, 64)], "NHD"),
-        ((2, 10, 3, BLOCK, 64), [("k", 3, 64), ("v", 3, 64)], "HND"),
-    ],
-)
-def test_known_arrangements_of_a_cache(shape, parts, order):
-    cache = torch.zeros(shape, dtype=torch.bfloat16)
-    assert _arrangement("layer", cache, 10, BLOCK) == (parts, order, "bfloat16")
-
-
-def test_heads_may_lie_beside_each_other_in_a_token():
-    cache = torch.zeros(10, BLOCK, 3, 128).transpose(1, 2)
-    assert _arrangement("layer", cache, 10, BLOCK) == ([("kv", 3, 128)], "NHD", "float32")
-
-
-def test_a_cache_lies_on_one_device_that_is_known():
-    host, elsewhere = torch.zeros(1), torch.zeros(1, device="meta")
-    device = device_of([host, host])
-    assert device.memory == "host" and device.point() is None
-    with pytest.raises(NotImplementedError, match="not on meta"):
-        device_of([elsewhere])
-    with pytest.raises(NotImplementedError, match="not on cpu, meta"):
-        device_of([elsewhere, host])
-
-
-@pytest.mark.parametrize(
-    "cache",
-    [
-        torch.zeros(9, 3, BLOCK, 128),
-        torch.zeros(10, 3, 128, BLOCK).transpose(2, 3),
-        torch.zeros(3, 10, BLOCK, 128).transpose(0, 1),
-        torch.zeros(10, 3 * BLOCK * 128),
-        [torch.zeros(10, 3, BLOCK, 128)],
-    ],
-    ids=["blocks", "values strided", "heads outermost", "dimensions", "not a tensor"],
-)
-def test_unknown_arrangements_name_the_layer(cache):
-    with pytest.raises(NotImplementedError, match="layer.7"):
-        _arrangement("layer.7", cache, 10, BLOCK)
-
-
-def cache_config(*specs) -> SimpleNamespace:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
-
-
-def full_attention(**changes) -> FullAttentionSpec:
-    sizes = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
-    return FullAttentionSpec(**(sizes | changes))
-
-
-def sliding_window(window: int) -> SlidingWindowSpec:
-    sizes = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
-    return SlidingWindowSpec(sliding_window=window, **sizes)
-
-
-def test_engines_beyond_the_limits_are_refused():
-    with pytest.raises(NotImplementedError, match="not MambaSpec"):
-        check_supported(vllm_config(), cache_config(full_attention(), type("MambaSpec", (), {})()))
-    for specs in ([full_attention(), full_attention(block_size=2 * BLOCK)], []):
-        with pytest.raises(NotImplementedError, match="blocks of one size"):
-            check_supported(vllm_config(), cache_config(*specs))
-    config = vllm_config()
-    config.parallel_config.pipeline_parallel_size = 2
-    with pytest.raises(NotImplementedError, match="pipeline_parallel_size"):
-        check_supported(config, cache_config(full_attention()))
-    config = vllm_config()
-    config.model_config.enable_sleep_mode = True
-    with pytest.raises(NotImplementedError, match="enable_sleep_mode"):
-        check_supported(config, cache_config(full_attention()))
-
-
-def test_windows_are_known_by_group():
-    config = cache_config(sliding_window(64), full_attention(), full_attention(sliding_window=64))
-    check_supported(vllm_config(), config)
-    # vLLM without its hybrid manager keeps all blocks, whatever the window.
-    assert windows(config) == [64, None, None]
-    for it in (config, cache_config(sliding_window(64)), cache_config(*[full_attention()] * 2)):
-        with pytest.raises(NotImplementedError, match="disable-hybrid-kv-cache-manager"):
-            check_store_supported(vllm_config(), KVConnectorRole.SCHEDULER, it)
 
 
 def test_groups_without_a_window_have_their_own_tickets_too():

@@ -33,6 +33,8 @@ class Side:
         ranks: Ranks = Ranks(0, 1, 1),  # noqa: B008
         page_size: int = 4,
         page_format: str = "NHD",
+        dtype: str = "float32",
+        scale: float = 1,
     ) -> None:
         self.ranks = ranks
         heads = kvferry.heads_of_rank(ranks.total_heads, ranks.rank, ranks.size)
@@ -40,7 +42,7 @@ class Side:
         layout = kvferry.KvLayout(
             num_layers=LAYERS,
             page_size=page_size,
-            dtype="float32",
+            dtype=dtype,
             page_format=page_format,
             tensors=[("k", len(self.heads), 8), ("v", len(self.heads), 8)],
         )
@@ -50,6 +52,7 @@ class Side:
         self.num_layers = LAYERS
         self.device = Host()
         self.converts_pages = True
+        self.scales = [scale] * (2 * LAYERS)
 
     def block(self, layer: int, block: int) -> np.ndarray:
         return np.concatenate([self.pool.page(layer, tensor, block) for tensor in range(2)])
@@ -364,6 +367,33 @@ class Engines:
     def close(self) -> None:
         for worker in self.decode + self.prefill:
             worker.close()
+
+
+def test_values_of_an_fp8_cache_are_made_of_the_prefill_engines():
+    """A cache in fp8, of a scale of its own, from one in float32."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    config, trace = kvferry.Config.make({"publish_grace_ms": 0}), Trace("", 0)
+    source, target = Side(), Side(dtype="float8_e4m3fn", scale=0.5)
+    prefill = PrefillWorker(source, config, "m", "p", trace, TransferStats())
+    decode = DecodeWorker(target, config, "m", "d", trace, TransferStats())
+    values = np.linspace(-9, 9, 4 * 8, dtype=np.float32)
+    for layer in range(LAYERS):
+        source.pool.page(layer, 1, 3).view(np.float32)[:] = values * (layer + 1)
+    prefill.publish([publication(101, [3])])
+    for name in source.layer_index:
+        prefill.layer_saved(name)
+    prefill.step_saved()
+    address = prefill.address().address
+    ticket = kvferry.Ticket(address=address, epoch=0, lease_id=101, num_pages=1, num_tokens=4)
+    decode.load([Load("d", [LoadPart([str(ticket)], 0, [7], 1)], 0, 4)])
+    wait_for(lambda: decode.pause() or "d" in decode.take_finished())
+    assert decode.take_missing_blocks() == set()
+    for layer in range(LAYERS):
+        got = torch.from_numpy(target.pool.page(layer, 1, 7)).view(torch.float8_e4m3fn)
+        want = torch.from_numpy(values * (layer + 1) / 0.5).to(torch.float8_e4m3fn)
+        assert torch.equal(got.float(), want.float())
+    decode.close()
+    prefill.close()
 
 
 def heads(side: Side, layer: int, block: int) -> list[np.ndarray]:

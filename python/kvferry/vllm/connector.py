@@ -249,7 +249,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         cache = layout.AdoptedCache(
             self._vllm_config, self._kv_cache_config, kv_caches, tp_rank, self._allocation
         )
-        model = layout.model_identity(self._vllm_config, of_ranks=False)
+        model = layout.model_identity(
+            self._vllm_config, of_ranks=False, of_bytes=not cache.knows_numbers
+        )
         name = f"{engine_id}/{tp_rank}"[:128]
         config = self._options.config(tp_rank)
         trace = Trace(self._options.trace_path, tp_rank)
@@ -258,7 +260,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 cache,
                 self._options.store,
                 config,
-                layout.model_identity(self._vllm_config, of_ranks=True),
+                layout.model_identity(self._vllm_config, of_ranks=True, of_bytes=True),
                 name,
                 tp_rank,
                 trace,

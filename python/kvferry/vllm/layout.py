@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -106,18 +107,19 @@ class Ranks(NamedTuple):
         return kvferry.heads_of_rank(self.total_heads, self.rank, self.size)[0], self.total_heads
 
 
-def model_identity(vllm_config: VllmConfig, *, of_ranks: bool) -> str:
+def model_identity(vllm_config: VllmConfig, *, of_ranks: bool, of_bytes: bool) -> str:
     """What both sides have to have in common beside the layout of their KV.
 
     of_ranks: of blocks as engines with as many tensor-parallel ranks have them, whichever rank's.
+    of_bytes: nobody makes another kind of fp8 out of what is in them.
     """
     model = vllm_config.model_config
     shard = f" tp {vllm_config.parallel_config.tensor_parallel_size}" if of_ranks else ""
     revision = f" revision {model.revision}" if model.revision else ""
     quantization = f" quantization {model.quantization}" if model.quantization else ""
-    # Both kinds of fp8 lie in tensors of bytes, which is all that a layout knows of them.
+    # Both kinds of fp8 lie in tensors of bytes, which may be all that a layout knows of them.
     cache_dtype = vllm_config.cache_config.cache_dtype
-    if cache_dtype.startswith("fp8"):
+    if of_bytes and cache_dtype.startswith("fp8"):
         quantization += f" KV {'fp8_e4m3' if cache_dtype == 'fp8' else cache_dtype}"
     name = os.path.basename(os.path.normpath(model.model))  # Paths differ from node to node.
     room = _MAX_MODEL_BYTES - len((revision + quantization + shard).encode())
@@ -173,12 +175,19 @@ class AdoptedCache:
         self.ranks = _ranks(vllm_config, tp_rank, first[1].parts[0][1])
         # What is kept for a window begins at a block, and with blocks of another size elsewhere.
         self.converts_pages = not in_groups(windows(kv_cache_config))
+        page_format = _page_format(vllm_config, kv_caches, first[1].order)
+        numbers = None
+        if page_format == first[1].order:  # Else only the same engine knows where values lie.
+            numbers = _fp8_numbers(vllm_config, self.layer_index, len(first[1].parts))
+        self.scales = numbers.scales if numbers else []
+        # Whether the layout says what the bytes of a block stand for.
+        self.knows_numbers = numbers is not None or first[1].dtype != "uint8"
         self.pool = kvferry.KvPool.adopt(
             kvferry.KvLayout(
                 num_layers=self.num_layers,
                 page_size=tokens,
-                dtype=first[1].dtype,
-                page_format=_page_format(vllm_config, kv_caches, first[1].order),
+                dtype=numbers.dtype if numbers else first[1].dtype,
+                page_format=page_format,
                 tensors=first[1].parts,
             ),
             _buffers(tensors, len(first[1].parts)),
@@ -243,6 +252,42 @@ def _buffers(tensors: list[torch.Tensor], num_parts: int) -> list[tuple[int, int
             size = tensor.nbytes // num_parts
             buffers.append((tensor.data_ptr() + part * size, size))
     return buffers
+
+
+class _Numbers(NamedTuple):
+    """What the bytes of a cache stand for."""
+
+    dtype: str
+    scales: list[float]  # As endpoints are told.
+
+
+_FP8_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+def _fp8_numbers(
+    vllm_config: VllmConfig, layer_index: dict[str, int], num_parts: int
+) -> _Numbers | None:
+    """Of an fp8 cache whose layers say what they divide by before they store.
+
+    None of any other, and of one in which values that lie in one buffer have several scales.
+    """
+    dtype = _FP8_DTYPES.get(vllm_config.cache_config.cache_dtype)
+    if dtype is None or current_platform.is_fp8_fnuz():
+        return None
+    by_layer: dict[int, tuple[float, ...]] = {}
+    for name, index in layer_index.items():
+        attention = vllm_config.compilation_config.static_forward_context.get(name)
+        k = getattr(attention, "_k_scale_float", None)
+        v = getattr(attention, "_v_scale_float", None)
+        if k is None or v is None:
+            return None
+        if num_parts == 1 and k != v and not vllm_config.model_config.use_mla:
+            return None
+        scales = (k, v)[:num_parts]  # A latent is stored with K's.
+        if by_layer.setdefault(index, scales) != scales:
+            return None
+    layers = range(len(by_layer))
+    return _Numbers(dtype, [by_layer[layer][part] for part in range(num_parts) for layer in layers])
 
 
 def _page_format(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor], order: str) -> str:

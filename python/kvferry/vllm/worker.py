@@ -57,7 +57,7 @@ class PrefillWorker:
         self._trace = trace
         self._stats = stats
         self._endpoint = kvferry.PrefillEndpoint(
-            cache.pool, config, model, name, heads=cache.ranks.heads
+            cache.pool, config, model, name, heads=cache.ranks.heads, scales=cache.scales
         )
         self._leases: dict[int, _Lease] = {}
         # Held while a lease is published and added to these, and while layers of one of these are
@@ -312,6 +312,7 @@ class DecodeWorker:
             name,
             heads=cache.ranks.heads,
             converts_pages=cache.converts_pages,
+            scales=cache.scales,
         )
         self._loading: dict[str, _Loading] = {}
         self._dismissals: list[tuple[str, kvferry.FetchHandle]] = []

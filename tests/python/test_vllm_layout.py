@@ -1,0 +1,188 @@
+"""What the connector makes of vLLM's KV cache tensors, and of which engines, without an engine."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from kvferry.vllm.device import device_of  # noqa: E402
+from kvferry.vllm.layout import (  # noqa: E402
+    _arrangement,
+    _fp8_numbers,
+    check_store_supported,
+    check_supported,
+    windows,
+)
+from kvferry.vllm.shared_cache import SharedAllocation  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: E402
+
+BLOCK = 16
+
+
+def vllm_config() -> SimpleNamespace:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=False),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+    )
+
+
+def test_a_kv_cache_allocated_in_our_context_can_be_shared():
+    allocation = SharedAllocation()
+    outside = torch.zeros(2 << 20, dtype=torch.int8)
+    with allocation:
+        cache = torch.zeros(2 << 20, dtype=torch.int8, device=torch.device("cpu"))
+        wide = torch.zeros((3, 1 << 19), dtype=torch.bfloat16)
+        small = torch.zeros(100)
+        meta = torch.zeros(2 << 20, device="meta")
+        other = torch.empty(2 << 20)
+    assert cache.shape == (2 << 20,) and cache.dtype == torch.int8 and not cache.any()
+    assert wide.shape == (3, 1 << 19) and wide.dtype == torch.bfloat16
+    shared = allocation.holding([cache, cache[4096:]])
+    assert shared is not None and shared.bytes >= cache.nbytes
+    cache[17] = 5
+    assert shared.array()[17] == 5
+    assert allocation.holding([wide]) not in (None, shared)
+    for tensors in ([cache, wide], [small], [outside], [other], [cache, outside]):
+        assert allocation.holding(tensors) is None
+    assert meta.device.type == "meta"
+    del cache, allocation  # The memory is its tensors'.
+    assert wide.sum() == 0
+
+
+@pytest.mark.parametrize(
+    "shape, parts, order",
+    [
+        ((10, 3, BLOCK, 128), [("kv", 3, 128)], "HND"),
+        ((10, BLOCK, 576), [("latent", 1, 576)], "ND"),
+        ((2, 10, BLOCK, 3, 64), [("k", 3, 64), ("v", 3, 64)], "NHD"),
+        ((2, 10, 3, BLOCK, 64), [("k", 3, 64), ("v", 3, 64)], "HND"),
+    ],
+)
+def test_known_arrangements_of_a_cache(shape, parts, order):
+    cache = torch.zeros(shape, dtype=torch.bfloat16)
+    assert _arrangement("layer", cache, 10, BLOCK) == (parts, order, "bfloat16")
+
+
+def test_heads_may_lie_beside_each_other_in_a_token():
+    cache = torch.zeros(10, BLOCK, 3, 128).transpose(1, 2)
+    assert _arrangement("layer", cache, 10, BLOCK) == ([("kv", 3, 128)], "NHD", "float32")
+
+
+def test_a_cache_lies_on_one_device_that_is_known():
+    host, elsewhere = torch.zeros(1), torch.zeros(1, device="meta")
+    device = device_of([host, host])
+    assert device.memory == "host" and device.point() is None
+    with pytest.raises(NotImplementedError, match="not on meta"):
+        device_of([elsewhere])
+    with pytest.raises(NotImplementedError, match="not on cpu, meta"):
+        device_of([elsewhere, host])
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        torch.zeros(9, 3, BLOCK, 128),
+        torch.zeros(10, 3, 128, BLOCK).transpose(2, 3),
+        torch.zeros(3, 10, BLOCK, 128).transpose(0, 1),
+        torch.zeros(10, 3 * BLOCK * 128),
+        [torch.zeros(10, 3, BLOCK, 128)],
+    ],
+    ids=["blocks", "values strided", "heads outermost", "dimensions", "not a tensor"],
+)
+def test_unknown_arrangements_name_the_layer(cache):
+    with pytest.raises(NotImplementedError, match="layer.7"):
+        _arrangement("layer.7", cache, 10, BLOCK)
+
+
+def cache_config(*specs) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+
+def full_attention(**changes) -> FullAttentionSpec:
+    sizes = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+    return FullAttentionSpec(**(sizes | changes))
+
+
+def sliding_window(window: int) -> SlidingWindowSpec:
+    sizes = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+    return SlidingWindowSpec(sliding_window=window, **sizes)
+
+
+def test_engines_beyond_the_limits_are_refused():
+    with pytest.raises(NotImplementedError, match="not MambaSpec"):
+        check_supported(vllm_config(), cache_config(full_attention(), type("MambaSpec", (), {})()))
+    for specs in ([full_attention(), full_attention(block_size=2 * BLOCK)], []):
+        with pytest.raises(NotImplementedError, match="blocks of one size"):
+            check_supported(vllm_config(), cache_config(*specs))
+    config = vllm_config()
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(NotImplementedError, match="pipeline_parallel_size"):
+        check_supported(config, cache_config(full_attention()))
+    config = vllm_config()
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(NotImplementedError, match="enable_sleep_mode"):
+        check_supported(config, cache_config(full_attention()))
+
+
+def test_windows_are_known_by_group():
+    config = cache_config(sliding_window(64), full_attention(), full_attention(sliding_window=64))
+    check_supported(vllm_config(), config)
+    # vLLM without its hybrid manager keeps all blocks, whatever the window.
+    assert windows(config) == [64, None, None]
+    for it in (config, cache_config(sliding_window(64)), cache_config(*[full_attention()] * 2)):
+        with pytest.raises(NotImplementedError, match="disable-hybrid-kv-cache-manager"):
+            check_store_supported(vllm_config(), KVConnectorRole.SCHEDULER, it)
+
+
+def fp8_numbers(cache_dtype: str, scales: dict[str, tuple], parts: int, **changes):
+    """scales: of K and V, by layer. Those of one name but for what follows a dot share a cache."""
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        model_config=SimpleNamespace(use_mla=changes.get("use_mla", False)),
+        compilation_config=SimpleNamespace(
+            static_forward_context={
+                name: SimpleNamespace(_k_scale_float=k, _v_scale_float=v)
+                for name, (k, v) in scales.items()
+            }
+        ),
+    )
+    caches = list(dict.fromkeys(name.split(".")[0] for name in scales))
+    index = {name: caches.index(name.split(".")[0]) for name in scales}
+    return _fp8_numbers(config, index, parts)
+
+
+def test_an_fp8_cache_says_what_its_bytes_stand_for():
+    assert fp8_numbers("fp8", {"a": (1, 2), "b": (3, 4)}, 2) == ("float8_e4m3fn", [1, 3, 2, 4])
+    assert fp8_numbers("fp8_e4m3", {"a": (2, 2), "b": (3, 3)}, 1) == ("float8_e4m3fn", [2, 3])
+    assert fp8_numbers("fp8_e5m2", {"a.0": (2, 3), "a.1": (2, 3)}, 2) == ("float8_e5m2", [2, 3])
+    # A latent is stored with K's.
+    assert fp8_numbers("fp8", {"a": (2, 3)}, 1, use_mla=True) == ("float8_e4m3fn", [2])
+
+
+@pytest.mark.parametrize(
+    "cache_dtype, scales, parts",
+    [
+        ("auto", (1, 1), 2),
+        ("fp8_ds_mla", (1, 1), 1),  # Its blocks have scales of their own.
+        ("fp8_per_token_head", (1, 1), 2),
+        ("fp8", (1, 2), 1),  # K and V lie in one buffer.
+        ("fp8", (None, None), 2),
+    ],
+)
+def test_other_caches_are_bytes(cache_dtype: str, scales: tuple, parts: int):
+    assert fp8_numbers(cache_dtype, {"a": scales}, parts) is None
+
+
+def test_a_cache_that_layers_of_several_scales_share_is_bytes(monkeypatch: pytest.MonkeyPatch):
+    assert fp8_numbers("fp8", {"a.0": (1, 2), "a.1": (1, 3)}, 2) is None
+    # And so is one in a format of other processors.
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda _: True))
+    assert fp8_numbers("fp8", {"a": (1, 2)}, 2) is None
