@@ -124,11 +124,12 @@ class RankOf:
         size: int = 1,
         *,
         kind: str = "mha",
+        has_draft: bool = False,
         hidden: int = 16,
         **changes,
     ):
         """kind: of pool, mha, mla or, with something beside the KV, swa, mamba or dsa.
-        changes: of KVArgs."""
+        has_draft: there is a draft model, with a pool of the same kind. changes: of KVArgs."""
         self.deployment = deployment
         is_mla = kind in ("mla", "dsa")
         self.page_size = DSA_PAGE if kind == "dsa" else PAGE
@@ -141,14 +142,21 @@ class RankOf:
             tp_rank=rank, moe_tp_size=size,
         ):  # fmt: skip
             self.pool = _make_pool(kind, max(1, HEADS // size))
+            self.draft_pool = _make_pool(kind, max(1, HEADS // size)) if has_draft else None
             args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = (
                 self.pool.get_contiguous_buf_infos()
             )
+            if self.draft_pool is not None:
+                draft = self.draft_pool.get_contiguous_buf_infos()
+                args.num_draft_entries = len(draft[0])
+                args.kv_data_ptrs += draft[0]
+                args.kv_data_lens += draft[1]
+                args.kv_item_lens += draft[2]
             args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.rows.get_buf_infos()
             args.kv_layer_ids = []
             args.kv_cache_dtype_str, args.page_size = "bfloat16", self.page_size
             args.total_kv_head_num = HEADS  # Of a decode server SGLang leaves it to the model.
-            setup_state_kv_args(args, self.pool)
+            setup_state_kv_args(args, self.pool, self.draft_pool, LAYERS)
             for name, value in changes.items():
                 setattr(args, name, value)
             self.args = args
@@ -161,9 +169,13 @@ class RankOf:
         self.manager.__dict__.clear()  # Endpoints and pool go now, whatever SGLang's caches hold.
 
     def pages(self) -> list[torch.Tensor]:
-        """[pages, page, ...] of each KV buffer, K of all layers first."""
-        pool = getattr(self.pool, "full_kv_pool", self.pool)
-        buffers = [pool.kv_buffer] if hasattr(pool, "kv_buffer") else [pool.k_buffer, pool.v_buffer]
+        """[pages, page, ...] of each KV buffer, K of all layers first, a draft model's last."""
+        pools = [getattr(it, "full_kv_pool", it) for it in (self.pool, self.draft_pool) if it]
+        buffers = [
+            kind
+            for it in pools
+            for kind in ([it.kv_buffer] if hasattr(it, "kv_buffer") else [it.k_buffer, it.v_buffer])
+        ]
         return [
             layer.view(PAGES, self.page_size, *layer.shape[1:])
             for kind in buffers

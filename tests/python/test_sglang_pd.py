@@ -63,10 +63,11 @@ def pair(make):
 SOURCE, TARGET = [9, 3, 40, 41, 42, 7], [20, 21, 5, 60, 6, 1]
 
 
+@pytest.mark.parametrize("has_draft", [False, True])
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_pages_and_the_first_token_arrive(make, kind, chunks):
-    prefill, decode = (make(mode, kind=kind) for mode in ("prefill", "decode"))
+def test_pages_and_the_first_token_arrive(make, kind, chunks, has_draft):
+    prefill, decode = (make(mode, kind=kind, has_draft=has_draft) for mode in ("prefill", "decode"))
     prefill.fill(seed=1)
     decode.fill(seed=2)
     before = copies(decode)
@@ -315,6 +316,35 @@ def test_another_dtype_is_refused(make):
     assert "fp8_e4m3" in transfer.reasons()[0]
 
 
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_a_draft_model_on_one_side_alone_is_refused(make, kind):
+    prefill, decode = make("prefill", kind=kind), make("decode", kind=kind, has_draft=True)
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    transfer.send(0, len(SOURCE))
+    wait_status(transfer.receivers, KVPoll.Failed)
+    wait_status(transfer.senders, KVPoll.Failed)
+    assert "num_layers" in transfer.reasons()[0]
+
+
+def test_draft_models_with_other_numbers_of_ranks(make):
+    """Of MLA every rank has all; of others nobody knows how the draft model's heads lie."""
+    for kind in ("mla", "mha"):
+        prefill = [make("prefill", rank, 2, kind=kind, has_draft=True) for rank in range(2)]
+        decode = [make("decode", kind=kind, has_draft=True)]
+        for rank in prefill + decode:
+            rank.fill(seed=1)
+        if kind == "mla":
+            before = copies(decode[0])
+            whole(prefill, decode, SOURCE, TARGET)
+            check_pages(prefill[0], decode[0], before, SOURCE, TARGET)
+            continue
+        transfer = Transfer(prefill, decode, SOURCE, TARGET).begin()
+        transfer.send(0, len(SOURCE))
+        wait_status(transfer.receivers, KVPoll.Failed)
+        wait_status(transfer.senders, KVPoll.Failed)
+        assert "between servers of one tensor-parallel size" in transfer.reasons()[0]
+
+
 def test_other_metadata_rows_are_refused(make):
     prefill, decode = make("prefill", hidden=16), make("decode", hidden=32)
     transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
@@ -329,7 +359,8 @@ def test_other_metadata_rows_are_refused(make):
     [
         ({"state_types": [StateType.SWA_RING, StateType.SWA]}, "not this model's swa_ring"),
         ({"state_types": [StateType.SWA, StateType.SWA]}, "not this model's swa, swa"),
-        ({"num_draft_entries": 2}, "draft model"),
+        ({"num_draft_entries": 3}, "and 3 of a draft model"),
+        ({"num_draft_entries": 2, "kv_item_lens": [256] * 4 + [512, 512]}, "a draft model's too"),
         ({"kv_item_lens": [256, 256, 128] * 2}, "needs the same in every layer"),
         ({"total_kv_head_num": 3}, "needs the same in every layer"),
         ({"kv_item_lens": [256] * 5, "kv_data_lens": [256] * 5}, "as many of each"),

@@ -43,8 +43,8 @@ def rows_of(kind, rows):
     return rows[:1] if kind == "mamba" else rows
 
 
-def pair_of(make, kind):
-    prefill, decode = make("prefill", kind=kind), make("decode", kind=kind)
+def pair_of(make, kind, **changes):
+    prefill, decode = (make(mode, kind=kind, **changes) for mode in ("prefill", "decode"))
     prefill.fill(seed=1)
     decode.fill(seed=2)
     return prefill, decode
@@ -61,9 +61,10 @@ def check_states(kind, prefill, decode, before, source, target):
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_they_come_with_the_last_chunk(make, kind, chunks):
-    prefill, decode = pair_of(make, kind)
+@pytest.mark.parametrize(("kind", "has_draft"), [*((it, False) for it in KINDS), ("dsa", True)])
+def test_they_come_with_the_last_chunk(make, kind, has_draft, chunks):
+    """Of a draft model's indexers too."""
+    prefill, decode = pair_of(make, kind, has_draft=has_draft)
     pages, states = copies(decode), [it.clone() for it in decode.states()]
     both = indices(kind, ROWS), indices(kind, TARGET_ROWS)
     whole([prefill], [decode], SOURCE, TARGET, chunks, states=both)

@@ -118,17 +118,18 @@ def _check_served(args: KVArgs) -> None:
             f"kvferry moves the KV of full attention and MLA in SGLang, and beside it "
             f"{', '.join(kind.value for kind in _SERVED_STATES)}, not this model's {names}"
         )
-    if args.num_draft_entries:
-        raise NotImplementedError(
-            "kvferry does not move the KV of a draft model (speculative decoding) in SGLang"
-        )
 
 
 def _parts(args: KVArgs, is_mla: bool, heads: int) -> list[_Part]:
     """heads: that this rank has."""
+    kinds = ["latent"] if is_mla else ["k", "v"]
     kv = _Buffers(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
-    layout = _kv_layout(kv, ["latent"] if is_mla else ["k", "v"], args.page_size, heads)
-    parts = [_Part("", kv, layout, Sharing.NONE if is_mla else Sharing.HEADS)]
+    kv = _draft_as_layers(kv, args.num_draft_entries, len(kinds))
+    layout = _kv_layout(kv, kinds, args.page_size, heads)
+    sharing = Sharing.NONE if is_mla else Sharing.HEADS
+    if args.num_draft_entries and not is_mla:
+        sharing = Sharing.OWN  # Nobody says how many heads the draft model has.
+    parts = [_Part("", kv, layout, sharing)]
     states = zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
     for kind, state in zip(args.state_types, states, strict=True):
         buffers = _Buffers(*state)
@@ -147,6 +148,23 @@ def _total_heads(args: KVArgs) -> int:
     return known or process_model_config().get_total_num_kv_heads()
 
 
+def _draft_as_layers(kv: _Buffers, draft: int, kinds: int) -> _Buffers:
+    """The last `draft` of the buffers, a draft model's of the same pages, behind the others of
+    their kind: its layers are as any other."""
+    target = len(kv.items) - draft
+    if target % kinds or draft % kinds:
+        raise NotImplementedError(
+            f"{target} KV buffers and {draft} of a draft model: kvferry needs as many of each kind"
+        )
+    order = [
+        first + kind * count // kinds + layer
+        for kind in range(kinds)
+        for first, count in ((0, target), (target, draft))
+        for layer in range(count // kinds)
+    ]
+    return _Buffers(*([of[i] for i in order] for of in kv))
+
+
 def _kv_layout(buffers: _Buffers, names: list[str], page_size: int, heads: int) -> kvferry.KvLayout:
     """Of pages: the first name's of all layers, then the next one's."""
     layers, rest = divmod(len(buffers.items), len(names))
@@ -161,7 +179,7 @@ def _kv_layout(buffers: _Buffers, names: list[str], page_size: int, heads: int) 
         if len(sizes) != 1 or rest:
             raise NotImplementedError(
                 f"pages of {sorted(sizes)} bytes for {page_size} tokens of {heads} heads: "
-                f"kvferry needs the same in every layer"
+                f"kvferry needs the same in every layer, a draft model's too"
             )
         tensors.append((name, heads, row_bytes))
     # SGLang disaggregates no pool whose pages are HND.
