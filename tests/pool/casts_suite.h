@@ -105,8 +105,11 @@ TEST_P(Casts, EveryStoredValueToEveryFormat) {
 
 TEST_P(Casts, FloatsRoundToTheNearestAndTiesToEven) {
   for (const DType to : kNumberFormats) {
-    Check(DType::kFloat32, to, HardFloats(to), 1, 1);
-    Check(DType::kFloat32, to, HardFloats(to), 1, 3.3F);
+    // Powers of two, with an inverse that is a normal number and without, and what is none.
+    for (const float divide :
+         {1.0F, 0.5F, 0x1p-126F, 0x1p-127F, 0x1p-149F, 0x1p126F, 0x1p127F, 3.3F}) {
+      Check(DType::kFloat32, to, HardFloats(to), 1, divide);
+    }
   }
 }
 
