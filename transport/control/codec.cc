@@ -515,9 +515,12 @@ std::vector<DType> ReadDTypes(Reader& reader) {
 std::vector<float> ReadScales(Reader& reader) {
   const std::string bytes =
       reader.Binary("scales", KvLayout::kMaxLayers * KvLayout::kMaxTensors * sizeof(float));
+  if (bytes.empty() || bytes.size() % sizeof(float) != 0) {
+    reader.Fail("'scales' is no list of float32");
+    return {};
+  }
   std::vector<float> scales(bytes.size() / sizeof(float));
-  std::memcpy(scales.data(), bytes.data(), scales.size() * sizeof(float));
-  if (bytes.size() % sizeof(float) != 0) reader.Fail("'scales' is no list of float32");
+  std::memcpy(scales.data(), bytes.data(), bytes.size());
   if (!std::all_of(scales.begin(), scales.end(), &IsScale)) {
     reader.Fail("'scales' holds something that is not finite and above 0");
   }
