@@ -241,6 +241,7 @@ TEST(Codec, ValuesThatCannotBe) {
   };
   EXPECT_TRUE(IsOk(Decode(by_hand("scales", std::vector<char>{0, 0, 0, 1}))));
   EXPECT_TRUE(refused(by_hand("scales", std::vector<char>{0, 0, 0, 1, 0}), "no list of float32"));
+  EXPECT_TRUE(refused(by_hand("scales", std::vector<char>()), "no list of float32"));
   EXPECT_TRUE(refused(by_hand("scales", std::vector<float>{1}), "'scales' has the wrong type"));
   EXPECT_TRUE(refused(by_hand("dtypes", std::vector<int>{1}), "'dtypes' has the wrong type"));
 }
