@@ -1,5 +1,6 @@
 #include "base/log.h"
 
+#include <spdlog/logger.h>
 #include <spdlog/pattern_formatter.h>
 #include <spdlog/sinks/stdout_sinks.h>
 
@@ -41,18 +42,32 @@ spdlog::level::level_enum LevelFromEnv() {
   return known ? level : spdlog::level::warn;
 }
 
+static_assert(static_cast<int>(LogLevel::kTrace) == spdlog::level::trace);
+static_assert(static_cast<int>(LogLevel::kError) == spdlog::level::err);
+spdlog::level::level_enum OfSpdlog(LogLevel level) {
+  return static_cast<spdlog::level::level_enum>(level);
+}
+
+spdlog::logger* MakeLogger() {
+  auto* made = new spdlog::logger("kvferry", std::make_shared<spdlog::sinks::stderr_sink_mt>());
+  made->set_level(LevelFromEnv());
+  auto formatter = std::make_unique<spdlog::pattern_formatter>();
+  formatter->add_flag<OneLine>('*').set_pattern("%Y-%m-%d %H:%M:%S.%e %l kvferry[%P:%t] %*");
+  made->set_formatter(std::move(formatter));
+  return made;
+}
+
 }  // namespace
 
-spdlog::logger& Log() {
+bool Logger::Enabled(LogLevel level) const { return backend_->should_log(OfSpdlog(level)); }
+
+void Logger::Write(LogLevel level, fmt::string_view format, fmt::format_args args) const {
+  backend_->log(OfSpdlog(level), fmt::vformat(format, args));
+}
+
+const Logger& Log() {
   // Leaked: other static objects may log while the process exits.
-  static spdlog::logger& logger = *[] {
-    auto* made = new spdlog::logger("kvferry", std::make_shared<spdlog::sinks::stderr_sink_mt>());
-    made->set_level(LevelFromEnv());
-    auto formatter = std::make_unique<spdlog::pattern_formatter>();
-    formatter->add_flag<OneLine>('*').set_pattern("%Y-%m-%d %H:%M:%S.%e %l kvferry[%P:%t] %*");
-    made->set_formatter(std::move(formatter));
-    return made;
-  }();
+  static const Logger& logger = *new Logger(MakeLogger());
   return logger;
 }
 

@@ -395,7 +395,7 @@ void NodeImpl::SayGoodbye() {
     if (!Work()) Sleep(farewell);
   }
   for (const PeerKey& peer : sessions_.Keys()) {
-    DropSession(peer, absl::CancelledError("this endpoint is closing"), spdlog::level::info);
+    DropSession(peer, absl::CancelledError("this endpoint is closing"), LogLevel::kInfo);
   }
   data_.reset();     // Waits for the links, so that no send is left that reads the arena.
   control_.reset();  // Lets the goodbyes out.
@@ -480,7 +480,7 @@ void NodeImpl::OnLinkDown(LinkId link, const absl::Status& status) {
   // The notice may still be on its way: a peer that leaves while nothing moves is no cause for
   // alarm.
   const bool idle = metrics_.fetches_active == 0 && metrics_.transfers_active == 0;
-  DropSession(peer, status, idle ? spdlog::level::info : spdlog::level::warn);
+  DropSession(peer, status, idle ? LogLevel::kInfo : LogLevel::kWarn);
 }
 
 absl::StatusOr<std::unique_ptr<Node>> Node::Start(Options options) {

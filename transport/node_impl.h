@@ -117,7 +117,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void OnSessionMessage(const PeerKey& peer, Session& session, MessageBody body);
   void RefuseSession(const PeerKey& peer, const absl::Status& status);
   void DropSession(const PeerKey& peer, const absl::Status& status,
-                   spdlog::level::level_enum level = spdlog::level::warn);
+                   LogLevel level = LogLevel::kWarn);
   void DropSilent(const PeerKey& peer);
   void DropAndBeginAgain(const PeerKey& peer, const absl::Status& status);
 

@@ -351,12 +351,11 @@ void NodeImpl::OnSessionMessage(const PeerKey& peer, Session& session, MessageBo
     DropSession(peer,
                 absl::UnavailableError(
                     absl::StrCat("peer ", absl::CEscape(session.name), " has closed its endpoint")),
-                spdlog::level::info);
+                LogLevel::kInfo);
   }
 }
 
-void NodeImpl::DropSession(const PeerKey& peer, const absl::Status& status,
-                           spdlog::level::level_enum level) {
+void NodeImpl::DropSession(const PeerKey& peer, const absl::Status& status, LogLevel level) {
   const Session* found = sessions_.Find(peer);
   if (found == nullptr) return;
   const Session session = *found;

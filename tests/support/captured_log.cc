@@ -1,5 +1,6 @@
 #include "tests/support/captured_log.h"
 
+#include <spdlog/logger.h>
 #include <spdlog/sinks/base_sink.h>
 
 #include <algorithm>
@@ -17,7 +18,7 @@ class VectorSink : public spdlog::sinks::base_sink<std::mutex> {
   static VectorSink& Get() {
     static const std::shared_ptr<VectorSink> sink = [] {
       auto made = std::make_shared<VectorSink>();
-      Log().sinks().push_back(made);
+      Log().backend().sinks().push_back(made);
       return made;
     }();
     return *sink;

@@ -13,11 +13,11 @@
 namespace kvferry {
 namespace {
 
-spdlog::level::level_enum LevelOf(ucs_log_level_t level) {
-  if (level <= UCS_LOG_LEVEL_ERROR) return spdlog::level::err;
-  if (level == UCS_LOG_LEVEL_WARN) return spdlog::level::warn;
-  if (level <= UCS_LOG_LEVEL_INFO) return spdlog::level::info;
-  return level == UCS_LOG_LEVEL_DEBUG ? spdlog::level::debug : spdlog::level::trace;
+LogLevel LevelOf(ucs_log_level_t level) {
+  if (level <= UCS_LOG_LEVEL_ERROR) return LogLevel::kError;
+  if (level == UCS_LOG_LEVEL_WARN) return LogLevel::kWarn;
+  if (level <= UCS_LOG_LEVEL_INFO) return LogLevel::kInfo;
+  return level == UCS_LOG_LEVEL_DEBUG ? LogLevel::kDebug : LogLevel::kTrace;
 }
 
 ucs_log_func_rc_t ToOurLog(const char* file, unsigned line, const char* /*function*/,
