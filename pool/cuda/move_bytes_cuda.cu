@@ -89,7 +89,7 @@ __device__ void MovePiece(const Piece& piece, uint32_t lane) {
 
 // Warps beside each other have units beside each other, all at the same places.
 template <typename List>
-__global__ void MoveUnits(const __grid_constant__ List list) {
+__global__ void MoveUnits(const List __grid_constant__ list) {
   const uint32_t warp = blockIdx.x * kWarps + threadIdx.x / kLanes;
   const uint32_t unit = warp % list.num_units;
   const uint64_t skip = warp / list.num_units % list.slices * list.slice_bytes;

@@ -129,7 +129,8 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 // NOLINTBEGIN(bugprone-reserved-identifier)
 #define __global__
 #define __device__
-#define __grid_constant__
+// Threads share one argument, as on a GPU: `const Argument __grid_constant__ name` is a reference here.
+#define __grid_constant__ &
 #define __host__
 #define __launch_bounds__(threads, blocks)
 
@@ -192,7 +193,7 @@ cudaError_t Launch(const cudaLaunchConfig_t& config, std::function<void()> threa
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
-  std::tuple<Parameters...> values(std::forward<Arguments>(arguments)...);
+  std::tuple<std::remove_cvref_t<Parameters>...> values(std::forward<Arguments>(arguments)...);
   std::apply([](auto&... value) { (kvferry::emulated::TranslateArgument(value), ...); }, values);
   return kvferry::emulated::Launch(*config, [kernel, values] { std::apply(kernel, values); });
 }
