@@ -160,10 +160,10 @@ void Sender::Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const Lease
                DeadlineInMs(timeout_ms + kDeadlineSlackMs), chunk_bytes, ready_bytes});
   transfer->sent_bytes = transfer->credited_bytes = transfer->fetch.from_bytes;
   ChooseWay(*transfer);
+  if (transfer->plan.casts()) ++metrics_->transfers_cast;
   transfers_.emplace(id, transfer);
   turn_.push_back(std::move(transfer));
   ++metrics_->transfers_started;
-  if (transfers_.find(id)->second->plan.casts()) ++metrics_->transfers_cast;
   UpdateGauges();
 }
 

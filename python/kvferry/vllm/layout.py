@@ -119,11 +119,15 @@ def model_identity(vllm_config: VllmConfig, *, of_ranks: bool, of_bytes: bool) -
     quantization = f" quantization {model.quantization}" if model.quantization else ""
     # Both kinds of fp8 lie in tensors of bytes, which may be all that a layout knows of them.
     cache_dtype = vllm_config.cache_config.cache_dtype
-    if of_bytes and cache_dtype.startswith("fp8"):
+    if of_bytes and _is_fp8(vllm_config):
         quantization += f" KV {'fp8_e4m3' if cache_dtype == 'fp8' else cache_dtype}"
     name = os.path.basename(os.path.normpath(model.model))  # Paths differ from node to node.
     room = _MAX_MODEL_BYTES - len((revision + quantization + shard).encode())
     return name.encode()[:room].decode(errors="ignore") + revision + quantization + shard
+
+
+def _is_fp8(vllm_config: VllmConfig) -> bool:
+    return vllm_config.cache_config.cache_dtype.startswith("fp8")
 
 
 class AdoptedCache:
@@ -181,7 +185,7 @@ class AdoptedCache:
             numbers = _fp8_numbers(vllm_config, self.layer_index, len(first[1].parts))
         self.scales = numbers.scales if numbers else []
         # Whether the layout says what the bytes of a block stand for.
-        self.knows_numbers = numbers is not None or first[1].dtype != "uint8"
+        self.knows_numbers = numbers is not None or not _is_fp8(vllm_config)
         self.pool = kvferry.KvPool.adopt(
             kvferry.KvLayout(
                 num_layers=self.num_layers,
