@@ -29,6 +29,14 @@ absl::Status CheckCast(const KvTensor& tensor, DType from, DType to) {
                                                  " and ", DTypeName(to)));
 }
 
+absl::Status CheckOrderIsKnown(const KvLayout& layout) {
+  if (OrderOf(layout) != ValueOrder::kOther) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("page_format ", layout.page_format,
+                   " is an arrangement of an engine's own, which may be another one for another "
+                   "dtype: only values in pages of NHD and HND are cast"));
+}
+
 }  // namespace
 
 absl::Status CheckScales(const KvLayout& layout, std::span<const float> scales) {
@@ -61,13 +69,8 @@ bool SameDTypes(const KvLayout& one, const KvLayout& other) {
 
 absl::Status CheckCastable(const KvLayout& one, const KvLayout& other) {
   if (SameDTypes(one, other) || one.num_tensors() != other.num_tensors()) return absl::OkStatus();
-  for (const KvLayout* layout : {&one, &other}) {
-    if (OrderOf(*layout) != ValueOrder::kOther) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("page_format ", layout->page_format,
-                     " is an arrangement of an engine's own, which may be another one for another "
-                     "dtype: only values in pages of NHD and HND are cast"));
-  }
+  KVFERRY_RETURN_IF_ERROR(CheckOrderIsKnown(one));
+  KVFERRY_RETURN_IF_ERROR(CheckOrderIsKnown(other));
   for (int64_t i = 0; i < one.num_tensors(); ++i) {
     KVFERRY_RETURN_IF_ERROR(
         CheckCast(one.tensors[i], one.dtype_of(one.tensors[i]), other.dtype_of(other.tensors[i])));
@@ -76,9 +79,9 @@ absl::Status CheckCastable(const KvLayout& one, const KvLayout& other) {
 }
 
 absl::StatusOr<std::shared_ptr<const ValueCasts>> ValueCasts::Make(const KvLayout& layout,
-                                                                   std::span<const float> scales,
+                                                                   const ValueFormat& own,
                                                                    const ValueFormat& wanted) {
-  if (wanted.dtypes.empty()) return nullptr;
+  if (wanted.dtypes.empty() || wanted == own) return nullptr;
   if (static_cast<int64_t>(wanted.dtypes.size()) != layout.num_tensors()) {
     return absl::InvalidArgumentError(absl::StrCat(
         "dtypes of ", wanted.dtypes.size(), " tensors asked of pages of ", layout.num_tensors()));
@@ -92,17 +95,14 @@ absl::StatusOr<std::shared_ptr<const ValueCasts>> ValueCasts::Make(const KvLayou
     const bool numbers = CastBetween(from, to) != nullptr;
     for (int64_t layer = 0; layer < layout.num_layers; ++layer) {
       const int64_t buffer = layout.buffer_index(layer, tensor);
-      const Cast cast{from, to, numbers ? ScaleOf(scales, buffer) : 1,
+      const Cast cast{from, to, numbers ? ScaleOf(own.scales, buffer) : 1,
                       numbers ? ScaleOf(wanted.scales, buffer) : 1};
       any |= cast.from != cast.to || cast.from_scale != cast.to_scale;
       casts.push_back(cast);
     }
   }
   if (!any) return nullptr;
-  if (OrderOf(layout) == ValueOrder::kOther) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("values of pages of page_format ", layout.page_format, " are not cast"));
-  }
+  KVFERRY_RETURN_IF_ERROR(CheckOrderIsKnown(layout));
   return std::shared_ptr<const ValueCasts>(new ValueCasts(std::move(casts)));
 }
 

@@ -40,11 +40,12 @@ absl::Status CheckCastable(const KvLayout& one, const KvLayout& other);
 // Of what pages hold, the values as another side has them. Immutable and thread-safe.
 class ValueCasts {
  public:
-  // From pages of that layout, whose scales CheckScales() has passed. Null: bytes can move as they are.
+  // From pages of that layout, whose values are `own` (CheckScales() has passed its scales; its dtypes are the
+  // layout's or none). Null: bytes can move as they are.
   // INVALID_ARGUMENT, naming what is wrong, when `wanted` does not have the layout's number of tensors or
   // buffers, has a scale that is none, or a dtype that there is no cast to.
   static absl::StatusOr<std::shared_ptr<const ValueCasts>> Make(const KvLayout& layout,
-                                                                std::span<const float> scales,
+                                                                const ValueFormat& own,
                                                                 const ValueFormat& wanted);
 
   // What `own_bytes` of that buffer become.

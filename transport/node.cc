@@ -86,12 +86,12 @@ absl::Status NodeImpl::Init() {
                                      config.network_path == "auto");
   const MachineTraits machine{chooses ? MeasuredCopyCosts() : CopyCosts{},
                               std::max(1U, std::thread::hardware_concurrency())};
-  sender_ = std::make_unique<Sender>(config, options_.pool, options_.source, arena_.get(), this,
-                                     &metrics_, machine, options_.heads, options_.scales);
-  KVFERRY_ASSIGN_OR_RETURN(copy_threads_, ThreadPool::Create(config.copy_threads - 1));
-  KVFERRY_ASSIGN_OR_RETURN(lane_copies_, ThreadPool::Create(0));
   ValueFormat values;
   if (options_.casts_values) values = ValueFormatOf(options_.pool->layout(), options_.scales);
+  sender_ = std::make_unique<Sender>(config, options_.pool, options_.source, arena_.get(), this,
+                                     &metrics_, machine, options_.heads, values);
+  KVFERRY_ASSIGN_OR_RETURN(copy_threads_, ThreadPool::Create(config.copy_threads - 1));
+  KVFERRY_ASSIGN_OR_RETURN(lane_copies_, ThreadPool::Create(0));
   receiver_ =
       std::make_unique<Receiver>(config, copy_threads_.get(), this, &metrics_, std::move(values));
   calls_ = std::make_unique<Calls>(config, options_.handler, this, &metrics_);

@@ -29,11 +29,11 @@ PathModel::Work WorkOf(const StreamPlan& plan) {
 
 Sender::Sender(const Config& config, std::shared_ptr<const KvPool> pool, FetchSource* source,
                Arena* arena, Outbox* outbox, Metrics* metrics, const MachineTraits& machine,
-               HeadShare heads, std::vector<float> scales)
+               HeadShare heads, ValueFormat values)
     : config_(config),
       pool_(std::move(pool)),
       heads_(heads),
-      scales_(std::move(scales)),
+      values_(std::move(values)),
       source_(source),
       arena_(arena),
       outbox_(outbox),
@@ -130,7 +130,7 @@ absl::StatusOr<StreamPlan> Sender::PlanFor(const FetchMsg& fetch,
     tail = {const_cast<std::byte*>(leased.tail->data()), tail_bytes, leased.tail};
   }
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<const ValueCasts> casts,
-                           ValueCasts::Make(pool_->layout(), scales_, fetch.values));
+                           ValueCasts::Make(pool_->layout(), values_, fetch.values));
   return StreamPlan::CreateIn(fetch.form, pool_, leased.pages, fetch.positions, std::move(tail),
                               heads, std::move(casts));
 }

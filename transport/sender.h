@@ -46,7 +46,7 @@ class Sender {
   // All pointers outlive the sender; `source` may be null: then every fetch is refused.
   Sender(const Config& config, std::shared_ptr<const KvPool> pool, FetchSource* source,
          Arena* arena, Outbox* outbox, Metrics* metrics, const MachineTraits& machine = {},
-         HeadShare heads = {}, std::vector<float> scales = {});
+         HeadShare heads = {}, ValueFormat values = {});
   // Lets peers read from afar what the guards guard. They outlive the sender.
   void UseGuards(Guards* guards) { guards_ = guards; }
 
@@ -169,8 +169,8 @@ class Sender {
 
   const Config& config_;
   const std::shared_ptr<const KvPool> pool_;
-  const HeadShare heads_;            // What the pool holds.
-  const std::vector<float> scales_;  // Of its buffers; none: 1.
+  const HeadShare heads_;     // What the pool holds.
+  const ValueFormat values_;  // And what its bytes stand for.
   FetchSource* const source_;
   Arena* const arena_;
   Outbox* const outbox_;

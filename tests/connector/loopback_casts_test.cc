@@ -58,7 +58,6 @@ class Pages {
   Pages(const Side& side, int64_t num_pages, uint64_t seed)
       : side_(side), pool_(MakePatternPool(side.layout(), num_pages, seed)) {}
 
-  const Side& side() const { return side_; }
   const std::shared_ptr<KvPool>& pool() const { return pool_; }
   // What is in one page of one buffer now.
   std::vector<std::byte> Page(int64_t buffer, int64_t page) const {

@@ -38,7 +38,7 @@ float RandomScale(std::mt19937_64& random) {
 
 class CastsOfValues : public testing::TestWithParam<std::tuple<DType, DType>> {
  protected:
-  // All items of a buffer, cast; `into` is what they are cast to.
+  // All items of a buffer, cast.
   std::vector<std::byte> Cast(int64_t buffer, const PageRuns& items) const {
     const BufferInfo& from = pool_->buffer_infos()[buffer];
     std::vector<std::byte> packed(items.num_pages() * casts_->Bytes(buffer, from.item_bytes));
@@ -89,7 +89,7 @@ TEST_P(CastsOfValues, WindowsAgainstTheDefinitionOfTheFormats) {
       scales_.push_back(RandomScale(random));
       wanted_.scales.push_back(RandomScale(random));
     }
-    casts_ = Must(ValueCasts::Make(layout_, scales_, wanted_));
+    casts_ = Must(ValueCasts::Make(layout_, ValueFormatOf(layout_, scales_), wanted_));
     ASSERT_NE(casts_, nullptr);
     const std::string shape = std::vector<std::string>{"seq", "runs8", "rand"}[random() % 3];
     const PageRuns items =
@@ -133,7 +133,7 @@ TEST(ValueCasts, NoneWhereBytesMoveAsTheyAre) {
   const KvLayout layout = TwoTensors(DType::kFloat8E4M3, DType::kUint8);
   const std::vector<float> twos(4, 2), ones(4, 1);
   const auto none = [&](const std::vector<float>& scales, const ValueFormat& wanted) {
-    return Must(ValueCasts::Make(layout, scales, wanted)) == nullptr;
+    return Must(ValueCasts::Make(layout, ValueFormatOf(layout, scales), wanted)) == nullptr;
   };
   const ValueFormat same = ValueFormatOf(layout, {});
   EXPECT_TRUE(none({}, {}));

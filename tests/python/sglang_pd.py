@@ -252,10 +252,10 @@ def make_ranks():
             rank.close()
 
 
-def make_sides(make, sizes, kind: str = "mha") -> list[list[RankOf]]:
+def make_sides(make, sizes, kind: str = "mha", **changes) -> list[list[RankOf]]:
     """All ranks of a prefill and of a decode server of these sizes."""
     return [
-        [make(mode, rank, size, kind=kind) for rank in range(size)]
+        [make(mode, rank, size, kind=kind, **changes) for rank in range(size)]
         for mode, size in zip(("prefill", "decode"), sizes, strict=True)
     ]
 
@@ -310,6 +310,17 @@ class Transfer:
                 it.failure_exception()
             reasons.append(error.value.failure_reason)
         return reasons
+
+
+def failed(transfer: Transfer) -> str:
+    """Waits until it has, on both sides, with nothing left; says why."""
+    wait_status(transfer.receivers, KVPoll.Failed)
+    wait_status(transfer.senders, KVPoll.Failed)
+    reasons = transfer.reasons()
+    for rank in transfer.prefill:
+        for publisher in rank.manager._publishers:
+            assert publisher.metrics()["leases_live"] == 0
+    return reasons[0]
 
 
 def whole(prefill, decode, source, target, chunks=1, **more):

@@ -17,9 +17,9 @@ from sglang_pd import (  # noqa: E402
     Transfer,
     check_pages,
     copies,
+    failed,
     make_ranks,
     make_sides,
-    wait_status,
     whole,
 )
 
@@ -128,16 +128,6 @@ def test_indexers_with_other_numbers_of_ranks(make, sizes):
     whole(prefill, decode, SOURCE, TARGET, states=both)
     for it, old in zip(decode, before, strict=True):
         check_states("dsa", prefill[0], it, old, ROWS, TARGET_ROWS)
-
-
-def failed(transfer):
-    wait_status(transfer.receivers, KVPoll.Failed)
-    wait_status(transfer.senders, KVPoll.Failed)
-    reasons = transfer.reasons()
-    for rank in transfer.prefill:
-        for publisher in rank.manager._publishers:
-            assert publisher.metrics()["leases_live"] == 0
-    return reasons[0]
 
 
 def test_linear_attention_with_other_numbers_of_ranks_fails(make):

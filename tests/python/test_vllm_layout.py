@@ -142,11 +142,11 @@ def test_windows_are_known_by_group():
             check_store_supported(vllm_config(), KVConnectorRole.SCHEDULER, it)
 
 
-def fp8_numbers(cache_dtype: str, scales: dict[str, tuple], parts: int, **changes):
+def fp8_numbers(cache_dtype: str, scales: dict[str, tuple], parts: int, use_mla: bool = False):
     """scales: of K and V, by layer. Those of one name but for what follows a dot share a cache."""
     config = SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
-        model_config=SimpleNamespace(use_mla=changes.get("use_mla", False)),
+        model_config=SimpleNamespace(use_mla=use_mla),
         compilation_config=SimpleNamespace(
             static_forward_context={
                 name: SimpleNamespace(_k_scale_float=k, _v_scale_float=v)

@@ -17,6 +17,13 @@ absl::StatusOr<Message> Decode(const std::string& bytes) {
   return DecodeMessage(std::as_bytes(std::span(bytes)));
 }
 
+FetchMsg ShortestFetch() {
+  FetchMsg message;
+  message.transfer_id = message.lease_id = 1;
+  message.timeout_ms = message.window_bytes = message.chunk_bytes = 1;
+  return message;
+}
+
 // Packs a ping by hand, so that one thing can be added or changed.
 class HandMade {
  public:
@@ -172,9 +179,7 @@ TEST(Codec, HeadsAndReadersThatCannotBe) {
   EXPECT_TRUE(Fails(done(0, 65), absl::StatusCode::kInvalidArgument, "'readers' is 65"));
   EXPECT_TRUE(Fails(done(UINT64_MAX, 64), absl::StatusCode::kInvalidArgument, "'reader'"));
   const auto fetch = [](HeadRange heads) {
-    FetchMsg message;
-    message.transfer_id = message.lease_id = 1;
-    message.timeout_ms = message.window_bytes = message.chunk_bytes = 1;
+    FetchMsg message = ShortestFetch();
     message.heads = heads;
     return Decode(EncodeMessage({1, 2, message})).status();
   };
@@ -186,9 +191,7 @@ TEST(Codec, HeadsAndReadersThatCannotBe) {
 
 TEST(Codec, FormsThatCannotBe) {
   const auto fetch = [](const PageForm& form) {
-    FetchMsg message;
-    message.transfer_id = message.lease_id = 1;
-    message.timeout_ms = message.window_bytes = message.chunk_bytes = 1;
+    FetchMsg message = ShortestFetch();
     message.form = form;
     return EncodeMessage({1, 2, message});
   };
@@ -211,9 +214,7 @@ TEST(Codec, FormsThatCannotBe) {
 
 TEST(Codec, ValuesThatCannotBe) {
   const auto with = [](const ValueFormat& values) {
-    FetchMsg message;
-    message.transfer_id = message.lease_id = 1;
-    message.timeout_ms = message.window_bytes = message.chunk_bytes = 1;
+    FetchMsg message = ShortestFetch();
     message.values = values;
     return EncodeMessage({1, 2, message});
   };

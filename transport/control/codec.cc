@@ -338,12 +338,15 @@ class Reader {
   absl::Status status_;
 };
 
-DType ReadDType(Reader& reader) {
-  const std::string name = reader.Text("dtype", KvLayout::kMaxNameBytes);
+DType DTypeNamed(Reader& reader, absl::string_view name) {
   const absl::StatusOr<DType> dtype = ParseDType(name);
   if (dtype.ok()) return *dtype;
   reader.Fail(dtype.status().message());
   return DType::kUint8;
+}
+
+DType ReadDType(Reader& reader) {
+  return DTypeNamed(reader, reader.Text("dtype", KvLayout::kMaxNameBytes));
 }
 
 KvTensor ReadTensor(Reader& reader) {
@@ -499,15 +502,11 @@ PageForm ReadForm(Reader& reader) {
 std::vector<DType> ReadDTypes(Reader& reader) {
   std::vector<DType> dtypes;
   for (const Object& entry : reader.Array("dtypes", KvLayout::kMaxTensors)) {
-    const bool text = entry.type == msgpack::type::STR;
-    const absl::StatusOr<DType> dtype =
-        text ? ParseDType(absl::string_view(entry.via.str.ptr, entry.via.str.size))
-             : absl::InvalidArgumentError("'dtypes' has the wrong type");
-    if (!dtype.ok()) {
-      reader.Fail(dtype.status().message());
+    if (entry.type != msgpack::type::STR) {
+      reader.Fail("'dtypes' has the wrong type");
       return {};
     }
-    dtypes.push_back(*dtype);
+    dtypes.push_back(DTypeNamed(reader, {entry.via.str.ptr, entry.via.str.size}));
   }
   return dtypes;
 }
