@@ -30,7 +30,7 @@ from workload import SHAPES, choose_pages, format_runs
 # By the name of their rows: a request of 4,096 tokens takes 512 MiB in either.
 PAGES = {"32KiB": (SHAPES["llama8b-p16"], 16), "2KiB": (SHAPES["llama8b-p1"], 1)}
 PATHS = {"host": "auto", "tcp": "network"}  # Config's same_host_path.
-PLACES = ("host-host", "device-device", "device-host")
+PLACES = ("host-host", "device-device", "device-host", "host-device")
 NIXL = {"read": "NIXL READ", "write": "NIXL WRITE"}  # Its operations, as paths of rows.
 NIXL_PLACES = ("host-host", "device-device")
 PLAIN = ("device_to_device", "to_host", "to_device")

@@ -59,6 +59,9 @@ absl::StatusOr<Probe> MakeProbe() {
   KVFERRY_RETURN_IF_ERROR(
       CudaStatus(cudaMemcpy(memory, bytes.data(), kProbedBytes, cudaMemcpyHostToDevice),
                  "cuda memory: bytes to be probed"));
+  // cudaMemcpy may return before what was pageable is there.
+  KVFERRY_RETURN_IF_ERROR(
+      CudaStatus(cudaStreamSynchronize(nullptr), "cuda memory: bytes to be probed"));
   Probe probe{.hash = Xxh3(std::as_bytes(std::span(bytes)))};
   KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaIpcGetMemHandle(&probe.allocation, memory),
                                      "cuda memory: sharing it with other processes"));

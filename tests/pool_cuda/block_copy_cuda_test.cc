@@ -36,9 +36,7 @@ struct Cache {
   void Fill(std::mt19937_64& random) const {
     std::generate_n(begin(*model), model->bytes(),
                     [&] { return static_cast<std::byte>(random()); });
-    EXPECT_EQ(cudaMemcpy(begin(*real), begin(*model), static_cast<size_t>(model->bytes()),
-                         cudaMemcpyDefault),
-              cudaSuccess);
+    CopyToDevice(begin(*real), begin(*model), static_cast<size_t>(model->bytes()));
   }
   bool Agrees() const {
     std::vector<std::byte> bytes(static_cast<size_t>(real->bytes()));

@@ -24,7 +24,7 @@ inline MemoryBackend CudaBackend() {
             return host;
           },
           [](std::byte* at, std::span<const std::byte> bytes) {
-            EXPECT_EQ(cudaMemcpy(at, bytes.data(), bytes.size(), cudaMemcpyDefault), cudaSuccess);
+            CopyToDevice(at, bytes.data(), bytes.size());
           },
           /*slow=*/true};
 }

@@ -320,7 +320,7 @@ TEST_F(CudaMemories, ListsOfAnyLengthMoveApart) {
   for (const int64_t count : {1, 128, 129, 512, 513, 1815, 1816, 1817, 3632, 4000}) {
     std::vector<std::byte> want = RandomBytes(2 * kMost * kItem);
     const auto bytes = want.size();
-    ASSERT_EQ(cudaMemcpy(there, want.data(), bytes, cudaMemcpyDefault), cudaSuccess);
+    CopyToDevice(there, want.data(), bytes);
     std::vector<BytesMove> moves;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t from = i * kItem, to = (2 * kMost - 1 - i) * kItem;

@@ -22,6 +22,13 @@ inline std::string MissingDevice() {
   return none ? "this machine has no CUDA device" : "";
 }
 
+// Also for who looks at it from another stream than the default one: cudaMemcpy from memory that is not
+// pinned may return before the bytes are there.
+inline void CopyToDevice(void* to, const void* from, size_t bytes) {
+  EXPECT_EQ(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), cudaSuccess);
+  EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
+}
+
 // A test that is skipped without a GPU, and has random numbers of its own.
 class DeviceTest : public testing::Test {
  protected:
@@ -47,7 +54,7 @@ class DeviceBytes {
   explicit DeviceBytes(std::span<const std::byte> host)
       : offset_(reinterpret_cast<uintptr_t>(host.data()) % 16), bytes_(host.size()) {
     EXPECT_EQ(cudaMalloc(&pointer_, bytes_ + 16), cudaSuccess);
-    EXPECT_EQ(cudaMemcpy(data(), host.data(), bytes_, cudaMemcpyHostToDevice), cudaSuccess);
+    CopyToDevice(data(), host.data(), bytes_);
   }
   template <typename T>
   explicit DeviceBytes(const std::vector<T>& host) : DeviceBytes(std::as_bytes(std::span(host))) {}

@@ -334,8 +334,10 @@ class Machine {
     CheckReach(to);
     CheckReach(from);
     const bool from_pageable = !*from_device && !IsPinned(from);
-    if (from_pageable && !waits && *to_device) {
-      // Is read before the call returns, and may be gone when its bytes are written.
+    if (from_pageable && *to_device) {
+      // Is read before the call returns, and may be gone when its bytes are written: cudaMemcpy, too, may
+      // return once it has read them.
+      if (waits) Drain(Of(stream));
       const auto* first = static_cast<const std::byte*>(from);
       Of(stream)->work.emplace_back(
           [this, to, staged = std::vector<std::byte>(first, first + bytes)] {

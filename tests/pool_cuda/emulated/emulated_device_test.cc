@@ -99,6 +99,13 @@ TEST_F(EmulatedDevice, AStreamIsWorkedOffWhenSomebodyWaits) {
   ASSERT_EQ(cudaMemcpyAsync(pinned_, memory_, 1, cudaMemcpyDefault, nullptr), cudaSuccess);
   Wait();
   EXPECT_EQ(pinned_[0], std::byte{8});
+  // Also by the copy that is said to wait: it may return before it has written.
+  plain = std::byte{10};
+  ASSERT_EQ(cudaMemcpy(memory_, &plain, 1, cudaMemcpyDefault), cudaSuccess);
+  Run(1, &Copy<std::byte>, memory_, pinned_);
+  EXPECT_EQ(pinned_[0], std::byte{8});
+  Wait();
+  EXPECT_EQ(pinned_[0], std::byte{10});
 }
 
 TEST_F(EmulatedDevice, OtherStreamsWaitForNobody) {
