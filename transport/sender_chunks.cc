@@ -28,6 +28,11 @@ constexpr int64_t kMaxBytesOfATurn = 4 << 20;
 // them got 0.9 of as much when a turn was one chunk of 512 KiB (measured).
 constexpr int64_t kMinBytesOfATurn = 1 << 20;
 
+// Layers that go together in one chunk: each would take a device longer to begin with than to move. With
+// more of them the two sides would work one after the other (measured: 2 MB in 32 layers out of an H200
+// and into one take 0.7 to 0.8 of the time over TCP, with 1 MiB 0.8 to 0.9, on hosts the same and longer).
+constexpr int64_t kMaxBytesOfLayers = 256 << 10;
+
 using Filled = absl::StatusOr<std::span<const std::byte>>;
 
 template <typename Entry>
@@ -53,11 +58,12 @@ bool Sender::PumpOne(const TransferPtr& transfer, int64_t peer_share) {
 
 bool Sender::SendNext(const TransferPtr& transfer, int64_t peer_share) {
   const bool in_place = ReadWhereTheyLie(*transfer);
-  // A gathered chunk never leaves its layer, so that a layer's end never waits for the next layer's
-  // chunk. One that is read in place has nobody work on it here.
-  const int64_t segment_end =
-      in_place ? transfer->plan.pages_bytes() : transfer->plan.SegmentEnd(transfer->sent_bytes);
-  const int64_t end = std::min(segment_end, transfer->ready_bytes);
+  // A gathered chunk leaves its layer for whole short ones only, so that a layer's end seldom waits for
+  // what is behind it. One that is read in place has nobody work on it here.
+  const int64_t most = std::min(transfer->chunk_bytes, kMaxBytesOfLayers);
+  const int64_t layers_end = in_place ? transfer->plan.pages_bytes()
+                                      : transfer->plan.LayersEnd(transfer->sent_bytes, most);
+  const int64_t end = std::min(layers_end, transfer->ready_bytes);
   const int64_t left = end - transfer->sent_bytes;
   const int64_t bytes =
       in_place ? MaxBytesInPlace(*transfer, left) : std::min(transfer->chunk_bytes, left);

@@ -169,8 +169,10 @@ int64_t StreamPlan::mean_piece_bytes() const {
   return std::max<int64_t>(1, pieces == 0 ? layer_bytes_ : layer_bytes_ / pieces);
 }
 
-int64_t StreamPlan::SegmentEnd(int64_t offset) const {
-  return offset >= pages_bytes() ? total_bytes() : (offset / layer_bytes_ + 1) * layer_bytes_;
+int64_t StreamPlan::LayersEnd(int64_t offset, int64_t most) const {
+  if (offset >= pages_bytes() || most >= total_bytes() - offset) return total_bytes();
+  const int64_t layers = std::min((offset + most) / layer_bytes_, num_layers());
+  return std::max(layers, offset / layer_bytes_ + 1) * layer_bytes_;
 }
 
 int64_t StreamPlan::TensorBytes(int64_t index) const {

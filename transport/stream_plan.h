@@ -69,8 +69,9 @@ class StreamPlan {
   int64_t LayersIn(int64_t bytes) const;
   // How much of the stream the first `layers` layers are; all of it for all layers.
   int64_t BytesOfLayers(int64_t layers) const;
-  // Where the layer, or the tail, ends that `offset` lies in.
-  int64_t SegmentEnd(int64_t offset) const;
+  // Where the last layer, or the tail, ends of those that end within `most` bytes from `offset` on; of the
+  // one that `offset` lies in, if none does.
+  int64_t LayersEnd(int64_t offset, int64_t most) const;
   // Where the tensor ends that `offset`, which lies in pages, lies in.
   int64_t TensorEnd(int64_t offset) const;
   // The tensors from `offset` on that the next `bytes` hold whole, `most` of them or fewer; none where no

@@ -84,7 +84,7 @@ TEST_F(SenderAlone, ValuesOfAnotherFormat) {
   EXPECT_EQ(leases_.num_live(), 1);
 }
 
-TEST_F(SenderAlone, NoChunkSpansTwoLayersOrRunsAheadOfWhatIsReady) {
+TEST_F(SenderAlone, NoChunkRunsAheadOfWhatIsReady) {
   Publish(2, {1, 2, 3}, 0);
   sender_.OnFetch(kPeer, kLink, Ask(1, 2, 3));
   const int64_t layer_bytes = 3 * SmallLayout().layer_page_bytes();
@@ -97,6 +97,33 @@ TEST_F(SenderAlone, NoChunkSpansTwoLayersOrRunsAheadOfWhatIsReady) {
   for (const SentChunk& chunk : wire().chunks) {
     const auto offset = static_cast<int64_t>(chunk.header.offset);
     EXPECT_EQ(offset / layer_bytes, (offset + chunk.header.bytes - 1) / layer_bytes);
+  }
+}
+
+// Whole ones, as many as a chunk has room for.
+TEST_F(SenderAlone, ShortLayersGoTogether) {
+  const int64_t layer_bytes = SmallLayout().layer_page_bytes();
+  Config config = MakeConfig();
+  config.chunk_bytes = 8 * layer_bytes;
+  const auto arena = Must(Arena::Create(config.arena_bytes, config.chunk_bytes));
+  Sender sender(config, pool_, &leases_, arena.get(), &outbox_, &metrics_);
+  for (const int64_t together : {1, 2, 3, 4}) {
+    Publish(10 + together, {7}, 4);
+    FetchMsg fetch = Ask(10 + together, 10 + together, 1);
+    fetch.chunk_bytes = together * layer_bytes + layer_bytes / 2;
+    sender.OnFetch(kPeer, kLink, fetch);
+    while (sender.Pump()) {
+    }
+    EXPECT_EQ(Sent(10 + together), Want({7}));
+    std::vector<int64_t> layers;
+    for (const SentChunk& chunk : wire().chunks) {
+      if (chunk.header.transfer_id == fetch.transfer_id) {
+        layers.push_back(chunk.header.bytes / layer_bytes);
+        EXPECT_EQ(chunk.header.bytes % layer_bytes, 0);
+      }
+    }
+    const std::vector<std::vector<int64_t>> want = {{1, 1, 1, 1}, {2, 2}, {3, 1}, {4}};
+    EXPECT_EQ(layers, want[together - 1]);
   }
 }
 

@@ -66,8 +66,15 @@ void ExpectLayers(const StreamPlan& plan, int64_t page_bytes, int64_t total) {
     while (layers < plan.num_layers() && (layers + 1) * plan.layer_bytes() <= bytes) ++layers;
     ASSERT_EQ(plan.LayersIn(bytes), layers) << bytes;
     if (bytes == total) break;
-    ASSERT_EQ(plan.SegmentEnd(bytes),
-              bytes >= page_bytes ? total : (layers + 1) * plan.layer_bytes());
+    const int64_t own_end = bytes >= page_bytes ? total : (layers + 1) * plan.layer_bytes();
+    for (const int64_t most : {int64_t{1}, plan.layer_bytes(), 2 * plan.layer_bytes() + 1, total}) {
+      int64_t end = own_end;
+      while (end < page_bytes && end + plan.layer_bytes() <= bytes + most) {
+        end += plan.layer_bytes();
+      }
+      if (bytes + most >= total) end = total;
+      ASSERT_EQ(plan.LayersEnd(bytes, most), end) << bytes << " " << most;
+    }
   }
   ASSERT_EQ(plan.BytesOfLayers(plan.num_layers() - 1), page_bytes - plan.layer_bytes());
   ASSERT_EQ(plan.BytesOfLayers(plan.num_layers()), total);  // The tail needs all of them.
