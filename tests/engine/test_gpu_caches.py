@@ -132,7 +132,9 @@ def test_answers_are_those_of_one_engine(pair: Pair, case: Case):
     alone = {"prefill": pair.prefill, "decode": pair.decode}[case.like]
     expected = [alone.generate(prompt, ANSWER, ignore_eos=True) for prompt in prompts]
     assert len({tuple(answer.tokens) for answer in expected}) == PROMPTS
-    answers = [pair.answer(prompt, ANSWER, ignore_eos=True) for prompt in prompts]
+    # The last one at once: it is named by its tokens, and what it is called hangs on no block size.
+    answers = [pair.answer(prompt, ANSWER, ignore_eos=True) for prompt in prompts[:-1]]
+    answers.append(pair.answer_at_once(prompts[-1], ANSWER, ignore_eos=True))
     counts = agree(answers, expected)
     if case.same:
         assert counts == [ANSWER] * PROMPTS

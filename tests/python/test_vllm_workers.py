@@ -594,9 +594,9 @@ def test_an_engine_with_blocks_of_another_size_and_order(
     decode = DecodeWorker(target, config, "m", "d", trace, TransferStats())
     address = prefill.address().address
 
-    def load(lease_id: int, num_blocks: int) -> set[int]:
+    def load(lease_id: int, num_blocks: int, num_pages: int = 3) -> set[int]:
         ticket = kvferry.Ticket(
-            address=address, epoch=0, lease_id=lease_id, num_pages=3, num_tokens=11
+            address=address, epoch=0, lease_id=lease_id, num_pages=num_pages, num_tokens=11
         )
         decode.load([Load("d", [LoadPart([str(ticket)], 0, blocks, num_blocks)], 0, 11)])
 
@@ -608,7 +608,7 @@ def test_an_engine_with_blocks_of_another_size_and_order(
         return decode.take_missing_blocks()
 
     try:
-        prefill.publish([Publication("p", lease, [5, 2, 6], 11) for lease in (101, 102)])
+        prefill.publish([Publication("p", lease, [5, 2, 6], 11) for lease in (101, 102, 103)])
         random = np.random.default_rng(1)
         for layer in range(LAYERS):
             for block in [5, 2, 6]:
@@ -619,10 +619,15 @@ def test_an_engine_with_blocks_of_another_size_and_order(
         prefill.step_saved()
         # As if the ticket counted this engine's blocks.
         assert load(101, len(blocks)) == set(blocks)
-        assert load(102, 3) == set()
-        for layer in range(LAYERS):
-            got, want = by_token(target, layer, blocks), by_token(source, layer, [5, 2, 6])
-            assert (got[:11] == want[:11]).all() and want.all()
+        # The second as of a request that both engines were given, which know their own blocks.
+        for lease, count in ((102, 3), (103, len(blocks))):
+            for layer in range(LAYERS):
+                for block in blocks:
+                    target.pool.page(layer, 0, block)[:] = 0
+            assert load(lease, count, count) == set()
+            for layer in range(LAYERS):
+                got, want = by_token(target, layer, blocks), by_token(source, layer, [5, 2, 6])
+                assert (got[:11] == want[:11]).all() and want.all()
         wait_for(lambda: prefill.take_finished({"p"}) == {"p"})
     finally:
         decode.close()

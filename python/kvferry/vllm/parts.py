@@ -2,8 +2,8 @@
 
 A router that gives a request to both engines at once has no tickets to carry. It draws a
 transfer_id instead, and each engine works out by itself how the prompt is cut and under which lease
-each part goes. The names hold the prompt's tokens: engines that were given different prompts, or
-that have another block size, do not find each other's parts.
+each part goes. The names hold the prompt's tokens: engines that were given different prompts do not
+find each other's parts. Their blocks may be of different sizes if both of them divide a part.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _MAX_ID_CHARACTERS = 128
 _PART_TOKENS = 1024
 _MAX_PARTS = 64
 # Whatever changes the names or the cuts changes this too.
-_VERSION = b"kvferry-parts-1"
+_VERSION = b"kvferry-parts-2"
 
 
 class Part(NamedTuple):
@@ -69,12 +69,19 @@ def cut(
     transfer_id: str, tokens: Sequence[int], block_size: int, windows: Windows = (None,)
 ) -> list[Part]:
     """A prompt's parts, in the order in which they are computed: whole blocks of _PART_TOKENS, or
-    more, and what is left. Of a group with a window one: what is left of it at the end."""
+    more, and what is left. Of a group with a window one: what is left of it at the end.
+
+    Engines cut alike that have the same block size, or, without windows, sizes that divide
+    _PART_TOKENS.
+    """
     num_tokens = len(tokens)
-    blocks = cdiv(max(_PART_TOKENS, cdiv(num_tokens, _MAX_PARTS)), block_size)
+    any_size = not in_groups(windows) and _PART_TOKENS % block_size == 0
+    unit = _PART_TOKENS if any_size else block_size
+    least = max(_PART_TOKENS, cdiv(num_tokens, _MAX_PARTS))
+    blocks = cdiv(least, unit) * unit // block_size
     end_block = cdiv(num_tokens, block_size)
     prompt = hashlib.sha256(_VERSION)
-    prompt.update(struct.pack("<qq", block_size, len(transfer_id)))
+    prompt.update(struct.pack("<qq", unit, len(transfer_id)))
     prompt.update(transfer_id.encode())
     prompt.update(array("q", tokens).tobytes())
     parts = []
@@ -86,11 +93,12 @@ def cut(
         for first in range(begin, end_block, blocks if window is None else end_block):
             end = end_block if window is not None else min(first + blocks, end_block)
             end_token = min(end * block_size, num_tokens)
-            parts.append(Part(_lease_id(name, first), first, end, end_token, group))
+            lease_id = _lease_id(name, first * block_size)
+            parts.append(Part(lease_id, first, end, end_token, group))
     return sorted(parts, key=lambda part: part.end_token)
 
 
-def _lease_id(name: "hashlib._Hash", begins: int) -> int:
+def _lease_id(name: "hashlib._Hash", first_token: int) -> int:
     part_name = name.copy()
-    part_name.update(struct.pack("<q", begins))
+    part_name.update(struct.pack("<q", first_token))
     return int.from_bytes(part_name.digest()[:8], "little") or 1  # 0 is no lease.
