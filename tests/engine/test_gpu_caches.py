@@ -41,8 +41,8 @@ PROMPTS, ANSWER = 8, 12
 
 
 class Case(NamedTuple):
-    """What the engines are given beside ENGINE, and whose answers, without a transfer, those of the
-    pair are like. From that one on which they round as they do, the pair's are the same."""
+    """What the engines are given beside ENGINE, and which of them has, alone, the answers of the
+    pair: the same, or, where the two round otherwise, the same first tokens but for one."""
 
     prefill: dict[str, Any] = {}
     decode: dict[str, Any] = {}
@@ -58,6 +58,15 @@ class Case(NamedTuple):
 # One layer, whose KV hangs on the tokens alone: the decode engine would have computed the same.
 SHALLOW: dict[str, Any] = {"config": {"num_hidden_layers": 1}}
 COMPILED = {"enforce_eager": False}
+INTO_FP8 = Case({}, FP8, like="decode", kv_bytes=2 * HEADS * HEAD_DIM, **SHALLOW)
+LATENTS = Case(
+    LATENT_ENGINE,
+    LATENT_ENGINE,
+    same=False,
+    kind="DeepseekV2",
+    config=LATENT,
+    kv_bytes=(512 + 64) * 2,
+)
 CASES = {
     "other_blocks": Case({"block_size": 64}),
     "longer_blocks": Case({}, {"block_size": 64}),
@@ -65,32 +74,13 @@ CASES = {
     "other_order_and_blocks": Case({"block_size": 32}, environments={"decode": NHD}),
     "compiled": Case(COMPILED, COMPILED),
     "fp8": Case(FP8, FP8, kv_bytes=2 * HEADS * HEAD_DIM),
-    "into_fp8": Case({}, FP8, like="decode", kv_bytes=2 * HEADS * HEAD_DIM, **SHALLOW),
-    "into_fp8_of_other_blocks": Case(
-        {"block_size": 64},
-        FP8,
-        environments={"prefill": NHD},
-        like="decode",
-        kv_bytes=2 * HEADS * HEAD_DIM,
-        **SHALLOW,
+    "into_fp8": INTO_FP8,
+    "into_fp8_of_other_blocks": INTO_FP8._replace(
+        prefill={"block_size": 64}, environments={"prefill": NHD}
     ),
     "out_of_fp8": Case(FP8, {}, same=False, **SHALLOW),
-    "latent": Case(
-        LATENT_ENGINE,
-        LATENT_ENGINE,
-        same=False,
-        kind="DeepseekV2",
-        config=LATENT,
-        kv_bytes=(512 + 64) * 2,
-    ),
-    "latent_of_other_blocks": Case(
-        LATENT_ENGINE | {"block_size": 64},
-        LATENT_ENGINE,
-        same=False,
-        kind="DeepseekV2",
-        config=LATENT,
-        kv_bytes=(512 + 64) * 2,
-    ),
+    "latent": LATENTS,
+    "latent_of_other_blocks": LATENTS._replace(prefill=LATENT_ENGINE | {"block_size": 64}),
 }
 
 
@@ -129,7 +119,7 @@ def agree(answers: list[Answer], expected: list[Answer]) -> list[int]:
 def test_answers_are_those_of_one_engine(pair: Pair, case: Case):
     words = pair.prefill.tokenize(QUESTION * 20)
     prompts = [words[start : start + 20 + 33 * start] for start in range(PROMPTS)]
-    alone = {"prefill": pair.prefill, "decode": pair.decode}[case.like]
+    alone = getattr(pair, case.like)
     expected = [alone.generate(prompt, ANSWER, ignore_eos=True) for prompt in prompts]
     assert len({tuple(answer.tokens) for answer in expected}) == PROMPTS
     # The last one at once: it is named by its tokens, and what it is called hangs on no block size.
