@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/slab.h"
+#include "base/status.h"
 #include "pool/block_quant.h"
 #include "pool/token_copy.h"
 
@@ -52,6 +53,12 @@ std::vector<BytesMove> MovesOf(std::span<const ItemsMove> items,
     }
   }
   return moves;
+}
+
+absl::StatusOr<std::shared_ptr<const MovesUnderWay>> PoolMemory::BeginMoveApart(
+    std::span<const BytesMove> moves) const {
+  KVFERRY_RETURN_IF_ERROR(MoveApart(moves));
+  return nullptr;
 }
 
 absl::Status PoolMemory::MoveItemsApart(std::span<const ItemsMove> items,

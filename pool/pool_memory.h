@@ -40,6 +40,16 @@ struct PlaceMove {
 // Each of `items` at each of `places`, one by one.
 std::vector<BytesMove> MovesOf(std::span<const ItemsMove> items, std::span<const PlaceMove> places);
 
+// Moves that a device makes by itself. Thread-safe.
+class MovesUnderWay {
+ public:
+  virtual ~MovesUnderWay() = default;
+  // Whether Wait() would return at once.
+  virtual bool done() const = 0;
+  // Returns when all is done, or nothing more of it will be: then as PoolMemory::MoveApart() fails.
+  virtual absl::Status Wait() const = 0;
+};
+
 // The host's memory, or a device's (cuda/cuda_memory.h). A pool keeps the one that it was made in,
 // and everything that touches the pool's bytes either goes through Run() and RunQuantized() or
 // needs on_host().
@@ -71,6 +81,11 @@ class PoolMemory {
   // what MapShared() gave, or between here and the host, whose bytes have to be pinned by Pin() as a
   // whole or not at all.
   virtual absl::Status MoveApart(std::span<const BytesMove> moves) const = 0;
+  // As MoveApart(), but perhaps it returns before all is done, and then with what is to be waited for
+  // before anything of both sides is used or goes away. The list of moves need not live on. An error: no
+  // move of it is under way.
+  virtual absl::StatusOr<std::shared_ptr<const MovesUnderWay>> BeginMoveApart(
+      std::span<const BytesMove> moves) const;
   // As MoveApart() of MovesOf() these, but for the host's bytes, which are none of them. A device makes
   // as many moves of it: nothing is done for each here.
   virtual absl::Status MoveItemsApart(std::span<const ItemsMove> items,

@@ -18,6 +18,7 @@
 #include "absl/status/statusor.h"
 #include "base/clock.h"
 #include "pool/page_runs.h"
+#include "pool/pool_memory.h"
 #include "transport/read_costs.h"
 
 namespace kvferry {
@@ -99,8 +100,12 @@ class ChunkSink {
   // Calls `fill` with where the bytes belong that come next; it returns how many it has put there.
   // False, without a call: they are not wanted any more.
   virtual bool Fill(absl::FunctionRef<int64_t(MutablePieces)> fill) = 0;
-  // Takes the bytes that come next. False: they are not wanted any more.
-  virtual bool Copy(std::span<const std::byte> bytes) = 0;
+  // Takes the bytes that come next. False: they are not wanted any more. Where `*reading` is set they are
+  // still being read, and have to stay as they are until it is done.
+  virtual bool Copy(std::span<const std::byte> bytes,
+                    std::shared_ptr<const MovesUnderWay>* reading) = 0;
+  // Whether End() has nothing to wait for.
+  virtual bool settled() const = 0;
   // All have come, and were meant. Without it none counts.
   virtual void End() = 0;
 };

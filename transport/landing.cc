@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/hash.h"
+#include "base/log.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -100,6 +101,25 @@ bool Landing::Write(absl::FunctionRef<void()> write) {
   const Gate::Pass pass(&gate_);
   if (pass.open()) write();
   return pass.open();
+}
+
+void Landing::AwaitAtClose(std::shared_ptr<const MovesUnderWay> moves) {
+  const MutexLock lock(&mutex_);
+  std::erase_if(under_way_, [](const auto& before) { return before->done(); });
+  under_way_.push_back(std::move(moves));
+}
+
+void Landing::Close() {
+  gate_.Close();
+  std::vector<std::shared_ptr<const MovesUnderWay>> left;
+  {
+    const MutexLock lock(&mutex_);
+    left.swap(under_way_);
+  }
+  for (const auto& moves : left) {
+    const absl::Status status = moves->Wait();
+    if (!status.ok()) Log().warn("a fetch that has ended: {}", status.ToString());
+  }
 }
 
 absl::Status Landing::End(const ChunkHeader& header, uint64_t checksum) {

@@ -9,6 +9,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "base/mutex.h"
+#include "pool/pool_memory.h"
 #include "transport/byte_ranges.h"
 #include "transport/data_plane.h"
 #include "transport/fetch_handle.h"
@@ -35,12 +36,14 @@ class Landing {
   // The same in steps, for a chunk that comes part by part: Begin, then Write for each part, then End
   // with the checksum of all parts, which is looked at if the header has one.
   absl::Status Begin(const ChunkHeader& header);
-  // Calls `write` while the pages may be written. False, without a call: not any more.
+  // Calls `write` while the pages may be written. False, without a call: not any more. What `write`
+  // leaves under way it gives to AwaitAtClose().
   bool Write(absl::FunctionRef<void()> write);
+  void AwaitAtClose(std::shared_ptr<const MovesUnderWay> moves);
   absl::Status End(const ChunkHeader& header, uint64_t checksum);
   const StreamPlan& plan() const { return *plan_; }
   // After it nothing is written any more.
-  void Close() { gate_.Close(); }
+  void Close();
 
   int64_t num_bytes() const;
   // All of the stream up to here has arrived.
@@ -64,6 +67,7 @@ class Landing {
   mutable Mutex mutex_;
   ByteRanges claimed_ ABSL_GUARDED_BY(mutex_);
   ByteRanges arrived_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<const MovesUnderWay>> under_way_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace kvferry

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/status.h"
 #include "pool/bulk_copy.h"
 #include "transport/pieces.h"
 
@@ -27,9 +28,16 @@ void Copy(const std::vector<std::span<std::byte>>& to, Pieces from, size_t skip)
 }  // namespace
 
 absl::Status PieceCopy::Run(const StreamPlan& plan, int64_t offset, Pieces from) {
-  if (!plan.on_host()) return plan.ScatterPieces(offset, from);
+  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<const MovesUnderWay> moves,
+                           Begin(plan, offset, from));
+  return plan.Settle(moves);
+}
+
+absl::StatusOr<std::shared_ptr<const MovesUnderWay>> PieceCopy::Begin(const StreamPlan& plan,
+                                                                      int64_t offset, Pieces from) {
+  if (!plan.on_host()) return plan.BeginScatterPieces(offset, from);
   ToHost(plan, offset, from);
-  return absl::OkStatus();
+  return nullptr;
 }
 
 // Each share finds its own pieces on both sides: with small pages that is much of the work, and

@@ -2,10 +2,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "base/thread_pool.h"
+#include "pool/pool_memory.h"
 #include "transport/data_plane.h"
 #include "transport/stream_plan.h"
 
@@ -21,6 +24,9 @@ class PieceCopy {
   // Into the window of the stream that begins at `offset` and has the pieces' bytes, and must lie
   // inside of it. Errors are those of StreamPlan::ScatterPieces().
   absl::Status Run(const StreamPlan& plan, int64_t offset, Pieces from);
+  // The same, that may return before all is done, as StreamPlan::BeginScatterPieces().
+  absl::StatusOr<std::shared_ptr<const MovesUnderWay>> Begin(const StreamPlan& plan, int64_t offset,
+                                                             Pieces from);
 
  private:
   void ToHost(const StreamPlan& plan, int64_t offset, Pieces from);

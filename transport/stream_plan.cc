@@ -264,6 +264,17 @@ absl::Status StreamPlan::Scatter(int64_t offset, std::span<const std::byte> pack
 }
 
 absl::Status StreamPlan::ScatterPieces(int64_t offset, Pieces from) const {
+  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<const MovesUnderWay> moves,
+                           BeginScatterPieces(offset, from));
+  return Settle(moves);
+}
+
+absl::Status StreamPlan::Settle(const std::shared_ptr<const MovesUnderWay>& moves) const {
+  return moves == nullptr ? absl::OkStatus() : Copied(moves->Wait());
+}
+
+absl::StatusOr<std::shared_ptr<const MovesUnderWay>> StreamPlan::BeginScatterPieces(
+    int64_t offset, Pieces from) const {
   int64_t bytes = 0;
   for (const std::span<const std::byte> piece : from) bytes += static_cast<int64_t>(piece.size());
   Lists& lists = EmptyLists();
@@ -277,8 +288,10 @@ absl::Status StreamPlan::ScatterPieces(int64_t offset, Pieces from) const {
     if (done <= in_pages) of_pages = lists.moves.size();
   });
   const std::span<const BytesMove> moves = lists.moves;
-  KVFERRY_RETURN_IF_ERROR(Copied(pool_->memory().MoveApart(moves.first(of_pages))));
-  return HostMemory()->MoveApart(moves.subspan(of_pages));
+  auto begun = pool_->memory().BeginMoveApart(moves.first(of_pages));
+  KVFERRY_RETURN_IF_ERROR(Copied(begun.status()));
+  KVFERRY_RETURN_IF_ERROR(HostMemory()->MoveApart(moves.subspan(of_pages)));
+  return begun;
 }
 
 // The two sides may count in items of other numbers of heads: then in the longest that both can count in.

@@ -98,6 +98,11 @@ class StreamPlan {
   // Of pages on a device: from pieces, one after another, that all lie on the host or all where
   // MoveApart() of the pool's memory finds them; then the tail is not in the window.
   absl::Status ScatterPieces(int64_t offset, Pieces from) const;
+  // The same, that may return before all is done (PoolMemory::BeginMoveApart); Settle() says then how it
+  // went, and of null that nothing is left to do.
+  absl::StatusOr<std::shared_ptr<const MovesUnderWay>> BeginScatterPieces(int64_t offset,
+                                                                          Pieces from) const;
+  absl::Status Settle(const std::shared_ptr<const MovesUnderWay>& moves) const;
   // The same from whole tensors that lie where MoveItemsApart() finds them. DATA_LOSS if they are not
   // those that begin at `offset`: then nothing has been written.
   absl::Status ScatterRuns(int64_t offset, const PlacedRuns& from) const;

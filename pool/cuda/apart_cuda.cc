@@ -46,6 +46,32 @@ class OwnStream {
   cudaStream_t stream_ = nullptr;
 };
 
+// All that a stream was given until this was made.
+class AllBefore final : public MovesUnderWay {
+ public:
+  ~AllBefore() override {
+    if (event_ != nullptr) cudaEventDestroy(event_);
+  }
+
+  // Of the current device's.
+  absl::Status Record(cudaStream_t stream) {
+    KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming),
+                                       "cuda memory: an event"));
+    return CudaStatus(cudaEventRecord(event_, stream), "cuda memory: an event");
+  }
+  bool done() const override {
+    if (cudaEventQuery(event_) != cudaErrorNotReady) return true;
+    cudaGetLastError();  // It is none, and may be kept as one all the same.
+    return false;
+  }
+  absl::Status Wait() const override {
+    return CudaStatus(cudaEventSynchronize(event_), "cuda memory: moving bytes");
+  }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
 // Pinned memory of the calling thread's, made when it is first wanted.
 absl::StatusOr<std::byte*> Bounce() {
   thread_local std::unique_ptr<HostPin> pin;
@@ -160,6 +186,23 @@ absl::Status MoveApartCuda(std::span<const BytesMove> moves, int device) {
   Window window(bounce, /*to_host=*/from_reached, stream);
   for (const BytesMove& move : moves) KVFERRY_RETURN_IF_ERROR(window.Add(move));
   return window.Flush();
+}
+
+absl::StatusOr<std::shared_ptr<const MovesUnderWay>> BeginMoveApartCuda(
+    std::span<const BytesMove> moves, int device) {
+  if (moves.empty()) return nullptr;
+  KVFERRY_ASSIGN_OR_RETURN(const bool from_reached, IsReached(moves, &BytesMove::from));
+  KVFERRY_ASSIGN_OR_RETURN(const bool to_reached, IsReached(moves, &BytesMove::to));
+  if (!from_reached || !to_reached) {
+    KVFERRY_RETURN_IF_ERROR(MoveApartCuda(moves, device));
+    return nullptr;
+  }
+  KVFERRY_ASSIGN_OR_RETURN(const cudaStream_t stream, StreamApart(device));
+  auto all = std::make_shared<AllBefore>();
+  absl::Status begun = MoveBytesCuda(moves, stream);
+  if (begun.ok()) begun = all->Record(stream);
+  if (!begun.ok()) return WaitAfter(begun, stream);
+  return all;
 }
 
 absl::Status MoveItemsApartCuda(std::span<const ItemsMove> items, std::span<const PlaceMove> places,

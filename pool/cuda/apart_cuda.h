@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <memory>
 #include <span>
 
 #include "absl/status/status.h"
@@ -19,7 +20,10 @@ absl::StatusOr<cudaStream_t> StreamApart(int device);
 
 // PoolMemory::MoveApart() on the device, which must be the current one: returns when all is done.
 absl::Status MoveApartCuda(std::span<const BytesMove> moves, int device);
-// PoolMemory::MoveItemsApart(), the same way.
+// PoolMemory::BeginMoveApart(). It returns before all is done where the device reaches both sides.
+absl::StatusOr<std::shared_ptr<const MovesUnderWay>> BeginMoveApartCuda(
+    std::span<const BytesMove> moves, int device);
+// PoolMemory::MoveItemsApart(), as MoveApartCuda().
 absl::Status MoveItemsApartCuda(std::span<const ItemsMove> items, std::span<const PlaceMove> places,
                                 int device);
 

@@ -335,6 +335,10 @@ class DeviceMemory : public PoolMemory {
   absl::Status MoveApart(std::span<const BytesMove> moves) const override {
     return OnDevice(device_, [&] { return MoveApartCuda(moves, device_); });
   }
+  absl::StatusOr<std::shared_ptr<const MovesUnderWay>> BeginMoveApart(
+      std::span<const BytesMove> moves) const override {
+    return OnDevice(device_, [&] { return BeginMoveApartCuda(moves, device_); });
+  }
   absl::Status MoveItemsApart(std::span<const ItemsMove> items,
                               std::span<const PlaceMove> places) const override {
     return OnDevice(device_, [&] { return MoveItemsApartCuda(items, places, device_); });

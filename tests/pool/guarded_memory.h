@@ -11,6 +11,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -76,6 +77,13 @@ class GuardedMemory : public PoolMemory {
     return status;
   }
 
+  // What is begun is done when somebody waits for it, and not before.
+  absl::StatusOr<std::shared_ptr<const MovesUnderWay>> BeginMoveApart(
+      std::span<const BytesMove> moves) const override {
+    if (!failure.ok()) return failure;
+    return std::make_shared<LateMoves>(this, moves);
+  }
+
   absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> /*host*/) const override {
     return nullptr;
   }
@@ -97,6 +105,22 @@ class GuardedMemory : public PoolMemory {
   mutable int64_t num_runs = 0;
 
  private:
+  class LateMoves : public MovesUnderWay {
+   public:
+    LateMoves(const GuardedMemory* memory, std::span<const BytesMove> moves)
+        : memory_(memory), moves_(moves.begin(), moves.end()) {}
+    bool done() const override { return result_.has_value(); }
+    absl::Status Wait() const override {
+      if (!result_) result_ = memory_->MoveApart(moves_);
+      return *result_;
+    }
+
+   private:
+    const GuardedMemory* const memory_;
+    const std::vector<BytesMove> moves_;
+    mutable std::optional<absl::Status> result_;
+  };
+
   void Protect(int protection) const {
     for (const auto& [slab, size] : slabs_) EXPECT_EQ(mprotect(slab, size, protection), 0);
   }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "pool/cuda/cuda_kv_pool.h"
@@ -284,6 +285,55 @@ TEST_F(CudaMemories, MoreThanGoesAtATime) {
   ASSERT_TRUE(IsOk(memory_->MoveApart(out)));
   ASSERT_TRUE(IsOk(memory_->MoveApart(back)));
   EXPECT_EQ(got, bytes);
+}
+
+// Moves that are not waited for at once are done in the order in which they were begun. What the device does not
+// reach is moved before the call returns.
+TEST_F(CudaMemories, WhatIsBegunIsDoneInTheEnd) {
+  constexpr int64_t kBytes = 1 << 20;
+  // A page of the system's, or what is beside it would be pinned too.
+  const std::shared_ptr<std::byte> pinned = Must(HostMemory()->Allocate(kBytes));
+  const auto pin = Must(memory_->Pin({pinned.get(), kBytes}));
+  const std::shared_ptr<std::byte> device = Must(memory_->Allocate(2 * kBytes));
+  std::vector<std::byte> want = RandomBytes(kBytes);
+  std::copy(want.begin(), want.end(), pinned.get());
+  const BytesMove in = {pinned.get(), device.get(), kBytes};
+  const BytesMove on = {device.get(), device.get() + kBytes, kBytes};
+  const auto first = Must(memory_->BeginMoveApart({&in, 1}));
+  const auto second = Must(memory_->BeginMoveApart({&on, 1}));
+  ASSERT_NE(first, nullptr);
+  ASSERT_NE(second, nullptr);
+  EXPECT_TRUE(IsOk(second->Wait()));
+  EXPECT_TRUE(second->done());
+  EXPECT_TRUE(first->done());
+  EXPECT_TRUE(IsOk(first->Wait()));
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+
+  std::vector<std::byte> got(kBytes);
+  const BytesMove out = {device.get() + kBytes, got.data(), kBytes};
+  EXPECT_EQ(Must(memory_->BeginMoveApart({&out, 1})), nullptr);
+  EXPECT_EQ(got, want);
+  EXPECT_EQ(Must(memory_->BeginMoveApart({})), nullptr);
+}
+
+// Somebody else's thread may ask and wait, and whoever only asks sees it done too.
+TEST_F(CudaMemories, WhatIsBegunBelongsToNoThread) {
+  constexpr int64_t kBytes = 1 << 20;
+  const std::shared_ptr<std::byte> device = Must(memory_->Allocate(2 * kBytes));
+  const std::vector<std::byte> want = RandomBytes(kBytes);
+  CopyToDevice(device.get(), want.data(), want.size());
+  std::shared_ptr<const MovesUnderWay> moves;
+  std::thread([&] {
+    const BytesMove move = {device.get(), device.get() + kBytes, kBytes};
+    moves = Must(memory_->BeginMoveApart({&move, 1}));
+  }).join();
+  ASSERT_NE(moves, nullptr);
+  while (!moves->done()) {
+  }
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  std::vector<std::byte> got(kBytes);
+  ASSERT_EQ(cudaMemcpy(got.data(), device.get() + kBytes, kBytes, cudaMemcpyDefault), cudaSuccess);
+  EXPECT_EQ(got, want);
 }
 
 // What a process maps of another one's: tests/process has two. Here is what cannot be mapped.

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "base/hash.h"
+#include "tests/pool/guarded_memory.h"
 #include "tests/transport/receiver_alone.h"
 
 namespace kvferry {
@@ -18,6 +19,12 @@ class ReceiverInParts : public ReceiverAlone {
     }
     return chunks;
   }
+  static bool Copy(ChunkSink* sink, std::span<const std::byte> part) {
+    std::shared_ptr<const MovesUnderWay> reading;
+    const bool wanted = sink->Copy(part, &reading);
+    EXPECT_EQ(reading, nullptr);  // The pages lie on the host.
+    return wanted;
+  }
   // By Fill and by Copy in turn, `part_bytes` at a time; how many parts were taken.
   static int Feed(ChunkSink* sink, std::span<const std::byte> payload, size_t part_bytes) {
     int taken = 0;
@@ -32,7 +39,7 @@ class ReceiverInParts : public ReceiverAlone {
         }
         return static_cast<int64_t>(at);
       };
-      if (taken % 2 == 0 ? !sink->Fill(fill) : !sink->Copy(part)) return taken;
+      if (taken % 2 == 0 ? !sink->Fill(fill) : !Copy(sink, part)) return taken;
       payload = payload.subspan(part.size());
     }
     return taken;
@@ -92,7 +99,7 @@ TEST_F(ReceiverInParts, NothingIsWrittenAfterTheFetchHasEnded) {
   FillPattern(*target_, kOwnSeed);
   const auto rest = std::span<const std::byte>(chunk.payload).subspan(1000);
   EXPECT_EQ(Feed(sink.get(), rest, 500), 0);
-  EXPECT_FALSE(sink->Copy(rest));
+  EXPECT_FALSE(Copy(sink.get(), rest));
   sink->End();
   EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
   EXPECT_EQ(outbox_.Last<DoneMsg>(), nullptr);
@@ -118,6 +125,79 @@ TEST_F(ReceiverInParts, TheSameBytesTwice) {
   ASSERT_NE(sink, nullptr);
   EXPECT_EQ(receiver_.OnChunkBegins(chunk.header), nullptr);
   ExpectDataLoss(*handle, "overlaps");
+}
+
+// A device copies what arrives while more does.
+class ReceiverInPartsOfADevice : public ReceiverInParts {
+ protected:
+  ReceiverInPartsOfADevice() {
+    target_ = Must(KvPool::CreateIn(SmallLayout(), 16, memory_));
+    FillPattern(*target_, kOwnSeed);
+  }
+  // A chunk of which all has come and nothing has been copied.
+  std::unique_ptr<ChunkSink> Taken(const Chunk& chunk) {
+    std::unique_ptr<ChunkSink> sink = receiver_.OnChunkBegins(chunk.header);
+    const auto payload = std::span<const std::byte>(chunk.payload);
+    const size_t half = payload.size() / 2;
+    for (const auto part : {payload.first(half), payload.subspan(half)}) {
+      EXPECT_TRUE(sink->Copy(part, &reading_));
+      EXPECT_NE(reading_, nullptr);
+    }
+    EXPECT_FALSE(reading_->done());
+    EXPECT_FALSE(sink->settled());
+    return sink;
+  }
+
+  const std::shared_ptr<GuardedMemory> memory_ = std::make_shared<GuardedMemory>();
+  std::shared_ptr<const MovesUnderWay> reading_;  // The last part.
+};
+
+TEST_F(ReceiverInPartsOfADevice, WhatIsUnderWayDoesNotCount) {
+  config_.checksum = true;
+  const auto handle = Begin();
+  const std::vector<Chunk> chunks = Checked(5000);
+  for (const Chunk& chunk : chunks) {
+    const std::unique_ptr<ChunkSink> sink = Taken(chunk);
+    EXPECT_FALSE(handle->done());
+    sink->End();
+    EXPECT_TRUE(reading_->done());
+  }
+  ExpectWhole(*handle);
+}
+
+TEST_F(ReceiverInPartsOfADevice, AChunkIsSettledWhenItsPartsAre) {
+  const auto handle = Begin();
+  const Chunk chunk = Stream(3000)[0];
+  const std::unique_ptr<ChunkSink> sink = Taken(chunk);
+  EXPECT_TRUE(IsOk(reading_->Wait()));
+  EXPECT_FALSE(sink->settled());  // The first half is not.
+  receiver_.Cancel(kId, absl::CancelledError("enough"));
+  EXPECT_TRUE(sink->settled());
+}
+
+// Else it would be written into pages that are somebody else's by then.
+TEST_F(ReceiverInPartsOfADevice, WhoeverEndsTheFetchWaitsForWhatIsUnderWay) {
+  const auto handle = Begin();
+  const Chunk chunk = Stream(3000)[0];
+  const std::unique_ptr<ChunkSink> sink = Taken(chunk);
+  receiver_.Cancel(kId, absl::CancelledError("enough"));
+  ASSERT_TRUE(handle->done());
+  EXPECT_TRUE(reading_->done());
+  FillPattern(*target_, kOwnSeed);
+  sink->End();
+  EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+}
+
+TEST_F(ReceiverInPartsOfADevice, ThatFailsWhenItIsWaitedFor) {
+  const auto handle = Begin();
+  const Chunk chunk = Stream(3000)[0];
+  const std::unique_ptr<ChunkSink> sink = Taken(chunk);
+  memory_->failure = absl::UnavailableError("fell off the bus");
+  sink->End();
+  ASSERT_TRUE(handle->done());
+  EXPECT_TRUE(Fails(handle->status(), absl::StatusCode::kInternal,
+                    "pages in guarded memory could not be copied: fell off the bus"));
+  EXPECT_EQ(outbox_.Last<DoneMsg>(), nullptr);
 }
 
 }  // namespace

@@ -19,11 +19,11 @@ constexpr int64_t kBytesATurn = 1 << 20;
 
 absl::StatusOr<std::unique_ptr<TcpDataPlane>> TcpDataPlane::Create(const PoolMemory& pages) {
   KVFERRY_ASSIGN_OR_RETURN(Epoll epoll, Epoll::Create());
-  KVFERRY_ASSIGN_OR_RETURN(TcpScratch scratch, TcpScratch::Create(pages));
+  KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<TcpScratch> scratch, TcpScratch::Create(pages));
   return std::unique_ptr<TcpDataPlane>(new TcpDataPlane(std::move(epoll), std::move(scratch)));
 }
 
-TcpDataPlane::TcpDataPlane(Epoll epoll, TcpScratch scratch)
+TcpDataPlane::TcpDataPlane(Epoll epoll, std::unique_ptr<TcpScratch> scratch)
     : epoll_(std::move(epoll)), scratch_(std::move(scratch)) {}
 
 TcpDataPlane::~TcpDataPlane() {
@@ -31,7 +31,7 @@ TcpDataPlane::~TcpDataPlane() {
 }
 
 LinkId TcpDataPlane::Await(Deadline ready_by) {
-  auto link = std::make_unique<Link>(&scratch_);
+  auto link = std::make_unique<Link>(scratch_.get());
   link->ready_by = ready_by;
   links_.emplace(next_link_, std::move(link));
   return next_link_++;

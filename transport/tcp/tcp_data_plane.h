@@ -77,14 +77,14 @@ class TcpDataPlane final : public DataPlane {
     bool has_work() const { return readable || may_write(); }
   };
 
-  TcpDataPlane(Epoll epoll, TcpScratch scratch);
+  TcpDataPlane(Epoll epoll, std::unique_ptr<TcpScratch> scratch);
   void Look();
   bool Serve(LinkId id, Link& link, DataEvents* events);
   // Reading or writing has come to this.
   void Note(LinkId id, Link& link, const Moved& moved, const absl::Status& status);
 
   const Epoll epoll_;
-  TcpScratch scratch_;
+  const std::unique_ptr<TcpScratch> scratch_;
   LinkId next_link_ = 1;
   absl::flat_hash_map<LinkId, std::unique_ptr<Link>> links_;
   absl::flat_hash_set<LinkId> ready_;                  // Links with something to do.

@@ -19,14 +19,39 @@ iovec PartOf(std::span<std::byte> bytes) { return {bytes.data(), bytes.size()}; 
 
 }  // namespace
 
-absl::StatusOr<TcpScratch> TcpScratch::Create(const PoolMemory& pages) {
-  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> bytes, MapSlab(kBytes));
-  absl::StatusOr<std::shared_ptr<const void>> pin = pages.Pin({bytes.get(), kBytes});
+absl::StatusOr<std::unique_ptr<TcpScratch>> TcpScratch::Create(const PoolMemory& pages) {
+  const int parts = pages.on_host() ? 1 : 2;
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> bytes, MapSlab(parts * kBytes));
+  absl::StatusOr<std::shared_ptr<const void>> pin =
+      pages.Pin({bytes.get(), static_cast<size_t>(parts * kBytes)});
   if (!pin.ok()) {
     Log().warn("what arrives is copied once more on its way to {}: {}", pages.name(),
                pin.status().ToString());
   }
-  return TcpScratch(std::move(bytes), pin.ok() ? *std::move(pin) : nullptr);
+  return std::unique_ptr<TcpScratch>(
+      new TcpScratch(std::move(bytes), pin.ok() ? *std::move(pin) : nullptr, parts));
+}
+
+TcpScratch::TcpScratch(std::shared_ptr<std::byte> bytes, std::shared_ptr<const void> pin, int parts)
+    : bytes_(std::move(bytes)), pin_(std::move(pin)) {
+  for (int part = 0; part < parts; ++part) parts_.push_back({bytes_.get() + part * kBytes});
+}
+
+TcpScratch::~TcpScratch() {
+  for (filling_ = 0; filling_ < parts_.size(); ++filling_) Filling();
+}
+
+std::byte* TcpScratch::Filling() {
+  Part& part = parts_[filling_];
+  // How it went is told to whom the bytes belong.
+  if (part.reading != nullptr) std::exchange(part.reading, nullptr)->Wait().IgnoreError();
+  return part.begin;
+}
+
+void TcpScratch::ReadUntil(std::shared_ptr<const MovesUnderWay> reading) {
+  if (reading == nullptr) return;
+  parts_[filling_].reading = std::move(reading);
+  filling_ = (filling_ + 1) % parts_.size();
 }
 
 TcpIncoming::~TcpIncoming() {
@@ -47,6 +72,8 @@ absl::Status TcpIncoming::Read(int fd, int64_t max_bytes, DataEvents* events, Mo
       status = ReadBetween(fd, events, &now);
     }
     *moved = {now.result, moved->bytes + now.bytes, now.error};
+    // Otherwise more comes while it is copied.
+    if (!moved->some() || !status.ok() || (last_ != nullptr && last_->settled())) EndLast();
     KVFERRY_RETURN_IF_ERROR(status);
   }
   return absl::OkStatus();
@@ -74,6 +101,7 @@ absl::Status TcpIncoming::OnBetween(DataEvents* events) {
   if (payload_left_ > 0) return absl::OkStatus();
   if (payload_ == Payload::kMessage) {
     payload_ = Payload::kBytes;
+    EndLast();  // What came first counts first.
     events->OnLinkMessage(message_, collected_);
   }
   if (!ended_ && between_got_ >= sizeof(TcpChunkEnd)) {
@@ -86,10 +114,16 @@ absl::Status TcpIncoming::OnBetween(DataEvents* events) {
 }
 
 void TcpIncoming::OnEnd(TcpChunkEnd end, DataEvents* events) {
-  const std::unique_ptr<ChunkSink> sink = std::move(sink_);
+  EndLast();
+  std::unique_ptr<ChunkSink> sink = std::move(sink_);
   if (end != kTcpWhole) return;  // The sender says why in a message.
   if (payload_ == Payload::kList) events->OnChunkElsewhere(header_, collected_);
-  if (sink != nullptr) sink->End();
+  last_ = std::move(sink);
+  if (last_ != nullptr && last_->settled()) EndLast();
+}
+
+void TcpIncoming::EndLast() {
+  if (last_ != nullptr) std::exchange(last_, nullptr)->End();
 }
 
 absl::Status TcpIncoming::OnFrame(DataEvents* events) {
@@ -171,7 +205,7 @@ Moved TcpIncoming::ReadPayload(int fd) {
 Moved TcpIncoming::ReadIntoScratch(int fd) {
   if (scratch_->holder_ != nullptr && scratch_->holder_ != this) scratch_->holder_->CopyOn();
   scratch_->holder_ = this;
-  const std::span<std::byte> room(scratch_->bytes_.get() + held_,
+  const std::span<std::byte> room(scratch_->Filling() + held_,
                                   std::min(TcpScratch::kBytes - held_, payload_left_));
   const Moved moved = ReadInto(fd, {&room, 1});
   held_ += Take(moved.bytes);
@@ -180,12 +214,15 @@ Moved TcpIncoming::ReadIntoScratch(int fd) {
 }
 
 void TcpIncoming::CopyOn() {
-  const std::span<const std::byte> payload(scratch_->bytes_.get(), std::exchange(held_, 0));
+  const std::span<const std::byte> payload(scratch_->Filling(), std::exchange(held_, 0));
   scratch_->holder_ = nullptr;
   if (payload_ != Payload::kBytes) {
     collected_.insert(collected_.end(), payload.begin(), payload.end());
   }
-  if (sink_ != nullptr && !payload.empty() && !sink_->Copy(payload)) sink_.reset();
+  if (sink_ == nullptr || payload.empty()) return;
+  std::shared_ptr<const MovesUnderWay> reading;
+  if (!sink_->Copy(payload, &reading)) sink_.reset();
+  scratch_->ReadUntil(std::move(reading));
 }
 
 }  // namespace kvferry

@@ -22,30 +22,45 @@ namespace kvferry {
 
 class TcpIncoming;
 
-// Memory of a thread, in which one of its connections at a time gathers what is copied on from here.
+// Memory of a thread, in which one of its connections at a time gathers what is copied on from here. Of
+// two parts where a device copies: it reads one while the other is filled.
 class TcpScratch {
  public:
-  // A whole chunk's, by default. A receiver that copies on whatever has come falls behind the sender
+  // Of a part: a whole chunk's, by default. A receiver that copies on whatever has come falls behind the sender
   // while that sends, and what waits in the socket meanwhile leaves the cache; one that copies a chunk
   // on while the sender gathers the next one does not (docs/decisions/0010-straight-from-pages.md).
   static constexpr int64_t kBytes = 1 << 20;
 
   // On the way to pages in `pages`, by whose device it is reached where that can be had. On the host's
   // it takes no room until it is used. RESOURCE_EXHAUSTED when the system refuses it.
-  static absl::StatusOr<TcpScratch> Create(const PoolMemory& pages);
+  static absl::StatusOr<std::unique_ptr<TcpScratch>> Create(const PoolMemory& pages);
+  ~TcpScratch();
+  TcpScratch(const TcpScratch&) = delete;
+  TcpScratch& operator=(const TcpScratch&) = delete;
 
  private:
   friend class TcpIncoming;
-  TcpScratch(std::shared_ptr<std::byte> bytes, std::shared_ptr<const void> pin)
-      : bytes_(std::move(bytes)), pin_(std::move(pin)) {}
+  struct Part {
+    std::byte* begin;
+    std::shared_ptr<const MovesUnderWay> reading{};  // Null: nobody does.
+  };
 
-  std::shared_ptr<std::byte> bytes_;
-  std::shared_ptr<const void> pin_;  // Goes first.
-  TcpIncoming* holder_ = nullptr;    // Whose bytes lie in it.
+  TcpScratch(std::shared_ptr<std::byte> bytes, std::shared_ptr<const void> pin, int parts);
+  // The part that is filled, when nobody reads it any more.
+  std::byte* Filling();
+  // What was in it is read until then, unless that is null: the next part is filled from here on.
+  void ReadUntil(std::shared_ptr<const MovesUnderWay> reading);
+
+  const std::shared_ptr<std::byte> bytes_;
+  const std::shared_ptr<const void> pin_;  // Goes first.
+  std::vector<Part> parts_;
+  size_t filling_ = 0;
+  TcpIncoming* holder_ = nullptr;  // Whose bytes lie in the part that is filled.
 };
 
 // What comes over one connection. The payload of a chunk goes to where its ChunkSink says: at once, or by way
-// of the scratch when that is full, the chunk is whole, or another connection needs it. One thread's.
+// of the scratch when that is full, the chunk is whole, or another connection needs it. A chunk that a device
+// is still copying then has its end when that is done or when nothing more comes meanwhile. One thread's.
 class TcpIncoming {
  public:
   // `scratch` must outlive this.
@@ -75,6 +90,7 @@ class TcpIncoming {
   absl::Status OnChunkFrame(const TcpFrame& frame, DataEvents* events);
   absl::Status OnMessageFrame(const TcpFrame& frame);
   void OnEnd(TcpChunkEnd end, DataEvents* events);
+  void EndLast();
   Moved ReadPayload(int fd);
   Moved ReadIntoScratch(int fd);
   // What lies in the scratch, which anybody may have then.
@@ -89,6 +105,7 @@ class TcpIncoming {
   ChunkHeader header_;
   int64_t payload_left_ = 0;
   std::unique_ptr<ChunkSink> sink_;  // Null: nobody wants it.
+  std::unique_ptr<ChunkSink> last_;  // Of the chunk before, until it has had its end.
   // A list says where the chunk's bytes lie.
   enum class Payload { kBytes, kList, kMessage } payload_ = Payload::kBytes;
   std::vector<std::byte> collected_;  // Of a list or a message.

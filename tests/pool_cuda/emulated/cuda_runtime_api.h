@@ -7,7 +7,8 @@
 // - Nobody can touch what lies at an address of a device: a kernel is given other pointers for those
 //   among its arguments, and so are copies. Its memory begins full of 0xcd, ends at a page that is out
 //   of bounds, and what is written beside it is found.
-// - What is put into a stream is done when somebody waits for it, and not before.
+// - What is put into a stream is done when somebody waits for it, and not before; or asks whether it is
+//   done a second time.
 // - A kernel gets no pointer to memory that its device cannot reach. Its threads run one after the
 //   other, from the first to the last and in the next launch from the last to the first.
 // - Words that are not aligned trap, as this is compiled with -fsanitize=alignment.
@@ -47,6 +48,7 @@ enum cudaError_t : int {
   cudaErrorDeviceUninitialized = 201,
   cudaErrorAlreadyMapped = 208,
   cudaErrorInvalidResourceHandle = 400,
+  cudaErrorNotReady = 600,
   cudaErrorHostMemoryAlreadyRegistered = 712,
   cudaErrorHostMemoryNotRegistered = 713,
   cudaErrorSystemNotReady = 802,
@@ -122,6 +124,15 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest);
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+
+// Stands for what was in a stream when it was recorded.
+using cudaEvent_t = struct CUevent_st*;
+constexpr unsigned cudaEventDisableTiming = 2;
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
+cudaError_t cudaEventDestroy(cudaEvent_t event);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+cudaError_t cudaEventQuery(cudaEvent_t event);
+cudaError_t cudaEventSynchronize(cudaEvent_t event);
 
 // ---------------------------------------------------------------- kernels
 

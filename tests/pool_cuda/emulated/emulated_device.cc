@@ -25,6 +25,12 @@ struct CUstream_st {
   std::deque<std::function<void()>> work;  // Until somebody waits for it.
 };
 
+struct CUevent_st {
+  cudaStream_t stream = nullptr;  // Where it was recorded.
+  bool asked = false;
+  std::shared_ptr<bool> done = std::make_shared<bool>(false);
+};
+
 namespace kvferry::emulated {
 namespace {
 
@@ -367,6 +373,35 @@ class Machine {
     Drain(Of(stream));
   }
 
+  cudaEvent_t MakeEvent() {
+    const std::scoped_lock lock(mutex_);
+    return *events_.insert(new CUevent_st).first;
+  }
+
+  void Destroy(cudaEvent_t event) {
+    const std::scoped_lock lock(mutex_);
+    if (events_.erase(event) == 0) Fault("an event that nobody made is destroyed");
+    delete event;
+  }
+
+  void Record(cudaEvent_t event, cudaStream_t stream) {
+    const std::scoped_lock lock(mutex_);
+    if (event->stream != nullptr) Fault("an event is recorded twice");
+    event->stream = Of(stream);
+    event->stream->work.emplace_back([done = event->done] { *done = true; });
+  }
+
+  bool IsDone(cudaEvent_t event) {
+    const std::scoped_lock lock(mutex_);
+    if (std::exchange(event->asked, true)) DrainUntil(event);
+    return *event->done;
+  }
+
+  void Synchronize(cudaEvent_t event) {
+    const std::scoped_lock lock(mutex_);
+    DrainUntil(event);
+  }
+
   void Translate(std::span<std::byte> argument, bool has_padding) {
     const std::scoped_lock lock(mutex_);
     for (; argument.size() >= sizeof(uintptr_t); argument = argument.subspan(sizeof(uintptr_t))) {
@@ -417,10 +452,17 @@ class Machine {
 
   // Does what waits in a stream.
   void Drain(cudaStream_t stream) {
-    for (; !stream->work.empty(); stream->work.pop_front()) {
-      stream->work.front()();
-      for (const auto& [begin, allocation] : allocations_) allocation->CheckWhatIsBeside();
-    }
+    while (!stream->work.empty()) DoNext(stream);
+  }
+  // What waits before an event.
+  void DrainUntil(cudaEvent_t event) {
+    if (event->stream == nullptr) Fault("an event that nobody has recorded");
+    while (!*event->done) DoNext(event->stream);
+  }
+  void DoNext(cudaStream_t stream) {
+    stream->work.front()();
+    stream->work.pop_front();
+    for (const auto& [begin, allocation] : allocations_) allocation->CheckWhatIsBeside();
   }
   void DrainAll() {
     for (CUstream_st& stream : default_) Drain(&stream);
@@ -497,6 +539,7 @@ class Machine {
   std::map<const std::byte*, size_t> pinned_;                            // Whole pages.
   std::array<CUstream_st, kDevices> default_ = {CUstream_st{0, {}}, CUstream_st{1, {}}};
   std::set<cudaStream_t> made_;
+  std::set<cudaEvent_t> events_;
   bool backwards_ = false;
 };
 
@@ -664,5 +707,30 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   TheMachine().Synchronize(stream);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+  if (flags != cudaEventDisableTiming) kvferry::emulated::Fault("this device has no clock");
+  *event = TheMachine().MakeEvent();
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  TheMachine().Destroy(event);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  TheMachine().Record(event, stream);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  return Answer(TheMachine().IsDone(event) ? cudaSuccess : cudaErrorNotReady);
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  TheMachine().Synchronize(event);
   return cudaSuccess;
 }

@@ -125,6 +125,38 @@ TEST_F(EmulatedDevice, OtherStreamsWaitForNobody) {
   EXPECT_DEATH(cudaStreamSynchronize(stream), "a stream that nobody made");
 }
 
+TEST_F(EmulatedDevice, AnEventIsDoneWhenWhatWasBeforeItIs) {
+  cudaStream_t stream;
+  ASSERT_EQ(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, 0), cudaSuccess);
+  std::array<cudaEvent_t, 3> events;
+  for (size_t i = 0; i < events.size(); ++i) {
+    ASSERT_EQ(cudaEventCreateWithFlags(&events[i], cudaEventDisableTiming), cudaSuccess);
+    ASSERT_EQ(cudaMemcpyAsync(pinned_ + i, memory_, 1, cudaMemcpyDefault, stream), cudaSuccess);
+    ASSERT_EQ(cudaEventRecord(events[i], stream), cudaSuccess);
+  }
+  EXPECT_EQ(cudaEventSynchronize(events[0]), cudaSuccess);
+  EXPECT_EQ(pinned_[0], std::byte{0xcd});
+  EXPECT_EQ(pinned_[1], std::byte{0});
+  // It is done by the second time that somebody asks.
+  EXPECT_EQ(cudaEventQuery(events[1]), cudaErrorNotReady);
+  EXPECT_EQ(cudaGetLastError(), cudaErrorNotReady);
+  EXPECT_EQ(pinned_[1], std::byte{0});
+  EXPECT_EQ(cudaEventQuery(events[1]), cudaSuccess);
+  EXPECT_EQ(pinned_[1], std::byte{0xcd});
+  EXPECT_EQ(pinned_[2], std::byte{0});
+  EXPECT_EQ(cudaEventDestroy(events[1]), cudaSuccess);
+  // A stream that goes away is worked off.
+  ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
+  EXPECT_EQ(cudaEventQuery(events[2]), cudaSuccess);
+  EXPECT_EQ(pinned_[2], std::byte{0xcd});
+  EXPECT_EQ(cudaEventDestroy(events[0]), cudaSuccess);
+  EXPECT_EQ(cudaEventDestroy(events[2]), cudaSuccess);
+  cudaEvent_t never;
+  ASSERT_EQ(cudaEventCreateWithFlags(&never, cudaEventDisableTiming), cudaSuccess);
+  EXPECT_DEATH(cudaEventSynchronize(never), "nobody has recorded");
+  EXPECT_EQ(cudaEventDestroy(never), cudaSuccess);
+}
+
 TEST_F(EmulatedDevice, KernelsReachTheirDeviceAndPinnedMemoryAlone) {
   Run(1, &Write<std::byte>, pinned_, std::byte{5});
   Run(1, &Copy<std::byte>, pinned_, memory_);
