@@ -241,6 +241,9 @@ class OnTwoHosts : public BetweenHosts<Base> {
 using RandomPeersOnTwoHosts = OnTwoHosts<RandomPeers>;
 TEST_F(RandomPeersOnTwoHosts, WithALinkThatFails) { RunAtRandom(); }
 
+using RandomPeersOfOtherPagesOnTwoHosts = OnTwoHosts<RandomPeersOfOtherPages>;
+TEST_F(RandomPeersOfOtherPagesOnTwoHosts, WithALinkThatFails) { RunAtRandom(); }
+
 using RandomLookupsOnTwoHosts = OnTwoHosts<RandomLookups>;
 TEST_F(RandomLookupsOnTwoHosts, WithALinkThatFails) { RunAtRandom(); }
 

@@ -2,7 +2,9 @@
 // line each, and answers each with a line on stdout; tests/support/child_peer.h is the other end.
 //
 //   kvferry_test_peer prefill|decode|receiver|producer|consumer|store-server|store-client
-//                     CONFIG_JSON LAYERS PAGES SEED
+//                     CONFIG_JSON LAYERS PAGES SEED PAGES_ARE
+//
+// PAGES_ARE: PeerPages::ToString().
 //
 // A receiver is a decode endpoint that accepts pushes.
 
@@ -39,8 +41,8 @@ namespace {
 
 class PrefillPeer {
  public:
-  PrefillPeer(std::shared_ptr<KvPool> pool, const Config& config)
-      : pool_(pool), endpoint_(MakePrefill(std::move(pool), config)) {}
+  PrefillPeer(std::shared_ptr<KvPool> pool, std::unique_ptr<PrefillEndpoint> endpoint)
+      : pool_(std::move(pool)), endpoint_(std::move(endpoint)) {}
 
   std::string Greeting() const { return absl::StrCat("ready ", endpoint_->address()); }
 
@@ -48,6 +50,7 @@ class PrefillPeer {
     if (words[0] == "publish") {
       PrefillEndpoint::Publication publication;
       publication.pages = Numbers(words[1]);
+      publication.num_tokens = TokensOf(publication.pages);
       publication.ready_layers = Number(words[2]);
       publication.lease_ms = Number(words[3]);
       if (words.size() > 4) publication.lease_id = Lease(words[4]);
@@ -59,6 +62,7 @@ class PrefillPeer {
       if (!ticket.ok()) return Answer(ticket.status());
       PrefillEndpoint::Publication publication;
       publication.pages = Numbers(words[2]);
+      publication.num_tokens = TokensOf(publication.pages);
       publication.ready_layers = Number(words[3]);
       const auto push = endpoint_->Push(*ticket, publication, Number(words[4]));
       if (!push.ok()) return Answer(push.status());
@@ -94,6 +98,9 @@ class PrefillPeer {
   }
 
  private:
+  int64_t TokensOf(const std::vector<int64_t>& pages) const {
+    return static_cast<int64_t>(pages.size()) * pool_->layout().page_size;
+  }
   static uint64_t Lease(const std::string& hex) {
     uint64_t lease = 0;
     if (!absl::SimpleHexAtoi(hex, &lease)) std::abort();
@@ -226,12 +233,12 @@ void Say(int fd, const std::string& answer) {
 }
 
 template <typename Peer>
-int Serve(const KvPool& pool, Peer& peer, int answers) {
+int Serve(const KvPool& pool, const RequestValues& values, Peer& peer, int answers) {
   Say(answers, peer.Greeting());
   std::string line;
   while (std::getline(std::cin, line)) {
     const Words words = absl::StrSplit(line, ' ');
-    const std::optional<std::string> of_pages = AnswerOfPages(pool, words);
+    const std::optional<std::string> of_pages = AnswerOfPages(pool, values, words);
     Say(answers, of_pages                ? *of_pages
                  : words[0] == "signals" ? HandleSignals(words)
                                          : peer.Handle(words));
@@ -240,40 +247,34 @@ int Serve(const KvPool& pool, Peer& peer, int answers) {
 }
 
 int Main(int argc, char** argv) {
-  if (argc != 6) {
-    std::fprintf(stderr, "usage: kvferry_test_peer ROLE CONFIG_JSON LAYERS PAGES SEED\n");
+  if (argc != 7) {
+    std::fprintf(stderr, "usage: kvferry_test_peer ROLE CONFIG_JSON LAYERS PAGES SEED PAGES_ARE\n");
     return 2;
   }
   const int answers = TakeStandardOutput();
   const Config config = Must(Config::FromJson(argv[2], TestConfig()));
-  // 8 KiB a page and tensor, as small models have.
-  const KvLayout layout = KvLayout::Mha(Number(argv[3]), 16, 4, 64, DType::kBFloat16);
+  const Words pages_are = absl::StrSplit(argv[6], ',');
+  // 8 KiB a page and tensor of 16 tokens in bfloat16, as small models have.
+  KvLayout layout =
+      KvLayout::Mha(Number(argv[3]), Number(pages_are[0]), 4, 64, Must(ParseDType(pages_are[2])));
+  layout.page_format = pages_are[1];
+  float scale = 1;
+  if (!absl::SimpleAtof(pages_are[3], &scale)) std::abort();
   const auto seed = static_cast<uint64_t>(Number(argv[5]));
   const auto pool = MakePatternPool(layout, Number(argv[4]), seed);
+  const RequestValues values(pool, scale);
   const std::string role = argv[1];
+  EndpointOptions options = {config, kTestModel, role, /*accept_pushes=*/role == "receiver"};
+  if (scale != 1) options.scales.assign(static_cast<size_t>(layout.num_buffers()), scale);
+  const auto serve = [&](auto&& peer) { return Serve(*pool, values, peer, answers); };
   if (role == "prefill") {
-    PrefillPeer peer(pool, config);
-    return Serve(*pool, peer, answers);
+    return serve(PrefillPeer(pool, Must(PrefillEndpoint::Create(pool, options))));
   }
-  if (role == "producer") {
-    ProducerPeer peer(pool, config);
-    return Serve(*pool, peer, answers);
-  }
-  if (role == "consumer") {
-    ConsumerPeer peer(pool, config, seed);
-    return Serve(*pool, peer, answers);
-  }
-  if (role == "store-server") {
-    StoreServerPeer peer(*pool, config);
-    return Serve(*pool, peer, answers);
-  }
-  if (role == "store-client") {
-    StoreClientPeer peer(pool, config);
-    return Serve(*pool, peer, answers);
-  }
-  DecodePeer peer(pool, seed,
-                  role == "receiver" ? MakePushedDecode(pool, config) : MakeDecode(pool, config));
-  return Serve(*pool, peer, answers);
+  if (role == "producer") return serve(ProducerPeer(pool, config));
+  if (role == "consumer") return serve(ConsumerPeer(pool, config, seed));
+  if (role == "store-server") return serve(StoreServerPeer(*pool, config));
+  if (role == "store-client") return serve(StoreClientPeer(pool, config));
+  return serve(DecodePeer(pool, seed, Must(DecodeEndpoint::Create(pool, options))));
 }
 
 }  // namespace

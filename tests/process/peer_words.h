@@ -3,7 +3,6 @@
 // The words of the lines that a peer under test is driven by.
 
 #include <cstdlib>
-#include <numeric>
 #include <optional>
 #include <span>
 #include <string>
@@ -16,6 +15,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "base/hash.h"
+#include "tests/process/request_values.h"
 #include "tests/support/kv_pattern.h"
 
 namespace kvferry {
@@ -51,58 +51,6 @@ inline std::string Verify(const KvPool& pool, uint64_t own_seed, const Words& wo
                              static_cast<uint64_t>(Number(words[1])), Numbers(words[2])));
 }
 
-// --- What a request of a seed says: its page at position i what page i of that seed's pattern does ---
-
-inline std::vector<int64_t> PositionsOf(int64_t first, size_t count) {
-  std::vector<int64_t> positions(count);
-  std::iota(positions.begin(), positions.end(), first);
-  return positions;
-}
-
-inline void WriteRequest(const KvPool& pool, uint64_t seed, int64_t first_layer, int64_t end_layer,
-                         const std::vector<int64_t>& pages) {
-  const KvLayout& layout = pool.layout();
-  std::vector<int64_t> buffers;
-  for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
-    for (int64_t layer = first_layer; layer < end_layer; ++layer) {
-      buffers.push_back(layout.buffer_index(layer, tensor));
-    }
-  }
-  WritePattern(pool, buffers, pages, seed, PositionsOf(0, pages.size()));
-}
-
-// `pages` hold those from first_position on, in layers [0, end_layer).
-inline ::testing::AssertionResult HoldsRequest(const KvPool& pool, uint64_t seed,
-                                               int64_t first_position, int64_t end_layer,
-                                               const std::vector<int64_t>& pages) {
-  return HoldsPages(pool, pages, seed, PositionsOf(first_position, pages.size()), 0, end_layer);
-}
-
-// The same of the heads that reader `half` of two gets. Peers' pages are NHD.
-inline ::testing::AssertionResult HoldsHalf(const KvPool& pool, uint64_t seed,
-                                            int64_t first_position, int64_t end_layer,
-                                            const std::vector<int64_t>& pages, int64_t half) {
-  const KvLayout& layout = pool.layout();
-  for (int64_t buffer = 0; buffer < layout.num_buffers(); ++buffer) {
-    if (buffer % layout.num_layers >= end_layer) continue;
-    for (size_t i = 0; i < pages.size(); ++i) {
-      const std::vector<std::byte> got = ReadPage(pool, buffer, pages[i]);
-      std::vector<std::byte> want(got.size());
-      PatternBytes(seed, buffer, first_position + static_cast<int64_t>(i), want);
-      const int64_t token_bytes = static_cast<int64_t>(got.size()) / layout.page_size;
-      for (size_t byte = 0; byte < got.size(); ++byte) {
-        const bool its = static_cast<int64_t>(byte) % token_bytes / (token_bytes / 2) == half;
-        if (its && got[byte] != want[byte]) {
-          return ::testing::AssertionFailure()
-                 << "half " << half << " of buffer " << buffer << " page " << pages[i]
-                 << " differs at byte " << byte << ", seed " << seed;
-        }
-      }
-    }
-  }
-  return ::testing::AssertionSuccess();
-}
-
 // One a page, of all its bytes.
 inline std::string HashOfPages(const KvPool& pool, const std::vector<int64_t>& pages) {
   std::vector<std::string> hashes;
@@ -118,19 +66,18 @@ inline std::string HashOfPages(const KvPool& pool, const std::vector<int64_t>& p
 }
 
 // What every peer does with the pages of its pool.
-inline std::optional<std::string> AnswerOfPages(const KvPool& pool, const Words& words) {
+inline std::optional<std::string> AnswerOfPages(const KvPool& pool, const RequestValues& values,
+                                                const Words& words) {
   if (words[0] == "write") {  // SEED FIRST_LAYER END_LAYER PAGES
-    WriteRequest(pool, static_cast<uint64_t>(Number(words[1])), Number(words[2]), Number(words[3]),
+    values.Write(static_cast<uint64_t>(Number(words[1])), Number(words[2]), Number(words[3]),
                  Numbers(words[4]));
     return "OK";
   }
-  if (words[0] == "holds") {  // SEED FIRST_POSITION END_LAYER PAGES [HALF]
-    if (words.size() > 5) {
-      return Answer(HoldsHalf(pool, static_cast<uint64_t>(Number(words[1])), Number(words[2]),
-                              Number(words[3]), Numbers(words[4]), Number(words[5])));
-    }
-    return Answer(HoldsRequest(pool, static_cast<uint64_t>(Number(words[1])), Number(words[2]),
-                               Number(words[3]), Numbers(words[4])));
+  if (words[0] == "holds") {  // SEED FIRST_PAGE END_LAYER PAGES TOKENS [HALF], of the heads
+    HeadRange heads = {0, pool.layout().num_heads()};
+    if (words.size() > 6) heads = {Number(words[6]) * heads.count / 2, heads.count / 2};
+    return Answer(values.Holds(static_cast<uint64_t>(Number(words[1])), Number(words[2]),
+                               Number(words[3]), Numbers(words[4]), Number(words[5]), heads));
   }
   if (words[0] == "hash") return HashOfPages(pool, Numbers(words[1]));  // PAGES
   if (words[0] == "fill") {                                             // SEED

@@ -19,6 +19,9 @@ class OnOneHost : public Base {
 using RandomPeersOnOneHost = OnOneHost<RandomPeers>;
 TEST_F(RandomPeersOnOneHost, ThatStopAndDie) { RunAtRandom(); }
 
+using RandomPeersOfOtherPagesOnOneHost = OnOneHost<RandomPeersOfOtherPages>;
+TEST_F(RandomPeersOfOtherPagesOnOneHost, ThatStopAndDie) { RunAtRandom(); }
+
 using RandomLookupsOnOneHost = OnOneHost<RandomLookups>;
 TEST_F(RandomLookupsOnOneHost, ThatStopAndDie) { RunAtRandom(); }
 

@@ -31,7 +31,7 @@ std::vector<std::string> CommandLine(const ChildPeer::Options& options) {
   for (const std::string& argument :
        {std::string(KVFERRY_TEST_PEER), options.role, options.config_json,
         absl::StrCat(options.num_layers), absl::StrCat(options.num_pages),
-        absl::StrCat(options.seed)}) {
+        absl::StrCat(options.seed), options.pages_are.ToString()}) {
     line.push_back(argument);
   }
   return line;
@@ -53,6 +53,10 @@ bool AllThreadsStopped(pid_t pid) {
 }
 
 }  // namespace
+
+std::string PeerPages::ToString() const {
+  return absl::StrCat(page_size, ",", order, ",", dtype, ",", scale);
+}
 
 ChildPeer::ChildPeer(const Options& options) {
   std::signal(SIGPIPE, SIG_IGN);  // A child that dies must not take the test along.

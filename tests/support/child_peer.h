@@ -13,6 +13,16 @@
 
 namespace kvferry {
 
+// How a peer's pool keeps values: 4 heads of 64.
+struct PeerPages {
+  int64_t page_size = 16;
+  std::string order = "NHD";
+  std::string dtype = "bfloat16";
+  std::string scale = "1";
+
+  std::string ToString() const;
+};
+
 class ChildPeer {
  public:
   struct Options {
@@ -22,6 +32,7 @@ class ChildPeer {
     int64_t num_pages = 64;
     uint64_t seed = 1;       // Of the pattern that its pool begins with.
     std::string netns = {};  // Run inside this network namespace.
+    PeerPages pages_are = {};
   };
   explicit ChildPeer(const Options& options);
   ~ChildPeer();  // kill -9, and reaps.

@@ -14,7 +14,7 @@
 namespace kvferry {
 namespace {
 
-constexpr int64_t kMostPages = 24;                       // Of a request.
+constexpr int64_t kMostTokens = 24 * 16;                 // Of a request.
 constexpr int64_t kMostRequests = 12, kMostFetches = 8;  // Of a process, at once.
 constexpr int64_t kLongestLeaseMs = 2000, kLongestFetchMs = 4000;
 
@@ -51,11 +51,14 @@ bool RandomPeers::TakePages(Request& request) {
   return true;
 }
 
-RandomPeers::RequestPtr RandomPeers::NewRequest(Process& process) {
+int64_t RandomPeers::AnyTokens() { return 1 + UpTo(kMostTokens - 1); }
+
+RandomPeers::RequestPtr RandomPeers::NewRequest(Process& process, int64_t num_tokens) {
   auto request = std::make_shared<Request>();
   request->at = &process;
   request->seed = ++last_seed_;
-  request->num_pages = 1 + UpTo(kMostPages - 1);
+  request->num_pages = process.PagesOf(num_tokens);
+  request->num_tokens = request->num_pages * process.pages_are.page_size;
   return request;
 }
 
@@ -79,7 +82,7 @@ void RandomPeers::Forget(const RequestPtr& request) {
 void RandomPeers::Publish() {
   Process* const process = AnyRunning(sources_);
   if (process == nullptr || RequestsOf(*process) >= kMostRequests) return;
-  const RequestPtr request = NewRequest(*process);
+  const RequestPtr request = NewRequest(*process, AnyTokens());
   request->by_halves = OneIn(3);
   if (OneIn(4)) return Announce(request);
   if (!TakePages(*request)) return;
@@ -93,7 +96,7 @@ void RandomPeers::Publish() {
 void RandomPeers::Announce(const RequestPtr& request) {
   request->lease = absl::StrCat(absl::Hex(random_() | 1));
   request->ticket = absl::StrCat("kvferry1|", request->at->peer->address(), "|0|", request->lease,
-                                 "|", request->num_pages, "|0");
+                                 "|", request->num_pages, "|", request->num_tokens);
   Add(request);
 }
 
@@ -111,8 +114,8 @@ void RandomPeers::Push() {
   Process* const process = AnyRunning(sources_);
   if (fetch == nullptr || process == nullptr || fetch->receive_ticket.empty()) return;
   if (RequestsOf(*process) >= kMostRequests) return;
-  const RequestPtr request = NewRequest(*process);
-  request->num_pages = fetch->first_page + static_cast<int64_t>(fetch->pages.size());
+  const int64_t pages = fetch->first_page + static_cast<int64_t>(fetch->pages.size());
+  const RequestPtr request = NewRequest(*process, pages * fetch->at->pages_are.page_size);
   if (!TakePages(*request)) return;
   fetch->sources.push_back(request);
   const std::string answer =
@@ -160,8 +163,9 @@ void RandomPeers::TakeBack() {
 
 // --- What a decode process does ---
 
-// Of a request of so many pages, all or those from one on, if the process has room for them.
-std::optional<RandomPeers::Fetch> RandomPeers::FetchOf(Process& process, int64_t num_pages) {
+// Of a request of so many tokens, all pages or those from one on, if the process has room for them.
+std::optional<RandomPeers::Fetch> RandomPeers::FetchOf(Process& process, int64_t num_tokens) {
+  const int64_t num_pages = process.PagesOf(num_tokens);
   Fetch fetch;
   fetch.at = &process;
   fetch.first_page = OneIn(2) ? 0 : UpTo(num_pages - 1);
@@ -193,7 +197,7 @@ void RandomPeers::FetchOne() {
   if (process == nullptr || requests.empty()) return;
   const RequestPtr request = AnyOf(requests);
   if (!request->push.empty()) return;
-  std::optional<Fetch> fetch = FetchOf(*process, request->num_pages);
+  std::optional<Fetch> fetch = FetchOf(*process, request->num_tokens);
   if (!fetch) return;
   fetch->sources.push_back(request);
   if (request->by_halves) fetch->half = absl::StrCat(UpTo(1));
@@ -203,7 +207,7 @@ void RandomPeers::FetchOne() {
 void RandomPeers::Receive() {
   Process* const process = AnyRunning(targets_);
   if (process == nullptr) return;
-  std::optional<Fetch> fetch = FetchOf(*process, 1 + UpTo(kMostPages - 1));
+  std::optional<Fetch> fetch = FetchOf(*process, AnyTokens());
   if (fetch) Begin("receive", *std::move(fetch));
 }
 
@@ -228,8 +232,8 @@ testing::AssertionResult RandomPeers::HoldASource(const Fetch& fetch, const Page
                                                   int64_t first_page, int64_t end_layer) {
   auto result = testing::AssertionFailure() << fetch.at->name << " fetch " << fetch.number;
   for (const RequestPtr& request : fetch.sources) {
-    const std::string answer =
-        Holds(*fetch.at, request->seed, pages, first_page, end_layer, fetch.half);
+    const std::string answer = Holds(*fetch.at, request->seed, pages, first_page, end_layer,
+                                     request->num_tokens, fetch.half);
     if (answer == "OK") return testing::AssertionSuccess();
     result << "; " << answer;
   }
@@ -331,18 +335,31 @@ void RandomPeers::Drain() {
 }
 
 void RandomPeers::ExpectServes(Process& prefill, Process& decode) {
-  const RequestPtr request = NewRequest(prefill);
+  const RequestPtr request = NewRequest(prefill, AnyTokens());
   ASSERT_TRUE(TakePages(*request));
   Write(prefill, request->seed, request->pages, request->ready_layers, kPeerLayers);
   const std::string ticket = prefill.peer->Publish(request->pages, kPeerLayers, 60000);
-  const std::optional<Pages> pages = TakeToFill(decode, request->num_pages);
+  const std::optional<Pages> pages = TakeToFill(decode, decode.PagesOf(request->num_tokens));
   ASSERT_TRUE(pages.has_value());
   const std::string fetch = decode.peer->Fetch(ticket, *pages, 20000);
   EXPECT_EQ(decode.peer->Wait(fetch, 20000), "OK") << prefill.name << " to " << decode.name;
-  EXPECT_EQ(Holds(decode, request->seed, *pages, 0, kPeerLayers), "OK");
+  EXPECT_EQ(Holds(decode, request->seed, *pages, 0, kPeerLayers, request->num_tokens), "OK");
   EXPECT_EQ(Ask(prefill, absl::StrCat("ended ", LeaseOf(ticket), " 20000")), "fetched");
   GiveBackFilled(decode, *pages);
   GiveBackSpent(*request->at, request->pages);
+}
+
+// --- Pages that are not alike ---
+
+PeerPages RandomPeersOfOtherPages::AnyPages() {
+  PeerPages pages;
+  pages.page_size = AnyOf({8, 16, 24, 64});
+  if (OneIn(2)) pages.order = "HND";
+  static const std::array<const char*, 5> kDTypes = {"bfloat16", "float16", "float32",
+                                                     "float8_e4m3fn", "float8_e5m2"};
+  if (OneIn(2)) pages.dtype = kDTypes[UpTo(kDTypes.size() - 1)];
+  if (OneIn(3)) pages.scale = OneIn(2) ? "2" : "0.5";
+  return pages;
 }
 
 }  // namespace kvferry

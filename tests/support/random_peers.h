@@ -14,6 +14,7 @@
 
 namespace kvferry {
 
+// Whose pages are alike.
 class RandomPeers : public RandomProcesses {
  protected:
   void RunAtRandom() { RandomProcesses::RunAtRandom("prefill", 2, "receiver", 3); }
@@ -27,7 +28,8 @@ class RandomPeers : public RandomProcesses {
     std::string ticket;
     uint64_t seed = 0;  // Of what its pages hold.
     int64_t num_pages = 0;
-    Pages pages;  // None while it is announced only.
+    int64_t num_tokens = 0;  // That these have.
+    Pages pages;             // None while it is announced only.
     int64_t ready_layers = 0;
     std::string push;        // The number of its handle, if it is one.
     bool by_halves = false;  // Two fetch it, each half of the heads.
@@ -59,7 +61,8 @@ class RandomPeers : public RandomProcesses {
 
   // Pages for it, with as many layers written as it says are ready; false when there are too few.
   bool TakePages(Request& request);
-  RequestPtr NewRequest(Process& process);
+  RequestPtr NewRequest(Process& process, int64_t num_tokens);
+  int64_t AnyTokens();
   std::string PublishCommand(const Request& request);
   void Add(const RequestPtr& request);
   void Forget(const RequestPtr& request);
@@ -72,7 +75,7 @@ class RandomPeers : public RandomProcesses {
 
   // --- What a decode process does ---
 
-  std::optional<Fetch> FetchOf(Process& process, int64_t num_pages);
+  std::optional<Fetch> FetchOf(Process& process, int64_t num_tokens);
   void Begin(const std::string& command, Fetch fetch);
   void FetchOne();
   void Receive();
@@ -95,6 +98,12 @@ class RandomPeers : public RandomProcesses {
   std::vector<RequestPtr> requests_;      // Of processes that live, not ended.
   std::vector<RequestPtr> past_tickets_;  // Some of those that have.
   std::vector<Fetch> fetches_;
+};
+
+// Each with pages of its own size, order and dtype, another time that it begins with others.
+class RandomPeersOfOtherPages : public RandomPeers {
+ protected:
+  PeerPages AnyPages() override;
 };
 
 }  // namespace kvferry

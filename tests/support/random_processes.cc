@@ -32,7 +32,7 @@ int64_t FromEnvironment(const char* name, int64_t otherwise) {
 
 }  // namespace
 
-RandomProcesses::FreePages::FreePages() : free_(kPages) {
+RandomProcesses::FreePages::FreePages(int64_t count) : free_(count) {
   std::iota(free_.begin(), free_.end(), 0);
 }
 
@@ -76,17 +76,21 @@ std::string RandomProcesses::AnyConfig(const Process& process) {
 }
 
 void RandomProcesses::Start(Process& process) {
-  process.free = {};
+  process.pages_are = AnyPages();
+  const int64_t num_pages = process.PagesOf(kTokens);
+  process.free = FreePages(num_pages);
   process.stopped_until.reset();
-  ChildPeer::Options options = PeerOptions(process.role, AnyConfig(process), kPages);
+  ChildPeer::Options options = PeerOptions(process.role, AnyConfig(process), num_pages);
   options.seed = kUnwritten;
   options.netns = NetnsOf(process);
+  options.pages_are = process.pages_are;
   process.peer = std::make_unique<ChildPeer>(options);
-  Log(absl::StrCat(process.name, " begins: ", options.config_json));
+  Log(absl::StrCat(process.name, " begins: ", options.config_json, " ",
+                   process.pages_are.ToString()));
   OnStart(process);
   process.first_fds = process.peer->num_fds();
   if (IsSource(process)) return;
-  process.held.assign(kPages, "");
+  process.held.assign(num_pages, "");
   Remember(process, process.free.all());
 }
 
@@ -201,9 +205,10 @@ void RandomProcesses::GiveBackSpent(Process& source, Pages& pages) {
 }
 
 std::string RandomProcesses::Holds(Process& target, uint64_t seed, const Pages& pages,
-                                   int64_t first_page, int64_t end_layer, const std::string& half) {
+                                   int64_t first_page, int64_t end_layer, int64_t tokens,
+                                   const std::string& half) {
   return target.peer->Ask(absl::StrCat("holds ", seed, " ", first_page, " ", end_layer, " ",
-                                       Listed(pages), half.empty() ? "" : " ", half));
+                                       Listed(pages), " ", tokens, half.empty() ? "" : " ", half));
 }
 
 std::vector<std::string> RandomProcesses::Hashes(Process& process, const Pages& pages) {

@@ -27,14 +27,14 @@ namespace kvferry {
 class RandomProcesses : public testing::Test {
  protected:
   using Pages = std::vector<int64_t>;
-  static constexpr int64_t kPages = 96;       // Of a pool.
-  static constexpr int64_t kSlackMs = 10000;  // By which a wait may end late on a busy machine.
-  static constexpr uint64_t kUnwritten = 1;   // The seed of what pages hold that are nobody's.
+  static constexpr int64_t kTokens = 96 * 16;  // That a pool has room for.
+  static constexpr int64_t kSlackMs = 10000;   // By which a wait may end late on a busy machine.
+  static constexpr uint64_t kUnwritten = 1;    // The seed of what pages hold that are nobody's.
 
   // The pages of a pool that nobody uses.
   class FreePages {
    public:
-    FreePages();
+    explicit FreePages(int64_t count = 0);
     bool Has(int64_t count) const { return count <= static_cast<int64_t>(free_.size()); }
     Pages Take(int64_t count, std::mt19937_64& random);
     void GiveBack(const Pages& pages) { free_.insert(free_.end(), pages.begin(), pages.end()); }
@@ -48,10 +48,16 @@ class RandomProcesses : public testing::Test {
     std::string role;  // A ChildPeer's.
     std::string name;
     std::unique_ptr<ChildPeer> peer{};
+    PeerPages pages_are{};
     FreePages free{};
     std::vector<std::string> held{};  // By the pages of a target: a hash of each.
     std::optional<Deadline> stopped_until{};
     int64_t first_fds = 0;  // That were open when it had no peers yet.
+
+    // That so many tokens take.
+    int64_t PagesOf(int64_t tokens) const {
+      return (tokens + pages_are.page_size - 1) / pages_are.page_size;
+    }
   };
 
   // The whole test.
@@ -73,6 +79,7 @@ class RandomProcesses : public testing::Test {
   // Behind what is chosen at random: more members of the configuration, each with a comma before it.
   virtual std::string MoreConfig(const Process& /*process*/) { return ""; }
   virtual std::string NetnsOf(const Process& /*process*/) { return ""; }
+  virtual PeerPages AnyPages() { return {}; }
   // Mend() comes before every step, and must mend all when `now` is max().
   virtual void Break() { Stop(); }
   virtual void Mend(Deadline now) { Continue(now); }
@@ -136,9 +143,9 @@ class RandomProcesses : public testing::Test {
   // Pages of a source as those of `seed` from the first on are, in layers [first, end).
   void Write(Process& source, uint64_t seed, const Pages& pages, int64_t first, int64_t end);
   // "OK" when pages of a target hold what the source's from `first_page` on were written with.
-  // With `half`, that half of their heads.
+  // Behind `tokens` of all that is written anything may lie. With `half`, that half of their heads.
   std::string Holds(Process& target, uint64_t seed, const Pages& pages, int64_t first_page,
-                    int64_t end_layer, const std::string& half = "");
+                    int64_t end_layer, int64_t tokens = kTokens, const std::string& half = "");
   // Pages of a source that are its own again: written at once, so that whoever still reads them reads
   // something else.
   void GiveBackSpent(Process& source, Pages& pages);
