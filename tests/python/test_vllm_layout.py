@@ -9,16 +9,22 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from kvferry.vllm.device import device_of  # noqa: E402
 from kvferry.vllm.layout import (  # noqa: E402
+    AdoptedCache,
     _arrangement,
     _fp8_numbers,
-    check_store_supported,
-    check_supported,
+    block_size,
     windows,
 )
+from kvferry.vllm.limits import check_store_supported, check_supported  # noqa: E402
+from kvferry.vllm.parts import LAST_STATE, STATE  # noqa: E402
 from kvferry.vllm.shared_cache import SharedAllocation  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 BLOCK = 16
 
@@ -117,8 +123,8 @@ def sliding_window(window: int) -> SlidingWindowSpec:
 
 
 def test_engines_beyond_the_limits_are_refused():
-    with pytest.raises(NotImplementedError, match="not MambaSpec"):
-        check_supported(vllm_config(), cache_config(full_attention(), type("MambaSpec", (), {})()))
+    with pytest.raises(NotImplementedError, match="not OtherSpec"):
+        check_supported(vllm_config(), cache_config(full_attention(), type("OtherSpec", (), {})()))
     for specs in ([full_attention(), full_attention(block_size=2 * BLOCK)], []):
         with pytest.raises(NotImplementedError, match="blocks of one size"):
             check_supported(vllm_config(), cache_config(*specs))
@@ -140,6 +146,131 @@ def test_windows_are_known_by_group():
     for it in (config, cache_config(sliding_window(64)), cache_config(*[full_attention()] * 2)):
         with pytest.raises(NotImplementedError, match="disable-hybrid-kv-cache-manager"):
             check_store_supported(vllm_config(), KVConnectorRole.SCHEDULER, it)
+
+
+def state(**changes) -> MambaSpec:
+    sizes = {"block_size": 4096, "shapes": ((3, 8), (2, 4, 4)), "page_size_padded": 2048}
+    return MambaSpec(**(sizes | {"dtypes": (torch.bfloat16, torch.float32)} | changes))
+
+
+def test_states_are_known_by_group():
+    config = cache_config(state(), full_attention(), state())
+    check_supported(vllm_config(), config)
+    assert (windows(config), block_size(config)) == ([STATE, None, STATE], BLOCK)
+    cached = state(mamba_cache_mode="align", block_size=BLOCK)
+    check_supported(vllm_config(), cache_config(full_attention(), cached))
+    assert windows(cache_config(full_attention(), cached)) == [None, LAST_STATE]
+    for changes, problem in (
+        ({"mamba_cache_mode": "align"}, "not of 4096"),
+        ({"mamba_cache_mode": "all"}, "not all"),
+        ({"num_speculative_blocks": 2}, "speculated"),
+    ):
+        with pytest.raises(NotImplementedError, match=problem):
+            check_supported(vllm_config(), cache_config(full_attention(), state(**changes)))
+    with pytest.raises(NotImplementedError, match="layers with attention"):
+        check_supported(vllm_config(), cache_config(state()))
+    with pytest.raises(NotImplementedError, match="full attention alone$"):
+        check_store_supported(vllm_config(), KVConnectorRole.SCHEDULER, config)
+
+
+NUM_BLOCKS, BLOCK_BYTES = 10, 2048
+
+
+class Slabs:
+    """Memory for `layers` layers of each group, as vLLM lays it out: a block is KV of 16 tokens, or
+    a state of two parts."""
+
+    def __init__(self, layers: int = 2, gap: int = 0):
+        self.config = SimpleNamespace(
+            num_blocks=NUM_BLOCKS,
+            kv_cache_groups=[
+                SimpleNamespace(kv_cache_spec=spec, layer_names=[f"{kind}.{i}" for i in range(2)])
+                for kind, spec in (("state", state()), ("attention", full_attention()))
+            ],
+        )
+        self.size = NUM_BLOCKS * BLOCK_BYTES
+        self.memory = torch.zeros(layers * (self.size + gap), dtype=torch.int8)
+        self.begins = [layer * (self.size + gap) for layer in range(layers)]
+        self.caches = {}
+        for layer in range(layers):
+            self.caches[f"state.{layer}"] = self.states(layer)
+            self.caches[f"attention.{layer}"] = self.attention(layer)
+
+    def slab(self, layer: int) -> torch.Tensor:
+        return self.memory[self.begins[layer] :][: self.size]
+
+    def states(self, layer: int, apart: int = BLOCK_BYTES) -> list[torch.Tensor]:
+        slab = self.slab(layer)
+        conv = slab.view(torch.bfloat16).as_strided((NUM_BLOCKS, 3, 8), (apart // 2, 8, 1))
+        rest = slab[48:-2000].view(torch.float32)
+        return [conv, rest.as_strided((NUM_BLOCKS, 2, 4, 4), (apart // 4, 16, 4, 1))]
+
+    def attention(self, layer: int, cut: int = 1) -> torch.Tensor:
+        return self.slab(layer).view(torch.float32).view(NUM_BLOCKS * cut, 2, BLOCK // cut, 16)
+
+    def adopt(self, **parallel) -> AdoptedCache:
+        config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context={}),
+            parallel_config=SimpleNamespace(tensor_parallel_size=parallel.get("size", 1)),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+        )
+        return AdoptedCache(config, self.config, self.caches, parallel.get("rank", 0))
+
+
+def test_blocks_of_states_and_of_kv_are_pages_of_one_pool():
+    slabs = Slabs()
+    cache = slabs.adopt()
+    assert (cache.num_layers, cache.pool.num_pages) == (2, NUM_BLOCKS)
+    layout = cache.pool.layout
+    assert (layout.page_size, layout.dtype) == (BLOCK, "uint8")
+    assert [tuple(it) for it in layout.tensors] == [("block", 1, BLOCK_BYTES // BLOCK)]
+    assert cache.layer_index == {"state.0": 0, "attention.0": 0, "state.1": 1, "attention.1": 1}
+    assert cache.group_of == {"state.0": 0, "state.1": 0, "attention.0": 1, "attention.1": 1}
+    assert (cache.ranks, cache.converts_pages) == ((0, 1, 1), False)
+    base = slabs.memory.data_ptr()
+    assert [info[0] for info in cache.pool.buffer_infos()] == [base + it for it in slabs.begins]
+    assert Slabs().adopt(rank=1, size=2).ranks == (1, 2, 2)
+
+
+def test_blocks_are_moved_to_engines_alone_that_arrange_them_alike():
+    def page_format(slabs: Slabs) -> str:
+        return slabs.adopt().pool.layout.page_format
+
+    assert page_format(Slabs()) == page_format(Slabs(gap=4096))  # Wherever they lie.
+    assert len(page_format(Slabs())) <= 64
+    cut, typed, moved = Slabs(), Slabs(), Slabs()
+    cut.caches["attention.1"] = cut.attention(1, cut=2)
+    typed.caches["state.0"][0] = typed.caches["state.0"][0].view(torch.float16)
+    moved.caches["state.1"][1] = (
+        moved.slab(1)[64:-1984]
+        .view(torch.float32)
+        .as_strided((NUM_BLOCKS, 2, 4, 4), (BLOCK_BYTES // 4, 16, 4, 1))
+    )
+    others = {page_format(it) for it in (Slabs(), Slabs(layers=1), cut, typed, moved)}
+    assert len(others) == 5
+
+
+def test_blocks_of_unknown_arrangements_are_refused():
+    apart, outermost, beyond = Slabs(), Slabs(), Slabs()
+    apart.caches["state.1"] = apart.states(1, apart=BLOCK_BYTES // 2)
+    outermost.caches["attention.0"] = outermost.attention(0).view(2, NUM_BLOCKS, 2, 8, 16)
+    beyond.caches["state.0"][1] = (
+        beyond.slab(0)[1936:-112]
+        .view(torch.float32)
+        .as_strided((NUM_BLOCKS - 1, 2, 4, 4), (BLOCK_BYTES // 4, 16, 4, 1))
+    )
+    for slabs, layer in ((apart, "state.1"), (outermost, "attention.0"), (beyond, "state.0")):
+        with pytest.raises(NotImplementedError, match=layer):
+            slabs.adopt()
+    mixed = Slabs()
+    mixed.begins[1] = BLOCK_BYTES // 2
+    mixed.caches |= {"state.1": mixed.states(1), "attention.1": mixed.attention(1)}
+    with pytest.raises(NotImplementedError, match="one behind the other"):
+        mixed.adopt()
+    sizes = Slabs()
+    sizes.config.kv_cache_groups[0].kv_cache_spec = state(page_size_padded=4096)
+    with pytest.raises(NotImplementedError, match="as many bytes"):
+        sizes.adopt()
 
 
 def fp8_numbers(cache_dtype: str, scales: dict[str, tuple], parts: int, use_mla: bool = False):

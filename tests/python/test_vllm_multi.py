@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kvferry.vllm import KVFerryConnector, layout, siblings  # noqa: E402
+from kvferry.vllm import KVFerryConnector, limits, siblings  # noqa: E402
 from kvferry.vllm.metadata import Addresses, StoreAddress, WorkerAddress  # noqa: E402
 from kvferry.vllm.telemetry import TransferMetrics, TransferStats  # noqa: E402
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram  # noqa: E402
@@ -77,8 +77,8 @@ FULL_ATTENTION = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=
 def test_the_engine_s_policy_counts_and_not_the_connector_s(monkeypatch):
     def check(child: str, engine: str | None):
         outer = engine and config(engine)
-        monkeypatch.setattr(layout, "get_current_vllm_config_or_none", lambda: outer)
-        layout.check_store_supported(config(child), KVConnectorRole.WORKER, FULL_ATTENTION)
+        monkeypatch.setattr(limits, "get_current_vllm_config_or_none", lambda: outer)
+        limits.check_store_supported(config(child), KVConnectorRole.WORKER, FULL_ATTENTION)
 
     check("recompute", None)
     check("fail", "recompute")
@@ -87,7 +87,7 @@ def test_the_engine_s_policy_counts_and_not_the_connector_s(monkeypatch):
             check(child, engine)
     with pytest.raises(ValueError, match="kv_role"):
         producer = config("fail", "kv_producer")
-        layout.check_store_supported(producer, KVConnectorRole.SCHEDULER, FULL_ATTENTION)
+        limits.check_store_supported(producer, KVConnectorRole.SCHEDULER, FULL_ATTENTION)
 
 
 def test_statistics_find_their_class_and_the_way_to_prometheus():

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kvferry.vllm.parts import cut  # noqa: E402
+from kvferry.vllm.parts import LAST_STATE, STATE, blocks_of, cut, handed_over  # noqa: E402
 
 
 def test_parts_of_a_prompt_cover_it_in_whole_blocks():
@@ -49,6 +49,42 @@ def test_engines_with_blocks_of_other_sizes_cut_a_prompt_alike(tokens: int):
         {it.lease_id for it in cut("t" * 16, range(tokens), block, windows)} for block in (16, 32)
     )
     assert of_one.isdisjoint(of_other)
+
+
+def test_what_is_handed_over_of_a_prompt_by_kind_of_layers():
+    assert handed_over((None,), 100) == handed_over((None, 64), 100) == 100
+    # A state has no tokens behind it that the decode engine computes.
+    assert handed_over((None, STATE), 100) == handed_over((LAST_STATE, None), 100) == 99
+    windows = (None, STATE, 40, LAST_STATE)
+    for tokens in (1, 15, 16, 17, 32, 99):
+        whole, state, window, last = (blocks_of(windows, group, tokens, 16) for group in range(4))
+        assert (whole, state) == (range(-(-tokens // 16)), range(1))
+        assert last == whole[-1:]
+        # What the next token looks at, itself among it.
+        assert window == range(max(0, tokens + 1 - 40) // 16, whole.stop)
+    assert blocks_of((None, 40), 1, 99, 16) == range(59 // 16, 7)
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 2500])
+def test_a_state_is_a_part_of_its_own_at_the_end(tokens: int):
+    parts = cut("t" * 16, range(tokens), 16, (STATE, None, LAST_STATE))
+    end = -(-tokens // 16)
+    assert [
+        (it.group, it.first_block, it.end_block, it.end_token) for it in parts if it.group != 1
+    ] == [(0, 0, 1, tokens), (2, end - 1, end, tokens)]
+    of_attention = [it for it in parts if it.group == 1]
+    assert of_attention[-1].end_token == tokens
+    assert of_attention[-1].end_block == -(-tokens // 16)
+    assert len({it.lease_id for it in parts}) == len(parts)
+    assert [it.end_token for it in parts] == sorted(it.end_token for it in parts)
+
+
+def test_engines_with_and_without_prefix_caching_name_a_state_alike():
+    of_one, of_other = (
+        {it.lease_id for it in cut("t" * 16, range(2500), 16, (state, None))}
+        for state in (STATE, LAST_STATE)
+    )
+    assert of_one == of_other
 
 
 def test_names_of_parts_do_not_change():

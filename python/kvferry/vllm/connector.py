@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvferry.vllm import layout, siblings
+from kvferry.vllm import layout, limits, siblings
 from kvferry.vllm.metadata import Addresses, AskedFor, StepMetadata
 from kvferry.vllm.parts import in_groups
 from kvferry.vllm.room import Room
@@ -56,10 +56,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     Or, with "mode": "store", keeps blocks in a store and loads them when a prompt begins with them
     again, in this engine or in another one.
 
-    Limits, each refused at start with a message: full attention and sliding windows (in store mode
-    full attention), pipeline and context parallel size 1. Both engines need the same model, block
-    size and KV dtype; a wrong pairing is refused when they meet. Their tensor-parallel sizes may
-    differ, but in store mode.
+    Limits, each refused at start with a message: full attention, sliding windows and recurrent
+    states (in store mode full attention), pipeline and context parallel size 1. Both engines need
+    the same model; a wrong pairing is refused when they meet. What else of them may differ, such as
+    block sizes, KV dtypes and tensor-parallel sizes, is in docs/vllm.md.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -75,7 +75,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         setup_logging()
         transfer = self._kv_transfer_config
         self._options = Options.parse(transfer.kv_connector_extra_config)
-        layout.check_supported(vllm_config, kv_cache_config)
+        limits.check_supported(vllm_config, kv_cache_config)
         self._windows = layout.windows(kv_cache_config)
         self._prefill: PrefillScheduler | None = None
         self._decode: DecodeScheduler | None = None
@@ -89,7 +89,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._tp_rank = 0  # Of a worker, as the following one.
         self._allocation: SharedAllocation | None = None
         if self._options.store is not None:
-            layout.check_store_supported(vllm_config, role, kv_cache_config)
+            limits.check_store_supported(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             block_size = layout.block_size(kv_cache_config)
             if self._options.store is not None:

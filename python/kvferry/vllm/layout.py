@@ -1,97 +1,48 @@
 """vLLM's KV cache tensors as a kvferry pool, without copying them."""
 
+import hashlib
+import itertools
 import os
 from typing import Any, NamedTuple
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config_or_none
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
     KVCacheConfig,
-    SlidingWindowMLASpec,
+    KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 
 import kvferry
 from kvferry.vllm.device import device_of
-from kvferry.vllm.parts import in_groups
+from kvferry.vllm.parts import LAST_STATE, STATE, has_states, in_groups
 from kvferry.vllm.shared_cache import SharedAllocation
 
 _MAX_MODEL_BYTES = 256  # What a hello may carry.
 
 
-def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raises NotImplementedError, naming the setting, for engines we would serve wrongly."""
-    parallel = vllm_config.parallel_config
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
-        if (size := getattr(parallel, name, 1)) != 1:
-            raise NotImplementedError(f"KVFerryConnector needs {name} 1, not {size}")
-    if vllm_config.model_config.enable_sleep_mode:
-        raise NotImplementedError(
-            "KVFerryConnector does not serve engines with enable_sleep_mode: one that sleeps takes "
-            "the memory of blocks away that another engine may still be reading"
-        )
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        known = isinstance(spec, (FullAttentionSpec, SlidingWindowSpec))
-        if not known or isinstance(spec, SlidingWindowMLASpec):
-            raise NotImplementedError(
-                f"KVFerryConnector serves models with full attention and sliding windows, not "
-                f"{type(spec).__name__}"
-            )
-    sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
-    if len(sizes) != 1:
-        raise NotImplementedError(
-            f"KVFerryConnector needs blocks of one size in all layers, not {sorted(sizes)}"
-        )
-
-
-def check_store_supported(
-    vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-) -> None:
-    """Raises, naming the setting, for engines that a store would fail: ValueError, or
-    NotImplementedError for a model that it does not serve."""
-    if in_groups(windows(kv_cache_config)):
-        raise NotImplementedError(
-            'KVFerryConnector in mode "store" serves models with full attention alone. '
-            "--disable-hybrid-kv-cache-manager lets models that have other layers too keep all "
-            "blocks of all of them"
-        )
-    transfer = vllm_config.kv_transfer_config
-    if role == KVConnectorRole.WORKER and not _recomputes(vllm_config):
-        raise ValueError(
-            'KVFerryConnector in mode "store" needs "kv_load_failure_policy": "recompute", of the '
-            "whole engine (under MultiConnector: beside the outer kv_connector_extra_config): a "
-            "store may drop a block after it has promised it, and such a request should not fail"
-        )
-    if transfer.kv_role != "kv_both":
-        raise ValueError(
-            f'KVFerryConnector in mode "store" needs "kv_role": "kv_both", not {transfer.kv_role!r}'
-        )
-
-
-def _recomputes(vllm_config: VllmConfig) -> bool:
-    """Of the engine: under MultiConnector a connector is given a configuration of its own, and
-    vLLM heeds the outer one, which only workers can see."""
-    engine = get_current_vllm_config_or_none() or vllm_config
-    return engine.kv_transfer_config.kv_load_failure_policy == "recompute"
+def attention_specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
+    """Of the groups of layers with attention."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [spec for spec in specs if not isinstance(spec, MambaSpec)]
 
 
 def windows(kv_cache_config: KVCacheConfig) -> list[int | None]:
-    """By group of layers: of how many tokens before the next one it keeps the blocks; None: all."""
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
+    """By group of layers, as kvferry.vllm.parts has them."""
+    return [_window(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+
+
+def _window(spec: KVCacheSpec) -> int | None:
+    if isinstance(spec, MambaSpec):
+        return LAST_STATE if spec.mamba_cache_mode == "align" else STATE
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
 
 
 def block_size(kv_cache_config: KVCacheConfig) -> int:
-    """Tokens in one block."""
-    return kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    """Tokens in one block of KV."""
+    return attention_specs(kv_cache_config)[0].block_size
 
 
 class Ranks(NamedTuple):
@@ -152,53 +103,173 @@ class AdoptedCache:
         """
         if not kv_caches:
             raise ValueError("vLLM registered no KV cache")
-        num_blocks, tokens = kv_cache_config.num_blocks, block_size(kv_cache_config)
-        distinct: dict[int, torch.Tensor] = {}  # By address: some layers share another one's cache.
-        self.layer_index: dict[str, int] = {}
         # By name of a layer that has a cache of its own.
         self.group_of: dict[str, int] = {
             name: group
             for group, layers in enumerate(kv_cache_config.kv_cache_groups)
             for name in layers.layer_names
         }
-        first: tuple[str, _Arrangement] | None = None
-        for name, cache in kv_caches.items():
-            arrangement = _arrangement(name, cache, num_blocks, tokens)
-            first = first or (name, arrangement)
-            if arrangement != first[1]:
-                raise NotImplementedError(
-                    f"KVFerryConnector needs the same KV cache in every layer: {first[0]} has "
-                    f"{first[1]} and {name} has {arrangement}"
-                )
-            distinct.setdefault(cache.data_ptr(), cache)
-            self.layer_index[name] = list(distinct).index(cache.data_ptr())
-        assert first is not None
-        tensors = list(distinct.values())
-        self.device = device_of(tensors)
-        self.num_layers = len(tensors)
-        self.ranks = _ranks(vllm_config, tp_rank, first[1].parts[0][1])
-        # What is kept for a window begins at a block, and with blocks of another size elsewhere.
+        # What is kept for a window begins at a block, and with blocks of another size elsewhere;
+        # and of a state nothing can be made but the same one.
         self.converts_pages = not in_groups(windows(kv_cache_config))
-        page_format = _page_format(vllm_config, kv_caches, first[1].order)
-        numbers = None
-        if page_format == first[1].order:  # Else only the same engine knows where values lie.
-            numbers = _fp8_numbers(vllm_config, self.layer_index, len(first[1].parts))
-        self.scales = numbers.scales if numbers else []
-        # Whether the layout says what the bytes of a block stand for.
-        self.knows_numbers = numbers is not None or not _is_fp8(vllm_config)
+        adopt = _blocks if has_states(windows(kv_cache_config)) else _attention
+        adopted = adopt(vllm_config, kv_cache_config, kv_caches, tp_rank)
+        self.layer_index = adopted.layer_index
+        self.num_layers = adopted.layout.num_layers
+        self.device = device_of(adopted.tensors)
+        self.ranks = adopted.ranks
+        self.scales = adopted.scales
+        self.knows_numbers = adopted.knows_numbers
         self.pool = kvferry.KvPool.adopt(
-            kvferry.KvLayout(
-                num_layers=self.num_layers,
-                page_size=tokens,
-                dtype=numbers.dtype if numbers else first[1].dtype,
-                page_format=page_format,
-                tensors=first[1].parts,
-            ),
-            _buffers(tensors, len(first[1].parts)),
-            tensors,
-            allocation and allocation.holding(tensors),
+            adopted.layout,
+            adopted.buffers,
+            adopted.tensors,
+            allocation and allocation.holding(adopted.tensors),
             self.device.memory,
         )
+
+
+class _Adopted(NamedTuple):
+    """What there is to adopt."""
+
+    layout: kvferry.KvLayout
+    buffers: list[tuple[int, int]]  # (address, bytes)
+    tensors: list[torch.Tensor]  # All of them.
+    layer_index: dict[str, int]  # By name of a layer: which layer of the layout its cache is.
+    ranks: Ranks
+    scales: list[float]
+    knows_numbers: bool  # Whether the layout says what the bytes of a block stand for.
+
+
+def _attention(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: dict[str, torch.Tensor],
+    tp_rank: int,
+) -> _Adopted:
+    """Of layers that are all alike: what lies where in a block is known."""
+    num_blocks, tokens = kv_cache_config.num_blocks, block_size(kv_cache_config)
+    distinct: dict[int, torch.Tensor] = {}  # By address: some layers share another one's cache.
+    layer_index: dict[str, int] = {}
+    first: tuple[str, _Arrangement] | None = None
+    for name, cache in kv_caches.items():
+        arrangement = _arrangement(name, cache, num_blocks, tokens)
+        first = first or (name, arrangement)
+        if arrangement != first[1]:
+            raise NotImplementedError(
+                f"KVFerryConnector needs the same KV cache in every layer: {first[0]} has "
+                f"{first[1]} and {name} has {arrangement}"
+            )
+        distinct.setdefault(cache.data_ptr(), cache)
+        layer_index[name] = list(distinct).index(cache.data_ptr())
+    assert first is not None
+    tensors = list(distinct.values())
+    page_format = _page_format(vllm_config, kv_caches, first[1].order)
+    numbers = None
+    if page_format == first[1].order:  # Else only the same engine knows where values lie.
+        numbers = _fp8_numbers(vllm_config, layer_index, len(first[1].parts))
+    pool_layout = kvferry.KvLayout(
+        num_layers=len(tensors),
+        page_size=tokens,
+        dtype=numbers.dtype if numbers else first[1].dtype,
+        page_format=page_format,
+        tensors=first[1].parts,
+    )
+    return _Adopted(
+        pool_layout,
+        _buffers(tensors, len(first[1].parts)),
+        tensors,
+        layer_index,
+        _ranks(vllm_config, tp_rank, first[1].parts[0][1]),
+        numbers.scales if numbers else [],
+        numbers is not None or not _is_fp8(vllm_config),
+    )
+
+
+def _blocks(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: dict[str, torch.Tensor | list[torch.Tensor]],
+    tp_rank: int,
+) -> _Adopted:
+    """Of a model whose layers with attention and with states share their memory: a block holds KV
+    of so many tokens or one state, and is moved as so many bytes, to engines that arrange both
+    alike."""
+    tokens = block_size(kv_cache_config)
+    block_bytes = _bytes_of_blocks(kv_cache_config)
+    slabs: dict[
+        int, list[tuple[int | None, Any]]
+    ] = {}  # By address, what blocks there hold, by group.
+    layer_index: dict[str, int] = {}
+    tensors: list[torch.Tensor] = []
+    groups = [layers.layer_names for layers in kv_cache_config.kv_cache_groups]
+    for name, cache in kv_caches.items():
+        parts = cache if isinstance(cache, (list, tuple)) else [cache]
+        address = min(part.data_ptr() for part in parts)
+        holds = [_block_part(name, it, address, kv_cache_config, block_bytes) for it in parts]
+        holds.append(_layer_format(vllm_config, name, parts[0], ""))
+        # None: it shares another layer's cache.
+        group = next((i for i, names in enumerate(groups) if name in names), None)
+        slabs.setdefault(address, []).append((group, holds))
+        layer_index[name] = list(slabs).index(address)
+        tensors += parts
+    in_order = sorted(slabs)
+    size = kv_cache_config.num_blocks * block_bytes
+    if any(low + size > high for low, high in itertools.pairwise(in_order)):
+        raise NotImplementedError(
+            "KVFerryConnector needs the blocks of a layer one behind the other in memory "
+            "(VLLM_KV_CACHE_LAYOUT LBHNC)"
+        )
+    arrangement = hashlib.sha256(repr(list(slabs.values())).encode()).hexdigest()[:16]
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    pool_layout = kvferry.KvLayout(
+        num_layers=len(slabs),
+        page_size=tokens,
+        dtype="uint8",
+        page_format=f"vllm-with-states-{arrangement}",
+        tensors=[("block", 1, block_bytes // tokens)],
+    )
+    return _Adopted(
+        pool_layout,
+        [(address, size) for address in slabs],
+        tensors,
+        layer_index,
+        Ranks(tp_rank, tp_size, tp_size),  # What a rank has is nobody else's.
+        [],
+        knows_numbers=False,
+    )
+
+
+def _bytes_of_blocks(kv_cache_config: KVCacheConfig) -> int:
+    sizes = {group.kv_cache_spec.page_size_bytes for group in kv_cache_config.kv_cache_groups}
+    tokens = block_size(kv_cache_config)
+    if len(sizes) != 1 or min(sizes) % tokens != 0:
+        raise NotImplementedError(
+            f"KVFerryConnector needs blocks of as many bytes in all layers, a multiple of their "
+            f"{tokens} tokens, not {sorted(sizes)}"
+        )
+    return sizes.pop()
+
+
+def _block_part(
+    name: str, part: torch.Tensor, address: int, kv_cache_config: KVCacheConfig, block_bytes: int
+) -> tuple[Any, ...]:
+    """What a tensor over all blocks, or a part of each, has of one. Some cut a block in several,
+    for their kernels.
+
+    Raises NotImplementedError, naming the layer, where blocks are not so many bytes apart.
+    """
+    cut, rest = divmod(part.shape[0], kv_cache_config.num_blocks)
+    begin, item = part.data_ptr() - address, part.element_size()
+    counts = (cut, *part.shape[1:])
+    span = 1 + sum((n - 1) * step for n, step in zip(counts, part.stride(), strict=True))
+    if rest or part.stride(0) * cut * item != block_bytes or begin + span * item > block_bytes:
+        raise NotImplementedError(
+            f"KV cache of layer {name}: shape {tuple(part.shape)}, strides {part.stride()}, of "
+            f"{item} bytes at byte {begin}, with {kv_cache_config.num_blocks} blocks of "
+            f"{block_bytes} bytes: this arrangement is unknown to KVFerryConnector"
+        )
+    return begin, tuple(part.shape[1:]), part.stride(), cut, str(part.dtype)
 
 
 def _ranks(vllm_config: VllmConfig, tp_rank: int, num_heads: int) -> Ranks:

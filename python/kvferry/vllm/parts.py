@@ -50,8 +50,12 @@ def check_transfer_id(transfer_id: object) -> str:
     )
 
 
-# By group of layers: of how many tokens it keeps the blocks; None: of all.
+# By group of layers: of how many tokens it keeps the blocks; None: of all; STATE, LAST_STATE: a
+# block has the state of recurrent layers (Mamba, linear attention, short convolutions) behind all
+# tokens.
 Windows = Sequence[int | None]
+STATE = 0  # The one block that there is.
+LAST_STATE = -1  # The last of as many as KV would take: those before it are not there, or older.
 
 
 def in_groups(windows: Windows) -> bool:
@@ -59,17 +63,36 @@ def in_groups(windows: Windows) -> bool:
     return list(windows) != [None]
 
 
-def first_block(window: int | None, num_tokens: int, block_size: int) -> int:
-    """Of those that the decode engine needs of a prompt: it computes the last token, which looks at
-    as many as the window has, itself among them."""
-    return 0 if window is None else max(0, num_tokens - window) // block_size
+def has_states(windows: Windows) -> bool:
+    return STATE in windows or LAST_STATE in windows
+
+
+def handed_over(windows: Windows, num_prompt_tokens: int) -> int:
+    """Tokens of a prompt whose KV the decode engine gets. It computes the last one in any case, and
+    a state that had seen that already would see it twice."""
+    return num_prompt_tokens - has_states(windows)
+
+
+def blocks_of(windows: Windows, group: int, num_tokens: int, block_size: int) -> range:
+    """Of so many tokens handed over, those that the decode engine needs of a group: it computes the
+    prompt's last token, which looks at as many as a window has, itself among them."""
+    window = windows[group]
+    end_block = cdiv(num_tokens, block_size)
+    if window == STATE:
+        return range(1)
+    if window == LAST_STATE:
+        return range(end_block - 1, end_block)
+    num_prompt_tokens = num_tokens + has_states(windows)
+    first = 0 if window is None else max(0, num_prompt_tokens - window) // block_size
+    return range(first, end_block)
 
 
 def cut(
     transfer_id: str, tokens: Sequence[int], block_size: int, windows: Windows = (None,)
 ) -> list[Part]:
-    """A prompt's parts, in the order in which they are computed: whole blocks of _PART_TOKENS, or
-    more, and what is left. Of a group with a window one: what is left of it at the end.
+    """The parts of tokens that are handed over, in the order in which they are computed: whole
+    blocks of _PART_TOKENS, or more, and what is left. Of a group with a window or a state one: what
+    is left of it at the end.
 
     Engines cut alike that have the same block size, or, without windows, sizes that divide
     _PART_TOKENS.
@@ -79,7 +102,6 @@ def cut(
     unit = _PART_TOKENS if any_size else block_size
     least = max(_PART_TOKENS, cdiv(num_tokens, _MAX_PARTS))
     blocks = cdiv(least, unit) * unit // block_size
-    end_block = cdiv(num_tokens, block_size)
     prompt = hashlib.sha256(_VERSION)
     prompt.update(struct.pack("<qq", unit, len(transfer_id)))
     prompt.update(transfer_id.encode())
@@ -89,11 +111,12 @@ def cut(
         name = prompt.copy()
         if group > 0:
             name.update(struct.pack("<q", -group))  # No part begins there.
-        begin = first_block(window, num_tokens, block_size)
-        for first in range(begin, end_block, blocks if window is None else end_block):
-            end = end_block if window is not None else min(first + blocks, end_block)
-            end_token = min(end * block_size, num_tokens)
-            lease_id = _lease_id(name, first * block_size)
+        needed = blocks_of(windows, group, num_tokens, block_size)
+        for first in needed[:: blocks if window is None else max(1, len(needed))]:
+            end = needed.stop if window is not None else min(first + blocks, needed.stop)
+            end_token = num_tokens if window is not None else min(end * block_size, num_tokens)
+            # A state is the same one in whichever block.
+            lease_id = _lease_id(name, 0 if window in (STATE, LAST_STATE) else first * block_size)
             parts.append(Part(lease_id, first, end, end_token, group))
     return sorted(parts, key=lambda part: part.end_token)
 

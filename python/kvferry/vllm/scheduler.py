@@ -31,9 +31,11 @@ from kvferry.vllm.parts import (
     TRANSFER_ID,
     Part,
     Windows,
+    blocks_of,
     check_transfer_id,
     cut,
-    first_block,
+    handed_over,
+    has_states,
     in_groups,
 )
 from kvferry.vllm.room import Room
@@ -123,9 +125,11 @@ class PrefillScheduler:
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_decode"):
+        if not params.get("do_remote_decode") or not self._stops_before_the_last_token(request):
             return
-        parts, error = _announced_parts(request, params, self._block_size, self._windows)
+        parts, error = _announced_parts(
+            request.prompt_token_ids, params, self._block_size, self._windows
+        )
         if error:
             logger.warning("%s is handed over by tickets: %s", request.request_id, error)
         self._watched[request.request_id] = _Watched(
@@ -133,6 +137,22 @@ class PrefillScheduler:
         )
         if parts:
             self._unasked[request.request_id] = parts[-1].lease_id
+
+    def _stops_before_the_last_token(self, request: Request) -> bool:
+        """Where a model has states, lets this engine compute what is handed over and nothing more:
+        what comes behind would be in them. False: nothing of the prompt can be handed over."""
+        if not has_states(self._windows):
+            return True
+        # Whoever wants logprobs of the prompt computes all of it.
+        if request.num_prompt_tokens < 2 or request.get_skip_reading_prefix_cache():
+            return False
+        for prompt in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+            if (of_all := getattr(request, prompt)) is not None:
+                setattr(request, prompt, of_all[:-1])
+        del request._all_token_ids[-1]
+        request.num_prompt_tokens -= 1
+        request.max_tokens = 1
+        return True
 
     def may_begin(self, request: Request) -> bool:
         """Whether a request that has no blocks is to be given some."""
@@ -145,7 +165,7 @@ class PrefillScheduler:
 
     def _blocks(self, watched: _Watched) -> int:
         """As if it kept them all: while it is computed it has more than what is left at the end."""
-        return len(self._windows) * watched.parts[-1].end_block
+        return len(self._windows) * max(part.end_block for part in watched.parts)
 
     def _is_overdue(self, watched: _Watched) -> bool:
         """The engine that was to ask for it has gone, or has too much to do."""
@@ -183,17 +203,11 @@ class PrefillScheduler:
     def _whole(self, request: Request) -> list[Part]:
         """What there is to hand over, of each group of layers."""
         num_tokens = request.num_prompt_tokens
-        end = cdiv(num_tokens, self._block_size)
-        return [
-            Part(
-                kvferry.random_id(),
-                first_block(window, num_tokens, self._block_size),
-                end,
-                num_tokens,
-                group,
-            )
-            for group, window in enumerate(self._windows)
-        ]
+        parts = []
+        for group in range(len(self._windows)):
+            blocks = blocks_of(self._windows, group, num_tokens, self._block_size)
+            parts.append(Part(kvferry.random_id(), blocks.start, blocks.stop, num_tokens, group))
+        return parts
 
     def fill(
         self, meta: StepMetadata, step: SchedulerOutput, kv_cache_manager: "KVCacheManager"
@@ -387,7 +401,8 @@ class DecodeScheduler:
             return
         # Local hits end at a block boundary, so the rest starts there.
         cached = (self._loadable(request) - num_external_tokens) // self._block_size
-        load = Load(request.request_id, [], cached, request.num_prompt_tokens, error)
+        num_tokens = handed_over(self._windows, request.num_prompt_tokens)
+        load = Load(request.request_id, [], cached, num_tokens, error)
         for tickets, begin, end, num_blocks, group in offers:
             first = max(begin, cached)
             block_ids = blocks.get_block_ids()[group][first:end]
@@ -409,7 +424,10 @@ class DecodeScheduler:
     def _offers(self, request: Request, params: dict[str, Any]) -> tuple[list[_Offer], str]:
         """What the prompt is to be had under, all of it, and why it is not ("" if it is)."""
         if _is_announced(params):
-            parts, error = _announced_parts(request, params, self._block_size, self._windows)
+            tokens = request.prompt_token_ids
+            if tokens is not None:
+                tokens = tokens[: handed_over(self._windows, len(tokens))]
+            parts, error = _announced_parts(tokens, params, self._block_size, self._windows)
             if not error:
                 addresses, error = parse_addresses(params, self._tp_size)
             if not error:
@@ -422,18 +440,14 @@ class DecodeScheduler:
             groups = [tickets]
         size, wrong_size = parse_block_size(params, self._block_size)
         error = error or wrong_size or self._check_block_size(size)
-        num_tokens = request.num_prompt_tokens
-        end = cdiv(num_tokens, self._block_size)
-        return [
-            _Offer(
-                [] if error else groups[group],
-                first_block(window, num_tokens, self._block_size),
-                end,
-                cdiv(num_tokens, size) - first_block(window, num_tokens, size),
-                group,
-            )
-            for group, window in enumerate(self._windows)
-        ], error
+        num_tokens = handed_over(self._windows, request.num_prompt_tokens)
+        offers = []
+        for group in range(len(self._windows)):
+            blocks = blocks_of(self._windows, group, num_tokens, self._block_size)
+            theirs = blocks_of(self._windows, group, num_tokens, size)
+            tickets = [] if error else groups[group]
+            offers.append(_Offer(tickets, blocks.start, blocks.stop, len(theirs), group))
+        return offers, error
 
     def _check_block_size(self, size: int) -> str:
         """Why tickets of blocks of that size are no use here ("" if they are)."""
@@ -441,8 +455,9 @@ class DecodeScheduler:
             return ""
         return (
             f"the prefill engine has a block_size of {size} and this one of {self._block_size}: "
-            f"what a layer with a sliding window keeps of a prompt begins at another token then. "
-            f"Give both the same, or --disable-hybrid-kv-cache-manager"
+            f"what a layer with a sliding window keeps of a prompt begins at another token then, "
+            f"and a recurrent state takes as much as a block. Give both the same (or, with windows "
+            f"alone, --disable-hybrid-kv-cache-manager)"
         )
 
     def _offer(self, request: Request, part: Part, addresses: list[str]) -> _Offer:
@@ -452,7 +467,7 @@ class DecodeScheduler:
                 epoch=0,  # Nobody has told us which process it is.
                 lease_id=part.lease_id,
                 num_pages=part.end_block - part.first_block,
-                num_tokens=request.num_prompt_tokens,
+                num_tokens=handed_over(self._windows, request.num_prompt_tokens),
             )
             for address in addresses
         ]
@@ -502,18 +517,18 @@ def _key_of(request: Request, params: dict[str, Any]) -> int:
 
 
 def _announced_parts(
-    request: Request, params: dict[str, Any], block_size: int, windows: Windows
+    tokens: list[int] | None, params: dict[str, Any], block_size: int, windows: Windows
 ) -> tuple[list[Part], str]:
-    """The parts of a prompt that both engines were given with a transfer_id, and what is wrong with
-    that ("" if nothing). Neither: there is none."""
+    """The parts of what is handed over of a prompt that both engines were given with a transfer_id,
+    and what is wrong with that ("" if nothing). Neither: there is none."""
     transfer_id = params.get(TRANSFER_ID)
     if transfer_id is None:
         return [], ""
     if error := check_transfer_id(transfer_id):
         return [], error
-    if request.prompt_token_ids is None:
+    if tokens is None:
         return [], f"a prompt of embeddings cannot have a {TRANSFER_ID}"
-    return cut(transfer_id, request.prompt_token_ids, block_size, windows), ""
+    return cut(transfer_id, tokens, block_size, windows), ""
 
 
 def warn_wrong_role(request: Request, role: str | None) -> None:
