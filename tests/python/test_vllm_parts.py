@@ -4,7 +4,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kvferry.vllm.parts import LAST_STATE, STATE, blocks_of, cut, handed_over  # noqa: E402
+from kvferry.vllm.parts import (  # noqa: E402
+    LAST_STATE,
+    STATE,
+    blocks_of,
+    cut,
+    handed_over,
+    most_blocks,
+)
 
 
 def test_parts_of_a_prompt_cover_it_in_whole_blocks():
@@ -63,6 +70,13 @@ def test_what_is_handed_over_of_a_prompt_by_kind_of_layers():
         # What the next token looks at, itself among it.
         assert window == range(max(0, tokens + 1 - 40) // 16, whole.stop)
     assert blocks_of((None, 40), 1, 99, 16) == range(59 // 16, 7)
+
+
+def test_blocks_that_a_prompt_may_take():
+    assert most_blocks((None,), 100, 16) == 7
+    assert most_blocks((None, 40), 100, 16) == 14  # It has all, before it gives some back.
+    assert most_blocks((STATE, None, LAST_STATE), 100, 16) == 7 + 2 * 3
+    assert most_blocks((STATE, None, LAST_STATE), 17, 16) == 3 * 2
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 2500])

@@ -21,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import ForwardContext
 from vllm.platforms import current_platform
-from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -30,7 +29,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.vllm import layout, limits, siblings
 from kvferry.vllm.metadata import Addresses, AskedFor, StepMetadata
-from kvferry.vllm.parts import in_groups
+from kvferry.vllm.parts import in_groups, most_blocks
 from kvferry.vllm.room import Room
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler, warn_wrong_role
 from kvferry.vllm.shared_cache import SharedAllocation
@@ -102,7 +101,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 return
             room = Room(
                 kv_cache_config.num_blocks - 1,  # Block 0 is vLLM's own.
-                len(self._windows) * cdiv(vllm_config.model_config.max_model_len, block_size),
+                most_blocks(self._windows, vllm_config.model_config.max_model_len, block_size),
             )
             if transfer.is_kv_producer:
                 timeout_ms = self._options.config(0).fetch_timeout_ms

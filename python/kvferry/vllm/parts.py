@@ -87,6 +87,14 @@ def blocks_of(windows: Windows, group: int, num_tokens: int, block_size: int) ->
     return range(first, end_block)
 
 
+def most_blocks(windows: Windows, num_tokens: int, block_size: int) -> int:
+    """That so many tokens take of all groups while they are computed: of a window as if it kept
+    them all, since it has more than what is left at the end, and of states those of a step, of the
+    step before and of a prefix to be cached."""
+    whole = cdiv(num_tokens, block_size)
+    return sum(min(whole, 3) if it in (STATE, LAST_STATE) else whole for it in windows)
+
+
 def cut(
     transfer_id: str, tokens: Sequence[int], block_size: int, windows: Windows = (None,)
 ) -> list[Part]:

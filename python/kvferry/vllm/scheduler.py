@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.config import VllmConfig
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
@@ -37,6 +36,7 @@ from kvferry.vllm.parts import (
     handed_over,
     has_states,
     in_groups,
+    most_blocks,
 )
 from kvferry.vllm.room import Room
 from kvferry.vllm.telemetry import logger
@@ -164,8 +164,8 @@ class PrefillScheduler:
         return self._is_overdue(watched) and self._room.empty
 
     def _blocks(self, watched: _Watched) -> int:
-        """As if it kept them all: while it is computed it has more than what is left at the end."""
-        return len(self._windows) * max(part.end_block for part in watched.parts)
+        num_tokens = watched.request.num_prompt_tokens
+        return most_blocks(self._windows, num_tokens, self._block_size)
 
     def _is_overdue(self, watched: _Watched) -> bool:
         """The engine that was to ask for it has gone, or has too much to do."""
@@ -381,8 +381,8 @@ class DecodeScheduler:
         return request.num_prompt_tokens - in_groups(self._windows)
 
     def _blocks(self, request: Request) -> int:
-        """Of all groups, at most."""
-        return len(self._windows) * cdiv(request.num_prompt_tokens, self._block_size)
+        """Of all groups, at most, while they are loaded and computed."""
+        return most_blocks(self._windows, request.num_prompt_tokens, self._block_size)
 
     def update_state_after_alloc(
         self, request: Request, blocks: "KVCacheBlocks", num_external_tokens: int
