@@ -112,6 +112,16 @@ absl::StatusOr<bool> IsReached(std::span<const BytesMove> moves, Side BytesMove:
   return IsOnDevice(first);
 }
 
+// Which sides of the moves the device reaches.
+struct Reach {
+  bool from, to;
+};
+absl::StatusOr<Reach> ReachOf(std::span<const BytesMove> moves) {
+  KVFERRY_ASSIGN_OR_RETURN(const bool from, IsReached(moves, &BytesMove::from));
+  KVFERRY_ASSIGN_OR_RETURN(const bool to, IsReached(moves, &BytesMove::to));
+  return Reach{from, to};
+}
+
 // Also after an error: some of it may be under way.
 absl::Status WaitAfter(const absl::Status& moved, cudaStream_t stream) {
   absl::Status done = CudaStatus(cudaStreamSynchronize(stream), "cuda memory: moving bytes");
@@ -168,6 +178,14 @@ class Window {
   std::vector<BytesMove> on_host_, on_device_;
 };
 
+absl::Status MoveThroughBounce(std::span<const BytesMove> moves, bool to_host,
+                               cudaStream_t stream) {
+  KVFERRY_ASSIGN_OR_RETURN(std::byte* const bounce, Bounce());
+  Window window(bounce, to_host, stream);
+  for (const BytesMove& move : moves) KVFERRY_RETURN_IF_ERROR(window.Add(move));
+  return window.Flush();
+}
+
 }  // namespace
 
 absl::StatusOr<cudaStream_t> StreamApart(int device) {
@@ -179,25 +197,20 @@ absl::StatusOr<cudaStream_t> StreamApart(int device) {
 absl::Status MoveApartCuda(std::span<const BytesMove> moves, int device) {
   if (moves.empty()) return absl::OkStatus();
   KVFERRY_ASSIGN_OR_RETURN(const cudaStream_t stream, StreamApart(device));
-  KVFERRY_ASSIGN_OR_RETURN(const bool from_reached, IsReached(moves, &BytesMove::from));
-  KVFERRY_ASSIGN_OR_RETURN(const bool to_reached, IsReached(moves, &BytesMove::to));
-  if (from_reached && to_reached) return MoveAndWait(moves, stream);
-  KVFERRY_ASSIGN_OR_RETURN(std::byte* const bounce, Bounce());
-  Window window(bounce, /*to_host=*/from_reached, stream);
-  for (const BytesMove& move : moves) KVFERRY_RETURN_IF_ERROR(window.Add(move));
-  return window.Flush();
+  KVFERRY_ASSIGN_OR_RETURN(const Reach reach, ReachOf(moves));
+  return reach.from && reach.to ? MoveAndWait(moves, stream)
+                                : MoveThroughBounce(moves, /*to_host=*/reach.from, stream);
 }
 
 absl::StatusOr<std::shared_ptr<const MovesUnderWay>> BeginMoveApartCuda(
     std::span<const BytesMove> moves, int device) {
   if (moves.empty()) return nullptr;
-  KVFERRY_ASSIGN_OR_RETURN(const bool from_reached, IsReached(moves, &BytesMove::from));
-  KVFERRY_ASSIGN_OR_RETURN(const bool to_reached, IsReached(moves, &BytesMove::to));
-  if (!from_reached || !to_reached) {
-    KVFERRY_RETURN_IF_ERROR(MoveApartCuda(moves, device));
+  KVFERRY_ASSIGN_OR_RETURN(const cudaStream_t stream, StreamApart(device));
+  KVFERRY_ASSIGN_OR_RETURN(const Reach reach, ReachOf(moves));
+  if (!reach.from || !reach.to) {
+    KVFERRY_RETURN_IF_ERROR(MoveThroughBounce(moves, /*to_host=*/reach.from, stream));
     return nullptr;
   }
-  KVFERRY_ASSIGN_OR_RETURN(const cudaStream_t stream, StreamApart(device));
   auto all = std::make_shared<AllBefore>();
   absl::Status begun = MoveBytesCuda(moves, stream);
   if (begun.ok()) begun = all->Record(stream);

@@ -6,9 +6,10 @@ What they say makes no sense, but hangs on every head, layer and token.
 from pathlib import Path
 from typing import Any
 
+import kvferry
 import pytest
 from engines import MODEL
-from pair import Pair
+from pair import Answer, Pair
 
 HEADS = 4
 LAYERS = 4
@@ -51,3 +52,23 @@ def answer_together(pair: Pair, prompts: list[list[int]], max_tokens: int) -> li
         for prompt, it in zip(prompts, params, strict=True)
     ]
     return [request.answer().tokens for request in requests]
+
+
+def answer_without_a_group(pair: Pair, prompt: list[int], group: int, max_tokens: int) -> Answer:
+    """What the decode engine makes of tickets of which one group's is of no lease. Afterwards the
+    right ones are let go of."""
+    params = pair.hand_over(prompt)
+    right = params["kvferry_group_tickets"][group]
+    ticket = kvferry.Ticket.parse(right[0])
+    wrong = kvferry.Ticket(
+        address=ticket.address,
+        epoch=ticket.epoch,
+        lease_id=ticket.lease_id ^ 1,
+        num_pages=ticket.num_pages,
+        num_tokens=ticket.num_tokens,
+    )
+    params["kvferry_group_tickets"][group] = [str(wrong)]
+    answer = pair.decode.generate(prompt, max_tokens, params)
+    params["kvferry_group_tickets"][group] = right
+    pair.decode.reject(params)
+    return answer

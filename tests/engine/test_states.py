@@ -5,7 +5,6 @@ computes."""
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import kvferry
 import pytest
 import random_model
 from engines import MAX_TOKENS, PATIENT
@@ -160,25 +159,12 @@ def test_the_same_prompt_again(pair: Pair):
 @pytest.mark.parametrize("group", [0, -1])
 def test_a_load_that_fails_is_what_the_policy_says(pair: Pair, group: int):
     prompt = prompt_of(pair, f"Lost {group}")
-    params = pair.hand_over(prompt)
-    right = params["kvferry_group_tickets"][group]
-    ticket = kvferry.Ticket.parse(right[0])
-    wrong = kvferry.Ticket(
-        address=ticket.address,
-        epoch=ticket.epoch,
-        lease_id=ticket.lease_id ^ 1,
-        num_pages=ticket.num_pages,
-        num_tokens=ticket.num_tokens,
-    )
-    params["kvferry_group_tickets"][group] = [str(wrong)]
     expected = pair.prefill.generate(prompt, 8)
-    answer = pair.decode.generate(prompt, 8, params)
+    answer = random_model.answer_without_a_group(pair, prompt, group, 8)
     if pair.kind.policy == "fail":
         assert answer.finish_reason == "error"
     else:
         assert answer.tokens == expected.tokens
-    params["kvferry_group_tickets"][group] = right
-    pair.decode.reject(params)  # Lets go of it.
     check(pair, prompt_of(pair, f"Found {group}"))
 
 

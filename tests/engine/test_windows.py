@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kvferry
 import pytest
 import random_model
 from engines import BLOCK_TOKENS, DECODE_ENGINE, ENGINE, PATIENT
@@ -108,25 +107,12 @@ def test_several_at_the_same_time(pair: Pair):
 @pytest.mark.parametrize("group", [0, -1])
 def test_a_load_that_fails_is_what_the_policy_says(pair: Pair, group: int):
     prompt = pair.prefill.tokenize(f"Lost {group}. {QUESTION * 10}")
-    params = pair.hand_over(prompt)
-    right = params["kvferry_group_tickets"][group]
-    ticket = kvferry.Ticket.parse(right[0])
-    wrong = kvferry.Ticket(
-        address=ticket.address,
-        epoch=ticket.epoch,
-        lease_id=ticket.lease_id ^ 1,
-        num_pages=ticket.num_pages,
-        num_tokens=ticket.num_tokens,
-    )
-    params["kvferry_group_tickets"][group] = [str(wrong)]
     expected = pair.prefill.generate(prompt, 4)
-    answer = pair.decode.generate(prompt, 4, params)
+    answer = random_model.answer_without_a_group(pair, prompt, group, 4)
     if pair.policy == "fail":
         assert answer.finish_reason == "error"
     else:
         assert answer.tokens == expected.tokens
-    params["kvferry_group_tickets"][group] = right
-    pair.decode.reject(params)  # Lets go of it.
     check(pair, pair.prefill.tokenize(f"Found {group}. {QUESTION * 10}"))
 
 

@@ -1,6 +1,5 @@
 #include "tests/process/request_values.h"
 
-#include <cmath>
 #include <cstring>
 #include <deque>
 

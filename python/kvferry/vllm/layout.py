@@ -104,11 +104,7 @@ class AdoptedCache:
         if not kv_caches:
             raise ValueError("vLLM registered no KV cache")
         # By name of a layer that has a cache of its own.
-        self.group_of: dict[str, int] = {
-            name: group
-            for group, layers in enumerate(kv_cache_config.kv_cache_groups)
-            for name in layers.layer_names
-        }
+        self.group_of = _group_of(kv_cache_config)
         # What is kept for a window begins at a block, and with blocks of another size elsewhere;
         # and of a state nothing can be made but the same one.
         self.converts_pages = not in_groups(windows(kv_cache_config))
@@ -127,6 +123,14 @@ class AdoptedCache:
             allocation and allocation.holding(adopted.tensors),
             self.device.memory,
         )
+
+
+def _group_of(kv_cache_config: KVCacheConfig) -> dict[str, int]:
+    return {
+        name: group
+        for group, layers in enumerate(kv_cache_config.kv_cache_groups)
+        for name in layers.layer_names
+    }
 
 
 class _Adopted(NamedTuple):
@@ -197,25 +201,21 @@ def _blocks(
     alike."""
     tokens = block_size(kv_cache_config)
     block_bytes = _bytes_of_blocks(kv_cache_config)
-    slabs: dict[
-        int, list[tuple[int | None, Any]]
-    ] = {}  # By address, what blocks there hold, by group.
+    # By address, what blocks there hold, each with its group; None: it is of another layer's cache.
+    slabs: dict[int, list[tuple[int | None, Any]]] = {}
     layer_index: dict[str, int] = {}
     tensors: list[torch.Tensor] = []
-    groups = [layers.layer_names for layers in kv_cache_config.kv_cache_groups]
+    group_of = _group_of(kv_cache_config)
     for name, cache in kv_caches.items():
         parts = cache if isinstance(cache, (list, tuple)) else [cache]
         address = min(part.data_ptr() for part in parts)
         holds = [_block_part(name, it, address, kv_cache_config, block_bytes) for it in parts]
         holds.append(_layer_format(vllm_config, name, parts[0], ""))
-        # None: it shares another layer's cache.
-        group = next((i for i, names in enumerate(groups) if name in names), None)
-        slabs.setdefault(address, []).append((group, holds))
+        slabs.setdefault(address, []).append((group_of.get(name), holds))
         layer_index[name] = list(slabs).index(address)
         tensors += parts
-    in_order = sorted(slabs)
     size = kv_cache_config.num_blocks * block_bytes
-    if any(low + size > high for low, high in itertools.pairwise(in_order)):
+    if any(low + size > high for low, high in itertools.pairwise(sorted(slabs))):
         raise NotImplementedError(
             "KVFerryConnector needs the blocks of a layer one behind the other in memory "
             "(VLLM_KV_CACHE_LAYOUT LBHNC)"

@@ -63,8 +63,12 @@ def in_groups(windows: Windows) -> bool:
     return list(windows) != [None]
 
 
+def _is_state(window: int | None) -> bool:
+    return window in (STATE, LAST_STATE)
+
+
 def has_states(windows: Windows) -> bool:
-    return STATE in windows or LAST_STATE in windows
+    return any(map(_is_state, windows))
 
 
 def handed_over(windows: Windows, num_prompt_tokens: int) -> int:
@@ -92,7 +96,7 @@ def most_blocks(windows: Windows, num_tokens: int, block_size: int) -> int:
     them all, since it has more than what is left at the end, and of states those of a step, of the
     step before and of a prefix to be cached."""
     whole = cdiv(num_tokens, block_size)
-    return sum(min(whole, 3) if it in (STATE, LAST_STATE) else whole for it in windows)
+    return sum(min(whole, 3) if _is_state(it) else whole for it in windows)
 
 
 def cut(
@@ -124,7 +128,7 @@ def cut(
             end = needed.stop if window is not None else min(first + blocks, needed.stop)
             end_token = num_tokens if window is not None else min(end * block_size, num_tokens)
             # A state is the same one in whichever block.
-            lease_id = _lease_id(name, 0 if window in (STATE, LAST_STATE) else first * block_size)
+            lease_id = _lease_id(name, 0 if _is_state(window) else first * block_size)
             parts.append(Part(lease_id, first, end, end_token, group))
     return sorted(parts, key=lambda part: part.end_token)
 
