@@ -324,11 +324,13 @@ def failed(transfer: Transfer) -> str:
 
 
 def whole(prefill, decode, source, target, chunks=1, **more):
+    """Returns its room."""
     transfer = Transfer(prefill, decode, source, target, **more).begin()
     ends = [len(source) * n // chunks for n in range(chunks + 1)]
     for first, end in itertools.pairwise(ends):
         transfer.send(first, end)
     transfer.end(KVPoll.Success)
+    return transfer.room
 
 
 def copies(rank):

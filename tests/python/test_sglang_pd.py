@@ -41,6 +41,7 @@ from sglang_pd import (  # noqa: E402
     failed,
     make_ranks,
     make_sides,
+    rooms,
     wait_status,
     whole,
 )
@@ -275,6 +276,34 @@ def test_the_prefill_side_aborts_before_the_decode_side_asks(pair):
     transfer.receivers[0].send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
     wait_status(transfer.receivers, KVPoll.Failed)
     transfer.receivers[0].clear()
+
+
+def test_the_decode_side_aborts_before_the_prefill_side_begins(pair):
+    """The router gives a request to both, and either may be late."""
+    prefill, decode = pair
+    receiver = decode.receiver(room := next(rooms))
+    receiver.abort()
+    # Messages come in order: what follows is of another request, and shows that the abort was read.
+    whole([prefill], [decode], [1], [2])
+    sender = prefill.sender(room)
+    wait_status([sender], KVPoll.Failed)
+    with pytest.raises(KVTransferError, match="Aborted by the decode side"):
+        sender.failure_exception()
+    for it in (sender, receiver):
+        it.clear()
+
+
+def test_an_abort_of_a_request_that_has_ended_does_not_end_the_next_of_its_room(pair):
+    prefill, decode = pair
+    room = whole([prefill], [decode], [1], [2])
+    receiver = decode.receiver(room)
+    receiver.abort()
+    receiver.clear()
+    whole([prefill], [decode], [3], [4])  # The abort has been read.
+    sender = prefill.sender(room)
+    assert sender.poll() == KVPoll.Bootstrapping
+    sender.abort()
+    sender.clear()
 
 
 def test_another_rank_fails(make):

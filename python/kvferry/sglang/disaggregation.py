@@ -44,12 +44,33 @@ _logger = logging.getLogger(__name__)
 _REFUSED = (kvferry.Error, ValueError)
 # An endpoint's thread ends transfers as soon as it is asked to: this time is not used up.
 _SETTLE_TIMEOUT_MS = 5000
-_MAX_GIVEN_UP = 65536
+_MAX_RECENT_ROOMS = 65536
 _ABORTED_HERE = "Aborted by the prefill side"
+_ABORTED_THERE = "Aborted by the decode side"
 _ABORT = b"ABORT"  # SGLang's, decode to prefill.
 
 
 _LeaseKey = tuple[int, int]  # Which of the rank's pools it is of, and its id.
+
+
+class _RecentRooms:
+    """Rooms, of which the oldest are forgotten."""
+
+    def __init__(self):
+        self._rooms: OrderedDict[int, bool] = OrderedDict()
+
+    def add(self, room: int) -> None:
+        self._rooms[room] = True
+        self._rooms.move_to_end(room)
+        if len(self._rooms) > _MAX_RECENT_ROOMS:
+            self._rooms.popitem(last=False)
+
+    def take(self, room: int) -> bool:
+        """Takes it out. False: it was not in."""
+        return self._rooms.pop(room, False)
+
+    def __contains__(self, room: int) -> bool:
+        return room in self._rooms
 
 
 @dataclasses.dataclass
@@ -151,7 +172,9 @@ class KVManager(CommonKVManager):
             self._outgoing: dict[int, _Outgoing] = {}
             self._by_lease: dict[_LeaseKey, tuple[int, _Outgoing]] = {}
             self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-            self._given_up: OrderedDict[int, None] = OrderedDict()
+            self._given_up = _RecentRooms()  # Aborted on this side.
+            self._begun = _RecentRooms()
+            self._aborted_early = _RecentRooms()  # On the decode side, before they began here.
             self._publishers = self._endpoints(kvferry.PrefillEndpoint, name)
             for publisher in self._publishers:
                 _logger.info("kvferry: %s listens on %s", name, publisher.address)
@@ -245,7 +268,7 @@ class KVManager(CommonKVManager):
 
     def _on_prefill_message(self, frames: list[bytes]) -> None:
         if frames[0] == _ABORT:
-            self._fail(int(frames[1]), "Aborted by the decode side")  # The scheduler cleans up.
+            self._abort_from_decode(int(frames[1]))
             return
         message, _ = parse(frames)
         if isinstance(message, Peer):
@@ -292,13 +315,29 @@ class KVManager(CommonKVManager):
 
     def give_up(self, room: int) -> None:
         """Tells the decode side, also if it asks later: it would wait for its time limit."""
-        self._given_up[room] = None
-        if len(self._given_up) > _MAX_GIVEN_UP:
-            self._given_up.popitem(last=False)
+        self._given_up.add(room)
         self.conclude_failure(bootstrap_room=room, failure_reason=_ABORTED_HERE)
 
     def begin(self, room: int) -> None:
-        self._given_up.pop(room, None)
+        """Before anything can come for it; a room may be used again."""
+        self._given_up.take(room)
+
+    def begun(self, room: int) -> None:
+        """It has a status: from here on an abort of the decode side finds it."""
+        with self._lock:
+            self._begun.add(room)
+            was_aborted = self._aborted_early.take(room)
+        if was_aborted:
+            self._fail(room, _ABORTED_THERE)
+
+    def _abort_from_decode(self, room: int) -> None:
+        """The router gives a request to both sides at once, so this may come before the request
+        itself, which would then wait for its time limit (SGLang's, minutes). It may also come
+        when the request has ended, and must not end the next one of that room."""
+        with self._lock:
+            if room not in self._begun:
+                self._aborted_early.add(room)
+        self._fail(room, _ABORTED_THERE)  # The scheduler cleans up.
 
     def add_transfer_request(
         self,
@@ -602,6 +641,7 @@ class KVSender(CommonKVSender):
     def __init__(self, mgr: KVManager, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
         mgr.begin(bootstrap_room)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
+        mgr.begun(bootstrap_room)
 
     def poll(self) -> int:
         self.kv_mgr.advance_outgoing(self.bootstrap_room)
