@@ -17,9 +17,10 @@ class Room:
         """longest: blocks of the longest prompt that the engine takes."""
         self._capacity = num_blocks - longest
         self._waiting: dict[Hashable, int] = {}
+        self._taken = 0  # Their sum: it is asked for at every step, of every request that waits.
 
     def has(self, blocks: int) -> bool:
-        return sum(self._waiting.values()) + blocks <= self._capacity
+        return self._taken + blocks <= self._capacity
 
     @property
     def empty(self) -> bool:
@@ -27,8 +28,10 @@ class Room:
         return not self._waiting
 
     def take(self, key: Hashable, blocks: int) -> None:
+        self.give_back(key)
         self._waiting[key] = blocks
+        self._taken += blocks
 
     def give_back(self, key: Hashable) -> None:
         """If it has any."""
-        self._waiting.pop(key, None)
+        self._taken -= self._waiting.pop(key, 0)
