@@ -25,7 +25,8 @@ PATIENT = {
     "prefill_transfer": {"kv_connector_extra_config": {"lease_ms": 2 * FETCH_TIMEOUT_MS}},
     "decode_transfer": {"kv_connector_extra_config": {"fetch_timeout_ms": FETCH_TIMEOUT_MS}},
 }
-# More than one is for test_random.py alone: the others count what one rank traces.
+# More than one is for test_random.py, and for test_states.py if it is the same on both sides: the
+# others count what one rank traces.
 PREFILL_RANKS, _, DECODE_RANKS = os.environ.get("KVFERRY_TEST_TP_SIZE", "1").partition(":")
 # Of all engines, as a GPU needs them: docs/vllm.md, On a GPU.
 MORE_ARGUMENTS = json.loads(os.environ.get("KVFERRY_TEST_ENGINE_ARGS", "{}"))

@@ -55,7 +55,7 @@ def answer_together(pair: Pair, prompts: list[list[int]], max_tokens: int) -> li
 
 
 def answer_without_a_group(pair: Pair, prompt: list[int], group: int, max_tokens: int) -> Answer:
-    """What the decode engine makes of tickets of which one group's is of no lease. Afterwards the
+    """What the decode engine makes of tickets of which a group's first is of no lease. Later the
     right ones are let go of."""
     params = pair.hand_over(prompt)
     right = params["kvferry_group_tickets"][group]
@@ -67,7 +67,7 @@ def answer_without_a_group(pair: Pair, prompt: list[int], group: int, max_tokens
         num_pages=ticket.num_pages,
         num_tokens=ticket.num_tokens,
     )
-    params["kvferry_group_tickets"][group] = [str(wrong)]
+    params["kvferry_group_tickets"][group] = [str(wrong), *right[1:]]
     answer = pair.decode.generate(prompt, max_tokens, params)
     params["kvferry_group_tickets"][group] = right
     pair.decode.reject(params)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import random_model
-from engines import MAX_TOKENS, PATIENT
+from engines import MAX_TOKENS, PATIENT, PREFILL_RANKS
 from pair import REMOTE_DECODE, Pair
 from random_model import LAYERS, QUESTION
 
@@ -58,6 +58,7 @@ KINDS = {
     "FalconH1": Kind(_BOTH, 2, "float32", (False, True), "recompute"),
 }
 CHUNK = 128  # Tokens in a step.
+RANKS = int(PREFILL_RANKS)  # Of either engine: models with states move between as many alone.
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -76,6 +77,7 @@ def pair(
         "max_model_len": MAX_TOKENS,
         "num_gpu_blocks_override": 100,
         "dtype": kind.dtype,
+        "tensor_parallel_size": RANKS,
         # vLLM's Mamba on a CPU fails on a step of more than 256.
         "enable_chunked_prefill": True,
         "max_num_batched_tokens": CHUNK,
@@ -115,10 +117,10 @@ def check(
         answer = pair.decode.generate(prompt, 40, handed_over.params)
     assert (answer.error, answer.tokens) == ("", expected.tokens)
     assert len(set(answer.tokens)) > 4  # Not the same word over and over, whatever the KV.
-    (event,) = pair.wait_trace("decode", fetches + 1)[fetches:]
+    events = pair.wait_trace("decode", fetches + RANKS)[fetches:]
     # A block of each state, and what the attention has of all tokens but the last.
     blocks = pair.kind.groups - 1 + -(-(len(prompt) - 1 - cached) // pair.block_tokens)
-    assert (event["ok"], event["blocks"]) == (True, blocks)
+    assert [(it["ok"], it["blocks"]) for it in events] == [(True, blocks)] * RANKS
     pair.prefill.wait_idle()
     pair.decode.wait_idle()
 
