@@ -1,5 +1,7 @@
 #include "base/epoll.h"
 
+#include <sys/socket.h>
+
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -40,6 +42,11 @@ void Epoll::Change(int fd, uint32_t events, uint64_t id) const {
 }
 
 void Epoll::Remove(int fd) const { epoll_ctl(fd_.get(), EPOLL_CTL_DEL, fd, nullptr); }
+
+void Epoll::HangUp(int socket) const {
+  Remove(socket);
+  shutdown(socket, SHUT_RDWR);
+}
 
 std::span<const epoll_event> Epoll::Ready(std::span<epoll_event> room) const {
   const int count = epoll_wait(fd_.get(), room.data(), static_cast<int>(room.size()), 0);

@@ -28,6 +28,9 @@ class Epoll {
   absl::Status Add(int fd, uint32_t events, uint64_t id) const;
   void Change(int fd, uint32_t events, uint64_t id) const;
   void Remove(int fd) const;
+  // Takes a socket out and ends its connection. Closing does both, unless a child of this process was
+  // forked meanwhile: what it has a copy of stays open and watched.
+  void HangUp(int socket) const;
 
   // Those that are ready now, in `room` and at most so many. Does not wait.
   std::span<const epoll_event> Ready(std::span<epoll_event> room) const;

@@ -2,29 +2,34 @@
 
 #include <iterator>
 
+#include "absl/strings/str_cat.h"
+
 namespace kvferry {
 
-bool ByteRanges::CanAdd(int64_t begin, int64_t end) const {
-  if (begin < prefix_) return false;
+absl::Status ByteRanges::Add(int64_t begin, int64_t end) {
   const auto next = ahead_.lower_bound(begin);
-  if (next != ahead_.end() && next->first < end) return false;
-  if (next != ahead_.begin() && std::prev(next)->second > begin) return false;
-  return begin == prefix_ || ahead_.size() < kMaxAhead;
-}
-
-bool ByteRanges::Add(int64_t begin, int64_t end) {
-  if (!CanAdd(begin, end)) return false;
-  if (begin == prefix_) {
-    prefix_ = end;
-    while (!ahead_.empty() && ahead_.begin()->first == prefix_) {
-      prefix_ = ahead_.begin()->second;
-      ahead_.erase(ahead_.begin());
-    }
-  } else {
-    ahead_.emplace(begin, end);
+  const auto before = next == ahead_.begin() ? ahead_.end() : std::prev(next);
+  if (begin < prefix_ || (next != ahead_.end() && next->first < end) ||
+      (before != ahead_.end() && before->second > begin)) {
+    return absl::DataLossError(
+        absl::StrCat("the chunk at byte ", begin, " overlaps what has arrived"));
+  }
+  const bool extends = begin == prefix_ || (before != ahead_.end() && before->second == begin);
+  const bool meets_next = next != ahead_.end() && next->first == end;
+  if (!extends && !meets_next && ahead_.size() >= kMaxGaps) {
+    return absl::DataLossError(absl::StrCat("the chunk at byte ", begin, " leaves more than ",
+                                            kMaxGaps, " gaps before it"));
   }
   num_bytes_ += end - begin;
-  return true;
+  if (meets_next) end = next->second;
+  if (begin == prefix_) {
+    prefix_ = end;
+  } else if (extends) {
+    before->second = end;
+  }
+  if (meets_next) ahead_.erase(next);
+  if (!extends) ahead_.emplace(begin, end);
+  return absl::OkStatus();
 }
 
 std::vector<std::pair<int64_t, int64_t>> ByteRanges::Gaps(int64_t total) const {

@@ -5,19 +5,21 @@
 #include <vector>
 
 #include "absl/container/btree_map.h"
+#include "absl/status/status.h"
 
 namespace kvferry {
 
-// Which bytes of a stream have arrived. In order, it is one number; what arrives ahead waits in a
-// bounded list of ranges. Not thread-safe.
+// Which bytes of a stream have arrived. In order, it is one number; what arrives ahead is a bounded
+// list of ranges that do not touch: one for each gap, however far ahead the last one is. Not
+// thread-safe.
 class ByteRanges {
  public:
   // [0, prefix) is there from the start.
   explicit ByteRanges(int64_t prefix = 0) : prefix_(prefix), num_bytes_(prefix) {}
 
-  // Marks [begin, end), begin < end. False, and nothing changes, when it overlaps what is there or
-  // would need more than kMaxAhead separate ranges.
-  bool Add(int64_t begin, int64_t end);
+  // Marks [begin, end), begin < end. DATA_LOSS, and nothing changes, when it overlaps what is there
+  // or would leave more than kMaxGaps gaps.
+  absl::Status Add(int64_t begin, int64_t end);
 
   // All of [0, prefix()) is there.
   int64_t prefix() const { return prefix_; }
@@ -25,14 +27,14 @@ class ByteRanges {
   // The ranges of [0, total) that are not there.
   std::vector<std::pair<int64_t, int64_t>> Gaps(int64_t total) const;
 
-  static constexpr size_t kMaxAhead = 4096;
+  // Behind each gap's end is a chunk that has overtaken one under way, and no more are under way than
+  // credits_per_transfer may be.
+  static constexpr size_t kMaxGaps = 4096;
 
  private:
-  bool CanAdd(int64_t begin, int64_t end) const;
-
   int64_t prefix_;
   int64_t num_bytes_;
-  absl::btree_map<int64_t, int64_t> ahead_;  // begin -> end, all beyond prefix_.
+  absl::btree_map<int64_t, int64_t> ahead_;  // begin -> end, all beyond prefix_, none touching.
 };
 
 }  // namespace kvferry

@@ -344,8 +344,10 @@ bool DataPlanes::Arm() {
 }
 
 Deadline DataPlanes::Tick(Deadline now) {
-  const Deadline next = network_->Tick(now);
-  return door_ == nullptr ? next : std::min(next, door_->Tick(now));
+  Deadline next = network_->Tick(now);
+  if (door_ != nullptr) next = std::min(next, door_->Tick(now));
+  if (direct_ != nullptr) next = std::min(next, direct_->Tick(now));
+  return next;
 }
 
 }  // namespace kvferry

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "base/clock.h"
 #include "transport/data_plane.h"
 #include "transport/read_costs.h"
 
@@ -42,7 +43,7 @@ class DirectReads {
   // `address` of a peer whose hello was accepted: it is parsed by code that trusts it.
   virtual absl::Status Connect(LinkId link, const std::string& address) = 0;
   virtual void Close(LinkId link) = 0;
-  // Whether that is not known yet. OnProbed(link) follows.
+  // Whether that is not known yet. OnProbed(link) follows, in a bounded time.
   virtual bool Probing(LinkId link) const = 0;
   // Not possible() while it is not known, or is known not to work (any more).
   virtual ReadCosts Costs(LinkId link) const = 0;
@@ -54,6 +55,8 @@ class DirectReads {
 
   // Moves everything on; true when something happened.
   virtual bool Progress(DataEvents* events) = 0;
+  // Gives up what has taken too long; returns when to be called again at the latest.
+  virtual Deadline Tick(Deadline now) = 0;
   virtual int event_fd() const = 0;
   // True when nothing is pending and it is safe to sleep on event_fd().
   virtual bool Arm() = 0;

@@ -8,15 +8,6 @@
 #include "base/status.h"
 
 namespace kvferry {
-namespace {
-
-absl::Status AddTo(ByteRanges* ranges, int64_t begin, int64_t end) {
-  if (ranges->Add(begin, end)) return absl::OkStatus();
-  return absl::DataLossError(
-      absl::StrCat("the chunk at byte ", begin, " overlaps what has arrived"));
-}
-
-}  // namespace
 
 Landing::Landing(std::shared_ptr<const StreamPlan> plan, std::shared_ptr<FetchHandle> handle,
                  int64_t prefix, bool checksum, Metrics* metrics)
@@ -50,13 +41,13 @@ absl::Status Landing::CheckSum(const ChunkHeader& header, uint64_t checksum) con
 
 absl::Status Landing::Claim(int64_t begin, int64_t end) {
   const MutexLock lock(&mutex_);
-  return AddTo(&claimed_, begin, end);
+  return claimed_.Add(begin, end);
 }
 
 absl::Status Landing::Arrived(int64_t begin, int64_t end) {
   const MutexLock lock(&mutex_);
   const int64_t layers_before = plan_->LayersIn(arrived_.prefix());
-  KVFERRY_RETURN_IF_ERROR(AddTo(&arrived_, begin, end));
+  KVFERRY_RETURN_IF_ERROR(arrived_.Add(begin, end));
   const int64_t layers = plan_->LayersIn(arrived_.prefix());
   // Under the lock, so that the number never falls.
   if (layers != layers_before) handle_->SetLayersDone(layers);

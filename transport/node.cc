@@ -472,9 +472,12 @@ void NodeImpl::OnLinkDown(LinkId link, const absl::Status& status) {
   if (absl::IsDeadlineExceeded(status)) {
     return DropAndBeginAgain(peer, absl::UnavailableError(status.message()));
   }
-  // We did not run: the peer may have given us up, and its word for that may come after this.
-  // Where it has ended instead, what goes on fails soon after, for nobody listens there.
-  if (sessions_.StoppedLately(Clock::now(), options_.config.heartbeat_timeout_ms)) {
+  // The peer may have given us up, and its word for that may come after this, or never: we did not run,
+  // or control passes nothing on, as pings say that had time to be answered. Where it has ended instead,
+  // what goes on fails soon after, for nobody listens there.
+  constexpr int kUnanswered = 2;
+  if (sessions_.StoppedLately(Clock::now(), options_.config.heartbeat_timeout_ms) ||
+      sessions_.Find(peer)->pings >= kUnanswered) {
     return DropAndBeginAgain(peer, status);
   }
   // The notice may still be on its way: a peer that leaves while nothing moves is no cause for

@@ -2,7 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+
 #include "base/random.h"
+#include "tests/support/control_relay.h"
 #include "tests/support/endpoints.h"
 
 namespace kvferry {
@@ -179,6 +182,35 @@ TEST_F(Lifetime, HandleOutlivesBothEndpoints) {
   EXPECT_FALSE(handle->WaitLayer(3, Clock::now()).ok());
   EXPECT_TRUE(IsOk(handle->WaitLayer(0, Clock::now())));
   handle->Cancel();
+}
+
+// Nothing passes on the control connection any more, and the data connection is well. The side that finds
+// out first closes both; the other one cannot know why. (On one host it does not notice, and finds out
+// by itself.)
+TEST_F(Lifetime, AFetchOutlivesItsControlConnection) {
+  Config config = SmallChunks();
+  config.key_file = "";  // The relay has none.
+  config.heartbeat_interval_ms = 50;
+  config.heartbeat_timeout_ms = 500;
+  prefill_ = MakePrefill(source_, config);
+  config.heartbeat_timeout_ms = 2000;
+  decode_ = MakeDecode(target_, config);
+  std::atomic<bool> silent = false;
+  ControlRelay relay(prefill_->address(), [&](ControlRelay::Heard& heard) {
+    if (std::holds_alternative<HelloMsg>(heard.message.body)) silent = false;
+    return silent ? ControlRelay::Verdict::kDrop : ControlRelay::Verdict::kPass;
+  });
+  Ticket ticket = Publish(*prefill_, *source_, pages_, 1, 60000);
+  ticket.address = relay.address();
+  const auto handle = HeldFetch(ticket);
+  silent = true;
+  ASSERT_TRUE(WaitFor([&] { return handle->done() || Metric(*decode_, "fetches_restarted") == 1; },
+                      Soon()));
+  ASSERT_TRUE(IsOk(prefill_->AllLayersReady(ticket.lease_id)));
+  EXPECT_TRUE(IsOk(handle->Wait(Soon())));
+  EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, pages_, kSourceSeed, pages_));
+  EXPECT_EQ(EndedLeases(prefill_.get()).Wait(ticket.lease_id), "fetched");
+  decode_.reset();  // While somebody passes its goodbye on.
 }
 
 }  // namespace

@@ -4,6 +4,8 @@
 
 #include <random>
 
+#include "tests/support/status.h"
+
 namespace kvferry {
 namespace {
 
@@ -49,7 +51,7 @@ TEST(ByteRanges, AgainstABitmap) {
       const int64_t end =
           begin + 1 + static_cast<int64_t>(random() % std::min<int64_t>(total - begin, 20));
       if (end > total) continue;
-      ASSERT_EQ(ranges.Add(begin, end), bitmap.Add(begin, end)) << begin << ".." << end;
+      ASSERT_EQ(ranges.Add(begin, end).ok(), bitmap.Add(begin, end)) << begin << ".." << end;
       ASSERT_EQ(ranges.prefix(), bitmap.prefix());
       ASSERT_EQ(ranges.num_bytes(), bitmap.num_bytes());
       ASSERT_EQ(ranges.Gaps(total), bitmap.Gaps());
@@ -57,15 +59,31 @@ TEST(ByteRanges, AgainstABitmap) {
   }
 }
 
-TEST(ByteRanges, RangesAheadAreBounded) {
+constexpr auto kMaxGaps = static_cast<int64_t>(ByteRanges::kMaxGaps);
+
+TEST(ByteRanges, GapsAreBounded) {
   ByteRanges ranges;
-  const auto max = static_cast<int64_t>(ByteRanges::kMaxAhead);
-  for (int64_t i = 1; i <= max; ++i) ASSERT_TRUE(ranges.Add(2 * i, 2 * i + 1));
-  EXPECT_FALSE(ranges.Add(2 * max + 2, 2 * max + 3));
-  EXPECT_EQ(ranges.num_bytes(), max);
-  EXPECT_TRUE(ranges.Add(0, 2));  // What extends the prefix needs no room, and makes some.
-  EXPECT_EQ(ranges.prefix(), 3);
-  EXPECT_TRUE(ranges.Add(2 * max + 2, 2 * max + 3));
+  for (int64_t i = 1; i <= kMaxGaps; ++i) ASSERT_TRUE(IsOk(ranges.Add(3 * i, 3 * i + 1)));
+  const int64_t last = 3 * kMaxGaps + 3;
+  EXPECT_TRUE(Fails(ranges.Add(last, last + 1), absl::StatusCode::kDataLoss, "4096 gaps"));
+  EXPECT_TRUE(Fails(ranges.Add(6, 7), absl::StatusCode::kDataLoss, "overlaps"));
+  EXPECT_EQ(ranges.num_bytes(), kMaxGaps);
+  // What makes no gap needs no room.
+  EXPECT_TRUE(IsOk(ranges.Add(4, 5)));
+  EXPECT_TRUE(IsOk(ranges.Add(8, 9)));
+  EXPECT_TRUE(Fails(ranges.Add(last, last + 1), absl::StatusCode::kDataLoss));
+  EXPECT_TRUE(IsOk(ranges.Add(0, 3)));  // And what closes one makes some.
+  EXPECT_EQ(ranges.prefix(), 5);
+  EXPECT_TRUE(IsOk(ranges.Add(last, last + 1)));
+}
+
+// As when one lane has lost a packet and the others go on.
+TEST(ByteRanges, OneGapMayBeFarBehind) {
+  ByteRanges ranges;
+  for (int64_t i = 1; i <= 3 * kMaxGaps; ++i) ASSERT_TRUE(IsOk(ranges.Add(i, i + 1)));
+  EXPECT_EQ(ranges.prefix(), 0);
+  EXPECT_TRUE(IsOk(ranges.Add(0, 1)));
+  EXPECT_EQ(ranges.prefix(), 3 * kMaxGaps + 1);
 }
 
 }  // namespace

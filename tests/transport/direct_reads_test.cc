@@ -120,6 +120,37 @@ TEST_F(Direct, AProbeSaysWhatReadsTake) {
   EXPECT_GT(costs.mib_ns, costs.read_ns);
 }
 
+// As where packets to it go nowhere.
+TEST_F(Direct, AProbeThatTakesTooLongIsGivenUp) {
+  ASSERT_TRUE(IsOk(reader_->Connect(kLink, owner_->address())));
+  const Deadline by = reader_->Tick(Clock::now());
+  EXPECT_LT(by, DeadlineInMs(5000));
+  EXPECT_TRUE(reader_->Probing(kLink));
+  EXPECT_EQ(reader_->Tick(by), Deadline::max());
+  EXPECT_FALSE(reader_->Probing(kLink));
+  EXPECT_FALSE(reader_->Arm());  // Somebody waits to hear of it.
+  EXPECT_TRUE(at_reader_.probed.empty());
+  reader_->Progress(&at_reader_);
+  EXPECT_EQ(at_reader_.probed, std::vector<LinkId>{kLink});
+  // What it would have found out does not count any more, and its slot is free again.
+  ASSERT_TRUE(ProgressUntil([&] { return reader_->Arm(); }));
+  EXPECT_EQ(at_reader_.probed.size(), 1u);
+  EXPECT_FALSE(reader_->Costs(kLink).possible());
+}
+
+// Those who do not answer hold slots until UCX gives them up.
+TEST_F(Direct, ManyProbesLeaveRoomForReads) {
+  Connect();
+  for (LinkId link = kLink + 1; link < kLink + 40; ++link) {
+    ASSERT_TRUE(IsOk(reader_->Connect(link, owner_->address())));
+  }
+  Read({{0, 1000}}, 1000);
+  reader_->Progress(&at_reader_);  // All that there is room for begins.
+  ASSERT_TRUE(ProgressUntil([&] { return !at_reader_.chunks.empty(); }));
+  EXPECT_EQ(at_reader_.probed.size(), 1u) << "it waited for probes";
+  ASSERT_TRUE(ProgressUntil([&] { return at_reader_.probed.size() == 40; }));
+}
+
 TEST_F(Direct, PiecesComeInTheirOrder) {
   Connect();
   const std::vector<PoolPiece> pieces = {{4096, 1000},

@@ -7,6 +7,8 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +17,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "tests/support/captured_log.h"
+#include "tests/support/files.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 #include "tests/transport/recorder.h"
@@ -108,6 +111,49 @@ TEST_F(MappedPlanes, ChunksAndCreditsInOrder) {
   }
   EXPECT_EQ(a_.events.credits[0].transfer_id, UINT64_MAX);
   EXPECT_EQ(a_.arena->num_taken(), 0);
+}
+
+// Nor end the connection.
+TEST_F(MappedPlanes, APeerHearsOfTheEndDespiteAForkedChild) {
+  const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
+  a_.Send(link, 1);
+  ASSERT_TRUE(ProgressUntil([&] { return a_.done.size() == 1; }));
+  const ForkedChild child;
+  b_.plane.reset();
+  EXPECT_TRUE(StepUntil([&] { a_.Progress(); }, [&] { return !a_.events.down.empty(); }));
+}
+
+// Our end of the connection to whoever listens.
+int DialledSocket() {
+  for (int fd = 3; fd < 1024; ++fd) {
+    int type = 0;
+    socklen_t bytes = sizeof(type);
+    sockaddr_un peer{};
+    socklen_t peer_bytes = sizeof(peer);
+    if (getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &bytes) == 0 && type == SOCK_SEQPACKET &&
+        getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &peer_bytes) == 0 &&
+        peer_bytes > sizeof(peer.sun_family)) {
+      return fd;
+    }
+  }
+  return -1;
+}
+
+// As the system does when it has no memory: a packet is lost, and the socket is well.
+TEST_F(MappedPlanes, APacketThatIsNotTakenEndsTheLink) {
+  const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
+  a_.Send(link, 1);
+  ASSERT_TRUE(ProgressUntil([&] { return a_.done.size() == 1; }));
+  EXPECT_TRUE(a_.plane->Arm());
+  ASSERT_EQ(shutdown(DialledSocket(), SHUT_WR), 0);
+  a_.Send(link, 2);
+  EXPECT_FALSE(a_.plane->Arm());
+  EXPECT_TRUE(a_.Progress());
+  ASSERT_EQ(a_.events.down.size(), 1u);
+  EXPECT_EQ(a_.events.down[0].first, link);
+  a_.plane->Close(link);
+  EXPECT_TRUE(Fails(a_.done.at(1), absl::StatusCode::kUnavailable));
+  EXPECT_TRUE(a_.plane->Arm());
 }
 
 TEST_F(MappedPlanes, MessagesOfAnyLengthAmongChunks) {
@@ -593,6 +639,18 @@ class Stranger : public MappedPlanes {
   static constexpr int64_t kEnough = 4096 + 4 * kChunkBytes;
   CapturedLog log_;
 };
+
+// Closing a descriptor that a child has too does not take it out of an epoll.
+TEST_F(Stranger, WhoLeavesIsGoneAlsoFromAForkedChild) {
+  const UniqueFd socket = Dial();
+  Say(socket, Hello(), Memory(kEnough, true).get());
+  ASSERT_TRUE(ProgressUntil([&] { return !IsReadable(b_.plane->event_fd()); }));
+  const ForkedChild child;
+  shutdown(socket.get(), SHUT_RDWR);
+  ASSERT_TRUE(IsReadable(b_.plane->event_fd()));
+  EXPECT_TRUE(b_.Progress());
+  EXPECT_FALSE(IsReadable(b_.plane->event_fd()));
+}
 
 TEST_F(Stranger, WrongToken) {
   const UniqueFd socket = Dial();

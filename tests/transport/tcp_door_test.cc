@@ -4,13 +4,13 @@
 
 #include <gtest/gtest.h>
 #include <netinet/tcp.h>
-#include <sys/resource.h>
 
 #include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "tests/support/files.h"
 #include "tests/support/status.h"
 #include "tests/transport/tcp_planes.h"
 #include "transport/tcp/tcp_frames.h"
@@ -129,27 +129,39 @@ TEST_F(TcpPlanes, WhoHasComeHasADeadline) {
 TEST_F(TcpPlanes, WithoutADescriptorAPeerWaits) {
   Await();
   const UniqueFd unconnected(socket(AF_INET, SOCK_STREAM, 0));
-  rlimit before{};
-  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
-  rlimit none = before;
-  none.rlim_cur = static_cast<rlim_t>(unconnected.get());  // All below are taken.
   sockaddr_in where{};
   where.sin_family = AF_INET;
   where.sin_port = htons(static_cast<uint16_t>(address_.port));
   inet_pton(AF_INET, address_.host.c_str(), &where.sin_addr);
-  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
-  const int connected =
-      connect(unconnected.get(), reinterpret_cast<const sockaddr*>(&where), sizeof(where));
-  door_->Progress();
-  pollfd door{door_->event_fd(), POLLIN, 0};
-  const int ready = poll(&door, 1, 0);
-  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
-  EXPECT_EQ(connected, 0);
-  EXPECT_EQ(ready, 0);
+  {
+    const FileLimit none(0);
+    EXPECT_EQ(connect(unconnected.get(), reinterpret_cast<const sockaddr*>(&where), sizeof(where)),
+              0);
+    door_->Progress();
+    EXPECT_FALSE(IsReadable(door_->event_fd()));
+  }
   EXPECT_TRUE(log_.Has({"a peer waits to connect", "open files"})) << log_.ToString();
   EXPECT_FALSE(door_->TakeAccepted());
   bool came = false;
   EXPECT_TRUE(StepsUntil([&] { return came |= door_->TakeAccepted(); }));
+}
+
+// Closing a descriptor that a child has too neither ends the connection nor takes it out of an epoll.
+TEST_F(TcpPlanes, AForkedChildKeepsNothingAlive) {
+  Connect();
+  b_->SendCredit(link_b_, {1, 2});
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
+  bool came = false;
+  door_->TakeAccepted();
+  const UniqueFd stranger = Says("k");
+  ASSERT_TRUE(StepsUntil([&] { return came |= door_->TakeAccepted(); }));
+  const ForkedChild child;
+  shutdown(stranger.get(), SHUT_RDWR);
+  ASSERT_TRUE(WaitFor([&] { return IsReadable(door_->event_fd()); }, Soon()));
+  door_->Progress();
+  EXPECT_FALSE(IsReadable(door_->event_fd()));
+  a_->Close(link_a_);
+  EXPECT_TRUE(StepsUntil([&] { return !at_b_.down.empty(); }));
 }
 
 TEST_F(TcpPlanes, ASilentPathIsNoticed) {

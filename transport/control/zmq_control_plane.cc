@@ -1,5 +1,7 @@
 #include "transport/control/zmq_control_plane.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -11,11 +13,13 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "base/epoll.h"
 #include "base/log.h"
 #include "base/status.h"
+#include "base/unique_fd.h"
 #include "transport/control/codec.h"
 #include "transport/control/curve.h"
 #include "transport/silence_limits.h"
@@ -30,6 +34,8 @@ constexpr int kMaxMessagesPerProgress = 64;
 constexpr int kMaxMessagesOfOneDialled = 16;  // Before it is the next one's turn.
 constexpr int kMaxSockets = 65536;
 constexpr int kLingerMs = 200;  // For a goodbye to get out when the plane closes.
+// What the threads of a context need, and some to spare.
+constexpr int kFilesOfThreads = 16;
 // A peer chooses its routing id; the prefix keeps it from posing as a peer that we dialled.
 constexpr absl::string_view kAccepted = "accepted:";
 constexpr absl::string_view kDialled = "dialled:";
@@ -44,6 +50,19 @@ auto Uninterrupted(const Call& call) {
     } catch (const zmq::error_t& error) {
       if (error.num() != EINTR) throw;
     }
+  }
+}
+
+// Of a call that an address was given to.
+absl::StatusCode CodeOf(const zmq::error_t& error) {
+  switch (error.num()) {
+    case EMFILE:
+    case ENFILE:
+    case ENOBUFS:
+    case ENOMEM:
+      return absl::StatusCode::kResourceExhausted;
+    default:
+      return absl::StatusCode::kInvalidArgument;
   }
 }
 
@@ -68,7 +87,25 @@ class ZmqControlPlane : public ControlPlane {
     router_.close();
   }
 
-  // Before anything else: only those who have these too are peers.
+  // Before anything else. ZeroMQ makes a context's threads with its first socket, and where the process
+  // has no file descriptor left for them it aborts: so while there is one, and not in the first Dial().
+  absl::Status StartThreads() {
+    {
+      std::array<UniqueFd, kFilesOfThreads> room;
+      for (UniqueFd& fd : room) {
+        fd = UniqueFd(fcntl(epoll_.fd(), F_DUPFD_CLOEXEC, 0));
+        if (!fd.valid()) {
+          return absl::ResourceExhaustedError(
+              absl::StrCat("control: ", std::strerror(errno), ": ", kFilesOfThreads,
+                           " file descriptors are needed; raise the limit (ulimit -n)"));
+        }
+      }
+    }
+    zmq::socket_t first(context_, zmq::socket_type::pair);
+    return absl::OkStatus();
+  }
+
+  // Before the sockets of peers: only those who have these too are peers.
   absl::Status UseKeys(const CurveKeys& keys) {
     doorkeeper_.emplace(context_, keys);
     return Watch(doorkeeper_->questions());
@@ -119,8 +156,8 @@ class ZmqControlPlane : public ControlPlane {
       dealers_.emplace(peer, std::move(dealer));
       return peer;
     } catch (const zmq::error_t& error) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("control: cannot connect to '", address, "': ", error.what()));
+      return absl::Status(CodeOf(error), absl::StrCat("control: cannot connect to '", address,
+                                                      "': ", error.what()));
     }
   }
 
@@ -139,8 +176,11 @@ class ZmqControlPlane : public ControlPlane {
       if (dealer != dealers_.end()) {
         return SendFrame(dealer->second.socket, peer, bytes, zmq::send_flags::none);
       }
-      if (!router_) return absl::UnavailableError("control: no such peer");
-      const std::string routing_id = peer.substr(std::min(peer.size(), kAccepted.size()));
+      // One that was dialled and hung up is no routing id.
+      if (!router_ || !absl::StartsWith(peer, kAccepted)) {
+        return absl::UnavailableError("control: no such peer");
+      }
+      const std::string routing_id = peer.substr(kAccepted.size());
       KVFERRY_RETURN_IF_ERROR(SendFrame(router_, peer, routing_id, zmq::send_flags::sndmore));
       return SendFrame(router_, peer, bytes, zmq::send_flags::none);
     } catch (const zmq::error_t& error) {
@@ -371,6 +411,7 @@ absl::StatusOr<std::unique_ptr<ControlPlane>> MakeZmqControlPlane(const Config& 
   try {
     auto plane = std::make_unique<ZmqControlPlane>(std::move(epoll),
                                                    SilenceLimits(config.heartbeat_timeout_ms));
+    KVFERRY_RETURN_IF_ERROR(plane->StartThreads());
     if (!config.key_file.empty()) {
       KVFERRY_ASSIGN_OR_RETURN(const CurveKeys keys, ReadCurveKeys(config.key_file));
       KVFERRY_RETURN_IF_ERROR(plane->UseKeys(keys));

@@ -150,7 +150,8 @@ class MappedDataPlane : public AddressedPlane {
   bool ReadsPool(LinkId link) const override;
   bool Progress(DataEvents* events) override;
   int event_fd() const override { return epoll_.fd(); }
-  bool Arm() override { return true; }  // What has not been read yet keeps the fd readable.
+  // What has not been read yet keeps the fd readable.
+  bool Arm() override { return failed_.empty(); }
 
  private:
   // One end of a connection, and what could not be sent yet: at most a message for each chunk of
@@ -193,6 +194,8 @@ class MappedDataPlane : public AddressedPlane {
     uint64_t pool_bytes() const { return pool.empty() ? 0 : pool.back().begin + pool.back().bytes; }
   };
 
+  using AcceptedMap = absl::flat_hash_map<uint64_t, std::unique_ptr<Accepted>>;
+
   absl::Status Watch(const Channel& channel);
   void SendParts(Channel& channel);
   template <typename Message>
@@ -221,6 +224,8 @@ class MappedDataPlane : public AddressedPlane {
   // Gives the last part that it lies in.
   const PoolPart* AddPieces(const PoolPart* part, PoolPiece piece);
   void Serve(uint64_t id, uint32_t ready, DataEvents* events);
+  void Drop(AcceptedMap::iterator accepted);
+  void DropFailed(uint64_t id);
   void NoteRefusal(const Link& link);
   void ReportBroken(DataEvents* events);
 
@@ -234,9 +239,10 @@ class MappedDataPlane : public AddressedPlane {
   LinkId next_link_ = kFirstMappedLink;
   uint64_t next_accepted_ = kListenerId + 1;
   absl::flat_hash_map<LinkId, std::unique_ptr<Link>> links_;
-  absl::flat_hash_map<uint64_t, std::unique_ptr<Accepted>> accepted_;
+  AcceptedMap accepted_;
   absl::flat_hash_set<std::string> refused_by_;  // Addresses: what they do once, they do again.
   std::vector<LinkId> down_;                     // Reported at the end of Progress().
+  std::vector<uint64_t> failed_;  // Whose socket refused a packet: its epoll need not say so.
   // Of the chunk that is being delivered.
   std::vector<std::span<const std::byte>> pieces_;
   std::vector<PageRun> runs_;
@@ -262,6 +268,7 @@ absl::Status MappedDataPlane::Init() {
 
 MappedDataPlane::~MappedDataPlane() {
   while (!links_.empty()) Close(links_.begin()->first);
+  while (!accepted_.empty()) Drop(accepted_.begin());
 }
 
 // ---------------------------------------------------------------- sending
@@ -321,6 +328,7 @@ absl::Status MappedDataPlane::Watch(const Channel& channel) {
 void MappedDataPlane::Close(LinkId id) {
   auto node = links_.extract(id);
   if (node.empty()) return;
+  epoll_.HangUp(node.mapped()->channel.socket.get());
   for (auto& [chunk, done] : node.mapped()->reading) {
     // The peer may be in the middle of it, or still to come to it.
     arena_->TakeFromReaders(chunk);
@@ -375,9 +383,11 @@ absl::Status MappedDataPlane::SendMessage(LinkId id, const MessageHeader& header
 }
 
 void MappedDataPlane::PushBytes(Channel& channel, std::span<const std::byte> bytes) {
+  if (channel.broken) return;
   if (channel.unsent.empty()) {
     const SocketResult result = SendPacket(channel.socket, bytes);
-    if (result == SocketResult::kBroken) channel.broken = true;
+    channel.broken = result == SocketResult::kBroken;
+    if (channel.broken) failed_.push_back(channel.id);
     if (result != SocketResult::kWouldBlock) return;
   }
   channel.unsent.emplace_back(bytes.begin(), bytes.end());
@@ -707,15 +717,28 @@ void MappedDataPlane::Serve(uint64_t id, uint32_t ready, DataEvents* events) {
   if (accepted == accepted_.end()) return;
   if ((ready & EPOLLOUT) != 0) Flush(accepted->second->channel);
   if ((ready & ~EPOLLOUT) != 0) OnAcceptedReadable(*accepted->second, events);
-  if (accepted->second->channel.broken) accepted_.erase(accepted);
+  if (accepted->second->channel.broken) Drop(accepted);
+}
+
+void MappedDataPlane::Drop(AcceptedMap::iterator accepted) {
+  epoll_.HangUp(accepted->second->channel.socket.get());
+  accepted_.erase(accepted);
 }
 
 bool MappedDataPlane::Progress(DataEvents* events) {
   std::array<epoll_event, kEventsATurn> room;
   const std::span<const epoll_event> ready = epoll_.Ready(room);
   for (const epoll_event& event : ready) Serve(event.data.u64, event.events, events);
+  const std::vector<uint64_t> failed = std::exchange(failed_, {});
+  for (const uint64_t id : failed) DropFailed(id);
   ReportBroken(events);
-  return !ready.empty();
+  return !ready.empty() || !failed.empty();
+}
+
+// What it was to be told is lost, so all that follows would be out of order.
+void MappedDataPlane::DropFailed(uint64_t id) {
+  if (links_.contains(id)) down_.push_back(id);
+  if (const auto accepted = accepted_.find(id); accepted != accepted_.end()) Drop(accepted);
 }
 
 // A peer that cannot map what it is given (no memory, another user, a filter of system calls) drops

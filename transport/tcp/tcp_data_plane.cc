@@ -90,6 +90,7 @@ void TcpDataPlane::Close(LinkId id) {
   auto node = links_.extract(id);
   if (node.empty()) return;
   ready_.erase(id);
+  if (node.mapped()->socket.valid()) epoll_.HangUp(node.mapped()->socket.get());
   node.mapped()->outgoing.Fail(absl::UnavailableError("tcp: the link was closed"));
 }
 

@@ -75,7 +75,7 @@ void TcpDoor::MakeRoom(std::vector<Arrival>* arrivals) {
   const auto first =
       std::min_element(strangers_.begin(), strangers_.end(),
                        [](const auto& one, const auto& other) { return one.first < other.first; });
-  Hear(first->second, arrivals);
+  if (!Hear(first->second, arrivals)) HangUp(first->second);
   strangers_.erase(first);
 }
 
@@ -83,11 +83,17 @@ bool TcpDoor::Hear(Stranger& stranger, std::vector<Arrival>* arrivals) {
   std::array<std::byte, sizeof(TcpHello)> words;
   const iovec part{words.data(), words.size() - stranger.said.size()};
   const Moved moved = ReceiveTcp(stranger.socket.get(), {&part, 1});
-  if (moved.result == Moved::Result::kBroken) return true;
-  stranger.said.append(reinterpret_cast<const char*>(words.data()), moved.bytes);
-  if (stranger.said.size() < sizeof(TcpHello)) return false;
-  LetIn(stranger, arrivals);
+  if (moved.result != Moved::Result::kBroken) {
+    stranger.said.append(reinterpret_cast<const char*>(words.data()), moved.bytes);
+    if (stranger.said.size() < sizeof(TcpHello)) return false;
+    LetIn(stranger, arrivals);
+  }
+  HangUp(stranger);
   return true;
+}
+
+void TcpDoor::HangUp(const Stranger& stranger) const {
+  if (stranger.socket.valid()) epoll_.HangUp(stranger.socket.get());
 }
 
 void TcpDoor::LetIn(Stranger& stranger, std::vector<Arrival>* arrivals) {
@@ -136,7 +142,11 @@ std::vector<TcpDoor::Arrival> TcpDoor::Progress() {
 
 Deadline TcpDoor::Tick(Deadline now) {
   Deadline next = Deadline::max();
-  absl::erase_if(strangers_, [&](const auto& entry) { return entry.second.until <= now; });
+  absl::erase_if(strangers_, [&](const auto& entry) {
+    const bool overdue = entry.second.until <= now;
+    if (overdue) HangUp(entry.second);
+    return overdue;
+  });
   for (const auto& [id, stranger] : strangers_) next = std::min(next, stranger.until);
   std::vector<LinkId> overdue;
   for (const auto& [link, expected] : expected_) {

@@ -64,6 +64,8 @@ class TcpDoor {
   // Whether it is a stranger no longer.
   bool Hear(Stranger& stranger, std::vector<Arrival>* arrivals);
   void LetIn(Stranger& stranger, std::vector<Arrival>* arrivals);
+  // One that was not let in.
+  void HangUp(const Stranger& stranger) const;
 
   std::string host_;
   int64_t port_ = 0;

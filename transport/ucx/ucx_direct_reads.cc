@@ -40,6 +40,11 @@ constexpr int kProbeRounds = 3;
 constexpr int kSmallReads = 64;
 constexpr size_t kSmallBytes = 64;
 constexpr size_t kMaxLargeBytes = 1 << 20;
+// All of that takes milliseconds, and the peer's fetches wait for it. Where packets to it go nowhere
+// UCX tries for half a minute (UCX_UD_TIMEOUT), as long as a fetch may take.
+constexpr int64_t kProbeMs = 2000;
+// Slots that probes may hold: what is read of peers that answer must not wait for those that do not.
+constexpr int64_t kMaxProbes = kSlots / 2;
 
 std::vector<UcxContext::Option> Options(const Config& config) {
   std::vector<UcxContext::Option> options = {{"TLS", config.direct_tls},
@@ -71,6 +76,7 @@ class UcxDirectReads final : public DirectReads {
   ReadCosts Costs(LinkId link) const override;
   void Read(LinkId link, const ChunkHeader& header, std::span<const std::byte> list) override;
   bool Progress(DataEvents* events) override;
+  Deadline Tick(Deadline now) override;
   int event_fd() const override { return event_fd_; }
   bool Arm() override;
 
@@ -92,7 +98,8 @@ class UcxDirectReads final : public DirectReads {
     int64_t waiting = 0;    // Jobs, for a slot.
     int64_t slots = 0;      // That its jobs hold.
     int64_t under_way = 0;  // Reads.
-    Deadline close_by{};    // Once it is closed.
+    Deadline probe_by = DeadlineInMs(kProbeMs);
+    Deadline close_by{};  // Once it is closed.
   };
   // One read, from a place in the peer's memory to one behind the start of the job's slot.
   struct Op {
@@ -133,6 +140,7 @@ class UcxDirectReads final : public DirectReads {
   bool NextOfProbe(Job& job, DataEvents* events);
   std::vector<Op> ProbeOps(const Job& job) const;
   static void NoteProbe(Job& job);
+  static void FailProbe(Peer& peer, const std::string& why);
   void CloseDrained();
   static void Break(Peer& peer, const absl::Status& status);
   void Issue(Job& job);
@@ -157,6 +165,8 @@ class UcxDirectReads final : public DirectReads {
   std::vector<std::shared_ptr<Peer>> draining_;  // Closed, with reads under way.
   std::list<JobPtr> waiting_;                    // For a slot.
   std::list<JobPtr> running_;
+  int64_t probes_ = 0;           // Of those that run.
+  std::vector<LinkId> overdue_;  // Their probes failed in Tick(); said in the next Progress().
   int64_t under_way_ = 0;
   bool moved_ = false;  // A read has ended since the last Progress().
   int futile_rounds_ = 0;
@@ -353,7 +363,7 @@ bool UcxDirectReads::Admit() {
   const size_t before = running_.size();
   const int64_t share = FairShare(kSlots, peers_.size());
   for (auto it = waiting_.begin(); it != waiting_.end() && !free_slots_.empty();) {
-    if ((*it)->peer->slots >= share) {
+    if ((*it)->peer->slots >= share || ((*it)->probe && probes_ == kMaxProbes)) {
       ++it;
       continue;
     }
@@ -368,6 +378,7 @@ void UcxDirectReads::TakeSlot(JobPtr job) {
   free_slots_.pop_back();
   --job->peer->waiting;
   ++job->peer->slots;
+  probes_ += job->probe ? 1 : 0;
   BeginStep(*job, job->probe ? ProbeOps(*job) : std::move(job->ops));
   running_.push_back(std::move(job));
 }
@@ -464,7 +475,13 @@ void UcxDirectReads::NoteProbe(Job& job) {
   best = best == 0 ? seen : std::min(best, seen);
 }
 
+void UcxDirectReads::FailProbe(Peer& peer, const std::string& why) {
+  peer.state = Peer::State::kBroken;
+  Log().warn("direct: a peer's memory cannot be read from here ({}); its KV comes packed", why);
+}
+
 bool UcxDirectReads::NextOfProbe(Job& job, DataEvents* events) {
+  if (job.peer->state != Peer::State::kProbing) return false;  // It was overdue.
   if (job.status.ok()) {
     NoteProbe(job);
     if (job.steps <= 2 * kProbeRounds) {
@@ -475,9 +492,7 @@ bool UcxDirectReads::NextOfProbe(Job& job, DataEvents* events) {
     Log().info("direct: a read takes {} ns, a MiB {} us", job.peer->costs.read_ns,
                job.peer->costs.mib_ns / 1000);
   } else {
-    job.peer->state = Peer::State::kBroken;
-    Log().warn("direct: a peer's memory cannot be read from here ({}); its KV comes packed",
-               job.status.ToString());
+    FailProbe(*job.peer, job.status.ToString());
   }
   events->OnProbed(job.peer->link);
   return false;
@@ -497,6 +512,10 @@ bool UcxDirectReads::Progress(DataEvents* events) {
     if (found == peers_.end() || found->second->state == Peer::State::kProbing) continue;
     Break(*found->second, status);
   }
+  for (const LinkId link : std::exchange(overdue_, {})) {
+    busy = true;
+    events->OnProbed(link);
+  }
   // What ended below made room only for the next round, which a busy one is followed by.
   busy |= Admit();
   for (auto it = running_.begin(); it != running_.end();) {
@@ -510,6 +529,7 @@ bool UcxDirectReads::Progress(DataEvents* events) {
     }
     free_slots_.push_back(job.slot);
     --job.peer->slots;
+    probes_ -= job.probe ? 1 : 0;
     it = running_.erase(it);
     busy = true;
   }
@@ -518,7 +538,22 @@ bool UcxDirectReads::Progress(DataEvents* events) {
   return busy;
 }
 
+Deadline UcxDirectReads::Tick(Deadline now) {
+  Deadline next = Deadline::max();
+  for (const auto& [link, peer] : peers_) {
+    if (peer->state != Peer::State::kProbing) continue;
+    if (peer->probe_by > now) {
+      next = std::min(next, peer->probe_by);
+      continue;
+    }
+    FailProbe(*peer, absl::StrCat("no answer within ", kProbeMs, " ms"));
+    overdue_.push_back(link);  // Its reads may still land in their slot.
+  }
+  return next;
+}
+
 bool UcxDirectReads::Arm() {
+  if (!overdue_.empty()) return false;
   if (under_way_ > 0 && futile_rounds_ < kFutileRounds) return false;
   return ucp_worker_arm(worker_->get()) == UCS_OK;
 }

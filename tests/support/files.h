@@ -1,0 +1,64 @@
+#pragma once
+
+// What tests do to file descriptors.
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+
+#include "base/unique_fd.h"
+
+namespace kvferry {
+
+inline bool IsReadable(int fd) {
+  pollfd entry{fd, POLLIN, 0};
+  return poll(&entry, 1, 0) == 1;
+}
+
+// This process can open at most `free` more files while it lives.
+class FileLimit {
+ public:
+  explicit FileLimit(int free) {
+    EXPECT_EQ(getrlimit(RLIMIT_NOFILE, &before_), 0);
+    rlimit limit = before_;
+    {
+      const UniqueFd lowest(fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 0));  // All below are taken.
+      EXPECT_TRUE(lowest.valid());
+      limit.rlim_cur = static_cast<rlim_t>(lowest.get() + free);
+    }
+    EXPECT_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
+  }
+  ~FileLimit() { EXPECT_EQ(setrlimit(RLIMIT_NOFILE, &before_), 0); }
+  FileLimit(const FileLimit&) = delete;
+  FileLimit& operator=(const FileLimit&) = delete;
+
+ private:
+  rlimit before_{};
+};
+
+// A child of this process without an exec: it has a copy of every file descriptor, and does nothing.
+class ForkedChild {
+ public:
+  ForkedChild() : pid_(fork()) {
+    if (pid_ == 0) {
+      for (;;) pause();
+    }
+    EXPECT_GT(pid_, 0);
+  }
+  ~ForkedChild() {
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  ForkedChild(const ForkedChild&) = delete;
+  ForkedChild& operator=(const ForkedChild&) = delete;
+
+ private:
+  const pid_t pid_;
+};
+
+}  // namespace kvferry
