@@ -6,9 +6,11 @@
 #include <chrono>
 #include <fstream>
 #include <string>
+#include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "base/clock.h"
 #include "base/log.h"
@@ -31,7 +33,8 @@ constexpr auto kMostForAPage = std::chrono::milliseconds(10);
 // Until then one that takes long may be an exception.
 constexpr auto kLeast = std::chrono::milliseconds(500);
 
-absl::StatusOr<int64_t> ReadNumber(const char* path, absl::string_view key) {
+// The number in a file, or there behind a key.
+absl::StatusOr<int64_t> ReadNumber(const std::string& path, absl::string_view key) {
   std::ifstream file(path);
   std::string word;
   while (file >> word) {
@@ -44,6 +47,60 @@ absl::StatusOr<int64_t> ReadNumber(const char* path, absl::string_view key) {
   return absl::UnavailableError(absl::StrCat("no number ", key, " in ", path));
 }
 
+// How a version of control groups calls what it says of memory (Documentation/admin-guide/cgroup-v1/memory.rst
+// and cgroup-v2.rst of Linux).
+struct CgroupNames {
+  absl::string_view controllers;  // In /proc/self/cgroup.
+  absl::string_view folder;
+  absl::string_view limit, used, file_keys[2];
+};
+constexpr CgroupNames kCgroups[] = {
+    {"", "", "memory.max", "memory.current", {"active_file", "inactive_file"}},
+    {"memory",
+     "/memory",
+     "memory.limit_in_bytes",
+     "memory.usage_in_bytes",
+     {"total_active_file", "total_inactive_file"}}};
+
+int64_t LeftIn(const std::string& folder, const CgroupNames& names) {
+  const absl::StatusOr<int64_t> limit = ReadNumber(absl::StrCat(folder, "/", names.limit), "");
+  const absl::StatusOr<int64_t> used = ReadNumber(absl::StrCat(folder, "/", names.used), "");
+  if (!limit.ok() || !used.ok()) return INT64_MAX;
+  int64_t files = 0;
+  for (const absl::string_view key : names.file_keys) {
+    files += ReadNumber(absl::StrCat(folder, "/memory.stat"), key).value_or(0);
+  }
+  return std::max<int64_t>(0, *limit - std::max<int64_t>(0, *used - files));
+}
+
+// Of the group named there and of all above it. A container may see its own group as the root, and the
+// name that it has outside.
+int64_t LeftInGroups(std::string group, const std::string& root, const CgroupNames& names) {
+  int64_t left = INT64_MAX;
+  for (;;) {
+    left = std::min(left, LeftIn(absl::StrCat(root, names.folder, group), names));
+    if (group.empty()) return left;
+    group.resize(group.rfind('/'));
+  }
+}
+
+// Lines of /proc/self/cgroup: hierarchy:controllers:/group.
+int64_t LeftOfCgroups(const MemoryFiles& files) {
+  int64_t left = INT64_MAX;
+  for (const CgroupNames& names : kCgroups) {
+    std::string group;
+    std::ifstream lines(files.proc + "/self/cgroup");
+    for (std::string line; std::getline(lines, line);) {
+      const std::vector<std::string> parts = absl::StrSplit(line, absl::MaxSplits(':', 2));
+      if (parts.size() == 3 && parts[1] == names.controllers && parts[2].size() > 1) {
+        group = parts[2];
+      }
+    }
+    left = std::min(left, LeftInGroups(group, files.cgroup, names));
+  }
+  return left;
+}
+
 // Of shared memory, the system puts together only what has been touched somewhere.
 bool UseHugePage(std::byte* page) {
   return madvise(page, 1, MADV_POPULATE_WRITE) == 0 &&
@@ -52,12 +109,10 @@ bool UseHugePage(std::byte* page) {
 
 }  // namespace
 
-absl::StatusOr<int64_t> AvailableHostBytes() {
-  KVFERRY_ASSIGN_OR_RETURN(const int64_t free_kib, ReadNumber("/proc/meminfo", "MemAvailable:"));
-  const absl::StatusOr<int64_t> limit = ReadNumber("/sys/fs/cgroup/memory.max", "");
-  const absl::StatusOr<int64_t> used = ReadNumber("/sys/fs/cgroup/memory.current", "");
-  if (!limit.ok() || !used.ok()) return free_kib * 1024;
-  return std::min(free_kib * 1024, std::max<int64_t>(0, *limit - *used));
+absl::StatusOr<int64_t> AvailableHostBytes(const MemoryFiles& files) {
+  KVFERRY_ASSIGN_OR_RETURN(const int64_t free_kib,
+                           ReadNumber(files.proc + "/meminfo", "MemAvailable:"));
+  return std::min(free_kib * 1024, LeftOfCgroups(files));
 }
 
 int64_t UseHugePages(std::byte* begin, int64_t bytes) {

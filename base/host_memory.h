@@ -4,14 +4,23 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "absl/status/statusor.h"
 
 namespace kvferry {
 
-// Memory that the system could hand out without swapping: MemAvailable of /proc/meminfo, and of the
-// cgroup what is left of its limit, whichever is less. UNAVAILABLE where the system does not say.
-absl::StatusOr<int64_t> AvailableHostBytes();
+// Where the system says what memory there is: elsewhere in tests.
+struct MemoryFiles {
+  std::string proc = "/proc";
+  std::string cgroup = "/sys/fs/cgroup";
+};
+
+// Memory that the system could hand out without swapping: MemAvailable of /proc/meminfo, and what this
+// process's control group (v1 or v2), and those that it is in, have left of their limits, whichever is
+// least. Pages of files count as free in both, for they can be dropped. UNAVAILABLE where the system
+// does not say.
+absl::StatusOr<int64_t> AvailableHostBytes(const MemoryFiles& files = {});
 
 // Of x86-64.
 inline constexpr int64_t kHugePageBytes = 2 << 20;

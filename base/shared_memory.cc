@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <cerrno>
@@ -51,6 +52,12 @@ absl::StatusOr<SharedMemory> SharedMemory::Create(const char* name, int64_t byte
   memory.bytes = bytes;
   memory.fd = UniqueFd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!memory.fd.valid()) return Refused("memfd_create", bytes);
+  // Beyond it the system sends a signal, which ends a process that has not thought of it.
+  rlimit most{};
+  if (getrlimit(RLIMIT_FSIZE, &most) == 0 && static_cast<rlim_t>(bytes) > most.rlim_cur) {
+    errno = EFBIG;
+    return Refused("the limit of a file's size (ulimit -f)", bytes);
+  }
   if (ftruncate(memory.fd.get(), bytes) != 0) return Refused("ftruncate", bytes);
   KVFERRY_ASSIGN_OR_RETURN(memory.data, Map(memory.fd.get(), bytes, PROT_READ | PROT_WRITE));
   // After the mapping above, which stays writable.

@@ -1,6 +1,7 @@
 #include "pool/block_quant.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <numeric>
 #include <string>
@@ -51,9 +52,11 @@ void QuantizeFp8(const float* values, std::byte* codes, std::byte* scale_bytes) 
   static const CastFn cast = CastBetween(DType::kFloat32, DType::kFloat8E4M3);
   const float scale = casts_blocks::Fp8ScaleOf(LargestMagnitude(values, 128));
   std::memcpy(scale_bytes, &scale, sizeof scale);
-  // All of a block without a scale are zeros, or too small to have one.
+  // What a block without a scale has are zeros, what is too small to have one, and NaNs.
   if (scale == 0) {
-    std::memset(codes, 0, 128);
+    float kept[128];
+    for (int64_t i = 0; i < 128; ++i) kept[i] = std::isnan(values[i]) ? values[i] : 0;
+    cast(reinterpret_cast<const std::byte*>(kept), codes, 128, 1, 1);
   } else {
     cast(reinterpret_cast<const std::byte*>(values), codes, 128, 1, scale);
   }

@@ -89,7 +89,7 @@ absl::StatusOr<std::unique_ptr<HostKvPool>> HostKvPool::Create(std::shared_ptr<T
   KVFERRY_RETURN_IF_ERROR(
       CheckMemory(device->flat_bytes(num_tokens + layout.page_size), keep_free_bytes));
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<TokenKvPool> host,
-                           TokenKvPool::Create(layout, num_tokens));
+                           TokenKvPool::Create(layout, num_tokens, device->latent_value_dim()));
   KVFERRY_ASSIGN_OR_RETURN(TokenSlotAllocator allocator,
                            TokenSlotAllocator::Create(num_tokens, layout.page_size));
   return std::unique_ptr<HostKvPool>(
@@ -247,14 +247,17 @@ absl::Status HostKvPool::LoadLayers(std::span<const int32_t> host_slots,
   LayerCounter& layers = device_->layers();
   // Whoever waits for a layer hears of no load that cannot begin.
   KVFERRY_RETURN_IF_ERROR(device_->CheckCopyFrom(*host_, host_slots, device_slots));
-  KVFERRY_RETURN_IF_ERROR(layers.Begin());
+  KVFERRY_ASSIGN_OR_RETURN(const int64_t load, layers.Begin());
   for (int64_t layer = 0; layer < layers.num_layers(); ++layer) {
     absl::Status copied = device_->CopyLayerFrom(*host_, layer, host_slots, device_slots);
+    // First: whoever waits for the last layer may use these slots.
+    const bool last = layer + 1 == layers.num_layers();
+    if (copied.ok() && last) copied = CompleteIo(host_slots);
     if (!copied.ok()) {
-      layers.Fail(copied);
+      layers.Fail(load, copied);
       return copied;
     }
-    KVFERRY_RETURN_IF_ERROR(layers.Ready(layer + 1));
+    KVFERRY_RETURN_IF_ERROR(layers.Ready(load, layer + 1));
   }
   return absl::OkStatus();
 }
@@ -263,7 +266,7 @@ absl::Status HostKvPool::Load(std::span<const int32_t> host_slots,
                               std::span<const int32_t> device_slots) {
   KVFERRY_RETURN_IF_ERROR(ProtectLoad(host_slots));
   absl::Status loaded = LoadLayers(host_slots, device_slots);
-  if (loaded.ok()) return CompleteIo(host_slots);
+  if (loaded.ok()) return loaded;
   const MutexLock lock(&mutex_);
   Enter(HostSlotState::kBackup, host_slots);
   return loaded;

@@ -67,6 +67,16 @@ std::vector<BufferInfo> BuffersIn(std::byte* slab, const KvLayout& layout, int64
   return buffers;
 }
 
+// The system gives more than there is, and kills who touches it.
+absl::Status CheckRoom(int64_t bytes) {
+  const absl::StatusOr<int64_t> available = AvailableHostBytes();
+  if (!available.ok() || bytes <= *available) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("pool: ", bytes, " bytes wanted, but ", *available,
+                   " are available; make it smaller, or have it "
+                   "take room as it is touched (TakesRoom::kAsTouched; at_once=False in Python)"));
+}
+
 }  // namespace
 
 KvPool::KvPool(const KvLayout& layout, std::vector<BufferInfo> buffers,
@@ -80,6 +90,7 @@ KvPool::KvPool(const KvLayout& layout, std::vector<BufferInfo> buffers,
 absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Create(const KvLayout& layout, int64_t num_pages,
                                                        TakesRoom takes_room) {
   KVFERRY_ASSIGN_OR_RETURN(const int64_t bytes, SlabBytes(layout, num_pages));
+  if (takes_room == TakesRoom::kAtOnce) KVFERRY_RETURN_IF_ERROR(CheckRoom(bytes));
   auto shared = std::make_shared<SharedMemory>();
   KVFERRY_ASSIGN_OR_RETURN(*shared, SharedMemory::CreateOrPrivate("kvferry-pool", bytes));
   if (takes_room == TakesRoom::kAtOnce) UseHugePages(shared->data.get(), bytes);

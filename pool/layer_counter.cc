@@ -7,7 +7,7 @@
 
 namespace kvferry {
 
-absl::Status LayerCounter::Begin() {
+absl::StatusOr<int64_t> LayerCounter::Begin() {
   const MutexLock lock(&mutex_);
   if (ready_ < num_layers_ && failure_.ok()) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -15,22 +15,28 @@ absl::Status LayerCounter::Begin() {
   }
   ready_ = 0;
   failure_ = absl::OkStatus();
-  return absl::OkStatus();
+  return ++load_;
 }
 
-absl::Status LayerCounter::Ready(int64_t count) {
+absl::Status LayerCounter::Ready(int64_t load, int64_t count) {
   if (count < 0 || count > num_layers_) {
     return absl::OutOfRangeError(
         absl::StrCat("layer counter: ", count, " layers but there are ", num_layers_));
   }
   const MutexLock lock(&mutex_);
+  if (load != load_ || !failure_.ok()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "layer counter: load ", load,
+        " was given up: ", load != load_ ? "another one has begun" : failure_.message()));
+  }
   ready_ = std::max(ready_, count);
   changed_.NotifyAll();
   return absl::OkStatus();
 }
 
-void LayerCounter::Fail(absl::Status why) {
+void LayerCounter::Fail(int64_t load, absl::Status why) {
   const MutexLock lock(&mutex_);
+  if (load != load_ || !failure_.ok()) return;
   failure_ = std::move(why);
   changed_.NotifyAll();
 }

@@ -4,6 +4,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "base/clock.h"
 #include "base/mutex.h"
 
@@ -16,14 +17,16 @@ class LayerCounter {
  public:
   explicit LayerCounter(int64_t num_layers) : num_layers_(num_layers), ready_(num_layers) {}
 
-  // A load begins: no layer is ready. FAILED_PRECONDITION while another load is under way.
-  absl::Status Begin();
-  // Layers [0, count) are ready; a smaller count than before changes nothing. OUT_OF_RANGE beyond
-  // the number of layers.
-  absl::Status Ready(int64_t count);
-  // The load ends with an error, which waiters for layers that are not ready get at once, and later
-  // ones until the next Begin().
-  void Fail(absl::Status why);
+  // A load begins: no layer is ready. Gives its number. FAILED_PRECONDITION while another load is
+  // under way.
+  absl::StatusOr<int64_t> Begin();
+  // Of that load layers [0, count) are ready; a smaller count than before changes nothing.
+  // OUT_OF_RANGE beyond the number of layers; FAILED_PRECONDITION, and its loader is to stop, where it
+  // has failed, or another one has begun since.
+  absl::Status Ready(int64_t load, int64_t count);
+  // That load ends with an error, which waiters for layers that are not ready get at once, and later
+  // ones until the next Begin(). Nothing happens where it has ended.
+  void Fail(int64_t load, absl::Status why);
 
   // OK when `layer` is ready; between loads every layer is. DEADLINE_EXCEEDED naming the layer and
   // how far the load is, OUT_OF_RANGE when there is no such layer, or the load's own error.
@@ -38,6 +41,7 @@ class LayerCounter {
   CondVar changed_;
   int64_t ready_ ABSL_GUARDED_BY(mutex_);
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
+  int64_t load_ ABSL_GUARDED_BY(mutex_) = 0;  // The last one's number.
 };
 
 }  // namespace kvferry

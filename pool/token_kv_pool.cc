@@ -22,6 +22,14 @@ absl::Status CheckTokens(const KvLayout& layout, int64_t num_tokens) {
       layout.page_size, " in [", layout.page_size, ", ", max_tokens, "]"));
 }
 
+absl::Status CheckHalves(const KvLayout& layout) {
+  if (layout.tensors[0].name != "kv" || layout.tensors[0].head_dim % 2 == 0)
+    return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("token pool: head_dim of \"kv\" is ",
+                                                 layout.tensors[0].head_dim,
+                                                 " but must be even: half of it is the key"));
+}
+
 absl::Status CheckValueDim(const KvLayout& layout, int64_t value_dim) {
   const bool latent = layout.tensors[0].name == "latent";
   const int64_t max_dim = latent ? layout.tensors[0].head_dim : 0;
@@ -36,6 +44,26 @@ absl::Status CheckValueDim(const KvLayout& layout, int64_t value_dim) {
 bool Meet(const BufferInfo& a, const BufferInfo& b) {
   const std::less<const std::byte*> below;
   return below(a.address, b.address + b.bytes) && below(b.address, a.address + a.bytes);
+}
+
+// From the first byte of a view to the last; strides may be negative.
+BufferInfo Hull(const TokenView& view) {
+  const std::pair<int64_t, int64_t> dims[] = {
+      {(view.num_slots - 1) / view.page_size, view.page_stride},
+      {std::min(view.num_slots, view.page_size) - 1, view.token_stride},
+      {view.num_heads - 1, view.head_stride},
+      {view.head_dim - 1, view.value_stride}};
+  int64_t below = 0, above = DTypeBytes(view.dtype);
+  for (const auto& [steps, stride] : dims) (stride < 0 ? below : above) += steps * stride;
+  return {.address = view.data + below, .bytes = above - below};
+}
+
+bool Meet(std::span<const TokenView> some, std::span<const TokenView> others) {
+  return std::any_of(some.begin(), some.end(), [&others](const TokenView& one) {
+    return std::any_of(others.begin(), others.end(), [&one](const TokenView& other) {
+      return one.num_slots > 0 && Meet(Hull(one), Hull(other));
+    });
+  });
 }
 
 // From the first byte of a pool's buffers to the last.
@@ -129,6 +157,7 @@ absl::StatusOr<std::shared_ptr<TokenKvPool>> TokenKvPool::Over(std::shared_ptr<K
                                                                int64_t latent_value_dim) {
   const KvLayout& layout = pool->layout();
   KVFERRY_RETURN_IF_ERROR(CheckTokens(layout, (pool->num_pages() - 1) * layout.page_size));
+  KVFERRY_RETURN_IF_ERROR(CheckHalves(layout));
   KVFERRY_RETURN_IF_ERROR(CheckValueDim(layout, latent_value_dim));
   std::vector<TokenView> views;
   for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
@@ -216,7 +245,9 @@ absl::Status TokenKvPool::Set(int64_t layer, std::span<const int32_t> slots,
                              TokenCopy::PlanScatter(rows[part], parts[part], slots));
     copies.push_back(copy);
   }
-  return memory().Run(copies, threads_.get());
+  // Rows may be a view of this pool's own.
+  return Meet(rows, parts) ? RunAside(copies, memory(), threads_.get())
+                           : memory().Run(copies, threads_.get());
 }
 
 // ---------------------------------------------------------------- flat data

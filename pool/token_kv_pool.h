@@ -55,6 +55,7 @@ class TokenKvPool {
   int64_t num_slots() const { return pool_->num_pages() * layout().page_size; }
   int64_t num_tokens() const { return num_slots() - layout().page_size; }
   int64_t tensor_bytes(int64_t tensor) const;
+  int64_t latent_value_dim() const { return latent_value_dim_; }
   LayerCounter& layers() { return layers_; }
 
   // Threads that help with everything that this pool copies from now on; null (the default) for

@@ -167,15 +167,20 @@ void BindLayerCounter(nb::module_& module) {
   nb::class_<LayerCounter>(module, "LayerCounter",
                            "Which layers are loaded; see pool/layer_counter.h.")
       .def(
-          "begin", [](LayerCounter& self) { Check(self.Begin()); },
-          "A load begins: no layer is ready.")
+          "begin", [](LayerCounter& self) { return Value(self.Begin()); },
+          "A load begins: no layer is ready. Gives its number.")
       .def(
-          "ready", [](LayerCounter& self, int64_t count) { Check(self.Ready(count)); }, "count"_a,
-          "The first `count` layers are ready.")
+          "ready",
+          [](LayerCounter& self, int64_t load, int64_t count) { Check(self.Ready(load, count)); },
+          "load"_a, "count"_a,
+          "Of that load the first `count` layers are ready. FailedPrecondition: it was given up.")
       .def(
           "fail",
-          [](LayerCounter& self, const std::string& why) { self.Fail(absl::AbortedError(why)); },
-          "why"_a, "The load ends; whoever waits for a layer that is not ready gets Aborted.")
+          [](LayerCounter& self, int64_t load, const std::string& why) {
+            self.Fail(load, absl::AbortedError(why));
+          },
+          "load"_a, "why"_a,
+          "That load ends; whoever waits for a layer that is not ready gets Aborted.")
       .def(
           "wait",
           [](LayerCounter& self, int64_t layer, int64_t timeout_ms) {

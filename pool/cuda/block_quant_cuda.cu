@@ -90,8 +90,10 @@ struct Fp8Blocks {
       return EncodeFinite<Float8E4M3, kValues>(scaled, codes);
     }
     for (uint32_t i = 0; i < kValues; ++i) {
+      // As the host does: a block without a scale may have NaNs beside its zeros.
+      const float kept = std::isnan(values[i]) ? values[i] : 0;
       codes[i] =
-          scale == 0 ? 0 : static_cast<uint8_t>(Float8E4M3::Encode(Scaled(values[i], 1, scale)));
+          static_cast<uint8_t>(Float8E4M3::Encode(scale == 0 ? kept : Scaled(values[i], 1, scale)));
     }
   }
 

@@ -2,9 +2,11 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <sstream>
@@ -13,6 +15,7 @@
 #include "base/shared_memory.h"
 #include "base/slab.h"
 #include "tests/support/status.h"
+#include "tests/support/temp_folder.h"
 
 namespace kvferry {
 namespace {
@@ -99,6 +102,82 @@ TEST(HugePages, NoneOfMemoryThatCannotBeWritten) {
   const auto seen = Must(MapPeersMemory(memory.fd, memory.bytes));
   EXPECT_EQ(UseHugePages(const_cast<std::byte*>(seen.get()), kBytes), 0);
   EXPECT_EQ(seen.get()[kBytes - 1], std::byte{0});
+}
+
+// Which else is a signal.
+TEST(SharedMemories, NoneBeyondTheLimitOfAFilesSize) {
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  rlimit small = before;
+  small.rlim_cur = kBytes - 1;
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  const absl::Status status = SharedMemory::Create("test", kBytes).status();
+  const absl::StatusOr<SharedMemory> own = SharedMemory::CreateOrPrivate("test", kBytes);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_TRUE(Fails(status, absl::StatusCode::kResourceExhausted, "ulimit -f"));
+  ASSERT_TRUE(IsOk(own.status()));
+  EXPECT_FALSE(own->fd.valid());
+}
+
+// A system as its files say it is.
+class Available : public testing::Test {
+ protected:
+  Available() { Write("proc/meminfo", "MemTotal: 100 kB\nMemAvailable:  4000 kB\n"); }
+  void Write(const std::string& name, const std::string& text) {
+    const std::filesystem::path path = std::filesystem::path(folder_.path()) / name;
+    std::filesystem::create_directories(path.parent_path());
+    std::ofstream(path) << text;
+  }
+  // A group's, in bytes.
+  void Group(const std::string& group, const std::string& limit, int64_t used, int64_t files) {
+    Write("cgroup" + group + "/memory.max", limit + "\n");
+    Write("cgroup" + group + "/memory.current", std::to_string(used) + "\n");
+    Write("cgroup" + group + "/memory.stat",
+          "anon 5\ninactive_file " + std::to_string(files - 10) + "\nactive_file 10\n");
+  }
+  int64_t Bytes() {
+    return Must(AvailableHostBytes({folder_.path() + "/proc", folder_.path() + "/cgroup"}));
+  }
+  TempFolder folder_;
+};
+
+TEST_F(Available, WithoutGroupsAllOfTheMachine) { EXPECT_EQ(Bytes(), 4000 * 1024); }
+
+TEST_F(Available, NoMoreThanTheLeastOfAGroupAndThoseAboveIt) {
+  Write("proc/self/cgroup", "0::/job/step:1\n");
+  Group("", "max", 0, 10);
+  EXPECT_EQ(Bytes(), 4000 * 1024);
+  Group("/job/step:1", "900000", 100000, 10);
+  EXPECT_EQ(Bytes(), 800010);
+  Group("/job", "700000", 100000, 10);
+  EXPECT_EQ(Bytes(), 600010);
+  Group("", "500000", 600000, 10);  // As in a container, whose own group is the root.
+  EXPECT_EQ(Bytes(), 0);
+}
+
+// Or a model's weights that have been read would count as taken.
+TEST_F(Available, PagesOfFilesCanBeDropped) {
+  Write("proc/self/cgroup", "0::/\n");
+  Group("", "900000", 850000, 750000);
+  EXPECT_EQ(Bytes(), 800000);
+}
+
+TEST_F(Available, NorThanGroupsOfTheFirstVersionLeave) {
+  Write("proc/self/cgroup", "3:cpuset:/\n4:memory:/docker/9f\n0::/\n");
+  Write("cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
+  Write("cgroup/memory/memory.usage_in_bytes", "5000\n");
+  EXPECT_EQ(Bytes(), 4000 * 1024);
+  Write("cgroup/memory/docker/9f/memory.limit_in_bytes", "900000\n");
+  Write("cgroup/memory/docker/9f/memory.usage_in_bytes", "800000\n");
+  Write("cgroup/memory/docker/9f/memory.stat", "active_file 1\ntotal_active_file 300000\n");
+  EXPECT_EQ(Bytes(), 400000);
+}
+
+TEST_F(Available, ASystemThatDoesNotSay) {
+  Write("proc/meminfo", "MemTotal: 100 kB\n");
+  EXPECT_TRUE(
+      Fails(AvailableHostBytes({folder_.path() + "/proc", folder_.path() + "/cgroup"}).status(),
+            absl::StatusCode::kUnavailable, "MemAvailable"));
 }
 
 }  // namespace

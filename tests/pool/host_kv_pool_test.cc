@@ -170,6 +170,34 @@ TEST(HostPools, SizesThatCannotBe) {
                     "are left to others"));
 }
 
+TEST(HostPools, ValuesOfALatentAreThoseOfThePoolAbove) {
+  const auto device = Must(TokenKvPool::Create(KvLayout::Mla(1, 4, 12, DType::kUint8), 8, 8));
+  EXPECT_EQ(Must(Host(device)->host()->Value(0, Clock::now())).head_dim, 8);
+}
+
+// Whoever has waited for it may use them.
+TEST(HostPools, SlotsAreSettledWhenTheLastLayerIsThere) {
+  constexpr int32_t kTokens = 1 << 15;
+  const auto device = Device(kTokens);
+  const auto pool = Host(device, 1);
+  const Slots slots = Must(pool->Allocate(kTokens));
+  ASSERT_TRUE(IsOk(pool->BackUp(slots, slots)));
+  for (int i = 0; i < 20; ++i) {
+    ASSERT_TRUE(IsOk(pool->MarkBackup(slots)));
+    std::atomic<bool> over = false;
+    State seen = State::kIdle;
+    std::thread reader([&] {
+      while (!over && device->layers().ready() == 3) std::this_thread::yield();
+      EXPECT_TRUE(IsOk(device->layers().WaitFor(2, Soon())));
+      seen = Must(pool->StateOf(slots));
+    });
+    EXPECT_TRUE(IsOk(pool->Load(slots, slots)));
+    over = true;
+    reader.join();
+    ASSERT_EQ(seen, State::kSynced);
+  }
+}
+
 TEST(HostPools, ErrorsNameSlotAndStates) {
   const auto pool = Host(Device());
   const Slots slots = Must(pool->Allocate(8));
@@ -280,7 +308,7 @@ TEST(HostPools, ALoadWaitsItsTurn) {
   const Slots host = Must(pool->Allocate(4));
   ASSERT_TRUE(IsOk(pool->BackUp(Iota(4, 4), host)));
   ASSERT_TRUE(IsOk(pool->MarkBackup(host)));
-  ASSERT_TRUE(IsOk(device->layers().Begin()));  // Somebody else's.
+  ASSERT_TRUE(IsOk(device->layers().Begin().status()));  // Somebody else's.
   EXPECT_TRUE(Fails(pool->Load(host, Iota(8, 4)), kWrongState, "under way"));
   EXPECT_EQ(Must(pool->StateOf(host)), State::kBackup);
 }

@@ -91,7 +91,10 @@ TEST(Pools, CreateErrors) {
   EXPECT_TRUE(Fails(KvPool::Create(kLayout, -1), absl::StatusCode::kInvalidArgument));
   EXPECT_TRUE(Fails(KvPool::Create(kLayout, INT64_MAX), absl::StatusCode::kInvalidArgument));
   // 16 TiB: refused at once, not when it is touched.
-  EXPECT_TRUE(Fails(KvPool::Create(kLayout, (int64_t{1} << 44) / kLayout.page_bytes()),
+  const int64_t many = (int64_t{1} << 44) / kLayout.page_bytes();
+  EXPECT_TRUE(Fails(KvPool::Create(kLayout, many), absl::StatusCode::kResourceExhausted,
+                    "are available", "at_once"));
+  EXPECT_TRUE(Fails(KvPool::Create(kLayout, many, KvPool::TakesRoom::kAsTouched),
                     absl::StatusCode::kResourceExhausted, "bytes of memory"));
   KvLayout bad = kLayout;
   bad.num_layers = 0;

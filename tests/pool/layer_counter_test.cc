@@ -16,18 +16,18 @@ Deadline Now() { return Clock::now(); }
 TEST(LayerCounters, EveryLayerIsReadyBetweenLoads) {
   LayerCounter counter(3);
   EXPECT_TRUE(IsOk(counter.WaitFor(2, Now())));
-  ASSERT_TRUE(IsOk(counter.Begin()));
+  const int64_t load = Must(counter.Begin());
   EXPECT_TRUE(
       Fails(counter.WaitFor(0, Now()), absl::StatusCode::kDeadlineExceeded, "layer 0", "0 of 3"));
-  EXPECT_TRUE(Fails(counter.Begin(), absl::StatusCode::kFailedPrecondition, "under way"));
-  ASSERT_TRUE(IsOk(counter.Ready(2)));
-  ASSERT_TRUE(IsOk(counter.Ready(1)));  // Late news changes nothing.
+  EXPECT_TRUE(Fails(counter.Begin().status(), absl::StatusCode::kFailedPrecondition, "under way"));
+  ASSERT_TRUE(IsOk(counter.Ready(load, 2)));
+  ASSERT_TRUE(IsOk(counter.Ready(load, 1)));  // Late news changes nothing.
   EXPECT_EQ(counter.ready(), 2);
   EXPECT_TRUE(IsOk(counter.WaitFor(1, Now())));
   EXPECT_FALSE(counter.WaitFor(2, Now()).ok());
-  ASSERT_TRUE(IsOk(counter.Ready(3)));
+  ASSERT_TRUE(IsOk(counter.Ready(load, 3)));
   EXPECT_TRUE(IsOk(counter.WaitFor(2, Now())));
-  EXPECT_TRUE(IsOk(counter.Begin()));
+  EXPECT_TRUE(IsOk(counter.Begin().status()));
 }
 
 TEST(LayerCounters, LayersThatDoNotExist) {
@@ -35,23 +35,40 @@ TEST(LayerCounters, LayersThatDoNotExist) {
   constexpr auto kRange = absl::StatusCode::kOutOfRange;
   EXPECT_TRUE(Fails(counter.WaitFor(3, Now()), kRange, "layer 3", "there are 3"));
   EXPECT_TRUE(Fails(counter.WaitFor(-1, Now()), kRange, "layer -1"));
-  EXPECT_TRUE(Fails(counter.Ready(4), kRange, "4 layers"));
-  EXPECT_TRUE(Fails(counter.Ready(-1), kRange, "-1 layers"));
+  EXPECT_TRUE(Fails(counter.Ready(0, 4), kRange, "4 layers"));
+  EXPECT_TRUE(Fails(counter.Ready(0, -1), kRange, "-1 layers"));
 }
 
 TEST(LayerCounters, AFailedLoadWakesItsWaiters) {
   LayerCounter counter(2);
-  ASSERT_TRUE(IsOk(counter.Begin()));
+  const int64_t load = Must(counter.Begin());
   absl::Status seen;
   std::thread waiter([&] { seen = counter.WaitFor(1, Soon()); });
-  ASSERT_TRUE(IsOk(counter.Ready(1)));
-  counter.Fail(absl::UnavailableError("the host is gone"));
+  ASSERT_TRUE(IsOk(counter.Ready(load, 1)));
+  counter.Fail(load, absl::UnavailableError("the host is gone"));
   waiter.join();
   EXPECT_TRUE(Fails(seen, absl::StatusCode::kUnavailable, "the host is gone"));
   EXPECT_TRUE(IsOk(counter.WaitFor(0, Now())));  // What had come before stays.
   EXPECT_FALSE(counter.WaitFor(1, Now()).ok());
-  ASSERT_TRUE(IsOk(counter.Begin()));
+  ASSERT_TRUE(IsOk(counter.Begin().status()));
   EXPECT_TRUE(Fails(counter.WaitFor(0, Now()), absl::StatusCode::kDeadlineExceeded));
+}
+
+// Its loader may not know yet that somebody else has given it up.
+TEST(LayerCounters, AFailedLoadCountsNothingUpForTheNext) {
+  LayerCounter counter(2);
+  const int64_t failed = Must(counter.Begin());
+  counter.Fail(failed, absl::AbortedError("its request is gone"));
+  EXPECT_TRUE(Fails(counter.Ready(failed, 2), absl::StatusCode::kFailedPrecondition,
+                    "its request is gone"));
+  EXPECT_TRUE(Fails(counter.WaitFor(0, Now()), absl::StatusCode::kAborted));
+  const int64_t next = Must(counter.Begin());
+  EXPECT_TRUE(Fails(counter.Ready(failed, 2), absl::StatusCode::kFailedPrecondition,
+                    "another one has begun"));
+  counter.Fail(failed, absl::AbortedError("late"));
+  EXPECT_TRUE(Fails(counter.WaitFor(0, Now()), absl::StatusCode::kDeadlineExceeded));
+  ASSERT_TRUE(IsOk(counter.Ready(next, 1)));
+  EXPECT_TRUE(IsOk(counter.WaitFor(0, Now())));
 }
 
 // A reader computes with each layer as soon as it is there, and never sooner.
@@ -60,7 +77,7 @@ TEST(LayerCounters, ReadersFollowTheLoader) {
   LayerCounter counter(kLayers);
   for (int load = 1; load <= 200; ++load) {
     std::vector<int> layers(kLayers, 0);
-    ASSERT_TRUE(IsOk(counter.Begin()));
+    const int64_t number = Must(counter.Begin());
     int64_t wrong = 0;
     std::thread reader([&] {
       for (int64_t layer = 0; layer < kLayers; ++layer) {
@@ -69,7 +86,7 @@ TEST(LayerCounters, ReadersFollowTheLoader) {
     });
     for (int64_t layer = 0; layer < kLayers; ++layer) {
       layers[layer] = load;
-      EXPECT_TRUE(IsOk(counter.Ready(layer + 1)));
+      EXPECT_TRUE(IsOk(counter.Ready(number, layer + 1)));
     }
     reader.join();
     ASSERT_EQ(wrong, 0);

@@ -90,6 +90,12 @@ TEST_F(BadCalls, Set) {
   EXPECT_TRUE(Fails(pool_->Set(0, slots_, bytes), kInvalid, "uint8"));
 }
 
+TEST_F(BadCalls, HalvesThatAreNone) {
+  KvLayout layout = KvLayout::Fused(1, 4, 1, 8, DType::kUint8);
+  layout.tensors[0].head_dim = 7;
+  EXPECT_TRUE(Fails(TokenKvPool::Create(layout, 4).status(), kInvalid, "head_dim of \"kv\" is 7"));
+}
+
 TEST_F(BadCalls, FlatData) {
   std::vector<std::byte> flat(static_cast<size_t>(pool_->flat_bytes(2)));
   EXPECT_TRUE(Fails(pool_->WriteFlat(slots_, {flat.data(), flat.size() - 1}), kInvalid, "bytes"));
@@ -225,11 +231,37 @@ TEST(TokenKvPools, OnlyRowsThatAreReadAndWrittenTakeMoreMemory) {
   EXPECT_EQ(FlatOf(*pool, meeting), rows);
 }
 
+TEST(TokenKvPools, RowsMayBeAViewOfThePoolItself) {
+  const auto pool = Must(TokenKvPool::Create(KvLayout::Mha(1, 1, 2, 4, DType::kUint8), 64));
+  std::vector<int32_t> all(64), to(20);
+  std::iota(all.begin(), all.end(), 1);
+  for (size_t i = 0; i < to.size(); ++i)
+    to[i] = static_cast<int32_t>(11 + 2 * i);  // Over the rows.
+  std::vector<std::byte> flat(static_cast<size_t>(pool->flat_bytes(64)));
+  for (size_t i = 0; i < flat.size(); ++i) flat[i] = static_cast<std::byte>(i * 7);
+  ASSERT_TRUE(IsOk(pool->WriteFlat(all, flat)));
+  // Slots 10 to 29, the values for the keys and the other way round, and the last ones first.
+  std::vector<TokenView> rows;
+  for (const int64_t tensor : {1, 0}) {
+    TokenView view = pool->view(0, tensor);
+    view.data = view.row(29);
+    view.token_stride = -view.token_stride;
+    view.page_stride = -view.page_stride;
+    view.num_slots = 20;
+    rows.push_back(view);
+  }
+  std::vector<std::byte> want;
+  for (const TokenView& view : rows) {
+    for (int64_t i = 0; i < 20; ++i) want.insert(want.end(), view.row(i), view.row(i) + 8);
+  }
+  ASSERT_TRUE(IsOk(pool->Set(0, to, rows)));
+  EXPECT_EQ(FlatOf(*pool, to), want);
+}
+
 TEST(TokenKvPools, ReadersWaitForTheirLayer) {
   const auto pool = Must(TokenKvPool::Create(KvLayout::Mla(2, 1, 4, DType::kFloat32), 4));
   EXPECT_TRUE(IsOk(pool->Key(1, Clock::now())));
-  ASSERT_TRUE(IsOk(pool->layers().Begin()));
-  ASSERT_TRUE(IsOk(pool->layers().Ready(1)));
+  ASSERT_TRUE(IsOk(pool->layers().Ready(Must(pool->layers().Begin()), 1)));
   EXPECT_TRUE(IsOk(pool->Value(0, Clock::now())));
   EXPECT_TRUE(Fails(pool->Key(1, Clock::now()), absl::StatusCode::kDeadlineExceeded, "layer 1"));
   EXPECT_TRUE(Fails(pool->Value(2, Clock::now()), kRange, "layer 2"));

@@ -193,18 +193,20 @@ def test_bad_calls_say_what_is_wrong():
 
 def test_readers_wait_for_their_layer():
     pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(2, 1, 1, 4, "float32"), 8)
-    pool.layers.begin()
+    load = pool.layers.begin()
     with pytest.raises(kvferry.DeadlineExceeded, match="layer 0"):
         pool.key_buffer(0, timeout_ms=0)
-    loader = threading.Timer(0.05, pool.layers.ready, [2])
+    loader = threading.Timer(0.05, pool.layers.ready, [load, 2])
     loader.start()
     pool.value_buffer(1, timeout_ms=20000)
     loader.join()
     assert pool.layers.num_ready == 2
-    pool.layers.begin()
-    pool.layers.fail("the disk is gone")
+    load = pool.layers.begin()
+    pool.layers.fail(load, "the disk is gone")
     with pytest.raises(kvferry.Aborted, match="the disk is gone"):
         pool.key_buffer(1)
+    with pytest.raises(kvferry.FailedPrecondition, match="the disk is gone"):
+        pool.layers.ready(load, 2)
 
 
 def test_quantised_rows():
