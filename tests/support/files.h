@@ -23,13 +23,13 @@ inline bool IsReadable(int fd) {
 // This process can open at most `free` more files while it lives.
 class FileLimit {
  public:
-  explicit FileLimit(int free) {
+  explicit FileLimit(rlim_t free) {
     EXPECT_EQ(getrlimit(RLIMIT_NOFILE, &before_), 0);
     rlimit limit = before_;
     {
       const UniqueFd lowest(fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 0));  // All below are taken.
       EXPECT_TRUE(lowest.valid());
-      limit.rlim_cur = static_cast<rlim_t>(lowest.get() + free);
+      limit.rlim_cur = static_cast<rlim_t>(lowest.get()) + free;
     }
     EXPECT_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
   }
