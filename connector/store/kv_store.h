@@ -75,6 +75,9 @@ class KvStore {
   // where the backend has no such thing.
   virtual absl::Status Pin(std::string_view key, Deadline deadline) = 0;
   virtual absl::Status Unpin(std::string_view key, Deadline deadline) = 0;
+  // False where a Pin or Unpin that failed may have been carried out. Who has to know how many pins
+  // there are, as a store over this one does, leaves them alone then.
+  virtual bool pins_for_sure() const { return true; }
 
   struct PutItem {
     std::string_view key;

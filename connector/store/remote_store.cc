@@ -15,8 +15,10 @@
 namespace kvferry {
 namespace {
 
-// Pages of one call: more go in several.
-constexpr size_t kMaxPagesPerCall = 4096;
+// More go in several calls.
+constexpr size_t kMaxKeysPerCall = 4096;
+static_assert(kMaxKeysPerCall * kMaxPackedKeyBytes + 4096 <= Fields::kMaxTotalBytes,
+              "a call takes that many of the longest keys, and its other fields");
 // Of a call whose sessions end under it.
 constexpr int kMaxAttempts = 3;
 // A lease of ours outlives the call that names it by so much; it is taken back long before.
@@ -107,8 +109,8 @@ std::vector<absl::Status> InPieces(Keys keys, PageIds pages, Deadline deadline,
                                    const DoRound& do_round) {
   std::vector<absl::Status> statuses;
   statuses.reserve(keys.size());
-  for (size_t at = 0; at < keys.size(); at += kMaxPagesPerCall) {
-    const size_t count = std::min(kMaxPagesPerCall, keys.size() - at);
+  for (size_t at = 0; at < keys.size(); at += kMaxKeysPerCall) {
+    const size_t count = std::min(kMaxKeysPerCall, keys.size() - at);
     const std::vector<absl::Status> some =
         InRounds(keys.subspan(at, count), pages.subspan(at, count), deadline, do_round);
     statuses.insert(statuses.end(), some.begin(), some.end());
@@ -170,13 +172,25 @@ absl::Status RemoteStore::Pinning(const std::string& function, std::string_view 
 
 absl::StatusOr<int64_t> RemoteStore::Exists(std::span<const std::string_view> keys,
                                             Deadline deadline) {
+  for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
+  size_t there = 0;
+  while (there < keys.size()) {
+    const size_t asked = std::min(kMaxKeysPerCall, keys.size() - there);
+    KVFERRY_ASSIGN_OR_RETURN(const uint64_t count, CountSome(keys.subspan(there, asked), deadline));
+    there += count;
+    if (count < asked) break;
+  }
+  return static_cast<int64_t>(there);
+}
+
+absl::StatusOr<uint64_t> RemoteStore::CountSome(std::span<const std::string_view> keys,
+                                                Deadline deadline) const {
   KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys(keys));
   const Fields args = Fields().Set("keys", std::move(packed));
   KVFERRY_ASSIGN_OR_RETURN(const Fields reply, Persist(deadline, SessionEnded, [&] {
                              return Ask(store_call::kExists, args, deadline);
                            }));
-  KVFERRY_ASSIGN_OR_RETURN(const uint64_t count, reply.Uint("count", keys.size()));
-  return static_cast<int64_t>(count);
+  return reply.Uint("count", keys.size());
 }
 
 absl::Status RemoteStore::Erase(std::string_view key, Deadline deadline) {

@@ -51,6 +51,7 @@ class RemoteStore : public KvStore {
   absl::Status Erase(std::string_view key, Deadline deadline) override;
   absl::Status Pin(std::string_view key, Deadline deadline) override;
   absl::Status Unpin(std::string_view key, Deadline deadline) override;
+  bool pins_for_sure() const override { return false; }
   Stats stats() const override;
   std::vector<std::pair<std::string, int64_t>> Metrics() const { return node_->Metrics(); }
 
@@ -67,6 +68,9 @@ class RemoteStore : public KvStore {
   // One attempt. UNAVAILABLE with a CutOff: the session has ended.
   absl::StatusOr<Fields> Ask(const std::string& function, const Fields& args,
                              Deadline deadline) const;
+  // Exists(), of as many keys as one call takes.
+  absl::StatusOr<uint64_t> CountSome(std::span<const std::string_view> keys,
+                                     Deadline deadline) const;
   absl::Status Pinning(const std::string& function, std::string_view key, Deadline deadline) const;
   // A value on its way: what the server has leased.
   struct Offer {

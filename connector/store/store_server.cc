@@ -4,6 +4,7 @@
 #include <atomic>
 #include <optional>
 
+#include "absl/container/btree_set.h"
 #include "absl/strings/str_cat.h"
 #include "base/random.h"
 #include "base/status.h"
@@ -111,7 +112,11 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   // CallHandler.
   void OnCall(const CallKey& call, const std::string& function, const Fields& args,
               Deadline deadline) override;
-  void OnCallDropped(const CallKey& /*call*/) override {}  // Its lease expires.
+  // What it has leased expires.
+  void OnCallDropped(const CallKey& call) override {
+    const MutexLock lock(&mutex_);
+    awaited_.erase(call);
+  }
   // Of LeaseSource too; the leases need it once.
   Deadline Tick(Deadline now) override { return LeaseSource::Tick(now); }
 
@@ -121,10 +126,20 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
     Fields args;
     Deadline deadline;
     std::vector<std::string> keys;
-
-    // Nobody waits for the reply any more.
-    bool IsLate() const { return Clock::now() >= deadline; }
   };
+  // Nobody waits for the reply any more, and its caller may have done something else in its place.
+  bool IsOver(const Request& request) {
+    if (Clock::now() >= request.deadline) return true;
+    const MutexLock lock(&mutex_);
+    return !awaited_.contains(request.call);
+  }
+  void Reply(const CallKey& call, const absl::StatusOr<Fields>& reply) {
+    {
+      const MutexLock lock(&mutex_);
+      awaited_.erase(call);
+    }
+    node_.get().Reply(call, reply);
+  }
   // What to reply now; nothing: the reply follows.
   using Result = absl::StatusOr<std::optional<Fields>>;
   using Function = Result (Service::*)(const Request&);
@@ -174,6 +189,8 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   std::atomic<int64_t> staged_bytes_{0};
   Mutex mutex_;
   absl::flat_hash_map<uint64_t, std::shared_ptr<void>> held_ ABSL_GUARDED_BY(mutex_);
+  // Calls whose callers wait for a reply. As many as the node serves: each is replied to or dropped.
+  absl::btree_set<CallKey> awaited_ ABSL_GUARDED_BY(mutex_);
   AttachedNode node_;
   std::unique_ptr<Node> owned_node_;  // Last: its thread uses the rest.
 };
@@ -209,6 +226,10 @@ StoreServer::Service::Function StoreServer::Service::Find(const std::string& nam
 
 void StoreServer::Service::OnCall(const CallKey& call, const std::string& function,
                                   const Fields& args, Deadline deadline) {
+  {
+    const MutexLock lock(&mutex_);
+    awaited_.insert(call);
+  }
   Post(options_.tiered != nullptr ? in_memory_ : tasks_, call,
        [this, function, request = Request{call, args, deadline, {}}] { Begin(function, request); });
 }
@@ -216,7 +237,7 @@ void StoreServer::Service::OnCall(const CallKey& call, const std::string& functi
 void StoreServer::Service::Post(TaskThread& thread, const CallKey& call,
                                 std::function<void()> task) {
   const absl::Status taken = thread.Post(std::move(task));
-  if (!taken.ok()) node_.get().Reply(call, taken);
+  if (!taken.ok()) Reply(call, taken);
 }
 
 void StoreServer::Service::Begin(const std::string& name, Request request) {
@@ -232,7 +253,7 @@ void StoreServer::Service::Begin(const std::string& name, Request request) {
     return found;
   };
   const absl::StatusOr<Function> function = read();
-  if (!function.ok()) return node_.get().Reply(request.call, function.status());
+  if (!function.ok()) return Reply(request.call, function.status());
   if (options_.tiered == nullptr || IsInMemory(name, request)) return Serve(*function, request);
   Post(tasks_, request.call, [this, found = *function, request] { Serve(found, request); });
 }
@@ -247,13 +268,12 @@ bool StoreServer::Service::IsInMemory(const std::string& name, const Request& re
 }
 
 void StoreServer::Service::Serve(Function function, const Request& request) {
-  // It has stood in line for too long. Its caller may have done something else in its place.
-  if (request.IsLate()) return;
+  if (IsOver(request)) return;
   Result result = (this->*function)(request);
   if (!result.ok()) {
-    node_.get().Reply(request.call, result.status());
+    Reply(request.call, result.status());
   } else if (result->has_value()) {
-    node_.get().Reply(request.call, **std::move(result));
+    Reply(request.call, **std::move(result));
   }
 }
 
@@ -393,12 +413,12 @@ StoreServer::Service::Result StoreServer::Service::Put(const Request& request) {
   KVFERRY_RETURN_IF_ERROR(CheckValueBytes(static_cast<int64_t>(bytes), store_->max_value_bytes()));
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<Bytes> staged, Stage(static_cast<int64_t>(bytes)));
   const auto store = [this, staged, request](const absl::Status& fetched) {
-    if (request.IsLate()) return;
+    if (IsOver(request)) return;
     absl::Status status = fetched;
     const std::span<const std::byte> value = *staged;
     if (status.ok()) status = store_->Put(request.keys[0], {&value, 1}, request.deadline);
-    node_.get().Reply(request.call, status.ok() ? absl::StatusOr<Fields>(Fields())
-                                                : absl::StatusOr<Fields>(status));
+    Reply(request.call,
+          status.ok() ? absl::StatusOr<Fields>(Fields()) : absl::StatusOr<Fields>(status));
   };
   KVFERRY_RETURN_IF_ERROR(FetchFromCaller(request, PageRuns(), PageRuns(),
                                           {staged->data(), static_cast<int64_t>(bytes), staged},
@@ -431,7 +451,9 @@ absl::StatusOr<HostStore::ReadLease> StoreServer::Service::Acquire(const std::st
   if (absl::IsNotFound(value.status()) && options_.tiered != nullptr) {
     return has_room ? BringUp(key, deadline) : NoRoomAbove();
   }
-  if (value.ok()) KVFERRY_RETURN_IF_ERROR(CheckIsPage(value->bytes()));
+  KVFERRY_RETURN_IF_ERROR(value.status());
+  KVFERRY_RETURN_IF_ERROR(CheckIsPage(value->bytes()));
+  if (options_.tiered != nullptr) options_.tiered->CountHitAbove();
   return value;
 }
 
@@ -441,7 +463,7 @@ StoreServer::Service::Result StoreServer::Service::GetPages(const Request& reque
   std::vector<PageRun> runs;
   bool has_room = true;
   for (const std::string& key : request.keys) {
-    if (request.IsLate()) return TooLate();
+    if (IsOver(request)) return TooLate();
     // Without room the tier below would be read for nothing.
     absl::StatusOr<HostStore::ReadLease> value = Acquire(key, has_room, request.deadline);
     has_room &= !absl::IsResourceExhausted(value.status());
@@ -498,8 +520,8 @@ StoreServer::Service::Result StoreServer::Service::PutPages(const Request& reque
 
 void StoreServer::Service::FinishPutPages(Incoming& incoming, const Request& request,
                                           const absl::Status& fetched) {
-  if (request.IsLate()) return;
-  if (!fetched.ok()) return node_.get().Reply(request.call, fetched);
+  if (IsOver(request)) return;
+  if (!fetched.ok()) return Reply(request.call, fetched);
   std::vector<std::string_view> keys;
   for (const size_t key : incoming.keys) keys.push_back(request.keys[key]);
   const auto show = [&](size_t i) {
@@ -517,7 +539,7 @@ void StoreServer::Service::FinishPutPages(Incoming& incoming, const Request& req
   // What found no room beside these finds it in their place, as they are below too. Without a tier
   // below, the last pages would drive out the first.
   const bool again = options_.tiered != nullptr && keys.size() < request.keys.size();
-  node_.get().Reply(request.call, incoming.Reply(again));
+  Reply(request.call, incoming.Reply(again));
 }
 
 // ---------------------------------------------------------------- the server

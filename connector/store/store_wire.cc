@@ -2,7 +2,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
-#include "connector/store/kv_store.h"
 
 namespace kvferry {
 namespace {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -8,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "connector/store/kv_store.h"
 #include "transport/fields.h"
 
 namespace kvferry {
@@ -25,8 +27,12 @@ inline constexpr char kGetPages[] = "store.get_pages";
 inline constexpr char kPutPages[] = "store.put_pages";
 }  // namespace store_call
 
+// Of the longest key in a list of keys.
+inline constexpr size_t kMaxPackedKeyBytes = 2 + KvStore::kMaxKeyBytes;
+
 // Keys as one byte string: each a u16 of its length, little-endian, and its bytes.
-// INVALID_ARGUMENT for a bad key, more than a message takes, or bytes that are no list of keys.
+// INVALID_ARGUMENT for a bad key, or bytes that are no list of keys. Nobody looks here at how many a
+// message takes (Fields::kMaxTotalBytes).
 absl::StatusOr<std::string> PackKeys(std::span<const std::string_view> keys);
 absl::StatusOr<std::vector<std::string>> UnpackKeys(std::string_view packed);
 

@@ -1,6 +1,7 @@
 #include "connector/store/tiered_store.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -20,7 +21,7 @@ absl::StatusOr<std::unique_ptr<TieredStore>> TieredStore::Create(std::shared_ptr
 }
 
 TieredStore::TieredStore(std::shared_ptr<KvStore> upper, std::shared_ptr<KvStore> lower)
-    : upper_{std::move(upper), {}, {}}, lower_{std::move(lower), {}, {}} {}
+    : upper_{.store = std::move(upper)}, lower_{.store = std::move(lower)} {}
 
 int64_t TieredStore::max_value_bytes() const {
   return std::max(upper_.store->max_value_bytes(), lower_.store->max_value_bytes());
@@ -41,23 +42,98 @@ void TieredStore::CountError() {
   ++counts_.errors;
 }
 
+bool TieredStore::IsPinnedInATier(std::string_view key) const {
+  const std::string name(key);
+  MutexLock lock(&mutex_);
+  return std::ranges::any_of(std::array{&upper_, &lower_}, [&name](const Tier* tier) {
+    return tier->pinned.contains(name) && !tier->stale.contains(name);
+  });
+}
+
+// ---- Tiers that do not answer -------------------------------------------------------------------
+
+namespace {
+
+bool GaveNoAnswer(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status);
+}
+
+}  // namespace
+
+absl::Status TieredStore::CheckNotSilent(const Tier& tier) const {
+  const Deadline now = Clock::now();
+  MutexLock lock(&mutex_);
+  if (now >= tier.silent_until) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat(
+      "tiered store: the ", &tier == &upper_ ? "upper" : "lower", " tier (",
+      std::string(tier.store->name()), ") did not answer and is not asked for another ",
+      MsUntil(tier.silent_until, now), " ms"));
+}
+
+void TieredStore::Heard(Tier& tier, Deadline begin, std::span<const absl::Status> statuses) {
+  // It is quick about tiers of its own that are silent, and has what the others have.
+  if (dynamic_cast<const TieredStore*>(tier.store.get()) != nullptr) return;
+  const Deadline now = Clock::now();
+  MutexLock lock(&mutex_);
+  const Deadline uncounted = std::min(now, std::max(begin, tier.counted_until));
+  tier.counted_until = now;
+  if (!std::ranges::all_of(statuses, GaveNoAnswer)) {
+    tier.waited = {};
+    tier.silent_until = {};
+    return;
+  }
+  tier.waited += now - uncounted;
+  if (tier.waited < kPatience) return;
+  tier.waited = {};
+  tier.silent_until = now + kSilence;
+}
+
+template <typename Call>
+auto TieredStore::Ask(Tier& tier, const Call& call) -> decltype(call()) {
+  KVFERRY_RETURN_IF_ERROR(CheckNotSilent(tier));
+  const Deadline begin = Clock::now();
+  auto result = call();
+  const absl::Status status = internal::AsStatus(result);
+  Heard(tier, begin, {&status, 1});
+  return result;
+}
+
+template <typename Call>
+std::vector<absl::Status> TieredStore::AskBatch(Tier& tier, size_t num_items, const Call& call) {
+  if (num_items == 0) return {};
+  if (const absl::Status silent = CheckNotSilent(tier); !silent.ok()) {
+    return std::vector<absl::Status>(num_items, silent);
+  }
+  const Deadline begin = Clock::now();
+  std::vector<absl::Status> statuses = call();
+  Heard(tier, begin, statuses);
+  return statuses;
+}
+
 // ---- Put and Erase ------------------------------------------------------------------------------
 
 absl::Status TieredStore::EraseFrom(Tier& tier, std::string_view key, Deadline deadline) {
-  KVFERRY_RETURN_IF_ERROR(tier.store->Erase(key, deadline));
+  KVFERRY_RETURN_IF_ERROR(Ask(tier, [&] { return tier.store->Erase(key, deadline); }));
   MutexLock lock(&mutex_);
   tier.stale.erase(std::string(key));
   tier.pinned.erase(std::string(key));
   return absl::OkStatus();
 }
 
-absl::Status TieredStore::DropOld(Tier& tier, std::string_view key, Deadline deadline) {
-  absl::Status erased = EraseFrom(tier, key, deadline);
-  if (erased.ok()) return absl::OkStatus();
+bool TieredStore::RememberStale(Tier& tier, std::string_view key) {
   MutexLock lock(&mutex_);
-  if (std::ssize(tier.stale) >= kMaxStaleKeys) return erased;
+  if (std::ssize(tier.stale) >= kMaxStaleKeys) return false;
   tier.stale.insert(std::string(key));
-  return absl::OkStatus();
+  return true;
+}
+
+absl::Status TieredStore::DropOld(Tier& tier, std::string_view key, const absl::Status& put,
+                                  Deadline deadline) {
+  // Who did not answer to the put would be waited for again, once for each key of a batch.
+  if (GaveNoAnswer(put) && RememberStale(tier, key)) return absl::OkStatus();
+  absl::Status erased = EraseFrom(tier, key, deadline);
+  if (erased.ok() || RememberStale(tier, key)) return absl::OkStatus();
+  return erased;
 }
 
 std::vector<absl::Status> TieredStore::PutInto(Tier& tier, std::span<const PutItem> items,
@@ -68,7 +144,8 @@ std::vector<absl::Status> TieredStore::PutInto(Tier& tier, std::span<const PutIt
     statuses.push_back(CheckValueBytes(BytesOf(item.value), tier.store->max_value_bytes()));
     if (statuses.back().ok()) fit.push_back(item);
   }
-  const std::vector<absl::Status> put = tier.store->PutBatch(fit, deadline);
+  const std::vector<absl::Status> put =
+      AskBatch(tier, fit.size(), [&] { return tier.store->PutBatch(fit, deadline); });
   auto next = put.begin();
   for (size_t i = 0; i < items.size(); ++i) {
     if (statuses[i].ok()) statuses[i] = *next++;
@@ -102,8 +179,13 @@ absl::Status TieredStore::AfterPut(std::string_view key, const absl::Status& upp
     return {lower.code(), absl::StrCat("tiered store: neither tier took it: ", upper.message(),
                                        "; ", lower.message())};
   }
-  if (!upper.ok()) KVFERRY_RETURN_IF_ERROR(DropOld(upper_, key, deadline));
-  if (!lower.ok()) KVFERRY_RETURN_IF_ERROR(DropOld(lower_, key, deadline));
+  if (!upper.ok()) KVFERRY_RETURN_IF_ERROR(DropOld(upper_, key, upper, deadline));
+  if (!lower.ok()) KVFERRY_RETURN_IF_ERROR(DropOld(lower_, key, lower, deadline));
+  if (IsPinned(key) && !IsPinnedInATier(key)) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("tiered store: the value was put, but no tier keeps it pinned: upper ",
+                     upper.ToString(), "; lower ", lower.ToString()));
+  }
   MutexLock lock(&mutex_);
   ++counts_.puts;
   return absl::OkStatus();
@@ -121,14 +203,27 @@ absl::StatusOr<TieredStore::Turns> TieredStore::TakeTurns(std::vector<std::strin
   return turns;
 }
 
+// A new value needs room beside the old one, and pinned ones leave little.
+void TieredStore::PutInPlaceAbove(std::span<const PutItem> items,
+                                  std::span<const absl::Status> lower,
+                                  std::span<absl::Status> upper, Deadline deadline) {
+  for (size_t i = 0; i < items.size(); ++i) {
+    // The old value has to stay where the new one is nowhere.
+    if (!absl::IsResourceExhausted(upper[i]) || !lower[i].ok() || !IsPinned(items[i].key)) continue;
+    if (!EraseFrom(upper_, items[i].key, deadline).ok()) continue;
+    upper[i] = PutInto(upper_, items[i].key, items[i].value, deadline);
+  }
+}
+
 std::vector<absl::Status> TieredStore::PutIntoBoth(std::span<const PutItem> items,
                                                    Deadline deadline) {
   std::vector<std::string_view> keys;
   for (const PutItem& item : items) keys.push_back(item.key);
   const absl::StatusOr<Turns> turns = TakeTurns(std::move(keys), deadline);
   if (!turns.ok()) return std::vector<absl::Status>(items.size(), turns.status());
-  const std::vector<absl::Status> upper = PutInto(upper_, items, deadline);
+  std::vector<absl::Status> upper = PutInto(upper_, items, deadline);
   const std::vector<absl::Status> lower = PutInto(lower_, items, deadline);
+  PutInPlaceAbove(items, lower, upper, deadline);
   std::vector<absl::Status> statuses;
   for (size_t i = 0; i < items.size(); ++i) {
     statuses.push_back(AfterPut(items[i].key, upper[i], lower[i], deadline));
@@ -142,7 +237,8 @@ std::vector<absl::Status> TieredStore::PutShown(std::span<const std::string_view
                                                 Deadline deadline) {
   const absl::StatusOr<Turns> turns = TakeTurns({keys.begin(), keys.end()}, deadline);
   if (!turns.ok()) return std::vector<absl::Status>(keys.size(), turns.status());
-  std::vector<absl::Status> statuses = lower_.store->PutPages(keys, pool, pages, deadline);
+  std::vector<absl::Status> statuses = AskBatch(
+      lower_, keys.size(), [&] { return lower_.store->PutPages(keys, pool, pages, deadline); });
   for (size_t i = 0; i < keys.size(); ++i) {
     if (!statuses[i].ok()) {
       CountError();
@@ -222,13 +318,43 @@ std::vector<absl::Status> TieredStore::FetchFrom(Tier& tier, std::span<const Get
     }
     if (statuses.back().ok()) asked.push_back(item);
   }
-  const std::vector<absl::Status> got = tier.store->GetBatch(asked, deadline);
+  const std::vector<absl::Status> got =
+      AskBatch(tier, asked.size(), [&] { return tier.store->GetBatch(asked, deadline); });
   auto next = got.begin();
   for (absl::Status& status : statuses) {
     if (status.ok()) status = Note(*next++);
   }
   return statuses;
 }
+
+namespace {
+
+// Whose memory is that of another one too, or twice its own.
+std::vector<bool> ItemsThatOverlap(std::span<const KvStore::GetItem> items) {
+  struct Part {
+    const std::byte* begin;
+    const std::byte* end;
+    size_t item;
+  };
+  std::vector<Part> parts;
+  for (size_t i = 0; i < items.size(); ++i) {
+    for (const std::span<std::byte> part : items[i].out) {
+      if (!part.empty()) parts.push_back({part.data(), part.data() + part.size(), i});
+    }
+  }
+  std::ranges::sort(parts, {}, &Part::begin);
+  std::vector<bool> overlap(items.size());
+  const Part* furthest = nullptr;  // Of those before, the one that ends last.
+  for (const Part& part : parts) {
+    if (furthest != nullptr && part.begin < furthest->end) {
+      overlap[part.item] = overlap[furthest->item] = true;
+    }
+    if (furthest == nullptr || part.end > furthest->end) furthest = &part;
+  }
+  return overlap;
+}
+
+}  // namespace
 
 // What is read below is brought up in the keys' turns, so that it cannot cover newer values.
 std::vector<absl::Status> TieredStore::FetchFromLower(std::span<const GetItem> items,
@@ -239,10 +365,12 @@ std::vector<absl::Status> TieredStore::FetchFromLower(std::span<const GetItem> i
   const absl::StatusOr<Turns> turns = TakeTurns(std::move(keys), deadline);
   if (!turns.ok()) return std::vector<absl::Status>(items.size(), turns.status());
   const std::vector<absl::Status> lower = FetchFrom(lower_, items, deadline);
+  // Values are brought up from where they were read to, where another one's bytes may be by now.
+  const std::vector<bool> overlap = ItemsThatOverlap(items);
   std::vector<std::vector<std::span<const std::byte>>> values;
   std::vector<PutItem> bring_up;
   for (size_t i = 0; i < items.size(); ++i) {
-    if (lower[i].ok() && absl::IsNotFound(statuses[i])) {
+    if (lower[i].ok() && absl::IsNotFound(statuses[i]) && !overlap[i]) {
       // Its parts stay where they are when `values` grows.
       values.emplace_back(items[i].out.begin(), items[i].out.end());
       bring_up.push_back({items[i].key, values.back()});
@@ -259,6 +387,11 @@ void TieredStore::CountGets(std::span<const absl::Status> statuses) {
     counts_.hits += status.ok() ? 1 : 0;
     counts_.misses += absl::IsNotFound(status) ? 1 : 0;
   }
+}
+
+void TieredStore::CountHitAbove() {
+  const absl::Status hit;
+  CountGets({&hit, 1});
 }
 
 std::vector<absl::Status> TieredStore::GetBatch(std::span<const GetItem> items, Deadline deadline) {
@@ -289,7 +422,8 @@ absl::Status TieredStore::Get(std::string_view key, Parts out, Deadline deadline
 absl::StatusOr<std::vector<std::byte>> TieredStore::BytesFrom(Tier& tier, std::string_view key,
                                                               Deadline deadline) {
   if (IsStale(tier, key)) return absl::NotFoundError("tiered store: only an old value");
-  absl::StatusOr<std::vector<std::byte>> bytes = tier.store->GetBytes(key, deadline);
+  absl::StatusOr<std::vector<std::byte>> bytes =
+      Ask(tier, [&] { return tier.store->GetBytes(key, deadline); });
   (void)Note(bytes.status());
   return bytes;
 }
@@ -316,7 +450,7 @@ absl::StatusOr<std::vector<std::byte>> TieredStore::GetBytes(std::string_view ke
 
 absl::StatusOr<int64_t> TieredStore::CountIn(Tier& tier, std::span<const std::string_view> keys,
                                              Deadline deadline) {
-  absl::StatusOr<int64_t> there = tier.store->Exists(keys, deadline);
+  absl::StatusOr<int64_t> there = Ask(tier, [&] { return tier.store->Exists(keys, deadline); });
   if (!there.ok()) {
     CountError();
     return there;
@@ -330,11 +464,17 @@ absl::StatusOr<int64_t> TieredStore::Exists(std::span<const std::string_view> ke
                                             Deadline deadline) {
   for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
   int64_t there = 0;
+  int64_t ask = 1;  // So many keys of the lower tier.
   while (there < std::ssize(keys)) {
     const absl::StatusOr<int64_t> upper = CountIn(upper_, keys.subspan(there), deadline);
     there += upper.value_or(0);
     if (there == std::ssize(keys)) break;
-    absl::StatusOr<int64_t> lower = CountIn(lower_, keys.subspan(there), deadline);
+    // More and more behind one gap of the upper's. All that are left, at each of them, would be keys
+    // times gaps.
+    if (upper.value_or(0) > 0) ask = 1;
+    const int64_t count = std::min(ask, std::ssize(keys) - there);
+    ask *= 2;
+    absl::StatusOr<int64_t> lower = CountIn(lower_, keys.subspan(there, count), deadline);
     there += lower.value_or(0);
     if (!upper.ok() && !lower.ok() && there == 0) return lower;
     if (lower.value_or(0) == 0) break;
@@ -345,12 +485,16 @@ absl::StatusOr<int64_t> TieredStore::Exists(std::span<const std::string_view> ke
 // ---- Pins ---------------------------------------------------------------------------------------
 
 absl::Status TieredStore::PinIn(Tier& tier, std::string_view key, Deadline deadline) {
+  if (!tier.store->pins_for_sure()) {
+    return absl::UnimplementedError(absl::StrCat(
+        "tiered store: pins of a tier (", std::string(tier.store->name()), ") are not for sure"));
+  }
   {
     MutexLock lock(&mutex_);
     if (tier.pinned.contains(std::string(key))) return absl::OkStatus();
     if (tier.stale.contains(std::string(key))) return absl::NotFoundError("tiered store: stale");
   }
-  KVFERRY_RETURN_IF_ERROR(tier.store->Pin(key, deadline));
+  KVFERRY_RETURN_IF_ERROR(Ask(tier, [&] { return tier.store->Pin(key, deadline); }));
   MutexLock lock(&mutex_);
   tier.pinned.insert(std::string(key));
   return absl::OkStatus();
@@ -361,7 +505,7 @@ absl::Status TieredStore::UnpinIn(Tier& tier, std::string_view key, Deadline dea
     MutexLock lock(&mutex_);
     if (!tier.pinned.contains(std::string(key))) return absl::OkStatus();
   }
-  absl::Status status = tier.store->Unpin(key, deadline);
+  absl::Status status = Ask(tier, [&] { return tier.store->Unpin(key, deadline); });
   // FAILED_PRECONDITION: the tier has not got the pin.
   if (!status.ok() && !absl::IsFailedPrecondition(status)) {
     CountError();
@@ -375,7 +519,7 @@ absl::Status TieredStore::UnpinIn(Tier& tier, std::string_view key, Deadline dea
 absl::Status TieredStore::BringUpAndPin(std::string_view key, Deadline deadline) {
   if (IsStale(lower_, key)) return absl::NotFoundError("tiered store: only an old value");
   KVFERRY_ASSIGN_OR_RETURN(const std::vector<std::byte> bytes,
-                           lower_.store->GetBytes(key, deadline));
+                           Ask(lower_, [&] { return lower_.store->GetBytes(key, deadline); }));
   const std::span<const std::byte> value = bytes;
   KVFERRY_RETURN_IF_ERROR(PutInto(upper_, key, {&value, 1}, deadline));
   return PinIn(upper_, key, deadline);

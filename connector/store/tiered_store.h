@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -13,6 +14,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/clock.h"
 #include "base/mutex.h"
 #include "connector/store/key_turns.h"
 #include "connector/store/kv_store.h"
@@ -30,11 +32,22 @@ namespace kvferry {
 // through. At most kMaxStaleKeys are remembered, and not beyond the end of the process; puts fail
 // with the tier's error when there are more.
 //
+// A tier that was waited for in vain for kPatience since it last answered, in one call or in
+// several, is UNAVAILABLE without being asked for kSilence: what the other one has is not to be late
+// because of it. So one that hangs costs its callers one deadline in that time, and one that refuses
+// at once, which costs nothing, is asked each time.
+//
 // Others may use the tiers themselves, but then not for the same keys. Statistics count calls of
 // this store; of entries and bytes only the tiers know.
 class TieredStore : public KvStore {
  public:
   static constexpr int64_t kMaxStaleKeys = 1 << 20;
+  // Longer than a tier that works keeps anybody, and less than it takes to find that a host does not
+  // answer. By how long was waited and not by calls: a deadline that was nearly over says nothing of
+  // a tier.
+  static constexpr auto kPatience = std::chrono::milliseconds(500);
+  // As vLLM's connector leaves a store alone (SILENCE_S).
+  static constexpr auto kSilence = std::chrono::seconds(5);
 
   // INVALID_ARGUMENT for a store that is null, or both the same.
   static absl::StatusOr<std::unique_ptr<TieredStore>> Create(std::shared_ptr<KvStore> upper,
@@ -43,18 +56,25 @@ class TieredStore : public KvStore {
   std::string_view name() const override { return "tiered"; }
   // The larger one; what is too large for a tier is kept in the other alone.
   int64_t max_value_bytes() const override;
+  // RESOURCE_EXHAUSTED also for a pinned entry whose new value no tier can keep pinned: it is there
+  // then, but may go.
   absl::Status Put(std::string_view key, ConstParts value, Deadline deadline) override;
   absl::Status Get(std::string_view key, Parts out, Deadline deadline) override;
   absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key, Deadline deadline) override;
+  // Fails only when both tiers do and nothing was found: what one of them has can be got.
   absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
                                  Deadline deadline) override;
   // Fails when either tier does: what it still has would come back.
   absl::Status Erase(std::string_view key, Deadline deadline) override;
-  // Pins in both tiers where they can, counted here. What only a lower tier without pins has is
-  // brought up for it.
+  // Pins in both tiers where they can, counted here. A tier whose pins are not for sure, as those of
+  // a RemoteStore, counts as one without: a pin that nobody knows of would stay for ever. What only a
+  // lower tier without pins has is brought up for it.
   absl::Status Pin(std::string_view key, Deadline deadline) override;
   // Fails when a tier does that has the pin: the entry stays pinned, and this can be called again.
   absl::Status Unpin(std::string_view key, Deadline deadline) override;
+  bool pins_for_sure() const override {
+    return upper_.store->pins_for_sure() && lower_.store->pins_for_sure();
+  }
   // For the owner of an upper tier who has the values in its memory, where nobody sees them yet: pages of
   // `pool`. The lower tier takes them, and then `show`(i) has the upper one give value i, which it is
   // not asked to unless the lower one took that: below there may be another value, which would come
@@ -63,6 +83,8 @@ class TieredStore : public KvStore {
                                      std::span<const int64_t> pages,
                                      const std::function<absl::Status(size_t)>& show,
                                      Deadline deadline);
+  // For who reads the upper tier's values where they lie: that is a hit of this store's too.
+  void CountHitAbove();
   const KvStore* upper() const { return upper_.store.get(); }
   // Batches go to the tiers as batches.
   std::vector<absl::Status> PutBatch(std::span<const PutItem> items, Deadline deadline) override;
@@ -72,13 +94,24 @@ class TieredStore : public KvStore {
  private:
   struct Tier {
     std::shared_ptr<KvStore> store;
-    absl::flat_hash_set<std::string> stale;   // Keys whose value there is an old one.
-    absl::flat_hash_set<std::string> pinned;  // Keys that we have pinned there.
+    absl::flat_hash_set<std::string> stale{};   // Keys whose value there is an old one.
+    absl::flat_hash_set<std::string> pinned{};  // Keys that we have pinned there.
+    Clock::duration waited{};                   // In vain, since it last answered.
+    Deadline counted_until{};                   // Calls wait side by side: that counts once.
+    Deadline silent_until{};                    // It is not asked.
   };
   using Turns = std::vector<KeyTurns::Turn>;
 
   TieredStore(std::shared_ptr<KvStore> upper, std::shared_ptr<KvStore> lower);
 
+  // All calls to a tier that may wait for it go through these. UNAVAILABLE while it is silent.
+  template <typename Call>
+  auto Ask(Tier& tier, const Call& call) -> decltype(call());
+  template <typename Call>
+  std::vector<absl::Status> AskBatch(Tier& tier, size_t num_items, const Call& call);
+  absl::Status CheckNotSilent(const Tier& tier) const;
+  // What a call to the tier that began then has come to.
+  void Heard(Tier& tier, Deadline begin, std::span<const absl::Status> statuses);
   // Of all these keys, each once, in one order: two batches cannot wait for each other.
   absl::StatusOr<Turns> TakeTurns(std::vector<std::string_view> keys, Deadline deadline);
   // What a get of this tier gave. An error counts, but a miss is none, and neither is another
@@ -100,23 +133,32 @@ class TieredStore : public KvStore {
   // The tier has a new value of the key's.
   void AfterPutInto(Tier& tier, std::string_view key, Deadline deadline);
   absl::Status PutInto(Tier& tier, std::string_view key, ConstParts value, Deadline deadline);
+  // Of pinned ones, whose pins are to stay, that the lower tier took.
+  void PutInPlaceAbove(std::span<const PutItem> items, std::span<const absl::Status> lower,
+                       std::span<absl::Status> upper, Deadline deadline);
   // The keys differ.
   std::vector<absl::Status> PutIntoBoth(std::span<const PutItem> items, Deadline deadline);
   // How a put went, of which the tiers said this.
   absl::Status AfterPut(std::string_view key, const absl::Status& upper, const absl::Status& lower,
                         Deadline deadline);
   absl::Status EraseFrom(Tier& tier, std::string_view key, Deadline deadline);
-  absl::Status DropOld(Tier& tier, std::string_view key, Deadline deadline);
+  // The tier said `put` to the new value.
+  absl::Status DropOld(Tier& tier, std::string_view key, const absl::Status& put,
+                       Deadline deadline);
+  // False when there are too many.
+  bool RememberStale(Tier& tier, std::string_view key);
   absl::Status PinIn(Tier& tier, std::string_view key, Deadline deadline);
   absl::Status BringUpAndPin(std::string_view key, Deadline deadline);
   absl::Status UnpinIn(Tier& tier, std::string_view key, Deadline deadline);
 
   bool IsStale(const Tier& tier, std::string_view key) const;
   bool IsPinned(std::string_view key) const;
+  // Whether a tier has pinned the present value.
+  bool IsPinnedInATier(std::string_view key) const;
   void CountError();
 
   KeyTurns turns_;
-  mutable Mutex mutex_;  // Of the tiers' sets; never held during a call to a tier.
+  mutable Mutex mutex_;  // Of the tiers, but for their stores; never held during a call to one.
   Tier upper_;
   Tier lower_;
   absl::flat_hash_map<std::string, int64_t> pins_ ABSL_GUARDED_BY(mutex_);

@@ -10,24 +10,29 @@
 #include "base/mutex.h"
 #include "base/status.h"
 #include "connector/store/kv_store.h"
+#include "tests/support/wait_for.h"
+#include "transport/command_queue.h"
 
 namespace kvferry {
 
-// A store in a std::map that can be told to be down, or full. Has no pins.
+// A store in a std::map that can be told to be down, to hang, or to be full. Has no pins.
 class FakeStore : public KvStore {
  public:
   explicit FakeStore(int64_t max_value_bytes) : max_value_bytes_(max_value_bytes) {}
 
   std::atomic<bool> down = false;
+  std::atomic<bool> hangs = false;  // Each call, until its deadline.
   std::atomic<bool> full = false;
+  std::atomic<int> num_calls = 0;
+  std::atomic<int64_t> num_keys_asked = 0;  // By Exists.
 
   std::string_view name() const override { return "fake"; }
   int64_t max_value_bytes() const override { return max_value_bytes_; }
 
-  absl::Status Put(std::string_view key, ConstParts value, Deadline) override {
+  absl::Status Put(std::string_view key, ConstParts value, Deadline deadline) override {
     KVFERRY_RETURN_IF_ERROR(CheckKey(key));
     KVFERRY_RETURN_IF_ERROR(CheckValueBytes(BytesOf(value), max_value_bytes_));
-    KVFERRY_RETURN_IF_ERROR(CheckUp());
+    KVFERRY_RETURN_IF_ERROR(CheckUp(deadline));
     if (full) return absl::ResourceExhaustedError("the fake is full");
     MutexLock lock(&mutex_);
     std::vector<std::byte>& bytes = entries_[std::string(key)];
@@ -51,9 +56,10 @@ class FakeStore : public KvStore {
     return absl::OkStatus();
   }
 
-  absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key, Deadline) override {
+  absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key,
+                                                  Deadline deadline) override {
     KVFERRY_RETURN_IF_ERROR(CheckKey(key));
-    KVFERRY_RETURN_IF_ERROR(CheckUp());
+    KVFERRY_RETURN_IF_ERROR(CheckUp(deadline));
     MutexLock lock(&mutex_);
     const auto it = entries_.find(key);
     ++(it == entries_.end() ? stats_.misses : stats_.hits);
@@ -61,9 +67,11 @@ class FakeStore : public KvStore {
     return it->second;
   }
 
-  absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys, Deadline) override {
+  absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
+                                 Deadline deadline) override {
     for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
-    KVFERRY_RETURN_IF_ERROR(CheckUp());
+    num_keys_asked += std::ssize(keys);
+    KVFERRY_RETURN_IF_ERROR(CheckUp(deadline));
     MutexLock lock(&mutex_);
     int64_t there = 0;
     for (const std::string_view key : keys) {
@@ -73,9 +81,9 @@ class FakeStore : public KvStore {
     return there;
   }
 
-  absl::Status Erase(std::string_view key, Deadline) override {
+  absl::Status Erase(std::string_view key, Deadline deadline) override {
     KVFERRY_RETURN_IF_ERROR(CheckKey(key));
-    KVFERRY_RETURN_IF_ERROR(CheckUp());
+    KVFERRY_RETURN_IF_ERROR(CheckUp(deadline));
     MutexLock lock(&mutex_);
     if (const auto it = entries_.find(key); it != entries_.end()) entries_.erase(it);
     return absl::OkStatus();
@@ -94,14 +102,39 @@ class FakeStore : public KvStore {
   }
 
  private:
-  absl::Status CheckUp() const {
+  absl::Status CheckUp(Deadline deadline) {
+    ++num_calls;
+    if (hangs) {
+      MutexLock lock(&mutex_);
+      while (Clock::now() < deadline) never_.WaitUntil(&mutex_, deadline);
+      return absl::DeadlineExceededError("the fake hangs");
+    }
     return down ? absl::UnavailableError("the fake is down") : absl::OkStatus();
   }
 
   const int64_t max_value_bytes_;
   mutable Mutex mutex_;
+  CondVar never_;  // It is notified.
   std::map<std::string, std::vector<std::byte>, std::less<>> entries_ ABSL_GUARDED_BY(mutex_);
   Stats stats_ ABSL_GUARDED_BY(mutex_);
+};
+
+// Each get waits, with what it has read, until it may go on.
+class GatedStore : public FakeStore {
+ public:
+  using FakeStore::FakeStore;
+
+  std::atomic<int> num_gets = 0;
+  Latch asked, go_on;
+
+  absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key,
+                                                  Deadline deadline) override {
+    ++num_gets;
+    absl::StatusOr<std::vector<std::byte>> value = FakeStore::GetBytes(key, deadline);
+    asked.Open();
+    go_on.Wait(Soon());
+    return value;
+  }
 };
 
 }  // namespace kvferry

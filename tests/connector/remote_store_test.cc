@@ -18,10 +18,11 @@
 #include "tests/support/control_relay.h"
 #include "tests/support/endpoints.h"
 #include "tests/support/raw_peer.h"
-#include "transport/command_queue.h"
 
 namespace kvferry {
 namespace {
+
+using Heard = ControlRelay::Heard;
 
 KvLayout Flat(int64_t page_bytes) { return Must(HostStore::FlatLayout(page_bytes)); }
 
@@ -235,25 +236,24 @@ TEST_F(RemotePages, ATierBelowThatFailsKeepsTheOldValue) {
   EXPECT_TRUE(HoldsExactly(*target_, 2, std::vector<int64_t>{9}, 1, std::vector<int64_t>{1}));
 }
 
+TEST_F(RemotePages, WhatIsReadInMemoryIsAHitOfTheTiersToo) {
+  const auto lower = std::make_shared<FakeStore>(SmallLayout().page_bytes());
+  const auto server = Serve(MakeHost(2), lower);
+  const auto client = Dial(server->address(), source_);
+  const std::vector<std::string> keys = Keys(3);
+  ASSERT_TRUE(
+      AllOk(client->PutPages(Views(keys), *source_, std::vector<int64_t>{1, 2, 3}, Soon())));
+  const auto get = [&](const std::string& key) {
+    return client->GetPages(Views({key}), *source_, std::vector<int64_t>{9}, Soon())[0];
+  };
+  EXPECT_TRUE(IsOk(get(keys[2])));
+  EXPECT_EQ(client->stats().hits, 1);
+  EXPECT_TRUE(IsOk(get(keys[0])));  // Brought up.
+  EXPECT_EQ(client->stats().hits, 2);
+  EXPECT_EQ(client->stats().misses, 0);
+}
+
 // ---------------------------------------------------------------- calls that are over
-
-// Each get waits, with what it has read, until it may go on.
-class GatedStore : public FakeStore {
- public:
-  using FakeStore::FakeStore;
-
-  std::atomic<int> num_gets = 0;
-  Latch asked, go_on;
-
-  absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key,
-                                                  Deadline deadline) override {
-    ++num_gets;
-    absl::StatusOr<std::vector<std::byte>> value = FakeStore::GetBytes(key, deadline);
-    asked.Open();
-    go_on.Wait(Soon());
-    return value;
-  }
-};
 
 // What a process that serves a tiered store brings up for itself does not cover what a client puts
 // meanwhile.
@@ -305,6 +305,34 @@ TEST_F(RemotePages, WhatStoodInLineForTooLongIsNotCarriedOut) {
   lower->go_on.Open();
   EXPECT_TRUE(IsOk(slow.get()));
   EXPECT_EQ(Must(client->Exists(Views({keys[0]}), Soon())), 1);
+}
+
+// Its caller is gone, and may have done something else in its place.
+TEST_F(RemotePages, WhatNobodyWaitsForIsNotCarriedOut) {
+  const auto host = MakeHost(4);
+  const auto lower = std::make_shared<GatedStore>(SmallLayout().page_bytes());
+  const auto server = Serve(host, lower);
+  const auto other = Dial(server->address(), source_);
+  const std::vector<int64_t> page = {1};
+  ASSERT_TRUE(AllOk(other->PutPages(Views({"here"}), *source_, page, Soon())));
+  ASSERT_TRUE(AllOk(lower->PutPages(Views({"slow"}), *source_, page, Soon())));
+  std::atomic<bool> broken = false;
+  ControlRelay relay(server->address(), [&broken](Heard&) {
+    return broken ? ControlRelay::Verdict::kBreak : ControlRelay::Verdict::kPass;
+  });
+  const auto client = Dial(relay.address(), target_);
+  auto slow = std::async(std::launch::async, [&] { return other->GetBytes("slow", Soon()); });
+  ASSERT_TRUE(lower->asked.Wait(Soon()));
+  const int64_t served = Metric(*server, "calls_served");
+  auto pin = std::async(std::launch::async, [&] { return client->Pin("here", Soon()); });
+  ASSERT_TRUE(WaitFor([&] { return Metric(*server, "calls_served") == served + 1; }, Soon()));
+  broken = true;
+  EXPECT_TRUE(Fails(pin.get(), absl::StatusCode::kUnavailable));
+  ASSERT_TRUE(WaitFor([&] { return Metric(*server, "peers_lost") == 1; }, Soon()));
+  lower->go_on.Open();
+  EXPECT_TRUE(IsOk(slow.get()));
+  EXPECT_EQ(Must(other->Exists(Views({"here", "nowhere"}), Soon())), 1);  // Served after the pin.
+  EXPECT_EQ(host->stats().pinned, 0);
 }
 
 TEST_F(RemotePages, WhatIsInMemoryDoesNotWaitForTheTierBelow) {
@@ -362,7 +390,6 @@ TEST_F(RemotePages, WhatIsFoundTooLateIsNotHeld) {
 // ---------------------------------------------------------------- sessions that end
 
 using Code = absl::StatusCode;
-using Heard = ControlRelay::Heard;
 using Verdict = ControlRelay::Verdict;
 
 bool IsReply(const Heard& heard) { return std::holds_alternative<ReplyMsg>(heard.message.body); }
@@ -477,6 +504,27 @@ TEST_F(RemotePages, BadArguments) {
   EXPECT_TRUE(
       Fails(RemoteStore::Create({{SmallChunks(), kTestModel, ""}, "tcp://10.1.2.3:4", target_, 1}),
             absl::StatusCode::kPermissionDenied));
+}
+
+TEST_F(RemotePages, MoreKeysThanACallTakesAreAskedForInSeveral) {
+  const std::shared_ptr<HostStore> host = Must(HostStore::Create({Flat(1), 10000, 0}));
+  const auto server = Serve(host);
+  const auto client = Dial(server->address(), Must(KvPool::Create(Flat(1), 1)));
+  std::vector<std::string> keys = Keys(10000);
+  for (std::string& key : keys) key.resize(KvStore::kMaxKeyBytes, '.');
+  const std::byte value[1] = {};
+  const std::span<const std::byte> part = value;
+  for (const std::string& key : keys) ASSERT_TRUE(IsOk(host->Put(key, {&part, 1}, Soon())));
+  EXPECT_EQ(Must(client->Exists(Views(keys), Soon())), 10000);
+  EXPECT_EQ(Metric(*server, "calls_served"), 3);
+  ASSERT_TRUE(IsOk(host->Erase(keys[9000], Soon())));
+  EXPECT_EQ(Must(client->Exists(Views(keys), Soon())), 9000);
+  ASSERT_TRUE(IsOk(host->Erase(keys[5], Soon())));
+  EXPECT_EQ(Must(client->Exists(Views(keys), Soon())), 5);
+  EXPECT_EQ(Metric(*server, "calls_served"), 7);
+  keys.back() = "";
+  EXPECT_TRUE(Fails(client->Exists(Views(keys), Soon()), absl::StatusCode::kInvalidArgument));
+  EXPECT_FALSE(client->pins_for_sure());
 }
 
 TEST_F(RemotePages, AServerThatWasRestartedIsFoundAgain) {

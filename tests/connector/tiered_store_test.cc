@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <future>
+#include <string>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
@@ -15,7 +17,9 @@
 namespace kvferry {
 namespace {
 
+constexpr auto kExhausted = absl::StatusCode::kResourceExhausted;
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+constexpr auto kDeadline = absl::StatusCode::kDeadlineExceeded;
 constexpr auto kNotFound = absl::StatusCode::kNotFound;
 constexpr auto kPrecondition = absl::StatusCode::kFailedPrecondition;
 constexpr auto kUnavailable = absl::StatusCode::kUnavailable;
@@ -28,6 +32,10 @@ absl::Status Put(KvStore& store, std::string_view key, const Bytes& value) {
 
 int64_t Exists(KvStore& store, const std::vector<std::string_view>& keys) {
   return Must(store.Exists(keys, Soon()));
+}
+
+std::shared_ptr<HostStore> MakeHost(int64_t bytes) {
+  return Must(HostStore::Create({Must(HostStore::FlatLayout(10)), bytes, 0}));
 }
 
 class TieredStores : public testing::Test {
@@ -127,6 +135,122 @@ TEST_F(TieredStores, AnUpperTierThatIsDown) {
   EXPECT_TRUE(Is(*store_, "c", old_));  // Not replaced.
 }
 
+// It would be waited for again, key by key.
+TEST_F(TieredStores, ATierThatDidNotAnswerToABatchIsNotAskedAboutItsKeys) {
+  const std::span<const std::byte> in[] = {old_, new_};
+  const std::vector<std::string> names = {"a", "b", "c", "d"};
+  std::vector<KvStore::PutItem> first, second;
+  for (const std::string& name : names) {
+    first.push_back({name, {&in[0], 1}});
+    second.push_back({name, {&in[1], 1}});
+  }
+  for (const auto& status : store_->PutBatch(first, Soon())) ASSERT_TRUE(IsOk(status));
+  lower_->down = true;
+  lower_->num_calls = 0;
+  for (const auto& status : store_->PutBatch(second, Soon())) EXPECT_TRUE(IsOk(status));
+  EXPECT_EQ(lower_->num_calls, 4);  // The puts.
+  lower_->down = false;
+  for (const std::string& name : names) {
+    EXPECT_TRUE(Is(*lower_, name, old_));
+    ASSERT_TRUE(IsOk(upper_->Erase(name, Soon())));  // As when it is evicted.
+    EXPECT_TRUE(Misses(*store_, name));
+  }
+}
+
+TEST_F(TieredStores, ATierThatHangsCostsOneDeadlineInAWhile) {
+  ASSERT_TRUE(IsOk(Put(*store_, "a", old_)));
+  ASSERT_TRUE(IsOk(Put(*lower_, "b", old_)));
+  lower_->hangs = true;
+  lower_->num_calls = 0;
+  const std::vector<std::string_view> keys = {"a", "b"};
+  const Deadline begin = Clock::now();
+  EXPECT_EQ(Must(store_->Exists(keys, DeadlineIn(2 * TieredStore::kPatience))), 1);
+  EXPECT_EQ(lower_->num_calls, 1);
+  // From here on its answers would come at once, but it is not asked for any.
+  lower_->hangs = false;
+  EXPECT_EQ(Exists(*store_, {"a", "b"}), 1);
+  EXPECT_TRUE(Fails(store_->GetBytes("b", Soon()), kUnavailable, "lower tier (fake)", "not asked"));
+  EXPECT_TRUE(IsOk(Put(*store_, "a", new_)));
+  EXPECT_TRUE(Is(*store_, "a", new_));
+  EXPECT_TRUE(Fails(store_->Erase("b", Soon()), kUnavailable));
+  EXPECT_TRUE(Fails(store_->Pin("b", Soon()), kUnavailable));
+  EXPECT_EQ(lower_->num_calls, 1);
+  EXPECT_EQ(store_->stats().errors, 5);
+
+  EXPECT_TRUE(WaitFor([&] { return Is(*store_, "b", old_); }, Soon()));
+  EXPECT_GE(Clock::now(), begin + TieredStore::kSilence);
+  ASSERT_TRUE(Is(*lower_, "a", old_));
+  ASSERT_TRUE(IsOk(upper_->Erase("a", Soon())));  // As when it is evicted.
+  EXPECT_TRUE(Misses(*store_, "a"));
+  EXPECT_TRUE(IsOk(store_->Erase("b", Soon())));
+}
+
+TEST_F(TieredStores, ADeadlineThatIsNearlyOverSilencesNoTier) {
+  ASSERT_TRUE(IsOk(Put(*lower_, "b", old_)));
+  for (int i = 0; i < 40; ++i) {
+    lower_->hangs = true;
+    EXPECT_TRUE(Fails(store_->GetBytes("b", DeadlineInMs(-1000)), kDeadline));
+    EXPECT_TRUE(Fails(store_->GetBytes("b", DeadlineInMs(20)), kDeadline));
+    lower_->hangs = false;
+    EXPECT_TRUE(Is(*store_, "b", old_));
+    ASSERT_TRUE(IsOk(upper_->Erase("b", Soon())));
+  }
+}
+
+// What is above has to be found by those who have not much time either.
+TEST_F(TieredStores, ATierThatAnswersToNoneOfMoreShortDeadlinesIsSilent) {
+  ASSERT_TRUE(IsOk(Put(*store_, "a", old_)));
+  lower_->hangs = true;
+  lower_->num_calls = 0;
+  const std::vector<std::string_view> keys = {"a", "b"};
+  const auto in_time = [&] {
+    const Deadline deadline = DeadlineInMs(50);
+    return Must(store_->Exists(keys, deadline)) == 1 && Clock::now() < deadline;
+  };
+  EXPECT_TRUE(WaitFor(in_time, Soon()));
+  EXPECT_LE(lower_->num_calls, 15);
+}
+
+TEST_F(TieredStores, ATierThatHasTiersDoesWithoutTheSilentOneByItself) {
+  const auto bottom = std::make_shared<FakeStore>(1000);
+  const std::shared_ptr<TieredStore> below = Must(TieredStore::Create(lower_, bottom));
+  const auto store = Must(TieredStore::Create(upper_, below));
+  ASSERT_TRUE(IsOk(Put(*lower_, "a", old_)));
+  bottom->hangs = true;
+  EXPECT_TRUE(Fails(store->GetBytes("b", DeadlineIn(2 * TieredStore::kPatience)), kDeadline));
+  EXPECT_TRUE(Fails(store->GetBytes("b", Soon()), kUnavailable, "not asked"));
+  EXPECT_TRUE(Is(*store, "a", old_));
+}
+
+TEST_F(TieredStores, ACallThatHangsBesideAnswersSilencesNoTier) {
+  ASSERT_TRUE(IsOk(Put(*lower_, "a", old_)));
+  lower_->hangs = true;
+  lower_->num_calls = 0;
+  auto hanging = std::async(std::launch::async, [&] {
+    return store_->GetBytes("b", DeadlineIn(2 * TieredStore::kPatience));
+  });
+  ASSERT_TRUE(WaitFor([&] { return lower_->num_calls == 1; }, Soon()));
+  lower_->hangs = false;
+  while (hanging.wait_for(std::chrono::milliseconds(1)) != std::future_status::ready) {
+    ASSERT_EQ(Exists(*store_, {"a"}), 1);
+  }
+  EXPECT_TRUE(Fails(hanging.get(), kDeadline));
+  EXPECT_EQ(Exists(*store_, {"a"}), 1);
+}
+
+// Those who wait for somebody else at the same key do not wait for the tier.
+TEST_F(TieredStores, WaitingForATurnSilencesNoTier) {
+  const auto lower = std::make_shared<GatedStore>(1000);
+  const auto store = Must(TieredStore::Create(upper_, lower));
+  for (const std::string_view key : {"a", "b"}) ASSERT_TRUE(IsOk(Put(*lower, key, old_)));
+  auto slow = std::async(std::launch::async, [&] { return store->GetBytes("a", Soon()); });
+  ASSERT_TRUE(lower->asked.Wait(Soon()));
+  EXPECT_TRUE(Fails(store->GetBytes("a", DeadlineIn(2 * TieredStore::kPatience)), kDeadline));
+  lower->go_on.Open();
+  EXPECT_TRUE(Is(*store, "b", old_));
+  EXPECT_TRUE(IsOk(slow.get()));
+}
+
 // The tier that was down still has the value before: it must not answer with it.
 TEST_F(TieredStores, AnOldValueIsNeverAnswered) {
   for (const bool upper_fails : {false, true}) {
@@ -165,8 +289,7 @@ TEST_F(TieredStores, AFullTierDropsTheOldValue) {
 TEST_F(TieredStores, PinsWhereTheyCan) {
   ASSERT_TRUE(IsOk(Put(*store_, "a", old_)));
   EXPECT_TRUE(Fails(store_->Pin("a", Soon()), kUnimplemented));
-  const std::shared_ptr<HostStore> host =
-      Must(HostStore::Create({Must(HostStore::FlatLayout(10)), 200, 0}));
+  const auto host = MakeHost(200);
   const auto store = Must(TieredStore::Create(host, lower_));
   EXPECT_TRUE(IsOk(store->Pin("a", Soon())));  // Brought up.
   EXPECT_EQ(host->stats().pinned, 1);
@@ -222,18 +345,64 @@ TEST_F(TieredStores, AnUnpinThatATierHasNotDoneIsAskedAgain) {
   }
 }
 
+// Its pins may have been carried out when they fail.
+class UnsurePinnedStore : public PinnedStore {
+ public:
+  using PinnedStore::PinnedStore;
+  bool pins_for_sure() const override { return false; }
+};
+
+TEST_F(TieredStores, PinsThatAreNotForSureAreNotUsed) {
+  const auto lower = std::make_shared<UnsurePinnedStore>(1000);
+  const auto host = MakeHost(200);
+  const auto store = Must(TieredStore::Create(host, lower));
+  EXPECT_FALSE(store->pins_for_sure());
+  ASSERT_TRUE(IsOk(Put(*lower, "a", old_)));
+  EXPECT_TRUE(IsOk(store->Pin("a", Soon())));  // Brought up.
+  EXPECT_EQ(host->stats().pinned, 1);
+  EXPECT_EQ(lower->pins, 0);
+  lower->unpins = absl::UnavailableError("it may have been carried out");
+  EXPECT_TRUE(IsOk(store->Unpin("a", Soon())));
+  EXPECT_EQ(host->stats().pinned, 0);
+  EXPECT_TRUE(Must(TieredStore::Create(upper_, host))->pins_for_sure());
+}
+
+// There is no room beside the old value, and the lower tier has no pins.
+TEST_F(TieredStores, APinnedEntryIsReplacedWhereItIsPinned) {
+  const auto host = MakeHost(100);
+  const auto store = Must(TieredStore::Create(host, lower_));
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 60))));
+  ASSERT_TRUE(IsOk(store->Pin("a", Soon())));
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 2, 60))));
+  EXPECT_EQ(host->stats().pinned, 1);
+  EXPECT_TRUE(Is(*host, "a", ValueOf(1, 2, 60)));
+  {
+    const HostStore::ReadLease read = Must(host->Acquire("a"));
+    EXPECT_TRUE(
+        Fails(Put(*store, "a", ValueOf(1, 3, 60)), kExhausted, "keeps it pinned", "leased"));
+  }
+  EXPECT_TRUE(Is(*store, "a", ValueOf(1, 3, 60)));
+  // What neither tier has taken leaves the old one where it was.
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 4, 60))));
+  EXPECT_EQ(host->stats().pinned, 1);
+  lower_->down = true;
+  EXPECT_TRUE(Fails(Put(*store, "a", ValueOf(1, 5, 60)), kUnavailable, "neither tier"));
+  EXPECT_TRUE(Is(*host, "a", ValueOf(1, 4, 60)));
+  EXPECT_TRUE(IsOk(store->Unpin("a", Soon())));
+  EXPECT_EQ(host->stats().pinned, 0);
+}
+
 // The upper tier had no room for the new value of a pinned entry: the lower one keeps it.
 TEST_F(TieredStores, APinMovesWithItsEntry) {
-  const auto make = [](int64_t bytes) {
-    return std::shared_ptr<HostStore>(
-        Must(HostStore::Create({Must(HostStore::FlatLayout(10)), bytes, 0})));
-  };
-  const auto upper = make(100), lower = make(400);
+  const auto upper = MakeHost(100), lower = MakeHost(400);
   const auto store = Must(TieredStore::Create(upper, lower));
   ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 60))));
   ASSERT_TRUE(IsOk(lower->Erase("a", Soon())));  // As when it is evicted: pinned in one only.
   ASSERT_TRUE(IsOk(store->Pin("a", Soon())));
-  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 2, 60))));
+  {
+    const HostStore::ReadLease read = Must(upper->Acquire("a"));  // It leaves no room either.
+    ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 2, 60))));
+  }
   EXPECT_EQ(upper->stats().entries, 0);
   for (int i = 0; i < 50; ++i) ASSERT_TRUE(IsOk(Put(*store, absl::StrCat(i), ValueOf(2, 1, 60))));
   EXPECT_TRUE(Is(*store, "a", ValueOf(1, 2, 60)));
@@ -276,6 +445,43 @@ TEST_F(TieredStores, ABatchIsAnsweredFromBothTiers) {
   for (const auto key : {"a", "c"}) ASSERT_TRUE(IsOk(upper_->Erase(key, Soon())));
   const auto late = store_->GetBatch(std::span(gets).first(1), Soon());
   EXPECT_TRUE(Fails(late[0], kNotFound));
+}
+
+// The bytes of the one must not come up under the key of the other.
+TEST_F(TieredStores, WhatIsReadToTheSamePlaceIsNotBroughtUp) {
+  for (const std::string_view key : {"a", "b", "c", "d"}) {
+    ASSERT_TRUE(IsOk(Put(*lower_, key, ValueOf(key[0], 1, 100))));
+  }
+  Bytes out(400);
+  const auto at = [&out](size_t begin, size_t bytes) {
+    return std::span<std::byte>(out).subspan(begin, bytes);
+  };
+  // a and b overlap by a byte of one part, d by one of its own, c lies between them.
+  const std::span<std::byte> a[] = {at(0, 50), at(60, 50)}, b[] = {at(109, 100)},
+                             c[] = {at(209, 30), {}, at(239, 70)},
+                             d[] = {at(310, 50), at(359, 40), at(399, 1), at(50, 9)};
+  const std::vector<KvStore::GetItem> items = {{"d", d}, {"b", b}, {"a", a}, {"c", c}};
+  for (const auto& status : store_->GetBatch(items, Soon())) EXPECT_TRUE(IsOk(status));
+  EXPECT_TRUE(Is(*upper_, "c", ValueOf('c', 1, 100)));
+  for (const std::string_view key : {"a", "b", "d"}) {
+    EXPECT_TRUE(Misses(*upper_, key)) << key;
+    EXPECT_TRUE(Is(*store_, key, ValueOf(key[0], 1, 100))) << key;
+  }
+}
+
+// All keys at each gap would be 500 times 1000.
+TEST_F(TieredStores, GapsDoNotMakeTheLowerTierLookForAllKeys) {
+  std::vector<std::string> names;
+  for (int i = 0; i < 1000; ++i) names.push_back(absl::StrCat("key", i));
+  for (size_t i = 0; i < 500; ++i) {
+    ASSERT_TRUE(IsOk(Put(i % 2 == 0 ? *upper_ : *lower_, names[i], old_)));
+  }
+  for (size_t i = 500; i < 1000; ++i) ASSERT_TRUE(IsOk(Put(*lower_, names[i], old_)));
+  lower_->num_calls = 0;
+  EXPECT_EQ(Must(store_->Exists(std::vector<std::string_view>(names.begin(), names.end()), Soon())),
+            1000);
+  EXPECT_LE(lower_->num_keys_asked, 1000);
+  EXPECT_LE(lower_->num_calls, 250 + 10);
 }
 
 // With the same keys in another order, and often in each other's way.
