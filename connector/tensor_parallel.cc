@@ -31,6 +31,11 @@ std::map<int64_t, HeadRange> Wanted(HeadRange heads, int64_t total_heads, int64_
 }  // namespace
 
 absl::StatusOr<HeadRange> HeadsOfRank(int64_t total_heads, int64_t rank, int64_t size) {
+  if (total_heads > kMaxTensorParallel || size > kMaxTensorParallel) {
+    return absl::InvalidArgumentError(absl::StrCat("tensor-parallel rank ", rank, " of ", size,
+                                                   " with ", total_heads, " KV heads: limit ",
+                                                   kMaxTensorParallel, " of either"));
+  }
   if (total_heads < 1 || size < 1 || rank < 0 || rank >= size ||
       (total_heads % size != 0 && size % total_heads != 0)) {
     return absl::InvalidArgumentError(

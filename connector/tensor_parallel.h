@@ -11,10 +11,13 @@
 
 namespace kvferry {
 
+// Of ranks of a side, and of heads: SharesFor() goes through all of them.
+inline constexpr int64_t kMaxTensorParallel = int64_t{1} << 20;
+
 // The KV heads that a rank holds, as vLLM and SGLang share them out: each rank as many as any other, in
 // order; with more ranks than heads, several ranks in a row hold the same one. INVALID_ARGUMENT unless 0 <=
-// rank < size and one of size and total_heads is a multiple of the other. One head stands for a latent (MLA),
-// which all ranks hold.
+// rank < size, one of size and total_heads is a multiple of the other, and neither is above
+// kMaxTensorParallel. One head stands for a latent (MLA), which all ranks hold.
 absl::StatusOr<HeadRange> HeadsOfRank(int64_t total_heads, int64_t rank, int64_t size);
 
 // What a decode rank has to do with one of the prefill side's ranks.

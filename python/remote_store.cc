@@ -23,20 +23,29 @@ using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
 namespace kvferry {
 namespace {
 
-// Closed by close() or with its last owner.
+// Closed by close() or with its last owner; calls under way go on with theirs.
 class PyServer {
  public:
-  explicit PyServer(std::unique_ptr<StoreServer> server) : server_(std::move(server)) {}
-  StoreServer& get() const {
+  explicit PyServer(std::shared_ptr<StoreServer> server) : server_(std::move(server)) {}
+  PyServer(const PyServer&) = delete;
+  PyServer& operator=(const PyServer&) = delete;
+  ~PyServer() { Close(); }
+
+  // With the GIL held, as Close().
+  std::shared_ptr<StoreServer> get() const {
     if (server_ == nullptr) {
       throw StatusError(absl::FailedPreconditionError("store server: it is closed"));
     }
-    return *server_;
+    return server_;
   }
-  void Close() { server_.reset(); }
+  void Close() {
+    std::shared_ptr<StoreServer> server = std::move(server_);
+    const nb::gil_scoped_release nogil;  // Joins threads.
+    server.reset();
+  }
 
  private:
-  std::unique_ptr<StoreServer> server_;
+  std::shared_ptr<StoreServer> server_;
 };
 
 void BindRemote(nb::module_& module) {
@@ -79,11 +88,11 @@ void BindServer(nb::module_& module) {
           "Listens on config.listen_host:listen_port. `tiered` has `host` as its upper tier, and "
           "is "
           "served then; without it `host` alone is.")
-      .def_prop_ro("address", [](const PyServer& self) { return self.get().address(); })
+      .def_prop_ro("address", [](const PyServer& self) { return self.get()->address(); })
       .def(
-          "metrics", [](const PyServer& self) { return MetricsDict(self.get()); },
+          "metrics", [](const PyServer& self) { return MetricsDict(*self.get()); },
           nb::sig("def metrics(self) -> dict[str, int]"))
-      .def("close", &PyServer::Close, nb::call_guard<nb::gil_scoped_release>());
+      .def("close", &PyServer::Close);
 }
 
 }  // namespace

@@ -24,6 +24,15 @@ TEST(TensorParallel, HeadsOfARank) {
     EXPECT_TRUE(Fails(HeadsOfRank(heads, rank, size), absl::StatusCode::kInvalidArgument,
                       "tensor-parallel rank"));
   }
+  // Numbers that nobody has: they would take for ever to go through.
+  constexpr int64_t kHuge = int64_t{1} << 62;
+  constexpr int64_t kMost = kMaxTensorParallel;
+  EXPECT_EQ(Must(HeadsOfRank(kMost, 1, kMost)), (HeadRange{1, 1}));
+  for (const auto& [heads, size, prefill_size] : std::vector<std::array<int64_t, 3>>{
+           {kHuge, 8, 4}, {8, kHuge, 4}, {8, 4, kHuge}, {2 * kMost, 8, 4}}) {
+    EXPECT_TRUE(Fails(SharesFor(heads, 0, size, prefill_size), absl::StatusCode::kInvalidArgument,
+                      "limit 1048576 of either"));
+  }
   EXPECT_TRUE(Fails(SharesFor(8, 0, 2, 3), absl::StatusCode::kInvalidArgument, "of 3 with 8"));
   EXPECT_TRUE(Fails(SharesFor(8, 2, 2, 2), absl::StatusCode::kInvalidArgument, "rank 2 of 2"));
   EXPECT_TRUE(Fails(SharesFor(1, 0, 65, 1), absl::StatusCode::kInvalidArgument, "limit 64"));

@@ -47,6 +47,11 @@ ROWS = 16  # Of metadata,
 STATES = 24  # and of what lies beside the KV, at least.
 ROW, TARGET_ROW = 3, 5  # Of the metadata of a request, on the prefill and the decode side.
 CHILD_ROOM = 1 << 61
+# Heads, and the ranks of a prefill and of a decode server: fewer and more of either than heads.
+OTHER_SIZES = [
+    (4, 1, 2), (4, 2, 1), (4, 2, 4), (4, 4, 2), (4, 8, 2), (4, 2, 8), (4, 8, 1), (4, 8, 16),
+    (4, 16, 8), (2, 8, 4), (2, 4, 8), (1, 4, 2), (1, 2, 4),
+]  # fmt: skip
 rooms = itertools.count(1 << 60)
 
 
@@ -126,11 +131,15 @@ class RankOf:
         kind: str = "mha",
         has_draft: bool = False,
         hidden: int = 16,
+        heads: int = HEADS,
         **changes,
     ):
         """kind: of pool, mha, mla or, with something beside the KV, swa, mamba or dsa.
-        has_draft: there is a draft model, with a pool of the same kind. changes: of KVArgs."""
+        has_draft: there is a draft model, with a pool of the same kind. heads: of the model.
+        changes: of KVArgs."""
         self.deployment = deployment
+        self.num_heads = max(1, heads // size)
+        self.first_head = rank * heads // size
         is_mla = kind in ("mla", "dsa")
         self.page_size = DSA_PAGE if kind == "dsa" else PAGE
         self.rows = MetadataBuffers(ROWS, hidden, torch.float32, 16)
@@ -141,8 +150,8 @@ class RankOf:
             attn_dp_rank=0, attn_dcp_rank=0, attn_dcp_size=1, pp_group=None, pp_rank=0, dp_rank=0,
             tp_rank=rank, moe_tp_size=size,
         ):  # fmt: skip
-            self.pool = _make_pool(kind, max(1, HEADS // size))
-            self.draft_pool = _make_pool(kind, max(1, HEADS // size)) if has_draft else None
+            self.pool = _make_pool(kind, self.num_heads)
+            self.draft_pool = _make_pool(kind, self.num_heads) if has_draft else None
             args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = (
                 self.pool.get_contiguous_buf_infos()
             )
@@ -155,7 +164,7 @@ class RankOf:
             args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.rows.get_buf_infos()
             args.kv_layer_ids = []
             args.kv_cache_dtype_str, args.page_size = "bfloat16", self.page_size
-            args.total_kv_head_num = HEADS  # Of a decode server SGLang leaves it to the model.
+            args.total_kv_head_num = heads  # Of a decode server SGLang leaves it to the model.
             setup_state_kv_args(args, self.pool, self.draft_pool, LAYERS)
             for name, value in changes.items():
                 setattr(args, name, value)
@@ -192,6 +201,17 @@ class RankOf:
             )
             for buffer in zip(*of, strict=True)
         ]
+
+    def by_head(self) -> list[torch.Tensor]:
+        """[pages, tokens, heads, bytes] of each KV buffer, and of those of windows."""
+        return [
+            it.view(torch.uint8).view(len(it), self.page_size, self.num_heads, -1)
+            for it in self.pages() + self.states()
+        ]
+
+    def of_model(self, values: torch.Tensor) -> torch.Tensor:
+        """This rank's part of what has all heads of the model."""
+        return values[:, :, self.first_head : self.first_head + self.num_heads]
 
     def fill(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -272,7 +292,7 @@ class Transfer:
         self.senders = [it.sender(self.room) for it in prefill]
         self.receivers = [it.receiver(self.room) for it in decode]
 
-    def begin(self):
+    def ask(self):
         for receiver in self.receivers:
             receiver.send_metadata(
                 np.array(self.target, np.int32),
@@ -280,6 +300,10 @@ class Transfer:
                 self.states[1],
                 decode_prefix_len=self.prefix,
             )
+        return self
+
+    def begin(self):
+        self.ask()
         wait_status(self.senders, KVPoll.WaitingForInput)
         for sender, rank in zip(self.senders, self.prefill, strict=True):
             assert sender.pop_decode_prefix_len() == self.prefix
@@ -343,6 +367,31 @@ def check_pages(prefill, decode, before, source, target):
     for sent, got, old in zip(prefill.pages(), decode.pages(), before, strict=True):
         assert torch.equal(got[target], sent[source])
         assert torch.equal(got[untouched], old[untouched])
+
+
+def move_heads(make, kind, heads, sizes, pages, rows=((), ())):
+    """A request of a model with that many heads: every decode rank has got its heads then,
+    whichever ranks had them, and nothing else. pages, rows of windows: (source, target)."""
+    prefill, decode = make_sides(make, sizes, kind, heads=heads)
+    num_kv = len(prefill[0].pages())
+    model = []
+    for i, buffer in enumerate(prefill[0].by_head()):
+        shape = (*buffer.shape[:2], heads, buffer.shape[3])
+        model.append(torch.randint(256, shape, dtype=torch.uint8))
+        for rank in prefill:
+            rank.by_head()[i].copy_(rank.of_model(model[i]))
+    for rank in decode:
+        rank.fill(seed=2)
+    expected = [[it.clone() for it in rank.by_head()] for rank in decode]
+    for rank, its in zip(decode, expected, strict=True):
+        for i, (buffer, values) in enumerate(zip(its, model, strict=True)):
+            source, target = pages if i < num_kv else rows
+            buffer[target] = rank.of_model(values)[source]
+    states = [[np.array(it, np.int32)] if it else None for it in rows]
+    whole(prefill, decode, *pages, chunks=2, states=states)
+    for rank, its in zip(decode, expected, strict=True):
+        for got, right in zip(rank.by_head(), its, strict=True):
+            assert torch.equal(got, right), f"decode rank with head {rank.first_head}"
 
 
 def _child_main(port: int) -> None:

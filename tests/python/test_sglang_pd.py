@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ pytest.importorskip("torch")
 pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=ImportError)
 
 import kvferry  # noqa: E402
-import torch  # noqa: E402
 import zmq  # noqa: E402
 from kvferry.sglang import disaggregation, plugin  # noqa: E402
 from kvferry.sglang.pd_messages import Chunk, Request, parse  # noqa: E402
@@ -28,9 +28,8 @@ from sglang.srt.disaggregation.common.conn import KVTransferError  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
 from sglang_pd import (  # noqa: E402
     CHILD_ROOM,
-    HEADS,
+    OTHER_SIZES,
     PAGE,
-    PAGES,
     TARGET_ROW,
     Deployment,
     KVPoll,
@@ -41,6 +40,7 @@ from sglang_pd import (  # noqa: E402
     failed,
     make_ranks,
     make_sides,
+    move_heads,
     rooms,
     wait_status,
     whole,
@@ -100,24 +100,20 @@ def test_all_is_cached_on_the_decode_side(pair):
     check_pages(prefill, decode, before, [], [])
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 4), (4, 2), (8, 2), (2, 8), (8, 1)])
-def test_other_numbers_of_ranks(make, sizes):
-    """Every decode rank gets its heads, whichever ranks had them."""
-    prefill, decode = make_sides(make, sizes)
-    kv = torch.randn(len(prefill[0].pages()), PAGES, PAGE, HEADS, 8).to(torch.bfloat16)
+@pytest.mark.parametrize(("heads", "prefill", "decode"), OTHER_SIZES)
+def test_other_numbers_of_ranks(make, heads, prefill, decode):
+    move_heads(make, "mha", heads, (prefill, decode), (SOURCE, TARGET))
 
-    def of_rank(rank, size):
-        count = max(1, HEADS // size)
-        first = rank * HEADS // size
-        return kv[:, :, :, first : first + count]
 
-    for rank, it in enumerate(prefill):
-        for buffer, values in zip(it.pages(), of_rank(rank, sizes[0]), strict=True):
-            buffer.copy_(values)
-    whole(prefill, decode, SOURCE, TARGET, chunks=2)
-    for rank, it in enumerate(decode):
-        for buffer, values in zip(it.pages(), of_rank(rank, sizes[1]), strict=True):
-            assert torch.equal(buffer[TARGET], values[SOURCE])
+def test_heads_that_no_rank_has_that_is_asked_fail_the_request(make):
+    """SGLang chooses whom a rank asks. What nobody sent must not look like success."""
+    transfer = Transfer(*make_sides(make, (3, 2), heads=6), SOURCE, TARGET).ask()
+    wait_status(transfer.receivers, KVPoll.Failed)
+    wait_status(transfer.senders[:2], KVPoll.Failed)  # SGLang has the third one not asked at all.
+    assert [it.partition(": ")[2] for it in transfer.reasons()[:2]] == [
+        "this rank has heads [0, 3) and asks prefill ranks [0] of 3, none of which has head 2",
+        "this rank has heads [3, 6) and asks prefill ranks [1] of 3, none of which has head 4",
+    ]
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2)])
@@ -278,6 +274,105 @@ def test_the_prefill_side_aborts_before_the_decode_side_asks(pair):
     transfer.receivers[0].clear()
 
 
+def left_of(manager):
+    """What a prefill rank keeps of requests, without bound."""
+    return [
+        manager.request_status, manager.transfer_infos, manager.req_to_decode_prefix_len,
+        manager.failure_records, manager._outgoing, manager._by_lease,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sent", [None, 3])
+def test_nothing_is_left_of_a_request_that_the_prefill_side_aborts(pair, sent):
+    """SGLang forgets some of them right behind abort(), and looks at others once more."""
+    prefill, decode = pair
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET)
+    if sent is not None:
+        transfer.begin().send(0, sent)
+    (sender,) = transfer.senders
+    sender.abort()
+    assert not any(left_of(prefill.manager))
+    assert sender.poll() == KVPoll.Failed
+    following = prefill.sender(transfer.room)  # A room may be used again.
+    sender.abort()
+    sender.clear()
+    with pytest.raises(KVTransferError, match="Aborted by AbortReq") as error:
+        sender.failure_exception()
+    assert not error.value.is_from_another_rank
+    assert following.poll() == KVPoll.Bootstrapping
+    following.abort()
+    transfer.receivers[0].abort()
+    transfer.receivers[0].clear()
+
+
+def test_the_prefill_side_ends_a_request_by_its_time_limit(make):
+    """Who has asked is told, and who asks later: they would wait for their own time limit."""
+    (prefill,), decode = make_sides(make, (1, 2))
+    prefill.manager.bootstrap_timeout = 0.2
+    transfer = Transfer([prefill], decode, SOURCE, TARGET)
+    early, late = transfer.receivers
+    early.send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
+    wait_status(transfer.senders, KVPoll.Failed)
+    with pytest.raises(KVTransferError, match="timed out .* in KVPoll.Bootstrapping"):
+        transfer.senders[0].failure_exception()
+    wait_status([early], KVPoll.Failed)
+    late.send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
+    wait_status([late], KVPoll.Failed)
+    with pytest.raises(KVTransferError, match="timed out .* in KVPoll.Bootstrapping"):
+        early.failure_exception()
+    with pytest.raises(KVTransferError, match="Aborted by the prefill side"):
+        late.failure_exception()
+    assert not any(left_of(prefill.manager))
+
+
+def test_a_failure_is_told_once_and_not_to_who_said_so(pair, monkeypatch):
+    prefill, decode = pair
+    told = []
+    monkeypatch.setattr(
+        prefill.manager, "send_kv_status_message", lambda **message: told.append(message)
+    )
+    by_decode, by_prefill = (
+        Transfer([prefill], [decode], SOURCE, TARGET).begin() for _ in range(2)
+    )
+    by_decode.receivers[0].abort()
+    wait_status(by_decode.senders, KVPoll.Failed)
+    assert by_decode.reasons()[1] == "Aborted by the decode side"
+    assert not told
+    monkeypatch.setattr(prefill.manager, "_lease", lambda *_: 1 / 0)
+    by_prefill.send(0, len(SOURCE))
+    wait_status(by_prefill.senders, KVPoll.Failed)
+    assert by_prefill.reasons()[1] == "publishing pages: division by zero"
+    assert [it["failure_reason"] for it in told] == ["publishing pages: division by zero"]
+
+
+def test_a_failure_of_another_rank_is_told(make):
+    """SGLang says so by failure_exception() alone, whatever this rank's own status is."""
+    prefill, decode = make_sides(make, (2, 2))
+    transfer = Transfer(prefill, decode, SOURCE, TARGET).begin()
+    with pytest.raises(KVTransferError) as error:
+        transfer.receivers[0].failure_exception()
+    assert error.value.is_from_another_rank
+    wait_status(transfer.senders[:1], KVPoll.Failed)
+    with pytest.raises(KVTransferError) as error:
+        transfer.senders[1].failure_exception()
+    assert error.value.is_from_another_rank
+    wait_status(transfer.receivers[1:], KVPoll.Failed)
+    for it in (*transfer.receivers, *transfer.senders):
+        it.clear()
+
+
+def test_nothing_is_left_of_a_request_that_never_comes(pair):
+    """The router may give it to the decode side alone."""
+    prefill, decode = pair
+    receiver = decode.receiver(next(rooms))
+    receiver.send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
+    wait_for(lambda: bool(prefill.manager.transfer_infos))
+    receiver.abort()
+    receiver.clear()
+    whole([prefill], [decode], [1], [2])  # Messages come in order: the abort has been read.
+    assert not any(left_of(prefill.manager))
+
+
 def test_the_decode_side_aborts_before_the_prefill_side_begins(pair):
     """The router gives a request to both, and either may be late."""
     prefill, decode = pair
@@ -318,6 +413,25 @@ def test_another_rank_fails(make):
     assert reasons[0] == "a reason"
     assert all(not it.manager._incoming for it in decode)
     assert prefill.manager._publishers[0].metrics()["leases_live"] == 0
+
+
+def test_time_limits_are_sglangs(make, monkeypatch):
+    """Not the one that fetches have without one, which is longer than chunks take but for a prefill
+    server that is held up; nor one that is longer than kvferry's longest."""
+    monkeypatch.setenv("KVFERRY_FETCH_TIMEOUT_MS", "100")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "1000000")
+    prefill, decode = make("prefill"), make("decode")
+    endpoint = prefill.manager._publishers[0]
+    prefill.manager._publishers = [waiting := WithoutLayers(endpoint)]
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    transfer.send(0, len(SOURCE))
+    incoming = decode.manager._incoming[transfer.room]
+    wait_for(lambda: bool(incoming.handles()))
+    with pytest.raises(kvferry.DeadlineExceeded):
+        incoming.handles()[0].wait(500)
+    assert transfer.receivers[0].poll() == KVPoll.WaitingForInput
+    endpoint.all_layers_ready(kvferry.Ticket.parse(waiting.tickets[0]).lease_id)
+    transfer.end(KVPoll.Success)
 
 
 def test_leases_that_nobody_fetches_end_the_request(make, monkeypatch):
@@ -366,8 +480,7 @@ def test_draft_models_of_mla_with_other_numbers_of_ranks(make):
 
 def test_draft_models_of_mha_with_other_numbers_of_ranks_fail(make):
     """Nobody knows how the draft model's heads lie."""
-    transfer = Transfer(*make_sides(make, (2, 1), has_draft=True), SOURCE, TARGET).begin()
-    transfer.send(0, len(SOURCE))
+    transfer = Transfer(*make_sides(make, (2, 1), has_draft=True), SOURCE, TARGET).ask()
     assert "between servers of one tensor-parallel size" in failed(transfer)
 
 
@@ -472,6 +585,37 @@ def test_a_chunk_that_was_not_asked_for_fails_the_request(pair, wrong, says):
     wait_status(transfer.receivers, KVPoll.Failed)
     wait_status(transfer.senders, KVPoll.Failed)  # It has been told.
     assert says in transfer.reasons()[0]
+
+
+# ---------------------------------------------------------------- a network that fails
+
+
+def test_messages_arrive_again_when_the_network_is_back(make):
+    manager = make("prefill").manager
+    with zmq.Context() as context, context.socket(zmq.PULL) as first:
+        endpoint = f"tcp://127.0.0.1:{first.bind_to_random_port('tcp://127.0.0.1')}"
+        manager._send_multipart_locked(endpoint, [b"before"])
+        assert first.recv_multipart() == [b"before"]
+        first.close(0)
+        for _ in range(2):  # SGLang finds out at the first one, and connects anew for the second.
+            manager._send_multipart_locked(endpoint, [b"lost, or late"])
+            time.sleep(0.3)
+        with context.socket(zmq.PULL) as again:
+            again.RCVTIMEO = 10000
+            again.bind(endpoint)
+            manager._send_multipart_locked(endpoint, [b"after"])
+            while again.recv_multipart() != [b"after"]:
+                pass
+
+
+def test_a_rank_that_does_not_read_does_not_hold_up_for_long(make):
+    manager = make("prefill").manager
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(zmq.Again):
+        for _ in range(100_000):
+            begin = time.monotonic()
+            manager._send_multipart_locked(endpoint, [b"x"])
+    assert time.monotonic() - begin < 5
 
 
 # ---------------------------------------------------------------- in SGLang's server

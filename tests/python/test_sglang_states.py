@@ -12,7 +12,7 @@ pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=I
 import torch  # noqa: E402
 from kvferry.sglang import pd_pool  # noqa: E402
 from sglang_pd import (  # noqa: E402
-    HEADS,
+    OTHER_SIZES,
     KVPoll,
     Transfer,
     check_pages,
@@ -20,6 +20,7 @@ from sglang_pd import (  # noqa: E402
     failed,
     make_ranks,
     make_sides,
+    move_heads,
     whole,
 )
 
@@ -94,27 +95,10 @@ def test_a_request_may_have_none(make, kind):
         assert torch.equal(now, then)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2), (2, 4), (8, 2)])
-def test_windows_with_other_numbers_of_ranks(make, sizes):
-    prefill, decode = make_sides(make, sizes, "swa")
-    buffers = len(prefill[0].states())
-    tokens, row_bytes = 4, 16  # Of a page, and of one head.
-    pages = len(prefill[0].states()[0])
-    values = torch.randint(256, (buffers, pages, tokens, HEADS, row_bytes), dtype=torch.uint8)
-
-    def of_rank(rank, size):
-        first = rank * HEADS // size
-        part = values[:, :, :, first : first + max(1, HEADS // size)]
-        return part.reshape(buffers, pages, -1)
-
-    for rank, it in enumerate(prefill):
-        for buffer, part in zip(it.states(), of_rank(rank, sizes[0]), strict=True):
-            buffer.copy_(part)
-    both = indices("swa", ROWS), indices("swa", TARGET_ROWS)
-    whole(prefill, decode, SOURCE, TARGET, states=both)
-    for rank, it in enumerate(decode):
-        for buffer, part in zip(it.states(), of_rank(rank, sizes[1]), strict=True):
-            assert torch.equal(buffer[TARGET_ROWS], part[ROWS])
+@pytest.mark.parametrize(("heads", "prefill", "decode"), OTHER_SIZES)
+def test_windows_with_other_numbers_of_ranks(make, heads, prefill, decode):
+    sizes = prefill, decode
+    move_heads(make, "swa", heads, sizes, (SOURCE, TARGET), (ROWS, TARGET_ROWS))
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
@@ -134,8 +118,7 @@ def test_linear_attention_with_other_numbers_of_ranks_fails(make):
     prefill = [make("prefill", rank, 2, kind="mamba") for rank in range(2)]
     decode = make("decode", kind="mamba")
     both = indices("mamba", ROWS), indices("mamba", TARGET_ROWS)
-    transfer = Transfer(prefill, [decode], SOURCE, TARGET, states=both).begin()
-    transfer.send(0, len(SOURCE))
+    transfer = Transfer(prefill, [decode], SOURCE, TARGET, states=both).ask()
     assert "one tensor-parallel size, not from 2 to 1" in failed(transfer)
 
 

@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVManager,
     CommonKVReceiver,
     CommonKVSender,
+    KVTransferError,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_device
@@ -44,6 +45,8 @@ _logger = logging.getLogger(__name__)
 _REFUSED = (kvferry.Error, ValueError)
 # An endpoint's thread ends transfers as soon as it is asked to: this time is not used up.
 _SETTLE_TIMEOUT_MS = 5000
+_SEND_TIMEOUT_MS = 1000  # Of a message to a rank that does not read.
+_RECONNECT_MS, _MAX_RECONNECT_MS = 100, 2000  # The first wait, and the longest.
 _MAX_RECENT_ROOMS = 65536
 _ABORTED_HERE = "Aborted by the prefill side"
 _ABORTED_THERE = "Aborted by the decode side"
@@ -111,9 +114,9 @@ class _Incoming:
     states: list[list[int]]  # Rows of each.
     aux_index: int | None
     readers: int  # Decode ranks that ask the same prefill rank.
-    prefill_size: int  # Ranks of the prefill server,
-    prefill_ranks: list[int]  # those of them that this rank has asked,
+    prefill_ranks: list[int]  # That this rank has asked,
     num_senders: int  # and how many of those send.
+    heads: list[dict[int, tuple[int, int]]]  # Of each pool: what comes from which of them.
     senders: dict[int, _FromRank] = dataclasses.field(default_factory=dict)
     is_closed: bool = False
 
@@ -172,7 +175,7 @@ class KVManager(CommonKVManager):
             self._outgoing: dict[int, _Outgoing] = {}
             self._by_lease: dict[_LeaseKey, tuple[int, _Outgoing]] = {}
             self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-            self._given_up = _RecentRooms()  # Aborted on this side.
+            self._given_up = _RecentRooms()  # Failed, and the decode side knows.
             self._begun = _RecentRooms()
             self._aborted_early = _RecentRooms()  # On the decode side, before they began here.
             self._publishers = self._endpoints(kvferry.PrefillEndpoint, name)
@@ -182,6 +185,10 @@ class KVManager(CommonKVManager):
             self._start("prefill", self._serve, self._on_prefill_message)
         else:
             self._incoming: dict[int, _Incoming] = {}
+            # How long a request may take is SGLang's to say, which ends it then. Not 0, which would
+            # be fetch()'s own limit.
+            longest = kvferry.Config.make().max_fetch_timeout_ms
+            self._fetch_timeout_ms = max(1, min(int(self.waiting_timeout * 1000), longest))
             self._fetchers = self._endpoints(kvferry.DecodeEndpoint, name)
             self._start("decode", self._serve, self._on_decode_message)
             self._threads.append(self._start_heartbeat_checker_thread())
@@ -247,6 +254,28 @@ class KVManager(CommonKVManager):
             thread.join(_SETTLE_TIMEOUT_MS / 1e3)
         self._zmq_ctx.destroy(linger=0)
 
+    def _connect(self, endpoint: str, is_ipv6: bool = False) -> zmq.Socket:
+        """SGLang's own sockets do not connect again: one whose first attempt fails, while the
+        network is away, takes messages and loses them for ever, and when it is full of them each
+        send blocks for 30 seconds, also on the scheduler's thread."""
+        with self._socket_lock:
+            if endpoint not in self._socket_cache:
+                socket = self._zmq_ctx.socket(zmq.PUSH)
+                socket.setsockopt(zmq.IPV6, is_ipv6)
+                socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+                socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
+                socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
+                socket.setsockopt(zmq.LINGER, 0)
+                # A peer that is gone without a word is found out in 45 seconds, as SGLang has it.
+                socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+                socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+                socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+                socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+                socket.connect(endpoint)
+                self._socket_cache[endpoint] = socket
+                self._socket_send_locks[endpoint] = threading.Lock()
+            return self._socket_cache[endpoint]
+
     def _serve(self, on_message: Callable[[list[bytes]], None]) -> None:
         """Reads what the other side says. In a thread of its own."""
         while True:
@@ -291,9 +320,15 @@ class KVManager(CommonKVManager):
             )
 
     def _add_destination(self, message: Request) -> None:
-        if message.room in self._given_up:
+        with self._lock:  # Either give_up() tells this one, or it is refused.
+            is_given_up = message.room in self._given_up
+            if not is_given_up:
+                self._note_destination(message)
+        if is_given_up:
             self._refuse(message)
-            return
+
+    def _note_destination(self, message: Request) -> None:
+        """Holds the lock."""
         infos = self.transfer_infos.setdefault(message.room, {})
         infos[message.rank] = _Destination(
             message.ip, message.port, message.readers, message.prefix, message.is_dummy
@@ -314,20 +349,39 @@ class KVManager(CommonKVManager):
         )
 
     def give_up(self, room: int) -> None:
-        """Tells the decode side, also if it asks later: it would wait for its time limit."""
-        self._given_up.add(room)
-        self.conclude_failure(bootstrap_room=room, failure_reason=_ABORTED_HERE)
+        """Tells the decode side, once, and who asks later: they would wait for a time limit."""
+        with self._lock:
+            if room in self._given_up:
+                return
+            self._given_up.add(room)
+            targets = self._room_notify_targets(room)
+        self.send_kv_status_message(
+            targets=targets,
+            bootstrap_room=room,
+            status=KVPoll.Failed,
+            failure_reason=self.failure_records.get(room, _ABORTED_HERE),
+        )
+
+    def _fail_outgoing(self, room: int, reason: str) -> None:
+        """Does not wait for the scheduler's look at it."""
+        if room in self.request_status:
+            self._fail(room, reason)
+            self.give_up(room)
 
     def begin(self, room: int) -> None:
         """Before anything can come for it; a room may be used again."""
-        self._given_up.take(room)
+        with self._lock:
+            self._given_up.take(room)
 
     def begun(self, room: int) -> None:
         """It has a status: from here on an abort of the decode side finds it."""
         with self._lock:
             self._begun.add(room)
             was_aborted = self._aborted_early.take(room)
+            if was_aborted:
+                self._given_up.add(room)
         if was_aborted:
+            self.update_status(room, KVPoll.Bootstrapping)  # The abort may have taken it away.
             self._fail(room, _ABORTED_THERE)
 
     def _abort_from_decode(self, room: int) -> None:
@@ -337,7 +391,16 @@ class KVManager(CommonKVManager):
         with self._lock:
             if room not in self._begun:
                 self._aborted_early.add(room)
+                self._forget(room)  # The request may never come.
+            elif room in self.request_status:
+                self._given_up.add(room)
         self._fail(room, _ABORTED_THERE)  # The scheduler cleans up.
+
+    def _forget(self, room: int) -> None:
+        """What SGLang's classes note of a request that has asked."""
+        self.request_status.pop(room, None)
+        self.transfer_infos.pop(room, None)
+        self.req_to_decode_prefix_len.pop(room, None)
 
     def add_transfer_request(
         self,
@@ -388,9 +451,7 @@ class KVManager(CommonKVManager):
             try:
                 self._publish(job)
             except Exception as error:
-                self.conclude_failure(
-                    bootstrap_room=job.room, failure_reason=f"publishing pages: {error}"
-                )
+                self._fail_outgoing(job.room, f"publishing pages: {error}")
 
     def _publish(self, job: _Job) -> None:
         if job.wait_event is not None:
@@ -448,9 +509,7 @@ class KVManager(CommonKVManager):
             request = self._outgoing.get(room)
             is_done = request is not None and request.is_whole and not request.leases
         for other in expired:
-            self.conclude_failure(
-                bootstrap_room=other, failure_reason="the decode side did not fetch in time"
-            )
+            self._fail_outgoing(other, "the decode side did not fetch in time")
         if is_done:
             self.update_status(room, KVPoll.Success)
 
@@ -497,6 +556,10 @@ class KVManager(CommonKVManager):
             prefix=decode_prefix_len or 0,
             is_dummy=is_dummy,
         ).frames()
+
+    def shares_of(self, asked: list[int], prefill_size: int) -> list[dict[int, tuple[int, int]]]:
+        """Of each pool; see AdoptedPool."""
+        return [it.shares_of(asked, prefill_size) for it in self._pools]
 
     def expect(self, room: int, incoming: _Incoming) -> None:
         with self._lock:
@@ -575,13 +638,14 @@ class KVManager(CommonKVManager):
             )
         if not pages:
             return
-        heads = self._pools[part].heads_from(Rank(rank, incoming.prefill_size))
+        heads = incoming.heads[part].get(rank)
         sender.handles.append(
             self._fetchers[part].fetch(
                 ticket,
                 0,
                 [] if heads is None else pages,
                 heads=heads or (0, 0),
+                timeout_ms=self._fetch_timeout_ms,
                 reader=(self.attn_tp_rank % incoming.readers, incoming.readers),
             )
         )
@@ -639,6 +703,8 @@ class KVSender(CommonKVSender):
     kv_mgr: KVManager
 
     def __init__(self, mgr: KVManager, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
+        self._is_over = False  # From then on what is known of the room may be another request's.
+        self._why_aborted: str | None = None
         mgr.begin(bootstrap_room)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
         mgr.begun(bootstrap_room)
@@ -648,11 +714,26 @@ class KVSender(CommonKVSender):
         return super().poll()
 
     def abort(self) -> None:
+        """SGLang forgets some requests right behind it, so it has to leave nothing."""
+        if self._is_over:
+            return
         self.kv_mgr.give_up(self.bootstrap_room)
         super().abort()
-        self.kv_mgr.settle_outgoing(self.bootstrap_room)
+        self._why_aborted = self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
+        self.clear()
+
+    def failure_exception(self) -> None:
+        if self._why_aborted is not None:
+            raise KVTransferError(self.bootstrap_room, self._why_aborted)
+        # A time limit, or another rank's failure: nobody has told those that have asked this one.
+        if self.kv_mgr.request_status.get(self.bootstrap_room) not in (None, KVPoll.Success):
+            self.kv_mgr.give_up(self.bootstrap_room)
+        super().failure_exception()
 
     def clear(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
         self.kv_mgr.settle_outgoing(self.bootstrap_room)
         super().clear()
 
@@ -667,6 +748,12 @@ class KVReceiver(CommonKVReceiver):
         self, kv_indices, aux_index=None, state_indices=None, *args, **kwargs
     ) -> None:
         if self.bootstrap_infos is not None:
+            asked = list(self.target_tp_ranks)
+            try:
+                heads = self.kv_mgr.shares_of(asked, self.prefill_info.attn_tp_size)
+            except _REFUSED as error:
+                self.kv_mgr._fail(self.bootstrap_room, str(error))
+                return  # poll() tells the prefill side.
             self.kv_mgr.expect(
                 self.bootstrap_room,
                 _Incoming(
@@ -674,9 +761,9 @@ class KVReceiver(CommonKVReceiver):
                     self.kv_mgr.rows_of_states(state_indices),
                     aux_index,
                     readers=self.required_dst_info_num,
-                    prefill_size=self.prefill_info.attn_tp_size,
-                    prefill_ranks=list(self.target_tp_ranks),
+                    prefill_ranks=asked,
                     num_senders=self.required_prefill_response_num,
+                    heads=heads,
                 ),
             )
         super().send_metadata(kv_indices, aux_index, state_indices, *args, **kwargs)
@@ -691,6 +778,9 @@ class KVReceiver(CommonKVReceiver):
         return status
 
     def clear(self) -> None:
+        """Also of failure_exception(), where another rank has failed and poll() does not say so."""
+        if self.kv_mgr.request_status.get(self.bootstrap_room) not in (None, KVPoll.Success):
+            self.ensure_abort_notified()  # It would keep its pages until the leases end.
         self.kv_mgr.settle_incoming(self.bootstrap_room)
         super().clear()
 

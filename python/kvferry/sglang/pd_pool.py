@@ -73,20 +73,36 @@ class AdoptedPool:
             return 0, 0
         return kvferry.heads_of_rank(self.total_heads, *self.rank)[0], self.total_heads
 
-    def heads_from(self, prefill: Rank) -> tuple[int, int] | None:
-        """What this rank gets from that one, as fetch() takes it. None: nothing, it only ends that
-        one's leases. Raises ValueError where it cannot get what it needs."""
-        if self.sharing is Sharing.NONE or prefill.size == self.rank.size:
-            return 0, 0
-        if self.sharing is Sharing.OWN:
+    def shares_of(self, asked: list[int], prefill_size: int) -> dict[int, tuple[int, int]]:
+        """What this rank gets from each of the prefill ranks that SGLang has it ask, as fetch()
+        takes it. One that is left out has nothing for it but leases, which it ends. Raises
+        ValueError where they do not have all that this rank needs."""
+        if self.sharing is Sharing.HEADS:
+            return self._heads_of(asked, prefill_size)
+        if self.sharing is Sharing.OWN and prefill_size != self.rank.size:
             raise ValueError(
                 f"{self.identity}: kvferry moves it between servers of one tensor-parallel size, "
-                f"not from {prefill.size} to {self.rank.size}"
+                f"not from {prefill_size} to {self.rank.size}"
             )
-        for share in kvferry.shares_for(self.total_heads, *self.rank, prefill.size):
-            if share.rank == prefill.rank and share.heads[1]:
-                return share.heads
-        return None
+        return dict.fromkeys(asked, (0, 0))
+
+    def _heads_of(self, asked: list[int], prefill_size: int) -> dict[int, tuple[int, int]]:
+        """Each head of this rank from the first one that has it. Not kvferry.shares_for(), which
+        chooses among all prefill ranks with the same head: SGLang has chosen already."""
+        first, count = kvferry.heads_of_rank(self.total_heads, *self.rank)
+        shares, have, end = {}, first, first + count
+        for rank in sorted(asked):
+            held, holds = kvferry.heads_of_rank(self.total_heads, rank, prefill_size)
+            until = min(held + holds, end)
+            if held <= have < until:
+                shares[rank] = have, until - have
+                have = until
+        if have != end:
+            raise ValueError(
+                f"{self.identity}: this rank has heads [{first}, {end}) and asks prefill ranks "
+                f"{asked} of {prefill_size}, none of which has head {have}"
+            )
+        return shares
 
 
 def adopt(args: KVArgs, *, is_mla: bool, rank: Rank, device: str, model: str) -> list[AdoptedPool]:
