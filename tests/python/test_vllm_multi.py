@@ -1,15 +1,23 @@
 """What our connectors do for vLLM's MultiConnector, without an engine."""
 
 import functools
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kvferry.vllm import KVFerryConnector, limits, siblings  # noqa: E402
-from kvferry.vllm.metadata import Addresses, StoreAddress, WorkerAddress  # noqa: E402
-from kvferry.vllm.telemetry import TransferMetrics, TransferStats  # noqa: E402
+from kvferry.vllm import KVFerryConnector, layout, limits, siblings  # noqa: E402
+from kvferry.vllm import connector as connector_module  # noqa: E402
+from kvferry.vllm.metadata import (  # noqa: E402
+    Addresses,
+    StepMetadata,
+    StoreAddress,
+    WorkerAddress,
+)
+from kvferry.vllm.telemetry import Options, TransferMetrics, TransferStats  # noqa: E402
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (  # noqa: E402
@@ -67,7 +75,11 @@ def test_addresses_of_another_connector_are_no_index_error_later(foreign):
 
 def config(policy: str, role: str = "kv_both") -> SimpleNamespace:
     return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy, kv_role=role)
+        kv_transfer_config=SimpleNamespace(
+            kv_load_failure_policy=policy,
+            kv_role=role,
+            is_kv_consumer=role in ("kv_consumer", "kv_both"),
+        )
     )
 
 
@@ -88,6 +100,78 @@ def test_the_engine_s_policy_counts_and_not_the_connector_s(monkeypatch):
     with pytest.raises(ValueError, match="kv_role"):
         producer = config("fail", "kv_producer")
         limits.check_store_supported(producer, KVConnectorRole.SCHEDULER, FULL_ATTENTION)
+
+
+@pytest.mark.parametrize(
+    "child, engine, is_refused",
+    [
+        ("kv_both", "kv_producer", True),
+        ("kv_consumer", "kv_producer", True),
+        ("kv_both", "kv_both", False),
+        ("kv_both", "kv_consumer", False),
+        ("kv_both", None, False),
+        ("kv_producer", "kv_producer", False),
+        ("kv_producer", "kv_both", False),
+        ("kv_producer", None, False),
+    ],
+)
+def test_who_loads_needs_an_engine_that_expects_it(monkeypatch, child, engine, is_refused):
+    outer = engine and config("recompute", engine)
+    monkeypatch.setattr(limits, "get_current_vllm_config_or_none", lambda: outer)
+    own = config("recompute", child)
+    limits.check_engine_role(own, KVConnectorRole.SCHEDULER)  # It cannot see the outer one.
+    with pytest.raises(ValueError, match="kv_role.*whole") if is_refused else nullcontext():
+        limits.check_engine_role(own, KVConnectorRole.WORKER)
+
+
+def test_workers_are_told_what_a_step_takes_back():
+    connector = object.__new__(KVFerryConnector)
+    connector._prefill_worker, connector._store_worker = MagicMock(), MagicMock()
+    connector._decode_worker, connector._connector_metadata = None, None
+    meta = StepMetadata(
+        preempted=["a"],
+        preempted_ended=["b"],
+        store_preempted=["c"],
+        store_preempted_ended=["d"],
+        store_loads=["e"],
+        store_cancelled=["f"],
+    )
+    connector.handle_preemptions(meta)
+    connector._prefill_worker.release_preempted.assert_called_once_with(["a"], ["b"])
+    connector._store_worker.end_saves.assert_called_once_with(["c"], ["d"])
+    connector.bind_connector_metadata(meta)
+    # A load of a request that has ended meanwhile is cancelled behind its beginning.
+    assert connector._store_worker.mock_calls[-2:] == [call.load(["e"]), call.cancel(["f"])]
+
+
+@pytest.mark.parametrize(
+    "dp_rank, tp_rank, port", [(0, 0, 6000), (0, 1, 6001), (1, 0, 6002), (1, 1, 6003)]
+)
+def test_ranks_of_several_engines_of_one_configuration_listen_apart(
+    monkeypatch, dp_rank: int, tp_rank: int, port: int
+):
+    connector = object.__new__(KVFerryConnector)
+    transfer = SimpleNamespace(engine_id=f"e_dp{dp_rank}", is_kv_producer=True)
+    transfer.is_kv_consumer = False
+    parallel = SimpleNamespace(
+        data_parallel_size=1,  # As vLLM has it of models without experts.
+        data_parallel_rank=0,
+        data_parallel_index=dp_rank,
+        tensor_parallel_size=2,
+    )
+    connector._kv_transfer_config = transfer
+    connector._vllm_config = SimpleNamespace(parallel_config=parallel)
+    connector._kv_cache_config = connector._allocation = connector._stats = None
+    connector._options = Options.parse({"listen_port": 6000})
+    made = []
+    connector.prefill_worker_class = lambda cache, *more: made.append(more) or Worker(PULL)
+    cache = SimpleNamespace(knows_numbers=True)
+    monkeypatch.setattr(layout, "AdoptedCache", lambda *_: cache)
+    monkeypatch.setattr(layout, "model_identity", lambda *_, **__: "m")
+    monkeypatch.setattr(connector_module, "get_tensor_model_parallel_rank", lambda: tp_rank)
+    connector.register_kv_caches({})
+    ((config, *_),) = made
+    assert config.listen_port == port
 
 
 def test_statistics_find_their_class_and_the_way_to_prometheus():

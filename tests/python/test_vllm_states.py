@@ -1,5 +1,7 @@
 """Requests of models with recurrent states, in the connector's scheduler half."""
 
+from collections import Counter
+
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -51,6 +53,24 @@ def test_a_prompt_is_computed_up_to_its_last_token_alone():
     assert delay
     tickets = [kvferry.Ticket.parse(text) for (text,) in params["kvferry_group_tickets"]]
     assert [(it.num_pages, it.num_tokens) for it in tickets] == [(1, 39), (3, 39), (1, 39)]
+
+
+def test_all_that_is_published_is_held_until_it_is_taken_back():
+    """vLLM may zero the blocks of a preempted request before the workers take its leases back, if
+    it gives them to another one in the same step."""
+    prefill = Prefill(windows=WINDOWS)
+    it = arrive(prefill, of_vllm(1500, dict(TRANSFER)))
+    (part,) = prefill.step({"r": 1024}).publications
+    assert +prefill.blocks.held == Counter(part.block_ids)
+    assert prefill.step({}, {"r"}).preempted == ["r"]
+    assert not +prefill.blocks.held
+    published = prefill.step({"r": 1499}).publications
+    assert +prefill.blocks.held == Counter(block for it in published for block in it.block_ids)
+    it.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert prefill.scheduler.request_finished(it)[0]
+    assert +prefill.blocks.held
+    prefill.report(finished_sending={"r"})
+    assert not +prefill.blocks.held
 
 
 def test_a_prompt_of_embeddings_is_shortened_too():

@@ -2,6 +2,7 @@
 when the store does not do its part."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,6 +137,22 @@ def test_what_the_store_promised_and_did_not_give_is_computed(scheduler: Schedul
     assert ask(it, 0) == (3 * BLOCK, True)
 
 
+@pytest.mark.parametrize("reported", [False, True])
+def test_the_load_of_an_aborted_request_is_cancelled(scheduler: Scheduler, reported: bool):
+    scheduler.put(keys_of(scheduler, request("before", 2)))
+    it = request("r", 2)
+    scheduler.half.on_new_request(it)
+    assert scheduler.half.get_num_new_matched_tokens(it, 0) == (2 * BLOCK, True)
+    scheduler.half.update_state_after_alloc(it, TABLE, 2 * BLOCK)
+    if reported:
+        scheduler.half.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
+    assert scheduler.half.request_finished(it) is False
+    meta = scheduler.step({})
+    assert len(meta.store_loads) == 1
+    assert meta.store_cancelled == ([] if reported else ["r"])
+    assert scheduler.step({}).store_cancelled == []
+
+
 def test_a_preempted_request_is_reported_only_for_what_it_saves_afterwards(scheduler: Scheduler):
     it = request("r", 3)
     scheduler.half.on_new_request(it)
@@ -179,6 +196,27 @@ def test_namespaces_share_nothing(scheduler: Scheduler):
     assert not set(keys) & set(keys_of(other, request("r", 2)))
     other.close()
     assert keys == keys_of(scheduler, request("s", 2))
+
+
+def test_adapters_share_nothing_whatever_their_name(scheduler: Scheduler):
+    def keys(salt: str | None, *adapter: str) -> bytes:
+        names = ("lora_name", "lora_path")
+        lora = SimpleNamespace(**dict(zip(names, adapter, strict=True))) if adapter else None
+        it = request("r", 1, lora_request=lora, cache_salt=salt)
+        (key,) = keys_of(scheduler, it)
+        return key
+
+    different = [
+        keys(None),
+        keys("a"),
+        keys(None, "a", "/b"),
+        keys(None, "a", "/c"),  # The name was given to another adapter.
+        keys(None, "d", "/b"),
+        keys("a", "a", "/b"),
+        keys("a\0a\0/b"),
+    ]
+    assert len(set(different)) == len(different)
+    assert keys("a", "a", "/b") == keys("a", "a", "/b")
 
 
 def test_a_reset_of_what_cannot_be_emptied_is_no_success(scheduler: Scheduler):
@@ -247,6 +285,15 @@ def test_embedded_stores_are_reached_from_the_scheduler(backend, tmp_path):
     opened.close()
 
 
+def test_each_engine_of_a_host_has_folders_of_its_own(tmp_path: Path):
+    config, pool = kvferry.Config.make({}), kvferry.KvPool.create(LAYOUT, BLOCKS)
+    for rank, dp_rank in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        opened = open_store(embedded("rocksdb", tmp_path), pool, config, "m", "n", rank, dp_rank)
+        opened.close()
+    folders = {it.name for it in tmp_path.iterdir()}
+    assert folders == {"rank0", "rank1", "dp1-rank0", "dp1-rank1"}
+
+
 @pytest.mark.parametrize("backend", ["host", "rocksdb", "tiered"])
 def test_embedded_stores_serve_their_pages(backend: str, tmp_path):
     config = kvferry.Config.make({})
@@ -266,21 +313,29 @@ def test_embedded_stores_serve_their_pages(backend: str, tmp_path):
 
 
 class HeldStore:
-    """A store in which puts wait until they are let go on, or for their deadline."""
+    """A store in which puts and gets wait until they are let go on, or for their deadline."""
 
     def __init__(self, store):
         self._store = store
         self.began = threading.Event()
         self.go_on = threading.Event()
-        self.puts = 0
-        self.late_s = 0.0  # What a put takes beyond its deadline.
+        self.puts = self.gets = 0
+        self.late_s = 0.0  # What one takes beyond its deadline.
 
     def put_pages(self, keys, pool, pages, *, timeout_ms):
         self.puts += 1
+        self._hold(timeout_ms)
+        return self._store.put_pages(keys, pool, pages, timeout_ms=timeout_ms)
+
+    def get_pages(self, keys, pool, pages, *, timeout_ms):
+        self.gets += 1
+        self._hold(timeout_ms)
+        return self._store.get_pages(keys, pool, pages, timeout_ms=timeout_ms)
+
+    def _hold(self, timeout_ms: int) -> None:
         self.began.set()
         if not self.go_on.wait(timeout_ms / 1e3 + self.late_s):
             raise kvferry.DeadlineExceeded("held")
-        return self._store.put_pages(keys, pool, pages, timeout_ms=timeout_ms)
 
     def __getattr__(self, name: str):
         return getattr(self._store, name)
@@ -291,13 +346,25 @@ class Worker:
         self.pool = kvferry.KvPool.create(LAYOUT, BLOCKS)
         config = kvferry.Config.make({"fetch_timeout_ms": timeout_ms})
         cache = SimpleNamespace(pool=self.pool, device=device)
-        self.half = StoreWorker(cache, HOST, config, "m", "n", 0, Trace("", 0), TransferStats())
+        self.half = StoreWorker(cache, HOST, config, "m", "n", 0, 0, Trace("", 0), TransferStats())
         self.store = self.half._opened.store = HeldStore(self.half._opened.store)
 
     def save(self, request_id: str, block: int) -> bytes:
         key = f"{request_id} {block}".encode()
         self.half.save([StoreSave(request_id, [key], [block])])
         return key
+
+    def load(self, request_id: str, block: int) -> None:
+        self.half.load([StoreLoad(request_id, [b"of nobody"], [block], 0)])
+
+    def wait_loaded(self, request_ids: set[str]) -> None:
+        left = set(request_ids)
+
+        def reported() -> bool:
+            left.difference_update(self.half.take_finished(set())[1])
+            return not left
+
+        wait_for(reported)
 
     def wait_saved(self, finished: set[str]) -> None:
         """Until the finished requests, all of them, are reported."""
@@ -384,6 +451,51 @@ def test_a_store_that_hangs_holds_blocks_no_longer_than_one_save_may_take():
     worker.wait_saved(requests)
     assert worker.store.puts == 1
     worker.close()
+
+
+def test_loads_do_not_wait_for_a_store_that_hangs_one_behind_the_other():
+    worker = Worker(timeout_ms=300)
+    for block in range(BLOCKS):
+        worker.load(f"r{block}", block)
+    worker.wait_loaded({f"r{block}" for block in range(BLOCKS)})
+    assert worker.store.gets == 1
+    assert worker.half.take_missing_blocks() == set(range(BLOCKS))
+    # Nor does the next one, but what is saved may go elsewhere.
+    worker.load("later", 1)
+    worker.wait_loaded({"later"})
+    assert worker.store.gets == 1
+    worker.store.go_on.set()
+    worker.save("saved", 1)
+    worker.wait_saved({"saved"})
+    assert worker.store.puts == 1
+    worker.close()
+
+
+def test_the_time_that_a_load_may_take_begins_when_it_is_asked_for():
+    worker = Worker(timeout_ms=100)
+    worker.store.late_s = WAIT_S
+    worker.load("slow", 1)
+    worker.load("behind", 2)
+    asked = time.monotonic()
+    assert worker.store.began.wait(WAIT_S)
+    wait_for(lambda: time.monotonic() - asked > 0.2)
+    worker.store.go_on.set()
+    worker.wait_loaded({"slow", "behind"})
+    assert worker.store.gets == 1
+    assert worker.half.take_missing_blocks() == {1, 2}
+    worker.close()
+
+
+def test_a_load_that_nobody_waits_for_does_not_wait_for_others(worker: Worker):
+    worker.load("other", 0)
+    assert worker.store.began.wait(WAIT_S)
+    worker.load("aborted", 1)
+    worker.half.cancel(["aborted", "unknown"])
+    worker.wait_loaded({"aborted"})
+    assert worker.half._stats.data["failed"] == []  # It is no fault of the store.
+    worker.store.go_on.set()
+    worker.wait_loaded({"other"})
+    assert worker.store.gets == 1
 
 
 def test_a_block_is_saved_when_the_device_has_computed_it():

@@ -146,10 +146,30 @@ def test_aborted_prompt(published: bool):
     assert prefill.step({}).withdrawn == []
 
 
+@pytest.mark.parametrize(
+    "status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_LENGTH_CAPPED]
+)
+def test_a_prompt_that_is_preempted_and_ends_before_the_next_step(status: RequestStatus):
+    """As a reset of the prefix cache preempts: between steps."""
+    prefill = Prefill()
+    it = prefill.arrive(40)
+    prefill.step({"r": 40})
+    it.status = status
+    assert prefill.scheduler.request_finished(it)[0]
+    # Its blocks are others' from this step on, and the engine waits for the report all the same.
+    meta = prefill.step({}, {"r"})
+    assert (meta.preempted, meta.preempted_ended, meta.withdrawn) == ([], ["r"], [])
+    assert prefill.step({}) == StepMetadata()
+    prefill.report(finished_sending={"r"})
+    assert prefill.step({}, {"r"}) == StepMetadata()
+
+
 class Decode:
-    def __init__(self, tp_size: int = 1, room: Room | None = None, windows=(None,)):
+    def __init__(
+        self, tp_size: int = 1, room: Room | None = None, windows=(None,), max_fetches: int = 1024
+    ):
         self.scheduler = DecodeScheduler(
-            vllm_config(tp_size), BLOCK, list(windows), room or Room(1000, 10)
+            vllm_config(tp_size), BLOCK, list(windows), room or Room(1000, 10), max_fetches
         )
 
     def allocate(self, it, cached: int, *block_ids: list[int]):
@@ -522,6 +542,122 @@ def test_a_prompt_beyond_the_room_waits_until_nothing_else_does():
     assert decode.scheduler.get_num_new_matched_tokens(loads[1], 0) == (SIX_BLOCKS, True)
 
 
+def test_no_load_goes_before_one_that_waits_for_room():
+    decode = Decode(room=room_for_twelve_blocks())
+    ask = decode.scheduler.get_num_new_matched_tokens
+    a, b, long, short = (
+        request(name, blocks * BLOCK, FROM | {"transfer_id": 16 * name})
+        for name, blocks in (("a", 6), ("b", 6), ("c", 11), ("d", 1))
+    )
+    for it in (a, b):
+        assert len(decode.allocate(it, 0, list(range(6))).loads) == 1
+    for finished in ("a", "b"):
+        assert ask(long, 0) == (None, False)
+        assert ask(short, 0) == (None, False)
+        assert ask(request("t", SIX_BLOCKS, remote()), 0) == (SIX_BLOCKS, True)
+        decode.step()
+        decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={finished}))
+    assert ask(long, 0) == (11 * BLOCK, True)
+    assert ask(short, 0) == (BLOCK, True)
+
+
+def test_a_load_that_the_engine_does_not_ask_for_any_more_is_in_nobodys_way():
+    decode = Decode(room=room_for_twelve_blocks())
+    ask = decode.scheduler.get_num_new_matched_tokens
+    first, long, short = (
+        request(name, blocks * BLOCK, FROM | {"transfer_id": 16 * name})
+        for name, blocks in (("a", 6), ("b", 12), ("c", 1))
+    )
+    assert len(decode.allocate(first, 0, list(range(6))).loads) == 1
+    assert ask(long, 0) == (None, False)
+    assert ask(short, 0) == (None, False)
+    decode.step()  # It was aborted, or waits for its adapter.
+    assert ask(short, 0) == (BLOCK, True)
+
+
+def test_prompts_that_nobody_has_asked_for_are_computed_in_the_order_in_which_they_came():
+    prefill = Prefill(room=room_for_twelve_blocks())
+    a, b, long, short, beyond = (
+        prefill.arrive(blocks * BLOCK, ANNOUNCED | {"transfer_id": 16 * name}, name)
+        for name, blocks in (("a", 6), ("b", 6), ("c", 11), ("d", 1), ("e", 13))
+    )
+    assert prefill.begin(a) and prefill.begin(b)
+    prefill.report(finished_sending={"a"})
+    leases = prefill.step({}).unasked
+    assert not prefill.begin(long) and not prefill.begin(short)
+    assert prefill.begin(prefill.arrive(SIX_BLOCKS, name="t"))
+    prefill.report({leases[2]})  # The fourth: asked for, and computed whoever waits.
+    assert prefill.begin(short)
+    prefill.report(finished_sending={"b"})
+    prefill.step({})
+    # One that is longer than the room waits for being asked for, and the others not for it.
+    assert not prefill.begin(beyond) and prefill.begin(long)
+    # But for one whose time has come.
+    last = prefill.arrive(BLOCK, ANNOUNCED | {"transfer_id": 16 * "f"}, "f")
+    prefill.step({})
+    prefill.scheduler._watched["e"].arrived -= FETCH_TIMEOUT_MS / 1e3 + 1
+    assert not prefill.begin(beyond) and not prefill.begin(last)
+    prefill.report(finished_sending={"c"})
+    prefill.step({})
+    assert prefill.begin(beyond) and not prefill.begin(last)
+
+
+def test_a_prompt_that_nobody_asks_for_does_not_go_before_a_load():
+    """In an engine that does both: nobody depends on its being computed."""
+    room = room_for_twelve_blocks()
+    prefill, decode = Prefill(room=room), Decode(room=room)
+    first = prefill.arrive(SIX_BLOCKS, ANNOUNCED, "a")
+    assert prefill.begin(first)
+    load = request("b", 12 * BLOCK, dict(FROM))
+    assert decode.scheduler.get_num_new_matched_tokens(load, 0) == (None, False)
+    second = prefill.arrive(BLOCK, ANNOUNCED | {"transfer_id": 16 * "c"}, "c")
+    assert not prefill.begin(second)
+    decode.step()
+    assert prefill.begin(second)
+
+
+TWO_PARTS = 2048
+
+
+def test_no_more_fetches_wait_at_a_prefill_engine_than_it_lets():
+    decode = Decode(room=Room(10_000, 10), max_fetches=3)
+    ask = decode.scheduler.get_num_new_matched_tokens
+    blocks = list(range(1000, 1256))
+    first, second, short, long = (
+        request(name, tokens, FROM | {"transfer_id": 16 * name})
+        for name, tokens in (("a", TWO_PARTS), ("b", TWO_PARTS), ("c", 1024), ("d", 2 * TWO_PARTS))
+    )
+    assert len(decode.allocate(first, 0, blocks).loads[0].parts) == 2
+    assert ask(second, 0) == (None, False)
+    assert ask(short, 0) == (None, False)  # It came later.
+    # Of another engine, and by tickets, which wait for nothing.
+    there = FROM | {"transfer_id": 16 * "e", "remote_port": 6000}
+    assert len(decode.allocate(request("e", TWO_PARTS, there), 0, blocks).loads) == 1
+    assert ask(request("t", TWO_PARTS, remote()), 0) == (TWO_PARTS, True)
+    # What the engine has of it already is not waited for.
+    decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"a"}))
+    assert len(decode.allocate(second, 1024, blocks).loads[0].parts) == 1
+    assert len(decode.allocate(short, 0, blocks).loads) == 1
+    # One that is cut into more waits until it is alone.
+    assert ask(long, 0) == (None, False)
+    decode.step()
+    decode.scheduler.request_finished(short)
+    decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"b"}))
+    assert ask(long, 0) == (None, False)  # What is cancelled has not ended.
+    decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"c"}))
+    assert len(decode.allocate(long, 0, blocks).loads[0].parts) == 4
+    decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"d", "e"}))
+    assert decode.scheduler._peers == {}
+
+
+def test_fetches_from_nowhere_are_not_counted():
+    decode = Decode(max_fetches=1)
+    for name, host in (("a", None), ("b", ["a"]), ("c", "a;tcp://b")):
+        wrong = FROM | {"transfer_id": 16 * name, "remote_host": host}
+        (load,) = decode.allocate(request(name, 1024, wrong), 0, list(range(64))).loads
+        assert "remote_host" in load.error
+
+
 def test_options_name_the_right_keys():
     options = Options.parse(
         {"trace_path": "/tmp/trace", "lease_ms": 1234, "listen_port": 6000, "data_port": 7000}
@@ -734,6 +870,7 @@ def test_stats_add_up():
     assert stats.is_empty() and stats.take() is None
     stats.record(FetchRecord("a", True, "", 2, 0, 0, 3_000_000, 1.0, 2.0))
     stats.record(FetchRecord("b", False, "lost", 2, 0, 2, 0, 1.0, 2.0))
+    stats.record(FetchRecord("c", False, "cancelled", 2, 0, 2, 0, 1.0, 2.0, cancelled=True))
     stats.record_expired()
     taken = stats.take()
     assert taken is not None and stats.is_empty()

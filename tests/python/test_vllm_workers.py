@@ -169,6 +169,17 @@ def test_a_load_that_is_cancelled_frees_what_is_published_later(workers: Workers
     wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
 
 
+def test_a_client_that_hangs_up_is_no_failed_fetch(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+):
+    workers.load(workers.part(101, [7, 8]))
+    workers.decode.cancel(["d"])
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == {7, 8}
+    assert workers.stats.data["failed"] == [] and workers.stats.data["bytes"] == []
+    assert "failed" not in caplog.text
+
+
 def test_two_requests_that_claim_the_same_lease(workers: Workers):
     workers.load(workers.part(101, [7, 8]))
     workers.prefill.publish([publication(101, [1, 2]), Publication("copy", 101, [3, 4], 16)])
@@ -222,12 +233,18 @@ class LateEndpoint:
         self.times = times
 
     def unpublish(self, lease_id: int, *, timeout_ms: int) -> None:
+        self._late(self._endpoint.unpublish, lease_id, timeout_ms)
+
+    def release(self, lease_id: int, *, timeout_ms: int) -> None:
+        self._late(self._endpoint.release, lease_id, timeout_ms)
+
+    def _late(self, take_back: Callable[..., None], lease_id: int, timeout_ms: int) -> None:
         if self.times == 1:
-            self._endpoint.unpublish(lease_id, timeout_ms=timeout_ms)
+            take_back(lease_id, timeout_ms=timeout_ms)
         if self.times > 0:
             self.times -= 1
             raise kvferry.DeadlineExceeded("late")
-        self._endpoint.unpublish(lease_id, timeout_ms=timeout_ms)
+        take_back(lease_id, timeout_ms=timeout_ms)
 
     def __getattr__(self, name: str):
         return getattr(self._endpoint, name)
@@ -257,6 +274,32 @@ def test_a_lease_that_is_taken_back_late_is_published_again(
     assert (workers.target.block(LAYERS - 1, 7) == 1 + (LAYERS - 1) * 70 + 2).all()
     assert caplog.text.count("may be read still") == times
     assert "cannot publish" not in caplog.text
+
+
+@pytest.mark.parametrize("times", [0, 1, _PREEMPTION_ATTEMPTS - 1])
+def test_a_preempted_request_that_has_ended_is_read_no_more_and_reported(
+    workers: Workers, times: int
+):
+    workers.prefill._endpoint = LateEndpoint(workers.prefill._endpoint, times)
+    begin_transfer(workers)
+    workers.prefill.publish([publication(102, [2])])  # Nobody has come for this one.
+    workers.prefill.release_preempted([], ["p", "unknown"])
+    assert workers.prefill._endpoint.metrics()["transfers_active"] == 0
+    overwrite(workers.source, [1, 2])
+    workers.prefill.step_saved()
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == {7}
+    wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
+    assert workers.prefill._leases == {}
+
+
+def test_blocks_of_a_request_that_has_ended_are_not_given_away_either(workers: Workers):
+    late = LateEndpoint(workers.prefill._endpoint, _PREEMPTION_ATTEMPTS)
+    workers.prefill._endpoint = late
+    begin_transfer(workers)
+    with pytest.raises(kvferry.DeadlineExceeded):
+        workers.prefill.release_preempted([], ["p"])
+    assert late.times == 0
 
 
 def test_blocks_that_may_be_read_still_are_not_given_away(workers: Workers):

@@ -75,6 +75,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = self._kv_transfer_config
         self._options = Options.parse(transfer.kv_connector_extra_config)
         limits.check_supported(vllm_config, kv_cache_config)
+        limits.check_engine_role(vllm_config, role)
         self._windows = layout.windows(kv_cache_config)
         self._prefill: PrefillScheduler | None = None
         self._decode: DecodeScheduler | None = None
@@ -109,7 +110,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                     vllm_config, block_size, self._windows, room, timeout_ms
                 )
             if transfer.is_kv_consumer:
-                self._decode = DecodeScheduler(vllm_config, block_size, self._windows, room)
+                max_fetches = self._options.config(0).max_fetches_per_peer
+                self._decode = DecodeScheduler(
+                    vllm_config, block_size, self._windows, room, max_fetches
+                )
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -252,7 +256,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             self._vllm_config, of_ranks=False, of_bytes=not cache.knows_numbers
         )
         name = f"{engine_id}/{tp_rank}"[:128]
-        config = self._options.config(tp_rank)
+        parallel = self._vllm_config.parallel_config
+        dp_rank = parallel.data_parallel_index  # vLLM resets data_parallel_rank of dense models.
+        config = self._options.config(dp_rank * parallel.tensor_parallel_size + tp_rank)
         trace = Trace(self._options.trace_path, tp_rank)
         if self._options.store is not None:
             self._store_worker = StoreWorker(
@@ -262,6 +268,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 layout.model_identity(self._vllm_config, of_ranks=True, of_bytes=True),
                 name,
                 tp_rank,
+                dp_rank,
                 trace,
                 self._stats,
             )
@@ -281,10 +288,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return siblings.addresses(self._kv_transfer_config.engine_id, self._tp_rank)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        meta = kv_connector_metadata
         if self._prefill_worker is not None:
-            self._prefill_worker.release_preempted(kv_connector_metadata.preempted)
+            self._prefill_worker.release_preempted(meta.preempted, meta.preempted_ended)
         if self._store_worker is not None:
-            meta = kv_connector_metadata
             self._store_worker.end_saves(meta.store_preempted, meta.store_preempted_ended)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -306,6 +313,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 decode.dismiss(tickets)
         if (store := self._store_worker) is not None:
             store.load(connector_metadata.store_loads)
+            store.cancel(connector_metadata.store_cancelled)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Nothing: see bind_connector_metadata()."""

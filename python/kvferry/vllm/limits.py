@@ -68,6 +68,21 @@ def _check_state(spec: MambaSpec, kv_cache_config: KVCacheConfig) -> None:
         )
 
 
+def check_engine_role(vllm_config: VllmConfig, role: KVConnectorRole) -> None:
+    """Raises ValueError for a connector that loads in an engine that does not expect it: under
+    MultiConnector vLLM looks at the outer kv_role for whether a block that has been given back may
+    be loaded into while a step that runs still writes to it."""
+    if role != KVConnectorRole.WORKER:
+        return  # Only workers can see the outer configuration.
+    loads = vllm_config.kv_transfer_config.is_kv_consumer
+    if loads and not _engine(vllm_config).kv_transfer_config.is_kv_consumer:
+        raise ValueError(
+            'KVFerryConnector loads blocks with "kv_role": "kv_consumer" and "kv_both", and vLLM '
+            "then needs one of these for the whole engine (under MultiConnector: beside the outer "
+            "kv_connector_extra_config)"
+        )
+
+
 def check_store_supported(
     vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
 ) -> None:
@@ -97,7 +112,10 @@ def check_store_supported(
 
 
 def _recomputes(vllm_config: VllmConfig) -> bool:
+    return _engine(vllm_config).kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+def _engine(vllm_config: VllmConfig) -> VllmConfig:
     """Of the engine: under MultiConnector a connector is given a configuration of its own, and
     vLLM heeds the outer one, which only workers can see."""
-    engine = get_current_vllm_config_or_none() or vllm_config
-    return engine.kv_transfer_config.kv_load_failure_policy == "recompute"
+    return get_current_vllm_config_or_none() or vllm_config

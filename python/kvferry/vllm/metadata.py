@@ -122,6 +122,7 @@ class StepMetadata(KVConnectorMetadata):
     """What the workers do at the start of one engine step, in this order."""
 
     preempted: list[str] = field(default_factory=list)  # Their blocks are reused in this step.
+    preempted_ended: list[str] = field(default_factory=list)  # The same, and they have ended.
     withdrawn: list[str] = field(default_factory=list)  # Published, then ended without an answer.
     given_up: list[int] = field(default_factory=list)  # Leases that will not be published.
     publications: list[Publication] = field(default_factory=list)
@@ -134,6 +135,7 @@ class StepMetadata(KVConnectorMetadata):
     store_preempted: list[str] = field(default_factory=list)  # Their blocks are reused.
     store_preempted_ended: list[str] = field(default_factory=list)  # The same, and they have ended.
     store_loads: list[StoreLoad] = field(default_factory=list)
+    store_cancelled: list[str] = field(default_factory=list)  # Loads of aborted requests.
     store_saves: list[StoreSave] = field(default_factory=list)  # When the step is computed.
 
 

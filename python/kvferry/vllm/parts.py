@@ -36,6 +36,15 @@ class Part(NamedTuple):
     group: int = 0  # Of layers, that the blocks belong to.
 
 
+class Place(NamedTuple):
+    """Where a part is, as Part has it."""
+
+    first_block: int
+    end_block: int
+    end_token: int
+    group: int
+
+
 def check_transfer_id(transfer_id: object) -> str:
     """What is wrong with one that a client sent; "" if nothing."""
     if (
@@ -99,41 +108,53 @@ def most_blocks(windows: Windows, num_tokens: int, block_size: int) -> int:
     return sum(min(whole, 3) if _is_state(it) else whole for it in windows)
 
 
-def cut(
-    transfer_id: str, tokens: Sequence[int], block_size: int, windows: Windows = (None,)
-) -> list[Part]:
-    """The parts of tokens that are handed over, in the order in which they are computed: whole
-    blocks of _PART_TOKENS, or more, and what is left. Of a group with a window or a state one: what
-    is left of it at the end.
+def _unit(block_size: int, windows: Windows) -> int:
+    """Tokens of which every part but the last is a multiple."""
+    any_size = not in_groups(windows) and _PART_TOKENS % block_size == 0
+    return _PART_TOKENS if any_size else block_size
+
+
+def places(num_tokens: int, block_size: int, windows: Windows = (None,)) -> list[Place]:
+    """Of the parts of so many tokens that are handed over, in the order in which they are computed:
+    whole blocks of _PART_TOKENS, or more, and what is left. Of a group with a window or a state
+    one: what is left of it at the end.
 
     Engines cut alike that have the same block size, or, without windows, sizes that divide
     _PART_TOKENS.
     """
-    num_tokens = len(tokens)
-    any_size = not in_groups(windows) and _PART_TOKENS % block_size == 0
-    unit = _PART_TOKENS if any_size else block_size
+    unit = _unit(block_size, windows)
     least = max(_PART_TOKENS, cdiv(num_tokens, _MAX_PARTS))
     blocks = cdiv(least, unit) * unit // block_size
-    prompt = hashlib.sha256(_VERSION)
-    prompt.update(struct.pack("<qq", unit, len(transfer_id)))
-    prompt.update(transfer_id.encode())
-    prompt.update(array("q", tokens).tobytes())
-    parts = []
+    found = []
     for group, window in enumerate(windows):
-        name = prompt.copy()
-        if group > 0:
-            name.update(struct.pack("<q", -group))  # No part begins there.
         needed = blocks_of(windows, group, num_tokens, block_size)
         for first in needed[:: blocks if window is None else max(1, len(needed))]:
             end = needed.stop if window is not None else min(first + blocks, needed.stop)
             end_token = num_tokens if window is not None else min(end * block_size, num_tokens)
-            # A state is the same one in whichever block.
-            lease_id = _lease_id(name, 0 if _is_state(window) else first * block_size)
-            parts.append(Part(lease_id, first, end, end_token, group))
-    return sorted(parts, key=lambda part: part.end_token)
+            found.append(Place(first, end, end_token, group))
+    return sorted(found, key=lambda place: place.end_token)
 
 
-def _lease_id(name: "hashlib._Hash", first_token: int) -> int:
-    part_name = name.copy()
+def cut(
+    transfer_id: str, tokens: Sequence[int], block_size: int, windows: Windows = (None,)
+) -> list[Part]:
+    """The parts of tokens that are handed over, each at one of places()."""
+    prompt = hashlib.sha256(_VERSION)
+    prompt.update(struct.pack("<qq", _unit(block_size, windows), len(transfer_id)))
+    prompt.update(transfer_id.encode())
+    prompt.update(array("q", tokens).tobytes())
+    parts = []
+    for place in places(len(tokens), block_size, windows):
+        # A state is the same one in whichever block.
+        is_state = _is_state(windows[place.group])
+        first_token = 0 if is_state else place.first_block * block_size
+        parts.append(Part(_lease_id(prompt, place.group, first_token), *place))
+    return parts
+
+
+def _lease_id(prompt: "hashlib._Hash", group: int, first_token: int) -> int:
+    part_name = prompt.copy()
+    if group > 0:
+        part_name.update(struct.pack("<q", -group))  # No part begins there.
     part_name.update(struct.pack("<q", first_token))
     return int.from_bytes(part_name.digest()[:8], "little") or 1  # 0 is no lease.

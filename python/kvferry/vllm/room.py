@@ -18,9 +18,27 @@ class Room:
         self._capacity = num_blocks - longest
         self._waiting: dict[Hashable, int] = {}
         self._taken = 0  # Their sum: it is asked for at every step, of every request that waits.
+        # The first load that lets_in() refused in this step. The engine asks for all that wait in
+        # every step, the oldest first, so that nothing has to be remembered any longer: a request
+        # that has gone, or that the engine itself holds back, is in nobody's way.
+        self.refused: Hashable | None = None
+
+    def lets_in(self, key: Hashable, blocks: int) -> bool:
+        """Whether a load gets the room: none does before one that was refused, or a long prompt
+        would be overtaken for as long as short ones come."""
+        if self.refused not in (None, key):
+            return False
+        if self.empty or self.has(blocks):
+            return True
+        self.refused = key
+        return False
 
     def has(self, blocks: int) -> bool:
         return self._taken + blocks <= self._capacity
+
+    def holds(self, blocks: int) -> bool:
+        """Whether it has that much when nothing waits."""
+        return blocks <= self._capacity
 
     @property
     def empty(self) -> bool:

@@ -37,6 +37,7 @@ from kvferry.vllm.parts import (
     has_states,
     in_groups,
     most_blocks,
+    places,
 )
 from kvferry.vllm.room import Room
 from kvferry.vllm.telemetry import logger
@@ -52,8 +53,14 @@ _NULL_BLOCK = 0  # Stands for blocks that have left a window.
 
 
 class _HeldBlocks:
-    """Blocks of prompts that others may fetch, as the engine itself gives those back that have left
-    a window."""
+    """Blocks of prompts that others may fetch, where the engine would give them back too early:
+    those that have left a window, and, of models with states, any.
+
+    vLLM zeroes blocks there, or copies states into them, for the next request that has them. Its V2
+    model runner does so before it has the connector take back the leases of who had them before and
+    was preempted. Blocks that are held until the leases are taken back are given to the next one
+    only in a later step.
+    """
 
     def __init__(self) -> None:
         self._held: dict[str, list[tuple[BlockPool, list[KVCacheBlock]]]] = {}
@@ -94,7 +101,7 @@ class PrefillScheduler:
     their request have ended.
 
     One with a transfer_id that no engine has asked for is computed if there is room for what nobody
-    may fetch for a while, and else when it is asked for.
+    may fetch for a while, and none such waits that came before, and else when it is asked for.
     """
 
     def __init__(
@@ -113,11 +120,13 @@ class PrefillScheduler:
         self._fetch_timeout_s = fetch_timeout_ms / 1e3
         self._workers: list[WorkerAddress] = []  # By tensor-parallel rank.
         self._watched: dict[str, _Watched] = {}
+        self._ended: set[str] = set()  # The engine waits for their leases to be reported.
         self._withdrawn: list[str] = []  # For the next step, as the following one.
         self._given_up: list[int] = []
         # Requests with a transfer_id that nobody has asked for, until their blocks are free: the
         # lease of the last part. Whoever fetches asks for all parts at the same time.
         self._unasked: dict[str, int] = {}
+        self._refused: str | None = None  # The first of them that had to wait in this step.
 
     def set_workers(self, workers: dict[int, WorkerAddress]) -> None:
         """Where the workers listen, by tensor-parallel rank."""
@@ -159,9 +168,16 @@ class PrefillScheduler:
         watched = self._watched.get(request.request_id)
         if watched is None or request.request_id not in self._unasked:
             return True
-        if self._room.has(self._blocks(watched)):
+        if self._room.refused is not None or self._refused not in (None, request.request_id):
+            return False
+        blocks, is_overdue = self._blocks(watched), self._is_overdue(watched)
+        if self._room.has(blocks) or (is_overdue and self._room.empty):
             return True
-        return self._is_overdue(watched) and self._room.empty
+        # One that is longer than the room is to be asked for first, and keeps nobody waiting
+        # meanwhile.
+        if is_overdue or self._room.holds(blocks):
+            self._refused = request.request_id
+        return False
 
     def _blocks(self, watched: _Watched) -> int:
         num_tokens = watched.request.num_prompt_tokens
@@ -192,6 +208,7 @@ class PrefillScheduler:
             for request_id in asked:
                 self._need_not_wait(request_id)
         for request_id in output.finished_sending or ():
+            self._ended.discard(request_id)
             self._need_not_wait(request_id)
             self._held.let_go(request_id)
 
@@ -213,6 +230,7 @@ class PrefillScheduler:
         self, meta: StepMetadata, step: SchedulerOutput, kv_cache_manager: "KVCacheManager"
     ) -> None:
         """Adds what the workers have to publish and to take back."""
+        self._refused = None
         for request_id in step.preempted_req_ids or ():
             if (watched := self._watched.get(request_id)) and watched.published:
                 meta.preempted.append(request_id)
@@ -220,10 +238,15 @@ class PrefillScheduler:
                 # were announced waits for that; nobody has heard of the other leases.
                 watched.published.clear()
                 self._held.let_go(request_id)  # The workers take their leases back in this step.
+            elif request_id in self._ended:
+                # Preempted by a reset of the prefix cache and ended since: its blocks are others'
+                # from this step on, so that taking its leases back cannot wait.
+                meta.preempted_ended.append(request_id)
             if (lease_id := self._unasked.get(request_id)) is not None:
                 self._room.give_back(lease_id)
         meta.unasked = list(self._unasked.values())
-        meta.withdrawn, self._withdrawn = self._withdrawn, []
+        meta.withdrawn = [it for it in self._withdrawn if it not in meta.preempted_ended]
+        self._withdrawn = []
         meta.given_up, self._given_up = self._given_up, []
         for request_id, watched in self._watched.items():
             scheduled = step.num_scheduled_tokens.get(request_id, 0)
@@ -237,7 +260,7 @@ class PrefillScheduler:
                 self._hand_over_nothing(request_id, watched)
                 continue
             for part in due:
-                if self._windows[part.group] is not None:
+                if self._windows[part.group] is not None or has_states(self._windows):
                     self._held.hold(request_id, kv_cache_manager, part)
             watched.published += publications
             meta.publications += publications
@@ -272,6 +295,7 @@ class PrefillScheduler:
         if not watched.published:
             self._need_not_wait(request.request_id)
             return False, None
+        self._ended.add(request.request_id)
         if request.status not in _ANSWERED:
             self._withdrawn.append(request.request_id)
             return True, None
@@ -318,6 +342,14 @@ class _Offer(NamedTuple):
     group: int = 0  # Of layers.
 
 
+class _Loading(NamedTuple):
+    """A load that the workers have and have not reported back."""
+
+    transfer: int
+    block_ids: list[int]
+    peer: str  # The prefill engine, if it counts there.
+
+
 class DecodeScheduler:
     """Loads prompts that another engine has computed, or is computing.
 
@@ -326,16 +358,25 @@ class DecodeScheduler:
     that vLLM's kv_load_failure_policy decides what becomes of the request.
 
     One with a transfer_id may have to wait for its blocks until there is room for what is not
-    computed yet.
+    computed yet, and until its prefill engine lets as many fetches wait.
     """
 
-    def __init__(self, vllm_config: VllmConfig, block_size: int, windows: Windows, room: Room):
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        block_size: int,
+        windows: Windows,
+        room: Room,
+        max_fetches_per_peer: int,
+    ):
         self._windows = windows
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._block_size = block_size
         self._room = room
-        # Handed to the workers and not yet reported back: the transfer, and the blocks.
-        self._loading: dict[str, tuple[int, list[int]]] = {}
+        self._max_fetches_per_peer = max_fetches_per_peer
+        # How many parts may be under way from each prefill engine from which some are.
+        self._peers: dict[str, Room] = {}
+        self._loading: dict[str, _Loading] = {}
         self._loads: list[Load] = []  # For the next step, as the following two.
         self._cancelled: list[str] = []
         self._dismissed: list[list[str]] = []
@@ -343,6 +384,7 @@ class DecodeScheduler:
         self._takers: OrderedDict[int, str] = OrderedDict()
         # Of requests that have no blocks yet, which are looked at step after step.
         self._transfers: dict[str, int] = {}
+        self._fetches: dict[str, tuple[str, int]] = {}  # From where, and how many.
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -362,13 +404,27 @@ class DecodeScheduler:
         missing = self._loadable(request) - num_computed_tokens
         if missing <= 0:
             return 0, False
-        if (
-            _is_announced(params)
-            and not self._room.empty
-            and not self._room.has(self._blocks(request))
-        ):
+        if _is_announced(params) and not self._may_begin(request, params):
             return None, False
         return missing, True
+
+    def _may_begin(self, request: Request, params: dict[str, Any]) -> bool:
+        """Whether there is room for a prompt that is not computed yet, here and where it is."""
+        if not self._room.lets_in(request.request_id, self._blocks(request)):
+            return False
+        peer, fetches = self._fetches_of(request, params)
+        there = self._peers.get(peer)
+        return there is None or there.lets_in(request.request_id, fetches)
+
+    def _fetches_of(self, request: Request, params: dict[str, Any]) -> tuple[str, int]:
+        """(the prefill engine, how many fetches each of its ranks gets at most)"""
+        if (found := self._fetches.get(request.request_id)) is None:
+            addresses, error = parse_addresses(params, self._tp_size)
+            peer = "" if error else addresses[0]  # Nothing is asked for where nobody is.
+            num_tokens = handed_over(self._windows, request.num_prompt_tokens)
+            found = peer, len(places(num_tokens, self._block_size, self._windows))
+            self._fetches[request.request_id] = found
+        return found
 
     def _transfer(self, request: Request, params: dict[str, Any]) -> int:
         if (transfer := self._transfers.get(request.request_id)) is None:
@@ -392,7 +448,8 @@ class DecodeScheduler:
             return
         params["do_remote_prefill"] = False  # Once only: after a preemption we compute ourselves.
         transfer = self._transfer(request, params)
-        del self._transfers[request.request_id]
+        peer, _ = self._fetches_of(request, params) if _is_announced(params) else ("", 0)
+        self._forget_waiting(request.request_id)
         offers, error = self._offers(request, params)
         if self._takers.get(transfer) == "":  # The engine's policy is for this one too.
             error = "the load of these tickets has failed"
@@ -412,10 +469,13 @@ class DecodeScheduler:
                 load.parts.append(LoadPart(tickets, first - begin, block_ids, num_blocks))
             else:
                 self._dismissed.append(tickets)
-        self._loading[request.request_id] = (transfer, load.block_ids)
+        self._loading[request.request_id] = _Loading(transfer, load.block_ids, peer)
         self._loads.append(load)
         if _is_announced(params):
             self._room.take(request.request_id, self._blocks(request))
+        if peer:
+            there = self._peers.setdefault(peer, Room(self._max_fetches_per_peer, 0))
+            there.take(request.request_id, len(load.parts))
         if not error:
             self._takers[transfer] = request.request_id
             if len(self._takers) > _MAX_TAKERS:
@@ -477,12 +537,14 @@ class DecodeScheduler:
 
     def fill(self, meta: StepMetadata) -> None:
         """Adds what the workers have to fetch, to stop fetching and to let go."""
+        for room in (self._room, *self._peers.values()):
+            room.refused = None
         meta.loads, self._loads = self._loads, []
         meta.cancelled, self._cancelled = self._cancelled, []
         meta.dismissed, self._dismissed = self._dismissed, []
 
     def request_finished(self, request: Request) -> None:
-        self._transfers.pop(request.request_id, None)
+        self._forget_waiting(request.request_id)
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):  # It ended before it was given blocks.
             params["do_remote_prefill"] = False
@@ -492,14 +554,25 @@ class DecodeScheduler:
             self._cancelled.append(request.request_id)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        for request_id, (transfer, block_ids) in self._loading.items():
+        for request_id, load in self._loading.items():
             failed = request_id in output.failed_recving
-            failed = failed or not output.invalid_block_ids.isdisjoint(block_ids)
-            if failed and transfer in self._takers:
-                self._takers[transfer] = ""
+            failed = failed or not output.invalid_block_ids.isdisjoint(load.block_ids)
+            if failed and load.transfer in self._takers:
+                self._takers[load.transfer] = ""
         for request_id in output.finished_recving or ():
-            self._loading.pop(request_id, None)
-            self._room.give_back(request_id)
+            if (ended := self._loading.pop(request_id, None)) is not None:
+                self._give_back(request_id, ended.peer)
+
+    def _give_back(self, request_id: str, peer: str) -> None:
+        self._room.give_back(request_id)
+        if (there := self._peers.get(peer)) is not None:
+            there.give_back(request_id)
+            if there.empty:
+                del self._peers[peer]
+
+    def _forget_waiting(self, request_id: str) -> None:
+        self._transfers.pop(request_id, None)
+        self._fetches.pop(request_id, None)
 
 
 def _is_announced(params: dict[str, Any]) -> bool:

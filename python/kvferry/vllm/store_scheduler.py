@@ -55,6 +55,8 @@ class StoreScheduler:
         self._requests: dict[str, _Tracked] = {}
         self._ended: set[str] = set()  # The engine waits for their saves to be reported.
         self._loads: list[StoreLoad] = []
+        self._loading: set[str] = set()  # Handed to the workers and not reported back.
+        self._cancelled: list[str] = []  # For the next step.
         self._silent_until = 0.0
 
     def set_workers(self, workers: dict[int, StoreAddress]) -> None:
@@ -73,7 +75,10 @@ class StoreScheduler:
         ):
             return
         lora = request.lora_request
-        salt = f"{request.cache_salt or ''}\0{lora.lora_name if lora else ''}"
+        # As in vLLM's own hash of a block: a name may be given to another adapter later. No path
+        # has a NUL in it, nor is one empty.
+        adapter = f"{lora.lora_name}\0{lora.lora_path}" if lora else ""
+        salt = f"{request.cache_salt or ''}\0{adapter}"
         self._requests[request.request_id] = _Tracked(request, salt)
 
     # ---- Loading
@@ -145,11 +150,13 @@ class StoreScheduler:
                 blocks_skipped=first,
             )
         )
+        self._loading.add(request.request_id)
         tracked.found = None
         tracked.has_loaded = True
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self._ended.difference_update(output.finished_sending or ())
+        self._loading.difference_update(output.finished_recving or ())
 
     # ---- Saving
 
@@ -158,6 +165,7 @@ class StoreScheduler:
     ) -> None:
         """Adds what the workers have to load, and to save once the step is computed."""
         meta.store_loads, self._loads = self._loads, []
+        meta.store_cancelled, self._cancelled = self._cancelled, []
         for request_id in step.preempted_req_ids or ():
             tracked = self._requests.get(request_id)
             if tracked is not None and tracked.has_saves:
@@ -200,6 +208,8 @@ class StoreScheduler:
     def request_finished(self, request: Request) -> bool:
         """Whether its blocks have to stay until the workers report it."""
         tracked = self._requests.pop(request.request_id, None)
+        if request.request_id in self._loading:  # The engine keeps its blocks until that has ended.
+            self._cancelled.append(request.request_id)
         if tracked is None or not tracked.has_saves:
             return False
         self._ended.add(request.request_id)

@@ -7,6 +7,7 @@ waits for the other nor the engine for them.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -21,6 +22,14 @@ from kvferry.vllm.telemetry import FetchRecord, Trace, TransferStats, logger
 # A save that the deadline has not ended by then: all of the process may have stood still meanwhile.
 _LATE_S = 5.0
 _NO_ANSWER = (kvferry.Unavailable, kvferry.DeadlineExceeded)
+
+
+@dataclass
+class _Turns:
+    """What a thread asks the store for, one batch after the other."""
+
+    name: str
+    silent_until: float = 0.0
 
 
 @dataclass
@@ -42,6 +51,7 @@ class StoreWorker:
         model: str,
         name: str,
         tp_rank: int,
+        dp_rank: int,
         trace: Trace,
         stats: TransferStats,
     ):
@@ -53,7 +63,7 @@ class StoreWorker:
         self._timeout_ms = config.fetch_timeout_ms
         self._trace = trace
         self._stats = stats
-        self._opened = open_store(options, cache.pool, config, model, name, tp_rank)
+        self._opened = open_store(options, cache.pool, config, model, name, tp_rank, dp_rank)
         layout = cache.pool.layout
         self._address = StoreAddress.of(self._opened.address, model, layout)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvferry-load")
@@ -62,7 +72,8 @@ class StoreWorker:
         self._saves: dict[str, list[Future[None]]] = {}  # Of requests the engine has not finished.
         self._finishing: set[str] = set()  # Finished, but for their saves.
         self._missing_blocks: set[int] = set()
-        self._silent_until = 0.0  # Of the saver thread.
+        self._cancelled: set[str] = set()  # Loads nobody waits for any more.
+        self._load_turns, self._save_turns = _Turns("loads"), _Turns("saves")
 
     def address(self) -> StoreAddress:
         return self._address
@@ -70,17 +81,25 @@ class StoreWorker:
     # ---- Loading
 
     def load(self, loads: list[StoreLoad]) -> None:
+        """Loads blocks. What has waited for the store for the time that one load may take is left
+        to the engine to compute, and so is everything for a while after a load that the store did
+        not answer."""
+        deadline = time.monotonic() + self._timeout_ms / 1e3
         for load in loads:
-            self._loads[load.request_id] = (load, self._loader.submit(self._load, load))
+            future = self._loader.submit(self._load, load, deadline)
+            self._loads[load.request_id] = (load, future)
 
-    def _load(self, load: StoreLoad) -> _Moved:
+    def cancel(self, request_ids: list[str]) -> None:
+        """Ends loads that have not begun; take_finished() reports all of them as usual."""
+        for request_id in request_ids:
+            if request_id in self._loads:
+                self._cancelled.add(request_id)
+                self._loads[request_id][1].cancel()
+
+    def _load(self, load: StoreLoad, deadline: float) -> _Moved:
         begin = time.monotonic()
-        statuses = self._opened.store.get_pages(
-            [rank_key(key, self._rank) for key in load.keys],
-            self._pool,
-            load.block_ids,
-            timeout_ms=self._timeout_ms,
-        )
+        get = self._opened.store.get_pages
+        statuses = self._ask(self._load_turns, get, load.keys, load.block_ids, deadline)
         return _Moved(statuses, (time.monotonic() - begin) * 1e3)
 
     def _finish_load(self, load: StoreLoad, future: Future[_Moved]) -> None:
@@ -100,6 +119,7 @@ class StoreWorker:
             request_id=load.request_id,
             ok=not errors,
             error=str(errors[0]) if errors else "",
+            cancelled=load.request_id in self._cancelled,
             blocks=len(load.block_ids),
             blocks_skipped=load.blocks_skipped,
             blocks_missing=len(missing),
@@ -107,6 +127,7 @@ class StoreWorker:
             wait_ms=0.0,
             move_ms=round(moved.milliseconds, 3),
         )
+        self._cancelled.discard(load.request_id)
         record.log()
         self._stats.record(record)
         self._trace.write("load", **vars(record), gb_per_s=round(record.gb_per_s, 4))
@@ -133,7 +154,8 @@ class StoreWorker:
         try:
             if computed is not None:
                 computed()
-            statuses = self._put(save, deadline)
+            put = self._opened.store.put_pages
+            statuses = self._ask(self._save_turns, put, save.keys, save.block_ids, deadline)
         except Exception as error:  # Nobody asks the future; a block that is not saved is no harm.
             statuses = [error] * len(save.block_ids)
         failed = [error for error in statuses if error is not None]
@@ -153,30 +175,6 @@ class StoreWorker:
             move_ms=round((time.monotonic() - begin) * 1e3, 3),
         )
 
-    def _put(self, save: StoreSave, deadline: float) -> list[Exception | None]:
-        begin = time.monotonic()
-        if begin < self._silent_until:
-            raise kvferry.Unavailable("the KV store did not answer lately")
-        left_ms = int((deadline - begin) * 1e3)
-        if left_ms <= 0:
-            raise kvferry.DeadlineExceeded(
-                f"earlier saves took the KV store {self._timeout_ms} ms (fetch_timeout_ms)"
-            )
-        try:
-            statuses = self._opened.store.put_pages(
-                [rank_key(key, self._rank) for key in save.keys],
-                self._pool,
-                save.block_ids,
-                timeout_ms=left_ms,
-            )
-        except _NO_ANSWER as error:
-            statuses = [error] * len(save.block_ids)
-        if any(isinstance(error, _NO_ANSWER) for error in statuses):
-            # Not most of the time waiting for a store that hangs.
-            now = time.monotonic()
-            self._silent_until = now + max(SILENCE_S, now - begin)
-        return statuses
-
     def end_saves(self, preempted: list[str], ended: list[str]) -> None:
         """Ends saves of blocks that are about to be overwritten. Of requests that have ended they
         are still reported; of the others they are not.
@@ -192,6 +190,34 @@ class StoreWorker:
             self._saves.pop(request_id, None)
 
     # ---- Both
+
+    def _ask(
+        self,
+        turns: _Turns,
+        move: Callable[..., list[Exception | None]],
+        keys: list[bytes],
+        block_ids: list[int],
+        deadline: float,
+    ) -> list[Exception | None]:
+        """move() of the store, but not when it is too late or the store did not answer lately."""
+        begin = time.monotonic()
+        if begin < turns.silent_until:
+            raise kvferry.Unavailable("the KV store did not answer lately")
+        left_ms = int((deadline - begin) * 1e3)
+        if left_ms <= 0:
+            raise kvferry.DeadlineExceeded(
+                f"earlier {turns.name} took the KV store {self._timeout_ms} ms (fetch_timeout_ms)"
+            )
+        ours = [rank_key(key, self._rank) for key in keys]
+        try:
+            statuses = move(ours, self._pool, block_ids, timeout_ms=left_ms)
+        except _NO_ANSWER as error:
+            statuses = [error] * len(block_ids)
+        if any(isinstance(error, _NO_ANSWER) for error in statuses):
+            # Not most of the time waiting for a store that hangs.
+            now = time.monotonic()
+            turns.silent_until = now + max(SILENCE_S, now - begin)
+        return statuses
 
     def take_finished(self, engine_finished: set[str]) -> tuple[set[str], set[str]]:
         """(finished requests whose saves have ended, requests whose loads have ended), each

@@ -60,15 +60,17 @@ def open_store(
     model: str,
     name: str,
     rank: int,
+    dp_rank: int = 0,
 ) -> OpenedStore:
-    """Opens the store of a worker. Raises ValueError, ImportError or kvferry.Error."""
+    """Opens the store of a worker, of a tensor-parallel and a data-parallel rank. Raises
+    ValueError, ImportError or kvferry.Error."""
     if options.config["backend"] == "remote":
         store = _remote(options.config, pool, config, model, name, rank)
         return OpenedStore(store, "", store.close)
     if not options.embedded:
         store = kvferry.make_store(_of_pages(options.config, pool.layout))
         return OpenedStore(store, "", store.close)
-    host, tiered = _open_embedded(options.config, pool.layout, rank)
+    host, tiered = _open_embedded(options.config, pool.layout, rank, dp_rank)
     store = tiered or host
     server = kvferry.StoreServer(host, config, model, name, tiered=tiered)
 
@@ -80,7 +82,7 @@ def open_store(
 
 
 def _open_embedded(
-    config: dict[str, Any], layout: kvferry.KvLayout, rank: int
+    config: dict[str, Any], layout: kvferry.KvLayout, rank: int, dp_rank: int
 ) -> tuple[kvferry.HostStore, kvferry.TieredStore | None]:
     """(the host store that blocks are served from, what has it as its upper tier, if anything)"""
     if config["backend"] == "host":
@@ -91,7 +93,7 @@ def _open_embedded(
     if not isinstance(upper, dict) or upper.get("backend") != "host" or not isinstance(lower, dict):
         raise ValueError('store: "tiered" needs an upper tier of backend "host" and a lower one')
     host = _host(upper, layout)
-    under = kvferry.make_store(_of_rank(lower, rank))
+    under = kvferry.make_store(_of_rank(lower, rank, dp_rank))
     return host, kvferry.TieredStore(host, under)
 
 
@@ -111,11 +113,12 @@ def _of_pages(config: dict[str, Any], layout: kvferry.KvLayout) -> dict[str, Any
     return {"max_value_bytes": layout.page_bytes} | config
 
 
-def _of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
+def _of_rank(config: dict[str, Any], rank: int, dp_rank: int) -> dict[str, Any]:
     """A folder belongs to one process."""
     if config.get("backend") != "rocksdb" or "path" not in config:
         return config
-    return config | {"path": os.path.join(config["path"], f"rank{rank}")}
+    engine = f"dp{dp_rank}-" if dp_rank > 0 else ""
+    return config | {"path": os.path.join(config["path"], f"{engine}rank{rank}")}
 
 
 def _remote(

@@ -76,11 +76,12 @@ class Options(NamedTuple):
             ) from error
         return Options(fields, trace_path, mode, store, namespace, share)
 
-    def config(self, tp_rank: int) -> kvferry.Config:
-        """For one worker: rank r takes the r-th port behind a fixed listen_port or data_port."""
+    def config(self, rank: int) -> kvferry.Config:
+        """For one worker: rank r takes the r-th port behind a fixed listen_port or data_port.
+        Ranks count on over data-parallel ranks, which are engines of one configuration."""
         config = kvferry.Config.make(self.fields)
         fixed = {name: getattr(config, name) for name in ("listen_port", "data_port")}
-        own = {name: port + tp_rank for name, port in fixed.items() if port != 0}
+        own = {name: port + rank for name, port in fixed.items() if port != 0}
         return kvferry.Config.make(self.fields | own)
 
 
@@ -122,6 +123,7 @@ class FetchRecord:
     bytes: int  # Arrived.
     wait_ms: float  # Until the request left: hello and queueing.
     move_ms: float  # From there until all had arrived.
+    cancelled: bool = False  # Its client has gone: that it has not arrived is no failure.
 
     @property
     def gb_per_s(self) -> float:
@@ -138,6 +140,8 @@ class FetchRecord:
                 self.move_ms,
                 self.gb_per_s,
             )
+        elif self.cancelled:
+            logger.info("fetching KV of %s ended early: it was aborted", self.request_id)
         else:
             logger.warning(
                 "fetching KV of %s failed, %d of %d blocks are missing: %s",
@@ -165,7 +169,7 @@ class TransferStats(KVConnectorStats):
         if fetch.ok:
             self.data["bytes"].append(fetch.bytes)
             self.data["move_ms"].append(fetch.move_ms)
-        else:
+        elif not fetch.cancelled:
             self.data["failed"].append(1)
 
     def record_expired(self) -> None:

@@ -7,6 +7,7 @@ layers are ready.
 
 import threading
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -73,9 +74,10 @@ class PrefillWorker:
     def address(self) -> WorkerAddress:
         return WorkerAddress(self._endpoint.address, self._endpoint.epoch)
 
-    def release_preempted(self, request_ids: list[str]) -> None:
+    def release_preempted(self, request_ids: list[str], ended: Iterable[str] = ()) -> None:
         """Takes leases back before their blocks are overwritten. Those that nobody has fetched yet
-        may be published again.
+        may be published again, but for those of requests that have ended, which take_finished()
+        still reports.
 
         Raises kvferry.DeadlineExceeded if blocks may be read still: going on would give other
         requests' KV to whoever reads them.
@@ -86,12 +88,22 @@ class PrefillWorker:
                 self._ended_before.setdefault(lease.request_id, set()).add(lease.lease_id)
             if unpublished or not lease.live:
                 self._forget(lease)
+        for lease in (it for key in ended for it in self._leases_of.get(key, ())):
+            if lease.live:
+                self._take_back(lease, self._endpoint.release)
 
     def _unpublish(self, lease: _Lease) -> bool:
         """False: it has ended before, as fetched or expired."""
+        taken_back = self._take_back(lease, self._endpoint.unpublish)
+        if taken_back:
+            self._trace_end(lease, "preempted")
+        return taken_back
+
+    def _take_back(self, lease: _Lease, take_back: Callable[..., None]) -> bool:
+        """Waits until nothing reads its blocks. False: it has ended before."""
         for left in reversed(range(_PREEMPTION_ATTEMPTS)):
             try:
-                self._endpoint.unpublish(lease.lease_id, timeout_ms=_PREEMPTION_TIMEOUT_MS)
+                take_back(lease.lease_id, timeout_ms=_PREEMPTION_TIMEOUT_MS)
                 break
             except kvferry.FailedPrecondition:
                 return False
@@ -103,7 +115,6 @@ class PrefillWorker:
                 )
                 if left == 0:
                     raise
-        self._trace_end(lease, "preempted")
         return True
 
     def withdraw(self, request_ids: list[str]) -> None:
@@ -287,6 +298,7 @@ class _Fetch:
 class _Loading:
     load: Load
     fetches: list[_Fetch]
+    cancelled: bool = False
 
 
 class DecodeWorker:
@@ -368,6 +380,7 @@ class DecodeWorker:
     def cancel(self, request_ids: list[str]) -> None:
         """Asks for the end of fetches; take_finished() reports them as usual."""
         for loading in (self._loading[key] for key in request_ids if key in self._loading):
+            loading.cancelled = True
             for fetch in loading.fetches:
                 if fetch.handle is not None:
                     fetch.handle.cancel()
@@ -472,6 +485,7 @@ def _record(loading: _Loading, blocks_missing: int) -> FetchRecord:
         request_id=load.request_id,
         ok=not errors,
         error=errors[0] if errors else "",
+        cancelled=loading.cancelled,
         blocks=len(load.block_ids),
         blocks_skipped=load.blocks_skipped,
         blocks_missing=blocks_missing,
