@@ -48,7 +48,13 @@ class Keys : public testing::Test {
         Fails(status, absl::StatusCode::kUnavailable, prefill.address(), "the same key_file"));
     EXPECT_TRUE(IsUntouched(*target, 2));
     EXPECT_TRUE(WaitFor([&] { return Metric(prefill, "strangers") > 0; }, Soon()));
-    EXPECT_TRUE(log_.Has({"control: closed a connection", "key_file"})) << log_.ToString();
+    // It is said right after it is counted.
+    EXPECT_TRUE(WaitFor(
+        [&] {
+          return log_.Has({"control: closed a connection", "key_file"});
+        },
+        Soon()))
+        << log_.ToString();
     EXPECT_EQ(Metric(prefill, "peers"), 0);
     EXPECT_EQ(Metric(prefill, "messages_malformed"), 0);
   }
