@@ -143,14 +143,15 @@ ByteArray GetBytes(const PyStore& self, nb::handle key, int64_t timeout_ms) {
   return ToByteArray(Value(std::move(bytes)));
 }
 
-int64_t Exists(const PyStore& self, const std::vector<nb::object>& keys, int64_t timeout_ms) {
+template <auto kCall>  // KvStore::Exists or ExistsEach.
+auto AskAboutKeys(const PyStore& self, const std::vector<nb::object>& keys, int64_t timeout_ms) {
   std::vector<std::string_view> names;
   names.reserve(keys.size());
   for (const nb::object& key : keys) names.push_back(StoreKey(key));
   const Deadline deadline = StoreDeadline(timeout_ms);
   const std::shared_ptr<KvStore> store = self.get();
   const nb::gil_scoped_release nogil;
-  return Value(store->Exists(names, deadline));
+  return Value(((*store).*kCall)(names, deadline));
 }
 
 template <absl::Status (KvStore::*kCall)(std::string_view, Deadline)>
@@ -246,8 +247,10 @@ void BindCommon(nb::module_& module) {
            "Fills memory of the value's length; what is in it after an error is undefined.")
       .def("get_bytes", &GetBytes, "key"_a, "timeout_ms"_a = kStoreTimeoutMs,
            "The value as an array of uint8.")
-      .def("exists", &Exists, "keys"_a, "timeout_ms"_a = kStoreTimeoutMs,
+      .def("exists", &AskAboutKeys<&KvStore::Exists>, "keys"_a, "timeout_ms"_a = kStoreTimeoutMs,
            "How many of the keys, from the first on, are there without a gap.")
+      .def("exists_each", &AskAboutKeys<&KvStore::ExistsEach>, "keys"_a,
+           "timeout_ms"_a = kStoreTimeoutMs, "Which of the keys are there: a list of bool.")
       .def("erase", &CallWithKey<&KvStore::Erase>, "key"_a, "timeout_ms"_a = kStoreTimeoutMs)
       .def("pin", &CallWithKey<&KvStore::Pin>, "key"_a, "timeout_ms"_a = kStoreTimeoutMs)
       .def("unpin", &CallWithKey<&KvStore::Unpin>, "key"_a, "timeout_ms"_a = kStoreTimeoutMs)

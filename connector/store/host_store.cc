@@ -46,6 +46,7 @@ class HostStore::State : public std::enable_shared_from_this<State> {
   absl::Status Pin(std::string_view key);
   absl::Status Unpin(std::string_view key);
   int64_t CountPrefix(std::span<const std::string_view> keys) const;
+  std::vector<bool> Which(std::span<const std::string_view> keys) const;
   Stats stats() const;
 
  private:
@@ -209,6 +210,14 @@ int64_t HostStore::State::CountPrefix(std::span<const std::string_view> keys) co
   return there;
 }
 
+std::vector<bool> HostStore::State::Which(std::span<const std::string_view> keys) const {
+  std::vector<bool> there;
+  there.reserve(keys.size());
+  MutexLock lock(&mutex_);
+  for (const std::string_view key : keys) there.push_back(table_.contains(key));
+  return there;
+}
+
 KvStore::Stats HostStore::State::stats() const {
   MutexLock lock(&mutex_);
   Stats stats = counts_;
@@ -345,6 +354,12 @@ absl::StatusOr<std::vector<std::byte>> HostStore::GetBytes(std::string_view key,
 absl::StatusOr<int64_t> HostStore::Exists(std::span<const std::string_view> keys, Deadline) {
   for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
   return state_->CountPrefix(keys);
+}
+
+absl::StatusOr<std::vector<bool>> HostStore::ExistsEach(std::span<const std::string_view> keys,
+                                                        Deadline) {
+  for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
+  return state_->Which(keys);
 }
 
 absl::Status HostStore::Erase(std::string_view key, Deadline) {

@@ -58,9 +58,11 @@ class HostStore : public KvStore {
   absl::Status Put(std::string_view key, ConstParts value, Deadline deadline) override;
   absl::Status Get(std::string_view key, Parts out, Deadline deadline) override;
   absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key, Deadline deadline) override;
-  // Does not count as use.
+  // These do not count as use.
   absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
                                  Deadline deadline) override;
+  absl::StatusOr<std::vector<bool>> ExistsEach(std::span<const std::string_view> keys,
+                                               Deadline deadline) override;
   absl::Status Erase(std::string_view key, Deadline deadline) override;
   absl::Status Pin(std::string_view key, Deadline deadline) override;
   absl::Status Unpin(std::string_view key, Deadline deadline) override;

@@ -66,6 +66,9 @@ class KvStore {
   // How many of the keys, from the first on, are there without a gap: the longest prefix.
   virtual absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
                                          Deadline deadline) = 0;
+  // Which of the keys are there, whatever comes before them: an answer a key.
+  virtual absl::StatusOr<std::vector<bool>> ExistsEach(std::span<const std::string_view> keys,
+                                                       Deadline deadline) = 0;
 
   // OK also when there is no such entry.
   virtual absl::Status Erase(std::string_view key, Deadline deadline) = 0;

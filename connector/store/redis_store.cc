@@ -286,22 +286,37 @@ absl::StatusOr<std::vector<std::byte>> RedisStore::GetBytes(std::string_view key
 absl::StatusOr<int64_t> RedisStore::Exists(std::span<const std::string_view> keys,
                                            Deadline deadline) {
   for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
-  std::vector<char> there(keys.size(), 0);
+  std::vector<bool> there;
+  const std::vector<absl::Status> statuses = Which(keys, &there, deadline);
+  for (size_t i = 0; i < keys.size(); ++i) {
+    KVFERRY_RETURN_IF_ERROR(statuses[i]);
+    if (!there[i]) return static_cast<int64_t>(i);
+  }
+  return static_cast<int64_t>(keys.size());
+}
+
+absl::StatusOr<std::vector<bool>> RedisStore::ExistsEach(std::span<const std::string_view> keys,
+                                                         Deadline deadline) {
+  for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
+  std::vector<bool> there;
+  for (const absl::Status& status : Which(keys, &there, deadline)) {
+    KVFERRY_RETURN_IF_ERROR(status);
+  }
+  return there;
+}
+
+std::vector<absl::Status> RedisStore::Which(std::span<const std::string_view> keys,
+                                            std::vector<bool>* there, Deadline deadline) {
+  there->assign(keys.size(), false);
   const auto ask = [&](int64_t i, Round& round) {
     round.commands.Add({"EXISTS", FullKey(keys[i])});
     return absl::OkStatus();
   };
   const auto answer = [&](int64_t i, absl::string_view, int64_t number) {
-    there[i] = number == 1;
+    (*there)[i] = number == 1;
     return absl::OkStatus();
   };
-  const std::vector<absl::Status> statuses =
-      Pipeline(static_cast<int64_t>(keys.size()), deadline, REDIS_REPLY_INTEGER, ask, answer);
-  for (size_t i = 0; i < keys.size(); ++i) {
-    KVFERRY_RETURN_IF_ERROR(statuses[i]);
-    if (there[i] == 0) return static_cast<int64_t>(i);
-  }
-  return static_cast<int64_t>(keys.size());
+  return Pipeline(static_cast<int64_t>(keys.size()), deadline, REDIS_REPLY_INTEGER, ask, answer);
 }
 
 absl::Status RedisStore::Erase(std::string_view key, Deadline deadline) {

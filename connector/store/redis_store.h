@@ -26,8 +26,8 @@ namespace kvferry {
 //
 // A value is one string under key_prefix + key: value_header.h, then the bytes. What lies there
 // and is not exactly that, because it was cut short, altered, or written by somebody else, is a
-// miss and counts among the errors; it stays until it is replaced or erased, and Exists, which
-// sees no bytes, still counts it.
+// miss and counts among the errors; it stays until it is replaced or erased, and Exists and
+// ExistsEach, which see no bytes, still count it.
 //
 // Batches go out together (pipelined; kPipelined commands or 1 MiB of answers at a time) and values
 // go out from where they lie. A get takes them from the socket into a buffer, from there into
@@ -73,6 +73,8 @@ class RedisStore : public KvStore {
   absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key, Deadline deadline) override;
   absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
                                  Deadline deadline) override;
+  absl::StatusOr<std::vector<bool>> ExistsEach(std::span<const std::string_view> keys,
+                                               Deadline deadline) override;
   absl::Status Erase(std::string_view key, Deadline deadline) override;
   // UNIMPLEMENTED: Redis evicts by one rule for all keys.
   absl::Status Pin(std::string_view key, Deadline deadline) override;
@@ -96,6 +98,8 @@ class RedisStore : public KvStore {
   // Makes of a reply, which is of hiredis' type `kind`, the status of an item.
   using Answer =
       absl::FunctionRef<absl::Status(int64_t item, absl::string_view text, int64_t number)>;
+  std::vector<absl::Status> Which(std::span<const std::string_view> keys, std::vector<bool>* there,
+                                  Deadline deadline);
   std::vector<absl::Status> Pipeline(int64_t num_items, Deadline deadline, int kind, Ask ask,
                                      Answer answer);
   absl::Status CheckKind(const redisReply& reply, int kind);

@@ -170,34 +170,50 @@ absl::Status RemoteStore::Pinning(const std::string& function, std::string_view 
       absl::StrCat(status.message(), "; '", function, "' may have been carried out"));
 }
 
+absl::StatusOr<Fields> RemoteStore::AskAbout(const std::string& function,
+                                             std::span<const std::string_view> keys,
+                                             Deadline deadline) const {
+  KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys(keys));
+  const Fields args = Fields().Set("keys", std::move(packed));
+  return Persist(deadline, SessionEnded, [&] { return Ask(function, args, deadline); });
+}
+
 absl::StatusOr<int64_t> RemoteStore::Exists(std::span<const std::string_view> keys,
                                             Deadline deadline) {
   for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
   size_t there = 0;
   while (there < keys.size()) {
     const size_t asked = std::min(kMaxKeysPerCall, keys.size() - there);
-    KVFERRY_ASSIGN_OR_RETURN(const uint64_t count, CountSome(keys.subspan(there, asked), deadline));
+    KVFERRY_ASSIGN_OR_RETURN(const Fields reply,
+                             AskAbout(store_call::kExists, keys.subspan(there, asked), deadline));
+    KVFERRY_ASSIGN_OR_RETURN(const uint64_t count, reply.Uint("count", asked));
     there += count;
     if (count < asked) break;
   }
   return static_cast<int64_t>(there);
 }
 
-absl::StatusOr<uint64_t> RemoteStore::CountSome(std::span<const std::string_view> keys,
-                                                Deadline deadline) const {
-  KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys(keys));
-  const Fields args = Fields().Set("keys", std::move(packed));
-  KVFERRY_ASSIGN_OR_RETURN(const Fields reply, Persist(deadline, SessionEnded, [&] {
-                             return Ask(store_call::kExists, args, deadline);
-                           }));
-  return reply.Uint("count", keys.size());
+absl::StatusOr<std::vector<bool>> RemoteStore::ExistsEach(std::span<const std::string_view> keys,
+                                                          Deadline deadline) {
+  for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
+  std::vector<bool> there;
+  there.reserve(keys.size());
+  while (there.size() < keys.size()) {
+    const size_t asked = std::min(kMaxKeysPerCall, keys.size() - there.size());
+    const auto some = keys.subspan(there.size(), asked);
+    KVFERRY_ASSIGN_OR_RETURN(const Fields reply, AskAbout(store_call::kExistsEach, some, deadline));
+    KVFERRY_ASSIGN_OR_RETURN(const std::string_view flags, reply.Bytes("there", asked));
+    if (flags.size() != asked) {
+      return absl::UnavailableError(absl::StrCat("remote store: ", options_.address, " answered ",
+                                                 flags.size(), " of ", asked, " keys"));
+    }
+    for (const char flag : flags) there.push_back(flag != 0);
+  }
+  return there;
 }
 
 absl::Status RemoteStore::Erase(std::string_view key, Deadline deadline) {
-  KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys({&key, 1}));
-  const Fields args = Fields().Set("keys", std::move(packed));
-  return Persist(deadline, SessionEnded,
-                 [&] { return Ask(store_call::kErase, args, deadline).status(); });
+  return AskAbout(store_call::kErase, {&key, 1}, deadline).status();
 }
 
 absl::Status RemoteStore::Pin(std::string_view key, Deadline deadline) {

@@ -48,6 +48,8 @@ class RemoteStore : public KvStore {
   absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key, Deadline deadline) override;
   absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
                                  Deadline deadline) override;
+  absl::StatusOr<std::vector<bool>> ExistsEach(std::span<const std::string_view> keys,
+                                               Deadline deadline) override;
   absl::Status Erase(std::string_view key, Deadline deadline) override;
   absl::Status Pin(std::string_view key, Deadline deadline) override;
   absl::Status Unpin(std::string_view key, Deadline deadline) override;
@@ -68,9 +70,9 @@ class RemoteStore : public KvStore {
   // One attempt. UNAVAILABLE with a CutOff: the session has ended.
   absl::StatusOr<Fields> Ask(const std::string& function, const Fields& args,
                              Deadline deadline) const;
-  // Exists(), of as many keys as one call takes.
-  absl::StatusOr<uint64_t> CountSome(std::span<const std::string_view> keys,
-                                     Deadline deadline) const;
+  // Of as many keys as one call takes. Made anew when the session ends under it.
+  absl::StatusOr<Fields> AskAbout(const std::string& function,
+                                  std::span<const std::string_view> keys, Deadline deadline) const;
   absl::Status Pinning(const std::string& function, std::string_view key, Deadline deadline) const;
   // A value on its way: what the server has leased.
   struct Offer {

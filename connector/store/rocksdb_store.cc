@@ -69,6 +69,7 @@ class RocksDbStore::Impl {
   absl::Status Read(std::string_view key, std::optional<int64_t> want_bytes, Deadline deadline,
                     absl::FunctionRef<void(std::span<const std::byte>)> take);
   absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys) const;
+  std::vector<bool> Which(std::span<const std::string_view> keys) const;
   absl::Status Erase(std::string_view key, Deadline deadline);
   absl::Status Pin(std::string_view key, Deadline deadline);
   absl::Status Unpin(std::string_view key, Deadline deadline);
@@ -417,6 +418,14 @@ absl::StatusOr<int64_t> RocksDbStore::Impl::Exists(std::span<const std::string_v
   return there;
 }
 
+std::vector<bool> RocksDbStore::Impl::Which(std::span<const std::string_view> keys) const {
+  std::vector<bool> there;
+  there.reserve(keys.size());
+  MutexLock lock(&mutex_);
+  for (const std::string_view key : keys) there.push_back(index_.Find(key) != nullptr);
+  return there;
+}
+
 KvStore::Stats RocksDbStore::Impl::stats() const {
   MutexLock lock(&mutex_);
   Stats stats = counts_;
@@ -513,6 +522,12 @@ absl::StatusOr<std::vector<std::byte>> RocksDbStore::GetBytes(std::string_view k
 absl::StatusOr<int64_t> RocksDbStore::Exists(std::span<const std::string_view> keys, Deadline) {
   for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
   return impl_->Exists(keys);
+}
+
+absl::StatusOr<std::vector<bool>> RocksDbStore::ExistsEach(std::span<const std::string_view> keys,
+                                                           Deadline) {
+  for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
+  return impl_->Which(keys);
 }
 
 absl::Status RocksDbStore::Erase(std::string_view key, Deadline deadline) {

@@ -152,6 +152,7 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   bool IsInMemory(const std::string& name, const Request& request) const;
   void Serve(Function function, const Request& request);
   Result Exists(const Request& request);
+  Result ExistsEach(const Request& request);
   Result Erase(const Request& request);
   Result Pin(const Request& request);
   Result Unpin(const Request& request);
@@ -214,11 +215,11 @@ absl::Status StoreServer::Service::Start() {
 
 StoreServer::Service::Function StoreServer::Service::Find(const std::string& name) {
   static const auto& functions = *new absl::flat_hash_map<std::string, Function>{
-      {store_call::kExists, &Service::Exists},     {store_call::kErase, &Service::Erase},
-      {store_call::kPin, &Service::Pin},           {store_call::kUnpin, &Service::Unpin},
-      {store_call::kStats, &Service::Stats},       {store_call::kGet, &Service::Get},
-      {store_call::kPut, &Service::Put},           {store_call::kGetPages, &Service::GetPages},
-      {store_call::kPutPages, &Service::PutPages},
+      {store_call::kExists, &Service::Exists},     {store_call::kExistsEach, &Service::ExistsEach},
+      {store_call::kErase, &Service::Erase},       {store_call::kPin, &Service::Pin},
+      {store_call::kUnpin, &Service::Unpin},       {store_call::kStats, &Service::Stats},
+      {store_call::kGet, &Service::Get},           {store_call::kPut, &Service::Put},
+      {store_call::kGetPages, &Service::GetPages}, {store_call::kPutPages, &Service::PutPages},
   };
   const auto found = functions.find(name);
   return found == functions.end() ? nullptr : found->second;
@@ -259,7 +260,8 @@ void StoreServer::Service::Begin(const std::string& name, Request request) {
 }
 
 bool StoreServer::Service::IsInMemory(const std::string& name, const Request& request) const {
-  if (name != store_call::kExists && name != store_call::kGet && name != store_call::kGetPages) {
+  if (name != store_call::kExists && name != store_call::kExistsEach && name != store_call::kGet &&
+      name != store_call::kGetPages) {
     return false;
   }
   const absl::StatusOr<int64_t> count =
@@ -287,6 +289,12 @@ StoreServer::Service::Result StoreServer::Service::Exists(const Request& request
   KVFERRY_ASSIGN_OR_RETURN(const int64_t count,
                            store_->Exists(Views(request.keys), request.deadline));
   return Fields().Set("count", static_cast<uint64_t>(count));
+}
+
+StoreServer::Service::Result StoreServer::Service::ExistsEach(const Request& request) {
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<bool> there,
+                           store_->ExistsEach(Views(request.keys), request.deadline));
+  return Fields().Set("there", std::string(there.begin(), there.end()));
 }
 
 StoreServer::Service::Result StoreServer::Service::Erase(const Request& request) {

@@ -17,6 +17,7 @@ namespace kvferry {
 // The calls between RemoteStore and StoreServer (docs/wire_protocol.md, "Functions").
 namespace store_call {
 inline constexpr char kExists[] = "store.exists";
+inline constexpr char kExistsEach[] = "store.exists_each";
 inline constexpr char kErase[] = "store.erase";
 inline constexpr char kPin[] = "store.pin";
 inline constexpr char kUnpin[] = "store.unpin";

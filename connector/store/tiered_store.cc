@@ -482,6 +482,38 @@ absl::StatusOr<int64_t> TieredStore::Exists(std::span<const std::string_view> ke
   return there;
 }
 
+absl::StatusOr<std::vector<bool>> TieredStore::WhichIn(Tier& tier,
+                                                       std::span<const std::string_view> keys,
+                                                       Deadline deadline) {
+  absl::StatusOr<std::vector<bool>> there =
+      Ask(tier, [&] { return tier.store->ExistsEach(keys, deadline); });
+  if (!there.ok()) {
+    CountError();
+    return there;
+  }
+  for (size_t i = 0; i < keys.size(); ++i) (*there)[i] = (*there)[i] && !IsStale(tier, keys[i]);
+  return there;
+}
+
+absl::StatusOr<std::vector<bool>> TieredStore::ExistsEach(std::span<const std::string_view> keys,
+                                                          Deadline deadline) {
+  for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
+  const absl::StatusOr<std::vector<bool>> upper = WhichIn(upper_, keys, deadline);
+  std::vector<bool> there = upper.value_or(std::vector<bool>(keys.size()));
+  std::vector<std::string_view> others;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (!there[i]) others.push_back(keys[i]);
+  }
+  if (others.empty()) return there;
+  const absl::StatusOr<std::vector<bool>> lower = WhichIn(lower_, others, deadline);
+  if (!lower.ok()) return upper.ok() ? there : lower;
+  auto next = lower->begin();
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (!there[i]) there[i] = *next++;
+  }
+  return there;
+}
+
 // ---- Pins ---------------------------------------------------------------------------------------
 
 absl::Status TieredStore::PinIn(Tier& tier, std::string_view key, Deadline deadline) {

@@ -61,9 +61,11 @@ class TieredStore : public KvStore {
   absl::Status Put(std::string_view key, ConstParts value, Deadline deadline) override;
   absl::Status Get(std::string_view key, Parts out, Deadline deadline) override;
   absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key, Deadline deadline) override;
-  // Fails only when both tiers do and nothing was found: what one of them has can be got.
+  // These fail only when both tiers do and nothing was found: what one of them has can be got.
   absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
                                  Deadline deadline) override;
+  absl::StatusOr<std::vector<bool>> ExistsEach(std::span<const std::string_view> keys,
+                                               Deadline deadline) override;
   // Fails when either tier does: what it still has would come back.
   absl::Status Erase(std::string_view key, Deadline deadline) override;
   // Pins in both tiers where they can, counted here. A tier whose pins are not for sure, as those of
@@ -128,6 +130,9 @@ class TieredStore : public KvStore {
   // How many of the keys this tier has, from the first on. An error counts.
   absl::StatusOr<int64_t> CountIn(Tier& tier, std::span<const std::string_view> keys,
                                   Deadline deadline);
+  // And which of them.
+  absl::StatusOr<std::vector<bool>> WhichIn(Tier& tier, std::span<const std::string_view> keys,
+                                            Deadline deadline);
   // These need the turn of the key, or of all keys.
   std::vector<absl::Status> PutInto(Tier& tier, std::span<const PutItem> items, Deadline deadline);
   // The tier has a new value of the key's.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
@@ -326,16 +326,23 @@ class MooncakeStore:
         return self._get(_key_bytes(key), None, timeout_ms, np.ndarray.copy)
 
     def exists(self, keys: Sequence, timeout_ms: int = 5000) -> int:
+        for count, there in enumerate(self._which(keys, timeout_ms)):
+            if not there:
+                return count
+        return len(keys)
+
+    def exists_each(self, keys: Sequence, timeout_ms: int = 5000) -> list[bool]:
+        return list(self._which(keys, timeout_ms))
+
+    def _which(self, keys: Sequence, timeout_ms: int) -> Iterator[bool]:
         names = [self._name(_key_bytes(key)) for key in keys]
         if not names:
-            return 0
+            return
         codes = self._call(lambda _: self._store.batch_is_exist(names), self._deadline(timeout_ms))
-        for count, code in enumerate(codes):
+        for code in codes:
             if code < 0 and code not in NOT_FOUND:
                 raise self._error(code)
-            if code != 1:
-                return count
-        return len(names)
+            yield code == 1
 
     def erase(self, key, timeout_ms: int = 5000) -> None:
         name = self._name(_key_bytes(key))

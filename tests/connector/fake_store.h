@@ -81,6 +81,17 @@ class FakeStore : public KvStore {
     return there;
   }
 
+  absl::StatusOr<std::vector<bool>> ExistsEach(std::span<const std::string_view> keys,
+                                               Deadline deadline) override {
+    for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
+    num_keys_asked += std::ssize(keys);
+    KVFERRY_RETURN_IF_ERROR(CheckUp(deadline));
+    MutexLock lock(&mutex_);
+    std::vector<bool> there;
+    for (const std::string_view key : keys) there.push_back(entries_.contains(key));
+    return there;
+  }
+
   absl::Status Erase(std::string_view key, Deadline deadline) override {
     KVFERRY_RETURN_IF_ERROR(CheckKey(key));
     KVFERRY_RETURN_IF_ERROR(CheckUp(deadline));

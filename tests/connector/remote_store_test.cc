@@ -72,6 +72,10 @@ class Pair : public KvStore {
                                  Deadline deadline) override {
     return client_->Exists(keys, deadline);
   }
+  absl::StatusOr<std::vector<bool>> ExistsEach(std::span<const std::string_view> keys,
+                                               Deadline deadline) override {
+    return client_->ExistsEach(keys, deadline);
+  }
   absl::Status Erase(std::string_view key, Deadline deadline) override {
     return client_->Erase(key, deadline);
   }
@@ -347,6 +351,7 @@ TEST_F(RemotePages, WhatIsInMemoryDoesNotWaitForTheTierBelow) {
   auto slow = std::async(std::launch::async, [&] { return other->GetBytes(keys[2], Soon()); });
   ASSERT_TRUE(lower->asked.Wait(Soon()));
   EXPECT_EQ(Must(client->Exists(Views(above), Soon())), 2);
+  EXPECT_EQ(Must(client->ExistsEach(Views(above), Soon())), std::vector<bool>(2, true));
   EXPECT_TRUE(AllOk(client->GetPages(Views(above), *target_, std::vector<int64_t>{8, 9}, Soon())));
   EXPECT_TRUE(HoldsExactly(*target_, 2, std::vector<int64_t>{8, 9}, 1, pages));
   EXPECT_TRUE(IsOk(client->GetBytes(keys[0], Soon())));
@@ -437,6 +442,7 @@ class RemoteSessionsBroken : public RemoteSessions, public testing::WithParamInt
 TEST_P(RemoteSessionsBroken, CallsAreMadeAnew) {
   PutAll();
   Check(store_call::kExists, [&] { return far_->Exists(Views(keys_), Soon()); });
+  Check(store_call::kExistsEach, [&] { return far_->ExistsEach(Views(keys_), Soon()); });
   Check(store_call::kGet, [&] { return far_->GetBytes(keys_[0], Soon()); });
   Check(store_call::kGetPages,
         [&] { return far_->GetPages(Views(keys_), *target_, pages_, Soon())[1]; });
@@ -522,6 +528,10 @@ TEST_F(RemotePages, MoreKeysThanACallTakesAreAskedForInSeveral) {
   ASSERT_TRUE(IsOk(host->Erase(keys[5], Soon())));
   EXPECT_EQ(Must(client->Exists(Views(keys), Soon())), 5);
   EXPECT_EQ(Metric(*server, "calls_served"), 7);
+  std::vector<bool> there(10000, true);
+  there[5] = there[9000] = false;
+  EXPECT_EQ(Must(client->ExistsEach(Views(keys), Soon())), there);
+  EXPECT_EQ(Metric(*server, "calls_served"), 10);
   keys.back() = "";
   EXPECT_TRUE(Fails(client->Exists(Views(keys), Soon()), absl::StatusCode::kInvalidArgument));
   EXPECT_FALSE(client->pins_for_sure());

@@ -5,6 +5,7 @@
 // in one file of its binary.
 
 #include <gtest/gtest.h>
+#include <algorithm>
 
 #include <atomic>
 #include <functional>
@@ -171,6 +172,7 @@ TEST_P(StoreConformance, BadKeysAreNamedAndChangeNothing) {
     EXPECT_TRUE(Fails(store->Erase(key, Soon()), kInvalid, bytes));
     const std::vector<std::string_view> keys = {good, key};
     EXPECT_TRUE(Fails(store->Exists(keys, Soon()), kInvalid, bytes));
+    EXPECT_TRUE(Fails(store->ExistsEach(keys, Soon()), kInvalid, bytes));
     EXPECT_TRUE(Fails(store->Pin(key, Soon()), GetParam().pins ? kInvalid : kUnimplemented));
     EXPECT_TRUE(Fails(store->Unpin(key, Soon()), GetParam().pins ? kInvalid : kUnimplemented));
   }
@@ -203,6 +205,19 @@ TEST_P(StoreConformance, ExistsCountsUpToTheFirstGap) {
   EXPECT_EQ(Exists(*store, {"a", "b", "c", "d"}), 2);
   EXPECT_EQ(Exists(*store, {"a", "a", "b", "d"}), 4);
   EXPECT_EQ(Exists(*store, {"c", "a"}), 0);
+}
+
+TEST_P(StoreConformance, ExistsEachAnswersKeyByKey) {
+  const auto store = Make();
+  const auto each = [&](const std::vector<std::string_view>& keys) {
+    return Must(store->ExistsEach(keys, Soon()));
+  };
+  EXPECT_EQ(each({}), std::vector<bool>());
+  for (const std::string_view key : {"a", "b", "d"}) {
+    ASSERT_TRUE(IsOk(Put(*store, key, ValueOf(1, 1, 10))));
+  }
+  EXPECT_EQ(each({"c", "a", "b", "c", "d", "a"}),
+            std::vector<bool>({false, true, true, false, true, true}));
 }
 
 TEST_P(StoreConformance, BatchesAnswerItemByItem) {
@@ -536,13 +551,18 @@ class StoreConformance::RandomCalls {
       key = Upto(kKeys);
       names.push_back(Name(key));
     }
-    const int64_t there =
-        Must(store_.Exists(std::vector<std::string_view>(names.begin(), names.end()), Soon()));
-    ASSERT_LE(there, std::ssize(keys));
-    for (int64_t i = 0; i < there; ++i) ASSERT_TRUE(model_.contains(keys[i])) << keys[i];
-    if (there < std::ssize(keys) && model_.contains(keys[there])) {
-      ASSERT_TRUE(MayBeGone(keys[there])) << keys[there];
-      model_.erase(keys[there]);
+    const std::vector<std::string_view> views(names.begin(), names.end());
+    const std::vector<bool> each = Must(store_.ExistsEach(views, Soon()));
+    const int64_t there = Must(store_.Exists(views, Soon()));
+    ASSERT_EQ(each.size(), keys.size());
+    ASSERT_EQ(there, std::find(each.begin(), each.end(), false) - each.begin());
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (each[i]) {
+        ASSERT_TRUE(model_.contains(keys[i])) << keys[i];
+      } else if (model_.contains(keys[i])) {
+        ASSERT_TRUE(MayBeGone(keys[i])) << keys[i];
+        model_.erase(keys[i]);
+      }
     }
   }
 

@@ -34,6 +34,10 @@ int64_t Exists(KvStore& store, const std::vector<std::string_view>& keys) {
   return Must(store.Exists(keys, Soon()));
 }
 
+std::vector<bool> Each(KvStore& store, const std::vector<std::string_view>& keys) {
+  return Must(store.ExistsEach(keys, Soon()));
+}
+
 std::shared_ptr<HostStore> MakeHost(int64_t bytes) {
   return Must(HostStore::Create({Must(HostStore::FlatLayout(10)), bytes, 0}));
 }
@@ -88,6 +92,8 @@ TEST_F(TieredStores, AnEntryCountsWhenEitherTierHasIt) {
   EXPECT_EQ(Exists(*store_, {"a", "b", "c", "d", "e", "f", "g"}), 5);
   EXPECT_EQ(Exists(*store_, {"c", "a", "g"}), 3);
   EXPECT_EQ(Exists(*store_, {"f", "a"}), 0);
+  EXPECT_EQ(Each(*store_, {"f", "a", "c", "f", "b"}),
+            std::vector<bool>({false, true, true, false, true}));
 }
 
 TEST_F(TieredStores, AValueTooLargeForATierIsKeptInTheOther) {
@@ -108,6 +114,7 @@ TEST_F(TieredStores, ALowerTierThatIsDown) {
   EXPECT_TRUE(Fails(store_->GetBytes("b", Soon()), kUnavailable, "down"));
   EXPECT_EQ(store_->stats().errors, 1);
   EXPECT_EQ(Exists(*store_, {"a", "b"}), 1);
+  EXPECT_EQ(Each(*store_, {"b", "a"}), std::vector<bool>({false, true}));
   EXPECT_TRUE(IsOk(Put(*store_, "c", old_)));
   EXPECT_TRUE(Is(*store_, "c", old_));
   EXPECT_TRUE(Fails(store_->Erase("a", Soon()), kUnavailable));
@@ -125,12 +132,14 @@ TEST_F(TieredStores, AnUpperTierThatIsDown) {
   EXPECT_TRUE(Is(*store_, "a", old_));
   EXPECT_TRUE(Fails(store_->GetBytes("b", Soon()), kUnavailable));  // It may be there.
   EXPECT_EQ(Exists(*store_, {"a", "b"}), 1);
+  EXPECT_EQ(Each(*store_, {"b", "a"}), std::vector<bool>({false, true}));
   EXPECT_TRUE(IsOk(Put(*store_, "c", old_)));
   lower_->down = true;
   EXPECT_TRUE(Fails(Put(*store_, "c", new_), kUnavailable, "neither tier"));
   EXPECT_TRUE(Fails(store_->GetBytes("c", Soon()), kUnavailable));
   const std::vector<std::string_view> keys = {"a"};
   EXPECT_TRUE(Fails(store_->Exists(keys, Soon()), kUnavailable));
+  EXPECT_TRUE(Fails(store_->ExistsEach(keys, Soon()), kUnavailable));
   lower_->down = false;
   EXPECT_TRUE(Is(*store_, "c", old_));  // Not replaced.
 }
@@ -272,6 +281,7 @@ TEST_F(TieredStores, AnOldValueIsNeverAnswered) {
     ASSERT_TRUE(IsOk(works.Erase("a", Soon())));  // As when it is evicted.
     EXPECT_TRUE(Misses(*store_, "a"));
     EXPECT_EQ(Exists(*store_, {"a"}), 0);
+    EXPECT_EQ(Each(*store_, {"a"}), std::vector<bool>({false}));
     ASSERT_TRUE(IsOk(store_->Erase("a", Soon())));
     EXPECT_TRUE(Misses(fails, "a"));
   }
@@ -482,6 +492,10 @@ TEST_F(TieredStores, GapsDoNotMakeTheLowerTierLookForAllKeys) {
             1000);
   EXPECT_LE(lower_->num_keys_asked, 1000);
   EXPECT_LE(lower_->num_calls, 250 + 10);
+  lower_->num_calls = 0;
+  EXPECT_EQ(Each(*store_, std::vector<std::string_view>(names.begin(), names.end())),
+            std::vector<bool>(1000, true));
+  EXPECT_EQ(lower_->num_calls, 1);
 }
 
 // With the same keys in another order, and often in each other's way.

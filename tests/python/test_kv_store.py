@@ -101,7 +101,12 @@ class TestEveryBackend:
 
     def test_bad_keys_and_timeouts(self, store):
         for key in ("", b"x" * 257, "ä" * 129):
-            for call in (store.get_bytes, store.erase, lambda key: store.exists([key])):
+            for call in (
+                store.get_bytes,
+                store.erase,
+                lambda key: store.exists([key]),
+                lambda key: store.exists_each([key]),
+            ):
                 with pytest.raises(ValueError, match="bytes; it must have 1 to 256"):
                     call(key)
             with pytest.raises(ValueError, match="1 to 256"):
@@ -122,6 +127,12 @@ class TestEveryBackend:
         assert store.exists(list("abcd")) == 2
         assert store.exists(list("dcab")) == 1
         assert store.exists(["c"]) == 0
+
+    def test_exists_each_answers_key_by_key(self, store):
+        assert store.exists_each([]) == []
+        store.put_batch([(key, b"x") for key in "abd"])
+        assert store.exists_each(list("cabda")) == [False, True, True, True, True]
+        assert store.exists_each((b"c", "b")) == [False, True]
 
     def test_batches(self, store):
         values = {f"key {i}": bytes_of(i, 1 + 37 * i) for i in range(100)}
@@ -225,6 +236,7 @@ def test_a_server_that_dies_is_named_in_time(backend, tmp_path):
         lambda: store.get_bytes("a", timeout_ms=500),
         lambda: store.put("a", b"y", timeout_ms=500),
         lambda: store.exists(["a"], timeout_ms=500),
+        lambda: store.exists_each(["a"], timeout_ms=500),
         lambda: store.erase("a", timeout_ms=500),
     ):
         begin = time.monotonic()

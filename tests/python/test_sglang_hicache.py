@@ -220,8 +220,18 @@ def test_keys_are_bounded():
         assert backend.exists(long) and not backend.exists(long + "x")
 
 
+class CountsExists:
+    def __init__(self, store):
+        self._store = store
+        self.calls = 0
+
+    def __getattr__(self, name):
+        self.calls += name in ("exists", "exists_each")
+        return getattr(self._store, name)
+
+
 @with_sglang
-def test_pools_beside_the_kv():
+def test_pools_beside_the_kv(monkeypatch):
     kv, swa, states = sg.mha("page_first"), sg.mha("page_first", heads=1), sg.mha("page_first")
     backend = create(HOST, kv)
     backend.register_mem_host_pool_v2(swa, PoolName.SWA)
@@ -237,7 +247,10 @@ def test_pools_beside_the_kv():
         put = transfer(PoolName.SWA, trailing, HASHES[first : first + 2], [first, first + 1])
         assert backend.batch_set_v2([put]) == {PoolName.SWA: [True, True]}
     asked = transfer(PoolName.SWA, trailing, HASHES[:2], [8, 9])
+    store = CountsExists(backend._store)
+    monkeypatch.setattr(backend, "_store", store)
     result = backend.batch_exists_v2(HASHES, [asked])
+    assert store.calls == 2  # Whatever gaps there are: one a pool.
     assert (result.kv_hit_pages, result.restorable_prefix_pages) == (5, [1, 2, 5])
     assert result.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.SWA: 5}
     indexer = transfer(PoolName.INDEXER, every, HASHES[:3], [0, 1, 2])

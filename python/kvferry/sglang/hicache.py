@@ -159,23 +159,8 @@ class HiCacheStore(HiCacheStorage):
         return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
 
     def _there(self, name: str, hashes: list[str]) -> list[bool]:
-        """Page by page. A store says how long a prefix is: asked again behind every gap."""
         names = self._pages_of(name).keys(hashes)
-        deadline = time.monotonic() + self._options.timeout_ms / 1000
-        there: list[bool] = []
-        ask = len(names)
-        while len(there) < len(names):
-            left_ms = int((deadline - time.monotonic()) * 1000)
-            if left_ms < 1:
-                raise TimeoutError(f"{len(there)} of {len(names)} pages were looked for in time")
-            asked = names[len(there) : len(there) + ask]
-            found = self._store.exists(asked, timeout_ms=left_ms)
-            there += [True] * found
-            if found < len(asked):
-                there.append(False)
-            # Gaps come in runs: one page at a time through them, then more and more again.
-            ask = ask * 2 if found == len(asked) else 1
-        return there
+        return self._store.exists_each(names, timeout_ms=self._options.timeout_ms)
 
     # ---------------------------------------------------------------- the rest
 
