@@ -83,6 +83,18 @@ absl::Status NoRoomAbove() {
   return absl::ResourceExhaustedError("store: no room to bring the page up from the tier below");
 }
 
+// What a call is given that waits for a tier: one that hangs uses it up, and what is said then has to
+// arrive while it is awaited, and what is found to be fetched.
+Deadline InTimeToReply(Deadline deadline) {
+  const Deadline now = Clock::now();
+  return deadline - std::max(deadline - now, Clock::duration()) / 4;
+}
+
+bool IsQuestion(std::string_view function) {
+  return function == store_call::kExists || function == store_call::kExistsEach ||
+         function == store_call::kStats;
+}
+
 absl::Status TooLate() {
   return absl::DeadlineExceededError("store: the deadline passed before all pages were found");
 }
@@ -90,8 +102,8 @@ absl::Status TooLate() {
 }  // namespace
 
 // Its task thread does what is asked, one call after another. Where there is a tier below, which may be
-// slow, another thread answers what is in memory, so that nobody who asks for that waits for a disk. The
-// node's progress thread only hands calls over and lets go of leases.
+// slow, another thread answers what is in memory, so that nobody who asks for that waits for a disk, and
+// a third one says what is there, so that nobody who asks that waits for others' values. The node's progress thread only hands calls over and lets go of leases.
 class StoreServer::Service final : public LeaseSource, public CallHandler {
  public:
   explicit Service(Options options)
@@ -104,6 +116,7 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   absl::Status Start();
   void Close() {
     in_memory_.Stop();
+    questions_.Stop();
     tasks_.Stop();
     owned_node_.reset();  // Its thread goes on until then, and looks at node_.
   }
@@ -125,6 +138,7 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
     CallKey call;
     Fields args;
     Deadline deadline;
+    Deadline answer_by;
     std::vector<std::string> keys;
   };
   // Nobody waits for the reply any more, and its caller may have done something else in its place.
@@ -185,7 +199,8 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
 
   const Options options_;
   const std::shared_ptr<KvStore> store_;  // All that is served.
-  TaskThread in_memory_;                  // Runs if there is a tier below.
+  TaskThread in_memory_;                  // These two run if there is a tier below.
+  TaskThread questions_;
   TaskThread tasks_;
   std::atomic<int64_t> staged_bytes_{0};
   Mutex mutex_;
@@ -207,7 +222,10 @@ absl::Status StoreServer::Service::Start() {
   node.listen = true;
   KVFERRY_ASSIGN_OR_RETURN(owned_node_, Node::Start(std::move(node)));
   node_.Attach(owned_node_.get());
-  if (options_.tiered != nullptr) KVFERRY_RETURN_IF_ERROR(in_memory_.Start("store memory"));
+  if (options_.tiered != nullptr) {
+    KVFERRY_RETURN_IF_ERROR(in_memory_.Start("store memory"));
+    KVFERRY_RETURN_IF_ERROR(questions_.Start("store questions"));
+  }
   return tasks_.Start("store server");
 }
 
@@ -232,7 +250,9 @@ void StoreServer::Service::OnCall(const CallKey& call, const std::string& functi
     awaited_.insert(call);
   }
   Post(options_.tiered != nullptr ? in_memory_ : tasks_, call,
-       [this, function, request = Request{call, args, deadline, {}}] { Begin(function, request); });
+       [this, function, request = Request{call, args, deadline, InTimeToReply(deadline), {}}] {
+         Begin(function, request);
+       });
 }
 
 void StoreServer::Service::Post(TaskThread& thread, const CallKey& call,
@@ -256,7 +276,8 @@ void StoreServer::Service::Begin(const std::string& name, Request request) {
   const absl::StatusOr<Function> function = read();
   if (!function.ok()) return Reply(request.call, function.status());
   if (options_.tiered == nullptr || IsInMemory(name, request)) return Serve(*function, request);
-  Post(tasks_, request.call, [this, found = *function, request] { Serve(found, request); });
+  Post(IsQuestion(name) ? questions_ : tasks_, request.call,
+       [this, found = *function, request] { Serve(found, request); });
 }
 
 bool StoreServer::Service::IsInMemory(const std::string& name, const Request& request) const {
@@ -287,31 +308,31 @@ absl::StatusOr<std::string_view> StoreServer::Service::OneKey(const Request& req
 
 StoreServer::Service::Result StoreServer::Service::Exists(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const int64_t count,
-                           store_->Exists(Views(request.keys), request.deadline));
+                           store_->Exists(Views(request.keys), request.answer_by));
   return Fields().Set("count", static_cast<uint64_t>(count));
 }
 
 StoreServer::Service::Result StoreServer::Service::ExistsEach(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::vector<bool> there,
-                           store_->ExistsEach(Views(request.keys), request.deadline));
+                           store_->ExistsEach(Views(request.keys), request.answer_by));
   return Fields().Set("there", std::string(there.begin(), there.end()));
 }
 
 StoreServer::Service::Result StoreServer::Service::Erase(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
-  KVFERRY_RETURN_IF_ERROR(store_->Erase(key, request.deadline));
+  KVFERRY_RETURN_IF_ERROR(store_->Erase(key, request.answer_by));
   return Fields();
 }
 
 StoreServer::Service::Result StoreServer::Service::Pin(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
-  KVFERRY_RETURN_IF_ERROR(store_->Pin(key, request.deadline));
+  KVFERRY_RETURN_IF_ERROR(store_->Pin(key, request.answer_by));
   return Fields();
 }
 
 StoreServer::Service::Result StoreServer::Service::Unpin(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
-  KVFERRY_RETURN_IF_ERROR(store_->Unpin(key, request.deadline));
+  KVFERRY_RETURN_IF_ERROR(store_->Unpin(key, request.answer_by));
   return Fields();
 }
 
@@ -404,7 +425,7 @@ absl::Status StoreServer::Service::FetchFromCaller(const Request& request, PageR
 
 StoreServer::Service::Result StoreServer::Service::Get(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
-  KVFERRY_ASSIGN_OR_RETURN(Bytes value, store_->GetBytes(key, request.deadline));
+  KVFERRY_ASSIGN_OR_RETURN(Bytes value, store_->GetBytes(key, request.answer_by));
   const auto bytes = static_cast<int64_t>(value.size());
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<Bytes> staged, Stage(bytes));
   *staged = std::move(value);
@@ -424,7 +445,7 @@ StoreServer::Service::Result StoreServer::Service::Put(const Request& request) {
     if (IsOver(request)) return;
     absl::Status status = fetched;
     const std::span<const std::byte> value = *staged;
-    if (status.ok()) status = store_->Put(request.keys[0], {&value, 1}, request.deadline);
+    if (status.ok()) status = store_->Put(request.keys[0], {&value, 1}, request.answer_by);
     Reply(request.call,
           status.ok() ? absl::StatusOr<Fields>(Fields()) : absl::StatusOr<Fields>(status));
   };
@@ -473,7 +494,7 @@ StoreServer::Service::Result StoreServer::Service::GetPages(const Request& reque
   for (const std::string& key : request.keys) {
     if (IsOver(request)) return TooLate();
     // Without room the tier below would be read for nothing.
-    absl::StatusOr<HostStore::ReadLease> value = Acquire(key, has_room, request.deadline);
+    absl::StatusOr<HostStore::ReadLease> value = Acquire(key, has_room, request.answer_by);
     has_room &= !absl::IsResourceExhausted(value.status());
     statuses.push_back(value.status());
     if (!value.ok()) continue;
@@ -539,7 +560,7 @@ void StoreServer::Service::FinishPutPages(Incoming& incoming, const Request& req
   std::vector<absl::Status> put;
   if (options_.tiered != nullptr) {
     put = options_.tiered->PutShown(keys, *options_.host->pool(), incoming.pages, show,
-                                    request.deadline);
+                                    request.answer_by);
   } else {
     for (size_t i = 0; i < keys.size(); ++i) put.push_back(show(i));
   }

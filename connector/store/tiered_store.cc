@@ -60,10 +60,12 @@ bool GaveNoAnswer(const absl::Status& status) {
 
 }  // namespace
 
-absl::Status TieredStore::CheckNotSilent(const Tier& tier) const {
+absl::StatusOr<Deadline> TieredStore::MayAskUntil(const Tier& tier, Deadline deadline) const {
   const Deadline now = Clock::now();
   MutexLock lock(&mutex_);
-  if (now >= tier.silent_until) return absl::OkStatus();
+  if (now >= tier.silent_until) {
+    return tier.trial > Clock::duration() ? std::min(deadline, now + tier.trial) : deadline;
+  }
   return absl::UnavailableError(absl::StrCat(
       "tiered store: the ", &tier == &upper_ ? "upper" : "lower", " tier (",
       std::string(tier.store->name()), ") did not answer and is not asked for another ",
@@ -78,34 +80,38 @@ void TieredStore::Heard(Tier& tier, Deadline begin, std::span<const absl::Status
   const Deadline uncounted = std::min(now, std::max(begin, tier.counted_until));
   tier.counted_until = now;
   if (!std::ranges::all_of(statuses, GaveNoAnswer)) {
-    tier.waited = {};
+    tier.waited = tier.trial = {};
     tier.silent_until = {};
     return;
   }
   tier.waited += now - uncounted;
   if (tier.waited < kPatience) return;
   tier.waited = {};
-  tier.silent_until = now + kSilence;
+  tier.silent_until = now + std::max<Clock::duration>(kSilence, kSilencePerTrial * tier.trial);
+  // One that is back but slow needs longer than the first trial, once it is asked for much.
+  if (tier.trial <= now - begin) {
+    tier.trial = std::max<Clock::duration>(kPatience, 2 * tier.trial);
+  }
 }
 
 template <typename Call>
-auto TieredStore::Ask(Tier& tier, const Call& call) -> decltype(call()) {
-  KVFERRY_RETURN_IF_ERROR(CheckNotSilent(tier));
+auto TieredStore::Ask(Tier& tier, Deadline deadline, const Call& call) -> decltype(call(deadline)) {
+  KVFERRY_ASSIGN_OR_RETURN(const Deadline until, MayAskUntil(tier, deadline));
   const Deadline begin = Clock::now();
-  auto result = call();
+  auto result = call(until);
   const absl::Status status = internal::AsStatus(result);
   Heard(tier, begin, {&status, 1});
   return result;
 }
 
 template <typename Call>
-std::vector<absl::Status> TieredStore::AskBatch(Tier& tier, size_t num_items, const Call& call) {
+std::vector<absl::Status> TieredStore::AskBatch(Tier& tier, Deadline deadline, size_t num_items,
+                                                const Call& call) {
   if (num_items == 0) return {};
-  if (const absl::Status silent = CheckNotSilent(tier); !silent.ok()) {
-    return std::vector<absl::Status>(num_items, silent);
-  }
+  const absl::StatusOr<Deadline> until = MayAskUntil(tier, deadline);
+  if (!until.ok()) return std::vector<absl::Status>(num_items, until.status());
   const Deadline begin = Clock::now();
-  std::vector<absl::Status> statuses = call();
+  std::vector<absl::Status> statuses = call(*until);
   Heard(tier, begin, statuses);
   return statuses;
 }
@@ -113,7 +119,8 @@ std::vector<absl::Status> TieredStore::AskBatch(Tier& tier, size_t num_items, co
 // ---- Put and Erase ------------------------------------------------------------------------------
 
 absl::Status TieredStore::EraseFrom(Tier& tier, std::string_view key, Deadline deadline) {
-  KVFERRY_RETURN_IF_ERROR(Ask(tier, [&] { return tier.store->Erase(key, deadline); }));
+  KVFERRY_RETURN_IF_ERROR(
+      Ask(tier, deadline, [&](Deadline until) { return tier.store->Erase(key, until); }));
   MutexLock lock(&mutex_);
   tier.stale.erase(std::string(key));
   tier.pinned.erase(std::string(key));
@@ -144,8 +151,8 @@ std::vector<absl::Status> TieredStore::PutInto(Tier& tier, std::span<const PutIt
     statuses.push_back(CheckValueBytes(BytesOf(item.value), tier.store->max_value_bytes()));
     if (statuses.back().ok()) fit.push_back(item);
   }
-  const std::vector<absl::Status> put =
-      AskBatch(tier, fit.size(), [&] { return tier.store->PutBatch(fit, deadline); });
+  const std::vector<absl::Status> put = AskBatch(
+      tier, deadline, fit.size(), [&](Deadline until) { return tier.store->PutBatch(fit, until); });
   auto next = put.begin();
   for (size_t i = 0; i < items.size(); ++i) {
     if (statuses[i].ok()) statuses[i] = *next++;
@@ -237,8 +244,9 @@ std::vector<absl::Status> TieredStore::PutShown(std::span<const std::string_view
                                                 Deadline deadline) {
   const absl::StatusOr<Turns> turns = TakeTurns({keys.begin(), keys.end()}, deadline);
   if (!turns.ok()) return std::vector<absl::Status>(keys.size(), turns.status());
-  std::vector<absl::Status> statuses = AskBatch(
-      lower_, keys.size(), [&] { return lower_.store->PutPages(keys, pool, pages, deadline); });
+  std::vector<absl::Status> statuses = AskBatch(lower_, deadline, keys.size(), [&](Deadline until) {
+    return lower_.store->PutPages(keys, pool, pages, until);
+  });
   for (size_t i = 0; i < keys.size(); ++i) {
     if (!statuses[i].ok()) {
       CountError();
@@ -318,8 +326,9 @@ std::vector<absl::Status> TieredStore::FetchFrom(Tier& tier, std::span<const Get
     }
     if (statuses.back().ok()) asked.push_back(item);
   }
-  const std::vector<absl::Status> got =
-      AskBatch(tier, asked.size(), [&] { return tier.store->GetBatch(asked, deadline); });
+  const std::vector<absl::Status> got = AskBatch(tier, deadline, asked.size(), [&](Deadline until) {
+    return tier.store->GetBatch(asked, until);
+  });
   auto next = got.begin();
   for (absl::Status& status : statuses) {
     if (status.ok()) status = Note(*next++);
@@ -423,7 +432,7 @@ absl::StatusOr<std::vector<std::byte>> TieredStore::BytesFrom(Tier& tier, std::s
                                                               Deadline deadline) {
   if (IsStale(tier, key)) return absl::NotFoundError("tiered store: only an old value");
   absl::StatusOr<std::vector<std::byte>> bytes =
-      Ask(tier, [&] { return tier.store->GetBytes(key, deadline); });
+      Ask(tier, deadline, [&](Deadline until) { return tier.store->GetBytes(key, until); });
   (void)Note(bytes.status());
   return bytes;
 }
@@ -450,7 +459,8 @@ absl::StatusOr<std::vector<std::byte>> TieredStore::GetBytes(std::string_view ke
 
 absl::StatusOr<int64_t> TieredStore::CountIn(Tier& tier, std::span<const std::string_view> keys,
                                              Deadline deadline) {
-  absl::StatusOr<int64_t> there = Ask(tier, [&] { return tier.store->Exists(keys, deadline); });
+  absl::StatusOr<int64_t> there =
+      Ask(tier, deadline, [&](Deadline until) { return tier.store->Exists(keys, until); });
   if (!there.ok()) {
     CountError();
     return there;
@@ -486,7 +496,7 @@ absl::StatusOr<std::vector<bool>> TieredStore::WhichIn(Tier& tier,
                                                        std::span<const std::string_view> keys,
                                                        Deadline deadline) {
   absl::StatusOr<std::vector<bool>> there =
-      Ask(tier, [&] { return tier.store->ExistsEach(keys, deadline); });
+      Ask(tier, deadline, [&](Deadline until) { return tier.store->ExistsEach(keys, until); });
   if (!there.ok()) {
     CountError();
     return there;
@@ -526,7 +536,8 @@ absl::Status TieredStore::PinIn(Tier& tier, std::string_view key, Deadline deadl
     if (tier.pinned.contains(std::string(key))) return absl::OkStatus();
     if (tier.stale.contains(std::string(key))) return absl::NotFoundError("tiered store: stale");
   }
-  KVFERRY_RETURN_IF_ERROR(Ask(tier, [&] { return tier.store->Pin(key, deadline); }));
+  KVFERRY_RETURN_IF_ERROR(
+      Ask(tier, deadline, [&](Deadline until) { return tier.store->Pin(key, until); }));
   MutexLock lock(&mutex_);
   tier.pinned.insert(std::string(key));
   return absl::OkStatus();
@@ -537,7 +548,8 @@ absl::Status TieredStore::UnpinIn(Tier& tier, std::string_view key, Deadline dea
     MutexLock lock(&mutex_);
     if (!tier.pinned.contains(std::string(key))) return absl::OkStatus();
   }
-  absl::Status status = Ask(tier, [&] { return tier.store->Unpin(key, deadline); });
+  absl::Status status =
+      Ask(tier, deadline, [&](Deadline until) { return tier.store->Unpin(key, until); });
   // FAILED_PRECONDITION: the tier has not got the pin.
   if (!status.ok() && !absl::IsFailedPrecondition(status)) {
     CountError();
@@ -550,8 +562,9 @@ absl::Status TieredStore::UnpinIn(Tier& tier, std::string_view key, Deadline dea
 
 absl::Status TieredStore::BringUpAndPin(std::string_view key, Deadline deadline) {
   if (IsStale(lower_, key)) return absl::NotFoundError("tiered store: only an old value");
-  KVFERRY_ASSIGN_OR_RETURN(const std::vector<std::byte> bytes,
-                           Ask(lower_, [&] { return lower_.store->GetBytes(key, deadline); }));
+  KVFERRY_ASSIGN_OR_RETURN(
+      const std::vector<std::byte> bytes,
+      Ask(lower_, deadline, [&](Deadline until) { return lower_.store->GetBytes(key, until); }));
   const std::span<const std::byte> value = bytes;
   KVFERRY_RETURN_IF_ERROR(PutInto(upper_, key, {&value, 1}, deadline));
   return PinIn(upper_, key, deadline);

@@ -34,8 +34,10 @@ namespace kvferry {
 //
 // A tier that was waited for in vain for kPatience since it last answered, in one call or in
 // several, is UNAVAILABLE without being asked for kSilence: what the other one has is not to be late
-// because of it. So one that hangs costs its callers one deadline in that time, and one that refuses
-// at once, which costs nothing, is asked each time.
+// because of it. From then on until it answers a call waits for it for kPatience at most, and for
+// twice as long each time that is in vain, after which it is silent for kSilencePerTrial times as
+// long: so one that hangs costs its callers one deadline and then a fifth of their time at most. One
+// that refuses at once, which costs nothing, is asked each time.
 //
 // Others may use the tiers themselves, but then not for the same keys. Statistics count calls of
 // this store; of entries and bytes only the tiers know.
@@ -48,6 +50,7 @@ class TieredStore : public KvStore {
   static constexpr auto kPatience = std::chrono::milliseconds(500);
   // As vLLM's connector leaves a store alone (SILENCE_S).
   static constexpr auto kSilence = std::chrono::seconds(5);
+  static constexpr int kSilencePerTrial = 4;
 
   // INVALID_ARGUMENT for a store that is null, or both the same.
   static absl::StatusOr<std::unique_ptr<TieredStore>> Create(std::shared_ptr<KvStore> upper,
@@ -101,17 +104,20 @@ class TieredStore : public KvStore {
     Clock::duration waited{};                   // In vain, since it last answered.
     Deadline counted_until{};                   // Calls wait side by side: that counts once.
     Deadline silent_until{};                    // It is not asked.
+    Clock::duration trial{};                    // Calls wait no longer, if above 0.
   };
   using Turns = std::vector<KeyTurns::Turn>;
 
   TieredStore(std::shared_ptr<KvStore> upper, std::shared_ptr<KvStore> lower);
 
-  // All calls to a tier that may wait for it go through these. UNAVAILABLE while it is silent.
+  // All calls to a tier that may wait for it go through these, and wait until the time that they are
+  // given. UNAVAILABLE while it is silent.
   template <typename Call>
-  auto Ask(Tier& tier, const Call& call) -> decltype(call());
+  auto Ask(Tier& tier, Deadline deadline, const Call& call) -> decltype(call(deadline));
   template <typename Call>
-  std::vector<absl::Status> AskBatch(Tier& tier, size_t num_items, const Call& call);
-  absl::Status CheckNotSilent(const Tier& tier) const;
+  std::vector<absl::Status> AskBatch(Tier& tier, Deadline deadline, size_t num_items,
+                                     const Call& call);
+  absl::StatusOr<Deadline> MayAskUntil(const Tier& tier, Deadline deadline) const;
   // What a call to the tier that began then has come to.
   void Heard(Tier& tier, Deadline begin, std::span<const absl::Status> statuses);
   // Of all these keys, each once, in one order: two batches cannot wait for each other.

@@ -335,7 +335,7 @@ TEST_F(RemotePages, WhatNobodyWaitsForIsNotCarriedOut) {
   ASSERT_TRUE(WaitFor([&] { return Metric(*server, "peers_lost") == 1; }, Soon()));
   lower->go_on.Open();
   EXPECT_TRUE(IsOk(slow.get()));
-  EXPECT_EQ(Must(other->Exists(Views({"here", "nowhere"}), Soon())), 1);  // Served after the pin.
+  EXPECT_TRUE(IsOk(other->Erase("nowhere", Soon())));  // Served after the pin.
   EXPECT_EQ(host->stats().pinned, 0);
 }
 
@@ -360,6 +360,55 @@ TEST_F(RemotePages, WhatIsInMemoryDoesNotWaitForTheTierBelow) {
   EXPECT_TRUE(IsOk(slow.get()));
 }
 
+TEST_F(RemotePages, WhatIsThereIsSaidWhileAValueIsWaitedFor) {
+  const auto lower = std::make_shared<GatedStore>(SmallLayout().page_bytes());
+  const auto server = Serve(MakeHost(4), lower);
+  const auto client = Dial(server->address(), target_), other = Dial(server->address(), source_);
+  const std::vector<int64_t> page = {1};
+  ASSERT_TRUE(AllOk(lower->PutPages(Views({"slow"}), *source_, page, Soon())));
+  ASSERT_TRUE(AllOk(other->PutPages(Views({"here"}), *source_, page, Soon())));
+  auto slow = std::async(std::launch::async, [&] { return other->GetBytes("slow", Soon()); });
+  ASSERT_TRUE(lower->asked.Wait(Soon()));
+  EXPECT_EQ(Must(client->Exists(Views({"slow", "nowhere"}), Soon())), 1);
+  EXPECT_EQ(Must(client->ExistsEach(Views({"nowhere", "slow"}), Soon())),
+            std::vector<bool>({false, true}));
+  EXPECT_EQ(client->stats().puts, 1);
+  EXPECT_EQ(slow.wait_for(std::chrono::seconds(0)), std::future_status::timeout);
+  lower->go_on.Open();
+  EXPECT_TRUE(IsOk(slow.get()));
+}
+
+// It uses up what it is given: that is less than the client waits.
+TEST_F(RemotePages, ATierThatHangsMakesNothingInMemoryTooLate) {
+  const std::vector<std::string> keys = {"here", "nowhere"};
+  const auto with_silent_tier = [&](const auto& call) {
+    const auto lower = std::make_shared<FakeStore>(SmallLayout().page_bytes());
+    const auto server = Serve(MakeHost(4), lower);
+    const auto client = Dial(server->address(), target_);
+    const std::vector<int64_t> page = {1};
+    ASSERT_TRUE(AllOk(client->PutPages(Views({"here"}), *target_, page, Soon())));
+    lower->hangs = true;
+    call(*client, DeadlineInMs(2000));
+  };
+  with_silent_tier([&](RemoteStore& client, Deadline deadline) {
+    EXPECT_EQ(Must(client.Exists(Views(keys), deadline)), 1);
+  });
+  with_silent_tier([&](RemoteStore& client, Deadline deadline) {
+    EXPECT_EQ(Must(client.ExistsEach(Views(keys), deadline)), std::vector<bool>({true, false}));
+  });
+  with_silent_tier([&](RemoteStore& client, Deadline deadline) {
+    const std::vector<int64_t> pages = {8, 9};
+    const auto statuses = client.GetPages(Views(keys), *target_, pages, deadline);
+    EXPECT_TRUE(IsOk(statuses[0]));
+    EXPECT_TRUE(Fails(statuses[1], absl::StatusCode::kDeadlineExceeded));
+  });
+  with_silent_tier([&](RemoteStore& client, Deadline deadline) {
+    const std::vector<int64_t> pages = {8};
+    EXPECT_TRUE(Fails(client.PutPages(Views({"new"}), *target_, pages, deadline)[0],
+                      absl::StatusCode::kDeadlineExceeded, "store"));
+  });
+}
+
 TEST_F(RemotePages, NoMoreIsReadForACallThatIsOver) {
   const auto lower = std::make_shared<GatedStore>(SmallLayout().page_bytes());
   const auto server = Serve(MakeHost(8), lower);
@@ -372,7 +421,7 @@ TEST_F(RemotePages, NoMoreIsReadForACallThatIsOver) {
   EXPECT_TRUE(Fails(statuses[0], absl::StatusCode::kDeadlineExceeded));
   LetTheServersDeadlinePass();
   lower->go_on.Open();
-  EXPECT_EQ(Must(client->Exists(Views(keys), Soon())), 4);  // Served when that is done.
+  EXPECT_TRUE(IsOk(client->Erase("nowhere", Soon())));  // Served when that is done.
   EXPECT_LE(lower->num_gets, 1);
 }
 

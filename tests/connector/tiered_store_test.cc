@@ -25,9 +25,10 @@ constexpr auto kPrecondition = absl::StatusCode::kFailedPrecondition;
 constexpr auto kUnavailable = absl::StatusCode::kUnavailable;
 constexpr auto kUnimplemented = absl::StatusCode::kUnimplemented;
 
-absl::Status Put(KvStore& store, std::string_view key, const Bytes& value) {
+absl::Status Put(KvStore& store, std::string_view key, const Bytes& value,
+                 Deadline deadline = Soon()) {
   const std::span<const std::byte> part = value;
-  return store.Put(key, {&part, 1}, Soon());
+  return store.Put(key, {&part, 1}, deadline);
 }
 
 int64_t Exists(KvStore& store, const std::vector<std::string_view>& keys) {
@@ -192,6 +193,30 @@ TEST_F(TieredStores, ATierThatHangsCostsOneDeadlineInAWhile) {
   ASSERT_TRUE(IsOk(upper_->Erase("a", Soon())));  // As when it is evicted.
   EXPECT_TRUE(Misses(*store_, "a"));
   EXPECT_TRUE(IsOk(store_->Erase("b", Soon())));
+}
+
+// Or those who have much time would wait all of it, again and again.
+TEST_F(TieredStores, ATierThatWasSilentIsTriedForAShortTime) {
+  ASSERT_TRUE(IsOk(Put(*lower_, "b", old_)));
+  lower_->hangs = true;
+  EXPECT_TRUE(Fails(store_->GetBytes("b", DeadlineIn(TieredStore::kPatience)), kDeadline));
+  lower_->num_calls = 0;
+  const auto tried = [&] {
+    const Deadline deadline = DeadlineIn(10 * TieredStore::kSilence);
+    const absl::Status put = Put(*store_, "a", new_, deadline);
+    EXPECT_TRUE(IsOk(put));
+    EXPECT_LT(Clock::now(), deadline - 8 * TieredStore::kSilence);
+    return lower_->num_calls > 0;
+  };
+  EXPECT_TRUE(WaitFor(tried, Soon()));
+  EXPECT_TRUE(Fails(store_->GetBytes("b", Soon()), kUnavailable, "not asked"));
+  lower_->hangs = false;
+  EXPECT_TRUE(WaitFor([&] { return Is(*store_, "b", old_); }, Soon()));
+  // It answers: from here on it has the time that its callers have.
+  lower_->hangs = true;
+  const Deadline deadline = DeadlineIn(2 * TieredStore::kPatience);
+  EXPECT_TRUE(IsOk(Put(*store_, "c", new_, deadline)));
+  EXPECT_GE(Clock::now(), deadline);
 }
 
 TEST_F(TieredStores, ADeadlineThatIsNearlyOverSilencesNoTier) {
