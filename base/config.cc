@@ -1,10 +1,13 @@
 #include "base/config.h"
 
 #include <arpa/inet.h>
+#include <unistd.h>
 
 #include <array>
 #include <cstdlib>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <utility>
 #include <variant>
 
 #include "absl/algorithm/container.h"
@@ -15,6 +18,9 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/types/span.h"
+#include "base/host_list.h"
+#include "base/log.h"
+#include "base/mutex.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -65,6 +71,8 @@ constexpr std::array kFields = {
     Field{"max_leases", &Config::max_leases, 1, 1 << 24},
 };
 
+constexpr absl::string_view kVariablePrefix = "KVFERRY_", kLogVariable = "KVFERRY_LOG";
+constexpr absl::string_view kTestVariablePrefix = "KVFERRY_TEST_";
 constexpr std::array<absl::string_view, 4> kSameHostPaths = {"auto", "in_place", "arena",
                                                              "network"};
 constexpr std::array<absl::string_view, 3> kNetworkPaths = {"packed", "direct", "auto"};
@@ -116,6 +124,33 @@ absl::Status SetFromText(const Field& field, const std::string& text, Config* co
     return WrongType(field, text);
   }
   return absl::OkStatus();
+}
+
+std::string VariableOf(const Field& field) {
+  return absl::StrCat(kVariablePrefix, absl::AsciiStrToUpper(field.name));
+}
+
+bool IsKnown(absl::string_view variable) {
+  return variable == kLogVariable || absl::StartsWith(variable, kTestVariablePrefix) ||
+         absl::c_any_of(kFields, [&](const Field& field) { return variable == VariableOf(field); });
+}
+
+// A misspelt one may be what was to protect something. No error: a cluster's manager may put names of
+// its own there, after its services'. Each list is said once.
+void WarnOfUnknownVariables() {
+  std::set<std::string> unknown;
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    const absl::string_view text = *variable;
+    const absl::string_view name = text.substr(0, text.find('='));
+    if (absl::StartsWith(name, kVariablePrefix) && !IsKnown(name)) unknown.emplace(name);
+  }
+  static Mutex mutex;
+  static std::set<std::string>& said = *new std::set<std::string>;
+  const MutexLock lock(&mutex);
+  if (unknown.empty() || std::exchange(said, unknown) == unknown) return;
+  Log().warn("no options of kvferry's, and ignored: {}; the options are KVFERRY_ and {}",
+             absl::StrJoin(unknown, ", "),
+             absl::AsciiStrToUpper(absl::StrJoin(Config::FieldNames(), ", ")));
 }
 
 absl::Status CheckRange(const Field& field, const Config& config) {
@@ -197,10 +232,14 @@ absl::StatusOr<Config> Config::FromJson(absl::string_view json, const Config& ba
 absl::StatusOr<Config> Config::FromEnv(const Config& base) {
   Config config = base;
   for (const Field& field : kFields) {
-    const std::string name = absl::StrCat("KVFERRY_", absl::AsciiStrToUpper(field.name));
+    const std::string name = VariableOf(field);
     const char* text = std::getenv(name.c_str());
-    if (text != nullptr) KVFERRY_RETURN_IF_ERROR(SetFromText(field, text, &config));
+    if (text == nullptr) continue;
+    if (const absl::Status set = SetFromText(field, text, &config); !set.ok()) {
+      return absl::Status(set.code(), absl::StrCat("environment, ", name, ": ", set.message()));
+    }
   }
+  WarnOfUnknownVariables();
   return config;
 }
 
@@ -220,6 +259,9 @@ absl::Status Config::Validate() const {
   KVFERRY_RETURN_IF_ERROR(CheckChoice("same_host_path", same_host_path, kSameHostPaths));
   KVFERRY_RETURN_IF_ERROR(CheckChoice("network_path", network_path, kNetworkPaths));
   KVFERRY_RETURN_IF_ERROR(CheckDirectTls(direct_tls));
+  if (const absl::Status hosts = CheckHostList(allowed_hosts); !hosts.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat("config: allowed_hosts: ", hosts.message()));
+  }
   KVFERRY_RETURN_IF_ERROR(CheckReach(*this));
   if (IsEveryInterface(listen_host)) {
     return absl::InvalidArgumentError(

@@ -21,8 +21,8 @@ struct Config {
   std::string listen_host = "127.0.0.1";
   int64_t listen_port = 0;
   // Hosts that an endpoint may be sent to by a ticket, to fetch or to push (tickets can travel
-  // through HTTP clients), comma separated; "*" allows any. Empty: loopback, and whatever
-  // listen_host is.
+  // through HTTP clients): addresses as tickets have them, networks, "*" (base/host_list.h). Empty:
+  // loopback, and listen_host if that is an address.
   std::string allowed_hosts;
   // A file with the deployment's key, 64 hexadecimal digits (openssl rand -hex 32), the same for all
   // endpoints: only those that have it get a session, and what they say to set it up is encrypted. Chunks

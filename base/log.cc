@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 namespace kvferry {
 namespace {
@@ -33,13 +34,11 @@ class OneLine : public spdlog::custom_flag_formatter {
   }
 };
 
-// The level in KVFERRY_LOG; warn when there is none or it is not one.
-spdlog::level::level_enum LevelFromEnv() {
-  const char* text = std::getenv("KVFERRY_LOG");
-  if (text == nullptr) return spdlog::level::warn;
+// The level in KVFERRY_LOG, if that is one.
+std::optional<spdlog::level::level_enum> LevelFrom(const char* text) {
   const auto level = spdlog::level::from_str(text);  // What it does not know is "off" to it.
   const bool known = level != spdlog::level::off || std::strcmp(text, "off") == 0;
-  return known ? level : spdlog::level::warn;
+  return known ? std::optional(level) : std::nullopt;
 }
 
 static_assert(static_cast<int>(LogLevel::kTrace) == spdlog::level::trace);
@@ -50,10 +49,18 @@ spdlog::level::level_enum OfSpdlog(LogLevel level) {
 
 spdlog::logger* MakeLogger() {
   auto* made = new spdlog::logger("kvferry", std::make_shared<spdlog::sinks::stderr_sink_mt>());
-  made->set_level(LevelFromEnv());
+  const char* text = std::getenv("KVFERRY_LOG");
+  const std::optional<spdlog::level::level_enum> level =
+      text != nullptr ? LevelFrom(text) : spdlog::level::warn;
+  made->set_level(level.value_or(spdlog::level::warn));
   auto formatter = std::make_unique<spdlog::pattern_formatter>();
   formatter->add_flag<OneLine>('*').set_pattern("%Y-%m-%d %H:%M:%S.%e %l kvferry[%P:%t] %*");
   made->set_formatter(std::move(formatter));
+  if (!level) {
+    made->warn(
+        "KVFERRY_LOG is '{}', but must be trace, debug, info, warn, error or off: warn it is",
+        text);
+  }
   return made;
 }
 

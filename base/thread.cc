@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/string_view.h"
 
 namespace kvferry {
 namespace {
@@ -18,6 +20,11 @@ sigset_t AllButFaults() {
   return signals;
 }
 
+// What the system's tools show: 15 characters at most, or it takes none.
+std::string NameOf(absl::string_view what) {
+  return absl::StrCat("kvf-", absl::StrReplaceAll(what.substr(0, 11), {{" ", "-"}, {",", ""}}));
+}
+
 }  // namespace
 
 absl::StatusOr<std::thread> StartThread(const std::string& what, std::function<void()> run) {
@@ -28,6 +35,7 @@ absl::StatusOr<std::thread> StartThread(const std::string& what, std::function<v
   absl::StatusOr<std::thread> thread;
   try {  // std::thread has no other way to say it.
     thread = std::thread(std::move(run));
+    pthread_setname_np(thread->native_handle(), NameOf(what).c_str());
   } catch (const std::system_error& error) {
     thread = absl::ResourceExhaustedError(
         absl::StrCat(what, ": the system refused a thread: ", error.what()));

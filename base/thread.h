@@ -10,8 +10,8 @@ namespace kvferry {
 
 // A thread of kvferry's own inside of somebody's process. It handles none of the process's signals
 // (those that a fault of its own raises excepted), so that no handler runs where a call must not be
-// interrupted; the application's threads handle them. RESOURCE_EXHAUSTED, naming `what`, when the
-// system gives no thread.
+// interrupted; the application's threads handle them. The system's tools show it as "kvf-" and the
+// beginning of `what`. RESOURCE_EXHAUSTED, naming `what`, when the system gives no thread.
 absl::StatusOr<std::thread> StartThread(const std::string& what, std::function<void()> run);
 
 }  // namespace kvferry

@@ -5,5 +5,7 @@ function(kvferry_library name)
   add_library(kvferry_${name} STATIC ${ARG_SOURCES})
   add_library(kvferry::${name} ALIAS kvferry_${name})
   target_include_directories(kvferry_${name} PUBLIC "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>")
+  # For whoever takes kvferry by add_subdirectory: the headers need it.
+  target_compile_features(kvferry_${name} PUBLIC cxx_std_20)
   target_link_libraries(kvferry_${name} PUBLIC ${ARG_PUBLIC} PRIVATE ${ARG_PRIVATE} kvferry_flags)
 endfunction()

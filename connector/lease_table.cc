@@ -39,10 +39,11 @@ absl::Status LeaseTable::NotLive(uint64_t lease_id) const {
                      outcome == LeaseOutcome::kFetched ? "its reader said that it needs nothing"
                                                        : "the prefill side gave the request up"));
   }
-  const absl::string_view hint =
-      outcome == LeaseOutcome::kExpired ? "; raise lease_ms or fetch sooner" : "";
-  return absl::FailedPreconditionError(absl::StrCat(
-      "lease ", absl::Hex(lease_id), " has already been ", LeaseOutcomeName(outcome), hint));
+  const std::string ended = outcome == LeaseOutcome::kExpired
+                                ? "expired; raise lease_ms or fetch sooner"
+                                : absl::StrCat("been ", LeaseOutcomeName(outcome));
+  return absl::FailedPreconditionError(
+      absl::StrCat("lease ", absl::Hex(lease_id), " has already ", ended));
 }
 
 absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t ready_layers,

@@ -4,6 +4,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/clock.h"
 #include "base/epoll.h"
 #include "base/unique_fd.h"
 
@@ -25,9 +26,13 @@ class AcceptPause {
   void OnTimer(const Epoll& epoll);
 
  private:
+  void Warn(int error);
+
   UniqueFd timer_;
   int listener_ = -1;
   uint64_t listener_id_ = 0;
+  int64_t unsaid_ = 0;  // Failures since the last warning.
+  Deadline next_warning_;
 };
 
 }  // namespace kvferry

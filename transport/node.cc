@@ -105,6 +105,10 @@ absl::Status NodeImpl::Init() {
     return absl::ResourceExhaustedError(absl::StrCat("node: eventfd: ", std::strerror(errno)));
   }
   KVFERRY_ASSIGN_OR_RETURN(thread_, StartThread("node", [this] { Run(); }));
+  if (options_.listen) {
+    Log().info("'{}' listens on {}, {}", options_.name, listen_address_,
+               config.key_file.empty() ? "for all who reach it" : "for who has the key");
+  }
   return absl::OkStatus();
 }
 
@@ -365,10 +369,11 @@ Deadline NodeImpl::Tick(Deadline now) {
         DropSilent(peer);
         break;
       case Sessions::Due::kGreetingFailed:
-        DropSession(peer, absl::UnavailableError(absl::StrCat(
-                              "no answer to the hello from ", sessions_.Find(peer)->address,
-                              " within ", "connect_timeout_ms (", config.connect_timeout_ms,
-                              "); is a prefill endpoint listening there?")));
+        DropSession(peer,
+                    absl::UnavailableError(absl::StrCat(
+                        "no answer to the hello from ", sessions_.Find(peer)->address, " within ",
+                        "connect_timeout_ms (", config.connect_timeout_ms,
+                        "); is a prefill endpoint listening there, with file descriptors left?")));
         break;
     }
   }

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "base/host_list.h"
 #include "base/status.h"
 #include "pool/page_runs.h"
 
@@ -94,17 +95,13 @@ absl::StatusOr<std::string> HostOfAddress(absl::string_view address) {
 
 absl::Status CheckHostAllowed(absl::string_view address, const Config& config) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string host, HostOfAddress(address));
-  for (const absl::string_view allowed :
-       absl::StrSplit(config.allowed_hosts, ',', absl::SkipWhitespace())) {
-    const absl::string_view name = absl::StripAsciiWhitespace(allowed);
-    if (name == "*" || name == host) return absl::OkStatus();
-  }
+  if (HostListAdmits(config.allowed_hosts, host)) return absl::OkStatus();
   const bool by_default =
       config.allowed_hosts.empty() && (IsLoopbackHost(host) || host == config.listen_host);
   if (by_default) return absl::OkStatus();
-  return absl::PermissionDeniedError(absl::StrCat("the ticket names host ", host,
-                                                  ", which allowed_hosts ('", config.allowed_hosts,
-                                                  "') does not admit; add it, or '*' for any"));
+  return absl::PermissionDeniedError(absl::StrCat(address, " is at a host that allowed_hosts ('",
+                                                  config.allowed_hosts, "') does not admit; add ",
+                                                  host, ", its network, or '*' for any"));
 }
 
 }  // namespace kvferry

@@ -6,6 +6,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "tests/support/captured_log.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -102,6 +103,25 @@ TEST(ConfigEnvironment, WrongValuesNameTheField) {
   }
   const Variable variable("KVFERRY_CHECKSUM", "maybe");
   EXPECT_TRUE(Fails(Config::FromEnv(Config()), absl::StatusCode::kInvalidArgument, "checksum"));
+}
+
+TEST(ConfigEnvironment, WrongValuesNameTheVariable) {
+  const Variable variable("KVFERRY_DATA_PORT",
+                          "tcp://10.96.0.7:7700");  // From a Service "kvferry-data".
+  EXPECT_TRUE(Fails(Config::FromEnv(Config()), absl::StatusCode::kInvalidArgument,
+                    "KVFERRY_DATA_PORT", "tcp://10.96.0.7:7700"));
+}
+
+TEST(ConfigEnvironment, UnknownVariablesAreSaidOnce) {
+  const CapturedLog log;
+  const Variable known("KVFERRY_KEY_FILE", "key"), level("KVFERRY_LOG", "warn"),
+      of_tests("KVFERRY_TEST_ANYTHING", "1"), unknown("KVFERRY_KEYFILE", "key");
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(IsOk(Config::FromEnv(Config())));
+  EXPECT_TRUE(log.Has({"ignored: KVFERRY_KEYFILE;", "KEY_FILE"})) << log.ToString();
+  EXPECT_EQ(log.lines().size(), 1);
+  const Variable another("KVFERRY_LAINS", "2");
+  EXPECT_TRUE(IsOk(Config::FromEnv(Config())));
+  EXPECT_TRUE(log.Has({"ignored: KVFERRY_KEYFILE, KVFERRY_LAINS;"})) << log.ToString();
 }
 
 TEST(ConfigEnvironment, EveryFieldIsReachable) {
@@ -209,6 +229,15 @@ TEST(ConfigValidate, DirectReadsAreNeverEmulatedOverTcp) {
                       "such as rc"))
         << tls;
   }
+}
+
+TEST(ConfigValidate, HostsThatCouldAdmitNobody) {
+  Config config;
+  config.allowed_hosts = "10.0.0.5, 10.1.0.0/16, *";
+  EXPECT_TRUE(IsOk(config.Validate()));
+  config.allowed_hosts = "10.0.0.5, 10.1.*";
+  EXPECT_TRUE(
+      Fails(config.Validate(), absl::StatusCode::kInvalidArgument, "allowed_hosts", "10.1.*"));
 }
 
 TEST(ConfigValidate, OffLoopbackHasToBeAskedFor) {

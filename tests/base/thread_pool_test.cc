@@ -1,16 +1,22 @@
 #include "base/thread_pool.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <ctime>
 #include <latch>
 #include <limits>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "base/thread.h"
 #include "tests/support/status.h"
+#include "tests/support/wait_for.h"
 
 namespace kvferry {
 namespace {
@@ -84,6 +90,22 @@ TEST(ThreadPool, SeveralCallers) {
     });
   }
   for (std::thread& caller : callers) caller.join();
+}
+
+TEST(Thread, HasANameThatTheSystemShows) {
+  for (const auto& [what, name] : {std::pair("node", "kvf-node"),
+                                   std::pair("thread pool, thread 1 of 3", "kvf-thread-pool")}) {
+    std::array<char, 16> shown{};
+    std::thread thread = Must(StartThread(what, [&] {
+      const auto named = [&] {  // Its starter does it.
+        pthread_getname_np(pthread_self(), shown.data(), shown.size());
+        return std::string(shown.data()) == name;
+      };
+      WaitFor(named, Soon());
+    }));
+    thread.join();
+    EXPECT_STREQ(shown.data(), name);
+  }
 }
 
 TEST(ThreadPool, PartsMayCallAgain) {

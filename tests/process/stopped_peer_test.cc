@@ -264,7 +264,7 @@ TEST(StoppedPeer, DecodeLosesItsLease) {
   decode.Signal(SIGCONT);
   const std::string status = decode.Wait(fetch, 20000);
   // It asks for the rest again.
-  EXPECT_NE(status.find("has already been expired"), std::string::npos) << status;
+  EXPECT_NE(status.find("has already expired"), std::string::npos) << status;
   EXPECT_TRUE(decode.alive());
 }
 

@@ -115,6 +115,10 @@ TEST(TicketHosts, ListReplacesTheDefault) {
       Fails(CheckHostAllowed("tcp://127.0.0.1:4000", config), absl::StatusCode::kPermissionDenied));
   EXPECT_TRUE(Fails(CheckHostAllowed("tcp://prefill-01:4000", config),
                     absl::StatusCode::kPermissionDenied));
+  config.allowed_hosts = "10.0.0.0/8";
+  EXPECT_TRUE(IsOk(CheckHostAllowed("tcp://10.1.2.3:4000", config)));
+  EXPECT_TRUE(Fails(CheckHostAllowed("tcp://192.0.2.1:4000", config),
+                    absl::StatusCode::kPermissionDenied, "tcp://192.0.2.1:4000", "10.0.0.0/8"));
   config.allowed_hosts = "*";
   EXPECT_TRUE(IsOk(CheckHostAllowed("tcp://anything.example:4000", config)));
   EXPECT_TRUE(Fails(CheckHostAllowed("udp://anything.example:4000", config),
