@@ -32,6 +32,7 @@
 #include "python/convert.h"
 #include "python/endpoints.h"
 #include "python/gdn_pool.h"
+#include "python/gil.h"
 #include "python/kv_store.h"
 #include "python/lookup_buffer.h"
 #include "python/model_config.h"
@@ -106,11 +107,20 @@ void BindErrors(nb::module_& module) {
 
 // ---------------------------------------------------------------- values
 
+std::string ToJson(nb::handle options) {
+  const auto json = nb::steal<nb::object>(StayAtExit([] { return PyImport_ImportModule("json"); }));
+  if (!json.is_valid()) throw nb::python_error();
+  const nb::object dumps = json.attr("dumps");
+  const auto text = nb::steal<nb::object>(
+      StayAtExit([&] { return PyObject_CallOneArg(dumps.ptr(), options.ptr()); }));
+  if (!text.is_valid()) throw nb::python_error();
+  return nb::cast<std::string>(text);
+}
+
 Config MakeConfig(const nb::object& options) {
   Config config = Value(Config::FromEnv(Config()));
   if (!options.is_none()) {
-    const nb::object json = nb::module_::import_("json").attr("dumps")(options);
-    config = Value(Config::FromJson(nb::cast<std::string>(json), config));
+    config = Value(Config::FromJson(ToJson(options), config));
   }
   Check(config.Validate());
   return config;
@@ -271,9 +281,9 @@ PoolPtr AdoptPool(const KvLayout& layout, const std::vector<std::pair<uintptr_t,
   }
   // The last reference may go away on any thread.
   std::shared_ptr<const void> keep_alive(owner.release().ptr(), [](const void* object) {
-    if (!nb::is_alive()) return;
-    const nb::gil_scoped_acquire gil;
-    nb::handle(static_cast<PyObject*>(const_cast<void*>(object))).dec_ref();
+    if (const HeldGil gil; gil) {
+      nb::handle(static_cast<PyObject*>(const_cast<void*>(object))).dec_ref();
+    }
   });
   return Value(shared == nullptr
                    ? KvPool::Adopt(layout, infos, std::move(keep_alive), std::move(lies_in))
@@ -315,7 +325,7 @@ void BindPools(nb::module_& module) {
             UseHugePages(memory->data.get(), bytes);
             return memory;
           },
-          "bytes"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "bytes"_a, nb::call_guard<ReleasedGil>(),
           "In huge pages where the system has them, which are taken at once.")
       .def_prop_ro(
           "address",
@@ -342,7 +352,7 @@ void BindPools(nb::module_& module) {
                                         at_once ? TakesRoom::kAtOnce : TakesRoom::kAsTouched));
           },
           "layout"_a, "num_pages"_a, "at_once"_a = true, "memory"_a = "host",
-          nb::call_guard<nb::gil_scoped_release>(),
+          nb::call_guard<ReleasedGil>(),
           "Zeroed memory of the pool's own: the host's, or a GPU's as 'cuda:0'. at_once: in huge "
           "pages where the system has them, which take their room before this returns (about 0.1 s "
           "for a GiB); else the host's is taken as pages are touched.")
@@ -411,6 +421,7 @@ nb::object ExceptionOf(const absl::Status& status) {
 
 NB_MODULE(_core, module) {
   module.doc() = "kvferry's C++ core.";
+  kvferry::BindGil();
   kvferry::BindErrors(module);
   kvferry::BindConfig(module);
   kvferry::BindLayout(module);

@@ -3,7 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
@@ -14,6 +14,7 @@
 #include "base/thread_pool.h"
 #include "pool/block_tables.h"
 #include "python/convert.h"
+#include "python/maker.h"
 #include "python/status_error.h"
 
 namespace nb = nanobind;
@@ -57,7 +58,9 @@ std::optional<std::vector<std::pair<int64_t, int64_t>>> Preempt(BlockTables& sel
 void BindThreadPool(nb::module_& module) {
   nb::class_<ThreadPool>(module, "ThreadPool",
                          "Worker threads that help with large calls; see base/thread_pool.h.")
-      .def(nb::new_([](int64_t num_workers) { return Value(ThreadPool::Create(num_workers)); }),
+      .def(nb::new_([](int64_t num_workers) {
+             return LeftByForks(Value(ThreadPool::Create(num_workers)));
+           }),
            "num_workers"_a)
       .def_prop_ro("num_workers", &ThreadPool::num_workers);
 }

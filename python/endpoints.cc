@@ -16,6 +16,8 @@
 #include "connector/tensor_parallel.h"
 #include "pool/kv_pool.h"
 #include "python/convert.h"
+#include "python/gil.h"
+#include "python/maker.h"
 #include "python/status_error.h"
 #include "transport/ticket.h"
 
@@ -37,30 +39,33 @@ class Closable {
   Closable(const PoolPtr& pool, const Config& config, const std::string& model,
            const std::string& name, Pair heads, bool converts_pages, std::vector<float> scales,
            bool accept_pushes = false)
-      : endpoint_(Value(Endpoint::Create(pool, {config,
-                                                model,
-                                                name,
-                                                accept_pushes,
-                                                {heads.first, heads.second},
-                                                converts_pages,
-                                                std::move(scales)}))) {}
+      : endpoint_(
+            LeftByForks(Value(Endpoint::Create(ForAnyThread(pool), {config,
+                                                                    model,
+                                                                    name,
+                                                                    accept_pushes,
+                                                                    {heads.first, heads.second},
+                                                                    converts_pages,
+                                                                    std::move(scales)})))) {}
   Closable(const Closable&) = delete;
   Closable& operator=(const Closable&) = delete;
   ~Closable() { Close(); }
 
   // Call with the GIL held. The result outlives a Close() on another thread.
   std::shared_ptr<Endpoint> get() const {
+    maker_.CheckIsHere("endpoints");
     if (endpoint_ == nullptr)
       throw StatusError(absl::FailedPreconditionError("the endpoint is closed"));
     return endpoint_;
   }
   void Close() {
     std::shared_ptr<Endpoint> endpoint = std::move(endpoint_);
-    const nb::gil_scoped_release nogil;  // Joins the progress thread.
+    const ReleasedGil nogil;  // Joins the progress thread.
     endpoint.reset();
   }
 
  private:
+  const Maker maker_;
   std::shared_ptr<Endpoint> endpoint_;
 };
 using Prefill = Closable<PrefillEndpoint>;
@@ -71,7 +76,7 @@ void TakeBack(const Prefill& self, absl::Status (PrefillEndpoint::*how)(uint64_t
   const std::shared_ptr<PrefillEndpoint> endpoint = self.get();
   absl::Status status;
   {
-    const nb::gil_scoped_release nogil;
+    const ReleasedGil nogil;
     status = (endpoint.get()->*how)(lease_id, DeadlineInMs(timeout_ms));
   }
   Check(status);
@@ -131,9 +136,9 @@ void BindPushHandle(nb::module_& module) {
           [](const PushHandle& self, int64_t timeout_ms) {
             Check(self.Wait(DeadlineInMs(timeout_ms)));
           },
-          "timeout_ms"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "timeout_ms"_a, nb::call_guard<ReleasedGil>(),
           "Returns after success, raises after failure or timeout_ms.")
-      .def("cancel", &PushHandle::Cancel, nb::call_guard<nb::gil_scoped_release>(),
+      .def("cancel", &PushHandle::Cancel, nb::call_guard<ReleasedGil>(),
            "Asks for the end, on both sides; done follows shortly.");
 }
 
@@ -251,7 +256,7 @@ void BindDecode(nb::module_& module) {
           [](const FetchHandle& self, int64_t timeout_ms) {
             Check(self.Wait(DeadlineInMs(timeout_ms)));
           },
-          "timeout_ms"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "timeout_ms"_a, nb::call_guard<ReleasedGil>(),
           "Returns after success, raises after failure or timeout_ms.")
       .def_prop_ro("layers_done", &FetchHandle::layers_done)
       .def(
@@ -259,7 +264,7 @@ void BindDecode(nb::module_& module) {
           [](const FetchHandle& self, int64_t layer, int64_t timeout_ms) {
             Check(self.WaitLayer(layer, DeadlineInMs(timeout_ms)));
           },
-          "layer"_a, "timeout_ms"_a, nb::call_guard<nb::gil_scoped_release>())
+          "layer"_a, "timeout_ms"_a, nb::call_guard<ReleasedGil>())
       .def("missing_pages", &FetchHandle::missing_pages,
            "Local page ids that did not arrive whole; all of them while under way.")
       .def(

@@ -17,6 +17,7 @@
 
 #include "python/convert.h"
 #include "python/gdn_pool.h"
+#include "python/gil.h"
 #include "python/pool_memory.h"
 #include "python/status_error.h"
 
@@ -67,14 +68,14 @@ void DefineStateMethods(nb::class_<GdnPool>& pool) {
   pool.def(
       "reset_states",
       [](GdnPool& self, const Given& slots) {
-        const nb::gil_scoped_release nogil;
+        const ReleasedGil nogil;
         Check(self.Reset(ToSlots(slots)));
       },
       "slots"_a.noconvert(), "Zeroes the states of these slots in all layers.");
   pool.def(
       "copy_states",
       [](GdnPool& self, const Given& sources, const Given& destinations) {
-        const nb::gil_scoped_release nogil;
+        const ReleasedGil nogil;
         Check(self.Copy(ToSlots(sources), ToSlots(destinations)));
       },
       "sources"_a.noconvert(), "destinations"_a.noconvert(),
@@ -103,7 +104,7 @@ void BindGdnPool(nb::module_& module) {
       },
       nb::kw_only(), "max_requests"_a, "num_layers"_a, "num_v_heads"_a, "head_k_dim"_a,
       "head_v_dim"_a, "conv_dim"_a, "conv_kernel_size"_a, "dtype"_a = "bfloat16",
-      "max_track_slots"_a = 0, "memory"_a = "host", nb::call_guard<nb::gil_scoped_release>(),
+      "max_track_slots"_a = 0, "memory"_a = "host", nb::call_guard<ReleasedGil>(),
       "dtype is the conv states', float32 always the recurrent ones'. memory: the host's, or a "
       "GPU's as 'cuda:0'.");
   DefineStateMethods<Input<int64_t>>(pool);

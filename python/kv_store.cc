@@ -25,6 +25,7 @@
 #include "connector/store/tiered_store.h"
 #include "connector/store/value_header.h"
 #include "python/convert.h"
+#include "python/gil.h"
 #include "python/status_error.h"
 #ifdef KVFERRY_HAVE_REDIS
 #include "connector/store/redis_store.h"
@@ -110,7 +111,7 @@ void Put(const PyStore& self, nb::handle key, nb::handle value, int64_t timeout_
   const Input input(value);
   const Deadline deadline = StoreDeadline(timeout_ms);
   const std::shared_ptr<KvStore> store = self.get();
-  const nb::gil_scoped_release nogil;
+  const ReleasedGil nogil;
   Check(store->Put(name, input.parts(), deadline));
 }
 
@@ -119,7 +120,7 @@ void GetInto(const PyStore& self, nb::handle key, nb::handle out, int64_t timeou
   const Output output(out);
   const Deadline deadline = StoreDeadline(timeout_ms);
   const std::shared_ptr<KvStore> store = self.get();
-  const nb::gil_scoped_release nogil;
+  const ReleasedGil nogil;
   Check(store->Get(name, output.parts(), deadline));
 }
 
@@ -137,7 +138,7 @@ ByteArray GetBytes(const PyStore& self, nb::handle key, int64_t timeout_ms) {
   const std::shared_ptr<KvStore> store = self.get();
   absl::StatusOr<std::vector<std::byte>> bytes;
   {
-    const nb::gil_scoped_release nogil;
+    const ReleasedGil nogil;
     bytes = store->GetBytes(name, deadline);
   }
   return ToByteArray(Value(std::move(bytes)));
@@ -150,7 +151,7 @@ auto AskAboutKeys(const PyStore& self, const std::vector<nb::object>& keys, int6
   for (const nb::object& key : keys) names.push_back(StoreKey(key));
   const Deadline deadline = StoreDeadline(timeout_ms);
   const std::shared_ptr<KvStore> store = self.get();
-  const nb::gil_scoped_release nogil;
+  const ReleasedGil nogil;
   return Value(((*store).*kCall)(names, deadline));
 }
 
@@ -159,7 +160,7 @@ void CallWithKey(const PyStore& self, nb::handle key, int64_t timeout_ms) {
   const std::string_view name = StoreKey(key);
   const Deadline deadline = StoreDeadline(timeout_ms);
   const std::shared_ptr<KvStore> store = self.get();
-  const nb::gil_scoped_release nogil;
+  const ReleasedGil nogil;
   Check((store.get()->*kCall)(name, deadline));
 }
 
@@ -186,7 +187,7 @@ std::vector<nb::object> CallBatch(const PyStore& self, const nb::sequence& items
   const std::shared_ptr<KvStore> store = self.get();
   std::vector<absl::Status> statuses;
   {
-    const nb::gil_scoped_release nogil;
+    const ReleasedGil nogil;
     statuses = (store.get()->*kCall)(batch, deadline);
   }
   std::vector<nb::object> errors;
@@ -199,7 +200,7 @@ nb::dict StatsDict(const PyStore& self) {
   const std::shared_ptr<KvStore> store = self.get();
   KvStore::Stats stats;
   {
-    const nb::gil_scoped_release nogil;
+    const ReleasedGil nogil;
     stats = store->stats();
   }
   nb::dict dict;
@@ -230,7 +231,7 @@ std::vector<nb::object> CallPages(const PyStore& self, const std::vector<nb::obj
   const std::shared_ptr<KvStore> store = self.get();
   std::vector<absl::Status> statuses;
   {
-    const nb::gil_scoped_release nogil;
+    const ReleasedGil nogil;
     statuses = (store.get()->*kCall)(names, *pool, pages, deadline);
   }
   std::vector<nb::object> errors;
@@ -267,7 +268,7 @@ void BindCommon(nb::module_& module) {
            "timeout_ms"_a = kStoreTimeoutMs,
            "Fills pages of a pool; for each None or the error, which is not raised.")
       .def("stats", &StatsDict, nb::sig("def stats(self) -> dict[str, int]"))
-      .def("close", &PyStore::Close, nb::call_guard<nb::gil_scoped_release>(),
+      .def("close", &PyStore::Close, nb::call_guard<ReleasedGil>(),
            "Calls that are under way end as if it were open; later ones fail.")
       .def_prop_ro("name", [](const PyStore& self) { return std::string(self.get()->name()); })
       .def_prop_ro("max_value_bytes",
@@ -342,7 +343,7 @@ void BindRocksDbStore(nb::module_& module) {
                                                    .sync = sync};
             absl::StatusOr<std::unique_ptr<RocksDbStore>> store;
             {
-              const nb::gil_scoped_release nogil;
+              const ReleasedGil nogil;
               store = RocksDbStore::Open(options);
             }
             new (self) PyRocksDbStore(Value(std::move(store)));
@@ -420,7 +421,7 @@ nb::bytes HeaderOf(nb::handle key, nb::handle value) {
   const Input input(value);
   ValueHeader header;
   {
-    const nb::gil_scoped_release nogil;
+    const ReleasedGil nogil;
     header = MakeValueHeader(name, input.parts());
   }
   return nb::bytes(header.data(), header.size());
@@ -429,7 +430,7 @@ nb::bytes HeaderOf(nb::handle key, nb::handle value) {
 bool IsWhole(nb::handle key, nb::handle header_and_value) {
   const std::string_view name = StoreKey(key);
   const Input input(header_and_value);
-  const nb::gil_scoped_release nogil;
+  const ReleasedGil nogil;
   return input.parts().size() == 1 && CheckedValue(name, input.parts()[0]).has_value();
 }
 

@@ -11,6 +11,7 @@
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "connector/store/kv_store.h"
+#include "python/maker.h"
 #include "python/status_error.h"
 
 namespace kvferry {
@@ -26,10 +27,11 @@ std::string_view StoreKey(nanobind::handle key);
 // A store that can be closed while calls are under way: it goes with the last of them.
 class PyStore {
  public:
-  explicit PyStore(std::shared_ptr<KvStore> store) : store_(std::move(store)) {}
+  explicit PyStore(std::unique_ptr<KvStore> store) : store_(LeftByForks(std::move(store))) {}
   virtual ~PyStore() = default;
 
   std::shared_ptr<KvStore> get() const {
+    maker_.CheckIsHere("stores");
     const MutexLock lock(&mutex_);
     if (store_ == nullptr) throw StatusError(absl::FailedPreconditionError("store: it is closed"));
     return store_;
@@ -41,6 +43,7 @@ class PyStore {
   }
 
  private:
+  const Maker maker_;
   mutable Mutex mutex_;
   std::shared_ptr<KvStore> store_ ABSL_GUARDED_BY(mutex_);
 };

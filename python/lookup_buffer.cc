@@ -25,7 +25,9 @@
 #include "connector/lookup_consumer.h"
 #include "connector/lookup_producer.h"
 #include "python/convert.h"
+#include "python/gil.h"
 #include "python/kv_store.h"
+#include "python/maker.h"
 #include "python/status_error.h"
 #include "transport/command_queue.h"
 
@@ -59,13 +61,14 @@ std::vector<std::byte> ToHidden(const HiddenInput& hidden) {
 template <typename T>
 class Closable {
  public:
-  explicit Closable(std::shared_ptr<T> made) : made_(std::move(made)) {}
+  explicit Closable(std::unique_ptr<T> made) : made_(LeftByForks(std::move(made))) {}
   Closable(const Closable&) = delete;
   Closable& operator=(const Closable&) = delete;
   ~Closable() { Close(); }
 
   // With the GIL held, as Close().
   std::shared_ptr<T> get() const {
+    maker_.CheckIsHere("lookup buffers");
     if (made_ == nullptr) {
       throw StatusError(absl::FailedPreconditionError("the lookup buffer is closed"));
     }
@@ -73,14 +76,15 @@ class Closable {
   }
   void Close() {
     std::shared_ptr<T> made = std::move(made_);
-    const nb::gil_scoped_release nogil;  // Joins a thread.
+    const ReleasedGil nogil;  // Joins a thread.
     if constexpr (requires { made->Close(); }) {
-      if (made != nullptr) made->Close();  // So that inserts that wait end.
+      if (made != nullptr && maker_.IsHere()) made->Close();  // So that inserts that wait end.
     }
     made.reset();
   }
 
  private:
+  const Maker maker_;
   std::shared_ptr<T> made_;
 };
 using Producer = Closable<LookupProducer>;
@@ -118,7 +122,7 @@ void InsertTensors(const Producer& self, const KvLayout& layout, const TokenInpu
   const auto value_bytes = TensorBytes(value, "value", layout, num_tokens);
   const Deadline deadline = StoreDeadline(timeout_ms);
   const std::shared_ptr<LookupProducer> producer = self.get();
-  const nb::gil_scoped_release nogil;
+  const ReleasedGil nogil;
   Check(producer->InsertTensors(Span(tokens), mask, key_bytes, value_bytes, deadline,
                                 ToHidden(hidden)));
 }
@@ -128,7 +132,7 @@ uint64_t InsertPages(const Producer& self, const TokenInput& tokens, const RoiIn
                      int64_t timeout_ms) {
   const Deadline deadline = StoreDeadline(timeout_ms);
   const std::shared_ptr<LookupProducer> producer = self.get();
-  const nb::gil_scoped_release nogil;
+  const ReleasedGil nogil;
   return Value(producer->Insert(Span(tokens), ToRoi(roi), pages, deadline, ToHidden(hidden)));
 }
 
@@ -144,7 +148,7 @@ void BindProducer(nb::module_& module) {
             options.config = config;
             options.model = model;
             options.name = name;
-            options.pool = std::move(pool);
+            options.pool = ForAnyThread(std::move(pool));
             options.max_bytes = max_bytes;
             options.partition = partition;
             options.reply_lease_ms = reply_lease_ms;
@@ -280,7 +284,7 @@ std::unique_ptr<PyLookup> Start(const Consumer& self, const std::optional<TokenI
   if (events != nullptr) {
     request.on_done = [done = events->events, event] { done->Add(event); };
   }
-  const nb::gil_scoped_release nogil;
+  const ReleasedGil nogil;
   return std::make_unique<PyLookup>(
       parts->pool, Value(parts->consumer->DropSelect(std::move(request))), std::move(lent));
 }
@@ -292,7 +296,7 @@ std::pair<DlpackArray, DlpackArray> Tensors(const PyLookup& self) {
   const int64_t bytes = Value(KvTensorBytes(layout, result.num_matched));
   std::shared_ptr<std::byte> memory;
   {
-    const nb::gil_scoped_release nogil;
+    const ReleasedGil nogil;
     memory = Value(MapSlab(2 * bytes));
     Check(CopyPagesToTensors(self.pool(), Value(PageRuns::FromPages(result.pages)),
                              result.num_matched, {memory.get(), static_cast<size_t>(bytes)},
@@ -330,13 +334,13 @@ void BindLookup(nb::module_& module) {
           "wait",
           [](const PyLookup& self, int64_t timeout_ms) {
             const Deadline deadline = StoreDeadline(timeout_ms);
-            const nb::gil_scoped_release nogil;
+            const ReleasedGil nogil;
             Check(self.handle().Wait(deadline));
           },
           "timeout_ms"_a)
       .def(
           "cancel", [](const PyLookup& self) { self.handle().Cancel(); },
-          nb::call_guard<nb::gil_scoped_release>())
+          nb::call_guard<ReleasedGil>())
       .def_prop_ro(
           "tokens", [](const PyLookup& self) { return ToArray(self.result().tokens); },
           nb::rv_policy::reference,  // The array owns its values.
@@ -355,14 +359,14 @@ void BindConsumer(nb::module_& module) {
           [](Consumer* self, std::shared_ptr<KvPool> pool, const Config& config,
              const std::string& model, const std::string& name,
              const std::vector<std::string>& producers, int64_t partition, int64_t copy_pages) {
-            auto parts = std::make_shared<ConsumerParts>();
-            parts->pool = pool;
-            parts->copies = Value(CopyPages::Create(pool->num_pages(), copy_pages));
+            auto parts = std::make_unique<ConsumerParts>();
+            parts->pool = ForAnyThread(std::move(pool));
+            parts->copies = Value(CopyPages::Create(parts->pool->num_pages(), copy_pages));
             LookupConsumer::Options options;
             options.config = config;
             options.model = model;
             options.name = name;
-            options.pool = std::move(pool);
+            options.pool = parts->pool;
             options.producers = producers;
             options.partition = partition;
             parts->consumer = Value(LookupConsumer::Create(options));

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "python/convert.h"
+#include "python/gil.h"
 #include "python/model_pools.h"
 #include "python/pool_memory.h"
 #include "python/status_error.h"
@@ -38,7 +39,7 @@ void BindModelPools(nb::module_& module) {
           "num_tokens"_a = 0, "kv_bytes"_a = 0, "window_ratio"_a = ModelPoolsOptions().window_ratio,
           "max_requests"_a = ModelPoolsOptions().max_requests, "max_context_tokens"_a = 0,
           "max_track_slots"_a = 0, "kv_cache_dtype"_a = "auto", "memory"_a = "host",
-          nb::call_guard<nb::gil_scoped_release>(),
+          nb::call_guard<ReleasedGil>(),
           "Sized by num_tokens or kv_bytes; max_context_tokens 0 is the model's "
           "max_position_embeddings; kv_cache_dtype, other than 'auto', replaces the model's; "
           "memory is "
@@ -70,7 +71,7 @@ void BindModelPools(nb::module_& module) {
             if (pool == nullptr) throw nb::index_error("model_layer has no keys and values");
             const std::vector<TokenView> views =
                 RowsFor(Value(KvPartsOf(self.model())), slots, rows, pool->memory());
-            const nb::gil_scoped_release nogil;
+            const ReleasedGil nogil;
             Check(self.Set(model_layer, SlotList(slots), views, scales));
           },
           "model_layer"_a, "slots"_a, "rows"_a, "scales"_a = std::vector<float>(),

@@ -15,7 +15,9 @@
 #include "connector/store/store_server.h"
 #include "pool/kv_pool.h"
 #include "python/convert.h"
+#include "python/gil.h"
 #include "python/kv_store.h"
+#include "python/maker.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
@@ -26,13 +28,15 @@ namespace {
 // Closed by close() or with its last owner; calls under way go on with theirs.
 class PyServer {
  public:
-  explicit PyServer(std::shared_ptr<StoreServer> server) : server_(std::move(server)) {}
+  explicit PyServer(std::unique_ptr<StoreServer> server)
+      : server_(LeftByForks(std::move(server))) {}
   PyServer(const PyServer&) = delete;
   PyServer& operator=(const PyServer&) = delete;
   ~PyServer() { Close(); }
 
   // With the GIL held, as Close().
   std::shared_ptr<StoreServer> get() const {
+    maker_.CheckIsHere("store servers");
     if (server_ == nullptr) {
       throw StatusError(absl::FailedPreconditionError("store server: it is closed"));
     }
@@ -40,11 +44,12 @@ class PyServer {
   }
   void Close() {
     std::shared_ptr<StoreServer> server = std::move(server_);
-    const nb::gil_scoped_release nogil;  // Joins threads.
+    const ReleasedGil nogil;  // Joins threads.
     server.reset();
   }
 
  private:
+  const Maker maker_;
   std::shared_ptr<StoreServer> server_;
 };
 
@@ -60,7 +65,7 @@ void BindRemote(nb::module_& module) {
             new (self) PyRemoteStore(
                 Value(RemoteStore::Create({.endpoint = {config, std::move(model), std::move(name)},
                                            .address = std::move(address),
-                                           .pool = std::move(pool),
+                                           .pool = ForAnyThread(std::move(pool)),
                                            .max_value_bytes = max_value_bytes})));
           },
           "address"_a, "pool"_a, "config"_a, "model"_a, "name"_a = "",

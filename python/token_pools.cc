@@ -26,6 +26,7 @@
 #include "pool/host_kv_pool.h"
 #include "pool/token_kv_pool.h"
 #include "python/convert.h"
+#include "python/gil.h"
 #include "python/pool_memory.h"
 #include "python/status_error.h"
 
@@ -79,14 +80,14 @@ void SetKv(TokenKvPool& self, int64_t layer, const SlotInput& slots,
            const std::vector<PoolRowInput>& rows, const std::vector<float>& scales) {
   if (layer < 0 || layer >= self.layout().num_layers) throw nb::index_error("layer");
   const std::vector<TokenView> views = RowsFor(self.Parts(layer), slots, rows, self.memory());
-  const nb::gil_scoped_release nogil;
+  const ReleasedGil nogil;
   Check(self.Set(layer, SlotList(slots), views, scales));
 }
 
 ByteArray GetFlat(const TokenKvPool& self, const SlotInput& slots, std::optional<int64_t> layer) {
   const auto count = static_cast<int64_t>(slots.shape(0));
   ByteArray flat = NewBytes(layer ? self.layer_flat_bytes(count) : self.flat_bytes(count));
-  const nb::gil_scoped_release nogil;
+  const ReleasedGil nogil;
   Check(layer ? self.ReadFlatLayer(*layer, SlotList(slots), Bytes(flat))
               : self.ReadFlat(SlotList(slots), Bytes(flat)));
   return flat;
@@ -94,14 +95,14 @@ ByteArray GetFlat(const TokenKvPool& self, const SlotInput& slots, std::optional
 
 void SetFlat(TokenKvPool& self, const SlotInput& slots, const ByteInput& flat,
              std::optional<int64_t> layer) {
-  const nb::gil_scoped_release nogil;
+  const ReleasedGil nogil;
   Check(layer ? self.WriteFlatLayer(*layer, SlotList(slots), Bytes(flat))
               : self.WriteFlat(SlotList(slots), Bytes(flat)));
 }
 
 void CopyFrom(TokenKvPool& self, const TokenKvPool& source, const SlotInput& source_slots,
               const SlotInput& slots, std::optional<int64_t> layer) {
-  const nb::gil_scoped_release nogil;
+  const ReleasedGil nogil;
   Check(layer ? self.CopyLayerFrom(source, *layer, SlotList(source_slots), SlotList(slots))
               : self.CopyFrom(source, SlotList(source_slots), SlotList(slots)));
 }
@@ -127,7 +128,7 @@ void SetQuantized(TokenKvPool& self, const std::string& format, int64_t layer, i
   const int64_t head_dim = codes.head_dim * 8 / InfoOf(block_format).codes_bits;
   const TokenView values =
       RowsOf(rows, static_cast<int64_t>(slots.shape(0)), codes.num_heads, head_dim, self.memory());
-  const nb::gil_scoped_release nogil;
+  const ReleasedGil nogil;
   Check(StoreQuantized(block_format, values, codes, self.view(layer, tensor + 1), SlotList(slots),
                        self.memory()));
 }
@@ -146,7 +147,7 @@ nb::ndarray<nb::numpy, float, nb::ndim<3>> GetQuantized(const TokenKvPool& self,
                                              static_cast<int64_t>(count), codes.num_heads,
                                              static_cast<int64_t>(head_dim));
   {
-    const nb::gil_scoped_release nogil;
+    const ReleasedGil nogil;
     Check(LoadQuantized(block_format, codes, self.view(layer, tensor + 1), SlotList(slots), values,
                         self.memory()));
   }
@@ -157,7 +158,7 @@ template <absl::StatusOr<TokenView> (TokenKvPool::*kView)(int64_t, Deadline)>
 DlpackArray BufferWhenReady(const PoolPtr& self, int64_t layer, int64_t timeout_ms) {
   absl::StatusOr<TokenView> view;
   {
-    const nb::gil_scoped_release nogil;
+    const ReleasedGil nogil;
     view = (self.get()->*kView)(layer, DeadlineInMs(timeout_ms));
   }
   return SeenFrom(Value(std::move(view)), self);
@@ -184,10 +185,12 @@ void BindLayerCounter(nb::module_& module) {
       .def(
           "wait",
           [](LayerCounter& self, int64_t layer, int64_t timeout_ms) {
-            const nb::gil_scoped_release nogil;
+            const ReleasedGil nogil;
             Check(self.WaitFor(layer, DeadlineInMs(timeout_ms)));
           },
           "layer"_a, "timeout_ms"_a)
+      .def_prop_ro("last_load", &LayerCounter::last_load,
+                   "What begin() gave last, 0 before: if its loader is gone, fail() it.")
       .def_prop_ro("num_ready", &LayerCounter::ready);
 }
 
@@ -202,7 +205,7 @@ void BindTokenKvPool(nb::module_& module) {
             return Value(TokenKvPool::Create(layout, num_tokens, latent_value_dim, lies_in));
           },
           "layout"_a, "num_tokens"_a, "latent_value_dim"_a = 0, nb::kw_only(), "memory"_a = "host",
-          nb::call_guard<nb::gil_scoped_release>(),
+          nb::call_guard<ReleasedGil>(),
           "Zeroed memory for num_tokens slots, and page 0 for padding: the host's, or a GPU's as "
           "'cuda:0'.")
       .def_static(
@@ -293,8 +296,7 @@ void BindHostKvPool(nb::module_& module) {
                 std::move(device), {.ratio_to_device = ratio, .bytes = bytes}, keep_free_bytes));
           },
           "device"_a, nb::kw_only(), "ratio"_a = 0.0, "bytes"_a = 0,
-          "keep_free_bytes"_a = HostKvPool::kDefaultKeepFreeBytes,
-          nb::call_guard<nb::gil_scoped_release>(),
+          "keep_free_bytes"_a = HostKvPool::kDefaultKeepFreeBytes, nb::call_guard<ReleasedGil>(),
           "Sized by its ratio to the device pool or in bytes.")
       .def_prop_ro("host", &HostKvPool::host, "The TokenKvPool with the memory.")
       .def_prop_ro("num_tokens", &HostKvPool::num_tokens)
@@ -322,14 +324,14 @@ void BindHostKvPool(nb::module_& module) {
       .def(
           "back_up",
           [](HostKvPool& self, const SlotInput& device_slots, const SlotInput& host_slots) {
-            const nb::gil_scoped_release nogil;
+            const ReleasedGil nogil;
             Check(self.BackUp(SlotList(device_slots), SlotList(host_slots)));
           },
           "device_slots"_a, "host_slots"_a)
       .def(
           "load",
           [](HostKvPool& self, const SlotInput& host_slots, const SlotInput& device_slots) {
-            const nb::gil_scoped_release nogil;
+            const ReleasedGil nogil;
             Check(self.Load(SlotList(host_slots), SlotList(device_slots)));
           },
           "host_slots"_a, "device_slots"_a,
@@ -371,7 +373,7 @@ void BindBlockCache(nb::module_& module) {
           nb::kw_only(), "num_blocks"_a, "num_layers"_a, "block_size"_a, "num_kv_heads"_a,
           "head_dim"_a, "dtype"_a = "bfloat16", "mla"_a = false,
           "order"_a = std::vector<std::string>(kDimNames.begin(), kDimNames.end()),
-          nb::call_guard<nb::gil_scoped_release>(),
+          nb::call_guard<ReleasedGil>(),
           "Zeroed host memory. order: dimensions as they lie in memory, outermost first.")
       .def_prop_ro("num_blocks", &BlockCache::num_blocks)
       .def_prop_ro("bytes", &BlockCache::bytes)
@@ -391,7 +393,7 @@ void BindBlockCache(nb::module_& module) {
          ThreadPool* threads) {
         std::vector<BlockPair> list;
         for (size_t i = 0; i < pairs.shape(0); ++i) list.emplace_back(pairs(i, 0), pairs(i, 1));
-        const nb::gil_scoped_release nogil;
+        const ReleasedGil nogil;
         Check(CopyBlocks(source, destination, list, threads));
       },
       "source"_a, "destination"_a, "pairs"_a, "threads"_a.none() = nb::none(),

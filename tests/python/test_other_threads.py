@@ -1,7 +1,10 @@
-"""Other Python threads run while the core works for long."""
+"""Other Python threads run while the core works for long, and are no trouble at exit."""
 
 import contextlib
 import json
+import pathlib
+import re
+import subprocess
 import sys
 import threading
 import time
@@ -133,3 +136,83 @@ def test_a_short_call_keeps_its_turn():
     """That turns are not taken, without which the others would show nothing."""
     pool = make_tokens()
     assert not lets_others_run(lambda: pool.num_tokens, for_s=0.2)
+
+
+# ---------------------------------------------------------------- exit
+
+SHORT_WAITS = """
+layout = kvferry.KvLayout.mha(1, 1, 1, 8, "uint8")
+pools = [kvferry.KvPool.create(layout, 8) for _ in range(2)]
+config = kvferry.Config.make()
+prefill = kvferry.PrefillEndpoint(pools[0], config, "m", "p")
+decode = kvferry.DecodeEndpoint(pools[1], config, "m", "d")
+fetch = decode.fetch(prefill.publish([1]), 0, [2], timeout_ms=60000)
+
+def use():
+    try:
+        fetch.wait(1)
+    except kvferry.DeadlineExceeded:
+        pass
+"""
+STORE_READS = """
+store = kvferry.HostStore(1 << 20)
+store.put("a", bytes(1 << 16))
+
+def use():
+    store.get_bytes("a")
+"""
+CONFIGS = """
+def use():
+    kvferry.Config.make({"lanes": 1})
+"""
+# The last to let go of a pool and its owner is a thread that does not have the GIL.
+OWNERS = """
+layout = kvferry.KvLayout.mha(1, 1, 1, 8, "uint8")
+config = kvferry.Config.make()
+
+def use():
+    array = np.zeros(8 * layout.page_bytes, np.uint8)
+    address, size = array.ctypes.data, array.nbytes // 2
+    buffers = [(address, size), (address + size, size)]
+    pool = kvferry.KvPool.adopt(layout, buffers, array)
+    store = kvferry.RemoteStore("tcp://127.0.0.1:1", pool, config, "m")
+    del array, pool
+    store.close()
+"""
+
+
+def exit_with_daemons(uses: str) -> subprocess.CompletedProcess:
+    script = f"""
+import threading, time
+import kvferry
+import numpy as np
+{uses}
+def use_for_ever():
+    while True:
+        use()
+
+use()
+for _ in range(4):
+    threading.Thread(target=use_for_ever, daemon=True).start()
+time.sleep(0.1)
+"""
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+USES = {"waits": SHORT_WAITS, "store": STORE_READS, "config": CONFIGS, "owners": OWNERS}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_an_exit_is_a_clean_one_while_daemon_threads_use_kvferry(name):
+    for _ in range(2):
+        done = exit_with_daemons(USES[name])
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_nothing_but_gil_h_takes_or_releases_the_gil():
+    """nanobind's own guards abort at exit."""
+    raw = re.compile(r"gil_scoped|PyGILState_|PyEval_\w+Thread")
+    python = pathlib.Path(__file__).parents[2] / "python"
+    users = {path.name for path in python.glob("*.*") if raw.search(path.read_text())}
+    assert users == {"gil.h", "gil.cc"}
