@@ -15,6 +15,7 @@ goes; the longest match wins, and each entry is delivered once. `connector/looku
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ from kvferry.tensor_bytes import decode, encode
 
 DEFAULT_MAX_BYTES = 1 << 30
 DEFAULT_TIMEOUT_MS = 30000
+# A wait inside C++ hears no Ctrl-C, so it is one of many short ones.
+WAIT_MS = 200
 
 
 class Found(NamedTuple):
@@ -103,6 +106,28 @@ def _check_can_be(framework: str, dtype: str) -> None:
         )
 
 
+def _end(lookup: _core.Lookup) -> None:
+    """Ends a lookup: when it returns, no page is written to.
+
+    That comes shortly after the cancel, or, when every byte has come and only the producer's answer
+    is missing, with the lookup's own end. Another Ctrl-C changes nothing about it.
+    """
+    while True:
+        try:
+            lookup.cancel()
+            while not lookup.done:
+                _wait_a_moment(lookup)
+            return
+        except KeyboardInterrupt:
+            continue
+
+
+def _wait_a_moment(lookup: _core.Lookup) -> None:
+    # What it failed with is raised by whoever asks for its result.
+    with contextlib.suppress(_core.Error):
+        lookup.wait(WAIT_MS)
+
+
 class _Loop:
     """The lookups that one event loop waits for. Their end is a number that can be read from a file
     descriptor, so no thread waits with them."""
@@ -125,7 +150,8 @@ class _Loop:
         return self.waiting[number]
 
     def remove(self, number: int) -> None:
-        if self.waiting.pop(number, None) is not None and not self.waiting:
+        last = self.waiting.pop(number, None) is not None and not self.waiting
+        if last and not self.loop.is_closed():
             self.loop.remove_reader(self.events.fileno())
 
     def _take(self) -> None:
@@ -270,7 +296,8 @@ class KVLookupBuffer:
     def drop_select_pages(
         self, input_tokens, roi, pages, timeout_ms: int = DEFAULT_TIMEOUT_MS
     ) -> FoundPages:
-        """The same into pages of the pool. ResourceExhausted when they are too few."""
+        """The same into pages of the pool. ResourceExhausted when they are too few. However it
+        ends, Ctrl-C included, no page is written to any more."""
         return self._found_pages(self._wait(input_tokens, roi, list(pages), timeout_ms))
 
     async def drop_select_async(
@@ -282,7 +309,8 @@ class KVLookupBuffer:
     async def drop_select_pages_async(
         self, input_tokens, roi, pages, timeout_ms: int = DEFAULT_TIMEOUT_MS
     ) -> FoundPages:
-        """drop_select_pages() for event loops. Cancelled, it ends when no page is written to."""
+        """drop_select_pages() for event loops. Cancelled, however often, it ends when no page is
+        written to."""
         return self._found_pages(await self._await(input_tokens, roi, list(pages), timeout_ms))
 
     def _start(self, input_tokens, roi, pages, timeout_ms, events=None, event=0) -> _core.Lookup:
@@ -294,14 +322,12 @@ class KVLookupBuffer:
 
     def _wait(self, input_tokens, roi, pages, timeout_ms: int) -> _core.Lookup:
         lookup = self._start(input_tokens, roi, pages, timeout_ms)
-        while not lookup.done:  # It has a deadline of its own.
-            try:
-                lookup.wait(DEFAULT_TIMEOUT_MS)
-            except _core.DeadlineExceeded:
-                continue
-            except BaseException:  # Ctrl-C.
-                lookup.cancel()
-                raise
+        try:
+            while not lookup.done:  # It has a deadline of its own.
+                _wait_a_moment(lookup)
+        except BaseException:  # Ctrl-C.
+            _end(lookup)
+            raise
         return lookup
 
     async def _await(self, input_tokens, roi, pages, timeout_ms: int) -> _core.Lookup:
@@ -312,15 +338,25 @@ class KVLookupBuffer:
         lookup = None
         try:
             lookup = self._start(input_tokens, roi, pages, timeout_ms, loop.events, number)
-            await future
-        except asyncio.CancelledError:
-            lookup.cancel()
-            if not lookup.done:  # Shortly: until then its pages are being written.
-                await loop.again(number)
+            await self._until_done(lookup, loop, number, future)
+        except BaseException:  # When the loop is gone or interrupted, it cannot be awaited.
+            if lookup is not None:
+                _end(lookup)
             raise
         finally:
             loop.remove(number)
         return lookup
+
+    @staticmethod
+    async def _until_done(lookup, loop: _Loop, number: int, future: asyncio.Future) -> None:
+        try:
+            await future
+        except asyncio.CancelledError:
+            lookup.cancel()
+            while not lookup.done:  # Shortly: until then its pages are being written.
+                with contextlib.suppress(asyncio.CancelledError):  # It is ending already.
+                    await loop.again(number)
+            raise
 
     # --- Results ---
 

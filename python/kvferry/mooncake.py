@@ -7,11 +7,12 @@ Needs `pip install mooncake-transfer-engine` (`-non-cuda` for machines without a
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import numpy as np
@@ -25,6 +26,12 @@ NOT_FOUND = {-704, -703}  # No such object, or one that is still being written.
 NO_ROOM = {-200}
 GREW = -600  # The value no longer fits: it was replaced between asking for its size and reading.
 READS = 5
+# So long close() waits for Mooncake.
+CLOSE_S = 5.0
+# A device's pages are in host memory so many at a time, as in C++ (connector/store/kv_store.h).
+STAGED_BYTES = 16 << 20
+
+_logger = logging.getLogger(__name__)
 
 
 def _import_mooncake():
@@ -91,6 +98,10 @@ def _bytes_of(parts: Sequence[np.ndarray]) -> int:
     return sum(part.nbytes for part in parts)
 
 
+def _left_ms(deadline: float) -> int:
+    return max(0, int((deadline - time.monotonic()) * 1000))
+
+
 # Keys, and where in the batch each stands, with its memory.
 _Group = dict[bytes, tuple[int, list[np.ndarray]]]
 
@@ -107,6 +118,94 @@ def _memory(staging: np.ndarray, places: list[slice]) -> tuple[list[int], list[i
         [staging.ctypes.data + int(place.start) for place in places],
         [int(place.stop - place.start) for place in places],
     )
+
+
+class _Threads:
+    """Threads for calls of Mooncake's, which can hang. At its end the interpreter joins those of
+    concurrent.futures, and would wait for ever with them; it does not wait for these."""
+
+    def __init__(self, count: int):
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        # They know the queue alone, so that they end with this object.
+        self._threads = [
+            threading.Thread(
+                target=self._work, args=(self._calls,), name="kvferry-mooncake", daemon=True
+            )
+            for _ in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @staticmethod
+    def _work(calls: queue.SimpleQueue) -> None:
+        while (call := calls.get()) is not None:
+            future, run, staging = call
+            try:
+                future.set_result(run(staging))
+            except BaseException as error:  # The caller's, whatever it is.
+                future.set_exception(error)
+            del call, future, run, staging  # Not kept until the next one comes.
+
+    def submit(self, run: Callable, staging: np.ndarray | None) -> Future:
+        future: Future = Future()
+        self._calls.put((future, run, staging))
+        return future
+
+    def end(self) -> None:
+        """As soon as they have run what was submitted before."""
+        for _ in self._threads:
+            self._calls.put(None)
+
+    __del__ = end
+
+    def have_ended(self, deadline: float) -> bool:
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+class _Threads:
+    """Threads for calls of Mooncake's, which can hang. At its end the interpreter joins those of
+    concurrent.futures, and would wait for ever with them; it does not wait for these."""
+
+    def __init__(self, count: int):
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        # They know the queue alone, so that they end with this object.
+        self._threads = [
+            threading.Thread(
+                target=self._work, args=(self._calls,), name="kvferry-mooncake", daemon=True
+            )
+            for _ in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @staticmethod
+    def _work(calls: queue.SimpleQueue) -> None:
+        while (call := calls.get()) is not None:
+            future, run, staging = call
+            try:
+                future.set_result(run(staging))
+            except BaseException as error:  # The caller's, whatever it is.
+                future.set_exception(error)
+            del call, future, run, staging  # Not kept until the next one comes.
+
+    def submit(self, run: Callable, staging: np.ndarray | None) -> Future:
+        future: Future = Future()
+        self._calls.put((future, run, staging))
+        return future
+
+    def end(self) -> None:
+        """As soon as they have run what was submitted before."""
+        for _ in self._threads:
+            self._calls.put(None)
+
+    __del__ = end
+
+    def have_ended(self, deadline: float) -> bool:
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
 
 class MooncakeStore:
@@ -163,7 +262,7 @@ class MooncakeStore:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(("puts", "hits", "misses", "errors"), 0)
         self._closed = False
-        self._threads = ThreadPoolExecutor(staging_buffers, thread_name_prefix="kvferry-mooncake")
+        self._threads = _Threads(staging_buffers)
         self._staging: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
         self._buffers = [
             np.empty(max_value_bytes + HEADER_BYTES, np.uint8) for _ in range(staging_buffers)
@@ -224,7 +323,7 @@ class MooncakeStore:
             raise self._late() from None
         if fill is not None:
             fill(staging)
-        future: Future = self._threads.submit(run, staging)
+        future = self._threads.submit(run, staging)
         try:
             result = future.result(timeout=max(0.0, deadline - time.monotonic()))
         except FutureTimeoutError:
@@ -364,20 +463,61 @@ class MooncakeStore:
         return self._batch(self._get_together, items, timeout_ms, writable=True)
 
     def put_pages(self, keys: Sequence, pool, pages: Sequence[int], timeout_ms: int = 5000) -> list:
+        if pool.memory != "host":
+            return self._staged(self._put_from_device, keys, pool, pages, timeout_ms)
         return self.put_batch(self._page_items(keys, pool, pages), timeout_ms)
 
     def get_pages(self, keys: Sequence, pool, pages: Sequence[int], timeout_ms: int = 5000) -> list:
+        if pool.memory != "host":
+            return self._staged(self._get_to_device, keys, pool, pages, timeout_ms)
         return self.get_batch(self._page_items(keys, pool, pages), timeout_ms)
 
     @staticmethod
-    def _page_items(keys: Sequence, pool, pages: Sequence[int]) -> list[tuple]:
+    def _check_pages(keys: Sequence, pages: Sequence[int]) -> None:
         if len(keys) != len(pages):
             raise ValueError(f"store: {len(keys)} keys for {len(pages)} pages")
+
+    def _page_items(self, keys: Sequence, pool, pages: Sequence[int]) -> list[tuple]:
+        self._check_pages(keys, pages)
         layers, tensors = pool.layout.num_layers, len(pool.layout.tensors)
         return [
             (key, [pool.page(layer, at, page) for layer in range(layers) for at in range(tensors)])
             for key, page in zip(keys, pages, strict=True)
         ]
+
+    # Pages of a device go through a host store of their layout: that one can read and write them.
+
+    def _staged(
+        self, move, keys: Sequence, pool, pages: Sequence[int], timeout_ms: int
+    ) -> list[Exception | None]:
+        self._check_pages(keys, pages)
+        deadline, errors = self._deadline(timeout_ms), []
+        most = max(1, STAGED_BYTES // pool.layout.page_bytes)
+        for first in range(0, len(keys), most):
+            some_keys, some_pages = keys[first : first + most], pages[first : first + most]
+            host = _core.HostStore(len(some_keys) * pool.layout.page_bytes, layout=pool.layout)
+            names = [f"{at}" for at in range(len(some_keys))]
+            errors += move(some_keys, pool, list(some_pages), host, names, deadline)
+        return errors
+
+    def _put_from_device(self, keys, pool, pages, host, names, deadline: float) -> list:
+        errors = host.put_pages(names, pool, pages)
+        there = [at for at, error in enumerate(errors) if error is None]
+        items = [(keys[at], host.get_bytes(names[at])) for at in there]
+        for at, error in zip(there, self.put_batch(items, _left_ms(deadline)), strict=True):
+            errors[at] = error
+        return errors
+
+    def _get_to_device(self, keys, pool, pages, host, names, deadline: float) -> list:
+        values = [np.empty(pool.layout.page_bytes, np.uint8) for _ in keys]
+        errors = self.get_batch(list(zip(keys, values, strict=True)), _left_ms(deadline))
+        there = [at for at, error in enumerate(errors) if error is None]
+        for at in there:
+            host.put(names[at], values[at])
+        written = host.get_pages([names[at] for at in there], pool, [pages[at] for at in there])
+        for at, error in zip(there, written, strict=True):
+            errors[at] = error
+        return errors
 
     def _batch(self, call, items: Iterable[tuple], timeout_ms: int, writable: bool) -> list:
         """call(group, deadline) for groups that fit into a staging buffer, no key twice in one."""
@@ -415,7 +555,7 @@ class MooncakeStore:
 
     def _singly(self, call, key: bytes, memory, deadline: float) -> Exception | None:
         try:
-            call(key, memory, max(0, int((deadline - time.monotonic()) * 1000)))
+            call(key, memory, _left_ms(deadline))
         except (_core.Error, ValueError) as error:
             return error
         return None
@@ -484,10 +624,25 @@ class MooncakeStore:
         return {**unknown, "evictions": 0, **counts}
 
     def close(self) -> None:
-        """Waits for calls that are under way, then leaves Mooncake. Again: does nothing."""
+        """Waits for calls that are under way, then leaves Mooncake. Again: does nothing.
+
+        One that hangs in Mooncake is waited for CLOSE_S: then Mooncake is not left, and the memory
+        that it was given stays, as long as the call that holds this object.
+        """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self._threads.shutdown(wait=True)
-        self._store.close()
+        deadline = time.monotonic() + CLOSE_S
+        self._threads.end()
+        if self._threads.have_ended(deadline):
+            leaving = _Threads(1)  # It asks its master, which may be what hangs.
+            leaving.submit(lambda _: self._store.close(), None)
+            leaving.end()
+            if leaving.have_ended(deadline):
+                return
+        _logger.warning(
+            "mooncake %s: it does not end a call within %.0f s of the close; its memory is kept",
+            self._address,
+            CLOSE_S,
+        )

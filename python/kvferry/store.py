@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +21,9 @@ from kvferry import _core
 from kvferry.tensor_bytes import decode, encode, fill
 
 Key = str | bytes
+
+# So long after its deadline a store has ended a call, or it hangs.
+GRACE_S = 1.0
 
 # What make_store() takes: keys of a configuration, those that must be there, and the class.
 _BACKENDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
@@ -98,6 +103,21 @@ def make_store(config: Mapping[str, Any]):
     return _store_class(name)(**tiers)
 
 
+def _left_ms(deadline: float) -> int:
+    return max(0, math.ceil((deadline - time.monotonic()) * 1000))
+
+
+async def _wait_until(moment: float, waiting: asyncio.Future) -> asyncio.CancelledError | None:
+    """Waits for it until then, also where the task is cancelled meanwhile: returns that, if so."""
+    cancelled = None
+    while not waiting.done() and (left := moment - time.monotonic()) > 0:
+        try:
+            await asyncio.wait([waiting], timeout=left)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled
+
+
 class KVStoreBuffer:
     """Puts tensors (torch or numpy, on the CPU) or bytes into a store, and gets them back.
 
@@ -108,6 +128,8 @@ class KVStoreBuffer:
     """
 
     def __init__(self, backend, *, timeout_ms: int = 5000):
+        if timeout_ms < 0:
+            raise ValueError(f"store: timeout_ms is {timeout_ms} but must be at least 0")
         self._owned = isinstance(backend, Mapping)
         self._store = make_store(backend) if self._owned else backend
         self._timeout_ms = timeout_ms
@@ -119,6 +141,9 @@ class KVStoreBuffer:
     def backend(self):
         return self._store
 
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_ms / 1000
+
     # ---------------------------------------------------------------- one entry
 
     def put(self, key: Key, value) -> None:
@@ -126,10 +151,13 @@ class KVStoreBuffer:
 
         A tensor that is not contiguous is copied first. One on a GPU is a ValueError.
         """
+        self._put(self._deadline(), key, value)
+
+    def _put(self, deadline: float, key: Key, value) -> None:
         if value is None:
-            self._store.erase(key, timeout_ms=self._timeout_ms)
+            self._store.erase(key, timeout_ms=_left_ms(deadline))
         else:
-            self._store.put(key, encode(value), timeout_ms=self._timeout_ms)
+            self._store.put(key, encode(value), timeout_ms=_left_ms(deadline))
 
     def get(self, key: Key, out=None):
         """What was put: a torch tensor, a numpy array or bytes; None for a miss.
@@ -137,11 +165,14 @@ class KVStoreBuffer:
         With `out`, a contiguous tensor on the CPU, fills and returns that: FailedPrecondition when
         it is not of the stored dtype and shape. What is in it after an error is undefined.
         """
+        return self._get(self._deadline(), key, out)
+
+    def _get(self, deadline: float, key: Key, out=None):
         try:
             if out is None:
-                return decode(self._store.get_bytes(key, timeout_ms=self._timeout_ms))
+                return decode(self._store.get_bytes(key, timeout_ms=_left_ms(deadline)))
             target = fill(out)
-            self._store.get_into(key, target.parts, timeout_ms=self._timeout_ms)
+            self._store.get_into(key, target.parts, timeout_ms=_left_ms(deadline))
         except _core.NotFound:
             return None
         target.check()
@@ -151,26 +182,35 @@ class KVStoreBuffer:
 
     def exists(self, keys: Key | Sequence[Key]) -> int:
         """How many of the keys, from the first on, are there without a gap."""
+        return self._exists(self._deadline(), keys)
+
+    def _exists(self, deadline: float, keys: Key | Sequence[Key]) -> int:
         keys = [keys] if isinstance(keys, str | bytes) else list(keys)
-        return self._store.exists(keys, timeout_ms=self._timeout_ms)
+        return self._store.exists(keys, timeout_ms=_left_ms(deadline))
 
     def put_batch(self, items: Mapping[Key, Any] | Iterable[tuple[Key, Any]]) -> None:
         """Stores all that it can, then raises the first error, if there was one."""
+        self._put_batch(self._deadline(), items)
+
+    def _put_batch(self, deadline: float, items) -> None:
         pairs = items.items() if isinstance(items, Mapping) else items
         batch = [(key, encode(value)) for key, value in pairs]
-        for error in self._store.put_batch(batch, timeout_ms=self._timeout_ms):
+        for error in self._store.put_batch(batch, timeout_ms=_left_ms(deadline)):
             if error is not None:
                 raise error
 
     def get_batch(self, keys: Sequence[Key], outs: Sequence[Any] | None = None) -> list:
         """A list as of get(). With `outs` it is one batch, and without one call after another."""
+        return self._get_batch(self._deadline(), keys, outs)
+
+    def _get_batch(self, deadline: float, keys: Sequence[Key], outs=None) -> list:
         if outs is None:
-            return [self.get(key) for key in keys]
+            return [self._get(deadline, key) for key in keys]
         if len(outs) != len(keys):
             raise ValueError(f"store: {len(keys)} keys but {len(outs)} outs")
         targets = [fill(out) for out in outs]
         batch = [(key, target.parts) for key, target in zip(keys, targets, strict=True)]
-        errors = self._store.get_batch(batch, timeout_ms=self._timeout_ms)
+        errors = self._store.get_batch(batch, timeout_ms=_left_ms(deadline))
         results = []
         for error, target, out in zip(errors, targets, outs, strict=True):
             if error is not None and not isinstance(error, _core.NotFound):
@@ -193,9 +233,12 @@ class KVStoreBuffer:
         return self._store.stats()
 
     def close(self) -> None:
-        """Ends the thread, and closes the backend unless it was given as an object."""
+        """Ends the thread, and closes the backend unless it was given as an object.
+
+        An asyncio call that has begun ends first; those whose turn has not come fail.
+        """
         self._closed = True
-        self._thread.shutdown(wait=True)
+        self._thread.shutdown(wait=True, cancel_futures=True)
         if self._owned:
             self._store.close()
 
@@ -206,25 +249,57 @@ class KVStoreBuffer:
         self.close()
 
     # ---------------------------------------------------------------- asyncio
+    #
+    # None of these blocks the event loop. They take turns, and the wait for it is part of
+    # timeout_ms. Cancelled, one that has begun ends before it raises, so that the memory it was
+    # given is the caller's again. Only a store that hangs for GRACE_S beyond the deadline is not
+    # waited for: the error comes while it may use that memory still.
 
     async def aput(self, key: Key, value) -> None:
-        """put() without blocking the event loop; the tensor is read until it is done."""
-        await self._in_thread(self.put, key, value)
+        await self._in_thread(self._put, key, value)
 
     async def aget(self, key: Key, out=None):
-        """get() without blocking the event loop; cancelling it does not stop it filling `out`."""
-        return await self._in_thread(self.get, key, out)
+        return await self._in_thread(self._get, key, out)
 
     async def aexists(self, keys: Key | Sequence[Key]) -> int:
-        return await self._in_thread(self.exists, keys)
+        return await self._in_thread(self._exists, keys)
 
     async def aput_batch(self, items: Mapping[Key, Any] | Iterable[tuple[Key, Any]]) -> None:
-        await self._in_thread(self.put_batch, items)
+        await self._in_thread(self._put_batch, items)
 
     async def aget_batch(self, keys: Sequence[Key], outs: Sequence[Any] | None = None) -> list:
-        return await self._in_thread(self.get_batch, keys, outs)
+        return await self._in_thread(self._get_batch, keys, outs)
 
     async def _in_thread(self, call, *args):
         if self._closed:
             raise _core.FailedPrecondition("store: it is closed")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+        deadline = self._deadline()
+        future = self._thread.submit(self._call_in_time, call, deadline, *args)
+        waiting = asyncio.wrap_future(future)
+        # Or asyncio logs an error that nobody was left to hear.
+        waiting.add_done_callback(lambda it: it.cancelled() or it.exception())
+        try:
+            await asyncio.wait([waiting], timeout=max(0.0, deadline - time.monotonic()))
+            cancelled = None
+        except asyncio.CancelledError as error:
+            cancelled = error
+        if not future.done() and not future.cancel():  # It has begun.
+            cancelled = await _wait_until(deadline + GRACE_S, waiting) or cancelled
+        waiting.cancel()  # Does nothing if it is done.
+        if cancelled is not None:
+            raise cancelled
+        if not future.done():
+            raise self._late("it has not ended a call, and may use the memory of it still")
+        if not future.cancelled():
+            return future.result()
+        if self._closed:
+            raise _core.FailedPrecondition("store: it is closed")
+        raise self._late("calls before this one took all of its time")
+
+    def _call_in_time(self, call, deadline: float, *args):
+        if time.monotonic() >= deadline:
+            raise self._late("calls before this one took all of its time")
+        return call(deadline, *args)
+
+    def _late(self, why: str) -> Exception:
+        return _core.DeadlineExceeded(f"store: {self._timeout_ms} ms are over: {why}")

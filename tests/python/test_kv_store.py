@@ -2,6 +2,7 @@
 
 import ctypes
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -276,17 +277,35 @@ def test_mooncake_values_behind_our_back_are_misses(tmp_path):
         store.close()
 
 
-class ReplacedMeanwhile:
-    """Of Mooncake: an entry that is replaced between the question for its size and the read."""
+class FakeMooncake:
+    """The calls that every Mooncake has to take."""
 
-    def __init__(self, bytes_before: int, entry: bytes):
-        self.size, self.entry = HEADER_BYTES + bytes_before, entry
+    closed = False
 
     def setup(self, *_):
         return 0
 
     def register_buffer(self, *_):
         return 0
+
+    def close(self):
+        self.closed = True
+        return 0
+
+
+def store_on(fake: FakeMooncake, monkeypatch, **options):
+    module = types.ModuleType("mooncake")
+    module.store = types.SimpleNamespace(MooncakeDistributedStore=lambda: fake)
+    monkeypatch.setitem(sys.modules, "mooncake", module)
+    needed = {"backend": "mooncake", "local_hostname": "h", "master_address": "h:1"}
+    return kvferry.make_store(needed | options)
+
+
+class ReplacedMeanwhile(FakeMooncake):
+    """An entry that is replaced between the question for its size and the read."""
+
+    def __init__(self, bytes_before: int, entry: bytes):
+        self.size, self.entry = HEADER_BYTES + bytes_before, entry
 
     def get_size(self, _name):
         return self.size
@@ -295,25 +314,154 @@ class ReplacedMeanwhile:
         ctypes.memmove(address, self.entry, len(self.entry))
         return len(self.entry)
 
-    def close(self):
-        return 0
-
 
 def test_mooncake_value_that_is_shorter_by_the_time_it_is_read(monkeypatch):
     entry = kvferry._core.value_header("a", b"x") + b"x"
-    module = types.ModuleType("mooncake")
-    module.store = types.SimpleNamespace(
-        MooncakeDistributedStore=lambda: ReplacedMeanwhile(1000, entry)
-    )
-    monkeypatch.setitem(sys.modules, "mooncake", module)
-    options = {"backend": "mooncake", "local_hostname": "h", "master_address": "h:1"}
-    store = kvferry.make_store(options)
+    store = store_on(ReplacedMeanwhile(1000, entry), monkeypatch)
     out = np.zeros(1000, np.uint8)
     with pytest.raises(kvferry.FailedPrecondition, match="has 1 bytes but there is room for 1000"):
         store.get_into("a", out)
     assert not out.any()
     assert store.get_bytes("a").tobytes() == b"x"
     store.close()
+
+
+class MooncakeOfOne(FakeMooncake):
+    """A cluster of one dict."""
+
+    def __init__(self):
+        self.values: dict[str, bytes] = {}
+
+    def upsert_from(self, name, address, size):
+        self.values[name] = ctypes.string_at(address, size)
+        return 0
+
+    def get_size(self, name):
+        return len(self.values[name]) if name in self.values else -704
+
+    def get_into(self, name, address, size):
+        if self.get_size(name) > 0:
+            ctypes.memmove(address, self.values[name], size)
+        return self.get_size(name)
+
+    def batch_upsert_from(self, *lists):
+        return [self.upsert_from(*each) for each in zip(*lists, strict=True)]
+
+    def batch_get_into(self, *lists):
+        return [self.get_into(*each) for each in zip(*lists, strict=True)]
+
+
+@pytest.mark.parametrize("pages_a_value", [1, 100])
+def test_mooncake_takes_pages_of_a_device_through_host_memory(monkeypatch, pages_a_value):
+    layout = kvferry.KvLayout.mha(3, 4, 1, 8, "float32")
+    pool, page = kvferry.KvPool.create(layout, 20), kvferry.KvPool.page
+    places = [(layer, tensor) for layer in range(3) for tensor in range(2)]
+
+    def bytes_in(number: int) -> np.ndarray:
+        return np.concatenate([page(pool, *place, number) for place in places])
+
+    for number in range(10):
+        for place in places:
+            page(pool, *place, number)[:] = bytes_of(100 * number + sum(place), 128)
+    store = store_on(
+        MooncakeOfOne(), monkeypatch, max_value_bytes=pages_a_value * layout.page_bytes
+    )
+    assert store.put_pages(["host"], pool, [9]) == [None]
+
+    # As a pool on a device is to Python: there is no such device here.
+    def unreachable(*_):
+        raise kvferry.FailedPrecondition("kv pool: the page lies in device memory")
+
+    monkeypatch.setattr(kvferry.KvPool, "memory", property(lambda _: "cuda:0"))
+    monkeypatch.setattr(kvferry.KvPool, "page", unreachable)
+    monkeypatch.setattr("kvferry.mooncake.STAGED_BYTES", 2 * layout.page_bytes)
+    keys, pages = [f"{at}" for at in range(5)], [7, 2, 0, 5, 4]
+    assert store.put_pages(keys, pool, pages) == [None] * 5
+    asked = [*keys[:2], "none", *keys[2:], "host"]
+    errors = store.get_pages(asked, pool, [11, 19, 10, 14, 12, 17, 18])
+    assert [type(error) for error in errors] == [type(None)] * 2 + [kvferry.NotFound] + [
+        type(None)
+    ] * 4
+    for source, copy in zip([*pages, 9], [11, 19, 14, 12, 17, 18], strict=True):
+        assert (bytes_in(source) == bytes_in(copy)).all()
+    for call in (store.put_pages, store.get_pages):
+        assert isinstance(call(["0"], pool, [20])[0], ValueError)
+        with pytest.raises(ValueError, match="1 keys for 2 pages"):
+            call(["0"], pool, [1, 2])
+    store.close()
+
+
+class Hanging(FakeMooncake):
+    """Does not answer, nor, if so told, leave."""
+
+    def __init__(self, *, hangs_in_close: bool = False):
+        self.let_go, self.hangs_in_close = threading.Event(), hangs_in_close
+
+    def batch_is_exist(self, names):
+        self.let_go.wait(60)
+        return [0] * len(names)
+
+    def close(self):
+        if self.hangs_in_close:
+            self.let_go.wait(60)
+        return super().close()
+
+
+@pytest.mark.parametrize("hangs_in_close", [False, True], ids=["in a call", "in close"])
+def test_mooncake_that_hangs_does_not_keep_who_closes_it(monkeypatch, caplog, hangs_in_close):
+    monkeypatch.setattr("kvferry.mooncake.CLOSE_S", 0.3)
+    fake = Hanging(hangs_in_close=hangs_in_close)
+    store = store_on(fake, monkeypatch)
+    if not hangs_in_close:
+        with pytest.raises(kvferry.DeadlineExceeded):
+            store.exists(["a"], timeout_ms=50)
+    begin = time.monotonic()
+    store.close()
+    assert time.monotonic() - begin < 5 and not fake.closed
+    assert "h:1: it does not end a call" in caplog.text
+    fake.let_go.set()
+
+
+def test_mooncake_calls_that_are_under_way_end_before_it_is_left(monkeypatch):
+    fake = Hanging()
+    store = store_on(fake, monkeypatch)
+    with pytest.raises(kvferry.DeadlineExceeded):
+        store.exists(["a"], timeout_ms=10)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    time.sleep(0.1)
+    assert not fake.closed
+    fake.let_go.set()
+    closing.join()
+    assert fake.closed
+
+
+def test_the_threads_of_a_mooncake_store_end_with_it(monkeypatch):
+    store = store_on(FakeMooncake(), monkeypatch)
+    (*threads,) = store._threads._threads
+    del store
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_mooncake_that_hangs_does_not_keep_the_interpreter():
+    code = (
+        "import sys, threading, types, kvferry\n"
+        "class Hanging:\n"
+        "    setup = register_buffer = lambda *_: 0\n"
+        "    def batch_is_exist(self, names): threading.Event().wait()\n"
+        "store = types.SimpleNamespace(MooncakeDistributedStore=Hanging)\n"
+        "sys.modules['mooncake'] = types.SimpleNamespace(store=store)\n"
+        "needed = {'local_hostname': 'h', 'master_address': 'h:1'}\n"
+        "store = kvferry.make_store({'backend': 'mooncake', **needed})\n"
+        "try:\n"
+        "    store.exists(['a'], timeout_ms=10)\n"
+        "except kvferry.DeadlineExceeded:\n"
+        "    print('late')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, b"late\n"), done.stderr
 
 
 def test_mooncake_batches_answer_value_by_value(tmp_path):

@@ -141,6 +141,141 @@ def test_the_loop_turns_while_a_store_waits():
     asyncio.run(run())
 
 
+class Held:
+    """A store that keeps its callers for as long as it is held, whatever their timeout."""
+
+    def __init__(self):
+        self.let_go, self.timeouts = threading.Event(), []
+
+    def get_bytes(self, _key, timeout_ms):
+        self.timeouts.append(timeout_ms)
+        assert self.let_go.wait(20)
+        raise kvferry.NotFound("none")
+
+    def get_into(self, key, parts, timeout_ms):
+        try:
+            self.get_bytes(key, timeout_ms)
+        except kvferry.NotFound:
+            parts[1][:] = 7
+
+
+class InTime(Held):
+    """One that keeps them for their timeout."""
+
+    def get_bytes(self, _key, timeout_ms):
+        self.timeouts.append(timeout_ms)
+        time.sleep(timeout_ms / 1000)
+        raise kvferry.DeadlineExceeded("no answer in time")
+
+
+@pytest.fixture
+def held():
+    store = Held()
+    yield store
+    store.let_go.set()
+
+
+async def begun(store: Held) -> None:
+    while not store.timeouts:
+        await asyncio.sleep(0.001)
+
+
+def test_asyncio_calls_that_wait_for_their_turn_keep_their_timeout():
+    store = InTime()
+
+    async def run(buffer):
+        begin = time.monotonic()
+        calls = (buffer.aget("a") for _ in range(6))
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(error, kvferry.DeadlineExceeded) for error in errors)
+        assert time.monotonic() - begin < 1
+
+    with kvferry.KVStoreBuffer(store, timeout_ms=500) as buffer:
+        asyncio.run(run(buffer))
+    assert sum(store.timeouts) <= 510  # Little or nothing was left for the others.
+
+
+def test_an_asyncio_call_that_waited_for_its_turn_has_what_is_left_of_its_time(held):
+    async def run(buffer):
+        calls = [asyncio.create_task(buffer.aget("a")) for _ in range(2)]
+        await asyncio.sleep(0.3)
+        held.let_go.set()
+        assert await asyncio.gather(*calls) == [None, None]
+
+    with kvferry.KVStoreBuffer(held, timeout_ms=5000) as buffer:
+        asyncio.run(run(buffer))
+    assert held.timeouts[1] <= held.timeouts[0] - 200
+
+
+def test_the_calls_of_one_get_batch_share_its_timeout():
+    class Slow(InTime):
+        def get_bytes(self, key, timeout_ms):
+            with pytest.raises(kvferry.DeadlineExceeded):
+                super().get_bytes(key, min(timeout_ms, 100))
+            if timeout_ms < 100:
+                raise kvferry.DeadlineExceeded("no answer in time")
+            raise kvferry.NotFound(key)
+
+    with kvferry.KVStoreBuffer(Slow(), timeout_ms=250) as buffer:
+        with pytest.raises(kvferry.DeadlineExceeded):
+            buffer.get_batch(["a"] * 10)
+    with pytest.raises(ValueError, match="timeout_ms is -1"):
+        kvferry.KVStoreBuffer(Slow(), timeout_ms=-1)
+
+
+def test_an_asyncio_call_waits_for_a_store_that_hangs_a_second_longer_and_no_more(held):
+    async def run(buffer):
+        begin = time.monotonic()
+        with pytest.raises(kvferry.DeadlineExceeded, match="may use the memory of it still"):
+            await buffer.aget("a", np.zeros(4))
+        assert 1.1 <= time.monotonic() - begin < 2
+        held.let_go.set()
+
+    with kvferry.KVStoreBuffer(held, timeout_ms=100) as buffer:
+        asyncio.run(run(buffer))
+
+
+def test_a_cancelled_asyncio_call_ends_when_its_memory_is_not_used_any_more(held):
+    async def run(buffer):
+        out = np.zeros(4, np.uint8)
+        call = asyncio.create_task(buffer.aget("a", out))
+        await begun(held)
+        next_one = asyncio.create_task(buffer.aget("a", out))
+        await asyncio.sleep(0.01)
+        for _ in range(3):
+            call.cancel()
+            next_one.cancel()
+            await asyncio.sleep(0.01)
+        assert next_one.done() and not call.done()
+        held.let_go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (out == 7).all()
+        with pytest.raises(asyncio.CancelledError):
+            await next_one
+
+    with kvferry.KVStoreBuffer(held) as buffer:
+        asyncio.run(run(buffer))
+    assert len(held.timeouts) == 1
+
+
+def test_close_does_not_wait_for_asyncio_calls_whose_turn_has_not_come(held):
+    async def run(buffer):
+        calls = [asyncio.create_task(buffer.aget("a")) for _ in range(6)]
+        await begun(held)
+        closing = asyncio.get_running_loop().run_in_executor(None, buffer.close)
+        ended, under_way = await asyncio.wait(calls, timeout=1)
+        assert len(ended) == 5 and len(under_way) == 1
+        for call in ended:
+            assert isinstance(call.exception(), kvferry.FailedPrecondition)
+        held.let_go.set()
+        assert await under_way.pop() is None
+        await closing
+
+    asyncio.run(run(kvferry.KVStoreBuffer(held)))
+    assert len(held.timeouts) == 1
+
+
 # ---------------------------------------------------------------- what cannot be done
 
 

@@ -2,7 +2,10 @@
 
 import asyncio
 import importlib.util
+import os
+import signal
 import threading
+import time
 
 import kvferry
 import numpy as np
@@ -288,3 +291,70 @@ def test_asyncio_pages(pair):
             return await other.drop_select_pages_async(list(range(6)), None, [4, 1])
 
         assert asyncio.run(run()).pages == [4, 1]
+
+
+class LateToEnd:
+    """A lookup that takes a while to end when it is cancelled, as one whose pages are written."""
+
+    def __init__(self, lookup):
+        self.lookup = lookup
+
+    def cancel(self):
+        threading.Timer(0.3, self.lookup.cancel).start()
+
+    def __getattr__(self, name):
+        return getattr(self.lookup, name)
+
+
+@pytest.fixture
+def late(pair, monkeypatch):
+    """A consumer with pages of its own, and the lookups that it has started."""
+    with consumer(pair[0], pool=kvferry.KvPool.create(layout(), 8)) as made:
+        start, started = made._start, []
+
+        def start_late(*arguments):
+            started.append(LateToEnd(start(*arguments)))
+            return started[-1]
+
+        monkeypatch.setattr(made, "_start", start_late)
+        yield made, started
+
+
+def test_a_lookup_that_is_cancelled_again_and_again_ends_when_no_page_is_written_to(late):
+    other, started = late
+
+    async def run():
+        lookup = asyncio.create_task(other.drop_select_pages_async([1], None, [0]))
+        await asyncio.sleep(0.01)
+        for _ in range(5):
+            lookup.cancel()
+            await asyncio.sleep(0.001)
+        with pytest.raises(asyncio.CancelledError):
+            await lookup
+        assert started[0].done
+
+    asyncio.run(run())
+
+
+def test_a_lookup_whose_loop_is_gone_ends_when_no_page_is_written_to(late):
+    other, started = late
+
+    async def run():
+        lookup = other.drop_select_pages_async([1], None, [0])
+        lookup.send(None)
+        assert not started[0].done
+        lookup.close()
+        assert started[0].done
+
+    asyncio.run(run())
+
+
+def test_ctrl_c_ends_a_lookup_soon_and_when_no_page_is_written_to(late):
+    other, started = late
+    for seconds in (0.1, 0.35):  # The second one while it is ending.
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        other.drop_select_pages([1], None, [0], timeout_ms=10000)
+    assert started[0].done
+    assert 0.35 < time.monotonic() - begin < 5
