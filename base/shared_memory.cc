@@ -45,6 +45,10 @@ absl::StatusOr<std::shared_ptr<std::byte>> Map(int fd, int64_t bytes, int protec
 }  // namespace
 
 absl::StatusOr<SharedMemory> SharedMemory::Create(const char* name, int64_t bytes) {
+  if (bytes < 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("shared memory: bytes is ", bytes, " but must be at least 1"));
+  }
   // The kernel gives a memfd of any size and kills who touches more than there is. Private memory
   // it refuses at once; so ask for that first, and give it back.
   KVFERRY_RETURN_IF_ERROR(MapSlab(bytes).status());

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/host_memory.h"
+#include "base/log.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -63,6 +64,19 @@ absl::Status CheckMemory(int64_t wanted_bytes, int64_t keep_free_bytes) {
       keep_free_bytes, " are left to others; make it smaller"));
 }
 
+// Null where there is nothing to pin for, or it cannot be done: copies are slower then.
+std::shared_ptr<const void> Pinned(const KvPool& host, const PoolMemory& device) {
+  std::byte* const begin = host.buffer_infos().front().address;
+  const BufferInfo& last = host.buffer_infos().back();
+  // One piece, as TokenKvPool::Create() makes it.
+  absl::StatusOr<std::shared_ptr<const void>> pin =
+      device.Pin({begin, static_cast<size_t>(last.address + last.bytes - begin)});
+  if (pin.ok()) return *std::move(pin);
+  Log().warn("host pool: copies to and from {} will be slow, as its memory is not pinned: {}",
+             device.name(), pin.status().ToString());
+  return nullptr;
+}
+
 }  // namespace
 
 absl::string_view HostSlotStateName(HostSlotState state) {
@@ -84,6 +98,10 @@ absl::string_view HostSlotStateName(HostSlotState state) {
 absl::StatusOr<std::unique_ptr<HostKvPool>> HostKvPool::Create(std::shared_ptr<TokenKvPool> device,
                                                                const Size& size,
                                                                int64_t keep_free_bytes) {
+  if (keep_free_bytes < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("host pool: keep_free_bytes is ", keep_free_bytes, " but must be at least 0"));
+  }
   KVFERRY_ASSIGN_OR_RETURN(const int64_t num_tokens, TokensOf(*device, size));
   const KvLayout& layout = device->layout();
   KVFERRY_RETURN_IF_ERROR(
@@ -92,14 +110,16 @@ absl::StatusOr<std::unique_ptr<HostKvPool>> HostKvPool::Create(std::shared_ptr<T
                            TokenKvPool::Create(layout, num_tokens, device->latent_value_dim()));
   KVFERRY_ASSIGN_OR_RETURN(TokenSlotAllocator allocator,
                            TokenSlotAllocator::Create(num_tokens, layout.page_size));
+  std::shared_ptr<const void> pin = Pinned(*host->pages(), device->memory());
   return std::unique_ptr<HostKvPool>(
-      new HostKvPool(std::move(device), std::move(host), std::move(allocator)));
+      new HostKvPool(std::move(device), std::move(host), std::move(pin), std::move(allocator)));
 }
 
 HostKvPool::HostKvPool(std::shared_ptr<TokenKvPool> device, std::shared_ptr<TokenKvPool> host,
-                       TokenSlotAllocator allocator)
+                       std::shared_ptr<const void> pin, TokenSlotAllocator allocator)
     : device_(std::move(device)),
       host_(std::move(host)),
+      pin_(std::move(pin)),
       allocator_(std::move(allocator)),
       states_(static_cast<size_t>(host_->num_slots()), HostSlotState::kIdle),
       seen_(static_cast<size_t>(host_->num_slots()), false) {}

@@ -54,10 +54,12 @@ class HostKvPool {
   // What a host pool leaves to others of the memory that is available when it is made.
   static constexpr int64_t kDefaultKeepFreeBytes = int64_t{10} << 30;
 
-  // Memory for the layout of `device`, whose page size it keeps. INVALID_ARGUMENT when the size is
-  // not one of the two, not positive or less than a page, or when more than INT32_MAX slots would
-  // be needed; RESOURCE_EXHAUSTED naming both numbers when less than keep_free_bytes would be left
-  // of the available memory. One page more than asked for is taken: page 0, as in every pool.
+  // Memory for the layout of `device`, whose page size it keeps, pinned as long as the result lives
+  // where the device copies faster then (PoolMemory::Pin(); when that fails, the log says so).
+  // INVALID_ARGUMENT when the size is not one of the two, not positive or less than a page, when more
+  // than INT32_MAX slots would be needed, or keep_free_bytes is negative; RESOURCE_EXHAUSTED naming
+  // both numbers when less than that would be left of the available memory. One page more than asked
+  // for is taken: page 0, as in every pool.
   static absl::StatusOr<std::unique_ptr<HostKvPool>> Create(
       std::shared_ptr<TokenKvPool> device, const Size& size,
       int64_t keep_free_bytes = kDefaultKeepFreeBytes);
@@ -101,7 +103,7 @@ class HostKvPool {
   struct Transition;
 
   HostKvPool(std::shared_ptr<TokenKvPool> device, std::shared_ptr<TokenKvPool> host,
-             TokenSlotAllocator allocator);
+             std::shared_ptr<const void> pin, TokenSlotAllocator allocator);
 
   absl::Status Check(const Transition& transition, std::span<const int32_t> slots) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -113,6 +115,7 @@ class HostKvPool {
 
   const std::shared_ptr<TokenKvPool> device_;
   const std::shared_ptr<TokenKvPool> host_;
+  const std::shared_ptr<const void> pin_;  // Of host_'s memory, which outlives it.
   mutable Mutex mutex_;
   TokenSlotAllocator allocator_ ABSL_GUARDED_BY(mutex_);
   std::vector<HostSlotState> states_ ABSL_GUARDED_BY(mutex_);

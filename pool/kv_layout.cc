@@ -87,7 +87,9 @@ KvLayout KvLayout::Mha(int64_t num_layers, int64_t page_size, int64_t num_kv_hea
 
 KvLayout KvLayout::Fused(int64_t num_layers, int64_t page_size, int64_t num_kv_heads,
                          int64_t head_dim, DType dtype) {
-  return {num_layers, page_size, dtype, "HND", {{"kv", num_kv_heads, 2 * head_dim}}};
+  // One that Validate() refuses stays one, and does not wrap round.
+  const int64_t values = 2 * std::clamp<int64_t>(head_dim, -1, kMaxHeadDim);
+  return {num_layers, page_size, dtype, "HND", {{"kv", num_kv_heads, values}}};
 }
 
 KvLayout KvLayout::Mla(int64_t num_layers, int64_t page_size, int64_t latent_dim, DType dtype) {

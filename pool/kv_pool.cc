@@ -68,13 +68,12 @@ std::vector<BufferInfo> BuffersIn(std::byte* slab, const KvLayout& layout, int64
 }
 
 // The system gives more than there is, and kills who touches it.
-absl::Status CheckRoom(int64_t bytes) {
+absl::Status CheckRoom(int64_t bytes, absl::string_view or_else) {
   const absl::StatusOr<int64_t> available = AvailableHostBytes();
   if (!available.ok() || bytes <= *available) return absl::OkStatus();
-  return absl::ResourceExhaustedError(
-      absl::StrCat("pool: ", bytes, " bytes wanted, but ", *available,
-                   " are available; make it smaller, or have it "
-                   "take room as it is touched (TakesRoom::kAsTouched; at_once=False in Python)"));
+  return absl::ResourceExhaustedError(absl::StrCat("pool: ", bytes, " bytes wanted, but ",
+                                                   *available, " are available; make it smaller",
+                                                   or_else));
 }
 
 }  // namespace
@@ -87,10 +86,23 @@ KvPool::KvPool(const KvLayout& layout, std::vector<BufferInfo> buffers,
       memory_(std::move(memory)),
       owner_(std::move(owner)) {}
 
+absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Create(const KvLayout& layout, int64_t num_pages) {
+  return CreateShared(layout, num_pages, TakesRoom::kAtOnce, "");
+}
+
 absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Create(const KvLayout& layout, int64_t num_pages,
                                                        TakesRoom takes_room) {
+  return CreateShared(layout, num_pages, takes_room,
+                      ", or have it take room as it is touched (TakesRoom::kAsTouched; "
+                      "at_once=False in Python)");
+}
+
+absl::StatusOr<std::shared_ptr<KvPool>> KvPool::CreateShared(const KvLayout& layout,
+                                                             int64_t num_pages,
+                                                             TakesRoom takes_room,
+                                                             absl::string_view or_else) {
   KVFERRY_ASSIGN_OR_RETURN(const int64_t bytes, SlabBytes(layout, num_pages));
-  if (takes_room == TakesRoom::kAtOnce) KVFERRY_RETURN_IF_ERROR(CheckRoom(bytes));
+  if (takes_room == TakesRoom::kAtOnce) KVFERRY_RETURN_IF_ERROR(CheckRoom(bytes, or_else));
   auto shared = std::make_shared<SharedMemory>();
   KVFERRY_ASSIGN_OR_RETURN(*shared, SharedMemory::CreateOrPrivate("kvferry-pool", bytes));
   if (takes_room == TakesRoom::kAtOnce) UseHugePages(shared->data.get(), bytes);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "base/shared_memory.h"
 #include "pool/kv_layout.h"
 #include "pool/pool_memory.h"
@@ -37,7 +38,9 @@ class KvPool {
   // read in place. RESOURCE_EXHAUSTED when the machine will not give it, INVALID_ARGUMENT for a bad
   // layout or page count. A child that this process forks shares it, and must not write to it.
   static absl::StatusOr<std::shared_ptr<KvPool>> Create(const KvLayout& layout, int64_t num_pages,
-                                                        TakesRoom takes_room = TakesRoom::kAtOnce);
+                                                        TakesRoom takes_room);
+  // kAtOnce, for who offers its own callers nothing else: the error does not speak of it.
+  static absl::StatusOr<std::shared_ptr<KvPool>> Create(const KvLayout& layout, int64_t num_pages);
 
   // The same in memory of another kind, a device's for example, or the host's own that no other
   // process reads (null: the latter). Errors of memory->Allocate() are passed on.
@@ -81,6 +84,12 @@ class KvPool {
  private:
   KvPool(const KvLayout& layout, std::vector<BufferInfo> buffers, std::shared_ptr<const void> owner,
          std::shared_ptr<const PoolMemory> memory);
+
+  // `or_else`: what the caller may do besides where there is no room, for the error.
+  static absl::StatusOr<std::shared_ptr<KvPool>> CreateShared(const KvLayout& layout,
+                                                              int64_t num_pages,
+                                                              TakesRoom takes_room,
+                                                              absl::string_view or_else);
 
   const KvLayout layout_;
   const std::vector<BufferInfo> buffers_;

@@ -10,8 +10,9 @@ namespace kvferry {
 absl::StatusOr<int64_t> LayerCounter::Begin() {
   const MutexLock lock(&mutex_);
   if (ready_ < num_layers_ && failure_.ok()) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "layer counter: a load is under way (", ready_, " of ", num_layers_, " layers ready)"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("layer counter: load ", load_, " is under way (", ready_, " of ", num_layers_,
+                     " layers ready); whoever has lost it can still make it fail"));
   }
   ready_ = 0;
   failure_ = absl::OkStatus();
@@ -55,6 +56,11 @@ absl::Status LayerCounter::WaitFor(int64_t layer, Deadline deadline) {
                                                     num_layers_, " are"));
   }
   return ready_ > layer ? absl::OkStatus() : failure_;
+}
+
+int64_t LayerCounter::last_load() const {
+  const MutexLock lock(&mutex_);
+  return load_;
 }
 
 int64_t LayerCounter::ready() const {

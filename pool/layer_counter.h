@@ -17,8 +17,8 @@ class LayerCounter {
  public:
   explicit LayerCounter(int64_t num_layers) : num_layers_(num_layers), ready_(num_layers) {}
 
-  // A load begins: no layer is ready. Gives its number. FAILED_PRECONDITION while another load is
-  // under way.
+  // A load begins: no layer is ready. Gives its number. FAILED_PRECONDITION naming the other one while
+  // another load is under way.
   absl::StatusOr<int64_t> Begin();
   // Of that load layers [0, count) are ready; a smaller count than before changes nothing.
   // OUT_OF_RANGE beyond the number of layers; FAILED_PRECONDITION, and its loader is to stop, where it
@@ -32,6 +32,8 @@ class LayerCounter {
   // how far the load is, OUT_OF_RANGE when there is no such layer, or the load's own error.
   absl::Status WaitFor(int64_t layer, Deadline deadline);
 
+  // What Begin() gave last, 0 before: if its loader is gone, somebody else can Fail() it.
+  int64_t last_load() const;
   int64_t num_layers() const { return num_layers_; }
   int64_t ready() const;
 

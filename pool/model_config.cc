@@ -30,6 +30,14 @@ struct ClassDefault {
   int64_t value;
 };
 constexpr std::array kClassDefaults = {
+    ClassDefault{"cohere2", "sliding_window", 4096},
+    ClassDefault{"cohere2", "sliding_window_pattern", 4},
+    ClassDefault{"deepseek_v2", "kv_lora_rank", 512},
+    ClassDefault{"deepseek_v2", "qk_rope_head_dim", 64},
+    ClassDefault{"deepseek_v3", "kv_lora_rank", 512},
+    ClassDefault{"deepseek_v3", "qk_rope_head_dim", 64},
+    ClassDefault{"deepseek_v32", "kv_lora_rank", 512},
+    ClassDefault{"deepseek_v32", "qk_rope_head_dim", 64},
     ClassDefault{"gemma", "head_dim", 256},
     ClassDefault{"gemma", "max_position_embeddings", 8192},
     ClassDefault{"gemma", "num_attention_heads", 16},
@@ -55,7 +63,8 @@ constexpr std::array kClassDefaults = {
 
 // Fields that make layers differ in ways that one number for all of them would get wrong.
 constexpr std::array<absl::string_view, 19> kUneven = {
-    "global_head_dim",  // Gemma 4
+    "global_head_dim",   // Gemma 4
+    "per_layer_config",  // The same of later files
     "num_global_key_value_heads",
     "num_kv_shared_layers",  // Gemma 3n and 4
     "swa_head_dim",          // MiMo-V2
@@ -69,19 +78,30 @@ constexpr std::array<absl::string_view, 19> kUneven = {
     "layers_block_type",              // Jamba, Zamba
     "attn_layer_period",
     "attn_layer_indices",  // Bamba
-    "mamba_d_state",       // Falcon-H1
     "ssm_state_size",
     "linear_attn_config",      // Kimi Linear
     "compress_ratios",         // DeepSeek V4
     "cross_attention_layers",  // Mllama
 };
 // The same of which layers attend. Where there are layer_types, these say it.
-constexpr std::array<absl::string_view, 4> kUnevenKinds = {
+constexpr std::array<absl::string_view, 5> kUnevenKinds = {
+    "mamba_d_state",   // Falcon-H1; a dense Granite 4.0 has it for no layer
     "full_attn_idxs",  // LFM2
     "block_types",     // RecurrentGemma
     "_block_types",
     "layer_group_size",  // Ling and Ring with linear attention
 };
+
+// Fields of models that keep states instead of keys and values, and may count heads all the same.
+constexpr std::array<absl::string_view, 3> kStates = {
+    "state_size",     // Mamba
+    "attn_mode",      // flash-linear-attention's: RWKV-7, Gated DeltaNet
+    "qk_dim_factor",  // xLSTM
+};
+
+// Whose num_heads attend. Of others they may be a state's.
+constexpr std::array<absl::string_view, 4> kTypesOfNumHeads = {"gpt_neo", "pix2struct_text_model",
+                                                               "transformer", "udop"};
 
 struct NamedDType {
   absl::string_view name;
@@ -213,11 +233,25 @@ absl::Status Uneven(absl::string_view name, const Json& value) {
                    ", which makes layers differ in a way that is not supported"));
 }
 
+bool IsSet(const Json* value) {
+  return value != nullptr && *value != Json(0) && *value != Json(false) &&
+         !(value->is_structured() && value->empty());
+}
+
 absl::Status CheckUnset(const Fields& fields, absl::string_view name) {
   const Json* value = fields.Get(std::string(name));
-  const bool set = value != nullptr && *value != Json(0) && *value != Json(false) &&
-                   !(value->is_structured() && value->empty());
-  return set ? Uneven(name, *value) : absl::OkStatus();
+  return IsSet(value) ? Uneven(name, *value) : absl::OkStatus();
+}
+
+absl::Status CheckHasKv(const Fields& fields) {
+  for (const absl::string_view name : kStates) {
+    const Json* value = fields.Get(std::string(name));
+    if (!IsSet(value)) continue;
+    return absl::UnimplementedError(absl::StrCat(
+        "model config: ", name, " is ", Shown(*value),
+        ", as in a model of states instead of keys and values, which is not supported"));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CheckEven(const Fields& fields) {
@@ -252,11 +286,34 @@ absl::StatusOr<const Json*> FindObject(const Json& object, const std::string& na
   return Bad(name, " is ", Shown(*value), " but must be an object");
 }
 
+// Python writes numbers that JSON has none for as NaN, Infinity and -Infinity, in fields that do not
+// count here (time_step_limit of models with Mamba layers): each becomes a null.
+std::string WithoutPythonsNumbers(absl::string_view json) {
+  std::string plain;
+  plain.reserve(json.size());
+  for (bool in_string = false; !json.empty();) {
+    const bool number = !in_string && (absl::ConsumePrefix(&json, "NaN") ||
+                                       absl::ConsumePrefix(&json, "Infinity") ||
+                                       absl::ConsumePrefix(&json, "-Infinity"));
+    if (number) {
+      plain += "null";
+      continue;
+    }
+    const bool escape = in_string && json.front() == '\\' && json.size() > 1;
+    if (json.front() == '"') in_string = !in_string;
+    const size_t count = escape ? 2 : 1;
+    plain.append(json.data(), count);
+    json.remove_prefix(count);
+  }
+  return plain;
+}
+
 absl::StatusOr<Json> Parse(absl::string_view what, absl::string_view json) {
   if (static_cast<int64_t>(json.size()) > ModelConfig::kMaxJsonBytes) {
     return Bad(what, " has ", json.size(), " bytes, more than ", ModelConfig::kMaxJsonBytes);
   }
-  Json root = Json::parse(json.begin(), json.end(), nullptr, /*allow_exceptions=*/false);
+  const std::string plain = WithoutPythonsNumbers(json);
+  Json root = Json::parse(plain.begin(), plain.end(), nullptr, /*allow_exceptions=*/false);
   if (!root.is_object()) return Bad(what, " is not a JSON object");
   return root;
 }
@@ -358,7 +415,12 @@ absl::Status ReadDTypes(const Json& root, const Json& text, const ModelConfigOpt
 // ---------------------------------------------------------------- heads
 
 absl::StatusOr<int64_t> NumHeads(const Fields& fields) {
-  return fields.Need({"num_attention_heads", "n_head", "num_heads"}, 1, KvLayout::kMaxHeads);
+  Names names = {"num_attention_heads", "n_head"};
+  if (std::find(kTypesOfNumHeads.begin(), kTypesOfNumHeads.end(), fields.model_type()) !=
+      kTypesOfNumHeads.end()) {
+    names.push_back("num_heads");
+  }
+  return fields.Need(names, 1, KvLayout::kMaxHeads);
 }
 
 absl::StatusOr<int64_t> NumKvHeads(const Fields& fields) {
@@ -402,6 +464,15 @@ absl::Status ReadMha(const Fields& fields, int64_t ranks, ModelConfig* config) {
   // DeepSeek-OCR and VL2-Tiny, which have no MLA, write 0 in its fields.
   config->v_head_dim = v_head_dim.value_or(0) > 0 ? *v_head_dim : config->head_dim;
   return absl::OkStatus();
+}
+
+absl::StatusOr<bool> IsMla(const Fields& fields) {
+  if (fields.Has("kv_lora_rank")) return true;
+  // DeepSeek's class has a rank of its own where nothing is said, but for files that want none.
+  KVFERRY_ASSIGN_OR_RETURN(const bool used, fields.FindBool("use_mla", true));
+  KVFERRY_ASSIGN_OR_RETURN(const std::optional<int64_t> rank,
+                           fields.Find({"kv_lora_rank"}, 1, KvLayout::kMaxHeadDim / 2));
+  return used && rank.has_value();
 }
 
 absl::Status ReadMla(const Fields& fields, ModelConfig* config) {
@@ -612,12 +683,13 @@ absl::StatusOr<ModelConfig> ModelConfig::FromJson(absl::string_view json,
   KVFERRY_ASSIGN_OR_RETURN(config.architecture, FindArchitecture(root));
   KVFERRY_ASSIGN_OR_RETURN(config.model_type, FindString(text, "model_type"));
   const Fields fields(text, inner.empty() ? "" : absl::StrCat(" in ", inner), config.model_type);
+  KVFERRY_RETURN_IF_ERROR(CheckHasKv(fields));
   KVFERRY_RETURN_IF_ERROR(CheckEven(fields));
   KVFERRY_RETURN_IF_ERROR(ReadDTypes(root, text, options, &config));
   KVFERRY_RETURN_IF_ERROR(ReadLayers(fields, &config));
   KVFERRY_RETURN_IF_ERROR(ReadWindow(fields, &config));
-  KVFERRY_RETURN_IF_ERROR(fields.Has("kv_lora_rank") ? ReadMla(fields, &config)
-                                                     : ReadMha(fields, ranks, &config));
+  KVFERRY_ASSIGN_OR_RETURN(const bool mla, IsMla(fields));
+  KVFERRY_RETURN_IF_ERROR(mla ? ReadMla(fields, &config) : ReadMha(fields, ranks, &config));
   KVFERRY_RETURN_IF_ERROR(ReadIndexer(fields, &config));
   KVFERRY_RETURN_IF_ERROR(ReadLinear(fields, ranks, &config));
   KVFERRY_RETURN_IF_ERROR(ReadPositions(fields, &config));

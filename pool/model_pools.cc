@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
 #include "pool/block_quant.h"
+#include "pool/rows_aside.h"
 #include "pool/token_copy.h"
 
 namespace kvferry {
@@ -112,30 +113,53 @@ void Append(const std::vector<KvTensor>& tensors, std::vector<KvTensor>* all) {
   all->insert(all->end(), tensors.begin(), tensors.end());
 }
 
-// Sets all rows, the first `num_in_blocks` of them quantised.
-absl::Status SetInBlocks(BlockFormat format, size_t num_in_blocks, TokenKvPool& pool, int64_t layer,
-                         std::span<const int32_t> slots, std::span<const TokenView> rows) {
-  const std::vector<TokenView> parts = pool.Parts(layer);
+// Copies that set all rows of a layer, the first few of them quantised.
+struct SetCopies {
+  std::vector<QuantizedCopy> quantized;
+  std::vector<TokenCopy> others;
+};
+
+absl::StatusOr<SetCopies> PlanSetInBlocks(BlockFormat format, size_t num_in_blocks,
+                                          std::span<const TokenView> parts,
+                                          std::span<const int32_t> slots,
+                                          std::span<const TokenView> rows) {
   if (rows.size() != parts.size() - num_in_blocks) {
     return absl::InvalidArgumentError(absl::StrCat("model pools: ", rows.size(),
                                                    " tensors given, but a layer has ",
                                                    parts.size() - num_in_blocks, " parts"));
   }
-  std::vector<QuantizedCopy> quantized;
+  SetCopies copies;
   for (size_t i = 0; i < num_in_blocks; ++i) {
     KVFERRY_ASSIGN_OR_RETURN(
         const QuantizedCopy copy,
         QuantizedCopy::PlanStore(format, rows[i], parts[2 * i], parts[2 * i + 1], slots));
-    quantized.push_back(copy);
+    copies.quantized.push_back(copy);
   }
-  std::vector<TokenCopy> others;
   for (size_t i = num_in_blocks; i < rows.size(); ++i) {
     KVFERRY_ASSIGN_OR_RETURN(const TokenCopy copy,
                              TokenCopy::PlanScatter(rows[i], parts[num_in_blocks + i], slots));
-    others.push_back(copy);
+    copies.others.push_back(copy);
   }
-  KVFERRY_RETURN_IF_ERROR(pool.memory().RunQuantized(quantized));
-  return pool.memory().Run(others, nullptr);
+  return copies;
+}
+
+absl::Status Run(const SetCopies& copies, const PoolMemory& memory) {
+  KVFERRY_RETURN_IF_ERROR(memory.RunQuantized(copies.quantized));
+  return memory.Run(copies.others, nullptr);
+}
+
+// Sets all rows, the first `num_in_blocks` of them quantised.
+absl::Status SetInBlocks(BlockFormat format, size_t num_in_blocks, TokenKvPool& pool, int64_t layer,
+                         std::span<const int32_t> slots, std::span<const TokenView> rows) {
+  const std::vector<TokenView> parts = pool.Parts(layer);
+  KVFERRY_ASSIGN_OR_RETURN(const SetCopies copies,
+                           PlanSetInBlocks(format, num_in_blocks, parts, slots, rows));
+  if (!Meet(rows, parts)) return Run(copies, pool.memory());
+  // Rows are a view of this pool's own.
+  KVFERRY_ASSIGN_OR_RETURN(const RowsAside aside, PutAside(rows, pool.memory(), nullptr));
+  KVFERRY_ASSIGN_OR_RETURN(const SetCopies from_aside,
+                           PlanSetInBlocks(format, num_in_blocks, parts, slots, aside.rows));
+  return Run(from_aside, pool.memory());
 }
 
 }  // namespace

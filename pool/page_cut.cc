@@ -50,11 +50,19 @@ PageForm Spelled(const KvLayout& layout, PageForm form) {
   return form;
 }
 
+// Of a page that is cut out of others: beyond those that there are it is filled, item by item, with the last one,
+// and the list of items for a peer that asks for a single one is made on the progress thread.
+constexpr int64_t kMostTokensOfAPage = 65536;
+
 absl::Status CheckForm(const KvPool& pool, const PageForm& form) {
   const KvLayout& layout = pool.layout();
   if (form == Spelled(layout, {})) return absl::OkStatus();
   KVFERRY_RETURN_IF_ERROR(CheckOrderIsKnown(layout));
   const int64_t held = pool.num_pages() * layout.page_size;
+  if (form.page_size > std::max(kMostTokensOfAPage, layout.page_size)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("pages of ", form.page_size, " tokens; the most is ", kMostTokensOfAPage));
+  }
   // Else one page could stand for any number of tokens that are not there.
   if (form.page_size < 1 || (form.page_size > layout.page_size && form.page_size > held)) {
     return absl::InvalidArgumentError(

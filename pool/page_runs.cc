@@ -86,7 +86,8 @@ absl::Status PageRuns::CheckWithin(int64_t pool_pages) const {
   for (const PageRun run : runs()) {
     if (run.first < 0 || run.first >= pool_pages || run.count > pool_pages - run.first) {
       return absl::OutOfRangeError(absl::StrCat("pages [", run.first, ", ", run.first + run.count,
-                                                ") are outside of the ", pool_pages, " pages that there are"));
+                                                ") are outside of the ", pool_pages,
+                                                " pages that there are"));
     }
   }
   return absl::OkStatus();

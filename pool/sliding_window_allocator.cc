@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
 
@@ -71,12 +72,11 @@ void SlidingWindowAllocator::Map(std::span<const int32_t> full_slots,
 
 absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Allocate(int64_t num_tokens) {
   KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> window, window_.Allocate(num_tokens));
-  absl::StatusOr<std::vector<int32_t>> full = full_.Allocate(num_tokens);
-  if (!full.ok()) {
-    KVFERRY_RETURN_IF_ERROR(window_.Free(window));
-    return full;
-  }
-  Map(*full, window);
+  // Also where the full pool's list finds no memory.
+  absl::Cleanup give_back = [&] { window_.Free(window).IgnoreError(); };
+  KVFERRY_ASSIGN_OR_RETURN(std::vector<int32_t> full, full_.Allocate(num_tokens));
+  std::move(give_back).Cancel();
+  Map(full, window);
   return full;
 }
 
@@ -97,6 +97,14 @@ absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::LastWindowSlots(
   return window;
 }
 
+void SlidingWindowAllocator::FreeNewPages(std::span<const int32_t> full_slots) {
+  std::vector<int32_t> firsts;  // Pages that are new begin among them.
+  for (const int32_t slot : full_slots) {
+    if (slot % page_size() == 0) firsts.push_back(slot);
+  }
+  full_.Free(firsts).IgnoreError();
+}
+
 absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Extend(
     std::span<const int64_t> prefix_tokens, std::span<const int64_t> tokens,
     std::span<const int32_t> last_slots) {
@@ -112,8 +120,11 @@ absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Extend(
   }
   KVFERRY_ASSIGN_OR_RETURN(std::vector<int32_t> full,
                            full_.Extend(prefix_tokens, tokens, last_slots));
+  // The window pool does not refuse, but its list may find no memory.
+  absl::Cleanup give_back = [&] { FreeNewPages(full); };
   KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> window,
                            window_.Extend(prefix_tokens, tokens, last_window));
+  std::move(give_back).Cancel();
   Map(full, window);
   return full;
 }

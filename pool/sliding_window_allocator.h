@@ -67,6 +67,8 @@ class SlidingWindowAllocator {
   }
   absl::StatusOr<std::vector<int32_t>> LastWindowSlots(std::span<const int64_t> prefix_tokens,
                                                        std::span<const int32_t> last_slots) const;
+  // Pages of the full pool that Extend() has just taken, of which these are the slots.
+  void FreeNewPages(std::span<const int32_t> full_slots);
   void Map(std::span<const int32_t> full_slots, std::span<const int32_t> window_slots);
   void FreeWindowPages(std::span<const int64_t> full_pages);
   std::vector<int64_t> PagesOf(std::span<const int32_t> slots) const;

@@ -7,6 +7,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
+#include "pool/rows_aside.h"
 
 namespace kvferry {
 namespace {
@@ -46,26 +47,6 @@ bool Meet(const BufferInfo& a, const BufferInfo& b) {
   return below(a.address, b.address + b.bytes) && below(b.address, a.address + a.bytes);
 }
 
-// From the first byte of a view to the last; strides may be negative.
-BufferInfo Hull(const TokenView& view) {
-  const std::pair<int64_t, int64_t> dims[] = {
-      {(view.num_slots - 1) / view.page_size, view.page_stride},
-      {std::min(view.num_slots, view.page_size) - 1, view.token_stride},
-      {view.num_heads - 1, view.head_stride},
-      {view.head_dim - 1, view.value_stride}};
-  int64_t below = 0, above = DTypeBytes(view.dtype);
-  for (const auto& [steps, stride] : dims) (stride < 0 ? below : above) += steps * stride;
-  return {.address = view.data + below, .bytes = above - below};
-}
-
-bool Meet(std::span<const TokenView> some, std::span<const TokenView> others) {
-  return std::any_of(some.begin(), some.end(), [&others](const TokenView& one) {
-    return std::any_of(others.begin(), others.end(), [&one](const TokenView& other) {
-      return one.num_slots > 0 && Meet(Hull(one), Hull(other));
-    });
-  });
-}
-
 // From the first byte of a pool's buffers to the last.
 BufferInfo Hull(const KvPool& pool) {
   const std::less<const std::byte*> below;
@@ -96,47 +77,6 @@ bool ReadsWhatItWrites(std::span<const int32_t> from_slots, std::span<const int3
     if (to_slots[i] != from_slots[i] && read.contains(to_slots[i])) return true;
   }
   return false;
-}
-
-// Of a copy's rows that wait aside, rounded up so that the next ones begin aligned.
-int64_t AsideBytes(const TokenCopy& copy) {
-  constexpr int64_t kAlignment = 256;
-  return (copy.num_rows() * copy.from().row_bytes() + kAlignment - 1) / kAlignment * kAlignment;
-}
-
-absl::StatusOr<std::shared_ptr<std::byte>> AllocateAside(std::span<const TokenCopy> copies,
-                                                         const PoolMemory& memory) {
-  int64_t bytes = 0;
-  for (const TokenCopy& copy : copies) bytes += AsideBytes(copy);
-  absl::StatusOr<std::shared_ptr<std::byte>> aside = memory.Allocate(bytes);
-  if (aside.ok()) return aside;
-  return absl::Status(aside.status().code(),
-                      absl::StrCat("token pool: slots are both read and written, for which ", bytes,
-                                   " bytes are missing; copy fewer, or layer by layer: ",
-                                   aside.status().message()));
-}
-
-// All rows are read before one is written.
-absl::Status RunAside(std::span<const TokenCopy> copies, const PoolMemory& memory,
-                      ThreadPool* threads) {
-  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<std::byte> aside, AllocateAside(copies, memory));
-  std::vector<TokenCopy> reads, writes;
-  std::byte* next = aside.get();
-  for (const TokenCopy& copy : copies) {
-    const TokenView &from = copy.from(), &to = copy.to();
-    const auto count = static_cast<size_t>(copy.num_rows());
-    const TokenView rows =
-        TokenView::Packed(next, from.dtype, copy.num_rows(), from.num_heads, from.head_dim);
-    KVFERRY_ASSIGN_OR_RETURN(const TokenCopy read,
-                             TokenCopy::PlanGather(from, {copy.from_slots(), count}, rows));
-    KVFERRY_ASSIGN_OR_RETURN(const TokenCopy write,
-                             TokenCopy::PlanScatter(rows, to, {copy.to_slots(), count}));
-    reads.push_back(read);
-    writes.push_back(write);
-    next += AsideBytes(copy);
-  }
-  KVFERRY_RETURN_IF_ERROR(memory.Run(reads, threads));
-  return memory.Run(writes, threads);
 }
 
 }  // namespace

@@ -65,9 +65,10 @@ absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Allocate(int64_t num_to
         absl::StrCat("slot allocator: num_tokens is ", num_tokens,
                      " but must be a positive multiple of page_size = ", page_size_));
   }
-  KVFERRY_ASSIGN_OR_RETURN(const PageRuns taken, pages_.Allocate(num_tokens / page_size_));
   std::vector<int32_t> slots;
-  slots.reserve(num_tokens);
+  // Before pages are taken: where the list finds no memory, nothing would give them back.
+  if (num_tokens <= num_free()) slots.reserve(num_tokens);
+  KVFERRY_ASSIGN_OR_RETURN(const PageRuns taken, pages_.Allocate(num_tokens / page_size_));
   for (const PageRun& run : taken.runs()) {
     AppendSlots(run.first * page_size_, run.count * page_size_, &slots);
   }

@@ -1,5 +1,8 @@
 #include "pool/token_view.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 
 namespace kvferry {
@@ -44,6 +47,16 @@ absl::StatusOr<TokenView> TokenView::Of(const KvPool& pool, int64_t layer, int64
     view.head_stride = layout.page_size * view.head_bytes();
   }
   return view;
+}
+
+std::span<std::byte> TokenView::Hull() const {
+  const std::pair<int64_t, int64_t> dims[] = {{(num_slots - 1) / page_size, page_stride},
+                                              {std::min(num_slots, page_size) - 1, token_stride},
+                                              {num_heads - 1, head_stride},
+                                              {head_dim - 1, value_stride}};
+  int64_t below = 0, above = DTypeBytes(dtype);
+  for (const auto& [steps, stride] : dims) (stride < 0 ? below : above) += steps * stride;
+  return {data + below, static_cast<size_t>(above - below)};
 }
 
 TokenView TokenView::Slice(int64_t first, int64_t count) const {

@@ -42,6 +42,9 @@ struct TokenView {
   // of a fused K and V. They must lie inside head_dim.
   TokenView Slice(int64_t first, int64_t count) const;
 
+  // From its first byte to its last, whatever the signs of the strides; num_slots must be positive.
+  std::span<std::byte> Hull() const;
+
   std::byte* row(int64_t slot) const {
     return data + slot / page_size * page_stride + slot % page_size * token_stride;
   }

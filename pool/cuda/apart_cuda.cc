@@ -1,10 +1,13 @@
 #include "pool/cuda/apart_cuda.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
+#include <thread>
 #include <vector>
 
 #include "base/slab.h"
@@ -12,6 +15,7 @@
 #include "pool/cuda/cuda_kv_pool.h"
 #include "pool/cuda/cuda_status.h"
 #include "pool/cuda/move_bytes_cuda.h"
+#include "pool/cuda/on_device.h"
 
 namespace kvferry {
 namespace {
@@ -46,29 +50,53 @@ class OwnStream {
   cudaStream_t stream_ = nullptr;
 };
 
+// Asks again as long as the answer says nothing: until then the device may write.
+template <typename Ask>
+absl::Status AskUntilOver(const Ask& ask, absl::string_view what) {
+  for (;;) {
+    const cudaError_t answer = ask();
+    if (IsOver(answer)) return CudaStatus(answer, what);
+    cudaGetLastError();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
 // All that a stream was given until this was made.
 class AllBefore final : public MovesUnderWay {
  public:
+  // Of the stream's device, which any thread may ask afterwards, whatever its own current device is.
+  explicit AllBefore(int device) : device_(device) {}
   ~AllBefore() override {
-    if (event_ != nullptr) cudaEventDestroy(event_);
+    if (event_ != nullptr) Ask(&cudaEventDestroy);
   }
 
-  // Of the current device's.
+  // While the device is the current one.
   absl::Status Record(cudaStream_t stream) {
     KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming),
                                        "cuda memory: an event"));
     return CudaStatus(cudaEventRecord(event_, stream), "cuda memory: an event");
   }
-  bool done() const override {
-    if (cudaEventQuery(event_) != cudaErrorNotReady) return true;
-    cudaGetLastError();  // It is none, and may be kept as one all the same.
-    return false;
-  }
+  bool done() const override { return IsOver(Ask(&cudaEventQuery)); }
   absl::Status Wait() const override {
-    return CudaStatus(cudaEventSynchronize(event_), "cuda memory: moving bytes");
+    return AskUntilOver([this] { return Ask(&cudaEventSynchronize); }, "cuda memory: moving bytes");
   }
 
  private:
+  cudaError_t Ask(cudaError_t (*call)(cudaEvent_t)) const {
+    std::optional<cudaError_t> answer;
+    const auto ask = [&] {
+      answer = call(event_);
+      // CUDA keeps even what is no error, that the event is not ready.
+      if (answer != cudaSuccess) cudaGetLastError();
+      return absl::OkStatus();
+    };
+    OnDevice(device_, ask).IgnoreError();
+    // A device that cannot be made current any more still has an answer.
+    if (!answer) ask().IgnoreError();
+    return *answer;
+  }
+
+  const int device_;
   cudaEvent_t event_ = nullptr;
 };
 
@@ -124,7 +152,7 @@ absl::StatusOr<Reach> ReachOf(std::span<const BytesMove> moves) {
 
 // Also after an error: some of it may be under way.
 absl::Status WaitAfter(const absl::Status& moved, cudaStream_t stream) {
-  absl::Status done = CudaStatus(cudaStreamSynchronize(stream), "cuda memory: moving bytes");
+  absl::Status done = WaitFor(stream, "cuda memory: moving bytes");
   return moved.ok() ? done : moved;
 }
 
@@ -194,6 +222,10 @@ absl::StatusOr<cudaStream_t> StreamApart(int device) {
   return streams[device].Get();
 }
 
+absl::Status WaitFor(cudaStream_t stream, absl::string_view what) {
+  return AskUntilOver([stream] { return cudaStreamSynchronize(stream); }, what);
+}
+
 absl::Status MoveApartCuda(std::span<const BytesMove> moves, int device) {
   if (moves.empty()) return absl::OkStatus();
   KVFERRY_ASSIGN_OR_RETURN(const cudaStream_t stream, StreamApart(device));
@@ -211,7 +243,7 @@ absl::StatusOr<std::shared_ptr<const MovesUnderWay>> BeginMoveApartCuda(
     KVFERRY_RETURN_IF_ERROR(MoveThroughBounce(moves, /*to_host=*/reach.from, stream));
     return nullptr;
   }
-  auto all = std::make_shared<AllBefore>();
+  auto all = std::make_shared<AllBefore>(device);
   absl::Status begun = MoveBytesCuda(moves, stream);
   if (begun.ok()) begun = all->Record(stream);
   if (!begun.ok()) return WaitAfter(begun, stream);

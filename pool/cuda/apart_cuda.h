@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "pool/pool_memory.h"
 
 namespace kvferry {
@@ -17,6 +18,10 @@ namespace kvferry {
 // The calling thread's own stream of the device, which must be the current one. It lives as long as
 // the thread.
 absl::StatusOr<cudaStream_t> StreamApart(int device);
+
+// Returns when nothing of it is under way any more, whatever CUDA answers meanwhile. Only for such
+// streams: nobody captures what they do.
+absl::Status WaitFor(cudaStream_t stream, absl::string_view what);
 
 // PoolMemory::MoveApart() on the device, which must be the current one: returns when all is done.
 absl::Status MoveApartCuda(std::span<const BytesMove> moves, int device);

@@ -12,6 +12,7 @@
 #include "base/status.h"
 #include "pool/cuda/cuda_memory.h"
 #include "pool/cuda/cuda_status.h"
+#include "pool/cuda/on_device.h"
 
 namespace kvferry {
 namespace {
@@ -79,10 +80,12 @@ absl::StatusOr<std::shared_ptr<KvPool>> CreateCudaKvPool(const KvLayout& layout,
 }
 
 HostPin::~HostPin() {
-  for (std::byte* address : pinned_) {
-    AllPinned().Remove(address);
-    cudaHostUnregister(address);
-  }
+  if (pinned_.empty()) return;
+  for (std::byte* address : pinned_) AllPinned().Remove(address);
+  OnDevice(device_, [this] {
+    for (std::byte* address : pinned_) cudaHostUnregister(address);
+    return absl::OkStatus();
+  }).IgnoreError();  // Nothing can be done about it.
 }
 
 absl::Status HostPin::Pin(std::span<std::byte> range) {
@@ -98,6 +101,7 @@ absl::Status HostPin::Pin(std::span<std::byte> range) {
   }
   KVFERRY_RETURN_IF_ERROR(status);
   pinned_.push_back(range.data());
+  KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device_), what()));
   void* seen = nullptr;
   KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaHostGetDevicePointer(&seen, range.data(), 0), what()));
   if (seen == range.data()) {

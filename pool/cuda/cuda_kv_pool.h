@@ -38,6 +38,7 @@ class HostPin {
 
   const std::shared_ptr<const void> owner_;
   std::vector<std::byte*> pinned_;
+  int device_ = 0;  // Where that was done.
 };
 
 // Pins the buffers of a pool or block cache in host memory (buffer_infos()), for all devices;

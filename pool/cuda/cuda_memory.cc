@@ -18,6 +18,7 @@
 #include "pool/cuda/block_quant_cuda.h"
 #include "pool/cuda/cuda_kv_pool.h"
 #include "pool/cuda/cuda_status.h"
+#include "pool/cuda/driver.h"
 #include "pool/cuda/on_device.h"
 #include "pool/cuda/shared_cuda.h"
 #include "pool/cuda/token_copy_cuda.h"
@@ -29,13 +30,16 @@ namespace {
 constexpr int64_t kPieceBytes = 16 << 20;  // Of rows on their way from or to the host.
 constexpr cudaStream_t kDefaultStream = nullptr;
 
-// On the current device.
-absl::StatusOr<std::shared_ptr<std::byte>> ZeroedMemory(int64_t bytes) {
+// On `device`, which is the current one.
+absl::StatusOr<std::shared_ptr<std::byte>> ZeroedMemory(int64_t bytes, int device) {
   void* memory = nullptr;
   KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaMalloc(&memory, static_cast<size_t>(bytes)),
                                      absl::StrCat("cuda memory: ", bytes, " bytes refused")));
-  std::shared_ptr<std::byte> owner(static_cast<std::byte*>(memory),
-                                   [](std::byte* slab) { cudaFree(slab); });
+  std::shared_ptr<std::byte> owner(static_cast<std::byte*>(memory), [device](std::byte* slab) {
+    OnDevice(device, [slab] {
+      return CudaStatus(cudaFree(slab), "cuda memory: freeing");
+    }).IgnoreError();  // Nothing can be done about it.
+  });
   KVFERRY_RETURN_IF_ERROR(
       CudaStatus(cudaMemset(memory, 0, static_cast<size_t>(bytes)), "cuda memory: zeroing"));
   // cudaMemset returns before it is done, and streams need not wait for it.
@@ -83,12 +87,23 @@ absl::StatusOr<Place> PlaceOf(const std::byte* address, int device) {
   }
 }
 
-// Of a view with slots: both of its ends, as somebody may have pinned a part of it.
+// Whether host memory of which both ends are pinned is pinned in between.
+bool IsPinnedThroughout(std::span<const std::byte> bytes) {
+  if (IsPinned(bytes)) return true;
+  // By somebody else, in one piece. Where CUDA does not tell, it may be two with a gap.
+  const absl::StatusOr<std::span<const std::byte>> all = AllocationOf(bytes.data());
+  return all.ok() && all->data() <= bytes.data() &&
+         bytes.data() + bytes.size() <= all->data() + all->size();
+}
+
+// Of a view with slots: all of it, as somebody may have pinned a part.
 absl::StatusOr<Place> PlaceOf(const TokenView& view, int device) {
-  const std::byte* last = view.row(view.num_slots - 1) + (view.num_heads - 1) * view.head_stride +
-                          (view.head_dim - 1) * view.value_stride + DTypeBytes(view.dtype) - 1;
-  KVFERRY_ASSIGN_OR_RETURN(const Place begin, PlaceOf(view.data, device));
-  KVFERRY_ASSIGN_OR_RETURN(const Place end, PlaceOf(last, device));
+  const std::span<const std::byte> hull = view.Hull();
+  KVFERRY_ASSIGN_OR_RETURN(const Place begin, PlaceOf(&hull.front(), device));
+  KVFERRY_ASSIGN_OR_RETURN(const Place end, PlaceOf(&hull.back(), device));
+  if (begin == Place::kPinned && end == Place::kPinned) {
+    return IsPinnedThroughout(hull) ? Place::kPinned : Place::kPartlyPinned;
+  }
   if (begin == end) return begin;
   if (begin != Place::kDevice && end != Place::kDevice) return Place::kPartlyPinned;
   return absl::InvalidArgumentError(
@@ -317,7 +332,7 @@ class DeviceMemory : public PoolMemory {
   std::optional<int> cuda_device() const override { return device_; }
 
   absl::StatusOr<std::shared_ptr<std::byte>> Allocate(int64_t bytes) const override {
-    return OnDevice(device_, [bytes] { return ZeroedMemory(bytes); });
+    return OnDevice(device_, [&] { return ZeroedMemory(bytes, device_); });
   }
 
   absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const override {
@@ -368,7 +383,9 @@ class DeviceMemory : public PoolMemory {
     Copies running(device_, threads, stream);
     absl::Status status = running.Run(copies);
     // Also after an error: what has begun uses the caller's lists and rows.
-    status.Update(CudaStatus(cudaStreamSynchronize(stream), "cuda memory: copying rows"));
+    status.Update(stream == kDefaultStream
+                      ? CudaStatus(cudaStreamSynchronize(stream), "cuda memory: copying rows")
+                      : WaitFor(stream, "cuda memory: copying rows"));
     return status;
   }
 

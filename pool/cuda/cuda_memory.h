@@ -19,8 +19,9 @@ namespace kvferry {
 // gets either row or parts of both. INVALID_ARGUMENT for memory of another device; nothing is
 // written then.
 //
-// `device` is the calling thread's current one meanwhile. Where it is not that anyway, putting the
-// old one back makes CUDA set up a context there.
+// `device` is the calling thread's current one meanwhile, and stays it where nothing in this process
+// has used the one before. Captures of other threads are not disturbed (on the default stream they may
+// be, as always).
 std::shared_ptr<const PoolMemory> CudaMemory(int device);
 
 }  // namespace kvferry

@@ -7,6 +7,11 @@
 
 namespace kvferry {
 
+// Whether nothing that was asked about is under way any more after this answer: it is done, or the
+// device does nothing for this process any longer. Other errors say nothing about it, for example those
+// while a graph is captured.
+bool IsOver(cudaError_t answer);
+
 // What a call of CUDA returned: RESOURCE_EXHAUSTED when memory is short, UNAVAILABLE when there is
 // no device or driver to use, INTERNAL for the rest; the message is `what` and CUDA's words. Takes
 // an error back from CUDA's "last error" too, so that the thread's next user is not blamed for it.

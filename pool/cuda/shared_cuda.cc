@@ -1,6 +1,5 @@
 #include "pool/cuda/shared_cuda.h"
 
-#include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/hash.h"
 #include "base/mutex.h"
@@ -16,6 +16,7 @@
 #include "base/status.h"
 #include "pool/cuda/apart_cuda.h"
 #include "pool/cuda/cuda_status.h"
+#include "pool/cuda/driver.h"
 #include "pool/cuda/on_device.h"
 
 namespace kvferry {
@@ -54,6 +55,7 @@ absl::StatusOr<Probe> MakeProbe() {
   void* memory = nullptr;
   KVFERRY_RETURN_IF_ERROR(
       CudaStatus(cudaMalloc(&memory, kProbeBytes), "cuda memory: bytes to be probed"));
+  absl::Cleanup give_back = [memory] { cudaFree(memory); };
   std::string bytes;
   while (bytes.size() < kProbedBytes) bytes += RandomBytes16();
   KVFERRY_RETURN_IF_ERROR(
@@ -65,6 +67,7 @@ absl::StatusOr<Probe> MakeProbe() {
   Probe probe{.hash = Xxh3(std::as_bytes(std::span(bytes)))};
   KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaIpcGetMemHandle(&probe.allocation, memory),
                                      "cuda memory: sharing it with other processes"));
+  std::move(give_back).Cancel();
   return probe;
 }
 
@@ -80,34 +83,6 @@ absl::StatusOr<Probe> ProbeOfDevice() {
   KVFERRY_ASSIGN_OR_RETURN(const Probe probe, MakeProbe());
   probes->emplace(device, probe);
   return probe;
-}
-
-// The allocation that an address lies in.
-absl::StatusOr<std::span<const std::byte>> AllocationOf(const std::byte* address) {
-  // Only the driver tells. Its library is not linked to: there is none where there is no GPU.
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  [[maybe_unused]] constexpr unsigned kSince = 3020;  // CUDA 3.2 gave it its present arguments.
-#if defined(CUDART_VERSION) && CUDART_VERSION < 12050
-  const cudaError_t asked =
-      cudaGetDriverEntryPoint("cuMemGetAddressRange", &function, cudaEnableDefault, &found);
-#else
-  const cudaError_t asked = cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &function,
-                                                             kSince, cudaEnableDefault, &found);
-#endif
-  KVFERRY_RETURN_IF_ERROR(CudaStatus(asked, "cuda memory: asking for an allocation"));
-  if (function == nullptr || found != cudaDriverEntryPointSuccess) {
-    return absl::UnimplementedError("cuda memory: the driver has no cuMemGetAddressRange");
-  }
-  CUdeviceptr base = 0;
-  size_t bytes = 0;
-  const CUresult result = reinterpret_cast<PFN_cuMemGetAddressRange_v3020>(function)(
-      &base, &bytes, reinterpret_cast<CUdeviceptr>(address));
-  if (result != CUDA_SUCCESS) {
-    return absl::InternalError(
-        absl::StrCat("cuda memory: cuMemGetAddressRange failed with ", static_cast<int>(result)));
-  }
-  return std::span(reinterpret_cast<const std::byte*>(base), bytes);
 }
 
 // Allocations of other processes, each mapped once however many parts of it there are: CUDA need

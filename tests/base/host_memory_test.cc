@@ -104,6 +104,13 @@ TEST(HugePages, NoneOfMemoryThatCannotBeWritten) {
   EXPECT_EQ(seen.get()[kBytes - 1], std::byte{0});
 }
 
+TEST(SharedMemories, NoneOfNoBytes) {
+  for (const int64_t bytes : {0, -1}) {
+    EXPECT_TRUE(Fails(SharedMemory::Create("test", bytes), absl::StatusCode::kInvalidArgument,
+                      "bytes is ", "must be at least 1"));
+  }
+}
+
 // Which else is a signal.
 TEST(SharedMemories, NoneBeyondTheLimitOfAFilesSize) {
   rlimit before{};

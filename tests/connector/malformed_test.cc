@@ -269,7 +269,7 @@ TEST_F(Malformed, FetchesThatCannotBe) {
   EXPECT_TRUE(Fails(RefusalOf(peer, longer), absl::StatusCode::kOutOfRange, "which are 1 of 48"));
   // Nothing but the same tokens again, for as long as a number can say.
   FetchMsg endless = FetchOf(7, lease, {{0, 1}});
-  endless.form = {KvLayout::kMaxPageSize, ValueOrder::kHnd};
+  endless.form = {65536, ValueOrder::kHnd};
   EXPECT_TRUE(Fails(RefusalOf(peer, endless), absl::StatusCode::kInvalidArgument,
                     "of a pool that has room for 128"));
   FetchMsg empty = FetchOf(5, lease, {});

@@ -85,6 +85,7 @@ class GuardedMemory : public PoolMemory {
   }
 
   absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> /*host*/) const override {
+    if (!pin_failure.ok()) return pin_failure;
     return nullptr;
   }
 
@@ -101,7 +102,8 @@ class GuardedMemory : public PoolMemory {
     Protect(PROT_NONE);
   }
 
-  absl::Status failure;  // What calls answer with, when it is one.
+  absl::Status failure;      // What calls answer with, when it is one.
+  absl::Status pin_failure;  // The same of Pin().
   mutable int64_t num_runs = 0;
 
  private:

@@ -12,6 +12,7 @@
 
 #include "base/host_memory.h"
 #include "tests/pool/guarded_memory.h"
+#include "tests/support/captured_log.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 
@@ -164,6 +165,9 @@ TEST(HostPools, SizesThatCannotBe) {
   EXPECT_TRUE(Fails(create({.ratio_to_device = std::nan("")}), kInvalid, "nan"));
   EXPECT_TRUE(Fails(create({.bytes = -5}), kInvalid, "-5 bytes"));
   EXPECT_TRUE(Fails(create({.bytes = INT64_MAX}), kInvalid, "2147483647"));
+  for (const int64_t negative : {int64_t{-1}, INT64_MIN}) {
+    EXPECT_TRUE(Fails(create({.ratio_to_device = 1}, negative), kInvalid, "keep_free_bytes is -"));
+  }
   // The last of the host's memory stays with the host.
   const int64_t available = Must(AvailableHostBytes());
   EXPECT_TRUE(Fails(create({.ratio_to_device = 1}, available + (int64_t{1} << 40)), kExhausted,
@@ -300,6 +304,20 @@ TEST(HostPools, ThePoolAboveMayLieOnADevice) {
   const Slots more = Must(pool->Allocate(4));
   EXPECT_TRUE(Fails(pool->BackUp(Iota(4, 4), more), kInternal, "fell off"));
   EXPECT_EQ(Must(pool->StateOf(more)), State::kReserved);
+}
+
+TEST(HostPools, WhatCannotBePinnedIsSlowerAndWorks) {
+  const CapturedLog log;
+  const auto memory = std::make_shared<GuardedMemory>();
+  memory->pin_failure = absl::ResourceExhaustedError("too much is locked");
+  const auto device =
+      Must(TokenKvPool::Create(KvLayout::Mha(3, 4, 2, 4, DType::kFloat32), 16, 0, memory));
+  const auto pool = Host(device);
+  EXPECT_TRUE(log.Has({"host pool", "guarded memory", "too much is locked"})) << log.ToString();
+  const std::vector<std::byte> bytes = FillDevice(*device, Iota(4, 8));
+  const Slots host = Must(pool->Allocate(8));
+  ASSERT_TRUE(IsOk(pool->BackUp(Iota(4, 8), host)));
+  EXPECT_EQ(FlatOf(*pool->host(), host), bytes);
 }
 
 TEST(HostPools, ALoadWaitsItsTurn) {

@@ -97,6 +97,14 @@ TEST(Layouts, ValidateNamesTheField) {
   }
 }
 
+TEST(Layouts, HalvesThatAreTooLargeAreRefusedAsSuch) {
+  for (const int64_t dim : {int64_t{1} << 62, INT64_MAX, INT64_MIN, INT64_MIN + 4, int64_t{0}}) {
+    EXPECT_TRUE(Fails(KvLayout::Fused(1, 16, 1, dim, DType::kUint8).Validate(),
+                      absl::StatusCode::kInvalidArgument, "head_dim is"))
+        << dim;
+  }
+}
+
 TEST(Layouts, LimitsThemselvesAreLegal) {
   KvLayout layout =
       KvLayout::Mha(KvLayout::kMaxLayers, KvLayout::kMaxPageSize, 1, 1, DType::kUint8);

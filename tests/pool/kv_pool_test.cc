@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "tests/pool/guarded_memory.h"
 #include "tests/support/status.h"
@@ -92,8 +93,12 @@ TEST(Pools, CreateErrors) {
   EXPECT_TRUE(Fails(KvPool::Create(kLayout, INT64_MAX), absl::StatusCode::kInvalidArgument));
   // 16 TiB: refused at once, not when it is touched.
   const int64_t many = (int64_t{1} << 44) / kLayout.page_bytes();
-  EXPECT_TRUE(Fails(KvPool::Create(kLayout, many), absl::StatusCode::kResourceExhausted,
-                    "are available", "at_once"));
+  EXPECT_TRUE(Fails(KvPool::Create(kLayout, many, KvPool::TakesRoom::kAtOnce),
+                    absl::StatusCode::kResourceExhausted, "are available", "at_once"));
+  // Whoever cannot say when it takes room does not hear of it.
+  const absl::Status refused = KvPool::Create(kLayout, many).status();
+  EXPECT_TRUE(Fails(refused, absl::StatusCode::kResourceExhausted, "make it smaller"));
+  EXPECT_FALSE(absl::StrContains(refused.message(), "at_once"));
   EXPECT_TRUE(Fails(KvPool::Create(kLayout, many, KvPool::TakesRoom::kAsTouched),
                     absl::StatusCode::kResourceExhausted, "bytes of memory"));
   KvLayout bad = kLayout;

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -28,6 +29,17 @@ TEST(LayerCounters, EveryLayerIsReadyBetweenLoads) {
   ASSERT_TRUE(IsOk(counter.Ready(load, 3)));
   EXPECT_TRUE(IsOk(counter.WaitFor(2, Now())));
   EXPECT_TRUE(IsOk(counter.Begin().status()));
+}
+
+TEST(LayerCounters, ALoadWhoseLoaderIsGoneCanBeGivenUp) {
+  LayerCounter counter(2);
+  EXPECT_EQ(counter.last_load(), 0);
+  for (const std::string number : {"load 1 is under way", "load 2 is under way"}) {
+    ASSERT_TRUE(IsOk(counter.Begin().status()));  // And the number is lost.
+    EXPECT_TRUE(Fails(counter.Begin().status(), absl::StatusCode::kFailedPrecondition, number));
+    counter.Fail(counter.last_load(), absl::AbortedError("given up"));
+  }
+  EXPECT_EQ(Must(counter.Begin()), 3);
 }
 
 TEST(LayerCounters, LayersThatDoNotExist) {

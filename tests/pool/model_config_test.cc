@@ -228,6 +228,19 @@ TEST(ModelConfigs, GemmaAlternates) {
   EXPECT_EQ(of_4b.max_position_embeddings, 131072);
 }
 
+// Command R7B's, as far as it has them; it also says layer_switch: 4.
+TEST(ModelConfigs, CohereAlternatesUnlessItSaysOtherwise) {
+  const char* cohere = R"({"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2",
+      "head_dim": 128, "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+      "num_key_value_heads": 8, "sliding_window": 4096, "torch_dtype": "bfloat16"})";
+  const ModelConfig config = Read(cohere);
+  EXPECT_EQ(config.sliding_window_tokens, 4096);
+  EXPECT_EQ(config.LayersOf(LayerKind::kFull), (Layers{3, 7, 11, 15, 19, 23, 27, 31}));
+  EXPECT_EQ(Read(With(cohere, R"({"sliding_window": null})")), config);
+  EXPECT_EQ(
+      Read(With(cohere, R"({"sliding_window_pattern": 2})")).LayersOf(LayerKind::kFull).size(), 16);
+}
+
 // As inside of PaliGemma's files, which leave out what Gemma's classes say.
 TEST(ModelConfigs, WhatGemmasClassesSay) {
   const ModelConfig gemma = Read(R"({"text_config": {"hidden_size": 3072, "model_type": "gemma"},
@@ -302,6 +315,19 @@ TEST(ModelConfigs, DeepSeeksWithoutMlaAreMultiHead) {
   EXPECT_EQ(config.head_dim, 128);
   EXPECT_EQ(config.v_head_dim, 128);
   EXPECT_EQ(config.kv_bytes_per_token(), 12 * 10 * (128 + 128) * 2);
+}
+
+// DeepSeek-VL2's file says neither.
+TEST(ModelConfigs, ADeepSeekThatNamesNoRankHasThatOfItsClass) {
+  for (const char* file : {kDeepSeekV2Lite, kDeepSeekV3, kDeepSeekV32}) {
+    EXPECT_EQ(Read(With(file, R"({"kv_lora_rank": null, "qk_rope_head_dim": null})")), Read(file));
+  }
+  // Those that say that they have none have none.
+  const std::string silent = With(kDeepSeekV2Lite, R"({"kv_lora_rank": null})");
+  const std::string null = absl::StrReplaceAll(silent, {{"{", "{\"kv_lora_rank\": null, "}});
+  for (const std::string& none : {null, With(silent, R"({"use_mla": false})")}) {
+    EXPECT_EQ(Read(none).attention, AttentionKind::kMha);
+  }
 }
 
 TEST(ModelConfigs, SparseIndexer) {
@@ -524,7 +550,8 @@ TEST(ModelConfigs, MissingFieldsAreNamed) {
   EXPECT_TRUE(Fails(without(kLlama3, "hidden_size"), kInvalid, "hidden_size is missing"));
   EXPECT_TRUE(Fails(without(kLlama3, "num_attention_heads"), kInvalid,
                     "num_attention_heads is missing; looked for num_attention_heads, n_head"));
-  EXPECT_TRUE(Fails(without(kDeepSeekV3, "qk_rope_head_dim"), kInvalid, "qk_rope_head_dim is mis"));
+  EXPECT_TRUE(Fails(without(With(kDeepSeekV3, R"({"model_type": "kimi_k2"})"), "qk_rope_head_dim"),
+                    kInvalid, "qk_rope_head_dim is mis"));
   EXPECT_TRUE(Fails(without(kGptOss, "sliding_window"), kInvalid, "sliding_window is missing"));
   for (const char* field : {"index_head_dim", "index_n_heads"}) {
     EXPECT_TRUE(Fails(without(kDeepSeekV32, field), kInvalid, absl::StrCat(field, " is missing")));
@@ -585,6 +612,9 @@ TEST(ModelConfigs, UnevenLayersAreRefused) {
                      "block_configs is an array"));
   EXPECT_TRUE(uneven(R"({"num_key_value_heads_per_layer": [4, 4, 2]})", "heads_per_layer is an"));
   EXPECT_TRUE(uneven(R"({"use_cla": true, "cla_share_factor": 2})", "use_cla is true"));
+  EXPECT_TRUE(uneven(R"({"per_layer_config": {"05": {"head_dim": 512}}})",
+                     "per_layer_config is an object"));  // Gemma 4.
+  EXPECT_EQ(Read(With(kLlama3, R"({"per_layer_config": {}})")), Read(kLlama3));
   EXPECT_EQ(Read(With(kLlama3, R"({"num_kv_shared_layers": 0, "cross_attention_layers": [],
                                    "use_cla": false})")),
             Read(kLlama3));
@@ -595,10 +625,11 @@ TEST(ModelConfigs, UnevenLayersAreRefused) {
 }
 
 TEST(ModelConfigs, HybridsOfOtherFieldsAreRefused) {
-  // LFM2, RecurrentGemma under both names, Ring with linear attention.
+  // LFM2, RecurrentGemma under both names, Ring with linear attention, Falcon-H1.
   for (const char* change :
        {R"("full_attn_idxs": [2, 5, 8])", R"("block_types": ["recurrent", "attention"])",
-        R"("_block_types": ["recurrent", "attention"])", R"("layer_group_size": 5)"}) {
+        R"("_block_types": ["recurrent", "attention"])", R"("layer_group_size": 5)",
+        R"("mamba_d_state": 256)"}) {
     const std::string text = With(kLlama3, absl::StrCat("{", change, "}"));
     EXPECT_TRUE(Fails(ModelConfig::FromJson(text), kUnimplemented, "makes layers differ"));
     // Unless layer_types says it.
@@ -607,6 +638,34 @@ TEST(ModelConfigs, HybridsOfOtherFieldsAreRefused) {
     EXPECT_EQ(Read(With(kLlama3, types)).num_attention_layers(), 1);
   }
   EXPECT_EQ(Read(With(kLlama3, R"({"layer_group_size": 1})")), Read(kLlama3));
+  // Granite 4.0 says both, whether or not a layer is one of Mamba's.
+  EXPECT_TRUE(
+      Fails(ModelConfig::FromJson(With(kLlama3, R"({"mamba_d_state": 128, "num_hidden_layers": 2,
+                                     "layer_types": ["mamba", "attention"]})")),
+            kUnimplemented, "layer_types[0] is \"mamba\""));
+}
+
+TEST(ModelConfigs, ModelsOfStatesAreRefused) {
+  const auto refused = [](const char* json, absl::string_view message) {
+    return Fails(ModelConfig::FromJson(json), kUnimplemented, message,
+                 "states instead of keys and values");
+  };
+  EXPECT_TRUE(refused(R"({"model_type": "mamba2", "head_dim": 64, "hidden_size": 4096,
+      "num_heads": 128, "num_hidden_layers": 64, "state_size": 128, "torch_dtype": "bfloat16"})",
+                      "state_size is 128"));
+  EXPECT_TRUE(refused(R"({"model_type": "rwkv7", "attn": null, "attn_mode": "chunk",
+      "head_dim": 64, "hidden_size": 2560, "num_heads": 40, "num_hidden_layers": 32,
+      "torch_dtype": "bfloat16"})",
+                      "attn_mode is \"chunk\""));
+  EXPECT_TRUE(refused(R"({"model_type": "xlstm", "head_dim": 512, "hidden_size": 4096,
+      "num_heads": 8, "num_hidden_layers": 32, "qk_dim_factor": 0.5, "torch_dtype": "float32"})",
+                      "qk_dim_factor is 0.5"));
+  // Nor is any other num_heads taken for attention's, but where it is known to be.
+  const char* neo = R"({"model_type": "gpt_neo", "hidden_size": 2048, "num_heads": 16,
+      "num_layers": 24, "max_position_embeddings": 2048, "torch_dtype": "float32"})";
+  EXPECT_EQ(Read(neo).num_kv_heads, 16);
+  EXPECT_TRUE(Fails(ModelConfig::FromJson(With(neo, R"({"model_type": "gsa"})")), kInvalid,
+                    "num_attention_heads is missing"));
 }
 
 TEST(ModelConfigs, MiniMaxListsLayersWithFullAttention) {
@@ -638,6 +697,29 @@ TEST(ModelConfigs, TextThatIsNoConfig) {
   const std::string close(1 << 20, ']');
   const std::string text = absl::StrReplaceAll(kLlama3, {{"4096", deep + close}});
   EXPECT_TRUE(Fails(ModelConfig::FromJson(text), kInvalid, "hidden_size is an array"));
+}
+
+// As Python's json writes them; mamba-like models have "time_step_limit": [0.0, Infinity].
+TEST(ModelConfigs, NumbersThatOnlyPythonHasAreNulls) {
+  const auto with = [](absl::string_view fields) {
+    return absl::StrReplaceAll(kLlama3, {{"{", absl::StrCat("{", fields, ", ")}});
+  };
+  EXPECT_EQ(Read(with(R"("a": [0.0, Infinity], "b": -Infinity, "c": {"d":NaN})")), Read(kLlama3));
+  EXPECT_EQ(Read(With(kMistral7B, R"({"sliding_window": null})")),
+            Read(absl::StrReplaceAll(kMistral7B, {{"4096,\n  \"torch", "Infinity, \"torch"}})));
+  // Not in strings, whatever is in them besides.
+  EXPECT_EQ(Read(absl::StrReplaceAll(kLlama3, {{"LlamaForCausalLM", R"(\\\"NaN, Infinity\\)"}}))
+                .architecture,
+            R"(\"NaN, Infinity\)");
+  EXPECT_TRUE(Fails(ModelConfig::FromJson(with(R"("time_step_limit": [0.0, Infinity],
+                                                  "hybrid_override_pattern": "M-M*")")),
+                    kUnimplemented, "hybrid_override_pattern is"));
+  for (const char* bad : {"1NaN", "NaNNaN", "+Infinity", "- Infinity", "Infinity1", "inf", "nan"}) {
+    EXPECT_TRUE(Fails(ModelConfig::FromJson(with(absl::StrCat("\"a\": ", bad))), kInvalid,
+                      "not a JSON object"))
+        << bad;
+  }
+  EXPECT_TRUE(Fails(ModelConfig::FromJson("{\"a\": \"\\"), kInvalid, "not a JSON object"));
 }
 
 TEST(ModelConfigs, RandomDamageIsNeverFatal) {

@@ -264,6 +264,44 @@ TEST_P(FourBits, WhatDoesNotFitWritesNothing) {
   }
 }
 
+// Of all parts but those in blocks.
+TEST_P(FourBits, RowsMayBeAViewOfThePoolItself) {
+  TokenKvPool& pool = *pools_->kv();
+  const int64_t in_blocks = parts_[0].name == "latent" ? 1 : 2;
+  std::vector<std::byte> zeros(20 * 2 * 128 * sizeof(float));
+  std::vector<TokenView> rows;
+  std::vector<std::vector<std::byte>> want;
+  std::vector<int32_t> to(20);
+  for (size_t i = 0; i < to.size(); ++i)
+    to[i] = static_cast<int32_t>(11 + 2 * i);  // Over the rows.
+  for (int64_t i = 0; i < static_cast<int64_t>(parts_.size()); ++i) {
+    const KvTensor& part = parts_[static_cast<size_t>(i)];
+    if (i < in_blocks) {
+      rows.push_back(
+          TokenView::Packed(zeros.data(), DType::kFloat32, 20, part.num_heads, part.head_dim));
+      continue;
+    }
+    const BufferInfo& buffer = pool.pages()->buffer(0, in_blocks + i);
+    for (int64_t at = 0; at < buffer.bytes; ++at) {
+      buffer.address[at] = static_cast<std::byte>(at * 7 + at / 128);
+    }
+    TokenView view = pool.view(0, in_blocks + i);
+    view.data = view.row(10);
+    view.num_slots = 20;
+    want.emplace_back(view.data, view.data + 20 * view.row_bytes());
+    rows.push_back(view);
+  }
+  ASSERT_TRUE(IsOk(pools_->Set(0, to, rows)));
+  for (size_t i = 0; i < want.size(); ++i) {
+    const TokenView view = pool.view(0, 2 * in_blocks + static_cast<int64_t>(i));
+    std::vector<std::byte> got;
+    for (const int32_t slot : to) {
+      got.insert(got.end(), view.row(slot), view.row(slot) + view.row_bytes());
+    }
+    EXPECT_EQ(got, want[i]) << i;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Models, FourBits, testing::Values(kLlama, kDeepseekBlocks),
                          [](const auto& param) { return param.index == 0 ? "Mha" : "SparseMla"; });
 

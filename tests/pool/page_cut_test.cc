@@ -217,11 +217,18 @@ TEST(PageCut, FormsThatCannotBeAreRefused) {
                     "2 positions asked, outside 6 pages:"));
   // A page that would be of nothing but repeated tokens.
   EXPECT_TRUE(IsOk(cut(nhd, {128, ValueOrder::kNhd}, first)));
-  for (const int64_t page_size :
-       {int64_t{129}, KvLayout::kMaxPageSize, int64_t{-1}, std::numeric_limits<int64_t>::max()}) {
+  for (const int64_t page_size : {129, 65536, -1}) {
     EXPECT_TRUE(Fails(cut(nhd, {page_size, ValueOrder::kNhd}, first),
                       absl::StatusCode::kInvalidArgument, "of a pool that has room for 128"));
   }
+  // However large the pool is: all behind the last token would be an item each.
+  for (const int64_t page_size :
+       {int64_t{65537}, KvLayout::kMaxPageSize, std::numeric_limits<int64_t>::max()}) {
+    EXPECT_TRUE(Fails(cut(nhd, {page_size, ValueOrder::kNhd}, first),
+                      absl::StatusCode::kInvalidArgument, "the most is 65536"));
+  }
+  EXPECT_TRUE(IsOk(cut(KvLayout::Mha(1, KvLayout::kMaxPageSize, 1, 1, DType::kUint8),
+                       {KvLayout::kMaxPageSize, ValueOrder::kHnd}, first)));
   KvLayout own = nhd;
   own.page_format = "an engine's-HND";
   EXPECT_TRUE(IsOk(cut(own, {}, first)));

@@ -3,10 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <new>
 #include <random>
 #include <set>
 #include <vector>
 
+#include "tests/pool/scarce_memory.h"
+#include "tests/support/sanitized.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -147,6 +150,35 @@ TEST(SlidingWindows, BothPoolsOrNone) {
   EXPECT_TRUE(Fails(allocator.Extend(std::vector<int64_t>{0}, std::vector<int64_t>{4}, Slots{0}),
                     kExhausted));
   EXPECT_EQ(allocator.window().num_free(), 4);
+}
+
+TEST(SlidingWindows, ListsThatFindNoMemoryTakeNoPages) {
+#ifdef KVFERRY_SANITIZED
+  GTEST_SKIP() << "a sanitizer's malloc does not fail";
+#endif
+  constexpr int64_t kPage = 1 << 20;
+  auto allocator = Must(SlidingWindowAllocator::Create(20 * kPage, 20 * kPage, kPage));
+  const Slots first = Must(allocator.Allocate(kPage));
+  const int64_t free = allocator.num_free();
+  // Enough for the list of one pool, and not for both.
+  constexpr int64_t kTokens = 16 * kPage, kRoom = kTokens * 4 * 3 / 2;
+  {
+    const ScarceMemory scarce(kRoom);
+    EXPECT_THROW((void)allocator.Allocate(kTokens), std::bad_alloc);
+  }
+  EXPECT_EQ(allocator.window().num_free(), free);
+  EXPECT_EQ(allocator.full().num_free(), free);
+  // Grows into its own page first, which stays its own.
+  const std::vector<int64_t> prefix = {kPage / 2}, tokens = {kPage / 2 + kTokens};
+  const Slots last = {first[kPage / 2 - 1]};
+  {
+    const ScarceMemory scarce(kRoom);
+    EXPECT_THROW((void)allocator.Extend(prefix, tokens, last), std::bad_alloc);
+  }
+  EXPECT_EQ(allocator.window().num_free(), free);
+  EXPECT_EQ(allocator.full().num_free(), free);
+  EXPECT_TRUE(IsOk(allocator.Extend(prefix, tokens, last)));
+  EXPECT_EQ(allocator.num_free(), free - kTokens);
 }
 
 TEST(SlidingWindows, APageLeavesTheWindowWhole) {

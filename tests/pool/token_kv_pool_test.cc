@@ -258,6 +258,35 @@ TEST(TokenKvPools, RowsMayBeAViewOfThePoolItself) {
   EXPECT_EQ(FlatOf(*pool, to), want);
 }
 
+// Their own scale is no reason to round them on the way: they are what rows apart from the pool are.
+TEST(TokenKvPools, RowsMayBeAScaledViewOfThePoolItself) {
+  for (const DType dtype : {DType::kFloat8E4M3, DType::kFloat16}) {
+    const auto pool = Must(TokenKvPool::Create(KvLayout::Mha(1, 1, 1, 16, dtype), 64));
+    std::vector<float> values(32);
+    for (size_t i = 0; i < values.size(); ++i) values[i] = 0.00013F * static_cast<float>(i + 1);
+    const TokenView given =
+        TokenView::Packed(reinterpret_cast<std::byte*>(values.data()), DType::kFloat32, 2, 1, 16);
+    const std::vector<int32_t> before = {1, 2}, near = {2, 3}, apart = {10, 11};
+    const std::vector<float> old_scales(2, 1e-5F), new_scales(2, 2e-5F);
+    ASSERT_TRUE(IsOk(pool->Set(0, before, std::vector<TokenView>{given, given}, old_scales)));
+    std::vector<std::vector<std::byte>> copied;
+    std::vector<TokenView> inside, outside;
+    for (const int64_t tensor : {0, 1}) {
+      TokenView view = pool->view(0, tensor);
+      view.data = view.row(1);
+      view.num_slots = 2;
+      view.scale = old_scales[0];
+      inside.push_back(view);
+      copied.emplace_back(view.data, view.data + 2 * view.row_bytes());
+      view.data = copied.back().data();
+      outside.push_back(view);
+    }
+    ASSERT_TRUE(IsOk(pool->Set(0, apart, outside, new_scales)));
+    ASSERT_TRUE(IsOk(pool->Set(0, near, inside, new_scales)));
+    EXPECT_EQ(FlatOf(*pool, near), FlatOf(*pool, apart));
+  }
+}
+
 TEST(TokenKvPools, ReadersWaitForTheirLayer) {
   const auto pool = Must(TokenKvPool::Create(KvLayout::Mla(2, 1, 4, DType::kFloat32), 4));
   EXPECT_TRUE(IsOk(pool->Key(1, Clock::now())));

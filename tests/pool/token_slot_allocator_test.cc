@@ -4,10 +4,13 @@
 
 #include <algorithm>
 #include <limits>
+#include <new>
 #include <random>
 #include <set>
 #include <string>
 
+#include "tests/pool/scarce_memory.h"
+#include "tests/support/sanitized.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -54,6 +57,22 @@ TEST(TokenSlots, SingleSlotsAreFreedOnce) {
   EXPECT_TRUE(Fails(allocator.Free(Slots{1, 2, 1}), absl::StatusCode::kInvalidArgument,
                     "slot 1 is freed twice"));
   EXPECT_EQ(allocator.num_free(), 0);
+}
+
+TEST(TokenSlots, AListThatFindsNoMemoryTakesNoPages) {
+#ifdef KVFERRY_SANITIZED
+  GTEST_SKIP() << "a sanitizer's malloc does not fail";
+#endif
+  constexpr int64_t kPage = 1 << 20;
+  TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(64 * kPage, kPage));
+  {
+    const ScarceMemory scarce(64 << 20);
+    EXPECT_THROW((void)allocator.Allocate(60 * kPage), std::bad_alloc);
+    // More than there is, is too much as ever.
+    EXPECT_TRUE(Fails(allocator.Allocate(65 * kPage), absl::StatusCode::kResourceExhausted));
+  }
+  EXPECT_EQ(allocator.num_free(), 64 * kPage);
+  EXPECT_TRUE(IsOk(allocator.Allocate(kPage)));
 }
 
 TEST(TokenSlots, ListsOfAnyLengthAreFreedWholeOrNotAtAll) {

@@ -153,15 +153,20 @@ TEST_F(CudaMemories, PartlyPinnedCodesAreRefused) {
                            Must(QuantizedTensors(BlockFormat::kMxfp4, "k", 1, 4096))};
   const auto host = Must(TokenKvPool::Create(layout, 64));
   const BufferInfo &codes = host->pages()->buffer(0, 0), &scales = host->pages()->buffer(0, 1);
-  const std::vector<BufferInfo> pinned = {{codes.address, codes.bytes / 2, codes.item_bytes},
-                                          scales};
-  const auto pin = Must(PinHostMemory(pinned, host));
-  std::vector<std::byte> row(4096 * sizeof(float));
-  const std::vector<int32_t> slots = {4};
-  EXPECT_TRUE(Fails(StoreQuantized(BlockFormat::kMxfp4,
-                                   TokenView::Packed(row.data(), DType::kFloat32, 1, 1, 4096),
-                                   host->view(0, 0), host->view(0, 1), slots, *memory_),
-                    kInvalid, "codes and scales must lie where device 0"));
+  const int64_t quarter = codes.bytes / 4 / 4096 * 4096;
+  std::byte* const last = codes.address + codes.bytes - quarter;
+  // One end, or both with a gap between them.
+  for (const std::vector<BufferInfo>& pinned :
+       {std::vector<BufferInfo>{scales, {codes.address, quarter, 0}},
+        std::vector<BufferInfo>{scales, {codes.address, quarter, 0}, {last, quarter, 0}}}) {
+    const auto pin = Must(PinHostMemory(pinned, host));
+    std::vector<std::byte> row(4096 * sizeof(float));
+    const std::vector<int32_t> slots = {4};
+    EXPECT_TRUE(Fails(StoreQuantized(BlockFormat::kMxfp4,
+                                     TokenView::Packed(row.data(), DType::kFloat32, 1, 1, 4096),
+                                     host->view(0, 0), host->view(0, 1), slots, *memory_),
+                      kInvalid, "codes and scales must lie where device 0"));
+  }
 }
 
 TEST_F(CudaMemories, PartlyPinnedMemoryIsAllHostMemory) {
@@ -180,10 +185,33 @@ TEST_F(CudaMemories, PartlyPinnedMemoryIsAllHostMemory) {
   EXPECT_EQ(got, bytes);
 }
 
+// Two ranges are pinned, each at an end of the rows, and not what lies between.
+TEST_F(CudaMemories, AGapBetweenPinnedEndsIsSeen) {
+  const auto device =
+      Must(TokenKvPool::Create(KvLayout::Mla(1, 1, 4096, DType::kUint8), 64, 0, memory_));
+  const auto host = Must(KvPool::Create(device->layout(), 64));
+  const BufferInfo& buffer = host->buffer(0, 0);
+  const std::vector<BufferInfo> ends = {{buffer.address, 4 * 4096, 4096},
+                                        {buffer.address + 60 * 4096, 4 * 4096, 4096}};
+  const auto pin = Must(PinHostMemory(ends, host));
+  const std::vector<std::byte> bytes = RandomBytes(buffer.bytes);
+  std::copy(bytes.begin(), bytes.end(), buffer.address);
+  const std::vector<int32_t> slots = ShuffledSlots(64);
+  ASSERT_TRUE(IsOk(device->WriteFlat(slots, {buffer.address, bytes.size()})));
+  std::fill_n(buffer.address, buffer.bytes, std::byte{0});
+  ASSERT_TRUE(IsOk(device->ReadFlat(slots, {buffer.address, bytes.size()})));
+  EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), buffer.address));
+}
+
 TEST_F(CudaMemories, AHostTierUnderADevice) {
   const auto device =
       Must(TokenKvPool::Create(KvLayout::Mha(3, 4, 2, 8, DType::kBFloat16), 64, 0, memory_));
-  const auto tier = Must(HostKvPool::Create(device, {.ratio_to_device = 1}, 0));
+  auto tier = Must(HostKvPool::Create(device, {.ratio_to_device = 1}, 0));
+  // Where the device reaches it, for as long as there is a tier.
+  const auto host_memory = tier->host()->pages();
+  for (const BufferInfo& buffer : host_memory->buffer_infos()) {
+    EXPECT_TRUE(IsPinned({buffer.address, static_cast<size_t>(buffer.bytes)}));
+  }
   std::vector<int32_t> away(16), back(16);
   std::iota(away.begin(), away.end(), 4);
   std::iota(back.begin(), back.end(), 40);
@@ -196,6 +224,8 @@ TEST_F(CudaMemories, AHostTierUnderADevice) {
   std::vector<std::byte> got(bytes.size());
   ASSERT_TRUE(IsOk(device->ReadFlat(back, got)));
   EXPECT_EQ(got, bytes);
+  tier.reset();
+  EXPECT_FALSE(IsPinned({host_memory->buffer(0, 0).address, 1}));
 }
 
 TEST_F(CudaMemories, PoolsOfAModel) {

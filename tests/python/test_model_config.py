@@ -106,6 +106,30 @@ DEEPSEEK_V3_2 = DEEPSEEK_V3 | {
     "index_topk": 2048,
     "model_type": "deepseek_v32",
 }
+# As inside of DeepSeek-VL2's file, whose class says the ranks.
+DEEPSEEK_V2_TEXT = {
+    "hidden_size": 2048,
+    "max_position_embeddings": 4096,
+    "model_type": "deepseek_v2",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "torch_dtype": "bfloat16",
+}
+# Command R7B's, which does not say which layers have windows, its class does.
+COHERE_2_7B = {
+    "architectures": ["Cohere2ForCausalLM"],
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "max_position_embeddings": 132096,
+    "model_type": "cohere2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    "torch_dtype": "bfloat16",
+}
 LONGCAT_FLASH = {
     "architectures": ["LongcatFlashForCausalLM"],
     "hidden_size": 6144,
@@ -221,6 +245,8 @@ KINDS = {
         GEMMA_2_9B,
         GEMMA_3_4B_TEXT,
         GPT_OSS_20B,
+        COHERE_2_7B,
+        DEEPSEEK_V2_TEXT,
         DEEPSEEK_V3,
         DEEPSEEK_V3_2,
         LONGCAT_FLASH,
@@ -254,6 +280,28 @@ def test_transformers_reads_the_same(file, dtype):
         assert ours.num_kv_heads == theirs.num_key_value_heads
         default = theirs.hidden_size // theirs.num_attention_heads
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or default)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "refusal"),
+    [
+        ("gemma4_text", "per_layer_config is"),
+        ("mamba2", "state_size is 128"),
+        ("xlstm", "qk_dim_factor is 0.5"),
+        ("falcon_h1", "mamba_d_state is"),
+        ("bamba", "mamba_d_state is"),
+    ],
+)
+def test_files_that_transformers_writes_of_models_with_other_caches(model_type, refusal):
+    """They are refused by what they have, although Python writes Infinity in some of them."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    try:
+        theirs = transformers.AutoConfig.for_model(model_type, dtype="bfloat16")
+    except ValueError as unknown:
+        pytest.skip(str(unknown).splitlines()[0])
+    file = json.dumps(theirs.to_dict(), default=str)
+    with pytest.raises(kvferry.Error, match=refusal):
+        kvferry.ModelConfig.from_json(file)
 
 
 def test_how_the_checkpoint_stores_kv():

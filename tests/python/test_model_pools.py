@@ -40,6 +40,18 @@ QWEN3_NEXT = {
 }
 
 
+DEEPSEEK_V3_2 = {
+    "index_head_dim": 128,
+    "index_n_heads": 2,
+    "index_topk": 4,
+    "kv_lora_rank": 64,
+    "max_position_embeddings": 64,
+    "num_hidden_layers": 1,
+    "qk_rope_head_dim": 16,
+    "torch_dtype": "float32",
+}
+
+
 def make(config: dict, **options) -> kvferry.ModelPools:
     model = kvferry.ModelConfig.from_json(json.dumps(config))
     return kvferry.ModelPools.create(model, page_size=4, max_requests=3, **options)
@@ -83,6 +95,24 @@ def test_the_callers_kv_dtype():
         pools.set_kv_buffer(2, slots, [k, v], scales=[1, 1])
     with pytest.raises(ValueError, match="'nvfp4'"):
         make(GEMMA, num_tokens=64, kv_cache_dtype="nvfp4")
+
+
+def test_rows_beside_blocks_may_be_a_view_of_the_pool_itself():
+    model = kvferry.ModelConfig.from_json(json.dumps(DEEPSEEK_V3_2))
+    pools = kvferry.ModelPools.create(model, num_tokens=64, page_size=1, kv_cache_dtype="fp4")
+    names = [tensor[0] for tensor in pools.kv.layout.tensors]
+    keys, scales = (
+        torch.from_dlpack(pools.kv.buffer(0, names.index(name)))
+        for name in ("index_k", "index_k_scale")
+    )
+    keys[:] = torch.arange(65)[:, None, None]
+    scales[:] = torch.arange(65.0)[:, None, None]
+    to = np.arange(11, 51, 2, dtype=np.int32)  # Over the rows.
+    want = keys[2:22].clone(), scales[2:22].clone()
+    rows = [torch.zeros(20, 80), keys[2:22].view(torch.float8_e4m3fn), scales[2:22]]
+    pools.set_kv_buffer(0, to, rows)
+    assert torch.equal(keys[torch.from_numpy(to)], want[0])
+    assert torch.equal(scales[torch.from_numpy(to)], want[1])
 
 
 def test_linear_layers():

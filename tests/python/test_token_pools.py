@@ -209,6 +209,27 @@ def test_readers_wait_for_their_layer():
         pool.layers.ready(load, 2)
 
 
+def test_a_load_whose_loader_is_gone_is_given_up():
+    pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(2, 1, 1, 4, "float32"), 8)
+    assert pool.layers.last_load == 0
+    pool.layers.begin()  # And the number is lost.
+    with pytest.raises(kvferry.FailedPrecondition, match="load 1 is under way"):
+        pool.layers.begin()
+    pool.layers.fail(pool.layers.last_load, "given up")
+    with pytest.raises(kvferry.Aborted, match="given up"):
+        pool.key_buffer(0)
+    pool.layers.ready(pool.layers.begin(), 2)
+    pool.key_buffer(0)
+
+
+def test_who_has_no_option_does_not_hear_of_it():
+    layout = kvferry.KvLayout.mha(1, 1, 256, 65536, "float32")  # 128 MiB a token.
+    with pytest.raises(kvferry.ResourceExhausted, match="make it smaller$"):
+        kvferry.TokenKvPool.create(layout, 100_000)
+    with pytest.raises(kvferry.ResourceExhausted, match="at_once=False in Python"):
+        kvferry.KvPool.create(layout, 100_000)
+
+
 def test_quantised_rows():
     tensors = kvferry.quantized_tensors("mxfp4", "k", 2, 32)
     assert tensors == [("k", 2, 16, "uint8"), ("k_scale", 1, 4, "uint8")]

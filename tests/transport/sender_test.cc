@@ -56,7 +56,7 @@ TEST_F(SenderAlone, PagesOfAnotherForm) {
   EXPECT_TRUE(refused(3, {32, ValueOrder::kNhd}, absl::StatusCode::kOutOfRange,
                       "outside 6 pages of 16 tokens, which are 3 of 32"));
   EXPECT_TRUE(refused(4, {KvLayout::kMaxPageSize, ValueOrder::kNhd},
-                      absl::StatusCode::kInvalidArgument, "room for 256"));
+                      absl::StatusCode::kInvalidArgument, "the most is 65536"));
   EXPECT_EQ(leases_.num_live(), 1);
 }
 

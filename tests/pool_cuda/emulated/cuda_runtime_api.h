@@ -16,6 +16,10 @@
 //   current when it was opened, to be read and not to be written, and until it is closed, whatever
 //   waits in streams then. A device opens it once: CUDA would count, here the second time is an error.
 //
+// - Any call that needs a context sets one up on the current device; so does making a device current.
+// - While a test says that some thread captures a graph (SetCapturing()), calls that may be unsafe then
+//   are refused, but to threads that have said that this is no concern of theirs.
+//
 // Whoever breaks one of these rules ends with a line on standard error or a signal. What CUDA
 // answers with an error gets that error. Kernels that wait for one another (__syncthreads, warps)
 // cannot run, and there are no streams but the default one and those that do not wait for it.
@@ -38,6 +42,7 @@ enum cudaError_t : int {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorMemoryAllocation = 2,
+  cudaErrorCudartUnloading = 4,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorInvalidMemcpyDirection = 21,
   cudaErrorStubLibrary = 34,
@@ -47,12 +52,31 @@ enum cudaError_t : int {
   cudaErrorInvalidDevice = 101,
   cudaErrorDeviceUninitialized = 201,
   cudaErrorAlreadyMapped = 208,
+  cudaErrorECCUncorrectable = 214,
+  cudaErrorNvlinkUncorrectable = 220,
   cudaErrorInvalidResourceHandle = 400,
   cudaErrorNotReady = 600,
+  cudaErrorIllegalAddress = 700,
+  cudaErrorLaunchTimeout = 702,
+  cudaErrorContextIsDestroyed = 709,
+  cudaErrorAssert = 710,
   cudaErrorHostMemoryAlreadyRegistered = 712,
   cudaErrorHostMemoryNotRegistered = 713,
+  cudaErrorHardwareStackError = 714,
+  cudaErrorIllegalInstruction = 715,
+  cudaErrorMisalignedAddress = 716,
+  cudaErrorInvalidAddressSpace = 717,
+  cudaErrorInvalidPc = 718,
+  cudaErrorLaunchFailure = 719,
   cudaErrorSystemNotReady = 802,
   cudaErrorSystemDriverMismatch = 803,
+  cudaErrorStreamCaptureUnsupported = 900,
+  cudaErrorUnknown = 999,
+};
+enum cudaStreamCaptureMode : int {
+  cudaStreamCaptureModeGlobal = 0,
+  cudaStreamCaptureModeThreadLocal = 1,
+  cudaStreamCaptureModeRelaxed = 2,
 };
 enum cudaMemcpyKind : int {
   cudaMemcpyHostToHost = 0,
@@ -103,7 +127,7 @@ cudaError_t cudaIpcOpenMemHandle(void** pointer, cudaIpcMemHandle_t handle, unsi
 cudaError_t cudaIpcCloseMemHandle(void* pointer);
 cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer);
 
-// Knows cuMemGetAddressRange alone, whose type is in cudaTypedefs.h.
+// Knows cuDevicePrimaryCtxGetState and cuMemGetAddressRange, whose types are in cudaTypedefs.h.
 enum cudaDriverEntryPointQueryResult : int {
   cudaDriverEntryPointSuccess = 0,
   cudaDriverEntryPointSymbolNotFound = 1,
@@ -133,6 +157,24 @@ cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
+
+// Swaps the calling thread's mode with this one.
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
+
+// ---------------------------------------------------------------- what tests ask and make happen
+
+namespace kvferry::emulated {
+
+// Whether a device has a context. Forgotten, it has none until it is used again.
+bool HasContext(int device);
+void ForgetContexts();
+// A thread captures a graph with cudaStreamCaptureModeGlobal.
+void SetCapturing(bool capturing);
+// So many queries of and waits for events and streams of this process fail from here on, and say
+// nothing.
+void FailQueries(int count, cudaError_t error);
+
+}  // namespace kvferry::emulated
 
 // ---------------------------------------------------------------- kernels
 

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -41,6 +42,12 @@ constexpr std::byte kUnset{0xcd}, kBeside{0xb5};
 
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+
+std::array<std::atomic<bool>, kDevices> has_context;
+std::atomic<bool> is_capturing;
+std::atomic<int> failing_queries;
+std::atomic<cudaError_t> query_error;
 
 cudaError_t Answer(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
@@ -543,13 +550,36 @@ class Machine {
   bool backwards_ = false;
 };
 
-Machine& TheMachine() {
+Machine& AnyMachine() {
   static auto* const machine = new Machine;  // Outlives whatever static holds memory of it.
   return *machine;
 }
 
+// For calls that need a context.
+Machine& TheMachine() {
+  has_context[static_cast<size_t>(current_device)] = true;
+  return AnyMachine();
+}
+
+// What a call gets that may be unsafe while a graph is captured.
+bool IsForbidden() { return is_capturing && capture_mode == cudaStreamCaptureModeGlobal; }
+
+// Of a query: an error that keeps it from being answered.
+std::optional<cudaError_t> FailureOfQuery() {
+  if (IsForbidden()) return cudaErrorStreamCaptureUnsupported;
+  if (failing_queries <= 0 || failing_queries-- <= 0) return std::nullopt;
+  return query_error;
+}
+
+CUresult PrimaryContextState(CUdevice device, unsigned* flags, int* active) {
+  if (device < 0 || device >= kDevices) return CUDA_ERROR_INVALID_DEVICE;
+  *flags = 0;
+  *active = HasContext(device) ? 1 : 0;
+  return CUDA_SUCCESS;
+}
+
 CUresult AddressRange(CUdeviceptr* base, size_t* bytes, CUdeviceptr pointer) {
-  const auto range = TheMachine().RangeOf(reinterpret_cast<const void*>(pointer));
+  const auto range = AnyMachine().RangeOf(reinterpret_cast<const void*>(pointer));
   if (range.empty()) return CUDA_ERROR_NOT_FOUND;
   if (base != nullptr) *base = reinterpret_cast<CUdeviceptr>(range.data());
   if (bytes != nullptr) *bytes = range.size();
@@ -557,6 +587,19 @@ CUresult AddressRange(CUdeviceptr* base, size_t* bytes, CUdeviceptr pointer) {
 }
 
 }  // namespace
+
+bool HasContext(int device) { return has_context[static_cast<size_t>(device)]; }
+
+void ForgetContexts() {
+  for (std::atomic<bool>& has : has_context) has = false;
+}
+
+void SetCapturing(bool capturing) { is_capturing = capturing; }
+
+void FailQueries(int count, cudaError_t error) {
+  query_error = error;
+  failing_queries = count;
+}
 
 void Translate(std::span<std::byte> argument, bool has_padding) {
   TheMachine().Translate(argument, has_padding);
@@ -570,6 +613,9 @@ cudaError_t Launch(const cudaLaunchConfig_t& config, std::function<void()> threa
 
 using kvferry::emulated::AddressRange;
 using kvferry::emulated::Answer;
+using kvferry::emulated::FailureOfQuery;
+using kvferry::emulated::IsForbidden;
+using kvferry::emulated::PrimaryContextState;
 using kvferry::emulated::TheMachine;
 
 cudaError_t cudaGetLastError() { return std::exchange(kvferry::emulated::last_error, cudaSuccess); }
@@ -602,10 +648,12 @@ cudaError_t cudaGetDevice(int* device) {
 cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= kvferry::emulated::kDevices) return Answer(cudaErrorInvalidDevice);
   kvferry::emulated::current_device = device;
+  kvferry::emulated::has_context[static_cast<size_t>(device)] = true;
   return cudaSuccess;
 }
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  if (IsForbidden()) return Answer(cudaErrorStreamCaptureUnsupported);
   return Answer(TheMachine().Allocate(pointer, bytes, /*can_be_shared=*/true));
 }
 
@@ -613,17 +661,24 @@ cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t /*stream*
   return Answer(TheMachine().Allocate(pointer, bytes, /*can_be_shared=*/false));
 }
 
-cudaError_t cudaFree(void* pointer) { return Answer(TheMachine().Free(pointer)); }
+cudaError_t cudaFree(void* pointer) {
+  if (IsForbidden()) return Answer(cudaErrorStreamCaptureUnsupported);
+  return Answer(TheMachine().Free(pointer));
+}
 
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
   return Answer(TheMachine().FreeInOrder(pointer, stream));
 }
 
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned /*flags*/) {
+  if (IsForbidden()) return Answer(cudaErrorStreamCaptureUnsupported);
   return Answer(TheMachine().Pin(pointer, bytes));
 }
 
-cudaError_t cudaHostUnregister(void* pointer) { return Answer(TheMachine().Unpin(pointer)); }
+cudaError_t cudaHostUnregister(void* pointer) {
+  if (IsForbidden()) return Answer(cudaErrorStreamCaptureUnsupported);
+  return Answer(TheMachine().Unpin(pointer));
+}
 
 cudaError_t cudaHostGetDevicePointer(void** seen, void* pointer, unsigned /*flags*/) {
   *seen = TheMachine().AttributesOf(pointer).devicePointer;
@@ -663,23 +718,34 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
 cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
                                              unsigned long long /*flags*/,
                                              cudaDriverEntryPointQueryResult* status) {
-  // What has this name in older versions takes other types.
-  constexpr unsigned kSince = 3020;
-  auto found = cudaDriverEntryPointSuccess;
-  if (version < kSince) found = cudaDriverEntryPointVersionNotSufficent;
-  if (symbol != std::string("cuMemGetAddressRange")) found = cudaDriverEntryPointSymbolNotFound;
+  struct Call {
+    const char* name;
+    unsigned since;  // What has this name in older versions takes other types.
+    void* function;
+  };
   const PFN_cuMemGetAddressRange_v3020 address_range = &AddressRange;
-  *function =
-      found == cudaDriverEntryPointSuccess ? reinterpret_cast<void*>(address_range) : nullptr;
+  const PFN_cuDevicePrimaryCtxGetState_v7000 context_state = &PrimaryContextState;
+  auto found = cudaDriverEntryPointSymbolNotFound;
+  *function = nullptr;
+  for (const Call& call :
+       {Call{"cuMemGetAddressRange", 3020, reinterpret_cast<void*>(address_range)},
+        Call{"cuDevicePrimaryCtxGetState", 7000, reinterpret_cast<void*>(context_state)}}) {
+    if (symbol != std::string(call.name)) continue;
+    const bool known = version >= call.since;
+    found = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointVersionNotSufficent;
+    *function = known ? call.function : nullptr;
+  }
   if (status != nullptr) *status = found;
   return cudaSuccess;
 }
 
 cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
+  if (IsForbidden()) return Answer(cudaErrorStreamCaptureUnsupported);
   return Answer(TheMachine().Set(pointer, value, bytes));
 }
 
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  if (IsForbidden()) return Answer(cudaErrorStreamCaptureUnsupported);
   return Answer(TheMachine().Copy(to, from, bytes, kind, /*waits=*/true, nullptr));
 }
 
@@ -706,6 +772,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (const auto failure = FailureOfQuery()) return Answer(*failure);
   TheMachine().Synchronize(stream);
   return cudaSuccess;
 }
@@ -727,10 +794,18 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (const auto failure = FailureOfQuery()) return Answer(*failure);
   return Answer(TheMachine().IsDone(event) ? cudaSuccess : cudaErrorNotReady);
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (const auto failure = FailureOfQuery()) return Answer(*failure);
   TheMachine().Synchronize(event);
+  return cudaSuccess;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  (void)TheMachine();
+  std::swap(*mode, kvferry::emulated::capture_mode);
   return cudaSuccess;
 }

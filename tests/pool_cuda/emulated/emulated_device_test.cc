@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -493,7 +494,120 @@ TEST_F(EmulatedDeviceSharing, AnyPointerLeadsToItsAllocation) {
   EXPECT_EQ(RangeOf(opened), none);
 }
 
-TEST(EmulatedDriver, KnowsOneCall) {
+// What PoolMemory does on device 1, from threads whose current device is 0, as that of new threads is.
+class OtherDevice : public testing::Test {
+ protected:
+  static constexpr int64_t kMoved = 1 << 20;
+
+  void SetUp() override { emulated::ForgetContexts(); }
+  void TearDown() override {
+    emulated::SetCapturing(false);
+    emulated::FailQueries(0, cudaSuccess);
+    EXPECT_EQ(cudaSetDevice(0), cudaSuccess);  // For the tests that follow.
+  }
+
+  // fn() on a new thread, and which device is the current one afterwards.
+  template <typename Fn>
+  static int OnThread(const Fn& fn) {
+    int current = -1;
+    std::thread([&] {
+      fn();
+      EXPECT_EQ(cudaGetDevice(&current), cudaSuccess);
+    }).join();
+    return current;
+  }
+  std::shared_ptr<std::byte> Allocate() const {
+    std::shared_ptr<std::byte> device;
+    OnThread([&] { device = Must(memory_->Allocate(2 * kMoved)); });
+    return device;
+  }
+  std::shared_ptr<const MovesUnderWay> Begin(const std::shared_ptr<std::byte>& device) const {
+    const BytesMove move{device.get(), device.get() + kMoved, kMoved};
+    std::shared_ptr<const MovesUnderWay> moves = Must(memory_->BeginMoveApart({&move, 1}));
+    EXPECT_NE(moves, nullptr);
+    return moves;
+  }
+
+  const std::shared_ptr<const PoolMemory> memory_ = CudaMemory(1);
+};
+
+TEST_F(OtherDevice, TransfersSetUpNoContextElsewhere) {
+  std::shared_ptr<std::byte> device = Allocate();
+  std::shared_ptr<const MovesUnderWay> asked, waited;
+  OnThread([&] { asked = Begin(device); });
+  OnThread([&] { waited = Begin(device); });
+  // Each step on a thread of its own: whatever the one before made current is not.
+  OnThread([&] {
+    while (!asked->done()) {
+    }
+  });
+  OnThread([&] { EXPECT_TRUE(IsOk(waited->Wait())); });
+  OnThread([&] { asked.reset(); });
+  OnThread([&] { waited.reset(); });
+  std::vector<std::byte> host(kMoved, std::byte{3});
+  OnThread([&] {  // Through the thread's own pinned memory, which ends with it.
+    const BytesMove move{host.data(), device.get(), kMoved};
+    EXPECT_TRUE(IsOk(memory_->MoveApart({&move, 1})));
+  });
+  const std::shared_ptr<std::byte> slab = Must(HostMemory()->Allocate(kMoved));
+  std::shared_ptr<const void> pin;
+  OnThread([&] { pin = Must(memory_->Pin({slab.get(), kMoved})); });
+  OnThread([&] { pin.reset(); });
+  EXPECT_EQ(OnThread([&] { device.reset(); }), 1);
+  EXPECT_FALSE(emulated::HasContext(0));
+  EXPECT_TRUE(emulated::HasContext(1));
+}
+
+TEST_F(OtherDevice, WhatAnEngineUsesIsCurrentAgain) {
+  EXPECT_EQ(OnThread([&] {
+              ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+              Allocate().reset();
+              EXPECT_TRUE(IsOk(memory_->Allocate(kMoved)));
+            }),
+            0);
+}
+
+TEST_F(OtherDevice, CapturesOfOthersForbidNothing) {
+  emulated::SetCapturing(true);
+  std::shared_ptr<std::byte> device = Allocate();
+  const std::shared_ptr<const MovesUnderWay> asked = Begin(device), waited = Begin(device);
+  EXPECT_FALSE(asked->done());  // It is under way, as this device has it.
+  EXPECT_TRUE(asked->done());
+  EXPECT_TRUE(IsOk(waited->Wait()));
+  std::vector<std::byte> host(kMoved);
+  const BytesMove move{device.get(), host.data(), kMoved};
+  EXPECT_TRUE(IsOk(memory_->MoveApart({&move, 1})));
+  // The thread itself is as it was.
+  EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaErrorStreamCaptureUnsupported);
+  EXPECT_EQ(cudaGetLastError(), cudaErrorStreamCaptureUnsupported);
+  device.reset();
+}
+
+TEST_F(OtherDevice, WhatCannotBeAskedIsNotDone) {
+  const std::shared_ptr<std::byte> device = Allocate();
+  for (const auto error : {cudaErrorStreamCaptureUnsupported, cudaErrorInvalidValue}) {
+    const std::shared_ptr<const MovesUnderWay> asked = Begin(device), waited = Begin(device);
+    emulated::FailQueries(3, error);
+    for (int i = 0; i < 3; ++i) EXPECT_FALSE(asked->done());
+    EXPECT_FALSE(asked->done());  // Now it is asked for the first time.
+    EXPECT_TRUE(asked->done());
+    emulated::FailQueries(3, error);
+    EXPECT_TRUE(IsOk(waited->Wait()));
+    emulated::FailQueries(3, error);
+    const BytesMove move{device.get(), device.get() + kMoved, kMoved};
+    EXPECT_TRUE(IsOk(memory_->MoveApart({&move, 1})));
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  }
+  // Nothing writes any more once the device has failed for good.
+  for (const auto error : {cudaErrorIllegalAddress, cudaErrorLaunchFailure}) {
+    const std::shared_ptr<const MovesUnderWay> moves = Begin(device);
+    emulated::FailQueries(2, error);
+    EXPECT_TRUE(moves->done());
+    EXPECT_TRUE(Fails(moves->Wait(), absl::StatusCode::kInternal, "moving bytes"));
+  }
+}
+
+TEST(EmulatedDriver, KnowsTwoCalls) {
   void* function = &function;
   auto status = cudaDriverEntryPointSuccess;
   ASSERT_EQ(
