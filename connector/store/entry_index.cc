@@ -1,5 +1,7 @@
 #include "connector/store/entry_index.h"
 
+#include <utility>
+
 #include "absl/container/flat_hash_set.h"
 
 namespace kvferry {
@@ -52,11 +54,12 @@ void EntryIndex::AddPins(std::string_view key, int64_t pins) {
 std::optional<std::vector<std::string>> EntryIndex::VictimsFor(std::string_view key, int64_t bytes,
                                                                int64_t capacity_bytes) const {
   const Wanted wanted = {key, bytes};
-  return VictimsFor({&wanted, 1}, capacity_bytes);
+  return VictimsFor({&wanted, 1}, capacity_bytes, {});
 }
 
 std::optional<std::vector<std::string>> EntryIndex::VictimsFor(std::span<const Wanted> wanted,
-                                                               int64_t capacity_bytes) const {
+                                                               int64_t capacity_bytes,
+                                                               Numbers spared) const {
   absl::flat_hash_set<const Entry*> replaced;
   int64_t over_bytes = bytes_ - capacity_bytes;
   int64_t pinned_over_bytes = pinned_bytes_ - capacity_bytes;
@@ -69,12 +72,12 @@ std::optional<std::vector<std::string>> EntryIndex::VictimsFor(std::span<const W
   }
   if (pinned_over_bytes > 0) return std::nullopt;
   std::vector<std::string> victims;
-  for (auto it = unpinned_.begin(); over_bytes > 0; ++it) {
-    if (replaced.contains(&it->second->second)) continue;
+  for (auto it = unpinned_.begin(); over_bytes > 0 && it != unpinned_.end(); ++it) {
+    if (replaced.contains(&it->second->second) || spared.Has(it->first)) continue;
     victims.push_back(it->second->first);
     over_bytes -= it->second->second.bytes;
   }
-  return victims;
+  return over_bytes > 0 ? std::nullopt : std::optional(std::move(victims));
 }
 
 }  // namespace kvferry

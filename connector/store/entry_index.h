@@ -17,7 +17,7 @@ namespace kvferry {
 class EntryIndex {
  public:
   struct Entry {
-    uint64_t number = 0;  // Of the put that wrote it; no two entries have the same.
+    uint64_t number = 0;  // Its age; no two entries have the same.
     int64_t bytes = 0;
     int64_t pins = 0;
   };
@@ -34,13 +34,19 @@ class EntryIndex {
   // when what is pinned leaves no room.
   std::optional<std::vector<std::string>> VictimsFor(std::string_view key, int64_t bytes,
                                                      int64_t capacity_bytes) const;
-  // The same for several at once. No two have the same key.
+  // The same for several at once. No two have the same key. What has one of the numbers `spared`
+  // stays as if it were pinned.
   struct Wanted {
     std::string_view key;
     int64_t bytes;
   };
+  struct Numbers {
+    uint64_t begin = 0;
+    uint64_t end = 0;
+    bool Has(uint64_t number) const { return begin <= number && number < end; }
+  };
   std::optional<std::vector<std::string>> VictimsFor(std::span<const Wanted> wanted,
-                                                     int64_t capacity_bytes) const;
+                                                     int64_t capacity_bytes, Numbers spared) const;
 
   int64_t size() const { return static_cast<int64_t>(entries_.size()); }
   int64_t bytes() const { return bytes_; }

@@ -38,15 +38,15 @@ class HostStore::State : public std::enable_shared_from_this<State> {
   const std::shared_ptr<KvPool>& pool() const { return pool_; }
   int64_t max_value_bytes() const { return max_value_bytes_; }
 
-  absl::StatusOr<Held> Reserve(int64_t bytes);
+  std::vector<absl::StatusOr<Held>> Reserve(std::span<const int64_t> bytes);
   void Commit(Held held, std::string_view key);
   absl::StatusOr<Held> Acquire(std::string_view key);
   void Release(Value* value);
   void Erase(std::string_view key);
   absl::Status Pin(std::string_view key);
   absl::Status Unpin(std::string_view key);
-  int64_t CountPrefix(std::span<const std::string_view> keys) const;
-  std::vector<bool> Which(std::span<const std::string_view> keys) const;
+  int64_t CountPrefix(std::span<const std::string_view> keys);
+  std::vector<bool> Which(std::span<const std::string_view> keys);
   Stats stats() const;
 
  private:
@@ -62,7 +62,10 @@ class HostStore::State : public std::enable_shared_from_this<State> {
   void Update(Value* value, const Change& change) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Drop(Value* value) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void TakeOut(Value* value) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status MakeRoom(int64_t num_pages, int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status NoRoom(int64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<Held> Allocate(int64_t num_pages, int64_t bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Use(Value* value) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Value* Find(std::string_view key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::shared_ptr<KvPool> pool_;
@@ -115,24 +118,43 @@ HostStore::Value* HostStore::State::Find(std::string_view key) const {
   return it == table_.end() ? nullptr : it->second;
 }
 
-absl::Status HostStore::State::MakeRoom(int64_t num_pages, int64_t bytes) {
-  if (allocator_.num_free() + evictable_.pages < num_pages) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "host store: no room for ", bytes, " bytes: of ", pool_->num_pages() * page_bytes_, " are ",
-        pinned_.pages * page_bytes_, " pinned and ", leased_.pages * page_bytes_,
-        " leased or reserved; unpin entries or let go of leases, or give the store more"));
+absl::Status HostStore::State::NoRoom(int64_t bytes) const {
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "host store: no room for ", bytes, " bytes: of ", pool_->num_pages() * page_bytes_, " are ",
+      pinned_.pages * page_bytes_, " pinned and ", leased_.pages * page_bytes_,
+      " leased or reserved; unpin entries or let go of leases, or give the store more"));
+}
+
+// All room is made before any of it is taken, so that pages lie side by side also in a full store:
+// what goes first is the end of what was put together, page by page from its last.
+std::vector<absl::StatusOr<HostStore::Held>> HostStore::State::Reserve(
+    std::span<const int64_t> bytes) {
+  std::vector<absl::StatusOr<Held>> reserved;
+  reserved.reserve(bytes.size());
+  MutexLock lock(&mutex_);
+  const int64_t most = allocator_.num_free() + evictable_.pages;
+  std::vector<int64_t> pages;  // Of each value; 0 where there is no room for it.
+  int64_t wanted = 0;
+  for (const int64_t value_bytes : bytes) {
+    const bool valid = CheckValueBytes(value_bytes, max_value_bytes_).ok();
+    const int64_t num_pages = valid ? (value_bytes - 1) / page_bytes_ + 1 : 0;
+    pages.push_back(num_pages <= most - wanted ? num_pages : 0);
+    wanted += pages.back();
   }
-  while (allocator_.num_free() < num_pages) {
+  while (allocator_.num_free() < wanted) {
     TakeOut(&evictable_.values.front());
     ++counts_.evictions;
   }
-  return absl::OkStatus();
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    const absl::Status valid = CheckValueBytes(bytes[i], max_value_bytes_);
+    reserved.push_back(pages[i] > 0 ? Allocate(pages[i], bytes[i])
+                       : valid.ok() ? NoRoom(bytes[i])
+                                    : valid);
+  }
+  return reserved;
 }
 
-absl::StatusOr<HostStore::Held> HostStore::State::Reserve(int64_t bytes) {
-  const int64_t num_pages = (bytes - 1) / page_bytes_ + 1;
-  MutexLock lock(&mutex_);
-  KVFERRY_RETURN_IF_ERROR(MakeRoom(num_pages, bytes));
+absl::StatusOr<HostStore::Held> HostStore::State::Allocate(int64_t num_pages, int64_t bytes) {
   KVFERRY_ASSIGN_OR_RETURN(PageRuns pages, allocator_.Allocate(num_pages));
   Value& value = leased_.values.emplace_back();
   value.bytes = bytes;
@@ -203,18 +225,31 @@ absl::Status HostStore::State::Unpin(std::string_view key) {
   return absl::OkStatus();
 }
 
-int64_t HostStore::State::CountPrefix(std::span<const std::string_view> keys) const {
-  MutexLock lock(&mutex_);
-  int64_t there = 0;
-  while (there < std::ssize(keys) && table_.contains(keys[there])) ++there;
-  return there;
+// Behind all others of its group.
+void HostStore::State::Use(Value* value) {
+  Update(value, [] {});
 }
 
-std::vector<bool> HostStore::State::Which(std::span<const std::string_view> keys) const {
-  std::vector<bool> there;
-  there.reserve(keys.size());
+int64_t HostStore::State::CountPrefix(std::span<const std::string_view> keys) {
   MutexLock lock(&mutex_);
-  for (const std::string_view key : keys) there.push_back(table_.contains(key));
+  std::vector<Value*> there;
+  for (const std::string_view key : keys) {
+    Value* const value = Find(key);
+    if (value == nullptr) break;
+    there.push_back(value);
+  }
+  std::for_each(there.rbegin(), there.rend(), [this](Value* value) { Use(value); });
+  return std::ssize(there);
+}
+
+std::vector<bool> HostStore::State::Which(std::span<const std::string_view> keys) {
+  std::vector<bool> there(keys.size());
+  MutexLock lock(&mutex_);
+  for (size_t i = keys.size(); i-- > 0;) {
+    Value* const value = Find(keys[i]);
+    there[i] = value != nullptr;
+    if (there[i]) Use(value);
+  }
   return there;
 }
 
@@ -315,9 +350,18 @@ absl::StatusOr<HostStore::ReadLease> HostStore::Acquire(std::string_view key) {
 }
 
 absl::StatusOr<HostStore::Reservation> HostStore::Reserve(int64_t bytes) {
-  KVFERRY_RETURN_IF_ERROR(CheckValueBytes(bytes, max_value_bytes()));
-  KVFERRY_ASSIGN_OR_RETURN(Held value, state_->Reserve(bytes));
-  return Reservation(std::move(value));
+  return std::move(ReserveEach({&bytes, 1})[0]);
+}
+
+std::vector<absl::StatusOr<HostStore::Reservation>> HostStore::ReserveEach(
+    std::span<const int64_t> bytes) {
+  std::vector<absl::StatusOr<Reservation>> reservations;
+  reservations.reserve(bytes.size());
+  for (absl::StatusOr<Held>& value : state_->Reserve(bytes)) {
+    reservations.push_back(value.ok() ? absl::StatusOr<Reservation>(Reservation(*std::move(value)))
+                                      : value.status());
+  }
+  return reservations;
 }
 
 absl::Status HostStore::Commit(Reservation reservation, std::string_view key) {
@@ -336,6 +380,34 @@ absl::Status HostStore::Put(std::string_view key, ConstParts value, Deadline) {
   KVFERRY_ASSIGN_OR_RETURN(Reservation reservation, Reserve(BytesOf(value)));
   KVFERRY_RETURN_IF_ERROR(reservation.CopyFrom(value));
   return Commit(std::move(reservation), key);
+}
+
+std::vector<absl::Status> HostStore::PutBatch(std::span<const PutItem> items, Deadline) {
+  std::vector<absl::Status> statuses(items.size());
+  const std::vector<std::string_view> keys = KeysOf(items);
+  for (size_t begin = 0, end = 0; begin < items.size(); begin = end) {
+    const size_t count = CountDistinct(std::span(keys).subspan(begin));
+    end = begin + count;
+    PutTogether(items.subspan(begin, count), std::span(statuses).subspan(begin, count));
+  }
+  return statuses;
+}
+
+void HostStore::PutTogether(std::span<const PutItem> items, std::span<absl::Status> statuses) {
+  std::vector<int64_t> bytes;
+  std::vector<size_t> at;  // Where those stand in `items`.
+  for (size_t i = 0; i < items.size(); ++i) {
+    statuses[i] = CheckKey(items[i].key);
+    if (!statuses[i].ok()) continue;
+    bytes.push_back(BytesOf(items[i].value));
+    at.push_back(i);
+  }
+  std::vector<absl::StatusOr<Reservation>> room = ReserveEach(bytes);
+  for (size_t j = at.size(); j-- > 0;) {
+    absl::Status& status = statuses[at[j]] = room[j].status();
+    if (status.ok()) status = room[j]->CopyFrom(items[at[j]].value);
+    if (status.ok()) status = Commit(*std::move(room[j]), items[at[j]].key);
+  }
 }
 
 absl::Status HostStore::Get(std::string_view key, Parts out, Deadline) {

@@ -46,6 +46,9 @@ class HostStore : public KvStore {
   absl::StatusOr<ReadLease> Acquire(std::string_view key);
   // Pages for a value of `bytes`, to be filled and committed. Drops what it must, like Put.
   absl::StatusOr<Reservation> Reserve(int64_t bytes);
+  // The same for values of so many bytes each, in order, and side by side where it can be: none of
+  // them drops another, so what there is no room for beside those before is RESOURCE_EXHAUSTED.
+  std::vector<absl::StatusOr<Reservation>> ReserveEach(std::span<const int64_t> bytes);
   // The value is there for everybody from now on, in place of the one before, with its pins.
   // INVALID_ARGUMENT for a bad key, an empty reservation or one of another store. The reservation
   // is used up either way.
@@ -58,7 +61,8 @@ class HostStore : public KvStore {
   absl::Status Put(std::string_view key, ConstParts value, Deadline deadline) override;
   absl::Status Get(std::string_view key, Parts out, Deadline deadline) override;
   absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key, Deadline deadline) override;
-  // These do not count as use.
+  // These count as use of what is there, the last key first: of a prefix that an engine has itself
+  // nothing is ever got, and yet it has to stay for what is behind it.
   absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
                                  Deadline deadline) override;
   absl::StatusOr<std::vector<bool>> ExistsEach(std::span<const std::string_view> keys,
@@ -66,6 +70,9 @@ class HostStore : public KvStore {
   absl::Status Erase(std::string_view key, Deadline deadline) override;
   absl::Status Pin(std::string_view key, Deadline deadline) override;
   absl::Status Unpin(std::string_view key, Deadline deadline) override;
+  // Of values that take more than there is room for in all, beside all that they replace, the last
+  // are RESOURCE_EXHAUSTED.
+  std::vector<absl::Status> PutBatch(std::span<const PutItem> items, Deadline deadline) override;
   // `bytes` counts whole pages, those included that are only leased or reserved.
   Stats stats() const override;
 
@@ -80,6 +87,8 @@ class HostStore : public KvStore {
   using Held = std::unique_ptr<Value, Release>;
 
   explicit HostStore(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  // Of items with different keys.
+  void PutTogether(std::span<const PutItem> items, std::span<absl::Status> statuses);
 
   const std::shared_ptr<State> state_;
 };

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "connector/store/staged_pages.h"
 
@@ -18,17 +19,22 @@ int64_t Sum(Parts parts) {
 
 }  // namespace
 
+// Last to first, as what is put or used last is dropped last.
 std::vector<absl::Status> KvStore::PutBatch(std::span<const PutItem> items, Deadline deadline) {
-  std::vector<absl::Status> statuses;
-  statuses.reserve(items.size());
-  for (const PutItem& item : items) statuses.push_back(Put(item.key, item.value, deadline));
+  const std::vector<std::string_view> keys = KeysOf(items);
+  std::vector<absl::Status> statuses(items.size());
+  for (size_t begin = 0, end = 0; begin < items.size(); begin = end) {
+    end = begin + CountDistinct(std::span(keys).subspan(begin));
+    for (size_t i = end; i-- > begin;) statuses[i] = Put(items[i].key, items[i].value, deadline);
+  }
   return statuses;
 }
 
 std::vector<absl::Status> KvStore::GetBatch(std::span<const GetItem> items, Deadline deadline) {
-  std::vector<absl::Status> statuses;
-  statuses.reserve(items.size());
-  for (const GetItem& item : items) statuses.push_back(Get(item.key, item.out, deadline));
+  std::vector<absl::Status> statuses(items.size());
+  for (size_t i = items.size(); i-- > 0;) {
+    statuses[i] = Get(items[i].key, items[i].out, deadline);
+  }
   return statuses;
 }
 
@@ -78,16 +84,17 @@ std::vector<Item> ItemPerKey(std::span<const std::string_view> keys, std::span<c
 // Calls move(keys, staged) for some pages at a time, and returns its statuses of all.
 template <typename Move>
 std::vector<absl::Status> Staged(std::span<const std::string_view> keys, const KvPool& pool,
-                                 std::span<const int64_t> pages, const Move& move) {
-  std::vector<absl::Status> statuses;
-  statuses.reserve(keys.size());
+                                 std::span<const int64_t> pages, bool last_first,
+                                 const Move& move) {
+  std::vector<absl::Status> statuses(keys.size());
   const size_t most = StagedPages::AtATime(pool);
-  for (size_t first = 0; first < keys.size(); first += most) {
+  const size_t pieces = (keys.size() + most - 1) / most;
+  for (size_t piece = 0; piece < pieces; ++piece) {
+    const size_t first = most * (last_first ? pieces - 1 - piece : piece);
     const size_t count = std::min(most, keys.size() - first);
     StagedPages staged(pool, pages.subspan(first, count));
-    for (absl::Status& status : move(keys.subspan(first, count), staged)) {
-      statuses.push_back(std::move(status));
-    }
+    std::ranges::move(move(keys.subspan(first, count), staged),
+                      statuses.begin() + static_cast<ptrdiff_t>(first));
   }
   return statuses;
 }
@@ -119,7 +126,9 @@ std::vector<absl::Status> KvStore::DoPutPages(std::span<const std::string_view> 
     return PutBatch(ItemPerKey<PutItem>(some, ConstParts(parts)), deadline);
   };
   if (pool.memory().on_host()) return put(keys, ItemsOf(pool, pages));
-  return Staged(keys, pool, pages, [&](const auto& some, StagedPages& staged) {
+  // The first piece is to be the youngest, but of two values of one key the later one stays.
+  const bool last_first = CountDistinct(keys) == keys.size();
+  return Staged(keys, pool, pages, last_first, [&](const auto& some, StagedPages& staged) {
     const absl::Status copied = staged.FromPool();
     if (!copied.ok()) return std::vector<absl::Status>(some.size(), copied);
     return put(some, staged.Items());
@@ -134,12 +143,30 @@ std::vector<absl::Status> KvStore::DoGetPages(std::span<const std::string_view> 
     return GetBatch(ItemPerKey<GetItem>(some, Parts(items)), deadline);
   };
   if (pool.memory().on_host()) return get(keys, ItemsOf(pool, pages));
-  return Staged(keys, pool, pages, [&](const auto& some, StagedPages& staged) {
+  // What a deadline cuts off are the last pages, without which the first are of use.
+  auto got = Staged(keys, pool, pages, false, [&](const auto& some, StagedPages& staged) {
     std::vector<absl::Status> statuses = get(some, staged.Items());
     const absl::Status copied = staged.ToPool(statuses);
     for (absl::Status& status : statuses) status.Update(copied);
     return statuses;
   });
+  // Which made those of the last piece the ones that were used last.
+  if (keys.size() > StagedPages::AtATime(pool) && got.back().ok()) (void)Exists(keys, deadline);
+  return got;
+}
+
+size_t CountDistinct(std::span<const std::string_view> keys) {
+  absl::flat_hash_set<std::string_view> seen;
+  const auto again = std::ranges::find_if(
+      keys, [&seen](std::string_view key) { return !seen.insert(key).second; });
+  return static_cast<size_t>(again - keys.begin());
+}
+
+std::vector<std::string_view> KeysOf(std::span<const KvStore::PutItem> items) {
+  std::vector<std::string_view> keys;
+  keys.reserve(items.size());
+  for (const KvStore::PutItem& item : items) keys.push_back(item.key);
+  return keys;
 }
 
 absl::Status CheckKey(std::string_view key) {

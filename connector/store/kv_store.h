@@ -91,6 +91,10 @@ class KvStore {
     Parts out;
   };
   // One status an item, in order. As many single calls, unless a backend does better.
+  //
+  // Of one batch what comes first is dropped last: a block is of no use without those before it. Of
+  // one that is more than there is room for the first are kept, and the others may be
+  // RESOURCE_EXHAUSTED. Of two puts of one key the later one stays.
   virtual std::vector<absl::Status> PutBatch(std::span<const PutItem> items, Deadline deadline);
   virtual std::vector<absl::Status> GetBatch(std::span<const GetItem> items, Deadline deadline);
 
@@ -115,6 +119,10 @@ class KvStore {
                                                const KvPool& pool, std::span<const int64_t> pages,
                                                Deadline deadline);
 };
+
+// How many, from the first on, are keys that have not come before among them.
+size_t CountDistinct(std::span<const std::string_view> keys);
+std::vector<std::string_view> KeysOf(std::span<const KvStore::PutItem> items);
 
 // INVALID_ARGUMENT unless the key, or the value's length, is within bounds.
 absl::Status CheckKey(std::string_view key);

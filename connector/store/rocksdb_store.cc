@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
@@ -60,9 +59,17 @@ class RocksDbStore::Impl {
   Impl(const Options& options, RocksDbDatabase database)
       : options_(options), database_(std::move(database)) {}
 
+  using Numbers = EntryIndex::Numbers;
+  struct NumberedItem {
+    PutItem item;
+    uint64_t number;
+  };
+
   absl::Status Load();
-  // All of them or none. No two items have the same key.
-  absl::Status PutTogether(std::span<const PutItem> items, Deadline deadline);
+  // For a batch, whatever is put while it is written.
+  Numbers TakeNumbers(size_t count);
+  // All of them or none, without dropping others of their batch. No two items have the same key.
+  absl::Status PutTogether(std::span<const NumberedItem> items, Numbers batch, Deadline deadline);
   // Fills what it can of `items` and says OK for it; leaves the other statuses as they are.
   void ReadTogether(std::span<const GetItem> items, std::span<absl::Status> statuses);
   // Hands the value to `take` once, whole. `want_bytes`: how long it must be, if that is known.
@@ -92,8 +99,8 @@ class RocksDbStore::Impl {
 
   std::optional<EntryIndex::Entry> Find(std::string_view key) const;
   absl::Status LoadEntries(rocksdb::WriteBatch* stale);
-  absl::StatusOr<std::vector<std::string>> VictimsFor(
-      std::span<const EntryIndex::Wanted> wanted) const;
+  absl::StatusOr<std::vector<std::string>> VictimsFor(std::span<const EntryIndex::Wanted> wanted,
+                                                      Numbers batch) const;
   void AddRemoval(std::string_view key, rocksdb::WriteBatch* batch) const;
   absl::Status AddValue(std::string_view key, uint64_t number, const ValueHeader& header,
                         ConstParts value, rocksdb::WriteBatch* batch) const;
@@ -166,7 +173,7 @@ absl::Status RocksDbStore::Impl::LoadEntries(rocksdb::WriteBatch* stale) {
 absl::Status RocksDbStore::Impl::Load() {
   rocksdb::WriteBatch stale;
   KVFERRY_RETURN_IF_ERROR(LoadEntries(&stale));
-  KVFERRY_ASSIGN_OR_RETURN(const std::vector<std::string> victims, VictimsFor({}));
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<std::string> victims, VictimsFor({}, {}));
   for (const std::string& victim : victims) AddRemoval(victim, &stale);
   if (stale.Count() == 0) return absl::OkStatus();
   KVFERRY_RETURN_IF_ERROR(Write("removing what is over the capacity", &stale, Deadline::max()));
@@ -194,15 +201,18 @@ std::optional<EntryIndex::Entry> RocksDbStore::Impl::Find(std::string_view key) 
 }
 
 absl::StatusOr<std::vector<std::string>> RocksDbStore::Impl::VictimsFor(
-    std::span<const EntryIndex::Wanted> wanted) const {
+    std::span<const EntryIndex::Wanted> wanted, Numbers batch) const {
   MutexLock lock(&mutex_);
-  std::optional<std::vector<std::string>> victims = index_.VictimsFor(wanted, capacity_bytes());
+  std::optional<std::vector<std::string>> victims =
+      index_.VictimsFor(wanted, capacity_bytes(), batch);
   if (victims) return *std::move(victims);
   int64_t bytes = 0;
   for (const EntryIndex::Wanted& one : wanted) bytes += one.bytes;
   return absl::ResourceExhaustedError(
       absl::StrCat("rocksdb store: no room for ", bytes, " bytes: of ", capacity_bytes(), " are ",
-                   index_.pinned_bytes(), " pinned; unpin entries or give the store more"));
+                   index_.pinned_bytes(), " pinned",
+                   batch.end - batch.begin > 1 ? ", and what comes before in the batch stays" : "",
+                   "; unpin entries or give the store more"));
 }
 
 // Nothing for an entry that is not there.
@@ -239,32 +249,34 @@ absl::Status RocksDbStore::Impl::Write(std::string_view doing, rocksdb::WriteBat
   }
 }
 
-absl::Status RocksDbStore::Impl::PutTogether(std::span<const PutItem> items, Deadline deadline) {
+RocksDbStore::Impl::Numbers RocksDbStore::Impl::TakeNumbers(size_t count) {
+  MutexLock lock(&mutex_);
+  const uint64_t begin = std::exchange(next_number_, next_number_ + count);
+  return {begin, next_number_};
+}
+
+absl::Status RocksDbStore::Impl::PutTogether(std::span<const NumberedItem> items, Numbers batch,
+                                             Deadline deadline) {
   std::vector<ValueHeader> headers;
   std::vector<EntryIndex::Wanted> wanted;
-  for (const PutItem& item : items) {
+  for (const auto& [item, number] : items) {
     headers.push_back(MakeValueHeader(item.key, item.value));
     wanted.push_back({item.key, EntryBytes(item.key, BytesOf(item.value))});
   }
   KVFERRY_ASSIGN_OR_RETURN(const Turn turn, Turn::Take(this, deadline));
-  KVFERRY_ASSIGN_OR_RETURN(const std::vector<std::string> victims, VictimsFor(wanted));
-  uint64_t first_number = 0;
-  {
-    MutexLock lock(&mutex_);
-    first_number = std::exchange(next_number_, next_number_ + items.size());
-  }
-  rocksdb::WriteBatch batch;
-  for (const std::string& victim : victims) AddRemoval(victim, &batch);
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<std::string> victims, VictimsFor(wanted, batch));
+  rocksdb::WriteBatch writes;
+  for (const std::string& victim : victims) AddRemoval(victim, &writes);
   for (size_t i = 0; i < items.size(); ++i) {
-    AddRemoval(items[i].key, &batch);
-    KVFERRY_RETURN_IF_ERROR(
-        AddValue(items[i].key, first_number + i, headers[i], items[i].value, &batch));
+    const auto& [item, number] = items[i];
+    AddRemoval(item.key, &writes);
+    KVFERRY_RETURN_IF_ERROR(AddValue(item.key, number, headers[i], item.value, &writes));
   }
-  KVFERRY_RETURN_IF_ERROR(Write("writing a value", &batch, deadline));
+  KVFERRY_RETURN_IF_ERROR(Write("writing a value", &writes, deadline));
   MutexLock lock(&mutex_);
   for (const std::string& victim : victims) index_.Remove(victim);
   for (size_t i = 0; i < items.size(); ++i) {
-    index_.Set(wanted[i].key, first_number + i, wanted[i].bytes);
+    index_.Set(wanted[i].key, items[i].number, wanted[i].bytes);
   }
   counts_.evictions += std::ssize(victims);
   counts_.puts += std::ssize(items);
@@ -446,25 +458,39 @@ int64_t RocksDbStore::max_value_bytes() const { return impl_->options().max_valu
 absl::Status RocksDbStore::Put(std::string_view key, ConstParts value, Deadline deadline) {
   KVFERRY_RETURN_IF_ERROR(CheckKey(key));
   KVFERRY_RETURN_IF_ERROR(CheckValueBytes(BytesOf(value), max_value_bytes()));
-  const PutItem item = {key, value};
-  return impl_->PutTogether({&item, 1}, deadline);
+  const EntryIndex::Numbers numbers = impl_->TakeNumbers(1);
+  const Impl::NumberedItem item = {{key, value}, numbers.begin};
+  return impl_->PutTogether({&item, 1}, numbers, deadline);
 }
 
 std::vector<absl::Status> RocksDbStore::PutBatch(std::span<const PutItem> items,
                                                  Deadline deadline) {
   std::vector<absl::Status> statuses(items.size());
-  std::vector<PutItem> together;
+  const std::vector<std::string_view> keys = KeysOf(items);
+  for (size_t begin = 0, end = 0; begin < items.size(); begin = end) {
+    const size_t count = CountDistinct(std::span(keys).subspan(begin));
+    end = begin + count;
+    PutDistinct(items.subspan(begin, count), std::span(statuses).subspan(begin, count), deadline);
+  }
+  return statuses;
+}
+
+// The first is written first, so that what a deadline cuts off are those that are of no use without
+// it, and has the highest number, so that it is the youngest all the same.
+void RocksDbStore::PutDistinct(std::span<const PutItem> items, std::span<absl::Status> statuses,
+                               Deadline deadline) {
+  const EntryIndex::Numbers batch = impl_->TakeNumbers(items.size());
+  std::vector<Impl::NumberedItem> together;
   std::vector<size_t> at;  // Where those stand in `items`.
-  absl::flat_hash_set<std::string> keys;
   int64_t bytes = 0;
   const auto put = [&] {
-    const absl::Status status = impl_->PutTogether(together, deadline);
+    const absl::Status status = impl_->PutTogether(together, batch, deadline);
     // What is too much for the room or the disk in all may fit in part.
     const bool singly = absl::IsResourceExhausted(status) && together.size() > 1;
     for (size_t i = 0; i < at.size(); ++i) {
-      statuses[at[i]] = singly ? impl_->PutTogether({&together[i], 1}, deadline) : status;
+      statuses[at[i]] = singly ? impl_->PutTogether({&together[i], 1}, batch, deadline) : status;
     }
-    together.clear(), at.clear(), keys.clear();
+    together.clear(), at.clear();
     bytes = 0;
   };
   for (size_t i = 0; i < items.size(); ++i) {
@@ -472,16 +498,12 @@ std::vector<absl::Status> RocksDbStore::PutBatch(std::span<const PutItem> items,
     statuses[i] = CheckKey(items[i].key);
     if (statuses[i].ok()) statuses[i] = CheckValueBytes(value_bytes, max_value_bytes());
     if (!statuses[i].ok()) continue;
-    const std::string key(items[i].key);
-    const bool fits = bytes + value_bytes <= kTogetherBytes && !keys.contains(key);
-    if (!fits && !together.empty()) put();
-    together.push_back(items[i]);
+    if (bytes + value_bytes > kTogetherBytes && !together.empty()) put();
+    together.push_back({items[i], batch.end - 1 - i});
     at.push_back(i);
-    keys.insert(key);
     bytes += value_bytes;
   }
   if (!together.empty()) put();
-  return statuses;
 }
 
 std::vector<absl::Status> RocksDbStore::GetBatch(std::span<const GetItem> items,

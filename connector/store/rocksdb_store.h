@@ -16,7 +16,9 @@ namespace kvferry {
 // is one that was put, whole; one that was damaged on the disk is a miss (value_header.h), dropped
 // and counted in `errors`.
 //
-// What was written first goes first when the store is full; reading does not make an entry younger.
+// What was written first goes first when the store is full, and of what was written together the
+// last; reading does not make an entry younger. What of a batch has no room beside what comes before
+// it there is RESOURCE_EXHAUSTED.
 // `bytes` and the capacity count keys, values and 24 bytes an entry. RocksDB's files take more for
 // a while, as it cleans up behind: about half as much again, and 400 MiB for a large store.
 //
@@ -68,6 +70,9 @@ class RocksDbStore : public KvStore {
  private:
   class Impl;
   explicit RocksDbStore(std::unique_ptr<Impl> impl);
+  // Of items with different keys.
+  void PutDistinct(std::span<const PutItem> items, std::span<absl::Status> statuses,
+                   Deadline deadline);
 
   const std::unique_ptr<Impl> impl_;
 };

@@ -487,7 +487,12 @@ absl::StatusOr<HostStore::ReadLease> StoreServer::Service::Acquire(const std::st
 }
 
 StoreServer::Service::Result StoreServer::Service::GetPages(const Request& request) {
-  auto held = std::make_shared<std::vector<HostStore::ReadLease>>();
+  // Let go of last to first, so that the first is the one that was used last.
+  const std::shared_ptr<std::vector<HostStore::ReadLease>> held(
+      new std::vector<HostStore::ReadLease>, [](auto* leases) {
+        while (!leases->empty()) leases->pop_back();
+        delete leases;
+      });
   std::vector<absl::Status> statuses;
   std::vector<PageRun> runs;
   bool has_room = true;
@@ -527,9 +532,10 @@ struct StoreServer::Service::Incoming {
 StoreServer::Service::Result StoreServer::Service::PutPages(const Request& request) {
   auto incoming = std::make_shared<Incoming>();
   std::vector<int64_t> positions;
-  for (size_t i = 0; i < request.keys.size(); ++i) {
-    absl::StatusOr<HostStore::Reservation> room =
-        options_.host->Reserve(options_.host->pool()->layout().page_bytes());
+  const std::vector<int64_t> bytes(request.keys.size(),
+                                   options_.host->pool()->layout().page_bytes());
+  for (absl::StatusOr<HostStore::Reservation>& room : options_.host->ReserveEach(bytes)) {
+    const size_t i = incoming->statuses.size();
     incoming->statuses.push_back(room.status());
     if (!room.ok()) continue;
     positions.push_back(static_cast<int64_t>(i));
@@ -564,6 +570,8 @@ void StoreServer::Service::FinishPutPages(Incoming& incoming, const Request& req
   } else {
     for (size_t i = 0; i < keys.size(); ++i) put.push_back(show(i));
   }
+  // Used last to first: of one batch the first is kept longest.
+  options_.host->ExistsEach(keys, request.answer_by).IgnoreError();
   for (size_t i = 0; i < keys.size(); ++i) incoming.statuses[incoming.keys[i]] = std::move(put[i]);
   // What found no room beside these finds it in their place, as they are below too. Without a tier
   // below, the last pages would drive out the first.

@@ -30,13 +30,23 @@ TEST(EntryIndices, RoomForSeveralAtOnce) {
   EntryIndex index;
   for (uint64_t i = 1; i <= 4; ++i) index.Set(absl::StrCat(i), i, 10);
   index.AddPins("1", 1);
-  EXPECT_EQ(index.VictimsFor(Wanted{}, 40), Victims{});
-  EXPECT_EQ(index.VictimsFor(Wanted{}, 15), (Victims{"2", "3", "4"}));
-  EXPECT_EQ(index.VictimsFor(Wanted{{"a", 10}, {"b", 5}}, 55), Victims{});
-  EXPECT_EQ(index.VictimsFor(Wanted{{"a", 10}, {"b", 5}}, 54), Victims{"2"});
-  EXPECT_EQ(index.VictimsFor(Wanted{{"a", 10}, {"2", 15}}, 50), Victims{"3"});  // "2" makes way.
-  EXPECT_EQ(index.VictimsFor(Wanted{{"1", 5}, {"a", 15}}, 20), (Victims{"2", "3", "4"}));
-  EXPECT_EQ(index.VictimsFor(Wanted{{"a", 10}, {"b", 11}}, 30), std::nullopt);
+  EXPECT_EQ(index.VictimsFor(Wanted{}, 40, {}), Victims{});
+  EXPECT_EQ(index.VictimsFor(Wanted{}, 15, {}), (Victims{"2", "3", "4"}));
+  EXPECT_EQ(index.VictimsFor(Wanted{{"a", 10}, {"b", 5}}, 55, {}), Victims{});
+  EXPECT_EQ(index.VictimsFor(Wanted{{"a", 10}, {"b", 5}}, 54, {}), Victims{"2"});
+  EXPECT_EQ(index.VictimsFor(Wanted{{"a", 10}, {"2", 15}}, 50, {}),
+            Victims{"3"});  // "2" makes way.
+  EXPECT_EQ(index.VictimsFor(Wanted{{"1", 5}, {"a", 15}}, 20, {}), (Victims{"2", "3", "4"}));
+  EXPECT_EQ(index.VictimsFor(Wanted{{"a", 10}, {"b", 11}}, 30, {}), std::nullopt);
+}
+
+TEST(EntryIndices, WhatIsSparedMakesNoRoom) {
+  using Wanted = std::vector<EntryIndex::Wanted>;
+  EntryIndex index;
+  for (uint64_t i = 1; i <= 4; ++i) index.Set(absl::StrCat(i), i, 10);
+  EXPECT_EQ(index.VictimsFor(Wanted{{"a", 10}}, 30, {2, 4}), (Victims{"1", "4"}));
+  EXPECT_EQ(index.VictimsFor(Wanted{{"a", 11}}, 30, {2, 4}), std::nullopt);
+  EXPECT_EQ(index.VictimsFor(Wanted{{"2", 20}}, 30, {2, 4}), (Victims{"1", "4"}));
 }
 
 // All entries, looked at one by one.

@@ -48,19 +48,118 @@ int64_t Exists(HostStore& store, std::string_view key) {
   return Must(store.Exists({&key, 1}, Soon()));
 }
 
+// All that it has. Last to first, which leaves what was used in this order as it was.
+std::string Keys(HostStore& store, const std::vector<std::string_view>& of) {
+  const std::vector<bool> there = Must(store.ExistsEach(of, Soon()));
+  std::string keys;
+  for (size_t i = 0; i < of.size(); ++i) keys += there[i] ? std::string(of[i]) : "";
+  return keys;
+}
+
+std::vector<absl::Status> PutAll(HostStore& store, const std::vector<std::string_view>& keys,
+                                 int64_t bytes = 10) {
+  const Bytes value = ValueOf(1, 1, bytes);
+  const std::span<const std::byte> part = value;
+  std::vector<KvStore::PutItem> items;
+  for (const std::string_view key : keys) items.push_back({key, {&part, 1}});
+  return store.PutBatch(items, Soon());
+}
+
 TEST(HostStores, WhatIsUsedLeastRecentlyGoes) {
   const auto store = Small(3);
   for (const std::string_view key : {"a", "b", "c"}) {
     ASSERT_TRUE(IsOk(Put(*store, key, ValueOf(1, 1, 10))));
   }
   EXPECT_TRUE(IsOk(store->GetBytes("a", Soon())));
-  EXPECT_EQ(Exists(*store, "b"), 1);  // Which is no use of it.
   ASSERT_TRUE(IsOk(Put(*store, "d", ValueOf(1, 1, 5))));
   EXPECT_EQ(Exists(*store, "b"), 0);
   ASSERT_TRUE(IsOk(Put(*store, "e", ValueOf(1, 1, 11))));  // Two pages: c and a go.
   EXPECT_EQ(Exists(*store, "a") + Exists(*store, "c"), 0);
   EXPECT_EQ(Exists(*store, "d") + Exists(*store, "e"), 2);
   EXPECT_EQ(store->stats().evictions, 3);
+}
+
+// Who asks for a prompt's blocks goes on with those behind what is there.
+TEST(HostStores, WhatIsAskedForStaysTheFirstLongest) {
+  for (const bool each : {false, true}) {
+    SCOPED_TRACE(each);
+    const auto store = Small(5);
+    for (const std::string_view key : {"a", "b", "c", "d", "e"}) {
+      ASSERT_TRUE(IsOk(Put(*store, key, ValueOf(1, 1, 10))));
+    }
+    const std::vector<std::string_view> asked = {"a", "b", "missing", "c"};
+    if (each) {
+      EXPECT_EQ(Must(store->ExistsEach(asked, Soon())),
+                std::vector<bool>({true, true, false, true}));
+    } else {
+      EXPECT_EQ(Must(store->Exists(asked, Soon())), 2);  // And c is not looked for.
+    }
+    const auto push_out = [&](int64_t pages) {
+      const HostStore::Reservation room = Must(store->Reserve(10 * pages));
+    };
+    push_out(2);
+    EXPECT_EQ(store->stats().entries, 3);
+    push_out(3);
+    EXPECT_EQ(store->stats().entries, 2);
+    push_out(4);
+    EXPECT_EQ(Keys(*store, {"a", "b", "c", "d", "e"}), "a");
+  }
+}
+
+TEST(HostStores, AskingForWhatIsPinnedOrLeasedLeavesItSo) {
+  const auto store = Small(3);
+  ASSERT_TRUE(IsOk(PutAll(*store, {"pinned", "leased", "c"})[0]));
+  ASSERT_TRUE(IsOk(store->Pin("pinned", Soon())));
+  const HostStore::ReadLease lease = Must(store->Acquire("leased"));
+  EXPECT_EQ(Keys(*store, {"pinned", "leased", "c"}), "pinnedleasedc");
+  EXPECT_TRUE(Fails(store->Reserve(11), kExhausted, "of 30 are 10 pinned and 10 leased"));
+  EXPECT_EQ(store->stats().pinned, 1);
+}
+
+TEST(HostStores, ABatchDropsNothingOfItself) {
+  const auto store = Small(3);
+  ASSERT_TRUE(IsOk(Put(*store, "old", ValueOf(1, 1, 10))));
+  const std::vector<absl::Status> put = PutAll(*store, {"a", "b", "c", "d", "e"});
+  for (size_t i = 0; i < put.size(); ++i) {
+    EXPECT_TRUE(i < 3 ? IsOk(put[i]) : Fails(put[i], kExhausted, "no room for 10 bytes")) << i;
+  }
+  EXPECT_EQ(Keys(*store, {"old", "a", "b", "c", "d", "e"}), "abc");
+  EXPECT_EQ(store->stats().evictions, 1);
+}
+
+TEST(HostStores, EachReservationIsAnsweredByItself) {
+  const auto store = Small(4);
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 10))));
+  const std::vector<int64_t> bytes = {15, 0, INT64_MIN, 21, 41, INT64_MAX, 20};
+  const auto rooms = store->ReserveEach(bytes);
+  ASSERT_EQ(rooms.size(), bytes.size());
+  ASSERT_TRUE(IsOk(rooms[0].status()));
+  EXPECT_EQ(rooms[0]->bytes(), 15);
+  EXPECT_TRUE(Fails(rooms[1].status(), kInvalid, "0 bytes"));
+  EXPECT_TRUE(Fails(rooms[2].status(), kInvalid));
+  EXPECT_TRUE(Fails(rooms[3].status(), kExhausted, "no room for 21 bytes"));
+  EXPECT_TRUE(Fails(rooms[4].status(), kInvalid, "41 bytes"));
+  EXPECT_TRUE(Fails(rooms[5].status(), kInvalid));
+  EXPECT_TRUE(IsOk(rooms[6].status()));  // The others take nothing away from it.
+  EXPECT_EQ(store->stats().evictions, 1);
+}
+
+// What is put together goes last to first, and its pages one by one.
+TEST(HostStores, ABatchLiesSideBySideInAFullStoreToo) {
+  const auto store = Small(8);
+  const auto first_page = [&](std::string_view key) {
+    return Must(store->Acquire(key)).pages().PageAt(0);
+  };
+  for (const char* const batch : {"a", "b", "c", "d"}) {
+    std::vector<std::string> names;
+    for (int i = 0; i < 4; ++i) names.push_back(absl::StrCat(batch, i));
+    const std::vector<std::string_view> keys(names.begin(), names.end());
+    for (const absl::Status& status : PutAll(*store, keys)) ASSERT_TRUE(IsOk(status));
+    for (int i = 3; i > 0; --i) {
+      EXPECT_EQ(first_page(keys[i]), first_page(keys[0]) + i) << batch;
+    }
+  }
+  EXPECT_EQ(store->stats().evictions, 8);
 }
 
 TEST(HostStores, ALeaseKeepsItsBytes) {

@@ -156,6 +156,32 @@ TEST_F(RemotePages, AgreesWithTheStoreItServes) {
   EXPECT_TRUE(HoldsExactly(*target_, 2, pages, 1, pages));
 }
 
+// Also where the server has a tier below, and whether they were put or got last.
+TEST_F(RemotePages, OfABatchTheFirstIsDroppedLast) {
+  constexpr int64_t kPages = 8;
+  const std::vector<std::string> keys = Keys(kPages);
+  const std::vector<int64_t> pages = {1, 2, 3, 4, 5, 6, 7, 8};
+  for (const bool tiered : {false, true}) {
+    for (const bool gets : {false, true}) {
+      SCOPED_TRACE(testing::Message() << tiered << gets);
+      const auto host = MakeHost(kPages);
+      const auto server =
+          tiered ? Serve(host, std::make_shared<FakeStore>(SmallLayout().page_bytes()))
+                 : Serve(host);
+      const auto client = Dial(server->address(), source_);
+      ASSERT_TRUE(AllOk(client->PutPages(Views(keys), *source_, pages, Soon())));
+      if (gets) {
+        const auto reader = Dial(server->address(), target_);
+        ASSERT_TRUE(AllOk(reader->GetPages(Views(keys), *target_, pages, Soon())));
+      }
+      // The server lets go of what was got soon after.
+      const int64_t others = 5 * SmallLayout().page_bytes();
+      EXPECT_TRUE(WaitFor([&] { return host->Reserve(others).ok(); }, Soon()));
+      EXPECT_EQ(Must(host->Exists(Views(keys), Soon())), kPages - 5);
+    }
+  }
+}
+
 TEST_F(RemotePages, WhatIsMissingIsSaidKeyByKey) {
   const std::vector<std::string> keys = Keys(4);
   ASSERT_TRUE(AllOk(

@@ -106,6 +106,47 @@ TEST(RocksDbStores, AgeSurvivesARestart) {
   EXPECT_EQ(Must(RocksDbStore::Open(options))->stats().entries, 2);
 }
 
+// Written in several goes, the first of them first.
+TEST(RocksDbStores, OfALargeBatchTheFirstIsDroppedLast) {
+  const TempFolder folder;
+  constexpr int64_t kBytes = 700 << 10;  // Two of them are written together.
+  const RocksDbStore::Options options = {.path = folder.path(), .capacity_bytes = 10 * kBytes};
+  auto store = Must(RocksDbStore::Open(options));
+  const std::vector<std::string_view> keys = {"a", "b", "c", "d", "e", "f", "g", "h"};
+  const Bytes value = ValueOf(1, 1, kBytes - 100);
+  const std::span<const std::byte> part = value;
+  std::vector<KvStore::PutItem> items;
+  for (const std::string_view key : keys) items.push_back({key, {&part, 1}});
+  for (const absl::Status& status : store->PutBatch(items, Soon())) ASSERT_TRUE(IsOk(status));
+  for (int i = 0; i < 5; ++i) {
+    ASSERT_TRUE(IsOk(Put(*store, absl::StrCat("other ", i), value)));
+  }
+  EXPECT_EQ(Must(store->Exists(keys, Soon())), 5);
+  EXPECT_EQ(store->stats().entries, 10);
+  store.reset();
+  store = Must(RocksDbStore::Open(options));
+  for (int i = 5; i < 8; ++i) {
+    ASSERT_TRUE(IsOk(Put(*store, absl::StrCat("other ", i), value)));
+  }
+  EXPECT_EQ(Must(store->Exists(keys, Soon())), 2);
+  EXPECT_EQ(store->stats().entries, 10);
+}
+
+TEST(RocksDbStores, OfABatchTheLaterValueOfAKeyStaysAfterARestart) {
+  const TempFolder folder;
+  {
+    const auto store = Must(RocksDbStore::Open({.path = folder.path()}));
+    const Bytes first = ValueOf(1, 1, 1000), second = ValueOf(1, 2, 2000);
+    const std::span<const std::byte> first_part = first, second_part = second;
+    const std::vector<KvStore::PutItem> items = {
+        {"a", {&first_part, 1}}, {"b", {&first_part, 1}}, {"a", {&second_part, 1}}};
+    for (const absl::Status& status : store->PutBatch(items, Soon())) ASSERT_TRUE(IsOk(status));
+  }
+  const auto store = Must(RocksDbStore::Open({.path = folder.path()}));
+  EXPECT_TRUE(*store->GetBytes("a", Soon()) == ValueOf(1, 2, 2000));
+  EXPECT_TRUE(*store->GetBytes("b", Soon()) == ValueOf(1, 1, 1000));
+}
+
 TEST(RocksDbStores, UnderAPoolItFillsItAgainAfterARestart) {
   const TempFolder folder;
   const KvLayout layout = Must(HostStore::FlatLayout(512));

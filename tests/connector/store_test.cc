@@ -65,6 +65,53 @@ INSTANTIATE_TEST_SUITE_P(
                     TieredHosts(), TieredOverFake()),
     BackendName());
 
+// Pages of a device are put and got some at a time, and are one batch all the same.
+TEST(StoreOfDevicePages, OfManyTheFirstIsDroppedLast) {
+  const KvLayout layout = KvLayout::Mha(2, 64, 32, 64, DType::kBFloat16);  // 1 MiB a page.
+  constexpr int64_t kPages = 40;                                           // Three pieces.
+  const auto pool = Must(KvPool::CreateIn(layout, kPages, std::make_shared<GuardedMemory>()));
+  FillPattern(*pool, 1);
+  std::vector<std::string> names;
+  std::vector<int64_t> pages;
+  for (int64_t i = 0; i < kPages; ++i) {
+    names.push_back(absl::StrCat("key", i));
+    pages.push_back(i);
+  }
+  const std::vector<std::string_view> keys(names.begin(), names.end());
+  for (const bool gets : {false, true}) {
+    SCOPED_TRACE(gets);
+    const auto store = Must(HostStore::Create({layout, kPages << 20, 0}));
+    for (const absl::Status& status : store->PutPages(keys, *pool, pages, Soon())) {
+      ASSERT_TRUE(IsOk(status));
+    }
+    if (gets) {
+      for (const absl::Status& status : store->GetPages(keys, *pool, pages, Soon())) {
+        ASSERT_TRUE(IsOk(status));
+      }
+    }
+    { const HostStore::Reservation others = Must(store->Reserve((kPages - 5) << 20)); }
+    EXPECT_EQ(Must(store->Exists(keys, Soon())), 5);
+  }
+}
+
+TEST(StoreOfDevicePages, OfTwoUnderOneKeyTheLaterStays) {
+  const KvLayout layout = KvLayout::Mha(2, 64, 32, 64, DType::kBFloat16);  // 1 MiB a page.
+  constexpr int64_t kPages = 20;                                           // Two pieces.
+  const auto source = Must(KvPool::CreateIn(layout, kPages, std::make_shared<GuardedMemory>()));
+  FillPattern(*source, 1);
+  std::vector<int64_t> pages;
+  for (int64_t i = 0; i < kPages; ++i) pages.push_back(i);
+  const std::vector<std::string_view> keys(kPages, "key");
+  const auto store = Must(HostStore::Create({layout, kPages << 20, 0}));
+  for (const absl::Status& status : store->PutPages(keys, *source, pages, Soon())) {
+    ASSERT_TRUE(IsOk(status));
+  }
+  const auto on_host = MakePatternPool(layout, 1, 3);
+  const std::vector<int64_t> first = {0};
+  ASSERT_TRUE(IsOk(store->GetPages({{keys[0]}}, *on_host, first, Soon())[0]));
+  EXPECT_TRUE(HoldsPages(*on_host, first, 1, std::vector<int64_t>{kPages - 1}, 0, 2));
+}
+
 // More pages than are staged at a time, between pools that the processor cannot touch.
 TEST(StoreOfDevicePages, GoThroughTheHost) {
   const KvLayout layout = KvLayout::Mha(2, 64, 32, 64, DType::kBFloat16);  // 1 MiB a page.

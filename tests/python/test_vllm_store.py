@@ -71,6 +71,12 @@ class Scheduler:
         self.half = StoreScheduler(BLOCK, HOST, namespace, config)
         self.half.set_workers({0: StoreAddress.of(self.opened.address, "m", LAYOUT)})
 
+    def use(self, stores: list) -> None:
+        """Asks these, one a rank."""
+        self.half.close()
+        self.half._workers *= len(stores)
+        self.half._stores = stores
+
     def put(self, keys: list[bytes]) -> None:
         stored = self.opened.store.put_pages(
             [rank_key(key, 0) for key in keys], self.pool, list(range(len(keys)))
@@ -188,6 +194,160 @@ def test_what_is_not_all_tokens_has_no_keys(scheduler: Scheduler, more: dict):
     it = request("r", 2, **more)
     scheduler.half.on_new_request(it)
     assert scheduler.compute(it, 2).store_saves == []
+
+
+def saved_of(it: SimpleNamespace, meta: StepMetadata) -> list[int]:
+    """Which blocks of the request are saved: block n is block n of the pool."""
+    return [block for save in meta.store_saves for block in save.block_ids]
+
+
+def begin(scheduler: Scheduler, it: SimpleNamespace, local: int) -> int:
+    """A request of whose prompt the engine has so many blocks: how many more the store has."""
+    scheduler.half.on_new_request(it)
+    return begin_again(scheduler, it, local)
+
+
+def begin_again(scheduler: Scheduler, it: SimpleNamespace, local: int) -> int:
+    count = scheduler.half.get_num_new_matched_tokens(it, local * BLOCK)[0] // BLOCK
+    it.num_computed_tokens = (local + count) * BLOCK
+    return count
+
+
+def test_what_the_engine_has_and_the_store_has_lost_is_saved_again(scheduler: Scheduler):
+    keys = keys_of(scheduler, request("before", 6))
+    scheduler.half._saving.clear()  # That was long ago.
+    scheduler.put(keys[:2])
+    it = request("r", 6)
+    assert begin(scheduler, it, local=4) == 0
+    assert saved_of(it, scheduler.compute(it, 2)) == [2, 3, 4, 5]
+    assert saved_of(it, scheduler.compute(it, 0)) == []
+
+
+def test_what_the_engine_and_the_store_have_is_not_saved_again(scheduler: Scheduler):
+    scheduler.put(keys_of(scheduler, request("before", 5)))
+    scheduler.half._saving.clear()
+    it = request("r", 6)
+    assert begin(scheduler, it, local=4) == 1
+    assert saved_of(it, scheduler.compute(it, 1)) == [5]
+
+
+def test_what_is_behind_a_block_that_the_store_has_lost_is_loaded(scheduler: Scheduler):
+    keys = keys_of(scheduler, request("before", 6))
+    scheduler.half._saving.clear()
+    scheduler.put(keys[:1])
+    stored = scheduler.opened.store.put_pages([rank_key(keys[4], 0)], scheduler.pool, [4])
+    assert stored == [None]
+    it = request("r", 6)
+    assert begin(scheduler, it, local=4) == 1
+    assert saved_of(it, scheduler.compute(it, 1)) == [1, 2, 3, 5]
+
+
+def test_what_another_connector_has_loaded_is_not_saved(scheduler: Scheduler):
+    scheduler.put(keys_of(scheduler, request("before", 1)))
+    scheduler.half._saving.clear()
+    it = request("r", 6)
+    assert begin(scheduler, it, local=2) == 0
+    it.num_computed_tokens = 5 * BLOCK
+    assert saved_of(it, scheduler.compute(it, 1)) == [1, 5]
+
+
+def test_what_a_request_has_saved_is_not_saved_again_when_it_was_preempted(scheduler: Scheduler):
+    it = request("r", 4)
+    assert begin(scheduler, it, local=0) == 0
+    assert saved_of(it, scheduler.compute(it, 3)) == [0, 1, 2]
+    scheduler.half._saving.clear()
+    scheduler.step({}, {"r"})
+    assert begin_again(scheduler, it, local=3) == 0
+    assert saved_of(it, scheduler.compute(it, 1)) == [3]
+
+
+def test_a_beginning_that_many_requests_have_is_saved_again_by_one_of_them(scheduler: Scheduler):
+    keys_of(scheduler, request("before", 3))
+    first, second, third = (request(name, 4) for name in ("first", "second", "third"))
+    assert begin(scheduler, first, local=3) == 0
+    assert saved_of(first, scheduler.compute(first, 1)) == [3]  # The others are being saved.
+    scheduler.half._saving.clear()
+    for it in (second, third):
+        assert begin(scheduler, it, local=3) == 0
+    assert saved_of(second, scheduler.compute(second, 1)) == [0, 1, 2, 3]
+    assert saved_of(third, scheduler.compute(third, 1)) == [3]
+
+
+def test_keys_of_saves_that_must_have_ended_are_forgotten(scheduler: Scheduler):
+    scheduler.half._save_s = 0.0
+    for name in ("a", "b", "c"):
+        keys_of(scheduler, request(name, 3, cache_salt=name))
+    assert len(scheduler.half._saving) == 3
+
+
+def test_nothing_is_saved_again_to_a_store_that_does_not_answer(scheduler: Scheduler):
+    keys_of(scheduler, request("before", 3))
+    scheduler.half._saving.clear()
+    scheduler.use([SlowRank(1, delay_s=WAIT_S)])
+    it = request("r", 4)
+    assert begin(scheduler, it, local=3) == 0
+    assert saved_of(it, scheduler.compute(it, 1)) == [3]
+
+
+def test_what_the_engine_never_loads_as_it_has_it_itself_stays_in_the_store(scheduler: Scheduler):
+    host = kvferry.HostStore(12 * LAYOUT.page_bytes, layout=LAYOUT)
+    scheduler.use([host])
+    shared = list(range(4 * BLOCK))  # What every request begins with.
+    keys: list[bytes] = []
+    for number in range(20):
+        tokens = shared + [1000 * number + n for n in range(2 * BLOCK)]
+        fields = {"prompt_token_ids": tokens, "all_token_ids": tokens}
+        it = request(f"r{number}", 6, **fields)
+        local = 4 if number > 0 else 0
+        assert begin(scheduler, it, local) == 0
+        (save,) = scheduler.compute(it, 6 - local).store_saves
+        assert save.block_ids == list(range(local, 6))
+        keys = [rank_key(key, 0) for key in scheduler.half._requests[it.request_id].keys]
+        stored = host.put_pages(keys[local:], scheduler.pool, save.block_ids)
+        assert stored == [None] * (6 - local)
+        scheduler.half.request_finished(it)
+        scheduler.half._saving.clear()
+    assert host.exists(keys) == 6  # As an engine asks that has nothing of it.
+
+
+class SlowRank:
+    """What the scheduler asks: a store that takes its time for an answer."""
+
+    def __init__(self, blocks: int, delay_s: float):
+        self.blocks, self.delay_s = blocks, delay_s
+        self.timeouts_ms: list[int] = []
+
+    def exists(self, keys: list[bytes], timeout_ms: int) -> int:
+        self.timeouts_ms.append(timeout_ms)
+        time.sleep(min(self.delay_s, timeout_ms / 1e3))
+        if self.delay_s > timeout_ms / 1e3:
+            raise kvferry.DeadlineExceeded("slow")
+        return min(self.blocks, len(keys))
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_stores_of_all_ranks_have_one_deadline(scheduler: Scheduler):
+    ranks = [SlowRank(3, delay_s=0.08) for _ in range(8)]
+    scheduler.use(ranks)
+    it = request("r", 3)
+    scheduler.half.on_new_request(it)
+    begin_s = time.monotonic()
+    assert scheduler.half.get_num_new_matched_tokens(it, 0) == (0, False)
+    assert time.monotonic() - begin_s < 0.5  # One after the other they would take 0.64 s.
+    timeouts = [ms for rank in ranks for ms in rank.timeouts_ms]
+    assert timeouts == sorted(timeouts, reverse=True) and sum(timeouts) < 2 * 200
+    # None is asked for a while.
+    other = request("s", 3)
+    scheduler.half.on_new_request(other)
+    assert scheduler.half.get_num_new_matched_tokens(other, 0) == (0, False)
+    assert [ms for rank in ranks for ms in rank.timeouts_ms] == timeouts
+
+
+def test_what_all_ranks_have_is_loaded(scheduler: Scheduler):
+    scheduler.use([SlowRank(blocks, delay_s=0.0) for blocks in (4, 2, 3)])
+    assert begin(scheduler, request("r", 5), local=1) == 1
 
 
 def test_namespaces_share_nothing(scheduler: Scheduler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-# The scheduler, and with it the engine, waits for the answer. Without one it does not ask again for
-# a while.
+# The scheduler, and with it the engine, waits for the answers of all ranks' stores. Without them it
+# does not ask again for a while.
 _ASK_TIMEOUT_MS = 200
 
 
@@ -29,7 +30,8 @@ class _Tracked:
     request: Request
     salt: str
     keys: list[bytes] = field(default_factory=list)  # Of full blocks, as far as they were needed.
-    found: tuple[int, int] | None = None  # (first block asked for, blocks found from there on)
+    found: tuple[int, int] | None = None  # (first block to load, blocks found from there on)
+    lost: range = range(0)  # Blocks that the engine has and the store has not (any more).
     saved: int | None = None  # Blocks that need no saving (any more); None: not scheduled yet.
     has_saves: bool = False  # The workers know it, and report when its saves have ended.
     has_loaded: bool = False  # Since it was last computed.
@@ -38,8 +40,9 @@ class _Tracked:
 class StoreScheduler:
     """Loads blocks that the store has, and saves the blocks that are computed here.
 
-    A block is saved as soon as all its tokens are computed, prompt or not, and at most once. Blocks
-    of a finished request stay allocated until the workers report that its saves have ended.
+    A block is saved as soon as all its tokens are computed, prompt or not, and once, but for what
+    the store has lost by the time that another request begins with it. Blocks of a finished request
+    stay allocated until the workers report that its saves have ended.
     """
 
     def __init__(
@@ -58,6 +61,9 @@ class StoreScheduler:
         self._loading: set[str] = set()  # Handed to the workers and not reported back.
         self._cancelled: list[str] = []  # For the next step.
         self._silent_until = 0.0
+        # Keys of blocks that are being saved, and until when that may take: in order of that time.
+        self._saving: OrderedDict[bytes, float] = OrderedDict()
+        self._save_s = config.fetch_timeout_ms / 1e3
 
     def set_workers(self, workers: dict[int, StoreAddress]) -> None:
         """Where the workers' stores are, by tensor-parallel rank."""
@@ -102,20 +108,39 @@ class StoreScheduler:
         return (count * self._block_size, True) if count > 0 else (0, False)
 
     def _ask(self, tracked: _Tracked, first: int) -> int:
-        keys = self._keys(tracked, tracked.request.num_prompt_tokens // self._block_size)[first:]
-        if not keys or time.monotonic() < self._silent_until:
+        """How many blocks the store has from the given one on."""
+        tracked.lost = range(0)
+        if time.monotonic() < self._silent_until:
             return 0
+        keys = self._keys(tracked, tracked.request.num_prompt_tokens // self._block_size)
+        deadline = time.monotonic() + _ASK_TIMEOUT_MS / 1e3
         try:
-            found = len(keys)
-            for rank in range(len(self._workers)):
-                store = self._stores[rank % len(self._stores)]
-                asked = [rank_key(key, rank) for key in keys[:found]]
-                found = store.exists(asked, timeout_ms=_ASK_TIMEOUT_MS) if asked else 0
-            return found
+            # Also for what the engine has itself: what nobody asks for ages and is dropped, and
+            # what is behind it is of no use to others then.
+            there = self._count(keys, deadline)
+            if there >= first:
+                return there - first
+            tracked.lost = range(there, first)
+            return self._count(keys[first:], deadline)
         except (kvferry.Error, ValueError) as error:
             logger.warning("the KV store is not asked for %.0f s: %s", SILENCE_S, error)
             self._silent_until = time.monotonic() + SILENCE_S
             return 0
+
+    def _count(self, keys: list[bytes], deadline: float) -> int:
+        """How many blocks, from the first on, the stores of all ranks have."""
+        found = len(keys)
+        for rank in range(len(self._workers)):
+            if found == 0:
+                break
+            left_ms = int((deadline - time.monotonic()) * 1e3)
+            if left_ms <= 0:
+                raise kvferry.DeadlineExceeded(
+                    f"it took the ranks before {rank} more than {_ASK_TIMEOUT_MS} ms to answer"
+                )
+            store = self._stores[rank % len(self._stores)]
+            found = store.exists([rank_key(key, rank) for key in keys[:found]], timeout_ms=left_ms)
+        return found
 
     def _keys(self, tracked: _Tracked, num_blocks: int) -> list[bytes]:
         """Keys of the request's first blocks, whose tokens must be known."""
@@ -193,17 +218,39 @@ class StoreScheduler:
         begin = before if tracked.saved is None else tracked.saved
         # Drafts of speculative decoding are scheduled too and may be wrong.
         full = min(full, request.num_tokens // self._block_size)
+        blocks = [*self._lost(tracked, before), *range(begin, full)]
         tracked.saved = max(begin, full)
-        if full <= begin:
+        if not blocks:
             return
         tracked.has_saves = True
-        meta.store_saves.append(
-            StoreSave(
-                request_id=request.request_id,
-                keys=self._keys(tracked, full)[begin:full],
-                block_ids=kv_cache_manager.get_block_ids(request.request_id)[0][begin:full],
-            )
+        keys = self._keys(tracked, blocks[-1] + 1)
+        block_ids = kv_cache_manager.get_block_ids(request.request_id)[0]
+        save = StoreSave(
+            request_id=request.request_id,
+            keys=[keys[block] for block in blocks],
+            block_ids=[block_ids[block] for block in blocks],
         )
+        self._note_saving(save.keys)
+        meta.store_saves.append(save)
+
+    def _lost(self, tracked: _Tracked, computed: int) -> list[int]:
+        """Blocks to save again, of a request that begins with so many computed ones."""
+        lost, tracked.lost = tracked.lost, range(0)
+        if tracked.saved is not None:
+            return []
+        lost = range(lost.start, min(lost.stop, computed))
+        keys = self._keys(tracked, lost.stop)
+        now = time.monotonic()
+        # Of many requests with one beginning not each is to save it.
+        return [block for block in lost if self._saving.get(keys[block], 0.0) <= now]
+
+    def _note_saving(self, keys: list[bytes]) -> None:
+        now = time.monotonic()
+        while self._saving and next(iter(self._saving.values())) <= now:
+            self._saving.popitem(last=False)
+        for key in keys:
+            self._saving[key] = now + self._save_s
+            self._saving.move_to_end(key)
 
     def request_finished(self, request: Request) -> bool:
         """Whether its blocks have to stay until the workers report it."""
