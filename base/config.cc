@@ -72,7 +72,9 @@ constexpr std::array kFields = {
 };
 
 constexpr absl::string_view kVariablePrefix = "KVFERRY_", kLogVariable = "KVFERRY_LOG";
-constexpr absl::string_view kTestVariablePrefix = "KVFERRY_TEST_";
+// Of ./dev and tests.
+constexpr std::array<absl::string_view, 3> kOtherPrefixes = {"KVFERRY_TEST_", "KVFERRY_RANDOM_",
+                                                             "KVFERRY_DEV_"};
 constexpr std::array<absl::string_view, 4> kSameHostPaths = {"auto", "in_place", "arena",
                                                              "network"};
 constexpr std::array<absl::string_view, 3> kNetworkPaths = {"packed", "direct", "auto"};
@@ -131,7 +133,10 @@ std::string VariableOf(const Field& field) {
 }
 
 bool IsKnown(absl::string_view variable) {
-  return variable == kLogVariable || absl::StartsWith(variable, kTestVariablePrefix) ||
+  return variable == kLogVariable ||
+         absl::c_any_of(
+             kOtherPrefixes,
+             [&](absl::string_view prefix) { return absl::StartsWith(variable, prefix); }) ||
          absl::c_any_of(kFields, [&](const Field& field) { return variable == VariableOf(field); });
 }
 

@@ -186,6 +186,11 @@ absl::Status LeaseTable::Admit(uint64_t lease_id, Lease& lease, LeaseReader read
         absl::StrCat("lease ", absl::Hex(lease_id), " is not published now"));
   }
   if (lease.state == State::kWithdrawing) return refused("is being withdrawn");
+  // Nothing expires while somebody reads: readers that take turns would keep the pages for ever. Whoever
+  // began in time has ended by then.
+  if (Clock::now() > lease.expiry + std::chrono::milliseconds(config_.max_fetch_timeout_ms)) {
+    return refused("has already expired; raise lease_ms or fetch sooner");
+  }
   Readers& readers = lease.readers;
   if (lease.state == State::kTaken || (readers.reading & BitOf(reader)) != 0) {
     return refused("is being fetched already");

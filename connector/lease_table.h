@@ -57,6 +57,8 @@ struct EndedLease {
 //   unpublishing   Withdraw             withdrawing     -
 //   taken          EndTransfer, GoOn    ended fetched   -
 //
+// BeginTransfer is refused when max_fetch_timeout_ms have passed since the expiry, whoever else reads then.
+//
 // A lease may have several readers (LeaseReader). It is transferring while any of them reads, a transfer's
 // end moves it on when no other is under way, and EndTransfer(OK) and NothingNeeded count when the last
 // reader has said so; what readers have said outlives Unpublish, and may come before Publish.

@@ -53,6 +53,20 @@ TEST_F(LeaseReaders, OneAfterTheOther) {
   EXPECT_EQ(Ended(), "fetched");
 }
 
+// A lease does not expire while it is read.
+TEST_F(LeaseReaders, ThatTakeTurnsDoNotKeepItForEver) {
+  const int64_t most_ms = Config().max_fetch_timeout_ms;
+  ASSERT_TRUE(IsOk(table_.Publish(kLease, PageRuns(PageRun{3, 2}), 0, At(60000 - most_ms))));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, kFirst)));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, kSecond)));  // Late, but it was asked for in time.
+  table_.EndTransfer(kLease, kFirst, kGone);
+  table_.EndTransfer(kLease, kSecond, kGone);
+  constexpr uint64_t kOld = 0xabd;
+  ASSERT_TRUE(IsOk(table_.Publish(kOld, PageRuns(PageRun{3, 2}), 0, At(-1 - most_ms))));
+  EXPECT_TRUE(Fails(table_.BeginTransfer(kOld, kFirst), absl::StatusCode::kFailedPrecondition,
+                    "has already expired"));
+}
+
 TEST_F(LeaseReaders, OneThatNeverComesLetsItExpire) {
   ASSERT_TRUE(IsOk(Publish()));
   ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, kFirst)));
