@@ -44,15 +44,19 @@ class Servers:
 
     def start(self, prompt: list[int], max_tokens: int) -> tuple[Request, Request]:
         """Both servers get the request."""
+        return self.start_at(self.prefill, self._port, prompt, max_tokens)
+
+    def start_at(
+        self, prefill: Server, port: int, prompt: list[int], max_tokens: int
+    ) -> tuple[Request, Request]:
+        """That prefill server and the decode server get it. port: of the former's bootstrap."""
         where = {
             "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": self._port,
+            "bootstrap_port": port,
             "bootstrap_room": next(_rooms),
         }
-        prefill, decode = (
-            it.start(prompt, max_tokens, where) for it in (self.prefill, self.decode)
-        )
-        return prefill, decode
+        first, second = (it.start(prompt, max_tokens, where) for it in (prefill, self.decode))
+        return first, second
 
     def answer(self, prompt: list[int], max_tokens: int = 8) -> Answer:
         prefill, decode = self.start(prompt, max_tokens)

@@ -1,11 +1,14 @@
 """SGLang's prefill and decode servers, on the CPU if KVFERRY_TEST_SGLANG_ARGS says nothing else,
 with kvferry between them: the tokens are those that the model makes alone."""
 
+import contextlib
 import os
 import random
 import time
 
 import pytest
+from server import Server
+from servers import MODEL, free_port
 
 RANDOM_SECONDS = float(os.environ.get("KVFERRY_RANDOM_SECONDS", "8"))
 
@@ -107,6 +110,22 @@ def test_at_random(servers, tokens, reference):
             time.sleep(rng.uniform(0, 0.05))
     print(f"{len(done)} requests, {sum(it.is_aborted for it in done)} aborted")
     assert {it.is_aborted for it in done} == {False, True}
+
+
+def test_a_prefill_server_with_pages_of_another_size_ends_its_own_requests(
+    servers, tokens, reference, tmp_path
+):
+    """All of them, on both sides, and the decode server goes on with those of others."""
+    prompt, port = tokens("Whose pages are these? " * 30), free_port()
+    with contextlib.closing(Server("prefill", MODEL, tmp_path, port, page_size=32)) as other:
+        other.wait_ready()
+        for _ in range(3):
+            prefill, decode = servers.start_at(other, port, prompt, 8)
+            error = decode.answer(30).error
+            assert "page_size=32" in error and "page_size=16" in error
+            assert prefill.answer(30).error != ""
+            assert servers.answer(prompt).tokens == reference(prompt)
+        other.stop()
 
 
 def test_a_prefill_server_that_dies_and_another_one(servers, tokens, reference):

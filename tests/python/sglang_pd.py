@@ -3,6 +3,7 @@ schedulers do with them. SGLang's own classes on the CPU: pools, metadata rows, 
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import sys
@@ -100,7 +101,7 @@ def _make_pool(kind: str, heads: int):
         return SWAKVPool(
             tokens, (STATES - 1) * PAGE, PAGE, dtype, heads, HEAD_DIM, in_window, full, "cpu"
         )
-    if kind == "mamba":
+    if kind in ("mamba", "mla_mamba"):
         shape = SimpleNamespace(conv=[(3 * heads, 3), (2 * heads, 3)], temporal=(heads, 8, 8))
         dtypes = SimpleNamespace(conv=dtype, temporal=torch.float32)
         params = SimpleNamespace(shape=shape, dtype=dtypes, is_kda=False)
@@ -108,7 +109,11 @@ def _make_pool(kind: str, heads: int):
             size=STATES, spec_state_size=0, cache_params=params, mamba_layer_ids=[0, 2],
             device="cpu",
         )  # fmt: skip
-        return HybridLinearKVPool(tokens, dtype, PAGE, heads, HEAD_DIM, [1, 3, 4], "cpu", states)
+        latent = {"use_mla": True, "kv_lora_rank": 16, "qk_rope_head_dim": 4}
+        return HybridLinearKVPool(
+            tokens, dtype, PAGE, heads, HEAD_DIM, [1, 3, 4], "cpu", states,
+            **latent if kind == "mla_mamba" else {},
+        )  # fmt: skip
     return MHATokenToKVPool(tokens, PAGE, dtype, heads, HEAD_DIM, LAYERS, "cpu", False)
 
 
@@ -132,11 +137,12 @@ class RankOf:
         has_draft: bool = False,
         hidden: int = 16,
         heads: int = HEADS,
+        model: str = "",
         **changes,
     ):
-        """kind: of pool, mha, mla or, with something beside the KV, swa, mamba or dsa.
+        """kind: of pool, mha, mla or, with something beside the KV, swa, mamba, mla_mamba or dsa.
         has_draft: there is a draft model, with a pool of the same kind. heads: of the model.
-        changes: of KVArgs."""
+        model: its folder. changes: of KVArgs."""
         self.deployment = deployment
         self.num_heads = max(1, heads // size)
         self.first_head = rank * heads // size
@@ -169,7 +175,8 @@ class RankOf:
             for name, value in changes.items():
                 setattr(args, name, value)
             self.args = args
-            self.manager = KVManager(args, DisaggregationMode(mode), deployment.args, is_mla)
+            server_args = SimpleNamespace(model_path=model) if model else deployment.args
+            self.manager = KVManager(args, DisaggregationMode(mode), server_args, is_mla)
 
     def close(self) -> None:
         if not self.manager.__dict__:
@@ -231,6 +238,29 @@ class RankOf:
         receiver.init(0)
         assert receiver.poll() == KVPoll.WaitingForInput
         return receiver
+
+    def begin_receiver(self, room: int) -> KVReceiver:
+        """One whose prefill server SGLang's scheduler has just been told of, and has asked."""
+        host, _, port = self.deployment.address.rpartition(":")
+        receiver = KVReceiver(self.manager, self.deployment.address, room)
+        request = SimpleNamespace(
+            bootstrap_host=host, bootstrap_port=int(port), disagg_prefill_dp_rank=None
+        )
+        self._queue.pending_reqs = [SimpleNamespace(req=request, kv_receiver=receiver)]
+        self._queue._resolve_pending_reqs()
+        return receiver
+
+    @functools.cached_property
+    def _queue(self):
+        """As far as it looks for prefill servers, and asking them as often as it is called."""
+        with sglang_pools.stand_in_for_triton():  # Its module takes seconds to load.
+            from sglang.srt.disaggregation.decode import DecodePreallocQueue
+        queue = DecodePreallocQueue.__new__(DecodePreallocQueue)
+        queue.kv_manager = self.manager
+        queue._ensure_last_attempt_time, queue._ensure_retry_count = {}, {}
+        queue._ensure_retry_interval, queue._max_ensure_retries = 0, 15
+        queue._prefill_dp_rank_queries = {}
+        return queue
 
     def write_row(self, row: int, room: int, token: int) -> None:
         self.rows.output_ids[row, 0] = token

@@ -19,6 +19,7 @@ pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=I
 import kvferry  # noqa: E402
 import zmq  # noqa: E402
 from kvferry.sglang import disaggregation, plugin  # noqa: E402
+from kvferry.sglang.pd_fetches import Fetch, FetchQueues  # noqa: E402
 from kvferry.sglang.pd_messages import Chunk, Request, parse  # noqa: E402
 from servers import free_port  # noqa: E402
 from sglang.srt.arg_groups import choices  # noqa: E402
@@ -33,6 +34,7 @@ from sglang_pd import (  # noqa: E402
     TARGET_ROW,
     Deployment,
     KVPoll,
+    KVReceiver,
     RankOf,
     Transfer,
     check_pages,
@@ -192,6 +194,11 @@ def test_a_chunk_is_not_published_after_the_abort(pair):
     assert prefill.manager._publishers[0].metrics()["leases_live"] == 0
 
 
+def handles(incoming):
+    """Of its fetches that are under way, or have been."""
+    return [fetch.handle for fetch in incoming.fetches() if fetch.handle is not None]
+
+
 class WithoutLayers:
     """A prefill endpoint none of whose layers is ready: fetches wait."""
 
@@ -215,8 +222,8 @@ def test_a_fetch_under_way_has_ended_when_the_request_has(pair, how):
     transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
     transfer.send(0, len(SOURCE))
     incoming = decode.manager._incoming[transfer.room]
-    wait_for(lambda: bool(incoming.handles()))
-    (handle,) = incoming.handles()
+    wait_for(lambda: bool(handles(incoming)))
+    (handle,) = handles(incoming)
     assert not handle.done
     receiver = transfer.receivers[0]
     if how == "abort":
@@ -373,6 +380,19 @@ def test_nothing_is_left_of_a_request_that_never_comes(pair):
     assert not any(left_of(prefill.manager))
 
 
+def test_nothing_is_left_of_a_request_that_never_comes_of_a_room_that_had_one(pair):
+    """SGLang gives what it computes again, of a request that it has retracted, the same room."""
+    prefill, decode = pair
+    receiver = decode.receiver(whole([prefill], [decode], [1], [2]))
+    receiver.send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
+    wait_for(lambda: bool(prefill.manager.transfer_infos))
+    receiver.abort()
+    receiver.clear()
+    whole([prefill], [decode], [1], [2])  # Messages come in order: the abort has been read.
+    assert not any(left_of(prefill.manager))
+    assert not prefill.manager._live
+
+
 def test_the_decode_side_aborts_before_the_prefill_side_begins(pair):
     """The router gives a request to both, and either may be late."""
     prefill, decode = pair
@@ -426,9 +446,9 @@ def test_time_limits_are_sglangs(make, monkeypatch):
     transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
     transfer.send(0, len(SOURCE))
     incoming = decode.manager._incoming[transfer.room]
-    wait_for(lambda: bool(incoming.handles()))
+    wait_for(lambda: bool(handles(incoming)))
     with pytest.raises(kvferry.DeadlineExceeded):
-        incoming.handles()[0].wait(500)
+        handles(incoming)[0].wait(500)
     assert transfer.receivers[0].poll() == KVPoll.WaitingForInput
     endpoint.all_layers_ready(kvferry.Ticket.parse(waiting.tickets[0]).lease_id)
     transfer.end(KVPoll.Success)
@@ -445,19 +465,157 @@ def test_leases_that_nobody_fetches_end_the_request(make, monkeypatch):
     assert set(transfer.reasons()) == {"the decode side did not fetch in time"}
 
 
+# ---------------------------------------------------------------- more chunks than fetches
+
+
+@pytest.fixture
+def two_at_a_time(monkeypatch):
+    """(prefill rank whose layers are ready when it says so, decode rank)"""
+    monkeypatch.setenv("KVFERRY_MAX_FETCHES_PER_PEER", "2")
+    with make_ranks() as make:
+        prefill, decode = make("prefill"), make("decode")
+        prefill.fill(seed=1)
+        decode.fill(seed=2)
+        prefill.manager._publishers = [WithoutLayers(prefill.manager._publishers[0])]
+        yield prefill, decode
+
+
+def let_go(prefill, n):
+    """The layers of its n-th chunk are ready."""
+    publisher = prefill.manager._publishers[0]
+    wait_for(lambda: len(publisher.tickets) > n)
+    publisher.all_layers_ready(kvferry.Ticket.parse(publisher.tickets[n]).lease_id)
+
+
+def send_chunks(transfer):
+    """Of a page each. What the decode side knows of the request."""
+    for n in range(len(transfer.source)):
+        transfer.send(n, n + 1)
+    incoming = transfer.decode[0].manager._incoming[transfer.room]
+    wait_for(lambda: len(incoming.fetches()) == len(transfer.source))
+    return incoming
+
+
+def test_more_chunks_than_a_prefill_rank_takes_fetches_of_wait_for_their_turn(two_at_a_time):
+    """Also while the scheduler is at something else, which is who polls."""
+    prefill, decode = two_at_a_time
+    before = copies(decode)
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    incoming = send_chunks(transfer)
+    for n in range(len(SOURCE)):
+        assert len(handles(incoming)) <= n + 2
+        assert [it.poll() for it in transfer.receivers] == [KVPoll.WaitingForInput]
+        let_go(prefill, n)
+        wait_for(lambda n=n: len(handles(incoming)) == min(n + 3, len(SOURCE)))
+    transfer.end(KVPoll.Success)
+    check_pages(prefill, decode, before, SOURCE, TARGET)
+
+
+def test_chunks_that_wait_go_with_their_request(two_at_a_time):
+    prefill, decode = two_at_a_time
+    before = copies(decode)
+    first, second = (Transfer([prefill], [decode], [n], [n + 9]).begin() for n in (1, 2))
+    waiting = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    for transfer in (first, second):
+        send_chunks(transfer)
+    incoming = send_chunks(waiting)
+    assert waiting.receivers[0].poll() == KVPoll.WaitingForInput
+    waiting.receivers[0].abort()
+    assert waiting.receivers[0].poll() == KVPoll.Failed  # At once: nothing is under way.
+    assert "Aborted" in waiting.reasons()[0]
+    for n, transfer in enumerate((first, second)):
+        let_go(prefill, n)
+        wait_status(transfer.receivers + transfer.senders, KVPoll.Success)
+        for it in transfer.receivers + transfer.senders:
+            it.clear()
+    assert not handles(incoming)
+    check_pages(prefill, decode, before, [1, 2], [10, 11])
+
+
+def test_a_fetch_that_has_no_time_left_when_it_has_its_turn_fails():
+    late = Fetch(rank=3, deadline=time.monotonic() - 1, start=lambda _: pytest.fail("it began"))
+    FetchQueues(1).add("a peer", late)
+    assert late.is_over
+    assert late.failure.startswith("from prefill rank 3: the time limit was over")
+
+
 # ---------------------------------------------------------------- sides that do not fit
 
 
-def test_another_dtype_is_refused(make):
+def ends_with(prefill, decode):
+    """Why a request ends that SGLang's schedulers have just got. It does on both sides."""
+    senders = [it.sender(room := next(rooms)) for it in prefill[:1]]
+    senders += [it.sender(room) for it in prefill[1:]]
+    receiver = decode.begin_receiver(room)
+    wait_status([receiver], KVPoll.Failed)
+    with pytest.raises(KVTransferError) as error:
+        receiver.failure_exception()
+    wait_status(senders[:1], KVPoll.Failed)  # SGLang ends it on the others.
+    for it in senders:
+        with pytest.raises(KVTransferError):
+            it.failure_exception()
+    return error.value.failure_reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"page_size": 8}, "prefill server has page_size=4, but decode server has page_size=8"),
+        ({"kv_cache_dtype_str": "fp8_e4m3"}, "kv_cache_dtype=bfloat16, .* kv_cache_dtype=fp8_e4m3"),
+    ],
+)
+def test_a_server_with_other_pages_ends_its_requests_and_nothing_else(make, changes, says):
+    """Each of them, with the same reason, however often: SGLang gives up after 15 times, with a
+    reason of its own."""
+    prefill, decode = make("prefill"), make("decode", **changes)
+    for _ in range(17):
+        reason = ends_with([prefill], decode)
+        assert re.search(says, reason), reason
+        assert decode.deployment.address in reason
+    assert not decode.manager.failure_records and not decode.manager.request_status
+    assert not any(left_of(prefill.manager))
+
+
+def test_a_server_whose_ranks_do_not_fit_ends_its_requests_and_nothing_else(make):
+    (prefill,), decode = make_sides(make, (1, 2), "mla")
+    prefill.deployment._server.enable_kv_cache_sharding = True
+    assert "requires equal prefill/decode attn TP sizes" in ends_with([prefill], decode[0])
+
+
+def test_a_server_that_is_started_again_with_the_right_pages_is_used(make):
     prefill, decode = make("prefill"), make("decode")
-    decode.close()
-    decode = make("decode", kv_cache_dtype_str="fp8_e4m3")
-    decode.manager.kv_cache_dtype_str = "bfloat16"  # SGLang's own look at it comes first.
-    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    server = prefill.deployment._server
+    server.page_size, right = 32, server.page_size
+    assert "page_size=32" in ends_with([prefill], decode)
+    server.page_size = right
+    whole([prefill], [decode], SOURCE, TARGET)
+
+
+def test_all_data_parallel_ranks_of_a_server_hear_that_it_does_not_fit(make, monkeypatch):
+    """It is not known yet which of them has the request."""
+    prefill, decode = make("prefill"), make("decode", page_size=8)
+    server = prefill.deployment._server
+    second = make("prefill")  # Registered in the place of the first one.
+    with_second = server.prefill_port_table.pop(0)
+    prefill.manager.register_to_bootstrap()
+    server.prefill_port_table[1] = with_second
+    room = next(rooms)
+    senders = [it.sender(room) for it in (prefill, second)]
+    receiver = decode.begin_receiver(room)
+    wait_status([receiver, *senders], KVPoll.Failed)
+    for it in (receiver, *senders):
+        with pytest.raises(KVTransferError):
+            it.failure_exception()
+
+
+def test_another_model_is_refused(make):
+    prefill = make("prefill", model="/here/Llama-1B")
+    there, other = (make("decode", model=it) for it in ("/there/Llama-1B/", "/here/Llama-3B"))
+    whole([prefill], [there], SOURCE, TARGET)
+    transfer = Transfer([prefill], [other], SOURCE, TARGET).begin()
     transfer.send(0, len(SOURCE))
-    wait_status(transfer.receivers, KVPoll.Failed)
-    wait_status(transfer.senders, KVPoll.Failed)
-    assert "fp8_e4m3" in transfer.reasons()[0]
+    reason = failed(transfer)
+    assert "Llama-1B" in reason and "Llama-3B" in reason
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])
@@ -608,14 +766,84 @@ def test_messages_arrive_again_when_the_network_is_back(make):
                 pass
 
 
-def test_a_rank_that_does_not_read_does_not_hold_up_for_long(make):
+MOST_MESSAGES = 1000  # That ZeroMQ keeps for a rank which is not there yet.
+
+
+def fill_queue(manager):
+    """The port of a decode rank for which no more messages are kept."""
+    port = free_port()
+    for _ in range(MOST_MESSAGES):
+        manager._send_multipart_locked(f"tcp://127.0.0.1:{port}", [b"old"])
+    return port
+
+
+def ask_in_vain(manager, room, port):
+    """A decode rank that does not read has asked for that request."""
+    asks = Request(room, "127.0.0.1", port, rank=0, readers=1, prefix=0, is_dummy=False)
+    manager._on_prefill_message(asks.frames())
+
+
+def test_a_rank_gets_what_was_sent_before_it_was_there(make):
     manager = make("prefill").manager
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    port = fill_queue(manager)
+    with zmq.Context() as context, context.socket(zmq.PULL) as rank:
+        rank.RCVTIMEO = 10000
+        rank.bind(f"tcp://127.0.0.1:{port}")
+        assert [rank.recv_multipart() for _ in range(MOST_MESSAGES)] == [[b"old"]] * MOST_MESSAGES
+
+
+def test_a_rank_at_the_address_of_one_that_did_not_read_gets_its_own_messages(make):
+    manager = make("prefill").manager
+    endpoint = f"tcp://127.0.0.1:{fill_queue(manager)}"
+    with pytest.raises(ConnectionError, match="does not read its messages"):
+        manager._send_multipart_locked(endpoint, [b"one too many"])
+    manager._send_multipart_locked(endpoint, [b"new"])
+    with zmq.Context() as context, context.socket(zmq.PULL) as rank:
+        rank.RCVTIMEO = 10000
+        rank.bind(endpoint)
+        assert rank.recv_multipart() == [b"new"]
+
+
+def test_requests_of_ranks_that_do_not_read_are_given_up_without_waiting(make):
+    """On the scheduler's thread, which has those of all other ranks too."""
+    prefill = make("prefill")
+    senders = [prefill.sender(next(rooms)) for _ in range(8)]
+    for sender in senders:
+        ask_in_vain(prefill.manager, sender.bootstrap_room, fill_queue(prefill.manager))
+    begin = time.monotonic()
+    for sender in senders:
+        sender.abort()
+    assert time.monotonic() - begin < 2
+    assert not any(left_of(prefill.manager))
+
+
+def test_a_chunk_for_a_rank_that_does_not_read_ends_its_request_and_holds_up_no_other(pair):
+    prefill, decode = pair
+    others = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    senders = [prefill.sender(next(rooms)) for _ in range(8)]
+    for sender in senders:
+        ask_in_vain(prefill.manager, sender.bootstrap_room, fill_queue(prefill.manager))
+        sender.init(1, 2)
+    begin = time.monotonic()
+    for sender in senders:
+        sender.send(np.array([50], np.int32))
+    others.send(0, len(SOURCE))
+    others.end(KVPoll.Success)
+    wait_status(senders, KVPoll.Failed)
+    assert time.monotonic() - begin < 2
+    for sender in senders:
+        with pytest.raises(KVTransferError, match="does not read its messages"):
+            sender.failure_exception()
+    assert not any(left_of(prefill.manager))
+
+
+def test_a_prefill_rank_that_does_not_read_does_not_hold_up_a_decode_rank():
+    socket, _ = KVReceiver._connect(f"tcp://127.0.0.1:{free_port()}")
+    begin = time.monotonic()
     with pytest.raises(zmq.Again):
-        for _ in range(100_000):
-            begin = time.monotonic()
-            manager._send_multipart_locked(endpoint, [b"x"])
-    assert time.monotonic() - begin < 5
+        for _ in range(MOST_MESSAGES + 1):
+            socket.send_multipart([b"x"])
+    assert time.monotonic() - begin < 0.9
 
 
 # ---------------------------------------------------------------- in SGLang's server

@@ -150,9 +150,13 @@ class RandomRequest:
             side.failure_exception()
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("mha", 1), ("mha", 2), ("swa", 3), ("mamba", 4)])
-def test_requests_at_random(kind, seed):
+@pytest.mark.parametrize(
+    ("kind", "seed", "fetches"),
+    [("mha", 1, 1024), ("mha", 2, 2), ("swa", 3, 1024), ("mamba", 4, 1024)],
+)
+def test_requests_at_random(kind, seed, fetches, monkeypatch):
     """Aborts on either side at any moment: what arrives is right, and nothing arrives late."""
+    monkeypatch.setenv("KVFERRY_MAX_FETCHES_PER_PEER", str(fetches))
     with make_ranks() as make:
         run(make("prefill", kind=kind), make("decode", kind=kind), seed)
 

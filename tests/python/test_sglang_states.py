@@ -26,7 +26,7 @@ from sglang_pd import (  # noqa: E402
 
 SOURCE, TARGET = [9, 3, 40, 41], [20, 21, 5, 60]
 ROWS, TARGET_ROWS = [7, 8, 2], [1, 11, 12]
-KINDS = ["swa", "mamba", "dsa"]
+KINDS = ["swa", "mamba", "mla_mamba", "dsa"]
 
 
 @pytest.fixture
@@ -37,11 +37,11 @@ def make():
 
 def indices(kind, rows):
     """As SGLang's schedulers hand them over: of a state of linear attention one, in a list."""
-    return [[np.array(rows[0])]] if kind == "mamba" else [np.array(rows, np.int32)]
+    return [[np.array(rows[0])]] if "mamba" in kind else [np.array(rows, np.int32)]
 
 
 def rows_of(kind, rows):
-    return rows[:1] if kind == "mamba" else rows
+    return rows[:1] if "mamba" in kind else rows
 
 
 def pair_of(make, kind, **changes):
@@ -114,10 +114,11 @@ def test_indexers_with_other_numbers_of_ranks(make, sizes):
         check_states("dsa", prefill[0], it, old, ROWS, TARGET_ROWS)
 
 
-def test_linear_attention_with_other_numbers_of_ranks_fails(make):
-    prefill = [make("prefill", rank, 2, kind="mamba") for rank in range(2)]
-    decode = make("decode", kind="mamba")
-    both = indices("mamba", ROWS), indices("mamba", TARGET_ROWS)
+@pytest.mark.parametrize("kind", ["mamba", "mla_mamba"])
+def test_linear_attention_with_other_numbers_of_ranks_fails(make, kind):
+    prefill = [make("prefill", rank, 2, kind=kind) for rank in range(2)]
+    decode = make("decode", kind=kind)
+    both = indices(kind, ROWS), indices(kind, TARGET_ROWS)
     transfer = Transfer(prefill, [decode], SOURCE, TARGET, states=both).ask()
     assert "one tensor-parallel size, not from 2 to 1" in failed(transfer)
 

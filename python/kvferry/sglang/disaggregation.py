@@ -12,20 +12,20 @@ Bootstrapping, statuses, time limits, aborts and heartbeats are SGLang's own (co
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import logging
 import os
 import queue
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import requests
 import zmq
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
+    AbortNotification,
     CommonKVBootstrapServer,
     CommonKVManager,
     CommonKVReceiver,
@@ -37,107 +37,31 @@ from sglang.srt.runtime_context import get_device
 from sglang.srt.utils.network import NetworkAddress
 
 import kvferry
+from kvferry.sglang.pd_fetches import Fetch, FetchQueues
 from kvferry.sglang.pd_messages import Chunk, Peer, Request, parse
 from kvferry.sglang.pd_pool import Rank, adopt
+from kvferry.sglang.pd_requests import (
+    Destination,
+    FromRank,
+    Incoming,
+    Job,
+    LeaseKey,
+    Outgoing,
+    RecentRooms,
+)
+from kvferry.sglang.pd_sockets import Sockets
 
 _logger = logging.getLogger(__name__)
 # What endpoints raise for bad input and for trouble; never a reason to stop the server.
 _REFUSED = (kvferry.Error, ValueError)
 # An endpoint's thread ends transfers as soon as it is asked to: this time is not used up.
 _SETTLE_TIMEOUT_MS = 5000
-_SEND_TIMEOUT_MS = 1000  # Of a message to a rank that does not read.
-_RECONNECT_MS, _MAX_RECONNECT_MS = 100, 2000  # The first wait, and the longest.
-_MAX_RECENT_ROOMS = 65536
+_TURN_MS = 1  # How often fetches that wait are looked at.
+_MAX_DP_RANKS = 1024  # Of a prefill server.
+_FIRST_OF_DP_RANK = {"prefill_cp_rank": 0, "target_tp_rank": 0, "target_pp_rank": 0}
 _ABORTED_HERE = "Aborted by the prefill side"
 _ABORTED_THERE = "Aborted by the decode side"
 _ABORT = b"ABORT"  # SGLang's, decode to prefill.
-
-
-_LeaseKey = tuple[int, int]  # Which of the rank's pools it is of, and its id.
-
-
-class _RecentRooms:
-    """Rooms, of which the oldest are forgotten."""
-
-    def __init__(self):
-        self._rooms: OrderedDict[int, bool] = OrderedDict()
-
-    def add(self, room: int) -> None:
-        self._rooms[room] = True
-        self._rooms.move_to_end(room)
-        if len(self._rooms) > _MAX_RECENT_ROOMS:
-            self._rooms.popitem(last=False)
-
-    def take(self, room: int) -> bool:
-        """Takes it out. False: it was not in."""
-        return self._rooms.pop(room, False)
-
-    def __contains__(self, room: int) -> bool:
-        return room in self._rooms
-
-
-@dataclasses.dataclass
-class _Outgoing:
-    """A request on the prefill side."""
-
-    leases: set[_LeaseKey] = dataclasses.field(default_factory=set)  # Not fetched yet.
-    is_whole: bool = False  # All chunks are published.
-    is_closed: bool = False
-
-
-@dataclasses.dataclass
-class _Job:
-    """A chunk to be published."""
-
-    room: int
-    request: _Outgoing
-    first: int
-    pages: list[list[int]]  # Of the KV and, of the last chunk, of each state.
-    aux: list[bytes] | None  # Of the last chunk.
-    wait_event: Any
-
-
-@dataclasses.dataclass
-class _FromRank:
-    """What one prefill rank sends of a request."""
-
-    handles: list[kvferry.FetchHandle] = dataclasses.field(default_factory=list)
-    next_page: int = 0
-    aux: list[bytes] | None = None  # Once the last chunk is known of.
-
-
-@dataclasses.dataclass
-class _Incoming:
-    """A request on the decode side."""
-
-    pages: list[int]
-    states: list[list[int]]  # Rows of each.
-    aux_index: int | None
-    readers: int  # Decode ranks that ask the same prefill rank.
-    prefill_ranks: list[int]  # That this rank has asked,
-    num_senders: int  # and how many of those send.
-    heads: list[dict[int, tuple[int, int]]]  # Of each pool: what comes from which of them.
-    senders: dict[int, _FromRank] = dataclasses.field(default_factory=dict)
-    is_closed: bool = False
-
-    def handles(self) -> list[kvferry.FetchHandle]:
-        return [handle for sender in self.senders.values() for handle in sender.handles]
-
-    def is_whole(self) -> bool:
-        return len(self.senders) == self.num_senders and all(
-            sender.aux is not None for sender in self.senders.values()
-        )
-
-
-@dataclasses.dataclass
-class _Destination:
-    """A decode rank that has room for a request, as SGLang's own code looks at it."""
-
-    endpoint: str
-    dst_port: int
-    required_dst_info_num: int
-    decode_prefix_len: int
-    is_dummy: bool
 
 
 def _indices(of: Any) -> list[int]:
@@ -160,37 +84,41 @@ class KVManager(CommonKVManager):
     ):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self._check_supported()
+        # SGLang says the latter of MLA beside linear attention, and that it is none.
+        is_mla = is_mla_backend or getattr(args, "is_hybrid_mla_backend", False)
         self._pools = adopt(  # The KV's first. Each has an endpoint of its own.
             args,
-            is_mla=bool(is_mla_backend),
+            is_mla=bool(is_mla),
             rank=Rank(self.attn_tp_rank, self.attn_tp_size),
             device=get_device().device,
             model=os.path.basename(os.path.normpath(server_args.model_path)),
         )
+        self._sockets = Sockets(self._zmq_ctx)
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._threads: list[threading.Thread] = []
         name = f"{disaggregation_mode.value} tp {self.attn_tp_rank} dp {self.system_dp_rank}"
         if disaggregation_mode == DisaggregationMode.PREFILL:
-            self._outgoing: dict[int, _Outgoing] = {}
-            self._by_lease: dict[_LeaseKey, tuple[int, _Outgoing]] = {}
-            self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-            self._given_up = _RecentRooms()  # Failed, and the decode side knows.
-            self._begun = _RecentRooms()
-            self._aborted_early = _RecentRooms()  # On the decode side, before they began here.
+            self._outgoing: dict[int, Outgoing] = {}
+            self._by_lease: dict[LeaseKey, tuple[int, Outgoing]] = {}
+            self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+            self._given_up = RecentRooms()  # Failed, and the decode side knows.
+            self._live: set[int] = set()  # Those that have a sender now,
+            self._begun = RecentRooms()  # and those that ever had one.
+            self._aborted_early = RecentRooms()  # On the decode side, before they began here.
             self._publishers = self._endpoints(kvferry.PrefillEndpoint, name)
             for publisher in self._publishers:
                 _logger.info("kvferry: %s listens on %s", name, publisher.address)
             self._start("publish", self._publish_chunks)
             self._start("prefill", self._serve, self._on_prefill_message)
         else:
-            self._incoming: dict[int, _Incoming] = {}
-            # How long a request may take is SGLang's to say, which ends it then. Not 0, which would
-            # be fetch()'s own limit.
-            longest = kvferry.Config.make().max_fetch_timeout_ms
-            self._fetch_timeout_ms = max(1, min(int(self.waiting_timeout * 1000), longest))
+            self._incoming: dict[int, Incoming] = {}
+            # How long a request may take is SGLang's to say, which ends it then.
+            config = kvferry.Config.make()
+            self._fetch_timeout_s = min(self.waiting_timeout, config.max_fetch_timeout_ms / 1e3)
+            self._fetch_queues = FetchQueues(config.max_fetches_per_peer)
             self._fetchers = self._endpoints(kvferry.DecodeEndpoint, name)
-            self._start("decode", self._serve, self._on_decode_message)
+            self._start("decode", self._serve, self._on_decode_message, self._advance_fetches)
             self._threads.append(self._start_heartbeat_checker_thread())
 
     def _endpoints(self, kind: type, name: str) -> list[Any]:
@@ -245,6 +173,8 @@ class KVManager(CommonKVManager):
                 publisher.close()
         else:
             self._heartbeat_shutdown.set()
+            if self._prefill_recompute_executor is not None:
+                self._prefill_recompute_executor.shutdown(cancel_futures=True)
             for fetcher in self._fetchers:
                 fetcher.close()
         waker = self._zmq_ctx.socket(zmq.PUSH)
@@ -254,31 +184,22 @@ class KVManager(CommonKVManager):
             thread.join(_SETTLE_TIMEOUT_MS / 1e3)
         self._zmq_ctx.destroy(linger=0)
 
-    def _connect(self, endpoint: str, is_ipv6: bool = False) -> zmq.Socket:
-        """SGLang's own sockets do not connect again: one whose first attempt fails, while the
-        network is away, takes messages and loses them for ever, and when it is full of them each
-        send blocks for 30 seconds, also on the scheduler's thread."""
-        with self._socket_lock:
-            if endpoint not in self._socket_cache:
-                socket = self._zmq_ctx.socket(zmq.PUSH)
-                socket.setsockopt(zmq.IPV6, is_ipv6)
-                socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-                socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
-                socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
-                socket.setsockopt(zmq.LINGER, 0)
-                # A peer that is gone without a word is found out in 45 seconds, as SGLang has it.
-                socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-                socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
-                socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
-                socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-                socket.connect(endpoint)
-                self._socket_cache[endpoint] = socket
-                self._socket_send_locks[endpoint] = threading.Lock()
-            return self._socket_cache[endpoint]
+    def _send_multipart_locked(
+        self, endpoint: str, parts: list[bytes], is_ipv6: bool = False
+    ) -> None:
+        """What SGLang's own code calls too."""
+        self._sockets.send(endpoint, parts, is_ipv6)
 
-    def _serve(self, on_message: Callable[[list[bytes]], None]) -> None:
-        """Reads what the other side says. In a thread of its own."""
+    def _serve(
+        self,
+        on_message: Callable[[list[bytes]], None],
+        advance: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """Reads what the other side says. In a thread of its own. advance: is called in between;
+        how long the next call may take, in ms."""
         while True:
+            if not self.server_socket.poll(advance()):
+                continue
             frames = self.server_socket.recv_multipart()
             if self._is_over.is_set():
                 return
@@ -330,7 +251,7 @@ class KVManager(CommonKVManager):
     def _note_destination(self, message: Request) -> None:
         """Holds the lock."""
         infos = self.transfer_infos.setdefault(message.room, {})
-        infos[message.rank] = _Destination(
+        infos[message.rank] = Destination(
             message.ip, message.port, message.readers, message.prefix, message.is_dummy
         )
         if len(infos) == message.readers:
@@ -372,6 +293,7 @@ class KVManager(CommonKVManager):
         """Before anything can come for it; a room may be used again."""
         with self._lock:
             self._given_up.take(room)
+            self._live.add(room)
 
     def begun(self, room: int) -> None:
         """It has a status: from here on an abort of the decode side finds it."""
@@ -389,11 +311,12 @@ class KVManager(CommonKVManager):
         itself, which would then wait for its time limit (SGLang's, minutes). It may also come
         when the request has ended, and must not end the next one of that room."""
         with self._lock:
-            if room not in self._begun:
-                self._aborted_early.add(room)
-                self._forget(room)  # The request may never come.
-            elif room in self.request_status:
+            if room in self._live and room in self.request_status:
                 self._given_up.add(room)
+            else:
+                if room not in self._begun:
+                    self._aborted_early.add(room)
+                self._forget(room)  # The request may never come.
         self._fail(room, _ABORTED_THERE)  # The scheduler cleans up.
 
     def _forget(self, room: int) -> None:
@@ -421,7 +344,7 @@ class KVManager(CommonKVManager):
         if infos is None:
             return  # It has ended.
         with self._lock:
-            request = self._outgoing.setdefault(bootstrap_room, _Outgoing())
+            request = self._outgoing.setdefault(bootstrap_room, Outgoing())
             if all(info.is_dummy for info in infos.values()):
                 request.is_whole = is_last_chunk
                 return
@@ -431,7 +354,7 @@ class KVManager(CommonKVManager):
         if is_last_chunk:
             pages += self.rows_of_states(state_indices)
         aux = self._read_aux(aux_index) if is_last_chunk else None
-        self._jobs.put(_Job(bootstrap_room, request, index_slice.start, pages, aux, wait_event))
+        self._jobs.put(Job(bootstrap_room, request, index_slice.start, pages, aux, wait_event))
 
     def rows_of_states(self, state_indices: list | None) -> list[list[int]]:
         """As SGLang hands them over, one a state; none of some, or of all."""
@@ -446,14 +369,14 @@ class KVManager(CommonKVManager):
         ]
 
     def _publish_chunks(self) -> None:
-        """In a thread of its own: it waits for the device, and for peers that do not read."""
+        """In a thread of its own: it waits for the device."""
         while (job := self._jobs.get()) is not None:
             try:
                 self._publish(job)
             except Exception as error:
                 self._fail_outgoing(job.room, f"publishing pages: {error}")
 
-    def _publish(self, job: _Job) -> None:
+    def _publish(self, job: Job) -> None:
         if job.wait_event is not None:
             job.wait_event.synchronize()
         with self._lock:
@@ -479,7 +402,7 @@ class KVManager(CommonKVManager):
             with self._lock:
                 job.request.is_whole = True
 
-    def _lease(self, job: _Job, part: int, pages: list[int]) -> str:
+    def _lease(self, job: Job, part: int, pages: list[int]) -> str:
         """The ticket; none without pages. Holds the lock."""
         if not pages:
             return ""
@@ -516,6 +439,7 @@ class KVManager(CommonKVManager):
     def settle_outgoing(self, room: int) -> None:
         """When it returns nothing of the request is read any more, nor will be."""
         with self._lock:
+            self._live.discard(room)
             request = self._outgoing.pop(room, None)
             if request is None:
                 return
@@ -561,7 +485,40 @@ class KVManager(CommonKVManager):
         """Of each pool; see AdoptedPool."""
         return [it.shares_of(asked, prefill_size) for it in self._pools]
 
-    def expect(self, room: int, incoming: _Incoming) -> None:
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """SGLang's own raises where the two servers do not fit, on the scheduler's thread, which
+        ends this server with all its requests. Here the requests that name that server end."""
+        try:
+            return super().try_ensure_parallel_info(bootstrap_addr)
+        except (RuntimeError, AssertionError) as error:
+            reason = f"prefill server {bootstrap_addr}: {error}"
+        _logger.error("kvferry: %s", reason)
+        rooms = list(self.addr_to_rooms_tracker.get(bootstrap_addr, ()))
+        for room in rooms:
+            self._fail(room, reason)
+        if rooms and self.attn_tp_rank == 0:
+            pool = self._ensure_prefill_recompute_executor()  # Asking takes a while.
+            pool.submit(self._abort_at_prefill, bootstrap_addr, rooms)
+        return False
+
+    def _abort_at_prefill(self, bootstrap_addr: str, rooms: list[int]) -> None:
+        """Of requests that have not asked there: it would wait for them until a time limit. Who has
+        a request is not known yet, so each data-parallel rank hears of it; of tensor-parallel ranks
+        the first one does, and SGLang ends it on the others."""
+        try:
+            for rank in range(_MAX_DP_RANKS):
+                where = {"prefill_dp_rank": rank} | _FIRST_OF_DP_RANK
+                answer = requests.get(f"http://{bootstrap_addr}/route", where, timeout=5)
+                if answer.status_code != 200:
+                    return  # That was the last one.
+                address = NetworkAddress(answer.json()["rank_ip"], answer.json()["rank_port"])
+                for room in rooms:
+                    abort = AbortNotification(room).to_zmq()
+                    self._send_multipart_locked(address.to_tcp(), abort, address.is_ipv6)
+        except Exception as error:  # Whatever it answers.
+            _logger.warning("kvferry: %s was not told of aborts: %s", bootstrap_addr, error)
+
+    def expect(self, room: int, incoming: Incoming) -> None:
         with self._lock:
             self._incoming[room] = incoming
 
@@ -589,11 +546,11 @@ class KVManager(CommonKVManager):
             except _REFUSED as error:
                 self._fail(chunk.room, f"from prefill rank {chunk.rank}: {error}")
 
-    def _take(self, chunk: Chunk, aux: list[bytes], incoming: _Incoming) -> None:
-        """Begins to fetch a chunk. Holds the lock."""
+    def _take(self, chunk: Chunk, aux: list[bytes], incoming: Incoming) -> None:
+        """Fetches a chunk, when it has its turn. Holds the lock."""
         if chunk.rank not in incoming.prefill_ranks:
             raise ValueError(f"only ranks {incoming.prefill_ranks} were asked")
-        sender = incoming.senders.setdefault(chunk.rank, _FromRank())
+        sender = incoming.senders.setdefault(chunk.rank, FromRank())
         end = chunk.first + chunk.pages
         if sender.aux is not None or chunk.first != sender.next_page or end > len(incoming.pages):
             raise ValueError(
@@ -626,11 +583,12 @@ class KVManager(CommonKVManager):
         part: int,
         ticket: str,
         pages: list[int],
-        incoming: _Incoming,
-        sender: _FromRank,
+        incoming: Incoming,
+        sender: FromRank,
     ) -> None:
-        """Begins to fetch pages of one pool from a prefill rank. Holds the lock."""
-        offered = kvferry.Ticket.parse(ticket).num_pages if ticket else 0
+        """Fetches pages of one pool from a prefill rank. Holds the lock."""
+        parsed = kvferry.Ticket.parse(ticket) if ticket else None
+        offered = parsed.num_pages if parsed else 0
         if offered != len(pages):
             raise ValueError(
                 f"{offered} pages or rows where {len(pages)} were expected, of "
@@ -639,16 +597,24 @@ class KVManager(CommonKVManager):
         if not pages:
             return
         heads = incoming.heads[part].get(rank)
-        sender.handles.append(
-            self._fetchers[part].fetch(
+
+        def start(timeout_ms: int) -> kvferry.FetchHandle:
+            return self._fetchers[part].fetch(
                 ticket,
                 0,
                 [] if heads is None else pages,
                 heads=heads or (0, 0),
-                timeout_ms=self._fetch_timeout_ms,
+                timeout_ms=timeout_ms,
                 reader=(self.attn_tp_rank % incoming.readers, incoming.readers),
             )
-        )
+
+        fetch = Fetch(rank, time.monotonic() + self._fetch_timeout_s, start)
+        sender.fetches.append(fetch)
+        self._fetch_queues.add((part, parsed.address), fetch)
+
+    def _advance_fetches(self) -> int | None:
+        with self._lock:
+            return _TURN_MS if self._fetch_queues.advance() else None
 
     def advance_incoming(self, room: int) -> None:
         """Takes note of fetches that have ended."""
@@ -656,12 +622,11 @@ class KVManager(CommonKVManager):
             incoming = self._incoming.get(room)
             if incoming is None or incoming.is_closed:
                 return
-            handles = incoming.handles()
-            for handle in handles:
-                if handle.done and not handle.ok:
-                    self._fail(room, handle.error)
+            for fetch in incoming.fetches():
+                if fetch.failure:
+                    self._fail(room, fetch.failure)
                     return
-            if not incoming.is_whole() or not all(handle.done for handle in handles):
+            if not incoming.has_all():
                 return
             if incoming.aux_index is not None:
                 self._write_aux(incoming.senders[min(incoming.senders)].aux, incoming.aux_index)
@@ -679,9 +644,7 @@ class KVManager(CommonKVManager):
             if incoming is None:
                 return True
             incoming.is_closed = True
-            running = [handle for handle in incoming.handles() if not handle.done]
-        for handle in running:
-            handle.cancel()
+            running = [fetch for fetch in incoming.fetches() if not fetch.cancel()]
         return not running
 
     def settle_incoming(self, room: int) -> None:
@@ -744,6 +707,21 @@ class KVReceiver(CommonKVReceiver):
 
     kv_mgr: KVManager
 
+    @classmethod
+    def _connect(cls, endpoint: str, is_ipv6: bool = False):
+        """SGLang's waits for a second with each message to a prefill rank that does not read, on
+        the scheduler's thread. So it fails at once, and the request with it."""
+        socket, lock = super()._connect(endpoint, is_ipv6)
+        with lock:
+            socket.setsockopt(zmq.SNDTIMEO, 0)
+        return socket, lock
+
+    def abort(self) -> None:
+        """Also of what has failed already: the first reason counts."""
+        if self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Failed:
+            self.conclude_state = KVPoll.Failed
+        super().abort()
+
     def send_metadata(
         self, kv_indices, aux_index=None, state_indices=None, *args, **kwargs
     ) -> None:
@@ -756,7 +734,7 @@ class KVReceiver(CommonKVReceiver):
                 return  # poll() tells the prefill side.
             self.kv_mgr.expect(
                 self.bootstrap_room,
-                _Incoming(
+                Incoming(
                     _indices(kv_indices),
                     self.kv_mgr.rows_of_states(state_indices),
                     aux_index,

@@ -1,0 +1,99 @@
+"""What the two sides of SGLang's disaggregation note of requests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from typing import Any
+
+from kvferry.sglang.pd_fetches import Fetch
+
+_MAX_RECENT_ROOMS = 65536
+
+LeaseKey = tuple[int, int]  # Which of the rank's pools it is of, and its id.
+
+
+class RecentRooms:
+    """Rooms, of which the oldest are forgotten."""
+
+    def __init__(self):
+        self._rooms: OrderedDict[int, bool] = OrderedDict()
+
+    def add(self, room: int) -> None:
+        self._rooms[room] = True
+        self._rooms.move_to_end(room)
+        if len(self._rooms) > _MAX_RECENT_ROOMS:
+            self._rooms.popitem(last=False)
+
+    def take(self, room: int) -> bool:
+        """Takes it out. False: it was not in."""
+        return self._rooms.pop(room, False)
+
+    def __contains__(self, room: int) -> bool:
+        return room in self._rooms
+
+
+@dataclasses.dataclass
+class Outgoing:
+    """A request on the prefill side."""
+
+    leases: set[LeaseKey] = dataclasses.field(default_factory=set)  # Not fetched yet.
+    is_whole: bool = False  # All chunks are published.
+    is_closed: bool = False
+
+
+@dataclasses.dataclass
+class Job:
+    """A chunk to be published."""
+
+    room: int
+    request: Outgoing
+    first: int
+    pages: list[list[int]]  # Of the KV and, of the last chunk, of each state.
+    aux: list[bytes] | None  # Of the last chunk.
+    wait_event: Any
+
+
+@dataclasses.dataclass
+class Destination:
+    """A decode rank that has room for a request, as SGLang's own code looks at it."""
+
+    endpoint: str
+    dst_port: int
+    required_dst_info_num: int
+    decode_prefix_len: int
+    is_dummy: bool
+
+
+@dataclasses.dataclass
+class FromRank:
+    """What one prefill rank sends of a request."""
+
+    fetches: list[Fetch] = dataclasses.field(default_factory=list)
+    next_page: int = 0
+    aux: list[bytes] | None = None  # Once the last chunk is known of.
+
+
+@dataclasses.dataclass
+class Incoming:
+    """A request on the decode side."""
+
+    pages: list[int]
+    states: list[list[int]]  # Rows of each.
+    aux_index: int | None
+    readers: int  # Decode ranks that ask the same prefill rank.
+    prefill_ranks: list[int]  # That this rank has asked,
+    num_senders: int  # and how many of those send.
+    heads: list[dict[int, tuple[int, int]]]  # Of each pool: what comes from which of them.
+    senders: dict[int, FromRank] = dataclasses.field(default_factory=dict)
+    is_closed: bool = False
+
+    def fetches(self) -> list[Fetch]:
+        return [fetch for sender in self.senders.values() for fetch in sender.fetches]
+
+    def has_all(self) -> bool:
+        return (
+            len(self.senders) == self.num_senders
+            and all(sender.aux is not None for sender in self.senders.values())
+            and all(fetch.is_over for fetch in self.fetches())
+        )
