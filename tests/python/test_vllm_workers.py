@@ -142,6 +142,20 @@ def test_parts_arrive_as_they_are_computed(workers: Workers):
     assert workers.prefill.take_finished(set()) == set()
 
 
+def test_what_the_endpoints_count_is_in_the_statistics(workers: Workers, monkeypatch):
+    monkeypatch.setattr(TransferStats, "WATCH_S", 0.0)
+    workers.load(workers.part(101, [7, 8]))
+    workers.prefill.publish([publication(101, [1, 2])])
+    workers.source.compute(workers.prefill, [1, 2])
+    wait_for(workers.loaded)
+    wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
+    sent, received = workers.prefill._stats.take().data, workers.stats.take().data
+    assert sent["counts"]["bytes_sent"] == sum(received["bytes"]) > 0
+    assert sent["counts"]["transfers_ok"] == 1
+    assert sent["gauges"].keys() == {"prefill p"} and received["gauges"].keys() == {"decode d"}
+    assert (sent["gauges"]["prefill p"]["peers"], received["gauges"]["decode d"]["peers"]) == (1, 1)
+
+
 def test_a_part_that_is_given_up_fails_the_load_and_lets_the_others_go(workers: Workers):
     workers.load(workers.part(101, [7, 8]), workers.part(102, [9, 10]))
     workers.prefill.publish([publication(101, [1, 2])])

@@ -64,6 +64,8 @@ class StoreWorker:
         self._trace = trace
         self._stats = stats
         self._opened = open_store(options, cache.pool, config, model, name, tp_rank, dp_rank)
+        if self._opened.metrics is not None:
+            stats.watch(f"store {name}", self._opened.metrics)
         layout = cache.pool.layout
         self._address = StoreAddress.of(self._opened.address, model, layout)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvferry-load")

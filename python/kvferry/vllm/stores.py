@@ -46,6 +46,7 @@ class OpenedStore:
     store: Any
     address: str
     close: Callable[[], None]
+    metrics: Callable[[], dict[str, int]] | None = None  # Of the endpoint where others find it.
 
 
 def rank_key(key: bytes, rank: int) -> bytes:
@@ -78,7 +79,7 @@ def open_store(
         server.close()
         store.close()
 
-    return OpenedStore(store, server.address, close)
+    return OpenedStore(store, server.address, close, server.metrics)
 
 
 def _open_embedded(

@@ -4,10 +4,11 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -152,18 +153,94 @@ class FetchRecord:
             )
 
 
+# Of what endpoints count (transport/metrics.h), what vLLM's metrics have too, with what it means.
+COUNTERS = {
+    "bytes_sent": "Bytes of KV sent to other engines, or read by them in place.",
+    "transfers_ok": "Transfers to other engines that ended well.",
+    "transfers_failed": "Transfers to other engines that did not.",
+    "fetches_refused": "Fetches of other engines that were refused.",
+    "fetches_restarted": "Fetches that went on over a new connection.",
+    "hellos_refused": "Engines that were refused: another model, layout, release or the like.",
+    "peers_lost": "Sessions with other engines that ended, in order or not.",
+    "strangers": "Connections that were closed because they did not become a peer's.",
+    "messages_malformed": "Messages that were dropped because they were malformed.",
+    "chunks_dropped": "Chunks that were dropped: of no live fetch, or contradicting one.",
+    "checksum_failures": "Chunks whose checksum was wrong.",
+}
+GAUGES = {
+    "peers": "Sessions with other engines.",
+    "peers_mapped": "Of them, those to which KV goes through shared memory.",
+    "transfers_active": "Transfers to other engines under way.",
+    "fetches_active": "Fetches from other engines under way.",
+    "leases_live": "Published prompts, or parts of them, that are not fetched yet.",
+    "arena_chunks": "Chunks that the arena has room for.",
+    "arena_chunks_taken": "Of them, those in use.",
+}
+
+
+class _Watch:
+    """What one endpoint of this worker counts."""
+
+    def __init__(self, metrics: Callable[[], dict[str, int]]):
+        self._metrics = metrics
+        self._counts: dict[str, int] = {}
+        self._gauges: dict[str, int] = {}
+
+    def take(self) -> tuple[dict[str, int], dict[str, int]]:
+        """(what counters have gained since the last time, all gauges, or none if none has
+        changed)"""
+        try:
+            now = self._metrics()
+        except kvferry.Error:  # It is closed.
+            return {}, {}
+        counts = {name: now[name] for name in COUNTERS if name in now}
+        gained = {
+            name: more for name in counts if (more := counts[name] - self._counts.get(name, 0))
+        }
+        gauges = {name: now[name] for name in GAUGES if name in now}
+        changed = {} if gauges == self._gauges else gauges
+        self._counts, self._gauges = counts, gauges
+        return gained, changed
+
+
 @dataclass
 class TransferStats(KVConnectorStats):
     """Numbers of one interval, which vLLM carries to its logger."""
 
-    KEYS = ("bytes", "move_ms", "failed", "expired")
+    LISTS = ("bytes", "move_ms", "failed", "expired")
+    # And two dicts: of counters what they gained, of all ranks together; of gauges the last values,
+    # by whose they are: vLLM aggregates over ranks and over time alike.
+    COUNTS, GAUGES = "counts", "gauges"
+    # So often endpoints are asked at most. It takes some 30 us, and steps may be short.
+    WATCH_S = 0.1
 
     def __post_init__(self) -> None:
-        if not self.data:
-            self.reset()
+        self.data = self._empty() | self.data
+        self._watches: dict[str, _Watch] = {}
+        self._watched = -self.WATCH_S  # time.monotonic()
+
+    @classmethod
+    def _empty(cls) -> dict[str, Any]:
+        return {key: [] for key in cls.LISTS} | {cls.COUNTS: {}, cls.GAUGES: {}}
 
     def reset(self) -> None:
-        self.data = {key: [] for key in self.KEYS}
+        self.data = self._empty()
+
+    def watch(self, whose: str, metrics: Callable[[], dict[str, int]]) -> None:
+        """From now on take() has what metrics() of an endpoint says, too. `whose`: of all ranks of
+        an engine nobody else's."""
+        self._watches[whose] = _Watch(metrics)
+
+    def _ask_watched(self) -> None:
+        now = time.monotonic()
+        if not self._watches or now - self._watched < self.WATCH_S:
+            return
+        self._watched = now
+        for whose, watch in self._watches.items():
+            gained, gauges = watch.take()
+            _add(self.data[self.COUNTS], gained)
+            if gauges:
+                self.data[self.GAUGES][whose] = gauges
 
     def record(self, fetch: FetchRecord) -> None:
         if fetch.ok:
@@ -176,12 +253,17 @@ class TransferStats(KVConnectorStats):
         self.data["expired"].append(1)
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for key in self.KEYS:
+        for key in self.LISTS:
             self.data[key].extend(other.data.get(key, []))
+        _add(self.data[self.COUNTS], other.data.get(self.COUNTS, {}))
+        self.data[self.GAUGES].update(other.data.get(self.GAUGES, {}))
         return self
 
     def reduce(self) -> dict[str, int | float]:
         total, milliseconds = sum(self.data["bytes"]), sum(self.data["move_ms"])
+        counts = dict(self.data[self.COUNTS])
+        more = {"MB sent": round(sent / 1e6, 3)} if (sent := counts.pop("bytes_sent", 0)) else {}
+        more |= {name.replace("_", " ").capitalize(): count for name, count in counts.items()}
         return {
             "Fetches": len(self.data["bytes"]),
             "MB fetched": round(total / 1e6, 3),
@@ -189,13 +271,15 @@ class TransferStats(KVConnectorStats):
             "GB/s": round(total / (milliseconds * 1e6), 3) if milliseconds else 0.0,
             "Failed fetches": len(self.data["failed"]),
             "Expired leases": len(self.data["expired"]),
+            **more,
         }
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
     def take(self) -> "TransferStats | None":
-        """These numbers, None if there are none; this object starts anew."""
+        """These numbers, None if there are none; this object starts anew. Never raises."""
+        self._ask_watched()
         if self.is_empty():
             return None
         taken = TransferStats(self.data)
@@ -203,10 +287,16 @@ class TransferStats(KVConnectorStats):
         return taken
 
 
+def _add(counts: dict[str, int], more: dict[str, int]) -> None:
+    for name, count in more.items():
+        counts[name] = counts.get(name, 0) + count
+
+
 class TransferMetrics(KVConnectorPromMetrics):
     """The same numbers for Prometheus."""
 
-    _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+    # fetch_timeout_ms is 30 s, and can be what max_fetch_timeout_ms is, 600 s.
+    _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
     def __init__(
         self,
@@ -225,9 +315,21 @@ class TransferMetrics(KVConnectorPromMetrics):
         )
         self._failed = self._made(Counter, "failed_fetches", "Fetches and loads that failed.")
         self._expired = self._made(Counter, "expired_leases", "Prompts that nobody fetched.")
+        self._counters = {name: self._made(Counter, name, text) for name, text in COUNTERS.items()}
+        # As vLLM's own: which of several API server processes an engine tells changes.
+        self._gauges = {
+            name: self._made(Gauge, name, text, multiprocess_mode="mostrecent")
+            for name, text in GAUGES.items()
+        }
+        # By engine and whose they are.
+        self._last: dict[int, dict[str, dict[str, int]]] = {}
 
     def _made(self, kind: type, name: str, documentation: str, **more: Any) -> dict[int, Any]:
-        classes = {Counter: self._counter_cls, Histogram: self._histogram_cls}
+        classes = {
+            Counter: self._counter_cls,
+            Gauge: self._gauge_cls,
+            Histogram: self._histogram_cls,
+        }
         metric = classes[kind](
             name=f"vllm:kvferry_{name}",
             documentation=documentation,
@@ -237,8 +339,17 @@ class TransferMetrics(KVConnectorPromMetrics):
         return create_metric_per_engine(metric, self.per_engine_labelvalues)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        self._bytes[engine_idx].inc(sum(transfer_stats_data["bytes"]))
-        for milliseconds in transfer_stats_data["move_ms"]:
+        data = TransferStats(transfer_stats_data).data
+        self._bytes[engine_idx].inc(sum(data["bytes"]))
+        for milliseconds in data["move_ms"]:
             self._seconds[engine_idx].observe(milliseconds / 1e3)
-        self._failed[engine_idx].inc(len(transfer_stats_data["failed"]))
-        self._expired[engine_idx].inc(len(transfer_stats_data["expired"]))
+        self._failed[engine_idx].inc(len(data["failed"]))
+        self._expired[engine_idx].inc(len(data["expired"]))
+        for name, count in data[TransferStats.COUNTS].items():
+            self._counters[name][engine_idx].inc(count)
+        if not data[TransferStats.GAUGES]:
+            return
+        last = self._last.setdefault(engine_idx, {})
+        last.update(data[TransferStats.GAUGES])
+        for name, gauge in self._gauges.items():
+            gauge[engine_idx].set(sum(gauges.get(name, 0) for gauges in last.values()))

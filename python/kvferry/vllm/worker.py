@@ -60,6 +60,7 @@ class PrefillWorker:
         self._endpoint = kvferry.PrefillEndpoint(
             cache.pool, config, model, name, heads=cache.ranks.heads, scales=cache.scales
         )
+        stats.watch(f"prefill {name}", self._endpoint.metrics)
         self._leases: dict[int, _Lease] = {}
         # Held while a lease is published and added to these, and while layers of one of these are
         # said to be ready: what was asked for an earlier one of that number says nothing of it.
@@ -326,6 +327,7 @@ class DecodeWorker:
             converts_pages=cache.converts_pages,
             scales=cache.scales,
         )
+        stats.watch(f"decode {name}", self._endpoint.metrics)
         self._loading: dict[str, _Loading] = {}
         self._dismissals: list[tuple[str, kvferry.FetchHandle]] = []
         self._missing_blocks: set[int] = set()
