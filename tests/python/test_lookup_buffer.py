@@ -349,6 +349,15 @@ def test_a_lookup_whose_loop_is_gone_ends_when_no_page_is_written_to(late):
     asyncio.run(run())
 
 
+@pytest.fixture
+def ctrl_c():
+    """Who runs in the background of a shell is told to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_lookup_soon_and_when_no_page_is_written_to(late):
     other, started = late
     for seconds in (0.1, 0.35):  # The second one while it is ending.
