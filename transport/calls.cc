@@ -1,6 +1,7 @@
 #include "transport/calls.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/cord.h"
 #include "absl/strings/escaping.h"
@@ -58,7 +59,18 @@ void Calls::OnPeerReady(const PeerKey& peer) {
 void Calls::Ask(uint64_t id, Call& call) {
   call.asked = true;
   const int64_t timeout_ms = std::max<int64_t>(1, MsUntil(call.deadline, Clock::now()));
-  outbox_->Send(call.peer, CallMsg{id, call.function, timeout_ms, std::move(call.args)});
+  outbox_->Send(call.peer, CallMsg{id, call.function, timeout_ms, call.args});
+}
+
+int64_t Calls::Move(const PeerKey& from, const PeerKey& to, Which which) {
+  int64_t moved = 0;
+  for (auto& [id, call] : calls_) {
+    if (call.peer != from || (call.asked && which == Which::kUnasked)) continue;
+    call.peer = to;
+    call.was_asked |= std::exchange(call.asked, false);
+    ++moved;
+  }
+  return moved;
 }
 
 void Calls::End(uint64_t id, absl::StatusOr<Fields> reply) {
@@ -152,7 +164,8 @@ void Calls::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
   for (const uint64_t id : IdsWhere([&](const Call& c) { return c.peer == peer; })) {
     const auto call = calls_.find(id);
     if (call == calls_.end()) continue;  // Another one's on_reply has ended it.
-    End(id, WithCutOff(status, call->second.asked ? CutOff::kAsked : CutOff::kNotAsked));
+    const bool heard = call->second.asked || call->second.was_asked;
+    End(id, WithCutOff(status, heard ? CutOff::kAsked : CutOff::kNotAsked));
   }
   std::vector<CallKey> gone;
   for (auto it = served_.lower_bound({peer, 0}); it != served_.end() && it->first.peer == peer;

@@ -75,6 +75,7 @@ class Calls {
     Deadline deadline;
     OnReply on_reply;
     bool asked = false;
+    bool was_asked = false;  // On an earlier session, whose peer may have heard of it.
   };
 
   // All pointers outlive this; `handler` may be null: then nothing is served.
@@ -85,6 +86,10 @@ class Calls {
   // Takes a call for a session with its peer; it leaves with the next OnPeerReady.
   void Add(uint64_t id, Call&& call);
   void OnPeerReady(const PeerKey& peer);
+  // Calls for one session are for another from now on; returns how many. Those that were asked are only
+  // where the peer has not read them: they are asked again.
+  enum class Which { kUnasked, kAll };
+  int64_t Move(const PeerKey& from, const PeerKey& to, Which which);
   void OnReplyMsg(const PeerKey& peer, ReplyMsg reply);
   // No-op for a call that has ended.
   void Cancel(uint64_t id, const absl::Status& status);

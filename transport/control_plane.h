@@ -28,6 +28,9 @@ class ControlEvents {
   // just hang up on us then (kHungUp), and so does a process that ends.
   enum class Attempt { kUnreachable, kHungUp, kStranger };
   virtual void OnAttemptFailed(const PeerKey& peer, Attempt failed) = 0;
+  // A connection to such a peer had been made, has ended and has been made again by itself: what was sent
+  // before may be lost, or may still come. DialAgain() leaves it behind.
+  virtual void OnMadeAgain(const PeerKey& peer) = 0;
   // The same of somebody who has connected here.
   virtual void OnStranger() = 0;
 };
@@ -42,6 +45,8 @@ class ControlPlane {
   // Starts a connection; messages may be sent at once. INVALID_ARGUMENT for an address ZeroMQ
   // rejects.
   virtual absl::StatusOr<PeerKey> Dial(const std::string& address) = 0;
+  // A new connection to a dialled peer in place of the one there is; on failure there is that one still.
+  virtual absl::Status DialAgain(const PeerKey& peer) = 0;
   // Forgets a dialled peer; no-op for others.
   virtual void Hangup(const PeerKey& peer) = 0;
   // RESOURCE_EXHAUSTED when the peer's queue is full, UNAVAILABLE when it is gone.

@@ -134,8 +134,9 @@ class DataEvents : public ChunkTaker {
   virtual void OnCredit(const CreditHeader& header) = 0;
   // Must not close links: one of them is being read.
   virtual void OnLinkMessage(const MessageHeader& header, std::span<const std::byte> bytes) = 0;
-  // The peer is gone, or, DEADLINE_EXCEEDED, nothing comes back from it. Close(link) is still to be
-  // called.
+  // The peer is gone, or, DEADLINE_EXCEEDED, nothing comes back from it, or, FAILED_PRECONDITION of a
+  // link over shared memory, it is there and has let go of the link before it read anything. Close(link)
+  // is still to be called.
   virtual void OnLinkDown(LinkId link, const absl::Status& status) = 0;
 };
 

@@ -213,23 +213,27 @@ absl::StatusOr<LinkId> DataPlanes::AwaitTcp(const DataAddresses& peer) {
 }
 
 absl::StatusOr<LinkId> DataPlanes::DialTcpLanes(const TcpAddress& peer) {
-  std::vector<TcpConnection> connections;  // All or none.
   const int64_t lanes = std::min(num_lanes(), peer.lanes);
-  for (int64_t lane = 0; lane < lanes; ++lane) {
-    KVFERRY_ASSIGN_OR_RETURN(UniqueFd socket, DialTcp(peer.host, peer.port));
-    KVFERRY_RETURN_IF_ERROR(ChooseCongestionControl(socket, config_.tcp_congestion_control));
-    connections.push_back({std::move(socket), TcpHello::With(peer.token, lane).Bytes(),
-                           TcpHello::With(peer.answer, lane).Bytes(),
-                           absl::StrCat(peer.host, " port ", peer.port),
-                           config_.heartbeat_timeout_ms});
-  }
   const Deadline ready_by = DeadlineInMs(config_.connect_timeout_ms);
-  KVFERRY_ASSIGN_OR_RETURN(const LinkId link, tcp_->Open(std::move(connections[0]), ready_by));
-  for (int64_t lane = 1; lane < lanes; ++lane) {
-    JoinLane(lane - 1, link, std::move(connections[lane]));
-  }
+  KVFERRY_ASSIGN_OR_RETURN(const LinkId link, tcp_->Open(ConnectionTo(peer, 0), ready_by));
+  for (int64_t lane = 1; lane < lanes; ++lane) JoinLane(lane - 1, link, ConnectionTo(peer, lane));
   if (lanes > 1) under_way_.emplace(link, std::make_shared<UnderWay>(lanes));
   return link;
+}
+
+TcpConnection DataPlanes::ConnectionTo(const TcpAddress& peer, int64_t lane) const {
+  const auto dial = [host = peer.host, port = peer.port,
+                     control = config_.tcp_congestion_control]() -> absl::StatusOr<UniqueFd> {
+    KVFERRY_ASSIGN_OR_RETURN(UniqueFd socket, DialTcp(host, port));
+    KVFERRY_RETURN_IF_ERROR(ChooseCongestionControl(socket, control));
+    return socket;
+  };
+  return {UniqueFd(),
+          TcpHello::With(peer.token, lane).Bytes(),
+          TcpHello::With(peer.answer, lane).Bytes(),
+          absl::StrCat(peer.host, " port ", peer.port),
+          config_.heartbeat_timeout_ms,
+          dial};
 }
 
 void DataPlanes::JoinLane(size_t lane, LinkId link, TcpConnection connection) {

@@ -74,7 +74,10 @@ class DataPlanes final : public ChunkLinks {
 
   bool Progress(DataEvents* events);
   // Whether there is a deadline that the last Tick() did not know of.
-  bool TakeNewDeadline() { return door_ != nullptr && door_->TakeAccepted(); }
+  bool TakeNewDeadline() {
+    const bool at_door = door_ != nullptr && door_->TakeAccepted();
+    return (tcp_ != nullptr && tcp_->TakeNewDeadline()) || at_door;
+  }
   bool Arm();
   // Ends what is overdue; returns when to be called again at the latest.
   Deadline Tick(Deadline now);
@@ -111,6 +114,7 @@ class DataPlanes final : public ChunkLinks {
   absl::StatusOr<LinkId> ConnectUcx(const DataAddresses& peer);
   absl::StatusOr<LinkId> AwaitTcp(const DataAddresses& peer);
   absl::StatusOr<LinkId> DialTcpLanes(const TcpAddress& peer);
+  TcpConnection ConnectionTo(const TcpAddress& peer, int64_t lane) const;
   void ConnectDirect(LinkId link, const DataAddresses& peer);
   // On the lane's thread.
   void JoinLane(size_t lane, LinkId link, TcpConnection connection);

@@ -163,9 +163,28 @@ absl::StatusOr<DirectReads::Readable> NodeImpl::MakeReadable() {
 }
 
 NodeImpl::~NodeImpl() {
+  if (getpid() != maker_) {
+    LeaveToMaker();
+    return;
+  }
   stop_ = true;
   commands_->wake().Wake();
   if (thread_.joinable()) thread_.join();
+}
+
+// In a child that was forked meanwhile. What these have to end are its parent's connections too, and
+// threads to wait for are not here: they are never destroyed.
+void NodeImpl::LeaveToMaker() {
+  const auto leak = [](auto& owner) { new auto(std::move(owner)); };
+  leak(thread_);
+  leak(control_);
+  leak(data_);
+  leak(sender_);
+  leak(receiver_);
+  leak(calls_);
+  leak(copy_threads_);
+  leak(lane_copies_);
+  leak(arena_pin_);
 }
 
 // ---------------------------------------------------------------- called from any thread
@@ -334,6 +353,7 @@ bool NodeImpl::Work() {
 }
 
 void NodeImpl::Sleep(Deadline until) {
+  if (!lost_.empty()) return;  // The tick has sent.
   // Anything that arrives after the planes are armed makes their fds readable.
   if (!data_->Arm() || !control_->Arm()) return;
   const bool pause = futile_wakes_.Pause();
@@ -476,6 +496,9 @@ void NodeImpl::OnLinkDown(LinkId link, const absl::Status& status) {
   // The path to it may be dead and the peer not: on a new connection what can go on does.
   if (absl::IsDeadlineExceeded(status)) {
     return DropAndBeginAgain(peer, absl::UnavailableError(status.message()));
+  }
+  if (DataPlanes::IsMapped(link) && absl::IsFailedPrecondition(status)) {
+    return OnUnmapped(peer, absl::UnavailableError(status.message()));
   }
   // The peer may have given us up, and its word for that may come after this, or never: we did not run,
   // or control passes nothing on, as pings say that had time to be answered. Where it has ended instead,

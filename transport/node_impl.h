@@ -3,6 +3,8 @@
 // Inside of Node: node.cc has the public calls and the progress thread, node_sessions.cc what is
 // said between hello and goodbye.
 
+#include <unistd.h>
+
 #include <atomic>
 #include <memory>
 #include <span>
@@ -11,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "absl/container/flat_hash_set.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
@@ -76,6 +78,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void OnMessage(const PeerKey& peer, Message message) override;
   void OnMalformed(const PeerKey& peer, const absl::Status& status) override;
   void OnAttemptFailed(const PeerKey& peer, Attempt failed) override;
+  void OnMadeAgain(const PeerKey& peer) override;
   void OnStranger() override;
   void OnChunk(const ChunkHeader& header, const Payload& payload, Intact intact) override;
   void OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list) override;
@@ -95,6 +98,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
 
   // The session with the process of that epoch (0: any) at the address; dials where there is none.
   absl::StatusOr<PeerKey> SessionFor(const std::string& address, uint64_t epoch);
+  void SendHello(const PeerKey& peer);
   absl::Status JoinSession(Receiver::Fetch& fetch);
   void StartFetch(Receiver::Fetch fetch);
   // Whatever waits for the session, once it is known how the peer's pages can be had.
@@ -118,10 +122,15 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void RefuseSession(const PeerKey& peer, const absl::Status& status);
   void DropSession(const PeerKey& peer, const absl::Status& status,
                    LogLevel level = LogLevel::kWarn);
+  void LeaveToMaker();
   void DropSilent(const PeerKey& peer);
-  void DropAndBeginAgain(const PeerKey& peer, const absl::Status& status);
+  void DropAndBeginAgain(const PeerKey& peer, const absl::Status& status,
+                         Calls::Which calls = Calls::Which::kUnasked);
+  void OnUnmapped(const PeerKey& peer, const absl::Status& status);
+  void RememberUnmapped(const Session& session);
 
   const Options options_;
+  const pid_t maker_ = getpid();
   const uint64_t epoch_;
   std::string listen_address_;
 
@@ -143,8 +152,8 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   std::unique_ptr<Receiver> receiver_;
   std::unique_ptr<Calls> calls_;
   Sessions sessions_;
-  // Addresses to which the next hello is to offer no shared memory.
-  absl::flat_hash_set<std::string> unmapped_;
+  // Addresses to which hellos are to offer no shared memory, while the process of that epoch is there.
+  absl::flat_hash_map<std::string, uint64_t> unmapped_;
   std::vector<std::pair<PeerKey, absl::Status>>
       lost_;  // Found while sending; dropped when it is safe.
   std::vector<std::pair<MessageHeader, std::vector<std::byte>>> heard_;  // Over links.

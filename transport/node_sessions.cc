@@ -45,15 +45,20 @@ absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_
   session.name = address;
   session.greeting_until = DeadlineInMs(config.connect_timeout_ms);
   session.awaits_anyone = epoch == 0;
-  session.network_only = unmapped_.erase(address) > 0;
+  session.network_only = unmapped_.contains(address);
   sessions_.Insert(peer, session);
+  SendHello(peer);
+  return peer;
+}
+
+void NodeImpl::SendHello(const PeerKey& peer) {
+  const Session& session = *sessions_.Find(peer);
   HelloMsg hello{options_.name,        options_.model, options_.pool->layout(),
                  data_->addresses(),   options_.heads, options_.converts_pages,
                  options_.casts_values};
   hello.data.session = session.own_id;
   if (session.network_only) hello.data.local.clear();
   SendAside(peer, std::move(hello));
-  return peer;
 }
 
 absl::Status NodeImpl::JoinSession(Receiver::Fetch& fetch) {
@@ -125,6 +130,21 @@ void NodeImpl::OnAttemptFailed(const PeerKey& peer, Attempt failed) {
   } else {
     DropSession(peer, status);
   }
+}
+
+// The hello may be lost with the first connection, or its answer. It is said on a new one, where the old
+// cannot come after it; whatever waits for the session waits on, for as long as it would have.
+void NodeImpl::OnMadeAgain(const PeerKey& peer) {
+  const Session* const session = sessions_.Find(peer);
+  if (session == nullptr || session->state != Session::State::kGreeting) return;
+  if (const absl::Status dialled = control_->DialAgain(peer); !dialled.ok()) {
+    return DropSession(peer, dialled);
+  }
+  Session again = *session;
+  again.own_id = RandomId();  // What it has heard of may be a session to it.
+  again.failed_attempts = 0;
+  sessions_.Insert(peer, std::move(again));
+  SendHello(peer);
 }
 
 void NodeImpl::OnStranger() {
@@ -282,6 +302,8 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
 void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
                          const WelcomeMsg& welcome) {
   session.epoch = epoch;
+  const auto unmapped = unmapped_.find(session.address);
+  if (unmapped != unmapped_.end() && unmapped->second != epoch) unmapped_.erase(unmapped);
   const absl::StatusOr<LinkId> link = data_->Connect(welcome.data);
   if (!link.ok()) return OnNoConnection(peer, session, welcome.data, link.status());
   session.state = Session::State::kReady;
@@ -320,9 +342,30 @@ void NodeImpl::OnNoConnection(const PeerKey& peer, const Session& session,
   if (session.network_only || offered.local.empty() || !over_tcp) {
     return DropSession(peer, status);
   }
-  if (unmapped_.size() >= kMaxUnmapped) unmapped_.clear();
-  unmapped_.insert(session.address);
+  RememberUnmapped(session);
   DropAndBeginAgain(peer, status);
+}
+
+// UCX takes the place of shared memory in one direction alone, and needs no other hello for it.
+void NodeImpl::RememberUnmapped(const Session& session) {
+  if (data_->addresses().tcp.lanes == 0) return;
+  if (unmapped_.size() >= kMaxUnmapped) unmapped_.clear();
+  unmapped_[session.address] = session.epoch;
+}
+
+// The peer is there and cannot map this side's memory, so it has read nothing of what was said over the
+// link, calls too.
+void NodeImpl::OnUnmapped(const PeerKey& peer, const absl::Status& status) {
+  const Session& session = *sessions_.Find(peer);
+  if (!session.dialled) {
+    // Whoever has dialled can begin anew, and is then told to come over the network.
+    RefuseSession(peer, absl::NotFoundError(status.message()));
+    return DropSession(peer, status);
+  }
+  SendAside(peer, ByeMsg{});
+  if (session.network_only) return DropSession(peer, status);
+  RememberUnmapped(session);
+  DropAndBeginAgain(peer, status, Calls::Which::kAll);
 }
 
 void NodeImpl::OnSessionMessage(const PeerKey& peer, Session& session, MessageBody body) {
@@ -384,10 +427,20 @@ void NodeImpl::DropSilent(const PeerKey& peer) {
 
 // Silence may be the connection's and not the peer's, or have been our own: what can go on does, on a
 // new session. A connection that breaks is another matter: then the peer's process has ended.
-void NodeImpl::DropAndBeginAgain(const PeerKey& peer, const absl::Status& status) {
+void NodeImpl::DropAndBeginAgain(const PeerKey& peer, const absl::Status& status,
+                                 Calls::Which calls) {
+  const PeerKey nobody;  // Yet.
+  const Session session = *sessions_.Find(peer);
   std::vector<Receiver::Fetch> again = receiver_->TakeUnfinished(peer);
+  const int64_t calls_again = calls_->Move(peer, nobody, calls);
   DropSession(peer, status);
   for (Receiver::Fetch& fetch : again) StartFetch(std::move(fetch));
+  if (calls_again == 0) return;
+  const absl::StatusOr<PeerKey> next =
+      SessionFor(session.address, session.awaits_anyone ? 0 : session.epoch);
+  if (!next.ok()) return calls_->OnPeerGone(nobody, next.status());
+  calls_->Move(nobody, *next, Calls::Which::kAll);
+  if (sessions_.Find(*next)->state == Session::State::kReady) calls_->OnPeerReady(*next);
 }
 
 }  // namespace kvferry

@@ -74,7 +74,8 @@ bool Sender::SendNext(const TransferPtr& transfer, int64_t peer_share) {
     SendLent(transfer, bytes);
     return true;
   }
-  if ((*chunks_of_peer_)[transfer->peer] >= peer_share) return false;
+  const auto held = chunks_of_peer_->find(transfer->peer);
+  if (held != chunks_of_peer_->end() && held->second >= peer_share) return false;
   if (arena_->num_taken() == arena_->num_chunks()) return false;
   SendChunk(transfer, bytes, in_place);
   return true;

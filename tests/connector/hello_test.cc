@@ -2,11 +2,23 @@
 // to do.
 
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 
+#include <future>
+#include <memory>
+#include <set>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "base/random.h"
 #include "tests/support/captured_log.h"
 #include "tests/support/endpoints.h"
 #include "tests/support/raw_peer.h"
 #include "transport/control/codec.h"
+#include "transport/mapped/unix_socket.h"
+#include "transport/node.h"
+#include "transport/tcp/tcp_socket.h"
 
 namespace kvferry {
 namespace {
@@ -283,6 +295,69 @@ TEST(HelloToOthers, APeerThatEndsBeforeItAnswersIsNotWaitedFor) {
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable, "cannot connect to"));
 }
 
+// Those of this process to whoever listens at the address.
+void BreakConnectionsTo(const std::string& address) {
+  const int port = std::stoi(address.substr(address.rfind(':') + 1));
+  int broken = 0;
+  for (int fd = 3; fd < 1024; ++fd) {
+    sockaddr_in6 peer{};  // Of which an IPv4 address has its port at the same place.
+    socklen_t bytes = sizeof(peer);
+    const bool there = getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &bytes) == 0 &&
+                       (peer.sin6_family == AF_INET || peer.sin6_family == AF_INET6) &&
+                       ntohs(peer.sin6_port) == port;
+    if (there && shutdown(fd, SHUT_RDWR) == 0) ++broken;
+  }
+  EXPECT_GT(broken, 0);
+}
+
+// One broken connection, or the peer's quick restart at its address: both sides are well.
+TEST(HelloToOthers, AHelloThatIsLostWithItsConnectionIsSaidAgain) {
+  Config config = SmallChunks();
+  config.connect_timeout_ms = 600000;
+  const auto pool = MakePatternPool(SmallLayout(), 8, 3);
+  const auto decode = MakeDecode(pool, config);
+  const auto prefill = MakePrefill(pool, config);
+  const auto expect_hellos = [](RawPrefill& peer, const auto& handle) {
+    std::set<uint64_t> names;
+    for (int i = 0; i < 4; ++i) {
+      const auto hello = peer.Receive(Soon());
+      ASSERT_TRUE(hello.has_value());
+      ASSERT_TRUE(std::holds_alternative<HelloMsg>(hello->second.body));
+      EXPECT_TRUE(names.insert(std::get<HelloMsg>(hello->second.body).data.session).second);
+      EXPECT_FALSE(handle->done());
+      if (i < 3) {
+        BreakConnectionsTo(peer.address());
+      } else {
+        peer.SendBytes(hello->first, EncodeMessage({5, 0, RefuseMsg{0, absl::DataLossError("x")}}));
+      }
+    }
+    EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kDataLoss, "refused by"));
+  };
+  RawPrefill pulled;
+  expect_hellos(pulled, Fetch(*decode, Ticket{pulled.address(), 5, 6, 1, 16}, {0}));
+  RawPrefill pushed;
+  expect_hellos(pushed, Push(*prefill, ReceiveTicket{pushed.address(), 5, 6, 1, 16}, *pool, {0}));
+}
+
+TEST(HelloToOthers, ConnectionsThatBreakAtEachHelloAreNotMadeForEver) {
+  RawPrefill peer;
+  Config config = SmallChunks();
+  config.connect_timeout_ms = 1000;
+  const auto target = MakePatternPool(SmallLayout(), 8, 3);
+  const auto decode = MakeDecode(target, config);
+  const auto handle = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  int hellos = 0;
+  while (!handle->done() && hellos < 100) {
+    if (!peer.Receive(DeadlineInMs(20)).has_value()) continue;
+    ++hellos;
+    BreakConnectionsTo(peer.address());
+  }
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable,
+                    "within connect_timeout_ms (1000)", peer.address()));
+  EXPECT_GT(hellos, 3);
+  EXPECT_LT(hellos, 30);  // ZeroMQ waits for 50 ms at least.
+}
+
 // The prefill side reaches this one through shared memory, and so has offered nothing else, but is not
 // reached that way: the next hello does not offer it.
 TEST(HelloToOthers, APeerThatIsOnlyReachedOneWayIsReachedOverTheNetwork) {
@@ -315,6 +390,195 @@ TEST(HelloToOthers, APeerThatIsOnlyReachedOneWayIsReachedOverTheNetwork) {
   EXPECT_GT(second->data.tcp.lanes, 0);
   EXPECT_TRUE(said_bye);
   EXPECT_FALSE(handle->done());
+}
+
+// Where a process on this host takes memory of others, which it cannot map.
+class UnmappedMemory {
+ public:
+  // What a hello or welcome says of it.
+  std::string local() const { return absl::StrCat("\x04", name_, std::string(16, 't')); }
+  // Of the next one that gives memory; others only look whether somebody is still there.
+  void LetGo() {
+    Packet hello;
+    EXPECT_TRUE(WaitFor(
+        [&] {
+          const UniqueFd taken = AcceptUnix(listener_);
+          return taken.valid() && ReceivePacket(taken, &hello) == SocketResult::kOk;
+        },
+        Soon()));
+  }
+
+ private:
+  const std::string name_ = RandomBytes16();
+  const UniqueFd listener_ =
+      Must(ListenUnix(absl::StrCat("kvferry/", absl::BytesToHexString(name_))));
+};
+
+// Welcomes whoever says hello as such a process.
+class MapsNothing {
+ public:
+  // The next message that is no goodbye and no ping; none: the test has failed.
+  std::optional<std::pair<std::string, Message>> Receive() {
+    for (;;) {
+      auto received = peer_.Receive(Soon());
+      if (received.has_value() && std::holds_alternative<PingMsg>(received->second.body)) continue;
+      if (received.has_value() && std::holds_alternative<ByeMsg>(received->second.body)) {
+        ++byes;
+        continue;
+      }
+      EXPECT_TRUE(received.has_value());
+      return received;
+    }
+  }
+  // The next hello, which is answered as by the process of that epoch: by shared memory where that is
+  // offered, else by a port where nobody is in a hurry.
+  HelloMsg Welcome(uint64_t epoch) {
+    const auto received = Receive();
+    if (!received.has_value() || !std::holds_alternative<HelloMsg>(received->second.body)) {
+      ADD_FAILURE() << "no hello";
+      return {};
+    }
+    const auto& [from, message] = *received;
+    const HelloMsg hello = std::get<HelloMsg>(message.body);
+    WelcomeMsg welcome{"prefill", {}};
+    welcome.data.session = session;
+    if (hello.data.local.empty()) {
+      welcome.data.tcp = {1, "127.0.0.1", Must(PortOf(door_)), std::string(16, 't'),
+                          std::string(16, 'a')};
+    } else {
+      welcome.data.local = memory_.local();
+      welcome.data.session = 9;  // Messages over the link, too.
+    }
+    Say(from, message.from_epoch, epoch, welcome);
+    if (!hello.data.local.empty()) memory_.LetGo();
+    return hello;
+  }
+  void Say(const std::string& to, uint64_t to_epoch, uint64_t epoch, const MessageBody& body) {
+    peer_.SendBytes(to, EncodeMessage({epoch, to_epoch, body}));
+  }
+  const std::string& address() const { return peer_.address(); }
+
+  int byes = 0;
+  // Not 0: it takes messages over the network, and reads none.
+  uint64_t session = 0;
+
+ private:
+  RawPrefill peer_;
+  UnmappedMemory memory_;
+  const UniqueFd door_ = Must(ListenTcp("127.0.0.1", 0));
+};
+
+// What waited for it, and what was said to it over memory that it did not map.
+TEST(HelloToOthers, APeerThatMapsNothingIsReachedOverTheNetwork) {
+  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
+    GTEST_SKIP() << "the network is TCP's here";
+  }
+  Config config = SmallChunks();
+  config.same_host_path = "auto";
+  const auto pool = MakePatternPool(SmallLayout(), 8, 3);
+  const auto prefill = MakePrefill(pool, config);
+  MapsNothing peer;
+  const ReceiveTicket ticket{peer.address(), 5, 6, 1, 16};
+  const auto ends = [&](const auto& message, const auto& handle) {
+    peer.Say(message.first, message.second.from_epoch, 5,
+             RefuseMsg{0, absl::DataLossError("by hand")});
+    EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kDataLoss, "refused by"));
+  };
+  {
+    const auto push = Push(*prefill, ticket, *pool, {0});
+    EXPECT_FALSE(peer.Welcome(5).data.local.empty());
+    EXPECT_TRUE(peer.Welcome(5).data.local.empty());
+    const auto asked = peer.Receive();
+    ASSERT_TRUE(std::holds_alternative<CallMsg>(asked->second.body));
+    EXPECT_EQ(std::get<CallMsg>(asked->second.body).function, "push");
+    EXPECT_EQ(*std::get<CallMsg>(asked->second.body).args.Uint("receive"), 6u);
+    EXPECT_FALSE(push->done());
+    ends(*asked, push);
+  }
+  {  // As long as the process is there.
+    const auto push = Push(*prefill, ticket, *pool, {0});
+    EXPECT_TRUE(peer.Welcome(5).data.local.empty());
+    EXPECT_EQ(peer.byes, 1);
+    ends(*peer.Receive(), push);
+  }
+  {  // Until another one answers.
+    const auto push = Push(*prefill, ticket, *pool, {0});
+    EXPECT_TRUE(peer.Welcome(7).data.local.empty());
+    ends(*peer.Receive(), push);
+  }
+  const auto decode = MakeDecode(pool, config);
+  const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  EXPECT_FALSE(peer.Welcome(5).data.local.empty());
+  EXPECT_TRUE(peer.Welcome(5).data.local.empty());
+  const auto asked = peer.Receive();
+  ASSERT_TRUE(std::holds_alternative<FetchMsg>(asked->second.body));
+  EXPECT_EQ(std::get<FetchMsg>(asked->second.body).from_bytes, 0);
+  ends(*asked, fetch);
+  // And one after that is asked what it can do.
+  const auto push = Push(*prefill, ticket, *pool, {0});
+  const auto last = peer.Receive();
+  ASSERT_TRUE(std::holds_alternative<HelloMsg>(last->second.body));
+  EXPECT_FALSE(std::get<HelloMsg>(last->second.body).data.local.empty());
+}
+
+// The side that was dialled cannot begin anew: whoever has dialled does not wait for the next beat to.
+TEST(HelloFromOthers, APeerThatMapsNothingIsToldAtOnce) {
+  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
+    GTEST_SKIP() << "the network is TCP's here";
+  }
+  Config config = SmallChunks();
+  config.same_host_path = "auto";
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 3), config);
+  UnmappedMemory memory;
+  HelloMsg hello{"by hand", kTestModel, SmallLayout(), {}};
+  hello.data.tcp.lanes = 1;
+  hello.data.local = memory.local();
+  RawDecode first(prefill->address());
+  first.Send({42, 0, hello});
+  std::optional<Message> answer = first.Receive(Soon());
+  ASSERT_TRUE(answer.has_value() && std::holds_alternative<WelcomeMsg>(answer->body));
+  EXPECT_EQ(std::get<WelcomeMsg>(answer->body).data.tcp.port, 0);
+  memory.LetGo();
+  answer = first.Receive(Soon());
+  ASSERT_TRUE(answer.has_value() && std::holds_alternative<RefuseMsg>(answer->body));
+  EXPECT_EQ(std::get<RefuseMsg>(answer->body).transfer_id, 0u);
+  EXPECT_TRUE(Fails(std::get<RefuseMsg>(answer->body).status, absl::StatusCode::kNotFound, "map"));
+  RawDecode second(prefill->address());
+  second.Send({42, 0, hello});
+  answer = second.Receive(Soon());
+  ASSERT_TRUE(answer.has_value() && std::holds_alternative<WelcomeMsg>(answer->body));
+  EXPECT_GT(std::get<WelcomeMsg>(answer->body).data.tcp.port, 0);
+}
+
+// What a deadline brings about is found out then, and not with the next beat.
+TEST(HelloToOthers, APeerThatTakesNoMoreMessagesIsGoneAtOnce) {
+  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
+    GTEST_SKIP() << "the network is TCP's here";
+  }
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  config.connect_timeout_ms = 600000;
+  config.heartbeat_interval_ms = 100000;
+  config.heartbeat_timeout_ms = 600000;
+  const auto pool = MakePatternPool(SmallLayout(), 8, 3);
+  const auto node = Must(Node::Start({config, kTestModel, "asks", pool}));
+  MapsNothing peer;
+  peer.session = 9;
+  std::vector<std::future<absl::StatusOr<Fields>>> replies;
+  const auto ask = [&](const Fields& args, int64_t timeout_ms) {
+    auto promise = std::make_shared<std::promise<absl::StatusOr<Fields>>>();
+    replies.push_back(promise->get_future());
+    Must(node->Call({peer.address(), "f", args, DeadlineInMs(timeout_ms)},
+                    [promise](absl::StatusOr<Fields> r) { promise->set_value(std::move(r)); }));
+  };
+  ask({}, 600000);
+  peer.Welcome(5);
+  ask({}, 2000);
+  // More than may wait, but for what the call with the nearer deadline ends with.
+  for (int i = 0; i < 12; ++i) ask(Fields().Set("x", std::string(1500000, 'x')), 600000);
+  EXPECT_TRUE(Fails(replies[1].get(), absl::StatusCode::kDeadlineExceeded));
+  ASSERT_EQ(replies[0].wait_until(Soon()), std::future_status::ready);
+  EXPECT_TRUE(Fails(replies[0].get(), absl::StatusCode::kResourceExhausted, "takes none"));
 }
 
 // A welcome that is meant for another process at the same address is none.

@@ -1,6 +1,8 @@
 // Ends that come from one side: releases, expiries, endpoints that go away.
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 
@@ -43,6 +45,25 @@ TEST_F(Lifetime, ReleaseDuringAFetchEndsBoth) {
                     absl::StatusCode::kFailedPrecondition, "released"));
   EXPECT_TRUE(
       Fails(prefill_->LayerReady(ticket.lease_id, 1), absl::StatusCode::kFailedPrecondition));
+}
+
+// It shares all connections, and has none of the threads.
+TEST_F(Lifetime, AForkedChildThatEndsEndsNothingOfItsParents) {
+  const Ticket ticket = Publish(*prefill_, *source_, pages_, 1);
+  const auto handle = HeldFetch(ticket);
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    prefill_.reset();
+    decode_.reset();
+    _exit(0);
+  }
+  int ended = 0;
+  ASSERT_EQ(waitpid(child, &ended, 0), child);
+  EXPECT_TRUE(WIFEXITED(ended) && WEXITSTATUS(ended) == 0) << ended;
+  ASSERT_TRUE(IsOk(prefill_->AllLayersReady(ticket.lease_id)));
+  EXPECT_TRUE(IsOk(handle->Wait(Soon())));
+  EXPECT_EQ(Metric(*prefill_, "peers_lost") + Metric(*decode_, "peers_lost"), 0);
 }
 
 TEST_F(Lifetime, ReleaseOfTheUnknown) {

@@ -53,6 +53,44 @@ class TwoNamespaces : public BetweenHosts<testing::Test> {
   }
 };
 
+// Control and bytes take different ways between them.
+class TwoWays : public TwoNamespaces {
+ protected:
+  void SetUp() override {
+    TwoNamespaces::SetUp();
+    if (IsSkipped() || HasFatalFailure()) return;
+    ASSERT_TRUE(IsOk(NamespacePair::Join(prefill_side_, decode_side_)));
+  }
+  ChildPeer::Options PrefillPeer() const {
+    ChildPeer::Options options = Peer("prefill");
+    options.config_json = absl::StrReplaceAll(
+        options.config_json,
+        {{absl::StrCat(hosts_.prefill.device, "\""), absl::StrCat(prefill_side_.device, "\"")}});
+    return options;
+  }
+  // Of `ip`, on the way of the bytes.
+  static bool Ip(const NamespacePair::Host& side, const std::string& command) {
+    return Shell(absl::StrCat("ip -n ", side.ns, " ", command, " dev ", side.device));
+  }
+  // A fetch that meets no way for its bytes until `mend`, once `missed` says that it has.
+  template <typename Missed, typename Mend>
+  void ExpectWaits(ChildPeer& prefill, const Missed& missed, const Mend& mend) {
+    ChildPeer decode(Peer("decode"));
+    const std::string ticket = prefill.Publish({7, 8}, kLayers, 60000);
+    const std::string fetch = decode.Fetch(ticket, {9, 3}, 60000);
+    ASSERT_TRUE(WaitFor([&] { return missed(decode); }, Soon()));
+    ASSERT_TRUE(mend());
+    EXPECT_EQ(decode.Wait(fetch, 30000), "OK");
+    EXPECT_EQ(decode.Verify(11, {7, 8}, {9, 3}), "OK");
+    EXPECT_EQ(decode.Metric("peers_lost"), 0);
+  }
+
+  const NamespacePair::Host prefill_side_ = {hosts_.prefill.ns, hosts_.prefill.device + "2",
+                                             "10.211.98.1"};
+  const NamespacePair::Host decode_side_ = {hosts_.decode.ns, hosts_.decode.device + "2",
+                                            "10.211.98.2"};
+};
+
 TEST_F(TwoNamespaces, EveryByte) {
   ChildPeer prefill(Peer("prefill"));
   ChildPeer decode(Peer("decode"));
@@ -149,28 +187,19 @@ TEST_F(TwoNamespaces, AFetchOutlivesAnOutage) {
   EXPECT_EQ(decode.Metric("bytes_received"), 2 * half);
 }
 
-// Control and bytes take different ways, and that of the bytes dies.
-TEST_F(TwoNamespaces, AFetchOutlivesADeadDataPath) {
-  const NamespacePair::Host prefill_side = {hosts_.prefill.ns, hosts_.prefill.device + "2",
-                                            "10.211.98.1"};
-  const NamespacePair::Host decode_side = {hosts_.decode.ns, hosts_.decode.device + "2",
-                                           "10.211.98.2"};
-  ASSERT_TRUE(IsOk(NamespacePair::Join(prefill_side, decode_side)));
+// That of the bytes dies.
+TEST_F(TwoWays, AFetchOutlivesADeadDataPath) {
   // As behind a router: what is sent into the dead way is lost, and no neighbour is missed.
-  ASSERT_TRUE(Shell(absl::StrCat("ip -n ", decode_side.ns, " neigh replace ", prefill_side.address,
-                                 " dev ", decode_side.device,
-                                 " nud permanent lladdr $(ip netns exec ", prefill_side.ns,
-                                 " cat /sys/class/net/", prefill_side.device, "/address)")));
-  ChildPeer::Options options = Peer("prefill");
-  options.config_json = absl::StrReplaceAll(
-      options.config_json,
-      {{absl::StrCat(hosts_.prefill.device, "\""), absl::StrCat(prefill_side.device, "\"")}});
-  ChildPeer prefill(options);
+  ASSERT_TRUE(
+      Ip(decode_side_, absl::StrCat("neigh replace ", prefill_side_.address,
+                                    " nud permanent lladdr $(ip netns exec ", prefill_side_.ns,
+                                    " cat /sys/class/net/", prefill_side_.device, "/address)")));
+  ChildPeer prefill(PrefillPeer());
   ChildPeer decode(Peer("decode"));
   const std::string first = decode.Fetch(prefill.Publish({7, 8}, kLayers, 60000), {9, 3}, 20000);
   ASSERT_EQ(decode.Wait(first, 20000), "OK");
   const std::string set_link =
-      absl::StrCat("ip -n ", prefill_side.ns, " link set ", prefill_side.device, " ");
+      absl::StrCat("ip -n ", prefill_side_.ns, " link set ", prefill_side_.device, " ");
   ASSERT_TRUE(Shell(set_link + "down"));
   const std::string ticket = prefill.Publish({7, 8}, kLayers, 60000);
   const std::string fetch = decode.Fetch(ticket, {9, 3}, 60000);
@@ -178,6 +207,30 @@ TEST_F(TwoNamespaces, AFetchOutlivesADeadDataPath) {
   ASSERT_TRUE(Shell(set_link + "up"));
   EXPECT_EQ(decode.Wait(fetch, 30000), "OK");
   EXPECT_EQ(decode.Verify(11, {7, 8}, {9, 3}), "OK");
+}
+
+// connect(2) says so.
+TEST_F(TwoWays, AFetchWaitsForAMissingRoute) {
+  ChildPeer prefill(PrefillPeer());
+  ASSERT_TRUE(Ip(decode_side_, "route del 10.211.98.0/24"));
+  ExpectWaits(
+      prefill,
+      [](ChildPeer& decode) { return decode.Metric("peers") + decode.Metric("peers_lost") > 0; },
+      [&] { return Ip(decode_side_, "route add 10.211.98.0/24"); });
+}
+
+// The system says so seconds later.
+TEST_F(TwoWays, AFetchWaitsForAHostThatIsMissed) {
+  ChildPeer prefill(PrefillPeer());
+  const std::string address = absl::StrCat(prefill_side_.address, "/24");
+  ASSERT_TRUE(Ip(prefill_side_, "addr del " + address));
+  ExpectWaits(
+      prefill,
+      [&](ChildPeer&) {
+        return Shell(absl::StrCat("ip -n ", decode_side_.ns, " neigh show ", prefill_side_.address,
+                                  " nud failed | grep -q ."));
+      },
+      [&] { return Ip(prefill_side_, "addr add " + address); });
 }
 
 // Nobody says goodbye for it. Sessions end by the heartbeat; ZeroMQ's connections have none.

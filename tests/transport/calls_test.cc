@@ -84,6 +84,31 @@ TEST_F(CallsAlone, TheFirstReplyOfItsPeerCounts) {
   EXPECT_TRUE(Fails(answers_.at(2), absl::StatusCode::kNotFound, "x"));
 }
 
+// Its peer cannot be reached the way it was to be, and is dialled again.
+TEST_F(CallsAlone, WaitsForAnotherSessionWithItsPeer) {
+  Ask(1);
+  calls_.OnPeerReady(kPeer);
+  Ask(2);
+  EXPECT_EQ(calls_.Move(kPeer, kOther, Calls::Which::kUnasked), 1);
+  calls_.OnPeerReady(kOther);
+  EXPECT_EQ(outbox_.Count<CallMsg>(), 2);
+  EXPECT_EQ(outbox_.Last<CallMsg>()->call_id, 2u);
+  // What was asked and not read is asked again, and may have been read after all.
+  EXPECT_EQ(calls_.Move(kPeer, kOther, Calls::Which::kAll), 1);
+  calls_.OnPeerGone(kPeer, absl::UnavailableError("x"));
+  EXPECT_TRUE(answers_.empty());
+  calls_.OnPeerReady(kOther);
+  EXPECT_EQ(outbox_.Count<CallMsg>(), 3);
+  EXPECT_EQ(outbox_.Last<CallMsg>()->call_id, 1u);
+  EXPECT_EQ(*outbox_.Last<CallMsg>()->args.Uint("x"), 5u);
+  calls_.OnReplyMsg(kOther, {1, absl::OkStatus(), {}});
+  EXPECT_TRUE(IsOk(answers_.at(1)));
+  calls_.Move(kOther, kPeer, Calls::Which::kAll);
+  calls_.OnPeerGone(kPeer, absl::UnavailableError("x"));
+  EXPECT_EQ(CutOffOf(answers_.at(2).status()), CutOff::kAsked);
+  EXPECT_EQ(metrics_.calls_started, 2);
+}
+
 TEST_F(CallsAlone, EveryEndIsAnswered) {
   Ask(1, kPeer, DeadlineInMs(1));
   Ask(2, kPeer);

@@ -16,6 +16,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "base/random.h"
 #include "tests/support/captured_log.h"
 #include "tests/support/files.h"
 #include "tests/support/status.h"
@@ -828,6 +829,28 @@ TEST_F(Stranger, MessagesBeyondAllBounds) {
     ExpectHangUp(socket, "bytes, limit 2097152");
   }
   EXPECT_EQ(b_.events.messages.size(), 1u);  // What ended.
+}
+
+// A peer that lets go of what it is given before it reads anything, and goes on or ends.
+TEST(MappedPlane, SaysWhetherWhoLetGoOfItIsStillThere) {
+  for (const bool ends : {false, true}) {
+    Side a;
+    const std::string name = RandomBytes16();
+    UniqueFd listener = Must(ListenUnix(absl::StrCat("kvferry/", absl::BytesToHexString(name))));
+    const std::string address = absl::StrCat("\x04", name, std::string(16, 't'));
+    const LinkId link = Must(a.plane->Connect(address));
+    UniqueFd accepted = AcceptUnix(listener);
+    ASSERT_TRUE(accepted.valid());
+    if (ends) listener = UniqueFd();
+    accepted = UniqueFd();
+    ASSERT_TRUE(StepUntil([&] { a.Progress(); }, [&] { return !a.events.down.empty(); }));
+    EXPECT_EQ(a.events.down[0].first, link);
+    EXPECT_TRUE(Fails(a.events.down[0].second, ends ? absl::StatusCode::kUnavailable
+                                                    : absl::StatusCode::kFailedPrecondition));
+    a.plane->Close(link);
+    EXPECT_TRUE(
+        Fails(a.plane->Connect(address).status(), absl::StatusCode::kFailedPrecondition, "let go"));
+  }
 }
 
 // What is handed out cannot be written through.

@@ -325,6 +325,54 @@ TEST_F(TcpPlanes, SendsWaitForTheConnection) {
   EXPECT_EQ(at_a_.chunks[0].second, payload);
 }
 
+// A route that is missing for a moment, or a host that does not answer for its address.
+TEST_F(TcpPlanes, WhereThereIsNoWayYetIsDialledAgain) {
+  Await();
+  int dials = 0;
+  TcpConnection connection = ToDial([&]() -> absl::StatusOr<UniqueFd> {
+    if (++dials < 4) return absl::DeadlineExceededError("no way");
+    return DialTcp(address_.host, address_.port);
+  });
+  link_a_ = Must(a_->Open(std::move(connection), DeadlineInMs(20000)));
+  EXPECT_TRUE(a_->TakeNewDeadline());
+  EXPECT_LE(a_->Tick(Clock::now()), DeadlineInMs(100));
+  const std::vector<std::byte> payload = RandomBytes(5000, 1);
+  a_->SendChunk(link_a_, {1, 0, 0, 5000, 0}, FilledWith(payload), [](const absl::Status&) {});
+  EXPECT_TRUE(a_->Arm());  // Nothing to do meanwhile.
+  ASSERT_TRUE(StepsUntil([&] { return !at_b_.chunks.empty() || !at_a_.down.empty(); }));
+  ASSERT_EQ(at_b_.chunks.size(), 1u);
+  EXPECT_EQ(at_b_.chunks[0].second, payload);
+  EXPECT_EQ(dials, 4);
+}
+
+TEST_F(TcpPlanes, WhereThereIsNoWayInTimeIsSaidWhy) {
+  int dials = 0;
+  TcpConnection connection = ToDial([&]() -> absl::StatusOr<UniqueFd> {
+    ++dials;
+    return absl::DeadlineExceededError("No route to host");
+  });
+  link_a_ = Must(a_->Open(std::move(connection), DeadlineInMs(250)));
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.down.empty(); }));
+  EXPECT_TRUE(Fails(at_a_.down[0].second, absl::StatusCode::kUnavailable, "connect_timeout_ms",
+                    "No route to host"));
+  EXPECT_GT(dials, 1);
+  EXPECT_LT(dials, 5);
+}
+
+TEST_F(TcpPlanes, WhatElseFailsIsNotDialledAgain) {
+  int dials = 0;
+  TcpConnection connection = ToDial([&]() -> absl::StatusOr<UniqueFd> {
+    if (++dials == 1) return absl::DeadlineExceededError("no way");
+    return absl::UnavailableError("Connection refused");
+  });
+  link_a_ = Must(a_->Open(std::move(connection), DeadlineInMs(20000)));
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.down.empty(); }));
+  EXPECT_TRUE(Fails(at_a_.down[0].second, absl::StatusCode::kUnavailable, "Connection refused"));
+  for (int i = 0; i < 10; ++i) Step();
+  EXPECT_EQ(at_a_.down.size(), 1u);
+  EXPECT_EQ(dials, 2);
+}
+
 // A socket that is full cuts what it is given anywhere, in the middle of a chunk's end too.
 TEST(TcpOutgoing, HoweverTheSystemCutsIt) {
   int ends[2];

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <random>
 #include <span>
@@ -82,6 +83,15 @@ class TcpPlanes : public testing::Test {
   TcpConnection Connection(const std::string& token, const std::string& answer) {
     return {Must(DialTcp(address_.host, address_.port)), TcpHello::With(token, 0).Bytes(),
             TcpHello::With(answer, 0).Bytes(), "the peer"};
+  }
+  // By `dial`, to who is awaited.
+  TcpConnection ToDial(std::function<absl::StatusOr<UniqueFd>()> dial) const {
+    return {UniqueFd(),
+            TcpHello::With(address_.token, 0).Bytes(),
+            TcpHello::With(address_.answer, 0).Bytes(),
+            "the peer",
+            0,
+            std::move(dial)};
   }
   void Connect() {
     Await();

@@ -71,10 +71,12 @@ constexpr int kHandshakeFailed = ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL |
                                  ZMQ_EVENT_HANDSHAKE_FAILED_AUTH;
 
 struct Dealer {
+  std::string address;
   zmq::socket_t socket;
-  // Says that an attempt to connect has failed; null once the peer has said something.
+  // Says what becomes of attempts to connect; null once the peer has said something.
   zmq::socket_t attempts;
-  bool hung_up = false;  // On the last attempt, which the next event says the end of.
+  bool hung_up = false;   // On the last attempt, which the next event says the end of.
+  bool was_made = false;  // A connection.
 };
 
 class ZmqControlPlane : public ControlPlane {
@@ -142,30 +144,27 @@ class ZmqControlPlane : public ControlPlane {
   const std::string& listen_address() const override { return address_; }
 
   absl::StatusOr<PeerKey> Dial(const std::string& address) override {
-    try {
-      PeerKey peer = absl::StrCat(kDialled, next_dealer_++);
-      Dealer dealer{MakeSocket(zmq::socket_type::dealer), {}};
-      dealer.socket.set(zmq::sockopt::ipv6, 1);  // A host name may resolve to either.
-      if (doorkeeper_) doorkeeper_->Introduce(dealer.socket);
-      // ZeroMQ adds that it tries again both when connecting has failed and when a connection has broken.
-      dealer.attempts = Monitor(dealer.socket, absl::StrCat("inproc://", peer),
-                                ZMQ_EVENT_CONNECT_RETRIED | kHandshakeFailed);
-      Uninterrupted([&] { dealer.socket.connect(address); });
-      KVFERRY_RETURN_IF_ERROR(Watch(dealer.socket));
-      KVFERRY_RETURN_IF_ERROR(Watch(dealer.attempts));
-      dealers_.emplace(peer, std::move(dealer));
-      return peer;
-    } catch (const zmq::error_t& error) {
-      return absl::Status(CodeOf(error), absl::StrCat("control: cannot connect to '", address,
-                                                      "': ", error.what()));
-    }
+    PeerKey peer = absl::StrCat(kDialled, next_dealer_++);
+    KVFERRY_ASSIGN_OR_RETURN(Dealer dealer, MakeDealer(address));
+    dealers_.emplace(peer, std::move(dealer));
+    return peer;
+  }
+
+  absl::Status DialAgain(const PeerKey& peer) override {
+    const auto found = dealers_.find(peer);
+    if (found == dealers_.end()) return absl::UnavailableError("control: no such peer");
+    KVFERRY_ASSIGN_OR_RETURN(Dealer dealer, MakeDealer(found->second.address));
+    Forget(found->second);
+    found->second.socket.set(zmq::sockopt::linger,
+                             0);  // Nothing comes after it that was sent on it.
+    found->second = std::move(dealer);
+    return absl::OkStatus();
   }
 
   void Hangup(const PeerKey& peer) override {
     const auto found = dealers_.find(peer);
     if (found == dealers_.end()) return;
-    StopWatching(found->second);
-    epoll_.Remove(found->second.socket.get(zmq::sockopt::fd));
+    Forget(found->second);
     dealers_.erase(found);
   }
 
@@ -198,7 +197,7 @@ class ZmqControlPlane : public ControlPlane {
     ListReady();
     for (const PeerKey& peer : ready_) {
       ReceiveFromDealer(peer, events, &of_dialled);
-      ReportFailedAttempts(peer, events);
+      ReportAttempts(peer, events);
     }
     return std::min(of_accepted, of_dialled) < kMaxMessagesPerProgress;
   }
@@ -234,6 +233,25 @@ class ZmqControlPlane : public ControlPlane {
     return socket;
   }
 
+  absl::StatusOr<Dealer> MakeDealer(const std::string& address) {
+    try {
+      Dealer dealer{address, MakeSocket(zmq::socket_type::dealer), {}};
+      dealer.socket.set(zmq::sockopt::ipv6, 1);  // A host name may resolve to either.
+      if (doorkeeper_) doorkeeper_->Introduce(dealer.socket);
+      // ZeroMQ adds that it tries again both when connecting has failed and when a connection has broken.
+      dealer.attempts =
+          Monitor(dealer.socket, absl::StrCat("inproc://attempts:", next_monitor_++),
+                  ZMQ_EVENT_CONNECT_RETRIED | ZMQ_EVENT_HANDSHAKE_SUCCEEDED | kHandshakeFailed);
+      Uninterrupted([&] { dealer.socket.connect(address); });
+      KVFERRY_RETURN_IF_ERROR(Watch(dealer.socket));
+      KVFERRY_RETURN_IF_ERROR(Watch(dealer.attempts));
+      return dealer;
+    } catch (const zmq::error_t& error) {
+      return absl::Status(CodeOf(error), absl::StrCat("control: cannot connect to '", address,
+                                                      "': ", error.what()));
+    }
+  }
+
   // What ZeroMQ says of connections it says nowhere else (zmq_socket_monitor(3)).
   zmq::socket_t Monitor(zmq::socket_t& socket, const std::string& name, int events) {
     if (zmq_socket_monitor(socket.handle(), name.c_str(), events) != 0) throw zmq::error_t();
@@ -248,6 +266,11 @@ class ZmqControlPlane : public ControlPlane {
     zmq_socket_monitor(dealer.socket.handle(), nullptr, 0);
     epoll_.Remove(dealer.attempts.get(zmq::sockopt::fd));
     dealer.attempts.close();
+  }
+
+  void Forget(Dealer& dealer) {
+    StopWatching(dealer);
+    epoll_.Remove(dealer.socket.get(zmq::sockopt::fd));
   }
 
   // Sockets' fds are edge-triggered; one epoll fd stands for them all.
@@ -352,7 +375,7 @@ class ZmqControlPlane : public ControlPlane {
     return event;
   }
 
-  void ReportFailedAttempts(const PeerKey& peer, ControlEvents* events) {
+  void ReportAttempts(const PeerKey& peer, ControlEvents* events) {
     try {
       for (auto found = dealers_.find(peer);
            found != dealers_.end() && found->second.attempts && Receive(found->second.attempts);
@@ -360,6 +383,10 @@ class ZmqControlPlane : public ControlPlane {
         const int event = EventReceived();
         if (event == ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL) {
           found->second.hung_up = true;
+          continue;
+        }
+        if (event == ZMQ_EVENT_HANDSHAKE_SUCCEEDED) {
+          if (std::exchange(found->second.was_made, true)) events->OnMadeAgain(peer);
           continue;
         }
         const bool retried = event == ZMQ_EVENT_CONNECT_RETRIED;
@@ -397,6 +424,7 @@ class ZmqControlPlane : public ControlPlane {
   zmq::socket_t strangers_;  // Says that the handshake of one has failed.
   std::string address_;
   uint64_t next_dealer_ = 1;
+  uint64_t next_monitor_ = 1;
   absl::flat_hash_map<PeerKey, Dealer> dealers_;
   std::vector<PeerKey> ready_;
   size_t turn_ = 0;

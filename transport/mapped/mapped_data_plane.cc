@@ -38,6 +38,7 @@ enum Kind : uint32_t {
 using Token = std::array<char, 16>;
 constexpr uint64_t kMagic = 0x6b7666657272792f;
 constexpr uint8_t kVersion = 4;
+constexpr size_t kNameBytes = 16;  // Of an address, behind the version.
 
 struct Head {
   uint32_t kind = 0;
@@ -226,7 +227,7 @@ class MappedDataPlane : public AddressedPlane {
   void Serve(uint64_t id, uint32_t ready, DataEvents* events);
   void Drop(AcceptedMap::iterator accepted);
   void DropFailed(uint64_t id);
-  void NoteRefusal(const Link& link);
+  absl::Status WhyBroken(const Link& link);
   void ReportBroken(DataEvents* events);
 
   Arena* const arena_;
@@ -274,7 +275,6 @@ MappedDataPlane::~MappedDataPlane() {
 // ---------------------------------------------------------------- sending
 
 absl::StatusOr<LinkId> MappedDataPlane::Connect(const std::string& address) {
-  constexpr size_t kNameBytes = 16;
   HelloPacket hello;
   if (address.size() != 1 + kNameBytes + hello.token.size() ||
       address[0] != static_cast<char>(kVersion)) {
@@ -418,6 +418,7 @@ void MappedDataPlane::OnLinkReadable(Link& link) {
     if (result == SocketResult::kOk && Parse(packet, &reads_pool) &&
         reads_pool.head.kind == kReadsPool) {
       link.reads_parts = !pool_.parts.empty();
+      link.proven = true;
       continue;
     }
     ReadPacket read;
@@ -648,8 +649,12 @@ absl::Status MappedDataPlane::OnChunk(Accepted& accepted, const ChunkPacket& chu
       static_cast<size_t>(accepted.shape.num_chunks) + kMaxUnsent) {
     return absl::ResourceExhaustedError("it does not read what it is told");
   }
-  // Nobody looks at what is not intact.
-  events->OnChunk(chunk.header, found.ok() ? *found : Payload(), intact);
+  if (found.ok()) {
+    events->OnChunk(chunk.header, *found, intact);
+  } else {
+    // Whatever its generation is when it is looked at again.
+    events->OnChunk(chunk.header, Payload(), [] { return false; });
+  }
   Push(accepted.channel, ReadPacket{.slot = chunk.slot});
   return absl::OkStatus();
 }
@@ -742,11 +747,15 @@ void MappedDataPlane::DropFailed(uint64_t id) {
 }
 
 // A peer that cannot map what it is given (no memory, another user, a filter of system calls) drops
-// the connection, and would drop the next one too: the next session is to go over UCX.
-void MappedDataPlane::NoteRefusal(const Link& link) {
-  if (link.proven) return;
+// the connection, and would drop the next one too: the next session is to go over the network. One that
+// has ended does not listen any more.
+absl::Status MappedDataPlane::WhyBroken(const Link& link) {
+  const absl::Status gone = absl::UnavailableError("the peer on this host is gone");
+  if (link.proven) return gone;
   if (refused_by_.size() >= kMaxAccepted) refused_by_.clear();
   refused_by_.insert(link.address);
+  if (!ConnectUnix(SocketName(link.address.substr(1, kNameBytes))).ok()) return gone;
+  return absl::FailedPreconditionError("the peer on this host does not map what it is given");
 }
 
 void MappedDataPlane::ReportBroken(DataEvents* events) {
@@ -755,8 +764,7 @@ void MappedDataPlane::ReportBroken(DataEvents* events) {
     const auto link = links_.find(id);
     if (link == links_.end()) continue;
     epoll_.Remove(link->second->channel.socket.get());
-    NoteRefusal(*link->second);
-    events->OnLinkDown(id, absl::UnavailableError("the peer on this host is gone"));
+    events->OnLinkDown(id, WhyBroken(*link->second));
   }
 }
 

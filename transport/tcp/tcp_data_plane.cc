@@ -14,6 +14,7 @@ namespace {
 constexpr int kEventsATurn = 64;
 // Of one link and direction, before it is the next one's turn.
 constexpr int64_t kBytesATurn = 1 << 20;
+constexpr auto kDialInterval = std::chrono::milliseconds(100);
 
 }  // namespace
 
@@ -48,18 +49,35 @@ absl::StatusOr<LinkId> TcpDataPlane::Open(TcpConnection connection, Deadline rea
 
 absl::Status TcpDataPlane::Join(LinkId id, TcpConnection connection) {
   const auto found = links_.find(id);
-  if (found == links_.end() || found->second->socket.valid()) {
+  if (found == links_.end() || found->second->has_socket()) {
     return absl::FailedPreconditionError("tcp: nobody waits for this connection");
   }
-  KVFERRY_RETURN_IF_ERROR(
-      epoll_.Add(connection.socket.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, id));
-  Link& link = *found->second;
-  link.socket = std::move(connection.socket);
-  link.where = std::move(connection.where);
-  link.silence_ms = connection.silence_ms;
-  link.outgoing.Say(std::move(connection.say));
-  link.incoming.Expect(std::move(connection.expect));
-  return absl::OkStatus();
+  found->second->connection = std::move(connection);
+  return Begin(id, *found->second);
+}
+
+absl::Status TcpDataPlane::Begin(LinkId id, Link& link) {
+  TcpConnection& connection = link.connection;
+  link.outgoing.Say(connection.say);
+  link.incoming.Expect(connection.expect);
+  if (!link.has_socket()) {
+    absl::StatusOr<UniqueFd> socket = connection.dial();
+    if (absl::IsDeadlineExceeded(socket.status()) && DialLater(link, socket.status().message())) {
+      return absl::OkStatus();
+    }
+    KVFERRY_RETURN_IF_ERROR(socket.status());
+    connection.socket = *std::move(socket);
+  }
+  return epoll_.Add(connection.socket.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, id);
+}
+
+bool TcpDataPlane::DialLater(Link& link, absl::string_view why) {
+  if (link.connection.dial == nullptr || link.ready()) return false;
+  link.connection.socket = UniqueFd();
+  link.no_way = std::string(why);
+  link.dial_at = Clock::now() + kDialInterval;
+  new_deadline_ = true;
+  return true;
 }
 
 void TcpDataPlane::SendChunk(LinkId id, const ChunkHeader& header, ChunkSource source,
@@ -90,7 +108,7 @@ void TcpDataPlane::Close(LinkId id) {
   auto node = links_.extract(id);
   if (node.empty()) return;
   ready_.erase(id);
-  if (node.mapped()->socket.valid()) epoll_.HangUp(node.mapped()->socket.get());
+  if (node.mapped()->has_socket()) epoll_.HangUp(node.mapped()->connection.socket.get());
   node.mapped()->outgoing.Fail(absl::UnavailableError("tcp: the link was closed"));
 }
 
@@ -122,7 +140,7 @@ bool TcpDataPlane::Progress(DataEvents* events) {
 }
 
 bool TcpDataPlane::Serve(LinkId id, Link& link, DataEvents* events) {
-  const int fd = link.socket.get();
+  const int fd = link.connection.socket.get();
   int64_t bytes = 0;
   if (link.readable) {
     Moved moved;
@@ -130,8 +148,8 @@ bool TcpDataPlane::Serve(LinkId id, Link& link, DataEvents* events) {
     bytes += moved.bytes;
     link.readable = moved.some();
     // Not before: connect_timeout_ms has better words for a connection that is never made.
-    if (link.silence_ms > 0 && link.ready()) {
-      LimitSilence(link.socket, std::exchange(link.silence_ms, 0));
+    if (link.connection.silence_ms > 0 && link.ready()) {
+      LimitSilence(link.connection.socket, std::exchange(link.connection.silence_ms, 0));
     }
     Note(id, link, moved, status);
   }
@@ -148,18 +166,34 @@ bool TcpDataPlane::Serve(LinkId id, Link& link, DataEvents* events) {
 void TcpDataPlane::Note(LinkId id, Link& link, const Moved& moved, const absl::Status& status) {
   if (status.ok() && moved.result != Moved::Result::kBroken) return;
   // It is silent until it is closed.
-  epoll_.Remove(link.socket.get());
+  epoll_.Remove(link.connection.socket.get());
   link.readable = link.writable = false;
+  const std::string& where = link.connection.where;
   if (!status.ok()) {
-    down_.emplace_back(id, absl::Status(status.code(), absl::StrCat("tcp: dropped ", link.where,
-                                                                    ": ", status.message())));
+    down_.emplace_back(id, absl::Status(status.code(), absl::StrCat("tcp: dropped ", where, ": ",
+                                                                    status.message())));
     return;
   }
+  const bool silence = IsSilence(moved.error);
   const std::string words = absl::StrCat(
-      "tcp: the connection to ", link.where,
+      "tcp: the connection to ", where,
       " ended: ", moved.error == 0 ? "closed by the other side" : std::strerror(moved.error));
-  down_.emplace_back(id, link.ready() && IsSilence(moved.error) ? absl::DeadlineExceededError(words)
-                                                                : absl::UnavailableError(words));
+  if (silence && DialLater(link, words)) return;
+  down_.emplace_back(id, link.ready() && silence ? absl::DeadlineExceededError(words)
+                                                 : absl::UnavailableError(words));
+}
+
+// Returns when to ask again.
+Deadline TcpDataPlane::DialIfDue(LinkId id, Link& link, Deadline now) {
+  if (link.has_socket() || link.connection.dial == nullptr) return link.ready_by;
+  if (link.dial_at <= now) {
+    const absl::Status begun = Begin(id, link);
+    if (!begun.ok()) {
+      link.ready_by = Deadline::max();  // Never.
+      down_.emplace_back(id, begun);
+    }
+  }
+  return link.has_socket() ? link.ready_by : std::min(link.ready_by, link.dial_at);
 }
 
 Deadline TcpDataPlane::Tick(Deadline now) {
@@ -167,15 +201,17 @@ Deadline TcpDataPlane::Tick(Deadline now) {
   for (const auto& [id, link] : links_) {
     if (link->ready() || link->ready_by == Deadline::max()) continue;
     if (link->ready_by > now) {
-      next = std::min(next, link->ready_by);
+      next = std::min(next, DialIfDue(id, *link, now));
       continue;
     }
     link->ready_by = Deadline::max();  // Once.
-    down_.emplace_back(
-        id, absl::UnavailableError(absl::StrCat(
-                "tcp: no connection for data ",
-                link->where.empty() ? "came from the peer" : absl::StrCat("to ", link->where),
-                " within connect_timeout_ms; is that port (data_port) open to the other side?")));
+    const std::string& where = link->connection.where;
+    down_.emplace_back(id, absl::UnavailableError(absl::StrCat(
+                               "tcp: no connection for data ",
+                               where.empty() ? "came from the peer" : absl::StrCat("to ", where),
+                               " within connect_timeout_ms",
+                               link->no_way.empty() ? "" : absl::StrCat(" (", link->no_way, ")"),
+                               "; is that port (data_port) open to the other side?")));
   }
   return next;
 }

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -10,6 +12,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "base/clock.h"
 #include "base/epoll.h"
 #include "base/unique_fd.h"
@@ -19,15 +22,17 @@
 
 namespace kvferry {
 
-// A connection that is made, or being made, and what proves to each side who the other is.
+// A connection that is made, being made or to be made, and what proves to each side who the other is.
 struct TcpConnection {
-  UniqueFd socket;
+  UniqueFd socket;     // Invalid: `dial` makes it.
   std::string say;     // First.
   std::string expect;  // First, before anything else counts.
   std::string where;   // It leads, for errors.
   // How long nothing may get through once both have said so (LimitSilence); 0: for ever. Whoever
   // dialled watches, and can dial again; the other side would cut it off from what still works.
   int64_t silence_ms = 0;
+  // As DialTcp, and again while there is no way to the other side; null: that side has dialled.
+  std::function<absl::StatusOr<UniqueFd>()> dial{};
 };
 
 // A data plane over TCP sockets (docs/wire_protocol.md, "TCP"): the pages of a chunk may be sent from
@@ -57,27 +62,35 @@ class TcpDataPlane final : public DataPlane {
   int event_fd() const override { return epoll_.fd(); }
   bool Arm() override { return ready_.empty() && down_.empty(); }
   Deadline Tick(Deadline now) override;
+  // Whether there is a deadline that the last Tick() did not know of.
+  bool TakeNewDeadline() { return std::exchange(new_deadline_, false); }
 
  private:
   struct Link {
     explicit Link(TcpScratch* scratch) : incoming(scratch) {}
 
-    UniqueFd socket{};  // Invalid: still to come.
-    std::string where{};
+    TcpConnection connection{};  // Without a socket that is still to come.
     Deadline ready_by{};
-    int64_t silence_ms = 0;  // To be set when it is ready; 0: it is.
+    Deadline dial_at{};    // Where it is ours to dial, and there is no socket.
+    std::string no_way{};  // Why there was none the last time.
     TcpOutgoing outgoing{};
     TcpIncoming incoming;
     // What the socket has told us of; the system tells of changes only (EPOLLET).
     bool readable = false;
     bool writable = false;
 
-    bool ready() const { return socket.valid() && incoming.open(); }
+    bool has_socket() const { return connection.socket.valid(); }
+    bool ready() const { return has_socket() && incoming.open(); }
     bool may_write() const { return writable && outgoing.has_work(incoming.open()); }
     bool has_work() const { return readable || may_write(); }
   };
 
   TcpDataPlane(Epoll epoll, std::unique_ptr<TcpScratch> scratch);
+  // Dials if that is to be done, and begins with the first words.
+  absl::Status Begin(LinkId id, Link& link);
+  // There is no way to the other side. False: it is not to be dialled again.
+  bool DialLater(Link& link, absl::string_view why);
+  Deadline DialIfDue(LinkId id, Link& link, Deadline now);
   void Look();
   bool Serve(LinkId id, Link& link, DataEvents* events);
   // Reading or writing has come to this.
@@ -89,6 +102,7 @@ class TcpDataPlane final : public DataPlane {
   absl::flat_hash_map<LinkId, std::unique_ptr<Link>> links_;
   absl::flat_hash_set<LinkId> ready_;                  // Links with something to do.
   std::vector<std::pair<LinkId, absl::Status>> down_;  // Reported by the next Progress().
+  bool new_deadline_ = false;
 };
 
 }  // namespace kvferry

@@ -134,7 +134,8 @@ absl::StatusOr<UniqueFd> DialTcp(const std::string& host, int64_t port) {
   KVFERRY_ASSIGN_OR_RETURN(UniqueFd fd, NewSocket(address.generic.sa_family));
   SetNoDelay(fd);
   if (connect(fd.get(), &address.generic, address.bytes) != 0 && errno != EINPROGRESS) {
-    return absl::UnavailableError(
+    return absl::Status(
+        IsSilence(errno) ? absl::StatusCode::kDeadlineExceeded : absl::StatusCode::kUnavailable,
         absl::StrCat("tcp: cannot connect to ", host, " port ", port, ": ", std::strerror(errno)));
   }
   return fd;

@@ -29,7 +29,8 @@ absl::Status CheckCongestionControl(const std::string& name);
 void LimitSilence(const UniqueFd& socket, int64_t timeout_ms);
 // Whether a connection that broke with this errno did so because nothing came back.
 bool IsSilence(int error);
-// A socket that is connecting: writable when it is through, broken when that failed.
+// A socket that is connecting: writable when it is through, broken when that failed. DEADLINE_EXCEEDED:
+// there is no way to that host just now (IsSilence).
 absl::StatusOr<UniqueFd> DialTcp(const std::string& host, int64_t port);
 // An invalid fd when nobody waits, or errno says why not.
 UniqueFd AcceptTcp(const UniqueFd& listener);
