@@ -1,11 +1,15 @@
 """Both engines get the request at the same time: KV moves while more of it is computed."""
 
+import contextlib
 import time
+import uuid
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from demo import PART_TOKENS, QUESTIONS, ask, problems
-from engines import BLOCK_TOKENS, FETCH_TIMEOUT_MS, Engines
+from engines import BLOCK_TOKENS, ENGINE, FETCH_TIMEOUT_MS, MODEL, Engines
+from pair import REMOTE_DECODE, Engine, free_port, transfer_config
 
 # Of the longest prompt that these engines take: one of 1,024 tokens, and one that takes two steps.
 PARTS = 2
@@ -128,3 +132,84 @@ def test_engines_do_not_wait_for_each_other(engines: Engines, reference, long_pr
     prefill = [engines.prefill.start(prompts[n], 1, params[n][0]) for n in (0, 1, 2)]
     assert [decode[n].answer().tokens for n in range(3)] == expected
     assert [request.answer().finish_reason for request in prefill] == ["length"] * 3
+
+
+SHORT_BLOCKS = 8  # Of the longest prompts that the following engines take.
+
+
+class BothWays:
+    """Two engines that prefill and decode for each other, in caches of twice the longest prompt."""
+
+    def __init__(self, folder):
+        self.ports = [free_port(), free_port()]
+        self.engines = [
+            Engine(
+                f"both{n}",
+                MODEL,
+                folder,
+                kv_transfer_config=transfer_config(
+                    "kv_both",
+                    engine_id=f"both{n}",
+                    kv_connector_extra_config={
+                        "listen_port": port,
+                        "fetch_timeout_ms": FETCH_TIMEOUT_MS,
+                    },
+                ),
+                **ENGINE
+                | {
+                    "num_gpu_blocks_override": 1 + 2 * SHORT_BLOCKS,
+                    "max_model_len": SHORT_BLOCKS * BLOCK_TOKENS,
+                },
+            )
+            for n, port in enumerate(self.ports)
+        ]
+
+    def params_at_once(self, prefill: int) -> tuple[dict, dict]:
+        transfer = {"transfer_id": uuid.uuid4().hex}
+        source = {"remote_host": "127.0.0.1", "remote_port": self.ports[prefill]}
+        return REMOTE_DECODE | transfer, {"do_remote_prefill": True} | source | transfer
+
+
+@pytest.fixture(scope="module")
+def both_ways(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BothWays]:
+    with contextlib.ExitStack() as stack:
+        both = BothWays(tmp_path_factory.mktemp("both_ways"))
+        for engine in both.engines:
+            stack.callback(engine.close)
+        for engine in both.engines:
+            engine.wait_ready()
+        yield both
+
+
+def prompts_both_ways(long_prompt: list[int], first: int) -> list[list[int]]:
+    length = SHORT_BLOCKS * BLOCK_TOKENS - 6
+    return [[n, *long_prompt[: length - 1]] for n in range(first, first + 6)]
+
+
+def test_engines_that_decode_for_each_other_at_once(both_ways: BothWays, reference, long_prompt):
+    """Each has prompts for all of its cache before it hears that the other one waits for some."""
+    prompts = prompts_both_ways(long_prompt, first=10)
+    expected = [reference(prompt, 4).tokens for prompt in prompts]
+    params = [both_ways.params_at_once(n % 2) for n in range(len(prompts))]
+    prefill = [
+        both_ways.engines[n % 2].start(prompt, 1, params[n][0]) for n, prompt in enumerate(prompts)
+    ]
+    decode = [
+        both_ways.engines[1 - n % 2].start(prompt, 4, params[n][1])
+        for n, prompt in enumerate(prompts)
+    ]
+    assert [request.answer().tokens for request in decode] == expected
+    assert {request.answer().finish_reason for request in prefill} == {"length"}
+
+
+def test_engines_that_decode_for_each_other_by_tickets(both_ways: BothWays, reference, long_prompt):
+    prompts = prompts_both_ways(long_prompt, first=20)
+    expected = [reference(prompt, 4).tokens for prompt in prompts]
+    prefill = [
+        both_ways.engines[n % 2].start(prompt, 1, REMOTE_DECODE) for n, prompt in enumerate(prompts)
+    ]
+    decode = [
+        both_ways.engines[1 - n % 2].start(prompts[n], 4, request.answer().params)
+        for n, request in enumerate(prefill)
+    ]
+    assert [request.answer().tokens for request in decode] == expected

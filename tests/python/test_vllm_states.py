@@ -10,10 +10,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import kvferry  # noqa: E402
 from kvferry.vllm.metadata import LoadPart  # noqa: E402
 from kvferry.vllm.parts import LAST_STATE, STATE  # noqa: E402
-from test_vllm_units import BLOCK, Decode, Prefill, request  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
-from vllm_steps import Blocks  # noqa: E402
+from vllm_steps import BLOCK, Blocks, Decode, Prefill, request  # noqa: E402
 
 WINDOWS = (STATE, None, STATE)
 TRANSFER = {"transfer_id": "0123456789abcdef"}

@@ -2,86 +2,27 @@
 half."""
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import kvferry  # noqa: E402
-from kvferry.vllm.metadata import (  # noqa: E402
-    AskedFor,
-    LoadPart,
-    StepMetadata,
-    WorkerAddress,
-    parse_tickets,
-)
+from kvferry.vllm.metadata import LoadPart, StepMetadata, parse_tickets  # noqa: E402
 from kvferry.vllm.parts import cut  # noqa: E402
-from kvferry.vllm.room import Room  # noqa: E402
-from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler  # noqa: E402
 from kvferry.vllm.telemetry import FetchRecord, Options, TransferStats  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
-from vllm_steps import Blocks, step  # noqa: E402
-
-BLOCK = 16
-FETCH_TIMEOUT_MS = 200
-
-
-def vllm_config(tp_size: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(engine_id="engine"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
-    )
-
-
-def request(request_id: str, prompt: int, params: dict | None = None, computed: int = 0):
-    return SimpleNamespace(
-        request_id=request_id,
-        num_prompt_tokens=prompt,
-        prompt_token_ids=list(range(prompt)),
-        num_computed_tokens=computed,
-        kv_transfer_params=params,
-        status=RequestStatus.RUNNING,
-    )
-
-
-class Prefill:
-    def __init__(self, tp_size: int = 1, room: Room | None = None, windows=(None,)):
-        room = room or Room(1000, 10)
-        self.blocks = Blocks(*[[4, 9, 2, 7, *range(100, 300)]] * len(windows))
-        self.scheduler = PrefillScheduler(
-            vllm_config(tp_size), BLOCK, list(windows), room, FETCH_TIMEOUT_MS
-        )
-        self.scheduler.set_workers(
-            {
-                rank: WorkerAddress(f"tcp://127.0.0.1:{5000 + rank}", 7 + rank)
-                for rank in range(tp_size)
-            }
-        )
-
-    def arrive(self, prompt: int, params: dict | None = None, name: str = "r"):
-        arrived = request(name, prompt, {"do_remote_decode": True} if params is None else params)
-        self.scheduler.on_new_request(arrived)
-        return arrived
-
-    def begin(self, it) -> bool:
-        """As the scheduler does that has blocks for it."""
-        begins = self.scheduler.may_begin(it)
-        if begins:
-            self.scheduler.update_state_after_alloc(it)
-        return begins
-
-    def report(self, asked_for: set[int] | None = None, **output) -> None:
-        """As workers do at the end of a step."""
-        if asked_for:
-            output["kv_connector_worker_meta"] = AskedFor(asked_for)
-        self.scheduler.update_connector_output(KVConnectorOutput(**output))
-
-    def step(self, scheduled: dict[str, int], preempted: set[str] = frozenset()) -> StepMetadata:
-        meta = StepMetadata()
-        self.scheduler.fill(meta, step(scheduled, preempted), self.blocks)
-        return meta
+from vllm_steps import (  # noqa: E402
+    BLOCK,
+    FROM,
+    TRANSFER,
+    Blocks,
+    Decode,
+    Prefill,
+    remote,
+    request,
+)
 
 
 def test_prompt_is_published_in_the_step_that_computes_its_last_token():
@@ -164,30 +105,6 @@ def test_a_prompt_that_is_preempted_and_ends_before_the_next_step(status: Reques
     assert prefill.step({}, {"r"}) == StepMetadata()
 
 
-class Decode:
-    def __init__(
-        self, tp_size: int = 1, room: Room | None = None, windows=(None,), max_fetches: int = 1024
-    ):
-        self.scheduler = DecodeScheduler(
-            vllm_config(tp_size), BLOCK, list(windows), room or Room(1000, 10), max_fetches
-        )
-
-    def allocate(self, it, cached: int, *block_ids: list[int]):
-        missing, later = self.scheduler.get_num_new_matched_tokens(it, cached)
-        assert later == (missing > 0)
-        self.scheduler.update_state_after_alloc(it, Blocks(*block_ids), missing)
-        return self.step()
-
-    def step(self) -> StepMetadata:
-        meta = StepMetadata()
-        self.scheduler.fill(meta)
-        return meta
-
-
-def remote(**changes) -> dict:
-    return {"do_remote_prefill": True, "kvferry_tickets": ["t"]} | changes
-
-
 def test_blocks_of_a_cached_prefix_are_not_loaded():
     decode, it = Decode(), request("r", 40, remote())
     (load,) = decode.allocate(it, 32, [5, 6, 8]).loads
@@ -239,16 +156,58 @@ def test_tickets_serve_once_and_who_comes_with_the_same_finds_the_blocks_here(an
     assert len(decode.allocate(other, 0, [1, 2, 3]).loads) == 1
 
 
-def test_who_waits_for_a_load_that_fails_fails_too():
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_who_waits_for_a_load_that_fails_fails_too(policy: str):
     decode = Decode()
-    first, second = (request(name, 40, remote()) for name in "ab")
+    first, second, third = (request(name, 40, remote()) for name in "abc")
     decode.allocate(first, 0, [5, 6, 8])
     assert decode.scheduler.get_num_new_matched_tokens(second, 0) == (None, False)
+    if policy == "fail":  # vLLM ends it first.
+        first.status = RequestStatus.FINISHED_ERROR
+        decode.scheduler.request_finished(first)
     decode.scheduler.update_connector_output(
         KVConnectorOutput(finished_recving={"a"}, invalid_block_ids={6})
     )
     (load,) = decode.allocate(second, 0, [1, 2, 3]).loads
     assert "has failed" in load.error and load.block_ids == [1, 2, 3]
+    decode.scheduler.request_finished(third)
+    assert decode.step().dismissed == [["t"]]  # Nobody has them.
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_who_waits_for_a_load_leaves_its_tickets_alone_when_it_hangs_up(announced: bool):
+    decode = Decode()
+    params = FROM if announced else remote()
+    first, second, third = (request(name, 40, dict(params)) for name in "abc")
+    decode.allocate(first, 0, [5, 6, 8])
+    assert decode.scheduler.get_num_new_matched_tokens(second, 0) == (None, False)
+    decode.scheduler.request_finished(second)
+    assert decode.step().dismissed == []
+    decode.scheduler.request_finished(third)  # Nobody has asked what it needs.
+    assert decode.step().dismissed == []
+    # One that reads no prefix cache is given blocks without waiting.
+    fourth = request("d", 40, dict(params))
+    decode.scheduler.update_state_after_alloc(fourth, Blocks([1, 2, 3]), 0)
+    assert decode.step().dismissed == []
+    assert decode.scheduler._transfers == {}
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_who_waits_for_a_load_that_is_aborted_computes_the_prompt(announced: bool):
+    decode = Decode()
+    params = FROM if announced else remote()
+    first, second = (request(name, 40, dict(params)) for name in "ab")
+    decode.allocate(first, 0, [5, 6, 8])
+    first.status = RequestStatus.FINISHED_ABORTED
+    decode.scheduler.request_finished(first)
+    ask = decode.scheduler.get_num_new_matched_tokens
+    assert ask(second, 0) == (None, False)
+    assert decode.step().cancelled == ["a"]
+    decode.scheduler.update_connector_output(
+        KVConnectorOutput(finished_recving={"a"}, invalid_block_ids={5, 6, 8})
+    )
+    meta = decode.allocate(second, 0, [1, 2, 3])
+    assert (meta.loads, meta.dismissed) == ([], [])
 
 
 def test_a_load_that_cannot_work_is_no_taker():
@@ -296,10 +255,6 @@ def test_a_block_size_that_cannot_be_makes_a_load_that_fails(size):
     decode, it = Decode(), request("r", 32, remote(kvferry_block_size=size))
     (load,) = decode.allocate(it, 0, [5, 6]).loads
     assert f"kvferry_block_size of {size}" in load.error and load.block_ids == [5, 6]
-
-
-TRANSFER = {"transfer_id": "0123456789abcdef"}
-FROM = {"do_remote_prefill": True, "remote_host": "::1", "remote_port": 5000} | TRANSFER
 
 
 def test_an_announced_prompt_is_published_part_by_part():
@@ -448,214 +403,6 @@ def test_announced_parts_are_dismissed_when_nothing_is_needed():
     decode, it = Decode(), request("r", 2048, dict(FROM))
     decode.scheduler.request_finished(it)
     assert len(decode.step().dismissed) == 2
-
-
-ANNOUNCED = {"do_remote_decode": True} | TRANSFER
-SIX_BLOCKS = 6 * BLOCK
-
-
-def room_for_twelve_blocks() -> Room:
-    return Room(num_blocks=22, longest=10)
-
-
-def test_what_nobody_has_asked_for_leaves_room_for_the_longest_prompt():
-    prefill = Prefill(room=room_for_twelve_blocks())
-    first, second, third, fourth = (
-        prefill.arrive(SIX_BLOCKS, ANNOUNCED | {"transfer_id": 16 * name}, name)
-        for name in ("a", "b", "c", "d")
-    )
-    leases = prefill.step({}).unasked
-    assert len(leases) == 4
-    assert prefill.begin(first) and prefill.begin(second)
-    assert not prefill.begin(third)
-    prefill.report({leases[2]})
-    assert prefill.begin(third)  # It is fetched as it is computed.
-    assert not prefill.begin(fourth)
-    assert prefill.step({}, {"b"}).unasked == [leases[0], leases[1], leases[3]]
-    assert prefill.begin(fourth)  # In the blocks of a preempted one, which waits now.
-    assert not prefill.begin(second)
-    # What has been computed holds its blocks until it has gone.
-    prefill.step({"a": SIX_BLOCKS})
-    first.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    assert prefill.scheduler.request_finished(first) == (True, None)
-    assert not prefill.begin(second)
-    prefill.report(finished_sending={"a"})
-    assert prefill.begin(second)
-
-
-def test_prompts_for_tickets_wait_for_nobody():
-    prefill = Prefill(room=Room(num_blocks=10, longest=10))
-    for name in ("a", "b"):
-        assert prefill.begin(prefill.arrive(SIX_BLOCKS, name=name))
-    assert not prefill.begin(prefill.arrive(SIX_BLOCKS, ANNOUNCED))
-    assert prefill.begin(prefill.arrive(SIX_BLOCKS, {}, name="plain"))
-
-
-@pytest.mark.parametrize("published", [False, True])
-def test_the_room_of_a_request_that_is_aborted_is_given_back(published: bool):
-    room = room_for_twelve_blocks()
-    prefill = Prefill(room=room)
-    it = prefill.arrive(SIX_BLOCKS, ANNOUNCED)
-    assert prefill.begin(it)
-    prefill.step({"r": SIX_BLOCKS if published else BLOCK})
-    it.status = RequestStatus.FINISHED_ABORTED
-    assert prefill.scheduler.request_finished(it) == (published, None)
-    assert room.empty != published
-    if published:
-        prefill.report(finished_sending={"r"})
-    assert room.empty
-    assert prefill.step({}).unasked == []
-
-
-def test_a_prompt_that_nobody_asks_for_is_computed_in_the_end():
-    prefill = Prefill(room=Room(num_blocks=10, longest=10))
-    first, second = (
-        prefill.arrive(SIX_BLOCKS, ANNOUNCED | {"transfer_id": 16 * name}, name) for name in "ab"
-    )
-    assert not prefill.begin(first)
-    prefill.scheduler._watched["a"].arrived -= FETCH_TIMEOUT_MS / 1e3 + 1
-    prefill.scheduler._watched["b"].arrived -= FETCH_TIMEOUT_MS / 1e3 + 1
-    assert prefill.begin(first)
-    assert not prefill.begin(second)  # One at a time.
-
-
-def test_what_is_not_computed_yet_leaves_room_for_what_is():
-    room = room_for_twelve_blocks()
-    decode = Decode(room=room)
-    blocks = list(range(6))
-    loads = [request(name, SIX_BLOCKS, FROM | {"transfer_id": 16 * name}) for name in "abc"]
-    for it in loads[:2]:
-        assert len(decode.allocate(it, 0, blocks).loads) == 1
-    assert decode.scheduler.get_num_new_matched_tokens(loads[2], 0) == (None, False)
-    by_ticket = request("t", SIX_BLOCKS, remote())
-    assert decode.scheduler.get_num_new_matched_tokens(by_ticket, 0) == (SIX_BLOCKS, True)
-    decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"a"}))
-    assert len(decode.allocate(loads[2], 0, blocks).loads) == 1
-
-
-def test_a_prompt_beyond_the_room_waits_until_nothing_else_does():
-    decode = Decode(room=Room(num_blocks=10, longest=10))
-    loads = [request(name, SIX_BLOCKS, FROM | {"transfer_id": 16 * name}) for name in "ab"]
-    assert len(decode.allocate(loads[0], 0, list(range(6))).loads) == 1
-    assert decode.scheduler.get_num_new_matched_tokens(loads[1], 0) == (None, False)
-    decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"a"}))
-    assert decode.scheduler.get_num_new_matched_tokens(loads[1], 0) == (SIX_BLOCKS, True)
-
-
-def test_no_load_goes_before_one_that_waits_for_room():
-    decode = Decode(room=room_for_twelve_blocks())
-    ask = decode.scheduler.get_num_new_matched_tokens
-    a, b, long, short = (
-        request(name, blocks * BLOCK, FROM | {"transfer_id": 16 * name})
-        for name, blocks in (("a", 6), ("b", 6), ("c", 11), ("d", 1))
-    )
-    for it in (a, b):
-        assert len(decode.allocate(it, 0, list(range(6))).loads) == 1
-    for finished in ("a", "b"):
-        assert ask(long, 0) == (None, False)
-        assert ask(short, 0) == (None, False)
-        assert ask(request("t", SIX_BLOCKS, remote()), 0) == (SIX_BLOCKS, True)
-        decode.step()
-        decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={finished}))
-    assert ask(long, 0) == (11 * BLOCK, True)
-    assert ask(short, 0) == (BLOCK, True)
-
-
-def test_a_load_that_the_engine_does_not_ask_for_any_more_is_in_nobodys_way():
-    decode = Decode(room=room_for_twelve_blocks())
-    ask = decode.scheduler.get_num_new_matched_tokens
-    first, long, short = (
-        request(name, blocks * BLOCK, FROM | {"transfer_id": 16 * name})
-        for name, blocks in (("a", 6), ("b", 12), ("c", 1))
-    )
-    assert len(decode.allocate(first, 0, list(range(6))).loads) == 1
-    assert ask(long, 0) == (None, False)
-    assert ask(short, 0) == (None, False)
-    decode.step()  # It was aborted, or waits for its adapter.
-    assert ask(short, 0) == (BLOCK, True)
-
-
-def test_prompts_that_nobody_has_asked_for_are_computed_in_the_order_in_which_they_came():
-    prefill = Prefill(room=room_for_twelve_blocks())
-    a, b, long, short, beyond = (
-        prefill.arrive(blocks * BLOCK, ANNOUNCED | {"transfer_id": 16 * name}, name)
-        for name, blocks in (("a", 6), ("b", 6), ("c", 11), ("d", 1), ("e", 13))
-    )
-    assert prefill.begin(a) and prefill.begin(b)
-    prefill.report(finished_sending={"a"})
-    leases = prefill.step({}).unasked
-    assert not prefill.begin(long) and not prefill.begin(short)
-    assert prefill.begin(prefill.arrive(SIX_BLOCKS, name="t"))
-    prefill.report({leases[2]})  # The fourth: asked for, and computed whoever waits.
-    assert prefill.begin(short)
-    prefill.report(finished_sending={"b"})
-    prefill.step({})
-    # One that is longer than the room waits for being asked for, and the others not for it.
-    assert not prefill.begin(beyond) and prefill.begin(long)
-    # But for one whose time has come.
-    last = prefill.arrive(BLOCK, ANNOUNCED | {"transfer_id": 16 * "f"}, "f")
-    prefill.step({})
-    prefill.scheduler._watched["e"].arrived -= FETCH_TIMEOUT_MS / 1e3 + 1
-    assert not prefill.begin(beyond) and not prefill.begin(last)
-    prefill.report(finished_sending={"c"})
-    prefill.step({})
-    assert prefill.begin(beyond) and not prefill.begin(last)
-
-
-def test_a_prompt_that_nobody_asks_for_does_not_go_before_a_load():
-    """In an engine that does both: nobody depends on its being computed."""
-    room = room_for_twelve_blocks()
-    prefill, decode = Prefill(room=room), Decode(room=room)
-    first = prefill.arrive(SIX_BLOCKS, ANNOUNCED, "a")
-    assert prefill.begin(first)
-    load = request("b", 12 * BLOCK, dict(FROM))
-    assert decode.scheduler.get_num_new_matched_tokens(load, 0) == (None, False)
-    second = prefill.arrive(BLOCK, ANNOUNCED | {"transfer_id": 16 * "c"}, "c")
-    assert not prefill.begin(second)
-    decode.step()
-    assert prefill.begin(second)
-
-
-TWO_PARTS = 2048
-
-
-def test_no_more_fetches_wait_at_a_prefill_engine_than_it_lets():
-    decode = Decode(room=Room(10_000, 10), max_fetches=3)
-    ask = decode.scheduler.get_num_new_matched_tokens
-    blocks = list(range(1000, 1256))
-    first, second, short, long = (
-        request(name, tokens, FROM | {"transfer_id": 16 * name})
-        for name, tokens in (("a", TWO_PARTS), ("b", TWO_PARTS), ("c", 1024), ("d", 2 * TWO_PARTS))
-    )
-    assert len(decode.allocate(first, 0, blocks).loads[0].parts) == 2
-    assert ask(second, 0) == (None, False)
-    assert ask(short, 0) == (None, False)  # It came later.
-    # Of another engine, and by tickets, which wait for nothing.
-    there = FROM | {"transfer_id": 16 * "e", "remote_port": 6000}
-    assert len(decode.allocate(request("e", TWO_PARTS, there), 0, blocks).loads) == 1
-    assert ask(request("t", TWO_PARTS, remote()), 0) == (TWO_PARTS, True)
-    # What the engine has of it already is not waited for.
-    decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"a"}))
-    assert len(decode.allocate(second, 1024, blocks).loads[0].parts) == 1
-    assert len(decode.allocate(short, 0, blocks).loads) == 1
-    # One that is cut into more waits until it is alone.
-    assert ask(long, 0) == (None, False)
-    decode.step()
-    decode.scheduler.request_finished(short)
-    decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"b"}))
-    assert ask(long, 0) == (None, False)  # What is cancelled has not ended.
-    decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"c"}))
-    assert len(decode.allocate(long, 0, blocks).loads[0].parts) == 4
-    decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"d", "e"}))
-    assert decode.scheduler._peers == {}
-
-
-def test_fetches_from_nowhere_are_not_counted():
-    decode = Decode(max_fetches=1)
-    for name, host in (("a", None), ("b", ["a"]), ("c", "a;tcp://b")):
-        wrong = FROM | {"transfer_id": 16 * name, "remote_host": host}
-        (load,) = decode.allocate(request(name, 1024, wrong), 0, list(range(64))).loads
-        assert "remote_host" in load.error
 
 
 def test_options_name_the_right_keys():

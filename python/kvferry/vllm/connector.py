@@ -103,6 +103,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             room = Room(
                 kv_cache_config.num_blocks - 1,  # Block 0 is vLLM's own.
                 most_blocks(self._windows, vllm_config.model_config.max_model_len, block_size),
+                both_ways=transfer.is_kv_producer and transfer.is_kv_consumer,
             )
             if transfer.is_kv_producer:
                 timeout_ms = self._options.config(0).fetch_timeout_ms

@@ -200,6 +200,14 @@ def _no_list_of(key: str) -> str:
     )
 
 
+def address_of(ticket: str) -> str:
+    """Where who gave it out listens; "" if it is none. Never raises, as parse_tickets()."""
+    try:
+        return kvferry.Ticket.parse(ticket).address
+    except (kvferry.Error, ValueError):
+        return ""
+
+
 def parse_addresses(params: dict[str, Any], tp_size: int) -> tuple[list[str], str]:
     """Where the prefill engine's workers listen, by rank, and what is wrong with the parameters.
 

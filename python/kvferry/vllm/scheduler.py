@@ -21,6 +21,7 @@ from kvferry.vllm.metadata import (
     Publication,
     StepMetadata,
     WorkerAddress,
+    address_of,
     parse_addresses,
     parse_block_size,
     parse_group_tickets,
@@ -101,7 +102,8 @@ class PrefillScheduler:
     their request have ended.
 
     One with a transfer_id that no engine has asked for is computed if there is room for what nobody
-    may fetch for a while, and none such waits that came before, and else when it is asked for.
+    may fetch for a while, and none such waits that came before, and else when it is asked for. One
+    for tickets waits for room where the engine loads prompts, too.
     """
 
     def __init__(
@@ -166,18 +168,31 @@ class PrefillScheduler:
     def may_begin(self, request: Request) -> bool:
         """Whether a request that has no blocks is to be given some."""
         watched = self._watched.get(request.request_id)
-        if watched is None or request.request_id not in self._unasked:
+        if watched is None:
             return True
-        if self._room.refused is not None or self._refused not in (None, request.request_id):
+        if request.request_id in self._unasked:
+            return self._may_begin_unasked(watched)
+        if self._waits_as_a_load(watched):
+            return self._room.lets_in(request.request_id, self._blocks(watched))
+        return True
+
+    def _may_begin_unasked(self, watched: _Watched) -> bool:
+        request_id = watched.request.request_id
+        if self._refused not in (None, request_id):
             return False
         blocks, is_overdue = self._blocks(watched), self._is_overdue(watched)
-        if self._room.has(blocks) or (is_overdue and self._room.empty):
+        if self._room.lets_in_unasked(blocks, is_overdue):
             return True
         # One that is longer than the room is to be asked for first, and keeps nobody waiting
         # meanwhile.
-        if is_overdue or self._room.holds(blocks):
-            self._refused = request.request_id
+        if is_overdue or self._room.holds_unasked(blocks):
+            self._refused = request_id
         return False
+
+    def _waits_as_a_load(self, watched: _Watched) -> bool:
+        """Until another engine has its tickets and room for it, it holds blocks that other prompts
+        may need there and here."""
+        return self._room.both_ways and not watched.announced and bool(watched.parts)
 
     def _blocks(self, watched: _Watched) -> int:
         num_tokens = watched.request.num_prompt_tokens
@@ -188,34 +203,40 @@ class PrefillScheduler:
         return time.monotonic() - watched.arrived > self._fetch_timeout_s
 
     def update_state_after_alloc(self, request: Request) -> None:
-        if (lease_id := self._unasked.get(request.request_id)) is None:
+        if (watched := self._watched.get(request.request_id)) is None:
             return
-        watched = self._watched[request.request_id]
         blocks = self._blocks(watched)
-        if self._is_overdue(watched) and not self._room.has(blocks):
-            logger.warning(
-                "no engine has asked for %s within %.0f s: is it given to the decode engine at the "
-                "same time?",
-                request.request_id,
-                self._fetch_timeout_s,
-            )
-        self._room.take(lease_id, blocks)
+        if request.request_id in self._unasked:
+            if self._is_overdue(watched) and not self._room.lets_in_unasked(blocks, False):
+                logger.warning(
+                    "no engine has asked for %s within %.0f s: is it given to the decode engine at "
+                    "the same time?",
+                    request.request_id,
+                    self._fetch_timeout_s,
+                )
+            self._room.unasked.take(request.request_id, blocks)
+        elif self._waits_as_a_load(watched):
+            self._room.loads.take(request.request_id, blocks)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         meta = output.kv_connector_worker_meta
         if isinstance(meta, AskedFor):
             asked = {it for it, lease_id in self._unasked.items() if lease_id in meta.lease_ids}
             for request_id in asked:
-                self._need_not_wait(request_id)
+                self._is_asked_for(request_id)
         for request_id in output.finished_sending or ():
             self._ended.discard(request_id)
-            self._need_not_wait(request_id)
+            self._waits_for_nobody(request_id)
             self._held.let_go(request_id)
 
-    def _need_not_wait(self, request_id: str) -> None:
-        """It has been asked for, or its blocks are free."""
-        if (lease_id := self._unasked.pop(request_id, None)) is not None:
-            self._room.give_back(lease_id)
+    def _is_asked_for(self, request_id: str) -> None:
+        self._unasked.pop(request_id, None)
+        self._room.unasked.give_back(request_id)
+
+    def _waits_for_nobody(self, request_id: str) -> None:
+        """Its blocks are free, or are as soon as this engine is done with it."""
+        self._is_asked_for(request_id)
+        self._room.loads.give_back(request_id)
 
     def _whole(self, request: Request) -> list[Part]:
         """What there is to hand over, of each group of layers."""
@@ -242,8 +263,9 @@ class PrefillScheduler:
                 # Preempted by a reset of the prefix cache and ended since: its blocks are others'
                 # from this step on, so that taking its leases back cannot wait.
                 meta.preempted_ended.append(request_id)
-            if (lease_id := self._unasked.get(request_id)) is not None:
-                self._room.give_back(lease_id)
+            if request_id not in step.num_scheduled_tokens:  # Else it has got blocks again.
+                self._room.unasked.give_back(request_id)
+                self._room.loads.give_back(request_id)
         meta.unasked = list(self._unasked.values())
         meta.withdrawn = [it for it in self._withdrawn if it not in meta.preempted_ended]
         self._withdrawn = []
@@ -268,7 +290,7 @@ class PrefillScheduler:
     def _hand_over_nothing(self, request_id: str, watched: _Watched) -> None:
         if watched.announced:
             self._given_up += [part.lease_id for part in watched.unpublished]
-        self._need_not_wait(request_id)
+        self._waits_for_nobody(request_id)
         watched.parts = []
 
     def _publication(
@@ -293,7 +315,7 @@ class PrefillScheduler:
         if watched.announced:
             self._given_up += [part.lease_id for part in watched.unpublished]
         if not watched.published:
-            self._need_not_wait(request.request_id)
+            self._waits_for_nobody(request.request_id)
             return False, None
         self._ended.add(request.request_id)
         if request.status not in _ANSWERED:
@@ -348,6 +370,7 @@ class _Loading(NamedTuple):
     transfer: int
     block_ids: list[int]
     peer: str  # The prefill engine, if it counts there.
+    aborted: bool = False  # Its request was.
 
 
 class DecodeScheduler:
@@ -357,8 +380,8 @@ class DecodeScheduler:
     fetch what the local prefix cache lacks. Parameters that cannot work make a load that fails, so
     that vLLM's kv_load_failure_policy decides what becomes of the request.
 
-    One with a transfer_id may have to wait for its blocks until there is room for what is not
-    computed yet, and until its prefill engine lets as many fetches wait.
+    It may have to wait for its blocks until its prefill engine takes as many fetches more, and one
+    with a transfer_id until there is room for what is not computed yet.
     """
 
     def __init__(
@@ -404,13 +427,15 @@ class DecodeScheduler:
         missing = self._loadable(request) - num_computed_tokens
         if missing <= 0:
             return 0, False
-        if _is_announced(params) and not self._may_begin(request, params):
+        if not self._may_begin(request, params):
             return None, False
         return missing, True
 
     def _may_begin(self, request: Request, params: dict[str, Any]) -> bool:
-        """Whether there is room for a prompt that is not computed yet, here and where it is."""
-        if not self._room.lets_in(request.request_id, self._blocks(request)):
+        """Whether there is room here for a prompt that is not computed yet, and for more fetches
+        where it is."""
+        blocks = self._blocks(request)
+        if _is_announced(params) and not self._room.lets_in(request.request_id, blocks):
             return False
         peer, fetches = self._fetches_of(request, params)
         there = self._peers.get(peer)
@@ -419,12 +444,22 @@ class DecodeScheduler:
     def _fetches_of(self, request: Request, params: dict[str, Any]) -> tuple[str, int]:
         """(the prefill engine, how many fetches each of its ranks gets at most)"""
         if (found := self._fetches.get(request.request_id)) is None:
-            addresses, error = parse_addresses(params, self._tp_size)
-            peer = "" if error else addresses[0]  # Nothing is asked for where nobody is.
-            num_tokens = handed_over(self._windows, request.num_prompt_tokens)
-            found = peer, len(places(num_tokens, self._block_size, self._windows))
-            self._fetches[request.request_id] = found
+            if _is_announced(params):
+                num_tokens = handed_over(self._windows, request.num_prompt_tokens)
+                fetches = len(places(num_tokens, self._block_size, self._windows))
+            else:
+                fetches = len(self._windows)
+            found = self._fetches[request.request_id] = self._peer(params), fetches
         return found
+
+    def _peer(self, params: dict[str, Any]) -> str:
+        """Where the first of the prefill engine's ranks listens; "" if nothing is asked for there,
+        as nobody is."""
+        if _is_announced(params):
+            addresses, error = parse_addresses(params, self._tp_size)
+            return "" if error else addresses[0]
+        groups, error = self._tickets(params)
+        return "" if error else address_of(groups[0][0])
 
     def _transfer(self, request: Request, params: dict[str, Any]) -> int:
         if (transfer := self._transfers.get(request.request_id)) is None:
@@ -448,13 +483,13 @@ class DecodeScheduler:
             return
         params["do_remote_prefill"] = False  # Once only: after a preemption we compute ourselves.
         transfer = self._transfer(request, params)
-        peer, _ = self._fetches_of(request, params) if _is_announced(params) else ("", 0)
+        peer, _ = self._fetches_of(request, params)
         self._forget_waiting(request.request_id)
         offers, error = self._offers(request, params)
         if self._takers.get(transfer) == "":  # The engine's policy is for this one too.
             error = "the load of these tickets has failed"
-        if num_external_tokens == 0:
-            self._dismissed += [offer.tickets for offer in offers]  # Everything is cached here.
+        if num_external_tokens == 0:  # Everything is cached here, or another request's.
+            self._dismiss(transfer, offers)
             return
         # Local hits end at a block boundary, so the rest starts there.
         cached = (self._loadable(request) - num_external_tokens) // self._block_size
@@ -472,10 +507,10 @@ class DecodeScheduler:
         self._loading[request.request_id] = _Loading(transfer, load.block_ids, peer)
         self._loads.append(load)
         if _is_announced(params):
-            self._room.take(request.request_id, self._blocks(request))
+            self._room.loads.take(request.request_id, self._blocks(request))
         if peer:
             there = self._peers.setdefault(peer, Room(self._max_fetches_per_peer, 0))
-            there.take(request.request_id, len(load.parts))
+            there.loads.take(request.request_id, len(load.parts))
         if not error:
             self._takers[transfer] = request.request_id
             if len(self._takers) > _MAX_TAKERS:
@@ -493,11 +528,8 @@ class DecodeScheduler:
             if not error:
                 return [self._offer(request, part, addresses) for part in parts], ""
             groups = []
-        elif in_groups(self._windows):
-            groups, error = parse_group_tickets(params, len(self._windows))
         else:
-            tickets, error = parse_tickets(params)
-            groups = [tickets]
+            groups, error = self._tickets(params)
         size, wrong_size = parse_block_size(params, self._block_size)
         error = error or wrong_size or self._check_block_size(size)
         num_tokens = handed_over(self._windows, request.num_prompt_tokens)
@@ -508,6 +540,13 @@ class DecodeScheduler:
             tickets = [] if error else groups[group]
             offers.append(_Offer(tickets, blocks.start, blocks.stop, len(theirs), group))
         return offers, error
+
+    def _tickets(self, params: dict[str, Any]) -> tuple[list[list[str]], str]:
+        """By group of layers, and what is wrong with them ("" if nothing)."""
+        if in_groups(self._windows):
+            return parse_group_tickets(params, len(self._windows))
+        tickets, error = parse_tickets(params)
+        return [tickets], error
 
     def _check_block_size(self, size: int) -> str:
         """Why tickets of blocks of that size are no use here ("" if they are)."""
@@ -538,35 +577,45 @@ class DecodeScheduler:
     def fill(self, meta: StepMetadata) -> None:
         """Adds what the workers have to fetch, to stop fetching and to let go."""
         for room in (self._room, *self._peers.values()):
-            room.refused = None
+            room.end_step()
         meta.loads, self._loads = self._loads, []
         meta.cancelled, self._cancelled = self._cancelled, []
         meta.dismissed, self._dismissed = self._dismissed, []
 
+    def _dismiss(self, transfer: int, offers: list[_Offer]) -> None:
+        """Unless another request has taken the tickets, whose load they end with."""
+        if not self._takers.get(transfer):
+            self._dismissed += [offer.tickets for offer in offers]
+
     def request_finished(self, request: Request) -> None:
-        self._forget_waiting(request.request_id)
-        params = request.kv_transfer_params or {}
+        request_id, params = request.request_id, request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):  # It ended before it was given blocks.
             params["do_remote_prefill"] = False
-            self._dismissed += [offer.tickets for offer in self._offers(request, params)[0]]
-        elif request.request_id in self._loading:
+            offers, _ = self._offers(request, params)
+            self._dismiss(self._transfer(request, params), offers)
+        elif (loading := self._loading.get(request_id)) is not None:
             # vLLM keeps the blocks until the load is reported.
-            self._cancelled.append(request.request_id)
+            self._cancelled.append(request_id)
+            # vLLM also ends one whose load has failed, before it reports that.
+            aborted = request.status == RequestStatus.FINISHED_ABORTED
+            self._loading[request_id] = loading._replace(aborted=aborted)
+        self._forget_waiting(request_id)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         for request_id, load in self._loading.items():
             failed = request_id in output.failed_recving
             failed = failed or not output.invalid_block_ids.isdisjoint(load.block_ids)
-            if failed and load.transfer in self._takers:
+            # Who waits for a load that was aborted computes the prompt.
+            if failed and not load.aborted and load.transfer in self._takers:
                 self._takers[load.transfer] = ""
         for request_id in output.finished_recving or ():
             if (ended := self._loading.pop(request_id, None)) is not None:
                 self._give_back(request_id, ended.peer)
 
     def _give_back(self, request_id: str, peer: str) -> None:
-        self._room.give_back(request_id)
+        self._room.loads.give_back(request_id)
         if (there := self._peers.get(peer)) is not None:
-            there.give_back(request_id)
+            there.loads.give_back(request_id)
             if there.empty:
                 del self._peers[peer]
 
