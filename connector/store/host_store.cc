@@ -238,7 +238,7 @@ int64_t HostStore::State::CountPrefix(std::span<const std::string_view> keys) {
     if (value == nullptr) break;
     there.push_back(value);
   }
-  std::for_each(there.rbegin(), there.rend(), [this](Value* value) { Use(value); });
+  for (size_t i = there.size(); i-- > 0;) Use(there[i]);
   return std::ssize(there);
 }
 

@@ -165,9 +165,9 @@ TEST_F(RemotePages, OfABatchTheFirstIsDroppedLast) {
     for (const bool gets : {false, true}) {
       SCOPED_TRACE(testing::Message() << tiered << gets);
       const auto host = MakeHost(kPages);
-      const auto server =
-          tiered ? Serve(host, std::make_shared<FakeStore>(SmallLayout().page_bytes()))
-                 : Serve(host);
+      const auto server = tiered
+                              ? Serve(host, std::make_shared<FakeStore>(SmallLayout().page_bytes()))
+                              : Serve(host);
       const auto client = Dial(server->address(), source_);
       ASSERT_TRUE(AllOk(client->PutPages(Views(keys), *source_, pages, Soon())));
       if (gets) {
