@@ -567,7 +567,8 @@ bool IsForbidden() { return is_capturing && capture_mode == cudaStreamCaptureMod
 // Of a query: an error that keeps it from being answered.
 std::optional<cudaError_t> FailureOfQuery() {
   if (IsForbidden()) return cudaErrorStreamCaptureUnsupported;
-  if (failing_queries <= 0 || failing_queries-- <= 0) return std::nullopt;
+  if (failing_queries <= 0) return std::nullopt;
+  if (failing_queries.fetch_sub(1) <= 0) return std::nullopt;  // Another thread's was the last.
   return query_error;
 }
 
