@@ -414,7 +414,7 @@ TEST_F(RemotePages, ATierThatHangsMakesNothingInMemoryTooLate) {
     const std::vector<int64_t> page = {1};
     ASSERT_TRUE(AllOk(client->PutPages(Views({"here"}), *target_, page, Soon())));
     lower->hangs = true;
-    call(*client, DeadlineInMs(2000));
+    call(*client, DeadlineInMs(4000));  // A quarter of it is for the way back.
   };
   with_silent_tier([&](RemoteStore& client, Deadline deadline) {
     EXPECT_EQ(Must(client.Exists(Views(keys), deadline)), 1);
