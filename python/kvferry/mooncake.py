@@ -164,50 +164,6 @@ class _Threads:
         return not any(thread.is_alive() for thread in self._threads)
 
 
-class _Threads:
-    """Threads for calls of Mooncake's, which can hang. At its end the interpreter joins those of
-    concurrent.futures, and would wait for ever with them; it does not wait for these."""
-
-    def __init__(self, count: int):
-        self._calls: queue.SimpleQueue = queue.SimpleQueue()
-        # They know the queue alone, so that they end with this object.
-        self._threads = [
-            threading.Thread(
-                target=self._work, args=(self._calls,), name="kvferry-mooncake", daemon=True
-            )
-            for _ in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @staticmethod
-    def _work(calls: queue.SimpleQueue) -> None:
-        while (call := calls.get()) is not None:
-            future, run, staging = call
-            try:
-                future.set_result(run(staging))
-            except BaseException as error:  # The caller's, whatever it is.
-                future.set_exception(error)
-            del call, future, run, staging  # Not kept until the next one comes.
-
-    def submit(self, run: Callable, staging: np.ndarray | None) -> Future:
-        future: Future = Future()
-        self._calls.put((future, run, staging))
-        return future
-
-    def end(self) -> None:
-        """As soon as they have run what was submitted before."""
-        for _ in self._threads:
-            self._calls.put(None)
-
-    __del__ = end
-
-    def have_ended(self, deadline: float) -> bool:
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-
 class MooncakeStore:
     """See connector/store/kv_store.h for what the methods promise.
 

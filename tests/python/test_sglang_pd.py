@@ -368,15 +368,19 @@ def test_a_failure_of_another_rank_is_told(make):
         it.clear()
 
 
-def test_nothing_is_left_of_a_request_that_never_comes(pair):
-    """The router may give it to the decode side alone."""
-    prefill, decode = pair
-    receiver = decode.receiver(next(rooms))
+def aborted_before_it_comes(prefill, decode, receiver):
     receiver.send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
     wait_for(lambda: bool(prefill.manager.transfer_infos))
     receiver.abort()
     receiver.clear()
     whole([prefill], [decode], [1], [2])  # Messages come in order: the abort has been read.
+
+
+def test_nothing_is_left_of_a_request_that_never_comes(pair):
+    """The router may give it to the decode side alone."""
+    prefill, decode = pair
+    receiver = decode.receiver(next(rooms))
+    aborted_before_it_comes(prefill, decode, receiver)
     assert not any(left_of(prefill.manager))
 
 
@@ -384,11 +388,7 @@ def test_nothing_is_left_of_a_request_that_never_comes_of_a_room_that_had_one(pa
     """SGLang gives what it computes again, of a request that it has retracted, the same room."""
     prefill, decode = pair
     receiver = decode.receiver(whole([prefill], [decode], [1], [2]))
-    receiver.send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
-    wait_for(lambda: bool(prefill.manager.transfer_infos))
-    receiver.abort()
-    receiver.clear()
-    whole([prefill], [decode], [1], [2])  # Messages come in order: the abort has been read.
+    aborted_before_it_comes(prefill, decode, receiver)
     assert not any(left_of(prefill.manager))
     assert not prefill.manager._live
 
