@@ -103,7 +103,8 @@ absl::Status TooLate() {
 
 // Its task thread does what is asked, one call after another. Where there is a tier below, which may be
 // slow, another thread answers what is in memory, so that nobody who asks for that waits for a disk, and
-// a third one says what is there, so that nobody who asks that waits for others' values. The node's progress thread only hands calls over and lets go of leases.
+// a third one says what is there, so that nobody who asks that waits for others' values. The node's
+// progress thread only hands calls over and lets go of leases.
 class StoreServer::Service final : public LeaseSource, public CallHandler {
  public:
   explicit Service(Options options)
