@@ -397,13 +397,15 @@ class UnmappedMemory {
  public:
   // What a hello or welcome says of it.
   std::string local() const { return absl::StrCat("\x04", name_, std::string(16, 't')); }
-  // Of the next one that gives memory; others only look whether somebody is still there.
+  // Of the next one that gives memory.
   void LetGo() {
+    constexpr uint32_t kUnmapped[2] = {8, 0};
     Packet hello;
     EXPECT_TRUE(WaitFor(
         [&] {
           const UniqueFd taken = AcceptUnix(listener_);
-          return taken.valid() && ReceivePacket(taken, &hello) == SocketResult::kOk;
+          return taken.valid() && ReceivePacket(taken, &hello) == SocketResult::kOk &&
+                 SendPacket(taken, std::as_bytes(std::span(kUnmapped))) == SocketResult::kOk;
         },
         Soon()));
   }

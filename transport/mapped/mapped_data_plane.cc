@@ -33,12 +33,12 @@ enum Kind : uint32_t {
   kMessage = 5,
   kPoolPart = 6,
   kReadsPool = 7,
+  kUnmapped = 8,
 };
 
 using Token = std::array<char, 16>;
 constexpr uint64_t kMagic = 0x6b7666657272792f;
 constexpr uint8_t kVersion = 4;
-constexpr size_t kNameBytes = 16;  // Of an address, behind the version.
 
 struct Head {
   uint32_t kind = 0;
@@ -84,8 +84,12 @@ struct PoolPartPacket {
 struct ReadsPoolPacket {
   Head head{kReadsPool};
 };
+struct UnmappedPacket {
+  Head head{kUnmapped};
+};
 static_assert(sizeof(CreditPacket) == 24 && sizeof(ReadPacket) == 16);
 static_assert(sizeof(PoolPartPacket) == 24 && sizeof(ReadsPoolPacket) == 8);
+static_assert(sizeof(UnmappedPacket) == 8);
 static_assert(sizeof(MessagePacket) == 24);
 constexpr size_t kMaxPartBytes = kMaxPacketBytes - sizeof(MessagePacket);
 
@@ -169,6 +173,7 @@ class MappedDataPlane : public AddressedPlane {
     Channel channel;
     std::string address;
     bool proven = false;                               // The peer has read something.
+    bool unmapped = false;                             // It has said that it will read nothing.
     bool reads_parts = false;                          // It has mapped the parts of the pool.
     absl::flat_hash_map<int64_t, SendDone> reading{};  // By chunk of the arena.
   };
@@ -227,6 +232,7 @@ class MappedDataPlane : public AddressedPlane {
   void Serve(uint64_t id, uint32_t ready, DataEvents* events);
   void Drop(AcceptedMap::iterator accepted);
   void DropFailed(uint64_t id);
+  static bool SaysUnmapped(const Link& link);
   absl::Status WhyBroken(const Link& link);
   void ReportBroken(DataEvents* events);
 
@@ -275,6 +281,7 @@ MappedDataPlane::~MappedDataPlane() {
 // ---------------------------------------------------------------- sending
 
 absl::StatusOr<LinkId> MappedDataPlane::Connect(const std::string& address) {
+  constexpr size_t kNameBytes = 16;
   HelloPacket hello;
   if (address.size() != 1 + kNameBytes + hello.token.size() ||
       address[0] != static_cast<char>(kVersion)) {
@@ -421,6 +428,9 @@ void MappedDataPlane::OnLinkReadable(Link& link) {
       link.proven = true;
       continue;
     }
+    UnmappedPacket unmapped;
+    link.unmapped |= result == SocketResult::kOk && Parse(packet, &unmapped) &&
+                     unmapped.head.kind == kUnmapped;
     ReadPacket read;
     const bool known =
         result == SocketResult::kOk && Parse(packet, &read) && read.head.kind == kRead;
@@ -437,13 +447,23 @@ void MappedDataPlane::OnLinkReadable(Link& link) {
 
 // ---------------------------------------------------------------- receiving
 
+// A peer that heard nothing would take this process for one that has ended.
+void SayUnmapped(const UniqueFd& socket) {
+  const UnmappedPacket word;
+  SendPacket(socket, std::as_bytes(std::span(&word, 1)));
+}
+
 void MappedDataPlane::Accept() {
   for (;;) {
     UniqueFd socket = AcceptUnix(listener_);
     if (!socket.valid()) return pause_.OnFailure(epoll_, errno);
-    if (accepted_.size() >= kMaxAccepted) continue;
-    if (const absl::Status status = CheckSameUser(socket); !status.ok()) {
+    absl::Status status = CheckSameUser(socket);
+    if (accepted_.size() >= kMaxAccepted) {
+      status = absl::ResourceExhaustedError(absl::StrCat(accepted_.size(), " are connected"));
+    }
+    if (!status.ok()) {
       Log().warn("refused a peer on this host: {}", status.ToString());
+      SayUnmapped(socket);
       continue;
     }
     const uint64_t id = next_accepted_++;
@@ -704,6 +724,8 @@ void MappedDataPlane::OnAcceptedReadable(Accepted& accepted, DataEvents* events)
     status = OnPacket(accepted, packet, events);
     if (!status.ok()) Log().warn("dropped a peer on this host: {}", status.ToString());
   }
+  // Also where its memory was lost on the way, for want of descriptors.
+  if (!status.ok() && accepted.arena == nullptr) SayUnmapped(accepted.channel.socket);
   accepted.channel.broken |= !status.ok();
 }
 
@@ -746,15 +768,28 @@ void MappedDataPlane::DropFailed(uint64_t id) {
   if (const auto accepted = accepted_.find(id); accepted != accepted_.end()) Drop(accepted);
 }
 
-// A peer that cannot map what it is given (no memory, another user, a filter of system calls) drops
-// the connection, and would drop the next one too: the next session is to go over the network. One that
-// has ended does not listen any more.
+// Its last word, which may lie behind the failure of what was sent to it meanwhile: of that each says so
+// once.
+bool MappedDataPlane::SaysUnmapped(const Link& link) {
+  Packet packet;
+  for (int i = 0; i < kReadsATurn; ++i) {
+    UnmappedPacket word;
+    if (ReceivePacket(link.channel.socket, &packet) == SocketResult::kOk && Parse(packet, &word) &&
+        word.head.kind == kUnmapped) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// A peer that cannot map what it is given (no memory, another user, a filter of system calls) says so,
+// drops the connection, and would drop the next one too: the next session is to go over the network.
 absl::Status MappedDataPlane::WhyBroken(const Link& link) {
   const absl::Status gone = absl::UnavailableError("the peer on this host is gone");
   if (link.proven) return gone;
   if (refused_by_.size() >= kMaxAccepted) refused_by_.clear();
   refused_by_.insert(link.address);
-  if (!ConnectUnix(SocketName(link.address.substr(1, kNameBytes))).ok()) return gone;
+  if (!link.unmapped && !SaysUnmapped(link)) return gone;
   return absl::FailedPreconditionError("the peer on this host does not map what it is given");
 }
 
