@@ -485,16 +485,18 @@ absl::Status MappedDataPlane::OnHello(Accepted& accepted, Packet& packet) const 
   }
   accepted.shape = {static_cast<int64_t>(hello.num_chunks),
                     static_cast<int64_t>(hello.chunk_bytes)};
-  KVFERRY_ASSIGN_OR_RETURN(accepted.arena,
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<const std::byte> arena,
                            MapPeersMemory(packet.passed[0], accepted.shape.total_bytes()));
-  if (hello.pool_bytes == 0) return absl::OkStatus();
-  if (hello.pool_bytes > kMaxPoolBytes || !packet.passed[1].valid()) {
-    return absl::InvalidArgumentError(absl::StrCat("a pool of ", hello.pool_bytes, " bytes"));
+  if (hello.pool_bytes > 0) {
+    if (hello.pool_bytes > kMaxPoolBytes || !packet.passed[1].valid()) {
+      return absl::InvalidArgumentError(absl::StrCat("a pool of ", hello.pool_bytes, " bytes"));
+    }
+    KVFERRY_ASSIGN_OR_RETURN(
+        std::shared_ptr<const std::byte> pool,
+        MapPeersMemory(packet.passed[1], static_cast<int64_t>(hello.pool_bytes)));
+    AddPart(accepted, std::move(pool), hello.pool_bytes);
   }
-  KVFERRY_ASSIGN_OR_RETURN(
-      std::shared_ptr<const std::byte> pool,
-      MapPeersMemory(packet.passed[1], static_cast<int64_t>(hello.pool_bytes)));
-  AddPart(accepted, std::move(pool), hello.pool_bytes);
+  accepted.arena = std::move(arena);
   return absl::OkStatus();
 }
 
