@@ -159,11 +159,11 @@ void LookupQueries::OnReply(uint64_t id, size_t index, uint64_t attempt,
 LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t index,
                                               const absl::Status& status) {
   Producer& producer = query.producers[index];
-  if (absl::IsDeadlineExceeded(status)) {
-    // Our own clock has ended the call, which says nothing of the producer; its answer may be on
-    // the way.
-    GiveBack(index, producer.lease);
-  } else {
+  const bool is_late = absl::IsDeadlineExceeded(status);
+  // Our own clock has ended the call; the answer may be on the way.
+  if (is_late) GiveBack(index, producer.lease);
+  // Which says nothing of a producer that has been reached.
+  if (!is_late || CutOffOf(status) == CutOff::kNotAsked) {
     producer.error = ErrorOf(index, status);
   }
   producer.refused = IsFinal(status);
@@ -172,9 +172,8 @@ LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t 
                   [](const Producer& p) { return p.refused; })) {
     return End(id, producer.error);
   }
-  const Deadline now = Clock::now();
-  if (now >= query.request.deadline) return End(id, TooLate(query));
-  producer.retry_at = BackOff(producer.backoff_ms, now);
+  // Tick() ends it where it is too late: by then all have been heard of.
+  producer.retry_at = BackOff(producer.backoff_ms, Clock::now());
   return {};
 }
 

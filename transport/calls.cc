@@ -179,9 +179,11 @@ Deadline Calls::Tick(Deadline now) {
   while (!call_deadlines_.empty() && call_deadlines_.begin()->first <= now) {
     const uint64_t id = call_deadlines_.begin()->second;
     const Call& call = calls_.find(id)->second;
-    Cancel(id, absl::DeadlineExceededError(
-                   absl::StrCat("no answer to '", call.function, "' in time",
-                                call.asked ? "" : ": the peer never answered the hello")));
+    const absl::Status late = absl::DeadlineExceededError(
+        absl::StrCat("no answer to '", call.function, "' in time",
+                     call.asked ? "" : ": the peer never answered the hello"));
+    const bool heard = call.asked || call.was_asked;
+    Cancel(id, WithCutOff(late, heard ? CutOff::kNo : CutOff::kNotAsked));
   }
   while (!served_deadlines_.empty() && served_deadlines_.begin()->first <= now) {
     Drop(CallKey(served_deadlines_.begin()->second));

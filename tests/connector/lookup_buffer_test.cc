@@ -6,6 +6,7 @@
 #include <numeric>
 #include <thread>
 
+#include "absl/strings/match.h"
 #include "connector/kv_tensors.h"
 #include "tests/pool/guarded_memory.h"
 #include "tests/support/lookup_buffers.h"
@@ -78,6 +79,15 @@ TEST_F(LookupBuffers, AnEntryMovesFromPagesToPages) {
   EXPECT_TRUE(Fails(Take(*consumer, Lookup(Count(5, 40), {0}, 50)), Code::kDeadlineExceeded,
                     "no matching entry came in time"));
   EXPECT_TRUE(WaitFor([&] { return producer_->num_waiting() == 0; }, Soon()));
+}
+
+// Whether what is missing was never given, or is where nobody could ask for it.
+TEST_F(LookupBuffers, ADeadlineSaysWhichProducersWereNotReached) {
+  const std::string gone = Producer(their_pool_)->address();
+  const auto consumer = Consumer({producer_->address(), gone});
+  const absl::Status late = Take(*consumer, Lookup(Count(5, 40), {0}, 300));
+  EXPECT_TRUE(Fails(late, Code::kDeadlineExceeded, "no matching entry came in time", gone));
+  EXPECT_FALSE(absl::StrContains(late.message(), producer_->address())) << late;
 }
 
 TEST_F(LookupBuffers, ALookupWaitsForItsEntryAndNobodyElseDoes) {
