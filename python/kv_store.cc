@@ -306,13 +306,15 @@ void BindRedisStore(nb::module_& module) {
       .def(
           "__init__",
           [](PyRedisStore* self, std::string host, int64_t port, std::string username,
-             std::string password, int64_t database, std::string key_prefix, int64_t ttl_ms,
-             int64_t connect_timeout_ms, int64_t max_value_bytes, int64_t connections) {
+             std::string password, std::string password_file, int64_t database,
+             std::string key_prefix, int64_t ttl_ms, int64_t connect_timeout_ms,
+             int64_t max_value_bytes, int64_t connections) {
             new (self)
                 PyRedisStore(Value(RedisStore::Create({.host = std::move(host),
                                                        .port = port,
                                                        .username = std::move(username),
                                                        .password = std::move(password),
+                                                       .password_file = std::move(password_file),
                                                        .database = database,
                                                        .key_prefix = std::move(key_prefix),
                                                        .ttl_ms = ttl_ms,
@@ -321,7 +323,7 @@ void BindRedisStore(nb::module_& module) {
                                                        .connections = connections})));
           },
           "host"_a = defaults.host, "port"_a = defaults.port, "username"_a = "", "password"_a = "",
-          "database"_a = defaults.database, "key_prefix"_a = defaults.key_prefix,
+          "password_file"_a = "", "database"_a = defaults.database, "key_prefix"_a = defaults.key_prefix,
           "ttl_ms"_a = defaults.ttl_ms, "connect_timeout_ms"_a = defaults.connect_timeout_ms,
           "max_value_bytes"_a = defaults.max_value_bytes, "connections"_a = defaults.connections);
 }

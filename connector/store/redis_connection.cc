@@ -14,6 +14,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/secret_file.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -110,11 +111,29 @@ absl::Status RedisConnection::Open(Deadline deadline) {
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::string> ReadRedisPassword(const std::string& password_file) {
+  KVFERRY_ASSIGN_OR_RETURN(std::string text,
+                           ReadSecretFile("redis: password_file", password_file));
+  // Of a line that an editor or 'echo' has ended; spaces may be the password's own.
+  while (absl::EndsWith(text, "\n") || absl::EndsWith(text, "\r")) text.pop_back();
+  if (!text.empty()) return text;
+  return absl::InvalidArgumentError(
+      absl::StrCat("redis: password_file '", password_file, "' holds no password"));
+}
+
+absl::StatusOr<std::string> RedisConnection::Password() const {
+  if (server_.password_file.empty()) return server_.password;
+  absl::StatusOr<std::string> read = ReadRedisPassword(server_.password_file);
+  if (read.ok()) return read;
+  return absl::PermissionDeniedError(
+      absl::StrCat("redis ", server_.address(), ": ", read.status().message()));
+}
+
 absl::Status RedisConnection::LogIn(Deadline deadline) {
+  KVFERRY_ASSIGN_OR_RETURN(const std::string password, Password());
   RedisCommands commands;
-  const bool with_password = !server_.password.empty();
-  if (with_password && server_.username.empty()) commands.Add({"AUTH", server_.password});
-  if (!server_.username.empty()) commands.Add({"AUTH", server_.username, server_.password});
+  if (!password.empty() && server_.username.empty()) commands.Add({"AUTH", password});
+  if (!server_.username.empty()) commands.Add({"AUTH", server_.username, password});
   const int64_t num_auth = commands.size();
   if (server_.database != 0) commands.Add({"SELECT", absl::StrCat(server_.database)});
   absl::Status refused;

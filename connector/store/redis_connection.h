@@ -25,13 +25,17 @@ struct RedisServer {
   std::string host = "127.0.0.1";
   int64_t port = 6379;
   std::string username = {};  // Empty: the default user.
-  std::string password = {};  // Empty: does not log in.
+  std::string password = {};  // This and the next one empty: does not log in.
+  std::string password_file = {};
   int64_t database = 0;
   int64_t connect_timeout_ms = 1000;
   int64_t max_reply_bytes = 0;
 
   std::string address() const;  // "host:port", for messages.
 };
+
+// INVALID_ARGUMENT: it cannot be read, or holds none.
+absl::StatusOr<std::string> ReadRedisPassword(const std::string& password_file);
 
 // Commands to be sent together. Words are copied; a value is not, and stays the caller's until the
 // exchange is over.
@@ -87,6 +91,7 @@ class RedisConnection {
   explicit RedisConnection(const RedisServer& server);
 
   absl::Status Open(Deadline deadline);
+  absl::StatusOr<std::string> Password() const;
   absl::Status LogIn(Deadline deadline);
   absl::StatusOr<short> Await(short events, Deadline deadline) const;
   absl::Status Send(std::span<const std::span<const std::byte>> pieces, Unsent& unsent);

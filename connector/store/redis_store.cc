@@ -43,10 +43,15 @@ absl::Status CheckOptions(const RedisStore::Options& options) {
   if (options.host.empty() || options.host.find('\0') != std::string::npos) {
     return absl::InvalidArgumentError("redis: host is empty or has a NUL");
   }
-  if (!options.username.empty() && options.password.empty()) {
+  const bool has_file = !options.password_file.empty();
+  if (has_file && !options.password.empty()) {
+    return absl::InvalidArgumentError("redis: password and password_file exclude each other");
+  }
+  if (!options.username.empty() && options.password.empty() && !has_file) {
     return absl::InvalidArgumentError(
         absl::StrCat("redis: username '", options.username, "' without a password"));
   }
+  if (has_file) KVFERRY_RETURN_IF_ERROR(ReadRedisPassword(options.password_file).status());
   if (static_cast<int64_t>(options.key_prefix.size()) > kMaxPrefixBytes) {
     return absl::InvalidArgumentError(absl::StrCat("redis: key_prefix has ",
                                                    options.key_prefix.size(), " bytes but at most ",
@@ -60,6 +65,7 @@ RedisServer ServerOf(const RedisStore::Options& options) {
           .port = options.port,
           .username = options.username,
           .password = options.password,
+          .password_file = options.password_file,
           .database = options.database,
           .connect_timeout_ms = options.connect_timeout_ms,
           .max_reply_bytes = options.max_value_bytes + kValueHeaderBytes + 1};

@@ -40,7 +40,7 @@ namespace kvferry {
 // connect_timeout_ms at most; only a host that is a name, and not an address, can take longer,
 // because the system's resolver knows no deadline. A put that failed with UNAVAILABLE or
 // DEADLINE_EXCEEDED may have been carried out. PERMISSION_DENIED: wrong or missing password, or a
-// user without the right.
+// user without the right, or a password_file that is gone.
 class RedisStore : public KvStore {
  public:
   // Redis takes no string above 512 MiB.
@@ -52,6 +52,9 @@ class RedisStore : public KvStore {
     int64_t port = 6379;
     std::string username = {};  // Needs a password.
     std::string password = {};
+    // Holds the password, without or with the end of its line. Read for each connection, so that a
+    // password that is changed there is used from then on. Not both.
+    std::string password_file = {};
     int64_t database = 0;
     std::string key_prefix = "kvferry:";
     int64_t ttl_ms = 0;  // From the put on; 0: for ever.

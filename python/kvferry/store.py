@@ -37,6 +37,7 @@ _BACKENDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
             "port",
             "username",
             "password",
+            "password_file",
             "database",
             "key_prefix",
             "ttl_ms",

@@ -181,7 +181,7 @@ TEST_F(Keys, FilesThatHoldNone) {
                {File("long", absl::StrCat(digits_, "0")), "openssl rand -hex 32"},
                {File("two", absl::StrCat(digits_, "\n", digits_)), "and nothing else"},
                {File("other", absl::StrCat(digits_.substr(1), "g")), "hexadecimal digits"},
-               {File("large", std::string(1 << 20, '0')), "does not hold 64 hexadecimal digits"}};
+               {File("large", std::string(1 << 20, '0')), "more than 4096 bytes"}};
   for (const auto& [file, says] : cases) {
     const auto prefill = PrefillEndpoint::Create(source_, {WithKey(file), kTestModel, "prefill"});
     EXPECT_TRUE(

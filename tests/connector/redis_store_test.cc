@@ -10,6 +10,8 @@
 
 #include <atomic>
 #include <csignal>
+#include <cstdio>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <string>
@@ -17,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "connector/store/value_header.h"
@@ -288,6 +291,34 @@ TEST_F(RedisStoreTest, PasswordsUsersAndDatabases) {
   EXPECT_TRUE(Fails(Get(*other, "a"), Code::kNotFound));
   const auto same = MakeStore({.port = server.port(), .password = "secret", .database = 3});
   EXPECT_EQ(Must(Get(*same, "a")), ValueOf(1, 1, 10));
+}
+
+TEST_F(RedisStoreTest, APasswordOfAFileIsReadForEachConnection) {
+  const RedisProcess server({"--requirepass", " se cret"});
+  const std::string path = absl::StrCat(testing::TempDir(), "/kvferry_redis_", getpid());
+  const absl::Cleanup remove = [&] { std::remove(path.c_str()); };
+  const auto write = [&](const std::string& text) { std::ofstream(path) << text; };
+  const std::vector<std::byte> value = ValueOf(1, 1, 10);
+  const auto create = [&](const RedisStore::Options& options) {
+    return RedisStore::Create(options).status();
+  };
+  EXPECT_TRUE(Fails(create({.password_file = path}), Code::kInvalidArgument, path, "cannot be read",
+                    "No such file"));
+  write("\n");
+  EXPECT_TRUE(Fails(create({.password_file = path}), Code::kInvalidArgument, "no password"));
+  write(std::string(5000, 'x'));
+  EXPECT_TRUE(Fails(create({.password_file = path}), Code::kInvalidArgument, "more than 4096"));
+  EXPECT_TRUE(Fails(create({.password = "x", .password_file = path}), Code::kInvalidArgument,
+                    "exclude each other"));
+  write("an old one\n");
+  const auto store =
+      MakeStore({.port = server.port(), .username = "default", .password_file = path});
+  EXPECT_TRUE(Fails(Put(*store, "a", value), Code::kPermissionDenied, "WRONGPASS"));
+  std::remove(path.c_str());
+  EXPECT_TRUE(Fails(Put(*store, "a", value), Code::kPermissionDenied, path, "cannot be read"));
+  write(" se cret\r\n");
+  EXPECT_TRUE(IsOk(Put(*store, "a", value)));
+  EXPECT_EQ(Must(Get(*MakeStore({.port = server.port(), .password_file = path}), "a")), value);
 }
 
 TEST_F(RedisStoreTest, APasswordForAServerWithoutOne) {

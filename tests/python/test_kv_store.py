@@ -520,6 +520,12 @@ def test_redis_passwords(tmp_path):
         store = kvferry.RedisStore(port=server.port, password="secret", database=2)
         store.put("a", b"x")
         assert store.exists(["a"]) == 1
+        (tmp_path / "password").write_text("secret\n")
+        config = {"backend": "redis", "port": server.port, "database": 2}
+        same = kvferry.make_store(config | {"password_file": str(tmp_path / "password")})
+        assert same.exists(["a"]) == 1
+        with pytest.raises(ValueError, match="password_file '/nowhere' cannot be read"):
+            kvferry.make_store(config | {"password_file": "/nowhere"})
     finally:
         server.kill()
 

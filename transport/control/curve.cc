@@ -3,9 +3,7 @@
 #include <zmq.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <iterator>
 #include <vector>
 #include <zmq_addon.hpp>
@@ -14,6 +12,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "base/secret_file.h"
 #include "base/sha256.h"
 #include "base/status.h"
 
@@ -23,7 +22,6 @@ namespace {
 constexpr char kDomain[] = "kvferry";
 constexpr int kZapEnforceDomain = 93;  // ZMQ_ZAP_ENFORCE_DOMAIN, which zmq.h has among drafts only.
 constexpr char kQuestions[] = "inproc://zeromq.zap.01";  // Where ZeroMQ asks.
-constexpr int64_t kMaxFileBytes = 4096;
 constexpr size_t kDigits = 64;
 // Of a question: version, id, domain, address, routing id, mechanism, and the public key that was shown.
 constexpr size_t kIdAt = 1;
@@ -32,15 +30,7 @@ constexpr size_t kKeyAt = 6;
 constexpr size_t kQuestionFrames = 7;
 
 absl::StatusOr<std::string> ReadKey(const std::string& key_file) {
-  std::string text(kMaxFileBytes, '\0');
-  errno = 0;
-  std::ifstream file(key_file, std::ios::binary);
-  file.read(text.data(), kMaxFileBytes);
-  if (!file.is_open() || file.bad()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("key_file '", key_file, "' cannot be read: ", std::strerror(errno)));
-  }
-  text.resize(file.gcount());
+  KVFERRY_ASSIGN_OR_RETURN(std::string text, ReadSecretFile("key_file", key_file));
   absl::StripAsciiWhitespace(&text);
   const bool is_hex = std::all_of(text.begin(), text.end(), absl::ascii_isxdigit);
   if (text.size() != kDigits || !is_hex) {
