@@ -21,8 +21,6 @@ static_assert(kMaxKeysPerCall * kMaxPackedKeyBytes + 4096 <= Fields::kMaxTotalBy
               "a call takes that many of the longest keys, and its other fields");
 // Of a call whose sessions end under it.
 constexpr int kMaxAttempts = 3;
-// A lease of ours outlives the call that names it by so much; it is taken back long before.
-constexpr int64_t kLeaseSlackMs = 10000;
 constexpr int64_t kAbortTimeoutMs = 1000;
 constexpr int64_t kStatsTimeoutMs = 1000;
 constexpr int64_t kWaitMs =
@@ -48,6 +46,11 @@ class Answer {
   CondVar changed_;
   std::optional<absl::StatusOr<Fields>> reply_ ABSL_GUARDED_BY(mutex_);
 };
+
+// A lease of ours outlives the call that names it, which may have no limit; it is taken back long before.
+Deadline LeaseUntil(Deadline called_by) {
+  return std::min(called_by, DeadlineInMs(INT64_MAX)) + std::chrono::seconds(10);
+}
 
 // The session may have been one with a process that is no more, or that has given it up: another
 // one shows.
@@ -356,7 +359,7 @@ absl::Status RemoteStore::PutOnce(const Fields& args,
   // Of its own: the server may have fetched that of an attempt before, and a lease is fetched once.
   const uint64_t lease_id = RandomId();
   KVFERRY_RETURN_IF_ERROR(leases_.Publish(lease_id, PageRuns(), options_.pool->layout().num_layers,
-                                          deadline + std::chrono::milliseconds(kLeaseSlackMs),
+                                          LeaseUntil(deadline),
                                           std::move(value)));
   absl::Status status =
       Ask(store_call::kPut, Fields(args).Set("lease", lease_id), deadline).status();
@@ -378,7 +381,7 @@ absl::StatusOr<RemoteStore::Round> RemoteStore::PutSomePages(std::span<const std
   const uint64_t lease_id = RandomId();
   KVFERRY_RETURN_IF_ERROR(leases_.Publish(lease_id, std::move(runs),
                                           options_.pool->layout().num_layers,
-                                          deadline + std::chrono::milliseconds(kLeaseSlackMs)));
+                                          LeaseUntil(deadline)));
   const absl::StatusOr<Fields> reply =
       Ask(store_call::kPutPages, Fields().Set("keys", std::move(packed)).Set("lease", lease_id),
           deadline);

@@ -148,6 +148,18 @@ TEST_F(RemotePages, GoStraightFromPoolToPool) {
             static_cast<size_t>(SmallLayout().page_bytes()));
 }
 
+TEST_F(RemotePages, ACallMayHaveNoLimit) {
+  constexpr Deadline kNoLimit = Deadline::max();
+  const std::vector<std::string> keys = Keys(2);
+  const std::vector<std::byte> value(100, std::byte{7});
+  ASSERT_TRUE(IsOk(writer_->Put("value", {{value}}, kNoLimit)));
+  EXPECT_EQ(Must(reader_->GetBytes("value", kNoLimit)), value);
+  ASSERT_TRUE(AllOk(writer_->PutPages(Views(keys), *source_, std::vector<int64_t>{3, 4}, kNoLimit)));
+  const std::vector<int64_t> to = {9, 1};
+  ASSERT_TRUE(AllOk(reader_->GetPages(Views(keys), *target_, to, kNoLimit)));
+  EXPECT_TRUE(HoldsExactly(*target_, 2, to, 1, std::vector<int64_t>{3, 4}));
+}
+
 TEST_F(RemotePages, AgreesWithTheStoreItServes) {
   const std::vector<std::string> keys = Keys(4);
   const std::vector<int64_t> pages = {1, 2, 3, 4};
