@@ -59,15 +59,14 @@ void Calls::OnPeerReady(const PeerKey& peer) {
 void Calls::Ask(uint64_t id, Call& call) {
   call.asked = true;
   const int64_t timeout_ms = std::max<int64_t>(1, MsUntil(call.deadline, Clock::now()));
-  outbox_->Send(call.peer, CallMsg{id, call.function, timeout_ms, call.args});
+  outbox_->Send(call.peer, CallMsg{id, call.function, timeout_ms, std::move(call.args)});
 }
 
-int64_t Calls::Move(const PeerKey& from, const PeerKey& to, Which which) {
+int64_t Calls::MoveUnasked(const PeerKey& from, const PeerKey& to) {
   int64_t moved = 0;
   for (auto& [id, call] : calls_) {
-    if (call.peer != from || (call.asked && which == Which::kUnasked)) continue;
+    if (call.peer != from || call.asked) continue;
     call.peer = to;
-    call.was_asked |= std::exchange(call.asked, false);
     ++moved;
   }
   return moved;
@@ -128,7 +127,8 @@ void Calls::OnCallMsg(const PeerKey& peer, const CallMsg& call) {
     return;
   }
   const Deadline deadline = DeadlineInMs(std::min(call.timeout_ms, config_.max_fetch_timeout_ms));
-  served_.emplace(key, Served{deadline, may_wait});
+  const bool is_cut = call.timeout_ms > config_.max_fetch_timeout_ms;
+  served_.emplace(key, Served{deadline, may_wait, is_cut});
   served_deadlines_.emplace(deadline, key);
   if (may_wait) ++waiting_of_peer_[peer];
   ++metrics_->calls_served;
@@ -164,8 +164,7 @@ void Calls::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
   for (const uint64_t id : IdsWhere([&](const Call& c) { return c.peer == peer; })) {
     const auto call = calls_.find(id);
     if (call == calls_.end()) continue;  // Another one's on_reply has ended it.
-    const bool heard = call->second.asked || call->second.was_asked;
-    End(id, WithCutOff(status, heard ? CutOff::kAsked : CutOff::kNotAsked));
+    End(id, WithCutOff(status, call->second.asked ? CutOff::kAsked : CutOff::kNotAsked));
   }
   std::vector<CallKey> gone;
   for (auto it = served_.lower_bound({peer, 0}); it != served_.end() && it->first.peer == peer;
@@ -175,6 +174,12 @@ void Calls::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
   for (const CallKey& key : gone) Drop(key);
 }
 
+absl::Status Calls::OverLimit() const {
+  return absl::DeadlineExceededError(
+      absl::StrCat("the call was given up after this side's max_fetch_timeout_ms (",
+                   config_.max_fetch_timeout_ms, ")"));
+}
+
 Deadline Calls::Tick(Deadline now) {
   while (!call_deadlines_.empty() && call_deadlines_.begin()->first <= now) {
     const uint64_t id = call_deadlines_.begin()->second;
@@ -182,11 +187,15 @@ Deadline Calls::Tick(Deadline now) {
     const absl::Status late = absl::DeadlineExceededError(
         absl::StrCat("no answer to '", call.function, "' in time",
                      call.asked ? "" : ": the peer never answered the hello"));
-    const bool heard = call.asked || call.was_asked;
-    Cancel(id, WithCutOff(late, heard ? CutOff::kNo : CutOff::kNotAsked));
+    Cancel(id, WithCutOff(late, call.asked ? CutOff::kNo : CutOff::kNotAsked));
   }
   while (!served_deadlines_.empty() && served_deadlines_.begin()->first <= now) {
-    Drop(CallKey(served_deadlines_.begin()->second));
+    const CallKey key = served_deadlines_.begin()->second;
+    // Its caller waits on: else it has the same deadline.
+    if (served_.at(key).is_cut) {
+      outbox_->Send(key.peer, ReplyMsg{key.id, OverLimit(), {}});
+    }
+    Drop(key);
   }
   Deadline next = handler_ == nullptr ? Deadline::max() : handler_->Tick(now);
   if (!call_deadlines_.empty()) next = std::min(next, call_deadlines_.begin()->first);

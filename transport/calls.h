@@ -75,7 +75,6 @@ class Calls {
     Deadline deadline;
     OnReply on_reply;
     bool asked = false;
-    bool was_asked = false;  // On an earlier session, whose peer may have heard of it.
   };
 
   // All pointers outlive this; `handler` may be null: then nothing is served.
@@ -86,10 +85,8 @@ class Calls {
   // Takes a call for a session with its peer; it leaves with the next OnPeerReady.
   void Add(uint64_t id, Call&& call);
   void OnPeerReady(const PeerKey& peer);
-  // Calls for one session are for another from now on; returns how many. Those that were asked are only
-  // where the peer has not read them: they are asked again.
-  enum class Which { kUnasked, kAll };
-  int64_t Move(const PeerKey& from, const PeerKey& to, Which which);
+  // Calls of one session that its peer has not heard of are another's from now on; returns how many.
+  int64_t MoveUnasked(const PeerKey& from, const PeerKey& to);
   void OnReplyMsg(const PeerKey& peer, ReplyMsg reply);
   // No-op for a call that has ended.
   void Cancel(uint64_t id, const absl::Status& status);
@@ -109,11 +106,13 @@ class Calls {
   struct Served {
     Deadline deadline;
     bool may_wait;
+    bool is_cut;  // By max_fetch_timeout_ms: its caller would wait longer.
   };
 
   void Ask(uint64_t id, Call& call);
   void End(uint64_t id, absl::StatusOr<Fields> reply);
   absl::Status CheckCall(const CallKey& key, bool may_wait) const;
+  absl::Status OverLimit() const;
   // False when it is not served.
   bool StopServing(const CallKey& key);
   // Ends serving it, if it is served, and says so.

@@ -134,9 +134,10 @@ class DataEvents : public ChunkTaker {
   virtual void OnCredit(const CreditHeader& header) = 0;
   // Must not close links: one of them is being read.
   virtual void OnLinkMessage(const MessageHeader& header, std::span<const std::byte> bytes) = 0;
-  // The peer is gone, or, DEADLINE_EXCEEDED, nothing comes back from it, or, FAILED_PRECONDITION of a
-  // link over shared memory, it is there and has let go of the link before it read anything. Close(link)
-  // is still to be called.
+  // AddressedPlane::IsOpen holds from now on.
+  virtual void OnLinkOpen(LinkId link) = 0;
+  // The peer is gone, or, DEADLINE_EXCEEDED, nothing comes back from it, or, of a link over shared memory
+  // that is not open, it has not taken the memory (MakeMappedDataPlane). Close(link) is still to be called.
   virtual void OnLinkDown(LinkId link, const absl::Status& status) = 0;
 };
 
@@ -215,6 +216,8 @@ class AddressedPlane : public DataPlane {
   virtual const std::string& address() const = 0;
   // `address` must come from a peer whose hello was accepted: it is parsed by code that trusts it.
   virtual absl::StatusOr<LinkId> Connect(const std::string& address) = 0;
+  // Whether the link may be used; else OnLinkOpen() or OnLinkDown() follows, in a bounded time.
+  virtual bool IsOpen(LinkId /*link*/) const { return true; }
   // Whether the peer has mapped this side's pool.
   virtual bool ReadsPool(LinkId /*link*/) const { return false; }
   // `payload` must stay as it is until `done` ran: exactly once, perhaps before this returns.

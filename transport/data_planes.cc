@@ -20,7 +20,9 @@ namespace {
 std::unique_ptr<AddressedPlane> MappedPlane(const Config& config, Arena* arena,
                                             const MappedPool& pool) {
   if (config.same_host_path == "network" || arena->fd() < 0) return nullptr;
-  absl::StatusOr<std::unique_ptr<AddressedPlane>> plane = MakeMappedDataPlane(arena, pool);
+  // Half, so that the other way is still in time.
+  absl::StatusOr<std::unique_ptr<AddressedPlane>> plane =
+      MakeMappedDataPlane(arena, pool, config.connect_timeout_ms / 2);
   if (plane.ok()) return *std::move(plane);
   Log().warn("peers on this host are reached over the network: {}", plane.status().ToString());
   return nullptr;
@@ -349,6 +351,7 @@ bool DataPlanes::Arm() {
 
 Deadline DataPlanes::Tick(Deadline now) {
   Deadline next = network_->Tick(now);
+  if (mapped_ != nullptr) next = std::min(next, mapped_->Tick(now));
   if (door_ != nullptr) next = std::min(next, door_->Tick(now));
   if (direct_ != nullptr) next = std::min(next, direct_->Tick(now));
   return next;

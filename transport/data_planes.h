@@ -54,6 +54,8 @@ class DataPlanes final : public ChunkLinks {
   void Close(LinkId link);
   // Whether the link is over shared memory.
   static bool IsMapped(LinkId link);
+  // As AddressedPlane. Links over a network may be used at once.
+  bool IsOpen(LinkId link) const { return !IsMapped(link) || mapped_->IsOpen(link); }
   // For the log: the path, and over how many lanes.
   std::string PathName(LinkId link) const;
 

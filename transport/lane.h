@@ -56,6 +56,7 @@ class Lane final : private DataEvents {
   void OnChunkElsewhere(const ChunkHeader&, std::span<const std::byte>) override {}
   void OnReadFailed(const ChunkHeader&, const absl::Status&) override {}
   void OnProbed(LinkId) override {}
+  void OnLinkOpen(LinkId) override {}
   void OnCredit(const CreditHeader& /*header*/) override {}
   void OnLinkMessage(const MessageHeader&, std::span<const std::byte>) override {}
   void OnLinkDown(LinkId own_link, const absl::Status& status) override;

@@ -429,7 +429,8 @@ void NodeImpl::SayGoodbye() {
 // Over the link, which is quicker: two threads of ZeroMQ's less have to wake up for it.
 void NodeImpl::Send(const PeerKey& peer, MessageBody body) {
   const Session* session = sessions_.Find(peer);
-  if (session == nullptr || session->peers_id == 0 || !data_->CarriesMessages(session->link)) {
+  if (session == nullptr || session->state != Session::State::kReady || session->peers_id == 0 ||
+      !data_->CarriesMessages(session->link)) {
     return SendAside(peer, std::move(body));
   }
   ++metrics_.messages_by_link;
@@ -465,6 +466,11 @@ void NodeImpl::OnProbed(LinkId link) {
   if (!peer.empty()) RequestWaiting(peer, *sessions_.Find(peer));
 }
 
+void NodeImpl::OnLinkOpen(LinkId link) {
+  const PeerKey peer = sessions_.FindLink(link);
+  if (!peer.empty()) OnLinked(peer);
+}
+
 std::unique_ptr<ChunkSink> NodeImpl::OnChunkBegins(const ChunkHeader& header) {
   return receiver_->OnChunkBegins(header);
 }
@@ -493,12 +499,10 @@ void NodeImpl::OnLinkDown(LinkId link, const absl::Status& status) {
   control_->Progress(this);
   const PeerKey peer = sessions_.FindLink(link);
   if (peer.empty()) return;
+  if (!data_->IsOpen(link) && !absl::IsUnavailable(status)) return OnNotLinked(peer, status);
   // The path to it may be dead and the peer not: on a new connection what can go on does.
   if (absl::IsDeadlineExceeded(status)) {
     return DropAndBeginAgain(peer, absl::UnavailableError(status.message()));
-  }
-  if (DataPlanes::IsMapped(link) && absl::IsFailedPrecondition(status)) {
-    return OnUnmapped(peer, absl::UnavailableError(status.message()));
   }
   // The peer may have given us up, and its word for that may come after this, or never: we did not run,
   // or control passes nothing on, as pings say that had time to be answered. Where it has ended instead,

@@ -84,6 +84,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list) override;
   void OnReadFailed(const ChunkHeader& header, const absl::Status& status) override;
   void OnProbed(LinkId link) override;
+  void OnLinkOpen(LinkId link) override;
   void OnCredit(const CreditHeader& header) override;
   void OnLinkMessage(const MessageHeader& header, std::span<const std::byte> bytes) override;
   std::unique_ptr<ChunkSink> OnChunkBegins(const ChunkHeader& header) override;
@@ -116,18 +117,23 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   std::string DifferenceFrom(const HelloMsg& hello) const;
   void CountPeers();
   void OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch, const WelcomeMsg& welcome);
-  void OnNoConnection(const PeerKey& peer, const Session& session, const DataAddresses& offered,
-                      const absl::Status& status);
+  // With what the peer has offered, or what is left of that.
+  void LinkTo(const PeerKey& peer);
+  void OnLinked(const PeerKey& peer);
+  // What follows on each side: who was dialled says welcome, who has dialled asks.
+  void WelcomePeer(const PeerKey& peer, const Session& session);
+  void OnConnected(const PeerKey& peer, const Session& session);
+  // The link has not come about.
+  void OnNotLinked(const PeerKey& peer, const absl::Status& status);
+  void RefuseHello(const PeerKey& peer, const std::string& name, const absl::Status& status);
+  void BeginOverNetwork(const PeerKey& peer, const absl::Status& status);
   void OnSessionMessage(const PeerKey& peer, Session& session, MessageBody body);
   void RefuseSession(const PeerKey& peer, const absl::Status& status);
   void DropSession(const PeerKey& peer, const absl::Status& status,
                    LogLevel level = LogLevel::kWarn);
   void LeaveToMaker();
   void DropSilent(const PeerKey& peer);
-  void DropAndBeginAgain(const PeerKey& peer, const absl::Status& status,
-                         Calls::Which calls = Calls::Which::kUnasked);
-  void OnUnmapped(const PeerKey& peer, const absl::Status& status);
-  void RememberUnmapped(const Session& session);
+  void DropAndBeginAgain(const PeerKey& peer, const absl::Status& status);
 
   const Options options_;
   const pid_t maker_ = getpid();

@@ -13,6 +13,10 @@ namespace {
 // One may be an accident of the network; ZeroMQ makes three within half a second.
 constexpr int64_t kMaxFailedAttempts = 3;
 constexpr size_t kMaxUnmapped = 4096;
+// A session that ends sooner than this has been of no use; a peer that ends so many, one after another,
+// would have us dial it for ever.
+constexpr auto kQuickEnd = std::chrono::seconds(1);
+constexpr int64_t kMaxQuickEnds = 5;
 
 // Of as many tensors.
 void TakeDTypes(const KvLayout& from, KvLayout* layout) {
@@ -173,7 +177,7 @@ void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
     // Was accepted, and is not known any more: it has not heard us for too long, or is another
     // process, which the next hello will show.
     const bool forgotten =
-        session->state == Session::State::kReady && absl::IsNotFound(refuse->status);
+        session->state != Session::State::kGreeting && absl::IsNotFound(refuse->status);
     if (forgotten) {
       DropAndBeginAgain(peer, status);
     } else {
@@ -182,7 +186,7 @@ void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
     return;
   }
   if (message.to_epoch != epoch_ || session == nullptr ||
-      (session->state == Session::State::kReady && message.from_epoch != session->epoch)) {
+      (session->state != Session::State::kGreeting && message.from_epoch != session->epoch)) {
     ++metrics_.messages_stale;
     RefuseSession(peer,
                   absl::NotFoundError("no session with that epoch; this process has restarted or "
@@ -265,61 +269,83 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
   if (sessions_.Find(peer) != nullptr) {
     DropSession(peer, absl::UnavailableError("the peer started a new session"));
   }
-  absl::Status status = CheckHello(hello);
-  LinkId link = 0;
-  if (status.ok()) {
-    absl::StatusOr<LinkId> connected = data_->Accept(hello.data);
-    status = connected.status();
-    if (connected.ok()) link = *connected;
-  }
-  if (!status.ok()) {
-    ++metrics_.hellos_refused;
-    Log().warn("refused peer '{}': {}", absl::CEscape(hello.name), status.ToString());
-    RefuseSession(peer, status);
-    return;
+  if (const absl::Status status = CheckHello(hello); !status.ok()) {
+    return RefuseHello(peer, hello.name, status);
   }
   Session session;
-  session.state = Session::State::kReady;
   session.name = hello.name;
   session.epoch = epoch;
-  session.link = link;
   session.peers_id = hello.data.session;
+  session.offered = hello.data;
   session.last_heard = Clock::now();
-  sessions_.Insert(peer, session);
-  CountPeers();
-  tick_now_ = true;
-  Log().info("accepted peer '{}' over {}", absl::CEscape(hello.name), data_->PathName(link));
+  sessions_.Insert(peer, std::move(session));
   if (!SameDTypes(options_.pool->layout(), hello.layout)) {
     Log().info("values are cast between this side and '{}': {} here, {} there",
                absl::CEscape(hello.name), options_.pool->layout().ToString(),
                hello.layout.ToString());
   }
-  WelcomeMsg welcome{options_.name, data_->AddressesFor(link)};
-  welcome.data.session = session.own_id;
-  SendAside(peer, std::move(welcome));
+  LinkTo(peer);
+}
+
+void NodeImpl::RefuseHello(const PeerKey& peer, const std::string& name,
+                           const absl::Status& status) {
+  ++metrics_.hellos_refused;
+  Log().warn("refused peer '{}': {}", absl::CEscape(name), status.ToString());
+  RefuseSession(peer, status);
 }
 
 void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
                          const WelcomeMsg& welcome) {
   session.epoch = epoch;
+  session.name = welcome.name.empty() ? session.address : welcome.name;
+  session.peers_id = welcome.data.session;
+  session.offered = welcome.data;
   const auto unmapped = unmapped_.find(session.address);
   if (unmapped != unmapped_.end() && unmapped->second != epoch) unmapped_.erase(unmapped);
-  const absl::StatusOr<LinkId> link = data_->Connect(welcome.data);
-  if (!link.ok()) return OnNoConnection(peer, session, welcome.data, link.status());
-  session.state = Session::State::kReady;
-  session.name = welcome.name.empty() ? session.address : welcome.name;
+  LinkTo(peer);
+}
+
+void NodeImpl::LinkTo(const PeerKey& peer) {
+  Session& session = *sessions_.Find(peer);
+  session.state = Session::State::kLinking;
+  const absl::StatusOr<LinkId> link =
+      session.dialled ? data_->Connect(session.offered) : data_->Accept(session.offered);
+  if (!link.ok()) return OnNotLinked(peer, link.status());
   session.link = *link;
-  session.peers_id = welcome.data.session;
   CountPeers();
   tick_now_ = true;
+  if (data_->IsOpen(*link)) OnLinked(peer);
+}
+
+void NodeImpl::OnLinked(const PeerKey& peer) {
+  Session& session = *sessions_.Find(peer);
+  session.state = Session::State::kReady;
+  session.offered = {};
+  tick_now_ = true;
+  if (session.dialled) {
+    OnConnected(peer, session);
+  } else {
+    WelcomePeer(peer, session);
+  }
+}
+
+void NodeImpl::WelcomePeer(const PeerKey& peer, const Session& session) {
+  Log().info("accepted peer '{}' over {}", absl::CEscape(session.name),
+             data_->PathName(session.link));
+  WelcomeMsg welcome{options_.name, data_->AddressesFor(session.link)};
+  welcome.data.session = session.own_id;
+  SendAside(peer, std::move(welcome));
+}
+
+void NodeImpl::OnConnected(const PeerKey& peer, const Session& session) {
   Log().info("connected to '{}' at {} over {}", absl::CEscape(session.name), session.address,
-             data_->PathName(*link));
+             data_->PathName(session.link));
   RequestWaiting(peer, session);
   // A second session to one address was opened because a ticket named another epoch. Either the
   // process there is new, and the old session a ghost, or the ticket was stale, and this session is
   // one too many: what waited for it, calls too, meant a process that is no more.
   const PeerKey twin = sessions_.FindTwin(peer);
-  if (!twin.empty() && sessions_.Find(twin)->epoch == epoch) {
+  if (!twin.empty() && sessions_.Find(twin)->epoch == session.epoch) {
     SendAside(peer, ByeMsg{});
     DropSession(peer, absl::NotFoundError("the process at that address has restarted since it gave "
                                           "out the ticket; there is a session with the new one"));
@@ -331,41 +357,44 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
   }
 }
 
-// The peer has accepted a session that is not to be: unless it is told it keeps a place for it, of
-// max_peers, until it hears no heartbeat.
-void NodeImpl::OnNoConnection(const PeerKey& peer, const Session& session,
-                              const DataAddresses& offered, const absl::Status& status) {
-  SendAside(peer, ByeMsg{});
-  // It reaches us through shared memory, so that it has offered nothing else, and we do not reach it
-  // that way just now.
-  const bool over_tcp = data_->addresses().tcp.lanes > 0 && offered.tcp.port == 0;
-  if (session.network_only || offered.local.empty() || !over_tcp) {
+void NodeImpl::OnNotLinked(const PeerKey& peer, const absl::Status& status) {
+  Session& session = *sessions_.Find(peer);
+  const bool over_tcp = data_->addresses().tcp.lanes > 0;
+  const DataAddresses& offered = session.offered;
+  // It has mapped our memory and has offered nothing else, so another hello has to ask for more.
+  if (session.dialled && over_tcp && offered.tcp.port == 0 && !offered.local.empty() &&
+      !session.network_only) {
+    return BeginOverNetwork(peer, status);
+  }
+  if (session.link != 0) {
+    Log().info("'{}' is not reached through shared memory: {}", absl::CEscape(session.name),
+               status.ToString());
+    data_->Close(std::exchange(session.link, 0));
+    session.offered.local.clear();
+    return LinkTo(peer);
+  }
+  if (session.dialled) {
+    // The peer has accepted a session that is not to be: unless it is told it keeps a place for it, of
+    // max_peers, until it hears no heartbeat.
+    SendAside(peer, ByeMsg{});
     return DropSession(peer, status);
   }
-  RememberUnmapped(session);
-  DropAndBeginAgain(peer, status);
+  const std::string name = session.name;
+  sessions_.Erase(peer);
+  CountPeers();
+  RefuseHello(peer, name, status);
 }
 
-// UCX takes the place of shared memory in one direction alone, and needs no other hello for it.
-void NodeImpl::RememberUnmapped(const Session& session) {
-  if (data_->addresses().tcp.lanes == 0) return;
-  if (unmapped_.size() >= kMaxUnmapped) unmapped_.clear();
-  unmapped_[session.address] = session.epoch;
-}
-
-// The peer is there and cannot map this side's memory, so it has read nothing of what was said over the
-// link, calls too.
-void NodeImpl::OnUnmapped(const PeerKey& peer, const absl::Status& status) {
+void NodeImpl::BeginOverNetwork(const PeerKey& peer, const absl::Status& status) {
   const Session& session = *sessions_.Find(peer);
-  if (!session.dialled) {
-    // Whoever has dialled can begin anew, and is then told to come over the network.
-    RefuseSession(peer, absl::NotFoundError(status.message()));
-    return DropSession(peer, status);
-  }
+  const std::string address = session.address;
+  if (unmapped_.size() >= kMaxUnmapped) unmapped_.clear();
+  unmapped_[address] = session.epoch;
   SendAside(peer, ByeMsg{});
-  if (session.network_only) return DropSession(peer, status);
-  RememberUnmapped(session);
-  DropAndBeginAgain(peer, status, Calls::Which::kAll);
+  DropAndBeginAgain(peer, absl::UnavailableError(status.message()));
+  // What one side is short of it may have by the next session.
+  const bool stays = absl::IsFailedPrecondition(status) || absl::IsPermissionDenied(status);
+  if (!stays) unmapped_.erase(address);
 }
 
 void NodeImpl::OnSessionMessage(const PeerKey& peer, Session& session, MessageBody body) {
@@ -427,20 +456,26 @@ void NodeImpl::DropSilent(const PeerKey& peer) {
 
 // Silence may be the connection's and not the peer's, or have been our own: what can go on does, on a
 // new session. A connection that breaks is another matter: then the peer's process has ended.
-void NodeImpl::DropAndBeginAgain(const PeerKey& peer, const absl::Status& status,
-                                 Calls::Which calls) {
+void NodeImpl::DropAndBeginAgain(const PeerKey& peer, const absl::Status& status) {
   const PeerKey nobody;  // Yet.
   const Session session = *sessions_.Find(peer);
+  // Otherwise a session has been of use, or has taken its time to end.
+  const bool is_quick = Clock::now() - session.began < kQuickEnd;
+  const int64_t quick_ends = is_quick ? session.quick_ends + 1 : 0;
+  if (quick_ends > kMaxQuickEnds) return DropSession(peer, status);
   std::vector<Receiver::Fetch> again = receiver_->TakeUnfinished(peer);
-  const int64_t calls_again = calls_->Move(peer, nobody, calls);
+  const int64_t calls_again = calls_->MoveUnasked(peer, nobody);
   DropSession(peer, status);
   for (Receiver::Fetch& fetch : again) StartFetch(std::move(fetch));
-  if (calls_again == 0) return;
-  const absl::StatusOr<PeerKey> next =
-      SessionFor(session.address, session.awaits_anyone ? 0 : session.epoch);
-  if (!next.ok()) return calls_->OnPeerGone(nobody, next.status());
-  calls_->Move(nobody, *next, Calls::Which::kAll);
-  if (sessions_.Find(*next)->state == Session::State::kReady) calls_->OnPeerReady(*next);
+  if (calls_again > 0) {
+    const absl::StatusOr<PeerKey> next =
+        SessionFor(session.address, session.awaits_anyone ? 0 : session.epoch);
+    if (!next.ok()) return calls_->OnPeerGone(nobody, next.status());
+    calls_->MoveUnasked(nobody, *next);
+    if (sessions_.Find(*next)->state == Session::State::kReady) calls_->OnPeerReady(*next);
+  }
+  Session* const next = sessions_.Find(sessions_.FindDialled(session.address, 0));
+  if (next != nullptr && next->state == Session::State::kGreeting) next->quick_ends = quick_ends;
 }
 
 }  // namespace kvferry

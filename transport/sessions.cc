@@ -54,7 +54,7 @@ PeerKey Sessions::FindTwin(const PeerKey& peer) const {
 
 PeerKey Sessions::FindLink(LinkId link) const {
   for (const auto& [peer, session] : sessions_) {
-    if (session.state == Session::State::kReady && session.link == link) return peer;
+    if (session.state != Session::State::kGreeting && session.link == link) return peer;
   }
   return "";
 }

@@ -11,12 +11,17 @@
 #include "base/random.h"
 #include "transport/control_plane.h"
 #include "transport/data_plane.h"
+#include "transport/messages.h"
 
 namespace kvferry {
 
 // One peer, from hello to goodbye (docs/wire_protocol.md, "Life of a session").
 struct Session {
-  enum class State { kGreeting, kReady };
+  enum class State {
+    kGreeting,  // We wait for the welcome.
+    kLinking,   // The hello or welcome is here, and the link is not open yet.
+    kReady,
+  };
 
   State state = State::kGreeting;
   bool dialled = false;  // We sent the hello.
@@ -24,6 +29,8 @@ struct Session {
   std::string name;      // As the peer calls itself, for logs.
   uint64_t epoch = 0;    // The peer's; 0 while greeting.
   LinkId link = 0;       // 0 while greeting.
+  // While linking: how the peer can be reached, less what has failed.
+  DataAddresses offered{};
   // What each side calls this session in messages over links.
   uint64_t own_id = RandomId();
   uint64_t peers_id = 0;  // 0: it takes none.
@@ -35,6 +42,8 @@ struct Session {
   // A call waits for whoever will listen at the address, perhaps later.
   bool awaits_anyone = false;
   bool network_only = false;  // Our hello has offered no shared memory.
+  Deadline began = Clock::now();
+  int64_t quick_ends = 0;  // Of sessions to this address before, each begun as the one before it ended.
 };
 
 // The sessions of one node. Not thread-safe.

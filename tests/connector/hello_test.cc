@@ -392,28 +392,33 @@ TEST(HelloToOthers, APeerThatIsOnlyReachedOneWayIsReachedOverTheNetwork) {
   EXPECT_FALSE(handle->done());
 }
 
-// Where a process on this host takes memory of others, which it cannot map.
+// How a process says that it has taken the memory which it is given.
+enum class Takes : uint64_t { kNever = 1, kNotNow = 2, kSaysNothing };
+
+// Where a process on this host is given memory of others, which it does not map.
 class UnmappedMemory {
  public:
   // What a hello or welcome says of it.
-  std::string local() const { return absl::StrCat("\x04", name_, std::string(16, 't')); }
-  // Of the next one that gives memory.
-  void LetGo() {
-    constexpr uint32_t kUnmapped[2] = {8, 0};
+  std::string local() const { return absl::StrCat("\x05", name_, std::string(16, 't')); }
+  // The next one that gives memory is told so.
+  void Answer(Takes takes) {
     Packet hello;
-    EXPECT_TRUE(WaitFor(
-        [&] {
-          const UniqueFd taken = AcceptUnix(listener_);
-          return taken.valid() && ReceivePacket(taken, &hello) == SocketResult::kOk &&
-                 SendPacket(taken, std::as_bytes(std::span(kUnmapped))) == SocketResult::kOk;
-        },
-        Soon()));
+    UniqueFd taken;
+    EXPECT_TRUE(WaitFor([&] { return (taken = AcceptUnix(listener_)).valid(); }, Soon()));
+    EXPECT_TRUE(WaitFor([&] { return ReceivePacket(taken, &hello) == SocketResult::kOk; }, Soon()));
+    if (takes == Takes::kSaysNothing) {
+      held_.push_back(std::move(taken));
+      return;
+    }
+    const uint64_t answer[] = {8, static_cast<uint64_t>(takes)};
+    EXPECT_EQ(SendPacket(taken, std::as_bytes(std::span(answer))), SocketResult::kOk);
   }
 
  private:
   const std::string name_ = RandomBytes16();
   const UniqueFd listener_ =
       Must(ListenUnix(absl::StrCat("kvferry/", absl::BytesToHexString(name_))));
+  std::vector<UniqueFd> held_;
 };
 
 // Welcomes whoever says hello as such a process.
@@ -434,7 +439,7 @@ class MapsNothing {
   }
   // The next hello, which is answered as by the process of that epoch: by shared memory where that is
   // offered, else by a port where nobody is in a hurry.
-  HelloMsg Welcome(uint64_t epoch) {
+  HelloMsg Welcome(uint64_t epoch, Takes takes = Takes::kNever) {
     const auto received = Receive();
     if (!received.has_value() || !std::holds_alternative<HelloMsg>(received->second.body)) {
       ADD_FAILURE() << "no hello";
@@ -452,7 +457,7 @@ class MapsNothing {
       welcome.data.session = 9;  // Messages over the link, too.
     }
     Say(from, message.from_epoch, epoch, welcome);
-    if (!hello.data.local.empty()) memory_.LetGo();
+    if (!hello.data.local.empty()) memory_.Answer(takes);
     return hello;
   }
   void Say(const std::string& to, uint64_t to_epoch, uint64_t epoch, const MessageBody& body) {
@@ -470,7 +475,7 @@ class MapsNothing {
   const UniqueFd door_ = Must(ListenTcp("127.0.0.1", 0));
 };
 
-// What waited for it, and what was said to it over memory that it did not map.
+// What waited for it has been said to nobody before.
 TEST(HelloToOthers, APeerThatMapsNothingIsReachedOverTheNetwork) {
   if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
     GTEST_SKIP() << "the network is TCP's here";
@@ -523,33 +528,94 @@ TEST(HelloToOthers, APeerThatMapsNothingIsReachedOverTheNetwork) {
   EXPECT_FALSE(std::get<HelloMsg>(last->second.body).data.local.empty());
 }
 
-// The side that was dialled cannot begin anew: whoever has dialled does not wait for the next beat to.
-TEST(HelloFromOthers, APeerThatMapsNothingIsToldAtOnce) {
+// What a process is short of it may have later.
+TEST(HelloToOthers, APeerThatMapsNothingJustNowIsAskedAgainNextTime) {
+  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
+    GTEST_SKIP() << "the network is TCP's here";
+  }
+  for (const Takes takes : {Takes::kNotNow, Takes::kSaysNothing}) {
+    Config config = SmallChunks();
+    config.same_host_path = "auto";
+    config.connect_timeout_ms = takes == Takes::kNotNow ? 600000 : 500;
+    const auto pool = MakePatternPool(SmallLayout(), 8, 3);
+    const auto decode = MakeDecode(pool, config);
+    MapsNothing peer;
+    for (int session = 0; session < 2; ++session) {
+      const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+      EXPECT_FALSE(peer.Welcome(5, takes).data.local.empty());
+      EXPECT_TRUE(peer.Welcome(5, takes).data.local.empty());
+      const auto asked = peer.Receive();
+      ASSERT_TRUE(std::holds_alternative<FetchMsg>(asked->second.body));
+      peer.Say(asked->first, asked->second.from_epoch, 5,
+               RefuseMsg{0, absl::DataLossError("by hand")});
+      EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kDataLoss, "refused by"));
+    }
+    EXPECT_EQ(peer.byes, 2);
+  }
+}
+
+// It would be dialled until the deadline, as fast as it answers.
+TEST(HelloToOthers, APeerThatForgetsEachSessionAtOnceIsGivenUp) {
   if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
     GTEST_SKIP() << "the network is TCP's here";
   }
   Config config = SmallChunks();
-  config.same_host_path = "auto";
-  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 3), config);
+  config.same_host_path = "network";
+  const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
+  MapsNothing peer;
+  const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  int hellos = 0;
+  while (!fetch->done() && hellos < 50) {
+    peer.Welcome(5);
+    ++hellos;
+    const auto asked = peer.Receive();
+    ASSERT_TRUE(std::holds_alternative<FetchMsg>(asked->second.body));
+    peer.Say(asked->first, asked->second.from_epoch, 5,
+             RefuseMsg{0, absl::NotFoundError("forgotten")});
+    WaitFor([&] { return fetch->done(); }, DeadlineInMs(hellos < 6 ? 0 : 5000));
+  }
+  EXPECT_EQ(hellos, 6);
+  EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kNotFound, "forgotten"));
+}
+
+// The welcome waits until it is known how this side will send.
+TEST(HelloFromOthers, APeerThatMapsNothingIsWelcomedOverTheNetwork) {
+  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
+    GTEST_SKIP() << "the network is TCP's here";
+  }
+  for (const Takes takes : {Takes::kNever, Takes::kNotNow, Takes::kSaysNothing}) {
+    Config config = SmallChunks();
+    config.same_host_path = "auto";
+    if (takes == Takes::kSaysNothing) config.connect_timeout_ms = 500;
+    const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 3), config);
+    UnmappedMemory memory;
+    HelloMsg hello{"by hand", kTestModel, SmallLayout(), {}};
+    hello.data.tcp.lanes = 1;
+    hello.data.local = memory.local();
+    RawDecode peer(prefill->address());
+    peer.Send({42, 0, hello});
+    memory.Answer(takes);
+    const std::optional<Message> answer = peer.Receive(Soon());
+    ASSERT_TRUE(answer.has_value() && std::holds_alternative<WelcomeMsg>(answer->body));
+    EXPECT_GT(std::get<WelcomeMsg>(answer->body).data.tcp.port, 0);
+  }
+}
+
+// And one that has no other way is told why it is refused.
+TEST(HelloFromOthers, APeerThatMapsNothingAndOffersNoNetworkIsRefused) {
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 3), SmallChunks());
   UnmappedMemory memory;
   HelloMsg hello{"by hand", kTestModel, SmallLayout(), {}};
-  hello.data.tcp.lanes = 1;
   hello.data.local = memory.local();
-  RawDecode first(prefill->address());
-  first.Send({42, 0, hello});
-  std::optional<Message> answer = first.Receive(Soon());
-  ASSERT_TRUE(answer.has_value() && std::holds_alternative<WelcomeMsg>(answer->body));
-  EXPECT_EQ(std::get<WelcomeMsg>(answer->body).data.tcp.port, 0);
-  memory.LetGo();
-  answer = first.Receive(Soon());
+  RawDecode peer(prefill->address());
+  peer.Send({42, 0, hello});
+  memory.Answer(Takes::kNever);
+  const std::optional<Message> answer = peer.Receive(Soon());
   ASSERT_TRUE(answer.has_value() && std::holds_alternative<RefuseMsg>(answer->body));
-  EXPECT_EQ(std::get<RefuseMsg>(answer->body).transfer_id, 0u);
-  EXPECT_TRUE(Fails(std::get<RefuseMsg>(answer->body).status, absl::StatusCode::kNotFound, "map"));
-  RawDecode second(prefill->address());
-  second.Send({42, 0, hello});
-  answer = second.Receive(Soon());
-  ASSERT_TRUE(answer.has_value() && std::holds_alternative<WelcomeMsg>(answer->body));
-  EXPECT_GT(std::get<WelcomeMsg>(answer->body).data.tcp.port, 0);
+  EXPECT_TRUE(Fails(std::get<RefuseMsg>(answer->body).status,
+                    absl::StatusCode::kFailedPrecondition, "the peer over shared memory"));
+  EXPECT_TRUE(WaitFor([&] { return Metric(*prefill, "peers") == 0; }, Soon()));
+  EXPECT_EQ(Metric(*prefill, "hellos_refused"), 1);
 }
 
 // What a deadline brings about is found out then, and not with the next beat.

@@ -90,6 +90,18 @@ TEST_F(LookupBuffers, ADeadlineSaysWhichProducersWereNotReached) {
   EXPECT_FALSE(absl::StrContains(late.message(), producer_->address())) << late;
 }
 
+// A producer that lets nobody wait for so long says so, and is asked again.
+TEST_F(LookupBuffers, ALookupOutlastsWhatItsProducerAllows) {
+  LookupProducer::Options options = ProducerOptions(their_pool_);
+  options.config.fetch_timeout_ms = options.config.max_fetch_timeout_ms = 50;
+  const auto producer = Must(LookupProducer::Create(options));
+  const auto consumer = Consumer({producer->address()});
+  const auto lookup = Must(consumer->DropSelect(Lookup(Count(5, 4), {0})));
+  ASSERT_TRUE(WaitFor([&] { return Metric(*producer, "calls_served") >= 3; }, Soon()));
+  ASSERT_TRUE(producer->Insert(Count(5, 4), std::nullopt, Pages{3}, Soon()).ok());
+  EXPECT_TRUE(IsOk(lookup->Wait(Soon())));
+}
+
 TEST_F(LookupBuffers, ALookupWaitsForItsEntryAndNobodyElseDoes) {
   const auto consumer = Consumer();
   const auto first = Must(consumer->DropSelect(Lookup(Count(100, 20), {0, 1})));

@@ -89,24 +89,28 @@ TEST_F(CallsAlone, WaitsForAnotherSessionWithItsPeer) {
   Ask(1);
   calls_.OnPeerReady(kPeer);
   Ask(2);
-  EXPECT_EQ(calls_.Move(kPeer, kOther, Calls::Which::kUnasked), 1);
+  EXPECT_EQ(calls_.MoveUnasked(kPeer, kOther), 1);
+  calls_.OnPeerGone(kPeer, absl::UnavailableError("x"));
+  EXPECT_EQ(CutOffOf(answers_.at(1).status()), CutOff::kAsked);
+  EXPECT_FALSE(answers_.contains(2));
   calls_.OnPeerReady(kOther);
   EXPECT_EQ(outbox_.Count<CallMsg>(), 2);
   EXPECT_EQ(outbox_.Last<CallMsg>()->call_id, 2u);
-  // What was asked and not read is asked again, and may have been read after all.
-  EXPECT_EQ(calls_.Move(kPeer, kOther, Calls::Which::kAll), 1);
-  calls_.OnPeerGone(kPeer, absl::UnavailableError("x"));
-  EXPECT_TRUE(answers_.empty());
-  calls_.OnPeerReady(kOther);
-  EXPECT_EQ(outbox_.Count<CallMsg>(), 3);
-  EXPECT_EQ(outbox_.Last<CallMsg>()->call_id, 1u);
   EXPECT_EQ(*outbox_.Last<CallMsg>()->args.Uint("x"), 5u);
-  calls_.OnReplyMsg(kOther, {1, absl::OkStatus(), {}});
-  EXPECT_TRUE(IsOk(answers_.at(1)));
-  calls_.Move(kOther, kPeer, Calls::Which::kAll);
-  calls_.OnPeerGone(kPeer, absl::UnavailableError("x"));
-  EXPECT_EQ(CutOffOf(answers_.at(2).status()), CutOff::kAsked);
-  EXPECT_EQ(metrics_.calls_started, 2);
+  calls_.OnReplyMsg(kOther, {2, absl::OkStatus(), {}});
+  EXPECT_TRUE(IsOk(answers_.at(2)));
+}
+
+// Who asks for more than this side allows would wait on for nothing.
+TEST_F(CallsAlone, ACallBeyondTheLimitIsAnsweredWhenItIsGivenUp) {
+  calls_.OnCallMsg(kPeer, {1, "f", config_.max_fetch_timeout_ms, {}});
+  calls_.OnCallMsg(kPeer, {2, "f", config_.max_fetch_timeout_ms + 1, {}});
+  calls_.Tick(DeadlineInMs(config_.max_fetch_timeout_ms + 1000));
+  EXPECT_EQ(handler_.dropped.size(), 2u);
+  ASSERT_EQ(outbox_.Count<ReplyMsg>(), 1);
+  EXPECT_EQ(outbox_.Last<ReplyMsg>()->call_id, 2u);
+  EXPECT_TRUE(Fails(outbox_.Last<ReplyMsg>()->status, absl::StatusCode::kDeadlineExceeded,
+                    "max_fetch_timeout_ms"));
 }
 
 TEST_F(CallsAlone, EveryEndIsAnswered) {

@@ -15,7 +15,6 @@
 #include <algorithm>
 #include <cstring>
 #include <thread>
-#include <tuple>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
@@ -40,10 +39,14 @@ std::vector<PoolPiece> ListOf(std::vector<PoolPiece> entries, uint64_t places = 
   return entries;
 }
 
+constexpr int64_t kAnswerTimeoutMs = 20000;
+// What is said to a hello: its kind, and how it was taken.
+constexpr uint64_t kMapped[] = {8, 0}, kCannot[] = {8, 1}, kNotNow[] = {8, 2};
+
 struct Side {
   explicit Side(int64_t num_chunks = 16)
       : arena(Must(Arena::Create(num_chunks * kChunkBytes, kChunkBytes))),
-        plane(Must(MakeMappedDataPlane(arena.get(), {.shared = &pool}))) {}
+        plane(Must(MakeMappedDataPlane(arena.get(), {.shared = &pool}, kAnswerTimeoutMs))) {}
 
   // A chunk full of `fill`; it is given back when its send is done.
   int64_t Send(LinkId link, uint8_t fill, uint32_t bytes = kChunkBytes) {
@@ -240,6 +243,7 @@ TEST(MappedPlane, SleepsAfterAFullSocket) {
 // The reader was stopped: when it goes on, the chunk may hold something else.
 TEST_F(MappedPlanes, AChunkThatWasTakenBackIsNotIntact) {
   const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
+  ASSERT_TRUE(ProgressUntil([&] { return a_.plane->IsOpen(link); }));
   const int64_t chunk = a_.Send(link, 1);
   a_.plane->Close(link);
   ASSERT_EQ(a_.done.size(), 1u);
@@ -321,7 +325,7 @@ struct DeviceSide : Side {
   explicit DeviceSide(int64_t num_parts) { Offer(Parts(num_parts)); }
 
   void Offer(const std::vector<PoolMemory::SharedPart>& parts) {
-    plane = Must(MakeMappedDataPlane(arena.get(), {nullptr, parts, &memory}));
+    plane = Must(MakeMappedDataPlane(arena.get(), {nullptr, parts, &memory}, kAnswerTimeoutMs));
   }
   // The pool, in as many parts: the last bytes are the first part.
   std::vector<PoolMemory::SharedPart> Parts(int64_t num_parts) const {
@@ -560,7 +564,7 @@ TEST_F(MappedPlanes, BadArguments) {
   EXPECT_TRUE(Fails(a_.plane->Connect(address + "x").status(), absl::StatusCode::kInvalidArgument,
                     "34 bytes"));
   std::string newer = address;
-  newer[0] = 5;
+  ++newer[0];
   EXPECT_TRUE(Fails(a_.plane->Connect(newer).status(), absl::StatusCode::kInvalidArgument,
                     "another version"));
   std::string nobody = address;
@@ -582,7 +586,7 @@ struct HelloBytes {
   uint32_t kind = 1;
   uint32_t zero = 0;
   uint64_t magic = 0x6b7666657272792f;
-  uint64_t version = 4;
+  uint64_t version = 5;
   char token[16] = {};
   uint64_t num_chunks = 4;
   uint64_t chunk_bytes = kChunkBytes;
@@ -618,19 +622,24 @@ class Stranger : public MappedPlanes {
   static void SayWith(const UniqueFd& socket, const Message& message, std::span<const int> passed) {
     ASSERT_EQ(SendPacket(socket, std::as_bytes(std::span(&message, 1)), passed), SocketResult::kOk);
   }
-  // It hangs up on us, says why, and goes on serving others.
-  void ExpectHangUp(const UniqueFd& socket, const std::string& why, bool maps = true) {
+  // It answers our hello, if it does, hangs up on us, says why, and goes on serving others.
+  void ExpectHangUp(const UniqueFd& socket, const std::string& why,
+                    std::span<const uint64_t> answer = kMapped) {
     Packet packet;
-    bool unmapped = false;
+    std::vector<uint64_t> heard(2);
     const auto is_down = [&] {
       b_.Progress();
       const SocketResult result = ReceivePacket(socket, &packet);
-      if (result == SocketResult::kOk) unmapped |= packet.size == 8 && packet.bytes[0] == kUnmapped;
+      if (result == SocketResult::kOk && packet.size == 16 && packet.bytes[0] == std::byte{8}) {
+        std::memcpy(heard.data(), packet.bytes, packet.size);
+      }
       return result == SocketResult::kBroken;
     };
     EXPECT_TRUE(WaitFor(is_down, Soon()));
-    EXPECT_EQ(unmapped, !maps);
-    EXPECT_TRUE(log_.Has({"a peer on this host", why})) << log_.ToString();
+    EXPECT_TRUE(std::equal(heard.begin(), heard.end(), answer.begin())) << heard[1];
+    if (!why.empty()) {
+      EXPECT_TRUE(log_.Has({"a peer on this host", why})) << log_.ToString();
+    }
     EXPECT_TRUE(b_.events.chunks.empty());
     const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
     a_.Send(link, 5);
@@ -646,7 +655,6 @@ class Stranger : public MappedPlanes {
     }
     return fd;
   }
-  static constexpr std::byte kUnmapped{8};
   static constexpr int64_t kEnough = 4096 + 4 * kChunkBytes;
   CapturedLog log_;
 };
@@ -672,7 +680,20 @@ TEST_F(Stranger, OfAnotherUser) {
     socket = Dial();
   });
   other.join();
-  ExpectHangUp(socket, "runs as user 65534", false);
+  ExpectHangUp(socket, "runs as user 65534", kCannot);
+}
+
+// Where this process has no descriptors left for it.
+TEST_F(Stranger, WhoseMemoryIsLostOnTheWay) {
+  const UniqueFd socket = Dial();
+  const UniqueFd memory = Memory(kEnough, true);
+  b_.Progress();
+  Say(socket, Hello(), memory.get());
+  {
+    const FileLimit none(0);
+    b_.Progress();
+  }
+  ExpectHangUp(socket, "", kNotNow);
 }
 
 TEST_F(Stranger, WrongToken) {
@@ -680,39 +701,39 @@ TEST_F(Stranger, WrongToken) {
   HelloBytes hello = Hello();
   hello.token[3] ^= 1;
   Say(socket, hello, Memory(kEnough, true).get());
-  ExpectHangUp(socket, "token", false);
+  ExpectHangUp(socket, "token", kCannot);
 }
 
 TEST_F(Stranger, WrongVersion) {
   const UniqueFd socket = Dial();
   HelloBytes hello = Hello();
-  hello.version = 3;
+  hello.version = 4;
   Say(socket, hello, Memory(kEnough, true).get());
-  ExpectHangUp(socket, "version", false);
+  ExpectHangUp(socket, "version", kCannot);
 }
 
 TEST_F(Stranger, ChunkBeforeHello) {
   const UniqueFd socket = Dial();
   Say(socket, ChunkBytes());
-  ExpectHangUp(socket, "hello", false);
+  ExpectHangUp(socket, "hello", kCannot);
 }
 
 TEST_F(Stranger, NoMemory) {
   const UniqueFd socket = Dial();
   Say(socket, Hello());
-  ExpectHangUp(socket, "hello", false);
+  ExpectHangUp(socket, "hello", kCannot);
 }
 
 TEST_F(Stranger, MemoryThatCouldShrink) {
   const UniqueFd socket = Dial();
   Say(socket, Hello(), Memory(kEnough, false).get());
-  ExpectHangUp(socket, "shorter", false);
+  ExpectHangUp(socket, "shorter", kCannot);
 }
 
 TEST_F(Stranger, MemoryThatIsTooShort) {
   const UniqueFd socket = Dial();
   Say(socket, Hello(), Memory(kEnough - 1, true).get());
-  ExpectHangUp(socket, "20479 bytes, not 20480", false);
+  ExpectHangUp(socket, "20479 bytes, not 20480", kCannot);
 }
 
 TEST_F(Stranger, AnArenaBeyondAllBounds) {
@@ -725,7 +746,7 @@ TEST_F(Stranger, AnArenaBeyondAllBounds) {
     Say(socket, hello, Memory(kEnough, true).get());
     a_.done.clear();
     b_.events.chunks.clear();
-    ExpectHangUp(socket, "an arena of", false);
+    ExpectHangUp(socket, "an arena of", kCannot);
   }
 }
 
@@ -759,7 +780,7 @@ TEST_F(Stranger, APoolBeyondAllBounds) {
     Say(socket, hello, Memory(kEnough, true).get());  // And no pool passed.
     a_.done.clear();
     b_.events.chunks.clear();
-    ExpectHangUp(socket, "a pool of", false);
+    ExpectHangUp(socket, "a pool of", kCannot);
   }
   const UniqueFd socket = Dial();
   HelloBytes hello = Hello();
@@ -769,7 +790,7 @@ TEST_F(Stranger, APoolBeyondAllBounds) {
   SayWith(socket, hello, std::vector<int>{arena.get(), pool.get()});
   a_.done.clear();
   b_.events.chunks.clear();
-  ExpectHangUp(socket, "8191 bytes, not 8192", false);
+  ExpectHangUp(socket, "8191 bytes, not 8192", kCannot);
 }
 
 TEST_F(Stranger, PiecesOutsideThePool) {
@@ -853,37 +874,78 @@ TEST_F(Stranger, MessagesBeyondAllBounds) {
   EXPECT_EQ(b_.events.messages.size(), 1u);  // What ended.
 }
 
-// A peer that lets go of what it is given before it reads anything. Whether it listens on says nothing: a
-// process that ends closes one thing after another.
-class WhoLetsGo : public testing::TestWithParam<std::tuple<bool, bool>> {};
-
-TEST_P(WhoLetsGo, MapsNothingOrHasEnded) {
-  const auto [ends, is_sent_more] = GetParam();
-  Side a;
-  const std::string name = RandomBytes16();
-  const UniqueFd listener =
-      Must(ListenUnix(absl::StrCat("kvferry/", absl::BytesToHexString(name))));
-  const std::string address = absl::StrCat("\x04", name, std::string(16, 't'));
-  const LinkId link = Must(a.plane->Connect(address));
-  UniqueFd accepted = AcceptUnix(listener);
-  ASSERT_TRUE(accepted.valid());
-  if (!ends) {
-    const uint32_t unmapped[2] = {8, 0};
-    ASSERT_EQ(SendPacket(accepted, std::as_bytes(std::span(unmapped))), SocketResult::kOk);
-  }
-  // With what it was sent unread, which the other side hears of before all else.
-  accepted = UniqueFd();
-  if (is_sent_more) a.Send(link, 5);
-  ASSERT_TRUE(StepUntil([&] { a.Progress(); }, [&] { return !a.events.down.empty(); }));
-  EXPECT_EQ(a.events.down[0].first, link);
-  EXPECT_TRUE(Fails(a.events.down[0].second, ends ? absl::StatusCode::kUnavailable
-                                                  : absl::StatusCode::kFailedPrecondition));
-  a.plane->Close(link);
-  EXPECT_TRUE(
-      Fails(a.plane->Connect(address).status(), absl::StatusCode::kFailedPrecondition, "let go"));
+// Before the answer nothing says that the peer will read what it is told.
+TEST_F(MappedPlanes, ALinkIsOpenOnceThePeerHasMapped) {
+  const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
+  EXPECT_FALSE(a_.plane->IsOpen(link));
+  EXPECT_TRUE(ProgressUntil([&] { return !a_.events.open.empty(); }));
+  EXPECT_TRUE(a_.plane->IsOpen(link));
+  EXPECT_EQ(a_.events.open, std::vector<LinkId>{link});
+  EXPECT_EQ(a_.plane->Tick(Deadline::max()), Deadline::max());
 }
 
-INSTANTIATE_TEST_SUITE_P(MappedPlane, WhoLetsGo, testing::Combine(testing::Bool(), testing::Bool()));
+// Peers by hand that are given memory.
+class GivenMemory : public testing::Test {
+ protected:
+  // With `answer`, unless that is empty, and with what it was sent unread.
+  void LetGo(std::span<const uint64_t> answer) {
+    const UniqueFd accepted = AcceptUnix(listener_);
+    ASSERT_TRUE(accepted.valid());
+    if (!answer.empty()) {
+      ASSERT_EQ(SendPacket(accepted, std::as_bytes(answer)), SocketResult::kOk);
+    }
+  }
+  absl::Status Down() {
+    EXPECT_TRUE(StepUntil([&] { a_.Progress(); }, [&] { return !a_.events.down.empty(); }));
+    if (a_.events.down.empty()) return absl::OkStatus();
+    EXPECT_TRUE(a_.events.open.empty());
+    a_.plane->Close(a_.events.down[0].first);
+    return std::exchange(a_.events.down, {})[0].second;
+  }
+
+  Side a_;
+  const std::string name_ = RandomBytes16();
+  const std::string address_ = absl::StrCat("\x05", name_, std::string(16, 't'));
+  const UniqueFd listener_ =
+      Must(ListenUnix(absl::StrCat("kvferry/", absl::BytesToHexString(name_))));
+};
+
+// Whether it listens on says nothing: a process that ends closes one thing after another.
+TEST_F(GivenMemory, WhoLetsGoWithoutAWordHasEnded) {
+  for (const bool is_sent_more : {false, true}) {
+    const LinkId link = Must(a_.plane->Connect(address_));
+    LetGo({});
+    if (is_sent_more) a_.Send(link, 5);
+    EXPECT_TRUE(Fails(Down(), absl::StatusCode::kUnavailable, "gone"));
+  }
+}
+
+TEST_F(GivenMemory, WhoIsShortOfSomethingMayBeAskedAgain) {
+  for (const bool is_sent_more : {false, true}) {
+    const LinkId link = Must(a_.plane->Connect(address_));
+    LetGo(kNotNow);
+    if (is_sent_more) a_.Send(link, 5);
+    EXPECT_TRUE(Fails(Down(), absl::StatusCode::kResourceExhausted, "just now"));
+  }
+}
+
+TEST_F(GivenMemory, WhoCannotMapItIsNotAskedAgain) {
+  Must(a_.plane->Connect(address_));
+  LetGo(kCannot);
+  EXPECT_TRUE(Fails(Down(), absl::StatusCode::kFailedPrecondition, "cannot map"));
+  EXPECT_TRUE(Fails(a_.plane->Connect(address_).status(), absl::StatusCode::kFailedPrecondition,
+                    "said before"));
+}
+
+TEST_F(GivenMemory, WhoAnswersNothingInTimeIsGivenUp) {
+  Must(a_.plane->Connect(address_));
+  const Deadline end = a_.plane->Tick(Clock::now());
+  EXPECT_LE(end, DeadlineInMs(kAnswerTimeoutMs));
+  EXPECT_TRUE(a_.plane->Arm());
+  EXPECT_EQ(a_.plane->Tick(end), Deadline::max());
+  EXPECT_FALSE(a_.plane->Arm());
+  EXPECT_TRUE(Fails(Down(), absl::StatusCode::kResourceExhausted, "within 20000 ms"));
+}
 
 // What is handed out cannot be written through.
 TEST(SharedMemory, OnlyItsOwnerWrites) {

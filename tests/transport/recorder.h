@@ -33,6 +33,7 @@ struct Recorder : public DataEvents {
     failed.emplace_back(header, status);
   }
   void OnProbed(LinkId link) override { probed.push_back(link); }
+  void OnLinkOpen(LinkId link) override { open.push_back(link); }
   void OnCredit(const CreditHeader& header) override { credits.push_back(header); }
   void OnLinkMessage(const MessageHeader& header, std::span<const std::byte> bytes) override {
     messages.emplace_back(header.session, std::vector<std::byte>(bytes.begin(), bytes.end()));
@@ -121,6 +122,7 @@ struct Recorder : public DataEvents {
   std::vector<bool> whole;  // Of each chunk, whether it was intact.
   Chunks elsewhere;
   std::vector<std::pair<ChunkHeader, absl::Status>> failed;
+  std::vector<LinkId> open;
   std::vector<LinkId> probed;
   std::vector<CreditHeader> credits;
   std::vector<std::pair<uint64_t, std::vector<std::byte>>> messages;

@@ -33,12 +33,12 @@ enum Kind : uint32_t {
   kMessage = 5,
   kPoolPart = 6,
   kReadsPool = 7,
-  kUnmapped = 8,
+  kAnswer = 8,
 };
 
 using Token = std::array<char, 16>;
 constexpr uint64_t kMagic = 0x6b7666657272792f;
-constexpr uint8_t kVersion = 4;
+constexpr uint8_t kVersion = 5;
 
 struct Head {
   uint32_t kind = 0;
@@ -84,12 +84,15 @@ struct PoolPartPacket {
 struct ReadsPoolPacket {
   Head head{kReadsPool};
 };
-struct UnmappedPacket {
-  Head head{kUnmapped};
+// To a hello.
+enum Taken : uint64_t { kMapped = 0, kCannot = 1, kNotNow = 2 };
+struct AnswerPacket {
+  Head head{kAnswer};
+  uint64_t taken = kMapped;
 };
 static_assert(sizeof(CreditPacket) == 24 && sizeof(ReadPacket) == 16);
 static_assert(sizeof(PoolPartPacket) == 24 && sizeof(ReadsPoolPacket) == 8);
-static_assert(sizeof(UnmappedPacket) == 8);
+static_assert(sizeof(AnswerPacket) == 16);
 static_assert(sizeof(MessagePacket) == 24);
 constexpr size_t kMaxPartBytes = kMaxPacketBytes - sizeof(MessagePacket);
 
@@ -139,7 +142,8 @@ bool Parse(const Packet& packet, T* message) {
 
 class MappedDataPlane : public AddressedPlane {
  public:
-  MappedDataPlane(Arena* arena, MappedPool pool) : arena_(arena), pool_(std::move(pool)) {}
+  MappedDataPlane(Arena* arena, MappedPool pool, int64_t answer_timeout_ms)
+      : arena_(arena), pool_(std::move(pool)), answer_timeout_ms_(answer_timeout_ms) {}
   ~MappedDataPlane() override;
   absl::Status Init();
 
@@ -153,10 +157,12 @@ class MappedDataPlane : public AddressedPlane {
   absl::Status SendMessage(LinkId link, const MessageHeader& header,
                            std::string_view bytes) override;
   bool ReadsPool(LinkId link) const override;
+  bool IsOpen(LinkId link) const override;
   bool Progress(DataEvents* events) override;
   int event_fd() const override { return epoll_.fd(); }
   // What has not been read yet keeps the fd readable.
-  bool Arm() override { return failed_.empty(); }
+  bool Arm() override { return failed_.empty() && down_.empty(); }
+  Deadline Tick(Deadline now) override;
 
  private:
   // One end of a connection, and what could not be sent yet: at most a message for each chunk of
@@ -172,8 +178,9 @@ class MappedDataPlane : public AddressedPlane {
   struct Link {
     Channel channel;
     std::string address;
-    bool proven = false;                               // The peer has read something.
-    bool unmapped = false;                             // It has said that it will read nothing.
+    Deadline answer_by;
+    bool open = false;                                 // The peer has mapped the arena.
+    absl::Status why_not{};                            // Or has said that it does not.
     bool reads_parts = false;                          // It has mapped the parts of the pool.
     absl::flat_hash_map<int64_t, SendDone> reading{};  // By chunk of the arena.
   };
@@ -212,10 +219,11 @@ class MappedDataPlane : public AddressedPlane {
   void Flush(Channel& channel);
   void AwaitRoom(Channel& channel, bool await) const;
   void Accept();
+  void HearAnswer(Link& link);
   void OnLinkReadable(Link& link);
   void OnAcceptedReadable(Accepted& accepted, DataEvents* events);
   absl::Status OnPacket(Accepted& accepted, Packet& packet, DataEvents* events);
-  absl::Status OnHello(Accepted& accepted, Packet& packet) const;
+  absl::Status OnHello(Accepted& accepted, Packet& packet);
   absl::Status OnPoolPart(Accepted& accepted, const Packet& packet);
   static void AddPart(Accepted& accepted, std::shared_ptr<const std::byte> memory, uint64_t bytes);
   absl::Status OnChunk(Accepted& accepted, const ChunkPacket& chunk, DataEvents* events);
@@ -232,12 +240,12 @@ class MappedDataPlane : public AddressedPlane {
   void Serve(uint64_t id, uint32_t ready, DataEvents* events);
   void Drop(AcceptedMap::iterator accepted);
   void DropFailed(uint64_t id);
-  static bool SaysUnmapped(const Link& link);
-  absl::Status WhyBroken(const Link& link);
+  void ReportOpened(DataEvents* events);
   void ReportBroken(DataEvents* events);
 
   Arena* const arena_;
   const MappedPool pool_;
+  const int64_t answer_timeout_ms_;
   Token token_{};
   std::string address_;
   Epoll epoll_;
@@ -247,8 +255,10 @@ class MappedDataPlane : public AddressedPlane {
   uint64_t next_accepted_ = kListenerId + 1;
   absl::flat_hash_map<LinkId, std::unique_ptr<Link>> links_;
   AcceptedMap accepted_;
-  absl::flat_hash_set<std::string> refused_by_;  // Addresses: what they do once, they do again.
-  std::vector<LinkId> down_;                     // Reported at the end of Progress().
+  absl::flat_hash_set<std::string> refused_by_;  // Addresses: who cannot once cannot again.
+  // Reported at the end of Progress().
+  std::vector<LinkId> opened_;
+  std::vector<LinkId> down_;
   std::vector<uint64_t> failed_;  // Whose socket refused a packet: its epoll need not say so.
   // Of the chunk that is being delivered.
   std::vector<std::span<const std::byte>> pieces_;
@@ -289,7 +299,7 @@ absl::StatusOr<LinkId> MappedDataPlane::Connect(const std::string& address) {
         absl::StrCat("a peer's local address of ", address.size(), " bytes, or another version"));
   }
   if (refused_by_.contains(address)) {
-    return absl::FailedPreconditionError("the peer has let go of such a connection before");
+    return absl::FailedPreconditionError("the peer has said before that it cannot map such memory");
   }
   KVFERRY_ASSIGN_OR_RETURN(UniqueFd socket, ConnectUnix(SocketName(address.substr(1, kNameBytes))));
   KVFERRY_RETURN_IF_ERROR(CheckSameUser(socket));
@@ -305,7 +315,8 @@ absl::StatusOr<LinkId> MappedDataPlane::Connect(const std::string& address) {
     return absl::UnavailableError(absl::StrCat("unix socket: hello: ", std::strerror(errno)));
   }
   const LinkId id = next_link_++;
-  auto link = std::make_unique<Link>(Link{{id, std::move(socket)}, address});
+  auto link = std::make_unique<Link>(
+      Link{{id, std::move(socket)}, address, DeadlineInMs(answer_timeout_ms_)});
   KVFERRY_RETURN_IF_ERROR(Watch(link->channel));
   SendParts(link->channel);
   links_.emplace(id, std::move(link));
@@ -326,6 +337,11 @@ void MappedDataPlane::SendParts(Channel& channel) {
 bool MappedDataPlane::ReadsPool(LinkId id) const {
   const auto found = links_.find(id);
   return found != links_.end() && (pool_.shared != nullptr || found->second->reads_parts);
+}
+
+bool MappedDataPlane::IsOpen(LinkId id) const {
+  const auto found = links_.find(id);
+  return found != links_.end() && found->second->open;
 }
 
 absl::Status MappedDataPlane::Watch(const Channel& channel) {
@@ -416,7 +432,36 @@ void MappedDataPlane::AwaitRoom(Channel& channel, bool await) const {
   epoll_.Change(channel.socket.get(), EPOLLIN | (await ? EPOLLOUT : 0U), channel.id);
 }
 
+// A peer that cannot map what it is given (another user, a filter of system calls) would not be able to
+// the next time; one that is short of something may.
+void MappedDataPlane::HearAnswer(Link& link) {
+  Packet packet;
+  SocketResult result = ReceivePacket(link.channel.socket, &packet);
+  // That the peer has let go of what it has not read is heard before its last word is.
+  if (result == SocketResult::kBroken) result = ReceivePacket(link.channel.socket, &packet);
+  if (result == SocketResult::kWouldBlock) return;
+  AnswerPacket answer;
+  const bool known =
+      result == SocketResult::kOk && Parse(packet, &answer) && answer.head.kind == kAnswer;
+  if (known && answer.taken == kMapped) {
+    link.open = true;
+    opened_.push_back(link.channel.id);
+    return;
+  }
+  link.channel.broken = true;
+  if (!known) return;
+  if (answer.taken != kCannot) {
+    link.why_not = absl::ResourceExhaustedError("the peer on this host takes no memory just now");
+    return;
+  }
+  link.why_not = absl::FailedPreconditionError("the peer on this host cannot map this side's memory");
+  if (refused_by_.size() >= kMaxAccepted) refused_by_.clear();
+  refused_by_.insert(link.address);
+}
+
 void MappedDataPlane::OnLinkReadable(Link& link) {
+  if (!link.open) HearAnswer(link);
+  if (!link.open) return;
   Packet packet;
   for (int i = 0; i < kReadsATurn; ++i) {
     const SocketResult result = ReceivePacket(link.channel.socket, &packet);
@@ -425,12 +470,8 @@ void MappedDataPlane::OnLinkReadable(Link& link) {
     if (result == SocketResult::kOk && Parse(packet, &reads_pool) &&
         reads_pool.head.kind == kReadsPool) {
       link.reads_parts = !pool_.parts.empty();
-      link.proven = true;
       continue;
     }
-    UnmappedPacket unmapped;
-    link.unmapped |= result == SocketResult::kOk && Parse(packet, &unmapped) &&
-                     unmapped.head.kind == kUnmapped;
     ReadPacket read;
     const bool known =
         result == SocketResult::kOk && Parse(packet, &read) && read.head.kind == kRead;
@@ -440,7 +481,6 @@ void MappedDataPlane::OnLinkReadable(Link& link) {
       link.channel.broken = true;
       return;
     }
-    link.proven = true;
     node.mapped()(absl::OkStatus());
   }
 }
@@ -448,9 +488,10 @@ void MappedDataPlane::OnLinkReadable(Link& link) {
 // ---------------------------------------------------------------- receiving
 
 // A peer that heard nothing would take this process for one that has ended.
-void SayUnmapped(const UniqueFd& socket) {
-  const UnmappedPacket word;
-  SendPacket(socket, std::as_bytes(std::span(&word, 1)));
+void SayWhyNot(const UniqueFd& socket, const absl::Status& why) {
+  const bool passes = absl::IsResourceExhausted(why) || absl::IsUnavailable(why);
+  const AnswerPacket answer{.taken = passes ? kNotNow : kCannot};
+  SendPacket(socket, std::as_bytes(std::span(&answer, 1)));
 }
 
 void MappedDataPlane::Accept() {
@@ -461,18 +502,19 @@ void MappedDataPlane::Accept() {
     if (accepted_.size() >= kMaxAccepted) {
       status = absl::ResourceExhaustedError(absl::StrCat(accepted_.size(), " are connected"));
     }
-    if (!status.ok()) {
-      Log().warn("refused a peer on this host: {}", status.ToString());
-      SayUnmapped(socket);
-      continue;
-    }
     const uint64_t id = next_accepted_++;
     auto accepted = std::make_unique<Accepted>(Accepted{{id, std::move(socket)}});
-    if (Watch(accepted->channel).ok()) accepted_.emplace(id, std::move(accepted));
+    status.Update(Watch(accepted->channel));
+    if (status.ok()) {
+      accepted_.emplace(id, std::move(accepted));
+      continue;
+    }
+    Log().warn("refused a peer on this host: {}", status.ToString());
+    SayWhyNot(accepted->channel.socket, status);
   }
 }
 
-absl::Status MappedDataPlane::OnHello(Accepted& accepted, Packet& packet) const {
+absl::Status MappedDataPlane::OnHello(Accepted& accepted, Packet& packet) {
   HelloPacket hello;
   if (!Parse(packet, &hello) || hello.magic != kMagic || hello.version != kVersion ||
       hello.token != token_ || !packet.passed[0].valid()) {
@@ -497,6 +539,7 @@ absl::Status MappedDataPlane::OnHello(Accepted& accepted, Packet& packet) const 
     AddPart(accepted, std::move(pool), hello.pool_bytes);
   }
   accepted.arena = std::move(arena);
+  Push(accepted.channel, AnswerPacket());
   return absl::OkStatus();
 }
 
@@ -727,7 +770,7 @@ void MappedDataPlane::OnAcceptedReadable(Accepted& accepted, DataEvents* events)
     if (!status.ok()) Log().warn("dropped a peer on this host: {}", status.ToString());
   }
   // Also where its memory was lost on the way, for want of descriptors.
-  if (!status.ok() && accepted.arena == nullptr) SayUnmapped(accepted.channel.socket);
+  if (!status.ok() && accepted.arena == nullptr) SayWhyNot(accepted.channel.socket, status);
   accepted.channel.broken |= !status.ok();
 }
 
@@ -760,6 +803,7 @@ bool MappedDataPlane::Progress(DataEvents* events) {
   for (const epoll_event& event : ready) Serve(event.data.u64, event.events, events);
   const std::vector<uint64_t> failed = std::exchange(failed_, {});
   for (const uint64_t id : failed) DropFailed(id);
+  ReportOpened(events);
   ReportBroken(events);
   return !ready.empty() || !failed.empty();
 }
@@ -770,29 +814,25 @@ void MappedDataPlane::DropFailed(uint64_t id) {
   if (const auto accepted = accepted_.find(id); accepted != accepted_.end()) Drop(accepted);
 }
 
-// Its last word, which may lie behind the failure of what was sent to it meanwhile: of that each says so
-// once.
-bool MappedDataPlane::SaysUnmapped(const Link& link) {
-  Packet packet;
-  for (int i = 0; i < kReadsATurn; ++i) {
-    UnmappedPacket word;
-    if (ReceivePacket(link.channel.socket, &packet) == SocketResult::kOk && Parse(packet, &word) &&
-        word.head.kind == kUnmapped) {
-      return true;
+Deadline MappedDataPlane::Tick(Deadline now) {
+  Deadline next = Deadline::max();
+  for (const auto& [id, link] : links_) {
+    if (link->open || link->channel.broken) continue;
+    if (link->answer_by > now) {
+      next = std::min(next, link->answer_by);
+      continue;
     }
+    link->channel.broken = true;
+    link->why_not = absl::ResourceExhaustedError(
+        absl::StrCat("the peer on this host has not taken this side's memory within ",
+                     answer_timeout_ms_, " ms; has it file descriptors left?"));
+    down_.push_back(id);
   }
-  return false;
+  return next;
 }
 
-// A peer that cannot map what it is given (no memory, another user, a filter of system calls) says so,
-// drops the connection, and would drop the next one too: the next session is to go over the network.
-absl::Status MappedDataPlane::WhyBroken(const Link& link) {
-  const absl::Status gone = absl::UnavailableError("the peer on this host is gone");
-  if (link.proven) return gone;
-  if (refused_by_.size() >= kMaxAccepted) refused_by_.clear();
-  refused_by_.insert(link.address);
-  if (!link.unmapped && !SaysUnmapped(link)) return gone;
-  return absl::FailedPreconditionError("the peer on this host does not map what it is given");
+void MappedDataPlane::ReportOpened(DataEvents* events) {
+  for (const LinkId id : std::exchange(opened_, {})) events->OnLinkOpen(id);
 }
 
 void MappedDataPlane::ReportBroken(DataEvents* events) {
@@ -800,16 +840,22 @@ void MappedDataPlane::ReportBroken(DataEvents* events) {
     // Once: its fd stays readable until it is closed.
     const auto link = links_.find(id);
     if (link == links_.end()) continue;
-    epoll_.Remove(link->second->channel.socket.get());
-    events->OnLinkDown(id, WhyBroken(*link->second));
+    Link& broken = *link->second;
+    // What was sent to it has failed, and its answer may lie there unread.
+    if (!broken.open && broken.why_not.ok()) HearAnswer(broken);
+    epoll_.Remove(broken.channel.socket.get());
+    events->OnLinkDown(id, broken.why_not.ok()
+                               ? absl::UnavailableError("the peer on this host is gone")
+                               : broken.why_not);
   }
 }
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<AddressedPlane>> MakeMappedDataPlane(Arena* arena, MappedPool pool) {
+absl::StatusOr<std::unique_ptr<AddressedPlane>> MakeMappedDataPlane(Arena* arena, MappedPool pool,
+                                                                    int64_t answer_timeout_ms) {
   if (arena->fd() < 0) return absl::FailedPreconditionError("the arena's memory is not shared");
-  auto plane = std::make_unique<MappedDataPlane>(arena, std::move(pool));
+  auto plane = std::make_unique<MappedDataPlane>(arena, std::move(pool), answer_timeout_ms);
   KVFERRY_RETURN_IF_ERROR(plane->Init());
   return plane;
 }
