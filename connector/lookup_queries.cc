@@ -162,8 +162,9 @@ LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t 
   const bool is_late = absl::IsDeadlineExceeded(status);
   // Our own clock has ended the call; the answer may be on the way.
   if (is_late) GiveBack(index, producer.lease);
-  // Which says nothing of a producer that has been reached.
-  if (!is_late || CutOffOf(status) == CutOff::kNotAsked) {
+  // Which says nothing of a producer that has been reached, and less than an error from before.
+  const bool never_reached = CutOffOf(status) == CutOff::kNotAsked && producer.error.ok();
+  if (!is_late || never_reached) {
     producer.error = ErrorOf(index, status);
   }
   producer.refused = IsFinal(status);
