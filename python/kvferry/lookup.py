@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -209,6 +210,7 @@ class KVLookupBuffer:
         self.layout = pool.layout
         self.framework = framework
         self._loops: dict[asyncio.AbstractEventLoop, _Loop] = {}
+        self._loops_lock = threading.Lock()  # Each thread may have one.
         common = {
             "pool": pool,
             "config": config,
@@ -331,9 +333,7 @@ class KVLookupBuffer:
         return lookup
 
     async def _await(self, input_tokens, roi, pages, timeout_ms: int) -> _core.Lookup:
-        running = asyncio.get_running_loop()
-        self._loops = {loop: kept for loop, kept in self._loops.items() if not loop.is_closed()}
-        loop = self._loops.setdefault(running, _Loop(running))
+        loop = self._loop()
         number, future = loop.add()
         lookup = None
         try:
@@ -346,6 +346,16 @@ class KVLookupBuffer:
         finally:
             loop.remove(number)
         return lookup
+
+    def _loop(self) -> _Loop:
+        """Of the running event loop. Those that are closed are forgotten."""
+        running = asyncio.get_running_loop()
+        with self._loops_lock:
+            for closed in [loop for loop in self._loops if loop.is_closed()]:
+                del self._loops[closed]
+            if running not in self._loops:
+                self._loops[running] = _Loop(running)
+            return self._loops[running]
 
     @staticmethod
     async def _until_done(lookup, loop: _Loop, number: int, future: asyncio.Future) -> None:

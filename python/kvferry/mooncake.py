@@ -140,16 +140,16 @@ class _Threads:
     def _work(calls: queue.SimpleQueue) -> None:
         while (call := calls.get()) is not None:
             future, run, staging = call
-            try:
-                future.set_result(run(staging))
-            except BaseException as error:  # The caller's, whatever it is.
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(run(staging))
+                except BaseException as error:  # The caller's, whatever it is.
+                    future.set_exception(error)
             del call, future, run, staging  # Not kept until the next one comes.
 
-    def submit(self, run: Callable, staging: np.ndarray | None) -> Future:
-        future: Future = Future()
+    def submit(self, future: Future, run: Callable, staging: np.ndarray | None) -> None:
+        """Unless it is cancelled before, it gets what run(staging) gives."""
         self._calls.put((future, run, staging))
-        return future
 
     def end(self) -> None:
         """As soon as they have run what was submitted before."""
@@ -277,17 +277,18 @@ class MooncakeStore:
             staging = self._staging.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             raise self._late() from None
-        if fill is not None:
-            fill(staging)
-        future = self._threads.submit(run, staging)
+        future: Future = Future()
         try:
+            if fill is not None:
+                fill(staging)
+            self._threads.submit(future, run, staging)
             result = future.result(timeout=max(0.0, deadline - time.monotonic()))
-        except FutureTimeoutError:
-            # The buffer comes back when Mooncake has let go of it.
+        except BaseException as error:  # Ctrl-C too, wherever it comes.
+            # The buffer comes back at once, or, if Mooncake has it, when that has let go of it.
             future.add_done_callback(lambda _: self._staging.put(staging))
-            raise self._late() from None
-        except BaseException:
-            future.add_done_callback(lambda _: self._staging.put(staging))
+            future.cancel()
+            if isinstance(error, FutureTimeoutError):
+                raise self._late() from None
             raise
         try:
             return result if take is None else take(result, staging)
@@ -593,7 +594,7 @@ class MooncakeStore:
         self._threads.end()
         if self._threads.have_ended(deadline):
             leaving = _Threads(1)  # It asks its master, which may be what hangs.
-            leaving.submit(lambda _: self._store.close(), None)
+            leaving.submit(Future(), lambda _: self._store.close(), None)
             leaving.end()
             if leaving.have_ended(deadline):
                 return

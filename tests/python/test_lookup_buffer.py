@@ -11,6 +11,7 @@ import kvferry
 import numpy as np
 import pytest
 from kvferry import KVLookupBuffer
+from kvferry.lookup import _Loop
 
 torch = pytest.importorskip("torch")
 
@@ -291,6 +292,39 @@ def test_asyncio_pages(pair):
             return await other.drop_select_pages_async(list(range(6)), None, [4, 1])
 
         assert asyncio.run(run()).pages == [4, 1]
+
+
+def test_event_loops_of_several_threads(pair, monkeypatch):
+    """A thread adds its own to those at which another one is looking."""
+    one, other = pair
+    for n in range(2):
+        one.insert([n], None, *kv(1, n))
+    found, looks, has_added = {}, threading.Event(), threading.Event()
+
+    def look_up(n):
+        found[n] = asyncio.run(other.drop_select_async([n])).num_matched
+
+    thread = threading.Thread(target=look_up, args=[1])
+
+    class Open:
+        def is_closed(self):
+            if threading.current_thread() is thread:
+                looks.set()
+                assert has_added.wait(20)
+            return False
+
+    def make(loop):
+        if threading.current_thread() is not thread:
+            thread.start()
+            looks.wait(0.3)  # In vain if it has to wait for us.
+        return _Loop(loop)
+
+    other._loops[Open()] = None
+    monkeypatch.setattr("kvferry.lookup._Loop", make)
+    look_up(0)
+    has_added.set()
+    thread.join()
+    assert found == {0: 1, 1: 1}
 
 
 class LateToEnd:

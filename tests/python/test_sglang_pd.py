@@ -18,7 +18,7 @@ pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=I
 
 import kvferry  # noqa: E402
 import zmq  # noqa: E402
-from kvferry.sglang import disaggregation, plugin  # noqa: E402
+from kvferry.sglang import disaggregation, pd_sockets, plugin  # noqa: E402
 from kvferry.sglang.pd_fetches import Fetch, FetchQueues  # noqa: E402
 from kvferry.sglang.pd_messages import Chunk, Request, parse  # noqa: E402
 from servers import free_port  # noqa: E402
@@ -465,6 +465,169 @@ def test_leases_that_nobody_fetches_end_the_request(make, monkeypatch):
     assert set(transfer.reasons()) == {"the decode side did not fetch in time"}
 
 
+# ---------------------------------------------------------------- a process that stands still
+
+
+class Clock:
+    """Of kvferry.sglang.disaggregation, and of what tests move it on by."""
+
+    def __init__(self, monkeypatch, module=disaggregation):
+        self.now = time.monotonic()
+        self.sleep = time.sleep
+        monkeypatch.setattr(module, "time", self)
+
+    def monotonic(self):
+        return self.now
+
+
+def under_way(prefill, decode, chunks=1):
+    """A transfer of which nothing arrives, and the handles of its fetches."""
+    prefill.manager._publishers = [WithoutLayers(prefill.manager._publishers[0])]
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    for n in range(chunks):
+        transfer.send(n * len(SOURCE) // chunks, (n + 1) * len(SOURCE) // chunks)
+    incoming = decode.manager._incoming[transfer.room]
+    wait_for(lambda: len(handles(incoming)) == chunks)
+    return transfer, handles(incoming)
+
+
+class StandsStill:
+    """What asks for the end of fetches, and has none: all of the process stands still then, and the
+    endpoint's thread has no turn."""
+
+    def __init__(self, monkeypatch, manager, times):
+        self.clock, self.cancel, self.times = Clock(monkeypatch), manager.cancel_incoming, times
+        monkeypatch.setattr(manager, "cancel_incoming", self)
+
+    def __call__(self, room):
+        if self.times == 0:
+            return self.cancel(room)
+        self.times -= 1
+        self.clock.now += 60
+        return False
+
+
+@pytest.mark.parametrize("times", [1, disaggregation._SETTLE_ATTEMPTS - 1])
+def test_pages_are_not_freed_before_they_are_written_no_more(pair, monkeypatch, caplog, times):
+    prefill, decode = pair
+    transfer, (handle,) = under_way(prefill, decode)
+    StandsStill(monkeypatch, decode.manager, times)
+    with pytest.raises(KVTransferError):
+        transfer.receivers[0].failure_exception()
+    assert handle.done and not decode.manager._incoming
+    assert caplog.text.count("may be written still") == times
+    transfer.senders[0].abort()
+
+
+def test_pages_that_may_be_written_still_are_never_freed(pair, monkeypatch):
+    """SGLang would free them after any Exception."""
+    prefill, decode = pair
+    transfer, (handle,) = under_way(prefill, decode)
+    still = StandsStill(monkeypatch, decode.manager, disaggregation._SETTLE_ATTEMPTS)
+    with pytest.raises(disaggregation.PagesInUse, match="may be written still"):
+        transfer.receivers[0].failure_exception()
+    assert still.times == 0 and not handle.done
+    assert not issubclass(disaggregation.PagesInUse, Exception)
+    transfer.receivers[0].clear()
+    transfer.senders[0].abort()
+
+
+class LateEndpoint:
+    """A prefill endpoint that does not say in time that it has taken leases back."""
+
+    def __init__(self, endpoint, clock, times):
+        self.endpoint, self.clock, self.times = endpoint, clock, times
+        self.waited_ms = []
+
+    def release(self, lease_id, timeout_ms):
+        self.waited_ms.append(timeout_ms)
+        if self.times > 0:
+            self.times -= 1
+            self.clock.now += timeout_ms / 1e3
+            raise kvferry.DeadlineExceeded("late")
+        self.endpoint.release(lease_id, timeout_ms)
+
+    def __getattr__(self, name):
+        return getattr(self.endpoint, name)
+
+
+def test_pages_are_not_freed_before_they_are_read_no_more(pair, monkeypatch, caplog):
+    prefill, decode = pair
+    transfer, _ = under_way(prefill, decode, chunks=3)
+    clock = Clock(monkeypatch)
+    late = LateEndpoint(prefill.manager._publishers[0], clock, times=6)
+    prefill.manager._publishers = [late]
+    transfer.senders[0].abort()
+    assert late.endpoint.metrics()["leases_live"] == 0
+    # The leases of a request have one deadline an attempt.
+    longest = disaggregation._SETTLE_TIMEOUT_MS
+    assert late.waited_ms == [longest, 0, 0] * 2 + [longest] * 3
+    assert caplog.text.count("may be read still") == 2
+    wait_status(transfer.receivers, KVPoll.Failed)
+    transfer.receivers[0].clear()
+
+
+def test_pages_that_may_be_read_still_are_never_freed(pair, monkeypatch):
+    prefill, decode = pair
+    transfer, _ = under_way(prefill, decode)
+    clock = Clock(monkeypatch)
+    late = LateEndpoint(prefill.manager._publishers[0], clock, disaggregation._SETTLE_ATTEMPTS)
+    prefill.manager._publishers = [late]
+    with pytest.raises(disaggregation.PagesInUse, match="may be read still"):
+        transfer.senders[0].abort()
+    assert late.times == 0
+    wait_status(transfer.receivers, KVPoll.Failed)
+    transfer.receivers[0].clear()
+
+
+# ---------------------------------------------------------------- rooms
+
+
+def test_a_failure_that_comes_as_its_request_ends_is_not_the_next_ones(pair, monkeypatch):
+    """Of that room: threads say so that do not know when the scheduler is done with a request."""
+    manager = pair[0].manager
+    sender = pair[0].sender(next(rooms))
+    record = manager.record_failure
+
+    def ends_meanwhile(room, reason):
+        sender.clear()
+        record(room, reason)
+
+    monkeypatch.setattr(manager, "record_failure", ends_meanwhile)
+    manager._fail(sender.bootstrap_room, "late")
+    assert not any(left_of(manager))
+
+
+def test_two_requests_of_one_room_both_end(pair):
+    """What the second one asked for would take the first one's place, whose pages are written."""
+    prefill, decode = pair
+    transfer, (handle,) = under_way(prefill, decode)
+    second = decode.receiver(transfer.room)
+    before = copies(decode)
+    second.send_metadata(np.array([30, 31, 32, 33, 34, 35], np.int32), TARGET_ROW)
+    receivers = [*transfer.receivers, second]
+    wait_status(receivers, KVPoll.Failed)
+    assert handle.done and not handle.ok
+    reasons = transfer.reasons()
+    with pytest.raises(KVTransferError):
+        second.failure_exception()
+    assert reasons[0] == "two requests have this bootstrap_room"
+    assert not decode.manager._incoming and not decode.manager.failure_records
+    check_pages(prefill, decode, before, [], [])
+    prefill.manager._publishers = [prefill.manager._publishers[0].endpoint]
+    whole([prefill], [decode], [1], [2])
+
+
+def test_a_request_whose_room_has_ended_with_another_request_fails(pair):
+    """SGLang's own classes raise KeyError then, which ends the server."""
+    first = pair[1].receiver(room := next(rooms))
+    second = pair[1].receiver(room)
+    first.abort()
+    first.clear()
+    assert second.poll() == KVPoll.Failed
+    second.clear()
+
+
 # ---------------------------------------------------------------- more chunks than fetches
 
 
@@ -802,6 +965,28 @@ def test_a_rank_at_the_address_of_one_that_did_not_read_gets_its_own_messages(ma
         rank.RCVTIMEO = 10000
         rank.bind(endpoint)
         assert rank.recv_multipart() == [b"new"]
+
+
+def test_sockets_to_ranks_that_have_gone_are_closed(monkeypatch):
+    clock = Clock(monkeypatch, pd_sockets)
+    with zmq.Context() as context:
+        ranks = [context.socket(zmq.PULL) for _ in range(3)]
+        gone, used, new = (
+            f"tcp://127.0.0.1:{it.bind_to_random_port('tcp://127.0.0.1')}" for it in ranks
+        )
+        sockets = pd_sockets.Sockets(context)
+        sockets.send(gone, [b"1"])
+        of_gone = sockets._sockets[gone]
+        for _ in range(2):
+            sockets.send(used, [b"1"])
+            clock.now += 400
+        sockets.send(new, [b"1"])
+        assert of_gone.closed and set(sockets._sockets) == set(sockets._used) == {used, new}
+        sockets.send(gone, [b"again"])  # A rank that was quiet for long, after all.
+        while ranks[0].recv_multipart() != [b"again"]:
+            pass
+        for it in (*ranks, *sockets._sockets.values()):
+            it.close(0)
 
 
 def test_requests_of_ranks_that_do_not_read_are_given_up_without_waiting(make):

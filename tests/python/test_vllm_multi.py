@@ -124,6 +124,16 @@ def test_who_loads_needs_an_engine_that_expects_it(monkeypatch, child, engine, i
         limits.check_engine_role(own, KVConnectorRole.WORKER)
 
 
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+@pytest.mark.parametrize("mode", ["pull", "store"])
+def test_what_a_store_does_not_get_need_not_be_delivered(mode: str, role: str):
+    """vLLM asks whether a preempted request is to be computed again for it."""
+    connector = object.__new__(KVFerryConnector)
+    connector._options = Options.parse({"mode": mode})
+    connector._kv_transfer_config = SimpleNamespace(is_kv_producer=role != "kv_consumer")
+    assert connector.requires_kv_delivery == (mode == "pull" and role != "kv_consumer")
+
+
 def test_workers_are_told_what_a_step_takes_back():
     connector = object.__new__(KVFerryConnector)
     connector._prefill_worker, connector._store_worker = MagicMock(), MagicMock()

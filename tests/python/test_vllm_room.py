@@ -369,6 +369,42 @@ def test_a_request_that_gets_blocks_again_in_the_step_that_preempts_it_keeps_its
         assert engine.prefill.scheduler._room.empty
 
 
+@pytest.mark.parametrize("params", [ANNOUNCED, None], ids=["unasked", "tickets"])
+def test_a_prompt_that_is_asked_about_again_is_not_kept_out_by_itself(params: dict | None):
+    """What another connector was to load for it has failed, and its blocks are free."""
+    engine = BothWays(num_blocks=28, longest=10)
+    it = engine.prefill.arrive(7 * BLOCK, params)
+    assert engine.prefill.begin(it)
+    engine.prefill.step({})
+    engine.decode.step()
+    assert engine.prefill.begin(it)
+    room = engine.prefill.scheduler._room
+    assert room.loads.sum + room.unasked.sum == 7
+    engine.prefill.step({})
+    engine.decode.step()
+    assert engine.prefill.scheduler.may_begin(it)
+    assert room.empty  # It has got none this time.
+    assert engine.load(18, "another")
+
+
+@pytest.mark.parametrize("params", [ANNOUNCED, None], ids=["unasked", "tickets"])
+def test_a_preempted_request_that_another_connector_loads_again_keeps_its_room(
+    params: dict | None,
+):
+    """In the step that says so, as after a reset of the prefix cache: it computes nothing there."""
+    engine = BothWays(num_blocks=40, longest=10)
+    it = engine.prefill.arrive(SIX_BLOCKS, params)
+    assert engine.prefill.begin(it)
+    engine.prefill.step({"r": BLOCK})
+    assert engine.prefill.begin(it)
+    it.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.prefill.step({}, preempted={"r"})
+    assert not engine.prefill.scheduler._room.empty
+    it.status = RequestStatus.PREEMPTED
+    engine.prefill.step({}, preempted={"r"})
+    assert engine.prefill.scheduler._room.empty
+
+
 def test_two_requests_with_one_transfer_id_take_the_room_of_two():
     prefill = Prefill(room=room_for_twelve_blocks())
     first, second, third = (prefill.arrive(SIX_BLOCKS, ANNOUNCED, name) for name in "abc")

@@ -612,6 +612,22 @@ def test_a_failed_load_of_groups_counts_for_all_that_came_with_its_tickets():
     assert "has failed" in decode.allocate(it, 0, [5, 6, 8], [1, 2, 3]).loads[0].error
 
 
+class Unread(list):
+    def __iter__(self):
+        raise AssertionError("they are looked at")
+
+
+def test_blocks_of_loads_are_looked_at_when_some_have_failed_and_not_in_each_step():
+    decode, it = Decode(), request("r", 40, remote())
+    decode.allocate(it, 0, [5, 6, 8])
+    loading = decode.scheduler._loading
+    loading["r"] = loading["r"]._replace(block_ids=Unread([5, 6, 8]))
+    decode.scheduler.update_connector_output(KVConnectorOutput(finished_sending={"s"}))
+    loading["r"] = loading["r"]._replace(block_ids=[5, 6, 8])
+    decode.scheduler.update_connector_output(KVConnectorOutput(invalid_block_ids={8}))
+    assert list(decode.scheduler._takers.values()) == [""]
+
+
 def test_stats_add_up():
     stats = TransferStats()
     assert stats.is_empty() and stats.take() is None

@@ -54,8 +54,10 @@ from kvferry.sglang.pd_sockets import Sockets
 _logger = logging.getLogger(__name__)
 # What endpoints raise for bad input and for trouble; never a reason to stop the server.
 _REFUSED = (kvferry.Error, ValueError)
-# An endpoint's thread ends transfers as soon as it is asked to: this time is not used up.
+# An endpoint's thread ends transfers as soon as it is asked to, so this time is not used up, but
+# when all of the process stood still meanwhile: that thread has not had its turn then.
 _SETTLE_TIMEOUT_MS = 5000
+_SETTLE_ATTEMPTS = 3
 _TURN_MS = 1  # How often fetches that wait are looked at.
 _MAX_DP_RANKS = 1024  # Of a prefill server.
 _FIRST_OF_DP_RANK = {"prefill_cp_rank": 0, "target_tp_rank": 0, "target_pp_rank": 0}
@@ -67,6 +69,12 @@ _ABORT = b"ABORT"  # SGLang's, decode to prefill.
 def _indices(of: Any) -> list[int]:
     """Of pages or rows: an array, a list of arrays, or None."""
     return [] if of is None else np.asarray(of).reshape(-1).tolist()
+
+
+class PagesInUse(BaseException):
+    """Ends the scheduler, and SGLang then the server: going on would give pages to other requests
+    that may be read or written for the one before. No Exception, which SGLang takes for how a
+    request has failed, and frees its pages."""
 
 
 class KVManager(CommonKVManager):
@@ -213,6 +221,18 @@ class KVManager(CommonKVManager):
         if self.request_status.get(room) not in (None, KVPoll.Failed, KVPoll.Success):
             self.record_failure(room, reason)
             self.update_status(room, KVPoll.Failed)
+            if room not in self.request_status:  # It has ended meanwhile, on another thread.
+                with self.failure_lock:  # The next request of this room would have failed so.
+                    self.failure_records.pop(room, None)
+
+    def _settle(self, room: int, are_let_go: Callable[[float], bool], used: str) -> None:
+        """Waits until nothing uses the request's pages. are_let_go: whether nothing does, waiting
+        until that time. Raises PagesInUse."""
+        for _ in range(_SETTLE_ATTEMPTS):
+            if are_let_go(time.monotonic() + _SETTLE_TIMEOUT_MS / 1e3):
+                return
+            _logger.error("kvferry: pages of room %s may be %s still", room, used)
+        raise PagesInUse(f"pages of room {room} may be {used} still")
 
     # ---------------------------------------------------------------- the prefill side
 
@@ -437,7 +457,8 @@ class KVManager(CommonKVManager):
             self.update_status(room, KVPoll.Success)
 
     def settle_outgoing(self, room: int) -> None:
-        """When it returns nothing of the request is read any more, nor will be."""
+        """When it returns nothing of the request is read any more, nor will be. Raises
+        PagesInUse."""
         with self._lock:
             self._live.discard(room)
             request = self._outgoing.pop(room, None)
@@ -446,13 +467,25 @@ class KVManager(CommonKVManager):
             request.is_closed = True
             for key in request.leases:
                 del self._by_lease[key]
-        for part, lease_id in request.leases:
-            try:
-                self._publishers[part].release(lease_id, _SETTLE_TIMEOUT_MS)
-            except kvferry.DeadlineExceeded as error:
-                _logger.error("kvferry: pages of room %s may be read still: %s", room, error)
-            except kvferry.Error:
-                pass  # It has ended by itself.
+        leases = list(request.leases)
+
+        def are_released(deadline: float) -> bool:
+            leases[:] = [key for key in leases if not self._is_released(key, deadline)]
+            return not leases
+
+        self._settle(room, are_released, "read")
+
+    def _is_released(self, key: LeaseKey, deadline: float) -> bool:
+        """Waits until that time for the end of the lease."""
+        part, lease_id = key
+        left_ms = max(0, int((deadline - time.monotonic()) * 1e3))
+        try:
+            self._publishers[part].release(lease_id, left_ms)
+        except kvferry.DeadlineExceeded:
+            return False
+        except kvferry.Error:
+            pass  # It has ended by itself, or since the attempt before.
+        return True
 
     # ---------------------------------------------------------------- the decode side
 
@@ -518,9 +551,10 @@ class KVManager(CommonKVManager):
         except Exception as error:  # Whatever it answers.
             _logger.warning("kvferry: %s was not told of aborts: %s", bootstrap_addr, error)
 
-    def expect(self, room: int, incoming: Incoming) -> None:
+    def expect(self, room: int, incoming: Incoming) -> bool:
+        """False: another request has that room, and nothing would know of its fetches any more."""
         with self._lock:
-            self._incoming[room] = incoming
+            return self._incoming.setdefault(room, incoming) is incoming
 
     def _on_decode_message(self, frames: list[bytes]) -> None:
         if frames[0] == self.kv_status_msg_tag:
@@ -648,13 +682,16 @@ class KVManager(CommonKVManager):
         return not running
 
     def settle_incoming(self, room: int) -> None:
-        """When it returns nothing is written for the request any more."""
-        deadline = time.monotonic() + _SETTLE_TIMEOUT_MS / 1e3
-        while not self.cancel_incoming(room):
-            if time.monotonic() > deadline:
-                _logger.error("kvferry: pages of room %s may be written still", room)
-                break
-            time.sleep(0.0005)
+        """When it returns nothing is written for the request any more. Raises PagesInUse."""
+
+        def are_cancelled(deadline: float) -> bool:
+            while not self.cancel_incoming(room):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.0005)
+            return True
+
+        self._settle(room, are_cancelled, "written")
         with self._lock:
             self._incoming.pop(room, None)
 
@@ -732,22 +769,26 @@ class KVReceiver(CommonKVReceiver):
             except _REFUSED as error:
                 self.kv_mgr._fail(self.bootstrap_room, str(error))
                 return  # poll() tells the prefill side.
-            self.kv_mgr.expect(
-                self.bootstrap_room,
-                Incoming(
-                    _indices(kv_indices),
-                    self.kv_mgr.rows_of_states(state_indices),
-                    aux_index,
-                    readers=self.required_dst_info_num,
-                    prefill_ranks=asked,
-                    num_senders=self.required_prefill_response_num,
-                    heads=heads,
-                ),
+            incoming = Incoming(
+                _indices(kv_indices),
+                self.kv_mgr.rows_of_states(state_indices),
+                aux_index,
+                readers=self.required_dst_info_num,
+                prefill_ranks=asked,
+                num_senders=self.required_prefill_response_num,
+                heads=heads,
             )
+            if not self.kv_mgr.expect(self.bootstrap_room, incoming):
+                # SGLang knows requests by their rooms, so that both end.
+                self.kv_mgr._fail(self.bootstrap_room, "two requests have this bootstrap_room")
+                return
         super().send_metadata(kv_indices, aux_index, state_indices, *args, **kwargs)
 
     def poll(self) -> int:
         self.kv_mgr.advance_incoming(self.bootstrap_room)
+        if self.conclude_state is None and self.bootstrap_room not in self.kv_mgr.request_status:
+            # The room was another request's too, and that one has ended.
+            self.conclude_state = KVPoll.Failed
         status = super().poll()
         if status == KVPoll.Failed:
             self.ensure_abort_notified()  # The prefill side need not wait for its time limit.

@@ -141,6 +141,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- Scheduler process
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """What a store does not get is computed again: a preempted request need not be, for it."""
+        return self._options.store is None and super().requires_kv_delivery
+
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:

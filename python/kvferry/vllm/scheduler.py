@@ -167,6 +167,8 @@ class PrefillScheduler:
 
     def may_begin(self, request: Request) -> bool:
         """Whether a request that has no blocks is to be given some."""
+        # It may have had some until now, for a load of another connector that has failed.
+        self._gives_room_back(request.request_id)
         watched = self._watched.get(request.request_id)
         if watched is None:
             return True
@@ -236,6 +238,11 @@ class PrefillScheduler:
     def _waits_for_nobody(self, request_id: str) -> None:
         """Its blocks are free, or are as soon as this engine is done with it."""
         self._is_asked_for(request_id)
+        self._gives_room_back(request_id)
+
+    def _gives_room_back(self, request_id: str) -> None:
+        """If it holds any."""
+        self._room.unasked.give_back(request_id)
         self._room.loads.give_back(request_id)
 
     def _whole(self, request: Request) -> list[Part]:
@@ -263,9 +270,8 @@ class PrefillScheduler:
                 # Preempted by a reset of the prefix cache and ended since: its blocks are others'
                 # from this step on, so that taking its leases back cannot wait.
                 meta.preempted_ended.append(request_id)
-            if request_id not in step.num_scheduled_tokens:  # Else it has got blocks again.
-                self._room.unasked.give_back(request_id)
-                self._room.loads.give_back(request_id)
+            if not _has_blocks_again(request_id, watched, step):
+                self._gives_room_back(request_id)
         meta.unasked = list(self._unasked.values())
         meta.withdrawn = [it for it in self._withdrawn if it not in meta.preempted_ended]
         self._withdrawn = []
@@ -352,6 +358,14 @@ class PrefillScheduler:
             BLOCK_SIZE: self._block_size,
             **({GROUP_TICKETS: tickets} if in_groups(self._windows) else {TICKETS: tickets[0]}),
         }
+
+
+def _has_blocks_again(request_id: str, watched: _Watched | None, step: SchedulerOutput) -> bool:
+    """Whether a preempted request was given some in the step that says so, to compute in them or
+    for another connector to load into."""
+    if request_id in step.num_scheduled_tokens:
+        return True
+    return watched is not None and watched.request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 class _Offer(NamedTuple):
@@ -602,15 +616,19 @@ class DecodeScheduler:
         self._forget_waiting(request_id)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
+        if output.failed_recving or output.invalid_block_ids:  # All blocks of all loads are many.
+            self._note_failed(output)
+        for request_id in output.finished_recving or ():
+            if (ended := self._loading.pop(request_id, None)) is not None:
+                self._give_back(request_id, ended.peer)
+
+    def _note_failed(self, output: KVConnectorOutput) -> None:
         for request_id, load in self._loading.items():
             failed = request_id in output.failed_recving
             failed = failed or not output.invalid_block_ids.isdisjoint(load.block_ids)
             # Who waits for a load that was aborted computes the prompt.
             if failed and not load.aborted and load.transfer in self._takers:
                 self._takers[load.transfer] = ""
-        for request_id in output.finished_recving or ():
-            if (ended := self._loading.pop(request_id, None)) is not None:
-                self._give_back(request_id, ended.peer)
 
     def _give_back(self, request_id: str, peer: str) -> None:
         self._room.loads.give_back(request_id)

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-# The scheduler, and with it the engine, waits for the answers of all ranks' stores. Without them it
-# does not ask again for a while.
+# The scheduler, and with it the engine, waits so long in a step for the answers of all ranks'
+# stores. What is left to ask then waits for the next step. A store that does not answer one prompt
+# in that time is not asked again for a while.
 _ASK_TIMEOUT_MS = 200
 
 
@@ -31,6 +32,7 @@ class _Tracked:
     salt: str
     keys: list[bytes] = field(default_factory=list)  # Of full blocks, as far as they were needed.
     found: tuple[int, int] | None = None  # (first block to load, blocks found from there on)
+    put_off: float | None = None  # Since when it waits for its turn to be asked about.
     lost: range = range(0)  # Blocks that the engine has and the store has not (any more).
     saved: int | None = None  # Blocks that need no saving (any more); None: not scheduled yet.
     has_saves: bool = False  # The workers know it, and report when its saves have ended.
@@ -61,6 +63,7 @@ class StoreScheduler:
         self._loading: set[str] = set()  # Handed to the workers and not reported back.
         self._cancelled: list[str] = []  # For the next step.
         self._silent_until = 0.0
+        self._asked_s = 0.0  # For so long, in this step.
         # Keys of blocks that are being saved, and until when that may take: in order of that time.
         self._saving: OrderedDict[bytes, float] = OrderedDict()
         self._save_s = config.fetch_timeout_ms / 1e3
@@ -91,9 +94,9 @@ class StoreScheduler:
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
         """(tokens that the store has and the local prefix cache has not, whether that takes a
-        while)."""
+        while). None: they are asked for in the next step."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
@@ -103,29 +106,56 @@ class StoreScheduler:
             return 0, False
         first = num_computed_tokens // self._block_size
         if tracked.found is None or tracked.found[0] != first:
-            tracked.found = (first, self._ask(tracked, first))
+            count = self._ask_in_turn(tracked, first)
+            if count is None:
+                return None, False
+            tracked.found = (first, count)
         count = tracked.found[1]
         return (count * self._block_size, True) if count > 0 else (0, False)
 
-    def _ask(self, tracked: _Tracked, first: int) -> int:
-        """How many blocks the store has from the given one on."""
+    def _ask_in_turn(self, tracked: _Tracked, first: int) -> int | None:
+        """As _ask(), but what has been put off for too long is computed: a store that takes longer
+        than prompts take to come would have ever more of them wait."""
+        if tracked.put_off is not None and time.monotonic() - tracked.put_off > SILENCE_S:
+            tracked.put_off, tracked.lost = None, range(0)
+            return 0
+        count = self._ask(tracked, first)
+        if count is not None:
+            tracked.put_off = None
+        elif tracked.put_off is None:
+            tracked.put_off = time.monotonic()
+        return count
+
+    def _ask(self, tracked: _Tracked, first: int) -> int | None:
+        """How many blocks the store has from the given one on. None: that takes longer than there
+        is left of this step's time."""
         tracked.lost = range(0)
         if time.monotonic() < self._silent_until:
             return 0
+        left_s = _ASK_TIMEOUT_MS / 1e3 - self._asked_s
+        if left_s < 1e-3:  # Stores are given whole milliseconds.
+            return None
         keys = self._keys(tracked, tracked.request.num_prompt_tokens // self._block_size)
-        deadline = time.monotonic() + _ASK_TIMEOUT_MS / 1e3
+        begin = time.monotonic()
         try:
-            # Also for what the engine has itself: what nobody asks for ages and is dropped, and
-            # what is behind it is of no use to others then.
-            there = self._count(keys, deadline)
-            if there >= first:
-                return there - first
-            tracked.lost = range(there, first)
-            return self._count(keys[first:], deadline)
+            return self._look(tracked, keys, first, begin + left_s)
         except (kvferry.Error, ValueError) as error:
+            if isinstance(error, kvferry.DeadlineExceeded) and self._asked_s > 0:
+                return None  # It has not had all of a step's time.
             logger.warning("the KV store is not asked for %.0f s: %s", SILENCE_S, error)
             self._silent_until = time.monotonic() + SILENCE_S
             return 0
+        finally:
+            self._asked_s += time.monotonic() - begin
+
+    def _look(self, tracked: _Tracked, keys: list[bytes], first: int, deadline: float) -> int:
+        # Also for what the engine has itself: what nobody asks for ages and is dropped, and what is
+        # behind it is of no use to others then.
+        there = self._count(keys, deadline)
+        if there >= first:
+            return there - first
+        tracked.lost = range(there, first)
+        return self._count(keys[first:], deadline)
 
     def _count(self, keys: list[bytes], deadline: float) -> int:
         """How many blocks, from the first on, the stores of all ranks have."""
@@ -189,6 +219,7 @@ class StoreScheduler:
         self, meta: StepMetadata, step: SchedulerOutput, kv_cache_manager: KVCacheManager
     ) -> None:
         """Adds what the workers have to load, and to save once the step is computed."""
+        self._asked_s = 0.0
         meta.store_loads, self._loads = self._loads, []
         meta.store_cancelled, self._cancelled = self._cancelled, []
         for request_id in step.preempted_req_ids or ():
