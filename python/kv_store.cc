@@ -309,22 +309,28 @@ void BindRedisStore(nb::module_& module) {
              std::string password, std::string password_file, int64_t database,
              std::string key_prefix, int64_t ttl_ms, int64_t connect_timeout_ms,
              int64_t max_value_bytes, int64_t connections) {
-            new (self)
-                PyRedisStore(Value(RedisStore::Create({.host = std::move(host),
-                                                       .port = port,
-                                                       .username = std::move(username),
-                                                       .password = std::move(password),
-                                                       .password_file = std::move(password_file),
-                                                       .database = database,
-                                                       .key_prefix = std::move(key_prefix),
-                                                       .ttl_ms = ttl_ms,
-                                                       .connect_timeout_ms = connect_timeout_ms,
-                                                       .max_value_bytes = max_value_bytes,
-                                                       .connections = connections})));
+            const RedisStore::Options options = {.host = std::move(host),
+                                                 .port = port,
+                                                 .username = std::move(username),
+                                                 .password = std::move(password),
+                                                 .password_file = std::move(password_file),
+                                                 .database = database,
+                                                 .key_prefix = std::move(key_prefix),
+                                                 .ttl_ms = ttl_ms,
+                                                 .connect_timeout_ms = connect_timeout_ms,
+                                                 .max_value_bytes = max_value_bytes,
+                                                 .connections = connections};
+            absl::StatusOr<std::unique_ptr<RedisStore>> store;
+            {
+              const ReleasedGil nogil;  // It reads the password_file, which may be far away.
+              store = RedisStore::Create(options);
+            }
+            new (self) PyRedisStore(Value(std::move(store)));
           },
           "host"_a = defaults.host, "port"_a = defaults.port, "username"_a = "", "password"_a = "",
-          "password_file"_a = "", "database"_a = defaults.database, "key_prefix"_a = defaults.key_prefix,
-          "ttl_ms"_a = defaults.ttl_ms, "connect_timeout_ms"_a = defaults.connect_timeout_ms,
+          "password_file"_a = "", "database"_a = defaults.database,
+          "key_prefix"_a = defaults.key_prefix, "ttl_ms"_a = defaults.ttl_ms,
+          "connect_timeout_ms"_a = defaults.connect_timeout_ms,
           "max_value_bytes"_a = defaults.max_value_bytes, "connections"_a = defaults.connections);
 }
 #endif

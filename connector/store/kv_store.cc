@@ -30,12 +30,27 @@ std::vector<absl::Status> KvStore::PutBatch(std::span<const PutItem> items, Dead
   return statuses;
 }
 
+// What a deadline cuts off are the last items, without which the first are of use.
 std::vector<absl::Status> KvStore::GetBatch(std::span<const GetItem> items, Deadline deadline) {
-  std::vector<absl::Status> statuses(items.size());
-  for (size_t i = items.size(); i-- > 0;) {
-    statuses[i] = Get(items[i].key, items[i].out, deadline);
+  std::vector<std::string_view> keys;
+  std::vector<absl::Status> statuses;
+  for (const GetItem& item : items) {
+    keys.push_back(item.key);
+    statuses.push_back(Get(item.key, item.out, deadline));
   }
+  UseLastToFirst(keys, statuses, deadline);
   return statuses;
+}
+
+void KvStore::UseLastToFirst(std::span<const std::string_view> keys,
+                             std::span<const absl::Status> got, Deadline deadline) {
+  std::vector<std::string_view> there;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (got[i].ok()) there.push_back(keys[i]);
+  }
+  if (there.size() < 2) return;
+  if (absl::IsUnavailable(got.back()) || absl::IsDeadlineExceeded(got.back())) return;
+  ExistsEach(there, deadline).IgnoreError();
 }
 
 namespace {
@@ -143,7 +158,7 @@ std::vector<absl::Status> KvStore::DoGetPages(std::span<const std::string_view> 
     return GetBatch(ItemPerKey<GetItem>(some, Parts(items)), deadline);
   };
   if (pool.memory().on_host()) return get(keys, ItemsOf(pool, pages));
-  // What a deadline cuts off are the last pages, without which the first are of use.
+  // First to last, as GetBatch.
   auto got = Staged(keys, pool, pages, false, [&](const auto& some, StagedPages& staged) {
     std::vector<absl::Status> statuses = get(some, staged.Items());
     const absl::Status copied = staged.ToPool(statuses);
@@ -151,7 +166,7 @@ std::vector<absl::Status> KvStore::DoGetPages(std::span<const std::string_view> 
     return statuses;
   });
   // Which made those of the last piece the ones that were used last.
-  if (keys.size() > StagedPages::AtATime(pool) && got.back().ok()) (void)Exists(keys, deadline);
+  if (keys.size() > StagedPages::AtATime(pool)) UseLastToFirst(keys, got, deadline);
   return got;
 }
 

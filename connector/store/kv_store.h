@@ -118,6 +118,11 @@ class KvStore {
   virtual std::vector<absl::Status> DoGetPages(std::span<const std::string_view> keys,
                                                const KvPool& pool, std::span<const int64_t> pages,
                                                Deadline deadline);
+  // For who has got these one after another, or some at a time: uses what it got once more, the
+  // first last, so that the first is dropped last. A store that did not answer to the last of them
+  // is not asked.
+  void UseLastToFirst(std::span<const std::string_view> keys, std::span<const absl::Status> got,
+                      Deadline deadline);
 };
 
 // How many, from the first on, are keys that have not come before among them.

@@ -14,6 +14,8 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "base/secret_file.h"
 #include "base/status.h"
 
@@ -44,6 +46,10 @@ absl::Status RedisErrorStatus(const RedisServer& server, absl::string_view text)
     if (absl::StartsWith(text, refusal)) return absl::PermissionDeniedError(message);
   }
   return absl::UnavailableError(message);
+}
+
+bool IsRedisRefusal(absl::string_view text) {
+  return absl::StartsWith(text, "ERR ") || absl::StartsWith(text, "NOPERM ");
 }
 
 // ---------------------------------------------------------------- commands
@@ -112,8 +118,7 @@ absl::Status RedisConnection::Open(Deadline deadline) {
 }
 
 absl::StatusOr<std::string> ReadRedisPassword(const std::string& password_file) {
-  KVFERRY_ASSIGN_OR_RETURN(std::string text,
-                           ReadSecretFile("redis: password_file", password_file));
+  KVFERRY_ASSIGN_OR_RETURN(std::string text, ReadSecretFile("redis: password_file", password_file));
   // Of a line that an editor or 'echo' has ended; spaces may be the password's own.
   while (absl::EndsWith(text, "\n") || absl::EndsWith(text, "\r")) text.pop_back();
   if (!text.empty()) return text;
@@ -150,6 +155,45 @@ absl::Status RedisConnection::LogIn(Deadline deadline) {
   };
   KVFERRY_RETURN_IF_ERROR(Exchange(commands, deadline, check));
   return refused;
+}
+
+namespace {
+
+// In what INFO says, which is a line a field.
+std::string RunIdIn(absl::string_view info) {
+  for (absl::string_view line : absl::StrSplit(info, "\r\n")) {
+    if (absl::ConsumePrefix(&line, "run_id:")) return std::string(line);
+  }
+  return "";
+}
+
+}  // namespace
+
+absl::Status RedisConnection::LearnId(Deadline deadline) {
+  if (id_ || !id_refusal_.empty()) return absl::OkStatus();
+  RedisCommands commands;
+  commands.Add({"CLIENT", "ID"});
+  commands.Add({"INFO", "server"});
+  RedisClientId id;
+  std::string refusal;
+  absl::Status failed;
+  const auto answer = [&](int64_t command, const redisReply& reply) {
+    const absl::string_view text(reply.str == nullptr ? "" : reply.str, reply.len);
+    if (reply.type == REDIS_REPLY_ERROR) {
+      if (IsRedisRefusal(text)) refusal = std::string(text);
+      if (!IsRedisRefusal(text)) failed = RedisErrorStatus(server_, text);
+    } else if (command == 0) {
+      id.number = reply.integer;
+    } else {
+      id.run = RunIdIn(text);
+    }
+  };
+  KVFERRY_RETURN_IF_ERROR(Exchange(commands, deadline, answer));
+  KVFERRY_RETURN_IF_ERROR(failed);
+  const bool learnt = refusal.empty() && id.number > 0 && !id.run.empty();
+  if (learnt) id_ = std::move(id);
+  if (!learnt) id_refusal_ = refusal.empty() ? "it has no run_id" : std::move(refusal);
+  return absl::OkStatus();
 }
 
 // ---------------------------------------------------------------- exchanging
@@ -195,6 +239,7 @@ absl::Status RedisConnection::Send(std::span<const std::span<const std::byte>> p
   if (sent < 0) {
     return errno == EAGAIN || errno == EINTR ? absl::OkStatus() : Broken(ErrorText(errno));
   }
+  has_sent_ |= sent > 0;
   unsent.offset += static_cast<size_t>(sent);
   while (unsent.piece < pieces.size() && unsent.offset >= pieces[unsent.piece].size()) {
     unsent.offset -= pieces[unsent.piece++].size();
@@ -232,6 +277,7 @@ absl::Status RedisConnection::HandOut(int64_t num_commands, int64_t& answered, A
 absl::Status RedisConnection::Exchange(const RedisCommands& commands, Deadline deadline,
                                        Answer answer) {
   clean_ = false;
+  has_sent_ = false;
   Unsent unsent;
   int64_t answered = 0;
   while (answered < commands.size()) {

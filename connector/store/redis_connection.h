@@ -5,6 +5,7 @@
 #include <deque>
 #include <initializer_list>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -58,6 +59,14 @@ class RedisCommands {
   std::vector<std::span<const std::byte>> pieces_;
 };
 
+// What a server calls a connection. It counts from 1 again whenever it is started.
+struct RedisClientId {
+  std::string run;  // Of the server, another one each time that it is started.
+  int64_t number = 0;
+
+  bool operator==(const RedisClientId&) const = default;
+};
+
 // One connection to a Redis server, logged in. hiredis reads the replies; waiting and sending are
 // ours, so that a deadline bounds a whole exchange and not each read of it, and values go out from
 // where they lie. For one thread at a time.
@@ -77,6 +86,14 @@ class RedisConnection {
   // and the connection is of no more use, because a late reply would answer another command.
   using Answer = absl::FunctionRef<void(int64_t command, const redisReply& reply)>;
   absl::Status Exchange(const RedisCommands& commands, Deadline deadline, Answer answer);
+  // Whether the server may have got any of the last exchange's commands.
+  bool has_sent() const { return has_sent_; }
+
+  // Asks the server what it calls this connection, once; errors as of Exchange. OK also where it,
+  // or the user's rights, refuse that: then there is no id(), and id_refusal() is what was said.
+  absl::Status LearnId(Deadline deadline);
+  const std::optional<RedisClientId>& id() const { return id_; }
+  const std::string& id_refusal() const { return id_refusal_; }
 
   // Whether the next exchange can begin: nothing has gone wrong, and the server has neither closed
   // the connection nor said what it was not asked.
@@ -103,9 +120,15 @@ class RedisConnection {
   std::unique_ptr<redisContext, void (*)(redisContext*)> context_;
   std::vector<char> received_;
   bool clean_ = false;  // No exchange has failed, or is under way.
+  bool has_sent_ = false;
+  std::optional<RedisClientId> id_;
+  std::string id_refusal_;
 };
 
 // The error that an error reply is.
 absl::Status RedisErrorStatus(const RedisServer& server, absl::string_view text);
+// Whether an error reply says that the server does not know the command, or that the user may not
+// use it: it will say so again.
+bool IsRedisRefusal(absl::string_view text);
 
 }  // namespace kvferry

@@ -8,6 +8,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/log.h"
 #include "base/status.h"
 #include "connector/store/value_header.h"
 
@@ -120,12 +121,73 @@ void RedisStore::Release(std::unique_ptr<RedisConnection> connection) {
   released_.NotifyAll();
 }
 
-absl::Status RedisStore::Exchange(const RedisCommands& commands, Deadline deadline,
+absl::Status RedisStore::Exchange(Access access, const RedisCommands& commands, Deadline deadline,
                                   RedisConnection::Answer answer) {
   KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<RedisConnection> connection, Acquire(deadline));
-  absl::Status status = connection->Exchange(commands, deadline, answer);
+  absl::Status status = access == Access::kWrite ? Write(*connection, commands, deadline, answer)
+                                                 : connection->Exchange(commands, deadline, answer);
   Release(std::move(connection));
   return status;
+}
+
+// ---------------------------------------------------------------- writes that are broken off
+
+absl::Status RedisStore::Write(RedisConnection& connection, const RedisCommands& commands,
+                               Deadline deadline, RedisConnection::Answer answer) {
+  KVFERRY_RETURN_IF_ERROR(connection.LearnId(deadline));
+  KVFERRY_RETURN_IF_ERROR(EndBrokenOff(connection, deadline));
+  absl::Status status = connection.Exchange(commands, deadline, answer);
+  if (status.ok() || !connection.has_sent() || !connection.id()) return status;
+  const MutexLock lock(&mutex_);
+  broken_off_.push_back(*connection.id());
+  return status;
+}
+
+// Redis carries out one command after another, so what is sent once these are answered comes after
+// all that those connections can do. Others may send the same meanwhile: an id is forgotten when it
+// was answered to, and not when it was sent.
+absl::Status RedisStore::EndBrokenOff(RedisConnection& connection, Deadline deadline) {
+  if (!connection.id()) {
+    SayRefused(connection.id_refusal());
+    return absl::OkStatus();
+  }
+  std::vector<RedisClientId> broken_off;
+  {
+    const MutexLock lock(&mutex_);
+    broken_off = broken_off_;
+  }
+  RedisCommands kills;
+  for (const RedisClientId& one : broken_off) {
+    // Those of a server that was started anew since are gone, and somebody else may have the
+    // number.
+    if (one.run != connection.id()->run) continue;
+    kills.Add({"CLIENT", "KILL", "ID", absl::StrCat(one.number)});
+  }
+  absl::Status failed;
+  const auto answer = [&](int64_t, const redisReply& reply) {
+    const absl::string_view text = TextOf(reply);
+    if (reply.type != REDIS_REPLY_ERROR || absl::StartsWith(text, "ERR No such client")) return;
+    if (IsRedisRefusal(text)) return SayRefused(text);
+    failed = RedisErrorStatus(server_, text);
+  };
+  if (kills.size() > 0) KVFERRY_RETURN_IF_ERROR(connection.Exchange(kills, deadline, answer));
+  KVFERRY_RETURN_IF_ERROR(failed);
+  const MutexLock lock(&mutex_);
+  std::erase_if(broken_off_, [&broken_off](const RedisClientId& one) {
+    return std::ranges::find(broken_off, one) != broken_off.end();
+  });
+  return absl::OkStatus();
+}
+
+void RedisStore::SayRefused(absl::string_view what) {
+  {
+    const MutexLock lock(&mutex_);
+    if (std::exchange(said_refused_, true)) return;
+  }
+  Log().warn(
+      "redis {}: CLIENT ID, CLIENT KILL or INFO is refused: {}; a put that times out may be "
+      "carried out after a later one",
+      server_.address(), std::string(what));
 }
 
 // ---------------------------------------------------------------- rounds
@@ -140,8 +202,8 @@ absl::Status RedisStore::CheckKind(const redisReply& reply, int kind) {
   return Count(RedisErrorStatus(server_, TextOf(reply)));
 }
 
-absl::Status RedisStore::OneRound(int64_t& next, Deadline deadline, int kind, Ask ask,
-                                  Answer answer, std::span<absl::Status> statuses) {
+absl::Status RedisStore::OneRound(Access access, int64_t& next, Deadline deadline, int kind,
+                                  Ask ask, Answer answer, std::span<absl::Status> statuses) {
   Round round;
   std::vector<int64_t> asked;
   const int64_t end = std::min(next + kPipelined, std::ssize(statuses));
@@ -152,7 +214,7 @@ absl::Status RedisStore::OneRound(int64_t& next, Deadline deadline, int kind, As
   if (asked.empty()) return absl::OkStatus();
   size_t answered = 0;
   absl::Status status =
-      Exchange(round.commands, deadline, [&](int64_t command, const redisReply& reply) {
+      Exchange(access, round.commands, deadline, [&](int64_t command, const redisReply& reply) {
         const int64_t item = asked[command];
         answered = static_cast<size_t>(command) + 1;
         statuses[item] = CheckKind(reply, kind);
@@ -164,13 +226,13 @@ absl::Status RedisStore::OneRound(int64_t& next, Deadline deadline, int kind, As
   return status;
 }
 
-std::vector<absl::Status> RedisStore::Pipeline(int64_t num_items, Deadline deadline, int kind,
-                                               Ask ask, Answer answer) {
+std::vector<absl::Status> RedisStore::Pipeline(Access access, int64_t num_items, Deadline deadline,
+                                               int kind, Ask ask, Answer answer) {
   std::vector<absl::Status> statuses(num_items);
   absl::Status status;
   int64_t next = 0;
   while (status.ok() && next < num_items) {
-    status = OneRound(next, deadline, kind, ask, answer, statuses);
+    status = OneRound(access, next, deadline, kind, ask, answer, statuses);
   }
   // A server that failed once is not asked again for each of many rounds.
   std::fill(statuses.begin() + next, statuses.end(), status);
@@ -239,8 +301,8 @@ std::vector<absl::Status> RedisStore::PutBatch(std::span<const PutItem> items, D
     }
     return absl::OkStatus();
   };
-  return Pipeline(static_cast<int64_t>(items.size()), deadline, REDIS_REPLY_STATUS, ask,
-                  [&](int64_t, absl::string_view, int64_t) {
+  return Pipeline(Access::kWrite, static_cast<int64_t>(items.size()), deadline, REDIS_REPLY_STATUS,
+                  ask, [&](int64_t, absl::string_view, int64_t) {
                     ++puts_;
                     return absl::OkStatus();
                   });
@@ -258,7 +320,8 @@ std::vector<absl::Status> RedisStore::GetBatch(std::span<const GetItem> items, D
     CopyToParts(value, items[i].out);
     return absl::OkStatus();
   };
-  return Pipeline(static_cast<int64_t>(items.size()), deadline, REDIS_REPLY_STRING, ask, answer);
+  return Pipeline(Access::kRead, static_cast<int64_t>(items.size()), deadline, REDIS_REPLY_STRING,
+                  ask, answer);
 }
 
 absl::Status RedisStore::Put(std::string_view key, ConstParts value, Deadline deadline) {
@@ -285,7 +348,7 @@ absl::StatusOr<std::vector<std::byte>> RedisStore::GetBytes(std::string_view key
     bytes.assign(value.begin(), value.end());
     return absl::OkStatus();
   };
-  KVFERRY_RETURN_IF_ERROR(Pipeline(1, deadline, REDIS_REPLY_STRING, ask, answer)[0]);
+  KVFERRY_RETURN_IF_ERROR(Pipeline(Access::kRead, 1, deadline, REDIS_REPLY_STRING, ask, answer)[0]);
   return bytes;
 }
 
@@ -322,7 +385,8 @@ std::vector<absl::Status> RedisStore::Which(std::span<const std::string_view> ke
     (*there)[i] = number == 1;
     return absl::OkStatus();
   };
-  return Pipeline(static_cast<int64_t>(keys.size()), deadline, REDIS_REPLY_INTEGER, ask, answer);
+  return Pipeline(Access::kRead, static_cast<int64_t>(keys.size()), deadline, REDIS_REPLY_INTEGER,
+                  ask, answer);
 }
 
 absl::Status RedisStore::Erase(std::string_view key, Deadline deadline) {
@@ -331,7 +395,7 @@ absl::Status RedisStore::Erase(std::string_view key, Deadline deadline) {
     round.commands.Add({"DEL", FullKey(key)});
     return absl::OkStatus();
   };
-  return Pipeline(1, deadline, REDIS_REPLY_INTEGER, ask,
+  return Pipeline(Access::kWrite, 1, deadline, REDIS_REPLY_INTEGER, ask,
                   [](int64_t, absl::string_view, int64_t) { return absl::OkStatus(); })[0];
 }
 

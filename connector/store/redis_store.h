@@ -38,9 +38,16 @@ namespace kvferry {
 // is closed, and a new one made by a later call: a server that is back is used again without more
 // ado. While it is away every call fails with UNAVAILABLE and its "host:port", after
 // connect_timeout_ms at most; only a host that is a name, and not an address, can take longer,
-// because the system's resolver knows no deadline. A put that failed with UNAVAILABLE or
-// DEADLINE_EXCEEDED may have been carried out. PERMISSION_DENIED: wrong or missing password, or a
-// user without the right, or a password_file that is gone.
+// because the system's resolver knows no deadline. PERMISSION_DENIED: wrong or missing password, or
+// a user without the right, or a password_file that is gone.
+//
+// A put or an erasure that failed with UNAVAILABLE or DEADLINE_EXCEEDED may have been carried out,
+// or may be while nothing else is written: what was sent lies in the server's kernel, also when its
+// connection is closed, and is read when a server that stood still goes on. It is not carried out
+// after a later put or erasure of this store that succeeded: that has the server end the connection
+// first (CLIENT KILL), by the id that it is asked for before a connection is first written to
+// (CLIENT ID, and INFO for the run of the server that the id is one of). Where the server or the
+// user's rights refuse one of these it may come after a later one, and the log says so once.
 class RedisStore : public KvStore {
  public:
   // Redis takes no string above 512 MiB.
@@ -101,15 +108,21 @@ class RedisStore : public KvStore {
   // Makes of a reply, which is of hiredis' type `kind`, the status of an item.
   using Answer =
       absl::FunctionRef<absl::Status(int64_t item, absl::string_view text, int64_t number)>;
+  enum class Access { kRead, kWrite };
   std::vector<absl::Status> Which(std::span<const std::string_view> keys, std::vector<bool>* there,
                                   Deadline deadline);
-  std::vector<absl::Status> Pipeline(int64_t num_items, Deadline deadline, int kind, Ask ask,
-                                     Answer answer);
+  std::vector<absl::Status> Pipeline(Access access, int64_t num_items, Deadline deadline, int kind,
+                                     Ask ask, Answer answer);
   absl::Status CheckKind(const redisReply& reply, int kind);
-  absl::Status OneRound(int64_t& next, Deadline deadline, int kind, Ask ask, Answer answer,
-                        std::span<absl::Status> statuses);
-  absl::Status Exchange(const RedisCommands& commands, Deadline deadline,
+  absl::Status OneRound(Access access, int64_t& next, Deadline deadline, int kind, Ask ask,
+                        Answer answer, std::span<absl::Status> statuses);
+  absl::Status Exchange(Access access, const RedisCommands& commands, Deadline deadline,
                         RedisConnection::Answer answer);
+  absl::Status Write(RedisConnection& connection, const RedisCommands& commands, Deadline deadline,
+                     RedisConnection::Answer answer);
+  // Nothing of the writes that were broken off is carried out after this.
+  absl::Status EndBrokenOff(RedisConnection& connection, Deadline deadline);
+  void SayRefused(absl::string_view what);
   absl::StatusOr<std::unique_ptr<RedisConnection>> Acquire(Deadline deadline);
   std::unique_ptr<RedisConnection> TakeIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Release(std::unique_ptr<RedisConnection> connection);
@@ -134,6 +147,10 @@ class RedisStore : public KvStore {
   CondVar released_;
   int64_t in_use_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<std::unique_ptr<RedisConnection>> idle_ ABSL_GUARDED_BY(mutex_);
+  // Connections on which a write was broken off, until the server has ended them. At most
+  // options_.connections: while there are any nothing more is written.
+  std::vector<RedisClientId> broken_off_ ABSL_GUARDED_BY(mutex_);
+  bool said_refused_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace kvferry

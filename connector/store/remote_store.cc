@@ -108,15 +108,16 @@ std::vector<absl::Status> InRounds(Keys keys, PageIds pages, Deadline deadline,
 }
 
 template <typename DoRound>
-std::vector<absl::Status> InPieces(Keys keys, PageIds pages, Deadline deadline,
+std::vector<absl::Status> InPieces(Keys keys, PageIds pages, bool last_first, Deadline deadline,
                                    const DoRound& do_round) {
-  std::vector<absl::Status> statuses;
-  statuses.reserve(keys.size());
-  for (size_t at = 0; at < keys.size(); at += kMaxKeysPerCall) {
-    const size_t count = std::min(kMaxKeysPerCall, keys.size() - at);
-    const std::vector<absl::Status> some =
-        InRounds(keys.subspan(at, count), pages.subspan(at, count), deadline, do_round);
-    statuses.insert(statuses.end(), some.begin(), some.end());
+  std::vector<absl::Status> statuses(keys.size());
+  const size_t pieces = (keys.size() + kMaxKeysPerCall - 1) / kMaxKeysPerCall;
+  for (size_t piece = 0; piece < pieces; ++piece) {
+    const size_t first = kMaxKeysPerCall * (last_first ? pieces - 1 - piece : piece);
+    const size_t count = std::min(kMaxKeysPerCall, keys.size() - first);
+    std::ranges::move(
+        InRounds(keys.subspan(first, count), pages.subspan(first, count), deadline, do_round),
+        statuses.begin() + static_cast<ptrdiff_t>(first));
   }
   return statuses;
 }
@@ -185,7 +186,9 @@ absl::StatusOr<int64_t> RemoteStore::Exists(std::span<const std::string_view> ke
                                             Deadline deadline) {
   for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
   size_t there = 0;
+  size_t before_last = 0;  // What there was before the last call.
   while (there < keys.size()) {
+    before_last = there;
     const size_t asked = std::min(kMaxKeysPerCall, keys.size() - there);
     KVFERRY_ASSIGN_OR_RETURN(const Fields reply,
                              AskAbout(store_call::kExists, keys.subspan(there, asked), deadline));
@@ -193,24 +196,27 @@ absl::StatusOr<int64_t> RemoteStore::Exists(std::span<const std::string_view> ke
     there += count;
     if (count < asked) break;
   }
+  // Of several calls the keys of the last were used last, and the first are to be dropped last.
+  if (there > kMaxKeysPerCall) ExistsEach(keys.first(before_last), deadline).IgnoreError();
   return static_cast<int64_t>(there);
 }
 
 absl::StatusOr<std::vector<bool>> RemoteStore::ExistsEach(std::span<const std::string_view> keys,
                                                           Deadline deadline) {
   for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
-  std::vector<bool> there;
-  there.reserve(keys.size());
-  while (there.size() < keys.size()) {
-    const size_t asked = std::min(kMaxKeysPerCall, keys.size() - there.size());
-    const auto some = keys.subspan(there.size(), asked);
+  std::vector<bool> there(keys.size());
+  // Last to first, so that the first were used last.
+  for (size_t begin = 0, end = keys.size(); end > 0; end = begin) {
+    begin = (end - 1) / kMaxKeysPerCall * kMaxKeysPerCall;
+    const size_t asked = end - begin;
+    const auto some = keys.subspan(begin, asked);
     KVFERRY_ASSIGN_OR_RETURN(const Fields reply, AskAbout(store_call::kExistsEach, some, deadline));
     KVFERRY_ASSIGN_OR_RETURN(const std::string_view flags, reply.Bytes("there", asked));
     if (flags.size() != asked) {
       return absl::UnavailableError(absl::StrCat("remote store: ", options_.address, " answered ",
                                                  flags.size(), " of ", asked, " keys"));
     }
-    for (const char flag : flags) there.push_back(flag != 0);
+    for (size_t i = 0; i < asked; ++i) there[begin + i] = flags[i] != 0;
   }
   return there;
 }
@@ -359,8 +365,7 @@ absl::Status RemoteStore::PutOnce(const Fields& args,
   // Of its own: the server may have fetched that of an attempt before, and a lease is fetched once.
   const uint64_t lease_id = RandomId();
   KVFERRY_RETURN_IF_ERROR(leases_.Publish(lease_id, PageRuns(), options_.pool->layout().num_layers,
-                                          LeaseUntil(deadline),
-                                          std::move(value)));
+                                          LeaseUntil(deadline), std::move(value)));
   absl::Status status =
       Ask(store_call::kPut, Fields(args).Set("lease", lease_id), deadline).status();
   Withdraw(lease_id);
@@ -379,9 +384,8 @@ absl::StatusOr<RemoteStore::Round> RemoteStore::PutSomePages(std::span<const std
   KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys(keys));
   KVFERRY_ASSIGN_OR_RETURN(PageRuns runs, PageRuns::FromPages(pages));
   const uint64_t lease_id = RandomId();
-  KVFERRY_RETURN_IF_ERROR(leases_.Publish(lease_id, std::move(runs),
-                                          options_.pool->layout().num_layers,
-                                          LeaseUntil(deadline)));
+  KVFERRY_RETURN_IF_ERROR(leases_.Publish(
+      lease_id, std::move(runs), options_.pool->layout().num_layers, LeaseUntil(deadline)));
   const absl::StatusOr<Fields> reply =
       Ask(store_call::kPutPages, Fields().Set("keys", std::move(packed)).Set("lease", lease_id),
           deadline);
@@ -419,7 +423,10 @@ std::vector<absl::Status> RemoteStore::DoPutPages(std::span<const std::string_vi
                                                   std::span<const int64_t> pages,
                                                   Deadline deadline) {
   if (&pool != options_.pool.get()) return KvStore::DoPutPages(keys, pool, pages, deadline);
-  return InPieces(keys, pages, deadline, [&](Keys some_keys, PageIds some_pages) {
+  // The first are to stay where there is no room for all, but of two values of one key the later
+  // one.
+  const bool last_first = CountDistinct(keys) == keys.size();
+  return InPieces(keys, pages, last_first, deadline, [&](Keys some_keys, PageIds some_pages) {
     return Persist(deadline, SessionEnded,
                    [&] { return PutSomePages(some_keys, some_pages, deadline); });
   });
@@ -430,10 +437,17 @@ std::vector<absl::Status> RemoteStore::DoGetPages(std::span<const std::string_vi
                                                   std::span<const int64_t> pages,
                                                   Deadline deadline) {
   if (&pool != options_.pool.get()) return KvStore::DoGetPages(keys, pool, pages, deadline);
-  return InPieces(keys, pages, deadline, [&](Keys some_keys, PageIds some_pages) {
+  int rounds = 0;
+  const auto do_round = [&](Keys some_keys, PageIds some_pages) {
+    ++rounds;
     return Persist(deadline, SessionEnded,
                    [&] { return GetSomePages(some_keys, some_pages, deadline); });
-  });
+  };
+  // What a deadline cuts off are the last pages, without which the first are of use.
+  std::vector<absl::Status> got = InPieces(keys, pages, /*last_first=*/false, deadline, do_round);
+  // Which made those of the last round the ones that were used last.
+  if (rounds > 1) UseLastToFirst(keys, got, deadline);
+  return got;
 }
 
 }  // namespace kvferry

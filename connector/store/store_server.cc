@@ -21,6 +21,12 @@ constexpr int64_t kWaitMs = 60000;  // An idle thread looks this often whether i
 // Values that are being moved as bytes, and not in place, all of them together.
 constexpr int64_t kMaxStagedBytes = 256 << 20;
 
+// What one call to a tier may take of those who wait behind it, however long its own caller waits.
+// One that hangs is known by then (TieredStore::kPatience) and is not asked by those who come next.
+constexpr int64_t kTierWaitMs = 2000;
+// So much is put in one such call: it takes not nearly as long unless the tier hangs.
+constexpr int64_t kPutTogetherBytes = 16 << 20;
+
 using Bytes = std::vector<std::byte>;
 
 // A thread that does one thing after another.
@@ -115,7 +121,9 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   ~Service() override { Close(); }
 
   absl::Status Start();
+  // Waits for the tasks that are running: for one that waits for a tier up to kTierWaitMs.
   void Close() {
+    closing_ = true;
     in_memory_.Stop();
     questions_.Stop();
     tasks_.Stop();
@@ -142,9 +150,13 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
     Deadline answer_by;
     std::vector<std::string> keys;
   };
+  // Of one call to the stores. Asked for anew before each of several.
+  static Deadline StoreDeadline(const Request& request) {
+    return std::min(request.answer_by, DeadlineInMs(kTierWaitMs));
+  }
   // Nobody waits for the reply any more, and its caller may have done something else in its place.
   bool IsOver(const Request& request) {
-    if (Clock::now() >= request.deadline) return true;
+    if (closing_ || Clock::now() >= request.deadline) return true;
     const MutexLock lock(&mutex_);
     return !awaited_.contains(request.call);
   }
@@ -184,6 +196,9 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   absl::StatusOr<HostStore::ReadLease> Acquire(const std::string& key, bool has_room,
                                                Deadline deadline);
   absl::StatusOr<HostStore::ReadLease> BringUp(const std::string& key, Deadline deadline);
+  // What the host store has, if it is a page. All that is offered as pages comes from here: one of
+  // another length would shift those behind it.
+  absl::StatusOr<HostStore::ReadLease> AcquirePage(const std::string& key);
   absl::Status CheckIsPage(int64_t bytes) const;
   // Offers memory to the caller of the request; `held` is let go of when the lease has ended.
   absl::StatusOr<uint64_t> Lease(const Request& request, PageRuns pages,
@@ -197,6 +212,10 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
 
   struct Incoming;  // Pages that are being put.
   void FinishPutPages(Incoming& incoming, const Request& request, const absl::Status& fetched);
+  // Into both tiers. Nothing when nobody waits for it any more.
+  std::optional<std::vector<absl::Status>> PutTiered(
+      Incoming& incoming, const Request& request, std::span<const std::string_view> keys,
+      const std::function<absl::Status(size_t)>& show);
 
   const Options options_;
   const std::shared_ptr<KvStore> store_;  // All that is served.
@@ -204,6 +223,7 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   TaskThread questions_;
   TaskThread tasks_;
   std::atomic<int64_t> staged_bytes_{0};
+  std::atomic<bool> closing_{false};
   Mutex mutex_;
   absl::flat_hash_map<uint64_t, std::shared_ptr<void>> held_ ABSL_GUARDED_BY(mutex_);
   // Calls whose callers wait for a reply. As many as the node serves: each is replied to or dropped.
@@ -263,6 +283,7 @@ void StoreServer::Service::Post(TaskThread& thread, const CallKey& call,
 }
 
 void StoreServer::Service::Begin(const std::string& name, Request request) {
+  if (IsOver(request)) return;
   const auto read = [&]() -> absl::StatusOr<Function> {
     const Function found = Find(name);
     if (found == nullptr) {
@@ -309,31 +330,31 @@ absl::StatusOr<std::string_view> StoreServer::Service::OneKey(const Request& req
 
 StoreServer::Service::Result StoreServer::Service::Exists(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const int64_t count,
-                           store_->Exists(Views(request.keys), request.answer_by));
+                           store_->Exists(Views(request.keys), StoreDeadline(request)));
   return Fields().Set("count", static_cast<uint64_t>(count));
 }
 
 StoreServer::Service::Result StoreServer::Service::ExistsEach(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::vector<bool> there,
-                           store_->ExistsEach(Views(request.keys), request.answer_by));
+                           store_->ExistsEach(Views(request.keys), StoreDeadline(request)));
   return Fields().Set("there", std::string(there.begin(), there.end()));
 }
 
 StoreServer::Service::Result StoreServer::Service::Erase(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
-  KVFERRY_RETURN_IF_ERROR(store_->Erase(key, request.answer_by));
+  KVFERRY_RETURN_IF_ERROR(store_->Erase(key, StoreDeadline(request)));
   return Fields();
 }
 
 StoreServer::Service::Result StoreServer::Service::Pin(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
-  KVFERRY_RETURN_IF_ERROR(store_->Pin(key, request.answer_by));
+  KVFERRY_RETURN_IF_ERROR(store_->Pin(key, StoreDeadline(request)));
   return Fields();
 }
 
 StoreServer::Service::Result StoreServer::Service::Unpin(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
-  KVFERRY_RETURN_IF_ERROR(store_->Unpin(key, request.answer_by));
+  KVFERRY_RETURN_IF_ERROR(store_->Unpin(key, StoreDeadline(request)));
   return Fields();
 }
 
@@ -426,7 +447,7 @@ absl::Status StoreServer::Service::FetchFromCaller(const Request& request, PageR
 
 StoreServer::Service::Result StoreServer::Service::Get(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
-  KVFERRY_ASSIGN_OR_RETURN(Bytes value, store_->GetBytes(key, request.answer_by));
+  KVFERRY_ASSIGN_OR_RETURN(Bytes value, store_->GetBytes(key, StoreDeadline(request)));
   const auto bytes = static_cast<int64_t>(value.size());
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<Bytes> staged, Stage(bytes));
   *staged = std::move(value);
@@ -446,7 +467,7 @@ StoreServer::Service::Result StoreServer::Service::Put(const Request& request) {
     if (IsOver(request)) return;
     absl::Status status = fetched;
     const std::span<const std::byte> value = *staged;
-    if (status.ok()) status = store_->Put(request.keys[0], {&value, 1}, request.answer_by);
+    if (status.ok()) status = store_->Put(request.keys[0], {&value, 1}, StoreDeadline(request));
     Reply(request.call,
           status.ok() ? absl::StatusOr<Fields>(Fields()) : absl::StatusOr<Fields>(status));
   };
@@ -469,20 +490,26 @@ absl::StatusOr<HostStore::ReadLease> StoreServer::Service::BringUp(const std::st
                                                                    Deadline deadline) {
   KVFERRY_ASSIGN_OR_RETURN(const Bytes below, store_->GetBytes(key, deadline));
   KVFERRY_RETURN_IF_ERROR(CheckIsPage(std::ssize(below)));
-  absl::StatusOr<HostStore::ReadLease> value = options_.host->Acquire(key);
+  // Somebody may have replaced it since.
+  absl::StatusOr<HostStore::ReadLease> value = AcquirePage(key);
   if (absl::IsNotFound(value.status())) return NoRoomAbove();
+  return value;
+}
+
+absl::StatusOr<HostStore::ReadLease> StoreServer::Service::AcquirePage(const std::string& key) {
+  KVFERRY_ASSIGN_OR_RETURN(HostStore::ReadLease value, options_.host->Acquire(key));
+  KVFERRY_RETURN_IF_ERROR(CheckIsPage(value.bytes()));
   return value;
 }
 
 absl::StatusOr<HostStore::ReadLease> StoreServer::Service::Acquire(const std::string& key,
                                                                    bool has_room,
                                                                    Deadline deadline) {
-  absl::StatusOr<HostStore::ReadLease> value = options_.host->Acquire(key);
+  absl::StatusOr<HostStore::ReadLease> value = AcquirePage(key);
   if (absl::IsNotFound(value.status()) && options_.tiered != nullptr) {
     return has_room ? BringUp(key, deadline) : NoRoomAbove();
   }
   KVFERRY_RETURN_IF_ERROR(value.status());
-  KVFERRY_RETURN_IF_ERROR(CheckIsPage(value->bytes()));
   if (options_.tiered != nullptr) options_.tiered->CountHitAbove();
   return value;
 }
@@ -495,25 +522,24 @@ StoreServer::Service::Result StoreServer::Service::GetPages(const Request& reque
         delete leases;
       });
   std::vector<absl::Status> statuses;
-  std::vector<PageRun> runs;
+  std::vector<int64_t> pages;
   bool has_room = true;
   for (const std::string& key : request.keys) {
     if (IsOver(request)) return TooLate();
     // Without room the tier below would be read for nothing.
-    absl::StatusOr<HostStore::ReadLease> value = Acquire(key, has_room, request.answer_by);
+    absl::StatusOr<HostStore::ReadLease> value = Acquire(key, has_room, StoreDeadline(request));
     has_room &= !absl::IsResourceExhausted(value.status());
     statuses.push_back(value.status());
     if (!value.ok()) continue;
-    runs.insert(runs.end(), value->pages().runs().begin(), value->pages().runs().end());
+    pages.push_back(value->pages().PageAt(0));  // Its only one.
     held->push_back(*std::move(value));
   }
   Fields reply;
   reply.Set("codes", PackCodes(statuses));
   if (held->empty()) return reply;
   if (!has_room) reply.Set("again", 1);
-  KVFERRY_ASSIGN_OR_RETURN(PageRuns pages, PageRuns::FromRuns(runs));
-  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id,
-                           Lease(request, std::move(pages), nullptr, held));
+  KVFERRY_ASSIGN_OR_RETURN(PageRuns runs, PageRuns::FromPages(pages));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, Lease(request, std::move(runs), nullptr, held));
   return reply.Set("lease", lease_id).Set("epoch", node_.get().epoch());
 }
 
@@ -533,16 +559,23 @@ struct StoreServer::Service::Incoming {
 StoreServer::Service::Result StoreServer::Service::PutPages(const Request& request) {
   auto incoming = std::make_shared<Incoming>();
   std::vector<int64_t> positions;
-  const std::vector<int64_t> bytes(request.keys.size(),
-                                   options_.host->pool()->layout().page_bytes());
-  for (absl::StatusOr<HostStore::Reservation>& room : options_.host->ReserveEach(bytes)) {
-    const size_t i = incoming->statuses.size();
-    incoming->statuses.push_back(room.status());
-    if (!room.ok()) continue;
+  const std::vector<std::string_view> keys = Views(request.keys);
+  const std::vector<int64_t> bytes(keys.size(), options_.host->pool()->layout().page_bytes());
+  std::vector<absl::StatusOr<HostStore::Reservation>> rooms = options_.host->ReserveEach(bytes);
+  const auto full = std::ranges::find_if(rooms, [](const auto& room) { return !room.ok(); });
+  const auto fit = static_cast<size_t>(full - rooms.begin());
+  incoming->statuses.resize(keys.size(), full == rooms.end() ? absl::OkStatus() : full->status());
+  // With a tier below the others come in later rounds. The first come last, so that they stay where
+  // that has no room for all either; but of two values of one key the later one stays.
+  const bool last_first = options_.tiered != nullptr && CountDistinct(keys) == keys.size();
+  const size_t first = last_first ? keys.size() - fit : 0;
+  for (size_t i = first; i < first + fit; ++i) {
+    HostStore::Reservation room = *std::move(rooms[i - first]);
+    incoming->statuses[i] = absl::OkStatus();
     positions.push_back(static_cast<int64_t>(i));
     incoming->keys.push_back(i);
-    incoming->pages.push_back(room->pages().PageAt(0));
-    incoming->reservations.push_back(*std::move(room));
+    incoming->pages.push_back(room.pages().PageAt(0));
+    incoming->reservations.push_back(std::move(room));
   }
   if (positions.empty()) return incoming->Reply(/*again=*/false);
   KVFERRY_ASSIGN_OR_RETURN(PageRuns at, PageRuns::FromPages(positions));
@@ -554,6 +587,29 @@ StoreServer::Service::Result StoreServer::Service::PutPages(const Request& reque
   return std::nullopt;
 }
 
+// The tier below takes pages while they are still reserved: once committed they may be evicted.
+std::optional<std::vector<absl::Status>> StoreServer::Service::PutTiered(
+    Incoming& incoming, const Request& request, std::span<const std::string_view> keys,
+    const std::function<absl::Status(size_t)>& show) {
+  const KvPool& pool = *options_.host->pool();
+  const auto most =
+      static_cast<size_t>(std::max<int64_t>(1, kPutTogetherBytes / pool.layout().page_bytes()));
+  const bool last_first = CountDistinct(keys) == keys.size();  // As in PutPages.
+  const size_t pieces = (keys.size() + most - 1) / most;
+  std::vector<absl::Status> statuses(keys.size());
+  for (size_t piece = 0; piece < pieces; ++piece) {
+    if (IsOver(request)) return std::nullopt;
+    const size_t first = most * (last_first ? pieces - 1 - piece : piece);
+    const size_t count = std::min(most, keys.size() - first);
+    std::ranges::move(
+        options_.tiered->PutShown(
+            keys.subspan(first, count), pool, std::span(incoming.pages).subspan(first, count),
+            [&](size_t i) { return show(first + i); }, StoreDeadline(request)),
+        statuses.begin() + static_cast<ptrdiff_t>(first));
+  }
+  return statuses;
+}
+
 void StoreServer::Service::FinishPutPages(Incoming& incoming, const Request& request,
                                           const absl::Status& fetched) {
   if (IsOver(request)) return;
@@ -563,11 +619,11 @@ void StoreServer::Service::FinishPutPages(Incoming& incoming, const Request& req
   const auto show = [&](size_t i) {
     return options_.host->Commit(std::move(incoming.reservations[i]), keys[i]);
   };
-  // A tier below takes pages while they are still reserved: once committed they may be evicted.
   std::vector<absl::Status> put;
   if (options_.tiered != nullptr) {
-    put = options_.tiered->PutShown(keys, *options_.host->pool(), incoming.pages, show,
-                                    request.answer_by);
+    std::optional<std::vector<absl::Status>> done = PutTiered(incoming, request, keys, show);
+    if (!done) return;
+    put = *std::move(done);
   } else {
     for (size_t i = 0; i < keys.size(); ++i) put.push_back(show(i));
   }

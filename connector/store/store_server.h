@@ -23,8 +23,10 @@
 namespace kvferry {
 
 // Serves a HostStore, and what lies under it, to other processes (RemoteStore). Pages travel
-// straight from and into the host store's pool. All work on stores is done by threads of the server's
-// own, so that a slow disk holds up neither transfers nor heartbeats, nor what is in memory. Thread-safe.
+// straight from and into the host store's pool. All work on stores is done by threads of the
+// server's own, so that a slow disk holds up neither transfers nor heartbeats, nor what is in
+// memory. A call waits 2 s at most for a tier that does not answer, however long its caller would,
+// because others wait behind it; so may the destructor. Thread-safe.
 class StoreServer {
  public:
   struct Options {

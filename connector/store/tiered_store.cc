@@ -63,35 +63,21 @@ bool GaveNoAnswer(const absl::Status& status) {
 absl::StatusOr<Deadline> TieredStore::MayAskUntil(const Tier& tier, Deadline deadline) const {
   const Deadline now = Clock::now();
   MutexLock lock(&mutex_);
-  if (now >= tier.silent_until) {
-    return tier.trial > Clock::duration() ? std::min(deadline, now + tier.trial) : deadline;
-  }
+  const Deadline silent_until = tier.patience.silent_until();
+  if (now >= silent_until) return tier.patience.WaitUntil(now, deadline);
   return absl::UnavailableError(absl::StrCat(
       "tiered store: the ", &tier == &upper_ ? "upper" : "lower", " tier (",
       std::string(tier.store->name()), ") did not answer and is not asked for another ",
-      MsUntil(tier.silent_until, now), " ms"));
+      MsUntil(silent_until, now), " ms"));
 }
 
 void TieredStore::Heard(Tier& tier, Deadline begin, std::span<const absl::Status> statuses) {
   // It is quick about tiers of its own that are silent, and has what the others have.
   if (dynamic_cast<const TieredStore*>(tier.store.get()) != nullptr) return;
+  const bool answered = !std::ranges::all_of(statuses, GaveNoAnswer);
   const Deadline now = Clock::now();
   MutexLock lock(&mutex_);
-  const Deadline uncounted = std::min(now, std::max(begin, tier.counted_until));
-  tier.counted_until = now;
-  if (!std::ranges::all_of(statuses, GaveNoAnswer)) {
-    tier.waited = tier.trial = {};
-    tier.silent_until = {};
-    return;
-  }
-  tier.waited += now - uncounted;
-  if (tier.waited < kPatience) return;
-  tier.waited = {};
-  tier.silent_until = now + std::max<Clock::duration>(kSilence, kSilencePerTrial * tier.trial);
-  // One that is back but slow needs longer than the first trial, once it is asked for much.
-  if (tier.trial <= now - begin) {
-    tier.trial = std::max<Clock::duration>(kPatience, 2 * tier.trial);
-  }
+  tier.patience.Heard(begin, now, answered);
 }
 
 template <typename Call>
@@ -398,6 +384,13 @@ void TieredStore::CountGets(std::span<const absl::Status> statuses) {
   }
 }
 
+void TieredStore::UseAbove(std::span<const std::string_view> keys, Deadline deadline) {
+  if (keys.size() < 2) return;
+  Ask(upper_, deadline, [&](Deadline until) {
+    return upper_.store->ExistsEach(keys, until);
+  }).IgnoreError();
+}
+
 void TieredStore::CountHitAbove() {
   const absl::Status hit;
   CountGets({&hit, 1});
@@ -418,6 +411,14 @@ std::vector<absl::Status> TieredStore::GetBatch(std::span<const GetItem> items, 
   if (!left.empty()) {
     const std::vector<absl::Status> got = FetchFromLower(left, left_statuses, deadline);
     for (size_t i = 0; i < at.size(); ++i) statuses[at[i]] = got[i];
+    // What came up was used after all that was above before.
+    std::vector<std::string_view> there;
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (statuses[i].ok()) there.push_back(items[i].key);
+    }
+    if (std::ranges::any_of(got, [](const absl::Status& one) { return one.ok(); })) {
+      UseAbove(there, deadline);
+    }
   }
   CountGets(statuses);
   return statuses;
@@ -475,9 +476,11 @@ absl::StatusOr<int64_t> TieredStore::Exists(std::span<const std::string_view> ke
   for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
   int64_t there = 0;
   int64_t ask = 1;  // So many keys of the lower tier.
+  int pieces_above = 0;
   while (there < std::ssize(keys)) {
     const absl::StatusOr<int64_t> upper = CountIn(upper_, keys.subspan(there), deadline);
     there += upper.value_or(0);
+    if (upper.value_or(0) > 0) ++pieces_above;
     if (there == std::ssize(keys)) break;
     // More and more behind one gap of the upper's. All that are left, at each of them, would be keys
     // times gaps.
@@ -489,6 +492,8 @@ absl::StatusOr<int64_t> TieredStore::Exists(std::span<const std::string_view> ke
     if (!upper.ok() && !lower.ok() && there == 0) return lower;
     if (lower.value_or(0) == 0) break;
   }
+  // Of several pieces the last was used last.
+  if (pieces_above > 1) UseAbove(keys.first(there), deadline);
   return there;
 }
 

@@ -18,6 +18,7 @@
 #include "base/mutex.h"
 #include "connector/store/key_turns.h"
 #include "connector/store/kv_store.h"
+#include "connector/store/tier_patience.h"
 #include "pool/kv_pool.h"
 
 namespace kvferry {
@@ -35,22 +36,18 @@ namespace kvferry {
 // A tier that was waited for in vain for kPatience since it last answered, in one call or in
 // several, is UNAVAILABLE without being asked for kSilence: what the other one has is not to be late
 // because of it. From then on until it answers a call waits for it for kPatience at most, and for
-// twice as long each time that is in vain, after which it is silent for kSilencePerTrial times as
-// long: so one that hangs costs its callers one deadline and then a fifth of their time at most. One
-// that refuses at once, which costs nothing, is asked each time.
+// twice as long each time that is in vain, up to 7.5 s, after which it is silent for four times as
+// long as that call waited, but for kSilence at least and 30 s at most (TierPatience): so one that
+// hangs costs its callers one deadline and then a fifth of their time at most. One that refuses at
+// once, which costs nothing, is asked each time.
 //
 // Others may use the tiers themselves, but then not for the same keys. Statistics count calls of
 // this store; of entries and bytes only the tiers know.
 class TieredStore : public KvStore {
  public:
   static constexpr int64_t kMaxStaleKeys = 1 << 20;
-  // Longer than a tier that works keeps anybody, and less than it takes to find that a host does not
-  // answer. By how long was waited and not by calls: a deadline that was nearly over says nothing of
-  // a tier.
-  static constexpr auto kPatience = std::chrono::milliseconds(500);
-  // As vLLM's connector leaves a store alone (SILENCE_S).
-  static constexpr auto kSilence = std::chrono::seconds(5);
-  static constexpr int kSilencePerTrial = 4;
+  static constexpr auto kPatience = TierPatience::kPatience;
+  static constexpr auto kSilence = TierPatience::kSilence;
 
   // INVALID_ARGUMENT for a store that is null, or both the same.
   static absl::StatusOr<std::unique_ptr<TieredStore>> Create(std::shared_ptr<KvStore> upper,
@@ -101,10 +98,7 @@ class TieredStore : public KvStore {
     std::shared_ptr<KvStore> store;
     absl::flat_hash_set<std::string> stale{};   // Keys whose value there is an old one.
     absl::flat_hash_set<std::string> pinned{};  // Keys that we have pinned there.
-    Clock::duration waited{};                   // In vain, since it last answered.
-    Deadline counted_until{};                   // Calls wait side by side: that counts once.
-    Deadline silent_until{};                    // It is not asked.
-    Clock::duration trial{};                    // Calls wait no longer, if above 0.
+    TierPatience patience{};
   };
   using Turns = std::vector<KeyTurns::Turn>;
 
@@ -133,6 +127,8 @@ class TieredStore : public KvStore {
   std::vector<absl::Status> FetchFromLower(std::span<const GetItem> items,
                                            std::vector<absl::Status> statuses, Deadline deadline);
   void CountGets(std::span<const absl::Status> statuses);
+  // Of a batch, or of what was found piece by piece, the first is to be dropped last above.
+  void UseAbove(std::span<const std::string_view> keys, Deadline deadline);
   // How many of the keys this tier has, from the first on. An error counts.
   absl::StatusOr<int64_t> CountIn(Tier& tier, std::span<const std::string_view> keys,
                                   Deadline deadline);

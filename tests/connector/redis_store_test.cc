@@ -1,18 +1,22 @@
 #include "connector/store/redis_store.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <hiredis/hiredis.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <csignal>
 #include <cstdio>
 #include <fstream>
 #include <functional>
+#include <future>
 #include <memory>
 #include <string>
 #include <thread>
@@ -22,11 +26,14 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "connector/store/value_header.h"
 #include "tests/connector/store_conformance.h"
 #include "tests/connector/store_values.h"
+#include "tests/support/captured_log.h"
 #include "tests/support/redis_process.h"
 #include "tests/support/status.h"
+#include "tests/support/temp_folder.h"
 #include "tests/support/wait_for.h"
 
 namespace kvferry {
@@ -131,6 +138,12 @@ class ScriptedServer {
     char bytes[4096];
     return recv(fd, bytes, sizeof(bytes), 0) > 0;
   }
+  // How many commands begin in them; 0 when the other side has closed.
+  static int ReadCommands(int fd) {
+    char bytes[4096];
+    const ssize_t got = recv(fd, bytes, sizeof(bytes), 0);
+    return got <= 0 ? 0 : static_cast<int>(std::count(bytes, bytes + got, '*'));
+  }
   static void Say(int fd, absl::string_view text) {
     // Nobody may be listening any more.
     (void)send(fd, text.data(), text.size(), MSG_NOSIGNAL);
@@ -178,6 +191,22 @@ TEST(RedisStoreOptions, BadOnesAreNamed) {
   EXPECT_TRUE(
       Fails(create([](Options& o) { o.key_prefix.assign(1025, 'x'); }), kInvalid, "key_prefix"));
   EXPECT_TRUE(IsOk(create([](Options&) {})));  // Nothing is connected yet.
+}
+
+// Would be waited for without end, and what was in it is gone once it is read.
+TEST(RedisStoreOptions, APasswordFileIsAFile) {
+  const TempFolder folder;
+  const std::string path = absl::StrCat(folder.path(), "/fifo");
+  ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+  auto created = std::async(std::launch::async,
+                            [&] { return RedisStore::Create({.password_file = path}).status(); });
+  if (created.wait_for(std::chrono::seconds(5)) != std::future_status::ready) {
+    ADD_FAILURE() << "it is waited for";
+    close(open(path.c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC));  // Lets go of who reads.
+  }
+  EXPECT_TRUE(Fails(created.get(), Code::kInvalidArgument, path, "no regular file"));
+  EXPECT_TRUE(Fails(RedisStore::Create({.password_file = folder.path()}), Code::kInvalidArgument,
+                    folder.path(), "no regular file"));
 }
 
 // ---------------------------------------------------------------- a server that goes away
@@ -250,6 +279,159 @@ TEST_F(RedisStoreTest, AStoppedServerCostsTheDeadlineAndNoLateReplyIsBelieved) {
   EXPECT_EQ(Must(Get(*store, "b")), ValueOf(2, 1, 1000));
   EXPECT_EQ(Must(Get(*store, "a")), ValueOf(1, 1, 1000));
   EXPECT_EQ(store->stats().errors, 1);
+}
+
+// ---------------------------------------------------------------- writes that were broken off
+
+class RedisWritesBrokenOff : public RedisStoreTest {
+ protected:
+  // What the server says, in one text.
+  static std::string Ask(const RedisProcess& server,
+                         std::initializer_list<absl::string_view> words) {
+    const RedisServer address = {.port = server.port(), .max_reply_bytes = 1 << 20};
+    const auto connection = Must(RedisConnection::Connect(address, Soon()));
+    RedisCommands commands;
+    commands.Add(words);
+    std::string text;
+    EXPECT_TRUE(IsOk(connection->Exchange(commands, Soon(), [&](int64_t, const redisReply& reply) {
+      text.assign(reply.str, reply.len);
+    })));
+    return text;
+  }
+
+  // So many that nobody uses: what is broken off on one is not alone when the server goes on.
+  static testing::AssertionResult HasConnections(size_t count, const RedisProcess& server,
+                                                 KvStore& store) {
+    const auto enough = [&] {
+      std::vector<std::thread> threads;
+      for (size_t thread = 0; thread < count; ++thread) {
+        threads.emplace_back([&store, key = absl::StrCat("key ", thread)] {
+          for (int i = 0; i < 50; ++i) EXPECT_TRUE(IsOk(Put(store, key, ValueOf(1, 1, 1000))));
+        });
+      }
+      for (std::thread& thread : threads) thread.join();
+      const std::vector<std::string> clients =
+          absl::StrSplit(Ask(server, {"CLIENT", "LIST"}), '\n');
+      return std::ranges::count_if(clients, [](const std::string& client) {
+               return absl::StrContains(client, "cmd=set ");
+             }) >= static_cast<ptrdiff_t>(count);
+    };
+    return WaitFor(enough, Soon()) ? testing::AssertionSuccess()
+                                   : testing::AssertionFailure() << "never " << count;
+  }
+};
+
+// It lies in the server's kernel when the caller has long gone on to something else.
+TEST_F(RedisWritesBrokenOff, AreNotCarriedOutAfterALaterOne) {
+  RedisProcess server;
+  const auto store = MakeStore({.port = server.port()});
+  const Bytes late = ValueOf(1, 2, 1 << 20), newer = ValueOf(1, 3, 100);
+  for (int round = 0; round < 10; ++round) {
+    SCOPED_TRACE(round);
+    ASSERT_TRUE(HasConnections(2, server, *store));
+    const bool erases = round % 2 == 0;
+    server.Signal(SIGSTOP);
+    EXPECT_TRUE(Fails(Put(*store, "a", late, DeadlineInMs(150)), Code::kDeadlineExceeded));
+    auto next = std::async(std::launch::async, [&] {
+      return erases ? store->Erase("a", Soon()) : Put(*store, "a", newer);
+    });
+    next.wait_for(std::chrono::milliseconds(50));  // It is on its way by then.
+    server.Signal(SIGCONT);
+    EXPECT_TRUE(IsOk(next.get()));
+    const auto is_another = [&] {
+      const absl::StatusOr<Bytes> got = Get(*store, "a");
+      return erases ? !absl::IsNotFound(got.status()) : !got.ok() || *got != newer;
+    };
+    EXPECT_FALSE(WaitFor(is_another, DeadlineInMs(100)));
+  }
+}
+
+// Each of those who write next ends all of them, or knows that somebody has.
+TEST_F(RedisWritesBrokenOff, BySeveralAtATime) {
+  RedisProcess server;
+  const auto store = MakeStore({.port = server.port(), .connections = 5});
+  const Bytes late = ValueOf(1, 2, 1 << 20);
+  const auto at_once = [&](int count, const std::function<absl::Status()>& call) {
+    std::vector<std::future<absl::Status>> calls;
+    for (int i = 0; i < count; ++i) calls.push_back(std::async(std::launch::async, call));
+    return calls;
+  };
+  for (int round = 0; round < 5; ++round) {
+    SCOPED_TRACE(round);
+    ASSERT_TRUE(HasConnections(5, server, *store));
+    server.Signal(SIGSTOP);
+    for (auto& put : at_once(4, [&] { return Put(*store, "a", late, DeadlineInMs(150)); })) {
+      EXPECT_TRUE(Fails(put.get(), Code::kDeadlineExceeded));
+    }
+    auto erasures = at_once(3, [&] { return store->Erase("a", Soon()); });
+    erasures[0].wait_for(std::chrono::milliseconds(50));  // They are on their way by then.
+    server.Signal(SIGCONT);
+    for (auto& erasure : erasures) EXPECT_TRUE(IsOk(erasure.get()));
+    EXPECT_FALSE(WaitFor([&] { return Get(*store, "a").ok(); }, DeadlineInMs(100)));
+  }
+}
+
+// A server that was started anew counts its clients from 1 again.
+TEST_F(RedisWritesBrokenOff, DoNotEndOthersConnectionsOfALaterServer) {
+  RedisProcess server;
+  const auto store = MakeStore({.port = server.port()});
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 100))));
+  server.Signal(SIGSTOP);
+  EXPECT_TRUE(
+      Fails(Put(*store, "a", ValueOf(1, 2, 100), DeadlineInMs(50)), Code::kDeadlineExceeded));
+  server.Kill();
+  server.Start();
+  std::vector<std::unique_ptr<RedisConnection>> others;
+  const RedisServer address = {.port = server.port(), .max_reply_bytes = 1 << 20};
+  RedisCommands ping;
+  ping.Add({"PING"});
+  for (int i = 0; i < 20; ++i) {
+    others.push_back(Must(RedisConnection::Connect(address, Soon())));
+    ASSERT_TRUE(IsOk(others.back()->Exchange(ping, Soon(), [](int64_t, const redisReply&) {})));
+  }
+  EXPECT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 3, 100))));
+  for (const auto& other : others) EXPECT_TRUE(other->usable());
+  EXPECT_EQ(Must(Get(*store, "a")), ValueOf(1, 3, 100));
+}
+
+TEST_F(RedisWritesBrokenOff, AUserWithoutTheRightToEndThemIsSaidOnce) {
+  const CapturedLog log;
+  const RedisProcess server({"--user", "eve", "on", ">hers", "~kvferry:*", "+set", "+del",
+                             "+getrange", "+exists", "+client|id"});
+  const auto store =
+      MakeStore({.port = server.port(), .username = "eve", .password = "hers", .connections = 1});
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 100))));
+    server.Signal(SIGSTOP);
+    EXPECT_FALSE(Put(*store, "a", ValueOf(1, 2, 100), DeadlineInMs(50)).ok());
+    server.Signal(SIGCONT);
+    EXPECT_TRUE(IsOk(store->Erase("a", Soon())));
+  }
+  int said = 0;
+  for (const std::string& line : log.lines()) said += absl::StrContains(line, "CLIENT KILL");
+  EXPECT_EQ(said, 1) << log.ToString();
+  EXPECT_TRUE(log.Has({absl::StrCat("127.0.0.1:", server.port()), "NOPERM", "may be carried out"}))
+      << log.ToString();
+}
+
+// docs/stores.md names them.
+TEST_F(RedisWritesBrokenOff, TheRightsThatAUserNeeds) {
+  const CapturedLog log;
+  const RedisProcess server({"--user", "ann", "on", ">hers", "~kvferry:*", "+client|id",
+                             "+client|kill", "+info", "+set", "+psetex", "+getrange", "+exists",
+                             "+del"});
+  const auto store =
+      MakeStore({.port = server.port(), .username = "ann", .password = "hers", .connections = 1});
+  const std::vector<std::string_view> keys = {"a"};
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 100))));
+  server.Signal(SIGSTOP);
+  EXPECT_FALSE(Put(*store, "a", ValueOf(1, 2, 100), DeadlineInMs(50)).ok());
+  server.Signal(SIGCONT);
+  EXPECT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 3, 100))));
+  EXPECT_EQ(Must(store->Exists(keys, Soon())), 1);
+  EXPECT_EQ(Must(Get(*store, "a")), ValueOf(1, 3, 100));
+  EXPECT_TRUE(IsOk(store->Erase("a", Soon())));
+  EXPECT_FALSE(log.Has({"refused"})) << log.ToString();
 }
 
 // ---------------------------------------------------------------- refusals
@@ -503,8 +685,10 @@ TEST(RedisStoreAgainst, AConnectionOfWhichAReplyIsDueIsNotUsedAgain) {
 
 TEST(RedisStoreAgainst, AServerThatIsStillLoading) {
   const ScriptedServer server([](int fd, int) {
-    while (ScriptedServer::Read(fd)) {
-      ScriptedServer::Say(fd, "-LOADING Redis is loading the dataset in memory\r\n");
+    while (const int commands = ScriptedServer::ReadCommands(fd)) {
+      for (int i = 0; i < commands; ++i) {
+        ScriptedServer::Say(fd, "-LOADING Redis is loading the dataset in memory\r\n");
+      }
     }
   });
   const auto store = MakeStore({.port = server.port()});

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <future>
+#include <numeric>
 #include <optional>
 #include <thread>
 
@@ -154,7 +155,8 @@ TEST_F(RemotePages, ACallMayHaveNoLimit) {
   const std::vector<std::byte> value(100, std::byte{7});
   ASSERT_TRUE(IsOk(writer_->Put("value", {{value}}, kNoLimit)));
   EXPECT_EQ(Must(reader_->GetBytes("value", kNoLimit)), value);
-  ASSERT_TRUE(AllOk(writer_->PutPages(Views(keys), *source_, std::vector<int64_t>{3, 4}, kNoLimit)));
+  ASSERT_TRUE(
+      AllOk(writer_->PutPages(Views(keys), *source_, std::vector<int64_t>{3, 4}, kNoLimit)));
   const std::vector<int64_t> to = {9, 1};
   ASSERT_TRUE(AllOk(reader_->GetPages(Views(keys), *target_, to, kNoLimit)));
   EXPECT_TRUE(HoldsExactly(*target_, 2, to, 1, std::vector<int64_t>{3, 4}));
@@ -192,6 +194,89 @@ TEST_F(RemotePages, OfABatchTheFirstIsDroppedLast) {
       EXPECT_EQ(Must(host->Exists(Views(keys), Soon())), kPages - 5);
     }
   }
+}
+
+// One page of one byte each: of more keys than a call takes.
+class ManyRemotePages : public RemotePages {
+ protected:
+  static constexpr int64_t kMany = 8192;
+
+  void ServeManyOf(int64_t pages) {
+    host_ = Must(HostStore::Create({Flat(1), pages, 0}));
+    server_ = Serve(host_);
+    client_ = Dial(server_->address(), pool_);
+  }
+  std::vector<absl::Status> PutAll(const std::vector<std::string>& keys) {
+    return client_->PutPages(Views(keys), *pool_, pages_, Soon());
+  }
+
+  const std::shared_ptr<KvPool> pool_ = Must(KvPool::Create(Flat(1), kMany));
+  const std::vector<std::string> keys_ = Keys(kMany);
+  const std::vector<int64_t> pages_ = [] {
+    std::vector<int64_t> pages(kMany);
+    std::iota(pages.begin(), pages.end(), 0);
+    return pages;
+  }();
+  std::unique_ptr<RemoteStore> client_;
+};
+
+TEST_F(ManyRemotePages, OfMoreThanTheServerHasRoomForTheFirstStay) {
+  ServeManyOf(kMany / 2);
+  ASSERT_TRUE(AllOk(PutAll(keys_)));
+  EXPECT_EQ(Must(host_->Exists(Views(keys_), Soon())), kMany / 2);
+}
+
+TEST_F(ManyRemotePages, OfThoseThatWereGotOrAskedForTheFirstIsDroppedLast) {
+  enum { kGet, kExists, kExistsEach };
+  for (const int call : {kGet, kExists, kExistsEach}) {
+    SCOPED_TRACE(call);
+    ServeManyOf(kMany);
+    ASSERT_TRUE(AllOk(PutAll(keys_)));
+    if (call == kGet) {
+      ASSERT_TRUE(AllOk(client_->GetPages(Views(keys_), *pool_, pages_, Soon())));
+    } else if (call == kExists) {
+      EXPECT_EQ(Must(client_->Exists(Views(keys_), Soon())), kMany);
+    } else {
+      EXPECT_TRUE(IsOk(client_->ExistsEach(Views(keys_), Soon())));
+    }
+    { const HostStore::Reservation others = Must(host_->Reserve(100)); }
+    EXPECT_EQ(Must(host_->Exists(Views(keys_), Soon())), kMany - 100);
+  }
+}
+
+TEST_F(ManyRemotePages, OfTwoUnderOneKeyTheLaterStays) {
+  ServeManyOf(kMany);
+  std::vector<std::string> keys = keys_;
+  keys[5000] = keys[5];
+  *pool_->page(0, 0, 5).data() = std::byte{1};
+  *pool_->page(0, 0, 5000).data() = std::byte{2};
+  ASSERT_TRUE(AllOk(PutAll(keys)));
+  EXPECT_EQ(Must(client_->GetBytes(keys[5], Soon())), Bytes(1, std::byte{2}));
+}
+
+// More than fits above goes in rounds, and all of them are more than there is room for below.
+TEST_F(RemotePages, OfMoreThanTheTierBelowHasRoomForTheFirstStay) {
+  const auto lower = MakeHost(16);
+  const auto server = Serve(MakeHost(4), lower);
+  const auto client = Dial(server->address(), source_);
+  std::vector<int64_t> pages(32);
+  std::iota(pages.begin(), pages.end(), 0);
+  const std::vector<std::string> keys = Keys(32);
+  ASSERT_TRUE(AllOk(client->PutPages(Views(keys), *source_, pages, Soon())));
+  EXPECT_EQ(Must(lower->Exists(Views(keys), Soon())), 16);
+  EXPECT_EQ(Must(client->Exists(Views(keys), Soon())), 16);
+}
+
+TEST_F(RemotePages, InRoundsTooTheLaterOfTwoUnderOneKeyStays) {
+  const auto server = Serve(MakeHost(4), std::make_shared<FakeStore>(SmallLayout().page_bytes()));
+  const auto client = Dial(server->address(), source_);
+  std::vector<std::string> keys = Keys(12);
+  keys[10] = keys[1];
+  const std::vector<int64_t> pages = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}, to = {20};
+  ASSERT_TRUE(AllOk(client->PutPages(Views(keys), *source_, pages, Soon())));
+  const auto reader = Dial(server->address(), target_);
+  ASSERT_TRUE(AllOk(reader->GetPages(Views({keys[1]}), *target_, to, Soon())));
+  EXPECT_TRUE(HoldsExactly(*target_, 2, to, 1, std::vector<int64_t>{10}));
 }
 
 TEST_F(RemotePages, WhatIsMissingIsSaidKeyByKey) {
@@ -320,6 +405,47 @@ TEST_F(RemotePages, ATierBelowHasNoOldValueToBringUp) {
   EXPECT_TRUE(HoldsExactly(*target_, 2, into, 1, second));
 }
 
+// Somebody puts another value above while it is read.
+class ReplacingStore : public FakeStore {
+ public:
+  using FakeStore::FakeStore;
+  std::function<void()> meanwhile;
+  absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key,
+                                                  Deadline deadline) override {
+    absl::StatusOr<std::vector<std::byte>> value = FakeStore::GetBytes(key, deadline);
+    meanwhile();
+    return value;
+  }
+};
+
+// What comes after it would be given the bytes of its second page.
+TEST_F(RemotePages, AValueOfAnotherLengthThatCameInBetweenIsNoPage) {
+  const int64_t page_bytes = SmallLayout().page_bytes();
+  for (const int64_t bytes : {2 * page_bytes, int64_t{3}}) {
+    SCOPED_TRACE(bytes);
+    const auto host = MakeHost(bytes > page_bytes ? 3 : 2);
+    const auto lower = std::make_shared<ReplacingStore>(page_bytes);
+    const auto server = Serve(host, lower);
+    const std::vector<std::string> keys = {"replaced", "here"};
+    ASSERT_TRUE(
+        AllOk(lower->PutPages(Views({keys[0]}), *source_, std::vector<int64_t>{1}, Soon())));
+    ASSERT_TRUE(AllOk(host->PutPages(Views({keys[1]}), *source_, std::vector<int64_t>{2}, Soon())));
+    std::vector<HostStore::ReadLease> kept;  // They leave no room to bring the old one up.
+    lower->meanwhile = [&] {
+      const Bytes other(bytes);
+      const std::span<const std::byte> part = other;
+      EXPECT_TRUE(IsOk(host->Put(keys[0], {&part, 1}, Soon())));
+      for (const std::string& key : keys) kept.push_back(Must(host->Acquire(key)));
+    };
+    const auto target = MakePatternPool(SmallLayout(), 32, 2);
+    const auto reader = Dial(server->address(), target);
+    const auto got = reader->GetPages(Views(keys), *target, std::vector<int64_t>{8, 9}, Soon());
+    EXPECT_TRUE(Fails(got[0], absl::StatusCode::kFailedPrecondition));
+    EXPECT_TRUE(IsOk(got[1]));
+    EXPECT_TRUE(HoldsExactly(*target, 2, std::vector<int64_t>{9}, 1, std::vector<int64_t>{2}));
+  }
+}
+
 TEST_F(RemotePages, ATieredStoreOverAnotherHostIsRefused) {
   const std::shared_ptr<TieredStore> tiered = Must(TieredStore::Create(MakeHost(4), MakeHost(4)));
   EXPECT_TRUE(Fails(StoreServer::Create({{SmallChunks(), kTestModel, ""}, host_, tiered}),
@@ -445,6 +571,117 @@ TEST_F(RemotePages, ATierThatHangsMakesNothingInMemoryTooLate) {
     EXPECT_TRUE(Fails(client.PutPages(Views({"new"}), *target_, pages, deadline)[0],
                       absl::StatusCode::kDeadlineExceeded, "store"));
   });
+}
+
+// One with much time keeps those with little from the tier for a while, and no longer.
+TEST_F(RemotePages, WhoWaitsLongForATierThatHangsDoesNotMakeOthersWaitAsLong) {
+  constexpr int64_t kLongMs = 60000;
+  const std::vector<int64_t> page = {1}, pages = {8, 9};
+  const std::vector<std::string> keys = {"here", "nowhere"};
+  const auto lower = std::make_shared<FakeStore>(SmallLayout().page_bytes());
+  const auto server = Serve(MakeHost(4), lower);
+  const auto patient = Dial(server->address(), source_), other = Dial(server->address(), target_);
+  ASSERT_TRUE(AllOk(patient->PutPages(Views({"here"}), *source_, page, Soon())));
+  EXPECT_EQ(Must(other->Exists(Views({"here"}), Soon())), 1);  // It has a session.
+  lower->hangs = true;
+  lower->num_calls = 0;
+  const Deadline begin = Clock::now();
+  auto question = std::async(std::launch::async, [&] {
+    return patient->Exists(Views({"nobody's"}), DeadlineInMs(kLongMs)).status();
+  });
+  auto get = std::async(std::launch::async, [&] {
+    return patient->GetBytes("nobody's", DeadlineInMs(kLongMs)).status();
+  });
+  ASSERT_TRUE(WaitFor([&] { return lower->num_calls == 2; }, Soon()));
+  const auto exists = [&] {
+    const absl::StatusOr<int64_t> there = other->Exists(Views(keys), DeadlineInMs(200));
+    return there.ok() && *there == 1;
+  };
+  EXPECT_TRUE(WaitFor(exists, Soon()));
+  const auto gets = [&] {
+    return other->GetPages(Views(keys), *target_, pages, DeadlineInMs(1000))[0].ok();
+  };
+  EXPECT_TRUE(WaitFor(gets, Soon()));
+  EXPECT_TRUE(Fails(other->Erase("here", Soon()), absl::StatusCode::kUnavailable, "not asked"));
+  EXPECT_TRUE(IsOk(question.get()));
+  EXPECT_TRUE(Fails(get.get(), absl::StatusCode::kDeadlineExceeded));
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 15);
+}
+
+TEST_F(RemotePages, AServerClosesWhileATierHangs) {
+  const auto lower = std::make_shared<FakeStore>(SmallLayout().page_bytes());
+  auto server = Serve(MakeHost(4), lower);
+  const auto client = Dial(server->address(), source_);
+  lower->hangs = true;
+  auto get = std::async(std::launch::async,
+                        [&] { return client->GetBytes("key", DeadlineInMs(20000)).status(); });
+  ASSERT_TRUE(WaitFor([&] { return lower->num_calls == 1; }, Soon()));
+  const Deadline begin = Clock::now();
+  server.reset();
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 10);
+  EXPECT_FALSE(get.get().ok());
+}
+
+// What is asked for in the same call is left alone.
+TEST_F(RemotePages, AServerThatClosesReadsNoMore) {
+  const auto lower = std::make_shared<GatedStore>(SmallLayout().page_bytes());
+  auto server = Serve(MakeHost(8), lower);
+  const auto client = Dial(server->address(), source_);
+  const std::vector<std::string> keys = Keys(4);
+  const std::vector<int64_t> pages = {1, 2, 3, 4};
+  ASSERT_TRUE(AllOk(lower->PutPages(Views(keys), *source_, pages, Soon())));
+  auto get = std::async(std::launch::async, [&] {
+    return client->GetPages(Views(keys), *source_, pages, DeadlineInMs(5000))[0];
+  });
+  ASSERT_TRUE(lower->asked.Wait(Soon()));
+  auto closed = std::async(std::launch::async, [&] { server.reset(); });
+  closed.wait_for(std::chrono::milliseconds(200));  // It has begun by then.
+  lower->go_on.Open();
+  closed.get();
+  EXPECT_EQ(lower->num_gets, 1);
+  EXPECT_FALSE(get.get().ok());
+}
+
+// Which have a while each, so that much is put into a tier that is slow all the same.
+class BatchesStore : public FakeStore {
+ public:
+  using FakeStore::FakeStore;
+  struct Batch {
+    std::string first;
+    size_t size = 0;
+    double seconds = 0;  // That it is given.
+  };
+  std::vector<Batch> batches;  // Of a server's thread, until it has replied.
+
+  std::vector<absl::Status> PutBatch(std::span<const PutItem> items, Deadline deadline) override {
+    batches.push_back(
+        {std::string(items[0].key), items.size(), SecondsBetween(Clock::now(), deadline)});
+    return FakeStore::PutBatch(items, deadline);
+  }
+};
+
+TEST_F(RemotePages, MuchIsPutBelowInPieces) {
+  const KvLayout layout = Flat(1 << 20);
+  const auto pool = MakePatternPool(layout, 40, 1);
+  const std::shared_ptr<HostStore> host = Must(HostStore::Create({layout, 40 << 20, 0}));
+  const auto lower = std::make_shared<BatchesStore>(1 << 20);
+  const auto server = Serve(host, lower);
+  const auto client = Dial(server->address(), pool);
+  std::vector<int64_t> pages(40);
+  std::iota(pages.begin(), pages.end(), 0);
+  std::vector<std::string> keys = Keys(40);
+  ASSERT_TRUE(AllOk(client->PutPages(Views(keys), *pool, pages, Soon())));
+  EXPECT_EQ(Must(lower->Exists(Views(keys), Soon())), 40);
+  ASSERT_EQ(lower->batches.size(), 3u);
+  EXPECT_EQ(lower->batches[0].first, "key32");  // Of those that stay the first are the youngest.
+  EXPECT_EQ(lower->batches[1].first, "key16");
+  EXPECT_EQ(lower->batches[2].first, "key0");
+  for (const BatchesStore::Batch& batch : lower->batches) EXPECT_LE(batch.seconds, 2);
+  // Of two values of one key the later one stays.
+  keys[39] = keys[0];
+  ASSERT_TRUE(AllOk(client->PutPages(Views(keys), *pool, pages, Soon())));
+  EXPECT_EQ(lower->batches[3].first, "key0");
+  EXPECT_EQ(lower->batches[5].size, 8u);
 }
 
 TEST_F(RemotePages, NoMoreIsReadForACallThatIsOver) {
@@ -609,16 +846,16 @@ TEST_F(RemotePages, MoreKeysThanACallTakesAreAskedForInSeveral) {
   const std::span<const std::byte> part = value;
   for (const std::string& key : keys) ASSERT_TRUE(IsOk(host->Put(key, {&part, 1}, Soon())));
   EXPECT_EQ(Must(client->Exists(Views(keys), Soon())), 10000);
-  EXPECT_EQ(Metric(*server, "calls_served"), 3);
+  EXPECT_EQ(Metric(*server, "calls_served"), 5);  // Two are asked for anew, to be used last.
   ASSERT_TRUE(IsOk(host->Erase(keys[9000], Soon())));
   EXPECT_EQ(Must(client->Exists(Views(keys), Soon())), 9000);
   ASSERT_TRUE(IsOk(host->Erase(keys[5], Soon())));
   EXPECT_EQ(Must(client->Exists(Views(keys), Soon())), 5);
-  EXPECT_EQ(Metric(*server, "calls_served"), 7);
+  EXPECT_EQ(Metric(*server, "calls_served"), 11);
   std::vector<bool> there(10000, true);
   there[5] = there[9000] = false;
   EXPECT_EQ(Must(client->ExistsEach(Views(keys), Soon())), there);
-  EXPECT_EQ(Metric(*server, "calls_served"), 10);
+  EXPECT_EQ(Metric(*server, "calls_served"), 14);
   keys.back() = "";
   EXPECT_TRUE(Fails(client->Exists(Views(keys), Soon()), absl::StatusCode::kInvalidArgument));
   EXPECT_FALSE(client->pins_for_sure());

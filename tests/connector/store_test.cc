@@ -65,6 +65,37 @@ INSTANTIATE_TEST_SUITE_P(
                     TieredHosts(), TieredOverFake()),
     BackendName());
 
+// Hangs once it has given a value.
+class OneGetStore : public FakeStore {
+ public:
+  using FakeStore::FakeStore;
+  absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key,
+                                                  Deadline deadline) override {
+    absl::StatusOr<std::vector<std::byte>> value = FakeStore::GetBytes(key, deadline);
+    hangs = true;
+    return value;
+  }
+};
+
+// What comes first is of use without the others.
+TEST(StoreBatches, ADeadlineCutsOffTheLastOfWhatIsGot) {
+  OneGetStore store(100);
+  const std::byte value[10] = {};
+  const std::span<const std::byte> in = value;
+  const std::vector<std::string_view> keys = {"a", "b", "c"};
+  for (const std::string_view key : keys) ASSERT_TRUE(IsOk(store.Put(key, {&in, 1}, Soon())));
+  std::byte outs[3][10];
+  std::vector<std::span<std::byte>> parts(std::begin(outs), std::end(outs));
+  std::vector<KvStore::GetItem> items;
+  for (size_t i = 0; i < keys.size(); ++i) items.push_back({keys[i], {&parts[i], 1}});
+  const Deadline deadline = DeadlineInMs(100);
+  const std::vector<absl::Status> statuses = store.GetBatch(items, deadline);
+  EXPECT_TRUE(IsOk(statuses[0]));
+  EXPECT_TRUE(Fails(statuses[1], absl::StatusCode::kDeadlineExceeded));
+  EXPECT_TRUE(Fails(statuses[2], absl::StatusCode::kDeadlineExceeded));
+  EXPECT_EQ(store.num_calls, 3 + 3);  // And is not asked for anything else.
+}
+
 // Pages of a device are put and got some at a time, and are one batch all the same.
 TEST(StoreOfDevicePages, OfManyTheFirstIsDroppedLast) {
   const KvLayout layout = KvLayout::Mha(2, 64, 32, 64, DType::kBFloat16);  // 1 MiB a page.

@@ -543,6 +543,89 @@ TEST_F(TieredStores, BatchesOfTwoThreadsDoNotWaitForEachOther) {
   }
 }
 
+// So many values of ten bytes, one batch of them.
+struct ManyValues {
+  explicit ManyValues(int count) {
+    for (int i = 0; i < count; ++i) {
+      names.push_back(absl::StrCat("key", i));
+      values.push_back(ValueOf(i, 1, 10));
+    }
+    for (int i = 0; i < count; ++i) {
+      ins.emplace_back(values[i]);
+      outs.emplace_back(values[i]);
+    }
+    for (int i = 0; i < count; ++i) {
+      puts.push_back({names[i], {&ins[i], 1}});
+      gets.push_back({names[i], {&outs[i], 1}});
+    }
+  }
+  std::vector<std::string_view> keys() const { return {names.begin(), names.end()}; }
+
+  std::vector<std::string> names;
+  std::vector<Bytes> values;
+  std::vector<std::span<const std::byte>> ins;
+  std::vector<std::span<std::byte>> outs;
+  std::vector<KvStore::PutItem> puts;
+  std::vector<KvStore::GetItem> gets;
+};
+
+// Also where some were above and others came up: those were used last, and are what comes after.
+TEST_F(TieredStores, OfABatchThatCameUpInPartTheFirstIsDroppedLast) {
+  ManyValues many(20);
+  const auto upper = MakeHost(200), lower = MakeHost(1000);
+  const auto store = Must(TieredStore::Create(upper, lower));
+  for (const auto& status : store->PutBatch(many.puts, Soon())) ASSERT_TRUE(IsOk(status));
+  for (int i = 10; i < 20; ++i) ASSERT_TRUE(IsOk(upper->Erase(many.names[i], Soon())));
+  for (const auto& status : store->GetBatch(many.gets, Soon())) EXPECT_TRUE(IsOk(status));
+  { const HostStore::Reservation others = Must(upper->Reserve(60)); }
+  EXPECT_EQ(Exists(*upper, many.keys()), 14);
+}
+
+TEST_F(TieredStores, OfWhatIsAskedForPieceByPieceTheFirstIsDroppedLast) {
+  ManyValues many(20);
+  const auto upper = MakeHost(200), lower = MakeHost(1000);
+  const auto store = Must(TieredStore::Create(upper, lower));
+  for (const auto& status : store->PutBatch(many.puts, Soon())) ASSERT_TRUE(IsOk(status));
+  for (const int gap : {5, 10}) ASSERT_TRUE(IsOk(upper->Erase(many.names[gap], Soon())));
+  EXPECT_EQ(Exists(*store, many.keys()), 20);
+  { const HostStore::Reservation others = Must(upper->Reserve(60)); }  // Two pages are free.
+  std::vector<bool> left(20, true);
+  left[5] = left[10] = left[16] = left[17] = left[18] = left[19] = false;
+  EXPECT_EQ(Each(*upper, many.keys()), left);
+}
+
+// By a clock of the test's own.
+TEST(TierPatience, ASilenceIsFourTimesWhatWasWaitedAndHasAnEnd) {
+  using std::chrono::milliseconds;
+  using std::chrono::seconds;
+  TierPatience patience;
+  Deadline now = Clock::now();
+  // A call that may take so long, of a tier that hangs: how long it is not asked then.
+  const auto silence_after = [&](milliseconds most) {
+    const Deadline begin = std::max(now, patience.silent_until());
+    now = patience.WaitUntil(begin, begin + most);
+    patience.Heard(begin, now, /*answered=*/false);
+    return std::chrono::duration_cast<milliseconds>(patience.silent_until() - now);
+  };
+  EXPECT_EQ(silence_after(seconds(60)), seconds(5));  // Its callers' own time, once.
+  for (int i = 0; i < 3; ++i) silence_after(seconds(60));
+  // Whoever has not much time waits in vain for no more than that.
+  EXPECT_EQ(silence_after(seconds(2)), seconds(8));
+  EXPECT_EQ(silence_after(milliseconds(600)), seconds(5));
+  EXPECT_EQ(silence_after(seconds(2)), seconds(8));
+  Clock::duration waited{};
+  for (int i = 0; i < 20; ++i) {
+    const Deadline before = std::max(now, patience.silent_until());
+    EXPECT_LE(silence_after(seconds(600)), seconds(30)) << i;
+    waited = now - before;
+    EXPECT_LE(4 * waited, patience.silent_until() - now) << i;  // A fifth of the time at most.
+  }
+  EXPECT_GE(waited, seconds(7));
+  patience.Heard(now, now, /*answered=*/true);
+  EXPECT_LE(patience.silent_until(), now);
+  EXPECT_EQ(patience.WaitUntil(now, now + seconds(60)), now + seconds(60));
+}
+
 TEST_F(TieredStores, BadTiersAreNamed) {
   EXPECT_TRUE(Fails(TieredStore::Create(nullptr, lower_), kInvalid, "upper is null"));
   EXPECT_TRUE(Fails(TieredStore::Create(upper_, nullptr), kInvalid, "lower is null"));
