@@ -24,6 +24,12 @@ void TakeDTypes(const KvLayout& from, KvLayout* layout) {
   for (size_t i = 0; i < from.tensors.size(); ++i) layout->tensors[i].dtype = from.tensors[i].dtype;
 }
 
+// All else waits until the session is ready: it asks for chunks over a link that is still to come.
+bool MayComeEarly(const MessageBody& body) {
+  return std::holds_alternative<PingMsg>(body) || std::holds_alternative<PongMsg>(body) ||
+         std::holds_alternative<ByeMsg>(body);
+}
+
 }  // namespace
 
 void NodeImpl::CountPeers() {
@@ -198,6 +204,10 @@ void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
   if (session->state == Session::State::kGreeting) {
     const auto* welcome = std::get_if<WelcomeMsg>(&message.body);
     if (welcome != nullptr) OnWelcome(peer, *session, message.from_epoch, *welcome);
+    return;
+  }
+  if (session->state == Session::State::kLinking && !MayComeEarly(message.body)) {
+    ++metrics_.messages_stale;
     return;
   }
   OnSessionMessage(peer, *session, std::move(message.body));

@@ -601,6 +601,28 @@ TEST(HelloFromOthers, APeerThatMapsNothingIsWelcomedOverTheNetwork) {
   }
 }
 
+TEST(HelloFromOthers, WhatIsAskedBeforeTheWelcomeIsNotHeard) {
+  const auto pool = MakePatternPool(SmallLayout(), 8, 3);
+  const auto prefill = MakePrefill(pool, SmallChunks());
+  const Ticket ticket = Publish(*prefill, *pool, {0}, 1);
+  UnmappedMemory memory;
+  HelloMsg hello{"by hand", kTestModel, SmallLayout(), {}};
+  hello.data.local = memory.local();
+  RawDecode peer(prefill->address());
+  peer.Send({42, 0, hello});
+  memory.Answer(Takes::kSaysNothing);
+  FetchMsg fetch;
+  fetch.transfer_id = 7;
+  fetch.lease_id = ticket.lease_id;
+  const PageRun first{0, 1};
+  fetch.positions = Must(PageRuns::FromRuns({&first, 1}));
+  fetch.timeout_ms = 10000;
+  fetch.window_bytes = fetch.chunk_bytes = 65536;
+  peer.Send({42, ticket.epoch, fetch});
+  EXPECT_TRUE(WaitFor([&] { return Metric(*prefill, "messages_stale") == 1; }, Soon()));
+  EXPECT_EQ(Metric(*prefill, "transfers_started"), 0);
+}
+
 // And one that has no other way is told why it is refused.
 TEST(HelloFromOthers, APeerThatMapsNothingAndOffersNoNetworkIsRefused) {
   const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 3), SmallChunks());
