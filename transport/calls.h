@@ -33,7 +33,7 @@ struct CallKey {
 
 // Whether a call ended with its session, or before it had one, and how far it had come by then.
 enum class CutOff {
-  kNo,        // It did not: this is a reply, or a deadline or a cancel of what the peer has heard of.
+  kNo,  // It did not: this is a reply, or a deadline or a cancel of what the peer has heard of.
   kNotAsked,  // The peer has not heard of the call.
   kAsked,     // The peer may have carried it out.
 };

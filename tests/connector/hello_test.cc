@@ -634,8 +634,8 @@ TEST(HelloFromOthers, APeerThatMapsNothingAndOffersNoNetworkIsRefused) {
   memory.Answer(Takes::kNever);
   const std::optional<Message> answer = peer.Receive(Soon());
   ASSERT_TRUE(answer.has_value() && std::holds_alternative<RefuseMsg>(answer->body));
-  EXPECT_TRUE(Fails(std::get<RefuseMsg>(answer->body).status,
-                    absl::StatusCode::kFailedPrecondition, "the peer over shared memory"));
+  EXPECT_TRUE(Fails(std::get<RefuseMsg>(answer->body).status, absl::StatusCode::kFailedPrecondition,
+                    "the peer over shared memory"));
   EXPECT_TRUE(WaitFor([&] { return Metric(*prefill, "peers") == 0; }, Soon()));
   EXPECT_EQ(Metric(*prefill, "hellos_refused"), 1);
 }

@@ -454,7 +454,8 @@ void MappedDataPlane::HearAnswer(Link& link) {
     link.why_not = absl::ResourceExhaustedError("the peer on this host takes no memory just now");
     return;
   }
-  link.why_not = absl::FailedPreconditionError("the peer on this host cannot map this side's memory");
+  link.why_not =
+      absl::FailedPreconditionError("the peer on this host cannot map this side's memory");
   if (refused_by_.size() >= kMaxAccepted) refused_by_.clear();
   refused_by_.insert(link.address);
 }
