@@ -130,7 +130,8 @@ std::vector<uint64_t> LeaseTable::AskedFor(absl::Span<const uint64_t> lease_ids)
 
 absl::Status LeaseTable::CheckNotEnded(uint64_t lease_id) const {
   MutexLock lock(&mutex_);
-  return fates_.contains(lease_id) ? NotLive(lease_id) : absl::OkStatus();
+  const Fate* const fate = fates_.Find(lease_id);
+  return fate != nullptr && fate->published ? NotLive(lease_id) : absl::OkStatus();
 }
 
 absl::Status LeaseTable::Take(uint64_t lease_id) {

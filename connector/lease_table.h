@@ -84,7 +84,8 @@ class LeaseTable : public FetchSource {
   // Those of these leases, published or not, that somebody has come for, or has said to need nothing
   // of. As far back as that is remembered (RecentMap).
   std::vector<uint64_t> AskedFor(absl::Span<const uint64_t> lease_ids) const;
-  // FAILED_PRECONDITION, saying how, for a lease that has ended, as far back as that is remembered.
+  // FAILED_PRECONDITION, saying how, for a lease that has ended, as far back as that is remembered. Not
+  // for one that is not published, whatever its readers have said: TakeEnded() says nothing of it.
   absl::Status CheckNotEnded(uint64_t lease_id) const;
   // The reader has all that it wanted. OK: the lease ends as fetched, now or with the transfer under
   // way, or did so before, however often this is asked. FAILED_PRECONDITION for one that ended

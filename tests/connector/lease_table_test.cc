@@ -293,6 +293,19 @@ TEST_F(Leases, TransferringUnpublishedWaitsForTheTransfer) {
   ASSERT_TRUE(IsOk(Publish()));
 }
 
+// Between the end of the transfer and its owner's look: the owner has its pages all the same.
+TEST_F(Leases, UnpublishedAndUnneededRightAway) {
+  ASSERT_TRUE(IsOk(Publish()));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));
+  EXPECT_EQ(Must(table_.Unpublish(kLease)), false);
+  table_.EndTransfer(kLease, {}, absl::AbortedError("x"));
+  table_.NothingNeeded(kLease, {});
+  EXPECT_TRUE(IsOk(table_.CheckNotEnded(kLease)));
+  EXPECT_EQ(Ended(), "none");
+  ASSERT_TRUE(IsOk(Publish()));
+  EXPECT_EQ(Ended(), "fetched");
+}
+
 TEST_F(Leases, UnpublishingEndsIfAllHasArrived) {
   ASSERT_TRUE(IsOk(Publish()));
   ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));
