@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <chrono>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,7 +17,7 @@ constexpr int64_t kMaxFailedAttempts = 3;
 constexpr size_t kMaxUnmapped = 4096;
 // A session that ends sooner than this has been of no use; a peer that ends so many, one after another,
 // would have us dial it for ever.
-constexpr auto kQuickEnd = std::chrono::seconds(1);
+constexpr int64_t kQuickEndMs = 1000;
 constexpr int64_t kMaxQuickEnds = 5;
 
 // Of as many tensors.
@@ -469,8 +471,9 @@ void NodeImpl::DropSilent(const PeerKey& peer) {
 void NodeImpl::DropAndBeginAgain(const PeerKey& peer, const absl::Status& status) {
   const PeerKey nobody;  // Yet.
   const Session session = *sessions_.Find(peer);
-  // Otherwise a session has been of use, or has taken its time to end.
-  const bool is_quick = Clock::now() - session.began < kQuickEnd;
+  // Otherwise a session has been of use, or has taken its time to end, as a silent one does.
+  const int64_t quick_ms = std::min(kQuickEndMs, options_.config.heartbeat_timeout_ms / 2);
+  const bool is_quick = Clock::now() - session.began < std::chrono::milliseconds(quick_ms);
   const int64_t quick_ends = is_quick ? session.quick_ends + 1 : 0;
   if (quick_ends > kMaxQuickEnds) return DropSession(peer, status);
   std::vector<Receiver::Fetch> again = receiver_->TakeUnfinished(peer);

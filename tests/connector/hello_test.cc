@@ -578,6 +578,29 @@ TEST(HelloToOthers, APeerThatForgetsEachSessionAtOnceIsGivenUp) {
   EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kNotFound, "forgotten"));
 }
 
+// Which may be the network's doing, however short the time is that is given for it.
+TEST(HelloToOthers, APeerThatIsSilentInEachSessionIsNotGivenUp) {
+  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
+    GTEST_SKIP() << "the network is TCP's here";
+  }
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  config.heartbeat_interval_ms = 50;
+  config.heartbeat_timeout_ms = 200;
+  const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
+  MapsNothing peer;
+  const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  for (int session = 0; session < 8; ++session) {
+    peer.Welcome(5);
+    const auto asked = peer.Receive();
+    ASSERT_TRUE(asked.has_value() && std::holds_alternative<FetchMsg>(asked->second.body));
+    // And that this side has given the session up.
+    const auto refused = peer.Receive();
+    ASSERT_TRUE(refused.has_value() && std::holds_alternative<RefuseMsg>(refused->second.body));
+    EXPECT_FALSE(fetch->done());
+  }
+}
+
 // The welcome waits until it is known how this side will send.
 TEST(HelloFromOthers, APeerThatMapsNothingIsWelcomedOverTheNetwork) {
   if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
