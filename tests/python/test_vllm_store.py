@@ -71,6 +71,8 @@ class Scheduler:
         self.opened = open_store(HOST, self.pool, config, "m", "n", 0)
         self.half = StoreScheduler(BLOCK, HOST, namespace, config)
         self.half.set_workers({0: StoreAddress.of(self.opened.address, "m", LAYOUT)})
+        for store in self.half._stores:  # A busy machine takes longer for the first than it waits.
+            store.exists([b"nothing"], timeout_ms=20000)
 
     def use(self, stores: list) -> None:
         """Asks these, one a rank."""
