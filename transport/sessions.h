@@ -43,8 +43,8 @@ struct Session {
   bool awaits_anyone = false;
   bool network_only = false;  // Our hello has offered no shared memory.
   Deadline began = Clock::now();
-  int64_t quick_ends =
-      0;  // Of sessions to this address before, each begun as the one before it ended.
+  // Of sessions to this address before, each begun as the one before it ended.
+  int64_t quick_ends = 0;
 };
 
 // The sessions of one node. Not thread-safe.

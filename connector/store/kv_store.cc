@@ -5,6 +5,7 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
+#include "connector/store/in_pieces.h"
 #include "connector/store/staged_pages.h"
 
 namespace kvferry {
@@ -101,17 +102,11 @@ template <typename Move>
 std::vector<absl::Status> Staged(std::span<const std::string_view> keys, const KvPool& pool,
                                  std::span<const int64_t> pages, bool last_first,
                                  const Move& move) {
-  std::vector<absl::Status> statuses(keys.size());
-  const size_t most = StagedPages::AtATime(pool);
-  const size_t pieces = (keys.size() + most - 1) / most;
-  for (size_t piece = 0; piece < pieces; ++piece) {
-    const size_t first = most * (last_first ? pieces - 1 - piece : piece);
-    const size_t count = std::min(most, keys.size() - first);
-    StagedPages staged(pool, pages.subspan(first, count));
-    std::ranges::move(move(keys.subspan(first, count), staged),
-                      statuses.begin() + static_cast<ptrdiff_t>(first));
-  }
-  return statuses;
+  return InPieces(keys.size(), StagedPages::AtATime(pool), last_first,
+                  [&](size_t first, size_t count) {
+                    StagedPages staged(pool, pages.subspan(first, count));
+                    return move(keys.subspan(first, count), staged);
+                  });
 }
 
 }  // namespace

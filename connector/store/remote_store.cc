@@ -10,6 +10,7 @@
 #include "base/mutex.h"
 #include "base/random.h"
 #include "base/status.h"
+#include "connector/store/in_pieces.h"
 #include "connector/store/store_wire.h"
 
 namespace kvferry {
@@ -108,18 +109,11 @@ std::vector<absl::Status> InRounds(Keys keys, PageIds pages, Deadline deadline,
 }
 
 template <typename DoRound>
-std::vector<absl::Status> InPieces(Keys keys, PageIds pages, bool last_first, Deadline deadline,
-                                   const DoRound& do_round) {
-  std::vector<absl::Status> statuses(keys.size());
-  const size_t pieces = (keys.size() + kMaxKeysPerCall - 1) / kMaxKeysPerCall;
-  for (size_t piece = 0; piece < pieces; ++piece) {
-    const size_t first = kMaxKeysPerCall * (last_first ? pieces - 1 - piece : piece);
-    const size_t count = std::min(kMaxKeysPerCall, keys.size() - first);
-    std::ranges::move(
-        InRounds(keys.subspan(first, count), pages.subspan(first, count), deadline, do_round),
-        statuses.begin() + static_cast<ptrdiff_t>(first));
-  }
-  return statuses;
+std::vector<absl::Status> InCalls(Keys keys, PageIds pages, bool last_first, Deadline deadline,
+                                  const DoRound& do_round) {
+  return InPieces(keys.size(), kMaxKeysPerCall, last_first, [&](size_t first, size_t count) {
+    return InRounds(keys.subspan(first, count), pages.subspan(first, count), deadline, do_round);
+  });
 }
 
 }  // namespace
@@ -426,7 +420,7 @@ std::vector<absl::Status> RemoteStore::DoPutPages(std::span<const std::string_vi
   // The first are to stay where there is no room for all, but of two values of one key the later
   // one.
   const bool last_first = CountDistinct(keys) == keys.size();
-  return InPieces(keys, pages, last_first, deadline, [&](Keys some_keys, PageIds some_pages) {
+  return InCalls(keys, pages, last_first, deadline, [&](Keys some_keys, PageIds some_pages) {
     return Persist(deadline, SessionEnded,
                    [&] { return PutSomePages(some_keys, some_pages, deadline); });
   });
@@ -444,7 +438,7 @@ std::vector<absl::Status> RemoteStore::DoGetPages(std::span<const std::string_vi
                    [&] { return GetSomePages(some_keys, some_pages, deadline); });
   };
   // What a deadline cuts off are the last pages, without which the first are of use.
-  std::vector<absl::Status> got = InPieces(keys, pages, /*last_first=*/false, deadline, do_round);
+  std::vector<absl::Status> got = InCalls(keys, pages, /*last_first=*/false, deadline, do_round);
   // Which made those of the last round the ones that were used last.
   if (rounds > 1) UseLastToFirst(keys, got, deadline);
   return got;

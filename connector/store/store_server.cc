@@ -10,6 +10,7 @@
 #include "base/status.h"
 #include "base/thread.h"
 #include "connector/attached_node.h"
+#include "connector/store/in_pieces.h"
 #include "connector/store/store_wire.h"
 
 namespace kvferry {
@@ -595,18 +596,16 @@ std::optional<std::vector<absl::Status>> StoreServer::Service::PutTiered(
   const auto most =
       static_cast<size_t>(std::max<int64_t>(1, kPutTogetherBytes / pool.layout().page_bytes()));
   const bool last_first = CountDistinct(keys) == keys.size();  // As in PutPages.
-  const size_t pieces = (keys.size() + most - 1) / most;
-  std::vector<absl::Status> statuses(keys.size());
-  for (size_t piece = 0; piece < pieces; ++piece) {
-    if (IsOver(request)) return std::nullopt;
-    const size_t first = most * (last_first ? pieces - 1 - piece : piece);
-    const size_t count = std::min(most, keys.size() - first);
-    std::ranges::move(
-        options_.tiered->PutShown(
-            keys.subspan(first, count), pool, std::span(incoming.pages).subspan(first, count),
-            [&](size_t i) { return show(first + i); }, StoreDeadline(request)),
-        statuses.begin() + static_cast<ptrdiff_t>(first));
-  }
+  bool is_over = false;
+  const auto put = [&](size_t first, size_t count) {
+    is_over = is_over || IsOver(request);
+    if (is_over) return std::vector<absl::Status>(count, TooLate());
+    return options_.tiered->PutShown(
+        keys.subspan(first, count), pool, std::span(incoming.pages).subspan(first, count),
+        [&](size_t i) { return show(first + i); }, StoreDeadline(request));
+  };
+  std::vector<absl::Status> statuses = InPieces(keys.size(), most, last_first, put);
+  if (is_over) return std::nullopt;
   return statuses;
 }
 
