@@ -36,6 +36,7 @@ struct Field {
 };
 
 constexpr int64_t kHourMs = 3600 * 1000;
+constexpr int64_t kMinDeviceArenaBytes = 64 << 10;
 
 // The one table that JSON, the environment and validation read.
 constexpr std::array kFields = {
@@ -55,6 +56,7 @@ constexpr std::array kFields = {
     Field{"copy_threads", &Config::copy_threads, 1, 64},
     Field{"chunk_bytes", &Config::chunk_bytes, 4 << 10, 4 << 20},
     Field{"arena_bytes", &Config::arena_bytes, 64 << 10, int64_t{64} << 30},
+    Field{"device_arena_bytes", &Config::device_arena_bytes, 0, int64_t{64} << 30},
     Field{"credits_per_transfer", &Config::credits_per_transfer, 1, 4096},
     Field{"checksum", &Config::checksum},
     Field{"heartbeat_interval_ms", &Config::heartbeat_interval_ms, 10, kHourMs},
@@ -260,6 +262,11 @@ absl::Status Config::Validate() const {
     return absl::InvalidArgumentError(absl::StrCat("config: arena_bytes is ", arena_bytes,
                                                    " but must hold at least one chunk_bytes (",
                                                    chunk_bytes, ")"));
+  }
+  if (device_arena_bytes != 0 && device_arena_bytes < kMinDeviceArenaBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("config: device_arena_bytes is ",
+                                                   device_arena_bytes, " but must be at least ",
+                                                   kMinDeviceArenaBytes, ", or 0 for none"));
   }
   KVFERRY_RETURN_IF_ERROR(CheckChoice("same_host_path", same_host_path, kSameHostPaths));
   KVFERRY_RETURN_IF_ERROR(CheckChoice("network_path", network_path, kNetworkPaths));

@@ -58,9 +58,13 @@ struct Config {
   // in memory that kvferry made, else as "arena"; "arena", out of chunks gathered in shared memory;
   // "network", as to peers on other hosts; "auto", the quicker one of the first two for each transfer.
   std::string same_host_path = "auto";
-  int64_t copy_threads = 1;           // That copy what a peer on this host has in a shared pool.
-  int64_t chunk_bytes = 1 << 20;      // Packed path: bytes of one chunk.
-  int64_t arena_bytes = 64 << 20;     // Packed path: all chunks being gathered or sent, all peers.
+  int64_t copy_threads = 1;        // That copy what a peer on this host has in a shared pool.
+  int64_t chunk_bytes = 1 << 20;   // Packed path: bytes of one chunk.
+  int64_t arena_bytes = 64 << 20;  // Packed path: all chunks being gathered or sent, all peers.
+  // Of a GPU's memory, where the pool lies in it: chunks for peers on this host that can map them, but cannot
+  // have the pages as they lie in the pool (other dtypes on the two sides, memory without handles).
+  // 0: none, such pages go through the arena.
+  int64_t device_arena_bytes = 64 << 20;
   int64_t credits_per_transfer = 16;  // Chunks a sender may have unacknowledged per transfer.
   bool checksum = false;              // XXH3 of each chunk, verified before it counts as arrived.
 

@@ -29,7 +29,7 @@ from workload import SHAPES, choose_pages, format_runs
 
 # By the name of their rows: a request of 4,096 tokens takes 512 MiB in either.
 PAGES = {"32KiB": (SHAPES["llama8b-p16"], 16), "2KiB": (SHAPES["llama8b-p1"], 1)}
-PATHS = {"host": "auto", "tcp": "network"}  # Config's same_host_path.
+PATHS = {"host": "auto", "arena": "arena", "tcp": "network"}  # Config's same_host_path.
 PLACES = ("host-host", "device-device", "device-host", "host-device")
 NIXL = {"read": "NIXL READ", "write": "NIXL WRITE"}  # Its operations, as paths of rows.
 NIXL_PLACES = ("host-host", "device-device")
@@ -173,14 +173,20 @@ class Measured:
             with self.telling(f"{self.pages} plain"):
                 self.plain = PlainCopies(self.pages, size, self.args, drivers)
                 self.rows += self.plain.rows
-        for path in self.args.paths:
-            for places in self.args.places:
-                row = Row(self.pages, path, places, size)
-                self.rows.append(row)
-                with self.telling(row.name):
-                    self.pairs.append(Pair(row, self.shape, lists, self.args, drivers))
+        for path, places in self.paths_and_places():
+            row = Row(self.pages, path, places, size)
+            self.rows.append(row)
+            with self.telling(row.name):
+                self.pairs.append(Pair(row, self.shape, lists, self.args, drivers))
         for places in self.args.nixl_places if self.args.nixl else ():
             self.make_nixl(places, lists, drivers)
+
+    def paths_and_places(self):
+        """The device's arena is for pools on devices; bench/run.py has the host's."""
+        for path in self.args.paths:
+            for places in self.args.places:
+                if path != "arena" or places == "device-device":
+                    yield path, places
 
     def make_nixl(self, places, lists, drivers):
         """Over what NIXL's UCX picks of all transports that it finds."""
@@ -209,7 +215,7 @@ class Measured:
                 self.round(rep)
 
     def num_processes(self):
-        pairs = len(self.args.paths) * len(self.args.places)
+        pairs = len(list(self.paths_and_places()))
         return 2 * (pairs + (len(self.args.nixl_places) if self.args.nixl else 0))
 
     def round(self, rep):
@@ -345,7 +351,7 @@ def parse_arguments():
     parser.add_argument("--device", type=int, default=0, help="GPU of the pools (default: 0)")
     for name, known, what in (
         ("pages", PAGES, "bytes of a page in one buffer"),
-        ("paths", PATHS, "on the same host by default, or over loopback TCP"),
+        ("paths", PATHS, "on the same host by default, there through chunks on the device, or over loopback TCP"),
         ("places", PLACES, "where the pages lie and where they go"),
     ):
         parser.add_argument(

@@ -137,12 +137,14 @@ class ValueCasts::Copies {
     }
     return absl::OkStatus();
   }
-  absl::Status Run(const PoolMemory& memory) const {
+  absl::Status Run(const PoolMemory& memory, const PoolMemory& to) const {
     KVFERRY_RETURN_IF_ERROR(memory.RunApart(copies_));
+    std::vector<BytesMove> moves;
     for (const Split& split : splits_) {
-      std::memcpy(split.to.data(), split.value.data() + split.skip, split.to.size());
+      moves.push_back({split.value.data() + split.skip, split.to.data(),
+                       static_cast<int64_t>(split.to.size())});
     }
-    return absl::OkStatus();
+    return to.MoveApart(moves);
   }
 
  private:
@@ -204,12 +206,12 @@ class ValueCasts::Copies {
 };
 
 absl::Status ValueCasts::Gather(const PoolMemory& memory, const PageRuns& items,
-                                std::span<const Window> windows) const {
+                                std::span<const Window> windows, const PoolMemory& to) const {
   Copies copies(items);
   for (const Window& window : windows) {
     KVFERRY_RETURN_IF_ERROR(copies.Add(casts_[window.buffer], window));
   }
-  return copies.Run(memory);
+  return copies.Run(memory, to);
 }
 
 }  // namespace kvferry

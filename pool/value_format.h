@@ -55,13 +55,14 @@ class ValueCasts {
   struct Window {
     int64_t buffer;  // KvLayout::buffer_index.
     BufferInfo from;
-    int64_t offset;               // Of the window; may lie inside of a value, and so may its end.
-    std::span<std::byte> packed;  // On the host.
+    int64_t offset;  // Of the window; may lie inside of a value, and so may its end.
+    std::span<std::byte> packed;
   };
-  // Casts the windows into where they are packed. `items`, and what is asked of them, lie inside of the
-  // buffers, which lie in `memory`. Errors are those of PoolMemory::RunApart().
+  // Casts the windows into where they are packed, in memory `to`: the host's, or that of the buffers, which
+  // lie in `memory`. `items`, and what is asked of them, lie inside of the buffers. Errors are those of
+  // PoolMemory::RunApart() and MoveApart().
   absl::Status Gather(const PoolMemory& memory, const PageRuns& items,
-                      std::span<const Window> windows) const;
+                      std::span<const Window> windows, const PoolMemory& to) const;
 
  private:
   struct Cast {

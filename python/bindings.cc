@@ -185,6 +185,7 @@ void BindConfig(nb::module_& module) {
       .def_ro("copy_threads", &Config::copy_threads)
       .def_ro("chunk_bytes", &Config::chunk_bytes)
       .def_ro("arena_bytes", &Config::arena_bytes)
+      .def_ro("device_arena_bytes", &Config::device_arena_bytes)
       .def_ro("credits_per_transfer", &Config::credits_per_transfer)
       .def_ro("checksum", &Config::checksum)
       .def_ro("heartbeat_interval_ms", &Config::heartbeat_interval_ms)

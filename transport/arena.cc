@@ -16,18 +16,7 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(int64_t arena_bytes, int64_
 }
 
 Arena::Arena(SharedMemory memory, const ArenaShape& shape)
-    : memory_(std::move(memory)), shape_(shape) {
-  for (int64_t chunk = shape.num_chunks - 1; chunk >= 0; --chunk) free_.push_back(chunk);
-}
-
-int64_t Arena::Take() {
-  if (free_.empty()) return -1;
-  const int64_t chunk = free_.back();
-  free_.pop_back();
-  return chunk;
-}
-
-void Arena::GiveBack(int64_t chunk) { free_.push_back(chunk); }
+    : memory_(std::move(memory)), shape_(shape), slots_(shape.num_chunks) {}
 
 std::span<std::byte> Arena::Bytes(int64_t chunk) const {
   return {memory_.data.get() + shape_.chunk_at(chunk), static_cast<size_t>(shape_.chunk_bytes)};

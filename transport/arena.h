@@ -4,10 +4,10 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <vector>
 
 #include "absl/status/statusor.h"
 #include "base/shared_memory.h"
+#include "transport/slots.h"
 
 namespace kvferry {
 
@@ -31,8 +31,8 @@ class Arena {
   static absl::StatusOr<std::unique_ptr<Arena>> Create(int64_t arena_bytes, int64_t chunk_bytes);
 
   // An index in [0, num_chunks()), or -1 when all are taken.
-  int64_t Take();
-  void GiveBack(int64_t chunk);
+  int64_t Take() { return slots_.Take(); }
+  void GiveBack(int64_t chunk) { slots_.GiveBack(chunk); }
   std::span<std::byte> Bytes(int64_t chunk) const;
   // All of it.
   std::span<std::byte> memory() const;
@@ -45,7 +45,7 @@ class Arena {
   uint64_t Generation(int64_t chunk) const;
 
   int64_t num_chunks() const { return shape_.num_chunks; }
-  int64_t num_taken() const { return shape_.num_chunks - static_cast<int64_t>(free_.size()); }
+  int64_t num_taken() const { return slots_.num_taken(); }
   const ArenaShape& shape() const { return shape_; }
   // -1 when the memory is not shared.
   int fd() const { return memory_.fd.get(); }
@@ -55,7 +55,7 @@ class Arena {
 
   const SharedMemory memory_;
   const ArenaShape shape_;
-  std::vector<int64_t> free_;  // Last given back is taken first: it is still in the cache.
+  Slots slots_;
 };
 
 // The same word as its readers see it, in a read-only mapping: to be read after what it guards.

@@ -13,16 +13,7 @@ absl::StatusOr<std::unique_ptr<Guards>> Guards::Create() {
   return std::unique_ptr<Guards>(new Guards(std::move(words)));
 }
 
-Guards::Guards(std::shared_ptr<std::byte> words) : words_(std::move(words)) {
-  for (int64_t index = kNumWords - 1; index >= 0; --index) free_.push_back(index);
-}
-
-int64_t Guards::Take() {
-  if (free_.empty()) return -1;
-  const int64_t index = free_.back();
-  free_.pop_back();
-  return index;
-}
+Guards::Guards(std::shared_ptr<std::byte> words) : words_(std::move(words)) {}
 
 uint64_t Guards::Generation(int64_t index) const {
   return GenerationIn(words_.get(), index).load(std::memory_order_relaxed);
@@ -30,7 +21,7 @@ uint64_t Guards::Generation(int64_t index) const {
 
 void Guards::RaiseAndGiveBack(int64_t index) {
   RaiseGeneration(words_.get(), index);
-  free_.push_back(index);
+  slots_.GiveBack(index);
 }
 
 }  // namespace kvferry

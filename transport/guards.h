@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <vector>
 
 #include "absl/status/statusor.h"
+#include "transport/slots.h"
 
 namespace kvferry {
 
@@ -19,7 +19,7 @@ class Guards {
   static absl::StatusOr<std::unique_ptr<Guards>> Create();
 
   // An index in [0, kNumWords), or -1 when all are taken.
-  int64_t Take();
+  int64_t Take() { return slots_.Take(); }
   uint64_t Generation(int64_t index) const;
   // The pages are to be their owner's again, or the transfer has ended in order. A reader whose
   // reads began before and end later finds another word than it was told.
@@ -32,7 +32,7 @@ class Guards {
   explicit Guards(std::shared_ptr<std::byte> words);
 
   const std::shared_ptr<std::byte> words_;
-  std::vector<int64_t> free_;
+  Slots slots_{kNumWords};
 };
 
 }  // namespace kvferry

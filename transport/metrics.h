@@ -26,8 +26,10 @@ struct Metrics {
   Value fetches_failed{0};
   Value transfers_started{0};   // As sender.
   Value transfers_in_place{0};  // Of those started: the peer reads its pages in this side's pool.
-  Value transfers_direct{0};    // Of those started: as that, with one-sided reads from afar.
-  Value transfers_cast{0};      // Of those started: to other dtypes or scales.
+  Value transfers_on_device{
+      0};  // Of those started: as chunks gathered in the memory of the pool's device.
+  Value transfers_direct{0};  // Of those started: as that, with one-sided reads from afar.
+  Value transfers_cast{0};    // Of those started: to other dtypes or scales.
   Value transfers_ok{0};
   Value transfers_failed{0};
   Value fetches_refused{0};  // As sender.
@@ -64,6 +66,7 @@ struct Metrics {
         {"fetches_failed", fetches_failed},
         {"transfers_started", transfers_started},
         {"transfers_in_place", transfers_in_place},
+        {"transfers_on_device", transfers_on_device},
         {"transfers_direct", transfers_direct},
         {"transfers_cast", transfers_cast},
         {"transfers_ok", transfers_ok},

@@ -129,27 +129,55 @@ const SharedMemory* NodeImpl::SharedPool() const {
   return options_.source == nullptr ? nullptr : options_.pool->shared_memory();
 }
 
-MappedPool NodeImpl::PoolForPeers() const {
+MappedPool NodeImpl::PoolForPeers() {
   const PoolMemory& memory = options_.pool->memory();
   MappedPool pool{SharedPool(), {}, &memory};
   if (memory.on_host()) return pool;
   if (options_.source == nullptr || options_.config.same_host_path == "network") return pool;
+  pool.parts = PoolParts();
+  Sender::OnDevice on_device{.pages = !pool.parts.empty()};
+  for (const auto& part : pool.parts) on_device.arena_at += static_cast<uint64_t>(part.bytes);
+  MakeDeviceArena();
+  if (device_arena_ != nullptr) {
+    on_device.arena = device_arena_.get();
+    const auto& parts = device_arena_->parts();
+    pool.parts.insert(pool.parts.end(), parts.begin(), parts.end());
+  }
+  sender_->UseOnDevice(on_device);
+  return pool;
+}
+
+// Of a pool on a device; none where its memory has no names that others could map all of it by.
+std::vector<PoolMemory::SharedPart> NodeImpl::PoolParts() const {
+  const PoolMemory& memory = options_.pool->memory();
+  std::vector<PoolMemory::SharedPart> all;
   for (const PoolRegions::Region& region : sender_->regions().regions()) {
     absl::StatusOr<std::vector<PoolMemory::SharedPart>> parts = memory.Share(region);
     if (!parts.ok()) {
       Log().warn("peers on this host get copies of the pages in {}: {}", memory.name(),
                  parts.status().ToString());
-      pool.parts.clear();
-      return pool;
+      return {};
     }
-    pool.parts.insert(pool.parts.end(), parts->begin(), parts->end());
+    all.insert(all.end(), parts->begin(), parts->end());
   }
-  if (!sender_->regions().EachInOne(*options_.pool, pool.parts)) {
-    Log().warn("peers on this host get copies of the pages in {}: a buffer lies in two allocations",
-               memory.name());
-    pool.parts.clear();
+  if (sender_->regions().EachInOne(*options_.pool, all)) return all;
+  Log().warn("peers on this host get copies of the pages in {}: a buffer lies in two allocations",
+             memory.name());
+  return {};
+}
+
+// Pages that cannot be read in place can do without, by way of the host.
+void NodeImpl::MakeDeviceArena() {
+  const int64_t bytes = options_.config.device_arena_bytes;
+  if (bytes == 0) return;
+  const PoolMemory& memory = options_.pool->memory();
+  absl::StatusOr<std::unique_ptr<DeviceArena>> arena = DeviceArena::Create(memory, bytes);
+  if (arena.ok()) {
+    device_arena_ = *std::move(arena);
+  } else {
+    Log().warn("pages that peers on this host cannot read in {} go through the host: {}",
+               memory.name(), arena.status().ToString());
   }
-  return pool;
 }
 
 absl::StatusOr<DirectReads::Readable> NodeImpl::MakeReadable() {
@@ -184,6 +212,7 @@ void NodeImpl::LeaveToMaker() {
   leak(calls_);
   leak(copy_threads_);
   leak(lane_copies_);
+  leak(device_arena_);
   leak(arena_pin_);
 }
 

@@ -26,6 +26,7 @@
 #include "transport/command_queue.h"
 #include "transport/control_plane.h"
 #include "transport/data_planes.h"
+#include "transport/device_arena.h"
 #include "transport/futile_wakes.h"
 #include "transport/guards.h"
 #include "transport/metrics.h"
@@ -70,7 +71,9 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void SayGoodbye();
   void PinArena();
   const SharedMemory* SharedPool() const;
-  MappedPool PoolForPeers() const;
+  MappedPool PoolForPeers();
+  std::vector<PoolMemory::SharedPart> PoolParts() const;
+  void MakeDeviceArena();
   // What peers may read from afar, with guards_ if that is wanted.
   absl::StatusOr<DirectReads::Readable> MakeReadable();
 
@@ -145,11 +148,12 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   const std::shared_ptr<CommandQueue> commands_ = std::make_shared<CommandQueue>();
   std::atomic<bool> stop_{false};
 
-  // From here on: the progress thread's alone, once it runs. The arena and the guards outlive
+  // From here on: the progress thread's alone, once it runs. The arenas and the guards outlive
   // the data plane, which may still be sending from it, and the copy threads the receiver.
   std::unique_ptr<Arena> arena_;
-  std::shared_ptr<const void> arena_pin_;  // Null where no device has to reach it.
-  std::unique_ptr<Guards> guards_;         // Null: no peer reads from afar.
+  std::shared_ptr<const void> arena_pin_;      // Null where no device has to reach it.
+  std::unique_ptr<DeviceArena> device_arena_;  // Null: not on a device, or it has no room for it.
+  std::unique_ptr<Guards> guards_;             // Null: no peer reads from afar.
   std::unique_ptr<ControlPlane> control_;
   std::unique_ptr<DataPlanes> data_;
   std::unique_ptr<Sender> sender_;

@@ -8,9 +8,9 @@
 
 namespace kvferry {
 
-// The two ways to a peer that may read the pool, on this host or from afar: it takes the pages from
-// where they lie, or chunks that this side has gathered in the arena.
-enum class PageWay { kInPlace, kArena };
+// The ways to a peer that may read the pool, on this host or from afar: it takes the pages from where they
+// lie, or chunks that this side has gathered in the arena; or, where no model is asked, in the device's.
+enum class PageWay { kInPlace, kArena, kDeviceArena };
 
 // What copying costs one processor: seconds a byte, and seconds more for each piece.
 struct CopyCost {
@@ -63,7 +63,7 @@ class PathModel {
 
  private:
   struct Class {
-    std::array<double, 2> byte_seconds{};  // By PageWay.
+    std::array<double, 2> byte_seconds{};  // By PageWay, of the first two.
     std::array<int64_t, 2> seen{};         // Transfers.
     uint64_t choices = 0;
   };

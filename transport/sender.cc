@@ -21,6 +21,11 @@ constexpr int64_t kMinBytesInPlace = 256;
 // Of all peers, for each processor: one that is copied, and one that is next. More readers at once
 // only take the processors from each other (64 of them on two moved half as much, measured).
 constexpr int64_t kMaxReadersAProcessor = 2;
+// Who reads in place gets what is there.
+bool MayBeReadInPlace(const StreamPlan& plan) {
+  return plan.min_item_bytes() >= kMinBytesInPlace && !plan.casts();
+}
+
 PathModel::Work WorkOf(const StreamPlan& plan) {
   return {plan.pages_bytes(), plan.mean_piece_bytes()};
 }
@@ -42,8 +47,7 @@ Sender::Sender(const Config& config, std::shared_ptr<const KvPool> pool, FetchSo
       copies_(machine.copies),
       paths_(machine.copies),
       max_read_in_place_(kMaxReadersAProcessor * machine.processors),
-      read_since_(std::make_shared<absl::flat_hash_map<int64_t, Deadline>>()),
-      chunks_of_peer_(std::make_shared<absl::flat_hash_map<PeerKey, int64_t>>()) {
+      read_since_(std::make_shared<absl::flat_hash_map<int64_t, Deadline>>()) {
   metrics_->arena_chunks = arena_->num_chunks();
 }
 
@@ -172,23 +176,32 @@ void Sender::ChooseWay(Transfer& transfer) {
   // Transfers beside each other say nothing of what either takes alone.
   for (const TransferPtr& other : turn_) other->tells_costs = false;
   const StreamPlan& plan = transfer.plan;
-  if (plan.pages_bytes() == 0 || plan.min_item_bytes() < kMinBytesInPlace) return;
-  if (plan.casts()) return;  // Who reads in place gets what is there.
+  if (plan.pages_bytes() == 0) return;
+  if (!plan.on_host()) return ChooseWayOfDevice(transfer);
+  if (!MayBeReadInPlace(plan)) return;
   PathModel* const model = ModelOf(transfer);
   if (model == nullptr) return;
   const bool from_afar = model != &paths_;
   const std::string& wanted = from_afar ? config_.network_path : config_.same_host_path;
-  if (!plan.on_host()) {
-    // Anything else is two more copies, over a bus. But a checksum is made by the processor.
-    if (!transfer.fetch.checksum && wanted != "arena") {
-      TakeWay(transfer, PageWay::kInPlace, from_afar);
-    }
-  } else if (wanted == "auto") {
+  if (wanted == "auto") {
     transfer.tells_costs = turn_.empty() && transfer.ready_bytes == plan.total_bytes() &&
                            transfer.fetch.from_bytes == 0;
     TakeWay(transfer, model->Choose(WorkOf(plan), transfer.tells_costs), from_afar);
   } else if (wanted == "in_place" || wanted == "direct") {
     TakeWay(transfer, PageWay::kInPlace, from_afar);
+  }
+}
+
+// Through the host it takes two more copies, over a bus. But a checksum is made by the processor.
+void Sender::ChooseWayOfDevice(Transfer& transfer) {
+  const bool mapped =
+      outbox_->data().PoolReads(transfer.link) == ChunkLinks::ReadsPool::kOnThisHost;
+  if (!mapped || transfer.fetch.checksum) return;
+  if (on_device_.pages && MayBeReadInPlace(transfer.plan) && config_.same_host_path != "arena") {
+    TakeWay(transfer, PageWay::kInPlace, /*from_afar=*/false);
+  } else if (on_device_.arena != nullptr) {
+    ++metrics_->transfers_on_device;
+    transfer.way = PageWay::kDeviceArena;
   }
 }
 

@@ -14,6 +14,7 @@
 #include "base/config.h"
 #include "pool/kv_pool.h"
 #include "transport/arena.h"
+#include "transport/device_arena.h"
 #include "transport/fetch_source.h"
 #include "transport/gate.h"
 #include "transport/guards.h"
@@ -30,6 +31,23 @@ namespace kvferry {
 struct MachineTraits {
   CopyCosts copies{};
   int64_t processors = 2;
+};
+
+// How many chunks of an arena each peer holds. Not thread-safe.
+class ChunksOfPeers {
+ public:
+  int64_t Of(const PeerKey& peer) const {
+    const auto found = held_.find(peer);
+    return found == held_.end() ? 0 : found->second;
+  }
+  void Add(const PeerKey& peer) { ++held_[peer]; }
+  void Remove(const PeerKey& peer) {
+    const auto found = held_.find(peer);
+    if (--found->second == 0) held_.erase(found);
+  }
+
+ private:
+  absl::flat_hash_map<PeerKey, int64_t> held_;  // None is 0.
 };
 
 // The sending half of the packed path: answers fetches with chunks gathered from the pool.
@@ -71,6 +89,13 @@ class Sender {
   const PathModel& paths() const { return paths_; }
   // What offsets of pieces count in.
   const PoolRegions& regions() const { return regions_; }
+  // What peers on this host map of a pool on a device, and of the device's memory besides.
+  struct OnDevice {
+    bool pages = false;            // All of the pool.
+    DeviceArena* arena = nullptr;  // Outlives the sends; null: there is none.
+    uint64_t arena_at = 0;         // Where it begins in what offsets count in.
+  };
+  void UseOnDevice(const OnDevice& on_device) { on_device_ = on_device; }
   // Ends what is overdue; returns when to be called again at the latest.
   Deadline Tick(Deadline now);
 
@@ -126,9 +151,12 @@ class Sender {
   // or one chunk.
   bool SendNext(const TransferPtr& transfer, int64_t peer_share);
   void ChooseWay(Transfer& transfer);
+  void ChooseWayOfDevice(Transfer& transfer);
   void LearnCosts(const Transfer& transfer);
-  // Whether the peer reads the next chunk in the pool's pages, from anywhere or on this host.
-  static bool ReadWhereTheyLie(const Transfer& transfer);
+  // Of the next chunk: what is behind the pages goes through the arena in any case.
+  static PageWay NextWay(const Transfer& transfer);
+  // Whether the peer reads the next chunk on this host and out of the arena: in the pool's pages, or in the
+  // device's arena.
   static bool ReadInPlace(const Transfer& transfer);
   // What chooses its way and learns from it; null when there is no choice.
   PathModel* ModelOf(const Transfer& transfer);
@@ -136,13 +164,17 @@ class Sender {
   // Whether as many chunks are being read in place, by all peers, as this machine has room for.
   bool ReadersAreBusy(Deadline now) const;
   bool Admits(const Transfer& transfer, int64_t bytes);
-  // How much of the `left` bytes may be in the next chunk that is read where it lies.
+  // How much of the `left` bytes may be in the next chunk.
+  int64_t NextBytes(const Transfer& transfer, int64_t left) const;
+  // The same of one that is read where it lies.
   int64_t MaxBytesInPlace(const Transfer& transfer, int64_t left) const;
   // What a list of where bytes lie has room for, behind its head.
   int64_t MaxEntries() const;
   // The tensors that a chunk of the next `bytes`, or fewer, is named as; none: its pieces are named.
   StreamTensors NextTensors(const Transfer& transfer, int64_t bytes) const;
-  void SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place);
+  // Whether there is a chunk of the arena for the transfer, and where it needs one of the device's.
+  bool HasRoom(const Transfer& transfer, int64_t peer_share) const;
+  void SendChunk(const TransferPtr& transfer, int64_t bytes);
   void SendLent(const TransferPtr& transfer, int64_t bytes);
   ChunkHeader HeaderOfNext(const Transfer& transfer, int64_t bytes, uint32_t flags) const;
   // Whether its pages are sent from where they lie.
@@ -151,10 +183,15 @@ class Sender {
   static LendChunk Lend(const TransferPtr& transfer, int64_t bytes);
   // or gathered in a chunk of the arena.
   FillChunk Gather(const TransferPtr& transfer, int64_t chunk) const;
+  // or gathered in one of the device's, on this thread.
+  FillChunk GatherOnDevice(const TransferPtr& transfer, int64_t chunk, int64_t device_chunk);
   // Where `bytes` of it lie, on this thread: as tensors, or piece by piece.
   FillChunk List(const TransferPtr& transfer, int64_t chunk, int64_t bytes);
   FillChunk ListPieces(const TransferPtr& transfer, int64_t chunk);
   FillChunk ListTensors(const TransferPtr& transfer, int64_t chunk, const StreamTensors& tensors);
+  // One of these. `device_chunk` is of the device's arena, if the chunk goes there.
+  FillChunk Fill(const TransferPtr& transfer, int64_t chunk, int64_t device_chunk, int64_t bytes);
+  int64_t TakeDeviceChunk(const Transfer& transfer);
   int64_t ReadyBytes(const StreamPlan& plan, uint64_t lease_id) const;
   // Ends one transfer; `tell` also sends the peer an abort, and whether the lease comes again.
   void End(uint64_t transfer_id, const absl::Status& outcome, bool tell, bool again = false);
@@ -177,6 +214,7 @@ class Sender {
   Metrics* const metrics_;
   Guards* guards_ = nullptr;
   const PoolRegions regions_;
+  OnDevice on_device_{};
   const CopyCosts copies_;
   PathModel paths_;                                   // To peers on this host.
   absl::flat_hash_map<PeerKey, PathModel> paths_to_;  // To peers that read from afar.
@@ -192,7 +230,9 @@ class Sender {
   std::list<Parked> parked_;
   absl::flat_hash_map<PeerKey, int64_t> fetches_of_peer_;  // Active and parked; none is 0.
   // Shared with sends under way, which may complete after their transfer and its peer are gone.
-  const std::shared_ptr<absl::flat_hash_map<PeerKey, int64_t>> chunks_of_peer_;
+  const std::shared_ptr<ChunksOfPeers> chunks_of_peer_ = std::make_shared<ChunksOfPeers>();
+  // The same of the device's arena.
+  const std::shared_ptr<ChunksOfPeers> device_chunks_of_peer_ = std::make_shared<ChunksOfPeers>();
 };
 
 }  // namespace kvferry

@@ -8,6 +8,7 @@
 #include "base/status.h"
 #include "pool/bulk_copy.h"
 #include "transport/direct_reads.h"
+#include "transport/fair_share.h"
 #include "transport/sender.h"
 
 namespace kvferry {
@@ -58,27 +59,43 @@ bool Sender::PumpOne(const TransferPtr& transfer, int64_t peer_share) {
 }
 
 bool Sender::SendNext(const TransferPtr& transfer, int64_t peer_share) {
-  const bool in_place = ReadWhereTheyLie(*transfer);
-  // A gathered chunk leaves its layer for whole short ones only, so that a layer's end seldom waits for
-  // what is behind it. One that is read in place has nobody work on it here.
+  const bool through_arena = NextWay(*transfer) == PageWay::kArena;
+  // A chunk of the arena leaves its layer for whole short ones only, so that a layer's end seldom waits for
+  // what is behind it. On others this side's processor has nothing to work.
   const int64_t most = std::min(transfer->chunk_bytes, kMaxBytesOfLayers);
-  const int64_t layers_end = in_place ? transfer->plan.pages_bytes()
-                                      : transfer->plan.LayersEnd(transfer->sent_bytes, most);
+  const int64_t layers_end = through_arena ? transfer->plan.LayersEnd(transfer->sent_bytes, most)
+                                           : transfer->plan.pages_bytes();
   const int64_t end = std::min(layers_end, transfer->ready_bytes);
-  const int64_t left = end - transfer->sent_bytes;
-  const int64_t bytes =
-      in_place ? MaxBytesInPlace(*transfer, left) : std::min(transfer->chunk_bytes, left);
+  const int64_t bytes = NextBytes(*transfer, end - transfer->sent_bytes);
   if (bytes <= 0 || !Admits(*transfer, bytes)) return false;
-  if (!in_place && Lends(*transfer)) {
+  if (through_arena && Lends(*transfer)) {
     if (transfer->lent_chunks >= kMaxLentChunks) return false;
     SendLent(transfer, bytes);
     return true;
   }
-  const auto held = chunks_of_peer_->find(transfer->peer);
-  if (held != chunks_of_peer_->end() && held->second >= peer_share) return false;
-  if (arena_->num_taken() == arena_->num_chunks()) return false;
-  SendChunk(transfer, bytes, in_place);
+  if (!HasRoom(*transfer, peer_share)) return false;
+  SendChunk(transfer, bytes);
   return true;
+}
+
+int64_t Sender::NextBytes(const Transfer& transfer, int64_t left) const {
+  switch (NextWay(transfer)) {
+    case PageWay::kInPlace:
+      return MaxBytesInPlace(transfer, left);
+    case PageWay::kDeviceArena:
+      return std::min({left, transfer.fetch.in_place_bytes, on_device_.arena->chunk_bytes()});
+    case PageWay::kArena:
+      break;
+  }
+  return std::min(transfer.chunk_bytes, left);
+}
+
+bool Sender::HasRoom(const Transfer& transfer, int64_t peer_share) const {
+  if (chunks_of_peer_->Of(transfer.peer) >= peer_share) return false;
+  if (arena_->num_taken() == arena_->num_chunks()) return false;
+  if (NextWay(transfer) != PageWay::kDeviceArena) return true;
+  const int64_t share = FairShare(DeviceArena::kNumChunks, fetches_of_peer_.size());
+  return device_chunks_of_peer_->Of(transfer.peer) < share && on_device_.arena->has_free();
 }
 
 // What is read in place takes no room at the receiver: enough is on its way when it has the next
@@ -102,12 +119,12 @@ bool Sender::ReadersAreBusy(Deadline now) const {
   return static_cast<size_t>(fresh) >= max_read_in_place_;
 }
 
-bool Sender::ReadWhereTheyLie(const Transfer& transfer) {
-  return transfer.way == PageWay::kInPlace && transfer.sent_bytes < transfer.plan.pages_bytes();
+PageWay Sender::NextWay(const Transfer& transfer) {
+  return transfer.sent_bytes < transfer.plan.pages_bytes() ? transfer.way : PageWay::kArena;
 }
 
 bool Sender::ReadInPlace(const Transfer& transfer) {
-  return ReadWhereTheyLie(transfer) && transfer.guard < 0;
+  return NextWay(transfer) != PageWay::kArena && transfer.guard < 0;
 }
 
 int64_t Sender::MaxEntries() const {
@@ -150,6 +167,25 @@ FillChunk Sender::Gather(const TransferPtr& transfer, int64_t chunk) const {
     KVFERRY_RETURN_IF_ERROR(transfer->plan.Gather(offset, packed));
     if (transfer->fetch.checksum) header->checksum = Xxh3(packed);
     return packed;
+  };
+}
+
+// Its list is one piece. The pages are their owner's again when this has run; what was gathered stays as it is
+// until its reader is through, or finds that its chunk is another one's.
+FillChunk Sender::GatherOnDevice(const TransferPtr& transfer, int64_t chunk, int64_t device_chunk) {
+  return [this, transfer, chunk, device_chunk,
+          offset = transfer->sent_bytes](ChunkHeader* header) -> Filled {
+    const Gate::Pass pass(transfer->reading.get());
+    if (!pass.open()) return absl::CancelledError("the transfer has ended");
+    const DeviceArena& arena = *on_device_.arena;
+    const std::span<std::byte> packed = arena.Bytes(device_chunk).first(header->bytes);
+    KVFERRY_RETURN_IF_ERROR(transfer->plan.GatherOnDevice(offset, packed));
+    std::byte* const begin = arena_->Bytes(chunk).data();
+    std::byte* out = Put(begin, PoolListHead());
+    const uint64_t at = on_device_.arena_at + static_cast<uint64_t>(arena.OffsetOf(device_chunk));
+    out = Put(out, PoolPiece{at, header->bytes});
+    transfer->read_in_place.insert(chunk);
+    return std::span<const std::byte>(begin, out);
   };
 }
 
@@ -257,19 +293,41 @@ void Sender::SendLent(const TransferPtr& transfer, int64_t bytes) {
   outbox_->data().SendChunk(transfer->link, header, std::move(lend), std::move(done));
 }
 
-void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place) {
-  const int64_t chunk = arena_->Take();
-  const ChunkHeader header = HeaderOfNext(*transfer, bytes, in_place ? kChunkInPool : 0);
-  FillChunk fill = in_place ? List(transfer, chunk, bytes) : Gather(transfer, chunk);
+FillChunk Sender::Fill(const TransferPtr& transfer, int64_t chunk, int64_t device_chunk,
+                       int64_t bytes) {
+  switch (NextWay(*transfer)) {
+    case PageWay::kInPlace:
+      return List(transfer, chunk, bytes);
+    case PageWay::kDeviceArena:
+      return GatherOnDevice(transfer, chunk, device_chunk);
+    case PageWay::kArena:
+      break;
+  }
+  return Gather(transfer, chunk);
+}
+
+int64_t Sender::TakeDeviceChunk(const Transfer& transfer) {
+  if (NextWay(transfer) != PageWay::kDeviceArena) return -1;
+  device_chunks_of_peer_->Add(transfer.peer);
+  return on_device_.arena->Take();
+}
+
+void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes) {
+  const PageWay way = NextWay(*transfer);
+  const int64_t chunk = arena_->Take(), device_chunk = TakeDeviceChunk(*transfer);
+  const ChunkHeader header =
+      HeaderOfNext(*transfer, bytes, way == PageWay::kArena ? 0 : kChunkInPool);
+  FillChunk fill = Fill(transfer, chunk, device_chunk, bytes);
+  if (ReadInPlace(*transfer)) read_since_->emplace(chunk, Clock::now());
   transfer->sent_bytes += bytes;
   ++metrics_->chunks_sent;
-  if (in_place) ++metrics_->chunks_in_place;
-  if (in_place && transfer->guard < 0) read_since_->emplace(chunk, Clock::now());
+  if (way == PageWay::kInPlace) ++metrics_->chunks_in_place;
   metrics_->bytes_sent += bytes;
-  ++(*chunks_of_peer_)[transfer->peer];
-  // May run after the transfer and this object are gone, never after the arena.
-  auto done = [arena = arena_, chunk, transfer, held = chunks_of_peer_, read_since = read_since_,
-               end = transfer->sent_bytes](const absl::Status& status) {
+  chunks_of_peer_->Add(transfer->peer);
+  // May run after the transfer and this object are gone, never after the arenas.
+  auto done = [arena = arena_, chunk, device_arena = on_device_.arena, device_chunk, transfer,
+               held = chunks_of_peer_, held_of_device = device_chunks_of_peer_,
+               read_since = read_since_, end = transfer->sent_bytes](const absl::Status& status) {
     read_since->erase(chunk);
     // Its reader is through with all up to here, for chunks are read in order; credit comes another
     // way and may have come first.
@@ -277,8 +335,11 @@ void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes, bool in_place
       transfer->credited_bytes = std::max(transfer->credited_bytes, end);
     }
     arena->GiveBack(chunk);
-    const auto count = held->find(transfer->peer);
-    if (--count->second == 0) held->erase(count);
+    held->Remove(transfer->peer);
+    if (device_chunk >= 0) {
+      device_arena->GiveBack(device_chunk);
+      held_of_device->Remove(transfer->peer);
+    }
     if (!status.ok() && transfer->failed.ok()) transfer->failed = status;
   };
   outbox_->data().SendChunk(transfer->link, header, std::move(fill), std::move(done));

@@ -228,20 +228,21 @@ absl::Status StreamPlan::GatherFromDevice(int64_t offset, std::span<std::byte> p
   return Copied(pool_->memory().MoveApart(lists.moves));
 }
 
-absl::Status StreamPlan::GatherCast(int64_t offset, std::span<std::byte> packed) const {
+absl::Status StreamPlan::GatherCast(int64_t offset, std::span<std::byte> packed,
+                                    const PoolMemory& to) const {
   std::vector<ValueCasts::Window> windows;
   ForEachSegment(offset, static_cast<int64_t>(packed.size()), [&](const Segment& segment) {
     windows.push_back({pool_->layout().buffer_index(segment.layer, segment.tensor),
                        pool_->buffer(segment.layer, segment.tensor), segment.offset,
                        packed.subspan(segment.packed, segment.bytes)});
   });
-  return Copied(casts_->Gather(pool_->memory(), items(), windows));
+  return Copied(casts_->Gather(pool_->memory(), items(), windows, to));
 }
 
 absl::Status StreamPlan::Gather(int64_t offset, std::span<std::byte> packed) const {
   const int64_t in_pages = InPages(offset, static_cast<int64_t>(packed.size()));
   if (casts()) {
-    KVFERRY_RETURN_IF_ERROR(GatherCast(offset, packed.first(in_pages)));
+    KVFERRY_RETURN_IF_ERROR(GatherCast(offset, packed.first(in_pages), *HostMemory()));
   } else if (on_host()) {
     ForEachPart(offset, packed.first(in_pages), &GatherPages);
   } else {
@@ -251,6 +252,10 @@ absl::Status StreamPlan::Gather(int64_t offset, std::span<std::byte> packed) con
   if (packed.empty()) return absl::OkStatus();
   std::memcpy(packed.data(), tail_.data + (offset + in_pages - pages_bytes()), packed.size());
   return absl::OkStatus();
+}
+
+absl::Status StreamPlan::GatherOnDevice(int64_t offset, std::span<std::byte> packed) const {
+  return casts() ? GatherCast(offset, packed, pool_->memory()) : GatherFromDevice(offset, packed);
 }
 
 absl::Status StreamPlan::Scatter(int64_t offset, std::span<const std::byte> packed) const {

@@ -95,6 +95,8 @@ class StreamPlan {
   // when all is done: a device's copies wait for nothing that goes on there (PoolMemory::MoveApart).
   absl::Status Gather(int64_t offset, std::span<std::byte> packed) const;
   absl::Status Scatter(int64_t offset, std::span<const std::byte> packed) const;
+  // As Gather(), into memory of the device that the pages lie on; the tail is not in the window.
+  absl::Status GatherOnDevice(int64_t offset, std::span<std::byte> packed) const;
   // Of pages on a device: from pieces, one after another, that all lie on the host or all where
   // MoveApart() of the pool's memory finds them; then the tail is not in the window.
   absl::Status ScatterPieces(int64_t offset, Pieces from) const;
@@ -139,7 +141,7 @@ class StreamPlan {
   template <typename Byte, typename Fn>
   void ForEachPart(int64_t offset, std::span<Byte> packed, const Fn& fn) const;
   absl::Status GatherFromDevice(int64_t offset, std::span<std::byte> packed) const;
-  absl::Status GatherCast(int64_t offset, std::span<std::byte> packed) const;
+  absl::Status GatherCast(int64_t offset, std::span<std::byte> packed, const PoolMemory& to) const;
   // What a device says that could not copy.
   absl::Status Copied(const absl::Status& status) const;
 

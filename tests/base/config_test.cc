@@ -193,6 +193,11 @@ TEST(ConfigValidate, Relations) {
       Fails(config.Validate(), absl::StatusCode::kInvalidArgument, "arena_bytes", "chunk_bytes"));
   config.arena_bytes = 128 << 10;
   EXPECT_TRUE(IsOk(config.Validate()));
+  config.device_arena_bytes = 1000;
+  EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument,
+                    "device_arena_bytes is 1000 but must be at least 65536, or 0 for none"));
+  config.device_arena_bytes = 0;
+  EXPECT_TRUE(IsOk(config.Validate()));
 }
 
 TEST(ConfigValidate, PathsOnOneHost) {

@@ -12,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "tests/pool/guarded_memory.h"
 #include "tests/pool/naive_numbers.h"
 #include "tests/support/kv_pattern.h"
 #include "tests/support/status.h"
@@ -42,7 +43,8 @@ class CastsOfValues : public testing::TestWithParam<std::tuple<DType, DType>> {
   std::vector<std::byte> Cast(int64_t buffer, const PageRuns& items) const {
     const BufferInfo& from = pool_->buffer_infos()[buffer];
     std::vector<std::byte> packed(items.num_pages() * casts_->Bytes(buffer, from.item_bytes));
-    EXPECT_TRUE(IsOk(casts_->Gather(pool_->memory(), items, {{{buffer, from, 0, packed}}})));
+    EXPECT_TRUE(
+        IsOk(casts_->Gather(pool_->memory(), items, {{{buffer, from, 0, packed}}}, *HostMemory())));
     return packed;
   }
   void ExpectCast(int64_t buffer, const PageRuns& items,
@@ -111,7 +113,7 @@ TEST_P(CastsOfValues, WindowsAgainstTheDefinitionOfTheFormats) {
         windows.push_back({buffer, pool_->buffer_infos()[buffer], offset,
                            std::span(parts.back()).subspan(1, bytes)});
       }
-      ASSERT_TRUE(IsOk(casts_->Gather(pool_->memory(), items, windows)));
+      ASSERT_TRUE(IsOk(casts_->Gather(pool_->memory(), items, windows, *HostMemory())));
       for (const ValueCasts::Window& window : windows) {
         const auto want = all[window.buffer].begin() + window.offset;
         ASSERT_TRUE(std::equal(window.packed.begin(), window.packed.end(), want));
@@ -120,6 +122,33 @@ TEST_P(CastsOfValues, WindowsAgainstTheDefinitionOfTheFormats) {
       }
     }
   }
+}
+
+// Where the processor cannot write: the parts of values, too.
+TEST_P(CastsOfValues, WindowsInTheMemoryOfThePages) {
+  GuardedMemory memory;
+  pool_ = Must(KvPool::CreateIn(layout_, 24, {std::shared_ptr<void>(), &memory}));
+  FillPattern(*pool_, 3);
+  scales_.assign(layout_.num_buffers(), 0.5F);
+  wanted_.scales.assign(layout_.num_buffers(), 1);
+  casts_ = Must(ValueCasts::Make(layout_, ValueFormatOf(layout_, scales_), wanted_));
+  std::mt19937_64 random(2);
+  const PageRuns items = Must(PageRuns::FromPages(MakePages("rand", 20, 24, &random)));
+  for (int64_t buffer = 0; buffer < layout_.num_buffers(); ++buffer) {
+    const std::vector<std::byte> all = Cast(buffer, items);
+    const auto size = static_cast<int64_t>(all.size());
+    for (int i = 0; i < 20; ++i) {
+      const int64_t offset = Upto(random, size - 1);
+      const int64_t bytes = 1 + Upto(random, size - offset - 1);
+      const auto packed = Must(memory.Allocate(bytes));
+      const std::span to(packed.get(), static_cast<size_t>(bytes));
+      ASSERT_TRUE(IsOk(casts_->Gather(
+          memory, items, {{{buffer, pool_->buffer_infos()[buffer], offset, to}}}, memory)));
+      const auto want = all.begin() + offset;
+      ASSERT_EQ(memory.Read(packed.get(), bytes), std::vector(want, want + bytes));
+    }
+  }
+  pool_ = nullptr;  // Before its memory.
 }
 
 INSTANTIATE_TEST_SUITE_P(Numbers, CastsOfValues,

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <functional>
 #include <future>
 #include <random>
 
@@ -101,6 +102,62 @@ TEST_P(PoolsOnDevices, AreReadWhereTheyLie) {
   in_place = prefill.Metric("chunks_in_place");
   for (int64_t page = 0; page < 5; ++page) serves(careful, {page, 50 - page});
   EXPECT_EQ(prefill.Metric("chunks_in_place"), in_place);
+}
+
+// What a peer cannot read where it lies is gathered in memory of the device that it has mapped.
+class GatheredOnDevices : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (NameOfPath() != "device_in_place") GTEST_SKIP() << "of a path with pools on a device";
+  }
+  static void ExpectGathers(const std::function<void()>& fetch, ChildPeer& prefill) {
+    const auto on_device = [&] {
+      fetch();
+      return prefill.Metric("transfers_on_device") > 0;
+    };
+    EXPECT_TRUE(WaitFor(on_device, Soon()));
+    const int64_t before = prefill.Metric("transfers_on_device");
+    fetch();
+    EXPECT_EQ(prefill.Metric("transfers_on_device"), before + 1);
+    EXPECT_EQ(prefill.Metric("transfers_in_place"), 0);
+  }
+};
+
+TEST_F(GatheredOnDevices, APoolWithoutAName) {
+  setenv("KVFERRY_TEST_UNNAMED_POOL", "1", 1);
+  ChildPeer prefill(PeerOptions("prefill", R"({"device_arena_bytes": 65536})", 64));
+  unsetenv("KVFERRY_TEST_UNNAMED_POOL");
+  ChildPeer decode(PeerOptions("decode", "{}", 64));
+  const auto fetch = [&] {
+    EXPECT_EQ(decode.Ask("reset"), "OK");
+    ExpectServes(prefill, decode, {3, 9, 60, 4, 5, 6});
+  };
+  ExpectGathers(fetch, prefill);
+}
+
+TEST_F(GatheredOnDevices, ValuesOfAnotherDType) {
+  ChildPeer prefill(PeerOptions("prefill", "{}", 64));
+  ChildPeer::Options narrow = PeerOptions("decode", "{}", 64);
+  narrow.pages_are.dtype = "float8_e4m3fn";
+  ChildPeer decode(narrow);
+  // What the values are is random_test.cc's affair.
+  const auto fetch = [&] {
+    const std::string ticket = prefill.Publish({3, 9, 60}, kPeerLayers, 60000);
+    EXPECT_EQ(decode.Wait(decode.Fetch(ticket, {1, 2, 4}, 20000), 20000), "OK");
+  };
+  ExpectGathers(fetch, prefill);
+}
+
+TEST_F(GatheredOnDevices, OrNot) {
+  ChildPeer prefill(
+      PeerOptions("prefill", R"({"same_host_path": "arena", "device_arena_bytes": 0})", 64));
+  ChildPeer decode(PeerOptions("decode", "{}", 64));
+  for (int64_t page = 0; page < 5; ++page) {
+    EXPECT_EQ(decode.Ask("reset"), "OK");
+    ExpectServes(prefill, decode, {page, 50 - page});
+  }
+  EXPECT_EQ(prefill.Metric("transfers_on_device"), 0);
+  EXPECT_EQ(prefill.Metric("transfers_in_place"), 0);
 }
 
 // Whatever was under way is fetched anew, and all that follows comes packed.

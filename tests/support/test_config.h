@@ -47,6 +47,8 @@ inline void ReadDirectly(Config* config) {
 inline Config TestConfig() {
   Config config;
   if (PathUnderTest() == TestPath::kInPlace) config.same_host_path = "in_place";
+  // Between processes the device's; within one, which cannot map its own device memory, the host's.
+  if (PathUnderTest() == TestPath::kArena && PoolsLieOnADevice()) config.same_host_path = "arena";
   if (PathUnderTest() == TestPath::kTcp || PathUnderTest() == TestPath::kUcx) {
     config.same_host_path = "network";
     config.lanes = 2;

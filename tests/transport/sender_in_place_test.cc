@@ -200,6 +200,7 @@ class SenderOnDevice : public SenderInPlace {
     pool_ = Must(KvPool::CreateIn(layout, 4096, memory_));
     FillPattern(*pool_, 5);
     Sender sender(config_, pool_, &leases_, arena_.get(), &outbox_, &metrics_, {}, heads);
+    sender.UseOnDevice({.pages = true});
     Publish(5, pages, layout.num_layers);
     FetchMsg fetch = Ask(1, 5, static_cast<int64_t>(pages.size()));
     fetch.in_place_bytes = chunk_bytes;
@@ -292,6 +293,222 @@ TEST_F(SenderOnDevice, SomeHeads) {
   std::vector<std::byte> want(static_cast<size_t>(plan.total_bytes()));
   ASSERT_TRUE(IsOk(plan.Gather(0, want)));
   EXPECT_EQ(ReadAll(), want);
+}
+
+// Of what cannot be read where it lies: peers map a part of the device's memory instead.
+class NamedMemory : public GuardedMemory {
+ public:
+  absl::StatusOr<std::vector<SharedPart>> Share(std::span<const std::byte> bytes) const override {
+    if (!share_failure.ok()) return share_failure;
+    return std::vector<SharedPart>{{"some", static_cast<int64_t>(bytes.size())}};
+  }
+  absl::Status share_failure;
+};
+
+class SenderGathersOnDevice : public SenderInPlace {
+ protected:
+  static constexpr uint64_t kArenaAt = 1 << 20;
+
+  SenderGathersOnDevice() {
+    pool_ = Must(KvPool::CreateIn(SmallLayout(), 16, memory_));
+    FillPattern(*pool_, 5);
+    Use(sender_on_device_);
+  }
+  void Use(Sender& sender, bool pages = false) {
+    sender.UseOnDevice({.pages = pages, .arena = device_arena_.get(), .arena_at = kArenaAt});
+  }
+  std::vector<std::byte> ReadPiece(const PoolPiece& piece) override {
+    EXPECT_GE(piece.offset, kArenaAt);
+    const std::byte* const arena = device_arena_->Bytes(0).data();
+    return memory_->Read(arena + (piece.offset - kArenaAt), static_cast<int64_t>(piece.bytes));
+  }
+  // All that may be on its way is, then what has been read makes room for more.
+  std::vector<std::byte> SendAll(Sender& sender, int64_t from = 0) {
+    std::vector<std::byte> stream;
+    size_t seen = 0;
+    for (bool more = true; more;) {
+      while (sender.Pump()) {
+      }
+      more = seen < wire().chunks.size();
+      for (; seen < wire().chunks.size(); ++seen) {
+        const SentChunk& chunk = wire().chunks[seen];
+        EXPECT_EQ(chunk.header.offset, from + stream.size());
+        const bool listed = (chunk.header.flags & kChunkInPool) != 0;
+        const std::vector<std::byte> bytes = listed ? Read(chunk) : chunk.payload;
+        stream.insert(stream.end(), bytes.begin(), bytes.end());
+        wire().Complete(seen, absl::OkStatus());
+      }
+    }
+    EXPECT_EQ(arena_->num_taken(), 0);
+    return stream;
+  }
+
+  std::shared_ptr<NamedMemory> memory_ = std::make_shared<NamedMemory>();
+  const std::unique_ptr<DeviceArena> device_arena_ =
+      Must(DeviceArena::Create(*memory_, int64_t{DeviceArena::kNumChunks} * 4096));
+  const std::shared_ptr<KvPool> device_pool_ = [&] {
+    auto pool = Must(KvPool::CreateIn(SmallLayout(), 16, memory_));
+    FillPattern(*pool, 5);
+    return pool;
+  }();
+  Sender sender_on_device_{config_, device_pool_, &leases_, arena_.get(), &outbox_, &metrics_};
+};
+
+TEST_F(SenderGathersOnDevice, PagesThatPeersCannotMap) {
+  sender_on_device_.OnFetch(kPeer, kLink, Ask(1));
+  while (sender_on_device_.Pump()) {
+  }
+  EXPECT_EQ(wire().chunks.size(), 4u) << "of eight, a peer's share";
+  EXPECT_EQ(SendAll(sender_on_device_), Want({3, 4, 5, 9, 0, 15}));
+  EXPECT_EQ(metrics_.transfers_on_device, 1);
+  EXPECT_EQ(metrics_.transfers_in_place, 0);
+  EXPECT_EQ(metrics_.chunks_in_place, 0);
+  EXPECT_EQ(wire().chunks[0].header.bytes, 4096u) << "a chunk of the device's arena";
+  EXPECT_EQ(wire().chunks[0].payload.size(), 2 * sizeof(PoolPiece));
+}
+
+TEST_F(SenderGathersOnDevice, WhatTheConfigSays) {
+  Config config = config_;
+  config.same_host_path = "arena";
+  Sender sender(config, device_pool_, &leases_, arena_.get(), &outbox_, &metrics_);
+  Use(sender, /*pages=*/true);
+  sender.OnFetch(kPeer, kLink, Ask(1));
+  EXPECT_EQ(SendAll(sender), Want({3, 4, 5, 9, 0, 15}));
+  EXPECT_EQ(metrics_.transfers_on_device, 1);
+}
+
+TEST_F(SenderGathersOnDevice, ButNotPagesThatPeersHaveMapped) {
+  Use(sender_on_device_, /*pages=*/true);
+  sender_on_device_.OnFetch(kPeer, kLink, Ask(1));
+  sender_on_device_.Pump();
+  EXPECT_EQ(metrics_.transfers_in_place, 1);
+  EXPECT_EQ(metrics_.transfers_on_device, 0);
+}
+
+TEST_F(SenderGathersOnDevice, ValuesThatAreCast) {
+  const ValueFormat values = ValueFormatOf(SmallLayout(), {});
+  Sender sender(config_, device_pool_, &leases_, arena_.get(), &outbox_, &metrics_, {}, {}, values);
+  Use(sender, /*pages=*/true);
+  FetchMsg fetch = Ask(1);
+  fetch.values = values;
+  fetch.values.dtypes.assign(values.dtypes.size(), DType::kFloat8E4M3);
+  // Chunks that begin inside of a value, where values are longer than that.
+  fetch.in_place_bytes = 1001;
+  const std::vector<int64_t> ids = {3, 4, 5, 9, 0, 15};
+  const PageRuns pages = Must(PageRuns::FromPages(ids));
+  const PageRun all{0, 6};
+  const StreamPlan plan = Must(
+      StreamPlan::CreateIn(fetch.form, device_pool_, pages, Must(PageRuns::FromRuns({&all, 1})), {},
+                           {}, Must(ValueCasts::Make(SmallLayout(), values, fetch.values))));
+  std::vector<std::byte> want(static_cast<size_t>(plan.total_bytes()));
+  ASSERT_TRUE(IsOk(plan.Gather(0, want)));
+  sender.OnFetch(kPeer, kLink, fetch);
+  EXPECT_EQ(SendAll(sender), want);
+  EXPECT_EQ(metrics_.transfers_on_device, 1);
+  EXPECT_EQ(wire().chunks[0].header.bytes, 1001u);
+}
+
+TEST_F(SenderGathersOnDevice, FromAnyByte) {
+  FetchMsg fetch = Ask(1);
+  fetch.from_bytes = 5001;
+  sender_on_device_.OnFetch(kPeer, kLink, fetch);
+  EXPECT_EQ(SendAll(sender_on_device_, 5001), Want({3, 4, 5, 9, 0, 15}, 5001));
+}
+
+// The processor makes checksums, and reads what lies behind the pages.
+TEST_F(SenderGathersOnDevice, ThroughTheHostWhatTheProcessorHasToSee) {
+  FetchMsg fetch = Ask(1);
+  fetch.checksum = true;
+  sender_on_device_.OnFetch(kPeer, kLink, fetch);
+  EXPECT_EQ(SendAll(sender_on_device_), Want({3, 4, 5, 9, 0, 15}));
+  EXPECT_EQ(metrics_.transfers_on_device, 0);
+}
+
+TEST_F(SenderGathersOnDevice, ThenTheTail) {
+  const auto tail = std::make_shared<std::vector<std::byte>>(10000, std::byte{7});
+  const std::vector<int64_t> pages = {1, 2};
+  ASSERT_TRUE(
+      IsOk(leases_.Publish(6, Must(PageRuns::FromPages(pages)), 4, DeadlineInMs(60000), tail)));
+  FetchMsg fetch = Ask(1, 6, 2, /*window=*/16 << 10);
+  fetch.tail_bytes = static_cast<int64_t>(tail->size());
+  sender_on_device_.OnFetch(kPeer, kLink, fetch);
+  std::vector<std::byte> want = Want(pages);
+  want.insert(want.end(), tail->begin(), tail->end());
+  EXPECT_EQ(SendAll(sender_on_device_), want);
+  EXPECT_EQ(metrics_.transfers_on_device, 1);
+}
+
+// A layer that is not ready is not gathered.
+TEST_F(SenderGathersOnDevice, NothingBeforeItIsReady) {
+  Publish(2, {1, 2, 3}, 1);
+  sender_on_device_.OnFetch(kPeer, kLink, Ask(1, 2, 3));
+  const int64_t layer_bytes = 3 * SmallLayout().layer_page_bytes();
+  EXPECT_EQ(static_cast<int64_t>(SendAll(sender_on_device_).size()), layer_bytes);
+}
+
+// Of two peers none has more than its share, and who reads nothing leaves the other its own.
+TEST_F(SenderGathersOnDevice, AStuckReaderHasItsShare) {
+  Publish(101, {3, 4, 5, 9, 0, 15}, 4);
+  sender_on_device_.OnFetch("accepted:1", kLink, Ask(1, 101));
+  sender_on_device_.OnFetch("accepted:2", kLink, Ask(2));
+  while (sender_on_device_.Pump()) {
+  }
+  std::map<uint64_t, int> chunks;
+  for (const SentChunk& chunk : wire().chunks) ++chunks[chunk.header.transfer_id];
+  EXPECT_EQ(chunks, (std::map<uint64_t, int>{{1, 2}, {2, 2}}));  // Of eight, 1 / (peers + 1).
+  // The second one reads all it gets.
+  for (size_t i = 0; i < wire().chunks.size(); ++i) {
+    if (wire().chunks[i].header.transfer_id == 2) wire().Complete(i, absl::OkStatus());
+    while (sender_on_device_.Pump()) {
+    }
+  }
+  chunks.clear();
+  for (const SentChunk& chunk : wire().chunks) ++chunks[chunk.header.transfer_id];
+  const int64_t all = 6 * SmallLayout().page_bytes() / 4096;
+  EXPECT_EQ(chunks, (std::map<uint64_t, int>{{1, 2}, {2, static_cast<int>(all)}}));
+  sender_on_device_.OnPeerGone("accepted:1", absl::UnavailableError("gone"));
+  for (size_t i = 0; i < wire().chunks.size(); ++i) {
+    if (wire().chunks[i].header.transfer_id == 1) wire().Complete(i, absl::OkStatus());
+  }
+  for (int64_t i = 0; i < DeviceArena::kNumChunks; ++i) {
+    EXPECT_GE(device_arena_->Take(), 0) << "chunks of who is gone were not given back";
+  }
+}
+
+// What its reader does not have yet may be overwritten: it must find out.
+TEST_F(SenderGathersOnDevice, AnAbortTakesTheChunksFromTheirReader) {
+  sender_on_device_.OnFetch(kPeer, kLink, Ask(1));
+  while (sender_on_device_.Pump()) {
+  }
+  std::vector<uint64_t> before;
+  for (int64_t i = 0; i < arena_->num_chunks(); ++i) before.push_back(arena_->Generation(i));
+  sender_on_device_.AbortLease(kLease, absl::AbortedError("taken back"));
+  int64_t changed = 0;
+  for (int64_t i = 0; i < arena_->num_chunks(); ++i) changed += arena_->Generation(i) != before[i];
+  EXPECT_EQ(changed, 4);
+  EXPECT_EQ(arena_->num_taken(), 4);
+}
+
+TEST_F(SenderGathersOnDevice, ADeviceThatFails) {
+  sender_on_device_.OnFetch(kPeer, kLink, Ask(1));
+  memory_->failure = absl::UnavailableError("fell off the bus");
+  sender_on_device_.Pump();
+  memory_->failure = absl::OkStatus();
+  sender_on_device_.Pump();
+  EXPECT_EQ(metrics_.transfers_failed, 1);
+  EXPECT_EQ(arena_->num_taken(), 0);
+  for (int64_t i = 0; i < DeviceArena::kNumChunks; ++i) EXPECT_GE(device_arena_->Take(), 0);
+  EXPECT_EQ(device_arena_->Take(), -1);
+}
+
+TEST(DeviceArenas, OfNoMemoryOrNoName) {
+  NamedMemory memory;
+  memory.share_failure = absl::UnavailableError("no handle");
+  EXPECT_TRUE(Fails(DeviceArena::Create(memory, 1 << 20).status(), absl::StatusCode::kUnavailable,
+                    "no handle"));
+  memory.failure = absl::ResourceExhaustedError("out of memory");
+  EXPECT_TRUE(Fails(DeviceArena::Create(memory, 1 << 20).status(),
+                    absl::StatusCode::kResourceExhausted, "out of memory"));
 }
 
 // A sender that believes the arena to be ten times as quick, or the pages.
