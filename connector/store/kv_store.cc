@@ -104,8 +104,9 @@ std::vector<absl::Status> Staged(std::span<const std::string_view> keys, const K
                                  const Move& move) {
   return InPieces(keys.size(), StagedPages::AtATime(pool), last_first,
                   [&](size_t first, size_t count) {
-                    StagedPages staged(pool, pages.subspan(first, count));
-                    return move(keys.subspan(first, count), staged);
+                    auto staged = StagedPages::Create(pool, pages.subspan(first, count));
+                    if (!staged.ok()) return std::vector(count, staged.status());
+                    return move(keys.subspan(first, count), *staged);
                   });
 }
 

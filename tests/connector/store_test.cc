@@ -143,6 +143,61 @@ TEST(StoreOfDevicePages, OfTwoUnderOneKeyTheLaterStays) {
   EXPECT_TRUE(HoldsPages(*on_host, first, 1, std::vector<int64_t>{kPages - 1}, 0, 2));
 }
 
+// Pinned once, not for each piece or call; on one that cannot be pinned, without.
+class CountedPins : public GuardedMemory {
+ public:
+  explicit CountedPins(int device) : device_(device) {}
+  std::optional<int> cuda_device() const override { return device_; }
+  absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> host) const override {
+    ++pins;
+    return GuardedMemory::Pin(host);
+  }
+  mutable int pins = 0;
+
+ private:
+  const int device_;
+};
+
+TEST(StoreOfDevicePages, PassThroughMemoryThatIsPinnedOnce) {
+  const KvLayout layout = KvLayout::Mha(2, 64, 32, 64, DType::kBFloat16);  // 1 MiB a page.
+  const auto store = Must(HostStore::Create({layout, 64 << 20, 0}));
+  for (const bool refused : {false, true}) {
+    SCOPED_TRACE(refused);
+    const auto memory = std::make_shared<CountedPins>(refused ? 101 : 100);
+    if (refused) memory->pin_failure = absl::UnavailableError("no");
+    const auto pool = Must(KvPool::CreateIn(layout, 40, memory));
+    FillPattern(*pool, 1);
+    std::vector<std::string> names;
+    std::vector<int64_t> pages;
+    for (int64_t i = 0; i < 40; ++i) {
+      names.push_back(absl::StrCat("key", i));
+      pages.push_back(i);
+    }
+    const std::vector<std::string_view> keys(names.begin(), names.end());
+    for (int round = 0; round < 2; ++round) {
+      for (const auto& put : store->PutPages(keys, *pool, pages, Soon())) EXPECT_TRUE(IsOk(put));
+      FillPattern(*pool, 2);
+      for (const auto& got : store->GetPages(keys, *pool, pages, Soon())) EXPECT_TRUE(IsOk(got));
+      EXPECT_TRUE(HoldsPages(*pool, pages, 1, pages, 0, 2));
+    }
+    EXPECT_EQ(memory->pins, 1);
+  }
+}
+
+TEST(StoreOfDevicePages, APageThatIsLongerThanAPieceIsNotKept) {
+  const KvLayout layout = KvLayout::Mha(2, 1024, 64, 128, DType::kBFloat16);  // 64 MiB a page.
+  const auto memory = std::make_shared<CountedPins>(102);
+  const auto pool = Must(KvPool::CreateIn(layout, 2, memory));
+  FillPattern(*pool, 1);
+  const auto store = Must(HostStore::Create({layout, 128 << 20, 0}));
+  const std::vector<std::string_view> keys = {"one", "two"};
+  const std::vector<int64_t> pages = {0, 1}, swapped = {1, 0};
+  for (const auto& put : store->PutPages(keys, *pool, pages, Soon())) EXPECT_TRUE(IsOk(put));
+  for (const auto& got : store->GetPages(keys, *pool, swapped, Soon())) EXPECT_TRUE(IsOk(got));
+  EXPECT_TRUE(HoldsPages(*pool, swapped, 1, pages, 0, 2));
+  EXPECT_EQ(memory->pins, 4);
+}
+
 // More pages than are staged at a time, between pools that the processor cannot touch.
 TEST(StoreOfDevicePages, GoThroughTheHost) {
   const KvLayout layout = KvLayout::Mha(2, 64, 32, 64, DType::kBFloat16);  // 1 MiB a page.
