@@ -351,7 +351,7 @@ def parse_arguments():
     parser.add_argument("--device", type=int, default=0, help="GPU of the pools (default: 0)")
     for name, known, what in (
         ("pages", PAGES, "bytes of a page in one buffer"),
-        ("paths", PATHS, "on the same host by default, there through chunks on the device, or over loopback TCP"),
+        ("paths", PATHS, "on one host, there through chunks on the device, or over loopback TCP"),
         ("places", PLACES, "where the pages lie and where they go"),
     ):
         parser.add_argument(
