@@ -36,7 +36,8 @@ struct Field {
 };
 
 constexpr int64_t kHourMs = 3600 * 1000;
-constexpr int64_t kMinDeviceArenaBytes = 64 << 10;
+// CUDA may share what lies beside smaller allocations together with them.
+constexpr int64_t kMinDeviceArenaBytes = 2 << 20;
 
 // The one table that JSON, the environment and validation read.
 constexpr std::array kFields = {
@@ -56,7 +57,7 @@ constexpr std::array kFields = {
     Field{"copy_threads", &Config::copy_threads, 1, 64},
     Field{"chunk_bytes", &Config::chunk_bytes, 4 << 10, 4 << 20},
     Field{"arena_bytes", &Config::arena_bytes, 64 << 10, int64_t{64} << 30},
-    Field{"device_arena_bytes", &Config::device_arena_bytes, 0, int64_t{64} << 30},
+    Field{"device_arena_bytes", &Config::device_arena_bytes, 0, 512 << 20},
     Field{"credits_per_transfer", &Config::credits_per_transfer, 1, 4096},
     Field{"checksum", &Config::checksum},
     Field{"heartbeat_interval_ms", &Config::heartbeat_interval_ms, 10, kHourMs},

@@ -139,6 +139,7 @@ class ValueCasts::Copies {
   }
   absl::Status Run(const PoolMemory& memory, const PoolMemory& to) const {
     KVFERRY_RETURN_IF_ERROR(memory.RunApart(copies_));
+    if (splits_.empty()) return absl::OkStatus();
     std::vector<BytesMove> moves;
     for (const Split& split : splits_) {
       moves.push_back({split.value.data() + split.skip, split.to.data(),

@@ -134,6 +134,7 @@ MappedPool NodeImpl::PoolForPeers() {
   MappedPool pool{SharedPool(), {}, &memory};
   if (memory.on_host()) return pool;
   if (options_.source == nullptr || options_.config.same_host_path == "network") return pool;
+  if (arena_->fd() < 0) return pool;  // Nor is there a plane for them.
   pool.parts = PoolParts();
   Sender::OnDevice on_device{.pages = !pool.parts.empty()};
   for (const auto& part : pool.parts) on_device.arena_at += static_cast<uint64_t>(part.bytes);

@@ -40,6 +40,7 @@ class ChunksOfPeers {
     const auto found = held_.find(peer);
     return found == held_.end() ? 0 : found->second;
   }
+  int64_t num_peers() const { return static_cast<int64_t>(held_.size()); }
   void Add(const PeerKey& peer) { ++held_[peer]; }
   void Remove(const PeerKey& peer) {
     const auto found = held_.find(peer);
@@ -153,19 +154,22 @@ class Sender {
   void ChooseWay(Transfer& transfer);
   void ChooseWayOfDevice(Transfer& transfer);
   void LearnCosts(const Transfer& transfer);
-  // Of the next chunk: what is behind the pages goes through the arena in any case.
-  static PageWay NextWay(const Transfer& transfer);
-  // Whether the peer reads the next chunk on this host and out of the arena: in the pool's pages, or in the
-  // device's arena.
-  static bool ReadInPlace(const Transfer& transfer);
+  // Of the next chunk: what is behind the pages goes through the arena in any case, and so does what there is
+  // no room for on the device.
+  PageWay NextWay(const Transfer& transfer) const;
+  // Of the device's arena, for now.
+  int64_t DeviceShare(const PeerKey& peer) const;
+  // Whether the peer reads a chunk that goes this way on this host, in the pool's pages or in the device's
+  // arena.
+  static bool ReadInPlace(const Transfer& transfer, PageWay way);
   // What chooses its way and learns from it; null when there is no choice.
   PathModel* ModelOf(const Transfer& transfer);
   void TakeWay(Transfer& transfer, PageWay way, bool from_afar);
   // Whether as many chunks are being read in place, by all peers, as this machine has room for.
   bool ReadersAreBusy(Deadline now) const;
-  bool Admits(const Transfer& transfer, int64_t bytes);
+  bool Admits(const Transfer& transfer, PageWay way, int64_t bytes);
   // How much of the `left` bytes may be in the next chunk.
-  int64_t NextBytes(const Transfer& transfer, int64_t left) const;
+  int64_t NextBytes(const Transfer& transfer, PageWay way, int64_t left) const;
   // The same of one that is read where it lies.
   int64_t MaxBytesInPlace(const Transfer& transfer, int64_t left) const;
   // What a list of where bytes lie has room for, behind its head.
@@ -173,8 +177,8 @@ class Sender {
   // The tensors that a chunk of the next `bytes`, or fewer, is named as; none: its pieces are named.
   StreamTensors NextTensors(const Transfer& transfer, int64_t bytes) const;
   // Whether there is a chunk of the arena for the transfer, and where it needs one of the device's.
-  bool HasRoom(const Transfer& transfer, int64_t peer_share) const;
-  void SendChunk(const TransferPtr& transfer, int64_t bytes);
+  bool HasRoom(const Transfer& transfer, PageWay way, int64_t peer_share) const;
+  void SendChunk(const TransferPtr& transfer, PageWay way, int64_t bytes);
   void SendLent(const TransferPtr& transfer, int64_t bytes);
   ChunkHeader HeaderOfNext(const Transfer& transfer, int64_t bytes, uint32_t flags) const;
   // Whether its pages are sent from where they lie.
@@ -190,7 +194,8 @@ class Sender {
   FillChunk ListPieces(const TransferPtr& transfer, int64_t chunk);
   FillChunk ListTensors(const TransferPtr& transfer, int64_t chunk, const StreamTensors& tensors);
   // One of these. `device_chunk` is of the device's arena, if the chunk goes there.
-  FillChunk Fill(const TransferPtr& transfer, int64_t chunk, int64_t device_chunk, int64_t bytes);
+  FillChunk Fill(const TransferPtr& transfer, PageWay way, int64_t chunk, int64_t device_chunk,
+                 int64_t bytes);
   int64_t TakeDeviceChunk(const Transfer& transfer);
   int64_t ReadyBytes(const StreamPlan& plan, uint64_t lease_id) const;
   // Ends one transfer; `tell` also sends the peer an abort, and whether the lease comes again.

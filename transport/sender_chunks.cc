@@ -17,6 +17,9 @@ namespace {
 // Of one chunk, whatever its reader asks for: what a header can say, and more than any reader needs.
 constexpr int64_t kMaxBytesInPlace = 1 << 30;
 constexpr size_t kMaxChunksInPlace = 4;
+// Of one chunk that is gathered on a device: a list of them takes 40 bytes each on both sides, and its time.
+// But so many bytes in any case, as a chunk of the arena may have.
+constexpr int64_t kMaxPieces = 64 << 10, kMinBytesOfPieces = 1 << 20;
 // Of one transfer, not sent yet: as many as a window of ours has (credits_per_transfer).
 constexpr int64_t kMaxLentChunks = 4096;
 // With more readers than this machine has room for (ReadersAreBusy()), what one gets before it is the
@@ -52,56 +55,70 @@ int64_t BytesOfATurn(int64_t left) {
 bool Sender::PumpOne(const TransferPtr& transfer, int64_t peer_share) {
   const int64_t begin = transfer->sent_bytes;
   // What is read in place is a turn as it is (MaxBytesInPlace()).
-  const int64_t turn_end = begin + (ReadInPlace(*transfer) ? 1 : kMinBytesOfATurn);
+  const bool in_place = ReadInPlace(*transfer, NextWay(*transfer));
+  const int64_t turn_end = begin + (in_place ? 1 : kMinBytesOfATurn);
   while (transfer->sent_bytes < turn_end && SendNext(transfer, peer_share)) {
   }
   return transfer->sent_bytes > begin;
 }
 
 bool Sender::SendNext(const TransferPtr& transfer, int64_t peer_share) {
-  const bool through_arena = NextWay(*transfer) == PageWay::kArena;
+  const PageWay way = NextWay(*transfer);
   // A chunk of the arena leaves its layer for whole short ones only, so that a layer's end seldom waits for
   // what is behind it. On others this side's processor has nothing to work.
   const int64_t most = std::min(transfer->chunk_bytes, kMaxBytesOfLayers);
-  const int64_t layers_end = through_arena ? transfer->plan.LayersEnd(transfer->sent_bytes, most)
-                                           : transfer->plan.pages_bytes();
+  const int64_t layers_end = way == PageWay::kArena
+                                 ? transfer->plan.LayersEnd(transfer->sent_bytes, most)
+                                 : transfer->plan.pages_bytes();
   const int64_t end = std::min(layers_end, transfer->ready_bytes);
-  const int64_t bytes = NextBytes(*transfer, end - transfer->sent_bytes);
-  if (bytes <= 0 || !Admits(*transfer, bytes)) return false;
-  if (through_arena && Lends(*transfer)) {
+  const int64_t bytes = NextBytes(*transfer, way, end - transfer->sent_bytes);
+  if (bytes <= 0 || !Admits(*transfer, way, bytes)) return false;
+  if (way == PageWay::kArena && Lends(*transfer)) {
     if (transfer->lent_chunks >= kMaxLentChunks) return false;
     SendLent(transfer, bytes);
     return true;
   }
-  if (!HasRoom(*transfer, peer_share)) return false;
-  SendChunk(transfer, bytes);
+  if (!HasRoom(*transfer, way, peer_share)) return false;
+  SendChunk(transfer, way, bytes);
   return true;
 }
 
-int64_t Sender::NextBytes(const Transfer& transfer, int64_t left) const {
-  switch (NextWay(transfer)) {
+int64_t Sender::NextBytes(const Transfer& transfer, PageWay way, int64_t left) const {
+  switch (way) {
     case PageWay::kInPlace:
       return MaxBytesInPlace(transfer, left);
-    case PageWay::kDeviceArena:
-      return std::min({left, transfer.fetch.in_place_bytes, on_device_.arena->chunk_bytes()});
+    case PageWay::kDeviceArena: {
+      const int64_t of_pieces =
+          std::max(kMinBytesOfPieces, kMaxPieces * transfer.plan.min_item_bytes());
+      return std::min(
+          {left, transfer.fetch.in_place_bytes, of_pieces, on_device_.arena->chunk_bytes()});
+    }
     case PageWay::kArena:
       break;
   }
   return std::min(transfer.chunk_bytes, left);
 }
 
-bool Sender::HasRoom(const Transfer& transfer, int64_t peer_share) const {
+bool Sender::HasRoom(const Transfer& transfer, PageWay way, int64_t peer_share) const {
   if (chunks_of_peer_->Of(transfer.peer) >= peer_share) return false;
   if (arena_->num_taken() == arena_->num_chunks()) return false;
-  if (NextWay(transfer) != PageWay::kDeviceArena) return true;
-  const int64_t share = FairShare(DeviceArena::kNumChunks, fetches_of_peer_.size());
-  return device_chunks_of_peer_->Of(transfer.peer) < share && on_device_.arena->has_free();
+  return way != PageWay::kDeviceArena ||
+         device_chunks_of_peer_->Of(transfer.peer) < DeviceShare(transfer.peer);
+}
+
+// Who holds a chunk of it waits for his turn to have another; two each, for one to be gathered while the
+// other one is read, if there are as many.
+int64_t Sender::DeviceShare(const PeerKey& peer) const {
+  if (!on_device_.arena->has_free()) return 0;
+  const int64_t newcomer = device_chunks_of_peer_->Of(peer) == 0 ? 1 : 0;
+  const auto peers = static_cast<size_t>(device_chunks_of_peer_->num_peers() + newcomer);
+  return std::max<int64_t>(2, FairShare(DeviceArena::kNumChunks, peers));
 }
 
 // What is read in place takes no room at the receiver: enough is on its way when it has the next
 // chunk before it is through with one.
-bool Sender::Admits(const Transfer& transfer, int64_t bytes) {
-  if (ReadInPlace(transfer)) {
+bool Sender::Admits(const Transfer& transfer, PageWay way, int64_t bytes) {
+  if (ReadInPlace(transfer, way)) {
     if (transfer.read_in_place.size() >= kMaxChunksInPlace) return false;
     const bool busy = ReadersAreBusy(Clock::now());
     waits_for_readers_ |= busy;
@@ -119,12 +136,15 @@ bool Sender::ReadersAreBusy(Deadline now) const {
   return static_cast<size_t>(fresh) >= max_read_in_place_;
 }
 
-PageWay Sender::NextWay(const Transfer& transfer) {
-  return transfer.sent_bytes < transfer.plan.pages_bytes() ? transfer.way : PageWay::kArena;
+// Peers that hold all of the device's arena, and do not read, keep nobody waiting who holds none.
+PageWay Sender::NextWay(const Transfer& transfer) const {
+  if (transfer.sent_bytes >= transfer.plan.pages_bytes()) return PageWay::kArena;
+  const bool full = transfer.way == PageWay::kDeviceArena && !on_device_.arena->has_free();
+  return full && device_chunks_of_peer_->Of(transfer.peer) == 0 ? PageWay::kArena : transfer.way;
 }
 
-bool Sender::ReadInPlace(const Transfer& transfer) {
-  return NextWay(transfer) != PageWay::kArena && transfer.guard < 0;
+bool Sender::ReadInPlace(const Transfer& transfer, PageWay way) {
+  return way != PageWay::kArena && transfer.guard < 0;
 }
 
 int64_t Sender::MaxEntries() const {
@@ -171,7 +191,8 @@ FillChunk Sender::Gather(const TransferPtr& transfer, int64_t chunk) const {
 }
 
 // Its list is one piece. The pages are their owner's again when this has run; what was gathered stays as it is
-// until its reader is through, or finds that its chunk is another one's.
+// until its reader is through, also when the transfer has ended, or until the link is closed: then a reader
+// finds that the slot of the list is another chunk's.
 FillChunk Sender::GatherOnDevice(const TransferPtr& transfer, int64_t chunk, int64_t device_chunk) {
   return [this, transfer, chunk, device_chunk,
           offset = transfer->sent_bytes](ChunkHeader* header) -> Filled {
@@ -184,7 +205,6 @@ FillChunk Sender::GatherOnDevice(const TransferPtr& transfer, int64_t chunk, int
     std::byte* out = Put(begin, PoolListHead());
     const uint64_t at = on_device_.arena_at + static_cast<uint64_t>(arena.OffsetOf(device_chunk));
     out = Put(out, PoolPiece{at, header->bytes});
-    transfer->read_in_place.insert(chunk);
     return std::span<const std::byte>(begin, out);
   };
 }
@@ -293,9 +313,9 @@ void Sender::SendLent(const TransferPtr& transfer, int64_t bytes) {
   outbox_->data().SendChunk(transfer->link, header, std::move(lend), std::move(done));
 }
 
-FillChunk Sender::Fill(const TransferPtr& transfer, int64_t chunk, int64_t device_chunk,
-                       int64_t bytes) {
-  switch (NextWay(*transfer)) {
+FillChunk Sender::Fill(const TransferPtr& transfer, PageWay way, int64_t chunk,
+                       int64_t device_chunk, int64_t bytes) {
+  switch (way) {
     case PageWay::kInPlace:
       return List(transfer, chunk, bytes);
     case PageWay::kDeviceArena:
@@ -307,18 +327,17 @@ FillChunk Sender::Fill(const TransferPtr& transfer, int64_t chunk, int64_t devic
 }
 
 int64_t Sender::TakeDeviceChunk(const Transfer& transfer) {
-  if (NextWay(transfer) != PageWay::kDeviceArena) return -1;
   device_chunks_of_peer_->Add(transfer.peer);
   return on_device_.arena->Take();
 }
 
-void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes) {
-  const PageWay way = NextWay(*transfer);
-  const int64_t chunk = arena_->Take(), device_chunk = TakeDeviceChunk(*transfer);
+void Sender::SendChunk(const TransferPtr& transfer, PageWay way, int64_t bytes) {
+  const int64_t chunk = arena_->Take();
+  const int64_t device_chunk = way == PageWay::kDeviceArena ? TakeDeviceChunk(*transfer) : -1;
   const ChunkHeader header =
       HeaderOfNext(*transfer, bytes, way == PageWay::kArena ? 0 : kChunkInPool);
-  FillChunk fill = Fill(transfer, chunk, device_chunk, bytes);
-  if (ReadInPlace(*transfer)) read_since_->emplace(chunk, Clock::now());
+  FillChunk fill = Fill(transfer, way, chunk, device_chunk, bytes);
+  if (ReadInPlace(*transfer, way)) read_since_->emplace(chunk, Clock::now());
   transfer->sent_bytes += bytes;
   ++metrics_->chunks_sent;
   if (way == PageWay::kInPlace) ++metrics_->chunks_in_place;
@@ -331,7 +350,8 @@ void Sender::SendChunk(const TransferPtr& transfer, int64_t bytes) {
     read_since->erase(chunk);
     // Its reader is through with all up to here, for chunks are read in order; credit comes another
     // way and may have come first.
-    if (transfer->read_in_place.erase(chunk) > 0 && status.ok()) {
+    const bool read_in_place = transfer->read_in_place.erase(chunk) > 0 || device_chunk >= 0;
+    if (read_in_place && status.ok()) {
       transfer->credited_bytes = std::max(transfer->credited_bytes, end);
     }
     arena->GiveBack(chunk);

@@ -195,7 +195,7 @@ TEST(ConfigValidate, Relations) {
   EXPECT_TRUE(IsOk(config.Validate()));
   config.device_arena_bytes = 1000;
   EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument,
-                    "device_arena_bytes is 1000 but must be at least 65536, or 0 for none"));
+                    "device_arena_bytes is 1000 but must be at least 2097152, or 0 for none"));
   config.device_arena_bytes = 0;
   EXPECT_TRUE(IsOk(config.Validate()));
 }

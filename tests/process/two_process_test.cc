@@ -125,7 +125,7 @@ class GatheredOnDevices : public testing::Test {
 
 TEST_F(GatheredOnDevices, APoolWithoutAName) {
   setenv("KVFERRY_TEST_UNNAMED_POOL", "1", 1);
-  ChildPeer prefill(PeerOptions("prefill", R"({"device_arena_bytes": 65536})", 64));
+  ChildPeer prefill(PeerOptions("prefill", R"({"device_arena_bytes": 2097152})", 64));
   unsetenv("KVFERRY_TEST_UNNAMED_POOL");
   ChildPeer decode(PeerOptions("decode", "{}", 64));
   const auto fetch = [&] {

@@ -465,7 +465,8 @@ TEST_F(SenderGathersOnDevice, AStuckReaderHasItsShare) {
   chunks.clear();
   for (const SentChunk& chunk : wire().chunks) ++chunks[chunk.header.transfer_id];
   const int64_t all = 6 * SmallLayout().page_bytes() / 4096;
-  EXPECT_EQ(chunks, (std::map<uint64_t, int>{{1, 2}, {2, static_cast<int>(all)}}));
+  EXPECT_LE(chunks[1], 4);
+  EXPECT_EQ(chunks[2], all);
   sender_on_device_.OnPeerGone("accepted:1", absl::UnavailableError("gone"));
   for (size_t i = 0; i < wire().chunks.size(); ++i) {
     if (wire().chunks[i].header.transfer_id == 1) wire().Complete(i, absl::OkStatus());
@@ -475,18 +476,96 @@ TEST_F(SenderGathersOnDevice, AStuckReaderHasItsShare) {
   }
 }
 
-// What its reader does not have yet may be overwritten: it must find out.
-TEST_F(SenderGathersOnDevice, AnAbortTakesTheChunksFromTheirReader) {
+// Peers that read nothing hold all of it, one after another, some beyond the end of their transfers: the next
+// one gets chunks of the arena instead.
+TEST_F(SenderGathersOnDevice, StuckReadersKeepNobodyWaiting) {
+  Sender sender(config_, device_pool_, &leases_, arena_.get(), &outbox_, &metrics_,
+                {.processors = 64});
+  Use(sender);
+  const auto begin = [&](uint64_t id) {
+    Publish(100 + id, {3, 4, 5, 9, 0, 15}, 4);
+    sender.OnFetch("accepted:" + std::to_string(id), kLink, Ask(id, 100 + id));
+    while (sender.Pump()) {
+    }
+  };
+  begin(1);
+  sender.AbortLease(101, absl::DeadlineExceededError("too late"));
+  begin(2);
+  begin(3);
+  EXPECT_FALSE(device_arena_->has_free());
+  const size_t before = wire().chunks.size();
+  EXPECT_EQ(before, 8u);
+  begin(4);
+  ASSERT_GT(wire().chunks.size(), before);
+  for (size_t i = before; i < wire().chunks.size(); ++i) {
+    EXPECT_EQ(wire().chunks[i].header.flags & kChunkInPool, 0u);
+    wire().Complete(i, absl::OkStatus());
+    while (sender.Pump()) {
+    }
+  }
+  EXPECT_EQ(Sent(4), Want({3, 4, 5, 9, 0, 15}));
+  // Once there is room again, on the device.
+  wire().Complete(0, absl::OkStatus());
+  Publish(200, {1, 2}, 4);
+  sender.OnFetch("accepted:4", kLink, Ask(5, 200, 2));
+  sender.Pump();
+  EXPECT_NE(wire().chunks.back().header.flags & kChunkInPool, 0u);
+}
+
+// Who waits for leases that are not published, or reads in place, has no part in it.
+TEST_F(SenderGathersOnDevice, PeersThatHoldNoneOfItHaveNoShare) {
+  const auto long_arena = Must(Arena::Create(1 << 20, config_.chunk_bytes));
+  Sender sender(config_, device_pool_, &leases_, long_arena.get(), &outbox_, &metrics_);
+  Use(sender);
+  for (uint64_t id = 2; id < 10; ++id) {
+    sender.OnFetch("accepted:" + std::to_string(id), kLink, Ask(id, 1000 + id));
+  }
+  sender.OnFetch(kPeer, kLink, Ask(1));
+  while (sender.Pump()) {
+  }
+  EXPECT_EQ(wire().chunks.size(), 4u);
+  // Which are done with an arena that is gone by then otherwise.
+  for (size_t i = 0; i < wire().chunks.size(); ++i) wire().Complete(i, absl::OkStatus());
+}
+
+// What was gathered stays as it is when its transfer ends: a reader that has not come to it may have it.
+TEST_F(SenderGathersOnDevice, AnAbortLeavesTheChunksToTheirReader) {
   sender_on_device_.OnFetch(kPeer, kLink, Ask(1));
   while (sender_on_device_.Pump()) {
   }
+  ASSERT_EQ(wire().chunks.size(), 4u);
   std::vector<uint64_t> before;
   for (int64_t i = 0; i < arena_->num_chunks(); ++i) before.push_back(arena_->Generation(i));
+  const std::vector<std::byte> want = Want({3, 4, 5, 9, 0, 15});
   sender_on_device_.AbortLease(kLease, absl::AbortedError("taken back"));
-  int64_t changed = 0;
-  for (int64_t i = 0; i < arena_->num_chunks(); ++i) changed += arena_->Generation(i) != before[i];
-  EXPECT_EQ(changed, 4);
-  EXPECT_EQ(arena_->num_taken(), 4);
+  FillPattern(*device_pool_, 77);
+  for (int64_t i = 0; i < arena_->num_chunks(); ++i) EXPECT_EQ(arena_->Generation(i), before[i]);
+  EXPECT_EQ(arena_->num_taken(), 4) << "its reader may still be looking at it";
+  std::vector<std::byte> got;
+  for (size_t i = 0; i < 4; ++i) {
+    const std::vector<std::byte> bytes = Read(wire().chunks[i]);
+    got.insert(got.end(), bytes.begin(), bytes.end());
+    wire().Complete(i, absl::OkStatus());
+  }
+  EXPECT_TRUE(std::equal(got.begin(), got.end(), want.begin()));
+  EXPECT_EQ(arena_->num_taken(), 0);
+}
+
+// Lists of pieces are bounded, however long a chunk could be.
+TEST_F(SenderGathersOnDevice, ManyTinyPieces) {
+  const KvLayout layout = KvLayout::Mha(1, 1, 1, 8, DType::kBFloat16);  // 16 bytes an item.
+  const int64_t num_pages = 100 << 10;
+  const auto pool = Must(KvPool::CreateIn(layout, num_pages, memory_));
+  const auto large = Must(DeviceArena::Create(*memory_, DeviceArena::kNumChunks * (4 << 20)));
+  Sender sender(config_, pool, &leases_, arena_.get(), &outbox_, &metrics_);
+  sender.UseOnDevice({.pages = true, .arena = large.get()});
+  std::vector<int64_t> pages(static_cast<size_t>(num_pages));
+  std::iota(pages.begin(), pages.end(), 0);
+  Publish(5, pages, 1);
+  sender.OnFetch(kPeer, kLink, Ask(1, 5, num_pages));
+  sender.Pump();
+  EXPECT_EQ(metrics_.transfers_on_device, 1);
+  EXPECT_EQ(wire().chunks[0].header.bytes, (64u << 10) * 16);
 }
 
 TEST_F(SenderGathersOnDevice, ADeviceThatFails) {
