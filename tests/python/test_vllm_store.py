@@ -71,8 +71,6 @@ class Scheduler:
         self.opened = open_store(HOST, self.pool, config, "m", "n", 0)
         self.half = StoreScheduler(BLOCK, HOST, namespace, config)
         self.half.set_workers({0: StoreAddress.of(self.opened.address, "m", LAYOUT)})
-        for store in self.half._stores:  # A busy machine takes longer for the first than it waits.
-            store.exists([b"nothing"], timeout_ms=20000)
 
     def use(self, stores: list) -> None:
         """Asks these, one a rank."""
@@ -398,6 +396,40 @@ def ask_all(scheduler: Scheduler, its: list[SimpleNamespace]) -> list[tuple[int 
 
 
 FOUND, LATER, NOTHING = (3 * BLOCK, True), (None, False), (0, False)
+
+
+class QuickOnceWarm(StoreByClock):
+    """Whose first answer takes long, as that over a connection which is still to be made."""
+
+    def exists(self, keys: list[bytes], timeout_ms: int) -> int:
+        self.delay_s = 0.001 if self.asked else 1.0
+        return super().exists(keys, timeout_ms)
+
+
+def start_with(monkeypatch: pytest.MonkeyPatch, stores: list) -> StoreScheduler:
+    monkeypatch.setattr(store_scheduler, "scheduler_stores", lambda *_: stores)
+    half = StoreScheduler(BLOCK, HOST, "", kvferry.Config.make({}))
+    half.set_workers({rank: StoreAddress.of("a", "m", LAYOUT) for rank in range(len(stores))})
+    return half
+
+
+def test_the_first_prompt_does_not_wait_for_connections(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    half = start_with(monkeypatch, [QuickOnceWarm(clock, 0) for _ in range(2)])
+    it = request("r", 3)
+    half.on_new_request(it)
+    assert half.get_num_new_matched_tokens(it, 0) == FOUND
+
+
+def test_stores_that_do_not_answer_hold_up_the_start_for_seconds_in_all(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    stores = [StoreByClock(clock, 3600) for _ in range(4)]
+    begin = clock.now
+    start_with(monkeypatch, stores)
+    assert clock.now - begin < 5.1
+    assert [len(store.asked) for store in stores] == [1] * 4
 
 
 def test_all_prompts_of_a_step_have_one_deadline(scheduler: Scheduler, clock: Clock):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # stores. What is left to ask then waits for the next step. A store that does not answer one prompt
 # in that time is not asked again for a while.
 _ASK_TIMEOUT_MS = 200
+# For the first questions, which make connections and sessions, it waits so long when it starts.
+_WARM_UP_MS = 5000
 
 
 @dataclass
@@ -73,6 +75,17 @@ class StoreScheduler:
         self._workers = [workers[rank] for rank in sorted(workers)]
         self._layout = self._workers[0].kv_layout()
         self._stores = scheduler_stores(self._options, self._workers, self._config)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """A question to each rank's store. One that does not answer is asked again when needed."""
+        deadline = time.monotonic() + _WARM_UP_MS / 1e3
+        for rank, store in enumerate(self._stores):
+            left_ms = max(1, int((deadline - time.monotonic()) * 1e3))
+            try:
+                store.exists([rank_key(b"warm", rank)], timeout_ms=left_ms)
+            except (kvferry.Error, ValueError) as error:
+                logger.warning("the KV store of rank %d does not answer yet: %s", rank, error)
 
     def on_new_request(self, request: Request) -> None:
         # Pictures and embeddings are not in the tokens that the keys are made from; a prompt may be
