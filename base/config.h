@@ -56,8 +56,8 @@ struct Config {
   int64_t lanes = 1;
   // How KV comes to peers on this host: "in_place", they copy out of this side's pool, where it lies
   // in memory that kvferry made, else as "arena"; "arena", out of chunks gathered in shared memory, or
-  // where both pools lie on GPUs, on the sender's;
-  // "network", as to peers on other hosts; "auto", the quicker one of the first two for each transfer.
+  // where both pools lie on GPUs, on the sender's; "network", as to peers on other hosts; "auto", the quicker
+  // one of the first two for each transfer, between GPUs the first where it can be.
   std::string same_host_path = "auto";
   int64_t copy_threads = 1;        // That copy what a peer on this host has in a shared pool.
   int64_t chunk_bytes = 1 << 20;   // Packed path: bytes of one chunk.

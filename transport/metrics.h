@@ -24,12 +24,11 @@ struct Metrics {
   Value fetches_restarted{0};  // Gone on after silence of a peer or of its memory.
   Value fetches_ok{0};
   Value fetches_failed{0};
-  Value transfers_started{0};   // As sender.
-  Value transfers_in_place{0};  // Of those started: the peer reads its pages in this side's pool.
-  Value transfers_on_device{
-      0};  // Of those started: as chunks gathered in the memory of the pool's device.
-  Value transfers_direct{0};  // Of those started: as that, with one-sided reads from afar.
-  Value transfers_cast{0};    // Of those started: to other dtypes or scales.
+  Value transfers_started{0};    // As sender.
+  Value transfers_in_place{0};   // Of those started: the peer reads its pages in this side's pool.
+  Value transfers_on_device{0};  // Of those started: gathered in chunks on the pool's device.
+  Value transfers_direct{0};     // Of those started: as that, with one-sided reads from afar.
+  Value transfers_cast{0};       // Of those started: to other dtypes or scales.
   Value transfers_ok{0};
   Value transfers_failed{0};
   Value fetches_refused{0};  // As sender.
