@@ -188,11 +188,12 @@ def test_asyncio_calls_that_wait_for_their_turn_keep_their_timeout():
         calls = (buffer.aget("a") for _ in range(6))
         errors = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(error, kvferry.DeadlineExceeded) for error in errors)
-        assert time.monotonic() - begin < 1
+        assert time.monotonic() - begin < 2  # One behind the other they would take 3 s.
 
     with kvferry.KVStoreBuffer(store, timeout_ms=500) as buffer:
         asyncio.run(run(buffer))
-    assert sum(store.timeouts) <= 510  # Little or nothing was left for the others.
+    # Little or nothing was left for the others, which a busy machine may begin somewhat later.
+    assert sum(store.timeouts) <= 1000
 
 
 def test_an_asyncio_call_that_waited_for_its_turn_has_what_is_left_of_its_time(held):
