@@ -185,7 +185,7 @@ class Sender {
   bool Lends(const Transfer& transfer) const;
   // What the next chunk of the stream is sent from, on any thread: straight from the pages,
   static LendChunk Lend(const TransferPtr& transfer, int64_t bytes);
-  // or gathered in a chunk of the arena.
+  // or gathered in a chunk of the arena,
   FillChunk Gather(const TransferPtr& transfer, int64_t chunk) const;
   // or gathered in one of the device's, on this thread.
   FillChunk GatherOnDevice(const TransferPtr& transfer, int64_t chunk, int64_t device_chunk);

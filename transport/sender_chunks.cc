@@ -100,8 +100,7 @@ int64_t Sender::NextBytes(const Transfer& transfer, PageWay way, int64_t left) c
 }
 
 bool Sender::HasRoom(const Transfer& transfer, PageWay way, int64_t peer_share) const {
-  if (chunks_of_peer_->Of(transfer.peer) >= peer_share) return false;
-  if (arena_->num_taken() == arena_->num_chunks()) return false;
+  if (chunks_of_peer_->Of(transfer.peer) >= peer_share || !arena_->has_free()) return false;
   return way != PageWay::kDeviceArena ||
          device_chunks_of_peer_->Of(transfer.peer) < DeviceShare(transfer.peer);
 }

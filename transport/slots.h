@@ -21,7 +21,7 @@ class Slots {
   }
   void GiveBack(int64_t slot) { free_.push_back(slot); }
 
-  int64_t count() const { return count_; }
+  bool has_free() const { return !free_.empty(); }
   int64_t num_taken() const { return count_ - static_cast<int64_t>(free_.size()); }
 
  private:

@@ -182,18 +182,21 @@ async def begun(store: Held) -> None:
 
 def test_asyncio_calls_that_wait_for_their_turn_keep_their_timeout():
     store = InTime()
+    began = []
 
     async def run(buffer):
-        begin = time.monotonic()
-        calls = (buffer.aget("a") for _ in range(6))
-        errors = await asyncio.gather(*calls, return_exceptions=True)
+        async def get():
+            began.append(time.monotonic())
+            await buffer.aget("a")
+
+        errors = await asyncio.gather(*(get() for _ in range(6)), return_exceptions=True)
         assert all(isinstance(error, kvferry.DeadlineExceeded) for error in errors)
-        assert time.monotonic() - begin < 2  # One behind the other they would take 3 s.
+        assert time.monotonic() - began[-1] < 1
 
     with kvferry.KVStoreBuffer(store, timeout_ms=500) as buffer:
         asyncio.run(run(buffer))
-    # Little or nothing was left for the others, which a busy machine may begin somewhat later.
-    assert sum(store.timeouts) <= 1000
+    # Little or nothing was left for the others: as much as they began later, on a busy machine.
+    assert sum(store.timeouts) <= 510 + (began[-1] - began[0]) * 1e3
 
 
 def test_an_asyncio_call_that_waited_for_its_turn_has_what_is_left_of_its_time(held):

@@ -310,8 +310,7 @@ class SenderGathersOnDevice : public SenderInPlace {
   static constexpr uint64_t kArenaAt = 1 << 20;
 
   SenderGathersOnDevice() {
-    pool_ = Must(KvPool::CreateIn(SmallLayout(), 16, memory_));
-    FillPattern(*pool_, 5);
+    pool_ = device_pool_;
     Use(sender_on_device_);
   }
   void Use(Sender& sender, bool pages = false) {
