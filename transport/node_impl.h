@@ -120,6 +120,9 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   std::string DifferenceFrom(const HelloMsg& hello) const;
   void CountPeers();
   void OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch, const WelcomeMsg& welcome);
+  // Of a dialled session that learns its peer's epoch and another one to the same address one of the two
+  // ends; whether that is `peer`'s own.
+  bool EndTwin(const PeerKey& peer, const Session& session);
   // With what the peer has offered, or what is left of that.
   void LinkTo(const PeerKey& peer);
   void OnLinked(const PeerKey& peer);

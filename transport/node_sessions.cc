@@ -314,7 +314,28 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
   session.offered = welcome.data;
   const auto unmapped = unmapped_.find(session.address);
   if (unmapped != unmapped_.end() && unmapped->second != epoch) unmapped_.erase(unmapped);
-  LinkTo(peer);
+  if (!EndTwin(peer, session)) LinkTo(peer);
+}
+
+// A second session to one address is opened because a ticket names another epoch. Either the process
+// there is new, and the first session a ghost, or the ticket was stale, and this session is one too many:
+// what waits for it meant a process that is no more. Before it is linked, since from then on it would be
+// taken for the session of its epoch, by what was to end with it.
+bool NodeImpl::EndTwin(const PeerKey& peer, const Session& session) {
+  const PeerKey twin = sessions_.FindTwin(peer);
+  if (twin.empty()) return false;
+  const bool is_stale = sessions_.Find(twin)->epoch == session.epoch;
+  if (is_stale) {
+    SendAside(peer, ByeMsg{});
+    DropSession(peer,
+                absl::NotFoundError(absl::StrCat(
+                    "the process at ", session.address,
+                    " has restarted since it gave out the ticket, and what that named is gone: "
+                    "prefill the request again")));
+  } else {
+    DropSession(twin, absl::UnavailableError("another process has taken its address"));
+  }
+  return is_stale;
 }
 
 void NodeImpl::LinkTo(const PeerKey& peer) {
@@ -353,20 +374,7 @@ void NodeImpl::OnConnected(const PeerKey& peer, const Session& session) {
   Log().info("connected to '{}' at {} over {}", absl::CEscape(session.name), session.address,
              data_->PathName(session.link));
   RequestWaiting(peer, session);
-  // A second session to one address was opened because a ticket named another epoch. Either the
-  // process there is new, and the old session a ghost, or the ticket was stale, and this session is
-  // one too many: what waited for it, calls too, meant a process that is no more.
-  const PeerKey twin = sessions_.FindTwin(peer);
-  if (!twin.empty() && sessions_.Find(twin)->epoch == session.epoch) {
-    SendAside(peer, ByeMsg{});
-    DropSession(peer, absl::NotFoundError("the process at that address has restarted since it gave "
-                                          "out the ticket; there is a session with the new one"));
-    return;
-  }
   calls_->OnPeerReady(peer);
-  if (!twin.empty()) {
-    DropSession(twin, absl::UnavailableError("another process has taken its address"));
-  }
 }
 
 void NodeImpl::OnNotLinked(const PeerKey& peer, const absl::Status& status) {

@@ -44,7 +44,7 @@ PeerKey Sessions::FindDialled(const std::string& address, uint64_t epoch) const 
 PeerKey Sessions::FindTwin(const PeerKey& peer) const {
   const std::string& address = sessions_.find(peer)->second.address;
   for (const auto& [other, session] : sessions_) {
-    if (other != peer && session.dialled && session.state == Session::State::kReady &&
+    if (other != peer && session.dialled && session.state != Session::State::kGreeting &&
         session.address == address) {
       return other;
     }

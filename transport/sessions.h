@@ -58,7 +58,7 @@ class Sessions {
   // else an empty key. A ready one of another epoch does not count: the process behind the address
   // may have been replaced.
   PeerKey FindDialled(const std::string& address, uint64_t epoch) const;
-  // Another ready dialled session with the same address as `peer`, or an empty key.
+  // Another dialled session with the same address as `peer` that has been welcomed, or an empty key.
   PeerKey FindTwin(const PeerKey& peer) const;
   PeerKey FindLink(LinkId link) const;
   // By own_id.

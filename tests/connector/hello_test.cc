@@ -438,8 +438,8 @@ class MapsNothing {
     }
   }
   // The next hello, which is answered as by the process of that epoch: by shared memory where that is
-  // offered, else by a port where nobody is in a hurry.
-  HelloMsg Welcome(uint64_t epoch, Takes takes = Takes::kNever) {
+  // offered, else by a port where nobody is in a hurry. Without `takes` no memory is to be given.
+  HelloMsg Welcome(uint64_t epoch, std::optional<Takes> takes = Takes::kNever) {
     const auto received = Receive();
     if (!received.has_value() || !std::holds_alternative<HelloMsg>(received->second.body)) {
       ADD_FAILURE() << "no hello";
@@ -457,7 +457,7 @@ class MapsNothing {
       welcome.data.session = 9;  // Messages over the link, too.
     }
     Say(from, message.from_epoch, epoch, welcome);
-    if (!hello.data.local.empty()) memory_.Answer(takes);
+    if (takes && !hello.data.local.empty()) memory_.Answer(*takes);
     return hello;
   }
   void Say(const std::string& to, uint64_t to_epoch, uint64_t epoch, const MessageBody& body) {
@@ -692,6 +692,38 @@ TEST(HelloToOthers, APeerThatTakesNoMoreMessagesIsGoneAtOnce) {
   EXPECT_TRUE(Fails(replies[1].get(), absl::StatusCode::kDeadlineExceeded));
   ASSERT_EQ(replies[0].wait_until(Soon()), std::future_status::ready);
   EXPECT_TRUE(Fails(replies[0].get(), absl::StatusCode::kResourceExhausted, "takes none"));
+}
+
+// The session that a stale ticket opens is one too many from its welcome on: were it linked first, it
+// would be taken for the good one meanwhile, as that would for a newer one when it is linked at last.
+TEST(HelloToOthers, AStaleTicketsSessionIsNeverLinked) {
+  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
+    GTEST_SKIP() << "the network is TCP's here";
+  }
+  MapsNothing peer;
+  Config config = SmallChunks();
+  config.same_host_path = "auto";
+  config.connect_timeout_ms = config.heartbeat_timeout_ms = 600000;
+  const auto target = MakePatternPool(SmallLayout(), 8, 3);
+  const auto decode = MakeDecode(target, config);
+  const auto good = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  peer.Welcome(5, Takes::kSaysNothing);  // Being linked, and for long.
+  const auto stale = Fetch(*decode, Ticket{peer.address(), 4, 6, 1, 16}, {1});
+  peer.Welcome(5, std::nullopt);
+  EXPECT_TRUE(Fails(stale->Wait(Soon()), absl::StatusCode::kNotFound, peer.address(),
+                    "has restarted since it gave out the ticket", "prefill the request again"));
+  EXPECT_EQ(Metric(*decode, "peers"), 1);
+  const auto more = Fetch(*decode, Ticket{peer.address(), 5, 7, 1, 16}, {2});
+  EXPECT_FALSE(more->done() || good->done());
+  // A new process shows that the first session is a ghost.
+  const auto newer = Fetch(*decode, Ticket{peer.address(), 8, 6, 1, 16}, {3});
+  peer.Welcome(8, Takes::kSaysNothing);
+  EXPECT_EQ(peer.byes, 1);
+  for (const auto& handle : {good, more}) {
+    EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable,
+                      "another process has taken its address"));
+  }
+  EXPECT_FALSE(newer->done());
 }
 
 // A welcome that is meant for another process at the same address is none.
