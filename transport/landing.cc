@@ -48,6 +48,8 @@ absl::Status Landing::Arrived(int64_t begin, int64_t end) {
   const MutexLock lock(&mutex_);
   const int64_t layers_before = plan_->LayersIn(arrived_.prefix());
   KVFERRY_RETURN_IF_ERROR(arrived_.Add(begin, end));
+  // Not when the chunk is reported: its fetch may have ended by then.
+  metrics_->bytes_received += end - begin;
   const int64_t layers = plan_->LayersIn(arrived_.prefix());
   // Under the lock, so that the number never falls.
   if (layers != layers_before) handle_->SetLayersDone(layers);

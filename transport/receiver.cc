@@ -244,11 +244,7 @@ std::unique_ptr<ChunkSink> Receiver::OnChunkBegins(const ChunkHeader& header) {
 
 void Receiver::OnLanded(const ChunkHeader& header, const absl::Status& status) {
   ++metrics_->chunks_received;
-  if (status.ok()) {
-    metrics_->bytes_received += header.bytes;
-  } else {
-    ++metrics_->chunks_dropped;
-  }
+  if (!status.ok()) ++metrics_->chunks_dropped;
   const auto found = fetches_.find(header.transfer_id);
   // It may have ended since.
   if (found == fetches_.end() || absl::IsNotFound(status)) return;

@@ -309,8 +309,11 @@ TEST_F(ReceiverAlone, LanesLandAtOnce) {
   receiver_.OnLanded(chunks[0].header, absl::OkStatus());
   EXPECT_TRUE(IsOk(handle->status()));
   EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, local_, kSourceSeed, remote_));
+  const int64_t bytes = Plan(target_, local_).total_bytes();
+  EXPECT_EQ(metrics_.bytes_received, bytes);
   // The word of the others comes when all is over.
   for (const Chunk& chunk : chunks) receiver_.OnLanded(chunk.header, absl::OkStatus());
+  EXPECT_EQ(metrics_.bytes_received, bytes);
   EXPECT_EQ(outbox_.Count<DoneMsg>(), 1);
 }
 
