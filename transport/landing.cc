@@ -10,9 +10,10 @@
 namespace kvferry {
 
 Landing::Landing(std::shared_ptr<const StreamPlan> plan, std::shared_ptr<FetchHandle> handle,
-                 int64_t prefix, bool checksum, Metrics* metrics)
+                 int64_t prefix, int64_t max_chunk_bytes, bool checksum, Metrics* metrics)
     : plan_(std::move(plan)),
       handle_(std::move(handle)),
+      max_chunk_bytes_(max_chunk_bytes),
       checksum_(checksum),
       metrics_(metrics),
       claimed_(prefix),
@@ -23,6 +24,16 @@ absl::Status Landing::CheckBounds(const ChunkHeader& header) const {
   if (header.bytes == 0 || header.offset > total || header.bytes > total - header.offset) {
     return absl::DataLossError(absl::StrCat("a chunk covers bytes ", header.offset, " + ",
                                             header.bytes, " of a stream of ", total));
+  }
+  if (header.bytes > max_chunk_bytes_) {
+    return absl::DataLossError(absl::StrCat("a chunk of ", header.bytes, " bytes, where ",
+                                            max_chunk_bytes_, " were asked for at most"));
+  }
+  // A tail lies in no pool, and who took it for part of one on a device would read that on the host.
+  if ((header.flags & kChunkInPool) != 0 &&
+      header.offset + header.bytes > static_cast<uint64_t>(plan_->pages_bytes())) {
+    return absl::DataLossError(absl::StrCat("a chunk in a pool covers bytes ", header.offset, " + ",
+                                            header.bytes, " of pages of ", plan_->pages_bytes()));
   }
   if (checksum_ && (header.flags & kChunkHasChecksum) == 0) {
     return absl::DataLossError("a chunk came without the checksum that was asked for");

@@ -24,10 +24,10 @@ namespace kvferry {
 // chunks of several lanes are copied at the same time.
 class Landing {
  public:
-  // Of a stream of which the first `prefix` bytes have arrived. Chunks without a checksum are refused
-  // if `checksum`. `metrics` outlives this.
+  // Of a stream of which the first `prefix` bytes have arrived. Chunks of more than `max_chunk_bytes` are
+  // refused, and those without a checksum if `checksum`. `metrics` outlives this.
   Landing(std::shared_ptr<const StreamPlan> plan, std::shared_ptr<FetchHandle> handle,
-          int64_t prefix, bool checksum, Metrics* metrics);
+          int64_t prefix, int64_t max_chunk_bytes, bool checksum, Metrics* metrics);
 
   // OK: scattered, and counted. Else what is wrong with the chunk; some of it may be in the pages,
   // but it does not count as arrived.
@@ -60,6 +60,7 @@ class Landing {
 
   const std::shared_ptr<const StreamPlan> plan_;
   const std::shared_ptr<FetchHandle> handle_;
+  const int64_t max_chunk_bytes_;
   const bool checksum_;
   Metrics* const metrics_;
   Gate gate_;

@@ -184,8 +184,9 @@ void Receiver::OnAbort(const PeerKey& peer, const AbortMsg& abort) {
 }
 
 void Receiver::OpenLanding(Fetch& fetch) {
+  const int64_t max_chunk_bytes = std::max(config_.chunk_bytes, BytesInPlace(config_, *fetch.plan));
   fetch.landing = std::make_shared<Landing>(fetch.plan, fetch.handle, fetch.from_bytes,
-                                            config_.checksum, metrics_);
+                                            max_chunk_bytes, config_.checksum, metrics_);
   const MutexLock lock(&landings_mutex_);
   landings_.emplace(fetch.transfer_id, fetch.landing);
 }

@@ -491,6 +491,33 @@ def under_way(prefill, decode, chunks=1):
     return transfer, handles(incoming)
 
 
+class FailsOnceAsked:
+    """A fetch that fails right after somebody has asked for its error."""
+
+    def __init__(self, handle):
+        self.done, self.ok, self.cancel = False, False, handle.cancel
+
+    @property
+    def error(self):
+        before = "lost" if self.done else ""
+        self.done = True
+        return before
+
+
+def test_a_fetch_that_fails_between_two_questions_has_failed(pair):
+    prefill, decode = pair
+    transfer, (handle,) = under_way(prefill, decode)
+    (fetch,) = decode.manager._incoming[transfer.room].fetches()
+    fetch.handle = FailsOnceAsked(handle)
+    assert transfer.receivers[0].poll() != KVPoll.Success
+    wait_status(transfer.receivers, KVPoll.Failed)
+    with pytest.raises(KVTransferError, match="lost"):
+        transfer.receivers[0].failure_exception()
+    handle.cancel()
+    wait_for(lambda: handle.done)
+    transfer.senders[0].abort()
+
+
 class StandsStill:
     """What asks for the end of fetches, and has none: all of the process stands still then, and the
     endpoint's thread has no turn."""

@@ -185,6 +185,31 @@ TEST_F(MappedPlanes, MessagesOfAnyLengthAmongChunks) {
   }
 }
 
+// The end of one connection is heard before what came over the other.
+TEST_F(MappedPlanes, WhatWasSaidBeforeTheEndIsHeard) {
+  // Its words about chunks find nobody, or lie unread when the peer goes.
+  enum class Chunk { kNone, kIsRead, kIsToBeRead };
+  for (const Chunk chunk : {Chunk::kNone, Chunk::kIsRead, Chunk::kIsToBeRead}) {
+    Side gone;
+    const LinkId link = Must(gone.plane->Connect(b_.plane->address()));
+    const LinkId back = Must(b_.plane->Connect(gone.plane->address()));
+    ASSERT_TRUE(
+        ProgressBoth(gone, b_, [&] { return gone.plane->IsOpen(link) && b_.plane->IsOpen(back); }));
+    if (chunk != Chunk::kNone) gone.Send(link, 5);
+    if (chunk == Chunk::kIsRead) {
+      ASSERT_TRUE(StepUntil([&] { b_.Progress(); }, [&] { return !b_.events.chunks.empty(); }));
+    }
+    for (uint64_t i = 1; i <= 3; ++i) {
+      ASSERT_TRUE(IsOk(gone.plane->SendMessage(link, {i}, std::string(5000, 'x'))));
+    }
+    gone.plane.reset();
+    ASSERT_TRUE(StepUntil([&] { b_.Progress(); }, [&] { return !b_.events.down.empty(); }));
+    EXPECT_EQ(b_.events.messages.size(), 3u);
+    b_.plane->Close(back);
+    b_.events = {};
+  }
+}
+
 TEST_F(MappedPlanes, APeerThatTakesNoMessages) {
   const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
   EXPECT_TRUE(Fails(a_.plane->SendMessage(99, {1}, "x"), absl::StatusCode::kUnavailable));
@@ -882,6 +907,19 @@ TEST_F(MappedPlanes, ALinkIsOpenOnceThePeerHasMapped) {
   EXPECT_TRUE(a_.plane->IsOpen(link));
   EXPECT_EQ(a_.events.open, std::vector<LinkId>{link});
   EXPECT_EQ(a_.plane->Tick(Deadline::max()), Deadline::max());
+}
+
+// It has been taken for one that does not answer, and is reached another way.
+TEST_F(MappedPlanes, ALinkThatHasBeenGivenUpDoesNotOpen) {
+  const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
+  pollfd answer{a_.plane->event_fd(), POLLIN, 0};
+  ASSERT_TRUE(StepUntil([&] { b_.Progress(); }, [&] { return poll(&answer, 1, 0) == 1; }));
+  a_.plane->Tick(DeadlineInMs(kAnswerTimeoutMs + 1));
+  a_.Progress();
+  ASSERT_FALSE(a_.events.down.empty());
+  EXPECT_TRUE(Fails(a_.events.down[0].second, absl::StatusCode::kResourceExhausted, "within"));
+  EXPECT_TRUE(a_.events.open.empty());
+  EXPECT_FALSE(a_.plane->IsOpen(link));
 }
 
 // Peers by hand that are given memory.

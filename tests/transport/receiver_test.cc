@@ -141,6 +141,35 @@ TEST_F(ReceiverAlone, ChunkOutsideTheStream) {
   }
 }
 
+// More than was asked for would be the progress thread's for as long as that takes.
+TEST_F(ReceiverAlone, ChunksThatALandingRefuses) {
+  std::vector<std::byte> tail(100, std::byte{0x5a});
+  const auto plan = std::make_shared<const StreamPlan>(Must(StreamPlan::Create(
+      target_, Must(PageRuns::FromPages(local_)), StreamTail{tail.data(), 100})));
+  Landing landing(plan, HandleOf(*plan), 0, /*max_chunk_bytes=*/1000, /*checksum=*/false,
+                  &metrics_);
+  const auto threads = Must(ThreadPool::Create(0));
+  PieceCopy copy(threads.get());
+  const auto accept = [&](int64_t offset, uint32_t bytes, uint16_t flags) {
+    const std::vector<std::byte> payload(bytes);
+    const std::span<const std::byte> piece = payload;
+    const ChunkHeader header{kId, static_cast<uint64_t>(offset), 0, bytes, flags};
+    return landing.Accept(
+        header, Pieces(&piece, 1), [] { return true; }, &copy);
+  };
+  EXPECT_TRUE(Fails(accept(0, 1001, 0), absl::StatusCode::kDataLoss, "1001 bytes, where 1000"));
+  EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+  // A tail is in nobody's pool.
+  const int64_t end = plan->pages_bytes();
+  EXPECT_TRUE(Fails(accept(end - 10, 11, kChunkInPool), absl::StatusCode::kDataLoss, "in a pool"));
+  EXPECT_TRUE(Fails(accept(end, 100, kChunkInPool), absl::StatusCode::kDataLoss, "in a pool"));
+  EXPECT_EQ(tail, std::vector<std::byte>(100, std::byte{0x5a}));
+  EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+  EXPECT_TRUE(IsOk(accept(end - 10, 10, kChunkInPool)));
+  EXPECT_TRUE(IsOk(accept(end, 100, 0)));
+  EXPECT_EQ(tail, std::vector<std::byte>(100));
+}
+
 TEST_F(ReceiverAlone, WrongChecksumIsNotWritten) {
   const auto handle = Begin();
   Chunk chunk = Stream(4096)[0];

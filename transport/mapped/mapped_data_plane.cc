@@ -98,13 +98,16 @@ constexpr size_t kMaxPartBytes = kMaxPacketBytes - sizeof(MessagePacket);
 
 // Beyond these a peer's arena is not believed.
 constexpr uint64_t kMaxChunks = uint64_t{1} << 24;
-constexpr uint64_t kMaxChunkBytes = uint64_t{1} << 30;
+constexpr uint64_t kMaxChunkBytes = 4 << 20;  // Config::chunk_bytes.
 constexpr uint64_t kMaxPoolBytes = uint64_t{1} << 45;
 constexpr uint64_t kMaxPoolParts = uint64_t{1} << 16;
 constexpr uint64_t kMaxPlaces = KvLayout::kMaxLayers * KvLayout::kMaxTensors;
 constexpr size_t kMaxAccepted = 4096;
 // Words of one link's reader, before it is the next one's turn.
 constexpr int kReadsATurn = 16;
+constexpr int kAcceptedATurn = 64;
+// What one socket holds is some hundred packets.
+constexpr int kMaxLastWords = 1024;
 constexpr int kEventsATurn = 64;
 constexpr uint64_t kListenerId = 0;
 constexpr uint64_t kPauseId = UINT64_MAX;
@@ -199,6 +202,7 @@ class MappedDataPlane : public AddressedPlane {
     bool pool_on_device = false;       // The processor cannot touch it.
     bool unmapped = false;             // A part could not be mapped.
     std::vector<std::byte> message{};  // What has come of it.
+    bool heard_all = false;            // Nothing more comes, or is to be believed.
 
     const PoolPart& PartAt(uint64_t offset) const {
       const auto begins_behind = [](uint64_t at, const PoolPart& part) { return at < part.begin; };
@@ -221,7 +225,10 @@ class MappedDataPlane : public AddressedPlane {
   void Accept();
   void HearAnswer(Link& link);
   void OnLinkReadable(Link& link);
-  void OnAcceptedReadable(Accepted& accepted, DataEvents* events);
+  // Whether there was a packet, or the end.
+  bool OnAcceptedReadable(Accepted& accepted, DataEvents* events);
+  void HearLastWords(const Channel& of, DataEvents* events);
+  void HearRest(Accepted& accepted, DataEvents* events);
   absl::Status OnPacket(Accepted& accepted, Packet& packet, DataEvents* events);
   absl::Status OnHello(Accepted& accepted, Packet& packet);
   absl::Status OnPoolPart(Accepted& accepted, const Packet& packet);
@@ -238,8 +245,9 @@ class MappedDataPlane : public AddressedPlane {
   // Gives the last part that it lies in.
   const PoolPart* AddPieces(const PoolPart* part, PoolPiece piece);
   void Serve(uint64_t id, uint32_t ready, DataEvents* events);
-  void Drop(AcceptedMap::iterator accepted);
-  void DropFailed(uint64_t id);
+  // When it has been heard to the end.
+  void Drop(AcceptedMap::iterator accepted, DataEvents* events);
+  void DropFailed(uint64_t id, DataEvents* events);
   void ReportOpened(DataEvents* events);
   void ReportBroken(DataEvents* events);
 
@@ -285,7 +293,7 @@ absl::Status MappedDataPlane::Init() {
 
 MappedDataPlane::~MappedDataPlane() {
   while (!links_.empty()) Close(links_.begin()->first);
-  while (!accepted_.empty()) Drop(accepted_.begin());
+  for (const auto& [id, accepted] : accepted_) epoll_.HangUp(accepted->channel.socket.get());
 }
 
 // ---------------------------------------------------------------- sending
@@ -436,9 +444,7 @@ void MappedDataPlane::AwaitRoom(Channel& channel, bool await) const {
 // the next time; one that is short of something may.
 void MappedDataPlane::HearAnswer(Link& link) {
   Packet packet;
-  SocketResult result = ReceivePacket(link.channel.socket, &packet);
-  // That the peer has let go of what it has not read is heard before its last word is.
-  if (result == SocketResult::kBroken) result = ReceivePacket(link.channel.socket, &packet);
+  const SocketResult result = ReceivePacket(link.channel.socket, &packet);
   if (result == SocketResult::kWouldBlock) return;
   AnswerPacket answer;
   const bool known =
@@ -461,7 +467,8 @@ void MappedDataPlane::HearAnswer(Link& link) {
 }
 
 void MappedDataPlane::OnLinkReadable(Link& link) {
-  if (!link.open) HearAnswer(link);
+  // One that has been given up is not open any more when its answer comes.
+  if (!link.open && !link.channel.broken) HearAnswer(link);
   if (!link.open) return;
   Packet packet;
   for (int i = 0; i < kReadsATurn; ++i) {
@@ -496,7 +503,7 @@ void SayWhyNot(const UniqueFd& socket, const absl::Status& why) {
 }
 
 void MappedDataPlane::Accept() {
-  for (;;) {
+  for (int left = kAcceptedATurn; left > 0; --left) {
     UniqueFd socket = AcceptUnix(listener_);
     if (!socket.valid()) return pause_.OnFailure(epoll_, errno);
     absl::Status status = CheckSameUser(socket);
@@ -505,7 +512,7 @@ void MappedDataPlane::Accept() {
     }
     const uint64_t id = next_accepted_++;
     auto accepted = std::make_unique<Accepted>(Accepted{{id, std::move(socket)}});
-    status.Update(Watch(accepted->channel));
+    if (status.ok()) status = Watch(accepted->channel);
     if (status.ok()) {
       accepted_.emplace(id, std::move(accepted));
       continue;
@@ -761,10 +768,10 @@ absl::Status MappedDataPlane::OnPacket(Accepted& accepted, Packet& packet, DataE
 }
 
 // One packet: it may be a chunk of megabytes, and then it is the next peer's turn.
-void MappedDataPlane::OnAcceptedReadable(Accepted& accepted, DataEvents* events) {
+bool MappedDataPlane::OnAcceptedReadable(Accepted& accepted, DataEvents* events) {
   Packet packet;
   const SocketResult result = ReceivePacket(accepted.channel.socket, &packet);
-  if (result == SocketResult::kWouldBlock) return;
+  if (result == SocketResult::kWouldBlock) return false;
   absl::Status status = absl::UnavailableError("it has gone");
   if (result == SocketResult::kOk) {
     status = OnPacket(accepted, packet, events);
@@ -772,7 +779,24 @@ void MappedDataPlane::OnAcceptedReadable(Accepted& accepted, DataEvents* events)
   }
   // Also where its memory was lost on the way, for want of descriptors.
   if (!status.ok() && accepted.arena == nullptr) SayWhyNot(accepted.channel.socket, status);
-  accepted.channel.broken |= !status.ok();
+  accepted.heard_all = !status.ok();
+  accepted.channel.broken |= accepted.heard_all;
+  return true;
+}
+
+// The news of a peer's end comes by our connection to it, and may overtake what it has said before: goodbyes
+// among it, and the words that fetches are done.
+void MappedDataPlane::HearLastWords(const Channel& of, DataEvents* events) {
+  const pid_t peer = ProcessOf(of.socket);
+  for (auto& [id, accepted] : accepted_) {
+    if (ProcessOf(accepted->channel.socket) == peer) HearRest(*accepted, events);
+  }
+}
+
+void MappedDataPlane::HearRest(Accepted& accepted, DataEvents* events) {
+  for (int left = kMaxLastWords; left > 0 && !accepted.heard_all; --left) {
+    if (!OnAcceptedReadable(accepted, events)) return;
+  }
 }
 
 // ---------------------------------------------------------------- both
@@ -790,10 +814,11 @@ void MappedDataPlane::Serve(uint64_t id, uint32_t ready, DataEvents* events) {
   if (accepted == accepted_.end()) return;
   if ((ready & EPOLLOUT) != 0) Flush(accepted->second->channel);
   if ((ready & ~EPOLLOUT) != 0) OnAcceptedReadable(*accepted->second, events);
-  if (accepted->second->channel.broken) Drop(accepted);
+  if (accepted->second->channel.broken) Drop(accepted, events);
 }
 
-void MappedDataPlane::Drop(AcceptedMap::iterator accepted) {
+void MappedDataPlane::Drop(AcceptedMap::iterator accepted, DataEvents* events) {
+  HearRest(*accepted->second, events);
   epoll_.HangUp(accepted->second->channel.socket.get());
   accepted_.erase(accepted);
 }
@@ -803,16 +828,18 @@ bool MappedDataPlane::Progress(DataEvents* events) {
   const std::span<const epoll_event> ready = epoll_.Ready(room);
   for (const epoll_event& event : ready) Serve(event.data.u64, event.events, events);
   const std::vector<uint64_t> failed = std::exchange(failed_, {});
-  for (const uint64_t id : failed) DropFailed(id);
+  for (const uint64_t id : failed) DropFailed(id, events);
   ReportOpened(events);
   ReportBroken(events);
   return !ready.empty() || !failed.empty();
 }
 
 // What it was to be told is lost, so all that follows would be out of order.
-void MappedDataPlane::DropFailed(uint64_t id) {
+void MappedDataPlane::DropFailed(uint64_t id, DataEvents* events) {
   if (links_.contains(id)) down_.push_back(id);
-  if (const auto accepted = accepted_.find(id); accepted != accepted_.end()) Drop(accepted);
+  if (const auto accepted = accepted_.find(id); accepted != accepted_.end()) {
+    Drop(accepted, events);
+  }
 }
 
 Deadline MappedDataPlane::Tick(Deadline now) {
@@ -841,6 +868,8 @@ void MappedDataPlane::ReportBroken(DataEvents* events) {
     // Once: its fd stays readable until it is closed.
     const auto link = links_.find(id);
     if (link == links_.end()) continue;
+    if (link->second->open) HearLastWords(link->second->channel, events);
+    if (!links_.contains(id)) continue;  // They were about it.
     Link& broken = *link->second;
     // What was sent to it has failed, and its answer may lie there unread.
     if (!broken.open && broken.why_not.ok()) HearAnswer(broken);

@@ -69,6 +69,15 @@ std::array<UniqueFd, kMaxPassed> TakePassed(msghdr* message) {
   return taken;
 }
 
+absl::StatusOr<ucred> CredentialsOf(const UniqueFd& socket) {
+  ucred peer{};
+  socklen_t bytes = sizeof(peer);
+  if (getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &bytes) != 0) {
+    return absl::UnavailableError(absl::StrCat("unix socket: ", std::strerror(errno)));
+  }
+  return peer;
+}
+
 }  // namespace
 
 absl::StatusOr<UniqueFd> ListenUnix(const std::string& name) {
@@ -98,14 +107,15 @@ UniqueFd AcceptUnix(const UniqueFd& listener) {
 }
 
 absl::Status CheckSameUser(const UniqueFd& socket) {
-  ucred peer{};
-  socklen_t bytes = sizeof(peer);
-  if (getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &bytes) != 0) {
-    return absl::UnavailableError(absl::StrCat("unix socket: ", std::strerror(errno)));
-  }
+  KVFERRY_ASSIGN_OR_RETURN(const ucred peer, CredentialsOf(socket));
   if (peer.uid == geteuid()) return absl::OkStatus();
   return absl::PermissionDeniedError(absl::StrCat("unix socket: the peer runs as user ", peer.uid,
                                                   ", this process as ", geteuid()));
+}
+
+pid_t ProcessOf(const UniqueFd& socket) {
+  const absl::StatusOr<ucred> peer = CredentialsOf(socket);
+  return peer.ok() ? peer->pid : 0;
 }
 
 SocketResult SendPacket(const UniqueFd& socket, std::span<const std::byte> bytes,
@@ -135,7 +145,9 @@ SocketResult ReceivePacket(const UniqueFd& socket, Packet* packet) {
   message.msg_iovlen = 1;
   message.msg_control = control.bytes;
   message.msg_controllen = sizeof(control.bytes);
-  const ssize_t got = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC);
+  ssize_t got = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC);
+  // That the other end has let go of what it had not read is heard once, and before its last words.
+  if (got < 0 && errno == ECONNRESET) got = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC);
   if (got < 0) return FromErrno();
   packet->size = static_cast<size_t>(got);
   packet->passed = TakePassed(&message);

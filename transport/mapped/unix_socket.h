@@ -3,6 +3,8 @@
 // SEQPACKET sockets with abstract names: messages keep their bounds and order, a peer's death shows
 // as a hang-up, and a descriptor can travel along. None of it blocks.
 
+#include <sys/types.h>
+
 #include <array>
 #include <cstddef>
 #include <span>
@@ -24,6 +26,9 @@ absl::StatusOr<UniqueFd> ConnectUnix(const std::string& name);
 UniqueFd AcceptUnix(const UniqueFd& listener);
 // PERMISSION_DENIED when the other end runs under another user id than this process.
 absl::Status CheckSameUser(const UniqueFd& socket);
+
+// Of the other end: who connected, or listened. 0: not known, or out of this process's sight (pid_namespaces(7)).
+pid_t ProcessOf(const UniqueFd& socket);
 
 enum class SocketResult { kOk, kWouldBlock, kBroken };
 

@@ -656,11 +656,13 @@ class KVManager(CommonKVManager):
             incoming = self._incoming.get(room)
             if incoming is None or incoming.is_closed:
                 return
+            # Asked first: fetches end at any moment, and one that fails in between is looked at next time.
+            has_all = incoming.has_all()
             for fetch in incoming.fetches():
                 if fetch.failure:
                     self._fail(room, fetch.failure)
                     return
-            if not incoming.has_all():
+            if not has_all:
                 return
             if incoming.aux_index is not None:
                 self._write_aux(incoming.senders[min(incoming.senders)].aux, incoming.aux_index)
