@@ -33,7 +33,7 @@ class Arena {
   // An index in [0, num_chunks()), or -1 when all are taken.
   int64_t Take() { return slots_.Take(); }
   void GiveBack(int64_t chunk) { slots_.GiveBack(chunk); }
-  bool has_free() const { return slots_.has_free(); }
+  int64_t num_free() const { return slots_.num_free(); }
   std::span<std::byte> Bytes(int64_t chunk) const;
   // All of it.
   std::span<std::byte> memory() const;

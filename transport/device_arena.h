@@ -27,7 +27,7 @@ class DeviceArena {
   // An index in [0, kNumChunks), or -1 when all are taken.
   int64_t Take() { return slots_.Take(); }
   void GiveBack(int64_t chunk) { slots_.GiveBack(chunk); }
-  bool has_free() const { return slots_.has_free(); }
+  int64_t num_free() const { return slots_.num_free(); }
   std::span<std::byte> Bytes(int64_t chunk) const {
     return {memory_.get() + OffsetOf(chunk), static_cast<size_t>(chunk_bytes_)};
   }

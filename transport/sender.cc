@@ -7,7 +7,6 @@
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
 #include "base/status.h"
-#include "transport/fair_share.h"
 
 namespace kvferry {
 namespace {
@@ -399,12 +398,11 @@ bool Sender::Pump() {
   for (const uint64_t id : IdsWhere([](const Transfer& t) { return !t.failed.ok(); })) {
     End(id, transfers_.find(id)->second->failed, /*tell=*/true);
   }
-  const int64_t share = FairShare(arena_->num_chunks(), fetches_of_peer_.size());
   bool sent = false;
   auto turn = turn_.begin();
   for (size_t left = turn_.size(); left > 0; --left) {
     const auto next = std::next(turn);
-    if (PumpOne(*turn, share)) {
+    if (PumpOne(*turn)) {
       sent = true;
       turn_.splice(turn_.end(), turn_, turn);
     }

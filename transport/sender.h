@@ -148,9 +148,9 @@ class Sender {
   void Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const LeasedMemory& leased);
   void RetryParked(Parked parked);
   // Both return true when they sent something: of a turn as much as may go,
-  bool PumpOne(const TransferPtr& transfer, int64_t peer_share);
+  bool PumpOne(const TransferPtr& transfer);
   // or one chunk.
-  bool SendNext(const TransferPtr& transfer, int64_t peer_share);
+  bool SendNext(const TransferPtr& transfer);
   void ChooseWay(Transfer& transfer);
   void ChooseWayOfDevice(Transfer& transfer);
   void LearnCosts(const Transfer& transfer);
@@ -177,7 +177,7 @@ class Sender {
   // The tensors that a chunk of the next `bytes`, or fewer, is named as; none: its pieces are named.
   StreamTensors NextTensors(const Transfer& transfer, int64_t bytes) const;
   // Whether there is a chunk of the arena for the transfer, and where it needs one of the device's.
-  bool HasRoom(const Transfer& transfer, PageWay way, int64_t peer_share) const;
+  bool HasRoom(const Transfer& transfer, PageWay way) const;
   void SendChunk(const TransferPtr& transfer, PageWay way, int64_t bytes);
   void SendLent(const TransferPtr& transfer, int64_t bytes);
   ChunkHeader HeaderOfNext(const Transfer& transfer, int64_t bytes, uint32_t flags) const;

@@ -52,17 +52,17 @@ int64_t BytesOfATurn(int64_t left) {
 
 }  // namespace
 
-bool Sender::PumpOne(const TransferPtr& transfer, int64_t peer_share) {
+bool Sender::PumpOne(const TransferPtr& transfer) {
   const int64_t begin = transfer->sent_bytes;
   // What is read in place is a turn as it is (MaxBytesInPlace()).
   const bool in_place = ReadInPlace(*transfer, NextWay(*transfer));
   const int64_t turn_end = begin + (in_place ? 1 : kMinBytesOfATurn);
-  while (transfer->sent_bytes < turn_end && SendNext(transfer, peer_share)) {
+  while (transfer->sent_bytes < turn_end && SendNext(transfer)) {
   }
   return transfer->sent_bytes > begin;
 }
 
-bool Sender::SendNext(const TransferPtr& transfer, int64_t peer_share) {
+bool Sender::SendNext(const TransferPtr& transfer) {
   const PageWay way = NextWay(*transfer);
   // A chunk of the arena leaves its layer for whole short ones only, so that a layer's end seldom waits for
   // what is behind it. On others this side's processor has nothing to work.
@@ -78,7 +78,7 @@ bool Sender::SendNext(const TransferPtr& transfer, int64_t peer_share) {
     SendLent(transfer, bytes);
     return true;
   }
-  if (!HasRoom(*transfer, way, peer_share)) return false;
+  if (!HasRoom(*transfer, way)) return false;
   SendChunk(transfer, way, bytes);
   return true;
 }
@@ -99,8 +99,11 @@ int64_t Sender::NextBytes(const Transfer& transfer, PageWay way, int64_t left) c
   return std::min(transfer.chunk_bytes, left);
 }
 
-bool Sender::HasRoom(const Transfer& transfer, PageWay way, int64_t peer_share) const {
-  if (chunks_of_peer_->Of(transfer.peer) >= peer_share || !arena_->has_free()) return false;
+// A peer may have another chunk while it holds fewer than are free: of n that are busy each has 1/(n + 1) then,
+// and those who hold chunks and do not read, whether their transfers go on or not, leave some to whoever comes.
+// The dynamic threshold of Choudhury and Hahne (1998) for packets in a switch's memory, with alpha = 1.
+bool Sender::HasRoom(const Transfer& transfer, PageWay way) const {
+  if (chunks_of_peer_->Of(transfer.peer) >= arena_->num_free()) return false;
   return way != PageWay::kDeviceArena ||
          device_chunks_of_peer_->Of(transfer.peer) < DeviceShare(transfer.peer);
 }
@@ -108,7 +111,7 @@ bool Sender::HasRoom(const Transfer& transfer, PageWay way, int64_t peer_share) 
 // Who holds a chunk of it waits for his turn to have another; two each, for one to be gathered while the
 // other one is read, if there are as many.
 int64_t Sender::DeviceShare(const PeerKey& peer) const {
-  if (!on_device_.arena->has_free()) return 0;
+  if (on_device_.arena->num_free() == 0) return 0;
   const int64_t newcomer = device_chunks_of_peer_->Of(peer) == 0 ? 1 : 0;
   const auto peers = static_cast<size_t>(device_chunks_of_peer_->num_peers() + newcomer);
   return std::max<int64_t>(2, FairShare(DeviceArena::kNumChunks, peers));
@@ -138,7 +141,7 @@ bool Sender::ReadersAreBusy(Deadline now) const {
 // Peers that hold all of the device's arena, and do not read, keep nobody waiting who holds none.
 PageWay Sender::NextWay(const Transfer& transfer) const {
   if (transfer.sent_bytes >= transfer.plan.pages_bytes()) return PageWay::kArena;
-  const bool full = transfer.way == PageWay::kDeviceArena && !on_device_.arena->has_free();
+  const bool full = transfer.way == PageWay::kDeviceArena && on_device_.arena->num_free() == 0;
   return full && device_chunks_of_peer_->Of(transfer.peer) == 0 ? PageWay::kArena : transfer.way;
 }
 

@@ -21,8 +21,8 @@ class Slots {
   }
   void GiveBack(int64_t slot) { free_.push_back(slot); }
 
-  bool has_free() const { return !free_.empty(); }
-  int64_t num_taken() const { return count_ - static_cast<int64_t>(free_.size()); }
+  int64_t num_free() const { return static_cast<int64_t>(free_.size()); }
+  int64_t num_taken() const { return count_ - num_free(); }
 
  private:
   const int64_t count_;

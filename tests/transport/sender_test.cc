@@ -294,6 +294,32 @@ TEST_F(SenderAlone, AStuckPeerLeavesRoomInTheArena) {
   EXPECT_FALSE(Sent(2).empty());
 }
 
+// Nor does it when its transfers have ended, which takes no chunk from it: several that are stuck leave some to
+// the next one.
+TEST_F(SenderAlone, StuckPeersLeaveRoomAfterTheirTransfersToo) {
+  wire().complete_at_once = false;
+  for (uint64_t id = 1; id <= 4; ++id) {
+    const PeerKey peer = "accepted:" + std::to_string(id);
+    const int64_t before = arena_->num_taken();
+    Publish(100 + id, {3, 4, 5, 9, 0, 15}, 4);
+    sender_.OnFetch(peer, kLink, Ask(id, 100 + id));
+    PumpDry();
+    EXPECT_EQ(arena_->num_taken(), before + (16 - before) / 2) << "half of what was free";
+    sender_.OnCancel(peer, CancelMsg{id, "too late"});
+  }
+}
+
+// Who waits for leases that are not published holds nothing.
+TEST_F(SenderAlone, PeersThatWaitTakeNoShareOfTheArena) {
+  wire().complete_at_once = false;
+  for (uint64_t id = 2; id <= 16; ++id) {
+    sender_.OnFetch("accepted:" + std::to_string(id), kLink, Ask(id, 1000 + id));
+  }
+  sender_.OnFetch(kPeer, kLink, Ask(1));
+  PumpDry();
+  EXPECT_EQ(arena_->num_taken(), arena_->num_chunks() / 2);
+}
+
 // What is being sent lies in the arena: a transfer that has ended reads no page, and its chunks
 // come back when their sends complete, however late.
 TEST_F(SenderAlone, ChunksOfEndedTransfersComeBackLate) {
