@@ -31,15 +31,24 @@ absl::Status LayerCounter::Ready(int64_t load, int64_t count) {
         " was given up: ", load != load_ ? "another one has begun" : failure_.message()));
   }
   ready_ = std::max(ready_, count);
-  changed_.NotifyAll();
+  TellWaiters();
   return absl::OkStatus();
 }
 
 void LayerCounter::Fail(int64_t load, absl::Status why) {
   const MutexLock lock(&mutex_);
-  if (load != load_ || !failure_.ok()) return;
+  if (load != load_ || ready_ == num_layers_ || !failure_.ok()) return;
   failure_ = std::move(why);
-  changed_.NotifyAll();
+  TellWaiters();
+}
+
+void LayerCounter::TellWaiters() {
+  std::erase_if(waiters_, [&](Waiter* waiter) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    waiter->is_told = ready_ > waiter->layer || !failure_.ok();
+    if (ready_ <= waiter->layer) waiter->status = failure_;
+    return waiter->is_told;
+  });
+  told_.NotifyAll();
 }
 
 absl::Status LayerCounter::WaitFor(int64_t layer, Deadline deadline) {
@@ -48,19 +57,27 @@ absl::Status LayerCounter::WaitFor(int64_t layer, Deadline deadline) {
         absl::StrCat("layer counter: layer ", layer, " but there are ", num_layers_));
   }
   const MutexLock lock(&mutex_);
-  while (ready_ <= layer && failure_.ok()) {
-    if (changed_.WaitUntil(&mutex_, deadline) || Clock::now() < deadline) continue;
-    if (ready_ > layer || !failure_.ok()) break;
-    return absl::DeadlineExceededError(absl::StrCat("layer counter: layer ", layer,
-                                                    " was not loaded in time; ", ready_, " of ",
-                                                    num_layers_, " are"));
+  if (ready_ > layer) return absl::OkStatus();
+  if (!failure_.ok()) return failure_;
+  Waiter self{layer};
+  waiters_.push_back(&self);
+  while (!self.is_told && (told_.WaitUntil(&mutex_, deadline) || Clock::now() < deadline)) {
   }
-  return ready_ > layer ? absl::OkStatus() : failure_;
+  if (self.is_told) return self.status;
+  std::erase(waiters_, &self);
+  return absl::DeadlineExceededError(absl::StrCat("layer counter: layer ", layer,
+                                                  " was not loaded in time; ", ready_, " of ",
+                                                  num_layers_, " are"));
 }
 
 int64_t LayerCounter::last_load() const {
   const MutexLock lock(&mutex_);
   return load_;
+}
+
+int64_t LayerCounter::num_waiting() const {
+  const MutexLock lock(&mutex_);
+  return static_cast<int64_t>(waiters_.size());
 }
 
 int64_t LayerCounter::ready() const {

@@ -229,15 +229,19 @@ absl::Status TokenKvPool::CopyFlat(int64_t first_layer, int64_t num_layers,
       const std::vector<TokenView> packed,
       FlatViews(first_layer, num_layers, static_cast<int64_t>(slots.size()), flat));
   std::vector<TokenCopy> copies;
+  std::vector<TokenView> views;
   for (size_t i = 0; i < packed.size(); ++i) {
     const int64_t index = static_cast<int64_t>(i);
     const TokenView rows = view(first_layer + index % num_layers, index / num_layers);
+    views.push_back(rows);
     KVFERRY_ASSIGN_OR_RETURN(const TokenCopy copy,
                              read ? TokenCopy::PlanGather(rows, slots, packed[i])
                                   : TokenCopy::PlanScatter(packed[i], rows, slots));
     copies.push_back(copy);
   }
-  return memory().Run(copies, threads_.get());
+  // `flat` may be a view of this pool's own.
+  return Meet(packed, views) ? RunAside(copies, memory(), threads_.get())
+                             : memory().Run(copies, threads_.get());
 }
 
 absl::Status TokenKvPool::ReadFlat(std::span<const int32_t> slots,

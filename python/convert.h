@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <span>
 #include <tuple>
@@ -40,42 +41,52 @@ nanobind::dict MetricsDict(const Endpoint& endpoint) {
   return metrics;
 }
 
-// Token slots as engines keep them: a contiguous array or tensor of int32 or int64.
-using SlotInput =
-    nanobind::ndarray<nanobind::ro, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+// Integers as engines keep them: a contiguous array or tensor of int32 or int64.
+template <typename... Shape>
+using IntegerInput =
+    nanobind::ndarray<nanobind::ro, Shape..., nanobind::c_contig, nanobind::device::cpu>;
+using SlotInput = IntegerInput<nanobind::ndim<1>>;
 
-// They become int32 here, and not by nanobind, which would let large ones wrap around.
-class SlotList {
+// They are converted here, and not by nanobind, which would let large ones wrap around and cut fractions off; and
+// copied, since what is called checks them before it uses them, while their owner may change them.
+template <typename T>
+class IntegerList {
  public:
-  explicit SlotList(const SlotInput& array) {
+  template <typename Input>
+  explicit IntegerList(const Input& array) {
     if (array.dtype() == nanobind::dtype<int32_t>()) {
-      slots_ = {static_cast<const int32_t*>(array.data()), array.shape(0)};
-      return;
+      Take(static_cast<const int32_t*>(array.data()), array.size());
+    } else if (array.dtype() == nanobind::dtype<int64_t>()) {
+      Take(static_cast<const int64_t*>(array.data()), array.size());
+    } else {
+      throw StatusError(absl::InvalidArgumentError(
+          "an array of integers is neither int32 nor int64; convert it first"));
     }
-    if (array.dtype() != nanobind::dtype<int64_t>()) {
-      throw StatusError(
-          absl::InvalidArgumentError("slots are neither int32 nor int64; convert them first"));
-    }
-    const auto* values = static_cast<const int64_t*>(array.data());
-    for (size_t i = 0; i < array.shape(0); ++i) narrowed_.push_back(Narrow(values[i]));
-    slots_ = narrowed_;
   }
-  SlotList(const SlotList&) = delete;
-  SlotList& operator=(const SlotList&) = delete;
+  IntegerList(const IntegerList&) = delete;
+  IntegerList& operator=(const IntegerList&) = delete;
 
   // NOLINTNEXTLINE(google-explicit-constructor): it is handed to functions that take a span.
-  operator std::span<const int32_t>() const { return slots_; }
+  operator std::span<const T>() const { return values_; }
 
  private:
-  static int32_t Narrow(int64_t slot) {
-    if (slot >= INT32_MIN && slot <= INT32_MAX) return static_cast<int32_t>(slot);
-    throw StatusError(
-        absl::OutOfRangeError(absl::StrCat("slot ", slot, " does not fit in 32 bits")));
+  template <typename Given>
+  void Take(const Given* given, size_t count) {
+    values_.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+      const Given value = given[i];  // Once: it may be another one next time.
+      if (value < std::numeric_limits<T>::min() || value > std::numeric_limits<T>::max()) {
+        throw StatusError(
+            absl::OutOfRangeError(absl::StrCat("slot ", value, " does not fit in 32 bits")));
+      }
+      values_.push_back(static_cast<T>(value));
+    }
   }
 
-  std::vector<int32_t> narrowed_;
-  std::span<const int32_t> slots_;
+  std::vector<T> values_;
 };
+using SlotList = IntegerList<int32_t>;
+using CountList = IntegerList<int64_t>;
 
 // An array in memory of ours, neither numpy's nor torch's: numpy knows no bfloat16, and both take
 // it by DLPack.

@@ -22,14 +22,6 @@ using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
 namespace kvferry {
 namespace {
 
-template <typename T>
-using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-template <typename T>
-std::span<const T> Span(const Input<T>& array) {
-  return {array.data(), array.shape(0)};
-}
-
 void BindReqToTokenPool(nb::module_& module) {
   nb::class_<ReqToTokenPool>(module, "ReqToTokenPool",
                              "Token slots of each running request; see pool/req_to_token_pool.h.")
@@ -87,18 +79,18 @@ void DefineAllocation(nb::class_<Allocator>& allocator) {
           "num_tokens"_a, "Slots in whole pages (int32), None when fewer are free.")
       .def(
           "alloc_extend",
-          [](Allocator& self, const Input<int64_t>& prefix_tokens, const Input<int64_t>& tokens,
+          [](Allocator& self, const SlotInput& prefix_tokens, const SlotInput& tokens,
              const SlotInput& last_slots) {
             return ArrayOrNone(
-                self.Extend(Span(prefix_tokens), Span(tokens), SlotList(last_slots)));
+                self.Extend(CountList(prefix_tokens), CountList(tokens), SlotList(last_slots)));
           },
           "prefix_tokens"_a, "tokens"_a, "last_slots"_a,
           "The new slots of a batch that grows from prefix_tokens to tokens, None when there are "
           "too few.")
       .def(
           "alloc_decode",
-          [](Allocator& self, const Input<int64_t>& tokens, const SlotInput& last_slots) {
-            return ArrayOrNone(self.Decode(Span(tokens), SlotList(last_slots)));
+          [](Allocator& self, const SlotInput& tokens, const SlotInput& last_slots) {
+            return ArrayOrNone(self.Decode(CountList(tokens), SlotList(last_slots)));
           },
           "tokens"_a, "last_slots"_a,
           "One slot for each sequence; tokens counts the new one. None when there are too few.")

@@ -117,7 +117,7 @@ BlockFormat ParseBlockFormat(const std::string& name) {
 // Codes in `tensor`, scales in the next one.
 void CheckCodes(const TokenKvPool& self, int64_t layer, int64_t tensor) {
   if (layer < 0 || layer >= self.layout().num_layers) throw nb::index_error("layer");
-  if (tensor < 0 || tensor + 1 >= self.layout().num_tensors()) throw nb::index_error("tensor");
+  if (tensor < 0 || tensor >= self.layout().num_tensors() - 1) throw nb::index_error("tensor");
 }
 
 void SetQuantized(TokenKvPool& self, const std::string& format, int64_t layer, int64_t tensor,
@@ -254,7 +254,7 @@ void BindTokenKvPool(nb::module_& module) {
            "GPU's pool also takes rows of that GPU, which must have been computed.")
       .def("get_flat_data", &GetFlat, "slots"_a, "layer"_a = nb::none(),
            "Stored bytes of these slots, [tensors, layers, slots, heads, dim], or of one layer.")
-      .def("set_flat_data", &SetFlat, "slots"_a, "flat"_a, "layer"_a = nb::none())
+      .def("set_flat_data", &SetFlat, "slots"_a, "flat"_a.noconvert(), "layer"_a = nb::none())
       .def("copy_from", &CopyFrom, "source"_a, "source_slots"_a, "slots"_a, "layer"_a = nb::none(),
            "Rows of another pool, or of this one, converted where dtypes or page formats differ. "
            "All are "
@@ -356,7 +356,7 @@ std::array<BlockDim, 5> ParseOrder(const std::vector<std::string>& names) {
                    absl::StrJoin(kDimNames, ", "), " once")));
 }
 
-using PairInput = nb::ndarray<const int64_t, nb::shape<-1, 2>, nb::c_contig, nb::device::cpu>;
+using PairInput = IntegerInput<nb::shape<-1, 2>>;
 
 void BindBlockCache(nb::module_& module) {
   nb::class_<BlockCache>(module, "BlockCache",
@@ -391,8 +391,10 @@ void BindBlockCache(nb::module_& module) {
       "copy_blocks",
       [](const BlockCache& source, BlockCache& destination, const PairInput& pairs,
          ThreadPool* threads) {
+        const CountList blocks(pairs);
+        const std::span<const int64_t> flat = blocks;
         std::vector<BlockPair> list;
-        for (size_t i = 0; i < pairs.shape(0); ++i) list.emplace_back(pairs(i, 0), pairs(i, 1));
+        for (size_t i = 0; i < flat.size(); i += 2) list.emplace_back(flat[i], flat[i + 1]);
         const ReleasedGil nogil;
         Check(CopyBlocks(source, destination, list, threads));
       },

@@ -42,6 +42,32 @@ TEST(LayerCounters, ALoadWhoseLoaderIsGoneCanBeGivenUp) {
   EXPECT_EQ(Must(counter.Begin()), 3);
 }
 
+// Who has not looked yet when the next load begins hears of the one that it waited for.
+TEST(LayerCounters, WaitersHearOfTheirOwnLoad) {
+  for (int round = 0; round < 300; ++round) {
+    LayerCounter counter(2);
+    for (const bool fails : {true, false}) {
+      const int64_t load = Must(counter.Begin());
+      absl::Status first, last;
+      std::thread first_layer([&] { first = counter.WaitFor(0, Soon()); });
+      std::thread last_layer([&] { last = counter.WaitFor(1, Soon()); });
+      while (counter.num_waiting() < 2) std::this_thread::yield();
+      ASSERT_TRUE(IsOk(counter.Ready(load, fails ? 1 : 2)));
+      if (fails) counter.Fail(load, absl::DataLossError("lost"));
+      const int64_t next = Must(counter.Begin());
+      if (fails) {
+        ASSERT_TRUE(IsOk(counter.Ready(next, 2)));
+      } else {
+        counter.Fail(next, absl::AbortedError("the next"));
+      }
+      first_layer.join();
+      last_layer.join();
+      EXPECT_TRUE(IsOk(first));
+      EXPECT_EQ(last.code(), fails ? absl::StatusCode::kDataLoss : absl::StatusCode::kOk) << last;
+    }
+  }
+}
+
 TEST(LayerCounters, LayersThatDoNotExist) {
   LayerCounter counter(3);
   constexpr auto kRange = absl::StatusCode::kOutOfRange;

@@ -258,6 +258,26 @@ TEST(TokenKvPools, RowsMayBeAViewOfThePoolItself) {
   EXPECT_EQ(FlatOf(*pool, to), want);
 }
 
+TEST(TokenKvPools, FlatDataMayBeAViewOfThePoolItself) {
+  constexpr int64_t kSlots = 2048;
+  const auto pool = Must(TokenKvPool::Create(KvLayout::Mla(1, 1, 8, DType::kUint8), 2 * kSlots));
+  std::vector<int32_t> all(2 * kSlots), to(kSlots);
+  std::iota(all.begin(), all.end(), 1);
+  std::iota(to.begin(), to.end(), 64);
+  std::shuffle(to.begin(), to.end(), std::mt19937_64(3));
+  std::vector<std::byte> flat(static_cast<size_t>(pool->flat_bytes(2 * kSlots)));
+  for (size_t i = 0; i < flat.size(); ++i) flat[i] = static_cast<std::byte>(i * 7 + i / 256);
+  ASSERT_TRUE(IsOk(pool->WriteFlat(all, flat)));
+  const std::span<std::byte> own(pool->view(0, 0).row(64), kSlots * 8);  // What is written over.
+  std::vector<std::byte> want(own.begin(), own.end());
+  ASSERT_TRUE(IsOk(pool->WriteFlat(to, own)));
+  EXPECT_EQ(FlatOf(*pool, to), want);
+  // And read into it.
+  want = FlatOf(*pool, to);
+  ASSERT_TRUE(IsOk(pool->ReadFlat(to, own)));
+  EXPECT_TRUE(std::equal(own.begin(), own.end(), want.begin()));
+}
+
 // Their own scale is no reason to round them on the way: they are what rows apart from the pool are.
 TEST(TokenKvPools, RowsMayBeAScaledViewOfThePoolItself) {
   for (const DType dtype : {DType::kFloat8E4M3, DType::kFloat16}) {

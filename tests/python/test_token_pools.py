@@ -1,6 +1,8 @@
 """Token pools, host tier, block caches and sliding windows from Python, beside torch."""
 
 import gc
+import subprocess
+import sys
 import threading
 
 import kvferry
@@ -189,6 +191,71 @@ def test_bad_calls_say_what_is_wrong():
         pool.set_kv_buffer(0, np.array([1, 2**32 + 1]), rows)
     with pytest.raises(ValueError, match="num_tokens is 9"):
         kvferry.TokenKvPool.create(kvferry.KvLayout.mha(1, 2, 2, 4, "float32"), 9)
+
+
+def test_what_is_given_is_taken_as_it_is_or_refused():
+    """Fractions are not cut off, values of other widths are no bytes, and no index wraps around."""
+    pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(2, 1, 1, 4, "uint8"), 8)
+    before = pool.get_flat_data(np.arange(9))
+    for values in (np.ones(2, np.float32), np.ones(2, np.int64), np.full(8, -1, np.int8)):
+        with pytest.raises(TypeError):
+            pool.set_flat_data(np.array([1]), values)
+    assert (pool.get_flat_data(np.arange(9)) == before).all()
+    cache = kvferry.BlockCache.create(
+        num_blocks=4, num_layers=1, block_size=2, num_kv_heads=1, head_dim=4
+    )
+    allocator = kvferry.TokenSlotAllocator(16)
+    for dtype in (np.float64, bool, np.uint64):
+        one = np.array([1], dtype)
+        with pytest.raises(ValueError, match="neither int32 nor int64"):
+            kvferry.copy_blocks(cache, cache, np.array([[0, 1]], dtype))
+        with pytest.raises(ValueError, match="neither int32 nor int64"):
+            allocator.alloc_extend(one, one, np.array([1]))
+        with pytest.raises(ValueError, match="neither int32 nor int64"):
+            allocator.alloc_decode(one, np.array([1]))
+    assert allocator.available_size == 16
+    layout = kvferry.KvLayout(
+        num_layers=2,
+        page_size=1,
+        dtype="uint8",
+        page_format="NHD",
+        tensors=kvferry.quantized_tensors("mxfp4", "k", 2, 32),
+    )
+    quantised = kvferry.TokenKvPool.create(layout, 8)
+    slots = np.zeros(1, np.int32)
+    for tensor in (-1, 1, 2, 2**62, 2**63 - 2, 2**63 - 1):
+        with pytest.raises(IndexError, match="tensor"):
+            quantised.get_quantized("mxfp4", 0, tensor, slots)
+        with pytest.raises(IndexError, match="tensor"):
+            quantised.set_quantized("mxfp4", 0, tensor, slots, np.zeros((1, 2, 32), np.float32))
+
+
+def test_slots_may_change_while_they_are_used():
+    """Engines keep one buffer for them, and write the next step's into it."""
+    script = """
+import threading, numpy as np, kvferry
+pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(1, 1, 1, 8, "uint8"), 64)
+slots = np.ones(20000, np.int32)
+stop = threading.Event()
+def change():
+    while not stop.is_set():
+        slots[:] = 1 << 30
+        slots[:] = 1
+other = threading.Thread(target=change)
+other.start()
+refused = 0
+for _ in range(2000):
+    try:
+        pool.get_flat_data(slots)
+    except (ValueError, IndexError):
+        refused += 1
+stop.set()
+other.join()
+print(refused)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert 0 < int(done.stdout) < 2000
 
 
 def test_readers_wait_for_their_layer():

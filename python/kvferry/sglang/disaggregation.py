@@ -656,7 +656,7 @@ class KVManager(CommonKVManager):
             incoming = self._incoming.get(room)
             if incoming is None or incoming.is_closed:
                 return
-            # Asked first: fetches end at any moment, and one that fails in between is looked at next time.
+            # Asked first: fetches end at any moment, and what fails in between is seen next time.
             has_all = incoming.has_all()
             for fetch in incoming.fetches():
                 if fetch.failure:
