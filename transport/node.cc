@@ -418,7 +418,13 @@ Deadline NodeImpl::Tick(Deadline now) {
       case Sessions::Due::kDead:
         DropSilent(peer);
         break;
+      case Sessions::Due::kGivenUp:
+        DropSession(peer, absl::UnavailableError("the peer has given the session up"),
+                    LogLevel::kInfo);
+        break;
       case Sessions::Due::kGreetingFailed:
+        if (sessions_.Find(peer)->greeting_until > now)
+          break;  // It has been given more time just now.
         DropSession(peer,
                     absl::UnavailableError(absl::StrCat(
                         "no answer to the hello from ", sessions_.Find(peer)->address, " within ",
@@ -532,7 +538,7 @@ void NodeImpl::OnLinkDown(LinkId link, const absl::Status& status) {
   if (!data_->IsOpen(link) && !absl::IsUnavailable(status)) return OnNotLinked(peer, status);
   // The path to it may be dead and the peer not: on a new connection what can go on does.
   if (absl::IsDeadlineExceeded(status)) {
-    return DropAndBeginAgain(peer, absl::UnavailableError(status.message()));
+    return GiveUpAndBeginAgain(peer, absl::UnavailableError(status.message()));
   }
   // The peer may have given us up, and its word for that may come after this, or never: we did not run,
   // or control passes nothing on, as pings say that had time to be answered. Where it has ended instead,
@@ -540,11 +546,13 @@ void NodeImpl::OnLinkDown(LinkId link, const absl::Status& status) {
   constexpr int kUnanswered = 2;
   if (sessions_.StoppedLately(Clock::now(), options_.config.heartbeat_timeout_ms) ||
       sessions_.Find(peer)->pings >= kUnanswered) {
-    return DropAndBeginAgain(peer, status);
+    return GiveUpAndBeginAgain(peer, status);
   }
   // The notice may still be on its way: a peer that leaves while nothing moves is no cause for
   // alarm.
   const bool idle = metrics_.fetches_active == 0 && metrics_.transfers_active == 0;
+  // The peer may see nothing of it, and would keep a place for this side, of max_peers.
+  if (sessions_.Find(peer)->dialled) SendAside(peer, ByeMsg{});
   DropSession(peer, status, idle ? LogLevel::kInfo : LogLevel::kWarn);
 }
 

@@ -101,7 +101,9 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   ChunkLinks& data() override { return *data_; }
 
   // The session with the process of that epoch (0: any) at the address; dials where there is none.
-  absl::StatusOr<PeerKey> SessionFor(const std::string& address, uint64_t epoch);
+  // awaits_anyone: for a call that may have come before the process that is to serve it.
+  absl::StatusOr<PeerKey> SessionFor(const std::string& address, uint64_t epoch,
+                                     bool awaits_anyone);
   void SendHello(const PeerKey& peer);
   absl::Status JoinSession(Receiver::Fetch& fetch);
   void StartFetch(Receiver::Fetch fetch);
@@ -119,6 +121,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   // Why no pages can be exchanged with that peer; empty: they can.
   std::string DifferenceFrom(const HelloMsg& hello) const;
   void CountPeers();
+  void OnGivenUp(const PeerKey& peer, Session& session, const absl::Status& status);
   void OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch, const WelcomeMsg& welcome);
   // Of a dialled session that learns its peer's epoch and another one to the same address one of the two
   // ends; whether that is `peer`'s own.
@@ -140,6 +143,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void LeaveToMaker();
   void DropSilent(const PeerKey& peer);
   void DropAndBeginAgain(const PeerKey& peer, const absl::Status& status);
+  void GiveUpAndBeginAgain(const PeerKey& peer, const absl::Status& status);
 
   const Options options_;
   const pid_t maker_ = getpid();

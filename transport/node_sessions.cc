@@ -15,6 +15,8 @@ namespace {
 // One may be an accident of the network; ZeroMQ makes three within half a second.
 constexpr int64_t kMaxFailedAttempts = 3;
 constexpr size_t kMaxUnmapped = 4096;
+// Who has given a session up has begun another one by then, or does not.
+constexpr int64_t kGoesOnMs = 1000;
 // A session that ends sooner than this has been of no use; a peer that ends so many, one after another,
 // would have us dial it for ever.
 constexpr int64_t kQuickEndMs = 1000;
@@ -39,10 +41,11 @@ void NodeImpl::CountPeers() {
   metrics_.peers_mapped = sessions_.CountLinks(&DataPlanes::IsMapped);
 }
 
-absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_t epoch) {
+absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_t epoch,
+                                             bool awaits_anyone) {
   PeerKey peer = sessions_.FindDialled(address, epoch);
   if (!peer.empty()) {
-    sessions_.Find(peer)->awaits_anyone |= epoch == 0;
+    sessions_.Find(peer)->awaits_anyone |= awaits_anyone;
     return peer;
   }
   const Config& config = options_.config;
@@ -56,7 +59,7 @@ absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_
   session.address = address;
   session.name = address;
   session.greeting_until = DeadlineInMs(config.connect_timeout_ms);
-  session.awaits_anyone = epoch == 0;
+  session.awaits_anyone = awaits_anyone;
   session.network_only = unmapped_.contains(address);
   sessions_.Insert(peer, session);
   SendHello(peer);
@@ -75,7 +78,8 @@ void NodeImpl::SendHello(const PeerKey& peer) {
 
 absl::Status NodeImpl::JoinSession(Receiver::Fetch& fetch) {
   if (fetch.redial) {
-    KVFERRY_ASSIGN_OR_RETURN(fetch.peer, SessionFor(fetch.ticket.address, fetch.ticket.epoch));
+    KVFERRY_ASSIGN_OR_RETURN(fetch.peer, SessionFor(fetch.ticket.address, fetch.ticket.epoch,
+                                                    /*awaits_anyone=*/false));
     return absl::OkStatus();
   }
   const Session* session = sessions_.Find(fetch.peer);
@@ -105,7 +109,7 @@ void NodeImpl::RequestWaiting(const PeerKey& peer, const Session& session) {
 
 void NodeImpl::StartCall(uint64_t id, const std::string& address, uint64_t epoch,
                          Calls::Call call) {
-  const absl::StatusOr<PeerKey> peer = SessionFor(address, epoch);
+  const absl::StatusOr<PeerKey> peer = SessionFor(address, epoch, epoch == 0);
   if (peer.ok()) call.peer = *peer;
   calls_->Add(id, std::move(call));
   if (!peer.ok()) return calls_->Cancel(id, peer.status());
@@ -179,7 +183,8 @@ void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
   Session* session = sessions_.Find(peer);
   const auto* refuse = std::get_if<RefuseMsg>(&message.body);
   if (refuse != nullptr && refuse->transfer_id == 0) {
-    if (session == nullptr || !session->dialled) return;
+    if (session == nullptr) return;
+    if (!session->dialled) return OnGivenUp(peer, *session, refuse->status);
     const absl::Status status(refuse->status.code(), absl::StrCat("refused by ", session->address,
                                                                   ": ", refuse->status.message()));
     // Was accepted, and is not known any more: it has not heard us for too long, or is another
@@ -213,6 +218,14 @@ void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
     return;
   }
   OnSessionMessage(peer, *session, std::move(message.body));
+}
+
+// The peer may go on over another session: what it fetches goes on with that, and is not idle in between, when
+// its lease could expire. What it calls it calls again.
+void NodeImpl::OnGivenUp(const PeerKey& peer, Session& session, const absl::Status& status) {
+  session.ends_at = std::min(session.ends_at, DeadlineInMs(kGoesOnMs));
+  calls_->OnPeerGone(peer, status);
+  tick_now_ = true;
 }
 
 absl::Status NodeImpl::CheckConverts(const HelloMsg& hello) const {
@@ -331,7 +344,7 @@ bool NodeImpl::EndTwin(const PeerKey& peer, const Session& session) {
                 absl::NotFoundError(absl::StrCat(
                     "the process at ", session.address,
                     " has restarted since it gave out the ticket, and what that named is gone: "
-                    "prefill the request again")));
+                    "the request needs to be prefilled, or received, anew")));
   } else {
     DropSession(twin, absl::UnavailableError("another process has taken its address"));
   }
@@ -474,6 +487,14 @@ void NodeImpl::DropSilent(const PeerKey& peer) {
   DropAndBeginAgain(peer, status);
 }
 
+// The peer may have seen nothing of it, and have this side's calls and fetches still.
+void NodeImpl::GiveUpAndBeginAgain(const PeerKey& peer, const absl::Status& status) {
+  if (sessions_.Find(peer)->dialled) {
+    RefuseSession(peer, absl::NotFoundError("this side has given the session up"));
+  }
+  DropAndBeginAgain(peer, status);
+}
+
 // Silence may be the connection's and not the peer's, or have been our own: what can go on does, on a
 // new session. A connection that breaks is another matter: then the peer's process has ended.
 void NodeImpl::DropAndBeginAgain(const PeerKey& peer, const absl::Status& status) {
@@ -489,14 +510,17 @@ void NodeImpl::DropAndBeginAgain(const PeerKey& peer, const absl::Status& status
   DropSession(peer, status);
   for (Receiver::Fetch& fetch : again) StartFetch(std::move(fetch));
   if (calls_again > 0) {
-    const absl::StatusOr<PeerKey> next =
-        SessionFor(session.address, session.awaits_anyone ? 0 : session.epoch);
+    const absl::StatusOr<PeerKey> next = SessionFor(
+        session.address, session.awaits_anyone ? 0 : session.epoch, session.awaits_anyone);
     if (!next.ok()) return calls_->OnPeerGone(nobody, next.status());
     calls_->MoveUnasked(nobody, *next);
     if (sessions_.Find(*next)->state == Session::State::kReady) calls_->OnPeerReady(*next);
   }
   Session* const next = sessions_.Find(sessions_.FindDialled(session.address, 0));
-  if (next != nullptr && next->state == Session::State::kGreeting) next->quick_ends = quick_ends;
+  if (next == nullptr || next->state != Session::State::kGreeting) return;
+  next->quick_ends = quick_ends;
+  // It may be one that a stale ticket has begun, long ago.
+  next->greeting_until = DeadlineInMs(options_.config.connect_timeout_ms);
 }
 
 }  // namespace kvferry

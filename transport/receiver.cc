@@ -19,6 +19,9 @@ constexpr int64_t kMaxThreadsInPlace = 8;
 // where the pages come over a bus.
 constexpr int64_t kBytesInPlaceOnDevice = 512 << 20;
 
+// One after another that brought nothing: whoever answers so many times so would be asked for ever.
+constexpr int kMaxFutileRequests = 100;
+
 // The sender computes a checksum by itself, so its time counts.
 int64_t BytesInPlace(const Config& config, const StreamPlan& plan) {
   if (!plan.on_host()) return kBytesInPlaceOnDevice;
@@ -156,9 +159,14 @@ bool Receiver::CloseAndEndIfWhole(const Fetch& fetch) {
 
 bool Receiver::RequestAgain(uint64_t transfer_id) {
   const auto found = fetches_.find(transfer_id);
-  if (found == fetches_.end() || !found->second.redial) return false;
+  if (found == fetches_.end() || !found->second.redial ||
+      found->second.futile_requests >= kMaxFutileRequests) {
+    return false;
+  }
+  const int64_t began_at = found->second.from_bytes;
   std::optional<Fetch> fetch = TakeOut(transfer_id);
   if (!fetch.has_value()) return true;
+  fetch->futile_requests = fetch->from_bytes > began_at ? 0 : fetch->futile_requests + 1;
   const uint64_t id = fetch->transfer_id;
   const uint64_t epoch = fetch->ticket.epoch;
   Add(*std::move(fetch));

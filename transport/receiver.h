@@ -58,6 +58,7 @@ class Receiver {
     uint64_t transfer_id = id;  // On the wire; another one each time it is begun.
     uint64_t replaces = 0;      // The transfer id it had before,
     int64_t from_bytes = 0;     // under which the stream up to here has arrived.
+    int futile_requests = 0;    // One after another that brought nothing.
     Deadline requested_at{};
     int64_t credited_bytes = 0;
     std::shared_ptr<Landing> landing{};  // From the request on.

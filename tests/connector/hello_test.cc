@@ -464,6 +464,11 @@ class MapsNothing {
     peer_.SendBytes(to, EncodeMessage({epoch, to_epoch, body}));
   }
   const std::string& address() const { return peer_.address(); }
+  // Whoever has been welcomed over the network finds a door that closes.
+  void CloseNextLink() {
+    UniqueFd link;
+    EXPECT_TRUE(WaitFor([&] { return (link = AcceptTcp(door_)).valid(); }, Soon()));
+  }
 
   int byes = 0;
   // Not 0: it takes messages over the network, and reads none.
@@ -647,6 +652,25 @@ TEST(HelloFromOthers, WhatIsAskedBeforeTheWelcomeIsNotHeard) {
 }
 
 // And one that has no other way is told why it is refused.
+// It may have been thought dead, and goes on over another session.
+TEST(HelloFromOthers, APeerThatHasGivenItsSessionUpTakesNoPlace) {
+  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
+    GTEST_SKIP() << "the network is TCP's here";
+  }
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  config.connect_timeout_ms = config.heartbeat_timeout_ms = 600000;
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 1), config);
+  RawDecode peer(prefill->address());
+  HelloMsg hello{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}};
+  peer.Send({42, 0, hello});
+  const auto welcome = peer.Receive(Soon());
+  ASSERT_TRUE(welcome.has_value() && std::holds_alternative<WelcomeMsg>(welcome->body));
+  EXPECT_EQ(Metric(*prefill, "peers"), 1);
+  peer.Send({42, welcome->from_epoch, RefuseMsg{0, absl::NotFoundError("given up")}});
+  EXPECT_TRUE(WaitFor([&] { return Metric(*prefill, "peers") == 0; }, Soon()));
+}
+
 TEST(HelloFromOthers, APeerThatMapsNothingAndOffersNoNetworkIsRefused) {
   const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 3), SmallChunks());
   UnmappedMemory memory;
@@ -711,7 +735,7 @@ TEST(HelloToOthers, AStaleTicketsSessionIsNeverLinked) {
   const auto stale = Fetch(*decode, Ticket{peer.address(), 4, 6, 1, 16}, {1});
   peer.Welcome(5, std::nullopt);
   EXPECT_TRUE(Fails(stale->Wait(Soon()), absl::StatusCode::kNotFound, peer.address(),
-                    "has restarted since it gave out the ticket", "prefill the request again"));
+                    "has restarted since it gave out the ticket", "prefilled, or received, anew"));
   EXPECT_EQ(Metric(*decode, "peers"), 1);
   const auto more = Fetch(*decode, Ticket{peer.address(), 5, 7, 1, 16}, {2});
   EXPECT_FALSE(more->done() || good->done());
@@ -724,6 +748,65 @@ TEST(HelloToOthers, AStaleTicketsSessionIsNeverLinked) {
                       "another process has taken its address"));
   }
   EXPECT_FALSE(newer->done());
+}
+
+// Who is not reached for data takes no place at a peer that has accepted it, and sees nothing of it.
+TEST(HelloToOthers, APeerWhoseDataConnectionEndsIsToldSo) {
+  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
+    GTEST_SKIP() << "the network is TCP's here";
+  }
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
+  MapsNothing peer;
+  peer.session = 9;
+  const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  peer.Welcome(5);
+  peer.CloseNextLink();
+  EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kUnavailable));
+  const auto next = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  peer.Welcome(5);
+  EXPECT_EQ(peer.byes, 1);
+}
+
+// A fetch without an epoch waits for a process that gave something out, as one with an epoch does.
+TEST(HelloToOthers, AnEarlyFetchWaitsForNobodyWhoIsStillToCome) {
+  Config config = SmallChunks();
+  config.connect_timeout_ms = 600000;
+  const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
+  const std::string nobody = RawPrefill().address();
+  for (const uint64_t epoch : {0, 5, 0}) {
+    EXPECT_TRUE(Fails(Fetch(*decode, Ticket{nobody, epoch, 6, 1, 16}, {0})->Wait(Soon()),
+                      absl::StatusCode::kUnavailable, "tried 3 times"));
+    EXPECT_EQ(Metric(*decode, "peers"), 0);
+  }
+}
+
+// Fetches that go on may find a hello that a stale ticket has said long before, and nobody has answered.
+TEST(HelloToOthers, WhatGoesOnHasTheTimeOfANewSession) {
+  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
+    GTEST_SKIP() << "the network is TCP's here";
+  }
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  config.connect_timeout_ms = 1600;
+  config.heartbeat_interval_ms = 200;
+  config.heartbeat_timeout_ms = 1000;
+  const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
+  MapsNothing peer;
+  const Deadline begin = Clock::now();
+  const auto good = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  peer.Welcome(5);
+  ASSERT_TRUE(std::holds_alternative<FetchMsg>(peer.Receive()->second.body));
+  const auto stale = Fetch(*decode, Ticket{peer.address(), 4, 6, 1, 16}, {1});
+  const auto hello = peer.Receive();  // It has no answer.
+  ASSERT_TRUE(std::holds_alternative<HelloMsg>(hello->second.body));
+  ASSERT_TRUE(WaitFor([&] { return Metric(*decode, "fetches_restarted") == 1; }, Soon()));
+  ASSERT_TRUE(
+      WaitFor([&] { return Clock::now() > begin + std::chrono::milliseconds(1800); }, Soon()));
+  EXPECT_FALSE(good->done()) << good->status();
+  EXPECT_TRUE(
+      Fails(good->Wait(Soon()), absl::StatusCode::kUnavailable, "within connect_timeout_ms"));
 }
 
 // A welcome that is meant for another process at the same address is none.

@@ -232,6 +232,19 @@ TEST_F(ReceiverAlone, AFetchThatWaitsGoesOnWhenItsLeaseIsTakenBack) {
   EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, local_, kSourceSeed, remote_));
 }
 
+// An honest sender has it wait until there is something to send.
+TEST_F(ReceiverAlone, AFetchThatIsTakenBackAgainAndAgainFails) {
+  const auto handle = Begin(kId, DeadlineInMs(60000), kPeer, /*redial=*/true, /*early=*/true);
+  int times = 0;
+  while (!handle->done() && times < 1000) {
+    const uint64_t id = outbox_.Last<FetchMsg>()->transfer_id;
+    if (++times == 50) Deliver(Stream(1000, id)[0]);  // That counts.
+    receiver_.OnAbort(kPeer, {id, absl::AbortedError("taken back"), /*again=*/true});
+  }
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kAborted, "taken back"));
+  EXPECT_EQ(times, 50 + 101);
+}
+
 TEST_F(ReceiverAlone, AFetchThatDoesNotWaitFailsWhenItsLeaseIsTakenBack) {
   const auto handle = Begin();
   receiver_.OnAbort(kPeer, {kId, absl::AbortedError("preempted"), /*again=*/true});
