@@ -372,7 +372,7 @@ bool NodeImpl::Work() {
   HearLinks();
   data_busy |= sender_->Pump();
   moved_ |= data_busy;
-  tick_now_ |= sender_->waits_for_readers() || data_->TakeNewDeadline();
+  tick_now_ |= sender_->wants_tick() || data_->TakeNewDeadline();
   const Deadline now = Clock::now();
   if (!data_busy || now >= next_control_) {
     busy |= control_->Progress(this);

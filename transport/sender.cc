@@ -393,10 +393,11 @@ void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell, b
 }
 
 bool Sender::Pump() {
-  waits_for_readers_ = false;
+  waits_for_readers_ = has_ended_some_ = false;
   if (turn_.empty()) return false;
   for (const uint64_t id : IdsWhere([](const Transfer& t) { return !t.failed.ok(); })) {
     End(id, transfers_.find(id)->second->failed, /*tell=*/true);
+    has_ended_some_ = true;
   }
   bool sent = false;
   auto turn = turn_.begin();

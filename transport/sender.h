@@ -84,9 +84,9 @@ class Sender {
 
   // Sends what is one turn of each transfer that may; true when it sent any.
   bool Pump();
-  // Whether Pump() left out a chunk until others are read. Some of their readers may be stuck, so
-  // Tick() says when to look again.
-  bool waits_for_readers() const { return waits_for_readers_; }
+  // Whether Pump() left out a chunk until others are read: some of their readers may be stuck, so Tick() says
+  // when to look again. Or has ended a transfer, whose lease may have expired.
+  bool wants_tick() const { return waits_for_readers_ || has_ended_some_; }
   const PathModel& paths() const { return paths_; }
   // What offsets of pieces count in.
   const PoolRegions& regions() const { return regions_; }
@@ -232,6 +232,7 @@ class Sender {
   // Since when chunks are being read in place. Shared as chunks_of_peer_ is.
   const std::shared_ptr<absl::flat_hash_map<int64_t, Deadline>> read_since_;
   bool waits_for_readers_ = false;
+  bool has_ended_some_ = false;
   std::list<Parked> parked_;
   absl::flat_hash_map<PeerKey, int64_t> fetches_of_peer_;  // Active and parked; none is 0.
   // Shared with sends under way, which may complete after their transfer and its peer are gone.

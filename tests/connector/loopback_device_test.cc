@@ -102,6 +102,25 @@ class FailingDevices : public testing::Test {
 };
 
 TEST_F(FailingDevices, OfTheSender) { FailsWhile(there_.get(), "given up by "); }
+
+// The lease had expired while it was read, and nothing else happens.
+TEST_F(FailingDevices, OfTheSenderEndTheLease) {
+  Config config = config_;
+  config.heartbeat_interval_ms = 100000;
+  config.heartbeat_timeout_ms = 600000;
+  const auto prefill = MakePrefill(source_, config);
+  const auto decode = MakeDecode(target_, config);
+  const Ticket ticket = Publish(*prefill, *source_, pages_, 1, 100);
+  const Deadline expired = DeadlineInMs(200);
+  const auto fetch = Fetch(*decode, ticket, pages_);
+  ASSERT_TRUE(IsOk(fetch->WaitLayer(0, Soon())));
+  ASSERT_TRUE(WaitFor([&] { return Clock::now() > expired; }, Soon()));
+  there_->failure = absl::UnavailableError("fell off the bus");
+  ASSERT_TRUE(IsOk(prefill->AllLayersReady(ticket.lease_id)));
+  EXPECT_FALSE(fetch->Wait(Soon()).ok());
+  EXPECT_EQ(EndedLeases(prefill.get()).Wait(ticket.lease_id), "expired");
+}
+
 TEST_F(FailingDevices, OfTheReceiver) { FailsWhile(here_.get(), ""); }
 
 TEST(DevicePoolsAfar, AreRefused) {

@@ -253,7 +253,9 @@ stop.set()
 other.join()
 print(refused)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert 0 < int(done.stdout) < 2000
 

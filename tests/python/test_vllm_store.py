@@ -197,6 +197,17 @@ def test_what_is_not_all_tokens_has_no_keys(scheduler: Scheduler, more: dict):
     assert scheduler.compute(it, 2).store_saves == []
 
 
+def test_a_session_that_gets_a_picture_later_has_no_keys_from_then_on(scheduler: Scheduler):
+    """It goes on under its id, and the connector does not hear of it anew."""
+    it = request("r", 2)
+    scheduler.half.on_new_request(it)
+    assert saved_of(it, scheduler.compute(it, 1)) == [0]
+    it.mm_features = ["picture"]
+    assert scheduler.compute(it, 1).store_saves == []
+    it.num_computed_tokens = 0  # Preempted.
+    assert scheduler.half.get_num_new_matched_tokens(it, 0) == (0, False)
+
+
 def saved_of(it: SimpleNamespace, meta: StepMetadata) -> list[int]:
     """Which blocks of the request are saved: block n is block n of the pool."""
     return [block for save in meta.store_saves for block in save.block_ids]

@@ -672,7 +672,7 @@ TEST_F(SenderInPlace, ReadersTakeTurns) {
   while (sender.Pump()) {
   }
   EXPECT_EQ(wire().chunks.size(), 2u);
-  EXPECT_TRUE(sender.waits_for_readers());
+  EXPECT_TRUE(sender.wants_tick());
   wire().Complete(0, absl::OkStatus());
   while (sender.Pump()) {
   }
@@ -684,7 +684,7 @@ TEST_F(SenderInPlace, ReadersTakeTurns) {
   EXPECT_EQ(wire().chunks.size(), 4u);
   while (sender.Pump()) {
   }
-  EXPECT_FALSE(sender.waits_for_readers());
+  EXPECT_FALSE(sender.wants_tick());
 }
 
 TEST_F(SenderInPlace, NobodyWaitsWhenAllHaveGone) {
@@ -695,10 +695,10 @@ TEST_F(SenderInPlace, NobodyWaitsWhenAllHaveGone) {
   }
   while (sender.Pump()) {
   }
-  ASSERT_TRUE(sender.waits_for_readers());
+  ASSERT_TRUE(sender.wants_tick());
   sender.OnPeerGone(kPeer, absl::UnavailableError("it has ended"));
   sender.Pump();
-  EXPECT_FALSE(sender.waits_for_readers());
+  EXPECT_FALSE(sender.wants_tick());
 }
 
 // Whoever has waited longest is next, whichever reader makes room.

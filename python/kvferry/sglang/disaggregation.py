@@ -804,6 +804,9 @@ class KVReceiver(CommonKVReceiver):
             self.ensure_abort_notified()  # It would keep its pages until the leases end.
         self.kv_mgr.settle_incoming(self.bootstrap_room)
         super().clear()
+        if self.conclude_state == KVPoll.Success:
+            with self.kv_mgr.failure_lock:  # Of a prefill rank that gave up what had come.
+                self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
 
 
 class KVBootstrapServer(CommonKVBootstrapServer):

@@ -41,6 +41,16 @@ class _Tracked:
     has_loaded: bool = False  # Since it was last computed.
 
 
+def _is_of_tokens(request: Request) -> bool:
+    """Keys are made from tokens, and pictures and embeddings are in none of those. A prompt may be
+    of tokens and embeddings, and a session with streaming input get a picture later."""
+    return (
+        request.prompt_token_ids is not None
+        and not getattr(request, "mm_features", None)
+        and getattr(request, "prompt_embeds", None) is None
+    )
+
+
 class StoreScheduler:
     """Loads blocks that the store has, and saves the blocks that are computed here.
 
@@ -88,13 +98,7 @@ class StoreScheduler:
                 logger.warning("the KV store of rank %d does not answer yet: %s", rank, error)
 
     def on_new_request(self, request: Request) -> None:
-        # Pictures and embeddings are not in the tokens that the keys are made from; a prompt may be
-        # of tokens and embeddings.
-        if (
-            request.prompt_token_ids is None
-            or getattr(request, "mm_features", None)
-            or getattr(request, "prompt_embeds", None) is not None
-        ):
+        if not _is_of_tokens(request):
             return
         lora = request.lora_request
         # As in vLLM's own hash of a block: a name may be given to another adapter later. No path
@@ -111,7 +115,11 @@ class StoreScheduler:
         """(tokens that the store has and the local prefix cache has not, whether that takes a
         while). None: they are asked for in the next step."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or getattr(request, "skip_reading_prefix_cache", False):
+        if (
+            tracked is None
+            or not _is_of_tokens(request)
+            or getattr(request, "skip_reading_prefix_cache", False)
+        ):
             return 0, False
         # What has just failed to load is computed: a store that promises a block and cannot give it
         # would otherwise be asked for it for ever.
@@ -256,6 +264,8 @@ class StoreScheduler:
     ) -> None:
         request = tracked.request
         tracked.has_loaded = False
+        if not _is_of_tokens(request):
+            return
         before = request.num_computed_tokens // self._block_size
         full = (request.num_computed_tokens + scheduled) // self._block_size
         # What it begins with was saved when it was computed, or came out of the store.
