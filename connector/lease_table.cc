@@ -67,6 +67,7 @@ absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t read
     ended_.push_back({lease_id, LeaseOutcome::kFetched});
     return absl::OkStatus();
   }
+  none_expires_before_ = std::min(none_expires_before_, expiry);
   const Readers* const before = done_before_.Find(lease_id);
   leases_.emplace(lease_id, Lease{{std::move(pages), std::move(tail)},
                                   ready_layers,
@@ -243,6 +244,7 @@ void LeaseTable::EndOrIdle(uint64_t lease_id, Lease& lease) {
     case State::kIdle:
     case State::kTransferring:
       lease.state = State::kIdle;
+      none_expires_before_ = std::min(none_expires_before_, lease.expiry);
       break;
     case State::kWithdrawing:
       End(lease_id, LeaseOutcome::kReleased);
@@ -289,6 +291,7 @@ void LeaseTable::NothingNeeded(uint64_t lease_id, LeaseReader reader) {
 
 Deadline LeaseTable::Tick(Deadline now) {
   MutexLock lock(&mutex_);
+  if (now < none_expires_before_) return none_expires_before_;
   std::vector<uint64_t> expired;
   Deadline next = Deadline::max();
   for (const auto& [lease_id, lease] : leases_) {
@@ -300,6 +303,7 @@ Deadline LeaseTable::Tick(Deadline now) {
     }
   }
   for (const uint64_t lease_id : expired) End(lease_id, LeaseOutcome::kExpired);
+  none_expires_before_ = next;
   return next;
 }
 

@@ -143,6 +143,8 @@ class LeaseTable : public FetchSource {
   const Config config_;
   mutable Mutex mutex_;
   absl::flat_hash_map<uint64_t, Lease> leases_ ABSL_GUARDED_BY(mutex_);
+  // No idle one expires before. There may be thousands, and Tick() is called often.
+  Deadline none_expires_before_ ABSL_GUARDED_BY(mutex_) = Deadline::max();
   std::vector<EndedLease> ended_ ABSL_GUARDED_BY(mutex_);
   // To say what became of a ticket, or to answer Take() again.
   RecentMap<Fate> fates_ ABSL_GUARDED_BY(mutex_);

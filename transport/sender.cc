@@ -66,10 +66,7 @@ absl::Status Sender::CheckLimits(const PeerKey& peer, const FetchMsg& fetch) con
                                                      config_.max_fetches_per_peer,
                                                      ") are under way; wait for one to end"));
   }
-  const bool parked = std::any_of(parked_.begin(), parked_.end(), [&](const Parked& entry) {
-    return entry.fetch.transfer_id == fetch.transfer_id;
-  });
-  if (parked || transfers_.contains(fetch.transfer_id)) {
+  if (parked_.Has(fetch.transfer_id) || transfers_.contains(fetch.transfer_id)) {
     return absl::AlreadyExistsError("the transfer id is in use");
   }
   return absl::OkStatus();
@@ -99,7 +96,7 @@ void Sender::OnFetch(const PeerKey& peer, LinkId link, FetchMsg fetch) {
   RetryParked({std::move(fetch), peer, link, DeadlineInMs(park_ms)});
 }
 
-void Sender::RetryParked(Parked parked) {
+void Sender::RetryParked(ParkedFetch parked) {
   absl::StatusOr<LeasedMemory> leased =
       source_->BeginTransfer(parked.fetch.lease_id, parked.fetch.reader);
   if (leased.ok()) {
@@ -107,7 +104,7 @@ void Sender::RetryParked(Parked parked) {
     return;
   }
   if (absl::IsNotFound(leased.status()) && Clock::now() < parked.until) {
-    parked_.push_back(std::move(parked));
+    parked_.Add(std::move(parked));
     return;
   }
   ForgetFetch(parked.peer);
@@ -247,13 +244,7 @@ void Sender::OnLeaseChanged(uint64_t lease_id) {
       transfer->ready_bytes = ReadyBytes(transfer->plan, lease_id);
     }
   }
-  std::list<Parked> retry;
-  for (auto it = parked_.begin(); it != parked_.end();) {
-    const auto next = std::next(it);
-    if (it->fetch.lease_id == lease_id) retry.splice(retry.end(), parked_, it);
-    it = next;
-  }
-  for (Parked& parked : retry) RetryParked(std::move(parked));
+  for (ParkedFetch& parked : parked_.TakeOfLease(lease_id)) RetryParked(std::move(parked));
 }
 
 void Sender::OnDone(const PeerKey& peer, const DoneMsg& done) {
@@ -299,9 +290,8 @@ void Sender::OnCancel(const PeerKey& peer, const CancelMsg& cancel) {
     End(cancel.transfer_id, absl::CancelledError(absl::StrCat("the receiver: ", cancel.reason)),
         false);
   }
-  ForgetParked([&](const Parked& entry) {
-    return entry.fetch.transfer_id == cancel.transfer_id && entry.peer == peer;
-  });
+  const ParkedFetch* const parked = parked_.Find(cancel.transfer_id);
+  if (parked != nullptr && parked->peer == peer) ForgetParked(cancel.transfer_id);
 }
 
 // The session of the fetch that is replaced may not have ended here yet, and while it lasts the
@@ -312,17 +302,12 @@ void Sender::EndReplaced(const FetchMsg& fetch) {
     End(fetch.replaces, absl::CancelledError("the receiver goes on with another fetch"),
         /*tell=*/false);
   }
-  ForgetParked([&](const Parked& entry) {
-    return entry.fetch.transfer_id == fetch.replaces && entry.fetch.lease_id == fetch.lease_id;
-  });
+  const ParkedFetch* const parked = parked_.Find(fetch.replaces);
+  if (parked != nullptr && parked->fetch.lease_id == fetch.lease_id) ForgetParked(fetch.replaces);
 }
 
-template <typename Matches>
-void Sender::ForgetParked(const Matches& matches) {
-  const auto parked = std::find_if(parked_.begin(), parked_.end(), matches);
-  if (parked == parked_.end()) return;
-  ForgetFetch(parked->peer);
-  parked_.erase(parked);
+void Sender::ForgetParked(uint64_t transfer_id) {
+  if (const auto parked = parked_.Take(transfer_id)) ForgetFetch(parked->peer);
 }
 
 void Sender::OnCredit(const CreditHeader& credit) {
@@ -345,7 +330,7 @@ std::vector<uint64_t> Sender::IdsWhere(const Matches& matches) const {
 }
 
 void Sender::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
-  parked_.remove_if([&](const Parked& parked) { return parked.peer == peer; });
+  parked_.ForgetPeer(peer);
   for (const uint64_t id : IdsWhere([&](const Transfer& t) { return t.peer == peer; })) {
     End(id, status, /*tell=*/false);
   }
@@ -417,20 +402,13 @@ Deadline Sender::Tick(Deadline now) {
   for (const uint64_t id : IdsWhere([&](const Transfer& t) { return t.deadline <= now; })) {
     End(id, absl::DeadlineExceededError("the receiver's deadline passed"), /*tell=*/true);
   }
-  std::list<Parked> overdue;
-  for (auto it = parked_.begin(); it != parked_.end();) {
-    const auto next = std::next(it);
-    if (it->until <= now) overdue.splice(overdue.end(), parked_, it);
-    it = next;
-  }
-  for (Parked& parked : overdue) RetryParked(std::move(parked));
+  for (ParkedFetch& parked : parked_.TakeDue(now)) RetryParked(std::move(parked));
   metrics_->arena_chunks_taken = arena_->num_taken();
 
   Deadline next = source_ == nullptr ? Deadline::max() : source_->Tick(now);
   for (const TransferPtr& transfer : turn_) next = std::min(next, transfer->deadline);
   if (waits_for_readers_) next = std::min(next, now + kReaderTurn);
-  for (const Parked& parked : parked_) next = std::min(next, parked.until);
-  return next;
+  return std::min(next, parked_.next_due());
 }
 
 }  // namespace kvferry

@@ -21,6 +21,7 @@
 #include "transport/head_share.h"
 #include "transport/metrics.h"
 #include "transport/outbox.h"
+#include "transport/parked_fetches.h"
 #include "transport/path_model.h"
 #include "transport/pool_regions.h"
 #include "transport/stream_plan.h"
@@ -123,12 +124,6 @@ class Sender {
     bool tells_costs = false;
     Deadline started_at = Clock::now();
   };
-  struct Parked {
-    FetchMsg fetch;
-    PeerKey peer;
-    LinkId link;
-    Deadline until;
-  };
   using TransferPtr = std::shared_ptr<Transfer>;
   // A transfer that was ended with `again` when all of it had been sent.
   struct TakenBack {
@@ -146,7 +141,7 @@ class Sender {
   void Refuse(const PeerKey& peer, uint64_t transfer_id, const absl::Status& status);
   absl::StatusOr<StreamPlan> PlanFor(const FetchMsg& fetch, const LeasedMemory& leased) const;
   void Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const LeasedMemory& leased);
-  void RetryParked(Parked parked);
+  void RetryParked(ParkedFetch parked);
   // Both return true when they sent something: of a turn as much as may go,
   bool PumpOne(const TransferPtr& transfer);
   // or one chunk.
@@ -205,8 +200,7 @@ class Sender {
   void ForgetFetch(const PeerKey& peer);
   void EndReplaced(const FetchMsg& fetch);
   void OnDoneAfterEnd(const PeerKey& peer, const DoneMsg& done);
-  template <typename Matches>
-  void ForgetParked(const Matches& matches);
+  void ForgetParked(uint64_t transfer_id);
   void UpdateGauges();
 
   const Config& config_;
@@ -233,7 +227,7 @@ class Sender {
   const std::shared_ptr<absl::flat_hash_map<int64_t, Deadline>> read_since_;
   bool waits_for_readers_ = false;
   bool has_ended_some_ = false;
-  std::list<Parked> parked_;
+  ParkedFetches parked_;
   absl::flat_hash_map<PeerKey, int64_t> fetches_of_peer_;  // Active and parked; none is 0.
   // Shared with sends under way, which may complete after their transfer and its peer are gone.
   const std::shared_ptr<ChunksOfPeers> chunks_of_peer_ = std::make_shared<ChunksOfPeers>();
