@@ -4,6 +4,7 @@
 #include <cmath>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/host_memory.h"
 #include "base/log.h"
@@ -252,14 +253,34 @@ absl::Status HostKvPool::Clear() {
 
 // ---------------------------------------------------------------- transfers
 
+// Of slots that a transfer protected, whatever became of some since. Nothing here can throw.
+void HostKvPool::GiveUp(std::span<const int32_t> slots, HostSlotState before) {
+  const MutexLock lock(&mutex_);
+  for (size_t i = 0; i < slots.size(); ++i) {
+    if (states_[slots[i]] == HostSlotState::kProtected) Enter(before, slots.subspan(i, 1));
+  }
+}
+
 absl::Status HostKvPool::BackUp(std::span<const int32_t> device_slots,
                                 std::span<const int32_t> host_slots) {
   KVFERRY_RETURN_IF_ERROR(ProtectWrite(host_slots));
-  absl::Status copied = host_->CopyFrom(*device_, device_slots, host_slots);
-  if (copied.ok()) return CompleteIo(host_slots);
+  absl::Cleanup give_up = [&] { GiveUp(host_slots, HostSlotState::kReserved); };
+  KVFERRY_RETURN_IF_ERROR(host_->CopyFrom(*device_, device_slots, host_slots));
+  KVFERRY_RETURN_IF_ERROR(CompleteIo(host_slots));
+  std::move(give_up).Cancel();
+  return absl::OkStatus();
+}
+
+// At once: whoever waits for the last layer may use these slots, and those of a load that was given up
+// are never synced.
+absl::Status HostKvPool::FinishLoad(int64_t load, std::span<const int32_t> slots) {
+  LayerCounter& layers = device_->layers();
   const MutexLock lock(&mutex_);
-  Enter(HostSlotState::kReserved, host_slots);
-  return copied;
+  KVFERRY_RETURN_IF_ERROR(
+      Check({"Load", Bit(HostSlotState::kProtected), HostSlotState::kSynced}, slots));
+  KVFERRY_RETURN_IF_ERROR(layers.Ready(load, layers.num_layers()));
+  Enter(HostSlotState::kSynced, slots);
+  return absl::OkStatus();
 }
 
 absl::Status HostKvPool::LoadLayers(std::span<const int32_t> host_slots,
@@ -267,29 +288,27 @@ absl::Status HostKvPool::LoadLayers(std::span<const int32_t> host_slots,
   LayerCounter& layers = device_->layers();
   // Whoever waits for a layer hears of no load that cannot begin.
   KVFERRY_RETURN_IF_ERROR(device_->CheckCopyFrom(*host_, host_slots, device_slots));
+  // Unless a copy says why. Made here, as there may be no memory for it later.
+  absl::Status ended = absl::AbortedError("host pool: a load was broken off by an exception");
   KVFERRY_ASSIGN_OR_RETURN(const int64_t load, layers.Begin());
+  absl::Cleanup fail = [&] { layers.Fail(load, ended); };
   for (int64_t layer = 0; layer < layers.num_layers(); ++layer) {
-    absl::Status copied = device_->CopyLayerFrom(*host_, layer, host_slots, device_slots);
-    // First: whoever waits for the last layer may use these slots.
+    absl::Status done = device_->CopyLayerFrom(*host_, layer, host_slots, device_slots);
     const bool last = layer + 1 == layers.num_layers();
-    if (copied.ok() && last) copied = CompleteIo(host_slots);
-    if (!copied.ok()) {
-      layers.Fail(load, copied);
-      return copied;
-    }
-    KVFERRY_RETURN_IF_ERROR(layers.Ready(load, layer + 1));
+    if (done.ok()) done = last ? FinishLoad(load, host_slots) : layers.Ready(load, layer + 1);
+    if (!done.ok()) return ended = done;
   }
+  std::move(fail).Cancel();
   return absl::OkStatus();
 }
 
 absl::Status HostKvPool::Load(std::span<const int32_t> host_slots,
                               std::span<const int32_t> device_slots) {
   KVFERRY_RETURN_IF_ERROR(ProtectLoad(host_slots));
-  absl::Status loaded = LoadLayers(host_slots, device_slots);
-  if (loaded.ok()) return loaded;
-  const MutexLock lock(&mutex_);
-  Enter(HostSlotState::kBackup, host_slots);
-  return loaded;
+  absl::Cleanup give_up = [&] { GiveUp(host_slots, HostSlotState::kBackup); };
+  KVFERRY_RETURN_IF_ERROR(LoadLayers(host_slots, device_slots));
+  std::move(give_up).Cancel();
+  return absl::OkStatus();
 }
 
 }  // namespace kvferry

@@ -40,7 +40,8 @@ absl::string_view HostSlotStateName(HostSlotState state);
 //   MarkSynced      backup                      synced     (the device computed the token again)
 //   Free            reserved, synced, backup    idle       (never while a transfer may be under
 //   way)
-// BackUp() and Load() go through their states by themselves.
+// BackUp() and Load() go through their states by themselves, and leave slots as they found them also
+// when they throw.
 //
 // Thread-safe; transfers run outside of the lock, on slots that are protected meanwhile.
 class HostKvPool {
@@ -110,6 +111,8 @@ class HostKvPool {
   void Enter(HostSlotState state, std::span<const int32_t> slots)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Apply(const Transition& transition, std::span<const int32_t> slots);
+  void GiveUp(std::span<const int32_t> slots, HostSlotState before);
+  absl::Status FinishLoad(int64_t load, std::span<const int32_t> slots);
   absl::Status LoadLayers(std::span<const int32_t> host_slots,
                           std::span<const int32_t> device_slots);
 

@@ -5,8 +5,10 @@
 #include <atomic>
 #include <functional>
 #include <map>
+#include <new>
 #include <random>
 #include <set>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -304,6 +306,74 @@ TEST(HostPools, ThePoolAboveMayLieOnADevice) {
   const Slots more = Must(pool->Allocate(4));
   EXPECT_TRUE(Fails(pool->BackUp(Iota(4, 4), more), kInternal, "fell off"));
   EXPECT_EQ(Must(pool->StateOf(more)), State::kReserved);
+}
+
+// A device at which something happens whenever it is to copy.
+class HookedMemory : public GuardedMemory {
+ public:
+  absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const override {
+    before_run();
+    return GuardedMemory::Run(copies, threads);
+  }
+  std::function<void()> before_run = [] {};
+};
+
+// With a copy of some slots on the host, in state backup.
+class HookedTransfers : public testing::Test {
+ protected:
+  void SetUp() override {
+    ASSERT_TRUE(IsOk(pool_->BackUp(there_, host_)));
+    ASSERT_TRUE(IsOk(pool_->MarkBackup(host_)));
+  }
+
+  const std::shared_ptr<HookedMemory> memory_ = std::make_shared<HookedMemory>();
+  const std::shared_ptr<TokenKvPool> device_ =
+      Must(TokenKvPool::Create(KvLayout::Mha(3, 4, 2, 4, DType::kFloat32), 16, 0, memory_));
+  const std::unique_ptr<HostKvPool> pool_ = Host(device_);
+  const Slots there_ = Iota(4, 8), host_ = Must(pool_->Allocate(8));
+};
+
+TEST_F(HookedTransfers, OneThatThrowsLeavesTheStateItFound) {
+  const Slots more = Must(pool_->Allocate(8));
+  memory_->before_run = [] { throw std::bad_alloc(); };
+  EXPECT_THROW((void)pool_->BackUp(there_, more), std::bad_alloc);
+  EXPECT_EQ(Must(pool_->StateOf(more)), State::kReserved);
+  // In its second layer.
+  memory_->before_run = [&] {
+    if (device_->layers().ready() == 1) throw std::bad_alloc();
+  };
+  EXPECT_THROW((void)pool_->Load(host_, there_), std::bad_alloc);
+  EXPECT_EQ(Must(pool_->StateOf(host_)), State::kBackup);
+  EXPECT_TRUE(IsOk(device_->Key(0, Clock::now())));
+  EXPECT_TRUE(Fails(device_->Key(1, Clock::now()), absl::StatusCode::kAborted, "broken off"));
+  // Neither is in the way of anything.
+  memory_->before_run = [] {};
+  EXPECT_TRUE(IsOk(pool_->BackUp(there_, more)));
+  EXPECT_TRUE(IsOk(pool_->Load(host_, there_)));
+  EXPECT_TRUE(IsOk(pool_->Clear()));
+}
+
+// Else somebody could free them and have others in their place, and their states be taken for these.
+TEST_F(HookedTransfers, SlotsOfALoadThatWasGivenUpAreNeverSynced) {
+  LayerCounter& layers = device_->layers();
+  // It takes a while to say so, in which the other one has its turn.
+  const absl::Status enough = absl::CancelledError(std::string(4 << 20, '!'));
+  memory_->before_run = [&] {
+    if (layers.ready() == 2) layers.Fail(layers.last_load(), enough);
+  };
+  std::atomic<bool> over = false, were_synced = false;
+  std::thread other([&] {
+    while (!over) {
+      if (pool_->MarkBackup(host_).ok()) were_synced = true;
+    }
+  });
+  for (int i = 0; i < 20; ++i) {
+    EXPECT_TRUE(Fails(pool_->Load(host_, there_), kWrongState, "given up", "!!!"));
+    EXPECT_EQ(Must(pool_->StateOf(host_)), State::kBackup);
+  }
+  over = true;
+  other.join();
+  EXPECT_FALSE(were_synced);
 }
 
 TEST(HostPools, WhatCannotBePinnedIsSlowerAndWorks) {
