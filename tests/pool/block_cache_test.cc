@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
+#include <numeric>
 #include <random>
 #include <set>
 #include <vector>
@@ -92,59 +92,141 @@ TEST(BlockCaches, EveryOrderHasEveryValueOnce) {
   }
 }
 
-// Which blocks hold the bytes of which fill: the whole model of swapping and copying.
-TEST(BlockCaches, RandomCopiesInEveryOrderAgreeWithAModel) {
-  const auto threads = Must(ThreadPool::Create(1));
-  std::mt19937_64 random(9);
-  const auto upto = [&](int64_t n) {
-    return static_cast<int64_t>(random() % static_cast<uint64_t>(n));
-  };
-  int64_t copied_values = 0;
-  uint64_t fills = 0;
-  for (const Order& order : AllOrders()) {
-    BlockCacheShape shape = Shape(upto(2) == 0);
-    shape.order = order;
-    const std::array<std::shared_ptr<BlockCache>, 2> caches = {Must(BlockCache::Create(shape, 12)),
-                                                               Must(BlockCache::Create(shape, 9))};
-    std::array<std::map<int64_t, uint64_t>, 2> model;
-    for (int64_t c = 0; c < 2; ++c) {
-      for (int64_t block = 0; block < caches[c]->num_blocks(); ++block) {
-        model[c][block] = ++fills;
-        Fill(*caches[c], block, fills);
-      }
-    }
-    for (int i = 0; i < 60; ++i) {
-      const int64_t from = upto(2), to = upto(2);
-      std::vector<BlockPair> pairs;
-      std::set<int64_t> used_from, used_to;
-      const int64_t first = upto(6), second = upto(6);
-      for (int64_t n = upto(8); n > 0; --n) {
-        const bool adjacent = upto(3) > 0;
-        const BlockPair pair = {adjacent ? first + n % 3 : upto(caches[from]->num_blocks()),
-                                adjacent ? second + n % 3 : upto(caches[to]->num_blocks())};
-        const bool clash =
-            from == to && (used_to.contains(pair.first) || used_from.contains(pair.second) ||
-                           pair.first == pair.second);
-        if (clash || used_to.contains(pair.second)) continue;
-        pairs.push_back(pair);
-        used_from.insert(pair.first);
-        used_to.insert(pair.second);
-      }
-      ASSERT_TRUE(IsOk(
-          CopyBlocks(*caches[from], *caches[to], pairs, upto(2) == 0 ? threads.get() : nullptr)));
-      const std::map<int64_t, uint64_t> before = model[from];
-      for (const auto& [source, destination] : pairs) model[to][destination] = before.at(source);
-      copied_values += static_cast<int64_t>(pairs.size()) * shape.block_bytes() / 2;
-    }
-    for (int64_t c = 0; c < 2; ++c) {
-      for (const auto& [block, fill] : model[c]) {
-        const Block got = Read(*caches[c], block);
-        Fill(*caches[c], block, fill);
-        ASSERT_EQ(got, Read(*caches[c], block)) << "block " << block;
+// Two caches of one shape, and what each of their blocks holds: value by value, in an order that no
+// memory order can change.
+class SwappedCaches {
+ public:
+  SwappedCaches(const BlockCacheShape& shape, std::mt19937_64* random)
+      : random_(random),
+        caches_{Must(BlockCache::Create(shape, 7)), Must(BlockCache::Create(shape, 5))} {
+    for (size_t c = 0; c < 2; ++c) {
+      for (int64_t block = 0; block < caches_[c]->num_blocks(); ++block) {
+        std::vector<std::byte*>& places = places_[c].emplace_back();
+        ForEachValue(*caches_[c], block, [&](std::byte* at) { places.push_back(at); });
+        model_[c].emplace_back(places.size());
+        Write(c, block);
       }
     }
   }
-  EXPECT_GT(copied_values, 1000000);
+
+  // Swap in, swap out, or copy within one: pairs that may clash.
+  void RandomCopy(ThreadPool* threads) {
+    const auto from = static_cast<size_t>(Upto(2)), to = static_cast<size_t>(Upto(2));
+    std::vector<BlockPair> pairs = Pairs(from, to);
+    if (Upto(4) == 0 && !pairs.empty()) {
+      BlockPair& pair = pairs[static_cast<size_t>(Upto(static_cast<int64_t>(pairs.size())))];
+      (Upto(2) == 0 ? pair.first : pair.second) = Upto(9) - 1;
+    }
+    const absl::StatusCode expected = Expected(from, to, pairs);
+    const absl::Status status =
+        CopyBlocks(*caches_[from], *caches_[to], pairs, Upto(100) == 0 ? threads : nullptr);
+    ASSERT_EQ(status.code(), expected) << status.ToString();
+    if (status.ok()) {
+      for (const auto& [source, destination] : pairs)
+        model_[to][destination] = model_[from][source];
+      copied_blocks_ += static_cast<int64_t>(pairs.size());
+    }
+    // Also where nothing should have been written.
+    for (const auto& [source, destination] : pairs) {
+      if (destination >= 0 && destination < caches_[to]->num_blocks()) Expect(to, destination);
+    }
+  }
+
+  // What an engine computes.
+  void RandomWrite() {
+    const auto c = static_cast<size_t>(Upto(2));
+    Write(c, Upto(caches_[c]->num_blocks()));
+  }
+
+  void ExpectAll() const {
+    for (size_t c = 0; c < 2; ++c) {
+      for (int64_t block = 0; block < caches_[c]->num_blocks(); ++block) Expect(c, block);
+    }
+  }
+
+  int64_t copied_blocks() const { return copied_blocks_; }
+
+ private:
+  int64_t Upto(int64_t n) { return static_cast<int64_t>((*random_)() % static_cast<uint64_t>(n)); }
+
+  // Pairs that are good ones, some of them neighbours: each block once in one cache, written once else.
+  std::vector<BlockPair> Pairs(size_t from, size_t to) {
+    std::vector<int64_t> targets(static_cast<size_t>(caches_[to]->num_blocks()));
+    std::iota(targets.begin(), targets.end(), 0);
+    if (Upto(2) == 0) std::shuffle(targets.begin(), targets.end(), *random_);
+    std::vector<BlockPair> pairs;
+    const size_t half = targets.size() / 2;
+    const int64_t first = Upto(caches_[from]->num_blocks());
+    for (int64_t n = Upto(static_cast<int64_t>(from == to ? half : targets.size()) + 1); n > 0;
+         --n) {
+      const auto i = static_cast<size_t>(n - 1);
+      pairs.emplace_back(from == to ? targets[half + i] : (first + n) % caches_[from]->num_blocks(),
+                         targets[i]);
+    }
+    return pairs;
+  }
+
+  // The header's rules, one pair after the other.
+  absl::StatusCode Expected(size_t from, size_t to, const std::vector<BlockPair>& pairs) const {
+    std::set<int64_t> written;
+    for (const auto& [source, destination] : pairs) {
+      if (source < 0 || source >= caches_[from]->num_blocks()) return kRange;
+      if (destination < 0 || destination >= caches_[to]->num_blocks()) return kRange;
+      if (!written.insert(destination).second) return kInvalid;
+    }
+    const bool both = std::any_of(pairs.begin(), pairs.end(), [&](const BlockPair& pair) {
+      return from == to && written.contains(pair.first);
+    });
+    return both ? kInvalid : absl::StatusCode::kOk;
+  }
+
+  void Write(size_t c, int64_t block) {
+    for (size_t i = 0; i < places_[c][block].size(); ++i) {
+      uint16_t& value = model_[c][block][i];
+      value = static_cast<uint16_t>((*random_)());
+      std::memcpy(places_[c][block][i], &value, sizeof value);
+    }
+  }
+  void Expect(size_t c, int64_t block) const {
+    bool same = true;
+    for (size_t i = 0; i < places_[c][block].size(); ++i) {
+      same &= std::memcmp(places_[c][block][i], &model_[c][block][i], sizeof(uint16_t)) == 0;
+    }
+    ASSERT_TRUE(same) << "cache " << c << ", block " << block;
+  }
+
+  std::mt19937_64* const random_;
+  const std::array<std::shared_ptr<BlockCache>, 2> caches_;
+  std::array<std::vector<std::vector<std::byte*>>, 2> places_;
+  std::array<std::vector<Block>, 2> model_;
+  int64_t copied_blocks_ = 0;
+};
+
+TEST(BlockCaches, AMillionCopiesInEveryOrderAgreeWithAModel) {
+  const auto threads = Must(ThreadPool::Create(1));
+  std::mt19937_64 random(9);
+  const std::vector<Order> orders = AllOrders();
+  const auto copies_each = static_cast<int>(1'000'000 / orders.size() + 1);
+  int64_t copied_blocks = 0;
+  for (const Order& order : orders) {
+    BlockCacheShape shape = {.num_layers = 2,
+                             .block_size = 2,
+                             .num_kv_heads = 2,
+                             .head_dim = 2,
+                             .dtype = DType::kFloat16,
+                             .mla = random() % 2 == 0,
+                             .order = order};
+    SwappedCaches caches(shape, &random);
+    for (int i = 0; i < copies_each; ++i) {
+      caches.RandomCopy(threads.get());
+      if (i % 8 == 0) caches.RandomWrite();
+      if (i % 256 == 0) caches.ExpectAll();
+      if (testing::Test::HasFatalFailure()) return;
+    }
+    caches.ExpectAll();
+    copied_blocks += caches.copied_blocks();
+  }
+  EXPECT_GT(copied_blocks, 1'000'000);
 }
 
 TEST(BlockCaches, BufferInfosAreWhatLiesOutsideOfTheBlock) {

@@ -2,10 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <map>
 #include <new>
+#include <numeric>
 #include <random>
 #include <set>
 #include <string>
@@ -23,6 +25,7 @@ namespace {
 
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
 constexpr auto kExhausted = absl::StatusCode::kResourceExhausted;
+constexpr auto kRange = absl::StatusCode::kOutOfRange;
 constexpr auto kWrongState = absl::StatusCode::kFailedPrecondition;
 using State = HostSlotState;
 using Slots = std::vector<int32_t>;
@@ -53,18 +56,29 @@ const std::vector<Call>& Calls() {
   return calls;
 }
 
+// The state of every slot, and the bytes of every token on either side. Knows nothing of runs, layers or
+// where tensors lie.
 class HostModel : public testing::TestWithParam<int64_t> {
  protected:
+  using Row = std::vector<std::byte>;
+
+  void SetUp() override {
+    const Row zeros(static_cast<size_t>(device_->flat_bytes(1)));
+    for (int64_t slot = 0; slot < device_->num_slots(); ++slot) on_device_.push_back(zeros);
+    for (int64_t slot = 0; slot < pool_->host()->num_slots(); ++slot) on_host_.push_back(zeros);
+    model_.resize(on_host_.size(), State::kIdle);
+  }
+
   int64_t Upto(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
 
   // Whole pages, mostly of one state so that calls succeed often; sometimes any slots at all.
-  Slots Some() {
+  Slots Some(const std::set<State>& wanted) {
     const int64_t page_size = GetParam(), pages = pool_->num_tokens() / page_size;
     Slots slots;
-    const State wanted = static_cast<State>(Upto(5));
+    const bool any = Upto(10) == 0;
     for (int64_t i = Upto(4); i >= 0; --i) {
       const int64_t page = 1 + Upto(pages);
-      if (model_[page * page_size] != wanted && Upto(50) > 0) continue;
+      if (!any && !wanted.contains(model_[page * page_size])) continue;
       for (int64_t s = 0; s < page_size; ++s) {
         slots.push_back(static_cast<int32_t>(page * page_size + s));
       }
@@ -73,31 +87,46 @@ class HostModel : public testing::TestWithParam<int64_t> {
     if (Upto(30) == 0 && !slots.empty()) slots.pop_back();
     return slots;
   }
-
-  bool Allowed(const Call& call, const Slots& slots) {
-    const int64_t page_size = GetParam();
-    const bool frees = call.to == State::kIdle;
-    std::set<int32_t> distinct(slots.begin(), slots.end());
-    if (distinct.size() != slots.size()) return false;
-    for (const int32_t slot : slots) {
-      if (slot < 0 || slot >= pool_->num_tokens() + page_size) return false;
-      if (!call.from.contains(model_[slot])) return false;
-      for (int64_t s = 0; frees && s < page_size; ++s) {
-        if (!distinct.contains(static_cast<int32_t>(slot / page_size * page_size + s)))
-          return false;
-      }
+  // As many, each once; sometimes one that does not exist, or one more.
+  Slots OnDevice(size_t count) {
+    Slots slots(static_cast<size_t>(device_->num_slots()));
+    std::iota(slots.begin(), slots.end(), 0);
+    std::shuffle(slots.begin(), slots.end(), random_);
+    slots.resize(count + (Upto(30) == 0 ? 1 : 0));
+    if (Upto(30) == 0 && !slots.empty()) {
+      slots[0] = static_cast<int32_t>(Upto(2) == 0 ? device_->num_slots() : -1);
     }
-    return true;
+    return slots;
+  }
+
+  absl::StatusCode Expected(const std::set<State>& from, const Slots& slots) const {
+    std::set<int32_t> before;
+    for (const int32_t slot : slots) {
+      if (slot < 0 || static_cast<size_t>(slot) >= model_.size()) return kRange;
+      if (!before.insert(slot).second) return kInvalid;
+      if (!from.contains(model_[slot])) return kWrongState;
+    }
+    return absl::StatusCode::kOk;
+  }
+  bool WholePages(const Slots& slots) const {
+    std::map<int64_t, int64_t> pages;
+    for (const int32_t slot : slots) ++pages[slot / GetParam()];
+    return std::all_of(pages.begin(), pages.end(),
+                       [](const auto& page) { return page.second == GetParam(); });
+  }
+  void Enter(State state, const Slots& slots) {
+    for (const int32_t slot : slots) model_[slot] = state;
   }
 
   void RandomCall() {
     const Call& call = Calls()[static_cast<size_t>(Upto(static_cast<int64_t>(Calls().size())))];
-    const Slots slots = Some();
-    const bool allowed = Allowed(call, slots);
+    const Slots slots = Some(call.from);
+    absl::StatusCode expected = Expected(call.from, slots);
+    const bool frees = call.to == State::kIdle;
+    if (expected == absl::StatusCode::kOk && frees && !WholePages(slots)) expected = kInvalid;
     const absl::Status status = (pool_.get()->*call.call)(slots);
-    ASSERT_EQ(status.ok(), allowed) << status.ToString();
-    if (!allowed) return;
-    for (const int32_t slot : slots) model_[slot] = call.to;
+    ASSERT_EQ(status.code(), expected) << status.ToString();
+    if (status.ok()) Enter(call.to, slots);
   }
 
   void RandomAllocation() {
@@ -106,37 +135,97 @@ class HostModel : public testing::TestWithParam<int64_t> {
     const absl::StatusOr<Slots> slots = pool_->Allocate(tokens);
     ASSERT_EQ(slots.ok(), tokens <= free_tokens);
     if (!slots.ok()) return;
-    for (const int32_t slot : *slots) {
-      ASSERT_EQ(model_[slot], State::kIdle);
-      model_[slot] = State::kReserved;
+    for (const int32_t slot : *slots) ASSERT_EQ(model_[slot], State::kIdle);
+    Enter(State::kReserved, *slots);
+  }
+
+  void RandomClear() {
+    const bool allowed = std::find(model_.begin(), model_.end(), State::kProtected) == model_.end();
+    const absl::Status status = pool_->Clear();
+    ASSERT_EQ(status.code(), allowed ? absl::StatusCode::kOk : kWrongState);
+    if (allowed) std::fill(model_.begin(), model_.end(), State::kIdle);
+  }
+
+  // Down or up, of lists that may not fit.
+  void RandomTransfer() {
+    const bool down = Upto(2) == 0;
+    const std::set<State> from = {down ? State::kReserved : State::kBackup};
+    const Slots host = Some(from), device = OnDevice(host.size());
+    absl::StatusCode expected = Expected(from, host);
+    if (expected == absl::StatusCode::kOk && device.size() != host.size()) expected = kInvalid;
+    const bool exist = std::all_of(device.begin(), device.end(), [&](int32_t slot) {
+      return slot >= 0 && slot < device_->num_slots();
+    });
+    if (expected == absl::StatusCode::kOk && !exist) expected = kRange;
+    const absl::Status status = down ? pool_->BackUp(device, host) : pool_->Load(host, device);
+    ASSERT_EQ(status.code(), expected) << status.ToString();
+    ASSERT_EQ(device_->layers().ready(), device_->layers().num_layers());
+    if (!status.ok()) return;
+    Enter(State::kSynced, host);
+    for (size_t i = 0; i < host.size(); ++i) {
+      (down ? on_host_[host[i]] : on_device_[device[i]]) =
+          down ? on_device_[device[i]] : on_host_[host[i]];
+    }
+    ++transfers_;
+    ExpectRows(*pool_->host(), on_host_, host);
+    ExpectRows(*device_, on_device_, device);
+  }
+
+  // What an engine computes.
+  void RandomTokens() {
+    const Slots slot = {static_cast<int32_t>(Upto(device_->num_slots()))};
+    Row& row = on_device_[slot[0]];
+    for (std::byte& value : row) value = static_cast<std::byte>(random_());
+    ASSERT_TRUE(IsOk(device_->WriteFlat(slot, row)));
+  }
+
+  static void ExpectRows(const TokenKvPool& pool, const std::vector<Row>& rows,
+                         const Slots& slots) {
+    Row got(static_cast<size_t>(pool.flat_bytes(1)));
+    for (const int32_t slot : slots) {
+      ASSERT_TRUE(IsOk(pool.ReadFlat(Slots{slot}, got)));
+      ASSERT_EQ(got, rows[slot]) << "slot " << slot;
     }
   }
 
-  std::unique_ptr<HostKvPool> pool_ = Host(Device(16 * GetParam(), GetParam()));
-  std::map<int32_t, State> model_;
+  void ExpectAll() {
+    Slots all(model_.size());
+    std::iota(all.begin(), all.end(), 0);
+    ExpectRows(*pool_->host(), on_host_, all);
+    for (const int32_t slot : all) ASSERT_EQ(Must(pool_->StateOf(Slots{slot})), model_[slot]);
+    const auto idle = std::count(model_.begin() + GetParam(), model_.end(), State::kIdle);
+    ASSERT_EQ(pool_->num_free(), idle);
+    all.resize(static_cast<size_t>(device_->num_slots()));
+    ExpectRows(*device_, on_device_, all);
+  }
+
+  const std::shared_ptr<TokenKvPool> device_ =
+      Must(TokenKvPool::Create(KvLayout::Mha(2, GetParam(), 1, 4, DType::kUint8), 8 * GetParam()));
+  const std::unique_ptr<HostKvPool> pool_ = Host(device_);
+  std::vector<State> model_;
+  std::vector<Row> on_device_, on_host_;
+  int64_t transfers_ = 0;
   std::mt19937_64 random_{3};
 };
 
-TEST_P(HostModel, StatesAgreeWithTheTable) {
-  int64_t touched = 0;
-  for (int i = 0; touched < 600000; ++i) {
-    if (Upto(4) == 0) {
+TEST_P(HostModel, AMillionCallsAgreeWithTheTable) {
+  for (int i = 0; i < 1'000'000; ++i) {
+    const int64_t what = Upto(100);
+    if (what < 20) {
       RandomAllocation();
-    } else {
+    } else if (what < 60) {
       RandomCall();
+    } else if (what < 90) {
+      RandomTransfer();
+    } else if (what < 99) {
+      RandomTokens();
+    } else {
+      RandomClear();
     }
+    if (i % 256 == 0) ExpectAll();
     if (HasFatalFailure()) return;
-    touched += 2;
-    if (i % 64 != 0) continue;
-    int64_t idle = 0;
-    for (int32_t slot = static_cast<int32_t>(GetParam()); slot < pool_->num_tokens() + GetParam();
-         ++slot) {
-      ASSERT_EQ(Must(pool_->StateOf(Slots{slot})), model_[slot]);
-      idle += model_[slot] == State::kIdle ? 1 : 0;
-      ++touched;
-    }
-    ASSERT_EQ(pool_->num_free(), idle);
   }
+  EXPECT_GT(transfers_, 100'000);
 }
 
 INSTANTIATE_TEST_SUITE_P(PageSizes, HostModel, testing::Values(1, 4));

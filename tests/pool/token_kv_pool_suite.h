@@ -131,6 +131,7 @@ class TokenPools : public testing::TestWithParam<std::tuple<TokenPoolBackend, si
                                        spec.num_heads, spec.head_dim));
       scales.push_back(Upto(2) == 0 ? 1.0F : 1.7F);
     }
+    ++calls_;
     ASSERT_TRUE(IsOk(pool_->Set(layer, slots, rows, scales)));
     for (size_t part = 0; part < parts_.size(); ++part) {
       for (size_t i = 0; i < slots.size(); ++i)
@@ -206,6 +207,7 @@ class TokenPools : public testing::TestWithParam<std::tuple<TokenPoolBackend, si
     const std::vector<int32_t> slots = Slots();
     const int64_t layer = Layer(), count = static_cast<int64_t>(slots.size());
     std::vector<std::byte> flat(static_cast<size_t>(pool_->flat_bytes(count)));
+    calls_ += 2;
     ASSERT_TRUE(IsOk(pool_->ReadFlat(slots, flat)));
     ASSERT_EQ(flat, FlatOfModel(0, shape_.layout.num_layers, slots));
     flat.resize(static_cast<size_t>(pool_->layer_flat_bytes(count)));
@@ -219,6 +221,7 @@ class TokenPools : public testing::TestWithParam<std::tuple<TokenPoolBackend, si
     const auto count = static_cast<int64_t>(from.size());
     std::vector<std::byte> flat(
         static_cast<size_t>(whole ? pool_->flat_bytes(count) : pool_->layer_flat_bytes(count)));
+    calls_ += 2;
     if (whole) {
       ASSERT_TRUE(IsOk(pool_->ReadFlat(from, flat)));
       ASSERT_TRUE(IsOk(pool_->WriteFlat(to, flat)));
@@ -239,6 +242,7 @@ class TokenPools : public testing::TestWithParam<std::tuple<TokenPoolBackend, si
     if (Upto(2) == 0) {
       MoveAsFlatData(whole, layer, from, to);
     } else {
+      ++calls_;
       ASSERT_TRUE(IsOk(whole ? pool_->CopyFrom(*pool_, from, to)
                              : pool_->CopyLayerFrom(*pool_, layer, from, to)));
     }
@@ -252,21 +256,116 @@ class TokenPools : public testing::TestWithParam<std::tuple<TokenPoolBackend, si
     }
   }
 
+  // Of zeros, for Set().
+  std::vector<TokenView> Rows(size_t count) {
+    std::vector<TokenView> rows;
+    for (const KvTensor& spec : parts_) {
+      zeros_.resize(
+          std::max(zeros_.size(), count * spec.num_heads * spec.head_dim * sizeof(float)));
+    }
+    for (const KvTensor& spec : parts_) {
+      rows.push_back(TokenView::Packed(zeros_.data(), DType::kFloat32, static_cast<int64_t>(count),
+                                       spec.num_heads, spec.head_dim));
+    }
+    return rows;
+  }
+
+  absl::Status CallWithABadLayer() {
+    const int64_t layer = Upto(2) == 0 ? -1 : shape_.layout.num_layers;
+    const std::vector<int32_t> slots = Slots();
+    std::vector<std::byte> flat(
+        static_cast<size_t>(pool_->layer_flat_bytes(static_cast<int64_t>(slots.size()))));
+    switch (Upto(4)) {
+      case 0:
+        return pool_->Set(layer, slots, Rows(slots.size()));
+      case 1:
+        return pool_->ReadFlatLayer(layer, slots, flat);
+      case 2:
+        return pool_->WriteFlatLayer(layer, slots, flat);
+      default:
+        return pool_->CopyLayerFrom(*pool_, layer, slots, slots);
+    }
+  }
+
+  absl::Status CallWithABadSlot() {
+    std::vector<int32_t> slots = Slots();
+    slots.push_back(static_cast<int32_t>(Upto(2) == 0 ? -1 : pool_->num_slots()));
+    std::swap(slots.back(), slots[static_cast<size_t>(Upto(static_cast<int64_t>(slots.size())))]);
+    const std::vector<int32_t> good(slots.size(), 3);
+    std::vector<std::byte> flat(
+        static_cast<size_t>(pool_->layer_flat_bytes(static_cast<int64_t>(slots.size()))));
+    switch (Upto(5)) {
+      case 0:
+        return pool_->Set(Layer(), slots, Rows(slots.size()));
+      case 1:
+        return pool_->ReadFlatLayer(Layer(), slots, flat);
+      case 2:
+        return pool_->WriteFlatLayer(Layer(), slots, flat);
+      case 3:
+        return pool_->CopyLayerFrom(*pool_, Layer(), slots, good);
+      default:
+        return pool_->CopyFrom(*pool_, good, slots);
+    }
+  }
+
+  absl::Status CallWithBadNumbers() {
+    const std::vector<int32_t> slots = Slots();
+    std::vector<int32_t> more = slots;
+    more.push_back(2);
+    std::vector<std::byte> flat(
+        static_cast<size_t>(pool_->flat_bytes(static_cast<int64_t>(slots.size())) + 1));
+    std::vector<TokenView> rows = Rows(slots.size());
+    switch (Upto(6)) {
+      case 0:
+        return pool_->ReadFlat(slots, flat);
+      case 1:
+        return pool_->WriteFlat(slots, flat);
+      case 2:
+        return pool_->CopyFrom(*pool_, slots, more);
+      case 3:
+        rows.pop_back();
+        return pool_->Set(Layer(), slots, rows);
+      case 4:
+        rows.back().num_slots += 1;
+        return pool_->Set(Layer(), slots, rows);
+      default:
+        std::vector<float> scales(rows.size(), 1);
+        scales.back() = 0;
+        return pool_->Set(Layer(), slots, rows, scales);
+    }
+  }
+
+  // Something about it is wrong. The model stays as it is, and the pool has to.
+  void RandomBadCall() {
+    ++calls_;
+    constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+    constexpr auto kRange = absl::StatusCode::kOutOfRange;
+    const int64_t what = Upto(3);
+    const absl::Status status = what == 0   ? CallWithABadLayer()
+                                : what == 1 ? CallWithABadSlot()
+                                            : CallWithBadNumbers();
+    ASSERT_EQ(status.code(), what == 2 ? kInvalid : kRange) << status.ToString();
+  }
+
   PoolShape shape_;
   std::shared_ptr<TokenKvPool> pool_;
   std::vector<KvTensor> parts_;
   TokenPoolModel model_;
+  std::vector<std::byte> zeros_;
+  int64_t calls_ = 0;
   std::mt19937_64 random_{11};
 };
 
 TEST_P(TokenPools, AgreeWithRowsKeptOneByOne) {
-  // Each operation is on some 6 rows of some 5 tensors: on the host, over a million row operations
-  // in all.
-  for (int64_t i = 0; i < (backend().slow ? 600 : 9000); ++i) {
-    const int64_t what = Upto(3);
-    if (what == 0) RandomSet();
-    if (what == 1) RandomRead();
-    if (what == 2) RandomMove();
+  // On the host over a million calls in all shapes together, each on some 6 rows.
+  const auto shapes = static_cast<int64_t>(PoolShapes().size());
+  const int64_t calls = backend().slow ? 1'000 : 1'000'000 / shapes + 1;
+  while (calls_ < calls) {
+    const int64_t what = Upto(7);
+    if (what < 2) RandomSet();
+    if (what == 2 || what == 3) RandomRead();
+    if (what == 4 || what == 5) RandomMove();
+    if (what == 6) RandomBadCall();
     if (HasFatalFailure()) return;
   }
 }
