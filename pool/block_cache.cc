@@ -164,8 +164,9 @@ absl::StatusOr<std::vector<BlockRun>> PlanBlockCopy(const BlockCache& from, cons
 
 absl::Status CopyBlocks(const BlockCache& from, BlockCache& to, std::span<const BlockPair> pairs,
                         ThreadPool* threads) {
-  KVFERRY_RETURN_IF_ERROR(CheckOnHost("block cache: the source", from.memory()));
-  KVFERRY_RETURN_IF_ERROR(CheckOnHost("block cache: the destination", to.memory()));
+  // A device knows how to reach the host, and not the other way round.
+  const PoolMemory& copier = to.memory().on_host() ? from.memory() : to.memory();
+  if (!copier.on_host()) return copier.RunBlocks(from, to, pairs);
   KVFERRY_ASSIGN_OR_RETURN(const std::vector<BlockRun> runs, PlanBlockCopy(from, to, pairs));
   const std::vector<BufferInfo> sources = from.buffer_infos();
   const std::vector<BufferInfo> destinations = to.buffer_infos();

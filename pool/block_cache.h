@@ -102,9 +102,10 @@ absl::StatusOr<std::vector<BlockRun>> PlanBlockCopy(const BlockCache& from, cons
 // come. `from` and `to` may be the same cache.
 //
 // INVALID_ARGUMENT when the caches differ in shape, a block is written twice, or a block of one
-// cache is both read and written; OUT_OF_RANGE naming a block that does not exist;
-// FAILED_PRECONDITION when a cache is not on_host() (cuda/block_copy_cuda.h has a copy for those).
-// Nothing is written then. `threads`, which may be null, help.
+// cache is both read and written; OUT_OF_RANGE naming a block that does not exist. Nothing is written
+// then. `threads`, which may be null, help. Where a cache is not on_host() its device copies
+// (PoolMemory::RunBlocks()) and is done when this returns; what a device that fails has written is not
+// known. cuda/block_copy_cuda.h has the same on a stream.
 absl::Status CopyBlocks(const BlockCache& from, BlockCache& to, std::span<const BlockPair> pairs,
                         ThreadPool* threads = nullptr);
 

@@ -1,6 +1,7 @@
 #include "pool/pool_memory.h"
 
 #include <cstring>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/slab.h"
@@ -53,6 +54,11 @@ std::vector<BytesMove> MovesOf(std::span<const ItemsMove> items,
     }
   }
   return moves;
+}
+
+absl::Status PoolMemory::RunBlocks(const BlockCache& /*from*/, BlockCache& /*to*/,
+                                   std::span<const std::pair<int64_t, int64_t>> /*pairs*/) const {
+  return absl::UnimplementedError(absl::StrCat(name(), " copies no blocks of caches"));
 }
 
 absl::StatusOr<std::shared_ptr<const MovesUnderWay>> PoolMemory::BeginMoveApart(

@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -17,6 +18,7 @@
 
 namespace kvferry {
 
+class BlockCache;
 class QuantizedCopy;
 class TokenCopy;
 
@@ -51,8 +53,8 @@ class MovesUnderWay {
 };
 
 // The host's memory, or a device's (cuda/cuda_memory.h). A pool keeps the one that it was made in,
-// and everything that touches the pool's bytes either goes through Run() and RunQuantized() or
-// needs on_host().
+// and everything that touches the pool's bytes either goes through Run() and its like or needs
+// on_host().
 // Immutable and thread-safe.
 class PoolMemory {
  public:
@@ -73,6 +75,10 @@ class PoolMemory {
   virtual absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const = 0;
   // The same for copies whose codes and scales lie here, and their rows here or in host memory.
   virtual absl::Status RunQuantized(std::span<const QuantizedCopy> copies) const = 0;
+  // CopyBlocks() of a device: one of the caches lies here, the other here, on another one or in host
+  // memory. UNIMPLEMENTED where there is no such thing.
+  virtual absl::Status RunBlocks(const BlockCache& from, BlockCache& to,
+                                 std::span<const std::pair<int64_t, int64_t>> pairs) const;
   // As Run(), but in no order with anything else that the device does, which does not hold it up: for
   // who has waited for the rows that it reads and keeps others off those that it writes, as transfers
   // do.

@@ -15,6 +15,7 @@
 #include "base/status.h"
 #include "pool/block_quant.h"
 #include "pool/cuda/apart_cuda.h"
+#include "pool/cuda/block_copy_cuda.h"
 #include "pool/cuda/block_quant_cuda.h"
 #include "pool/cuda/cuda_kv_pool.h"
 #include "pool/cuda/cuda_status.h"
@@ -340,6 +341,16 @@ class DeviceMemory : public PoolMemory {
   }
   absl::Status RunQuantized(std::span<const QuantizedCopy> copies) const override {
     return OnDevice(device_, [&] { return RunAll(copies, nullptr, kDefaultStream); });
+  }
+  absl::Status RunBlocks(const BlockCache& from, BlockCache& to,
+                         std::span<const BlockPair> pairs) const override {
+    return OnDevice(device_, [&] {
+      absl::Status status = CopyBlocksCuda(from, to, pairs, kDefaultStream);
+      // Also after an error: what has begun uses the caches.
+      status.Update(
+          CudaStatus(cudaStreamSynchronize(kDefaultStream), "cuda memory: copying blocks"));
+      return status;
+    });
   }
   absl::Status RunApart(std::span<const TokenCopy> copies) const override {
     return OnDevice(device_, [&]() -> absl::Status {

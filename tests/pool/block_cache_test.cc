@@ -274,22 +274,31 @@ TEST(BlockCaches, ShapesThatCannotBe) {
   EXPECT_TRUE(Fails(create(same, INT64_MAX), kInvalid, "num_blocks is 9223372036854775807"));
 }
 
-TEST(BlockCaches, TheProcessorCopiesHostMemoryOnly) {
+TEST(BlockCaches, ADeviceCopiesItsBlocksItself) {
   const auto memory = std::make_shared<GuardedMemory>();
   const auto device = Must(BlockCache::Create(Shape(), 4, memory));
-  const auto host = Must(BlockCache::Create(Shape(), 4));
-  constexpr auto kPrecondition = absl::StatusCode::kFailedPrecondition;
-  const std::vector<BlockPair> pairs = {{0, 1}, {1, 2}, {3, 0}};
-  EXPECT_TRUE(
-      Fails(CopyBlocks(*device, *host, pairs), kPrecondition, "the source lies in guarded memory"));
-  EXPECT_TRUE(Fails(CopyBlocks(*host, *device, pairs), kPrecondition,
-                    "the destination lies in guarded memory"));
-  const std::vector<BlockRun> runs = {{0, 1, 2}, {3, 0, 1}};
-  EXPECT_EQ(Must(PlanBlockCopy(*host, *device, pairs)), runs);
-  EXPECT_TRUE(Fails(PlanBlockCopy(*host, *device, std::vector<BlockPair>{{0, 4}}), kRange,
+  const auto from = Must(BlockCache::Create(Shape(), 4)), to = Must(BlockCache::Create(Shape(), 4));
+  for (int64_t block = 0; block < 4; ++block) Fill(*from, block, static_cast<uint64_t>(block + 1));
+  EXPECT_TRUE(IsOk(CopyBlocks(*from, *device, std::vector<BlockPair>{{0, 1}, {1, 2}, {3, 0}})));
+  EXPECT_TRUE(IsOk(CopyBlocks(*device, *device, std::vector<BlockPair>{{2, 3}})));
+  EXPECT_TRUE(IsOk(CopyBlocks(*device, *to, std::vector<BlockPair>{{0, 0}, {1, 1}, {3, 2}})));
+  EXPECT_EQ(memory->num_runs, 3);
+  EXPECT_EQ(Read(*to, 0), Read(*from, 3));
+  EXPECT_EQ(Read(*to, 1), Read(*from, 0));
+  EXPECT_EQ(Read(*to, 2), Read(*from, 1));
+  EXPECT_TRUE(Fails(CopyBlocks(*from, *device, std::vector<BlockPair>{{0, 4}}), kRange,
                     "destination block 4"));
   memory->failure = absl::ResourceExhaustedError("full");
-  EXPECT_TRUE(Fails(BlockCache::Create(Shape(), 4, memory), absl::StatusCode::kResourceExhausted));
+  constexpr auto kExhausted = absl::StatusCode::kResourceExhausted;
+  EXPECT_TRUE(Fails(CopyBlocks(*device, *to, std::vector<BlockPair>{{0, 0}}), kExhausted, "full"));
+  EXPECT_TRUE(Fails(BlockCache::Create(Shape(), 4, memory), kExhausted));
+}
+
+TEST(BlockCaches, RunsAreAsFewAsThereAre) {
+  const auto cache = Must(BlockCache::Create(Shape(), 4));
+  const std::vector<BlockRun> runs = {{0, 1, 2}, {3, 0, 1}};
+  const std::vector<BlockPair> pairs = {{3, 0}, {0, 1}, {1, 2}};
+  EXPECT_EQ(Must(PlanBlockCopy(*cache, *Must(BlockCache::Create(Shape(), 3)), pairs)), runs);
 }
 
 TEST(BlockCaches, BadPairsChangeNothing) {

@@ -18,6 +18,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "pool/block_cache.h"
 #include "pool/block_quant.h"
 #include "pool/pool_memory.h"
 #include "pool/token_copy.h"
@@ -62,6 +63,22 @@ class GuardedMemory : public PoolMemory {
     Protect(PROT_NONE);
     ++num_runs;
     return absl::OkStatus();
+  }
+
+  absl::Status RunBlocks(const BlockCache& from, BlockCache& to,
+                         std::span<const BlockPair> pairs) const override {
+    const absl::StatusOr<std::vector<BlockRun>> runs = PlanBlockCopy(from, to, pairs);
+    if (!runs.ok()) return runs.status();
+    std::vector<BytesMove> moves;
+    for (size_t i = 0; i < from.buffer_infos().size(); ++i) {
+      const BufferInfo source = from.buffer_infos()[i], destination = to.buffer_infos()[i];
+      for (const BlockRun& run : *runs) {
+        moves.push_back({source.address + run.from * source.item_bytes,
+                         destination.address + run.to * source.item_bytes,
+                         run.count * source.item_bytes});
+      }
+    }
+    return MoveApart(moves);
   }
 
   absl::Status RunApart(std::span<const TokenCopy> copies) const override {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -79,6 +80,33 @@ TEST(CudaBlocks, RandomCopiesAgreeWithCopyBlocks) {
     ASSERT_EQ(cudaStreamSynchronize(kStream), cudaSuccess);
     for (const Cache& cache : caches) ASSERT_TRUE(cache.Agrees()) << round;
   }
+}
+
+// And waits for it: nobody else does here.
+TEST(CudaBlocks, CopyBlocksLeavesThemToTheDevice) {
+  const std::string missing = MissingDevice();
+  if (!missing.empty()) GTEST_SKIP() << missing;
+  std::mt19937_64 random(3);
+  const Cache plain(Shape(), 8, HostMemory()), pinned(Shape(), 8, HostMemory());
+  const Cache first(Shape(), 8, CudaMemory(0)), second(Shape(), 6, CudaMemory(0));
+  const auto pin = Must(PinHostMemory(pinned.real->buffer_infos(), pinned.real));
+  for (const Cache* cache : {&plain, &pinned, &first, &second}) cache->Fill(random);
+  const auto copy = [](const Cache& from, const Cache& to, const std::vector<BlockPair>& pairs) {
+    EXPECT_TRUE(IsOk(CopyBlocks(*from.real, *to.real, pairs)));
+    EXPECT_TRUE(IsOk(CopyBlocks(*from.model, *to.model, pairs)));
+  };
+  for (const Cache* host : {&plain, &pinned}) {
+    copy(*host, first, {{0, 5}, {1, 6}, {7, 1}});
+    copy(first, second, {{5, 0}, {6, 1}, {1, 5}});
+    copy(second, second, {{5, 2}, {0, 3}});
+    copy(second, *host, {{2, 3}, {3, 4}, {1, 0}});
+    const auto bytes = static_cast<size_t>(host->real->bytes());
+    EXPECT_EQ(std::memcmp(host->begin(*host->real), host->begin(*host->model), bytes), 0);
+  }
+  EXPECT_TRUE(first.Agrees() && second.Agrees());
+  const std::vector<BlockPair> bad = {{0, 6}};
+  EXPECT_TRUE(Fails(CopyBlocks(*first.real, *second.real, bad), absl::StatusCode::kOutOfRange,
+                    "destination block 6"));
 }
 
 // The rest needs no device.
