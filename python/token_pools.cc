@@ -365,21 +365,45 @@ void BindBlockCache(nb::module_& module) {
           "create",
           [](int64_t num_blocks, int64_t num_layers, int64_t block_size, int64_t num_kv_heads,
              int64_t head_dim, const std::string& dtype, bool mla,
-             const std::vector<std::string>& order) {
+             const std::vector<std::string>& order, const std::string& memory) {
+            const std::shared_ptr<const PoolMemory> lies_in = MemoryNamed(memory);
             return Value(BlockCache::Create({num_layers, block_size, num_kv_heads, head_dim,
                                              Value(ParseDType(dtype)), mla, ParseOrder(order)},
-                                            num_blocks));
+                                            num_blocks, lies_in));
           },
           nb::kw_only(), "num_blocks"_a, "num_layers"_a, "block_size"_a, "num_kv_heads"_a,
           "head_dim"_a, "dtype"_a = "bfloat16", "mla"_a = false,
           "order"_a = std::vector<std::string>(kDimNames.begin(), kDimNames.end()),
-          nb::call_guard<ReleasedGil>(),
-          "Zeroed host memory. order: dimensions as they lie in memory, outermost first.")
+          "memory"_a = "host", nb::call_guard<ReleasedGil>(),
+          "Zeroed memory: the host's, or a GPU's as 'cuda:0'. order: dimensions as they lie in "
+          "memory, outermost first.")
+      .def_static(
+          "block_bytes_of",
+          [](int64_t num_layers, int64_t block_size, int64_t num_kv_heads, int64_t head_dim,
+             const std::string& dtype, bool mla) {
+            const BlockCacheShape shape = {
+                num_layers, block_size, num_kv_heads, head_dim, Value(ParseDType(dtype)), mla};
+            Check(shape.Validate());
+            return shape.block_bytes();
+          },
+          nb::kw_only(), "num_layers"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a,
+          "dtype"_a = "bfloat16", "mla"_a = false,
+          "block_bytes of such a cache, before there is one: how many blocks fit.")
       .def_prop_ro("num_blocks", &BlockCache::num_blocks)
+      .def_prop_ro(
+          "dtype",
+          [](const BlockCache& self) { return std::string(DTypeName(self.shape().dtype)); })
+      .def_prop_ro(
+          "memory", [](const BlockCache& self) { return NameOf(self.memory()); },
+          "Where it lies, as for create().")
       .def_prop_ro("bytes", &BlockCache::bytes)
       .def_prop_ro(
           "block_bytes", [](const BlockCache& self) { return self.shape().block_bytes(); },
           "Of one block over all layers.")
+      .def_prop_ro(
+          "buffer_infos", [](const BlockCache& self) { return ToTuples(self.buffer_infos()); },
+          "(address, bytes, bytes of a block) of each buffer, layer after layer: what lies outside "
+          "of the block in its order.")
       .def(
           "view",
           [](const CachePtr& self, int64_t layer, int64_t kv) {
@@ -400,7 +424,9 @@ void BindBlockCache(nb::module_& module) {
       },
       "source"_a, "destination"_a, "pairs"_a, "threads"_a.none() = nb::none(),
       "Block pairs[:, 1] of destination becomes block pairs[:, 0] of source, in every layer: swap "
-      "in, swap out, or copy within one cache.");
+      "in, swap out, or copy within one cache. A GPU copies what lies there, on the default "
+      "stream, "
+      "and is done when this returns; threads help with host memory only.");
 }
 
 }  // namespace

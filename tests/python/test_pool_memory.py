@@ -40,7 +40,13 @@ def kv_pool(memory: str) -> kvferry.KvPool:
     return kvferry.KvPool.create(LAYOUT, 8, memory=memory)
 
 
-MAKERS = [token_pool, state_pool, model_pools, kv_pool]
+def block_cache(memory: str, num_blocks: int = 6) -> kvferry.BlockCache:
+    return kvferry.BlockCache.create(
+        num_blocks=num_blocks, num_layers=2, block_size=4, num_kv_heads=2, head_dim=8, memory=memory
+    )
+
+
+MAKERS = [token_pool, state_pool, model_pools, kv_pool, block_cache]
 
 
 def why_no_cuda() -> str:
@@ -83,6 +89,8 @@ def test_memory_of_the_host():
     assert [array.__dlpack_device__() for array in arrays] == [(K_DL_CPU, 0)] * 4
     assert kvferry.TokenKvPool.create(LAYOUT, 32).memory == "host"
     assert kvferry.KvPool.create(LAYOUT, 8).memory == kv_pool("host").memory == "host"
+    assert block_cache("host").memory == "host"
+    assert block_cache("host").view(0, 1).__dlpack_device__() == (K_DL_CPU, 0)
 
 
 def adopted(memory: str, shared=None) -> kvferry.KvPool:
@@ -185,6 +193,33 @@ def test_pools_of_a_model_on_a_gpu(kv_cache_dtype):
     away = tier.alloc(4)
     tier.back_up(slots, away)
     assert np.array_equal(tier.host.get_flat_data(away), host.kv.get_flat_data(slots))
+
+
+@pytest.mark.parametrize("memory", ["host", pytest.param("cuda:0", marks=needs_cuda)])
+def test_blocks_are_swapped_and_copied(memory):
+    cpu, device = block_cache("host", num_blocks=9), block_cache(memory)
+    assert device.memory == memory and len(device.buffer_infos) == 4
+    on_cpu, on_device = (
+        [torch.from_dlpack(cache.view(layer, kv)).unflatten(0, (-1, 4))
+         for layer in range(2) for kv in range(2)]
+        for cache in (cpu, device)
+    )  # fmt: skip
+    assert all(values.device.type == memory.split(":")[0].replace("host", "cpu")
+               for values in on_device)  # fmt: skip
+    for values in on_cpu:
+        values.copy_(torch.randn(values.shape))
+    before = [values.clone() for values in on_cpu]
+    kvferry.copy_blocks(cpu, device, np.array([[8, 2], [7, 1], [0, 5]]))
+    kvferry.copy_blocks(device, device, np.array([[2, 0], [5, 3]]), kvferry.ThreadPool(1))
+    kvferry.copy_blocks(device, cpu, np.array([[0, 1], [3, 2], [4, 3]]))
+    for was, there, here in zip(before, on_device, on_cpu, strict=True):
+        assert torch.equal(there[[0, 1, 2, 3, 5]].cpu(), was[[8, 7, 8, 0, 0]])
+        assert torch.equal(here[[1, 2]], was[[8, 0]]) and not here[3].any()
+        assert torch.equal(here[4:], was[4:])
+    with pytest.raises(ValueError, match="destination block 6"):
+        kvferry.copy_blocks(cpu, device, np.array([[0, 6]]))
+    with pytest.raises(ValueError, match="block 2 is written twice"):
+        kvferry.copy_blocks(device, cpu, np.array([[0, 2], [1, 2]]))
 
 
 @pytest.mark.parametrize("memory", ["host", pytest.param("cuda:0", marks=needs_cuda)])

@@ -370,6 +370,11 @@ def test_block_caches_swap(order):
 
     gpu, cpu = cache(6), cache(10)
     assert gpu.block_bytes == 2 * 2 * 4 * 2 * 8 * 2 and gpu.bytes == 6 * gpu.block_bytes
+    assert gpu.dtype == "float16" and gpu.memory == "host"
+    infos = gpu.buffer_infos
+    assert len(infos) == (4 if order.startswith("kv") else 2)
+    assert sum(item_bytes for _, _, item_bytes in infos) == gpu.block_bytes
+    assert infos[0][0] == torch.from_dlpack(gpu.view(0, 0)).data_ptr()
 
     def blocks(which: kvferry.BlockCache, layer: int, kv: int) -> torch.Tensor:
         return torch.from_dlpack(which.view(layer, kv)).reshape(which.num_blocks, 4, 2, 8)
@@ -393,6 +398,18 @@ def test_block_caches_swap(order):
         kvferry.BlockCache.create(
             num_blocks=1, num_layers=1, block_size=1, num_kv_heads=1, head_dim=1, order=["kv"] * 5
         )
+
+
+def test_bytes_of_a_block_without_a_cache():
+    shape = {"num_layers": 32, "block_size": 16, "num_kv_heads": 8, "head_dim": 128}
+    block_bytes = kvferry.BlockCache.block_bytes_of
+    assert block_bytes(**shape) == 2 * 32 * 16 * 8 * 128 * 2
+    assert block_bytes(**shape, dtype="float8_e4m3fn") == 2 * 32 * 16 * 8 * 128
+    assert block_bytes(**shape, mla=True) == 32 * 16 * 8 * 128 * 2
+    with pytest.raises(ValueError, match="num_layers is 0"):
+        block_bytes(**shape | {"num_layers": 0})
+    with pytest.raises(ValueError, match="dtype"):
+        block_bytes(**shape, dtype="int3")
 
 
 def test_sliding_windows():
