@@ -119,10 +119,14 @@ class BlockTables {
   // Whether the block that the next token belongs into was freed.
   bool LostItsTail(const Sequence& sequence) const;
   int64_t NewBlocks(const Sequence& sequence, int64_t tokens) const;
-  // Cannot fail once NewBlocks() are free.
+  // For what Extend() appends.
+  void MakeRoom(Sequence* sequence, int64_t tokens) const;
+  // Cannot fail once there is room, and NewBlocks() are free. Changes nothing where it throws for want of memory.
   void Extend(Sequence* sequence, int64_t tokens);
-  // The blocks of these are appended to `pages`.
-  void End(int64_t id, std::vector<int64_t>* pages);
+  void Shrink(Sequence* sequence, int64_t tokens, bool had_no_tail);
+  template <typename Ids>
+  void ReleaseBlocksOf(const Ids& ids);
+  void End(int64_t id);
   void Release(std::span<const int64_t> pages);
   // Sequences that may be preempted, the newest first.
   std::vector<int64_t> Victims(std::span<const int64_t> keep);

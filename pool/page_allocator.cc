@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
@@ -81,11 +82,25 @@ absl::StatusOr<PageRuns> PageAllocator::Allocate(int64_t count) {
   request_pages_ = std::max(count, request_pages_ - request_pages_ / kForgetShare);
   const PageRun first = TakeForRequest(count);
   if (first.count == count) return PageRuns(first);
+  return TakeAll(first, count, [this](int64_t left) { return TakeForRequest(left); });
+}
+
+// What there is of `count` pages, and the rest. Where the list finds no memory all of them are given back.
+template <typename Take>
+absl::StatusOr<PageRuns> PageAllocator::TakeAll(PageRun first, int64_t count, const Take& take) {
   absl::InlinedVector<PageRun, 8> taken = {first};
+  absl::Cleanup give_back = [&] {
+    for (const PageRun run : taken) {
+      if (run.count > 0) free_.Insert(run);
+    }
+  };
   for (int64_t left = count - first.count; left > 0; left -= taken.back().count) {
-    taken.push_back(TakeForRequest(left));
+    taken.emplace_back();  // First: nothing is taken that finds no place.
+    taken.back() = take(left);
   }
-  return PageRuns::FromRuns(taken);
+  absl::StatusOr<PageRuns> runs = PageRuns::FromRuns(taken);
+  std::move(give_back).Cancel();
+  return runs;
 }
 
 absl::StatusOr<PageRuns> PageAllocator::Extend(int64_t last_page, int64_t count) {
@@ -94,14 +109,10 @@ absl::StatusOr<PageRuns> PageAllocator::Extend(int64_t last_page, int64_t count)
     return absl::InvalidArgumentError(
         absl::StrCat("page allocator: last_page is ", last_page, " but must be an allocated page"));
   }
-  absl::InlinedVector<PageRun, 8> taken;
-  int64_t left = count;
-  if (free_.IsFree(last_page + 1)) {
-    taken.push_back(free_.Take(free_.At(last_page + 1), 0, left));
-    left -= taken.back().count;
-  }
-  for (; left > 0; left -= taken.back().count) taken.push_back(TakeForGrowth(left));
-  return PageRuns::FromRuns(taken);
+  const PageRun first = free_.IsFree(last_page + 1) ? free_.Take(free_.At(last_page + 1), 0, count)
+                                                    : TakeForGrowth(count);
+  if (first.count == count) return PageRuns(first);
+  return TakeAll(first, count, [this](int64_t left) { return TakeForGrowth(left); });
 }
 
 int64_t PageAllocator::ExtendByOne(int64_t last_page) {

@@ -69,6 +69,8 @@ class PageAllocator {
   absl::Status FreeSorted(const Runs& sorted);
   PageRun TakeForRequest(int64_t count);
   PageRun TakeForGrowth(int64_t count);
+  template <typename Take>
+  absl::StatusOr<PageRuns> TakeAll(PageRun first, int64_t count, const Take& take);
 
   FreeRuns free_;
   int64_t num_pages_;

@@ -5,6 +5,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "base/reserve.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -98,11 +99,10 @@ absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::LastWindowSlots(
 }
 
 void SlidingWindowAllocator::FreeNewPages(std::span<const int32_t> full_slots) {
-  std::vector<int32_t> firsts;  // Pages that are new begin among them.
-  for (const int32_t slot : full_slots) {
-    if (slot % page_size() == 0) firsts.push_back(slot);
+  // Pages that are new begin among them. One at a time: there is no memory for a list.
+  for (const int32_t& slot : full_slots) {
+    if (slot % page_size() == 0) full_.Free({&slot, 1}).IgnoreError();
   }
-  full_.Free(firsts).IgnoreError();
 }
 
 absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Extend(
@@ -154,20 +154,37 @@ std::vector<int64_t> SlidingWindowAllocator::PagesOf(std::span<const int32_t> sl
 }
 
 void SlidingWindowAllocator::FreeWindowPages(std::span<const int64_t> full_pages) {
-  std::vector<int32_t> window_slots;
   for (const int64_t page : full_pages) {
-    if (window_pages_[page] == 0) continue;
-    window_slots.push_back(window_pages_[page] * static_cast<int32_t>(page_size()));
-    window_pages_[page] = 0;
+    const int32_t window_page = std::exchange(window_pages_[page], 0);
+    if (window_page == 0) continue;
+    // Every mapped page is allocated, once: this cannot fail. Nor throw, as a list of them could.
+    const int32_t slot = window_page * static_cast<int32_t>(page_size());
+    window_.Free({&slot, 1}).IgnoreError();
   }
-  // Every mapped page is allocated, once: this cannot fail.
-  window_.Free(window_slots).IgnoreError();
 }
 
 absl::Status SlidingWindowAllocator::Free(std::span<const int32_t> slots) {
+  const std::vector<int64_t> pages = PagesOf(slots);  // First: it may find no memory.
+  if (in_group_) ReserveMore(&group_, pages.size());
   KVFERRY_RETURN_IF_ERROR(full_.Free(slots));
-  FreeWindowPages(PagesOf(slots));
+  if (in_group_) {
+    group_.insert(group_.end(), pages.begin(), pages.end());
+  } else {
+    FreeWindowPages(pages);
+  }
   return absl::OkStatus();
+}
+
+void SlidingWindowAllocator::BeginFreeGroup() {
+  full_.BeginFreeGroup();
+  in_group_ = true;
+}
+
+void SlidingWindowAllocator::EndFreeGroup() {
+  full_.EndFreeGroup();  // Does not throw, nor does what follows.
+  FreeWindowPages(group_);
+  in_group_ = false;
+  group_.clear();
 }
 
 absl::Status SlidingWindowAllocator::FreeWindow(std::span<const int32_t> slots) {
@@ -192,6 +209,8 @@ absl::Status SlidingWindowAllocator::FreeWindow(std::span<const int32_t> slots) 
 }
 
 void SlidingWindowAllocator::Clear() {
+  in_group_ = false;
+  group_.clear();
   full_.Clear();
   window_.Clear();
   std::fill(window_pages_.begin(), window_pages_.end(), 0);

@@ -53,6 +53,10 @@ class SlidingWindowAllocator {
   // Window page of each full page, 0 for none: [full pages]. What a kernel needs of the map.
   std::span<const int32_t> window_pages() const { return window_pages_; }
 
+  // As TokenSlotAllocator's. FreeWindow() works at once meanwhile, as it takes no slot that a sequence has.
+  void BeginFreeGroup();
+  void EndFreeGroup();
+
   void Clear();
 
  private:
@@ -76,6 +80,8 @@ class SlidingWindowAllocator {
   TokenSlotAllocator full_;
   TokenSlotAllocator window_;
   std::vector<int32_t> window_pages_;
+  bool in_group_ = false;
+  std::vector<int64_t> group_;  // Full pages; several slots of one in several calls count once.
 };
 
 }  // namespace kvferry

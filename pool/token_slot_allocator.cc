@@ -5,8 +5,10 @@
 #include <limits>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
+#include "base/reserve.h"
 #include "base/status.h"
 #include "pool/slot_kernels.h"
 
@@ -143,7 +145,14 @@ absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Extend(
   }
   std::vector<int32_t> slots;
   slots.reserve(new_tokens);
+  // Where a list finds no memory. Pages that are new begin among the slots; one is freed without a list.
+  absl::Cleanup give_back = [&] {
+    for (const int32_t slot : slots) {
+      if (slot % page_size_ == 0) pages_.Free(PageRuns({PageOf(slot), 1})).IgnoreError();
+    }
+  };
   for (const Growth& growth : batch) Grow(growth, &slots);
+  std::move(give_back).Cancel();
   return slots;
 }
 
@@ -202,7 +211,7 @@ absl::Status TokenSlotAllocator::NoteRun(int64_t first, int64_t count, Runs* run
   if (wrong < end) return NotAllocated(std::max(first, wrong * page_size_));
   // Slots of a page may come in several calls; a page of one token has no second.
   for (int64_t page = run.first; in_group_ && page_size_ == 1 && page < end; ++page) {
-    if (group_.contains(page)) return NotAllocated(page);
+    if (noted_[page]) return NotAllocated(page);
   }
   if (!runs->empty() && runs->back().first + runs->back().count == run.first) {
     runs->back().count += run.count;
@@ -249,24 +258,43 @@ absl::Status TokenSlotAllocator::Free(std::span<const int32_t> slots) {
     KVFERRY_ASSIGN_OR_RETURN(const PageRuns pages, PageRuns::FromRuns(runs));
     return pages_.Free(pages);
   }
+  size_t count = 0;
+  for (const PageRun& run : runs) count += run.count;
+  ReserveMore(&group_, count);  // All of them are noted or none.
   for (const PageRun& run : runs) {
-    for (int64_t i = 0; i < run.count; ++i) group_.insert(run.first + i);
+    for (int64_t page = run.first; page < run.first + run.count; ++page) {
+      if (noted_[page]) continue;
+      noted_[page] = true;
+      group_.push_back(page);
+    }
   }
   return absl::OkStatus();
 }
 
+void TokenSlotAllocator::BeginFreeGroup() {
+  noted_.resize(pages_.num_pages(), false);
+  in_group_ = true;
+}
+
 void TokenSlotAllocator::EndFreeGroup() {
-  in_group_ = false;
-  std::vector<int64_t> pages(group_.begin(), group_.end());
+  std::sort(group_.begin(), group_.end());
+  // Cannot fail: each was allocated when it was noted, and nothing in between frees. Run by run, so that no list
+  // is to be found memory for.
+  for (size_t i = 0, end = 0; i < group_.size(); i = end) {
+    for (end = i + 1; end < group_.size() && group_[end] == group_[end - 1] + 1;) ++end;
+    pages_.Free(PageRuns({group_[i], static_cast<int64_t>(end - i)})).IgnoreError();
+  }
+  ForgetGroup();
+}
+
+void TokenSlotAllocator::ForgetGroup() {
+  for (const int64_t page : group_) noted_[page] = false;
   group_.clear();
-  std::sort(pages.begin(), pages.end());
-  // Cannot fail: each was allocated when it was noted, and nothing in between frees.
-  if (const auto runs = PageRuns::FromPages(pages); runs.ok()) pages_.Free(*runs).IgnoreError();
+  in_group_ = false;
 }
 
 void TokenSlotAllocator::Clear() {
-  in_group_ = false;
-  group_.clear();
+  ForgetGroup();
   pages_.Clear();
 }
 

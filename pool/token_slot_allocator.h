@@ -5,7 +5,6 @@
 #include <span>
 #include <vector>
 
-#include "absl/container/flat_hash_set.h"
 #include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -57,7 +56,7 @@ class TokenSlotAllocator {
   // From BeginFreeGroup() to EndFreeGroup() what Free() accepts is only noted, and freed at the
   // end; slots of one page may then come in several calls. Groups do not nest: a second Begin
   // changes nothing, an End without one neither.
-  void BeginFreeGroup() { in_group_ = true; }
+  void BeginFreeGroup();
   void EndFreeGroup();
 
   // Everything is free, and no group is open.
@@ -86,11 +85,14 @@ class TokenSlotAllocator {
   absl::Status NoteRun(int64_t first, int64_t count, Runs* runs) const;
   absl::StatusOr<Runs> RunsOf(std::span<const int32_t> slots) const;
 
+  void ForgetGroup();
+
   PageAllocator pages_;
   int64_t page_size_;
   int page_shift_;  // page_size_ = 1 << page_shift_, or -1.
   bool in_group_ = false;
-  absl::flat_hash_set<int64_t> group_;  // Pages.
+  std::vector<int64_t> group_;  // Pages that were noted, each once.
+  std::vector<bool> noted_;     // By page; empty before the first group.
 };
 
 }  // namespace kvferry

@@ -98,6 +98,8 @@ void DefineAllocation(nb::class_<Allocator>& allocator) {
           "free",
           [](Allocator& self, const SlotInput& slots) { Check(self.Free(SlotList(slots))); },
           "slots"_a)
+      .def("free_group_begin", &Allocator::BeginFreeGroup)
+      .def("free_group_end", &Allocator::EndFreeGroup)
       .def("clear", &Allocator::Clear)
       .def_prop_ro("page_size", &Allocator::page_size)
       .def_prop_ro("available_size", &Allocator::num_free, "In tokens.");
@@ -113,8 +115,6 @@ void BindTokenSlotAllocator(nb::module_& module) {
             new (self) TokenSlotAllocator(Value(TokenSlotAllocator::Create(num_tokens, page_size)));
           },
           "num_tokens"_a, "page_size"_a = 1)
-      .def("free_group_begin", &TokenSlotAllocator::BeginFreeGroup)
-      .def("free_group_end", &TokenSlotAllocator::EndFreeGroup)
       .def_prop_ro("num_free_pages",
                    [](const TokenSlotAllocator& self) { return self.pages().num_free(); })
       .def_prop_ro("num_free_runs",

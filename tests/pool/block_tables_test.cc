@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "tests/pool/failing_new.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -170,6 +171,43 @@ TEST(BlockTables, FailuresChangeNothing) {
   EXPECT_TRUE(Fails(tables.Add(0), kExhausted, "all 3 sequences (max_sequences)"));
   EXPECT_EQ(tables.num_sequences(), 3);
   EXPECT_EQ(tables.num_free(), 3);
+}
+
+// Every second block is free, so that lists of blocks are long.
+TEST(BlockTables, CallsThatFindNoMemoryForTheirListsChangeNothing) {
+  constexpr int64_t kBlocks = 200, kHalf = kBlocks / 2;
+  BlockTables tables = Make(kBlocks + 16, 2, 4);
+  const int64_t small = Must(tables.Add(3));
+  const int64_t large = Must(tables.Add(2 * kBlocks));
+  ASSERT_TRUE(IsOk(tables.FreeBlocks(small, Ids{1})));  // It has lost its tail.
+  Ids ids = {small, large}, even;
+  for (int64_t place = 0; place < kBlocks; place += 2) even.push_back(place);
+  const auto changes_nothing_without_memory = [&](const auto& call) {
+    absl::Status status;
+    CallWithoutMemory([&] { status = call(); },
+                      [&, before = State(tables, ids)] { ASSERT_EQ(State(tables, ids), before); });
+    EXPECT_TRUE(IsOk(status));
+  };
+  changes_nothing_without_memory([&] { return tables.FreeBlocks(large, even); });
+  EXPECT_EQ(tables.num_free(), kHalf + 15);
+  absl::StatusOr<int64_t> added;
+  changes_nothing_without_memory([&] { return (added = tables.Add(kBlocks - 20)).status(); });
+  EXPECT_EQ(tables.num_free(), 25);
+  ASSERT_TRUE(IsOk(tables.Free(Ids{*added})));
+  ids.push_back(Must(tables.Add(1)));
+  // The small one has grown when there is no memory.
+  const Ids grow = {small, ids.back()};
+  const Counts more = {9, kBlocks - 20};
+  changes_nothing_without_memory([&] { return tables.Grow(grow, more); });
+  EXPECT_EQ(Must(tables.TokenCounts(ids)), (Row{12, 2 * kBlocks, kBlocks - 19}));
+  changes_nothing_without_memory([&] {
+    absl::Status freed = tables.Free(ids);
+    ids.clear();  // It has not thrown.
+    return freed;
+  });
+  EXPECT_EQ(tables.num_free(), kBlocks + 16);
+  const Row all = Table(tables, {Must(tables.Add(2 * (kBlocks + 16)))});
+  EXPECT_EQ(std::set<int32_t>(all.begin(), all.end()).size(), all.size());
 }
 
 TEST(BlockTables, TheTokensOfASequenceAreLimitedEvenIfItsBlocksAreNot) {

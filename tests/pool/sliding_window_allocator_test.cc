@@ -8,6 +8,7 @@
 #include <set>
 #include <vector>
 
+#include "tests/pool/failing_new.h"
 #include "tests/pool/scarce_memory.h"
 #include "tests/support/sanitized.h"
 #include "tests/support/status.h"
@@ -179,6 +180,69 @@ TEST(SlidingWindows, ListsThatFindNoMemoryTakeNoPages) {
   EXPECT_EQ(allocator.full().num_free(), free);
   EXPECT_TRUE(IsOk(allocator.Extend(prefix, tokens, last)));
   EXPECT_EQ(allocator.num_free(), free - kTokens);
+}
+
+TEST(SlidingWindows, CallsThatFindNoMemoryForTheirListsChangeNeitherPool) {
+  constexpr int64_t kPages = 100;
+  auto allocator = Must(SlidingWindowAllocator::Create(kPages, kPages, 1));
+  Slots slots = Must(allocator.Allocate(kPages));
+  std::shuffle(slots.begin(), slots.end(), std::mt19937_64(1));
+  const Slots some(slots.begin(), slots.begin() + kPages / 2),
+      rest(slots.begin() + kPages / 2, slots.end());
+  const auto free_are = [&](int64_t count) {
+    return [&allocator, count] {
+      ASSERT_EQ(allocator.full().num_free(), count);
+      ASSERT_EQ(allocator.window().num_free(), count);
+    };
+  };
+  absl::Status freed;
+  CallWithoutMemory([&] { freed = allocator.Free(some); }, free_are(0));
+  EXPECT_TRUE(IsOk(freed));
+  free_are(kPages / 2)();
+  absl::StatusOr<Slots> got;
+  CallWithoutMemory([&] { got = allocator.Allocate(kPages / 2); }, free_are(kPages / 2));
+  EXPECT_TRUE(IsOk(got));
+  ASSERT_TRUE(IsOk(allocator.Free(some)));
+  const std::vector<int64_t> none = {0}, tokens = {kPages / 2};
+  const Slots last = {0};
+  CallWithoutMemory([&] { got = allocator.Extend(none, tokens, last); }, free_are(kPages / 2));
+  EXPECT_TRUE(IsOk(got));
+  allocator.BeginFreeGroup();
+  CallWithoutMemory([&] { freed = allocator.Free(rest); }, free_are(0));
+  ASSERT_TRUE(IsOk(allocator.Free(some)));
+  {
+    const FailingNew failing(0);
+    allocator.EndFreeGroup();  // Needs none.
+  }
+  free_are(kPages)();
+  for (const int32_t page : allocator.window_pages()) EXPECT_EQ(page, 0);
+}
+
+// Slots of a page may come in several calls then, and both pools have it back at the end.
+TEST(SlidingWindows, FreeGroups) {
+  auto allocator = Must(SlidingWindowAllocator::Create(16, 16, 4));
+  const Slots slots = Must(allocator.Allocate(12));
+  allocator.BeginFreeGroup();
+  ASSERT_TRUE(IsOk(allocator.Free(Slots{slots[0], slots[1], slots[4]})));
+  ASSERT_TRUE(IsOk(allocator.Free(Slots{slots[2], slots[3]})));
+  EXPECT_TRUE(Fails(allocator.Free(Slots{16}), absl::StatusCode::kInvalidArgument));
+  ASSERT_TRUE(IsOk(allocator.FreeWindow(Slots(slots.begin() + 4, slots.begin() + 8))));
+  EXPECT_EQ(allocator.full().num_free(), 4);
+  EXPECT_EQ(allocator.window().num_free(), 8);
+  allocator.EndFreeGroup();
+  EXPECT_EQ(allocator.full().num_free(), 12);
+  EXPECT_EQ(allocator.window().num_free(), 12);
+  EXPECT_EQ(Must(allocator.ToWindow(slots)), (Slots{0, 0, 0, 0, 0, 0, 0, 0, 12, 13, 14, 15}));
+  ASSERT_TRUE(IsOk(allocator.Free(Slots{slots[8]})));  // At once again.
+  EXPECT_EQ(allocator.num_free(), 16);
+  // Whoever clears it clears the group.
+  const Slots more = Must(allocator.Allocate(4));
+  allocator.BeginFreeGroup();
+  ASSERT_TRUE(IsOk(allocator.Free(more)));
+  allocator.Clear();
+  EXPECT_EQ(Must(allocator.Allocate(16)).size(), 16u);
+  allocator.EndFreeGroup();
+  EXPECT_EQ(allocator.num_free(), 0);
 }
 
 TEST(SlidingWindows, APageLeavesTheWindowWhole) {

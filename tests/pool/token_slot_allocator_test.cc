@@ -9,6 +9,7 @@
 #include <set>
 #include <string>
 
+#include "tests/pool/failing_new.h"
 #include "tests/pool/scarce_memory.h"
 #include "tests/support/sanitized.h"
 #include "tests/support/status.h"
@@ -73,6 +74,37 @@ TEST(TokenSlots, AListThatFindsNoMemoryTakesNoPages) {
   }
   EXPECT_EQ(allocator.num_free(), 64 * kPage);
   EXPECT_TRUE(IsOk(allocator.Allocate(kPage)));
+}
+
+// Every second page is free, so that lists of pages are long.
+TEST(TokenSlots, CallsThatFindNoMemoryForTheirListsChangeNothing) {
+  constexpr int32_t kPages = 200;
+  TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(kPages, 1));
+  ASSERT_TRUE(IsOk(allocator.Allocate(kPages)));
+  Slots even;
+  for (int32_t slot = 2; slot <= kPages; slot += 2) even.push_back(slot);
+  const auto none_is_free = [&] { ASSERT_EQ(allocator.num_free(), 0); };
+  const auto half_is_free = [&] { ASSERT_EQ(allocator.num_free(), kPages / 2); };
+  absl::Status freed;
+  allocator.BeginFreeGroup();
+  CallWithoutMemory([&] { freed = allocator.Free(even); }, none_is_free);
+  EXPECT_TRUE(IsOk(freed));
+  {
+    const FailingNew failing(0);
+    allocator.EndFreeGroup();  // Needs none.
+  }
+  half_is_free();
+  absl::StatusOr<Slots> got;
+  CallWithoutMemory([&] { got = allocator.Allocate(kPages / 2); }, half_is_free);
+  std::sort(got->begin(), got->end());
+  EXPECT_EQ(*got, even);
+  CallWithoutMemory([&] { freed = allocator.Free(even); }, none_is_free);
+  EXPECT_TRUE(IsOk(freed));
+  const std::vector<int64_t> none = {0, 0}, tokens = {40, kPages / 2 - 40};
+  const Slots last = {0, 0};
+  CallWithoutMemory([&] { got = allocator.Extend(none, tokens, last); }, half_is_free);
+  std::sort(got->begin(), got->end());
+  EXPECT_EQ(*got, even);
 }
 
 TEST(TokenSlots, ListsOfAnyLengthAreFreedWholeOrNotAtAll) {

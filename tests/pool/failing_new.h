@@ -1,0 +1,37 @@
+#pragma once
+
+// What becomes of pools when the system has no memory for a list, allocation by allocation.
+
+#include <gtest/gtest.h>
+
+#include <new>
+
+namespace kvferry {
+
+// As long as it lives, this thread's allocation with that number, from 0 on, throws std::bad_alloc.
+class FailingNew {
+ public:
+  explicit FailingNew(int number);
+  ~FailingNew();
+  FailingNew(const FailingNew&) = delete;
+  FailingNew& operator=(const FailingNew&) = delete;
+};
+
+// Makes the call again and again, of which each time a later allocation fails, until it makes no more; and
+// `expect_unchanged` after each that failed. The call is to do nothing that allocates once it has succeeded.
+template <typename Call, typename ExpectUnchanged>
+void CallWithoutMemory(const Call& call, const ExpectUnchanged& expect_unchanged) {
+  int failed = 0;
+  for (bool is_through = false; !is_through; ++failed) {
+    try {
+      const FailingNew failing(failed);
+      call();
+      is_through = true;
+    } catch (const std::bad_alloc&) {
+    }
+    if (!is_through) expect_unchanged();
+  }
+  EXPECT_GT(failed, 1) << "it allocates nothing";
+}
+
+}  // namespace kvferry
