@@ -2,10 +2,9 @@
 
 #include <gtest/gtest.h>
 
-#include <map>
+#include <algorithm>
 #include <new>
 #include <random>
-#include <set>
 #include <vector>
 
 #include "tests/pool/failing_new.h"
@@ -19,120 +18,6 @@ namespace {
 using Slots = std::vector<int32_t>;
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
 constexpr auto kExhausted = absl::StatusCode::kResourceExhausted;
-
-// Sequences that are prefilled, grow, slide and end. The model knows, token by token, which slots
-// of the window pool are taken, and that no two live tokens share one.
-class WindowModel : public testing::TestWithParam<int64_t> {
- protected:
-  static constexpr int64_t kWindow = 24;  // Tokens.
-
-  struct Sequence {
-    Slots slots;       // Full slots of all its tokens.
-    int64_t slid = 0;  // Tokens whose window slots were given back.
-  };
-
-  int64_t Upto(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
-  int64_t PagesFor(int64_t tokens) const { return (tokens + GetParam() - 1) / GetParam(); }
-
-  void Prefill() {
-    const std::vector<int64_t> none = {0}, tokens = {1 + Upto(60)};
-    const bool fits = PagesFor(tokens[0]) * GetParam() <= allocator_.num_free();
-    const auto slots = allocator_.Extend(none, tokens, Slots{0});
-    ASSERT_EQ(slots.ok(), fits) << slots.status();
-    if (fits) live_.push_back({*slots, 0});
-  }
-
-  void DecodeAll() {
-    std::vector<int64_t> tokens;
-    Slots last;
-    int64_t pages = 0;
-    for (const Sequence& sequence : live_) {
-      const auto size = static_cast<int64_t>(sequence.slots.size());
-      tokens.push_back(size + 1);
-      last.push_back(sequence.slots.back());
-      pages += PagesFor(size + 1) - PagesFor(size);
-    }
-    const bool fits = pages * GetParam() <= allocator_.num_free();
-    const int64_t full_free = allocator_.full().num_free();
-    const int64_t window_free = allocator_.window().num_free();
-    const auto slots = allocator_.Decode(tokens, last);
-    ASSERT_EQ(slots.ok(), fits) << slots.status();
-    if (!fits) {
-      ASSERT_EQ(allocator_.full().num_free(), full_free);
-      ASSERT_EQ(allocator_.window().num_free(), window_free);
-      return;
-    }
-    for (size_t i = 0; i < live_.size(); ++i) live_[i].slots.push_back((*slots)[i]);
-  }
-
-  // Tokens before the window, whole pages of them.
-  void Slide(Sequence& sequence) {
-    const int64_t out = static_cast<int64_t>(sequence.slots.size()) - kWindow;
-    if (out <= 0) return;
-    const Slots slots(sequence.slots.begin(), sequence.slots.begin() + out);
-    ASSERT_TRUE(IsOk(allocator_.FreeWindow(slots)));
-    sequence.slid = out / GetParam() * GetParam();
-  }
-
-  void End(size_t index) {
-    ASSERT_TRUE(IsOk(allocator_.Free(live_[index].slots)));
-    live_[index] = live_.back();
-    live_.pop_back();
-  }
-
-  void Check() {
-    std::set<int32_t> full, window;
-    int64_t full_pages = 0, window_pages = 0;
-    for (const Sequence& sequence : live_) {
-      const Slots mapped = Must(allocator_.ToWindow(sequence.slots));
-      const auto size = static_cast<int64_t>(sequence.slots.size());
-      for (int64_t t = 0; t < size; ++t) {
-        ASSERT_TRUE(full.insert(sequence.slots[t]).second);
-        if (t < sequence.slid) {
-          ASSERT_EQ(mapped[t], 0);
-        } else {
-          ASSERT_GE(mapped[t], GetParam());
-          ASSERT_TRUE(window.insert(mapped[t]).second)
-              << "two tokens share window slot " << mapped[t];
-          ASSERT_EQ(mapped[t] % GetParam(), sequence.slots[t] % GetParam());
-        }
-      }
-      full_pages += PagesFor(size);
-      window_pages += PagesFor(size) - sequence.slid / GetParam();
-      tokens_checked_ += size;
-    }
-    ASSERT_EQ(allocator_.full().num_free(), kFull * GetParam() - full_pages * GetParam());
-    ASSERT_EQ(allocator_.window().num_free(), kSmall * GetParam() - window_pages * GetParam());
-  }
-
-  static constexpr int64_t kFull = 200, kSmall = 90;  // Pages.
-  SlidingWindowAllocator allocator_ =
-      Must(SlidingWindowAllocator::Create(kFull * GetParam(), kSmall* GetParam(), GetParam()));
-  std::vector<Sequence> live_;
-  int64_t tokens_checked_ = 0;
-  std::mt19937_64 random_{21};
-};
-
-TEST_P(WindowModel, AgreesWithTokensKeptOneByOne) {
-  while (tokens_checked_ < 600000) {
-    const int64_t what = Upto(20);
-    if (what < 4) Prefill();
-    if (what >= 4 && what < 12) DecodeAll();
-    if (what >= 12 && what < 18) {
-      for (Sequence& sequence : live_) Slide(sequence);
-    }
-    if (what >= 18 && !live_.empty())
-      End(static_cast<size_t>(Upto(static_cast<int64_t>(live_.size()))));
-    if (!HasFatalFailure()) Check();
-    if (HasFatalFailure()) return;
-    ++tokens_checked_;
-  }
-  allocator_.Clear();
-  live_.clear();
-  Check();
-}
-
-INSTANTIATE_TEST_SUITE_P(PageSizes, WindowModel, testing::Values(1, 4));
 
 TEST(SlidingWindows, BothPoolsOrNone) {
   auto allocator = Must(SlidingWindowAllocator::Create(16, 8, 4));

@@ -340,13 +340,31 @@ void RandomOperations(int64_t page_size, int operations) {
       Slots slots = std::move(model.live.back().slots);
       model.live.pop_back();
       std::shuffle(slots.begin(), slots.end(), random);
-      ASSERT_TRUE(IsOk(allocator.Free(slots)));
+      Slots some = slots;  // One of each page does as well, several times in one list, too.
+      if (random() % 2 == 0) std::erase_if(some, [&](int32_t s) { return s % page_size != 0; });
+      if (random() % 4 == 0) {
+        Slots doubled = some;
+        doubled.push_back(some[random() % some.size()]);
+        if (page_size > 1) {
+          some = doubled;
+        } else {
+          ASSERT_TRUE(absl::IsInvalidArgument(allocator.Free(doubled)));
+        }
+      }
+      // In a group, in several calls.
+      const auto half = some.begin() + static_cast<int64_t>(random() % some.size());
+      if (in_group && half != some.begin()) {
+        ASSERT_TRUE(IsOk(allocator.Free(Slots(some.begin(), half))));
+        some.erase(some.begin(), page_size > 1 ? some.begin() : half);
+      }
+      ASSERT_TRUE(IsOk(allocator.Free(some)));
       if (in_group) {
         noted.insert(noted.end(), slots.begin(), slots.end());
       } else {
         model.Give(slots);
-        ASSERT_TRUE(absl::IsInvalidArgument(allocator.Free(slots)));  // Twice.
       }
+      // Again, which only a group of pages of several tokens puts up with.
+      ASSERT_EQ(allocator.Free(slots).ok(), in_group && page_size > 1);
     } else if (choice < 96) {
       allocator.BeginFreeGroup();
       in_group = true;
