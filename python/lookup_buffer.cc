@@ -91,6 +91,16 @@ using Producer = Closable<LookupProducer>;
 
 // ---------------------------------------------------------------- producer
 
+// Whether entries can be tensors here, and not pages alone. Asked before one is taken, which would be lost.
+void CheckCanBeTensors(const KvLayout& layout) {
+  Check(KvTensorBytes(layout, 1).status());
+  const DType dtype = layout.dtype_of(layout.tensors[0]);
+  if (dtype == layout.dtype) return;
+  throw StatusError(absl::InvalidArgumentError(
+      absl::StrCat("key and value as tensors need the layout's dtype, ", DTypeName(layout.dtype),
+                   ", and not one of their own, ", DTypeName(dtype), "; take pages")));
+}
+
 // A tensor [layers, tokens, heads, dim] of the layout's dtype.
 std::span<const std::byte> TensorBytes(const RowInput& tensor, const char* name,
                                        const KvLayout& layout, size_t num_tokens) {
@@ -117,7 +127,7 @@ void InsertTensors(const Producer& self, const KvLayout& layout, const TokenInpu
                    const HiddenInput& hidden, int64_t timeout_ms) {
   const auto mask = ToRoi(roi);
   const size_t num_tokens = Value(SelectTokens(Span(tokens), mask)).size();
-  Check(KvTensorBytes(layout, 1).status());
+  CheckCanBeTensors(layout);
   const auto key_bytes = TensorBytes(key, "key", layout, num_tokens);
   const auto value_bytes = TensorBytes(value, "value", layout, num_tokens);
   const Deadline deadline = StoreDeadline(timeout_ms);
@@ -277,6 +287,7 @@ std::unique_ptr<PyLookup> Start(const Consumer& self, const std::optional<TokenI
   if (pages) {
     request.pages = *pages;
   } else {
+    CheckCanBeTensors(parts->pool->layout());
     lent = std::make_shared<LentPages>(parts->copies);
     request.allocate = [lent](int64_t count) { return lent->Allocate(count); };
   }
@@ -293,6 +304,7 @@ std::unique_ptr<PyLookup> Start(const Consumer& self, const std::optional<TokenI
 std::pair<DlpackArray, DlpackArray> Tensors(const PyLookup& self) {
   const LookupResult result = self.result();
   const KvLayout& layout = self.pool().layout();
+  CheckCanBeTensors(layout);
   const int64_t bytes = Value(KvTensorBytes(layout, result.num_matched));
   std::shared_ptr<std::byte> memory;
   {

@@ -169,8 +169,10 @@ absl::Status TieredStore::AfterPut(std::string_view key, const absl::Status& upp
   }
   if (!lower.ok() && !absl::IsInvalidArgument(lower)) CountError();
   if (!upper.ok() && !lower.ok()) {
-    return {lower.code(), absl::StrCat("tiered store: neither tier took it: ", upper.message(),
-                                       "; ", lower.message())};
+    // What is too large for the lower one may fit the upper one another time.
+    const absl::StatusCode code = absl::IsInvalidArgument(lower) ? upper.code() : lower.code();
+    return {code, absl::StrCat("tiered store: neither tier took it: ", upper.message(), "; ",
+                               lower.message())};
   }
   if (!upper.ok()) KVFERRY_RETURN_IF_ERROR(DropOld(upper_, key, upper, deadline));
   if (!lower.ok()) KVFERRY_RETURN_IF_ERROR(DropOld(lower_, key, lower, deadline));

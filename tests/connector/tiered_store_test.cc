@@ -402,6 +402,16 @@ TEST_F(TieredStores, PinsThatAreNotForSureAreNotUsed) {
   EXPECT_TRUE(Must(TieredStore::Create(upper_, host))->pins_for_sure());
 }
 
+// It is the upper one that could take it another time.
+TEST_F(TieredStores, AFullUpperTierIsWhyNeitherTookWhatTheLowerNeverTakes) {
+  const auto host = MakeHost(100);
+  const auto store = Must(TieredStore::Create(host, std::make_shared<FakeStore>(50)));
+  ASSERT_TRUE(IsOk(Put(*host, "a", ValueOf(1, 1, 60))));
+  const HostStore::ReadLease read = Must(host->Acquire("a"));
+  EXPECT_TRUE(Fails(Put(*store, "b", ValueOf(1, 2, 60)), kExhausted, "neither tier"));
+  EXPECT_TRUE(Fails(Put(*store, "b", ValueOf(1, 2, 101)), absl::StatusCode::kInvalidArgument));
+}
+
 // There is no room beside the old value, and the lower tier has no pins.
 TEST_F(TieredStores, APinnedEntryIsReplacedWhereItIsPinned) {
   const auto host = MakeHost(100);

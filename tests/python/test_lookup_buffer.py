@@ -98,6 +98,33 @@ def test_numpy_and_dtypes_that_it_lacks():
         assert np.array_equal(np.stack([found.key, found.value]), bits.numpy())
 
 
+def latent():
+    return kvferry.KvLayout.mla(LAYERS, PAGE, 16, "bfloat16")
+
+
+def with_dtypes_of_their_own():
+    return kvferry.KvLayout(
+        num_layers=LAYERS,
+        page_size=PAGE,
+        dtype="bfloat16",
+        page_format="NHD",
+        tensors=[("k", HEADS, DIM, "float8_e4m3fn"), ("v", HEADS, DIM, "float8_e4m3fn")],
+    )
+
+
+@pytest.mark.parametrize("make", [latent, with_dtypes_of_their_own])
+def test_what_comes_in_pages_only_is_not_taken_as_tensors(make):
+    """The entry would be gone, or its tensors lie over other memory."""
+    with (
+        producer(pool=kvferry.KvPool.create(make(), 8)) as one,
+        consumer(one, pool=kvferry.KvPool.create(make(), 8), tensor_pages=4) as other,
+    ):
+        one.insert_pages([1, 2], None, [3])
+        with pytest.raises(ValueError, match="key and value as tensors need"):
+            other.drop_select([1, 2], None, timeout_ms=5000)
+        assert other.drop_select_pages([1, 2], None, [5], timeout_ms=5000).num_matched == 2
+
+
 def test_torch_where_it_is_not_installed(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(

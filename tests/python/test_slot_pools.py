@@ -37,8 +37,13 @@ def test_request_slots():
     assert table[1, 4] == 9  # The view keeps the memory.
 
 
-def test_token_slots_in_pages():
-    allocator = kvferry.TokenSlotAllocator(num_tokens=16, page_size=4)
+@pytest.mark.parametrize("windows", [False, True])
+def test_token_slots_in_pages(windows):
+    allocator = (
+        kvferry.SlidingWindowAllocator(16, 16, page_size=4)
+        if windows
+        else kvferry.TokenSlotAllocator(num_tokens=16, page_size=4)
+    )
     got = allocator.alloc(8)
     assert got.dtype == np.int32 and got.tolist() == list(range(4, 12))
     assert allocator.alloc(12) is None and allocator.available_size == 8

@@ -785,7 +785,8 @@ bool MappedDataPlane::OnAcceptedReadable(Accepted& accepted, DataEvents* events)
 }
 
 // The news of a peer's end comes by our connection to it, and may overtake what it has said before: goodbyes
-// among it, and the words that fetches are done.
+// among it, and the words that fetches are done. Which of the others is its connection to us its process tells;
+// those whose processes are not known (other containers) are all heard.
 void MappedDataPlane::HearLastWords(const Channel& of, DataEvents* events) {
   const pid_t peer = ProcessOf(of.socket);
   for (auto& [id, accepted] : accepted_) {
