@@ -5,13 +5,15 @@
 
 namespace {
 
-thread_local int left = -1;  // Allocations until the one that fails; below 0: none does.
+thread_local int left = 0;  // Allocations until one has failed; 0: none does.
 
 }  // namespace
 
 // Of all of the test's program.
 void* operator new(size_t bytes) {
-  if (left >= 0 && left-- == 0) throw std::bad_alloc();
+  const bool fails = left == 1;
+  if (left > 0) --left;
+  if (fails) throw std::bad_alloc();
   void* const memory = std::malloc(bytes == 0 ? 1 : bytes);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
@@ -21,7 +23,7 @@ void operator delete(void* memory, size_t /*bytes*/) noexcept { std::free(memory
 
 namespace kvferry {
 
-FailingNew::FailingNew(int number) { left = number; }
-FailingNew::~FailingNew() { left = -1; }
+FailingNew::FailingNew(int number) { left = number + 1; }
+FailingNew::~FailingNew() { left = 0; }
 
 }  // namespace kvferry
