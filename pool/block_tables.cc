@@ -5,9 +5,7 @@
 #include <numeric>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "base/reserve.h"
 #include "base/status.h"
 #include "pool/page_runs.h"
 
@@ -42,6 +40,13 @@ absl::Status CheckOptions(const BlockTables::Options& options) {
   const int64_t places = options.num_blocks * options.block_size;
   return CheckOption("bytes_per_token", options.bytes_per_token, 0,
                      std::numeric_limits<int64_t>::max() / places);
+}
+
+// Room for `count` more: appending them cannot throw. Unlike reserve(), which makes just that much, it costs a
+// constant time an element however often it is called.
+void ReserveMore(std::vector<int32_t>* list, size_t count) {
+  const size_t needed = list->size() + count;
+  if (needed > list->capacity()) list->reserve(std::max(needed, 2 * list->capacity()));
 }
 
 }  // namespace
@@ -111,22 +116,19 @@ int64_t BlockTables::NewBlocks(const Sequence& sequence, int64_t tokens) const {
   return entries - static_cast<int64_t>(sequence.blocks.size()) + replaced;
 }
 
-void BlockTables::MakeRoom(Sequence* sequence, int64_t tokens) const {
-  ReserveMore(&sequence->blocks, NewBlocks(*sequence, tokens));
-}
-
 void BlockTables::Extend(Sequence* sequence, int64_t tokens) {
   const int64_t count = NewBlocks(*sequence, tokens);
   std::vector<int32_t>& blocks = sequence->blocks;
   if (count > 0) {
-    const bool has_no_tail = LostItsTail(*sequence);
-    const size_t kept = blocks.size() - (has_no_tail ? 1 : 0);
-    const int64_t last = kept == 0 ? -1 : blocks[kept - 1];
-    const absl::StatusOr<PageRuns> taken =
-        last < 0 ? pages_.Allocate(count) : pages_.Extend(last, count);
-    blocks.resize(kept);
-    for (const PageRun& run : taken->runs()) {
+    if (LostItsTail(*sequence)) blocks.pop_back();
+    const int64_t last = blocks.empty() ? -1 : blocks.back();
+    const auto append = [&](PageRun run) {
       for (int64_t i = 0; i < run.count; ++i) blocks.push_back(static_cast<int32_t>(run.first + i));
+    };
+    if (last < 0) {
+      pages_.AllocateRuns(count, append);
+    } else {
+      pages_.ExtendRuns(last, count, append);
     }
   }
   sequence->num_held += count;
@@ -144,11 +146,12 @@ absl::StatusOr<int64_t> BlockTables::Add(int64_t tokens) {
                      ", ", num_free(), " of ", options_.num_blocks, " are free");
   }
   const int64_t id = free_ids_.back();
-  MakeRoom(&sequences_[id], tokens);
-  Extend(&sequences_[id], tokens);
+  // All the memory that this needs, before anything changes.
+  ReserveMore(&sequences_[id].blocks, count);
   free_ids_.pop_back();
   sequences_[id].alive = true;
   sequences_[id].number = num_added_++;
+  Extend(&sequences_[id], tokens);
   return id;
 }
 
@@ -160,69 +163,32 @@ absl::Status BlockTables::Grow(std::span<const int64_t> ids, std::span<const int
   int64_t count = 0;
   for (size_t i = 0; i < ids.size(); ++i) {
     KVFERRY_RETURN_IF_ERROR(CheckGrowth(ids[i], tokens[i]));
-    count += NewBlocks(sequences_[ids[i]], tokens[i]);
+    const int64_t new_blocks = NewBlocks(sequences_[ids[i]], tokens[i]);
+    count += new_blocks;
+    // Before the first one grows, so that all do; not for a batch that is too large anyway.
+    if (new_blocks > 0 && count <= num_free()) ReserveMore(&sequences_[ids[i]].blocks, new_blocks);
   }
   if (count > num_free()) {
     return Exhausted("the batch needs ", count, " blocks of ", block_size(), " tokens, ",
                      num_free(), " of ", options_.num_blocks, " are free");
   }
-  for (size_t i = 0; i < ids.size(); ++i) MakeRoom(&sequences_[ids[i]], tokens[i]);
-  // Where a list of pages finds no memory.
-  std::vector<bool> had_no_tail;
-  for (const int64_t id : ids) had_no_tail.push_back(LostItsTail(sequences_[id]));
-  size_t grown = 0;
-  absl::Cleanup shrink = [&] {
-    while (grown-- > 0) Shrink(&sequences_[ids[grown]], tokens[grown], had_no_tail[grown]);
-  };
-  for (; grown < ids.size(); ++grown) Extend(&sequences_[ids[grown]], tokens[grown]);
-  std::move(shrink).Cancel();
+  for (size_t i = 0; i < ids.size(); ++i) Extend(&sequences_[ids[i]], tokens[i]);
   return absl::OkStatus();
-}
-
-// What Extend() has done to a sequence, block by block: there is no memory for a list.
-void BlockTables::Shrink(Sequence* sequence, int64_t tokens, bool had_no_tail) {
-  if (tokens == 0) return;
-  std::vector<int32_t>& blocks = sequence->blocks;
-  sequence->tokens -= tokens;
-  const auto entries = static_cast<size_t>(CeilDiv(sequence->tokens, block_size()));
-  const size_t kept = entries - (had_no_tail ? 1 : 0);
-  for (; blocks.size() > kept; blocks.pop_back()) {
-    pages_.Free(PageRuns({blocks.back(), 1})).IgnoreError();
-    --sequence->num_held;
-  }
-  blocks.resize(entries, -1);
 }
 
 // ---------------------------------------------------------------- going
 
-// Before End(), which cannot throw: this may, where there is no memory for lists, and nothing has changed then.
-template <typename Ids>
-void BlockTables::ReleaseBlocksOf(const Ids& ids) {
-  std::vector<int64_t> pages;
-  for (const int64_t id : ids) {
-    for (const int32_t block : sequences_[id].blocks) {
-      if (block >= 0) pages.push_back(block);
-    }
-  }
-  Release(pages);
-}
-
 void BlockTables::End(int64_t id) {
   Sequence& sequence = sequences_[id];
+  pages_.FreeEach(sequence.blocks);
   sequence.blocks.clear();  // Keeps its memory for the next sequence of this id.
   sequence.tokens = sequence.num_held = 0;
   sequence.alive = false;
   free_ids_.push_back(id);
 }
 
-void BlockTables::Release(std::span<const int64_t> pages) {
-  // Cannot fail: each was held by one sequence.
-  if (const auto runs = PageRuns::FromPages(pages); runs.ok()) pages_.Free(*runs).IgnoreError();
-}
-
 absl::Status BlockTables::Free(std::span<const int64_t> ids) {
   KVFERRY_RETURN_IF_ERROR(CheckEachOnce(ids));
-  ReleaseBlocksOf(ids);
   for (const int64_t id : ids) End(id);
   return absl::OkStatus();
 }
@@ -231,22 +197,21 @@ absl::Status BlockTables::FreeBlocks(int64_t id, std::span<const int64_t> places
   KVFERRY_RETURN_IF_ERROR(CheckAlive(id));
   std::vector<int32_t>& blocks = sequences_[id].blocks;
   const auto num_entries = static_cast<int64_t>(blocks.size());
-  std::vector<int64_t> pages;
+  std::vector<int32_t> pages;
   pages.reserve(places.size());
-  absl::Cleanup undo = [&] {
-    for (size_t i = 0; i < pages.size(); ++i) blocks[places[i]] = static_cast<int32_t>(pages[i]);
-  };
   for (const int64_t place : places) {
     const bool inside = place >= 0 && place < num_entries;
     if (!inside || blocks[place] < 0) {  // Also what this list freed already.
+      for (size_t undo = 0; undo < pages.size(); ++undo) {
+        blocks[places[undo]] = pages[undo];
+      }
       if (inside) return Invalid("block ", place, " of sequence ", id, " is already free");
       return Invalid("block ", place, " of sequence ", id, " is outside [0, ", num_entries, ")");
     }
     pages.push_back(std::exchange(blocks[place], -1));
   }
-  Release(pages);
-  std::move(undo).Cancel();
   sequences_[id].num_held -= static_cast<int64_t>(pages.size());
+  pages_.FreeEach(pages);
   return absl::OkStatus();
 }
 
@@ -278,10 +243,7 @@ absl::StatusOr<std::vector<BlockTables::Preempted>> BlockTables::Preempt(
     return Exhausted(num_blocks, " blocks asked, ", num_freed, " of ", options_.num_blocks,
                      " would be free after preempting all but ", keep.size(), " kept sequences");
   }
-  std::vector<int64_t> ids;
-  for (const Preempted& one : preempted) ids.push_back(one.id);
-  ReleaseBlocksOf(ids);
-  for (const int64_t id : ids) End(id);
+  for (const Preempted& one : preempted) End(one.id);
   return preempted;
 }
 

@@ -119,15 +119,9 @@ class BlockTables {
   // Whether the block that the next token belongs into was freed.
   bool LostItsTail(const Sequence& sequence) const;
   int64_t NewBlocks(const Sequence& sequence, int64_t tokens) const;
-  // For what Extend() appends.
-  void MakeRoom(Sequence* sequence, int64_t tokens) const;
-  // Cannot fail once there is room, and NewBlocks() are free. Changes nothing where it throws for want of memory.
+  // Cannot fail once NewBlocks() are free and there is room for them.
   void Extend(Sequence* sequence, int64_t tokens);
-  void Shrink(Sequence* sequence, int64_t tokens, bool had_no_tail);
-  template <typename Ids>
-  void ReleaseBlocksOf(const Ids& ids);
-  void End(int64_t id);
-  void Release(std::span<const int64_t> pages);
+  void End(int64_t id);  // Needs no memory.
   // Sequences that may be preempted, the newest first.
   std::vector<int64_t> Victims(std::span<const int64_t> keep);
   template <typename Field>

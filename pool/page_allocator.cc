@@ -76,31 +76,46 @@ PageRun PageAllocator::TakeForGrowth(int64_t count) {
   return free_.Take(*run, 0, count);
 }
 
-absl::StatusOr<PageRuns> PageAllocator::Allocate(int64_t count) {
-  KVFERRY_RETURN_IF_ERROR(CheckCount(count));
-  constexpr int64_t kForgetShare = 64;
-  request_pages_ = std::max(count, request_pages_ - request_pages_ / kForgetShare);
-  const PageRun first = TakeForRequest(count);
-  if (first.count == count) return PageRuns(first);
-  return TakeAll(first, count, [this](int64_t left) { return TakeForRequest(left); });
+PageRun PageAllocator::TakeBehind(int64_t last_page, int64_t count) {
+  if (!free_.IsFree(last_page + 1)) return TakeForGrowth(count);
+  return free_.Take(free_.At(last_page + 1), 0, count);
 }
 
-// What there is of `count` pages, and the rest. Where the list finds no memory all of them are given back.
+void PageAllocator::NoteRequest(int64_t count) {
+  constexpr int64_t kForgetShare = 64;
+  request_pages_ = std::max(count, request_pages_ - request_pages_ / kForgetShare);
+}
+
+// `first`, which has been taken, and what take(left) takes until there are `count`. All are given
+// back where the list finds no memory.
 template <typename Take>
-absl::StatusOr<PageRuns> PageAllocator::TakeAll(PageRun first, int64_t count, const Take& take) {
+absl::StatusOr<PageRuns> PageAllocator::List(PageRun first, int64_t count, Take take) {
+  if (first.count == count) return PageRuns(first);
   absl::InlinedVector<PageRun, 8> taken = {first};
   absl::Cleanup give_back = [&] {
-    for (const PageRun run : taken) {
-      if (run.count > 0) free_.Insert(run);
-    }
+    for (const PageRun run : taken) free_.Insert(run);
   };
   for (int64_t left = count - first.count; left > 0; left -= taken.back().count) {
-    taken.emplace_back();  // First: nothing is taken that finds no place.
+    taken.push_back({});  // Before it is taken: where there is no place for it, it stays free.
     taken.back() = take(left);
   }
-  absl::StatusOr<PageRuns> runs = PageRuns::FromRuns(taken);
+  absl::StatusOr<PageRuns> list = PageRuns::FromRuns(taken);
   std::move(give_back).Cancel();
-  return runs;
+  return list;
+}
+
+absl::StatusOr<PageRuns> PageAllocator::Allocate(int64_t count) {
+  KVFERRY_RETURN_IF_ERROR(CheckCount(count));
+  NoteRequest(count);
+  return List(TakeForRequest(count), count, [this](int64_t left) { return TakeForRequest(left); });
+}
+
+void PageAllocator::AllocateRuns(int64_t count, absl::FunctionRef<void(PageRun)> taken) {
+  NoteRequest(count);
+  for (PageRun run; count > 0; count -= run.count) {
+    run = TakeForRequest(count);
+    taken(run);
+  }
 }
 
 absl::StatusOr<PageRuns> PageAllocator::Extend(int64_t last_page, int64_t count) {
@@ -109,10 +124,17 @@ absl::StatusOr<PageRuns> PageAllocator::Extend(int64_t last_page, int64_t count)
     return absl::InvalidArgumentError(
         absl::StrCat("page allocator: last_page is ", last_page, " but must be an allocated page"));
   }
-  const PageRun first = free_.IsFree(last_page + 1) ? free_.Take(free_.At(last_page + 1), 0, count)
-                                                    : TakeForGrowth(count);
-  if (first.count == count) return PageRuns(first);
-  return TakeAll(first, count, [this](int64_t left) { return TakeForGrowth(left); });
+  return List(TakeBehind(last_page, count), count,
+              [this](int64_t left) { return TakeForGrowth(left); });
+}
+
+void PageAllocator::ExtendRuns(int64_t last_page, int64_t count,
+                               absl::FunctionRef<void(PageRun)> taken) {
+  for (PageRun run = TakeBehind(last_page, count);; run = TakeForGrowth(count)) {
+    taken(run);
+    count -= run.count;
+    if (count == 0) return;
+  }
 }
 
 int64_t PageAllocator::ExtendByOne(int64_t last_page) {
@@ -163,6 +185,15 @@ absl::Status PageAllocator::Free(const PageRuns& pages) {
   absl::InlinedVector<PageRun, 8> sorted(runs.begin(), runs.end());
   std::sort(sorted.begin(), sorted.end(), BeginsBefore);
   return FreeSorted(sorted);
+}
+
+void PageAllocator::FreeEach(std::span<const int32_t> pages) {
+  for (size_t i = 0, end = 0; i < pages.size(); i = end) {
+    end = i + 1;
+    if (pages[i] < reserved_) continue;
+    while (end < pages.size() && pages[end] == pages[end - 1] + 1) ++end;
+    free_.Insert({pages[i], static_cast<int64_t>(end - i)});
+  }
 }
 
 }  // namespace kvferry

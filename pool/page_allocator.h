@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "pool/free_runs.h"
@@ -27,16 +28,23 @@ class PageAllocator {
   static absl::StatusOr<PageAllocator> Create(int64_t num_pages, int64_t reserved);
 
   // RESOURCE_EXHAUSTED when fewer than `count` pages are free, INVALID_ARGUMENT when count < 1;
-  // nothing changes then.
+  // nothing changes then, nor where the list of runs finds no memory (std::bad_alloc).
   absl::StatusOr<PageRuns> Allocate(int64_t count);
   // `count` more pages for a sequence whose last page is `last_page`: those right behind it as far
   // as they are free. Errors as for Allocate, and INVALID_ARGUMENT when last_page is not allocated.
   absl::StatusOr<PageRuns> Extend(int64_t last_page, int64_t count);
-  // Extend(last_page, 1) for a caller that has made sure, for a whole batch, that it cannot fail.
+  // Allocate(count), Extend(last_page, count) and Extend(last_page, 1) for a caller that has made
+  // sure, for a whole batch, that they cannot fail. They need no memory: taken(run), which must not
+  // throw, is called for each run in turn.
+  void AllocateRuns(int64_t count, absl::FunctionRef<void(PageRun)> taken);
+  void ExtendRuns(int64_t last_page, int64_t count, absl::FunctionRef<void(PageRun)> taken);
   int64_t ExtendByOne(int64_t last_page);
   // INVALID_ARGUMENT naming the page when one was not allocated (or twice in the list); nothing
   // changes then.
   absl::Status Free(const PageRuns& pages);
+  // Frees those of these that are pages, passing over numbers below `reserved`, for a caller that
+  // knows them to be allocated, each once. Cannot fail, and needs no memory.
+  void FreeEach(std::span<const int32_t> pages);
   // Every page but the reserved ones is free again.
   void Clear();
 
@@ -69,8 +77,11 @@ class PageAllocator {
   absl::Status FreeSorted(const Runs& sorted);
   PageRun TakeForRequest(int64_t count);
   PageRun TakeForGrowth(int64_t count);
+  // What lies behind it, else for growth.
+  PageRun TakeBehind(int64_t last_page, int64_t count);
+  void NoteRequest(int64_t count);
   template <typename Take>
-  absl::StatusOr<PageRuns> TakeAll(PageRun first, int64_t count, const Take& take);
+  absl::StatusOr<PageRuns> List(PageRun first, int64_t count, Take take);
 
   FreeRuns free_;
   int64_t num_pages_;

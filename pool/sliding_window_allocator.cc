@@ -5,7 +5,6 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "base/reserve.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -74,7 +73,7 @@ void SlidingWindowAllocator::Map(std::span<const int32_t> full_slots,
 absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Allocate(int64_t num_tokens) {
   KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> window, window_.Allocate(num_tokens));
   // Also where the full pool's list finds no memory.
-  absl::Cleanup give_back = [&] { window_.Free(window).IgnoreError(); };
+  absl::Cleanup give_back = [&] { FreeNewPages(window, &window_); };
   KVFERRY_ASSIGN_OR_RETURN(std::vector<int32_t> full, full_.Allocate(num_tokens));
   std::move(give_back).Cancel();
   Map(full, window);
@@ -98,10 +97,13 @@ absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::LastWindowSlots(
   return window;
 }
 
-void SlidingWindowAllocator::FreeNewPages(std::span<const int32_t> full_slots) {
-  // Pages that are new begin among them. One at a time: there is no memory for a list.
-  for (const int32_t& slot : full_slots) {
-    if (slot % page_size() == 0) full_.Free({&slot, 1}).IgnoreError();
+void SlidingWindowAllocator::FreeNewPages(std::span<const int32_t> slots,
+                                          TokenSlotAllocator* pool) const {
+  const auto page_size = static_cast<int32_t>(this->page_size());
+  for (const int32_t slot : slots) {
+    if (slot % page_size != 0) continue;  // A page that is new begins among them.
+    const int32_t page = slot / page_size;
+    pool->FreeEachPage({&page, 1});
   }
 }
 
@@ -121,7 +123,7 @@ absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Extend(
   KVFERRY_ASSIGN_OR_RETURN(std::vector<int32_t> full,
                            full_.Extend(prefix_tokens, tokens, last_slots));
   // The window pool does not refuse, but its list may find no memory.
-  absl::Cleanup give_back = [&] { FreeNewPages(full); };
+  absl::Cleanup give_back = [&] { FreeNewPages(full, &full_); };
   KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> window,
                            window_.Extend(prefix_tokens, tokens, last_window));
   std::move(give_back).Cancel();
@@ -153,38 +155,23 @@ std::vector<int64_t> SlidingWindowAllocator::PagesOf(std::span<const int32_t> sl
   return pages;
 }
 
-void SlidingWindowAllocator::FreeWindowPages(std::span<const int64_t> full_pages) {
-  for (const int64_t page : full_pages) {
-    const int32_t window_page = std::exchange(window_pages_[page], 0);
-    if (window_page == 0) continue;
-    // Every mapped page is allocated, once: this cannot fail. Nor throw, as a list of them could.
-    const int32_t slot = window_page * static_cast<int32_t>(page_size());
-    window_.Free({&slot, 1}).IgnoreError();
-  }
+void SlidingWindowAllocator::FreeWindowPages(PageRun full_pages) {
+  const auto mapped = std::span(window_pages_).subspan(full_pages.first, full_pages.count);
+  window_.FreeEachPage(mapped);  // Every mapped page is allocated, once.
+  std::fill(mapped.begin(), mapped.end(), 0);
 }
 
 absl::Status SlidingWindowAllocator::Free(std::span<const int32_t> slots) {
-  const std::vector<int64_t> pages = PagesOf(slots);  // First: it may find no memory.
-  if (in_group_) ReserveMore(&group_, pages.size());
-  KVFERRY_RETURN_IF_ERROR(full_.Free(slots));
-  if (in_group_) {
-    group_.insert(group_.end(), pages.begin(), pages.end());
-  } else {
-    FreeWindowPages(pages);
-  }
+  KVFERRY_ASSIGN_OR_RETURN(const TokenSlotAllocator::Runs pages, full_.RunsOf(slots));
+  KVFERRY_RETURN_IF_ERROR(full_.FreePages(pages));
+  if (full_.in_free_group()) return absl::OkStatus();
+  for (const PageRun& run : pages) FreeWindowPages(run);
   return absl::OkStatus();
 }
 
-void SlidingWindowAllocator::BeginFreeGroup() {
-  full_.BeginFreeGroup();
-  in_group_ = true;
-}
-
 void SlidingWindowAllocator::EndFreeGroup() {
-  full_.EndFreeGroup();  // Does not throw, nor does what follows.
-  FreeWindowPages(group_);
-  in_group_ = false;
-  group_.clear();
+  full_.ForEachNoted([this](PageRun run) { FreeWindowPages(run); });
+  full_.EndFreeGroup();
 }
 
 absl::Status SlidingWindowAllocator::FreeWindow(std::span<const int32_t> slots) {
@@ -198,19 +185,15 @@ absl::Status SlidingWindowAllocator::FreeWindow(std::span<const int32_t> slots) 
   std::sort(sorted.begin(), sorted.end());
   sorted.erase(std::unique(sorted.begin(), sorted.end()), sorted.end());
   const std::vector<int64_t> pages = PagesOf(sorted);
-  std::vector<int64_t> whole;
   for (size_t first = 0, i = 1; i <= pages.size(); ++i) {
     if (i < pages.size() && pages[i] == pages[first]) continue;
-    if (static_cast<int64_t>(i - first) == page_size()) whole.push_back(pages[first]);
+    if (static_cast<int64_t>(i - first) == page_size()) FreeWindowPages({pages[first], 1});
     first = i;
   }
-  FreeWindowPages(whole);
   return absl::OkStatus();
 }
 
 void SlidingWindowAllocator::Clear() {
-  in_group_ = false;
-  group_.clear();
   full_.Clear();
   window_.Clear();
   std::fill(window_pages_.begin(), window_pages_.end(), 0);

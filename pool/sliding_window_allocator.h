@@ -46,16 +46,16 @@ class SlidingWindowAllocator {
   // Pages that lost theirs before are passed over. OUT_OF_RANGE naming a slot that does not exist,
   // INVALID_ARGUMENT naming one that is not allocated; nothing changes then.
   absl::Status FreeWindow(std::span<const int32_t> slots);
+  // As TokenSlotAllocator's: what Free() accepts is only noted until the end, in both pools.
+  // FreeWindow() frees at once in a group too.
+  void BeginFreeGroup() { full_.BeginFreeGroup(); }
+  void EndFreeGroup();
 
   // The window slots of full slots; 0, the padding slot, for tokens outside of the window.
   // OUT_OF_RANGE naming a slot that does not exist.
   absl::StatusOr<std::vector<int32_t>> ToWindow(std::span<const int32_t> slots) const;
   // Window page of each full page, 0 for none: [full pages]. What a kernel needs of the map.
   std::span<const int32_t> window_pages() const { return window_pages_; }
-
-  // As TokenSlotAllocator's. FreeWindow() works at once meanwhile, as it takes no slot that a sequence has.
-  void BeginFreeGroup();
-  void EndFreeGroup();
 
   void Clear();
 
@@ -71,17 +71,15 @@ class SlidingWindowAllocator {
   }
   absl::StatusOr<std::vector<int32_t>> LastWindowSlots(std::span<const int64_t> prefix_tokens,
                                                        std::span<const int32_t> last_slots) const;
-  // Pages of the full pool that Extend() has just taken, of which these are the slots.
-  void FreeNewPages(std::span<const int32_t> full_slots);
+  // Pages that Allocate() or Extend() has just taken from `pool`, of which these are the slots.
+  void FreeNewPages(std::span<const int32_t> slots, TokenSlotAllocator* pool) const;
   void Map(std::span<const int32_t> full_slots, std::span<const int32_t> window_slots);
-  void FreeWindowPages(std::span<const int64_t> full_pages);
+  void FreeWindowPages(PageRun full_pages);
   std::vector<int64_t> PagesOf(std::span<const int32_t> slots) const;
 
   TokenSlotAllocator full_;
   TokenSlotAllocator window_;
   std::vector<int32_t> window_pages_;
-  bool in_group_ = false;
-  std::vector<int64_t> group_;  // Full pages; several slots of one in several calls count once.
 };
 
 }  // namespace kvferry

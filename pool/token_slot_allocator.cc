@@ -5,10 +5,8 @@
 #include <limits>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
-#include "base/reserve.h"
 #include "base/status.h"
 #include "pool/slot_kernels.h"
 
@@ -108,14 +106,16 @@ void TokenSlotAllocator::Grow(const Growth& growth, std::vector<int32_t>* slots)
   AppendSlots(growth.last_slot + 1, filled, slots);
   const int64_t new_pages = NewPages(growth);
   if (new_pages == 0) return;
-  const absl::StatusOr<PageRuns> taken =
-      growth.from == 0 ? pages_.Allocate(new_pages)
-                       : pages_.Extend(growth.last_slot / page_size_, new_pages);
   int64_t left = growth.to - growth.from - filled;
-  for (const PageRun& run : taken->runs()) {
+  const auto append = [&](PageRun run) {
     const int64_t count = std::min(left, run.count * page_size_);
     AppendSlots(run.first * page_size_, count, slots);
     left -= count;
+  };
+  if (growth.from == 0) {
+    pages_.AllocateRuns(new_pages, append);
+  } else {
+    pages_.ExtendRuns(growth.last_slot / page_size_, new_pages, append);
   }
 }
 
@@ -145,14 +145,7 @@ absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Extend(
   }
   std::vector<int32_t> slots;
   slots.reserve(new_tokens);
-  // Where a list finds no memory. Pages that are new begin among the slots; one is freed without a list.
-  absl::Cleanup give_back = [&] {
-    for (const int32_t slot : slots) {
-      if (slot % page_size_ == 0) pages_.Free(PageRuns({PageOf(slot), 1})).IgnoreError();
-    }
-  };
   for (const Growth& growth : batch) Grow(growth, &slots);
-  std::move(give_back).Cancel();
   return slots;
 }
 
@@ -201,8 +194,8 @@ absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Decode(
 
 // ---------------------------------------------------------------- freeing
 
-// Notes the pages of neighbouring slots [first, first + count).
-absl::Status TokenSlotAllocator::NoteRun(int64_t first, int64_t count, Runs* runs) const {
+// Adds the pages of neighbouring slots [first, first + count).
+absl::Status TokenSlotAllocator::AddRun(int64_t first, int64_t count, Runs* runs) const {
   if (first < 0) return NotAllocated(first);
   PageRun run{PageOf(first), 0};
   const int64_t end = PageOf(first + count - 1) + 1;
@@ -211,7 +204,7 @@ absl::Status TokenSlotAllocator::NoteRun(int64_t first, int64_t count, Runs* run
   if (wrong < end) return NotAllocated(std::max(first, wrong * page_size_));
   // Slots of a page may come in several calls; a page of one token has no second.
   for (int64_t page = run.first; in_group_ && page_size_ == 1 && page < end; ++page) {
-    if (noted_[page]) return NotAllocated(page);
+    if (IsNoted(page)) return NotAllocated(page);
   }
   if (!runs->empty() && runs->back().first + runs->back().count == run.first) {
     runs->back().count += run.count;
@@ -230,7 +223,7 @@ absl::StatusOr<TokenSlotAllocator::Runs> TokenSlotAllocator::RunsOf(
     // Scattered slots are told at once.
     const bool alone = i + 1 < size && int64_t{slots[i]} + 1 != slots[i + 1];
     count = alone ? 1 : Kernels().neighbours(&slots[i], size - i);
-    KVFERRY_RETURN_IF_ERROR(NoteRun(slots[i], count, &runs));
+    KVFERRY_RETURN_IF_ERROR(AddRun(slots[i], count, &runs));
   }
   if (!std::is_sorted(runs.begin(), runs.end(), BeginsBefore)) {
     std::sort(runs.begin(), runs.end(), BeginsBefore);
@@ -254,47 +247,64 @@ absl::StatusOr<TokenSlotAllocator::Runs> TokenSlotAllocator::RunsOf(
 
 absl::Status TokenSlotAllocator::Free(std::span<const int32_t> slots) {
   KVFERRY_ASSIGN_OR_RETURN(const Runs runs, RunsOf(slots));
-  if (!in_group_) {
-    KVFERRY_ASSIGN_OR_RETURN(const PageRuns pages, PageRuns::FromRuns(runs));
-    return pages_.Free(pages);
-  }
-  size_t count = 0;
-  for (const PageRun& run : runs) count += run.count;
-  ReserveMore(&group_, count);  // All of them are noted or none.
-  for (const PageRun& run : runs) {
-    for (int64_t page = run.first; page < run.first + run.count; ++page) {
-      if (noted_[page]) continue;
-      noted_[page] = true;
-      group_.push_back(page);
-    }
-  }
-  return absl::OkStatus();
+  return FreePages(runs);
 }
 
-void TokenSlotAllocator::BeginFreeGroup() {
-  noted_.resize(pages_.num_pages(), false);
-  in_group_ = true;
+absl::Status TokenSlotAllocator::FreePages(const Runs& runs) {
+  if (in_group_) {
+    Note(runs);
+    return absl::OkStatus();
+  }
+  KVFERRY_ASSIGN_OR_RETURN(const PageRuns pages, PageRuns::FromRuns(runs));
+  return pages_.Free(pages);
+}
+
+// ---------------------------------------------------------------- free groups
+
+void TokenSlotAllocator::Note(const Runs& runs) {
+  if (runs.empty()) return;
+  noted_.resize(pages_.num_pages() / 64 + 1);
+  noted_first_ = noted_end_ == 0 ? runs.front().first : std::min(noted_first_, runs.front().first);
+  noted_end_ = std::max(noted_end_, runs.back().first + runs.back().count);
+  for (const PageRun& run : runs) {
+    for (int64_t page = run.first; page < run.first + run.count; ++page) {
+      noted_[page / 64] |= uint64_t{1} << (page % 64);
+    }
+  }
+}
+
+int64_t TokenSlotAllocator::NextNoted(int64_t page, bool noted) const {
+  for (; page < noted_end_; page += 64 - page % 64) {
+    const uint64_t word = noted ? noted_[page / 64] : ~noted_[page / 64];
+    const uint64_t bits = word >> (page % 64);
+    if (bits != 0) return std::min(page + std::countr_zero(bits), noted_end_);
+  }
+  return noted_end_;
+}
+
+void TokenSlotAllocator::ForEachNoted(absl::FunctionRef<void(PageRun)> see) const {
+  for (int64_t page = NextNoted(noted_first_, true), end = 0; page < noted_end_;
+       page = NextNoted(end, true)) {
+    end = NextNoted(page, false);
+    see({page, end - page});
+  }
+}
+
+void TokenSlotAllocator::CloseGroup() {
+  in_group_ = false;
+  if (noted_end_ == 0) return;
+  std::fill(noted_.begin() + noted_first_ / 64, noted_.begin() + (noted_end_ + 63) / 64, 0);
+  noted_first_ = noted_end_ = 0;
 }
 
 void TokenSlotAllocator::EndFreeGroup() {
-  std::sort(group_.begin(), group_.end());
-  // Cannot fail: each was allocated when it was noted, and nothing in between frees. Run by run, so that no list
-  // is to be found memory for.
-  for (size_t i = 0, end = 0; i < group_.size(); i = end) {
-    for (end = i + 1; end < group_.size() && group_[end] == group_[end - 1] + 1;) ++end;
-    pages_.Free(PageRuns({group_[i], static_cast<int64_t>(end - i)})).IgnoreError();
-  }
-  ForgetGroup();
-}
-
-void TokenSlotAllocator::ForgetGroup() {
-  for (const int64_t page : group_) noted_[page] = false;
-  group_.clear();
-  in_group_ = false;
+  // Cannot fail: each was allocated when it was noted, and nothing in between frees.
+  ForEachNoted([this](PageRun run) { pages_.Free(PageRuns(run)).IgnoreError(); });
+  CloseGroup();
 }
 
 void TokenSlotAllocator::Clear() {
-  ForgetGroup();
+  CloseGroup();
   pages_.Clear();
 }
 

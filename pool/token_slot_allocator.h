@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/container/inlined_vector.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "pool/page_allocator.h"
@@ -54,10 +55,21 @@ class TokenSlotAllocator {
   // the list; nothing changes then.
   absl::Status Free(std::span<const int32_t> slots);
   // From BeginFreeGroup() to EndFreeGroup() what Free() accepts is only noted, and freed at the
-  // end; slots of one page may then come in several calls. Groups do not nest: a second Begin
-  // changes nothing, an End without one neither.
-  void BeginFreeGroup();
+  // end, which needs no memory; slots of one page may then come in several calls. Groups do not
+  // nest: a second Begin changes nothing, an End without one neither.
+  void BeginFreeGroup() { in_group_ = true; }
   void EndFreeGroup();
+
+  // The halves of Free(slots), for a caller that keeps something beside each page: which pages it
+  // means, in ascending order, each once, with its errors; and those freed, or noted in a group.
+  using Runs = absl::InlinedVector<PageRun, 8>;
+  absl::StatusOr<Runs> RunsOf(std::span<const int32_t> slots) const;
+  absl::Status FreePages(const Runs& runs);
+  bool in_free_group() const { return in_group_; }
+  // The pages that are noted, in ascending order; needs no memory.
+  void ForEachNoted(absl::FunctionRef<void(PageRun)> see) const;
+  // PageAllocator::FreeEach(); pages below 1 are passed over.
+  void FreeEachPage(std::span<const int32_t> pages) { pages_.FreeEach(pages); }
 
   // Everything is free, and no group is open.
   void Clear();
@@ -72,7 +84,7 @@ class TokenSlotAllocator {
   };
   absl::Status CheckGrowth(int64_t sequence, const Growth& growth) const;
   int64_t NewPages(const Growth& growth) const;
-  // Cannot fail after CheckGrowth() and with enough free pages.
+  // Cannot fail after CheckGrowth(), with enough free pages and room in `slots`.
   void Grow(const Growth& growth, std::vector<int32_t>* slots);
   // Decode() of the usual batch: every sequence has tokens, all arguments are right, and pages hold
   // a power of two tokens. nullopt otherwise, and nothing changes: Extend() says what is wrong.
@@ -81,18 +93,24 @@ class TokenSlotAllocator {
   int64_t PageOf(int64_t slot) const {
     return page_shift_ < 0 ? slot / page_size_ : slot >> page_shift_;
   }
-  using Runs = absl::InlinedVector<PageRun, 8>;
-  absl::Status NoteRun(int64_t first, int64_t count, Runs* runs) const;
-  absl::StatusOr<Runs> RunsOf(std::span<const int32_t> slots) const;
-
-  void ForgetGroup();
+  absl::Status AddRun(int64_t first, int64_t count, Runs* runs) const;
+  bool IsNoted(int64_t page) const {
+    return page < noted_end_ && (noted_[page / 64] >> (page % 64) & 1) != 0;
+  }
+  // The first page from `page` on that is noted, or is not; noted_end_ when there is none.
+  int64_t NextNoted(int64_t page, bool noted) const;
+  void Note(const Runs& runs);  // All, or none where there is no memory.
+  void CloseGroup();
 
   PageAllocator pages_;
   int64_t page_size_;
   int page_shift_;  // page_size_ = 1 << page_shift_, or -1.
   bool in_group_ = false;
-  std::vector<int64_t> group_;  // Pages that were noted, each once.
-  std::vector<bool> noted_;     // By page; empty before the first group.
+  // Pages of the open group, bit page % 64 of word page / 64, all of them in [first, end). Made for
+  // the first page there is to note, so that the end of a group needs no memory.
+  std::vector<uint64_t> noted_;
+  int64_t noted_first_ = 0;
+  int64_t noted_end_ = 0;
 };
 
 }  // namespace kvferry

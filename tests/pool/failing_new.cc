@@ -5,15 +5,14 @@
 
 namespace {
 
-thread_local int left = 0;  // Allocations until one has failed; 0: none does.
+thread_local int left = 0;  // 1: they fail; 0: none does; else one less are granted until they do.
 
 }  // namespace
 
 // Of all of the test's program.
 void* operator new(size_t bytes) {
-  const bool fails = left == 1;
-  if (left > 0) --left;
-  if (fails) throw std::bad_alloc();
+  if (left == 1) throw std::bad_alloc();
+  if (left > 1) --left;
   void* const memory = std::malloc(bytes == 0 ? 1 : bytes);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;

@@ -8,7 +8,8 @@
 
 namespace kvferry {
 
-// As long as it lives, this thread's allocation with that number, from 0 on, throws std::bad_alloc.
+// As long as it lives, this thread's allocations from that number on, counted from 0, throw
+// std::bad_alloc: those of whoever puts things right too.
 class FailingNew {
  public:
   explicit FailingNew(int number);

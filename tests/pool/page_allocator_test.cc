@@ -6,6 +6,7 @@
 #include <random>
 
 #include "bench/churn.h"
+#include "tests/pool/failing_new.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -126,6 +127,74 @@ TEST(Allocator, ExtendErrorsChangeNothing) {
   EXPECT_TRUE(Fails(allocator.Extend(5, 5), absl::StatusCode::kResourceExhausted, "4 of 10"));
   EXPECT_EQ(allocator.num_free(), 4);
   EXPECT_EQ(allocator.longest_free_run(), 4);
+}
+
+// A pool whose even pages are free: a list of many runs.
+PageAllocator EveryOtherPageFree(int64_t num_pages) {
+  PageAllocator allocator = Must(PageAllocator::Create(num_pages, 0));
+  EXPECT_TRUE(IsOk(allocator.Allocate(num_pages)));
+  for (int64_t page = 0; page < num_pages; page += 2) {
+    EXPECT_TRUE(IsOk(allocator.Free(Pages({page}))));
+  }
+  return allocator;
+}
+
+TEST(Allocator, ListsThatFindNoMemoryTakeNoPages) {
+  for (const bool extend : {false, true}) {
+    SCOPED_TRACE(extend);
+    PageAllocator allocator = EveryOtherPageFree(100);
+    absl::StatusOr<PageRuns> got;
+    CallWithoutMemory([&] { got = extend ? allocator.Extend(1, 50) : allocator.Allocate(50); },
+                      [&] {
+                        EXPECT_EQ(allocator.num_free(), 50);
+                        EXPECT_EQ(allocator.num_free_runs(), 50);
+                      });
+    std::vector<int64_t> pages = Must(std::move(got)).ToPages();
+    std::sort(pages.begin(), pages.end());
+    ASSERT_EQ(pages.size(), 50);
+    for (int64_t i = 0; i < 50; ++i) EXPECT_EQ(pages[i], 2 * i);
+    EXPECT_EQ(allocator.num_free(), 0);
+  }
+}
+
+TEST(Allocator, RunsInTurnAreThoseOfTheListAndNeedNoMemory) {
+  for (const bool whole : {false, true}) {
+    const auto make = [&] {
+      return whole ? Must(PageAllocator::Create(100, 0)) : EveryOtherPageFree(100);
+    };
+    PageAllocator lists = make(), runs = make();
+    for (const int64_t count : {20, 7, 1}) {
+      std::vector<int64_t> want = Must(lists.Allocate(count)).ToPages();
+      const int64_t last = want[0];
+      for (const int64_t page : Must(lists.Extend(last, 3)).ToPages()) want.push_back(page);
+      std::vector<int64_t> got;
+      got.reserve(want.size());
+      const auto append = [&](PageRun run) {
+        for (int64_t i = 0; i < run.count; ++i) got.push_back(run.first + i);
+      };
+      {
+        const FailingNew failing(0);
+        runs.AllocateRuns(count, append);
+        runs.ExtendRuns(last, 3, append);
+      }
+      EXPECT_EQ(got, want);
+      EXPECT_EQ(runs.num_free(), lists.num_free());
+    }
+  }
+}
+
+TEST(Allocator, FreeEachPassesOverWhatIsNoPage) {
+  PageAllocator allocator = Must(PageAllocator::Create(10, 2));
+  ASSERT_TRUE(IsOk(allocator.Allocate(8)));
+  const std::vector<int32_t> pages = {-1, 0, 1, 2, 3, -1, 9, 8, 0};
+  {
+    const FailingNew failing(0);
+    allocator.FreeEach(pages);
+    allocator.FreeEach({});
+  }
+  EXPECT_EQ(allocator.num_free(), 4);
+  EXPECT_EQ(allocator.num_free_runs(), 2);
+  for (const int64_t page : {2, 3, 8, 9}) EXPECT_TRUE(allocator.IsFree(page));
 }
 
 // Free lists give a new request of 256 pages 256 runs in this trace, at any load.
