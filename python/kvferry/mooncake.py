@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import numpy as np
@@ -167,6 +167,9 @@ class _Threads:
 class MooncakeStore:
     """See connector/store/kv_store.h for what the methods promise.
 
+    A put or erase that ran into its deadline may still be carried out, but not after a later one of
+    the same key through this object: that waits until the earlier one has ended.
+
     Values go through memory of this object's own, registered with Mooncake once: a call that ran
     into its deadline goes on inside Mooncake, where nothing can stop it, and then touches that
     memory and not the caller's. `staging_buffers` of max_value_bytes each bound how many calls run
@@ -218,6 +221,8 @@ class MooncakeStore:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(("puts", "hits", "misses", "errors"), 0)
         self._closed = False
+        # What Mooncake writes still though the callers have gone, at most one a staging buffer.
+        self._late_writes: dict[Future, frozenset[str]] = {}
         self._threads = _Threads(staging_buffers)
         self._staging: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
         self._buffers = [
@@ -269,10 +274,35 @@ class MooncakeStore:
         self._count("errors")
         return _core.DeadlineExceeded(f"mooncake {self._address}: no answer in time")
 
-    def _call(self, run: Callable[[np.ndarray], object], deadline: float, fill=None, take=None):
-        """fill(staging buffer) here, run(it) in a thread, then take(what that gave, it) here."""
+    def _await_late_writes(self, names: Sequence[str], deadline: float) -> None:
+        with self._lock:
+            late = [write for write, of in self._late_writes.items() if not of.isdisjoint(names)]
+        if late and wait(late, max(0.0, deadline - time.monotonic())).not_done:
+            raise self._late()
+
+    def _note_late_write(self, write: Future, names: Sequence[str]) -> None:
+        with self._lock:
+            self._late_writes[write] = frozenset(names)
+
+        def forget(_) -> None:
+            with self._lock:
+                del self._late_writes[write]
+
+        write.add_done_callback(forget)
+
+    def _call(
+        self,
+        run: Callable[[np.ndarray], object],
+        deadline: float,
+        fill=None,
+        take=None,
+        writes: Sequence[str] = (),
+    ):
+        """fill(staging buffer) here, run(it) in a thread, then take(what that gave, it) here.
+        `writes`: what run() writes in Mooncake."""
         if self._closed:
             raise _core.FailedPrecondition("store: it is closed")
+        self._await_late_writes(writes, deadline)
         try:
             staging = self._staging.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
@@ -286,7 +316,8 @@ class MooncakeStore:
         except BaseException as error:  # Ctrl-C too, wherever it comes.
             # The buffer comes back at once, or, if Mooncake has it, when that has let go of it.
             future.add_done_callback(lambda _: self._staging.put(staging))
-            future.cancel()
+            if not future.cancel() and writes:
+                self._note_late_write(future, writes)
             if isinstance(error, FutureTimeoutError):
                 raise self._late() from None
             raise
@@ -311,19 +342,18 @@ class MooncakeStore:
         size = _bytes_of(parts)
         self._check_size(size)
         header = np.frombuffer(_core.value_header(data, parts), np.uint8)
+        name = self._name(data)
 
         def upsert(staging: np.ndarray) -> None:
             # put_from() would leave an older value in place, and say that all is well.
-            code = self._store.upsert_from(
-                self._name(data), staging.ctypes.data, HEADER_BYTES + size
-            )
+            code = self._store.upsert_from(name, staging.ctypes.data, HEADER_BYTES + size)
             if code != 0:
                 raise self._error(code)
 
         def fill(staging: np.ndarray) -> None:
             _gather([header, *parts], staging)
 
-        self._call(upsert, self._deadline(timeout_ms), fill=fill)
+        self._call(upsert, self._deadline(timeout_ms), fill=fill, writes=[name])
         self._count("puts")
 
     @staticmethod
@@ -403,7 +433,9 @@ class MooncakeStore:
     def erase(self, key, timeout_ms: int = 5000) -> None:
         name = self._name(_key_bytes(key))
         # By force: Mooncake keeps what was read a moment ago under a lease.
-        code = self._call(lambda _: self._store.remove(name, True), self._deadline(timeout_ms))
+        code = self._call(
+            lambda _: self._store.remove(name, True), self._deadline(timeout_ms), writes=[name]
+        )
         if code != 0 and code not in NOT_FOUND:
             raise self._error(code)
 
@@ -532,7 +564,7 @@ class MooncakeStore:
             return self._store.batch_upsert_from(names, *_memory(staging, places))
 
         try:
-            codes = self._call(upsert, deadline, fill=fill)
+            codes = self._call(upsert, deadline, fill=fill, writes=names)
         except _core.Error as error:
             return [error] * len(group)
         self._count(*["puts"] * codes.count(0))

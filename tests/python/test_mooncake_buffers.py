@@ -71,3 +71,31 @@ def test_a_buffer_that_mooncake_has_comes_back_when_it_lets_go_of_it(store, monk
         assert has_it.is_set() and store._staging.empty()
     let_go.set()
     assert works(store)
+
+
+def test_a_write_past_its_deadline_is_not_carried_out_after_a_later_one(monkeypatch):
+    store = store_on(MooncakeOfOne(), monkeypatch, staging_buffers=2)
+    let_go, upsert_from = threading.Event(), store._store.upsert_from
+
+    def hangs(*args):
+        assert let_go.wait(20)
+        return upsert_from(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store._store, "upsert_from", hangs)
+        with pytest.raises(kvferry.DeadlineExceeded):
+            store.put("b", b"old", timeout_ms=100)
+    store.put("other", b"x", timeout_ms=5000)
+    for later in (
+        lambda: store.put("b", b"new", timeout_ms=100),
+        lambda: store.erase("b", timeout_ms=100),
+        lambda: store.put_batch([("b", b"new"), ("c", b"c")], timeout_ms=100)[0],
+    ):
+        with pytest.raises(kvferry.DeadlineExceeded):
+            if (error := later()) is not None:
+                raise error
+    let_go.set()
+    store.put("b", b"new", timeout_ms=5000)
+    assert store.get_bytes("b").tobytes() == b"new"
+    assert not store._late_writes
+    store.close()
