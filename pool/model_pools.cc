@@ -89,7 +89,7 @@ absl::StatusOr<ReqToTokenPool> RequestsFor(const ModelConfig& model,
         "model pools: max_context_tokens is needed, as the model names no "
         "max_position_embeddings");
   }
-  return ReqToTokenPool::Create(options.max_requests, context);
+  return ReqToTokenPool::Create(options.max_requests, context, options.memory);
 }
 
 // Of KvPartsOf(), those that kv_dtype and kv_blocks are about.

@@ -2,11 +2,14 @@
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -14,6 +17,8 @@
 #include "pool/sliding_window_allocator.h"
 #include "pool/token_slot_allocator.h"
 #include "python/convert.h"
+#include "python/gil.h"
+#include "python/pool_memory.h"
 #include "python/status_error.h"
 
 namespace nb = nanobind;
@@ -22,16 +27,32 @@ using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
 namespace kvferry {
 namespace {
 
+nb::object TableOf(const ReqToTokenPool& pool) {
+  const std::initializer_list<size_t> shape = {static_cast<size_t>(pool.num_requests()),
+                                               static_cast<size_t>(pool.max_context_tokens())};
+  const nb::capsule owner = KeepAlive(pool.table_memory());
+  if (pool.memory().on_host()) {
+    return nb::cast(
+        nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>(pool.table().data(), shape, owner));
+  }
+  const DlpackDevice device = DeviceOf(pool.memory());
+  return nb::cast(DlpackArray(pool.table().data(), shape, owner, {}, nb::dtype<int32_t>(),
+                              device.type, device.id));
+}
+
 void BindReqToTokenPool(nb::module_& module) {
   nb::class_<ReqToTokenPool>(module, "ReqToTokenPool",
                              "Token slots of each running request; see pool/req_to_token_pool.h.")
       .def(
           "__init__",
-          [](ReqToTokenPool* self, int64_t num_requests, int64_t max_context_tokens) {
-            new (self)
-                ReqToTokenPool(Value(ReqToTokenPool::Create(num_requests, max_context_tokens)));
+          [](ReqToTokenPool* self, int64_t num_requests, int64_t max_context_tokens,
+             const std::string& memory) {
+            new (self) ReqToTokenPool(Value(
+                ReqToTokenPool::Create(num_requests, max_context_tokens, MemoryNamed(memory))));
           },
-          "num_requests"_a, "max_context_tokens"_a)
+          "num_requests"_a, "max_context_tokens"_a, "memory"_a = "host",
+          nb::call_guard<ReleasedGil>(),
+          "memory: where the table lies, the host's, or a GPU's as 'cuda:0'.")
       .def(
           "alloc", [](ReqToTokenPool& self, int64_t count) { return OrNone(self.Allocate(count)); },
           "count"_a = 1, "Request slots, None when fewer are free.")
@@ -53,18 +74,25 @@ void BindReqToTokenPool(nb::module_& module) {
           },
           "slot"_a, "first"_a, "token_slots"_a,
           "Writes positions [first, first + len(token_slots)) of the slot's row.")
+      .def(
+          "write_batch",
+          [](ReqToTokenPool& self, const SlotInput& slots, const SlotInput& firsts,
+             const SlotInput& counts, const SlotInput& values) {
+            Check(self.WriteBatch(CountList(slots), CountList(firsts), CountList(counts),
+                                  SlotList(values)));
+          },
+          "slots"_a, "firsts"_a, "counts"_a, "token_slots"_a,
+          "The next counts[i] of token_slots to positions [firsts[i], firsts[i] + counts[i]) of "
+          "slots[i], in one go on a GPU.")
       .def_prop_ro("available_size", &ReqToTokenPool::num_free)
       .def_prop_ro(
-          "req_to_token",
-          [](const ReqToTokenPool& self) {
-            return nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>(
-                self.table().data(),
-                {static_cast<size_t>(self.num_requests()),
-                 static_cast<size_t>(self.max_context_tokens())},
-                KeepAlive(self.memory()));
-          },
+          "req_to_token", &TableOf,
           nb::rv_policy::reference,  // The array owns its part of the memory.
-          "The table [num_requests, max_context_tokens], without a copy.");
+          "The table [num_requests, max_context_tokens], without a copy: numpy's, on a GPU for "
+          "torch.from_dlpack.")
+      .def_prop_ro(
+          "memory", [](const ReqToTokenPool& self) { return NameOf(self.memory()); },
+          "Where the table lies, as for the constructor.");
 }
 
 // What both allocators do.

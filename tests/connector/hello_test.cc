@@ -358,12 +358,21 @@ TEST(HelloToOthers, ConnectionsThatBreakAtEachHelloAreNotMadeForEver) {
   EXPECT_LT(hellos, 30);  // ZeroMQ waits for 50 ms at least.
 }
 
+// These play a peer whose data goes over plain connections.
+class HelloToOthersOverTcp : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
+      GTEST_SKIP() << "the network is UCX's here";
+    }
+  }
+};
+
+using HelloFromOthersOverTcp = HelloToOthersOverTcp;
+
 // The prefill side reaches this one through shared memory, and so has offered nothing else, but is not
 // reached that way: the next hello does not offer it.
-TEST(HelloToOthers, APeerThatIsOnlyReachedOneWayIsReachedOverTheNetwork) {
-  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
-    GTEST_SKIP() << "the network is TCP's here";
-  }
+TEST_F(HelloToOthersOverTcp, APeerThatIsOnlyReachedOneWayIsReachedOverTheNetwork) {
   RawPrefill prefill;
   const auto target = MakePatternPool(SmallLayout(), 8, 3);
   Config config = SmallChunks();
@@ -481,10 +490,7 @@ class MapsNothing {
 };
 
 // What waited for it has been said to nobody before.
-TEST(HelloToOthers, APeerThatMapsNothingIsReachedOverTheNetwork) {
-  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
-    GTEST_SKIP() << "the network is TCP's here";
-  }
+TEST_F(HelloToOthersOverTcp, APeerThatMapsNothingIsReachedOverTheNetwork) {
   Config config = SmallChunks();
   config.same_host_path = "auto";
   const auto pool = MakePatternPool(SmallLayout(), 8, 3);
@@ -534,10 +540,7 @@ TEST(HelloToOthers, APeerThatMapsNothingIsReachedOverTheNetwork) {
 }
 
 // What a process is short of it may have later.
-TEST(HelloToOthers, APeerThatMapsNothingJustNowIsAskedAgainNextTime) {
-  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
-    GTEST_SKIP() << "the network is TCP's here";
-  }
+TEST_F(HelloToOthersOverTcp, APeerThatMapsNothingJustNowIsAskedAgainNextTime) {
   for (const Takes takes : {Takes::kNotNow, Takes::kSaysNothing}) {
     Config config = SmallChunks();
     config.same_host_path = "auto";
@@ -560,10 +563,7 @@ TEST(HelloToOthers, APeerThatMapsNothingJustNowIsAskedAgainNextTime) {
 }
 
 // It would be dialled until the deadline, as fast as it answers.
-TEST(HelloToOthers, APeerThatForgetsEachSessionAtOnceIsGivenUp) {
-  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
-    GTEST_SKIP() << "the network is TCP's here";
-  }
+TEST_F(HelloToOthersOverTcp, APeerThatForgetsEachSessionAtOnceIsGivenUp) {
   Config config = SmallChunks();
   config.same_host_path = "network";
   const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
@@ -584,10 +584,7 @@ TEST(HelloToOthers, APeerThatForgetsEachSessionAtOnceIsGivenUp) {
 }
 
 // Which may be the network's doing, however short the time is that is given for it.
-TEST(HelloToOthers, APeerThatIsSilentInEachSessionIsNotGivenUp) {
-  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
-    GTEST_SKIP() << "the network is TCP's here";
-  }
+TEST_F(HelloToOthersOverTcp, APeerThatIsSilentInEachSessionIsNotGivenUp) {
   Config config = SmallChunks();
   config.same_host_path = "network";
   config.heartbeat_interval_ms = 50;
@@ -607,10 +604,7 @@ TEST(HelloToOthers, APeerThatIsSilentInEachSessionIsNotGivenUp) {
 }
 
 // The welcome waits until it is known how this side will send.
-TEST(HelloFromOthers, APeerThatMapsNothingIsWelcomedOverTheNetwork) {
-  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
-    GTEST_SKIP() << "the network is TCP's here";
-  }
+TEST_F(HelloFromOthersOverTcp, APeerThatMapsNothingIsWelcomedOverTheNetwork) {
   for (const Takes takes : {Takes::kNever, Takes::kNotNow, Takes::kSaysNothing}) {
     Config config = SmallChunks();
     config.same_host_path = "auto";
@@ -629,7 +623,7 @@ TEST(HelloFromOthers, APeerThatMapsNothingIsWelcomedOverTheNetwork) {
   }
 }
 
-TEST(HelloFromOthers, WhatIsAskedBeforeTheWelcomeIsNotHeard) {
+TEST_F(HelloFromOthersOverTcp, WhatIsAskedBeforeTheWelcomeIsNotHeard) {
   const auto pool = MakePatternPool(SmallLayout(), 8, 3);
   const auto prefill = MakePrefill(pool, SmallChunks());
   const Ticket ticket = Publish(*prefill, *pool, {0}, 1);
@@ -651,12 +645,8 @@ TEST(HelloFromOthers, WhatIsAskedBeforeTheWelcomeIsNotHeard) {
   EXPECT_EQ(Metric(*prefill, "transfers_started"), 0);
 }
 
-// And one that has no other way is told why it is refused.
 // It may have been thought dead, and goes on over another session.
-TEST(HelloFromOthers, APeerThatHasGivenItsSessionUpTakesNoPlace) {
-  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
-    GTEST_SKIP() << "the network is TCP's here";
-  }
+TEST_F(HelloFromOthersOverTcp, APeerThatHasGivenItsSessionUpTakesNoPlace) {
   Config config = SmallChunks();
   config.same_host_path = "network";
   config.connect_timeout_ms = config.heartbeat_timeout_ms = 600000;
@@ -671,7 +661,8 @@ TEST(HelloFromOthers, APeerThatHasGivenItsSessionUpTakesNoPlace) {
   EXPECT_TRUE(WaitFor([&] { return Metric(*prefill, "peers") == 0; }, Soon()));
 }
 
-TEST(HelloFromOthers, APeerThatMapsNothingAndOffersNoNetworkIsRefused) {
+// And one that has no other way is told why it is refused.
+TEST_F(HelloFromOthersOverTcp, APeerThatMapsNothingAndOffersNoNetworkIsRefused) {
   const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 3), SmallChunks());
   UnmappedMemory memory;
   HelloMsg hello{"by hand", kTestModel, SmallLayout(), {}};
@@ -688,10 +679,7 @@ TEST(HelloFromOthers, APeerThatMapsNothingAndOffersNoNetworkIsRefused) {
 }
 
 // What a deadline brings about is found out then, and not with the next beat.
-TEST(HelloToOthers, APeerThatTakesNoMoreMessagesIsGoneAtOnce) {
-  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
-    GTEST_SKIP() << "the network is TCP's here";
-  }
+TEST_F(HelloToOthersOverTcp, APeerThatTakesNoMoreMessagesIsGoneAtOnce) {
   Config config = SmallChunks();
   config.same_host_path = "network";
   config.connect_timeout_ms = 600000;
@@ -720,10 +708,7 @@ TEST(HelloToOthers, APeerThatTakesNoMoreMessagesIsGoneAtOnce) {
 
 // The session that a stale ticket opens is one too many from its welcome on: were it linked first, it
 // would be taken for the good one meanwhile, as that would for a newer one when it is linked at last.
-TEST(HelloToOthers, AStaleTicketsSessionIsNeverLinked) {
-  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
-    GTEST_SKIP() << "the network is TCP's here";
-  }
+TEST_F(HelloToOthersOverTcp, AStaleTicketsSessionIsNeverLinked) {
   MapsNothing peer;
   Config config = SmallChunks();
   config.same_host_path = "auto";
@@ -751,10 +736,7 @@ TEST(HelloToOthers, AStaleTicketsSessionIsNeverLinked) {
 }
 
 // Who is not reached for data takes no place at a peer that has accepted it, and sees nothing of it.
-TEST(HelloToOthers, APeerWhoseDataConnectionEndsIsToldSo) {
-  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
-    GTEST_SKIP() << "the network is TCP's here";
-  }
+TEST_F(HelloToOthersOverTcp, APeerWhoseDataConnectionEndsIsToldSo) {
   Config config = SmallChunks();
   config.same_host_path = "network";
   const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
@@ -783,10 +765,7 @@ TEST(HelloToOthers, AnEarlyFetchWaitsForNobodyWhoIsStillToCome) {
 }
 
 // Fetches that go on may find a hello that a stale ticket has said long before, and nobody has answered.
-TEST(HelloToOthers, WhatGoesOnHasTheTimeOfANewSession) {
-  if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
-    GTEST_SKIP() << "the network is TCP's here";
-  }
+TEST_F(HelloToOthersOverTcp, WhatGoesOnHasTheTimeOfANewSession) {
   Config config = SmallChunks();
   config.same_host_path = "network";
   config.connect_timeout_ms = 1600;

@@ -350,6 +350,7 @@ TEST(ModelPoolsOf, KeysAndValuesMayLieOnADevice) {
   const auto hybrid = Make(kQwen3Next, options);
   EXPECT_EQ(&hybrid->states()->memory(), memory.get());
   EXPECT_EQ(&hybrid->kv()->memory(), memory.get());
+  EXPECT_EQ(&hybrid->requests().memory(), memory.get());
 
   options.kv_cache_dtype = "fp4";
   const auto four_bits = Make(kLlama, options);

@@ -15,6 +15,7 @@
 #include "pool/token_kv_pool.h"
 #include "tests/pool/block_quant_suite.h"
 #include "tests/pool/gdn_pool_suite.h"
+#include "tests/pool/req_to_token_pool_suite.h"
 #include "tests/pool/token_kv_pool_suite.h"
 #include "tests/pool_cuda/cuda_backend.h"
 #include "tests/pool_cuda/device.h"
@@ -31,6 +32,7 @@ INSTANTIATE_TEST_SUITE_P(Memories, TokenPools,
                          TokenPoolName());
 INSTANTIATE_TEST_SUITE_P(Memories, BlockQuants, testing::Values(CudaBackend()), BackendName());
 INSTANTIATE_TEST_SUITE_P(Memories, GdnPools, testing::Values(CudaBackend()), BackendName());
+INSTANTIATE_TEST_SUITE_P(Memories, ReqToTokenPools, testing::Values(CudaBackend()), BackendName());
 
 class CudaMemories : public DeviceTest {
  protected:

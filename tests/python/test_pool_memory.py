@@ -46,7 +46,11 @@ def block_cache(memory: str, num_blocks: int = 6) -> kvferry.BlockCache:
     )
 
 
-MAKERS = [token_pool, state_pool, model_pools, kv_pool, block_cache]
+def request_pool(memory: str) -> kvferry.ReqToTokenPool:
+    return kvferry.ReqToTokenPool(num_requests=3, max_context_tokens=8, memory=memory)
+
+
+MAKERS = [token_pool, state_pool, model_pools, kv_pool, block_cache, request_pool]
 
 
 def why_no_cuda() -> str:
@@ -91,6 +95,7 @@ def test_memory_of_the_host():
     assert kvferry.KvPool.create(LAYOUT, 8).memory == kv_pool("host").memory == "host"
     assert block_cache("host").memory == "host"
     assert block_cache("host").view(0, 1).__dlpack_device__() == (K_DL_CPU, 0)
+    assert request_pool("host").memory == pools.requests.memory == "host"
 
 
 def adopted(memory: str, shared=None) -> kvferry.KvPool:
@@ -179,10 +184,24 @@ def test_torch_sees_a_gpus_memory():
     assert not recurrent.any()
 
 
+@pytest.mark.parametrize("memory", ["host", pytest.param("cuda:0", marks=needs_cuda)])
+def test_request_tables(memory):
+    pool = request_pool(memory)
+    assert pool.alloc(3) == [0, 1, 2]
+    pool.write(2, 7, np.array([5]))
+    pool.write_batch(np.array([2, 0]), np.array([1, 0]), np.array([2, 1]), np.array([7, 8, 9]))
+    table = torch.from_dlpack(pool.req_to_token)
+    assert table.dtype == torch.int32 and table.is_cuda == (memory != "host")
+    assert table.tolist() == [[9] + [0] * 7, [0] * 8, [0, 7, 8, 0, 0, 0, 0, 5]]
+    with pytest.raises(ValueError, match="counts add up to 1 but there are 2 token slots"):
+        pool.write_batch(np.array([2]), np.array([1]), np.array([1]), np.array([7, 8]))
+
+
 @needs_cuda
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp4"])
 def test_pools_of_a_model_on_a_gpu(kv_cache_dtype):
     host, device = model_pools("host", kv_cache_dtype), model_pools("cuda:0", kv_cache_dtype)
+    assert device.requests.memory == "cuda:0"
     rows = list(torch.randn(2, 4, 2, 8))
     slots = host.slots.alloc(4)
     assert np.array_equal(slots, device.slots.alloc(4))
