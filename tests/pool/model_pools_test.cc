@@ -180,18 +180,20 @@ class FourBits : public testing::TestWithParam<const char*> {
   std::mt19937_64 random_{4};
 };
 
-// A pool like the model's, of which every row is stored by StoreQuantized() or as it comes.
+// A million rows, beside a pool like the model's, of which each is stored by StoreQuantized() or as it
+// comes.
 TEST_P(FourBits, RowsAreStoredAsStoreQuantizedWould) {
   const KvLayout& layout = pools_->kv()->layout();
   const auto naive = Must(TokenKvPool::Create(layout, 64));
   const size_t num_in_blocks = parts_[0].name == "latent" ? 1 : 2;
-  for (int round = 0; round < 200; ++round) {
+  for (int64_t stored_rows = 0; stored_rows < 1000000;) {
     const int64_t layer = static_cast<int64_t>(random_()) & 1;
     std::vector<int32_t> slots(68);
     std::iota(slots.begin(), slots.end(), 0);
     std::shuffle(slots.begin(), slots.end(), random_);
     slots.resize(random_() % 69);
     const auto count = static_cast<int64_t>(slots.size());
+    stored_rows += count;
     std::vector<std::vector<std::byte>> memory;
     std::vector<TokenView> rows;
     for (size_t i = 0; i < parts_.size(); ++i) {
