@@ -127,30 +127,29 @@ HostKvPool::HostKvPool(std::shared_ptr<TokenKvPool> device, std::shared_ptr<Toke
 
 // ---------------------------------------------------------------- states
 
-absl::Status HostKvPool::Check(const Transition& transition, std::span<const int32_t> slots) const {
-  absl::Status status;
-  size_t checked = 0;
-  for (; checked < slots.size() && status.ok(); ++checked) {
-    const int32_t slot = slots[checked];
-    if (slot < 0 || static_cast<size_t>(slot) >= states_.size()) {
-      status = absl::OutOfRangeError(absl::StrCat("host pool: ", transition.call, ": slot ", slot,
-                                                  " is not in [0, ", states_.size(), ")"));
-      break;
-    }
-    if (seen_[slot]) {
-      status = absl::InvalidArgumentError(
-          absl::StrCat("host pool: ", transition.call, ": slot ", slot, " stands twice"));
-      break;
-    }
-    seen_[slot] = true;
-    if ((Bit(states_[slot]) & transition.from) == 0) {
-      status = absl::FailedPreconditionError(absl::StrCat(
-          "host pool: ", transition.call, ": slot ", slot, " is ", HostSlotStateName(states_[slot]),
-          " but must be ", StateNames(transition.from)));
-    }
+absl::Status HostKvPool::Refusal(const Transition& transition, int32_t slot, bool twice) const {
+  const std::string call = absl::StrCat("host pool: ", transition.call, ": slot ", slot);
+  if (slot < 0 || static_cast<size_t>(slot) >= states_.size()) {
+    return absl::OutOfRangeError(absl::StrCat(call, " is not in [0, ", states_.size(), ")"));
   }
-  for (size_t i = 0; i < checked; ++i) seen_[slots[i]] = false;
-  return status;
+  if (twice) return absl::InvalidArgumentError(absl::StrCat(call, " stands twice"));
+  return absl::FailedPreconditionError(absl::StrCat(call, " is ", HostSlotStateName(states_[slot]),
+                                                    " but must be ", StateNames(transition.from)));
+}
+
+absl::Status HostKvPool::Check(const Transition& transition, std::span<const int32_t> slots) const {
+  const auto may_go = [&](int32_t slot) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return slot >= 0 && static_cast<size_t>(slot) < states_.size() && !seen_[slot] &&
+           (Bit(states_[slot]) & transition.from) != 0;
+  };
+  size_t good = 0;
+  for (; good < slots.size() && may_go(slots[good]); ++good) seen_[slots[good]] = true;
+  // Before there is a message, for which there may be no memory.
+  for (size_t i = 0; i < good; ++i) seen_[slots[i]] = false;
+  if (good == slots.size()) return absl::OkStatus();
+  const auto checked = slots.first(good);
+  const bool twice = std::find(checked.begin(), checked.end(), slots[good]) != checked.end();
+  return Refusal(transition, slots[good], twice);
 }
 
 void HostKvPool::Enter(HostSlotState state, std::span<const int32_t> slots) {

@@ -106,6 +106,8 @@ class HostKvPool {
   HostKvPool(std::shared_ptr<TokenKvPool> device, std::shared_ptr<TokenKvPool> host,
              std::shared_ptr<const void> pin, TokenSlotAllocator allocator);
 
+  absl::Status Refusal(const Transition& transition, int32_t slot, bool twice) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Check(const Transition& transition, std::span<const int32_t> slots) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Enter(HostSlotState state, std::span<const int32_t> slots)

@@ -294,9 +294,25 @@ PoolPtr AdoptPool(const KvLayout& layout, const std::vector<std::pair<uintptr_t,
 // Writable on purpose: a transfer writes into them.
 using EngineTensor = nb::ndarray<nb::c_contig, nb::device::cpu>;
 
+// Numbers are the layout's; integers are bytes, as which engines keep what torch has no type for.
+void CheckTensorDType(const KvLayout& layout, size_t buffer, nb::dlpack::dtype given) {
+  const auto code = static_cast<nb::dlpack::dtype_code>(given.code);
+  const bool is_number =
+      code == nb::dlpack::dtype_code::Float || code == nb::dlpack::dtype_code::Bfloat;
+  const size_t tensor = buffer / static_cast<size_t>(layout.num_layers);
+  if (!is_number || tensor >= layout.tensors.size()) return;  // Too many are refused by Adopt.
+  const DType dtype = layout.dtype_of(layout.tensors[tensor]);
+  if (given == ToDlpack(dtype)) return;
+  Check(absl::InvalidArgumentError(
+      absl::StrCat("kv pool: buffer ", buffer, " is a tensor of ", int{given.bits}, "-bit ",
+                   code == nb::dlpack::dtype_code::Bfloat ? "bfloat" : "float", " values, but '",
+                   layout.tensors[tensor].name, "' of the layout is ", DTypeName(dtype))));
+}
+
 PoolPtr AdoptTensors(const KvLayout& layout, const std::vector<EngineTensor>& tensors) {
   std::vector<std::pair<uintptr_t, int64_t>> buffers;
   for (const EngineTensor& tensor : tensors) {
+    CheckTensorDType(layout, buffers.size(), tensor.dtype());
     buffers.emplace_back(reinterpret_cast<uintptr_t>(tensor.data()),
                          static_cast<int64_t>(tensor.nbytes()));
   }
@@ -368,7 +384,8 @@ void BindPools(nb::module_& module) {
       .def_static("adopt_tensors", &AdoptTensors, "layout"_a, "tensors"_a.noconvert(),
                   "adopt() for contiguous tensors of the CPU, torch's, numpy's or any with DLPack: "
                   "K of each "
-                  "layer, then V of each. They are kept alive with the pool; nothing is copied.")
+                  "layer, then V of each, of the layout's dtypes or bytes (any integers). They are "
+                  "kept alive with the pool; nothing is copied.")
       .def_prop_ro("num_pages", &KvPool::num_pages)
       .def_prop_ro("layout", &KvPool::layout)
       .def_prop_ro(

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/host_memory.h"
+#include "tests/pool/failing_new.h"
 #include "tests/pool/guarded_memory.h"
 #include "tests/support/captured_log.h"
 #include "tests/support/status.h"
@@ -291,6 +292,18 @@ TEST(HostPools, SlotsAreSettledWhenTheLastLayerIsThere) {
     reader.join();
     ASSERT_EQ(seen, State::kSynced);
   }
+}
+
+TEST(HostPools, ARefusalWithoutMemoryForItsMessageChangesNothing) {
+  const auto pool = Host(Device());
+  const Slots slots = Must(pool->Allocate(8));
+  const Slots twice = {4, 5, 4}, outside = {5, 4, 36};
+  CallWithoutMemory(
+      [&] { EXPECT_EQ(pool->ProtectWrite(twice).code(), kInvalid); },
+      [&] {
+        EXPECT_TRUE(Fails(pool->ProtectWrite(outside), absl::StatusCode::kOutOfRange, "slot 36"));
+      });
+  EXPECT_TRUE(IsOk(pool->ProtectWrite(slots)));
 }
 
 TEST(HostPools, ErrorsNameSlotAndStates) {

@@ -96,6 +96,12 @@ def test_tensors_are_adopted_by_dlpack():
         kvferry.KvPool.adopt_tensors(kvferry.KvLayout.mha(1, 4, 3, 8, "bfloat16"), [keys, keys])
     with pytest.raises(TypeError):  # A transposed tensor would have to be copied.
         kvferry.KvPool.adopt_tensors(layout, [keys.transpose(1, 2), keys])
+    halves = torch.zeros(5, 4, 2, 8, dtype=torch.float16)
+    with pytest.raises(ValueError, match="buffer 1 is .* 16-bit float .* 'v' .* is bfloat16"):
+        kvferry.KvPool.adopt_tensors(layout, [keys, halves])
+    with pytest.raises(ValueError, match="3 buffers"):
+        kvferry.KvPool.adopt_tensors(layout, [keys, keys, halves])
+    assert kvferry.KvPool.adopt_tensors(layout, [keys.view(torch.uint8)] * 2).num_pages == 5
 
 
 def test_views_outlive_the_pool():
