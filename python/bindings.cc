@@ -25,6 +25,7 @@
 #include "base/host_memory.h"
 #include "base/random.h"
 #include "base/shared_memory.h"
+#include "base/utf8.h"
 #include "pool/kv_layout.h"
 #include "pool/kv_pool.h"
 #include "pool/page_allocator.h"
@@ -432,7 +433,7 @@ void BindPools(nb::module_& module) {
 
 nb::object ExceptionOf(const absl::Status& status) {
   if (status.ok()) return nb::none();
-  return nb::borrow(ExceptionFor(status.code()))(std::string(status.message()));
+  return nb::borrow(ExceptionFor(status.code()))(ValidUtf8(status.message()));
 }
 
 }  // namespace kvferry

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/config.h"
+#include "base/utf8.h"
 #include "connector/decode_endpoint.h"
 #include "connector/prefill_endpoint.h"
 #include "connector/tensor_parallel.h"
@@ -128,7 +129,7 @@ void BindPushHandle(nb::module_& module) {
       .def_prop_ro(
           "error",
           [](const PushHandle& self) {
-            return self.done() ? std::string(self.status().message()) : std::string();
+            return self.done() ? ValidUtf8(self.status().message()) : std::string();
           },
           "Why it failed; empty while under way and after success.")
       .def(
@@ -248,7 +249,7 @@ void BindDecode(nb::module_& module) {
       .def_prop_ro(
           "error",
           [](const FetchHandle& self) {
-            return self.done() ? std::string(self.status().message()) : std::string();
+            return self.done() ? ValidUtf8(self.status().message()) : std::string();
           },
           "Why it failed; empty while under way and after success.")
       .def(

@@ -8,13 +8,14 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/utf8.h"
 
 namespace kvferry {
 
 class StatusError : public std::runtime_error {
  public:
   explicit StatusError(const absl::Status& status)
-      : std::runtime_error(std::string(status.message())), code_(status.code()) {}
+      : std::runtime_error(ValidUtf8(status.message())), code_(status.code()) {}
   absl::StatusCode code() const { return code_; }
 
  private:

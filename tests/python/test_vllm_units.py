@@ -231,7 +231,7 @@ def test_requests_without_parameters_are_left_alone():
         ({"kvferry_tickets": "t"}, "kvferry_tickets"),
         ({"kvferry_tickets": [None]}, "kvferry_tickets"),
         ({"kvferry_tickets": []}, "kvferry_tickets"),
-        ({"kvferry_tickets": ["t"] * 1025}, "kvferry_tickets"),
+        ({"kvferry_tickets": ["t"] * 129}, "kvferry_tickets"),
     ],
 )
 def test_wrong_parameters_become_a_load_that_fails(params: dict, word: str):
@@ -239,6 +239,47 @@ def test_wrong_parameters_become_a_load_that_fails(params: dict, word: str):
     (load,) = decode.allocate(it, 0, [5, 6]).loads
     assert word in load.error and load.block_ids == [5, 6]
     assert word in parse_tickets(params)[1]
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 20)])
+def test_tickets_are_for_the_tokens_of_their_prompt(windows):
+    prefill = Prefill(windows=windows)
+    it = prefill.arrive(40)
+    prefill.step({"r": 40})
+    it.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    _, params = prefill.scheduler.request_finished(it)
+    blocks = [[5, 6, 8]] * len(windows)
+
+    def load_of(tokens: list[int], **changes):
+        decode = Decode(windows=windows)
+        mine = request("s", 40, params | changes)
+        mine.prompt_token_ids = tokens
+        return decode.allocate(mine, 0, *blocks).loads[0]
+
+    same = list(range(40))
+    good = load_of(same)
+    assert good.error == "" and len(good.parts) == len(windows)
+    other = load_of([*same[:-1], 9])
+    assert "a prompt of other tokens" in other.error
+    # Whoever they belong to may come for them.
+    assert other.parts and not any(part.tickets for part in other.parts)
+    assert load_of([*same[:-1], 9], kvferry_prompt="").error == ""  # Of a prefill engine of before.
+    for wrong in ("0123456789abcdef", "ä", "x" * 129, 17, None, ["x"]):
+        error = load_of(same, kvferry_prompt=wrong).error
+        assert "a prompt of other tokens" in error or "another kvferry_prompt" in error
+
+
+def test_prompts_of_embeddings_have_tickets_too():
+    prefill = Prefill()
+    it = request("r", 20, {"do_remote_decode": True})
+    it.prompt_token_ids = None
+    prefill.scheduler.on_new_request(it)
+    prefill.step({"r": 20})
+    it.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    _, params = prefill.scheduler.request_finished(it)
+    mine = request("s", 20, dict(params))
+    mine.prompt_token_ids = None
+    assert Decode().allocate(mine, 0, [5, 6]).loads[0].error == ""
 
 
 def test_tickets_count_blocks_of_the_prefill_engine():

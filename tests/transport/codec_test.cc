@@ -7,6 +7,7 @@
 #include <limits>
 #include <msgpack.hpp>
 
+#include "base/utf8.h"
 #include "tests/support/raw_peer.h"
 #include "tests/transport/sample_messages.h"
 
@@ -51,6 +52,21 @@ TEST(Codec, RoundTripOfEachMessage) {
     ASSERT_TRUE(IsOk(decoded)) << name;
     EXPECT_EQ(Describe(*decoded), Describe(message));
   }
+}
+
+// Python, which reads them, takes nothing else.
+TEST(Codec, MessagesForPeopleAreUtf8) {
+  const auto told = [](const std::string& text) {
+    const Message refusal{7, 9, RefuseMsg{1, absl::NotFoundError(text)}};
+    return std::string(
+        std::get<RefuseMsg>(Must(Decode(EncodeMessage(refusal))).body).status.message());
+  };
+  EXPECT_EQ(told("no \xff\xfe"), "no \ufffd\ufffd");
+  const std::string long_text = std::string(kMaxTextBytes - 1, 'x');
+  EXPECT_EQ(told(long_text + "ä"), long_text);
+  const std::string bad = told(std::string(kMaxTextBytes, '\xff'));
+  EXPECT_LE(bad.size(), kMaxTextBytes);
+  EXPECT_EQ(ValidUtf8(bad), bad);
 }
 
 TEST(Codec, ExtremesRoundTrip) {

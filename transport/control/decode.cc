@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
+#include "base/utf8.h"
 #include "pool/casts.h"
 
 namespace kvferry {
@@ -53,6 +54,10 @@ class Reader {
     const Object* value = Find(key, msgpack::type::STR);
     if (value == nullptr) return "";
     return Bytes(key, value->via.str.ptr, value->via.str.size, max_bytes);
+  }
+  // For people; who wrote it may have cut it, or be no friend.
+  std::string Words(std::string_view key) {
+    return std::string(Utf8Prefix(ValidUtf8(Text(key, kMaxTextBytes)), kMaxTextBytes));
   }
   std::string Binary(std::string_view key, size_t max_bytes) {
     const Object* value = Find(key, msgpack::type::BIN);
@@ -168,7 +173,7 @@ PageRuns ReadRuns(Reader& reader) {
 // 0 (ok) is no refusal, 16 (unauthenticated) is the last canonical code.
 absl::Status ReadStatus(Reader& reader, uint64_t min_code = 1) {
   const auto code = static_cast<absl::StatusCode>(reader.Uint("code", min_code, 16));
-  return {code, reader.Text("msg", kMaxTextBytes)};
+  return {code, reader.Words("msg")};
 }
 
 // Values of other types are for later versions: ignored, like unknown keys.
@@ -348,7 +353,7 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
     return DoneMsg{reader.Uint("id", 1), reader.Uint("lease", 1),
                    reader.Int("bytes", 0, kMaxWireInt), ReadLeaseReader(reader)};
   }
-  if (type == "cancel") return CancelMsg{reader.Uint("id", 1), reader.Text("msg", kMaxTextBytes)};
+  if (type == "cancel") return CancelMsg{reader.Uint("id", 1), reader.Words("msg")};
   if (type == "abort") {
     return AbortMsg{reader.Uint("id", 1), ReadStatus(reader),
                     reader.Has("again") && reader.Bool("again")};

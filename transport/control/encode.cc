@@ -6,6 +6,7 @@
 #include <string_view>
 #include <variant>
 
+#include "base/utf8.h"
 #include "pool/kv_layout.h"
 
 namespace kvferry {
@@ -28,7 +29,7 @@ struct Writer {
   }
   void Text(std::string_view key, std::string_view value, size_t max_bytes) {
     Key(key);
-    packer.pack(value.substr(0, max_bytes));
+    packer.pack(Utf8Prefix(value, max_bytes));
   }
   void Binary(std::string_view key, std::string_view value) {
     Key(key);

@@ -11,12 +11,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 import kvferry
 
-_MAX_RANKS = 1024  # Of an engine.
+# Of an engine. Each gets a fetch for each part of a prompt, and clients say how many there are.
+_MAX_RANKS = 128
 TICKETS = "kvferry_tickets"  # Key of kv_transfer_params: one ticket a tensor-parallel rank.
 
 
 # The same of a model whose layers come in groups: such a list for each.
 GROUP_TICKETS = "kvferry_group_tickets"
+
+# Key of kv_transfer_params: a random string which, with the prompt's tokens, names the leases of
+# the tickets, so that those of another prompt are seen to be so.
+PROMPT = "kvferry_prompt"
+_MAX_PROMPT_CHARACTERS = 128
 
 # Key of kv_transfer_params: tokens in a block of the engine that gave out the tickets.
 BLOCK_SIZE = "kvferry_block_size"
@@ -173,6 +179,16 @@ def parse_group_tickets(params: dict[str, Any], groups: int) -> tuple[list[list[
     return tickets, ""
 
 
+def parse_prompt(params: dict[str, Any]) -> tuple[str, str]:
+    """What names the leases with the tokens, "" where the prefill engine says nothing (one from
+    before there were such names, or of a prompt without tokens), and what is wrong with it. Never
+    raises, as parse_tickets()."""
+    prompt = params.get(PROMPT, "")
+    if isinstance(prompt, str) and len(prompt) <= _MAX_PROMPT_CHARACTERS and prompt.isascii():
+        return prompt, ""
+    return "", f"kv_transfer_params has another {PROMPT} than the prefill engine returned"
+
+
 def parse_block_size(params: dict[str, Any], own: int) -> tuple[int, str]:
     """Tokens in a block of the prefill engine, `own` if it does not say, and what is wrong with the
     parameters. Never raises, as parse_tickets()."""
@@ -200,12 +216,12 @@ def _no_list_of(key: str) -> str:
     )
 
 
-def address_of(ticket: str) -> str:
-    """Where who gave it out listens; "" if it is none. Never raises, as parse_tickets()."""
+def parse_ticket(ticket: str) -> kvferry.Ticket | None:
+    """None if it is none. Never raises, as parse_tickets()."""
     try:
-        return kvferry.Ticket.parse(ticket).address
+        return kvferry.Ticket.parse(ticket)
     except (kvferry.Error, ValueError):
-        return ""
+        return None
 
 
 def parse_addresses(params: dict[str, Any], tp_size: int) -> tuple[list[str], str]:

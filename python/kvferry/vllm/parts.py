@@ -139,10 +139,7 @@ def cut(
     transfer_id: str, tokens: Sequence[int], block_size: int, windows: Windows = (None,)
 ) -> list[Part]:
     """The parts of tokens that are handed over, each at one of places()."""
-    prompt = hashlib.sha256(_VERSION)
-    prompt.update(struct.pack("<qq", _unit(block_size, windows), len(transfer_id)))
-    prompt.update(transfer_id.encode())
-    prompt.update(array("q", tokens).tobytes())
+    prompt = _prompt(transfer_id, tokens, _unit(block_size, windows))
     parts = []
     for place in places(len(tokens), block_size, windows):
         # A state is the same one in whichever block.
@@ -150,6 +147,19 @@ def cut(
         first_token = 0 if is_state else place.first_block * block_size
         parts.append(Part(_lease_id(prompt, place.group, first_token), *place))
     return parts
+
+
+def lease_of_all(name: str, tokens: Sequence[int], group: int = 0) -> int:
+    """Of all blocks of a group, of tokens that are handed over by tickets. `name` is random."""
+    return _lease_id(_prompt(name, tokens, unit=0), group, 0)
+
+
+def _prompt(name: str, tokens: Sequence[int], unit: int) -> "hashlib._Hash":
+    prompt = hashlib.sha256(_VERSION)
+    prompt.update(struct.pack("<qq", unit, len(name)))
+    prompt.update(name.encode())
+    prompt.update(array("q", tokens).tobytes())
+    return prompt
 
 
 def _lease_id(prompt: "hashlib._Hash", group: int, first_token: int) -> int:

@@ -1,5 +1,6 @@
 """The half of the connector in vLLM's scheduler process: it decides, and moves nothing."""
 
+import secrets
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import kvferry
 from kvferry.vllm.metadata import (
     BLOCK_SIZE,
     GROUP_TICKETS,
+    PROMPT,
     TICKETS,
     AskedFor,
     Load,
@@ -21,10 +23,11 @@ from kvferry.vllm.metadata import (
     Publication,
     StepMetadata,
     WorkerAddress,
-    address_of,
     parse_addresses,
     parse_block_size,
     parse_group_tickets,
+    parse_prompt,
+    parse_ticket,
     parse_tickets,
 )
 from kvferry.vllm.parts import (
@@ -37,6 +40,7 @@ from kvferry.vllm.parts import (
     handed_over,
     has_states,
     in_groups,
+    lease_of_all,
     most_blocks,
     places,
 )
@@ -84,6 +88,7 @@ class _Watched:
     request: Request
     parts: list[Part]  # In order.
     announced: bool  # The other engine knows their leases, and may be waiting for them.
+    name: str  # With its tokens, of the leases of one that is not announced.
     published: list[Publication] = field(default_factory=list)  # Of the first of them.
     arrived: float = field(default_factory=time.monotonic)
 
@@ -143,8 +148,9 @@ class PrefillScheduler:
         )
         if error:
             logger.warning("%s is handed over by tickets: %s", request.request_id, error)
+        name = secrets.token_hex(16)
         self._watched[request.request_id] = _Watched(
-            request, parts or self._whole(request), announced=bool(parts)
+            request, parts or self._whole(request, name), announced=bool(parts), name=name
         )
         if parts:
             self._unasked[request.request_id] = parts[-1].lease_id
@@ -245,13 +251,14 @@ class PrefillScheduler:
         self._room.unasked.give_back(request_id)
         self._room.loads.give_back(request_id)
 
-    def _whole(self, request: Request) -> list[Part]:
+    def _whole(self, request: Request, name: str) -> list[Part]:
         """What there is to hand over, of each group of layers."""
-        num_tokens = request.num_prompt_tokens
+        num_tokens, tokens = request.num_prompt_tokens, request.prompt_token_ids
         parts = []
         for group in range(len(self._windows)):
             blocks = blocks_of(self._windows, group, num_tokens, self._block_size)
-            parts.append(Part(kvferry.random_id(), blocks.start, blocks.stop, num_tokens, group))
+            lease_id = kvferry.random_id() if tokens is None else lease_of_all(name, tokens, group)
+            parts.append(Part(lease_id, blocks.start, blocks.stop, num_tokens, group))
         return parts
 
     def fill(
@@ -327,7 +334,7 @@ class PrefillScheduler:
         if request.status not in _ANSWERED:
             self._withdrawn.append(request.request_id)
             return True, None
-        return True, None if watched.announced else self._params(watched.published)
+        return True, None if watched.announced else self._params(watched)
 
     def _tickets(self, publication: Publication) -> list[str]:
         tickets = [
@@ -342,7 +349,9 @@ class PrefillScheduler:
         ]
         return [str(ticket) for ticket in tickets]
 
-    def _params(self, published: list[Publication]) -> dict[str, Any]:
+    def _params(self, watched: _Watched) -> dict[str, Any]:
+        published = watched.published
+        name = {} if watched.request.prompt_token_ids is None else {PROMPT: watched.name}
         tickets = [self._tickets(publication) for publication in published]
         host, _, port = self._workers[0].address.removeprefix("tcp://").rpartition(":")
         return {
@@ -356,6 +365,7 @@ class PrefillScheduler:
             "remote_port": int(port),
             "tp_size": len(self._workers),
             BLOCK_SIZE: self._block_size,
+            **name,
             **({GROUP_TICKETS: tickets} if in_groups(self._windows) else {TICKETS: tickets[0]}),
         }
 
@@ -473,7 +483,8 @@ class DecodeScheduler:
             addresses, error = parse_addresses(params, self._tp_size)
             return "" if error else addresses[0]
         groups, error = self._tickets(params)
-        return "" if error else address_of(groups[0][0])
+        ticket = None if error else parse_ticket(groups[0][0])
+        return "" if ticket is None else ticket.address
 
     def _transfer(self, request: Request, params: dict[str, Any]) -> int:
         if (transfer := self._transfers.get(request.request_id)) is None:
@@ -532,10 +543,10 @@ class DecodeScheduler:
 
     def _offers(self, request: Request, params: dict[str, Any]) -> tuple[list[_Offer], str]:
         """What the prompt is to be had under, all of it, and why it is not ("" if it is)."""
+        tokens = request.prompt_token_ids
+        if tokens is not None:
+            tokens = tokens[: handed_over(self._windows, len(tokens))]
         if _is_announced(params):
-            tokens = request.prompt_token_ids
-            if tokens is not None:
-                tokens = tokens[: handed_over(self._windows, len(tokens))]
             parts, error = _announced_parts(tokens, params, self._block_size, self._windows)
             if not error:
                 addresses, error = parse_addresses(params, self._tp_size)
@@ -544,6 +555,7 @@ class DecodeScheduler:
             groups = []
         else:
             groups, error = self._tickets(params)
+            error = error or _check_prompt(params, groups, tokens)
         size, wrong_size = parse_block_size(params, self._block_size)
         error = error or wrong_size or self._check_block_size(size)
         num_tokens = handed_over(self._windows, request.num_prompt_tokens)
@@ -646,6 +658,23 @@ def _is_announced(params: dict[str, Any]) -> bool:
     """Whether a request to load was given to both engines at the same time."""
     tickets = TICKETS in params or GROUP_TICKETS in params
     return not tickets and params.get(TRANSFER_ID) is not None
+
+
+def _check_prompt(params: dict[str, Any], groups: list[list[str]], tokens: list[int] | None) -> str:
+    """Why the tickets are no use for these tokens ("" if they are, or may be)."""
+    name, error = parse_prompt(params)
+    if error or not name:
+        return error
+    for group, tickets in enumerate(groups):
+        expected = 0 if tokens is None else lease_of_all(name, tokens, group)
+        for ticket in map(parse_ticket, tickets):
+            if ticket is not None and ticket.lease_id != expected:
+                return (
+                    "the tickets are for a prompt of other tokens: both engines need the same "
+                    "prompt, and the decode engine the kv_transfer_params of the prefill engine's "
+                    "answer to it, unchanged"
+                )
+    return ""
 
 
 def _key_of(request: Request, params: dict[str, Any]) -> int:

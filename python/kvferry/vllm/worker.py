@@ -7,6 +7,7 @@ layers are ready.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ _PAUSE_MS = 1
 # when all of the process stood still meanwhile: that thread has not had its turn then.
 _PREEMPTION_TIMEOUT_MS = 5000
 _PREEMPTION_ATTEMPTS = 3
+# Tickets that are let go of in a step; the next ones are in the next. A client says how many come
+# with a request.
+_LET_GO_PER_STEP = 256
 
 
 @dataclass
@@ -329,6 +333,8 @@ class DecodeWorker:
         )
         stats.watch(f"decode {name}", self._endpoint.metrics)
         self._loading: dict[str, _Loading] = {}
+        # Tickets to let go of, and the readers that do so.
+        self._to_let_go: deque[tuple[str, tuple[int, int]]] = deque()
         self._dismissals: list[tuple[str, kvferry.FetchHandle]] = []
         self._missing_blocks: set[int] = set()
         self._failed: set[str] = set()
@@ -350,7 +356,7 @@ class DecodeWorker:
         for share in shares:
             ticket = part.tickets[share.rank]
             if share.heads[1] == 0:
-                self._let_go(ticket, share.reader)
+                self._to_let_go.append((ticket, share.reader))
             else:
                 fetches.append(self._start_one(load, part, ticket, share))
         return fetches
@@ -397,16 +403,7 @@ class DecodeWorker:
         except ValueError as error:
             logger.warning("cannot let go of tickets %.200r: %s", tickets, error)
             return
-        for share in shares:
-            self._let_go(tickets[share.rank], share.reader)
-
-    def _let_go(self, ticket: str, reader: tuple[int, int]) -> None:
-        try:
-            handle = self._endpoint.fetch(ticket, 0, [], reader=reader)
-        except _REFUSED as error:
-            logger.warning("cannot let go of ticket %.200r: %s", ticket, error)
-            return
-        self._dismissals.append((ticket, handle))
+        self._to_let_go += [(tickets[share.rank], share.reader) for share in shares]
 
     def pause(self) -> None:
         """Waits up to a millisecond for a fetch under way.
@@ -433,7 +430,7 @@ class DecodeWorker:
         }
         for request_id in finished:
             self._finish(self._loading.pop(request_id))
-        self._reap_dismissals()
+        self._let_go()
         return finished
 
     def take_missing_blocks(self) -> set[int]:
@@ -457,16 +454,28 @@ class DecodeWorker:
             self._failed.add(loading.load.request_id)
         for fetch in loading.fetches:
             if fetch.ticket and fetch.error():
-                self._let_go(fetch.ticket, fetch.reader)
+                self._to_let_go.append((fetch.ticket, fetch.reader))
 
-    def _reap_dismissals(self) -> None:
+    def _let_go(self) -> None:
+        """Begins to, of some tickets, and sees what has become of those before."""
+        failed: list[tuple[str, str]] = []
+        for _ in range(min(_LET_GO_PER_STEP, len(self._to_let_go))):
+            ticket, reader = self._to_let_go.popleft()
+            try:
+                handle = self._endpoint.fetch(ticket, 0, [], reader=reader)
+                self._dismissals.append((ticket, handle))
+            except _REFUSED as error:
+                failed.append((ticket, str(error)))
         under_way = []
         for ticket, handle in self._dismissals:
             if not handle.done:
                 under_way.append((ticket, handle))
             elif not handle.ok:
-                logger.warning("could not let go of ticket %.200r: %s", ticket, handle.error)
+                failed.append((ticket, handle.error))
         self._dismissals = under_way
+        if failed:
+            ticket, error = failed[0]
+            logger.warning("could not let go of %d tickets; %.200r: %s", len(failed), ticket, error)
 
     def close(self) -> None:
         """Ends all fetches."""
