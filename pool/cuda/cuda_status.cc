@@ -26,32 +26,21 @@ absl::StatusCode CodeOf(cudaError_t error) {
 
 bool IsOver(cudaError_t answer) {
   switch (answer) {
-    case cudaSuccess:
-    // The context is gone.
-    case cudaErrorCudartUnloading:
-    case cudaErrorDeviceUninitialized:
-    case cudaErrorInvalidResourceHandle:
-    case cudaErrorContextIsDestroyed:
-    // What CUDA says of these: all further work returns the same error.
-    case cudaErrorECCUncorrectable:
-    case cudaErrorNvlinkUncorrectable:
-    case cudaErrorIllegalAddress:
-    case cudaErrorLaunchTimeout:
-    case cudaErrorAssert:
-    case cudaErrorHardwareStackError:
-    case cudaErrorIllegalInstruction:
-    case cudaErrorMisalignedAddress:
-    case cudaErrorInvalidAddressSpace:
-    case cudaErrorInvalidPc:
-    case cudaErrorLaunchFailure:
-    // The device is.
-    case cudaErrorDevicesUnavailable:
-    case cudaErrorNoDevice:
-    case cudaErrorInvalidDevice:
-    case cudaErrorUnknown:
-      return true;
-    default:
+    case cudaErrorNotReady:
+    // Of a graph that is captured meanwhile, on whatever thread.
+    case cudaErrorNotPermitted:
+    case cudaErrorStreamCaptureUnsupported:
+    case cudaErrorStreamCaptureInvalidated:
+    case cudaErrorStreamCaptureMerge:
+    case cudaErrorStreamCaptureUnmatched:
+    case cudaErrorStreamCaptureUnjoined:
+    case cudaErrorStreamCaptureIsolation:
+    case cudaErrorStreamCaptureImplicit:
+    case cudaErrorCapturedEvent:
+    case cudaErrorStreamCaptureWrongThread:
       return false;
+    default:
+      return true;
   }
 }
 

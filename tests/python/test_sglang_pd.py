@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=ImportError)
 
 import kvferry  # noqa: E402
 import zmq  # noqa: E402
-from kvferry.sglang import disaggregation, pd_sockets, plugin  # noqa: E402
+from kvferry.sglang import disaggregation, pd_device, pd_sockets, plugin  # noqa: E402
 from kvferry.sglang.pd_fetches import Fetch, FetchQueues  # noqa: E402
 from kvferry.sglang.pd_messages import Chunk, Request, parse  # noqa: E402
 from servers import free_port  # noqa: E402
@@ -165,6 +165,66 @@ def test_a_chunk_waits_for_the_device(pair):
     hold.let_go()
     transfer.end(KVPoll.Success)
     check_pages(prefill, decode, before, SOURCE, TARGET)
+
+
+class SlowDevice:
+    """What a decode server's device is still at, for requests that had the pages before."""
+
+    def __init__(self, monkeypatch):
+        self._let_go, self.is_awaited = threading.Event(), threading.Event()
+        self.waits, self.error = 0, None
+        monkeypatch.setattr(pd_device, "wait_on", lambda device, index: self._wait)
+
+    def _wait(self):
+        self.waits += 1
+        self.is_awaited.set()
+        assert self._let_go.wait(20)
+        if self.error:
+            raise self.error
+
+    def let_go(self, error=None):
+        self.error = error
+        self._let_go.set()
+
+
+def sent_early(prefill, decode, target=TARGET):
+    """A request of which all has been sent before its pages may be written."""
+    transfer = Transfer([prefill], [decode], SOURCE, target).begin()
+    transfer.send(0, 1)
+    transfer.send(1, len(SOURCE))
+    wait_for(lambda: len(decode.manager._incoming[transfer.room].early) == 2)
+    return transfer
+
+
+def test_pages_are_not_written_before_the_device_is_done_with_them(make, monkeypatch):
+    device = SlowDevice(monkeypatch)
+    prefill, decode = make("prefill"), make("decode")
+    prefill.fill(seed=1)
+    transfer = sent_early(prefill, decode)
+    assert not decode.manager._incoming[transfer.room].senders
+    decode.fill(seed=3)  # What the device was still at.
+    before = copies(decode)
+    device.let_go()
+    transfer.end(KVPoll.Success)
+    check_pages(prefill, decode, before, SOURCE, TARGET)
+    assert device.waits == 1 and not decode.manager._with_early_chunks
+
+
+def test_what_waits_for_the_device_ends_with_its_request(make, monkeypatch):
+    device = SlowDevice(monkeypatch)
+    prefill, decode = make("prefill"), make("decode")
+    first = sent_early(prefill, decode)
+    assert device.is_awaited.wait(20)
+    second = sent_early(prefill, decode, [22, 23, 8, 61, 10, 2])
+    before = copies(decode)
+    first.receivers[0].abort()
+    wait_status(first.receivers + first.senders, KVPoll.Failed)
+    assert first.reasons() == ["Aborted by AbortReq.", "Aborted by the decode side"]
+    device.let_go(RuntimeError("an illegal memory access"))
+    assert "the device of the pages failed: an illegal memory access" in failed(second)
+    assert all(torch.equal(*it) for it in zip(decode.pages(), before, strict=True))
+    assert device.waits == 2
+    wait_for(lambda: not decode.manager._with_early_chunks)
 
 
 def test_a_chunk_that_comes_after_the_abort_is_not_written(pair):

@@ -37,6 +37,7 @@ from sglang.srt.runtime_context import get_device
 from sglang.srt.utils.network import NetworkAddress
 
 import kvferry
+from kvferry.sglang import pd_device
 from kvferry.sglang.pd_fetches import Fetch, FetchQueues
 from kvferry.sglang.pd_messages import Chunk, Peer, Request, parse
 from kvferry.sglang.pd_pool import Rank, adopt
@@ -126,6 +127,12 @@ class KVManager(CommonKVManager):
             self._fetch_timeout_s = min(self.waiting_timeout, config.max_fetch_timeout_ms / 1e3)
             self._fetch_queues = FetchQueues(config.max_fetches_per_peer)
             self._fetchers = self._endpoints(kvferry.DecodeEndpoint, name)
+            # Requests whose pages the device may write still, for those that had them before.
+            self._wait_on_device = pd_device.wait_on(get_device().device, args.gpu_id)
+            self._given_pages: queue.SimpleQueue[tuple[int, Incoming] | None] = queue.SimpleQueue()
+            self._with_early_chunks: list[Incoming] = []
+            if self._wait_on_device is not None:
+                self._start("pages", self._free_pages)
             self._start("decode", self._serve, self._on_decode_message, self._advance_fetches)
             self._threads.append(self._start_heartbeat_checker_thread())
 
@@ -181,6 +188,7 @@ class KVManager(CommonKVManager):
                 publisher.close()
         else:
             self._heartbeat_shutdown.set()
+            self._given_pages.put(None)
             if self._prefill_recompute_executor is not None:
                 self._prefill_recompute_executor.shutdown(cancel_futures=True)
             for fetcher in self._fetchers:
@@ -554,7 +562,36 @@ class KVManager(CommonKVManager):
     def expect(self, room: int, incoming: Incoming) -> bool:
         """False: another request has that room, and nothing would know of its fetches any more."""
         with self._lock:
-            return self._incoming.setdefault(room, incoming) is incoming
+            if self._incoming.setdefault(room, incoming) is not incoming:
+                return False
+            incoming.may_be_written = self._wait_on_device is None
+        if self._wait_on_device is not None:
+            self._given_pages.put((room, incoming))
+        return True
+
+    def _free_pages(self) -> None:
+        """In a thread of its own: it waits for the device.
+
+        SGLang gives a request pages as soon as the one before has ended, whose last forward may be
+        under way still and write to them. What SGLang does in them is behind that; a fetch would
+        not be.
+        """
+        while True:
+            given = [self._given_pages.get()]
+            while not self._given_pages.empty():  # They wait for the same.
+                given.append(self._given_pages.get())
+            if None in given:
+                return
+            failure = ""
+            try:
+                self._wait_on_device()
+            except Exception as error:  # Whatever has become of the device.
+                failure = f"the device of the pages failed: {error}"
+            with self._lock:
+                for room, incoming in given:
+                    if failure and not incoming.is_closed:
+                        self._fail(room, failure)
+                    incoming.may_be_written = not failure
 
     def _on_decode_message(self, frames: list[bytes]) -> None:
         if frames[0] == self.kv_status_msg_tag:
@@ -575,10 +612,31 @@ class KVManager(CommonKVManager):
             incoming = self._incoming.get(chunk.room)
             if incoming is None or incoming.is_closed:
                 return  # Given up meanwhile.
-            try:
-                self._take(chunk, aux, incoming)
-            except _REFUSED as error:
-                self._fail(chunk.room, f"from prefill rank {chunk.rank}: {error}")
+            if incoming.may_be_written and not incoming.early:
+                self._take_or_fail(chunk, aux, incoming)
+            elif len(incoming.early) < incoming.most_chunks():
+                if not incoming.early:
+                    self._with_early_chunks.append(incoming)
+                incoming.early.append((chunk, aux))
+            else:
+                self._fail(chunk.room, f"from prefill rank {chunk.rank}: more chunks than pages")
+
+    def _take_early_chunks(self) -> None:
+        """Of requests whose pages may be written by now. Holds the lock."""
+        for incoming in self._with_early_chunks:
+            if not incoming.may_be_written and not incoming.is_closed:
+                continue
+            early, incoming.early = incoming.early, []
+            for chunk, aux in early if not incoming.is_closed else ():
+                self._take_or_fail(chunk, aux, incoming)
+        self._with_early_chunks = [it for it in self._with_early_chunks if it.early]
+
+    def _take_or_fail(self, chunk: Chunk, aux: list[bytes], incoming: Incoming) -> None:
+        """Holds the lock."""
+        try:
+            self._take(chunk, aux, incoming)
+        except _REFUSED as error:
+            self._fail(chunk.room, f"from prefill rank {chunk.rank}: {error}")
 
     def _take(self, chunk: Chunk, aux: list[bytes], incoming: Incoming) -> None:
         """Fetches a chunk, when it has its turn. Holds the lock."""
@@ -648,7 +706,9 @@ class KVManager(CommonKVManager):
 
     def _advance_fetches(self) -> int | None:
         with self._lock:
-            return _TURN_MS if self._fetch_queues.advance() else None
+            self._take_early_chunks()
+            waits = self._fetch_queues.advance() or bool(self._with_early_chunks)
+            return _TURN_MS if waits else None
 
     def advance_incoming(self, room: int) -> None:
         """Takes note of fetches that have ended."""

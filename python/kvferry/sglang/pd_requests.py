@@ -7,6 +7,7 @@ from collections import OrderedDict
 from typing import Any
 
 from kvferry.sglang.pd_fetches import Fetch
+from kvferry.sglang.pd_messages import Chunk
 
 _MAX_RECENT_ROOMS = 65536
 
@@ -85,8 +86,15 @@ class Incoming:
     prefill_ranks: list[int]  # That this rank has asked,
     num_senders: int  # and how many of those send.
     heads: list[dict[int, tuple[int, int]]]  # Of each pool: what comes from which of them.
+    # Chunks that came before the pages may be written, with their metadata rows.
+    early: list[tuple[Chunk, list[bytes]]] = dataclasses.field(default_factory=list)
+    may_be_written: bool = True
     senders: dict[int, FromRank] = dataclasses.field(default_factory=dict)
     is_closed: bool = False
+
+    def most_chunks(self) -> int:
+        """That can come for it: of each rank some with pages, and a last one."""
+        return (len(self.pages) + 1) * len(self.prefill_ranks)
 
     def fetches(self) -> list[Fetch]:
         return [fetch for sender in self.senders.values() for fetch in sender.fetches]
