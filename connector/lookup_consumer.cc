@@ -25,14 +25,14 @@ absl::StatusOr<std::unique_ptr<LookupConsumer>> LookupConsumer::Create(const Opt
   return std::unique_ptr<LookupConsumer>(new LookupConsumer(std::move(queries)));
 }
 
-LookupConsumer::~LookupConsumer() { queries_->Close(); }
+void LookupConsumer::Close() { queries_->Close(); }
 
 absl::StatusOr<std::shared_ptr<LookupHandle>> LookupConsumer::DropSelect(Request request) {
   return queries_->Add(std::move(request));
 }
 
 std::vector<std::pair<std::string, int64_t>> LookupConsumer::Metrics() const {
-  return queries_->node().Metrics();
+  return queries_->Metrics();
 }
 
 }  // namespace kvferry

@@ -21,8 +21,8 @@ class LookupQueries;
 
 // The consuming side of a lookup buffer: finds entries of LookupProducers by their tokens and moves
 // them into its own pool. An entry goes to one consumer. Any number of lookups are under way at
-// once, and none waits for another. Thread-safe; no method blocks but the destructor, for a bounded
-// time.
+// once, and none waits for another. Thread-safe; no method blocks but Close() and the destructor,
+// for a bounded time.
 class LookupConsumer {
  public:
   struct Options {
@@ -37,8 +37,11 @@ class LookupConsumer {
   // INVALID_ARGUMENT for a bad option or no producer; PERMISSION_DENIED for one whose host is not
   // in config.allowed_hosts.
   static absl::StatusOr<std::unique_ptr<LookupConsumer>> Create(const Options& options);
-  // Ends all lookups with CANCELLED.
-  ~LookupConsumer();
+  ~LookupConsumer() { Close(); }
+
+  // Ends all lookups with CANCELLED: from then on no page is written. Called on several threads, it
+  // returns on each of them when that is done.
+  void Close();
 
   struct Request {
     // None: any entry, the oldest first. Else the entry with the longest match with tokens[roi].
@@ -55,7 +58,7 @@ class LookupConsumer {
     std::function<absl::StatusOr<std::vector<int64_t>>(int64_t num_pages)> allocate;
     Deadline deadline;
     // Called once, when the handle is done(): on the progress thread, or on one that cancels or
-    // destroys. Must not block or destroy the consumer.
+    // closes. Must not block, or close or destroy the consumer.
     std::function<void()> on_done;
   };
 
@@ -76,10 +79,11 @@ class LookupConsumer {
   //
   // Errors here mean that nothing was started: INVALID_ARGUMENT for tokens as SelectTokens() says,
   // a roi without tokens or a deadline more than config.max_fetch_timeout_ms away; OUT_OF_RANGE for
-  // a page that is not in the pool; RESOURCE_EXHAUSTED for too many lookups at once.
+  // a page that is not in the pool; RESOURCE_EXHAUSTED for too many lookups at once; CANCELLED once
+  // the consumer is closed or closing.
   absl::StatusOr<std::shared_ptr<LookupHandle>> DropSelect(Request request);
 
-  // Of the node.
+  // Of the node; empty once it is closed or closing.
   std::vector<std::pair<std::string, int64_t>> Metrics() const;
 
  private:

@@ -26,12 +26,16 @@ constexpr int64_t kGiveBackMs = 2000;
 // A lookup that asks for the entry whose bytes it has gets so long for that, also past its deadline:
 // without the answer the entry may be lost.
 constexpr int64_t kTakeMs = 2000;
+// How often a closing consumer looks whether cancels have ended that are under way.
+constexpr int64_t kLookAgainMs = 1000;
 constexpr size_t kMaxQueries = 65536;
 
 bool IsFinal(const absl::Status& status) {
   return absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status) ||
          absl::IsPermissionDenied(status) || absl::IsUnimplemented(status);
 }
+
+absl::Status Closed() { return absl::CancelledError("the lookup buffer was closed"); }
 
 absl::Status BadReply(absl::string_view what) {
   return absl::DataLossError(absl::StrCat("lookup: the producer's reply ", what));
@@ -52,21 +56,28 @@ absl::Status LookupQueries::Start() {
 }
 
 void LookupQueries::Close() {
-  {
-    const MutexLock lock(&mutex_);
-    closing_ = true;
-  }
-  // Fetches end with it, and nothing is written from then on.
-  owned_node_.reset();
-  std::vector<Ended> ended;
-  {
-    const MutexLock lock(&mutex_);
-    while (!queries_.empty()) {
-      ended.push_back(
-          End(queries_.begin()->first, absl::CancelledError("the lookup buffer was closed")));
+  close_once_.Run([this] {
+    {
+      const MutexLock lock(&mutex_);
+      closing_ = true;
     }
-  }
-  for (Ended& one : ended) one.Finish();
+    // Fetches end with it, and nothing is written from then on.
+    owned_node_.reset();
+    std::vector<Ended> ended;
+    {
+      const MutexLock lock(&mutex_);
+      // Their callbacks may use the consumer.
+      while (cancelling_ > 0) cancelled_.WaitUntil(&mutex_, DeadlineInMs(kLookAgainMs));
+      while (!queries_.empty()) ended.push_back(End(queries_.begin()->first, Closed()));
+    }
+    for (Ended& one : ended) one.Finish();
+  });
+}
+
+std::vector<std::pair<std::string, int64_t>> LookupQueries::Metrics() const {
+  const MutexLock lock(&mutex_);
+  if (closing_) return {};
+  return node_->Metrics();
 }
 
 void LookupQueries::OnCall(const CallKey& call, const std::string&, const Fields&, Deadline) {
@@ -95,6 +106,9 @@ absl::StatusOr<std::shared_ptr<LookupHandle>> LookupQueries::Add(LookupConsumer:
     KVFERRY_ASSIGN_OR_RETURN(request.tokens, SelectTokens(*request.tokens, request.roi));
   }
   const MutexLock lock(&mutex_);
+  // The node is going or gone, and nobody would end another one. No handle that is done(): who asks
+  // again in on_done would never get out of it.
+  if (closing_) return Closed();
   if (queries_.size() >= kMaxQueries) {
     return absl::ResourceExhaustedError(
         absl::StrCat("lookup: ", queries_.size(), " lookups are under way"));
@@ -168,7 +182,7 @@ LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t 
     producer.error = ErrorOf(index, status);
   }
   producer.refused = IsFinal(status);
-  if (closing_) return End(id, absl::CancelledError("the lookup buffer was closed"));
+  if (closing_) return End(id, Closed());
   if (std::all_of(query.producers.begin(), query.producers.end(),
                   [](const Producer& p) { return p.refused; })) {
     return End(id, producer.error);
@@ -353,7 +367,7 @@ void LookupQueries::OnTaken(uint64_t id, const absl::StatusOr<Fields>& reply) {
 LookupQueries::Ended LookupQueries::OnTakenLocked(uint64_t id, Query& query,
                                                   const absl::StatusOr<uint64_t>& taken) {
   if (taken.ok() && *taken == 1) return End(id, absl::OkStatus());
-  if (closing_) return End(id, absl::CancelledError("the lookup buffer was closed"));
+  if (closing_) return End(id, Closed());
   if (taken.ok() && !query.cancelled) {
     LookOn(query);
     return {};
@@ -403,11 +417,19 @@ void LookupQueries::Unask(Producer& producer, size_t index) {
 }
 
 LookupQueries::Ended LookupQueries::End(uint64_t id, const absl::Status& status) {
-  const auto query = std::move(queries_.extract(id).mapped());
+  std::shared_ptr<Query> query = std::move(queries_.extract(id).mapped());
   if (!closing_) {
     for (size_t i = 0; i < query->producers.size(); ++i) Unask(query->producers[i], i);
   }
-  return {query->handle, status, std::move(query->result)};
+  return {std::move(query), status};
+}
+
+void LookupQueries::Ended::Finish() {
+  if (query == nullptr) return;
+  const std::shared_ptr<LookupHandle> handle = query->handle;
+  LookupResult result = std::move(query->result);
+  query = nullptr;  // First: what `allocate` holds is free when the handle is done().
+  handle->Finish(status, std::move(result));
 }
 
 void LookupQueries::Cancel(uint64_t id) {
@@ -424,8 +446,12 @@ void LookupQueries::Cancel(uint64_t id) {
     // A fetch, or a question that is under way, ends it.
     if (query.state != State::kAsking && !asks_again) return;
     ended = End(id, absl::CancelledError("the lookup was cancelled"));
+    ++cancelling_;
   }
   ended.Finish();
+  const MutexLock lock(&mutex_);
+  --cancelling_;
+  cancelled_.NotifyAll();
 }
 
 void LookupQueries::TickOne(uint64_t id, const std::shared_ptr<Query>& query, Deadline now,

@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
+#include "base/close_once.h"
 #include "base/mutex.h"
 #include "connector/lookup_consumer.h"
 #include "connector/lookup_handle.h"
@@ -61,7 +62,7 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   void Close();
   absl::StatusOr<std::shared_ptr<LookupHandle>> Add(LookupConsumer::Request request);
   void Cancel(uint64_t id);
-  const Node& node() const { return *node_; }
+  std::vector<std::pair<std::string, int64_t>> Metrics() const;
 
   // CallHandler; a consumer serves nothing.
   void OnCall(const CallKey& call, const std::string& function, const Fields& args,
@@ -96,15 +97,12 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
     int64_t backoff_ms = 0;
     Deadline take_by{};
   };
-  // To be finished outside of the lock.
+  // To be finished, and let go of, outside of the lock: what the request holds may call back.
   struct Ended {
-    std::shared_ptr<LookupHandle> handle;
+    std::shared_ptr<Query> query;
     absl::Status status;
-    LookupResult result;
 
-    void Finish() {
-      if (handle != nullptr) handle->Finish(status, std::move(result));
-    }
+    void Finish();
   };
 
   // What a tick finds to do outside of the lock, and when to tick again.
@@ -149,11 +147,15 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   Ended End(uint64_t id, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const LookupConsumer::Options options_;
+  CloseOnce close_once_;
   std::unique_ptr<Node> owned_node_;
-  Node* node_ = nullptr;  // The same, also while it is being destroyed.
+  // The same, also while it is being destroyed: then its own thread alone uses it.
+  Node* node_ = nullptr;
 
-  Mutex mutex_;
+  mutable Mutex mutex_;
+  CondVar cancelled_;
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;
+  int64_t cancelling_ ABSL_GUARDED_BY(mutex_) = 0;  // Calls that finish a handle.
   uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;
   absl::flat_hash_map<uint64_t, std::shared_ptr<Query>> queries_ ABSL_GUARDED_BY(mutex_);
 };

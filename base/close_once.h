@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdint>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "base/clock.h"
+#include "base/mutex.h"
+
+namespace kvferry {
+
+// For what several threads may close at once: one of them does, and the others return when it has.
+class CloseOnce {
+ public:
+  // Calls `close`, which must not throw, in the first call of all. Where that is under way on this
+  // very thread, as in what it calls back, returns at once.
+  template <typename Close>
+  void Run(const Close& close) {
+    if (!Begin()) return;
+    close();
+    const MutexLock lock(&mutex_);
+    closed_ = true;
+    changed_.NotifyAll();  // Under the lock: who hears of it may destroy this.
+  }
+
+ private:
+  static constexpr int64_t kLookAgainMs = 1000;
+
+  // False when it was closed, here or by another thread.
+  bool Begin() {
+    const MutexLock lock(&mutex_);
+    const std::thread::id self = std::this_thread::get_id();
+    if (closer_ == std::thread::id()) {
+      closer_ = self;
+      return true;
+    }
+    // As long as the closing takes, which is bounded.
+    while (!closed_ && closer_ != self) changed_.WaitUntil(&mutex_, DeadlineInMs(kLookAgainMs));
+    return false;
+  }
+
+  Mutex mutex_;
+  CondVar changed_;
+  std::thread::id closer_ ABSL_GUARDED_BY(mutex_);  // None before.
+  bool closed_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace kvferry

@@ -1,0 +1,153 @@
+// Lookup buffers that are closed: by several threads, and while callbacks ask for more.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <functional>
+#include <future>
+#include <optional>
+#include <thread>
+
+#include "tests/support/control_relay.h"
+#include "tests/support/lookup_buffers.h"
+#include "transport/command_queue.h"
+
+namespace kvferry {
+namespace {
+
+using Tokens = std::vector<int32_t>;
+using Pages = std::vector<int64_t>;
+using Code = absl::StatusCode;
+using Heard = ControlRelay::Heard;
+using Verdict = ControlRelay::Verdict;
+constexpr uint64_t kTheirs = 11, kOurs = 22;
+const Tokens kTokens = {1, 2, 3};
+
+class LookupClosing : public testing::Test {
+ protected:
+  std::unique_ptr<LookupConsumer> Consumer(const std::string& producer) const {
+    return Must(LookupConsumer::Create(ConsumerOptions(pool_, {producer})));
+  }
+  // What a callback of the consumer asks for while it is closed.
+  void AskAgain() {
+    ++num_done_;
+    LookupConsumer::Request request = Lookup(kTokens, {5});
+    request.on_done = [this] { AskAgain(); };
+    asked_again_ = used_->DropSelect(std::move(request)).status();
+  }
+  std::shared_ptr<LookupHandle> AskWhoAsksAgain() {
+    LookupConsumer::Request request = Lookup(kTokens, {7});
+    request.on_done = [this] { AskAgain(); };
+    return Must(used_->DropSelect(std::move(request)));
+  }
+
+  const std::shared_ptr<KvPool> their_pool_ = MakePatternPool(SmallLayout(), 16, kTheirs);
+  const std::shared_ptr<KvPool> pool_ = MakePatternPool(SmallLayout(), 16, kOurs);
+  std::unique_ptr<LookupProducer> producer_ =
+      Must(LookupProducer::Create(ProducerOptions(their_pool_)));
+  int num_done_ = 0;
+  absl::Status asked_again_;
+  Latch reached_;
+  // A judge uses what stands above.
+  std::optional<ControlRelay> relay_;
+  std::unique_ptr<LookupConsumer> consumer_;
+  LookupConsumer* used_ = nullptr;  // The same, also while it is being destroyed.
+};
+
+// ---------------------------------------------------------------- consumers
+
+// How far a lookup has come.
+enum class At { kAsking, kFetching, kTaking };
+
+class LookupClosingAt : public LookupClosing, public testing::WithParamInterface<At> {
+ protected:
+  static bool IsReached(const Heard& heard) {
+    if (GetParam() == At::kAsking) return heard.function() == kLookupFunction;
+    if (GetParam() == At::kTaking) return heard.function() == kLookupTakeFunction;
+    return std::holds_alternative<FetchMsg>(heard.message.body);
+  }
+};
+
+TEST_P(LookupClosingAt, WhoAsksAgainIsRefused) {
+  Must(producer_->Insert(kTokens, std::nullopt, Pages{3}, Soon()));
+  relay_.emplace(producer_->address(), [this](Heard& heard) {
+    if (!IsReached(heard)) return Verdict::kPass;
+    reached_.Open();
+    return Verdict::kDrop;
+  });
+  consumer_ = Consumer(relay_->address());
+  used_ = consumer_.get();
+  const auto lookup = AskWhoAsksAgain();
+  const auto other = Must(used_->DropSelect(Lookup(Tokens{9}, {9})));
+  ASSERT_TRUE(reached_.Wait(Soon()));
+  consumer_.reset();
+  EXPECT_TRUE(Fails(lookup->status(), Code::kCancelled));
+  EXPECT_TRUE(Fails(other->status(), Code::kCancelled));
+  EXPECT_TRUE(Fails(asked_again_, Code::kCancelled, "closed"));
+  EXPECT_EQ(num_done_, 1);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, LookupClosingAt,
+                         testing::Values(At::kAsking, At::kFetching, At::kTaking));
+
+TEST_F(LookupClosing, AnEntryIsFoundWhileTheConsumerCloses) {
+  Must(producer_->Insert(kTokens, std::nullopt, Pages{3}, Soon()));
+  consumer_ = Consumer(producer_->address());
+  used_ = consumer_.get();
+  LookupConsumer::Request request = Lookup(kTokens, {});
+  request.allocate = [this](int64_t) -> absl::StatusOr<Pages> {
+    reached_.Open();
+    EXPECT_TRUE(WaitFor([this] { return used_->Metrics().empty(); }, Soon()));
+    AskAgain();
+    return Pages{7};
+  };
+  const auto lookup = Must(used_->DropSelect(std::move(request)));
+  ASSERT_TRUE(reached_.Wait(Soon()));
+  consumer_.reset();
+  EXPECT_TRUE(Fails(lookup->status(), Code::kCancelled));
+  EXPECT_TRUE(Fails(asked_again_, Code::kCancelled, "closed"));
+  // And nothing is lost.
+  EXPECT_TRUE(WaitFor([this] { return producer_->num_entries() == 1; }, Soon()));
+}
+
+TEST_F(LookupClosing, AClosedConsumerRefuses) {
+  consumer_ = Consumer(producer_->address());
+  consumer_->Close();
+  EXPECT_TRUE(Fails(consumer_->DropSelect(Lookup(kTokens, {7})), Code::kCancelled, "closed"));
+  EXPECT_TRUE(consumer_->Metrics().empty());
+  consumer_->Close();
+}
+
+// It uses the consumer, perhaps.
+TEST_F(LookupClosing, AConsumerIsThereUntilItsCallbacksAreThrough) {
+  consumer_ = Consumer(producer_->address());
+  std::atomic<bool> destroyed = false;
+  LookupConsumer::Request request = Lookup(kTokens, {7});
+  request.on_done = [&] {
+    reached_.Open();
+    EXPECT_FALSE(WaitFor([&] { return destroyed.load(); }, DeadlineInMs(500)));
+  };
+  const auto lookup = Must(consumer_->DropSelect(std::move(request)));
+  std::thread cancelling([&] { lookup->Cancel(); });
+  EXPECT_TRUE(reached_.Wait(Soon()));
+  consumer_.reset();
+  destroyed = true;
+  cancelling.join();
+}
+
+// What a request holds may end other lookups when it goes.
+TEST_F(LookupClosing, WhatARequestHoldsMayCallBack) {
+  consumer_ = Consumer(producer_->address());
+  const auto other = Must(consumer_->DropSelect(Lookup(Tokens{9}, {9})));
+  LookupConsumer::Request request = Lookup(kTokens, {});
+  request.allocate = [held = std::shared_ptr<void>(nullptr, [other](void*) { other->Cancel(); })](
+                         int64_t) -> absl::StatusOr<Pages> { return Pages{7}; };
+  const auto lookup = Must(consumer_->DropSelect(std::move(request)));
+  auto cancelling = std::async(std::launch::async, [&] { lookup->Cancel(); });
+  ASSERT_EQ(cancelling.wait_for(std::chrono::seconds(20)), std::future_status::ready);
+  EXPECT_TRUE(Fails(lookup->status(), Code::kCancelled));
+  EXPECT_TRUE(Fails(other->status(), Code::kCancelled));
+}
+
+}  // namespace
+}  // namespace kvferry
