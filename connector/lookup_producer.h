@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
+#include "base/close_once.h"
 #include "base/config.h"
 #include "base/mutex.h"
 #include "connector/copy_pages.h"
@@ -90,7 +91,8 @@ class LookupProducer {
   std::vector<GoneEntry> TakeGone();
 
   // Drops all entries, cancels inserts and lookups that wait, and ends transfers, within bounded
-  // time. After it no page is read any more.
+  // time. After it no page is read any more. Called on several threads, it returns on each of them
+  // when that is done.
   void Close();
 
   int64_t num_entries() const { return table_->num_entries(); }
@@ -120,6 +122,7 @@ class LookupProducer {
   const std::shared_ptr<LookupTable> table_;
   const std::shared_ptr<CopyPages> copies_;
   const std::shared_ptr<Gone> gone_ = std::make_shared<Gone>();
+  CloseOnce close_once_;
   LookupService service_;
   std::string address_;
 

@@ -149,5 +149,72 @@ TEST_F(LookupClosing, WhatARequestHoldsMayCallBack) {
   EXPECT_TRUE(Fails(other->status(), Code::kCancelled));
 }
 
+// ---------------------------------------------------------------- producers
+
+// Whoever hears that it is closed may use the pages again, and the address.
+TEST_F(LookupClosing, ASecondThreadThatClosesWaitsForTheFirst) {
+  LookupProducer::Options options = ProducerOptions(their_pool_);
+  const std::string address = producer_->address();
+  options.config.listen_port = std::stoi(address.substr(address.rfind(':') + 1));
+  Must(producer_->Insert(kTokens, std::nullopt, Pages{3}, Soon()));
+  consumer_ = Consumer(address);
+  Latch go_on;
+  LookupConsumer::Request request = Lookup(kTokens, {});
+  // Nor does it answer the producer's goodbye meanwhile, which is waited for.
+  request.allocate = [&](int64_t) -> absl::StatusOr<Pages> {
+    reached_.Open();
+    EXPECT_TRUE(go_on.Wait(Soon()));
+    return Pages{7};
+  };
+  const auto lookup = Must(consumer_->DropSelect(std::move(request)));
+  ASSERT_TRUE(reached_.Wait(Soon()));
+  std::thread closing([&] { producer_->Close(); });
+  const auto has_node = [&] { return producer_->Metrics().size() > 4; };
+  EXPECT_TRUE(WaitFor([&] { return !has_node(); }, Soon()));
+  producer_->Close();
+  EXPECT_EQ(producer_->TakeGone().size(), 1);
+  EXPECT_TRUE(IsOk(LookupProducer::Create(options).status()));
+  go_on.Open();
+  closing.join();
+}
+
+TEST_F(LookupClosing, ManyCloseBesideThoseWhoInsert) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) {
+    threads.emplace_back([this, i] {
+      absl::Status status;
+      while (status.ok()) {
+        status = producer_->Insert(Tokens{i}, std::nullopt, Pages{i}, Soon()).status();
+      }
+      EXPECT_TRUE(Fails(status, Code::kCancelled, "closed"));
+    });
+  }
+  ASSERT_TRUE(WaitFor([&] { return producer_->num_entries() > 16; }, Soon()));
+  for (int i = 0; i < 3; ++i) {
+    threads.emplace_back([this] {
+      producer_->Close();
+      EXPECT_EQ(producer_->num_entries(), 0);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  producer_ = nullptr;
+}
+
+// They try again, so many that one of them is always under way.
+TEST_F(LookupClosing, ClosingDoesNotWaitForInsertsThatComeLater) {
+  const Tokens tokens(kMaxLookupTokens, 1);
+  std::atomic<bool> closed = false;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 24; ++i) {
+    threads.emplace_back([&] {
+      while (!closed) producer_->Insert(tokens, std::nullopt, Pages{1}, Soon()).IgnoreError();
+    });
+  }
+  auto closing = std::async(std::launch::async, [&] { producer_->Close(); });
+  EXPECT_EQ(closing.wait_for(std::chrono::seconds(5)), std::future_status::ready);
+  closed = true;
+  for (std::thread& thread : threads) thread.join();
+}
+
 }  // namespace
 }  // namespace kvferry
