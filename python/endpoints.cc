@@ -16,9 +16,9 @@
 #include "connector/prefill_endpoint.h"
 #include "connector/tensor_parallel.h"
 #include "pool/kv_pool.h"
+#include "python/closable.h"
 #include "python/convert.h"
 #include "python/gil.h"
-#include "python/maker.h"
 #include "python/status_error.h"
 #include "transport/ticket.h"
 
@@ -33,44 +33,23 @@ using PoolPtr = std::shared_ptr<KvPool>;
 // (first head, total) or (first head, count), and (index, of).
 using Pair = std::pair<int64_t, int64_t>;
 
-// An endpoint that can be closed early; using it afterwards is an error, not a crash.
 template <typename Endpoint>
-class Closable {
+class PyEndpoint : public Closable<Endpoint> {
  public:
-  Closable(const PoolPtr& pool, const Config& config, const std::string& model,
-           const std::string& name, Pair heads, bool converts_pages, std::vector<float> scales,
-           bool accept_pushes = false)
-      : endpoint_(
-            LeftByForks(Value(Endpoint::Create(ForAnyThread(pool), {config,
-                                                                    model,
-                                                                    name,
-                                                                    accept_pushes,
-                                                                    {heads.first, heads.second},
-                                                                    converts_pages,
-                                                                    std::move(scales)})))) {}
-  Closable(const Closable&) = delete;
-  Closable& operator=(const Closable&) = delete;
-  ~Closable() { Close(); }
-
-  // Call with the GIL held. The result outlives a Close() on another thread.
-  std::shared_ptr<Endpoint> get() const {
-    maker_.CheckIsHere("endpoints");
-    if (endpoint_ == nullptr)
-      throw StatusError(absl::FailedPreconditionError("the endpoint is closed"));
-    return endpoint_;
-  }
-  void Close() {
-    std::shared_ptr<Endpoint> endpoint = std::move(endpoint_);
-    const ReleasedGil nogil;  // Joins the progress thread.
-    endpoint.reset();
-  }
-
- private:
-  const Maker maker_;
-  std::shared_ptr<Endpoint> endpoint_;
+  PyEndpoint(const PoolPtr& pool, const Config& config, const std::string& model,
+             const std::string& name, Pair heads, bool converts_pages, std::vector<float> scales,
+             bool accept_pushes = false)
+      : Closable<Endpoint>(Value(Endpoint::Create(ForAnyThread(pool), {config,
+                                                                       model,
+                                                                       name,
+                                                                       accept_pushes,
+                                                                       {heads.first, heads.second},
+                                                                       converts_pages,
+                                                                       std::move(scales)})),
+                           "endpoint") {}
 };
-using Prefill = Closable<PrefillEndpoint>;
-using Decode = Closable<DecodeEndpoint>;
+using Prefill = PyEndpoint<PrefillEndpoint>;
+using Decode = PyEndpoint<DecodeEndpoint>;
 
 void TakeBack(const Prefill& self, absl::Status (PrefillEndpoint::*how)(uint64_t, Deadline),
               uint64_t lease_id, int64_t timeout_ms) {
@@ -237,7 +216,9 @@ void BindPrefill(nb::module_& module) {
       .def(
           "metrics", [](const Prefill& self) { return MetricsDict(*self.get()); },
           nb::sig("def metrics(self) -> dict[str, int]"))
-      .def("close", &Prefill::Close, "Ends all transfers and joins the progress thread.");
+      .def(
+          "close", [](Prefill& self) { self.Close(); },
+          "Ends all transfers and joins the progress thread.");
 }
 
 void BindDecode(nb::module_& module) {
@@ -323,7 +304,9 @@ void BindDecode(nb::module_& module) {
       .def(
           "metrics", [](const Decode& self) { return MetricsDict(*self.get()); },
           nb::sig("def metrics(self) -> dict[str, int]"))
-      .def("close", &Decode::Close, "Ends all fetches and joins the progress thread.");
+      .def(
+          "close", [](Decode& self) { self.Close(); },
+          "Ends all fetches and joins the progress thread.");
 }
 
 void BindTensorParallel(nb::module_& module) {

@@ -268,8 +268,9 @@ void BindCommon(nb::module_& module) {
            "timeout_ms"_a = kStoreTimeoutMs,
            "Fills pages of a pool; for each None or the error, which is not raised.")
       .def("stats", &StatsDict, nb::sig("def stats(self) -> dict[str, int]"))
-      .def("close", &PyStore::Close, nb::call_guard<ReleasedGil>(),
-           "Calls that are under way end as if it were open; later ones fail.")
+      .def(
+          "close", [](PyStore& self) { self.Close(); },
+          "Calls that are under way end as if it were open; later ones fail.")
       .def_prop_ro("name", [](const PyStore& self) { return std::string(self.get()->name()); })
       .def_prop_ro("max_value_bytes",
                    [](const PyStore& self) { return self.get()->max_value_bytes(); });

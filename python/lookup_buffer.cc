@@ -24,10 +24,10 @@
 #include "connector/kv_tensors.h"
 #include "connector/lookup_consumer.h"
 #include "connector/lookup_producer.h"
+#include "python/closable.h"
 #include "python/convert.h"
 #include "python/gil.h"
 #include "python/kv_store.h"
-#include "python/maker.h"
 #include "python/status_error.h"
 #include "transport/command_queue.h"
 
@@ -57,36 +57,7 @@ std::vector<std::byte> ToHidden(const HiddenInput& hidden) {
   return {data, data + hidden->shape(0)};
 }
 
-// Closed by close() or with its last owner; calls under way go on with theirs.
-template <typename T>
-class Closable {
- public:
-  explicit Closable(std::unique_ptr<T> made) : made_(LeftByForks(std::move(made))) {}
-  Closable(const Closable&) = delete;
-  Closable& operator=(const Closable&) = delete;
-  ~Closable() { Close(); }
-
-  // With the GIL held, as Close().
-  std::shared_ptr<T> get() const {
-    maker_.CheckIsHere("lookup buffers");
-    if (made_ == nullptr) {
-      throw StatusError(absl::FailedPreconditionError("the lookup buffer is closed"));
-    }
-    return made_;
-  }
-  void Close() {
-    std::shared_ptr<T> made = std::move(made_);
-    const ReleasedGil nogil;  // Joins a thread.
-    if constexpr (requires { made->Close(); }) {
-      if (made != nullptr && maker_.IsHere()) made->Close();  // So that inserts that wait end.
-    }
-    made.reset();
-  }
-
- private:
-  const Maker maker_;
-  std::shared_ptr<T> made_;
-};
+constexpr char kWhat[] = "lookup buffer";
 using Producer = Closable<LookupProducer>;
 
 // ---------------------------------------------------------------- producer
@@ -163,7 +134,7 @@ void BindProducer(nb::module_& module) {
             options.partition = partition;
             options.reply_lease_ms = reply_lease_ms;
             options.copy_pages = copy_pages;
-            new (self) Producer(Value(LookupProducer::Create(options)));
+            new (self) Producer(Value(LookupProducer::Create(options)), kWhat);
           },
           nb::kw_only(), "pool"_a, "config"_a, "model"_a, "name"_a = "", "max_bytes"_a,
           "partition"_a = 0, "reply_lease_ms"_a = 5000, "copy_pages"_a = 0)
@@ -252,6 +223,8 @@ struct ConsumerParts {
   std::shared_ptr<KvPool> pool;
   std::shared_ptr<CopyPages> copies;
   std::unique_ptr<LookupConsumer> consumer;
+
+  void Close() { consumer->Close(); }
 };
 using Consumer = Closable<ConsumerParts>;
 
@@ -382,7 +355,7 @@ void BindConsumer(nb::module_& module) {
             options.producers = producers;
             options.partition = partition;
             parts->consumer = Value(LookupConsumer::Create(options));
-            new (self) Consumer(std::move(parts));
+            new (self) Consumer(std::move(parts), kWhat);
           },
           nb::kw_only(), "pool"_a, "config"_a, "model"_a, "name"_a = "", "producers"_a,
           "partition"_a = 0, "copy_pages"_a = 0)

@@ -19,11 +19,11 @@ namespace kvferry {
 class Maker {
  public:
   bool IsHere() const { return pid_ == getpid(); }
-  // Raises FAILED_PRECONDITION in any other process; `what` is plural.
+  // Raises FAILED_PRECONDITION in any other process; `what` takes an s.
   void CheckIsHere(const char* what) const {
     if (IsHere()) return;
     throw StatusError(absl::FailedPreconditionError(
-        absl::StrCat("made in process ", pid_, "; ", what, " do not survive a fork")));
+        absl::StrCat("made in process ", pid_, "; ", what, "s do not survive a fork")));
   }
 
  private:

@@ -14,10 +14,10 @@
 #include "connector/store/remote_store.h"
 #include "connector/store/store_server.h"
 #include "pool/kv_pool.h"
+#include "python/closable.h"
 #include "python/convert.h"
-#include "python/gil.h"
 #include "python/kv_store.h"
-#include "python/maker.h"
+#include "python/status_error.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
@@ -25,33 +25,7 @@ using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
 namespace kvferry {
 namespace {
 
-// Closed by close() or with its last owner; calls under way go on with theirs.
-class PyServer {
- public:
-  explicit PyServer(std::unique_ptr<StoreServer> server)
-      : server_(LeftByForks(std::move(server))) {}
-  PyServer(const PyServer&) = delete;
-  PyServer& operator=(const PyServer&) = delete;
-  ~PyServer() { Close(); }
-
-  // With the GIL held, as Close().
-  std::shared_ptr<StoreServer> get() const {
-    maker_.CheckIsHere("store servers");
-    if (server_ == nullptr) {
-      throw StatusError(absl::FailedPreconditionError("store server: it is closed"));
-    }
-    return server_;
-  }
-  void Close() {
-    std::shared_ptr<StoreServer> server = std::move(server_);
-    const ReleasedGil nogil;  // Joins threads.
-    server.reset();
-  }
-
- private:
-  const Maker maker_;
-  std::shared_ptr<StoreServer> server_;
-};
+using PyServer = Closable<StoreServer>;
 
 void BindRemote(nb::module_& module) {
   using PyRemoteStore = PyStoreOf<RemoteStore>;
@@ -87,7 +61,7 @@ void BindServer(nb::module_& module) {
             if (tiered != nullptr) {
               options.tiered = std::dynamic_pointer_cast<TieredStore>(tiered->get());
             }
-            new (self) PyServer(Value(StoreServer::Create(std::move(options))));
+            new (self) PyServer(Value(StoreServer::Create(std::move(options))), "store server");
           },
           "host"_a, "config"_a, "model"_a, "name"_a = "", "tiered"_a = nb::none(),
           "Listens on config.listen_host:listen_port. `tiered` has `host` as its upper tier, and "

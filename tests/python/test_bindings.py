@@ -605,6 +605,59 @@ def test_ranks_share_heads_out():
     decode.close()
 
 
+# ---------------------------------------------------------------- closing
+
+
+class Closing(Owner):
+    """Buffers whose end, when what has their pool is closed, takes as long as a test wants."""
+
+    def __init__(self, arrays):
+        super().__init__(arrays)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.close = None
+
+    def __del__(self):
+        self.begun.set()
+        self.go_on.wait(20)
+        self.close()  # Again, on the thread that is closing it.
+
+
+def make_closable(kind, pool):
+    options = {"pool": pool, "config": make_config(), "model": MODEL}
+    nobody = "tcp://127.0.0.1:1"
+    if kind == "LookupProducer":
+        return kvferry.LookupProducer(max_bytes=1 << 20, **options)
+    if kind == "LookupConsumer":
+        return kvferry.LookupConsumer(producers=[nobody], **options)
+    if kind == "RemoteStore":
+        return kvferry.RemoteStore(nobody, **options)
+    return getattr(kvferry, kind)(**options)
+
+
+# Whoever closed it takes the memory for its own again, and may have been the second to ask.
+@pytest.mark.parametrize(
+    "kind",
+    ["PrefillEndpoint", "DecodeEndpoint", "LookupProducer", "LookupConsumer", "RemoteStore"],
+)
+def test_a_second_thread_that_closes_waits_for_the_first(kind):
+    arrays = Closing(numpy_buffers())
+    begun, go_on = arrays.begun, arrays.go_on
+    pool = adopt(arrays)
+    closable = make_closable(kind, pool)
+    arrays.close = closable.close
+    del arrays, pool
+    closing = [threading.Thread(target=closable.close, daemon=True) for _ in range(2)]
+    closing[0].start()
+    assert begun.wait(20)
+    closing[1].start()
+    closing[1].join(0.3)
+    assert closing[1].is_alive()
+    go_on.set()
+    for thread in closing:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 # ---------------------------------------------------------------- forks
 
 # What has threads or connections, and a call of each.
