@@ -220,7 +220,7 @@ class MooncakeStore:
         self._store = module.MooncakeDistributedStore()
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(("puts", "hits", "misses", "errors"), 0)
-        self._closed = False
+        self._closed, self._left = False, threading.Event()
         # What Mooncake writes still though the callers have gone, at most one a staging buffer.
         self._late_writes: dict[Future, frozenset[str]] = {}
         self._threads = _Threads(staging_buffers)
@@ -613,15 +613,22 @@ class MooncakeStore:
         return {**unknown, "evictions": 0, **counts}
 
     def close(self) -> None:
-        """Waits for calls that are under way, then leaves Mooncake. Again: does nothing.
+        """Waits for calls that are under way, then leaves Mooncake. Again: waits for the first.
 
         One that hangs in Mooncake is waited for CLOSE_S: then Mooncake is not left, and the memory
         that it was given stays, as long as the call that holds this object.
         """
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+            closes, self._closed = not self._closed, True
+        if not closes:
+            self._left.wait(CLOSE_S)  # Longer no other thread takes for it.
+            return
+        try:
+            self._leave()
+        finally:
+            self._left.set()
+
+    def _leave(self) -> None:
         deadline = time.monotonic() + CLOSE_S
         self._threads.end()
         if self._threads.have_ended(deadline):

@@ -427,12 +427,16 @@ def test_mooncake_calls_that_are_under_way_end_before_it_is_left(monkeypatch):
     store = store_on(fake, monkeypatch)
     with pytest.raises(kvferry.DeadlineExceeded):
         store.exists(["a"], timeout_ms=10)
-    closing = threading.Thread(target=store.close)
-    closing.start()
-    time.sleep(0.1)
+    closing = [threading.Thread(target=store.close) for _ in range(2)]
+    for thread in closing:
+        thread.start()
+    for thread in closing:  # Neither returns before.
+        thread.join(0.1)
+        assert thread.is_alive()
     assert not fake.closed
     fake.let_go.set()
-    closing.join()
+    for thread in closing:
+        thread.join()
     assert fake.closed
 
 
