@@ -1,5 +1,6 @@
 #include "connector/lookup_producer.h"
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
 #include "connector/kv_tensors.h"
@@ -165,10 +166,10 @@ absl::StatusOr<uint64_t> LookupProducer::Insert(std::span<const int32_t> tokens,
     gone->entries.push_back({left.id, left.fetched});
   };
   const uint64_t id = entry->id;
-  const absl::Status status = Keep(std::move(selected), entry, deadline);
-  if (status.ok()) return id;
-  entry->on_gone = nullptr;  // It was never in.
-  return status;
+  absl::Cleanup never_in = [&] { entry->on_gone = nullptr; };
+  KVFERRY_RETURN_IF_ERROR(Keep(std::move(selected), entry, deadline));
+  std::move(never_in).Cancel();
+  return id;
 }
 
 absl::Status LookupProducer::InsertTensors(std::span<const int32_t> tokens,
@@ -186,8 +187,11 @@ absl::Status LookupProducer::InsertTensors(std::span<const int32_t> tokens,
   // Before it waits for pages.
   KVFERRY_RETURN_IF_ERROR(table_->CheckInsert(selected, BytesOf(num_pages, hidden.size())));
   KVFERRY_ASSIGN_OR_RETURN(auto entry, NewEntry(std::move(hidden)));
+  std::function<void(const LookupEntry&)> free = [copies = copies_](const LookupEntry& left) {
+    copies->Free(left.pages);
+  };
   KVFERRY_ASSIGN_OR_RETURN(entry->pages, copies_->Allocate(num_pages, deadline));
-  entry->on_gone = [copies = copies_](const LookupEntry& left) { copies->Free(left.pages); };
+  entry->on_gone = std::move(free);
   KVFERRY_RETURN_IF_ERROR(CopyTensorsToPages(key, value, num_tokens, pool, entry->pages));
   return Keep(std::move(selected), entry, deadline);
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/random.h"
 #include "base/slab.h"
@@ -122,7 +123,10 @@ absl::StatusOr<std::shared_ptr<LookupHandle>> LookupQueries::Add(LookupConsumer:
   query->request = std::move(request);
   query->producers.resize(options_.producers.size());
   queries_.emplace(id, query);
+  // Where there is no memory: an entry that is found for it nevertheless goes back with its lease.
+  absl::Cleanup never_asked = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { queries_.erase(id); };
   for (size_t i = 0; i < query->producers.size(); ++i) Ask(id, *query, i);
+  std::move(never_asked).Cancel();
   return query->handle;
 }
 

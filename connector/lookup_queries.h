@@ -4,11 +4,11 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
@@ -157,7 +157,8 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;
   int64_t cancelling_ ABSL_GUARDED_BY(mutex_) = 0;  // Calls that finish a handle.
   uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;
-  absl::flat_hash_map<uint64_t, std::shared_ptr<Query>> queries_ ABSL_GUARDED_BY(mutex_);
+  // Abseil's maps are broken by an insert that finds no memory.
+  std::unordered_map<uint64_t, std::shared_ptr<Query>> queries_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace kvferry

@@ -118,7 +118,8 @@ void LookupService::OnCallDropped(const CallKey& call) {
   table_->Withdraw(query);
 }
 
-void LookupService::Answer(const CallKey& call, uint64_t lease_id, absl::StatusOr<Taken> taken) {
+void LookupService::Answer(const CallKey& call, uint64_t lease_id,
+                           absl::StatusOr<Taken> taken) noexcept {
   if (taken.ok()) return node().Reply(call, Lease(call, lease_id, *std::move(taken)));
   {
     const MutexLock lock(&mutex_);

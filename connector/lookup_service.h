@@ -92,7 +92,9 @@ class LookupService : public LeaseSource, public CallHandler {
   absl::Status Lookup(const CallKey& call, const Fields& args, Deadline deadline);
   absl::Status LookupTake(const CallKey& call, const Fields& args);
   absl::Status LookupBack(const CallKey& call, const Fields& args);
-  void Answer(const CallKey& call, uint64_t lease_id, absl::StatusOr<Taken> taken);
+  // Ends the process where there is no memory, also on a thread that inserts: it would be told that
+  // its entry is not in, and could not be told whether a consumer reads it.
+  void Answer(const CallKey& call, uint64_t lease_id, absl::StatusOr<Taken> taken) noexcept;
   // Takes the entry only when it returns OK.
   absl::Status TryLease(const CallKey& call, uint64_t lease_id, Taken& taken);
   absl::StatusOr<Fields> Lease(const CallKey& call, uint64_t lease_id, Taken taken);

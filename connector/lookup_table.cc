@@ -1,6 +1,7 @@
 #include "connector/lookup_table.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -64,73 +65,78 @@ void LookupTable::GiveBack(int64_t bytes) {
   changed_.NotifyAll();
 }
 
-absl::Status LookupTable::WaitForRoom(Entry* entry, Deadline deadline) {
-  const int64_t bytes = entry->bytes;
-  Waiting waiting = {entry};
-  entry->waiting = &waiting;
-  const auto place = wait_for_room_.insert(wait_for_room_.end(), &waiting);
-  absl::Status status;
+absl::Status LookupTable::Keep(std::unique_ptr<Entry> entry, Deadline deadline,
+                               std::unique_ptr<Entry>* late) {
+  Entry* const kept = entry.get();
+  Waiting waiting = {kept};
+  std::list<Waiting*> place;
+  if (!wait_for_room_.empty() || !HasRoom(kept->bytes)) place.push_back(&waiting);
+  entries_.Insert(std::move(entry));  // The last that may throw.
+  if (place.empty()) {
+    bytes_ += kept->bytes;
+    return absl::OkStatus();
+  }
+  kept->waiting = &waiting;
+  wait_for_room_.splice(wait_for_room_.end(), place);
+  return WaitForRoom(std::prev(wait_for_room_.end()), deadline, late);
+}
+
+absl::Status LookupTable::WaitForRoom(std::list<Waiting*>::iterator place, Deadline deadline,
+                                      std::unique_ptr<Entry>* late) {
+  Waiting& waiting = **place;
+  const int64_t bytes = waiting.entry->bytes;
   while (waiting.entry != nullptr) {
     if (wait_for_room_.front() == &waiting && HasRoom(bytes)) {
-      entry->waiting = nullptr;
+      waiting.entry->waiting = nullptr;
       bytes_ += bytes;
       break;
     }
     if (changed_.WaitUntil(&mutex_, deadline) || Clock::now() < deadline) continue;
-    if (waiting.entry == nullptr) break;
-    Erase(entry);
-    status = absl::DeadlineExceededError(absl::StrCat("lookup: no room for an entry of ", bytes,
-                                                      " bytes in time; ", bytes_, " of ",
-                                                      options_.max_bytes, " are taken"));
+    if (waiting.entry != nullptr) *late = Erase(waiting.entry);
   }
   wait_for_room_.erase(place);
   changed_.NotifyAll();  // The next one may be served now.
-  return waiting.dropped ? Closed() : status;
+  if (waiting.dropped) return Closed();
+  if (*late == nullptr) return absl::OkStatus();
+  return absl::DeadlineExceededError(absl::StrCat("lookup: no room for an entry of ", bytes,
+                                                  " bytes in time; ", bytes_, " of ",
+                                                  options_.max_bytes, " are taken"));
 }
 
 absl::Status LookupTable::Insert(Tokens tokens, int64_t bytes, Payload payload, Deadline deadline) {
   KVFERRY_RETURN_IF_ERROR(CheckInsert(tokens, bytes));
-  mutex_.Lock();
-  if (closed_) {
-    mutex_.Unlock();
-    return Closed();
+  std::unique_ptr<Entry> late;  // Its payload goes outside of the lock.
+  std::optional<std::pair<Answer, int64_t>> query;
+  {
+    const MutexLock lock(&mutex_);
+    if (closed_) return Closed();
+    query = QueryFor(tokens);
+    if (!query) {
+      return Keep(std::make_unique<Entry>(std::move(tokens), bytes, std::move(payload)), deadline,
+                  &late);
+    }
   }
-  if (auto query = QueryFor(tokens)) {
-    mutex_.Unlock();
-    // Never kept, so there are no bytes to give back.
-    query->first(MakeTaken(std::move(tokens), query->second, std::move(payload), bytes, false));
-    return absl::OkStatus();
-  }
-  auto owned = std::make_unique<Entry>(std::move(tokens), bytes, std::move(payload));
-  Entry* const entry = owned.get();
-  entries_.Insert(std::move(owned));
-  absl::Status status;
-  if (wait_for_room_.empty() && HasRoom(bytes)) {
-    bytes_ += bytes;
-  } else {
-    status = WaitForRoom(entry, deadline);
-  }
-  mutex_.Unlock();
-  return status;
+  // Never kept, so there are no bytes to give back.
+  query->first(MakeTaken(std::move(tokens), query->second, std::move(payload), bytes, false));
+  return absl::OkStatus();
 }
 
 void LookupTable::PutBack(Taken taken) {
-  mutex_.Lock();
-  if (closed_) {
-    mutex_.Unlock();
-    return;
+  std::optional<std::pair<Answer, int64_t>> query;
+  {
+    const MutexLock lock(&mutex_);
+    if (closed_) return;
+    query = QueryFor(taken.tokens_);
+    if (!query) {
+      entries_.Insert(std::make_unique<Entry>(std::move(taken.tokens_), taken.num_bytes_,
+                                              std::move(taken.payload_)));
+      bytes_ += taken.num_bytes_;
+      // They count again, so what it held until here can go, and nothing slips in between.
+      return;
+    }
   }
-  if (auto query = QueryFor(taken.tokens_)) {
-    mutex_.Unlock();
-    taken.num_matched_ = query->second;
-    query->first(std::move(taken));
-    return;
-  }
-  bytes_ += taken.num_bytes_;
-  entries_.Insert(std::make_unique<Entry>(std::move(taken.tokens_), taken.num_bytes_,
-                                          std::move(taken.payload_)));
-  mutex_.Unlock();
-  // Its bytes count again by now, so what it held until here can go, and nothing slips in between.
+  taken.num_matched_ = query->second;
+  query->first(std::move(taken));
 }
 
 // ---------------------------------------------------------------- queries
@@ -181,26 +187,21 @@ std::optional<std::pair<LookupTable::Answer, int64_t>> LookupTable::QueryFor(
 absl::StatusOr<uint64_t> LookupTable::Ask(std::optional<Tokens> tokens, Deadline deadline,
                                           Answer answer) {
   if (tokens) KVFERRY_RETURN_IF_ERROR(CheckTokens(*tokens));
-  mutex_.Lock();
-  if (closed_) {
-    mutex_.Unlock();
-    return Closed();
+  std::optional<Taken> taken;
+  {
+    const MutexLock lock(&mutex_);
+    if (closed_) return Closed();
+    if (const auto match = Find(tokens)) {
+      taken = Remove(*match);
+    } else if (static_cast<int64_t>(queries_.size()) < options_.max_waiting) {
+      return AddQuery(tokens, deadline, std::move(answer));
+    } else {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("lookup: ", queries_.size(), " queries wait already"));
+    }
   }
-  if (const auto match = Find(tokens)) {
-    Taken taken = Remove(*match);
-    mutex_.Unlock();
-    answer(std::move(taken));
-    return 0;
-  }
-  absl::StatusOr<uint64_t> asked;
-  if (static_cast<int64_t>(queries_.size()) >= options_.max_waiting) {
-    asked = absl::ResourceExhaustedError(
-        absl::StrCat("lookup: ", queries_.size(), " queries wait already"));
-  } else {
-    asked = AddQuery(tokens, deadline, std::move(answer));
-  }
-  mutex_.Unlock();
-  return asked;
+  answer(*std::move(taken));
+  return 0;
 }
 
 uint64_t LookupTable::AddQuery(const std::optional<Tokens>& tokens, Deadline deadline,

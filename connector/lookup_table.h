@@ -82,7 +82,8 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   // Returns when the entry is kept or taken. INVALID_ARGUMENT without tokens, with too many, or
   // with negative bytes, RESOURCE_EXHAUSTED at once for one that is larger than max_bytes,
   // DEADLINE_EXCEEDED when there was no room in time, CANCELLED when the table was closed: the
-  // entry is not in the table then, and its payload is the caller's again.
+  // entry is not in the table then, and its payload is the caller's again. So it is where there is
+  // no memory and this throws; an answer for which there is none must not.
   absl::Status Insert(Tokens tokens, int64_t bytes, Payload payload, Deadline deadline);
   // What Insert() refuses at once.
   absl::Status CheckInsert(const Tokens& tokens, int64_t bytes) const;
@@ -151,7 +152,12 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   uint64_t AddQuery(const std::optional<Tokens>& tokens, Deadline deadline, Answer answer)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Answer EndQuery(uint64_t id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status WaitForRoom(Entry* entry, Deadline deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Returns with `late` where there was no room in time.
+  absl::Status Keep(std::unique_ptr<Entry> entry, Deadline deadline, std::unique_ptr<Entry>* late)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // In `place`, of wait_for_room_.
+  absl::Status WaitForRoom(std::list<Waiting*>::iterator place, Deadline deadline,
+                           std::unique_ptr<Entry>* late) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void GiveBack(int64_t bytes);
 
   const Options options_;

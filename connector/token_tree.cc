@@ -40,6 +40,25 @@ TokenTree::Node* TokenTree::Node::Child(int32_t token) const {
   return nullptr;
 }
 
+void TokenTree::Node::MakeRoom(size_t children) {
+  if (!many && few.size() + children <= kFewChildren) {
+    if (few.size() + children > few.capacity()) few.reserve(std::max(2 * few.size(), children));
+    return;
+  }
+  // A map that is at most three quarters full never grows. One that did, and found no memory, could
+  // not even be destroyed; one that finds none when it is made is none.
+  const size_t needed = num_children() + children;
+  if (many && 4 * needed <= 3 * many->capacity()) return;
+  auto more = std::make_unique<Many>(2 * needed);
+  if (many) {
+    more->insert(many->begin(), many->end());
+  } else {
+    for (const Edge& edge : few) more->emplace(edge.token, edge.child);
+    few.clear();
+  }
+  many = std::move(more);
+}
+
 void TokenTree::Node::SetChild(int32_t token, Node* child) {
   child->parent = this;
   if (many) {
@@ -49,13 +68,8 @@ void TokenTree::Node::SetChild(int32_t token, Node* child) {
   const auto found = std::ranges::find(few, token, &Edge::token);
   if (found != few.end()) {
     found->child = child;
-  } else if (few.size() < kFewChildren) {
-    few.push_back({token, child});
   } else {
-    many = std::make_unique<absl::flat_hash_map<int32_t, Node*>>();
-    for (const Edge& edge : few) many->emplace(edge.token, edge.child);
-    many->emplace(token, child);
-    few = {};
+    few.push_back({token, child});
   }
 }
 
@@ -97,15 +111,12 @@ TokenTree::Place TokenTree::Find(std::span<const int32_t> tokens) const {
   return {node, shared};
 }
 
-TokenTree::Node* TokenTree::NodeAt(const Place& place) {
+void TokenTree::Split(const Place& place, Node* upper) {
   Node* const lower = place.node;
-  if (lower->end == place.shared) return lower;
-  auto* const upper = new Node;
   upper->end = place.shared;
   upper->StandFor(lower->entry);
   lower->parent->SetChild(lower->tokens[lower->parent->end], upper);
   upper->SetChild(lower->tokens[place.shared], lower);
-  return upper;
 }
 
 void TokenTree::EndAt(Node* node, Entry* entry) {
@@ -124,16 +135,23 @@ void TokenTree::EndAt(Node* node, Entry* entry) {
 }
 
 void TokenTree::Insert(std::unique_ptr<Entry> owned) {
-  Entry* const entry = owned.release();
-  const Tokens& tokens = entry->tokens_;
+  const Tokens& tokens = owned->tokens_;
   const Place place = Find(tokens);
-  Node* node = NodeAt(place);
-  if (place.shared < tokens.size()) {
-    auto* const leaf = new Node;
+  const bool splits = place.node->end != place.shared;
+  const bool grows = place.shared < tokens.size();
+  // All the memory that it takes, before anything changes.
+  auto upper = splits ? std::make_unique<Node>() : nullptr;
+  auto leaf = grows ? std::make_unique<Node>() : nullptr;
+  Node* node = splits ? upper.get() : place.node;
+  if (splits || grows) node->MakeRoom((splits ? 1 : 0) + (grows ? 1 : 0));
+
+  if (splits) Split(place, upper.release());
+  if (grows) {
     leaf->end = tokens.size();
-    node->SetChild(tokens[place.shared], leaf);
-    node = leaf;
+    node->SetChild(tokens[place.shared], leaf.get());
+    node = leaf.release();
   }
+  Entry* const entry = owned.release();
   EndAt(node, entry);
   entry->older_ = newest_;
   (newest_ != nullptr ? newest_->newer_ : oldest_) = entry;

@@ -57,9 +57,10 @@ class TokenTree {
   TokenTree(const TokenTree&) = delete;
   TokenTree& operator=(const TokenTree&) = delete;
 
-  // An entry with at least one token. Several may have the same tokens.
+  // An entry with at least one token. Several may have the same tokens. Where there is no memory it
+  // throws and nothing has changed.
   void Insert(std::unique_ptr<Entry> entry);
-  // Of an entry that is there.
+  // Of an entry that is there. Never throws.
   std::unique_ptr<Entry> Erase(Entry* entry);
 
   // The entry of the longest match. Of entries with the same tokens the oldest; of several that go
@@ -85,13 +86,17 @@ class TokenTree {
     Entry* entry = nullptr;           // The oldest of those that end here, or any one below.
     size_t end : 63 = 0;              // Tokens up to here.
     size_t ends_here : 1 = false;     // Entries do.
-    std::vector<Edge> few;
-    std::unique_ptr<absl::flat_hash_map<int32_t, Node*>> many;
+    using Many = absl::flat_hash_map<int32_t, Node*>;
+    std::vector<Edge> few;  // Keeps its memory while there are many, for when there are few again.
+    std::unique_ptr<Many> many;
 
     void StandFor(Entry* other);
     size_t num_children() const { return many ? many->size() : few.size(); }
     Node* AnyChild() const { return many ? many->begin()->second : few.front().child; }
     Node* Child(int32_t token) const;
+    // Room for so many more, at most two: setting them cannot throw then. All that can is this.
+    void MakeRoom(size_t children);
+    // A child that there is room for, or another one in the place of one that is there.
     void SetChild(int32_t token, Node* child);
     void RemoveChild(int32_t token);
   };
@@ -103,8 +108,8 @@ class TokenTree {
     size_t shared;
   };
   Place Find(std::span<const int32_t> tokens) const;
-  // A node that ends at the place.
-  Node* NodeAt(const Place& place);
+  // Makes `upper`, which has room for it, the parent of the place's node, and end at the place.
+  static void Split(const Place& place, Node* upper);
   void EndAt(Node* node, Entry* entry);
   void LeaveNode(Entry* entry);
   // Takes a node without entries out of the tree if it is not needed; returns the last one that is.

@@ -2,12 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <future>
 #include <numeric>
 #include <thread>
 
 #include "absl/strings/match.h"
 #include "connector/kv_tensors.h"
+#include "tests/pool/failing_new.h"
 #include "tests/pool/guarded_memory.h"
 #include "tests/support/lookup_buffers.h"
 
@@ -523,6 +525,49 @@ TEST_F(LookupBuffers, BadCallsAreRefused) {
   EXPECT_EQ(producer_->num_entries(), 1);
   // And nobody fetches the first: it comes back.
   EXPECT_TRUE(WaitFor([&] { return producer_->num_entries() == 2; }, Soon()));
+}
+
+// ---------------------------------------------------------------- without memory
+
+TEST_F(LookupBuffers, AnInsertThatFindsNoMemoryChangesNothing) {
+  CallWithoutMemory(
+      [&] { EXPECT_TRUE(producer_->Insert(Tokens{1}, std::nullopt, Pages{3}, Soon()).ok()); },
+      [&] {
+        EXPECT_EQ(producer_->num_entries(), 0);
+        EXPECT_TRUE(producer_->TakeGone().empty());
+      });
+  EXPECT_TRUE(IsOk(Take(*Consumer(), Lookup(Tokens{1}, {5}))));
+}
+
+TEST_F(LookupBuffers, ACopyThatFindsNoMemoryKeepsNoPages) {
+  LookupProducer::Options options = ProducerOptions(their_pool_);
+  options.copy_pages = 1;
+  producer_ = Must(LookupProducer::Create(options));
+  const std::vector<std::byte> tensor(
+      static_cast<size_t>(Must(KvTensorBytes(their_pool_->layout(), 1))));
+  const Deadline at_once = Clock::now();
+  CallWithoutMemory(
+      [&] {
+        EXPECT_TRUE(
+            producer_->InsertTensors(Tokens{1}, std::nullopt, tensor, tensor, at_once).ok());
+      },
+      [&] { EXPECT_EQ(producer_->num_entries(), 0); });
+}
+
+// Not even where one producer has been asked by then.
+TEST_F(LookupBuffers, ALookupThatFindsNoMemoryTakesNothing) {
+  const auto other = Producer(their_pool_);
+  auto consumer = Consumer({producer_->address(), other->address()});
+  EXPECT_TRUE(Fails(Take(*consumer, Lookup(Tokens{9}, {9}, 50)), Code::kDeadlineExceeded));
+  Insert({1}, {3});
+  std::shared_ptr<LookupHandle> handle;
+  LookupConsumer::Request request = Lookup(Tokens{1}, {5});
+  std::atomic<int> num_done = 0;
+  request.on_done = [&] { ++num_done; };
+  CallWithoutMemory([&] { handle = *consumer->DropSelect(request); }, [] {});
+  EXPECT_TRUE(IsOk(handle->Wait(Soon())));
+  consumer.reset();
+  EXPECT_EQ(num_done, 1);
 }
 
 }  // namespace

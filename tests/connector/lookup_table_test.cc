@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/pool/failing_new.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 
@@ -46,6 +47,55 @@ TEST(LookupTables, AnEntryGoesToOneConsumer) {
   }
   EXPECT_EQ(table->bytes(), 0);
 }
+
+// ---------------------------------------------------------------- without memory
+
+// Whatever it needs: a first child of a node, one more of few and of many, and a place where entries part.
+TEST(LookupTables, AnInsertThatFindsNoMemoryChangesNothing) {
+  const auto table = Table(1 << 20);
+  std::vector<Tokens> entries = {{1, 2, 3}, {1, 2, 3}, {1, 2}, {1, 2, 3, 4}, {1, 5, 6}, {1, 5, 7}};
+  for (int32_t first = 2; first < 200; ++first) entries.push_back({first, first});
+  for (size_t i = 0; i < entries.size(); ++i) {
+    SCOPED_TRACE(i);
+    const auto number = Number(static_cast<int64_t>(i));
+    CallWithoutMemory([&] { ASSERT_TRUE(IsOk(table->Insert(entries[i], 1, number, Now()))); },
+                      [&] {
+                        ASSERT_EQ(table->num_entries(), i);
+                        EXPECT_EQ(table->bytes(), i);
+                        EXPECT_EQ(number.use_count(), 1);
+                      });
+  }
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const Taken taken = Must(table->TryTake(std::nullopt));
+    EXPECT_EQ(NumberOf(taken), i);
+    EXPECT_EQ(taken.tokens(), entries[i]);
+  }
+}
+
+TEST(LookupTables, AnInsertThatWaitsForRoomAndFindsNoMemoryChangesNothing) {
+  const auto table = Table(1);
+  ASSERT_TRUE(IsOk(table->Insert({1}, 1, Number(1), Now())));
+  const Deadline at_once = Now();
+  CallWithoutMemory([&] { EXPECT_FALSE(table->Insert({2}, 1, Number(2), at_once).ok()); },
+                    [&] {
+                      ASSERT_EQ(table->num_entries(), 1);
+                      EXPECT_EQ(table->bytes(), 1);
+                    });
+  EXPECT_EQ(NumberOf(Must(table->TryTake(std::nullopt))), 1);
+  EXPECT_TRUE(IsOk(table->Insert({3}, 1, Number(3), Now())));
+}
+
+// It may ask the table.
+TEST(LookupTables, WhatThereWasNoRoomForGoesOutsideOfTheLock) {
+  const auto table = Table(1);
+  ASSERT_TRUE(IsOk(table->Insert({1}, 1, Number(1), Now())));
+  int64_t seen = 0;
+  const auto asks = [&](void*) { seen = table->num_entries(); };
+  EXPECT_TRUE(Fails(table->Insert({2}, 1, LookupTable::Payload(nullptr, asks), Now()), kLate));
+  EXPECT_EQ(seen, 1);
+}
+
+// ---------------------------------------------------------------- queries and room
 
 TEST(LookupTables, WithoutTokensTheOldestGoes) {
   const auto table = Table();
