@@ -8,6 +8,8 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <cerrno>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <span>
@@ -191,7 +193,12 @@ class LookupEvents {
 
 // What Python holds of them: the progress thread must never be the last to let go of a Python object.
 struct PyEvents {
-  std::shared_ptr<LookupEvents> events = std::make_shared<LookupEvents>();
+  PyEvents() {
+    if (events->fd() >= 0) return;
+    throw StatusError(
+        absl::ResourceExhaustedError(absl::StrCat("lookup: eventfd: ", std::strerror(errno))));
+  }
+  const std::shared_ptr<LookupEvents> events = std::make_shared<LookupEvents>();
 };
 
 // Pages that a lookup fills, taken when it is known how many; back with the last owner: the lookup

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import os
+import resource
 import signal
 import threading
 import time
@@ -428,3 +429,23 @@ def test_ctrl_c_ends_a_lookup_soon_and_when_no_page_is_written_to(late):
         other.drop_select_pages([1], None, [0], timeout_ms=10000)
     assert started[0].done
     assert 0.35 < time.monotonic() - begin < 5
+
+
+def test_an_event_loop_without_file_descriptors_can_look_up_when_there_are_some(pair):
+    one, other = pair
+    one.insert([1], None, *kv(1))
+
+    async def look_up():
+        # The lowest that is free is the first that there is none of; the loop has its own by now.
+        lowest = os.dup(0)
+        os.close(lowest)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        try:
+            with pytest.raises(kvferry.ResourceExhausted, match="eventfd"):
+                await other.drop_select_async([1])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        return await other.drop_select_async([1])
+
+    assert asyncio.run(look_up()).num_matched == 1
