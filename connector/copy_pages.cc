@@ -20,17 +20,17 @@ absl::StatusOr<std::unique_ptr<CopyPages>> CopyPages::Create(int64_t num_pages,
 
 absl::Status CopyPages::WaitForTurn(int64_t count, Deadline deadline) {
   const auto place = waiting_.insert(waiting_.end(), count);
-  absl::Status status;
-  while (!closed_ && (waiting_.begin() != place || pages_->num_free() < count)) {
-    if (changed_.WaitUntil(&mutex_, deadline) || Clock::now() < deadline) continue;
-    status = absl::DeadlineExceededError(
-        absl::StrCat("lookup: ", count, " pages for a copy did not get free in time; ",
-                     pages_->num_free(), " of ", total_, " are"));
-    break;
+  bool is_late = false;
+  while (!closed_ && !is_late && (waiting_.begin() != place || pages_->num_free() < count)) {
+    is_late = !changed_.WaitUntil(&mutex_, deadline) && Clock::now() >= deadline;
   }
   waiting_.erase(place);
   changed_.NotifyAll();  // The next one may be served now.
-  return closed_ ? absl::CancelledError("lookup: the buffer was closed") : status;
+  if (closed_) return absl::CancelledError("lookup: the buffer was closed");
+  if (!is_late) return absl::OkStatus();
+  return absl::DeadlineExceededError(absl::StrCat("lookup: ", count,
+                                                  " pages for a copy did not get free in time; ",
+                                                  pages_->num_free(), " of ", total_, " are"));
 }
 
 absl::StatusOr<PageRuns> CopyPages::Allocate(int64_t count, Deadline deadline) {

@@ -8,6 +8,7 @@
 
 #include "connector/copy_pages.h"
 #include "connector/kv_tensors.h"
+#include "tests/pool/failing_new.h"
 #include "tests/pool/guarded_memory.h"
 #include "tests/support/lookup_buffers.h"
 
@@ -115,6 +116,18 @@ TEST(CopiedPages, AreHandedOutInTurn) {
   EXPECT_TRUE(Fails(pages->Allocate(1, Soon()), Code::kCancelled));
   EXPECT_TRUE(Fails(CopyPages::Create(4, -1), Code::kInvalidArgument, "copy_pages is -1"));
   EXPECT_TRUE(Fails(Must(CopyPages::Create(4, 0))->Allocate(1, Soon()), Code::kResourceExhausted));
+}
+
+// Or nobody else would ever have one.
+TEST(CopiedPages, WhoFindsNoMemoryHasNoTurnAnyMore) {
+  const auto pages = Must(CopyPages::Create(4, 4));
+  const PageRuns all = Must(pages->Allocate(4, Soon()));
+  const Deadline at_once = Clock::now();
+  CallWithoutMemory([&] { EXPECT_FALSE(pages->Allocate(1, at_once).ok()); }, [] {});
+  pages->Free(all);
+  CallWithoutMemory([&] { EXPECT_TRUE(pages->Allocate(1, at_once).ok()); },
+                    [&] { EXPECT_EQ(pages->num_free(), 4); });
+  EXPECT_TRUE(IsOk(pages->Allocate(3, DeadlineInMs(1000))));
 }
 
 class LookupTensors : public testing::Test {
