@@ -12,10 +12,10 @@ namespace kvferry {
 // For what several threads may close at once: one of them does, and the others return when it has.
 class CloseOnce {
  public:
-  // Calls `close`, which must not throw, in the first call of all. Where that is under way on this
-  // very thread, as in what it calls back, returns at once.
+  // Calls `close` in the first call of all. Where that is under way on this very thread, as in what it
+  // calls back, returns at once. noexcept: others would wait for ever for one that threw.
   template <typename Close>
-  void Run(const Close& close) {
+  void Run(const Close& close) noexcept {
     if (!Begin()) return;
     close();
     const MutexLock lock(&mutex_);
