@@ -125,6 +125,7 @@ absl::StatusOr<std::unique_ptr<RemoteStore>> RemoteStore::Create(Options options
         "remote store: max_value_bytes is ", options.max_value_bytes, " but must be at least 1"));
   }
   KVFERRY_RETURN_IF_ERROR(CheckHostAllowed(options.address, options.endpoint.config));
+  options.max_value_bytes = std::min(options.max_value_bytes, kMaxStagedBytes);
   std::unique_ptr<RemoteStore> store(new RemoteStore(std::move(options)));
   Node::Options node;
   node.config = store->options_.endpoint.config;

@@ -36,7 +36,7 @@ class RemoteStore : public KvStore {
     std::string address;       // "tcp://host:port"
     // The pool whose pages are moved in place; of the layout of the server's.
     std::shared_ptr<const KvPool> pool;
-    int64_t max_value_bytes = 64 << 20;
+    int64_t max_value_bytes = 64 << 20;  // 256 MiB at most: no server moves more as bytes.
   };
   // Does not wait for the server. INVALID_ARGUMENT for options that cannot work.
   static absl::StatusOr<std::unique_ptr<RemoteStore>> Create(Options options);

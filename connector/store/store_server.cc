@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <new>
 #include <optional>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/container/btree_set.h"
 #include "absl/strings/str_cat.h"
 #include "base/random.h"
@@ -19,8 +21,6 @@ namespace {
 constexpr int64_t kReplyLeaseMs = 10000;  // At most.
 constexpr size_t kMaxTasks = 4096;
 constexpr int64_t kWaitMs = 60000;  // An idle thread looks this often whether it missed a notice.
-// Values that are being moved as bytes, and not in place, all of them together.
-constexpr int64_t kMaxStagedBytes = 256 << 20;
 
 // What one call to a tier may take of those who wait behind it, however long its own caller waits.
 // One that hangs is known by then (TieredStore::kPatience) and is not asked by those who come next.
@@ -50,11 +50,13 @@ class TaskThread {
     changed_.NotifyAll();
     return absl::OkStatus();
   }
-  // Finishes what it is doing; what waits is dropped.
+  // Finishes what it is doing; what waits is dropped, and what that holds.
   void Stop() {
+    std::deque<std::function<void()>> dropped;  // Destroyed outside of the lock.
     {
       const MutexLock lock(&mutex_);
       stopped_ = true;
+      dropped.swap(tasks_);
       changed_.NotifyAll();
     }
     if (thread_.joinable()) thread_.join();
@@ -71,7 +73,11 @@ class TaskThread {
         task = std::move(tasks_.front());
         tasks_.pop_front();
       }
-      task();
+      try {
+        task();
+      } catch (const std::bad_alloc&) {
+        // Nor was there memory to tell the caller, whose deadline ends the call.
+      }
     }
   }
 
@@ -95,6 +101,13 @@ absl::Status NoRoomAbove() {
 Deadline InTimeToReply(Deadline deadline) {
   const Deadline now = Clock::now();
   return deadline - std::max(deadline - now, Clock::duration()) / 4;
+}
+
+absl::Status CheckMayBeStaged(int64_t bytes) {
+  if (bytes <= kMaxStagedBytes) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("store: the value has ", bytes, " bytes; as bytes, and not as pages, values of ",
+                   kMaxStagedBytes, " at most are moved"));
 }
 
 bool IsQuestion(std::string_view function) {
@@ -175,6 +188,8 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
 
   // Posts the task; what cannot be posted is answered.
   void Post(TaskThread& thread, const CallKey& call, std::function<void()> task);
+  // What finds no memory ends its call, and not the process.
+  void Run(const CallKey& call, const std::function<void()>& task);
   void Begin(const std::string& name, Request request);
   // Whether the host store has all that is asked for; it may lose some of it at any time.
   bool IsInMemory(const std::string& name, const Request& request) const;
@@ -191,8 +206,13 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   Result PutPages(const Request& request);
 
   absl::StatusOr<std::string_view> OneKey(const Request& request) const;
-  // Memory for a value of `bytes`, counted while it lives.
-  absl::StatusOr<std::shared_ptr<Bytes>> Stage(int64_t bytes);
+  // Of what is served, as bytes.
+  int64_t MaxStagedValueBytes() const {
+    return std::min(store_->max_value_bytes(), kMaxStagedBytes);
+  }
+  // The right to memory for a value of `bytes`, until this is gone.
+  absl::StatusOr<std::shared_ptr<void>> TakeRoom(int64_t bytes);
+  absl::StatusOr<std::shared_ptr<const Bytes>> ReadValue(std::string_view key, Deadline deadline);
   // RESOURCE_EXHAUSTED: not in the host store, which has no room for what a tier below may have.
   absl::StatusOr<HostStore::ReadLease> Acquire(const std::string& key, bool has_room,
                                                Deadline deadline);
@@ -223,7 +243,9 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   TaskThread in_memory_;                  // These two run if there is a tier below.
   TaskThread questions_;
   TaskThread tasks_;
-  std::atomic<int64_t> staged_bytes_{0};
+  // Leases and fetches that hold such memory may end after this server.
+  const std::shared_ptr<std::atomic<int64_t>> staged_bytes_ =
+      std::make_shared<std::atomic<int64_t>>(0);
   std::atomic<bool> closing_{false};
   Mutex mutex_;
   absl::flat_hash_map<uint64_t, std::shared_ptr<void>> held_ ABSL_GUARDED_BY(mutex_);
@@ -279,8 +301,17 @@ void StoreServer::Service::OnCall(const CallKey& call, const std::string& functi
 
 void StoreServer::Service::Post(TaskThread& thread, const CallKey& call,
                                 std::function<void()> task) {
-  const absl::Status taken = thread.Post(std::move(task));
+  const absl::Status taken = thread.Post([this, call, task = std::move(task)] { Run(call, task); });
   if (!taken.ok()) Reply(call, taken);
+}
+
+void StoreServer::Service::Run(const CallKey& call, const std::function<void()>& task) {
+  try {
+    task();
+  } catch (const std::bad_alloc&) {
+    Reply(call, absl::ResourceExhaustedError("store: the server found no memory for this call; "
+                                             "it may have been carried out in part; try again"));
+  }
 }
 
 void StoreServer::Service::Begin(const std::string& name, Request request) {
@@ -367,8 +398,7 @@ StoreServer::Service::Result StoreServer::Service::Stats(const Request& /*reques
         std::pair("capacity_bytes", stats.capacity_bytes), std::pair("pinned", stats.pinned),
         std::pair("puts", stats.puts), std::pair("hits", stats.hits),
         std::pair("misses", stats.misses), std::pair("evictions", stats.evictions),
-        std::pair("errors", stats.errors),
-        std::pair("max_value_bytes", store_->max_value_bytes())}) {
+        std::pair("errors", stats.errors), std::pair("max_value_bytes", MaxStagedValueBytes())}) {
     if (value >= 0) fields.Set(name, static_cast<uint64_t>(value));
   }
   return fields;
@@ -376,17 +406,15 @@ StoreServer::Service::Result StoreServer::Service::Stats(const Request& /*reques
 
 // ---------------------------------------------------------------- leases and fetches
 
-absl::StatusOr<std::shared_ptr<Bytes>> StoreServer::Service::Stage(int64_t bytes) {
-  if (staged_bytes_.fetch_add(bytes) + bytes > kMaxStagedBytes) {
-    staged_bytes_ -= bytes;
+absl::StatusOr<std::shared_ptr<void>> StoreServer::Service::TakeRoom(int64_t bytes) {
+  const auto give_back = [staged = staged_bytes_, bytes](void*) { *staged -= bytes; };
+  if (staged_bytes_->fetch_add(bytes) + bytes > kMaxStagedBytes) {
+    give_back(nullptr);
     return absl::ResourceExhaustedError(absl::StrCat("store: a value of ", bytes,
                                                      " bytes beside others on their way, limit ",
                                                      kMaxStagedBytes, "; try again"));
   }
-  return std::shared_ptr<Bytes>(new Bytes(bytes), [this, bytes](Bytes* staged) {
-    delete staged;
-    staged_bytes_ -= bytes;
-  });
+  return std::shared_ptr<void>(nullptr, give_back);  // Which is called if this throws, too.
 }
 
 absl::StatusOr<uint64_t> StoreServer::Service::Lease(const Request& request, PageRuns pages,
@@ -400,15 +428,15 @@ absl::StatusOr<uint64_t> StoreServer::Service::Lease(const Request& request, Pag
     const MutexLock lock(&mutex_);
     held_.emplace(id, held);
   }
-  const absl::Status published = leases_.Publish(
-      id, std::move(pages), options_.host->pool()->layout().num_layers, expiry, std::move(tail));
-  if (published.ok()) {
-    node_.get().LeaseChanged(id);  // It may be the next to expire.
-    return id;
-  }
-  const MutexLock lock(&mutex_);
-  held_.erase(id);
-  return published;
+  absl::Cleanup let_go = [this, id] {
+    const MutexLock lock(&mutex_);
+    held_.erase(id);
+  };
+  KVFERRY_RETURN_IF_ERROR(leases_.Publish(
+      id, std::move(pages), options_.host->pool()->layout().num_layers, expiry, std::move(tail)));
+  std::move(let_go).Cancel();    // The lease's end does it.
+  node_.get().LeaseChanged(id);  // It may be the next to expire.
+  return id;
 }
 
 void StoreServer::Service::Settle() {
@@ -436,9 +464,13 @@ absl::Status StoreServer::Service::FetchFromCaller(const Request& request, PageR
   fetch.tail = std::move(tail);
   // This is the task thread, and so is what follows: the handle is set by then.
   auto handle = std::make_shared<std::shared_ptr<FetchHandle>>();
-  fetch.on_done = [this, handle, then = std::move(then)] {
+  fetch.on_done = [this, call = request.call, handle, then = std::move(then)] {
     // Refused only when the server closes, or is far behind: then the caller's deadline ends it.
-    tasks_.Post([handle, then] { then(OfTransfer((*handle)->status())); }).IgnoreError();
+    tasks_
+        .Post([this, call, handle, then] {
+          Run(call, [&] { then(OfTransfer((*handle)->status())); });
+        })
+        .IgnoreError();
   };
   KVFERRY_ASSIGN_OR_RETURN(*handle, node_.get().Fetch(std::move(fetch)));
   return absl::OkStatus();
@@ -446,35 +478,59 @@ absl::Status StoreServer::Service::FetchFromCaller(const Request& request, PageR
 
 // ---------------------------------------------------------------- values as bytes
 
+// What is in memory is read only if there is room for it. The length of a value below is known when
+// it has been read; only one thread does that.
+absl::StatusOr<std::shared_ptr<const Bytes>> StoreServer::Service::ReadValue(std::string_view key,
+                                                                             Deadline deadline) {
+  Bytes value;
+  std::shared_ptr<void> room;
+  const absl::StatusOr<HostStore::ReadLease> here = options_.host->Acquire(key);
+  if (here.ok()) {
+    KVFERRY_RETURN_IF_ERROR(CheckMayBeStaged(here->bytes()));
+    KVFERRY_ASSIGN_OR_RETURN(room, TakeRoom(here->bytes()));
+    value.resize(static_cast<size_t>(here->bytes()));
+    const std::span<std::byte> out = value;
+    KVFERRY_RETURN_IF_ERROR(here->CopyTo({&out, 1}));
+    if (options_.tiered != nullptr) options_.tiered->CountHitAbove();
+  } else {
+    if (options_.tiered == nullptr) return here.status();
+    KVFERRY_ASSIGN_OR_RETURN(value, options_.tiered->GetBytes(key, deadline));
+    KVFERRY_RETURN_IF_ERROR(CheckMayBeStaged(std::ssize(value)));
+    KVFERRY_ASSIGN_OR_RETURN(room, TakeRoom(std::ssize(value)));
+  }
+  return std::shared_ptr<const Bytes>(new Bytes(std::move(value)),
+                                      [room](const Bytes* staged) { delete staged; });
+}
+
 StoreServer::Service::Result StoreServer::Service::Get(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
-  KVFERRY_ASSIGN_OR_RETURN(Bytes value, store_->GetBytes(key, StoreDeadline(request)));
-  const auto bytes = static_cast<int64_t>(value.size());
-  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<Bytes> staged, Stage(bytes));
-  *staged = std::move(value);
-  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, Lease(request, PageRuns(), staged, nullptr));
+  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<const Bytes> value,
+                           ReadValue(key, StoreDeadline(request)));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, Lease(request, PageRuns(), value, nullptr));
   return Fields()
       .Set("lease", lease_id)
-      .Set("bytes", static_cast<uint64_t>(bytes))
+      .Set("bytes", static_cast<uint64_t>(value->size()))
       .Set("epoch", node_.get().epoch());
 }
 
 StoreServer::Service::Result StoreServer::Service::Put(const Request& request) {
   KVFERRY_RETURN_IF_ERROR(OneKey(request));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t bytes, request.args.Uint("bytes", INT64_MAX));
-  KVFERRY_RETURN_IF_ERROR(CheckValueBytes(static_cast<int64_t>(bytes), store_->max_value_bytes()));
-  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<Bytes> staged, Stage(static_cast<int64_t>(bytes)));
-  const auto store = [this, staged, request](const absl::Status& fetched) {
+  KVFERRY_RETURN_IF_ERROR(CheckValueBytes(static_cast<int64_t>(bytes), MaxStagedValueBytes()));
+  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<void> room, TakeRoom(static_cast<int64_t>(bytes)));
+  // That it is so many is the client's word: none is touched before it comes.
+  const std::shared_ptr<std::byte> memory(new std::byte[bytes],
+                                          [room](const std::byte* staged) { delete[] staged; });
+  const auto store = [this, memory, bytes, request](const absl::Status& fetched) {
     if (IsOver(request)) return;
     absl::Status status = fetched;
-    const std::span<const std::byte> value = *staged;
+    const std::span<const std::byte> value(memory.get(), bytes);
     if (status.ok()) status = store_->Put(request.keys[0], {&value, 1}, StoreDeadline(request));
     Reply(request.call,
           status.ok() ? absl::StatusOr<Fields>(Fields()) : absl::StatusOr<Fields>(status));
   };
-  KVFERRY_RETURN_IF_ERROR(FetchFromCaller(request, PageRuns(), PageRuns(),
-                                          {staged->data(), static_cast<int64_t>(bytes), staged},
-                                          store));
+  KVFERRY_RETURN_IF_ERROR(FetchFromCaller(
+      request, PageRuns(), PageRuns(), {memory.get(), static_cast<int64_t>(bytes), memory}, store));
   return std::nullopt;
 }
 

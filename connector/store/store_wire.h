@@ -28,6 +28,10 @@ inline constexpr char kGetPages[] = "store.get_pages";
 inline constexpr char kPutPages[] = "store.put_pages";
 }  // namespace store_call
 
+// What a server has under way as bytes, and not in place, all of it together; and so the longest
+// value that is moved in this way.
+inline constexpr int64_t kMaxStagedBytes = 256 << 20;
+
 // Of the longest key in a list of keys.
 inline constexpr size_t kMaxPackedKeyBytes = 2 + KvStore::kMaxKeyBytes;
 

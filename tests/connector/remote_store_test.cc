@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <future>
+#include <new>
 #include <numeric>
 #include <optional>
 #include <thread>
@@ -15,6 +16,7 @@
 #include "connector/store/store_wire.h"
 #include "connector/store/tiered_store.h"
 #include "tests/connector/fake_store.h"
+#include "tests/connector/scarce_new.h"
 #include "tests/connector/store_conformance.h"
 #include "tests/support/control_relay.h"
 #include "tests/support/endpoints.h"
@@ -195,6 +197,28 @@ TEST_F(RemotePages, OfABatchTheFirstIsDroppedLast) {
     }
   }
 }
+
+// What a RemoteStore would not ask.
+class RemoteCalls : public testing::Test {
+ protected:
+  absl::StatusOr<Fields> Call(const std::string& function, const Fields& args) {
+    std::promise<absl::StatusOr<Fields>> reply;
+    Must(node_->Call({server_->address(), function, args, Soon()},
+                     [&reply](absl::StatusOr<Fields> said) { reply.set_value(std::move(said)); }));
+    return reply.get_future().get();
+  }
+
+  const std::shared_ptr<HostStore> host_ =
+      Must(HostStore::Create({Flat(1 << 20), 2 * kMaxStagedBytes, 0}));
+  const std::unique_ptr<StoreServer> server_ = Serve(host_);
+  const std::unique_ptr<Node> node_ = [] {
+    Node::Options options;
+    options.config = SmallChunks();
+    options.model = kTestModel;
+    options.pool = Must(KvPool::Create(Flat(1 << 20), 1));
+    return Must(Node::Start(std::move(options)));
+  }();
+};
 
 // One page of one byte each: of more keys than a call takes.
 class ManyRemotePages : public RemotePages {
@@ -378,6 +402,107 @@ TEST_F(RemotePages, WhatIsReadInMemoryIsAHitOfTheTiersToo) {
   EXPECT_TRUE(IsOk(get(keys[0])));  // Brought up.
   EXPECT_EQ(client->stats().hits, 2);
   EXPECT_EQ(client->stats().misses, 0);
+}
+
+// ---------------------------------------------------------------- memory that is not there
+
+// Finds no memory, whatever it is asked for, while that is scarce.
+class ScarceStore : public FakeStore {
+ public:
+  using FakeStore::FakeStore;
+  std::atomic<bool> scarce = false;
+
+  absl::Status Put(std::string_view key, ConstParts value, Deadline deadline) override {
+    Check();
+    return FakeStore::Put(key, value, deadline);
+  }
+  absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key,
+                                                  Deadline deadline) override {
+    Check();
+    return FakeStore::GetBytes(key, deadline);
+  }
+  absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
+                                 Deadline deadline) override {
+    Check();
+    return FakeStore::Exists(keys, deadline);
+  }
+
+ private:
+  void Check() const {
+    if (scarce) throw std::bad_alloc();
+  }
+};
+
+// On each of the server's threads, and when what is put has been fetched.
+TEST_F(RemotePages, WhereTheServerFindsNoMemoryTheCallEnds) {
+  constexpr absl::StatusCode kNoMemory = absl::StatusCode::kResourceExhausted;
+  const auto lower = std::make_shared<ScarceStore>(SmallLayout().page_bytes());
+  const auto server = Serve(MakeHost(4), lower);
+  const auto client = Dial(server->address(), source_);
+  const std::vector<int64_t> page = {1};
+  const std::byte small[3] = {};
+  const std::span<const std::byte> part = small;
+  ASSERT_TRUE(AllOk(lower->PutPages(Views({"key"}), *source_, page, Soon())));
+  lower->scarce = true;
+  EXPECT_TRUE(Fails(client->Exists(Views({"key"}), Soon()), kNoMemory, "no memory"));
+  EXPECT_TRUE(Fails(client->GetBytes("key", Soon()), kNoMemory, "no memory"));
+  EXPECT_TRUE(Fails(client->GetPages(Views({"key"}), *source_, page, Soon())[0], kNoMemory));
+  EXPECT_TRUE(Fails(client->Put("new", {&part, 1}, Soon()), kNoMemory, "no memory"));
+  EXPECT_TRUE(Fails(client->PutPages(Views({"key"}), *source_, page, Soon())[0], kNoMemory));
+  lower->scarce = false;
+  EXPECT_EQ(Must(client->Exists(Views({"key"}), Soon())), 1);
+  EXPECT_TRUE(IsOk(client->Put("new", {&part, 1}, Soon())));
+  EXPECT_TRUE(IsOk(client->GetBytes("key", Soon())));
+}
+
+// More of them than may be on their way together.
+TEST(RemoteValues, WhatFoundNoMemoryIsNotOnItsWay) {
+  constexpr int64_t kBytes = (8 << 20) + 3;
+  const std::shared_ptr<HostStore> host = Must(HostStore::Create({Flat(1 << 20), 64 << 20, 0}));
+  const auto server = Serve(host);
+  const auto client = Dial(server->address(), Must(KvPool::Create(Flat(1 << 20), 1)));
+  const Bytes value(kBytes, std::byte{7});
+  const std::span<const std::byte> part = value;
+  ASSERT_TRUE(IsOk(client->Put("key", {&part, 1}, Soon())));
+  for (int64_t i = 0; i <= kMaxStagedBytes / kBytes; ++i) {
+    const ScarceNew scarce(ScarceNew::Of::kOtherThreads, kBytes);
+    ASSERT_TRUE(Fails(client->Put("new", {&part, 1}, Soon()), absl::StatusCode::kResourceExhausted,
+                      "no memory"));
+    ASSERT_TRUE(
+        Fails(client->GetBytes("key", Soon()), absl::StatusCode::kResourceExhausted, "no memory"));
+  }
+  EXPECT_TRUE(IsOk(client->Put("new", {&part, 1}, Soon())));
+  EXPECT_EQ(Must(client->GetBytes("key", Soon())), value);
+}
+
+TEST(RemoteValues, LongerThanAServerMovesAreRefusedAtOnce) {
+  constexpr absl::StatusCode kInvalid = absl::StatusCode::kInvalidArgument;
+  const std::string limit = absl::StrCat(kMaxStagedBytes);
+  const std::shared_ptr<HostStore> host =
+      Must(HostStore::Create({Flat(1 << 20), 2 * kMaxStagedBytes, 0}));
+  const auto server = Serve(host);
+  const auto pool = Must(KvPool::Create(Flat(1 << 20), 1));
+  const auto client = Dial(server->address(), pool, 1 << 30);
+  EXPECT_EQ(client->max_value_bytes(), kMaxStagedBytes);
+  const Bytes piece(1 << 20);
+  const std::vector<std::span<const std::byte>> parts(257, piece);
+  EXPECT_TRUE(Fails(client->Put("key", parts, Soon()), kInvalid, limit));
+  // The process that serves it may have such values.
+  ASSERT_TRUE(IsOk(host->Commit(Must(host->Reserve(kMaxStagedBytes + 1)), "long")));
+  EXPECT_TRUE(
+      Fails(client->GetBytes("long", Soon()), absl::StatusCode::kFailedPrecondition, limit));
+  EXPECT_EQ(Must(client->Exists(std::vector<std::string_view>{"long"}, Soon())), 1);
+}
+
+// As a client of an older release asks.
+TEST_F(RemoteCalls, TooLongAValueIsRefusedBeforeItIsFetched) {
+  Fields args;
+  args.Set("keys", Must(PackKeys(std::vector<std::string_view>{"key"})));
+  args.Set("lease", 1).Set("bytes", static_cast<uint64_t>(kMaxStagedBytes + 1));
+  EXPECT_TRUE(Fails(Call(store_call::kPut, args), absl::StatusCode::kInvalidArgument,
+                    absl::StrCat(kMaxStagedBytes)));
+  const Fields stats = Must(Call(store_call::kStats, Fields()));
+  EXPECT_EQ(Must(stats.Uint("max_value_bytes")), static_cast<uint64_t>(kMaxStagedBytes));
 }
 
 // ---------------------------------------------------------------- calls that are over
