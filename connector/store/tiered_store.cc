@@ -353,6 +353,32 @@ std::vector<bool> ItemsThatOverlap(std::span<const KvStore::GetItem> items) {
 
 }  // namespace
 
+namespace {
+
+// Between the looks at the two tiers a put may have moved the key up, if the lower one did not take
+// the value.
+bool MayHaveMovedUp(const absl::Status& upper, const absl::Status& lower) {
+  return absl::IsNotFound(upper) && !lower.ok() && !absl::IsFailedPrecondition(lower);
+}
+
+}  // namespace
+
+void TieredStore::FetchWhatMovedUp(std::span<const GetItem> items,
+                                   std::span<const absl::Status> upper,
+                                   std::span<absl::Status> lower, Deadline deadline) {
+  std::vector<GetItem> asked;
+  std::vector<size_t> at;  // Where those stand in `items`.
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (!MayHaveMovedUp(upper[i], lower[i])) continue;
+    asked.push_back(items[i]);
+    at.push_back(i);
+  }
+  const std::vector<absl::Status> got = FetchFrom(upper_, asked, deadline);
+  for (size_t i = 0; i < at.size(); ++i) {
+    if (!absl::IsNotFound(got[i])) lower[at[i]] = got[i];
+  }
+}
+
 // What is read below is brought up in the keys' turns, so that it cannot cover newer values.
 std::vector<absl::Status> TieredStore::FetchFromLower(std::span<const GetItem> items,
                                                       std::vector<absl::Status> statuses,
@@ -361,7 +387,7 @@ std::vector<absl::Status> TieredStore::FetchFromLower(std::span<const GetItem> i
   for (const GetItem& item : items) keys.push_back(item.key);
   const absl::StatusOr<Turns> turns = TakeTurns(std::move(keys), deadline);
   if (!turns.ok()) return std::vector<absl::Status>(items.size(), turns.status());
-  const std::vector<absl::Status> lower = FetchFrom(lower_, items, deadline);
+  std::vector<absl::Status> lower = FetchFrom(lower_, items, deadline);
   // Values are brought up from where they were read to, where another one's bytes may be by now.
   const std::vector<bool> overlap = ItemsThatOverlap(items);
   std::vector<std::vector<std::span<const std::byte>>> values;
@@ -372,9 +398,12 @@ std::vector<absl::Status> TieredStore::FetchFromLower(std::span<const GetItem> i
       values.emplace_back(items[i].out.begin(), items[i].out.end());
       bring_up.push_back({items[i].key, values.back()});
     }
-    if (absl::IsNotFound(statuses[i]) || !absl::IsNotFound(lower[i])) statuses[i] = lower[i];
   }
   if (!bring_up.empty()) (void)PutInto(upper_, bring_up, deadline);
+  FetchWhatMovedUp(items, statuses, lower, deadline);
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (absl::IsNotFound(statuses[i]) || !absl::IsNotFound(lower[i])) statuses[i] = lower[i];
+  }
   return statuses;
 }
 
@@ -450,6 +479,10 @@ absl::StatusOr<std::vector<std::byte>> TieredStore::GetBytes(std::string_view ke
     if (lower.ok() && absl::IsNotFound(bytes.status())) {
       const std::span<const std::byte> value = *lower;
       (void)PutInto(upper_, key, {&value, 1}, deadline);
+    }
+    if (MayHaveMovedUp(bytes.status(), lower.status())) {
+      absl::StatusOr<std::vector<std::byte>> again = BytesFrom(upper_, key, deadline);
+      if (!absl::IsNotFound(again.status())) lower = std::move(again);
     }
     if (absl::IsNotFound(bytes.status()) || !absl::IsNotFound(lower.status())) {
       bytes = std::move(lower);

@@ -126,6 +126,9 @@ class TieredStore : public KvStore {
   // Of what the upper tier did not give, for the reasons in `statuses`.
   std::vector<absl::Status> FetchFromLower(std::span<const GetItem> items,
                                            std::vector<absl::Status> statuses, Deadline deadline);
+  // Of what the tiers did not give one after the other. Says so in `lower`; needs the keys' turns.
+  void FetchWhatMovedUp(std::span<const GetItem> items, std::span<const absl::Status> upper,
+                        std::span<absl::Status> lower, Deadline deadline);
   void CountGets(std::span<const absl::Status> statuses);
   // Of a batch, or of what was found piece by piece, the first is to be dropped last above.
   void UseAbove(std::span<const std::string_view> keys, Deadline deadline);

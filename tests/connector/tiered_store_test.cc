@@ -312,6 +312,32 @@ TEST_F(TieredStores, AnOldValueIsNeverAnswered) {
   }
 }
 
+// A put moves it up while it is got: between the looks at the two tiers, neither of which has it then.
+TEST_F(TieredStores, WhatMovesUpWhileItIsGotIsFound) {
+  for (const bool batch : {false, true}) {
+    for (const bool full : {false, true}) {
+      SCOPED_TRACE(testing::Message() << batch << full);
+      const auto upper = std::make_shared<GatedStore>(1000);
+      const auto lower = std::make_shared<FakeStore>(1000);
+      const auto store = Must(TieredStore::Create(upper, lower));
+      ASSERT_TRUE(IsOk(Put(*lower, "a", old_)));
+      Bytes out(100);
+      auto get = std::async(std::launch::async, [&]() -> absl::Status {
+        const std::span<std::byte> part = out;
+        if (batch) return store->Get("a", {&part, 1}, Soon());
+        KVFERRY_ASSIGN_OR_RETURN(out, store->GetBytes("a", Soon()));
+        return absl::OkStatus();
+      });
+      ASSERT_TRUE(upper->asked.Wait(Soon()));  // It has not got it.
+      (full ? lower->full : lower->down) = true;
+      EXPECT_TRUE(IsOk(Put(*store, "a", new_)));
+      upper->go_on.Open();
+      EXPECT_TRUE(IsOk(get.get()));
+      EXPECT_TRUE(out == new_);
+    }
+  }
+}
+
 TEST_F(TieredStores, AFullTierDropsTheOldValue) {
   ASSERT_TRUE(IsOk(Put(*store_, "a", old_)));
   lower_->full = true;
