@@ -6,9 +6,9 @@
 #include <optional>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/mutex.h"
-#include "base/random.h"
 #include "base/status.h"
 #include "connector/store/in_pieces.h"
 #include "connector/store/store_wire.h"
@@ -60,6 +60,13 @@ bool SessionEnded(const absl::Status& status) {
 }
 bool EndedUnasked(const absl::Status& status) {
   return SessionEnded(status) && CutOffOf(status) == CutOff::kNotAsked;
+}
+
+// Whether the server has said how the call went, or cannot have heard of it.
+bool IsOver(const absl::Status& status) {
+  const CutOff cut_off = CutOffOf(status);
+  return cut_off == CutOff::kNotAsked ||
+         (cut_off == CutOff::kNo && !absl::IsDeadlineExceeded(status));
 }
 
 // What `attempt` gives in the end. Errors for which `may_try_again` holds may pass.
@@ -158,12 +165,24 @@ absl::StatusOr<Fields> RemoteStore::Ask(const std::string& function, const Field
                     cut_off);
 }
 
+absl::StatusOr<Fields> RemoteStore::AskToChange(const std::string& function, const Fields& args,
+                                                Deadline deadline) {
+  uint64_t era = era_;
+  // Also where there is no memory to hear the answer.
+  absl::Cleanup end_era = [this, &era] { era_.compare_exchange_strong(era, era + 1); };
+  absl::StatusOr<Fields> reply =
+      Ask(function, Fields(args).Set("client", id_).Set("era", era), deadline);
+  if (IsOver(reply.status())) std::move(end_era).Cancel();
+  if (!absl::IsAborted(reply.status())) return reply;
+  return WithCutOff(absl::UnavailableError(reply.status().message()), CutOff::kNotAsked);
+}
+
 absl::Status RemoteStore::Pinning(const std::string& function, std::string_view key,
-                                  Deadline deadline) const {
+                                  Deadline deadline) {
   KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys({&key, 1}));
   const Fields args = Fields().Set("keys", std::move(packed));
-  const absl::Status status =
-      Persist(deadline, EndedUnasked, [&] { return Ask(function, args, deadline).status(); });
+  const absl::Status status = Persist(
+      deadline, EndedUnasked, [&] { return AskToChange(function, args, deadline).status(); });
   if (CutOffOf(status) != CutOff::kAsked) return status;
   return absl::UnavailableError(
       absl::StrCat(status.message(), "; '", function, "' may have been carried out"));
@@ -217,7 +236,10 @@ absl::StatusOr<std::vector<bool>> RemoteStore::ExistsEach(std::span<const std::s
 }
 
 absl::Status RemoteStore::Erase(std::string_view key, Deadline deadline) {
-  return AskAbout(store_call::kErase, {&key, 1}, deadline).status();
+  KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys({&key, 1}));
+  const Fields args = Fields().Set("keys", std::move(packed));
+  return Persist(deadline, SessionEnded,
+                 [&] { return AskToChange(store_call::kErase, args, deadline).status(); });
 }
 
 absl::Status RemoteStore::Pin(std::string_view key, Deadline deadline) {
@@ -362,7 +384,7 @@ absl::Status RemoteStore::PutOnce(const Fields& args,
   KVFERRY_RETURN_IF_ERROR(leases_.Publish(lease_id, PageRuns(), options_.pool->layout().num_layers,
                                           LeaseUntil(deadline), std::move(value)));
   absl::Status status =
-      Ask(store_call::kPut, Fields(args).Set("lease", lease_id), deadline).status();
+      AskToChange(store_call::kPut, Fields(args).Set("lease", lease_id), deadline).status();
   Withdraw(lease_id);
   return status;
 }
@@ -382,8 +404,8 @@ absl::StatusOr<RemoteStore::Round> RemoteStore::PutSomePages(std::span<const std
   KVFERRY_RETURN_IF_ERROR(leases_.Publish(
       lease_id, std::move(runs), options_.pool->layout().num_layers, LeaseUntil(deadline)));
   const absl::StatusOr<Fields> reply =
-      Ask(store_call::kPutPages, Fields().Set("keys", std::move(packed)).Set("lease", lease_id),
-          deadline);
+      AskToChange(store_call::kPutPages,
+                  Fields().Set("keys", std::move(packed)).Set("lease", lease_id), deadline);
   Withdraw(lease_id);  // From here on the caller may change the pages.
   KVFERRY_RETURN_IF_ERROR(reply.status());
   return ReadRound(*reply, keys.size());

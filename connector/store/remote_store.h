@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -7,6 +8,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "base/random.h"
 #include "connector/lease_table.h"
 #include "connector/prefill_endpoint.h"
 #include "connector/store/kv_store.h"
@@ -22,7 +24,8 @@ namespace kvferry {
 // UNAVAILABLE a call is made anew, over another session, twice at most and within its deadline: it
 // may be carried out more than once. Pin and Unpin, which are counted, are made anew only if the
 // server has not heard of them; else the error says that they may have been carried out, as may
-// whatever ends with DEADLINE_EXCEEDED. Pins stay when the client goes.
+// whatever ends with DEADLINE_EXCEEDED; but not any more once a later Put, Erase, Pin or Unpin of this
+// store has succeeded. Pins stay when the client goes.
 //
 // Pages beyond what the server's memory takes at a time go in several rounds. RESOURCE_EXHAUSTED
 // for a page that is got: it may be in a tier below, but others keep what is above occupied.
@@ -70,10 +73,15 @@ class RemoteStore : public KvStore {
   // One attempt. UNAVAILABLE with a CutOff: the session has ended.
   absl::StatusOr<Fields> Ask(const std::string& function, const Fields& args,
                              Deadline deadline) const;
+  // One attempt of a call that changes something. No attempt before this one is carried out after it,
+  // whatever session it was made over. UNAVAILABLE with CutOff::kNotAsked also where a later one has
+  // come before it.
+  absl::StatusOr<Fields> AskToChange(const std::string& function, const Fields& args,
+                                     Deadline deadline);
   // Of as many keys as one call takes. Made anew when the session ends under it.
   absl::StatusOr<Fields> AskAbout(const std::string& function,
                                   std::span<const std::string_view> keys, Deadline deadline) const;
-  absl::Status Pinning(const std::string& function, std::string_view key, Deadline deadline) const;
+  absl::Status Pinning(const std::string& function, std::string_view key, Deadline deadline);
   // A value on its way: what the server has leased.
   struct Offer {
     Ticket ticket;
@@ -106,6 +114,9 @@ class RemoteStore : public KvStore {
 
   const Options options_;
   LeaseTable leases_;
+  const uint64_t id_ = RandomId();
+  // Each attempt of which nobody knows whether it is over ends one.
+  std::atomic<uint64_t> era_ = 0;
   std::unique_ptr<Node> node_;  // Last: its thread uses leases_.
 };
 

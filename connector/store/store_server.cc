@@ -12,6 +12,7 @@
 #include "base/status.h"
 #include "base/thread.h"
 #include "connector/attached_node.h"
+#include "connector/recent_map.h"
 #include "connector/store/in_pieces.h"
 #include "connector/store/store_wire.h"
 
@@ -206,6 +207,9 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   Result PutPages(const Request& request);
 
   absl::StatusOr<std::string_view> OneKey(const Request& request) const;
+  // ABORTED unless the call may change something still: its client has asked for something in a later
+  // era, so it waits for this one no more, and what it has heard since is to stay true.
+  absl::Status CheckEra(const Request& request);
   // Of what is served, as bytes.
   int64_t MaxStagedValueBytes() const {
     return std::min(store_->max_value_bytes(), kMaxStagedBytes);
@@ -243,6 +247,8 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   TaskThread in_memory_;                  // These two run if there is a tier below.
   TaskThread questions_;
   TaskThread tasks_;
+  RecentMap<uint64_t>
+      eras_;  // Of clients, if not 0. The task thread's: all changes are made there.
   // Leases and fetches that hold such memory may end after this server.
   const std::shared_ptr<std::atomic<int64_t>> staged_bytes_ =
       std::make_shared<std::atomic<int64_t>>(0);
@@ -360,6 +366,17 @@ absl::StatusOr<std::string_view> StoreServer::Service::OneKey(const Request& req
       absl::StrCat("store: ", request.keys.size(), " keys for a function of one"));
 }
 
+absl::Status StoreServer::Service::CheckEra(const Request& request) {
+  const uint64_t client = request.args.Uint("client").value_or(0);
+  const uint64_t era = request.args.Uint("era").value_or(0);
+  if (era > 0) eras_.Add(client, era);
+  uint64_t* const latest = eras_.Find(client);
+  if (latest == nullptr || era == *latest) return absl::OkStatus();
+  if (era < *latest) return absl::AbortedError("store: the client has given this call up");
+  *latest = era;
+  return absl::OkStatus();
+}
+
 StoreServer::Service::Result StoreServer::Service::Exists(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const int64_t count,
                            store_->Exists(Views(request.keys), StoreDeadline(request)));
@@ -374,18 +391,21 @@ StoreServer::Service::Result StoreServer::Service::ExistsEach(const Request& req
 
 StoreServer::Service::Result StoreServer::Service::Erase(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
+  KVFERRY_RETURN_IF_ERROR(CheckEra(request));
   KVFERRY_RETURN_IF_ERROR(store_->Erase(key, StoreDeadline(request)));
   return Fields();
 }
 
 StoreServer::Service::Result StoreServer::Service::Pin(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
+  KVFERRY_RETURN_IF_ERROR(CheckEra(request));
   KVFERRY_RETURN_IF_ERROR(store_->Pin(key, StoreDeadline(request)));
   return Fields();
 }
 
 StoreServer::Service::Result StoreServer::Service::Unpin(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
+  KVFERRY_RETURN_IF_ERROR(CheckEra(request));
   KVFERRY_RETURN_IF_ERROR(store_->Unpin(key, StoreDeadline(request)));
   return Fields();
 }
@@ -515,6 +535,7 @@ StoreServer::Service::Result StoreServer::Service::Get(const Request& request) {
 
 StoreServer::Service::Result StoreServer::Service::Put(const Request& request) {
   KVFERRY_RETURN_IF_ERROR(OneKey(request));
+  KVFERRY_RETURN_IF_ERROR(CheckEra(request));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t bytes, request.args.Uint("bytes", INT64_MAX));
   KVFERRY_RETURN_IF_ERROR(CheckValueBytes(static_cast<int64_t>(bytes), MaxStagedValueBytes()));
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<void> room, TakeRoom(static_cast<int64_t>(bytes)));
@@ -524,6 +545,7 @@ StoreServer::Service::Result StoreServer::Service::Put(const Request& request) {
   const auto store = [this, memory, bytes, request](const absl::Status& fetched) {
     if (IsOver(request)) return;
     absl::Status status = fetched;
+    status.Update(CheckEra(request));
     const std::span<const std::byte> value(memory.get(), bytes);
     if (status.ok()) status = store_->Put(request.keys[0], {&value, 1}, StoreDeadline(request));
     Reply(request.call,
@@ -614,6 +636,7 @@ struct StoreServer::Service::Incoming {
 };
 
 StoreServer::Service::Result StoreServer::Service::PutPages(const Request& request) {
+  KVFERRY_RETURN_IF_ERROR(CheckEra(request));
   auto incoming = std::make_shared<Incoming>();
   std::vector<int64_t> positions;
   const std::vector<std::string_view> keys = Views(request.keys);
@@ -668,7 +691,9 @@ std::optional<std::vector<absl::Status>> StoreServer::Service::PutTiered(
 void StoreServer::Service::FinishPutPages(Incoming& incoming, const Request& request,
                                           const absl::Status& fetched) {
   if (IsOver(request)) return;
-  if (!fetched.ok()) return Reply(request.call, fetched);
+  absl::Status may_put = fetched;
+  may_put.Update(CheckEra(request));
+  if (!may_put.ok()) return Reply(request.call, may_put);
   std::vector<std::string_view> keys;
   for (const size_t key : incoming.keys) keys.push_back(request.keys[key]);
   const auto show = [&](size_t i) {

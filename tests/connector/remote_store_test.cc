@@ -199,26 +199,24 @@ TEST_F(RemotePages, OfABatchTheFirstIsDroppedLast) {
 }
 
 // What a RemoteStore would not ask.
-class RemoteCalls : public testing::Test {
- protected:
-  absl::StatusOr<Fields> Call(const std::string& function, const Fields& args) {
-    std::promise<absl::StatusOr<Fields>> reply;
-    Must(node_->Call({server_->address(), function, args, Soon()},
-                     [&reply](absl::StatusOr<Fields> said) { reply.set_value(std::move(said)); }));
-    return reply.get_future().get();
-  }
+std::unique_ptr<Node> StartNode(std::shared_ptr<const KvPool> pool, FetchSource* source = nullptr) {
+  Node::Options options;
+  options.config = SmallChunks();
+  options.model = kTestModel;
+  options.pool = std::move(pool);
+  options.source = source;
+  return Must(Node::Start(std::move(options)));
+}
 
-  const std::shared_ptr<HostStore> host_ =
-      Must(HostStore::Create({Flat(1 << 20), 2 * kMaxStagedBytes, 0}));
-  const std::unique_ptr<StoreServer> server_ = Serve(host_);
-  const std::unique_ptr<Node> node_ = [] {
-    Node::Options options;
-    options.config = SmallChunks();
-    options.model = kTestModel;
-    options.pool = Must(KvPool::Create(Flat(1 << 20), 1));
-    return Must(Node::Start(std::move(options)));
-  }();
-};
+std::future<absl::StatusOr<Fields>> BeginCall(Node& node, const std::string& address,
+                                              const std::string& function, const Fields& args) {
+  auto reply = std::make_shared<std::promise<absl::StatusOr<Fields>>>();
+  Must(node.Call({address, function, args, Soon()},
+                 [reply](absl::StatusOr<Fields> said) { reply->set_value(std::move(said)); }));
+  return reply->get_future();
+}
+
+Fields KeyArgs(std::string_view key) { return Fields().Set("keys", Must(PackKeys({&key, 1}))); }
 
 // One page of one byte each: of more keys than a call takes.
 class ManyRemotePages : public RemotePages {
@@ -495,13 +493,17 @@ TEST(RemoteValues, LongerThanAServerMovesAreRefusedAtOnce) {
 }
 
 // As a client of an older release asks.
-TEST_F(RemoteCalls, TooLongAValueIsRefusedBeforeItIsFetched) {
-  Fields args;
-  args.Set("keys", Must(PackKeys(std::vector<std::string_view>{"key"})));
+TEST(RemoteValues, TooLongAPutIsRefusedBeforeItIsFetched) {
+  const auto server = Serve(Must(HostStore::Create({Flat(1 << 20), 2 * kMaxStagedBytes, 0})));
+  const auto node = StartNode(Must(KvPool::Create(Flat(1 << 20), 1)));
+  const auto call = [&](const std::string& function, const Fields& args) {
+    return BeginCall(*node, server->address(), function, args).get();
+  };
+  Fields args = KeyArgs("key");
   args.Set("lease", 1).Set("bytes", static_cast<uint64_t>(kMaxStagedBytes + 1));
-  EXPECT_TRUE(Fails(Call(store_call::kPut, args), absl::StatusCode::kInvalidArgument,
+  EXPECT_TRUE(Fails(call(store_call::kPut, args), absl::StatusCode::kInvalidArgument,
                     absl::StrCat(kMaxStagedBytes)));
-  const Fields stats = Must(Call(store_call::kStats, Fields()));
+  const Fields stats = Must(call(store_call::kStats, Fields()));
   EXPECT_EQ(Must(stats.Uint("max_value_bytes")), static_cast<uint64_t>(kMaxStagedBytes));
 }
 
@@ -944,6 +946,95 @@ TEST_F(RemoteSessions, APinThatTheServerHasNotHeardOfIsMadeAnew) {
   Connect(Once(Verdict::kDrop, IsHello), /*connect_timeout_ms=*/500);
   EXPECT_TRUE(IsOk(far_->Pin(keys_[0], Soon())));
   EXPECT_EQ(host_->stats().pinned, 1);
+}
+
+// ---------------------------------------------------------------- what comes late
+
+// What a client has sent over a session that ended, or has given up, and has never heard of, may be on
+// its way still.
+TEST_F(RemoteSessions, WhatComesLateChangesNothing) {
+  PutAll();
+  const auto node = StartNode(source_);
+  const Bytes value(1000);
+  const std::span<const std::byte> part = value;
+  for (const bool given_up : {false, true}) {
+    for (const std::string function : {store_call::kErase, store_call::kPut, store_call::kPutPages,
+                                       store_call::kPin, store_call::kUnpin}) {
+      SCOPED_TRACE(testing::Message() << function << given_up);
+      std::optional<Fields> sent;
+      Connect([&](Heard& heard) {
+        if (sent || heard.function() != function) return Verdict::kPass;
+        sent = std::get<CallMsg>(heard.message.body).args;
+        return given_up ? Verdict::kDrop : Verdict::kBreakUnnoticed;
+      });
+      const Deadline deadline = given_up ? DeadlineInMs(200) : Soon();
+      absl::Status status;
+      if (function == store_call::kErase) status = far_->Erase(keys_[0], deadline);
+      if (function == store_call::kPut) status = far_->Put(keys_[0], {&part, 1}, deadline);
+      if (function == store_call::kPin) status = far_->Pin(keys_[0], deadline);
+      if (function == store_call::kUnpin) status = far_->Unpin(keys_[0], deadline);
+      if (function == store_call::kPutPages) {
+        status = far_->PutPages(Views(keys_), *target_, pages_, deadline)[0];
+      }
+      EXPECT_EQ(absl::IsDeadlineExceeded(status), given_up) << status;
+      ASSERT_TRUE(IsOk(far_->Put(keys_[0], {&part, 1}, Soon())));
+      EXPECT_TRUE(Fails(BeginCall(*node, server_->address(), function, *sent).get(), Code::kAborted,
+                        "given this call up"));
+      EXPECT_EQ(Must(writer_->GetBytes(keys_[0], Soon())), value);
+      EXPECT_EQ(host_->stats().pinned, 0);
+    }
+  }
+}
+
+// Lends nothing until it may.
+class GatedLeases : public LeaseTable {
+ public:
+  using LeaseTable::LeaseTable;
+  Latch asked, go_on;
+  absl::StatusOr<LeasedMemory> BeginTransfer(uint64_t lease_id, LeaseReader reader) override {
+    asked.Open();
+    go_on.Wait(Soon());
+    return LeaseTable::BeginTransfer(lease_id, reader);
+  }
+};
+
+// The server has taken it up, and its bytes come late.
+TEST_F(RemotePages, WhatIsFetchedLateIsNotPut) {
+  for (const bool as_pages : {false, true}) {
+    SCOPED_TRACE(as_pages);
+    GatedLeases leases{SmallChunks()};
+    const auto late = StartNode(source_, &leases), node = StartNode(target_);
+    const std::vector<int64_t> page = {3};
+    auto tail = std::make_shared<std::vector<std::byte>>(100);
+    ASSERT_TRUE(IsOk(leases.Publish(1, as_pages ? Must(PageRuns::FromPages(page)) : PageRuns(),
+                                    SmallLayout().num_layers, Soon(), as_pages ? nullptr : tail)));
+    Fields args = KeyArgs("key");
+    args.Set("client", as_pages + 1).Set("lease", 1).Set("bytes", 100);
+    auto put =
+        BeginCall(*late, server_->address(), as_pages ? store_call::kPutPages : store_call::kPut,
+                  Fields(args).Set("era", 1));
+    ASSERT_TRUE(leases.asked.Wait(Soon()));
+    EXPECT_TRUE(
+        IsOk(BeginCall(*node, server_->address(), store_call::kErase, Fields(args).Set("era", 2))
+                 .get()));
+    leases.go_on.Open();
+    EXPECT_TRUE(Fails(put.get(), absl::StatusCode::kAborted));
+    EXPECT_EQ(Must(writer_->Exists(Views({"key"}), Soon())), 0);
+  }
+}
+
+// The client's other calls were under way when it gave one up.
+TEST_F(RemoteSessions, WhatIsRefusedForAnotherCallsSakeIsMadeAnew) {
+  std::atomic<int> num_refused = 1;
+  Connect([&](Heard& heard) {
+    const auto* call = std::get_if<CallMsg>(&heard.message.body);
+    if (call == nullptr || num_refused-- <= 0) return Verdict::kPass;
+    heard.answer = ReplyMsg{call->call_id, absl::AbortedError("in a later era"), {}};
+    return Verdict::kAnswer;
+  });
+  EXPECT_TRUE(IsOk(far_->Erase("key", Soon())));
+  num_refused = 1000;
+  EXPECT_TRUE(Fails(far_->Erase("key", Soon()), Code::kUnavailable, "in a later era"));
 }
 
 // ---------------------------------------------------------------- the rest
