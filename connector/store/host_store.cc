@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <iterator>
 #include <list>
+#include <unordered_map>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "base/mutex.h"
 #include "base/status.h"
@@ -62,6 +62,8 @@ class HostStore::State : public std::enable_shared_from_this<State> {
   void Update(Value* value, const Change& change) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Drop(Value* value) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void TakeOut(Value* value) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The table has it no more.
+  void EndStored(Value* value) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status NoRoom(int64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<Held> Allocate(int64_t num_pages, int64_t bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -73,7 +75,8 @@ class HostStore::State : public std::enable_shared_from_this<State> {
   const int64_t max_value_bytes_;
   mutable Mutex mutex_;
   PageAllocator allocator_ ABSL_GUARDED_BY(mutex_);
-  absl::flat_hash_map<std::string_view, Value*> table_ ABSL_GUARDED_BY(mutex_);  // Keys: Value's.
+  // Keys: Value's. Abseil's maps are broken by a growth for which there is no memory.
+  std::unordered_map<std::string_view, Value*> table_ ABSL_GUARDED_BY(mutex_);
   Group evictable_ ABSL_GUARDED_BY(mutex_);  // What was used least recently is first.
   Group pinned_ ABSL_GUARDED_BY(mutex_);     // Leased or not.
   Group leased_ ABSL_GUARDED_BY(mutex_);  // Not pinned; also what is no longer stored, or not yet.
@@ -100,12 +103,18 @@ void HostStore::State::Update(Value* value, const Change& change) {
 void HostStore::State::Drop(Value* value) {
   Group& group = GroupOf(*value);
   group.pages -= value->pages.num_pages();
-  (void)allocator_.Free(value->pages);  // They came from there: it cannot fail.
+  // They came from there: it cannot fail. One by one, as many would be sorted, in memory that there
+  // may not be.
+  for (const PageRun run : value->pages.runs()) (void)allocator_.Free(PageRuns(run));
   group.values.erase(value->self);
 }
 
 void HostStore::State::TakeOut(Value* value) {
   table_.erase(value->key);
+  EndStored(value);
+}
+
+void HostStore::State::EndStored(Value* value) {
   Update(value, [value] {
     value->stored = false;
     value->pins = 0;
@@ -155,26 +164,33 @@ std::vector<absl::StatusOr<HostStore::Held>> HostStore::State::Reserve(
 }
 
 absl::StatusOr<HostStore::Held> HostStore::State::Allocate(int64_t num_pages, int64_t bytes) {
-  KVFERRY_ASSIGN_OR_RETURN(PageRuns pages, allocator_.Allocate(num_pages));
-  Value& value = leased_.values.emplace_back();
+  std::list<Value> one(1);  // Before the pages, which would be nobody's without it.
+  KVFERRY_ASSIGN_OR_RETURN(one.front().pages, allocator_.Allocate(num_pages));
+  leased_.values.splice(leased_.values.end(), one);
+  Value& value = leased_.values.back();
   value.bytes = bytes;
-  value.pages = std::move(pages);
   value.leases = 1;
   value.self = std::prev(leased_.values.end());
   leased_.pages += num_pages;
   return Held(&value, {shared_from_this()});
 }
 
+// What takes memory comes first: without it nothing has changed.
 void HostStore::State::Commit(Held held, std::string_view key) {
-  Value* const value = held.release();
   MutexLock lock(&mutex_);
+  held->key = key;
+  const auto [place, is_new] = table_.try_emplace(held->key, held.get());
+  Value* const value = held.release();
   int64_t pins = 0;
-  if (Value* const before = Find(key); before != nullptr) {
+  if (!is_new) {
+    Value* const before = place->second;
     pins = before->pins;
-    TakeOut(before);
+    auto node = table_.extract(place);
+    node.key() = value->key;
+    node.mapped() = value;
+    table_.insert(std::move(node));
+    EndStored(before);
   }
-  value->key = key;
-  table_.emplace(value->key, value);
   Update(value, [value, pins] {
     value->stored = true;
     value->pins = pins;

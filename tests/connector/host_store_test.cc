@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
 #include <random>
@@ -10,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "tests/connector/store_values.h"
+#include "tests/pool/failing_new.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 #include "transport/stream_plan.h"
@@ -332,6 +334,57 @@ TEST(HostStores, EightThreadsWithLeases) {
     EXPECT_TRUE(IsOk(store->Erase(absl::StrCat(key), Soon())));
   }
   EXPECT_EQ(store->stats().bytes, 0);  // Every page came home.
+}
+
+// ---- Memory that is not there -------------------------------------------------------------------
+
+constexpr char kLongKey[] = "a key that is kept in memory of its own";
+
+TEST(HostStore, APutThatFindsNoMemoryChangesNothing) {
+  for (const bool replaces : {false, true}) {
+    SCOPED_TRACE(replaces);
+    const auto store = Small(40);
+    const Bytes old = ValueOf(1, 1, 100), value = ValueOf(1, 2, 100);
+    if (replaces) {
+      ASSERT_TRUE(IsOk(Put(*store, kLongKey, old)));
+    }
+    const int64_t bytes = store->stats().bytes;
+    CallWithoutMemory([&] { Put(*store, kLongKey, value).IgnoreError(); },
+                      [&] {
+                        EXPECT_EQ(store->stats().bytes, bytes);
+                        EXPECT_EQ(Exists(*store, kLongKey), replaces ? 1 : 0);
+                        if (replaces) {
+                          EXPECT_EQ(Read(Must(store->Acquire(kLongKey))), old);
+                        }
+                      });
+    EXPECT_EQ(Read(Must(store->Acquire(kLongKey))), value);
+    EXPECT_EQ(store->stats().bytes, 100);
+  }
+}
+
+// Of a value in many pieces, too.
+TEST(HostStore, LettingGoNeedsNoMemory) {
+  constexpr int64_t kPages = 64;
+  const auto store = Small(kPages);
+  std::vector<std::string> keys;
+  for (int64_t i = 0; i < kPages; ++i) {
+    keys.push_back(absl::StrCat("key", i));
+    ASSERT_TRUE(IsOk(Put(*store, keys.back(), ValueOf(i, 1, 10))));
+  }
+  // Pages that lie alone, free first to last and then last to first, so that they are in no order.
+  for (int64_t i = 0; i < kPages; i += 4) ASSERT_TRUE(IsOk(store->Erase(keys[i], Soon())));
+  for (int64_t i = kPages - 2; i > 0; i -= 4) ASSERT_TRUE(IsOk(store->Erase(keys[i], Soon())));
+  ASSERT_TRUE(IsOk(Put(*store, "pieces", ValueOf(1, 2, kPages / 2 * 10))));
+  {
+    std::optional<HostStore::ReadLease> pieces = Must(store->Acquire("pieces"));
+    const std::vector<int64_t> pages = pieces->pages().ToPages();
+    EXPECT_EQ(pieces->pages().num_runs(), static_cast<size_t>(kPages / 2));
+    EXPECT_FALSE(std::ranges::is_sorted(pages));
+    ASSERT_TRUE(IsOk(store->Erase("pieces", Soon())));
+    const FailingNew failing(0);
+    pieces.reset();
+  }
+  EXPECT_EQ(store->stats().bytes, kPages / 2 * 10);
 }
 
 }  // namespace
