@@ -371,8 +371,8 @@ absl::Status RemoteStore::Put(std::string_view key, ConstParts value, Deadline d
   for (const std::span<const std::byte> part : value) {
     whole->insert(whole->end(), part.begin(), part.end());
   }
-  const Fields args =
-      Fields().Set("keys", std::move(packed)).Set("bytes", static_cast<uint64_t>(bytes));
+  Fields args;
+  args.Set("keys", std::move(packed)).Set("bytes", static_cast<uint64_t>(bytes));
   return Persist(deadline, SessionEnded, [&] { return PutOnce(args, whole, deadline); });
 }
 
@@ -383,10 +383,8 @@ absl::Status RemoteStore::PutOnce(const Fields& args,
   const uint64_t lease_id = RandomId();
   KVFERRY_RETURN_IF_ERROR(leases_.Publish(lease_id, PageRuns(), options_.pool->layout().num_layers,
                                           LeaseUntil(deadline), std::move(value)));
-  absl::Status status =
-      AskToChange(store_call::kPut, Fields(args).Set("lease", lease_id), deadline).status();
-  Withdraw(lease_id);
-  return status;
+  const absl::Cleanup withdraw = [this, lease_id] { Withdraw(lease_id); };
+  return AskToChange(store_call::kPut, Fields(args).Set("lease", lease_id), deadline).status();
 }
 
 absl::StatusOr<RemoteStore::Round> RemoteStore::ReadRound(const Fields& reply, size_t num_keys) {
@@ -403,12 +401,12 @@ absl::StatusOr<RemoteStore::Round> RemoteStore::PutSomePages(std::span<const std
   const uint64_t lease_id = RandomId();
   KVFERRY_RETURN_IF_ERROR(leases_.Publish(
       lease_id, std::move(runs), options_.pool->layout().num_layers, LeaseUntil(deadline)));
-  const absl::StatusOr<Fields> reply =
-      AskToChange(store_call::kPutPages,
-                  Fields().Set("keys", std::move(packed)).Set("lease", lease_id), deadline);
-  Withdraw(lease_id);  // From here on the caller may change the pages.
-  KVFERRY_RETURN_IF_ERROR(reply.status());
-  return ReadRound(*reply, keys.size());
+  // After it the caller may change the pages.
+  const absl::Cleanup withdraw = [this, lease_id] { Withdraw(lease_id); };
+  Fields args;
+  args.Set("keys", std::move(packed)).Set("lease", lease_id);
+  KVFERRY_ASSIGN_OR_RETURN(const Fields reply, AskToChange(store_call::kPutPages, args, deadline));
+  return ReadRound(reply, keys.size());
 }
 
 absl::StatusOr<RemoteStore::Round> RemoteStore::GetSomePages(std::span<const std::string_view> keys,

@@ -100,7 +100,8 @@ class RemoteStore : public KvStore {
   absl::Status Fetch(const Ticket& ticket, const std::vector<int64_t>& pages, StreamTail tail,
                      Deadline deadline);
   void Decline(const Ticket& ticket);
-  // Takes a lease back: nothing of it is read afterwards.
+  // Takes a lease back: nothing of it is read afterwards. Without memory for that the process ends, as
+  // the pages' owner would write into what is read.
   void Withdraw(uint64_t lease_id);
   // The rest are one attempt each.
   absl::Status GetOnce(std::string_view key, Parts out, Deadline deadline);

@@ -473,6 +473,36 @@ TEST(RemoteValues, WhatFoundNoMemoryIsNotOnItsWay) {
   EXPECT_EQ(Must(client->GetBytes("key", Soon())), value);
 }
 
+// The memory is its caller's again, who throws it away.
+TEST(RemoteValues, WhatTheClientFindsNoMemoryForIsTakenBack) {
+  const std::shared_ptr<HostStore> host = Must(HostStore::Create({Flat(10), 1000, 0}));
+  const auto server = Serve(host);
+  const auto pool = MakePatternPool(Flat(10), 4, 1);
+  Config config = SmallChunks();
+  config.max_leases = 2;
+  const auto client =
+      Must(RemoteStore::Create({{config, kTestModel, "client"}, server->address(), pool, 1000}));
+  const std::byte small[3] = {};
+  const std::span<const std::byte> part = small;
+  const std::string key(20, 'k');
+  const std::vector<std::string> names = {std::string(200, 'a'), std::string(200, 'b'),
+                                          std::string(200, 'c')};
+  const std::vector<std::string_view> keys(names.begin(), names.end());
+  const std::vector<int64_t> pages = {0, 1, 2};
+  for (int64_t i = 0; i <= config.max_leases; ++i) {
+    {  // For lists of keys, where they are copied.
+      const ScarceNew scarce(ScarceNew::Of::kThisThread, 2 + 20 + 1);
+      EXPECT_THROW((void)client->Put(key, {&part, 1}, Soon()), std::bad_alloc);
+    }
+    const ScarceNew scarce(ScarceNew::Of::kThisThread, 3 * (2 + 200) + 1);
+    EXPECT_THROW((void)client->PutPages(keys, *pool, pages, Soon()), std::bad_alloc);
+  }
+  EXPECT_TRUE(IsOk(client->Put(key, {&part, 1}, Soon())));
+  for (const absl::Status& status : client->PutPages(keys, *pool, pages, Soon())) {
+    EXPECT_TRUE(IsOk(status));
+  }
+}
+
 TEST(RemoteValues, LongerThanAServerMovesAreRefusedAtOnce) {
   constexpr absl::StatusCode kInvalid = absl::StatusCode::kInvalidArgument;
   const std::string limit = absl::StrCat(kMaxStagedBytes);
