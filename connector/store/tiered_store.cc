@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -80,11 +81,26 @@ void TieredStore::Heard(Tier& tier, Deadline begin, std::span<const absl::Status
   tier.patience.Heard(begin, now, answered);
 }
 
+namespace {
+
+// A tier that finds no memory has failed, and is done without as if it had said so itself: what the
+// other one has to hear about is not to be left out.
+template <typename Call>
+auto WithoutThrowing(const Call& call) -> decltype(call()) {
+  try {
+    return call();
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError("tiered store: a tier found no memory for this call");
+  }
+}
+
+}  // namespace
+
 template <typename Call>
 auto TieredStore::Ask(Tier& tier, Deadline deadline, const Call& call) -> decltype(call(deadline)) {
   KVFERRY_ASSIGN_OR_RETURN(const Deadline until, MayAskUntil(tier, deadline));
   const Deadline begin = Clock::now();
-  auto result = call(until);
+  auto result = WithoutThrowing([&] { return call(until); });
   const absl::Status status = internal::AsStatus(result);
   Heard(tier, begin, {&status, 1});
   return result;
@@ -97,7 +113,10 @@ std::vector<absl::Status> TieredStore::AskBatch(Tier& tier, Deadline deadline, s
   const absl::StatusOr<Deadline> until = MayAskUntil(tier, deadline);
   if (!until.ok()) return std::vector<absl::Status>(num_items, until.status());
   const Deadline begin = Clock::now();
-  std::vector<absl::Status> statuses = call(*until);
+  absl::StatusOr<std::vector<absl::Status>> said =
+      WithoutThrowing([&]() -> absl::StatusOr<std::vector<absl::Status>> { return call(*until); });
+  std::vector<absl::Status> statuses =
+      said.ok() ? *std::move(said) : std::vector<absl::Status>(num_items, said.status());
   Heard(tier, begin, statuses);
   return statuses;
 }
@@ -241,8 +260,12 @@ std::vector<absl::Status> TieredStore::PutShown(std::span<const std::string_view
       continue;
     }
     AfterPutInto(lower_, keys[i], deadline);
-    statuses[i] = show(i);
-    if (!statuses[i].ok()) continue;
+    statuses[i] = Ask(upper_, deadline, [&](Deadline /*until*/) { return show(i); });
+    if (!statuses[i].ok()) {
+      // The value before is below no more.
+      statuses[i].Update(DropOld(upper_, keys[i], statuses[i], deadline));
+      continue;
+    }
     AfterPutInto(upper_, keys[i], deadline);
     MutexLock lock(&mutex_);
     ++counts_.puts;

@@ -80,7 +80,7 @@ class TieredStore : public KvStore {
   // For the owner of an upper tier who has the values in its memory, where nobody sees them yet: pages of
   // `pool`. The lower tier takes them, and then `show`(i) has the upper one give value i, which it is
   // not asked to unless the lower one took that: below there may be another value, which would come
-  // up once this one is evicted.
+  // up once this one is evicted. If it fails then, the upper one drops the value before.
   std::vector<absl::Status> PutShown(std::span<const std::string_view> keys, const KvPool& pool,
                                      std::span<const int64_t> pages,
                                      const std::function<absl::Status(size_t)>& show,

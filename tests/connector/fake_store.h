@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <map>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -128,6 +129,33 @@ class FakeStore : public KvStore {
   CondVar never_;  // It is notified.
   std::map<std::string, std::vector<std::byte>, std::less<>> entries_ ABSL_GUARDED_BY(mutex_);
   Stats stats_ ABSL_GUARDED_BY(mutex_);
+};
+
+// Finds no memory, whatever it is asked for, while that is scarce.
+class ScarceStore : public FakeStore {
+ public:
+  using FakeStore::FakeStore;
+  std::atomic<bool> scarce = false;
+
+  absl::Status Put(std::string_view key, ConstParts value, Deadline deadline) override {
+    Check();
+    return FakeStore::Put(key, value, deadline);
+  }
+  absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key,
+                                                  Deadline deadline) override {
+    Check();
+    return FakeStore::GetBytes(key, deadline);
+  }
+  absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
+                                 Deadline deadline) override {
+    Check();
+    return FakeStore::Exists(keys, deadline);
+  }
+
+ private:
+  void Check() const {
+    if (scarce) throw std::bad_alloc();
+  }
 };
 
 // Each get waits, with what it has read, until it may go on.

@@ -404,53 +404,35 @@ TEST_F(RemotePages, WhatIsReadInMemoryIsAHitOfTheTiersToo) {
 
 // ---------------------------------------------------------------- memory that is not there
 
-// Finds no memory, whatever it is asked for, while that is scarce.
-class ScarceStore : public FakeStore {
+// Leaves the thread that has put something without memory for a copy of the key.
+class StarvingStore : public FakeStore {
  public:
   using FakeStore::FakeStore;
-  std::atomic<bool> scarce = false;
+  static std::string Key() { return std::string(199, 'k'); }
+  std::optional<ScarceNew> scarce;  // Of the server's thread, until it has replied.
 
   absl::Status Put(std::string_view key, ConstParts value, Deadline deadline) override {
-    Check();
-    return FakeStore::Put(key, value, deadline);
-  }
-  absl::StatusOr<std::vector<std::byte>> GetBytes(std::string_view key,
-                                                  Deadline deadline) override {
-    Check();
-    return FakeStore::GetBytes(key, deadline);
-  }
-  absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
-                                 Deadline deadline) override {
-    Check();
-    return FakeStore::Exists(keys, deadline);
-  }
-
- private:
-  void Check() const {
-    if (scarce) throw std::bad_alloc();
+    absl::Status put = FakeStore::Put(key, value, deadline);
+    scarce.emplace(ScarceNew::Of::kThisThread, key.size() + 1);
+    return put;
   }
 };
 
-// On each of the server's threads, and when what is put has been fetched.
+// Also when what is put has been fetched.
 TEST_F(RemotePages, WhereTheServerFindsNoMemoryTheCallEnds) {
   constexpr absl::StatusCode kNoMemory = absl::StatusCode::kResourceExhausted;
-  const auto lower = std::make_shared<ScarceStore>(SmallLayout().page_bytes());
+  const auto lower = std::make_shared<StarvingStore>(SmallLayout().page_bytes());
   const auto server = Serve(MakeHost(4), lower);
   const auto client = Dial(server->address(), source_);
-  const std::vector<int64_t> page = {1};
+  const std::string key = StarvingStore::Key();
   const std::byte small[3] = {};
   const std::span<const std::byte> part = small;
-  ASSERT_TRUE(AllOk(lower->PutPages(Views({"key"}), *source_, page, Soon())));
-  lower->scarce = true;
-  EXPECT_TRUE(Fails(client->Exists(Views({"key"}), Soon()), kNoMemory, "no memory"));
-  EXPECT_TRUE(Fails(client->GetBytes("key", Soon()), kNoMemory, "no memory"));
-  EXPECT_TRUE(Fails(client->GetPages(Views({"key"}), *source_, page, Soon())[0], kNoMemory));
-  EXPECT_TRUE(Fails(client->Put("new", {&part, 1}, Soon()), kNoMemory, "no memory"));
-  EXPECT_TRUE(Fails(client->PutPages(Views({"key"}), *source_, page, Soon())[0], kNoMemory));
-  lower->scarce = false;
-  EXPECT_EQ(Must(client->Exists(Views({"key"}), Soon())), 1);
-  EXPECT_TRUE(IsOk(client->Put("new", {&part, 1}, Soon())));
-  EXPECT_TRUE(IsOk(client->GetBytes("key", Soon())));
+  EXPECT_TRUE(Fails(client->Put(key, {&part, 1}, Soon()), kNoMemory, "no memory"));
+  lower->scarce.reset();
+  EXPECT_TRUE(Fails(client->PutPages(Views({key}), *source_, std::vector<int64_t>{1}, Soon())[0],
+                    kNoMemory, "no memory"));
+  lower->scarce.reset();
+  EXPECT_TRUE(IsOk(client->GetBytes(key, Soon())));
 }
 
 // More of them than may be on their way together.

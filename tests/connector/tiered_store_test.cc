@@ -347,6 +347,33 @@ TEST_F(TieredStores, AFullTierDropsTheOldValue) {
   EXPECT_EQ(store_->stats().errors, 1);
 }
 
+TEST_F(TieredStores, ATierThatFindsNoMemoryIsDoneWithout) {
+  const auto lower = std::make_shared<ScarceStore>(1000);
+  const auto store = Must(TieredStore::Create(upper_, lower));
+  ASSERT_TRUE(IsOk(Put(*store, "a", old_)));
+  ASSERT_TRUE(IsOk(Put(*store, "b", old_)));
+  lower->scarce = true;
+  EXPECT_TRUE(IsOk(Put(*store, "a", new_)));
+  EXPECT_TRUE(Fails(store->GetBytes("below", Soon()), kExhausted));
+  EXPECT_EQ(Exists(*store, {"b", "below"}), 1);
+  EXPECT_EQ(store->stats().errors, 3);
+  lower->scarce = false;
+  ASSERT_TRUE(IsOk(upper_->Erase("a", Soon())));  // As when it is evicted.
+  EXPECT_TRUE(Misses(*store, "a"));
+}
+
+// What is shown above fails after the lower tier took it.
+TEST_F(TieredStores, WhatCannotBeShownDoesNotLeaveTheOldValueAbove) {
+  const auto pool = Must(KvPool::Create(Must(HostStore::FlatLayout(100)), 1));
+  const std::vector<std::string_view> keys = {"a"};
+  const std::vector<int64_t> pages = {0};
+  ASSERT_TRUE(IsOk(Put(*store_, "a", old_)));
+  std::ranges::copy(new_, pool->page(0, 0, 0).begin());
+  const auto show = [](size_t) -> absl::Status { throw std::bad_alloc(); };
+  EXPECT_TRUE(Fails(store_->PutShown(keys, *pool, pages, show, Soon())[0], kExhausted));
+  EXPECT_TRUE(Is(*store_, "a", new_));
+}
+
 TEST_F(TieredStores, PinsWhereTheyCan) {
   ASSERT_TRUE(IsOk(Put(*store_, "a", old_)));
   EXPECT_TRUE(Fails(store_->Pin("a", Soon()), kUnimplemented));
