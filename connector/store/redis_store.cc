@@ -6,6 +6,7 @@
 #include <array>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
@@ -83,7 +84,9 @@ absl::StatusOr<std::unique_ptr<RedisStore>> RedisStore::Create(const Options& op
   return std::unique_ptr<RedisStore>(new RedisStore(options));
 }
 
-RedisStore::RedisStore(const Options& options) : options_(options), server_(ServerOf(options)) {}
+RedisStore::RedisStore(const Options& options) : options_(options), server_(ServerOf(options)) {
+  idle_.reserve(options.connections);  // Giving one back needs no memory.
+}
 
 // ---------------------------------------------------------------- connections
 
@@ -108,9 +111,10 @@ absl::StatusOr<std::unique_ptr<RedisConnection>> RedisStore::Acquire(Deadline de
     ++in_use_;
     if (std::unique_ptr<RedisConnection> idle = TakeIdle()) return idle;
   }
-  absl::StatusOr<std::unique_ptr<RedisConnection>> made =
-      RedisConnection::Connect(server_, deadline);
-  if (!made.ok()) Release(nullptr);
+  absl::Cleanup give_back = [this] { Release(nullptr); };
+  KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<RedisConnection> made,
+                           RedisConnection::Connect(server_, deadline));
+  std::move(give_back).Cancel();
   return made;
 }
 
@@ -124,10 +128,10 @@ void RedisStore::Release(std::unique_ptr<RedisConnection> connection) {
 absl::Status RedisStore::Exchange(Access access, const RedisCommands& commands, Deadline deadline,
                                   RedisConnection::Answer answer) {
   KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<RedisConnection> connection, Acquire(deadline));
-  absl::Status status = access == Access::kWrite ? Write(*connection, commands, deadline, answer)
-                                                 : connection->Exchange(commands, deadline, answer);
-  Release(std::move(connection));
-  return status;
+  // Also where an answer finds no memory for a value.
+  const absl::Cleanup release = [&] { Release(std::move(connection)); };
+  return access == Access::kWrite ? Write(*connection, commands, deadline, answer)
+                                  : connection->Exchange(commands, deadline, answer);
 }
 
 // ---------------------------------------------------------------- writes that are broken off

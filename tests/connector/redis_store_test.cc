@@ -28,6 +28,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "connector/store/value_header.h"
+#include "tests/connector/scarce_new.h"
 #include "tests/connector/store_conformance.h"
 #include "tests/connector/store_values.h"
 #include "tests/support/captured_log.h"
@@ -681,6 +682,26 @@ TEST(RedisStoreAgainst, AConnectionOfWhichAReplyIsDueIsNotUsedAgain) {
   const std::vector<std::string_view> keys = {"a"};
   EXPECT_TRUE(Fails(store->Exists(keys, DeadlineInMs(50)), Code::kDeadlineExceeded));
   EXPECT_EQ(Must(store->Exists(keys, Soon())), 0);
+}
+
+TEST(RedisStoreAgainst, AConnectionWhoseValueFoundNoMemoryIsGivenBack) {
+  const Bytes value = ValueOf(1, 1, 100003);
+  const std::span<const std::byte> part = value;
+  const ValueHeader header = MakeValueHeader("a", {&part, 1});
+  std::string reply = absl::StrCat("$", header.size() + value.size(), "\r\n");
+  for (const auto bytes : {std::span<const std::byte>(header), part}) {
+    reply.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  }
+  reply += "\r\n";
+  const ScriptedServer server([&](int fd, int) {
+    while (ScriptedServer::Read(fd)) ScriptedServer::Say(fd, reply);
+  });
+  const auto store = MakeStore({.port = server.port(), .connections = 1});
+  {
+    const ScarceNew scarce(ScarceNew::Of::kThisThread, value.size());
+    EXPECT_THROW((void)Get(*store, "a"), std::bad_alloc);
+  }
+  EXPECT_EQ(Must(Get(*store, "a", DeadlineInMs(5000))), value);
 }
 
 TEST(RedisStoreAgainst, AServerThatIsStillLoading) {
