@@ -35,13 +35,14 @@ class KeyTurns {
 
   // DEADLINE_EXCEEDED when others had the turn until then.
   absl::StatusOr<Turn> Take(std::string_view key, Deadline deadline) {
+    std::string name(key);  // Before it is taken: without memory nobody would end the turn.
     MutexLock lock(&mutex_);
     while (!taken_.insert(std::string(key)).second) {
-      if (!ended_.WaitUntil(&mutex_, deadline) && taken_.contains(std::string(key))) {
+      if (!ended_.WaitUntil(&mutex_, deadline) && taken_.contains(name)) {
         return absl::DeadlineExceededError("others were at the same key until the deadline");
       }
     }
-    return Turn(this, std::string(key));
+    return Turn(this, std::move(name));
   }
 
  private:

@@ -11,6 +11,7 @@
 #include "connector/store/host_store.h"
 #include "tests/connector/fake_store.h"
 #include "tests/connector/store_values.h"
+#include "tests/pool/failing_new.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 
@@ -687,6 +688,14 @@ TEST(TierPatience, ASilenceIsFourTimesWhatWasWaitedAndHasAnEnd) {
   patience.Heard(now, now, /*answered=*/true);
   EXPECT_LE(patience.silent_until(), now);
   EXPECT_EQ(patience.WaitUntil(now, now + seconds(60)), now + seconds(60));
+}
+
+TEST(KeyTurns, WithoutMemoryNoneIsTaken) {
+  KeyTurns turns;
+  const std::string key(100, 'k');
+  { const KeyTurns::Turn turn = Must(turns.Take(key, Soon())); }  // The set has room from now on.
+  CallWithoutMemory([&] { (void)turns.Take(key, DeadlineInMs(0)); },
+                    [&] { EXPECT_TRUE(IsOk(turns.Take(key, DeadlineInMs(0)))); });
 }
 
 TEST_F(TieredStores, BadTiersAreNamed) {
