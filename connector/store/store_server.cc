@@ -440,6 +440,7 @@ absl::StatusOr<std::shared_ptr<void>> StoreServer::Service::TakeRoom(int64_t byt
 absl::StatusOr<uint64_t> StoreServer::Service::Lease(const Request& request, PageRuns pages,
                                                      std::shared_ptr<const Bytes> tail,
                                                      const std::shared_ptr<void>& held) {
+  if (IsOver(request)) return TooLate();  // Nobody would come for it.
   const uint64_t id = RandomId();
   // Who has not come by the call's deadline has given up, or never got the reply: pages that were held
   // for longer would be missed by others.

@@ -855,6 +855,31 @@ TEST_F(RemotePages, WhatIsFoundTooLateIsNotHeld) {
               DeadlineInMs(5000)));
 }
 
+// As what is found too late, long before its deadline.
+TEST_F(RemotePages, WhatIsFoundForACallerWhoIsGoneIsNotHeld) {
+  const auto lower = std::make_shared<GatedStore>(SmallLayout().page_bytes());
+  const auto server = Serve(MakeHost(1), lower);
+  const auto other = Dial(server->address(), source_);
+  const std::vector<int64_t> page = {1};
+  ASSERT_TRUE(AllOk(lower->PutPages(Views({"slow"}), *source_, page, Soon())));
+  std::atomic<bool> broken = false;
+  ControlRelay relay(server->address(), [&broken](Heard&) {
+    return broken ? ControlRelay::Verdict::kBreak : ControlRelay::Verdict::kPass;
+  });
+  const auto client = Dial(relay.address(), target_);
+  auto get = std::async(std::launch::async, [&] {
+    return client->GetPages(Views({"slow"}), *target_, page, Soon())[0];
+  });
+  ASSERT_TRUE(lower->asked.Wait(Soon()));
+  broken = true;
+  EXPECT_TRUE(Fails(get.get(), absl::StatusCode::kUnavailable));
+  ASSERT_TRUE(WaitFor([&] { return Metric(*server, "peers_lost") == 1; }, Soon()));
+  lower->go_on.Open();
+  EXPECT_TRUE(
+      WaitFor([&] { return AllOk(other->PutPages(Views({"new"}), *source_, page, Soon())); },
+              DeadlineInMs(5000)));
+}
+
 // ---------------------------------------------------------------- sessions that end
 
 using Code = absl::StatusCode;
