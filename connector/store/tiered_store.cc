@@ -548,7 +548,13 @@ absl::StatusOr<int64_t> TieredStore::Exists(std::span<const std::string_view> ke
     absl::StatusOr<int64_t> lower = CountIn(lower_, keys.subspan(there, count), deadline);
     there += lower.value_or(0);
     if (!upper.ok() && !lower.ok() && there == 0) return lower;
-    if (lower.value_or(0) == 0) break;
+    if (lower.value_or(0) > 0) continue;
+    // As in MayHaveMovedUp().
+    const int64_t moved =
+        upper.ok() ? CountIn(upper_, keys.subspan(there, 1), deadline).value_or(0) : 0;
+    if (moved == 0) break;
+    there += moved;
+    ++pieces_above;
   }
   // Of several pieces the last was used last.
   if (pieces_above > 1) UseAbove(keys.first(there), deadline);
@@ -573,17 +579,23 @@ absl::StatusOr<std::vector<bool>> TieredStore::ExistsEach(std::span<const std::s
   for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
   const absl::StatusOr<std::vector<bool>> upper = WhichIn(upper_, keys, deadline);
   std::vector<bool> there = upper.value_or(std::vector<bool>(keys.size()));
-  std::vector<std::string_view> others;
-  for (size_t i = 0; i < keys.size(); ++i) {
-    if (!there[i]) others.push_back(keys[i]);
-  }
-  if (others.empty()) return there;
-  const absl::StatusOr<std::vector<bool>> lower = WhichIn(lower_, others, deadline);
-  if (!lower.ok()) return upper.ok() ? there : lower;
-  auto next = lower->begin();
-  for (size_t i = 0; i < keys.size(); ++i) {
-    if (!there[i]) there[i] = *next++;
-  }
+  // About those that none has so far.
+  const auto ask = [&](Tier& tier) -> absl::Status {
+    std::vector<std::string_view> others;
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (!there[i]) others.push_back(keys[i]);
+    }
+    if (others.empty()) return absl::OkStatus();
+    KVFERRY_ASSIGN_OR_RETURN(const std::vector<bool> which, WhichIn(tier, others, deadline));
+    auto next = which.begin();
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (!there[i]) there[i] = *next++;
+    }
+    return absl::OkStatus();
+  };
+  const absl::Status lower = ask(lower_);
+  if (!upper.ok()) return lower.ok() ? absl::StatusOr<std::vector<bool>>(there) : lower;
+  ask(upper_).IgnoreError();  // As in MayHaveMovedUp().
   return there;
 }
 

@@ -3,9 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <future>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "connector/store/host_store.h"
@@ -335,6 +337,45 @@ TEST_F(TieredStores, WhatMovesUpWhileItIsGotIsFound) {
       upper->go_on.Open();
       EXPECT_TRUE(IsOk(get.get()));
       EXPECT_TRUE(out == new_);
+    }
+  }
+}
+
+// Something happens as soon as it has answered a question.
+class AskedStore : public FakeStore {
+ public:
+  using FakeStore::FakeStore;
+  std::function<void()> next;
+
+  absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
+                                 Deadline deadline) override {
+    absl::StatusOr<int64_t> there = FakeStore::Exists(keys, deadline);
+    if (next) std::exchange(next, nullptr)();
+    return there;
+  }
+  absl::StatusOr<std::vector<bool>> ExistsEach(std::span<const std::string_view> keys,
+                                               Deadline deadline) override {
+    absl::StatusOr<std::vector<bool>> there = FakeStore::ExistsEach(keys, deadline);
+    if (next) std::exchange(next, nullptr)();
+    return there;
+  }
+};
+
+TEST_F(TieredStores, WhatMovesUpWhileItIsAskedForIsThere) {
+  for (const bool each : {false, true}) {
+    SCOPED_TRACE(each);
+    const auto upper = std::make_shared<AskedStore>(1000);
+    const auto store = Must(TieredStore::Create(upper, lower_));
+    lower_->full = false;
+    for (const std::string_view key : {"a", "b"}) ASSERT_TRUE(IsOk(Put(*lower_, key, old_)));
+    upper->next = [&] {
+      lower_->full = true;
+      EXPECT_TRUE(IsOk(Put(*store, "a", new_)));
+    };
+    if (each) {
+      EXPECT_EQ(Each(*store, {"a", "nowhere", "b"}), std::vector<bool>({true, false, true}));
+    } else {
+      EXPECT_EQ(Exists(*store, {"a", "b", "nowhere"}), 2);
     }
   }
 }
