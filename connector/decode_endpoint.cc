@@ -1,7 +1,14 @@
 #include "connector/decode_endpoint.h"
 
+#include <map>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
+#include "connector/lease_keeper.h"
 
 namespace kvferry {
 namespace {
@@ -63,6 +70,27 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> DecodeEndpoint::Fetch(const Ticket&
   request.heads = part.heads;
   request.reader = part.reader;
   return node_->Fetch(std::move(request));
+}
+
+void DecodeEndpoint::Keep(absl::Span<const Ticket> tickets) {
+  std::map<std::pair<std::string, uint64_t>, std::vector<uint64_t>>
+      leases;  // By address and epoch.
+  for (const Ticket& ticket : tickets) {
+    leases[{ticket.address, ticket.epoch}].push_back(ticket.lease_id);
+  }
+  for (const auto& [peer, ids] : leases) {
+    for (absl::Span<const uint64_t> left = ids; !left.empty();) {
+      const auto some = left.subspan(0, keep_call::kMaxLeases);
+      left.remove_prefix(some.size());
+      Node::CallRequest call;
+      std::tie(call.address, call.epoch) = peer;
+      call.function = keep_call::kKeep;
+      call.args = keep_call::ArgsFor(some);
+      // Later it would be of no use.
+      call.deadline = DeadlineInMs(config_.lease_ms);
+      node_->Call(std::move(call), [](const absl::StatusOr<Fields>&) {}).IgnoreError();
+    }
+  }
 }
 
 absl::StatusOr<DecodeEndpoint::Receiving> DecodeEndpoint::Receive(const Reception& reception) {

@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "base/config.h"
 #include "connector/prefill_endpoint.h"
 #include "connector/receive_table.h"
@@ -55,6 +56,11 @@ class DecodeEndpoint {
                                                      int64_t timeout_ms) {
     return Fetch(ticket, first_page, pages, timeout_ms, Part());
   }
+
+  // Asks the prefill sides to keep what these tickets stand for, for lease_ms of theirs from now on, as
+  // long as the caller cannot fetch it yet. As far as they are reached: a fetch says what has become of a
+  // lease. Tickets that cannot be, and of hosts that are not allowed, are passed over.
+  void Keep(absl::Span<const Ticket> tickets);
 
   struct Reception {
     int64_t first_page = 0;      // Pages of the request that the caller has already.

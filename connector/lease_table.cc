@@ -1,6 +1,7 @@
 #include "connector/lease_table.h"
 
 #include <algorithm>
+#include <chrono>
 #include <iterator>
 #include <utility>
 
@@ -72,6 +73,7 @@ absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t read
   leases_.emplace(lease_id, Lease{{std::move(pages), std::move(tail)},
                                   ready_layers,
                                   expiry,
+                                  expiry + std::chrono::milliseconds(config_.max_fetch_timeout_ms),
                                   before != nullptr ? *before : Readers()});
   return absl::OkStatus();
 }
@@ -237,6 +239,20 @@ void LeaseTable::GoOn(uint64_t lease_id, LeaseReader reader, Deadline expiry) {
   lease.readers.reading &= ~BitOf(reader);
   lease.expiry = std::max(lease.expiry, expiry);
   if (lease.readers.reading == 0) EndOrIdle(lease_id, lease);
+}
+
+int64_t LeaseTable::Keep(absl::Span<const uint64_t> lease_ids, Deadline expiry) {
+  MutexLock lock(&mutex_);
+  int64_t num_live = 0;
+  for (const uint64_t lease_id : lease_ids) {
+    const auto found = leases_.find(lease_id);
+    if (found == leases_.end()) continue;
+    Lease& lease = found->second;
+    // Not before it expires otherwise: none_expires_before_ holds still.
+    lease.expiry = std::max(lease.expiry, std::min(expiry, lease.last_expiry));
+    ++num_live;
+  }
+  return num_live;
 }
 
 void LeaseTable::EndOrIdle(uint64_t lease_id, Lease& lease) {

@@ -34,7 +34,7 @@ struct EndedLease {
 //
 //   state          on                   becomes         because
 //   idle           BeginTransfer        transferring    a fetch reads the pages: no expiry meanwhile
-//   idle           expiry               ended expired   nobody came
+//   idle           expiry               ended expired   nobody came, nor said that they would (Keep)
 //   unknown        NothingNeeded        unneeded        its reader was told the id before it is published,
 //                                                       or had all of it before it was unpublished
 //   unneeded       Publish              ended fetched   -
@@ -94,6 +94,9 @@ class LeaseTable : public FetchSource {
   // Instead of EndTransfer(), for an owner whose readers have to Take(): however the transfer
   // ended, the lease goes on, until `expiry` at least.
   void GoOn(uint64_t lease_id, LeaseReader reader, Deadline expiry);
+  // Somebody will come for these, but not yet: those of them that are live last until `expiry` at least,
+  // if that is not more than max_fetch_timeout_ms behind their first one. Returns how many are live.
+  int64_t Keep(absl::Span<const uint64_t> lease_ids, Deadline expiry);
   // Leases that ended since the last call, oldest first.
   std::vector<EndedLease> TakeEnded();
   int64_t num_live() const;
@@ -123,6 +126,7 @@ class LeaseTable : public FetchSource {
     LeasedMemory memory;
     int64_t ready_layers = 0;
     Deadline expiry;
+    Deadline last_expiry;  // However often it is kept.
     Readers readers{};
     State state = State::kIdle;
   };

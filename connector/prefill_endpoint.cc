@@ -24,11 +24,13 @@ absl::StatusOr<std::unique_ptr<PrefillEndpoint>> PrefillEndpoint::Create(
   node.heads = options.heads;
   node.pool = std::move(pool);
   node.source = &endpoint->leases_;
+  node.handler = &endpoint->keeper_;
   node.listen = true;
   node.converts_pages = options.converts_pages;
   node.casts_values = true;
   node.scales = options.scales;
   KVFERRY_ASSIGN_OR_RETURN(endpoint->node_, Node::Start(std::move(node)));
+  endpoint->keeper_.Attach(endpoint->node_.get());
   return endpoint;
 }
 

@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "base/clock.h"
 #include "base/config.h"
+#include "connector/lease_keeper.h"
 #include "connector/lease_table.h"
 #include "connector/push_handle.h"
 #include "pool/kv_pool.h"
@@ -59,6 +60,8 @@ class PrefillEndpoint {
     int64_t ready_layers = 0;  // Layers [0, n) are final already.
     int64_t lease_ms = 0;      // 0: config.lease_ms.
   };
+  // A decode side that has to wait before it fetches may ask for more time (DecodeEndpoint::Keep),
+  // config.lease_ms each time and config.max_fetch_timeout_ms in all.
   // Offers a request. From here on until the lease has ended (TakeEnded), the pages must keep their
   // bytes. OUT_OF_RANGE for a page that is not in the pool, ALREADY_EXISTS, RESOURCE_EXHAUSTED.
   absl::StatusOr<Ticket> Publish(const Publication& publication);
@@ -122,7 +125,8 @@ class PrefillEndpoint {
       : config_(options.config),
         pool_(std::move(pool)),
         converts_pages_(options.converts_pages && OrderOf(pool_->layout()) != ValueOrder::kOther),
-        leases_(options.config) {}
+        leases_(options.config),
+        keeper_(&leases_, options.config.lease_ms) {}
   absl::Status CheckPush(const ReceiveTicket& ticket, const Publication& publication,
                          int64_t timeout_ms) const;
   // The decode side has answered, or will not.
@@ -132,7 +136,8 @@ class PrefillEndpoint {
   const std::shared_ptr<const KvPool> pool_;
   const bool converts_pages_;  // To some other size, at least.
   LeaseTable leases_;
-  std::unique_ptr<Node> node_;  // Last: its thread uses leases_.
+  LeaseKeeper keeper_;
+  std::unique_ptr<Node> node_;  // Last: its thread uses leases_ and keeper_.
 };
 
 }  // namespace kvferry

@@ -89,6 +89,29 @@ TEST_F(Leases, IdleExpires) {
                     "expired", "raise lease_ms"));
 }
 
+TEST_F(Leases, KeptLastsLonger) {
+  ASSERT_TRUE(IsOk(Publish()));
+  const std::vector<uint64_t> ids = {kLease, 77};
+  EXPECT_EQ(table_.Keep(ids, At(50)), 1);  // It lasts longer anyway.
+  EXPECT_EQ(table_.Keep(ids, At(300)), 1);
+  EXPECT_EQ(table_.Keep(ids, At(200)), 1);
+  EXPECT_LE(table_.Tick(At(299)), At(300));
+  EXPECT_EQ(Ended(), "none");
+  table_.Tick(At(300));
+  EXPECT_EQ(Ended(), "expired");
+  EXPECT_EQ(table_.Keep(ids, At(400)), 0);
+}
+
+TEST_F(Leases, NothingIsKeptForEver) {
+  const int64_t last = 100 + Config().max_fetch_timeout_ms;
+  ASSERT_TRUE(IsOk(Publish()));
+  EXPECT_EQ(table_.Keep({kLease}, At(last + 1000)), 1);
+  table_.Tick(At(last - 1));
+  EXPECT_EQ(Ended(), "none");
+  table_.Tick(At(last));
+  EXPECT_EQ(Ended(), "expired");
+}
+
 TEST_F(Leases, IdleWithdraw) {
   ASSERT_TRUE(IsOk(Publish()));
   EXPECT_EQ(Must(table_.Withdraw(kLease)), true);
@@ -404,7 +427,13 @@ class ModelRun {
     const uint64_t id = AnyId();
     const auto found = model_.live.find(id);
     const bool live = found != model_.live.end();
-    switch (random_() % 14) {
+    switch (random_() % 15) {
+      case 14: {
+        const int64_t expires = now_ + static_cast<int64_t>(random_() % 100);
+        ASSERT_EQ(table_->Keep({id, base_ + 1000000}, At(expires)), live ? 1 : 0);
+        if (live) found->second.expires = std::max(found->second.expires, expires);
+        break;
+      }
       case 13:
         Unpublish(id, live);
         break;

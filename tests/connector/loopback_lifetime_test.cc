@@ -5,10 +5,12 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <future>
 
 #include "base/random.h"
 #include "tests/support/control_relay.h"
 #include "tests/support/endpoints.h"
+#include "transport/node.h"
 
 namespace kvferry {
 namespace {
@@ -102,6 +104,45 @@ TEST_F(Lifetime, ExpiryWaitsForTheFetchAndComesSoonAfterIt) {
   handle->Cancel();
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kCancelled));
   EXPECT_EQ(ended.Wait(ticket.lease_id, DeadlineInMs(3000)), "expired");
+}
+
+// By the one that is to fetch them, which has no room yet.
+TEST_F(Lifetime, LeasesThatWillBeFetchedAreKept) {
+  Config config = SmallChunks();
+  config.lease_ms = 20000;
+  prefill_ = MakePrefill(source_, config);
+  EndedLeases ended(prefill_.get());
+  const Ticket kept = Publish(*prefill_, *source_, pages_, -1, 1000);
+  const Ticket early = Publish(*prefill_, *source_, {1}, -1, 1000);
+  const Ticket other = Publish(*prefill_, *source_, {3}, -1, 1000);
+  Ticket without_epoch = early, nowhere = other;
+  without_epoch.epoch = 0;
+  nowhere.address = "tcp://127.0.0.1:1";
+  decode_->Keep({kept, nowhere, without_epoch});
+  EXPECT_EQ(ended.Wait(other.lease_id), "expired");
+  EXPECT_FALSE(ended.Contains(kept.lease_id) || ended.Contains(early.lease_id));
+  EXPECT_TRUE(IsOk(Fetch(*decode_, kept, pages_)->Wait(Soon())));
+  EXPECT_TRUE(IsOk(Fetch(*decode_, early, {20})->Wait(Soon())));
+  EXPECT_EQ(ended.Wait(kept.lease_id), "fetched");
+}
+
+TEST_F(Lifetime, WhatIsNoListOfLeasesToKeepIsRefused) {
+  const auto pool = MakePatternPool(SmallLayout(), 8, 3);
+  const auto node = Must(Node::Start({SmallChunks(), kTestModel, "asks", pool}));
+  const auto answer = [&](const std::string& function, const Fields& args) {
+    std::promise<absl::StatusOr<Fields>> reply;
+    Must(node->Call({prefill_->address(), function, args, Soon()},
+                    [&](absl::StatusOr<Fields> fields) { reply.set_value(std::move(fields)); }));
+    return reply.get_future().get();
+  };
+  const auto kept = answer("keep", Fields().Set("leases", std::string(16, '\1')));
+  EXPECT_EQ(Must(Must(kept).Uint("kept")), 0);
+  EXPECT_EQ(Must(Must(answer("keep", Fields().Set("leases", ""))).Uint("kept")), 0);
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  EXPECT_TRUE(Fails(answer("keep", Fields().Set("leases", "1234567")), kInvalid, "7 bytes"));
+  EXPECT_TRUE(Fails(answer("keep", Fields()), kInvalid, "leases"));
+  EXPECT_TRUE(Fails(answer("keep", Fields().Set("leases", std::string(8 * 4097, 'x'))), kInvalid));
+  EXPECT_TRUE(Fails(answer("keeps", Fields()), absl::StatusCode::kUnimplemented, "'keeps'"));
 }
 
 // The same when the decode endpoint goes away.

@@ -1,6 +1,7 @@
 """The connector's decisions, without an engine: what its scheduler half hands to its worker
 half."""
 
+import time
 from collections import Counter
 
 import pytest
@@ -16,6 +17,7 @@ from vllm.v1.request import RequestStatus  # noqa: E402
 from vllm_steps import (  # noqa: E402
     BLOCK,
     FROM,
+    LEASE_MS,
     TRANSFER,
     Blocks,
     Decode,
@@ -117,6 +119,47 @@ def test_prompt_that_is_all_here_is_dismissed():
     decode, it = Decode(), request("r", 32, remote())
     meta = decode.allocate(it, 32, [5, 6])
     assert meta.loads == [] and meta.dismissed == [["t"]]
+
+
+def test_what_waits_for_its_turn_is_kept(monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    decode = Decode()
+    first = request("r", 32, remote(kvferry_tickets=["t", "u"]))
+    decode.scheduler.on_new_request(first)
+    decode.scheduler.on_new_request(request("local", 32, {}))
+    decode.scheduler.on_new_request(request("wrong", 32, remote(kvferry_tickets="v")))
+    now += 5
+    later = [request(name, 32, remote(kvferry_tickets=[name])) for name in ("a", "b")]
+    for it in later:
+        decode.scheduler.on_new_request(it)
+    now += 4
+    assert decode.step().kept == []
+    now += 1  # A third of LEASE_MS.
+    assert decode.step().kept == [["t", "u"]]
+    now += 5
+    assert decode.step().kept == [["a"], ["b"]]
+    assert decode.allocate(first, 0, [5, 6]).kept == []
+    decode.scheduler.request_finished(later[0])
+    now += LEASE_MS / 1e3
+    assert decode.step().kept == [["b"]]
+    decode.scheduler.request_finished(later[1])
+    now += LEASE_MS / 1e3
+    assert decode.step().kept == []
+
+
+def test_what_waits_of_an_announced_prompt_is_kept(monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    decode, it = Decode(tp_size=2), request("r", 2000, dict(FROM))
+    decode.scheduler.on_new_request(it)
+    now += LEASE_MS / 3e3
+    kept = [kvferry.Ticket.parse(text) for tickets in decode.step().kept for text in tickets]
+    parts = cut(TRANSFER["transfer_id"], it.prompt_token_ids, BLOCK)
+    assert len(parts) == 2
+    assert [(it.address, it.lease_id) for it in kept] == [
+        (f"tcp://[::1]:{port}", part.lease_id) for part in parts for port in (5000, 5001)
+    ]
 
 
 def test_request_that_ends_before_it_got_blocks_is_dismissed():

@@ -72,8 +72,8 @@ class Side:
 
 
 class Workers:
-    def __init__(self) -> None:
-        config = kvferry.Config.make({"publish_grace_ms": 0})
+    def __init__(self, **options) -> None:
+        config = kvferry.Config.make({"publish_grace_ms": 0} | options)
         self.source, self.target = Side(), Side()
         self.stats = TransferStats()
         trace = Trace("", 0)
@@ -116,6 +116,24 @@ def workers() -> Iterator[Workers]:
 
 def publication(lease_id: int, blocks: list[int]) -> Publication:
     return Publication("p", lease_id, blocks, 16)
+
+
+def test_what_waits_in_the_decode_engine_is_kept():
+    workers = Workers(lease_ms=1000)
+    workers.prefill.publish([publication(101, [1, 2]), publication(102, [3, 4])])
+    workers.source.compute(workers.prefill, [1, 2, 3, 4])
+    part = workers.part(101, [7, 8])
+
+    def the_other_has_expired() -> bool:
+        workers.decode.keep([part.tickets, ["no ticket"], ["t", "u", "v"]])
+        workers.prefill.take_finished(set())
+        return not workers.prefill._leases[102].live
+
+    wait_for(the_other_has_expired)
+    workers.load(part)
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == set()
+    workers.close()
 
 
 def test_parts_arrive_as_they_are_computed(workers: Workers):

@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 DEADLINE_S = 10.0
 BLOCK = 16
 FETCH_TIMEOUT_MS = 60_000
+LEASE_MS = 30_000
 TRANSFER = {"transfer_id": "0123456789abcdef"}
 FROM = {"do_remote_prefill": True, "remote_host": "::1", "remote_port": 5000} | TRANSFER
 ANNOUNCED = {"do_remote_decode": True} | TRANSFER
@@ -135,7 +136,12 @@ class Decode:
         self, tp_size: int = 1, room: Room | None = None, windows=(None,), max_fetches: int = 1024
     ):
         self.scheduler = DecodeScheduler(
-            vllm_config(tp_size), BLOCK, list(windows), room or Room(1000, 10), max_fetches
+            vllm_config(tp_size),
+            BLOCK,
+            list(windows),
+            room or Room(1000, 10),
+            max_fetches,
+            LEASE_MS,
         )
 
     def allocate(self, it, cached: int, *block_ids: list[int]):

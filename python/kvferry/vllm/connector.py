@@ -111,9 +111,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                     vllm_config, block_size, self._windows, room, timeout_ms
                 )
             if transfer.is_kv_consumer:
-                max_fetches = self._options.config(0).max_fetches_per_peer
+                config = self._options.config(0)
                 self._decode = DecodeScheduler(
-                    vllm_config, block_size, self._windows, room, max_fetches
+                    vllm_config,
+                    block_size,
+                    self._windows,
+                    room,
+                    config.max_fetches_per_peer,
+                    config.lease_ms,
                 )
 
     @classmethod
@@ -163,6 +168,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         warn_wrong_role(request, self._kv_transfer_config.kv_role)
         if self._prefill is not None:
             self._prefill.on_new_request(request)
+        if self._decode is not None:
+            self._decode.on_new_request(request)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         return self._kv_cache_config.transfer_group_ids
@@ -317,6 +324,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             decode.cancel(connector_metadata.cancelled)
             for tickets in connector_metadata.dismissed:
                 decode.dismiss(tickets)
+            decode.keep(connector_metadata.kept)
         if (store := self._store_worker) is not None:
             store.load(connector_metadata.store_loads)
             store.cancel(connector_metadata.store_cancelled)

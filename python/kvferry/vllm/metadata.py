@@ -136,6 +136,7 @@ class StepMetadata(KVConnectorMetadata):
     cancelled: list[str] = field(default_factory=list)  # Loads of requests that were aborted.
     loads: list[Load] = field(default_factory=list)
     dismissed: list[list[str]] = field(default_factory=list)  # Tickets nobody will fetch.
+    kept: list[list[str]] = field(default_factory=list)  # Those that wait for their turn here.
     idle: bool = False  # Nothing is computed in this step.
     # Of store mode.
     store_preempted: list[str] = field(default_factory=list)  # Their blocks are reused.

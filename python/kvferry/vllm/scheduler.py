@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 _ANSWERED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+_KEEPS_A_LEASE = 3  # So that one may be lost, and another one late.
 _MAX_TAKERS = 4096  # Requests with the same tickets come together.
 _NULL_BLOCK = 0  # Stands for blocks that have left a window.
 
@@ -397,6 +398,15 @@ class _Loading(NamedTuple):
     aborted: bool = False  # Its request was.
 
 
+@dataclass
+class _Waiting:
+    """A request to load that has no blocks yet."""
+
+    request: Request
+    kept: float  # time.monotonic(), when its leases were, or began.
+    tickets: list[list[str]] | None = None  # By part; None: not needed so far.
+
+
 class DecodeScheduler:
     """Loads prompts that another engine has computed, or is computing.
 
@@ -405,7 +415,8 @@ class DecodeScheduler:
     that vLLM's kv_load_failure_policy decides what becomes of the request.
 
     It may have to wait for its blocks until its prefill engine takes as many fetches more, and one
-    with a transfer_id until there is room for what is not computed yet.
+    with a transfer_id until there is room for what is not computed yet. As long as it waits, for
+    that or for its turn, the prefill engine is asked to keep what it has.
     """
 
     def __init__(
@@ -415,8 +426,11 @@ class DecodeScheduler:
         windows: Windows,
         room: Room,
         max_fetches_per_peer: int,
+        lease_ms: int,
     ):
+        """max_fetches_per_peer, lease_ms: as of the prefill engines."""
         self._windows = windows
+        self._keep_every_s = lease_ms / 1e3 / _KEEPS_A_LEASE
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._block_size = block_size
         self._room = room
@@ -429,9 +443,30 @@ class DecodeScheduler:
         self._dismissed: list[list[str]] = []
         # Of the last loads: the request for which a prompt was fetched; "" if that has failed.
         self._takers: OrderedDict[int, str] = OrderedDict()
-        # Of requests that have no blocks yet, which are looked at step after step.
+        # Requests that have no blocks yet, the longest kept first.
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
+        # Of those, which are looked at step after step.
         self._transfers: dict[str, int] = {}
         self._fetches: dict[str, tuple[str, int]] = {}  # From where, and how many.
+
+    def on_new_request(self, request: Request) -> None:
+        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            self._waiting[request.request_id] = _Waiting(request, time.monotonic())
+
+    def _take_kept(self) -> list[list[str]]:
+        """Tickets of requests that wait, for as long as nothing has been kept of them."""
+        now, kept = time.monotonic(), []
+        while self._waiting:
+            request_id, waiting = next(iter(self._waiting.items()))
+            if now - waiting.kept < self._keep_every_s:
+                break
+            if waiting.tickets is None:
+                offers, _ = self._offers(waiting.request, waiting.request.kv_transfer_params or {})
+                waiting.tickets = [offer.tickets for offer in offers if offer.tickets]
+            waiting.kept = now
+            self._waiting.move_to_end(request_id)
+            kept += waiting.tickets
+        return kept
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -607,6 +642,7 @@ class DecodeScheduler:
         meta.loads, self._loads = self._loads, []
         meta.cancelled, self._cancelled = self._cancelled, []
         meta.dismissed, self._dismissed = self._dismissed, []
+        meta.kept = self._take_kept()
 
     def _dismiss(self, transfer: int, offers: list[_Offer]) -> None:
         """Unless another request has taken the tickets, whose load they end with."""
@@ -650,6 +686,7 @@ class DecodeScheduler:
                 del self._peers[peer]
 
     def _forget_waiting(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
         self._transfers.pop(request_id, None)
         self._fetches.pop(request_id, None)
 

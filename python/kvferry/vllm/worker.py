@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import kvferry
 from kvferry.vllm.device import Point
 from kvferry.vllm.layout import AdoptedCache
-from kvferry.vllm.metadata import Load, LoadPart, Publication, WorkerAddress
+from kvferry.vllm.metadata import Load, LoadPart, Publication, WorkerAddress, parse_ticket
 from kvferry.vllm.telemetry import FetchRecord, Trace, TransferStats, logger
 
 # What the endpoints raise for bad input and for trouble; never a reason to stop the engine.
@@ -360,6 +360,18 @@ class DecodeWorker:
             else:
                 fetches.append(self._start_one(load, part, ticket, share))
         return fetches
+
+    def keep(self, waiting: list[list[str]]) -> None:
+        """Asks the prefill side not to give up what is under tickets that will be fetched later."""
+        tickets = [parse_ticket(tickets[rank]) for tickets in waiting for rank in self._of(tickets)]
+        self._endpoint.keep([ticket for ticket in tickets if ticket is not None])
+
+    def _of(self, tickets: list[str]) -> list[int]:
+        """Whose tickets this rank fetches, or lets go of."""
+        try:
+            return [share.rank for share in self._shares(tickets)]
+        except ValueError:
+            return []  # The load says so.
 
     def _shares(self, tickets: list[str]) -> list[kvferry.RankShare]:
         """What this rank has to do with those that gave out the tickets. Raises ValueError when
