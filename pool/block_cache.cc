@@ -143,6 +143,12 @@ absl::StatusOr<TokenView> BlockCache::View(int64_t layer, int64_t kv) const {
       .value_stride = StrideOf(BlockDim::kValue)};
 }
 
+absl::Status BlockCache::PinFor(const PoolMemory& device) {
+  KVFERRY_RETURN_IF_ERROR(CheckOnHost("block cache: what is to be pinned", *memory_));
+  KVFERRY_ASSIGN_OR_RETURN(pin_, device.Pin({blocks_.get(), static_cast<size_t>(bytes())}));
+  return absl::OkStatus();
+}
+
 std::vector<BufferInfo> BlockCache::buffer_infos() const {
   const int64_t item_bytes = StrideOf(BlockDim::kBlock);
   const int64_t buffer_bytes = num_blocks_ * item_bytes;

@@ -48,7 +48,7 @@ using BlockPair = std::pair<int64_t, int64_t>;
 // want it: what vLLM's CacheEngine calls gpu_cache or cpu_cache. Two of them and CopyBlocks() make
 // swap_in, swap_out and copy.
 //
-// Immutable but for the bytes of blocks, which belong to whoever holds the block;
+// Immutable but for PinFor() and the bytes of blocks, which belong to whoever holds the block;
 // thread-compatible.
 class BlockCache {
  public:
@@ -70,6 +70,10 @@ class BlockCache {
   // Layer after layer, and within a layer one for each combination of the dimensions outside of
   // the block: a buffer of num_blocks() items. K and V of a layer in the default order.
   std::vector<BufferInfo> buffer_infos() const;
+  // Of a cache in the host's memory, once: the device of that memory reaches the blocks where they lie
+  // as long as this lives, so that CopyBlocks() between them is faster. Takes the room of all blocks.
+  // Errors of PoolMemory::Pin(); nothing to do where that is the host's too.
+  absl::Status PinFor(const PoolMemory& device);
 
  private:
   BlockCache(const BlockCacheShape& shape, int64_t num_blocks,
@@ -83,6 +87,7 @@ class BlockCache {
   const int64_t num_blocks_;
   const std::shared_ptr<const PoolMemory> memory_;
   const std::shared_ptr<std::byte> blocks_;
+  std::shared_ptr<const void> pin_;  // Of blocks_.
 };
 
 // Neighbouring blocks that go to neighbouring blocks.

@@ -405,6 +405,12 @@ void BindBlockCache(nb::module_& module) {
           "(address, bytes, bytes of a block) of each buffer, layer after layer: what lies outside "
           "of the block in its order.")
       .def(
+          "pin_for",
+          [](BlockCache& self, const BlockCache& device) { Check(self.PinFor(device.memory())); },
+          "device"_a, nb::call_guard<ReleasedGil>(),
+          "Once, of a cache in host memory: pins it, so that copy_blocks() from and to a cache in "
+          "that one's memory is faster. Takes the room of all blocks.")
+      .def(
           "view",
           [](const CachePtr& self, int64_t layer, int64_t kv) {
             return SeenFrom(Value(self->View(layer, kv)), self);

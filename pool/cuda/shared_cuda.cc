@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -85,20 +86,33 @@ absl::StatusOr<Probe> ProbeOfDevice() {
   return probe;
 }
 
-// Allocations of other processes, each mapped once however many parts of it there are: CUDA need
-// not map it again.
+// An allocation of another process as a device of this one maps it. A new process may have handles
+// of the same bytes as one that is gone.
+struct Foreign {
+  uint64_t process = 0;
+  cudaIpcMemHandle_t allocation{};
+  int device = 0;
+
+  std::string key() const {
+    return absl::StrCat(
+        process, " ", device, " ",
+        absl::string_view(reinterpret_cast<const char*>(&allocation), sizeof allocation));
+  }
+};
+
+// Each mapped once however many parts of it there are: CUDA need not map it again.
 class Mappings {
  public:
-  absl::StatusOr<const std::byte*> Open(const cudaIpcMemHandle_t& allocation, int device) {
+  absl::StatusOr<const std::byte*> Open(const Foreign& foreign) {
     const MutexLock lock(&mutex_);
-    Mapping& mapping = mappings_[KeyOf(allocation, device)];
+    Mapping& mapping = mappings_[foreign.key()];
     if (mapping.users == 0) {
       void* address = nullptr;
-      const absl::Status opened =
-          CudaStatus(cudaIpcOpenMemHandle(&address, allocation, cudaIpcMemLazyEnablePeerAccess),
-                     "cuda memory: mapping another process's");
+      const absl::Status opened = CudaStatus(
+          cudaIpcOpenMemHandle(&address, foreign.allocation, cudaIpcMemLazyEnablePeerAccess),
+          "cuda memory: mapping another process's");
       if (!opened.ok()) {
-        mappings_.erase(KeyOf(allocation, device));
+        mappings_.erase(foreign.key());
         return absl::UnavailableError(opened.message());
       }
       mapping.address = static_cast<const std::byte*>(address);
@@ -107,11 +121,11 @@ class Mappings {
     return mapping.address;
   }
 
-  void Close(const cudaIpcMemHandle_t& allocation, int device) {
+  void Close(const Foreign& foreign) {
     const MutexLock lock(&mutex_);
-    const auto found = mappings_.find(KeyOf(allocation, device));
+    const auto found = mappings_.find(foreign.key());
     if (--found->second.users > 0) return;
-    OnDevice(device, [&] {
+    OnDevice(foreign.device, [&] {
       return CudaStatus(cudaIpcCloseMemHandle(const_cast<std::byte*>(found->second.address)),
                         "cuda memory: unmapping another process's");
     }).IgnoreError();  // Nothing can be done about it.
@@ -123,13 +137,9 @@ class Mappings {
     const std::byte* address = nullptr;
     int64_t users = 0;
   };
-  using Key = std::pair<std::string, int>;
-  static Key KeyOf(const cudaIpcMemHandle_t& allocation, int device) {
-    return {std::string(reinterpret_cast<const char*>(&allocation), sizeof allocation), device};
-  }
 
   Mutex mutex_;
-  std::map<Key, Mapping> mappings_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, Mapping> mappings_ ABSL_GUARDED_BY(mutex_);
 };
 
 Mappings& TheMappings() {
@@ -138,10 +148,8 @@ Mappings& TheMappings() {
 }
 
 // Closes what Open() has opened.
-std::shared_ptr<const std::byte> Holding(const std::byte* base,
-                                         const cudaIpcMemHandle_t& allocation, int device) {
-  return {base,
-          [allocation, device](const std::byte*) { TheMappings().Close(allocation, device); }};
+std::shared_ptr<const std::byte> Holding(const std::byte* base, const Foreign& foreign) {
+  return {base, [foreign](const std::byte*) { TheMappings().Close(foreign); }};
 }
 
 absl::Status CheckInside(const std::byte* base, uint64_t offset, int64_t bytes) {
@@ -154,16 +162,47 @@ absl::Status CheckInside(const std::byte* base, uint64_t offset, int64_t bytes) 
                                                  " of another process's ", all.size()));
 }
 
+// Probes that read as they should, as long as they are mapped: an engine's cache may have a part a
+// layer.
+class KnownProbes {
+ public:
+  std::shared_ptr<const std::byte> Find(const Foreign& foreign, uint64_t hash) {
+    const MutexLock lock(&mutex_);
+    const auto found = probes_.find({foreign.key(), hash});
+    return found == probes_.end() ? nullptr : found->second.lock();
+  }
+  void Add(const Foreign& foreign, uint64_t hash, const std::shared_ptr<const std::byte>& mapped) {
+    const MutexLock lock(&mutex_);
+    std::erase_if(probes_, [](const auto& known) { return known.second.expired(); });
+    probes_[{foreign.key(), hash}] = mapped;
+  }
+
+ private:
+  Mutex mutex_;
+  std::map<std::pair<std::string, uint64_t>, std::weak_ptr<const std::byte>> probes_
+      ABSL_GUARDED_BY(mutex_);
+};
+
+KnownProbes& TheKnownProbes() {
+  static auto* const probes = new KnownProbes;
+  return *probes;
+}
+
 // The probe, mapped, if it reads as it should.
-absl::StatusOr<std::shared_ptr<const std::byte>> Probed(const Probe& probe, int device) {
-  KVFERRY_ASSIGN_OR_RETURN(const std::byte* const base,
-                           TheMappings().Open(probe.allocation, device));
-  std::shared_ptr<const std::byte> mapped = Holding(base, probe.allocation, device);
+absl::StatusOr<std::shared_ptr<const std::byte>> Probed(uint64_t process, const Probe& probe,
+                                                        int device) {
+  const Foreign foreign{process, probe.allocation, device};
+  if (auto known = TheKnownProbes().Find(foreign, probe.hash)) return known;
+  KVFERRY_ASSIGN_OR_RETURN(const std::byte* const base, TheMappings().Open(foreign));
+  std::shared_ptr<const std::byte> mapped = Holding(base, foreign);
   KVFERRY_RETURN_IF_ERROR(CheckInside(base, 0, kProbedBytes));
   std::vector<std::byte> seen(kProbedBytes);
   const BytesMove move{base, seen.data(), kProbedBytes};
   KVFERRY_RETURN_IF_ERROR(MoveApartCuda({&move, 1}, device));
-  if (Xxh3(std::span<const std::byte>(seen)) == probe.hash) return mapped;
+  if (Xxh3(std::span<const std::byte>(seen)) == probe.hash) {
+    TheKnownProbes().Add(foreign, probe.hash, mapped);
+    return mapped;
+  }
   return absl::UnavailableError(absl::StrCat("cuda memory: device ", device,
                                              " reads other bytes out of another process's memory "
                                              "than lie there; pages go through the host"));
@@ -204,12 +243,13 @@ absl::StatusOr<std::shared_ptr<const std::byte>> MapSharedCuda(absl::string_view
   if (name.process == ThisProcess()) {
     return absl::UnavailableError("cuda memory: it is this process's own, which cannot be mapped");
   }
-  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<const std::byte> probe, Probed(name.probe, device));
-  KVFERRY_ASSIGN_OR_RETURN(const std::byte* const base,
-                           TheMappings().Open(name.allocation, device));
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<const std::byte> probe,
+                           Probed(name.process, name.probe, device));
+  const Foreign foreign{name.process, name.allocation, device};
+  KVFERRY_ASSIGN_OR_RETURN(const std::byte* const base, TheMappings().Open(foreign));
   // The probe stays mapped as long, for the parts that follow.
   const auto held = std::make_shared<std::pair<std::shared_ptr<const std::byte>, decltype(probe)>>(
-      Holding(base, name.allocation, device), std::move(probe));
+      Holding(base, foreign), std::move(probe));
   KVFERRY_RETURN_IF_ERROR(CheckInside(base, name.offset, bytes));
   return std::shared_ptr<const std::byte>(held, base + name.offset);
 }

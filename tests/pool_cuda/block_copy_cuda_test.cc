@@ -89,7 +89,12 @@ TEST(CudaBlocks, CopyBlocksLeavesThemToTheDevice) {
   std::mt19937_64 random(3);
   const Cache plain(Shape(), 8, HostMemory()), pinned(Shape(), 8, HostMemory());
   const Cache first(Shape(), 8, CudaMemory(0)), second(Shape(), 6, CudaMemory(0));
-  const auto pin = Must(PinHostMemory(pinned.real->buffer_infos(), pinned.real));
+  ASSERT_TRUE(IsOk(pinned.real->PinFor(*CudaMemory(0))));
+  const auto blocks = std::span(pinned.begin(*pinned.real), pinned.real->bytes());
+  EXPECT_TRUE(IsPinned(blocks));
+  EXPECT_TRUE(Fails(pinned.real->PinFor(*CudaMemory(0)), absl::StatusCode::kAlreadyExists));
+  EXPECT_TRUE(Fails(first.real->PinFor(*HostMemory()), absl::StatusCode::kFailedPrecondition,
+                    "block cache", "lies in"));
   for (const Cache* cache : {&plain, &pinned, &first, &second}) cache->Fill(random);
   const auto copy = [](const Cache& from, const Cache& to, const std::vector<BlockPair>& pairs) {
     EXPECT_TRUE(IsOk(CopyBlocks(*from.real, *to.real, pairs)));

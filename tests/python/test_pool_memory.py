@@ -217,6 +217,7 @@ def test_pools_of_a_model_on_a_gpu(kv_cache_dtype):
 @pytest.mark.parametrize("memory", ["host", pytest.param("cuda:0", marks=needs_cuda)])
 def test_blocks_are_swapped_and_copied(memory):
     cpu, device = block_cache("host", num_blocks=9), block_cache(memory)
+    cpu.pin_for(device)
     assert device.memory == memory and len(device.buffer_infos) == 4
     on_cpu, on_device = (
         [torch.from_dlpack(cache.view(layer, kv)).unflatten(0, (-1, 4))

@@ -575,7 +575,11 @@ absl::Status MappedDataPlane::OnPoolPart(Accepted& accepted, const Packet& packe
   absl::StatusOr<std::shared_ptr<const std::byte>> memory =
       pool_.memory->MapShared(name, static_cast<int64_t>(head.bytes));
   if (!memory.ok()) {
-    Log().info("a peer on this host sends copies of its pages: {}", memory.status().ToString());
+    Log().warn(
+        "a peer on this host sends copies of its pages, as its GPU's memory cannot be read in "
+        "place "
+        "(containers need one namespace of processes for that: shareProcessNamespace, --pid): {}",
+        memory.status().ToString());
     accepted.unmapped = true;
     accepted.pool.clear();
     return absl::OkStatus();
