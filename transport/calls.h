@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/btree_map.h"
 #include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
@@ -75,6 +76,7 @@ class Calls {
     Deadline deadline;
     OnReply on_reply;
     bool asked = false;
+    int64_t turn = 0;  // Before later ones.
   };
 
   // All pointers outlive this; `handler` may be null: then nothing is served.
@@ -82,7 +84,7 @@ class Calls {
       : config_(config), handler_(handler), outbox_(outbox), metrics_(metrics) {}
 
   // --- Asking ---
-  // Takes a call for a session with its peer; it leaves with the next OnPeerReady.
+  // Takes a call for a session with its peer; it leaves with an OnPeerReady that finds room for it.
   void Add(uint64_t id, Call&& call);
   void OnPeerReady(const PeerKey& peer);
   // Calls of one session that its peer has not heard of are another's from now on; returns how many.
@@ -111,6 +113,8 @@ class Calls {
 
   void Ask(uint64_t id, Call& call);
   void End(uint64_t id, absl::StatusOr<Fields> reply);
+  // The call of that peer that has waited longest to be asked, or 0.
+  uint64_t FirstUnasked(const PeerKey& peer) const;
   absl::Status CheckCall(const CallKey& key, bool may_wait) const;
   absl::Status OverLimit() const;
   // False when it is not served.
@@ -125,7 +129,9 @@ class Calls {
   Outbox* const outbox_;
   Metrics* const metrics_;
   absl::flat_hash_map<uint64_t, Call> calls_;  // By id.
-  std::map<CallKey, Served> served_;           // Those of one peer lie side by side.
+  int64_t next_turn_ = 0;
+  absl::btree_map<std::pair<PeerKey, int64_t>, uint64_t> unasked_;  // By peer and turn.
+  std::map<CallKey, Served> served_;  // Those of one peer lie side by side.
   // Each once, the nearest first, so that a tick costs the same however many wait.
   absl::btree_set<std::pair<Deadline, uint64_t>> call_deadlines_;
   absl::btree_set<std::pair<Deadline, CallKey>> served_deadlines_;

@@ -71,6 +71,15 @@ struct MessageHeader {
 };
 static_assert(sizeof(MessageHeader) == 8);
 
+// What has been sent over a link, and how much of it the other side has taken.
+struct Backlog {
+  int64_t waiting = 0;  // Bytes of messages that the connection has not taken.
+  int64_t taken = 0;    // Bytes of anything that it has, ever.
+  bool open = true;     // It is made: before that it takes nothing.
+};
+// More than nodes let wait, but for short words; a peer that has so many to read reads nothing any more.
+inline constexpr int64_t kMaxMessagesWaiting = 32 << 20;
+
 // A connection to one peer's worker. Never reused.
 using LinkId = uint64_t;
 
@@ -191,12 +200,13 @@ class DataPlane {
   virtual void SendCredit(LinkId link, const CreditHeader& header) = 0;
   // Whether SendMessage() is for it.
   virtual bool carries_messages() const { return false; }
-  // Messages of a link, of kMaxMessageBytes at most, arrive in order. RESOURCE_EXHAUSTED when the
-  // peer takes none and too many wait, UNAVAILABLE when the link is unknown.
+  // Messages of a link, of kMaxMessageBytes at most, arrive in order. RESOURCE_EXHAUSTED when more
+  // than kMaxMessagesWaiting wait, UNAVAILABLE when the link is unknown.
   virtual absl::Status SendMessage(LinkId /*link*/, const MessageHeader& /*header*/,
                                    std::string_view /*bytes*/) {
     return absl::UnimplementedError("this plane carries no messages");
   }
+  virtual Backlog BacklogOf(LinkId /*link*/) const { return {}; }
   // Sends under way complete with an error, some of them after this returns.
   virtual void Close(LinkId link) = 0;
 

@@ -71,6 +71,7 @@ class DataPlanes final : public ChunkLinks {
   absl::Status SendMessage(LinkId link, const MessageHeader& header, std::string_view bytes) {
     return PlaneOf(link).SendMessage(link, header, bytes);
   }
+  Backlog BacklogOf(LinkId link) const { return PlaneOf(link).BacklogOf(link); }
   // Whether what CostsOfReads() says is still to be found out; OnProbed() follows.
   bool Probing(LinkId link) const { return direct_ != nullptr && direct_->Probing(link); }
 

@@ -22,6 +22,11 @@ constexpr auto kControlInterval = std::chrono::microseconds(100);
 constexpr int64_t kMaxSleepMs = 60000;
 // How long an endpoint that closes waits for its peers to have read its goodbye.
 constexpr auto kFarewell = std::chrono::milliseconds(250);
+// Of messages that wait in a link: above the first calls and fetches wait until half of it is left, above
+// the second what is long of replies is left out. Short words go on up to kMaxMessagesWaiting.
+constexpr int64_t kRoomInLink = 4 << 20;
+constexpr int64_t kMaxRepliesWaiting = 16 << 20;
+constexpr size_t kLongReply = 4 << 10;
 
 absl::Status CheckOptions(const Node::Options& options) {
   KVFERRY_RETURN_IF_ERROR(options.config.Validate());
@@ -370,6 +375,7 @@ bool NodeImpl::Work() {
   tick_now_ |= busy;
   bool data_busy = data_->Progress(this);
   HearLinks();
+  AskMore();
   data_busy |= sender_->Pump();
   moved_ |= data_busy;
   tick_now_ |= sender_->wants_tick() || data_->TakeNewDeadline();
@@ -433,7 +439,7 @@ Deadline NodeImpl::Tick(Deadline now) {
         break;
     }
   }
-  return std::min(next, sessions_next);
+  return std::min({next, sessions_next, EndCrowded(now)});
 }
 
 bool NodeImpl::HasReadySession() {
@@ -462,17 +468,78 @@ void NodeImpl::SayGoodbye() {
   control_.reset();  // Lets the goodbyes out.
 }
 
+bool NodeImpl::GoesByLink(const Session* session) const {
+  return session != nullptr && session->state == Session::State::kReady && session->peers_id != 0 &&
+         data_->CarriesMessages(session->link);
+}
+
 // Over the link, which is quicker: two threads of ZeroMQ's less have to wake up for it.
 void NodeImpl::Send(const PeerKey& peer, MessageBody body) {
   const Session* session = sessions_.Find(peer);
-  if (session == nullptr || session->state != Session::State::kReady || session->peers_id == 0 ||
-      !data_->CarriesMessages(session->link)) {
-    return SendAside(peer, std::move(body));
-  }
+  if (!GoesByLink(session)) return SendAside(peer, std::move(body));
   ++metrics_.messages_by_link;
-  const std::string bytes = EncodeMessage({epoch_, session->epoch, std::move(body)});
+  const auto* reply = std::get_if<ReplyMsg>(&body);
+  const uint64_t call_id = reply == nullptr ? 0 : reply->call_id;
+  std::string bytes = EncodeMessage({epoch_, session->epoch, std::move(body)});
+  const int64_t waiting = data_->BacklogOf(session->link).waiting;
+  if (reply != nullptr && bytes.size() > kLongReply && waiting > kMaxRepliesWaiting) {
+    NoteCrowded(peer, *session);
+    const absl::Status too_much = absl::ResourceExhaustedError(absl::StrCat(
+        "a reply of ", bytes.size(), " bytes has no room behind ", waiting,
+        " that wait for this peer, limit ", kMaxRepliesWaiting, "; ask for less at a time"));
+    bytes = EncodeMessage({epoch_, session->epoch, ReplyMsg{call_id, too_much, {}}});
+  }
   const absl::Status status = data_->SendMessage(session->link, {session->peers_id}, bytes);
   if (!status.ok()) lost_.emplace_back(peer, status);
+}
+
+bool NodeImpl::HasRoom(const PeerKey& peer) {
+  const Session* session = sessions_.Find(peer);
+  if (!GoesByLink(session) || data_->BacklogOf(session->link).waiting < kRoomInLink) return true;
+  NoteCrowded(peer, *session);
+  return false;
+}
+
+void NodeImpl::NoteCrowded(const PeerKey& peer, const Session& session) {
+  tick_now_ |=
+      crowded_.try_emplace(peer, data_->BacklogOf(session.link).taken, Clock::now()).second;
+}
+
+void NodeImpl::AskMore() {
+  std::vector<PeerKey> roomy;
+  for (const auto& [peer, crowded] : crowded_) {
+    if (data_->BacklogOf(sessions_.Find(peer)->link).waiting <= kRoomInLink / 2) {
+      roomy.push_back(peer);
+    }
+  }
+  for (const PeerKey& peer : roomy) {
+    crowded_.erase(peer);
+    RequestWaiting(peer, *sessions_.Find(peer));
+    calls_->OnPeerReady(peer);
+  }
+}
+
+// Its pings may be answered all the same. Who is slow, and takes something now and then, goes on.
+Deadline NodeImpl::EndCrowded(Deadline now) {
+  const int64_t timeout_ms = options_.config.heartbeat_timeout_ms;
+  Deadline next = Deadline::max();
+  std::vector<PeerKey> ended;
+  for (auto& [peer, crowded] : crowded_) {
+    const Backlog backlog = data_->BacklogOf(sessions_.Find(peer)->link);
+    // Before it is open connect_timeout_ms counts.
+    if (!backlog.open || backlog.taken != crowded.taken ||
+        sessions_.StoppedLately(now, timeout_ms)) {
+      crowded = {backlog.taken, now};
+    }
+    const Deadline until = crowded.since + std::chrono::milliseconds(timeout_ms);
+    if (until <= now) {
+      ended.push_back(peer);
+    } else {
+      next = std::min(next, until);
+    }
+  }
+  for (const PeerKey& peer : ended) DropCrowded(peer);
+  return next;
 }
 
 void NodeImpl::SendAside(const PeerKey& peer, MessageBody body) {

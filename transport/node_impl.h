@@ -94,6 +94,13 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   class LaneTaker;
   void OnLinkDown(LinkId link, const absl::Status& status) override;
   void Send(const PeerKey& peer, MessageBody body) override;
+  bool HasRoom(const PeerKey& peer) override;
+  bool GoesByLink(const Session* session) const;
+  void NoteCrowded(const PeerKey& peer, const Session& session);
+  // What has waited for room there, where there is some again.
+  void AskMore();
+  // Ends crowded sessions whose peers take nothing; returns when to be called again at the latest.
+  Deadline EndCrowded(Deadline now);
   // By the control plane, past whatever is on its way over the link.
   void SendAside(const PeerKey& peer, MessageBody body);
   // What came over links since the last call.
@@ -142,6 +149,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
                    LogLevel level = LogLevel::kWarn);
   void LeaveToMaker();
   void DropSilent(const PeerKey& peer);
+  void DropCrowded(const PeerKey& peer);
   void DropAndBeginAgain(const PeerKey& peer, const absl::Status& status);
   void GiveUpAndBeginAgain(const PeerKey& peer, const absl::Status& status);
 
@@ -174,6 +182,13 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   std::vector<std::pair<PeerKey, absl::Status>>
       lost_;  // Found while sending; dropped when it is safe.
   std::vector<std::pair<MessageHeader, std::vector<std::byte>>> heard_;  // Over links.
+  // Sessions with so many messages on their way that others wait, how much their peers had taken when
+  // that was last looked at, and since when no more.
+  struct Crowded {
+    int64_t taken;
+    Deadline since;
+  };
+  absl::flat_hash_map<PeerKey, Crowded> crowded_;
   Deadline next_control_{};
   Deadline next_tick_{};
   bool tick_now_ = false;

@@ -466,6 +466,7 @@ void NodeImpl::DropSession(const PeerKey& peer, const absl::Status& status, LogL
   const Session session = *found;
   Log().log(level, "session with '{}' ended: {}", absl::CEscape(session.name), status.ToString());
   sessions_.Erase(peer);  // First: nothing below may try to send to it.
+  crowded_.erase(peer);
   CountPeers();
   ++metrics_.peers_lost;
   if (session.link != 0) data_->Close(session.link);
@@ -484,6 +485,16 @@ void NodeImpl::DropSilent(const PeerKey& peer) {
       absl::StrCat("peer ", absl::CEscape(session.name), " was silent for heartbeat_timeout_ms (",
                    options_.config.heartbeat_timeout_ms, "), ", session.pings,
                    " pings sent meanwhile; it is ", "taken for dead"));
+  DropAndBeginAgain(peer, status);
+}
+
+void NodeImpl::DropCrowded(const PeerKey& peer) {
+  const Session& session = *sessions_.Find(peer);
+  RefuseSession(peer, absl::NotFoundError("this side has given the session up: nothing was taken"));
+  const absl::Status status = absl::UnavailableError(
+      absl::StrCat("peer ", absl::CEscape(session.name), " took nothing for heartbeat_timeout_ms (",
+                   options_.config.heartbeat_timeout_ms, "), and ",
+                   data_->BacklogOf(session.link).waiting, " bytes of messages wait"));
   DropAndBeginAgain(peer, status);
 }
 

@@ -12,6 +12,9 @@ class Outbox {
   // Stamps the epochs and sends; messages to one peer arrive in order. A peer that takes none is
   // declared dead, later and elsewhere.
   virtual void Send(const PeerKey& peer, MessageBody body) = 0;
+  // Whether what can wait, a call or a fetch, should be sent now. If not, OnPeerReady() comes when it should,
+  // so that a burst of them never becomes more than the peer is given to take.
+  virtual bool HasRoom(const PeerKey& peer) = 0;
   virtual ChunkLinks& data() = 0;
 };
 

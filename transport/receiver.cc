@@ -68,6 +68,7 @@ void Receiver::OnPeerReady(const PeerKey& peer, uint64_t epoch, LinkId link) {
   links_[peer] = link;
   for (const uint64_t id :
        IdsWhere([&](const Fetch& f) { return f.peer == peer && !f.requested(); })) {
+    if (!outbox_->HasRoom(peer)) return;
     Request(fetches_.find(id)->second, epoch);
   }
 }

@@ -402,7 +402,7 @@ TEST_F(HelloToOthersOverTcp, APeerThatIsOnlyReachedOneWayIsReachedOverTheNetwork
 }
 
 // How a process says that it has taken the memory which it is given.
-enum class Takes : uint64_t { kNever = 1, kNotNow = 2, kSaysNothing };
+enum class Takes : uint64_t { kAndReadsNothing = 0, kNever = 1, kNotNow = 2, kSaysNothing };
 
 // Where a process on this host is given memory of others, which it does not map.
 class UnmappedMemory {
@@ -415,12 +415,12 @@ class UnmappedMemory {
     UniqueFd taken;
     EXPECT_TRUE(WaitFor([&] { return (taken = AcceptUnix(listener_)).valid(); }, Soon()));
     EXPECT_TRUE(WaitFor([&] { return ReceivePacket(taken, &hello) == SocketResult::kOk; }, Soon()));
-    if (takes == Takes::kSaysNothing) {
-      held_.push_back(std::move(taken));
-      return;
+    if (takes != Takes::kSaysNothing) {
+      const uint64_t answer[] = {8, static_cast<uint64_t>(takes)};
+      EXPECT_EQ(SendPacket(taken, std::as_bytes(std::span(answer))), SocketResult::kOk);
     }
-    const uint64_t answer[] = {8, static_cast<uint64_t>(takes)};
-    EXPECT_EQ(SendPacket(taken, std::as_bytes(std::span(answer))), SocketResult::kOk);
+    const bool ends = takes == Takes::kNever || takes == Takes::kNotNow;
+    if (!ends) held_.push_back(std::move(taken));
   }
 
  private:
@@ -435,9 +435,14 @@ class MapsNothing {
  public:
   // The next message that is no goodbye and no ping; none: the test has failed.
   std::optional<std::pair<std::string, Message>> Receive() {
-    for (;;) {
-      auto received = peer_.Receive(Soon());
-      if (received.has_value() && std::holds_alternative<PingMsg>(received->second.body)) continue;
+    for (const Deadline by = Soon();;) {
+      auto received = peer_.Receive(by);
+      if (received.has_value() && std::holds_alternative<PingMsg>(received->second.body)) {
+        if (pongs_as != 0) {
+          Say(received->first, received->second.from_epoch, pongs_as, PongMsg{});
+        }
+        continue;
+      }
       if (received.has_value() && std::holds_alternative<ByeMsg>(received->second.body)) {
         ++byes;
         continue;
@@ -482,6 +487,8 @@ class MapsNothing {
   int byes = 0;
   // Not 0: it takes messages over the network, and reads none.
   uint64_t session = 0;
+  // Not 0: the epoch that its answers to pings are from.
+  uint64_t pongs_as = 0;
 
  private:
   RawPrefill peer_;
@@ -678,32 +685,34 @@ TEST_F(HelloFromOthersOverTcp, APeerThatMapsNothingAndOffersNoNetworkIsRefused) 
   EXPECT_EQ(Metric(*prefill, "hellos_refused"), 1);
 }
 
-// What a deadline brings about is found out then, and not with the next beat.
-TEST_F(HelloToOthersOverTcp, APeerThatTakesNoMoreMessagesIsGoneAtOnce) {
+// Its pings are answered, and what it is sent is never read: what it has been asked ends, and what waits for
+// room goes to another session.
+TEST_F(HelloToOthersOverTcp, APeerThatTakesNoMoreMessagesIsGivenUp) {
   Config config = SmallChunks();
-  config.same_host_path = "network";
-  config.connect_timeout_ms = 600000;
-  config.heartbeat_interval_ms = 100000;
-  config.heartbeat_timeout_ms = 600000;
+  config.same_host_path = "auto";
+  config.heartbeat_interval_ms = 50;
+  config.heartbeat_timeout_ms = 1000;
   const auto pool = MakePatternPool(SmallLayout(), 8, 3);
   const auto node = Must(Node::Start({config, kTestModel, "asks", pool}));
   MapsNothing peer;
-  peer.session = 9;
+  peer.pongs_as = 5;
   std::vector<std::future<absl::StatusOr<Fields>>> replies;
-  const auto ask = [&](const Fields& args, int64_t timeout_ms) {
+  for (int i = 0; i < 12; ++i) {
     auto promise = std::make_shared<std::promise<absl::StatusOr<Fields>>>();
     replies.push_back(promise->get_future());
-    Must(node->Call({peer.address(), "f", args, DeadlineInMs(timeout_ms)},
-                    [promise](absl::StatusOr<Fields> r) { promise->set_value(std::move(r)); }));
-  };
-  ask({}, 600000);
-  peer.Welcome(5);
-  ask({}, 2000);
-  // More than may wait, but for what the call with the nearer deadline ends with.
-  for (int i = 0; i < 12; ++i) ask(Fields().Set("x", std::string(1500000, 'x')), 600000);
-  EXPECT_TRUE(Fails(replies[1].get(), absl::StatusCode::kDeadlineExceeded));
-  ASSERT_EQ(replies[0].wait_until(Soon()), std::future_status::ready);
-  EXPECT_TRUE(Fails(replies[0].get(), absl::StatusCode::kResourceExhausted, "takes none"));
+    Must(node->Call(
+        {peer.address(), "f", Fields().Set("x", std::string(1500000, 'x')), DeadlineInMs(600000)},
+        [promise](absl::StatusOr<Fields> r) { promise->set_value(std::move(r)); }));
+  }
+  peer.Welcome(5, Takes::kAndReadsNothing);
+  const auto refused = peer.Receive();
+  ASSERT_TRUE(refused.has_value() && std::holds_alternative<RefuseMsg>(refused->second.body));
+  const absl::Status ended = replies[0].get().status();
+  EXPECT_TRUE(Fails(ended, absl::StatusCode::kUnavailable, "took nothing for heartbeat_timeout_ms",
+                    "bytes of messages wait"));
+  EXPECT_EQ(CutOffOf(ended), CutOff::kAsked);
+  peer.Welcome(5, Takes::kAndReadsNothing);
+  EXPECT_EQ(replies[11].wait_for(std::chrono::seconds(0)), std::future_status::timeout);
 }
 
 // The session that a stale ticket opens is one too many from its welcome on: were it linked first, it

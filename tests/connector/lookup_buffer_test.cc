@@ -570,5 +570,25 @@ TEST_F(LookupBuffers, ALookupThatFindsNoMemoryTakesNothing) {
   EXPECT_EQ(num_done, 1);
 }
 
+// Long questions that have waited for the producer leave no more at once than it takes.
+TEST_F(LookupBuffers, ManyLongLookupsWaitForAProducerThatIsYetToListen) {
+  LookupProducer::Options options = ProducerOptions(their_pool_);
+  const std::string address = producer_->address();
+  options.config.listen_port = std::stoi(address.substr(address.rfind(':') + 1));
+  producer_.reset();  // Nobody else is given its port so soon.
+  const auto consumer = Consumer({address});
+  std::vector<std::shared_ptr<LookupHandle>> waiting;
+  for (int i = 0; i < 900; ++i) {
+    waiting.push_back(Must(consumer->DropSelect(Lookup(Tokens(12000, 1000000 + i), {0}))));
+  }
+  const auto short_one = Must(consumer->DropSelect(Lookup(Count(5, 40), {7, 1, 2})));
+  producer_ = Must(LookupProducer::Create(options));
+  Insert(Count(5, 40), {3, 9, 4});
+  EXPECT_TRUE(IsOk(short_one->Wait(Soon())));
+  EXPECT_EQ(Metric(*consumer, "peers_lost"), 0);
+  EXPECT_EQ(Metric(*consumer, "calls_failed"), 0);
+  EXPECT_TRUE(WaitFor([&] { return producer_->num_waiting() == 900; }, Soon()));
+}
+
 }  // namespace
 }  // namespace kvferry

@@ -69,6 +69,33 @@ TEST_F(CallsAlone, AsksOnceItsPeerIsReady) {
   EXPECT_GT(outbox_.Last<CallMsg>()->timeout_ms, 50000);
 }
 
+// More than the peer is given to take waits, and what came first goes first.
+TEST_F(CallsAlone, AsksInTurnAsFarAsThereIsRoom) {
+  std::vector<uint64_t> asked;
+  const auto ask = [&](int room) {
+    outbox_.room = room;
+    calls_.OnPeerReady(kPeer);
+    asked.clear();
+    for (const auto& [peer, body] : outbox_.sent) asked.push_back(std::get<CallMsg>(body).call_id);
+    return asked;
+  };
+  for (const uint64_t id : {7, 3, 9, 1, 5}) Ask(id);
+  Ask(4, kOther);
+  EXPECT_EQ(ask(2), (std::vector<uint64_t>{7, 3}));
+  calls_.Cancel(9, absl::CancelledError("x"));
+  EXPECT_EQ(ask(2).size(), 2u);
+  EXPECT_EQ(ask(3), (std::vector<uint64_t>{7, 3, 1}));
+  calls_.OnPeerGone(kOther, absl::UnavailableError("x"));
+  EXPECT_EQ(calls_.MoveUnasked(kPeer, kOther), 1);
+  calls_.OnPeerGone(kPeer, absl::UnavailableError("x"));
+  EXPECT_EQ(CutOffOf(answers_.at(1).status()), CutOff::kAsked);
+  EXPECT_FALSE(Answered(5));
+  calls_.Tick(DeadlineInMs(70000));
+  EXPECT_TRUE(Fails(answers_.at(5), absl::StatusCode::kDeadlineExceeded, "or took no more"));
+  EXPECT_EQ(CutOffOf(answers_.at(5).status()), CutOff::kNotAsked);
+  EXPECT_EQ(ask(100).size(), 3u);
+}
+
 TEST_F(CallsAlone, TheFirstReplyOfItsPeerCounts) {
   Ask(1);
   Ask(2);

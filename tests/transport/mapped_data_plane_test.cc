@@ -219,8 +219,12 @@ TEST_F(MappedPlanes, APeerThatTakesNoMessages) {
     status = a_.plane->SendMessage(link, {1}, std::string(4000, 'x'));
   }
   EXPECT_TRUE(Fails(status, absl::StatusCode::kResourceExhausted, "takes none"));
+  EXPECT_GT(a_.plane->BacklogOf(link).waiting, kMaxMessagesWaiting);
+  const int64_t taken = a_.plane->BacklogOf(link).taken;
   const auto& messages = b_.events.messages;
   EXPECT_TRUE(ProgressUntil([&] { return messages.size() + 1 == static_cast<size_t>(sent); }));
+  EXPECT_EQ(a_.plane->BacklogOf(link).waiting, 0);
+  EXPECT_GT(a_.plane->BacklogOf(link).taken, taken + kMaxMessagesWaiting);
 }
 
 // A chunk may be megabytes to copy: whoever has sent many of them waits after each.

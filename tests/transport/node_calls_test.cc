@@ -47,6 +47,11 @@ class Server : public CallHandler {
 
 class NodeCalls : public testing::Test {
  protected:
+  explicit NodeCalls(const std::string& same_host_path = SmallChunks().same_host_path) {
+    config_.same_host_path = same_host_path;
+    server_ = Start(server_pool_, &handler_, nullptr, /*listen=*/true);
+    client_ = Start(client_pool_, nullptr, &leases_, /*listen=*/false);
+  }
   std::unique_ptr<Node> Start(std::shared_ptr<const KvPool> pool, CallHandler* handler,
                               FetchSource* source, bool listen) {
     Node::Options options;
@@ -81,8 +86,8 @@ class NodeCalls : public testing::Test {
   Server handler_;
   std::shared_ptr<KvPool> client_pool_ = MakePatternPool(SmallLayout(), 16, 1);
   std::shared_ptr<KvPool> server_pool_ = MakePatternPool(SmallLayout(), 16, 2);
-  std::unique_ptr<Node> server_ = Start(server_pool_, &handler_, nullptr, /*listen=*/true);
-  std::unique_ptr<Node> client_ = Start(client_pool_, nullptr, &leases_, /*listen=*/false);
+  std::unique_ptr<Node> server_;
+  std::unique_ptr<Node> client_;
 };
 
 TEST_F(NodeCalls, TheReplyComesBack) {
@@ -227,6 +232,95 @@ TEST_F(NodeCalls, AFetchFromACallerThatIsGoneFails) {
   request.peer = "accepted:nobody";
   EXPECT_TRUE(Fails(Must(server_->Fetch(request))->Wait(Soon()), absl::StatusCode::kUnavailable,
                     "session has ended"));
+}
+
+// More at once than a connection is given to take, by each way that messages go.
+class BurstsOfCalls : public NodeCalls, public testing::WithParamInterface<const char*> {
+ protected:
+  BurstsOfCalls() : NodeCalls(GetParam()) {}
+  void SetUp() override {
+    handler_.ServeWith([&](const CallKey& call, const std::string& function, const Fields&) {
+      Fields reply;
+      if (function == "long") reply.Set("x", std::string(1 << 20, 'x'));
+      server_->Reply(call, reply);
+    });
+  }
+  // So many calls with so long a question.
+  std::vector<absl::StatusOr<Fields>> AskMany(int calls, const std::string& function,
+                                              size_t bytes) {
+    std::vector<Asked> asked;
+    const Fields args = Fields().Set("x", std::string(bytes, 'x'));
+    for (int i = 0; i < calls; ++i) asked.push_back(Ask(function, args));
+    std::vector<absl::StatusOr<Fields>> replies;
+    for (Asked& one : asked) replies.push_back(one.reply.get());
+    return replies;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(, BurstsOfCalls, testing::Values("network", "auto"));
+
+TEST_P(BurstsOfCalls, ThatHaveWaitedForTheSessionAreAllAsked) {
+  for (const auto& reply : AskMany(800, "short", 50 << 10)) EXPECT_TRUE(IsOk(reply));
+  EXPECT_EQ(Metric(*client_, "peers_lost"), 0);
+}
+
+TEST_P(BurstsOfCalls, OfASessionThatIsReadyAreAllAsked) {
+  ASSERT_TRUE(IsOk(Ask("short", {}).reply.get()));
+  for (const auto& reply : AskMany(60, "short", 1 << 20)) EXPECT_TRUE(IsOk(reply));
+  EXPECT_EQ(Metric(*client_, "peers_lost"), 0);
+}
+
+// What there is no room for is said in short, and neither the session nor a fetch beside it ends.
+TEST_P(BurstsOfCalls, LongRepliesThatHaveNoRoomAreErrors) {
+  std::vector<CallKey> calls;
+  std::promise<void> all_came;
+  std::promise<std::shared_ptr<FetchHandle>> fetch;
+  handler_.ServeWith([&](const CallKey& call, const std::string& function, const Fields&) {
+    if (function == "fetch") {
+      Node::FetchRequest request;
+      request.ticket.lease_id = kLease;
+      request.ticket.num_pages = 1;
+      request.positions = OnePage();
+      request.pages = OnePage();
+      request.deadline = Soon();
+      request.peer = call.peer;
+      fetch.set_value(Must(server_->Fetch(std::move(request))));
+      server_->Reply(call, Fields());
+    } else {
+      calls.push_back(call);
+      if (calls.size() == 60) all_came.set_value();
+    }
+  });
+  ASSERT_TRUE(IsOk(leases_.Publish(kLease, OnePage(), /*ready_layers=*/1, DeadlineInMs(60000))));
+  ASSERT_TRUE(IsOk(Ask("fetch", {}).reply.get()));
+  const std::shared_ptr<FetchHandle> fetched = fetch.get_future().get();
+  ASSERT_TRUE(IsOk(fetched->WaitLayer(0, Soon())));
+  std::vector<Asked> asked;
+  for (int i = 0; i < 60; ++i) asked.push_back(Ask("f", {}));
+  all_came.get_future().wait();
+  // From the thread that sends them, so that none has left before the last is there.
+  handler_.ServeWith([&](const CallKey& last, const std::string&, const Fields&) {
+    for (const CallKey& call : calls) {
+      server_->Reply(call, Fields().Set("x", std::string(1 << 20, 'x')));
+    }
+    server_->Reply(last, Fields());
+  });
+  ASSERT_TRUE(IsOk(Ask("go", {}).reply.get()));
+  int ok = 0;
+  for (Asked& one : asked) {
+    const absl::StatusOr<Fields> reply = one.reply.get();
+    ok += reply.ok() ? 1 : 0;
+    if (!reply.ok()) {
+      EXPECT_TRUE(Fails(reply, absl::StatusCode::kResourceExhausted, "ask for less at a time"));
+    }
+  }
+  EXPECT_GE(ok, 16);
+  EXPECT_LT(ok, 60);
+  for (const auto& reply : AskMany(5, "f", 1)) EXPECT_TRUE(IsOk(reply));  // There is room again.
+  EXPECT_FALSE(fetched->done());
+  EXPECT_EQ(Metric(*server_, "peers_lost"), 0);
+  EXPECT_TRUE(IsOk(leases_.SetReadyLayers(kLease, server_pool_->layout().num_layers)));
+  client_->LeaseChanged(kLease);
+  EXPECT_TRUE(IsOk(fetched->Wait(Soon())));
 }
 
 }  // namespace

@@ -48,6 +48,20 @@ TEST_F(ReceiverAlone, AsksForChunksThatKeepItsThreadsBusy) {
   EXPECT_EQ(asked(4, true), 8 << 20);
 }
 
+// The others are asked for when the peer has taken some of what it was sent.
+TEST_F(ReceiverAlone, AsksForNoMoreThanThereIsRoomFor) {
+  outbox_.room = 2;
+  for (uint64_t id = kId; id < kId + 5; ++id) Begin(id);
+  EXPECT_EQ(outbox_.Count<FetchMsg>(), 2);
+  receiver_.CancelAll(absl::CancelledError("enough"));
+  EXPECT_EQ(outbox_.Count<CancelMsg>(), 2);
+  const auto handle = Begin(kId);
+  EXPECT_FALSE(handle->done());
+  outbox_.room = 100;
+  receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
+  EXPECT_EQ(outbox_.Count<FetchMsg>(), 3);
+}
+
 TEST_F(ReceiverAlone, AnyOrderAndAnyChunkSizes) {
   std::mt19937_64 random(1);
   for (const int64_t chunk_bytes : {1000, 4096, 777, 49152}) {

@@ -230,6 +230,30 @@ TEST_F(TcpPlanes, APeerThatTakesNoMessages) {
   EXPECT_TRUE(StepsUntil([&] { return at_a_.messages.size() + 1 == sent; }));
 }
 
+// However many wait at any time.
+TEST_F(TcpPlanes, MessagesWithoutEndKeepNoChunkFromBeginning) {
+  Connect();
+  const bool open = true;
+  const std::vector<std::byte> payload = RandomBytes(5000, 1);
+  int chunks = 0, messages = 0;
+  const auto refill = [&] {
+    for (; b_->BacklogOf(link_b_).waiting < 8 << 20; ++messages) {
+      ASSERT_TRUE(IsOk(b_->SendMessage(link_b_, {1}, std::string(1 << 20, 'x'))));
+    }
+  };
+  refill();
+  for (uint64_t i = 0; i < 2; ++i) {
+    b_->SendChunk(link_b_, {i, 0, 0, 5000, 0}, LentFrom(payload, 700, &open),
+                  [&](const absl::Status& status) { chunks += status.ok() ? 1 : 0; });
+  }
+  EXPECT_TRUE(StepsUntil([&] {
+    refill();
+    return chunks == 2 || messages > 100;
+  }));
+  EXPECT_LT(messages, 20);
+  EXPECT_GE(b_->BacklogOf(link_b_).taken, 2 * 5000);
+}
+
 TEST_F(TcpPlanes, AListGoesToWhoeverReadsFromAfar) {
   Connect();
   const std::vector<std::byte> list = RandomBytes(160, 1);

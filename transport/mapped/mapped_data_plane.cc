@@ -111,9 +111,10 @@ constexpr int kMaxLastWords = 1024;
 constexpr int kEventsATurn = 64;
 constexpr uint64_t kListenerId = 0;
 constexpr uint64_t kPauseId = UINT64_MAX;
-// Words that wait for a peer that takes none: more than chunks, credits and several of the longest
-// messages make.
+// Words about chunks that wait for a peer that takes none, beside one a chunk of its arena.
 constexpr size_t kMaxUnsent = size_t{1} << 14;
+// Of memory that a packet takes while it waits, beside its bytes.
+constexpr int64_t kPacketOverhead = 64;
 
 // Entries of a list that lies where its sender can change it: each is read once, and then checked.
 class PoolList {
@@ -135,6 +136,10 @@ class PoolList {
   const std::byte* begin_;
   size_t size_;
 };
+
+int64_t RoomOf(std::span<const std::byte> packet) {
+  return static_cast<int64_t>(packet.size()) + kPacketOverhead;
+}
 
 template <typename T>
 bool Parse(const Packet& packet, T* message) {
@@ -159,6 +164,7 @@ class MappedDataPlane : public AddressedPlane {
   bool carries_messages() const override { return true; }
   absl::Status SendMessage(LinkId link, const MessageHeader& header,
                            std::string_view bytes) override;
+  Backlog BacklogOf(LinkId link) const override;
   bool ReadsPool(LinkId link) const override;
   bool IsOpen(LinkId link) const override;
   bool Progress(DataEvents* events) override;
@@ -169,11 +175,12 @@ class MappedDataPlane : public AddressedPlane {
 
  private:
   // One end of a connection, and what could not be sent yet: at most a message for each chunk of
-  // an arena, a credit for each that was received, and kMaxUnsent parts of messages.
+  // an arena, a credit for each that was received, and kMaxMessagesWaiting in parts of messages.
   struct Channel {
     uint64_t id;
     UniqueFd socket;
     std::deque<std::vector<std::byte>> unsent{};
+    Backlog backlog{};         // Of all of them: what is not of messages is little.
     bool awaits_room = false;  // Woken when the socket takes more.
     bool broken = false;
   };
@@ -397,9 +404,10 @@ absl::Status MappedDataPlane::SendMessage(LinkId id, const MessageHeader& header
   const auto found = links_.find(id);
   if (found == links_.end()) return absl::UnavailableError("the link is closed");
   Channel& channel = found->second->channel;
-  if (channel.unsent.size() > kMaxUnsent) {
+  if (channel.backlog.waiting > kMaxMessagesWaiting) {
     return absl::ResourceExhaustedError(
-        absl::StrCat(channel.unsent.size(), " messages wait and the peer on this host takes none"));
+        absl::StrCat(channel.backlog.waiting, " bytes of messages wait, limit ",
+                     kMaxMessagesWaiting, ", and the peer on this host takes none"));
   }
   std::array<std::byte, kMaxPacketBytes> packet;
   while (!bytes.empty()) {
@@ -413,15 +421,22 @@ absl::Status MappedDataPlane::SendMessage(LinkId id, const MessageHeader& header
   return absl::OkStatus();
 }
 
+Backlog MappedDataPlane::BacklogOf(LinkId id) const {
+  const auto found = links_.find(id);
+  return found == links_.end() ? Backlog() : found->second->channel.backlog;
+}
+
 void MappedDataPlane::PushBytes(Channel& channel, std::span<const std::byte> bytes) {
   if (channel.broken) return;
   if (channel.unsent.empty()) {
     const SocketResult result = SendPacket(channel.socket, bytes);
     channel.broken = result == SocketResult::kBroken;
     if (channel.broken) failed_.push_back(channel.id);
+    if (result == SocketResult::kOk) channel.backlog.taken += RoomOf(bytes);
     if (result != SocketResult::kWouldBlock) return;
   }
   channel.unsent.emplace_back(bytes.begin(), bytes.end());
+  channel.backlog.waiting += RoomOf(bytes);
   AwaitRoom(channel, true);
 }
 
@@ -429,7 +444,10 @@ void MappedDataPlane::Flush(Channel& channel) {
   SocketResult result = SocketResult::kOk;
   while (!channel.unsent.empty() && result == SocketResult::kOk) {
     result = SendPacket(channel.socket, channel.unsent.front());
-    if (result == SocketResult::kOk) channel.unsent.pop_front();
+    if (result != SocketResult::kOk) break;
+    channel.backlog.waiting -= RoomOf(channel.unsent.front());
+    channel.backlog.taken += RoomOf(channel.unsent.front());
+    channel.unsent.pop_front();
   }
   if (result == SocketResult::kBroken) channel.broken = true;
   AwaitRoom(channel, !channel.unsent.empty());

@@ -104,6 +104,13 @@ absl::Status TcpDataPlane::SendMessage(LinkId id, const MessageHeader& header,
   return absl::OkStatus();
 }
 
+Backlog TcpDataPlane::BacklogOf(LinkId id) const {
+  const auto found = links_.find(id);
+  if (found == links_.end()) return {};
+  const TcpOutgoing& outgoing = found->second->outgoing;
+  return {outgoing.waiting(), outgoing.written(), found->second->ready()};
+}
+
 void TcpDataPlane::Close(LinkId id) {
   auto node = links_.extract(id);
   if (node.empty()) return;

@@ -57,6 +57,7 @@ class TcpDataPlane final : public DataPlane {
   bool carries_messages() const override { return true; }
   absl::Status SendMessage(LinkId link, const MessageHeader& header,
                            std::string_view bytes) override;
+  Backlog BacklogOf(LinkId link) const override;
   void Close(LinkId link) override;
   bool Progress(DataEvents* events) override;
   int event_fd() const override { return epoll_.fd(); }

@@ -11,8 +11,6 @@ namespace {
 
 // Instead of what may not be read any more, up to where the other side expects the end of the chunk.
 constexpr std::array<std::byte, 64 << 10> kFiller{};
-// Several of the longest messages; a peer that has so many to read reads nothing any more.
-constexpr size_t kMaxWaitingBytes = 8 * kMaxMessageBytes;
 
 iovec PartOf(const void* begin, size_t bytes) { return {const_cast<void*>(begin), bytes}; }
 
@@ -37,34 +35,46 @@ void TcpOutgoing::AddChunk(const ChunkHeader& header, ChunkSource source, SendDo
 Moved TcpOutgoing::Write(int fd, bool open, int64_t max_bytes) {
   Moved all{Moved::Result::kSome, 0};
   while (all.some() && all.bytes < max_bytes && has_work(open)) {
-    const bool amid_chunk = !chunks_.empty() && chunks_.front().sent > 0;
-    if (open && !amid_chunk) words_.append(std::exchange(frames_, {}));
-    const Moved moved =
-        amid_chunk || words_.empty() ? WriteChunk(fd, max_bytes - all.bytes) : WriteWords(fd);
+    if (open) TakeFrames();
+    const Moved moved = words_.empty() ? WriteChunk(fd, max_bytes - all.bytes) : WriteWords(fd);
     all = {moved.result, all.bytes + moved.bytes, moved.error};
   }
+  written_ += all.bytes;
   return all;
 }
 
+// Messages that follow each other without end would keep all chunks from beginning.
+void TcpOutgoing::TakeFrames() {
+  if (!words_.empty() || frames_.empty()) return;
+  if (!chunks_.empty() && (chunks_.front().sent > 0 || said_ >= kMostSaid)) return;
+  words_ = std::move(frames_.front());
+  frames_.pop_front();
+  frames_bytes_ -= static_cast<int64_t>(words_.size());
+}
+
 absl::Status TcpOutgoing::AddMessage(const MessageHeader& header, std::string_view bytes) {
-  if (frames_.size() + words_.size() > kMaxWaitingBytes) {
+  if (waiting() > kMaxMessagesWaiting) {
     return absl::ResourceExhaustedError(
-        absl::StrCat("tcp: ", frames_.size() + words_.size(),
-                     " bytes of messages wait and the peer takes none"));
+        absl::StrCat("tcp: ", waiting(), " bytes of messages wait, limit ", kMaxMessagesWaiting,
+                     ", and the peer takes none"));
   }
   AddFrame(TcpFrame::Of(kTcpMessage, header, bytes.size()), bytes);
   return absl::OkStatus();
 }
 
 void TcpOutgoing::AddFrame(const TcpFrame& frame, std::string_view payload) {
-  frames_.append(reinterpret_cast<const char*>(&frame), sizeof(frame));
-  frames_.append(payload);
+  if (frames_.empty() || frames_.back().size() >= kFramesTogether) frames_.emplace_back();
+  std::string& last = frames_.back();
+  last.append(reinterpret_cast<const char*>(&frame), sizeof(frame));
+  last.append(payload);
+  frames_bytes_ += static_cast<int64_t>(sizeof(frame) + payload.size());
 }
 
 Moved TcpOutgoing::WriteWords(int fd) {
   const iovec part = PartOf(words_.data(), words_.size());
   const Moved moved = SendTcp(fd, {&part, 1});
   words_.erase(0, moved.bytes);
+  said_ += moved.bytes;
   return moved;
 }
 
@@ -83,6 +93,7 @@ absl::Status TcpOutgoing::Begin(Chunk& chunk) {
 
 Moved TcpOutgoing::WriteChunk(int fd, int64_t max_bytes) {
   Chunk& chunk = chunks_.front();
+  said_ = 0;
   if (const absl::Status begun = chunk.begun ? absl::OkStatus() : Begin(chunk); !begun.ok()) {
     FinishFirst(begun);
     return {Moved::Result::kSome, 0};
@@ -162,6 +173,7 @@ void TcpOutgoing::FinishFirst(const absl::Status& status) {
 void TcpOutgoing::Fail(const absl::Status& status) {
   while (!chunks_.empty()) FinishFirst(status);
   frames_.clear();
+  frames_bytes_ = 0;
   words_.clear();
 }
 

@@ -26,15 +26,19 @@ class TcpOutgoing {
   // Comes before everything else.
   void Say(std::string first_words) { words_ = std::move(first_words); }
   void AddChunk(const ChunkHeader& header, ChunkSource source, SendDone done);
-  // These go before chunks that have not begun.
+  // These go before chunks that have not begun, but for one of them now and then.
   void AddCredit(const CreditHeader& header) { AddFrame(TcpFrame::Of(kTcpCredit, header, 0), {}); }
-  // RESOURCE_EXHAUSTED when too much waits already.
+  // RESOURCE_EXHAUSTED when more than kMaxMessagesWaiting do already.
   absl::Status AddMessage(const MessageHeader& header, std::string_view bytes);
   // Whether there is something to write: the first words, or once they are out (and the other side has
   // answered, `open`) anything.
   bool has_work(bool open) const {
     return !words_.empty() || (open && (!frames_.empty() || !chunks_.empty()));
   }
+
+  // Of everything but chunks.
+  int64_t waiting() const { return static_cast<int64_t>(words_.size()) + frames_bytes_; }
+  int64_t written() const { return written_; }
 
   // Writes at most about `max_bytes` of that. Anything but kSome says that the socket takes no more.
   // `done` of what has been sent is called from here.
@@ -59,6 +63,8 @@ class TcpOutgoing {
   };
 
   void AddFrame(const TcpFrame& frame, std::string_view payload);
+  // What is to be said next, unless it is a chunk's turn.
+  void TakeFrames();
   Moved WriteWords(int fd);
   Moved WriteChunk(int fd, int64_t max_bytes);
   static absl::Status Begin(Chunk& chunk);
@@ -75,9 +81,15 @@ class TcpOutgoing {
   // was full: what it does not take would have to be fetched again.
   static constexpr int64_t kLeastListed = 64 << 10;
   static constexpr int64_t kMostListed = 1 << 20;
+  // Small frames are written together, and after so much of them a chunk has its turn.
+  static constexpr size_t kFramesTogether = 64 << 10;
+  static constexpr int64_t kMostSaid = 1 << 20;
 
-  std::string words_;   // Begun, perhaps.
-  std::string frames_;  // To follow them.
+  std::string words_;               // Begun, perhaps.
+  std::deque<std::string> frames_;  // To follow them: whole ones each.
+  int64_t frames_bytes_ = 0;
+  int64_t said_ = 0;  // Since the last chunk.
+  int64_t written_ = 0;
   std::deque<Chunk> chunks_;
   std::vector<iovec> parts_;    // Of the call that is being made.
   int64_t room_ = kMostListed;  // That the socket is likely to have.
