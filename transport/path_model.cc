@@ -23,6 +23,9 @@ constexpr double kWorthASecondCopy = 0.85;
 // By copies alone, measured while others may have been at work: half of it can be chance.
 constexpr double kWorthBelieving = 0.5;
 constexpr double kWorthTrying = 2;
+// What is worse is tried so seldom that it costs one part in so many of the time.
+constexpr double kPartForTries = 128;
+constexpr double kMostWorse = 1 << 13;
 // A machine that stopped for a moment says nothing about its copies.
 constexpr double kMostAtOnce = 4;
 // Of a new transfer against what was expected before it.
@@ -106,6 +109,11 @@ void PathModel::Expect(absl::FunctionRef<std::array<double, 2>(int64_t)> costs) 
   }
 }
 
+// A power of two, as a multiple of others.
+uint64_t PathModel::TryEvery(double times_worse) {
+  return std::bit_ceil(static_cast<uint64_t>(kPartForTries * std::min(times_worse, kMostWorse)));
+}
+
 PathModel::PathModel(const CopyCosts& costs) {
   Expect([&](int64_t piece_bytes) -> std::array<double, 2> {
     // Both sides of the arena work at the same time.
@@ -144,7 +152,8 @@ PageWay PathModel::Choose(const Work& work, bool can_tell) {
   if (!can_tell) return arena_pays ? PageWay::kArena : PageWay::kInPlace;
   ++its.choices;
   const bool soon = afar_ && unseen && its.choices > 1 && std::has_single_bit(its.choices);
-  const bool try_other = other_may_do && (soon || its.choices % kTryEvery == 0);
+  const uint64_t every = other_may_do ? kTryEvery : TryEvery(best > 0 ? other / best : kMostWorse);
+  const bool try_other = (other_may_do && soon) || its.choices % every == 0;
   return arena_pays != try_other ? PageWay::kArena : PageWay::kInPlace;
 }
 
@@ -157,6 +166,12 @@ void PathModel::Observe(PageWay way, const Work& work, double seconds) {
       static_cast<double>(its.seen[index]++) + (afar_ ? kCopiesCountAfar : kCopiesCount);
   const double weight = std::max(kWeight, 1 / (before + 1));
   if (expected <= 0) {
+    expected = seen;
+    return;
+  }
+  // It was tried again after long. Chance makes a transfer slow, not quick.
+  if (seen < expected && expected >= kWorthTrying * its.byte_seconds[1 - index] &&
+      its.seen[1 - index] > 0) {
     expected = seen;
     return;
   }

@@ -51,7 +51,8 @@ class PathModel {
   // In place, unless the arena saves more than 15 % of the time, or half of it while one of them
   // was never tried: it takes a second processor and copies everything twice. One choice in
   // kTryEvery is the other way, if that was never tried or is within a factor of two, so that it is
-  // known what it takes; but none of those transfers of which nothing can be learnt (`can_tell`).
+  // known what it takes, and what is worse is tried more seldom, for it may have had a bad time; but
+  // none of those transfers of which nothing can be learnt (`can_tell`).
   PageWay Choose(const Work& work, bool can_tell = true);
   // What a transfer took that had this node to itself. Of the way that was never tried it says how
   // much more than copies a transfer takes.
@@ -72,6 +73,7 @@ class PathModel {
   static constexpr int kSizeClasses = 3;
 
   static int ClassOf(const Work& work);
+  static uint64_t TryEvery(double times_worse);
   // Seconds a byte of both ways, for pieces of so many bytes.
   void Expect(absl::FunctionRef<std::array<double, 2>(int64_t)> costs);
 

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 namespace kvferry {
 namespace {
 
@@ -101,12 +103,36 @@ TEST(PathModel, LearnsWhatTransfersTake) {
   }
 }
 
-TEST(PathModel, WhatIsFarWorseIsNotTried) {
-  PathModel model(kAlike);
-  const Work work{64 * kMiB, 2048};
-  model.Observe(PageWay::kInPlace, work, 64e6 * 0.1 * kNanosecond);
-  for (int i = 0; i < 20; ++i) model.Observe(PageWay::kArena, work, 64e6 * 0.5 * kNanosecond);
-  EXPECT_EQ(ChoicesOf(&model, PageWay::kArena, work, 320), 0);
+TEST(PathModel, WhatIsFarWorseIsTriedSeldom) {
+  for (const double times_worse : {2.1, 3.0, 10.0, 100.0, 1e9}) {
+    PathModel model(kAlike);
+    const Work work{64 * kMiB, 2048};
+    Live(&model, work, {0.1, 0.1}, 2);
+    for (int i = 0; i < 200; ++i) {
+      model.Observe(PageWay::kArena, work, 64 * kMiB * 0.1 * kNanosecond * times_worse);
+    }
+    EXPECT_EQ(ChoicesOf(&model, PageWay::kArena, work, 200), 0);
+    const int rounds = 1 << 18;
+    EXPECT_LE(ChoicesOf(&model, PageWay::kArena, work, rounds) * std::min(times_worse, 8192.0),
+              rounds / 100.0)
+        << times_worse;
+  }
+}
+
+// The processes that read in place had an eighth of a processor for a while, or stood still.
+TEST(PathModel, OneSlowSpellIsNotForEver) {
+  for (const bool afar : {false, true}) {
+    const CopyCosts costs{kCopy, {0.3 * kNanosecond, 0}, {0.3 * kNanosecond, 0}};
+    PathModel model = afar ? PathModel(costs, ReadCosts{100, 100000}) : PathModel(costs);
+    const Work work{64 * kMiB, 32 << 10};
+    Live(&model, work, {0.1, 0.3}, 200);
+    EXPECT_EQ(model.Choose(work, /*can_tell=*/false), PageWay::kInPlace);
+    Live(&model, work, {0.8, 0.3}, 500);
+    EXPECT_EQ(model.Choose(work, /*can_tell=*/false), PageWay::kArena);
+    Live(&model, work, {0.1, 0.3}, 1000);
+    EXPECT_EQ(model.Choose(work, /*can_tell=*/false), PageWay::kInPlace);
+    EXPECT_GE(ChoicesOf(&model, PageWay::kInPlace, work, 1000), 990);
+  }
 }
 
 // A small request takes longer than its copies, whichever way it goes.
