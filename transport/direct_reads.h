@@ -43,7 +43,8 @@ class DirectReads {
   // `address` of a peer whose hello was accepted: it is parsed by code that trusts it.
   virtual absl::Status Connect(LinkId link, const std::string& address) = 0;
   virtual void Close(LinkId link) = 0;
-  // Whether that is not known yet. OnProbed(link) follows, in a bounded time.
+  // Whether that is not known yet. OnProbed(link) follows, once and in a bounded time: it may be found out
+  // still later, and then counts from then on.
   virtual bool Probing(LinkId link) const = 0;
   // Not possible() while it is not known, or is known not to work (any more).
   virtual ReadCosts Costs(LinkId link) const = 0;

@@ -123,9 +123,10 @@ TEST_F(Direct, AProbeSaysWhatReadsTake) {
 // As where packets to it go nowhere.
 TEST_F(Direct, AProbeThatTakesTooLongIsGivenUp) {
   ASSERT_TRUE(IsOk(reader_->Connect(kLink, owner_->address())));
-  const Deadline by = reader_->Tick(Clock::now());
-  EXPECT_LT(by, DeadlineInMs(5000));
+  reader_->Progress(&at_reader_);  // It has a slot.
+  EXPECT_LT(reader_->Tick(Clock::now()), DeadlineInMs(5000));
   EXPECT_TRUE(reader_->Probing(kLink));
+  const Deadline by = DeadlineInMs(5000);
   EXPECT_EQ(reader_->Tick(by), Deadline::max());
   EXPECT_FALSE(reader_->Probing(kLink));
   EXPECT_FALSE(reader_->Arm());  // Somebody waits to hear of it.
@@ -136,6 +137,23 @@ TEST_F(Direct, AProbeThatTakesTooLongIsGivenUp) {
   ASSERT_TRUE(ProgressUntil([&] { return reader_->Arm(); }));
   EXPECT_EQ(at_reader_.probed.size(), 1u);
   EXPECT_FALSE(reader_->Costs(kLink).possible());
+}
+
+// It waits for those of peers that do not answer, and is not held against its own.
+TEST_F(Direct, AProbeThatHasNotBegunInTimeGoesOn) {
+  constexpr LinkId kProbes = 8;
+  for (LinkId link = 1; link <= kProbes + 1; ++link) {
+    ASSERT_TRUE(IsOk(reader_->Connect(link, owner_->address())));
+  }
+  reader_->Progress(&at_reader_);  // All but the last have a slot.
+  reader_->Tick(DeadlineInMs(5000));
+  EXPECT_FALSE(reader_->Probing(kProbes + 1));
+  reader_->Progress(&at_reader_);
+  EXPECT_EQ(at_reader_.probed.size(), kProbes + 1);
+  EXPECT_FALSE(reader_->Costs(kProbes + 1).possible());
+  ASSERT_TRUE(ProgressUntil([&] { return reader_->Costs(kProbes + 1).possible(); }));
+  EXPECT_FALSE(reader_->Costs(1).possible());
+  EXPECT_EQ(at_reader_.probed.size(), kProbes + 1);  // Nothing is said twice.
 }
 
 // Those who do not answer hold slots until UCX gives them up.

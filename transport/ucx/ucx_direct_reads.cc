@@ -98,8 +98,12 @@ class UcxDirectReads final : public DirectReads {
     int64_t waiting = 0;    // Jobs, for a slot.
     int64_t slots = 0;      // That its jobs hold.
     int64_t under_way = 0;  // Reads.
-    Deadline probe_by = DeadlineInMs(kProbeMs);
-    Deadline close_by{};  // Once it is closed.
+    // OnProbed() follows by then, whether the probe has had a slot or not; and has been said, or is about
+    // to be.
+    Deadline say_by = DeadlineInMs(kProbeMs);
+    bool said = false;
+    Deadline probe_by = Deadline::max();  // Once it has a slot.
+    Deadline close_by{};                  // Once it is closed.
   };
   // One read, from a place in the peer's memory to one behind the start of the job's slot.
   struct Op {
@@ -166,7 +170,7 @@ class UcxDirectReads final : public DirectReads {
   std::list<JobPtr> waiting_;                    // For a slot.
   std::list<JobPtr> running_;
   int64_t probes_ = 0;           // Of those that run.
-  std::vector<LinkId> overdue_;  // Their probes failed in Tick(); said in the next Progress().
+  std::vector<LinkId> overdue_;  // Of whose probes the next Progress() says that they are too late.
   int64_t under_way_ = 0;
   bool moved_ = false;  // A read has ended since the last Progress().
   int futile_rounds_ = 0;
@@ -271,7 +275,8 @@ void UcxDirectReads::CloseDrained() {
 
 bool UcxDirectReads::Probing(LinkId link) const {
   const auto found = peers_.find(link);
-  return found != peers_.end() && found->second->state == Peer::State::kProbing;
+  return found != peers_.end() && found->second->state == Peer::State::kProbing &&
+         !found->second->said;
 }
 
 ReadCosts UcxDirectReads::Costs(LinkId link) const {
@@ -379,6 +384,7 @@ void UcxDirectReads::TakeSlot(JobPtr job) {
   --job->peer->waiting;
   ++job->peer->slots;
   probes_ += job->probe ? 1 : 0;
+  if (job->probe) job->peer->probe_by = DeadlineInMs(kProbeMs);
   BeginStep(*job, job->probe ? ProbeOps(*job) : std::move(job->ops));
   running_.push_back(std::move(job));
 }
@@ -494,7 +500,7 @@ bool UcxDirectReads::NextOfProbe(Job& job, DataEvents* events) {
   } else {
     FailProbe(*job.peer, job.status.ToString());
   }
-  events->OnProbed(job.peer->link);
+  if (!std::exchange(job.peer->said, true)) events->OnProbed(job.peer->link);
   return false;
 }
 
@@ -542,12 +548,13 @@ Deadline UcxDirectReads::Tick(Deadline now) {
   Deadline next = Deadline::max();
   for (const auto& [link, peer] : peers_) {
     if (peer->state != Peer::State::kProbing) continue;
-    if (peer->probe_by > now) {
-      next = std::min(next, peer->probe_by);
-      continue;
+    // One that others kept from beginning says nothing of its peer: it goes on, and later fetches can be read.
+    if (peer->say_by <= now && !std::exchange(peer->said, true)) overdue_.push_back(link);
+    if (peer->probe_by <= now) {
+      FailProbe(*peer, absl::StrCat("no answer within ", kProbeMs, " ms"));
+      continue;  // Its reads may still land in their slot.
     }
-    FailProbe(*peer, absl::StrCat("no answer within ", kProbeMs, " ms"));
-    overdue_.push_back(link);  // Its reads may still land in their slot.
+    next = std::min({next, peer->said ? Deadline::max() : peer->say_by, peer->probe_by});
   }
   return next;
 }
