@@ -50,8 +50,9 @@ class DirectReads {
   virtual ReadCosts Costs(LinkId link) const = 0;
 
   // Reads the chunk that `list` (a GuardHead, then PoolPieces) names, into memory of its own. Ends
-  // with OnChunk() without kChunkInPool, or with OnReadFailed(). Of a link that is closed first,
-  // nothing more is heard.
+  // with OnChunk() without kChunkInPool, or with OnReadFailed(): RESOURCE_EXHAUSTED where there is no
+  // room for so many, which is said of one chunk of each transfer. Of a link that is closed first, nothing
+  // more is heard.
   virtual void Read(LinkId link, const ChunkHeader& header, std::span<const std::byte> list) = 0;
 
   // Moves everything on; true when something happened.

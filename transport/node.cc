@@ -560,8 +560,7 @@ void NodeImpl::OnChunkElsewhere(const ChunkHeader& header, std::span<const std::
 }
 
 void NodeImpl::OnReadFailed(const ChunkHeader& header, const absl::Status& status) {
-  // No reads of that peer's memory are offered any more, so what is asked for again comes packed.
-  receiver_->OnLanded(header, status);
+  receiver_->OnReadFailed(header, status);
 }
 
 void NodeImpl::OnProbed(LinkId link) {

@@ -105,7 +105,8 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   message.form = fetch.form;
   message.values = values_;
   const auto link = links_.find(fetch.peer);
-  if (link != links_.end()) message.reads = outbox_->data().CostsOfReads(link->second);
+  if (link != links_.end() && !fetch.packed)
+    message.reads = outbox_->data().CostsOfReads(link->second);
   outbox_->Send(fetch.peer, std::move(message));
 }
 
@@ -268,6 +269,15 @@ void Receiver::OnLanded(const ChunkHeader& header, const absl::Status& status) {
   if (EndIfWhole(fetch)) return;
   // One that was read in place was in no buffer, and its reader has said that it is through.
   if ((header.flags & kChunkInPool) == 0) Credit(fetch);
+}
+
+// What is asked for again comes packed: where reads do not work, and where there is no room for more of them.
+void Receiver::OnReadFailed(const ChunkHeader& header, const absl::Status& status) {
+  const auto found = fetches_.find(header.transfer_id);
+  const bool no_room =
+      found != fetches_.end() && found->second.redial && absl::IsResourceExhausted(status);
+  if (no_room) found->second.packed = true;
+  OnLanded(header, no_room ? absl::UnavailableError(status.message()) : status);
 }
 
 void Receiver::Credit(Fetch& fetch) {

@@ -59,6 +59,7 @@ class Receiver {
     uint64_t replaces = 0;      // The transfer id it had before,
     int64_t from_bytes = 0;     // under which the stream up to here has arrived.
     int futile_requests = 0;    // One after another that brought nothing.
+    bool packed = false;        // Nothing is to be read from afar for it any more.
     Deadline requested_at{};
     int64_t credited_bytes = 0;
     std::shared_ptr<Landing> landing{};  // From the request on.
@@ -91,6 +92,7 @@ class Receiver {
   void OnChunk(const ChunkHeader& header, const Payload& payload, ChunkTaker::Intact intact);
   // A chunk that is still to be read, out of the memory of its fetch's sender.
   void OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list);
+  void OnReadFailed(const ChunkHeader& header, const absl::Status& status);
   // OnChunk in two steps: on the thread of any lane, which has a `copy` of its own, and then on the
   // progress thread, with what the first one returned. NOT_FOUND: of no live fetch.
   absl::Status Land(const ChunkHeader& header, const Payload& payload, ChunkTaker::Intact intact,

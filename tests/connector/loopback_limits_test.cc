@@ -44,6 +44,24 @@ TEST_F(Limits, MaxFetchesPerPeer) {
   EXPECT_TRUE(IsOk(Fetch(*decode, sixth, {12})->Wait(Soon())));
 }
 
+// The windows of all fetches that a peer serves have room among the chunks that wait to be read.
+TEST_F(Limits, ManyFetchesThatReadFromAfar) {
+  if (PathUnderTest() != TestPath::kDirect) GTEST_SKIP() << "nothing is read from afar";
+  constexpr int64_t kFetches = 400, kPages = 8;
+  const auto source = MakePatternPool(SmallLayout(), kFetches * kPages, 1);
+  const auto target = MakePatternPool(SmallLayout(), kFetches * kPages, 2);
+  const auto prefill = MakePrefill(source, SmallChunks());
+  const auto decode = MakeDecode(target, SmallChunks());
+  std::vector<std::vector<int64_t>> pages(kFetches);
+  std::vector<Ticket> tickets;
+  for (int64_t i = 0; i < kFetches * kPages; ++i) pages[i / kPages].push_back(i);
+  for (const auto& each : pages) tickets.push_back(Publish(*prefill, *source, each));
+  std::vector<std::shared_ptr<FetchHandle>> handles;
+  for (int64_t i = 0; i < kFetches; ++i) handles.push_back(Fetch(*decode, tickets[i], pages[i]));
+  for (const auto& handle : handles) EXPECT_TRUE(IsOk(handle->Wait(Soon())));
+  EXPECT_GT(Metric(*prefill, "transfers_direct"), kFetches / 2);
+}
+
 // Fetches that wait for their publish count too, and stop counting when they are refused.
 TEST_F(Limits, ParkedFetchesCount) {
   Config config = SmallChunks();

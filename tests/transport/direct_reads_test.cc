@@ -279,6 +279,43 @@ TEST_F(Direct, ListsThatMakeNoSenseAreRefused) {
   EXPECT_TRUE(at_reader_.chunks.empty());
 }
 
+// Nor is any memory kept for them, and what is said of one transfer is said once.
+TEST_F(Direct, WhatThereIsNoRoomForIsRefused) {
+  Connect();
+  constexpr uint64_t kRoom = 16384, kMore = 1000;
+  for (uint64_t id = 0; id < kRoom + 2 * kMore; ++id) {
+    Read({{id % 1000, 1}}, 1, std::min(id, kRoom + kMore - 1));
+  }
+  EXPECT_FALSE(reader_->Arm());
+  reader_->Progress(&at_reader_);
+  ASSERT_EQ(at_reader_.failed.size(), kMore);
+  for (const auto& [header, status] : at_reader_.failed) {
+    EXPECT_GE(header.transfer_id, kRoom);
+    EXPECT_EQ(header.flags, kChunkHasChecksum);
+    ASSERT_TRUE(Fails(status, absl::StatusCode::kResourceExhausted, "limit 16384"));
+  }
+  ASSERT_TRUE(ProgressUntil([&] { return at_reader_.chunks.size() == kRoom; }));
+  EXPECT_TRUE(reader_->Costs(kLink).possible());
+}
+
+TEST_F(Direct, ListsHaveNoMoreRoomThanTheirShare) {
+  Connect();
+  const std::vector<std::byte> longest = ListOf(std::vector<PoolPiece>(65535, {0, 1}));
+  int lists = 0;
+  for (; at_reader_.failed.empty() && lists < 1000; ++lists) {
+    reader_->Read(kLink, {1, 0, 0, 65535, kChunkInPool}, longest);
+    if (lists % 50 == 49) reader_->Progress(&at_reader_);
+  }
+  EXPECT_LT(lists, 250);
+  ASSERT_FALSE(at_reader_.failed.empty());
+  EXPECT_TRUE(Fails(at_reader_.failed[0].second, absl::StatusCode::kResourceExhausted,
+                    "in lists of", "bytes, limit 134217728"));
+  // With the link their memory goes, too.
+  reader_->Close(kLink);
+  ASSERT_TRUE(ProgressUntil([&] { return reader_->Arm(); }));
+  EXPECT_TRUE(at_reader_.chunks.empty());
+}
+
 TEST_F(Direct, OfALinkThatIsClosedNothingMoreIsHeard) {
   Connect();
   for (int i = 0; i < 40; ++i) Read({{0, 60000}}, 60000);

@@ -586,6 +586,21 @@ TEST_F(ReceiverAlone, TickSaysWhenToComeBack) {
 }
 
 // A fetch says what reads take this side, and lists are read out of the memory of its own peer only.
+TEST_F(ReceiverAlone, WhatThereIsNoRoomToReadComesPacked) {
+  outbox_.data().costs_of_reads = {700, 60000};
+  const auto handle = Begin();
+  const std::vector<Chunk> chunks = Stream(4096);
+  Deliver(chunks[0]);
+  receiver_.OnReadFailed(chunks[1].header, absl::ResourceExhaustedError("no room"));
+  EXPECT_FALSE(handle->done());
+  const auto* again = outbox_.Last<FetchMsg>();
+  EXPECT_EQ(again->replaces, kId);
+  EXPECT_EQ(again->from_bytes, 4096);
+  EXPECT_FALSE(again->reads.possible());
+  Begin(kId + 100);  // Others are read still.
+  EXPECT_TRUE(outbox_.Last<FetchMsg>()->reads.possible());
+}
+
 TEST_F(ReceiverAlone, ChunksElsewhereAreReadFromTheFetchsPeer) {
   outbox_.data().costs_of_reads = {700, 60000};
   const auto handle = Begin();

@@ -29,7 +29,10 @@ constexpr int64_t kSlots = 16;
 constexpr int64_t kMaxUnderWay = 256;
 // A peer that lists more than this does not mean what it says.
 constexpr size_t kMaxPieces = 65536;
-constexpr int64_t kMaxWaitingOfPeer = 4096;
+// Chunks of a peer that wait for a slot: the windows of as many fetches as it serves by default.
+constexpr int64_t kMaxWaitingOfPeer = 16384;
+// Bytes of such lists, of all peers.
+constexpr int64_t kMaxListBytes = 256 << 20;
 // Transports without an event for a finished read have to be asked; one that is this often asked in
 // vain has one, or its peer is stuck.
 constexpr int kFutileRounds = 1000;
@@ -95,9 +98,10 @@ class UcxDirectReads final : public DirectReads {
     State state = State::kProbing;
     bool closed = false;
     ReadCosts costs{};
-    int64_t waiting = 0;    // Jobs, for a slot.
-    int64_t slots = 0;      // That its jobs hold.
-    int64_t under_way = 0;  // Reads.
+    int64_t waiting = 0;     // Jobs, for a slot,
+    int64_t list_bytes = 0;  // and what they name.
+    int64_t slots = 0;       // That its jobs hold.
+    int64_t under_way = 0;   // Reads.
     // OnProbed() follows by then, whether the probe has had a slot or not; and has been said, or is about
     // to be.
     Deadline say_by = DeadlineInMs(kProbeMs);
@@ -117,7 +121,8 @@ class UcxDirectReads final : public DirectReads {
     UcxDirectReads* all;
     std::shared_ptr<Peer> peer;
     bool probe;
-    ChunkHeader header{};  // Of a chunk, as the guard.
+    ChunkHeader header{};           // Of a chunk, as the list and the guard.
+    std::vector<std::byte> list{};  // While it waits.
     GuardHead guard{};
     int steps = 0;          // That have begun.
     std::vector<Op> ops{};  // Of the last one.
@@ -134,7 +139,8 @@ class UcxDirectReads final : public DirectReads {
   // The guard's word lands behind the chunk.
   int64_t slot_stride() const { return slot_bytes_ + 64; }
 
-  absl::Status AddPieces(std::span<const std::byte> list, Job* job) const;
+  absl::Status CheckRoom(const Peer& peer, std::span<const std::byte> list) const;
+  absl::Status AddPieces(Job* job) const;
   absl::Status AddPiece(const Peer& peer, const PoolPiece& piece, size_t to,
                         std::vector<Op>* ops) const;
   void BeginStep(Job& job, std::vector<Op> ops);
@@ -168,6 +174,13 @@ class UcxDirectReads final : public DirectReads {
   absl::flat_hash_map<LinkId, std::shared_ptr<Peer>> peers_;
   std::vector<std::shared_ptr<Peer>> draining_;  // Closed, with reads under way.
   std::list<JobPtr> waiting_;                    // For a slot.
+  // Chunks that were not taken, one of each transfer: that ends, or is begun anew. Said in the next Progress().
+  struct Refused {
+    LinkId link;
+    ChunkHeader header;
+    absl::Status status;
+  };
+  absl::flat_hash_map<uint64_t, Refused> refused_;
   std::list<JobPtr> running_;
   int64_t probes_ = 0;           // Of those that run.
   std::vector<LinkId> overdue_;  // Of whose probes the next Progress() says that they are too late.
@@ -256,6 +269,7 @@ void UcxDirectReads::Close(LinkId link) {
   if (node.empty()) return;
   Peer& peer = *node.mapped();
   peer.closed = true;  // Its jobs drain unheard.
+  waiting_.remove_if([&](const JobPtr& job) { return job->peer.get() == &peer; });
   peer.close_by = DeadlineInMs(kDrainMs);
   draining_.push_back(std::move(node.mapped()));
   CloseDrained();
@@ -298,22 +312,35 @@ void UcxDirectReads::Read(LinkId link, const ChunkHeader& header, std::span<cons
   if (found == peers_.end()) return;
   auto job = std::make_unique<Job>(Job{this, found->second, /*probe=*/false, header});
   job->header.flags &= ~kChunkInPool;
-  job->status = AddPieces(list, job.get());
+  if (const absl::Status room = CheckRoom(*found->second, list); !room.ok()) {
+    refused_.try_emplace(header.transfer_id, Refused{link, job->header, room});
+    return;
+  }
+  job->list.assign(list.begin(), list.end());
   Await(std::move(job));
 }
 
-absl::Status UcxDirectReads::AddPieces(std::span<const std::byte> list, Job* job) const {
+absl::Status UcxDirectReads::CheckRoom(const Peer& peer, std::span<const std::byte> list) const {
+  const auto bytes = static_cast<int64_t>(list.size());
+  const int64_t share = FairShare(kMaxListBytes, peers_.size());
+  if (list.size() / sizeof(PoolPiece) <= kMaxPieces && peer.waiting < kMaxWaitingOfPeer &&
+      peer.list_bytes + bytes <= share) {
+    return absl::OkStatus();
+  }
+  return absl::ResourceExhaustedError(
+      absl::StrCat(list.size() / sizeof(PoolPiece), " pieces in a chunk, limit ", kMaxPieces, "; ",
+                   peer.waiting, " chunks of the peer wait to be read, limit ", kMaxWaitingOfPeer,
+                   ", in lists of ", peer.list_bytes, " bytes, limit ", share));
+}
+
+absl::Status UcxDirectReads::AddPieces(Job* job) const {
+  const std::vector<std::byte>& list = job->list;
   const auto refused = [&](absl::string_view what) {
     return absl::InvalidArgumentError(
         absl::StrCat("the chunk at byte ", job->header.offset, " names ", what));
   };
   if (list.size() < sizeof(GuardHead) || list.size() % sizeof(PoolPiece) != 0) {
     return refused(absl::StrCat("its pieces in ", list.size(), " bytes"));
-  }
-  if (list.size() / sizeof(PoolPiece) > kMaxPieces || job->peer->waiting >= kMaxWaitingOfPeer) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        list.size() / sizeof(PoolPiece), " pieces in a chunk, limit ", kMaxPieces, "; ",
-        job->peer->waiting, " chunks of the peer wait to be read, limit ", kMaxWaitingOfPeer));
   }
   std::memcpy(&job->guard, list.data(), sizeof(GuardHead));
   if (job->guard.index >= job->peer->memories[0].bytes / sizeof(uint64_t)) {
@@ -361,6 +388,7 @@ void UcxDirectReads::BeginStep(Job& job, std::vector<Op> ops) {
 
 void UcxDirectReads::Await(JobPtr job) {
   ++job->peer->waiting;
+  job->peer->list_bytes += static_cast<int64_t>(job->list.size());
   waiting_.push_back(std::move(job));
 }
 
@@ -382,9 +410,12 @@ void UcxDirectReads::TakeSlot(JobPtr job) {
   job->slot = free_slots_.back();
   free_slots_.pop_back();
   --job->peer->waiting;
+  job->peer->list_bytes -= static_cast<int64_t>(job->list.size());
   ++job->peer->slots;
   probes_ += job->probe ? 1 : 0;
   if (job->probe) job->peer->probe_by = DeadlineInMs(kProbeMs);
+  if (!job->probe) job->status = AddPieces(job.get());
+  job->list = {};
   BeginStep(*job, job->probe ? ProbeOps(*job) : std::move(job->ops));
   running_.push_back(std::move(job));
 }
@@ -522,6 +553,10 @@ bool UcxDirectReads::Progress(DataEvents* events) {
     busy = true;
     events->OnProbed(link);
   }
+  for (const auto& [transfer_id, refused] : std::exchange(refused_, {})) {
+    busy = true;
+    if (peers_.contains(refused.link)) events->OnReadFailed(refused.header, refused.status);
+  }
   // What ended below made room only for the next round, which a busy one is followed by.
   busy |= Admit();
   for (auto it = running_.begin(); it != running_.end();) {
@@ -560,7 +595,7 @@ Deadline UcxDirectReads::Tick(Deadline now) {
 }
 
 bool UcxDirectReads::Arm() {
-  if (!overdue_.empty()) return false;
+  if (!overdue_.empty() || !refused_.empty()) return false;
   if (under_way_ > 0 && futile_rounds_ < kFutileRounds) return false;
   return ucp_worker_arm(worker_->get()) == UCS_OK;
 }
