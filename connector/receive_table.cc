@@ -64,6 +64,10 @@ absl::Status ReceiveTable::Push(const CallKey& call, const Fields& args) {
   }
   if (lease_id == 0) return absl::InvalidArgumentError("push: the lease is 0");
   const MutexLock lock(&mutex_);
+  // One that was cancelled is answered only when its fetch has ended.
+  if (pushes_.contains(call)) {
+    return absl::AlreadyExistsError("push: the call's id is in use by one that has not ended yet");
+  }
   KVFERRY_RETURN_IF_ERROR(CheckPush(receive_id, pushed));
   receives_.find(receive_id)->second.push = call;
   pushes_.emplace(call, receive_id);

@@ -293,9 +293,10 @@ absl::StatusOr<std::shared_ptr<const MovesUnderWay>> StreamPlan::BeginScatterPie
     if (done <= in_pages) of_pages = lists.moves.size();
   });
   const std::span<const BytesMove> moves = lists.moves;
+  // First: behind moves that have begun there must be no error, or nobody would wait for them.
+  KVFERRY_RETURN_IF_ERROR(HostMemory()->MoveApart(moves.subspan(of_pages)));
   auto begun = pool_->memory().BeginMoveApart(moves.first(of_pages));
   KVFERRY_RETURN_IF_ERROR(Copied(begun.status()));
-  KVFERRY_RETURN_IF_ERROR(HostMemory()->MoveApart(moves.subspan(of_pages)));
   return begun;
 }
 

@@ -2,9 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <future>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "connector/receive_table.h"
 #include "tests/support/captured_log.h"
 #include "tests/support/endpoints.h"
 
@@ -140,6 +144,54 @@ TEST_F(PushCalls, ACallThatIsTakenBackEndsTheReceive) {
   const std::string id = absl::StrCat("fetch ", absl::Hex(receive.ticket.receive_id));
   EXPECT_TRUE(log.Has({"fetch", "gave the push up"})) << log.ToString();
   EXPECT_FALSE(log.Has({id, "gave the push up"})) << log.ToString();
+}
+
+// A call that its caller has cancelled is answered when its receive has ended; until then another of the same
+// id would be given that answer.
+TEST_F(PushCalls, ACallsIdIsInUseUntilItsReceiveHasEnded) {
+  class Keeper : public CallHandler {
+   public:
+    void OnCall(const CallKey& call, const std::string& function, const Fields& args,
+                Deadline deadline) override {
+      last = call;
+      table.OnCall(call, function, args, deadline);
+    }
+    void OnCallDropped(const CallKey& call) override { table.OnCallDropped(call); }
+    Deadline Tick(Deadline) override { return Deadline::max(); }
+    ReceiveTable table{16};
+    CallKey last;
+  };
+  Keeper keeper;
+  const std::unique_ptr<Node> node =
+      Must(Node::Start({Quick(), kTestModel, "decode", target_, nullptr, &keeper, true}));
+  keeper.table.Attach(node.get());
+  const auto receive = [&](int64_t page) {
+    Node::FetchRequest request;
+    request.ticket.num_pages = 1;
+    request.positions = Must(PageRuns::FromPages(std::vector<int64_t>{0}));
+    request.pages = Must(PageRuns::FromPages(std::vector<int64_t>{page}));
+    request.deadline = Soon();
+    return Must(keeper.table.Add(std::move(request), 1, 0));
+  };
+  const auto first = receive(1), second = receive(2);
+  const auto args = [](const ReceiveTable::Added& added) {
+    return Fields()
+        .Set("receive", added.receive_id)
+        .Set("lease", 9)
+        .Set("pages", 1)
+        .Set("tokens", uint64_t{0});
+  };
+  ASSERT_TRUE(IsOk(leases_.Publish(9, Must(PageRuns::FromPages(std::vector<int64_t>{4})), 1,
+                                   DeadlineInMs(60000))));
+  std::promise<absl::Status> answer;
+  Must(node_->Call({node->listen_address(), "push", args(first), Soon()},
+                   [&](const absl::StatusOr<Fields>& reply) { answer.set_value(reply.status()); }));
+  ASSERT_TRUE(IsOk(first.handle->WaitLayer(0, Soon())));
+  keeper.table.OnCall(keeper.last, "push", args(second), Soon());
+  std::future<absl::Status> answered = answer.get_future();
+  ASSERT_EQ(answered.wait_until(DeadlineInMs(2000)), std::future_status::ready);
+  EXPECT_TRUE(Fails(answered.get(), absl::StatusCode::kAlreadyExists, "id is in use"));
+  EXPECT_FALSE(second.handle->done());
 }
 
 }  // namespace
