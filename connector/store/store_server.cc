@@ -77,7 +77,7 @@ class TaskThread {
       try {
         task();
       } catch (const std::bad_alloc&) {
-        // Nor was there memory to tell the caller, whose deadline ends the call.
+        continue;  // Nor was there memory to tell the caller, whose deadline ends the call.
       }
     }
   }

@@ -9,7 +9,8 @@ namespace {
 
 TEST(Utf8, WhatIsNoneIsReplaced) {
   EXPECT_EQ(ValidUtf8(""), "");
-  const std::string good = std::string("a \"quoted\" \\ line\n\0\x7f", 21) + "äøß 中文 🚢";
+  using namespace std::string_literals;  // NOLINT(google-build-using-namespace): "..."s
+  const std::string good = "a \"quoted\" \\ line\n\0\x7f"s + "äøß 中文 🚢";
   EXPECT_EQ(ValidUtf8(good), good);
   EXPECT_EQ(ValidUtf8("no \xff\xfe"), "no \ufffd\ufffd");
   EXPECT_EQ(ValidUtf8("cut \xc3"), "cut \ufffd");
