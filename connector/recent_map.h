@@ -3,9 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <new>
+#include <unordered_map>
 #include <utility>
-
-#include "absl/container/flat_hash_map.h"
 
 namespace kvferry {
 
@@ -17,10 +17,16 @@ class RecentMap {
   // At 3,000 leases a second for 20 s, twice as long as a silent session lasts.
   static constexpr size_t kMax = 65536;
 
-  // What is known already stays as it is.
+  // What is known already stays as it is, and where there is no memory everything does.
   void Add(uint64_t id, Value value) {
-    if (!values_.try_emplace(id, std::move(value)).second) return;
+    if (values_.contains(id)) return;
     order_.push_back(id);
+    try {
+      values_.emplace(id, std::move(value));
+    } catch (const std::bad_alloc&) {
+      order_.pop_back();
+      throw;
+    }
     if (order_.size() <= kMax) return;
     values_.erase(order_.front());
     order_.pop_front();
@@ -37,7 +43,7 @@ class RecentMap {
   }
 
  private:
-  absl::flat_hash_map<uint64_t, Value> values_;
+  std::unordered_map<uint64_t, Value> values_;  // Abseil's are broken by a growth without memory.
   std::deque<uint64_t> order_;
 };
 

@@ -1,11 +1,12 @@
 #pragma once
 
+#include <functional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
 #include "base/mutex.h"
@@ -37,7 +38,7 @@ class KeyTurns {
   absl::StatusOr<Turn> Take(std::string_view key, Deadline deadline) {
     std::string name(key);  // Before it is taken: without memory nobody would end the turn.
     MutexLock lock(&mutex_);
-    while (!taken_.insert(std::string(key)).second) {
+    while (!taken_.emplace(key).second) {
       if (!ended_.WaitUntil(&mutex_, deadline) && taken_.contains(name)) {
         return absl::DeadlineExceededError("others were at the same key until the deadline");
       }
@@ -54,7 +55,8 @@ class KeyTurns {
 
   Mutex mutex_;
   CondVar ended_;
-  absl::flat_hash_set<std::string> taken_ ABSL_GUARDED_BY(mutex_);
+  // Abseil's sets are broken by a growth for which there is no memory.
+  std::set<std::string, std::less<>> taken_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace kvferry

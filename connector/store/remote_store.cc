@@ -69,16 +69,25 @@ bool IsOver(const absl::Status& status) {
          (cut_off == CutOff::kNo && !absl::IsDeadlineExceeded(status));
 }
 
-// What `attempt` gives in the end. Errors for which `may_try_again` holds may pass.
+// Another change of this client had the server refuse it: it shows in a later era.
+bool RefusedForAnother(const absl::Status& status) {
+  return absl::IsAborted(status) && CutOffOf(status) == CutOff::kNotAsked;
+}
+
+// What `attempt` gives in the end. Errors for which `may_try_again` holds may pass, and others' changes
+// are over at some time.
 template <typename Attempt>
 auto Persist(Deadline deadline, bool (*may_try_again)(const absl::Status&),
              const Attempt& attempt) {
-  auto result = attempt();
-  for (int left = kMaxAttempts - 1; left > 0 && may_try_again(internal::AsStatus(result)); --left) {
-    if (Clock::now() >= deadline) break;
-    result = attempt();
+  for (int left = kMaxAttempts - 1;;) {
+    auto result = attempt();
+    const absl::Status& status = internal::AsStatus(result);
+    const bool refused = RefusedForAnother(status);
+    if (!refused && (!may_try_again(status) || left-- == 0)) return result;
+    if (Clock::now() < deadline) continue;
+    if (refused) result = WithCutOff(absl::UnavailableError(status.message()), CutOff::kNotAsked);
+    return result;
   }
-  return result;
 }
 
 using Keys = std::span<const std::string_view>;
@@ -165,24 +174,26 @@ absl::StatusOr<Fields> RemoteStore::Ask(const std::string& function, const Field
                     cut_off);
 }
 
-absl::StatusOr<Fields> RemoteStore::AskToChange(const std::string& function, const Fields& args,
-                                                Deadline deadline) {
-  uint64_t era = era_;
+absl::StatusOr<Fields> RemoteStore::AskToChange(const std::string& function,
+                                                std::span<const std::string_view> keys,
+                                                const Fields& args, Deadline deadline) {
+  const uint64_t era = eras_.Of(keys);
   // Also where there is no memory to hear the answer.
-  absl::Cleanup end_era = [this, &era] { era_.compare_exchange_strong(era, era + 1); };
+  absl::Cleanup abandon = [&] { eras_.Abandon(era, keys); };
   absl::StatusOr<Fields> reply =
       Ask(function, Fields(args).Set("client", id_).Set("era", era), deadline);
-  if (IsOver(reply.status())) std::move(end_era).Cancel();
+  if (IsOver(reply.status())) std::move(abandon).Cancel();
   if (!absl::IsAborted(reply.status())) return reply;
-  return WithCutOff(absl::UnavailableError(reply.status().message()), CutOff::kNotAsked);
+  return WithCutOff(reply.status(), CutOff::kNotAsked);
 }
 
 absl::Status RemoteStore::Pinning(const std::string& function, std::string_view key,
                                   Deadline deadline) {
   KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys({&key, 1}));
   const Fields args = Fields().Set("keys", std::move(packed));
-  const absl::Status status = Persist(
-      deadline, EndedUnasked, [&] { return AskToChange(function, args, deadline).status(); });
+  const absl::Status status = Persist(deadline, EndedUnasked, [&] {
+    return AskToChange(function, {&key, 1}, args, deadline).status();
+  });
   if (CutOffOf(status) != CutOff::kAsked) return status;
   return absl::UnavailableError(
       absl::StrCat(status.message(), "; '", function, "' may have been carried out"));
@@ -238,8 +249,9 @@ absl::StatusOr<std::vector<bool>> RemoteStore::ExistsEach(std::span<const std::s
 absl::Status RemoteStore::Erase(std::string_view key, Deadline deadline) {
   KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys({&key, 1}));
   const Fields args = Fields().Set("keys", std::move(packed));
-  return Persist(deadline, SessionEnded,
-                 [&] { return AskToChange(store_call::kErase, args, deadline).status(); });
+  return Persist(deadline, SessionEnded, [&] {
+    return AskToChange(store_call::kErase, {&key, 1}, args, deadline).status();
+  });
 }
 
 absl::Status RemoteStore::Pin(std::string_view key, Deadline deadline) {
@@ -373,10 +385,10 @@ absl::Status RemoteStore::Put(std::string_view key, ConstParts value, Deadline d
   }
   Fields args;
   args.Set("keys", std::move(packed)).Set("bytes", static_cast<uint64_t>(bytes));
-  return Persist(deadline, SessionEnded, [&] { return PutOnce(args, whole, deadline); });
+  return Persist(deadline, SessionEnded, [&] { return PutOnce(key, args, whole, deadline); });
 }
 
-absl::Status RemoteStore::PutOnce(const Fields& args,
+absl::Status RemoteStore::PutOnce(std::string_view key, const Fields& args,
                                   std::shared_ptr<const std::vector<std::byte>> value,
                                   Deadline deadline) {
   // Of its own: the server may have fetched that of an attempt before, and a lease is fetched once.
@@ -384,7 +396,8 @@ absl::Status RemoteStore::PutOnce(const Fields& args,
   KVFERRY_RETURN_IF_ERROR(leases_.Publish(lease_id, PageRuns(), options_.pool->layout().num_layers,
                                           LeaseUntil(deadline), std::move(value)));
   const absl::Cleanup withdraw = [this, lease_id] { Withdraw(lease_id); };
-  return AskToChange(store_call::kPut, Fields(args).Set("lease", lease_id), deadline).status();
+  return AskToChange(store_call::kPut, {&key, 1}, Fields(args).Set("lease", lease_id), deadline)
+      .status();
 }
 
 absl::StatusOr<RemoteStore::Round> RemoteStore::ReadRound(const Fields& reply, size_t num_keys) {
@@ -405,7 +418,8 @@ absl::StatusOr<RemoteStore::Round> RemoteStore::PutSomePages(std::span<const std
   const absl::Cleanup withdraw = [this, lease_id] { Withdraw(lease_id); };
   Fields args;
   args.Set("keys", std::move(packed)).Set("lease", lease_id);
-  KVFERRY_ASSIGN_OR_RETURN(const Fields reply, AskToChange(store_call::kPutPages, args, deadline));
+  KVFERRY_ASSIGN_OR_RETURN(const Fields reply,
+                           AskToChange(store_call::kPutPages, keys, args, deadline));
   return ReadRound(reply, keys.size());
 }
 

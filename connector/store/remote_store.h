@@ -1,8 +1,8 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -11,6 +11,7 @@
 #include "base/random.h"
 #include "connector/lease_table.h"
 #include "connector/prefill_endpoint.h"
+#include "connector/store/change_eras.h"
 #include "connector/store/kv_store.h"
 #include "transport/node.h"
 
@@ -73,10 +74,11 @@ class RemoteStore : public KvStore {
   // One attempt. UNAVAILABLE with a CutOff: the session has ended.
   absl::StatusOr<Fields> Ask(const std::string& function, const Fields& args,
                              Deadline deadline) const;
-  // One attempt of a call that changes something. No attempt before this one is carried out after it,
-  // whatever session it was made over. UNAVAILABLE with CutOff::kNotAsked also where a later one has
-  // come before it.
-  absl::StatusOr<Fields> AskToChange(const std::string& function, const Fields& args,
+  // One attempt of a call that changes these keys. No attempt to change them before this one is carried
+  // out after it, whatever session it was made over. ABORTED with CutOff::kNotAsked where one of a
+  // later era has come before it.
+  absl::StatusOr<Fields> AskToChange(const std::string& function,
+                                     std::span<const std::string_view> keys, const Fields& args,
                                      Deadline deadline);
   // Of as many keys as one call takes. Made anew when the session ends under it.
   absl::StatusOr<Fields> AskAbout(const std::string& function,
@@ -106,8 +108,8 @@ class RemoteStore : public KvStore {
   // The rest are one attempt each.
   absl::Status GetOnce(std::string_view key, Parts out, Deadline deadline);
   absl::StatusOr<std::vector<std::byte>> GetBytesOnce(std::string_view key, Deadline deadline);
-  absl::Status PutOnce(const Fields& args, std::shared_ptr<const std::vector<std::byte>> value,
-                       Deadline deadline);
+  absl::Status PutOnce(std::string_view key, const Fields& args,
+                       std::shared_ptr<const std::vector<std::byte>> value, Deadline deadline);
   absl::StatusOr<Round> PutSomePages(std::span<const std::string_view> keys,
                                      std::span<const int64_t> pages, Deadline deadline);
   absl::StatusOr<Round> GetSomePages(std::span<const std::string_view> keys,
@@ -116,8 +118,7 @@ class RemoteStore : public KvStore {
   const Options options_;
   LeaseTable leases_;
   const uint64_t id_ = RandomId();
-  // Each attempt of which nobody knows whether it is over ends one.
-  std::atomic<uint64_t> era_ = 0;
+  ChangeEras eras_;
   std::unique_ptr<Node> node_;  // Last: its thread uses leases_.
 };
 

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <new>
 #include <optional>
+#include <unordered_map>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/container/btree_set.h"
@@ -254,7 +255,7 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
       std::make_shared<std::atomic<int64_t>>(0);
   std::atomic<bool> closing_{false};
   Mutex mutex_;
-  absl::flat_hash_map<uint64_t, std::shared_ptr<void>> held_ ABSL_GUARDED_BY(mutex_);
+  std::unordered_map<uint64_t, std::shared_ptr<void>> held_ ABSL_GUARDED_BY(mutex_);
   // Calls whose callers wait for a reply. As many as the node serves: each is replied to or dropped.
   absl::btree_set<CallKey> awaited_ ABSL_GUARDED_BY(mutex_);
   AttachedNode node_;
@@ -368,6 +369,7 @@ absl::StatusOr<std::string_view> StoreServer::Service::OneKey(const Request& req
 
 absl::Status StoreServer::Service::CheckEra(const Request& request) {
   const uint64_t client = request.args.Uint("client").value_or(0);
+  if (client == 0) return absl::OkStatus();  // It does not say.
   const uint64_t era = request.args.Uint("era").value_or(0);
   if (era > 0) eras_.Add(client, era);
   uint64_t* const latest = eras_.Find(client);

@@ -5,6 +5,7 @@
 #include <new>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
 
@@ -171,6 +172,7 @@ void TieredStore::AfterPutInto(Tier& tier, std::string_view key, Deadline deadli
     MutexLock lock(&mutex_);
     tier.stale.erase(std::string(key));
   }
+  if (&tier == &upper_) ++puts_above_;
   if (IsPinned(key)) (void)PinIn(tier, key, deadline);
 }
 
@@ -378,9 +380,8 @@ std::vector<bool> ItemsThatOverlap(std::span<const KvStore::GetItem> items) {
 
 namespace {
 
-// Between the looks at the two tiers a put may have moved the key up, if the lower one did not take
-// the value.
-bool MayHaveMovedUp(const absl::Status& upper, const absl::Status& lower) {
+// That one of another length is there is no miss.
+bool IsMissOfBoth(const absl::Status& upper, const absl::Status& lower) {
   return absl::IsNotFound(upper) && !lower.ok() && !absl::IsFailedPrecondition(lower);
 }
 
@@ -392,7 +393,7 @@ void TieredStore::FetchWhatMovedUp(std::span<const GetItem> items,
   std::vector<GetItem> asked;
   std::vector<size_t> at;  // Where those stand in `items`.
   for (size_t i = 0; i < items.size(); ++i) {
-    if (!MayHaveMovedUp(upper[i], lower[i])) continue;
+    if (!IsMissOfBoth(upper[i], lower[i])) continue;
     asked.push_back(items[i]);
     at.push_back(i);
   }
@@ -405,7 +406,7 @@ void TieredStore::FetchWhatMovedUp(std::span<const GetItem> items,
 // What is read below is brought up in the keys' turns, so that it cannot cover newer values.
 std::vector<absl::Status> TieredStore::FetchFromLower(std::span<const GetItem> items,
                                                       std::vector<absl::Status> statuses,
-                                                      Deadline deadline) {
+                                                      uint64_t puts_above, Deadline deadline) {
   std::vector<std::string_view> keys;
   for (const GetItem& item : items) keys.push_back(item.key);
   const absl::StatusOr<Turns> turns = TakeTurns(std::move(keys), deadline);
@@ -422,8 +423,9 @@ std::vector<absl::Status> TieredStore::FetchFromLower(std::span<const GetItem> i
       bring_up.push_back({items[i].key, values.back()});
     }
   }
+  // What is brought up here has been found.
+  if (MayHaveMovedUp(puts_above)) FetchWhatMovedUp(items, statuses, lower, deadline);
   if (!bring_up.empty()) (void)PutInto(upper_, bring_up, deadline);
-  FetchWhatMovedUp(items, statuses, lower, deadline);
   for (size_t i = 0; i < items.size(); ++i) {
     if (absl::IsNotFound(statuses[i]) || !absl::IsNotFound(lower[i])) statuses[i] = lower[i];
   }
@@ -451,6 +453,7 @@ void TieredStore::CountHitAbove() {
 }
 
 std::vector<absl::Status> TieredStore::GetBatch(std::span<const GetItem> items, Deadline deadline) {
+  const uint64_t puts_above = puts_above_;
   std::vector<absl::Status> statuses = FetchFrom(upper_, items, deadline);
   std::vector<GetItem> left;
   std::vector<absl::Status> left_statuses;
@@ -463,7 +466,7 @@ std::vector<absl::Status> TieredStore::GetBatch(std::span<const GetItem> items, 
     at.push_back(i);
   }
   if (!left.empty()) {
-    const std::vector<absl::Status> got = FetchFromLower(left, left_statuses, deadline);
+    const std::vector<absl::Status> got = FetchFromLower(left, left_statuses, puts_above, deadline);
     for (size_t i = 0; i < at.size(); ++i) statuses[at[i]] = got[i];
     // What came up was used after all that was above before.
     std::vector<std::string_view> there;
@@ -495,6 +498,7 @@ absl::StatusOr<std::vector<std::byte>> TieredStore::BytesFrom(Tier& tier, std::s
 absl::StatusOr<std::vector<std::byte>> TieredStore::GetBytes(std::string_view key,
                                                              Deadline deadline) {
   KVFERRY_RETURN_IF_ERROR(CheckKey(key));
+  const uint64_t puts_above = puts_above_;
   absl::StatusOr<std::vector<std::byte>> bytes = BytesFrom(upper_, key, deadline);
   if (!bytes.ok()) {
     KVFERRY_ASSIGN_OR_RETURN(const KeyTurns::Turn turn, turns_.Take(key, deadline));
@@ -503,7 +507,7 @@ absl::StatusOr<std::vector<std::byte>> TieredStore::GetBytes(std::string_view ke
       const std::span<const std::byte> value = *lower;
       (void)PutInto(upper_, key, {&value, 1}, deadline);
     }
-    if (MayHaveMovedUp(bytes.status(), lower.status())) {
+    if (IsMissOfBoth(bytes.status(), lower.status()) && MayHaveMovedUp(puts_above)) {
       absl::StatusOr<std::vector<std::byte>> again = BytesFrom(upper_, key, deadline);
       if (!absl::IsNotFound(again.status())) lower = std::move(again);
     }
@@ -536,6 +540,7 @@ absl::StatusOr<int64_t> TieredStore::Exists(std::span<const std::string_view> ke
   int64_t ask = 1;  // So many keys of the lower tier.
   int pieces_above = 0;
   while (there < std::ssize(keys)) {
+    const uint64_t puts_above = puts_above_;
     const absl::StatusOr<int64_t> upper = CountIn(upper_, keys.subspan(there), deadline);
     there += upper.value_or(0);
     if (upper.value_or(0) > 0) ++pieces_above;
@@ -549,9 +554,9 @@ absl::StatusOr<int64_t> TieredStore::Exists(std::span<const std::string_view> ke
     there += lower.value_or(0);
     if (!upper.ok() && !lower.ok() && there == 0) return lower;
     if (lower.value_or(0) > 0) continue;
-    // As in MayHaveMovedUp().
-    const int64_t moved =
-        upper.ok() ? CountIn(upper_, keys.subspan(there, 1), deadline).value_or(0) : 0;
+    const int64_t moved = upper.ok() && MayHaveMovedUp(puts_above)
+                              ? CountIn(upper_, keys.subspan(there, 1), deadline).value_or(0)
+                              : 0;
     if (moved == 0) break;
     there += moved;
     ++pieces_above;
@@ -577,6 +582,7 @@ absl::StatusOr<std::vector<bool>> TieredStore::WhichIn(Tier& tier,
 absl::StatusOr<std::vector<bool>> TieredStore::ExistsEach(std::span<const std::string_view> keys,
                                                           Deadline deadline) {
   for (const std::string_view key : keys) KVFERRY_RETURN_IF_ERROR(CheckKey(key));
+  const uint64_t puts_above = puts_above_;
   const absl::StatusOr<std::vector<bool>> upper = WhichIn(upper_, keys, deadline);
   std::vector<bool> there = upper.value_or(std::vector<bool>(keys.size()));
   // About those that none has so far.
@@ -595,7 +601,7 @@ absl::StatusOr<std::vector<bool>> TieredStore::ExistsEach(std::span<const std::s
   };
   const absl::Status lower = ask(lower_);
   if (!upper.ok()) return lower.ok() ? absl::StatusOr<std::vector<bool>>(there) : lower;
-  ask(upper_).IgnoreError();  // As in MayHaveMovedUp().
+  if (MayHaveMovedUp(puts_above)) ask(upper_).IgnoreError();
   return there;
 }
 

@@ -1,17 +1,18 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
@@ -94,10 +95,11 @@ class TieredStore : public KvStore {
   Stats stats() const override;
 
  private:
+  // Abseil's sets and maps are broken by a growth for which there is no memory.
   struct Tier {
     std::shared_ptr<KvStore> store;
-    absl::flat_hash_set<std::string> stale{};   // Keys whose value there is an old one.
-    absl::flat_hash_set<std::string> pinned{};  // Keys that we have pinned there.
+    std::set<std::string, std::less<>> stale{};   // Keys whose value there is an old one.
+    std::set<std::string, std::less<>> pinned{};  // Keys that we have pinned there.
     TierPatience patience{};
   };
   using Turns = std::vector<KeyTurns::Turn>;
@@ -123,9 +125,13 @@ class TieredStore : public KvStore {
                                                    Deadline deadline);
   std::vector<absl::Status> FetchFrom(Tier& tier, std::span<const GetItem> items,
                                       Deadline deadline);
-  // Of what the upper tier did not give, for the reasons in `statuses`.
+  // Of what the upper tier did not give, for the reasons in `statuses`, when it had been put into so often.
   std::vector<absl::Status> FetchFromLower(std::span<const GetItem> items,
-                                           std::vector<absl::Status> statuses, Deadline deadline);
+                                           std::vector<absl::Status> statuses, uint64_t puts_above,
+                                           Deadline deadline);
+  // Between the looks at the two tiers, of which the first was made when the upper one had been put into so
+  // often, a put may have moved what neither gave up, if the lower one did not take the value.
+  bool MayHaveMovedUp(uint64_t puts_above) const { return puts_above_ != puts_above; }
   // Of what the tiers did not give one after the other. Says so in `lower`; needs the keys' turns.
   void FetchWhatMovedUp(std::span<const GetItem> items, std::span<const absl::Status> upper,
                         std::span<absl::Status> lower, Deadline deadline);
@@ -171,7 +177,8 @@ class TieredStore : public KvStore {
   mutable Mutex mutex_;  // Of the tiers, but for their stores; never held during a call to one.
   Tier upper_;
   Tier lower_;
-  absl::flat_hash_map<std::string, int64_t> pins_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, int64_t, std::less<>> pins_ ABSL_GUARDED_BY(mutex_);
+  std::atomic<uint64_t> puts_above_ = 0;  // Values that the upper tier has taken.
   Stats counts_ ABSL_GUARDED_BY(mutex_);
 };
 
