@@ -170,8 +170,12 @@ void LookupQueries::OnReply(uint64_t id, size_t index, uint64_t attempt,
       ended = OnRefused(id, *query, index, reply.status());
     }
   }
+  if (reply.ok() && num_pages.ok()) {
+    absl::Status chosen = ChoosePages(*query, *num_pages);
+    return Fetch(id, std::move(query), std::move(chosen));
+  }
+  query = nullptr;
   ended.Finish();
-  if (reply.ok() && num_pages.ok()) Fetch(id, query, ChoosePages(*query, *num_pages));
 }
 
 LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t index,
@@ -179,7 +183,7 @@ LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t 
   Producer& producer = query.producers[index];
   const bool is_late = absl::IsDeadlineExceeded(status);
   // Our own clock has ended the call; the answer may be on the way.
-  if (is_late) GiveBack(index, producer.lease);
+  if (is_late || absl::IsResourceExhausted(status)) GiveBack(index, producer.lease);
   // Which says nothing of a producer that has been reached, and less than an error from before.
   const bool never_reached = CutOffOf(status) == CutOff::kNotAsked && producer.error.ok();
   if (!is_late || never_reached) {
@@ -263,7 +267,7 @@ absl::Status LookupQueries::ChoosePages(Query& query, int64_t num_pages) const {
   return absl::OkStatus();
 }
 
-void LookupQueries::Fetch(uint64_t id, const std::shared_ptr<Query>& query, absl::Status status) {
+void LookupQueries::Fetch(uint64_t id, std::shared_ptr<Query> query, absl::Status status) {
   if (status.ok()) status = StartFetch(id, *query);
   if (status.ok()) return;
   Ended ended;
@@ -272,6 +276,7 @@ void LookupQueries::Fetch(uint64_t id, const std::shared_ptr<Query>& query, absl
     GiveBack(query->found_at, query->producers[query->found_at].lease);
     ended = End(id, status);
   }
+  query = nullptr;
   ended.Finish();
 }
 
@@ -415,16 +420,19 @@ void LookupQueries::GiveBack(size_t index, uint64_t lease) {
 
 void LookupQueries::Unask(Producer& producer, size_t index) {
   if (!producer.asked) return;
-  producer.asked = false;
   node_->CancelCall(producer.call);
   GiveBack(index, producer.lease);  // The reply may be on its way.
+  producer.asked = false;           // Last: it is done again where there was no memory for that.
 }
 
 LookupQueries::Ended LookupQueries::End(uint64_t id, const absl::Status& status) {
-  std::shared_ptr<Query> query = std::move(queries_.extract(id).mapped());
-  if (!closing_) {
-    for (size_t i = 0; i < query->producers.size(); ++i) Unask(query->producers[i], i);
+  const auto found = queries_.find(id);
+  if (!closing_) {  // First: what finds no memory here can be made again.
+    std::vector<Producer>& producers = found->second->producers;
+    for (size_t i = 0; i < producers.size(); ++i) Unask(producers[i], i);
   }
+  std::shared_ptr<Query> query = std::move(found->second);
+  queries_.erase(found);
   return {std::move(query), status};
 }
 
@@ -493,7 +501,7 @@ Deadline LookupQueries::Tick(Deadline now) {
     for (const uint64_t id : due.late) late.push_back(End(id, TooLate(*queries_.at(id))));
   }
   for (Ended& one : late) one.Finish();
-  for (const auto& [id, query] : due.fetches) Fetch(id, query, absl::OkStatus());
+  for (auto& [id, query] : due.fetches) Fetch(id, std::move(query), absl::OkStatus());
   return due.next;
 }
 

@@ -122,7 +122,7 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   // Not under the lock: calls the request's `allocate`.
   absl::Status ChoosePages(Query& query, int64_t num_pages) const;
   // Ends the lookup when `status` is not OK or the fetch cannot start.
-  void Fetch(uint64_t id, const std::shared_ptr<Query>& query, absl::Status status);
+  void Fetch(uint64_t id, std::shared_ptr<Query> query, absl::Status status);
   absl::Status StartFetch(uint64_t id, Query& query);
   void OnFetched(uint64_t id);
   absl::Status NotFetched(const Query& query, const absl::Status& why) const;

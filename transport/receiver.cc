@@ -66,8 +66,10 @@ std::vector<uint64_t> Receiver::IdsWhere(const Matches& matches) const {
 
 void Receiver::OnPeerReady(const PeerKey& peer, uint64_t epoch, LinkId link) {
   links_[peer] = link;
-  for (const uint64_t id :
-       IdsWhere([&](const Fetch& f) { return f.peer == peer && !f.requested(); })) {
+  std::vector<uint64_t> ids =
+      IdsWhere([&](const Fetch& f) { return f.peer == peer && !f.requested(); });
+  std::ranges::sort(ids, {}, [&](uint64_t id) { return fetches_.find(id)->second.created; });
+  for (const uint64_t id : ids) {
     if (!outbox_->HasRoom(peer)) return;
     Request(fetches_.find(id)->second, epoch);
   }
@@ -171,8 +173,10 @@ bool Receiver::RequestAgain(uint64_t transfer_id) {
   fetch->futile_requests = fetch->from_bytes > began_at ? 0 : fetch->futile_requests + 1;
   const uint64_t id = fetch->transfer_id;
   const uint64_t epoch = fetch->ticket.epoch;
+  const PeerKey peer = fetch->peer;
   Add(*std::move(fetch));
-  Request(fetches_.find(id)->second, epoch);
+  if (outbox_->HasRoom(peer))
+    Request(fetches_.find(id)->second, epoch);  // Else OnPeerReady() does.
   return true;
 }
 
@@ -313,6 +317,8 @@ void Receiver::GiveUp(uint64_t transfer_id, const absl::Status& status) {
   if (CloseAndEndIfWhole(fetch)) return;
   if (fetch.requested()) {
     outbox_->Send(fetch.peer, CancelMsg{transfer_id, std::string(status.message())});
+  } else if (fetch.replaces != 0 && !fetch.peer.empty()) {
+    outbox_->Send(fetch.peer, CancelMsg{fetch.replaces, std::string(status.message())});
   }
   End(transfer_id, status);
 }

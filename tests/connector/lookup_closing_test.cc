@@ -8,6 +8,7 @@
 #include <optional>
 #include <thread>
 
+#include "tests/pool/failing_new.h"
 #include "tests/support/control_relay.h"
 #include "tests/support/lookup_buffers.h"
 #include "transport/command_queue.h"
@@ -147,6 +148,63 @@ TEST_F(LookupClosing, WhatARequestHoldsMayCallBack) {
   ASSERT_EQ(cancelling.wait_for(std::chrono::seconds(20)), std::future_status::ready);
   EXPECT_TRUE(Fails(lookup->status(), Code::kCancelled));
   EXPECT_TRUE(Fails(other->status(), Code::kCancelled));
+}
+
+TEST_F(LookupClosing, WhatAllocateHoldsIsFreeWhenTheLookupIsDone) {
+  Must(producer_->Insert(kTokens, std::nullopt, Pages{3}, Soon()));
+  consumer_ = Consumer(producer_->address());
+  auto held = std::make_shared<int>(1);
+  std::weak_ptr<int> weak = held;
+  std::atomic<int> freed = -1;
+  LookupConsumer::Request request = Lookup(kTokens, {});
+  request.allocate = [held = std::move(held)](int64_t) -> absl::StatusOr<Pages> {
+    return absl::ResourceExhaustedError("none");
+  };
+  request.on_done = [&] { freed = weak.expired() ? 1 : 0; };
+  const auto lookup = Must(consumer_->DropSelect(std::move(request)));
+  EXPECT_TRUE(Fails(lookup->Wait(Soon()), Code::kResourceExhausted));
+  EXPECT_TRUE(WaitFor([&] { return freed >= 0; }, Soon()));
+  EXPECT_EQ(freed, 1);
+}
+
+TEST_F(LookupClosing, ACancelThatFindsNoMemoryCanBeMadeAgain) {
+  consumer_ = Consumer(producer_->address());
+  std::shared_ptr<LookupHandle> lookup = Must(consumer_->DropSelect(Lookup(kTokens, {7})));
+  CallWithoutMemory([&] { lookup->Cancel(); },
+                    [&] {
+                      lookup->Cancel();
+                      EXPECT_TRUE(Fails(lookup->Wait(Soon()), Code::kCancelled));
+                      lookup = Must(consumer_->DropSelect(Lookup(kTokens, {7})));
+                    });
+  EXPECT_TRUE(Fails(lookup->Wait(Soon()), Code::kCancelled));
+}
+
+// Replies that find no room say nothing of their entries, which are leased by then.
+TEST(LookupBursts, ManyLongEntriesAllCome) {
+  const auto theirs = MakePatternPool(SmallLayout(), 1024, kTheirs);
+  const auto ours = MakePatternPool(SmallLayout(), 16, kOurs);
+  LookupProducer::Options options = ProducerOptions(theirs);
+  options.max_bytes = int64_t{1} << 50;
+  options.reply_lease_ms = 5000;  // Python's default.
+  const auto producer = Must(LookupProducer::Create(options));
+  Pages pages;
+  for (int64_t i = 0; i < 1024; ++i) pages.push_back(i);
+  constexpr int kEntries = 500;
+  for (int i = 0; i < kEntries; ++i) {
+    Must(producer->Insert(Tokens(16384, i + 1), std::nullopt, pages, Soon()));
+  }
+  const auto consumer = Must(LookupConsumer::Create(ConsumerOptions(ours, {producer->address()})));
+  std::vector<std::shared_ptr<LookupHandle>> lookups;
+  for (int i = 0; i < kEntries; ++i) {
+    lookups.push_back(Must(consumer->DropSelect(Lookup(Tokens{i + 1}, {i % 16}, 4000))));
+  }
+  int failed = 0;
+  std::string first;
+  for (const auto& lookup : lookups) {
+    const absl::Status status = lookup->Wait(Soon());
+    if (!status.ok() && failed++ == 0) first = status.ToString();
+  }
+  EXPECT_EQ(failed, 0) << first;
 }
 
 // ---------------------------------------------------------------- producers

@@ -62,6 +62,30 @@ TEST_F(ReceiverAlone, AsksForNoMoreThanThereIsRoomFor) {
   EXPECT_EQ(outbox_.Count<FetchMsg>(), 3);
 }
 
+TEST_F(ReceiverAlone, WhatIsAskedForAnewWaitsForRoomToo) {
+  outbox_.data().costs_of_reads = {700, 60000};
+  for (uint64_t id = kId; id < kId + 5; ++id) Begin(id);
+  ASSERT_EQ(outbox_.Count<FetchMsg>(), 5);
+  outbox_.room = static_cast<int>(outbox_.sent.size());  // Nothing more has room.
+  for (uint64_t id = kId; id < kId + 5; ++id) {
+    receiver_.OnReadFailed({id, 0, 0, 4096, 0}, absl::ResourceExhaustedError("no room"));
+  }
+  EXPECT_EQ(outbox_.Count<FetchMsg>(), 5);
+}
+
+TEST_F(ReceiverAlone, AsksInTheOrderInWhichFetchesBegan) {
+  outbox_.room = 0;
+  for (uint64_t id = kId; id < kId + 50; ++id) Begin(id);
+  outbox_.room = 50;
+  receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
+  std::vector<uint64_t> order;
+  for (const auto& [peer, body] : outbox_.sent) {
+    if (const auto* f = std::get_if<FetchMsg>(&body)) order.push_back(f->transfer_id - kId);
+  }
+  EXPECT_EQ(order.size(), 50);
+  EXPECT_TRUE(std::is_sorted(order.begin(), order.end())) << testing::PrintToString(order);
+}
+
 TEST_F(ReceiverAlone, AnyOrderAndAnyChunkSizes) {
   std::mt19937_64 random(1);
   for (const int64_t chunk_bytes : {1000, 4096, 777, 49152}) {
