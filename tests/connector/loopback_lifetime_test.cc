@@ -112,9 +112,9 @@ TEST_F(Lifetime, LeasesThatWillBeFetchedAreKept) {
   config.lease_ms = 20000;
   prefill_ = MakePrefill(source_, config);
   EndedLeases ended(prefill_.get());
-  const Ticket kept = Publish(*prefill_, *source_, pages_, -1, 1000);
-  const Ticket early = Publish(*prefill_, *source_, {1}, -1, 1000);
-  const Ticket other = Publish(*prefill_, *source_, {3}, -1, 1000);
+  const Ticket kept = Publish(*prefill_, *source_, pages_, -1, 4000);
+  const Ticket early = Publish(*prefill_, *source_, {1}, -1, 4000);
+  const Ticket other = Publish(*prefill_, *source_, {3}, -1, 4000);
   Ticket without_epoch = early, nowhere = other;
   without_epoch.epoch = 0;
   nowhere.address = "tcp://127.0.0.1:1";

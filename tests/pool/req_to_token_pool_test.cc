@@ -31,7 +31,7 @@ TEST(ReqToToken, BadSizes) {
 TEST(ReqToToken, ADevicesTableIsNotLargerThanItsIndices) {
   const auto memory = std::make_shared<GuardedMemory>();
   EXPECT_TRUE(Fails(ReqToTokenPool::Create(1 << 16, 1 << 15, memory),
-                    absl::StatusCode::kInvalidArgument, "a device's table is 2147483648",
+                    absl::StatusCode::kInvalidArgument, "a device's table", "is 2147483648",
                     "[1, 2147483647]"));
 }
 

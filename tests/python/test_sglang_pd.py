@@ -210,6 +210,20 @@ def test_pages_are_not_written_before_the_device_is_done_with_them(make, monkeyp
     assert device.waits == 1 and not decode.manager._with_early_chunks
 
 
+def test_an_early_chunk_that_is_wrong_ends_its_request_alone(make, monkeypatch):
+    device = SlowDevice(monkeypatch)
+    prefill, decode = make("prefill"), make("decode")
+    prefill.fill(seed=1)
+    manager = decode.manager
+    wrong = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    chunk = Chunk(wrong.room, 0, 0, len(SOURCE), "\ud800", False)  # No Unicode.
+    manager._on_decode_message(chunk.frames())
+    other = sent_early(prefill, decode, [22, 23, 8, 61, 10, 2])
+    device.let_go()
+    other.end(KVPoll.Success)
+    assert "from prefill rank 0" in failed(wrong)
+
+
 def test_what_waits_for_the_device_ends_with_its_request(make, monkeypatch):
     device = SlowDevice(monkeypatch)
     prefill, decode = make("prefill"), make("decode")

@@ -148,6 +148,19 @@ def test_what_waits_for_its_turn_is_kept(monkeypatch: pytest.MonkeyPatch):
     assert decode.step().kept == []
 
 
+def test_a_step_keeps_so_many_and_the_next_one_the_others(monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    decode = Decode()
+    names = [f"r{i}" for i in range(150)]
+    for name in names:
+        decode.scheduler.on_new_request(request(name, 32, remote(kvferry_tickets=[name])))
+    now += LEASE_MS / 3e3
+    kept = [decode.step().kept for _ in range(4)]
+    assert [len(it) for it in kept] == [64, 64, 22, 0]
+    assert [tickets[0] for it in kept for tickets in it] == names
+
+
 def test_what_waits_of_an_announced_prompt_is_kept(monkeypatch: pytest.MonkeyPatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -307,6 +320,8 @@ def test_tickets_are_for_the_tokens_of_their_prompt(windows):
     # Whoever they belong to may come for them.
     assert other.parts and not any(part.tickets for part in other.parts)
     assert load_of([*same[:-1], 9], kvferry_prompt="").error == ""  # Of a prefill engine of before.
+    text = {"kvferry_tickets": ["\ud800"], "kvferry_group_tickets": [["\ud800"]] * len(windows)}
+    assert load_of(same, **{key: it for key, it in text.items() if key in params}).error == ""
     for wrong in ("0123456789abcdef", "ä", "x" * 129, 17, None, ["x"]):
         error = load_of(same, kvferry_prompt=wrong).error
         assert "a prompt of other tokens" in error or "another kvferry_prompt" in error

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <list>
 #include <utility>
 
@@ -173,7 +174,13 @@ class UcxDirectReads final : public DirectReads {
   UcxEndpoints endpoints_;
   absl::flat_hash_map<LinkId, std::shared_ptr<Peer>> peers_;
   std::vector<std::shared_ptr<Peer>> draining_;  // Closed, with reads under way.
-  std::list<JobPtr> waiting_;                    // For a slot.
+  // Jobs that wait for a slot, by peer: the one that is first gets the next.
+  struct Waiting {
+    Peer* peer;
+    std::deque<JobPtr> jobs;
+  };
+  std::list<Waiting> waiting_;
+  int64_t list_bytes_ = 0;  // Of all of them.
   // Chunks that were not taken, one of each transfer: that ends, or is begun anew. Said in the next Progress().
   struct Refused {
     LinkId link;
@@ -269,7 +276,8 @@ void UcxDirectReads::Close(LinkId link) {
   if (node.empty()) return;
   Peer& peer = *node.mapped();
   peer.closed = true;  // Its jobs drain unheard.
-  waiting_.remove_if([&](const JobPtr& job) { return job->peer.get() == &peer; });
+  waiting_.remove_if([&](const Waiting& waiting) { return waiting.peer == &peer; });
+  list_bytes_ -= peer.list_bytes;
   peer.close_by = DeadlineInMs(kDrainMs);
   draining_.push_back(std::move(node.mapped()));
   CloseDrained();
@@ -324,13 +332,14 @@ absl::Status UcxDirectReads::CheckRoom(const Peer& peer, std::span<const std::by
   const auto bytes = static_cast<int64_t>(list.size());
   const int64_t share = FairShare(kMaxListBytes, peers_.size());
   if (list.size() / sizeof(PoolPiece) <= kMaxPieces && peer.waiting < kMaxWaitingOfPeer &&
-      peer.list_bytes + bytes <= share) {
+      peer.list_bytes + bytes <= share && list_bytes_ + bytes <= kMaxListBytes) {
     return absl::OkStatus();
   }
   return absl::ResourceExhaustedError(
       absl::StrCat(list.size() / sizeof(PoolPiece), " pieces in a chunk, limit ", kMaxPieces, "; ",
                    peer.waiting, " chunks of the peer wait to be read, limit ", kMaxWaitingOfPeer,
-                   ", in lists of ", peer.list_bytes, " bytes, limit ", share));
+                   ", in lists of ", peer.list_bytes, " bytes, limit ", share, ", of all peers ",
+                   list_bytes_, ", limit ", kMaxListBytes));
 }
 
 absl::Status UcxDirectReads::AddPieces(Job* job) const {
@@ -388,20 +397,30 @@ void UcxDirectReads::BeginStep(Job& job, std::vector<Op> ops) {
 
 void UcxDirectReads::Await(JobPtr job) {
   ++job->peer->waiting;
-  job->peer->list_bytes += static_cast<int64_t>(job->list.size());
-  waiting_.push_back(std::move(job));
+  const auto bytes = static_cast<int64_t>(job->list.size());
+  job->peer->list_bytes += bytes;
+  list_bytes_ += bytes;
+  Peer* const peer = job->peer.get();
+  auto of_peer = std::ranges::find(waiting_, peer, &Waiting::peer);
+  if (of_peer == waiting_.end()) of_peer = waiting_.insert(of_peer, Waiting{peer, {}});
+  of_peer->jobs.push_back(std::move(job));
 }
 
 bool UcxDirectReads::Admit() {
   const size_t before = running_.size();
   const int64_t share = FairShare(kSlots, peers_.size());
   for (auto it = waiting_.begin(); it != waiting_.end() && !free_slots_.empty();) {
-    if ((*it)->peer->slots >= share || ((*it)->probe && probes_ == kMaxProbes)) {
-      ++it;
+    const auto of_peer = it++;
+    std::deque<JobPtr>& jobs = of_peer->jobs;
+    if (of_peer->peer->slots >= share || (jobs.front()->probe && probes_ == kMaxProbes)) continue;
+    TakeSlot(std::move(jobs.front()));
+    jobs.pop_front();
+    if (jobs.empty()) {
+      waiting_.erase(of_peer);
       continue;
     }
-    TakeSlot(std::move(*it));
-    it = waiting_.erase(it);
+    waiting_.splice(waiting_.end(), waiting_, of_peer);
+    if (it == waiting_.end()) it = of_peer;
   }
   return running_.size() > before;
 }
@@ -411,11 +430,12 @@ void UcxDirectReads::TakeSlot(JobPtr job) {
   free_slots_.pop_back();
   --job->peer->waiting;
   job->peer->list_bytes -= static_cast<int64_t>(job->list.size());
+  list_bytes_ -= static_cast<int64_t>(job->list.size());
   ++job->peer->slots;
   probes_ += job->probe ? 1 : 0;
   if (job->probe) job->peer->probe_by = DeadlineInMs(kProbeMs);
   if (!job->probe) job->status = AddPieces(job.get());
-  job->list = {};
+  std::vector<std::byte>().swap(job->list);  // Its memory, too.
   BeginStep(*job, job->probe ? ProbeOps(*job) : std::move(job->ops));
   running_.push_back(std::move(job));
 }

@@ -591,6 +591,7 @@ class KVManager(CommonKVManager):
                 for room, incoming in given:
                     if failure and not incoming.is_closed:
                         self._fail(room, failure)
+                        incoming.is_closed = True  # What has come for it is of no use.
                     incoming.may_be_written = not failure
 
     def _on_decode_message(self, frames: list[bytes]) -> None:
@@ -613,13 +614,19 @@ class KVManager(CommonKVManager):
             if incoming is None or incoming.is_closed:
                 return  # Given up meanwhile.
             if incoming.may_be_written and not incoming.early:
-                self._take_or_fail(chunk, aux, incoming)
-            elif len(incoming.early) < incoming.most_chunks():
-                if not incoming.early:
-                    self._with_early_chunks.append(incoming)
-                incoming.early.append((chunk, aux))
+                self._or_fail(self._take, chunk, aux, incoming)
             else:
-                self._fail(chunk.room, f"from prefill rank {chunk.rank}: more chunks than pages")
+                self._or_fail(self._keep_early, chunk, aux, incoming)
+
+    def _keep_early(self, chunk: Chunk, aux: list[bytes], incoming: Incoming) -> None:
+        """Until the pages may be written. Holds the lock."""
+        self._check_rank(chunk, incoming)
+        self._check_rows(chunk, aux)
+        if len(incoming.early) == incoming.most_chunks():
+            raise ValueError("more chunks than pages")
+        if not incoming.early:
+            self._with_early_chunks.append(incoming)
+        incoming.early.append((chunk, aux))
 
     def _take_early_chunks(self) -> None:
         """Of requests whose pages may be written by now. Holds the lock."""
@@ -628,20 +635,37 @@ class KVManager(CommonKVManager):
                 continue
             early, incoming.early = incoming.early, []
             for chunk, aux in early if not incoming.is_closed else ():
-                self._take_or_fail(chunk, aux, incoming)
+                self._or_fail(self._take, chunk, aux, incoming)
         self._with_early_chunks = [it for it in self._with_early_chunks if it.early]
 
-    def _take_or_fail(self, chunk: Chunk, aux: list[bytes], incoming: Incoming) -> None:
+    def _or_fail(
+        self,
+        do: Callable[[Chunk, list[bytes], Incoming], None],
+        chunk: Chunk,
+        aux: list[bytes],
+        incoming: Incoming,
+    ) -> None:
         """Holds the lock."""
         try:
-            self._take(chunk, aux, incoming)
-        except _REFUSED as error:
+            do(chunk, aux, incoming)
+        except Exception as error:  # Whatever a stranger has sent.
             self._fail(chunk.room, f"from prefill rank {chunk.rank}: {error}")
+
+    @staticmethod
+    def _check_rank(chunk: Chunk, incoming: Incoming) -> None:
+        if chunk.rank not in incoming.prefill_ranks:
+            raise ValueError(f"only ranks {incoming.prefill_ranks} were asked")
+
+    def _check_rows(self, chunk: Chunk, aux: list[bytes]) -> None:
+        if chunk.is_last and [len(row) for row in aux] != list(self.kv_args.aux_item_lens):
+            raise ValueError(
+                f"metadata rows of {[len(row) for row in aux]} bytes, here they have "
+                f"{list(self.kv_args.aux_item_lens)}: both servers need the same options of SGLang"
+            )
 
     def _take(self, chunk: Chunk, aux: list[bytes], incoming: Incoming) -> None:
         """Fetches a chunk, when it has its turn. Holds the lock."""
-        if chunk.rank not in incoming.prefill_ranks:
-            raise ValueError(f"only ranks {incoming.prefill_ranks} were asked")
+        self._check_rank(chunk, incoming)
         sender = incoming.senders.setdefault(chunk.rank, FromRank())
         end = chunk.first + chunk.pages
         if sender.aux is not None or chunk.first != sender.next_page or end > len(incoming.pages):
@@ -650,11 +674,7 @@ class KVManager(CommonKVManager):
             )
         if chunk.is_last and end != len(incoming.pages):
             raise ValueError(f"{end} pages where {len(incoming.pages)} were expected")
-        if chunk.is_last and [len(row) for row in aux] != list(self.kv_args.aux_item_lens):
-            raise ValueError(
-                f"metadata rows of {[len(row) for row in aux]} bytes, here they have "
-                f"{list(self.kv_args.aux_item_lens)}: both servers need the same options of SGLang"
-            )
+        self._check_rows(chunk, aux)
         parts = [(chunk.ticket, incoming.pages[chunk.first : end])]
         if chunk.is_last:
             if len(chunk.states) != len(incoming.states):

@@ -221,7 +221,7 @@ def parse_ticket(ticket: str) -> kvferry.Ticket | None:
     """None if it is none. Never raises, as parse_tickets()."""
     try:
         return kvferry.Ticket.parse(ticket)
-    except (kvferry.Error, ValueError):
+    except (kvferry.Error, ValueError, TypeError):  # The last of text that is no Unicode.
         return None
 
 

@@ -149,9 +149,10 @@ def cut(
     return parts
 
 
-def lease_of_all(name: str, tokens: Sequence[int], group: int = 0) -> int:
-    """Of all blocks of a group, of tokens that are handed over by tickets. `name` is random."""
-    return _lease_id(_prompt(name, tokens, unit=0), group, 0)
+def leases_of_all(name: str, tokens: Sequence[int], groups: int) -> list[int]:
+    """Of all blocks of each group, of tokens that are handed over by tickets. `name` is random."""
+    prompt = _prompt(name, tokens, unit=0)
+    return [_lease_id(prompt, group, 0) for group in range(groups)]
 
 
 def _prompt(name: str, tokens: Sequence[int], unit: int) -> "hashlib._Hash":

@@ -40,7 +40,7 @@ from kvferry.vllm.parts import (
     handed_over,
     has_states,
     in_groups,
-    lease_of_all,
+    leases_of_all,
     most_blocks,
     places,
 )
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 _ANSWERED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 _KEEPS_A_LEASE = 3  # So that one may be lost, and another one late.
+_KEPT_PER_STEP = 64  # Requests; others are kept in the next one.
 _MAX_TAKERS = 4096  # Requests with the same tickets come together.
 _NULL_BLOCK = 0  # Stands for blocks that have left a window.
 
@@ -255,10 +256,14 @@ class PrefillScheduler:
     def _whole(self, request: Request, name: str) -> list[Part]:
         """What there is to hand over, of each group of layers."""
         num_tokens, tokens = request.num_prompt_tokens, request.prompt_token_ids
+        groups = len(self._windows)
+        if tokens is None:
+            leases = [kvferry.random_id() for _ in range(groups)]
+        else:
+            leases = leases_of_all(name, tokens, groups)
         parts = []
-        for group in range(len(self._windows)):
+        for group, lease_id in enumerate(leases):
             blocks = blocks_of(self._windows, group, num_tokens, self._block_size)
-            lease_id = kvferry.random_id() if tokens is None else lease_of_all(name, tokens, group)
             parts.append(Part(lease_id, blocks.start, blocks.stop, num_tokens, group))
         return parts
 
@@ -454,9 +459,9 @@ class DecodeScheduler:
             self._waiting[request.request_id] = _Waiting(request, time.monotonic())
 
     def _take_kept(self) -> list[list[str]]:
-        """Tickets of requests that wait, for as long as nothing has been kept of them."""
+        """Tickets of requests that wait, those first of which nothing has been kept for longest."""
         now, kept = time.monotonic(), []
-        while self._waiting:
+        for _ in range(min(_KEPT_PER_STEP, len(self._waiting))):
             request_id, waiting = next(iter(self._waiting.items()))
             if now - waiting.kept < self._keep_every_s:
                 break
@@ -702,8 +707,8 @@ def _check_prompt(params: dict[str, Any], groups: list[list[str]], tokens: list[
     name, error = parse_prompt(params)
     if error or not name:
         return error
-    for group, tickets in enumerate(groups):
-        expected = 0 if tokens is None else lease_of_all(name, tokens, group)
+    expected_ids = [0] * len(groups) if tokens is None else leases_of_all(name, tokens, len(groups))
+    for tickets, expected in zip(groups, expected_ids, strict=True):
         for ticket in map(parse_ticket, tickets):
             if ticket is not None and ticket.lease_id != expected:
                 return (

@@ -7,7 +7,6 @@ layers are ready.
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,9 +25,6 @@ _PAUSE_MS = 1
 # when all of the process stood still meanwhile: that thread has not had its turn then.
 _PREEMPTION_TIMEOUT_MS = 5000
 _PREEMPTION_ATTEMPTS = 3
-# Tickets that are let go of in a step; the next ones are in the next. A client says how many come
-# with a request.
-_LET_GO_PER_STEP = 256
 
 
 @dataclass
@@ -333,8 +329,8 @@ class DecodeWorker:
         )
         stats.watch(f"decode {name}", self._endpoint.metrics)
         self._loading: dict[str, _Loading] = {}
-        # Tickets to let go of, and the readers that do so.
-        self._to_let_go: deque[tuple[str, tuple[int, int]]] = deque()
+        # Tickets to let go of at the end of the step, and the readers that do so.
+        self._to_let_go: list[tuple[str, tuple[int, int]]] = []
         self._dismissals: list[tuple[str, kvferry.FetchHandle]] = []
         self._missing_blocks: set[int] = set()
         self._failed: set[str] = set()
@@ -469,10 +465,10 @@ class DecodeWorker:
                 self._to_let_go.append((fetch.ticket, fetch.reader))
 
     def _let_go(self) -> None:
-        """Begins to, of some tickets, and sees what has become of those before."""
+        """Begins to, and sees what has become of those before."""
         failed: list[tuple[str, str]] = []
-        for _ in range(min(_LET_GO_PER_STEP, len(self._to_let_go))):
-            ticket, reader = self._to_let_go.popleft()
+        tickets, self._to_let_go = self._to_let_go, []
+        for ticket, reader in tickets:
             try:
                 handle = self._endpoint.fetch(ticket, 0, [], reader=reader)
                 self._dismissals.append((ticket, handle))
