@@ -18,7 +18,7 @@ Fields& Fields::Set(std::string_view name, uint64_t value) {
 }
 
 Fields& Fields::Set(std::string_view name, std::string value) {
-  values_.insert_or_assign(std::string(name), std::move(value));
+  values_.insert_or_assign(std::string(name), Text{std::move(value)});
   return *this;
 }
 
@@ -34,10 +34,10 @@ absl::StatusOr<uint64_t> Fields::Uint(std::string_view name, uint64_t max) const
 absl::StatusOr<std::string_view> Fields::Bytes(std::string_view name, size_t max_bytes) const {
   const auto found = values_.find(name);
   if (found == values_.end()) return Bad(name, "is missing");
-  const auto* value = std::get_if<std::string>(&found->second);
+  const auto* value = std::get_if<Text>(&found->second);
   if (value == nullptr) return Bad(name, "is no byte string");
-  if (value->size() <= max_bytes) return *value;
-  return Bad(name, absl::StrCat("has ", value->size(), " bytes, limit ", max_bytes));
+  if (value->bytes.size() <= max_bytes) return value->bytes;
+  return Bad(name, absl::StrCat("has ", value->bytes.size(), " bytes, limit ", max_bytes));
 }
 
 absl::Status Fields::Check() const {
@@ -50,8 +50,8 @@ absl::Status Fields::Check() const {
     if (name.size() > kMaxNameBytes) {
       return Bad(name, absl::StrCat("has a name above ", kMaxNameBytes, " bytes"));
     }
-    const auto* text = std::get_if<std::string>(&value);
-    bytes += name.size() + (text == nullptr ? sizeof(uint64_t) : text->size());
+    const auto* text = std::get_if<Text>(&value);
+    bytes += name.size() + (text == nullptr ? sizeof(uint64_t) : text->bytes.size());
   }
   if (bytes <= kMaxTotalBytes) return absl::OkStatus();
   return absl::InvalidArgumentError(

@@ -20,7 +20,14 @@ class Fields {
   static constexpr size_t kMaxNameBytes = 32;
   static constexpr size_t kMaxTotalBytes = 1536 << 10;  // Of all names and values together.
 
-  using Value = std::variant<uint64_t, std::string>;
+  // No std::string by itself: libstdc++ takes it for a type that never leaves a variant without a value,
+  // and destroys one that was never made where copying it finds no memory.
+  struct Text {
+    std::string bytes;
+
+    bool operator==(const Text&) const = default;
+  };
+  using Value = std::variant<uint64_t, Text>;
   using Map = std::map<std::string, Value, std::less<>>;
 
   Fields& Set(std::string_view name, uint64_t value);

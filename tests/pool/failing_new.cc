@@ -17,9 +17,13 @@ void* operator new(size_t bytes) {
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
-// Of libraries of C++: what these give is deleted as below.
+// A sanitizer's would not know of it.
 void* operator new(size_t bytes, const std::nothrow_t& /*tag*/) noexcept {
-  return std::malloc(bytes == 0 ? 1 : bytes);
+  try {
+    return operator new(bytes);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
 }
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t /*bytes*/) noexcept { std::free(memory); }

@@ -14,7 +14,7 @@ std::string Describe(const Fields& fields) {
     if (const auto* number = std::get_if<uint64_t>(&value)) {
       absl::StrAppend(&text, *number);
     } else {
-      absl::StrAppend(&text, "'", absl::CHexEscape(std::get<std::string>(value)), "'");
+      absl::StrAppend(&text, "'", absl::CHexEscape(std::get<Fields::Text>(value).bytes), "'");
     }
   }
   return text;

@@ -81,7 +81,7 @@ void PackFields(Writer& writer, std::string_view key, const Fields& fields) {
     if (const auto* number = std::get_if<uint64_t>(&value)) {
       writer.Uint(name, *number);
     } else {
-      writer.Binary(name, std::get<std::string>(value));
+      writer.Binary(name, std::get<Fields::Text>(value).bytes);
     }
   }
 }
