@@ -313,6 +313,10 @@ def test_tickets_are_for_the_tokens_of_their_prompt(windows):
         return decode.allocate(mine, 0, *blocks).loads[0]
 
     same = list(range(40))
+    decode, turned_down = Decode(windows=windows), request("t", 1, dict(params))
+    decode.scheduler.request_finished(turned_down)  # As vLLM does, with a prompt of one token.
+    tickets = params.get("kvferry_group_tickets") or [params["kvferry_tickets"]]
+    assert decode.step().dismissed == tickets
     good = load_of(same)
     assert good.error == "" and len(good.parts) == len(windows)
     other = load_of([*same[:-1], 9])

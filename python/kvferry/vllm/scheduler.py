@@ -581,8 +581,11 @@ class DecodeScheduler:
             if len(self._takers) > _MAX_TAKERS:
                 self._takers.popitem(last=False)
 
-    def _offers(self, request: Request, params: dict[str, Any]) -> tuple[list[_Offer], str]:
-        """What the prompt is to be had under, all of it, and why it is not ("" if it is)."""
+    def _offers(
+        self, request: Request, params: dict[str, Any], is_its_prompt: bool = True
+    ) -> tuple[list[_Offer], str]:
+        """What the prompt is to be had under, all of it, and why it is not ("" if it is).
+        is_its_prompt: what the request has is the prompt of the tickets, or they are no use."""
         tokens = request.prompt_token_ids
         if tokens is not None:
             tokens = tokens[: handed_over(self._windows, len(tokens))]
@@ -595,7 +598,8 @@ class DecodeScheduler:
             groups = []
         else:
             groups, error = self._tickets(params)
-            error = error or _check_prompt(params, groups, tokens)
+            if is_its_prompt:
+                error = error or _check_prompt(params, groups, tokens)
         size, wrong_size = parse_block_size(params, self._block_size)
         error = error or wrong_size or self._check_block_size(size)
         num_tokens = handed_over(self._windows, request.num_prompt_tokens)
@@ -658,7 +662,8 @@ class DecodeScheduler:
         request_id, params = request.request_id, request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):  # It ended before it was given blocks.
             params["do_remote_prefill"] = False
-            offers, _ = self._offers(request, params)
+            # One that vLLM has turned down comes with a prompt of its own making.
+            offers, _ = self._offers(request, params, is_its_prompt=False)
             self._dismiss(self._transfer(request, params), offers)
         elif (loading := self._loading.get(request_id)) is not None:
             # vLLM keeps the blocks until the load is reported.
