@@ -329,8 +329,7 @@ class DecodeWorker:
         )
         stats.watch(f"decode {name}", self._endpoint.metrics)
         self._loading: dict[str, _Loading] = {}
-        # Tickets to let go of at the end of the step, and the readers that do so.
-        self._to_let_go: list[tuple[str, tuple[int, int]]] = []
+        self._not_let_go: list[tuple[str, str]] = []  # Tickets, and why; said once a step.
         self._dismissals: list[tuple[str, kvferry.FetchHandle]] = []
         self._missing_blocks: set[int] = set()
         self._failed: set[str] = set()
@@ -352,7 +351,7 @@ class DecodeWorker:
         for share in shares:
             ticket = part.tickets[share.rank]
             if share.heads[1] == 0:
-                self._to_let_go.append((ticket, share.reader))
+                self._let_go(ticket, share.reader)
             else:
                 fetches.append(self._start_one(load, part, ticket, share))
         return fetches
@@ -411,7 +410,16 @@ class DecodeWorker:
         except ValueError as error:
             logger.warning("cannot let go of tickets %.200r: %s", tickets, error)
             return
-        self._to_let_go += [(tickets[share.rank], share.reader) for share in shares]
+        for share in shares:
+            self._let_go(tickets[share.rank], share.reader)
+
+    def _let_go(self, ticket: str, reader: tuple[int, int]) -> None:
+        try:
+            handle = self._endpoint.fetch(ticket, 0, [], reader=reader)
+        except _REFUSED as error:
+            self._not_let_go.append((ticket, str(error)))
+            return
+        self._dismissals.append((ticket, handle))
 
     def pause(self) -> None:
         """Waits up to a millisecond for a fetch under way.
@@ -438,7 +446,7 @@ class DecodeWorker:
         }
         for request_id in finished:
             self._finish(self._loading.pop(request_id))
-        self._let_go()
+        self._reap_dismissals()
         return finished
 
     def take_missing_blocks(self) -> set[int]:
@@ -462,18 +470,10 @@ class DecodeWorker:
             self._failed.add(loading.load.request_id)
         for fetch in loading.fetches:
             if fetch.ticket and fetch.error():
-                self._to_let_go.append((fetch.ticket, fetch.reader))
+                self._let_go(fetch.ticket, fetch.reader)
 
-    def _let_go(self) -> None:
-        """Begins to, and sees what has become of those before."""
-        failed: list[tuple[str, str]] = []
-        tickets, self._to_let_go = self._to_let_go, []
-        for ticket, reader in tickets:
-            try:
-                handle = self._endpoint.fetch(ticket, 0, [], reader=reader)
-                self._dismissals.append((ticket, handle))
-            except _REFUSED as error:
-                failed.append((ticket, str(error)))
+    def _reap_dismissals(self) -> None:
+        failed, self._not_let_go = self._not_let_go, []
         under_way = []
         for ticket, handle in self._dismissals:
             if not handle.done:
