@@ -11,7 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "tests/connector/store_values.h"
-#include "tests/pool/failing_new.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 #include "transport/stream_plan.h"

@@ -9,8 +9,8 @@
 
 #include "absl/strings/match.h"
 #include "connector/kv_tensors.h"
-#include "tests/pool/failing_new.h"
 #include "tests/pool/guarded_memory.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/lookup_buffers.h"
 
 namespace kvferry {

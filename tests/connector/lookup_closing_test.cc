@@ -8,8 +8,8 @@
 #include <optional>
 #include <thread>
 
-#include "tests/pool/failing_new.h"
 #include "tests/support/control_relay.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/lookup_buffers.h"
 #include "transport/command_queue.h"
 

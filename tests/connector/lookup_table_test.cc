@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "tests/pool/failing_new.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 

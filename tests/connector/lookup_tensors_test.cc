@@ -8,8 +8,8 @@
 
 #include "connector/copy_pages.h"
 #include "connector/kv_tensors.h"
-#include "tests/pool/failing_new.h"
 #include "tests/pool/guarded_memory.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/lookup_buffers.h"
 
 namespace kvferry {

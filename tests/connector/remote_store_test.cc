@@ -16,10 +16,10 @@
 #include "connector/store/store_wire.h"
 #include "connector/store/tiered_store.h"
 #include "tests/connector/fake_store.h"
-#include "tests/connector/scarce_new.h"
 #include "tests/connector/store_conformance.h"
 #include "tests/support/control_relay.h"
 #include "tests/support/endpoints.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/raw_peer.h"
 
 namespace kvferry {

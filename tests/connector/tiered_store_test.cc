@@ -13,7 +13,7 @@
 #include "connector/store/host_store.h"
 #include "tests/connector/fake_store.h"
 #include "tests/connector/store_values.h"
-#include "tests/pool/failing_new.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 

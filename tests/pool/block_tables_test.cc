@@ -13,7 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "tests/pool/failing_new.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/status.h"
 
 namespace kvferry {

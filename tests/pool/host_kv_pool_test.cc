@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "base/host_memory.h"
-#include "tests/pool/failing_new.h"
 #include "tests/pool/guarded_memory.h"
 #include "tests/support/captured_log.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 

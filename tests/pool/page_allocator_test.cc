@@ -6,7 +6,7 @@
 #include <random>
 
 #include "bench/churn.h"
-#include "tests/pool/failing_new.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/status.h"
 
 namespace kvferry {

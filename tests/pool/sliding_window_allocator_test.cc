@@ -7,8 +7,8 @@
 #include <random>
 #include <vector>
 
-#include "tests/pool/failing_new.h"
 #include "tests/pool/scarce_memory.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/sanitized.h"
 #include "tests/support/status.h"
 

@@ -609,7 +609,6 @@ TEST_F(ReceiverAlone, TickSaysWhenToComeBack) {
   EXPECT_EQ(receiver_.Tick(Clock::now()), deadline);
 }
 
-// A fetch says what reads take this side, and lists are read out of the memory of its own peer only.
 TEST_F(ReceiverAlone, WhatThereIsNoRoomToReadComesPacked) {
   outbox_.data().costs_of_reads = {700, 60000};
   const auto handle = Begin();
@@ -625,6 +624,7 @@ TEST_F(ReceiverAlone, WhatThereIsNoRoomToReadComesPacked) {
   EXPECT_TRUE(outbox_.Last<FetchMsg>()->reads.possible());
 }
 
+// A fetch says what reads take this side, and lists are read out of the memory of its own peer only.
 TEST_F(ReceiverAlone, ChunksElsewhereAreReadFromTheFetchsPeer) {
   outbox_.data().costs_of_reads = {700, 60000};
   const auto handle = Begin();

@@ -1,9 +1,11 @@
 #pragma once
 
-// What becomes of pools when the system has no memory for a list, allocation by allocation.
+// What becomes of things when the system has no memory: for a list, allocation by allocation, or for
+// what has a certain size.
 
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <new>
 
 namespace kvferry {
@@ -16,6 +18,17 @@ class FailingNew {
   ~FailingNew();
   FailingNew(const FailingNew&) = delete;
   FailingNew& operator=(const FailingNew&) = delete;
+};
+
+// As long as it lives, allocations of exactly that many bytes throw std::bad_alloc, those of this thread or
+// those of all others. There is one at a time.
+class ScarceNew {
+ public:
+  enum class Of { kThisThread, kOtherThreads };
+  ScarceNew(Of threads, size_t bytes);
+  ~ScarceNew();
+  ScarceNew(const ScarceNew&) = delete;
+  ScarceNew& operator=(const ScarceNew&) = delete;
 };
 
 // Makes the call again and again, of which each time a later allocation fails, until it makes no more; and

@@ -1,19 +1,28 @@
-#include "tests/pool/failing_new.h"
+#include "tests/support/failing_new.h"
 
-#include <cstddef>
+#include <atomic>
 #include <cstdlib>
 
 namespace {
 
+using Of = kvferry::ScarceNew::Of;
+
 thread_local int left = 0;  // 1: they fail; 0: none does; else one less are granted until they do.
+std::atomic<size_t> scarce_bytes = 0;  // No allocation has so few.
+std::atomic<Of> of = Of::kThisThread;
+thread_local bool is_this_thread = false;
+
+bool Fails(size_t bytes) {
+  if (left == 1) return true;
+  if (left > 1) --left;
+  return bytes != 0 && bytes == scarce_bytes && is_this_thread == (of == Of::kThisThread);
+}
 
 }  // namespace
 
 // Of all of the test's program.
 void* operator new(size_t bytes) {
-  if (left == 1) throw std::bad_alloc();
-  if (left > 1) --left;
-  void* const memory = std::malloc(bytes == 0 ? 1 : bytes);
+  void* const memory = Fails(bytes) ? nullptr : std::malloc(bytes == 0 ? 1 : bytes);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
@@ -32,5 +41,15 @@ namespace kvferry {
 
 FailingNew::FailingNew(int number) { left = number + 1; }
 FailingNew::~FailingNew() { left = 0; }
+
+ScarceNew::ScarceNew(Of threads, size_t bytes) {
+  is_this_thread = true;
+  of = threads;
+  scarce_bytes = bytes;
+}
+ScarceNew::~ScarceNew() {
+  scarce_bytes = 0;
+  is_this_thread = false;
+}
 
 }  // namespace kvferry
