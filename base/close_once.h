@@ -1,10 +1,8 @@
 #pragma once
 
-#include <cstdint>
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
-#include "base/clock.h"
 #include "base/mutex.h"
 
 namespace kvferry {
@@ -24,8 +22,6 @@ class CloseOnce {
   }
 
  private:
-  static constexpr int64_t kLookAgainMs = 1000;
-
   // False when it was closed, here or by another thread.
   bool Begin() {
     const MutexLock lock(&mutex_);
@@ -35,7 +31,7 @@ class CloseOnce {
       return true;
     }
     // As long as the closing takes, which is bounded.
-    while (!closed_ && closer_ != self) changed_.WaitUntil(&mutex_, DeadlineInMs(kLookAgainMs));
+    while (!closed_ && closer_ != self) changed_.WaitAwhile(&mutex_);
     return false;
   }
 

@@ -1,36 +1,30 @@
 #include "connector/lease_keeper.h"
 
-#include <bit>
-#include <cstring>
+#include <optional>
+#include <span>
 #include <string_view>
 #include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "base/packed_numbers.h"
 #include "base/status.h"
 
 namespace kvferry {
 
 namespace keep_call {
 
-static_assert(std::endian::native == std::endian::little);  // As the numbers are on the wire.
-
 Fields ArgsFor(absl::Span<const uint64_t> lease_ids) {
-  std::string bytes(lease_ids.size() * sizeof(uint64_t), '\0');
-  if (!bytes.empty()) std::memcpy(bytes.data(), lease_ids.data(), bytes.size());
-  return Fields().Set(kLeases, std::move(bytes));
+  return Fields().Set(kLeases, PackNumbers(std::span(lease_ids.data(), lease_ids.size())));
 }
 
 absl::StatusOr<std::vector<uint64_t>> LeasesOf(const Fields& args) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view bytes,
                            args.Bytes(kLeases, kMaxLeases * sizeof(uint64_t)));
-  if (bytes.size() % sizeof(uint64_t) != 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("keep: leases: ", bytes.size(), " bytes are no list of 64-bit numbers"));
-  }
-  std::vector<uint64_t> lease_ids(bytes.size() / sizeof(uint64_t));
-  if (!bytes.empty()) std::memcpy(lease_ids.data(), bytes.data(), bytes.size());
-  return lease_ids;
+  std::optional<std::vector<uint64_t>> lease_ids = UnpackNumbers<uint64_t>(bytes);
+  if (lease_ids) return *std::move(lease_ids);
+  return absl::InvalidArgumentError(
+      absl::StrCat("keep: leases: ", bytes.size(), " bytes are no list of 64-bit numbers"));
 }
 
 }  // namespace keep_call

@@ -1,15 +1,14 @@
 #include "connector/lookup_buffer.h"
 
-#include <bit>
-#include <cstring>
+#include <optional>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/packed_numbers.h"
 #include "base/status.h"
 
 namespace kvferry {
 namespace {
-
-static_assert(std::endian::native == std::endian::little, "tokens are copied as they are");
 
 absl::Status CheckCount(size_t count) {
   if (count >= 1 && count <= static_cast<size_t>(kMaxLookupTokens)) return absl::OkStatus();
@@ -43,19 +42,16 @@ absl::Status CheckPartition(int64_t partition) {
       "lookup: partition is ", partition, " but must lie in [0, ", kMaxLookupPartition, "]"));
 }
 
-std::string PackTokens(std::span<const int32_t> tokens) {
-  return {reinterpret_cast<const char*>(tokens.data()), tokens.size_bytes()};
-}
+std::string PackTokens(std::span<const int32_t> tokens) { return PackNumbers(tokens); }
 
 absl::StatusOr<std::vector<int32_t>> UnpackTokens(std::string_view bytes) {
-  if (bytes.size() % sizeof(int32_t) != 0) {
+  std::optional<std::vector<int32_t>> tokens = UnpackNumbers<int32_t>(bytes);
+  if (!tokens) {
     return absl::InvalidArgumentError(
         absl::StrCat("lookup: ", bytes.size(), " bytes of tokens, not a multiple of 4"));
   }
-  std::vector<int32_t> tokens(bytes.size() / sizeof(int32_t));
-  KVFERRY_RETURN_IF_ERROR(CheckCount(tokens.size()));
-  std::memcpy(tokens.data(), bytes.data(), bytes.size());
-  return tokens;
+  KVFERRY_RETURN_IF_ERROR(CheckCount(tokens->size()));
+  return *std::move(tokens);
 }
 
 }  // namespace kvferry

@@ -102,7 +102,7 @@ void LookupProducer::Close() {
     table_->Close();
     {
       const MutexLock lock(&mutex_);
-      while (inserting_ > 0) changed_.WaitUntil(&mutex_, DeadlineInMs(1000));
+      while (inserting_ > 0) changed_.WaitAwhile(&mutex_);
       node = std::move(node_);
     }
     service_.Close();

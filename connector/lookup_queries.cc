@@ -27,8 +27,6 @@ constexpr int64_t kGiveBackMs = 2000;
 // A lookup that asks for the entry whose bytes it has gets so long for that, also past its deadline:
 // without the answer the entry may be lost.
 constexpr int64_t kTakeMs = 2000;
-// How often a closing consumer looks whether cancels have ended that are under way.
-constexpr int64_t kLookAgainMs = 1000;
 constexpr size_t kMaxQueries = 65536;
 
 bool IsFinal(const absl::Status& status) {
@@ -68,7 +66,7 @@ void LookupQueries::Close() {
     {
       const MutexLock lock(&mutex_);
       // Their callbacks may use the consumer.
-      while (cancelling_ > 0) cancelled_.WaitUntil(&mutex_, DeadlineInMs(kLookAgainMs));
+      while (cancelling_ > 0) cancelled_.WaitAwhile(&mutex_);
       while (!queries_.empty()) ended.push_back(End(queries_.begin()->first, Closed()));
     }
     for (Ended& one : ended) one.Finish();

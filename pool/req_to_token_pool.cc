@@ -35,9 +35,10 @@ absl::StatusOr<ReqToTokenPool> ReqToTokenPool::Create(
   KVFERRY_RETURN_IF_ERROR(CheckSize("max_context_tokens", max_context_tokens, kMaxContextTokens));
   const int64_t entries = num_requests * max_context_tokens;
   // Devices are told where an entry goes by 32 bits (TokenCopy).
-  if (!kind->on_host())
+  if (!kind->on_host()) {
     KVFERRY_RETURN_IF_ERROR(
         CheckSize("a device's table (num_requests x max_context_tokens)", entries, INT32_MAX));
+  }
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> table, kind->Allocate(entries * kEntryBytes));
   return ReqToTokenPool(num_requests, max_context_tokens, kind, std::move(table));
 }

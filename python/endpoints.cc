@@ -306,8 +306,7 @@ void BindDecode(nb::module_& module) {
           [](const Decode& self, const std::vector<Ticket>& tickets) { self.get()->Keep(tickets); },
           "tickets"_a,
           "Asks the prefill sides to keep what these Tickets stand for, for their lease_ms from "
-          "now "
-          "on. Never fails: a fetch says what has become of it.")
+          "now on. Never fails: a fetch says what has become of it.")
       .def(
           "metrics", [](const Decode& self) { return MetricsDict(*self.get()); },
           nb::sig("def metrics(self) -> dict[str, int]"))

@@ -3,7 +3,6 @@
 #include <cstdint>
 
 #include "absl/base/thread_annotations.h"
-#include "base/clock.h"
 #include "base/mutex.h"
 
 namespace kvferry {
@@ -33,7 +32,7 @@ class Gate {
     MutexLock lock(&mutex_);
     closed_ = true;
     // No bound but that of a copy would do: who asks is about to give the memory to another.
-    while (inside_ > 0) changed_.WaitUntil(&mutex_, DeadlineInMs(1000));
+    while (inside_ > 0) changed_.WaitAwhile(&mutex_);
   }
 
  private:

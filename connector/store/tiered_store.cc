@@ -376,10 +376,6 @@ std::vector<bool> ItemsThatOverlap(std::span<const KvStore::GetItem> items) {
   return overlap;
 }
 
-}  // namespace
-
-namespace {
-
 // That one of another length is there is no miss.
 bool IsMissOfBoth(const absl::Status& upper, const absl::Status& lower) {
   return absl::IsNotFound(upper) && !lower.ok() && !absl::IsFailedPrecondition(lower);

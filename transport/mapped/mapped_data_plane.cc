@@ -595,8 +595,8 @@ absl::Status MappedDataPlane::OnPoolPart(Accepted& accepted, const Packet& packe
   if (!memory.ok()) {
     Log().warn(
         "a peer on this host sends copies of its pages, as its GPU's memory cannot be read in "
-        "place "
-        "(containers need one namespace of processes for that: shareProcessNamespace, --pid): {}",
+        "place (containers need one namespace of processes for that: shareProcessNamespace, "
+        "--pid): {}",
         memory.status().ToString());
     accepted.unmapped = true;
     accepted.pool.clear();
