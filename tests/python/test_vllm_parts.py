@@ -1,5 +1,7 @@
 """How a prompt that both engines are given at once is cut, and what its parts are called."""
 
+from itertools import combinations
+
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -26,9 +28,14 @@ def test_parts_of_a_prompt_cover_it_in_whole_blocks():
 
 
 def test_parts_have_names_that_only_the_same_prompt_has():
-    def names(transfer_id: str = "t" * 16, tokens: list[int] | None = None, block: int = 16):
+    def names(
+        transfer_id: str = "t" * 16,
+        tokens: list[int] | None = None,
+        block: int = 16,
+        adapter: str = "",
+    ):
         prompt = list(range(2000)) if tokens is None else tokens
-        return {it.lease_id for it in cut(transfer_id, prompt, block)}
+        return {it.lease_id for it in cut(transfer_id, prompt, block, adapter=adapter)}
 
     assert names() == names()
     others = [
@@ -36,8 +43,10 @@ def test_parts_have_names_that_only_the_same_prompt_has():
         names(tokens=[*range(1999), 0]),
         names(tokens=list(range(2001))),
         names(block=48),
+        names(adapter="a"),
+        names(adapter="\ud800"),  # No UTF-8, from a client's JSON.
     ]
-    assert all(names().isdisjoint(other) for other in others)
+    assert all(a.isdisjoint(b) for a, b in combinations([names(), *others], 2))
 
 
 @pytest.mark.parametrize("tokens", [1, 1024, 1025, 70_000, 200_000])

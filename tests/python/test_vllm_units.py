@@ -3,6 +3,7 @@ half."""
 
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -295,6 +296,30 @@ def test_wrong_parameters_become_a_load_that_fails(params: dict, word: str):
     (load,) = decode.allocate(it, 0, [5, 6]).loads
     assert word in load.error and load.block_ids == [5, 6]
     assert word in parse_tickets(params)[1]
+
+
+@pytest.mark.parametrize("same_id", [{}, TRANSFER])
+def test_what_is_handed_over_is_for_a_lora_adapter(same_id):
+    prefill, it = Prefill(), request("r", 40, {"do_remote_decode": True} | same_id)
+    it.lora_request = SimpleNamespace(lora_name="a", lora_path="/prefill/a")
+    prefill.scheduler.on_new_request(it)
+    (published,) = prefill.step({"r": 40}).publications
+    it.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    _, tickets = prefill.scheduler.request_finished(it)
+
+    def asked_for(lora: SimpleNamespace | None) -> bool:
+        mine = request("s", 40, dict(tickets or FROM))
+        mine.lora_request = lora
+        load = Decode().allocate(mine, 0, [5, 6, 8]).loads[0]
+        assert not load.error or "another LoRA adapter" in load.error
+        if load.error:
+            return False
+        (text,) = load.parts[0].tickets
+        return kvferry.Ticket.parse(text).lease_id == published.lease_id
+
+    assert asked_for(SimpleNamespace(lora_name="a", lora_path="/decode/a"))
+    assert not asked_for(SimpleNamespace(lora_name="b", lora_path="/prefill/a"))
+    assert not asked_for(None)
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 20)])

@@ -89,6 +89,7 @@ def request(request_id: str, prompt: int, params: dict | None = None, computed: 
         prompt_token_ids=list(range(prompt)),
         num_computed_tokens=computed,
         kv_transfer_params=params,
+        lora_request=None,
         status=RequestStatus.RUNNING,
     )
 

@@ -2,17 +2,21 @@
 
 A router that gives a request to both engines at once has no tickets to carry. It draws a
 transfer_id instead, and each engine works out by itself how the prompt is cut and under which lease
-each part goes. The names hold the prompt's tokens: engines that were given different prompts do not
-find each other's parts. Their blocks may be of different sizes if both of them divide a part.
+each part goes. The names hold the prompt's tokens and its LoRA adapter: engines that were given
+different prompts do not find each other's parts. Their blocks may be of different sizes if both of
+them divide a part.
 """
 
 import hashlib
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.utils.math_utils import cdiv
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 TRANSFER_ID = "transfer_id"  # Key of kv_transfer_params, as of vLLM's MooncakeConnector.
 # Random, as a lease id is: who knows it can fetch the prompt's KV. A UUID has 32 or 36 characters.
@@ -136,10 +140,14 @@ def places(num_tokens: int, block_size: int, windows: Windows = (None,)) -> list
 
 
 def cut(
-    transfer_id: str, tokens: Sequence[int], block_size: int, windows: Windows = (None,)
+    transfer_id: str,
+    tokens: Sequence[int],
+    block_size: int,
+    windows: Windows = (None,),
+    adapter: str = "",
 ) -> list[Part]:
-    """The parts of tokens that are handed over, each at one of places()."""
-    prompt = _prompt(transfer_id, tokens, _unit(block_size, windows))
+    """The parts of tokens that are handed over, each at one of places(). adapter: adapter_of()."""
+    prompt = _prompt(transfer_id, tokens, adapter, _unit(block_size, windows))
     parts = []
     for place in places(len(tokens), block_size, windows):
         # A state is the same one in whichever block.
@@ -149,17 +157,26 @@ def cut(
     return parts
 
 
-def leases_of_all(name: str, tokens: Sequence[int], groups: int) -> list[int]:
+def leases_of_all(name: str, tokens: Sequence[int], groups: int, adapter: str = "") -> list[int]:
     """Of all blocks of each group, of tokens that are handed over by tickets. `name` is random."""
-    prompt = _prompt(name, tokens, unit=0)
+    prompt = _prompt(name, tokens, adapter, unit=0)
     return [_lease_id(prompt, group, 0) for group in range(groups)]
 
 
-def _prompt(name: str, tokens: Sequence[int], unit: int) -> "hashlib._Hash":
+def adapter_of(request: "Request") -> str:
+    """The LoRA adapter whose KV the request's is, as clients call it; "" if none. Not its path:
+    the other engine may have it elsewhere."""
+    lora = request.lora_request
+    return lora.lora_name if lora else ""
+
+
+def _prompt(name: str, tokens: Sequence[int], adapter: str, unit: int) -> "hashlib._Hash":
     prompt = hashlib.sha256(_VERSION)
     prompt.update(struct.pack("<qq", unit, len(name)))
     prompt.update(name.encode())
     prompt.update(array("q", tokens).tobytes())
+    if adapter:
+        prompt.update(b"lora" + hashlib.sha256(adapter.encode("utf-8", "replace")).digest())
     return prompt
 
 

@@ -34,6 +34,7 @@ from kvferry.vllm.parts import (
     TRANSFER_ID,
     Part,
     Windows,
+    adapter_of,
     blocks_of,
     check_transfer_id,
     cut,
@@ -146,7 +147,7 @@ class PrefillScheduler:
         if not params.get("do_remote_decode") or not self._stops_before_the_last_token(request):
             return
         parts, error = _announced_parts(
-            request.prompt_token_ids, params, self._block_size, self._windows
+            request, request.prompt_token_ids, params, self._block_size, self._windows
         )
         if error:
             logger.warning("%s is handed over by tickets: %s", request.request_id, error)
@@ -260,7 +261,7 @@ class PrefillScheduler:
         if tokens is None:
             leases = [kvferry.random_id() for _ in range(groups)]
         else:
-            leases = leases_of_all(name, tokens, groups)
+            leases = leases_of_all(name, tokens, groups, adapter_of(request))
         parts = []
         for group, lease_id in enumerate(leases):
             blocks = blocks_of(self._windows, group, num_tokens, self._block_size)
@@ -590,7 +591,9 @@ class DecodeScheduler:
         if tokens is not None:
             tokens = tokens[: handed_over(self._windows, len(tokens))]
         if _is_announced(params):
-            parts, error = _announced_parts(tokens, params, self._block_size, self._windows)
+            parts, error = _announced_parts(
+                request, tokens, params, self._block_size, self._windows
+            )
             if not error:
                 addresses, error = parse_addresses(params, self._tp_size)
             if not error:
@@ -599,7 +602,7 @@ class DecodeScheduler:
         else:
             groups, error = self._tickets(params)
             if is_its_prompt:
-                error = error or _check_prompt(params, groups, tokens)
+                error = error or _check_prompt(request, params, groups, tokens)
         size, wrong_size = parse_block_size(params, self._block_size)
         error = error or wrong_size or self._check_block_size(size)
         num_tokens = handed_over(self._windows, request.num_prompt_tokens)
@@ -707,19 +710,23 @@ def _is_announced(params: dict[str, Any]) -> bool:
     return not tickets and params.get(TRANSFER_ID) is not None
 
 
-def _check_prompt(params: dict[str, Any], groups: list[list[str]], tokens: list[int] | None) -> str:
+def _check_prompt(
+    request: Request, params: dict[str, Any], groups: list[list[str]], tokens: list[int] | None
+) -> str:
     """Why the tickets are no use for these tokens ("" if they are, or may be)."""
     name, error = parse_prompt(params)
     if error or not name:
         return error
-    expected_ids = [0] * len(groups) if tokens is None else leases_of_all(name, tokens, len(groups))
+    expected_ids = [0] * len(groups)
+    if tokens is not None:
+        expected_ids = leases_of_all(name, tokens, len(groups), adapter_of(request))
     for tickets, expected in zip(groups, expected_ids, strict=True):
         for ticket in map(parse_ticket, tickets):
             if ticket is not None and ticket.lease_id != expected:
                 return (
-                    "the tickets are for a prompt of other tokens: both engines need the same "
-                    "prompt, and the decode engine the kv_transfer_params of the prefill engine's "
-                    "answer to it, unchanged"
+                    "the tickets are for a prompt of other tokens, or with another LoRA adapter: "
+                    "both engines need the same prompt and model, and the decode engine the "
+                    "kv_transfer_params of the prefill engine's answer to it, unchanged"
                 )
     return ""
 
@@ -729,11 +736,16 @@ def _key_of(request: Request, params: dict[str, Any]) -> int:
     tickets = params.get(TICKETS, params.get(GROUP_TICKETS))
     if isinstance(tickets, list):
         return hash(str(tickets[:1]))
-    return hash((str(params.get(TRANSFER_ID)), tuple(request.prompt_token_ids or ())))
+    prompt = tuple(request.prompt_token_ids or ())
+    return hash((str(params.get(TRANSFER_ID)), adapter_of(request), prompt))
 
 
 def _announced_parts(
-    tokens: list[int] | None, params: dict[str, Any], block_size: int, windows: Windows
+    request: Request,
+    tokens: list[int] | None,
+    params: dict[str, Any],
+    block_size: int,
+    windows: Windows,
 ) -> tuple[list[Part], str]:
     """The parts of what is handed over of a prompt that both engines were given with a transfer_id,
     and what is wrong with that ("" if nothing). Neither: there is none."""
@@ -744,7 +756,7 @@ def _announced_parts(
         return [], error
     if tokens is None:
         return [], f"a prompt of embeddings cannot have a {TRANSFER_ID}"
-    return cut(transfer_id, tokens, block_size, windows), ""
+    return cut(transfer_id, tokens, block_size, windows, adapter_of(request)), ""
 
 
 def warn_wrong_role(request: Request, role: str | None) -> None:
