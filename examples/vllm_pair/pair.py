@@ -205,7 +205,8 @@ class Engine:
         params: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> Request:
-        """Starts a greedy request. params: kv_transfer_params; sampling: more SamplingParams."""
+        """Starts a greedy request. params: kv_transfer_params; sampling: more SamplingParams, and
+        with lora=FOLDER the adapter that lies there."""
         request = Request(self, next(self._keys))
         self._replies[request.key] = request._replies
         sampling = {"temperature": 0.0, "max_tokens": max_tokens} | sampling
@@ -478,6 +479,7 @@ class Child:
         self._out = out
         self._running: dict[int, str] = {}  # Request ids by key.
         self._tasks: set[asyncio.Task[None]] = set()
+        self._loras: list[str] = []  # Folders; vLLM wants adapters numbered from 1 on.
 
     def reply(self, key: int, **fields: Any) -> None:
         print(json.dumps({"key": key} | fields), file=self._out, flush=True)
@@ -551,9 +553,15 @@ class Child:
     ) -> AsyncIterator[None]:
         """Fills in the answer, as far as it has come at each step."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
+        lora = None
+        if folder := sampling.pop("lora", None):
+            if folder not in self._loras:
+                self._loras.append(folder)
+            lora = LoRARequest(Path(folder).name, 1 + self._loras.index(folder), folder)
         async for last in engine.generate(
-            {"prompt_token_ids": prompt}, SamplingParams(**sampling), request_id
+            {"prompt_token_ids": prompt}, SamplingParams(**sampling), request_id, lora_request=lora
         ):
             output = last.outputs[0]
             answer.tokens, answer.text = list(output.token_ids), output.text
