@@ -221,8 +221,8 @@ class MooncakeStore:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(("puts", "hits", "misses", "errors"), 0)
         self._closed, self._left = False, threading.Event()
-        # What Mooncake writes still though the callers have gone, at most one a staging buffer.
-        self._late_writes: dict[Future, frozenset[str]] = {}
+        # What Mooncake writes, also when the callers have gone: at most one a staging buffer.
+        self._writes: dict[Future, frozenset[str]] = {}
         self._threads = _Threads(staging_buffers)
         self._staging: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
         self._buffers = [
@@ -274,21 +274,34 @@ class MooncakeStore:
         self._count("errors")
         return _core.DeadlineExceeded(f"mooncake {self._address}: no answer in time")
 
-    def _await_late_writes(self, names: Sequence[str], deadline: float) -> None:
-        with self._lock:
-            late = [write for write, of in self._late_writes.items() if not of.isdisjoint(names)]
-        if late and wait(late, max(0.0, deadline - time.monotonic())).not_done:
-            raise self._late()
-
-    def _note_late_write(self, write: Future, names: Sequence[str]) -> None:
-        with self._lock:
-            self._late_writes[write] = frozenset(names)
+    def _begin(self, future: Future, names: Sequence[str], deadline: float) -> np.ndarray:
+        """A staging buffer for a call that writes these, once no other call does: while one waited
+        for a buffer, one may have begun and been given up. From then on it is `future` that does."""
 
         def forget(_) -> None:
             with self._lock:
-                del self._late_writes[write]
+                del self._writes[future]
 
-        write.add_done_callback(forget)
+        while True:
+            try:
+                staging = self._staging.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise self._late() from None
+            with self._lock:
+                others = [
+                    write
+                    for write, of in self._writes.items()
+                    if not write.done() and not of.isdisjoint(names)
+                ]
+                if not others and names:
+                    self._writes[future] = frozenset(names)
+            if not others:
+                if names:
+                    future.add_done_callback(forget)
+                return staging
+            self._staging.put(staging)
+            if wait(others, max(0.0, deadline - time.monotonic())).not_done:
+                raise self._late()
 
     def _call(
         self,
@@ -302,12 +315,8 @@ class MooncakeStore:
         `writes`: what run() writes in Mooncake."""
         if self._closed:
             raise _core.FailedPrecondition("store: it is closed")
-        self._await_late_writes(writes, deadline)
-        try:
-            staging = self._staging.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            raise self._late() from None
         future: Future = Future()
+        staging = self._begin(future, writes, deadline)
         try:
             if fill is not None:
                 fill(staging)
@@ -316,8 +325,7 @@ class MooncakeStore:
         except BaseException as error:  # Ctrl-C too, wherever it comes.
             # The buffer comes back at once, or, if Mooncake has it, when that has let go of it.
             future.add_done_callback(lambda _: self._staging.put(staging))
-            if not future.cancel() and writes:
-                self._note_late_write(future, writes)
+            future.cancel()
             if isinstance(error, FutureTimeoutError):
                 raise self._late() from None
             raise

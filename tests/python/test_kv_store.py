@@ -391,6 +391,56 @@ def test_mooncake_takes_pages_of_a_device_through_host_memory(monkeypatch, pages
     store.close()
 
 
+class GatedPuts(MooncakeOfOne):
+    """Puts of these bytes have begun when they say so, and wait until they may go on."""
+
+    def __init__(self, *values: bytes):
+        super().__init__()
+        self.begun = {value: threading.Event() for value in values}
+        self.go_on = {value: threading.Event() for value in values}
+
+    def upsert_from(self, name, address, size):
+        entry = ctypes.string_at(address, size)
+        if (value := entry[HEADER_BYTES:]) in self.begun:
+            self.begun[value].set()
+            assert self.go_on[value].wait(60)
+        self.values[name] = entry
+        return 0
+
+
+def test_mooncake_put_that_was_given_up_does_not_undo_one_that_waited_for_memory(monkeypatch):
+    fake = GatedPuts(b"given up", b"of another key")
+    store = store_on(fake, monkeypatch, staging_buffers=2)
+    given_up = threading.Thread(
+        target=lambda: pytest.raises(
+            kvferry.DeadlineExceeded, store.put, "key", b"given up", timeout_ms=1000
+        )
+    )
+    other = threading.Thread(target=store.put, args=("other", b"of another key", 60000))
+    later = threading.Thread(target=store.put, args=("key", b"later", 60000))
+    for thread, value in ((given_up, b"given up"), (other, b"of another key")):
+        thread.start()
+        assert fake.begun[value].wait(10)
+    later.start()  # Both buffers are taken.
+    given_up.join()
+    assert later.is_alive()
+    fake.go_on[b"of another key"].set()
+    other.join()
+    later.join(0.2)
+    assert later.is_alive()  # Until what came before has ended.
+    fake.go_on[b"given up"].set()
+    later.join()
+    assert store.get_bytes("key").tobytes() == b"later"
+    # Nor does one wait for ever.
+    fake.go_on[b"given up"].clear()
+    for value, timeout_ms in ((b"given up", 50), (b"later", 50)):
+        with pytest.raises(kvferry.DeadlineExceeded):
+            store.put("key", value, timeout_ms)
+    store.put("other", b"1")  # Which has a buffer.
+    fake.go_on[b"given up"].set()
+    store.close()
+
+
 class Hanging(FakeMooncake):
     """Does not answer, nor, if so told, leave."""
 
