@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +64,7 @@ _BACKENDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
 }
+_TIERS = ("upper", "lower")
 _LIBRARIES = {"RocksDbStore": "librocksdb-dev", "RedisStore": "libhiredis-dev"}
 
 
@@ -78,30 +80,52 @@ def _store_class(name: str):
         ) from None
 
 
-def make_store(config: Mapping[str, Any]):
-    """The store that a configuration describes; ValueError names what is wrong with it."""
+def check_config(config: Mapping[str, Any]) -> None:
+    """ValueError names what is wrong with a configuration, tiers and all; opening the store shows
+    the rest."""
     if not isinstance(config, Mapping):
         raise TypeError(f"store: a configuration is a dict, not {type(config).__name__}")
-    options = dict(config)
-    backend = options.pop("backend", None)
+    backend = config.get("backend")
     if backend not in _BACKENDS:
         known = ", ".join(_BACKENDS)
         raise ValueError(f"store: backend {backend!r} is not one of {known}")
-    name, needed, optional = _BACKENDS[backend]
-    for key in options:
-        if key not in needed + optional:
+    _, needed, optional = _BACKENDS[backend]
+    for key in config:
+        if key not in ("backend", *needed, *optional):
             known = ", ".join(needed + optional)
             raise ValueError(f"store: {backend} knows no {key!r}; it knows {known}")
     for key in needed:
-        if key not in options:
+        if key not in config:
             raise ValueError(f"store: {backend} needs {key!r}")
-    if backend != "tiered":
-        return _store_class(name)(**options)
-    for tier in ("upper", "lower"):
-        if isinstance(options[tier], Mapping) and options[tier].get("backend") == "mooncake":
+    tiers = {tier: config[tier] for tier in _TIERS if tier in config}
+    for tier, of_tier in tiers.items():
+        if isinstance(of_tier, Mapping) and of_tier.get("backend") == "mooncake":
             raise ValueError(f"store: mooncake cannot be the {tier} tier: it has tiers of its own")
-    tiers = {tier: make_store(options[tier]) for tier in ("upper", "lower")}
-    return _store_class(name)(**tiers)
+    for of_tier in tiers.values():
+        check_config(of_tier)
+
+
+def in_folders(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A checked configuration for one process of several: a `path` belongs to one, so each has a
+    folder of that name in it."""
+    config = dict(config)
+    for tier in _TIERS:
+        if tier in config:
+            config[tier] = in_folders(config[tier], name)
+    if config["backend"] == "rocksdb" and isinstance(config["path"], str):
+        config["path"] = os.path.join(config["path"], name)
+    return config
+
+
+def make_store(config: Mapping[str, Any]):
+    """The store that a configuration describes; ValueError names what is wrong with it."""
+    check_config(config)
+    options = dict(config)
+    name, _, _ = _BACKENDS[options.pop("backend")]
+    for tier in _TIERS:
+        if tier in options:
+            options[tier] = make_store(options[tier])
+    return _store_class(name)(**options)
 
 
 def _left_ms(deadline: float) -> int:

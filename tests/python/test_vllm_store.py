@@ -545,6 +545,10 @@ def embedded(backend: str, folder: Path) -> StoreOptions:
     return StoreOptions(configs[backend])
 
 
+REDIS = {"backend": "redis"}
+MOONCAKE = {"backend": "mooncake", "local_hostname": "h", "master_address": "h:1"}
+
+
 @pytest.mark.parametrize(
     "config, words",
     [
@@ -555,6 +559,13 @@ def embedded(backend: str, folder: Path) -> StoreOptions:
         ({"backend": "remote"}, "takes an address"),
         ({"backend": "remote", "address": []}, "none for rank 0"),
         ({"backend": "rocksdb"}, "needs 'path'"),
+        ({"backend": "tiered", "uper": HOST.config, "lower": REDIS}, "tiered knows no 'uper'"),
+        ({"backend": "tiered", "upper": {"backend": "host", "size": 1}, "lower": REDIS}, "'size'"),
+        ({"backend": "tiered", "lower": MOONCAKE}, "mooncake cannot be the lower tier"),
+        (
+            {"backend": "tiered", "lower": {"backend": "tiered", "upper": REDIS}},
+            "tiered needs 'lower'",
+        ),
     ],
 )
 def test_stores_that_cannot_be_opened_say_why(config, words):
@@ -589,6 +600,18 @@ def test_each_engine_of_a_host_has_folders_of_its_own(tmp_path: Path):
         opened.close()
     folders = {it.name for it in tmp_path.iterdir()}
     assert folders == {"rank0", "rank1", "dp1-rank0", "dp1-rank1"}
+
+
+def test_each_engine_has_a_folder_of_its_own_in_every_tier(tmp_path: Path):
+    config, pool = kvferry.Config.make({}), kvferry.KvPool.create(LAYOUT, BLOCKS)
+    disks = [{"backend": "rocksdb", "path": str(tmp_path / disk)} for disk in ("fast", "slow")]
+    below = {"backend": "tiered", "upper": disks[0], "lower": disks[1]}
+    options = StoreOptions({"backend": "tiered", "lower": below})
+    opened = [open_store(options, pool, config, "m", "n", rank) for rank in (0, 1)]
+    for one in opened:  # Both were open together.
+        one.close()
+    for disk in ("fast", "slow"):
+        assert {it.name for it in (tmp_path / disk).iterdir()} == {"rank0", "rank1"}
 
 
 @pytest.mark.parametrize("backend", ["host", "rocksdb", "tiered"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import kvferry
+from kvferry.store import check_config, in_folders
 
 _OURS = ("store", "namespace", "timeout_ms")
 # Read by SGLang, which leaves some of them in what it hands on.
@@ -78,25 +78,15 @@ def open_store(options: Options, config) -> Any:
             f"itself; with MLA one of {config.tp_size} tensor-parallel ranks writes for all, so "
             f"it has to be {' or '.join(_SHARED)}, or tiered with redis as the lower tier"
         )
-    return kvferry.make_store(_of_rank(options.store, config))
+    check_config(options.store)
+    rank = (
+        f"tp{config.tp_rank}of{config.tp_size}-pp{config.pp_rank}of{config.pp_size}"
+        f"-cp{config.attn_cp_rank}of{config.attn_cp_size}-dp{config.dp_rank}"
+    )
+    return kvferry.make_store(in_folders(options.store, rank))
 
 
 def _is_shared(store: Mapping[str, Any]) -> bool:
     if store.get("backend") == "tiered" and isinstance(store.get("lower"), Mapping):
         return _is_shared(store["lower"])
     return store.get("backend") in _SHARED
-
-
-def _of_rank(store: Mapping[str, Any], config) -> dict[str, Any]:
-    """A folder belongs to one process."""
-    store = dict(store)
-    for tier in ("upper", "lower"):
-        if isinstance(store.get(tier), Mapping):
-            store[tier] = _of_rank(store[tier], config)
-    if store.get("backend") == "rocksdb" and isinstance(store.get("path"), str):
-        rank = (
-            f"tp{config.tp_rank}of{config.tp_size}-pp{config.pp_rank}of{config.pp_size}"
-            f"-cp{config.attn_cp_rank}of{config.attn_cp_size}-dp{config.dp_rank}"
-        )
-        store["path"] = os.path.join(store["path"], rank)
-    return store

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import kvferry
+from kvferry.store import check_config, in_folders
 from kvferry.vllm.metadata import StoreAddress
 
 # Stores inside the worker process. Others ask the worker for what is in them.
@@ -89,13 +89,16 @@ def _open_embedded(
     if config["backend"] == "host":
         return _host(config, layout), None
     if config["backend"] == "rocksdb":  # Others are served out of memory.
-        config = {"lower": config}
-    upper, lower = config.get("upper", _DEFAULT), config.get("lower")
-    if not isinstance(upper, dict) or upper.get("backend") != "host" or not isinstance(lower, dict):
+        config = {"backend": "tiered", "lower": config}
+    upper = config.get("upper", _DEFAULT)
+    if not isinstance(upper, dict) or upper.get("backend") != "host":
         raise ValueError('store: "tiered" needs an upper tier of backend "host" and a lower one')
-    host = _host(upper, layout)
-    under = kvferry.make_store(_of_rank(lower, rank, dp_rank))
-    return host, kvferry.TieredStore(host, under)
+    config = config | {"upper": _DEFAULT | upper}
+    check_config(config)
+    engine = f"dp{dp_rank}-" if dp_rank > 0 else ""
+    config = in_folders(config, f"{engine}rank{rank}")
+    host = _host(config["upper"], layout)
+    return host, kvferry.TieredStore(host, kvferry.make_store(config["lower"]))
 
 
 def _host(config: dict[str, Any], layout: kvferry.KvLayout) -> kvferry.HostStore:
@@ -112,14 +115,6 @@ def _of_pages(config: dict[str, Any], layout: kvferry.KvLayout) -> dict[str, Any
     if config["backend"] != "mooncake":
         return config
     return {"max_value_bytes": layout.page_bytes} | config
-
-
-def _of_rank(config: dict[str, Any], rank: int, dp_rank: int) -> dict[str, Any]:
-    """A folder belongs to one process."""
-    if config.get("backend") != "rocksdb" or "path" not in config:
-        return config
-    engine = f"dp{dp_rank}-" if dp_rank > 0 else ""
-    return config | {"path": os.path.join(config["path"], f"{engine}rank{rank}")}
 
 
 def _remote(
