@@ -85,7 +85,9 @@ absl::StatusOr<std::unique_ptr<RedisStore>> RedisStore::Create(const Options& op
 }
 
 RedisStore::RedisStore(const Options& options) : options_(options), server_(ServerOf(options)) {
-  idle_.reserve(options.connections);  // Giving one back needs no memory.
+  idle_.reserve(
+      options.connections);  // Giving one back needs no memory, nor does what is broken off.
+  broken_off_.reserve(options.connections);
 }
 
 // ---------------------------------------------------------------- connections
@@ -140,11 +142,15 @@ absl::Status RedisStore::Write(RedisConnection& connection, const RedisCommands&
                                Deadline deadline, RedisConnection::Answer answer) {
   KVFERRY_RETURN_IF_ERROR(connection.LearnId(deadline));
   KVFERRY_RETURN_IF_ERROR(EndBrokenOff(connection, deadline));
-  absl::Status status = connection.Exchange(commands, deadline, answer);
-  if (status.ok() || !connection.has_sent() || !connection.id()) return status;
-  const MutexLock lock(&mutex_);
-  broken_off_.push_back(*connection.id());
-  return status;
+  std::optional<RedisClientId> id = connection.id();  // While there is memory for it.
+  absl::Cleanup note_broken_off = [&] {
+    if (!id || !connection.has_sent()) return;
+    const MutexLock lock(&mutex_);
+    broken_off_.push_back(*std::move(id));
+  };
+  KVFERRY_RETURN_IF_ERROR(connection.Exchange(commands, deadline, answer));
+  std::move(note_broken_off).Cancel();
+  return absl::OkStatus();
 }
 
 // Redis carries out one command after another, so what is sent once these are answered comes after

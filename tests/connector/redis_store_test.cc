@@ -704,6 +704,46 @@ TEST(RedisStoreAgainst, AConnectionWhoseValueFoundNoMemoryIsGivenBack) {
   EXPECT_EQ(Must(Get(*store, "a", DeadlineInMs(5000))), value);
 }
 
+// For what the server calls its connection, and to say that there was no answer.
+TEST(RedisStoreAgainst, AWriteThatIsBrokenOffIsEndedAlsoWhereMemoryRanOut) {
+  const std::string run(40, 'f');
+  std::atomic<bool> answers = true;
+  std::atomic<int> num_unanswered = 0, num_ended = 0;
+  const ScriptedServer server([&](int fd, int) {
+    char bytes[4096];
+    for (ssize_t got = 0; (got = recv(fd, bytes, sizeof(bytes), 0)) > 0;) {
+      const absl::string_view said(bytes, got);
+      if (absl::StrContains(said, "INFO")) {
+        const std::string info = absl::StrCat("run_id:", run);
+        ScriptedServer::Say(fd, absl::StrCat(":7\r\n$", info.size(), "\r\n", info, "\r\n"));
+      } else if (absl::StrContains(said, "KILL")) {
+        ++num_ended;
+        ScriptedServer::Say(fd, ":1\r\n");
+      } else if (answers) {
+        ScriptedServer::Say(fd, "+OK\r\n");
+      } else {
+        ++num_unanswered;
+      }
+    }
+  });
+  const std::string late = absl::StrCat("redis 127.0.0.1:", server.port(), ": no answer in time");
+  for (const size_t bytes : {run.size() + 1, late.size() + 1}) {
+    SCOPED_TRACE(bytes);
+    const auto store = MakeStore({.port = server.port(), .connections = 1});
+    const Bytes value = ValueOf(1, 1, 100);
+    ASSERT_TRUE(IsOk(Put(*store, "a", value)));
+    num_unanswered = num_ended = 0;
+    answers = false;
+    {
+      const ScarceNew scarce(ScarceNew::Of::kThisThread, bytes);
+      EXPECT_THROW((void)Put(*store, "a", value, DeadlineInMs(100)), std::bad_alloc);
+    }
+    answers = true;
+    EXPECT_TRUE(IsOk(Put(*store, "a", value)));
+    EXPECT_EQ(num_ended, num_unanswered);
+  }
+}
+
 TEST(RedisStoreAgainst, AServerThatIsStillLoading) {
   const ScriptedServer server([](int fd, int) {
     while (const int commands = ScriptedServer::ReadCommands(fd)) {
