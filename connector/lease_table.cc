@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <iterator>
+#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -64,8 +65,8 @@ absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t read
         ended_.size(), " ended ones have not been taken"));
   }
   if (unneeded) {
-    fate->published = true;
     ended_.push_back({lease_id, LeaseOutcome::kFetched});
+    fate->published = true;
     return absl::OkStatus();
   }
   none_expires_before_ = std::min(none_expires_before_, expiry);
@@ -323,10 +324,16 @@ Deadline LeaseTable::Tick(Deadline now) {
   return next;
 }
 
+// What takes memory comes first: without it nothing has changed.
 void LeaseTable::End(uint64_t lease_id, LeaseOutcome outcome) {
-  leases_.erase(lease_id);
   ended_.push_back({lease_id, outcome});
-  fates_.Add(lease_id, {outcome, true});
+  try {
+    fates_.Add(lease_id, {outcome, true});
+  } catch (const std::bad_alloc&) {
+    ended_.pop_back();
+    throw;
+  }
+  leases_.erase(lease_id);
 }
 
 }  // namespace kvferry

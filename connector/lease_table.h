@@ -3,10 +3,10 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -146,7 +146,8 @@ class LeaseTable : public FetchSource {
 
   const Config config_;
   mutable Mutex mutex_;
-  absl::flat_hash_map<uint64_t, Lease> leases_ ABSL_GUARDED_BY(mutex_);
+  // Not Abseil's, which are broken by a growth for which there is no memory.
+  std::unordered_map<uint64_t, Lease> leases_ ABSL_GUARDED_BY(mutex_);
   // No idle one expires before. There may be thousands, and Tick() is called often.
   Deadline none_expires_before_ ABSL_GUARDED_BY(mutex_) = Deadline::max();
   std::vector<EndedLease> ended_ ABSL_GUARDED_BY(mutex_);

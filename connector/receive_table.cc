@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/random.h"
 #include "base/status.h"
@@ -29,9 +30,13 @@ absl::StatusOr<ReceiveTable::Added> ReceiveTable::Add(Node::FetchRequest fetch, 
   fetch.on_done = [this, receive_id] { OnEnded(receive_id); };
   // Held until the handle is known: the fetch may end at once.
   const MutexLock lock(&mutex_);
-  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<FetchHandle> handle, node().Fetch(std::move(fetch)));
-  receives_.emplace(receive_id, Receive{num_pages, num_tokens, handle, std::nullopt});
-  return Added{receive_id, std::move(handle)};
+  // Before the fetch, which nobody could end that is not among these.
+  Receive& receive = receives_[receive_id] = {num_pages, num_tokens, nullptr, std::nullopt};
+  absl::Cleanup remove = [&]()
+                             ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { receives_.erase(receive_id); };
+  KVFERRY_ASSIGN_OR_RETURN(receive.handle, node().Fetch(std::move(fetch)));
+  std::move(remove).Cancel();
+  return Added{receive_id, receive.handle};
 }
 
 int64_t ReceiveTable::num_waiting() const {

@@ -5,9 +5,9 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/mutex.h"
@@ -90,8 +90,9 @@ class ReceiveTable : public CallHandler {
   AttachedNode node_;
 
   mutable Mutex mutex_;
-  absl::flat_hash_map<uint64_t, Receive> receives_ ABSL_GUARDED_BY(mutex_);  // Not ended.
-  std::map<CallKey, uint64_t> pushes_ ABSL_GUARDED_BY(mutex_);               // Of those taken.
+  // Not ended. Abseil's maps are broken by a growth for which there is no memory.
+  std::unordered_map<uint64_t, Receive> receives_ ABSL_GUARDED_BY(mutex_);
+  std::map<CallKey, uint64_t> pushes_ ABSL_GUARDED_BY(mutex_);  // Of those taken.
   RecentMap<absl::StatusCode> ended_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -1,14 +1,13 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
-
-#include "absl/container/btree_map.h"
-#include "absl/container/node_hash_map.h"
 
 namespace kvferry {
 
@@ -22,13 +21,30 @@ class EntryIndex {
     int64_t pins = 0;
   };
 
+ private:
+  // Not Abseil's, which are broken by a growth for which there is no memory.
+  using Entries = std::map<std::string, Entry, std::less<>>;
+  using ByNumber = std::map<uint64_t, const Entries::value_type*>;
+
+ public:
+  // What the index needs to know an entry: all memory that it ever takes.
+  class Place {
+   public:
+    explicit Place(std::string_view key);
+
+   private:
+    friend class EntryIndex;
+    Entries::node_type entry_;
+    ByNumber::node_type number_;
+  };
+
   // Null for a miss.
   const Entry* Find(std::string_view key) const;
-  // In place of what was there, with its pins.
-  void Set(std::string_view key, uint64_t number, int64_t bytes);
-  void Remove(std::string_view key);
+  // The place's key, in place of what was there, with its pins.
+  void Set(Place place, uint64_t number, int64_t bytes) noexcept;
+  void Remove(std::string_view key) noexcept;
   // Of an entry that is there; not below 0.
-  void AddPins(std::string_view key, int64_t pins);
+  void AddPins(std::string_view key, int64_t pins) noexcept;
 
   // Which entries have to go so that `key` fits with `bytes`, in place of what it has now. Nothing
   // when what is pinned leaves no room.
@@ -51,16 +67,16 @@ class EntryIndex {
   int64_t size() const { return static_cast<int64_t>(entries_.size()); }
   int64_t bytes() const { return bytes_; }
   int64_t pinned_bytes() const { return pinned_bytes_; }
-  int64_t num_pinned() const { return size() - static_cast<int64_t>(unpinned_.size()); }
+  int64_t num_pinned() const { return static_cast<int64_t>(pinned_.size()); }
 
  private:
-  using Entries = absl::node_hash_map<std::string, Entry>;
-
-  void Count(const Entries::value_type& entry);
-  void Discount(const Entries::value_type& entry);
+  ByNumber& GroupOf(const Entry& entry) { return entry.pins > 0 ? pinned_ : unpinned_; }
+  void Count(const Entries::value_type& entry, ByNumber::node_type number);
+  ByNumber::node_type Discount(const Entry& entry);
 
   Entries entries_;
-  absl::btree_map<uint64_t, const Entries::value_type*> unpinned_;  // By number.
+  ByNumber unpinned_;
+  ByNumber pinned_;
   int64_t bytes_ = 0;
   int64_t pinned_bytes_ = 0;
 };

@@ -1,9 +1,9 @@
 #include "connector/store/kv_store.h"
 
 #include <algorithm>
+#include <unordered_set>
 #include <utility>
 
-#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "connector/store/in_pieces.h"
 #include "connector/store/staged_pages.h"
@@ -167,7 +167,7 @@ std::vector<absl::Status> KvStore::DoGetPages(std::span<const std::string_view> 
 }
 
 size_t CountDistinct(std::span<const std::string_view> keys) {
-  absl::flat_hash_set<std::string_view> seen;
+  std::unordered_set<std::string_view> seen;  // Abseil's is broken by a growth without memory.
   const auto again = std::ranges::find_if(
       keys, [&seen](std::string_view key) { return !seen.insert(key).second; });
   return static_cast<size_t>(again - keys.begin());

@@ -164,7 +164,7 @@ absl::Status RocksDbStore::Impl::LoadEntries(rocksdb::WriteBatch* stale) {
     }
     if (Find(record->key)) AddRemoval(record->key, stale);
     MutexLock lock(&mutex_);
-    index_.Set(record->key, record->number, record->bytes);
+    index_.Set(EntryIndex::Place(record->key), record->number, record->bytes);
     next_number_ = record->number + 1;
   }
   return it->status().ok() ? absl::OkStatus() : FromRocksDb("reading the entries", it->status());
@@ -259,9 +259,11 @@ absl::Status RocksDbStore::Impl::PutTogether(std::span<const NumberedItem> items
                                              Deadline deadline) {
   std::vector<ValueHeader> headers;
   std::vector<EntryIndex::Wanted> wanted;
+  std::vector<EntryIndex::Place> places;  // Now: what the disk has is to be known, come what may.
   for (const auto& [item, number] : items) {
     headers.push_back(MakeValueHeader(item.key, item.value));
     wanted.push_back({item.key, EntryBytes(item.key, BytesOf(item.value))});
+    places.emplace_back(item.key);
   }
   KVFERRY_ASSIGN_OR_RETURN(const Turn turn, Turn::Take(this, deadline));
   KVFERRY_ASSIGN_OR_RETURN(const std::vector<std::string> victims, VictimsFor(wanted, batch));
@@ -276,7 +278,7 @@ absl::Status RocksDbStore::Impl::PutTogether(std::span<const NumberedItem> items
   MutexLock lock(&mutex_);
   for (const std::string& victim : victims) index_.Remove(victim);
   for (size_t i = 0; i < items.size(); ++i) {
-    index_.Set(wanted[i].key, items[i].number, wanted[i].bytes);
+    index_.Set(std::move(places[i]), items[i].number, wanted[i].bytes);
   }
   counts_.evictions += std::ssize(victims);
   counts_.puts += std::ssize(items);

@@ -6,17 +6,22 @@
 #include <random>
 
 #include "absl/strings/str_cat.h"
+#include "tests/support/failing_new.h"
 
 namespace kvferry {
 namespace {
 
 using Victims = std::vector<std::string>;
 
+void Set(EntryIndex& index, std::string_view key, uint64_t number, int64_t bytes) {
+  index.Set(EntryIndex::Place(key), number, bytes);
+}
+
 TEST(EntryIndices, TheOldestThatIsNotPinnedGoes) {
   EntryIndex index;
-  for (uint64_t i = 1; i <= 4; ++i) index.Set(absl::StrCat(i), i, 10);
+  for (uint64_t i = 1; i <= 4; ++i) Set(index, absl::StrCat(i), i, 10);
   index.AddPins("1", 1);
-  index.Set("2", 5, 10);  // Is the youngest now.
+  Set(index, "2", 5, 10);  // Is the youngest now.
   EXPECT_EQ(index.VictimsFor("new", 10, 50), Victims{});
   EXPECT_EQ(index.VictimsFor("new", 10, 49), Victims{"3"});
   EXPECT_EQ(index.VictimsFor("new", 10, 30), (Victims{"3", "4"}));
@@ -28,7 +33,7 @@ TEST(EntryIndices, TheOldestThatIsNotPinnedGoes) {
 TEST(EntryIndices, RoomForSeveralAtOnce) {
   using Wanted = std::vector<EntryIndex::Wanted>;
   EntryIndex index;
-  for (uint64_t i = 1; i <= 4; ++i) index.Set(absl::StrCat(i), i, 10);
+  for (uint64_t i = 1; i <= 4; ++i) Set(index, absl::StrCat(i), i, 10);
   index.AddPins("1", 1);
   EXPECT_EQ(index.VictimsFor(Wanted{}, 40, {}), Victims{});
   EXPECT_EQ(index.VictimsFor(Wanted{}, 15, {}), (Victims{"2", "3", "4"}));
@@ -43,10 +48,50 @@ TEST(EntryIndices, RoomForSeveralAtOnce) {
 TEST(EntryIndices, WhatIsSparedMakesNoRoom) {
   using Wanted = std::vector<EntryIndex::Wanted>;
   EntryIndex index;
-  for (uint64_t i = 1; i <= 4; ++i) index.Set(absl::StrCat(i), i, 10);
+  for (uint64_t i = 1; i <= 4; ++i) Set(index, absl::StrCat(i), i, 10);
   EXPECT_EQ(index.VictimsFor(Wanted{{"a", 10}}, 30, {2, 4}), (Victims{"1", "4"}));
   EXPECT_EQ(index.VictimsFor(Wanted{{"a", 11}}, 30, {2, 4}), std::nullopt);
   EXPECT_EQ(index.VictimsFor(Wanted{{"2", 20}}, 30, {2, 4}), (Victims{"1", "4"}));
+}
+
+// New ones, and one in place of another.
+TEST(EntryIndices, ASetThatFindsNoMemoryChangesNothing) {
+  const auto key_of = [](uint64_t i) { return absl::StrCat("a key with memory of its own", i); };
+  EntryIndex index;
+  for (uint64_t i = 1; i <= 20; ++i) {
+    for (const uint64_t number : {i, 100 + i}) {
+      const int64_t bytes = index.bytes();
+      CallWithoutMemory([&] { Set(index, key_of(i), number, 10); },
+                        [&] {
+                          EXPECT_EQ(index.size(), number == i ? i - 1 : i);
+                          EXPECT_EQ(index.bytes(), bytes);
+                        });
+      EXPECT_EQ(index.Find(key_of(i))->number, number);
+    }
+  }
+  EXPECT_EQ(index.bytes(), 200);
+  EXPECT_EQ(index.VictimsFor("new", 10, 200), Victims{key_of(1)});
+}
+
+// Not even that of its key.
+TEST(EntryIndices, PinsAndRemovalsNeedNoMemory) {
+  const std::string key = "a key with memory of its own";
+  EntryIndex index;
+  Set(index, key, 1, 10);
+  const FailingNew failing(0);
+  index.AddPins(key, 1);
+  index.AddPins(key, -1);
+  EXPECT_EQ(index.num_pinned(), 0);
+  index.Remove(key);
+  EXPECT_EQ(index.bytes(), 0);
+}
+
+TEST(EntryIndices, ALookForVictimsThatFindsNoMemoryChangesNothing) {
+  EntryIndex index;
+  for (uint64_t i = 1; i <= 4; ++i) Set(index, absl::StrCat(i), i, 10);
+  const std::vector<EntryIndex::Wanted> wanted = {{"1", 10}, {"2", 10}, {"3", 20}};
+  CallWithoutMemory([&] { (void)index.VictimsFor(wanted, 40, {}); },
+                    [&] { EXPECT_EQ(index.VictimsFor(wanted, 40, {}), Victims{"4"}); });
 }
 
 // All entries, looked at one by one.
@@ -61,7 +106,7 @@ TEST(EntryIndices, RandomCallsAgreeWithAMap) {
       case 0:
       case 1: {
         const auto bytes = static_cast<int64_t>(random() % 100 + 1);
-        index.Set(key, i, bytes);
+        Set(index, key, i, bytes);
         model[key] = {i, bytes, it == model.end() ? 0 : it->second.pins};
         break;
       }

@@ -362,6 +362,32 @@ TEST(HostStore, APutThatFindsNoMemoryChangesNothing) {
   }
 }
 
+// Of several values at once, whose keys are compared.
+TEST(HostStore, ABatchThatFindsNoMemoryLeavesEachKeyWithOneOfItsValues) {
+  const std::string other = absl::StrCat(kLongKey, ", the other one");
+  const Bytes old = ValueOf(1, 1, 100), value = ValueOf(1, 2, 100);
+  const std::span<const std::byte> part = value;
+  const std::vector<KvStore::PutItem> items = {{kLongKey, {&part, 1}}, {other, {&part, 1}}};
+  const auto store = Small(40);
+  for (const auto& item : items) ASSERT_TRUE(IsOk(Put(*store, item.key, old)));
+  CallWithoutMemory([&] { (void)store->PutBatch(items, Soon()); },
+                    [&] {
+                      for (const auto& item : items) {
+                        const Bytes got = Read(Must(store->Acquire(item.key)));
+                        EXPECT_TRUE(got == old || got == value);
+                      }
+                      EXPECT_EQ(store->stats().bytes, 200);
+                    });
+  for (const auto& item : items) EXPECT_EQ(Read(Must(store->Acquire(item.key))), value);
+}
+
+TEST(Keys, ThatAreComparedWithoutMemory) {
+  const std::vector<std::string_view> keys = {"a", "b", "c", "a"};
+  size_t distinct = 0;
+  CallWithoutMemory([&] { distinct = CountDistinct(keys); }, [&] { EXPECT_EQ(distinct, 0u); });
+  EXPECT_EQ(distinct, 3u);
+}
+
 // Of a value in many pieces, too.
 TEST(HostStore, LettingGoNeedsNoMemory) {
   constexpr int64_t kPages = 64;

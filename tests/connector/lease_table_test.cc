@@ -7,6 +7,7 @@
 #include <set>
 #include <tuple>
 
+#include "tests/support/failing_new.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -347,6 +348,40 @@ TEST_F(Leases, UnpublishingIsWithdrawn) {
   EXPECT_EQ(Must(table_.Withdraw(kLease)), false);
   table_.GoOn(kLease, {}, At(500));
   EXPECT_EQ(Ended(), "released");
+}
+
+// ---------------------------------------------------------------- memory that is not there
+
+// Tables grow when they are full.
+TEST_F(Leases, APublishThatFindsNoMemoryChangesNothing) {
+  for (const int64_t published : {0, 7, 14, 200}) {
+    SCOPED_TRACE(published);
+    LeaseTable table{Config()};
+    for (int64_t i = 0; i < published; ++i) {
+      ASSERT_TRUE(IsOk(table.Publish(1000 + i, Pages({1}), 0, At(100000))));
+    }
+    CallWithoutMemory([&] { ASSERT_TRUE(IsOk(table.Publish(kLease, PageRuns(), 0, At(100000)))); },
+                      [&] { EXPECT_EQ(table.num_live(), published); });
+    EXPECT_TRUE(IsOk(table.Publish(kLease + 1, Pages({1}), 0, At(100000))));
+    EXPECT_EQ(table.num_live(), published + 2);
+    EXPECT_TRUE(Must(table.Withdraw(kLease)));
+  }
+}
+
+TEST_F(Leases, AnEndThatFindsNoMemoryChangesNothing) {
+  ASSERT_TRUE(IsOk(Publish()));
+  CallWithoutMemory([&] { EXPECT_TRUE(table_.Withdraw(kLease).ok()); },
+                    [&] {
+                      EXPECT_EQ(Ended(), "none");
+                      EXPECT_EQ(table_.num_live(), 1);
+                    });
+  EXPECT_EQ(Ended(), "released");
+}
+
+TEST_F(Leases, AnUnneededOneThatFindsNoMemoryWhenItIsPublishedIsUnneededStill) {
+  table_.NothingNeeded(kLease, {});
+  CallWithoutMemory([&] { ASSERT_TRUE(IsOk(Publish())); }, [&] { EXPECT_EQ(Ended(), "none"); });
+  EXPECT_EQ(Ended(), "fetched");
 }
 
 // ---------------------------------------------------------------- against a naive model
