@@ -5,7 +5,7 @@
 #include <new>
 #include <utility>
 
-#include "absl/container/flat_hash_set.h"
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
 
@@ -31,12 +31,12 @@ int64_t TieredStore::max_value_bytes() const {
 
 bool TieredStore::IsStale(const Tier& tier, std::string_view key) const {
   MutexLock lock(&mutex_);
-  return !tier.stale.empty() && tier.stale.contains(std::string(key));
+  return tier.stale.contains(key);
 }
 
 bool TieredStore::IsPinned(std::string_view key) const {
   MutexLock lock(&mutex_);
-  return pins_.contains(std::string(key));
+  return pins_.contains(key);
 }
 
 void TieredStore::CountError() {
@@ -45,10 +45,9 @@ void TieredStore::CountError() {
 }
 
 bool TieredStore::IsPinnedInATier(std::string_view key) const {
-  const std::string name(key);
   MutexLock lock(&mutex_);
-  return std::ranges::any_of(std::array{&upper_, &lower_}, [&name](const Tier* tier) {
-    return tier->pinned.contains(name) && !tier->stale.contains(name);
+  return std::ranges::any_of(std::array{&upper_, &lower_}, [key](const Tier* tier) {
+    return tier->pinned.contains(key) && !tier->stale.contains(key);
   });
 }
 
@@ -124,12 +123,44 @@ std::vector<absl::Status> TieredStore::AskBatch(Tier& tier, Deadline deadline, s
 
 // ---- Put and Erase ------------------------------------------------------------------------------
 
+namespace {
+
+// Where there is no memory, too: no copy of the key is made.
+template <typename Table>
+void EraseIfThere(Table& table, std::string_view key) {
+  if (const auto it = table.find(key); it != table.end()) table.erase(it);
+}
+
+}  // namespace
+
+TieredStore::PutUnderWay::PutUnderWay(TieredStore* store, std::span<const std::string_view> keys,
+                                      Deadline deadline)
+    : store_(store), deadline_(deadline) {
+  marks_.reserve(keys.size());
+  for (const std::string_view key : keys) {
+    Keys one;
+    marks_.push_back(one.extract(one.emplace(key).first));
+  }
+}
+
+TieredStore::PutUnderWay::~PutUnderWay() {
+  for (Keys::node_type& mark : marks_) {
+    try {
+      if (store_->EraseFrom(store_->upper_, mark.value(), deadline_).ok()) continue;
+    } catch (const std::bad_alloc&) {
+      // The mark is there.
+    }
+    MutexLock lock(&store_->mutex_);
+    store_->upper_.stale.insert(std::move(mark));
+  }
+}
+
 absl::Status TieredStore::EraseFrom(Tier& tier, std::string_view key, Deadline deadline) {
   KVFERRY_RETURN_IF_ERROR(
       Ask(tier, deadline, [&](Deadline until) { return tier.store->Erase(key, until); }));
   MutexLock lock(&mutex_);
-  tier.stale.erase(std::string(key));
-  tier.pinned.erase(std::string(key));
+  EraseIfThere(tier.stale, key);
+  EraseIfThere(tier.pinned, key);
   return absl::OkStatus();
 }
 
@@ -150,15 +181,19 @@ absl::Status TieredStore::DropOld(Tier& tier, std::string_view key, const absl::
 }
 
 std::vector<absl::Status> TieredStore::PutInto(Tier& tier, std::span<const PutItem> items,
-                                               Deadline deadline) {
+                                               Deadline deadline, bool* cut_off) {
   std::vector<absl::Status> statuses;
   std::vector<PutItem> fit;
   for (const PutItem& item : items) {
     statuses.push_back(CheckValueBytes(BytesOf(item.value), tier.store->max_value_bytes()));
     if (statuses.back().ok()) fit.push_back(item);
   }
-  const std::vector<absl::Status> put = AskBatch(
-      tier, deadline, fit.size(), [&](Deadline until) { return tier.store->PutBatch(fit, until); });
+  const std::vector<absl::Status> put = AskBatch(tier, deadline, fit.size(), [&](Deadline until) {
+    absl::Cleanup note = [cut_off] { *cut_off = true; };
+    std::vector<absl::Status> said = tier.store->PutBatch(fit, until);
+    std::move(note).Cancel();
+    return said;
+  });
   auto next = put.begin();
   for (size_t i = 0; i < items.size(); ++i) {
     if (statuses[i].ok()) statuses[i] = *next++;
@@ -170,7 +205,7 @@ std::vector<absl::Status> TieredStore::PutInto(Tier& tier, std::span<const PutIt
 void TieredStore::AfterPutInto(Tier& tier, std::string_view key, Deadline deadline) {
   {
     MutexLock lock(&mutex_);
-    tier.stale.erase(std::string(key));
+    EraseIfThere(tier.stale, key);
   }
   if (&tier == &upper_) ++puts_above_;
   if (IsPinned(key)) (void)PinIn(tier, key, deadline);
@@ -179,7 +214,8 @@ void TieredStore::AfterPutInto(Tier& tier, std::string_view key, Deadline deadli
 absl::Status TieredStore::PutInto(Tier& tier, std::string_view key, ConstParts value,
                                   Deadline deadline) {
   const PutItem item = {key, value};
-  return PutInto(tier, {&item, 1}, deadline)[0];
+  bool cut_off = false;
+  return PutInto(tier, {&item, 1}, deadline, &cut_off)[0];
 }
 
 absl::Status TieredStore::AfterPut(std::string_view key, const absl::Status& upper,
@@ -233,17 +269,19 @@ void TieredStore::PutInPlaceAbove(std::span<const PutItem> items,
 
 std::vector<absl::Status> TieredStore::PutIntoBoth(std::span<const PutItem> items,
                                                    Deadline deadline) {
-  std::vector<std::string_view> keys;
-  for (const PutItem& item : items) keys.push_back(item.key);
-  const absl::StatusOr<Turns> turns = TakeTurns(std::move(keys), deadline);
+  const std::vector<std::string_view> keys = KeysOf(items);
+  const absl::StatusOr<Turns> turns = TakeTurns(keys, deadline);
   if (!turns.ok()) return std::vector<absl::Status>(items.size(), turns.status());
-  std::vector<absl::Status> upper = PutInto(upper_, items, deadline);
-  const std::vector<absl::Status> lower = PutInto(lower_, items, deadline);
+  PutUnderWay under_way(this, keys, deadline);
+  bool cut_off_above = false, cut_off_below = false;
+  std::vector<absl::Status> upper = PutInto(upper_, items, deadline, &cut_off_above);
+  const std::vector<absl::Status> lower = PutInto(lower_, items, deadline, &cut_off_below);
   PutInPlaceAbove(items, lower, upper, deadline);
   std::vector<absl::Status> statuses;
   for (size_t i = 0; i < items.size(); ++i) {
     statuses.push_back(AfterPut(items[i].key, upper[i], lower[i], deadline));
   }
+  if (!cut_off_above) under_way.IsOver();
   return statuses;
 }
 
@@ -253,6 +291,7 @@ std::vector<absl::Status> TieredStore::PutShown(std::span<const std::string_view
                                                 Deadline deadline) {
   const absl::StatusOr<Turns> turns = TakeTurns({keys.begin(), keys.end()}, deadline);
   if (!turns.ok()) return std::vector<absl::Status>(keys.size(), turns.status());
+  PutUnderWay under_way(this, keys, deadline);
   std::vector<absl::Status> statuses = AskBatch(lower_, deadline, keys.size(), [&](Deadline until) {
     return lower_.store->PutPages(keys, pool, pages, until);
   });
@@ -272,6 +311,7 @@ std::vector<absl::Status> TieredStore::PutShown(std::span<const std::string_view
     MutexLock lock(&mutex_);
     ++counts_.puts;
   }
+  under_way.IsOver();
   return statuses;
 }
 
@@ -284,7 +324,7 @@ std::vector<absl::Status> TieredStore::PutBatch(std::span<const PutItem> items, 
   std::vector<absl::Status> statuses(items.size());
   std::vector<PutItem> together;
   std::vector<size_t> at;  // Where those stand in `items`.
-  absl::flat_hash_set<std::string> keys;
+  std::set<std::string_view> keys;
   const auto put = [&] {
     const std::vector<absl::Status> done = PutIntoBoth(together, deadline);
     for (size_t i = 0; i < at.size(); ++i) statuses[at[i]] = done[i];
@@ -295,10 +335,10 @@ std::vector<absl::Status> TieredStore::PutBatch(std::span<const PutItem> items, 
     if (statuses[i].ok()) statuses[i] = CheckValueBytes(BytesOf(items[i].value), max_value_bytes());
     if (!statuses[i].ok()) continue;
     // Of two puts of a key the second one comes after all of the first.
-    if (keys.contains(std::string(items[i].key))) put();
+    if (keys.contains(items[i].key)) put();
     together.push_back(items[i]);
     at.push_back(i);
-    keys.insert(std::string(items[i].key));
+    keys.insert(items[i].key);
   }
   if (!together.empty()) put();
   return statuses;
@@ -315,7 +355,7 @@ absl::Status TieredStore::Erase(std::string_view key, Deadline deadline) {
   KVFERRY_RETURN_IF_ERROR(upper);
   KVFERRY_RETURN_IF_ERROR(lower);
   MutexLock lock(&mutex_);
-  pins_.erase(std::string(key));
+  EraseIfThere(pins_, key);
   return absl::OkStatus();
 }
 
@@ -421,7 +461,8 @@ std::vector<absl::Status> TieredStore::FetchFromLower(std::span<const GetItem> i
   }
   // What is brought up here has been found.
   if (MayHaveMovedUp(puts_above)) FetchWhatMovedUp(items, statuses, lower, deadline);
-  if (!bring_up.empty()) (void)PutInto(upper_, bring_up, deadline);
+  bool cut_off = false;  // Then that one is above which is below too.
+  if (!bring_up.empty()) (void)PutInto(upper_, bring_up, deadline, &cut_off);
   for (size_t i = 0; i < items.size(); ++i) {
     if (absl::IsNotFound(statuses[i]) || !absl::IsNotFound(lower[i])) statuses[i] = lower[i];
   }
@@ -610,20 +651,21 @@ absl::Status TieredStore::PinIn(Tier& tier, std::string_view key, Deadline deadl
   }
   {
     MutexLock lock(&mutex_);
-    if (tier.pinned.contains(std::string(key))) return absl::OkStatus();
-    if (tier.stale.contains(std::string(key))) return absl::NotFoundError("tiered store: stale");
+    if (tier.pinned.contains(key)) return absl::OkStatus();
+    if (tier.stale.contains(key)) return absl::NotFoundError("tiered store: stale");
   }
+  Keys pinned = {std::string(key)};  // Before it is: without memory nobody would know of the pin.
   KVFERRY_RETURN_IF_ERROR(
       Ask(tier, deadline, [&](Deadline until) { return tier.store->Pin(key, until); }));
   MutexLock lock(&mutex_);
-  tier.pinned.insert(std::string(key));
+  tier.pinned.merge(pinned);
   return absl::OkStatus();
 }
 
 absl::Status TieredStore::UnpinIn(Tier& tier, std::string_view key, Deadline deadline) {
   {
     MutexLock lock(&mutex_);
-    if (!tier.pinned.contains(std::string(key))) return absl::OkStatus();
+    if (!tier.pinned.contains(key)) return absl::OkStatus();
   }
   absl::Status status =
       Ask(tier, deadline, [&](Deadline until) { return tier.store->Unpin(key, until); });
@@ -633,7 +675,7 @@ absl::Status TieredStore::UnpinIn(Tier& tier, std::string_view key, Deadline dea
     return status;
   }
   MutexLock lock(&mutex_);
-  tier.pinned.erase(std::string(key));
+  EraseIfThere(tier.pinned, key);
   return absl::OkStatus();
 }
 
@@ -650,6 +692,7 @@ absl::Status TieredStore::BringUpAndPin(std::string_view key, Deadline deadline)
 absl::Status TieredStore::Pin(std::string_view key, Deadline deadline) {
   KVFERRY_RETURN_IF_ERROR(CheckKey(key));
   KVFERRY_ASSIGN_OR_RETURN(const KeyTurns::Turn turn, turns_.Take(key, deadline));
+  std::map<std::string, int64_t, std::less<>> pinned = {{std::string(key), 0}};  // As in PinIn().
   absl::Status upper = PinIn(upper_, key, deadline);
   const absl::Status lower = PinIn(lower_, key, deadline);
   if (absl::IsNotFound(upper) && absl::IsUnimplemented(lower)) {
@@ -657,7 +700,8 @@ absl::Status TieredStore::Pin(std::string_view key, Deadline deadline) {
   }
   if (!upper.ok() && !lower.ok()) return absl::IsUnimplemented(lower) ? upper : lower;
   MutexLock lock(&mutex_);
-  ++pins_[std::string(key)];
+  pins_.merge(pinned);
+  ++pins_.find(key)->second;
   return absl::OkStatus();
 }
 
@@ -666,7 +710,7 @@ absl::Status TieredStore::Unpin(std::string_view key, Deadline deadline) {
   KVFERRY_ASSIGN_OR_RETURN(const KeyTurns::Turn turn, turns_.Take(key, deadline));
   {
     MutexLock lock(&mutex_);
-    const auto it = pins_.find(std::string(key));
+    const auto it = pins_.find(key);
     if (it == pins_.end()) {
       return absl::FailedPreconditionError("tiered store: the entry is not pinned");
     }
@@ -679,7 +723,7 @@ absl::Status TieredStore::Unpin(std::string_view key, Deadline deadline) {
   KVFERRY_RETURN_IF_ERROR(UnpinIn(lower_, key, deadline));
   KVFERRY_RETURN_IF_ERROR(upper);
   MutexLock lock(&mutex_);
-  pins_.erase(std::string(key));  // Last: until the tiers have let go of it, it counts.
+  EraseIfThere(pins_, key);  // Last: until the tiers have let go of it, it counts.
   return absl::OkStatus();
 }
 

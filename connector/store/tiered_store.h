@@ -96,13 +96,31 @@ class TieredStore : public KvStore {
 
  private:
   // Abseil's sets and maps are broken by a growth for which there is no memory.
+  using Keys = std::set<std::string, std::less<>>;
   struct Tier {
     std::shared_ptr<KvStore> store;
-    std::set<std::string, std::less<>> stale{};   // Keys whose value there is an old one.
-    std::set<std::string, std::less<>> pinned{};  // Keys that we have pinned there.
+    Keys stale{};   // Keys whose value there is an old one.
+    Keys pinned{};  // Keys that we have pinned there.
     TierPatience patience{};
   };
   using Turns = std::vector<KeyTurns::Turn>;
+
+  // If a put finds no memory half-way, the lower tier may lack what the upper one has, and would be
+  // asked once that is evicted. Unless it is said to be over, what the upper one has is removed
+  // there, or else is stale. Needs the keys' turns.
+  class PutUnderWay {
+   public:
+    PutUnderWay(TieredStore* store, std::span<const std::string_view> keys, Deadline deadline);
+    ~PutUnderWay();
+    PutUnderWay(const PutUnderWay&) = delete;
+    PutUnderWay& operator=(const PutUnderWay&) = delete;
+    void IsOver() { marks_.clear(); }
+
+   private:
+    TieredStore* const store_;
+    const Deadline deadline_;
+    std::vector<Keys::node_type> marks_;  // That they are stale: it takes no memory then.
+  };
 
   TieredStore(std::shared_ptr<KvStore> upper, std::shared_ptr<KvStore> lower);
 
@@ -145,7 +163,9 @@ class TieredStore : public KvStore {
   absl::StatusOr<std::vector<bool>> WhichIn(Tier& tier, std::span<const std::string_view> keys,
                                             Deadline deadline);
   // These need the turn of the key, or of all keys.
-  std::vector<absl::Status> PutInto(Tier& tier, std::span<const PutItem> items, Deadline deadline);
+  // `cut_off`: is set where the tier found no memory half-way, so that nobody knows what it took.
+  std::vector<absl::Status> PutInto(Tier& tier, std::span<const PutItem> items, Deadline deadline,
+                                    bool* cut_off);
   // The tier has a new value of the key's.
   void AfterPutInto(Tier& tier, std::string_view key, Deadline deadline);
   absl::Status PutInto(Tier& tier, std::string_view key, ConstParts value, Deadline deadline);

@@ -404,16 +404,16 @@ TEST_F(RemotePages, WhatIsReadInMemoryIsAHitOfTheTiersToo) {
 
 // ---------------------------------------------------------------- memory that is not there
 
-// Leaves the thread that has put something without memory for a copy of the key.
+// Leaves the thread that has put something without memory of some size: that of a list of one status.
 class StarvingStore : public FakeStore {
  public:
   using FakeStore::FakeStore;
-  static std::string Key() { return std::string(199, 'k'); }
+  size_t bytes = sizeof(absl::Status);
   std::optional<ScarceNew> scarce;  // Of the server's thread, until it has replied.
 
   absl::Status Put(std::string_view key, ConstParts value, Deadline deadline) override {
     absl::Status put = FakeStore::Put(key, value, deadline);
-    scarce.emplace(ScarceNew::Of::kThisThread, key.size() + 1);
+    scarce.emplace(ScarceNew::Of::kThisThread, bytes);
     return put;
   }
 };
@@ -424,7 +424,7 @@ TEST_F(RemotePages, WhereTheServerFindsNoMemoryTheCallEnds) {
   const auto lower = std::make_shared<StarvingStore>(SmallLayout().page_bytes());
   const auto server = Serve(MakeHost(4), lower);
   const auto client = Dial(server->address(), source_);
-  const std::string key = StarvingStore::Key();
+  const std::string key = "key";
   const std::byte small[3] = {};
   const std::span<const std::byte> part = small;
   EXPECT_TRUE(Fails(client->Put(key, {&part, 1}, Soon()), kNoMemory, "no memory"));
@@ -433,6 +433,27 @@ TEST_F(RemotePages, WhereTheServerFindsNoMemoryTheCallEnds) {
                     kNoMemory, "no memory"));
   lower->scarce.reset();
   EXPECT_TRUE(IsOk(client->GetBytes(key, Soon())));
+}
+
+// A list of keys, for the table in which they are compared.
+TEST_F(RemotePages, WhereTheServerFindsNoMemoryItGoesOn) {
+  const std::vector<std::string> keys = Keys(9);
+  std::vector<int64_t> pages(keys.size());
+  std::iota(pages.begin(), pages.end(), 0);
+  for (const size_t bytes : {32, 40}) {
+    const auto lower = std::make_shared<StarvingStore>(SmallLayout().page_bytes());
+    lower->bytes = bytes;
+    const auto server = Serve(MakeHost(20), lower);
+    const auto client = Dial(server->address(), source_);
+    const auto put = [&](Deadline deadline) {
+      return client->PutPages(Views(keys), *source_, pages, deadline);
+    };
+    // From here on the thread has none of that size: not to answer, either.
+    for (int i = 0; i < 2; ++i) (void)put(DeadlineInMs(200));
+    lower->bytes = 0;
+    lower->scarce.reset();
+    EXPECT_TRUE(AllOk(put(Soon())));
+  }
 }
 
 // More of them than may be on their way together.
