@@ -502,7 +502,8 @@ absl::Status StoreServer::Service::FetchFromCaller(const Request& request, PageR
 // ---------------------------------------------------------------- values as bytes
 
 // What is in memory is read only if there is room for it. The length of a value below is known when
-// it has been read; only one thread does that.
+// it has been read: by the task thread one at a time, and one more where the thread that answers what
+// is in memory has come for what was evicted meanwhile.
 absl::StatusOr<std::shared_ptr<const Bytes>> StoreServer::Service::ReadValue(std::string_view key,
                                                                              Deadline deadline) {
   Bytes value;
