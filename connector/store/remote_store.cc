@@ -177,6 +177,11 @@ absl::StatusOr<Fields> RemoteStore::Ask(const std::string& function, const Field
 absl::StatusOr<Fields> RemoteStore::AskToChange(const std::string& function,
                                                 std::span<const std::string_view> keys,
                                                 const Fields& args, Deadline deadline) {
+  const auto turns = turns_.TakeEach({keys.begin(), keys.end()}, deadline);
+  if (!turns.ok()) {
+    return absl::DeadlineExceededError(
+        absl::StrCat("store at ", options_.address, ": ", turns.status().message()));
+  }
   const uint64_t era = eras_.Of(keys);
   // Also where there is no memory to hear the answer.
   absl::Cleanup abandon = [&] { eras_.Abandon(era, keys); };

@@ -12,6 +12,7 @@
 #include "connector/lease_table.h"
 #include "connector/prefill_endpoint.h"
 #include "connector/store/change_eras.h"
+#include "connector/store/key_turns.h"
 #include "connector/store/kv_store.h"
 #include "transport/node.h"
 
@@ -25,8 +26,9 @@ namespace kvferry {
 // UNAVAILABLE a call is made anew, over another session, twice at most and within its deadline: it
 // may be carried out more than once. Pin and Unpin, which are counted, are made anew only if the
 // server has not heard of them; else the error says that they may have been carried out, as may
-// whatever ends with DEADLINE_EXCEEDED; but not any more once a later Put, Erase, Pin or Unpin of this
-// store has succeeded. Pins stay when the client goes.
+// whatever ends with DEADLINE_EXCEEDED; but not any more once a later Put, Erase, Pin or Unpin of the
+// same key by this store has succeeded: that waits until the one before has ended. Pins stay when the
+// client goes.
 //
 // Pages beyond what the server's memory takes at a time go in several rounds. RESOURCE_EXHAUSTED
 // for a page that is got: it may be in a tier below, but others keep what is above occupied.
@@ -74,9 +76,10 @@ class RemoteStore : public KvStore {
   // One attempt. UNAVAILABLE with a CutOff: the session has ended.
   absl::StatusOr<Fields> Ask(const std::string& function, const Fields& args,
                              Deadline deadline) const;
-  // One attempt of a call that changes these keys. No attempt to change them before this one is carried
-  // out after it, whatever session it was made over. ABORTED with CutOff::kNotAsked where one of a
-  // later era has come before it.
+  // One attempt of a call that changes these keys, once all others of them have ended, as one may
+  // overtake another on the way. No attempt to change them before this one is carried out after it,
+  // whatever session it was made over. ABORTED with CutOff::kNotAsked where one of a later era has
+  // come before it.
   absl::StatusOr<Fields> AskToChange(const std::string& function,
                                      std::span<const std::string_view> keys, const Fields& args,
                                      Deadline deadline);
@@ -118,6 +121,7 @@ class RemoteStore : public KvStore {
   const Options options_;
   LeaseTable leases_;
   const uint64_t id_ = RandomId();
+  KeyTurns turns_;  // Of changes.
   ChangeEras eras_;
   std::unique_ptr<Node> node_;  // Last: its thread uses leases_.
 };

@@ -243,18 +243,6 @@ absl::Status TieredStore::AfterPut(std::string_view key, const absl::Status& upp
   return absl::OkStatus();
 }
 
-absl::StatusOr<TieredStore::Turns> TieredStore::TakeTurns(std::vector<std::string_view> keys,
-                                                          Deadline deadline) {
-  std::ranges::sort(keys);
-  keys.erase(std::unique(keys.begin(), keys.end()), keys.end());  // clang 14 has no ranges::unique.
-  Turns turns;
-  for (const std::string_view key : keys) {
-    KVFERRY_ASSIGN_OR_RETURN(KeyTurns::Turn turn, turns_.Take(key, deadline));
-    turns.push_back(std::move(turn));
-  }
-  return turns;
-}
-
 // A new value needs room beside the old one, and pinned ones leave little.
 void TieredStore::PutInPlaceAbove(std::span<const PutItem> items,
                                   std::span<const absl::Status> lower,
@@ -270,7 +258,7 @@ void TieredStore::PutInPlaceAbove(std::span<const PutItem> items,
 std::vector<absl::Status> TieredStore::PutIntoBoth(std::span<const PutItem> items,
                                                    Deadline deadline) {
   const std::vector<std::string_view> keys = KeysOf(items);
-  const absl::StatusOr<Turns> turns = TakeTurns(keys, deadline);
+  const auto turns = turns_.TakeEach(keys, deadline);
   if (!turns.ok()) return std::vector<absl::Status>(items.size(), turns.status());
   PutUnderWay under_way(this, keys, deadline);
   bool cut_off_above = false, cut_off_below = false;
@@ -289,7 +277,7 @@ std::vector<absl::Status> TieredStore::PutShown(std::span<const std::string_view
                                                 const KvPool& pool, std::span<const int64_t> pages,
                                                 const std::function<absl::Status(size_t)>& show,
                                                 Deadline deadline) {
-  const absl::StatusOr<Turns> turns = TakeTurns({keys.begin(), keys.end()}, deadline);
+  const auto turns = turns_.TakeEach({keys.begin(), keys.end()}, deadline);
   if (!turns.ok()) return std::vector<absl::Status>(keys.size(), turns.status());
   PutUnderWay under_way(this, keys, deadline);
   std::vector<absl::Status> statuses = AskBatch(lower_, deadline, keys.size(), [&](Deadline until) {
@@ -445,7 +433,7 @@ std::vector<absl::Status> TieredStore::FetchFromLower(std::span<const GetItem> i
                                                       uint64_t puts_above, Deadline deadline) {
   std::vector<std::string_view> keys;
   for (const GetItem& item : items) keys.push_back(item.key);
-  const absl::StatusOr<Turns> turns = TakeTurns(std::move(keys), deadline);
+  const auto turns = turns_.TakeEach(std::move(keys), deadline);
   if (!turns.ok()) return std::vector<absl::Status>(items.size(), turns.status());
   std::vector<absl::Status> lower = FetchFrom(lower_, items, deadline);
   // Values are brought up from where they were read to, where another one's bytes may be by now.

@@ -103,7 +103,6 @@ class TieredStore : public KvStore {
     Keys pinned{};  // Keys that we have pinned there.
     TierPatience patience{};
   };
-  using Turns = std::vector<KeyTurns::Turn>;
 
   // If a put finds no memory half-way, the lower tier may lack what the upper one has, and would be
   // asked once that is evicted. Unless it is said to be over, what the upper one has is removed
@@ -134,8 +133,6 @@ class TieredStore : public KvStore {
   absl::StatusOr<Deadline> MayAskUntil(const Tier& tier, Deadline deadline) const;
   // What a call to the tier that began then has come to.
   void Heard(Tier& tier, Deadline begin, std::span<const absl::Status> statuses);
-  // Of all these keys, each once, in one order: two batches cannot wait for each other.
-  absl::StatusOr<Turns> TakeTurns(std::vector<std::string_view> keys, Deadline deadline);
   // What a get of this tier gave. An error counts, but a miss is none, and neither is another
   // length than was asked for.
   absl::Status Note(absl::Status fetched);

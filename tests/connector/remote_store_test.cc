@@ -1091,6 +1091,29 @@ TEST_F(RemotePages, AnEraWithoutAClientSaysNothing) {
   EXPECT_TRUE(IsOk(erase(KeyArgs("b"))));
 }
 
+// It could overtake the one before, which would come after it though it had been answered.
+TEST_F(RemoteSessions, AChangeWaitsForThatOfTheSameKeyBefore) {
+  std::atomic<bool> drops = true;
+  std::atomic<uint64_t> era = 0;
+  Latch asked;
+  Connect([&](Heard& heard) {
+    if (heard.function() != store_call::kErase) return Verdict::kPass;
+    era = Must(std::get<CallMsg>(heard.message.body).args.Uint("era"));
+    asked.Open();
+    return drops ? Verdict::kDrop : Verdict::kPass;
+  });
+  auto before =
+      std::async(std::launch::async, [&] { return far_->Erase("a", DeadlineInMs(2000)); });
+  ASSERT_TRUE(asked.Wait(Soon()));
+  drops = false;
+  EXPECT_TRUE(IsOk(far_->Erase("b", Soon())));  // Another key's does not.
+  EXPECT_TRUE(Fails(far_->Erase("a", DeadlineInMs(50)), Code::kDeadlineExceeded, "same key"));
+  EXPECT_EQ(era, 0);
+  EXPECT_TRUE(IsOk(far_->Erase("a", Soon())));
+  EXPECT_EQ(era, 1);  // Which the one before cannot come after.
+  EXPECT_TRUE(Fails(before.get(), Code::kDeadlineExceeded));
+}
+
 // Changes of other keys end nothing, however many of them time out meanwhile.
 TEST_F(RemoteSessions, WhatTimesOutEndsNoChangeOfAnotherKey) {
   std::atomic<bool> drops = true;
