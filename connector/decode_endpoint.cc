@@ -114,10 +114,13 @@ absl::StatusOr<DecodeEndpoint::Receiving> DecodeEndpoint::Receive(const Receptio
                            RequestFor(reception.first_page, reception.pages));
   request.ticket.num_pages = num_pages;
   request.deadline = deadline;
+  // Before there is one: without memory for its ticket nobody could end it.
+  Receiving receiving{{address(), epoch(), 0, num_pages, reception.num_tokens}, nullptr};
   KVFERRY_ASSIGN_OR_RETURN(ReceiveTable::Added added,
                            receives_.Add(std::move(request), num_pages, reception.num_tokens));
-  return Receiving{{address(), epoch(), added.receive_id, num_pages, reception.num_tokens},
-                   std::move(added.handle)};
+  receiving.ticket.receive_id = added.receive_id;
+  receiving.handle = std::move(added.handle);
+  return receiving;
 }
 
 std::vector<std::pair<std::string, int64_t>> DecodeEndpoint::Metrics() const {
