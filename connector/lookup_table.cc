@@ -4,6 +4,7 @@
 #include <iterator>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
 
@@ -207,14 +208,20 @@ absl::StatusOr<uint64_t> LookupTable::Ask(std::optional<Tokens> tokens, Deadline
 uint64_t LookupTable::AddQuery(const std::optional<Tokens>& tokens, Deadline deadline,
                                Answer answer) {
   const uint64_t id = next_query_++;
-  Query query = {deadline, std::move(answer), std::nullopt};
+  Query& query =
+      queries_.emplace(id, Query{deadline, std::move(answer), std::nullopt}).first->second;
+  absl::Cleanup remove = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    deadlines_.erase({deadline, id});
+    queries_.erase(id);
+  };
+  deadlines_.insert({deadline, id});
+  // Last: what finds no memory is in none of them.
   if (tokens) {
     query_index_.Insert(id, *tokens).IgnoreError();  // A new id, and tokens: cannot fail.
   } else {
     query.any = any_queries_.insert(any_queries_.end(), id);
   }
-  queries_[id] = std::move(query);
-  deadlines_.insert({deadline, id});
+  std::move(remove).Cancel();
   return id;
 }
 

@@ -5,13 +5,13 @@
 #include <list>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/btree_set.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
@@ -168,10 +168,11 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   int64_t bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   TokenTree entries_ ABSL_GUARDED_BY(mutex_);
   std::list<Waiting*> wait_for_room_ ABSL_GUARDED_BY(mutex_);  // The first one is served first.
-  absl::flat_hash_map<uint64_t, Query> queries_ ABSL_GUARDED_BY(mutex_);
+  // Abseil's maps are broken by a growth for which there is no memory.
+  std::unordered_map<uint64_t, Query> queries_ ABSL_GUARDED_BY(mutex_);
   TokenIndex query_index_ ABSL_GUARDED_BY(mutex_);
   std::list<uint64_t> any_queries_ ABSL_GUARDED_BY(mutex_);  // Those without tokens, oldest first.
-  absl::btree_set<std::pair<Deadline, uint64_t>> deadlines_ ABSL_GUARDED_BY(mutex_);  // Of queries.
+  std::set<std::pair<Deadline, uint64_t>> deadlines_ ABSL_GUARDED_BY(mutex_);  // Of queries.
 };
 
 }  // namespace kvferry

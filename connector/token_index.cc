@@ -3,6 +3,7 @@
 #include <memory>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 
 namespace kvferry {
@@ -15,8 +16,10 @@ absl::Status TokenIndex::Insert(uint64_t entry, std::span<const int32_t> tokens)
     return absl::AlreadyExistsError(absl::StrCat("token index: entry ", entry, " is there"));
   }
   auto numbered = std::make_unique<Numbered>(entry, tokens);
-  entries_[entry] = numbered.get();
+  entries_.emplace(entry, numbered.get());
+  absl::Cleanup remove = [&] { entries_.erase(entry); };
   tree_.Insert(std::move(numbered));
+  std::move(remove).Cancel();
   return absl::OkStatus();
 }
 

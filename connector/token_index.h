@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <unordered_map>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "connector/token_tree.h"
 
@@ -43,7 +43,8 @@ class TokenIndex {
   }
 
   TokenTree tree_;
-  absl::flat_hash_map<uint64_t, TokenTree::Entry*> entries_;
+  // Not Abseil's, which a growth without memory breaks.
+  std::unordered_map<uint64_t, TokenTree::Entry*> entries_;
 };
 
 }  // namespace kvferry

@@ -85,6 +85,26 @@ TEST(LookupTables, AnInsertThatWaitsForRoomAndFindsNoMemoryChangesNothing) {
   EXPECT_TRUE(IsOk(table->Insert({3}, 1, Number(3), Now())));
 }
 
+// For some tokens, or for any.
+TEST(LookupTables, AQueryThatFindsNoMemoryIsNone) {
+  const auto table = Table();
+  for (int32_t number = 0; number < 40; ++number) {
+    SCOPED_TRACE(number);
+    const std::optional<Tokens> tokens =
+        number % 2 == 0 ? std::optional(Tokens{number}) : std::nullopt;
+    const Deadline deadline = Soon();
+    CallWithoutMemory([&] { ASSERT_TRUE(IsOk(table->Ask(tokens, deadline, [](const auto&) {}))); },
+                      [&] { EXPECT_EQ(table->num_waiting(), number); });
+  }
+  for (int32_t number = 0; number < 40; number += 2) {
+    ASSERT_TRUE(IsOk(table->Insert({number}, 1, Number(number), Now())));
+  }
+  EXPECT_EQ(table->num_waiting(), 20);
+  for (int i = 0; i < 20; ++i) ASSERT_TRUE(IsOk(table->Insert({100}, 1, Number(0), Now())));
+  EXPECT_EQ(table->num_waiting(), 0);
+  EXPECT_EQ(table->num_entries(), 0);
+}
+
 // It may ask the table.
 TEST(LookupTables, WhatThereWasNoRoomForGoesOutsideOfTheLock) {
   const auto table = Table(1);
