@@ -275,8 +275,8 @@ class MooncakeStore:
         return _core.DeadlineExceeded(f"mooncake {self._address}: no answer in time")
 
     def _begin(self, future: Future, names: Sequence[str], deadline: float) -> np.ndarray:
-        """A staging buffer for a call that writes these, once no other call does: while one waited
-        for a buffer, one may have begun and been given up. From then on it is `future` that does."""
+        """A staging buffer for a call that writes these, once no other one does, which may have
+        begun and been given up while this one waited for a buffer. From then on `future` does."""
 
         def forget(_) -> None:
             with self._lock:
