@@ -925,6 +925,9 @@ def test_other_metadata_rows_are_refused(make):
         ({"kv_item_lens": [256, 256, 128] * 2}, "needs the same in every layer"),
         ({"total_kv_head_num": 3}, "needs the same in every layer"),
         ({"kv_item_lens": [256] * 5, "kv_data_lens": [256] * 5}, "as many of each"),
+        ({"kv_cache_dtype_str": "fp4_mx_block16"}, "--kv-cache-dtype fp4_mx_block16"),
+        ({"kv_cache_dtype_str": "nvfp4"}, "--kv-cache-dtype nvfp4"),
+        ({"kv_cache_dtype_str": "of a later release"}, "--kv-cache-dtype of a later release"),
     ],
 )
 def test_what_is_not_served_is_refused_at_the_start(make, changes, says):

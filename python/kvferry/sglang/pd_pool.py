@@ -15,6 +15,9 @@ import kvferry
 # Whose rows the two servers name one by one, in the same order. Others are refused: their indices
 # mean something else, or nobody has looked at them.
 _SERVED_STATES = (StateType.SWA, StateType.DSA, StateType.MAMBA)
+# --kv-cache-dtype whose values are all there is to move. Others have scales of blocks beside them,
+# of which SGLang tells a transfer backend nothing, or not in every model.
+_SERVED_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 _MAX_TENSORS = 16  # Of a layer, as the next one of a layout of kvferry.
 _MAX_DIM = 1 << 20
 
@@ -127,6 +130,11 @@ def adopt(args: KVArgs, *, is_mla: bool, rank: Rank, device: str, model: str) ->
 
 
 def _check_served(args: KVArgs) -> None:
+    if args.kv_cache_dtype_str not in _SERVED_DTYPES:
+        raise NotImplementedError(
+            f"kvferry does not serve --kv-cache-dtype {args.kv_cache_dtype_str} in SGLang, but "
+            f"{', '.join(_SERVED_DTYPES)}: scales of blocks would not be moved"
+        )
     unknown = [kind for kind in args.state_types if kind not in _SERVED_STATES]
     if unknown or len(set(args.state_types)) != len(args.state_types):
         names = ", ".join(sorted(str(kind.value) for kind in unknown or args.state_types))
