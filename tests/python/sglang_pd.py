@@ -40,7 +40,10 @@ with sglang_pools.stand_in_for_triton():
         MLATokenToKVPool,
     )
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import get_context, get_parallel
+
+load_plugins()  # As SGLang's processes do: kvferry's tells it of pools.
 
 PAGE, PAGES, LAYERS, HEADS, HEAD_DIM = 4, 64, 3, 4, 8
 DSA_PAGE = 64  # SGLang's indexers have no other.
@@ -86,9 +89,10 @@ class Deployment:
         self._override.restore()
 
 
-def _make_pool(kind: str, heads: int):
-    """SGLang's, for PAGES pages: it adds a page of padding itself."""
-    tokens, dtype = (PAGES - 1) * PAGE, torch.bfloat16
+def _make_pool(kind: str, heads: int, *, dtype=torch.bfloat16, state_dtype=torch.float32):
+    """SGLang's, for PAGES pages: it adds a page of padding itself. state_dtype: of the state of
+    linear attention beside its convolutions."""
+    tokens = (PAGES - 1) * PAGE
     if kind == "mla":
         return MLATokenToKVPool(tokens, PAGE, dtype, 16, 4, LAYERS, "cpu", False)
     if kind == "dsa":
@@ -103,7 +107,7 @@ def _make_pool(kind: str, heads: int):
         )
     if kind in ("mamba", "mla_mamba"):
         shape = SimpleNamespace(conv=[(3 * heads, 3), (2 * heads, 3)], temporal=(heads, 8, 8))
-        dtypes = SimpleNamespace(conv=dtype, temporal=torch.float32)
+        dtypes = SimpleNamespace(conv=dtype, temporal=state_dtype)
         params = SimpleNamespace(shape=shape, dtype=dtypes, is_kda=False)
         states = MambaPool(
             size=STATES, spec_state_size=0, cache_params=params, mamba_layer_ids=[0, 2],
@@ -135,14 +139,16 @@ class RankOf:
         *,
         kind: str = "mha",
         has_draft: bool = False,
+        pool: dict | None = None,
+        draft_pool: dict | None = None,
         hidden: int = 16,
         heads: int = HEADS,
         model: str = "",
         **changes,
     ):
         """kind: of pool, mha, mla or, with something beside the KV, swa, mamba, mla_mamba or dsa.
-        has_draft: there is a draft model, with a pool of the same kind. heads: of the model.
-        model: its folder. changes: of KVArgs."""
+        has_draft: there is a draft model, with a pool of the same kind. pool, draft_pool: of
+        _make_pool(). heads: of the model. model: its folder. changes: of KVArgs."""
         self.deployment = deployment
         self.num_heads = max(1, heads // size)
         self.first_head = rank * heads // size
@@ -156,8 +162,10 @@ class RankOf:
             attn_dp_rank=0, attn_dcp_rank=0, attn_dcp_size=1, pp_group=None, pp_rank=0, dp_rank=0,
             tp_rank=rank, moe_tp_size=size,
         ):  # fmt: skip
-            self.pool = _make_pool(kind, self.num_heads)
-            self.draft_pool = _make_pool(kind, self.num_heads) if has_draft else None
+            self.pool = _make_pool(kind, self.num_heads, **pool or {})
+            self.draft_pool = None
+            if has_draft:
+                self.draft_pool = _make_pool(kind, self.num_heads, **draft_pool or {})
             args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = (
                 self.pool.get_contiguous_buf_infos()
             )

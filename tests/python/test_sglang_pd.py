@@ -882,6 +882,50 @@ def test_another_model_is_refused(make):
     assert "Llama-1B" in reason and "Llama-3B" in reason
 
 
+BF16, FP16 = {"dtype": torch.bfloat16}, {"dtype": torch.float16}
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla", "swa"])
+def test_values_of_another_dtype_are_refused(make, kind):
+    """Of one size, which the two servers' options both call "auto"."""
+    prefill, decode = (
+        make(mode, kind=kind, pool=pool, kv_cache_dtype_str="auto")
+        for mode, pool in (("prefill", BF16), ("decode", FP16))
+    )
+    before = copies(decode)
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    transfer.send(0, len(SOURCE))
+    reason = failed(transfer)
+    assert " bfloat16" in reason and " float16" in reason
+    check_pages(prefill, decode, before, [], [])
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_a_draft_models_values_of_another_dtype_are_refused(make, kind):
+    prefill, decode = (
+        make(mode, kind=kind, has_draft=True, draft_pool=pool)
+        for mode, pool in (("prefill", BF16), ("decode", FP16))
+    )
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    transfer.send(0, len(SOURCE))
+    reason = failed(transfer)
+    assert "bfloat16 draft bfloat16" in reason and "bfloat16 draft float16" in reason
+
+
+@pytest.mark.parametrize(
+    "of",
+    [{"pool": {"dtype": torch.int16}}, {"has_draft": True, "draft_pool": {"dtype": torch.int16}}],
+)
+def test_pools_of_other_values_are_refused_at_the_start(make, of):
+    with pytest.raises(NotImplementedError, match="KV of int16 in SGLang, as in MHATokenToKVPool"):
+        make("decode", **of)
+
+
+def test_pools_that_nobody_tells_of_are_refused_at_the_start(make):
+    with pytest.raises(NotImplementedError, match="its plug-in is for SGLang 0.5.23"):
+        make("decode", kvferry_pools=None)
+
+
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 def test_a_draft_model_on_one_side_alone_is_refused(make, kind):
     prefill, decode = make("prefill", kind=kind), make("decode", kind=kind, has_draft=True)

@@ -152,6 +152,22 @@ def test_states_of_another_size_are_refused(make):
     assert "KV layout: tensors" in failed(transfer)
 
 
+def test_states_of_another_dtype_are_refused(make):
+    """Of one size, where the KV's is the same."""
+    prefill, decode = (
+        make(mode, kind="mamba", pool={"state_dtype": dtype})
+        for mode, dtype in (("prefill", torch.bfloat16), ("decode", torch.float16))
+    )
+    states = [it.clone() for it in decode.states()]
+    both = indices("mamba", ROWS), indices("mamba", TARGET_ROWS)
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET, states=both).begin()
+    transfer.send(0, len(SOURCE))
+    reason = failed(transfer)
+    assert "4xbfloat16,2xfloat16" in reason and "6xbfloat16" in reason
+    for now, then in zip(decode.states(), states, strict=True):
+        assert torch.equal(now, then)
+
+
 def test_fixed_ports_are_the_first_ones(make, monkeypatch):
     """Each rank has an endpoint for the KV and one for each state."""
     monkeypatch.setenv("KVFERRY_LISTEN_PORT", "23450")

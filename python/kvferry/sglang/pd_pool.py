@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.runtime_context import process_model_config
@@ -18,6 +19,8 @@ _SERVED_STATES = (StateType.SWA, StateType.DSA, StateType.MAMBA)
 # --kv-cache-dtype whose values are all there is to move. Others have scales of blocks beside them,
 # of which SGLang tells a transfer backend nothing, or not in every model.
 _SERVED_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+# And what becomes of those: of each pool, as the draft model's may have another.
+_SERVED_VALUES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2")
 _MAX_TENSORS = 16  # Of a layer, as the next one of a layout of kvferry.
 _MAX_DIM = 1 << 20
 
@@ -47,6 +50,7 @@ class _Part(NamedTuple):
     """What becomes a pool."""
 
     name: str  # Of the state; "" of the KV.
+    values: str  # What its bytes are, by the pools themselves: options may say "auto".
     buffers: _Buffers
     layout: kvferry.KvLayout
     sharing: Sharing
@@ -56,13 +60,13 @@ class AdoptedPool:
     """Memory in which a request has pages or rows, and which of the model's heads they hold.
 
     Values are bytes to it: which dtype they are is a matter of `identity`, what both sides have to
-    have in common.
+    have in common. Two dtypes of one size would else be taken for each other.
     """
 
     def __init__(
         self, part: _Part, args: KVArgs, *, model: str, rank: Rank, total_heads: int, memory: str
     ):
-        words = ["sglang", model, args.kv_cache_dtype_str, args.kv_layout or "", part.name]
+        words = ["sglang", model, args.kv_layout or "", part.name, part.values]
         self.identity = " ".join(filter(None, words))
         self.rank, self.sharing, self.total_heads = rank, part.sharing, total_heads
         self.pool = kvferry.KvPool.adopt(
@@ -144,8 +148,49 @@ def _check_served(args: KVArgs) -> None:
         )
 
 
+def _pools(args: KVArgs) -> tuple[Any, Any]:
+    """SGLang's own, and a draft model's or None."""
+    pools = getattr(args, "kvferry_pools", None)
+    if pools is None:
+        raise NotImplementedError(
+            "kvferry was not told of SGLang's pools: its plug-in is for SGLang 0.5.23, and has to "
+            "be loaded (SGLANG_PLUGINS)"
+        )
+    return pools
+
+
+def _dtype(pool: Any) -> str:
+    """Of the KV in a pool, which may be one of several."""
+    name = _short(getattr(pool, "full_kv_pool", pool).dtype)
+    if name not in _SERVED_VALUES:
+        raise NotImplementedError(
+            f"kvferry does not serve KV of {name} in SGLang, as in {type(pool).__name__}, but of "
+            f"{', '.join(_SERVED_VALUES)}"
+        )
+    return name
+
+
+def _dtypes_of_states(states: Any) -> str:
+    """Of the buffers of a MambaPool, in their order: each kind of state has its own."""
+    names = [_short(buffer.dtype) for _, buffer, *_ in states._iter_transfer_state_entries()]
+    return ",".join(f"{len(list(same))}x{name}" for name, same in itertools.groupby(names))
+
+
+def _values_of_state(kind: StateType, pool: Any) -> str:
+    if kind == StateType.SWA:
+        return _dtype(pool.swa_kv_pool)
+    if kind == StateType.MAMBA:
+        return _dtypes_of_states(pool.mamba_pool)
+    return ""  # Indexers have a format of their own.
+
+
+def _short(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _parts(args: KVArgs, is_mla: bool, heads: int) -> list[_Part]:
     """heads: that this rank has."""
+    pool, draft_pool = _pools(args)
     kinds = ["latent"] if is_mla else ["k", "v"]
     kv = _Buffers(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
     kv = _draft_as_layers(kv, args.num_draft_entries, len(kinds))
@@ -153,16 +198,18 @@ def _parts(args: KVArgs, is_mla: bool, heads: int) -> list[_Part]:
     sharing = Sharing.NONE if is_mla else Sharing.HEADS
     if args.num_draft_entries and not is_mla:
         sharing = Sharing.OWN  # Nobody says how many heads the draft model has.
-    parts = [_Part("", kv, layout, sharing)]
+    values = _dtype(pool) + (f" draft {_dtype(draft_pool)}" if draft_pool is not None else "")
+    parts = [_Part("", values, kv, layout, sharing)]
     states = zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
     for kind, state in zip(args.state_types, states, strict=True):
         buffers = _Buffers(*state)
+        values = _values_of_state(kind, pool)
         if kind == StateType.SWA and not is_mla:
             layout, sharing = _kv_layout(buffers, ["k", "v"], args.page_size, heads), Sharing.HEADS
         else:
             buffers, layout = _as_rows(buffers)
             sharing = Sharing.OWN if kind == StateType.MAMBA else Sharing.NONE
-        parts.append(_Part(kind.value, buffers, layout, sharing))
+        parts.append(_Part(kind.value, values, buffers, layout, sharing))
     return parts
 
 

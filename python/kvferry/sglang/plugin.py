@@ -1,7 +1,8 @@
 """Tells SGLang of --disaggregation-transfer-backend kvferry.
 
 SGLang loads entry points of the group sglang.srt.plugins in every process of its server. It has no
-list of backends to add to: an enumeration and a function with a branch for each (0.5.23).
+list of backends to add to: an enumeration and a function with a branch for each (0.5.23). And it
+does not hand them the pools whose memory it tells them of.
 """
 
 from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
@@ -31,6 +32,12 @@ def register() -> None:
         }[class_type]
 
     HookRegistry.register(f"{utils.__name__}.get_kv_class", classes, HookType.AROUND)
+    HookRegistry.register(f"{utils.__name__}.setup_state_kv_args", _keep_pools, HookType.AFTER)
+
+
+def _keep_pools(_, kv_args, token_to_kv_pool, draft_token_to_kv_pool=None, *args, **kwargs):
+    """For pd_pool: what their values are, SGLang tells a transfer backend by its options alone."""
+    kv_args.kvferry_pools = token_to_kv_pool, draft_token_to_kv_pool
 
 
 def _add_member(enumeration):
