@@ -89,17 +89,20 @@ class Deployment:
         self._override.restore()
 
 
-def _make_pool(kind: str, heads: int, *, dtype=torch.bfloat16, state_dtype=torch.float32):
+def _make_pool(
+    kind: str, heads: int, *, dtype=torch.bfloat16, state_dtype=torch.float32, shared=(0, 0, 0)
+):
     """SGLang's, for PAGES pages: it adds a page of padding itself. state_dtype: of the state of
-    linear attention beside its convolutions."""
+    linear attention beside its convolutions. shared: layers that have no keys of indexers."""
     tokens = (PAGES - 1) * PAGE
     if kind == "mla":
         return MLATokenToKVPool(tokens, PAGE, dtype, 16, 4, LAYERS, "cpu", False)
     if kind == "dsa":
         tokens = (PAGES - 1) * DSA_PAGE
         return DSATokenToKVPool(
-            tokens, DSA_PAGE, 16, dtype, 4, LAYERS, "cpu", 128, False, kv_cache_dim=20
-        )
+            tokens, DSA_PAGE, 16, dtype, 4, LAYERS, "cpu", 128, False, kv_cache_dim=20,
+            skip_topk_layers=shared,
+        )  # fmt: skip
     if kind == "swa":
         in_window, full = [0, 2], [1, 3, 4]
         return SWAKVPool(
@@ -215,6 +218,7 @@ class RankOf:
                 args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True
             )
             for buffer in zip(*of, strict=True)
+            if buffer[2]
         ]
 
     def by_head(self) -> list[torch.Tensor]:

@@ -114,6 +114,33 @@ def test_indexers_with_other_numbers_of_ranks(make, sizes):
         check_states("dsa", prefill[0], it, old, ROWS, TARGET_ROWS)
 
 
+@pytest.mark.parametrize("has_draft", [False, True])
+def test_indexers_that_some_layers_share(make, has_draft):
+    """These have no keys of their own; a draft model's have."""
+    shared = {"pool": {"shared": (0, 1, 0)}, "has_draft": has_draft}
+    prefill, decode = pair_of(make, "dsa", **shared)
+    assert len(decode.states()) == (5 if has_draft else 2)
+    states = [it.clone() for it in decode.states()]
+    both = indices("dsa", ROWS), indices("dsa", TARGET_ROWS)
+    whole([prefill], [decode], SOURCE, TARGET, states=both)
+    check_states("dsa", prefill, decode, states, ROWS, TARGET_ROWS)
+
+
+@pytest.mark.parametrize("other", [(0, 0, 0), (0, 0, 1)])
+def test_indexers_that_other_layers_share_are_refused(make, other):
+    prefill, decode = (
+        make(mode, kind="dsa", pool={"shared": shared})
+        for mode, shared in (("prefill", (0, 1, 0)), ("decode", other))
+    )
+    states = [it.clone() for it in decode.states()]
+    both = indices("dsa", ROWS), indices("dsa", TARGET_ROWS)
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET, states=both).begin()
+    transfer.send(0, len(SOURCE))
+    assert "dsa without:2" in failed(transfer)
+    for now, then in zip(decode.states(), states, strict=True):
+        assert torch.equal(now, then)
+
+
 @pytest.mark.parametrize("kind", ["mamba", "mla_mamba"])
 def test_linear_attention_with_other_numbers_of_ranks_fails(make, kind):
     prefill = [make("prefill", rank, 2, kind=kind) for rank in range(2)]
@@ -184,7 +211,7 @@ def layout_of(items):
     address = ctypes.addressof(memory)
     rows = pd_pool._Buffers([address + i for i in range(len(items))], [64] * len(items), items)
     ordered, layout = pd_pool._as_rows(rows)
-    assert sorted(ordered.addresses) == rows.addresses
+    assert sorted(ordered.addresses) == [address + i for i, item in enumerate(items) if item]
     assert ordered.items == [items[at - address] for at in ordered.addresses]
     return layout.num_layers, [heads * dim for _, heads, dim in layout.tensors], ordered.items
 
@@ -197,6 +224,7 @@ def layout_of(items):
         ([6, 6, 4, 4, 16, 16], 2, [6, 4, 16]),
         ([6, 16, 6, 16], 2, [6, 16]),  # Layer by layer.
         ([6, 6, 6, 6, 16, 16], 2, [6, 6, 16]),
+        ([6, 0, 6, 0, 16, 0, 16], 2, [6, 16]),
         ([3 << 20, 3 << 20], 2, [3 << 20]),  # Longer than a dimension may be.
     ],
 )
@@ -211,6 +239,8 @@ def test_too_many_sizes():
         layout_of(list(range(1, 18)))
     with pytest.raises(NotImplementedError, match="kvferry needs some"):
         layout_of([])
+    with pytest.raises(NotImplementedError, match="kvferry needs some"):
+        layout_of([0, 0])
 
 
 def test_rows_are_pages_of_bytes():

@@ -184,6 +184,14 @@ def _values_of_state(kind: StateType, pool: Any) -> str:
     return ""  # Indexers have a format of their own.
 
 
+def _empty(items: list[int]) -> str:
+    """Which buffers are, as a number with a bit for each, short in an identity. Layers that take
+    over another's choice of tokens have no keys, and a server may keep room for them nevertheless:
+    the rows of its other buffers would not be those of the same layers."""
+    bits = sum(1 << i for i, item in enumerate(items) if item == 0)
+    return f"without:{bits:x}" if bits else ""
+
+
 def _short(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -207,6 +215,7 @@ def _parts(args: KVArgs, is_mla: bool, heads: int) -> list[_Part]:
         if kind == StateType.SWA and not is_mla:
             layout, sharing = _kv_layout(buffers, ["k", "v"], args.page_size, heads), Sharing.HEADS
         else:
+            values = " ".join(filter(None, [values, _empty(buffers.items)]))
             buffers, layout = _as_rows(buffers)
             sharing = Sharing.OWN if kind == StateType.MAMBA else Sharing.NONE
         parts.append(_Part(kind.value, values, buffers, layout, sharing))
@@ -265,8 +274,8 @@ def _kv_layout(buffers: _Buffers, names: list[str], page_size: int, heads: int) 
 
 def _as_rows(buffers: _Buffers) -> tuple[_Buffers, kvferry.KvLayout]:
     """Of items that move whole, and their buffers as such a layout lists them: those with items of
-    one size one after another."""
-    counts = Counter(buffers.items)  # In the order in which they come first.
+    one size one after another. Without the empty ones, see _empty()."""
+    counts = Counter(filter(None, buffers.items))  # In the order in which they come first.
     layers = math.gcd(*counts.values())
     order = [i for size in counts for i, item in enumerate(buffers.items) if item == size]
     sizes = [size for size, count in counts.items() for _ in range(count // layers)]
