@@ -712,7 +712,7 @@ def test_two_requests_of_one_room_both_end(pair):
     reasons = transfer.reasons()
     with pytest.raises(KVTransferError):
         second.failure_exception()
-    assert reasons[0] == "two requests have this bootstrap_room"
+    assert reasons[0].startswith("two requests have this bootstrap_room, as SGLang gives it to all")
     assert not decode.manager._incoming and not decode.manager.failure_records
     check_pages(prefill, decode, before, [], [])
     prefill.manager._publishers = [prefill.manager._publishers[0].endpoint]

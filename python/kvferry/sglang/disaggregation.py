@@ -62,6 +62,10 @@ _SETTLE_ATTEMPTS = 3
 _TURN_MS = 1  # How often fetches that wait are looked at.
 _MAX_DP_RANKS = 1024  # Of a prefill server.
 _FIRST_OF_DP_RANK = {"prefill_cp_rank": 0, "target_tp_rank": 0, "target_pp_rank": 0}
+_SAME_ROOM = (
+    "two requests have this bootstrap_room, as SGLang gives it to all samples of a request with n "
+    "above 1: ask for each sample by itself"
+)
 _ABORTED_HERE = "Aborted by the prefill side"
 _ABORTED_THERE = "Aborted by the decode side"
 _ABORT = b"ABORT"  # SGLang's, decode to prefill.
@@ -862,7 +866,7 @@ class KVReceiver(CommonKVReceiver):
             )
             if not self.kv_mgr.expect(self.bootstrap_room, incoming):
                 # SGLang knows requests by their rooms, so that both end.
-                self.kv_mgr._fail(self.bootstrap_room, "two requests have this bootstrap_room")
+                self.kv_mgr._fail(self.bootstrap_room, _SAME_ROOM)
                 return
         super().send_metadata(kv_indices, aux_index, state_indices, *args, **kwargs)
 
