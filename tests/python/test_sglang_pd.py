@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -880,6 +881,14 @@ def test_another_model_is_refused(make):
     transfer.send(0, len(SOURCE))
     reason = failed(transfer)
     assert "Llama-1B" in reason and "Llama-3B" in reason
+
+
+def test_hierarchical_sparse_attention_is_refused_at_the_start(make, monkeypatch):
+    options = SimpleNamespace(enable_hisparse=True)
+    monkeypatch.setattr(disaggregation, "get_memory", lambda: options, raising=False)
+    for mode in ("prefill", "decode"):
+        with pytest.raises(NotImplementedError, match="--enable-hisparse"):
+            make(mode)
 
 
 BF16, FP16 = {"dtype": torch.bfloat16}, {"dtype": torch.float16}

@@ -33,7 +33,7 @@ from sglang.srt.disaggregation.common.conn import (
     KVTransferError,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.runtime_context import get_device
+from sglang.srt.runtime_context import get_device, get_memory
 from sglang.srt.utils.network import NetworkAddress
 
 import kvferry
@@ -177,6 +177,8 @@ class KVManager(CommonKVManager):
                 raise NotImplementedError(
                     f"kvferry does not serve {name} in SGLang, here of {size}"
                 )
+        if get_memory().enable_hisparse:  # KV in pages of the host, by indices of their own.
+            raise NotImplementedError("kvferry does not serve --enable-hisparse in SGLang")
 
     def _start(self, name: str, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, name=f"kvferry-{name}", args=args, daemon=True)
