@@ -1,7 +1,9 @@
 """kvferry between SGLang's prefill and decode servers, with SGLang's own classes on the CPU."""
 
 import contextlib
+import ctypes
 import dataclasses
+import mmap
 import pickle
 import re
 import subprocess
@@ -889,6 +891,29 @@ def test_hierarchical_sparse_attention_is_refused_at_the_start(make, monkeypatch
     for mode in ("prefill", "decode"):
         with pytest.raises(NotImplementedError, match="--enable-hisparse"):
             make(mode)
+
+
+@contextlib.contextmanager
+def memory_of_a_device():
+    """The address of what this process has, and cannot read."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    size, no_access = ctypes.c_size_t(1 << 16), 0
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = libc.mmap(None, size, no_access, flags, -1, ctypes.c_long(0))
+    try:
+        yield address
+    finally:
+        libc.munmap(ctypes.c_void_p(address), size)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_metadata_rows_on_a_device_are_refused_at_the_start(make, mode):
+    """The first request would end the server with a segmentation fault."""
+    rows = make(mode).args.aux_data_ptrs
+    refused = pytest.raises(NotImplementedError, match="SGLANG_MOONCAKE_CUSTOM_MEM_POOL")
+    with memory_of_a_device() as address, refused:
+        make(mode, aux_data_ptrs=[*rows[:-1], address])
 
 
 BF16, FP16 = {"dtype": torch.bfloat16}, {"dtype": torch.float16}

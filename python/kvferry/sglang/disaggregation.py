@@ -12,6 +12,7 @@ Bootstrapping, statuses, time limits, aborts and heartbeats are SGLang's own (co
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import queue
@@ -74,6 +75,20 @@ _ABORT = b"ABORT"  # SGLang's, decode to prefill.
 def _indices(of: Any) -> list[int]:
     """Of pages or rows: an array, a list of arrays, or None."""
     return [] if of is None else np.asarray(of).reshape(-1).tolist()
+
+
+def _is_readable(address: int) -> bool:
+    """Whether this process may read there, as the kernel says: trying would end it."""
+    read_end, write_end = os.pipe()
+    try:
+        return os.write(write_end, (ctypes.c_char * 1).from_address(address)) == 1
+    except OSError as error:
+        if error.errno != errno.EFAULT:
+            raise
+        return False
+    finally:
+        os.close(read_end)
+        os.close(write_end)
 
 
 class PagesInUse(BaseException):
@@ -179,6 +194,11 @@ class KVManager(CommonKVManager):
                 )
         if get_memory().enable_hisparse:  # KV in pages of the host, by indices of their own.
             raise NotImplementedError("kvferry does not serve --enable-hisparse in SGLang")
+        if not all(_is_readable(address) for address in self.kv_args.aux_data_ptrs):
+            raise NotImplementedError(
+                "kvferry reads and writes SGLang's metadata rows in host memory, and they are not "
+                "there (SGLANG_MOONCAKE_CUSTOM_MEM_POOL has to be unset)"
+            )
 
     def _start(self, name: str, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, name=f"kvferry-{name}", args=args, daemon=True)
