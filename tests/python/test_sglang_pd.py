@@ -1090,6 +1090,22 @@ def test_a_chunk_that_was_not_asked_for_fails_the_request(pair, wrong, says):
     assert says in transfer.reasons()[0]
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_rows_behind_a_chunk_that_is_not_the_last_one_fail_the_request(make, monkeypatch, is_early):
+    """They would be kept until the pages may be written, of any number and size."""
+    device = SlowDevice(monkeypatch) if is_early else None
+    prefill, decode = make("prefill"), make("decode")
+    transfer = Transfer([prefill], [decode], [1, 2], [3, 4]).begin()
+    message = dataclasses.replace(CHUNK, room=transfer.room, pages=0)
+    decode.manager._on_decode_message(message.frames(b"x" * 1000))
+    assert not decode.manager._incoming[transfer.room].early
+    wait_status(transfer.receivers, KVPoll.Failed)
+    wait_status(transfer.senders, KVPoll.Failed)
+    assert "rows of [1000] bytes, here a chunk before the last one has []" in transfer.reasons()[0]
+    if device:
+        device.let_go()
+
+
 # ---------------------------------------------------------------- a network that fails
 
 

@@ -683,10 +683,13 @@ class KVManager(CommonKVManager):
             raise ValueError(f"only ranks {incoming.prefill_ranks} were asked")
 
     def _check_rows(self, chunk: Chunk, aux: list[bytes]) -> None:
-        if chunk.is_last and [len(row) for row in aux] != list(self.kv_args.aux_item_lens):
+        """They may be kept for a while, so there must be no more of them than are of use."""
+        expected = list(self.kv_args.aux_item_lens) if chunk.is_last else []
+        if [len(row) for row in aux] != expected:
+            here = "they have" if chunk.is_last else "a chunk before the last one has"
             raise ValueError(
-                f"metadata rows of {[len(row) for row in aux]} bytes, here they have "
-                f"{list(self.kv_args.aux_item_lens)}: both servers need the same options of SGLang"
+                f"metadata rows of {[len(row) for row in aux]} bytes, here {here} {expected}: both "
+                f"servers need the same options of SGLang"
             )
 
     def _take(self, chunk: Chunk, aux: list[bytes], incoming: Incoming) -> None:
