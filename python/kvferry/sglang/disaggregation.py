@@ -206,7 +206,9 @@ class KVManager(CommonKVManager):
         self._threads.append(thread)
 
     def teardown(self) -> None:
-        """Ends all transfers, and what runs here. The pool stays."""
+        """Ends all transfers, and what runs here. The pool stays. SGLang's name for what it calls
+        when a server changes its role, but not here: supports_role_switch is False, as nobody has
+        run that. So only tests end managers; a server's end with its process."""
         self._is_over.set()
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self._jobs.put(None)
