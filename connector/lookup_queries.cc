@@ -17,6 +17,9 @@ namespace {
 // A producer that cannot answer is asked again after this, and after twice as long each time.
 constexpr int64_t kFirstBackoffMs = 10;
 constexpr int64_t kLastBackoffMs = 500;
+// Of what lookups ask again together that a producer has no place for: 8 MB a second.
+constexpr int64_t kCrowdBytesPerMs = 8192;
+constexpr int64_t kBareQuestionBytes = 4096;  // What one costs, in bytes, besides its tokens.
 
 Deadline BackOff(int64_t& backoff_ms, Deadline now) {
   backoff_ms = std::clamp(2 * backoff_ms, kFirstBackoffMs, kLastBackoffMs);
@@ -32,6 +35,11 @@ constexpr size_t kMaxQueries = 65536;
 bool IsFinal(const absl::Status& status) {
   return absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status) ||
          absl::IsPermissionDenied(status) || absl::IsUnimplemented(status);
+}
+
+// A producer's reply that it has no place for the lookup now; nothing is leased to it.
+bool IsCrowded(const absl::Status& status) {
+  return absl::IsUnavailable(status) && CutOffOf(status) == CutOff::kNo;
 }
 
 absl::Status Closed() { return absl::CancelledError("the lookup buffer was closed"); }
@@ -131,6 +139,7 @@ absl::StatusOr<std::shared_ptr<LookupHandle>> LookupQueries::Add(LookupConsumer:
 void LookupQueries::Ask(uint64_t id, Query& query, size_t index) {
   Producer& producer = query.producers[index];
   producer.asked = true;
+  producer.crowded = false;
   producer.lease = RandomId();
   const uint64_t attempt = ++producer.attempt;
   Fields args;
@@ -161,6 +170,7 @@ void LookupQueries::OnReply(uint64_t id, size_t index, uint64_t attempt,
     Producer& producer = query->producers[index];
     if (!producer.asked || producer.attempt != attempt) return;
     producer.asked = false;
+    if (!IsCrowded(reply.status())) ++crowds_[index].places;
     if (reply.ok()) {
       num_pages = Found(*query, index, *reply);
       if (!num_pages.ok()) ended = End(id, num_pages.status());
@@ -180,7 +190,8 @@ LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t 
                                               const absl::Status& status) {
   Producer& producer = query.producers[index];
   const bool is_late = absl::IsDeadlineExceeded(status);
-  // Our own clock has ended the call; the answer may be on the way.
+  const bool is_crowded = IsCrowded(status);
+  // Our own clock has ended the call, and the answer may be on the way, or it found no room there.
   if (is_late || absl::IsResourceExhausted(status)) GiveBack(index, producer.lease);
   // Which says nothing of a producer that has been reached, and less than an error from before.
   const bool never_reached = CutOffOf(status) == CutOff::kNotAsked && producer.error.ok();
@@ -193,8 +204,12 @@ LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t 
                   [](const Producer& p) { return p.refused; })) {
     return End(id, producer.error);
   }
+  producer.crowded = is_crowded;
+  const int64_t crowd_ms = is_crowded ? crowds_[index].bytes / kCrowdBytesPerMs : 0;
+  const Deadline now = Clock::now();
   // Tick() ends it where it is too late: by then all have been heard of.
-  producer.retry_at = BackOff(producer.backoff_ms, Clock::now());
+  producer.retry_at =
+      std::max(BackOff(producer.backoff_ms, now), now + std::chrono::milliseconds(crowd_ms));
   return {};
 }
 
@@ -421,6 +436,7 @@ void LookupQueries::Unask(Producer& producer, size_t index) {
   node_->CancelCall(producer.call);
   GiveBack(index, producer.lease);  // The reply may be on its way.
   producer.asked = false;           // Last: it is done again where there was no memory for that.
+  ++crowds_[index].places;
 }
 
 LookupQueries::Ended LookupQueries::End(uint64_t id, const absl::Status& status) {
@@ -479,9 +495,10 @@ void LookupQueries::TickOne(uint64_t id, const std::shared_ptr<Query>& query, De
   if (query->request.deadline <= now) return due.late.push_back(id);
   due.next = std::min(due.next, query->request.deadline);
   for (size_t i = 0; i < query->producers.size(); ++i) {
-    const Producer& producer = query->producers[i];
+    Producer& producer = query->producers[i];
     if (producer.asked || producer.refused) continue;
-    if (producer.retry_at <= now) {
+    if (producer.crowded) due.crowd_bytes[i] += QuestionBytes(*query);
+    if (IsDue(producer, i, now)) {
       Ask(id, *query, i);
     } else {
       due.next = std::min(due.next, producer.retry_at);
@@ -489,13 +506,27 @@ void LookupQueries::TickOne(uint64_t id, const std::shared_ptr<Query>& query, De
   }
 }
 
+int64_t LookupQueries::QuestionBytes(const Query& query) {
+  const auto& tokens = query.request.tokens;
+  return kBareQuestionBytes + (tokens ? std::ssize(*tokens) * int64_t{sizeof(int32_t)} : 0);
+}
+
+bool LookupQueries::IsDue(Producer& producer, size_t index, Deadline now) {
+  if (producer.retry_at <= now) return true;
+  if (!producer.crowded || crowds_[index].places == 0) return false;
+  --crowds_[index].places;
+  return true;
+}
+
 Deadline LookupQueries::Tick(Deadline now) {
   Due due;
+  due.crowd_bytes.resize(options_.producers.size());
   std::vector<Ended> late;
   {
     const MutexLock lock(&mutex_);
     if (closing_) return Deadline::max();
     for (const auto& [id, query] : queries_) TickOne(id, query, now, due);
+    for (size_t i = 0; i < crowds_.size(); ++i) crowds_[i] = {due.crowd_bytes[i], 0};
     for (const uint64_t id : due.late) late.push_back(End(id, TooLate(*queries_.at(id))));
   }
   for (Ended& one : late) one.Finish();

@@ -1,10 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -51,10 +51,15 @@ namespace kvferry {
 //
 //   asked --cannot now--> waits --time--> asked          refused for good
 //
+// One at which as many lookups wait as may (max_calls_per_peer) answers those whose entry is there
+// and refuses the others, which ask again: the first as soon as one that waits there has ended, and
+// all after a time that grows with their number and length (`Crowd`).
+//
 // The node's thread drives them; nothing is called back under the lock.
 class LookupQueries : public CallHandler, public std::enable_shared_from_this<LookupQueries> {
  public:
-  explicit LookupQueries(const LookupConsumer::Options& options) : options_(options) {}
+  explicit LookupQueries(const LookupConsumer::Options& options)
+      : options_(options), crowds_(options.producers.size()) {}
   // Call Close() first.
   ~LookupQueries() override = default;
 
@@ -74,6 +79,7 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   struct Producer {  // One of a query's; the address is options_.producers'.
     bool asked = false;
     bool refused = false;  // For good.
+    bool crowded = false;  // It had no place for the lookup to wait in; not asked again yet.
     uint64_t attempt = 0;  // Replies to earlier ones are late.
     uint64_t call = 0;
     uint64_t lease = 0;
@@ -97,6 +103,11 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
     int64_t backoff_ms = 0;
     Deadline take_by{};
   };
+  // Of a producer: the lookups that it has no place for.
+  struct Crowd {
+    int64_t bytes = 0;   // Of their questions, when they were last counted.
+    int64_t places = 0;  // Of lookups that have ended there since.
+  };
   // To be finished, and let go of, outside of the lock: what the request holds may call back.
   struct Ended {
     std::shared_ptr<Query> query;
@@ -108,6 +119,7 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   // What a tick finds to do outside of the lock, and when to tick again.
   struct Due {
     std::vector<uint64_t> late;
+    std::vector<int64_t> crowd_bytes;  // By producer.
     std::vector<std::pair<uint64_t, std::shared_ptr<Query>>> fetches;
     Deadline next = Deadline::max();
   };
@@ -137,6 +149,9 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   void LookOn(Query& query) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Ended OnRefused(uint64_t id, Query& query, size_t index, const absl::Status& status)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static int64_t QuestionBytes(const Query& query);
+  // Whether it is time to ask the producer again, or there is a place for this one now.
+  bool IsDue(Producer& producer, size_t index, Deadline now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // What of the lookup is due: asking, fetching or taking again.
   void TickOne(uint64_t id, const std::shared_ptr<Query>& query, Deadline now, Due& due)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -157,8 +172,9 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;
   int64_t cancelling_ ABSL_GUARDED_BY(mutex_) = 0;  // Calls that finish a handle.
   uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;
-  // Abseil's maps are broken by an insert that finds no memory.
-  std::unordered_map<uint64_t, std::shared_ptr<Query>> queries_ ABSL_GUARDED_BY(mutex_);
+  // By age. (Abseil's maps are broken by an insert that finds no memory.)
+  std::map<uint64_t, std::shared_ptr<Query>> queries_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Crowd> crowds_ ABSL_GUARDED_BY(mutex_);  // By producer.
 };
 
 }  // namespace kvferry

@@ -15,6 +15,12 @@ const LookupEntry& EntryOf(const LookupTable::Taken& taken) {
   return *static_cast<LookupEntry*>(taken.payload().get());
 }
 
+// A refusal after which nothing is leased. RESOURCE_EXHAUSTED says less: an answer that finds no
+// room on its way becomes that, too, and then the consumer gives back what it has not heard of.
+absl::Status NotNow(const absl::Status& status) {
+  return absl::IsResourceExhausted(status) ? absl::UnavailableError(status.message()) : status;
+}
+
 }  // namespace
 
 void LookupService::Close() {
@@ -60,23 +66,62 @@ absl::Status LookupService::Lookup(const CallKey& call, const Fields& args, Dead
     KVFERRY_ASSIGN_OR_RETURN(const std::string_view bytes, args.Bytes("tokens"));
     KVFERRY_ASSIGN_OR_RETURN(tokens, UnpackTokens(bytes));
   }
+  bool may_wait = false;
   {
     const MutexLock lock(&mutex_);
-    waiting_[call] = 0;
+    may_wait = StartWaiting(call);
   }
-  const absl::StatusOr<uint64_t> query =
-      table_->Ask(std::move(tokens), deadline, [this, call, lease_id](absl::StatusOr<Taken> taken) {
-        Answer(call, lease_id, std::move(taken));
-      });
+  const absl::StatusOr<uint64_t> query = Ask(call, lease_id, std::move(tokens), deadline, may_wait);
   const MutexLock lock(&mutex_);
-  const auto waiting = waiting_.find(call);
-  if (waiting == waiting_.end()) return query.status();  // Answered, here or on another thread.
-  if (query.ok()) {
-    waiting->second = *query;
-  } else {
-    waiting_.erase(waiting);
+  if (!query.ok()) {
+    StopWaiting(call);
+    return NotNow(query.status());
   }
-  return query.status();
+  // Else it has been answered, here or on another thread.
+  if (uint64_t* const waiting = FindWaiting(call)) *waiting = *query;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<uint64_t> LookupService::Ask(const CallKey& call, uint64_t lease_id,
+                                            std::optional<LookupTable::Tokens> tokens,
+                                            Deadline deadline, bool may_wait) {
+  auto answer = [this, call, lease_id](absl::StatusOr<Taken> taken) {
+    Answer(call, lease_id, std::move(taken));
+  };
+  if (may_wait) return table_->Ask(std::move(tokens), deadline, std::move(answer));
+  absl::StatusOr<Taken> taken = table_->TryTake(tokens);
+  if (absl::IsNotFound(taken.status())) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("lookup: no entry matches now, and max_calls_per_peer (",
+                     options_.config.max_calls_per_peer,
+                     ") lookups of this consumer wait already; ask again in a moment"));
+  }
+  KVFERRY_RETURN_IF_ERROR(taken.status());
+  answer(std::move(taken));
+  return 0;
+}
+
+bool LookupService::StartWaiting(const CallKey& call) {
+  auto& of_peer = waiting_[call.peer];
+  of_peer.emplace(call.id, 0);
+  return static_cast<int64_t>(of_peer.size()) <= options_.config.max_calls_per_peer;
+}
+
+uint64_t* LookupService::FindWaiting(const CallKey& call) {
+  const auto of_peer = waiting_.find(call.peer);
+  if (of_peer == waiting_.end()) return nullptr;
+  const auto waiting = of_peer->second.find(call.id);
+  return waiting == of_peer->second.end() ? nullptr : &waiting->second;
+}
+
+std::optional<uint64_t> LookupService::StopWaiting(const CallKey& call) {
+  const uint64_t* const waiting = FindWaiting(call);
+  if (waiting == nullptr) return std::nullopt;
+  const uint64_t query = *waiting;
+  const auto of_peer = waiting_.find(call.peer);
+  of_peer->second.erase(call.id);
+  if (of_peer->second.empty()) waiting_.erase(of_peer);
+  return query;
 }
 
 absl::Status LookupService::LookupTake(const CallKey& call, const Fields& args) {
@@ -101,21 +146,14 @@ absl::Status LookupService::LookupBack(const CallKey& call, const Fields& args) 
   return absl::OkStatus();
 }
 
-bool LookupService::MayWait(const std::string& function) const {
-  return function != kLookupTakeFunction && function != kLookupBackFunction;
-}
-
 void LookupService::OnCallDropped(const CallKey& call) {
-  uint64_t query = 0;
+  std::optional<uint64_t> query;
   {
     const MutexLock lock(&mutex_);
-    const auto waiting = waiting_.find(call);
-    if (waiting == waiting_.end()) return;
-    query = waiting->second;
-    waiting_.erase(waiting);
+    query = StopWaiting(call);
   }
   // False: another thread is about to answer, and will find that nobody waits.
-  table_->Withdraw(query);
+  if (query) table_->Withdraw(*query);
 }
 
 void LookupService::Answer(const CallKey& call, uint64_t lease_id,
@@ -123,7 +161,7 @@ void LookupService::Answer(const CallKey& call, uint64_t lease_id,
   if (taken.ok()) return node().Reply(call, Lease(call, lease_id, *std::move(taken)));
   {
     const MutexLock lock(&mutex_);
-    waiting_.erase(call);
+    StopWaiting(call);
   }
   node().Reply(call, taken.status());
 }
@@ -140,7 +178,7 @@ Fields LookupService::ReplyOf(const Taken& taken) {
 absl::Status LookupService::TryLease(const CallKey& call, uint64_t lease_id, Taken& taken) {
   // Under the lock, so that a lease is in both tables or in none.
   const MutexLock lock(&mutex_);
-  if (waiting_.erase(call) == 0) {
+  if (!StopWaiting(call)) {
     return absl::CancelledError("lookup: nobody waits for the entry any more");
   }
   const LookupEntry& entry = EntryOf(taken);
@@ -154,7 +192,7 @@ absl::StatusOr<Fields> LookupService::Lease(const CallKey& call, uint64_t lease_
   Fields reply = ReplyOf(taken);
   if (const absl::Status status = TryLease(call, lease_id, taken); !status.ok()) {
     PutBack(std::move(taken));
-    return status;
+    return NotNow(status);
   }
   node().LeaseChanged(lease_id);  // And so the node asks again when the next lease expires.
   return reply;

@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -80,7 +81,8 @@ class LookupService : public LeaseSource, public CallHandler {
   void OnCall(const CallKey& call, const std::string& function, const Fields& args,
               Deadline deadline) override;
   void OnCallDropped(const CallKey& call) override;
-  bool MayWait(const std::string& function) const override;
+  // Lookups do, but this counts them itself: one that has an entry need not wait.
+  bool MayWait(const std::string& /*function*/) const override { return false; }
   // And LeaseSource.
   Deadline Tick(Deadline now) override;
   void EndTransfer(uint64_t lease_id, LeaseReader reader, const absl::Status& outcome) override;
@@ -90,6 +92,16 @@ class LookupService : public LeaseSource, public CallHandler {
 
   Node& node() { return node_.get(); }
   absl::Status Lookup(const CallKey& call, const Fields& args, Deadline deadline);
+  // Answers it, or lets it wait for its entry if it `may_wait`. The table's id of the query, or 0.
+  absl::StatusOr<uint64_t> Ask(const CallKey& call, uint64_t lease_id,
+                               std::optional<LookupTable::Tokens> tokens, Deadline deadline,
+                               bool may_wait);
+  // False: max_calls_per_peer lookups of its peer wait already.
+  bool StartWaiting(const CallKey& call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Where it is in waiting_, or null.
+  uint64_t* FindWaiting(const CallKey& call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The table's id of its query; none: it does not wait.
+  std::optional<uint64_t> StopWaiting(const CallKey& call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status LookupTake(const CallKey& call, const Fields& args);
   absl::Status LookupBack(const CallKey& call, const Fields& args);
   // Ends the process where there is no memory, also on a thread that inserts: it would be told that
@@ -108,8 +120,8 @@ class LookupService : public LeaseSource, public CallHandler {
 
   Mutex mutex_;
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;
-  // Calls that wait for an entry, with the table's ids of their queries.
-  std::map<CallKey, uint64_t> waiting_ ABSL_GUARDED_BY(mutex_);
+  // Calls that wait for an entry, by peer and id, with the table's ids of their queries.
+  std::map<PeerKey, std::map<uint64_t, uint64_t>> waiting_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<uint64_t, Taken> leased_ ABSL_GUARDED_BY(mutex_);  // By lease id.
   std::deque<Taken> returning_ ABSL_GUARDED_BY(mutex_);
   bool putting_back_ ABSL_GUARDED_BY(mutex_) = false;

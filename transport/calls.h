@@ -53,7 +53,8 @@ class CallHandler {
   // passed. Not called for a call that was replied to.
   virtual void OnCallDropped(const CallKey& call) = 0;
   // Whether calls of the function may wait before they are answered. Others do not count against
-  // max_calls_per_peer: they end what waits, and must get through when the limit is reached.
+  // max_calls_per_peer: they end what waits, and must get through when the limit is reached, or the
+  // handler keeps those of them that wait to the limit itself.
   virtual bool MayWait(const std::string&) const { return true; }
   // Does what is due; returns when to be called again at the latest.
   virtual Deadline Tick(Deadline now) = 0;

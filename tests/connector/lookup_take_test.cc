@@ -271,6 +271,82 @@ TEST_F(LookupTakes, LookupsThatWaitDoNotKeepOthersFromTaking) {
   ExpectGone(true);
 }
 
+// As many lookups wait at a producer as may, each for an entry that does not come.
+class CrowdedLookups : public LookupTakes {
+ protected:
+  static constexpr int64_t kPlaces = 3;
+
+  void SetUp() override {
+    LookupProducer::Options options = ProducerOptions(their_pool_);
+    options.config.max_calls_per_peer = kPlaces;
+    producer_ = Must(LookupProducer::Create(options));
+    Connect([this](Heard& heard) {
+      if (heard.function() == kLookupFunction) ++num_lookups_;
+      if (heard.function() == kLookupBackFunction) ++num_backs_;
+      return Verdict::kPass;
+    });
+    for (int32_t i = 0; i < kPlaces; ++i) waiting_.push_back(Ask(Tokens{900 + i}));
+    EXPECT_TRUE(WaitFor([&] { return producer_->num_waiting() == kPlaces; }, Soon()));
+  }
+  std::shared_ptr<LookupHandle> Ask(Tokens tokens, int64_t timeout_ms = 20000) const {
+    return Must(far_->DropSelect(Lookup(std::move(tokens), {7}, timeout_ms)));
+  }
+
+  std::atomic<int> num_lookups_ = 0, num_backs_ = 0;
+  std::vector<std::shared_ptr<LookupHandle>> waiting_;
+};
+
+TEST_F(CrowdedLookups, FindWhatIsThere) {
+  entry_ = Insert({3});
+  EXPECT_TRUE(IsOk(Ask(kTokens, 3000)->Wait(Soon())));
+  ExpectGone(true);
+  EXPECT_EQ(producer_->num_waiting(), kPlaces);
+  EXPECT_EQ(num_lookups_, kPlaces + 1);
+}
+
+// Whoever inserts waits for them, and they for whoever waits already: nobody would get on.
+TEST_F(CrowdedLookups, EmptyAFullBuffer) {
+  for (int32_t i = 0; i < 16; ++i) {
+    Must(producer_->Insert(Tokens{i}, std::nullopt, Pages{i}, Soon()));
+  }
+  EXPECT_FALSE(producer_->Insert(Tokens{16}, std::nullopt, Pages{0}, Clock::now()).ok());
+  std::vector<std::shared_ptr<LookupHandle>> lookups;
+  for (int32_t i = 0; i < 16; ++i) {
+    lookups.push_back(Must(far_->DropSelect(Lookup(Tokens{i}, {i}, 3000))));
+  }
+  for (const auto& lookup : lookups) EXPECT_TRUE(IsOk(lookup->Wait(Soon())));
+}
+
+TEST_F(CrowdedLookups, HearOfWhatComesLater) {
+  const auto lookup = Ask(kTokens);
+  ASSERT_TRUE(WaitFor([&] { return num_lookups_ >= kPlaces + 3; }, Soon()));
+  entry_ = Insert({3});
+  EXPECT_TRUE(IsOk(lookup->Wait(DeadlineInMs(2000))));
+  ExpectGone(true);
+  EXPECT_EQ(num_backs_, 0);  // Of what it was refused nothing was leased.
+}
+
+TEST_F(CrowdedLookups, SayWhyNothingCame) {
+  EXPECT_TRUE(Fails(Ask(kTokens, 100)->Wait(Soon()), Code::kDeadlineExceeded, "no matching entry",
+                    relay_->address(), "max_calls_per_peer (3)"));
+}
+
+// Long ones seldom, as there are many: else they would be most of what the producer hears. But the first of
+// them is there as soon as it can wait.
+TEST_F(CrowdedLookups, AskAgainInTurn) {
+  constexpr int32_t kMore = 200;
+  std::vector<std::shared_ptr<LookupHandle>> more;
+  for (int32_t i = 0; i < kMore; ++i) more.push_back(Ask(Tokens(100000, i)));  // 10 s of questions.
+  ASSERT_TRUE(WaitFor([&] { return num_lookups_ >= kPlaces + kMore; }, Soon()));
+  int before = num_lookups_;
+  // The first ones do not know of the others yet.
+  EXPECT_FALSE(WaitFor([&] { return num_lookups_ >= before + 2 * kMore; }, DeadlineInMs(1000)));
+  before = num_lookups_;
+  for (const auto& lookup : waiting_) lookup->Cancel();
+  EXPECT_TRUE(WaitFor([&] { return producer_->num_waiting() == kPlaces; }, DeadlineInMs(2000)));
+  EXPECT_LE(num_lookups_, before + kMore);
+}
+
 TEST_F(LookupTakes, WithoutAnAnswerNothingIsDelivered) {
   AskFar([](Heard& heard) { return IsTake(heard) ? Verdict::kDrop : Verdict::kPass; },
          /*timeout_ms=*/300);
