@@ -58,7 +58,7 @@ class LookupConsumer {
     std::function<absl::StatusOr<std::vector<int64_t>>(int64_t num_pages)> allocate;
     Deadline deadline;
     // Called once, when the handle is done(): on the progress thread, or on one that cancels or
-    // closes. Must not block, or close or destroy the consumer.
+    // closes. Must not block or throw, or close or destroy the consumer.
     std::function<void()> on_done;
   };
 

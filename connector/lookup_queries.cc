@@ -474,10 +474,13 @@ void LookupQueries::Cancel(uint64_t id) {
     ended = End(id, absl::CancelledError("the lookup was cancelled"));
     ++cancelling_;
   }
+  // Also where a callback throws: Close() waits for this.
+  const absl::Cleanup finished = [this] {
+    const MutexLock lock(&mutex_);
+    --cancelling_;
+    cancelled_.NotifyAll();
+  };
   ended.Finish();
-  const MutexLock lock(&mutex_);
-  --cancelling_;
-  cancelled_.NotifyAll();
 }
 
 void LookupQueries::TickOne(uint64_t id, const std::shared_ptr<Query>& query, Deadline now,

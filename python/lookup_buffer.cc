@@ -10,6 +10,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <list>
 #include <memory>
 #include <optional>
 #include <span>
@@ -171,24 +172,29 @@ void BindProducer(nb::module_& module) {
 // Python: its other end is the progress thread.
 class LookupEvents {
  public:
+  // The number of a lookup, made when that begins: saying that it is done takes no memory.
+  using Event = std::list<uint64_t>;
+
   int fd() const { return wake_.get(); }
-  void Add(uint64_t id) {
+  void Add(Event& event) {
     {
       const MutexLock lock(&mutex_);
-      done_.push_back(id);
+      done_.splice(done_.end(), event);
     }
     wake_.Wake();
   }
   std::vector<uint64_t> Take() {
-    wake_.Drain();
     const MutexLock lock(&mutex_);
-    return std::exchange(done_, {});
+    std::vector<uint64_t> done(done_.begin(), done_.end());  // First: nothing is lost if it throws.
+    wake_.Drain();
+    done_.clear();
+    return done;
   }
 
  private:
   const WakeFd wake_;
   Mutex mutex_;
-  std::vector<uint64_t> done_ ABSL_GUARDED_BY(mutex_);
+  Event done_ ABSL_GUARDED_BY(mutex_);
 };
 
 // What Python holds of them: the progress thread must never be the last to let go of a Python object.
@@ -273,7 +279,8 @@ std::unique_ptr<PyLookup> Start(const Consumer& self, const std::optional<TokenI
   }
   request.deadline = StoreDeadline(timeout_ms);
   if (events != nullptr) {
-    request.on_done = [done = events->events, event] { done->Add(event); };
+    request.on_done = [done = events->events, event = std::make_shared<LookupEvents::Event>(
+                                                  1, event)] { done->Add(*event); };
   }
   const ReleasedGil nogil;
   return std::make_unique<PyLookup>(
