@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <chrono>
 #include <iterator>
-#include <new>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
 
@@ -121,6 +121,17 @@ absl::StatusOr<bool> LeaseTable::Unpublish(uint64_t lease_id) {
   }
   if (found->second.state == State::kTransferring) found->second.state = State::kUnpublishing;
   return false;
+}
+
+void LeaseTable::Retract(uint64_t lease_id) {
+  MutexLock lock(&mutex_);
+  const auto found = leases_.find(lease_id);
+  if (found == leases_.end()) return;
+  if (found->second.state == State::kIdle) {
+    leases_.erase(found);
+  } else if (found->second.state == State::kTransferring) {
+    found->second.state = State::kUnpublishing;
+  }
 }
 
 std::vector<uint64_t> LeaseTable::AskedFor(absl::Span<const uint64_t> lease_ids) const {
@@ -327,12 +338,9 @@ Deadline LeaseTable::Tick(Deadline now) {
 // What takes memory comes first: without it nothing has changed.
 void LeaseTable::End(uint64_t lease_id, LeaseOutcome outcome) {
   ended_.push_back({lease_id, outcome});
-  try {
-    fates_.Add(lease_id, {outcome, true});
-  } catch (const std::bad_alloc&) {
-    ended_.pop_back();
-    throw;
-  }
+  absl::Cleanup not_ended = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { ended_.pop_back(); };
+  fates_.Add(lease_id, {outcome, true});
+  std::move(not_ended).Cancel();
   leases_.erase(lease_id);
 }
 

@@ -81,6 +81,9 @@ class LeaseTable : public FetchSource {
   absl::StatusOr<bool> Withdraw(uint64_t lease_id);
   // The same for a lease that will be published again: it is forgotten then, unless it ends first.
   absl::StatusOr<bool> Unpublish(uint64_t lease_id);
+  // As if it had not been published, for a lease whose owner found no memory to tell anybody of it.
+  // Needs none. No-op for one that is not live.
+  void Retract(uint64_t lease_id);
   // Those of these leases, published or not, that somebody has come for, or has said to need nothing
   // of. As far back as that is remembered (RecentMap).
   std::vector<uint64_t> AskedFor(absl::Span<const uint64_t> lease_ids) const;
@@ -141,6 +144,7 @@ class LeaseTable : public FetchSource {
   void EndOrIdle(uint64_t lease_id, Lease& lease) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // It will be published again.
   void Forget(uint64_t lease_id, const Lease& lease) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Where it finds no memory nothing has changed.
   void End(uint64_t lease_id, LeaseOutcome outcome) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status NotLive(uint64_t lease_id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 

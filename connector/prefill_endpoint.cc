@@ -1,5 +1,6 @@
 #include "connector/prefill_endpoint.h"
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/random.h"
 #include "base/status.h"
@@ -43,11 +44,13 @@ absl::StatusOr<Ticket> PrefillEndpoint::Publish(const Publication& publication) 
   }
   const uint64_t lease_id = publication.lease_id != 0 ? publication.lease_id : RandomId();
   const int64_t lease_ms = publication.lease_ms != 0 ? publication.lease_ms : config_.lease_ms;
-  const int64_t num_pages = pages.num_pages();
+  Ticket ticket{address(), epoch(), lease_id, pages.num_pages(), publication.num_tokens};
   KVFERRY_RETURN_IF_ERROR(leases_.Publish(lease_id, std::move(pages), publication.ready_layers,
                                           DeadlineInMs(lease_ms)));
+  absl::Cleanup not_published = [&] { leases_.Retract(lease_id); };
   node_->LeaseChanged(lease_id);
-  return Ticket{address(), epoch(), lease_id, num_pages, publication.num_tokens};
+  std::move(not_published).Cancel();
+  return ticket;
 }
 
 absl::Status PrefillEndpoint::CheckPush(const ReceiveTicket& ticket, const Publication& publication,
@@ -81,6 +84,7 @@ absl::StatusOr<std::shared_ptr<PushHandle>> PrefillEndpoint::Push(const ReceiveT
   Publication leased = publication;
   leased.lease_ms = timeout + kLeaseSlackMs;
   KVFERRY_ASSIGN_OR_RETURN(const Ticket lease, Publish(leased));
+  absl::Cleanup not_pushed = [&] { leases_.Retract(lease.lease_id); };  // Nobody has heard of it.
   auto push = std::make_shared<PushHandle>(lease.lease_id);
   Node::CallRequest call;
   call.address = ticket.address;
@@ -98,12 +102,9 @@ absl::StatusOr<std::shared_ptr<PushHandle>> PrefillEndpoint::Push(const ReceiveT
     EndPush(push,
             absl::Status(status.code(), absl::StrCat("push to ", address, ": ", status.message())));
   };
-  const absl::StatusOr<uint64_t> id = node_->Call(std::move(call), on_reply);
-  if (!id.ok()) {
-    leases_.Withdraw(lease.lease_id).IgnoreError();  // Nobody has heard of it.
-    return id.status();
-  }
-  push->SetCancel([node = node_.get(), id = *id] { node->CancelCall(id); });
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t id, node_->Call(std::move(call), on_reply));
+  std::move(not_pushed).Cancel();
+  push->SetCancel([node = node_.get(), id] { node->CancelCall(id); });
   return push;
 }
 

@@ -136,6 +136,7 @@ void ReceiveTable::OnCallDropped(const CallKey& call) {
 void ReceiveTable::OnEnded(uint64_t receive_id) {
   const MutexLock lock(&mutex_);
   const auto ended = receives_.extract(receive_id);
+  if (ended.empty()) return;  // There was no memory to add it.
   const Receive& receive = ended.mapped();
   const absl::Status status = receive.handle->status();
   ended_.Add(receive_id, status.code());

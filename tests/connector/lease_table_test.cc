@@ -384,6 +384,21 @@ TEST_F(Leases, AnUnneededOneThatFindsNoMemoryWhenItIsPublishedIsUnneededStill) {
   EXPECT_EQ(Ended(), "fetched");
 }
 
+TEST_F(Leases, RetractedIsUnknown) {
+  ASSERT_TRUE(IsOk(Publish()));
+  table_.Retract(kLease);
+  table_.Retract(kLease);
+  EXPECT_EQ(table_.num_live(), 0);
+  EXPECT_EQ(Ended(), "none");
+  ASSERT_TRUE(IsOk(Publish()));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));
+  table_.Retract(kLease);  // Its pages are being read.
+  EXPECT_EQ(table_.num_live(), 1);
+  table_.EndTransfer(kLease, {}, absl::AbortedError("too late"));
+  EXPECT_EQ(table_.num_live(), 0);
+  EXPECT_EQ(Ended(), "none");
+}
+
 // ---------------------------------------------------------------- against a naive model
 
 struct Model {

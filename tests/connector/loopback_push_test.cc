@@ -525,5 +525,47 @@ TEST_F(Pushing, Limits) {
   EXPECT_TRUE(IsOk(PushStatus(second.ticket)));  // It was refused and so not taken.
 }
 
+// ---------------------------------------------------------------- without memory
+
+class PushingWithoutMemory : public Pushing {
+ protected:
+  void SetUp() override {
+    FillPattern(*source_, kSourceSeed);
+    // What grows by leaps is not to do so in the middle of a test.
+    for (int i = 0; i < kOthers; ++i) Must(prefill_->Publish({{0}}));
+    publication_.pages = pages_;
+    publication_.ready_layers = layers_;
+  }
+  static constexpr int64_t kOthers = 60;
+  PrefillEndpoint::Publication publication_;
+};
+
+TEST_F(PushingWithoutMemory, APushLeavesNoLease) {
+  const auto receive = Receive(*decode_, local_);
+  std::shared_ptr<PushHandle> push;
+  CallWithoutMemory([&] { push = *prefill_->Push(receive.ticket, publication_, 0); },
+                    [&] { EXPECT_EQ(prefill_->num_live_leases(), kOthers); });
+  EXPECT_TRUE(IsOk(push->Wait(Soon())));
+  EXPECT_TRUE(IsOk(receive.handle->Wait(Soon())));
+}
+
+TEST_F(PushingWithoutMemory, APublicationLeavesNoLease) {
+  CallWithoutMemory([&] { EXPECT_TRUE(prefill_->Publish(publication_).ok()); },
+                    [&] { EXPECT_EQ(prefill_->num_live_leases(), kOthers); });
+  EXPECT_EQ(prefill_->num_live_leases(), kOthers + 1);
+}
+
+TEST_F(PushingWithoutMemory, AReceiveIsNone) {
+  DecodeEndpoint::Reception reception;
+  reception.pages = local_;
+  DecodeEndpoint::Receiving receive;
+  // Many: their table grows.
+  for (int64_t i = 0; i < 20; ++i) {
+    CallWithoutMemory([&] { receive = *decode_->Receive(reception); },
+                      [&] { EXPECT_EQ(Metric(*decode_, "receives_waiting"), i); });
+  }
+  EXPECT_TRUE(IsOk(PushStatus(receive.ticket)));
+}
+
 }  // namespace
 }  // namespace kvferry
