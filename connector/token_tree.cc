@@ -75,9 +75,7 @@ void TokenTree::Node::SetChild(int32_t token, Node* child) {
 
 void TokenTree::Node::RemoveChild(int32_t token) {
   if (!many) {
-    const auto found = std::ranges::find(few, token, &Edge::token);
-    *found = few.back();
-    few.pop_back();
+    few.erase(std::ranges::find(few, token, &Edge::token));  // The others stay in their order.
     return;
   }
   many->erase(token);

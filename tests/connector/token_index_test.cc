@@ -49,6 +49,18 @@ TEST(TokenIndexes, TheOldestOfEqualsAndOfAll) {
   EXPECT_EQ(index.Longest(Tokens{1}), (Match{10, 1}));
 }
 
+// Of several that go on differently behind the query, while there are few.
+TEST(TokenIndexes, TheOldestOfThoseThatGoOnDifferently) {
+  TokenIndex index;
+  for (int32_t last = 3; last <= 6; ++last) {
+    ASSERT_TRUE(IsOk(index.Insert(static_cast<uint64_t>(last), Tokens{1, 2, last})));
+  }
+  for (uint64_t entry = 3; entry <= 6; ++entry) {
+    EXPECT_EQ(index.Longest(Tokens{1, 2}), (Match{entry, 2}));
+    ASSERT_TRUE(IsOk(index.Erase(entry)));
+  }
+}
+
 TEST(TokenIndexes, BadCallsChangeNothing) {
   TokenIndex index;
   ASSERT_TRUE(IsOk(index.Insert(7, Tokens{1})));
