@@ -11,6 +11,10 @@
 namespace kvferry {
 namespace {
 
+int64_t BytesOf(const std::optional<LookupTable::Tokens>& tokens) {
+  return tokens ? std::ssize(*tokens) * int64_t{sizeof(int32_t)} : 0;
+}
+
 absl::Status Closed() { return absl::CancelledError("lookup: the buffer was closed"); }
 
 }  // namespace
@@ -18,6 +22,7 @@ absl::Status Closed() { return absl::CancelledError("lookup: the buffer was clos
 absl::StatusOr<std::shared_ptr<LookupTable>> LookupTable::Create(const Options& options) {
   for (const auto& [name, value] :
        {std::pair("max_bytes", options.max_bytes), std::pair("max_waiting", options.max_waiting),
+        std::pair("max_waiting_bytes", options.max_waiting_bytes),
         std::pair("max_tokens", options.max_tokens)}) {
     if (value >= 1) continue;
     return absl::InvalidArgumentError(
@@ -172,6 +177,7 @@ LookupTable::Answer LookupTable::EndQuery(uint64_t id) {
     query_index_.Erase(id).IgnoreError();
   }
   deadlines_.erase({found->second.deadline, id});
+  waiting_bytes_ -= found->second.bytes;
   queries_.erase(found);
   return answer;
 }
@@ -194,22 +200,32 @@ absl::StatusOr<uint64_t> LookupTable::Ask(std::optional<Tokens> tokens, Deadline
     if (closed_) return Closed();
     if (const auto match = Find(tokens)) {
       taken = Remove(*match);
-    } else if (static_cast<int64_t>(queries_.size()) < options_.max_waiting) {
-      return AddQuery(tokens, deadline, std::move(answer));
     } else {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("lookup: ", queries_.size(), " queries wait already"));
+      KVFERRY_RETURN_IF_ERROR(CheckMayWait(BytesOf(tokens)));
+      return AddQuery(tokens, deadline, std::move(answer));
     }
   }
   answer(*std::move(taken));
   return 0;
 }
 
+absl::Status LookupTable::CheckMayWait(int64_t bytes) const {
+  if (static_cast<int64_t>(queries_.size()) >= options_.max_waiting) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("lookup: ", queries_.size(), " queries wait already"));
+  }
+  if (waiting_bytes_ + bytes <= options_.max_waiting_bytes) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "lookup: a query with ", bytes, " bytes of tokens cannot wait: those that do have ",
+      waiting_bytes_, " of ", options_.max_waiting_bytes));
+}
+
 uint64_t LookupTable::AddQuery(const std::optional<Tokens>& tokens, Deadline deadline,
                                Answer answer) {
   const uint64_t id = next_query_++;
   Query& query =
-      queries_.emplace(id, Query{deadline, std::move(answer), std::nullopt}).first->second;
+      queries_.emplace(id, Query{deadline, std::move(answer), BytesOf(tokens), std::nullopt})
+          .first->second;
   absl::Cleanup remove = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     deadlines_.erase({deadline, id});
     queries_.erase(id);
@@ -222,6 +238,7 @@ uint64_t LookupTable::AddQuery(const std::optional<Tokens>& tokens, Deadline dea
     query.any = any_queries_.insert(any_queries_.end(), id);
   }
   std::move(remove).Cancel();
+  waiting_bytes_ += query.bytes;
   return id;
 }
 

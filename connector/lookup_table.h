@@ -42,8 +42,9 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
     // Of all entries that are kept, or were and are taken and not yet let go. One that goes
     // straight to a query that waited for it never counts.
     int64_t max_bytes = 0;
-    int64_t max_waiting = 65536;   // Queries.
-    int64_t max_tokens = 1 << 24;  // Of an entry or a query.
+    int64_t max_waiting = 65536;            // Queries.
+    int64_t max_waiting_bytes = 256 << 20;  // Of their tokens.
+    int64_t max_tokens = 1 << 24;           // Of an entry or a query.
   };
 
   // An entry on its way to its consumer. Its bytes count until this is gone.
@@ -91,8 +92,9 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   // Calls `answer` once: with an entry, at once or when one comes; DEADLINE_EXCEEDED from the first
   // Expire() after the deadline; CANCELLED when the table is closed. Without tokens it takes
   // whatever there is, the oldest first. INVALID_ARGUMENT for too many tokens or none in the list,
-  // RESOURCE_EXHAUSTED when max_waiting queries wait already: `answer` is not called then. Returns
-  // the query's id, for Withdraw(), or 0 when it has been answered.
+  // RESOURCE_EXHAUSTED when max_waiting queries wait already, or max_waiting_bytes of tokens would:
+  // `answer` is not called then. Returns the query's id, for Withdraw(), or 0 when it has been
+  // answered.
   absl::StatusOr<uint64_t> Ask(std::optional<Tokens> tokens, Deadline deadline, Answer answer);
   // Takes a query back: true, and `answer` is never called. False: it was, or is about to be.
   bool Withdraw(uint64_t query);
@@ -132,6 +134,7 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   struct Query {
     Deadline deadline;
     Answer answer;
+    int64_t bytes;                                     // Of its tokens.
     std::optional<std::list<uint64_t>::iterator> any;  // In any_queries_, when it has no tokens.
   };
 
@@ -149,6 +152,8 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   // The query that this entry goes to, taken out of those that wait.
   std::optional<std::pair<Answer, int64_t>> QueryFor(std::span<const int32_t> tokens)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether one more query, with so many bytes of tokens, may wait.
+  absl::Status CheckMayWait(int64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   uint64_t AddQuery(const std::optional<Tokens>& tokens, Deadline deadline, Answer answer)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Answer EndQuery(uint64_t id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -170,6 +175,7 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   std::list<Waiting*> wait_for_room_ ABSL_GUARDED_BY(mutex_);  // The first one is served first.
   // Abseil's maps are broken by a growth for which there is no memory.
   std::unordered_map<uint64_t, Query> queries_ ABSL_GUARDED_BY(mutex_);
+  int64_t waiting_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // Of their tokens.
   TokenIndex query_index_ ABSL_GUARDED_BY(mutex_);
   std::list<uint64_t> any_queries_ ABSL_GUARDED_BY(mutex_);  // Those without tokens, oldest first.
   std::set<std::pair<Deadline, uint64_t>> deadlines_ ABSL_GUARDED_BY(mutex_);  // Of queries.

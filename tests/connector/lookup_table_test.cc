@@ -198,6 +198,26 @@ TEST(LookupTables, WhatCanNeverFitIsRefusedAtOnce) {
   EXPECT_TRUE(Fails(LookupTable::Create({.max_bytes = 0}), kInvalid, "max_bytes is 0"));
   EXPECT_TRUE(Fails(LookupTable::Create({.max_bytes = 1, .max_waiting = -1}), kInvalid,
                     "max_waiting is -1"));
+  EXPECT_TRUE(Fails(LookupTable::Create({.max_bytes = 1, .max_waiting_bytes = 0}), kInvalid,
+                    "max_waiting_bytes is 0"));
+}
+
+TEST(LookupTables, QueriesWaitWithSoManyBytesOfTokens) {
+  const auto table = Must(LookupTable::Create({.max_bytes = 10, .max_waiting_bytes = 20}));
+  const auto unanswered = [](const absl::StatusOr<Taken>& taken) {
+    EXPECT_TRUE(Fails(taken, kCancelled));  // By the end of this test.
+  };
+  ASSERT_TRUE(IsOk(table->Insert({9, 9}, 1, Number(9), Now())));
+  const uint64_t three = Must(table->Ask(Tokens{1, 2, 3}, Soon(), unanswered));
+  Must(table->Ask(Tokens{4, 5}, Soon(), unanswered));
+  EXPECT_TRUE(Fails(table->Ask(Tokens{6}, Soon(), unanswered), kExhausted, "4 bytes of tokens",
+                    "20 of 20"));
+  const uint64_t any = Must(table->Ask(std::nullopt, Soon(), [](const auto&) {}));
+  EXPECT_EQ(any, 0);  // Answered at once.
+  EXPECT_TRUE(table->Withdraw(three));
+  EXPECT_TRUE(IsOk(table->Ask(Tokens{6, 7, 8}, Soon(), [](const auto&) {})));
+  ASSERT_TRUE(IsOk(table->Insert({6}, 1, Number(6), Now())));
+  EXPECT_TRUE(IsOk(table->Ask(Tokens{6, 7, 8}, Soon(), [](const auto&) {})));
 }
 
 TEST(LookupTables, MissesAreAnsweredAtTheirDeadline) {
