@@ -74,8 +74,9 @@ class PrefillEndpoint {
   // The handle ends within the timeout: OK, all bytes are there; NOT_FOUND, the process at that
   // address does not know the receive, or has given the session up; FAILED_PRECONDITION, the receive
   // has ended, is being pushed to already, or is of another number of pages or tokens; ABORTED,
-  // released; CANCELLED, here or there; UNAVAILABLE, the peer is gone; DEADLINE_EXCEEDED. Where the
-  // peer has not said so itself, all may have arrived nevertheless.
+  // released; CANCELLED, here or there; RESOURCE_EXHAUSTED, a limit is reached: max_peers here or there,
+  // max_fetches_per_peer here or max_calls_per_peer there; UNAVAILABLE, the peer is
+  // gone; DEADLINE_EXCEEDED. Where the peer has not said so itself, all may have arrived nevertheless.
   //
   // Errors here mean that nothing was started: those of Publish, PERMISSION_DENIED (host not in
   // allowed_hosts), FAILED_PRECONDITION (the ticket is of another number of pages, and they are of no order

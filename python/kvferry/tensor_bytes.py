@@ -133,16 +133,30 @@ def _parse(data: np.ndarray) -> tuple[int, str, tuple[int, ...], np.ndarray]:
     return kind, dtype, shape, payload
 
 
+def _as_numpy(dtype: str, payload: np.ndarray) -> np.ndarray:
+    try:
+        return payload.view(np.dtype(dtype))
+    except TypeError:  # numpy has it from ml_dtypes alone, where that is imported.
+        return payload.view(np.dtype(f"uint{8 * ITEM_BYTES[dtype]}"))
+
+
 def decode(data: np.ndarray):
-    """What encode() was given, in the memory of `data`. DataLoss for anything else."""
+    """What encode() was given, in the memory of `data`. DataLoss for anything else.
+
+    A torch tensor where there is no torch is an array of numpy; what numpy does not have either,
+    bfloat16 and fp8, are its bits as uint16 and uint8.
+    """
     kind, dtype, shape, payload = _parse(data)
     if kind == BYTES:
         return payload.tobytes()
-    if kind == NUMPY:
-        return payload.view(np.dtype(dtype)).reshape(shape)
-    import torch
-
-    return torch.from_numpy(payload).view(getattr(torch, dtype)).reshape(shape)
+    if kind == TORCH:
+        try:
+            import torch
+        except ModuleNotFoundError:
+            pass
+        else:
+            return torch.from_numpy(payload).view(getattr(torch, dtype)).reshape(shape)
+    return _as_numpy(dtype, payload).reshape(shape)
 
 
 @dataclass

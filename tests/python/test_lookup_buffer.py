@@ -5,6 +5,7 @@ import importlib.util
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 
@@ -78,6 +79,22 @@ def test_numpy_and_parts_of_an_entry():
         assert np.array_equal(found.key, key[:, :5]) and np.array_equal(found.value, value[:, :5])
         assert found.input_tokens.tolist() == list(range(9))
         assert found.roi.tolist() == [True] * 5 + [False] * 4
+
+
+def test_hidden_states_of_torch_where_there_is_none(monkeypatch):
+    states = [torch.randn(3, 2), torch.randn(3, 2).bfloat16(), torch.randn(3).to(torch.float8_e5m2)]
+    bits = [states[0], states[1].view(torch.uint16), states[2].view(torch.uint8)]
+    with (
+        producer(layout=layout("float32")) as one,
+        consumer(one, layout=layout("float32"), framework="numpy") as other,
+    ):
+        for token, state in enumerate(states):
+            one.insert([token], None, *kv(1, dtype=torch.float32), state)
+        expected = [b.numpy() for b in bits]
+        monkeypatch.setitem(sys.modules, "torch", None)
+        for token, want in enumerate(expected):
+            got = other.drop_select([token]).hidden
+            assert got.dtype == want.dtype and np.array_equal(got, want)
 
 
 def test_numpy_and_dtypes_that_it_lacks():
