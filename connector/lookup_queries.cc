@@ -321,39 +321,46 @@ void LookupQueries::OnFetched(uint64_t id) {
   Ended ended;
   {
     const MutexLock lock(&mutex_);
-    Query& query = *queries_.at(id);
-    absl::Status status = query.fetch->status();
-    if (status.ok()) {
-      query.take_by = std::max(query.request.deadline, DeadlineInMs(kTakeMs));
-      return Take(id, query);
-    }
-    if (absl::IsResourceExhausted(status) && !closing_) {
-      // Of the producer, which has too many fetches under way, or our own for one more session; the
-      // entry is still leased to us.
-      const Deadline now = Clock::now();
-      if (!query.cancelled && now < query.request.deadline) {
-        query.fetch = nullptr;
-        query.retry_at = now + std::chrono::milliseconds(kFirstBackoffMs);
-        return;
-      }
-      status = NotFetched(query, status);
-    }
-    // It is not leased to us any more: we have come too late, or its producer has begun anew.
-    if ((absl::IsFailedPrecondition(status) || absl::IsNotFound(status)) && !closing_ &&
-        !query.cancelled) {
-      Producer& producer = query.producers[query.found_at];
-      producer.error = ErrorOf(query.found_at, status);
-      LookOn(query);
-      producer.retry_at = BackOff(producer.backoff_ms, Clock::now());
-      return;
-    }
-    // A producer that is gone has nothing to take back.
-    if (!absl::IsUnavailable(status)) {
-      GiveBack(query.found_at, query.producers[query.found_at].lease);
-    }
-    ended = End(id, status);
+    ended = OnFetchedLocked(id, *queries_.at(id));
   }
   ended.Finish();
+}
+
+LookupQueries::Ended LookupQueries::OnFetchedLocked(uint64_t id, Query& query) {
+  absl::Status status = query.fetch->status();
+  if (status.ok()) {
+    query.take_by = std::max(query.request.deadline, DeadlineInMs(kTakeMs));
+    Take(id, query);
+    return {};
+  }
+  // Of the producer, which has too many fetches under way, or our own for one more session; the
+  // entry is still leased to us.
+  if (absl::IsResourceExhausted(status) && !closing_) {
+    if (FetchesAgain(query)) return {};
+    status = NotFetched(query, status);
+  }
+  // It is not leased to us any more: we have come too late, or its producer has begun anew.
+  if ((absl::IsFailedPrecondition(status) || absl::IsNotFound(status)) && !closing_ &&
+      !query.cancelled) {
+    Producer& producer = query.producers[query.found_at];
+    producer.error = ErrorOf(query.found_at, status);
+    LookOn(query);
+    producer.retry_at = BackOff(producer.backoff_ms, Clock::now());
+    return {};
+  }
+  // A producer that is gone has nothing to take back.
+  if (!absl::IsUnavailable(status)) {
+    GiveBack(query.found_at, query.producers[query.found_at].lease);
+  }
+  return End(id, status);
+}
+
+bool LookupQueries::FetchesAgain(Query& query) {
+  const Deadline now = Clock::now();
+  if (query.cancelled || now >= query.request.deadline) return false;
+  query.fetch = nullptr;
+  query.retry_at = now + std::chrono::milliseconds(kFirstBackoffMs);
+  return true;
 }
 
 absl::Status LookupQueries::NotFetched(const Query& query, const absl::Status& why) const {

@@ -137,6 +137,9 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   void Fetch(uint64_t id, std::shared_ptr<Query> query, absl::Status status);
   absl::Status StartFetch(uint64_t id, Query& query);
   void OnFetched(uint64_t id);
+  Ended OnFetchedLocked(uint64_t id, Query& query) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // After a moment, if there is time for that.
+  static bool FetchesAgain(Query& query);
   absl::Status NotFetched(const Query& query, const absl::Status& why) const;
   // What a producer has said, with its name.
   absl::Status ErrorOf(size_t index, const absl::Status& status) const;

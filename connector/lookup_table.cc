@@ -91,19 +91,20 @@ absl::Status LookupTable::WaitForRoom(std::list<Waiting*>::iterator place, Deadl
                                       std::unique_ptr<Entry>* late) {
   Waiting& waiting = **place;
   const int64_t bytes = waiting.entry->bytes;
-  while (waiting.entry != nullptr) {
+  while (waiting.fate == Fate::kWaits) {
     if (wait_for_room_.front() == &waiting && HasRoom(bytes)) {
       waiting.entry->waiting = nullptr;
+      waiting.fate = Fate::kIn;
       bytes_ += bytes;
-      break;
+    } else if (!changed_.WaitUntil(&mutex_, deadline) && Clock::now() >= deadline &&
+               waiting.fate == Fate::kWaits) {
+      *late = Erase(waiting.entry, Fate::kLate);
     }
-    if (changed_.WaitUntil(&mutex_, deadline) || Clock::now() < deadline) continue;
-    if (waiting.entry != nullptr) *late = Erase(waiting.entry);
   }
   wait_for_room_.erase(place);
   changed_.NotifyAll();  // The next one may be served now.
-  if (waiting.dropped) return Closed();
-  if (*late == nullptr) return absl::OkStatus();
+  if (waiting.fate == Fate::kClosed) return Closed();
+  if (waiting.fate == Fate::kIn) return absl::OkStatus();
   return absl::DeadlineExceededError(absl::StrCat("lookup: no room for an entry of ", bytes,
                                                   " bytes in time; ", bytes_, " of ",
                                                   options_.max_bytes, " are taken"));
@@ -155,14 +156,14 @@ std::optional<TokenTree::Match> LookupTable::Find(
   return TokenTree::Match{oldest, std::ssize(oldest->tokens())};
 }
 
-std::unique_ptr<LookupTable::Entry> LookupTable::Erase(TokenTree::Entry* entry) {
+std::unique_ptr<LookupTable::Entry> LookupTable::Erase(TokenTree::Entry* entry, Fate fate) {
   std::unique_ptr<Entry> erased(static_cast<Entry*>(entries_.Erase(entry).release()));
-  if (erased->waiting != nullptr) erased->waiting->entry = nullptr;
+  if (erased->waiting != nullptr) erased->waiting->fate = fate;
   return erased;
 }
 
 LookupTable::Taken LookupTable::Remove(const TokenTree::Match& match) {
-  const std::unique_ptr<Entry> entry = Erase(match.entry);
+  const std::unique_ptr<Entry> entry = Erase(match.entry, Fate::kIn);
   changed_.NotifyAll();  // Its Insert() may be waiting.
   return MakeTaken(entry->TakeTokens(), match.num_tokens, std::move(entry->payload), entry->bytes,
                    entry->waiting == nullptr);
@@ -312,8 +313,7 @@ void LookupTable::Close() {
     closed_ = true;
     while (!queries_.empty()) waiting.push_back(EndQuery(queries_.begin()->first));
     while (TokenTree::Entry* const entry = entries_.Oldest()) {
-      dropped.push_back(Erase(entry));
-      if (dropped.back()->waiting != nullptr) dropped.back()->waiting->dropped = true;
+      dropped.push_back(Erase(entry, Fate::kClosed));
     }
     changed_.NotifyAll();
   }

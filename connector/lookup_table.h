@@ -118,10 +118,11 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
 
  private:
   struct Entry;
-  // An Insert() that waits for room.
+  // An Insert() that waits for room, until its entry is kept or taken (kIn) or out of the table.
+  enum class Fate { kWaits, kIn, kLate, kClosed };
   struct Waiting {
-    Entry* entry;  // Null when it has been taken, or dropped by Close().
-    bool dropped = false;
+    Entry* entry;  // While it waits.
+    Fate fate = Fate::kWaits;
   };
   struct Entry : TokenTree::Entry {
     Entry(Tokens tokens, int64_t bytes, Payload payload)
@@ -143,7 +144,9 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   absl::Status CheckTokens(std::span<const int32_t> tokens) const;
   std::optional<TokenTree::Match> Find(std::optional<std::span<const int32_t>> tokens) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  std::unique_ptr<Entry> Erase(TokenTree::Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // `fate` is that of its Insert(), if that waits.
+  std::unique_ptr<Entry> Erase(TokenTree::Entry* entry, Fate fate)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Taken Remove(const TokenTree::Match& match) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Taken MakeTaken(Tokens tokens, int64_t num_matched, Payload payload, int64_t bytes, bool counted);
   bool HasRoom(int64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
