@@ -89,6 +89,7 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   if (fetch.requested_at == Deadline{}) fetch.requested_at = now;
   OpenLanding(fetch);
   if (EndIfWhole(fetch)) return;  // Nothing was wanted.
+  fetch.known_as = transfer_id;
   FetchMsg message;
   message.transfer_id = transfer_id;
   message.lease_id = fetch.ticket.lease_id;
@@ -125,6 +126,7 @@ std::vector<Receiver::Fetch> Receiver::TakeUnfinished(const PeerKey& peer) {
     std::optional<Fetch> fetch = TakeOut(id);
     if (!fetch.has_value()) continue;
     fetch->peer.clear();
+    fetch->known_as = 0;
     taken.push_back(*std::move(fetch));
   }
   return taken;
@@ -315,10 +317,8 @@ void Receiver::CancelAll(const absl::Status& status) {
 void Receiver::GiveUp(uint64_t transfer_id, const absl::Status& status) {
   const Fetch& fetch = fetches_.find(transfer_id)->second;
   if (CloseAndEndIfWhole(fetch)) return;
-  if (fetch.requested()) {
-    outbox_->Send(fetch.peer, CancelMsg{transfer_id, std::string(status.message())});
-  } else if (fetch.replaces != 0 && !fetch.peer.empty()) {
-    outbox_->Send(fetch.peer, CancelMsg{fetch.replaces, std::string(status.message())});
+  if (fetch.known_as != 0) {
+    outbox_->Send(fetch.peer, CancelMsg{fetch.known_as, std::string(status.message())});
   }
   End(transfer_id, status);
 }

@@ -56,6 +56,7 @@ class Receiver {
     LeaseReader reader{};
     PageForm form{};  // Of the plan's pages; {}: nobody but who has the same can serve it.
     uint64_t transfer_id = id;  // On the wire; another one each time it is begun.
+    uint64_t known_as = 0;      // To its session's peer: the last one that was requested there.
     uint64_t replaces = 0;      // The transfer id it had before,
     int64_t from_bytes = 0;     // under which the stream up to here has arrived.
     int futile_requests = 0;    // One after another that brought nothing.

@@ -90,6 +90,29 @@ TEST(StoppedPeer, AFetchGoesOnBehindWhatHasCome) {
   EXPECT_EQ(prefill.Ask("ended " + LeaseOf(ticket) + " 15000"), "fetched");
 }
 
+// What was moved to the new session, and is given up before that is welcomed, is nobody's business there.
+TEST(StoppedPeer, OneThatIsCancelledMeanwhileEndsNoOther) {
+  ChildPeer prefill(Peer("prefill", kQuickHeart));
+  ChildPeer decode(Peer("decode", kQuickHeart));
+  std::vector<int64_t> first = AllPages();
+  const std::vector<int64_t> second(first.begin() + kPages / 2, first.end());
+  first.resize(kPages / 2);
+  const std::string ticket = prefill.Publish(first, 1, 60000);
+  const std::string fetch = decode.Fetch(ticket, first, 60000);
+  const std::string other = decode.Fetch(prefill.Publish(second, 1, 60000), second, 60000);
+  ASSERT_EQ(decode.WaitLayer(fetch, 0, 20000), "OK");
+  ASSERT_EQ(decode.WaitLayer(other, 0, 20000), "OK");
+  prefill.Signal(SIGSTOP);
+  ASSERT_TRUE(WaitFor([&] { return decode.Metric("fetches_restarted") == 2; }, Soon()));
+  ASSERT_EQ(decode.Ask("cancel " + other), "OK");
+  EXPECT_EQ(decode.Wait(other, 20000).rfind("CANCELLED", 0), 0u);
+  prefill.Signal(SIGCONT);
+  ASSERT_EQ(prefill.Ask("ready " + LeaseOf(ticket)), "OK");
+  EXPECT_EQ(decode.Wait(fetch, 20000), "OK");
+  EXPECT_EQ(decode.Metric("fetches_restarted"), 2);
+  EXPECT_EQ(decode.Metric("peers_lost"), 1);
+}
+
 TEST(StoppedPeer, AFetchDoesNotTryForEver) {
   const std::string config = R"({"heartbeat_interval_ms": 300, "heartbeat_timeout_ms": 1500,
                                  "connect_timeout_ms": 1500})";

@@ -73,6 +73,38 @@ TEST_F(ReceiverAlone, WhatIsAskedForAnewWaitsForRoomToo) {
   EXPECT_EQ(outbox_.Count<FetchMsg>(), 5);
 }
 
+// Its peer still has it under the id that it had, until it is asked for anew.
+TEST_F(ReceiverAlone, WhatWaitsToBeAskedForAnewIsCancelledAsItWas) {
+  outbox_.data().costs_of_reads = {700, 60000};
+  const auto handle = Begin();
+  outbox_.room = 0;
+  receiver_.OnReadFailed({kId, 0, 0, 4096, 0}, absl::ResourceExhaustedError("no room"));
+  EXPECT_FALSE(handle->done());
+  receiver_.Cancel(kId, absl::CancelledError("enough"));
+  ASSERT_EQ(outbox_.Count<CancelMsg>(), 1);
+  EXPECT_EQ(outbox_.Last<CancelMsg>()->transfer_id, kId);
+}
+
+// Of another session its peer has not heard of it; said while that is greeting, a word would end it.
+TEST_F(ReceiverAlone, WhatWaitsForAnotherSessionIsCancelledInSilence) {
+  outbox_.data().costs_of_reads = {700, 60000};
+  for (const bool asked_anew_before : {false, true}) {
+    SCOPED_TRACE(asked_anew_before);
+    outbox_.room = 1 << 30;
+    const auto handle = Begin();
+    outbox_.room = 0;
+    if (asked_anew_before) {
+      receiver_.OnReadFailed({kId, 0, 0, 4096, 0}, absl::ResourceExhaustedError("no room"));
+    }
+    Receiver::Fetch taken = TakeOnly();
+    taken.peer = "dialled:2";
+    receiver_.Add(std::move(taken));
+    receiver_.Cancel(kId, absl::CancelledError("enough"));
+    EXPECT_TRUE(Fails(handle->status(), absl::StatusCode::kCancelled));
+    EXPECT_EQ(outbox_.Count<CancelMsg>(), 0);
+  }
+}
+
 TEST_F(ReceiverAlone, AsksInTheOrderInWhichFetchesBegan) {
   outbox_.room = 0;
   for (uint64_t id = kId; id < kId + 50; ++id) Begin(id);
