@@ -201,6 +201,8 @@ void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
   if (message.to_epoch != epoch_ || session == nullptr ||
       (session->state != Session::State::kGreeting && message.from_epoch != session->epoch)) {
     ++metrics_.messages_stale;
+    // Who has not read our welcome means nothing of this session, which a refusal would end.
+    if (session != nullptr && message.to_epoch == 0) return;
     RefuseSession(peer,
                   absl::NotFoundError("no session with that epoch; this process has restarted or "
                                       "has given the session up"));

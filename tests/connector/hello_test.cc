@@ -667,6 +667,22 @@ TEST_F(HelloFromOthersOverTcp, WhatIsAskedBeforeTheWelcomeIsNotHeard) {
   EXPECT_EQ(Metric(*prefill, "transfers_started"), 0);
 }
 
+// Releases of a while said so of what they had fetched over an earlier session.
+TEST_F(HelloFromOthersOverTcp, WhatIsSaidInTheHopeOfAWelcomeEndsNoSession) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 1), config);
+  RawDecode peer(prefill->address());
+  peer.Send({42, 0, HelloMsg{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}}});
+  peer.Send({42, 0, CancelMsg{9, "enough"}});
+  const auto welcome = peer.Receive(Soon());
+  ASSERT_TRUE(welcome.has_value() && std::holds_alternative<WelcomeMsg>(welcome->body));
+  peer.Send({42, welcome->from_epoch, PingMsg{}});
+  const auto pong = peer.Receive(Soon());
+  ASSERT_TRUE(pong.has_value() && std::holds_alternative<PongMsg>(pong->body));
+  EXPECT_EQ(Metric(*prefill, "messages_stale"), 1);
+}
+
 // It may have been thought dead, and goes on over another session.
 TEST_F(HelloFromOthersOverTcp, APeerThatHasGivenItsSessionUpTakesNoPlace) {
   Config config = SmallChunks();
