@@ -37,8 +37,8 @@ absl::Status WithCutOff(absl::Status error, CutOff cut_off) {
 
 void Calls::Add(uint64_t id, Call&& call) {
   call_deadlines_.emplace(call.deadline, id);
-  call.turn = next_turn_++;
-  unasked_.emplace(std::pair(call.peer, call.turn), id);
+  call.turn = unasked_.NextTurn();
+  unasked_.Add(call.peer, call.turn, id);
   calls_.emplace(id, std::move(call));
   ++metrics_->calls_started;
 }
@@ -52,31 +52,26 @@ std::vector<uint64_t> Calls::IdsWhere(const Matches& matches) const {
   return ids;
 }
 
-uint64_t Calls::FirstUnasked(const PeerKey& peer) const {
-  const auto first = unasked_.lower_bound({peer, 0});
-  return first == unasked_.end() || first->first.first != peer ? 0 : first->second;
-}
-
 void Calls::OnPeerReady(const PeerKey& peer) {
-  for (uint64_t id; (id = FirstUnasked(peer)) != 0 && outbox_->HasRoom(peer);) {
+  for (uint64_t id; (id = unasked_.First(peer)) != 0 && outbox_->HasRoom(peer);) {
     Ask(id, calls_.find(id)->second);
   }
 }
 
 void Calls::Ask(uint64_t id, Call& call) {
   call.asked = true;
-  unasked_.erase({call.peer, call.turn});
+  unasked_.Remove(call.peer, call.turn);
   const int64_t timeout_ms = std::max<int64_t>(1, MsUntil(call.deadline, Clock::now()));
   outbox_->Send(call.peer, CallMsg{id, call.function, timeout_ms, std::move(call.args)});
 }
 
 int64_t Calls::MoveUnasked(const PeerKey& from, const PeerKey& to) {
   int64_t moved = 0;
-  for (uint64_t id; (id = FirstUnasked(from)) != 0; ++moved) {
+  for (uint64_t id; (id = unasked_.First(from)) != 0; ++moved) {
     Call& call = calls_.find(id)->second;
-    unasked_.erase({from, call.turn});
+    unasked_.Remove(from, call.turn);
     call.peer = to;
-    unasked_.emplace(std::pair(to, call.turn), id);
+    unasked_.Add(to, call.turn, id);
   }
   return moved;
 }
@@ -85,7 +80,7 @@ void Calls::End(uint64_t id, absl::StatusOr<Fields> reply) {
   auto call = calls_.extract(id);
   if (call.empty()) return;  // Another one's on_reply has ended it.
   call_deadlines_.erase({call.mapped().deadline, id});
-  if (!call.mapped().asked) unasked_.erase({call.mapped().peer, call.mapped().turn});
+  if (!call.mapped().asked) unasked_.Remove(call.mapped().peer, call.mapped().turn);
   const OnReply on_reply = std::move(call.mapped().on_reply);
   if (!reply.ok()) ++metrics_->calls_failed;
   on_reply(std::move(reply));  // Last: it may add calls.

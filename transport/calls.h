@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/container/btree_map.h"
 #include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
@@ -18,6 +17,7 @@
 #include "transport/fields.h"
 #include "transport/metrics.h"
 #include "transport/outbox.h"
+#include "transport/waiting_line.h"
 
 namespace kvferry {
 
@@ -114,8 +114,6 @@ class Calls {
 
   void Ask(uint64_t id, Call& call);
   void End(uint64_t id, absl::StatusOr<Fields> reply);
-  // The call of that peer that has waited longest to be asked, or 0.
-  uint64_t FirstUnasked(const PeerKey& peer) const;
   absl::Status CheckCall(const CallKey& key, bool may_wait) const;
   absl::Status OverLimit() const;
   // False when it is not served.
@@ -130,8 +128,7 @@ class Calls {
   Outbox* const outbox_;
   Metrics* const metrics_;
   absl::flat_hash_map<uint64_t, Call> calls_;  // By id.
-  int64_t next_turn_ = 0;
-  absl::btree_map<std::pair<PeerKey, int64_t>, uint64_t> unasked_;  // By peer and turn.
+  WaitingLine unasked_;
   std::map<CallKey, Served> served_;  // Those of one peer lie side by side.
   // Each once, the nearest first, so that a tick costs the same however many wait.
   absl::btree_set<std::pair<Deadline, uint64_t>> call_deadlines_;

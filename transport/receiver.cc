@@ -39,8 +39,11 @@ Receiver::Receiver(const Config& config, ThreadPool* copy_threads, Outbox* outbo
       copy_(copy_threads) {}
 
 void Receiver::Add(Fetch&& fetch) {
-  ++(fetch.replaces == 0 ? metrics_->fetches_started : metrics_->fetches_restarted);
+  const bool is_new = fetch.turn == 0;
+  ++(is_new ? metrics_->fetches_started : metrics_->fetches_restarted);
+  if (is_new) fetch.turn = waiting_.NextTurn();
   const uint64_t transfer_id = fetch.transfer_id;
+  waiting_.Add(fetch.peer, fetch.turn, transfer_id);
   fetches_.emplace(transfer_id, std::move(fetch));
   metrics_->fetches_active = static_cast<int64_t>(fetches_.size());
 }
@@ -50,9 +53,12 @@ Receiver::Fetch* Receiver::Assign(uint64_t id, const PeerKey& peer, uint64_t lea
     return entry.second.id == id && entry.second.peer.empty();
   });
   if (found == fetches_.end()) return nullptr;
-  found->second.peer = peer;
-  found->second.ticket.lease_id = lease_id;
-  return &found->second;
+  Fetch& fetch = found->second;
+  waiting_.Remove(fetch.peer, fetch.turn);
+  fetch.peer = peer;
+  waiting_.Add(peer, fetch.turn, fetch.transfer_id);
+  fetch.ticket.lease_id = lease_id;
+  return &fetch;
 }
 
 template <typename Matches>
@@ -65,20 +71,22 @@ std::vector<uint64_t> Receiver::IdsWhere(const Matches& matches) const {
 }
 
 void Receiver::OnPeerReady(const PeerKey& peer, uint64_t epoch, LinkId link) {
-  links_[peer] = link;
-  std::vector<uint64_t> ids =
-      IdsWhere([&](const Fetch& f) { return f.peer == peer && !f.requested(); });
-  std::ranges::sort(ids, {}, [&](uint64_t id) { return fetches_.find(id)->second.created; });
-  for (const uint64_t id : ids) {
-    if (!outbox_->HasRoom(peer)) return;
-    Request(fetches_.find(id)->second, epoch);
+  ready_[peer] = {link, epoch};
+  RequestWaiting(peer);
+}
+
+void Receiver::RequestWaiting(const PeerKey& peer) {
+  const auto session = ready_.find(peer);
+  if (session == ready_.end()) return;
+  for (uint64_t id; (id = waiting_.First(peer)) != 0 && outbox_->HasRoom(peer);) {
+    Request(fetches_.find(id)->second, session->second);
   }
 }
 
-void Receiver::Request(Fetch& fetch, uint64_t epoch) {
+void Receiver::Request(Fetch& fetch, const Ready& session) {
   const uint64_t transfer_id = fetch.transfer_id;
-  if (fetch.ticket.epoch == 0) fetch.ticket.epoch = epoch;  // From now on it is that one's.
-  if (epoch != fetch.ticket.epoch) {
+  if (fetch.ticket.epoch == 0) fetch.ticket.epoch = session.epoch;  // From now on it is that one's.
+  if (session.epoch != fetch.ticket.epoch) {
     Fail(transfer_id, absl::NotFoundError(
                           absl::StrCat("the prefill side at ", fetch.ticket.address,
                                        " has restarted since it gave out the ticket; prefill the "
@@ -107,14 +115,12 @@ void Receiver::Request(Fetch& fetch, uint64_t epoch) {
   message.reader = fetch.reader;
   message.form = fetch.form;
   message.values = values_;
-  const auto link = links_.find(fetch.peer);
-  if (link != links_.end() && !fetch.packed)
-    message.reads = outbox_->data().CostsOfReads(link->second);
+  if (!fetch.packed) message.reads = outbox_->data().CostsOfReads(session.link);
   outbox_->Send(fetch.peer, std::move(message));
 }
 
 void Receiver::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
-  links_.erase(peer);
+  ready_.erase(peer);
   for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.peer == peer; })) {
     Fail(id, status);
   }
@@ -137,10 +143,11 @@ std::optional<Receiver::Fetch> Receiver::TakeOut(uint64_t transfer_id) {
   if (CloseAndEndIfWhole(found->second)) return std::nullopt;
   Fetch fetch = std::move(found->second);
   fetches_.erase(found);
-  // The sender knows of the last one that was requested.
-  if (fetch.requested() || fetch.replaces == 0) fetch.replaces = transfer_id;
   fetch.transfer_id = RandomId();
-  if (fetch.requested()) {
+  if (!fetch.requested()) {
+    waiting_.Remove(fetch.peer, fetch.turn);
+  } else {
+    fetch.replaces = transfer_id;
     fetch.from_bytes = fetch.landing->prefix();
     Log().info("fetch {:x} goes on as {:x} from byte {} of {}", transfer_id, fetch.transfer_id,
                fetch.from_bytes, fetch.plan->total_bytes());
@@ -173,12 +180,9 @@ bool Receiver::RequestAgain(uint64_t transfer_id) {
   std::optional<Fetch> fetch = TakeOut(transfer_id);
   if (!fetch.has_value()) return true;
   fetch->futile_requests = fetch->from_bytes > began_at ? 0 : fetch->futile_requests + 1;
-  const uint64_t id = fetch->transfer_id;
-  const uint64_t epoch = fetch->ticket.epoch;
   const PeerKey peer = fetch->peer;
   Add(*std::move(fetch));
-  if (outbox_->HasRoom(peer))
-    Request(fetches_.find(id)->second, epoch);  // Else OnPeerReady() does.
+  RequestWaiting(peer);
   return true;
 }
 
@@ -201,6 +205,7 @@ void Receiver::OnAbort(const PeerKey& peer, const AbortMsg& abort) {
 
 void Receiver::OpenLanding(Fetch& fetch) {
   const int64_t max_chunk_bytes = std::max(config_.chunk_bytes, BytesInPlace(config_, *fetch.plan));
+  waiting_.Remove(fetch.peer, fetch.turn);
   fetch.landing = std::make_shared<Landing>(fetch.plan, fetch.handle, fetch.from_bytes,
                                             max_chunk_bytes, config_.checksum, metrics_);
   const MutexLock lock(&landings_mutex_);
@@ -223,10 +228,10 @@ void Receiver::OnChunk(const ChunkHeader& header, const Payload& payload,
 
 void Receiver::OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list) {
   const auto found = fetches_.find(header.transfer_id);
-  const auto link = found == fetches_.end() ? links_.end() : links_.find(found->second.peer);
+  const auto session = found == fetches_.end() ? ready_.end() : ready_.find(found->second.peer);
   // The transfer says whose memory is meant: nobody else's can be named.
-  if (link == links_.end()) return OnLanded(header, absl::NotFoundError("no such fetch"));
-  outbox_->data().Read(link->second, header, list);
+  if (session == ready_.end()) return OnLanded(header, absl::NotFoundError("no such fetch"));
+  outbox_->data().Read(session->second.link, header, list);
 }
 
 std::shared_ptr<Landing> Receiver::FindLanding(uint64_t transfer_id) {
@@ -294,10 +299,10 @@ void Receiver::Credit(Fetch& fetch) {
   const int64_t step = credits == 1 ? 1 : std::max<int64_t>(1, credits / 4) * config_.chunk_bytes;
   const int64_t arrived = fetch.bytes_arrived();
   if (arrived - fetch.credited_bytes < step) return;
-  const auto link = links_.find(fetch.peer);
-  if (link == links_.end()) return;
+  const auto session = ready_.find(fetch.peer);
+  if (session == ready_.end()) return;
   fetch.credited_bytes = arrived;
-  outbox_->data().SendCredit(link->second,
+  outbox_->data().SendCredit(session->second.link,
                              {fetch.transfer_id, static_cast<uint64_t>(fetch.credited_bytes)});
 }
 
@@ -333,6 +338,7 @@ void Receiver::End(uint64_t transfer_id, const absl::Status& status) {
   const Deadline now = Clock::now();
   const int64_t total = fetch.plan->total_bytes();
   const Deadline left = fetch.requested_at == Deadline{} ? now : fetch.requested_at;
+  if (!fetch.requested()) waiting_.Remove(fetch.peer, fetch.turn);
   CloseLanding(fetch);  // The pages are the caller's again.
   const FetchReport report{total, fetch.bytes_arrived(), SecondsBetween(fetch.created, left),
                            SecondsBetween(left, now)};

@@ -21,6 +21,7 @@
 #include "transport/piece_copy.h"
 #include "transport/stream_plan.h"
 #include "transport/ticket.h"
+#include "transport/waiting_line.h"
 
 namespace kvferry {
 
@@ -56,6 +57,7 @@ class Receiver {
     LeaseReader reader{};
     PageForm form{};  // Of the plan's pages; {}: nobody but who has the same can serve it.
     uint64_t transfer_id = id;  // On the wire; another one each time it is begun.
+    int64_t turn = 0;           // To be requested; kept each time it is begun.
     uint64_t known_as = 0;      // To its session's peer: the last one that was requested there.
     uint64_t replaces = 0;      // The transfer id it had before,
     int64_t from_bytes = 0;     // under which the stream up to here has arrived.
@@ -79,7 +81,7 @@ class Receiver {
   // Gives a fetch that was added without a peer one, and the lease to ask it for. Null for a fetch
   // that has ended or has a peer; else good until the next call of any method.
   Fetch* Assign(uint64_t id, const PeerKey& peer, uint64_t lease_id);
-  // The session is up: requests all that waits for it.
+  // The session is up and has room: requests what waits for it, in turn.
   void OnPeerReady(const PeerKey& peer, uint64_t epoch, LinkId link);
   void OnPeerGone(const PeerKey& peer, const absl::Status& status);
   // Takes the fetches that can go on over another session with the peer, ready to be added for it.
@@ -112,7 +114,14 @@ class Receiver {
   Deadline Tick(Deadline now);
 
  private:
-  void Request(Fetch& fetch, uint64_t epoch);
+  struct Ready {
+    LinkId link;
+    uint64_t epoch;
+  };
+
+  // Of the peer, if its session is up, as far as there is room.
+  void RequestWaiting(const PeerKey& peer);
+  void Request(Fetch& fetch, const Ready& session);
   // Null: of no live fetch.
   std::shared_ptr<Landing> FindLanding(uint64_t transfer_id);
   void OpenLanding(Fetch& fetch);
@@ -142,7 +151,8 @@ class Receiver {
   Metrics* const metrics_;
   PieceCopy copy_;
   absl::flat_hash_map<uint64_t, Fetch> fetches_;  // By transfer id.
-  absl::flat_hash_map<PeerKey, LinkId> links_;    // Of the sessions that are up.
+  WaitingLine waiting_;                           // All that is not requested.
+  absl::flat_hash_map<PeerKey, Ready> ready_;     // Sessions that are up.
 
   Mutex landings_mutex_;
   // Of the fetches that are requested, by transfer id.

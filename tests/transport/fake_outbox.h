@@ -85,7 +85,10 @@ class FakeOutbox : public Outbox {
   void Send(const PeerKey& peer, MessageBody body) override {
     sent.emplace_back(peer, std::move(body));
   }
-  bool HasRoom(const PeerKey&) override { return static_cast<int>(sent.size()) < room; }
+  bool HasRoom(const PeerKey&) override {
+    ++asked_for_room;
+    return static_cast<int>(sent.size()) < room;
+  }
   FakeLinks& data() override { return data_; }
 
   // The last message of that type, or null.
@@ -105,6 +108,7 @@ class FakeOutbox : public Outbox {
 
   std::vector<std::pair<PeerKey, MessageBody>> sent;
   int room = 1 << 30;  // For so many messages in all, to whomever.
+  int asked_for_room = 0;
 
  private:
   FakeLinks data_;

@@ -45,6 +45,13 @@ class ReceiverAlone : public testing::Test {
   std::shared_ptr<FetchHandle> Begin(uint64_t id = kId, Deadline deadline = DeadlineInMs(60000),
                                      const PeerKey& peer = kPeer, bool redial = true,
                                      bool early = false) {
+    auto handle = Add(id, deadline, peer, redial, early);
+    receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
+    return handle;
+  }
+  std::shared_ptr<FetchHandle> Add(uint64_t id, Deadline deadline = DeadlineInMs(60000),
+                                   const PeerKey& peer = kPeer, bool redial = true,
+                                   bool early = false) {
     StreamPlan plan = Plan(target_, local_);
     auto handle = HandleOf(plan);
     const Ticket ticket{"tcp://127.0.0.1:4000", kEpoch, 9, 6, 0};
@@ -52,7 +59,6 @@ class ReceiverAlone : public testing::Test {
     receiver_.Add({id, handle, ticket, Must(PageRuns::FromRuns({&all, 1})),
                    std::make_shared<const StreamPlan>(std::move(plan)), deadline, Clock::now(),
                    peer, redial, early});
-    receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
     return handle;
   }
   // The one fetch there is, for another session.

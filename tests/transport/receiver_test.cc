@@ -13,6 +13,7 @@
 #include "base/hash.h"
 #include "base/thread_pool.h"
 #include "tests/support/endpoints.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/wait_for.h"
 #include "tests/transport/receiver_alone.h"
 #include "transport/command_queue.h"
@@ -116,6 +117,55 @@ TEST_F(ReceiverAlone, AsksInTheOrderInWhichFetchesBegan) {
   }
   EXPECT_EQ(order.size(), 50);
   EXPECT_TRUE(std::is_sorted(order.begin(), order.end())) << testing::PrintToString(order);
+}
+
+// Looked at one by one, or listed, they would cost each other the more the more there are.
+TEST_F(ReceiverAlone, WhatWaitsForRoomIsLeftAloneByWhatComes) {
+  constexpr uint64_t kWaiting = 20000;
+  constexpr uint64_t kMore = 2000;
+  outbox_.room = 0;
+  for (uint64_t id = kId; id < kId + kWaiting; ++id) Add(id);
+  receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
+  outbox_.asked_for_room = 0;
+  for (uint64_t id = kId + kWaiting; id < kId + kWaiting + kMore; ++id) {
+    Add(id);
+    const FailingNew no_lists(0);
+    receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
+  }
+  EXPECT_EQ(outbox_.asked_for_room, kMore);
+  outbox_.room = 3;
+  receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
+  EXPECT_EQ(outbox_.Last<FetchMsg>()->transfer_id, kId + 2);
+}
+
+// It keeps the turn that it has had.
+TEST_F(ReceiverAlone, WhatIsAskedForAnewHasItsTurn) {
+  outbox_.data().costs_of_reads = {700, 60000};
+  Begin(kId);
+  outbox_.room = 0;
+  Begin(kId + 1);
+  receiver_.OnReadFailed({kId, 0, 0, 4096, 0}, absl::ResourceExhaustedError("no room"));
+  outbox_.room = 2;
+  receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
+  EXPECT_EQ(outbox_.Last<FetchMsg>()->replaces, kId);
+  outbox_.room = 3;
+  receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
+  EXPECT_EQ(outbox_.Last<FetchMsg>()->transfer_id, kId + 1);
+}
+
+// Of a fetch that was never requested the sender knows no id.
+TEST_F(ReceiverAlone, WhatWaitedForRoomReplacesNothing) {
+  outbox_.room = 0;
+  Begin();
+  Receiver::Fetch taken = TakeOnly();
+  EXPECT_EQ(taken.replaces, 0u);
+  taken.peer = kPeer;
+  outbox_.room = 1;
+  receiver_.Add(std::move(taken));
+  receiver_.OnPeerReady(kPeer, kEpoch, LinkId{4});
+  EXPECT_EQ(outbox_.Count<FetchMsg>(), 1);
+  EXPECT_EQ(metrics_.fetches_started, 1);
+  EXPECT_EQ(metrics_.fetches_restarted, 1);
 }
 
 TEST_F(ReceiverAlone, AnyOrderAndAnyChunkSizes) {
