@@ -353,10 +353,15 @@ void Receiver::End(uint64_t transfer_id, const absl::Status& status) {
   fetch.handle->Finish(status, fetch.plan->PagesTouchedBy(gaps), report);
 }
 
-std::string Receiver::Overdue(const Fetch& fetch) {
+std::string Receiver::Overdue(const Fetch& fetch) const {
   if (fetch.peer.empty()) return "nobody has pushed to these pages in time";
-  const char* silent = fetch.replaces == 0 ? ", the peer never answered"
-                                           : ", and then the peer has not answered again";
+  const bool anew = fetch.replaces != 0;
+  const char* silent =
+      anew ? ", and then the peer has not answered again" : ", the peer never answered";
+  if (ready_.contains(fetch.peer)) {
+    silent = anew ? ", and then the peer took so little that it was not asked again"
+                  : ", and the peer took so little that it was never asked";
+  }
   const char* unheard_of = fetch.early && fetch.bytes_arrived() == 0
                                ? "; was the prefill side given the same request?"
                                : "";

@@ -138,7 +138,7 @@ class Receiver {
   void Fail(uint64_t transfer_id, const absl::Status& status);
   void GiveUp(uint64_t transfer_id, const absl::Status& status);
   void End(uint64_t transfer_id, const absl::Status& status);
-  static std::string Overdue(const Fetch& fetch);
+  std::string Overdue(const Fetch& fetch) const;
   template <typename Matches>
   void CancelWhere(const Matches& matches, const absl::Status& status);
   // Transfer ids.

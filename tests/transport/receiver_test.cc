@@ -153,6 +153,20 @@ TEST_F(ReceiverAlone, WhatIsAskedForAnewHasItsTurn) {
   EXPECT_EQ(outbox_.Last<FetchMsg>()->transfer_id, kId + 1);
 }
 
+TEST_F(ReceiverAlone, SaysThatThereWasNoRoomInTime) {
+  outbox_.data().costs_of_reads = {700, 60000};
+  const auto asked = Begin(kId, DeadlineInMs(1));
+  outbox_.room = 0;
+  receiver_.OnReadFailed({kId, 0, 0, 4096, 0}, absl::ResourceExhaustedError("no room"));
+  const auto waits = Begin(kId + 1, DeadlineInMs(1));
+  const auto unanswered = Begin(kId + 2, DeadlineInMs(1), "dialled:2");
+  receiver_.Tick(DeadlineInMs(10));
+  const auto code = absl::StatusCode::kDeadlineExceeded;
+  EXPECT_TRUE(Fails(asked->status(), code, "took so little that it was not asked again"));
+  EXPECT_TRUE(Fails(waits->status(), code, "took so little that it was never asked"));
+  EXPECT_TRUE(Fails(unanswered->status(), code, "the peer never answered"));
+}
+
 // Of a fetch that was never requested the sender knows no id.
 TEST_F(ReceiverAlone, WhatWaitedForRoomReplacesNothing) {
   outbox_.room = 0;
