@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "base/random.h"
 #include "base/status.h"
@@ -46,10 +47,11 @@ int64_t ReceiveTable::num_waiting() const {
 
 void ReceiveTable::OnCall(const CallKey& call, const std::string& function, const Fields& args,
                           Deadline /*deadline*/) {
-  const absl::Status status = function == push_call::kPush
-                                  ? Push(call, args)
-                                  : absl::UnimplementedError(absl::StrCat(
-                                        "no function '", function, "'; this is a decode endpoint"));
+  const absl::Status status =
+      function == push_call::kPush
+          ? Push(call, args)
+          : absl::UnimplementedError(absl::StrCat("no function '", absl::CEscape(function),
+                                                  "'; this is a decode endpoint"));
   if (!status.ok()) node().Reply(call, status);
 }
 

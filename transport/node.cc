@@ -422,7 +422,9 @@ Deadline NodeImpl::Tick(Deadline now) {
         SendAside(peer, PingMsg{});
         break;
       case Sessions::Due::kDead:
-        DropSilent(peer);
+        GiveUpAndBeginAgain(
+            peer, StandsStill(peer, "was silent",
+                              absl::StrCat(sessions_.Find(peer)->pings, " pings sent meanwhile")));
         break;
       case Sessions::Due::kGivenUp:
         DropSession(peer, absl::UnavailableError("the peer has given the session up"),
@@ -538,8 +540,18 @@ Deadline NodeImpl::EndCrowded(Deadline now) {
       next = std::min(next, until);
     }
   }
-  for (const PeerKey& peer : ended) DropCrowded(peer);
+  for (const PeerKey& peer : ended) {
+    const int64_t waiting = data_->BacklogOf(sessions_.Find(peer)->link).waiting;
+    GiveUpAndBeginAgain(
+        peer, StandsStill(peer, "took nothing", absl::StrCat(waiting, " bytes of messages wait")));
+  }
   return next;
+}
+
+absl::Status NodeImpl::StandsStill(const PeerKey& peer, const char* did, const std::string& seen) {
+  return absl::UnavailableError(absl::StrCat(
+      "peer ", absl::CEscape(sessions_.Find(peer)->name), " ", did, " for heartbeat_timeout_ms (",
+      options_.config.heartbeat_timeout_ms, "), ", seen, "; it is taken for dead"));
 }
 
 void NodeImpl::SendAside(const PeerKey& peer, MessageBody body) {

@@ -148,8 +148,8 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void DropSession(const PeerKey& peer, const absl::Status& status,
                    LogLevel level = LogLevel::kWarn);
   void LeaveToMaker();
-  void DropSilent(const PeerKey& peer);
-  void DropCrowded(const PeerKey& peer);
+  // Of a peer that did that for heartbeat_timeout_ms, as shows from `seen`.
+  absl::Status StandsStill(const PeerKey& peer, const char* did, const std::string& seen);
   void DropAndBeginAgain(const PeerKey& peer, const absl::Status& status);
   void GiveUpAndBeginAgain(const PeerKey& peer, const absl::Status& status);
 

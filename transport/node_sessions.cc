@@ -84,7 +84,7 @@ absl::Status NodeImpl::JoinSession(Receiver::Fetch& fetch) {
   }
   const Session* session = sessions_.Find(fetch.peer);
   if (session == nullptr) return absl::UnavailableError("the caller's session has ended");
-  fetch.ticket.address = session->name;
+  fetch.ticket.address = absl::CEscape(session->name);  // For logs and errors alone.
   fetch.ticket.epoch = session->epoch;
   return absl::OkStatus();
 }
@@ -479,32 +479,11 @@ void NodeImpl::DropSession(const PeerKey& peer, const absl::Status& status, LogL
   tick_now_ = true;  // Leases whose transfers have just ended can expire again.
 }
 
-void NodeImpl::DropSilent(const PeerKey& peer) {
-  const Session& session = *sessions_.Find(peer);
-  // It may only have been stopped: this is the word that it finds beside the end of its connections.
-  RefuseSession(peer, absl::NotFoundError("this side has given the session up: it heard nothing"));
-  const absl::Status status = absl::UnavailableError(
-      absl::StrCat("peer ", absl::CEscape(session.name), " was silent for heartbeat_timeout_ms (",
-                   options_.config.heartbeat_timeout_ms, "), ", session.pings,
-                   " pings sent meanwhile; it is ", "taken for dead"));
-  DropAndBeginAgain(peer, status);
-}
-
-void NodeImpl::DropCrowded(const PeerKey& peer) {
-  const Session& session = *sessions_.Find(peer);
-  RefuseSession(peer, absl::NotFoundError("this side has given the session up: nothing was taken"));
-  const absl::Status status = absl::UnavailableError(
-      absl::StrCat("peer ", absl::CEscape(session.name), " took nothing for heartbeat_timeout_ms (",
-                   options_.config.heartbeat_timeout_ms, "), and ",
-                   data_->BacklogOf(session.link).waiting, " bytes of messages wait"));
-  DropAndBeginAgain(peer, status);
-}
-
-// The peer may have seen nothing of it, and have this side's calls and fetches still.
+// The peer may only have been stopped, or see nothing of it and have this side's calls and fetches still: this
+// is the word that it finds beside the end of its connections.
 void NodeImpl::GiveUpAndBeginAgain(const PeerKey& peer, const absl::Status& status) {
-  if (sessions_.Find(peer)->dialled) {
-    RefuseSession(peer, absl::NotFoundError("this side has given the session up"));
-  }
+  RefuseSession(peer, absl::NotFoundError(
+                          absl::StrCat("this side has given the session up: ", status.message())));
   DropAndBeginAgain(peer, status);
 }
 

@@ -46,6 +46,16 @@ class PushCalls : public testing::Test {
       Must(Node::Start({Quick(), kTestModel, "raw", source_, &leases_, nullptr, false}));
 };
 
+// What a peer calls itself, or asks for, begins no line of its own in an error.
+TEST_F(PushCalls, ErrorsStayOnOneLine) {
+  node_ = Must(Node::Start({Quick(), kTestModel, "x\nforged", source_, &leases_, nullptr, false}));
+  EXPECT_TRUE(Fails(Ask("p\nforged", {}), absl::StatusCode::kUnimplemented, "'p\\nforged'"));
+  const auto receive = Receive(*decode_, {1, 2, 3});
+  const Fields push = Fields().Set("receive", receive.ticket.receive_id).Set("lease", 7);
+  EXPECT_TRUE(Fails(Ask("push", Fields(push).Set("pages", 3).Set("tokens", uint64_t{0})),
+                    absl::StatusCode::kNotFound, "refused by x\\nforged: "));
+}
+
 TEST_F(PushCalls, WrongArguments) {
   const auto receive = Receive(*decode_, {1, 2, 3});
   const uint64_t id = receive.ticket.receive_id;
