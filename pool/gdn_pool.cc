@@ -22,7 +22,6 @@ struct Wave {
     destinations.push_back(static_cast<int32_t>(destination));
   }
 };
-using SourceOf = absl::flat_hash_map<int64_t, int64_t>;  // By destination.
 
 absl::Status CheckCount(absl::string_view name, int64_t value, int64_t min, int64_t max) {
   if (value >= min && value <= max) return absl::OkStatus();
@@ -40,57 +39,90 @@ absl::StatusOr<int64_t> StateBytes(absl::string_view name, int64_t num_layers, i
   return num_layers * num_slots * item_bytes;
 }
 
-// Slots in a circle, each the source of the next: the first is put aside.
-void BreakCircle(int64_t first, SourceOf* source_of, std::vector<Wave>* waves) {
-  waves->push_back({{static_cast<int32_t>(first)}, {0}, false, true});
-  for (int64_t slot = first;;) {
-    const int64_t source = source_of->extract(slot).mapped();
-    Wave& wave = waves->emplace_back();
-    wave.from_spare = source == first;
-    wave.Add(wave.from_spare ? 0 : source, slot);
-    if (wave.from_spare) return;
-    slot = source;
-  }
-}
-
-// An order in which no slot is written before all that read it have done so, in as few waves as
-// that allows but for circles.
-std::vector<Wave> Order(SourceOf source_of) {
-  absl::flat_hash_map<int64_t, int64_t> readers;  // By source: copies not ordered yet.
-  for (const auto& [destination, source] : source_of) ++readers[source];
-  std::vector<int64_t> ready;  // Destinations that nobody reads any more.
-  for (const auto& [destination, source] : source_of) {
-    if (!readers.contains(destination)) ready.push_back(destination);
-  }
-  std::vector<Wave> waves;
-  while (!ready.empty()) {
-    Wave& wave = waves.emplace_back();
-    std::vector<int64_t> next;
-    for (const int64_t destination : ready) {
-      const int64_t source = source_of.extract(destination).mapped();
-      wave.Add(source, destination);
-      if (--readers[source] == 0 && source_of.contains(source)) next.push_back(source);
+// Copies of a list, and which of them wait for which.
+class Order {
+ public:
+  // By destination, of which each stands once, and none is its own source.
+  explicit Order(std::span<const GdnPool::SlotCopy> copies)
+      : copies_(copies), writer_(copies.size()), readers_(copies.size()) {
+    for (size_t i = 0; i < copies.size(); ++i) {
+      writer_[i] = Find(copies[i].source);
+      if (writer_[i] != kNone) ++readers_[writer_[i]];
     }
-    ready = std::move(next);
   }
-  while (!source_of.empty()) BreakCircle(source_of.begin()->first, &source_of, &waves);
-  return waves;
-}
+
+  // An order in which no slot is written before all that read it have done so, in as few waves as
+  // that allows but for circles.
+  std::vector<Wave> Waves() {
+    std::vector<Wave> waves;
+    std::vector<size_t> ready;  // Copies whose destinations nobody reads any more.
+    for (size_t i = 0; i < copies_.size(); ++i) {
+      if (readers_[i] == 0) ready.push_back(i);
+    }
+    while (!ready.empty()) waves.push_back(TakeReady(&ready));
+    for (size_t i = 0; i < copies_.size(); ++i) {
+      if (readers_[i] > 0) BreakCircle(i, &waves);
+    }
+    return waves;
+  }
+
+ private:
+  static constexpr size_t kNone = SIZE_MAX;
+
+  // The copy to that slot.
+  size_t Find(int64_t destination) const {
+    const auto at = std::lower_bound(
+        copies_.begin(), copies_.end(), destination,
+        [](const GdnPool::SlotCopy& copy, int64_t slot) { return copy.destination < slot; });
+    if (at == copies_.end() || at->destination != destination) return kNone;
+    return static_cast<size_t>(at - copies_.begin());
+  }
+
+  // Those that are ready then stand in `ready`.
+  Wave TakeReady(std::vector<size_t>* ready) {
+    Wave wave;
+    std::vector<size_t> next;
+    for (const size_t i : *ready) {
+      wave.Add(copies_[i].source, copies_[i].destination);
+      if (writer_[i] != kNone && --readers_[writer_[i]] == 0) next.push_back(writer_[i]);
+    }
+    *ready = std::move(next);
+    return wave;
+  }
+
+  // Slots in a circle, each the source of the next: the first is put aside.
+  void BreakCircle(size_t first, std::vector<Wave>* waves) {
+    waves->push_back({{static_cast<int32_t>(copies_[first].destination)}, {0}, false, true});
+    for (size_t i = first;; i = writer_[i]) {
+      readers_[i] = 0;
+      Wave& wave = waves->emplace_back();
+      wave.from_spare = writer_[i] == first;
+      wave.Add(wave.from_spare ? 0 : copies_[i].source, copies_[i].destination);
+      if (wave.from_spare) return;
+    }
+  }
+
+  std::span<const GdnPool::SlotCopy> copies_;
+  std::vector<size_t> writer_;    // The copy that writes what this one reads.
+  std::vector<int64_t> readers_;  // Copies not in a wave yet that read what this one writes.
+};
 
 bool NeedsSpare(const std::vector<Wave>& waves) {
   return std::any_of(waves.begin(), waves.end(), [](const Wave& wave) { return wave.to_spare; });
 }
 
-absl::Status RunWave(const Wave& wave, std::span<const TokenView> from,
-                     std::span<const TokenView> to, const PoolMemory& memory) {
-  std::vector<TokenCopy> copies;
+using Copies = std::vector<TokenCopy>;
+
+absl::StatusOr<Copies> PlanWave(const Wave& wave, std::span<const TokenView> from,
+                                std::span<const TokenView> to) {
+  Copies copies;
   copies.reserve(from.size());
   for (size_t i = 0; i < from.size(); ++i) {
     KVFERRY_ASSIGN_OR_RETURN(const TokenCopy copy,
                              TokenCopy::Plan(from[i], wave.sources, to[i], wave.destinations));
     copies.push_back(copy);
   }
-  return memory.Run(copies, nullptr);
+  return copies;
 }
 
 }  // namespace
@@ -238,32 +270,36 @@ absl::Status GdnPool::Reset(std::span<const int64_t> slots) {
     zero.data = zeros_.get();
     zero.num_slots = 1;
   }
-  return RunWave(wave, zeros, states, *memory_);
+  KVFERRY_ASSIGN_OR_RETURN(const Copies copies, PlanWave(wave, zeros, states));
+  return memory_->Run(copies, nullptr);
 }
 
 absl::Status GdnPool::Copy(std::span<const int64_t> sources,
                            std::span<const int64_t> destinations) {
-  KVFERRY_ASSIGN_OR_RETURN(CopyMap source_of, CheckCopy(sources, destinations));
-  const std::vector<Wave> waves = Order(std::move(source_of));
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<SlotCopy> copies, CheckCopy(sources, destinations));
+  const std::vector<Wave> waves = Order(copies).Waves();
   States spare;
   if (NeedsSpare(waves)) {
     KVFERRY_ASSIGN_OR_RETURN(spare, Allocate(shape_, 1, *memory_));
   }
   const std::vector<TokenView> states = Rows(states_), aside = Rows(spare);
+  // All before the first runs: half of a circle would leave a request with another's state.
+  std::vector<Copies> plans;
   for (const Wave& wave : waves) {
-    KVFERRY_RETURN_IF_ERROR(
-        RunWave(wave, wave.from_spare ? aside : states, wave.to_spare ? aside : states, *memory_));
+    KVFERRY_ASSIGN_OR_RETURN(plans.emplace_back(), PlanWave(wave, wave.from_spare ? aside : states,
+                                                            wave.to_spare ? aside : states));
   }
+  for (const Copies& plan : plans) KVFERRY_RETURN_IF_ERROR(memory_->Run(plan, nullptr));
   return absl::OkStatus();
 }
 
-absl::StatusOr<GdnPool::CopyMap> GdnPool::CheckCopy(std::span<const int64_t> sources,
-                                                    std::span<const int64_t> destinations) const {
+absl::StatusOr<std::vector<GdnPool::SlotCopy>> GdnPool::CheckCopy(
+    std::span<const int64_t> sources, std::span<const int64_t> destinations) const {
   if (sources.size() != destinations.size()) {
     return absl::InvalidArgumentError(absl::StrCat("gdn pool: ", sources.size(), " sources but ",
                                                    destinations.size(), " destinations"));
   }
-  CopyMap source_of;
+  std::vector<SlotCopy> copies;
   for (size_t i = 0; i < sources.size(); ++i) {
     KVFERRY_RETURN_IF_ERROR(CheckUsable(sources[i]));
     KVFERRY_RETURN_IF_ERROR(CheckUsable(destinations[i]));
@@ -272,13 +308,18 @@ absl::StatusOr<GdnPool::CopyMap> GdnPool::CheckCopy(std::span<const int64_t> sou
       return absl::InvalidArgumentError(
           absl::StrCat("gdn pool: copy ", i, " takes padding (slot 0) to slot ", destinations[i]));
     }
-    if (!source_of.emplace(destinations[i], sources[i]).second) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("gdn pool: slot ", destinations[i], " is the destination of two copies"));
-    }
+    copies.push_back({destinations[i], sources[i]});
   }
-  absl::erase_if(source_of, [](const auto& copy) { return copy.first == copy.second; });
-  return source_of;
+  std::sort(copies.begin(), copies.end());
+  const auto twice = std::adjacent_find(
+      copies.begin(), copies.end(),
+      [](const SlotCopy& a, const SlotCopy& b) { return a.destination == b.destination; });
+  if (twice != copies.end()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("gdn pool: slot ", twice->destination, " is the destination of two copies"));
+  }
+  std::erase_if(copies, [](const SlotCopy& copy) { return copy.destination == copy.source; });
+  return copies;
 }
 
 std::span<float> GdnPool::recurrent_state(int64_t layer) const {

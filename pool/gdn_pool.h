@@ -1,12 +1,12 @@
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "pool/kv_layout.h"
@@ -110,6 +110,12 @@ class GdnPool {
   std::shared_ptr<std::byte> recurrent_memory() const { return states_.recurrent; }
   std::shared_ptr<std::byte> conv_memory() const { return states_.conv; }
 
+  // Of Copy().
+  struct SlotCopy {
+    int64_t destination, source;
+    auto operator<=>(const SlotCopy&) const = default;
+  };
+
   static constexpr int64_t kMaxSlots = 1 << 24;
   static constexpr int64_t kMaxBytes = int64_t{1} << 44;  // Of each kind.
 
@@ -124,10 +130,9 @@ class GdnPool {
 
   bool IsTrackSlot(int64_t slot) const { return slot > max_requests_ && slot < num_slots(); }
   absl::Status CheckUsable(int64_t slot) const;  // In range and, as a track slot, allocated.
-  // The copies that have something to copy.
-  using CopyMap = absl::flat_hash_map<int64_t, int64_t>;  // Sources by destination.
-  absl::StatusOr<CopyMap> CheckCopy(std::span<const int64_t> sources,
-                                    std::span<const int64_t> destinations) const;
+  // The copies that have something to copy, by destination.
+  absl::StatusOr<std::vector<SlotCopy>> CheckCopy(std::span<const int64_t> sources,
+                                                  std::span<const int64_t> destinations) const;
   static absl::StatusOr<States> Allocate(const GdnShape& shape, int64_t num_slots,
                                          const PoolMemory& memory);
   // As buffer_infos(): an item is a row.

@@ -2,12 +2,17 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
 #include <memory>
+#include <numeric>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "tests/pool/gdn_pool_suite.h"
 #include "tests/pool/guarded_memory.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -101,6 +106,34 @@ TEST(Gdn, MemoryThatCannotBeHad) {
     if (pool.ok()) held.push_back(*std::move(pool));
   }
   EXPECT_TRUE(Fails(status, absl::StatusCode::kResourceExhausted, "bytes of memory"));
+}
+
+// Copies of several waves are all planned before one runs.
+TEST(Gdn, ACopyThatThereIsNoMemoryForChangesNothing) {
+  const std::pair<Slots, Slots> lists[] = {{{1, 2}, {2, 1}},               // A swap,
+                                           {{1, 2, 3}, {2, 3, 4}},         // a chain,
+                                           {{1, 2, 3, 3}, {2, 3, 1, 5}}};  // a circle, read.
+  for (const auto& [sources, destinations] : lists) {
+    GdnPool pool = Must(GdnPool::Create(SmallGdnShape(), 6));
+    std::vector<float> before(pool.recurrent_state(0).size());
+    std::iota(before.begin(), before.end(), 1.0F);
+    for (int64_t layer = 0; layer < 3; ++layer) {
+      std::copy(before.begin(), before.end(), pool.recurrent_state(layer).begin());
+    }
+    absl::Status copied;
+    CallWithoutMemory([&] { copied = pool.Copy(sources, destinations); },
+                      [&] {
+                        for (int64_t layer = 0; layer < 3; ++layer) {
+                          const std::span<float> now = pool.recurrent_state(layer);
+                          EXPECT_TRUE(std::equal(now.begin(), now.end(), before.begin()));
+                        }
+                      });
+    EXPECT_TRUE(IsOk(copied));
+    const int64_t item = SmallGdnShape().recurrent_item_bytes() / 4;
+    for (size_t i = 0; i < sources.size(); ++i) {
+      EXPECT_EQ(pool.recurrent_state(2)[destinations[i] * item], before[sources[i] * item]);
+    }
+  }
 }
 
 // A device waits for each call.
