@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <numeric>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -19,8 +18,6 @@
 
 namespace kvferry {
 namespace {
-
-constexpr int64_t kRowsAtOnce = 64;  // Bounds the memory that a call takes.
 
 // ---------------------------------------------------------------- one block
 
@@ -116,76 +113,125 @@ TokenView Like(const TokenView& view, std::span<const int32_t> slots, std::byte*
                            view.head_dim);
 }
 
-// Rows of one call, in pieces of kRowsAtOnce: as floats, as codes and as scales, without gaps.
-class Pieces {
- public:
-  Pieces(const Codec& codec, const TokenView& rows, const TokenView& codes, const TokenView& scales)
-      : codec_(codec), rows_(rows), codes_(codes), scales_(scales) {
-    order_.resize(static_cast<size_t>(rows.num_slots));
-    std::iota(order_.begin(), order_.end(), 0);
-    values_.resize(static_cast<size_t>(kRowsAtOnce * rows.num_heads * rows.head_dim));
-    packed_codes_.resize(static_cast<size_t>(kRowsAtOnce * codes.row_bytes()));
-    packed_scales_.resize(static_cast<size_t>(kRowsAtOnce * scales.row_bytes()));
+// Calls visit(address, count) for pieces that lie without gaps: together the values of a row from
+// `first` on, in the order of its heads.
+template <typename Visit>
+void ForEachPiece(const TokenView& view, int64_t slot, int64_t first, int64_t count,
+                  const Visit& visit) {
+  std::byte* const row = view.row(slot);
+  const int64_t together = view.RowsAreDense()    ? view.num_heads * view.head_dim
+                           : view.HeadsAreDense() ? view.head_dim
+                                                  : 1;
+  for (int64_t done = 0; done < count;) {
+    const int64_t at = first + done;
+    const int64_t values = std::min(count - done, together - at % together);
+    visit(row + at / view.head_dim * view.head_stride + at % view.head_dim * view.value_stride,
+          values);
+    done += values;
   }
+}
 
-  void Store(std::span<const int32_t> slots) {
-    ForEach(slots, [&](std::span<const int32_t> rows, std::span<const int32_t> to) {
-      Run(TokenCopy::PlanGather(rows_, rows, Values(to)));
-      ForEachBlock(to, codec_.quantize);
-      Run(TokenCopy::PlanScatter(Codes(to), codes_, to));
-      Run(TokenCopy::PlanScatter(Scales(to), scales_, to));
+void ReadPiece(const TokenView& view, int64_t slot, int64_t first, int64_t count, std::byte* to) {
+  ForEachPiece(view, slot, first, count, [&](const std::byte* from, int64_t values) {
+    const int64_t bytes = values * DTypeBytes(view.dtype);
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+    to += bytes;
+  });
+}
+
+void WritePiece(const TokenView& view, int64_t slot, int64_t first, int64_t count,
+                const std::byte* from) {
+  ForEachPiece(view, slot, first, count, [&](std::byte* to, int64_t values) {
+    const int64_t bytes = values * DTypeBytes(view.dtype);
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+    from += bytes;
+  });
+}
+
+// Whole blocks of a row, as floats, as codes and as scales, without gaps. On the stack: what runs
+// allocates nothing, so that it cannot end half done.
+class Blocks {
+ public:
+  Blocks(const Codec& codec, const TokenView& rows, const TokenView& codes, const TokenView& scales)
+      : codec_(codec),
+        rows_(rows),
+        codes_(codes),
+        scales_(scales),
+        to_float_(CastBetween(rows.dtype, DType::kFloat32)),
+        from_float_(CastBetween(DType::kFloat32, rows.dtype)) {}
+
+  // Row `row` of the rows becomes that of the codes and scales, or the other way round.
+  void Store(int64_t row, int64_t slot) {
+    ForEachPart([&](int64_t first, int64_t count) {
+      ReadValues(row, first, count);
+      ForEachBlock(count, codec_.quantize);
+      WritePiece(codes_, slot, CodesIn(first), CodesIn(count), packed_codes_);
+      WritePiece(scales_, slot, BlocksIn(first), BlocksIn(count), packed_scales_);
     });
   }
-
-  void Load(std::span<const int32_t> slots) {
-    ForEach(slots, [&](std::span<const int32_t> rows, std::span<const int32_t> from) {
-      Run(TokenCopy::PlanGather(codes_, from, Codes(from)));
-      Run(TokenCopy::PlanGather(scales_, from, Scales(from)));
-      ForEachBlock(from, [this](float* values, const std::byte* codes, const std::byte* scale) {
+  void Load(int64_t row, int64_t slot) {
+    ForEachPart([&](int64_t first, int64_t count) {
+      ReadPiece(codes_, slot, CodesIn(first), CodesIn(count), packed_codes_);
+      ReadPiece(scales_, slot, BlocksIn(first), BlocksIn(count), packed_scales_);
+      ForEachBlock(count, [this](float* values, const std::byte* codes, const std::byte* scale) {
         codec_.dequantize(codes, scale, values);
       });
-      Run(TokenCopy::PlanScatter(Values(from), rows_, rows));
+      WriteValues(row, first, count);
     });
   }
 
  private:
-  using Slots = std::span<const int32_t>;
+  static constexpr int64_t kMostValues = 2048;  // Whole blocks of every format.
 
-  // Everything has been checked.
-  static void Run(const absl::StatusOr<TokenCopy>& copy) { copy->Run(); }
-  TokenView Values(Slots slots) {
-    return Like(rows_, slots, reinterpret_cast<std::byte*>(values_.data()), DType::kFloat32);
+  int64_t BlocksIn(int64_t values) const { return values / codec_.info.block_values; }
+  // What stands for one in their tensor: two codes of 4 bits are a byte.
+  int64_t CodesIn(int64_t values) const {
+    return values * codec_.info.codes_bits / 8 / DTypeBytes(codec_.info.codes_dtype);
   }
-  TokenView Codes(Slots slots) { return Like(codes_, slots, packed_codes_.data(), codes_.dtype); }
-  TokenView Scales(Slots slots) {
-    return Like(scales_, slots, packed_scales_.data(), scales_.dtype);
+  bool RowsAreFloats() const { return rows_.dtype == DType::kFloat32 && rows_.scale == 1; }
+
+  void ReadValues(int64_t row, int64_t first, int64_t count) {
+    auto* to = reinterpret_cast<std::byte*>(values_);
+    if (RowsAreFloats()) return ReadPiece(rows_, row, first, count, to);
+    ForEachPiece(rows_, row, first, count, [&](const std::byte* from, int64_t values) {
+      to_float_(from, to, values, rows_.scale, 1);
+      to += values * static_cast<int64_t>(sizeof(float));
+    });
+  }
+  void WriteValues(int64_t row, int64_t first, int64_t count) {
+    const auto* from = reinterpret_cast<const std::byte*>(values_);
+    if (RowsAreFloats()) return WritePiece(rows_, row, first, count, from);
+    ForEachPiece(rows_, row, first, count, [&](std::byte* to, int64_t values) {
+      from_float_(from, to, values, 1, rows_.scale);
+      from += values * static_cast<int64_t>(sizeof(float));
+    });
   }
 
-  // Calls visit(rows, slots) for each piece: positions in rows_, and the slots for them.
+  // Calls visit(first, count) for each part of a row.
   template <typename Visit>
-  void ForEach(Slots slots, const Visit& visit) {
-    for (size_t at = 0; at < slots.size(); at += kRowsAtOnce) {
-      const size_t count = std::min<size_t>(kRowsAtOnce, slots.size() - at);
-      visit(Slots(order_).subspan(at, count), slots.subspan(at, count));
+  void ForEachPart(const Visit& visit) {
+    const int64_t values = rows_.num_heads * rows_.head_dim;
+    for (int64_t first = 0; first < values; first += kMostValues) {
+      visit(first, std::min(kMostValues, values - first));
     }
   }
 
   template <typename Visit>
-  void ForEachBlock(Slots slots, const Visit& visit) {
+  void ForEachBlock(int64_t values, const Visit& visit) {
     const BlockFormatInfo& info = codec_.info;
-    const int64_t values = static_cast<int64_t>(slots.size()) * rows_.num_heads * rows_.head_dim;
-    for (int64_t block = 0; block < values / info.block_values; ++block) {
-      visit(values_.data() + block * info.block_values,
-            packed_codes_.data() + block * info.block_values * info.codes_bits / 8,
-            packed_scales_.data() + block * DTypeBytes(info.scales_dtype));
+    for (int64_t block = 0; block < BlocksIn(values); ++block) {
+      visit(values_ + block * info.block_values,
+            packed_codes_ + block * info.block_values * info.codes_bits / 8,
+            packed_scales_ + block * DTypeBytes(info.scales_dtype));
     }
   }
 
   const Codec codec_;
   const TokenView rows_, codes_, scales_;
-  std::vector<int32_t> order_;  // 0, 1, 2, ...
-  std::vector<float> values_;
-  std::vector<std::byte> packed_codes_, packed_scales_;
+  const CastFn to_float_, from_float_;
+  float values_[kMostValues];
+  std::byte packed_codes_[kMostValues];
+  std::byte packed_scales_[kMostValues / 16];  // A byte for 16 values, four for 128.
 };
 
 absl::Status CheckRows(const TokenView& rows, std::span<const int32_t> slots) {
@@ -254,11 +300,13 @@ absl::StatusOr<QuantizedCopy> QuantizedCopy::PlanLoad(BlockFormat format, const 
 }
 
 void QuantizedCopy::Run() const {
-  Pieces pieces(CodecOf(format_), rows_, codes_, scales_);
-  if (stores_) {
-    pieces.Store(slots_);
-  } else {
-    pieces.Load(slots_);
+  Blocks blocks(CodecOf(format_), rows_, codes_, scales_);
+  for (size_t row = 0; row < slots_.size(); ++row) {
+    if (stores_) {
+      blocks.Store(static_cast<int64_t>(row), slots_[row]);
+    } else {
+      blocks.Load(static_cast<int64_t>(row), slots_[row]);
+    }
   }
 }
 

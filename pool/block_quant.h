@@ -70,6 +70,7 @@ class QuantizedCopy {
   const TokenView& scales() const { return scales_; }
   std::span<const int32_t> slots() const { return slots_; }
 
+  // Allocates nothing.
   void Run() const;
 
  private:

@@ -256,6 +256,41 @@ TEST_P(BlockQuants, EveryMemoryStoresAndLoadsTheSameBytes) {
   }
 }
 
+// More values than are looked at together.
+TEST_P(BlockQuants, ALongRowIsItsHeadsOneByOne) {
+  constexpr int64_t kHeads = 41, kDim = 128;
+  std::mt19937_64 random(11);
+  Floats values = RandomRows(2 * kHeads * kDim, 16, random);
+  for (const BlockFormat format : {BlockFormat::kMxfp4, BlockFormat::kFp8Block128}) {
+    for (const char* page_format : {"NHD", "HND"}) {
+      Quantised rows(memory_, format, kHeads, kDim, page_format);
+      ASSERT_TRUE(IsOk(rows.Store(values, {7, 5})));
+      Quantised heads(memory_, format, 1, kDim);
+      Bytes want;
+      Floats want_loaded;
+      for (int64_t row = 0; row < 2; ++row) {
+        std::vector<int32_t> slots(kHeads);
+        std::iota(slots.begin(), slots.end(), 3);
+        const TokenView view = ViewOf(values, 2 * kHeads, 1, kDim);
+        TokenView part = view;
+        part.data = view.row(row * kHeads);
+        part.num_slots = kHeads;
+        ASSERT_TRUE(IsOk(heads.Store(part, slots)));
+        const Bytes flat = heads.Flat(slots);
+        want.insert(want.end(), flat.begin(), flat.end());
+        const Floats loaded = heads.Load(slots);
+        want_loaded.insert(want_loaded.end(), loaded.begin(), loaded.end());
+      }
+      // Codes and scales of a row, one behind the other.
+      const Bytes first = rows.Flat({7}), second = rows.Flat({5});
+      Bytes got = first;
+      got.insert(got.end(), second.begin(), second.end());
+      EXPECT_EQ(got, want);
+      EXPECT_EQ(rows.Load({7, 5}), want_loaded);
+    }
+  }
+}
+
 // At any address, with gaps between values or heads, and with heads that share a block.
 TEST_P(BlockQuants, EveryMemoryTakesRowsCodesAndScalesAnywhere) {
   constexpr int64_t kRows = 21;

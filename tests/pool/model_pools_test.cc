@@ -10,6 +10,7 @@
 
 #include "pool/block_quant.h"
 #include "tests/pool/guarded_memory.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -264,6 +265,28 @@ TEST_P(FourBits, WhatDoesNotFitWritesNothing) {
     EXPECT_EQ(std::count(buffer.address, buffer.address + buffer.bytes, std::byte{0}),
               buffer.bytes);
   }
+}
+
+// Keys without their values would be another token's.
+TEST_P(FourBits, WhatThereIsNoMemoryForWritesNothing) {
+  std::vector<float> values(2 * 128, 3);
+  std::vector<TokenView> rows;
+  for (const KvTensor& part : parts_) {
+    rows.push_back(TokenView::Packed(reinterpret_cast<std::byte*>(values.data()),
+                                     part.dtype.value_or(DType::kFloat32), 2, part.num_heads,
+                                     part.head_dim));
+  }
+  const std::vector<int32_t> slots = {4, 5};
+  absl::Status set;
+  CallWithoutMemory([&] { set = pools_->Set(0, slots, rows); },
+                    [&] {
+                      for (const BufferInfo& buffer : pools_->kv()->pages()->buffer_infos()) {
+                        EXPECT_EQ(
+                            std::count(buffer.address, buffer.address + buffer.bytes, std::byte{0}),
+                            buffer.bytes);
+                      }
+                    });
+  EXPECT_TRUE(IsOk(set));
 }
 
 // Of all parts but those in blocks.
