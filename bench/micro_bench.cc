@@ -162,6 +162,21 @@ void BM_AllocateFree(benchmark::State& state) {
   state.counters["free_runs"] = static_cast<double>(allocator.num_free_runs());
 }
 
+// Of one page more than any free run has, where every second of these is free: all of them lie in its bin.
+void BM_AllocateOfNoFit(benchmark::State& state) {
+  const int64_t run_pages = state.range(0), pool_pages = state.range(1);
+  PageAllocator allocator = Must(PageAllocator::Create(pool_pages, 0));
+  std::vector<PageRuns> runs;
+  while (allocator.num_free() >= run_pages) runs.push_back(Must(allocator.Allocate(run_pages)));
+  for (size_t i = 0; i < runs.size(); i += 2) {
+    if (!allocator.Free(runs[i]).ok()) std::abort();
+  }
+  for (auto _ : state) {
+    if (!allocator.Free(Must(allocator.Allocate(run_pages + 1))).ok()) std::abort();
+  }
+  state.counters["free_runs"] = static_cast<double>(allocator.num_free_runs());
+}
+
 void BM_SlotsAllocateFree(benchmark::State& state) {
   const int64_t page_size = state.range(2);
   auto allocator = Must(TokenSlotAllocator::Create(state.range(1) * page_size, page_size));
@@ -319,6 +334,9 @@ BENCHMARK(BM_MemcpyScatter)->Apply(ItemSizes);
 BENCHMARK(BM_AllocateFree)
     ->ArgNames({"pages", "pool"})
     ->ArgsProduct({{1, 16, 256}, {10000, 100000, 1000000, 10000000}});
+BENCHMARK(BM_AllocateOfNoFit)
+    ->ArgNames({"run", "pool"})
+    ->ArgsProduct({{64}, {10000, 100000, 1000000, 10000000}});
 BENCHMARK(BM_SlotsAllocateFree)
     ->ArgNames({"pages", "pool", "page_size"})
     ->ArgsProduct({{256}, {10000, 100000, 1000000, 10000000}, {1, 16}});

@@ -199,7 +199,9 @@ std::optional<FreeRuns::Id> FreeRuns::AtLeastInBin(int64_t count, int64_t tries)
 }
 
 std::optional<FreeRuns::Id> FreeRuns::AtLeast(int64_t count) {
-  constexpr int64_t kFew = 8;
+  // Of its own bin, whose runs may be shorter: some before the tightest of the next bins is taken, more
+  // when there is none.
+  constexpr int64_t kFew = 8, kMost = 64;
   const int own = BinOf(count);
   while (bins_[own].head != kNone && !Settle(own)) {
   }
@@ -207,7 +209,7 @@ std::optional<FreeRuns::Id> FreeRuns::AtLeast(int64_t count) {
   int bin = BinFrom(own + 1);
   while (bin < kBins && !Settle(bin)) bin = BinFrom(own + 1);
   if (bin < kBins) return bins_[bin].head;
-  return AtLeastInBin(count, num_runs_);
+  return AtLeastInBin(count, kMost);
 }
 
 std::optional<FreeRuns::Id> FreeRuns::LongestBelow(int64_t count) {

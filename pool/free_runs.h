@@ -54,8 +54,8 @@ class FreeRuns {
   // Element i counts the runs of [2^i, 2^(i + 1)) pages; the last one is not 0. O(num_runs()).
   std::vector<int64_t> Histogram() const;
 
-  // About the shortest run of at least `count` pages, nullopt when there is none. O(1), or, when
-  // the only such runs share a bin with shorter ones, O(runs of that bin).
+  // About the shortest run of at least `count` pages, nullopt when there is none, or when the only
+  // such runs share a bin with shorter ones and are not among the first few dozen there. O(1).
   std::optional<Id> AtLeast(int64_t count);
   // About the longest run of fewer than `count` pages, not counting those that share a bin with
   // runs of `count`; nullopt when there is none.
