@@ -86,7 +86,8 @@ absl::Status TokenSlotAllocator::CheckGrowth(int64_t sequence, const Growth& gro
     return fault("it cannot grow from ", growth.from, " to ", growth.to, " tokens");
   }
   if (growth.from == 0) return absl::OkStatus();
-  if (growth.last_slot < 0 || !pages_.IsAllocated(growth.last_slot / page_size_)) {
+  const int64_t page = growth.last_slot / page_size_;
+  if (growth.last_slot < 0 || !pages_.IsAllocated(page) || IsNoted(page)) {
     return fault("its last slot, ", growth.last_slot, ", is not allocated");
   }
   if (growth.last_slot % page_size_ != (growth.from - 1) % page_size_) {
@@ -151,7 +152,8 @@ absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Extend(
 
 std::optional<std::vector<int32_t>> TokenSlotAllocator::DecodeUsual(
     std::span<const int64_t> tokens, std::span<const int32_t> last_slots) {
-  if (page_shift_ < 0 || tokens.size() != last_slots.size()) return std::nullopt;
+  // Whether pages have been freed in an open group, only Extend() looks.
+  if (page_shift_ < 0 || noted_end_ != 0 || tokens.size() != last_slots.size()) return std::nullopt;
   const SlotsBehindFn slots_behind = Kernels().slots_behind;
   const SlotPages pages{pages_.free_bits(), static_cast<uint32_t>(pages_.num_pages() * page_size_),
                         page_shift_};

@@ -130,6 +130,22 @@ TEST(SlidingWindows, FreeGroups) {
   EXPECT_EQ(allocator.num_free(), 0);
 }
 
+TEST(SlidingWindows, WhatIsFreedInAnOpenGroupDoesNotGrow) {
+  for (const int64_t page_size : {1, 16}) {
+    SCOPED_TRACE(page_size);
+    auto allocator = Must(SlidingWindowAllocator::Create(4 * page_size, 4 * page_size, page_size));
+    const Slots slots = Must(allocator.Extend({{0}}, {{1}}, {{0}}));
+    allocator.BeginFreeGroup();
+    ASSERT_TRUE(IsOk(allocator.Free(slots)));
+    EXPECT_TRUE(Fails(allocator.Decode({{2}}, slots), absl::StatusCode::kInvalidArgument,
+                      "is not allocated"));
+    EXPECT_EQ(allocator.num_free(), 3 * page_size);
+    allocator.EndFreeGroup();
+    EXPECT_EQ(allocator.num_free(), 4 * page_size);
+    EXPECT_EQ(allocator.window().num_free(), 4 * page_size);
+  }
+}
+
 TEST(SlidingWindows, APageLeavesTheWindowWhole) {
   auto allocator = Must(SlidingWindowAllocator::Create(16, 16, 4));
   const Slots slots = Must(allocator.Allocate(8));

@@ -9,6 +9,7 @@
 #include <set>
 #include <string>
 
+#include "absl/strings/str_cat.h"
 #include "tests/pool/scarce_memory.h"
 #include "tests/support/failing_new.h"
 #include "tests/support/sanitized.h"
@@ -154,6 +155,29 @@ TEST(TokenSlots, FreeGroups) {
   ASSERT_TRUE(IsOk(single.Allocate(1)));
   EXPECT_TRUE(IsOk(single.Free(Slots{1})));
   EXPECT_EQ(single.num_free(), 4);
+}
+
+// What it would get behind its last slot is another's once the group ends.
+TEST(TokenSlots, WhatIsFreedInAnOpenGroupDoesNotGrow) {
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  for (const int64_t page_size : {1, 12, 16}) {
+    SCOPED_TRACE(page_size);
+    TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(8 * page_size, page_size));
+    const Slots other = Must(allocator.Extend(Counts{0}, Counts{1}, Slots{0}));
+    const Slots gone = Must(allocator.Extend(Counts{0}, Counts{3}, Slots{0}));
+    allocator.BeginFreeGroup();
+    ASSERT_TRUE(IsOk(allocator.Free(gone)));
+    const int64_t free = allocator.num_free();
+    const Slots last = {other.back(), gone.back()};
+    const std::string message = absl::StrCat("its last slot, ", gone.back(), ", is not allocated");
+    EXPECT_TRUE(Fails(allocator.Decode(Counts{2, 4}, last), kInvalid, message));
+    EXPECT_TRUE(Fails(allocator.Extend(Counts{1, 3}, Counts{2, 40}, last), kInvalid, message));
+    EXPECT_EQ(allocator.num_free(), free);
+    // All others go on as ever, also afterwards.
+    EXPECT_TRUE(IsOk(allocator.Decode(Counts{2}, Slots{other.back()})));
+    allocator.EndFreeGroup();
+    EXPECT_TRUE(Fails(allocator.Decode(Counts{4}, Slots{gone.back()}), kInvalid, message));
+  }
 }
 
 TEST(TokenSlots, ExtendFillsTheLastPageFirst) {
