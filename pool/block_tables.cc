@@ -37,6 +37,8 @@ absl::Status CheckOptions(const BlockTables::Options& options) {
       CheckOption("block_size", options.block_size, 1, BlockTables::kMaxTokens));
   KVFERRY_RETURN_IF_ERROR(
       CheckOption("max_sequences", options.max_sequences, 1, BlockTables::kMaxSequences));
+  KVFERRY_RETURN_IF_ERROR(
+      CheckOption("reserved_blocks", options.reserved_blocks, 0, options.num_blocks - 1));
   const int64_t places = options.num_blocks * options.block_size;
   return CheckOption("bytes_per_token", options.bytes_per_token, 0,
                      std::numeric_limits<int64_t>::max() / places);
@@ -54,7 +56,7 @@ void ReserveMore(std::vector<int32_t>* list, size_t count) {
 absl::StatusOr<BlockTables> BlockTables::Create(const Options& options) {
   KVFERRY_RETURN_IF_ERROR(CheckOptions(options));
   KVFERRY_ASSIGN_OR_RETURN(PageAllocator pages,
-                           PageAllocator::Create(options.num_blocks, /*reserved=*/0));
+                           PageAllocator::Create(options.num_blocks, options.reserved_blocks));
   return BlockTables(std::move(pages), options);
 }
 

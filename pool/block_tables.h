@@ -15,8 +15,8 @@ namespace kvferry {
 // table of PagedAttention, and the bookkeeping around it. Token t of a sequence lies in block
 // t / block_size of its row, place t % block_size.
 //
-// Blocks are the pages [0, num_blocks) of a PageAllocator of its own: a sequence gets few runs, and
-// grows right behind its last block where it can. Sequences are named by ids in
+// Blocks are the pages [reserved_blocks, num_blocks) of a PageAllocator of its own: a sequence gets
+// few runs, and grows right behind its last block where it can. Sequences are named by ids in
 // [0, max_sequences); that of a freed sequence is given to a later one. Every call that fails
 // leaves everything as it was.
 //
@@ -30,6 +30,9 @@ class BlockTables {
     int64_t max_sequences = 0;  // Alive at a time: [1, kMaxSequences]
     int64_t bytes_per_token =
         0;  // Only fragmented_bytes() counts with it; 0 if it does not matter.
+    // Blocks [0, reserved_blocks) are in no table: engines keep block 0 for the rows of padded
+    // tokens. [0, num_blocks)
+    int64_t reserved_blocks = 0;
   };
   // INVALID_ARGUMENT when an option is out of range, or the bytes of all blocks exceed an int64.
   static absl::StatusOr<BlockTables> Create(const Options& options);

@@ -74,11 +74,14 @@ void BindBlockTables(nb::module_& module) {
       .def(
           "__init__",
           [](BlockTables* self, int64_t num_blocks, int64_t block_size, int64_t max_sequences,
-             int64_t bytes_per_token) {
-            new (self) BlockTables(Value(
-                BlockTables::Create({num_blocks, block_size, max_sequences, bytes_per_token})));
+             int64_t bytes_per_token, int64_t reserved_blocks) {
+            new (self) BlockTables(Value(BlockTables::Create(
+                {num_blocks, block_size, max_sequences, bytes_per_token, reserved_blocks})));
           },
-          "num_blocks"_a, "block_size"_a, "max_sequences"_a, "bytes_per_token"_a = 0)
+          "num_blocks"_a, "block_size"_a, "max_sequences"_a, "bytes_per_token"_a = 0,
+          "reserved_blocks"_a = 0,
+          "Blocks [0, reserved_blocks) are in no table: 1 where an engine keeps block 0 for "
+          "padding.")
       .def(
           "add", [](BlockTables& self, int64_t tokens) { return OrNone(self.Add(tokens)); },
           "tokens"_a, "The id of a new sequence, None when blocks or ids are too few.")

@@ -58,6 +58,9 @@ TEST(BlockTables, BadOptions) {
     fails({8, bad, 2, 1}, absl::StrCat("block_size is ", bad));
     fails({8, 4, bad, 1}, absl::StrCat("max_sequences is ", bad));
   }
+  for (const int64_t bad : {int64_t{-1}, int64_t{8}, kInt64Max}) {
+    fails({8, 4, 2, 1, bad}, absl::StrCat("reserved_blocks is ", bad));
+  }
   fails({8, 4, 2, -1}, "bytes_per_token is -1");
   fails({8, 4, 2, kInt64Max / 32 + 1}, "bytes_per_token");
   fails({int64_t{1} << 30, int64_t{1} << 30, 2, 8}, "bytes_per_token");
@@ -85,6 +88,20 @@ TEST(BlockTables, ASequenceFromEmptyToFreed) {
   EXPECT_EQ(tables.num_free(), 8);
   EXPECT_EQ(tables.num_sequences(), 0);
   EXPECT_TRUE(Fails(tables.TokenCounts(Ids{id}), kInvalid, "sequence 0 is not alive"));
+}
+
+TEST(BlockTables, BlocksMayBeKeptOutOfAllTables) {
+  BlockTables tables = Must(BlockTables::Create(
+      {.num_blocks = 8, .block_size = 4, .max_sequences = 2, .reserved_blocks = 2}));
+  EXPECT_EQ(tables.num_free(), 6);
+  EXPECT_TRUE(Fails(tables.Add(25), kExhausted, "6 of 8 are free"));
+  const int64_t id = Must(tables.Add(20));
+  EXPECT_EQ(Table(tables, {id}), (Row{2, 3, 4, 5, 6}));
+  EXPECT_TRUE(IsOk(tables.FreeBlocks(id, Counts{0, 2})));
+  EXPECT_EQ(Must(tables.Preempt(6, {})), (Preempted{{id, 20}}));
+  EXPECT_EQ(tables.num_free(), 6);
+  tables.Clear();
+  EXPECT_EQ(Table(tables, {Must(tables.Add(24))}), (Row{2, 3, 4, 5, 6, 7}));
 }
 
 TEST(BlockTables, TablesArePaddedInTheCallersOrder) {

@@ -28,6 +28,14 @@ def test_sequences_come_grow_and_go():
     assert tables.num_free == 8 and tables.num_sequences == 0
 
 
+def test_block_0_may_be_padding():
+    tables = kvferry.BlockTables(8, 4, 4, reserved_blocks=1)
+    assert tables.num_free == 7
+    assert tables.table([tables.add(28)]).tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+    with pytest.raises(ValueError, match="reserved_blocks is 8"):
+        kvferry.BlockTables(8, 4, 4, reserved_blocks=8)
+
+
 def test_exhaustion_is_an_answer():
     tables = make(max_sequences=2)
     assert tables.add(33) is None
