@@ -115,6 +115,15 @@ absl::StatusOr<int64_t> AvailableHostBytes(const MemoryFiles& files) {
   return std::min(free_kib * 1024, LeftOfCgroups(files));
 }
 
+absl::Status CheckHostRoom(int64_t bytes, absl::string_view or_else, const MemoryFiles& files) {
+  if (bytes < kHugePageBytes) return absl::OkStatus();
+  const absl::StatusOr<int64_t> available = AvailableHostBytes(files);
+  if (!available.ok() || bytes <= *available) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat(bytes, " bytes of memory wanted, but ",
+                                                   *available, " are available; make it smaller",
+                                                   or_else));
+}
+
 int64_t UseHugePages(std::byte* begin, int64_t bytes) {
   const int64_t before = BytesToHugePage(begin);
   const int64_t pages = std::max<int64_t>(0, bytes - before) / kHugePageBytes;

@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <string>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 
 namespace kvferry {
 
@@ -21,6 +23,12 @@ struct MemoryFiles {
 // least. Pages of files count as free in both, for they can be dropped. UNAVAILABLE where the system
 // does not say.
 absl::StatusOr<int64_t> AvailableHostBytes(const MemoryFiles& files = {});
+
+// The system gives more than there is, and kills who touches it: RESOURCE_EXHAUSTED naming both numbers
+// when fewer bytes are available. Less than kHugePageBytes is not looked at, for looking takes longer than
+// making it. `or_else`: what the caller may do besides making it smaller, for the error.
+absl::Status CheckHostRoom(int64_t bytes, absl::string_view or_else = "",
+                           const MemoryFiles& files = {});
 
 // Of x86-64.
 inline constexpr int64_t kHugePageBytes = 2 << 20;

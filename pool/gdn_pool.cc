@@ -280,7 +280,12 @@ absl::Status GdnPool::Copy(std::span<const int64_t> sources,
   const std::vector<Wave> waves = Order(copies).Waves();
   States spare;
   if (NeedsSpare(waves)) {
-    KVFERRY_ASSIGN_OR_RETURN(spare, Allocate(shape_, 1, *memory_));
+    spare.num_slots = 1;
+    KVFERRY_ASSIGN_OR_RETURN(
+        spare.recurrent,
+        memory_->AllocateForNow(shape_.num_layers * shape_.recurrent_item_bytes()));
+    KVFERRY_ASSIGN_OR_RETURN(spare.conv,
+                             memory_->AllocateForNow(shape_.num_layers * shape_.conv_item_bytes()));
   }
   const std::vector<TokenView> states = Rows(states_), aside = Rows(spare);
   // All before the first runs: half of a circle would leave a request with another's state.

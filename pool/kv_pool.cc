@@ -67,15 +67,6 @@ std::vector<BufferInfo> BuffersIn(std::byte* slab, const KvLayout& layout, int64
   return buffers;
 }
 
-// The system gives more than there is, and kills who touches it.
-absl::Status CheckRoom(int64_t bytes, absl::string_view or_else) {
-  const absl::StatusOr<int64_t> available = AvailableHostBytes();
-  if (!available.ok() || bytes <= *available) return absl::OkStatus();
-  return absl::ResourceExhaustedError(absl::StrCat("pool: ", bytes, " bytes wanted, but ",
-                                                   *available, " are available; make it smaller",
-                                                   or_else));
-}
-
 }  // namespace
 
 KvPool::KvPool(const KvLayout& layout, std::vector<BufferInfo> buffers,
@@ -102,7 +93,7 @@ absl::StatusOr<std::shared_ptr<KvPool>> KvPool::CreateShared(const KvLayout& lay
                                                              TakesRoom takes_room,
                                                              absl::string_view or_else) {
   KVFERRY_ASSIGN_OR_RETURN(const int64_t bytes, SlabBytes(layout, num_pages));
-  if (takes_room == TakesRoom::kAtOnce) KVFERRY_RETURN_IF_ERROR(CheckRoom(bytes, or_else));
+  if (takes_room == TakesRoom::kAtOnce) KVFERRY_RETURN_IF_ERROR(CheckHostRoom(bytes, or_else));
   auto shared = std::make_shared<SharedMemory>();
   KVFERRY_ASSIGN_OR_RETURN(*shared, SharedMemory::CreateOrPrivate("kvferry-pool", bytes));
   if (takes_room == TakesRoom::kAtOnce) UseHugePages(shared->data.get(), bytes);

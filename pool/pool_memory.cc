@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/host_memory.h"
 #include "base/slab.h"
 #include "base/status.h"
 #include "pool/block_quant.h"
@@ -17,6 +18,12 @@ class Host : public PoolMemory {
   std::string name() const override { return "host memory"; }
   bool on_host() const override { return true; }
   absl::StatusOr<std::shared_ptr<std::byte>> Allocate(int64_t bytes) const override {
+    KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> slab, AllocateForNow(bytes));
+    UseHugePages(slab.get(), bytes);
+    return slab;
+  }
+  absl::StatusOr<std::shared_ptr<std::byte>> AllocateForNow(int64_t bytes) const override {
+    KVFERRY_RETURN_IF_ERROR(CheckHostRoom(bytes));
     return MapSlab(bytes);
   }
   absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const override {
@@ -54,6 +61,10 @@ std::vector<BytesMove> MovesOf(std::span<const ItemsMove> items,
     }
   }
   return moves;
+}
+
+absl::StatusOr<std::shared_ptr<std::byte>> PoolMemory::AllocateForNow(int64_t bytes) const {
+  return Allocate(bytes);
 }
 
 absl::Status PoolMemory::RunBlocks(const BlockCache& /*from*/, BlockCache& /*to*/,

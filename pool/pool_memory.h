@@ -67,8 +67,12 @@ class PoolMemory {
   // The device whose memory it is, for who shares it with CUDA's other users.
   virtual std::optional<int> cuda_device() const { return std::nullopt; }
   // Zeroed bytes, aligned to 256 at least, freed with their last owner. RESOURCE_EXHAUSTED when
-  // they cannot be had, UNAVAILABLE when there is no such device.
+  // they cannot be had, UNAVAILABLE when there is no such device. The host's take their room at once
+  // where the system has huge pages for them.
   virtual absl::StatusOr<std::shared_ptr<std::byte>> Allocate(int64_t bytes) const = 0;
+  // The same for what a call needs until it returns: the host's take room as they are touched, for the
+  // system may search long for huge pages.
+  virtual absl::StatusOr<std::shared_ptr<std::byte>> AllocateForNow(int64_t bytes) const;
   // Runs copies, in any order, between rows here and rows here or in host memory; returns when all
   // is done. `threads`, which may be null, help. In host memory it cannot fail; what a device that
   // fails has written is not known.
@@ -119,7 +123,7 @@ class PoolMemory {
                                                                      int64_t bytes) const;
 };
 
-// MapSlab() and the copies' own Run().
+// MapSlab(), as far as there is room (CheckHostRoom()), and the copies' own Run().
 const std::shared_ptr<const PoolMemory>& HostMemory();
 
 // FAILED_PRECONDITION unless the processor can touch it: "<what> lies in <name>, ...".

@@ -31,7 +31,7 @@ absl::StatusOr<std::shared_ptr<std::byte>> AllocateAside(std::span<const ListedR
                                                          const PoolMemory& memory) {
   int64_t bytes = 0;
   for (const ListedRows& rows : from) bytes += AsideBytes(rows);
-  absl::StatusOr<std::shared_ptr<std::byte>> aside = memory.Allocate(bytes);
+  absl::StatusOr<std::shared_ptr<std::byte>> aside = memory.AllocateForNow(bytes);
   if (aside.ok()) return aside;
   return absl::Status(aside.status().code(),
                       absl::StrCat("token pool: slots are both read and written, for which ", bytes,

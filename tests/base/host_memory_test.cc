@@ -142,9 +142,8 @@ class Available : public testing::Test {
     Write("cgroup" + group + "/memory.stat",
           "anon 5\ninactive_file " + std::to_string(files - 10) + "\nactive_file 10\n");
   }
-  int64_t Bytes() {
-    return Must(AvailableHostBytes({folder_.path() + "/proc", folder_.path() + "/cgroup"}));
-  }
+  MemoryFiles Files() { return {folder_.path() + "/proc", folder_.path() + "/cgroup"}; }
+  int64_t Bytes() { return Must(AvailableHostBytes(Files())); }
   TempFolder folder_;
 };
 
@@ -180,11 +179,23 @@ TEST_F(Available, NorThanGroupsOfTheFirstVersionLeave) {
   EXPECT_EQ(Bytes(), 400000);
 }
 
+TEST_F(Available, WhatThereIsNoRoomForIsRefused) {
+  EXPECT_TRUE(IsOk(CheckHostRoom(4096000, "", Files())));
+  EXPECT_TRUE(Fails(CheckHostRoom(4096001, ", or go", Files()),
+                    absl::StatusCode::kResourceExhausted, "4096001 bytes of memory wanted",
+                    "4096000 are available; make it smaller, or go"));
+  Write("proc/meminfo", "MemAvailable:  1 kB\n");
+  EXPECT_TRUE(IsOk(CheckHostRoom(kHugePageBytes - 1, "", Files())));
+  EXPECT_TRUE(Fails(CheckHostRoom(kHugePageBytes, "", Files()),
+                    absl::StatusCode::kResourceExhausted, "1024 are available"));
+  Write("proc/meminfo", "");
+  EXPECT_TRUE(IsOk(CheckHostRoom(kHugePageBytes, "", Files())));
+}
+
 TEST_F(Available, ASystemThatDoesNotSay) {
   Write("proc/meminfo", "MemTotal: 100 kB\n");
   EXPECT_TRUE(
-      Fails(AvailableHostBytes({folder_.path() + "/proc", folder_.path() + "/cgroup"}).status(),
-            absl::StatusCode::kUnavailable, "MemAvailable"));
+      Fails(AvailableHostBytes(Files()).status(), absl::StatusCode::kUnavailable, "MemAvailable"));
 }
 
 }  // namespace

@@ -1,10 +1,16 @@
 #include "pool/kv_pool.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
+
+#include <algorithm>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/host_memory.h"
+#include "pool/block_cache.h"
 #include "tests/pool/guarded_memory.h"
 #include "tests/support/status.h"
 
@@ -55,6 +61,35 @@ TEST(Pools, TakeRoomAtOnceOrAsTheyAreTouched) {
   const int64_t at_once = resident(KvPool::TakesRoom::kAtOnce);
   if (at_once == 0) GTEST_SKIP() << "the system gives this process no huge pages";
   EXPECT_EQ(at_once, 64 << 20);
+}
+
+// Of this process's memory from there on, as far as it has room already.
+int64_t ResidentBytes(const std::byte* begin, int64_t bytes) {
+  constexpr int64_t kPage = 4096;
+  std::vector<unsigned char> pages(bytes / kPage);
+  EXPECT_EQ(mincore(const_cast<std::byte*>(begin), bytes, pages.data()), 0);
+  return kPage * std::count_if(pages.begin(), pages.end(), [](int page) { return page & 1; });
+}
+
+TEST(Pools, InTheHostsMemoryTakeRoomAtOnceAndIfThereIsAsMuch) {
+  constexpr int64_t kBytes = 16 << 20;
+  EXPECT_EQ(ResidentBytes(Must(HostMemory()->AllocateForNow(kBytes)).get(), kBytes), 0);
+  const KvLayout layout = KvLayout::Mla(1, 1, 1024, DType::kUint8);
+  const auto pool = Must(KvPool::CreateIn(layout, kBytes / 1024, HostMemory()));
+  // More than the machine has would be refused by it alone, more than it has left would not.
+  const int64_t much = Must(AvailableHostBytes()) + (int64_t{1} << 40);
+  constexpr auto kExhausted = absl::StatusCode::kResourceExhausted;
+  EXPECT_TRUE(Fails(HostMemory()->Allocate(much), kExhausted, "are available"));
+  EXPECT_TRUE(Fails(HostMemory()->AllocateForNow(much), kExhausted, "are available"));
+  EXPECT_TRUE(
+      Fails(KvPool::CreateIn(layout, much / 1024, HostMemory()), kExhausted, "are available"));
+  const BlockCacheShape blocks = {
+      .num_layers = 1, .block_size = 1, .num_kv_heads = 1, .head_dim = 1024};
+  EXPECT_TRUE(
+      Fails(BlockCache::Create(blocks, much / blocks.block_bytes()), kExhausted, "are available"));
+  const int64_t resident = ResidentBytes(pool->buffer_infos()[0].address, kBytes);
+  if (resident == 0) GTEST_SKIP() << "the system gives this process no huge pages";
+  EXPECT_GE(resident, kBytes - 2 * kHugePageBytes);
 }
 
 TEST(Pools, PagesLieWhereTheBuffersSay) {

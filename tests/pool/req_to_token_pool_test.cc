@@ -25,7 +25,7 @@ TEST(ReqToToken, BadSizes) {
   }
   EXPECT_TRUE(
       Fails(ReqToTokenPool::Create(ReqToTokenPool::kMaxRequests, ReqToTokenPool::kMaxContextTokens),
-            absl::StatusCode::kResourceExhausted));
+            absl::StatusCode::kResourceExhausted, "are available"));
 }
 
 TEST(ReqToToken, ADevicesTableIsNotLargerThanItsIndices) {
