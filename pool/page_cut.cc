@@ -35,13 +35,8 @@ absl::Status CheckHeads(const KvLayout& layout, HeadRange heads) {
   return absl::OkStatus();
 }
 
-absl::Status CheckOrderIsKnown(const KvLayout& layout) {
-  if (OrderOf(layout) != ValueOrder::kOther) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("page_format ", layout.page_format,
-                   " is an arrangement of an engine's own: only pages of NHD and HND are "
-                   "converted to another page size or order"));
-}
+constexpr absl::string_view kNotConverted =
+    ": only pages of NHD and HND are converted to another page size or order";
 
 // `form` says what it leaves to the pool, but for an order that nobody knows.
 PageForm Spelled(const KvLayout& layout, PageForm form) {
@@ -57,7 +52,7 @@ constexpr int64_t kMostTokensOfAPage = 65536;
 absl::Status CheckForm(const KvPool& pool, const PageForm& form) {
   const KvLayout& layout = pool.layout();
   if (form == Spelled(layout, {})) return absl::OkStatus();
-  KVFERRY_RETURN_IF_ERROR(CheckOrderIsKnown(layout));
+  KVFERRY_RETURN_IF_ERROR(CheckOrderIsKnown(layout, kNotConverted));
   const int64_t held = pool.num_pages() * layout.page_size;
   if (form.page_size > std::max(kMostTokensOfAPage, layout.page_size)) {
     return absl::InvalidArgumentError(
@@ -241,6 +236,12 @@ ValueOrder OrderOf(const KvLayout& layout) {
                                                                : ValueOrder::kOther;
 }
 
+absl::Status CheckOrderIsKnown(const KvLayout& layout, absl::string_view so) {
+  if (OrderOf(layout) != ValueOrder::kOther) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("page_format ", layout.page_format,
+                                                 " is an arrangement of an engine's own", so));
+}
+
 PageForm FormOf(const KvLayout& layout) {
   const ValueOrder order = OrderOf(layout);
   return order == ValueOrder::kOther ? PageForm() : PageForm{layout.page_size, order};
@@ -250,8 +251,8 @@ absl::Status CheckConvertible(const KvLayout& one, const KvLayout& other) {
   if (one.page_size == other.page_size && one.page_format == other.page_format) {
     return absl::OkStatus();
   }
-  KVFERRY_RETURN_IF_ERROR(CheckOrderIsKnown(one));
-  KVFERRY_RETURN_IF_ERROR(CheckOrderIsKnown(other));
+  KVFERRY_RETURN_IF_ERROR(CheckOrderIsKnown(one, kNotConverted));
+  KVFERRY_RETURN_IF_ERROR(CheckOrderIsKnown(other, kNotConverted));
   return GrainOf(one, FormOf(other), {}).status();
 }
 

@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "pool/kv_layout.h"
 #include "pool/kv_pool.h"
 #include "pool/page_runs.h"
@@ -40,6 +41,8 @@ struct PageForm {
 // What a page_format says: "NHD", "HND" and, of pages of one head, "ND", which is the same as either then. An
 // arrangement of an engine's own is kOther, whatever its name ends with.
 ValueOrder OrderOf(const KvLayout& layout);
+// INVALID_ARGUMENT where that is kOther, and what follows from it: `so`, in words.
+absl::Status CheckOrderIsKnown(const KvLayout& layout, absl::string_view so);
 // What fits into pages of that layout. Of an arrangement of an engine's own PageForm(): it fits into pages
 // that are arranged alike, and nobody else could make it.
 PageForm FormOf(const KvLayout& layout);

@@ -9,11 +9,6 @@
 namespace kvferry {
 namespace {
 
-bool Meet(std::span<const std::byte> a, std::span<const std::byte> b) {
-  const std::less<const std::byte*> below;
-  return below(a.data(), b.data() + b.size()) && below(b.data(), a.data() + a.size());
-}
-
 // Rows of a view, by a list or, where that is null, the first ones.
 struct ListedRows {
   TokenView view;
@@ -61,6 +56,11 @@ absl::StatusOr<RowsAside> PutAside(std::span<const ListedRows> from, const PoolM
 }
 
 }  // namespace
+
+bool Meet(std::span<const std::byte> a, std::span<const std::byte> b) {
+  const std::less<const std::byte*> below;
+  return below(a.data(), b.data() + b.size()) && below(b.data(), a.data() + a.size());
+}
 
 bool Meet(std::span<const TokenView> some, std::span<const TokenView> others) {
   return std::any_of(some.begin(), some.end(), [&others](const TokenView& one) {

@@ -17,6 +17,8 @@
 
 namespace kvferry {
 
+// Whether two stretches of bytes have some in common.
+bool Meet(std::span<const std::byte> a, std::span<const std::byte> b);
 // Whether some of these may have bytes of the others, as far as the first and the last byte of each
 // say. Only the former may be without slots.
 bool Meet(std::span<const TokenView> some, std::span<const TokenView> others);

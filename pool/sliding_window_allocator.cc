@@ -13,13 +13,12 @@ namespace {
 // Pages that a batch needs beyond those it has; 0 when the lengths make no sense, which Extend()
 // will say.
 int64_t NewPages(std::span<const int64_t> prefix_tokens, std::span<const int64_t> tokens,
-                 int64_t page_size) {
+                 const TokenSlotAllocator& pool) {
   int64_t pages = 0;
   for (size_t i = 0; i < tokens.size() && i < prefix_tokens.size(); ++i) {
     if (prefix_tokens[i] < 0 || tokens[i] < prefix_tokens[i]) return 0;
     if (tokens[i] > int64_t{INT32_MAX}) return 0;
-    pages +=
-        (tokens[i] + page_size - 1) / page_size - (prefix_tokens[i] + page_size - 1) / page_size;
+    pages += pool.NewPages(prefix_tokens[i], tokens[i]);
   }
   return pages;
 }
@@ -114,7 +113,7 @@ absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Extend(
                            LastWindowSlots(prefix_tokens, last_slots));
   // The window pool is asked last and must not refuse: the full pool could not take its last pages'
   // slots back.
-  const int64_t pages = NewPages(prefix_tokens, tokens, page_size());
+  const int64_t pages = NewPages(prefix_tokens, tokens, window_);
   if (pages * page_size() > window_.num_free()) {
     return absl::ResourceExhaustedError(absl::StrCat("sliding window: ", pages,
                                                      " pages needed but the window pool has ",

@@ -42,13 +42,12 @@ absl::Status CheckValueDim(const KvLayout& layout, int64_t value_dim) {
 
 // ---------------------------------------------------------------- copies within one memory
 
-bool Meet(const BufferInfo& a, const BufferInfo& b) {
-  const std::less<const std::byte*> below;
-  return below(a.address, b.address + b.bytes) && below(b.address, a.address + a.bytes);
+std::span<const std::byte> BytesOf(const BufferInfo& buffer) {
+  return {buffer.address, static_cast<size_t>(buffer.bytes)};
 }
 
 // From the first byte of a pool's buffers to the last.
-BufferInfo Hull(const KvPool& pool) {
+std::span<const std::byte> Hull(const KvPool& pool) {
   const std::less<const std::byte*> below;
   std::byte* begin = pool.buffer_infos()[0].address;
   std::byte* end = begin;
@@ -56,7 +55,7 @@ BufferInfo Hull(const KvPool& pool) {
     begin = std::min(begin, buffer.address, below);
     end = std::max(end, buffer.address + buffer.bytes, below);
   }
-  return {.address = begin, .bytes = end - begin};
+  return {begin, static_cast<size_t>(end - begin)};
 }
 
 bool ShareMemory(const KvPool& a, const KvPool& b) {
@@ -65,8 +64,9 @@ bool ShareMemory(const KvPool& a, const KvPool& b) {
   // An engine's buffers may lie in between those of another pool.
   return std::any_of(
       a.buffer_infos().begin(), a.buffer_infos().end(), [&b](const BufferInfo& mine) {
-        return std::any_of(b.buffer_infos().begin(), b.buffer_infos().end(),
-                           [&mine](const BufferInfo& theirs) { return Meet(mine, theirs); });
+        return std::any_of(
+            b.buffer_infos().begin(), b.buffer_infos().end(),
+            [&mine](const BufferInfo& theirs) { return Meet(BytesOf(mine), BytesOf(theirs)); });
       });
 }
 

@@ -97,15 +97,15 @@ absl::Status TokenSlotAllocator::CheckGrowth(int64_t sequence, const Growth& gro
   return absl::OkStatus();
 }
 
-int64_t TokenSlotAllocator::NewPages(const Growth& growth) const {
-  return CeilDiv(growth.to, page_size_) - CeilDiv(growth.from, page_size_);
+int64_t TokenSlotAllocator::NewPages(int64_t from, int64_t to) const {
+  return CeilDiv(to, page_size_) - CeilDiv(from, page_size_);
 }
 
 void TokenSlotAllocator::Grow(const Growth& growth, std::vector<int32_t>* slots) {
   const int64_t room = CeilDiv(growth.from, page_size_) * page_size_ - growth.from;
   const int64_t filled = std::min(room, growth.to - growth.from);
   AppendSlots(growth.last_slot + 1, filled, slots);
-  const int64_t new_pages = NewPages(growth);
+  const int64_t new_pages = NewPages(growth.from, growth.to);
   if (new_pages == 0) return;
   int64_t left = growth.to - growth.from - filled;
   const auto append = [&](PageRun run) {
@@ -136,7 +136,7 @@ absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Extend(
   for (size_t i = 0; i < tokens.size(); ++i) {
     batch.push_back({prefix_tokens[i], tokens[i], last_slots[i]});
     KVFERRY_RETURN_IF_ERROR(CheckGrowth(static_cast<int64_t>(i), batch[i]));
-    new_pages += NewPages(batch[i]);
+    new_pages += NewPages(batch[i].from, batch[i].to);
     new_tokens += batch[i].to - batch[i].from;
   }
   if (new_pages > pages_.num_free()) {

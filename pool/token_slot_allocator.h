@@ -65,6 +65,8 @@ class TokenSlotAllocator {
   using Runs = absl::InlinedVector<PageRun, 8>;
   absl::StatusOr<Runs> RunsOf(std::span<const int32_t> slots) const;
   absl::Status FreePages(const Runs& runs);
+  // Pages beyond those it has, for a sequence of `from` tokens that grows to `to`.
+  int64_t NewPages(int64_t from, int64_t to) const;
   bool in_free_group() const { return in_group_; }
   // The pages that are noted, in ascending order; needs no memory.
   void ForEachNoted(absl::FunctionRef<void(PageRun)> see) const;
@@ -83,7 +85,6 @@ class TokenSlotAllocator {
     int64_t last_slot = 0;
   };
   absl::Status CheckGrowth(int64_t sequence, const Growth& growth) const;
-  int64_t NewPages(const Growth& growth) const;
   // Cannot fail after CheckGrowth(), with enough free pages and room in `slots`.
   void Grow(const Growth& growth, std::vector<int32_t>* slots);
   // Decode() of the usual batch: every sequence has tokens, all arguments are right, and pages hold

@@ -29,13 +29,8 @@ absl::Status CheckCast(const KvTensor& tensor, DType from, DType to) {
                                                  " and ", DTypeName(to)));
 }
 
-absl::Status CheckOrderIsKnown(const KvLayout& layout) {
-  if (OrderOf(layout) != ValueOrder::kOther) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("page_format ", layout.page_format,
-                   " is an arrangement of an engine's own, which may be another one for another "
-                   "dtype: only values in pages of NHD and HND are cast"));
-}
+constexpr absl::string_view kNotCast =
+    ", which may be another one for another dtype: only values in pages of NHD and HND are cast";
 
 }  // namespace
 
@@ -69,8 +64,8 @@ bool SameDTypes(const KvLayout& one, const KvLayout& other) {
 
 absl::Status CheckCastable(const KvLayout& one, const KvLayout& other) {
   if (SameDTypes(one, other) || one.num_tensors() != other.num_tensors()) return absl::OkStatus();
-  KVFERRY_RETURN_IF_ERROR(CheckOrderIsKnown(one));
-  KVFERRY_RETURN_IF_ERROR(CheckOrderIsKnown(other));
+  KVFERRY_RETURN_IF_ERROR(CheckOrderIsKnown(one, kNotCast));
+  KVFERRY_RETURN_IF_ERROR(CheckOrderIsKnown(other, kNotCast));
   for (int64_t i = 0; i < one.num_tensors(); ++i) {
     KVFERRY_RETURN_IF_ERROR(
         CheckCast(one.tensors[i], one.dtype_of(one.tensors[i]), other.dtype_of(other.tensors[i])));
@@ -102,7 +97,7 @@ absl::StatusOr<std::shared_ptr<const ValueCasts>> ValueCasts::Make(const KvLayou
     }
   }
   if (!any) return nullptr;
-  KVFERRY_RETURN_IF_ERROR(CheckOrderIsKnown(layout));
+  KVFERRY_RETURN_IF_ERROR(CheckOrderIsKnown(layout, kNotCast));
   return std::shared_ptr<const ValueCasts>(new ValueCasts(std::move(casts)));
 }
 
