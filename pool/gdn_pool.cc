@@ -29,14 +29,13 @@ absl::Status CheckCount(absl::string_view name, int64_t value, int64_t min, int6
       absl::StrCat("gdn pool: ", name, " is ", value, " but must lie in [", min, ", ", max, "]"));
 }
 
-absl::StatusOr<int64_t> StateBytes(absl::string_view name, int64_t num_layers, int64_t num_slots,
-                                   int64_t item_bytes) {
-  if (num_slots > GdnPool::kMaxBytes / (num_layers * item_bytes)) {  // At most 2^(12 + 32).
-    return absl::InvalidArgumentError(absl::StrCat(
-        "gdn pool: the ", name, " states, ", num_layers, " layers x ", num_slots, " slots x ",
-        item_bytes, " bytes, have more than ", GdnPool::kMaxBytes, " bytes"));
-  }
-  return num_layers * num_slots * item_bytes;
+absl::Status CheckStateBytes(absl::string_view name, int64_t num_layers, int64_t num_slots,
+                             int64_t item_bytes) {
+  // At most 2^(12 + 32).
+  if (num_slots <= GdnPool::kMaxBytes / (num_layers * item_bytes)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "gdn pool: the ", name, " states, ", num_layers, " layers x ", num_slots, " slots x ",
+      item_bytes, " bytes, have more than ", GdnPool::kMaxBytes, " bytes"));
 }
 
 // Copies of a list, and which of them wait for which.
@@ -157,15 +156,27 @@ int64_t GdnShape::conv_item_bytes() const {
 
 // ---------------------------------------------------------------- pool
 
+absl::Status GdnPool::Check(const GdnShape& shape, int64_t max_requests, int64_t max_track_slots) {
+  KVFERRY_RETURN_IF_ERROR(shape.Validate());
+  KVFERRY_RETURN_IF_ERROR(CheckCount("max_requests", max_requests, 1, kMaxSlots));
+  KVFERRY_RETURN_IF_ERROR(CheckCount("max_track_slots", max_track_slots, 0, kMaxSlots));
+  const int64_t num_slots = 1 + max_requests + max_track_slots;
+  KVFERRY_RETURN_IF_ERROR(
+      CheckStateBytes("recurrent", shape.num_layers, num_slots, shape.recurrent_item_bytes()));
+  return CheckStateBytes("conv", shape.num_layers, num_slots, shape.conv_item_bytes());
+}
+
 absl::StatusOr<GdnPool> GdnPool::Create(const GdnShape& shape, int64_t max_requests,
                                         int64_t max_track_slots,
                                         const std::shared_ptr<const PoolMemory>& memory) {
   if (memory == nullptr) return Create(shape, max_requests, max_track_slots, HostMemory());
-  KVFERRY_RETURN_IF_ERROR(shape.Validate());
-  KVFERRY_RETURN_IF_ERROR(CheckCount("max_requests", max_requests, 1, kMaxSlots));
-  KVFERRY_RETURN_IF_ERROR(CheckCount("max_track_slots", max_track_slots, 0, kMaxSlots));
-  KVFERRY_ASSIGN_OR_RETURN(States states,
-                           Allocate(shape, 1 + max_requests + max_track_slots, *memory));
+  KVFERRY_RETURN_IF_ERROR(Check(shape, max_requests, max_track_slots));
+  const int64_t num_slots = 1 + max_requests + max_track_slots;
+  States states = {.num_slots = num_slots};
+  KVFERRY_ASSIGN_OR_RETURN(states.recurrent, memory->Allocate(shape.num_layers * num_slots *
+                                                              shape.recurrent_item_bytes()));
+  KVFERRY_ASSIGN_OR_RETURN(
+      states.conv, memory->Allocate(shape.num_layers * num_slots * shape.conv_item_bytes()));
   KVFERRY_ASSIGN_OR_RETURN(
       std::shared_ptr<std::byte> zeros,
       memory->Allocate(std::max(shape.recurrent_item_bytes(), shape.conv_item_bytes())));
@@ -181,20 +192,6 @@ GdnPool::GdnPool(const GdnShape& shape, int64_t max_requests,
       states_(std::move(states)),
       zeros_(std::move(zeros)) {
   Clear();
-}
-
-absl::StatusOr<GdnPool::States> GdnPool::Allocate(const GdnShape& shape, int64_t num_slots,
-                                                  const PoolMemory& memory) {
-  KVFERRY_ASSIGN_OR_RETURN(
-      const int64_t recurrent_bytes,
-      StateBytes("recurrent", shape.num_layers, num_slots, shape.recurrent_item_bytes()));
-  KVFERRY_ASSIGN_OR_RETURN(const int64_t conv_bytes, StateBytes("conv", shape.num_layers, num_slots,
-                                                                shape.conv_item_bytes()));
-  States states;
-  states.num_slots = num_slots;
-  KVFERRY_ASSIGN_OR_RETURN(states.recurrent, memory.Allocate(recurrent_bytes));
-  KVFERRY_ASSIGN_OR_RETURN(states.conv, memory.Allocate(conv_bytes));
-  return states;
 }
 
 int64_t GdnPool::bytes() const {

@@ -64,6 +64,8 @@ class GdnPool {
   static absl::StatusOr<GdnPool> Create(const GdnShape& shape, int64_t max_requests,
                                         int64_t max_track_slots = 0,
                                         const std::shared_ptr<const PoolMemory>& memory = nullptr);
+  // The INVALID_ARGUMENT of Create(), for who takes other memory first.
+  static absl::Status Check(const GdnShape& shape, int64_t max_requests, int64_t max_track_slots);
   GdnPool(GdnPool&&) = default;  // A copy would share the memory but not the list of track slots.
   GdnPool& operator=(GdnPool&&) = default;
 
@@ -133,8 +135,6 @@ class GdnPool {
   // The copies that have something to copy, by destination.
   absl::StatusOr<std::vector<SlotCopy>> CheckCopy(std::span<const int64_t> sources,
                                                   std::span<const int64_t> destinations) const;
-  static absl::StatusOr<States> Allocate(const GdnShape& shape, int64_t num_slots,
-                                         const PoolMemory& memory);
   // As buffer_infos(): an item is a row.
   std::vector<TokenView> Rows(const States& states) const;
 

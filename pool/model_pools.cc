@@ -1,5 +1,6 @@
 #include "pool/model_pools.h"
 
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -162,6 +163,33 @@ absl::Status SetInBlocks(BlockFormat format, size_t num_in_blocks, TokenKvPool& 
   return Run(from_aside, pool.memory());
 }
 
+// What memory is asked for once all that is wrong with the options has been found: it may be much, and
+// takes its room at once.
+struct Plan {
+  int64_t value_dim = 0;
+  std::optional<KvLayout> kv, window;
+  Tokens tokens;
+};
+
+absl::StatusOr<Plan> PlanFor(const ModelConfig& model, const ModelPoolsOptions& options,
+                             const Split& split) {
+  Plan plan;
+  if (model.linear) {
+    KVFERRY_RETURN_IF_ERROR(
+        GdnPool::Check(*model.linear, options.max_requests, options.max_track_slots));
+  }
+  if (split.num_kv_layers == 0) return plan;
+  KVFERRY_ASSIGN_OR_RETURN(plan.value_dim, LatentValueDim(model));
+  KVFERRY_ASSIGN_OR_RETURN(plan.kv, LayoutFor(model, split.num_kv_layers, options.page_size));
+  if (split.mixed()) {
+    KVFERRY_ASSIGN_OR_RETURN(plan.window,
+                             LayoutFor(model, split.num_window_layers, options.page_size));
+  }
+  KVFERRY_ASSIGN_OR_RETURN(
+      plan.tokens, TokensFor(options, split, &*plan.kv, plan.window ? &*plan.window : nullptr));
+  return plan;
+}
+
 }  // namespace
 
 absl::StatusOr<std::vector<KvTensor>> KvPartsOf(const ModelConfig& model) {
@@ -215,34 +243,32 @@ absl::StatusOr<std::unique_ptr<ModelPools>> ModelPools::Create(const ModelConfig
   }
   const Split split = SplitOf(model);
   KVFERRY_RETURN_IF_ERROR(CheckOptions(options, split));
+  KVFERRY_ASSIGN_OR_RETURN(const Plan plan, PlanFor(model, options, split));
   KVFERRY_ASSIGN_OR_RETURN(ReqToTokenPool requests, RequestsFor(model, options));
   std::unique_ptr<ModelPools> pools(new ModelPools(model, std::move(requests)));
+  if (plan.window) {
+    KVFERRY_ASSIGN_OR_RETURN(
+        pools->window_slots_,
+        SlidingWindowAllocator::Create(plan.tokens.kv, plan.tokens.window, options.page_size));
+  } else if (plan.kv) {
+    KVFERRY_ASSIGN_OR_RETURN(pools->slots_,
+                             TokenSlotAllocator::Create(plan.tokens.kv, options.page_size));
+  }
+  // Before keys and values, for which there is only room beside them.
   if (model.linear) {
     KVFERRY_ASSIGN_OR_RETURN(pools->states_,
                              GdnPool::Create(*model.linear, options.max_requests,
                                              options.max_track_slots, options.memory));
   }
-  if (split.num_kv_layers == 0) return pools;
-  KVFERRY_ASSIGN_OR_RETURN(const int64_t value_dim, LatentValueDim(model));
-  KVFERRY_ASSIGN_OR_RETURN(const KvLayout layout,
-                           LayoutFor(model, split.num_kv_layers, options.page_size));
-  if (!split.mixed()) {
-    KVFERRY_ASSIGN_OR_RETURN(const Tokens tokens, TokensFor(options, split, &layout, nullptr));
-    KVFERRY_ASSIGN_OR_RETURN(pools->kv_,
-                             TokenKvPool::Create(layout, tokens.kv, value_dim, options.memory));
-    KVFERRY_ASSIGN_OR_RETURN(pools->slots_,
-                             TokenSlotAllocator::Create(tokens.kv, options.page_size));
-    return pools;
+  if (plan.kv) {
+    KVFERRY_ASSIGN_OR_RETURN(
+        pools->kv_, TokenKvPool::Create(*plan.kv, plan.tokens.kv, plan.value_dim, options.memory));
   }
-  KVFERRY_ASSIGN_OR_RETURN(const KvLayout window,
-                           LayoutFor(model, split.num_window_layers, options.page_size));
-  KVFERRY_ASSIGN_OR_RETURN(const Tokens tokens, TokensFor(options, split, &layout, &window));
-  KVFERRY_ASSIGN_OR_RETURN(pools->kv_,
-                           TokenKvPool::Create(layout, tokens.kv, value_dim, options.memory));
-  KVFERRY_ASSIGN_OR_RETURN(pools->window_kv_,
-                           TokenKvPool::Create(window, tokens.window, value_dim, options.memory));
-  KVFERRY_ASSIGN_OR_RETURN(pools->window_slots_, SlidingWindowAllocator::Create(
-                                                     tokens.kv, tokens.window, options.page_size));
+  if (plan.window) {
+    KVFERRY_ASSIGN_OR_RETURN(
+        pools->window_kv_,
+        TokenKvPool::Create(*plan.window, plan.tokens.window, plan.value_dim, options.memory));
+  }
   return pools;
 }
 

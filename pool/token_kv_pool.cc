@@ -40,6 +40,14 @@ absl::Status CheckValueDim(const KvLayout& layout, int64_t value_dim) {
                                                  layout.ToString()));
 }
 
+// All that a token pool asks of its pages.
+absl::Status CheckPages(const KvLayout& layout, int64_t num_tokens, int64_t latent_value_dim) {
+  KVFERRY_RETURN_IF_ERROR(CheckTokens(layout, num_tokens));
+  KVFERRY_RETURN_IF_ERROR(CheckHalves(layout));
+  KVFERRY_RETURN_IF_ERROR(CheckValueDim(layout, latent_value_dim));
+  return CheckTokensCanBeFound(layout);
+}
+
 // ---------------------------------------------------------------- copies within one memory
 
 std::span<const std::byte> BytesOf(const BufferInfo& buffer) {
@@ -85,7 +93,8 @@ absl::StatusOr<std::shared_ptr<TokenKvPool>> TokenKvPool::Create(
     const KvLayout& layout, int64_t num_tokens, int64_t latent_value_dim,
     const std::shared_ptr<const PoolMemory>& memory) {
   KVFERRY_RETURN_IF_ERROR(layout.Validate());
-  KVFERRY_RETURN_IF_ERROR(CheckTokens(layout, num_tokens));
+  // Before memory is taken, which may be much.
+  KVFERRY_RETURN_IF_ERROR(CheckPages(layout, num_tokens, latent_value_dim));
   const int64_t num_pages = num_tokens / layout.page_size + 1;
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<KvPool> pool,
                            memory == nullptr ? KvPool::Create(layout, num_pages)
@@ -96,9 +105,8 @@ absl::StatusOr<std::shared_ptr<TokenKvPool>> TokenKvPool::Create(
 absl::StatusOr<std::shared_ptr<TokenKvPool>> TokenKvPool::Over(std::shared_ptr<KvPool> pool,
                                                                int64_t latent_value_dim) {
   const KvLayout& layout = pool->layout();
-  KVFERRY_RETURN_IF_ERROR(CheckTokens(layout, (pool->num_pages() - 1) * layout.page_size));
-  KVFERRY_RETURN_IF_ERROR(CheckHalves(layout));
-  KVFERRY_RETURN_IF_ERROR(CheckValueDim(layout, latent_value_dim));
+  KVFERRY_RETURN_IF_ERROR(
+      CheckPages(layout, (pool->num_pages() - 1) * layout.page_size, latent_value_dim));
   std::vector<TokenView> views;
   for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
     for (int64_t layer = 0; layer < layout.num_layers; ++layer) {

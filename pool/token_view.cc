@@ -4,8 +4,16 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status.h"
 
 namespace kvferry {
+
+absl::Status CheckTokensCanBeFound(const KvLayout& layout) {
+  if (layout.page_format == "NHD" || layout.page_format == "HND") return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("token view: page_format '", layout.page_format,
+                   "' is an engine's own; tokens can be found in NHD and HND only"));
+}
 
 TokenView TokenView::Packed(std::byte* data, DType dtype, int64_t num_slots, int64_t num_heads,
                             int64_t head_dim) {
@@ -30,19 +38,14 @@ absl::StatusOr<TokenView> TokenView::Of(const KvPool& pool, int64_t layer, int64
                                               " but the pool has ", layout.num_layers,
                                               " layers of ", layout.num_tensors(), " tensors"));
   }
-  const bool nhd = layout.page_format == "NHD";
-  if (!nhd && layout.page_format != "HND") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("token view: page_format '", layout.page_format,
-                     "' is an engine's own; tokens can be found in NHD and HND only"));
-  }
+  KVFERRY_RETURN_IF_ERROR(CheckTokensCanBeFound(layout));
   const BufferInfo& buffer = pool.buffer(layer, tensor);
   const KvTensor& spec = layout.tensors[tensor];
   TokenView view = Packed(buffer.address, layout.dtype_of(spec),
                           pool.num_pages() * layout.page_size, spec.num_heads, spec.head_dim);
   view.page_size = layout.page_size;
   view.page_stride = buffer.item_bytes;
-  if (!nhd && layout.page_size > 1) {
+  if (layout.page_format == "HND" && layout.page_size > 1) {
     view.token_stride = view.head_bytes();
     view.head_stride = layout.page_size * view.head_bytes();
   }

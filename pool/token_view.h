@@ -6,11 +6,16 @@
 #include <cstdint>
 #include <span>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "pool/kv_layout.h"
 #include "pool/kv_pool.h"
 
 namespace kvferry {
+
+// INVALID_ARGUMENT when the page format is neither NHD nor HND: only the engine knows where a token lies
+// then.
+absl::Status CheckTokensCanBeFound(const KvLayout& layout);
 
 // A tensor [num_slots, num_heads, head_dim] of token rows. Value (s, h, d) lies at
 //   data + (s / page_size) * page_stride + (s % page_size) * token_stride + h * head_stride
@@ -34,8 +39,7 @@ struct TokenView {
   static TokenView Packed(std::byte* data, DType dtype, int64_t num_slots, int64_t num_heads,
                           int64_t head_dim);
   // The slots of one buffer of a pool: slot = page * page_size + place in the page.
-  // INVALID_ARGUMENT when the pool's page format is neither NHD nor HND (only the engine knows
-  // where a token lies then), OUT_OF_RANGE when there is no such layer or tensor.
+  // CheckTokensCanBeFound(), and OUT_OF_RANGE when there is no such layer or tensor.
   static absl::StatusOr<TokenView> Of(const KvPool& pool, int64_t layer, int64_t tensor);
 
   // Values [first, first + count) of each head, e.g. the value part of an MLA latent or the V half

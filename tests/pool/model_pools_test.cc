@@ -390,8 +390,12 @@ TEST(ModelPoolsOf, KeysAndValuesMayLieOnADevice) {
 
 TEST(ModelPoolsOf, OptionsThatCannotBe) {
   const ModelConfig llama = Must(ModelConfig::FromJson(kLlama));
-  const auto create = [](const ModelConfig& model, void (*change)(ModelPoolsOptions&)) {
+  // All that is wrong is found before any memory is asked for.
+  const auto full = std::make_shared<GuardedMemory>();
+  full->failure = absl::ResourceExhaustedError("full");
+  const auto create = [&full](const ModelConfig& model, void (*change)(ModelPoolsOptions&)) {
     ModelPoolsOptions options = Small();
+    options.memory = full;
     change(options);
     return ModelPools::Create(model, options).status();
   };

@@ -33,13 +33,19 @@ TEST(TokenKvPools, SizesThatCannotBe) {
        {int64_t{0}, int64_t{-16}, int64_t{17}, int64_t{INT32_MAX} + 1, INT64_MAX, INT64_MIN}) {
     EXPECT_TRUE(Fails(TokenKvPool::Create(layout, tokens), kInvalid, "num_tokens"));
   }
+  // All that is wrong is found before any memory is asked for.
+  const auto full = std::make_shared<GuardedMemory>();
+  full->failure = absl::ResourceExhaustedError("full");
   KvLayout own = layout;
   own.page_format = "cpu-attn";
-  EXPECT_TRUE(Fails(TokenKvPool::Create(own, 32), kInvalid, "page_format 'cpu-attn'"));
-  EXPECT_TRUE(Fails(TokenKvPool::Create(layout, 32, 4), kInvalid, "latent_value_dim is 4"));
+  EXPECT_TRUE(Fails(TokenKvPool::Create(own, 32, 0, full), kInvalid, "page_format 'cpu-attn'"));
+  EXPECT_TRUE(Fails(TokenKvPool::Create(layout, 32, 4, full), kInvalid, "latent_value_dim is 4"));
+  KvLayout odd = layout;
+  odd.tensors = {{"kv", 2, 15}};
+  EXPECT_TRUE(Fails(TokenKvPool::Create(odd, 32, 0, full), kInvalid, "must be even"));
   const KvLayout mla = KvLayout::Mla(2, 16, 24, DType::kFloat32);
-  EXPECT_TRUE(Fails(TokenKvPool::Create(mla, 32, 25), kInvalid, "[0, 24]"));
-  EXPECT_TRUE(Fails(TokenKvPool::Create(mla, 32, -1), kInvalid, "latent_value_dim is -1"));
+  EXPECT_TRUE(Fails(TokenKvPool::Create(mla, 32, 25, full), kInvalid, "[0, 24]"));
+  EXPECT_TRUE(Fails(TokenKvPool::Create(mla, 32, -1, full), kInvalid, "latent_value_dim is -1"));
   EXPECT_TRUE(IsOk(TokenKvPool::Create(mla, 32, 24)));
   KvLayout none = layout;
   none.num_layers = 0;
