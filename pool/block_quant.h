@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "base/thread_pool.h"
 #include "pool/kv_layout.h"
 #include "pool/pool_memory.h"
 #include "pool/token_view.h"
@@ -50,7 +51,7 @@ class QuantizedCopy {
   // any dtype), quantised. Values round to the nearest code, ties to even; a block of zeros has
   // scale 0 (e8m0: the smallest); NaN becomes the largest magnitude in mxfp4, which has no NaN, and
   // infinity the largest magnitude everywhere. A slot that stands twice keeps the later row; on a
-  // device, parts of both, whose scales need not belong to their codes.
+  // device or with threads, parts of both, whose scales need not belong to their codes.
   //
   // INVALID_ARGUMENT when shapes or dtypes do not fit each other, OUT_OF_RANGE naming a slot.
   static absl::StatusOr<QuantizedCopy> PlanStore(BlockFormat format, const TokenView& rows,
@@ -70,8 +71,9 @@ class QuantizedCopy {
   const TokenView& scales() const { return scales_; }
   std::span<const int32_t> slots() const { return slots_; }
 
+  // With `threads`, which may be null, large copies are spread over them; returns when all is done.
   // Allocates nothing.
-  void Run() const;
+  void Run(ThreadPool* threads = nullptr) const;
 
  private:
   QuantizedCopy(BlockFormat format, bool stores, const TokenView& rows, const TokenView& codes,
@@ -83,6 +85,8 @@ class QuantizedCopy {
         scales_(scales),
         slots_(slots) {}
   absl::Status Check() const;
+  // Rows [begin, end) of the list.
+  void RunPart(int64_t begin, int64_t end) const;
 
   BlockFormat format_;
   bool stores_;

@@ -144,9 +144,9 @@ absl::StatusOr<SetCopies> PlanSetInBlocks(BlockFormat format, size_t num_in_bloc
   return copies;
 }
 
-absl::Status Run(const SetCopies& copies, const PoolMemory& memory) {
-  KVFERRY_RETURN_IF_ERROR(memory.RunQuantized(copies.quantized));
-  return memory.Run(copies.others, nullptr);
+absl::Status Run(const SetCopies& copies, const TokenKvPool& pool) {
+  KVFERRY_RETURN_IF_ERROR(pool.memory().RunQuantized(copies.quantized, pool.threads()));
+  return pool.memory().Run(copies.others, pool.threads());
 }
 
 // Sets all rows, the first `num_in_blocks` of them quantised.
@@ -155,12 +155,12 @@ absl::Status SetInBlocks(BlockFormat format, size_t num_in_blocks, TokenKvPool& 
   const std::vector<TokenView> parts = pool.Parts(layer);
   KVFERRY_ASSIGN_OR_RETURN(const SetCopies copies,
                            PlanSetInBlocks(format, num_in_blocks, parts, slots, rows));
-  if (!Meet(rows, parts)) return Run(copies, pool.memory());
+  if (!Meet(rows, parts)) return Run(copies, pool);
   // Rows are a view of this pool's own.
-  KVFERRY_ASSIGN_OR_RETURN(const RowsAside aside, PutAside(rows, pool.memory(), nullptr));
+  KVFERRY_ASSIGN_OR_RETURN(const RowsAside aside, PutAside(rows, pool.memory(), pool.threads()));
   KVFERRY_ASSIGN_OR_RETURN(const SetCopies from_aside,
                            PlanSetInBlocks(format, num_in_blocks, parts, slots, aside.rows));
-  return Run(from_aside, pool.memory());
+  return Run(from_aside, pool);
 }
 
 // What memory is asked for once all that is wrong with the options has been found: it may be much, and

@@ -30,8 +30,9 @@ class Host : public PoolMemory {
     for (const TokenCopy& copy : copies) copy.Run(threads);
     return absl::OkStatus();
   }
-  absl::Status RunQuantized(std::span<const QuantizedCopy> copies) const override {
-    for (const QuantizedCopy& copy : copies) copy.Run();
+  absl::Status RunQuantized(std::span<const QuantizedCopy> copies,
+                            ThreadPool* threads) const override {
+    for (const QuantizedCopy& copy : copies) copy.Run(threads);
     return absl::OkStatus();
   }
   absl::Status RunApart(std::span<const TokenCopy> copies) const override {

@@ -78,7 +78,8 @@ class PoolMemory {
   // fails has written is not known.
   virtual absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const = 0;
   // The same for copies whose codes and scales lie here, and their rows here or in host memory.
-  virtual absl::Status RunQuantized(std::span<const QuantizedCopy> copies) const = 0;
+  virtual absl::Status RunQuantized(std::span<const QuantizedCopy> copies,
+                                    ThreadPool* threads) const = 0;
   // CopyBlocks() of a device: one of the caches lies here, the other here, on another one or in host
   // memory. UNIMPLEMENTED where there is no such thing.
   virtual absl::Status RunBlocks(const BlockCache& from, BlockCache& to,

@@ -61,6 +61,7 @@ class TokenKvPool {
   // Threads that help with everything that this pool copies from now on; null (the default) for
   // none. Call it before the pool is shared between threads.
   void UseThreads(std::shared_ptr<ThreadPool> threads) { threads_ = std::move(threads); }
+  ThreadPool* threads() const { return threads_.get(); }
 
   // A tensor of a layer, [num_slots, num_heads, head_dim]; indices must be in range.
   TokenView view(int64_t layer, int64_t tensor) const {

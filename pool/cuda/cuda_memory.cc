@@ -339,7 +339,8 @@ class DeviceMemory : public PoolMemory {
   absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const override {
     return OnDevice(device_, [&] { return RunAll(copies, threads, kDefaultStream); });
   }
-  absl::Status RunQuantized(std::span<const QuantizedCopy> copies) const override {
+  absl::Status RunQuantized(std::span<const QuantizedCopy> copies,
+                            ThreadPool* /*threads*/) const override {
     return OnDevice(device_, [&] { return RunAll(copies, nullptr, kDefaultStream); });
   }
   absl::Status RunBlocks(const BlockCache& from, BlockCache& to,

@@ -56,10 +56,12 @@ class GuardedMemory : public PoolMemory {
     return absl::OkStatus();
   }
 
-  absl::Status RunQuantized(std::span<const QuantizedCopy> copies) const override {
+  absl::Status RunQuantized(std::span<const QuantizedCopy> copies,
+                            ThreadPool* threads) const override {
     if (!failure.ok()) return failure;
     Protect(PROT_READ | PROT_WRITE);
-    for (const QuantizedCopy& copy : copies) copy.Run();
+    for (const QuantizedCopy& copy : copies) copy.Run(threads);
+    last_threads = threads;
     Protect(PROT_NONE);
     ++num_runs;
     return absl::OkStatus();
@@ -122,6 +124,7 @@ class GuardedMemory : public PoolMemory {
   absl::Status failure;      // What calls answer with, when it is one.
   absl::Status pin_failure;  // The same of Pin().
   mutable int64_t num_runs = 0;
+  mutable ThreadPool* last_threads = nullptr;  // Of the last RunQuantized().
 
  private:
   class LateMoves : public MovesUnderWay {

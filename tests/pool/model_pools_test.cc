@@ -388,6 +388,22 @@ TEST(ModelPoolsOf, KeysAndValuesMayLieOnADevice) {
                     absl::StatusCode::kUnavailable, "no such device"));
 }
 
+TEST(ModelPoolsOf, ThreadsOfAPoolHelpToQuantise) {
+  const auto memory = std::make_shared<GuardedMemory>();
+  ModelPoolsOptions options = Small();
+  options.kv_cache_dtype = "fp4";
+  options.memory = memory;
+  const auto pools = Make(kLlama, options);
+  const std::shared_ptr<ThreadPool> threads = Must(ThreadPool::Create(1));
+  pools->kv()->UseThreads(threads);
+  std::vector<float> values(4 * 16, 5);
+  const TokenView rows =
+      TokenView::Packed(reinterpret_cast<std::byte*>(values.data()), DType::kFloat32, 4, 2, 8);
+  ASSERT_TRUE(
+      IsOk(pools->Set(0, std::vector<int32_t>{4, 5, 6, 7}, std::vector<TokenView>{rows, rows})));
+  EXPECT_EQ(memory->last_threads, threads.get());
+}
+
 TEST(ModelPoolsOf, OptionsThatCannotBe) {
   const ModelConfig llama = Must(ModelConfig::FromJson(kLlama));
   // All that is wrong is found before any memory is asked for.

@@ -541,7 +541,7 @@ TEST(CudaMemoryArguments, ADeviceThatIsNotThereIsNamed) {
     EXPECT_FALSE(memory->on_host());
     EXPECT_TRUE(Fails(memory->Allocate(1 << 20), kUnavailable, message));
     EXPECT_TRUE(Fails(memory->Run({}, nullptr), kUnavailable, message));
-    EXPECT_TRUE(Fails(memory->RunQuantized({}), kUnavailable, message));
+    EXPECT_TRUE(Fails(memory->RunQuantized({}, nullptr), kUnavailable, message));
     const KvLayout layout = KvLayout::Mla(1, 4, 8, DType::kUint8);
     EXPECT_TRUE(Fails(TokenKvPool::Create(layout, 16, 0, memory), kUnavailable, message));
     EXPECT_TRUE(Fails(TokenKvPool::Create(layout, 15, 0, memory), kInvalid, "num_tokens is 15"));

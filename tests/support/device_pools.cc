@@ -40,8 +40,9 @@ class FirstUnnamed : public PoolMemory {
   absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const override {
     return memory_->Run(copies, threads);
   }
-  absl::Status RunQuantized(std::span<const QuantizedCopy> copies) const override {
-    return memory_->RunQuantized(copies);
+  absl::Status RunQuantized(std::span<const QuantizedCopy> copies,
+                            ThreadPool* threads) const override {
+    return memory_->RunQuantized(copies, threads);
   }
   absl::Status RunApart(std::span<const TokenCopy> copies) const override {
     return memory_->RunApart(copies);

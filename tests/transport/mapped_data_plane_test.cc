@@ -322,8 +322,9 @@ class NamedMemory final : public PoolMemory {
   absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const override {
     return HostMemory()->Run(copies, threads);
   }
-  absl::Status RunQuantized(std::span<const QuantizedCopy> copies) const override {
-    return HostMemory()->RunQuantized(copies);
+  absl::Status RunQuantized(std::span<const QuantizedCopy> copies,
+                            ThreadPool* threads) const override {
+    return HostMemory()->RunQuantized(copies, threads);
   }
   absl::Status RunApart(std::span<const TokenCopy> copies) const override {
     return HostMemory()->RunApart(copies);
