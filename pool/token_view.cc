@@ -1,12 +1,41 @@
 #include "pool/token_view.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "base/status.h"
 
 namespace kvferry {
+namespace {
+
+// Takes the `count` innermost of what merged dimensions count off them: how far one lies from the
+// next, and `if_one` for a single one. Nothing when they do not lie evenly.
+std::optional<int64_t> TakeInnermost(std::vector<ArrayDim>* dims, int64_t count, int64_t if_one) {
+  if (count == 1) return if_one;
+  if (dims->empty() || dims->back().size % count != 0) return std::nullopt;
+  const int64_t stride = dims->back().stride;
+  dims->back() = {dims->back().size / count, stride * count};
+  if (dims->back().size == 1) dims->pop_back();
+  return stride;
+}
+
+}  // namespace
+
+std::vector<ArrayDim> Merged(std::span<const ArrayDim> dims) {
+  std::vector<ArrayDim> merged;
+  for (const ArrayDim& dim : dims) {
+    if (dim.size == 1) continue;
+    if (!merged.empty() && merged.back().stride == dim.size * dim.stride) {
+      merged.back() = {merged.back().size * dim.size, dim.stride};
+    } else {
+      merged.push_back(dim);
+    }
+  }
+  return merged;
+}
 
 absl::Status CheckTokensCanBeFound(const KvLayout& layout) {
   if (layout.page_format == "NHD" || layout.page_format == "HND") return absl::OkStatus();
@@ -29,6 +58,40 @@ TokenView TokenView::Packed(std::byte* data, DType dtype, int64_t num_slots, int
           .token_stride = row_bytes,
           .head_stride = head_dim * value_bytes,
           .value_stride = value_bytes};
+}
+
+absl::StatusOr<TokenView> TokenView::OfArray(std::byte* data, DType dtype,
+                                             std::span<const ArrayDim> dims, int64_t num_slots,
+                                             int64_t num_heads, int64_t head_dim) {
+  int64_t num_values = 1;
+  for (const ArrayDim& dim : dims) num_values *= dim.size;
+  if (num_values != num_slots * num_heads * head_dim) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("rows have ", num_values, " values, but ", num_slots, " slots of ", num_heads,
+                     " heads x ", head_dim, " have ", num_slots * num_heads * head_dim));
+  }
+  TokenView view = Packed(data, dtype, num_slots, num_heads, head_dim);
+  if (num_values == 0) return view;
+  std::vector<ArrayDim> rest = Merged(dims);
+  const auto value = TakeInnermost(&rest, head_dim, view.value_stride);
+  const auto head = TakeInnermost(&rest, num_heads, view.head_stride);
+  if (!value || !head || rest.size() > 2) {
+    const auto name = [](std::string* out, const ArrayDim& dim) {
+      absl::StrAppend(out, dim.size, " x ", dim.stride);
+    };
+    return absl::InvalidArgumentError(
+        absl::StrCat("rows have dimensions (size x bytes apart: ", absl::StrJoin(dims, ", ", name),
+                     ") that are no evenly spaced ", num_heads, " heads x ", head_dim));
+  }
+  view.value_stride = *value;
+  view.head_stride = *head;
+  if (!rest.empty()) view.token_stride = rest.back().stride;
+  view.page_stride = view.token_stride;
+  if (rest.size() == 2) {
+    view.page_size = rest.back().size;
+    view.page_stride = rest.front().stride;
+  }
+  return view;
 }
 
 absl::StatusOr<TokenView> TokenView::Of(const KvPool& pool, int64_t layer, int64_t tensor) {

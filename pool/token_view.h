@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -16,6 +17,16 @@ namespace kvferry {
 // INVALID_ARGUMENT when the page format is neither NHD nor HND: only the engine knows where a token lies
 // then.
 absl::Status CheckTokensCanBeFound(const KvLayout& layout);
+// One dimension of an array; its stride is in bytes.
+struct ArrayDim {
+  int64_t size = 0;
+  int64_t stride = 0;
+
+  bool operator==(const ArrayDim&) const = default;
+};
+// The same array with as few dimensions as there are: without those of size 1, and neighbours that lie
+// evenly as one.
+std::vector<ArrayDim> Merged(std::span<const ArrayDim> dims);
 
 // A tensor [num_slots, num_heads, head_dim] of token rows. Value (s, h, d) lies at
 //   data + (s / page_size) * page_stride + (s % page_size) * token_stride + h * head_stride
@@ -38,6 +49,12 @@ struct TokenView {
   // [num_slots, num_heads, head_dim] without gaps.
   static TokenView Packed(std::byte* data, DType dtype, int64_t num_slots, int64_t num_heads,
                           int64_t head_dim);
+  // The values of an array, the last index running fastest, as rows of [num_slots, num_heads, head_dim]:
+  // of as many, in any arrangement of dimensions. Strides are in bytes. INVALID_ARGUMENT when the
+  // array has another number of values, or rows in more than two nested steps.
+  static absl::StatusOr<TokenView> OfArray(std::byte* data, DType dtype,
+                                           std::span<const ArrayDim> dims, int64_t num_slots,
+                                           int64_t num_heads, int64_t head_dim);
   // The slots of one buffer of a pool: slot = page * page_size + place in the page.
   // CheckTokensCanBeFound(), and OUT_OF_RANGE when there is no such layer or tensor.
   static absl::StatusOr<TokenView> Of(const KvPool& pool, int64_t layer, int64_t tensor);

@@ -4,7 +4,6 @@
 
 #include <nanobind/ndarray.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -17,8 +16,6 @@
 #include "absl/strings/str_cat.h"
 #include "pool/kv_layout.h"
 #include "pool/kv_pool.h"
-#include "pool/token_view.h"
-#include "python/pool_memory.h"
 #include "python/status_error.h"
 
 namespace kvferry {
@@ -99,54 +96,6 @@ inline nanobind::dlpack::dtype ToDlpack(DType dtype) {
                     : dtype == DType::kBFloat16 ? Code::Bfloat
                                                 : Code::Float;
   return {static_cast<uint8_t>(code), static_cast<uint8_t>(8 * DTypeBytes(dtype)), 1};
-}
-
-// Rows of numbers, in any arrangement of their dimensions.
-using RowInput = nanobind::ndarray<nanobind::ro, nanobind::c_contig, nanobind::device::cpu>;
-
-inline DType FromDlpack(const nanobind::dlpack::dtype& dtype) {
-  // The formats that DLPack 1.1 added and nanobind does not name.
-  constexpr uint8_t kFloat8E4M3Fn = 10, kFloat8E5M2 = 12;
-  for (const DType known : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kUint8}) {
-    if (ToDlpack(known) == dtype) return known;
-  }
-  if (dtype.code == kFloat8E4M3Fn) return DType::kFloat8E4M3;
-  if (dtype.code == kFloat8E5M2) return DType::kFloat8E5M2;
-  throw StatusError(absl::InvalidArgumentError(
-      absl::StrCat("rows have a dtype (DLPack code ", dtype.code, ", ", dtype.bits,
-                   " bits) that is none of float32, float16, bfloat16, float8_e4m3fn, "
-                   "float8_e5m2, uint8")));
-}
-
-// The same for a pool, which may lie on a device and then takes rows of that, too.
-using PoolRowInput = nanobind::ndarray<nanobind::ro, nanobind::c_contig>;
-
-// Any array whose values are those of num_rows rows, one after the other, for a pool in `memory`.
-inline TokenView RowsOf(const PoolRowInput& array, int64_t num_rows, int64_t num_heads,
-                        int64_t head_dim, const PoolMemory& memory) {
-  CheckRowsReach({array.device_type(), array.device_id()}, memory);
-  if (static_cast<int64_t>(array.size()) != num_rows * num_heads * head_dim) {
-    throw StatusError(absl::InvalidArgumentError(
-        absl::StrCat("rows have ", array.size(), " values, but ", num_rows, " slots of ", num_heads,
-                     " heads x ", head_dim, " have ", num_rows * num_heads * head_dim)));
-  }
-  // Read only: kvferry's views do not say so.
-  auto* data = static_cast<std::byte*>(const_cast<void*>(array.data()));
-  return TokenView::Packed(data, FromDlpack(array.dtype()), num_rows, num_heads, head_dim);
-}
-
-// rows[i] as rows of parts[i], which have num_heads and head_dim.
-template <typename Part>
-std::vector<TokenView> RowsFor(const std::vector<Part>& parts, const SlotInput& slots,
-                               const std::vector<PoolRowInput>& rows, const PoolMemory& memory) {
-  std::vector<TokenView> views;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    // Too many are refused by those who take them; until then any shape will do.
-    const Part& part = parts[std::min(i, parts.size() - 1)];
-    views.push_back(RowsOf(rows[i], static_cast<int64_t>(slots.shape(0)), part.num_heads,
-                           part.head_dim, memory));
-  }
-  return views;
 }
 
 // Keeps a copy of `owner` alive with an array.

@@ -31,6 +31,7 @@
 #include "python/convert.h"
 #include "python/gil.h"
 #include "python/kv_store.h"
+#include "python/rows.h"
 #include "python/status_error.h"
 #include "transport/command_queue.h"
 
@@ -45,6 +46,8 @@ using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using TokenInput = Input<int32_t>;
 using RoiInput = std::optional<Input<uint8_t>>;
 using HiddenInput = std::optional<Input<uint8_t>>;
+// lookup.py makes them so.
+using TensorInput = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 using ByteArray = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
 
 std::span<const int32_t> Span(const TokenInput& tokens) { return {tokens.data(), tokens.shape(0)}; }
@@ -76,7 +79,7 @@ void CheckCanBeTensors(const KvLayout& layout) {
 }
 
 // A tensor [layers, tokens, heads, dim] of the layout's dtype.
-std::span<const std::byte> TensorBytes(const RowInput& tensor, const char* name,
+std::span<const std::byte> TensorBytes(const TensorInput& tensor, const char* name,
                                        const KvLayout& layout, size_t num_tokens) {
   const DType dtype = FromDlpack(tensor.dtype());
   const bool raw = dtype == DType::kUint8 && DTypeBytes(layout.dtype) == 1;
@@ -97,7 +100,7 @@ std::span<const std::byte> TensorBytes(const RowInput& tensor, const char* name,
 }
 
 void InsertTensors(const Producer& self, const KvLayout& layout, const TokenInput& tokens,
-                   const RoiInput& roi, const RowInput& key, const RowInput& value,
+                   const RoiInput& roi, const TensorInput& key, const TensorInput& value,
                    const HiddenInput& hidden, int64_t timeout_ms) {
   const auto mask = ToRoi(roi);
   const size_t num_tokens = Value(SelectTokens(Span(tokens), mask)).size();

@@ -15,6 +15,7 @@
 #include "python/gil.h"
 #include "python/model_pools.h"
 #include "python/pool_memory.h"
+#include "python/rows.h"
 #include "python/status_error.h"
 
 namespace nb = nanobind;
@@ -65,14 +66,14 @@ void BindModelPools(nb::module_& module) {
       .def(
           "set_kv_buffer",
           [](ModelPools& self, int64_t model_layer, const SlotInput& slots,
-             const std::vector<PoolRowInput>& rows, const std::vector<float>& scales) {
+             const std::vector<RowInput>& rows, const std::vector<float>& scales) {
             const ModelPools::Place place = Value(self.PlaceOf(model_layer));
             const auto& pool = place.kind == LayerKind::kSliding ? self.window_kv() : self.kv();
             if (pool == nullptr) throw nb::index_error("model_layer has no keys and values");
-            const std::vector<TokenView> views =
+            const GivenRows given =
                 RowsFor(Value(KvPartsOf(self.model())), slots, rows, pool->memory());
             const ReleasedGil nogil;
-            Check(self.Set(model_layer, SlotList(slots), views, scales));
+            Check(self.Set(model_layer, SlotList(slots), given.views(), scales));
           },
           "model_layer"_a, "slots"_a, "rows"_a, "scales"_a = std::vector<float>(),
           "TokenKvPool.set_kv_buffer() on a layer of the model; slots are kv's in every layer. "

@@ -28,6 +28,7 @@
 #include "python/convert.h"
 #include "python/gil.h"
 #include "python/pool_memory.h"
+#include "python/rows.h"
 #include "python/status_error.h"
 
 namespace nb = nanobind;
@@ -77,11 +78,11 @@ std::span<const std::byte> Bytes(const ByteInput& array) {
 // ---------------------------------------------------------------- TokenKvPool
 
 void SetKv(TokenKvPool& self, int64_t layer, const SlotInput& slots,
-           const std::vector<PoolRowInput>& rows, const std::vector<float>& scales) {
+           const std::vector<RowInput>& rows, const std::vector<float>& scales) {
   if (layer < 0 || layer >= self.layout().num_layers) throw nb::index_error("layer");
-  const std::vector<TokenView> views = RowsFor(self.Parts(layer), slots, rows, self.memory());
+  const GivenRows given = RowsFor(self.Parts(layer), slots, rows, self.memory());
   const ReleasedGil nogil;
-  Check(self.Set(layer, SlotList(slots), views, scales));
+  Check(self.Set(layer, SlotList(slots), given.views(), scales));
 }
 
 ByteArray GetFlat(const TokenKvPool& self, const SlotInput& slots, std::optional<int64_t> layer) {
@@ -121,16 +122,16 @@ void CheckCodes(const TokenKvPool& self, int64_t layer, int64_t tensor) {
 }
 
 void SetQuantized(TokenKvPool& self, const std::string& format, int64_t layer, int64_t tensor,
-                  const SlotInput& slots, const PoolRowInput& rows) {
+                  const SlotInput& slots, const RowInput& rows) {
   CheckCodes(self, layer, tensor);
   const BlockFormat block_format = ParseBlockFormat(format);
   const TokenView codes = self.view(layer, tensor);
   const int64_t head_dim = codes.head_dim * 8 / InfoOf(block_format).codes_bits;
-  const TokenView values =
-      RowsOf(rows, static_cast<int64_t>(slots.shape(0)), codes.num_heads, head_dim, self.memory());
+  GivenRows given;
+  given.Add(rows, static_cast<int64_t>(slots.size()), codes.num_heads, head_dim, self.memory());
   const ReleasedGil nogil;
-  Check(StoreQuantized(block_format, values, codes, self.view(layer, tensor + 1), SlotList(slots),
-                       self.memory()));
+  Check(StoreQuantized(block_format, given.views()[0], codes, self.view(layer, tensor + 1),
+                       SlotList(slots), self.memory()));
 }
 
 nb::ndarray<nb::numpy, float, nb::ndim<3>> GetQuantized(const TokenKvPool& self,
@@ -250,8 +251,9 @@ void BindTokenKvPool(nb::module_& module) {
       .def("set_kv_buffer", &SetKv, "layer"_a, "slots"_a, "rows"_a,
            "scales"_a = std::vector<float>(),
            "Stores rows[part] ([slots, heads, dim], any arrangement of leading dimensions) divided "
-           "by scales[part] and cast. Parts: key and value, or the latent, then further tensors. A "
-           "GPU's pool also takes rows of that GPU, which must have been computed.")
+           "by scales[part] and cast. Parts: key and value, or the latent, then further tensors. "
+           "Views of a fused QKV are read where they lie. A GPU's pool also takes rows of that "
+           "GPU, which must have been computed.")
       .def("get_flat_data", &GetFlat, "slots"_a, "layer"_a = nb::none(),
            "Stored bytes of these slots, [tensors, layers, slots, heads, dim], or of one layer.")
       .def("set_flat_data", &SetFlat, "slots"_a, "flat"_a.noconvert(), "layer"_a = nb::none())

@@ -160,6 +160,44 @@ def test_rows_of_a_device_do_not_fit_the_host(device):
         quantised.set_quantized("mxfp4", 0, 0, slots, rows)
 
 
+class OfTorch(OnAnotherDevice):
+    """What nanobind takes for a tensor of torch's."""
+
+    __module__ = "torch"
+    copies = 0
+
+    def to(self, dtype) -> "OfTorch":
+        return self
+
+    def contiguous(self) -> "OfTorch":
+        self.copies += 1
+        return OfTorch(np.ascontiguousarray(self.rows), self.device)
+
+
+def test_no_gpu_copies_rows_behind_our_back():
+    rows = OfTorch(np.zeros((2, 2, 16), dtype=np.float32)[..., :8], (K_DL_CUDA, 0))
+    with pytest.raises(ValueError, match="rows lie on a device"):
+        token_pool("host").set_kv_buffer(0, np.array([4, 5]), [rows, rows])
+    assert rows.copies == 0
+
+
+@needs_cuda
+def test_views_of_a_gpus_fused_qkv_are_stored():
+    pool = token_pool("cuda:0")
+    qkv = torch.randn(2, 3, (4 + 2 + 2) * 8, device="cuda")
+    _, k, v = qkv.split([32, 16, 16], dim=-1)
+    torch.cuda.synchronize()
+    slots = np.array([4, 6, 9, 30, 31, 20])
+    pool.set_kv_buffer(0, slots, [k, v.unflatten(-1, (2, 8))])
+    for rows, buffer in ((k, pool.key_buffer(0)), (v, pool.value_buffer(0))):
+        stored = torch.from_dlpack(buffer)[slots]
+        assert torch.equal(stored.cpu(), rows.reshape(6, 2, 8).bfloat16().cpu())
+    # Three steps from token to token, and each of another stride.
+    nested = torch.randn(8, 5, 2, 2, 2, device="cuda").permute(4, 2, 3, 1, 0)[:, :, :, :2]
+    with pytest.raises(ValueError, match="make them contiguous first"):
+        pool.set_kv_buffer(0, np.arange(4, 12), [nested, nested])
+
+
 @needs_cuda
 def test_torch_sees_a_gpus_memory():
     pool, states = token_pool("cuda:0"), state_pool("cuda:0")

@@ -1,6 +1,7 @@
 """Token pools, host tier, block caches and sliding windows from Python, beside torch."""
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+TorchDispatchMode = pytest.importorskip("torch.utils._python_dispatch").TorchDispatchMode
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -66,6 +68,47 @@ def test_tensors_of_torch_go_in_as_they_are():
     keys = torch.from_dlpack(pool.key_buffer(0))
     assert keys.dtype == torch.bfloat16 and torch.equal(keys[[1, 5, 8]], k[0])
     assert torch.equal(torch.from_dlpack(pool.value_buffer(0))[[1, 5, 8]], k[0])
+
+
+class Operators(TorchDispatchMode):
+    """What torch is asked to do meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_views_of_a_fused_qkv_are_read_where_they_lie(batch):
+    pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(1, 1, 2, 8, "bfloat16"), 32)
+    qkv = torch.randn(*batch, 5, (6 + 2 + 2) * 8)
+    _, k, v = qkv.split([6 * 8, 2 * 8, 2 * 8], dim=-1)
+    where = torch.randperm(32)[: qkv.shape[:-1].numel()] + 1
+    with Operators() as operators:
+        pool.set_kv_buffer(0, where, [k.unflatten(-1, (2, 8)), v])
+    assert not [name for name in operators.names if "clone" in name or "copy" in name]
+    for rows, ours in ((k, pool.key_buffer(0)), (v, pool.value_buffer(0))):
+        assert torch.equal(torch.from_dlpack(ours)[where], rows.reshape(-1, 2, 8).bfloat16())
+
+
+def test_rows_in_any_order_of_dimensions_are_stored():
+    pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(1, 1, 3, 4, "float32"), 32)
+    where = torch.arange(1, 17)
+    values = torch.randn(2, 2, 4, 3, 4)  # [a, b, tokens, heads, dim]
+    for order in itertools.permutations(range(5)):  # As they lie in memory.
+        inverse = [order.index(dim) for dim in range(5)]
+        rows = values.permute(order).contiguous().permute(inverse)
+        pool.set_kv_buffer(0, where, [rows, rows.numpy()[:, ::-1]])
+        assert torch.equal(torch.from_dlpack(pool.key_buffer(0))[1:17], values.flatten(0, 2))
+        assert torch.equal(
+            torch.from_dlpack(pool.value_buffer(0))[1:17], values.flip(1).flatten(0, 2)
+        )
+    with pytest.raises(ValueError, match="rows have 144 values, but 16 slots of 3 heads x 4"):
+        pool.set_kv_buffer(0, where, [rows[..., :3], rows])
 
 
 def test_an_engines_tensors_are_adopted_and_ours_are_seen():
