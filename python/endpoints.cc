@@ -129,6 +129,7 @@ void BindPrefill(nb::module_& module) {
                     bool, std::vector<float>>(),
            "pool"_a, "config"_a, "model"_a, "name"_a = "", nb::kw_only(), "heads"_a = Pair(),
            "converts_pages"_a = true, "scales"_a = std::vector<float>(),
+           nb::call_guard<ReleasedGil>(),
            "heads: (first, total), which of the model's KV heads the pool holds, of a "
            "tensor-parallel rank; (0, 0) is all of them. converts_pages: the other side's pages "
            "may be of another size and order (NHD, HND), if both sides say so. scales: what a "
@@ -269,6 +270,7 @@ void BindDecode(nb::module_& module) {
                     bool, std::vector<float>, bool>(),
            "pool"_a, "config"_a, "model"_a, "name"_a = "", nb::kw_only(), "heads"_a = Pair(),
            "converts_pages"_a = true, "scales"_a = std::vector<float>(), "accept_pushes"_a = false,
+           nb::call_guard<ReleasedGil>(),
            "heads, converts_pages, scales: as of PrefillEndpoint. accept_pushes: listen, for "
            "receive().")
       .def_prop_ro(

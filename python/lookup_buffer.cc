@@ -128,14 +128,14 @@ void BindProducer(nb::module_& module) {
                        "Entries of KV by their tokens; see connector/lookup_producer.h.")
       .def(
           "__init__",
-          [](Producer* self, std::shared_ptr<KvPool> pool, const Config& config,
+          [](Producer* self, const std::shared_ptr<KvPool>& pool, const Config& config,
              const std::string& model, const std::string& name, int64_t max_bytes,
              int64_t partition, int64_t reply_lease_ms, int64_t copy_pages) {
             LookupProducer::Options options;
             options.config = config;
             options.model = model;
             options.name = name;
-            options.pool = ForAnyThread(std::move(pool));
+            options.pool = ForAnyThread(pool);
             options.max_bytes = max_bytes;
             options.partition = partition;
             options.reply_lease_ms = reply_lease_ms;
@@ -143,7 +143,8 @@ void BindProducer(nb::module_& module) {
             new (self) Producer(Value(LookupProducer::Create(options)), kWhat);
           },
           nb::kw_only(), "pool"_a, "config"_a, "model"_a, "name"_a = "", "max_bytes"_a,
-          "partition"_a = 0, "reply_lease_ms"_a = 5000, "copy_pages"_a = 0)
+          "partition"_a = 0, "reply_lease_ms"_a = 5000, "copy_pages"_a = 0,
+          nb::call_guard<ReleasedGil>())
       .def_prop_ro("address", [](const Producer& self) { return self.get()->address(); })
       .def_prop_ro("num_own_pages",
                    [](const Producer& self) { return self.get()->num_own_pages(); })
@@ -358,11 +359,11 @@ void BindConsumer(nb::module_& module) {
                        "Finds entries of LookupProducers; see connector/lookup_consumer.h.")
       .def(
           "__init__",
-          [](Consumer* self, std::shared_ptr<KvPool> pool, const Config& config,
+          [](Consumer* self, const std::shared_ptr<KvPool>& pool, const Config& config,
              const std::string& model, const std::string& name,
              const std::vector<std::string>& producers, int64_t partition, int64_t copy_pages) {
             auto parts = std::make_unique<ConsumerParts>();
-            parts->pool = ForAnyThread(std::move(pool));
+            parts->pool = ForAnyThread(pool);
             parts->copies = Value(CopyPages::Create(parts->pool->num_pages(), copy_pages));
             LookupConsumer::Options options;
             options.config = config;
@@ -375,7 +376,7 @@ void BindConsumer(nb::module_& module) {
             new (self) Consumer(std::move(parts), kWhat);
           },
           nb::kw_only(), "pool"_a, "config"_a, "model"_a, "name"_a = "", "producers"_a,
-          "partition"_a = 0, "copy_pages"_a = 0)
+          "partition"_a = 0, "copy_pages"_a = 0, nb::call_guard<ReleasedGil>())
       .def("drop_select", &Start, "tokens"_a.none(), "roi"_a.none(), "pages"_a.none(),
            "timeout_ms"_a, "events"_a = nb::none(), "event"_a = 0,
            "Starts a lookup, into the caller's pages or (none) into the last copy_pages of the "

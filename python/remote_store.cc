@@ -16,6 +16,7 @@
 #include "pool/kv_pool.h"
 #include "python/closable.h"
 #include "python/convert.h"
+#include "python/gil.h"
 #include "python/kv_store.h"
 #include "python/status_error.h"
 
@@ -34,16 +35,17 @@ void BindRemote(nb::module_& module) {
                                      "connector/store/remote_store.h.")
       .def(
           "__init__",
-          [](PyRemoteStore* self, std::string address, std::shared_ptr<KvPool> pool,
-             const Config& config, std::string model, std::string name, int64_t max_value_bytes) {
-            new (self) PyRemoteStore(
-                Value(RemoteStore::Create({.endpoint = {config, std::move(model), std::move(name)},
-                                           .address = std::move(address),
-                                           .pool = ForAnyThread(std::move(pool)),
-                                           .max_value_bytes = max_value_bytes})));
+          [](PyRemoteStore* self, const std::string& address, const std::shared_ptr<KvPool>& pool,
+             const Config& config, const std::string& model, const std::string& name,
+             int64_t max_value_bytes) {
+            new (self)
+                PyRemoteStore(Value(RemoteStore::Create({.endpoint = {config, model, name},
+                                                         .address = address,
+                                                         .pool = ForAnyThread(pool),
+                                                         .max_value_bytes = max_value_bytes})));
           },
           "address"_a, "pool"_a, "config"_a, "model"_a, "name"_a = "",
-          "max_value_bytes"_a = 64 << 20,
+          "max_value_bytes"_a = 64 << 20, nb::call_guard<ReleasedGil>(),
           "Pages of `pool` are moved in place. Does not wait for the server.");
 }
 
@@ -61,6 +63,7 @@ void BindServer(nb::module_& module) {
             if (tiered != nullptr) {
               options.tiered = std::dynamic_pointer_cast<TieredStore>(tiered->get());
             }
+            const ReleasedGil nogil;
             new (self) PyServer(Value(StoreServer::Create(std::move(options))), "store server");
           },
           "host"_a, "config"_a, "model"_a, "name"_a = "", "tiered"_a = nb::none(),

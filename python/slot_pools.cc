@@ -70,7 +70,9 @@ void BindReqToTokenPool(nb::module_& module) {
       .def(
           "write",
           [](ReqToTokenPool& self, int64_t slot, int64_t first, const SlotInput& values) {
-            Check(self.Write(slot, first, SlotList(values)));
+            const SlotList token_slots(values);
+            const ReleasedGil nogil;
+            Check(self.Write(slot, first, token_slots));
           },
           "slot"_a, "first"_a, "token_slots"_a,
           "Writes positions [first, first + len(token_slots)) of the slot's row.")
@@ -78,8 +80,10 @@ void BindReqToTokenPool(nb::module_& module) {
           "write_batch",
           [](ReqToTokenPool& self, const SlotInput& slots, const SlotInput& firsts,
              const SlotInput& counts, const SlotInput& values) {
-            Check(self.WriteBatch(CountList(slots), CountList(firsts), CountList(counts),
-                                  SlotList(values)));
+            const CountList to(slots), from(firsts), lengths(counts);
+            const SlotList token_slots(values);
+            const ReleasedGil nogil;
+            Check(self.WriteBatch(to, from, lengths, token_slots));
           },
           "slots"_a, "firsts"_a, "counts"_a, "token_slots"_a,
           "The next counts[i] of token_slots to positions [firsts[i], firsts[i] + counts[i]) of "

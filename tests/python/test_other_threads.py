@@ -113,6 +113,38 @@ def store_stats():
     return kvferry.HostStore(1 << 20).stats
 
 
+def write_requests():
+    pool = kvferry.ReqToTokenPool(1024, 4096)
+    [slot] = pool.alloc(1)
+    values = np.arange(4096, dtype=np.int32)
+    return lambda: pool.write(slot, 0, values)
+
+
+def write_request_batch():
+    pool = kvferry.ReqToTokenPool(64, 4096)
+    slots = np.array(pool.alloc(64))
+    firsts, counts = np.zeros_like(slots), np.full_like(slots, 4096)
+    values = np.arange(64 * 4096, dtype=np.int32)
+    return lambda: pool.write_batch(slots, firsts, counts, values)
+
+
+def make_endpoints(kind, **options):
+    pool = kvferry.KvPool.create(kvferry.KvLayout.mha(1, 1, 1, 8, "uint8"), 8)
+    config = kvferry.Config.make()
+    kept = []  # Taking leave gives the GIL, too.
+
+    def make() -> None:
+        kept.append(kind(pool=pool, config=config, model="m", **options))
+
+    return make
+
+
+def make_servers():
+    store, config = kvferry.HostStore(1 << 20), kvferry.Config.make()
+    kept = []
+    return lambda: kept.append(kvferry.StoreServer(store, config, "m"))
+
+
 # Each makes what is called.
 CALLS = {
     "TokenKvPool.create": lambda: make_tokens,
@@ -124,6 +156,16 @@ CALLS = {
     "GdnPool.reset_states": reset_states,
     "GdnPool.copy_states": copy_states,
     "HostStore.stats": store_stats,
+    "ReqToTokenPool.write": write_requests,
+    "ReqToTokenPool.write_batch": write_request_batch,
+    "PrefillEndpoint": lambda: make_endpoints(kvferry.PrefillEndpoint),
+    "DecodeEndpoint": lambda: make_endpoints(kvferry.DecodeEndpoint),
+    "RemoteStore": lambda: make_endpoints(kvferry.RemoteStore, address="tcp://127.0.0.1:1"),
+    "StoreServer": make_servers,
+    "LookupProducer": lambda: make_endpoints(kvferry._core.LookupProducer, max_bytes=1 << 20),
+    "LookupConsumer": lambda: make_endpoints(
+        kvferry._core.LookupConsumer, producers=["tcp://127.0.0.1:1"]
+    ),
 }
 
 
