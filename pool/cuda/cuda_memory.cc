@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/slab.h"
 #include "base/status.h"
@@ -324,6 +325,25 @@ class Copies {
   std::vector<int32_t> order_;  // 0, 1, 2, ...
 };
 
+absl::Status WaitForCopies(cudaStream_t stream) {
+  constexpr absl::string_view kWhat = "cuda memory: copying";
+  return stream == kDefaultStream ? CudaStatus(cudaStreamSynchronize(stream), kWhat)
+                                  : WaitFor(stream, kWhat);
+}
+
+// copy(), and returns when nothing of it is under way in the stream any more. Also when it fails, by an
+// error or for want of memory: what has begun uses the caller's lists, rows and blocks.
+template <typename Copy>
+absl::Status WaitingFor(cudaStream_t stream, const Copy& copy) {
+  absl::Status status, waited;
+  {
+    const absl::Cleanup wait = [&] { waited = WaitForCopies(stream); };
+    status = copy();
+  }
+  status.Update(waited);
+  return status;
+}
+
 class DeviceMemory : public PoolMemory {
  public:
   explicit DeviceMemory(int device) : device_(device) {}
@@ -346,11 +366,8 @@ class DeviceMemory : public PoolMemory {
   absl::Status RunBlocks(const BlockCache& from, BlockCache& to,
                          std::span<const BlockPair> pairs) const override {
     return OnDevice(device_, [&] {
-      absl::Status status = CopyBlocksCuda(from, to, pairs, kDefaultStream);
-      // Also after an error: what has begun uses the caches.
-      status.Update(
-          CudaStatus(cudaStreamSynchronize(kDefaultStream), "cuda memory: copying blocks"));
-      return status;
+      return WaitingFor(kDefaultStream,
+                        [&] { return CopyBlocksCuda(from, to, pairs, kDefaultStream); });
     });
   }
   absl::Status RunApart(std::span<const TokenCopy> copies) const override {
@@ -393,12 +410,7 @@ class DeviceMemory : public PoolMemory {
   absl::Status RunAll(std::span<const Copy> copies, ThreadPool* threads,
                       cudaStream_t stream) const {
     Copies running(device_, threads, stream);
-    absl::Status status = running.Run(copies);
-    // Also after an error: what has begun uses the caller's lists and rows.
-    status.Update(stream == kDefaultStream
-                      ? CudaStatus(cudaStreamSynchronize(stream), "cuda memory: copying rows")
-                      : WaitFor(stream, "cuda memory: copying rows"));
-    return status;
+    return WaitingFor(stream, [&] { return running.Run(copies); });
   }
 
   const int device_;

@@ -2,6 +2,9 @@
 
 #include <atomic>
 
+#include "base/log.h"
+#include "pool/cuda/driver.h"
+
 namespace kvferry {
 
 absl::Status CheckDevice(int device) {
@@ -16,6 +19,15 @@ absl::Status CheckDevice(int device) {
   if (device >= 0 && device < count) return absl::OkStatus();
   return absl::UnavailableError(
       absl::StrCat("cuda memory: no device ", device, ": this machine has ", count));
+}
+
+BackToDevice::~BackToDevice() {
+  if (!HasContext(device_)) return;
+  const cudaError_t answer = cudaSetDevice(device_);
+  if (answer == cudaSuccess) return;
+  cudaGetLastError();
+  Log().error("cuda memory: device {}, which was the thread's current one, cannot be it again: {}",
+              device_, cudaGetErrorString(answer));
 }
 
 }  // namespace kvferry

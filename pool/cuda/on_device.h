@@ -2,11 +2,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include <optional>
+
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
 #include "pool/cuda/cuda_status.h"
-#include "pool/cuda/driver.h"
 
 namespace kvferry {
 
@@ -31,27 +32,35 @@ class WhateverIsCaptured {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// fn() while `device` is the thread's current one. The one before it is current again afterwards,
-// unless nothing in this process has used that: CUDA would set up a context there, which takes hundreds
-// of megabytes of it, and threads of ours begin with device 0.
+// Makes a device the thread's current one again when it goes, however what was done meanwhile ended: that
+// stands even where this fails, which the log says. A device that nothing in this process has used is
+// left alone: CUDA would set up a context there, which takes hundreds of megabytes of it, and threads of
+// ours begin with device 0.
+class BackToDevice {
+ public:
+  explicit BackToDevice(int device) : device_(device) {}
+  ~BackToDevice();
+  BackToDevice(const BackToDevice&) = delete;
+  BackToDevice& operator=(const BackToDevice&) = delete;
+
+ private:
+  const int device_;
+};
+
+// fn() while `device` is the thread's current one, as it was before afterwards (BackToDevice).
 template <typename Fn>
 auto OnDevice(int device, const Fn& fn) -> decltype(fn()) {
   KVFERRY_RETURN_IF_ERROR(CheckDevice(device));
   int before = 0;
   KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&before), "cuda memory: current device"));
+  std::optional<BackToDevice> back;
   if (before != device) {
     KVFERRY_RETURN_IF_ERROR(
         CudaStatus(cudaSetDevice(device), absl::StrCat("cuda memory: device ", device)));
+    back.emplace(before);
   }
-  auto result = [&fn] {
-    const WhateverIsCaptured relaxed;
-    return fn();
-  }();
-  if (before != device && HasContext(before)) {
-    KVFERRY_RETURN_IF_ERROR(
-        CudaStatus(cudaSetDevice(before), absl::StrCat("cuda memory: back to device ", before)));
-  }
-  return result;
+  const WhateverIsCaptured relaxed;
+  return fn();
 }
 
 }  // namespace kvferry

@@ -184,6 +184,8 @@ void SetCapturing(bool capturing);
 // So many queries of and waits for events and streams of this process fail from here on, and say
 // nothing.
 void FailQueries(int count, cudaError_t error);
+// The device cannot be made current; -1: each can.
+void LoseDevice(int device);
 
 }  // namespace kvferry::emulated
 

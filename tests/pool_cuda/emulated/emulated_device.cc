@@ -46,6 +46,7 @@ thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
 std::array<std::atomic<bool>, kDevices> has_context;
 std::atomic<bool> is_capturing;
+std::atomic<int> lost_device = -1;
 std::atomic<int> failing_queries;
 std::atomic<cudaError_t> query_error;
 
@@ -597,6 +598,8 @@ void ForgetContexts() {
 
 void SetCapturing(bool capturing) { is_capturing = capturing; }
 
+void LoseDevice(int device) { lost_device = device; }
+
 void FailQueries(int count, cudaError_t error) {
   query_error = error;
   failing_queries = count;
@@ -648,6 +651,7 @@ cudaError_t cudaGetDevice(int* device) {
 
 cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= kvferry::emulated::kDevices) return Answer(cudaErrorInvalidDevice);
+  if (device == kvferry::emulated::lost_device) return Answer(cudaErrorDevicesUnavailable);
   kvferry::emulated::current_device = device;
   kvferry::emulated::has_context[static_cast<size_t>(device)] = true;
   return cudaSuccess;

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <string>
 #include <thread>
 #include <utility>
@@ -20,7 +21,10 @@
 #include "base/hash.h"
 #include "base/unique_fd.h"
 #include "pool/cuda/cuda_memory.h"
+#include "pool/cuda/on_device.h"
+#include "pool/token_copy.h"
 #include "tests/pool_cuda/device.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -503,6 +507,7 @@ class OtherDevice : public testing::Test {
   void TearDown() override {
     emulated::SetCapturing(false);
     emulated::FailQueries(0, cudaSuccess);
+    emulated::LoseDevice(-1);
     EXPECT_EQ(cudaSetDevice(0), cudaSuccess);  // For the tests that follow.
   }
 
@@ -565,6 +570,55 @@ TEST_F(OtherDevice, WhatAnEngineUsesIsCurrentAgain) {
               EXPECT_TRUE(IsOk(memory_->Allocate(kMoved)));
             }),
             0);
+}
+
+// Such as moves that are under way, which nobody would wait for.
+TEST_F(OtherDevice, WhatWasDoneStandsWhereTheOneBeforeCannotBeCurrentAgain) {
+  const std::shared_ptr<std::byte> device = Allocate();
+  EXPECT_EQ(OnThread([&] {
+              ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+              emulated::LoseDevice(0);
+              const std::shared_ptr<const MovesUnderWay> moves = Begin(device);
+              EXPECT_TRUE(IsOk(moves->Wait()));
+              EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+            }),
+            1);
+}
+
+TEST_F(OtherDevice, TheOneBeforeIsCurrentAgainAfterAnException) {
+  EXPECT_EQ(OnThread([&] {
+              ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+              const auto fail = []() -> absl::Status { throw std::bad_alloc(); };
+              EXPECT_THROW(OnDevice(1, fail).IgnoreError(), std::bad_alloc);
+              // What others capture concerns this thread again.
+              emulated::SetCapturing(true);
+              EXPECT_EQ(cudaFree(nullptr), cudaErrorStreamCaptureUnsupported);
+            }),
+            0);
+}
+
+TEST_F(OtherDevice, CopiesAreWaitedForWhenMemoryRunsOutAmidThem) {
+  constexpr int64_t kRows = 64, kMore = 1237, kRowBytes = 4096;
+  const std::shared_ptr<std::byte> device = Allocate();
+  const std::shared_ptr<std::byte> pinned = Must(HostMemory()->Allocate(kRows * kRowBytes));
+  const auto pin = Must(memory_->Pin({pinned.get(), kRows * kRowBytes}));
+  const std::vector<std::byte> bytes(kRows * kRowBytes, std::byte{7});
+  const BytesMove move{bytes.data(), device.get(), kRows * kRowBytes};
+  ASSERT_TRUE(IsOk(memory_->MoveApart({&move, 1})));
+  std::vector<std::byte> host(kMore);
+  const auto view = [](std::byte* data, int64_t rows, int64_t row_bytes) {
+    return TokenView::Packed(data, DType::kUint8, rows, 1, row_bytes);
+  };
+  const std::vector<int32_t> few(kRows, 1), many(kMore, 2);
+  const std::vector<TokenCopy> copies = {
+      Must(TokenCopy::PlanGather(view(device.get(), kRows, kRowBytes), few,
+                                 view(pinned.get(), kRows, kRowBytes))),
+      Must(TokenCopy::PlanGather(view(host.data(), kMore, 1), many,
+                                 view(device.get() + kMoved, kMore, 1)))};
+  // What the second one makes of its list, when the first has begun.
+  const ScarceNew scarce(ScarceNew::Of::kThisThread, kMore * sizeof(int32_t));
+  EXPECT_THROW(memory_->RunApart(copies).IgnoreError(), std::bad_alloc);
+  EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), pinned.get()));
 }
 
 TEST_F(OtherDevice, CapturesOfOthersForbidNothing) {
