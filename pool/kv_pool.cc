@@ -126,6 +126,13 @@ absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Adopt(const KvLayout& layout,
   }
   for (int64_t index = 0; index < layout.num_buffers(); ++index) {
     KVFERRY_RETURN_IF_ERROR(CheckBuffer(layout, buffers, index));
+    const BufferInfo& buffer = buffers[index];
+    const absl::Status here =
+        memory->CheckHolds({buffer.address, static_cast<size_t>(buffer.bytes)});
+    if (!here.ok()) {
+      return absl::Status(here.code(), absl::StrCat("pool: buffer ", index, " of ", buffer.bytes,
+                                                    " bytes: ", here.message()));
+    }
   }
   return std::shared_ptr<KvPool>(
       new KvPool(layout, {buffers.begin(), buffers.end()}, std::move(owner), std::move(memory)));

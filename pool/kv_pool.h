@@ -50,7 +50,7 @@ class KvPool {
   // Looks at `buffers`, K layers then V layers (KvLayout::buffer_index), all of the same page
   // count. `owner` is kept alive as long as the pool; the memory must stay valid while it lives.
   // INVALID_ARGUMENT names the buffer whose address, size or item size does not fit the layout.
-  // `memory` says what kind it is of (null: the host's), which cannot be checked.
+  // `memory` says what kind it is of (null: the host's); what a device does not have is refused too.
   static absl::StatusOr<std::shared_ptr<KvPool>> Adopt(
       const KvLayout& layout, std::span<const BufferInfo> buffers,
       std::shared_ptr<const void> owner, std::shared_ptr<const PoolMemory> memory = HostMemory());

@@ -73,6 +73,12 @@ class PoolMemory {
   // The same for what a call needs until it returns: the host's take room as they are touched, for the
   // system may search long for huge pages.
   virtual absl::StatusOr<std::shared_ptr<std::byte>> AllocateForNow(int64_t bytes) const;
+  // Of somebody else's memory, before a pool adopts it: INVALID_ARGUMENT where a device sees that it
+  // begins or ends elsewhere, as a kernel that used it there would end all of the process's work on the
+  // device. Else OK.
+  virtual absl::Status CheckHolds(std::span<const std::byte> /*bytes*/) const {
+    return absl::OkStatus();
+  }
   // Runs copies, in any order, between rows here and rows here or in host memory; returns when all
   // is done. `threads`, which may be null, help. In host memory it cannot fail; what a device that
   // fails has written is not known.

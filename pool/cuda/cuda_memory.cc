@@ -69,6 +69,19 @@ enum class Place : uint8_t {
   kDevice,
 };
 
+// Of memory that a pool on the device adopts.
+absl::Status CheckLiesOn(int device, const std::byte* address) {
+  cudaPointerAttributes attributes = {};
+  KVFERRY_RETURN_IF_ERROR(
+      CudaStatus(cudaPointerGetAttributes(&attributes, address), "cuda memory: an address"));
+  const bool on_a_device = attributes.type == cudaMemoryTypeDevice;
+  if (on_a_device && attributes.device == device) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "cuda memory: it lies ",
+      on_a_device ? absl::StrCat("on device ", attributes.device) : "in the host's memory",
+      ", but is said to lie on device ", device));
+}
+
 bool NeedsTheHost(Place place) { return place == Place::kHost || place == Place::kPartlyPinned; }
 
 absl::StatusOr<Place> PlaceOf(const std::byte* address, int device) {
@@ -354,6 +367,13 @@ class DeviceMemory : public PoolMemory {
 
   absl::StatusOr<std::shared_ptr<std::byte>> Allocate(int64_t bytes) const override {
     return OnDevice(device_, [&] { return ZeroedMemory(bytes, device_); });
+  }
+
+  absl::Status CheckHolds(std::span<const std::byte> bytes) const override {
+    return OnDevice(device_, [&]() -> absl::Status {
+      KVFERRY_RETURN_IF_ERROR(CheckLiesOn(device_, &bytes.front()));
+      return CheckLiesOn(device_, &bytes.back());
+    });
   }
 
   absl::Status Run(std::span<const TokenCopy> copies, ThreadPool* threads) const override {

@@ -7,8 +7,9 @@
 namespace kvferry {
 
 // Memory of GPU `device`, for pools and block caches: what CreateIn() and Create() take. The CPU
-// cannot touch it. Nothing is checked before it is used: UNAVAILABLE naming the reason when there
-// is no such device, RESOURCE_EXHAUSTED when it will not give the memory.
+// cannot touch it. What pools adopt has to lie there; nothing else is checked before it is used:
+// UNAVAILABLE naming the reason when there is no such device, RESOURCE_EXHAUSTED when it will not give
+// the memory.
 //
 // Run() is CopyTokensCuda(), and RunQuantized() RunQuantizedCuda(), a launch a copy, on the
 // device's default stream, and waits for it: it comes after everything in streams that synchronise

@@ -621,6 +621,26 @@ TEST_F(OtherDevice, CopiesAreWaitedForWhenMemoryRunsOutAmidThem) {
   EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), pinned.get()));
 }
 
+TEST_F(OtherDevice, OnlyItsMemoryIsAdopted) {
+  const KvLayout layout = KvLayout::Mla(1, 1, 1 << 12, DType::kUint8);
+  const auto adopt = [&](std::byte* begin, int64_t bytes, const auto& owner) {
+    const BufferInfo buffer{begin, bytes, 1 << 12};
+    return KvPool::Adopt(layout, {&buffer, 1}, owner, memory_);
+  };
+  const std::shared_ptr<std::byte> here = Allocate();
+  EXPECT_TRUE(IsOk(adopt(here.get(), kMoved, here)));
+  EXPECT_TRUE(IsOk(adopt(here.get() + kMoved, kMoved, here)));
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  EXPECT_TRUE(Fails(adopt(here.get() + kMoved, 2 * kMoved, here), kInvalid, "buffer 0 of 2097152"));
+  const std::shared_ptr<std::byte> there = Must(CudaMemory(0)->Allocate(kMoved));
+  EXPECT_TRUE(
+      Fails(adopt(there.get(), kMoved, there), kInvalid, "lies on device 0", "on device 1"));
+  const std::shared_ptr<std::byte> host = Must(HostMemory()->Allocate(kMoved));
+  EXPECT_TRUE(Fails(adopt(host.get(), kMoved, host), kInvalid, "lies in the host's memory"));
+  const auto pin = Must(memory_->Pin({host.get(), kMoved}));
+  EXPECT_TRUE(Fails(adopt(host.get(), kMoved, host), kInvalid, "lies in the host's memory"));
+}
+
 TEST_F(OtherDevice, CapturesOfOthersForbidNothing) {
   emulated::SetCapturing(true);
   std::shared_ptr<std::byte> device = Allocate();
