@@ -17,6 +17,7 @@ namespace kvferry {
 // INVALID_ARGUMENT when the page format is neither NHD nor HND: only the engine knows where a token lies
 // then.
 absl::Status CheckTokensCanBeFound(const KvLayout& layout);
+
 // One dimension of an array; its stride is in bytes.
 struct ArrayDim {
   int64_t size = 0;

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
@@ -93,10 +94,10 @@ struct Foreign {
   cudaIpcMemHandle_t allocation{};
   int device = 0;
 
-  std::string key() const {
-    return absl::StrCat(
-        process, " ", device, " ",
-        absl::string_view(reinterpret_cast<const char*>(&allocation), sizeof allocation));
+  bool operator<(const Foreign& other) const {
+    const auto numbers = std::tie(process, device), others = std::tie(other.process, other.device);
+    if (numbers != others) return numbers < others;
+    return std::memcmp(&allocation, &other.allocation, sizeof allocation) < 0;
   }
 };
 
@@ -105,14 +106,14 @@ class Mappings {
  public:
   absl::StatusOr<const std::byte*> Open(const Foreign& foreign) {
     const MutexLock lock(&mutex_);
-    Mapping& mapping = mappings_[foreign.key()];
+    Mapping& mapping = mappings_[foreign];
     if (mapping.users == 0) {
       void* address = nullptr;
       const absl::Status opened = CudaStatus(
           cudaIpcOpenMemHandle(&address, foreign.allocation, cudaIpcMemLazyEnablePeerAccess),
           "cuda memory: mapping another process's");
       if (!opened.ok()) {
-        mappings_.erase(foreign.key());
+        mappings_.erase(foreign);
         return absl::UnavailableError(opened.message());
       }
       mapping.address = static_cast<const std::byte*>(address);
@@ -123,7 +124,7 @@ class Mappings {
 
   void Close(const Foreign& foreign) {
     const MutexLock lock(&mutex_);
-    const auto found = mappings_.find(foreign.key());
+    const auto found = mappings_.find(foreign);
     if (--found->second.users > 0) return;
     OnDevice(foreign.device, [&] {
       return CudaStatus(cudaIpcCloseMemHandle(const_cast<std::byte*>(found->second.address)),
@@ -139,7 +140,7 @@ class Mappings {
   };
 
   Mutex mutex_;
-  std::map<std::string, Mapping> mappings_ ABSL_GUARDED_BY(mutex_);
+  std::map<Foreign, Mapping> mappings_ ABSL_GUARDED_BY(mutex_);
 };
 
 Mappings& TheMappings() {
@@ -168,18 +169,18 @@ class KnownProbes {
  public:
   std::shared_ptr<const std::byte> Find(const Foreign& foreign, uint64_t hash) {
     const MutexLock lock(&mutex_);
-    const auto found = probes_.find({foreign.key(), hash});
+    const auto found = probes_.find({foreign, hash});
     return found == probes_.end() ? nullptr : found->second.lock();
   }
   void Add(const Foreign& foreign, uint64_t hash, const std::shared_ptr<const std::byte>& mapped) {
     const MutexLock lock(&mutex_);
     std::erase_if(probes_, [](const auto& known) { return known.second.expired(); });
-    probes_[{foreign.key(), hash}] = mapped;
+    probes_[{foreign, hash}] = mapped;
   }
 
  private:
   Mutex mutex_;
-  std::map<std::pair<std::string, uint64_t>, std::weak_ptr<const std::byte>> probes_
+  std::map<std::pair<Foreign, uint64_t>, std::weak_ptr<const std::byte>> probes_
       ABSL_GUARDED_BY(mutex_);
 };
 
