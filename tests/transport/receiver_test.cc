@@ -346,6 +346,21 @@ TEST_F(ReceiverAlone, AChunkThatDidNotStayIntactIsAskedForAgain) {
   EXPECT_EQ(metrics_.fetches_restarted, 1);
 }
 
+// Its sum was computed of what was another chunk's already: nobody's bytes were damaged.
+TEST_F(ReceiverAlone, AWrongChecksumOfWhatDidNotStayIntactIsNone) {
+  Begin();
+  Chunk chunk = Stream(1000)[0];
+  chunk.header.flags = kChunkHasChecksum;
+  chunk.header.checksum = Xxh3(chunk.payload);
+  chunk.payload[100] ^= std::byte{1};
+  Deliver(chunk, /*intact=*/false);
+  EXPECT_EQ(metrics_.checksum_failures, 0);
+  EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+  const FetchMsg* again = outbox_.Last<FetchMsg>();
+  EXPECT_EQ(again->replaces, kId);
+  EXPECT_EQ(again->from_bytes, 0);
+}
+
 // It waits for the lease to be published, and the sender has taken that back to publish it again.
 TEST_F(ReceiverAlone, AFetchThatWaitsGoesOnWhenItsLeaseIsTakenBack) {
   const auto handle = Begin(kId, DeadlineInMs(60000), kPeer, /*redial=*/true, /*early=*/true);
