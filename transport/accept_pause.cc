@@ -3,7 +3,6 @@
 #include <sys/timerfd.h>
 
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
@@ -14,7 +13,6 @@ namespace kvferry {
 namespace {
 
 constexpr int64_t kPauseNs = 100'000'000;
-constexpr auto kWarnEvery = std::chrono::seconds(30);
 
 void Set(const UniqueFd& timer, int64_t ns) {
   const itimerspec once{{}, {0, ns}};
@@ -38,21 +36,13 @@ absl::StatusOr<AcceptPause> AcceptPause::Create(const Epoll& epoll, int listener
 
 void AcceptPause::OnFailure(const Epoll& epoll, int error) {
   if (error != EMFILE && error != ENFILE && error != ENOBUFS && error != ENOMEM) return;
-  Warn(error);
+  // The peer waits, and this fails, until something is closed: ten times a second.
+  if (const auto more = refused_.Next()) {
+    Log().warn("a peer waits to connect and the system refuses: {} (limit of open files?){}",
+               std::strerror(error), *more);
+  }
   epoll.Change(listener_, 0, listener_id_);
   Set(timer_, kPauseNs);
-}
-
-// The peer waits, and this fails, until something is closed: ten times a second.
-void AcceptPause::Warn(int error) {
-  ++unsaid_;
-  const Deadline now = Clock::now();
-  if (now < next_warning_) return;
-  Log().warn(
-      "a peer waits to connect and the system refuses: {} (limit of open files? tried {} times)",
-      std::strerror(error), unsaid_);
-  unsaid_ = 0;
-  next_warning_ = now + kWarnEvery;
 }
 
 void AcceptPause::OnTimer(const Epoll& epoll) {

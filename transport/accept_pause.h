@@ -4,9 +4,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "base/clock.h"
 #include "base/epoll.h"
 #include "base/unique_fd.h"
+#include "transport/limited_line.h"
 
 namespace kvferry {
 
@@ -26,13 +26,10 @@ class AcceptPause {
   void OnTimer(const Epoll& epoll);
 
  private:
-  void Warn(int error);
-
   UniqueFd timer_;
   int listener_ = -1;
   uint64_t listener_id_ = 0;
-  int64_t unsaid_ = 0;  // Failures since the last warning.
-  Deadline next_warning_;
+  LimitedLine refused_;
 };
 
 }  // namespace kvferry

@@ -75,7 +75,8 @@ absl::Status DataPlanes::MakeNetwork(const Options& options) {
     KVFERRY_RETURN_IF_ERROR(AddressOfInterface(config_.net_device).status());
   }
   if (options.listen_address.empty()) return absl::OkStatus();
-  KVFERRY_ASSIGN_OR_RETURN(door_, TcpDoor::Create(config_, HostOf(options.listen_address)));
+  KVFERRY_ASSIGN_OR_RETURN(door_,
+                           TcpDoor::Create(config_, HostOf(options.listen_address), metrics_));
   return absl::OkStatus();
 }
 
@@ -180,7 +181,10 @@ absl::StatusOr<LinkId> DataPlanes::ConnectUcx(const DataAddresses& peer) {
 void DataPlanes::ConnectDirect(LinkId link, const DataAddresses& peer) {
   if (direct_ == nullptr || peer.direct.empty()) return;
   const absl::Status reads = direct_->Connect(link, peer.direct);
-  if (!reads.ok()) Log().warn("a peer's pages are not read from afar: {}", reads.ToString());
+  if (reads.ok()) return;
+  if (const auto more = not_direct_.Next()) {
+    Log().warn("a peer's pages are not read from afar: {}{}", reads.ToString(), *more);
+  }
 }
 
 absl::StatusOr<LinkId> DataPlanes::Accept(const DataAddresses& peer) {

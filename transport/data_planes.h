@@ -15,6 +15,7 @@
 #include "transport/data_plane.h"
 #include "transport/direct_reads.h"
 #include "transport/lane.h"
+#include "transport/limited_line.h"
 #include "transport/mapped/mapped_data_plane.h"
 #include "transport/messages.h"
 #include "transport/metrics.h"
@@ -132,6 +133,7 @@ class DataPlanes final : public ChunkLinks {
   absl::flat_hash_map<LinkId, Awaited> awaited_;
   const std::unique_ptr<AddressedPlane> mapped_;  // Null: not on this host or not wanted.
   std::unique_ptr<DirectReads> direct_;           // Null: not wanted, or no network for it.
+  LimitedLine not_direct_{LimitedLine::kSome};
   Metrics* const metrics_;
   std::vector<LanePlane> lanes_;  // But the first.
   // Of links that have more than one lane; shared with sends, which may end after their link.

@@ -35,7 +35,7 @@ struct Metrics {
   Value calls_started{0};    // As the one who asks.
   Value calls_failed{0};
   Value calls_served{0};
-  Value strangers{0};  // Connected for messages, and were no peers: without the key, or no kvferry.
+  Value strangers{0};  // Connected, and were no peers: without the key, or a token, or no kvferry.
   Value hellos_refused{0};
   Value messages_malformed{0};
   Value messages_stale{0};    // Of another epoch.

@@ -29,6 +29,7 @@
 #include "transport/device_arena.h"
 #include "transport/futile_wakes.h"
 #include "transport/guards.h"
+#include "transport/limited_line.h"
 #include "transport/metrics.h"
 #include "transport/node.h"
 #include "transport/outbox.h"
@@ -189,6 +190,9 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
     Deadline since;
   };
   absl::flat_hash_map<PeerKey, Crowded> crowded_;
+  LimitedLine strangers_;
+  LimitedLine malformed_{LimitedLine::kSome}, refused_{LimitedLine::kSome},
+      ended_{LimitedLine::kSome};
   Deadline next_control_{};
   Deadline next_tick_{};
   bool tick_now_ = false;

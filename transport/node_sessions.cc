@@ -118,7 +118,9 @@ void NodeImpl::StartCall(uint64_t id, const std::string& address, uint64_t epoch
 
 void NodeImpl::OnMalformed(const PeerKey& peer, const absl::Status& status) {
   ++metrics_.messages_malformed;
-  Log().warn("dropped a message from {}: {}", absl::CEscape(peer), status.ToString());
+  if (const auto more = malformed_.Next()) {
+    Log().warn("dropped a message from {}: {}{}", absl::CEscape(peer), status.ToString(), *more);
+  }
   if (!absl::IsFailedPrecondition(status)) return;
   // Another version of the protocol: it cannot become a session, and one that is greeting ends.
   RefuseSession(peer, status);
@@ -165,10 +167,13 @@ void NodeImpl::OnMadeAgain(const PeerKey& peer) {
 
 void NodeImpl::OnStranger() {
   ++metrics_.strangers;
-  Log().warn("control: closed a connection that did not become a peer's: no kvferry, or another {}",
-             options_.config.key_file.empty()
-                 ? "release, or one with a key_file, which is not set here"
-                 : "key_file than here, or none");
+  const auto more = strangers_.Next();
+  if (!more) return;
+  Log().warn(
+      "control: closed a connection that did not become a peer's: no kvferry, or another {}{}",
+      options_.config.key_file.empty() ? "release, or one with a key_file, which is not set here"
+                                       : "key_file than here, or none",
+      *more);
 }
 
 void NodeImpl::RefuseSession(const PeerKey& peer, const absl::Status& status) {
@@ -317,7 +322,9 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
 void NodeImpl::RefuseHello(const PeerKey& peer, const std::string& name,
                            const absl::Status& status) {
   ++metrics_.hellos_refused;
-  Log().warn("refused peer '{}': {}", absl::CEscape(name), status.ToString());
+  if (const auto more = refused_.Next()) {
+    Log().warn("refused peer '{}': {}{}", absl::CEscape(name), status.ToString(), *more);
+  }
   RefuseSession(peer, status);
 }
 
@@ -466,7 +473,10 @@ void NodeImpl::DropSession(const PeerKey& peer, const absl::Status& status, LogL
   const Session* found = sessions_.Find(peer);
   if (found == nullptr) return;
   const Session session = *found;
-  Log().log(level, "session with '{}' ended: {}", absl::CEscape(session.name), status.ToString());
+  if (const auto more = level == LogLevel::kWarn ? ended_.Next() : "") {
+    Log().log(level, "session with '{}' ended: {}{}", absl::CEscape(session.name),
+              status.ToString(), *more);
+  }
   sessions_.Erase(peer);  // First: nothing below may try to send to it.
   crowded_.erase(peer);
   CountPeers();

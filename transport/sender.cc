@@ -74,7 +74,9 @@ absl::Status Sender::CheckLimits(const PeerKey& peer, const FetchMsg& fetch) con
 
 void Sender::Refuse(const PeerKey& peer, uint64_t transfer_id, const absl::Status& status) {
   ++metrics_->fetches_refused;
-  Log().warn("refused a fetch: {}", status.ToString());
+  if (const auto more = refused_.Next()) {
+    Log().warn("refused a fetch: {}{}", status.ToString(), *more);
+  }
   outbox_->Send(peer, RefuseMsg{transfer_id, status});
 }
 
@@ -363,10 +365,10 @@ void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell, b
   if (transfer->guard >= 0) guards_->RaiseAndGiveBack(transfer->guard);
   ++(outcome.ok() ? metrics_->transfers_ok : metrics_->transfers_failed);
   UpdateGauges();
-  if (!outcome.ok()) {
-    Log().warn("transfer {:x} of lease {:x} ended after {} of {} bytes: {}", transfer_id,
+  if (const auto more = outcome.ok() ? std::nullopt : ended_.Next()) {
+    Log().warn("transfer {:x} of lease {:x} ended after {} of {} bytes: {}{}", transfer_id,
                transfer->fetch.lease_id, transfer->credited_bytes, transfer->plan.total_bytes(),
-               outcome.ToString());
+               outcome.ToString(), *more);
   }
   if (tell) outbox_->Send(transfer->peer, AbortMsg{transfer_id, outcome, again});
   if (again && transfer->sent_bytes == transfer->plan.total_bytes()) {

@@ -19,6 +19,7 @@
 #include "transport/gate.h"
 #include "transport/guards.h"
 #include "transport/head_share.h"
+#include "transport/limited_line.h"
 #include "transport/metrics.h"
 #include "transport/outbox.h"
 #include "transport/parked_fetches.h"
@@ -227,6 +228,7 @@ class Sender {
   const std::shared_ptr<absl::flat_hash_map<int64_t, Deadline>> read_since_;
   bool waits_for_readers_ = false;
   bool has_ended_some_ = false;
+  LimitedLine refused_{LimitedLine::kSome}, ended_{LimitedLine::kSome};
   ParkedFetches parked_;
   absl::flat_hash_map<PeerKey, int64_t> fetches_of_peer_;  // Active and parked; none is 0.
   // Shared with sends under way, which may complete after their transfer and its peer are gone.

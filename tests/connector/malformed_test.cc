@@ -139,6 +139,7 @@ TEST_F(Malformed, Garbage) {
   EXPECT_TRUE(CountsMalformed(200));
   EXPECT_TRUE(log_.Has({"dropped a message from accepted:", "malformed message"}))
       << log_.ToString();
+  EXPECT_LE(log_.lines().size(), 2 * 16u) << log_.ToString();
   ExpectServing();
 }
 

@@ -34,7 +34,7 @@ TEST_F(TcpPlanesInTime, APeerThatNeverConnectsIsMissed) {
 
 TEST_F(TcpPlanes, NobodyListens) {
   Await();
-  door_ = Must(TcpDoor::Create(config_, "127.0.0.1"));  // At another port.
+  door_ = Must(TcpDoor::Create(config_, "127.0.0.1", &metrics_));  // At another port.
   link_a_ = Must(a_->Open(Connection(address_.token, address_.answer), DeadlineInMs(5000)));
   ASSERT_TRUE(StepsUntil([&] { return !at_a_.down.empty(); }));
   EXPECT_TRUE(Fails(at_a_.down[0].second, absl::StatusCode::kUnavailable, "Connection refused"));
@@ -77,6 +77,30 @@ TEST_F(TcpPlanes, StrangersAreClosedAndHarmNobody) {
   Connect();
   b_->SendCredit(link_b_, {1, 2});
   EXPECT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
+}
+
+// By who writes a line for each time somebody connects the log is as long as somebody likes, and the thread
+// stands still where nobody reads it.
+TEST_F(TcpPlanes, ManyStrangersAreCountedAndSeldomLogged) {
+  Await();
+  for (int i = 0; i < 1000; ++i) EXPECT_TRUE(IsClosed(Says(std::string(sizeof(TcpHello), 'x'))));
+  EXPECT_EQ(metrics_.strangers, 1000);
+  EXPECT_GE(log_.lines().size(), 1u);
+  EXPECT_LE(log_.lines().size(), 2u) << log_.ToString();
+  EXPECT_TRUE(log_.Has({"presented no token"})) << log_.ToString();
+}
+
+TEST_F(TcpPlanes, ManySecondConnectionsAreSeldomLogged) {
+  address_ = door_->Expect(/*link=*/1, /*lanes=*/2, DeadlineInMs(60000));
+  const std::string hello = TcpHello::With(address_.token, 0).Bytes();
+  const UniqueFd first = Says(hello);
+  size_t arrived = 0;
+  ASSERT_TRUE(
+      StepUntil([&] { arrived += door_->Progress().size(); }, [&] { return arrived == 1; }));
+  for (int i = 0; i < 100; ++i) EXPECT_TRUE(IsClosed(Says(hello)));
+  EXPECT_LE(log_.lines().size(), 2u) << log_.ToString();
+  EXPECT_TRUE(log_.Has({"a second connection for lane 0"})) << log_.ToString();
+  EXPECT_EQ(metrics_.strangers, 0);
 }
 
 TEST_F(TcpPlanesInTime, StrangersThatSayNothingOrTooLittle) {

@@ -51,7 +51,7 @@ class TcpPlanes : public testing::Test {
  protected:
   explicit TcpPlanes(int64_t connect_timeout_ms = 60000) {
     config_.connect_timeout_ms = connect_timeout_ms;
-    door_ = Must(TcpDoor::Create(config_, "127.0.0.1"));
+    door_ = Must(TcpDoor::Create(config_, "127.0.0.1", &metrics_));
   }
   void Step() {
     for (TcpDoor::Arrival& arrival : door_->Progress()) {
@@ -117,6 +117,7 @@ class TcpPlanes : public testing::Test {
 
   CapturedLog log_;
   Config config_;
+  Metrics metrics_;
   std::unique_ptr<TcpDoor> door_;
   std::unique_ptr<TcpDataPlane> a_ = Must(TcpDataPlane::Create());
   std::unique_ptr<TcpDataPlane> b_ = Must(TcpDataPlane::Create());

@@ -18,6 +18,7 @@
 #include "base/random.h"
 #include "base/status.h"
 #include "transport/accept_pause.h"
+#include "transport/limited_line.h"
 #include "transport/mapped/unix_socket.h"
 #include "transport/messages.h"
 
@@ -266,6 +267,8 @@ class MappedDataPlane : public AddressedPlane {
   Epoll epoll_;
   UniqueFd listener_;
   AcceptPause pause_;
+  LimitedLine refused_{LimitedLine::kSome}, dropped_{LimitedLine::kSome},
+      unmapped_{LimitedLine::kSome};
   LinkId next_link_ = kFirstMappedLink;
   uint64_t next_accepted_ = kListenerId + 1;
   absl::flat_hash_map<LinkId, std::unique_ptr<Link>> links_;
@@ -535,7 +538,9 @@ void MappedDataPlane::Accept() {
       accepted_.emplace(id, std::move(accepted));
       continue;
     }
-    Log().warn("refused a peer on this host: {}", status.ToString());
+    if (const auto more = refused_.Next()) {
+      Log().warn("refused a peer on this host: {}{}", status.ToString(), *more);
+    }
     SayWhyNot(accepted->channel.socket, status);
   }
 }
@@ -797,7 +802,9 @@ bool MappedDataPlane::OnAcceptedReadable(Accepted& accepted, DataEvents* events)
   absl::Status status = absl::UnavailableError("it has gone");
   if (result == SocketResult::kOk) {
     status = OnPacket(accepted, packet, events);
-    if (!status.ok()) Log().warn("dropped a peer on this host: {}", status.ToString());
+    if (const auto more = status.ok() ? std::nullopt : dropped_.Next()) {
+      Log().warn("dropped a peer on this host: {}{}", status.ToString(), *more);
+    }
   }
   // Also where its memory was lost on the way, for want of descriptors.
   if (!status.ok() && accepted.arena == nullptr) SayWhyNot(accepted.channel.socket, status);

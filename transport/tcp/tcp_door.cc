@@ -25,8 +25,9 @@ constexpr size_t kMaxStrangers = 256;
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<TcpDoor>> TcpDoor::Create(const Config& config,
-                                                         const std::string& host) {
-  std::unique_ptr<TcpDoor> door(new TcpDoor());
+                                                         const std::string& host,
+                                                         Metrics* metrics) {
+  std::unique_ptr<TcpDoor> door(new TcpDoor(metrics));
   door->timeout_ms_ = config.connect_timeout_ms;
   door->host_ = host;
   if (!config.net_device.empty()) {
@@ -101,13 +102,18 @@ void TcpDoor::LetIn(Stranger& stranger, std::vector<Arrival>* arrivals) {
   std::memcpy(&hello, stranger.said.data(), sizeof(hello));
   const auto named = by_token_.find(std::string(hello.token.data(), hello.token.size()));
   if (hello.magic != kTcpMagic || hello.version != kTcpVersion || named == by_token_.end()) {
-    Log().warn("tcp: closed a connection that presented no token of ours");
+    ++metrics_->strangers;
+    if (const auto more = no_token_.Next()) {
+      Log().warn("tcp: closed a connection that presented no token of ours{}", *more);
+    }
     return;
   }
   const LinkId link = named->second;
   Expected& expected = expected_.find(link)->second;
   if (hello.lane >= expected.came.size() || expected.came[hello.lane]) {
-    Log().warn("tcp: closed a second connection for lane {} of one peer", hello.lane);
+    if (const auto more = second_.Next()) {
+      Log().warn("tcp: closed a second connection for lane {} of one peer{}", hello.lane, *more);
+    }
     return;
   }
   expected.came[hello.lane] = true;

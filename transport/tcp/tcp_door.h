@@ -14,7 +14,9 @@
 #include "base/epoll.h"
 #include "base/unique_fd.h"
 #include "transport/accept_pause.h"
+#include "transport/limited_line.h"
 #include "transport/messages.h"
+#include "transport/metrics.h"
 #include "transport/tcp/tcp_data_plane.h"
 
 namespace kvferry {
@@ -23,9 +25,10 @@ namespace kvferry {
 // connection that does not present one is closed, and nothing else of it is read. Progress thread only.
 class TcpDoor {
  public:
-  // Listens at `host`, a numeric address, or at that of config.net_device, on config.data_port.
+  // Listens at `host`, a numeric address, or at that of config.net_device, on config.data_port. `metrics`
+  // outlives this.
   static absl::StatusOr<std::unique_ptr<TcpDoor>> Create(const Config& config,
-                                                         const std::string& host);
+                                                         const std::string& host, Metrics* metrics);
 
   // For the peer of `link`, which is to make `lanes` connections before `until`.
   TcpAddress Expect(LinkId link, int64_t lanes, Deadline until);
@@ -57,7 +60,7 @@ class TcpDoor {
     Deadline until{};
   };
 
-  TcpDoor() = default;
+  explicit TcpDoor(Metrics* metrics) : metrics_(metrics) {}
   void Accept(std::vector<Arrival>* arrivals);
   // For one more: the one that came first is heard once more, and goes.
   void MakeRoom(std::vector<Arrival>* arrivals);
@@ -67,12 +70,15 @@ class TcpDoor {
   // One that was not let in.
   void HangUp(const Stranger& stranger) const;
 
+  Metrics* const metrics_;
   std::string host_;
   int64_t port_ = 0;
   int64_t timeout_ms_ = 0;
   Epoll epoll_;
   UniqueFd listener_;
   AcceptPause pause_;
+  LimitedLine no_token_;
+  LimitedLine second_;
   bool accepted_ = false;
   uint64_t next_stranger_ = 1;
   absl::flat_hash_map<LinkId, Expected> expected_;

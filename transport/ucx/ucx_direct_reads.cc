@@ -14,6 +14,7 @@
 #include "base/slab.h"
 #include "base/status.h"
 #include "transport/fair_share.h"
+#include "transport/limited_line.h"
 #include "transport/messages.h"
 #include "transport/ucx/direct_address.h"
 #include "transport/ucx/ucx_endpoints.h"
@@ -151,9 +152,9 @@ class UcxDirectReads final : public DirectReads {
   bool NextOfProbe(Job& job, DataEvents* events);
   std::vector<Op> ProbeOps(const Job& job) const;
   static void NoteProbe(Job& job);
-  static void FailProbe(Peer& peer, const std::string& why);
+  void FailProbe(Peer& peer, const std::string& why);
   void CloseDrained();
-  static void Break(Peer& peer, const absl::Status& status);
+  void Break(Peer& peer, const absl::Status& status);
   void Issue(Job& job);
   void Await(JobPtr job);
   bool Admit();
@@ -189,7 +190,8 @@ class UcxDirectReads final : public DirectReads {
   };
   absl::flat_hash_map<uint64_t, Refused> refused_;
   std::list<JobPtr> running_;
-  int64_t probes_ = 0;           // Of those that run.
+  int64_t probes_ = 0;  // Of those that run.
+  LimitedLine unreadable_{LimitedLine::kSome}, broken_{LimitedLine::kSome};
   std::vector<LinkId> overdue_;  // Of whose probes the next Progress() says that they are too late.
   int64_t under_way_ = 0;
   bool moved_ = false;  // A read has ended since the last Progress().
@@ -310,7 +312,10 @@ ReadCosts UcxDirectReads::Costs(LinkId link) const {
 void UcxDirectReads::Break(Peer& peer, const absl::Status& status) {
   if (peer.state == Peer::State::kBroken) return;
   peer.state = Peer::State::kBroken;
-  Log().warn("direct: {}; what the peer sends comes packed from now on", status.ToString());
+  if (const auto more = broken_.Next()) {
+    Log().warn("direct: {}; what the peer sends comes packed from now on{}", status.ToString(),
+               *more);
+  }
 }
 
 // ---------------------------------------------------------------- chunks
@@ -534,7 +539,10 @@ void UcxDirectReads::NoteProbe(Job& job) {
 
 void UcxDirectReads::FailProbe(Peer& peer, const std::string& why) {
   peer.state = Peer::State::kBroken;
-  Log().warn("direct: a peer's memory cannot be read from here ({}); its KV comes packed", why);
+  if (const auto more = unreadable_.Next()) {
+    Log().warn("direct: a peer's memory cannot be read from here ({}); its KV comes packed{}", why,
+               *more);
+  }
 }
 
 bool UcxDirectReads::NextOfProbe(Job& job, DataEvents* events) {
