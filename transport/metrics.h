@@ -15,7 +15,7 @@ struct Metrics {
   Value bytes_received{0};
   Value chunks_sent{0};
   Value chunks_in_place{0};  // Of those sent: the peer read them in this side's pool.
-  Value chunks_lent{0};      // Of those sent: straight from the pool's pages.
+  Value chunks_lent{0};      // Of those sent: straight from where they lie, ungathered.
   Value chunks_in_lanes{0};  // Of those sent: by lanes beside the first.
   Value chunks_received{0};
   Value chunks_dropped{0};  // Of no live transfer, or contradicting one.

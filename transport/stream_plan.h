@@ -117,8 +117,15 @@ class StreamPlan {
   // Bytes that lie together in this side's memory, on average over the pages; 1 at least.
   int64_t mean_piece_bytes() const;
 
-  bool sent_by_list() const { return on_host() && !casts() && mean_piece_bytes() >= kMinSentBytes; }
-  bool placed_by_list() const { return on_host() && mean_piece_bytes() >= kMinPlacedBytes; }
+  // A tail is one piece, on the host, and as it is.
+  bool sent_by_list() const {
+    if (pages_bytes() == 0) return tail_.bytes >= kMinSentBytes;
+    return on_host() && !casts() && mean_piece_bytes() >= kMinSentBytes;
+  }
+  bool placed_by_list() const {
+    if (pages_bytes() == 0) return tail_.bytes >= kMinPlacedBytes;
+    return on_host() && mean_piece_bytes() >= kMinPlacedBytes;
+  }
 
   // The page ids that any of the byte ranges `gaps` touches, in list order.
   std::vector<int64_t> PagesTouchedBy(std::span<const std::pair<int64_t, int64_t>> gaps) const;

@@ -46,6 +46,34 @@ class ReceiverInParts : public ReceiverAlone {
   }
 };
 
+// As a store's value is that lies in no page.
+TEST_F(ReceiverInParts, ATailThatIsAllThereIsGoesStraightToItsPlace) {
+  std::vector<std::byte> tail(20000);
+  const auto plan = std::make_shared<const StreamPlan>(
+      Must(StreamPlan::Create(target_, PageRuns(), StreamTail{tail.data(), 20000})));
+  const auto landing =
+      std::make_shared<Landing>(plan, HandleOf(*plan), 0, /*max_chunk_bytes=*/15000,
+                                /*checksum=*/false, &metrics_);
+  PieceCopy copy(threads_.get());
+  std::vector<std::byte> want(20000);
+  for (size_t i = 0; i < want.size(); ++i) want[i] = static_cast<std::byte>(i % 251);
+  int landed = 0;
+  for (const auto& [offset, bytes] : {std::pair(uint64_t{15000}, 5000u), {uint64_t{0}, 15000u}}) {
+    const ChunkHeader header{kId, offset, 0, bytes, 0};
+    ASSERT_TRUE(IsOk(landing->Begin(header)));
+    LandingChunk chunk(header, landing, &copy, [&](const ChunkHeader&, const absl::Status& status) {
+      landed += status.ok() ? 1 : 0;
+    });
+    EXPECT_TRUE(chunk.prefers_fill());
+    Feed(&chunk, std::span(want).subspan(offset, bytes), 777);
+    chunk.End();
+  }
+  EXPECT_EQ(landed, 2);
+  EXPECT_EQ(tail, want);
+  EXPECT_EQ(landing->num_bytes(), 20000);
+  EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+}
+
 TEST_F(ReceiverInParts, EveryByteWithItsChecksum) {
   config_.checksum = true;
   const auto handle = Begin();

@@ -94,6 +94,33 @@ TEST_F(SenderLends, NotMoreChunksThanAWindowOfOursHas) {
   EXPECT_EQ(metrics_.chunks_lent, 2 * 4096);
 }
 
+// As a store's value is that lies in no page.
+TEST_F(SenderLends, ATailThatIsAllThereIs) {
+  constexpr uint64_t kTailLease = 7;
+  auto tail = std::make_shared<std::vector<std::byte>>(3 << 20);
+  for (size_t i = 0; i < tail->size(); ++i) (*tail)[i] = static_cast<std::byte>(i % 251);
+  const std::vector<std::byte> want = *tail;
+  ASSERT_TRUE(IsOk(leases_.Publish(kTailLease, PageRuns(), 4, DeadlineInMs(60000), tail)));
+  FetchMsg fetch = Ask(2, kTailLease);
+  const PageRuns none;
+  fetch.positions = none;
+  fetch.tail_bytes = static_cast<int64_t>(tail->size());
+  lender_.OnCancel(kPeer, {1, "another one instead"});
+  lender_.OnFetch(kPeer, kLink, fetch);
+  while (lender_.Pump()) {
+  }
+  EXPECT_EQ(small_arena_->num_taken(), 0);
+  EXPECT_EQ(metrics_.chunks_lent, 3);
+  wire().FillLater();
+  EXPECT_EQ(Sent(2), want);
+  // Whoever reads it may do so for as long as the transfer is there, and no longer.
+  const std::weak_ptr<std::vector<std::byte>> kept = tail;
+  tail.reset();
+  EXPECT_FALSE(kept.expired());
+  lender_.OnDone(kPeer, {2, kTailLease, static_cast<int64_t>(want.size()), {}});
+  EXPECT_TRUE(kept.expired());
+}
+
 TEST_F(SenderLends, NotWhereAChecksumComesFirst) {
   FetchMsg fetch = Ask(2);
   fetch.checksum = true;

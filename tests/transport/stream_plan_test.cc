@@ -269,6 +269,24 @@ TEST(StreamPlan, PagesOutsideThePool) {
 }
 
 // As on the host, and never touched by the processor; a failure is passed on, as nobody else's.
+// Wherever the pool lies, which has nothing in the stream.
+TEST(StreamPlan, ATailThatIsAllThereIsIsOnePieceOnTheHost) {
+  const KvLayout layout = KvLayout::Mha(2, 4, 2, 8, DType::kFloat16);
+  const auto there = Must(KvPool::CreateIn(layout, 4, std::make_shared<GuardedMemory>()));
+  for (const auto& pool : {MakePatternPool(layout, 4, 1), there}) {
+    std::vector<std::byte> tail(StreamPlan::kMinPlacedBytes);
+    const auto plan = [&](int64_t bytes, const PageRuns& pages) {
+      return Must(StreamPlan::Create(pool, pages, StreamTail{tail.data(), bytes}));
+    };
+    EXPECT_FALSE(plan(StreamPlan::kMinSentBytes - 1, {}).sent_by_list());
+    EXPECT_TRUE(plan(StreamPlan::kMinSentBytes, {}).sent_by_list());
+    EXPECT_FALSE(plan(StreamPlan::kMinPlacedBytes - 1, {}).placed_by_list());
+    EXPECT_TRUE(plan(StreamPlan::kMinPlacedBytes, {}).placed_by_list());
+    const StreamPlan with_pages = plan(StreamPlan::kMinPlacedBytes, PageRuns(PageRun{0, 1}));
+    EXPECT_FALSE(with_pages.sent_by_list() || with_pages.placed_by_list());
+  }
+}
+
 TEST(StreamPlan, PoolsOnADevice) {
   std::mt19937_64 random(7);
   const auto memory = std::make_shared<GuardedMemory>();
