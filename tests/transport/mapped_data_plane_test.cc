@@ -474,6 +474,21 @@ TEST(MappedDevicePools, HostilePlaces) {
   }
 }
 
+// A pool on the host takes copies of what lies on a device in any case: that it cannot map it is no news,
+// and nothing that other settings of containers would change.
+TEST(MappedDevicePools, OfWhichAPoolOnTheHostSaysNothing) {
+  const CapturedLog log;
+  DeviceSide a(8);
+  Side host;
+  host.plane =
+      Must(MakeMappedDataPlane(host.arena.get(), {.memory = HostMemory().get()}, kAnswerTimeoutMs));
+  const LinkId link = Must(a.plane->Connect(host.plane->address()));
+  a.Send(link, 1);
+  ASSERT_TRUE(ProgressBoth(a, host, [&] { return a.done.size() == 1; }));
+  EXPECT_FALSE(a.plane->ReadsPool(link));
+  EXPECT_TRUE(log.lines().empty()) << log.ToString();
+}
+
 TEST(MappedDevicePools, WhoCannotMapThemGetsCopies) {
   DeviceSide a(0), other(0);
   std::vector<PoolMemory::SharedPart> parts = a.Parts(8);

@@ -592,17 +592,21 @@ absl::Status MappedDataPlane::OnPoolPart(Accepted& accepted, const Packet& packe
     return absl::InvalidArgumentError(
         absl::StrCat("a part of ", head.bytes, " bytes of a pool, ", head.parts_after, " to come"));
   }
-  if (pool_.memory == nullptr || accepted.unmapped) return absl::OkStatus();
+  // Into pages on the host nothing is copied from a device: that such a pool cannot be mapped is no news.
+  const bool wants_it = pool_.memory != nullptr && !pool_.memory->on_host();
+  if (!wants_it || accepted.unmapped) return absl::OkStatus();
   const absl::string_view name(reinterpret_cast<const char*>(packet.bytes) + sizeof(head),
                                packet.size - sizeof(head));
   absl::StatusOr<std::shared_ptr<const std::byte>> memory =
       pool_.memory->MapShared(name, static_cast<int64_t>(head.bytes));
   if (!memory.ok()) {
-    Log().warn(
-        "a peer on this host sends copies of its pages, as its GPU's memory cannot be read in "
-        "place (containers need one namespace of processes for that: shareProcessNamespace, "
-        "--pid): {}",
-        memory.status().ToString());
+    if (const auto more = unmapped_.Next()) {
+      Log().warn(
+          "a peer on this host sends copies of its pages, as its GPU's memory cannot be read in "
+          "place (containers need one namespace of processes for that: shareProcessNamespace, "
+          "--pid): {}{}",
+          memory.status().ToString(), *more);
+    }
     accepted.unmapped = true;
     accepted.pool.clear();
     return absl::OkStatus();
