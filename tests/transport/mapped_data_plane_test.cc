@@ -919,6 +919,56 @@ TEST_F(Stranger, MessagesBeyondAllBounds) {
   EXPECT_EQ(b_.events.messages.size(), 1u);  // What ended.
 }
 
+struct PartBytes {
+  uint32_t kind = 6;
+  uint32_t zero = 0;
+  uint64_t bytes = 8;
+  uint64_t parts_after = 0;
+  std::array<char, 8> name{};
+};
+
+TEST_F(Stranger, PartsWithoutEnd) {
+  static const NamedMemory memory;
+  b_.plane = Must(MakeMappedDataPlane(b_.arena.get(), {&b_.pool, {}, &memory}, kAnswerTimeoutMs));
+  for (const uint64_t parts_after : {uint64_t{1} << 16, UINT64_MAX, UINT64_MAX - 1}) {
+    const UniqueFd socket = Dial();
+    Say(socket, Hello(), Memory(kEnough, true).get());
+    Say(socket, PartBytes{.parts_after = 5});
+    Say(socket, PartBytes{.parts_after = 5});
+    Say(socket, PartBytes{.parts_after = parts_after});
+    a_.done.clear();
+    b_.events.chunks.clear();
+    ExpectHangUp(socket, absl::StrCat(parts_after, " to come"));
+  }
+}
+
+// The end of this side's connection to it is noticed before all it has sent is read.
+TEST_F(Stranger, NothingIsHeardBehindWhatMakesNoSense) {
+  struct MessageBytes {
+    uint32_t kind = 5;
+    uint32_t zero = 0;
+    uint64_t session = 0;
+    uint64_t bytes_after = 0;
+    std::array<char, 8> bytes{};
+  };
+  const LinkId link = Must(b_.plane->Connect(a_.plane->address()));
+  const UniqueFd socket = Dial();
+  Say(socket, Hello(), Memory(kEnough, true).get());
+  ASSERT_TRUE(
+      ProgressUntil([&] { return b_.plane->IsOpen(link) && !IsReadable(b_.plane->event_fd()); }));
+  Say(socket, MessageBytes{.session = 1});
+  Say(socket, MessageBytes{.session = 2});
+  Say(socket, uint64_t{3});
+  Say(socket, MessageBytes{.session = 4});
+  a_.plane.reset();
+  ASSERT_TRUE(StepUntil([&] { b_.Progress(); }, [&] { return !b_.events.down.empty(); }));
+  b_.plane->Close(link);
+  Packet packet;
+  ASSERT_TRUE(StepUntil([&] { b_.Progress(); },
+                        [&] { return ReceivePacket(socket, &packet) == SocketResult::kBroken; }));
+  EXPECT_EQ(b_.events.messages.size(), 2u);
+}
+
 // Before the answer nothing says that the peer will read what it is told.
 TEST_F(MappedPlanes, ALinkIsOpenOnceThePeerHasMapped) {
   const LinkId link = Must(a_.plane->Connect(b_.plane->address()));

@@ -588,7 +588,7 @@ absl::Status MappedDataPlane::OnPoolPart(Accepted& accepted, const Packet& packe
   }
   accepted.pool_on_device = true;
   if (head.bytes == 0 || head.bytes > kMaxPoolBytes - accepted.pool_bytes() ||
-      accepted.pool.size() + head.parts_after >= kMaxPoolParts) {
+      head.parts_after >= kMaxPoolParts - accepted.pool.size()) {
     return absl::InvalidArgumentError(
         absl::StrCat("a part of ", head.bytes, " bytes of a pool, ", head.parts_after, " to come"));
   }
@@ -847,7 +847,8 @@ void MappedDataPlane::Serve(uint64_t id, uint32_t ready, DataEvents* events) {
   const auto accepted = accepted_.find(id);
   if (accepted == accepted_.end()) return;
   if ((ready & EPOLLOUT) != 0) Flush(accepted->second->channel);
-  if ((ready & ~EPOLLOUT) != 0) OnAcceptedReadable(*accepted->second, events);
+  const bool hears = (ready & ~EPOLLOUT) != 0 && !accepted->second->heard_all;
+  if (hears) OnAcceptedReadable(*accepted->second, events);
   if (accepted->second->channel.broken) Drop(accepted, events);
 }
 
