@@ -227,6 +227,35 @@ TEST_F(MappedPlanes, APeerThatTakesNoMessages) {
   EXPECT_GT(a_.plane->BacklogOf(link).taken, taken + kMaxMessagesWaiting);
 }
 
+// Of messages alone: what it says of chunks, and of credits, is another matter.
+TEST(MappedPlane, ABacklogIsOfMessages) {
+  Side sender(3000);
+  Side reader;
+  const LinkId link = Must(sender.plane->Connect(reader.plane->address()));
+  for (int i = 0; i < 3000; ++i) sender.Send(link, 1, 1);
+  EXPECT_EQ(sender.plane->BacklogOf(link).waiting, 0);
+  ASSERT_TRUE(IsOk(sender.plane->SendMessage(link, {1}, "some words")));
+  EXPECT_GT(sender.plane->BacklogOf(link).waiting, 0);
+  EXPECT_LT(sender.plane->BacklogOf(link).waiting, 200);
+  ASSERT_TRUE(ProgressBoth(reader, sender, [&] { return !reader.events.messages.empty(); }));
+  EXPECT_EQ(sender.plane->BacklogOf(link).waiting, 0);
+}
+
+// It sends chunk after chunk meanwhile: of each transfer it is told the last credit, when it reads.
+TEST_F(MappedPlanes, APeerThatTakesNoCredits) {
+  const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
+  for (uint64_t i = 1; i <= 100000; ++i) a_.plane->SendCredit(link, {i % 3, i});
+  ASSERT_TRUE(IsOk(a_.plane->SendMessage(link, {1}, "x")));
+  std::vector<uint64_t> last(3);
+  ASSERT_TRUE(ProgressUntil([&] {
+    for (const CreditHeader& credit : b_.events.credits) {
+      last[credit.transfer_id] = credit.bytes_done;
+    }
+    return last == std::vector<uint64_t>{99999, 100000, 99998};
+  }));
+  EXPECT_LT(b_.events.credits.size(), 10000u);  // What the socket had room for, and three.
+}
+
 // A chunk may be megabytes to copy: whoever has sent many of them waits after each.
 TEST_F(MappedPlanes, PeersTakeTurnsChunkByChunk) {
   Side c;

@@ -204,7 +204,7 @@ TEST_F(TcpPlanes, MessagesOfAnyLengthInOrder) {
                     EXPECT_TRUE(IsOk(status));
                     ++sent;
                   });
-    b_->SendCredit(link_b_, {1, size});
+    b_->SendCredit(link_b_, {messages.size(), size});
     for (int i = 0; i < 3; ++i) Step();
   }
   ASSERT_TRUE(StepsUntil([&] { return sent == 9 && at_a_.messages.size() == messages.size(); }));
@@ -228,6 +228,20 @@ TEST_F(TcpPlanes, APeerThatTakesNoMessages) {
   EXPECT_TRUE(Fails(status, absl::StatusCode::kResourceExhausted, "takes none"));
   link_a_ = Must(a_->Open(Connection(address_.token, address_.answer), DeadlineInMs(5000)));
   EXPECT_TRUE(StepsUntil([&] { return at_a_.messages.size() + 1 == sent; }));
+}
+
+// It sends chunk after chunk meanwhile: of each transfer it is told the last credit, when it reads.
+TEST_F(TcpPlanes, APeerThatTakesNoCredits) {
+  Await();
+  for (uint64_t i = 1; i <= 100000; ++i) b_->SendCredit(link_b_, {i % 3, i});
+  ASSERT_TRUE(IsOk(b_->SendMessage(link_b_, {1}, "x")));
+  link_a_ = Must(a_->Open(Connection(address_.token, address_.answer), DeadlineInMs(5000)));
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.messages.empty(); }));
+  std::vector<uint64_t> last(3);
+  for (const CreditHeader& credit : at_a_.credits) last[credit.transfer_id] = credit.bytes_done;
+  EXPECT_EQ(last, (std::vector<uint64_t>{99999, 100000, 99998}));
+  EXPECT_EQ(at_a_.credits.size(), 3u);
+  EXPECT_FALSE(b_->BacklogOf(link_b_).waiting > 0);
 }
 
 // However many wait at any time.

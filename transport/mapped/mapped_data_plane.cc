@@ -142,6 +142,12 @@ int64_t RoomOf(std::span<const std::byte> packet) {
   return static_cast<int64_t>(packet.size()) + kPacketOverhead;
 }
 
+int64_t RoomOfMessage(std::span<const std::byte> packet) {
+  Head head;
+  std::memcpy(&head, packet.data(), sizeof(head));
+  return head.kind == kMessage ? RoomOf(packet) : 0;
+}
+
 template <typename T>
 bool Parse(const Packet& packet, T* message) {
   if (packet.size != sizeof(T)) return false;
@@ -175,13 +181,15 @@ class MappedDataPlane : public AddressedPlane {
   Deadline Tick(Deadline now) override;
 
  private:
-  // One end of a connection, and what could not be sent yet: at most a message for each chunk of
-  // an arena, a credit for each that was received, and kMaxMessagesWaiting in parts of messages.
+  // One end of a connection, and what could not be sent yet: at most a packet for each chunk of
+  // an arena, two credits for each transfer, and kMaxMessagesWaiting in parts of messages.
   struct Channel {
     uint64_t id;
     UniqueFd socket;
     std::deque<std::vector<std::byte>> unsent{};
-    Backlog backlog{};         // Of all of them: what is not of messages is little.
+    // By transfer: the last of each, behind those.
+    absl::flat_hash_map<uint64_t, uint64_t> credits{};
+    Backlog backlog{};
     bool awaits_room = false;  // Woken when the socket takes more.
     bool broken = false;
   };
@@ -229,6 +237,7 @@ class MappedDataPlane : public AddressedPlane {
   }
   void PushBytes(Channel& channel, std::span<const std::byte> bytes);
   void Flush(Channel& channel);
+  void PushCredits(Channel& channel);
   void AwaitRoom(Channel& channel, bool await) const;
   void Accept();
   void HearAnswer(Link& link);
@@ -399,7 +408,14 @@ void MappedDataPlane::SendPayload(LinkId id, const ChunkHeader& header,
 
 void MappedDataPlane::SendCredit(LinkId id, const CreditHeader& header) {
   const auto found = links_.find(id);
-  if (found != links_.end()) Push(found->second->channel, CreditPacket{.header = header});
+  if (found == links_.end()) return;
+  Channel& channel = found->second->channel;
+  // To a peer that takes nothing, and sends chunk after chunk, there would be more and more.
+  if (!channel.unsent.empty()) {
+    channel.credits[header.transfer_id] = header.bytes_done;
+  } else {
+    Push(channel, CreditPacket{.header = header});
+  }
 }
 
 absl::Status MappedDataPlane::SendMessage(LinkId id, const MessageHeader& header,
@@ -439,7 +455,7 @@ void MappedDataPlane::PushBytes(Channel& channel, std::span<const std::byte> byt
     if (result != SocketResult::kWouldBlock) return;
   }
   channel.unsent.emplace_back(bytes.begin(), bytes.end());
-  channel.backlog.waiting += RoomOf(bytes);
+  channel.backlog.waiting += RoomOfMessage(bytes);
   AwaitRoom(channel, true);
 }
 
@@ -448,12 +464,19 @@ void MappedDataPlane::Flush(Channel& channel) {
   while (!channel.unsent.empty() && result == SocketResult::kOk) {
     result = SendPacket(channel.socket, channel.unsent.front());
     if (result != SocketResult::kOk) break;
-    channel.backlog.waiting -= RoomOf(channel.unsent.front());
+    channel.backlog.waiting -= RoomOfMessage(channel.unsent.front());
     channel.backlog.taken += RoomOf(channel.unsent.front());
     channel.unsent.pop_front();
   }
   if (result == SocketResult::kBroken) channel.broken = true;
+  if (channel.unsent.empty()) PushCredits(channel);
   AwaitRoom(channel, !channel.unsent.empty());
+}
+
+void MappedDataPlane::PushCredits(Channel& channel) {
+  for (const auto& [transfer_id, bytes_done] : std::exchange(channel.credits, {})) {
+    Push(channel, CreditPacket{.header = {transfer_id, bytes_done}});
+  }
 }
 
 void MappedDataPlane::AwaitRoom(Channel& channel, bool await) const {

@@ -20,6 +20,10 @@ int64_t BytesOf(std::span<const iovec> parts) {
   return bytes;
 }
 
+void Append(const TcpFrame& frame, std::string* words) {
+  words->append(reinterpret_cast<const char*>(&frame), sizeof(frame));
+}
+
 template <typename T>
 void AppendRest(const T& value, int64_t skip, std::vector<iovec>* parts) {
   const auto* begin = reinterpret_cast<const std::byte*>(&value);
@@ -45,8 +49,12 @@ Moved TcpOutgoing::Write(int fd, bool open, int64_t max_bytes) {
 
 // Messages that follow each other without end would keep all chunks from beginning.
 void TcpOutgoing::TakeFrames() {
-  if (!words_.empty() || frames_.empty()) return;
+  if (!words_.empty() || !has_frames()) return;
   if (!chunks_.empty() && (chunks_.front().sent > 0 || said_ >= kMostSaid)) return;
+  for (const auto& [transfer_id, bytes_done] : std::exchange(credits_, {})) {
+    Append(TcpFrame::Of(kTcpCredit, CreditHeader{transfer_id, bytes_done}, 0), &words_);
+  }
+  if (!words_.empty()) return;
   words_ = std::move(frames_.front());
   frames_.pop_front();
   frames_bytes_ -= static_cast<int64_t>(words_.size());
@@ -58,16 +66,11 @@ absl::Status TcpOutgoing::AddMessage(const MessageHeader& header, std::string_vi
         absl::StrCat("tcp: ", waiting(), " bytes of messages wait, limit ", kMaxMessagesWaiting,
                      ", and the peer takes none"));
   }
-  AddFrame(TcpFrame::Of(kTcpMessage, header, bytes.size()), bytes);
-  return absl::OkStatus();
-}
-
-void TcpOutgoing::AddFrame(const TcpFrame& frame, std::string_view payload) {
   if (frames_.empty() || frames_.back().size() >= kFramesTogether) frames_.emplace_back();
-  std::string& last = frames_.back();
-  last.append(reinterpret_cast<const char*>(&frame), sizeof(frame));
-  last.append(payload);
-  frames_bytes_ += static_cast<int64_t>(sizeof(frame) + payload.size());
+  Append(TcpFrame::Of(kTcpMessage, header, bytes.size()), &frames_.back());
+  frames_.back().append(bytes);
+  frames_bytes_ += static_cast<int64_t>(sizeof(TcpFrame) + bytes.size());
+  return absl::OkStatus();
 }
 
 Moved TcpOutgoing::WriteWords(int fd) {
@@ -174,6 +177,7 @@ void TcpOutgoing::Fail(const absl::Status& status) {
   while (!chunks_.empty()) FinishFirst(status);
   frames_.clear();
   frames_bytes_ = 0;
+  credits_.clear();
   words_.clear();
 }
 

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "transport/data_plane.h"
 #include "transport/tcp/tcp_frames.h"
@@ -26,17 +27,18 @@ class TcpOutgoing {
   // Comes before everything else.
   void Say(std::string first_words) { words_ = std::move(first_words); }
   void AddChunk(const ChunkHeader& header, ChunkSource source, SendDone done);
-  // These go before chunks that have not begun, but for one of them now and then.
-  void AddCredit(const CreditHeader& header) { AddFrame(TcpFrame::Of(kTcpCredit, header, 0), {}); }
+  // These go before chunks that have not begun, but for one of them now and then. A credit takes the place of
+  // one for the same transfer that waits: a peer that takes none may send chunk after chunk.
+  void AddCredit(const CreditHeader& header) { credits_[header.transfer_id] = header.bytes_done; }
   // RESOURCE_EXHAUSTED when more than kMaxMessagesWaiting do already.
   absl::Status AddMessage(const MessageHeader& header, std::string_view bytes);
   // Whether there is something to write: the first words, or once they are out (and the other side has
   // answered, `open`) anything.
   bool has_work(bool open) const {
-    return !words_.empty() || (open && (!frames_.empty() || !chunks_.empty()));
+    return !words_.empty() || (open && (has_frames() || !chunks_.empty()));
   }
 
-  // Of everything but chunks.
+  // Of everything but chunks and credits.
   int64_t waiting() const { return static_cast<int64_t>(words_.size()) + frames_bytes_; }
   int64_t written() const { return written_; }
 
@@ -62,7 +64,7 @@ class TcpOutgoing {
     int64_t left() const { return payload_left() + static_cast<int64_t>(sizeof(end)); }
   };
 
-  void AddFrame(const TcpFrame& frame, std::string_view payload);
+  bool has_frames() const { return !frames_.empty() || !credits_.empty(); }
   // What is to be said next, unless it is a chunk's turn.
   void TakeFrames();
   Moved WriteWords(int fd);
@@ -81,14 +83,15 @@ class TcpOutgoing {
   // was full: what it does not take would have to be fetched again.
   static constexpr int64_t kLeastListed = 64 << 10;
   static constexpr int64_t kMostListed = 1 << 20;
-  // Small frames are written together, and after so much of them a chunk has its turn.
+  // Small messages are written together, and after so much of them a chunk has its turn.
   static constexpr size_t kFramesTogether = 64 << 10;
   static constexpr int64_t kMostSaid = 1 << 20;
 
   std::string words_;               // Begun, perhaps.
-  std::deque<std::string> frames_;  // To follow them: whole ones each.
+  std::deque<std::string> frames_;  // To follow them: whole messages each.
   int64_t frames_bytes_ = 0;
-  int64_t said_ = 0;  // Since the last chunk.
+  absl::flat_hash_map<uint64_t, uint64_t> credits_;  // By transfer; go before those.
+  int64_t said_ = 0;                                 // Since the last chunk.
   int64_t written_ = 0;
   std::deque<Chunk> chunks_;
   std::vector<iovec> parts_;    // Of the call that is being made.
