@@ -55,7 +55,7 @@ constexpr std::array kFields = {
     Field{"lanes", &Config::lanes, 1, 8},
     Field{"same_host_path", &Config::same_host_path},
     Field{"copy_threads", &Config::copy_threads, 1, 64},
-    Field{"chunk_bytes", &Config::chunk_bytes, 4 << 10, 4 << 20},
+    Field{"chunk_bytes", &Config::chunk_bytes, 4 << 10, Config::kMaxChunkBytes},
     Field{"arena_bytes", &Config::arena_bytes, 64 << 10, int64_t{64} << 30},
     Field{"device_arena_bytes", &Config::device_arena_bytes, 0, 512 << 20},
     Field{"credits_per_transfer", &Config::credits_per_transfer, 1, 4096},

@@ -14,6 +14,8 @@
 namespace kvferry {
 
 struct Config {
+  static constexpr int64_t kMaxChunkBytes = 4 << 20;  // Of chunk_bytes.
+
   // --- Control plane ---
   // Address that a prefill endpoint, or a decode endpoint that accepts pushes, binds and hands out
   // in its tickets: a numeric one or the name of an interface, and not that of all interfaces. Port

@@ -13,6 +13,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "base/config.h"
 #include "base/epoll.h"
 #include "base/log.h"
 #include "base/random.h"
@@ -99,7 +100,6 @@ constexpr size_t kMaxPartBytes = kMaxPacketBytes - sizeof(MessagePacket);
 
 // Beyond these a peer's arena is not believed.
 constexpr uint64_t kMaxChunks = uint64_t{1} << 24;
-constexpr uint64_t kMaxChunkBytes = 4 << 20;  // Config::chunk_bytes.
 constexpr uint64_t kMaxPoolBytes = uint64_t{1} << 45;
 constexpr uint64_t kMaxPoolParts = uint64_t{1} << 16;
 constexpr uint64_t kMaxPlaces = KvLayout::kMaxLayers * KvLayout::kMaxTensors;
@@ -575,7 +575,7 @@ absl::Status MappedDataPlane::OnHello(Accepted& accepted, Packet& packet) {
     return absl::PermissionDeniedError("a hello with another version or token");
   }
   if (hello.num_chunks == 0 || hello.num_chunks > kMaxChunks || hello.chunk_bytes == 0 ||
-      hello.chunk_bytes > kMaxChunkBytes) {
+      hello.chunk_bytes > static_cast<uint64_t>(Config::kMaxChunkBytes)) {
     return absl::InvalidArgumentError(
         absl::StrCat("an arena of ", hello.num_chunks, " chunks of ", hello.chunk_bytes, " bytes"));
   }

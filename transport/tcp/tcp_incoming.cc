@@ -5,15 +5,13 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/config.h"
 #include "base/log.h"
 #include "base/slab.h"
 #include "base/status.h"
 
 namespace kvferry {
 namespace {
-
-// More than any list of pieces has (chunk_bytes).
-constexpr uint32_t kMaxListBytes = 4 << 20;
 
 iovec PartOf(std::span<std::byte> bytes) { return {bytes.data(), bytes.size()}; }
 
@@ -155,8 +153,8 @@ absl::Status TcpIncoming::OnMessageFrame(const TcpFrame& frame) {
 absl::Status TcpIncoming::OnChunkFrame(const TcpFrame& frame, DataEvents* events) {
   const auto header = frame.As<ChunkHeader>();
   const bool listed = (header.flags & kChunkInPool) != 0;
-  if (frame.payload_bytes == 0 ||
-      (listed ? frame.payload_bytes > kMaxListBytes : frame.payload_bytes != header.bytes)) {
+  if (frame.payload_bytes == 0 || (listed ? frame.payload_bytes > Config::kMaxChunkBytes
+                                          : frame.payload_bytes != header.bytes)) {
     return absl::InvalidArgumentError(
         absl::StrCat(frame.payload_bytes, " bytes for a chunk of ", header.bytes));
   }
