@@ -2,6 +2,7 @@
 
 #include <sys/epoll.h>
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <utility>
@@ -32,6 +33,8 @@ class Epoll {
   // forked meanwhile: what it has a copy of stays open and watched.
   void HangUp(int socket) const;
 
+  // For as many as are looked at in a turn.
+  using Room = std::array<epoll_event, 64>;
   // Those that are ready now, in `room` and at most so many. Does not wait.
   std::span<const epoll_event> Ready(std::span<epoll_event> room) const;
 

@@ -21,16 +21,15 @@ void Set(const UniqueFd& timer, int64_t ns) {
 
 }  // namespace
 
-absl::StatusOr<AcceptPause> AcceptPause::Create(const Epoll& epoll, int listener,
-                                                uint64_t listener_id, uint64_t timer_id) {
+absl::StatusOr<AcceptPause> AcceptPause::Create(const Epoll& epoll, int listener) {
   AcceptPause pause;
   pause.timer_ = UniqueFd(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
   pause.listener_ = listener;
-  pause.listener_id_ = listener_id;
   if (!pause.timer_.valid()) {
     return absl::ResourceExhaustedError(absl::StrCat("timerfd: ", std::strerror(errno)));
   }
-  KVFERRY_RETURN_IF_ERROR(epoll.Add(pause.timer_.get(), EPOLLIN, timer_id));
+  KVFERRY_RETURN_IF_ERROR(epoll.Add(listener, EPOLLIN, kListenerId));
+  KVFERRY_RETURN_IF_ERROR(epoll.Add(pause.timer_.get(), EPOLLIN, kTimerId));
   return pause;
 }
 
@@ -41,13 +40,13 @@ void AcceptPause::OnFailure(const Epoll& epoll, int error) {
     Log().warn("a peer waits to connect and the system refuses: {} (limit of open files?){}",
                std::strerror(error), *more);
   }
-  epoll.Change(listener_, 0, listener_id_);
+  epoll.Change(listener_, 0, kListenerId);
   Set(timer_, kPauseNs);
 }
 
 void AcceptPause::OnTimer(const Epoll& epoll) {
   Set(timer_, 0);  // Not readable any more.
-  epoll.Change(listener_, EPOLLIN, listener_id_);
+  epoll.Change(listener_, EPOLLIN, kListenerId);
 }
 
 }  // namespace kvferry

@@ -16,9 +16,10 @@ namespace kvferry {
 class AcceptPause {
  public:
   AcceptPause() = default;  // None.
-  // For a listener that is in `epoll` as `listener_id`; the timer is `timer_id` there.
-  static absl::StatusOr<AcceptPause> Create(const Epoll& epoll, int listener, uint64_t listener_id,
-                                            uint64_t timer_id);
+  // What the epoll calls the two.
+  static constexpr uint64_t kListenerId = 0, kTimerId = UINT64_MAX;
+  // Puts them there.
+  static absl::StatusOr<AcceptPause> Create(const Epoll& epoll, int listener);
 
   // After accepting has failed with this errno; changes nothing unless that needs a pause.
   void OnFailure(const Epoll& epoll, int error);
@@ -28,7 +29,6 @@ class AcceptPause {
  private:
   UniqueFd timer_;
   int listener_ = -1;
-  uint64_t listener_id_ = 0;
   LimitedLine refused_;
 };
 

@@ -109,9 +109,6 @@ constexpr int kReadsATurn = 16;
 constexpr int kAcceptedATurn = 64;
 // What one socket holds is some hundred packets.
 constexpr int kMaxLastWords = 1024;
-constexpr int kEventsATurn = 64;
-constexpr uint64_t kListenerId = 0;
-constexpr uint64_t kPauseId = UINT64_MAX;
 // Words about chunks that wait for a peer that takes none, beside one a chunk of its arena.
 constexpr size_t kMaxUnsent = size_t{1} << 14;
 // Of memory that a packet takes while it waits, beside its bytes.
@@ -279,7 +276,7 @@ class MappedDataPlane : public AddressedPlane {
   LimitedLine refused_{LimitedLine::kSome}, dropped_{LimitedLine::kSome},
       unmapped_{LimitedLine::kSome};
   LinkId next_link_ = kFirstMappedLink;
-  uint64_t next_accepted_ = kListenerId + 1;
+  uint64_t next_accepted_ = AcceptPause::kListenerId + 1;
   absl::flat_hash_map<LinkId, std::unique_ptr<Link>> links_;
   AcceptedMap accepted_;
   absl::flat_hash_set<std::string> refused_by_;  // Addresses: who cannot once cannot again.
@@ -304,9 +301,7 @@ absl::Status MappedDataPlane::Init() {
   address_ = static_cast<char>(kVersion) + name + token;
   KVFERRY_ASSIGN_OR_RETURN(epoll_, Epoll::Create());
   KVFERRY_ASSIGN_OR_RETURN(listener_, ListenUnix(SocketName(name)));
-  KVFERRY_RETURN_IF_ERROR(epoll_.Add(listener_.get(), EPOLLIN, kListenerId));
-  KVFERRY_ASSIGN_OR_RETURN(pause_,
-                           AcceptPause::Create(epoll_, listener_.get(), kListenerId, kPauseId));
+  KVFERRY_ASSIGN_OR_RETURN(pause_, AcceptPause::Create(epoll_, listener_.get()));
   return absl::OkStatus();
 }
 
@@ -859,8 +854,8 @@ void MappedDataPlane::HearRest(Accepted& accepted, DataEvents* events) {
 // ---------------------------------------------------------------- both
 
 void MappedDataPlane::Serve(uint64_t id, uint32_t ready, DataEvents* events) {
-  if (id == kListenerId) return Accept();
-  if (id == kPauseId) return pause_.OnTimer(epoll_);
+  if (id == AcceptPause::kListenerId) return Accept();
+  if (id == AcceptPause::kTimerId) return pause_.OnTimer(epoll_);
   if (const auto link = links_.find(id); link != links_.end()) {
     if ((ready & EPOLLOUT) != 0) Flush(link->second->channel);
     if ((ready & ~EPOLLOUT) != 0) OnLinkReadable(*link->second);
@@ -882,7 +877,7 @@ void MappedDataPlane::Drop(AcceptedMap::iterator accepted, DataEvents* events) {
 }
 
 bool MappedDataPlane::Progress(DataEvents* events) {
-  std::array<epoll_event, kEventsATurn> room;
+  Epoll::Room room;
   const std::span<const epoll_event> ready = epoll_.Ready(room);
   for (const epoll_event& event : ready) Serve(event.data.u64, event.events, events);
   const std::vector<uint64_t> failed = std::exchange(failed_, {});

@@ -1,7 +1,6 @@
 #include "transport/tcp/tcp_data_plane.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <utility>
 
@@ -11,7 +10,6 @@
 namespace kvferry {
 namespace {
 
-constexpr int kEventsATurn = 64;
 // Of one link and direction, before it is the next one's turn.
 constexpr int64_t kBytesATurn = 1 << 20;
 constexpr auto kDialInterval = std::chrono::milliseconds(100);
@@ -120,7 +118,7 @@ void TcpDataPlane::Close(LinkId id) {
 }
 
 void TcpDataPlane::Look() {
-  std::array<epoll_event, kEventsATurn> room;
+  Epoll::Room room;
   for (const epoll_event& event : epoll_.Ready(room)) {
     const auto found = links_.find(event.data.u64);
     if (found == links_.end()) continue;

@@ -15,9 +15,6 @@
 namespace kvferry {
 namespace {
 
-constexpr uint64_t kListenerId = 0;
-constexpr uint64_t kPauseId = UINT64_MAX;
-constexpr int kEventsATurn = 64;
 constexpr int kAcceptedATurn = 64;
 // Whoever comes when so many have not said who they are yet takes the place of the one that came first.
 constexpr size_t kMaxStrangers = 256;
@@ -37,9 +34,7 @@ absl::StatusOr<std::unique_ptr<TcpDoor>> TcpDoor::Create(const Config& config,
   KVFERRY_RETURN_IF_ERROR(ChooseCongestionControl(door->listener_, config.tcp_congestion_control));
   KVFERRY_ASSIGN_OR_RETURN(door->port_, PortOf(door->listener_));
   KVFERRY_ASSIGN_OR_RETURN(door->epoll_, Epoll::Create());
-  KVFERRY_RETURN_IF_ERROR(door->epoll_.Add(door->listener_.get(), EPOLLIN, kListenerId));
-  KVFERRY_ASSIGN_OR_RETURN(door->pause_, AcceptPause::Create(door->epoll_, door->listener_.get(),
-                                                             kListenerId, kPauseId));
+  KVFERRY_ASSIGN_OR_RETURN(door->pause_, AcceptPause::Create(door->epoll_, door->listener_.get()));
   return door;
 }
 
@@ -130,13 +125,13 @@ void TcpDoor::LetIn(Stranger& stranger, std::vector<Arrival>* arrivals) {
 
 std::vector<TcpDoor::Arrival> TcpDoor::Progress() {
   std::vector<Arrival> arrivals;
-  std::array<epoll_event, kEventsATurn> room;
+  Epoll::Room room;
   for (const epoll_event& event : epoll_.Ready(room)) {
-    if (event.data.u64 == kListenerId) {
+    if (event.data.u64 == AcceptPause::kListenerId) {
       Accept(&arrivals);
       continue;
     }
-    if (event.data.u64 == kPauseId) {
+    if (event.data.u64 == AcceptPause::kTimerId) {
       pause_.OnTimer(epoll_);
       continue;
     }

@@ -80,7 +80,7 @@ class TcpDoor {
   LimitedLine no_token_;
   LimitedLine second_;
   bool accepted_ = false;
-  uint64_t next_stranger_ = 1;
+  uint64_t next_stranger_ = AcceptPause::kListenerId + 1;
   absl::flat_hash_map<LinkId, Expected> expected_;
   absl::flat_hash_map<std::string, LinkId> by_token_;
   absl::flat_hash_map<uint64_t, Stranger> strangers_;
