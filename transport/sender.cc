@@ -46,7 +46,7 @@ Sender::Sender(const Config& config, std::shared_ptr<const KvPool> pool, FetchSo
       copies_(machine.copies),
       paths_(machine.copies),
       max_read_in_place_(kMaxReadersAProcessor * machine.processors),
-      read_since_(std::make_shared<absl::flat_hash_map<int64_t, Deadline>>()) {
+      under_way_(std::make_shared<ChunksUnderWay>(ChunksUnderWay{.arena = arena})) {
   metrics_->arena_chunks = arena_->num_chunks();
 }
 

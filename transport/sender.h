@@ -53,6 +53,24 @@ class ChunksOfPeers {
   absl::flat_hash_map<PeerKey, int64_t> held_;  // None is 0.
 };
 
+// Chunks that are on their way to peers, each one of the arena and perhaps one of the device's besides, and
+// what is kept of them until they come back. Not thread-safe.
+struct ChunksUnderWay {
+  struct Chunk {
+    int64_t chunk;
+    int64_t device_chunk;  // -1: none.
+  };
+  // There is one of each that is wanted.
+  Chunk Take(const PeerKey& peer, bool on_device, bool is_read_in_place);
+  void GiveBack(const Chunk& taken, const PeerKey& peer);
+
+  Arena* arena;
+  DeviceArena* device_arena = nullptr;
+  ChunksOfPeers of_peers{};
+  ChunksOfPeers of_peers_on_device{};
+  absl::flat_hash_map<int64_t, Deadline> read_since{};  // By chunk: what is read in place.
+};
+
 // The sending half of the packed path: answers fetches with chunks gathered from the pool.
 //
 // A transfer is    parked --publish--> active --done--> (gone: fetched)
@@ -98,7 +116,10 @@ class Sender {
     DeviceArena* arena = nullptr;  // Outlives the sends; null: there is none.
     uint64_t arena_at = 0;         // Where it begins in what offsets count in.
   };
-  void UseOnDevice(const OnDevice& on_device) { on_device_ = on_device; }
+  void UseOnDevice(const OnDevice& on_device) {
+    on_device_ = on_device;
+    under_way_->device_arena = on_device.arena;
+  }
   // Ends what is overdue; returns when to be called again at the latest.
   Deadline Tick(Deadline now);
 
@@ -189,10 +210,9 @@ class Sender {
   FillChunk List(const TransferPtr& transfer, int64_t chunk, int64_t bytes);
   FillChunk ListPieces(const TransferPtr& transfer, int64_t chunk);
   FillChunk ListTensors(const TransferPtr& transfer, int64_t chunk, const StreamTensors& tensors);
-  // One of these. `device_chunk` is of the device's arena, if the chunk goes there.
-  FillChunk Fill(const TransferPtr& transfer, PageWay way, int64_t chunk, int64_t device_chunk,
+  // One of these.
+  FillChunk Fill(const TransferPtr& transfer, PageWay way, const ChunksUnderWay::Chunk& taken,
                  int64_t bytes);
-  int64_t TakeDeviceChunk(const Transfer& transfer);
   int64_t ReadyBytes(const StreamPlan& plan, uint64_t lease_id) const;
   // Ends one transfer; `tell` also sends the peer an abort, and whether the lease comes again.
   void End(uint64_t transfer_id, const absl::Status& outcome, bool tell, bool again = false);
@@ -224,17 +244,14 @@ class Sender {
   std::deque<TakenBack> taken_back_;                      // The last few.
   std::list<TransferPtr> turn_;  // Active transfers; whoever got something last is at the end.
   std::vector<std::span<std::byte>> pieces_;  // Of the chunk that is being sent.
-  // Since when chunks are being read in place. Shared as chunks_of_peer_ is.
-  const std::shared_ptr<absl::flat_hash_map<int64_t, Deadline>> read_since_;
   bool waits_for_readers_ = false;
   bool has_ended_some_ = false;
   LimitedLine refused_{LimitedLine::kSome}, ended_{LimitedLine::kSome};
   ParkedFetches parked_;
   absl::flat_hash_map<PeerKey, int64_t> fetches_of_peer_;  // Active and parked; none is 0.
-  // Shared with sends under way, which may complete after their transfer and its peer are gone.
-  const std::shared_ptr<ChunksOfPeers> chunks_of_peer_ = std::make_shared<ChunksOfPeers>();
-  // The same of the device's arena.
-  const std::shared_ptr<ChunksOfPeers> device_chunks_of_peer_ = std::make_shared<ChunksOfPeers>();
+  // Shared with sends, which may complete after their transfer, its peer and this object are gone, but not
+  // after the arenas.
+  const std::shared_ptr<ChunksUnderWay> under_way_;
 };
 
 }  // namespace kvferry

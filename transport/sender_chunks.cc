@@ -103,17 +103,17 @@ int64_t Sender::NextBytes(const Transfer& transfer, PageWay way, int64_t left) c
 // and those who hold chunks and do not read, whether their transfers go on or not, leave some to whoever comes.
 // The dynamic threshold of Choudhury and Hahne (1998) for packets in a switch's memory, with alpha = 1.
 bool Sender::HasRoom(const Transfer& transfer, PageWay way) const {
-  if (chunks_of_peer_->Of(transfer.peer) >= arena_->num_free()) return false;
+  if (under_way_->of_peers.Of(transfer.peer) >= arena_->num_free()) return false;
   return way != PageWay::kDeviceArena ||
-         device_chunks_of_peer_->Of(transfer.peer) < DeviceShare(transfer.peer);
+         under_way_->of_peers_on_device.Of(transfer.peer) < DeviceShare(transfer.peer);
 }
 
 // Who holds a chunk of it waits for his turn to have another; two each, for one to be gathered while the
 // other one is read, if there are as many.
 int64_t Sender::DeviceShare(const PeerKey& peer) const {
   if (on_device_.arena->num_free() == 0) return 0;
-  const int64_t newcomer = device_chunks_of_peer_->Of(peer) == 0 ? 1 : 0;
-  const auto peers = static_cast<size_t>(device_chunks_of_peer_->num_peers() + newcomer);
+  const int64_t newcomer = under_way_->of_peers_on_device.Of(peer) == 0 ? 1 : 0;
+  const auto peers = static_cast<size_t>(under_way_->of_peers_on_device.num_peers() + newcomer);
   return std::max<int64_t>(2, FairShare(DeviceArena::kNumChunks, peers));
 }
 
@@ -131,9 +131,9 @@ bool Sender::Admits(const Transfer& transfer, PageWay way, int64_t bytes) {
 }
 
 bool Sender::ReadersAreBusy(Deadline now) const {
-  if (read_since_->size() < max_read_in_place_) return false;
+  if (under_way_->read_since.size() < max_read_in_place_) return false;
   const auto fresh =
-      std::count_if(read_since_->begin(), read_since_->end(),
+      std::count_if(under_way_->read_since.begin(), under_way_->read_since.end(),
                     [&](const auto& chunk) { return now - chunk.second < kReaderTurn; });
   return static_cast<size_t>(fresh) >= max_read_in_place_;
 }
@@ -142,7 +142,8 @@ bool Sender::ReadersAreBusy(Deadline now) const {
 PageWay Sender::NextWay(const Transfer& transfer) const {
   if (transfer.sent_bytes >= transfer.plan.pages_bytes()) return PageWay::kArena;
   const bool full = transfer.way == PageWay::kDeviceArena && on_device_.arena->num_free() == 0;
-  return full && device_chunks_of_peer_->Of(transfer.peer) == 0 ? PageWay::kArena : transfer.way;
+  return full && under_way_->of_peers_on_device.Of(transfer.peer) == 0 ? PageWay::kArena
+                                                                       : transfer.way;
 }
 
 bool Sender::ReadInPlace(const Transfer& transfer, PageWay way) {
@@ -315,53 +316,57 @@ void Sender::SendLent(const TransferPtr& transfer, int64_t bytes) {
   outbox_->data().SendChunk(transfer->link, header, std::move(lend), std::move(done));
 }
 
-FillChunk Sender::Fill(const TransferPtr& transfer, PageWay way, int64_t chunk,
-                       int64_t device_chunk, int64_t bytes) {
+FillChunk Sender::Fill(const TransferPtr& transfer, PageWay way, const ChunksUnderWay::Chunk& taken,
+                       int64_t bytes) {
   switch (way) {
     case PageWay::kInPlace:
-      return List(transfer, chunk, bytes);
+      return List(transfer, taken.chunk, bytes);
     case PageWay::kDeviceArena:
-      return GatherOnDevice(transfer, chunk, device_chunk);
+      return GatherOnDevice(transfer, taken.chunk, taken.device_chunk);
     case PageWay::kArena:
       break;
   }
-  return Gather(transfer, chunk);
+  return Gather(transfer, taken.chunk);
 }
 
-int64_t Sender::TakeDeviceChunk(const Transfer& transfer) {
-  device_chunks_of_peer_->Add(transfer.peer);
-  return on_device_.arena->Take();
+ChunksUnderWay::Chunk ChunksUnderWay::Take(const PeerKey& peer, bool on_device,
+                                           bool is_read_in_place) {
+  const Chunk taken{arena->Take(), on_device ? device_arena->Take() : -1};
+  of_peers.Add(peer);
+  if (on_device) of_peers_on_device.Add(peer);
+  if (is_read_in_place) read_since.emplace(taken.chunk, Clock::now());
+  return taken;
+}
+
+void ChunksUnderWay::GiveBack(const Chunk& taken, const PeerKey& peer) {
+  read_since.erase(taken.chunk);
+  arena->GiveBack(taken.chunk);
+  of_peers.Remove(peer);
+  if (taken.device_chunk < 0) return;
+  device_arena->GiveBack(taken.device_chunk);
+  of_peers_on_device.Remove(peer);
 }
 
 void Sender::SendChunk(const TransferPtr& transfer, PageWay way, int64_t bytes) {
-  const int64_t chunk = arena_->Take();
-  const int64_t device_chunk = way == PageWay::kDeviceArena ? TakeDeviceChunk(*transfer) : -1;
+  const ChunksUnderWay::Chunk taken =
+      under_way_->Take(transfer->peer, way == PageWay::kDeviceArena, ReadInPlace(*transfer, way));
   const ChunkHeader header =
       HeaderOfNext(*transfer, bytes, way == PageWay::kArena ? 0 : kChunkInPool);
-  FillChunk fill = Fill(transfer, way, chunk, device_chunk, bytes);
-  if (ReadInPlace(*transfer, way)) read_since_->emplace(chunk, Clock::now());
+  FillChunk fill = Fill(transfer, way, taken, bytes);
   transfer->sent_bytes += bytes;
   ++metrics_->chunks_sent;
   if (way == PageWay::kInPlace) ++metrics_->chunks_in_place;
   metrics_->bytes_sent += bytes;
-  chunks_of_peer_->Add(transfer->peer);
-  // May run after the transfer and this object are gone, never after the arenas.
-  auto done = [arena = arena_, chunk, device_arena = on_device_.arena, device_chunk, transfer,
-               held = chunks_of_peer_, held_of_device = device_chunks_of_peer_,
-               read_since = read_since_, end = transfer->sent_bytes](const absl::Status& status) {
-    read_since->erase(chunk);
+  auto done = [under_way = under_way_, taken, transfer,
+               end = transfer->sent_bytes](const absl::Status& status) {
     // Its reader is through with all up to here, for chunks are read in order; credit comes another
     // way and may have come first.
-    const bool read_in_place = transfer->read_in_place.erase(chunk) > 0 || device_chunk >= 0;
+    const bool read_in_place =
+        transfer->read_in_place.erase(taken.chunk) > 0 || taken.device_chunk >= 0;
     if (read_in_place && status.ok()) {
       transfer->credited_bytes = std::max(transfer->credited_bytes, end);
     }
-    arena->GiveBack(chunk);
-    held->Remove(transfer->peer);
-    if (device_chunk >= 0) {
-      device_arena->GiveBack(device_chunk);
-      held_of_device->Remove(transfer->peer);
-    }
+    under_way->GiveBack(taken, transfer->peer);
     if (!status.ok() && transfer->failed.ok()) transfer->failed = status;
   };
   outbox_->data().SendChunk(transfer->link, header, std::move(fill), std::move(done));
