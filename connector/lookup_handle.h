@@ -9,8 +9,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
-#include "base/clock.h"
-#include "base/mutex.h"
+#include "base/ending.h"
 
 namespace kvferry {
 
@@ -30,14 +29,8 @@ struct LookupResult {
 // One lookup under way. Made by LookupConsumer::DropSelect; all methods are thread-safe.
 //
 // Until done() the pages belong to the lookup; from then on nothing writes to them.
-class LookupHandle {
+class LookupHandle : public Ending {
  public:
-  bool done() const;
-  // While under way: UNAVAILABLE "still under way"; ask done() first.
-  absl::Status status() const;
-  // Waits until done() and returns status(); DEADLINE_EXCEEDED when `deadline` comes first: the
-  // lookup then goes on, to its own deadline.
-  absl::Status Wait(Deadline deadline) const;
   // Empty until done().
   LookupResult result() const;
   // Asks for the end; done() follows shortly, with CANCELLED unless it ended before. An entry that
@@ -48,18 +41,12 @@ class LookupHandle {
 
   // For the consumer.
   LookupHandle(std::function<void()> cancel, std::function<void()> on_done)
-      : cancel_(std::move(cancel)), on_done_(std::move(on_done)) {}
+      : Ending("the lookup"), cancel_(std::move(cancel)), on_done_(std::move(on_done)) {}
   void Finish(const absl::Status& status, LookupResult result);
 
  private:
   const std::function<void()> cancel_;
   std::function<void()> on_done_;  // Finish() alone touches it.
-
-  mutable Mutex mutex_;
-  mutable CondVar changed_;
-  bool done_ ABSL_GUARDED_BY(mutex_) = false;
-  absl::Status status_ ABSL_GUARDED_BY(mutex_) =
-      absl::UnavailableError("the lookup is still under way");
   LookupResult result_ ABSL_GUARDED_BY(mutex_);
 };
 

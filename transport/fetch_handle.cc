@@ -9,32 +9,12 @@ namespace kvferry {
 FetchHandle::FetchHandle(std::shared_ptr<const PageRuns> pages, int64_t num_layers,
                          int64_t total_bytes, std::function<void()> cancel,
                          std::function<void()> on_done)
-    : num_layers_(num_layers),
+    : Ending("the fetch"),
+      num_layers_(num_layers),
       cancel_(std::move(cancel)),
       on_done_(std::move(on_done)),
-      status_(absl::UnavailableError("the fetch is still under way")),
       pages_(std::move(pages)) {
   report_.total_bytes = total_bytes;
-}
-
-bool FetchHandle::done() const {
-  MutexLock lock(&mutex_);
-  return done_;
-}
-
-absl::Status FetchHandle::status() const {
-  MutexLock lock(&mutex_);
-  return status_;
-}
-
-absl::Status FetchHandle::Wait(Deadline deadline) const {
-  MutexLock lock(&mutex_);
-  while (!done_) {
-    if (!ended_.WaitUntil(&mutex_, deadline) && !done_) {
-      return absl::DeadlineExceededError("the fetch is still under way");
-    }
-  }
-  return status_;
 }
 
 int64_t FetchHandle::layers_done() const {
@@ -81,13 +61,11 @@ void FetchHandle::Finish(const absl::Status& status, std::vector<int64_t> missin
   std::shared_ptr<const PageRuns> pages;  // The last to hold the pool, perhaps: not under the lock.
   {
     MutexLock lock(&mutex_);
-    done_ = true;
-    status_ = status;
     if (status.ok()) layers_done_ = num_layers_;
     pages = std::move(pages_);
     missing_pages_ = std::move(missing_pages);
     report_ = report;
-    ended_.NotifyAll();
+    End(status);
     layer_arrived_.NotifyAll();
   }
   // Let go of afterwards: it may hold whoever holds this.

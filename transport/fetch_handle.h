@@ -7,8 +7,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
-#include "base/clock.h"
-#include "base/mutex.h"
+#include "base/ending.h"
 #include "pool/page_runs.h"
 
 namespace kvferry {
@@ -24,16 +23,9 @@ struct FetchReport {
 // One fetch under way. Made by Node::Fetch; all methods are thread-safe.
 //
 // Until done() the local pages belong to the transfer: bytes may appear in them at any time. From
-// done() on, whatever the status, nothing will ever write to them again.
-class FetchHandle {
+// done() on, whatever the status (OK: every byte is there), nothing will ever write to them again.
+class FetchHandle : public Ending {
  public:
-  bool done() const;
-  // OK: every byte is there. While under way: UNAVAILABLE "still under way"; ask done() first.
-  absl::Status status() const;
-  // Waits until done() and returns status(); DEADLINE_EXCEEDED when `deadline` comes first: the
-  // fetch then goes on. (A fetch has its own deadline, so this ends in any case.)
-  absl::Status Wait(Deadline deadline) const;
-
   // Layers [0, layers_done()) are complete in the local pages.
   int64_t layers_done() const;
   // Waits until layer `layer` is complete: OK; or the fetch failed: its status; or
@@ -60,13 +52,9 @@ class FetchHandle {
   const std::function<void()> cancel_;
   std::function<void()> on_done_;  // Finish() alone touches it.
 
-  mutable Mutex mutex_;
-  mutable CondVar ended_;
   // Apart, so that who waits for the end is not woken for each layer: where cores are few, it would
   // take the one that moves the data.
   mutable CondVar layer_arrived_;
-  bool done_ ABSL_GUARDED_BY(mutex_) = false;
-  absl::Status status_ ABSL_GUARDED_BY(mutex_);
   int64_t layers_done_ ABSL_GUARDED_BY(mutex_) = 0;
   std::shared_ptr<const PageRuns> pages_ ABSL_GUARDED_BY(mutex_);  // Null once done.
   std::vector<int64_t> missing_pages_ ABSL_GUARDED_BY(mutex_);     // Once done.
