@@ -37,7 +37,11 @@ def windows(kv_cache_config: KVCacheConfig) -> list[int | None]:
 def _window(spec: KVCacheSpec) -> int | None:
     if isinstance(spec, MambaSpec):
         return LAST_STATE if spec.mamba_cache_mode == "align" else STATE
-    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+    if isinstance(spec, SlidingWindowSpec):
+        # Those before the window, for drafts that go back to them (MTP with several modules), are
+        # in blocks that vLLM allocates for a load, and caches when it has come.
+        return spec.sliding_window + spec.extra_retained_tokens
+    return None
 
 
 def block_size(kv_cache_config: KVCacheConfig) -> int:
