@@ -1,5 +1,6 @@
 """What the connector makes of vLLM's KV cache tensors, and of which engines, without an engine."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  #
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
+    KVQuantMode,
     MambaSpec,
     SlidingWindowSpec,
 )
@@ -63,23 +65,28 @@ def test_a_kv_cache_allocated_in_our_context_can_be_shared():
     assert wide.sum() == 0
 
 
-@pytest.mark.parametrize(
-    "shape, parts, order",
-    [
-        ((10, 3, BLOCK, 128), [("kv", 3, 128)], "HND"),
-        ((10, BLOCK, 576), [("latent", 1, 576)], "ND"),
-        ((2, 10, BLOCK, 3, 64), [("k", 3, 64), ("v", 3, 64)], "NHD"),
-        ((2, 10, 3, BLOCK, 64), [("k", 3, 64), ("v", 3, 64)], "HND"),
-    ],
-)
-def test_known_arrangements_of_a_cache(shape, parts, order):
-    cache = torch.zeros(shape, dtype=torch.bfloat16)
-    assert _arrangement("layer", cache, 10, BLOCK) == (parts, order, "bfloat16")
+def arrangement(cache, attention=None, **spec):
+    context = {"layer.7": attention}
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=context),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+    heads = {"num_kv_heads": 3, "head_size": 64, "dtype": torch.bfloat16}
+    return _arrangement(config, "layer.7", cache, 10, full_attention(**(heads | spec)))
 
 
-def test_heads_may_lie_beside_each_other_in_a_token():
-    cache = torch.zeros(10, BLOCK, 3, 128).transpose(1, 2)
-    assert _arrangement("layer", cache, 10, BLOCK) == ([("kv", 3, 128)], "NHD", "float32")
+def test_known_arrangements_of_a_cache():
+    sizes = {"dtype": torch.bfloat16, "device": "meta"}
+    cache = torch.zeros((10, 3, BLOCK, 128), **sizes)
+    assert arrangement(cache) == (3, 128, "HND", "bfloat16")
+    # Heads may lie beside each other in a token.
+    cache = torch.zeros((10, BLOCK, 3, 128), **sizes).transpose(1, 2)
+    assert arrangement(cache) == (3, 128, "NHD", "bfloat16")
+    latent = {"num_kv_heads": 1, "head_size": 576, "head_size_v": 0}
+    assert arrangement(torch.zeros((10, 1, BLOCK, 576), **sizes), **latent)[:2] == (1, 576)
+    # On a CPU it is the backend that knows.
+    cache = torch.zeros((10, 3, BLOCK, 128), dtype=torch.bfloat16)
+    assert arrangement(cache, SimpleNamespace(isa="vec")).page_format == "vllm-cpu-vec-HND"
 
 
 def test_a_cache_lies_on_one_device_that_is_known():
@@ -95,17 +102,19 @@ def test_a_cache_lies_on_one_device_that_is_known():
 @pytest.mark.parametrize(
     "cache",
     [
-        torch.zeros(9, 3, BLOCK, 128),
-        torch.zeros(10, 3, 128, BLOCK).transpose(2, 3),
-        torch.zeros(3, 10, BLOCK, 128).transpose(0, 1),
-        torch.zeros(10, 3 * BLOCK * 128),
-        [torch.zeros(10, 3, BLOCK, 128)],
+        torch.zeros(9, 3, BLOCK, 128, dtype=torch.bfloat16),
+        torch.zeros(10, 6, BLOCK, 128, dtype=torch.bfloat16),
+        torch.zeros(10, 3, BLOCK, 128),
+        torch.zeros(10, 3, 128, BLOCK, dtype=torch.bfloat16).transpose(2, 3),
+        torch.zeros(3, 10, BLOCK, 128, dtype=torch.bfloat16).transpose(0, 1),
+        torch.zeros(10, 3 * BLOCK * 128, dtype=torch.bfloat16),
+        [torch.zeros(10, 3, BLOCK, 128, dtype=torch.bfloat16)],
     ],
-    ids=["blocks", "values strided", "heads outermost", "dimensions", "not a tensor"],
+    ids=["blocks", "heads", "dtype", "strided", "heads outermost", "dimensions", "not a tensor"],
 )
 def test_unknown_arrangements_name_the_layer(cache):
-    with pytest.raises(NotImplementedError, match="layer.7"):
-        _arrangement("layer.7", cache, 10, BLOCK)
+    with pytest.raises(NotImplementedError, match=r"layer\.7"):
+        arrangement(cache)
 
 
 def cache_config(*specs) -> SimpleNamespace:
@@ -208,9 +217,9 @@ class Slabs:
     def attention(self, layer: int, cut: int = 1) -> torch.Tensor:
         return self.slab(layer).view(torch.float32).view(NUM_BLOCKS * cut, 2, BLOCK // cut, 16)
 
-    def adopt(self, **parallel) -> AdoptedCache:
+    def adopt(self, context: dict | None = None, **parallel) -> AdoptedCache:
         config = SimpleNamespace(
-            compilation_config=SimpleNamespace(static_forward_context={}),
+            compilation_config=SimpleNamespace(static_forward_context=context or {}),
             parallel_config=SimpleNamespace(tensor_parallel_size=parallel.get("size", 1)),
             cache_config=SimpleNamespace(cache_dtype="auto"),
         )
@@ -273,47 +282,138 @@ def test_blocks_of_unknown_arrangements_are_refused():
         sizes.adopt()
 
 
-def fp8_numbers(cache_dtype: str, scales: dict[str, tuple], parts: int, use_mla: bool = False):
+class Scaled(SimpleNamespace):
+    """A layer that divides K and V by these, or by one of each head."""
+
+    def __init__(self, *scales: float | list[float] | None):
+        super().__init__()
+        for name, scale in zip(("_k_scale", "_v_scale"), scales, strict=True):
+            if scale is not None:
+                each = torch.tensor(scale)
+                setattr(self, name, each)
+                setattr(self, f"{name}_float", each.max().item())
+
+
+def fp8_numbers(cache_dtype: str, scales: dict[str, tuple], use_mla: bool = False):
     """scales: of K and V, by layer. Those of one name but for what follows a dot share a cache."""
+    context = {name: Scaled(*of_both) for name, of_both in scales.items()}
     config = SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
         model_config=SimpleNamespace(use_mla=use_mla),
-        compilation_config=SimpleNamespace(
-            static_forward_context={
-                name: SimpleNamespace(_k_scale_float=k, _v_scale_float=v)
-                for name, (k, v) in scales.items()
-            }
-        ),
+        compilation_config=SimpleNamespace(static_forward_context=context),
     )
     caches = list(dict.fromkeys(name.split(".")[0] for name in scales))
     index = {name: caches.index(name.split(".")[0]) for name in scales}
-    return _fp8_numbers(config, index, parts)
+    return _fp8_numbers(config, index)
 
 
 def test_an_fp8_cache_says_what_its_bytes_stand_for():
-    assert fp8_numbers("fp8", {"a": (1, 2), "b": (3, 4)}, 2) == ("float8_e4m3fn", [1, 3, 2, 4])
-    assert fp8_numbers("fp8_e4m3", {"a": (2, 2), "b": (3, 3)}, 1) == ("float8_e4m3fn", [2, 3])
-    assert fp8_numbers("fp8_e5m2", {"a.0": (2, 3), "a.1": (2, 3)}, 2) == ("float8_e5m2", [2, 3])
+    assert fp8_numbers("fp8", {"a": (2, 2), "b": (3, 3)}) == ("float8_e4m3fn", [2, 3])
+    assert fp8_numbers("fp8_e4m3", {"a": (2, 2), "b": (3, 3)}) == ("float8_e4m3fn", [2, 3])
+    assert fp8_numbers("fp8_e5m2", {"a.0": (2, 2), "a.1": (2, 2)}) == ("float8_e5m2", [2])
     # A latent is stored with K's.
-    assert fp8_numbers("fp8", {"a": (2, 3)}, 1, use_mla=True) == ("float8_e4m3fn", [2])
+    assert fp8_numbers("fp8", {"a": (2, 3)}, use_mla=True) == ("float8_e4m3fn", [2])
 
 
 @pytest.mark.parametrize(
-    "cache_dtype, scales, parts",
+    "cache_dtype, scales",
     [
-        ("auto", (1, 1), 2),
-        ("fp8_ds_mla", (1, 1), 1),  # Its blocks have scales of their own.
-        ("fp8_per_token_head", (1, 1), 2),
-        ("fp8", (1, 2), 1),  # K and V lie in one buffer.
-        ("fp8", (None, None), 2),
+        ("auto", (1, 1)),
+        ("fp8_ds_mla", (1, 1)),  # Its blocks have scales of their own.
+        ("fp8_per_token_head", (1, 1)),
+        ("fp8", (1, 2)),  # K and V lie in one buffer.
+        ("fp8", ([2, 3], [2, 3])),  # And so do heads.
+        ("fp8", (None, None)),
     ],
 )
-def test_other_caches_are_bytes(cache_dtype: str, scales: tuple, parts: int):
-    assert fp8_numbers(cache_dtype, {"a": scales}, parts) is None
+def test_other_caches_are_bytes(cache_dtype: str, scales: tuple):
+    assert fp8_numbers(cache_dtype, {"a": scales}) is None
 
 
 def test_a_cache_that_layers_of_several_scales_share_is_bytes(monkeypatch: pytest.MonkeyPatch):
-    assert fp8_numbers("fp8", {"a.0": (1, 2), "a.1": (1, 3)}, 2) is None
+    assert fp8_numbers("fp8", {"a.0": (1, 1), "a.1": (2, 2)}) is None
     # And so is one in a format of other processors.
     monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda _: True))
-    assert fp8_numbers("fp8", {"a": (1, 2)}, 2) is None
+    assert fp8_numbers("fp8", {"a": (2, 2)}) is None
+
+
+class Backend:
+    """A layer, and what it computes attention by."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def get_attn_backend(self) -> "Backend":
+        return self
+
+    def get_name(self) -> str:
+        return self._name
+
+
+# [K data | K scales | V data | V scales], for which vLLM has twice as many heads; what each holds.
+NVFP4 = full_attention(
+    block_size=2 * BLOCK,
+    head_size=64,
+    dtype=torch.uint8,
+    kv_quant_mode=KVQuantMode.NVFP4,
+    num_head_slots=4,
+    state_content_bytes=64 // 2 + 64 // 16,
+)
+# All of K and all of V, for which it has two heads.
+B12X = full_attention(num_head_slots=2, state_content_bytes=2 * 8 * 4)
+
+
+def packed(spec, backend: str, cache_dtype: str = "auto", rank: int = 0, size: int = 1):
+    caches = {"layer": torch.zeros(spec_shape(spec), dtype=spec.dtype)}
+    model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 2 * size)
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"layer": Backend(backend)}),
+        parallel_config=SimpleNamespace(tensor_parallel_size=size),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        model_config=model,
+    )
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
+    kv_cache_config = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=[group])
+    return AdoptedCache(config, kv_cache_config, caches, rank)
+
+
+def spec_shape(spec) -> tuple[int, ...]:
+    values = spec.state_content_size_bytes // spec.dtype.itemsize
+    return NUM_BLOCKS, spec.num_heads, spec.block_size, values
+
+
+def test_blocks_that_a_backend_packs_are_not_cut():
+    for spec, backend, cache_dtype in (
+        (B12X, "B12X", "auto"),
+        (NVFP4, "FLASHINFER", "nvfp4"),
+        (replace(NVFP4, num_head_slots=None), "FLASHINFER", "nvfp4"),
+    ):
+        cache = packed(spec, backend, cache_dtype)
+        layout = cache.pool.layout
+        assert layout.page_format == f"vllm-packed-{cache_dtype}-{backend}-HND"
+        values = spec.page_size_bytes // spec.block_size // spec.dtype.itemsize
+        assert [tuple(it) for it in layout.tensors] == [("kv", 1, values)]
+        assert (layout.page_size, cache.ranks, cache.scales) == (spec.block_size, (0, 1, 1), [])
+        assert cache.knows_numbers == (cache_dtype == "auto")
+        # What a rank has is for the one in its place, of as many.
+        assert packed(spec, backend, cache_dtype, rank=1, size=2).ranks == (1, 2, 2)
+    formats = {packed(NVFP4, name, "nvfp4").pool.layout.page_format for name in ("A", "B")}
+    assert len(formats) == 2
+
+
+def test_blocks_that_a_backend_packs_are_not_cut_beside_states_either():
+    def page_format(backend: str | None) -> str:
+        slabs, spec = Slabs(), B12X if backend else full_attention()
+        slabs.config.kv_cache_groups[1].kv_cache_spec = spec
+        context = {name: Backend(backend or "") for name in slabs.caches}
+        return slabs.adopt(context).pool.layout.page_format
+
+    assert len({page_format(None), page_format("B12X"), page_format("FLASHINFER")}) == 3
+
+
+@pytest.mark.parametrize(
+    "mode", ["FP8_PER_TENSOR", "FP8_PER_TOKEN_HEAD", "TURBOQUANT_4BIT_NC", "ULTRAQUANT_4BIT"]
+)
+def test_blocks_of_rows_for_each_head_and_token_can_be_cut(mode: str):
+    spec = full_attention(kv_quant_mode=KVQuantMode[mode], dtype=torch.uint8)
+    assert packed(spec, "TRITON_ATTN", mode.lower()).ranks == (0, 1, 2)

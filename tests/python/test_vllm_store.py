@@ -520,7 +520,7 @@ def test_a_reset_of_what_cannot_be_emptied_is_no_success(scheduler: Scheduler):
     assert scheduler.half.reset_cache() is False
 
 
-def test_both_kinds_of_fp8_are_different_models():
+def test_other_kinds_of_small_numbers_are_different_models():
     def identity(cache_dtype: str, of_bytes: bool = True) -> str:
         return model_identity(
             SimpleNamespace(
@@ -534,7 +534,8 @@ def test_both_kinds_of_fp8_are_different_models():
 
     assert identity("auto") == identity("bfloat16")  # What it is stands in the layout.
     assert identity("fp8") == identity("fp8_e4m3")
-    assert len({identity("auto"), identity("fp8_e4m3"), identity("fp8_e5m2")}) == 3
+    others = ("auto", "fp8_e4m3", "fp8_e5m2", "turboquant_4bit_nc", "ultraquant_4bit")
+    assert len({identity(it) for it in others}) == 5
     # But for who casts one into the other.
     assert identity("fp8_e5m2", of_bytes=False) == identity("auto")
 

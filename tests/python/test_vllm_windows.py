@@ -1,4 +1,4 @@
-"""Which blocks vLLM's own manager gives requests of models with sliding windows, without an engine."""
+"""Which blocks vLLM's own manager gives requests of models with windows, without an engine."""
 
 import pytest
 

@@ -9,10 +9,13 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    KVQuantMode,
     MambaSpec,
     SlidingWindowSpec,
+    get_kv_quant_mode,
 )
 
 import kvferry
@@ -23,7 +26,7 @@ from kvferry.vllm.shared_cache import SharedAllocation
 _MAX_MODEL_BYTES = 256  # What a hello may carry.
 
 
-def attention_specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
+def attention_specs(kv_cache_config: KVCacheConfig) -> list[AttentionSpec]:
     """Of the groups of layers with attention."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [spec for spec in specs if not isinstance(spec, MambaSpec)]
@@ -66,23 +69,23 @@ def model_identity(vllm_config: VllmConfig, *, of_ranks: bool, of_bytes: bool) -
     """What both sides have to have in common beside the layout of their KV.
 
     of_ranks: of blocks as engines with as many tensor-parallel ranks have them, whichever rank's.
-    of_bytes: nobody makes another kind of fp8 out of what is in them.
+    of_bytes: nobody makes another kind of numbers out of what is in them.
     """
     model = vllm_config.model_config
     shard = f" tp {vllm_config.parallel_config.tensor_parallel_size}" if of_ranks else ""
     revision = f" revision {model.revision}" if model.revision else ""
     quantization = f" quantization {model.quantization}" if model.quantization else ""
-    # Both kinds of fp8 lie in tensors of bytes, which may be all that a layout knows of them.
+    # Small numbers of any kind lie in tensors of bytes, which may be all that a layout knows.
     cache_dtype = vllm_config.cache_config.cache_dtype
-    if of_bytes and _is_fp8(vllm_config):
+    if of_bytes and _is_quantized(vllm_config):
         quantization += f" KV {'fp8_e4m3' if cache_dtype == 'fp8' else cache_dtype}"
     name = os.path.basename(os.path.normpath(model.model))  # Paths differ from node to node.
     room = _MAX_MODEL_BYTES - len((revision + quantization + shard).encode())
     return name.encode()[:room].decode(errors="ignore") + revision + quantization + shard
 
 
-def _is_fp8(vllm_config: VllmConfig) -> bool:
-    return vllm_config.cache_config.cache_dtype.startswith("fp8")
+def _is_quantized(vllm_config: VllmConfig) -> bool:
+    return get_kv_quant_mode(vllm_config.cache_config.cache_dtype) != KVQuantMode.NONE
 
 
 class AdoptedCache:
@@ -102,8 +105,8 @@ class AdoptedCache:
         """Adopts the tensors and keeps them alive. allocation: what they may have come from.
 
         Raises NotImplementedError, naming layer and shape, for tensors in which the bytes of a
-        block are not one run (or two: K and V), or that lie neither in host memory nor on a GPU, or
-        differ from layer to layer, or do not have the rank's share of the model's heads.
+        block are not one run, or that lie neither in host memory nor on a GPU, or differ from layer
+        to layer, or do not have the rank's share of the model's heads.
         """
         if not kv_caches:
             raise ValueError("vLLM registered no KV cache")
@@ -155,13 +158,13 @@ def _attention(
     kv_caches: dict[str, torch.Tensor],
     tp_rank: int,
 ) -> _Adopted:
-    """Of layers that are all alike: what lies where in a block is known."""
-    num_blocks, tokens = kv_cache_config.num_blocks, block_size(kv_cache_config)
+    """Of layers that are all alike: what lies where in a block is known, or its name is."""
     distinct: dict[int, torch.Tensor] = {}  # By address: some layers share another one's cache.
     layer_index: dict[str, int] = {}
     first: tuple[str, _Arrangement] | None = None
     for name, cache in kv_caches.items():
-        arrangement = _arrangement(name, cache, num_blocks, tokens)
+        spec = _spec_of(name, kv_cache_config)
+        arrangement = _arrangement(vllm_config, name, cache, kv_cache_config.num_blocks, spec)
         first = first or (name, arrangement)
         if arrangement != first[1]:
             raise NotImplementedError(
@@ -171,27 +174,33 @@ def _attention(
         distinct.setdefault(cache.data_ptr(), cache)
         layer_index[name] = list(distinct).index(cache.data_ptr())
     assert first is not None
-    tensors = list(distinct.values())
-    page_format = _page_format(vllm_config, kv_caches, first[1].order)
+    tensors, of_each = list(distinct.values()), first[1]
     numbers = None
-    if page_format == first[1].order:  # Else only the same engine knows where values lie.
-        numbers = _fp8_numbers(vllm_config, layer_index, len(first[1].parts))
+    if of_each.page_format in _KNOWN_ORDERS:  # Else only the same engine knows where values lie.
+        numbers = _fp8_numbers(vllm_config, layer_index)
     pool_layout = kvferry.KvLayout(
         num_layers=len(tensors),
-        page_size=tokens,
-        dtype=numbers.dtype if numbers else first[1].dtype,
-        page_format=page_format,
-        tensors=first[1].parts,
+        page_size=block_size(kv_cache_config),
+        dtype=numbers.dtype if numbers else of_each.dtype,
+        page_format=of_each.page_format,
+        tensors=[("kv", of_each.heads, of_each.values)],
     )
     return _Adopted(
         pool_layout,
-        _buffers(tensors, len(first[1].parts)),
+        [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors],
         tensors,
         layer_index,
-        _ranks(vllm_config, tp_rank, first[1].parts[0][1]),
+        _ranks(vllm_config, tp_rank, of_each),
         numbers.scales if numbers else [],
-        numbers is not None or not _is_fp8(vllm_config),
+        numbers is not None or not _is_quantized(vllm_config),
     )
+
+
+def _spec_of(name: str, kv_cache_config: KVCacheConfig) -> KVCacheSpec:
+    """Of the layer's group; of one that shares another one's cache any with attention."""
+    if (group := _group_of(kv_cache_config).get(name)) is None:
+        return attention_specs(kv_cache_config)[0]
+    return kv_cache_config.kv_cache_groups[group].kv_cache_spec
 
 
 def _blocks(
@@ -214,7 +223,8 @@ def _blocks(
         parts = cache if isinstance(cache, (list, tuple)) else [cache]
         address = min(part.data_ptr() for part in parts)
         holds = [_block_part(name, it, address, kv_cache_config, block_bytes) for it in parts]
-        holds.append(_layer_format(vllm_config, name, parts[0], ""))
+        spec = _spec_of(name, kv_cache_config)
+        holds.append(_layer_format(vllm_config, name, parts[0], spec, ""))
         slabs.setdefault(address, []).append((group_of.get(name), holds))
         layer_index[name] = list(slabs).index(address)
         tensors += parts
@@ -225,7 +235,6 @@ def _blocks(
             "(VLLM_KV_CACHE_LAYOUT LBHNC)"
         )
     arrangement = hashlib.sha256(repr(list(slabs.values())).encode()).hexdigest()[:16]
-    tp_size = vllm_config.parallel_config.tensor_parallel_size
     pool_layout = kvferry.KvLayout(
         num_layers=len(slabs),
         page_size=tokens,
@@ -238,7 +247,7 @@ def _blocks(
         [(address, size) for address in slabs],
         tensors,
         layer_index,
-        Ranks(tp_rank, tp_size, tp_size),  # What a rank has is nobody else's.
+        _ranks_of_blocks(vllm_config, tp_rank),
         [],
         knows_numbers=False,
     )
@@ -276,9 +285,25 @@ def _block_part(
     return begin, tuple(part.shape[1:]), part.stride(), cut, str(part.dtype)
 
 
-def _ranks(vllm_config: VllmConfig, tp_rank: int, num_heads: int) -> Ranks:
-    """Of a rank with a cache of so many heads."""
+def _ranks_of_blocks(vllm_config: VllmConfig, tp_rank: int) -> Ranks:
+    """Of blocks that are not cut: what a rank has is nobody else's."""
     size = vllm_config.parallel_config.tensor_parallel_size
+    return Ranks(tp_rank, size, size)
+
+
+class _Arrangement(NamedTuple):
+    """What one layer's tensor holds."""
+
+    heads: int  # 1 of blocks that are not cut.
+    values: int  # Of a head and token.
+    page_format: str
+    dtype: str
+
+
+def _ranks(vllm_config: VllmConfig, tp_rank: int, arrangement: _Arrangement) -> Ranks:
+    if arrangement.page_format.startswith(_PACKED):
+        return _ranks_of_blocks(vllm_config, tp_rank)
+    size, num_heads = vllm_config.parallel_config.tensor_parallel_size, arrangement.heads
     if size == 1:
         return Ranks(0, 1, num_heads)
     model = vllm_config.model_config
@@ -291,46 +316,30 @@ def _ranks(vllm_config: VllmConfig, tp_rank: int, num_heads: int) -> Ranks:
     return Ranks(tp_rank, size, total)
 
 
-class _Arrangement(NamedTuple):
-    """What one layer's tensor holds."""
-
-    parts: list[tuple[str, int, int]]  # Name, heads, head dim.
-    order: str  # Of a block's values: "HND", "NHD" or "ND".
-    dtype: str
-
-
-def _arrangement(name: str, cache: torch.Tensor, num_blocks: int, tokens: int) -> _Arrangement:
+def _arrangement(
+    vllm_config: VllmConfig, name: str, cache: torch.Tensor, num_blocks: int, spec: KVCacheSpec
+) -> _Arrangement:
+    """Of [blocks, heads, tokens, values], as vLLM shows every cache, wherever these lie."""
+    assert isinstance(spec, AttentionSpec)
     if not isinstance(cache, torch.Tensor):
         raise NotImplementedError(f"layer {name} registered a {type(cache).__name__}, not a tensor")
-    shape = tuple(cache.shape)
-    dtype = str(cache.dtype).removeprefix("torch.")
-    problem = "this arrangement is unknown to KVFerryConnector"
-    is_fused = len(shape) == 4 and (shape[0], shape[2]) == (num_blocks, tokens)
-    if is_fused and cache.is_contiguous():
-        return _Arrangement([("kv", shape[1], shape[3])], "HND", dtype)
-    if is_fused and cache.transpose(1, 2).is_contiguous():
-        return _Arrangement([("kv", shape[1], shape[3])], "NHD", dtype)
-    if not cache.is_contiguous():
-        problem = f"strides {cache.stride()} are not contiguous"
-    elif len(shape) == 3 and shape[:2] == (num_blocks, tokens):
-        return _Arrangement([("latent", 1, shape[2])], "ND", dtype)
-    elif len(shape) == 5 and shape[:2] == (2, num_blocks) and tokens in shape[2:4]:
-        order, heads = ("NHD", shape[3]) if shape[2] == tokens else ("HND", shape[2])
-        return _Arrangement([("k", heads, shape[4]), ("v", heads, shape[4])], order, dtype)
-    raise NotImplementedError(
-        f"KV cache of layer {name}: shape {shape} on {cache.device}, with {num_blocks} blocks of "
-        f"{tokens} tokens: {problem}"
-    )
-
-
-def _buffers(tensors: list[torch.Tensor], num_parts: int) -> list[tuple[int, int]]:
-    """(address, bytes): the first part of every layer, then the second."""
-    buffers = []
-    for part in range(num_parts):
-        for tensor in tensors:
-            size = tensor.nbytes // num_parts
-            buffers.append((tensor.data_ptr() + part * size, size))
-    return buffers
+    values = spec.state_content_size_bytes // cache.element_size()
+    shape = (num_blocks, spec.num_heads, spec.block_size, values)
+    if tuple(cache.shape) == shape and cache.is_contiguous():
+        order = "HND"
+    elif tuple(cache.shape) == shape and cache.transpose(1, 2).is_contiguous():
+        order = "NHD"
+    else:
+        raise NotImplementedError(
+            f"KV cache of layer {name}: shape {tuple(cache.shape)}, strides {cache.stride()}, of "
+            f"{cache.dtype} on {cache.device}, where vLLM's {type(spec).__name__} says {shape}, "
+            f"one behind the other: this arrangement is unknown to KVFerryConnector"
+        )
+    heads = spec.num_heads
+    if _is_packed(spec):
+        heads, values = 1, heads * values
+    page_format = _layer_format(vllm_config, name, cache, spec, order)
+    return _Arrangement(heads, values, page_format, str(cache.dtype).removeprefix("torch."))
 
 
 class _Numbers(NamedTuple):
@@ -343,9 +352,7 @@ class _Numbers(NamedTuple):
 _FP8_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
-def _fp8_numbers(
-    vllm_config: VllmConfig, layer_index: dict[str, int], num_parts: int
-) -> _Numbers | None:
+def _fp8_numbers(vllm_config: VllmConfig, layer_index: dict[str, int]) -> _Numbers | None:
     """Of an fp8 cache whose layers say what they divide by before they store.
 
     None of any other, and of one in which values that lie in one buffer have several scales.
@@ -353,39 +360,54 @@ def _fp8_numbers(
     dtype = _FP8_DTYPES.get(vllm_config.cache_config.cache_dtype)
     if dtype is None or current_platform.is_fp8_fnuz():
         return None
-    by_layer: dict[int, tuple[float, ...]] = {}
+    by_layer: dict[int, float] = {}
     for name, index in layer_index.items():
         attention = vllm_config.compilation_config.static_forward_context.get(name)
-        k = getattr(attention, "_k_scale_float", None)
-        v = getattr(attention, "_v_scale_float", None)
+        k, v = _scale(attention, "_k_scale"), _scale(attention, "_v_scale")
         if k is None or v is None:
             return None
-        if num_parts == 1 and k != v and not vllm_config.model_config.use_mla:
+        # A latent is stored with K's.
+        if k != v and not vllm_config.model_config.use_mla:
             return None
-        scales = (k, v)[:num_parts]  # A latent is stored with K's.
-        if by_layer.setdefault(index, scales) != scales:
+        if by_layer.setdefault(index, k) != k:
             return None
-    layers = range(len(by_layer))
-    return _Numbers(dtype, [by_layer[layer][part] for part in range(num_parts) for layer in layers])
+    return _Numbers(dtype, [by_layer[layer] for layer in range(len(by_layer))])
 
 
-def _page_format(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor], order: str) -> str:
-    """A name for the order of values in a block. Blocks of equal names are exchanged as they are;
-    those of NHD and HND are converted, also to other block sizes.
-
-    Raises NotImplementedError when layers differ in it.
-    """
-    formats = {_layer_format(vllm_config, name, it, order) for name, it in kv_caches.items()}
-    if len(formats) != 1:
-        raise NotImplementedError(
-            f"KVFerryConnector needs the same order of values in every layer, not {sorted(formats)}"
-        )
-    return formats.pop()
+def _scale(attention: Any, name: str) -> float | None:
+    """None where there is none, or several: of those by head vLLM has the greatest as a number."""
+    several = getattr(attention, name, None)
+    if several is None or several.numel() != 1:
+        return None
+    return getattr(attention, f"{name}_float", None)
 
 
-def _layer_format(vllm_config: VllmConfig, name: str, cache: torch.Tensor, order: str) -> str:
+# Orders of values in a block by which blocks are converted, also to other block sizes. Blocks of
+# any other name are exchanged as they are, with engines that have the same.
+_KNOWN_ORDERS = ("HND", "NHD")
+_PACKED = "vllm-packed-"
+
+
+def _layer_format(
+    vllm_config: VllmConfig, name: str, cache: torch.Tensor, spec: KVCacheSpec, order: str
+) -> str:
+    """A name for the order of values in a block."""
+    attention: Any = vllm_config.compilation_config.static_forward_context.get(name)
+    if _is_packed(spec):
+        backend = attention.get_attn_backend().get_name()
+        return f"{_PACKED}{vllm_config.cache_config.cache_dtype}-{backend}-{order}"
     if cache.device.type != "cpu":
         return order
     # The CPU backend packs K in the way of the instruction set that its attention kernel uses.
-    attention: Any = vllm_config.compilation_config.static_forward_context.get(name)
     return f"vllm-cpu-{getattr(attention, 'isa', 'unknown')}-{order}"
+
+
+def _is_packed(spec: KVCacheSpec) -> bool:
+    """Whether what a token has of a head lies apart in a block, where the backend wants it: K and V
+    in planes, scales behind the values."""
+    if not isinstance(spec, AttentionSpec):
+        return False
+    mode = spec.kv_quant_mode
+    in_rows = mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+    in_rows = in_rows or mode.is_per_token_head or mode.is_turboquant or mode.is_ultraquant
+    return spec.num_head_slots is not None or not in_rows
