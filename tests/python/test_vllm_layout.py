@@ -17,7 +17,7 @@ from kvferry.vllm.layout import (  # noqa: E402
     windows,
 )
 from kvferry.vllm.limits import check_store_supported, check_supported  # noqa: E402
-from kvferry.vllm.parts import LAST_STATE, STATE  # noqa: E402
+from kvferry.vllm.parts import LAST_STATE, STATE, WHOLE, Kind  # noqa: E402
 from kvferry.vllm.shared_cache import SharedAllocation  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
@@ -33,7 +33,9 @@ BLOCK = 16
 
 def vllm_config() -> SimpleNamespace:
     return SimpleNamespace(
-        model_config=SimpleNamespace(enable_sleep_mode=False),
+        model_config=SimpleNamespace(enable_sleep_mode=False, max_model_len=4096),
+        max_in_flight_tokens=512,
+        num_lookahead_tokens=0,
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
@@ -150,8 +152,10 @@ def test_engines_beyond_the_limits_are_refused():
 def test_windows_are_known_by_group():
     config = cache_config(sliding_window(64), full_attention(), full_attention(sliding_window=64))
     check_supported(vllm_config(), config)
+    of_window, *others = windows(vllm_config(), config)
     # vLLM without its hybrid manager keeps all blocks, whatever the window.
-    assert windows(config) == [64, None, None]
+    assert (of_window.kind, of_window.tokens) == (Kind.WINDOW, 64)
+    assert others == [WHOLE, WHOLE]
     for it in (config, cache_config(sliding_window(64)), cache_config(*[full_attention()] * 2)):
         with pytest.raises(NotImplementedError, match="disable-hybrid-kv-cache-manager"):
             check_store_supported(vllm_config(), KVConnectorRole.SCHEDULER, it)
@@ -165,10 +169,12 @@ def state(**changes) -> MambaSpec:
 def test_states_are_known_by_group():
     config = cache_config(state(), full_attention(), state())
     check_supported(vllm_config(), config)
-    assert (windows(config), block_size(config)) == ([STATE, None, STATE], BLOCK)
+    assert windows(vllm_config(), config) == [STATE, WHOLE, STATE]
+    assert block_size(config) == BLOCK
     cached = state(mamba_cache_mode="align", block_size=BLOCK)
     check_supported(vllm_config(), cache_config(full_attention(), cached))
-    assert windows(cache_config(full_attention(), cached)) == [None, LAST_STATE]
+    config_of_cached = cache_config(full_attention(), cached)
+    assert windows(vllm_config(), config_of_cached) == [WHOLE, LAST_STATE]
     for changes, problem in (
         ({"mamba_cache_mode": "align"}, "not of 4096"),
         ({"mamba_cache_mode": "all"}, "not all"),

@@ -9,11 +9,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from kvferry.vllm.parts import (  # noqa: E402
     LAST_STATE,
     STATE,
+    WHOLE,
     blocks_of,
     cut,
     handed_over,
-    most_blocks,
+    most_blocks_computing,
+    most_blocks_loading,
 )
+from vllm_steps import window  # noqa: E402
 
 
 def test_parts_of_a_prompt_cover_it_in_whole_blocks():
@@ -60,7 +63,7 @@ def test_engines_with_blocks_of_other_sizes_cut_a_prompt_alike(tokens: int):
     for block in (1, 32, 64, 256, 1024):
         assert parts(block) == parts(16)
     # What is left of a window begins at a block.
-    windows = (None, 100)
+    windows = (WHOLE, window(100))
     of_one, of_other = (
         {it.lease_id for it in cut("t" * 16, range(tokens), block, windows)} for block in (16, 32)
     )
@@ -68,29 +71,38 @@ def test_engines_with_blocks_of_other_sizes_cut_a_prompt_alike(tokens: int):
 
 
 def test_what_is_handed_over_of_a_prompt_by_kind_of_layers():
-    assert handed_over((None,), 100) == handed_over((None, 64), 100) == 100
+    assert handed_over((WHOLE,), 100) == handed_over((WHOLE, window(64)), 100) == 100
     # A state has no tokens behind it that the decode engine computes.
-    assert handed_over((None, STATE), 100) == handed_over((LAST_STATE, None), 100) == 99
-    windows = (None, STATE, 40, LAST_STATE)
+    assert handed_over((WHOLE, STATE), 100) == handed_over((LAST_STATE, WHOLE), 100) == 99
+    windows = (WHOLE, STATE, window(40), LAST_STATE)
     for tokens in (1, 15, 16, 17, 32, 99):
-        whole, state, window, last = (blocks_of(windows, group, tokens, 16) for group in range(4))
+        whole, state, of_window, last = (
+            blocks_of(windows, group, tokens, 16) for group in range(4)
+        )
         assert (whole, state) == (range(-(-tokens // 16)), range(1))
         assert last == whole[-1:]
         # What the next token looks at, itself among it.
-        assert window == range(max(0, tokens + 1 - 40) // 16, whole.stop)
-    assert blocks_of((None, 40), 1, 99, 16) == range(59 // 16, 7)
+        assert of_window == range(max(0, tokens + 1 - 40) // 16, whole.stop)
+    assert blocks_of((WHOLE, window(40)), 1, 99, 16) == range(59 // 16, 7)
 
 
 def test_blocks_that_a_prompt_may_take():
-    assert most_blocks((None,), 100, 16) == 7
-    assert most_blocks((None, 40), 100, 16) == 14  # It has all, before it gives some back.
-    assert most_blocks((STATE, None, LAST_STATE), 100, 16) == 7 + 2 * 3
-    assert most_blocks((STATE, None, LAST_STATE), 17, 16) == 3 * 2
+    for most_blocks in (most_blocks_computing, most_blocks_loading):
+        assert most_blocks((WHOLE,), 100, 16) == 7
+        assert most_blocks((STATE, WHOLE, LAST_STATE), 100, 16) == 7 + 2 * 3
+        assert most_blocks((STATE, WHOLE, LAST_STATE), 17, 16) == 3 * 2
+    windows = (WHOLE, window(40, most_blocks=6))
+    # More than the window, before it gives some back, but never more than all.
+    assert most_blocks_computing(windows, 96, 16) == 6 + 6
+    assert most_blocks_computing(windows, 1000, 16) == 63 + 6
+    assert most_blocks_computing(windows, 32, 16) == 2 + 2
+    assert most_blocks_loading(windows, 1000, 16) == 63 + 4
+    assert most_blocks_loading(windows, 32, 16) == 2 + 2
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 2500])
 def test_a_state_is_a_part_of_its_own_at_the_end(tokens: int):
-    parts = cut("t" * 16, range(tokens), 16, (STATE, None, LAST_STATE))
+    parts = cut("t" * 16, range(tokens), 16, (STATE, WHOLE, LAST_STATE))
     end = -(-tokens // 16)
     assert [
         (it.group, it.first_block, it.end_block, it.end_token) for it in parts if it.group != 1
@@ -104,7 +116,7 @@ def test_a_state_is_a_part_of_its_own_at_the_end(tokens: int):
 
 def test_engines_with_and_without_prefix_caching_name_a_state_alike():
     of_one, of_other = (
-        {it.lease_id for it in cut("t" * 16, range(2500), 16, (state, None))}
+        {it.lease_id for it in cut("t" * 16, range(2500), 16, (state, WHOLE))}
         for state in (STATE, LAST_STATE)
     )
     assert of_one == of_other

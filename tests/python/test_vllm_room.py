@@ -1,12 +1,19 @@
 """Which requests get blocks, and in which order, without an engine."""
 
 import random
+from collections.abc import Callable
+from itertools import chain
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import kvferry  # noqa: E402
+from kvferry.vllm.parts import (  # noqa: E402
+    WHOLE,
+    most_blocks_computing,
+    most_blocks_loading,
+)
 from kvferry.vllm.room import Room  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
@@ -20,6 +27,7 @@ from vllm_steps import (  # noqa: E402
     Prefill,
     remote,
     request,
+    window,
 )
 
 SIX_BLOCKS = 6 * BLOCK
@@ -52,6 +60,14 @@ def test_what_nobody_has_asked_for_leaves_room_for_the_longest_prompt():
     assert not prefill.begin(second)
     prefill.report(finished_sending={"a"})
     assert prefill.begin(second)
+
+
+def test_a_cache_in_which_long_prompts_wait_for_each_other_is_warned_of(caplog):
+    Room(num_blocks=20, longest=10)
+    assert caplog.messages == []
+    Room(num_blocks=19, longest=10)
+    (message,) = caplog.messages
+    assert "has 19 blocks" in message and "takes 10" in message
 
 
 def test_prompts_for_tickets_wait_for_nobody():
@@ -176,15 +192,17 @@ def test_prompts_that_nobody_has_asked_for_are_computed_in_the_order_in_which_th
 
 class BothWays:
     """An engine that prefills and decodes for others. It computes a prompt in a step, and is done
-    in the next one with a load that has arrived."""
+    in the next one with a load that has arrived. Of windows it keeps as few blocks as may be."""
 
-    def __init__(self, num_blocks: int, longest: int):
+    def __init__(self, num_blocks: int, longest: int, windows=(WHOLE,)):
+        self._windows = windows
         room = Room(num_blocks, longest, both_ways=True)
-        self.prefill, self.decode = Prefill(room=room), Decode(room=room)
+        self.prefill = Prefill(room=room, windows=windows)
+        self.decode = Decode(room=room, windows=windows)
         self.waiting: list = []  # In the order in which they came.
         self.free = num_blocks
         self.held: dict[str, int] = {}  # Blocks of requests.
-        self.loading: dict[str, int] = {}  # Leases of loads.
+        self.loading: dict[str, list[int]] = {}  # Leases of loads, by group.
         self.leases: dict[int, str] = {}  # And who has published them.
 
     def arrive(self, it) -> None:
@@ -213,35 +231,41 @@ class BothWays:
             missing, _ = self.decode.scheduler.get_num_new_matched_tokens(it, 0)
             if missing is None:
                 continue
-            blocks = it.num_prompt_tokens // BLOCK
+            blocks = self._blocks(it, most_blocks_loading if missing else most_blocks_computing)
             if blocks > self.free:
                 break
             self.waiting.remove(it)
             self.held[it.request_id] = blocks
             self.free -= blocks
             self.prefill.scheduler.update_state_after_alloc(it)
-            ids = Blocks(list(range(blocks)))
+            ids = Blocks(*[list(range(1, 1 + it.num_prompt_tokens // BLOCK))] * len(self._windows))
             self.decode.scheduler.update_state_after_alloc(it, ids, missing)
             loads.append(it) if missing else computed.update({it.request_id: it})
         return computed, loads
+
+    def _blocks(self, it, most_blocks: Callable[..., int]) -> int:
+        return most_blocks(self._windows, it.num_prompt_tokens, BLOCK)
 
     def step(self, peer: "BothWays") -> None:
         computed, _ = self.begin()
         meta = self.prefill.step({name: it.num_prompt_tokens for name, it in computed.items()})
         self.decode.scheduler.fill(meta)
         for load in meta.loads:
-            ticket = kvferry.Ticket.parse(load.parts[0].tickets[0])
-            self.loading[load.request_id] = ticket.lease_id
+            tickets = [kvferry.Ticket.parse(part.tickets[0]) for part in load.parts]
+            self.loading[load.request_id] = [ticket.lease_id for ticket in tickets]
         for new in meta.publications:
             self.leases[new.lease_id] = new.request_id
         for name, it in computed.items():
+            self.free += self.held[name]
+            self.held[name] = self._blocks(it, most_blocks_loading)
+            self.free -= self.held[name]
             it.status = RequestStatus.FINISHED_LENGTH_CAPPED
             if (params := self.prefill.scheduler.request_finished(it)[1]) is not None:
                 peer.arrive(request(name, it.num_prompt_tokens, params))
-        self.prefill.report(set(peer.loading.values()) & set(meta.unasked))
-        for name, lease in list(self.loading.items()):
-            if lease in peer.leases:
-                peer.sent(peer.leases.pop(lease))
+        self.prefill.report(set(meta.unasked).intersection(chain(*peer.loading.values())))
+        for name, leases in list(self.loading.items()):
+            if leases[0] in peer.leases:  # The others are published in the same step.
+                peer.sent(peer.leases[leases[0]])
                 del self.loading[name]
                 self.arrived(name)
                 self.free += self.held.pop(name)
@@ -251,13 +275,15 @@ class BothWays:
         self.free += self.held.pop(name)
 
 
+@pytest.mark.parametrize("windows", [(WHOLE,), (WHOLE, window(2 * BLOCK, most_blocks=5))])
 @pytest.mark.parametrize("ways", [["at once"], ["tickets"], ["at once", "tickets"]])
-def test_engines_that_decode_for_each_other_do_not_wait_for_each_other(ways: list[str]):
+def test_engines_that_decode_for_each_other_do_not_wait_for_each_other(ways: list[str], windows):
     """Whatever comes in whatever order, to caches of twice the longest prompt or more."""
     for seed in range(200):
         rng = random.Random(seed)
         longest = rng.randrange(1, 9)
-        both = [BothWays(rng.randrange(2 * longest, 5 * longest), longest) for _ in range(2)]
+        blocks = most_blocks_computing(windows, longest * BLOCK, BLOCK)
+        both = [BothWays(rng.randrange(2 * blocks, 5 * blocks), blocks, windows) for _ in range(2)]
         arrivals: list[list] = [[], []]
         for n in range(24):
             tokens = rng.choice([longest, rng.randint(1, longest)]) * BLOCK
@@ -466,7 +492,7 @@ def test_loads_by_tickets_are_among_the_fetches_that_a_prefill_engine_lets_wait(
     decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"b"}))
     decode.step()
     # A ticket of each group of layers.
-    decode = Decode(windows=(None, None), max_fetches=3)
+    decode = Decode(windows=(WHOLE, WHOLE), max_fetches=3)
     first, second = (
         request(name, 40, remote(kvferry_group_tickets=[[from_there(n)], [from_there(n + 1)]]))
         for n, name in ((2, "d"), (4, "e"))

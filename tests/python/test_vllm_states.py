@@ -9,12 +9,12 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import kvferry  # noqa: E402
 from kvferry.vllm.metadata import LoadPart  # noqa: E402
-from kvferry.vllm.parts import LAST_STATE, STATE  # noqa: E402
+from kvferry.vllm.parts import LAST_STATE, STATE, WHOLE  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm_steps import BLOCK, Blocks, Decode, Prefill, request  # noqa: E402
 
-WINDOWS = (STATE, None, STATE)
+WINDOWS = (STATE, WHOLE, STATE)
 TRANSFER = {"transfer_id": "0123456789abcdef"}
 
 
@@ -118,7 +118,7 @@ def test_all_but_the_last_token_is_loaded(prompt: int, blocks: int):
 
 
 def test_a_state_among_cached_ones_is_in_the_block_of_the_last_token():
-    windows = (LAST_STATE, None)
+    windows = (LAST_STATE, WHOLE)
     prefill = Prefill(windows=windows)
     prefill.blocks = Blocks([0, 0, 31], [4, 9, 2])
     prefill.scheduler.on_new_request(of_vllm(40, {}))

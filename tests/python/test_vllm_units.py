@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import kvferry  # noqa: E402
 from kvferry.vllm.metadata import LoadPart, StepMetadata, parse_tickets  # noqa: E402
-from kvferry.vllm.parts import cut  # noqa: E402
+from kvferry.vllm.parts import WHOLE, cut  # noqa: E402
 from kvferry.vllm.telemetry import FetchRecord, Options, TransferStats  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
@@ -25,6 +25,7 @@ from vllm_steps import (  # noqa: E402
     Prefill,
     remote,
     request,
+    window,
 )
 
 
@@ -322,7 +323,7 @@ def test_what_is_handed_over_is_for_a_lora_adapter(same_id):
     assert not asked_for(None)
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 20)])
+@pytest.mark.parametrize("windows", [(WHOLE,), (WHOLE, window(20))])
 def test_tickets_are_for_the_tokens_of_their_prompt(windows):
     prefill = Prefill(windows=windows)
     it = prefill.arrive(40)
@@ -575,18 +576,18 @@ def test_options_of_store_mode():
 
 
 def test_groups_without_a_window_have_their_own_tickets_too():
-    prefill = Prefill(windows=(None, None))
+    prefill = Prefill(windows=(WHOLE, WHOLE))
     it = prefill.arrive(40)
     assert [it.group for it in prefill.step({"r": 40}).publications] == [0, 1]
     it.status = RequestStatus.FINISHED_LENGTH_CAPPED
     params = prefill.scheduler.request_finished(it)[1]
     assert len(params["kvferry_group_tickets"]) == 2
-    decode, it = Decode(windows=(None, None)), request("r", 40, params)
+    decode, it = Decode(windows=(WHOLE, WHOLE)), request("r", 40, params)
     (load,) = decode.allocate(it, 0, [5, 6, 8], [1, 2, 3]).loads
     assert (load.error, load.block_ids) == ("", [5, 6, 8, 1, 2, 3])
 
 
-WINDOWS = (2 * BLOCK, None)
+WINDOWS = (window(2 * BLOCK), WHOLE)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 from kvferry.vllm.metadata import AskedFor, StepMetadata, WorkerAddress
+from kvferry.vllm.parts import WHOLE, Kind, Window
 from kvferry.vllm.room import Room
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler
 from vllm.v1.outputs import KVConnectorOutput
@@ -25,6 +26,10 @@ ANNOUNCED = {"do_remote_decode": True} | TRANSFER
 
 def step(scheduled: dict[str, int], preempted: set[str] = frozenset()) -> SimpleNamespace:
     return SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=preempted)
+
+
+def window(tokens: int, most_blocks: int = 1000) -> Window:
+    return Window(Kind.WINDOW, tokens, most_blocks)
 
 
 class Blocks:
@@ -95,7 +100,7 @@ def request(request_id: str, prompt: int, params: dict | None = None, computed: 
 
 
 class Prefill:
-    def __init__(self, tp_size: int = 1, room: Room | None = None, windows=(None,)):
+    def __init__(self, tp_size: int = 1, room: Room | None = None, windows=(WHOLE,)):
         room = room or Room(1000, 10)
         self.blocks = Blocks(*[[4, 9, 2, 7, *range(100, 300)]] * len(windows))
         self.scheduler = PrefillScheduler(
@@ -134,7 +139,7 @@ class Prefill:
 
 class Decode:
     def __init__(
-        self, tp_size: int = 1, room: Room | None = None, windows=(None,), max_fetches: int = 1024
+        self, tp_size: int = 1, room: Room | None = None, windows=(WHOLE,), max_fetches: int = 1024
     ):
         self.scheduler = DecodeScheduler(
             vllm_config(tp_size),

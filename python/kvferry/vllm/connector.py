@@ -29,7 +29,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.vllm import layout, limits, siblings
 from kvferry.vllm.metadata import Addresses, AskedFor, StepMetadata
-from kvferry.vllm.parts import in_groups, most_blocks
+from kvferry.vllm.parts import in_groups, most_blocks_computing
 from kvferry.vllm.room import Room
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler, warn_wrong_role
 from kvferry.vllm.shared_cache import SharedAllocation
@@ -76,7 +76,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._options = Options.parse(transfer.kv_connector_extra_config)
         limits.check_supported(vllm_config, kv_cache_config)
         limits.check_engine_role(vllm_config, role)
-        self._windows = layout.windows(kv_cache_config)
+        self._windows = layout.windows(vllm_config, kv_cache_config)
         self._prefill: PrefillScheduler | None = None
         self._decode: DecodeScheduler | None = None
         self._prefill_worker: PrefillWorker | None = None
@@ -100,9 +100,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                     self._options.config(0),
                 )
                 return
+            max_model_len = vllm_config.model_config.max_model_len
             room = Room(
                 kv_cache_config.num_blocks - 1,  # Block 0 is vLLM's own.
-                most_blocks(self._windows, vllm_config.model_config.max_model_len, block_size),
+                most_blocks_computing(self._windows, max_model_len, block_size),
                 both_ways=transfer.is_kv_producer and transfer.is_kv_consumer,
             )
             if transfer.is_kv_producer:

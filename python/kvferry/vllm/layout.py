@@ -20,7 +20,15 @@ from vllm.v1.kv_cache_interface import (
 
 import kvferry
 from kvferry.vllm.device import device_of
-from kvferry.vllm.parts import LAST_STATE, STATE, has_states, in_groups
+from kvferry.vllm.parts import (
+    LAST_STATE,
+    STATE,
+    WHOLE,
+    Kind,
+    Window,
+    has_states,
+    in_groups,
+)
 from kvferry.vllm.shared_cache import SharedAllocation
 
 _MAX_MODEL_BYTES = 256  # What a hello may carry.
@@ -32,19 +40,25 @@ def attention_specs(kv_cache_config: KVCacheConfig) -> list[AttentionSpec]:
     return [spec for spec in specs if not isinstance(spec, MambaSpec)]
 
 
-def windows(kv_cache_config: KVCacheConfig) -> list[int | None]:
+def windows(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[Window]:
     """By group of layers, as kvferry.vllm.parts has them."""
-    return [_window(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    groups = kv_cache_config.kv_cache_groups
+    return [_window(vllm_config, group.kv_cache_spec) for group in groups]
 
 
-def _window(spec: KVCacheSpec) -> int | None:
+def _window(vllm_config: VllmConfig, spec: KVCacheSpec) -> Window:
     if isinstance(spec, MambaSpec):
         return LAST_STATE if spec.mamba_cache_mode == "align" else STATE
-    if isinstance(spec, SlidingWindowSpec):
-        # Those before the window, for drafts that go back to them (MTP with several modules), are
-        # in blocks that vLLM allocates for a load, and caches when it has come.
-        return spec.sliding_window + spec.extra_retained_tokens
-    return None
+    if not isinstance(spec, SlidingWindowSpec):
+        return WHOLE
+    most_blocks = spec.max_admission_blocks_per_request(
+        # What is drafted takes room too.
+        max_in_flight_tokens=vllm_config.max_in_flight_tokens + vllm_config.num_lookahead_tokens,
+        max_model_len=vllm_config.model_config.max_model_len,
+    )
+    # Tokens before the window, for drafts that go back to them (MTP with several modules), are in
+    # blocks that vLLM allocates for a load, and caches when it has come.
+    return Window(Kind.WINDOW, spec.sliding_window + spec.extra_retained_tokens, most_blocks)
 
 
 def block_size(kv_cache_config: KVCacheConfig) -> int:
@@ -114,8 +128,9 @@ class AdoptedCache:
         self.group_of = _group_of(kv_cache_config)
         # What is kept for a window begins at a block, and with blocks of another size elsewhere;
         # and of a state nothing can be made but the same one.
-        self.converts_pages = not in_groups(windows(kv_cache_config))
-        adopt = _blocks if has_states(windows(kv_cache_config)) else _attention
+        kept = windows(vllm_config, kv_cache_config)
+        self.converts_pages = not in_groups(kept)
+        adopt = _blocks if has_states(kept) else _attention
         adopted = adopt(vllm_config, kv_cache_config, kv_caches, tp_rank)
         self.layer_index = adopted.layer_index
         self.num_layers = adopted.layout.num_layers

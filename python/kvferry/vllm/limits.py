@@ -88,10 +88,11 @@ def check_store_supported(
 ) -> None:
     """Raises, naming the setting, for engines that a store would fail: ValueError, or
     NotImplementedError for a model that it does not serve."""
-    if in_groups(windows(kv_cache_config)):
+    kept = windows(vllm_config, kv_cache_config)
+    if in_groups(kept):
         hint = (
             ""
-            if has_states(windows(kv_cache_config))
+            if has_states(kept)
             else ". --disable-hybrid-kv-cache-manager lets models that have other layers too keep "
             "all blocks of all of them"
         )

@@ -11,6 +11,7 @@ import hashlib
 import struct
 from array import array
 from collections.abc import Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.utils.math_utils import cdiv
@@ -63,25 +64,38 @@ def check_transfer_id(transfer_id: object) -> str:
     )
 
 
-# By group of layers: of how many tokens it keeps the blocks; None: of all; STATE, LAST_STATE: a
-# block has the state of recurrent layers (Mamba, linear attention, short convolutions) behind all
-# tokens.
-Windows = Sequence[int | None]
-STATE = 0  # The one block that there is.
-LAST_STATE = -1  # The last of as many as KV would take: those before it are not there, or older.
+class Kind(Enum):
+    """Of what a group of layers keeps of a prompt."""
+
+    WHOLE = "all blocks"
+    WINDOW = "those of the last tokens"
+    # Of recurrent layers (Mamba, linear attention, short convolutions), behind all tokens.
+    STATE = "a state in the one block that there is"
+    LAST_STATE = "a state in the last of as many as KV would take: those before are not there"
+
+
+class Window(NamedTuple):
+    """What a group of layers keeps of a prompt."""
+
+    kind: Kind
+    # Of a window.
+    tokens: int = 0  # The next one looks at so many, itself among them, or its drafts go back to.
+    most_blocks: int = 0  # At any time while a prompt is computed, however long it is.
+
+
+WHOLE = Window(Kind.WHOLE)
+STATE = Window(Kind.STATE)
+LAST_STATE = Window(Kind.LAST_STATE)
+Windows = Sequence[Window]  # By group of layers.
 
 
 def in_groups(windows: Windows) -> bool:
     """Whether a prompt is more than one list of blocks, all of them."""
-    return list(windows) != [None]
-
-
-def _is_state(window: int | None) -> bool:
-    return window in (STATE, LAST_STATE)
+    return list(windows) != [WHOLE]
 
 
 def has_states(windows: Windows) -> bool:
-    return any(map(_is_state, windows))
+    return STATE in windows or LAST_STATE in windows
 
 
 def handed_over(windows: Windows, num_prompt_tokens: int) -> int:
@@ -93,23 +107,30 @@ def handed_over(windows: Windows, num_prompt_tokens: int) -> int:
 def blocks_of(windows: Windows, group: int, num_tokens: int, block_size: int) -> range:
     """Of so many tokens handed over, those that the decode engine needs of a group: it computes the
     prompt's last token, which looks at as many as a window has, itself among them."""
-    window = windows[group]
+    kind, kept, _ = windows[group]
     end_block = cdiv(num_tokens, block_size)
-    if window == STATE:
+    if kind == Kind.STATE:
         return range(1)
-    if window == LAST_STATE:
+    if kind == Kind.LAST_STATE:
         return range(end_block - 1, end_block)
+    if kind == Kind.WHOLE:
+        return range(end_block)
     num_prompt_tokens = num_tokens + has_states(windows)
-    first = 0 if window is None else max(0, num_prompt_tokens - window) // block_size
-    return range(first, end_block)
+    return range(max(0, num_prompt_tokens - kept) // block_size, end_block)
 
 
-def most_blocks(windows: Windows, num_tokens: int, block_size: int) -> int:
-    """That so many tokens take of all groups while they are computed: of a window as if it kept
-    them all, since it has more than what is left at the end, and of states those of a step, of the
-    step before and of a prefix to be cached."""
+def most_blocks_computing(windows: Windows, num_tokens: int, block_size: int) -> int:
+    """That a prompt of so many tokens takes of all groups, at any time while it is computed: of
+    states those of a step, of the step before and of a prefix to be cached."""
     whole = cdiv(num_tokens, block_size)
-    return sum(min(whole, 3) if _is_state(it) else whole for it in windows)
+    most = {Kind.WHOLE: whole, Kind.STATE: 3, Kind.LAST_STATE: 3}
+    return sum(min(whole, most.get(it.kind, it.most_blocks)) for it in windows)
+
+
+def most_blocks_loading(windows: Windows, num_tokens: int, block_size: int) -> int:
+    """While it is loaded: of a window those that its last token looks at, wherever they begin."""
+    at_end = [it._replace(most_blocks=cdiv(it.tokens, block_size) + 1) for it in windows]
+    return most_blocks_computing(at_end, num_tokens, block_size)
 
 
 def _unit(block_size: int, windows: Windows) -> int:
@@ -118,7 +139,7 @@ def _unit(block_size: int, windows: Windows) -> int:
     return _PART_TOKENS if any_size else block_size
 
 
-def places(num_tokens: int, block_size: int, windows: Windows = (None,)) -> list[Place]:
+def places(num_tokens: int, block_size: int, windows: Windows = (WHOLE,)) -> list[Place]:
     """Of the parts of so many tokens that are handed over, in the order in which they are computed:
     whole blocks of _PART_TOKENS, or more, and what is left. Of a group with a window or a state
     one: what is left of it at the end.
@@ -132,9 +153,10 @@ def places(num_tokens: int, block_size: int, windows: Windows = (None,)) -> list
     found = []
     for group, window in enumerate(windows):
         needed = blocks_of(windows, group, num_tokens, block_size)
-        for first in needed[:: blocks if window is None else max(1, len(needed))]:
-            end = needed.stop if window is not None else min(first + blocks, needed.stop)
-            end_token = num_tokens if window is not None else min(end * block_size, num_tokens)
+        is_whole = window == WHOLE
+        for first in needed[:: blocks if is_whole else max(1, len(needed))]:
+            end = min(first + blocks, needed.stop) if is_whole else needed.stop
+            end_token = min(end * block_size, num_tokens) if is_whole else num_tokens
             found.append(Place(first, end, end_token, group))
     return sorted(found, key=lambda place: place.end_token)
 
@@ -143,7 +165,7 @@ def cut(
     transfer_id: str,
     tokens: Sequence[int],
     block_size: int,
-    windows: Windows = (None,),
+    windows: Windows = (WHOLE,),
     adapter: str = "",
 ) -> list[Part]:
     """The parts of tokens that are handed over, each at one of places(). adapter: adapter_of()."""
@@ -151,7 +173,7 @@ def cut(
     parts = []
     for place in places(len(tokens), block_size, windows):
         # A state is the same one in whichever block.
-        is_state = _is_state(windows[place.group])
+        is_state = windows[place.group] in (STATE, LAST_STATE)
         first_token = 0 if is_state else place.first_block * block_size
         parts.append(Part(_lease_id(prompt, place.group, first_token), *place))
     return parts

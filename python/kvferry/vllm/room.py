@@ -2,6 +2,8 @@
 
 from collections.abc import Hashable
 
+from kvferry.vllm.telemetry import logger
+
 
 class Held:
     """Blocks by who holds them, and their sum: it is asked for at every step, of every request that
@@ -44,6 +46,15 @@ class Room:
         and computes some for others."""
         self.both_ways = both_ways
         self._capacity = num_blocks - longest
+        if self._capacity < longest:
+            logger.warning(
+                "the KV cache has %d blocks, and a prompt of max_model_len takes %d: long prompts "
+                "that wait for another engine (those given to both at once, and in a kv_both "
+                "engine any) wait for each other too. Twice as many blocks let them overlap: "
+                "lower max_model_len, or give the cache more memory",
+                num_blocks,
+                longest,
+            )
         self._most_unasked = self._capacity - longest if both_ways else self._capacity
         self.loads = Held()  # And prompts for tickets.
         self.unasked = Held()  # Prompts that nobody has asked for.

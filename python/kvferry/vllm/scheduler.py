@@ -32,6 +32,7 @@ from kvferry.vllm.metadata import (
 )
 from kvferry.vllm.parts import (
     TRANSFER_ID,
+    WHOLE,
     Part,
     Windows,
     adapter_of,
@@ -42,7 +43,8 @@ from kvferry.vllm.parts import (
     has_states,
     in_groups,
     leases_of_all,
-    most_blocks,
+    most_blocks_computing,
+    most_blocks_loading,
     places,
 )
 from kvferry.vllm.room import Room
@@ -207,7 +209,7 @@ class PrefillScheduler:
 
     def _blocks(self, watched: _Watched) -> int:
         num_tokens = watched.request.num_prompt_tokens
-        return most_blocks(self._windows, num_tokens, self._block_size)
+        return most_blocks_computing(self._windows, num_tokens, self._block_size)
 
     def _is_overdue(self, watched: _Watched) -> bool:
         """The engine that was to ask for it has gone, or has too much to do."""
@@ -302,7 +304,7 @@ class PrefillScheduler:
                 self._hand_over_nothing(request_id, watched)
                 continue
             for part in due:
-                if self._windows[part.group] is not None or has_states(self._windows):
+                if self._windows[part.group] != WHOLE or has_states(self._windows):
                     self._held.hold(request_id, kv_cache_manager, part)
             watched.published += publications
             meta.publications += publications
@@ -538,8 +540,8 @@ class DecodeScheduler:
         return request.num_prompt_tokens - in_groups(self._windows)
 
     def _blocks(self, request: Request) -> int:
-        """Of all groups, at most, while they are loaded and computed."""
-        return most_blocks(self._windows, request.num_prompt_tokens, self._block_size)
+        """Of all groups, at most, while they are loaded."""
+        return most_blocks_loading(self._windows, request.num_prompt_tokens, self._block_size)
 
     def update_state_after_alloc(
         self, request: Request, blocks: "KVCacheBlocks", num_external_tokens: int
