@@ -559,30 +559,50 @@ class DecodeScheduler:
         if num_external_tokens == 0:  # Everything is cached here, or another request's.
             self._dismiss(transfer, offers)
             return
+        load = self._load(request, offers, blocks.get_block_ids(), num_external_tokens)
+        # What is wrong with the tickets comes before what is with the blocks.
+        load.error = error or load.error
+        self._loads.append(load)
+        self._begin_load(request, params, load, transfer, peer)
+        if not error:
+            self._takers[transfer] = request.request_id
+            if len(self._takers) > _MAX_TAKERS:
+                self._takers.popitem(last=False)
+
+    def _load(
+        self,
+        request: Request,
+        offers: list[_Offer],
+        block_ids: tuple[list[int], ...],
+        num_external_tokens: int,
+    ) -> Load:
+        """Of what is offered and not here yet, into blocks by group. What is here of an offer, all
+        of it, is let go of."""
         # Local hits end at a block boundary, so the rest starts there.
         cached = (self._loadable(request) - num_external_tokens) // self._block_size
         num_tokens = handed_over(self._windows, request.num_prompt_tokens)
-        load = Load(request.request_id, [], cached, num_tokens, error)
+        load = Load(request.request_id, [], cached, num_tokens)
         for tickets, begin, end, num_blocks, group in offers:
             first = max(begin, cached)
-            block_ids = blocks.get_block_ids()[group][first:end]
-            if _NULL_BLOCK in block_ids:
-                load.error = load.error or "vLLM has given back a block that the window still needs"
-            if block_ids:
-                load.parts.append(LoadPart(tickets, first - begin, block_ids, num_blocks))
+            into = block_ids[group][first:end]
+            if _NULL_BLOCK in into:
+                load.error = "vLLM has given back a block that the window still needs"
+            if into:
+                load.parts.append(LoadPart(tickets, first - begin, into, num_blocks))
             else:
                 self._dismissed.append(tickets)
+        return load
+
+    def _begin_load(
+        self, request: Request, params: dict[str, Any], load: Load, transfer: int, peer: str
+    ) -> None:
+        """Counts what the load takes until it is reported back."""
         self._loading[request.request_id] = _Loading(transfer, load.block_ids, peer)
-        self._loads.append(load)
         if _is_announced(params):
             self._room.loads.take(request.request_id, self._blocks(request))
         if peer:
             there = self._peers.setdefault(peer, Room(self._max_fetches_per_peer, 0))
             there.loads.take(request.request_id, len(load.parts))
-        if not error:
-            self._takers[transfer] = request.request_id
-            if len(self._takers) > _MAX_TAKERS:
-                self._takers.popitem(last=False)
 
     def _offers(
         self, request: Request, params: dict[str, Any], is_its_prompt: bool = True
