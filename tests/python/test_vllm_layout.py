@@ -21,11 +21,13 @@ from kvferry.vllm.parts import LAST_STATE, STATE, WHOLE, Kind  # noqa: E402
 from kvferry.vllm.shared_cache import SharedAllocation  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     KVQuantMode,
     MambaSpec,
     SlidingWindowSpec,
+    get_kv_quant_mode,
 )
 
 BLOCK = 16
@@ -418,8 +420,21 @@ def test_blocks_that_a_backend_packs_are_not_cut_beside_states_either():
 
 
 @pytest.mark.parametrize(
-    "mode", ["FP8_PER_TENSOR", "FP8_PER_TOKEN_HEAD", "TURBOQUANT_4BIT_NC", "ULTRAQUANT_4BIT"]
+    "cache_dtype",
+    [
+        "fp8",
+        "int8_per_token_head",
+        "fp8_per_token_head",
+        "int4_per_token_head",
+        "turboquant_4bit_nc",
+        "ultraquant_4bit",
+    ],
 )
-def test_blocks_of_rows_for_each_head_and_token_can_be_cut(mode: str):
-    spec = full_attention(kv_quant_mode=KVQuantMode[mode], dtype=torch.uint8)
-    assert packed(spec, "TRITON_ATTN", mode.lower()).ranks == (0, 1, 2)
+def test_blocks_of_rows_for_each_head_and_token_can_be_cut(cache_dtype: str):
+    spec = full_attention(
+        kv_quant_mode=get_kv_quant_mode(cache_dtype),
+        dtype=STR_DTYPE_TO_TORCH_DTYPE[cache_dtype],
+    )
+    cache = packed(spec, "TRITON_ATTN", cache_dtype)
+    assert (cache.ranks, cache.pool.layout.dtype) == ((0, 1, 2), "uint8")
+    assert not cache.knows_numbers

@@ -354,7 +354,10 @@ def _arrangement(
     if _is_packed(spec):
         heads, values = 1, heads * values
     page_format = _layer_format(vllm_config, name, cache, spec, order)
-    return _Arrangement(heads, values, page_format, str(cache.dtype).removeprefix("torch."))
+    dtype = str(cache.dtype).removeprefix("torch.")
+    if dtype == "int8":  # Bytes, as the scales among them are.
+        dtype = "uint8"
+    return _Arrangement(heads, values, page_format, dtype)
 
 
 class _Numbers(NamedTuple):
