@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "transport/backlog.h"
 #include "transport/messages.h"
 
 namespace kvferry {
@@ -47,10 +48,12 @@ class ControlPlane {
   virtual absl::StatusOr<PeerKey> Dial(const std::string& address) = 0;
   // A new connection to a dialled peer in place of the one there is; on failure there is that one still.
   virtual absl::Status DialAgain(const PeerKey& peer) = 0;
-  // Forgets a dialled peer; no-op for others.
+  // Forgets a dialled peer, and of others what waits for them.
   virtual void Hangup(const PeerKey& peer) = 0;
-  // RESOURCE_EXHAUSTED when the peer's queue is full, UNAVAILABLE when it is gone.
+  // What the connection does not take waits. RESOURCE_EXHAUSTED when more than kMaxMessagesWaiting does,
+  // UNAVAILABLE when the peer is gone.
   virtual absl::Status Send(const PeerKey& peer, const Message& message) = 0;
+  virtual Backlog BacklogOf(const PeerKey& peer) const = 0;
 
   // Delivers what has arrived, at most a bounded number of messages. True when there was any.
   virtual bool Progress(ControlEvents* events) = 0;

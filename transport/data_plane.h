@@ -19,6 +19,7 @@
 #include "base/clock.h"
 #include "pool/page_runs.h"
 #include "pool/pool_memory.h"
+#include "transport/backlog.h"
 #include "transport/read_costs.h"
 
 namespace kvferry {
@@ -70,15 +71,6 @@ struct MessageHeader {
   uint64_t session = 0;  // As its receiver has named it, to this one peer.
 };
 static_assert(sizeof(MessageHeader) == 8);
-
-// What has been sent over a link, and how much of it the other side has taken.
-struct Backlog {
-  int64_t waiting = 0;  // Bytes of messages that the connection has not taken.
-  int64_t taken = 0;    // Bytes of anything that it has, ever.
-  bool open = true;     // It is made: before that it takes nothing.
-};
-// More than nodes let wait, but for short words; a peer that has so many to read reads nothing any more.
-inline constexpr int64_t kMaxMessagesWaiting = 32 << 20;
 
 // A connection to one peer's worker. Never reused.
 using LinkId = uint64_t;

@@ -22,9 +22,9 @@ constexpr auto kControlInterval = std::chrono::microseconds(100);
 constexpr int64_t kMaxSleepMs = 60000;
 // How long an endpoint that closes waits for its peers to have read its goodbye.
 constexpr auto kFarewell = std::chrono::milliseconds(250);
-// Of messages that wait in a link: above the first calls and fetches wait until half of it is left, above
+// Of messages that wait for one peer: above the first calls and fetches wait until half of it is left, above
 // the second what is long of replies is left out. Short words go on up to kMaxMessagesWaiting.
-constexpr int64_t kRoomInLink = 4 << 20;
+constexpr int64_t kRoomForPeer = 4 << 20;
 constexpr int64_t kMaxRepliesWaiting = 16 << 20;
 constexpr size_t kLongReply = 4 << 10;
 
@@ -475,42 +475,49 @@ bool NodeImpl::GoesByLink(const Session* session) const {
          data_->CarriesMessages(session->link);
 }
 
+Backlog NodeImpl::BacklogOf(const PeerKey& peer, const Session& session) const {
+  return GoesByLink(&session) ? data_->BacklogOf(session.link) : control_->BacklogOf(peer);
+}
+
 // Over the link, which is quicker: two threads of ZeroMQ's less have to wake up for it.
 void NodeImpl::Send(const PeerKey& peer, MessageBody body) {
   const Session* session = sessions_.Find(peer);
+  auto* const reply = std::get_if<ReplyMsg>(&body);
+  if (session != nullptr && reply != nullptr) ShortenReply(peer, *session, reply);
   if (!GoesByLink(session)) return SendAside(peer, std::move(body));
   ++metrics_.messages_by_link;
-  const auto* reply = std::get_if<ReplyMsg>(&body);
-  const uint64_t call_id = reply == nullptr ? 0 : reply->call_id;
-  std::string bytes = EncodeMessage({epoch_, session->epoch, std::move(body)});
-  const int64_t waiting = data_->BacklogOf(session->link).waiting;
-  if (reply != nullptr && bytes.size() > kLongReply && waiting > kMaxRepliesWaiting) {
-    NoteCrowded(peer, *session);
-    const absl::Status too_much = absl::ResourceExhaustedError(absl::StrCat(
-        "a reply of ", bytes.size(), " bytes has no room behind ", waiting,
-        " that wait for this peer, limit ", kMaxRepliesWaiting, "; ask for less at a time"));
-    bytes = EncodeMessage({epoch_, session->epoch, ReplyMsg{call_id, too_much, {}}});
-  }
+  const std::string bytes = EncodeMessage({epoch_, session->epoch, std::move(body)});
   const absl::Status status = data_->SendMessage(session->link, {session->peers_id}, bytes);
   if (!status.ok()) lost_.emplace_back(peer, status);
 }
 
+void NodeImpl::ShortenReply(const PeerKey& peer, const Session& session, ReplyMsg* reply) {
+  const int64_t waiting = BacklogOf(peer, session).waiting;
+  if (waiting <= kMaxRepliesWaiting) return;
+  const size_t bytes = EncodeMessage({epoch_, session.epoch, *reply}).size();
+  if (bytes <= kLongReply) return;
+  NoteCrowded(peer, session);
+  reply->status = absl::ResourceExhaustedError(absl::StrCat(
+      "a reply of ", bytes, " bytes has no room behind ", waiting,
+      " that wait for this peer, limit ", kMaxRepliesWaiting, "; ask for less at a time"));
+  reply->result = {};
+}
+
 bool NodeImpl::HasRoom(const PeerKey& peer) {
   const Session* session = sessions_.Find(peer);
-  if (!GoesByLink(session) || data_->BacklogOf(session->link).waiting < kRoomInLink) return true;
+  if (session == nullptr || BacklogOf(peer, *session).waiting < kRoomForPeer) return true;
   NoteCrowded(peer, *session);
   return false;
 }
 
 void NodeImpl::NoteCrowded(const PeerKey& peer, const Session& session) {
-  tick_now_ |=
-      crowded_.try_emplace(peer, data_->BacklogOf(session.link).taken, Clock::now()).second;
+  tick_now_ |= crowded_.try_emplace(peer, BacklogOf(peer, session).taken, Clock::now()).second;
 }
 
 void NodeImpl::AskMore() {
   std::vector<PeerKey> roomy;
   for (const auto& [peer, crowded] : crowded_) {
-    if (data_->BacklogOf(sessions_.Find(peer)->link).waiting <= kRoomInLink / 2) {
+    if (BacklogOf(peer, *sessions_.Find(peer)).waiting <= kRoomForPeer / 2) {
       roomy.push_back(peer);
     }
   }
@@ -527,7 +534,7 @@ Deadline NodeImpl::EndCrowded(Deadline now) {
   Deadline next = Deadline::max();
   std::vector<PeerKey> ended;
   for (auto& [peer, crowded] : crowded_) {
-    const Backlog backlog = data_->BacklogOf(sessions_.Find(peer)->link);
+    const Backlog backlog = BacklogOf(peer, *sessions_.Find(peer));
     // Before it is open connect_timeout_ms counts.
     if (!backlog.open || backlog.taken != crowded.taken ||
         sessions_.StoppedLately(now, timeout_ms)) {
@@ -541,7 +548,7 @@ Deadline NodeImpl::EndCrowded(Deadline now) {
     }
   }
   for (const PeerKey& peer : ended) {
-    const int64_t waiting = data_->BacklogOf(sessions_.Find(peer)->link).waiting;
+    const int64_t waiting = BacklogOf(peer, *sessions_.Find(peer)).waiting;
     GiveUpAndBeginAgain(
         peer, StandsStill(peer, "took nothing", absl::StrCat(waiting, " bytes of messages wait")));
   }
@@ -556,6 +563,8 @@ absl::Status NodeImpl::StandsStill(const PeerKey& peer, const char* did, const s
 
 void NodeImpl::SendAside(const PeerKey& peer, MessageBody body) {
   const Session* session = sessions_.Find(peer);
+  // Who is no peer and takes nothing is told nothing more.
+  if (session == nullptr && control_->BacklogOf(peer).waiting > 0) return;
   const Message message{epoch_, session == nullptr ? 0 : session->epoch, std::move(body)};
   const absl::Status status = control_->Send(peer, message);
   if (!status.ok() && session != nullptr) lost_.emplace_back(peer, status);

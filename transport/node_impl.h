@@ -22,6 +22,7 @@
 #include "base/random.h"
 #include "base/thread_pool.h"
 #include "transport/arena.h"
+#include "transport/backlog.h"
 #include "transport/calls.h"
 #include "transport/command_queue.h"
 #include "transport/control_plane.h"
@@ -97,6 +98,10 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void Send(const PeerKey& peer, MessageBody body) override;
   bool HasRoom(const PeerKey& peer) override;
   bool GoesByLink(const Session* session) const;
+  // Of the way by which a session's messages go.
+  Backlog BacklogOf(const PeerKey& peer, const Session& session) const;
+  // A long one that has no room becomes an error.
+  void ShortenReply(const PeerKey& peer, const Session& session, ReplyMsg* reply);
   void NoteCrowded(const PeerKey& peer, const Session& session);
   // What has waited for room there, where there is some again.
   void AskMore();

@@ -8,6 +8,7 @@
 #include "tests/support/files.h"
 #include "tests/support/sanitized.h"
 #include "tests/support/status.h"
+#include "tests/support/wait_for.h"
 
 namespace kvferry {
 namespace {
@@ -58,6 +59,77 @@ TEST(ZmqControlPlane, APeerThatWasHungUpIsNone) {
   plane->Hangup(peer);
   EXPECT_TRUE(
       Fails(plane->Send(peer, {1, 2, PingMsg{}}), absl::StatusCode::kUnavailable, "no such peer"));
+}
+
+struct Heard : ControlEvents {
+  void OnMessage(const PeerKey& from, Message message) override {
+    peer = from;
+    messages.push_back(std::move(message.body));
+  }
+  void OnMalformed(const PeerKey&, const absl::Status& status) override { ADD_FAILURE() << status; }
+  void OnAttemptFailed(const PeerKey&, Attempt) override {}
+  void OnMadeAgain(const PeerKey&) override {}
+  void OnStranger() override {}
+
+  PeerKey peer;
+  std::vector<MessageBody> messages;
+};
+
+// Of more than ZeroMQ takes at a time nothing is lost or overtaken, by either way, and what waits is known.
+class ZmqControlPlanes : public testing::Test {
+ protected:
+  static std::unique_ptr<ControlPlane> Make(bool listen) {
+    Config config;
+    config.listen_host = "127.0.0.1";
+    return Must(MakeZmqControlPlane(config, listen));
+  }
+  static Message Cancel(uint64_t id, size_t bytes) {
+    return {1, 2, CancelMsg{id, std::string(bytes, 'x')}};
+  }
+  void SendMany(ControlPlane* from, const PeerKey& to, Heard* from_hears, ControlPlane* at,
+                Heard* hears) {
+    constexpr uint64_t kMany = 12000;
+    const size_t before = hears->messages.size();
+    for (uint64_t id = 1; id <= kMany; ++id) ASSERT_TRUE(IsOk(from->Send(to, Cancel(id, 500))));
+    EXPECT_TRUE(WaitFor(
+        [&] {
+          from->Progress(from_hears);
+          at->Progress(hears);
+          return hears->messages.size() == before + kMany;
+        },
+        Soon()));
+    for (uint64_t id = 1; id <= kMany; ++id) {
+      ASSERT_EQ(std::get<CancelMsg>(hears->messages.at(before + id - 1)).transfer_id, id);
+    }
+    from->Progress(from_hears);
+    EXPECT_EQ(from->BacklogOf(to).waiting, 0);
+  }
+
+  const std::unique_ptr<ControlPlane> listens_ = Make(/*listen=*/true);
+  const std::unique_ptr<ControlPlane> dials_ = Make(/*listen=*/false);
+  Heard heard_;
+  Heard answers_;
+};
+
+TEST_F(ZmqControlPlanes, WhatIsNotTakenAtOnceComesInOrder) {
+  const PeerKey dialled = Must(dials_->Dial(listens_->listen_address()));
+  SendMany(dials_.get(), dialled, &answers_, listens_.get(), &heard_);
+  SendMany(listens_.get(), heard_.peer, &heard_, dials_.get(), &answers_);
+}
+
+TEST_F(ZmqControlPlanes, WhatIsNotTakenIsCountedAndHasALimit) {
+  const PeerKey nobody = Must(dials_->Dial("tcp://127.0.0.1:1"));
+  EXPECT_EQ(dials_->BacklogOf(nobody).waiting, 0);
+  absl::Status status;
+  int64_t sent = 0;
+  for (; status.ok(); ++sent) status = dials_->Send(nobody, Cancel(1, 1000));
+  EXPECT_TRUE(Fails(status, absl::StatusCode::kResourceExhausted, "it takes none"));
+  EXPECT_GT(dials_->BacklogOf(nobody).waiting, kMaxMessagesWaiting);
+  EXPECT_LT(dials_->BacklogOf(nobody).waiting, kMaxMessagesWaiting + 2000);
+  EXPECT_GT(sent, kMaxMessagesWaiting / 2000);
+  EXPECT_FALSE(dials_->Progress(&answers_));  // Nothing to be done about it.
+  dials_->Hangup(nobody);
+  EXPECT_EQ(dials_->BacklogOf(nobody).waiting, 0);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <deque>
 #include <optional>
 #include <utility>
 #include <zmq.hpp>
@@ -27,7 +28,10 @@
 namespace kvferry {
 namespace {
 
-constexpr int kHighWaterMark = 4096;  // Messages queued a peer, either way.
+constexpr int kMaxUnread = 4096;  // Messages queued a peer that it has sent.
+// The same that it is sent. ZeroMQ says neither how many there are nor how long they are, and that it takes
+// more again when half of them have left; so the others wait here.
+constexpr int kMaxUnsent = 64;
 // So that control traffic cannot starve the data plane: of those who have come here, and of those who
 // were dialled, for whoever floods the one must not keep the other unheard.
 constexpr int kMaxMessagesPerProgress = 64;
@@ -155,13 +159,15 @@ class ZmqControlPlane : public ControlPlane {
     if (found == dealers_.end()) return absl::UnavailableError("control: no such peer");
     KVFERRY_ASSIGN_OR_RETURN(Dealer dealer, MakeDealer(found->second.address));
     Forget(found->second);
-    found->second.socket.set(zmq::sockopt::linger,
-                             0);  // Nothing comes after it that was sent on it.
+    // Nothing comes after it that was sent on it.
+    found->second.socket.set(zmq::sockopt::linger, 0);
+    waiting_.erase(peer);
     found->second = std::move(dealer);
     return absl::OkStatus();
   }
 
   void Hangup(const PeerKey& peer) override {
+    waiting_.erase(peer);
     const auto found = dealers_.find(peer);
     if (found == dealers_.end()) return;
     Forget(found->second);
@@ -169,26 +175,29 @@ class ZmqControlPlane : public ControlPlane {
   }
 
   absl::Status Send(const PeerKey& peer, const Message& message) override {
-    const std::string bytes = EncodeMessage(message);
-    try {
-      const auto dealer = dealers_.find(peer);
-      if (dealer != dealers_.end()) {
-        return SendFrame(dealer->second.socket, peer, bytes, zmq::send_flags::none);
-      }
-      // One that was dialled and hung up is no routing id.
-      if (!router_ || !absl::StartsWith(peer, kAccepted)) {
-        return absl::UnavailableError("control: no such peer");
-      }
-      const std::string routing_id = peer.substr(kAccepted.size());
-      KVFERRY_RETURN_IF_ERROR(SendFrame(router_, peer, routing_id, zmq::send_flags::sndmore));
-      return SendFrame(router_, peer, bytes, zmq::send_flags::none);
-    } catch (const zmq::error_t& error) {
-      return absl::UnavailableError(absl::StrCat("control: cannot send: ", error.what()));
+    std::string bytes = EncodeMessage(message);
+    if (const auto line = waiting_.find(peer); line == waiting_.end()) {
+      const absl::StatusOr<bool> sent = SendNow(peer, bytes);
+      if (!sent.ok() || *sent) return sent.status();
+    } else if (line->second.backlog.waiting > kMaxMessagesWaiting) {
+      return absl::ResourceExhaustedError(absl::StrCat(
+          "control: ", line->second.backlog.waiting, " bytes wait for one peer (",
+          absl::CEscape(peer), "), limit ", kMaxMessagesWaiting, ", and it takes none"));
     }
+    Line& line = waiting_[peer];
+    line.backlog.waiting += static_cast<int64_t>(bytes.size());
+    line.messages.push_back(std::move(bytes));
+    return absl::OkStatus();
+  }
+
+  Backlog BacklogOf(const PeerKey& peer) const override {
+    const auto line = waiting_.find(peer);
+    return line == waiting_.end() ? Backlog() : line->second.backlog;
   }
 
   bool Progress(ControlEvents* events) override {
     Drain();
+    const bool sent = SendWaiting();
     if (doorkeeper_) AnswerQuestions();
     int of_accepted = kMaxMessagesPerProgress;
     if (router_) ReceiveFromRouter(events, &of_accepted);
@@ -199,7 +208,7 @@ class ZmqControlPlane : public ControlPlane {
       ReceiveFromDealer(peer, events, &of_dialled);
       ReportAttempts(peer, events);
     }
-    return std::min(of_accepted, of_dialled) < kMaxMessagesPerProgress;
+    return sent || std::min(of_accepted, of_dialled) < kMaxMessagesPerProgress;
   }
 
   int event_fd() const override { return epoll_.fd(); }
@@ -212,15 +221,22 @@ class ZmqControlPlane : public ControlPlane {
     for (auto& [peer, dealer] : dealers_) {
       if (HasInput(dealer)) return false;
     }
-    return true;
+    // A socket that takes more again has shown that by its fd, or has just been asked.
+    return !SendWaiting();
   }
 
  private:
+  // What ZeroMQ has not taken yet of what one peer is sent.
+  struct Line {
+    std::deque<std::string> messages;
+    Backlog backlog;
+  };
+
   zmq::socket_t MakeSocket(zmq::socket_type type) {
     zmq::socket_t socket(context_, type);
     socket.set(zmq::sockopt::linger, kLingerMs);
-    socket.set(zmq::sockopt::sndhwm, kHighWaterMark);
-    socket.set(zmq::sockopt::rcvhwm, kHighWaterMark);
+    socket.set(zmq::sockopt::sndhwm, kMaxUnsent);
+    socket.set(zmq::sockopt::rcvhwm, kMaxUnread);
     socket.set(zmq::sockopt::maxmsgsize, static_cast<int64_t>(kMaxMessageBytes));
     socket.set(zmq::sockopt::reconnect_ivl, 50);
     socket.set(zmq::sockopt::reconnect_ivl_max, 1000);
@@ -285,15 +301,56 @@ class ZmqControlPlane : public ControlPlane {
     }
   }
 
-  static absl::Status SendFrame(zmq::socket_t& socket, const PeerKey& peer,
-                                const std::string& bytes, zmq::send_flags more) {
+  // False when it takes nothing now.
+  static bool SendFrame(zmq::socket_t& socket, const std::string& bytes, zmq::send_flags more) {
     const auto flags = zmq::send_flags::dontwait | more;
-    if (Uninterrupted([&] { return socket.send(zmq::buffer(bytes), flags); }).has_value()) {
-      return absl::OkStatus();
+    return Uninterrupted([&] { return socket.send(zmq::buffer(bytes), flags); }).has_value();
+  }
+
+  // The same of a peer.
+  absl::StatusOr<bool> SendNow(const PeerKey& peer, const std::string& bytes) {
+    try {
+      const auto dealer = dealers_.find(peer);
+      if (dealer != dealers_.end()) {
+        return SendFrame(dealer->second.socket, bytes, zmq::send_flags::none);
+      }
+      // One that was dialled and hung up is no routing id.
+      if (!router_ || !absl::StartsWith(peer, kAccepted)) {
+        return absl::UnavailableError("control: no such peer");
+      }
+      const std::string routing_id = peer.substr(kAccepted.size());
+      return SendFrame(router_, routing_id, zmq::send_flags::sndmore) &&
+             SendFrame(router_, bytes, zmq::send_flags::none);
+    } catch (const zmq::error_t& error) {
+      return absl::UnavailableError(absl::StrCat("control: cannot send: ", error.what()));
     }
-    return absl::ResourceExhaustedError(absl::StrCat("control: ", kHighWaterMark,
-                                                     " messages to one peer (", absl::CEscape(peer),
-                                                     ") are queued and it takes none"));
+  }
+
+  // True when some of what waited does not any more.
+  bool SendWaiting() {
+    bool any = false;
+    absl::erase_if(waiting_, [&](auto& entry) {
+      any |= SendSome(entry.first, &entry.second);
+      return entry.second.messages.empty();
+    });
+    return any;
+  }
+
+  bool SendSome(const PeerKey& peer, Line* line) {
+    bool any = false;
+    for (int left = kMaxUnsent; left > 0 && !line->messages.empty(); --left, any = true) {
+      const absl::StatusOr<bool> sent = SendNow(peer, line->messages.front());
+      if (!sent.ok()) {  // It is gone, as the next Send() says.
+        line->messages.clear();
+        return true;
+      }
+      if (!*sent) break;
+      const auto bytes = static_cast<int64_t>(line->messages.front().size());
+      line->backlog.waiting -= bytes;
+      line->backlog.taken += bytes;
+      line->messages.pop_front();
+    }
+    return any;
   }
 
   // Reading ZMQ_EVENTS also re-arms the socket's fd.
@@ -426,6 +483,7 @@ class ZmqControlPlane : public ControlPlane {
   uint64_t next_dealer_ = 1;
   uint64_t next_monitor_ = 1;
   absl::flat_hash_map<PeerKey, Dealer> dealers_;
+  absl::flat_hash_map<PeerKey, Line> waiting_;
   std::vector<PeerKey> ready_;
   size_t turn_ = 0;
   std::vector<zmq::message_t> frames_;
