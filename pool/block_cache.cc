@@ -29,6 +29,13 @@ KvLayout LayoutOf(const BlockCacheShape& shape) {
   return layout;
 }
 
+absl::Status CheckNumBlocks(const BlockCacheShape& shape, int64_t num_blocks) {
+  const int64_t max_blocks = kMaxBytes / shape.block_bytes();
+  if (num_blocks >= 1 && num_blocks <= max_blocks) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("block cache: num_blocks is ", num_blocks,
+                                                 " but must lie in [1, ", max_blocks, "]"));
+}
+
 absl::Status CheckInRange(absl::string_view side, int64_t block, const BlockCache& cache) {
   if (block >= 0 && block < cache.num_blocks()) return absl::OkStatus();
   return absl::OutOfRangeError(absl::StrCat("block cache: ", side, " block ", block,
@@ -80,81 +87,138 @@ absl::Status BlockCacheShape::Validate() const {
 
 int64_t BlockCacheShape::block_bytes() const { return LayoutOf(*this).page_bytes(); }
 
+int64_t BlockCacheShape::SizeOf(BlockDim dim, int64_t num_blocks) const {
+  switch (dim) {
+    case BlockDim::kKv:
+      return mla ? 1 : 2;
+    case BlockDim::kBlock:
+      return num_blocks;
+    case BlockDim::kToken:
+      return block_size;
+    case BlockDim::kHead:
+      return num_kv_heads;
+    case BlockDim::kValue:
+      return head_dim;
+  }
+  return 0;
+}
+
+int64_t BlockCacheShape::StrideOf(BlockDim dim, int64_t num_blocks) const {
+  int64_t stride = DTypeBytes(dtype);
+  for (auto inner = order.rbegin(); *inner != dim; ++inner) stride *= SizeOf(*inner, num_blocks);
+  return stride;
+}
+
+std::vector<ArrayDim> BlockCacheShape::LayerDims(int64_t num_blocks) const {
+  std::vector<ArrayDim> dims;
+  for (const BlockDim dim :
+       {BlockDim::kKv, BlockDim::kBlock, BlockDim::kToken, BlockDim::kHead, BlockDim::kValue}) {
+    if (dim == BlockDim::kKv && mla) continue;
+    dims.push_back({SizeOf(dim, num_blocks), StrideOf(dim, num_blocks)});
+  }
+  return dims;
+}
+
 absl::StatusOr<std::shared_ptr<BlockCache>> BlockCache::Create(
     const BlockCacheShape& shape, int64_t num_blocks,
     const std::shared_ptr<const PoolMemory>& memory) {
   if (memory == nullptr) return Create(shape, num_blocks, HostMemory());
   KVFERRY_RETURN_IF_ERROR(shape.Validate());
-  const int64_t max_blocks = kMaxBytes / shape.block_bytes();
-  if (num_blocks < 1 || num_blocks > max_blocks) {
-    return absl::InvalidArgumentError(absl::StrCat("block cache: num_blocks is ", num_blocks,
-                                                   " but must lie in [1, ", max_blocks, "]"));
+  KVFERRY_RETURN_IF_ERROR(CheckNumBlocks(shape, num_blocks));
+  const int64_t bytes = num_blocks * shape.block_bytes();
+  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> blocks, memory->Allocate(bytes));
+  std::vector<std::byte*> layers;
+  for (int64_t i = 0; i < shape.num_layers; ++i) {
+    layers.push_back(blocks.get() + i * (bytes / shape.num_layers));
   }
-  KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> blocks,
-                           memory->Allocate(num_blocks * shape.block_bytes()));
-  return std::shared_ptr<BlockCache>(new BlockCache(shape, num_blocks, memory, std::move(blocks)));
+  return std::shared_ptr<BlockCache>(
+      new BlockCache(shape, num_blocks, memory, std::move(layers), std::move(blocks)));
+}
+
+absl::StatusOr<std::shared_ptr<BlockCache>> BlockCache::Adopt(
+    const BlockCacheShape& shape, std::span<const std::span<std::byte>> layers,
+    std::shared_ptr<const void> owner, const std::shared_ptr<const PoolMemory>& memory) {
+  if (memory == nullptr) return Adopt(shape, layers, std::move(owner), HostMemory());
+  KVFERRY_RETURN_IF_ERROR(shape.Validate());
+  if (static_cast<int64_t>(layers.size()) != shape.num_layers) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "block cache: ", layers.size(), " layers given, but num_layers is ", shape.num_layers));
+  }
+  const int64_t block_bytes = shape.block_bytes() / shape.num_layers;
+  const int64_t num_blocks = static_cast<int64_t>(layers[0].size()) / block_bytes;
+  KVFERRY_RETURN_IF_ERROR(CheckNumBlocks(shape, num_blocks));
+  std::vector<std::byte*> addresses;
+  for (const std::span<std::byte>& layer : layers) {
+    absl::Status fits = memory->CheckHolds(layer);
+    if (layer.data() == nullptr || static_cast<int64_t>(layer.size()) != num_blocks * block_bytes) {
+      fits = absl::InvalidArgumentError(
+          absl::StrCat("it has to have ", num_blocks, " blocks of ", block_bytes));
+    }
+    if (!fits.ok()) {
+      return absl::Status(fits.code(), absl::StrCat("block cache: layer ", addresses.size(), " of ",
+                                                    layer.size(), " bytes: ", fits.message()));
+    }
+    addresses.push_back(layer.data());
+  }
+  return std::shared_ptr<BlockCache>(
+      new BlockCache(shape, num_blocks, memory, std::move(addresses), std::move(owner)));
 }
 
 BlockCache::BlockCache(const BlockCacheShape& shape, int64_t num_blocks,
-                       std::shared_ptr<const PoolMemory> memory, std::shared_ptr<std::byte> blocks)
+                       std::shared_ptr<const PoolMemory> memory, std::vector<std::byte*> layers,
+                       std::shared_ptr<const void> owner)
     : shape_(shape),
       num_blocks_(num_blocks),
       memory_(std::move(memory)),
-      blocks_(std::move(blocks)) {}
-
-int64_t BlockCache::SizeOf(BlockDim dim) const {
-  switch (dim) {
-    case BlockDim::kKv:
-      return shape_.mla ? 1 : 2;
-    case BlockDim::kBlock:
-      return num_blocks_;
-    case BlockDim::kToken:
-      return shape_.block_size;
-    case BlockDim::kHead:
-      return shape_.num_kv_heads;
-    case BlockDim::kValue:
-      return shape_.head_dim;
+      owner_(std::move(owner)),
+      layers_(std::move(layers)) {
+  const auto size = static_cast<size_t>(layer_bytes());
+  for (std::byte* const layer : layers_) {
+    if (!pieces_.empty() && pieces_.back().data() + pieces_.back().size() == layer) {
+      pieces_.back() = {pieces_.back().data(), pieces_.back().size() + size};
+    } else {
+      pieces_.push_back({layer, size});
+    }
   }
-  return 0;
-}
-
-int64_t BlockCache::StrideOf(BlockDim dim) const {
-  int64_t stride = DTypeBytes(shape_.dtype);
-  for (auto inner = shape_.order.rbegin(); *inner != dim; ++inner) stride *= SizeOf(*inner);
-  return stride;
 }
 
 absl::StatusOr<TokenView> BlockCache::View(int64_t layer, int64_t kv) const {
-  if (layer < 0 || layer >= shape_.num_layers || kv < 0 || kv >= SizeOf(BlockDim::kKv)) {
+  if (layer < 0 || layer >= shape_.num_layers || kv < 0 ||
+      kv >= shape_.SizeOf(BlockDim::kKv, num_blocks_)) {
     return absl::OutOfRangeError(absl::StrCat("block cache: layer ", layer, ", kv ", kv,
                                               " but there are ", shape_.num_layers, " layers of ",
-                                              SizeOf(BlockDim::kKv)));
+                                              shape_.SizeOf(BlockDim::kKv, num_blocks_)));
   }
-  return TokenView{
-      .data = blocks_.get() + layer * (bytes() / shape_.num_layers) + kv * StrideOf(BlockDim::kKv),
-      .dtype = shape_.dtype,
-      .num_slots = num_blocks_ * shape_.block_size,
-      .page_size = shape_.block_size,
-      .num_heads = shape_.num_kv_heads,
-      .head_dim = shape_.head_dim,
-      .page_stride = StrideOf(BlockDim::kBlock),
-      .token_stride = StrideOf(BlockDim::kToken),
-      .head_stride = StrideOf(BlockDim::kHead),
-      .value_stride = StrideOf(BlockDim::kValue)};
+  return TokenView{.data = layers_[layer] + kv * shape_.StrideOf(BlockDim::kKv, num_blocks_),
+                   .dtype = shape_.dtype,
+                   .num_slots = num_blocks_ * shape_.block_size,
+                   .page_size = shape_.block_size,
+                   .num_heads = shape_.num_kv_heads,
+                   .head_dim = shape_.head_dim,
+                   .page_stride = shape_.StrideOf(BlockDim::kBlock, num_blocks_),
+                   .token_stride = shape_.StrideOf(BlockDim::kToken, num_blocks_),
+                   .head_stride = shape_.StrideOf(BlockDim::kHead, num_blocks_),
+                   .value_stride = shape_.StrideOf(BlockDim::kValue, num_blocks_)};
 }
 
 absl::Status BlockCache::PinFor(const PoolMemory& device) {
   KVFERRY_RETURN_IF_ERROR(CheckOnHost("block cache: what is to be pinned", *memory_));
-  KVFERRY_ASSIGN_OR_RETURN(pin_, device.Pin({blocks_.get(), static_cast<size_t>(bytes())}));
+  std::vector<std::shared_ptr<const void>> pins;
+  for (const std::span<std::byte>& piece : pieces_) {
+    KVFERRY_ASSIGN_OR_RETURN(pins.emplace_back(), device.Pin(piece));
+  }
+  pins_ = std::move(pins);
   return absl::OkStatus();
 }
 
 std::vector<BufferInfo> BlockCache::buffer_infos() const {
-  const int64_t item_bytes = StrideOf(BlockDim::kBlock);
+  const int64_t item_bytes = shape_.StrideOf(BlockDim::kBlock, num_blocks_);
   const int64_t buffer_bytes = num_blocks_ * item_bytes;
   std::vector<BufferInfo> infos;
-  for (int64_t at = 0; at < bytes(); at += buffer_bytes) {
-    infos.push_back({blocks_.get() + at, buffer_bytes, item_bytes});
+  for (std::byte* const layer : layers_) {
+    for (int64_t at = 0; at < layer_bytes(); at += buffer_bytes) {
+      infos.push_back({layer + at, buffer_bytes, item_bytes});
+    }
   }
   return infos;
 }

@@ -37,8 +37,14 @@ struct BlockCacheShape {
   // INVALID_ARGUMENT naming the count that is not positive or too large, or what is wrong with the
   // order.
   absl::Status Validate() const;
-  // Of one block over all layers. Needs a valid shape.
+  // The rest need a valid shape. Of one block over all layers.
   int64_t block_bytes() const;
+  // Indices of a dimension, and bytes from one to the next, in a layer of that many blocks.
+  int64_t SizeOf(BlockDim dim, int64_t num_blocks) const;
+  int64_t StrideOf(BlockDim dim, int64_t num_blocks) const;
+  // A layer as the engine sees it, whatever the order in memory: [2, num_blocks, block_size,
+  // num_kv_heads, head_dim], without the first of them where there is one latent.
+  std::vector<ArrayDim> LayerDims(int64_t num_blocks) const;
 };
 
 // {block to read, block to write}.
@@ -59,11 +65,23 @@ class BlockCache {
       const BlockCacheShape& shape, int64_t num_blocks,
       const std::shared_ptr<const PoolMemory>& memory = HostMemory());
 
+  // Uses an engine's memory: layers[i] is all of layer i, of as many blocks as the others. Nothing is
+  // copied, and `owner` is kept alive. INVALID_ARGUMENT as above, or naming the layer that does not fit;
+  // `memory` as for KvPool::Adopt().
+  static absl::StatusOr<std::shared_ptr<BlockCache>> Adopt(
+      const BlockCacheShape& shape, std::span<const std::span<std::byte>> layers,
+      std::shared_ptr<const void> owner,
+      const std::shared_ptr<const PoolMemory>& memory = HostMemory());
+
   const BlockCacheShape& shape() const { return shape_; }
   // What kind of memory the blocks lie in; addresses below are good where that says.
   const PoolMemory& memory() const { return *memory_; }
   int64_t num_blocks() const { return num_blocks_; }
   int64_t bytes() const { return num_blocks_ * shape_.block_bytes(); }
+  // All of a layer, which must be in range, as shape().LayerDims() has it.
+  std::byte* layer(int64_t layer) const { return layers_[layer]; }
+  // The memory of all layers in as few pieces as there are.
+  std::span<const std::span<std::byte>> pieces() const { return pieces_; }
   // The keys (kv = 0) or values (1) of a layer; slot = block * block_size + place in the block.
   // OUT_OF_RANGE when there are none.
   absl::StatusOr<TokenView> View(int64_t layer, int64_t kv) const;
@@ -77,17 +95,18 @@ class BlockCache {
 
  private:
   BlockCache(const BlockCacheShape& shape, int64_t num_blocks,
-             std::shared_ptr<const PoolMemory> memory, std::shared_ptr<std::byte> blocks);
+             std::shared_ptr<const PoolMemory> memory, std::vector<std::byte*> layers,
+             std::shared_ptr<const void> owner);
 
-  int64_t SizeOf(BlockDim dim) const;
-  // Bytes from one index of `dim` to the next.
-  int64_t StrideOf(BlockDim dim) const;
+  int64_t layer_bytes() const { return bytes() / shape_.num_layers; }
 
   const BlockCacheShape shape_;
   const int64_t num_blocks_;
   const std::shared_ptr<const PoolMemory> memory_;
-  const std::shared_ptr<std::byte> blocks_;
-  std::shared_ptr<const void> pin_;  // Of blocks_.
+  const std::shared_ptr<const void> owner_;
+  const std::vector<std::byte*> layers_;
+  std::vector<std::span<std::byte>> pieces_;
+  std::vector<std::shared_ptr<const void>> pins_;  // Of the pieces.
 };
 
 // Neighbouring blocks that go to neighbouring blocks.

@@ -1,5 +1,7 @@
 #include "pool/cuda/block_copy_cuda.h"
 
+#include <algorithm>
+#include <span>
 #include <vector>
 
 #include "base/status.h"
@@ -13,7 +15,9 @@ namespace {
 // Whether kernels of the current device can read and write the blocks.
 absl::StatusOr<bool> IsReached(const BlockCache& cache) {
   if (cache.memory().on_host()) {
-    return IsPinned({cache.buffer_infos()[0].address, static_cast<size_t>(cache.bytes())});
+    const std::span<const std::span<std::byte>> pieces = cache.pieces();
+    return std::all_of(pieces.begin(), pieces.end(),
+                       [](const auto& piece) { return IsPinned(piece); });
   }
   int current = 0;
   KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&current), "block copy"));

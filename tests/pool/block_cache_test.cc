@@ -244,6 +244,60 @@ TEST(BlockCaches, BufferInfosAreWhatLiesOutsideOfTheBlock) {
   EXPECT_EQ(flashinfer->buffer_infos()[0].item_bytes, 2 * 3 * 2 * 4 * 2);
 }
 
+// As an engine has them, each somewhere else; the second right behind the first.
+TEST(BlockCaches, AnEnginesLayersAreUsedWhereTheyLie) {
+  for (const Order& order : AllOrders()) {
+    BlockCacheShape shape = Shape();
+    shape.num_layers = 3;
+    shape.order = order;
+    const auto own = Must(BlockCache::Create(shape, 5));
+    const auto layer_bytes = static_cast<size_t>(own->bytes() / 3);
+    const auto memory = std::make_shared<std::vector<std::byte>>(own->bytes() + 64);
+    const std::vector<std::span<std::byte>> layers = {
+        {memory->data() + 64 + layer_bytes, layer_bytes},
+        {memory->data() + 64 + 2 * layer_bytes, layer_bytes},
+        {memory->data(), layer_bytes}};
+    const auto cache = Must(BlockCache::Adopt(shape, layers, memory));
+    EXPECT_EQ(memory.use_count(), 2);
+    EXPECT_EQ(cache->num_blocks(), 5);
+    EXPECT_EQ(cache->pieces().size(), 2);
+    EXPECT_EQ(own->pieces().size(), 1);
+    std::iota(reinterpret_cast<uint8_t*>(own->layer(0)),
+              reinterpret_cast<uint8_t*>(own->layer(0)) + own->bytes(), 1);
+    const std::vector<BlockPair> all = {{0, 0}, {1, 1}, {2, 2}, {3, 3}, {4, 4}};
+    ASSERT_TRUE(IsOk(CopyBlocks(*own, *cache, all)));
+    for (int64_t layer = 0; layer < 3; ++layer) {
+      EXPECT_EQ(cache->layer(layer), layers[layer].data());
+      EXPECT_EQ(std::memcmp(cache->layer(layer), own->layer(layer), layer_bytes), 0);
+    }
+  }
+}
+
+TEST(BlockCaches, LayersThatDoNotFitAreNotAdopted) {
+  std::vector<std::byte> memory(385);
+  const auto adopt = [&](std::vector<size_t> bytes) {
+    std::vector<std::span<std::byte>> layers;
+    for (const size_t size : bytes) layers.push_back({memory.data(), size});
+    return BlockCache::Adopt(Shape(), layers, nullptr);
+  };
+  EXPECT_TRUE(IsOk(adopt({384, 384})));
+  EXPECT_TRUE(Fails(adopt({384}), kInvalid, "1 layers given, but num_layers is 2"));
+  EXPECT_TRUE(Fails(adopt({384, 288}), kInvalid, "layer 1 of 288 bytes", "4 blocks of 96"));
+  EXPECT_TRUE(Fails(adopt({385, 385}), kInvalid, "layer 0 of 385 bytes", "4 blocks of 96"));
+  EXPECT_TRUE(Fails(adopt({95, 95}), kInvalid, "num_blocks is 0"));
+  const std::vector<std::span<std::byte>> none(2);
+  EXPECT_TRUE(Fails(BlockCache::Adopt(Shape(), none, nullptr), kInvalid, "num_blocks is 0"));
+}
+
+TEST(BlockCaches, LayersHaveTheEnginesDimensions) {
+  BlockCacheShape shape = Shape();
+  shape.order = {BlockDim::kBlock, BlockDim::kKv, BlockDim::kHead, BlockDim::kToken,
+                 BlockDim::kValue};
+  EXPECT_EQ(shape.LayerDims(5), (std::vector<ArrayDim>{{2, 48}, {5, 96}, {3, 8}, {2, 24}, {4, 2}}));
+  shape.mla = true;
+  EXPECT_EQ(shape.LayerDims(5), (std::vector<ArrayDim>{{5, 48}, {3, 8}, {2, 24}, {4, 2}}));
+}
+
 TEST(BlockCaches, BytesOfABlock) {
   EXPECT_EQ(Shape().block_bytes(), 2 * 2 * 3 * 2 * 4 * 2);
   EXPECT_EQ(Shape(true).block_bytes(), 2 * 3 * 2 * 4 * 2);  // No value cache.
