@@ -34,6 +34,7 @@
 #include "python/endpoints.h"
 #include "python/gdn_pool.h"
 #include "python/gil.h"
+#include "python/given_array.h"
 #include "python/kv_store.h"
 #include "python/lookup_buffer.h"
 #include "python/model_config.h"
@@ -281,19 +282,14 @@ PoolPtr AdoptPool(const KvLayout& layout, const std::vector<std::pair<uintptr_t,
     infos.push_back(
         {reinterpret_cast<std::byte*>(buffers[i].first), buffers[i].second, item_bytes});
   }
-  // The last reference may go away on any thread.
-  std::shared_ptr<const void> keep_alive(owner.release().ptr(), [](const void* object) {
-    if (const HeldGil gil; gil) {
-      nb::handle(static_cast<PyObject*>(const_cast<void*>(object))).dec_ref();
-    }
-  });
+  std::shared_ptr<const void> keep_alive = OwnerOf(std::move(owner));
   return Value(shared == nullptr
                    ? KvPool::Adopt(layout, infos, std::move(keep_alive), std::move(lies_in))
                    : KvPool::AdoptShared(layout, infos, std::move(keep_alive), shared));
 }
 
 // Writable on purpose: a transfer writes into them.
-using EngineTensor = nb::ndarray<nb::c_contig, nb::device::cpu>;
+using EngineTensor = GivenArray<nb::c_contig, nb::device::cpu>;
 
 // Numbers are the layout's; integers are bytes, as which engines keep what torch has no type for.
 void CheckTensorDType(const KvLayout& layout, size_t buffer, nb::dlpack::dtype given) {
@@ -320,8 +316,7 @@ PoolPtr AdoptTensors(const KvLayout& layout, const std::vector<EngineTensor>& te
   return AdoptPool(layout, buffers, nb::cast(KeepAlive(tensors)), nullptr, "host");
 }
 
-nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> PageView(const PoolPtr& pool, int64_t layer,
-                                                      int64_t tensor, int64_t page) {
+NumpyArray<uint8_t> PageView(const PoolPtr& pool, int64_t layer, int64_t tensor, int64_t page) {
   const KvLayout& layout = pool->layout();
   if (layer < 0 || layer >= layout.num_layers || tensor < 0 || tensor >= layout.num_tensors() ||
       page < 0 || page >= pool->num_pages()) {
@@ -351,7 +346,7 @@ void BindPools(nb::module_& module) {
       .def_ro("bytes", &SharedMemory::bytes)
       .def(
           "array",
-          [](const SharedPtr& self) -> nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> {
+          [](const SharedPtr& self) -> NumpyArray<uint8_t> {
             return {reinterpret_cast<uint8_t*>(self->data.get()),
                     {static_cast<size_t>(self->bytes)},
                     KeepAlive(self)};
@@ -398,8 +393,9 @@ void BindPools(nb::module_& module) {
       .def("page", &PageView, "layer"_a, "tensor"_a, "page"_a,
            "One page as bytes, without a copy.");
 
-  nb::class_<PageAllocator>(module, "PageAllocator",
-                            "Page ids in long runs; see pool/page_allocator.h.")
+  nb::class_<PageAllocator> allocator(module, "PageAllocator",
+                                      "Page ids in long runs; see pool/page_allocator.h.");
+  allocator
       .def(
           "__init__",
           [](PageAllocator* self, int64_t num_pages, int64_t reserved) {
@@ -422,11 +418,9 @@ void BindPools(nb::module_& module) {
             Check(self.Free(Value(PageRuns::FromPages(pages))));
           },
           "pages"_a)
-      .def_prop_ro("num_free", &PageAllocator::num_free)
-      .def_prop_ro("num_free_runs", &PageAllocator::num_free_runs)
-      .def_prop_ro("longest_free_run", &PageAllocator::longest_free_run)
-      .def("free_run_histogram", &PageAllocator::free_run_histogram,
-           "Element i counts the free runs of [2^i, 2^(i + 1)) pages.");
+      .def_prop_ro("num_free", &PageAllocator::num_free);
+  DefineFreeRuns(
+      allocator, "", [](const PageAllocator& self) -> auto& { return self; });
 }
 
 }  // namespace

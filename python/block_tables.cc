@@ -1,11 +1,11 @@
 #include "python/block_tables.h"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 #include <span>
 #include <utility>
@@ -24,18 +24,15 @@ namespace kvferry {
 namespace {
 
 using Ids = std::vector<int64_t>;
-using TableArray = nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>;
-
 // Not a vector: its zeros would be written only to be overwritten.
-TableArray Table(const BlockTables& self, const Ids& ids, ThreadPool* threads) {
-  const int64_t width = Value(self.TableWidth(ids));
-  const size_t entries = ids.size() * width;
-  auto* owned = new int32_t[entries];
-  const nb::capsule owner(owned,
-                          [](void* pointer) noexcept { delete[] static_cast<int32_t*>(pointer); });
+NumpyArray<int32_t, 2> Table(const BlockTables& self, const Ids& ids, ThreadPool* threads,
+                             std::optional<int64_t> width) {
+  const int64_t columns = width ? *width : Value(self.TableWidth(ids));
+  // What is too narrow is refused below.
+  OwnedArray<int32_t> table(ids.size() * static_cast<size_t>(std::max<int64_t>(columns, 0)));
   // With the GIL: another call that moved what is copied here would be undefined.
-  Check(self.WriteTable(ids, width, {owned, entries}, threads));
-  return {owned, {ids.size(), static_cast<size_t>(width)}, owner};
+  Check(self.WriteTable(ids, columns, table.values(), threads));
+  return std::move(table).ToNumpy({ids.size(), static_cast<size_t>(columns)});
 }
 
 bool Grow(BlockTables& self, const Ids& ids, const std::vector<int64_t>& tokens) {
@@ -69,8 +66,9 @@ void BindThreadPool(nb::module_& module) {
 
 void BindBlockTables(nb::module_& module) {
   BindThreadPool(module);
-  nb::class_<BlockTables>(module, "BlockTables",
-                          "The blocks of a batch of sequences; see pool/block_tables.h.")
+  nb::class_<BlockTables> tables(module, "BlockTables",
+                                 "The blocks of a batch of sequences; see pool/block_tables.h.");
+  tables
       .def(
           "__init__",
           [](BlockTables* self, int64_t num_blocks, int64_t block_size, int64_t max_sequences,
@@ -100,8 +98,9 @@ void BindBlockTables(nb::module_& module) {
            "Frees the newest sequences until num_blocks blocks are free: their (id, tokens), or "
            "None when all but those in `keep` hold too few.")
       .def("clear", &BlockTables::Clear)
-      .def("table", &Table, "ids"_a, "threads"_a = nb::none(),
-           "The block table [ids, most blocks], int32, padded with -1.")
+      .def("table", &Table, "ids"_a, "threads"_a = nb::none(), "width"_a = nb::none(),
+           "The block table [ids, width], int32, padded with -1; without a width as wide as the "
+           "longest row.")
       .def(
           "token_counts",
           [](const BlockTables& self, const Ids& ids) {
@@ -124,6 +123,8 @@ void BindBlockTables(nb::module_& module) {
       .def_prop_ro("num_sequences", &BlockTables::num_sequences)
       .def_prop_ro("num_free", &BlockTables::num_free, "In blocks.")
       .def_prop_ro("fragmented_bytes", &BlockTables::fragmented_bytes);
+  DefineFreeRuns(
+      tables, "", [](const BlockTables& self) -> auto& { return self.pages(); });
 }
 
 }  // namespace kvferry

@@ -6,28 +6,81 @@
 
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "pool/kv_layout.h"
 #include "pool/kv_pool.h"
+#include "python/gil.h"
+#include "python/given_array.h"
 #include "python/status_error.h"
 
 namespace kvferry {
 
-using Int32Array = nanobind::ndarray<nanobind::numpy, int32_t, nanobind::ndim<1>>;
+// Keeps a copy of `owner` alive with an array.
+template <typename Owner>
+nanobind::capsule KeepAlive(Owner owner) {
+  auto held = std::make_unique<Owner>(std::move(owner));
+  nanobind::capsule capsule(held.get(),
+                            [](void* object) noexcept { delete static_cast<Owner*>(object); });
+  held.release();  // Only now: making the capsule may fail.
+  return capsule;
+}
 
-// A numpy array that owns the values.
+template <typename T, int ndim = 1>
+using NumpyArray = nanobind::ndarray<nanobind::numpy, T, nanobind::ndim<ndim>>;
+using Int32Array = NumpyArray<int32_t>;
+
+// Values of a numpy array to be, which owns them from then on. They begin with any value.
+template <typename T>
+class OwnedArray {
+ public:
+  explicit OwnedArray(size_t size)
+      : values_(std::make_unique_for_overwrite<T[]>(size)), size_(size) {}
+
+  std::span<T> values() const { return {values_.get(), size_}; }
+  template <int ndim>
+  NumpyArray<T, ndim> ToNumpy(const size_t (&shape)[ndim]) && {
+    T* const data = values_.get();
+    return NumpyArray<T, ndim>(data, ndim, shape, KeepAlive(std::move(values_)));
+  }
+
+ private:
+  std::unique_ptr<T[]> values_;
+  size_t size_;
+};
+
+// A numpy array that owns the values of a vector, seen as numbers of type T.
+template <typename T, typename Held>
+NumpyArray<T> ToNumpy(std::vector<Held> values) {
+  static_assert(sizeof(T) == sizeof(Held));
+  auto* const data = reinterpret_cast<T*>(values.data());
+  const size_t size = values.size();
+  return NumpyArray<T>(data, {size}, KeepAlive(std::move(values)));
+}
 inline Int32Array ToArray(std::vector<int32_t> values) {
-  auto* owned = new std::vector<int32_t>(std::move(values));
-  const nanobind::capsule owner(
-      owned, [](void* pointer) noexcept { delete static_cast<std::vector<int32_t>*>(pointer); });
-  return {owned->data(), {owned->size()}, owner};
+  return ToNumpy<int32_t>(std::move(values));
+}
+
+// How long the free runs of a PageAllocator are, which is pages(pool).
+template <typename Pool, typename Pages>
+void DefineFreeRuns(nanobind::class_<Pool>& pool, const std::string& prefix, Pages pages) {
+  pool.def_prop_ro((prefix + "num_free_runs").c_str(),
+                   [pages](const Pool& self) { return pages(self).num_free_runs(); });
+  pool.def_prop_ro((prefix + "longest_free_run").c_str(),
+                   [pages](const Pool& self) { return pages(self).longest_free_run(); },
+                   "In pages.");
+  pool.def((prefix + "free_run_histogram").c_str(),
+           [pages](const Pool& self) { return pages(self).free_run_histogram(); },
+           "Element i counts the free runs of [2^i, 2^(i + 1)) pages.");
 }
 
 // The numbers of whatever has Metrics(), by name.
@@ -38,26 +91,36 @@ nanobind::dict MetricsDict(const Endpoint& endpoint) {
   return metrics;
 }
 
-// Integers as engines keep them: a contiguous array or tensor of int32 or int64.
+// Integers as engines keep them: an array or tensor of int32 or int64, or where it says so a list.
 template <typename... Shape>
-using IntegerInput =
-    nanobind::ndarray<nanobind::ro, Shape..., nanobind::c_contig, nanobind::device::cpu>;
+using IntegerInput = GivenArray<nanobind::ro, Shape..., nanobind::device::cpu>;
 using SlotInput = IntegerInput<nanobind::ndim<1>>;
+using SlotsInput = IntegerInput<>;  // In any number of dimensions, the last index running fastest.
+using IntegersInput = std::variant<SlotInput, std::vector<int64_t>>;
 
-// They are converted here, and not by nanobind, which would let large ones wrap around and cut fractions off; and
-// copied, since what is called checks them before it uses them, while their owner may change them.
+// They are converted here, and not by nanobind, which would let large ones wrap around and cut fractions
+// off; and copied, since what is called checks them before it uses them, while their owner may change
+// them. `what` each of them is, for errors.
 template <typename T>
 class IntegerList {
  public:
-  template <typename Input>
-  explicit IntegerList(const Input& array) {
+  template <typename... Args>
+  explicit IntegerList(const GivenArray<Args...>& array, const char* what = "slot") : what_(what) {
+    values_.reserve(array.size());
     if (array.dtype() == nanobind::dtype<int32_t>()) {
-      Take(static_cast<const int32_t*>(array.data()), array.size());
+      Take<int32_t>(array, 0, static_cast<const int32_t*>(array.data()));
     } else if (array.dtype() == nanobind::dtype<int64_t>()) {
-      Take(static_cast<const int64_t*>(array.data()), array.size());
+      Take<int64_t>(array, 0, static_cast<const int64_t*>(array.data()));
     } else {
-      throw StatusError(absl::InvalidArgumentError(
-          "an array of integers is neither int32 nor int64; convert it first"));
+      throw StatusError(absl::InvalidArgumentError(absl::StrCat(
+          "an array of integers (", what, "s) is neither int32 nor int64; convert it first")));
+    }
+  }
+  explicit IntegerList(const IntegersInput& given, const char* what = "slot") : what_(what) {
+    if (const auto* array = std::get_if<SlotInput>(&given)) {
+      values_ = IntegerList(*array, what).values_;
+    } else {
+      for (const int64_t value : std::get<std::vector<int64_t>>(given)) Add(value);
     }
   }
   IntegerList(const IntegerList&) = delete;
@@ -67,19 +130,28 @@ class IntegerList {
   operator std::span<const T>() const { return values_; }
 
  private:
-  template <typename Given>
-  void Take(const Given* given, size_t count) {
-    values_.reserve(count);
-    for (size_t i = 0; i < count; ++i) {
-      const Given value = given[i];  // Once: it may be another one next time.
-      if (value < std::numeric_limits<T>::min() || value > std::numeric_limits<T>::max()) {
-        throw StatusError(
-            absl::OutOfRangeError(absl::StrCat("slot ", value, " does not fit in 32 bits")));
-      }
-      values_.push_back(static_cast<T>(value));
+  // What lies from `at` on in the dimensions from `dim` on. Each is read once: it may be another one
+  // next time.
+  template <typename Given, typename Array>
+  void Take(const Array& array, size_t dim, const Given* at) {
+    if (array.ndim() == 0) return Add(*at);
+    const auto size = static_cast<int64_t>(array.shape(dim));
+    const int64_t stride = array.stride(dim);
+    if (dim + 1 == array.ndim()) {
+      for (int64_t i = 0; i < size; ++i) Add(at[i * stride]);
+    } else {
+      for (int64_t i = 0; i < size; ++i) Take(array, dim + 1, at + i * stride);
     }
   }
+  void Add(int64_t value) {
+    if (value < std::numeric_limits<T>::min() || value > std::numeric_limits<T>::max()) {
+      throw StatusError(
+          absl::OutOfRangeError(absl::StrCat(what_, " ", value, " does not fit in 32 bits")));
+    }
+    values_.push_back(static_cast<T>(value));
+  }
 
+  const char* const what_;
   std::vector<T> values_;
 };
 using SlotList = IntegerList<int32_t>;
@@ -98,15 +170,17 @@ inline nanobind::dlpack::dtype ToDlpack(DType dtype) {
   return {static_cast<uint8_t>(code), static_cast<uint8_t>(8 * DTypeBytes(dtype)), 1};
 }
 
-// Keeps a copy of `owner` alive with an array.
-template <typename Owner>
-nanobind::capsule KeepAlive(Owner owner) {
-  return nanobind::capsule(new Owner(std::move(owner)),
-                           [](void* held) noexcept { delete static_cast<Owner*>(held); });
-}
-
 // The exception that a failed status would be raised as, None for OK. Defined in bindings.cc.
 nanobind::object ExceptionOf(const absl::Status& status);
+
+// The object as what keeps other memory alive, whose last owner may be any thread.
+inline std::shared_ptr<const void> OwnerOf(nanobind::object object) {
+  return {object.release().ptr(), [](const void* held) {
+            if (const HeldGil gil; gil) {
+              nanobind::handle(static_cast<PyObject*>(const_cast<void*>(held))).dec_ref();
+            }
+          }};
+}
 
 // What engines expect of alloc(): None when there is not enough, and nothing has changed.
 template <typename T>

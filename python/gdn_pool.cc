@@ -5,6 +5,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <initializer_list>
@@ -28,9 +29,6 @@ namespace kvferry {
 namespace {
 
 using Memory = std::shared_ptr<std::byte>;
-template <typename T>
-using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 DlpackArray View(const GdnPool& pool, const Memory& states, std::initializer_list<size_t> shape,
                  DType dtype) {
   const DlpackDevice device = DeviceOf(pool.memory());
@@ -53,33 +51,6 @@ DlpackArray ConvStates(const GdnPool& pool) {
       {static_cast<size_t>(shape.num_layers), static_cast<size_t>(pool.num_slots()),
        static_cast<size_t>(shape.conv_dim), static_cast<size_t>(shape.conv_kernel_size - 1)},
       shape.conv_dtype);
-}
-
-using Slots = std::vector<int64_t>;
-template <typename T>
-Slots ToSlots(const Input<T>& array) {
-  return {array.data(), array.data() + array.shape(0)};
-}
-const Slots& ToSlots(const Slots& slots) { return slots; }
-
-// What engines keep slots in: lists, and arrays or tensors of either integer.
-template <typename Given>
-void DefineStateMethods(nb::class_<GdnPool>& pool) {
-  pool.def(
-      "reset_states",
-      [](GdnPool& self, const Given& slots) {
-        const ReleasedGil nogil;
-        Check(self.Reset(ToSlots(slots)));
-      },
-      "slots"_a.noconvert(), "Zeroes the states of these slots in all layers.");
-  pool.def(
-      "copy_states",
-      [](GdnPool& self, const Given& sources, const Given& destinations) {
-        const ReleasedGil nogil;
-        Check(self.Copy(ToSlots(sources), ToSlots(destinations)));
-      },
-      "sources"_a.noconvert(), "destinations"_a.noconvert(),
-      "state[destinations] = state[sources] in all layers: reads come before writes.");
 }
 
 }  // namespace
@@ -107,10 +78,22 @@ void BindGdnPool(nb::module_& module) {
       "max_track_slots"_a = 0, "memory"_a = "host", nb::call_guard<ReleasedGil>(),
       "dtype is the conv states', float32 always the recurrent ones'. memory: the host's, or a "
       "GPU's as 'cuda:0'.");
-  DefineStateMethods<Input<int64_t>>(pool);
-  DefineStateMethods<Input<int32_t>>(pool);
-  DefineStateMethods<Slots>(pool);
   pool.def(
+          "reset_states",
+          [](GdnPool& self, const IntegersInput& slots) {
+            const ReleasedGil nogil;
+            Check(self.Reset(CountList(slots)));
+          },
+          "slots"_a.noconvert(), "Zeroes the states of these slots in all layers.")
+      .def(
+          "copy_states",
+          [](GdnPool& self, const IntegersInput& sources, const IntegersInput& destinations) {
+            const ReleasedGil nogil;
+            Check(self.Copy(CountList(sources), CountList(destinations)));
+          },
+          "sources"_a.noconvert(), "destinations"_a.noconvert(),
+          "state[destinations] = state[sources] in all layers: reads come before writes.")
+      .def(
           "alloc_track_slot",
           [](GdnPool& self) -> std::optional<int64_t> { return OrNone(self.AllocateTrackSlot()); },
           "None when all are allocated.")

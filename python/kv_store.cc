@@ -40,7 +40,7 @@ using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
 namespace kvferry {
 namespace {
 
-using ByteArray = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
+using ByteArray = NumpyArray<uint8_t>;
 
 // Memory that a Python object offers, as bytes. What it cannot do without a copy is an error.
 template <typename Array, typename Byte>
@@ -101,8 +101,8 @@ class Buffers {
   std::vector<Array> arrays_;
   std::vector<std::span<Byte>> parts_;
 };
-using Input = Buffers<nb::ndarray<nb::ro>, const std::byte>;
-using Output = Buffers<nb::ndarray<>, std::byte>;
+using Input = Buffers<GivenArray<nb::ro>, const std::byte>;
+using Output = Buffers<GivenArray<>, std::byte>;
 
 // ---------------------------------------------------------------- stores
 
@@ -124,14 +124,6 @@ void GetInto(const PyStore& self, nb::handle key, nb::handle out, int64_t timeou
   Check(store->Get(name, output.parts(), deadline));
 }
 
-// Without a copy.
-ByteArray ToByteArray(std::vector<std::byte> bytes) {
-  auto* owned = new std::vector<std::byte>(std::move(bytes));
-  const nb::capsule owner(
-      owned, [](void* held) noexcept { delete static_cast<std::vector<std::byte>*>(held); });
-  return {reinterpret_cast<uint8_t*>(owned->data()), {owned->size()}, owner};
-}
-
 ByteArray GetBytes(const PyStore& self, nb::handle key, int64_t timeout_ms) {
   const std::string_view name = StoreKey(key);
   const Deadline deadline = StoreDeadline(timeout_ms);
@@ -141,7 +133,7 @@ ByteArray GetBytes(const PyStore& self, nb::handle key, int64_t timeout_ms) {
     const ReleasedGil nogil;
     bytes = store->GetBytes(name, deadline);
   }
-  return ToByteArray(Value(std::move(bytes)));
+  return ToNumpy<uint8_t>(Value(std::move(bytes)));
 }
 
 template <auto kCall>  // KvStore::Exists or ExistsEach.
@@ -378,40 +370,9 @@ void BindTieredStore(nb::module_& module) {
 
 // ---------------------------------------------------------------- keys and headers
 
-using TokenArray = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Tokens = std::variant<TokenArray, std::vector<int64_t>>;
-
-template <typename T>
-std::vector<int32_t> Narrowed(std::span<const T> tokens) {
-  std::vector<int32_t> narrow;
-  narrow.reserve(tokens.size());
-  for (const T token : tokens) {
-    if (static_cast<int64_t>(token) != static_cast<int32_t>(token)) {
-      throw StatusError(
-          absl::OutOfRangeError(absl::StrCat("token ", token, " does not fit in 32 bits")));
-    }
-    narrow.push_back(static_cast<int32_t>(token));
-  }
-  return narrow;
-}
-
-std::vector<int32_t> TokensOf(const Tokens& tokens) {
-  if (const auto* list = std::get_if<std::vector<int64_t>>(&tokens)) {
-    return Narrowed(std::span<const int64_t>(*list));
-  }
-  const auto& array = std::get<TokenArray>(tokens);
-  const auto of = [&]<typename T>(T) {
-    return Narrowed(std::span(static_cast<const T*>(array.data()), array.shape(0)));
-  };
-  if (array.dtype() == nb::dtype<int32_t>()) return of(int32_t());
-  if (array.dtype() == nb::dtype<int64_t>()) return of(int64_t());
-  throw StatusError(
-      absl::InvalidArgumentError("tokens are neither int32 nor int64; convert them first"));
-}
-
 nb::bytes ToBytes(std::string_view text) { return nb::bytes(text.data(), text.size()); }
 
-std::vector<nb::bytes> MakeBlockKeys(const Tokens& tokens, int64_t page_size,
+std::vector<nb::bytes> MakeBlockKeys(const IntegersInput& tokens, int64_t page_size,
                                      const std::string& model, const KvLayout& layout,
                                      int64_t partition, const std::string& salt,
                                      std::optional<nb::bytes> parent) {
@@ -419,7 +380,8 @@ std::vector<nb::bytes> MakeBlockKeys(const Tokens& tokens, int64_t page_size,
   std::optional<std::string_view> parent_key;
   if (parent) parent_key.emplace(parent->c_str(), parent->size());
   std::vector<nb::bytes> keys;
-  for (const std::string& key : Value(BlockKeys(TokensOf(tokens), page_size, scope, parent_key))) {
+  for (const std::string& key :
+       Value(BlockKeys(SlotList(tokens, "token"), page_size, scope, parent_key))) {
     keys.push_back(ToBytes(key));
   }
   return keys;

@@ -42,13 +42,13 @@ namespace kvferry {
 namespace {
 
 template <typename T>
-using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Input = GivenArray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using TokenInput = Input<int32_t>;
 using RoiInput = std::optional<Input<uint8_t>>;
 using HiddenInput = std::optional<Input<uint8_t>>;
 // lookup.py makes them so.
-using TensorInput = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
-using ByteArray = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
+using TensorInput = GivenArray<nb::ro, nb::c_contig, nb::device::cpu>;
+using ByteArray = NumpyArray<uint8_t>;
 
 std::span<const int32_t> Span(const TokenInput& tokens) { return {tokens.data(), tokens.shape(0)}; }
 

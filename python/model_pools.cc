@@ -65,7 +65,7 @@ void BindModelPools(nb::module_& module) {
           "model_layer"_a, "('full' | 'sliding' | 'linear', its layer in kv, window_kv or states).")
       .def(
           "set_kv_buffer",
-          [](ModelPools& self, int64_t model_layer, const SlotInput& slots,
+          [](ModelPools& self, int64_t model_layer, const SlotsInput& slots,
              const std::vector<RowInput>& rows, const std::vector<float>& scales) {
             const ModelPools::Place place = Value(self.PlaceOf(model_layer));
             const auto& pool = place.kind == LayerKind::kSliding ? self.window_kv() : self.kv();

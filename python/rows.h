@@ -15,12 +15,12 @@
 #include "pool/pool_memory.h"
 #include "pool/token_view.h"
 #include "python/convert.h"
+#include "python/given_array.h"
 
 namespace kvferry {
 
-// Of any strides and any device: what nanobind would make contiguous, it would leave to a GPU that
-// nobody here waits for.
-using RowInput = nanobind::ndarray<nanobind::ro>;
+// Of any strides and any device.
+using RowInput = GivenArray<nanobind::ro>;
 
 DType FromDlpack(const nanobind::dlpack::dtype& dtype);
 
@@ -45,7 +45,7 @@ class GivenRows {
 
 // rows[i] as rows of parts[i], which have num_heads and head_dim.
 template <typename Part>
-GivenRows RowsFor(const std::vector<Part>& parts, const SlotInput& slots,
+GivenRows RowsFor(const std::vector<Part>& parts, const SlotsInput& slots,
                   const std::vector<RowInput>& rows, const PoolMemory& memory) {
   GivenRows given;
   for (size_t i = 0; i < rows.size(); ++i) {

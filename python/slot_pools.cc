@@ -148,17 +148,9 @@ void BindTokenSlotAllocator(nb::module_& module) {
           },
           "num_tokens"_a, "page_size"_a = 1)
       .def_prop_ro("num_free_pages",
-                   [](const TokenSlotAllocator& self) { return self.pages().num_free(); })
-      .def_prop_ro("num_free_runs",
-                   [](const TokenSlotAllocator& self) { return self.pages().num_free_runs(); })
-      .def_prop_ro(
-          "longest_free_run",
-          [](const TokenSlotAllocator& self) { return self.pages().longest_free_run(); },
-          "In pages.")
-      .def(
-          "free_run_histogram",
-          [](const TokenSlotAllocator& self) { return self.pages().free_run_histogram(); },
-          "Element i counts the free runs of [2^i, 2^(i + 1)) pages.");
+                   [](const TokenSlotAllocator& self) { return self.pages().num_free(); });
+  DefineFreeRuns(
+      allocator, "", [](const TokenSlotAllocator& self) -> auto& { return self.pages(); });
   DefineAllocation(allocator);
 }
 
@@ -198,7 +190,19 @@ void BindSlidingWindowAllocator(nb::module_& module) {
       .def_prop_ro("full_available_size",
                    [](const SlidingWindowAllocator& self) { return self.full().num_free(); })
       .def_prop_ro("window_available_size",
-                   [](const SlidingWindowAllocator& self) { return self.window().num_free(); });
+                   [](const SlidingWindowAllocator& self) { return self.window().num_free(); })
+      .def_prop_ro(
+          "full_num_free_pages",
+          [](const SlidingWindowAllocator& self) { return self.full().pages().num_free(); })
+      .def_prop_ro("window_num_free_pages", [](const SlidingWindowAllocator& self) {
+        return self.window().pages().num_free();
+      });
+  DefineFreeRuns(
+      allocator, "full_",
+      [](const SlidingWindowAllocator& self) -> auto& { return self.full().pages(); });
+  DefineFreeRuns(
+      allocator, "window_",
+      [](const SlidingWindowAllocator& self) -> auto& { return self.window().pages(); });
   DefineAllocation(allocator);
 }
 

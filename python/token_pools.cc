@@ -40,8 +40,8 @@ namespace {
 using PoolPtr = std::shared_ptr<TokenKvPool>;
 using HostPtr = std::shared_ptr<HostKvPool>;
 using CachePtr = std::shared_ptr<BlockCache>;
-using ByteArray = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
-using ByteInput = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ByteArray = NumpyArray<uint8_t>;
+using ByteInput = GivenArray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // ---------------------------------------------------------------- arrays and views
 
@@ -62,22 +62,13 @@ DlpackArray SeenFrom(const TokenView& view, const Owner& owner) {
                      ToDlpack(view.dtype), device.type, device.id);
 }
 
-ByteArray NewBytes(int64_t size) {
-  auto* owned = new uint8_t[static_cast<size_t>(size)];
-  const nb::capsule owner(owned, [](void* held) noexcept { delete[] static_cast<uint8_t*>(held); });
-  return {owned, {static_cast<size_t>(size)}, owner};
-}
-
-std::span<std::byte> Bytes(const ByteArray& array) {
-  return {reinterpret_cast<std::byte*>(array.data()), array.shape(0)};
-}
 std::span<const std::byte> Bytes(const ByteInput& array) {
   return {reinterpret_cast<const std::byte*>(array.data()), array.shape(0)};
 }
 
 // ---------------------------------------------------------------- TokenKvPool
 
-void SetKv(TokenKvPool& self, int64_t layer, const SlotInput& slots,
+void SetKv(TokenKvPool& self, int64_t layer, const SlotsInput& slots,
            const std::vector<RowInput>& rows, const std::vector<float>& scales) {
   if (layer < 0 || layer >= self.layout().num_layers) throw nb::index_error("layer");
   const GivenRows given = RowsFor(self.Parts(layer), slots, rows, self.memory());
@@ -87,11 +78,15 @@ void SetKv(TokenKvPool& self, int64_t layer, const SlotInput& slots,
 
 ByteArray GetFlat(const TokenKvPool& self, const SlotInput& slots, std::optional<int64_t> layer) {
   const auto count = static_cast<int64_t>(slots.shape(0));
-  ByteArray flat = NewBytes(layer ? self.layer_flat_bytes(count) : self.flat_bytes(count));
-  const ReleasedGil nogil;
-  Check(layer ? self.ReadFlatLayer(*layer, SlotList(slots), Bytes(flat))
-              : self.ReadFlat(SlotList(slots), Bytes(flat)));
-  return flat;
+  const int64_t size = layer ? self.layer_flat_bytes(count) : self.flat_bytes(count);
+  OwnedArray<uint8_t> flat(static_cast<size_t>(size));
+  const auto bytes = std::as_writable_bytes(flat.values());
+  {
+    const ReleasedGil nogil;
+    Check(layer ? self.ReadFlatLayer(*layer, SlotList(slots), bytes)
+                : self.ReadFlat(SlotList(slots), bytes));
+  }
+  return std::move(flat).ToNumpy({bytes.size()});
 }
 
 void SetFlat(TokenKvPool& self, const SlotInput& slots, const ByteInput& flat,
@@ -122,7 +117,7 @@ void CheckCodes(const TokenKvPool& self, int64_t layer, int64_t tensor) {
 }
 
 void SetQuantized(TokenKvPool& self, const std::string& format, int64_t layer, int64_t tensor,
-                  const SlotInput& slots, const RowInput& rows) {
+                  const SlotsInput& slots, const RowInput& rows) {
   CheckCodes(self, layer, tensor);
   const BlockFormat block_format = ParseBlockFormat(format);
   const TokenView codes = self.view(layer, tensor);
@@ -134,25 +129,23 @@ void SetQuantized(TokenKvPool& self, const std::string& format, int64_t layer, i
                        SlotList(slots), self.memory()));
 }
 
-nb::ndarray<nb::numpy, float, nb::ndim<3>> GetQuantized(const TokenKvPool& self,
-                                                        const std::string& format, int64_t layer,
-                                                        int64_t tensor, const SlotInput& slots) {
+NumpyArray<float, 3> GetQuantized(const TokenKvPool& self, const std::string& format, int64_t layer,
+                                  int64_t tensor, const SlotInput& slots) {
   CheckCodes(self, layer, tensor);
   const BlockFormat block_format = ParseBlockFormat(format);
   const TokenView codes = self.view(layer, tensor);
   const size_t head_dim = codes.head_dim * 8 / InfoOf(block_format).codes_bits;
   const size_t num_heads = codes.num_heads, count = slots.shape(0);
-  auto* owned = new float[count * num_heads * head_dim];
-  const nb::capsule owner(owned, [](void* held) noexcept { delete[] static_cast<float*>(held); });
-  const TokenView values = TokenView::Packed(reinterpret_cast<std::byte*>(owned), DType::kFloat32,
-                                             static_cast<int64_t>(count), codes.num_heads,
-                                             static_cast<int64_t>(head_dim));
+  OwnedArray<float> owned(count * num_heads * head_dim);
+  auto* const data = reinterpret_cast<std::byte*>(owned.values().data());
+  const TokenView values = TokenView::Packed(data, DType::kFloat32, static_cast<int64_t>(count),
+                                             codes.num_heads, static_cast<int64_t>(head_dim));
   {
     const ReleasedGil nogil;
     Check(LoadQuantized(block_format, codes, self.view(layer, tensor + 1), SlotList(slots), values,
                         self.memory()));
   }
-  return {owned, {count, num_heads, head_dim}, owner};
+  return std::move(owned).ToNumpy({count, num_heads, head_dim});
 }
 
 template <absl::StatusOr<TokenView> (TokenKvPool::*kView)(int64_t, Deadline)>
@@ -250,7 +243,8 @@ void BindTokenKvPool(nb::module_& module) {
       .def("value_buffer", &BufferWhenReady<&TokenKvPool::Value>, "layer"_a, "timeout_ms"_a = 30000)
       .def("set_kv_buffer", &SetKv, "layer"_a, "slots"_a, "rows"_a,
            "scales"_a = std::vector<float>(),
-           "Stores rows[part] ([slots, heads, dim], any arrangement of leading dimensions) divided "
+           "Stores rows[part] ([slots, heads, dim]) in `slots`, with any arrangement of leading "
+           "dimensions on either side, such as [batch, tokens], divided "
            "by scales[part] and cast. Parts: key and value, or the latent, then further tensors. "
            "Views of a fused QKV are read where they lie. A GPU's pool also takes rows of that "
            "GPU, which must have been computed.")
@@ -359,6 +353,85 @@ std::array<BlockDim, 5> ParseOrder(const std::vector<std::string>& names) {
 }
 
 using PairInput = IntegerInput<nb::shape<-1, 2>>;
+// Writable on purpose: blocks are copied into them.
+using LayerInput = GivenArray<>;
+
+// The whole of a layer, which lies in `order`.
+DlpackArray LayerOf(const CachePtr& self, int64_t layer) {
+  if (layer < 0 || layer >= self->shape().num_layers) throw nb::index_error("layer");
+  const int64_t value_bytes = DTypeBytes(self->shape().dtype);
+  std::vector<size_t> sizes;
+  std::vector<int64_t> strides;
+  for (const ArrayDim& dim : self->shape().LayerDims(self->num_blocks())) {
+    sizes.push_back(static_cast<size_t>(dim.size));
+    strides.push_back(dim.stride / value_bytes);
+  }
+  const DlpackDevice device = DeviceOf(self->memory());
+  return DlpackArray(self->layer(layer), sizes.size(), sizes.data(), KeepAlive(self),
+                     strides.data(), ToDlpack(self->shape().dtype), device.type, device.id);
+}
+
+// What such tensors are layers of, by the first of them.
+BlockCacheShape ShapeOf(const std::vector<LayerInput>& layers, const std::optional<DType>& dtype,
+                        bool mla, const std::array<BlockDim, 5>& order) {
+  const size_t ndim = mla ? 4 : 5;
+  if (layers.empty() || layers[0].ndim() != ndim || (!mla && layers[0].shape(0) != 2)) {
+    throw StatusError(absl::InvalidArgumentError(absl::StrCat(
+        "block cache: layers are tensors [", mla ? "" : "2, ", "blocks, block_size, heads, dim]")));
+  }
+  const auto size = [&](size_t from_last) {
+    return static_cast<int64_t>(layers[0].shape(ndim - from_last));
+  };
+  return {static_cast<int64_t>(layers.size()),
+          size(3),
+          size(2),
+          size(1),
+          dtype ? *dtype : FromDlpack(layers[0].dtype()),
+          mla,
+          order};
+}
+
+// Bytes stand for any dtype of one byte.
+void CheckLayer(const LayerInput& layer, size_t index, const BlockCacheShape& shape,
+                int64_t num_blocks, const PoolMemory& memory) {
+  CheckRowsReach({layer.device_type(), layer.device_id()}, memory);
+  const DType dtype = FromDlpack(layer.dtype());
+  const bool is_bytes = dtype == DType::kUint8 && DTypeBytes(shape.dtype) == 1;
+  bool fits = dtype == shape.dtype || is_bytes;
+  const std::vector<ArrayDim> want = shape.LayerDims(num_blocks);
+  fits = fits && layer.ndim() == want.size();
+  for (size_t i = 0; fits && i < want.size(); ++i) {
+    fits = static_cast<int64_t>(layer.shape(i)) == want[i].size &&
+           (want[i].size == 1 || layer.stride(i) * DTypeBytes(dtype) == want[i].stride);
+  }
+  if (fits) return;
+  const auto name = [](std::string* out, const ArrayDim& dim) {
+    absl::StrAppend(out, dim.size, " x ", dim.stride);
+  };
+  throw StatusError(absl::InvalidArgumentError(
+      absl::StrCat("block cache: layer ", index, " is no tensor of ", DTypeName(shape.dtype),
+                   " whose dimensions (size x bytes apart, by the order) are ",
+                   absl::StrJoin(want, ", ", name))));
+}
+
+CachePtr AdoptLayers(const std::vector<LayerInput>& layers, const std::optional<std::string>& dtype,
+                     bool mla, const std::vector<std::string>& order) {
+  const std::optional<DType> values =
+      dtype ? std::optional(Value(ParseDType(*dtype))) : std::nullopt;
+  const BlockCacheShape shape = ShapeOf(layers, values, mla, ParseOrder(order));
+  Check(shape.Validate());
+  const LayerInput& first = layers[0];
+  std::shared_ptr<const PoolMemory> memory = HostMemory();
+  if (first.device_type() == nb::device::cuda::value) {
+    memory = MemoryNamed(absl::StrCat("cuda:", first.device_id()));
+  }
+  std::vector<std::span<std::byte>> bytes;
+  for (const LayerInput& layer : layers) {
+    CheckLayer(layer, bytes.size(), shape, static_cast<int64_t>(first.shape(mla ? 0 : 1)), *memory);
+    bytes.push_back({static_cast<std::byte*>(layer.data()), layer.nbytes()});
+  }
+  return Value(BlockCache::Adopt(shape, bytes, OwnerOf(nb::cast(KeepAlive(layers))), memory));
+}
 
 void BindBlockCache(nb::module_& module) {
   nb::class_<BlockCache>(module, "BlockCache",
@@ -379,6 +452,13 @@ void BindBlockCache(nb::module_& module) {
           "memory"_a = "host", nb::call_guard<ReleasedGil>(),
           "Zeroed memory: the host's, or a GPU's as 'cuda:0'. order: dimensions as they lie in "
           "memory, outermost first.")
+      .def_static("adopt_tensors", &AdoptLayers, "tensors"_a.noconvert(), nb::kw_only(),
+                  "dtype"_a = nb::none(), "mla"_a = false,
+                  "order"_a = std::vector<std::string>(kDimNames.begin(), kDimNames.end()),
+                  "An engine's cache: for each layer a tensor [2, blocks, block_size, heads, dim] "
+                  "(without the 2 for MLA) whose strides are those of the order, on the CPU or a "
+                  "GPU. dtype: where tensors are of bytes. They are kept alive with the cache; "
+                  "nothing is copied.")
       .def_static(
           "block_bytes_of",
           [](int64_t num_layers, int64_t block_size, int64_t num_kv_heads, int64_t head_dim,
@@ -418,7 +498,11 @@ void BindBlockCache(nb::module_& module) {
             return SeenFrom(Value(self->View(layer, kv)), self);
           },
           "layer"_a, "kv"_a,
-          "Keys (0) or values (1) of a layer without a copy, as TokenKvPool.buffer().");
+          "Keys (0) or values (1) of a layer without a copy, as TokenKvPool.buffer().")
+      .def(
+          "layer", &LayerOf, "layer"_a,
+          "All of a layer without a copy, for torch.from_dlpack: [2, blocks, block_size, heads, "
+          "dim], without the 2 for MLA, with strides as the order has them. fp8 is seen as uint8.");
   module.def(
       "copy_blocks",
       [](const BlockCache& source, BlockCache& destination, const PairInput& pairs,

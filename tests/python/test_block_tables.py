@@ -65,6 +65,25 @@ def test_the_table_is_an_array_of_its_own():
     assert table[1, 2] == 2
 
 
+def test_a_table_may_be_wider_than_its_rows():
+    tables = make()
+    a, b = tables.add(12), tables.add(5)
+    table = tables.table([a, b], width=6)
+    assert table.shape == (2, 6) and table.tolist() == [[0, 1, 2, -1, -1, -1], [3, 4, -1, -1, -1, -1]]
+    assert tables.table([], width=6).shape == (0, 6)
+    for width in (2, -1):
+        with pytest.raises(ValueError, match=f"{width}"):
+            tables.table([a, b], width=width)
+
+
+def test_how_free_blocks_lie():
+    tables = make()
+    ids = [tables.add(4) for _ in range(4)]
+    tables.free([ids[1]])
+    assert (tables.num_free, tables.num_free_runs, tables.longest_free_run) == (5, 2, 4)
+    assert tables.free_run_histogram()[:3] == [1, 0, 1]
+
+
 def test_threads_fill_the_same_table():
     tables = kvferry.BlockTables(num_blocks=1 << 18, block_size=16, max_sequences=64)
     ids = [tables.add(1000 * i) for i in range(64)]

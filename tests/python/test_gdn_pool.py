@@ -95,7 +95,7 @@ def test_slots_come_as_lists_and_arrays():
         recurrent[:] = 1
         pool.reset_states(slots)
         assert recurrent[0, :, 0, 0, 0].tolist() == [1, 0, 0, 1, 1, 1, 1]
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="neither int32 nor int64"):
         pool.reset_states(np.array([1.5]))
     with pytest.raises(TypeError):
         pool.reset_states([1.5])

@@ -223,6 +223,24 @@ def use():
 """
 
 
+# As torch's, but that asks for the GIL each time.
+PYTHON_ARRAYS = """
+class Array:
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        time.sleep(0)
+        return self.array.__dlpack__(**options)
+
+pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(1, 1, 1, 8, "float32"), 8)
+slots, rows = Array(np.arange(8)), Array(np.zeros((8, 8), np.float32))
+
+def use():
+    pool.set_kv_buffer(0, slots, [rows, rows])
+"""
+
+
 def exit_with_daemons(uses: str) -> subprocess.CompletedProcess:
     script = f"""
 import threading, time
@@ -242,7 +260,8 @@ time.sleep(0.1)
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-USES = {"waits": SHORT_WAITS, "store": STORE_READS, "config": CONFIGS, "owners": OWNERS}
+USES = {"waits": SHORT_WAITS, "store": STORE_READS, "config": CONFIGS, "owners": OWNERS,
+        "arrays": PYTHON_ARRAYS}
 
 
 @pytest.mark.parametrize("name", USES)

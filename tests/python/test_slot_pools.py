@@ -89,3 +89,16 @@ def test_torch_tensors_are_taken_as_they_are():
     got = torch.from_numpy(allocator.alloc(3))
     allocator.free(got)
     assert allocator.available_size == 8
+
+
+def test_how_the_free_pages_of_both_windows_pools_lie():
+    pool = kvferry.SlidingWindowAllocator(32, 16, page_size=4)
+    first, second = pool.alloc(4), pool.alloc(4)
+    pool.free_window(first)
+    assert (pool.full_num_free_pages, pool.window_num_free_pages) == (6, 3)
+    assert (pool.full_num_free_runs, pool.full_longest_free_run) == (1, 6)
+    assert (pool.window_num_free_runs, pool.window_longest_free_run) == (2, 2)
+    assert pool.full_free_run_histogram()[:3] == [0, 0, 1]
+    assert pool.window_free_run_histogram()[:2] == [1, 1]
+    pool.free(second)
+    assert (pool.full_num_free_pages, pool.window_num_free_pages) == (7, 4)

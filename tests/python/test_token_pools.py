@@ -95,6 +95,17 @@ def test_views_of_a_fused_qkv_are_read_where_they_lie(batch):
         assert torch.equal(torch.from_dlpack(ours)[where], rows.reshape(-1, 2, 8).bfloat16())
 
 
+def test_slots_may_have_the_leading_dimensions_of_the_rows():
+    pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(1, 1, 2, 8, "float32"), 32)
+    where = torch.randperm(32).view(4, 8)[:, :3] + 1  # [batch, tokens], and no copy of it.
+    k, v = torch.randn(2, 4, 3, 2, 8)
+    pool.set_kv_buffer(0, where, [k, v])
+    assert torch.equal(torch.from_dlpack(pool.key_buffer(0))[where], k)
+    assert torch.equal(torch.from_dlpack(pool.value_buffer(0))[where], v)
+    pool.set_kv_buffer(0, where.numpy().T[::-1], [v.transpose(0, 1).flip(0), k.transpose(0, 1).flip(0)])
+    assert torch.equal(torch.from_dlpack(pool.key_buffer(0))[where], v)
+
+
 def test_rows_in_any_order_of_dimensions_are_stored():
     pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(1, 1, 3, 4, "float32"), 32)
     where = torch.arange(1, 17)
@@ -475,3 +486,90 @@ def test_sliding_windows():
     assert np.count_nonzero(allocator.window_pages) == 2
     allocator.free(np.append(mine, more))
     assert allocator.available_size == 16
+
+
+ORDERS = {
+    "NHD": ("kv", "block", "token", "head", "value"),
+    "HND": ("kv", "block", "head", "token", "value"),
+    "block first": ("block", "kv", "token", "head", "value"),
+    "block first, HND": ("block", "kv", "head", "token", "value"),
+}
+GENERIC = ORDERS["NHD"]
+
+
+def engines_layer(order: tuple[str, ...], blocks: int = 5) -> torch.Tensor:
+    """As vLLM's CacheEngine has it: [2, blocks, block_size, heads, dim] over the order in memory."""
+    sizes = dict(zip(GENERIC, (2, blocks, 4, 3, 8), strict=True))
+    memory = torch.randn([sizes[name] for name in order]).bfloat16()
+    return memory.permute([order.index(name) for name in GENERIC])
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_a_layer_is_one_tensor_in_every_order(order):
+    cache = kvferry.BlockCache.create(
+        num_blocks=5, num_layers=2, block_size=4, num_kv_heads=3, head_dim=8, order=order
+    )
+    layer = torch.from_dlpack(cache.layer(1))
+    assert layer.shape == (2, 5, 4, 3, 8) and layer.stride() == engines_layer(order).stride()
+    layer.copy_(torch.randn(layer.shape))
+    for kv in range(2):
+        assert torch.equal(torch.from_dlpack(cache.view(1, kv)).view(5, 4, 3, 8), layer[kv])
+    assert not torch.from_dlpack(cache.layer(0)).any()
+    with pytest.raises(IndexError):
+        cache.layer(2)
+    del cache
+    gc.collect()
+    assert layer.any()
+
+
+def test_a_layer_of_latents_has_no_first_dimension():
+    cache = kvferry.BlockCache.create(
+        num_blocks=5, num_layers=1, block_size=4, num_kv_heads=1, head_dim=8, mla=True
+    )
+    assert torch.from_dlpack(cache.layer(0)).shape == (5, 4, 1, 8)
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_an_engines_block_cache_is_adopted(order):
+    layers = [engines_layer(order) for _ in range(3)]
+    cache = kvferry.BlockCache.adopt_tensors(layers, order=order)
+    assert (cache.num_blocks, cache.dtype, cache.memory) == (5, "bfloat16", "host")
+    assert [torch.from_dlpack(cache.layer(i)).data_ptr() for i in range(3)] == [
+        layer.data_ptr() for layer in layers
+    ]
+    ours = kvferry.BlockCache.create(
+        num_blocks=9, num_layers=3, block_size=4, num_kv_heads=3, head_dim=8, order=order
+    )
+    kvferry.copy_blocks(cache, ours, np.array([[4, 8], [1, 0]]))  # Swapped out,
+    before = [layer.clone() for layer in layers]
+    for layer in layers:
+        layer.zero_()
+    kvferry.copy_blocks(ours, cache, np.array([[8, 2], [0, 3]]))  # and in again.
+    for i, (was, layer) in enumerate(zip(before, layers, strict=True)):
+        assert torch.equal(layer[:, [2, 3]], was[:, [4, 1]]) and not layer[:, [0, 1, 4]].any()
+        assert torch.equal(torch.from_dlpack(ours.layer(i))[:, 8], was[:, 4])
+    del layers, layer  # The cache keeps them.
+    gc.collect()
+    assert torch.equal(torch.from_dlpack(cache.layer(2))[:, 2], before[2][:, 4])
+
+
+def test_what_is_no_block_cache_is_not_adopted():
+    adopt = kvferry.BlockCache.adopt_tensors
+    layer = engines_layer(GENERIC)
+    with pytest.raises(ValueError, match=r"tensors \[2, blocks, block_size, heads, dim\]"):
+        adopt([layer[0]])
+    with pytest.raises(ValueError, match=r"tensors \[blocks, block_size, heads, dim\]"):
+        adopt([], mla=True)
+    with pytest.raises(ValueError, match="layer 1 is no tensor of bfloat16 .* 5 x 192"):
+        adopt([layer, engines_layer(ORDERS["HND"])])
+    with pytest.raises(ValueError, match="layer 1 is no tensor of bfloat16"):
+        adopt([layer, engines_layer(GENERIC, blocks=6)])
+    with pytest.raises(ValueError, match="layer 1 is no tensor of bfloat16"):
+        adopt([layer, layer.half()])
+    with pytest.raises(ValueError, match="layer 0 is no tensor of float8_e4m3fn"):
+        adopt([layer], dtype="float8_e4m3fn")
+    assert adopt([layer.byte()], dtype="float8_e4m3fn").dtype == "float8_e4m3fn"
+    frozen = np.zeros((2, 5, 4, 3, 8), np.float32)
+    frozen.flags.writeable = False
+    with pytest.raises(TypeError):
+        adopt([frozen])
