@@ -172,7 +172,8 @@ absl::StatusOr<GdnPool> GdnPool::Create(const GdnShape& shape, int64_t max_reque
   if (memory == nullptr) return Create(shape, max_requests, max_track_slots, HostMemory());
   KVFERRY_RETURN_IF_ERROR(Check(shape, max_requests, max_track_slots));
   const int64_t num_slots = 1 + max_requests + max_track_slots;
-  States states = {.num_slots = num_slots};
+  States states;
+  states.num_slots = num_slots;
   KVFERRY_ASSIGN_OR_RETURN(states.recurrent, memory->Allocate(shape.num_layers * num_slots *
                                                               shape.recurrent_item_bytes()));
   KVFERRY_ASSIGN_OR_RETURN(

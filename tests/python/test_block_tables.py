@@ -69,7 +69,10 @@ def test_a_table_may_be_wider_than_its_rows():
     tables = make()
     a, b = tables.add(12), tables.add(5)
     table = tables.table([a, b], width=6)
-    assert table.shape == (2, 6) and table.tolist() == [[0, 1, 2, -1, -1, -1], [3, 4, -1, -1, -1, -1]]
+    assert table.shape == (2, 6) and table.tolist() == [
+        [0, 1, 2, -1, -1, -1],
+        [3, 4, -1, -1, -1, -1],
+    ]
     assert tables.table([], width=6).shape == (0, 6)
     for width in (2, -1):
         with pytest.raises(ValueError, match=f"{width}"):

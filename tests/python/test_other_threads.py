@@ -260,8 +260,13 @@ time.sleep(0.1)
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-USES = {"waits": SHORT_WAITS, "store": STORE_READS, "config": CONFIGS, "owners": OWNERS,
-        "arrays": PYTHON_ARRAYS}
+USES = {
+    "waits": SHORT_WAITS,
+    "store": STORE_READS,
+    "config": CONFIGS,
+    "owners": OWNERS,
+    "arrays": PYTHON_ARRAYS,
+}
 
 
 @pytest.mark.parametrize("name", USES)

@@ -102,7 +102,9 @@ def test_slots_may_have_the_leading_dimensions_of_the_rows():
     pool.set_kv_buffer(0, where, [k, v])
     assert torch.equal(torch.from_dlpack(pool.key_buffer(0))[where], k)
     assert torch.equal(torch.from_dlpack(pool.value_buffer(0))[where], v)
-    pool.set_kv_buffer(0, where.numpy().T[::-1], [v.transpose(0, 1).flip(0), k.transpose(0, 1).flip(0)])
+    pool.set_kv_buffer(
+        0, where.numpy().T[::-1], [v.transpose(0, 1).flip(0), k.transpose(0, 1).flip(0)]
+    )
     assert torch.equal(torch.from_dlpack(pool.key_buffer(0))[where], v)
 
 
@@ -498,7 +500,7 @@ GENERIC = ORDERS["NHD"]
 
 
 def engines_layer(order: tuple[str, ...], blocks: int = 5) -> torch.Tensor:
-    """As vLLM's CacheEngine has it: [2, blocks, block_size, heads, dim] over the order in memory."""
+    """As vLLM's CacheEngine has it: [2, blocks, block_size, heads, dim] over that order."""
     sizes = dict(zip(GENERIC, (2, blocks, 4, 3, 8), strict=True))
     memory = torch.randn([sizes[name] for name in order]).bfloat16()
     return memory.permute([order.index(name) for name in GENERIC])
