@@ -1,6 +1,7 @@
 """KVLookupBuffer: tensors and pages between producers and consumers, asyncio."""
 
 import asyncio
+import gc
 import importlib.util
 import os
 import resource
@@ -453,7 +454,9 @@ def test_an_event_loop_without_file_descriptors_can_look_up_when_there_are_some(
     one.insert([1], None, *kv(1))
 
     async def look_up():
-        # The lowest that is free is the first that there is none of; the loop has its own by now.
+        # The lowest that is free is the first that there is none of; the loop has its own by now,
+        # and what tests before this one left is closed.
+        gc.collect()
         lowest = os.dup(0)
         os.close(lowest)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -97,5 +97,5 @@ def test_a_write_past_its_deadline_is_not_carried_out_after_a_later_one(monkeypa
     let_go.set()
     store.put("b", b"new", timeout_ms=5000)
     assert store.get_bytes("b").tobytes() == b"new"
-    assert not store._late_writes
+    assert not store._writes
     store.close()
