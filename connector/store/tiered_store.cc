@@ -145,11 +145,13 @@ TieredStore::PutUnderWay::PutUnderWay(TieredStore* store, std::span<const std::s
 
 TieredStore::PutUnderWay::~PutUnderWay() {
   for (Keys::node_type& mark : marks_) {
+    bool is_erased = false;
     try {
-      if (store_->EraseFrom(store_->upper_, mark.value(), deadline_).ok()) continue;
+      is_erased = store_->EraseFrom(store_->upper_, mark.value(), deadline_).ok();
     } catch (const std::bad_alloc&) {
-      // The mark is there.
+      is_erased = false;  // The mark is there.
     }
+    if (is_erased) continue;
     MutexLock lock(&store_->mutex_);
     store_->upper_.stale.insert(std::move(mark));
   }

@@ -753,13 +753,13 @@ TEST_F(TieredStores, APutThatFindsNoMemoryDoesNotShowTheOldValueAfterTheNewOne) 
       const auto store = Must(TieredStore::Create(upper, lower));
       for (const auto& status : store->PutBatch(before, Soon())) ASSERT_TRUE(IsOk(status));
       lower->full = is_full_below;
+      both_took_it = true;
       try {
         const FailingNew failing(number);
         (void)store->PutBatch(after, Soon());
       } catch (const std::bad_alloc&) {
-        // What is there then, below, matters as well.
+        both_took_it = false;  // What is there then, below, matters as well.
       }
-      both_took_it = true;
       for (const std::string& name : names) {
         const auto seen = store->GetBytes(name, Soon());
         both_took_it &= Is(*upper, name, new_) && (is_full_below || Is(*lower, name, new_));

@@ -275,7 +275,7 @@ TEST(BlockCaches, AnEnginesLayersAreUsedWhereTheyLie) {
 
 TEST(BlockCaches, LayersThatDoNotFitAreNotAdopted) {
   std::vector<std::byte> memory(385);
-  const auto adopt = [&](std::vector<size_t> bytes) {
+  const auto adopt = [&](const std::vector<size_t>& bytes) {
     std::vector<std::span<std::byte>> layers;
     for (const size_t size : bytes) layers.push_back({memory.data(), size});
     return BlockCache::Adopt(Shape(), layers, nullptr);
