@@ -149,11 +149,12 @@ absl::StatusOr<std::shared_ptr<BlockCache>> BlockCache::Adopt(
   KVFERRY_RETURN_IF_ERROR(CheckNumBlocks(shape, num_blocks));
   std::vector<std::byte*> addresses;
   for (const std::span<std::byte>& layer : layers) {
-    absl::Status fits = memory->CheckHolds(layer);
-    if (layer.data() == nullptr || static_cast<int64_t>(layer.size()) != num_blocks * block_bytes) {
-      fits = absl::InvalidArgumentError(
-          absl::StrCat("it has to have ", num_blocks, " blocks of ", block_bytes));
-    }
+    const bool is_whole =
+        layer.data() != nullptr && static_cast<int64_t>(layer.size()) == num_blocks * block_bytes;
+    const absl::Status fits = is_whole
+                                  ? memory->CheckHolds(layer)
+                                  : absl::InvalidArgumentError(absl::StrCat(
+                                        "it has to have ", num_blocks, " blocks of ", block_bytes));
     if (!fits.ok()) {
       return absl::Status(fits.code(), absl::StrCat("block cache: layer ", addresses.size(), " of ",
                                                     layer.size(), " bytes: ", fits.message()));
@@ -213,10 +214,10 @@ absl::Status BlockCache::PinFor(const PoolMemory& device) {
 
 std::vector<BufferInfo> BlockCache::buffer_infos() const {
   const int64_t item_bytes = shape_.StrideOf(BlockDim::kBlock, num_blocks_);
-  const int64_t buffer_bytes = num_blocks_ * item_bytes;
+  const int64_t buffer_bytes = num_blocks_ * item_bytes, bytes = layer_bytes();
   std::vector<BufferInfo> infos;
   for (std::byte* const layer : layers_) {
-    for (int64_t at = 0; at < layer_bytes(); at += buffer_bytes) {
+    for (int64_t at = 0; at < bytes; at += buffer_bytes) {
       infos.push_back({layer + at, buffer_bytes, item_bytes});
     }
   }

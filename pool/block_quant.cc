@@ -187,10 +187,7 @@ class Blocks {
   static constexpr int64_t kMostValues = 2048;  // Whole blocks of every format.
 
   int64_t BlocksIn(int64_t values) const { return values / codec_.info.block_values; }
-  // What stands for one in their tensor: two codes of 4 bits are a byte.
-  int64_t CodesIn(int64_t values) const {
-    return values * codec_.info.codes_bits / 8 / DTypeBytes(codec_.info.codes_dtype);
-  }
+  int64_t CodesIn(int64_t values) const { return codec_.info.CodesIn(values); }
   bool RowsAreFloats() const { return rows_.dtype == DType::kFloat32 && rows_.scale == 1; }
 
   void ReadValues(int64_t row, int64_t first, int64_t count) {
@@ -255,7 +252,7 @@ absl::StatusOr<std::vector<KvTensor>> QuantizedTensors(BlockFormat format, absl:
         absl::StrCat("block quantisation: ", num_heads, " heads x ", head_dim, " are too many"));
   }
   KVFERRY_RETURN_IF_ERROR(CheckRow(info, num_heads, head_dim));
-  const int64_t codes = head_dim * info.codes_bits / 8 / DTypeBytes(info.codes_dtype);
+  const int64_t codes = info.CodesIn(head_dim);
   return std::vector<KvTensor>{{std::string(name), num_heads, codes, info.codes_dtype},
                                {absl::StrCat(name, "_scale"), 1,
                                 num_heads * head_dim / info.block_values, info.scales_dtype}};
@@ -266,9 +263,8 @@ absl::Status QuantizedCopy::Check() const {
   const BlockFormatInfo info = InfoOf(format_);
   const int64_t values = rows_.num_heads * rows_.head_dim;
   KVFERRY_RETURN_IF_ERROR(CheckRow(info, rows_.num_heads, rows_.head_dim));
-  KVFERRY_RETURN_IF_ERROR(CheckTensor(
-      "codes", codes_, rows_.num_heads,
-      rows_.head_dim * info.codes_bits / 8 / DTypeBytes(info.codes_dtype), info.codes_dtype));
+  KVFERRY_RETURN_IF_ERROR(CheckTensor("codes", codes_, rows_.num_heads,
+                                      info.CodesIn(rows_.head_dim), info.codes_dtype));
   KVFERRY_RETURN_IF_ERROR(
       CheckTensor("scales", scales_, 1, values / info.block_values, info.scales_dtype));
   if (CastBetween(rows_.dtype, DType::kFloat32) == nullptr) {

@@ -34,6 +34,11 @@ struct BlockFormatInfo {
   int64_t codes_bits;    // Of one value.
   DType codes_dtype;     // uint8 for two codes a byte.
   DType scales_dtype;
+
+  // What stands for so many values in their tensor: two codes of 4 bits are a byte.
+  int64_t CodesIn(int64_t values) const {
+    return values * codes_bits / 8 / DTypeBytes(codes_dtype);
+  }
 };
 BlockFormatInfo InfoOf(BlockFormat format);
 

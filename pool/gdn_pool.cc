@@ -70,9 +70,8 @@ class Order {
 
   // The copy to that slot.
   size_t Find(int64_t destination) const {
-    const auto at = std::lower_bound(
-        copies_.begin(), copies_.end(), destination,
-        [](const GdnPool::SlotCopy& copy, int64_t slot) { return copy.destination < slot; });
+    const auto at =
+        std::ranges::lower_bound(copies_, destination, {}, &GdnPool::SlotCopy::destination);
     if (at == copies_.end() || at->destination != destination) return kNone;
     return static_cast<size_t>(at - copies_.begin());
   }
@@ -171,17 +170,23 @@ absl::StatusOr<GdnPool> GdnPool::Create(const GdnShape& shape, int64_t max_reque
                                         const std::shared_ptr<const PoolMemory>& memory) {
   if (memory == nullptr) return Create(shape, max_requests, max_track_slots, HostMemory());
   KVFERRY_RETURN_IF_ERROR(Check(shape, max_requests, max_track_slots));
-  const int64_t num_slots = 1 + max_requests + max_track_slots;
-  States states;
-  states.num_slots = num_slots;
-  KVFERRY_ASSIGN_OR_RETURN(states.recurrent, memory->Allocate(shape.num_layers * num_slots *
-                                                              shape.recurrent_item_bytes()));
-  KVFERRY_ASSIGN_OR_RETURN(
-      states.conv, memory->Allocate(shape.num_layers * num_slots * shape.conv_item_bytes()));
+  KVFERRY_ASSIGN_OR_RETURN(States states, Allocate(shape, 1 + max_requests + max_track_slots,
+                                                   *memory, &PoolMemory::Allocate));
   KVFERRY_ASSIGN_OR_RETURN(
       std::shared_ptr<std::byte> zeros,
       memory->Allocate(std::max(shape.recurrent_item_bytes(), shape.conv_item_bytes())));
   return GdnPool(shape, max_requests, memory, std::move(states), std::move(zeros));
+}
+
+absl::StatusOr<GdnPool::States> GdnPool::Allocate(const GdnShape& shape, int64_t num_slots,
+                                                  const PoolMemory& memory, Allocator allocate) {
+  const int64_t items = shape.num_layers * num_slots;
+  States states;
+  states.num_slots = num_slots;
+  KVFERRY_ASSIGN_OR_RETURN(states.recurrent,
+                           (memory.*allocate)(items * shape.recurrent_item_bytes()));
+  KVFERRY_ASSIGN_OR_RETURN(states.conv, (memory.*allocate)(items * shape.conv_item_bytes()));
+  return states;
 }
 
 GdnPool::GdnPool(const GdnShape& shape, int64_t max_requests,
@@ -278,12 +283,7 @@ absl::Status GdnPool::Copy(std::span<const int64_t> sources,
   const std::vector<Wave> waves = Order(copies).Waves();
   States spare;
   if (NeedsSpare(waves)) {
-    spare.num_slots = 1;
-    KVFERRY_ASSIGN_OR_RETURN(
-        spare.recurrent,
-        memory_->AllocateForNow(shape_.num_layers * shape_.recurrent_item_bytes()));
-    KVFERRY_ASSIGN_OR_RETURN(spare.conv,
-                             memory_->AllocateForNow(shape_.num_layers * shape_.conv_item_bytes()));
+    KVFERRY_ASSIGN_OR_RETURN(spare, Allocate(shape_, 1, *memory_, &PoolMemory::AllocateForNow));
   }
   const std::vector<TokenView> states = Rows(states_), aside = Rows(spare);
   // All before the first runs: half of a circle would leave a request with another's state.
@@ -313,10 +313,8 @@ absl::StatusOr<std::vector<GdnPool::SlotCopy>> GdnPool::CheckCopy(
     }
     copies.push_back({destinations[i], sources[i]});
   }
-  std::sort(copies.begin(), copies.end());
-  const auto twice = std::adjacent_find(
-      copies.begin(), copies.end(),
-      [](const SlotCopy& a, const SlotCopy& b) { return a.destination == b.destination; });
+  std::ranges::sort(copies, {}, &SlotCopy::destination);
+  const auto twice = std::ranges::adjacent_find(copies, {}, &SlotCopy::destination);
   if (twice != copies.end()) {
     return absl::InvalidArgumentError(
         absl::StrCat("gdn pool: slot ", twice->destination, " is the destination of two copies"));

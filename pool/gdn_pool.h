@@ -1,6 +1,5 @@
 #pragma once
 
-#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -115,7 +114,6 @@ class GdnPool {
   // Of Copy().
   struct SlotCopy {
     int64_t destination, source;
-    auto operator<=>(const SlotCopy&) const = default;
   };
 
   static constexpr int64_t kMaxSlots = 1 << 24;
@@ -127,6 +125,10 @@ class GdnPool {
     std::shared_ptr<std::byte> recurrent, conv;
     int64_t num_slots = 0;
   };
+  // PoolMemory::Allocate, or AllocateForNow.
+  using Allocator = absl::StatusOr<std::shared_ptr<std::byte>> (PoolMemory::*)(int64_t) const;
+  static absl::StatusOr<States> Allocate(const GdnShape& shape, int64_t num_slots,
+                                         const PoolMemory& memory, Allocator allocate);
   GdnPool(const GdnShape& shape, int64_t max_requests, std::shared_ptr<const PoolMemory> memory,
           States states, std::shared_ptr<std::byte> zeros);
 

@@ -58,14 +58,13 @@ int64_t WholePages(double tokens, int64_t page_size) {
 }
 
 absl::StatusOr<Tokens> TokensFor(const ModelPoolsOptions& options, const Split& split,
-                                 const KvLayout* kv, const KvLayout* window) {
+                                 const KvLayout& kv, const std::optional<KvLayout>& window) {
   const double ratio = split.mixed() ? options.window_ratio : 0;
   double tokens = static_cast<double>(options.num_tokens);
   if (options.kv_bytes != 0) {
-    const int64_t padding = kv->page_bytes() + (window != nullptr ? window->page_bytes() : 0);
-    const double page_bytes =
-        static_cast<double>(kv->page_bytes()) +
-        (window != nullptr ? ratio * static_cast<double>(window->page_bytes()) : 0.0);
+    const int64_t padding = kv.page_bytes() + (window ? window->page_bytes() : 0);
+    const double page_bytes = static_cast<double>(kv.page_bytes()) +
+                              (window ? ratio * static_cast<double>(window->page_bytes()) : 0.0);
     tokens = (static_cast<double>(options.kv_bytes) - static_cast<double>(padding)) / page_bytes *
              static_cast<double>(options.page_size);
   }
@@ -103,7 +102,7 @@ absl::StatusOr<int64_t> LatentValueDim(const ModelConfig& model) {
   if (!model.kv_blocks) return model.kv_lora_rank;
   const BlockFormatInfo info = InfoOf(*model.kv_blocks);
   if (model.kv_lora_rank % info.block_values == 0) {
-    return model.kv_lora_rank * info.codes_bits / 8 / DTypeBytes(info.codes_dtype);
+    return info.CodesIn(model.kv_lora_rank);
   }
   return absl::InvalidArgumentError(absl::StrCat("model pools: kv_lora_rank ", model.kv_lora_rank,
                                                  " is no multiple of a block of ",
@@ -185,8 +184,7 @@ absl::StatusOr<Plan> PlanFor(const ModelConfig& model, const ModelPoolsOptions& 
     KVFERRY_ASSIGN_OR_RETURN(plan.window,
                              LayoutFor(model, split.num_window_layers, options.page_size));
   }
-  KVFERRY_ASSIGN_OR_RETURN(
-      plan.tokens, TokensFor(options, split, &*plan.kv, plan.window ? &*plan.window : nullptr));
+  KVFERRY_ASSIGN_OR_RETURN(plan.tokens, TokensFor(options, split, *plan.kv, plan.window));
   return plan;
 }
 

@@ -37,6 +37,12 @@ std::vector<ArrayDim> Merged(std::span<const ArrayDim> dims) {
   return merged;
 }
 
+std::string SizesByStrides(std::span<const ArrayDim> dims) {
+  return absl::StrJoin(dims, ", ", [](std::string* out, const ArrayDim& dim) {
+    absl::StrAppend(out, dim.size, " x ", dim.stride);
+  });
+}
+
 absl::Status CheckTokensCanBeFound(const KvLayout& layout) {
   if (layout.page_format == "NHD" || layout.page_format == "HND") return absl::OkStatus();
   return absl::InvalidArgumentError(
@@ -76,11 +82,8 @@ absl::StatusOr<TokenView> TokenView::OfArray(std::byte* data, DType dtype,
   const auto value = TakeInnermost(&rest, head_dim, view.value_stride);
   const auto head = TakeInnermost(&rest, num_heads, view.head_stride);
   if (!value || !head || rest.size() > 2) {
-    const auto name = [](std::string* out, const ArrayDim& dim) {
-      absl::StrAppend(out, dim.size, " x ", dim.stride);
-    };
     return absl::InvalidArgumentError(
-        absl::StrCat("rows have dimensions (size x bytes apart: ", absl::StrJoin(dims, ", ", name),
+        absl::StrCat("rows have dimensions (size x bytes apart: ", SizesByStrides(dims),
                      ") that are no evenly spaced ", num_heads, " heads x ", head_dim));
   }
   view.value_stride = *value;

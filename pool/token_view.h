@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -28,6 +29,8 @@ struct ArrayDim {
 // The same array with as few dimensions as there are: without those of size 1, and neighbours that lie
 // evenly as one.
 std::vector<ArrayDim> Merged(std::span<const ArrayDim> dims);
+// "3 x 480, 5 x 96", for errors.
+std::string SizesByStrides(std::span<const ArrayDim> dims);
 
 // A tensor [num_slots, num_heads, head_dim] of token rows. Value (s, h, d) lies at
 //   data + (s / page_size) * page_stride + (s % page_size) * token_stride + h * head_stride

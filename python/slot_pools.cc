@@ -32,8 +32,7 @@ nb::object TableOf(const ReqToTokenPool& pool) {
                                                static_cast<size_t>(pool.max_context_tokens())};
   const nb::capsule owner = KeepAlive(pool.table_memory());
   if (pool.memory().on_host()) {
-    return nb::cast(
-        nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>(pool.table().data(), shape, owner));
+    return nb::cast(NumpyArray<int32_t, 2>(pool.table().data(), shape, owner));
   }
   const DlpackDevice device = DeviceOf(pool.memory());
   return nb::cast(DlpackArray(pool.table().data(), shape, owner, {}, nb::dtype<int32_t>(),

@@ -45,21 +45,32 @@ using ByteInput = GivenArray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::devic
 
 // ---------------------------------------------------------------- arrays and views
 
+// Without a copy: of memory that `owner` has.
+template <typename Owner>
+DlpackArray ArrayOf(std::byte* data, DType dtype, const std::vector<ArrayDim>& dims,
+                    const Owner& owner) {
+  std::vector<size_t> sizes;
+  std::vector<int64_t> strides;
+  for (const ArrayDim& dim : dims) {
+    sizes.push_back(static_cast<size_t>(dim.size));
+    strides.push_back(dim.stride / DTypeBytes(dtype));
+  }
+  const DlpackDevice device = DeviceOf(owner->memory());
+  return DlpackArray(data, sizes.size(), sizes.data(), KeepAlive(owner), strides.data(),
+                     ToDlpack(dtype), device.type, device.id);
+}
+
 // [num_slots, heads, dim] where slots lie evenly, else [pages, page_size, heads, dim].
 template <typename Owner>
 DlpackArray SeenFrom(const TokenView& view, const Owner& owner) {
-  const int64_t value_bytes = DTypeBytes(view.dtype);
-  std::vector<int64_t> strides = {view.token_stride, view.head_stride, view.value_stride};
-  std::vector<int64_t> shape = {view.num_slots, view.num_heads, view.head_dim};
+  std::vector<ArrayDim> dims = {{view.num_slots, view.token_stride},
+                                {view.num_heads, view.head_stride},
+                                {view.head_dim, view.value_stride}};
   if (view.page_stride != view.page_size * view.token_stride) {
-    shape = {view.num_slots / view.page_size, view.page_size, view.num_heads, view.head_dim};
-    strides.insert(strides.begin(), view.page_stride);
+    dims[0].size = view.page_size;
+    dims.insert(dims.begin(), ArrayDim{view.num_slots / view.page_size, view.page_stride});
   }
-  for (int64_t& stride : strides) stride /= value_bytes;
-  const std::vector<size_t> sizes(shape.begin(), shape.end());
-  const DlpackDevice device = DeviceOf(owner->memory());
-  return DlpackArray(view.data, sizes.size(), sizes.data(), KeepAlive(owner), strides.data(),
-                     ToDlpack(view.dtype), device.type, device.id);
+  return ArrayOf(view.data, view.dtype, dims, owner);
 }
 
 std::span<const std::byte> Bytes(const ByteInput& array) {
@@ -358,17 +369,9 @@ using LayerInput = GivenArray<>;
 
 // The whole of a layer, which lies in `order`.
 DlpackArray LayerOf(const CachePtr& self, int64_t layer) {
-  if (layer < 0 || layer >= self->shape().num_layers) throw nb::index_error("layer");
-  const int64_t value_bytes = DTypeBytes(self->shape().dtype);
-  std::vector<size_t> sizes;
-  std::vector<int64_t> strides;
-  for (const ArrayDim& dim : self->shape().LayerDims(self->num_blocks())) {
-    sizes.push_back(static_cast<size_t>(dim.size));
-    strides.push_back(dim.stride / value_bytes);
-  }
-  const DlpackDevice device = DeviceOf(self->memory());
-  return DlpackArray(self->layer(layer), sizes.size(), sizes.data(), KeepAlive(self),
-                     strides.data(), ToDlpack(self->shape().dtype), device.type, device.id);
+  const BlockCacheShape& shape = self->shape();
+  if (layer < 0 || layer >= shape.num_layers) throw nb::index_error("layer");
+  return ArrayOf(self->layer(layer), shape.dtype, shape.LayerDims(self->num_blocks()), self);
 }
 
 // What such tensors are layers of, by the first of them.
@@ -405,13 +408,9 @@ void CheckLayer(const LayerInput& layer, size_t index, const BlockCacheShape& sh
            (want[i].size == 1 || layer.stride(i) * DTypeBytes(dtype) == want[i].stride);
   }
   if (fits) return;
-  const auto name = [](std::string* out, const ArrayDim& dim) {
-    absl::StrAppend(out, dim.size, " x ", dim.stride);
-  };
-  throw StatusError(absl::InvalidArgumentError(
-      absl::StrCat("block cache: layer ", index, " is no tensor of ", DTypeName(shape.dtype),
-                   " whose dimensions (size x bytes apart, by the order) are ",
-                   absl::StrJoin(want, ", ", name))));
+  throw StatusError(absl::InvalidArgumentError(absl::StrCat(
+      "block cache: layer ", index, " is no tensor of ", DTypeName(shape.dtype),
+      " whose dimensions (size x bytes apart, by the order) are ", SizesByStrides(want))));
 }
 
 CachePtr AdoptLayers(const std::vector<LayerInput>& layers, const std::optional<std::string>& dtype,
@@ -430,7 +429,7 @@ CachePtr AdoptLayers(const std::vector<LayerInput>& layers, const std::optional<
     CheckLayer(layer, bytes.size(), shape, static_cast<int64_t>(first.shape(mla ? 0 : 1)), *memory);
     bytes.push_back({static_cast<std::byte*>(layer.data()), layer.nbytes()});
   }
-  return Value(BlockCache::Adopt(shape, bytes, OwnerOf(nb::cast(KeepAlive(layers))), memory));
+  return Value(BlockCache::Adopt(shape, bytes, OwnerOf(KeepAlive(layers)), memory));
 }
 
 void BindBlockCache(nb::module_& module) {

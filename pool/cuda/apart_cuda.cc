@@ -113,9 +113,7 @@ absl::StatusOr<std::byte*> Bounce() {
 }
 
 absl::StatusOr<bool> IsOnDevice(const std::byte* address) {
-  cudaPointerAttributes attributes = {};
-  KVFERRY_RETURN_IF_ERROR(
-      CudaStatus(cudaPointerGetAttributes(&attributes, address), "cuda memory: an address"));
+  KVFERRY_ASSIGN_OR_RETURN(const cudaPointerAttributes attributes, AttributesOf(address));
   return attributes.type == cudaMemoryTypeDevice;
 }
 

@@ -71,9 +71,7 @@ enum class Place : uint8_t {
 
 // Of memory that a pool on the device adopts.
 absl::Status CheckLiesOn(int device, const std::byte* address) {
-  cudaPointerAttributes attributes = {};
-  KVFERRY_RETURN_IF_ERROR(
-      CudaStatus(cudaPointerGetAttributes(&attributes, address), "cuda memory: an address"));
+  KVFERRY_ASSIGN_OR_RETURN(const cudaPointerAttributes attributes, AttributesOf(address));
   const bool on_a_device = attributes.type == cudaMemoryTypeDevice;
   if (on_a_device && attributes.device == device) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
@@ -85,9 +83,7 @@ absl::Status CheckLiesOn(int device, const std::byte* address) {
 bool NeedsTheHost(Place place) { return place == Place::kHost || place == Place::kPartlyPinned; }
 
 absl::StatusOr<Place> PlaceOf(const std::byte* address, int device) {
-  cudaPointerAttributes attributes = {};
-  KVFERRY_RETURN_IF_ERROR(
-      CudaStatus(cudaPointerGetAttributes(&attributes, address), "cuda memory: an address"));
+  KVFERRY_ASSIGN_OR_RETURN(const cudaPointerAttributes attributes, AttributesOf(address));
   switch (attributes.type) {
     case cudaMemoryTypeManaged:
       return Place::kPinned;

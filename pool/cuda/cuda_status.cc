@@ -1,6 +1,7 @@
 #include "pool/cuda/cuda_status.h"
 
 #include "absl/strings/str_cat.h"
+#include "base/status.h"
 
 namespace kvferry {
 namespace {
@@ -48,6 +49,13 @@ absl::Status CudaStatus(cudaError_t error, absl::string_view what) {
   if (error == cudaSuccess) return absl::OkStatus();
   cudaGetLastError();
   return absl::Status(CodeOf(error), absl::StrCat(what, ": ", cudaGetErrorString(error)));
+}
+
+absl::StatusOr<cudaPointerAttributes> AttributesOf(const void* address) {
+  cudaPointerAttributes attributes = {};
+  KVFERRY_RETURN_IF_ERROR(
+      CudaStatus(cudaPointerGetAttributes(&attributes, address), "cuda memory: an address"));
+  return attributes;
 }
 
 }  // namespace kvferry

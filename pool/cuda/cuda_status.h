@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
 namespace kvferry {
@@ -16,5 +17,7 @@ bool IsOver(cudaError_t answer);
 // no device or driver to use, INTERNAL for the rest; the message is `what` and CUDA's words. Takes
 // an error back from CUDA's "last error" too, so that the thread's next user is not blamed for it.
 absl::Status CudaStatus(cudaError_t error, absl::string_view what);
+// What CUDA knows of an address; of memory that it has not heard of too.
+absl::StatusOr<cudaPointerAttributes> AttributesOf(const void* address);
 
 }  // namespace kvferry

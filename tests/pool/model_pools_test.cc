@@ -175,6 +175,22 @@ class FourBits : public testing::TestWithParam<const char*> {
     options.kv_cache_dtype = "fp4";
     return options;
   }
+  // Of each part, out of the same values.
+  std::vector<TokenView> TwoRows(std::vector<float>& values) const {
+    std::vector<TokenView> rows;
+    for (const KvTensor& part : parts_) {
+      rows.push_back(TokenView::Packed(reinterpret_cast<std::byte*>(values.data()),
+                                       part.dtype.value_or(DType::kFloat32), 2, part.num_heads,
+                                       part.head_dim));
+    }
+    return rows;
+  }
+  void ExpectNothingWritten() const {
+    for (const BufferInfo& buffer : pools_->kv()->pages()->buffer_infos()) {
+      EXPECT_EQ(std::count(buffer.address, buffer.address + buffer.bytes, std::byte{0}),
+                buffer.bytes);
+    }
+  }
 
   std::unique_ptr<ModelPools> pools_ = Make(GetParam(), Options());
   std::vector<KvTensor> parts_ = Must(KvPartsOf(pools_->model()));
@@ -232,12 +248,7 @@ TEST_P(FourBits, RowsAreStoredAsStoreQuantizedWould) {
 
 TEST_P(FourBits, WhatDoesNotFitWritesNothing) {
   std::vector<float> values(2 * 128, 3);
-  std::vector<TokenView> rows;
-  for (const KvTensor& part : parts_) {
-    rows.push_back(TokenView::Packed(reinterpret_cast<std::byte*>(values.data()),
-                                     part.dtype.value_or(DType::kFloat32), 2, part.num_heads,
-                                     part.head_dim));
-  }
+  const std::vector<TokenView> rows = TwoRows(values);
   const std::vector<int32_t> slots = {4, 5}, outside = {4, 68};
   const auto set = [&](std::span<const int32_t> to, std::span<const TokenView> from,
                        std::span<const float> scales = {}) {
@@ -261,31 +272,16 @@ TEST_P(FourBits, WhatDoesNotFitWritesNothing) {
   changed = rows;
   changed[0].dtype = DType::kUint8;
   EXPECT_TRUE(Fails(set(slots, changed), kInvalid, "uint8 hold no numbers"));
-  for (const BufferInfo& buffer : pools_->kv()->pages()->buffer_infos()) {
-    EXPECT_EQ(std::count(buffer.address, buffer.address + buffer.bytes, std::byte{0}),
-              buffer.bytes);
-  }
+  ExpectNothingWritten();
 }
 
 // Keys without their values would be another token's.
 TEST_P(FourBits, WhatThereIsNoMemoryForWritesNothing) {
   std::vector<float> values(2 * 128, 3);
-  std::vector<TokenView> rows;
-  for (const KvTensor& part : parts_) {
-    rows.push_back(TokenView::Packed(reinterpret_cast<std::byte*>(values.data()),
-                                     part.dtype.value_or(DType::kFloat32), 2, part.num_heads,
-                                     part.head_dim));
-  }
+  const std::vector<TokenView> rows = TwoRows(values);
   const std::vector<int32_t> slots = {4, 5};
   absl::Status set;
-  CallWithoutMemory([&] { set = pools_->Set(0, slots, rows); },
-                    [&] {
-                      for (const BufferInfo& buffer : pools_->kv()->pages()->buffer_infos()) {
-                        EXPECT_EQ(
-                            std::count(buffer.address, buffer.address + buffer.bytes, std::byte{0}),
-                            buffer.bytes);
-                      }
-                    });
+  CallWithoutMemory([&] { set = pools_->Set(0, slots, rows); }, [&] { ExpectNothingWritten(); });
   EXPECT_TRUE(IsOk(set));
 }
 
