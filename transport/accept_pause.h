@@ -15,7 +15,8 @@ namespace kvferry {
 // moment instead, and a timer in the same epoll ends that.
 class AcceptPause {
  public:
-  AcceptPause() = default;  // None.
+  AcceptPause() = default;                   // None.
+  static constexpr int kAcceptedATurn = 64;  // Whoever listens has other work.
   // What the epoll calls the two.
   static constexpr uint64_t kListenerId = 0, kTimerId = UINT64_MAX;
   // Puts them there.

@@ -422,9 +422,8 @@ Deadline NodeImpl::Tick(Deadline now) {
         SendAside(peer, PingMsg{});
         break;
       case Sessions::Due::kDead:
-        GiveUpAndBeginAgain(
-            peer, StandsStill(peer, "was silent",
-                              absl::StrCat(sessions_.Find(peer)->pings, " pings sent meanwhile")));
+        TakeForDead(peer, "was silent",
+                    absl::StrCat(sessions_.Find(peer)->pings, " pings sent meanwhile"));
         break;
       case Sessions::Due::kGivenUp:
         DropSession(peer, absl::UnavailableError("the peer has given the session up"),
@@ -492,26 +491,28 @@ void NodeImpl::Send(const PeerKey& peer, MessageBody body) {
 }
 
 void NodeImpl::ShortenReply(const PeerKey& peer, const Session& session, ReplyMsg* reply) {
-  const int64_t waiting = BacklogOf(peer, session).waiting;
-  if (waiting <= kMaxRepliesWaiting) return;
+  const Backlog backlog = BacklogOf(peer, session);
+  if (backlog.waiting <= kMaxRepliesWaiting) return;
   const size_t bytes = EncodeMessage({epoch_, session.epoch, *reply}).size();
   if (bytes <= kLongReply) return;
-  NoteCrowded(peer, session);
+  NoteCrowded(peer, backlog);
   reply->status = absl::ResourceExhaustedError(absl::StrCat(
-      "a reply of ", bytes, " bytes has no room behind ", waiting,
+      "a reply of ", bytes, " bytes has no room behind ", backlog.waiting,
       " that wait for this peer, limit ", kMaxRepliesWaiting, "; ask for less at a time"));
   reply->result = {};
 }
 
 bool NodeImpl::HasRoom(const PeerKey& peer) {
   const Session* session = sessions_.Find(peer);
-  if (session == nullptr || BacklogOf(peer, *session).waiting < kRoomForPeer) return true;
-  NoteCrowded(peer, *session);
+  if (session == nullptr) return true;
+  const Backlog backlog = BacklogOf(peer, *session);
+  if (backlog.waiting < kRoomForPeer) return true;
+  NoteCrowded(peer, backlog);
   return false;
 }
 
-void NodeImpl::NoteCrowded(const PeerKey& peer, const Session& session) {
-  tick_now_ |= crowded_.try_emplace(peer, BacklogOf(peer, session).taken, Clock::now()).second;
+void NodeImpl::NoteCrowded(const PeerKey& peer, const Backlog& backlog) {
+  tick_now_ |= crowded_.try_emplace(peer, backlog.taken, Clock::now()).second;
 }
 
 void NodeImpl::AskMore() {
@@ -549,16 +550,16 @@ Deadline NodeImpl::EndCrowded(Deadline now) {
   }
   for (const PeerKey& peer : ended) {
     const int64_t waiting = BacklogOf(peer, *sessions_.Find(peer)).waiting;
-    GiveUpAndBeginAgain(
-        peer, StandsStill(peer, "took nothing", absl::StrCat(waiting, " bytes of messages wait")));
+    TakeForDead(peer, "took nothing", absl::StrCat(waiting, " bytes of messages wait"));
   }
   return next;
 }
 
-absl::Status NodeImpl::StandsStill(const PeerKey& peer, const char* did, const std::string& seen) {
-  return absl::UnavailableError(absl::StrCat(
-      "peer ", absl::CEscape(sessions_.Find(peer)->name), " ", did, " for heartbeat_timeout_ms (",
-      options_.config.heartbeat_timeout_ms, "), ", seen, "; it is taken for dead"));
+void NodeImpl::TakeForDead(const PeerKey& peer, const char* did, const std::string& seen) {
+  GiveUpAndBeginAgain(peer, absl::UnavailableError(absl::StrCat(
+                                "peer ", absl::CEscape(sessions_.Find(peer)->name), " ", did,
+                                " for heartbeat_timeout_ms (", options_.config.heartbeat_timeout_ms,
+                                "), ", seen, "; it is taken for dead")));
 }
 
 void NodeImpl::SendAside(const PeerKey& peer, MessageBody body) {

@@ -102,7 +102,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   Backlog BacklogOf(const PeerKey& peer, const Session& session) const;
   // A long one that has no room becomes an error.
   void ShortenReply(const PeerKey& peer, const Session& session, ReplyMsg* reply);
-  void NoteCrowded(const PeerKey& peer, const Session& session);
+  void NoteCrowded(const PeerKey& peer, const Backlog& backlog);
   // What has waited for room there, where there is some again.
   void AskMore();
   // Ends crowded sessions whose peers take nothing; returns when to be called again at the latest.
@@ -154,8 +154,8 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void DropSession(const PeerKey& peer, const absl::Status& status,
                    LogLevel level = LogLevel::kWarn);
   void LeaveToMaker();
-  // Of a peer that did that for heartbeat_timeout_ms, as shows from `seen`.
-  absl::Status StandsStill(const PeerKey& peer, const char* did, const std::string& seen);
+  // A peer did that for heartbeat_timeout_ms, as shows from `seen`.
+  void TakeForDead(const PeerKey& peer, const char* did, const std::string& seen);
   void DropAndBeginAgain(const PeerKey& peer, const absl::Status& status);
   void GiveUpAndBeginAgain(const PeerKey& peer, const absl::Status& status);
 

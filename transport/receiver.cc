@@ -144,9 +144,7 @@ std::optional<Receiver::Fetch> Receiver::TakeOut(uint64_t transfer_id) {
   Fetch fetch = std::move(found->second);
   fetches_.erase(found);
   fetch.transfer_id = RandomId();
-  if (!fetch.requested()) {
-    waiting_.Remove(fetch.peer, fetch.turn);
-  } else {
+  if (fetch.requested()) {
     fetch.replaces = transfer_id;
     fetch.from_bytes = fetch.landing->prefix();
     Log().info("fetch {:x} goes on as {:x} from byte {} of {}", transfer_id, fetch.transfer_id,
@@ -213,7 +211,7 @@ void Receiver::OpenLanding(Fetch& fetch) {
 }
 
 void Receiver::CloseLanding(const Fetch& fetch) {
-  if (!fetch.requested()) return;
+  if (!fetch.requested()) return waiting_.Remove(fetch.peer, fetch.turn);  // It has none.
   {
     const MutexLock lock(&landings_mutex_);
     landings_.erase(fetch.transfer_id);
@@ -338,7 +336,6 @@ void Receiver::End(uint64_t transfer_id, const absl::Status& status) {
   const Deadline now = Clock::now();
   const int64_t total = fetch.plan->total_bytes();
   const Deadline left = fetch.requested_at == Deadline{} ? now : fetch.requested_at;
-  if (!fetch.requested()) waiting_.Remove(fetch.peer, fetch.turn);
   CloseLanding(fetch);  // The pages are the caller's again.
   const FetchReport report{total, fetch.bytes_arrived(), SecondsBetween(fetch.created, left),
                            SecondsBetween(left, now)};

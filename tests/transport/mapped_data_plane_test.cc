@@ -921,26 +921,24 @@ TEST_F(Stranger, OddSizes) {
       Soon()));
 }
 
+struct MessageBytes {
+  uint32_t kind = 5;
+  uint32_t zero = 0;
+  uint64_t session = 7;
+  uint64_t bytes_after = 0;
+  std::array<char, 8> bytes{};
+};
+
 TEST_F(Stranger, MessagesBeyondAllBounds) {
-  struct Part {
-    uint32_t kind = 5;
-    uint32_t zero = 0;
-    uint64_t session = 7;
-    uint64_t bytes_after = 0;
-    std::array<char, 8> bytes{};
-  };
-  Part ends;
-  Part huge;
-  huge.bytes_after = UINT64_MAX;
-  Part too_much;
-  too_much.bytes_after = kMaxMessageBytes - 7;
-  Part promises;
-  promises.bytes_after = kMaxMessageBytes - 8;
-  for (const std::vector<Part>& parts : std::vector<std::vector<Part>>{
+  const MessageBytes ends;
+  const MessageBytes huge{.bytes_after = UINT64_MAX};
+  const MessageBytes too_much{.bytes_after = kMaxMessageBytes - 7};
+  const MessageBytes promises{.bytes_after = kMaxMessageBytes - 8};
+  for (const std::vector<MessageBytes>& parts : std::vector<std::vector<MessageBytes>>{
            {huge}, {too_much}, {ends, huge}, {promises, promises}, {promises, too_much}}) {
     const UniqueFd socket = Dial();
     Say(socket, Hello(), Memory(kEnough, true).get());
-    for (const Part& part : parts) Say(socket, part);
+    for (const MessageBytes& part : parts) Say(socket, part);
     a_.done.clear();
     b_.events.chunks.clear();
     ExpectHangUp(socket, "bytes, limit 2097152");
@@ -973,13 +971,6 @@ TEST_F(Stranger, PartsWithoutEnd) {
 
 // The end of this side's connection to it is noticed before all it has sent is read.
 TEST_F(Stranger, NothingIsHeardBehindWhatMakesNoSense) {
-  struct MessageBytes {
-    uint32_t kind = 5;
-    uint32_t zero = 0;
-    uint64_t session = 0;
-    uint64_t bytes_after = 0;
-    std::array<char, 8> bytes{};
-  };
   const LinkId link = Must(b_.plane->Connect(a_.plane->address()));
   const UniqueFd socket = Dial();
   Say(socket, Hello(), Memory(kEnough, true).get());

@@ -61,6 +61,10 @@ class ReceiverAlone : public testing::Test {
                    peer, redial, early});
     return handle;
   }
+  // What it was to read has no room here: it is asked for anew.
+  void HasNoRoomToRead(uint64_t id = kId) {
+    receiver_.OnReadFailed({id, 0, 0, 4096, 0}, absl::ResourceExhaustedError("no room"));
+  }
   // The one fetch there is, for another session.
   Receiver::Fetch TakeOnly() {
     std::vector<Receiver::Fetch> taken = receiver_.TakeUnfinished(kPeer);

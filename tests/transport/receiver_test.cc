@@ -69,7 +69,7 @@ TEST_F(ReceiverAlone, WhatIsAskedForAnewWaitsForRoomToo) {
   ASSERT_EQ(outbox_.Count<FetchMsg>(), 5);
   outbox_.room = static_cast<int>(outbox_.sent.size());  // Nothing more has room.
   for (uint64_t id = kId; id < kId + 5; ++id) {
-    receiver_.OnReadFailed({id, 0, 0, 4096, 0}, absl::ResourceExhaustedError("no room"));
+    HasNoRoomToRead(id);
   }
   EXPECT_EQ(outbox_.Count<FetchMsg>(), 5);
 }
@@ -79,7 +79,7 @@ TEST_F(ReceiverAlone, WhatWaitsToBeAskedForAnewIsCancelledAsItWas) {
   outbox_.data().costs_of_reads = {700, 60000};
   const auto handle = Begin();
   outbox_.room = 0;
-  receiver_.OnReadFailed({kId, 0, 0, 4096, 0}, absl::ResourceExhaustedError("no room"));
+  HasNoRoomToRead();
   EXPECT_FALSE(handle->done());
   receiver_.Cancel(kId, absl::CancelledError("enough"));
   ASSERT_EQ(outbox_.Count<CancelMsg>(), 1);
@@ -95,7 +95,7 @@ TEST_F(ReceiverAlone, WhatWaitsForAnotherSessionIsCancelledInSilence) {
     const auto handle = Begin();
     outbox_.room = 0;
     if (asked_anew_before) {
-      receiver_.OnReadFailed({kId, 0, 0, 4096, 0}, absl::ResourceExhaustedError("no room"));
+      HasNoRoomToRead();
     }
     Receiver::Fetch taken = TakeOnly();
     taken.peer = "dialled:2";
@@ -144,7 +144,7 @@ TEST_F(ReceiverAlone, WhatIsAskedForAnewHasItsTurn) {
   Begin(kId);
   outbox_.room = 0;
   Begin(kId + 1);
-  receiver_.OnReadFailed({kId, 0, 0, 4096, 0}, absl::ResourceExhaustedError("no room"));
+  HasNoRoomToRead();
   outbox_.room = 2;
   receiver_.OnPeerReady(kPeer, kEpoch, LinkId{3});
   EXPECT_EQ(outbox_.Last<FetchMsg>()->replaces, kId);
@@ -157,7 +157,7 @@ TEST_F(ReceiverAlone, SaysThatThereWasNoRoomInTime) {
   outbox_.data().costs_of_reads = {700, 60000};
   const auto asked = Begin(kId, DeadlineInMs(1));
   outbox_.room = 0;
-  receiver_.OnReadFailed({kId, 0, 0, 4096, 0}, absl::ResourceExhaustedError("no room"));
+  HasNoRoomToRead();
   const auto waits = Begin(kId + 1, DeadlineInMs(1));
   const auto unanswered = Begin(kId + 2, DeadlineInMs(1), "dialled:2");
   receiver_.Tick(DeadlineInMs(10));

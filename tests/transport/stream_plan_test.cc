@@ -268,7 +268,6 @@ TEST(StreamPlan, PagesOutsideThePool) {
                     absl::StatusCode::kOutOfRange, "a tail of -1 bytes"));
 }
 
-// As on the host, and never touched by the processor; a failure is passed on, as nobody else's.
 // Wherever the pool lies, which has nothing in the stream.
 TEST(StreamPlan, ATailThatIsAllThereIsIsOnePieceOnTheHost) {
   const KvLayout layout = KvLayout::Mha(2, 4, 2, 8, DType::kFloat16);
@@ -287,6 +286,7 @@ TEST(StreamPlan, ATailThatIsAllThereIsIsOnePieceOnTheHost) {
   }
 }
 
+// As on the host, and never touched by the processor; a failure is passed on, as nobody else's.
 TEST(StreamPlan, PoolsOnADevice) {
   std::mt19937_64 random(7);
   const auto memory = std::make_shared<GuardedMemory>();

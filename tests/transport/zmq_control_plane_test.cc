@@ -51,10 +51,14 @@ TEST_F(WithoutFiles, DialsAreNoBadAddresses) {
   EXPECT_TRUE(Fails(plane->Dial("127.0.0.1").status(), absl::StatusCode::kInvalidArgument));
 }
 
-TEST(ZmqControlPlane, APeerThatWasHungUpIsNone) {
+std::unique_ptr<ControlPlane> MakeHere(bool listen) {
   Config config;
   config.listen_host = "127.0.0.1";
-  const std::unique_ptr<ControlPlane> plane = Must(MakeZmqControlPlane(config, /*listen=*/true));
+  return Must(MakeZmqControlPlane(config, listen));
+}
+
+TEST(ZmqControlPlane, APeerThatWasHungUpIsNone) {
+  const std::unique_ptr<ControlPlane> plane = MakeHere(/*listen=*/true);
   const PeerKey peer = Must(plane->Dial("tcp://127.0.0.1:1"));
   plane->Hangup(peer);
   EXPECT_TRUE(
@@ -78,11 +82,6 @@ struct Heard : ControlEvents {
 // Of more than ZeroMQ takes at a time nothing is lost or overtaken, by either way, and what waits is known.
 class ZmqControlPlanes : public testing::Test {
  protected:
-  static std::unique_ptr<ControlPlane> Make(bool listen) {
-    Config config;
-    config.listen_host = "127.0.0.1";
-    return Must(MakeZmqControlPlane(config, listen));
-  }
   static Message Cancel(uint64_t id, size_t bytes) {
     return {1, 2, CancelMsg{id, std::string(bytes, 'x')}};
   }
@@ -105,8 +104,8 @@ class ZmqControlPlanes : public testing::Test {
     EXPECT_EQ(from->BacklogOf(to).waiting, 0);
   }
 
-  const std::unique_ptr<ControlPlane> listens_ = Make(/*listen=*/true);
-  const std::unique_ptr<ControlPlane> dials_ = Make(/*listen=*/false);
+  const std::unique_ptr<ControlPlane> listens_ = MakeHere(/*listen=*/true);
+  const std::unique_ptr<ControlPlane> dials_ = MakeHere(/*listen=*/false);
   Heard heard_;
   Heard answers_;
 };

@@ -296,7 +296,7 @@ class ZmqControlPlane : public ControlPlane {
 
   // Takes the edges, so that the epoll fd itself stops being readable.
   void Drain() const {
-    std::array<epoll_event, 16> room;
+    Epoll::Room room;
     while (epoll_.Ready(room).size() == room.size()) {
     }
   }

@@ -106,7 +106,6 @@ constexpr uint64_t kMaxPlaces = KvLayout::kMaxLayers * KvLayout::kMaxTensors;
 constexpr size_t kMaxAccepted = 4096;
 // Words of one link's reader, before it is the next one's turn.
 constexpr int kReadsATurn = 16;
-constexpr int kAcceptedATurn = 64;
 // What one socket holds is some hundred packets.
 constexpr int kMaxLastWords = 1024;
 // Words about chunks that wait for a peer that takes none, beside one a chunk of its arena.
@@ -542,7 +541,7 @@ void SayWhyNot(const UniqueFd& socket, const absl::Status& why) {
 }
 
 void MappedDataPlane::Accept() {
-  for (int left = kAcceptedATurn; left > 0; --left) {
+  for (int left = AcceptPause::kAcceptedATurn; left > 0; --left) {
     UniqueFd socket = AcceptUnix(listener_);
     if (!socket.valid()) return pause_.OnFailure(epoll_, errno);
     absl::Status status = CheckSameUser(socket);
@@ -818,6 +817,7 @@ absl::Status MappedDataPlane::OnPacket(Accepted& accepted, Packet& packet, DataE
 
 // One packet: it may be a chunk of megabytes, and then it is the next peer's turn.
 bool MappedDataPlane::OnAcceptedReadable(Accepted& accepted, DataEvents* events) {
+  if (accepted.heard_all) return false;
   Packet packet;
   const SocketResult result = ReceivePacket(accepted.channel.socket, &packet);
   if (result == SocketResult::kWouldBlock) return false;
@@ -846,7 +846,7 @@ void MappedDataPlane::HearLastWords(const Channel& of, DataEvents* events) {
 }
 
 void MappedDataPlane::HearRest(Accepted& accepted, DataEvents* events) {
-  for (int left = kMaxLastWords; left > 0 && !accepted.heard_all; --left) {
+  for (int left = kMaxLastWords; left > 0; --left) {
     if (!OnAcceptedReadable(accepted, events)) return;
   }
 }
@@ -865,8 +865,7 @@ void MappedDataPlane::Serve(uint64_t id, uint32_t ready, DataEvents* events) {
   const auto accepted = accepted_.find(id);
   if (accepted == accepted_.end()) return;
   if ((ready & EPOLLOUT) != 0) Flush(accepted->second->channel);
-  const bool hears = (ready & ~EPOLLOUT) != 0 && !accepted->second->heard_all;
-  if (hears) OnAcceptedReadable(*accepted->second, events);
+  if ((ready & ~EPOLLOUT) != 0) OnAcceptedReadable(*accepted->second, events);
   if (accepted->second->channel.broken) Drop(accepted, events);
 }
 

@@ -15,7 +15,6 @@
 namespace kvferry {
 namespace {
 
-constexpr int kAcceptedATurn = 64;
 // Whoever comes when so many have not said who they are yet takes the place of the one that came first.
 constexpr size_t kMaxStrangers = 256;
 
@@ -54,7 +53,7 @@ void TcpDoor::Forget(LinkId link) {
 }
 
 void TcpDoor::Accept(std::vector<Arrival>* arrivals) {
-  for (int left = kAcceptedATurn; left > 0; --left) {
+  for (int left = AcceptPause::kAcceptedATurn; left > 0; --left) {
     Stranger stranger{AcceptTcp(listener_), "", DeadlineInMs(timeout_ms_)};
     if (!stranger.socket.valid()) return pause_.OnFailure(epoll_, errno);
     accepted_ = true;
