@@ -394,9 +394,9 @@ class Pair:
         self.prefill.wait_ready()
         self.decode.wait_ready()
 
-    def hand_over(self, prompt: list[int]) -> dict[str, Any]:
+    def hand_over(self, prompt: list[int], **sampling: Any) -> dict[str, Any]:
         """Prefills a prompt; what the decode engine has to be given to fetch it."""
-        answer = self.prefill.generate(prompt, 1, dict(REMOTE_DECODE))
+        answer = self.prefill.generate(prompt, 1, dict(REMOTE_DECODE), **sampling)
         if not answer.params:
             raise EngineError(f"the prefill engine returned no kv_transfer_params: {answer}")
         return answer.params

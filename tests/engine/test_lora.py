@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import random_model
 from engines import BLOCK_TOKENS, DECODE_ENGINE, ENGINE, PATIENT
-from pair import REMOTE_DECODE, Pair
+from pair import Pair
 from random_model import HEAD_DIM, HEADS, LAYERS, QUESTION
 
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
-def make_adapter(folder: Path, seed: int) -> str:
+def make_adapter(folder: Path, seed: int) -> None:
     """One of random weights, on what makes K and V among others."""
     torch = pytest.importorskip("torch")
     safetensors = pytest.importorskip("safetensors.torch")
@@ -34,7 +34,6 @@ def make_adapter(folder: Path, seed: int) -> str:
         "target_modules": ["q_proj", "k_proj", "v_proj"],
     }
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def test_answers_are_those_of_one_engine(pair: Pair, at_once: bool):
             announced, params = pair.params_at_once()
             pair.prefill.start(prompt, 1, announced, **here)
         else:
-            params = pair.prefill.generate(prompt, 1, dict(REMOTE_DECODE), **here).params
+            params = pair.hand_over(prompt, **here)
         answer = pair.decode.generate(prompt, 20, params, **there)
         assert (answer.error, answer.tokens) == ("", expected.tokens)
         answers.append(tuple(answer.tokens))
@@ -83,7 +82,7 @@ def test_answers_are_those_of_one_engine(pair: Pair, at_once: bool):
 def test_tickets_of_another_adapter_are_no_use(pair: Pair):
     prompt = pair.prefill.tokenize(f"Once more. {QUESTION}")
     of_a = adapter(pair, "prefill", "a")
-    params = pair.prefill.generate(prompt, 1, dict(REMOTE_DECODE), **of_a).params
+    params = pair.hand_over(prompt, **of_a)
     answer = pair.decode.generate(prompt, 4, dict(params), **adapter(pair, "decode", "b"))
     assert (answer.finish_reason, answer.tokens) == ("error", [])
     answer = pair.decode.generate(prompt, 4, dict(params), **adapter(pair, "decode", "a"))

@@ -389,6 +389,13 @@ def failed(transfer: Transfer) -> str:
     return reasons[0]
 
 
+def refused(prefill, decode, source, target, **more) -> str:
+    """As whole(), of a request that fails; says why."""
+    transfer = Transfer(prefill, decode, source, target, **more).begin()
+    transfer.send(0, len(source))
+    return failed(transfer)
+
+
 def whole(prefill, decode, source, target, chunks=1, **more):
     """Returns its room."""
     transfer = Transfer(prefill, decode, source, target, **more).begin()

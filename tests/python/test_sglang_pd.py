@@ -46,6 +46,7 @@ from sglang_pd import (  # noqa: E402
     make_ranks,
     make_sides,
     move_heads,
+    refused,
     rooms,
     wait_status,
     whole,
@@ -879,9 +880,7 @@ def test_another_model_is_refused(make):
     prefill = make("prefill", model="/here/Llama-1B")
     there, other = (make("decode", model=it) for it in ("/there/Llama-1B/", "/here/Llama-3B"))
     whole([prefill], [there], SOURCE, TARGET)
-    transfer = Transfer([prefill], [other], SOURCE, TARGET).begin()
-    transfer.send(0, len(SOURCE))
-    reason = failed(transfer)
+    reason = refused([prefill], [other], SOURCE, TARGET)
     assert "Llama-1B" in reason and "Llama-3B" in reason
 
 
@@ -927,9 +926,7 @@ def test_values_of_another_dtype_are_refused(make, kind):
         for mode, pool in (("prefill", BF16), ("decode", FP16))
     )
     before = copies(decode)
-    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
-    transfer.send(0, len(SOURCE))
-    reason = failed(transfer)
+    reason = refused([prefill], [decode], SOURCE, TARGET)
     assert " bfloat16" in reason and " float16" in reason
     check_pages(prefill, decode, before, [], [])
 
@@ -940,9 +937,7 @@ def test_a_draft_models_values_of_another_dtype_are_refused(make, kind):
         make(mode, kind=kind, has_draft=True, draft_pool=pool)
         for mode, pool in (("prefill", BF16), ("decode", FP16))
     )
-    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
-    transfer.send(0, len(SOURCE))
-    reason = failed(transfer)
+    reason = refused([prefill], [decode], SOURCE, TARGET)
     assert "bfloat16 draft bfloat16" in reason and "bfloat16 draft float16" in reason
 
 
@@ -963,9 +958,7 @@ def test_pools_that_nobody_tells_of_are_refused_at_the_start(make):
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 def test_a_draft_model_on_one_side_alone_is_refused(make, kind):
     prefill, decode = make("prefill", kind=kind), make("decode", kind=kind, has_draft=True)
-    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
-    transfer.send(0, len(SOURCE))
-    assert "bfloat16 draft bfloat16" in failed(transfer)
+    assert "bfloat16 draft bfloat16" in refused([prefill], [decode], SOURCE, TARGET)
 
 
 def test_draft_models_of_mla_with_other_numbers_of_ranks(make):

@@ -21,6 +21,7 @@ from sglang_pd import (  # noqa: E402
     make_ranks,
     make_sides,
     move_heads,
+    refused,
     whole,
 )
 
@@ -61,6 +62,11 @@ def check_states(kind, prefill, decode, before, source, target):
         assert torch.equal(got[others], old[others])
 
 
+def check_unchanged(rank, before):
+    for now, then in zip(rank.states(), before, strict=True):
+        assert torch.equal(now, then)
+
+
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize(("kind", "has_draft"), [*((it, False) for it in KINDS), ("dsa", True)])
 def test_they_come_with_the_last_chunk(make, kind, has_draft, chunks):
@@ -91,8 +97,7 @@ def test_a_request_may_have_none(make, kind):
     prefill, decode = pair_of(make, kind)
     states = [it.clone() for it in decode.states()]
     whole([prefill], [decode], SOURCE, TARGET, states=([[]], None))
-    for now, then in zip(decode.states(), states, strict=True):
-        assert torch.equal(now, then)
+    check_unchanged(decode, states)
 
 
 @pytest.mark.parametrize(("heads", "prefill", "decode"), OTHER_SIZES)
@@ -134,11 +139,8 @@ def test_indexers_that_other_layers_share_are_refused(make, other):
     )
     states = [it.clone() for it in decode.states()]
     both = indices("dsa", ROWS), indices("dsa", TARGET_ROWS)
-    transfer = Transfer([prefill], [decode], SOURCE, TARGET, states=both).begin()
-    transfer.send(0, len(SOURCE))
-    assert "dsa without:2" in failed(transfer)
-    for now, then in zip(decode.states(), states, strict=True):
-        assert torch.equal(now, then)
+    assert "dsa without:2" in refused([prefill], [decode], SOURCE, TARGET, states=both)
+    check_unchanged(decode, states)
 
 
 @pytest.mark.parametrize("kind", ["mamba", "mla_mamba"])
@@ -154,18 +156,13 @@ def test_another_number_of_rows_fails(make):
     prefill, decode = pair_of(make, "swa")
     states = [it.clone() for it in decode.states()]
     both = indices("swa", ROWS[:2]), indices("swa", TARGET_ROWS)
-    transfer = Transfer([prefill], [decode], SOURCE, TARGET, states=both).begin()
-    transfer.send(0, len(SOURCE))
-    assert "2 pages or rows where 3 were expected" in failed(transfer)
-    for now, then in zip(decode.states(), states, strict=True):
-        assert torch.equal(now, then)
+    assert "2 pages or rows where 3 were expected" in refused([prefill], [decode], SOURCE, TARGET, states=both)
+    check_unchanged(decode, states)
 
 
 def test_a_model_without_them_on_the_other_side_fails(make):
     prefill, decode = make("prefill"), make("decode", kind="swa")
-    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
-    transfer.send(0, len(SOURCE))
-    assert "0 states beside the KV where this side has 1" in failed(transfer)
+    assert "0 states beside the KV where this side has 1" in refused([prefill], [decode], SOURCE, TARGET)
 
 
 def test_states_of_another_size_are_refused(make):
@@ -174,9 +171,7 @@ def test_states_of_another_size_are_refused(make):
     lens = [item // 2 for item in decode.args.state_item_lens[0]]
     decode = make("decode", kind="mamba", state_item_lens=[lens])
     both = indices("mamba", ROWS), indices("mamba", TARGET_ROWS)
-    transfer = Transfer([prefill], [decode], SOURCE, TARGET, states=both).begin()
-    transfer.send(0, len(SOURCE))
-    assert "KV layout: tensors" in failed(transfer)
+    assert "KV layout: tensors" in refused([prefill], [decode], SOURCE, TARGET, states=both)
 
 
 def test_states_of_another_dtype_are_refused(make):
@@ -187,12 +182,9 @@ def test_states_of_another_dtype_are_refused(make):
     )
     states = [it.clone() for it in decode.states()]
     both = indices("mamba", ROWS), indices("mamba", TARGET_ROWS)
-    transfer = Transfer([prefill], [decode], SOURCE, TARGET, states=both).begin()
-    transfer.send(0, len(SOURCE))
-    reason = failed(transfer)
+    reason = refused([prefill], [decode], SOURCE, TARGET, states=both)
     assert "4xbfloat16,2xfloat16" in reason and "6xbfloat16" in reason
-    for now, then in zip(decode.states(), states, strict=True):
-        assert torch.equal(now, then)
+    check_unchanged(decode, states)
 
 
 def test_fixed_ports_are_the_first_ones(make, monkeypatch):

@@ -213,9 +213,10 @@ def _attention(
 
 def _spec_of(name: str, kv_cache_config: KVCacheConfig) -> KVCacheSpec:
     """Of the layer's group; of one that shares another one's cache any with attention."""
-    if (group := _group_of(kv_cache_config).get(name)) is None:
-        return attention_specs(kv_cache_config)[0]
-    return kv_cache_config.kv_cache_groups[group].kv_cache_spec
+    for group in kv_cache_config.kv_cache_groups:
+        if name in group.layer_names:
+            return group.kv_cache_spec
+    return attention_specs(kv_cache_config)[0]
 
 
 def _blocks(

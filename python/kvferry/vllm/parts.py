@@ -153,10 +153,10 @@ def places(num_tokens: int, block_size: int, windows: Windows = (WHOLE,)) -> lis
     found = []
     for group, window in enumerate(windows):
         needed = blocks_of(windows, group, num_tokens, block_size)
-        is_whole = window == WHOLE
-        for first in needed[:: blocks if is_whole else max(1, len(needed))]:
-            end = min(first + blocks, needed.stop) if is_whole else needed.stop
-            end_token = min(end * block_size, num_tokens) if is_whole else num_tokens
+        step = blocks if window == WHOLE else max(1, len(needed))
+        for first in needed[::step]:
+            end = min(first + step, needed.stop)
+            end_token = num_tokens if end == needed.stop else end * block_size
             found.append(Place(first, end, end_token, group))
     return sorted(found, key=lambda place: place.end_token)
 

@@ -501,8 +501,9 @@ class DecodeScheduler:
     def _may_begin(self, request: Request, params: dict[str, Any]) -> bool:
         """Whether there is room here for a prompt that is not computed yet, and for more fetches
         where it is."""
-        blocks = self._blocks(request)
-        if _is_announced(params) and not self._room.lets_in(request.request_id, blocks):
+        if _is_announced(params) and not self._room.lets_in(
+            request.request_id, self._blocks(request)
+        ):
             return False
         peer, fetches = self._fetches_of(request, params)
         there = self._peers.get(peer)
