@@ -2,12 +2,13 @@
 
 #include <spdlog/logger.h>
 #include <spdlog/pattern_formatter.h>
-#include <spdlog/sinks/stdout_sinks.h>
 
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <optional>
+
+#include "base/stderr_sink.h"
 
 namespace kvferry {
 namespace {
@@ -48,7 +49,7 @@ spdlog::level::level_enum OfSpdlog(LogLevel level) {
 }
 
 spdlog::logger* MakeLogger() {
-  auto* made = new spdlog::logger("kvferry", std::make_shared<spdlog::sinks::stderr_sink_mt>());
+  auto* made = new spdlog::logger("kvferry", std::make_shared<StderrSink>());
   const char* text = std::getenv("KVFERRY_LOG");
   const std::optional<spdlog::level::level_enum> level =
       text != nullptr ? LevelFrom(text) : spdlog::level::warn;

@@ -54,7 +54,7 @@ class Logger {
   spdlog::logger* const backend_;
 };
 
-// The process-wide logger "kvferry" (stderr). Level from KVFERRY_LOG = trace | debug | info | warn
+// The process-wide logger "kvferry" (stderr, for which nobody waits: StderrSink). Level from KVFERRY_LOG = trace | debug | info | warn
 // | error | off, default warn, read at first use. A message stays on one line. Thread-safe.
 const Logger& Log();
 
