@@ -44,16 +44,24 @@ void Receiver::Add(Fetch&& fetch) {
   if (is_new) fetch.turn = waiting_.NextTurn();
   const uint64_t transfer_id = fetch.transfer_id;
   waiting_.Add(fetch.peer, fetch.turn, transfer_id);
+  transfer_ids_[fetch.id] = transfer_id;
+  deadlines_.emplace(fetch.deadline, fetch.id);
   fetches_.emplace(transfer_id, std::move(fetch));
   metrics_->fetches_active = static_cast<int64_t>(fetches_.size());
 }
 
+Receiver::Fetch Receiver::Remove(uint64_t transfer_id) {
+  Fetch fetch = std::move(fetches_.extract(transfer_id).mapped());
+  transfer_ids_.erase(fetch.id);
+  deadlines_.erase({fetch.deadline, fetch.id});
+  return fetch;
+}
+
 Receiver::Fetch* Receiver::Assign(uint64_t id, const PeerKey& peer, uint64_t lease_id) {
-  const auto found = std::find_if(fetches_.begin(), fetches_.end(), [&](const auto& entry) {
-    return entry.second.id == id && entry.second.peer.empty();
-  });
-  if (found == fetches_.end()) return nullptr;
-  Fetch& fetch = found->second;
+  const auto found = transfer_ids_.find(id);
+  if (found == transfer_ids_.end()) return nullptr;
+  Fetch& fetch = fetches_.find(found->second)->second;
+  if (!fetch.peer.empty()) return nullptr;
   waiting_.Remove(fetch.peer, fetch.turn);
   fetch.peer = peer;
   waiting_.Add(peer, fetch.turn, fetch.transfer_id);
@@ -139,10 +147,8 @@ std::vector<Receiver::Fetch> Receiver::TakeUnfinished(const PeerKey& peer) {
 }
 
 std::optional<Receiver::Fetch> Receiver::TakeOut(uint64_t transfer_id) {
-  const auto found = fetches_.find(transfer_id);
-  if (CloseAndEndIfWhole(found->second)) return std::nullopt;
-  Fetch fetch = std::move(found->second);
-  fetches_.erase(found);
+  if (CloseAndEndIfWhole(fetches_.find(transfer_id)->second)) return std::nullopt;
+  Fetch fetch = Remove(transfer_id);
   fetch.transfer_id = RandomId();
   if (fetch.requested()) {
     fetch.replaces = transfer_id;
@@ -304,17 +310,13 @@ void Receiver::Credit(Fetch& fetch) {
                              {fetch.transfer_id, static_cast<uint64_t>(fetch.credited_bytes)});
 }
 
-template <typename Matches>
-void Receiver::CancelWhere(const Matches& matches, const absl::Status& status) {
-  for (const uint64_t transfer_id : IdsWhere(matches)) GiveUp(transfer_id, status);
-}
-
 void Receiver::Cancel(uint64_t id, const absl::Status& status) {
-  CancelWhere([&](const Fetch& f) { return f.id == id; }, status);
+  const auto found = transfer_ids_.find(id);
+  if (found != transfer_ids_.end()) GiveUp(found->second, status);
 }
 
 void Receiver::CancelAll(const absl::Status& status) {
-  CancelWhere([](const Fetch&) { return true; }, status);
+  for (const uint64_t id : IdsWhere([](const Fetch&) { return true; })) GiveUp(id, status);
 }
 
 void Receiver::GiveUp(uint64_t transfer_id, const absl::Status& status) {
@@ -331,8 +333,7 @@ void Receiver::Fail(uint64_t transfer_id, const absl::Status& status) {
 }
 
 void Receiver::End(uint64_t transfer_id, const absl::Status& status) {
-  auto node = fetches_.extract(transfer_id);
-  const Fetch& fetch = node.mapped();
+  const Fetch fetch = Remove(transfer_id);
   const Deadline now = Clock::now();
   const int64_t total = fetch.plan->total_bytes();
   const Deadline left = fetch.requested_at == Deadline{} ? now : fetch.requested_at;
@@ -368,13 +369,12 @@ std::string Receiver::Overdue(const Fetch& fetch) const {
 }
 
 Deadline Receiver::Tick(Deadline now) {
-  for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.deadline <= now; })) {
-    const Fetch& fetch = fetches_.find(id)->second;
-    Cancel(fetch.id, absl::DeadlineExceededError(Overdue(fetch)));
+  while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+    const uint64_t id = deadlines_.begin()->second;
+    const Fetch& fetch = fetches_.find(transfer_ids_.find(id)->second)->second;
+    Cancel(id, absl::DeadlineExceededError(Overdue(fetch)));
   }
-  Deadline next = Deadline::max();
-  for (const auto& [id, fetch] : fetches_) next = std::min(next, fetch.deadline);
-  return next;
+  return deadlines_.empty() ? Deadline::max() : deadlines_.begin()->first;
 }
 
 }  // namespace kvferry

@@ -5,9 +5,11 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "base/clock.h"
@@ -126,7 +128,9 @@ class Receiver {
   std::shared_ptr<Landing> FindLanding(uint64_t transfer_id);
   void OpenLanding(Fetch& fetch);
   void CloseLanding(const Fetch& fetch);
-  // Out of fetches_, with another transfer id; chunks of the old one are dropped from now on. None
+  // Out of what is here.
+  Fetch Remove(uint64_t transfer_id);
+  // Removes it, and gives it another transfer id; chunks of the old one are dropped from now on. None
   // of a fetch that turns out to be whole: it has ended.
   std::optional<Fetch> TakeOut(uint64_t transfer_id);
   bool EndIfWhole(const Fetch& fetch);
@@ -139,8 +143,6 @@ class Receiver {
   void GiveUp(uint64_t transfer_id, const absl::Status& status);
   void End(uint64_t transfer_id, const absl::Status& status);
   std::string Overdue(const Fetch& fetch) const;
-  template <typename Matches>
-  void CancelWhere(const Matches& matches, const absl::Status& status);
   // Transfer ids.
   template <typename Matches>
   std::vector<uint64_t> IdsWhere(const Matches& matches) const;
@@ -150,9 +152,11 @@ class Receiver {
   Outbox* const outbox_;
   Metrics* const metrics_;
   PieceCopy copy_;
-  absl::flat_hash_map<uint64_t, Fetch> fetches_;  // By transfer id.
-  WaitingLine waiting_;                           // All that is not requested.
-  absl::flat_hash_map<PeerKey, Ready> ready_;     // Sessions that are up.
+  absl::flat_hash_map<uint64_t, Fetch> fetches_;              // By transfer id.
+  absl::flat_hash_map<uint64_t, uint64_t> transfer_ids_;      // Of all, by the caller's.
+  absl::btree_set<std::pair<Deadline, uint64_t>> deadlines_;  // Of all; the caller's ids.
+  WaitingLine waiting_;                                       // All that is not requested.
+  absl::flat_hash_map<PeerKey, Ready> ready_;                 // Sessions that are up.
 
   Mutex landings_mutex_;
   // Of the fetches that are requested, by transfer id.
