@@ -256,6 +256,33 @@ TEST_F(MappedPlanes, APeerThatTakesNoCredits) {
   EXPECT_LT(b_.events.credits.size(), 10000u);  // What the socket had room for, and three.
 }
 
+// Of which there is always some: the peer would send no more chunks.
+TEST(MappedPlane, CreditsDoNotWaitForWhatComesLater) {
+  Side sender(1000);
+  Side reader;
+  const LinkId link = Must(sender.plane->Connect(reader.plane->address()));
+  for (int i = 0; i < 600; ++i) sender.Send(link, 1, 1);
+  const auto arrives = [&](const auto& send_more) {
+    reader.events.credits.clear();
+    sender.plane->SendCredit(link, {1, 7});
+    int rounds = 0;
+    return ProgressBoth(reader, sender,
+                        [&] {
+                          send_more();
+                          return ++rounds == 5000 || !reader.events.credits.empty();
+                        }) &&
+           rounds < 5000;
+  };
+  EXPECT_TRUE(arrives([&] {
+    while (sender.arena->num_taken() < 600) sender.Send(link, 1, 1);
+  }));
+  EXPECT_TRUE(arrives([&] {
+    while (sender.plane->BacklogOf(link).waiting < kMaxMessagesWaiting) {
+      EXPECT_TRUE(IsOk(sender.plane->SendMessage(link, {1}, std::string(4000, 'x'))));
+    }
+  }));
+}
+
 // A chunk may be megabytes to copy: whoever has sent many of them waits after each.
 TEST_F(MappedPlanes, PeersTakeTurnsChunkByChunk) {
   Side c;

@@ -183,11 +183,14 @@ class MappedDataPlane : public AddressedPlane {
     uint64_t id;
     UniqueFd socket;
     std::deque<std::vector<std::byte>> unsent{};
-    // By transfer: the last of each, behind those.
+    // By transfer: the last of each. They go before those, of which there may always be some: without
+    // them the peer sends no more chunks.
     absl::flat_hash_map<uint64_t, uint64_t> credits{};
     Backlog backlog{};
     bool awaits_room = false;  // Woken when the socket takes more.
     bool broken = false;
+
+    bool waits() const { return !unsent.empty() || !credits.empty(); }
   };
   // To a peer that reads our arena.
   struct Link {
@@ -233,7 +236,8 @@ class MappedDataPlane : public AddressedPlane {
   }
   void PushBytes(Channel& channel, std::span<const std::byte> bytes);
   void Flush(Channel& channel);
-  void PushCredits(Channel& channel);
+  // Past what waits.
+  SocketResult SendNow(Channel& channel, std::span<const std::byte> bytes);
   void AwaitRoom(Channel& channel, bool await) const;
   void Accept();
   void HearAnswer(Link& link);
@@ -405,7 +409,7 @@ void MappedDataPlane::SendCredit(LinkId id, const CreditHeader& header) {
   if (found == links_.end()) return;
   Channel& channel = found->second->channel;
   // To a peer that takes nothing, and sends chunk after chunk, there would be more and more.
-  if (!channel.unsent.empty()) {
+  if (channel.waits()) {
     channel.credits[header.transfer_id] = header.bytes_done;
   } else {
     Push(channel, CreditPacket{.header = header});
@@ -439,13 +443,18 @@ Backlog MappedDataPlane::BacklogOf(LinkId id) const {
   return found == links_.end() ? Backlog() : found->second->channel.backlog;
 }
 
+SocketResult MappedDataPlane::SendNow(Channel& channel, std::span<const std::byte> bytes) {
+  const SocketResult result = SendPacket(channel.socket, bytes);
+  if (result == SocketResult::kOk) channel.backlog.taken += RoomOf(bytes);
+  if (result == SocketResult::kBroken) channel.broken = true;
+  return result;
+}
+
 void MappedDataPlane::PushBytes(Channel& channel, std::span<const std::byte> bytes) {
   if (channel.broken) return;
-  if (channel.unsent.empty()) {
-    const SocketResult result = SendPacket(channel.socket, bytes);
-    channel.broken = result == SocketResult::kBroken;
+  if (!channel.waits()) {
+    const SocketResult result = SendNow(channel, bytes);
     if (channel.broken) failed_.push_back(channel.id);
-    if (result == SocketResult::kOk) channel.backlog.taken += RoomOf(bytes);
     if (result != SocketResult::kWouldBlock) return;
   }
   channel.unsent.emplace_back(bytes.begin(), bytes.end());
@@ -455,22 +464,19 @@ void MappedDataPlane::PushBytes(Channel& channel, std::span<const std::byte> byt
 
 void MappedDataPlane::Flush(Channel& channel) {
   SocketResult result = SocketResult::kOk;
+  for (auto credit = channel.credits.begin(); credit != channel.credits.end();) {
+    const CreditPacket packet{.header = {credit->first, credit->second}};
+    result = SendNow(channel, std::as_bytes(std::span(&packet, 1)));
+    if (result != SocketResult::kOk) break;
+    channel.credits.erase(credit++);
+  }
   while (!channel.unsent.empty() && result == SocketResult::kOk) {
-    result = SendPacket(channel.socket, channel.unsent.front());
+    result = SendNow(channel, channel.unsent.front());
     if (result != SocketResult::kOk) break;
     channel.backlog.waiting -= RoomOfMessage(channel.unsent.front());
-    channel.backlog.taken += RoomOf(channel.unsent.front());
     channel.unsent.pop_front();
   }
-  if (result == SocketResult::kBroken) channel.broken = true;
-  if (channel.unsent.empty()) PushCredits(channel);
-  AwaitRoom(channel, !channel.unsent.empty());
-}
-
-void MappedDataPlane::PushCredits(Channel& channel) {
-  for (const auto& [transfer_id, bytes_done] : std::exchange(channel.credits, {})) {
-    Push(channel, CreditPacket{.header = {transfer_id, bytes_done}});
-  }
+  AwaitRoom(channel, channel.waits());
 }
 
 void MappedDataPlane::AwaitRoom(Channel& channel, bool await) const {
