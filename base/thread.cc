@@ -25,23 +25,35 @@ std::string NameOf(absl::string_view what) {
   return absl::StrCat("kvf-", absl::StrReplaceAll(what.substr(0, 11), {{" ", "-"}, {",", ""}}));
 }
 
+// While it lives. A thread inherits the mask of the one that starts it.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    const sigset_t blocked = AllButFaults();
+    pthread_sigmask(SIG_BLOCK, &blocked, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
 }  // namespace
 
 absl::StatusOr<std::thread> StartThread(const std::string& what, std::function<void()> run) {
-  // A thread inherits the mask of the one that starts it.
-  const sigset_t blocked = AllButFaults();
-  sigset_t before;
-  pthread_sigmask(SIG_BLOCK, &blocked, &before);
-  absl::StatusOr<std::thread> thread;
+  const std::string name =
+      NameOf(what);  // May find no memory, which a thread that runs cannot be left for.
+  const SignalsBlocked blocked;
   try {  // std::thread has no other way to say it.
-    thread = std::thread(std::move(run));
-    pthread_setname_np(thread->native_handle(), NameOf(what).c_str());
+    std::thread thread(std::move(run));
+    pthread_setname_np(thread.native_handle(), name.c_str());
+    return thread;
   } catch (const std::system_error& error) {
-    thread = absl::ResourceExhaustedError(
+    return absl::ResourceExhaustedError(
         absl::StrCat(what, ": the system refused a thread: ", error.what()));
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return thread;
 }
 
 }  // namespace kvferry

@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <ctime>
 #include <latch>
 #include <limits>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "base/thread.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 
@@ -106,6 +108,21 @@ TEST(Thread, HasANameThatTheSystemShows) {
     thread.join();
     EXPECT_STREQ(shown.data(), name);
   }
+}
+
+// Its caller would hear no Ctrl-C any more.
+TEST(Thread, ThatFindsNoMemoryLeavesItsCallersSignals) {
+  const auto is_blocked = [] {
+    sigset_t mask;
+    pthread_sigmask(SIG_SETMASK, nullptr, &mask);
+    return sigismember(&mask, SIGINT) == 1;
+  };
+  ASSERT_FALSE(is_blocked());
+  std::thread thread;
+  CallWithoutMemory([&] { thread = Must(StartThread("node, of which there is one", [] {})); },
+                    [&] { EXPECT_FALSE(is_blocked()); });
+  thread.join();
+  EXPECT_FALSE(is_blocked());
 }
 
 TEST(ThreadPool, PartsMayCallAgain) {
