@@ -54,6 +54,9 @@ class ControlPlane {
   // UNAVAILABLE when the peer is gone.
   virtual absl::Status Send(const PeerKey& peer, const Message& message) = 0;
   virtual Backlog BacklogOf(const PeerKey& peer) const = 0;
+  // Whether some of what was sent waits: event_fd() may not show that there is room for it, nor then what
+  // has arrived.
+  virtual bool Waits() const = 0;
 
   // Delivers what has arrived, at most a bounded number of messages. True when there was any.
   virtual bool Progress(ControlEvents* events) = 0;

@@ -20,6 +20,8 @@ namespace {
 // While data flows, control messages are looked for this often rather than every time round.
 constexpr auto kControlInterval = std::chrono::microseconds(100);
 constexpr int64_t kMaxSleepMs = 60000;
+// While messages wait for a peer that takes none, which seldom is.
+constexpr auto kLookForRoom = std::chrono::milliseconds(5);
 // How long an endpoint that closes waits for its peers to have read its goodbye.
 constexpr auto kFarewell = std::chrono::milliseconds(250);
 // Of messages that wait for one peer: above the first calls and fetches wait until half of it is left, above
@@ -400,8 +402,9 @@ void NodeImpl::Sleep(Deadline until) {
                   {commands_->wake().get(), POLLIN, 0},
                   {data_->door_fd(), POLLIN, 0}};
   const Deadline now = Clock::now();
-  const int64_t sleep_ms = std::min(
-      MsUntil(pause ? std::min(until, now + FutileWakes::kPause) : until, now), kMaxSleepMs);
+  if (pause) until = std::min(until, now + FutileWakes::kPause);
+  if (control_->Waits()) until = std::min(until, now + kLookForRoom);
+  const int64_t sleep_ms = std::min(MsUntil(until, now), kMaxSleepMs);
   poll(fds, std::size(fds), static_cast<int>(sleep_ms));
   if ((fds[0].revents & POLLIN) != 0) futile_wakes_.OnWake();
   if ((fds[4].revents & POLLIN) != 0) commands_->wake().Drain();

@@ -126,7 +126,8 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void RequestOrCancel(uint64_t fetch_id, const absl::Status& joined, const PeerKey& peer);
   void StartCall(uint64_t id, const std::string& address, uint64_t epoch, Calls::Call call);
   void OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hello);
-  absl::Status CheckHello(const HelloMsg& hello) const;
+  absl::Status CheckHello(const HelloMsg& hello, uint64_t epoch) const;
+  absl::Status CheckRoomFor(uint64_t epoch) const;
   // Whether each side can make pages of the other's page size and order out of its own.
   absl::Status CheckConverts(const HelloMsg& hello) const;
   // The same of values and their dtypes.

@@ -277,7 +277,17 @@ std::string NodeImpl::DifferenceFrom(const HelloMsg& hello) const {
   return difference;
 }
 
-absl::Status NodeImpl::CheckHello(const HelloMsg& hello) const {
+// The session that a peer begins anew may come before the end of the one that it has given up is known
+// here: it is one peer. Only so many, as it may say so again and again.
+absl::Status NodeImpl::CheckRoomFor(uint64_t epoch) const {
+  const int64_t limit = options_.config.max_peers;
+  if (sessions_.CountOthers(epoch) < limit && static_cast<int64_t>(sessions_.size()) < 2 * limit) {
+    return absl::OkStatus();
+  }
+  return absl::ResourceExhaustedError(absl::StrCat("max_peers (", limit, ") are connected"));
+}
+
+absl::Status NodeImpl::CheckHello(const HelloMsg& hello, uint64_t epoch) const {
   if (!options_.listen) return absl::FailedPreconditionError("this endpoint accepts no peers");
   if (hello.model != options_.model) {
     return absl::FailedPreconditionError(
@@ -289,11 +299,7 @@ absl::Status NodeImpl::CheckHello(const HelloMsg& hello) const {
     return absl::FailedPreconditionError(
         absl::StrCat("KV layout: ", difference, "; start both sides with the same value"));
   }
-  if (static_cast<int64_t>(sessions_.size()) >= options_.config.max_peers) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("max_peers (", options_.config.max_peers, ") are connected"));
-  }
-  return absl::OkStatus();
+  return CheckRoomFor(epoch);
 }
 
 void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hello) {
@@ -301,7 +307,7 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
   if (sessions_.Find(peer) != nullptr) {
     DropSession(peer, absl::UnavailableError("the peer started a new session"));
   }
-  if (const absl::Status status = CheckHello(hello); !status.ok()) {
+  if (const absl::Status status = CheckHello(hello, epoch); !status.ok()) {
     return RefuseHello(peer, hello.name, status);
   }
   Session session;

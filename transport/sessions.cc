@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "absl/container/flat_hash_set.h"
+
 namespace kvferry {
 namespace {
 
@@ -118,6 +120,16 @@ std::vector<std::pair<PeerKey, Sessions::Due>> Sessions::TakeDue(Deadline now, i
   }
   ask_by_ = *next;
   return due;
+}
+
+int64_t Sessions::CountOthers(uint64_t epoch) const {
+  absl::flat_hash_set<uint64_t> epochs;
+  int64_t unknown = 0;
+  for (const auto& [peer, session] : sessions_) {
+    if (session.epoch == 0) ++unknown;
+    if (session.epoch != 0 && session.epoch != epoch) epochs.insert(session.epoch);
+  }
+  return unknown + static_cast<int64_t>(epochs.size());
 }
 
 int64_t Sessions::CountLinks(absl::FunctionRef<bool(LinkId)> matches) const {

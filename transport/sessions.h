@@ -65,6 +65,8 @@ class Sessions {
   // By own_id.
   PeerKey FindOwnId(uint64_t id) const;
   size_t size() const { return sessions_.size(); }
+  // Nodes that there are sessions with, but for the one of that epoch.
+  int64_t CountOthers(uint64_t epoch) const;
   int64_t CountLinks(absl::FunctionRef<bool(LinkId)> matches) const;
 
   // What to do about a session at `now`.

@@ -699,6 +699,26 @@ TEST_F(HelloFromOthersOverTcp, APeerThatHasGivenItsSessionUpTakesNoPlace) {
   EXPECT_TRUE(WaitFor([&] { return Metric(*prefill, "peers") == 0; }, Soon()));
 }
 
+// The end of the session that it has given up may be heard of later than that of the next one's beginning.
+TEST_F(HelloFromOthersOverTcp, APeerThatBeginsAnewTakesOnePlace) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  config.connect_timeout_ms = config.heartbeat_timeout_ms = 600000;
+  config.max_peers = 2;
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 1), config);
+  std::vector<std::unique_ptr<RawDecode>> peers;
+  const auto is_taken = [&](uint64_t epoch) {
+    peers.push_back(std::make_unique<RawDecode>(prefill->address()));
+    peers.back()->Send(
+        {epoch, 0, HelloMsg{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}}});
+    const auto answer = peers.back()->Receive(Soon());
+    return answer.has_value() && std::holds_alternative<WelcomeMsg>(answer->body);
+  };
+  for (const uint64_t epoch : {42, 43, 42, 43}) EXPECT_TRUE(is_taken(epoch)) << epoch;
+  EXPECT_FALSE(is_taken(44));
+  EXPECT_FALSE(is_taken(42));  // Nor as often as it likes.
+}
+
 // And one that has no other way is told why it is refused.
 TEST_F(HelloFromOthersOverTcp, APeerThatMapsNothingAndOffersNoNetworkIsRefused) {
   const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 3), SmallChunks());

@@ -102,6 +102,7 @@ class ZmqControlPlanes : public testing::Test {
     }
     from->Progress(from_hears);
     EXPECT_EQ(from->BacklogOf(to).waiting, 0);
+    EXPECT_FALSE(from->Waits());
   }
 
   const std::unique_ptr<ControlPlane> listens_ = MakeHere(/*listen=*/true);
@@ -127,6 +128,8 @@ TEST_F(ZmqControlPlanes, WhatIsNotTakenIsCountedAndHasALimit) {
   EXPECT_LT(dials_->BacklogOf(nobody).waiting, kMaxMessagesWaiting + 2000);
   EXPECT_GT(sent, kMaxMessagesWaiting / 2000);
   EXPECT_FALSE(dials_->Progress(&answers_));  // Nothing to be done about it.
+  EXPECT_TRUE(dials_->Arm());
+  EXPECT_TRUE(dials_->Waits());
   dials_->Hangup(nobody);
   EXPECT_EQ(dials_->BacklogOf(nobody).waiting, 0);
 }

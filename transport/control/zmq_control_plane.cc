@@ -195,6 +195,8 @@ class ZmqControlPlane : public ControlPlane {
     return line == waiting_.end() ? Backlog() : line->second.backlog;
   }
 
+  bool Waits() const override { return !waiting_.empty(); }
+
   bool Progress(ControlEvents* events) override {
     Drain();
     const bool sent = SendWaiting();
@@ -221,7 +223,7 @@ class ZmqControlPlane : public ControlPlane {
     for (auto& [peer, dealer] : dealers_) {
       if (HasInput(dealer)) return false;
     }
-    // A socket that takes more again has shown that by its fd, or has just been asked.
+    // Takes the sign of what has arrived at such a socket since it was asked, as any send may: Waits().
     return !SendWaiting();
   }
 
