@@ -62,7 +62,7 @@ absl::Status CheckMemory(int64_t wanted_bytes, int64_t keep_free_bytes) {
   if (wanted_bytes <= *available - keep_free_bytes) return absl::OkStatus();
   return absl::ResourceExhaustedError(absl::StrCat(
       "host pool: ", wanted_bytes, " bytes wanted, but ", *available, " are available, of which ",
-      keep_free_bytes, " are left to others; make it smaller"));
+      keep_free_bytes, " (keep_free_bytes) are left to others; make it smaller, or lower that"));
 }
 
 // Null where there is nothing to pin for, or it cannot be done: copies are slower then.

@@ -20,8 +20,10 @@ struct Metrics {
   Value chunks_received{0};
   Value chunks_dropped{0};  // Of no live transfer, or contradicting one.
   Value checksum_failures{0};
-  Value fetches_started{0};    // As receiver.
-  Value fetches_restarted{0};  // Gone on after silence of a peer or of its memory.
+  Value fetches_started{0};  // As receiver.
+  // Asked anew, behind what had come: after silence of a peer, a lease that was taken back to be published
+  // again, one-sided reads that failed or had no room, chunks that were read too late on this host.
+  Value fetches_restarted{0};
   Value fetches_ok{0};
   Value fetches_failed{0};
   Value transfers_started{0};    // As sender.

@@ -263,7 +263,7 @@ TEST(HostPools, SizesThatCannotBe) {
   // The last of the host's memory stays with the host.
   const int64_t available = Must(AvailableHostBytes());
   EXPECT_TRUE(Fails(create({.ratio_to_device = 1}, available + (int64_t{1} << 40)), kExhausted,
-                    "are left to others"));
+                    "(keep_free_bytes) are left to others"));
 }
 
 TEST(HostPools, ValuesOfALatentAreThoseOfThePoolAbove) {

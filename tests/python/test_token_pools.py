@@ -413,7 +413,7 @@ def test_host_tier():
         host.protect_write(where)
     host.free(where)
     assert host.available_size == 64 and host.alloc(68) is None
-    with pytest.raises(kvferry.ResourceExhausted, match="left to others"):
+    with pytest.raises(kvferry.ResourceExhausted, match=r"\(keep_free_bytes\) are left"):
         kvferry.HostKvPool.create(device, ratio=1, keep_free_bytes=1 << 60)
 
 

@@ -159,7 +159,8 @@ COUNTERS = {
     "transfers_ok": "Transfers to other engines that ended well.",
     "transfers_failed": "Transfers to other engines that did not.",
     "fetches_refused": "Fetches of other engines that were refused.",
-    "fetches_restarted": "Fetches that went on over a new connection.",
+    "fetches_restarted": "Fetches that were asked anew, behind what had come: after silence, a "
+    "preemption, or reads that failed or came too late.",
     "hellos_refused": "Engines that were refused: another model, layout, release or the like.",
     "peers_lost": "Sessions with other engines that ended, in order or not.",
     "strangers": "Connections that were closed because they did not become a peer's.",
