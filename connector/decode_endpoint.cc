@@ -73,8 +73,8 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> DecodeEndpoint::Fetch(const Ticket&
 }
 
 void DecodeEndpoint::Keep(absl::Span<const Ticket> tickets) {
-  std::map<std::pair<std::string, uint64_t>, std::vector<uint64_t>>
-      leases;  // By address and epoch.
+  // By address and epoch.
+  std::map<std::pair<std::string, uint64_t>, std::vector<uint64_t>> leases;
   for (const Ticket& ticket : tickets) {
     leases[{ticket.address, ticket.epoch}].push_back(ticket.lease_id);
   }

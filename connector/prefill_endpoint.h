@@ -58,12 +58,14 @@ class PrefillEndpoint {
     int64_t num_tokens = 0;
     uint64_t lease_id = 0;     // 0: a random one.
     int64_t ready_layers = 0;  // Layers [0, n) are final already.
-    int64_t lease_ms = 0;      // 0: config.lease_ms.
+    // 0: config.lease_ms. A decode side that has to wait before it fetches may ask for more time
+    // (DecodeEndpoint::Keep), config.lease_ms each time and config.max_fetch_timeout_ms in all.
+    int64_t lease_ms = 0;
   };
-  // A decode side that has to wait before it fetches may ask for more time (DecodeEndpoint::Keep),
-  // config.lease_ms each time and config.max_fetch_timeout_ms in all.
   // Offers a request. From here on until the lease has ended (TakeEnded), the pages must keep their
-  // bytes. OUT_OF_RANGE for a page that is not in the pool, ALREADY_EXISTS, RESOURCE_EXHAUSTED.
+  // bytes. INVALID_ARGUMENT without pages or for negative numbers, OUT_OF_RANGE for a page that is not
+  // in the pool, ALREADY_EXISTS for a lease id that was used before or given up, RESOURCE_EXHAUSTED at
+  // max_leases.
   absl::StatusOr<Ticket> Publish(const Publication& publication);
 
   // Publishes a request, for the pages that a decode process has registered (its ticket, of
@@ -88,7 +90,7 @@ class PrefillEndpoint {
 
   // Layer `layer` and all before it are final; a fetch may be waiting for them. On a device the work that
   // computes them has ended: nothing else orders a transfer behind it. NOT_FOUND for an
-  // unknown lease, FAILED_PRECONDITION for one that has ended.
+  // unknown lease, FAILED_PRECONDITION for one that has ended or will not be published.
   absl::Status LayerReady(uint64_t lease_id, int64_t layer);
   absl::Status AllLayersReady(uint64_t lease_id);
 
@@ -104,7 +106,7 @@ class PrefillEndpoint {
   }
 
   // Takes a request back. OK: the lease has ended and none of its pages is read any more.
-  // DEADLINE_EXCEEDED: not yet. FAILED_PRECONDITION: it had ended before.
+  // DEADLINE_EXCEEDED: not yet. Else as of LayerReady(): it had ended before, or never was one.
   absl::Status Release(uint64_t lease_id, Deadline deadline);
 
   // Takes a request back that will be published again under the same lease id, as an engine has to

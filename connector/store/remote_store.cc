@@ -24,8 +24,8 @@ static_assert(kMaxKeysPerCall * kMaxPackedKeyBytes + 4096 <= Fields::kMaxTotalBy
 constexpr int kMaxAttempts = 3;
 constexpr int64_t kAbortTimeoutMs = 1000;
 constexpr int64_t kStatsTimeoutMs = 1000;
-constexpr int64_t kWaitMs =
-    60000;  // Waits are for a notice; this is how often one looks for itself.
+// Waits are for a notice; this is how often one looks for itself.
+constexpr int64_t kWaitMs = 60000;
 
 // Where one thread waits for an answer that another brings.
 class Answer {

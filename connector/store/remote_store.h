@@ -33,8 +33,8 @@ namespace kvferry {
 // Pages beyond what the server's memory takes at a time go in several rounds. RESOURCE_EXHAUSTED
 // for a page that is got: it may be in a tier below, but others keep what is above occupied.
 //
-// stats() waits for the server for up to a second, and knows only its own calls when there is no
-// answer.
+// stats() waits for the server for up to a second; without an answer it is one error and nothing
+// else.
 class RemoteStore : public KvStore {
  public:
   struct Options {
@@ -44,7 +44,8 @@ class RemoteStore : public KvStore {
     std::shared_ptr<const KvPool> pool;
     int64_t max_value_bytes = 64 << 20;  // 256 MiB at most: no server moves more as bytes.
   };
-  // Does not wait for the server. INVALID_ARGUMENT for options that cannot work.
+  // Does not wait for the server. INVALID_ARGUMENT for options that cannot work, PERMISSION_DENIED for
+  // a host that allowed_hosts does not admit; errors of Node::Start().
   static absl::StatusOr<std::unique_ptr<RemoteStore>> Create(Options options);
 
   std::string_view name() const override { return "remote"; }

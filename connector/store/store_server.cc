@@ -249,8 +249,8 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   TaskThread in_memory_;                  // These two run if there is a tier below.
   TaskThread questions_;
   TaskThread tasks_;
-  RecentMap<uint64_t>
-      eras_;  // Of clients, if not 0. The task thread's: all changes are made there.
+  // Of clients, if not 0. The task thread's: all changes are made there.
+  RecentMap<uint64_t> eras_;
   // Leases and fetches that hold such memory may end after this server.
   const std::shared_ptr<std::atomic<int64_t>> staged_bytes_ =
       std::make_shared<std::atomic<int64_t>>(0);
