@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "base/clock.h"
 #include "base/config.h"
+#include "connector/endpoint_options.h"
 #include "connector/lease_keeper.h"
 #include "connector/lease_table.h"
 #include "connector/push_handle.h"
@@ -20,24 +21,6 @@
 #include "transport/ticket.h"
 
 namespace kvferry {
-
-struct EndpointOptions {
-  Config config;
-  std::string model;  // What the KV belongs to; both sides must name the same.
-  std::string name;   // For the peer's logs.
-  // Of a decode endpoint: listen, so that prefill processes can push (DecodeEndpoint::Receive).
-  bool accept_pushes = false;
-  // Which of the model's KV heads the pool holds, of a tensor-parallel rank (connector/tensor_parallel.h).
-  // The other side may have another number of ranks; it says at each fetch which heads it wants.
-  HeadShare heads{};
-  // Whether the other side's pages may be of another size and order, if both sides say so. Not for an owner
-  // who takes numbers of the other side's pages for numbers of its own.
-  bool converts_pages = true;
-  // Of what the pool stores, by KvLayout::buffer_index: a value stands for itself times this, as in caches
-  // that keep x / scale (fp8). Empty: 1. The other side's dtypes and scales may be others: its pages get what
-  // these stand for, rounded once (pool/casts.h).
-  std::vector<float> scales{};
-};
 
 // The side that computes KV and lets others fetch it, or pushes it to them. Serves any number of
 // decode processes, whose pages may be of another size, order (NHD, HND) and dtype than these: each gets what its
@@ -130,8 +113,7 @@ class PrefillEndpoint {
         converts_pages_(options.converts_pages && OrderOf(pool_->layout()) != ValueOrder::kOther),
         leases_(options.config),
         keeper_(&leases_, options.config.lease_ms) {}
-  absl::Status CheckPush(const ReceiveTicket& ticket, const Publication& publication,
-                         int64_t timeout_ms) const;
+  absl::Status CheckPush(const ReceiveTicket& ticket, const Publication& publication) const;
   // The decode side has answered, or will not.
   void EndPush(const std::shared_ptr<PushHandle>& push, const absl::Status& answer);
 
