@@ -9,8 +9,8 @@
 
 #include "absl/status/statusor.h"
 #include "base/random.h"
+#include "connector/endpoint_options.h"
 #include "connector/lease_table.h"
-#include "connector/prefill_endpoint.h"
 #include "connector/store/change_eras.h"
 #include "connector/store/key_turns.h"
 #include "connector/store/kv_store.h"
@@ -25,8 +25,8 @@ namespace kvferry {
 // DEADLINE_EXCEEDED when it does not even answer; the next call finds it again. Before it says
 // UNAVAILABLE a call is made anew, over another session, twice at most and within its deadline: it
 // may be carried out more than once. Pin and Unpin, which are counted, are made anew only if the
-// server has not heard of them; else the error says that they may have been carried out, as may
-// whatever ends with DEADLINE_EXCEEDED; but not any more once a later Put, Erase, Pin or Unpin of the
+// server has not heard of them; else the error says that they may have been carried out, as that of an
+// Erase whose sessions all ended under it does, and as may whatever ends with DEADLINE_EXCEEDED; but not any more once a later Put, Erase, Pin or Unpin of the
 // same key by this store has succeeded: that waits until the one before has ended. Pins stay when the
 // client goes.
 //
@@ -87,7 +87,9 @@ class RemoteStore : public KvStore {
   // Of as many keys as one call takes. Made anew when the session ends under it.
   absl::StatusOr<Fields> AskAbout(const std::string& function,
                                   std::span<const std::string_view> keys, Deadline deadline) const;
-  absl::Status Pinning(const std::string& function, std::string_view key, Deadline deadline);
+  // Made anew after errors for which `may_try_again` holds.
+  absl::Status ChangeOne(const std::string& function, std::string_view key,
+                         bool (*may_try_again)(const absl::Status&), Deadline deadline);
   // A value on its way: what the server has leased.
   struct Offer {
     Ticket ticket;

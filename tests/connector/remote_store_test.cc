@@ -989,6 +989,21 @@ TEST_F(RemoteSessions, AFetchThatIsRefusedIsMadeAnew) {
   }
 }
 
+// As often as it is made anew.
+TEST_F(RemoteSessions, AnErasureThatIsCutOffEachTimeMayHaveBeenCarriedOut) {
+  PutAll();
+  std::atomic<int> num_replies = 0;
+  Connect([&](Heard& heard) {
+    if (!IsReply(heard)) return Verdict::kPass;
+    ++num_replies;
+    return Verdict::kBreakUnnoticed;
+  });
+  EXPECT_TRUE(Fails(far_->Erase(keys_[0], Soon()), Code::kUnavailable, "store.erase",
+                    "may have been carried out"));
+  EXPECT_EQ(num_replies, 3);
+  EXPECT_EQ(Must(host_->Exists(Views(keys_), Soon())), 0);
+}
+
 TEST_F(RemoteSessions, APinIsNotCountedTwice) {
   PutAll();
   Connect(Once(Verdict::kBreakUnnoticed, IsReply));
