@@ -55,9 +55,4 @@ void CopyPages::Close() {
   changed_.NotifyAll();
 }
 
-int64_t CopyPages::num_free() const {
-  const MutexLock lock(&mutex_);
-  return pages_ ? pages_->num_free() : 0;
-}
-
 }  // namespace kvferry

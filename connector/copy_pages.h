@@ -31,8 +31,6 @@ class CopyPages {
   // Whoever waits is CANCELLED, and later calls too.
   void Close();
 
-  int64_t num_free() const;
-
  private:
   CopyPages(std::optional<PageAllocator> pages, int64_t total)
       : total_(total), pages_(std::move(pages)) {}
@@ -40,7 +38,7 @@ class CopyPages {
   absl::Status WaitForTurn(int64_t count, Deadline deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const int64_t total_;
-  mutable Mutex mutex_;
+  Mutex mutex_;
   CondVar changed_;
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;
   std::optional<PageAllocator> pages_ ABSL_GUARDED_BY(mutex_);

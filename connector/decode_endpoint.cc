@@ -31,31 +31,12 @@ absl::StatusOr<std::unique_ptr<DecodeEndpoint>> DecodeEndpoint::Create(
   if (pool == nullptr) return absl::InvalidArgumentError("decode endpoint: no pool");
   std::unique_ptr<DecodeEndpoint> endpoint(
       new DecodeEndpoint(options.config, options.accept_pushes, pool->layout().page_size));
-  Node::Options node;
-  node.config = options.config;
-  node.model = options.model;
-  node.name = options.name;
-  node.heads = options.heads;
-  node.pool = std::move(pool);
+  Node::Options node = NodeOptionsOf(options, std::move(pool));
   if (options.accept_pushes) node.handler = &endpoint->receives_;
   node.listen = options.accept_pushes;
-  node.converts_pages = options.converts_pages;
-  node.casts_values = true;
-  node.scales = options.scales;
   KVFERRY_ASSIGN_OR_RETURN(endpoint->node_, Node::Start(std::move(node)));
   endpoint->receives_.Attach(endpoint->node_.get());
   return endpoint;
-}
-
-absl::StatusOr<Deadline> DecodeEndpoint::DeadlineOf(absl::string_view what,
-                                                    int64_t timeout_ms) const {
-  const int64_t timeout = timeout_ms != 0 ? timeout_ms : config_.fetch_timeout_ms;
-  if (timeout < 0 || timeout > config_.max_fetch_timeout_ms) {
-    return absl::InvalidArgumentError(absl::StrCat(what, ": timeout_ms is ", timeout_ms,
-                                                   " but must lie in [0, ",
-                                                   config_.max_fetch_timeout_ms, "]"));
-  }
-  return DeadlineInMs(timeout);
 }
 
 absl::StatusOr<std::shared_ptr<FetchHandle>> DecodeEndpoint::Fetch(const Ticket& ticket,
@@ -63,18 +44,18 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> DecodeEndpoint::Fetch(const Ticket&
                                                                    std::span<const int64_t> pages,
                                                                    int64_t timeout_ms,
                                                                    const Part& part) {
-  KVFERRY_ASSIGN_OR_RETURN(const Deadline deadline, DeadlineOf("fetch", timeout_ms));
+  KVFERRY_ASSIGN_OR_RETURN(const int64_t timeout, TimeoutMs("fetch", timeout_ms, config_));
   KVFERRY_ASSIGN_OR_RETURN(Node::FetchRequest request, RequestFor(first_page, pages));
   request.ticket = ticket;
-  request.deadline = deadline;
+  request.deadline = DeadlineInMs(timeout);
   request.heads = part.heads;
   request.reader = part.reader;
   return node_->Fetch(std::move(request));
 }
 
 void DecodeEndpoint::Keep(absl::Span<const Ticket> tickets) {
-  std::map<std::pair<std::string, uint64_t>, std::vector<uint64_t>>
-      leases;  // By address and epoch.
+  // By address and epoch.
+  std::map<std::pair<std::string, uint64_t>, std::vector<uint64_t>> leases;
   for (const Ticket& ticket : tickets) {
     leases[{ticket.address, ticket.epoch}].push_back(ticket.lease_id);
   }
@@ -109,11 +90,12 @@ absl::StatusOr<DecodeEndpoint::Receiving> DecodeEndpoint::Receive(const Receptio
         absl::StrCat("receive: num_tokens is ", reception.num_tokens));
   }
   const int64_t num_pages = reception.first_page + num_local;
-  KVFERRY_ASSIGN_OR_RETURN(const Deadline deadline, DeadlineOf("receive", reception.timeout_ms));
+  KVFERRY_ASSIGN_OR_RETURN(const int64_t timeout,
+                           TimeoutMs("receive", reception.timeout_ms, config_));
   KVFERRY_ASSIGN_OR_RETURN(Node::FetchRequest request,
                            RequestFor(reception.first_page, reception.pages));
   request.ticket.num_pages = num_pages;
-  request.deadline = deadline;
+  request.deadline = DeadlineInMs(timeout);
   // Before there is one: without memory for its ticket nobody could end it.
   Receiving receiving{{address(), epoch(), 0, num_pages, reception.num_tokens}, nullptr};
   KVFERRY_ASSIGN_OR_RETURN(ReceiveTable::Added added,

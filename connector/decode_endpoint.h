@@ -8,10 +8,9 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "base/config.h"
-#include "connector/prefill_endpoint.h"
+#include "connector/endpoint_options.h"
 #include "connector/receive_table.h"
 #include "pool/kv_pool.h"
 #include "transport/fetch_handle.h"
@@ -92,8 +91,6 @@ class DecodeEndpoint {
  private:
   DecodeEndpoint(const Config& config, bool accept_pushes, int64_t page_size)
       : config_(config), accept_pushes_(accept_pushes), receives_(page_size) {}
-  // The deadline that a timeout asks for.
-  absl::StatusOr<Deadline> DeadlineOf(absl::string_view what, int64_t timeout_ms) const;
 
   const Config config_;
   const bool accept_pushes_;

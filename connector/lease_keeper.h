@@ -43,7 +43,6 @@ class LeaseKeeper : public CallHandler {
               Deadline deadline) override;
   void OnCallDropped(const CallKey& /*call*/) override {}
   bool MayWait(const std::string& /*function*/) const override { return false; }
-  Deadline Tick(Deadline /*now*/) override { return Deadline::max(); }
 
  private:
   absl::StatusOr<Fields> Keep(const Fields& args);

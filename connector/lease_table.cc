@@ -287,10 +287,7 @@ void LeaseTable::EndOrIdle(uint64_t lease_id, Lease& lease) {
 }
 
 void LeaseTable::Forget(uint64_t lease_id, const Lease& lease) {
-  if (lease.readers.done != 0) {
-    done_before_.Add(lease_id, {});
-    *done_before_.Find(lease_id) = lease.readers;
-  }
+  if (lease.readers.done != 0) done_before_.Add(lease_id, {}) = lease.readers;
   leases_.erase(lease_id);
 }
 
@@ -305,8 +302,7 @@ void LeaseTable::NothingNeeded(uint64_t lease_id, LeaseReader reader) {
   asked_for_.Add(lease_id, {});
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) {
-    done_before_.Add(lease_id, {});
-    Readers& readers = *done_before_.Find(lease_id);
+    Readers& readers = done_before_.Add(lease_id, {});
     readers.NeedsNothing(reader);
     if (readers.all_done()) fates_.Add(lease_id, {LeaseOutcome::kFetched, false});
     return;

@@ -72,12 +72,12 @@ class LeaseTable : public FetchSource {
   // (live ones and ended ones not yet taken).
   absl::Status Publish(uint64_t lease_id, PageRuns pages, int64_t ready_layers, Deadline expiry,
                        std::shared_ptr<const std::vector<std::byte>> tail = nullptr);
-  // Layers [0, layers) are final; never shrinks. NOT_FOUND for a lease that is not live.
+  // Layers [0, layers) are final; never shrinks. NOT_FOUND for an unknown lease, FAILED_PRECONDITION,
+  // saying why, for one that has ended or will not be published.
   absl::Status SetReadyLayers(uint64_t lease_id, int64_t layers);
   // The lease that somebody may be waiting for will not be published. ALREADY_EXISTS if it was.
   absl::Status GiveUp(uint64_t lease_id);
-  // True: ended at once. False: a transfer has to end first. NOT_FOUND for a lease that is not
-  // live.
+  // True: ended at once. False: a transfer has to end first. Errors as of SetReadyLayers().
   absl::StatusOr<bool> Withdraw(uint64_t lease_id);
   // The same for a lease that will be published again: it is forgotten then, unless it ends first.
   absl::StatusOr<bool> Unpublish(uint64_t lease_id);

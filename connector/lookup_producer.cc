@@ -157,10 +157,7 @@ absl::StatusOr<uint64_t> LookupProducer::Insert(std::span<const int32_t> tokens,
   KVFERRY_ASSIGN_OR_RETURN(auto entry, NewEntry(std::move(hidden)));
   KVFERRY_ASSIGN_OR_RETURN(entry->pages, CheckPages(pages, static_cast<int64_t>(selected.size())));
   KVFERRY_RETURN_IF_ERROR(CheckGone());
-  {
-    const MutexLock lock(&mutex_);
-    entry->id = next_entry_++;
-  }
+  entry->id = next_entry_++;
   entry->on_gone = [gone = gone_](const LookupEntry& left) {
     const MutexLock lock(&gone->mutex);
     gone->entries.push_back({left.id, left.fetched});

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -125,12 +126,12 @@ class LookupProducer {
   CloseOnce close_once_;
   LookupService service_;
   std::string address_;
+  std::atomic<uint64_t> next_entry_ = 1;
 
   mutable Mutex mutex_;
   CondVar changed_;
   int64_t inserting_ ABSL_GUARDED_BY(mutex_) = 0;  // Calls that are under way.
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;
-  uint64_t next_entry_ ABSL_GUARDED_BY(mutex_) = 1;
   std::shared_ptr<Node> node_ ABSL_GUARDED_BY(mutex_);  // Its thread uses service_.
 };
 

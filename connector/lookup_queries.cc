@@ -43,6 +43,7 @@ bool IsCrowded(const absl::Status& status) {
 }
 
 absl::Status Closed() { return absl::CancelledError("the lookup buffer was closed"); }
+absl::Status Cancelled() { return absl::CancelledError("the lookup was cancelled"); }
 
 absl::Status BadReply(absl::string_view what) {
   return absl::DataLossError(absl::StrCat("lookup: the producer's reply ", what));
@@ -286,7 +287,7 @@ void LookupQueries::Fetch(uint64_t id, std::shared_ptr<Query> query, absl::Statu
   Ended ended;
   {
     const MutexLock lock(&mutex_);
-    GiveBack(query->found_at, query->producers[query->found_at].lease);
+    GiveBack(*query);
     ended = End(id, status);
   }
   query = nullptr;
@@ -349,9 +350,7 @@ LookupQueries::Ended LookupQueries::OnFetchedLocked(uint64_t id, Query& query) {
     return {};
   }
   // A producer that is gone has nothing to take back.
-  if (!absl::IsUnavailable(status)) {
-    GiveBack(query.found_at, query.producers[query.found_at].lease);
-  }
+  if (!absl::IsUnavailable(status)) GiveBack(query);
   return End(id, status);
 }
 
@@ -364,7 +363,7 @@ bool LookupQueries::FetchesAgain(Query& query) {
 }
 
 absl::Status LookupQueries::NotFetched(const Query& query, const absl::Status& why) const {
-  if (query.cancelled) return absl::CancelledError("the lookup was cancelled");
+  if (query.cancelled) return Cancelled();
   return absl::DeadlineExceededError(
       absl::StrCat("lookup: ", options_.producers[query.found_at],
                    " has the entry, but no turn came in time to fetch it: ", why.ToString()));
@@ -406,9 +405,8 @@ LookupQueries::Ended LookupQueries::OnTakenLocked(uint64_t id, Query& query,
     query.retry_at = std::min(BackOff(query.backoff_ms, now), query.take_by);
     return {};
   }
-  GiveBack(query.found_at, query.producers[query.found_at].lease);
-  return End(id, query.cancelled ? absl::CancelledError("the lookup was cancelled")
-                                 : NotTaken(query, taken.status()));
+  GiveBack(query);
+  return End(id, query.cancelled ? Cancelled() : NotTaken(query, taken.status()));
 }
 
 // What came does not count; its pages are as good as untouched.
@@ -436,6 +434,10 @@ void LookupQueries::GiveBack(size_t index, uint64_t lease) {
               DeadlineInMs(kGiveBackMs)},
              [](const absl::StatusOr<Fields>&) {})
       .IgnoreError();
+}
+
+void LookupQueries::GiveBack(const Query& found) {
+  GiveBack(found.found_at, found.producers[found.found_at].lease);
 }
 
 void LookupQueries::Unask(Producer& producer, size_t index) {
@@ -475,10 +477,10 @@ void LookupQueries::Cancel(uint64_t id) {
     query.cancelled = true;
     if (query.fetch != nullptr) query.fetch->Cancel();
     const bool asks_again = query.state == State::kTaking && query.retry_at != Deadline::max();
-    if (asks_again) GiveBack(query.found_at, query.producers[query.found_at].lease);
+    if (asks_again) GiveBack(query);
     // A fetch, or a question that is under way, ends it.
     if (query.state != State::kAsking && !asks_again) return;
-    ended = End(id, absl::CancelledError("the lookup was cancelled"));
+    ended = End(id, Cancelled());
     ++cancelling_;
   }
   // Also where a callback throws: Close() waits for this.

@@ -162,6 +162,8 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   // Stops asking; what is found nevertheless goes back.
   void Unask(Producer& producer, size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void GiveBack(size_t index, uint64_t lease) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What it has found.
+  void GiveBack(const Query& found) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Ended End(uint64_t id, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const LookupConsumer::Options options_;

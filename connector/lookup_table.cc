@@ -1,6 +1,5 @@
 #include "connector/lookup_table.h"
 
-#include <algorithm>
 #include <iterator>
 #include <utility>
 
@@ -258,35 +257,6 @@ absl::StatusOr<LookupTable::Taken> LookupTable::TryTake(
   if (closed_) return Closed();
   if (const auto match = Find(tokens)) return Remove(*match);
   return absl::NotFoundError("lookup: no entry matches");
-}
-
-absl::StatusOr<LookupTable::Taken> LookupTable::Take(std::optional<Tokens> tokens,
-                                                     Deadline deadline) {
-  // Shared with the callback, which may come after this has given up waiting.
-  struct Slot {
-    Mutex mutex;
-    CondVar answered;
-    std::optional<absl::StatusOr<Taken>> answer ABSL_GUARDED_BY(mutex);
-  };
-  const auto slot = std::make_shared<Slot>();
-  KVFERRY_RETURN_IF_ERROR(Ask(std::move(tokens), deadline, [slot](absl::StatusOr<Taken> answer) {
-    const MutexLock lock(&slot->mutex);
-    slot->answer.emplace(std::move(answer));
-    slot->answered.NotifyAll();
-  }));
-  while (true) {
-    {
-      const MutexLock lock(&slot->mutex);
-      while (!slot->answer) {
-        if (!slot->answered.WaitUntil(&slot->mutex, deadline) && Clock::now() >= deadline) break;
-      }
-      if (slot->answer) return *std::move(slot->answer);
-    }
-    // The answer comes from here now, or is on its way from another thread, which holds no lock
-    // that it could wait for.
-    Expire(deadline);
-    deadline = DeadlineInMs(1000);
-  }
 }
 
 std::optional<Deadline> LookupTable::Expire(Deadline now) {

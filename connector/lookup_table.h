@@ -98,8 +98,6 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   absl::StatusOr<uint64_t> Ask(std::optional<Tokens> tokens, Deadline deadline, Answer answer);
   // Takes a query back: true, and `answer` is never called. False: it was, or is about to be.
   bool Withdraw(uint64_t query);
-  // The same, waiting here.
-  absl::StatusOr<Taken> Take(std::optional<Tokens> tokens, Deadline deadline);
   // NOT_FOUND when nothing matches now.
   absl::StatusOr<Taken> TryTake(std::optional<std::span<const int32_t>> tokens);
   // An entry whose consumer did not get it: as Insert(), but there is always room for it, also

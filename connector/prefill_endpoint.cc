@@ -18,18 +18,10 @@ absl::StatusOr<std::unique_ptr<PrefillEndpoint>> PrefillEndpoint::Create(
     std::shared_ptr<const KvPool> pool, const EndpointOptions& options) {
   if (pool == nullptr) return absl::InvalidArgumentError("prefill endpoint: no pool");
   std::unique_ptr<PrefillEndpoint> endpoint(new PrefillEndpoint(pool, options));
-  Node::Options node;
-  node.config = options.config;
-  node.model = options.model;
-  node.name = options.name;
-  node.heads = options.heads;
-  node.pool = std::move(pool);
+  Node::Options node = NodeOptionsOf(options, std::move(pool));
   node.source = &endpoint->leases_;
   node.handler = &endpoint->keeper_;
   node.listen = true;
-  node.converts_pages = options.converts_pages;
-  node.casts_values = true;
-  node.scales = options.scales;
   KVFERRY_ASSIGN_OR_RETURN(endpoint->node_, Node::Start(std::move(node)));
   endpoint->keeper_.Attach(endpoint->node_.get());
   return endpoint;
@@ -53,16 +45,11 @@ absl::StatusOr<Ticket> PrefillEndpoint::Publish(const Publication& publication) 
   return ticket;
 }
 
-absl::Status PrefillEndpoint::CheckPush(const ReceiveTicket& ticket, const Publication& publication,
-                                        int64_t timeout_ms) const {
+absl::Status PrefillEndpoint::CheckPush(const ReceiveTicket& ticket,
+                                        const Publication& publication) const {
   KVFERRY_RETURN_IF_ERROR(CheckHostAllowed(ticket.address, config_));
   if (publication.lease_ms != 0) {
     return absl::InvalidArgumentError("push: lease_ms is the push's own; leave it 0");
-  }
-  if (timeout_ms < 0 || timeout_ms > config_.max_fetch_timeout_ms) {
-    return absl::InvalidArgumentError(absl::StrCat("push: timeout_ms is ", timeout_ms,
-                                                   " but must lie in [0, ",
-                                                   config_.max_fetch_timeout_ms, "]"));
   }
   if (publication.num_tokens > PageRuns::kMaxPages) {
     return absl::InvalidArgumentError(absl::StrCat("push: num_tokens is ", publication.num_tokens));
@@ -79,8 +66,8 @@ absl::Status PrefillEndpoint::CheckPush(const ReceiveTicket& ticket, const Publi
 absl::StatusOr<std::shared_ptr<PushHandle>> PrefillEndpoint::Push(const ReceiveTicket& ticket,
                                                                   const Publication& publication,
                                                                   int64_t timeout_ms) {
-  KVFERRY_RETURN_IF_ERROR(CheckPush(ticket, publication, timeout_ms));
-  const int64_t timeout = timeout_ms != 0 ? timeout_ms : config_.fetch_timeout_ms;
+  KVFERRY_RETURN_IF_ERROR(CheckPush(ticket, publication));
+  KVFERRY_ASSIGN_OR_RETURN(const int64_t timeout, TimeoutMs("push", timeout_ms, config_));
   Publication leased = publication;
   leased.lease_ms = timeout + kLeaseSlackMs;
   KVFERRY_ASSIGN_OR_RETURN(const Ticket lease, Publish(leased));

@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "base/clock.h"
 #include "base/config.h"
+#include "connector/endpoint_options.h"
 #include "connector/lease_keeper.h"
 #include "connector/lease_table.h"
 #include "connector/push_handle.h"
@@ -20,24 +21,6 @@
 #include "transport/ticket.h"
 
 namespace kvferry {
-
-struct EndpointOptions {
-  Config config;
-  std::string model;  // What the KV belongs to; both sides must name the same.
-  std::string name;   // For the peer's logs.
-  // Of a decode endpoint: listen, so that prefill processes can push (DecodeEndpoint::Receive).
-  bool accept_pushes = false;
-  // Which of the model's KV heads the pool holds, of a tensor-parallel rank (connector/tensor_parallel.h).
-  // The other side may have another number of ranks; it says at each fetch which heads it wants.
-  HeadShare heads{};
-  // Whether the other side's pages may be of another size and order, if both sides say so. Not for an owner
-  // who takes numbers of the other side's pages for numbers of its own.
-  bool converts_pages = true;
-  // Of what the pool stores, by KvLayout::buffer_index: a value stands for itself times this, as in caches
-  // that keep x / scale (fp8). Empty: 1. The other side's dtypes and scales may be others: its pages get what
-  // these stand for, rounded once (pool/casts.h).
-  std::vector<float> scales{};
-};
 
 // The side that computes KV and lets others fetch it, or pushes it to them. Serves any number of
 // decode processes, whose pages may be of another size, order (NHD, HND) and dtype than these: each gets what its
@@ -58,12 +41,14 @@ class PrefillEndpoint {
     int64_t num_tokens = 0;
     uint64_t lease_id = 0;     // 0: a random one.
     int64_t ready_layers = 0;  // Layers [0, n) are final already.
-    int64_t lease_ms = 0;      // 0: config.lease_ms.
+    // 0: config.lease_ms. A decode side that has to wait before it fetches may ask for more time
+    // (DecodeEndpoint::Keep), config.lease_ms each time and config.max_fetch_timeout_ms in all.
+    int64_t lease_ms = 0;
   };
-  // A decode side that has to wait before it fetches may ask for more time (DecodeEndpoint::Keep),
-  // config.lease_ms each time and config.max_fetch_timeout_ms in all.
   // Offers a request. From here on until the lease has ended (TakeEnded), the pages must keep their
-  // bytes. OUT_OF_RANGE for a page that is not in the pool, ALREADY_EXISTS, RESOURCE_EXHAUSTED.
+  // bytes. INVALID_ARGUMENT without pages or for negative numbers, OUT_OF_RANGE for a page that is not
+  // in the pool, ALREADY_EXISTS for a lease id that was used before or given up, RESOURCE_EXHAUSTED at
+  // max_leases.
   absl::StatusOr<Ticket> Publish(const Publication& publication);
 
   // Publishes a request, for the pages that a decode process has registered (its ticket, of
@@ -88,7 +73,7 @@ class PrefillEndpoint {
 
   // Layer `layer` and all before it are final; a fetch may be waiting for them. On a device the work that
   // computes them has ended: nothing else orders a transfer behind it. NOT_FOUND for an
-  // unknown lease, FAILED_PRECONDITION for one that has ended.
+  // unknown lease, FAILED_PRECONDITION for one that has ended or will not be published.
   absl::Status LayerReady(uint64_t lease_id, int64_t layer);
   absl::Status AllLayersReady(uint64_t lease_id);
 
@@ -104,7 +89,7 @@ class PrefillEndpoint {
   }
 
   // Takes a request back. OK: the lease has ended and none of its pages is read any more.
-  // DEADLINE_EXCEEDED: not yet. FAILED_PRECONDITION: it had ended before.
+  // DEADLINE_EXCEEDED: not yet. Else as of LayerReady(): it had ended before, or never was one.
   absl::Status Release(uint64_t lease_id, Deadline deadline);
 
   // Takes a request back that will be published again under the same lease id, as an engine has to
@@ -128,8 +113,7 @@ class PrefillEndpoint {
         converts_pages_(options.converts_pages && OrderOf(pool_->layout()) != ValueOrder::kOther),
         leases_(options.config),
         keeper_(&leases_, options.config.lease_ms) {}
-  absl::Status CheckPush(const ReceiveTicket& ticket, const Publication& publication,
-                         int64_t timeout_ms) const;
+  absl::Status CheckPush(const ReceiveTicket& ticket, const Publication& publication) const;
   // The decode side has answered, or will not.
   void EndPush(const std::shared_ptr<PushHandle>& push, const absl::Status& answer);
 

@@ -61,7 +61,6 @@ class ReceiveTable : public CallHandler {
   void OnCall(const CallKey& call, const std::string& function, const Fields& args,
               Deadline deadline) override;
   void OnCallDropped(const CallKey& call) override;
-  Deadline Tick(Deadline /*now*/) override { return Deadline::max(); }
 
  private:
   struct Receive {

@@ -17,19 +17,23 @@ class RecentMap {
   // At 3,000 leases a second for 20 s, twice as long as a silent session lasts.
   static constexpr size_t kMax = 65536;
 
-  // What is known already stays as it is, and where there is no memory everything does.
-  void Add(uint64_t id, Value value) {
-    if (values_.contains(id)) return;
+  // What is known then. What was known before stays as it is, and where there is no memory everything
+  // does. Valid until the next Add().
+  Value& Add(uint64_t id, Value value) {
+    if (Value* const known = Find(id)) return *known;
     order_.push_back(id);
+    Value* added = nullptr;
     try {
-      values_.emplace(id, std::move(value));
+      added = &values_.emplace(id, std::move(value)).first->second;
     } catch (const std::bad_alloc&) {
       order_.pop_back();
       throw;
     }
-    if (order_.size() <= kMax) return;
-    values_.erase(order_.front());
-    order_.pop_front();
+    if (order_.size() > kMax) {
+      values_.erase(order_.front());
+      order_.pop_front();
+    }
+    return *added;
   }
   bool contains(uint64_t id) const { return values_.contains(id); }
   // Null if it is unknown. Valid until the next Add().

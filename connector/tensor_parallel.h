@@ -23,8 +23,8 @@ absl::StatusOr<HeadRange> HeadsOfRank(int64_t total_heads, int64_t rank, int64_t
 // What a decode rank has to do with one of the prefill side's ranks.
 struct RankShare {
   int64_t rank = 0;  // Of the prefill side.
-  HeadRange
-      heads{};  // To fetch, of the model's. A count of 0: nothing; the fetch is one of no pages.
+  // To fetch, of the model's. A count of 0: nothing; the fetch is one of no pages.
+  HeadRange heads{};
   LeaseReader reader{};  // For the fetch.
 };
 

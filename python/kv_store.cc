@@ -195,15 +195,7 @@ nb::dict StatsDict(const PyStore& self) {
     stats = store->stats();
   }
   nb::dict dict;
-  dict["entries"] = stats.entries;
-  dict["bytes"] = stats.bytes;
-  dict["capacity_bytes"] = stats.capacity_bytes;
-  dict["pinned"] = stats.pinned;
-  dict["puts"] = stats.puts;
-  dict["hits"] = stats.hits;
-  dict["misses"] = stats.misses;
-  dict["evictions"] = stats.evictions;
-  dict["errors"] = stats.errors;
+  for (const auto& [name, field] : kStatsFields) dict[name] = stats.*field;
   return dict;
 }
 

@@ -57,7 +57,7 @@ class CallHandler {
   // handler keeps those of them that wait to the limit itself.
   virtual bool MayWait(const std::string&) const { return true; }
   // Does what is due; returns when to be called again at the latest.
-  virtual Deadline Tick(Deadline now) = 0;
+  virtual Deadline Tick(Deadline /*now*/) { return Deadline::max(); }
 };
 
 // Questions to peers and their answers, for what is not a transfer: both halves of it.

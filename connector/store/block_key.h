@@ -16,8 +16,8 @@ namespace kvferry {
 struct KeyScope {
   std::string model;  // Name and revision, or a fingerprint of the weights. Not empty.
   KvLayout layout;
-  int64_t partition =
-      0;             // Tensor-parallel rank, pipeline stage: which part of the KV. Not negative.
+  // Tensor-parallel rank, pipeline stage: which part of the KV. Not negative.
+  int64_t partition = 0;
   std::string salt;  // Keeps tenants apart.
 };
 

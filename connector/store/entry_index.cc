@@ -54,12 +54,6 @@ void EntryIndex::AddPins(std::string_view key, int64_t pins) noexcept {
   Count(*it, std::move(number));
 }
 
-std::optional<std::vector<std::string>> EntryIndex::VictimsFor(std::string_view key, int64_t bytes,
-                                                               int64_t capacity_bytes) const {
-  const Wanted wanted = {key, bytes};
-  return VictimsFor({&wanted, 1}, capacity_bytes, {});
-}
-
 std::optional<std::vector<std::string>> EntryIndex::VictimsFor(std::span<const Wanted> wanted,
                                                                int64_t capacity_bytes,
                                                                Numbers spared) const {

@@ -398,18 +398,8 @@ absl::Status HostStore::Put(std::string_view key, ConstParts value, Deadline) {
   return Commit(std::move(reservation), key);
 }
 
-std::vector<absl::Status> HostStore::PutBatch(std::span<const PutItem> items, Deadline) {
-  std::vector<absl::Status> statuses(items.size());
-  const std::vector<std::string_view> keys = KeysOf(items);
-  for (size_t begin = 0, end = 0; begin < items.size(); begin = end) {
-    const size_t count = CountDistinct(std::span(keys).subspan(begin));
-    end = begin + count;
-    PutTogether(items.subspan(begin, count), std::span(statuses).subspan(begin, count));
-  }
-  return statuses;
-}
-
-void HostStore::PutTogether(std::span<const PutItem> items, std::span<absl::Status> statuses) {
+void HostStore::PutDistinct(std::span<const PutItem> items, std::span<absl::Status> statuses,
+                            Deadline) {
   std::vector<int64_t> bytes;
   std::vector<size_t> at;  // Where those stand in `items`.
   for (size_t i = 0; i < items.size(); ++i) {

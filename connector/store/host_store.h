@@ -21,8 +21,9 @@ namespace kvferry {
 //
 // What is used least recently goes first. What is pinned, leased or reserved stays; when the rest
 // does not make room enough, a put fails and nothing has been dropped for it. A value that replaces
-// another needs room beside it. Calls cost the same whatever is stored, but for the copies, which
-// run outside of the lock. Deadlines are not looked at: nothing waits.
+// another needs room beside it, and those of a batch beside all that they replace: the last that have
+// none are RESOURCE_EXHAUSTED. Calls cost the same whatever is stored, but for the copies,
+// which run outside of the lock. Deadlines are not looked at: nothing waits.
 class HostStore : public KvStore {
  public:
   struct Options {
@@ -70,9 +71,6 @@ class HostStore : public KvStore {
   absl::Status Erase(std::string_view key, Deadline deadline) override;
   absl::Status Pin(std::string_view key, Deadline deadline) override;
   absl::Status Unpin(std::string_view key, Deadline deadline) override;
-  // Of values that take more than there is room for in all, beside all that they replace, the last
-  // are RESOURCE_EXHAUSTED.
-  std::vector<absl::Status> PutBatch(std::span<const PutItem> items, Deadline deadline) override;
   // `bytes` counts whole pages, those included that are only leased or reserved.
   Stats stats() const override;
 
@@ -87,8 +85,8 @@ class HostStore : public KvStore {
   using Held = std::unique_ptr<Value, Release>;
 
   explicit HostStore(std::shared_ptr<State> state) : state_(std::move(state)) {}
-  // Of items with different keys.
-  void PutTogether(std::span<const PutItem> items, std::span<absl::Status> statuses);
+  void PutDistinct(std::span<const PutItem> items, std::span<absl::Status> statuses,
+                   Deadline deadline) override;
 
   const std::shared_ptr<State> state_;
 };

@@ -20,15 +20,21 @@ int64_t Sum(Parts parts) {
 
 }  // namespace
 
-// Last to first, as what is put or used last is dropped last.
+// Of two puts of a key the second one comes after all of the first.
 std::vector<absl::Status> KvStore::PutBatch(std::span<const PutItem> items, Deadline deadline) {
   const std::vector<std::string_view> keys = KeysOf(items);
   std::vector<absl::Status> statuses(items.size());
-  for (size_t begin = 0, end = 0; begin < items.size(); begin = end) {
-    end = begin + CountDistinct(std::span(keys).subspan(begin));
-    for (size_t i = end; i-- > begin;) statuses[i] = Put(items[i].key, items[i].value, deadline);
+  for (size_t begin = 0, count = 0; begin < items.size(); begin += count) {
+    count = CountDistinct(std::span(keys).subspan(begin));
+    PutDistinct(items.subspan(begin, count), std::span(statuses).subspan(begin, count), deadline);
   }
   return statuses;
+}
+
+// Last to first, as what is put or used last is dropped last.
+void KvStore::PutDistinct(std::span<const PutItem> items, std::span<absl::Status> statuses,
+                          Deadline deadline) {
+  for (size_t i = items.size(); i-- > 0;) statuses[i] = Put(items[i].key, items[i].value, deadline);
 }
 
 // What a deadline cuts off are the last items, without which the first are of use.

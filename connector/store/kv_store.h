@@ -111,6 +111,10 @@ class KvStore {
   virtual Stats stats() const = 0;
 
  protected:
+  // What PutBatch does with items of different keys: says for each how it went. Single calls, unless
+  // a backend does better.
+  virtual void PutDistinct(std::span<const PutItem> items, std::span<absl::Status> statuses,
+                           Deadline deadline);
   // What PutPages and GetPages do once their arguments are checked: a batch of parts, unless a
   // backend can do better.
   virtual std::vector<absl::Status> DoPutPages(std::span<const std::string_view> keys,
@@ -124,6 +128,19 @@ class KvStore {
   // is not asked.
   void UseLastToFirst(std::span<const std::string_view> keys, std::span<const absl::Status> got,
                       Deadline deadline);
+};
+
+// What the numbers are called elsewhere: between processes and in Python.
+inline constexpr std::pair<const char*, int64_t KvStore::Stats::*> kStatsFields[] = {
+    {"entries", &KvStore::Stats::entries},
+    {"bytes", &KvStore::Stats::bytes},
+    {"capacity_bytes", &KvStore::Stats::capacity_bytes},
+    {"pinned", &KvStore::Stats::pinned},
+    {"puts", &KvStore::Stats::puts},
+    {"hits", &KvStore::Stats::hits},
+    {"misses", &KvStore::Stats::misses},
+    {"evictions", &KvStore::Stats::evictions},
+    {"errors", &KvStore::Stats::errors},
 };
 
 // How many, from the first on, are keys that have not come before among them.

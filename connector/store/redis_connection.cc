@@ -39,6 +39,10 @@ redisReplyObjectFunctions WithoutArrays(const redisReplyObjectFunctions& functio
 
 std::string RedisServer::address() const { return absl::StrCat(host, ":", port); }
 
+absl::string_view TextOf(const redisReply& reply) {
+  return reply.str == nullptr ? absl::string_view() : absl::string_view(reply.str, reply.len);
+}
+
 absl::Status RedisErrorStatus(const RedisServer& server, absl::string_view text) {
   const std::string message = absl::StrCat("redis ", server.address(), ": ", text);
   if (absl::StartsWith(text, "OOM ")) return absl::ResourceExhaustedError(message);
@@ -144,10 +148,10 @@ absl::Status RedisConnection::LogIn(Deadline deadline) {
   absl::Status refused;
   const auto check = [&](int64_t command, const redisReply& reply) {
     if (reply.type != REDIS_REPLY_ERROR || !refused.ok()) return;
-    refused = RedisErrorStatus(server_, {reply.str, reply.len});
+    refused = RedisErrorStatus(server_, TextOf(reply));
     const std::string message(refused.message());
     if (!absl::IsUnavailable(refused)) return;
-    if (absl::StartsWith(absl::string_view(reply.str, reply.len), "LOADING")) return;
+    if (absl::StartsWith(TextOf(reply), "LOADING")) return;
     // An ERR: a server without a password, with other words in old versions; or a number too high.
     refused = command < num_auth ? absl::PermissionDeniedError(message)
                                  : absl::FailedPreconditionError(
@@ -178,7 +182,7 @@ absl::Status RedisConnection::LearnId(Deadline deadline) {
   std::string refusal;
   absl::Status failed;
   const auto answer = [&](int64_t command, const redisReply& reply) {
-    const absl::string_view text(reply.str == nullptr ? "" : reply.str, reply.len);
+    const absl::string_view text = TextOf(reply);
     if (reply.type == REDIS_REPLY_ERROR) {
       if (IsRedisRefusal(text)) refusal = std::string(text);
       if (!IsRedisRefusal(text)) failed = RedisErrorStatus(server_, text);

@@ -125,6 +125,8 @@ class RedisConnection {
   std::string id_refusal_;
 };
 
+// What a reply says; nothing of one that is a number.
+absl::string_view TextOf(const redisReply& reply);
 // The error that an error reply is.
 absl::Status RedisErrorStatus(const RedisServer& server, absl::string_view text);
 // Whether an error reply says that the server does not know the command, or that the user may not

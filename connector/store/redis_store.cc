@@ -73,10 +73,6 @@ RedisServer ServerOf(const RedisStore::Options& options) {
           .max_reply_bytes = options.max_value_bytes + kValueHeaderBytes + 1};
 }
 
-absl::string_view TextOf(const redisReply& reply) {
-  return reply.str == nullptr ? absl::string_view() : absl::string_view(reply.str, reply.len);
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<RedisStore>> RedisStore::Create(const Options& options) {
@@ -85,8 +81,8 @@ absl::StatusOr<std::unique_ptr<RedisStore>> RedisStore::Create(const Options& op
 }
 
 RedisStore::RedisStore(const Options& options) : options_(options), server_(ServerOf(options)) {
-  idle_.reserve(
-      options.connections);  // Giving one back needs no memory, nor does what is broken off.
+  // Giving one back needs no memory, nor does what is broken off.
+  idle_.reserve(options.connections);
   broken_off_.reserve(options.connections);
 }
 

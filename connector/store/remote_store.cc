@@ -1,7 +1,6 @@
 #include "connector/store/remote_store.h"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -12,6 +11,7 @@
 #include "base/status.h"
 #include "connector/store/in_pieces.h"
 #include "connector/store/store_wire.h"
+#include "connector/store/value_header.h"
 
 namespace kvferry {
 namespace {
@@ -24,8 +24,8 @@ static_assert(kMaxKeysPerCall * kMaxPackedKeyBytes + 4096 <= Fields::kMaxTotalBy
 constexpr int kMaxAttempts = 3;
 constexpr int64_t kAbortTimeoutMs = 1000;
 constexpr int64_t kStatsTimeoutMs = 1000;
-constexpr int64_t kWaitMs =
-    60000;  // Waits are for a notice; this is how often one looks for itself.
+// Waits are for a notice; this is how often one looks for itself.
+constexpr int64_t kWaitMs = 60000;
 
 // Where one thread waits for an answer that another brings.
 class Answer {
@@ -92,6 +92,14 @@ auto Persist(Deadline deadline, bool (*may_try_again)(const absl::Status&),
 
 using Keys = std::span<const std::string_view>;
 using PageIds = std::span<const int64_t>;
+
+// What a call about these keys says first. (What Set() returns would be a copy of them.)
+absl::StatusOr<Fields> ArgsAbout(Keys keys) {
+  KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys(keys));
+  Fields args;
+  args.Set("keys", std::move(packed));
+  return args;
+}
 
 template <typename T>
 std::vector<T> Those(std::span<const T> all, const std::vector<size_t>& which) {
@@ -192,11 +200,10 @@ absl::StatusOr<Fields> RemoteStore::AskToChange(const std::string& function,
   return WithCutOff(reply.status(), CutOff::kNotAsked);
 }
 
-absl::Status RemoteStore::Pinning(const std::string& function, std::string_view key,
-                                  Deadline deadline) {
-  KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys({&key, 1}));
-  const Fields args = Fields().Set("keys", std::move(packed));
-  const absl::Status status = Persist(deadline, EndedUnasked, [&] {
+absl::Status RemoteStore::ChangeOne(const std::string& function, std::string_view key,
+                                    bool (*may_try_again)(const absl::Status&), Deadline deadline) {
+  KVFERRY_ASSIGN_OR_RETURN(const Fields args, ArgsAbout({&key, 1}));
+  const absl::Status status = Persist(deadline, may_try_again, [&] {
     return AskToChange(function, {&key, 1}, args, deadline).status();
   });
   if (CutOffOf(status) != CutOff::kAsked) return status;
@@ -207,8 +214,7 @@ absl::Status RemoteStore::Pinning(const std::string& function, std::string_view 
 absl::StatusOr<Fields> RemoteStore::AskAbout(const std::string& function,
                                              std::span<const std::string_view> keys,
                                              Deadline deadline) const {
-  KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys(keys));
-  const Fields args = Fields().Set("keys", std::move(packed));
+  KVFERRY_ASSIGN_OR_RETURN(const Fields args, ArgsAbout(keys));
   return Persist(deadline, SessionEnded, [&] { return Ask(function, args, deadline); });
 }
 
@@ -252,19 +258,15 @@ absl::StatusOr<std::vector<bool>> RemoteStore::ExistsEach(std::span<const std::s
 }
 
 absl::Status RemoteStore::Erase(std::string_view key, Deadline deadline) {
-  KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys({&key, 1}));
-  const Fields args = Fields().Set("keys", std::move(packed));
-  return Persist(deadline, SessionEnded, [&] {
-    return AskToChange(store_call::kErase, {&key, 1}, args, deadline).status();
-  });
+  return ChangeOne(store_call::kErase, key, SessionEnded, deadline);
 }
 
 absl::Status RemoteStore::Pin(std::string_view key, Deadline deadline) {
-  return Pinning(store_call::kPin, key, deadline);
+  return ChangeOne(store_call::kPin, key, EndedUnasked, deadline);
 }
 
 absl::Status RemoteStore::Unpin(std::string_view key, Deadline deadline) {
-  return Pinning(store_call::kUnpin, key, deadline);
+  return ChangeOne(store_call::kUnpin, key, EndedUnasked, deadline);
 }
 
 KvStore::Stats RemoteStore::stats() const {
@@ -275,14 +277,9 @@ KvStore::Stats RemoteStore::stats() const {
     ++stats.errors;
     return stats;
   }
-  for (const auto& [name, field] :
-       {std::pair("entries", &stats.entries), std::pair("bytes", &stats.bytes),
-        std::pair("capacity_bytes", &stats.capacity_bytes), std::pair("pinned", &stats.pinned),
-        std::pair("puts", &stats.puts), std::pair("hits", &stats.hits),
-        std::pair("misses", &stats.misses), std::pair("evictions", &stats.evictions),
-        std::pair("errors", &stats.errors)}) {
+  for (const auto& [name, field] : kStatsFields) {
     const absl::StatusOr<uint64_t> value = reply->Uint(name, INT64_MAX);
-    if (value.ok()) *field = static_cast<int64_t>(*value);
+    if (value.ok()) stats.*field = static_cast<int64_t>(*value);
   }
   return stats;
 }
@@ -329,9 +326,8 @@ void RemoteStore::Withdraw(uint64_t lease_id) {
 
 absl::StatusOr<RemoteStore::Offer> RemoteStore::AskForValue(std::string_view key,
                                                             Deadline deadline) {
-  KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys({&key, 1}));
-  KVFERRY_ASSIGN_OR_RETURN(
-      const Fields reply, Ask(store_call::kGet, Fields().Set("keys", std::move(packed)), deadline));
+  KVFERRY_ASSIGN_OR_RETURN(const Fields args, ArgsAbout({&key, 1}));
+  KVFERRY_ASSIGN_OR_RETURN(const Fields reply, Ask(store_call::kGet, args, deadline));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, reply.Uint("lease"));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t epoch, reply.Uint("epoch"));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t bytes, reply.Uint("bytes", INT64_MAX));
@@ -353,11 +349,7 @@ absl::Status RemoteStore::GetOnce(std::string_view key, Parts out, Deadline dead
   if (out.size() == 1) return Fetch(offer.ticket, {}, {out[0].data(), wanted}, deadline);
   const auto whole = std::make_shared<std::vector<std::byte>>(wanted);
   KVFERRY_RETURN_IF_ERROR(Fetch(offer.ticket, {}, {whole->data(), wanted, whole}, deadline));
-  const std::byte* from = whole->data();
-  for (const std::span<std::byte> part : out) {
-    if (!part.empty()) std::memcpy(part.data(), from, part.size());
-    from += part.size();
-  }
+  CopyToParts(*whole, out);
   return absl::OkStatus();
 }
 
@@ -380,7 +372,7 @@ absl::StatusOr<std::vector<std::byte>> RemoteStore::GetBytesOnce(std::string_vie
 }
 
 absl::Status RemoteStore::Put(std::string_view key, ConstParts value, Deadline deadline) {
-  KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys({&key, 1}));
+  KVFERRY_ASSIGN_OR_RETURN(Fields args, ArgsAbout({&key, 1}));
   const int64_t bytes = BytesOf(value);
   KVFERRY_RETURN_IF_ERROR(CheckValueBytes(bytes, options_.max_value_bytes));
   auto whole = std::make_shared<std::vector<std::byte>>();
@@ -388,8 +380,7 @@ absl::Status RemoteStore::Put(std::string_view key, ConstParts value, Deadline d
   for (const std::span<const std::byte> part : value) {
     whole->insert(whole->end(), part.begin(), part.end());
   }
-  Fields args;
-  args.Set("keys", std::move(packed)).Set("bytes", static_cast<uint64_t>(bytes));
+  args.Set("bytes", static_cast<uint64_t>(bytes));
   return Persist(deadline, SessionEnded, [&] { return PutOnce(key, args, whole, deadline); });
 }
 
@@ -414,15 +405,14 @@ absl::StatusOr<RemoteStore::Round> RemoteStore::ReadRound(const Fields& reply, s
 absl::StatusOr<RemoteStore::Round> RemoteStore::PutSomePages(std::span<const std::string_view> keys,
                                                              std::span<const int64_t> pages,
                                                              Deadline deadline) {
-  KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys(keys));
+  KVFERRY_ASSIGN_OR_RETURN(Fields args, ArgsAbout(keys));
   KVFERRY_ASSIGN_OR_RETURN(PageRuns runs, PageRuns::FromPages(pages));
   const uint64_t lease_id = RandomId();
   KVFERRY_RETURN_IF_ERROR(leases_.Publish(
       lease_id, std::move(runs), options_.pool->layout().num_layers, LeaseUntil(deadline)));
   // After it the caller may change the pages.
   const absl::Cleanup withdraw = [this, lease_id] { Withdraw(lease_id); };
-  Fields args;
-  args.Set("keys", std::move(packed)).Set("lease", lease_id);
+  args.Set("lease", lease_id);
   KVFERRY_ASSIGN_OR_RETURN(const Fields reply,
                            AskToChange(store_call::kPutPages, keys, args, deadline));
   return ReadRound(reply, keys.size());
@@ -431,10 +421,8 @@ absl::StatusOr<RemoteStore::Round> RemoteStore::PutSomePages(std::span<const std
 absl::StatusOr<RemoteStore::Round> RemoteStore::GetSomePages(std::span<const std::string_view> keys,
                                                              std::span<const int64_t> pages,
                                                              Deadline deadline) {
-  KVFERRY_ASSIGN_OR_RETURN(std::string packed, PackKeys(keys));
-  KVFERRY_ASSIGN_OR_RETURN(
-      const Fields reply,
-      Ask(store_call::kGetPages, Fields().Set("keys", std::move(packed)), deadline));
+  KVFERRY_ASSIGN_OR_RETURN(const Fields args, ArgsAbout(keys));
+  KVFERRY_ASSIGN_OR_RETURN(const Fields reply, Ask(store_call::kGetPages, args, deadline));
   KVFERRY_ASSIGN_OR_RETURN(Round round, ReadRound(reply, keys.size()));
   std::vector<int64_t> into;
   for (size_t i = 0; i < keys.size(); ++i) {

@@ -9,8 +9,8 @@
 
 #include "absl/status/statusor.h"
 #include "base/random.h"
+#include "connector/endpoint_options.h"
 #include "connector/lease_table.h"
-#include "connector/prefill_endpoint.h"
 #include "connector/store/change_eras.h"
 #include "connector/store/key_turns.h"
 #include "connector/store/kv_store.h"
@@ -25,16 +25,16 @@ namespace kvferry {
 // DEADLINE_EXCEEDED when it does not even answer; the next call finds it again. Before it says
 // UNAVAILABLE a call is made anew, over another session, twice at most and within its deadline: it
 // may be carried out more than once. Pin and Unpin, which are counted, are made anew only if the
-// server has not heard of them; else the error says that they may have been carried out, as may
-// whatever ends with DEADLINE_EXCEEDED; but not any more once a later Put, Erase, Pin or Unpin of the
+// server has not heard of them; else the error says that they may have been carried out, as that of an
+// Erase whose sessions all ended under it does, and as may whatever ends with DEADLINE_EXCEEDED; but not any more once a later Put, Erase, Pin or Unpin of the
 // same key by this store has succeeded: that waits until the one before has ended. Pins stay when the
 // client goes.
 //
 // Pages beyond what the server's memory takes at a time go in several rounds. RESOURCE_EXHAUSTED
 // for a page that is got: it may be in a tier below, but others keep what is above occupied.
 //
-// stats() waits for the server for up to a second, and knows only its own calls when there is no
-// answer.
+// stats() waits for the server for up to a second; without an answer it is one error and nothing
+// else.
 class RemoteStore : public KvStore {
  public:
   struct Options {
@@ -44,7 +44,8 @@ class RemoteStore : public KvStore {
     std::shared_ptr<const KvPool> pool;
     int64_t max_value_bytes = 64 << 20;  // 256 MiB at most: no server moves more as bytes.
   };
-  // Does not wait for the server. INVALID_ARGUMENT for options that cannot work.
+  // Does not wait for the server. INVALID_ARGUMENT for options that cannot work, PERMISSION_DENIED for
+  // a host that allowed_hosts does not admit; errors of Node::Start().
   static absl::StatusOr<std::unique_ptr<RemoteStore>> Create(Options options);
 
   std::string_view name() const override { return "remote"; }
@@ -86,7 +87,9 @@ class RemoteStore : public KvStore {
   // Of as many keys as one call takes. Made anew when the session ends under it.
   absl::StatusOr<Fields> AskAbout(const std::string& function,
                                   std::span<const std::string_view> keys, Deadline deadline) const;
-  absl::Status Pinning(const std::string& function, std::string_view key, Deadline deadline);
+  // Made anew after errors for which `may_try_again` holds.
+  absl::Status ChangeOne(const std::string& function, std::string_view key,
+                         bool (*may_try_again)(const absl::Status&), Deadline deadline);
   // A value on its way: what the server has leased.
   struct Offer {
     Ticket ticket;

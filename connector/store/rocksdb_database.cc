@@ -35,9 +35,7 @@ uint64_t NumberOf(const rocksdb::Slice& record_key) {
   return number;
 }
 
-static_assert(std::endian::native == std::endian::little, "numbers are copied as they lie");
-
-// The same for Open(), which fails for reasons that a caller can do something about.
+// As FromRocksDb(), for Open(), which fails for reasons that a caller can do something about.
 absl::Status FromOpening(const std::string& path, const rocksdb::Status& status) {
   const std::string text = status.ToString();
   if (absl::StrContains(text, "lock file") || absl::StrContains(text, "lock hold")) {
@@ -179,6 +177,8 @@ std::string RecordKey(uint64_t number) {
   for (size_t i = 0; i < kNumberBytes; ++i) key[i] = static_cast<char>(number >> (56 - 8 * i));
   return key;
 }
+
+static_assert(std::endian::native == std::endian::little, "numbers are copied as they lie");
 
 std::string EntryRecordText(std::string_view key, int64_t bytes) {
   std::string text(kBytesBytes, '\0');

@@ -465,18 +465,6 @@ absl::Status RocksDbStore::Put(std::string_view key, ConstParts value, Deadline 
   return impl_->PutTogether({&item, 1}, numbers, deadline);
 }
 
-std::vector<absl::Status> RocksDbStore::PutBatch(std::span<const PutItem> items,
-                                                 Deadline deadline) {
-  std::vector<absl::Status> statuses(items.size());
-  const std::vector<std::string_view> keys = KeysOf(items);
-  for (size_t begin = 0, end = 0; begin < items.size(); begin = end) {
-    const size_t count = CountDistinct(std::span(keys).subspan(begin));
-    end = begin + count;
-    PutDistinct(items.subspan(begin, count), std::span(statuses).subspan(begin, count), deadline);
-  }
-  return statuses;
-}
-
 // The first is written first, so that what a deadline cuts off are those that are of no use without
 // it, and has the highest number, so that it is the youngest all the same.
 void RocksDbStore::PutDistinct(std::span<const PutItem> items, std::span<absl::Status> statuses,

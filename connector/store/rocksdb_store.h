@@ -39,6 +39,7 @@ class RocksDbStore : public KvStore {
   };
 
   static constexpr int64_t kMaxValueBytes = int64_t{1} << 30;
+  // Of a batch, values of so many bytes in all are written in one go, and read in one.
   static constexpr int64_t kTogetherBytes = 2 << 20;
 
   // INVALID_ARGUMENT for an empty path, a negative capacity, or max_value_bytes outside
@@ -62,17 +63,14 @@ class RocksDbStore : public KvStore {
   absl::Status Erase(std::string_view key, Deadline deadline) override;
   absl::Status Pin(std::string_view key, Deadline deadline) override;
   absl::Status Unpin(std::string_view key, Deadline deadline) override;
-  // Values of up to kTogetherBytes in all are written in one go, and read in one.
-  std::vector<absl::Status> PutBatch(std::span<const PutItem> items, Deadline deadline) override;
   std::vector<absl::Status> GetBatch(std::span<const GetItem> items, Deadline deadline) override;
   Stats stats() const override;
 
  private:
   class Impl;
   explicit RocksDbStore(std::unique_ptr<Impl> impl);
-  // Of items with different keys.
   void PutDistinct(std::span<const PutItem> items, std::span<absl::Status> statuses,
-                   Deadline deadline);
+                   Deadline deadline) override;
 
   const std::unique_ptr<Impl> impl_;
 };

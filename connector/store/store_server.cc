@@ -2,21 +2,30 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
 #include <new>
 #include <optional>
+#include <thread>
 #include <unordered_map>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/cleanup/cleanup.h"
 #include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
+#include "base/mutex.h"
 #include "base/random.h"
 #include "base/status.h"
 #include "base/thread.h"
 #include "connector/attached_node.h"
+#include "connector/lease_source.h"
 #include "connector/recent_map.h"
 #include "connector/store/in_pieces.h"
+#include "connector/store/kv_store.h"
 #include "connector/store/store_wire.h"
+#include "transport/node.h"
 
 namespace kvferry {
 namespace {
@@ -199,9 +208,8 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   void Serve(Function function, const Request& request);
   Result Exists(const Request& request);
   Result ExistsEach(const Request& request);
-  Result Erase(const Request& request);
-  Result Pin(const Request& request);
-  Result Unpin(const Request& request);
+  template <auto kChange>  // KvStore::Erase, Pin or Unpin.
+  Result Change(const Request& request);
   Result Stats(const Request& request);
   Result Get(const Request& request);
   Result Put(const Request& request);
@@ -249,8 +257,8 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   TaskThread in_memory_;                  // These two run if there is a tier below.
   TaskThread questions_;
   TaskThread tasks_;
-  RecentMap<uint64_t>
-      eras_;  // Of clients, if not 0. The task thread's: all changes are made there.
+  // Of clients, if not 0. The task thread's: all changes are made there.
+  RecentMap<uint64_t> eras_;
   // Leases and fetches that hold such memory may end after this server.
   const std::shared_ptr<std::atomic<int64_t>> staged_bytes_ =
       std::make_shared<std::atomic<int64_t>>(0);
@@ -285,11 +293,16 @@ absl::Status StoreServer::Service::Start() {
 
 StoreServer::Service::Function StoreServer::Service::Find(const std::string& name) {
   static const auto& functions = *new absl::flat_hash_map<std::string, Function>{
-      {store_call::kExists, &Service::Exists},     {store_call::kExistsEach, &Service::ExistsEach},
-      {store_call::kErase, &Service::Erase},       {store_call::kPin, &Service::Pin},
-      {store_call::kUnpin, &Service::Unpin},       {store_call::kStats, &Service::Stats},
-      {store_call::kGet, &Service::Get},           {store_call::kPut, &Service::Put},
-      {store_call::kGetPages, &Service::GetPages}, {store_call::kPutPages, &Service::PutPages},
+      {store_call::kExists, &Service::Exists},
+      {store_call::kExistsEach, &Service::ExistsEach},
+      {store_call::kErase, &Service::Change<&KvStore::Erase>},
+      {store_call::kPin, &Service::Change<&KvStore::Pin>},
+      {store_call::kUnpin, &Service::Change<&KvStore::Unpin>},
+      {store_call::kStats, &Service::Stats},
+      {store_call::kGet, &Service::Get},
+      {store_call::kPut, &Service::Put},
+      {store_call::kGetPages, &Service::GetPages},
+      {store_call::kPutPages, &Service::PutPages},
   };
   const auto found = functions.find(name);
   return found == functions.end() ? nullptr : found->second;
@@ -392,39 +405,21 @@ StoreServer::Service::Result StoreServer::Service::ExistsEach(const Request& req
   return Fields().Set("there", std::string(there.begin(), there.end()));
 }
 
-StoreServer::Service::Result StoreServer::Service::Erase(const Request& request) {
+template <auto kChange>
+StoreServer::Service::Result StoreServer::Service::Change(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
   KVFERRY_RETURN_IF_ERROR(CheckEra(request));
-  KVFERRY_RETURN_IF_ERROR(store_->Erase(key, StoreDeadline(request)));
-  return Fields();
-}
-
-StoreServer::Service::Result StoreServer::Service::Pin(const Request& request) {
-  KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
-  KVFERRY_RETURN_IF_ERROR(CheckEra(request));
-  KVFERRY_RETURN_IF_ERROR(store_->Pin(key, StoreDeadline(request)));
-  return Fields();
-}
-
-StoreServer::Service::Result StoreServer::Service::Unpin(const Request& request) {
-  KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
-  KVFERRY_RETURN_IF_ERROR(CheckEra(request));
-  KVFERRY_RETURN_IF_ERROR(store_->Unpin(key, StoreDeadline(request)));
+  KVFERRY_RETURN_IF_ERROR(((*store_).*kChange)(key, StoreDeadline(request)));
   return Fields();
 }
 
 StoreServer::Service::Result StoreServer::Service::Stats(const Request& /*request*/) {
   const KvStore::Stats stats = store_->stats();
   Fields fields;
-  for (const auto& [name, value] :
-       {std::pair("entries", stats.entries), std::pair("bytes", stats.bytes),
-        std::pair("capacity_bytes", stats.capacity_bytes), std::pair("pinned", stats.pinned),
-        std::pair("puts", stats.puts), std::pair("hits", stats.hits),
-        std::pair("misses", stats.misses), std::pair("evictions", stats.evictions),
-        std::pair("errors", stats.errors), std::pair("max_value_bytes", MaxStagedValueBytes())}) {
-    if (value >= 0) fields.Set(name, static_cast<uint64_t>(value));
+  for (const auto& [name, field] : kStatsFields) {
+    if (stats.*field >= 0) fields.Set(name, static_cast<uint64_t>(stats.*field));
   }
-  return fields;
+  return fields.Set("max_value_bytes", static_cast<uint64_t>(MaxStagedValueBytes()));
 }
 
 // ---------------------------------------------------------------- leases and fetches
@@ -464,13 +459,10 @@ absl::StatusOr<uint64_t> StoreServer::Service::Lease(const Request& request, Pag
 }
 
 void StoreServer::Service::Settle() {
-  std::vector<std::shared_ptr<void>> ended;  // Destroyed outside of the lock.
   for (const EndedLease& lease : leases_.TakeEnded()) {
+    decltype(held_)::node_type ended;  // Destroyed outside of the lock.
     const MutexLock lock(&mutex_);
-    const auto found = held_.find(lease.lease_id);
-    if (found == held_.end()) continue;
-    ended.push_back(std::move(found->second));
-    held_.erase(found);
+    ended = held_.extract(lease.lease_id);
   }
 }
 
@@ -732,8 +724,6 @@ absl::StatusOr<std::unique_ptr<StoreServer>> StoreServer::Create(Options options
   KVFERRY_RETURN_IF_ERROR(service->Start());
   return std::unique_ptr<StoreServer>(new StoreServer(std::move(service)));
 }
-
-StoreServer::~StoreServer() { service_->Close(); }
 
 const std::string& StoreServer::address() const { return service_->node().listen_address(); }
 

@@ -1,24 +1,15 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
-#include <functional>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
-#include "base/mutex.h"
-#include "connector/lease_source.h"
-#include "connector/prefill_endpoint.h"
+#include "connector/endpoint_options.h"
 #include "connector/store/host_store.h"
-#include "connector/store/kv_store.h"
 #include "connector/store/tiered_store.h"
-#include "transport/node.h"
 
 namespace kvferry {
 
@@ -38,7 +29,6 @@ class StoreServer {
 
   // INVALID_ARGUMENT without a host, or for a `tiered` over another one; errors of Node::Start().
   static absl::StatusOr<std::unique_ptr<StoreServer>> Create(Options options);
-  ~StoreServer();
 
   const std::string& address() const;
   std::vector<std::pair<std::string, int64_t>> Metrics() const;

@@ -54,7 +54,10 @@ absl::StatusOr<std::vector<absl::Status>> UnpackCodes(std::string_view packed, s
   std::vector<absl::Status> statuses;
   for (const char byte : packed) {
     const auto code = static_cast<absl::StatusCode>(static_cast<uint8_t>(byte));
-    if (code > absl::StatusCode::kUnauthenticated) return NoKeys("has a status of no meaning");
+    if (code > absl::StatusCode::kUnauthenticated) {
+      return absl::InternalError(absl::StrCat(
+          "store: the server answered with a status of no meaning, ", static_cast<int>(code)));
+    }
     statuses.emplace_back(code,
                           absl::StrCat("store: the server says ", absl::StatusCodeToString(code)));
   }

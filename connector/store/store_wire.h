@@ -41,7 +41,8 @@ inline constexpr size_t kMaxPackedKeyBytes = 2 + KvStore::kMaxKeyBytes;
 absl::StatusOr<std::string> PackKeys(std::span<const std::string_view> keys);
 absl::StatusOr<std::vector<std::string>> UnpackKeys(std::string_view packed);
 
-// The codes of statuses, a byte each. Unpacked ones say no more than which code and whose key.
+// The codes of statuses, a byte each. Unpacked ones say no more than which code it is. INTERNAL for
+// another number of them, or a code of no meaning.
 std::string PackCodes(std::span<const absl::Status> statuses);
 absl::StatusOr<std::vector<absl::Status>> UnpackCodes(std::string_view packed, size_t count);
 

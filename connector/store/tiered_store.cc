@@ -310,28 +310,19 @@ absl::Status TieredStore::Put(std::string_view key, ConstParts value, Deadline d
   return PutBatch({&item, 1}, deadline)[0];
 }
 
-std::vector<absl::Status> TieredStore::PutBatch(std::span<const PutItem> items, Deadline deadline) {
-  std::vector<absl::Status> statuses(items.size());
+void TieredStore::PutDistinct(std::span<const PutItem> items, std::span<absl::Status> statuses,
+                              Deadline deadline) {
   std::vector<PutItem> together;
   std::vector<size_t> at;  // Where those stand in `items`.
-  std::set<std::string_view> keys;
-  const auto put = [&] {
-    const std::vector<absl::Status> done = PutIntoBoth(together, deadline);
-    for (size_t i = 0; i < at.size(); ++i) statuses[at[i]] = done[i];
-    together.clear(), at.clear(), keys.clear();
-  };
   for (size_t i = 0; i < items.size(); ++i) {
     statuses[i] = CheckKey(items[i].key);
     if (statuses[i].ok()) statuses[i] = CheckValueBytes(BytesOf(items[i].value), max_value_bytes());
     if (!statuses[i].ok()) continue;
-    // Of two puts of a key the second one comes after all of the first.
-    if (keys.contains(items[i].key)) put();
     together.push_back(items[i]);
     at.push_back(i);
-    keys.insert(items[i].key);
   }
-  if (!together.empty()) put();
-  return statuses;
+  const std::vector<absl::Status> done = PutIntoBoth(together, deadline);
+  for (size_t i = 0; i < at.size(); ++i) statuses[at[i]] = done[i];
 }
 
 absl::Status TieredStore::Erase(std::string_view key, Deadline deadline) {
@@ -576,7 +567,7 @@ absl::StatusOr<int64_t> TieredStore::Exists(std::span<const std::string_view> ke
     // times gaps.
     if (upper.value_or(0) > 0) ask = 1;
     const int64_t count = std::min(ask, std::ssize(keys) - there);
-    ask *= 2;
+    ask = 2 * count;
     absl::StatusOr<int64_t> lower = CountIn(lower_, keys.subspan(there, count), deadline);
     there += lower.value_or(0);
     if (!upper.ok() && !lower.ok() && there == 0) return lower;

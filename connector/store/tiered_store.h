@@ -90,7 +90,6 @@ class TieredStore : public KvStore {
   void CountHitAbove();
   const KvStore* upper() const { return upper_.store.get(); }
   // Batches go to the tiers as batches.
-  std::vector<absl::Status> PutBatch(std::span<const PutItem> items, Deadline deadline) override;
   std::vector<absl::Status> GetBatch(std::span<const GetItem> items, Deadline deadline) override;
   Stats stats() const override;
 
@@ -122,6 +121,8 @@ class TieredStore : public KvStore {
   };
 
   TieredStore(std::shared_ptr<KvStore> upper, std::shared_ptr<KvStore> lower);
+  void PutDistinct(std::span<const PutItem> items, std::span<absl::Status> statuses,
+                   Deadline deadline) override;
 
   // All calls to a tier that may wait for it go through these, and wait until the time that they are
   // given. UNAVAILABLE while it is silent.

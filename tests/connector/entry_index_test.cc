@@ -17,17 +17,24 @@ void Set(EntryIndex& index, std::string_view key, uint64_t number, int64_t bytes
   index.Set(EntryIndex::Place(key), number, bytes);
 }
 
+// For one entry.
+std::optional<Victims> VictimsFor(const EntryIndex& index, std::string_view key, int64_t bytes,
+                                  int64_t capacity_bytes) {
+  const EntryIndex::Wanted wanted = {key, bytes};
+  return index.VictimsFor({&wanted, 1}, capacity_bytes, {});
+}
+
 TEST(EntryIndices, TheOldestThatIsNotPinnedGoes) {
   EntryIndex index;
   for (uint64_t i = 1; i <= 4; ++i) Set(index, absl::StrCat(i), i, 10);
   index.AddPins("1", 1);
   Set(index, "2", 5, 10);  // Is the youngest now.
-  EXPECT_EQ(index.VictimsFor("new", 10, 50), Victims{});
-  EXPECT_EQ(index.VictimsFor("new", 10, 49), Victims{"3"});
-  EXPECT_EQ(index.VictimsFor("new", 10, 30), (Victims{"3", "4"}));
-  EXPECT_EQ(index.VictimsFor("3", 15, 40), Victims{"4"});  // Its own room counts.
-  EXPECT_EQ(index.VictimsFor("1", 20, 20), (Victims{"3", "4", "2"}));
-  EXPECT_EQ(index.VictimsFor("new", 21, 30), std::nullopt);
+  EXPECT_EQ(VictimsFor(index, "new", 10, 50), Victims{});
+  EXPECT_EQ(VictimsFor(index, "new", 10, 49), Victims{"3"});
+  EXPECT_EQ(VictimsFor(index, "new", 10, 30), (Victims{"3", "4"}));
+  EXPECT_EQ(VictimsFor(index, "3", 15, 40), Victims{"4"});  // Its own room counts.
+  EXPECT_EQ(VictimsFor(index, "1", 20, 20), (Victims{"3", "4", "2"}));
+  EXPECT_EQ(VictimsFor(index, "new", 21, 30), std::nullopt);
 }
 
 TEST(EntryIndices, RoomForSeveralAtOnce) {
@@ -70,7 +77,7 @@ TEST(EntryIndices, ASetThatFindsNoMemoryChangesNothing) {
     }
   }
   EXPECT_EQ(index.bytes(), 200);
-  EXPECT_EQ(index.VictimsFor("new", 10, 200), Victims{key_of(1)});
+  EXPECT_EQ(VictimsFor(index, "new", 10, 200), Victims{key_of(1)});
 }
 
 // Not even that of its key.
@@ -135,7 +142,7 @@ TEST(EntryIndices, RandomCallsAgreeWithAMap) {
           held -= model[name].bytes;
           want.push_back(name);
         }
-        const auto victims = index.VictimsFor(key, bytes, capacity);
+        const auto victims = VictimsFor(index, key, bytes, capacity);
         ASSERT_EQ(victims, held <= capacity ? std::optional(want) : std::nullopt);
       }
     }

@@ -297,7 +297,7 @@ TEST(HelloToOthers, APeerThatEndsBeforeItAnswersIsNotWaitedFor) {
 
 // Those of this process to whoever listens at the address.
 void BreakConnectionsTo(const std::string& address) {
-  const int port = std::stoi(address.substr(address.rfind(':') + 1));
+  const int port = PortOf(address);
   int broken = 0;
   for (int fd = 3; fd < 1024; ++fd) {
     sockaddr_in6 peer{};  // Of which an IPv4 address has its port at the same place.
@@ -749,11 +749,9 @@ TEST_F(HelloToOthersOverTcp, APeerThatTakesNoMoreMessagesIsGivenUp) {
   peer.pongs_as = 5;
   std::vector<std::future<absl::StatusOr<Fields>>> replies;
   for (int i = 0; i < 12; ++i) {
-    auto promise = std::make_shared<std::promise<absl::StatusOr<Fields>>>();
-    replies.push_back(promise->get_future());
-    Must(node->Call(
-        {peer.address(), "f", Fields().Set("x", std::string(1500000, 'x')), DeadlineInMs(600000)},
-        [promise](absl::StatusOr<Fields> r) { promise->set_value(std::move(r)); }));
+    replies.push_back(BeginCall(*node, peer.address(), "f",
+                                Fields().Set("x", std::string(1500000, 'x')),
+                                DeadlineInMs(600000)));
   }
   peer.Welcome(5, Takes::kAndReadsNothing);
   for (int i = 0; i < 5; ++i) {

@@ -34,11 +34,6 @@ std::unique_ptr<HostStore> Small(int64_t num_pages) {
   return MakeHost(Must(HostStore::FlatLayout(10)), 10 * num_pages);
 }
 
-absl::Status Put(HostStore& store, std::string_view key, const Bytes& value) {
-  const std::span<const std::byte> part = value;
-  return store.Put(key, {&part, 1}, Soon());
-}
-
 Bytes Read(const HostStore::ReadLease& lease) {
   Bytes value(static_cast<size_t>(lease.bytes()));
   const std::span<std::byte> out = value;

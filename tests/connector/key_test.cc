@@ -12,7 +12,6 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/unique_fd.h"
 #include "tests/support/captured_log.h"
@@ -150,13 +149,10 @@ TEST_F(Keys, WhoSaysNothingIsNotKept) {
     Config config = WithKey(key_file);
     config.connect_timeout_ms = 200;
     const auto prefill = MakePrefill(source_, config);
-    int port = 0;
-    ASSERT_TRUE(
-        absl::SimpleAtoi(prefill->address().substr(prefill->address().rfind(':') + 1), &port));
     const UniqueFd fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     sockaddr_in address{};
     address.sin_family = AF_INET;
-    address.sin_port = htons(static_cast<uint16_t>(port));
+    address.sin_port = htons(static_cast<uint16_t>(PortOf(prefill->address())));
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     ASSERT_EQ(connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
     ssize_t bytes = 1;

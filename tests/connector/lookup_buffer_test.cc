@@ -348,7 +348,7 @@ TEST_F(LookupBuffers, AProducerThatStartsLaterIsFound) {
   const auto handle = Must(consumer->DropSelect(Lookup(Tokens{1}, {5})));
   EXPECT_TRUE(Fails(Take(*consumer, Lookup(Tokens{1}, {6}, 100)), Code::kDeadlineExceeded));
   LookupProducer::Options options = ProducerOptions(their_pool_);
-  options.config.listen_port = std::stoi(address.substr(address.rfind(':') + 1));
+  options.config.listen_port = PortOf(address);
   producer_ = Must(LookupProducer::Create(options));
   Insert({1}, {3});
   EXPECT_TRUE(IsOk(handle->Wait(Soon())));
@@ -501,10 +501,7 @@ TEST_F(LookupBuffers, BadCallsAreRefused) {
   options.pool = pool_;
   const auto node = Must(Node::Start(std::move(options)));
   const auto ask = [&](const std::string& function, Fields args) {
-    auto reply = std::make_shared<std::promise<absl::StatusOr<Fields>>>();
-    Must(node->Call({producer_->address(), function, std::move(args), Soon()},
-                    [reply](absl::StatusOr<Fields> got) { reply->set_value(std::move(got)); }));
-    return reply->get_future().get();
+    return BeginCall(*node, producer_->address(), function, std::move(args)).get();
   };
   const auto args = [] { return Fields().Set("lease", 5).Set("partition", 0); };
   EXPECT_TRUE(Fails(ask("cook", {}), Code::kUnimplemented, "'cook'"));
@@ -574,7 +571,7 @@ TEST_F(LookupBuffers, ALookupThatFindsNoMemoryTakesNothing) {
 TEST_F(LookupBuffers, ManyLongLookupsWaitForAProducerThatIsYetToListen) {
   LookupProducer::Options options = ProducerOptions(their_pool_);
   const std::string address = producer_->address();
-  options.config.listen_port = std::stoi(address.substr(address.rfind(':') + 1));
+  options.config.listen_port = PortOf(address);
   producer_.reset();  // Nobody else is given its port so soon.
   const auto consumer = Consumer({address});
   std::vector<std::shared_ptr<LookupHandle>> waiting;

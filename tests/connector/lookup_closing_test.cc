@@ -225,7 +225,7 @@ TEST(LookupBursts, ManyLongEntriesAllCome) {
 TEST_F(LookupClosing, ASecondThreadThatClosesWaitsForTheFirst) {
   LookupProducer::Options options = ProducerOptions(their_pool_);
   const std::string address = producer_->address();
-  options.config.listen_port = std::stoi(address.substr(address.rfind(':') + 1));
+  options.config.listen_port = PortOf(address);
   Must(producer_->Insert(kTokens, std::nullopt, Pages{3}, Soon()));
   consumer_ = Consumer(address);
   Latch go_on;

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <future>
 #include <map>
+#include <optional>
 #include <random>
 #include <thread>
 #include <vector>
@@ -32,12 +34,27 @@ std::shared_ptr<LookupTable> Table(int64_t max_bytes = 1000) {
 LookupTable::Payload Number(int64_t number) { return std::make_shared<int64_t>(number); }
 int64_t NumberOf(const Taken& taken) { return *static_cast<int64_t*>(taken.payload().get()); }
 
+// Asks, and waits for the answer.
+absl::StatusOr<Taken> Take(LookupTable& table, std::optional<Tokens> tokens, Deadline deadline) {
+  const auto answer = std::make_shared<std::promise<absl::StatusOr<Taken>>>();
+  std::future<absl::StatusOr<Taken>> answered = answer->get_future();
+  const absl::Status asked =
+      table
+          .Ask(std::move(tokens), deadline,
+               [answer](absl::StatusOr<Taken> taken) { answer->set_value(std::move(taken)); })
+          .status();
+  if (!asked.ok()) return asked;
+  // It comes from here then, or is on its way from another thread.
+  if (answered.wait_until(deadline) != std::future_status::ready) table.Expire(deadline);
+  return answered.get();
+}
+
 TEST(LookupTables, AnEntryGoesToOneConsumer) {
   const auto table = Table();
   ASSERT_TRUE(IsOk(table->Insert({1, 2, 3}, 10, Number(7), Now())));
   EXPECT_EQ(table->bytes(), 10);
   {
-    const Taken taken = Must(table->Take(Tokens{1, 2, 3, 4}, Now()));
+    const Taken taken = Must(Take(*table, Tokens{1, 2, 3, 4}, Now()));
     EXPECT_EQ(NumberOf(taken), 7);
     EXPECT_EQ(taken.num_matched(), 3);
     EXPECT_EQ(taken.tokens(), (Tokens{1, 2, 3}));
@@ -121,9 +138,9 @@ TEST(LookupTables, WithoutTokensTheOldestGoes) {
   const auto table = Table();
   for (const int32_t n : {5, 3, 4}) ASSERT_TRUE(IsOk(table->Insert({n}, 1, Number(n), Now())));
   for (const int32_t n : {5, 3, 4}) {
-    EXPECT_EQ(NumberOf(Must(table->Take(std::nullopt, Now()))), n);
+    EXPECT_EQ(NumberOf(Must(Take(*table, std::nullopt, Now()))), n);
   }
-  EXPECT_TRUE(Fails(table->Take(std::nullopt, Now()), kLate, "no matching entry"));
+  EXPECT_TRUE(Fails(Take(*table, std::nullopt, Now()), kLate, "no matching entry"));
 }
 
 TEST(LookupTables, AQueryThatWaitsDoesNotHoldUpOthers) {
@@ -150,7 +167,7 @@ TEST(LookupTables, AnEntryThatWaitsForRoomCanBeTaken) {
   ASSERT_TRUE(IsOk(table->Insert({1}, 10, Number(1), Now())));
   absl::Status inserted = absl::UnknownError("still waiting");
   std::thread producer([&] { inserted = table->Insert({2}, 8, Number(2), Soon()); });
-  const Taken taken = Must(table->Take(Tokens{2}, Soon()));
+  const Taken taken = Must(Take(*table, Tokens{2}, Soon()));
   producer.join();
   EXPECT_EQ(NumberOf(taken), 2);
   EXPECT_TRUE(IsOk(inserted));
@@ -173,7 +190,7 @@ TEST(LookupTables, InsertWaitsForRoomUpToItsDeadline) {
   EXPECT_TRUE(Fails(table->Insert({2}, 5, Number(2), Now()), kLate, "5 bytes", "6 of 10"));
   EXPECT_EQ(table->num_entries(), 1);
   EXPECT_TRUE(Fails(table->TryTake(Tokens{2}), absl::StatusCode::kNotFound));
-  std::optional<Taken> taken = Must(table->Take(Tokens{1}, Now()));
+  std::optional<Taken> taken = Must(Take(*table, Tokens{1}, Now()));
   EXPECT_FALSE(table->Insert({2}, 5, Number(2), Now()).ok());  // It is still being moved.
   std::thread producer([&] { EXPECT_TRUE(IsOk(table->Insert({2}, 5, Number(2), Soon()))); });
   taken.reset();
@@ -190,7 +207,7 @@ TEST(LookupTables, WhatCanNeverFitIsRefusedAtOnce) {
   EXPECT_TRUE(
       Fails(table->Insert({1, 2, 3, 4}, 1, nullptr, Soon()), kInvalid, "4 tokens", "1 to 3"));
   EXPECT_TRUE(Fails(table->Insert({1}, -1, nullptr, Soon()), kInvalid, "-1 bytes"));
-  EXPECT_TRUE(Fails(table->Take(Tokens{}, Soon()), kInvalid, "0 tokens"));
+  EXPECT_TRUE(Fails(Take(*table, Tokens{}, Soon()), kInvalid, "0 tokens"));
   EXPECT_TRUE(Fails(table->TryTake(Tokens{1, 2, 3, 4}), kInvalid, "4 tokens"));
   ASSERT_TRUE(IsOk(table->Ask(Tokens{1}, Soon(), [](const auto&) {})));
   EXPECT_TRUE(Fails(table->Ask(Tokens{2}, Soon(), [](const auto&) { ADD_FAILURE(); }), kExhausted,
@@ -244,7 +261,7 @@ TEST(LookupTables, CloseEndsEverythingThatWaits) {
   ASSERT_TRUE(IsOk(table->Insert({1}, 10, Number(1), Now())));
   absl::Status producer_status, consumer_status;
   std::thread producer([&] { producer_status = table->Insert({2}, 5, Number(2), Soon()); });
-  std::thread consumer([&] { consumer_status = table->Take(Tokens{3}, Soon()).status(); });
+  std::thread consumer([&] { consumer_status = Take(*table, Tokens{3}, Soon()).status(); });
   ASSERT_TRUE(
       WaitFor([&] { return table->num_entries() == 2 && table->num_waiting() == 1; }, Soon()));
   table->Close();
@@ -313,7 +330,7 @@ TEST(LookupTables, TakenEntriesOutliveTheTable) {
   {
     const auto table = Table();
     ASSERT_TRUE(IsOk(table->Insert({1}, 10, Number(4), Now())));
-    taken = Must(table->Take(Tokens{1}, Now()));
+    taken = Must(Take(*table, Tokens{1}, Now()));
   }
   EXPECT_EQ(NumberOf(*taken), 4);
   taken.reset();
@@ -422,7 +439,7 @@ TEST(LookupTables, EightThreadsExactlyOnce) {
       while (left > 0) {
         std::optional<Tokens> query;
         if (random() % 2 != 0) query = Tokens{static_cast<int32_t>(random() % 16)};
-        const absl::StatusOr<Taken> taken = table->Take(query, DeadlineInMs(1));
+        const absl::StatusOr<Taken> taken = Take(*table, query, DeadlineInMs(1));
         if (!taken.ok()) {
           wrong += taken.status().code() == kLate ? 0 : 1;
           continue;

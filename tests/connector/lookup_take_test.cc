@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <future>
 #include <optional>
 
 #include "tests/support/control_relay.h"
@@ -39,7 +38,7 @@ class LookupTakes : public testing::Test {
                                                   const std::string& address = ":0") {
     LookupProducer::Options options = ProducerOptions(pool);
     options.reply_lease_ms = reply_lease_ms;
-    options.config.listen_port = std::stoi(address.substr(address.rfind(':') + 1));
+    options.config.listen_port = PortOf(address);
     return Must(LookupProducer::Create(options));
   }
   std::unique_ptr<LookupConsumer> Consumer(const std::string& producer) const {
@@ -529,10 +528,7 @@ TEST_F(LookupTakes, AProducerThatCannotSayEndsTheLookup) {
 class LookupTakeCalls : public LookupTakes {
  protected:
   absl::StatusOr<Fields> Ask(const std::string& function, Fields args) const {
-    auto reply = std::make_shared<std::promise<absl::StatusOr<Fields>>>();
-    Must(node_->Call({producer_->address(), function, std::move(args), Soon()},
-                     [reply](absl::StatusOr<Fields> got) { reply->set_value(std::move(got)); }));
-    return reply->get_future().get();
+    return BeginCall(*node_, producer_->address(), function, std::move(args)).get();
   }
   void Find(uint64_t lease) const {
     EXPECT_TRUE(IsOk(Ask("lookup", Fields().Set("lease", lease).Set("partition", 0))));

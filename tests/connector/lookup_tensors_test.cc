@@ -107,7 +107,7 @@ TEST(CopiedPages, AreHandedOutInTurn) {
   pages->Free(first);
   waiting.join();
   ASSERT_TRUE(IsOk(second));
-  EXPECT_EQ(pages->num_free(), 0);
+  EXPECT_TRUE(Fails(pages->Allocate(1, DeadlineInMs(1)), Code::kDeadlineExceeded, "0 of 4"));
   std::thread closed(
       [&] { EXPECT_TRUE(Fails(pages->Allocate(1, Soon()), Code::kCancelled, "closed")); });
   pages->Close();
@@ -125,8 +125,7 @@ TEST(CopiedPages, WhoFindsNoMemoryHasNoTurnAnyMore) {
   const Deadline at_once = Clock::now();
   CallWithoutMemory([&] { EXPECT_FALSE(pages->Allocate(1, at_once).ok()); }, [] {});
   pages->Free(all);
-  CallWithoutMemory([&] { EXPECT_TRUE(pages->Allocate(1, at_once).ok()); },
-                    [&] { EXPECT_EQ(pages->num_free(), 4); });
+  CallWithoutMemory([&] { EXPECT_TRUE(pages->Allocate(1, at_once).ok()); }, [] {});
   EXPECT_TRUE(IsOk(pages->Allocate(3, DeadlineInMs(1000))));
 }
 

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <future>
 
 #include "base/random.h"
 #include "tests/support/control_relay.h"
@@ -130,10 +129,7 @@ TEST_F(Lifetime, WhatIsNoListOfLeasesToKeepIsRefused) {
   const auto pool = MakePatternPool(SmallLayout(), 8, 3);
   const auto node = Must(Node::Start({SmallChunks(), kTestModel, "asks", pool}));
   const auto answer = [&](const std::string& function, const Fields& args) {
-    std::promise<absl::StatusOr<Fields>> reply;
-    Must(node->Call({prefill_->address(), function, args, Soon()},
-                    [&](absl::StatusOr<Fields> fields) { reply.set_value(std::move(fields)); }));
-    return reply.get_future().get();
+    return BeginCall(*node, prefill_->address(), function, args).get();
   };
   const auto kept = answer("keep", Fields().Set("leases", std::string(16, '\1')));
   EXPECT_EQ(Must(Must(kept).Uint("kept")), 0);
@@ -198,7 +194,7 @@ TEST_F(Lifetime, PrefillEndpointRestartedAtItsAddress) {
   const Ticket old = Publish(*prefill_, *source_, pages_);
   ASSERT_TRUE(IsOk(Fetch(*decode_, Publish(*prefill_, *source_, pages_), pages_)->Wait(Soon())));
   Config config = SmallChunks();
-  config.listen_port = std::stoi(old.address.substr(old.address.rfind(':') + 1));
+  config.listen_port = PortOf(old.address);
   prefill_.reset();
   prefill_ = MakePrefill(source_, config);
   ASSERT_TRUE(WaitFor([&] { return Metric(*decode_, "peers") == 0; }, Soon()));

@@ -118,7 +118,6 @@ TEST_F(PushCalls, SuccessWithoutAFetchIsNone) {
       node->Reply(call, Fields());
     }
     void OnCallDropped(const CallKey&) override {}
-    Deadline Tick(Deadline) override { return Deadline::max(); }
     Node* node = nullptr;
   };
   Liar liar;
@@ -167,7 +166,6 @@ TEST_F(PushCalls, ACallsIdIsInUseUntilItsReceiveHasEnded) {
       table.OnCall(call, function, args, deadline);
     }
     void OnCallDropped(const CallKey& call) override { table.OnCallDropped(call); }
-    Deadline Tick(Deadline) override { return Deadline::max(); }
     ReceiveTable table{16};
     CallKey last;
   };
@@ -193,12 +191,9 @@ TEST_F(PushCalls, ACallsIdIsInUseUntilItsReceiveHasEnded) {
   };
   ASSERT_TRUE(IsOk(leases_.Publish(9, Must(PageRuns::FromPages(std::vector<int64_t>{4})), 1,
                                    DeadlineInMs(60000))));
-  std::promise<absl::Status> answer;
-  Must(node_->Call({node->listen_address(), "push", args(first), Soon()},
-                   [&](const absl::StatusOr<Fields>& reply) { answer.set_value(reply.status()); }));
+  auto answered = BeginCall(*node_, node->listen_address(), "push", args(first));
   ASSERT_TRUE(IsOk(first.handle->WaitLayer(0, Soon())));
   keeper.table.OnCall(keeper.last, "push", args(second), Soon());
-  std::future<absl::Status> answered = answer.get_future();
   ASSERT_EQ(answered.wait_until(DeadlineInMs(2000)), std::future_status::ready);
   EXPECT_TRUE(Fails(answered.get(), absl::StatusCode::kAlreadyExists, "id is in use"));
   EXPECT_FALSE(second.handle->done());

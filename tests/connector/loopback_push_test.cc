@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <optional>
 #include <string>
 #include <tuple>
 
@@ -110,24 +109,6 @@ class Pushing : public testing::Test {
   const std::vector<int64_t> local_ = {7, 8, 2, 50, 51, 52};
   const int64_t layers_ = SmallLayout().num_layers;
 };
-
-// Also one of which the memory for its table is missing, which grows.
-TEST_F(Pushing, AReceiveThatFindsNoMemoryIsNone) {
-  for (int i = 0; i < 3; ++i) {
-    std::optional<DecodeEndpoint::Receiving> receive;
-    CallWithoutMemory(
-        [&] {
-          absl::StatusOr<DecodeEndpoint::Receiving> made = decode_->Receive({0, local_, 0, 0});
-          if (made.ok()) receive.emplace(*std::move(made));
-        },
-        [&] {
-          EXPECT_TRUE(WaitFor([&] { return Metric(*decode_, "receives_waiting") == 0; }, Soon()));
-        });
-    ASSERT_TRUE(receive.has_value());
-    ASSERT_TRUE(IsOk(PushStatus(receive->ticket)));
-    ASSERT_TRUE(IsOk(receive->handle->Wait(Soon())));
-  }
-}
 
 // ---------------------------------------------------------------- moving
 
@@ -333,7 +314,7 @@ TEST_F(Pushing, DecodeEndpointRestartedAtItsAddress) {
   FillPattern(*source_, kSourceSeed);
   const ReceiveTicket old = Receive(*decode_, local_).ticket;
   Config config = SmallChunks();
-  config.listen_port = std::stoi(old.address.substr(old.address.rfind(':') + 1));
+  config.listen_port = PortOf(old.address);
   decode_.reset();
   decode_ = MakePushedDecode(target_, config);
   EXPECT_TRUE(Fails(PushStatus(old), absl::StatusCode::kNotFound, "made by this process?"));

@@ -2,7 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include "absl/strings/numbers.h"
 #include "base/random.h"
 #include "tests/support/endpoints.h"
 
@@ -336,8 +335,7 @@ TEST_F(Announced, AnotherProcessIsNotTakenForIt) {
   const auto handle = Fetch(*decode, ticket, local_);
   AwaitArrival(*prefill, *decode);
   Config same = Impatient();
-  ASSERT_TRUE(
-      absl::SimpleAtoi(ticket.address.substr(ticket.address.rfind(':') + 1), &same.listen_port));
+  same.listen_port = PortOf(ticket.address);
   prefill.reset();
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable));
   // A new fetch is: nobody has said which process it means.

@@ -209,7 +209,7 @@ TEST(Endpoints, PortTaken) {
   const auto pool = MakePatternPool(SmallLayout(), 2, 1);
   const auto first = MakePrefill(pool, Config());
   Config config;
-  config.listen_port = std::stoi(first->address().substr(first->address().rfind(':') + 1));
+  config.listen_port = PortOf(first->address());
   EXPECT_TRUE(Fails(PrefillEndpoint::Create(pool, {config, "m", ""}).status(),
                     absl::StatusCode::kUnavailable, "listen_port"));
 }

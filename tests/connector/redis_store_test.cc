@@ -82,12 +82,6 @@ INSTANTIATE_TEST_SUITE_P(RedisStores, StoreConformance,
 
 // ---------------------------------------------------------------- helpers
 
-absl::Status Put(KvStore& store, std::string_view key, const Bytes& value,
-                 Deadline deadline = Soon()) {
-  const std::span<const std::byte> part = value;
-  return store.Put(key, {&part, 1}, deadline);
-}
-
 absl::StatusOr<Bytes> Get(KvStore& store, std::string_view key, Deadline deadline = Soon()) {
   return store.GetBytes(key, deadline);
 }
@@ -98,15 +92,19 @@ class RedisStoreTest : public testing::Test {
     if (!WhyNoRedis().empty()) GTEST_SKIP() << WhyNoRedis();
   }
 
-  // A command past the store.
-  static void Command(const RedisProcess& server, std::initializer_list<absl::string_view> words) {
+  // What the server says to a command past the store, in one text.
+  static std::string Command(const RedisProcess& server,
+                             std::initializer_list<absl::string_view> words) {
     const RedisServer address = {.port = server.port(), .max_reply_bytes = 1 << 20};
     const auto connection = Must(RedisConnection::Connect(address, Soon()));
     RedisCommands commands;
     commands.Add(words);
-    ASSERT_TRUE(IsOk(connection->Exchange(commands, Soon(), [](int64_t, const redisReply& reply) {
-      EXPECT_NE(reply.type, REDIS_REPLY_ERROR) << reply.str;
+    std::string text;
+    EXPECT_TRUE(IsOk(connection->Exchange(commands, Soon(), [&](int64_t, const redisReply& reply) {
+      text = std::string(TextOf(reply));
+      EXPECT_NE(reply.type, REDIS_REPLY_ERROR) << text;
     })));
+    return text;
   }
 };
 
@@ -286,20 +284,6 @@ TEST_F(RedisStoreTest, AStoppedServerCostsTheDeadlineAndNoLateReplyIsBelieved) {
 
 class RedisWritesBrokenOff : public RedisStoreTest {
  protected:
-  // What the server says, in one text.
-  static std::string Ask(const RedisProcess& server,
-                         std::initializer_list<absl::string_view> words) {
-    const RedisServer address = {.port = server.port(), .max_reply_bytes = 1 << 20};
-    const auto connection = Must(RedisConnection::Connect(address, Soon()));
-    RedisCommands commands;
-    commands.Add(words);
-    std::string text;
-    EXPECT_TRUE(IsOk(connection->Exchange(commands, Soon(), [&](int64_t, const redisReply& reply) {
-      text.assign(reply.str, reply.len);
-    })));
-    return text;
-  }
-
   // So many that nobody uses: what is broken off on one is not alone when the server goes on.
   static testing::AssertionResult HasConnections(size_t count, const RedisProcess& server,
                                                  KvStore& store) {
@@ -312,7 +296,7 @@ class RedisWritesBrokenOff : public RedisStoreTest {
       }
       for (std::thread& thread : threads) thread.join();
       const std::vector<std::string> clients =
-          absl::StrSplit(Ask(server, {"CLIENT", "LIST"}), '\n');
+          absl::StrSplit(Command(server, {"CLIENT", "LIST"}), '\n');
       return std::ranges::count_if(clients, [](const std::string& client) {
                return absl::StrContains(client, "cmd=set ");
              }) >= static_cast<ptrdiff_t>(count);

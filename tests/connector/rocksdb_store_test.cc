@@ -77,11 +77,6 @@ StoreBackend HostOverRocksDb() {
 INSTANTIATE_TEST_SUITE_P(RocksDbStores, StoreConformance,
                          testing::Values(RocksDb(), HostOverRocksDb()), BackendName());
 
-absl::Status Put(KvStore& store, std::string_view key, const Bytes& value) {
-  const std::span<const std::byte> part = value;
-  return store.Put(key, {&part, 1}, Soon());
-}
-
 TEST(RocksDbStores, AgeSurvivesARestart) {
   const TempFolder folder;
   RocksDbStore::Options options = {.path = folder.path()};

@@ -24,9 +24,7 @@ int Run(const std::string& path) {
   std::puts("open");
   for (uint64_t version = 1;; ++version) {
     const uint64_t key = version % 20;
-    const Bytes value = WholeValue(key, version);
-    const std::span<const std::byte> part = value;
-    const absl::Status put = (*store)->Put(std::to_string(key), {&part, 1}, DeadlineInMs(20000));
+    const absl::Status put = Put(**store, std::to_string(key), WholeValue(key, version));
     if (!put.ok()) return Fail(put);
     std::printf("%llu\n", static_cast<unsigned long long>(version));
   }

@@ -9,7 +9,11 @@
 #include <cstring>
 #include <random>
 #include <span>
+#include <string_view>
 #include <vector>
+
+#include "connector/store/kv_store.h"
+#include "tests/support/wait_for.h"
 
 namespace kvferry {
 
@@ -30,6 +34,12 @@ inline Bytes ValueOf(uint64_t key, uint64_t version, int64_t bytes) {
     std::memcpy(value.data() + at, &word, std::min(sizeof(word), value.size() - at));
   }
   return value;
+}
+
+inline absl::Status Put(KvStore& store, std::string_view key, const Bytes& value,
+                        Deadline deadline = Soon()) {
+  const std::span<const std::byte> part = value;
+  return store.Put(key, {&part, 1}, deadline);
 }
 
 // How long the values of WholeValue() are: several lengths, and many versions of each.

@@ -28,12 +28,6 @@ constexpr auto kPrecondition = absl::StatusCode::kFailedPrecondition;
 constexpr auto kUnavailable = absl::StatusCode::kUnavailable;
 constexpr auto kUnimplemented = absl::StatusCode::kUnimplemented;
 
-absl::Status Put(KvStore& store, std::string_view key, const Bytes& value,
-                 Deadline deadline = Soon()) {
-  const std::span<const std::byte> part = value;
-  return store.Put(key, {&part, 1}, deadline);
-}
-
 int64_t Exists(KvStore& store, const std::vector<std::string_view>& keys) {
   return Must(store.Exists(keys, Soon()));
 }

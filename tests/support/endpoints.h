@@ -2,6 +2,7 @@
 
 // Endpoints with test settings, and short words for what tests do with them.
 
+#include <future>
 #include <map>
 #include <memory>
 #include <string>
@@ -14,6 +15,7 @@
 #include "tests/support/status.h"
 #include "tests/support/test_config.h"
 #include "tests/support/wait_for.h"
+#include "transport/node.h"
 
 namespace kvferry {
 
@@ -88,6 +90,19 @@ inline std::shared_ptr<PushHandle> Push(PrefillEndpoint& prefill, const ReceiveT
   publication.num_tokens = static_cast<int64_t>(pages.size()) * pool.layout().page_size;
   publication.ready_layers = ready_layers < 0 ? pool.layout().num_layers : ready_layers;
   return Must(prefill.Push(ticket, publication, timeout_ms));
+}
+
+inline int PortOf(const std::string& address) {
+  return std::stoi(address.substr(address.rfind(':') + 1));
+}
+
+inline std::future<absl::StatusOr<Fields>> BeginCall(Node& node, const std::string& address,
+                                                     const std::string& function, Fields args,
+                                                     Deadline deadline = Soon()) {
+  const auto reply = std::make_shared<std::promise<absl::StatusOr<Fields>>>();
+  Must(node.Call({address, function, std::move(args), deadline},
+                 [reply](absl::StatusOr<Fields> said) { reply->set_value(std::move(said)); }));
+  return reply->get_future();
 }
 
 template <typename Endpoint>

@@ -24,7 +24,6 @@ struct Recorder : CallHandler {
   }
   void OnCallDropped(const CallKey& call) override { dropped.push_back(call); }
   bool MayWait(const std::string& function) const override { return function != "quick"; }
-  Deadline Tick(Deadline) override { return Deadline::max(); }
 
   std::vector<CallKey> calls;
   std::vector<CallKey> dropped;

@@ -31,7 +31,6 @@ class Server : public CallHandler {
     serve(call, function, args);
   }
   void OnCallDropped(const CallKey& call) override { dropped.set_value(call); }
-  Deadline Tick(Deadline) override { return Deadline::max(); }
 
   void ServeWith(Serve serve) {
     const MutexLock lock(&mutex_);
@@ -120,7 +119,7 @@ TEST_F(NodeCalls, ACallWaitsForAServerThatIsYetToListen) {
   handler_.ServeWith(
       [&](const CallKey& call, const std::string&, const Fields&) { heard.set_value(call); });
   const std::string address = server_->listen_address();
-  config_.listen_port = std::stoi(address.substr(address.rfind(':') + 1));
+  config_.listen_port = PortOf(address);
   server_.reset();  // Nobody else is given its port so soon.
   Asked asked = Ask("f", {}, 20000, address);
   const auto fetch = Must(client_->Fetch({{address, 5, 6, 1, 16}, OnePage(), OnePage(), Soon()}));

@@ -1,0 +1,33 @@
+#include "connector/endpoint_options.h"
+
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+
+namespace kvferry {
+
+Node::Options NodeOptionsOf(const EndpointOptions& options, std::shared_ptr<const KvPool> pool) {
+  Node::Options node;
+  node.config = options.config;
+  node.model = options.model;
+  node.name = options.name;
+  node.heads = options.heads;
+  node.pool = std::move(pool);
+  node.converts_pages = options.converts_pages;
+  node.casts_values = true;
+  node.scales = options.scales;
+  return node;
+}
+
+absl::StatusOr<int64_t> TimeoutMs(absl::string_view what, int64_t timeout_ms,
+                                  const Config& config) {
+  if (timeout_ms < 0 || timeout_ms > config.max_fetch_timeout_ms) {
+    return absl::InvalidArgumentError(absl::StrCat(what, ": timeout_ms is ", timeout_ms,
+                                                   " but must lie in [0, ",
+                                                   config.max_fetch_timeout_ms, "]"));
+  }
+  return timeout_ms != 0 ? timeout_ms : config.fetch_timeout_ms;
+}
+
+}  // namespace kvferry
