@@ -123,15 +123,12 @@ absl::StatusOr<bool> LeaseTable::Unpublish(uint64_t lease_id) {
   return false;
 }
 
-void LeaseTable::Retract(uint64_t lease_id) {
+bool LeaseTable::Retract(uint64_t lease_id) {
   MutexLock lock(&mutex_);
   const auto found = leases_.find(lease_id);
-  if (found == leases_.end()) return;
-  if (found->second.state == State::kIdle) {
-    leases_.erase(found);
-  } else if (found->second.state == State::kTransferring) {
-    found->second.state = State::kUnpublishing;
-  }
+  if (found == leases_.end() || found->second.state != State::kIdle) return false;
+  leases_.erase(found);
+  return true;
 }
 
 std::vector<uint64_t> LeaseTable::AskedFor(absl::Span<const uint64_t> lease_ids) const {

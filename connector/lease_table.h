@@ -49,7 +49,7 @@ struct EndedLease {
 //                                                       another session, which it does when it has all
 //   withdrawing    EndTransfer(any)     ended           fetched if all arrived, else released
 //   withdrawing    GoOn                 ended released  -
-//   idle           Unpublish            unknown         it will be published again
+//   idle           Unpublish, Retract   unknown         it will be published again, or never was
 //   transferring   Unpublish            unpublishing    the pages are still being read
 //   unpublishing   EndTransfer(OK)      ended fetched   -
 //   unpublishing   EndTransfer(error),  unknown         -
@@ -82,8 +82,8 @@ class LeaseTable : public FetchSource {
   // The same for a lease that will be published again: it is forgotten then, unless it ends first.
   absl::StatusOr<bool> Unpublish(uint64_t lease_id);
   // As if it had not been published, for a lease whose owner found no memory to tell anybody of it.
-  // Needs none. No-op for one that is not live.
-  void Retract(uint64_t lease_id);
+  // Needs none. False, and nothing has happened, for one that somebody reads or that has ended.
+  bool Retract(uint64_t lease_id);
   // Those of these leases, published or not, that somebody has come for, or has said to need nothing
   // of. As far back as that is remembered (RecentMap).
   std::vector<uint64_t> AskedFor(absl::Span<const uint64_t> lease_ids) const;

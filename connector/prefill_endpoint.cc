@@ -1,5 +1,7 @@
 #include "connector/prefill_endpoint.h"
 
+#include <new>
+
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/random.h"
@@ -39,9 +41,12 @@ absl::StatusOr<Ticket> PrefillEndpoint::Publish(const Publication& publication) 
   Ticket ticket{address(), epoch(), lease_id, pages.num_pages(), publication.num_tokens};
   KVFERRY_RETURN_IF_ERROR(leases_.Publish(lease_id, std::move(pages), publication.ready_layers,
                                           DeadlineInMs(lease_ms)));
-  absl::Cleanup not_published = [&] { leases_.Retract(lease_id); };
-  node_->LeaseChanged(lease_id);
-  std::move(not_published).Cancel();
+  try {
+    node_->LeaseChanged(lease_id);
+  } catch (const std::bad_alloc&) {
+    // Its pages may be being read: then it is published, as its end will say too.
+    if (leases_.Retract(lease_id)) throw;
+  }
   return ticket;
 }
 
@@ -71,7 +76,9 @@ absl::StatusOr<std::shared_ptr<PushHandle>> PrefillEndpoint::Push(const ReceiveT
   Publication leased = publication;
   leased.lease_ms = timeout + kLeaseSlackMs;
   KVFERRY_ASSIGN_OR_RETURN(const Ticket lease, Publish(leased));
-  absl::Cleanup not_pushed = [&] { leases_.Retract(lease.lease_id); };  // Nobody has heard of it.
+  // Nobody has heard of it; unless its id is the caller's, who may have told others: then TakeEnded() will
+  // say how it ended.
+  absl::Cleanup not_pushed = [&] { leases_.Retract(lease.lease_id); };
   auto push = std::make_shared<PushHandle>(lease.lease_id);
   Node::CallRequest call;
   call.address = ticket.address;

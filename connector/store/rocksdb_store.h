@@ -22,7 +22,7 @@ namespace kvferry {
 // `bytes` and the capacity count keys, values and 24 bytes an entry. RocksDB's files take more for
 // a while, as it cleans up behind: about half as much again, and 400 MiB for a large store.
 //
-// Keys are kept in memory as well, with about 150 bytes each, and read at Open(). Pins are kept in
+// Keys are kept in memory as well, about 210 bytes each where they have 32, and read at Open(). Pins are kept in
 // memory only: after a restart nothing is pinned. Puts take turns, and wait for theirs until their
 // deadline; what the disk itself takes, a read or a write under way, is not broken off.
 //

@@ -385,18 +385,22 @@ TEST_F(Leases, AnUnneededOneThatFindsNoMemoryWhenItIsPublishedIsUnneededStill) {
 }
 
 TEST_F(Leases, RetractedIsUnknown) {
+  EXPECT_FALSE(table_.Retract(kLease));
   ASSERT_TRUE(IsOk(Publish()));
-  table_.Retract(kLease);
-  table_.Retract(kLease);
+  EXPECT_TRUE(table_.Retract(kLease));
+  EXPECT_FALSE(table_.Retract(kLease));
   EXPECT_EQ(table_.num_live(), 0);
   EXPECT_EQ(Ended(), "none");
+}
+
+// Its owner would take the pages for its own again.
+TEST_F(Leases, WhatIsBeingReadIsNotRetracted) {
   ASSERT_TRUE(IsOk(Publish()));
   ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));
-  table_.Retract(kLease);  // Its pages are being read.
-  EXPECT_EQ(table_.num_live(), 1);
-  table_.EndTransfer(kLease, {}, absl::AbortedError("too late"));
-  EXPECT_EQ(table_.num_live(), 0);
-  EXPECT_EQ(Ended(), "none");
+  EXPECT_FALSE(table_.Retract(kLease));
+  table_.EndTransfer(kLease, {}, absl::OkStatus());
+  EXPECT_FALSE(table_.Retract(kLease));
+  EXPECT_EQ(Ended(), "fetched");
 }
 
 // ---------------------------------------------------------------- against a naive model
