@@ -1,7 +1,6 @@
 """kvferry between SGLang's prefill and decode servers, with SGLang's own classes on the CPU."""
 
 import contextlib
-import ctypes
 import dataclasses
 import mmap
 import pickle
@@ -941,15 +940,8 @@ def test_hierarchical_sparse_attention_is_refused_at_the_start(make, monkeypatch
 @contextlib.contextmanager
 def memory_of_a_device():
     """The address of what this process has, and cannot read."""
-    libc = ctypes.CDLL(None)
-    libc.mmap.restype = ctypes.c_void_p
-    size, no_access = ctypes.c_size_t(1 << 16), 0
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    address = libc.mmap(None, size, no_access, flags, -1, ctypes.c_long(0))
-    try:
-        yield address
-    finally:
-        libc.munmap(ctypes.c_void_p(address), size)
+    with mmap.mmap(-1, 1 << 16, prot=0) as memory:
+        yield np.frombuffer(memory, np.uint8).ctypes.data
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
