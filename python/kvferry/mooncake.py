@@ -7,12 +7,13 @@ Needs `pip install mooncake-transfer-engine` (`-non-cuda` for machines without a
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import numpy as np
@@ -120,12 +121,30 @@ def _memory(staging: np.ndarray, places: list[slice]) -> tuple[list[int], list[i
     )
 
 
+def _closed() -> Exception:
+    return _core.FailedPrecondition("store: it is closed")
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """One of Mooncake's, and what it has until that has let go of it, or never will have it."""
+
+    writes: frozenset[str]  # In Mooncake.
+    future: Future = dataclasses.field(default_factory=Future)
+    staging: np.ndarray | None = None
+    # Not the future's end: who waits for that is not woken where it is cancelled, and no thread
+    # will ever take it.
+    is_over: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+
 class _Threads:
     """Threads for calls of Mooncake's, which can hang. At its end the interpreter joins those of
     concurrent.futures, and would wait for ever with them; it does not wait for these."""
 
     def __init__(self, count: int):
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._ends = False  # Under the lock: nothing is put into the queue behind what ends them.
         # They know the queue alone, so that they end with this object.
         self._threads = [
             threading.Thread(
@@ -148,13 +167,19 @@ class _Threads:
             del call, future, run, staging  # Not kept until the next one comes.
 
     def submit(self, future: Future, run: Callable, staging: np.ndarray | None) -> None:
-        """Unless it is cancelled before, it gets what run(staging) gives."""
-        self._calls.put((future, run, staging))
+        """Unless it is cancelled before, it gets what run(staging) gives. Raises
+        FailedPrecondition after end()."""
+        with self._lock:
+            if self._ends:
+                raise _closed()
+            self._calls.put((future, run, staging))
 
     def end(self) -> None:
         """As soon as they have run what was submitted before."""
-        for _ in self._threads:
-            self._calls.put(None)
+        with self._lock:
+            self._ends = True
+            for _ in self._threads:
+                self._calls.put(None)
 
     __del__ = end
 
@@ -221,8 +246,8 @@ class MooncakeStore:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(("puts", "hits", "misses", "errors"), 0)
         self._closed, self._left = False, threading.Event()
-        # What Mooncake writes, also when the callers have gone: at most one a staging buffer.
-        self._writes: dict[Future, frozenset[str]] = {}
+        # Those that write, also when the callers have gone: at most one a staging buffer.
+        self._writing: set[_Call] = set()
         self._threads = _Threads(staging_buffers)
         self._staging: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
         self._buffers = [
@@ -274,34 +299,35 @@ class MooncakeStore:
         self._count("errors")
         return _core.DeadlineExceeded(f"mooncake {self._address}: no answer in time")
 
-    def _begin(self, future: Future, names: Sequence[str], deadline: float) -> np.ndarray:
-        """A staging buffer for a call that writes these, once no other one does, which may have
-        begun and been given up while this one waited for a buffer. From then on `future` does."""
-
-        def forget(_) -> None:
-            with self._lock:
-                del self._writes[future]
-
+    def _begin(self, call: _Call, deadline: float) -> None:
+        """Gives a call a staging buffer, once no other one writes what it writes, which may have
+        begun and been given up while this one waited for a buffer."""
         while True:
             try:
-                staging = self._staging.get(timeout=max(0.0, deadline - time.monotonic()))
+                call.staging = self._staging.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise self._late() from None
             with self._lock:
-                others = [
-                    write
-                    for write, of in self._writes.items()
-                    if not write.done() and not of.isdisjoint(names)
-                ]
-                if not others and names:
-                    self._writes[future] = frozenset(names)
+                others = [it for it in self._writing if not it.writes.isdisjoint(call.writes)]
+                if not others and call.writes:
+                    self._writing.add(call)
             if not others:
-                if names:
-                    future.add_done_callback(forget)
-                return staging
+                return
+            self._give_back(call)
+            for other in others:
+                if not other.is_over.wait(max(0.0, deadline - time.monotonic())):
+                    raise self._late()
+
+    def _give_back(self, call: _Call) -> None:
+        staging, call.staging = call.staging, None
+        if staging is not None:
             self._staging.put(staging)
-            if wait(others, max(0.0, deadline - time.monotonic())).not_done:
-                raise self._late()
+
+    def _end(self, call: _Call) -> None:
+        with self._lock:
+            self._writing.discard(call)
+        call.is_over.set()
+        self._give_back(call)
 
     def _call(
         self,
@@ -314,25 +340,21 @@ class MooncakeStore:
         """fill(staging buffer) here, run(it) in a thread, then take(what that gave, it) here.
         `writes`: what run() writes in Mooncake."""
         if self._closed:
-            raise _core.FailedPrecondition("store: it is closed")
-        future: Future = Future()
-        staging = self._begin(future, writes, deadline)
+            raise _closed()
+        call = _Call(frozenset(writes))
         try:
+            self._begin(call, deadline)
             if fill is not None:
-                fill(staging)
-            self._threads.submit(future, run, staging)
-            result = future.result(timeout=max(0.0, deadline - time.monotonic()))
-        except BaseException as error:  # Ctrl-C too, wherever it comes.
-            # The buffer comes back at once, or, if Mooncake has it, when that has let go of it.
-            future.add_done_callback(lambda _: self._staging.put(staging))
-            future.cancel()
-            if isinstance(error, FutureTimeoutError):
-                raise self._late() from None
-            raise
-        try:
-            return result if take is None else take(result, staging)
-        finally:
-            self._staging.put(staging)
+                fill(call.staging)
+            self._threads.submit(call.future, run, call.staging)
+            result = call.future.result(timeout=max(0.0, deadline - time.monotonic()))
+            return result if take is None else take(result, call.staging)
+        except FutureTimeoutError:
+            raise self._late() from None
+        finally:  # After Ctrl-C too, wherever it comes.
+            # At once, or, if Mooncake has it still, when that has let go of it.
+            call.future.add_done_callback(lambda _: self._end(call))
+            call.future.cancel()
 
     def _name(self, key: bytes) -> str:
         return self._prefix + key.hex()

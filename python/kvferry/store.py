@@ -86,7 +86,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     if not isinstance(config, Mapping):
         raise TypeError(f"store: a configuration is a dict, not {type(config).__name__}")
     backend = config.get("backend")
-    if backend not in _BACKENDS:
+    if not isinstance(backend, str) or backend not in _BACKENDS:
         known = ", ".join(_BACKENDS)
         raise ValueError(f"store: backend {backend!r} is not one of {known}")
     _, needed, optional = _BACKENDS[backend]
@@ -99,7 +99,11 @@ def check_config(config: Mapping[str, Any]) -> None:
             raise ValueError(f"store: {backend} needs {key!r}")
     tiers = {tier: config[tier] for tier in _TIERS if tier in config}
     for tier, of_tier in tiers.items():
-        if isinstance(of_tier, Mapping) and of_tier.get("backend") == "mooncake":
+        if not isinstance(of_tier, Mapping):
+            raise ValueError(
+                f"store: the {tier} tier is {of_tier!r}; it has to be an object with a backend"
+            )
+        if of_tier.get("backend") == "mooncake":
             raise ValueError(f"store: mooncake cannot be the {tier} tier: it has tiers of its own")
     for of_tier in tiers.values():
         check_config(of_tier)

@@ -357,6 +357,8 @@ def test_bad_configurations_list_the_right_names():
             ValueError,
             "mooncake cannot be the lower tier",
         ),
+        ({"backend": "tiered", "upper": 1, "lower": {}}, ValueError, "the upper tier is 1; it has"),
+        ({"backend": ["redis"]}, ValueError, "'redis'. is not one of host"),
         ({"backend": "mooncake"}, ValueError, "mooncake needs 'local_hostname'"),
         ("host", TypeError, "a configuration is a dict, not str"),
     ]

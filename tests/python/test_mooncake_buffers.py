@@ -1,12 +1,14 @@
 """What becomes of the staging buffers of a Mooncake store when a call does not go through."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import kvferry
 import numpy as np
 import pytest
 from kvferry import mooncake
 from test_kv_store import MooncakeOfOne, store_on
+from waiting import wait_for
 
 
 @pytest.fixture
@@ -97,5 +99,85 @@ def test_a_write_past_its_deadline_is_not_carried_out_after_a_later_one(monkeypa
     let_go.set()
     store.put("b", b"new", timeout_ms=5000)
     assert store.get_bytes("b").tobytes() == b"new"
-    assert not store._writes
+    wait_for(lambda: not store._writing)
     store.close()
+
+
+class Filling:
+    """Stands for the filling of a buffer: the first one waits until it is to go on, and may fail
+    then."""
+
+    def __init__(self, monkeypatch, error: Exception | None = None):
+        self.has_begun, self.go_on = threading.Event(), threading.Event()
+        self._gather, self._error, self._is_first = mooncake._gather, error, True
+        monkeypatch.setattr(mooncake, "_gather", self)
+
+    def __call__(self, *args):
+        is_first, self._is_first = self._is_first, False
+        if is_first:
+            self.has_begun.set()
+            assert self.go_on.wait(20)
+            if self._error is not None:
+                raise self._error
+        self._gather(*args)
+
+
+class Awaited(threading.Event):
+    """Says when somebody waits for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_awaited = threading.Event()
+
+    def wait(self, timeout=None):
+        self.is_awaited.set()
+        return super().wait(timeout)
+
+
+def test_a_write_does_not_wait_for_one_that_will_never_be(monkeypatch):
+    """Its buffer could not be filled, while another one of the key waited for it."""
+    store = store_on(MooncakeOfOne(), monkeypatch, staging_buffers=2)
+    filling = Filling(monkeypatch, MemoryError())
+    with ThreadPoolExecutor(2) as callers:
+        fails = callers.submit(store.put, "b", b"old", timeout_ms=20_000)
+        assert filling.has_begun.wait(20)
+        (call,) = store._writing
+        call.is_over = Awaited()
+        waits = callers.submit(store.put, "b", b"new", timeout_ms=20_000)
+        assert call.is_over.is_awaited.wait(20)
+        filling.go_on.set()
+        with pytest.raises(MemoryError):
+            fails.result(20)
+        waits.result(5)
+    assert store.get_bytes("b").tobytes() == b"new"
+    assert not store._writing and store._staging.qsize() == 2
+    store.close()
+
+
+def test_nothing_is_left_of_a_write_that_is_interrupted_before_it_is_handed_over(store):
+    """By Ctrl-C, as soon as others know of it."""
+
+    class Interrupts(set):
+        def add(self, call):
+            super().add(call)
+            raise KeyboardInterrupt
+
+    store._writing = Interrupts()
+    with pytest.raises(KeyboardInterrupt):
+        store.put("a", b"x")
+    assert not store._writing
+    store._writing = set()
+    assert works(store)
+
+
+def test_a_call_that_is_handed_over_when_the_store_has_been_closed_fails_at_once(
+    store, monkeypatch
+):
+    filling = Filling(monkeypatch)
+    with ThreadPoolExecutor(1) as callers:
+        late = callers.submit(store.put, "a", b"x", timeout_ms=60_000)
+        assert filling.has_begun.wait(20)
+        store.close()
+        filling.go_on.set()
+        with pytest.raises(kvferry.FailedPrecondition, match="closed"):
+            late.result(20)

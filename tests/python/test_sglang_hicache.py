@@ -379,6 +379,7 @@ def test_what_is_wrong_is_said_when_the_backend_is_attached():
         (HOST, {"stroe": 1}, "no 'stroe'; kvferry knows store, namespace, timeout_ms, and SGLang"),
         (None, {}, "store is None; it has to be an object"),
         ({"backend": "disk"}, {}, "'disk' is not one of host, rocksdb, redis, tiered, mooncake"),
+        ({"backend": "tiered", "upper": HOST, "lower": "redis"}, {}, "the lower tier is 'redis'"),
         (HOST, {"timeout_ms": 0}, "timeout_ms is 0; it has to be 1 to"),
         (HOST, {"namespace": 1}, "namespace is 1; it has to be a string"),
         (HOST | {"max_value_bytes": 100}, {}, "more than max_value_bytes of the store, 100"),

@@ -1,7 +1,6 @@
 """kvferry between SGLang's prefill and decode servers, with SGLang's own classes on the CPU."""
 
 import contextlib
-import ctypes
 import dataclasses
 import mmap
 import pickle
@@ -736,16 +735,28 @@ def test_a_request_whose_room_has_ended_with_another_request_fails(pair):
 # ---------------------------------------------------------------- more chunks than fetches
 
 
-@pytest.fixture
-def two_at_a_time(monkeypatch):
-    """(prefill rank whose layers are ready when it says so, decode rank)"""
-    monkeypatch.setenv("KVFERRY_MAX_FETCHES_PER_PEER", "2")
+@contextlib.contextmanager
+def at_a_time(monkeypatch, most):
+    """(prefill rank whose layers are ready when it says so, decode rank with so many fetches)"""
+    monkeypatch.setenv("KVFERRY_MAX_FETCHES_PER_PEER", str(most))
     with make_ranks() as make:
         prefill, decode = make("prefill"), make("decode")
         prefill.fill(seed=1)
         decode.fill(seed=2)
         prefill.manager._publishers = [WithoutLayers(prefill.manager._publishers[0])]
         yield prefill, decode
+
+
+@pytest.fixture
+def two_at_a_time(monkeypatch):
+    with at_a_time(monkeypatch, 2) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def one_at_a_time(monkeypatch):
+    with at_a_time(monkeypatch, 1) as ranks:
+        yield ranks
 
 
 def let_go(prefill, n):
@@ -805,6 +816,40 @@ def test_a_fetch_that_has_no_time_left_when_it_has_its_turn_fails():
     FetchQueues(1).add("a peer", late)
     assert late.is_over
     assert late.failure.startswith("from prefill rank 3: the time limit was over")
+
+
+class OutOfMemory:
+    """A decode endpoint, or what else is called, that finds no memory the n-th time."""
+
+    def __init__(self, of, name, n):
+        self._of, self._name, self._left = of, name, n
+
+    def __getattr__(self, name):
+        if name == self._name:
+            self._left -= 1
+            if self._left == 0:
+                raise MemoryError
+        return getattr(self._of, name)
+
+
+def test_a_fetch_that_finds_no_memory_when_it_has_its_turn_ends_its_request_alone(one_at_a_time):
+    prefill, decode = one_at_a_time
+    decode.manager._fetchers = [OutOfMemory(decode.manager._fetchers[0], "fetch", 2)]
+    transfer = Transfer([prefill], [decode], [1, 2], [10, 11]).begin()
+    send_chunks(transfer)
+    let_go(prefill, 0)
+    assert failed(transfer) == "from prefill rank 0: MemoryError"
+    prefill.manager._publishers = [prefill.manager._publishers[0].endpoint]
+    whole([prefill], [decode], SOURCE, TARGET)
+
+
+def test_a_turn_that_finds_no_memory_is_taken_again(one_at_a_time, caplog):
+    prefill, decode = one_at_a_time
+    queues = decode.manager._fetch_queues
+    decode.manager._fetch_queues = OutOfMemory(queues, "advance", 1)
+    prefill.manager._publishers = [prefill.manager._publishers[0].endpoint]
+    whole([prefill], [decode], SOURCE, TARGET, chunks=2)
+    assert "what waits for its turn has to wait on: MemoryError" in caplog.text
 
 
 # ---------------------------------------------------------------- sides that do not fit
@@ -895,15 +940,8 @@ def test_hierarchical_sparse_attention_is_refused_at_the_start(make, monkeypatch
 @contextlib.contextmanager
 def memory_of_a_device():
     """The address of what this process has, and cannot read."""
-    libc = ctypes.CDLL(None)
-    libc.mmap.restype = ctypes.c_void_p
-    size, no_access = ctypes.c_size_t(1 << 16), 0
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    address = libc.mmap(None, size, no_access, flags, -1, ctypes.c_long(0))
-    try:
-        yield address
-    finally:
-        libc.munmap(ctypes.c_void_p(address), size)
+    with mmap.mmap(-1, 1 << 16, prot=0) as memory:
+        yield np.frombuffer(memory, np.uint8).ctypes.data
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])

@@ -156,13 +156,17 @@ def test_another_number_of_rows_fails(make):
     prefill, decode = pair_of(make, "swa")
     states = [it.clone() for it in decode.states()]
     both = indices("swa", ROWS[:2]), indices("swa", TARGET_ROWS)
-    assert "2 pages or rows where 3 were expected" in refused([prefill], [decode], SOURCE, TARGET, states=both)
+    assert "2 pages or rows where 3 were expected" in refused(
+        [prefill], [decode], SOURCE, TARGET, states=both
+    )
     check_unchanged(decode, states)
 
 
 def test_a_model_without_them_on_the_other_side_fails(make):
     prefill, decode = make("prefill"), make("decode", kind="swa")
-    assert "0 states beside the KV where this side has 1" in refused([prefill], [decode], SOURCE, TARGET)
+    assert "0 states beside the KV where this side has 1" in refused(
+        [prefill], [decode], SOURCE, TARGET
+    )
 
 
 def test_states_of_another_size_are_refused(make):

@@ -14,6 +14,7 @@ from kvferry.vllm.layout import (  # noqa: E402
     _arrangement,
     _fp8_numbers,
     block_size,
+    model_identity,
     windows,
 )
 from kvferry.vllm.limits import check_store_supported, check_supported  # noqa: E402
@@ -31,6 +32,31 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 )
 
 BLOCK = 16
+
+
+def engine_config(
+    context: dict | None = None,
+    *,
+    cache_dtype: str = "auto",
+    size: int = 1,
+    use_mla: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> SimpleNamespace:
+    """What is read of vLLM's where a cache is adopted. context: layers by name. size: how many
+    tensor-parallel ranks have two KV heads each. dtype: of the model."""
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=context or {}),
+        parallel_config=SimpleNamespace(tensor_parallel_size=size),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        model_config=SimpleNamespace(
+            dtype=dtype,
+            use_mla=use_mla,
+            get_total_num_kv_heads=lambda: 2 * size,
+            model="/models/m",
+            revision=None,
+            quantization=None,
+        ),
+    )
 
 
 def vllm_config() -> SimpleNamespace:
@@ -70,11 +96,7 @@ def test_a_kv_cache_allocated_in_our_context_can_be_shared():
 
 
 def arrangement(cache, attention=None, **spec):
-    context = {"layer.7": attention}
-    config = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=context),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-    )
+    config = engine_config({"layer.7": attention})
     heads = {"num_kv_heads": 3, "head_size": 64, "dtype": torch.bfloat16}
     return _arrangement(config, "layer.7", cache, 10, full_attention(**(heads | spec)))
 
@@ -225,13 +247,9 @@ class Slabs:
     def attention(self, layer: int, cut: int = 1) -> torch.Tensor:
         return self.slab(layer).view(torch.float32).view(NUM_BLOCKS * cut, 2, BLOCK // cut, 16)
 
-    def adopt(self, context: dict | None = None, **parallel) -> AdoptedCache:
-        config = SimpleNamespace(
-            compilation_config=SimpleNamespace(static_forward_context=context or {}),
-            parallel_config=SimpleNamespace(tensor_parallel_size=parallel.get("size", 1)),
-            cache_config=SimpleNamespace(cache_dtype="auto"),
-        )
-        return AdoptedCache(config, self.config, self.caches, parallel.get("rank", 0))
+    def adopt(self, context: dict | None = None, rank: int = 0, size: int = 1) -> AdoptedCache:
+        config = engine_config(context, size=size)
+        return AdoptedCache(config, self.config, self.caches, rank)
 
 
 def test_blocks_of_states_and_of_kv_are_pages_of_one_pool():
@@ -305,11 +323,7 @@ class Scaled(SimpleNamespace):
 def fp8_numbers(cache_dtype: str, scales: dict[str, tuple], use_mla: bool = False):
     """scales: of K and V, by layer. Those of one name but for what follows a dot share a cache."""
     context = {name: Scaled(*of_both) for name, of_both in scales.items()}
-    config = SimpleNamespace(
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
-        model_config=SimpleNamespace(use_mla=use_mla),
-        compilation_config=SimpleNamespace(static_forward_context=context),
-    )
+    config = engine_config(context, cache_dtype=cache_dtype, use_mla=use_mla)
     caches = list(dict.fromkeys(name.split(".")[0] for name in scales))
     index = {name: caches.index(name.split(".")[0]) for name in scales}
     return _fp8_numbers(config, index)
@@ -373,12 +387,8 @@ B12X = full_attention(num_head_slots=2, state_content_bytes=2 * 8 * 4)
 
 def packed(spec, backend: str, cache_dtype: str = "auto", rank: int = 0, size: int = 1):
     caches = {"layer": torch.zeros(spec_shape(spec), dtype=spec.dtype)}
-    model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 2 * size)
-    config = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context={"layer": Backend(backend)}),
-        parallel_config=SimpleNamespace(tensor_parallel_size=size),
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
-        model_config=model,
+    config = engine_config(
+        {"layer": Backend(backend)}, cache_dtype=cache_dtype, size=size, dtype=spec.dtype
     )
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
     kv_cache_config = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=[group])
@@ -398,7 +408,8 @@ def test_blocks_that_a_backend_packs_are_not_cut():
     ):
         cache = packed(spec, backend, cache_dtype)
         layout = cache.pool.layout
-        assert layout.page_format == f"vllm-packed-{cache_dtype}-{backend}-HND"
+        dtype = "float32" if cache_dtype == "auto" else cache_dtype
+        assert layout.page_format == f"vllm-packed-{dtype}-{backend}-HND"
         values = spec.page_size_bytes // spec.block_size // spec.dtype.itemsize
         assert [tuple(it) for it in layout.tensors] == [("kv", 1, values)]
         assert (layout.page_size, cache.ranks, cache.scales) == (spec.block_size, (0, 1, 1), [])
@@ -407,6 +418,17 @@ def test_blocks_that_a_backend_packs_are_not_cut():
         assert packed(spec, backend, cache_dtype, rank=1, size=2).ranks == (1, 2, 2)
     formats = {packed(NVFP4, name, "nvfp4").pool.layout.page_format for name in ("A", "B")}
     assert len(formats) == 2
+
+
+@pytest.mark.parametrize(
+    "spec, spellings",
+    [(replace(B12X, dtype=torch.bfloat16), ("auto", "bfloat16")), (NVFP4, ("fp8", "fp8_e4m3"))],
+)
+def test_a_kv_dtype_has_one_name_however_it_is_spelled(spec, spellings: tuple[str, str]):
+    formats = {packed(spec, "B12X", it).pool.layout.page_format for it in spellings}
+    assert formats == {f"vllm-packed-{spellings[1]}-B12X-HND"}
+    configs = [engine_config(cache_dtype=it, dtype=torch.bfloat16) for it in spellings]
+    assert len({model_identity(it, of_ranks=True, of_bytes=True) for it in configs}) == 1
 
 
 def test_blocks_that_a_backend_packs_are_not_cut_beside_states_either():

@@ -563,6 +563,7 @@ MOONCAKE = {"backend": "mooncake", "local_hostname": "h", "master_address": "h:1
         ({"backend": "tiered", "uper": HOST.config, "lower": REDIS}, "tiered knows no 'uper'"),
         ({"backend": "tiered", "upper": {"backend": "host", "size": 1}, "lower": REDIS}, "'size'"),
         ({"backend": "tiered", "lower": MOONCAKE}, "mooncake cannot be the lower tier"),
+        ({"backend": "tiered", "lower": "redis"}, "the lower tier is 'redis'; it has to be an obj"),
         (
             {"backend": "tiered", "lower": {"backend": "tiered", "upper": REDIS}},
             "tiered needs 'lower'",

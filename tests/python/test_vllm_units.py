@@ -411,6 +411,22 @@ def test_an_announced_prompt_is_published_part_by_part():
     assert prefill.step({}) == StepMetadata()
 
 
+@pytest.mark.parametrize("drafts, again", [(0, 0), (1, 0), (2, 1), (4, 3)])
+def test_a_part_whose_last_tokens_are_drafted_from_again_is_not_published_before(
+    drafts: int, again: int
+):
+    """vLLM's draft layers write the KV of so many tokens again in the next step."""
+    prefill = Prefill(drafts=drafts)
+    it = prefill.arrive(2500, {"do_remote_decode": True} | TRANSFER)
+    parts = [part.lease_id for part in cut(TRANSFER["transfer_id"], range(2500), BLOCK)]
+    published = []
+    for scheduled in (1024, max(0, again - 1), min(again, 1), 1024, 452 - again):
+        published.append([new.lease_id for new in prefill.step({"r": scheduled}).publications])
+        it.num_computed_tokens += scheduled
+    first = [[], [], parts[:1]] if again > 0 else [parts[:1], [], []]
+    assert published == [*first, parts[1:2], parts[2:]]
+
+
 def test_what_an_announced_prompt_will_not_publish_is_given_up():
     prefill = Prefill()
     it = prefill.arrive(2500, {"do_remote_decode": True} | TRANSFER)

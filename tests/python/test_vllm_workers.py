@@ -16,7 +16,12 @@ from kvferry.vllm.device import Host  # noqa: E402
 from kvferry.vllm.layout import Ranks  # noqa: E402
 from kvferry.vllm.metadata import Load, LoadPart, Publication  # noqa: E402
 from kvferry.vllm.telemetry import Trace, TransferStats  # noqa: E402
-from kvferry.vllm.worker import _PREEMPTION_ATTEMPTS, DecodeWorker, PrefillWorker  # noqa: E402
+from kvferry.vllm.worker import (  # noqa: E402
+    _PREEMPTION_ATTEMPTS,
+    _TELL_ATTEMPTS,
+    DecodeWorker,
+    PrefillWorker,
+)
 from vllm_steps import SlowDevice  # noqa: E402
 from waiting import wait_for as wait  # noqa: E402
 
@@ -662,6 +667,100 @@ def test_what_a_device_failed_to_compute_is_never_sent(
     workers.prefill._announcer.submit(lambda: None).result(DEADLINE_S)
     assert endpoint.told == []
     assert "an illegal memory access" in caplog.text
+
+
+class OutOfMemory:
+    """An endpoint that finds no memory for so many calls of one kind."""
+
+    def __init__(self, endpoint, name: str, times: int = 1):
+        self._endpoint, self._name = endpoint, name
+        self.times = times
+
+    def __getattr__(self, name: str):
+        fails = name == self._name and self.times > 0
+        return self._fail if fails else getattr(self._endpoint, name)
+
+    def _fail(self, *args, **kwargs) -> None:
+        self.times -= 1
+        raise MemoryError
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_lease_that_finds_no_memory_is_told_again_what_is_ready(
+    workers: Workers, on_device: bool, caplog: pytest.LogCaptureFixture
+):
+    if on_device:
+        workers.source.device = SlowDevice()
+    workers.load(workers.part(101, [7]), workers.part(102, [8]))
+    workers.prefill.publish([publication(101, [1]), publication(102, [2])])
+    workers.source.fill([1, 2])
+    workers.prefill._endpoint = OutOfMemory(workers.prefill._endpoint, "layer_ready")
+    workers.prefill.step_saved()
+    if on_device:
+        workers.source.device.finish(1)
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == set()
+    assert caplog.text.count(f"cannot tell whoever fetches p that {LAYERS} layers are ready") == 1
+
+
+def test_a_lease_that_never_finds_memory_keeps_nothing_from_those_behind_it(workers: Workers):
+    workers.load(workers.part(102, [8]))
+    workers.prefill.publish([publication(101, [1]), publication(102, [2])])
+    workers.source.fill([1, 2])
+    endpoint = OutOfMemory(workers.prefill._endpoint, "layer_ready", _TELL_ATTEMPTS)
+    workers.prefill._endpoint = endpoint
+    workers.prefill.step_saved()
+    assert endpoint.times == 0
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == set()
+
+
+def test_what_goes_wrong_beside_the_engine_is_in_the_log(
+    workers: Workers, device: SlowDevice, caplog: pytest.LogCaptureFixture, monkeypatch
+):
+    def fails(grown) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(workers.prefill, "_mark_ready", fails)
+    workers.prefill.publish([publication(101, [1])])
+    workers.prefill.step_saved()
+    device.finish(1)
+    wait_for(lambda: "were not announced: MemoryError()" in caplog.text)
+
+
+def test_a_load_that_finds_no_memory_fails_with_its_blocks(workers: Workers):
+    endpoint = OutOfMemory(workers.decode._endpoint, "fetch")
+    workers.decode._endpoint = endpoint
+    workers.load(workers.part(101, [7, 8]))
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == {7, 8}
+    assert workers.decode.take_failed() == {"d"}
+    endpoint.times = 1
+    workers.decode.dismiss(workers.part(102, [9]).tickets)
+    workers.decode.take_finished()
+
+
+def test_a_prompt_that_finds_no_memory_is_not_published_and_the_next_one_is(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+):
+    endpoint = OutOfMemory(workers.prefill._endpoint, "publish")
+    workers.prefill._endpoint = endpoint
+    workers.prefill.publish([publication(101, [1]), publication(102, [2])])
+    assert "cannot publish the KV of p: MemoryError" in caplog.text
+    workers.source.compute(workers.prefill, [2])
+    workers.load(workers.part(102, [8]))
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == set()
+    wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
+
+
+@pytest.mark.parametrize("call", ["release", "give_up"])
+def test_what_is_taken_back_without_memory_does_not_end_the_engine(workers: Workers, call: str):
+    workers.prefill.publish([publication(101, [1])])
+    workers.prefill._endpoint = OutOfMemory(workers.prefill._endpoint, call)
+    workers.prefill.withdraw(["p"])
+    workers.prefill.give_up([102])
+    assert workers.prefill._endpoint.times == 0
 
 
 def by_token(side: Side, layer: int, blocks: list[int]) -> np.ndarray:

@@ -80,8 +80,10 @@ class SlowDevice:
             done.set()
 
 
-def vllm_config(tp_size: int = 1) -> SimpleNamespace:
+def vllm_config(tp_size: int = 1, drafts: int = 0) -> SimpleNamespace:
+    """drafts: tokens that a model with as many MTP modules drafts."""
     return SimpleNamespace(
+        num_prefill_lookahead_tokens=drafts,
         kv_transfer_config=SimpleNamespace(engine_id="engine"),
         parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
     )
@@ -100,11 +102,13 @@ def request(request_id: str, prompt: int, params: dict | None = None, computed: 
 
 
 class Prefill:
-    def __init__(self, tp_size: int = 1, room: Room | None = None, windows=(WHOLE,)):
+    def __init__(
+        self, tp_size: int = 1, room: Room | None = None, windows=(WHOLE,), drafts: int = 0
+    ):
         room = room or Room(1000, 10)
         self.blocks = Blocks(*[[4, 9, 2, 7, *range(100, 300)]] * len(windows))
         self.scheduler = PrefillScheduler(
-            vllm_config(tp_size), BLOCK, list(windows), room, FETCH_TIMEOUT_MS
+            vllm_config(tp_size, drafts), BLOCK, list(windows), room, FETCH_TIMEOUT_MS
         )
         self.scheduler.set_workers(
             {

@@ -38,6 +38,7 @@ from sglang.srt.runtime_context import get_device, get_memory
 from sglang.srt.utils.network import NetworkAddress
 
 import kvferry
+from kvferry.errors import reason_of
 from kvferry.sglang import pd_device
 from kvferry.sglang.pd_fetches import Fetch, FetchQueues
 from kvferry.sglang.pd_messages import Chunk, Peer, Request, parse
@@ -239,18 +240,26 @@ class KVManager(CommonKVManager):
         on_message: Callable[[list[bytes]], None],
         advance: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """Reads what the other side says. In a thread of its own. advance: is called in between;
+        """Reads what the other side says. In a thread of its own, that nothing must end before
+        teardown(): all requests would wait for their time limits. advance: is called in between;
         how long the next call may take, in ms."""
-        while True:
-            if not self.server_socket.poll(advance()):
-                continue
-            frames = self.server_socket.recv_multipart()
-            if self._is_over.is_set():
-                return
+        while not self._is_over.is_set():
             try:
-                on_message(frames)
-            except Exception as error:  # Whatever a stranger sends must not end the thread.
-                _logger.warning("kvferry: a message was dropped: %s", error)
+                if self.server_socket.poll(self._after(advance)):
+                    frames = self.server_socket.recv_multipart()
+                    if not self._is_over.is_set():
+                        on_message(frames)
+            except Exception as error:  # Whatever a stranger sends.
+                _logger.warning("kvferry: a message was dropped: %s", reason_of(error))
+
+    @staticmethod
+    def _after(advance: Callable[[], int | None]) -> int | None:
+        """What it returns; where it fails messages are read all the same."""
+        try:
+            return advance()
+        except Exception as error:
+            _logger.error("kvferry: what waits for its turn has to wait on: %s", reason_of(error))
+            return _TURN_MS
 
     def _fail(self, room: int, reason: str) -> None:
         """Of a request that has not ended. The first reason counts."""
@@ -430,7 +439,7 @@ class KVManager(CommonKVManager):
             try:
                 self._publish(job)
             except Exception as error:
-                self._fail_outgoing(job.room, f"publishing pages: {error}")
+                self._fail_outgoing(job.room, f"publishing pages: {reason_of(error)}")
 
     def _publish(self, job: Job) -> None:
         if job.wait_event is not None:
@@ -677,7 +686,7 @@ class KVManager(CommonKVManager):
         try:
             do(chunk, aux, incoming)
         except Exception as error:  # Whatever a stranger has sent.
-            self._fail(chunk.room, f"from prefill rank {chunk.rank}: {error}")
+            self._fail(chunk.room, f"from prefill rank {chunk.rank}: {reason_of(error)}")
 
     @staticmethod
     def _check_rank(chunk: Chunk, incoming: Incoming) -> None:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 
 import kvferry
+from kvferry.errors import reason_of
 
 
 @dataclasses.dataclass
@@ -41,13 +42,14 @@ class Fetch:
         return True
 
     def begin(self) -> None:
+        """Never raises: others wait behind it, in the thread that reads messages."""
         left_ms = int((self.deadline - time.monotonic()) * 1e3)
         try:
             if left_ms <= 0:
                 raise ValueError("the time limit was over before other fetches let it begin")
             self.handle = self.start(left_ms)
-        except (kvferry.Error, ValueError) as error:
-            self.error = f"from prefill rank {self.rank}: {error}"
+        except Exception as error:  # Of memory that is out too.
+            self.error = f"from prefill rank {self.rank}: {reason_of(error)}"
 
 
 @dataclasses.dataclass

@@ -90,12 +90,19 @@ def model_identity(vllm_config: VllmConfig, *, of_ranks: bool, of_bytes: bool) -
     revision = f" revision {model.revision}" if model.revision else ""
     quantization = f" quantization {model.quantization}" if model.quantization else ""
     # Small numbers of any kind lie in tensors of bytes, which may be all that a layout knows.
-    cache_dtype = vllm_config.cache_config.cache_dtype
     if of_bytes and _is_quantized(vllm_config):
-        quantization += f" KV {'fp8_e4m3' if cache_dtype == 'fp8' else cache_dtype}"
+        quantization += f" KV {_kv_dtype(vllm_config)}"
     name = os.path.basename(os.path.normpath(model.model))  # Paths differ from node to node.
     room = _MAX_MODEL_BYTES - len((revision + quantization + shard).encode())
     return name.encode()[:room].decode(errors="ignore") + revision + quantization + shard
+
+
+def _kv_dtype(vllm_config: VllmConfig) -> str:
+    """The KV dtype by one name, whichever way the engine was told."""
+    given = vllm_config.cache_config.cache_dtype
+    if given == "auto":
+        return str(vllm_config.model_config.dtype).removeprefix("torch.")
+    return "fp8_e4m3" if given == "fp8" else given
 
 
 def _is_quantized(vllm_config: VllmConfig) -> bool:
@@ -368,7 +375,7 @@ class _Numbers(NamedTuple):
     scales: list[float]  # As endpoints are told.
 
 
-_FP8_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+_FP8_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}  # By _kv_dtype().
 
 
 def _fp8_numbers(vllm_config: VllmConfig, layer_index: dict[str, int]) -> _Numbers | None:
@@ -376,7 +383,7 @@ def _fp8_numbers(vllm_config: VllmConfig, layer_index: dict[str, int]) -> _Numbe
 
     None of any other, and of one in which values that lie in one buffer have several scales.
     """
-    dtype = _FP8_DTYPES.get(vllm_config.cache_config.cache_dtype)
+    dtype = _FP8_DTYPES.get(_kv_dtype(vllm_config))
     if dtype is None or current_platform.is_fp8_fnuz():
         return None
     by_layer: dict[int, float] = {}
@@ -414,7 +421,7 @@ def _layer_format(
     attention: Any = vllm_config.compilation_config.static_forward_context.get(name)
     if _is_packed(spec):
         backend = attention.get_attn_backend().get_name()
-        return f"{_PACKED}{vllm_config.cache_config.cache_dtype}-{backend}-{order}"
+        return f"{_PACKED}{_kv_dtype(vllm_config)}-{backend}-{order}"
     if cache.device.type != "cpu":
         return order
     # The CPU backend packs K in the way of the instruction set that its attention kernel uses.

@@ -107,7 +107,7 @@ class PrefillScheduler:
 
     A request is watched from its arrival, published in the step that computes the last token of its
     prompt, and turned into tickets when it ends with an answer. One with a transfer_id is published
-    part by part, each in the step that computes its last token, and the other engine needs no
+    part by part, each in the step after which its KV is final, and the other engine needs no
     tickets. From publication on blocks stay allocated until the workers report that all leases of
     their request have ended.
 
@@ -130,6 +130,9 @@ class PrefillScheduler:
         self._block_size = block_size
         self._room = room
         self._fetch_timeout_s = fetch_timeout_ms / 1e3
+        # The last so many tokens of a step that does not end its prompt are not final: with several
+        # MTP modules vLLM writes the draft layers' KV of them again in the next one.
+        self._not_final = max(0, vllm_config.num_prefill_lookahead_tokens - 1)
         self._workers: list[WorkerAddress] = []  # By tensor-parallel rank.
         self._watched: dict[str, _Watched] = {}
         self._ended: set[str] = set()  # The engine waits for their leases to be reported.
@@ -296,8 +299,8 @@ class PrefillScheduler:
             scheduled = step.num_scheduled_tokens.get(request_id, 0)
             if scheduled == 0:
                 continue
-            computed = watched.request.num_computed_tokens + scheduled
-            due = [part for part in watched.unpublished if part.end_token <= computed]
+            final = self._final_tokens(watched.request, scheduled)
+            due = [part for part in watched.unpublished if part.end_token <= final]
             publications = [self._publication(watched, part, kv_cache_manager) for part in due]
             if any(_NULL_BLOCK in it.block_ids for it in publications):
                 logger.error("vLLM has given back a block of %s too early", request_id)
@@ -308,6 +311,11 @@ class PrefillScheduler:
                     self._held.hold(request_id, kv_cache_manager, part)
             watched.published += publications
             meta.publications += publications
+
+    def _final_tokens(self, request: Request, scheduled: int) -> int:
+        """Tokens whose KV is final after a step that computes so many."""
+        computed = request.num_computed_tokens + scheduled
+        return computed if computed >= request.num_prompt_tokens else computed - self._not_final
 
     def _hand_over_nothing(self, request_id: str, watched: _Watched) -> None:
         if watched.announced:

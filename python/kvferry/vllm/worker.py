@@ -8,23 +8,31 @@ layers are ready.
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import kvferry
+from kvferry.errors import reason_of
 from kvferry.vllm.device import Point
 from kvferry.vllm.layout import AdoptedCache
 from kvferry.vllm.metadata import Load, LoadPart, Publication, WorkerAddress, parse_ticket
 from kvferry.vllm.telemetry import FetchRecord, Trace, TransferStats, logger
 
 # What the endpoints raise for bad input and for trouble; never a reason to stop the engine.
-_REFUSED = (kvferry.Error, ValueError)
+_REFUSED = (kvferry.Error, ValueError, MemoryError)
 # Long against what a step without work takes, short against one with some.
 _PAUSE_MS = 1
 # The endpoint's thread ends transfers as soon as it is asked to, so this time is not used up, but
 # when all of the process stood still meanwhile: that thread has not had its turn then.
 _PREEMPTION_TIMEOUT_MS = 5000
 _PREEMPTION_ATTEMPTS = 3
+_TELL_ATTEMPTS = 2  # What a lease is not told then is only said with the next layers, if any.
+
+
+def _log_failure(of: Future[None]) -> None:
+    """Of what nobody waits for."""
+    if not of.cancelled() and (error := of.exception()) is not None:
+        logger.error("layers that are ready were not announced: %r", error)
 
 
 @dataclass
@@ -128,7 +136,7 @@ class PrefillWorker:
             except kvferry.DeadlineExceeded:
                 pass  # Ends when the transfer that reads it has stopped.
             except _REFUSED as error:
-                logger.debug("withdrawing %s: %s", lease.request_id, error)
+                logger.debug("withdrawing %s: %s", lease.request_id, reason_of(error))
 
     def give_up(self, lease_ids: list[int]) -> None:
         """Lets those go who may be waiting for what will not be published."""
@@ -136,7 +144,7 @@ class PrefillWorker:
             try:
                 self._endpoint.give_up(lease_id)
             except _REFUSED as error:
-                logger.debug("giving up lease %x: %s", lease_id, error)
+                logger.debug("giving up lease %x: %s", lease_id, reason_of(error))
 
     def asked_for(self, lease_ids: list[int]) -> set[int]:
         """Those of them that another engine has room for, or does not need."""
@@ -160,7 +168,7 @@ class PrefillWorker:
             except _REFUSED as error:
                 # A fetch will be told that there is no such lease. Or it is another request's with
                 # the same transfer_id and prompt, which keeps it.
-                logger.error("cannot publish the KV of %s: %s", new.request_id, error)
+                logger.error("cannot publish the KV of %s: %s", new.request_id, reason_of(error))
                 self._trace_end(lease, "refused")
                 continue
             leases.append(lease)
@@ -201,12 +209,13 @@ class PrefillWorker:
             self._mark_ready(grown)
             return
         self._announcer = self._announcer or ThreadPoolExecutor(1, "kvferry-ready")
-        self._announcer.submit(self._mark_ready_after, point, grown)
+        announced = self._announcer.submit(self._mark_ready_after, point, grown)
+        announced.add_done_callback(_log_failure)
 
     def _mark_ready_after(self, point: Point, grown: list[tuple[_Lease, int]]) -> None:
         try:
             point()
-        except Exception as error:  # Of the device; nobody asks the future.
+        except Exception as error:  # Of the device.
             logger.error("the device failed, and what it was to compute stays unsent: %s", error)
             return
         self._mark_ready(grown)
@@ -214,12 +223,25 @@ class PrefillWorker:
     def _mark_ready(self, grown: list[tuple[_Lease, int]]) -> None:
         for lease, ready in grown:
             with self._publishing:
-                if self._leases.get(lease.lease_id) is not lease:
-                    continue
-                try:
-                    self._endpoint.layer_ready(lease.lease_id, ready - 1)
-                except _REFUSED as error:  # It expired or was withdrawn.
-                    logger.debug("%s: %s", lease.request_id, error)
+                if self._leases.get(lease.lease_id) is lease:
+                    self._tell_ready(lease, ready)
+
+    def _tell_ready(self, lease: _Lease, ready: int) -> None:
+        """Never raises: the leases behind it would lose what is said of them."""
+        for _ in range(_TELL_ATTEMPTS):
+            try:
+                self._endpoint.layer_ready(lease.lease_id, ready - 1)
+                return
+            except (kvferry.NotFound, kvferry.FailedPrecondition) as error:  # It has ended.
+                logger.debug("%s: %s", lease.request_id, error)
+                return
+            except Exception as error:  # Of memory that is out.
+                logger.error(
+                    "cannot tell whoever fetches %s that %d layers are ready: %s",
+                    lease.request_id,
+                    ready,
+                    reason_of(error),
+                )
 
     def take_finished(self, engine_finished: set[str]) -> set[str]:
         """Requests that the engine has finished and whose leases have all ended, each once."""
@@ -390,7 +412,7 @@ class DecodeWorker:
             )
             return _Fetch(part, text, share.reader, handle)
         except _REFUSED as error:
-            return _Fetch(part, failure=str(error))
+            return _Fetch(part, failure=reason_of(error))
 
     def cancel(self, request_ids: list[str]) -> None:
         """Asks for the end of fetches; take_finished() reports them as usual."""
@@ -417,7 +439,7 @@ class DecodeWorker:
         try:
             handle = self._endpoint.fetch(ticket, 0, [], reader=reader)
         except _REFUSED as error:
-            self._not_let_go.append((ticket, str(error)))
+            self._not_let_go.append((ticket, reason_of(error)))
             return
         self._dismissals.append((ticket, handle))
 
