@@ -745,12 +745,12 @@ def test_a_prompt_that_finds_no_memory_is_not_published_and_the_next_one_is(
 ):
     endpoint = OutOfMemory(workers.prefill._endpoint, "publish")
     workers.prefill._endpoint = endpoint
+    workers.load(workers.part(101, [7]), workers.part(102, [8]))
     workers.prefill.publish([publication(101, [1]), publication(102, [2])])
     assert "cannot publish the KV of p: MemoryError" in caplog.text
     workers.source.compute(workers.prefill, [2])
-    workers.load(workers.part(102, [8]))
-    wait_for(workers.loaded)
-    assert workers.decode.take_missing_blocks() == set()
+    wait_for(workers.loaded)  # Not at the first one's deadline.
+    assert workers.decode.take_missing_blocks() == {7}
     wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
 
 

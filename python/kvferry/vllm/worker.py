@@ -166,9 +166,10 @@ class PrefillWorker:
                     )
                     self._leases[new.lease_id] = lease
             except _REFUSED as error:
-                # A fetch will be told that there is no such lease. Or it is another request's with
-                # the same transfer_id and prompt, which keeps it.
                 logger.error("cannot publish the KV of %s: %s", new.request_id, reason_of(error))
+                # Whoever waits for it need not. Unless it is another request's with the same
+                # transfer_id and prompt, which keeps it.
+                self.give_up([new.lease_id])
                 self._trace_end(lease, "refused")
                 continue
             leases.append(lease)
