@@ -100,7 +100,8 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   bool Withdraw(uint64_t query);
   // The same, waiting here.
   absl::StatusOr<Taken> Take(std::optional<Tokens> tokens, Deadline deadline);
-  // NOT_FOUND when nothing matches now.
+  // NOT_FOUND when nothing matches now. Like Ask() it throws where there is no memory, and the entry
+  // stays.
   absl::StatusOr<Taken> TryTake(std::optional<std::span<const int32_t>> tokens);
   // An entry whose consumer did not get it: as Insert(), but there is always room for it, also
   // above max_bytes where its bytes did not count before; later inserts wait. It is the newest
@@ -117,6 +118,7 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   int64_t bytes() const;
 
  private:
+  class Room;
   struct Entry;
   // An Insert() that waits for room, until its entry is kept or taken (kIn) or out of the table.
   enum class Fate { kWaits, kIn, kLate, kClosed };
@@ -147,8 +149,8 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   // `fate` is that of its Insert(), if that waits.
   std::unique_ptr<Entry> Erase(TokenTree::Entry* entry, Fate fate)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Where there is no memory it throws, and the entry stays.
   Taken Remove(const TokenTree::Match& match) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  Taken MakeTaken(Tokens tokens, int64_t num_matched, Payload payload, int64_t bytes, bool counted);
   bool HasRoom(int64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     return bytes_ + bytes <= options_.max_bytes;
   }
