@@ -11,10 +11,6 @@
 namespace kvferry {
 namespace {
 
-int64_t BytesOf(const std::optional<LookupTable::Tokens>& tokens) {
-  return tokens ? std::ssize(*tokens) * int64_t{sizeof(int32_t)} : 0;
-}
-
 absl::Status Closed() { return absl::CancelledError("lookup: the buffer was closed"); }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <list>
 #include <memory>
 #include <optional>
@@ -76,6 +77,11 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   };
   using Answer = std::function<void(absl::StatusOr<Taken>)>;
 
+  // What a query counts of max_waiting_bytes.
+  static int64_t BytesOf(const std::optional<Tokens>& tokens) {
+    return tokens ? std::ssize(*tokens) * int64_t{sizeof(int32_t)} : 0;
+  }
+
   // INVALID_ARGUMENT for a limit below 1.
   static absl::StatusOr<std::shared_ptr<LookupTable>> Create(const Options& options);
   ~LookupTable();
@@ -100,8 +106,8 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   bool Withdraw(uint64_t query);
   // The same, waiting here.
   absl::StatusOr<Taken> Take(std::optional<Tokens> tokens, Deadline deadline);
-  // NOT_FOUND when nothing matches now. Like Ask() it throws where there is no memory, and the entry
-  // stays.
+  // NOT_FOUND when nothing matches now. Where there is no memory it throws, as Ask() does, and the
+  // entry stays.
   absl::StatusOr<Taken> TryTake(std::optional<std::span<const int32_t>> tokens);
   // An entry whose consumer did not get it: as Insert(), but there is always room for it, also
   // above max_bytes where its bytes did not count before; later inserts wait. It is the newest
@@ -113,6 +119,7 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   // Everything that waits is answered, entries are dropped, and later calls are CANCELLED.
   void Close();
 
+  int64_t max_waiting_bytes() const { return options_.max_waiting_bytes; }
   int64_t num_entries() const;
   int64_t num_waiting() const;
   int64_t bytes() const;
