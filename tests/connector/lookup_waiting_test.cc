@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -9,8 +10,11 @@
 #include <utility>
 #include <vector>
 
+#include "connector/lookup_crowd.h"
 #include "connector/lookup_service.h"
+#include "tests/support/control_relay.h"
 #include "tests/support/lookup_buffers.h"
+#include "transport/command_queue.h"
 
 namespace kvferry {
 namespace {
@@ -126,6 +130,89 @@ TEST_F(LookupsThatWait, ThoseAboveAConsumersShareFindWhatIsThere) {
   for (int32_t i = 0; i < 8; ++i) lookups_[static_cast<size_t>(i)]->Cancel();
   producer_->Insert(Tokens(256, 1015));
   EXPECT_TRUE(IsOk(lookups_.back()->Wait(Soon())));
+}
+
+// The first ones are too long to wait there at all, and it is 10 s until they may all ask again.
+TEST_F(LookupsThatWait, ThePlaceOfOneThatEndsIsForWhoHasRoomThere) {
+  constexpr int32_t kLong = 80;
+  std::atomic<int> num_long = 0, num_first = 0;  // Times that they, and the first one, asked.
+  std::atomic<uint64_t> short_call = 0;
+  Latch short_refused;
+  producer_.emplace(their_pool_, /*max_calls_per_peer=*/1, kRoom);
+  ControlRelay relay(producer_->address(), [&](ControlRelay::Heard& heard) {
+    const auto* call = std::get_if<CallMsg>(&heard.message.body);
+    if (heard.function() == kLookupFunction) {
+      const Tokens tokens = Must(UnpackTokens(Must(call->args.Bytes("tokens"))));
+      if (tokens == kTokens) short_call = call->call_id;
+      if (tokens[0] >= 1000) ++num_long;
+      if (tokens[0] == 1000) ++num_first;
+    }
+    const auto* reply = std::get_if<ReplyMsg>(&heard.message.body);
+    if (reply != nullptr && reply->call_id == short_call) short_refused.Open();
+    return ControlRelay::Verdict::kPass;
+  });
+  consumer_ = Must(LookupConsumer::Create(ConsumerOptions(pool_, {relay.address()})));
+  const auto waiting = Ask(Tokens{9});
+  for (int32_t i = 0; i < kLong; ++i) lookups_.push_back(Ask(Tokens(250000, 1000 + i)));
+  const auto lookup = Ask(kTokens);
+  ASSERT_TRUE(short_refused.Wait(Soon()));
+  EXPECT_EQ(producer_->num_waiting(), 1);
+  const int before = num_long, first_before = num_first;
+  producer_->Insert({9});
+  EXPECT_TRUE(IsOk(waiting->Wait(Soon())));
+  EXPECT_TRUE(WaitFor([&] { return producer_->num_waiting() == 1; }, DeadlineInMs(3000)));
+  EXPECT_LE(num_long, before + kLong / 2);
+  producer_->Insert(kTokens);
+  EXPECT_TRUE(IsOk(lookup->Wait(DeadlineInMs(1000))));
+  // Later places are not tried by the same one again. It may have asked once more since: it may not
+  // have known of the others when it was first refused.
+  for (int i = 0; i < 3; ++i) {
+    const int asked = num_long;
+    producer_->Insert({9});
+    EXPECT_TRUE(IsOk(Ask(Tokens{9})->Wait(Soon())));
+    EXPECT_TRUE(WaitFor([&] { return num_long > asked; }, Soon()));
+  }
+  EXPECT_LE(num_first, first_before + 2);
+  consumer_.reset();  // Before the relay.
+}
+
+// ---------------------------------------------------------------- who has no place
+
+TEST(LookupCrowds, APlaceIsForTheOldestInTurn) {
+  LookupCrowd crowd;
+  EXPECT_EQ(crowd.FirstShorterThan(LookupCrowd::kAnyLength), 0);
+  crowd.Join(5, 4096, true);
+  crowd.Join(3, 1 << 20, true);
+  crowd.Join(4, 5000, true);
+  crowd.Join(2, 100000, false);
+  EXPECT_EQ(crowd.bytes(), 4096 + (1 << 20) + 5000 + 100000);
+  EXPECT_EQ(crowd.FirstShorterThan(LookupCrowd::kAnyLength), 3);
+  crowd.Leave(3, 1 << 20);
+  crowd.Join(3, 1 << 20, false);
+  EXPECT_EQ(crowd.FirstShorterThan(LookupCrowd::kAnyLength), 4);
+  crowd.Leave(4, 5000);
+  crowd.Leave(2, 100000);
+  EXPECT_EQ(crowd.FirstShorterThan(LookupCrowd::kAnyLength), 5);
+  crowd.Leave(5, 4096);
+  EXPECT_EQ(crowd.FirstShorterThan(LookupCrowd::kAnyLength), 0);
+  EXPECT_EQ(crowd.bytes(), 1 << 20);
+}
+
+// However many there are, a place is not offered to one after another.
+TEST(LookupCrowds, APlaceThatIsTooSmallGoesToFewOthers) {
+  LookupCrowd crowd;
+  for (uint64_t id = 1; id <= 1000; ++id) {
+    crowd.Join(id, (1 << 20) + 4096 - 1000 * static_cast<int64_t>(id), true);
+  }
+  crowd.Join(1001, 4096, true);
+  std::vector<uint64_t> offered;
+  int64_t bytes = LookupCrowd::kAnyLength;
+  while (const uint64_t id = crowd.FirstShorterThan(bytes)) {
+    offered.push_back(id);
+    bytes = id == 1001 ? 4096 : (1 << 20) + 4096 - 1000 * static_cast<int64_t>(id);
+  }
+  // The first of each power of two: of 2^20 bytes, 2^19, ... 2^16 and 2^12.
+  EXPECT_EQ(offered, (std::vector<uint64_t>{1, 5, 529, 791, 922, 988, 1001}));
 }
 
 }  // namespace
