@@ -1,5 +1,6 @@
-// Lookup buffers: lookups a second at 10^2, 10^4 and 10^6 entries, which take turns; the tables have
-// medians of the rounds, and every answer is compared with what was put.
+// Lookup buffers: lookups a second at 10^2, 10^4 and 10^6 entries, and beside 10^2 and 10^4 lookups
+// that wait, which take turns; the tables have medians of the rounds, and every answer is compared
+// with what was put.
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -8,6 +9,9 @@
 #include <iostream>
 #include <memory>
 #include <random>
+#include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -136,9 +140,73 @@ class FilledBuffer {
   int64_t wrong_ = 0;
 };
 
+// A consumer of eight producers, at each of which so many of its lookups wait for what never comes:
+// one that finds its entry at one of them, over and over.
+class WaitingLookups {
+ public:
+  explicit WaitingLookups(int64_t waiting) {
+    const KvLayout layout = KvLayout::Mha(1, kTokens, 1, 4, DType::kUint8);
+    pool_ = Must(KvPool::Create(layout, 1));
+    Config config;
+    config.max_leases = 1 << 24;
+    config.max_calls_per_peer = 1 << 20;
+    std::vector<std::string> addresses;
+    for (int i = 0; i < kProducers; ++i) {
+      producers_.push_back(Must(LookupProducer::Create({.config = config,
+                                                        .model = "bench",
+                                                        .name = "producer",
+                                                        .pool = pool_,
+                                                        .max_bytes = layout.page_bytes()})));
+      addresses.push_back(producers_.back()->address());
+    }
+    consumer_ = Must(LookupConsumer::Create({.config = config,
+                                             .model = "bench",
+                                             .name = "consumer",
+                                             .pool = Must(KvPool::Create(layout, 1)),
+                                             .producers = addresses}));
+    for (int64_t i = 0; i < waiting; ++i) Ask({static_cast<int32_t>(i), 7});
+    for (const auto& producer : producers_) {
+      while (producer->num_waiting() < waiting) std::this_thread::yield();
+    }
+  }
+  double Round() {
+    LookupTable::Tokens query = PromptOf(1);
+    query[0] = -1;
+    const int64_t page = 0;
+    const double seconds = Seconds([&] {
+      for (int i = 0; i < kMovesARound; ++i) {
+        const auto& producer = producers_[static_cast<size_t>(i % kProducers)];
+        Must(producer->Insert(query, std::nullopt, {&page, 1}, DeadlineInMs(10000)).status());
+        const auto handle = Ask(query);
+        Must(handle->Wait(DeadlineInMs(20000)));
+        wrong_ += handle->result().tokens != query;
+        producer->TakeGone();
+      }
+    });
+    return seconds / kMovesARound * 1e6;
+  }
+  int64_t wrong() const { return wrong_; }
+
+ private:
+  static constexpr int kProducers = 8;
+  static constexpr int kMovesARound = 200;
+
+  std::shared_ptr<LookupHandle> Ask(LookupTable::Tokens tokens) {
+    LookupConsumer::Request request;
+    request.tokens = std::move(tokens);
+    request.pages = {0};
+    request.deadline = DeadlineInMs(600000);
+    return Must(consumer_->DropSelect(std::move(request)));
+  }
+
+  std::shared_ptr<KvPool> pool_;
+  std::vector<std::unique_ptr<LookupProducer>> producers_;
+  std::unique_ptr<LookupConsumer> consumer_;
+  int64_t wrong_ = 0;
+};
+
 template <typename Filled>
-int64_t Lookups(const char* what, int rounds) {
-  const std::vector<int64_t> sizes = {100, 10000, 1000000};
+int64_t Lookups(const char* what, const char* of, const std::vector<int64_t>& sizes, int rounds) {
   std::vector<std::unique_ptr<Filled>> tables;
   tables.reserve(sizes.size());
   for (const int64_t size : sizes) tables.push_back(std::make_unique<Filled>(size));
@@ -148,8 +216,7 @@ int64_t Lookups(const char* what, int rounds) {
   }
   std::printf("lookups of %lld tokens, %s; target: flat within 2x\n\n",
               static_cast<long long>(kTokens), what);
-  std::printf(
-      "| entries | us | us min-max | lookups/s | x of 100 entries |\n|---|---|---|---|---|\n");
+  std::printf("| %s | us | us min-max | lookups/s | x of the first |\n|---|---|---|---|---|\n", of);
   int64_t wrong = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
     const Spread spread = Of(us[i]);
@@ -162,13 +229,20 @@ int64_t Lookups(const char* what, int rounds) {
 }
 
 int Main(int argc, char** argv) {
-  CLI::App app("Lookups a second by number of entries.");
+  CLI::App app("Lookups a second by number of entries and of lookups that wait.");
   int rounds = 9;
   app.add_option("--reps", rounds, "of which the median counts")->check(CLI::Range(1, 1000));
   CLI11_PARSE(app, argc, argv);
-  int64_t wrong = Lookups<FilledTable>("taken out of the table and put back", rounds);
+  const std::vector<int64_t> entries = {100, 10000, 1000000};
+  int64_t wrong =
+      Lookups<FilledTable>("taken out of the table and put back", "entries", entries, rounds);
   std::printf("\n");
-  wrong += Lookups<FilledBuffer>("fetched by another node and inserted again", rounds);
+  wrong += Lookups<FilledBuffer>("fetched by another node and inserted again", "entries", entries,
+                                 rounds);
+  std::printf("\n");
+  // A producer lets 65,536 of all its consumers wait.
+  wrong += Lookups<WaitingLookups>("while others of the same consumer wait at eight producers",
+                                   "waiting", {100, 10000}, rounds);
   if (wrong == 0) return 0;
   std::printf("\nWRONG: %lld answers were not what was put\n", static_cast<long long>(wrong));
   return 1;

@@ -129,18 +129,24 @@ absl::StatusOr<std::shared_ptr<LookupHandle>> LookupQueries::Add(LookupConsumer:
   query->handle = std::make_shared<LookupHandle>(std::move(cancel), std::move(request.on_done));
   query->request = std::move(request);
   query->producers.resize(options_.producers.size());
+  query->due = query->request.deadline;
   queries_.emplace(id, query);
   // Where there is no memory: an entry that is found for it nevertheless goes back with its lease.
-  absl::Cleanup never_asked = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { queries_.erase(id); };
+  absl::Cleanup never_asked = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    due_.erase({query->due, id});
+    queries_.erase(id);
+  };
+  due_.emplace(query->due, id);
   for (size_t i = 0; i < query->producers.size(); ++i) Ask(id, *query, i);
   std::move(never_asked).Cancel();
   return query->handle;
 }
 
 void LookupQueries::Ask(uint64_t id, Query& query, size_t index) {
+  LeaveCrowd(id, query, index);
   Producer& producer = query.producers[index];
   producer.asked = true;
-  producer.crowded = false;
+  producer.by_place = false;
   producer.lease = RandomId();
   const uint64_t attempt = ++producer.attempt;
   Fields args;
@@ -173,11 +179,12 @@ void LookupQueries::OnReply(uint64_t id, size_t index, uint64_t attempt,
     producer.asked = false;
     if (!IsCrowded(reply.status())) ++crowds_[index].places;
     if (reply.ok()) {
-      num_pages = Found(*query, index, *reply);
+      num_pages = Found(id, *query, index, *reply);
       if (!num_pages.ok()) ended = End(id, num_pages.status());
     } else {
       ended = OnRefused(id, *query, index, reply.status());
     }
+    if (ended.query == nullptr) Schedule(id, *query);
   }
   if (reply.ok() && num_pages.ok()) {
     absl::Status chosen = ChoosePages(*query, *num_pages);
@@ -205,13 +212,22 @@ LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t 
                   [](const Producer& p) { return p.refused; })) {
     return End(id, producer.error);
   }
-  producer.crowded = is_crowded;
-  const int64_t crowd_ms = is_crowded ? crowds_[index].bytes / kCrowdBytesPerMs : 0;
-  const Deadline now = Clock::now();
   // Tick() ends it where it is too late: by then all have been heard of.
-  producer.retry_at =
-      std::max(BackOff(producer.backoff_ms, now), now + std::chrono::milliseconds(crowd_ms));
+  AskLater(id, query, index, is_crowded);
   return {};
+}
+
+void LookupQueries::AskLater(uint64_t id, Query& query, size_t index, bool is_crowded) {
+  Producer& producer = query.producers[index];
+  const Deadline now = Clock::now();
+  // Who was given a place in vain has asked ahead of its time, and asks no more often for that.
+  const Deadline from = producer.by_place ? std::max(producer.retry_at, now) : now;
+  producer.retry_at = BackOff(producer.backoff_ms, now);
+  if (!is_crowded) return;
+  JoinCrowd(id, query, index, /*in_turn=*/!producer.by_place);
+  const std::chrono::milliseconds crowd_ms(crowds_[index].lookups.bytes() / kCrowdBytesPerMs);
+  producer.retry_at = std::max(producer.retry_at, from + crowd_ms);
+  if (producer.by_place) GivePlace(index, QuestionBytes(query));
 }
 
 absl::Status LookupQueries::ErrorOf(size_t index, const absl::Status& status) const {
@@ -252,13 +268,15 @@ absl::StatusOr<int64_t> LookupQueries::Read(const Fields& reply, Query& query) c
   return PagesOfTokens(expected, page_size);
 }
 
-absl::StatusOr<int64_t> LookupQueries::Found(Query& query, size_t index, const Fields& reply) {
+absl::StatusOr<int64_t> LookupQueries::Found(uint64_t id, Query& query, size_t index,
+                                             const Fields& reply) {
   for (size_t i = 0; i < query.producers.size(); ++i) Unask(query.producers[i], i);
   absl::StatusOr<int64_t> num_pages = Read(reply, query);
   if (!num_pages.ok()) {
     GiveBack(index, query.producers[index].lease);
     return num_pages;
   }
+  LeaveCrowds(id, query);
   query.state = State::kFetching;
   query.found_at = index;
   return num_pages;
@@ -312,7 +330,6 @@ absl::Status LookupQueries::StartFetch(uint64_t id, Query& query) {
   fetch.on_done = [this, id] { OnFetched(id); };
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<FetchHandle> handle, node_->Fetch(std::move(fetch)));
   const MutexLock lock(&mutex_);
-  query.retry_at = Deadline::max();
   query.fetch = std::move(handle);
   if (query.cancelled) query.fetch->Cancel();
   return absl::OkStatus();
@@ -322,7 +339,9 @@ void LookupQueries::OnFetched(uint64_t id) {
   Ended ended;
   {
     const MutexLock lock(&mutex_);
-    ended = OnFetchedLocked(id, *queries_.at(id));
+    Query& query = *queries_.at(id);
+    ended = OnFetchedLocked(id, query);
+    if (ended.query == nullptr) Schedule(id, query);
   }
   ended.Finish();
 }
@@ -387,7 +406,9 @@ void LookupQueries::OnTaken(uint64_t id, const absl::StatusOr<Fields>& reply) {
   Ended ended;
   {
     const MutexLock lock(&mutex_);
-    ended = OnTakenLocked(id, *queries_.at(id), taken);
+    Query& query = *queries_.at(id);
+    ended = OnTakenLocked(id, query, taken);
+    if (ended.query == nullptr) Schedule(id, query);
   }
   ended.Finish();
 }
@@ -455,6 +476,8 @@ LookupQueries::Ended LookupQueries::End(uint64_t id, const absl::Status& status)
     for (size_t i = 0; i < producers.size(); ++i) Unask(producers[i], i);
   }
   std::shared_ptr<Query> query = std::move(found->second);
+  LeaveCrowds(id, *query);
+  due_.erase({query->due, id});
   queries_.erase(found);
   return {std::move(query), status};
 }
@@ -492,58 +515,94 @@ void LookupQueries::Cancel(uint64_t id) {
   ended.Finish();
 }
 
-void LookupQueries::TickOne(uint64_t id, const std::shared_ptr<Query>& query, Deadline now,
-                            Due& due) {
-  if (query->state != State::kAsking) {  // Ends with its fetch, or with the answer.
-    if (query->retry_at > now) {
-      due.next = std::min(due.next, query->retry_at);
-    } else if (query->state == State::kTaking) {
-      Take(id, *query);
-    } else {
-      due.fetches.emplace_back(id, query);
-    }
-    return;
+// ---------------------------------------------------------------- what is due
+
+Deadline LookupQueries::NextOf(const Query& query) {
+  // Else it ends with its fetch, or with the answer.
+  if (query.state != State::kAsking) return query.retry_at;
+  Deadline next = query.request.deadline;
+  for (const Producer& producer : query.producers) {
+    if (!producer.asked && !producer.refused) next = std::min(next, producer.retry_at);
   }
-  if (query->request.deadline <= now) return due.late.push_back(id);
-  due.next = std::min(due.next, query->request.deadline);
-  for (size_t i = 0; i < query->producers.size(); ++i) {
-    Producer& producer = query->producers[i];
-    if (producer.asked || producer.refused) continue;
-    if (producer.crowded) due.crowd_bytes[i] += QuestionBytes(*query);
-    if (IsDue(producer, i, now)) {
-      Ask(id, *query, i);
-    } else {
-      due.next = std::min(due.next, producer.retry_at);
-    }
-  }
+  return next;
 }
+
+void LookupQueries::Schedule(uint64_t id, Query& query) {
+  auto due = due_.extract({query.due, id});
+  query.due = NextOf(query);
+  due.value().first = query.due;
+  due_.insert(std::move(due));
+}
+
+void LookupQueries::TickOne(uint64_t id, Deadline now, Due& due) {
+  const std::shared_ptr<Query>& query = queries_.at(id);
+  if (query->state == State::kTaking) {
+    Take(id, *query);
+  } else if (query->state == State::kFetching) {
+    query->retry_at = Deadline::max();
+    due.fetches.emplace_back(id, query);
+  } else if (query->request.deadline <= now) {
+    due.late.push_back(End(id, TooLate(*query)));
+    return;
+  } else {
+    for (size_t i = 0; i < query->producers.size(); ++i) {
+      const Producer& producer = query->producers[i];
+      if (!producer.asked && !producer.refused && producer.retry_at <= now) Ask(id, *query, i);
+    }
+  }
+  Schedule(id, *query);
+}
+
+Deadline LookupQueries::Tick(Deadline now) {
+  Due due;
+  Deadline next;
+  {
+    const MutexLock lock(&mutex_);
+    if (closing_) return Deadline::max();
+    while (!due_.empty() && due_.begin()->first <= now) TickOne(due_.begin()->second, now, due);
+    for (size_t i = 0; i < crowds_.size(); ++i) GivePlaces(i);
+    next = due_.empty() ? Deadline::max() : due_.begin()->first;
+  }
+  for (Ended& one : due.late) one.Finish();
+  for (auto& [id, query] : due.fetches) Fetch(id, std::move(query), absl::OkStatus());
+  return next;
+}
+
+// ---------------------------------------------------------------- who has no place
 
 int64_t LookupQueries::QuestionBytes(const Query& query) {
   const auto& tokens = query.request.tokens;
   return kBareQuestionBytes + (tokens ? std::ssize(*tokens) * int64_t{sizeof(int32_t)} : 0);
 }
 
-bool LookupQueries::IsDue(Producer& producer, size_t index, Deadline now) {
-  if (producer.retry_at <= now) return true;
-  if (!producer.crowded || crowds_[index].places == 0) return false;
-  --crowds_[index].places;
+void LookupQueries::JoinCrowd(uint64_t id, Query& query, size_t index, bool in_turn) {
+  crowds_[index].lookups.Join(id, QuestionBytes(query), in_turn);
+  query.producers[index].crowded = true;
+}
+
+void LookupQueries::LeaveCrowd(uint64_t id, Query& query, size_t index) {
+  if (!std::exchange(query.producers[index].crowded, false)) return;
+  crowds_[index].lookups.Leave(id, QuestionBytes(query));
+}
+
+void LookupQueries::LeaveCrowds(uint64_t id, Query& query) {
+  for (size_t i = 0; i < query.producers.size(); ++i) LeaveCrowd(id, query, i);
+}
+
+bool LookupQueries::GivePlace(size_t index, int64_t shorter_than) {
+  const uint64_t id = crowds_[index].lookups.FirstShorterThan(shorter_than);
+  if (id == 0) return false;
+  Query& query = *queries_.at(id);
+  Ask(id, query, index);
+  query.producers[index].by_place = true;
+  Schedule(id, query);
   return true;
 }
 
-Deadline LookupQueries::Tick(Deadline now) {
-  Due due;
-  due.crowd_bytes.resize(options_.producers.size());
-  std::vector<Ended> late;
-  {
-    const MutexLock lock(&mutex_);
-    if (closing_) return Deadline::max();
-    for (const auto& [id, query] : queries_) TickOne(id, query, now, due);
-    for (size_t i = 0; i < crowds_.size(); ++i) crowds_[i] = {due.crowd_bytes[i], 0};
-    for (const uint64_t id : due.late) late.push_back(End(id, TooLate(*queries_.at(id))));
-  }
-  for (Ended& one : late) one.Finish();
-  for (auto& [id, query] : due.fetches) Fetch(id, std::move(query), absl::OkStatus());
-  return due.next;
+void LookupQueries::GivePlaces(size_t index) {
+  // Those that nobody waits for go: who comes later asks at once.
+  int64_t places = std::exchange(crowds_[index].places, 0);
+  while (places > 0 && GivePlace(index, LookupCrowd::kAnyLength)) --places;
 }
 
 }  // namespace kvferry

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "base/close_once.h"
 #include "base/mutex.h"
 #include "connector/lookup_consumer.h"
+#include "connector/lookup_crowd.h"
 #include "connector/lookup_handle.h"
 #include "transport/calls.h"
 #include "transport/fetch_handle.h"
@@ -53,7 +55,9 @@ namespace kvferry {
 //
 // One at which as many lookups wait as may (max_calls_per_peer) answers those whose entry is there
 // and refuses the others, which ask again: the first as soon as one that waits there has ended, and
-// all after a time that grows with their number and length (`Crowd`).
+// all after a time that grows with their number and length. Who is refused then too, as one with
+// more tokens than there is room for, is passed over until that time, and a shorter one asks
+// (LookupCrowd).
 //
 // The node's thread drives them; nothing is called back under the lock.
 class LookupQueries : public CallHandler, public std::enable_shared_from_this<LookupQueries> {
@@ -78,9 +82,10 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
  private:
   struct Producer {  // One of a query's; the address is options_.producers'.
     bool asked = false;
-    bool refused = false;  // For good.
-    bool crowded = false;  // It had no place for the lookup to wait in; not asked again yet.
-    uint64_t attempt = 0;  // Replies to earlier ones are late.
+    bool refused = false;   // For good.
+    bool crowded = false;   // It had no place for the lookup to wait in; not asked again yet.
+    bool by_place = false;  // Asked, the last time, because one that waited there had ended.
+    uint64_t attempt = 0;   // Replies to earlier ones are late.
     uint64_t call = 0;
     uint64_t lease = 0;
     Deadline retry_at{};
@@ -102,11 +107,12 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
     Deadline retry_at = Deadline::max();  // To fetch or to take again.
     int64_t backoff_ms = 0;
     Deadline take_by{};
+    Deadline due{};  // In due_.
   };
   // Of a producer: the lookups that it has no place for.
   struct Crowd {
-    int64_t bytes = 0;   // Of their questions, when they were last counted.
-    int64_t places = 0;  // Of lookups that have ended there since.
+    LookupCrowd lookups;
+    int64_t places = 0;  // Of lookups that have ended there since the last tick.
   };
   // To be finished, and let go of, outside of the lock: what the request holds may call back.
   struct Ended {
@@ -116,12 +122,10 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
     void Finish();
   };
 
-  // What a tick finds to do outside of the lock, and when to tick again.
+  // What a tick finds to do outside of the lock.
   struct Due {
-    std::vector<uint64_t> late;
-    std::vector<int64_t> crowd_bytes;  // By producer.
+    std::vector<Ended> late;
     std::vector<std::pair<uint64_t, std::shared_ptr<Query>>> fetches;
-    Deadline next = Deadline::max();
   };
 
   absl::Status CheckRequest(const LookupConsumer::Request& request) const;
@@ -129,7 +133,7 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   void OnReply(uint64_t id, size_t index, uint64_t attempt, absl::StatusOr<Fields> reply);
   // Takes the reply into the query; the number of its pages that are needed.
   absl::StatusOr<int64_t> Read(const Fields& reply, Query& query) const;
-  absl::StatusOr<int64_t> Found(Query& query, size_t index, const Fields& reply)
+  absl::StatusOr<int64_t> Found(uint64_t id, Query& query, size_t index, const Fields& reply)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Not under the lock: calls the request's `allocate`.
   absl::Status ChoosePages(Query& query, int64_t num_pages) const;
@@ -152,12 +156,23 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   void LookOn(Query& query) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Ended OnRefused(uint64_t id, Query& query, size_t index, const absl::Status& status)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  static int64_t QuestionBytes(const Query& query);
-  // Whether it is time to ask the producer again, or there is a place for this one now.
-  bool IsDue(Producer& producer, size_t index, Deadline now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // What of the lookup is due: asking, fetching or taking again.
-  void TickOne(uint64_t id, const std::shared_ptr<Query>& query, Deadline now, Due& due)
+  void AskLater(uint64_t id, Query& query, size_t index, bool is_crowded)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static int64_t QuestionBytes(const Query& query);
+  // The producer has no place for it. `in_turn`: it may be given one that becomes free.
+  void JoinCrowd(uint64_t id, Query& query, size_t index, bool in_turn)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void LeaveCrowd(uint64_t id, Query& query, size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void LeaveCrowds(uint64_t id, Query& query) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Asks for the one in turn among those with shorter questions (LookupCrowd); false: there is none.
+  bool GivePlace(size_t index, int64_t shorter_than) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void GivePlaces(size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // When there is something to do for it, if nothing is heard until then.
+  static Deadline NextOf(const Query& query);
+  // To be called when that has changed. Needs no memory.
+  void Schedule(uint64_t id, Query& query) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What of the lookup is due: asking, fetching or taking again, or its end.
+  void TickOne(uint64_t id, Deadline now, Due& due) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status TooLate(const Query& query) const;
   // Stops asking; what is found nevertheless goes back.
   void Unask(Producer& producer, size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -179,6 +194,8 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 1;
   // By age. (Abseil's maps are broken by an insert that finds no memory.)
   std::map<uint64_t, std::shared_ptr<Query>> queries_ ABSL_GUARDED_BY(mutex_);
+  // Each of them once, the nearest first, so that a tick costs the same however many wait.
+  std::set<std::pair<Deadline, uint64_t>> due_ ABSL_GUARDED_BY(mutex_);
   std::vector<Crowd> crowds_ ABSL_GUARDED_BY(mutex_);  // By producer.
 };
 

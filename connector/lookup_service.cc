@@ -66,10 +66,10 @@ absl::Status LookupService::Lookup(const CallKey& call, const Fields& args, Dead
     KVFERRY_ASSIGN_OR_RETURN(const std::string_view bytes, args.Bytes("tokens"));
     KVFERRY_ASSIGN_OR_RETURN(tokens, UnpackTokens(bytes));
   }
-  bool may_wait = false;
+  absl::Status may_wait;
   {
     const MutexLock lock(&mutex_);
-    may_wait = StartWaiting(call);
+    may_wait = StartWaiting(call, LookupTable::BytesOf(tokens));
   }
   const absl::StatusOr<uint64_t> query = Ask(call, lease_id, std::move(tokens), deadline, may_wait);
   const MutexLock lock(&mutex_);
@@ -78,50 +78,66 @@ absl::Status LookupService::Lookup(const CallKey& call, const Fields& args, Dead
     return NotNow(query.status());
   }
   // Else it has been answered, here or on another thread.
-  if (uint64_t* const waiting = FindWaiting(call)) *waiting = *query;
+  if (Waiting* const waiting = FindWaiting(call)) waiting->query = *query;
   return absl::OkStatus();
 }
 
 absl::StatusOr<uint64_t> LookupService::Ask(const CallKey& call, uint64_t lease_id,
                                             std::optional<LookupTable::Tokens> tokens,
-                                            Deadline deadline, bool may_wait) {
+                                            Deadline deadline, const absl::Status& may_wait) {
   auto answer = [this, call, lease_id](absl::StatusOr<Taken> taken) {
     Answer(call, lease_id, std::move(taken));
   };
-  if (may_wait) return table_->Ask(std::move(tokens), deadline, std::move(answer));
+  if (may_wait.ok()) return table_->Ask(std::move(tokens), deadline, std::move(answer));
   absl::StatusOr<Taken> taken = table_->TryTake(tokens);
-  if (absl::IsNotFound(taken.status())) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("lookup: no entry matches now, and max_calls_per_peer (",
-                     options_.config.max_calls_per_peer,
-                     ") lookups of this consumer wait already; ask again in a moment"));
-  }
+  if (absl::IsNotFound(taken.status())) return may_wait;
   KVFERRY_RETURN_IF_ERROR(taken.status());
   answer(std::move(taken));
   return 0;
 }
 
-bool LookupService::StartWaiting(const CallKey& call) {
-  auto& of_peer = waiting_[call.peer];
-  of_peer.emplace(call.id, 0);
-  return static_cast<int64_t>(of_peer.size()) <= options_.config.max_calls_per_peer;
+absl::Status LookupService::StartWaiting(const CallKey& call, int64_t bytes) {
+  OfPeer& of_peer = waiting_[call.peer];
+  absl::Status may_wait = CheckMayWait(of_peer, bytes);
+  of_peer.calls.emplace(call.id, Waiting{0, bytes});
+  of_peer.bytes += bytes;
+  waiting_bytes_ += bytes;
+  return may_wait;
 }
 
-uint64_t* LookupService::FindWaiting(const CallKey& call) {
+absl::Status LookupService::CheckMayWait(const OfPeer& of_peer, int64_t bytes) const {
+  if (std::ssize(of_peer.calls) >= options_.config.max_calls_per_peer) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("lookup: no entry matches now, and max_calls_per_peer (",
+                     options_.config.max_calls_per_peer,
+                     ") lookups of this consumer wait already; ask again in a moment"));
+  }
+  // As with the arena's chunks: who has the most of what all share leaves some of it to others.
+  const int64_t free_bytes = std::max<int64_t>(0, table_->max_waiting_bytes() - waiting_bytes_);
+  if (bytes == 0 || of_peer.bytes < free_bytes) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "lookup: no entry matches now, and lookups of this consumer wait with ", of_peer.bytes,
+      " bytes of tokens; all have ", table_->max_waiting_bytes(), " together, of which ",
+      free_bytes, " are left for others; ask again in a moment"));
+}
+
+LookupService::Waiting* LookupService::FindWaiting(const CallKey& call) {
   const auto of_peer = waiting_.find(call.peer);
   if (of_peer == waiting_.end()) return nullptr;
-  const auto waiting = of_peer->second.find(call.id);
-  return waiting == of_peer->second.end() ? nullptr : &waiting->second;
+  const auto waiting = of_peer->second.calls.find(call.id);
+  return waiting == of_peer->second.calls.end() ? nullptr : &waiting->second;
 }
 
 std::optional<uint64_t> LookupService::StopWaiting(const CallKey& call) {
-  const uint64_t* const waiting = FindWaiting(call);
-  if (waiting == nullptr) return std::nullopt;
-  const uint64_t query = *waiting;
+  const Waiting* const found = FindWaiting(call);
+  if (found == nullptr) return std::nullopt;
+  const Waiting waiting = *found;
   const auto of_peer = waiting_.find(call.peer);
-  of_peer->second.erase(call.id);
-  if (of_peer->second.empty()) waiting_.erase(of_peer);
-  return query;
+  of_peer->second.calls.erase(call.id);
+  of_peer->second.bytes -= waiting.bytes;
+  waiting_bytes_ -= waiting.bytes;
+  if (of_peer->second.calls.empty()) waiting_.erase(of_peer);
+  return waiting.query;
 }
 
 absl::Status LookupService::LookupTake(const CallKey& call, const Fields& args) {

@@ -89,17 +89,29 @@ class LookupService : public LeaseSource, public CallHandler {
 
  private:
   using Taken = LookupTable::Taken;
+  struct Waiting {
+    uint64_t query = 0;  // The table's id of it.
+    int64_t bytes = 0;   // Of its tokens.
+  };
+  struct OfPeer {
+    std::map<uint64_t, Waiting> calls;  // By id.
+    int64_t bytes = 0;
+  };
 
   Node& node() { return node_.get(); }
   absl::Status Lookup(const CallKey& call, const Fields& args, Deadline deadline);
   // Answers it, or lets it wait for its entry if it `may_wait`. The table's id of the query, or 0.
   absl::StatusOr<uint64_t> Ask(const CallKey& call, uint64_t lease_id,
                                std::optional<LookupTable::Tokens> tokens, Deadline deadline,
-                               bool may_wait);
-  // False: max_calls_per_peer lookups of its peer wait already.
-  bool StartWaiting(const CallKey& call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+                               const absl::Status& may_wait);
+  // Why it may not wait beside the others of its peer, if it may not: then until StopWaiting() all
+  // the same, which is as long as it takes to look for its entry.
+  absl::Status StartWaiting(const CallKey& call, int64_t bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckMayWait(const OfPeer& of_peer, int64_t bytes) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Where it is in waiting_, or null.
-  uint64_t* FindWaiting(const CallKey& call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Waiting* FindWaiting(const CallKey& call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The table's id of its query; none: it does not wait.
   std::optional<uint64_t> StopWaiting(const CallKey& call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status LookupTake(const CallKey& call, const Fields& args);
@@ -120,8 +132,8 @@ class LookupService : public LeaseSource, public CallHandler {
 
   Mutex mutex_;
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;
-  // Calls that wait for an entry, by peer and id, with the table's ids of their queries.
-  std::map<PeerKey, std::map<uint64_t, uint64_t>> waiting_ ABSL_GUARDED_BY(mutex_);
+  std::map<PeerKey, OfPeer> waiting_ ABSL_GUARDED_BY(mutex_);  // Calls that wait for an entry.
+  int64_t waiting_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::flat_hash_map<uint64_t, Taken> leased_ ABSL_GUARDED_BY(mutex_);  // By lease id.
   std::deque<Taken> returning_ ABSL_GUARDED_BY(mutex_);
   bool putting_back_ ABSL_GUARDED_BY(mutex_) = false;

@@ -10,10 +10,6 @@
 namespace kvferry {
 namespace {
 
-int64_t BytesOf(const std::optional<LookupTable::Tokens>& tokens) {
-  return tokens ? std::ssize(*tokens) * int64_t{sizeof(int32_t)} : 0;
-}
-
 absl::Status Closed() { return absl::CancelledError("lookup: the buffer was closed"); }
 
 }  // namespace
@@ -52,17 +48,25 @@ absl::Status LookupTable::CheckInsert(const Tokens& tokens, int64_t bytes) const
       "lookup: an entry of ", bytes, " bytes can never fit: the buffer has ", options_.max_bytes));
 }
 
-LookupTable::Taken LookupTable::MakeTaken(Tokens tokens, int64_t num_matched, Payload payload,
-                                          int64_t bytes, bool counted) {
-  std::shared_ptr<void> room;
-  if (counted) {
+// What an entry that is taken holds of max_bytes, until it is let go of.
+class LookupTable::Room {
+ public:
+  explicit Room(std::weak_ptr<LookupTable> table) : table_(std::move(table)) {}
+  ~Room() {
+    if (bytes_ == 0) return;
     // A table that is gone needs nothing back.
-    room = std::shared_ptr<void>(nullptr, [table = weak_from_this(), bytes](void*) {
-      if (const auto alive = table.lock()) alive->GiveBack(bytes);
-    });
+    if (const auto alive = table_.lock()) alive->GiveBack(bytes_);
   }
-  return {std::move(tokens), num_matched, std::move(payload), bytes, std::move(room)};
-}
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+
+  // From now on its end takes the table's lock.
+  void Hold(int64_t bytes) { bytes_ = bytes; }
+
+ private:
+  const std::weak_ptr<LookupTable> table_;
+  int64_t bytes_ = 0;
+};
 
 void LookupTable::GiveBack(int64_t bytes) {
   const MutexLock lock(&mutex_);
@@ -123,7 +127,7 @@ absl::Status LookupTable::Insert(Tokens tokens, int64_t bytes, Payload payload, 
     }
   }
   // Never kept, so there are no bytes to give back.
-  query->first(MakeTaken(std::move(tokens), query->second, std::move(payload), bytes, false));
+  query->first(Taken(std::move(tokens), query->second, std::move(payload), bytes, nullptr));
   return absl::OkStatus();
 }
 
@@ -162,10 +166,12 @@ std::unique_ptr<LookupTable::Entry> LookupTable::Erase(TokenTree::Entry* entry, 
 }
 
 LookupTable::Taken LookupTable::Remove(const TokenTree::Match& match) {
+  auto room = std::make_shared<Room>(weak_from_this());  // All that may throw.
   const std::unique_ptr<Entry> entry = Erase(match.entry, Fate::kIn);
   changed_.NotifyAll();  // Its Insert() may be waiting.
-  return MakeTaken(entry->TakeTokens(), match.num_tokens, std::move(entry->payload), entry->bytes,
-                   entry->waiting == nullptr);
+  if (entry->waiting == nullptr) room->Hold(entry->bytes);
+  return {entry->TakeTokens(), match.num_tokens, std::move(entry->payload), entry->bytes,
+          std::move(room)};
 }
 
 LookupTable::Answer LookupTable::EndQuery(uint64_t id) {

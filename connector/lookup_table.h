@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <list>
 #include <memory>
 #include <optional>
@@ -76,6 +77,11 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   };
   using Answer = std::function<void(absl::StatusOr<Taken>)>;
 
+  // What a query counts of max_waiting_bytes.
+  static int64_t BytesOf(const std::optional<Tokens>& tokens) {
+    return tokens ? std::ssize(*tokens) * int64_t{sizeof(int32_t)} : 0;
+  }
+
   // INVALID_ARGUMENT for a limit below 1.
   static absl::StatusOr<std::shared_ptr<LookupTable>> Create(const Options& options);
   ~LookupTable();
@@ -98,7 +104,8 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   absl::StatusOr<uint64_t> Ask(std::optional<Tokens> tokens, Deadline deadline, Answer answer);
   // Takes a query back: true, and `answer` is never called. False: it was, or is about to be.
   bool Withdraw(uint64_t query);
-  // NOT_FOUND when nothing matches now.
+  // NOT_FOUND when nothing matches now. Where there is no memory it throws, as Ask() does, and the
+  // entry stays.
   absl::StatusOr<Taken> TryTake(std::optional<std::span<const int32_t>> tokens);
   // An entry whose consumer did not get it: as Insert(), but there is always room for it, also
   // above max_bytes where its bytes did not count before; later inserts wait. It is the newest
@@ -110,11 +117,13 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   // Everything that waits is answered, entries are dropped, and later calls are CANCELLED.
   void Close();
 
+  int64_t max_waiting_bytes() const { return options_.max_waiting_bytes; }
   int64_t num_entries() const;
   int64_t num_waiting() const;
   int64_t bytes() const;
 
  private:
+  class Room;
   struct Entry;
   // An Insert() that waits for room, until its entry is kept or taken (kIn) or out of the table.
   enum class Fate { kWaits, kIn, kLate, kClosed };
@@ -145,8 +154,8 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   // `fate` is that of its Insert(), if that waits.
   std::unique_ptr<Entry> Erase(TokenTree::Entry* entry, Fate fate)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Where there is no memory it throws, and the entry stays.
   Taken Remove(const TokenTree::Match& match) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  Taken MakeTaken(Tokens tokens, int64_t num_matched, Payload payload, int64_t bytes, bool counted);
   bool HasRoom(int64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     return bytes_ + bytes <= options_.max_bytes;
   }

@@ -122,6 +122,25 @@ TEST(LookupTables, AQueryThatFindsNoMemoryIsNone) {
   EXPECT_EQ(table->num_entries(), 0);
 }
 
+// Whoever asks next has it.
+TEST(LookupTables, ATakeThatFindsNoMemoryTakesNothing) {
+  const auto table = Table();
+  ASSERT_TRUE(IsOk(table->Insert({1}, 1, Number(7), Now())));
+  const auto expect_there = [&] {
+    EXPECT_EQ(table->num_entries(), 1);
+    EXPECT_EQ(table->bytes(), 1);
+  };
+  absl::StatusOr<Taken> taken = absl::UnknownError("not taken");
+  CallWithoutMemory([&] { taken = table->TryTake(std::nullopt); }, expect_there);
+  table->PutBack(Must(std::move(taken)));
+  const Deadline deadline = Soon();
+  const auto take = [&](absl::StatusOr<Taken> answer) { taken = std::move(answer); };
+  CallWithoutMemory([&] { EXPECT_TRUE(IsOk(table->Ask(Tokens{1}, deadline, take))); },
+                    expect_there);
+  EXPECT_EQ(NumberOf(Must(std::move(taken))), 7);
+  EXPECT_EQ(table->num_entries() + table->bytes(), 0);
+}
+
 // It may ask the table.
 TEST(LookupTables, WhatThereWasNoRoomForGoesOutsideOfTheLock) {
   const auto table = Table(1);
