@@ -137,7 +137,7 @@ void SetQuantized(TokenKvPool& self, const std::string& format, int64_t layer, i
   given.Add(rows, static_cast<int64_t>(slots.size()), codes.num_heads, head_dim, self.memory());
   const ReleasedGil nogil;
   Check(StoreQuantized(block_format, given.views()[0], codes, self.view(layer, tensor + 1),
-                       SlotList(slots), self.memory()));
+                       SlotList(slots), self.memory(), self.threads()));
 }
 
 NumpyArray<float, 3> GetQuantized(const TokenKvPool& self, const std::string& format, int64_t layer,
@@ -154,7 +154,7 @@ NumpyArray<float, 3> GetQuantized(const TokenKvPool& self, const std::string& fo
   {
     const ReleasedGil nogil;
     Check(LoadQuantized(block_format, codes, self.view(layer, tensor + 1), SlotList(slots), values,
-                        self.memory()));
+                        self.memory(), self.threads()));
   }
   return std::move(owned).ToNumpy({count, num_heads, head_dim});
 }

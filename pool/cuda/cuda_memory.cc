@@ -376,8 +376,8 @@ class DeviceMemory : public PoolMemory {
     return OnDevice(device_, [&] { return RunAll(copies, threads, kDefaultStream); });
   }
   absl::Status RunQuantized(std::span<const QuantizedCopy> copies,
-                            ThreadPool* /*threads*/) const override {
-    return OnDevice(device_, [&] { return RunAll(copies, nullptr, kDefaultStream); });
+                            ThreadPool* threads) const override {
+    return OnDevice(device_, [&] { return RunAll(copies, threads, kDefaultStream); });
   }
   absl::Status RunBlocks(const BlockCache& from, BlockCache& to,
                          std::span<const BlockPair> pairs) const override {
