@@ -253,6 +253,14 @@ def test_threads_quantise_the_same_rows():
     assert np.array_equal(*loaded)
 
 
+def test_rows_of_another_size_are_refused_before_they_are_copied():
+    """As those of a view of few values that stands for many."""
+    pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(1, 1, 2, 4, "float32"), 8)
+    many = np.broadcast_to(np.float32(1), (2**18, 2**18))
+    with pytest.raises(ValueError, match="rows have 68719476736 values, but 1 slots of 2 heads"):
+        pool.set_kv_buffer(0, slots(4), [many, many])
+
+
 def test_bad_calls_say_what_is_wrong():
     pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(1, 1, 2, 4, "float32"), 8)
     rows = [torch.zeros(2, 2, 4)] * 2
