@@ -489,8 +489,9 @@ void BindBlockCache(nb::module_& module) {
           "pin_for",
           [](BlockCache& self, const BlockCache& device) { Check(self.PinFor(device.memory())); },
           "device"_a, nb::call_guard<ReleasedGil>(),
-          "Once, of a cache in host memory: pins it, so that copy_blocks() from and to a cache in "
-          "that one's memory is faster. Takes the room of all blocks.")
+          "Of a cache in host memory: pins it, so that copy_blocks() from and to a cache in that "
+          "one's memory is faster. Takes the room of all blocks. Nothing to do where an engine has "
+          "pinned all of them.")
       .def(
           "view",
           [](const CachePtr& self, int64_t layer, int64_t kv) {
