@@ -204,11 +204,12 @@ absl::StatusOr<TokenView> BlockCache::View(int64_t layer, int64_t kv) const {
 
 absl::Status BlockCache::PinFor(const PoolMemory& device) {
   KVFERRY_RETURN_IF_ERROR(CheckOnHost("block cache: what is to be pinned", *memory_));
-  std::vector<std::shared_ptr<const void>> pins;
-  for (const std::span<std::byte>& piece : pieces_) {
-    KVFERRY_ASSIGN_OR_RETURN(pins.emplace_back(), device.Pin(piece));
-  }
-  pins_ = std::move(pins);
+  const bool reached =
+      std::all_of(pieces_.begin(), pieces_.end(),
+                  [&](const std::span<std::byte>& piece) { return device.Reaches(piece); });
+  if (reached) return absl::OkStatus();
+  // All at once: layers of an engine's may share pages of the system's.
+  KVFERRY_ASSIGN_OR_RETURN(pin_, device.Pin(pieces_));
   return absl::OkStatus();
 }
 

@@ -88,9 +88,10 @@ class BlockCache {
   // Layer after layer, and within a layer one for each combination of the dimensions outside of
   // the block: a buffer of num_blocks() items. K and V of a layer in the default order.
   std::vector<BufferInfo> buffer_infos() const;
-  // Of a cache in the host's memory, once: the device of that memory reaches the blocks where they lie
-  // as long as this lives, so that CopyBlocks() between them is faster. Takes the room of all blocks.
-  // Errors of PoolMemory::Pin(); nothing to do where that is the host's too.
+  // Of a cache in the host's memory: the device of that memory reaches the blocks where they lie as long
+  // as this lives, so that CopyBlocks() between them is faster. Takes the room of all blocks. Errors of
+  // PoolMemory::Pin(). Nothing to do where that is the host's too, nor where somebody, as an engine, has
+  // pinned all of them already: then they are reached for as long as he says.
   absl::Status PinFor(const PoolMemory& device);
 
  private:
@@ -106,7 +107,7 @@ class BlockCache {
   const std::shared_ptr<const void> owner_;
   const std::vector<std::byte*> layers_;
   std::vector<std::span<std::byte>> pieces_;
-  std::vector<std::shared_ptr<const void>> pins_;  // Of the pieces.
+  std::shared_ptr<const void> pin_;  // Of the pieces.
 };
 
 // Neighbouring blocks that go to neighbouring blocks.

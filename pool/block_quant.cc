@@ -319,18 +319,18 @@ void QuantizedCopy::RunPart(int64_t begin, int64_t end) const {
 
 absl::Status StoreQuantized(BlockFormat format, const TokenView& rows, const TokenView& codes,
                             const TokenView& scales, std::span<const int32_t> slots,
-                            const PoolMemory& memory) {
+                            const PoolMemory& memory, ThreadPool* threads) {
   KVFERRY_ASSIGN_OR_RETURN(const QuantizedCopy copy,
                            QuantizedCopy::PlanStore(format, rows, codes, scales, slots));
-  return memory.RunQuantized({&copy, 1}, nullptr);
+  return memory.RunQuantized({&copy, 1}, threads);
 }
 
 absl::Status LoadQuantized(BlockFormat format, const TokenView& codes, const TokenView& scales,
                            std::span<const int32_t> slots, const TokenView& rows,
-                           const PoolMemory& memory) {
+                           const PoolMemory& memory, ThreadPool* threads) {
   KVFERRY_ASSIGN_OR_RETURN(const QuantizedCopy copy,
                            QuantizedCopy::PlanLoad(format, codes, scales, slots, rows));
-  return memory.RunQuantized({&copy, 1}, nullptr);
+  return memory.RunQuantized({&copy, 1}, threads);
 }
 
 }  // namespace kvferry

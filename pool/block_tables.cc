@@ -258,10 +258,14 @@ absl::StatusOr<int64_t> BlockTables::TableWidth(std::span<const int64_t> ids) co
   return static_cast<int64_t>(width);
 }
 
+absl::Status BlockTables::CheckWidth(std::span<const int64_t> ids, int64_t width) const {
+  KVFERRY_ASSIGN_OR_RETURN(const int64_t least, TableWidth(ids));
+  return CheckOption("width", width, least, kMaxTokens);
+}
+
 absl::Status BlockTables::CheckTable(std::span<const int64_t> ids, int64_t width,
                                      size_t entries) const {
-  KVFERRY_ASSIGN_OR_RETURN(const int64_t least, TableWidth(ids));
-  KVFERRY_RETURN_IF_ERROR(CheckOption("width", width, least, kMaxTokens));
+  KVFERRY_RETURN_IF_ERROR(CheckWidth(ids, width));
   if (width == 0 || ids.size() <= entries / width) return absl::OkStatus();
   return Invalid("table has ", entries, " entries but must have ", ids.size(), " rows of ", width);
 }

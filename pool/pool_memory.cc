@@ -44,7 +44,8 @@ class Host : public PoolMemory {
     }
     return absl::OkStatus();
   }
-  absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> /*host*/) const override {
+  absl::StatusOr<std::shared_ptr<const void>> Pin(
+      std::span<const std::span<std::byte>> /*pieces*/) const override {
     return nullptr;
   }
 };

@@ -109,8 +109,15 @@ class PoolMemory {
                                       std::span<const PlaceMove> places) const;
   // As long as the result lives, the device reaches these bytes of the host where they lie, so that
   // copies from and to them are faster. The bytes must outlive it; whole pages of the system's are
-  // pinned, each once: ALREADY_EXISTS. OK without a result where there is nothing to do.
-  virtual absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> host) const = 0;
+  // pinned, each once, though pieces of one call may share them: ALREADY_EXISTS, and nothing stays
+  // pinned. OK without a result where there is nothing to do.
+  virtual absl::StatusOr<std::shared_ptr<const void>> Pin(
+      std::span<const std::span<std::byte>> pieces) const = 0;
+  absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> host) const {
+    return Pin(std::span<const std::span<std::byte>>(&host, 1));
+  }
+  // Whether it does so already, as far as it tells: whoever has pinned them, and for as long as he does.
+  virtual bool Reaches(std::span<const std::byte> /*host*/) const { return on_host(); }
 
   // Memory here as other processes of this machine can name it, part after part.
   struct SharedPart {

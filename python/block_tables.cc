@@ -5,7 +5,6 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <optional>
 #include <span>
 #include <utility>
@@ -27,9 +26,10 @@ using Ids = std::vector<int64_t>;
 // Not a vector: its zeros would be written only to be overwritten.
 NumpyArray<int32_t, 2> Table(const BlockTables& self, const Ids& ids, ThreadPool* threads,
                              std::optional<int64_t> width) {
+  // Before there is a table, which may be more than there is memory.
+  if (width) Check(self.CheckWidth(ids, *width));
   const int64_t columns = width ? *width : Value(self.TableWidth(ids));
-  // What is too narrow is refused below.
-  OwnedArray<int32_t> table(ids.size() * static_cast<size_t>(std::max<int64_t>(columns, 0)));
+  OwnedArray<int32_t> table(ids.size() * static_cast<size_t>(columns));
   // With the GIL: another call that moved what is copied here would be undefined.
   Check(self.WriteTable(ids, columns, table.values(), threads));
   return std::move(table).ToNumpy({ids.size(), static_cast<size_t>(columns)});

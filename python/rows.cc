@@ -68,15 +68,21 @@ void GivenRows::Add(const RowInput& array, int64_t num_rows, int64_t num_heads, 
                               num_rows, num_heads, head_dim);
   };
   absl::StatusOr<TokenView> view = view_of(array.data(), DimsOf(array));
-  if (!view.ok() && array.device_type() == nanobind::device::cpu::value) {
+  // Of another number no copy fits either, and it may take more memory than there is: strides of 0
+  // make many values of few.
+  const bool has_as_many = static_cast<int64_t>(array.size()) == num_rows * num_heads * head_dim;
+  if (view.ok() || !has_as_many) {
+    views_.push_back(Value(std::move(view)));
+    return;
+  }
+  if (array.device_type() == nanobind::device::cpu::value) {
     const ArrayDim dim = {static_cast<int64_t>(array.size()), DTypeBytes(dtype)};
-    view = view_of(Packed(array), {&dim, 1});
-  } else if (!view.ok()) {
+    views_.push_back(Value(view_of(Packed(array), {&dim, 1})));
+  } else {
     Check(absl::InvalidArgumentError(absl::StrCat(
         view.status().message(),
         "; on a device they are stored from where they lie: make them contiguous first")));
   }
-  views_.push_back(Value(std::move(view)));
 }
 
 }  // namespace kvferry

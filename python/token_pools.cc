@@ -137,7 +137,7 @@ void SetQuantized(TokenKvPool& self, const std::string& format, int64_t layer, i
   given.Add(rows, static_cast<int64_t>(slots.size()), codes.num_heads, head_dim, self.memory());
   const ReleasedGil nogil;
   Check(StoreQuantized(block_format, given.views()[0], codes, self.view(layer, tensor + 1),
-                       SlotList(slots), self.memory()));
+                       SlotList(slots), self.memory(), self.threads()));
 }
 
 NumpyArray<float, 3> GetQuantized(const TokenKvPool& self, const std::string& format, int64_t layer,
@@ -154,7 +154,7 @@ NumpyArray<float, 3> GetQuantized(const TokenKvPool& self, const std::string& fo
   {
     const ReleasedGil nogil;
     Check(LoadQuantized(block_format, codes, self.view(layer, tensor + 1), SlotList(slots), values,
-                        self.memory()));
+                        self.memory(), self.threads()));
   }
   return std::move(owned).ToNumpy({count, num_heads, head_dim});
 }
@@ -489,8 +489,9 @@ void BindBlockCache(nb::module_& module) {
           "pin_for",
           [](BlockCache& self, const BlockCache& device) { Check(self.PinFor(device.memory())); },
           "device"_a, nb::call_guard<ReleasedGil>(),
-          "Once, of a cache in host memory: pins it, so that copy_blocks() from and to a cache in "
-          "that one's memory is faster. Takes the room of all blocks.")
+          "Of a cache in host memory: pins it, so that copy_blocks() from and to a cache in that "
+          "one's memory is faster. Takes the room of all blocks. Nothing to do where an engine has "
+          "pinned all of them.")
       .def(
           "view",
           [](const CachePtr& self, int64_t layer, int64_t kv) {

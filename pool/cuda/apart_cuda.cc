@@ -112,9 +112,10 @@ absl::StatusOr<std::byte*> Bounce() {
   return memory.get();
 }
 
+// Of what a pool on the device may have adopted: managed memory too.
 absl::StatusOr<bool> IsOnDevice(const std::byte* address) {
   KVFERRY_ASSIGN_OR_RETURN(const cudaPointerAttributes attributes, AttributesOf(address));
-  return attributes.type == cudaMemoryTypeDevice;
+  return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
 }
 
 // From the first of these bytes to the last of them.

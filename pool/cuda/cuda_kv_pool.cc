@@ -61,6 +61,13 @@ class Pinned {
     const auto& [begin, size] = *std::prev(behind);
     return bytes.data() + bytes.size() <= begin + size;
   }
+  bool HasAny(std::span<const std::byte> bytes) {
+    const MutexLock lock(&mutex_);
+    const auto behind = ranges_.lower_bound(bytes.data() + bytes.size());
+    if (behind == ranges_.begin()) return false;
+    const auto& [begin, size] = *std::prev(behind);
+    return bytes.data() < begin + size;
+  }
 
  private:
   Mutex mutex_;
@@ -128,5 +135,6 @@ absl::StatusOr<std::unique_ptr<HostPin>> PinHostMemory(std::span<const BufferInf
 }
 
 bool IsPinned(std::span<const std::byte> bytes) { return AllPinned().Has(bytes); }
+bool IsAnyPinned(std::span<const std::byte> bytes) { return AllPinned().HasAny(bytes); }
 
 }  // namespace kvferry

@@ -53,5 +53,7 @@ absl::StatusOr<std::unique_ptr<HostPin>> PinHostMemory(std::span<const BufferInf
 
 // All of these bytes are pinned by one HostPin.
 bool IsPinned(std::span<const std::byte> bytes);
+// Any of them is pinned by a HostPin.
+bool IsAnyPinned(std::span<const std::byte> bytes);
 
 }  // namespace kvferry

@@ -20,8 +20,8 @@
 #include "pool/cuda/block_quant_cuda.h"
 #include "pool/cuda/cuda_kv_pool.h"
 #include "pool/cuda/cuda_status.h"
-#include "pool/cuda/driver.h"
 #include "pool/cuda/on_device.h"
+#include "pool/cuda/places.h"
 #include "pool/cuda/shared_cuda.h"
 #include "pool/cuda/token_copy_cuda.h"
 #include "pool/token_copy.h"
@@ -62,16 +62,10 @@ absl::StatusOr<std::shared_ptr<std::byte>> Scratch(int64_t bytes, cudaStream_t s
 
 // ---------------------------------------------------------------- where rows lie
 
-enum class Place : uint8_t {
-  kHost,          // The device cannot address it.
-  kPartlyPinned,  // Nor does CUDA copy it: all of a range has to be pinned, or none.
-  kPinned,        // Host memory that it can address.
-  kDevice,
-};
-
 // Of memory that a pool on the device adopts.
 absl::Status CheckLiesOn(int device, const std::byte* address) {
   KVFERRY_ASSIGN_OR_RETURN(const cudaPointerAttributes attributes, AttributesOf(address));
+  if (attributes.type == cudaMemoryTypeManaged) return absl::OkStatus();  // On every device.
   const bool on_a_device = attributes.type == cudaMemoryTypeDevice;
   if (on_a_device && attributes.device == device) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
@@ -80,46 +74,7 @@ absl::Status CheckLiesOn(int device, const std::byte* address) {
       ", but is said to lie on device ", device));
 }
 
-bool NeedsTheHost(Place place) { return place == Place::kHost || place == Place::kPartlyPinned; }
-
-absl::StatusOr<Place> PlaceOf(const std::byte* address, int device) {
-  KVFERRY_ASSIGN_OR_RETURN(const cudaPointerAttributes attributes, AttributesOf(address));
-  switch (attributes.type) {
-    case cudaMemoryTypeManaged:
-      return Place::kPinned;
-    case cudaMemoryTypeHost:
-      return attributes.devicePointer == address ? Place::kPinned : Place::kHost;
-    case cudaMemoryTypeDevice:
-      if (attributes.device == device) return Place::kDevice;
-      return absl::InvalidArgumentError(absl::StrCat(
-          "cuda memory: rows lie on device ", attributes.device, ", but the pool on ", device));
-    default:
-      return Place::kHost;
-  }
-}
-
-// Whether host memory of which both ends are pinned is pinned in between.
-bool IsPinnedThroughout(std::span<const std::byte> bytes) {
-  if (IsPinned(bytes)) return true;
-  // By somebody else, in one piece. Where CUDA does not tell, it may be two with a gap.
-  const absl::StatusOr<std::span<const std::byte>> all = AllocationOf(bytes.data());
-  return all.ok() && all->data() <= bytes.data() &&
-         bytes.data() + bytes.size() <= all->data() + all->size();
-}
-
-// Of a view with slots: all of it, as somebody may have pinned a part.
-absl::StatusOr<Place> PlaceOf(const TokenView& view, int device) {
-  const std::span<const std::byte> hull = view.Hull();
-  KVFERRY_ASSIGN_OR_RETURN(const Place begin, PlaceOf(&hull.front(), device));
-  KVFERRY_ASSIGN_OR_RETURN(const Place end, PlaceOf(&hull.back(), device));
-  if (begin == Place::kPinned && end == Place::kPinned) {
-    return IsPinnedThroughout(hull) ? Place::kPinned : Place::kPartlyPinned;
-  }
-  if (begin == end) return begin;
-  if (begin != Place::kDevice && end != Place::kDevice) return Place::kPartlyPinned;
-  return absl::InvalidArgumentError(
-      "cuda memory: rows begin on the device and end on the host, or the other way round");
-}
+bool NeedsTheHost(Place place) { return place != Place::kPinned && place != Place::kDevice; }
 
 // ---------------------------------------------------------------- copies
 
@@ -133,8 +88,8 @@ class Copies {
     std::vector<Ends> ends;
     for (const TokenCopy& copy : copies) {
       if (copy.num_rows() == 0) continue;
-      KVFERRY_ASSIGN_OR_RETURN(const Place from, PlaceOf(copy.from(), device_));
-      KVFERRY_ASSIGN_OR_RETURN(const Place to, PlaceOf(copy.to(), device_));
+      KVFERRY_ASSIGN_OR_RETURN(const Place from, PlaceOf(copy.from().Hull(), device_));
+      KVFERRY_ASSIGN_OR_RETURN(const Place to, PlaceOf(copy.to().Hull(), device_));
       ends.push_back({&copy, from, to});
     }
     for (const Ends& one : ends) KVFERRY_RETURN_IF_ERROR(RunOne(one));
@@ -146,13 +101,13 @@ class Copies {
     for (const QuantizedCopy& copy : copies) {
       if (copy.slots().empty()) continue;
       for (const TokenView& view : {copy.codes(), copy.scales()}) {
-        KVFERRY_ASSIGN_OR_RETURN(const Place place, PlaceOf(view, device_));
+        KVFERRY_ASSIGN_OR_RETURN(const Place place, PlaceOf(view.Hull(), device_));
         if (NeedsTheHost(place)) {
           return absl::InvalidArgumentError(absl::StrCat(
               "cuda memory: codes and scales must lie where device ", device_, " reaches them"));
         }
       }
-      KVFERRY_ASSIGN_OR_RETURN(const Place rows, PlaceOf(copy.rows(), device_));
+      KVFERRY_ASSIGN_OR_RETURN(const Place rows, PlaceOf(copy.rows().Hull(), device_));
       places.emplace_back(&copy, rows);
     }
     for (const auto& [copy, rows] : places) KVFERRY_RETURN_IF_ERROR(RunOne(*copy, rows));
@@ -376,8 +331,8 @@ class DeviceMemory : public PoolMemory {
     return OnDevice(device_, [&] { return RunAll(copies, threads, kDefaultStream); });
   }
   absl::Status RunQuantized(std::span<const QuantizedCopy> copies,
-                            ThreadPool* /*threads*/) const override {
-    return OnDevice(device_, [&] { return RunAll(copies, nullptr, kDefaultStream); });
+                            ThreadPool* threads) const override {
+    return OnDevice(device_, [&] { return RunAll(copies, threads, kDefaultStream); });
   }
   absl::Status RunBlocks(const BlockCache& from, BlockCache& to,
                          std::span<const BlockPair> pairs) const override {
@@ -410,14 +365,21 @@ class DeviceMemory : public PoolMemory {
                                                              int64_t bytes) const override {
     return OnDevice(device_, [&] { return MapSharedCuda(name, bytes, device_); });
   }
-  absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> host) const override {
-    const auto bytes = static_cast<int64_t>(host.size());
-    const BufferInfo buffer{host.data(), bytes, bytes};
+  absl::StatusOr<std::shared_ptr<const void>> Pin(
+      std::span<const std::span<std::byte>> pieces) const override {
+    std::vector<BufferInfo> buffers;
+    for (const std::span<std::byte>& piece : pieces) {
+      const auto bytes = static_cast<int64_t>(piece.size());
+      buffers.push_back({piece.data(), bytes, bytes});
+    }
     return OnDevice(device_, [&]() -> absl::StatusOr<std::shared_ptr<const void>> {
-      KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<const void> pin,
-                               PinHostMemory({&buffer, 1}, nullptr));
+      KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<const void> pin, PinHostMemory(buffers, nullptr));
       return pin;
     });
+  }
+  bool Reaches(std::span<const std::byte> host) const override {
+    const absl::StatusOr<Place> place = OnDevice(device_, [&] { return PlaceOf(host, device_); });
+    return place.ok() && *place == Place::kPinned;
   }
 
  private:

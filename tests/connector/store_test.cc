@@ -148,9 +148,10 @@ class CountedPins : public GuardedMemory {
  public:
   explicit CountedPins(int device) : device_(device) {}
   std::optional<int> cuda_device() const override { return device_; }
-  absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> host) const override {
+  absl::StatusOr<std::shared_ptr<const void>> Pin(
+      std::span<const std::span<std::byte>> pieces) const override {
     ++pins;
-    return GuardedMemory::Pin(host);
+    return GuardedMemory::Pin(pieces);
   }
   mutable int pins = 0;
 

@@ -39,5 +39,24 @@ TEST(BlockQuant, ThreadsWriteTheSameBytes) {
   }
 }
 
+TEST(BlockQuant, ThreadsAreHandedToTheMemory) {
+  const auto threads = Must(ThreadPool::Create(0));
+  const auto memory = std::make_shared<GuardedMemory>();
+  const KvLayout layout{1, 1, DType::kUint8, "NHD",
+                        Must(QuantizedTensors(BlockFormat::kMxfp4, "k", 1, 16))};
+  const auto pool = Must(TokenKvPool::Create(layout, 4, 0, memory));
+  Floats values(16, 1.5F);
+  const TokenView rows = ViewOf(values, 1, 1, 16), codes = pool->view(0, 0), at = pool->view(0, 1);
+  const std::vector<int32_t> slots = {2};
+  ASSERT_TRUE(
+      IsOk(StoreQuantized(BlockFormat::kMxfp4, rows, codes, at, slots, *memory, threads.get())));
+  EXPECT_EQ(std::exchange(memory->last_threads, nullptr), threads.get());
+  ASSERT_TRUE(
+      IsOk(LoadQuantized(BlockFormat::kMxfp4, codes, at, slots, rows, *memory, threads.get())));
+  EXPECT_EQ(std::exchange(memory->last_threads, nullptr), threads.get());
+  ASSERT_TRUE(IsOk(LoadQuantized(BlockFormat::kMxfp4, codes, at, slots, rows, *memory)));
+  EXPECT_EQ(memory->last_threads, nullptr);
+}
+
 }  // namespace
 }  // namespace kvferry

@@ -103,7 +103,8 @@ class GuardedMemory : public PoolMemory {
     return std::make_shared<LateMoves>(this, moves);
   }
 
-  absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> /*host*/) const override {
+  absl::StatusOr<std::shared_ptr<const void>> Pin(
+      std::span<const std::span<std::byte>> /*pieces*/) const override {
     if (!pin_failure.ok()) return pin_failure;
     return nullptr;
   }

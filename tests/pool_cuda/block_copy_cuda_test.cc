@@ -7,6 +7,8 @@
 #include <cstring>
 #include <numeric>
 #include <random>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "pool/cuda/cuda_kv_pool.h"
@@ -28,23 +30,53 @@ BlockCacheShape Shape() {
 struct Cache {
   std::shared_ptr<BlockCache> real, model;
 
+  explicit Cache(std::shared_ptr<BlockCache> cache)
+      : real(std::move(cache)),
+        model(Must(BlockCache::Create(real->shape(), real->num_blocks()))) {}
   Cache(const BlockCacheShape& shape, int64_t num_blocks,
         const std::shared_ptr<const PoolMemory>& memory)
-      : real(Must(BlockCache::Create(shape, num_blocks, memory))),
-        model(Must(BlockCache::Create(shape, num_blocks))) {}
+      : Cache(Must(BlockCache::Create(shape, num_blocks, memory))) {}
 
   std::byte* begin(const BlockCache& cache) const { return cache.buffer_infos()[0].address; }
   void Fill(std::mt19937_64& random) const {
     std::generate_n(begin(*model), model->bytes(),
                     [&] { return static_cast<std::byte>(random()); });
-    CopyToDevice(begin(*real), begin(*model), static_cast<size_t>(model->bytes()));
+    const auto bytes = static_cast<size_t>(model->bytes());
+    if (real->memory().on_host()) {
+      std::copy_n(begin(*model), bytes, begin(*real));  // CUDA would not, where a part is pinned.
+    } else {
+      CopyToDevice(begin(*real), begin(*model), bytes);
+    }
   }
+  // When nothing is under way.
   bool Agrees() const {
     std::vector<std::byte> bytes(static_cast<size_t>(real->bytes()));
-    EXPECT_EQ(cudaMemcpy(bytes.data(), begin(*real), bytes.size(), cudaMemcpyDefault), cudaSuccess);
+    if (real->memory().on_host()) {
+      std::copy_n(begin(*real), bytes.size(), bytes.begin());
+    } else {
+      EXPECT_EQ(cudaMemcpy(bytes.data(), begin(*real), bytes.size(), cudaMemcpyDefault),
+                cudaSuccess);
+    }
     return std::equal(bytes.begin(), bytes.end(), begin(*model));
   }
 };
+
+// Each behind the one before, as on a heap: where one ends in the middle of a page of the system's the
+// next one begins.
+std::array<Cache, 3> Neighbours(const BlockCacheShape& shape, int64_t num_blocks) {
+  const auto layer_bytes = static_cast<size_t>(num_blocks * shape.block_bytes() / shape.num_layers);
+  const int64_t bytes = 3 * num_blocks * shape.block_bytes();
+  const std::shared_ptr<std::byte> heap = Must(HostMemory()->Allocate(bytes));
+  std::byte* next = heap.get();
+  const auto adopt = [&] {
+    std::vector<std::span<std::byte>> layers;
+    for (int64_t layer = 0; layer < shape.num_layers; ++layer, next += layer_bytes) {
+      layers.push_back({next, layer_bytes});
+    }
+    return Cache(Must(BlockCache::Adopt(shape, layers, heap)));
+  };
+  return {adopt(), adopt(), adopt()};
+}
 
 TEST(CudaBlocks, RandomCopiesAgreeWithCopyBlocks) {
   const std::string missing = MissingDevice();
@@ -54,13 +86,23 @@ TEST(CudaBlocks, RandomCopiesAgreeWithCopyBlocks) {
   for (int round = 0; round < 40; ++round) {
     shape.mla = round % 4 == 3;
     std::shuffle(shape.order.begin(), shape.order.end(), random);
-    // Two on the device, one in pinned and one in plain host memory.
-    const std::array<Cache, 4> caches = {
-        Cache(shape, 20, CudaMemory(0)), Cache(shape, 30, CudaMemory(0)),
-        Cache(shape, 40, HostMemory()), Cache(shape, 20, HostMemory())};
+    // Two on the device, one in pinned and one in plain host memory, and one that is pinned at its
+    // ends, or one of them, as its neighbours are.
+    const std::array<Cache, 3> neighbours = Neighbours(shape, 20);
+    const std::array<Cache, 7> caches = {Cache(shape, 20, CudaMemory(0)),
+                                         Cache(shape, 30, CudaMemory(0)),
+                                         Cache(shape, 40, HostMemory()),
+                                         Cache(shape, 20, HostMemory()),
+                                         neighbours[0],
+                                         neighbours[1],
+                                         neighbours[2]};
     const auto pin = Must(PinHostMemory(caches[2].real->buffer_infos(), caches[2].real));
+    for (const size_t which : {4, 6}) {
+      if (round % 3 == 1 && which == 6) continue;
+      ASSERT_TRUE(IsOk(caches[which].real->PinFor(*CudaMemory(0))));
+    }
     for (const Cache& cache : caches) cache.Fill(random);
-    for (int copy = 0; copy < 30; ++copy) {
+    for (int copy = 0; copy < 60; ++copy) {
       const Cache& from = caches[random() % caches.size()];
       const Cache& to = caches[random() % caches.size()];
       // Runs and single blocks; within one cache the lower half becomes the upper.
@@ -92,7 +134,8 @@ TEST(CudaBlocks, CopyBlocksLeavesThemToTheDevice) {
   ASSERT_TRUE(IsOk(pinned.real->PinFor(*CudaMemory(0))));
   const auto blocks = std::span(pinned.begin(*pinned.real), pinned.real->bytes());
   EXPECT_TRUE(IsPinned(blocks));
-  EXPECT_TRUE(Fails(pinned.real->PinFor(*CudaMemory(0)), absl::StatusCode::kAlreadyExists));
+  EXPECT_TRUE(IsOk(pinned.real->PinFor(*CudaMemory(0))));
+  EXPECT_TRUE(IsPinned(blocks));
   EXPECT_TRUE(Fails(first.real->PinFor(*HostMemory()), absl::StatusCode::kFailedPrecondition,
                     "block cache", "lies in"));
   for (const Cache* cache : {&plain, &pinned, &first, &second}) cache->Fill(random);
@@ -114,6 +157,41 @@ TEST(CudaBlocks, CopyBlocksLeavesThemToTheDevice) {
                     "destination block 6"));
 }
 
+// Layers of an engine's: the second right behind the first, the third before it, in pages that they share.
+TEST(CudaBlocks, LayersThatSharePagesArePinnedTogether) {
+  const std::string missing = MissingDevice();
+  if (!missing.empty()) GTEST_SKIP() << missing;
+  const auto own = Must(BlockCache::Create(Shape(), 5));
+  const auto layer_bytes = static_cast<size_t>(own->bytes() / 3);
+  const std::shared_ptr<std::byte> heap = Must(HostMemory()->Allocate(own->bytes() + 64));
+  const std::vector<std::span<std::byte>> layers = {
+      {heap.get() + 64 + layer_bytes, layer_bytes},
+      {heap.get() + 64 + 2 * layer_bytes, layer_bytes},
+      {heap.get(), layer_bytes}};
+  auto cache = Must(BlockCache::Adopt(Shape(), layers, heap));
+  ASSERT_EQ(cache->pieces().size(), 2);
+  ASSERT_TRUE(IsOk(cache->PinFor(*CudaMemory(0))));
+  for (const std::span<std::byte>& layer : layers) EXPECT_TRUE(IsPinned(layer));
+  // Of the same memory: reached as it is, for as long as the first one lives.
+  const auto other = Must(BlockCache::Adopt(Shape(), std::vector(3, layers[0]), heap));
+  EXPECT_TRUE(IsOk(other->PinFor(*CudaMemory(0))));
+  cache.reset();
+  EXPECT_FALSE(IsAnyPinned({heap.get(), static_cast<size_t>(own->bytes() + 64)}));
+}
+
+TEST(CudaBlocks, WhatSomebodyElseHasPinnedInPartIsNotPinnedAgain) {
+  const std::string missing = MissingDevice();
+  if (!missing.empty()) GTEST_SKIP() << missing;
+  const std::array<Cache, 3> neighbours = Neighbours(Shape(), 20);
+  ASSERT_TRUE(IsOk(neighbours[0].real->PinFor(*CudaMemory(0))));
+  const std::span<std::byte> all = neighbours[1].real->pieces()[0];
+  EXPECT_TRUE(IsAnyPinned(all));
+  EXPECT_FALSE(IsPinned(all));
+  EXPECT_TRUE(Fails(neighbours[1].real->PinFor(*CudaMemory(0)), absl::StatusCode::kAlreadyExists,
+                    "pinning"));
+  EXPECT_FALSE(IsAnyPinned({&all.back(), 1}));
+}
+
 // The rest needs no device.
 
 TEST(CudaBlockArguments, PairsAreCheckedAsOnTheHost) {
@@ -132,7 +210,7 @@ TEST(CudaBlockArguments, WithoutADeviceNothingIsCopied) {
   const auto cache = Must(BlockCache::Create(Shape(), 4));
   const std::vector<BlockPair> pairs = {{0, 1}};
   EXPECT_TRUE(Fails(CopyBlocksCuda(*cache, *cache, pairs, kStream), absl::StatusCode::kUnavailable,
-                    "moving bytes"));
+                    "block copy"));
   EXPECT_TRUE(Fails(BlockCache::Create(Shape(), 4, CudaMemory(0)), absl::StatusCode::kUnavailable,
                     "no device 0"));
 }

@@ -187,22 +187,25 @@ TEST_F(CudaMemories, PartlyPinnedMemoryIsAllHostMemory) {
   EXPECT_EQ(got, bytes);
 }
 
-// Two ranges are pinned, each at an end of the rows, and not what lies between.
-TEST_F(CudaMemories, AGapBetweenPinnedEndsIsSeen) {
+// Two ranges are pinned, each at an end of the rows, and not what lies between; or that alone.
+TEST_F(CudaMemories, WhatIsPinnedInPiecesIsAllHostMemory) {
   const auto device =
       Must(TokenKvPool::Create(KvLayout::Mla(1, 1, 4096, DType::kUint8), 64, 0, memory_));
   const auto host = Must(KvPool::Create(device->layout(), 64));
   const BufferInfo& buffer = host->buffer(0, 0);
   const std::vector<BufferInfo> ends = {{buffer.address, 4 * 4096, 4096},
                                         {buffer.address + 60 * 4096, 4 * 4096, 4096}};
-  const auto pin = Must(PinHostMemory(ends, host));
-  const std::vector<std::byte> bytes = RandomBytes(buffer.bytes);
-  std::copy(bytes.begin(), bytes.end(), buffer.address);
-  const std::vector<int32_t> slots = ShuffledSlots(64);
-  ASSERT_TRUE(IsOk(device->WriteFlat(slots, {buffer.address, bytes.size()})));
-  std::fill_n(buffer.address, buffer.bytes, std::byte{0});
-  ASSERT_TRUE(IsOk(device->ReadFlat(slots, {buffer.address, bytes.size()})));
-  EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), buffer.address));
+  const std::vector<BufferInfo> middle = {{buffer.address + 4 * 4096, 4 * 4096, 4096}};
+  for (const std::vector<BufferInfo>& pinned : {ends, middle}) {
+    const auto pin = Must(PinHostMemory(pinned, host));
+    const std::vector<std::byte> bytes = RandomBytes(buffer.bytes);
+    std::copy(bytes.begin(), bytes.end(), buffer.address);
+    const std::vector<int32_t> slots = ShuffledSlots(64);
+    ASSERT_TRUE(IsOk(device->WriteFlat(slots, {buffer.address, bytes.size()})));
+    std::fill_n(buffer.address, buffer.bytes, std::byte{0});
+    ASSERT_TRUE(IsOk(device->ReadFlat(slots, {buffer.address, bytes.size()})));
+    EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), buffer.address));
+  }
 }
 
 TEST_F(CudaMemories, AHostTierUnderADevice) {

@@ -77,6 +77,10 @@ def test_a_table_may_be_wider_than_its_rows():
     for width in (2, -1):
         with pytest.raises(ValueError, match=f"{width}"):
             tables.table([a, b], width=width)
+    # Before there is a table of that size.
+    for width in (2**31, 2**40, 2**62):
+        with pytest.raises(ValueError, match=f"width is {width} but must lie in"):
+            tables.table([a, b], width=width)
 
 
 def test_how_free_blocks_lie():

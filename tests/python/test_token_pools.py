@@ -234,6 +234,33 @@ def test_threads_change_nothing_but_the_speed():
     assert torch.equal(torch.from_dlpack(pool.value_buffer(0))[torch.from_numpy(where).long()], v)
 
 
+def test_threads_quantise_the_same_rows():
+    layout = kvferry.KvLayout(
+        num_layers=1,
+        page_size=1,
+        dtype="uint8",
+        page_format="NHD",
+        tensors=kvferry.quantized_tensors("mxfp4", "k", 8, 128),
+    )
+    where = np.random.default_rng(3).permutation(2048).astype(np.int32)
+    rows = torch.randn(2048, 8, 128)
+    alone, helped = (kvferry.TokenKvPool.create(layout, 2048) for _ in range(2))
+    helped.use_threads(kvferry.ThreadPool(2))
+    for pool in (alone, helped):
+        pool.set_quantized("mxfp4", 0, 0, where, rows)
+    assert np.array_equal(alone.get_flat_data(where), helped.get_flat_data(where))
+    loaded = [pool.get_quantized("mxfp4", 0, 0, where) for pool in (alone, helped)]
+    assert np.array_equal(*loaded)
+
+
+def test_rows_of_another_size_are_refused_before_they_are_copied():
+    """As those of a view of few values that stands for many."""
+    pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(1, 1, 2, 4, "float32"), 8)
+    many = np.broadcast_to(np.float32(1), (2**18, 2**18))
+    with pytest.raises(ValueError, match="rows have 68719476736 values, but 1 slots of 2 heads"):
+        pool.set_kv_buffer(0, slots(4), [many, many])
+
+
 def test_bad_calls_say_what_is_wrong():
     pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(1, 1, 2, 4, "float32"), 8)
     rows = [torch.zeros(2, 2, 4)] * 2

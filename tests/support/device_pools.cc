@@ -50,8 +50,9 @@ class FirstUnnamed : public PoolMemory {
   absl::Status MoveApart(std::span<const BytesMove> moves) const override {
     return memory_->MoveApart(moves);
   }
-  absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> host) const override {
-    return memory_->Pin(host);
+  absl::StatusOr<std::shared_ptr<const void>> Pin(
+      std::span<const std::span<std::byte>> pieces) const override {
+    return memory_->Pin(pieces);
   }
   absl::StatusOr<std::vector<SharedPart>> Share(std::span<const std::byte> bytes) const override {
     const bool in_first =

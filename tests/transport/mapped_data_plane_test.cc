@@ -388,7 +388,8 @@ class NamedMemory final : public PoolMemory {
   absl::Status MoveApart(std::span<const BytesMove> moves) const override {
     return HostMemory()->MoveApart(moves);
   }
-  absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> /*host*/) const override {
+  absl::StatusOr<std::shared_ptr<const void>> Pin(
+      std::span<const std::span<std::byte>> /*pieces*/) const override {
     return nullptr;
   }
   absl::StatusOr<std::vector<SharedPart>> Share(std::span<const std::byte> bytes) const override {

@@ -121,6 +121,9 @@ cudaError_t cudaSetDevice(int device);
 cudaError_t cudaMalloc(void** pointer, size_t bytes);
 cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t stream);
 cudaError_t cudaFree(void* pointer);
+// The host touches it too, where it lies.
+constexpr unsigned cudaMemAttachGlobal = 1;
+cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned flags = cudaMemAttachGlobal);
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream);
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned flags);
 cudaError_t cudaHostUnregister(void* pointer);
@@ -186,6 +189,13 @@ void SetCapturing(bool capturing);
 void FailQueries(int count, cudaError_t error);
 // The device cannot be made current; -1: each can.
 void LoseDevice(int device);
+// cuMemGetAddressRange knows memory of devices alone, as its documentation has it.
+void HideHostRanges(bool hide);
+// Of all devices and threads so far.
+struct CallCounts {
+  int64_t launches, copies;
+};
+CallCounts CountedCalls();
 
 }  // namespace kvferry::emulated
 

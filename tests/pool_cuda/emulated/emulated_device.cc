@@ -49,6 +49,8 @@ std::atomic<bool> is_capturing;
 std::atomic<int> lost_device = -1;
 std::atomic<int> failing_queries;
 std::atomic<cudaError_t> query_error;
+std::atomic<bool> hides_host_ranges;
+std::atomic<int64_t> launches, copies;
 
 cudaError_t Answer(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
@@ -231,10 +233,28 @@ class Machine {
     return cudaSuccess;
   }
 
+  cudaError_t AllocateManaged(void** pointer, size_t bytes) {
+    const std::scoped_lock lock(mutex_);
+    if (bytes == 0) return cudaErrorInvalidValue;
+    void* const made =
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (made == MAP_FAILED) return cudaErrorMemoryAllocation;
+    pinned_.emplace(static_cast<std::byte*>(made), HostRange{bytes, /*is_managed=*/true});
+    *pointer = made;
+    return cudaSuccess;
+  }
+
   cudaError_t Free(void* pointer) {
     const std::scoped_lock lock(mutex_);
     if (pointer == nullptr) return cudaSuccess;
     const auto* memory = static_cast<const std::byte*>(pointer);
+    if (const auto found = pinned_.find(memory); found != pinned_.end()) {
+      if (!found->second.is_managed) return cudaErrorInvalidValue;
+      DrainAll();
+      munmap(pointer, found->second.bytes);
+      pinned_.erase(found);
+      return cudaSuccess;
+    }
     if (!IsOwnAt(memory)) return cudaErrorInvalidValue;
     DrainAll();
     allocations_.erase(memory);
@@ -280,12 +300,15 @@ class Machine {
     return cudaSuccess;
   }
 
-  // The allocation that the pointer lies in; empty when there is none.
-  std::span<std::byte> RangeOf(const void* pointer) {
+  // The allocation that the pointer lies in, or what is pinned with it; empty when there is none.
+  std::span<const std::byte> RangeOf(const void* pointer) {
     const std::scoped_lock lock(mutex_);
-    const Allocation* allocation = AllocationOf(pointer);
-    if (allocation == nullptr) return {};
-    return {allocation->address(), allocation->bytes()};
+    if (const Allocation* allocation = AllocationOf(pointer)) {
+      return {allocation->address(), allocation->bytes()};
+    }
+    const auto found = PinnedAt(pointer);
+    if (found == pinned_.end() || hides_host_ranges) return {};
+    return {found->first, found->second.bytes};
   }
 
   cudaError_t Pin(void* pointer, size_t bytes) {
@@ -297,20 +320,21 @@ class Machine {
     const size_t size =
         RoundUp(static_cast<size_t>(static_cast<std::byte*>(pointer) - first) + bytes, page);
     for (const auto& [begin, pinned] : pinned_) {
-      if (first < begin + pinned && begin < first + size) {
+      if (first < begin + pinned.bytes && begin < first + size) {
         return cudaErrorHostMemoryAlreadyRegistered;
       }
     }
-    pinned_.emplace(first, size);
+    pinned_.emplace(first, HostRange{size});
     return cudaSuccess;
   }
 
   cudaError_t Unpin(const void* pointer) {
     const std::scoped_lock lock(mutex_);
     DrainAll();
-    return pinned_.erase(static_cast<const std::byte*>(pointer)) == 1
-               ? cudaSuccess
-               : cudaErrorHostMemoryNotRegistered;
+    const auto found = pinned_.find(static_cast<const std::byte*>(pointer));
+    if (found == pinned_.end() || found->second.is_managed) return cudaErrorHostMemoryNotRegistered;
+    pinned_.erase(found);
+    return cudaSuccess;
   }
 
   cudaPointerAttributes AttributesOf(const void* pointer) {
@@ -319,7 +343,10 @@ class Machine {
     if (const Allocation* allocation = AllocationOf(pointer)) {
       return {cudaMemoryTypeDevice, allocation->device(), seen, nullptr};
     }
-    if (IsPinned(pointer)) return {cudaMemoryTypeHost, current_device, seen, seen};
+    if (const auto found = PinnedAt(pointer); found != pinned_.end()) {
+      const bool managed = found->second.is_managed;
+      return {managed ? cudaMemoryTypeManaged : cudaMemoryTypeHost, current_device, seen, seen};
+    }
     return {cudaMemoryTypeUnregistered, -1, nullptr, seen};
   }
 
@@ -337,6 +364,7 @@ class Machine {
   cudaError_t Copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, bool waits,
                    cudaStream_t stream) {
     const std::scoped_lock lock(mutex_);
+    ++copies;
     if (bytes == 0) return cudaSuccess;
     const std::optional<bool> to_device = IsOnDevice(to, bytes),
                               from_device = IsOnDevice(from, bytes);
@@ -491,18 +519,26 @@ class Machine {
     return at < allocation->address() + allocation->bytes() ? allocation : nullptr;
   }
 
-  bool IsPinned(const void* pointer) const {
+  // Memory of the host that devices reach.
+  struct HostRange {
+    size_t bytes;
+    bool is_managed = false;
+  };
+  using HostRanges = std::map<const std::byte*, HostRange>;  // By their first byte.
+
+  HostRanges::const_iterator PinnedAt(const void* pointer) const {
     const auto* at = static_cast<const std::byte*>(pointer);
-    return std::ranges::any_of(pinned_, [at](const auto& range) {
-      return at >= range.first && at < range.first + range.second;
+    return std::ranges::find_if(pinned_, [at](const auto& range) {
+      return at >= range.first && at < range.first + range.second.bytes;
     });
   }
+  bool IsPinned(const void* pointer) const { return PinnedAt(pointer) != pinned_.end(); }
 
   // What is pinned, and what is not, cannot be copied in one go.
   bool IsPartlyPinned(const void* pointer, size_t bytes) const {
     const auto* first = static_cast<const std::byte*>(pointer);
     return std::ranges::any_of(pinned_, [&](const auto& range) {
-      const std::byte* end = range.first + range.second;
+      const std::byte* end = range.first + range.second.bytes;
       return first < end && range.first < first + bytes &&
              (first < range.first || end < first + bytes);
     });
@@ -544,7 +580,7 @@ class Machine {
 
   std::mutex mutex_;
   std::map<const std::byte*, std::unique_ptr<Allocation>> allocations_;  // By their first byte.
-  std::map<const std::byte*, size_t> pinned_;                            // Whole pages.
+  HostRanges pinned_;                                                    // Whole pages.
   std::array<CUstream_st, kDevices> default_ = {CUstream_st{0, {}}, CUstream_st{1, {}}};
   std::set<cudaStream_t> made_;
   std::set<cudaEvent_t> events_;
@@ -600,6 +636,10 @@ void SetCapturing(bool capturing) { is_capturing = capturing; }
 
 void LoseDevice(int device) { lost_device = device; }
 
+void HideHostRanges(bool hide) { hides_host_ranges = hide; }
+
+CallCounts CountedCalls() { return {launches, copies}; }
+
 void FailQueries(int count, cudaError_t error) {
   query_error = error;
   failing_queries = count;
@@ -610,6 +650,7 @@ void Translate(std::span<std::byte> argument, bool has_padding) {
 }
 
 cudaError_t Launch(const cudaLaunchConfig_t& config, std::function<void()> thread) {
+  ++launches;
   return Answer(TheMachine().Launch(config, std::move(thread)));
 }
 
@@ -669,6 +710,11 @@ cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t /*stream*
 cudaError_t cudaFree(void* pointer) {
   if (IsForbidden()) return Answer(cudaErrorStreamCaptureUnsupported);
   return Answer(TheMachine().Free(pointer));
+}
+
+cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned /*flags*/) {
+  if (IsForbidden()) return Answer(cudaErrorStreamCaptureUnsupported);
+  return Answer(TheMachine().AllocateManaged(pointer, bytes));
 }
 
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {

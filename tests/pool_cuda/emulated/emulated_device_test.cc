@@ -13,6 +13,8 @@
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <random>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -20,9 +22,12 @@
 
 #include "base/hash.h"
 #include "base/unique_fd.h"
+#include "pool/block_cache.h"
+#include "pool/cuda/block_copy_cuda.h"
 #include "pool/cuda/cuda_memory.h"
 #include "pool/cuda/on_device.h"
 #include "pool/token_copy.h"
+#include "pool/token_kv_pool.h"
 #include "tests/pool_cuda/device.h"
 #include "tests/support/failing_new.h"
 #include "tests/support/status.h"
@@ -172,6 +177,31 @@ TEST_F(EmulatedDevice, KernelsReachTheirDeviceAndPinnedMemoryAlone) {
   ASSERT_EQ(cudaSetDevice(1), cudaSuccess);
   EXPECT_DEATH(Run(1, &Write<std::byte>, memory_, std::byte{1}), "device 1 gets .* of another one");
   ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+}
+
+TEST_F(EmulatedDevice, ManagedMemoryIsTheHostsAndTheDevices) {
+  std::byte* managed = nullptr;
+  ASSERT_EQ(cudaMallocManaged(reinterpret_cast<void**>(&managed), kBytes), cudaSuccess);
+  managed[0] = std::byte{5};
+  Run(1, &Copy<std::byte>, managed, managed + 1);
+  Wait();
+  EXPECT_EQ(managed[1], std::byte{5});
+  cudaPointerAttributes attributes;
+  ASSERT_EQ(cudaPointerGetAttributes(&attributes, managed + 1), cudaSuccess);
+  EXPECT_EQ(attributes.type, cudaMemoryTypeManaged);
+  EXPECT_EQ(cudaHostUnregister(managed), cudaErrorHostMemoryNotRegistered);
+  EXPECT_EQ(cudaFree(managed), cudaSuccess);
+  EXPECT_EQ(cudaFree(managed), cudaErrorInvalidValue);
+  EXPECT_EQ(cudaFree(pinned_), cudaErrorInvalidValue);
+}
+
+TEST_F(EmulatedDevice, CallsAreCounted) {
+  const auto [launches, copies] = emulated::CountedCalls();
+  Run(1, &Write<std::byte>, memory_, std::byte{7});
+  ASSERT_EQ(cudaMemcpyAsync(pinned_, memory_, 1, cudaMemcpyDefault, nullptr), cudaSuccess);
+  ASSERT_EQ(cudaMemcpy(pinned_, memory_, 1, cudaMemcpyDefault), cudaSuccess);
+  EXPECT_EQ(emulated::CountedCalls().launches, launches + 1);
+  EXPECT_EQ(emulated::CountedCalls().copies, copies + 2);
 }
 
 TEST_F(EmulatedDevice, WordsThatAreNotAlignedTrap) {
@@ -490,7 +520,12 @@ TEST_F(EmulatedDeviceSharing, AnyPointerLeadsToItsAllocation) {
   EXPECT_EQ(RangeOf(memory_), own);
   EXPECT_EQ(RangeOf(memory_ + kBytes - 1), own);
   EXPECT_EQ(RangeOf(memory_ + kBytes), none);
+  EXPECT_EQ(RangeOf(pinned_ + 1), std::pair(static_cast<void*>(pinned_), sizeof pinned_));
+  EXPECT_EQ(RangeOf(pinned_ + sizeof pinned_), none);
+  emulated::HideHostRanges(true);
   EXPECT_EQ(RangeOf(pinned_), none);
+  EXPECT_EQ(RangeOf(memory_), own);
+  emulated::HideHostRanges(false);
   const Exporter exporter;
   std::byte* opened = Open(exporter.handle());
   EXPECT_EQ(RangeOf(opened + 500), std::pair(static_cast<void*>(opened), kBytes));
@@ -639,6 +674,108 @@ TEST_F(OtherDevice, OnlyItsMemoryIsAdopted) {
   EXPECT_TRUE(Fails(adopt(host.get(), kMoved, host), kInvalid, "lies in the host's memory"));
   const auto pin = Must(memory_->Pin({host.get(), kMoved}));
   EXPECT_TRUE(Fails(adopt(host.get(), kMoved, host), kInvalid, "lies in the host's memory"));
+}
+
+TEST_F(OtherDevice, ManagedMemoryIsAdoptedToo) {
+  std::byte* managed = nullptr;
+  ASSERT_EQ(cudaMallocManaged(reinterpret_cast<void**>(&managed), kMoved), cudaSuccess);
+  const std::shared_ptr<std::byte> owner(
+      managed, [](std::byte* memory) { EXPECT_EQ(cudaFree(memory), cudaSuccess); });
+  const BufferInfo buffer{managed, kMoved, 1 << 12};
+  const auto pages =
+      KvPool::Adopt(KvLayout::Mla(1, 1, 1 << 12, DType::kUint8), {&buffer, 1}, owner, memory_);
+  ASSERT_TRUE(IsOk(pages));
+  const auto pool = Must(TokenKvPool::Over(*pages));
+  const std::vector<int32_t> slots = {7, 3};
+  std::vector<std::byte> rows(2 << 12, std::byte{3}), got(2 << 12);
+  rows.back() = std::byte{4};
+  ASSERT_TRUE(IsOk(pool->WriteFlat(slots, rows)));
+  ASSERT_TRUE(IsOk(pool->ReadFlat(slots, got)));
+  EXPECT_EQ(got, rows);
+  // From and to memory that no device reaches.
+  const BytesMove in{rows.data(), managed, 2 << 12}, out{managed, got.data(), 2 << 12};
+  got.assign(got.size(), std::byte{0});
+  ASSERT_TRUE(IsOk(memory_->MoveApart({&in, 1})));
+  ASSERT_TRUE(IsOk(memory_->MoveApart({&out, 1})));
+  EXPECT_EQ(got, rows);
+}
+
+// Of a cache on the host, with layers of a page each that an engine has pinned itself.
+class PinnedByAnEngine : public testing::Test {
+ protected:
+  static constexpr size_t kLayerBytes = 4096;
+  static constexpr int64_t kBlocks = 8;
+
+  void SetUp() override {
+    std::mt19937 random(4);
+    for (const std::span<std::byte>& layer : layers_) {
+      ASSERT_EQ(cudaHostRegister(layer.data(), layer.size(), 0), cudaSuccess);
+      for (std::byte& byte : layer) byte = static_cast<std::byte>(random());
+    }
+  }
+  void TearDown() override {
+    emulated::HideHostRanges(false);
+    for (const std::span<std::byte>& layer : layers_) {
+      EXPECT_EQ(cudaHostUnregister(layer.data()), cudaSuccess);
+    }
+  }
+  std::vector<std::byte> Bytes() const {
+    std::vector<std::byte> bytes;
+    for (const std::span<std::byte>& layer : layers_) {
+      bytes.insert(bytes.end(), layer.begin(), layer.end());
+    }
+    return bytes;
+  }
+  // All blocks out and in again, in one order and another; what that took.
+  emulated::CallCounts SwapOutAndIn() {
+    std::vector<BlockPair> in, out;
+    for (int64_t block = 0; block < kBlocks; ++block) {
+      in.emplace_back(block, (3 * block) % kBlocks);
+      out.emplace_back((3 * block) % kBlocks, block);
+    }
+    const std::vector<std::byte> before = Bytes();
+    const auto [launches, copies] = emulated::CountedCalls();
+    EXPECT_TRUE(IsOk(CopyBlocksCuda(*cache_, *device_, in, nullptr)));
+    EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
+    for (const std::span<std::byte>& layer : layers_) {
+      std::fill(layer.begin(), layer.end(), std::byte{0});
+    }
+    EXPECT_TRUE(IsOk(CopyBlocksCuda(*device_, *cache_, out, nullptr)));
+    EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
+    EXPECT_EQ(Bytes(), before);
+    return {emulated::CountedCalls().launches - launches, emulated::CountedCalls().copies - copies};
+  }
+
+  const BlockCacheShape shape_{
+      .num_layers = 10, .block_size = 4, .num_kv_heads = 2, .head_dim = 16};
+  // With a page between any two.
+  const std::shared_ptr<std::byte> heap_ = Must(HostMemory()->Allocate(19 * kLayerBytes));
+  const std::vector<std::span<std::byte>> layers_ = [this] {
+    std::vector<std::span<std::byte>> layers;
+    for (int64_t i = 0; i < shape_.num_layers; ++i) {
+      layers.push_back({heap_.get() + 2 * i * kLayerBytes, kLayerBytes});
+    }
+    return layers;
+  }();
+  const std::shared_ptr<BlockCache> cache_ = Must(BlockCache::Adopt(shape_, layers_, heap_));
+  const std::shared_ptr<BlockCache> device_ =
+      Must(BlockCache::Create(shape_, kBlocks, CudaMemory(0)));
+};
+
+TEST_F(PinnedByAnEngine, ItIsReachedAtOnce) {
+  const auto [launches, copies] = SwapOutAndIn();
+  EXPECT_EQ(launches, 2);
+  EXPECT_EQ(copies, 0);
+  EXPECT_TRUE(IsOk(cache_->PinFor(*CudaMemory(0))));
+}
+
+// A driver that does not tell how much is pinned: copies as before.
+TEST_F(PinnedByAnEngine, ItIsCopiedWhereItMayHaveGaps) {
+  emulated::HideHostRanges(true);
+  const auto [launches, copies] = SwapOutAndIn();
+  EXPECT_EQ(launches, 0);
+  EXPECT_EQ(copies, 2 * 10 * 2 * kBlocks);
+  EXPECT_TRUE(Fails(cache_->PinFor(*CudaMemory(0)), absl::StatusCode::kAlreadyExists, "pinning"));
 }
 
 TEST_F(OtherDevice, CapturesOfOthersForbidNothing) {
