@@ -1094,8 +1094,9 @@ TEST_F(RemoteSessions, AChangeWaitsForThatOfTheSameKeyBefore) {
   Connect([&](Heard& heard) {
     if (heard.function() != store_call::kErase) return Verdict::kPass;
     era = Must(std::get<CallMsg>(heard.message.body).args.Uint("era"));
+    const Verdict verdict = drops ? Verdict::kDrop : Verdict::kPass;  // Before it is another one's.
     asked.Open();
-    return drops ? Verdict::kDrop : Verdict::kPass;
+    return verdict;
   });
   auto before =
       std::async(std::launch::async, [&] { return far_->Erase("a", DeadlineInMs(2000)); });
