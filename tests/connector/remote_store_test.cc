@@ -11,6 +11,8 @@
 #include <optional>
 #include <thread>
 
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "connector/store/store_server.h"
 #include "connector/store/store_wire.h"
 #include "connector/store/tiered_store.h"
@@ -397,28 +399,39 @@ TEST_F(RemotePages, WhatIsReadInMemoryIsAHitOfTheTiersToo) {
 class StarvingStore : public FakeStore {
  public:
   using FakeStore::FakeStore;
-  size_t bytes = sizeof(absl::Status);
-  std::optional<ScarceNew> scarce;  // Of the server's thread, until it has replied.
-
   absl::Status Put(std::string_view key, ConstParts value, Deadline deadline) override {
     absl::Status put = FakeStore::Put(key, value, deadline);
-    scarce.emplace(ScarceNew::Of::kThisThread, bytes);
+    const MutexLock lock(&mutex_);
+    if (bytes_ != 0) scarce_.emplace(ScarceNew::Of::kThisThread, bytes_);
     return put;
   }
+  // Of what size there is none from the next put on; 0: there is again.
+  void Starve(size_t bytes) {
+    const MutexLock lock(&mutex_);
+    bytes_ = bytes;
+    scarce_.reset();
+  }
+
+ private:
+  Mutex mutex_;
+  size_t bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Of the server's thread, until it has replied.
+  std::optional<ScarceNew> scarce_ ABSL_GUARDED_BY(mutex_);
 };
 
 // Also when what is put has been fetched.
 TEST_F(RemotePages, WhereTheServerFindsNoMemoryTheCallEnds) {
   constexpr absl::StatusCode kNoMemory = absl::StatusCode::kResourceExhausted;
   const auto lower = std::make_shared<StarvingStore>(SmallLayout().page_bytes());
+  lower->Starve(sizeof(absl::Status));
   const auto server = Serve(MakeHost(4), lower);
   const auto client = Dial(server->address(), source_);
   const std::string key = "key";
   EXPECT_TRUE(Fails(Put(*client, key, Bytes(3)), kNoMemory, "no memory"));
-  lower->scarce.reset();
+  lower->Starve(sizeof(absl::Status));
   EXPECT_TRUE(Fails(client->PutPages(Views({key}), *source_, std::vector<int64_t>{1}, Soon())[0],
                     kNoMemory, "no memory"));
-  lower->scarce.reset();
+  lower->Starve(0);
   EXPECT_TRUE(IsOk(client->GetBytes(key, Soon())));
 }
 
@@ -429,7 +442,7 @@ TEST_F(RemotePages, WhereTheServerFindsNoMemoryItGoesOn) {
   std::iota(pages.begin(), pages.end(), 0);
   for (const size_t bytes : {32, 40}) {
     const auto lower = std::make_shared<StarvingStore>(SmallLayout().page_bytes());
-    lower->bytes = bytes;
+    lower->Starve(bytes);
     const auto server = Serve(MakeHost(20), lower);
     const auto client = Dial(server->address(), source_);
     const auto put = [&](Deadline deadline) {
@@ -437,8 +450,7 @@ TEST_F(RemotePages, WhereTheServerFindsNoMemoryItGoesOn) {
     };
     // From here on the thread has none of that size: not to answer, either.
     for (int i = 0; i < 2; ++i) (void)put(DeadlineInMs(200));
-    lower->bytes = 0;
-    lower->scarce.reset();
+    lower->Starve(0);
     EXPECT_TRUE(AllOk(put(Soon())));
   }
 }
@@ -1014,10 +1026,11 @@ TEST_F(RemoteSessions, WhatComesLateChangesNothing) {
     for (const std::string function : {store_call::kErase, store_call::kPut, store_call::kPutPages,
                                        store_call::kPin, store_call::kUnpin}) {
       SCOPED_TRACE(testing::Message() << function << given_up);
-      std::optional<Fields> sent;
-      Connect([&](Heard& heard) {
-        if (sent || heard.function() != function) return Verdict::kPass;
-        sent = std::get<CallMsg>(heard.message.body).args;
+      // Of the relay, which goes with the next one: after this.
+      const auto sent = std::make_shared<std::optional<Fields>>();
+      Connect([sent, function, given_up](Heard& heard) {
+        if (*sent || heard.function() != function) return Verdict::kPass;
+        *sent = std::get<CallMsg>(heard.message.body).args;
         return given_up ? Verdict::kDrop : Verdict::kBreakUnnoticed;
       });
       const Deadline deadline = given_up ? DeadlineInMs(200) : Soon();
@@ -1031,8 +1044,8 @@ TEST_F(RemoteSessions, WhatComesLateChangesNothing) {
       }
       EXPECT_EQ(absl::IsDeadlineExceeded(status), given_up) << status;
       ASSERT_TRUE(IsOk(Put(*far_, keys_[0], value)));
-      EXPECT_TRUE(Fails(BeginCall(*node, server_->address(), function, *sent).get(), Code::kAborted,
-                        "given this call up"));
+      EXPECT_TRUE(Fails(BeginCall(*node, server_->address(), function, **sent).get(),
+                        Code::kAborted, "given this call up"));
       EXPECT_EQ(Must(writer_->GetBytes(keys_[0], Soon())), value);
       EXPECT_EQ(host_->stats().pinned, 0);
     }

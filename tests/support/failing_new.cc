@@ -26,7 +26,8 @@ void* operator new(size_t bytes) {
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
-// A sanitizer's would not know of it.
+// The sanitizers' would not know of it.
+void* operator new[](size_t bytes) { return operator new(bytes); }
 void* operator new(size_t bytes, const std::nothrow_t& /*tag*/) noexcept {
   try {
     return operator new(bytes);
@@ -34,8 +35,13 @@ void* operator new(size_t bytes, const std::nothrow_t& /*tag*/) noexcept {
     return nullptr;
   }
 }
+void* operator new[](size_t bytes, const std::nothrow_t& tag) noexcept {
+  return operator new(bytes, tag);
+}
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t /*bytes*/) noexcept { std::free(memory); }
+void operator delete[](void* memory) noexcept { std::free(memory); }
+void operator delete[](void* memory, size_t /*bytes*/) noexcept { std::free(memory); }
 
 namespace kvferry {
 
