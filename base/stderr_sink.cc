@@ -4,8 +4,10 @@
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <climits>
 #include <string>
 
@@ -44,16 +46,20 @@ bool WriteWithoutWaiting(int fd, std::string_view line) {
   if (S_ISSOCK(is.st_mode)) {
     return IsWhole(send(fd, line.data(), line.size(), MSG_DONTWAIT | MSG_NOSIGNAL), line);
   }
-  if (S_ISFIFO(is.st_mode) || S_ISCHR(is.st_mode)) {
-    // What nobody reads any more would end this process.
-    pollfd room = {fd, POLLOUT, 0};
-    if (poll(&room, 1, 0) != 1 || room.revents != POLLOUT) return false;
-    const UniqueFd again = OpenAgain(fd);
-    if (again.valid()) return IsWhole(write(again.get(), line.data(), line.size()), line);
-    // Another user's, or there is no descriptor left. It had room just now, and still has unless somebody
-    // else has written meanwhile.
+  if (!S_ISFIFO(is.st_mode) && !S_ISCHR(is.st_mode)) {
+    return IsWhole(write(fd, line.data(), line.size()), line);
   }
-  return IsWhole(write(fd, line.data(), line.size()), line);
+  // What nobody reads any more would end this process.
+  pollfd room = {fd, POLLOUT, 0};
+  if (poll(&room, 1, 0) != 1 || room.revents != POLLOUT) return false;
+  // Others, as all ranks of an engine, write there at the same time: it may be full by now.
+  iovec whole = {const_cast<char*>(line.data()), line.size()};
+  const ssize_t written = pwritev2(fd, &whole, 1, /*offset=*/-1, RWF_NOWAIT);
+  if (written >= 0 || errno == EAGAIN) return IsWhole(written, line);
+  // A terminal, or a kernel that does not know it of pipes (before 6.4).
+  const UniqueFd again = OpenAgain(fd);
+  // It is another user's, or there is no descriptor left: then all that can be done is to hope.
+  return IsWhole(write(again.valid() ? again.get() : fd, line.data(), line.size()), line);
 }
 
 bool StderrSink::Write(const spdlog::details::log_msg& message) {

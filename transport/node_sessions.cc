@@ -49,10 +49,7 @@ absl::StatusOr<PeerKey> NodeImpl::SessionFor(const std::string& address, uint64_
     return peer;
   }
   const Config& config = options_.config;
-  if (static_cast<int64_t>(sessions_.size()) >= config.max_peers) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("max_peers (", config.max_peers, ") are connected"));
-  }
+  KVFERRY_RETURN_IF_ERROR(CheckRoomFor(epoch));
   KVFERRY_ASSIGN_OR_RETURN(peer, control_->Dial(address));
   Session session;
   session.dialled = true;

@@ -283,6 +283,23 @@ TEST(MappedPlane, CreditsDoNotWaitForWhatComesLater) {
   }));
 }
 
+// Nor the other way round: more of them than the socket takes at once.
+TEST_F(MappedPlanes, MessagesDoNotWaitForCreditsThatComeLater) {
+  const LinkId link = Must(a_.plane->Connect(b_.plane->address()));
+  uint64_t bytes = 0;
+  const auto credit_all = [&] {
+    ++bytes;
+    for (uint64_t id = 1; id <= 2000; ++id) a_.plane->SendCredit(link, {id, bytes});
+  };
+  credit_all();
+  ASSERT_TRUE(IsOk(a_.plane->SendMessage(link, {1}, "x")));
+  ASSERT_TRUE(ProgressUntil([&] {
+    credit_all();
+    return !b_.events.messages.empty() || bytes == 2000;
+  }));
+  EXPECT_FALSE(b_.events.messages.empty());
+}
+
 // A chunk may be megabytes to copy: whoever has sent many of them waits after each.
 TEST_F(MappedPlanes, PeersTakeTurnsChunkByChunk) {
   Side c;

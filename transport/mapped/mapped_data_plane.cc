@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/btree_map.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/escaping.h"
@@ -183,9 +184,11 @@ class MappedDataPlane : public AddressedPlane {
     uint64_t id;
     UniqueFd socket;
     std::deque<std::vector<std::byte>> unsent{};
-    // By transfer: the last of each. They go before those, of which there may always be some: without
-    // them the peer sends no more chunks.
-    absl::flat_hash_map<uint64_t, uint64_t> credits{};
+    // By transfer: the last of each. They do not wait for those, of which there may always be some:
+    // without them the peer sends no more chunks.
+    absl::btree_map<uint64_t, uint64_t> credits{};
+    uint64_t last_credited =
+        0;  // Whose was sent last: the next one's is the next, round and round.
     Backlog backlog{};
     bool awaits_room = false;  // Woken when the socket takes more.
     bool broken = false;
@@ -236,6 +239,7 @@ class MappedDataPlane : public AddressedPlane {
   }
   void PushBytes(Channel& channel, std::span<const std::byte> bytes);
   void Flush(Channel& channel);
+  SocketResult FlushCredit(Channel& channel);
   // Past what waits.
   SocketResult SendNow(Channel& channel, std::span<const std::byte> bytes);
   void AwaitRoom(Channel& channel, bool await) const;
@@ -462,21 +466,29 @@ void MappedDataPlane::PushBytes(Channel& channel, std::span<const std::byte> byt
   AwaitRoom(channel, true);
 }
 
+// In turn: there may always be some of either.
 void MappedDataPlane::Flush(Channel& channel) {
   SocketResult result = SocketResult::kOk;
-  for (auto credit = channel.credits.begin(); credit != channel.credits.end();) {
-    const CreditPacket packet{.header = {credit->first, credit->second}};
-    result = SendNow(channel, std::as_bytes(std::span(&packet, 1)));
-    if (result != SocketResult::kOk) break;
-    channel.credits.erase(credit++);
-  }
-  while (!channel.unsent.empty() && result == SocketResult::kOk) {
+  while (channel.waits() && result == SocketResult::kOk) {
+    if (!channel.credits.empty()) result = FlushCredit(channel);
+    if (channel.unsent.empty() || result != SocketResult::kOk) continue;
     result = SendNow(channel, channel.unsent.front());
     if (result != SocketResult::kOk) break;
     channel.backlog.waiting -= RoomOfMessage(channel.unsent.front());
     channel.unsent.pop_front();
   }
   AwaitRoom(channel, channel.waits());
+}
+
+SocketResult MappedDataPlane::FlushCredit(Channel& channel) {
+  auto credit = channel.credits.upper_bound(channel.last_credited);
+  if (credit == channel.credits.end()) credit = channel.credits.begin();
+  const CreditPacket packet{.header = {credit->first, credit->second}};
+  const SocketResult result = SendNow(channel, std::as_bytes(std::span(&packet, 1)));
+  if (result != SocketResult::kOk) return result;
+  channel.last_credited = credit->first;
+  channel.credits.erase(credit);
+  return result;
 }
 
 void MappedDataPlane::AwaitRoom(Channel& channel, bool await) const {
