@@ -6,10 +6,12 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/config.h"
 #include "base/utf8.h"
 #include "connector/decode_endpoint.h"
@@ -29,6 +31,10 @@ namespace kvferry {
 namespace {
 
 using PoolPtr = std::shared_ptr<KvPool>;
+
+// As type hints have them.
+using Fetched = nb::typed<nb::object, FetchHandle>;
+using Received = nb::typed<nb::object, std::pair<std::string, std::shared_ptr<FetchHandle>>>;
 
 // (first head, total) or (first head, count), and (index, of).
 using Pair = std::pair<int64_t, int64_t>;
@@ -60,6 +66,38 @@ void TakeBack(const Prefill& self, absl::Status (PrefillEndpoint::*how)(uint64_t
     status = (endpoint.get()->*how)(lease_id, DeadlineInMs(timeout_ms));
   }
   Check(status);
+}
+
+// What has begun, for Python: what `make` makes of it. Where there is no memory for that its pages are the
+// caller's again, who has no handle: not before nothing writes there any more, which the deadline bounds.
+template <typename Object, typename Make>
+Object Begun(const std::shared_ptr<FetchHandle>& handle, const Make& make) {
+  try {
+    return make();
+  } catch (...) {
+    const ReleasedGil nogil;
+    try {
+      handle->Cancel();
+    } catch (const std::bad_alloc&) {  // Then it ends by itself.
+    }
+    while (!handle->done()) handle->Wait(DeadlineInMs(1000)).IgnoreError();
+    throw;
+  }
+}
+
+// For releasing what was published when there is no memory for its ticket.
+constexpr int64_t kTakeBackMs = 1000;
+
+nb::str TicketOf(const Prefill& self, const Ticket& published) {
+  try {
+    const std::string text = published.ToString();
+    return nb::str(text.data(), text.size());
+  } catch (...) {
+    const std::shared_ptr<PrefillEndpoint> endpoint = self.get();
+    const ReleasedGil nogil;
+    endpoint->Release(published.lease_id, DeadlineInMs(kTakeBackMs)).IgnoreError();
+    throw;
+  }
 }
 
 void BindTicket(nb::module_& module) {
@@ -142,9 +180,9 @@ void BindPrefill(nb::module_& module) {
           "publish",
           [](const Prefill& self, std::vector<int64_t> pages, int64_t num_tokens, uint64_t lease_id,
              int64_t ready_layers, int64_t lease_ms) {
-            return Value(self.get()->Publish(
-                             {std::move(pages), num_tokens, lease_id, ready_layers, lease_ms}))
-                .ToString();
+            return TicketOf(
+                self, Value(self.get()->Publish(
+                          {std::move(pages), num_tokens, lease_id, ready_layers, lease_ms})));
           },
           "pages"_a, "num_tokens"_a = 0, "lease_id"_a = 0, "ready_layers"_a = 0, "lease_ms"_a = 0,
           "Offers a request and returns its ticket. lease_id 0 draws one, lease_ms 0 is the "
@@ -283,7 +321,9 @@ void BindDecode(nb::module_& module) {
              int64_t timeout_ms) {
             DecodeEndpoint::Receiving receiving =
                 Value(self.get()->Receive({first_page, std::move(pages), num_tokens, timeout_ms}));
-            return std::pair(receiving.ticket.ToString(), std::move(receiving.handle));
+            return Begun<Received>(receiving.handle, [&] {
+              return Received(nb::cast(std::pair(receiving.ticket.ToString(), receiving.handle)));
+            });
           },
           "first_page"_a, "pages"_a, "num_tokens"_a = 0, "timeout_ms"_a = 0,
           "Registers the local `pages` for one push of a request's pages from first_page on: "
@@ -292,9 +332,10 @@ void BindDecode(nb::module_& module) {
           "fetch",
           [](const Decode& self, const std::string& ticket, int64_t first_page,
              const std::vector<int64_t>& pages, int64_t timeout_ms, Pair heads, Pair reader) {
-            return Value(
+            const std::shared_ptr<FetchHandle> handle = Value(
                 self.get()->Fetch(Value(Ticket::Parse(ticket)), first_page, pages, timeout_ms,
                                   {{heads.first, heads.second}, {reader.first, reader.second}}));
+            return Begun<Fetched>(handle, [&] { return Fetched(nb::cast(handle)); });
           },
           "ticket"_a, "first_page"_a, "pages"_a, "timeout_ms"_a = 0, nb::kw_only(),
           "heads"_a = Pair(), "reader"_a = Pair(0, 1),

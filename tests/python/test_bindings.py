@@ -2,6 +2,7 @@
 
 import gc
 import importlib.resources
+import os
 import subprocess
 import sys
 import threading
@@ -132,6 +133,41 @@ def test_fetch_of_nothing_ends_the_lease(pair):
     ended = []
     wait_for(lambda: ended.extend(pair.prefill.take_ended()) or ended)
     assert ended[0][1] == "fetched"
+
+
+WITHOUT_MEMORY = f"""
+import sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+import _testcapi
+import kvferry
+from test_bindings import Pair
+from waiting import wait_for
+
+made = Pair(publish_grace_ms=50)
+for number in range(2):  # What nanobind makes after these ends the process where it cannot.
+    lease = kvferry.random_id()
+    ticket = made.prefill.publish([1, 2], lease_id=lease)
+    pages = [3, 4]
+    _testcapi.set_nomemory(number, number + 1)
+    try:
+        made.decode.fetch(ticket, 0, pages)
+    except MemoryError:
+        _testcapi.remove_mem_hooks()
+        wait_for(lambda: made.decode.metrics()["fetches_started"] == number + 1)
+        print("none", made.decode.metrics()["fetches_active"])
+    finally:
+        _testcapi.remove_mem_hooks()
+made.close()
+"""
+
+
+def test_a_fetch_whose_handle_finds_no_memory_has_ended():
+    """Its pages are the caller's again, who could not wait for it."""
+    pytest.importorskip("_testcapi")
+    told = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True, timeout=60
+    )
+    assert told.stdout.splitlines() == ["none 0", "none 0"], told.stderr
 
 
 # ---------------------------------------------------------------- errors

@@ -65,11 +65,11 @@ TABLE = Blocks(list(range(BLOCKS)))
 class Scheduler:
     """The scheduler half, over a store of its own in which `put` is what others have saved."""
 
-    def __init__(self, namespace: str = ""):
+    def __init__(self, namespace: str = "", not_final: int = 0):
         config = kvferry.Config.make({})
         self.pool = kvferry.KvPool.create(LAYOUT, BLOCKS)
         self.opened = open_store(HOST, self.pool, config, "m", "n", 0)
-        self.half = StoreScheduler(BLOCK, HOST, namespace, config)
+        self.half = StoreScheduler(BLOCK, HOST, namespace, config, not_final)
         self.half.set_workers({0: StoreAddress.of(self.opened.address, "m", LAYOUT)})
 
     def use(self, stores: list) -> None:
@@ -845,3 +845,13 @@ def test_a_block_that_the_device_failed_to_compute_is_not_saved():
     worker.wait_saved({"r"})
     assert worker.store.puts == 0 and worker.store.exists([rank_key(key, 0)]) == 0
     worker.close()
+
+
+def test_a_block_whose_last_tokens_are_drafted_from_again_is_saved_in_the_next_step():
+    """By vLLM's draft layers, of several MTP modules."""
+    scheduler = Scheduler(not_final=3)
+    it = request("r", 4)
+    scheduler.half.on_new_request(it)
+    saved = [scheduler.compute(it, blocks).store_saves for blocks in (2, 1, 1)]
+    assert [[save.block_ids for save in step] for step in saved] == [[[0]], [[1]], [[2, 3]]]
+    scheduler.close()

@@ -4,6 +4,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,8 @@ from kvferry.vllm.layout import Ranks  # noqa: E402
 from kvferry.vllm.metadata import Load, LoadPart, Publication  # noqa: E402
 from kvferry.vllm.telemetry import Trace, TransferStats  # noqa: E402
 from kvferry.vllm.worker import (  # noqa: E402
+    _ATTEMPTS,
     _PREEMPTION_ATTEMPTS,
-    _TELL_ATTEMPTS,
     DecodeWorker,
     PrefillWorker,
 )
@@ -707,7 +708,7 @@ def test_a_lease_that_never_finds_memory_keeps_nothing_from_those_behind_it(work
     workers.load(workers.part(102, [8]))
     workers.prefill.publish([publication(101, [1]), publication(102, [2])])
     workers.source.fill([1, 2])
-    endpoint = OutOfMemory(workers.prefill._endpoint, "layer_ready", _TELL_ATTEMPTS)
+    endpoint = OutOfMemory(workers.prefill._endpoint, "layer_ready", _ATTEMPTS)
     workers.prefill._endpoint = endpoint
     workers.prefill.step_saved()
     assert endpoint.times == 0
@@ -824,3 +825,41 @@ def test_an_engine_with_blocks_of_another_size_and_order(
     finally:
         decode.close()
         prefill.close()
+
+
+def test_whoever_waits_is_told_where_there_is_no_memory_the_first_time(workers: Workers):
+    workers.prefill._endpoint = OutOfMemory(workers.prefill._endpoint, "give_up")
+    workers.load(workers.part(101, [7]))
+    workers.prefill.give_up([101])
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == {7}
+
+
+def test_what_is_asked_again_anyway_may_find_no_memory(workers: Workers, caplog):
+    workers.prefill._endpoint = OutOfMemory(workers.prefill._endpoint, "asked_for")
+    workers.load(workers.part(101, [7]))
+    assert workers.prefill.asked_for([101]) == set()
+    wait_for(lambda: workers.prefill.asked_for([101]) == {101})
+    workers.prefill.give_up([101])
+    wait_for(workers.loaded)
+    workers.decode._endpoint = OutOfMemory(workers.decode._endpoint, "keep")
+    workers.decode.keep([workers.part(102, [8]).tickets])
+    assert "cannot ask for leases to be kept: MemoryError" in caplog.text
+
+
+def test_layers_that_no_thread_announces_are_announced_with_the_next(
+    workers: Workers, device: SlowDevice, caplog
+):
+    workers.load(workers.part(101, [7]))
+    workers.prefill.publish([publication(101, [1])])
+    workers.source.fill([1])
+    announcer = ThreadPoolExecutor(1)
+    announcer.shutdown()
+    workers.prefill._announcer = announcer  # Which starts nothing any more.
+    workers.prefill.layer_saved(next(iter(workers.source.layer_index)))
+    assert "layers stay unsent until the next are ready" in caplog.text
+    workers.prefill._announcer = None
+    workers.prefill.step_saved()
+    device.finish(2)
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == set()

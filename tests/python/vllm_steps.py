@@ -93,6 +93,7 @@ def request(request_id: str, prompt: int, params: dict | None = None, computed: 
     return SimpleNamespace(
         request_id=request_id,
         num_prompt_tokens=prompt,
+        num_tokens=prompt,
         prompt_token_ids=list(range(prompt)),
         num_computed_tokens=computed,
         kv_transfer_params=params,

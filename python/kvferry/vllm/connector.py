@@ -29,7 +29,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.vllm import layout, limits, siblings
 from kvferry.vllm.metadata import Addresses, AskedFor, StepMetadata
-from kvferry.vllm.parts import in_groups, most_blocks_computing
+from kvferry.vllm.parts import in_groups, most_blocks_computing, not_final
 from kvferry.vllm.room import Room
 from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler, warn_wrong_role
 from kvferry.vllm.shared_cache import SharedAllocation
@@ -98,6 +98,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                     self._options.store,
                     self._options.namespace,
                     self._options.config(0),
+                    not_final(vllm_config),
                 )
                 return
             max_model_len = vllm_config.model_config.max_model_len

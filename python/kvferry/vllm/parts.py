@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.utils.math_utils import cdiv
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
 TRANSFER_ID = "transfer_id"  # Key of kv_transfer_params, as of vLLM's MooncakeConnector.
@@ -48,6 +49,18 @@ class Place(NamedTuple):
     end_block: int
     end_token: int
     group: int
+
+
+def not_final(vllm_config: "VllmConfig") -> int:
+    """The last so many tokens of a step that does not end what is known of its request: with
+    several MTP modules vLLM writes the draft layers' KV of them again in the next one."""
+    return max(0, vllm_config.num_prefill_lookahead_tokens - 1)
+
+
+def final_tokens(request: "Request", scheduled: int, not_final: int) -> int:
+    """Tokens whose KV is final after a step that computes so many."""
+    computed = request.num_computed_tokens + scheduled
+    return computed if computed >= request.num_tokens else max(0, computed - not_final)
 
 
 def check_transfer_id(transfer_id: object) -> str:

@@ -39,12 +39,14 @@ from kvferry.vllm.parts import (
     blocks_of,
     check_transfer_id,
     cut,
+    final_tokens,
     handed_over,
     has_states,
     in_groups,
     leases_of_all,
     most_blocks_computing,
     most_blocks_loading,
+    not_final,
     places,
 )
 from kvferry.vllm.room import Room
@@ -130,9 +132,7 @@ class PrefillScheduler:
         self._block_size = block_size
         self._room = room
         self._fetch_timeout_s = fetch_timeout_ms / 1e3
-        # The last so many tokens of a step that does not end its prompt are not final: with several
-        # MTP modules vLLM writes the draft layers' KV of them again in the next one.
-        self._not_final = max(0, vllm_config.num_prefill_lookahead_tokens - 1)
+        self._not_final = not_final(vllm_config)
         self._workers: list[WorkerAddress] = []  # By tensor-parallel rank.
         self._watched: dict[str, _Watched] = {}
         self._ended: set[str] = set()  # The engine waits for their leases to be reported.
@@ -299,7 +299,7 @@ class PrefillScheduler:
             scheduled = step.num_scheduled_tokens.get(request_id, 0)
             if scheduled == 0:
                 continue
-            final = self._final_tokens(watched.request, scheduled)
+            final = final_tokens(watched.request, scheduled, self._not_final)
             due = [part for part in watched.unpublished if part.end_token <= final]
             publications = [self._publication(watched, part, kv_cache_manager) for part in due]
             if any(_NULL_BLOCK in it.block_ids for it in publications):
@@ -311,11 +311,6 @@ class PrefillScheduler:
                     self._held.hold(request_id, kv_cache_manager, part)
             watched.published += publications
             meta.publications += publications
-
-    def _final_tokens(self, request: Request, scheduled: int) -> int:
-        """Tokens whose KV is final after a step that computes so many."""
-        computed = request.num_computed_tokens + scheduled
-        return computed if computed >= request.num_prompt_tokens else computed - self._not_final
 
     def _hand_over_nothing(self, request_id: str, watched: _Watched) -> None:
         if watched.announced:

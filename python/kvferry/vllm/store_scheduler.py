@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import kvferry
 from kvferry.vllm.metadata import StepMetadata, StoreAddress, StoreLoad, StoreSave
+from kvferry.vllm.parts import final_tokens
 from kvferry.vllm.stores import SILENCE_S, StoreOptions, rank_key, scheduler_stores
 from kvferry.vllm.telemetry import logger
 
@@ -54,15 +55,22 @@ def _is_of_tokens(request: Request) -> bool:
 class StoreScheduler:
     """Loads blocks that the store has, and saves the blocks that are computed here.
 
-    A block is saved as soon as all its tokens are computed, prompt or not, and once, but for what
-    the store has lost by the time that another request begins with it. Blocks of a finished request
-    stay allocated until the workers report that its saves have ended.
+    A block is saved as soon as the KV of all its tokens is final, prompt or not, and once, but for
+    what the store has lost by the time that another request begins with it. Blocks of a finished
+    request stay allocated until the workers report that its saves have ended.
     """
 
     def __init__(
-        self, block_size: int, options: StoreOptions, namespace: str, config: kvferry.Config
+        self,
+        block_size: int,
+        options: StoreOptions,
+        namespace: str,
+        config: kvferry.Config,
+        not_final: int = 0,
     ):
+        """not_final: as parts.not_final()."""
         self._block_size = block_size
+        self._not_final = not_final
         self._namespace = namespace
         self._options = options
         self._config = config
@@ -267,7 +275,7 @@ class StoreScheduler:
         if not _is_of_tokens(request):
             return
         before = request.num_computed_tokens // self._block_size
-        full = (request.num_computed_tokens + scheduled) // self._block_size
+        full = final_tokens(request, scheduled, self._not_final) // self._block_size
         # What it begins with was saved when it was computed, or came out of the store.
         begin = before if tracked.saved is None else tracked.saved
         # Drafts of speculative decoding are scheduled too and may be wrong.

@@ -26,7 +26,7 @@ _PAUSE_MS = 1
 # when all of the process stood still meanwhile: that thread has not had its turn then.
 _PREEMPTION_TIMEOUT_MS = 5000
 _PREEMPTION_ATTEMPTS = 3
-_TELL_ATTEMPTS = 2  # What a lease is not told then is only said with the next layers, if any.
+_ATTEMPTS = 2  # What a lease is not told then is only said with the next layers, if any.
 
 
 def _log_failure(of: Future[None]) -> None:
@@ -141,14 +141,26 @@ class PrefillWorker:
     def give_up(self, lease_ids: list[int]) -> None:
         """Lets those go who may be waiting for what will not be published."""
         for lease_id in lease_ids:
+            self._give_up(lease_id)
+
+    def _give_up(self, lease_id: int) -> None:
+        for _ in range(_ATTEMPTS):
             try:
                 self._endpoint.give_up(lease_id)
-            except _REFUSED as error:
-                logger.debug("giving up lease %x: %s", lease_id, reason_of(error))
+                return
+            except (kvferry.Error, ValueError) as error:  # It was published.
+                logger.debug("giving up lease %x: %s", lease_id, error)
+                return
+            except MemoryError as error:
+                logger.error("cannot give up lease %x: %s", lease_id, reason_of(error))
 
     def asked_for(self, lease_ids: list[int]) -> set[int]:
-        """Those of them that another engine has room for, or does not need."""
-        return set(self._endpoint.asked_for(lease_ids))
+        """Those of them that another engine has room for, or does not need. Asked in each step."""
+        try:
+            return set(self._endpoint.asked_for(lease_ids))
+        except _REFUSED as error:
+            logger.error("cannot see which leases are asked for: %s", reason_of(error))
+            return set()
 
     def publish(self, publications: list[Publication]) -> None:
         """Offers what the coming forward computes the last token of: no layer is ready yet."""
@@ -201,10 +213,18 @@ class PrefillWorker:
             while ready in lease.saved:
                 ready += 1
             if ready > lease.ready:
-                lease.ready = ready
                 grown.append((lease, ready))
         if not grown:
             return
+        try:
+            self._tell_when_ready(grown)
+        except (RuntimeError, MemoryError) as error:  # No thread, or no memory.
+            logger.error("layers stay unsent until the next are ready: %s", reason_of(error))
+            return
+        for lease, ready in grown:
+            lease.ready = ready
+
+    def _tell_when_ready(self, grown: list[tuple[_Lease, int]]) -> None:
         point = self._cache.device.point()
         if point is None:
             self._mark_ready(grown)
@@ -229,7 +249,7 @@ class PrefillWorker:
 
     def _tell_ready(self, lease: _Lease, ready: int) -> None:
         """Never raises: the leases behind it would lose what is said of them."""
-        for _ in range(_TELL_ATTEMPTS):
+        for _ in range(_ATTEMPTS):
             try:
                 self._endpoint.layer_ready(lease.lease_id, ready - 1)
                 return
@@ -380,9 +400,13 @@ class DecodeWorker:
         return fetches
 
     def keep(self, waiting: list[list[str]]) -> None:
-        """Asks the prefill side not to give up what is under tickets that will be fetched later."""
-        tickets = [parse_ticket(tickets[rank]) for tickets in waiting for rank in self._of(tickets)]
-        self._endpoint.keep([ticket for ticket in tickets if ticket is not None])
+        """Asks the prefill side not to give up what is under tickets that will be fetched later.
+        Once more before that is over, so one time may be lost."""
+        given = [parse_ticket(tickets[rank]) for tickets in waiting for rank in self._of(tickets)]
+        try:
+            self._endpoint.keep([ticket for ticket in given if ticket is not None])
+        except _REFUSED as error:
+            logger.error("cannot ask for leases to be kept: %s", reason_of(error))
 
     def _of(self, tickets: list[str]) -> list[int]:
         """Whose tickets this rank fetches, or lets go of."""
@@ -408,10 +432,12 @@ class DecodeWorker:
                     f"the kv_transfer_params of the prefill engine unchanged"
                 )
                 return _Fetch(part, text, share.reader, failure=error)
-            handle = self._endpoint.fetch(
+            # Before there is a handle: what had begun and was lost for want of memory would write.
+            fetch = _Fetch(part, text, share.reader)
+            fetch.handle = self._endpoint.fetch(
                 text, part.first_block, part.block_ids, heads=share.heads, reader=share.reader
             )
-            return _Fetch(part, text, share.reader, handle)
+            return fetch
         except _REFUSED as error:
             return _Fetch(part, failure=reason_of(error))
 
