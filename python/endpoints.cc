@@ -180,9 +180,8 @@ void BindPrefill(nb::module_& module) {
           "publish",
           [](const Prefill& self, std::vector<int64_t> pages, int64_t num_tokens, uint64_t lease_id,
              int64_t ready_layers, int64_t lease_ms) {
-            return TicketOf(
-                self, Value(self.get()->Publish(
-                          {std::move(pages), num_tokens, lease_id, ready_layers, lease_ms})));
+            return TicketOf(self, Value(self.get()->Publish({std::move(pages), num_tokens, lease_id,
+                                                             ready_layers, lease_ms})));
           },
           "pages"_a, "num_tokens"_a = 0, "lease_id"_a = 0, "ready_layers"_a = 0, "lease_ms"_a = 0,
           "Offers a request and returns its ticket. lease_id 0 draws one, lease_ms 0 is the "
