@@ -133,6 +133,7 @@ absl::StatusOr<std::shared_ptr<LookupHandle>> LookupQueries::Add(LookupConsumer:
   queries_.emplace(id, query);
   // Where there is no memory: an entry that is found for it nevertheless goes back with its lease.
   absl::Cleanup never_asked = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    for (size_t i = 0; i < query->producers.size(); ++i) StopAsking(query->producers[i], i);
     due_.erase({query->due, id});
     queries_.erase(id);
   };
@@ -145,7 +146,6 @@ absl::StatusOr<std::shared_ptr<LookupHandle>> LookupQueries::Add(LookupConsumer:
 void LookupQueries::Ask(uint64_t id, Query& query, size_t index) {
   LeaveCrowd(id, query, index);
   Producer& producer = query.producers[index];
-  producer.asked = true;
   producer.by_place = false;
   producer.lease = RandomId();
   const uint64_t attempt = ++producer.attempt;
@@ -160,6 +160,16 @@ void LookupQueries::Ask(uint64_t id, Query& query, size_t index) {
                                OnReply(id, index, attempt, std::move(reply));
                              })
                       .value_or(0);
+  producer.asked = true;  // Last: not where there was no memory for that.
+  Crowd& crowd = crowds_[index];
+  ++crowd.asked;
+  producer.number = crowd.answered + crowd.asked;
+}
+
+void LookupQueries::StopAsking(Producer& producer, size_t index) {
+  if (!std::exchange(producer.asked, false)) return;
+  --crowds_[index].asked;
+  ++crowds_[index].answered;
 }
 
 // ---------------------------------------------------------------- replies
@@ -176,8 +186,8 @@ void LookupQueries::OnReply(uint64_t id, size_t index, uint64_t attempt,
     query = found->second;
     Producer& producer = query->producers[index];
     if (!producer.asked || producer.attempt != attempt) return;
-    producer.asked = false;
-    if (!IsCrowded(reply.status())) ++crowds_[index].places;
+    StopAsking(producer, index);
+    CountWaiting(producer, index, reply.status());
     if (reply.ok()) {
       num_pages = Found(id, *query, index, *reply);
       if (!num_pages.ok()) ended = End(id, num_pages.status());
@@ -192,6 +202,20 @@ void LookupQueries::OnReply(uint64_t id, size_t index, uint64_t attempt,
   }
   query = nullptr;
   ended.Finish();
+}
+
+void LookupQueries::CountWaiting(const Producer& producer, size_t index,
+                                 const absl::Status& answer) {
+  Crowd& crowd = crowds_[index];
+  // Too few where a later question was taken back meanwhile, or this one has waited itself. Then a
+  // place is used by who asks in its time, and the next answer tells. Never too many: each place
+  // that is none costs somebody its turn.
+  const int64_t waiting = producer.number - crowd.answered;
+  if (IsCrowded(answer)) {
+    crowd.full_at = waiting;
+  } else if (answer.ok()) {
+    crowd.full_at = std::max(crowd.full_at, waiting);
+  }
 }
 
 LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t index,
@@ -227,7 +251,8 @@ void LookupQueries::AskLater(uint64_t id, Query& query, size_t index, bool is_cr
   JoinCrowd(id, query, index, /*in_turn=*/!producer.by_place);
   const std::chrono::milliseconds crowd_ms(crowds_[index].lookups.bytes() / kCrowdBytesPerMs);
   producer.retry_at = std::max(producer.retry_at, from + crowd_ms);
-  if (producer.by_place) GivePlace(index, QuestionBytes(query));
+  // The place is still there, until the shorter one is refused as well.
+  if (producer.by_place && GivePlace(index, QuestionBytes(query))) ++crowds_[index].full_at;
 }
 
 absl::Status LookupQueries::ErrorOf(size_t index, const absl::Status& status) const {
@@ -465,8 +490,7 @@ void LookupQueries::Unask(Producer& producer, size_t index) {
   if (!producer.asked) return;
   node_->CancelCall(producer.call);
   GiveBack(index, producer.lease);  // The reply may be on its way.
-  producer.asked = false;           // Last: it is done again where there was no memory for that.
-  ++crowds_[index].places;
+  StopAsking(producer, index);      // Last: it is done again where there was no memory for that.
 }
 
 LookupQueries::Ended LookupQueries::End(uint64_t id, const absl::Status& status) {
@@ -600,9 +624,8 @@ bool LookupQueries::GivePlace(size_t index, int64_t shorter_than) {
 }
 
 void LookupQueries::GivePlaces(size_t index) {
-  // Those that nobody waits for go: who comes later asks at once.
-  int64_t places = std::exchange(crowds_[index].places, 0);
-  while (places > 0 && GivePlace(index, LookupCrowd::kAnyLength)) --places;
+  const Crowd& crowd = crowds_[index];
+  while (crowd.asked < crowd.full_at && GivePlace(index, LookupCrowd::kAnyLength)) continue;
 }
 
 }  // namespace kvferry

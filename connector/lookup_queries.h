@@ -57,7 +57,12 @@ namespace kvferry {
 // and refuses the others, which ask again: the first as soon as one that waits there has ended, and
 // all after a time that grows with their number and length. Who is refused then too, as one with
 // more tokens than there is room for, is passed over until that time, and a shorter one asks
-// (LookupCrowd).
+// (LookupCrowd). A place that none of them has room in is for who asks next.
+//
+// That one has waited its producer does not say. But it answers those that do not wait in turn: of
+// all that were asked before a question, those wait that are not answered when it is. So many waited
+// when it refused one, and there is a place when fewer of ours are asked there. The place of one
+// that is not known to have waited is for who asks next, too.
 //
 // The node's thread drives them; nothing is called back under the lock.
 class LookupQueries : public CallHandler, public std::enable_shared_from_this<LookupQueries> {
@@ -88,6 +93,7 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
     uint64_t attempt = 0;   // Replies to earlier ones are late.
     uint64_t call = 0;
     uint64_t lease = 0;
+    int64_t number = 0;  // Of the question, among all there (Crowd).
     Deadline retry_at{};
     int64_t backoff_ms = 0;
     absl::Status error;  // The last.
@@ -109,10 +115,12 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
     Deadline take_by{};
     Deadline due{};  // In due_.
   };
-  // Of a producer: the lookups that it has no place for.
+  // Of a producer.
   struct Crowd {
-    LookupCrowd lookups;
-    int64_t places = 0;  // Of lookups that have ended there since the last tick.
+    LookupCrowd lookups;   // Those that it has no place for.
+    int64_t asked = 0;     // Questions under way: those that wait there, and some that do not.
+    int64_t answered = 0;  // Or taken back, so far.
+    int64_t full_at = 0;   // So many waited there when it refused one.
   };
   // To be finished, and let go of, outside of the lock: what the request holds may call back.
   struct Ended {
@@ -130,7 +138,12 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
 
   absl::Status CheckRequest(const LookupConsumer::Request& request) const;
   void Ask(uint64_t id, Query& query, size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whatever ends a question goes through it, so that those asked are counted. Needs no memory.
+  void StopAsking(Producer& producer, size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnReply(uint64_t id, size_t index, uint64_t attempt, absl::StatusOr<Fields> reply);
+  // As the answer to a question there tells.
+  void CountWaiting(const Producer& producer, size_t index, const absl::Status& answer)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Takes the reply into the query; the number of its pages that are needed.
   absl::StatusOr<int64_t> Read(const Fields& reply, Query& query) const;
   absl::StatusOr<int64_t> Found(uint64_t id, Query& query, size_t index, const Fields& reply)

@@ -78,8 +78,8 @@ class LookupsThatWait : public testing::Test {
  protected:
   static constexpr int64_t kRoom = 16 << 10;
 
-  void Produce(int64_t max_calls_per_peer) {
-    producer_.emplace(their_pool_, max_calls_per_peer, kRoom);
+  void Produce(int64_t max_calls_per_peer, int64_t max_waiting_bytes = kRoom) {
+    producer_.emplace(their_pool_, max_calls_per_peer, max_waiting_bytes);
     consumer_ = Consumer();
   }
   std::unique_ptr<LookupConsumer> Consumer() const {
@@ -132,6 +132,27 @@ TEST_F(LookupsThatWait, ThoseAboveAConsumersShareFindWhatIsThere) {
   EXPECT_TRUE(IsOk(lookups_.back()->Wait(Soon())));
 }
 
+// Else each that waits for a place loses its turn by one, and it is 7 s until the first asks again.
+TEST_F(LookupsThatWait, OneThatFindsItsEntryAtOnceLeavesNoPlace) {
+  constexpr int32_t kLong = 60;
+  Produce(/*max_calls_per_peer=*/1, /*max_waiting_bytes=*/256 << 20);
+  const auto waiting = Ask(Tokens{8});
+  ASSERT_TRUE(WaitFor([&] { return producer_->num_waiting() == 1; }, Soon()));
+  for (int32_t i = 0; i < kLong; ++i) lookups_.push_back(Ask(Tokens(250000, 1000 + i)));
+  ASSERT_TRUE(WaitFor([&] { return producer_->num_served() >= kLong; }, Soon()));
+  const auto find = [&](int number) {  // At once, so that some are under way as others are refused.
+    for (int i = 0; i < number; ++i) producer_->Insert({9});
+    std::vector<std::shared_ptr<LookupHandle>> found;
+    for (int i = 0; i < number; ++i) found.push_back(Ask(Tokens{9}));
+    for (const auto& lookup : found) ASSERT_TRUE(IsOk(lookup->Wait(Soon())));
+  };
+  for (int i = 0; i < kLong + 5; ++i) find(8);
+  EXPECT_EQ(producer_->num_waiting(), 1);
+  waiting->Cancel();
+  find(1);  // Asked after that: it does not wait there any more.
+  EXPECT_TRUE(WaitFor([&] { return producer_->num_waiting() == 1; }, DeadlineInMs(3000)));
+}
+
 // The first ones are too long to wait there at all, and it is 10 s until they may all ask again.
 TEST_F(LookupsThatWait, ThePlaceOfOneThatEndsIsForWhoHasRoomThere) {
   constexpr int32_t kLong = 80;
@@ -167,10 +188,14 @@ TEST_F(LookupsThatWait, ThePlaceOfOneThatEndsIsForWhoHasRoomThere) {
   // Later places are not tried by the same one again. It may have asked once more since: it may not
   // have known of the others when it was first refused.
   for (int i = 0; i < 3; ++i) {
+    const auto waits = Ask(Tokens{9});
+    EXPECT_TRUE(WaitFor([&] { return producer_->num_waiting() == 1; }, Soon()));
+    producer_->Insert({8});  // By whose answer the consumer knows that the other one waits.
+    EXPECT_TRUE(IsOk(Ask(Tokens{8})->Wait(Soon())));
     const int asked = num_long;
     producer_->Insert({9});
-    EXPECT_TRUE(IsOk(Ask(Tokens{9})->Wait(Soon())));
-    EXPECT_TRUE(WaitFor([&] { return num_long > asked; }, Soon()));
+    EXPECT_TRUE(IsOk(waits->Wait(Soon())));
+    EXPECT_TRUE(WaitFor([&] { return num_long > asked; }, DeadlineInMs(3000)));
   }
   EXPECT_LE(num_first, first_before + 2);
   consumer_.reset();  // Before the relay.
