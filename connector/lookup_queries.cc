@@ -1,6 +1,7 @@
 #include "connector/lookup_queries.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
@@ -146,6 +147,7 @@ absl::StatusOr<std::shared_ptr<LookupHandle>> LookupQueries::Add(LookupConsumer:
 void LookupQueries::Ask(uint64_t id, Query& query, size_t index) {
   LeaveCrowd(id, query, index);
   Producer& producer = query.producers[index];
+  StartAsking(producer, index);
   producer.by_place = false;
   producer.lease = RandomId();
   const uint64_t attempt = ++producer.attempt;
@@ -160,16 +162,19 @@ void LookupQueries::Ask(uint64_t id, Query& query, size_t index) {
                                OnReply(id, index, attempt, std::move(reply));
                              })
                       .value_or(0);
-  producer.asked = true;  // Last: not where there was no memory for that.
+}
+
+void LookupQueries::StartAsking(Producer& producer, size_t index) {
   Crowd& crowd = crowds_[index];
-  ++crowd.asked;
-  producer.number = crowd.answered + crowd.asked;
+  crowd.unheard.insert(crowd.unheard.end(), crowd.last + 1);
+  producer.number = ++crowd.last;
+  producer.asked = true;
 }
 
 void LookupQueries::StopAsking(Producer& producer, size_t index) {
   if (!std::exchange(producer.asked, false)) return;
-  --crowds_[index].asked;
-  ++crowds_[index].answered;
+  Crowd& crowd = crowds_[index];
+  if (crowd.unheard.erase(producer.number) == 0) --crowd.waiting;
 }
 
 // ---------------------------------------------------------------- replies
@@ -186,8 +191,8 @@ void LookupQueries::OnReply(uint64_t id, size_t index, uint64_t attempt,
     query = found->second;
     Producer& producer = query->producers[index];
     if (!producer.asked || producer.attempt != attempt) return;
+    if (reply.ok() || IsCrowded(reply.status())) Hear(producer, index);
     StopAsking(producer, index);
-    CountWaiting(producer, index, reply.status());
     if (reply.ok()) {
       num_pages = Found(id, *query, index, *reply);
       if (!num_pages.ok()) ended = End(id, num_pages.status());
@@ -204,18 +209,13 @@ void LookupQueries::OnReply(uint64_t id, size_t index, uint64_t attempt,
   ended.Finish();
 }
 
-void LookupQueries::CountWaiting(const Producer& producer, size_t index,
-                                 const absl::Status& answer) {
+// What it has refused or found at once it answers in the order in which it was asked.
+void LookupQueries::Hear(const Producer& producer, size_t index) {
   Crowd& crowd = crowds_[index];
-  // Too few where a later question was taken back meanwhile, or this one has waited itself. Then a
-  // place is used by who asks in its time, and the next answer tells. Never too many: each place
-  // that is none costs somebody its turn.
-  const int64_t waiting = producer.number - crowd.answered;
-  if (IsCrowded(answer)) {
-    crowd.full_at = waiting;
-  } else if (answer.ok()) {
-    crowd.full_at = std::max(crowd.full_at, waiting);
-  }
+  const auto own = crowd.unheard.lower_bound(producer.number);
+  crowd.waiting += std::distance(crowd.unheard.begin(), own);
+  crowd.unheard.erase(crowd.unheard.begin(), own);
+  crowd.full_at = std::max(crowd.full_at, crowd.waiting);
 }
 
 LookupQueries::Ended LookupQueries::OnRefused(uint64_t id, Query& query, size_t index,
@@ -251,8 +251,7 @@ void LookupQueries::AskLater(uint64_t id, Query& query, size_t index, bool is_cr
   JoinCrowd(id, query, index, /*in_turn=*/!producer.by_place);
   const std::chrono::milliseconds crowd_ms(crowds_[index].lookups.bytes() / kCrowdBytesPerMs);
   producer.retry_at = std::max(producer.retry_at, from + crowd_ms);
-  // The place is still there, until the shorter one is refused as well.
-  if (producer.by_place && GivePlace(index, QuestionBytes(query))) ++crowds_[index].full_at;
+  PassOnPlace(query, index);
 }
 
 absl::Status LookupQueries::ErrorOf(size_t index, const absl::Status& status) const {
@@ -623,9 +622,22 @@ bool LookupQueries::GivePlace(size_t index, int64_t shorter_than) {
   return true;
 }
 
+void LookupQueries::PassOnPlace(const Query& refused, size_t index) {
+  const Producer& producer = refused.producers[index];
+  Crowd& crowd = crowds_[index];
+  // What was asked before says nothing of a place that has been passed on since.
+  const bool is_news = producer.number >= crowd.passed_on;
+  const bool in_vain = producer.by_place || (is_news && crowd.waiting < crowd.full_at);
+  if (is_news) crowd.full_at = crowd.waiting;
+  if (!in_vain || !GivePlace(index, QuestionBytes(refused))) return;
+  ++crowd.full_at;  // Until the shorter one is refused as well.
+  crowd.passed_on = crowd.last;
+}
+
 void LookupQueries::GivePlaces(size_t index) {
   const Crowd& crowd = crowds_[index];
-  while (crowd.asked < crowd.full_at && GivePlace(index, LookupCrowd::kAnyLength)) continue;
+  const auto asked = [&crowd] { return crowd.waiting + std::ssize(crowd.unheard); };
+  while (asked() < crowd.full_at && GivePlace(index, LookupCrowd::kAnyLength)) continue;
 }
 
 }  // namespace kvferry

@@ -93,7 +93,7 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
     uint64_t attempt = 0;   // Replies to earlier ones are late.
     uint64_t call = 0;
     uint64_t lease = 0;
-    int64_t number = 0;  // Of the question, among all there (Crowd).
+    int64_t number = 0;  // Of the question (Crowd).
     Deadline retry_at{};
     int64_t backoff_ms = 0;
     absl::Status error;  // The last.
@@ -115,12 +115,14 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
     Deadline take_by{};
     Deadline due{};  // In due_.
   };
-  // Of a producer.
+  // Of a producer. Questions are numbered as they are asked there.
   struct Crowd {
-    LookupCrowd lookups;   // Those that it has no place for.
-    int64_t asked = 0;     // Questions under way: those that wait there, and some that do not.
-    int64_t answered = 0;  // Or taken back, so far.
-    int64_t full_at = 0;   // So many waited there when it refused one.
+    LookupCrowd lookups;        // Those that it has no place for.
+    int64_t last = 0;           // The last number.
+    std::set<int64_t> unheard;  // Those asked there of which it is not known yet whether they wait.
+    int64_t waiting = 0;        // Those that do.
+    int64_t full_at = 0;        // With so many it refuses more.
+    int64_t passed_on = 0;      // The last that got a place in which a longer one had no room.
   };
   // To be finished, and let go of, outside of the lock: what the request holds may call back.
   struct Ended {
@@ -138,12 +140,12 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
 
   absl::Status CheckRequest(const LookupConsumer::Request& request) const;
   void Ask(uint64_t id, Query& query, size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void StartAsking(Producer& producer, size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whatever ends a question goes through it, so that those asked are counted. Needs no memory.
   void StopAsking(Producer& producer, size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void OnReply(uint64_t id, size_t index, uint64_t attempt, absl::StatusOr<Fields> reply);
-  // As the answer to a question there tells.
-  void CountWaiting(const Producer& producer, size_t index, const absl::Status& answer)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // It has answered: those that were asked before wait.
+  void Hear(const Producer& producer, size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Takes the reply into the query; the number of its pages that are needed.
   absl::StatusOr<int64_t> Read(const Fields& reply, Query& query) const;
   absl::StatusOr<int64_t> Found(uint64_t id, Query& query, size_t index, const Fields& reply)
@@ -179,6 +181,8 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
   void LeaveCrowds(uint64_t id, Query& query) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Asks for the one in turn among those with shorter questions (LookupCrowd); false: there is none.
   bool GivePlace(size_t index, int64_t shorter_than) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // To a shorter one, if there was a place for the one that was refused but too little room in it.
+  void PassOnPlace(const Query& refused, size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void GivePlaces(size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // When there is something to do for it, if nothing is heard until then.
   static Deadline NextOf(const Query& query);
