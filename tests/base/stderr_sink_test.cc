@@ -11,6 +11,7 @@
 
 #include <array>
 #include <cstdlib>
+#include <latch>
 #include <memory>
 #include <string>
 #include <thread>
@@ -121,15 +122,20 @@ TEST(StderrSink, PipesThatManyWriteToAreNotWaitedForWithoutFilesEither) {
   const std::string long_line = std::string(2999, 'x') + "\n";
   for (int repeat = 0; repeat < 100; ++repeat) {
     const Way way = Pipe();
-    const FileLimit none(0);
     if (!TakesNowait(way.in)) GTEST_SKIP() << "pipes take no RWF_NOWAIT here";
+    std::latch started(8), go(1);  // A sanitizer has to open files where a thread starts.
     std::vector<std::thread> writers;
     for (int i = 0; i < 8; ++i) {
       writers.emplace_back([&] {
+        started.count_down();
+        go.wait();
         while (WriteWithoutWaiting(way.in.get(), long_line)) {
         }
       });
     }
+    started.wait();
+    const FileLimit none(0);
+    go.count_down();
     for (std::thread& writer : writers) writer.join();
   }
 }
