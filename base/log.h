@@ -54,8 +54,9 @@ class Logger {
   spdlog::logger* const backend_;
 };
 
-// The process-wide logger "kvferry" (stderr, for which nobody waits: StderrSink). Level from KVFERRY_LOG = trace | debug | info | warn
-// | error | off, default warn, read at first use. A message stays on one line. Thread-safe.
+// The process-wide logger "kvferry" (stderr, for which nobody waits: StderrSink). Level from
+// KVFERRY_LOG = trace | debug | info | warn | error | off, default warn, read at first use. A message
+// stays on one line. Thread-safe.
 const Logger& Log();
 
 }  // namespace kvferry

@@ -43,8 +43,8 @@ class SignalsBlocked {
 }  // namespace
 
 absl::StatusOr<std::thread> StartThread(const std::string& what, std::function<void()> run) {
-  const std::string name =
-      NameOf(what);  // May find no memory, which a thread that runs cannot be left for.
+  // First, as it may find no memory: a thread that runs cannot be left for that.
+  const std::string name = NameOf(what);
   const SignalsBlocked blocked;
   try {  // std::thread has no other way to say it.
     std::thread thread(std::move(run));

@@ -39,8 +39,7 @@ Place PlaceBetween(std::span<const std::byte> bytes) {
 }  // namespace
 
 absl::StatusOr<Place> PlaceOf(std::span<const std::byte> bytes, int device) {
-  if (IsPinned(bytes)) return Place::kPinned;
-  if (IsAnyPinned(bytes)) return Place::kPartlyPinned;
+  if (IsAnyPinned(bytes)) return IsPinned(bytes) ? Place::kPinned : Place::kPartlyPinned;
   KVFERRY_ASSIGN_OR_RETURN(const Place begin, PlaceOfByte(&bytes.front(), device));
   KVFERRY_ASSIGN_OR_RETURN(const Place end, PlaceOfByte(&bytes.back(), device));
   if (begin == Place::kPinned && end == Place::kPinned) return PlaceBetween(bytes);
