@@ -38,6 +38,18 @@ absl::Status CheckStateBytes(absl::string_view name, int64_t num_layers, int64_t
       item_bytes, " bytes, have more than ", GdnPool::kMaxBytes, " bytes"));
 }
 
+// An engine's states of a kind.
+absl::Status CheckStates(absl::string_view name, std::span<std::byte> states, int64_t bytes,
+                         const PoolMemory& memory) {
+  const bool is_whole = states.data() != nullptr && static_cast<int64_t>(states.size()) == bytes;
+  const absl::Status fits =
+      is_whole ? memory.CheckHolds(states)
+               : absl::InvalidArgumentError(absl::StrCat("they have to have ", bytes));
+  if (fits.ok()) return fits;
+  return absl::Status(fits.code(), absl::StrCat("gdn pool: the ", name, " states of ",
+                                                states.size(), " bytes: ", fits.message()));
+}
+
 // Copies of a list, and which of them wait for which.
 class Order {
  public:
@@ -172,10 +184,41 @@ absl::StatusOr<GdnPool> GdnPool::Create(const GdnShape& shape, int64_t max_reque
   KVFERRY_RETURN_IF_ERROR(Check(shape, max_requests, max_track_slots));
   KVFERRY_ASSIGN_OR_RETURN(States states, Allocate(shape, 1 + max_requests + max_track_slots,
                                                    *memory, &PoolMemory::Allocate));
+  return Over(shape, max_requests, std::move(states), memory);
+}
+
+absl::StatusOr<GdnPool> GdnPool::Over(const GdnShape& shape, int64_t max_requests, States states,
+                                      const std::shared_ptr<const PoolMemory>& memory) {
   KVFERRY_ASSIGN_OR_RETURN(
       std::shared_ptr<std::byte> zeros,
       memory->Allocate(std::max(shape.recurrent_item_bytes(), shape.conv_item_bytes())));
   return GdnPool(shape, max_requests, memory, std::move(states), std::move(zeros));
+}
+
+absl::StatusOr<GdnPool> GdnPool::Adopt(const GdnShape& shape, int64_t max_requests,
+                                       std::span<std::byte> recurrent, std::span<std::byte> conv,
+                                       std::shared_ptr<const void> owner,
+                                       const std::shared_ptr<const PoolMemory>& memory) {
+  if (memory == nullptr) {
+    return Adopt(shape, max_requests, recurrent, conv, std::move(owner), HostMemory());
+  }
+  KVFERRY_RETURN_IF_ERROR(Check(shape, max_requests, /*max_track_slots=*/0));
+  States states;
+  states.num_slots =
+      static_cast<int64_t>(recurrent.size()) / (shape.num_layers * shape.recurrent_item_bytes());
+  if (states.num_slots < 1 + max_requests) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "gdn pool: the recurrent states, ", recurrent.size(), " bytes, are ", states.num_slots,
+        " slots; padding and max_requests = ", max_requests, " are ", 1 + max_requests));
+  }
+  KVFERRY_RETURN_IF_ERROR(Check(shape, max_requests, states.num_slots - 1 - max_requests));
+  const int64_t items = shape.num_layers * states.num_slots;
+  KVFERRY_RETURN_IF_ERROR(
+      CheckStates("recurrent", recurrent, items * shape.recurrent_item_bytes(), *memory));
+  KVFERRY_RETURN_IF_ERROR(CheckStates("conv", conv, items * shape.conv_item_bytes(), *memory));
+  states.recurrent = {owner, recurrent.data()};
+  states.conv = {owner, conv.data()};
+  return Over(shape, max_requests, std::move(states), memory);
 }
 
 absl::StatusOr<GdnPool::States> GdnPool::Allocate(const GdnShape& shape, int64_t num_slots,

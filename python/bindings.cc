@@ -267,13 +267,10 @@ using PoolPtr = std::shared_ptr<KvPool>;
 
 using SharedPtr = std::shared_ptr<SharedMemory>;
 
-PoolPtr AdoptPool(const KvLayout& layout, const std::vector<std::pair<uintptr_t, int64_t>>& buffers,
-                  nb::object owner, const SharedPtr& shared, const std::string& memory) {
-  std::shared_ptr<const PoolMemory> lies_in = MemoryNamed(memory);
-  if (shared != nullptr && lies_in != nullptr) {
-    Check(absl::InvalidArgumentError(
-        absl::StrCat("kv pool: memory is '", memory, "', but shared memory is the host's")));
-  }
+// (address, bytes).
+using Buffers = std::vector<std::pair<uintptr_t, int64_t>>;
+
+std::vector<BufferInfo> InfosOf(const KvLayout& layout, const Buffers& buffers) {
   std::vector<BufferInfo> infos;
   for (size_t i = 0; i < buffers.size(); ++i) {
     const auto tensor = static_cast<int64_t>(i) / layout.num_layers;
@@ -282,6 +279,17 @@ PoolPtr AdoptPool(const KvLayout& layout, const std::vector<std::pair<uintptr_t,
     infos.push_back(
         {reinterpret_cast<std::byte*>(buffers[i].first), buffers[i].second, item_bytes});
   }
+  return infos;
+}
+
+PoolPtr AdoptPool(const KvLayout& layout, const Buffers& buffers, nb::object owner,
+                  const SharedPtr& shared, const std::string& memory) {
+  std::shared_ptr<const PoolMemory> lies_in = MemoryNamed(memory);
+  if (shared != nullptr && lies_in != nullptr) {
+    Check(absl::InvalidArgumentError(
+        absl::StrCat("kv pool: memory is '", memory, "', but shared memory is the host's")));
+  }
+  const std::vector<BufferInfo> infos = InfosOf(layout, buffers);
   std::shared_ptr<const void> keep_alive = OwnerOf(std::move(owner));
   return Value(shared == nullptr
                    ? KvPool::Adopt(layout, infos, std::move(keep_alive), std::move(lies_in))
@@ -289,7 +297,7 @@ PoolPtr AdoptPool(const KvLayout& layout, const std::vector<std::pair<uintptr_t,
 }
 
 // Writable on purpose: a transfer writes into them.
-using EngineTensor = GivenArray<nb::c_contig, nb::device::cpu>;
+using EngineTensor = GivenArray<nb::c_contig>;
 
 // Numbers are the layout's; integers are bytes, as which engines keep what torch has no type for.
 void CheckTensorDType(const KvLayout& layout, size_t buffer, nb::dlpack::dtype given) {
@@ -307,13 +315,17 @@ void CheckTensorDType(const KvLayout& layout, size_t buffer, nb::dlpack::dtype g
 }
 
 PoolPtr AdoptTensors(const KvLayout& layout, const std::vector<EngineTensor>& tensors) {
-  std::vector<std::pair<uintptr_t, int64_t>> buffers;
+  std::shared_ptr<const PoolMemory> memory =
+      tensors.empty() ? HostMemory() : MemoryOn(DeviceOf(tensors[0]));
+  Buffers buffers;
   for (const EngineTensor& tensor : tensors) {
     CheckTensorDType(layout, buffers.size(), tensor.dtype());
+    CheckLiesIn(absl::StrCat("kv pool: buffer ", buffers.size()), DeviceOf(tensor), *memory);
     buffers.emplace_back(reinterpret_cast<uintptr_t>(tensor.data()),
                          static_cast<int64_t>(tensor.nbytes()));
   }
-  return AdoptPool(layout, buffers, nb::cast(KeepAlive(tensors)), nullptr, "host");
+  return Value(KvPool::Adopt(layout, InfosOf(layout, buffers), OwnerOf(KeepAlive(tensors)),
+                             std::move(memory)));
 }
 
 NumpyArray<uint8_t> PageView(const PoolPtr& pool, int64_t layer, int64_t tensor, int64_t page) {
@@ -377,11 +389,11 @@ void BindPools(nb::module_& module) {
           "all of them lie in, which processes of this host then read in place. memory: where "
           "they lie, 'host' or a GPU as 'cuda:0'; what is published or fetched into must not be "
           "under work there.")
-      .def_static("adopt_tensors", &AdoptTensors, "layout"_a, "tensors"_a.noconvert(),
-                  "adopt() for contiguous tensors of the CPU, torch's, numpy's or any with DLPack: "
-                  "K of each "
-                  "layer, then V of each, of the layout's dtypes or bytes (any integers). They are "
-                  "kept alive with the pool; nothing is copied.")
+      .def_static(
+          "adopt_tensors", &AdoptTensors, "layout"_a, "tensors"_a.noconvert(),
+          "adopt() for contiguous tensors of the CPU or of a GPU, torch's, numpy's or any with "
+          "DLPack: K of each layer, then V of each, of the layout's dtypes or bytes (any "
+          "integers). They are kept alive with the pool; nothing is copied.")
       .def_prop_ro("num_pages", &KvPool::num_pages)
       .def_prop_ro("layout", &KvPool::layout)
       .def_prop_ro(

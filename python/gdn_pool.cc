@@ -11,15 +11,19 @@
 #include <initializer_list>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "python/convert.h"
 #include "python/gdn_pool.h"
 #include "python/gil.h"
+#include "python/given_array.h"
 #include "python/pool_memory.h"
+#include "python/rows.h"
 #include "python/status_error.h"
 
 namespace nb = nanobind;
@@ -53,6 +57,43 @@ DlpackArray ConvStates(const GdnPool& pool) {
       shape.conv_dtype);
 }
 
+// Writable on purpose: states are copied into them.
+using StatesInput = GivenArray<nb::c_contig>;
+
+std::span<std::byte> BytesOf(const StatesInput& states) {
+  return {static_cast<std::byte*>(states.data()), states.nbytes()};
+}
+
+// What such states are of.
+GdnShape ShapeOf(const StatesInput& recurrent, const StatesInput& conv) {
+  if (recurrent.ndim() != 5 || FromDlpack(recurrent.dtype()) != DType::kFloat32) {
+    throw StatusError(absl::InvalidArgumentError(
+        "gdn pool: recurrent states are a tensor [num_layers, num_slots, num_v_heads, head_k_dim, "
+        "head_v_dim] of float32"));
+  }
+  const auto size = [](const StatesInput& states, size_t dim) {
+    return static_cast<int64_t>(states.shape(dim));
+  };
+  if (conv.ndim() != 4 || conv.shape(0) != recurrent.shape(0) ||
+      conv.shape(1) != recurrent.shape(1)) {
+    throw StatusError(absl::InvalidArgumentError(absl::StrCat(
+        "gdn pool: conv states are a tensor [num_layers, num_slots, conv_dim, conv_kernel_size - "
+        "1], of ",
+        recurrent.shape(0), " layers and ", recurrent.shape(1),
+        " slots where the recurrent states are")));
+  }
+  return {size(recurrent, 0), size(recurrent, 2), size(recurrent, 3),      size(recurrent, 4),
+          size(conv, 2),      size(conv, 3) + 1,  FromDlpack(conv.dtype())};
+}
+
+GdnPool AdoptStates(const StatesInput& recurrent, const StatesInput& conv, int64_t max_requests) {
+  const GdnShape shape = ShapeOf(recurrent, conv);
+  const std::shared_ptr<const PoolMemory> memory = MemoryOn(DeviceOf(recurrent));
+  CheckLiesIn("gdn pool: the tensor of conv states", DeviceOf(conv), *memory);
+  return Value(GdnPool::Adopt(shape, max_requests, BytesOf(recurrent), BytesOf(conv),
+                              OwnerOf(KeepAlive(std::pair(recurrent, conv))), memory));
+}
+
 }  // namespace
 
 void BindGdnPool(nb::module_& module) {
@@ -78,6 +119,12 @@ void BindGdnPool(nb::module_& module) {
       "max_track_slots"_a = 0, "memory"_a = "host", nb::call_guard<ReleasedGil>(),
       "dtype is the conv states', float32 always the recurrent ones'. memory: the host's, or a "
       "GPU's as 'cuda:0'.");
+  pool.def_static("adopt_tensors", &AdoptStates, "recurrent"_a.noconvert(), "conv"_a.noconvert(),
+                  nb::kw_only(), "max_requests"_a,
+                  "An engine's states: contiguous tensors of the CPU or of a GPU, as "
+                  "recurrent_state and conv_state have them; slots beyond padding and those of "
+                  "max_requests are track slots. They are kept alive with the pool; nothing is "
+                  "copied or zeroed.");
   pool.def(
           "reset_states",
           [](GdnPool& self, const IntegersInput& slots) {

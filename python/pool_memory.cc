@@ -57,6 +57,23 @@ DlpackDevice DeviceOf(const PoolMemory& memory) {
   return {nb::device::cpu::value, 0};
 }
 
+std::shared_ptr<const PoolMemory> MemoryOn(const DlpackDevice& device) {
+  if (device.type == nb::device::cpu::value) return HostMemory();
+  if (device.type == nb::device::cuda::value) return MemoryNamed(absl::StrCat("cuda:", device.id));
+  throw StatusError(absl::InvalidArgumentError(
+      absl::StrCat("tensors lie on a device (DLPack type ", device.type, ", number ", device.id,
+                   ") but must lie on the CPU or on a CUDA device")));
+}
+
+void CheckLiesIn(const std::string& what, const DlpackDevice& device, const PoolMemory& memory) {
+  const DlpackDevice here = DeviceOf(memory);
+  // Some number the CPU's as well.
+  if (device == here || (device.type == here.type && memory.on_host())) return;
+  throw StatusError(absl::InvalidArgumentError(
+      absl::StrCat(what, " lies on another device (DLPack type ", device.type, ", number ",
+                   device.id, ") than the first, which is in ", memory.name())));
+}
+
 void CheckRowsReach(const DlpackDevice& device, const PoolMemory& memory) {
   if (device.type == nb::device::cpu::value || device == DeviceOf(memory)) return;
   throw StatusError(absl::InvalidArgumentError(

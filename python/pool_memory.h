@@ -6,6 +6,7 @@
 #include <string>
 
 #include "pool/pool_memory.h"
+#include "python/given_array.h"
 
 namespace kvferry {
 
@@ -24,6 +25,17 @@ struct DlpackDevice {
   bool operator==(const DlpackDevice&) const = default;
 };
 DlpackDevice DeviceOf(const PoolMemory& memory);
+template <typename... Args>
+DlpackDevice DeviceOf(const GivenArray<Args...>& array) {
+  return {array.device_type(), array.device_id()};
+}
+
+// The memory that a caller's tensors on `device` lie in, for pools that adopt them. Throws
+// INVALID_ARGUMENT for what is no memory of a pool, UNAVAILABLE as MemoryNamed().
+std::shared_ptr<const PoolMemory> MemoryOn(const DlpackDevice& device);
+
+// Throws INVALID_ARGUMENT unless `what`, a tensor on `device`, lies in `memory`.
+void CheckLiesIn(const std::string& what, const DlpackDevice& device, const PoolMemory& memory);
 
 // Throws INVALID_ARGUMENT unless rows on `device` can go to a pool in `memory`: they lie on the
 // host or on its own device.

@@ -60,7 +60,7 @@ const std::byte* GivenRows::Packed(const RowInput& array) {
 
 void GivenRows::Add(const RowInput& array, int64_t num_rows, int64_t num_heads, int64_t head_dim,
                     const PoolMemory& memory) {
-  CheckRowsReach({array.device_type(), array.device_id()}, memory);
+  CheckRowsReach(DeviceOf(array), memory);
   const DType dtype = FromDlpack(array.dtype());
   const auto view_of = [&](const void* data, std::span<const ArrayDim> dims) {
     // Read only: kvferry's views do not say so.

@@ -397,7 +397,7 @@ BlockCacheShape ShapeOf(const std::vector<LayerInput>& layers, const std::option
 // Bytes stand for any dtype of one byte.
 void CheckLayer(const LayerInput& layer, size_t index, const BlockCacheShape& shape,
                 int64_t num_blocks, const PoolMemory& memory) {
-  CheckRowsReach({layer.device_type(), layer.device_id()}, memory);
+  CheckLiesIn(absl::StrCat("block cache: layer ", index), DeviceOf(layer), memory);
   const DType dtype = FromDlpack(layer.dtype());
   const bool is_bytes = dtype == DType::kUint8 && DTypeBytes(shape.dtype) == 1;
   bool fits = dtype == shape.dtype || is_bytes;
@@ -420,10 +420,7 @@ CachePtr AdoptLayers(const std::vector<LayerInput>& layers, const std::optional<
   const BlockCacheShape shape = ShapeOf(layers, values, mla, ParseOrder(order));
   Check(shape.Validate());
   const LayerInput& first = layers[0];
-  std::shared_ptr<const PoolMemory> memory = HostMemory();
-  if (first.device_type() == nb::device::cuda::value) {
-    memory = MemoryNamed(absl::StrCat("cuda:", first.device_id()));
-  }
+  const std::shared_ptr<const PoolMemory> memory = MemoryOn(DeviceOf(first));
   std::vector<std::span<std::byte>> bytes;
   for (const LayerInput& layer : layers) {
     CheckLayer(layer, bytes.size(), shape, static_cast<int64_t>(first.shape(mla ? 0 : 1)), *memory);

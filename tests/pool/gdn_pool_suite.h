@@ -10,6 +10,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <random>
 #include <set>
 #include <vector>
@@ -102,6 +103,29 @@ TEST_P(GdnPools, LayersOfAKindLieOneBehindTheOther) {
   }
   EXPECT_EQ(pool.bytes(), 3 * 7 * (24 + 10));
   EXPECT_EQ(Contents(pool), Bytes(static_cast<size_t>(pool.bytes())));
+}
+
+TEST_P(GdnPools, AnEnginesStatesAreAdopted) {
+  const std::optional<GdnPool> theirs = Create(4, 2);
+  FillAll(*theirs);
+  const int64_t items = int64_t{3} * 7;
+  const auto owner = std::make_shared<int>();
+  std::optional<GdnPool> pool = Must(GdnPool::Adopt(
+      SmallGdnShape(), 4, {theirs->recurrent_memory().get(), static_cast<size_t>(items * 24)},
+      {theirs->conv_memory().get(), static_cast<size_t>(items * 10)}, owner, GetParam().memory));
+  EXPECT_EQ(pool->max_track_slots(), 2);
+  EXPECT_EQ(pool->bytes(), theirs->bytes());
+  EXPECT_EQ(Values(*pool), (std::vector<int>{1, 2, 3, 4, 5, 6, 7}));
+  EXPECT_TRUE(IsOk(pool->Copy(Slots{1, 2}, Slots{2, 1})));
+  EXPECT_TRUE(IsOk(pool->Reset(Slots{4})));
+  EXPECT_EQ(Must(pool->AllocateTrackSlot()), 5);
+  EXPECT_EQ(Values(*theirs), (std::vector<int>{1, 3, 2, 4, 0, 6, 7}));
+
+  auto conv = pool->conv_memory();
+  pool.reset();
+  EXPECT_GT(owner.use_count(), 1) << "what is taken from a pool keeps its memory";
+  conv.reset();
+  EXPECT_EQ(owner.use_count(), 1);
 }
 
 TEST_P(GdnPools, TrackSlots) {

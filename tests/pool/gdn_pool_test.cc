@@ -93,6 +93,29 @@ TEST(Gdn, BadSlotCounts) {
   }
 }
 
+TEST(Gdn, StatesThatDoNotFitAreNotAdopted) {
+  std::vector<std::byte> recurrent(3 * 7 * 24), conv(3 * 7 * 10);
+  const auto adopt = [&](int64_t max_requests, std::span<std::byte> some_recurrent,
+                         std::span<std::byte> some_conv) {
+    return GdnPool::Adopt(SmallGdnShape(), max_requests, some_recurrent, some_conv, nullptr);
+  };
+  EXPECT_EQ(Must(adopt(6, recurrent, conv)).max_track_slots(), 0);
+  EXPECT_TRUE(Fails(adopt(0, recurrent, conv), kInvalid, "max_requests is 0"));
+  EXPECT_TRUE(Fails(adopt(kHuge, recurrent, conv), kInvalid, "max_requests is"));
+  EXPECT_TRUE(Fails(adopt(7, recurrent, conv), kInvalid,
+                    "504 bytes, are 7 slots; padding and max_requests = 7 are 8"));
+  EXPECT_TRUE(Fails(adopt(4, {}, conv), kInvalid, "0 bytes, are 0 slots"));
+  EXPECT_TRUE(Fails(adopt(4, std::span(recurrent).first(503), conv), kInvalid,
+                    "the recurrent states of 503 bytes: they have to have 432"));
+  EXPECT_TRUE(Fails(adopt(4, recurrent, std::span(conv).first(200)), kInvalid,
+                    "the conv states of 200 bytes: they have to have 210"));
+  EXPECT_TRUE(Fails(adopt(4, recurrent, {static_cast<std::byte*>(nullptr), conv.size()}), kInvalid,
+                    "the conv states of 210 bytes"));
+  GdnShape shape = SmallGdnShape();
+  shape.num_layers = 0;
+  EXPECT_TRUE(Fails(GdnPool::Adopt(shape, 4, recurrent, conv, nullptr), kInvalid, "num_layers"));
+}
+
 TEST(Gdn, MemoryThatCannotBeHad) {
   GdnShape shape = SmallGdnShape();
   shape.num_v_heads = shape.head_k_dim = 1 << 15;

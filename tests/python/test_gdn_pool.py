@@ -72,6 +72,41 @@ def test_views_keep_the_memory():
     assert (conv == 3).all() and (recurrent == 4).all()
 
 
+def test_an_engines_tensors_are_adopted():
+    recurrent = torch.randn(3, 7, 2, 5, 6)
+    conv = torch.randn(3, 7, 7, 3).to(torch.bfloat16)
+    was = recurrent.clone(), conv.clone()
+    pool = kvferry.GdnPool.adopt_tensors(recurrent, conv, max_requests=4)
+    assert (pool.max_requests, pool.max_track_slots, pool.memory) == (4, 2, "host")
+    assert torch.from_dlpack(pool.conv_state).data_ptr() == conv.data_ptr()
+    pool.copy_states([1, 2], [2, 3])
+    pool.reset_states([1])
+    for states, before in zip((recurrent, conv), was, strict=True):
+        assert torch.equal(states[:, 2:4], before[:, 1:3]) and not states[:, 1].any()
+        assert torch.equal(states[:, 4:], before[:, 4:])
+    ours = torch.from_dlpack(pool.recurrent_state)
+    del pool, recurrent, states
+    gc.collect()
+    assert torch.equal(ours[:, 2], was[0][:, 1])
+
+
+def test_what_are_no_states_are_not_adopted():
+    adopt = kvferry.GdnPool.adopt_tensors
+    recurrent, conv = torch.zeros(3, 7, 2, 5, 6), torch.zeros(3, 7, 7, 3)
+    with pytest.raises(ValueError, match=r"recurrent states are a tensor \[num_layers, .* float32"):
+        adopt(recurrent.half(), conv, max_requests=4)
+    with pytest.raises(ValueError, match="recurrent states are a tensor"):
+        adopt(conv, conv, max_requests=4)
+    with pytest.raises(ValueError, match=r"conv states are .* of 3 layers and 7 slots"):
+        adopt(recurrent, conv[:, :6].contiguous(), max_requests=4)
+    with pytest.raises(ValueError, match="conv_dtype is uint8"):
+        adopt(recurrent, conv.byte(), max_requests=4)
+    with pytest.raises(ValueError, match="7 slots; padding and max_requests = 7 are 8"):
+        adopt(recurrent, conv, max_requests=7)
+    with pytest.raises(TypeError):  # They would have to be copied.
+        adopt(recurrent.transpose(3, 4), conv, max_requests=4)
+
+
 def test_copies_are_what_indexing_does():
     """state[:, destinations] = state[:, sources], with all kinds of overlap."""
     pool = make_pool()

@@ -158,6 +158,57 @@ def test_rows_of_a_device_do_not_fit_the_host(device):
         quantised.set_quantized("mxfp4", 0, 0, slots, rows)
 
 
+def adopt_all(places: list[tuple[int, int]]) -> None:
+    """By each pool that adopts tensors: as many as there are places, which are on those devices."""
+
+    def tensors(*shape: int):
+        zeros = np.zeros(shape, dtype=np.float32)
+        return [zeros if at[0] == K_DL_CPU else OnAnotherDevice(zeros, at) for at in places]
+
+    layout = kvferry.KvLayout.mha(len(places) // 2, 4, 2, 8, "float32")
+    for adopt in (
+        lambda: kvferry.KvPool.adopt_tensors(layout, tensors(3, 4, 2, 8)),
+        lambda: kvferry.BlockCache.adopt_tensors(tensors(2, 3, 4, 2, 8)),
+        lambda: kvferry.GdnPool.adopt_tensors(
+            tensors(2, 5, 2, 4, 6)[0], tensors(2, 5, 7, 3)[-1], max_requests=4
+        ),
+    ):
+        yield adopt
+
+
+def test_tensors_of_a_device_are_adopted_there_or_not_at_all():
+    """The addresses are the host's: no device takes them for its own."""
+    cpu, gpu = (K_DL_CPU, 0), (K_DL_CUDA, 0)
+    for adopt in adopt_all([cpu, cpu]):
+        assert adopt().memory == "host"
+    for adopt in adopt_all([gpu, gpu]):
+        with pytest.raises((ValueError, kvferry.Unavailable), match="CUDA|host's memory|device 0"):
+            adopt()
+    for adopt in adopt_all([(10, 0), (10, 0)]):
+        with pytest.raises(ValueError, match=r"on a device \(DLPack type 10, .* CUDA device"):
+            adopt()
+    for adopt in adopt_all([cpu, gpu]):
+        with pytest.raises(ValueError, match="lies on another device .* is in host memory"):
+            adopt()
+
+
+@needs_cuda
+def test_torchs_tensors_on_a_gpu_are_adopted():
+    theirs = [torch.zeros(8, 4, 2, 8, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    pool = kvferry.TokenKvPool.over(kvferry.KvPool.adopt_tensors(LAYOUT, theirs))
+    rows = torch.randn(1, 2, 8, device="cuda").bfloat16()
+    recurrent = torch.randn(3, 7, 2, 5, 6, device="cuda")
+    conv = torch.randn(3, 7, 7, 3, device="cuda").bfloat16()
+    torch.cuda.synchronize()
+    pool.set_kv_buffer(1, np.array([6]), [rows, rows])
+    assert torch.equal(theirs[1][1, 2], rows[0]) and torch.equal(theirs[3][1, 2], rows[0])
+    states = kvferry.GdnPool.adopt_tensors(recurrent, conv, max_requests=4)
+    before = recurrent.clone()
+    torch.cuda.synchronize()
+    states.copy_states([1], [2])
+    assert states.memory == "cuda:0" and torch.equal(recurrent[:, 2], before[:, 1])
+
+
 class OfTorch(OnAnotherDevice):
     """What nanobind takes for a tensor of torch's."""
 
