@@ -6,18 +6,19 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
-#include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/clock.h"
 #include "base/config.h"
+#include "base/random.h"
 #include "base/utf8.h"
 #include "connector/decode_endpoint.h"
 #include "connector/prefill_endpoint.h"
 #include "connector/tensor_parallel.h"
 #include "pool/kv_pool.h"
+#include "python/cancel_and_wait.h"
 #include "python/closable.h"
 #include "python/convert.h"
 #include "python/gil.h"
@@ -34,6 +35,7 @@ using PoolPtr = std::shared_ptr<KvPool>;
 
 // As type hints have them.
 using Fetched = nb::typed<nb::object, FetchHandle>;
+using Pushed = nb::typed<nb::object, PushHandle>;
 using Received = nb::typed<nb::object, std::pair<std::string, std::shared_ptr<FetchHandle>>>;
 
 // (first head, total) or (first head, count), and (index, of).
@@ -68,36 +70,31 @@ void TakeBack(const Prefill& self, absl::Status (PrefillEndpoint::*how)(uint64_t
   Check(status);
 }
 
-// What has begun, for Python: what `make` makes of it. Where there is no memory for that its pages are the
-// caller's again, who has no handle: not before nothing writes there any more, which the deadline bounds.
-template <typename Object, typename Make>
-Object Begun(const std::shared_ptr<FetchHandle>& handle, const Make& make) {
+// What has begun, for Python. Where there is no memory for its object its pages are the caller's again, who has
+// no handle: not before nothing moves there any more, which the deadline bounds.
+template <typename Object, typename Handle, typename Make>
+Object Begun(const std::shared_ptr<Handle>& handle, const Make& make) {
   try {
     return make();
   } catch (...) {
     const ReleasedGil nogil;
-    try {
-      handle->Cancel();
-    } catch (const std::bad_alloc&) {  // Then it ends by itself.
-    }
-    while (!handle->done()) handle->Wait(DeadlineInMs(1000)).IgnoreError();
+    CancelAndWait(*handle);
     throw;
   }
 }
 
-// For releasing what was published when there is no memory for its ticket.
-constexpr int64_t kTakeBackMs = 1000;
-
-nb::str TicketOf(const Prefill& self, const Ticket& published) {
-  try {
-    const std::string text = published.ToString();
-    return nb::str(text.data(), text.size());
-  } catch (...) {
-    const std::shared_ptr<PrefillEndpoint> endpoint = self.get();
-    const ReleasedGil nogil;
-    endpoint->Release(published.lease_id, DeadlineInMs(kTakeBackMs)).IgnoreError();
-    throw;
-  }
+// The ticket is made first: what is published when there is no memory for it could not be told to anybody.
+nb::str Publish(const Prefill& self, std::vector<int64_t> pages, int64_t num_tokens,
+                uint64_t lease_id, int64_t ready_layers, int64_t lease_ms) {
+  const std::shared_ptr<PrefillEndpoint> endpoint = self.get();
+  if (lease_id == 0) lease_id = RandomId();
+  const std::string ticket = Ticket{endpoint->address(), endpoint->epoch(), lease_id,
+                                    static_cast<int64_t>(pages.size()), num_tokens}
+                                 .ToString();
+  nb::str text(ticket.data(), ticket.size());
+  Check(
+      endpoint->Publish({std::move(pages), num_tokens, lease_id, ready_layers, lease_ms}).status());
+  return text;
 }
 
 void BindTicket(nb::module_& module) {
@@ -176,23 +173,18 @@ void BindPrefill(nb::module_& module) {
            "scales may be others.")
       .def_prop_ro("address", [](const Prefill& self) { return self.get()->address(); })
       .def_prop_ro("epoch", [](const Prefill& self) { return self.get()->epoch(); })
-      .def(
-          "publish",
-          [](const Prefill& self, std::vector<int64_t> pages, int64_t num_tokens, uint64_t lease_id,
-             int64_t ready_layers, int64_t lease_ms) {
-            return TicketOf(self, Value(self.get()->Publish({std::move(pages), num_tokens, lease_id,
-                                                             ready_layers, lease_ms})));
-          },
-          "pages"_a, "num_tokens"_a = 0, "lease_id"_a = 0, "ready_layers"_a = 0, "lease_ms"_a = 0,
-          "Offers a request and returns its ticket. lease_id 0 draws one, lease_ms 0 is the "
-          "configured.")
+      .def("publish", &Publish, "pages"_a, "num_tokens"_a = 0, "lease_id"_a = 0,
+           "ready_layers"_a = 0, "lease_ms"_a = 0,
+           "Offers a request and returns its ticket. lease_id 0 draws one, lease_ms 0 is the "
+           "configured.")
       .def(
           "push",
           [](const Prefill& self, const std::string& ticket, std::vector<int64_t> pages,
              int64_t num_tokens, uint64_t lease_id, int64_t ready_layers, int64_t timeout_ms) {
-            return Value(self.get()->Push(Value(ReceiveTicket::Parse(ticket)),
-                                          {std::move(pages), num_tokens, lease_id, ready_layers},
-                                          timeout_ms));
+            const std::shared_ptr<PushHandle> push = Value(self.get()->Push(
+                Value(ReceiveTicket::Parse(ticket)),
+                {std::move(pages), num_tokens, lease_id, ready_layers}, timeout_ms));
+            return Begun<Pushed>(push, [&] { return Pushed(nb::cast(push)); });
           },
           "ticket"_a, "pages"_a, "num_tokens"_a = 0, "lease_id"_a = 0, "ready_layers"_a = 0,
           "timeout_ms"_a = 0,

@@ -7,9 +7,8 @@ namespace nb = nanobind;
 namespace kvferry {
 
 nb::object DlpackCapsule(nb::handle object) {
-  static PyObject* const name = PyUnicode_InternFromString("__dlpack__");
   auto* const type = reinterpret_cast<PyObject*>(object.type().ptr());
-  const auto method = nb::steal(PyObject_GetAttr(type, name));
+  const auto method = nb::steal(PyObject_GetAttrString(type, "__dlpack__"));
   if (!method.is_valid()) PyErr_Clear();
   // Written in C: numpy's, and our own.
   if (!method.is_valid() || Py_IS_TYPE(method.ptr(), &PyMethodDescr_Type)) return {};

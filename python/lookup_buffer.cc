@@ -27,6 +27,7 @@
 #include "connector/kv_tensors.h"
 #include "connector/lookup_consumer.h"
 #include "connector/lookup_producer.h"
+#include "python/cancel_and_wait.h"
 #include "python/closable.h"
 #include "python/convert.h"
 #include "python/gil.h"
@@ -247,10 +248,19 @@ using Consumer = Closable<ConsumerParts>;
 
 class PyLookup {
  public:
-  PyLookup(std::shared_ptr<KvPool> pool, std::shared_ptr<LookupHandle> handle,
-           std::shared_ptr<LentPages> lent)
-      : pool_(std::move(pool)), handle_(std::move(handle)), lent_(std::move(lent)) {}
+  PyLookup(std::shared_ptr<KvPool> pool, std::shared_ptr<LentPages> lent)
+      : pool_(std::move(pool)), lent_(std::move(lent)) {}
+  PyLookup(const PyLookup&) = delete;
+  PyLookup& operator=(const PyLookup&) = delete;
+  // Python lets go of it, as where Ctrl-C comes before it is anybody's: the caller has his pages back.
+  ~PyLookup() {
+    if (handle_ == nullptr || handle_->done()) return;
+    const ReleasedGil nogil;
+    CancelAndWait(*handle_);
+  }
 
+  // Once, before anything else is called.
+  void Begin(std::shared_ptr<LookupHandle> handle) { handle_ = std::move(handle); }
   LookupHandle& handle() const { return *handle_; }
   const KvPool& pool() const { return *pool_; }
   // Of a lookup that is done; raises what it failed with.
@@ -261,7 +271,7 @@ class PyLookup {
 
  private:
   const std::shared_ptr<KvPool> pool_;
-  const std::shared_ptr<LookupHandle> handle_;
+  std::shared_ptr<LookupHandle> handle_;
   const std::shared_ptr<LentPages> lent_;  // Null: the caller's pages.
 };
 
@@ -286,9 +296,10 @@ std::unique_ptr<PyLookup> Start(const Consumer& self, const std::optional<TokenI
     request.on_done = [done = events->events, event = std::make_shared<LookupEvents::Event>(
                                                   1, event)] { done->Add(*event); };
   }
+  auto lookup = std::make_unique<PyLookup>(parts->pool, std::move(lent));
   const ReleasedGil nogil;
-  return std::make_unique<PyLookup>(
-      parts->pool, Value(parts->consumer->DropSelect(std::move(request))), std::move(lent));
+  lookup->Begin(Value(parts->consumer->DropSelect(std::move(request))));
+  return lookup;
 }
 
 // key and value, [layers, tokens that match, heads, dim].

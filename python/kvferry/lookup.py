@@ -111,15 +111,17 @@ def _end(lookup: _core.Lookup) -> None:
     """Ends a lookup: when it returns, no page is written to.
 
     That comes shortly after the cancel, or, when every byte has come and only the producer's answer
-    is missing, with the lookup's own end. Another Ctrl-C changes nothing about it.
+    is missing, with the lookup's own end. Another Ctrl-C changes nothing about it, nor does a want
+    of memory.
     """
     while True:
         try:
-            lookup.cancel()
+            with contextlib.suppress(MemoryError):  # Then it ends by its deadline.
+                lookup.cancel()
             while not lookup.done:
                 _wait_a_moment(lookup)
             return
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, MemoryError):
             continue
 
 

@@ -140,34 +140,76 @@ import sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 import _testcapi
 import kvferry
-from test_bindings import Pair
+import numpy as np
+from test_bindings import Pair, make_config, MODEL
 from waiting import wait_for
 
+def without_memory(number, call, *arguments):
+    _testcapi.set_nomemory(number, number + 1)
+    try:
+        call(*arguments)
+    except MemoryError:
+        _testcapi.remove_mem_hooks()
+        return True
+    finally:
+        _testcapi.remove_mem_hooks()
+"""
+
+FETCHES = """
 made = Pair(publish_grace_ms=50)
 for number in range(2):  # What nanobind makes after these ends the process where it cannot.
     lease = kvferry.random_id()
     ticket = made.prefill.publish([1, 2], lease_id=lease)
-    pages = [3, 4]
-    _testcapi.set_nomemory(number, number + 1)
-    try:
-        made.decode.fetch(ticket, 0, pages)
-    except MemoryError:
-        _testcapi.remove_mem_hooks()
+    if without_memory(number, made.decode.fetch, ticket, 0, [3, 4]):
         wait_for(lambda: made.decode.metrics()["fetches_started"] == number + 1)
         print("none", made.decode.metrics()["fetches_active"])
-    finally:
-        _testcapi.remove_mem_hooks()
 made.close()
 """
+
+PUSHES = """
+made = Pair()
+decode = kvferry.DecodeEndpoint(made.target, make_config(), MODEL, accept_pushes=True)
+for number in range(2):
+    ticket, received = decode.receive(0, [3, 4])
+    lease = kvferry.random_id()
+    if without_memory(number, made.prefill.push, ticket, [1, 2], 0, lease):
+        print("none", made.prefill.metrics()["leases_live"])
+    received.cancel()
+decode.close()
+made.close()
+"""
+
+FIRST_ARRAY = """
+slots = kvferry.TokenSlotAllocator(16, 1)
+rows = np.array([1])
+for number in range(3):
+    try:
+        without_memory(number, slots.free, rows)
+    except (TypeError, ValueError):  # Nothing of it was allocated.
+        pass
+print(slots.alloc(3).tolist())
+"""
+
+
+def told_by(program: str) -> list[str]:
+    pytest.importorskip("_testcapi")
+    command = [sys.executable, "-c", WITHOUT_MEMORY + program]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0, told.stderr
+    return told.stdout.splitlines()
 
 
 def test_a_fetch_whose_handle_finds_no_memory_has_ended():
     """Its pages are the caller's again, who could not wait for it."""
-    pytest.importorskip("_testcapi")
-    told = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True, timeout=60
-    )
-    assert told.stdout.splitlines() == ["none 0", "none 0"], told.stderr
+    assert told_by(FETCHES) == ["none 0", "none 0"]
+
+
+def test_a_push_whose_handle_finds_no_memory_has_ended():
+    assert told_by(PUSHES) == ["none 0", "none 0"]
+
+
+def test_the_first_array_may_find_no_memory():
+    assert told_by(FIRST_ARRAY) == ["[1, 2, 3]"]
 
 
 # ---------------------------------------------------------------- errors

@@ -449,6 +449,20 @@ def test_ctrl_c_ends_a_lookup_soon_and_when_no_page_is_written_to(late):
     assert 0.35 < time.monotonic() - begin < 5
 
 
+def test_a_lookup_that_nobody_has_any_more_has_ended():
+    """As one that Ctrl-C came behind before anybody had it: its pages are the caller's again."""
+    pool = kvferry.KvPool.create(layout(), 4)
+    key, value = kv(4)
+    with producer() as one, consumer(one, pool=pool) as other:
+        lookup = other._start([1, 2, 3, 4], None, [0], 30000)
+        assert not lookup.done
+        del lookup
+        one.insert([1, 2, 3, 4], None, key, value)
+        found = other.drop_select_pages([1, 2, 3, 4], None, [1])
+        assert found.num_matched == 4 and not pool.page(0, 0, 0).any()
+        assert pool.page(0, 0, 1).any()
+
+
 def test_an_event_loop_without_file_descriptors_can_look_up_when_there_are_some(pair):
     one, other = pair
     one.insert([1], None, *kv(1))

@@ -158,7 +158,7 @@ def test_rows_of_a_device_do_not_fit_the_host(device):
         quantised.set_quantized("mxfp4", 0, 0, slots, rows)
 
 
-def adopt_all(places: list[tuple[int, int]]) -> None:
+def adopt_all(places: list[tuple[int, int]]) -> tuple:
     """By each pool that adopts tensors: as many as there are places, which are on those devices."""
 
     def tensors(*shape: int):
@@ -166,14 +166,13 @@ def adopt_all(places: list[tuple[int, int]]) -> None:
         return [zeros if at[0] == K_DL_CPU else OnAnotherDevice(zeros, at) for at in places]
 
     layout = kvferry.KvLayout.mha(len(places) // 2, 4, 2, 8, "float32")
-    for adopt in (
+    return (
         lambda: kvferry.KvPool.adopt_tensors(layout, tensors(3, 4, 2, 8)),
         lambda: kvferry.BlockCache.adopt_tensors(tensors(2, 3, 4, 2, 8)),
         lambda: kvferry.GdnPool.adopt_tensors(
             tensors(2, 5, 2, 4, 6)[0], tensors(2, 5, 7, 3)[-1], max_requests=4
         ),
-    ):
-        yield adopt
+    )
 
 
 def test_tensors_of_a_device_are_adopted_there_or_not_at_all():

@@ -5,6 +5,7 @@ of the endpoint. What a GPU has to compute first is waited for in another one, w
 layers are ready.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -447,7 +448,8 @@ class DecodeWorker:
             loading.cancelled = True
             for fetch in loading.fetches:
                 if fetch.handle is not None:
-                    fetch.handle.cancel()
+                    with contextlib.suppress(MemoryError):  # Then it ends by its deadline.
+                        fetch.handle.cancel()
 
     def dismiss(self, tickets: list[str]) -> None:
         """Tells the prefill side that nobody will fetch, so that it need not wait for the
@@ -484,7 +486,7 @@ class DecodeWorker:
             return  # Nothing to wait for, or somebody has waited long enough.
         try:
             under_way[0][0].wait(_PAUSE_MS)
-        except kvferry.Error:
+        except (kvferry.Error, MemoryError):
             pass  # take_finished() says how it ended, if it has.
 
     def take_finished(self) -> set[str]:
