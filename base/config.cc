@@ -102,6 +102,11 @@ std::string Shown(const nlohmann::json& value) {
   return value.is_structured() ? absl::StrCat("an ", value.type_name()) : value.dump();
 }
 
+absl::Status UnknownKey(absl::string_view key) {
+  return absl::InvalidArgumentError(absl::StrCat("config: unknown key '", key, "'; the keys are ",
+                                                 absl::StrJoin(Config::FieldNames(), ", ")));
+}
+
 absl::Status SetFromJson(const Field& field, const nlohmann::json& value, Config* config) {
   if (const auto* text = std::get_if<std::string Config::*>(&field.member)) {
     if (!value.is_string()) return WrongType(field, Shown(value));
@@ -124,9 +129,13 @@ absl::Status SetFromText(const Field& field, const std::string& text, Config* co
   if (const auto* string = std::get_if<std::string Config::*>(&field.member)) {
     config->*(*string) = text;
   } else if (const auto* number = std::get_if<int64_t Config::*>(&field.member)) {
-    if (!absl::SimpleAtoi(text, &(config->*(*number)))) return WrongType(field, text);
-  } else if (!absl::SimpleAtob(text, &(config->*std::get<bool Config::*>(field.member)))) {
-    return WrongType(field, text);
+    int64_t value = 0;  // Which is set when it fails, too.
+    if (!absl::SimpleAtoi(text, &value)) return WrongType(field, text);
+    config->*(*number) = value;
+  } else {
+    bool value = false;
+    if (!absl::SimpleAtob(text, &value)) return WrongType(field, text);
+    config->*std::get<bool Config::*>(field.member) = value;
   }
   return absl::OkStatus();
 }
@@ -191,11 +200,23 @@ absl::Status CheckDirectTls(const std::string& direct_tls) {
   return absl::OkStatus();
 }
 
+absl::Status CheckListenHost(const std::string& host) {
+  if (host.empty()) {
+    return absl::InvalidArgumentError(
+        "config: listen_host is empty but must be an address or an interface of this machine, such "
+        "as 127.0.0.1");
+  }
+  // IPv6 has two colons at least.
+  if (std::count(host.begin(), host.end(), ':') != 1) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("config: listen_host is '", host, "' but the port goes into listen_port"));
+}
+
 // Who can reach an endpoint off loopback has to have the key, or the network has to be closed.
 absl::Status CheckReach(const Config& config) {
   if (IsLoopbackHost(config.listen_host) || config.allow_insecure_network) return absl::OkStatus();
-  const std::string begin =
-      absl::StrCat("config: listen_host is ", config.listen_host, ", which is not loopback, and ");
+  const std::string begin = absl::StrCat("config: listen_host is '", config.listen_host,
+                                         "', which is not loopback, and ");
   constexpr absl::string_view kOrClose =
       "put the nodes on a network that only they reach and set allow_insecure_network=true";
   if (config.key_file.empty()) {
@@ -228,13 +249,15 @@ absl::StatusOr<Config> Config::FromJson(absl::string_view json, const Config& ba
   Config config = base;
   for (const auto& [key, value] : object.items()) {
     const Field* field = FindField(key);
-    if (field == nullptr) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "config: unknown key '", key, "'; the keys are ", absl::StrJoin(FieldNames(), ", ")));
-    }
+    if (field == nullptr) return UnknownKey(key);
     KVFERRY_RETURN_IF_ERROR(SetFromJson(*field, value, &config));
   }
   return config;
+}
+
+absl::Status Config::Set(absl::string_view key, const std::string& text) {
+  const Field* field = FindField(key);
+  return field == nullptr ? UnknownKey(key) : SetFromText(*field, text, this);
 }
 
 absl::StatusOr<Config> Config::FromEnv(const Config& base) {
@@ -253,6 +276,7 @@ absl::StatusOr<Config> Config::FromEnv(const Config& base) {
 
 absl::Status Config::Validate() const {
   for (const Field& field : kFields) KVFERRY_RETURN_IF_ERROR(CheckRange(field, *this));
+  KVFERRY_RETURN_IF_ERROR(CheckListenHost(listen_host));
   if (heartbeat_timeout_ms < 2 * heartbeat_interval_ms) {
     return absl::InvalidArgumentError(
         absl::StrCat("config: heartbeat_timeout_ms is ", heartbeat_timeout_ms,

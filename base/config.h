@@ -93,6 +93,9 @@ struct Config {
   // Parses a JSON object into a copy of `base`. An unknown key or a value of the wrong type is
   // INVALID_ARGUMENT naming the key and listing the right ones. Does not validate ranges.
   static absl::StatusOr<Config> FromJson(absl::string_view json, const Config& base);
+  // Sets one field from text, as environment variables have it. Errors as of FromJson(); nothing
+  // changes then.
+  absl::Status Set(absl::string_view key, const std::string& text);
   // Overrides fields of `base` from KVFERRY_LISTEN_HOST, KVFERRY_LEASE_MS, ... .
   static absl::StatusOr<Config> FromEnv(const Config& base);
   // Checks ranges and relations; the message names the field, its value and the limit.

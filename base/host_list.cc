@@ -63,6 +63,10 @@ bool Contains(const Network& network, const Address& address) {
   return true;
 }
 
+absl::string_view WithoutZone(absl::string_view entry) {
+  return entry.find(':') == absl::string_view::npos ? entry : entry.substr(0, entry.find('%'));
+}
+
 auto Entries(absl::string_view list) { return absl::StrSplit(list, ',', absl::SkipWhitespace()); }
 
 bool EntryAdmits(absl::string_view entry, absl::string_view host) {
@@ -77,10 +81,13 @@ bool EntryAdmits(absl::string_view entry, absl::string_view host) {
 absl::Status CheckHostList(absl::string_view list) {
   for (const absl::string_view padded : Entries(list)) {
     const absl::string_view entry = absl::StripAsciiWhitespace(padded);
-    if (entry == "*" || entry.find_first_of("*/") == absl::string_view::npos) continue;
-    if (entry.find('*') == absl::string_view::npos && ParseNetwork(entry)) continue;
-    return absl::InvalidArgumentError(absl::StrCat(
-        "'", entry, "' is no numeric address, no network such as 10.0.0.0/8, no name, and not *"));
+    if (entry == "*" || entry.find_first_of("*/:") == absl::string_view::npos) continue;
+    // An address of IPv6 may have a zone.
+    if (entry.find('*') == absl::string_view::npos && ParseNetwork(WithoutZone(entry))) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("'", entry,
+                     "' is no numeric address, no network such as 10.0.0.0/8, no name, and not *; "
+                     "ports don't belong here"));
   }
   return absl::OkStatus();
 }

@@ -38,7 +38,8 @@ class DecodeEndpoint {
   // Fetches pages [first_page, first_page + pages.size()) of the ticket into the local `pages`, in
   // order, counted in pages as this side has them: as many as the ticket's tokens make, or as it has
   // pages. What the last one holds behind the tokens of the request is undefined. The pages before
-  // first_page the caller has already (a cached prefix). The prefill side may not have published the
+  // first_page the caller has already (a cached prefix). A local page that stands twice, as padding may,
+  // holds any of what went there. The prefill side may not have published the
   // request yet: by a moment (its publish_grace_ms) or, if the ticket is one without an epoch, until
   // the fetch's deadline. timeout_ms 0: the configured fetch_timeout_ms. The session with the ticket's
   // host is opened on first use and kept. Pages on a device must not be in use from here on, in any

@@ -3,9 +3,11 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -83,9 +85,16 @@ Object Begun(const std::shared_ptr<Handle>& handle, const Make& make) {
   }
 }
 
+std::vector<int64_t> PageList(const IntegersInput& given) {
+  const CountList list(given, "page");
+  const std::span<const int64_t> pages = list;
+  return {pages.begin(), pages.end()};
+}
+
 // The ticket is made first: what is published when there is no memory for it could not be told to anybody.
-nb::str Publish(const Prefill& self, std::vector<int64_t> pages, int64_t num_tokens,
+nb::str Publish(const Prefill& self, const IntegersInput& given, int64_t num_tokens,
                 uint64_t lease_id, int64_t ready_layers, int64_t lease_ms) {
+  std::vector<int64_t> pages = PageList(given);
   const std::shared_ptr<PrefillEndpoint> endpoint = self.get();
   if (lease_id == 0) lease_id = RandomId();
   const std::string ticket = Ticket{endpoint->address(), endpoint->epoch(), lease_id,
@@ -179,15 +188,15 @@ void BindPrefill(nb::module_& module) {
            "configured.")
       .def(
           "push",
-          [](const Prefill& self, const std::string& ticket, std::vector<int64_t> pages,
+          [](const Prefill& self, const std::string& ticket, const IntegersInput& pages,
              int64_t num_tokens, uint64_t lease_id, int64_t ready_layers, int64_t timeout_ms) {
             const std::shared_ptr<PushHandle> push = Value(self.get()->Push(
                 Value(ReceiveTicket::Parse(ticket)),
-                {std::move(pages), num_tokens, lease_id, ready_layers}, timeout_ms));
+                {PageList(pages), num_tokens, lease_id, ready_layers}, timeout_ms));
             return Begun<Pushed>(push, [&] { return Pushed(nb::cast(push)); });
           },
-          "ticket"_a, "pages"_a, "num_tokens"_a = 0, "lease_id"_a = 0, "ready_layers"_a = 0,
-          "timeout_ms"_a = 0,
+          "ticket"_a, "pages"_a, "num_tokens"_a = 0, "lease_id"_a = 0,
+          "ready_layers"_a = 0, "timeout_ms"_a = 0,
           "Sends a request to the pages that a decode endpoint has registered by receive(), as its "
           "layers become ready. num_tokens 0 is not said, timeout_ms 0 the configured "
           "fetch_timeout_ms.")
@@ -308,10 +317,10 @@ void BindDecode(nb::module_& module) {
       .def_prop_ro("epoch", [](const Decode& self) { return self.get()->epoch(); })
       .def(
           "receive",
-          [](const Decode& self, int64_t first_page, std::vector<int64_t> pages, int64_t num_tokens,
+          [](const Decode& self, int64_t first_page, const IntegersInput& pages, int64_t num_tokens,
              int64_t timeout_ms) {
             DecodeEndpoint::Receiving receiving =
-                Value(self.get()->Receive({first_page, std::move(pages), num_tokens, timeout_ms}));
+                Value(self.get()->Receive({first_page, PageList(pages), num_tokens, timeout_ms}));
             return Begun<Received>(receiving.handle, [&] {
               return Received(nb::cast(std::pair(receiving.ticket.ToString(), receiving.handle)));
             });
@@ -322,10 +331,10 @@ void BindDecode(nb::module_& module) {
       .def(
           "fetch",
           [](const Decode& self, const std::string& ticket, int64_t first_page,
-             const std::vector<int64_t>& pages, int64_t timeout_ms, Pair heads, Pair reader) {
-            const std::shared_ptr<FetchHandle> handle = Value(
-                self.get()->Fetch(Value(Ticket::Parse(ticket)), first_page, pages, timeout_ms,
-                                  {{heads.first, heads.second}, {reader.first, reader.second}}));
+             const IntegersInput& pages, int64_t timeout_ms, Pair heads, Pair reader) {
+            const std::shared_ptr<FetchHandle> handle = Value(self.get()->Fetch(
+                Value(Ticket::Parse(ticket)), first_page, CountList(pages, "page"), timeout_ms,
+                {{heads.first, heads.second}, {reader.first, reader.second}}));
             return Begun<Fetched>(handle, [&] { return Fetched(nb::cast(handle)); });
           },
           "ticket"_a, "first_page"_a, "pages"_a, "timeout_ms"_a = 0, nb::kw_only(),

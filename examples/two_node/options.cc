@@ -45,7 +45,7 @@ void AddFlags(CLI::App* app, Flags* flags, Options* options) {
   app->add_option("--request-pages", options->request_pages, "prefill: pages of one request")
       ->group(requests);
   app->add_option("--requests", options->requests, "prefill: how many requests to serve")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 40))
       ->group(requests);
   app->add_option("--fragmentation", flags->fragmentation,
                   "how a request's pages lie in this side's pool: seq, runs8 or rand")

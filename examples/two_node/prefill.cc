@@ -193,6 +193,12 @@ absl::StatusOr<LineSocket> AcceptDecode(LineListener* listener, Deadline deadlin
 absl::Status RunPrefill(const Options& options) {
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<KvPool> pool,
                            KvPool::Create(options.layout, options.pool_pages));
+  Config config = options.config;
+  const auto make_endpoint = [&] {
+    return PrefillEndpoint::Create(pool, {config, options.model(), "prefill"});
+  };
+  // What is wrong with the configuration shows before a decode side comes.
+  KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<PrefillEndpoint> endpoint, make_endpoint());
   KVFERRY_ASSIGN_OR_RETURN(LineListener listener, LineListener::Listen(options.address));
   absl::PrintF("prefill: %s, %d pages of %.1f KiB; tickets at %s:%d\n", options.layout.ToString(),
                options.pool_pages, static_cast<double>(options.layout.page_bytes()) / 1024,
@@ -202,10 +208,11 @@ absl::Status RunPrefill(const Options& options) {
   KVFERRY_ASSIGN_OR_RETURN(LineSocket decode,
                            AcceptDecode(&listener, DeadlineInMs(options.timeout_ms)));
   // Only now it is known whom this side may dial, to push.
-  Config config = options.config;
-  if (options.push && config.allowed_hosts.empty()) config.allowed_hosts = decode.peer_host();
-  KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<PrefillEndpoint> endpoint,
-                           PrefillEndpoint::Create(pool, {config, options.model(), "prefill"}));
+  if (options.push && config.allowed_hosts.empty()) {
+    config.allowed_hosts = decode.peer_host();
+    endpoint.reset();  // Its ports may be the same.
+    KVFERRY_ASSIGN_OR_RETURN(endpoint, make_endpoint());
+  }
   return Prefill(options, std::move(pool), std::move(endpoint), std::move(decode)).Serve();
 }
 

@@ -3,11 +3,8 @@
 #include <sys/resource.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <random>
 
-#include "absl/algorithm/container.h"
-#include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -24,18 +21,16 @@ double Seconds(const timeval& time) {
 }  // namespace
 
 absl::StatusOr<Config> ConfigFromSettings(const std::vector<std::string>& settings) {
-  const std::vector<std::string> names = Config::FieldNames();
+  KVFERRY_ASSIGN_OR_RETURN(Config config, Config::FromEnv(Config()));
   for (const std::string& setting : settings) {
     const std::pair<std::string, std::string> parts =
         absl::StrSplit(setting, absl::MaxSplits('=', 1));
-    if (!absl::StrContains(setting, '=') || !absl::c_linear_search(names, parts.first)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "'", setting, "' is not KEY=VALUE with a KEY of ", absl::StrJoin(names, ", ")));
+    if (!absl::StrContains(setting, '=')) {
+      return absl::InvalidArgumentError(absl::StrCat("'", setting, "' is not KEY=VALUE"));
     }
-    setenv(absl::StrCat("KVFERRY_", absl::AsciiStrToUpper(parts.first)).c_str(),
-           parts.second.c_str(), /*overwrite=*/1);
+    KVFERRY_RETURN_IF_ERROR(config.Set(parts.first, parts.second));
   }
-  return Config::FromEnv(Config());
+  return config;
 }
 
 double CpuSeconds() {

@@ -247,7 +247,7 @@ TEST(ConfigValidate, HostsThatCouldAdmitNobody) {
 
 TEST(ConfigValidate, OffLoopbackHasToBeAskedFor) {
   Config config;
-  for (const std::string host : {"10.0.0.1", "0.0.0.0", "::", "127.example.com", "prefill-0", ""}) {
+  for (const std::string host : {"10.0.0.1", "0.0.0.0", "::", "127.example.com", "prefill-0"}) {
     config.listen_host = host;
     EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument, "listen_host",
                       "key_file", "allow_insecure_network=true"))
@@ -261,6 +261,38 @@ TEST(ConfigValidate, OffLoopbackHasToBeAskedFor) {
     EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument,
                       "listen_host is " + all, "goes into tickets"));
   }
+}
+
+TEST(ConfigValidate, AListenHostIsNeitherEmptyNorHasItAPort) {
+  Config config;
+  config.allow_insecure_network = true;
+  config.listen_host = "";
+  EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument, "listen_host is empty"));
+  for (const std::string host : {"127.0.0.1:7700", "prefill-0:0", "eth0:"}) {
+    config.listen_host = host;
+    EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument,
+                      "listen_host is '" + host + "'", "listen_port"));
+  }
+  config.listen_host = "fd00::1";
+  EXPECT_TRUE(IsOk(config.Validate()));
+}
+
+TEST(ConfigSet, TakesOneFieldAsText) {
+  Config config;
+  EXPECT_TRUE(IsOk(config.Set("lanes", "3")));
+  EXPECT_TRUE(IsOk(config.Set("checksum", "true")));
+  EXPECT_TRUE(IsOk(config.Set("net_device", "eth1")));
+  EXPECT_EQ(config.lanes, 3);
+  EXPECT_TRUE(config.checksum);
+  EXPECT_EQ(config.net_device, "eth1");
+  for (const char* text : {"", "x", "4x", "99999999999999999999"}) {
+    EXPECT_TRUE(
+        Fails(config.Set("lanes", text), absl::StatusCode::kInvalidArgument, "lanes", "an integer"))
+        << text;
+    EXPECT_EQ(config.lanes, 3);
+  }
+  EXPECT_TRUE(Fails(config.Set("lane", "3"), absl::StatusCode::kInvalidArgument,
+                    "unknown key 'lane'", "lanes"));
 }
 
 TEST(ConfigValidate, OffLoopbackAKeyIsEnoughButNotForUcx) {

@@ -155,26 +155,31 @@ def without_memory(number, call, *arguments):
         _testcapi.remove_mem_hooks()
 """
 
+# Those that found memory are under way. What nanobind makes behind the last of these ends the process
+# where it cannot.
 FETCHES = """
-made = Pair(publish_grace_ms=50)
-for number in range(2):  # What nanobind makes after these ends the process where it cannot.
+made, under_way = Pair(publish_grace_ms=50), 0
+for number in range(7):
     lease = kvferry.random_id()
     ticket = made.prefill.publish([1, 2], lease_id=lease)
-    if without_memory(number, made.decode.fetch, ticket, 0, [3, 4]):
-        wait_for(lambda: made.decode.metrics()["fetches_started"] == number + 1)
-        print("none", made.decode.metrics()["fetches_active"])
+    failed = without_memory(number, made.decode.fetch, ticket, 0, [3, 4])
+    wait_for(lambda: made.decode.metrics()["fetches_started"] == number + 1)
+    under_way += not failed
+    if failed:
+        print("none", made.decode.metrics()["fetches_active"] - under_way)
 made.close()
 """
 
 PUSHES = """
-made = Pair()
+made, under_way = Pair(), 0
 decode = kvferry.DecodeEndpoint(made.target, make_config(), MODEL, accept_pushes=True)
-for number in range(2):
-    ticket, received = decode.receive(0, [3, 4])
+for number in range(8):
+    ticket, _ = decode.receive(0, [3, 4])
     lease = kvferry.random_id()
-    if without_memory(number, made.prefill.push, ticket, [1, 2], 0, lease):
-        print("none", made.prefill.metrics()["leases_live"])
-    received.cancel()
+    failed = without_memory(number, made.prefill.push, ticket, [1, 2], 0, lease)
+    under_way += not failed
+    if failed:
+        print("none", made.prefill.metrics()["leases_live"] - under_way)
 decode.close()
 made.close()
 """
@@ -191,6 +196,10 @@ print(slots.alloc(3).tolist())
 """
 
 
+def torch_pages(pages):
+    return pytest.importorskip("torch").from_numpy(pages)
+
+
 def told_by(program: str) -> list[str]:
     pytest.importorskip("_testcapi")
     command = [sys.executable, "-c", WITHOUT_MEMORY + program]
@@ -201,15 +210,30 @@ def told_by(program: str) -> list[str]:
 
 def test_a_fetch_whose_handle_finds_no_memory_has_ended():
     """Its pages are the caller's again, who could not wait for it."""
-    assert told_by(FETCHES) == ["none 0", "none 0"]
+    told = told_by(FETCHES)
+    assert len(told) >= 2 and set(told) == {"none 0"}
 
 
 def test_a_push_whose_handle_finds_no_memory_has_ended():
-    assert told_by(PUSHES) == ["none 0", "none 0"]
+    told = told_by(PUSHES)
+    assert len(told) >= 2 and set(told) == {"none 0"}
 
 
 def test_the_first_array_may_find_no_memory():
     assert told_by(FIRST_ARRAY) == ["[1, 2, 3]"]
+
+
+@pytest.mark.parametrize("make", [list, tuple, np.array, np.int32, torch_pages], ids=str)
+def test_pages_come_as_lists_and_arrays(pair, make):
+    pages, local = np.array([1, 2]), np.array([3, 4])
+    source, target = fill(pair.source, 1), pair.target
+    ticket = pair.prefill.publish(make(pages))
+    fetch = pair.decode.fetch(ticket, 0, make(local))
+    pair.prefill.all_layers_ready(kvferry.Ticket.parse(ticket).lease_id)
+    fetch.wait(20000)
+    assert bytes(target.page(1, 0, 4)) == source[1, 0, 2]
+    with pytest.raises(ValueError, match=r"integers \(pages\) is neither int32 nor int64"):
+        pair.prefill.publish(np.array([1.0]))
 
 
 # ---------------------------------------------------------------- errors

@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     KVQuantMode,
     MambaSpec,
+    RSWASpec,
     SlidingWindowSpec,
     get_kv_quant_mode,
 )
@@ -183,6 +184,16 @@ def test_windows_are_known_by_group():
     for it in (config, cache_config(sliding_window(64)), cache_config(*[full_attention()] * 2)):
         with pytest.raises(NotImplementedError, match="disable-hybrid-kv-cache-manager"):
             check_store_supported(vllm_config(), KVConnectorRole.SCHEDULER, it)
+
+
+def test_a_store_takes_no_blocks_that_are_given_back_early():
+    given_back = RSWASpec(
+        block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, rswa_window=32
+    )
+    config = cache_config(given_back)
+    check_supported(vllm_config(), config)  # A prompt's blocks are kept.
+    with pytest.raises(NotImplementedError, match='"store" .* not those of RSWASpec'):
+        check_store_supported(vllm_config(), KVConnectorRole.SCHEDULER, config)
 
 
 def state(**changes) -> MambaSpec:

@@ -497,6 +497,7 @@ def test_a_wrong_transfer_id_makes_tickets_or_a_load_that_fails(transfer_id):
         ({"remote_port": 0}, "remote_port"),
         ({"remote_port": 65536}, "remote_port"),
         ({"remote_host": "a;tcp://b"}, "remote_host"),
+        ({"remote_host": "\ud800"}, "remote_host"),
         ({"tp_size": 0}, "tp_size of 0"),
         ({"tp_size": "2"}, "tp_size of 2"),
         ({"tp_size": True}, "tp_size of True"),

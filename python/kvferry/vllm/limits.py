@@ -6,6 +6,8 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
@@ -83,6 +85,11 @@ def check_engine_role(vllm_config: VllmConfig, role: KVConnectorRole) -> None:
         )
 
 
+# Whose managers keep a request's blocks until it ends. Others of full attention may not, as R-SWA's
+# does not: a block that is given back would be saved with what comes into it.
+_KEPT_TO_THE_END = (FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec)
+
+
 def check_store_supported(
     vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
 ) -> None:
@@ -99,6 +106,12 @@ def check_store_supported(
         raise NotImplementedError(
             f'KVFerryConnector in mode "store" serves models with full attention alone{hint}'
         )
+    for spec in attention_specs(kv_cache_config):
+        if type(spec) not in _KEPT_TO_THE_END:
+            raise NotImplementedError(
+                f'KVFerryConnector in mode "store" serves models whose blocks are kept until a '
+                f"request ends, not those of {type(spec).__name__}"
+            )
     transfer = vllm_config.kv_transfer_config
     if role == KVConnectorRole.WORKER and not _recomputes(vllm_config):
         raise ValueError(

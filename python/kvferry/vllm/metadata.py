@@ -249,6 +249,6 @@ def parse_addresses(params: dict[str, Any], tp_size: int) -> tuple[list[str], st
     try:
         for address in addresses:
             kvferry.Ticket(address=address, epoch=0, lease_id=1, num_pages=0, num_tokens=0)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # TypeError: of text that is no Unicode.
         return [], f"remote_host and remote_port: {error}"
     return addresses, ""
