@@ -155,7 +155,7 @@ def without_memory(number, call, *arguments):
         _testcapi.remove_mem_hooks()
 """
 
-# Those that found memory are under way. What nanobind makes behind the last of these ends the process
+# Those that found memory are under way. What nanobind makes behind the last ends the process
 # where it cannot.
 FETCHES = """
 made, under_way = Pair(publish_grace_ms=50), 0
