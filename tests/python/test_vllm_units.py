@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import kvferry  # noqa: E402
+from kvferry.vllm import KVFerryConnector  # noqa: E402
 from kvferry.vllm.metadata import LoadPart, StepMetadata, parse_tickets  # noqa: E402
 from kvferry.vllm.parts import WHOLE, cut  # noqa: E402
 from kvferry.vllm.telemetry import FetchRecord, Options, TransferStats  # noqa: E402
@@ -573,6 +574,13 @@ def test_options_name_the_right_keys():
             Options.parse(wrong)
     with pytest.raises(ValueError, match="mode, namespace, share_kv_cache, store and"):
         Options.parse({"lease": 1})
+
+
+def test_wrong_options_are_told_where_vllm_is_configured():
+    """With CUDA graphs, before the model is loaded."""
+    assert not KVFerryConnector.requires_piecewise_for_cudagraph({"lease_ms": 1234})
+    with pytest.raises(ValueError, match="unknown key 'lease'"):
+        KVFerryConnector.requires_piecewise_for_cudagraph({"lease": 1})
 
 
 def test_options_of_store_mode():

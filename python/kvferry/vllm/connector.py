@@ -131,6 +131,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return "LBHNC"
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No. On GPUs vLLM asks when it is configured: wrong options need not wait for the model."""
+        Options.parse(extra_config)
+        return False
+
+    @classmethod
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
