@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -23,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  #
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (  # noqa: E402
     MultiConnector,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 
 PULL = WorkerAddress("tcp://127.0.0.1:5000", 7)
 STORE = StoreAddress("tcp://127.0.0.1:5001", "m", {})
@@ -83,7 +85,8 @@ def config(policy: str, role: str = "kv_both") -> SimpleNamespace:
     )
 
 
-FULL_ATTENTION = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=object())])
+OF_A_LAYER = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+FULL_ATTENTION = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=OF_A_LAYER)])
 
 
 def test_the_engine_s_policy_counts_and_not_the_connector_s(monkeypatch):

@@ -132,7 +132,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No. On GPUs vLLM asks when it is configured: wrong options need not wait for the model."""
+        """No. GPU engines ask when they are configured: before they load the model for nothing."""
         Options.parse(extra_config)
         return False
 
