@@ -20,6 +20,11 @@ class CloseOnce {
     closed_ = true;
     changed_.NotifyAll();  // Under the lock: who hears of it may destroy this.
   }
+  // Returns when a Run() that another thread has begun is over.
+  void Wait() {
+    const MutexLock lock(&mutex_);
+    while (IsClosedElsewhere(std::this_thread::get_id())) changed_.WaitAwhile(&mutex_);
+  }
 
  private:
   // False when it was closed, here or by another thread.
@@ -31,8 +36,12 @@ class CloseOnce {
       return true;
     }
     // As long as the closing takes, which is bounded.
-    while (!closed_ && closer_ != self) changed_.WaitAwhile(&mutex_);
+    while (IsClosedElsewhere(self)) changed_.WaitAwhile(&mutex_);
     return false;
+  }
+  // At this moment.
+  bool IsClosedElsewhere(std::thread::id self) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return !closed_ && closer_ != self && closer_ != std::thread::id();
   }
 
   Mutex mutex_;

@@ -16,13 +16,17 @@ namespace kvferry {
 
 // What has threads, and Python may close early: by close() or with its last owner. Using it
 // afterwards is an error, not a crash; calls under way go on with theirs. Of threads that close it
-// at once one does, and the others wait until it has.
-template <typename T>
+// at once one does, and the others wait until it has, as do those that find it closed: what they
+// share with it, as pages, is nobody else's before.
+//
+// It ends with the last of the calls that are under way: close() waits for that too, unless they are
+// such that may take long and need not end (waits_for_calls).
+template <typename T, bool waits_for_calls = true>
 class Closable {
  public:
   // `what` it is, in the singular, for errors; it takes an s.
   Closable(std::unique_ptr<T> made, const char* what)
-      : what_(what), made_(LeftByForks(std::move(made))) {}
+      : what_(what), made_(Living(std::move(made))) {}
   Closable(const Closable&) = delete;
   Closable& operator=(const Closable&) = delete;
   ~Closable() { Close(); }
@@ -30,11 +34,15 @@ class Closable {
   // With the GIL held, as Close(). The result outlives a Close() on another thread.
   std::shared_ptr<T> get() const {
     maker_.CheckIsHere(what_);
-    const MutexLock lock(&mutex_);
-    if (made_ == nullptr) {
-      throw StatusError(absl::FailedPreconditionError(absl::StrCat("the ", what_, " is closed")));
+    {
+      const MutexLock lock(&mutex_);
+      if (made_ != nullptr) return made_;
     }
-    return made_;
+    {
+      const ReleasedGil nogil;
+      close_once_.Wait();
+    }
+    throw StatusError(absl::FailedPreconditionError(absl::StrCat("the ", what_, " is closed")));
   }
   void Close() {
     // In the child of a fork, where whoever was closing it is not, it is left to its maker.
@@ -48,13 +56,43 @@ class Closable {
       }
       // Where calls under way would keep it open, and wait.
       if constexpr (requires { made->Close(); }) made->Close();
+      made.reset();
+      if constexpr (waits_for_calls) life_->WaitUntilOver();
     });
   }
 
  private:
+  // Of the object.
+  class Life {
+   public:
+    void End() {
+      const MutexLock lock(&mutex_);
+      is_over_ = true;
+      ended_.NotifyAll();
+    }
+    void WaitUntilOver() {
+      const MutexLock lock(&mutex_);
+      while (!is_over_) ended_.WaitAwhile(&mutex_);
+    }
+
+   private:
+    Mutex mutex_;
+    CondVar ended_;
+    bool is_over_ ABSL_GUARDED_BY(mutex_) = false;
+  };
+
+  std::shared_ptr<T> Living(std::unique_ptr<T> made) const {
+    T* const object = made.get();
+    return {object, [owner = LeftByForks(std::move(made)), life = life_](T*) mutable {
+              owner.reset();
+              life->End();
+            }};
+  }
+
   const Maker maker_;
   const char* const what_;
-  CloseOnce close_once_;
+  const std::shared_ptr<Life> life_ = std::make_shared<Life>();
+  mutable CloseOnce close_once_;
   mutable Mutex mutex_;
   std::shared_ptr<T> made_ ABSL_GUARDED_BY(mutex_);
 };

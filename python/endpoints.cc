@@ -63,10 +63,12 @@ using Decode = PyEndpoint<DecodeEndpoint>;
 
 void TakeBack(const Prefill& self, absl::Status (PrefillEndpoint::*how)(uint64_t, Deadline),
               uint64_t lease_id, int64_t timeout_ms) {
-  const std::shared_ptr<PrefillEndpoint> endpoint = self.get();
+  std::shared_ptr<PrefillEndpoint> held = self.get();
   absl::Status status;
   {
     const ReleasedGil nogil;
+    // Let go of here: it may be the last, and the endpoint's end joins threads.
+    const std::shared_ptr<PrefillEndpoint> endpoint = std::move(held);
     status = (endpoint.get()->*how)(lease_id, DeadlineInMs(timeout_ms));
   }
   Check(status);
@@ -195,8 +197,8 @@ void BindPrefill(nb::module_& module) {
                 {PageList(pages), num_tokens, lease_id, ready_layers}, timeout_ms));
             return Begun<Pushed>(push, [&] { return Pushed(nb::cast(push)); });
           },
-          "ticket"_a, "pages"_a, "num_tokens"_a = 0, "lease_id"_a = 0,
-          "ready_layers"_a = 0, "timeout_ms"_a = 0,
+          "ticket"_a, "pages"_a, "num_tokens"_a = 0, "lease_id"_a = 0, "ready_layers"_a = 0,
+          "timeout_ms"_a = 0,
           "Sends a request to the pages that a decode endpoint has registered by receive(), as its "
           "layers become ready. num_tokens 0 is not said, timeout_ms 0 the configured "
           "fetch_timeout_ms.")
@@ -257,7 +259,8 @@ void BindPrefill(nb::module_& module) {
           nb::sig("def metrics(self) -> dict[str, int]"))
       .def(
           "close", [](Prefill& self) { self.Close(); },
-          "Ends all transfers and joins the progress thread.");
+          "Ends all transfers and joins the progress thread. When it returns no page is read any "
+          "more; calls of other threads that find the endpoint closed raise when it has.");
 }
 
 void BindDecode(nb::module_& module) {
@@ -355,7 +358,8 @@ void BindDecode(nb::module_& module) {
           nb::sig("def metrics(self) -> dict[str, int]"))
       .def(
           "close", [](Decode& self) { self.Close(); },
-          "Ends all fetches and joins the progress thread.");
+          "Ends all fetches and joins the progress thread. When it returns no page is written to "
+          "any more; calls of other threads that find the endpoint closed raise when it has.");
 }
 
 void BindTensorParallel(nb::module_& module) {

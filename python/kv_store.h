@@ -22,7 +22,7 @@ Deadline StoreDeadline(int64_t timeout_ms);
 std::string_view StoreKey(nanobind::handle key);
 
 // It goes with the last of the calls that are under way when it is closed.
-class PyStore : public Closable<KvStore> {
+class PyStore : public Closable<KvStore, /*waits_for_calls=*/false> {
  public:
   explicit PyStore(std::unique_ptr<KvStore> store) : Closable(std::move(store), "store") {}
   virtual ~PyStore() = default;

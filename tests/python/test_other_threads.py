@@ -4,6 +4,7 @@ import contextlib
 import json
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import time
 import kvferry
 import numpy as np
 import pytest
+from waiting import wait_for
 
 
 @contextlib.contextmanager
@@ -221,6 +223,71 @@ def use():
     del array, pool
     store.close()
 """
+
+
+PAGES, MODEL = 256, "m"
+
+
+def is_there(address: str) -> bool:
+    """Whether anybody listens at tcp://host:port: a node does to its end."""
+    host, port = address.removeprefix("tcp://").split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=20).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.fixture
+def fetched():
+    """Makes prefill endpoints out of which two requests are being fetched: each, and the lease of
+    its request that is not ready."""
+    layout = kvferry.KvLayout.mha(2, 16, 8, 128, "bfloat16")
+    source, target = kvferry.KvPool.create(layout, PAGES), kvferry.KvPool.create(layout, PAGES)
+    config = kvferry.Config.make({"same_host_path": "network"})
+    decode = kvferry.DecodeEndpoint(target, config, MODEL)
+
+    def make():
+        prefill = kvferry.PrefillEndpoint(source, config, MODEL)
+        long = prefill.publish(list(range(PAGES - 8)), ready_layers=2)
+        short = prefill.publish(list(range(PAGES - 8, PAGES)), ready_layers=1)
+        decode.fetch(short, 0, list(range(8)))
+        decode.fetch(long, 0, list(range(8, PAGES)))
+        wait_for(lambda: prefill.metrics()["transfers_active"] > 0)
+        return prefill, kvferry.Ticket.parse(short).lease_id
+
+    yield make
+    decode.close()
+
+
+def test_close_returns_when_nothing_is_sent_any_more(fetched):
+    """Also where another thread takes a request back meanwhile."""
+    for _ in range(30):
+        prefill, lease = fetched()
+        address = prefill.address
+
+        def release(prefill=prefill, lease=lease):
+            with contextlib.suppress(kvferry.Error):
+                prefill.release(lease)
+
+        thread = threading.Thread(target=release)
+        thread.start()
+        prefill.close()
+        assert not is_there(address)
+        thread.join()
+
+
+def test_who_finds_an_endpoint_closed_finds_it_ended(fetched):
+    for _ in range(30):
+        prefill, _ = fetched()
+        address = prefill.address
+        thread = threading.Thread(target=prefill.close)
+        thread.start()
+        with pytest.raises(kvferry.FailedPrecondition, match="the endpoint is closed"):
+            while True:
+                prefill.metrics()
+        assert not is_there(address)
+        thread.join()
 
 
 # As torch's, but that asks for the GIL each time.
