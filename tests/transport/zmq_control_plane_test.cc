@@ -75,6 +75,7 @@ struct Heard : ControlEvents {
   }
   void OnMalformed(const PeerKey&, const absl::Status& status) override { ADD_FAILURE() << status; }
   void OnAttemptFailed(const PeerKey&, Attempt) override {}
+  void OnMade(const PeerKey&) override {}
   void OnMadeAgain(const PeerKey&) override {}
   void OnStranger() override {}
 

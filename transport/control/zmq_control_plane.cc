@@ -465,7 +465,9 @@ class ZmqControlPlane : public ControlPlane {
           continue;
         }
         if (event == ZMQ_EVENT_HANDSHAKE_SUCCEEDED) {
-          if (std::exchange(found->second.was_made, true)) events->OnMadeAgain(peer);
+          const bool again = std::exchange(found->second.was_made, true);
+          events->OnMade(peer);
+          if (again) events->OnMadeAgain(peer);
           continue;
         }
         const bool retried = event == ZMQ_EVENT_CONNECT_RETRIED;
