@@ -26,9 +26,9 @@ struct Session {
   State state = State::kGreeting;
   bool dialled = false;  // We sent the hello.
   std::string address;   // Where we dialled; empty for an accepted peer.
-  std::string name;  // As the peer calls itself, for logs; empty for an accepted one that has none.
-  uint64_t epoch = 0;  // The peer's; 0 while greeting.
-  LinkId link = 0;     // 0 while greeting.
+  std::string name;      // As the peer calls itself, for logs; an accepted one may have none.
+  uint64_t epoch = 0;    // The peer's; 0 while greeting.
+  LinkId link = 0;       // 0 while greeting.
   // While linking: how the peer can be reached, less what has failed.
   DataAddresses offered{};
   // What each side calls this session in messages over links.
@@ -39,8 +39,7 @@ struct Session {
   int64_t pings = 0;  // Sent since it was last heard.
   Deadline greeting_until{};
   int64_t failed_attempts = 0;  // To connect, while greeting.
-  std::string
-      unreachable;  // Why they failed; empty: none has, or a connection has been made since.
+  std::string unreachable;      // Why; empty: none has, or a connection has been made since.
   // A call waits for whoever will listen at the address, perhaps later.
   bool awaits_anyone = false;
   bool network_only = false;           // Our hello has offered no shared memory.
