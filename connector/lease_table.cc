@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <iterator>
+#include <optional>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
@@ -28,9 +29,15 @@ absl::string_view LeaseOutcomeName(LeaseOutcome outcome) {
   return "unknown";
 }
 
+std::optional<LeaseTable::Fate> LeaseTable::FateOf(uint64_t lease_id) const {
+  if (const Fate* const fate = fates_.Find(lease_id)) return *fate;
+  if (unneeded_.contains(lease_id)) return kUnneeded;
+  return std::nullopt;
+}
+
 absl::Status LeaseTable::NotLive(uint64_t lease_id) const {
-  const Fate* const fate = fates_.Find(lease_id);
-  if (fate == nullptr) {
+  const std::optional<Fate> fate = FateOf(lease_id);
+  if (!fate.has_value()) {
     return absl::NotFoundError(absl::StrCat(
         "lease ", absl::Hex(lease_id), " is unknown here; was the ticket made by this process?"));
   }
@@ -52,10 +59,8 @@ absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t read
                                  Deadline expiry,
                                  std::shared_ptr<const std::vector<std::byte>> tail) {
   MutexLock lock(&mutex_);
-  Fate* const fate = fates_.Find(lease_id);
-  const bool unneeded =
-      fate != nullptr && !fate->published && fate->outcome == LeaseOutcome::kFetched;
-  if (leases_.contains(lease_id) || (fate != nullptr && !unneeded)) {
+  const std::optional<Fate> fate = FateOf(lease_id);
+  if (leases_.contains(lease_id) || (fate.has_value() && *fate != kUnneeded)) {
     return absl::AlreadyExistsError(
         absl::StrCat("lease ", absl::Hex(lease_id), " was published or given up before"));
   }
@@ -64,13 +69,14 @@ absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t read
         "max_leases (", config_.max_leases, "): ", leases_.size(), " requests are published and ",
         ended_.size(), " ended ones have not been taken"));
   }
-  if (unneeded) {
-    ended_.push_back({lease_id, LeaseOutcome::kFetched});
-    fate->published = true;
+  if (fate.has_value()) {
+    End(lease_id, LeaseOutcome::kFetched);
     return absl::OkStatus();
   }
   none_expires_before_ = std::min(none_expires_before_, expiry);
-  const Readers* const before = done_before_.Find(lease_id);
+  const Readers* before = unpublished_.Find(lease_id);
+  if (before == nullptr) before = done_before_.Find(lease_id);
+  if (asked_before_.contains(lease_id)) asked_for_.Add(lease_id, {});
   leases_.emplace(lease_id, Lease{{std::move(pages), std::move(tail)},
                                   ready_layers,
                                   expiry,
@@ -89,12 +95,12 @@ absl::Status LeaseTable::SetReadyLayers(uint64_t lease_id, int64_t layers) {
 
 absl::Status LeaseTable::GiveUp(uint64_t lease_id) {
   MutexLock lock(&mutex_);
-  const Fate* const fate = fates_.Find(lease_id);
-  if (leases_.contains(lease_id) || (fate != nullptr && fate->published)) {
+  const std::optional<Fate> fate = FateOf(lease_id);
+  if (leases_.contains(lease_id) || (fate.has_value() && fate->published)) {
     return absl::AlreadyExistsError(
         absl::StrCat("lease ", absl::Hex(lease_id), " was published; release it"));
   }
-  fates_.Add(lease_id, {LeaseOutcome::kReleased, false});
+  fates_.Add(lease_id, fate.value_or(Fate{LeaseOutcome::kReleased, false}));
   return absl::OkStatus();
 }
 
@@ -135,8 +141,9 @@ std::vector<uint64_t> LeaseTable::AskedFor(absl::Span<const uint64_t> lease_ids)
   MutexLock lock(&mutex_);
   std::vector<uint64_t> asked_for;
   std::copy_if(lease_ids.begin(), lease_ids.end(), std::back_inserter(asked_for),
-               [&](uint64_t id)
-                   ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return asked_for_.contains(id); });
+               [&](uint64_t id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+                 return asked_for_.contains(id) || asked_before_.contains(id);
+               });
   return asked_for;
 }
 
@@ -181,9 +188,17 @@ int64_t LeaseTable::num_live() const {
   return static_cast<int64_t>(leases_.size());
 }
 
+bool LeaseTable::IsOurs(uint64_t lease_id) const {
+  return leases_.contains(lease_id) || fates_.contains(lease_id) || unpublished_.contains(lease_id);
+}
+
+void LeaseTable::NoteAskedFor(uint64_t lease_id) {
+  (IsOurs(lease_id) ? asked_for_ : asked_before_).Add(lease_id, {});
+}
+
 absl::StatusOr<LeasedMemory> LeaseTable::BeginTransfer(uint64_t lease_id, LeaseReader reader) {
   MutexLock lock(&mutex_);
-  asked_for_.Add(lease_id, {});
+  NoteAskedFor(lease_id);
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) return NotLive(lease_id);
   KVFERRY_RETURN_IF_ERROR(Admit(lease_id, found->second, reader));
@@ -284,7 +299,7 @@ void LeaseTable::EndOrIdle(uint64_t lease_id, Lease& lease) {
 }
 
 void LeaseTable::Forget(uint64_t lease_id, const Lease& lease) {
-  if (lease.readers.done != 0) done_before_.Add(lease_id, {}) = lease.readers;
+  unpublished_.Add(lease_id, {}) = lease.readers;
   leases_.erase(lease_id);
 }
 
@@ -296,18 +311,25 @@ void LeaseTable::Readers::NeedsNothing(LeaseReader reader) {
 
 void LeaseTable::NothingNeeded(uint64_t lease_id, LeaseReader reader) {
   MutexLock lock(&mutex_);
-  asked_for_.Add(lease_id, {});
+  NoteAskedFor(lease_id);
   const auto found = leases_.find(lease_id);
-  if (found == leases_.end()) {
-    Readers& readers = done_before_.Add(lease_id, {});
-    readers.NeedsNothing(reader);
-    if (readers.all_done()) fates_.Add(lease_id, {LeaseOutcome::kFetched, false});
-    return;
-  }
+  if (found == leases_.end()) return NothingNeededOfUnpublished(lease_id, reader);
   Lease& lease = found->second;
   if (lease.state == State::kWithdrawing || lease.state == State::kTaken) return;
   lease.readers.NeedsNothing(reader);
   if (lease.readers.all_done()) End(lease_id, LeaseOutcome::kFetched);
+}
+
+void LeaseTable::NothingNeededOfUnpublished(uint64_t lease_id, LeaseReader reader) {
+  Readers* const ours = unpublished_.Find(lease_id);
+  Readers& readers = ours != nullptr ? *ours : done_before_.Add(lease_id, {});
+  readers.NeedsNothing(reader);
+  if (!readers.all_done()) return;
+  if (ours != nullptr) {
+    fates_.Add(lease_id, kUnneeded);
+  } else {
+    unneeded_.Add(lease_id, {});
+  }
 }
 
 Deadline LeaseTable::Tick(Deadline now) {
@@ -332,7 +354,8 @@ Deadline LeaseTable::Tick(Deadline now) {
 void LeaseTable::End(uint64_t lease_id, LeaseOutcome outcome) {
   ended_.push_back({lease_id, outcome});
   absl::Cleanup not_ended = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { ended_.pop_back(); };
-  fates_.Add(lease_id, {outcome, true});
+  const Fate fate{outcome, true};
+  fates_.Add(lease_id, fate) = fate;
   std::move(not_ended).Cancel();
   leases_.erase(lease_id);
 }

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -137,7 +138,16 @@ class LeaseTable : public FetchSource {
   struct Fate {
     LeaseOutcome outcome = LeaseOutcome::kReleased;
     bool published = true;
+
+    bool operator==(const Fate&) const = default;
   };
+  static constexpr Fate kUnneeded{LeaseOutcome::kFetched, false};
+  std::optional<Fate> FateOf(uint64_t lease_id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether it was ever published or given up here, as far back as that is remembered.
+  bool IsOurs(uint64_t lease_id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void NoteAskedFor(uint64_t lease_id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void NothingNeededOfUnpublished(uint64_t lease_id, LeaseReader reader)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Admit(uint64_t lease_id, Lease& lease, LeaseReader reader)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // After the last transfer under way, unless the lease ends with its success.
@@ -155,11 +165,16 @@ class LeaseTable : public FetchSource {
   // No idle one expires before. There may be thousands, and Tick() is called often.
   Deadline none_expires_before_ ABSL_GUARDED_BY(mutex_) = Deadline::max();
   std::vector<EndedLease> ended_ ABSL_GUARDED_BY(mutex_);
-  // To say what became of a ticket, or to answer Take() again.
-  RecentMap<Fate> fates_ ABSL_GUARDED_BY(mutex_);
   struct Nothing {};
+  // Of leases that were published or given up here: to say what became of a ticket, or to answer Take() again;
+  // who has come for them; and of those that are to be published again, the readers that are done.
+  RecentMap<Fate> fates_ ABSL_GUARDED_BY(mutex_);
   RecentMap<Nothing> asked_for_ ABSL_GUARDED_BY(mutex_);
-  // Of leases that are not published now: those of several readers who have said that they are done.
+  RecentMap<Readers> unpublished_ ABSL_GUARDED_BY(mutex_);
+  // What peers say of all others. Apart from those: peers can invent as many ids as they like, and what is
+  // ours would be forgotten for them.
+  RecentMap<Nothing> unneeded_ ABSL_GUARDED_BY(mutex_);
+  RecentMap<Nothing> asked_before_ ABSL_GUARDED_BY(mutex_);
   RecentMap<Readers> done_before_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -185,14 +185,21 @@ absl::Status Calls::OverLimit() const {
                    config_.max_fetch_timeout_ms, ")"));
 }
 
+absl::Status Calls::Overdue(const Call& call) const {
+  const std::string began = absl::StrCat("no answer to '", call.function, "' in time");
+  if (call.asked) return absl::DeadlineExceededError(began);
+  const std::string unreachable = outbox_->WhyUnreachable(call.peer);
+  return WithCutOff(absl::DeadlineExceededError(absl::StrCat(
+                        began, ": ",
+                        unreachable.empty() ? "the peer never answered the hello, or took no more"
+                                            : unreachable)),
+                    CutOff::kNotAsked);
+}
+
 Deadline Calls::Tick(Deadline now) {
   while (!call_deadlines_.empty() && call_deadlines_.begin()->first <= now) {
     const uint64_t id = call_deadlines_.begin()->second;
-    const Call& call = calls_.find(id)->second;
-    const absl::Status late = absl::DeadlineExceededError(
-        absl::StrCat("no answer to '", call.function, "' in time",
-                     call.asked ? "" : ": the peer never answered the hello, or took no more"));
-    Cancel(id, WithCutOff(late, call.asked ? CutOff::kNo : CutOff::kNotAsked));
+    Cancel(id, Overdue(calls_.find(id)->second));
   }
   while (!served_deadlines_.empty() && served_deadlines_.begin()->first <= now) {
     const CallKey key = served_deadlines_.begin()->second;

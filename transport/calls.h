@@ -116,6 +116,7 @@ class Calls {
   void End(uint64_t id, absl::StatusOr<Fields> reply);
   absl::Status CheckCall(const CallKey& key, bool may_wait) const;
   absl::Status OverLimit() const;
+  absl::Status Overdue(const Call& call) const;
   // False when it is not served.
   bool StopServing(const CallKey& key);
   // Ends serving it, if it is served, and says so.

@@ -29,6 +29,8 @@ class ControlEvents {
   // just hang up on us then (kHungUp), and so does a process that ends.
   enum class Attempt { kUnreachable, kHungUp, kStranger };
   virtual void OnAttemptFailed(const PeerKey& peer, Attempt failed) = 0;
+  // A connection to such a peer has been made.
+  virtual void OnMade(const PeerKey& peer) = 0;
   // A connection to such a peer had been made, has ended and has been made again by itself: what was sent
   // before may be lost, or may still come. DialAgain() leaves it behind.
   virtual void OnMadeAgain(const PeerKey& peer) = 0;

@@ -435,11 +435,7 @@ Deadline NodeImpl::Tick(Deadline now) {
       case Sessions::Due::kGreetingFailed:
         if (sessions_.Find(peer)->greeting_until > now)
           break;  // It has been given more time just now.
-        DropSession(peer,
-                    absl::UnavailableError(absl::StrCat(
-                        "no answer to the hello from ", sessions_.Find(peer)->address, " within ",
-                        "connect_timeout_ms (", config.connect_timeout_ms,
-                        "); is a prefill endpoint listening there, with file descriptors left?")));
+        DropSession(peer, NotGreeted(*sessions_.Find(peer)));
         break;
     }
   }
@@ -514,6 +510,11 @@ bool NodeImpl::HasRoom(const PeerKey& peer) {
   return false;
 }
 
+std::string NodeImpl::WhyUnreachable(const PeerKey& peer) {
+  const Session* const session = sessions_.Find(peer);
+  return session == nullptr ? "" : session->unreachable;
+}
+
 void NodeImpl::NoteCrowded(const PeerKey& peer, const Backlog& backlog) {
   tick_now_ |= crowded_.try_emplace(peer, backlog.taken, Clock::now()).second;
 }
@@ -560,7 +561,7 @@ Deadline NodeImpl::EndCrowded(Deadline now) {
 
 void NodeImpl::TakeForDead(const PeerKey& peer, const char* did, const std::string& seen) {
   GiveUpAndBeginAgain(peer, absl::UnavailableError(absl::StrCat(
-                                "peer ", absl::CEscape(sessions_.Find(peer)->name), " ", did,
+                                "peer ", Called(sessions_.Find(peer)->name), " ", did,
                                 " for heartbeat_timeout_ms (", options_.config.heartbeat_timeout_ms,
                                 "), ", seen, "; it is taken for dead")));
 }

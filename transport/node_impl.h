@@ -83,6 +83,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void OnMessage(const PeerKey& peer, Message message) override;
   void OnMalformed(const PeerKey& peer, const absl::Status& status) override;
   void OnAttemptFailed(const PeerKey& peer, Attempt failed) override;
+  void OnMade(const PeerKey& peer) override;
   void OnMadeAgain(const PeerKey& peer) override;
   void OnStranger() override;
   void OnChunk(const ChunkHeader& header, const Payload& payload, Intact intact) override;
@@ -97,6 +98,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void OnLinkDown(LinkId link, const absl::Status& status) override;
   void Send(const PeerKey& peer, MessageBody body) override;
   bool HasRoom(const PeerKey& peer) override;
+  std::string WhyUnreachable(const PeerKey& peer) override;
   bool GoesByLink(const Session* session) const;
   // Of the way by which a session's messages go.
   Backlog BacklogOf(const PeerKey& peer, const Session& session) const;
@@ -118,6 +120,8 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   absl::StatusOr<PeerKey> SessionFor(const std::string& address, uint64_t epoch,
                                      bool awaits_anyone);
   void SendHello(const PeerKey& peer);
+  // Of a session whose hello has had no answer in time.
+  absl::Status NotGreeted(const Session& session) const;
   absl::Status JoinSession(Receiver::Fetch& fetch);
   void StartFetch(Receiver::Fetch fetch);
   // Whatever waits for the session, once it is known how the peer's pages can be had.

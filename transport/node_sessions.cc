@@ -34,6 +34,22 @@ bool MayComeEarly(const MessageBody& body) {
          std::holds_alternative<ByeMsg>(body);
 }
 
+// What has come of the attempts to connect, of which `failed` was the last.
+std::string Unreachable(const Session& session, ControlEvents::Attempt failed) {
+  const char* why =
+      failed != ControlEvents::Attempt::kUnreachable
+          ? "whatever listens there does not have this side's key, or is no kvferry: give both "
+            "sides the same key_file, or neither any"
+      : session.awaits_anyone
+          ? "nobody listens there, its name is not known, or its machine cannot be reached"
+          : "the process that gave out the ticket has ended, or its machine cannot be reached";
+  const int64_t attempts = session.failed_attempts;
+  const std::string tried = failed == ControlEvents::Attempt::kStranger ? ""
+                            : attempts == 1                             ? ", tried once"
+                                            : absl::StrCat(", tried ", attempts, " times");
+  return absl::StrCat("cannot connect to ", session.address, tried, ": ", why);
+}
+
 }  // namespace
 
 void NodeImpl::CountPeers() {
@@ -81,7 +97,8 @@ absl::Status NodeImpl::JoinSession(Receiver::Fetch& fetch) {
   }
   const Session* session = sessions_.Find(fetch.peer);
   if (session == nullptr) return absl::UnavailableError("the caller's session has ended");
-  fetch.ticket.address = absl::CEscape(session->name);  // For logs and errors alone.
+  fetch.ticket.address =  // For logs and errors alone.
+      session->name.empty() ? "a peer without a name" : absl::CEscape(session->name);
   fetch.ticket.epoch = session->epoch;
   return absl::OkStatus();
 }
@@ -130,21 +147,29 @@ void NodeImpl::OnAttemptFailed(const PeerKey& peer, Attempt failed) {
   Session* const session = sessions_.Find(peer);
   if (session == nullptr || session->state != Session::State::kGreeting) return;
   const bool is_last = failed == Attempt::kStranger;
-  if (++session->failed_attempts < kMaxFailedAttempts && !is_last) return;
-  const char* why =
-      failed == Attempt::kUnreachable
-          ? "the process that gave out the ticket has ended, or its machine cannot be reached"
-          : "whatever listens there does not have this side's key, or is no kvferry: give both "
-            "sides the same key_file, or neither any";
-  const std::string tried =
-      is_last ? "" : absl::StrCat(", tried ", session->failed_attempts, " times");
-  const absl::Status status = absl::UnavailableError(
-      absl::StrCat("cannot connect to ", session->address, tried, ": ", why));
+  ++session->failed_attempts;
+  session->unreachable = Unreachable(*session, failed);
+  if (session->failed_attempts < kMaxFailedAttempts && !is_last) return;
+  const absl::Status status = absl::UnavailableError(session->unreachable);
   if (session->awaits_anyone && !is_last) {
     receiver_->OnPeerGone(peer, status);
   } else {
     DropSession(peer, status);
   }
+}
+
+void NodeImpl::OnMade(const PeerKey& peer) {
+  Session* const session = sessions_.Find(peer);
+  if (session != nullptr) session->unreachable.clear();
+}
+
+absl::Status NodeImpl::NotGreeted(const Session& session) const {
+  return absl::UnavailableError(
+      absl::StrCat("no answer to the hello from ", session.address, " within connect_timeout_ms (",
+                   options_.config.connect_timeout_ms, "); ",
+                   session.unreachable.empty()
+                       ? "is an endpoint of kvferry's listening there, with file descriptors left?"
+                       : session.unreachable));
 }
 
 // The hello may be lost with the first connection, or its answer. It is said on a new one, where the old
@@ -315,9 +340,8 @@ void NodeImpl::OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hell
   session.last_heard = Clock::now();
   sessions_.Insert(peer, std::move(session));
   if (!SameDTypes(options_.pool->layout(), hello.layout)) {
-    Log().info("values are cast between this side and '{}': {} here, {} there",
-               absl::CEscape(hello.name), options_.pool->layout().ToString(),
-               hello.layout.ToString());
+    Log().info("values are cast between this side and peer {}: {} here, {} there",
+               Called(hello.name), options_.pool->layout().ToString(), hello.layout.ToString());
   }
   LinkTo(peer);
 }
@@ -326,7 +350,7 @@ void NodeImpl::RefuseHello(const PeerKey& peer, const std::string& name,
                            const absl::Status& status) {
   ++metrics_.hellos_refused;
   if (const auto more = refused_.Next()) {
-    Log().warn("refused peer '{}': {}{}", absl::CEscape(name), status.ToString(), *more);
+    Log().warn("refused peer {}: {}{}", Called(name), status.ToString(), *more);
   }
   RefuseSession(peer, status);
 }
@@ -384,12 +408,13 @@ void NodeImpl::OnLinked(const PeerKey& peer) {
     OnConnected(peer, session);
   } else {
     WelcomePeer(peer, session);
+    // What a call has begun before the peer began its session anew.
+    RequestWaiting(peer, session);
   }
 }
 
 void NodeImpl::WelcomePeer(const PeerKey& peer, const Session& session) {
-  Log().info("accepted peer '{}' over {}", absl::CEscape(session.name),
-             data_->PathName(session.link));
+  Log().info("accepted peer {} over {}", Called(session.name), data_->PathName(session.link));
   WelcomeMsg welcome{options_.name, data_->AddressesFor(session.link)};
   welcome.data.session = session.own_id;
   SendAside(peer, std::move(welcome));
@@ -412,7 +437,7 @@ void NodeImpl::OnNotLinked(const PeerKey& peer, const absl::Status& status) {
     return BeginOverNetwork(peer, status);
   }
   if (session.link != 0) {
-    Log().info("'{}' is not reached through shared memory: {}", absl::CEscape(session.name),
+    Log().info("peer {} is not reached through shared memory: {}", Called(session.name),
                status.ToString());
     data_->Close(std::exchange(session.link, 0));
     session.offered.local.clear();
@@ -467,7 +492,7 @@ void NodeImpl::OnSessionMessage(const PeerKey& peer, Session& session, MessageBo
     if (!stop_) SendAside(peer, ByeMsg{});  // Else ours is on its way already.
     DropSession(peer,
                 absl::UnavailableError(
-                    absl::StrCat("peer ", absl::CEscape(session.name), " has closed its endpoint")),
+                    absl::StrCat("peer ", Called(session.name), " has closed its endpoint")),
                 LogLevel::kInfo);
   }
 }
@@ -477,8 +502,8 @@ void NodeImpl::DropSession(const PeerKey& peer, const absl::Status& status, LogL
   if (found == nullptr) return;
   const Session session = *found;
   if (const auto more = level == LogLevel::kWarn ? ended_.Next() : "") {
-    Log().log(level, "session with '{}' ended: {}{}", absl::CEscape(session.name),
-              status.ToString(), *more);
+    Log().log(level, "session with peer {} ended: {}{}", Called(session.name), status.ToString(),
+              *more);
   }
   sessions_.Erase(peer);  // First: nothing below may try to send to it.
   crowded_.erase(peer);

@@ -1,11 +1,13 @@
 #pragma once
 
+#include <string>
+
 #include "transport/control_plane.h"
 #include "transport/data_plane.h"
 
 namespace kvferry {
 
-// What the sender and the receiver need of the node they live in. Progress thread only.
+// What the sender, the receiver and calls need of the node they live in. Progress thread only.
 class Outbox {
  public:
   virtual ~Outbox() = default;
@@ -15,6 +17,8 @@ class Outbox {
   // Whether what can wait, a call or a fetch, should be sent now. If not, OnPeerReady() comes when it should,
   // so that a burst of them never becomes more than the peer is given to take.
   virtual bool HasRoom(const PeerKey& peer) = 0;
+  // Why nobody can be connected to there, as far as attempts have shown; empty: they have not, or have succeeded.
+  virtual std::string WhyUnreachable(const PeerKey& /*peer*/) { return ""; }
   virtual ChunkLinks& data() = 0;
 };
 

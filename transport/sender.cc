@@ -15,6 +15,8 @@ namespace {
 constexpr int64_t kDeadlineSlackMs = 1000;
 // Transfers of which a `done` may still be on its way: as many as a peer may have under way.
 constexpr size_t kMaxTakenBack = 1024;
+// No receiver of ours has shorter chunks: it is the least chunk_bytes that Config takes.
+constexpr int64_t kMinChunkBytes = 4 << 10;
 // Pages smaller than this are cheaper to gather than to name one by one.
 constexpr int64_t kMinBytesInPlace = 256;
 // Of all peers, for each processor: one that is copied, and one that is next. More readers at once
@@ -59,6 +61,12 @@ absl::Status Sender::CheckLimits(const PeerKey& peer, const FetchMsg& fetch) con
   if (source_ == nullptr) {
     return absl::FailedPreconditionError(
         "this endpoint publishes nothing; fetch from a prefill one");
+  }
+  // Shorter ones would cost this side, and whoever else it serves, more than they bring.
+  if (std::min(fetch.chunk_bytes, fetch.window_bytes) < kMinChunkBytes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("chunks of ", fetch.chunk_bytes, " bytes and a window of ", fetch.window_bytes,
+                     " asked for; ask for ", kMinChunkBytes, " at least of both"));
   }
   const auto count = fetches_of_peer_.find(peer);
   if (count != fetches_of_peer_.end() && count->second >= config_.max_fetches_per_peer) {

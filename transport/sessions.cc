@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "absl/container/flat_hash_set.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
 
 namespace kvferry {
 namespace {
@@ -11,6 +13,10 @@ namespace {
 constexpr auto kAfterStop = std::chrono::seconds(1);
 
 }  // namespace
+
+std::string Called(const std::string& name) {
+  return name.empty() ? "without a name" : absl::StrCat("'", absl::CEscape(name), "'");
+}
 
 Session& Sessions::Insert(const PeerKey& peer, Session session) {
   Erase(peer);

@@ -26,7 +26,7 @@ struct Session {
   State state = State::kGreeting;
   bool dialled = false;  // We sent the hello.
   std::string address;   // Where we dialled; empty for an accepted peer.
-  std::string name;      // As the peer calls itself, for logs.
+  std::string name;      // As the peer calls itself, for logs; an accepted one may have none.
   uint64_t epoch = 0;    // The peer's; 0 while greeting.
   LinkId link = 0;       // 0 while greeting.
   // While linking: how the peer can be reached, less what has failed.
@@ -39,6 +39,7 @@ struct Session {
   int64_t pings = 0;  // Sent since it was last heard.
   Deadline greeting_until{};
   int64_t failed_attempts = 0;  // To connect, while greeting.
+  std::string unreachable;      // Why; empty: none has, or a connection has been made since.
   // A call waits for whoever will listen at the address, perhaps later.
   bool awaits_anyone = false;
   bool network_only = false;           // Our hello has offered no shared memory.
@@ -47,6 +48,9 @@ struct Session {
   // Of sessions to this address before, each begun as the one before it ended.
   int64_t quick_ends = 0;
 };
+
+// A peer's name, in a log line or an error.
+std::string Called(const std::string& name);
 
 // The sessions of one node. Not thread-safe.
 class Sessions {

@@ -280,7 +280,7 @@ TEST(HelloToOthers, NoAnswerEndsAtTheConnectTimeout) {
   const auto decode = MakeDecode(target, config);
   const auto handle = Fetch(*decode, Ticket{prefill.address(), 5, 6, 1, 16}, {0});
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable,
-                    "connect_timeout_ms (150)", prefill.address()));
+                    "connect_timeout_ms (150)", prefill.address(), "is an endpoint of kvferry's"));
 }
 
 TEST(HelloToOthers, APeerThatEndsBeforeItAnswersIsNotWaitedFor) {
@@ -681,6 +681,57 @@ TEST_F(HelloFromOthersOverTcp, WhatIsSaidInTheHopeOfAWelcomeEndsNoSession) {
   const auto pong = peer.Receive(Soon());
   ASSERT_TRUE(pong.has_value() && std::holds_alternative<PongMsg>(pong->body));
   EXPECT_EQ(Metric(*prefill, "messages_stale"), 1);
+}
+
+// What a peer's call has begun is asked of that peer's next session, if that has begun already.
+TEST_F(HelloFromOthersOverTcp, WhatIsFetchedWhileAPeerBeginsAnewIsAskedThen) {
+  struct : CallHandler {
+    void OnCall(const CallKey& call, const std::string&, const Fields&, Deadline) override {
+      caller.set_value(call.peer);
+    }
+    void OnCallDropped(const CallKey&) override {}
+    std::promise<PeerKey> caller;
+  } handler;
+  Config config = SmallChunks();
+  config.same_host_path = "auto";
+  config.connect_timeout_ms = 1000;
+  const auto pool = MakePatternPool(SmallLayout(), 8, 1);
+  const auto node =
+      Must(Node::Start({config, kTestModel, "keeper", pool, nullptr, &handler, true}));
+  RawDecode peer(node->listen_address());
+  HelloMsg hello{"", kTestModel, SmallLayout(), {}};
+  hello.data.tcp.lanes = 1;
+  peer.Send({42, 0, hello});
+  ASSERT_TRUE(peer.Receive(Soon()).has_value());
+  peer.Send({42, node->epoch(), CallMsg{5, "f", 60000, {}}});
+  UnmappedMemory memory;
+  Node::FetchRequest fetch;
+  fetch.peer = handler.caller.get_future().get();
+  hello.data.local = memory.local();
+  peer.Send({42, 0, hello});
+  memory.Answer(Takes::kSaysNothing);  // So that the session is a while in coming.
+  const PageRun one{0, 1};
+  fetch.ticket.lease_id = 9;
+  fetch.ticket.num_pages = 1;
+  fetch.positions = fetch.pages = Must(PageRuns::FromRuns({&one, 1}));
+  fetch.deadline = Soon();
+  const auto handle = Must(node->Fetch(std::move(fetch)));
+  const auto welcome = peer.Receive(Soon());
+  ASSERT_TRUE(welcome.has_value() && std::holds_alternative<WelcomeMsg>(welcome->body));
+  const auto asked = peer.Receive(Soon());
+  ASSERT_TRUE(asked.has_value() && std::holds_alternative<FetchMsg>(asked->body));
+  EXPECT_EQ(std::get<FetchMsg>(asked->body).lease_id, 9u);
+  peer.Send(
+      {42, node->epoch(),
+       RefuseMsg{std::get<FetchMsg>(asked->body).transfer_id, absl::DataLossError("by hand")}});
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kDataLoss, "a peer without a name"));
+}
+
+TEST_F(Hello, OfPeersWithoutANameTheLogSaysSo) {
+  RawDecode peer(prefill_->address());
+  peer.Send({42, 0, HelloMsg{"", "other/model", SmallLayout(), {"", "", {}, "", {1}, 7}}});
+  ASSERT_TRUE(peer.Receive(Soon()).has_value());
+  EXPECT_TRUE(log_.Has({"refused peer without a name: ", "model"})) << log_.ToString();
 }
 
 // It may have been thought dead, and goes on over another session.

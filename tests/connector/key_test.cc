@@ -100,6 +100,31 @@ TEST_F(Keys, NoneOnThePrefillSide) {
   ExpectServed(*prefill, "");
 }
 
+// Calls wait for whoever will listen there, and say at their deadline what keeps nobody from it.
+TEST_F(Keys, CallsSayTooWhatIsWrong) {
+  const auto prefill = MakePrefill(source_, WithKey(key_));
+  const auto node =
+      Must(Node::Start({WithKey(other_key_), kTestModel, "caller", source_, nullptr, nullptr}));
+  const auto call = [&](const std::string& address) {
+    return BeginCall(*node, address, "f", {}, DeadlineInMs(1000)).get();
+  };
+  EXPECT_TRUE(Fails(call(prefill->address()), absl::StatusCode::kDeadlineExceeded,
+                    prefill->address(), "the same key_file"));
+  EXPECT_TRUE(Fails(call("tcp://127.0.0.1:1"), absl::StatusCode::kDeadlineExceeded,
+                    "cannot connect to tcp://127.0.0.1:1, tried ", "nobody listens there"));
+}
+
+// As does their session, when it has waited for long enough.
+TEST_F(Keys, SessionsSayTooWhatIsWrong) {
+  Config config = WithKey(other_key_);
+  config.connect_timeout_ms = 1000;
+  const auto prefill = MakePrefill(source_, WithKey(key_));
+  const auto node = Must(Node::Start({config, kTestModel, "caller", source_, nullptr, nullptr}));
+  EXPECT_TRUE(Fails(BeginCall(*node, prefill->address(), "f", {}).get(),
+                    absl::StatusCode::kUnavailable, "connect_timeout_ms (1000)",
+                    "the same key_file"));
+}
+
 TEST_F(Keys, Push) {
   const auto target = MakePatternPool(SmallLayout(), 8, 2);
   const auto decode = MakePushedDecode(target, WithKey(key_));

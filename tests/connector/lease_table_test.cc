@@ -284,10 +284,43 @@ TEST_F(Leases, MemoryOfEndedLeasesIsBounded) {
   EXPECT_TRUE(Fails(table_.Withdraw(1), absl::StatusCode::kNotFound));  // Forgotten.
   // A peer can name as many as it likes.
   for (uint64_t lease = 100000; lease < 170000; ++lease) table_.NothingNeeded(lease, {});
-  EXPECT_TRUE(Fails(table_.Withdraw(70000), absl::StatusCode::kNotFound));
   EXPECT_TRUE(Fails(table_.Withdraw(100000), absl::StatusCode::kNotFound));
   EXPECT_TRUE(Fails(table_.Withdraw(169999), absl::StatusCode::kFailedPrecondition));
   EXPECT_EQ(table_.AskedFor({100000, 169999}), std::vector<uint64_t>{169999});
+}
+
+// Of ids that they invent, without end.
+TEST_F(Leases, WhatPeersSayOfOthersIsNotForgottenInPlaceOfOurs) {
+  constexpr uint64_t kFetched = 1, kGivenUp = 2, kUnpublished = 3, kUnneeded = 4, kLive = 5;
+  ASSERT_TRUE(IsOk(Publish(kFetched)));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kFetched, {})));
+  table_.EndTransfer(kFetched, {}, absl::OkStatus());
+  ASSERT_TRUE(IsOk(table_.GiveUp(kGivenUp)));
+  for (const uint64_t lease : {kUnpublished, kUnneeded}) {
+    ASSERT_TRUE(IsOk(Publish(lease)));
+    table_.NothingNeeded(lease, {0, 2});
+    ASSERT_TRUE(Must(table_.Unpublish(lease)));
+  }
+  table_.NothingNeeded(kUnneeded, {1, 2});
+  EXPECT_FALSE(IsOk(table_.BeginTransfer(kLive, {})));  // Not published yet.
+  ASSERT_TRUE(IsOk(Publish(kLive, 60000)));
+  for (uint64_t lease = 100000; lease < 170000; ++lease) {
+    EXPECT_TRUE(Fails(table_.BeginTransfer(lease, {0, 2}), absl::StatusCode::kNotFound));
+    table_.NothingNeeded(lease, {0, 2});
+    table_.NothingNeeded(lease + 100000, {});
+  }
+  EXPECT_TRUE(Fails(table_.BeginTransfer(kFetched, {}), absl::StatusCode::kFailedPrecondition,
+                    "has already been fetched"));
+  EXPECT_TRUE(IsOk(table_.Take(kFetched)));
+  EXPECT_TRUE(Fails(table_.BeginTransfer(kGivenUp, {}), absl::StatusCode::kFailedPrecondition,
+                    "gave the request up"));
+  EXPECT_TRUE(Fails(Publish(kGivenUp), absl::StatusCode::kAlreadyExists));
+  EXPECT_TRUE(Fails(table_.BeginTransfer(kUnneeded, {}), absl::StatusCode::kFailedPrecondition,
+                    "needs nothing"));
+  EXPECT_EQ(table_.AskedFor({kFetched, kUnpublished, kUnneeded, kLive}).size(), 4u);
+  ASSERT_TRUE(IsOk(Publish(kUnpublished)));
+  EXPECT_TRUE(Fails(table_.BeginTransfer(kUnpublished, {0, 2}),
+                    absl::StatusCode::kFailedPrecondition, "already been fetched by reader 0"));
 }
 
 TEST_F(Leases, IdleUnpublishedIsUnknown) {

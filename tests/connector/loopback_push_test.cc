@@ -418,7 +418,8 @@ TEST_F(Pushing, NobodyListens) {
   EXPECT_TRUE(Fails(PushStatus(ticket), absl::StatusCode::kUnavailable,
                     "cannot connect to tcp://127.0.0.1:1"));
   const auto push = Push(*prefill_, ticket, *source_, pages_, -1, 50);
-  EXPECT_TRUE(Fails(push->Wait(Soon()), absl::StatusCode::kDeadlineExceeded, "never answered"));
+  EXPECT_TRUE(Fails(push->Wait(Soon()), absl::StatusCode::kDeadlineExceeded,
+                    "no answer to 'push' in time"));
   EXPECT_EQ(EndedLeases(prefill_.get()).Wait(push->lease_id(), Clock::now()), "released");
 }
 

@@ -82,8 +82,14 @@ TEST_F(SenderLends, NotAfterTheTransferHasEnded) {
 
 // How many chunks wait to be sent is not the peer's to choose.
 TEST_F(SenderLends, NotMoreChunksThanAWindowOfOursHas) {
-  FetchMsg fetch = Ask(2);
-  fetch.chunk_bytes = 1;
+  constexpr uint64_t kTailLease = 7;
+  const auto tail = std::make_shared<const std::vector<std::byte>>(33 << 20);
+  ASSERT_TRUE(IsOk(leases_.Publish(kTailLease, PageRuns(), 4, DeadlineInMs(60000), tail)));
+  FetchMsg fetch = Ask(2, kTailLease);
+  const PageRuns none;
+  fetch.positions = none;
+  fetch.tail_bytes = static_cast<int64_t>(tail->size());
+  fetch.chunk_bytes = 4096;
   fetch.window_bytes = int64_t{1} << 40;
   lender_.OnCancel(kPeer, {1, "another one instead"});
   lender_.OnFetch(kPeer, kLink, fetch);

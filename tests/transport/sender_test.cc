@@ -259,26 +259,47 @@ TEST_F(SenderAlone, ChecksumsWhenAsked) {
 }
 
 TEST_F(SenderAlone, HostileChunkAndWindowSizes) {
-  for (const auto& [window, chunk] :
-       std::vector<std::pair<int64_t, int64_t>>{{1, 1},
-                                                {1, int64_t{1} << 50},
-                                                {int64_t{1} << 50, 1},
-                                                {int64_t{1} << 50, int64_t{1} << 50}}) {
+  constexpr int64_t kLeast = 4096, kMost = int64_t{1} << 50;
+  uint64_t id = 100;
+  for (const auto& [window, chunk] : std::vector<std::pair<int64_t, int64_t>>{
+           {kLeast, kLeast}, {kLeast, kMost}, {kMost, kLeast}, {kMost, kMost}, {kMost, 5000}}) {
     wire().chunks.clear();
-    Publish(100 + window % 97 + chunk % 89, {1}, 4);
-    FetchMsg fetch =
-        Ask(static_cast<uint64_t>(window % 97 + chunk % 89 + 1), 100 + window % 97 + chunk % 89, 1);
+    Publish(++id, {1}, 4);
+    FetchMsg fetch = Ask(id, id, 1);
     fetch.window_bytes = window;
     fetch.chunk_bytes = chunk;
     sender_.OnFetch(kPeer, kLink, fetch);
     for (int i = 0; i < 50; ++i) sender_.Pump();
-    for (const SentChunk& sent : wire().chunks) {
-      EXPECT_LE(sent.header.bytes, std::min<uint64_t>({4096, static_cast<uint64_t>(window),
-                                                       static_cast<uint64_t>(chunk)}));
-    }
+    for (const SentChunk& sent : wire().chunks) EXPECT_LE(sent.header.bytes, 4096u);
     EXPECT_FALSE(wire().chunks.empty());
     sender_.OnPeerGone(kPeer, absl::UnavailableError("x"));
   }
+}
+
+// Each chunk costs others their time, however little is in it.
+TEST_F(SenderAlone, ShorterChunksThanOursAreRefused) {
+  constexpr int64_t kLeast = 4096, kMost = int64_t{1} << 50;
+  uint64_t id = 100;
+  for (const auto& [window, chunk] : std::vector<std::pair<int64_t, int64_t>>{
+           {1, 1}, {1, kMost}, {kMost, 1}, {kLeast - 1, kMost}, {kMost, kLeast - 1}}) {
+    FetchMsg fetch = Ask(++id);
+    fetch.window_bytes = window;
+    fetch.chunk_bytes = chunk;
+    sender_.OnFetch(kPeer, kLink, fetch);
+    ASSERT_NE(outbox_.Last<RefuseMsg>(), nullptr);
+    EXPECT_EQ(outbox_.Last<RefuseMsg>()->transfer_id, id);
+    EXPECT_TRUE(Fails(outbox_.Last<RefuseMsg>()->status, absl::StatusCode::kInvalidArgument,
+                      "4096 at least"));
+  }
+  PumpDry();
+  EXPECT_TRUE(wire().chunks.empty());
+  EXPECT_EQ(leases_.num_live(), 1);
+  // What ours may ask for is served.
+  Config config;
+  config.chunk_bytes = kLeast;
+  EXPECT_TRUE(IsOk(config.Validate()));
+  config.chunk_bytes = kLeast - 1;
+  EXPECT_FALSE(config.Validate().ok());
 }
 
 TEST_F(SenderAlone, AStuckPeerLeavesRoomInTheArena) {

@@ -268,6 +268,89 @@ TEST_F(TcpPlanes, MessagesWithoutEndKeepNoChunkFromBeginning) {
   EXPECT_GE(b_->BacklogOf(link_b_).taken, 2 * 5000);
 }
 
+// However many wait, and however short they are: what another connection has to say is heard between them.
+class TcpTurns : public TcpPlanes {
+ protected:
+  void SetUp() override {
+    Connect();
+    ASSERT_TRUE(StepsUntil([&] { return arrived_.size() == 1; }));
+    quiet_a_ = link_a_;
+    Await();
+    noisy_ = Says(TcpHello::With(address_.token, 0).Bytes());
+    ASSERT_TRUE(StepsUntil([&] { return arrived_.size() == 2; }));
+  }
+  // At the most that comes of `count` such frames in one turn.
+  size_t MostInATurn(size_t count, const std::string& frame, const std::function<size_t()>& come) {
+    std::string frames;
+    for (size_t i = 0; i < count; ++i) frames += frame;
+    EXPECT_EQ(send(noisy_.get(), frames.data(), frames.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(frames.size()));
+    EXPECT_TRUE(IsOk(a_->SendMessage(quiet_a_, {1}, std::string(100, 'q'))));
+    size_t most = 0, before = 0;
+    EXPECT_TRUE(StepsUntil([&] {
+      most = std::max(most, come() - before);
+      before = come();
+      return come() == count;
+    }));
+    return most;
+  }
+
+  LinkId quiet_a_ = 0;
+  UniqueFd noisy_;
+};
+
+TEST_F(TcpTurns, OfManyShortMessages) {
+  const std::string frame = TextOf(TcpFrame::Of(kTcpMessage, MessageHeader{9}, 1)) + "x";
+  const auto noise = [&] {
+    return static_cast<size_t>(
+        std::ranges::count_if(at_b_.messages, [](const auto& of) { return of.first == 9; }));
+  };
+  EXPECT_LE(MostInATurn(2000, frame, noise), 64u);
+  // The other one's came among them, and not behind them all.
+  const auto quiet =
+      std::ranges::find_if(at_b_.messages, [](const auto& of) { return of.first == 1; });
+  EXPECT_LT(quiet - at_b_.messages.begin(), 1000);
+}
+
+TEST_F(TcpTurns, OfFewLongMessages) {
+  const std::string frame = TextOf(TcpFrame::Of(kTcpMessage, MessageHeader{9}, 40000)) +
+                            std::string(40000, 'x');  // Counts as three.
+  const auto noise = [&] {
+    return static_cast<size_t>(
+        std::ranges::count_if(at_b_.messages, [](const auto& of) { return of.first == 9; }));
+  };
+  EXPECT_LE(MostInATurn(40, frame, noise), 22u);
+}
+
+TEST_F(TcpTurns, OfCredits) {
+  EXPECT_LE(MostInATurn(2000, TextOf(TcpFrame::Of(kTcpCredit, CreditHeader{1, 1}, 0)),
+                        [&] { return at_b_.credits.size(); }),
+            256u);
+}
+
+TEST_F(TcpTurns, OfShortChunks) {
+  const std::string frame = TextOf(TcpFrame::Of(kTcpChunk, ChunkHeader{1, 0, 0, 1, 0}, 1)) + "x" +
+                            TextOf(TcpChunkEnd{kTcpWhole});
+  EXPECT_LE(MostInATurn(2000, frame, [&] { return at_b_.chunks.size(); }), 256u);
+}
+
+TEST_F(TcpPlanes, ManyShortChunksAreNotWrittenInOneTurn) {
+  Connect();
+  ASSERT_TRUE(StepsUntil([&] { return !arrived_.empty(); }));
+  const std::vector<std::byte> payload = RandomBytes(1, 1);
+  size_t sent = 0, before = 0, most = 0;
+  for (uint64_t i = 0; i < 2000; ++i) {
+    b_->SendChunk(link_b_, {i, 0, 0, 1, 0}, FilledWith(payload),
+                  [&](const absl::Status& status) { sent += status.ok() ? 1 : 0; });
+  }
+  EXPECT_TRUE(StepsUntil([&] {
+    most = std::max(most, sent - before);
+    before = sent;
+    return at_a_.chunks.size() == 2000;
+  }));
+  EXPECT_LE(most, 256u);
+}
+
 TEST_F(TcpPlanes, AListGoesToWhoeverReadsFromAfar) {
   Connect();
   const std::vector<std::byte> list = RandomBytes(160, 1);

@@ -4,6 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <set>
+
 #include "base/config.h"
 #include "tests/support/files.h"
 #include "tests/support/sanitized.h"
@@ -72,12 +75,50 @@ struct Heard : ControlEvents {
   }
   void OnMalformed(const PeerKey&, const absl::Status& status) override { ADD_FAILURE() << status; }
   void OnAttemptFailed(const PeerKey&, Attempt) override {}
+  void OnMade(const PeerKey&) override {}
   void OnMadeAgain(const PeerKey&) override {}
   void OnStranger() override {}
 
   PeerKey peer;
   std::vector<MessageBody> messages;
 };
+
+// Of a peer that brings none, the first one that comes.
+PeerKey IdGivenBy(ControlPlane* listens) {
+  const std::unique_ptr<ControlPlane> dials = MakeHere(/*listen=*/false);
+  Heard heard;
+  EXPECT_TRUE(IsOk(dials->Send(Must(dials->Dial(listens->listen_address())), {1, 2, PingMsg{}})));
+  EXPECT_TRUE(WaitFor(
+      [&] {
+        listens->Progress(&heard);
+        return !heard.messages.empty();
+      },
+      Soon()));
+  return heard.peer;
+}
+
+// Whoever knew it could claim it, and ZeroMQ would abort when its turn comes.
+TEST(ZmqControlPlane, NobodyKnowsWhichIdComesNext) {
+  std::set<PeerKey> ids;
+  for (int i = 0; i < 3; ++i) {
+    srand(1);  // As in every process that has just begun.
+    const std::unique_ptr<ControlPlane> plane = MakeHere(/*listen=*/true);
+    EXPECT_TRUE(ids.insert(IdGivenBy(plane.get())).second);
+  }
+}
+
+TEST(ZmqControlPlane, TheApplicationsRandomNumbersStayAsTheyAre) {
+  srand(7);
+  const std::vector<int> want = {rand(), rand(), rand(), rand()};
+  srand(7);
+  std::vector<int> got = {rand()};
+  const std::unique_ptr<ControlPlane> plane = MakeHere(/*listen=*/true);
+  got.push_back(rand());
+  const std::unique_ptr<ControlPlane> another = MakeHere(/*listen=*/true);
+  got.push_back(rand());
+  got.push_back(rand());
+  EXPECT_EQ(got, want);
+}
 
 // Of more than ZeroMQ takes at a time nothing is lost or overtaken, by either way, and what waits is known.
 class ZmqControlPlanes : public testing::Test {

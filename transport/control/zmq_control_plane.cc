@@ -6,12 +6,14 @@
 #include <array>
 #include <cerrno>
 #include <cstddef>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <optional>
 #include <utility>
 #include <zmq.hpp>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
@@ -19,6 +21,8 @@
 #include "absl/strings/string_view.h"
 #include "base/epoll.h"
 #include "base/log.h"
+#include "base/mutex.h"
+#include "base/random.h"
 #include "base/status.h"
 #include "base/unique_fd.h"
 #include "transport/control/codec.h"
@@ -73,6 +77,21 @@ absl::StatusCode CodeOf(const zmq::error_t& error) {
 constexpr int kHandshakeFailed = ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL |
                                  ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL |
                                  ZMQ_EVENT_HANDSHAKE_FAILED_AUTH;
+
+// A peer that brings no routing id gets the next number of a counter. ZeroMQ does not look whether another
+// peer has claimed that id, and aborts where one has (4.3.4, router_t::identify_peer; no issue of libzmq's
+// is known that says so). The counter begins with rand(), which nobody seeds: where everybody knows. Here it
+// begins where nobody does, and the application's rand() goes on as if it had not been asked.
+zmq::socket_t MakeRouter(zmq::context_t& context) {
+  static Mutex mutex;
+  // Another thread that does as much may take it for the application's: it is there for ever.
+  static std::array<int64_t, 32> state;
+  const MutexLock lock(&mutex);
+  char* const applications = initstate(static_cast<unsigned>(RandomId()),
+                                       reinterpret_cast<char*>(state.data()), sizeof(state));
+  const absl::Cleanup restore = [&] { setstate(applications); };
+  return {context, zmq::socket_type::router};
+}
 
 struct Dealer {
   std::string address;
@@ -235,7 +254,8 @@ class ZmqControlPlane : public ControlPlane {
   };
 
   zmq::socket_t MakeSocket(zmq::socket_type type) {
-    zmq::socket_t socket(context_, type);
+    zmq::socket_t socket =
+        type == zmq::socket_type::router ? MakeRouter(context_) : zmq::socket_t(context_, type);
     socket.set(zmq::sockopt::linger, kLingerMs);
     socket.set(zmq::sockopt::sndhwm, kMaxUnsent);
     socket.set(zmq::sockopt::rcvhwm, kMaxUnread);
@@ -445,7 +465,9 @@ class ZmqControlPlane : public ControlPlane {
           continue;
         }
         if (event == ZMQ_EVENT_HANDSHAKE_SUCCEEDED) {
-          if (std::exchange(found->second.was_made, true)) events->OnMadeAgain(peer);
+          const bool again = std::exchange(found->second.was_made, true);
+          events->OnMade(peer);
+          if (again) events->OnMadeAgain(peer);
           continue;
         }
         const bool retried = event == ZMQ_EVENT_CONNECT_RETRIED;

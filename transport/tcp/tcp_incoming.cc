@@ -13,6 +13,17 @@
 namespace kvferry {
 namespace {
 
+// Of one turn, before it is the next connection's: as many as a mebibyte of the shortest chunks has.
+constexpr int64_t kFramesATurn = 256;
+// A message takes as long as so many, and again for each so many bytes that it has begun.
+constexpr int64_t kFramesOfAMessage = 4;
+constexpr int64_t kBytesOfAMessage = 16 << 10;
+
+int64_t FramesOf(const TcpFrame& frame) {
+  if (frame.kind != kTcpMessage) return 1;
+  return kFramesOfAMessage * ((frame.payload_bytes + kBytesOfAMessage - 1) / kBytesOfAMessage);
+}
+
 iovec PartOf(std::span<std::byte> bytes) { return {bytes.data(), bytes.size()}; }
 
 }  // namespace
@@ -58,7 +69,8 @@ TcpIncoming::~TcpIncoming() {
 
 absl::Status TcpIncoming::Read(int fd, int64_t max_bytes, DataEvents* events, Moved* moved) {
   *moved = {Moved::Result::kSome, 0};
-  while (moved->some() && moved->bytes < max_bytes) {
+  frames_left_ = kFramesATurn;
+  while (moved->some() && moved->bytes < max_bytes && frames_left_ > 0) {
     Moved now;
     absl::Status status;
     if (!open()) {
@@ -129,6 +141,7 @@ absl::Status TcpIncoming::OnFrame(DataEvents* events) {
   std::memcpy(&frame, between_.data() + sizeof(TcpChunkEnd), sizeof(frame));
   between_got_ = sizeof(TcpChunkEnd);  // Behind all but a chunk the next frame follows at once.
   collected_.clear();
+  frames_left_ -= FramesOf(frame);
   if (frame.kind == kTcpChunk) return OnChunkFrame(frame, events);
   if (frame.kind == kTcpMessage) return OnMessageFrame(frame);
   if (frame.kind != kTcpCredit || frame.payload_bytes != 0) {

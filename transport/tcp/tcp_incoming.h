@@ -74,8 +74,9 @@ class TcpIncoming {
   // Whether it has said it.
   bool open() const { return expected_.empty(); }
 
-  // Reads at most about `max_bytes` and tells `events` what they were. Anything but kSome says that
-  // nothing more has come. INVALID_ARGUMENT or PERMISSION_DENIED: this is no peer.
+  // Reads at most about `max_bytes`, and no more messages and other frames than others may be kept waiting
+  // for, and tells `events` what they were. Anything but kSome says that nothing more has come.
+  // INVALID_ARGUMENT or PERMISSION_DENIED: this is no peer.
   absl::Status Read(int fd, int64_t max_bytes, DataEvents* events, Moved* moved);
 
  private:
@@ -111,6 +112,7 @@ class TcpIncoming {
   std::vector<std::byte> collected_;  // Of a list or a message.
   MessageHeader message_;
   std::array<std::byte, kBetweenBytes> between_{};
+  int64_t frames_left_ = 0;                   // Of this turn.
   size_t between_got_ = sizeof(TcpChunkEnd);  // Where no chunk is before the next frame.
   bool ended_ = true;                         // The end in `between_` was seen to.
   std::vector<iovec> parts_;                  // Of the call that is being made.

@@ -12,6 +12,9 @@ namespace {
 // Instead of what may not be read any more, up to where the other side expects the end of the chunk.
 constexpr std::array<std::byte, 64 << 10> kFiller{};
 
+// Of one turn: a mebibyte of the shortest ones.
+constexpr int64_t kChunksATurn = 256;
+
 iovec PartOf(const void* begin, size_t bytes) { return {const_cast<void*>(begin), bytes}; }
 
 int64_t BytesOf(std::span<const iovec> parts) {
@@ -38,7 +41,8 @@ void TcpOutgoing::AddChunk(const ChunkHeader& header, ChunkSource source, SendDo
 
 Moved TcpOutgoing::Write(int fd, bool open, int64_t max_bytes) {
   Moved all{Moved::Result::kSome, 0};
-  while (all.some() && all.bytes < max_bytes && has_work(open)) {
+  chunks_left_ = kChunksATurn;
+  while (all.some() && all.bytes < max_bytes && chunks_left_ > 0 && has_work(open)) {
     if (open) TakeFrames();
     const Moved moved = words_.empty() ? WriteChunk(fd, max_bytes - all.bytes) : WriteWords(fd);
     all = {moved.result, all.bytes + moved.bytes, moved.error};
@@ -170,6 +174,7 @@ Moved TcpOutgoing::WriteFiller(int fd, const Chunk& chunk, int64_t max_bytes) {
 void TcpOutgoing::FinishFirst(const absl::Status& status) {
   const SendDone done = std::move(chunks_.front().done);
   chunks_.pop_front();
+  --chunks_left_;
   if (done) done(status);
 }
 

@@ -42,7 +42,8 @@ class TcpOutgoing {
   int64_t waiting() const { return static_cast<int64_t>(words_.size()) + frames_bytes_; }
   int64_t written() const { return written_; }
 
-  // Writes at most about `max_bytes` of that. Anything but kSome says that the socket takes no more.
+  // Writes at most about `max_bytes` of that, and no more chunks than others may be kept waiting for. Anything
+  // but kSome says that the socket takes no more.
   // `done` of what has been sent is called from here.
   Moved Write(int fd, bool open, int64_t max_bytes);
   // Whatever is left fails.
@@ -94,6 +95,7 @@ class TcpOutgoing {
   int64_t said_ = 0;                                 // Since the last chunk.
   int64_t written_ = 0;
   std::deque<Chunk> chunks_;
+  int64_t chunks_left_ = 0;     // Of this turn.
   std::vector<iovec> parts_;    // Of the call that is being made.
   int64_t room_ = kMostListed;  // That the socket is likely to have.
   int64_t taken_ = 0;           // Since it was full.
