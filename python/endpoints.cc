@@ -80,7 +80,7 @@ Object Begun(const std::shared_ptr<FetchHandle>& handle, const Make& make) {
       handle->Cancel();
     } catch (const std::bad_alloc&) {  // Then it ends by itself.
     }
-    while (!handle->done()) handle->Wait(DeadlineInMs(1000)).IgnoreError();
+    handle->WaitUntilDone();
     throw;
   }
 }

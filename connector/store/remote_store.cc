@@ -299,8 +299,8 @@ absl::Status RemoteStore::Fetch(const Ticket& ticket, const std::vector<int64_t>
   request.tail = std::move(tail);
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<FetchHandle> handle,
                            node_->Fetch(std::move(request)));
-  // It ends at its deadline by itself, and the memory is the transfer's until it has.
-  while (!handle->done()) handle->Wait(DeadlineInMs(kAbortTimeoutMs)).IgnoreError();
+  handle
+      ->WaitUntilDone();  // At its deadline at the latest; the memory is the transfer's until then.
   const absl::Status ended = OfTransfer(handle->status());
   return absl::IsUnavailable(ended) ? WithCutOff(ended, CutOff::kAsked) : ended;
 }

@@ -983,6 +983,24 @@ TEST_F(RemoteSessions, AFetchThatIsRefusedIsMadeAnew) {
 }
 
 // As often as it is made anew.
+// The caller's memory is the transfer's for longer than a second, and the caller finds no memory meanwhile.
+TEST_F(RemoteSessions, AFetchIsWaitedForWithoutMemoryToo) {
+  ASSERT_TRUE(IsOk(Put(*writer_, "value", Bytes(1000))));
+  Connect([](const Heard& heard) {
+    return std::holds_alternative<FetchMsg>(heard.message.body) ? Verdict::kDrop : Verdict::kPass;
+  });
+  ASSERT_EQ(Must(far_->Exists(Views({"value"}), Soon())), 1);
+  Bytes into(1000);
+  const std::span<std::byte> out = into;
+  absl::Status got;
+  CallWithoutMemory(
+      [&] {
+        got = far_->Get("value", {&out, 1}, DeadlineInMs(1500));
+      },
+      [&] { ASSERT_EQ(Metric(*far_, "fetches_active"), 0); });
+  EXPECT_TRUE(Fails(got, Code::kDeadlineExceeded));
+}
+
 TEST_F(RemoteSessions, AnErasureThatIsCutOffEachTimeMayHaveBeenCarriedOut) {
   PutAll();
   std::atomic<int> num_replies = 0;
