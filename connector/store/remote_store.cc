@@ -299,8 +299,8 @@ absl::Status RemoteStore::Fetch(const Ticket& ticket, const std::vector<int64_t>
   request.tail = std::move(tail);
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<FetchHandle> handle,
                            node_->Fetch(std::move(request)));
-  handle
-      ->WaitUntilDone();  // At its deadline at the latest; the memory is the transfer's until then.
+  // At its deadline at the latest; until then the memory is the transfer's.
+  handle->WaitUntilDone();
   const absl::Status ended = OfTransfer(handle->status());
   return absl::IsUnavailable(ended) ? WithCutOff(ended, CutOff::kAsked) : ended;
 }
