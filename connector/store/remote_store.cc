@@ -16,10 +16,6 @@
 namespace kvferry {
 namespace {
 
-// More go in several calls.
-constexpr size_t kMaxKeysPerCall = 4096;
-static_assert(kMaxKeysPerCall * kMaxPackedKeyBytes + 4096 <= Fields::kMaxTotalBytes,
-              "a call takes that many of the longest keys, and its other fields");
 // Of a call whose sessions end under it.
 constexpr int kMaxAttempts = 3;
 constexpr int64_t kAbortTimeoutMs = 1000;

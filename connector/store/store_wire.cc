@@ -28,6 +28,9 @@ absl::StatusOr<std::string> PackKeys(std::span<const std::string_view> keys) {
 absl::StatusOr<std::vector<std::string>> UnpackKeys(std::string_view packed) {
   std::vector<std::string> keys;
   while (!packed.empty()) {
+    if (keys.size() == kMaxKeysPerCall) {
+      return NoKeys(absl::StrCat("has more than ", kMaxKeysPerCall, "; ask in several calls"));
+    }
     if (packed.size() < kLengthBytes) return NoKeys("ends inside a length");
     const size_t bytes =
         static_cast<uint8_t>(packed[0]) | static_cast<size_t>(static_cast<uint8_t>(packed[1])) << 8;
