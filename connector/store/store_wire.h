@@ -45,8 +45,8 @@ static_assert(kMaxKeysPerCall * kMaxPackedKeyBytes + 4096 <= Fields::kMaxTotalBy
 absl::StatusOr<std::string> PackKeys(std::span<const std::string_view> keys);
 absl::StatusOr<std::vector<std::string>> UnpackKeys(std::string_view packed);
 
-// The codes of statuses, a byte each. Unpacked ones say no more than which code it is. INTERNAL for
-// another number of them, or a code of no meaning.
+// The codes of statuses, a byte each. Unpacked ones say what the code means of a key, and no more.
+// INTERNAL for another number of them, or a code of no meaning.
 std::string PackCodes(std::span<const absl::Status> statuses);
 absl::StatusOr<std::vector<absl::Status>> UnpackCodes(std::string_view packed, size_t count);
 

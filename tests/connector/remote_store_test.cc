@@ -305,7 +305,7 @@ TEST_F(RemotePages, WhatIsMissingIsSaidKeyByKey) {
   EXPECT_TRUE(IsOk(statuses[0]));
   EXPECT_TRUE(Fails(statuses[1], absl::StatusCode::kNotFound));
   EXPECT_TRUE(IsOk(statuses[2]));
-  EXPECT_TRUE(Fails(statuses[3], absl::StatusCode::kFailedPrecondition));
+  EXPECT_TRUE(Fails(statuses[3], absl::StatusCode::kFailedPrecondition, "another length"));
   EXPECT_TRUE(
       HoldsExactly(*target_, 2, std::vector<int64_t>{8, 10}, 1, std::vector<int64_t>{5, 6}));
 }
@@ -322,7 +322,7 @@ TEST_F(RemotePages, AFullStoreTakesWhatItCan) {
       Views({keys[1], keys[2], keys[3]}), *source_, std::vector<int64_t>{2, 3, 4}, Soon());
   EXPECT_TRUE(IsOk(statuses[0]));
   EXPECT_TRUE(IsOk(statuses[1]));
-  EXPECT_TRUE(Fails(statuses[2], absl::StatusCode::kResourceExhausted));
+  EXPECT_TRUE(Fails(statuses[2], absl::StatusCode::kResourceExhausted, "no room there"));
   EXPECT_EQ(Must(writer->Exists(Views({keys[0], keys[1], keys[2], keys[3]}), Soon())), 3);
 }
 
@@ -1367,7 +1367,7 @@ TEST(StoreWire, KeysAndCodes) {
   const std::vector<absl::Status> statuses = {absl::OkStatus(), absl::NotFoundError("x")};
   const auto codes = Must(UnpackCodes(PackCodes(statuses), 2));
   EXPECT_TRUE(codes[0].ok());
-  EXPECT_TRUE(absl::IsNotFound(codes[1]));
+  EXPECT_TRUE(Fails(codes[1], Code::kNotFound, "NOT_FOUND", "no such entry"));
   EXPECT_TRUE(Fails(UnpackCodes("\x01", 2), absl::StatusCode::kInternal, "1 of 2"));
   EXPECT_TRUE(Fails(UnpackCodes("\x7f", 1), absl::StatusCode::kInternal, "no meaning, 127"));
 }
