@@ -45,7 +45,7 @@ absl::StatusOr<PageRuns> CopyPages::Allocate(int64_t count, Deadline deadline) {
 
 void CopyPages::Free(const PageRuns& pages) {
   const MutexLock lock(&mutex_);
-  pages_->Free(pages).IgnoreError();  // They came from here.
+  pages_->FreeEachRun(pages);
   changed_.NotifyAll();
 }
 

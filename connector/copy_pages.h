@@ -27,6 +27,7 @@ class CopyPages {
   // RESOURCE_EXHAUSTED at once for more than there are in all, DEADLINE_EXCEEDED when so many did
   // not get free in time, CANCELLED after Close().
   absl::StatusOr<PageRuns> Allocate(int64_t count, Deadline deadline);
+  // What came from here, each once. Needs no memory.
   void Free(const PageRuns& pages);
   // Whoever waits is CANCELLED, and later calls too.
   void Close();

@@ -187,6 +187,10 @@ absl::Status PageAllocator::Free(const PageRuns& pages) {
   return FreeSorted(sorted);
 }
 
+void PageAllocator::FreeEachRun(const PageRuns& pages) {
+  for (const PageRun run : pages.runs()) free_.Insert(run);
+}
+
 void PageAllocator::FreeEach(std::span<const int32_t> pages) {
   for (size_t i = 0, end = 0; i < pages.size(); i = end) {
     end = i + 1;

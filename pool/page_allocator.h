@@ -45,6 +45,8 @@ class PageAllocator {
   // Frees those of these that are pages, passing over numbers below `reserved`, for a caller that
   // knows them to be allocated, each once. Cannot fail, and needs no memory.
   void FreeEach(std::span<const int32_t> pages);
+  // The same of a list that is all pages.
+  void FreeEachRun(const PageRuns& pages);
   // Every page but the reserved ones is free again.
   void Clear();
 

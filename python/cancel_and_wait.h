@@ -2,8 +2,6 @@
 
 #include <new>
 
-#include "base/clock.h"
-
 namespace kvferry {
 
 // Ends what is under way, a fetch, push or lookup, for a caller that cannot wait for it himself: none of
@@ -15,7 +13,7 @@ void CancelAndWait(Handle& handle) {
     handle.Cancel();
   } catch (const std::bad_alloc&) {  // Then it ends by itself.
   }
-  while (!handle.done()) handle.Wait(DeadlineInMs(1000)).IgnoreError();
+  handle.WaitUntilDone();
 }
 
 }  // namespace kvferry

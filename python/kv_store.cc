@@ -207,6 +207,11 @@ template <PagesCall kCall>
 std::vector<nb::object> CallPages(const PyStore& self, const std::vector<nb::object>& keys,
                                   const std::shared_ptr<KvPool>& pool,
                                   const std::vector<int64_t>& pages, int64_t timeout_ms) {
+  // There may be no key that could have the error.
+  if (keys.size() != pages.size()) {
+    throw StatusError(absl::InvalidArgumentError(
+        absl::StrCat("store: ", keys.size(), " keys for ", pages.size(), " pages")));
+  }
   std::vector<std::string_view> names;
   names.reserve(keys.size());
   for (const nb::object& key : keys) names.push_back(StoreKey(key));

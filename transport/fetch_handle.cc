@@ -30,7 +30,7 @@ absl::Status FetchHandle::WaitLayer(int64_t layer, Deadline deadline) const {
   while (layers_done_ <= layer) {
     if (done_) return status_;
     if (!layer_arrived_.WaitUntil(&mutex_, deadline) && layers_done_ <= layer && !done_) {
-      return absl::DeadlineExceededError(absl::StrCat("layer ", layer, " is still under way"));
+      return too_early_;
     }
   }
   return absl::OkStatus();

@@ -29,7 +29,7 @@ class FetchHandle : public Ending {
   // Layers [0, layers_done()) are complete in the local pages.
   int64_t layers_done() const;
   // Waits until layer `layer` is complete: OK; or the fetch failed: its status; or
-  // DEADLINE_EXCEEDED.
+  // DEADLINE_EXCEEDED. Needs no memory, either.
   absl::Status WaitLayer(int64_t layer, Deadline deadline) const;
 
   // Local page ids with at least one byte missing, in the order of the fetch; empty after success,

@@ -40,19 +40,26 @@ absl::StatusOr<std::string_view> Fields::Bytes(std::string_view name, size_t max
   return Bad(name, absl::StrCat("has ", value->bytes.size(), " bytes, limit ", max_bytes));
 }
 
+size_t Fields::TotalBytes() const {
+  size_t bytes = 0;
+  for (const auto& [name, value] : values_) {
+    const auto* text = std::get_if<Text>(&value);
+    bytes += name.size() + (text == nullptr ? sizeof(uint64_t) : text->bytes.size());
+  }
+  return bytes;
+}
+
 absl::Status Fields::Check() const {
   if (values_.size() > kMaxFields) {
     return absl::InvalidArgumentError(
         absl::StrCat(values_.size(), " fields in one message, limit ", kMaxFields));
   }
-  size_t bytes = 0;
   for (const auto& [name, value] : values_) {
     if (name.size() > kMaxNameBytes) {
       return Bad(name, absl::StrCat("has a name above ", kMaxNameBytes, " bytes"));
     }
-    const auto* text = std::get_if<Text>(&value);
-    bytes += name.size() + (text == nullptr ? sizeof(uint64_t) : text->bytes.size());
   }
+  const size_t bytes = TotalBytes();
   if (bytes <= kMaxTotalBytes) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat("fields of ", bytes, " bytes in one message, limit ", kMaxTotalBytes));

@@ -40,6 +40,8 @@ class Fields {
                                          size_t max_bytes = kMaxTotalBytes) const;
 
   const Map& values() const { return values_; }
+  // Of all names and values.
+  size_t TotalBytes() const;
   // INVALID_ARGUMENT when it is too large for a message.
   absl::Status Check() const;
 

@@ -103,9 +103,7 @@ void HostStore::State::Update(Value* value, const Change& change) {
 void HostStore::State::Drop(Value* value) {
   Group& group = GroupOf(*value);
   group.pages -= value->pages.num_pages();
-  // They came from there: it cannot fail. One by one, as many would be sorted, in memory that there
-  // may not be.
-  for (const PageRun run : value->pages.runs()) (void)allocator_.Free(PageRuns(run));
+  allocator_.FreeEachRun(value->pages);
   group.values.erase(value->self);
 }
 

@@ -16,10 +16,6 @@
 namespace kvferry {
 namespace {
 
-// More go in several calls.
-constexpr size_t kMaxKeysPerCall = 4096;
-static_assert(kMaxKeysPerCall * kMaxPackedKeyBytes + 4096 <= Fields::kMaxTotalBytes,
-              "a call takes that many of the longest keys, and its other fields");
 // Of a call whose sessions end under it.
 constexpr int kMaxAttempts = 3;
 constexpr int64_t kAbortTimeoutMs = 1000;
@@ -299,8 +295,8 @@ absl::Status RemoteStore::Fetch(const Ticket& ticket, const std::vector<int64_t>
   request.tail = std::move(tail);
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<FetchHandle> handle,
                            node_->Fetch(std::move(request)));
-  // It ends at its deadline by itself, and the memory is the transfer's until it has.
-  while (!handle->done()) handle->Wait(DeadlineInMs(kAbortTimeoutMs)).IgnoreError();
+  // At its deadline at the latest; until then the memory is the transfer's.
+  handle->WaitUntilDone();
   const absl::Status ended = OfTransfer(handle->status());
   return absl::IsUnavailable(ended) ? WithCutOff(ended, CutOff::kAsked) : ended;
 }

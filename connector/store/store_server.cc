@@ -3,11 +3,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <new>
 #include <optional>
-#include <thread>
 #include <unordered_map>
 
 #include "absl/base/thread_annotations.h"
@@ -18,21 +16,20 @@
 #include "base/mutex.h"
 #include "base/random.h"
 #include "base/status.h"
-#include "base/thread.h"
 #include "connector/attached_node.h"
 #include "connector/lease_source.h"
 #include "connector/recent_map.h"
+#include "connector/store/call_rooms.h"
 #include "connector/store/in_pieces.h"
 #include "connector/store/kv_store.h"
 #include "connector/store/store_wire.h"
+#include "connector/store/task_thread.h"
 #include "transport/node.h"
 
 namespace kvferry {
 namespace {
 
 constexpr int64_t kReplyLeaseMs = 10000;  // At most.
-constexpr size_t kMaxTasks = 4096;
-constexpr int64_t kWaitMs = 60000;  // An idle thread looks this often whether it missed a notice.
 
 // What one call to a tier may take of those who wait behind it, however long its own caller waits.
 // One that hangs is known by then (TieredStore::kPatience) and is not asked by those who come next.
@@ -41,64 +38,6 @@ constexpr int64_t kTierWaitMs = 2000;
 constexpr int64_t kPutTogetherBytes = 16 << 20;
 
 using Bytes = std::vector<std::byte>;
-
-// A thread that does one thing after another.
-class TaskThread {
- public:
-  ~TaskThread() { Stop(); }
-  absl::Status Start(const std::string& name) {
-    KVFERRY_ASSIGN_OR_RETURN(thread_, StartThread(name, [this] { Run(); }));
-    return absl::OkStatus();
-  }
-  // RESOURCE_EXHAUSTED when there are too many, UNAVAILABLE when it was stopped: the task is gone then.
-  absl::Status Post(std::function<void()> task) {
-    const MutexLock lock(&mutex_);
-    if (stopped_) return absl::UnavailableError("store: the server is closing");
-    if (tasks_.size() >= kMaxTasks) {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("store: ", kMaxTasks, " requests wait already"));
-    }
-    tasks_.push_back(std::move(task));
-    changed_.NotifyAll();
-    return absl::OkStatus();
-  }
-  // Finishes what it is doing; what waits is dropped, and what that holds.
-  void Stop() {
-    std::deque<std::function<void()>> dropped;  // Destroyed outside of the lock.
-    {
-      const MutexLock lock(&mutex_);
-      stopped_ = true;
-      dropped.swap(tasks_);
-      changed_.NotifyAll();
-    }
-    if (thread_.joinable()) thread_.join();
-  }
-
- private:
-  void Run() {
-    while (true) {
-      std::function<void()> task;
-      {
-        const MutexLock lock(&mutex_);
-        while (tasks_.empty() && !stopped_) changed_.WaitUntil(&mutex_, DeadlineInMs(kWaitMs));
-        if (stopped_) return;
-        task = std::move(tasks_.front());
-        tasks_.pop_front();
-      }
-      try {
-        task();
-      } catch (const std::bad_alloc&) {
-        continue;  // Nor was there memory to tell the caller, whose deadline ends the call.
-      }
-    }
-  }
-
-  Mutex mutex_;
-  CondVar changed_;
-  bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
-  std::deque<std::function<void()>> tasks_ ABSL_GUARDED_BY(mutex_);
-  std::thread thread_;
-};
 
 std::vector<std::string_view> Views(const std::vector<std::string>& keys) {
   return {keys.begin(), keys.end()};
@@ -133,10 +72,10 @@ absl::Status TooLate() {
 
 }  // namespace
 
-// Its task thread does what is asked, one call after another. Where there is a tier below, which may be
-// slow, another thread answers what is in memory, so that nobody who asks for that waits for a disk, and
-// a third one says what is there, so that nobody who asks that waits for others' values. The node's
-// progress thread only hands calls over and lets go of leases.
+// Its task thread does what is asked, one call after another, of clients in turn. Where there is a tier
+// below, which may be slow, another thread answers what is in memory, so that nobody who asks for that
+// waits for a disk, and a third one says what is there, so that nobody who asks that waits for others'
+// values. The node's progress thread only hands calls over and lets go of leases.
 class StoreServer::Service final : public LeaseSource, public CallHandler {
  public:
   explicit Service(Options options)
@@ -171,10 +110,10 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
  private:
   struct Request {
     CallKey call;
-    Fields args;
+    std::shared_ptr<const Fields> args;  // And the call's room, until nothing is left of it.
     Deadline deadline;
     Deadline answer_by;
-    std::vector<std::string> keys;
+    std::vector<std::string> keys;  // From ReadKeys() on.
   };
   // Of one call to the stores. Asked for anew before each of several.
   static Deadline StoreDeadline(const Request& request) {
@@ -198,6 +137,9 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   using Function = Result (Service::*)(const Request&);
   static Function Find(const std::string& name);
 
+  // Of a call that has come, with room for it.
+  absl::StatusOr<Request> Take(const CallKey& call, const Fields& args, Deadline deadline);
+  static absl::Status ReadKeys(Request& request);
   // Posts the task; what cannot be posted is answered.
   void Post(TaskThread& thread, const CallKey& call, std::function<void()> task);
   // What finds no memory ends its call, and not the process.
@@ -257,6 +199,7 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   TaskThread in_memory_;                  // These two run if there is a tier below.
   TaskThread questions_;
   TaskThread tasks_;
+  const std::shared_ptr<CallRooms> rooms_ = CallRooms::Create();
   // Of clients, if not 0. The task thread's: all changes are made there.
   RecentMap<uint64_t> eras_;
   // Leases and fetches that hold such memory may end after this server.
@@ -314,15 +257,33 @@ void StoreServer::Service::OnCall(const CallKey& call, const std::string& functi
     const MutexLock lock(&mutex_);
     awaited_.insert(call);
   }
+  absl::StatusOr<Request> request = Take(call, args, deadline);
+  if (!request.ok()) return Reply(call, request.status());
   Post(options_.tiered != nullptr ? in_memory_ : tasks_, call,
-       [this, function, request = Request{call, args, deadline, InTimeToReply(deadline), {}}] {
-         Begin(function, request);
-       });
+       [this, function, request = *std::move(request)] { Begin(function, request); });
+}
+
+absl::StatusOr<StoreServer::Service::Request> StoreServer::Service::Take(const CallKey& call,
+                                                                         const Fields& args,
+                                                                         Deadline deadline) {
+  const auto bytes = static_cast<int64_t>(args.TotalBytes());
+  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<void> room, rooms_->Take(call.peer, bytes));
+  const std::shared_ptr<const Fields> held(new Fields(args),
+                                           [room](const Fields* fields) { delete fields; });
+  return Request{call, held, deadline, InTimeToReply(deadline), {}};
+}
+
+absl::Status StoreServer::Service::ReadKeys(Request& request) {
+  if (!request.args->Has("keys")) return absl::OkStatus();
+  KVFERRY_ASSIGN_OR_RETURN(const std::string_view packed, request.args->Bytes("keys"));
+  KVFERRY_ASSIGN_OR_RETURN(request.keys, UnpackKeys(packed));
+  return absl::OkStatus();
 }
 
 void StoreServer::Service::Post(TaskThread& thread, const CallKey& call,
                                 std::function<void()> task) {
-  const absl::Status taken = thread.Post([this, call, task = std::move(task)] { Run(call, task); });
+  const absl::Status taken =
+      thread.Post(call.peer, [this, call, task = std::move(task)] { Run(call, task); });
   if (!taken.ok()) Reply(call, taken);
 }
 
@@ -337,22 +298,17 @@ void StoreServer::Service::Run(const CallKey& call, const std::function<void()>&
 
 void StoreServer::Service::Begin(const std::string& name, Request request) {
   if (IsOver(request)) return;
-  const auto read = [&]() -> absl::StatusOr<Function> {
-    const Function found = Find(name);
-    if (found == nullptr) {
-      return absl::UnimplementedError(absl::StrCat("store: no function '", name, "'"));
-    }
-    if (request.args.Has("keys")) {
-      KVFERRY_ASSIGN_OR_RETURN(const std::string_view packed, request.args.Bytes("keys"));
-      KVFERRY_ASSIGN_OR_RETURN(request.keys, UnpackKeys(packed));
-    }
-    return found;
-  };
-  const absl::StatusOr<Function> function = read();
-  if (!function.ok()) return Reply(request.call, function.status());
-  if (options_.tiered == nullptr || IsInMemory(name, request)) return Serve(*function, request);
-  Post(IsQuestion(name) ? questions_ : tasks_, request.call,
-       [this, found = *function, request] { Serve(found, request); });
+  const Function function = Find(name);
+  if (function == nullptr) {
+    return Reply(request.call,
+                 absl::UnimplementedError(absl::StrCat("store: no function '", name, "'")));
+  }
+  if (const absl::Status read = ReadKeys(request); !read.ok()) return Reply(request.call, read);
+  if (options_.tiered == nullptr || IsInMemory(name, request)) return Serve(function, request);
+  request.keys = std::vector<std::string>();  // Where many wait they are to be packed.
+  Post(IsQuestion(name) ? questions_ : tasks_, request.call, [this, function, request]() mutable {
+    if (ReadKeys(request).ok()) Serve(function, request);  // As it was before.
+  });
 }
 
 bool StoreServer::Service::IsInMemory(const std::string& name, const Request& request) const {
@@ -382,9 +338,9 @@ absl::StatusOr<std::string_view> StoreServer::Service::OneKey(const Request& req
 }
 
 absl::Status StoreServer::Service::CheckEra(const Request& request) {
-  const uint64_t client = request.args.Uint("client").value_or(0);
+  const uint64_t client = request.args->Uint("client").value_or(0);
   if (client == 0) return absl::OkStatus();  // It does not say.
-  const uint64_t era = request.args.Uint("era").value_or(0);
+  const uint64_t era = request.args->Uint("era").value_or(0);
   if (era > 0) eras_.Add(client, era);
   uint64_t* const latest = eras_.Find(client);
   if (latest == nullptr || era == *latest) return absl::OkStatus();
@@ -469,7 +425,7 @@ void StoreServer::Service::Settle() {
 absl::Status StoreServer::Service::FetchFromCaller(const Request& request, PageRuns positions,
                                                    PageRuns pages, StreamTail tail,
                                                    std::function<void(const absl::Status&)> then) {
-  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, request.args.Uint("lease"));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, request.args->Uint("lease"));
   Node::FetchRequest fetch;
   fetch.ticket.lease_id = lease_id;
   fetch.ticket.num_pages = static_cast<int64_t>(request.keys.size());
@@ -481,11 +437,10 @@ absl::Status StoreServer::Service::FetchFromCaller(const Request& request, PageR
   // This is the task thread, and so is what follows: the handle is set by then.
   auto handle = std::make_shared<std::shared_ptr<FetchHandle>>();
   fetch.on_done = [this, call = request.call, handle, then = std::move(then)] {
-    // Refused only when the server closes, or is far behind: then the caller's deadline ends it.
+    // Refused only when the server closes: then the caller's deadline ends it.
     tasks_
-        .Post([this, call, handle, then] {
-          Run(call, [&] { then(OfTransfer((*handle)->status())); });
-        })
+        .Post(call.peer, [this, call, handle,
+                          then] { Run(call, [&] { then(OfTransfer((*handle)->status())); }); })
         .IgnoreError();
   };
   KVFERRY_ASSIGN_OR_RETURN(*handle, node_.get().Fetch(std::move(fetch)));
@@ -533,7 +488,7 @@ StoreServer::Service::Result StoreServer::Service::Get(const Request& request) {
 StoreServer::Service::Result StoreServer::Service::Put(const Request& request) {
   KVFERRY_RETURN_IF_ERROR(OneKey(request));
   KVFERRY_RETURN_IF_ERROR(CheckEra(request));
-  KVFERRY_ASSIGN_OR_RETURN(const uint64_t bytes, request.args.Uint("bytes", INT64_MAX));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t bytes, request.args->Uint("bytes", INT64_MAX));
   KVFERRY_RETURN_IF_ERROR(CheckValueBytes(static_cast<int64_t>(bytes), MaxStagedValueBytes()));
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<void> room, TakeRoom(static_cast<int64_t>(bytes)));
   // That it is so many is the client's word: none is touched before it comes.

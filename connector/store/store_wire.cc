@@ -12,6 +12,27 @@ absl::Status NoKeys(std::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat("store: a list of keys that ", std::string(what)));
 }
 
+// What a server means by it, of one key.
+std::string_view MeaningOf(absl::StatusCode code) {
+  switch (code) {
+    case absl::StatusCode::kNotFound:
+      return "no such entry there";
+    case absl::StatusCode::kFailedPrecondition:
+      return "the value there has another length than a page: put as bytes, or with another layout";
+    case absl::StatusCode::kResourceExhausted:
+      return "no room there now: entries that are pinned or being read or put take all of it, or a "
+             "tier below is full; try again, unpin entries or give the server more";
+    case absl::StatusCode::kDeadlineExceeded:
+      return "the deadline passed there: others were before this, or the tier below did not answer";
+    case absl::StatusCode::kUnavailable:
+      return "the tier below cannot be asked now";
+    case absl::StatusCode::kDataLoss:
+      return "the value there is damaged";
+    default:
+      return "";
+  }
+}
+
 }  // namespace
 
 absl::StatusOr<std::string> PackKeys(std::span<const std::string_view> keys) {
@@ -28,6 +49,9 @@ absl::StatusOr<std::string> PackKeys(std::span<const std::string_view> keys) {
 absl::StatusOr<std::vector<std::string>> UnpackKeys(std::string_view packed) {
   std::vector<std::string> keys;
   while (!packed.empty()) {
+    if (keys.size() == kMaxKeysPerCall) {
+      return NoKeys(absl::StrCat("has more than ", kMaxKeysPerCall, "; ask in several calls"));
+    }
     if (packed.size() < kLengthBytes) return NoKeys("ends inside a length");
     const size_t bytes =
         static_cast<uint8_t>(packed[0]) | static_cast<size_t>(static_cast<uint8_t>(packed[1])) << 8;
@@ -58,8 +82,10 @@ absl::StatusOr<std::vector<absl::Status>> UnpackCodes(std::string_view packed, s
       return absl::InternalError(absl::StrCat(
           "store: the server answered with a status of no meaning, ", static_cast<int>(code)));
     }
+    const std::string_view meaning = MeaningOf(code);
     statuses.emplace_back(code,
-                          absl::StrCat("store: the server says ", absl::StatusCodeToString(code)));
+                          absl::StrCat("store: the server says ", absl::StatusCodeToString(code),
+                                       meaning.empty() ? "" : ": ", std::string(meaning)));
   }
   return statuses;
 }

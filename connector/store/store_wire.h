@@ -35,14 +35,18 @@ inline constexpr int64_t kMaxStagedBytes = 256 << 20;
 // Of the longest key in a list of keys.
 inline constexpr size_t kMaxPackedKeyBytes = 2 + KvStore::kMaxKeyBytes;
 
+// Of one call; more go in several, between which others have their turn.
+inline constexpr size_t kMaxKeysPerCall = 4096;
+static_assert(kMaxKeysPerCall * kMaxPackedKeyBytes + 4096 <= Fields::kMaxTotalBytes,
+              "a call takes that many of the longest keys, and its other fields");
+
 // Keys as one byte string: each a u16 of its length, little-endian, and its bytes.
-// INVALID_ARGUMENT for a bad key, or bytes that are no list of keys. Nobody looks here at how many a
-// message takes (Fields::kMaxTotalBytes).
+// INVALID_ARGUMENT for a bad key, bytes that are no list of keys, or one of more than kMaxKeysPerCall.
 absl::StatusOr<std::string> PackKeys(std::span<const std::string_view> keys);
 absl::StatusOr<std::vector<std::string>> UnpackKeys(std::string_view packed);
 
-// The codes of statuses, a byte each. Unpacked ones say no more than which code it is. INTERNAL for
-// another number of them, or a code of no meaning.
+// The codes of statuses, a byte each. Unpacked ones say what the code means of a key, and no more.
+// INTERNAL for another number of them, or a code of no meaning.
 std::string PackCodes(std::span<const absl::Status> statuses);
 absl::StatusOr<std::vector<absl::Status>> UnpackCodes(std::string_view packed, size_t count);
 

@@ -199,6 +199,10 @@ class KVLookupBuffer:
             raise ValueError("lookup: either a layout or a pool is needed")
         if role == "producer" and producers:
             raise ValueError("lookup: producers are for a consumer")
+        if isinstance(producers, str):
+            raise ValueError(
+                f"lookup: producers is {producers!r}, one address, but must be a list of them"
+            )
         if pool is None:
             pages = max(1, max_bytes // layout.page_bytes)
             if tensor_pages is None:

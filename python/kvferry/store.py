@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import math
+import numbers
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,6 +66,21 @@ _BACKENDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 _TIERS = ("upper", "lower")
+# What is no whole number among their keys.
+_TEXTS = {
+    "path",
+    "host",
+    "username",
+    "password",
+    "password_file",
+    "key_prefix",
+    "local_hostname",
+    "master_address",
+    "metadata_server",
+    "protocol",
+    "device",
+}
+_FLAGS = {"sync"}
 _LIBRARIES = {"RocksDbStore": "librocksdb-dev", "RedisStore": "libhiredis-dev"}
 
 
@@ -78,6 +94,19 @@ def _store_class(name: str):
         raise ImportError(
             f"this build of kvferry has no {name}: install Debian's {library}, then build again"
         ) from None
+
+
+def _check_value(backend: str, key: str, value: Any) -> None:
+    if key in _TEXTS:
+        # Without the value: it may be a password.
+        if not isinstance(value, str):
+            kind = type(value).__name__
+            raise ValueError(f"store: {key} of {backend} is of type {kind} but must be a string")
+    elif key in _FLAGS:
+        if not isinstance(value, bool):
+            raise ValueError(f"store: {key} of {backend} is {value!r} but must be true or false")
+    elif not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise ValueError(f"store: {key} of {backend} is {value!r} but must be a whole number")
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -105,6 +134,9 @@ def check_config(config: Mapping[str, Any]) -> None:
             )
         if of_tier.get("backend") == "mooncake":
             raise ValueError(f"store: mooncake cannot be the {tier} tier: it has tiers of its own")
+    for key, value in config.items():
+        if key != "backend" and key not in _TIERS:
+            _check_value(backend, key, value)
     for of_tier in tiers.values():
         check_config(of_tier)
 
@@ -233,6 +265,8 @@ class KVStoreBuffer:
         return self._get_batch(self._deadline(), keys, outs)
 
     def _get_batch(self, deadline: float, keys: Sequence[Key], outs=None) -> list:
+        if isinstance(keys, str | bytes):
+            raise ValueError(f"store: keys is {keys!r}, one key, but must be a list of them")
         if outs is None:
             return [self._get(deadline, key) for key in keys]
         if len(outs) != len(keys):

@@ -551,6 +551,30 @@ TEST_F(LookupBuffers, ACopyThatFindsNoMemoryKeepsNoPages) {
       [&] { EXPECT_EQ(producer_->num_entries(), 0); });
 }
 
+// Nor where these lie here and there, in no order: all are given back without memory, too.
+TEST_F(LookupBuffers, ACopyIntoManyPiecesThatFindsNoMemoryKeepsNoPages) {
+  constexpr int32_t kPages = 40;
+  LookupProducer::Options options = ProducerOptions(MakePatternPool(SmallLayout(), kPages, 5));
+  options.copy_pages = kPages;
+  producer_ = Must(LookupProducer::Create(options));
+  const auto insert = [&](const Tokens& tokens, const std::vector<std::byte>& tensor) {
+    return producer_->InsertTensors(tokens, std::nullopt, tensor, tensor, Soon());
+  };
+  const auto tensor_of = [](int64_t num_tokens) {
+    return std::vector<std::byte>(
+        static_cast<size_t>(Must(KvTensorBytes(SmallLayout(), num_tokens))));
+  };
+  for (int32_t i = 0; i < kPages; ++i) ASSERT_TRUE(IsOk(insert({i}, tensor_of(1))));
+  const auto consumer = Consumer();
+  for (int32_t i = kPages - 1; i > 0; i -= 2)
+    ASSERT_TRUE(IsOk(Take(*consumer, Lookup({{i}}, {5}))));
+  const Tokens tokens = Count(100, 12 * SmallLayout().page_size);
+  const std::vector<std::byte> tensor = tensor_of(std::ssize(tokens));
+  CallWithoutMemory([&] { EXPECT_TRUE(insert(tokens, tensor).ok()); },
+                    [&] { EXPECT_EQ(producer_->num_entries(), kPages / 2); });
+  EXPECT_EQ(producer_->num_entries(), kPages / 2 + 1);
+}
+
 // Not even where one producer has been asked by then.
 TEST_F(LookupBuffers, ALookupThatFindsNoMemoryTakesNothing) {
   const auto other = Producer(their_pool_);

@@ -13,6 +13,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
+#include "connector/store/call_rooms.h"
 #include "connector/store/store_server.h"
 #include "connector/store/store_wire.h"
 #include "connector/store/tiered_store.h"
@@ -304,7 +305,7 @@ TEST_F(RemotePages, WhatIsMissingIsSaidKeyByKey) {
   EXPECT_TRUE(IsOk(statuses[0]));
   EXPECT_TRUE(Fails(statuses[1], absl::StatusCode::kNotFound));
   EXPECT_TRUE(IsOk(statuses[2]));
-  EXPECT_TRUE(Fails(statuses[3], absl::StatusCode::kFailedPrecondition));  // No page.
+  EXPECT_TRUE(Fails(statuses[3], absl::StatusCode::kFailedPrecondition, "another length"));
   EXPECT_TRUE(
       HoldsExactly(*target_, 2, std::vector<int64_t>{8, 10}, 1, std::vector<int64_t>{5, 6}));
 }
@@ -321,7 +322,7 @@ TEST_F(RemotePages, AFullStoreTakesWhatItCan) {
       Views({keys[1], keys[2], keys[3]}), *source_, std::vector<int64_t>{2, 3, 4}, Soon());
   EXPECT_TRUE(IsOk(statuses[0]));
   EXPECT_TRUE(IsOk(statuses[1]));
-  EXPECT_TRUE(Fails(statuses[2], absl::StatusCode::kResourceExhausted));
+  EXPECT_TRUE(Fails(statuses[2], absl::StatusCode::kResourceExhausted, "no room there"));
   EXPECT_EQ(Must(writer->Exists(Views({keys[0], keys[1], keys[2], keys[3]}), Soon())), 3);
 }
 
@@ -697,6 +698,77 @@ TEST_F(RemotePages, WhatIsThereIsSaidWhileAValueIsWaitedFor) {
   EXPECT_TRUE(IsOk(slow.get()));
 }
 
+// Says what it was asked for, in this order; the first question waits until it may go on.
+class OrderedStore : public FakeStore {
+ public:
+  using FakeStore::FakeStore;
+  Latch asked, go_on;
+
+  absl::StatusOr<int64_t> Exists(std::span<const std::string_view> keys,
+                                 Deadline deadline) override {
+    {
+      const MutexLock lock(&mutex_);
+      order_ += keys[0];
+    }
+    asked.Open();
+    go_on.Wait(Soon());
+    return FakeStore::Exists(keys, deadline);
+  }
+  std::string order() const {
+    const MutexLock lock(&mutex_);
+    return order_;
+  }
+
+ private:
+  mutable Mutex mutex_;
+  std::string order_ ABSL_GUARDED_BY(mutex_);
+};
+
+// One client's many calls are before another's one call.
+TEST_F(RemotePages, ClientsAreServedInTurn) {
+  const auto lower = std::make_shared<OrderedStore>(SmallLayout().page_bytes());
+  const auto server = Serve(MakeHost(4), lower);
+  const auto eager = StartNode(source_), modest = StartNode(target_);
+  ASSERT_TRUE(AllOk(Dial(server->address(), source_)
+                        ->PutPages(Views({"here"}), *source_, std::vector<int64_t>{1}, Soon())));
+  const auto ask = [&](Node& node, const std::string& key) {
+    return BeginCall(node, server->address(), store_call::kExists, KeyArgs(key));
+  };
+  auto first = ask(*eager, "-");
+  ASSERT_TRUE(lower->asked.Wait(Soon()));
+  std::vector<std::future<absl::StatusOr<Fields>>> many;
+  for (int i = 0; i < 200; ++i) many.push_back(ask(*eager, "e"));
+  auto one = ask(*modest, "m");
+  // What is in memory is said by the thread that has posted those before it by then.
+  for (Node* node : {eager.get(), modest.get()}) EXPECT_TRUE(IsOk(ask(*node, "here").get()));
+  lower->go_on.Open();
+  EXPECT_TRUE(IsOk(one.get()));
+  for (auto& reply : many) EXPECT_TRUE(IsOk(reply.get()));
+  EXPECT_EQ(lower->order(), "-em" + std::string(199, 'e'));
+}
+
+// What its calls carry is bounded, and others' calls are taken all the same.
+TEST_F(RemotePages, WhoAsksForTooMuchAtOnceIsRefused) {
+  const auto lower = std::make_shared<OrderedStore>(SmallLayout().page_bytes());
+  const auto server = Serve(MakeHost(4), lower);
+  const auto eager = StartNode(source_), modest = StartNode(target_);
+  const Fields long_args = KeyArgs("e").Set("more", std::string(1500 << 10, 'x'));
+  std::vector<std::future<absl::StatusOr<Fields>>> many;
+  for (int i = 0; i < 100; ++i) {
+    many.push_back(BeginCall(*eager, server->address(), store_call::kExists, long_args));
+  }
+  const auto is_refused = [](auto& reply) {
+    return reply.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  };
+  ASSERT_TRUE(WaitFor([&] { return is_refused(many.back()); }, Soon()));
+  EXPECT_TRUE(Fails(many.back().get(), absl::StatusCode::kResourceExhausted, "bytes of calls",
+                    absl::StrCat(CallRooms::kMaxBytes)));
+  auto one = BeginCall(*modest, server->address(), store_call::kExists, KeyArgs("m"));
+  lower->go_on.Open();
+  EXPECT_TRUE(IsOk(one.get()));
+  EXPECT_TRUE(IsOk(many.front().get()));
+}
+
 // It uses up what it is given: that is less than the client waits.
 TEST_F(RemotePages, ATierThatHangsMakesNothingInMemoryTooLate) {
   const std::vector<std::string> keys = {"here", "nowhere"};
@@ -983,6 +1055,24 @@ TEST_F(RemoteSessions, AFetchThatIsRefusedIsMadeAnew) {
 }
 
 // As often as it is made anew.
+// The caller's memory is the transfer's for longer than a second, and the caller finds no memory meanwhile.
+TEST_F(RemoteSessions, AFetchIsWaitedForWithoutMemoryToo) {
+  ASSERT_TRUE(IsOk(Put(*writer_, "value", Bytes(1000))));
+  Connect([](const Heard& heard) {
+    return std::holds_alternative<FetchMsg>(heard.message.body) ? Verdict::kDrop : Verdict::kPass;
+  });
+  ASSERT_EQ(Must(far_->Exists(Views({"value"}), Soon())), 1);
+  Bytes into(1000);
+  const std::span<std::byte> out = into;
+  absl::Status got;
+  CallWithoutMemory(
+      [&] {
+        got = far_->Get("value", {&out, 1}, DeadlineInMs(1500));
+      },
+      [&] { ASSERT_EQ(Metric(*far_, "fetches_active"), 0); });
+  EXPECT_TRUE(Fails(got, Code::kDeadlineExceeded));
+}
+
 TEST_F(RemoteSessions, AnErasureThatIsCutOffEachTimeMayHaveBeenCarriedOut) {
   PutAll();
   std::atomic<int> num_replies = 0;
@@ -1267,12 +1357,17 @@ TEST(StoreWire, KeysAndCodes) {
     EXPECT_TRUE(some.ok() ? some->size() < 3 : absl::IsInvalidArgument(some.status())) << cut;
   }
   EXPECT_TRUE(Fails(UnpackKeys(std::string_view("\0\0", 2)), absl::StatusCode::kInvalidArgument));
+  std::vector<std::string_view> many(kMaxKeysPerCall, "k");
+  EXPECT_TRUE(IsOk(UnpackKeys(Must(PackKeys(many)))));
+  many.emplace_back("k");
+  EXPECT_TRUE(
+      Fails(UnpackKeys(Must(PackKeys(many))), absl::StatusCode::kInvalidArgument, "than 4096"));
   EXPECT_TRUE(Fails(PackKeys(std::vector<std::string_view>{std::string_view()}),
                     absl::StatusCode::kInvalidArgument));
   const std::vector<absl::Status> statuses = {absl::OkStatus(), absl::NotFoundError("x")};
   const auto codes = Must(UnpackCodes(PackCodes(statuses), 2));
   EXPECT_TRUE(codes[0].ok());
-  EXPECT_TRUE(absl::IsNotFound(codes[1]));
+  EXPECT_TRUE(Fails(codes[1], Code::kNotFound, "NOT_FOUND", "no such entry"));
   EXPECT_TRUE(Fails(UnpackCodes("\x01", 2), absl::StatusCode::kInternal, "1 of 2"));
   EXPECT_TRUE(Fails(UnpackCodes("\x7f", 1), absl::StatusCode::kInternal, "no meaning, 127"));
 }

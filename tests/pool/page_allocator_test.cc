@@ -197,6 +197,20 @@ TEST(Allocator, FreeEachPassesOverWhatIsNoPage) {
   for (const int64_t page : {2, 3, 8, 9}) EXPECT_TRUE(allocator.IsFree(page));
 }
 
+TEST(Allocator, ALongListIsFreedWithoutMemory) {
+  PageAllocator allocator = Must(PageAllocator::Create(64, 1));
+  ASSERT_TRUE(IsOk(allocator.Allocate(63)));
+  std::vector<int64_t> pages;
+  for (int64_t page = 63; page > 0; page -= 2) pages.push_back(page);
+  const PageRuns runs = Must(PageRuns::FromPages(pages));
+  {
+    const FailingNew failing(0);
+    allocator.FreeEachRun(runs);
+  }
+  EXPECT_EQ(allocator.num_free(), 32);
+  EXPECT_EQ(allocator.num_free_runs(), 32);
+}
+
 // Free lists give a new request of 256 pages 256 runs in this trace, at any load.
 TEST(Allocator, RunsStayLongUnderChurn) {
   for (const auto& [full, prompt, sequence] :

@@ -150,6 +150,15 @@ class TestEveryBackend:
         with pytest.raises(TypeError, match="tuple"):
             store.put_batch(["ab"])
 
+    def test_pages_of_another_number_than_keys_are_refused(self, store):
+        layout = kvferry.KvLayout.mha(1, 4, 1, 8, "float32")
+        pool = kvferry.KvPool.create(layout, 4)
+        for keys, pages in (["a"], [0, 1]), (["a", "b"], [0]), ([], [0]):
+            for move in store.put_pages, store.get_pages:
+                with pytest.raises(ValueError, match=f"{len(keys)} keys for {len(pages)} pages"):
+                    move(keys, pool, pages)
+        assert store.exists(["a"]) == 0
+
     def test_pins_where_there_are_any(self, store):
         store.put("a", b"x")
         try:

@@ -93,6 +93,9 @@ def test_batches(buffer):
     assert all(same(a, b) for a, b in zip(tensors.values(), outs, strict=True))
     with pytest.raises(ValueError, match="20 keys but 1 outs"):
         buffer.get_batch(list(tensors), outs[:1])
+    for one_key in ("01", b"01"):
+        with pytest.raises(ValueError, match="one key, but must be a list"):
+            buffer.get_batch(one_key)
     with pytest.raises(kvferry.FailedPrecondition):
         buffer.get_batch(["0"], [torch.empty(3)])
     with pytest.raises(ValueError, match="1 to 256"):
@@ -360,6 +363,25 @@ def test_bad_configurations_list_the_right_names():
         ({"backend": "tiered", "upper": 1, "lower": {}}, ValueError, "the upper tier is 1; it has"),
         ({"backend": ["redis"]}, ValueError, "'redis'. is not one of host"),
         ({"backend": "mooncake"}, ValueError, "mooncake needs 'local_hostname'"),
+        (
+            {"backend": "host", "capacity_bytes": "1GiB"},
+            ValueError,
+            "capacity_bytes of host is '1GiB' but must be a whole number",
+        ),
+        ({"backend": "host", "capacity_bytes": True}, ValueError, "is True but must be a whole"),
+        ({"backend": "host", "capacity_bytes": 1e9}, ValueError, "must be a whole number"),
+        ({"backend": "redis", "port": "6379"}, ValueError, "port of redis is '6379' but must be"),
+        ({"backend": "redis", "host": 7}, ValueError, "host of redis is of type int but must be a"),
+        ({"backend": "rocksdb", "path": "p", "sync": 1}, ValueError, "sync of rocksdb is 1 but"),
+        (
+            {
+                "backend": "tiered",
+                "upper": {"backend": "host", "capacity_bytes": 1 << 20},
+                "lower": {"backend": "redis", "ttl_ms": None},
+            },
+            ValueError,
+            "ttl_ms of redis is None but must be a whole number",
+        ),
         ("host", TypeError, "a configuration is a dict, not str"),
     ]
     for bad, error, text in cases:
@@ -371,6 +393,16 @@ def test_bad_configurations_list_the_right_names():
             continue
         with pytest.raises(error, match=text):
             kvferry.make_store(bad)
+
+
+def test_a_password_is_not_in_what_is_said_of_it():
+    with pytest.raises(ValueError, match="password of redis is of type") as refused:
+        kvferry.make_store({"backend": "redis", "password": ["hunter2"]})
+    assert "hunter2" not in str(refused.value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    kvferry.make_store({"backend": "host", "capacity_bytes": np.int64(1 << 20)}).close()
 
 
 def test_what_was_not_built_or_installed_is_named(monkeypatch):

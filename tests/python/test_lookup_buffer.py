@@ -247,6 +247,8 @@ def test_bad_input_says_what_is_wrong(pair):
         KVLookupBuffer("producer", model="m")
     with pytest.raises(ValueError, match="no producers"):
         consumer()
+    with pytest.raises(ValueError, match="'tcp://127.0.0.1:1', one address, but must be a list"):
+        KVLookupBuffer("consumer", model="m", layout=layout(), producers="tcp://127.0.0.1:1")
 
 
 def test_tensor_pages_that_are_all_in_use(pair):

@@ -554,6 +554,7 @@ MOONCAKE = {"backend": "mooncake", "local_hostname": "h", "master_address": "h:1
     "config, words",
     [
         ({"backend": "host", "capacity": 1}, "host knows no .'capacity'."),
+        ({"backend": "host", "capacity_bytes": "1GiB"}, "capacity_bytes of host is '1GiB' but"),
         ({"backend": "host", "capacity_bytes": 0}, "capacity_bytes"),
         ({"backend": "tiered", "upper": {"backend": "redis"}, "lower": {}}, "upper tier"),
         ({"backend": "tiered", "lower": {"backend": "nothing"}}, "nothing"),

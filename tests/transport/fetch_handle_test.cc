@@ -5,6 +5,7 @@
 #include <atomic>
 #include <thread>
 
+#include "tests/support/failing_new.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 
@@ -48,6 +49,28 @@ TEST(Handle, FailureIsWhatEveryWaiterGets) {
   EXPECT_TRUE(Fails(handle.WaitLayer(1, Soon()), absl::StatusCode::kDataLoss));
   EXPECT_EQ(handle.missing_pages(), std::vector<int64_t>{4});
   EXPECT_EQ(handle.layers_done(), 1);
+}
+
+// Or who waits would leave memory that is written still.
+TEST(Handle, WaitsNeedNoMemory) {
+  const FetchHandle handle(Pages({3}), 2, 200, [] {});
+  absl::Status ended, layer;
+  {
+    const FailingNew failing(0);
+    ended = handle.Wait(Clock::now());
+    layer = handle.WaitLayer(1, Clock::now());
+  }
+  EXPECT_TRUE(Fails(ended, absl::StatusCode::kDeadlineExceeded, "the fetch is still under way"));
+  EXPECT_TRUE(Fails(layer, absl::StatusCode::kDeadlineExceeded, "the fetch is still under way"));
+}
+
+TEST(Handle, WhoWaitsForTheEndHasIt) {
+  FetchHandle handle(Pages({3}), 2, 200, [] {});
+  std::thread ends([&] { handle.Finish(absl::DataLossError("bad"), {3}, {}); });
+  handle.WaitUntilDone();
+  EXPECT_TRUE(handle.done());
+  ends.join();
+  handle.WaitUntilDone();
 }
 
 TEST(Handle, WaitersOnOtherThreadsWakeUp) {

@@ -105,9 +105,9 @@ def _host(config: dict[str, Any], layout: kvferry.KvLayout) -> kvferry.HostStore
     unknown = config.keys() - {"backend", "capacity_bytes"}
     if unknown:
         raise ValueError(f"store: host knows no {sorted(unknown)}; it knows capacity_bytes")
-    return kvferry.HostStore(
-        config.get("capacity_bytes", _DEFAULT["capacity_bytes"]), layout=layout
-    )
+    config = _DEFAULT | config
+    check_config(config)
+    return kvferry.HostStore(config["capacity_bytes"], layout=layout)
 
 
 def _of_pages(config: dict[str, Any], layout: kvferry.KvLayout) -> dict[str, Any]:
