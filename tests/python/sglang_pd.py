@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from types import SimpleNamespace
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
@@ -122,6 +123,11 @@ def _make_pool(
             **latent if kind == "mla_mamba" else {},
         )  # fmt: skip
     return MHATokenToKVPool(tokens, PAGE, dtype, heads, HEAD_DIM, LAYERS, "cpu", False)
+
+
+def alone():
+    """No other rank to agree with."""
+    return patch("torch.distributed.get_world_size", lambda _: 1)
 
 
 def _items(address: int, size: int, item: int) -> torch.Tensor:
@@ -251,6 +257,12 @@ class RankOf:
         assert receiver.poll() == KVPoll.WaitingForInput
         return receiver
 
+    def receiver_beside(self, first: KVReceiver) -> KVReceiver:
+        """Of another request of that room."""
+        receiver = KVReceiver(self.manager, self.deployment.address, first.bootstrap_room)
+        receiver.init(0)
+        return receiver
+
     def begin_receiver(self, room: int) -> KVReceiver:
         """One whose prefill server SGLang's scheduler has just been told of, and has asked."""
         host, _, port = self.deployment.address.rpartition(":")
@@ -262,9 +274,38 @@ class RankOf:
         self._queue._resolve_pending_reqs()
         return receiver
 
+    def look_at_unasked(self, receiver: KVReceiver) -> SimpleNamespace:
+        """As SGLang's scheduler looks at a request that has no pages yet. Returns the request."""
+        times = SimpleNamespace(set_bootstrap_done_time=lambda: None)
+        request = SimpleNamespace(
+            rid="", bootstrap_room=receiver.bootstrap_room, finished_reason=None,
+            return_logprob=False, time_stats=times,
+        )  # fmt: skip
+        self._queue.queue = [SimpleNamespace(req=request, kv_receiver=receiver)]
+        with alone():
+            self._queue._update_handshake_waiters()
+        return request
+
+    def look_at_new(self, sender: KVSender) -> bool:
+        """As SGLang's scheduler looks at a request that nobody has asked for yet. Whether it has
+        ended it."""
+        with sglang_pools.stand_in_for_triton():
+            from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+        queue = PrefillBootstrapQueue.__new__(PrefillBootstrapQueue)
+        queue.queue, queue.pp_size = [SimpleNamespace(disagg_kv_sender=sender, rid="")], 1
+        failed = []
+        queue.scheduler = SimpleNamespace(
+            attn_cp_cpu_group=None, attn_tp_cpu_group=None, handle_bootstrap_failure=failed.append
+        )
+        queue.scheduler_stage_metrics = MagicMock()
+        with alone():
+            queue.pop_bootstrapped()
+        return bool(failed)
+
     @functools.cached_property
     def _queue(self):
-        """As far as it looks for prefill servers, and asking them as often as it is called."""
+        """As far as it looks for prefill servers, and asking them as often as it is called, and at
+        requests that wait for pages."""
         with sglang_pools.stand_in_for_triton():  # Its module takes seconds to load.
             from sglang.srt.disaggregation.decode import DecodePreallocQueue
         queue = DecodePreallocQueue.__new__(DecodePreallocQueue)
@@ -272,6 +313,9 @@ class RankOf:
         queue._ensure_last_attempt_time, queue._ensure_retry_count = {}, {}
         queue._ensure_retry_interval, queue._max_ensure_retries = 0, 15
         queue._prefill_dp_rank_queries = {}
+        queue.pp_size, queue.tp_rank, queue.gloo_group = 1, 0, None
+        metrics = SimpleNamespace(enable_metrics=False)
+        queue.scheduler = SimpleNamespace(metrics_reporter=metrics)
         return queue
 
     def write_row(self, row: int, room: int, token: int) -> None:
@@ -325,10 +369,10 @@ def make_sides(make, sizes, kind: str = "mha", **changes) -> list[list[RankOf]]:
 class Transfer:
     """One request through the schedulers of both servers: pages `source` to pages `target`."""
 
-    def __init__(self, prefill, decode, source, target, prefix=0, states=(None, None)):
+    def __init__(self, prefill, decode, source, target, prefix=0, states=(None, None), room=None):
         """Lists of ranks, and of pages. states: what SGLang says of what lies beside the KV, on
-        either side."""
-        self.room, self.source, self.target = next(rooms), source, target
+        either side. room: one that was another request's."""
+        self.room, self.source, self.target = room or next(rooms), source, target
         self.prefill, self.decode, self.prefix = prefill, decode, prefix
         self.states = states
         self.senders = [it.sender(self.room) for it in prefill]

@@ -68,6 +68,7 @@ _SAME_ROOM = (
     "two requests have this bootstrap_room, as SGLang gives it to all samples of a request with n "
     "above 1: ask for each sample by itself"
 )
+_PAST_ASKING = (KVPoll.Transferring, KVPoll.Success)
 _ABORTED_HERE = "Aborted by the prefill side"
 _ABORTED_THERE = "Aborted by the decode side"
 _ABORT = b"ABORT"  # SGLang's, decode to prefill.
@@ -354,11 +355,15 @@ class KVManager(CommonKVManager):
             self._fail(room, reason)
             self.give_up(room)
 
-    def begin(self, room: int) -> None:
-        """Before anything can come for it; a room may be used again."""
+    def begin(self, room: int) -> bool:
+        """Before anything can come for it; a room may be used again once its request has ended.
+        False: it has not."""
         with self._lock:
+            if room in self._live:
+                return False
             self._given_up.take(room)
             self._live.add(room)
+            return True
 
     def begun(self, room: int) -> None:
         """It has a status: from here on an abort of the decode side finds it."""
@@ -606,6 +611,17 @@ class KVManager(CommonKVManager):
             self._given_pages.put((room, incoming))
         return True
 
+    def expects(self, room: int, incoming: Incoming | None) -> bool:
+        return self._incoming.get(room) is incoming
+
+    def is_anothers(self, room: int, mine: Incoming | None) -> bool:
+        """Whether what is known of the room is of another request than the one that expects `mine`
+        (None: nothing yet), or of none any more."""
+        if not self.expects(room, mine):
+            return True
+        status = self.request_status.get(room)
+        return status is None or (mine is None and status in _PAST_ASKING)
+
     def _free_pages(self) -> None:
         """In a thread of its own: it waits for the device.
 
@@ -825,14 +841,18 @@ class KVSender(CommonKVSender):
     kv_mgr: KVManager
 
     def __init__(self, mgr: KVManager, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs):
-        self._is_over = False  # From then on what is known of the room may be another request's.
-        self._why_aborted: str | None = None
-        mgr.begin(bootstrap_room)
+        # From when it is over on, what is known of the room may be another request's.
+        self._is_over = not mgr.begin(bootstrap_room)
+        self._why_failed = _SAME_ROOM if self._is_over else None
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
-        mgr.begun(bootstrap_room)
+        if self._is_over:  # The other one goes on.
+            self.conclude_state = KVPoll.Failed
+        else:
+            mgr.begun(bootstrap_room)
 
     def poll(self) -> int:
-        self.kv_mgr.advance_outgoing(self.bootstrap_room)
+        if not self._is_over:
+            self.kv_mgr.advance_outgoing(self.bootstrap_room)
         return super().poll()
 
     def abort(self) -> None:
@@ -841,12 +861,12 @@ class KVSender(CommonKVSender):
             return
         self.kv_mgr.give_up(self.bootstrap_room)
         super().abort()
-        self._why_aborted = self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
+        self._why_failed = self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
         self.clear()
 
     def failure_exception(self) -> None:
-        if self._why_aborted is not None:
-            raise KVTransferError(self.bootstrap_room, self._why_aborted)
+        if self._why_failed is not None:
+            raise KVTransferError(self.bootstrap_room, self._why_failed)
         # A time limit, or another rank's failure: nobody has told those that have asked this one.
         if self.kv_mgr.request_status.get(self.bootstrap_room) not in (None, KVPoll.Success):
             self.kv_mgr.give_up(self.bootstrap_room)
@@ -865,6 +885,9 @@ class KVReceiver(CommonKVReceiver):
     clear(), so neither is before nothing is written to them."""
 
     kv_mgr: KVManager
+    _incoming: Incoming | None = None  # Once it has asked.
+    _is_over = False  # From then on what is known of the room may be another request's.
+    _why_failed: str | None = None  # Where what the room knows is not this one's reason.
 
     @classmethod
     def _connect(cls, endpoint: str, is_ipv6: bool = False):
@@ -877,6 +900,8 @@ class KVReceiver(CommonKVReceiver):
 
     def abort(self) -> None:
         """Also of what has failed already: the first reason counts."""
+        if self._is_over or self._was_ended():
+            return
         if self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Failed:
             self.conclude_state = KVPoll.Failed
         super().abort()
@@ -904,13 +929,17 @@ class KVReceiver(CommonKVReceiver):
                 # SGLang knows requests by their rooms, so that both end.
                 self.kv_mgr._fail(self.bootstrap_room, _SAME_ROOM)
                 return
+            self._incoming = incoming
         super().send_metadata(kv_indices, aux_index, state_indices, *args, **kwargs)
 
     def poll(self) -> int:
+        if self.kv_mgr.is_anothers(self.bootstrap_room, self._incoming):
+            # SGLang ends its server where a request seems to arrive that has not asked yet.
+            if self.conclude_state is None:
+                self.conclude_state = KVPoll.Failed
+                self._why_failed = _SAME_ROOM
+            return self.conclude_state
         self.kv_mgr.advance_incoming(self.bootstrap_room)
-        if self.conclude_state is None and self.bootstrap_room not in self.kv_mgr.request_status:
-            # The room was another request's too, and that one has ended.
-            self.conclude_state = KVPoll.Failed
         status = super().poll()
         if status == KVPoll.Failed:
             self.ensure_abort_notified()  # The prefill side need not wait for its time limit.
@@ -918,14 +947,33 @@ class KVReceiver(CommonKVReceiver):
                 return KVPoll.Transferring
         return status
 
+    def failure_exception(self) -> None:
+        if self._why_failed is None:
+            super().failure_exception()  # Raises.
+        self.clear()
+        raise KVTransferError(self.bootstrap_room, self._why_failed)
+
     def clear(self) -> None:
-        """Also of failure_exception(), where another rank has failed and poll() does not say so."""
+        """Also of failure_exception(), where another rank has failed and poll() does not say so. Of
+        two requests of one room the first one that ends ends the other too."""
+        if self._is_over:
+            return
+        if not self._was_ended():
+            self._clear_room()
+        self._is_over = True
+
+    def _was_ended(self) -> bool:
+        """By the other request of its room, which may have a third one by now."""
+        mine = self._incoming
+        return mine is not None and not self.kv_mgr.expects(self.bootstrap_room, mine)
+
+    def _clear_room(self) -> None:
         if self.kv_mgr.request_status.get(self.bootstrap_room) not in (None, KVPoll.Success):
             self.ensure_abort_notified()  # It would keep its pages until the leases end.
         self.kv_mgr.settle_incoming(self.bootstrap_room)
         super().clear()
-        if self.conclude_state == KVPoll.Success:
-            with self.kv_mgr.failure_lock:  # Of a prefill rank that gave up what had come.
+        if self.conclude_state == KVPoll.Success or self._why_failed is not None:
+            with self.kv_mgr.failure_lock:  # Of a prefill rank that gave up what had come, say.
                 self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
 
 
