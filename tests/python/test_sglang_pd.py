@@ -636,6 +636,95 @@ def test_pages_that_may_be_written_still_are_never_freed(pair, monkeypatch):
     transfer.senders[0].abort()
 
 
+class WithoutMemory:
+    """A fetch, an endpoint or what else is called, that finds no memory the first `times` times."""
+
+    def __init__(self, of, name, times):
+        self._of, self._name, self.times = of, name, times
+
+    def __getattr__(self, name):
+        if name == self._name and self.times > 0:
+            self.times -= 1
+            raise MemoryError
+        return getattr(self._of, name)
+
+
+def end_before_a_poll(transfer, mode):
+    """As SGLang does where another rank has failed: it takes every Exception for how."""
+    (ended,) = transfer.receivers if mode == "decode" else transfer.senders
+    with contextlib.suppress(Exception):
+        ended.failure_exception()
+
+
+def test_fetches_that_find_no_memory_for_their_cancel_are_cancelled_nevertheless(pair):
+    prefill, decode = pair
+    transfer, its_handles = under_way(prefill, decode, chunks=2)
+    fetches = decode.manager._incoming[transfer.room].fetches()
+    for fetch in fetches:
+        fetch.handle = WithoutMemory(fetch.handle, "cancel", 2)
+    end_before_a_poll(transfer, "decode")
+    assert all(handle.done for handle in its_handles)
+    assert [fetch.handle.times for fetch in fetches] == [0, 0]
+    assert not decode.manager._incoming
+    transfer.senders[0].abort()
+
+
+def test_leases_that_find_no_memory_for_their_release_are_released_nevertheless(pair):
+    prefill, decode = pair
+    transfer, _ = under_way(prefill, decode, chunks=2)
+    without = WithoutMemory(prefill.manager._publishers[0], "release", 3)
+    prefill.manager._publishers = [without]
+    end_before_a_poll(transfer, "prefill")
+    assert without.times == 0 and without.metrics()["leases_live"] == 0
+    assert not any(left_of(prefill.manager)) and not prefill.manager._live
+    wait_status(transfer.receivers, KVPoll.Failed)
+    transfer.receivers[0].clear()
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_pages_are_let_go_of_where_the_other_side_cannot_be_told(pair, mode, monkeypatch):
+    prefill, decode = pair
+    transfer, (handle,) = under_way(prefill, decode)
+
+    def without_memory(*_args, **_kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(prefill.manager, "send_kv_status_message", without_memory)
+    monkeypatch.setattr(KVReceiver, "ensure_abort_notified", without_memory)
+    end_before_a_poll(transfer, mode)
+    if mode == "decode":
+        assert handle.done
+    else:
+        assert prefill.manager._publishers[0].metrics()["leases_live"] == 0
+    monkeypatch.undo()
+    for it in transfer.receivers + transfer.senders:
+        it.clear()
+
+
+@pytest.mark.parametrize(("mode", "what"), [("prefill", "_is_released"), ("decode", "cancel")])
+def test_pages_of_which_nothing_is_found_out_are_never_freed(pair, mode, what, monkeypatch, caplog):
+    """SGLang would free them after any Exception. A later clear() tries again."""
+    prefill, decode = pair
+    transfer, (handle,) = under_way(prefill, decode)
+    monkeypatch.setattr(disaggregation, "_SETTLE_TIMEOUT_MS", 50)
+
+    def fails(*_):
+        raise RuntimeError("of whatever")
+
+    (fetch,) = decode.manager._incoming[transfer.room].fetches()
+    monkeypatch.setattr({"prefill": prefill.manager, "decode": fetch}[mode], what, fails)
+    with pytest.raises(disaggregation.PagesInUse):
+        end_before_a_poll(transfer, mode)
+    assert caplog.text.count("of whatever") == disaggregation._SETTLE_ATTEMPTS  # Each says once.
+    assert not handle.done and prefill.manager._publishers[0].metrics()["leases_live"] == 1
+    monkeypatch.undo()
+    for it in transfer.receivers + transfer.senders:
+        it.clear()
+    assert handle.done and prefill.manager._publishers[0].metrics()["leases_live"] == 0
+    assert not decode.manager._incoming
+    assert not prefill.manager._outgoing and not prefill.manager._by_lease
+
+
 class LateEndpoint:
     """A prefill endpoint that does not say in time that it has taken leases back."""
 

@@ -272,13 +272,28 @@ class KVManager(CommonKVManager):
                     self.failure_records.pop(room, None)
 
     def _settle(self, room: int, are_let_go: Callable[[float], bool], used: str) -> None:
-        """Waits until nothing uses the request's pages. are_let_go: whether nothing does, waiting
-        until that time. Raises PagesInUse."""
+        """Waits until nothing uses the request's pages. are_let_go: whether nothing does, asked
+        again and again; it may wait until that time itself. Raises PagesInUse, and nothing else."""
         for _ in range(_SETTLE_ATTEMPTS):
-            if are_let_go(time.monotonic() + _SETTLE_TIMEOUT_MS / 1e3):
+            if self._is_in_time(are_let_go, time.monotonic() + _SETTLE_TIMEOUT_MS / 1e3):
                 return
             _logger.error("kvferry: pages of room %s may be %s still", room, used)
         raise PagesInUse(f"pages of room {room} may be {used} still")
+
+    @staticmethod
+    def _is_in_time(are_let_go: Callable[[float], bool], deadline: float) -> bool:
+        is_said = False
+        while True:
+            try:
+                if are_let_go(deadline):
+                    return True
+            except Exception as error:  # Memory that is out, say. It tells nothing of the pages.
+                if not is_said:
+                    _logger.error("kvferry: asking again what uses pages: %s", reason_of(error))
+                is_said = True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_TURN_MS / 1e3)
 
     # ---------------------------------------------------------------- the prefill side
 
@@ -509,21 +524,24 @@ class KVManager(CommonKVManager):
     def settle_outgoing(self, room: int) -> None:
         """When it returns nothing of the request is read any more, nor will be. Raises
         PagesInUse."""
+        self._settle(room, lambda deadline: self._are_taken_back(room, deadline), "read")
         with self._lock:
             self._live.discard(room)
-            request = self._outgoing.pop(room, None)
+            self._outgoing.pop(room, None)
+
+    def _are_taken_back(self, room: int, deadline: float) -> bool:
+        """Ends the request, and its leases; who is not through with them may be asked again."""
+        with self._lock:
+            request = self._outgoing.get(room)
             if request is None:
-                return
+                return True
             request.is_closed = True
-            for key in request.leases:
-                del self._by_lease[key]
-        leases = list(request.leases)
-
-        def are_released(deadline: float) -> bool:
-            leases[:] = [key for key in leases if not self._is_released(key, deadline)]
-            return not leases
-
-        self._settle(room, are_released, "read")
+        for key in list(request.leases):  # Closed: nobody adds to them.
+            if self._is_released(key, deadline):
+                with self._lock:
+                    request.leases.discard(key)
+                    self._by_lease.pop(key, None)
+        return not request.leases
 
     def _is_released(self, key: LeaseKey, deadline: float) -> bool:
         """Waits until that time for the end of the lease."""
@@ -531,7 +549,7 @@ class KVManager(CommonKVManager):
         left_ms = max(0, int((deadline - time.monotonic()) * 1e3))
         try:
             self._publishers[part].release(lease_id, left_ms)
-        except kvferry.DeadlineExceeded:
+        except (kvferry.DeadlineExceeded, MemoryError):
             return False
         except kvferry.Error:
             pass  # It has ended by itself, or since the attempt before.
@@ -821,15 +839,7 @@ class KVManager(CommonKVManager):
 
     def settle_incoming(self, room: int) -> None:
         """When it returns nothing is written for the request any more. Raises PagesInUse."""
-
-        def are_cancelled(deadline: float) -> bool:
-            while not self.cancel_incoming(room):
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(0.0005)
-            return True
-
-        self._settle(room, are_cancelled, "written")
+        self._settle(room, lambda _: self.cancel_incoming(room), "written")
         with self._lock:
             self._incoming.pop(room, None)
 
@@ -859,24 +869,30 @@ class KVSender(CommonKVSender):
         """SGLang forgets some requests right behind it, so it has to leave nothing."""
         if self._is_over:
             return
-        self.kv_mgr.give_up(self.bootstrap_room)
-        super().abort()
-        self._why_failed = self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
-        self.clear()
+        try:
+            self.kv_mgr.give_up(self.bootstrap_room)
+            super().abort()
+            self._why_failed = self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
+        finally:  # SGLang frees its pages whatever is raised.
+            self.clear()
 
     def failure_exception(self) -> None:
         if self._why_failed is not None:
+            self.clear()  # abort() may not have been through with it.
             raise KVTransferError(self.bootstrap_room, self._why_failed)
-        # A time limit, or another rank's failure: nobody has told those that have asked this one.
-        if self.kv_mgr.request_status.get(self.bootstrap_room) not in (None, KVPoll.Success):
-            self.kv_mgr.give_up(self.bootstrap_room)
-        super().failure_exception()
+        try:
+            # A time limit, or another rank's failure: nobody has told those that have asked this
+            # one.
+            if self.kv_mgr.request_status.get(self.bootstrap_room) not in (None, KVPoll.Success):
+                self.kv_mgr.give_up(self.bootstrap_room)
+        finally:  # SGLang frees its pages whatever is raised.
+            super().failure_exception()
 
     def clear(self) -> None:
         if self._is_over:
             return
-        self._is_over = True
         self.kv_mgr.settle_outgoing(self.bootstrap_room)
+        self._is_over = True
         super().clear()
 
 
@@ -968,9 +984,11 @@ class KVReceiver(CommonKVReceiver):
         return mine is not None and not self.kv_mgr.expects(self.bootstrap_room, mine)
 
     def _clear_room(self) -> None:
-        if self.kv_mgr.request_status.get(self.bootstrap_room) not in (None, KVPoll.Success):
-            self.ensure_abort_notified()  # It would keep its pages until the leases end.
-        self.kv_mgr.settle_incoming(self.bootstrap_room)
+        try:
+            if self.kv_mgr.request_status.get(self.bootstrap_room) not in (None, KVPoll.Success):
+                self.ensure_abort_notified()  # It would keep its pages until the leases end.
+        finally:  # SGLang frees the pages whatever is raised.
+            self.kv_mgr.settle_incoming(self.bootstrap_room)
         super().clear()
         if self.conclude_state == KVPoll.Success or self._why_failed is not None:
             with self.kv_mgr.failure_lock:  # Of a prefill rank that gave up what had come, say.
