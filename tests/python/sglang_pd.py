@@ -36,6 +36,7 @@ with sglang_pools.stand_in_for_triton():
     from sglang.srt.mem_cache.memory_pool import (
         DSATokenToKVPool,
         HybridLinearKVPool,
+        HybridReqToTokenPool,
         MambaPool,
         MHATokenToKVPool,
         MLATokenToKVPool,
@@ -104,25 +105,38 @@ def _make_pool(
             tokens, DSA_PAGE, 16, dtype, 4, LAYERS, "cpu", 128, False, kv_cache_dim=20,
             skip_topk_layers=shared,
         )  # fmt: skip
-    if kind == "swa":
+    if kind in ("swa", "swa_mamba"):
         in_window, full = [0, 2], [1, 3, 4]
         return SWAKVPool(
             tokens, (STATES - 1) * PAGE, PAGE, dtype, heads, HEAD_DIM, in_window, full, "cpu"
         )
     if kind in ("mamba", "mla_mamba"):
-        shape = SimpleNamespace(conv=[(3 * heads, 3), (2 * heads, 3)], temporal=(heads, 8, 8))
-        dtypes = SimpleNamespace(conv=dtype, temporal=state_dtype)
-        params = SimpleNamespace(shape=shape, dtype=dtypes, is_kda=False)
-        states = MambaPool(
-            size=STATES, spec_state_size=0, cache_params=params, mamba_layer_ids=[0, 2],
-            device="cpu",
-        )  # fmt: skip
+        states = _make_states(heads, dtype, state_dtype)
         latent = {"use_mla": True, "kv_lora_rank": 16, "qk_rope_head_dim": 4}
         return HybridLinearKVPool(
             tokens, dtype, PAGE, heads, HEAD_DIM, [1, 3, 4], "cpu", states,
             **latent if kind == "mla_mamba" else {},
         )  # fmt: skip
     return MHATokenToKVPool(tokens, PAGE, dtype, heads, HEAD_DIM, LAYERS, "cpu", False)
+
+
+def _make_states(heads: int, dtype=torch.bfloat16, state_dtype=torch.float32) -> MambaPool:
+    """SGLang's, of linear attention."""
+    shape = SimpleNamespace(conv=[(3 * heads, 3), (2 * heads, 3)], temporal=(heads, 8, 8))
+    dtypes = SimpleNamespace(conv=dtype, temporal=state_dtype)
+    params = SimpleNamespace(shape=shape, dtype=dtypes, is_kda=False)
+    return MambaPool(
+        size=STATES, spec_state_size=0, cache_params=params, mamba_layer_ids=[0, 2], device="cpu"
+    )
+
+
+def _make_slots(kind: str, heads: int) -> HybridReqToTokenPool | None:
+    """What SGLang has beside a pool that does not hold the states itself, as far as those go."""
+    if kind != "swa_mamba":
+        return None
+    slots = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
+    slots.mamba_pool = _make_states(heads)
+    return slots
 
 
 def alone():
@@ -155,7 +169,8 @@ class RankOf:
         model: str = "",
         **changes,
     ):
-        """kind: of pool, mha, mla or, with something beside the KV, swa, mamba, mla_mamba or dsa.
+        """kind: of pool, mha, mla or, with something beside the KV, swa, mamba, mla_mamba,
+        swa_mamba or dsa.
         has_draft: there is a draft model, with a pool of the same kind. pool, draft_pool: of
         _make_pool(). heads: of the model. model: its folder. changes: of KVArgs."""
         self.deployment = deployment
@@ -188,7 +203,8 @@ class RankOf:
             args.kv_layer_ids = []
             args.kv_cache_dtype_str, args.page_size = "bfloat16", self.page_size
             args.total_kv_head_num = heads  # Of a decode server SGLang leaves it to the model.
-            setup_state_kv_args(args, self.pool, self.draft_pool, LAYERS)
+            slots = _make_slots(kind, self.num_heads)
+            setup_state_kv_args(args, self.pool, self.draft_pool, LAYERS, req_to_token_pool=slots)
             for name, value in changes.items():
                 setattr(args, name, value)
             self.args = args

@@ -148,8 +148,8 @@ def _check_served(args: KVArgs) -> None:
         )
 
 
-def _pools(args: KVArgs) -> tuple[Any, Any]:
-    """SGLang's own, and a draft model's or None."""
+def _pools(args: KVArgs) -> tuple[Any, Any, Any]:
+    """SGLang's own, a draft model's or None, and what has the slots of requests."""
     pools = getattr(args, "kvferry_pools", None)
     if pools is None:
         raise NotImplementedError(
@@ -176,11 +176,11 @@ def _dtypes_of_states(states: Any) -> str:
     return ",".join(f"{len(list(same))}x{name}" for name, same in itertools.groupby(names))
 
 
-def _values_of_state(kind: StateType, pool: Any) -> str:
+def _values_of_state(kind: StateType, pool: Any, slots: Any) -> str:
     if kind == StateType.SWA:
         return _dtype(pool.swa_kv_pool)
-    if kind == StateType.MAMBA:
-        return _dtypes_of_states(pool.mamba_pool)
+    if kind == StateType.MAMBA:  # Beside windows SGLang has it with the slots of requests alone.
+        return _dtypes_of_states(getattr(pool, "mamba_pool", None) or slots.mamba_pool)
     return ""  # Indexers have a format of their own.
 
 
@@ -198,7 +198,7 @@ def _short(dtype: Any) -> str:
 
 def _parts(args: KVArgs, is_mla: bool, heads: int) -> list[_Part]:
     """heads: that this rank has."""
-    pool, draft_pool = _pools(args)
+    pool, draft_pool, slots = _pools(args)
     kinds = ["latent"] if is_mla else ["k", "v"]
     kv = _Buffers(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
     kv = _draft_as_layers(kv, args.num_draft_entries, len(kinds))
@@ -211,7 +211,7 @@ def _parts(args: KVArgs, is_mla: bool, heads: int) -> list[_Part]:
     states = zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
     for kind, state in zip(args.state_types, states, strict=True):
         buffers = _Buffers(*state)
-        values = _values_of_state(kind, pool)
+        values = _values_of_state(kind, pool, slots)
         if kind == StateType.SWA and not is_mla:
             layout, sharing = _kv_layout(buffers, ["k", "v"], args.page_size, heads), Sharing.HEADS
         else:
