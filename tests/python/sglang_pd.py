@@ -110,6 +110,16 @@ def _make_pool(
         return SWAKVPool(
             tokens, (STATES - 1) * PAGE, PAGE, dtype, heads, HEAD_DIM, in_window, full, "cpu"
         )
+    if kind == "mla_swa":
+        latent = {
+            "page_size": PAGE, "device": "cpu", "enable_memory_saver": False,
+            "kv_lora_rank": 24, "qk_rope_head_dim": 8,
+        }  # fmt: skip
+        return SWAKVPool(
+            tokens, (STATES - 1) * PAGE, PAGE, dtype, 0, 0, [0, 2], [1, 3], "cpu",
+            full_kv_pool_class=MLATokenToKVPool, swa_kv_pool_class=MLATokenToKVPool,
+            full_kv_pool_kwargs=latent, swa_kv_pool_kwargs=latent,
+        )  # fmt: skip
     if kind in ("mamba", "mla_mamba"):
         states = _make_states(heads, dtype, state_dtype)
         latent = {"use_mla": True, "kv_lora_rank": 16, "qk_rope_head_dim": 4}
@@ -170,7 +180,7 @@ class RankOf:
         **changes,
     ):
         """kind: of pool, mha, mla or, with something beside the KV, swa, mamba, mla_mamba,
-        swa_mamba or dsa.
+        swa_mamba, mla_swa or dsa.
         has_draft: there is a draft model, with a pool of the same kind. pool, draft_pool: of
         _make_pool(). heads: of the model. model: its folder. changes: of KVArgs."""
         self.deployment = deployment

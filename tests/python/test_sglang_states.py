@@ -28,7 +28,7 @@ from sglang_pd import (  # noqa: E402
 
 SOURCE, TARGET = [9, 3, 40, 41], [20, 21, 5, 60]
 ROWS, TARGET_ROWS = [7, 8, 2], [1, 11, 12]
-KINDS = ["swa", "mamba", "mla_mamba", "swa_mamba", "dsa"]
+KINDS = ["swa", "mamba", "mla_mamba", "swa_mamba", "mla_swa", "dsa"]
 
 
 @pytest.fixture
@@ -115,17 +115,23 @@ def test_windows_with_other_numbers_of_ranks(make, heads, prefill, decode):
     move_heads(make, "swa", heads, sizes, (SOURCE, TARGET), (ROWS, TARGET_ROWS))
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
-def test_indexers_with_other_numbers_of_ranks(make, sizes):
-    """Every rank has all of it."""
-    prefill, decode = make_sides(make, sizes, "dsa")
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize("kind", ["dsa", "mla_swa"])
+def test_what_every_rank_has_with_other_numbers_of_ranks(make, kind, sizes):
+    """Of MLA, its windows and indexers. SGLang takes MLA beside windows for none, and has all
+    ranks of the prefill side send: the first one's is taken."""
+    prefill, decode = make_sides(make, sizes, kind)
     for it in prefill:
         it.fill(seed=1)
-    before = [[buffer.clone() for buffer in it.states()] for it in decode]
-    both = indices("dsa", ROWS), indices("dsa", TARGET_ROWS)
-    whole(prefill, decode, SOURCE, TARGET, states=both)
-    for it, old in zip(decode, before, strict=True):
+    pages = [copies(it) for it in decode]
+    states = [[buffer.clone() for buffer in it.states()] for it in decode]
+    both = indices(kind, ROWS), indices(kind, TARGET_ROWS)
+    whole(prefill, decode, SOURCE, TARGET, chunks=2, states=both)
+    for it, old_pages, old in zip(decode, pages, states, strict=True):
+        check_pages(prefill[0], it, old_pages, SOURCE, TARGET)
         check_states(prefill[0], it, old, ROWS, TARGET_ROWS)
+    sent = [sum(p.metrics()["bytes_sent"] for p in it.manager._publishers) > 0 for it in prefill]
+    assert sent == [rank % max(1, sizes[0] // sizes[1]) == 0 for rank in range(sizes[0])]
 
 
 @pytest.mark.parametrize("has_draft", [False, True])

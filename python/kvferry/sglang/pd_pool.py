@@ -91,7 +91,8 @@ class AdoptedPool:
                 f"{self.identity}: kvferry moves it between servers of one tensor-parallel size, "
                 f"not from {prefill_size} to {self.rank.size}"
             )
-        return dict.fromkeys(asked, (0, 0))
+        # Each has all of it: the first one, as SGLang has it of MLA, where the others send nothing.
+        return {min(asked): (0, 0)}
 
     def _heads_of(self, asked: list[int], prefill_size: int) -> dict[int, tuple[int, int]]:
         """Each head of this rank from the first one that has it. Not kvferry.shares_for(), which
@@ -119,6 +120,7 @@ def adopt(args: KVArgs, *, is_mla: bool, rank: Rank, device: str, model: str) ->
     would be served wrongly.
     """
     _check_served(args)
+    is_mla = is_mla or _is_mla_in_windows(args)
     total_heads = 1 if is_mla else _total_heads(args)
     return [
         AdoptedPool(
@@ -157,6 +159,12 @@ def _pools(args: KVArgs) -> tuple[Any, Any, Any]:
             "be loaded (SGLANG_PLUGINS)"
         )
     return pools
+
+
+def _is_mla_in_windows(args: KVArgs) -> bool:
+    """Of which SGLang tells a transfer backend that it is no MLA."""
+    pool, *_ = _pools(args)
+    return hasattr(pool, "is_mla") and pool.is_mla()
 
 
 def _dtype(pool: Any) -> str:
