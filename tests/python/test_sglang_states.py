@@ -19,7 +19,6 @@ from sglang_pd import (  # noqa: E402
     check_pages,
     copies,
     failed,
-    make_ranks,
     make_sides,
     move_heads,
     refused,
@@ -29,12 +28,6 @@ from sglang_pd import (  # noqa: E402
 SOURCE, TARGET = [9, 3, 40, 41], [20, 21, 5, 60]
 ROWS, TARGET_ROWS = [7, 8, 2], [1, 11, 12]
 KINDS = ["swa", "mamba", "mla_mamba", "swa_mamba", "mla_swa", "dsa"]
-
-
-@pytest.fixture
-def make():
-    with make_ranks() as it:
-        yield it
 
 
 def indices(kind, rows):
