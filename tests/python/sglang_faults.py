@@ -4,7 +4,7 @@ endpoints and processes that are late, or out of memory."""
 import threading
 import time
 
-from kvferry.sglang import disaggregation, pd_device
+from kvferry.sglang import pd_device, pd_manager, pd_prefill
 from sglang_pd import SOURCE, TARGET, Transfer
 from waiting import wait_for
 
@@ -91,12 +91,13 @@ def left_of(manager):
 
 
 class Clock:
-    """Of kvferry.sglang.disaggregation, and of what tests move it on by."""
+    """Of modules, and of what tests move it on by."""
 
-    def __init__(self, monkeypatch, module=disaggregation):
+    def __init__(self, monkeypatch, modules=(pd_manager, pd_prefill)):
         self.now = time.monotonic()
         self.sleep = time.sleep
-        monkeypatch.setattr(module, "time", self)
+        for module in modules:
+            monkeypatch.setattr(module, "time", self)
 
     def monotonic(self):
         return self.now

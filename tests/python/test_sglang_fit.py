@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=ImportError)
 
-from kvferry.sglang import disaggregation  # noqa: E402
+from kvferry.sglang import pd_manager  # noqa: E402
 from sglang.srt.disaggregation.base.conn import StateType  # noqa: E402
 from sglang.srt.disaggregation.common.conn import KVTransferError  # noqa: E402
 from sglang_faults import (  # noqa: E402
@@ -109,7 +109,7 @@ def test_another_model_is_refused(make):
 
 def test_hierarchical_sparse_attention_is_refused_at_the_start(make, monkeypatch):
     options = SimpleNamespace(enable_hisparse=True)
-    monkeypatch.setattr(disaggregation, "get_memory", lambda: options, raising=False)
+    monkeypatch.setattr(pd_manager, "get_memory", lambda: options, raising=False)
     for mode in ("prefill", "decode"):
         with pytest.raises(NotImplementedError, match="--enable-hisparse"):
             make(mode)

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=ImportError)
 
 import kvferry  # noqa: E402
-from kvferry.sglang import disaggregation  # noqa: E402
+from kvferry.sglang import pd_manager  # noqa: E402
 from sglang.srt.disaggregation.common.conn import KVTransferError  # noqa: E402
 from sglang_faults import (  # noqa: E402
     Clock,
@@ -68,7 +68,7 @@ class StandsStill:
         return False
 
 
-@pytest.mark.parametrize("times", [1, disaggregation._SETTLE_ATTEMPTS - 1])
+@pytest.mark.parametrize("times", [1, pd_manager._SETTLE_ATTEMPTS - 1])
 def test_pages_are_not_freed_before_they_are_written_no_more(pair, monkeypatch, caplog, times):
     prefill, decode = pair
     transfer, (handle,) = under_way(prefill, decode)
@@ -84,11 +84,11 @@ def test_pages_that_may_be_written_still_are_never_freed(pair, monkeypatch):
     """SGLang would free them after any Exception."""
     prefill, decode = pair
     transfer, (handle,) = under_way(prefill, decode)
-    still = StandsStill(monkeypatch, decode.manager, disaggregation._SETTLE_ATTEMPTS)
-    with pytest.raises(disaggregation.PagesInUse, match="may be written still"):
+    still = StandsStill(monkeypatch, decode.manager, pd_manager._SETTLE_ATTEMPTS)
+    with pytest.raises(pd_manager.PagesInUse, match="may be written still"):
         transfer.receivers[0].failure_exception()
     assert still.times == 0 and not handle.done
-    assert not issubclass(disaggregation.PagesInUse, Exception)
+    assert not issubclass(pd_manager.PagesInUse, Exception)
     transfer.receivers[0].clear()
     transfer.senders[0].abort()
 
@@ -150,16 +150,16 @@ def test_pages_of_which_nothing_is_found_out_are_never_freed(pair, mode, what, m
     """SGLang would free them after any Exception. A later clear() tries again."""
     prefill, decode = pair
     transfer, (handle,) = under_way(prefill, decode)
-    monkeypatch.setattr(disaggregation, "_SETTLE_TIMEOUT_MS", 50)
+    monkeypatch.setattr(pd_manager, "_SETTLE_TIMEOUT_MS", 50)
 
     def fails(*_):
         raise RuntimeError("of whatever")
 
     (fetch,) = decode.manager._incoming[transfer.room].fetches()
     monkeypatch.setattr({"prefill": prefill.manager, "decode": fetch}[mode], what, fails)
-    with pytest.raises(disaggregation.PagesInUse):
+    with pytest.raises(pd_manager.PagesInUse):
         end_before_a_poll(transfer, mode)
-    assert caplog.text.count("of whatever") == disaggregation._SETTLE_ATTEMPTS  # Each says once.
+    assert caplog.text.count("of whatever") == pd_manager._SETTLE_ATTEMPTS  # Each says once.
     assert not handle.done and prefill.manager._publishers[0].metrics()["leases_live"] == 1
     monkeypatch.undo()
     for it in transfer.receivers + transfer.senders:
@@ -197,7 +197,7 @@ def test_pages_are_not_freed_before_they_are_read_no_more(pair, monkeypatch, cap
     transfer.senders[0].abort()
     assert late.endpoint.metrics()["leases_live"] == 0
     # The leases of a request have one deadline an attempt.
-    longest = disaggregation._SETTLE_TIMEOUT_MS
+    longest = pd_manager._SETTLE_TIMEOUT_MS
     assert late.waited_ms == [longest, 0, 0] * 2 + [longest] * 3
     assert caplog.text.count("may be read still") == 2
     wait_status(transfer.receivers, KVPoll.Failed)
@@ -208,9 +208,9 @@ def test_pages_that_may_be_read_still_are_never_freed(pair, monkeypatch):
     prefill, decode = pair
     transfer, _ = under_way(prefill, decode)
     clock = Clock(monkeypatch)
-    late = LateEndpoint(prefill.manager._publishers[0], clock, disaggregation._SETTLE_ATTEMPTS)
+    late = LateEndpoint(prefill.manager._publishers[0], clock, pd_manager._SETTLE_ATTEMPTS)
     prefill.manager._publishers = [late]
-    with pytest.raises(disaggregation.PagesInUse, match="may be read still"):
+    with pytest.raises(pd_manager.PagesInUse, match="may be read still"):
         transfer.senders[0].abort()
     assert late.times == 0
     wait_status(transfer.receivers, KVPoll.Failed)

@@ -176,7 +176,7 @@ def test_a_rank_at_the_address_of_one_that_did_not_read_gets_its_own_messages(ma
 
 
 def test_sockets_to_ranks_that_have_gone_are_closed(monkeypatch):
-    clock = Clock(monkeypatch, pd_sockets)
+    clock = Clock(monkeypatch, [pd_sockets])
     with zmq.Context() as context:
         ranks = [context.socket(zmq.PULL) for _ in range(3)]
         gone, used, new = (
