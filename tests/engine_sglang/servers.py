@@ -19,6 +19,10 @@ MODEL = Path(os.environ.get("KVFERRY_TEST_MODEL", DEFAULT_MODEL))
 _rooms = itertools.count(1000)
 
 
+def new_room() -> int:
+    return next(_rooms)
+
+
 class Servers:
     def __init__(
         self,
@@ -42,18 +46,25 @@ class Servers:
         self.prefill.wait_ready()
         self.decode.wait_ready()
 
-    def start(self, prompt: list[int], max_tokens: int) -> tuple[Request, Request]:
-        """Both servers get the request."""
-        return self.start_at(self.prefill, self._port, prompt, max_tokens)
+    def start(
+        self, prompt: list[int], max_tokens: int, room: int | None = None
+    ) -> tuple[Request, Request]:
+        """Both servers get the request. room: None is one of its own."""
+        return self.start_at(self.prefill, self._port, prompt, max_tokens, room)
 
     def start_at(
-        self, prefill: Server, port: int, prompt: list[int], max_tokens: int
+        self,
+        prefill: Server,
+        port: int,
+        prompt: list[int],
+        max_tokens: int,
+        room: int | None = None,
     ) -> tuple[Request, Request]:
         """That prefill server and the decode server get it. port: of the former's bootstrap."""
         where = {
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": port,
-            "bootstrap_room": next(_rooms),
+            "bootstrap_room": new_room() if room is None else room,
         }
         first, second = (it.start(prompt, max_tokens, where) for it in (prefill, self.decode))
         return first, second

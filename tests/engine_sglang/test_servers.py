@@ -8,7 +8,7 @@ import time
 
 import pytest
 from server import Server
-from servers import MODEL, free_port
+from servers import MODEL, free_port, new_room
 
 RANDOM_SECONDS = float(os.environ.get("KVFERRY_RANDOM_SECONDS", "8"))
 
@@ -54,6 +54,22 @@ def test_requests_that_are_aborted(servers, tokens, reference, on):
         assert others[1].answer().tokens == reference(other)
         others[0].answer()
     prompt = tokens("And now one that nobody aborts.")
+    assert servers.answer(prompt).tokens == reference(prompt)
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 0.02, 0.1])
+def test_requests_of_one_room_end_and_no_server_does(servers, tokens, reference, apart_s):
+    """As the samples of a request with n above 1. Most of them fail; none says something else."""
+    prompt = tokens(f"Samples that are {apart_s} s apart. " * 20)
+    requests, room = [], new_room()
+    for _ in range(5):
+        requests.append(servers.start(prompt, 8, room))
+        time.sleep(apart_s)  # Any moment will do.
+    for prefill, decode in requests:
+        prefill.answer(60)
+        answer = decode.answer(60)
+        assert answer.error or answer.tokens == reference(prompt)
+    prompt = tokens("And now one that has a room of its own.")
     assert servers.answer(prompt).tokens == reference(prompt)
 
 

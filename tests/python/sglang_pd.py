@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from types import SimpleNamespace
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ with sglang_pools.stand_in_for_triton():
     from sglang.srt.mem_cache.memory_pool import (
         DSATokenToKVPool,
         HybridLinearKVPool,
+        HybridReqToTokenPool,
         MambaPool,
         MHATokenToKVPool,
         MLATokenToKVPool,
@@ -56,6 +58,7 @@ OTHER_SIZES = [
     (4, 1, 2), (4, 2, 1), (4, 2, 4), (4, 4, 2), (4, 8, 2), (4, 2, 8), (4, 8, 1), (4, 8, 16),
     (4, 16, 8), (2, 8, 4), (2, 4, 8), (1, 4, 2), (1, 2, 4),
 ]  # fmt: skip
+SOURCE, TARGET = [9, 3, 40, 41, 42, 7], [20, 21, 5, 60, 6, 1]  # Pages of a request.
 rooms = itertools.count(1 << 60)
 
 
@@ -103,25 +106,53 @@ def _make_pool(
             tokens, DSA_PAGE, 16, dtype, 4, LAYERS, "cpu", 128, False, kv_cache_dim=20,
             skip_topk_layers=shared,
         )  # fmt: skip
-    if kind == "swa":
+    if kind in ("swa", "swa_mamba"):
         in_window, full = [0, 2], [1, 3, 4]
         return SWAKVPool(
             tokens, (STATES - 1) * PAGE, PAGE, dtype, heads, HEAD_DIM, in_window, full, "cpu"
         )
-    if kind in ("mamba", "mla_mamba"):
-        shape = SimpleNamespace(conv=[(3 * heads, 3), (2 * heads, 3)], temporal=(heads, 8, 8))
-        dtypes = SimpleNamespace(conv=dtype, temporal=state_dtype)
-        params = SimpleNamespace(shape=shape, dtype=dtypes, is_kda=False)
-        states = MambaPool(
-            size=STATES, spec_state_size=0, cache_params=params, mamba_layer_ids=[0, 2],
-            device="cpu",
+    if kind == "mla_swa":
+        latent = {
+            "page_size": PAGE, "device": "cpu", "enable_memory_saver": False,
+            "kv_lora_rank": 24, "qk_rope_head_dim": 8,
+        }  # fmt: skip
+        return SWAKVPool(
+            tokens, (STATES - 1) * PAGE, PAGE, dtype, 0, 0, [0, 2], [1, 3], "cpu",
+            full_kv_pool_class=MLATokenToKVPool, swa_kv_pool_class=MLATokenToKVPool,
+            full_kv_pool_kwargs=latent, swa_kv_pool_kwargs=latent,
         )  # fmt: skip
+    if kind in ("mamba", "mla_mamba"):
+        states = _make_states(heads, dtype, state_dtype)
         latent = {"use_mla": True, "kv_lora_rank": 16, "qk_rope_head_dim": 4}
         return HybridLinearKVPool(
             tokens, dtype, PAGE, heads, HEAD_DIM, [1, 3, 4], "cpu", states,
             **latent if kind == "mla_mamba" else {},
         )  # fmt: skip
     return MHATokenToKVPool(tokens, PAGE, dtype, heads, HEAD_DIM, LAYERS, "cpu", False)
+
+
+def _make_states(heads: int, dtype=torch.bfloat16, state_dtype=torch.float32) -> MambaPool:
+    """SGLang's, of linear attention."""
+    shape = SimpleNamespace(conv=[(3 * heads, 3), (2 * heads, 3)], temporal=(heads, 8, 8))
+    dtypes = SimpleNamespace(conv=dtype, temporal=state_dtype)
+    params = SimpleNamespace(shape=shape, dtype=dtypes, is_kda=False)
+    return MambaPool(
+        size=STATES, spec_state_size=0, cache_params=params, mamba_layer_ids=[0, 2], device="cpu"
+    )
+
+
+def _make_slots(kind: str, heads: int) -> HybridReqToTokenPool | None:
+    """What SGLang has beside a pool that does not hold the states itself, as far as those go."""
+    if kind != "swa_mamba":
+        return None
+    slots = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
+    slots.mamba_pool = _make_states(heads)
+    return slots
+
+
+def alone():
+    """No other rank to agree with."""
+    return patch("torch.distributed.get_world_size", lambda _: 1)
 
 
 def _items(address: int, size: int, item: int) -> torch.Tensor:
@@ -149,7 +180,8 @@ class RankOf:
         model: str = "",
         **changes,
     ):
-        """kind: of pool, mha, mla or, with something beside the KV, swa, mamba, mla_mamba or dsa.
+        """kind: of pool, mha, mla or, with something beside the KV, swa, mamba, mla_mamba,
+        swa_mamba, mla_swa or dsa.
         has_draft: there is a draft model, with a pool of the same kind. pool, draft_pool: of
         _make_pool(). heads: of the model. model: its folder. changes: of KVArgs."""
         self.deployment = deployment
@@ -182,7 +214,8 @@ class RankOf:
             args.kv_layer_ids = []
             args.kv_cache_dtype_str, args.page_size = "bfloat16", self.page_size
             args.total_kv_head_num = heads  # Of a decode server SGLang leaves it to the model.
-            setup_state_kv_args(args, self.pool, self.draft_pool, LAYERS)
+            slots = _make_slots(kind, self.num_heads)
+            setup_state_kv_args(args, self.pool, self.draft_pool, LAYERS, req_to_token_pool=slots)
             for name, value in changes.items():
                 setattr(args, name, value)
             self.args = args
@@ -251,6 +284,12 @@ class RankOf:
         assert receiver.poll() == KVPoll.WaitingForInput
         return receiver
 
+    def receiver_beside(self, first: KVReceiver) -> KVReceiver:
+        """Of another request of that room."""
+        receiver = KVReceiver(self.manager, self.deployment.address, first.bootstrap_room)
+        receiver.init(0)
+        return receiver
+
     def begin_receiver(self, room: int) -> KVReceiver:
         """One whose prefill server SGLang's scheduler has just been told of, and has asked."""
         host, _, port = self.deployment.address.rpartition(":")
@@ -262,9 +301,38 @@ class RankOf:
         self._queue._resolve_pending_reqs()
         return receiver
 
+    def look_at_unasked(self, receiver: KVReceiver) -> SimpleNamespace:
+        """As SGLang's scheduler looks at a request that has no pages yet. Returns the request."""
+        times = SimpleNamespace(set_bootstrap_done_time=lambda: None)
+        request = SimpleNamespace(
+            rid="", bootstrap_room=receiver.bootstrap_room, finished_reason=None,
+            return_logprob=False, time_stats=times,
+        )  # fmt: skip
+        self._queue.queue = [SimpleNamespace(req=request, kv_receiver=receiver)]
+        with alone():
+            self._queue._update_handshake_waiters()
+        return request
+
+    def look_at_new(self, sender: KVSender) -> bool:
+        """As SGLang's scheduler looks at a request that nobody has asked for yet. Whether it has
+        ended it."""
+        with sglang_pools.stand_in_for_triton():
+            from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+        queue = PrefillBootstrapQueue.__new__(PrefillBootstrapQueue)
+        queue.queue, queue.pp_size = [SimpleNamespace(disagg_kv_sender=sender, rid="")], 1
+        failed = []
+        queue.scheduler = SimpleNamespace(
+            attn_cp_cpu_group=None, attn_tp_cpu_group=None, handle_bootstrap_failure=failed.append
+        )
+        queue.scheduler_stage_metrics = MagicMock()
+        with alone():
+            queue.pop_bootstrapped()
+        return bool(failed)
+
     @functools.cached_property
     def _queue(self):
-        """As far as it looks for prefill servers, and asking them as often as it is called."""
+        """As far as it looks for prefill servers, and asking them as often as it is called, and at
+        requests that wait for pages."""
         with sglang_pools.stand_in_for_triton():  # Its module takes seconds to load.
             from sglang.srt.disaggregation.decode import DecodePreallocQueue
         queue = DecodePreallocQueue.__new__(DecodePreallocQueue)
@@ -272,6 +340,9 @@ class RankOf:
         queue._ensure_last_attempt_time, queue._ensure_retry_count = {}, {}
         queue._ensure_retry_interval, queue._max_ensure_retries = 0, 15
         queue._prefill_dp_rank_queries = {}
+        queue.pp_size, queue.tp_rank, queue.gloo_group = 1, 0, None
+        metrics = SimpleNamespace(enable_metrics=False)
+        queue.scheduler = SimpleNamespace(metrics_reporter=metrics)
         return queue
 
     def write_row(self, row: int, room: int, token: int) -> None:
@@ -325,10 +396,10 @@ def make_sides(make, sizes, kind: str = "mha", **changes) -> list[list[RankOf]]:
 class Transfer:
     """One request through the schedulers of both servers: pages `source` to pages `target`."""
 
-    def __init__(self, prefill, decode, source, target, prefix=0, states=(None, None)):
+    def __init__(self, prefill, decode, source, target, prefix=0, states=(None, None), room=None):
         """Lists of ranks, and of pages. states: what SGLang says of what lies beside the KV, on
-        either side."""
-        self.room, self.source, self.target = next(rooms), source, target
+        either side. room: one that was another request's."""
+        self.room, self.source, self.target = room or next(rooms), source, target
         self.prefill, self.decode, self.prefix = prefill, decode, prefix
         self.states = states
         self.senders = [it.sender(self.room) for it in prefill]

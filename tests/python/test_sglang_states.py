@@ -11,6 +11,7 @@ pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=I
 
 import torch  # noqa: E402
 from kvferry.sglang import pd_pool  # noqa: E402
+from sglang.srt.disaggregation.base.conn import StateType  # noqa: E402
 from sglang_pd import (  # noqa: E402
     OTHER_SIZES,
     KVPoll,
@@ -18,7 +19,6 @@ from sglang_pd import (  # noqa: E402
     check_pages,
     copies,
     failed,
-    make_ranks,
     make_sides,
     move_heads,
     refused,
@@ -27,22 +27,23 @@ from sglang_pd import (  # noqa: E402
 
 SOURCE, TARGET = [9, 3, 40, 41], [20, 21, 5, 60]
 ROWS, TARGET_ROWS = [7, 8, 2], [1, 11, 12]
-KINDS = ["swa", "mamba", "mla_mamba", "dsa"]
-
-
-@pytest.fixture
-def make():
-    with make_ranks() as it:
-        yield it
+KINDS = ["swa", "mamba", "mla_mamba", "swa_mamba", "mla_swa", "dsa"]
 
 
 def indices(kind, rows):
     """As SGLang's schedulers hand them over: of a state of linear attention one, in a list."""
-    return [[np.array(rows[0])]] if "mamba" in kind else [np.array(rows, np.int32)]
+    rows_of_others = [np.array(rows, np.int32)] if "swa" in kind or "mamba" not in kind else []
+    return rows_of_others + ([[np.array(rows[0])]] if "mamba" in kind else [])
 
 
-def rows_of(kind, rows):
-    return rows[:1] if "mamba" in kind else rows
+def rows_by_buffer(rank, rows):
+    """Of each of its states()."""
+    return [
+        rows[:1] if kind == StateType.MAMBA else rows
+        for kind, items in zip(rank.args.state_types, rank.args.state_item_lens, strict=True)
+        for item in items
+        if item
+    ]
 
 
 def pair_of(make, kind, **changes):
@@ -52,11 +53,12 @@ def pair_of(make, kind, **changes):
     return prefill, decode
 
 
-def check_states(kind, prefill, decode, before, source, target):
+def check_states(prefill, decode, before, source, target):
     """These rows have come, and no other has changed."""
-    source, target = rows_of(kind, source), rows_of(kind, target)
     assert prefill.states() and len(before) == len(prefill.states())
-    for sent, got, old in zip(prefill.states(), decode.states(), before, strict=True):
+    sides = prefill.states(), decode.states(), before
+    rows = rows_by_buffer(prefill, source), rows_by_buffer(decode, target)
+    for sent, got, old, source, target in zip(*sides, *rows, strict=True):
         others = [row for row in range(len(got)) if row not in target]
         assert torch.equal(got[target], sent[source])
         assert torch.equal(got[others], old[others])
@@ -76,7 +78,7 @@ def test_they_come_with_the_last_chunk(make, kind, has_draft, chunks):
     both = indices(kind, ROWS), indices(kind, TARGET_ROWS)
     whole([prefill], [decode], SOURCE, TARGET, chunks, states=both)
     check_pages(prefill, decode, pages, SOURCE, TARGET)
-    check_states(kind, prefill, decode, states, ROWS, TARGET_ROWS)
+    check_states(prefill, decode, states, ROWS, TARGET_ROWS)
     for publisher in prefill.manager._publishers:
         assert publisher.metrics()["leases_live"] == 0
 
@@ -89,7 +91,7 @@ def test_they_come_where_all_pages_are_cached(make, kind):
     transfer = Transfer([prefill], [decode], [], [], prefix=prefill.page_size, states=both).begin()
     transfer.send(0, 0)
     transfer.end(KVPoll.Success)
-    check_states(kind, prefill, decode, states, ROWS, TARGET_ROWS)
+    check_states(prefill, decode, states, ROWS, TARGET_ROWS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,17 +108,23 @@ def test_windows_with_other_numbers_of_ranks(make, heads, prefill, decode):
     move_heads(make, "swa", heads, sizes, (SOURCE, TARGET), (ROWS, TARGET_ROWS))
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
-def test_indexers_with_other_numbers_of_ranks(make, sizes):
-    """Every rank has all of it."""
-    prefill, decode = make_sides(make, sizes, "dsa")
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize("kind", ["dsa", "mla_swa"])
+def test_what_every_rank_has_with_other_numbers_of_ranks(make, kind, sizes):
+    """Of MLA, its windows and indexers. SGLang takes MLA beside windows for none, and has all
+    ranks of the prefill side send: the first one's is taken."""
+    prefill, decode = make_sides(make, sizes, kind)
     for it in prefill:
         it.fill(seed=1)
-    before = [[buffer.clone() for buffer in it.states()] for it in decode]
-    both = indices("dsa", ROWS), indices("dsa", TARGET_ROWS)
-    whole(prefill, decode, SOURCE, TARGET, states=both)
-    for it, old in zip(decode, before, strict=True):
-        check_states("dsa", prefill[0], it, old, ROWS, TARGET_ROWS)
+    pages = [copies(it) for it in decode]
+    states = [[buffer.clone() for buffer in it.states()] for it in decode]
+    both = indices(kind, ROWS), indices(kind, TARGET_ROWS)
+    whole(prefill, decode, SOURCE, TARGET, chunks=2, states=both)
+    for it, old_pages, old in zip(decode, pages, states, strict=True):
+        check_pages(prefill[0], it, old_pages, SOURCE, TARGET)
+        check_states(prefill[0], it, old, ROWS, TARGET_ROWS)
+    sent = [sum(p.metrics()["bytes_sent"] for p in it.manager._publishers) > 0 for it in prefill]
+    assert sent == [rank % max(1, sizes[0] // sizes[1]) == 0 for rank in range(sizes[0])]
 
 
 @pytest.mark.parametrize("has_draft", [False, True])
@@ -128,7 +136,7 @@ def test_indexers_that_some_layers_share(make, has_draft):
     states = [it.clone() for it in decode.states()]
     both = indices("dsa", ROWS), indices("dsa", TARGET_ROWS)
     whole([prefill], [decode], SOURCE, TARGET, states=both)
-    check_states("dsa", prefill, decode, states, ROWS, TARGET_ROWS)
+    check_states(prefill, decode, states, ROWS, TARGET_ROWS)
 
 
 @pytest.mark.parametrize("other", [(0, 0, 0), (0, 0, 1)])

@@ -3,6 +3,7 @@ are under way at a time, and the others wait for their turn."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
@@ -33,11 +34,12 @@ class Fetch:
         return self.error or (self.handle.error if self.handle is not None else "")
 
     def cancel(self) -> bool:
-        """True: it is over now; else it is soon."""
+        """True: it is over now; else it is soon, and who waits for that asks again."""
         if self.handle is None:
             self.error = self.error or "given up"
         elif not self.handle.done:
-            self.handle.cancel()
+            with contextlib.suppress(MemoryError):  # The next one that asks may find some.
+                self.handle.cancel()
             return False
         return True
 

@@ -91,7 +91,8 @@ class AdoptedPool:
                 f"{self.identity}: kvferry moves it between servers of one tensor-parallel size, "
                 f"not from {prefill_size} to {self.rank.size}"
             )
-        return dict.fromkeys(asked, (0, 0))
+        # Each has all of it: the first one, as SGLang has it of MLA, where the others send nothing.
+        return {min(asked): (0, 0)}
 
     def _heads_of(self, asked: list[int], prefill_size: int) -> dict[int, tuple[int, int]]:
         """Each head of this rank from the first one that has it. Not kvferry.shares_for(), which
@@ -119,6 +120,7 @@ def adopt(args: KVArgs, *, is_mla: bool, rank: Rank, device: str, model: str) ->
     would be served wrongly.
     """
     _check_served(args)
+    is_mla = is_mla or _is_mla_in_windows(args)
     total_heads = 1 if is_mla else _total_heads(args)
     return [
         AdoptedPool(
@@ -148,8 +150,8 @@ def _check_served(args: KVArgs) -> None:
         )
 
 
-def _pools(args: KVArgs) -> tuple[Any, Any]:
-    """SGLang's own, and a draft model's or None."""
+def _pools(args: KVArgs) -> tuple[Any, Any, Any]:
+    """SGLang's own, a draft model's or None, and what has the slots of requests."""
     pools = getattr(args, "kvferry_pools", None)
     if pools is None:
         raise NotImplementedError(
@@ -157,6 +159,12 @@ def _pools(args: KVArgs) -> tuple[Any, Any]:
             "be loaded (SGLANG_PLUGINS)"
         )
     return pools
+
+
+def _is_mla_in_windows(args: KVArgs) -> bool:
+    """Of which SGLang tells a transfer backend that it is no MLA."""
+    pool, *_ = _pools(args)
+    return hasattr(pool, "is_mla") and pool.is_mla()
 
 
 def _dtype(pool: Any) -> str:
@@ -176,11 +184,11 @@ def _dtypes_of_states(states: Any) -> str:
     return ",".join(f"{len(list(same))}x{name}" for name, same in itertools.groupby(names))
 
 
-def _values_of_state(kind: StateType, pool: Any) -> str:
+def _values_of_state(kind: StateType, pool: Any, slots: Any) -> str:
     if kind == StateType.SWA:
         return _dtype(pool.swa_kv_pool)
-    if kind == StateType.MAMBA:
-        return _dtypes_of_states(pool.mamba_pool)
+    if kind == StateType.MAMBA:  # Beside windows SGLang has it with the slots of requests alone.
+        return _dtypes_of_states(getattr(pool, "mamba_pool", None) or slots.mamba_pool)
     return ""  # Indexers have a format of their own.
 
 
@@ -198,7 +206,7 @@ def _short(dtype: Any) -> str:
 
 def _parts(args: KVArgs, is_mla: bool, heads: int) -> list[_Part]:
     """heads: that this rank has."""
-    pool, draft_pool = _pools(args)
+    pool, draft_pool, slots = _pools(args)
     kinds = ["latent"] if is_mla else ["k", "v"]
     kv = _Buffers(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
     kv = _draft_as_layers(kv, args.num_draft_entries, len(kinds))
@@ -211,7 +219,7 @@ def _parts(args: KVArgs, is_mla: bool, heads: int) -> list[_Part]:
     states = zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
     for kind, state in zip(args.state_types, states, strict=True):
         buffers = _Buffers(*state)
-        values = _values_of_state(kind, pool)
+        values = _values_of_state(kind, pool, slots)
         if kind == StateType.SWA and not is_mla:
             layout, sharing = _kv_layout(buffers, ["k", "v"], args.page_size, heads), Sharing.HEADS
         else:

@@ -35,9 +35,16 @@ def register() -> None:
     HookRegistry.register(f"{utils.__name__}.setup_state_kv_args", _keep_pools, HookType.AFTER)
 
 
-def _keep_pools(_, kv_args, token_to_kv_pool, draft_token_to_kv_pool=None, *args, **kwargs):
+def _keep_pools(
+    _,
+    kv_args,
+    token_to_kv_pool,
+    draft_token_to_kv_pool=None,
+    total_kv_layers=None,
+    req_to_token_pool=None,
+):
     """For pd_pool: what their values are, SGLang tells a transfer backend by its options alone."""
-    kv_args.kvferry_pools = token_to_kv_pool, draft_token_to_kv_pool
+    kv_args.kvferry_pools = token_to_kv_pool, draft_token_to_kv_pool, req_to_token_pool
 
 
 def _add_member(enumeration):

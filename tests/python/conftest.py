@@ -1,0 +1,21 @@
+"""Fixtures of several files."""
+
+import pytest
+
+
+@pytest.fixture
+def make():
+    """Makes ranks of SGLang's servers, see sglang_pd."""
+    from sglang_pd import make_ranks  # Where SGLang is not installed its tests are skipped.
+
+    with make_ranks() as it:
+        yield it
+
+
+@pytest.fixture
+def pair(make):
+    """A prefill and a decode rank of SGLang's."""
+    prefill, decode = make("prefill"), make("decode")
+    prefill.fill(seed=1)
+    decode.fill(seed=2)
+    return prefill, decode

@@ -1,0 +1,154 @@
+"""Bootstrap rooms of SGLang's, by which it knows requests, that several have, one after another
+or at once."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=ImportError)
+
+from sglang.srt.disaggregation.common.conn import KVTransferError  # noqa: E402
+from sglang_faults import (  # noqa: E402
+    handles,
+    left_of,
+    under_way,
+)
+from sglang_pd import (  # noqa: E402
+    SOURCE,
+    TARGET,
+    TARGET_ROW,
+    KVPoll,
+    Transfer,
+    check_pages,
+    copies,
+    rooms,
+    wait_status,
+    whole,
+)
+from waiting import wait_for  # noqa: E402
+
+
+def test_a_failure_that_comes_as_its_request_ends_is_not_the_next_ones(pair, monkeypatch):
+    """Of that room: threads say so that do not know when the scheduler is done with a request."""
+    manager = pair[0].manager
+    sender = pair[0].sender(next(rooms))
+    record = manager.record_failure
+
+    def ends_meanwhile(room, reason):
+        sender.clear()
+        record(room, reason)
+
+    monkeypatch.setattr(manager, "record_failure", ends_meanwhile)
+    manager._fail(sender.bootstrap_room, "late")
+    assert not any(left_of(manager))
+
+
+def test_two_requests_of_one_room_both_end(pair):
+    """What the second one asked for would take the first one's place, whose pages are written."""
+    prefill, decode = pair
+    transfer, (handle,) = under_way(prefill, decode)
+    second = decode.receiver_beside(transfer.receivers[0])
+    before = copies(decode)
+    second.send_metadata(np.array([30, 31, 32, 33, 34, 35], np.int32), TARGET_ROW)
+    receivers = [*transfer.receivers, second]
+    wait_status(receivers, KVPoll.Failed)
+    assert handle.done and not handle.ok
+    reasons = transfer.reasons()
+    with pytest.raises(KVTransferError):
+        second.failure_exception()
+    assert reasons[0].startswith(SAME_ROOM)
+    assert not decode.manager._incoming and not decode.manager.failure_records
+    check_pages(prefill, decode, before, [], [])
+    prefill.manager._publishers = [prefill.manager._publishers[0].endpoint]
+    whole([prefill], [decode], [1], [2])
+
+
+SAME_ROOM = "two requests have this bootstrap_room, as SGLang gives it to all"
+
+
+def arrived(prefill, decode):
+    """A request all of whose pages have come, which its scheduler has not looked at yet."""
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    transfer.send(0, len(SOURCE))
+    incoming = decode.manager._incoming[transfer.room]
+    wait_for(incoming.has_all)
+    return transfer, handles(incoming)
+
+
+@pytest.mark.parametrize("first", ["has arrived", "is under way", "was aborted", "has failed"])
+def test_a_second_request_of_a_room_that_has_not_asked_yet_ends(pair, first):
+    """SGLang ends its server where such a one seems to arrive."""
+    prefill, decode = pair
+    transfer, its_handles = (arrived if first == "has arrived" else under_way)(prefill, decode)
+    second = decode.receiver_beside(transfer.receivers[0])
+    if first == "was aborted":
+        transfer.receivers[0].abort()
+    if first == "has failed":
+        decode.manager._fail(transfer.room, "lost")
+    request = decode.look_at_unasked(second)
+    assert SAME_ROOM in request.finished_reason.message
+    assert all(handle.done for handle in its_handles)
+    second.clear()
+    assert transfer.receivers[0].poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError):
+        transfer.receivers[0].failure_exception()
+    assert not decode.manager._incoming and not decode.manager.failure_records
+    wait_for(lambda: transfer.senders[0].poll() in (KVPoll.Failed, KVPoll.Success))
+    transfer.senders[0].clear()
+    assert prefill.manager._publishers[0].metrics()["leases_live"] == 0
+
+
+def test_a_second_request_of_a_room_may_be_aborted_before_it_asks(pair):
+    prefill, decode = pair
+    transfer, (handle,) = under_way(prefill, decode)
+    second = decode.receiver_beside(transfer.receivers[0])
+    second.abort()
+    assert "Aborted by AbortReq" in decode.look_at_unasked(second).finished_reason.message
+    assert handle.done and transfer.receivers[0].poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError, match=SAME_ROOM):
+        transfer.receivers[0].failure_exception()
+    transfer.senders[0].abort()
+
+
+def test_what_ended_with_another_request_of_its_room_leaves_the_next_one_alone(pair):
+    prefill, decode = pair
+    transfer, _ = under_way(prefill, decode)
+    second = decode.receiver_beside(transfer.receivers[0])
+    decode.look_at_unasked(second)
+    wait_status(transfer.senders, KVPoll.Failed)
+    transfer.senders[0].clear()
+    prefill.manager._publishers = [prefill.manager._publishers[0].endpoint]
+    third = Transfer([prefill], [decode], SOURCE, TARGET, room=transfer.room).begin()
+    for it in (second, transfer.receivers[0]):
+        assert it.poll() == KVPoll.Failed
+        it.abort()
+        it.clear()
+    third.send(0, len(SOURCE))
+    third.end(KVPoll.Success)
+
+
+def test_a_second_request_of_a_room_ends_on_the_prefill_side(pair):
+    """SGLang ends its server where a request arrives that nobody has asked for."""
+    prefill, decode = pair
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    transfer.send(0, len(SOURCE))
+    wait_status(transfer.receivers, KVPoll.Success)
+    wait_for(lambda: prefill.manager._publishers[0].metrics()["leases_live"] == 0)
+    second = prefill.sender(transfer.room)
+    assert prefill.look_at_new(second)
+    with pytest.raises(KVTransferError, match=SAME_ROOM):
+        second.failure_exception()
+    second.abort()
+    second.clear()
+    transfer.end(KVPoll.Success)
+    assert not any(left_of(prefill.manager)) and not prefill.manager._live
+
+
+def test_a_request_whose_room_has_ended_with_another_request_fails(pair):
+    """SGLang's own classes raise KeyError then, which ends the server."""
+    first = pair[1].receiver(room := next(rooms))
+    second = pair[1].receiver(room)
+    first.abort()
+    first.clear()
+    assert second.poll() == KVPoll.Failed
+    second.clear()
