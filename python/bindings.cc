@@ -21,6 +21,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "base/config.h"
 #include "base/host_memory.h"
 #include "base/random.h"
@@ -163,6 +164,18 @@ KvLayout Validated(const KvLayout& layout) {
   return layout;
 }
 
+// What is not as it comes.
+std::string ReprOfConfig(const nb::handle self) {
+  const nb::object usual = nb::cast(Config());
+  std::vector<std::string> fields;
+  for (const std::string& name : Config::FieldNames()) {
+    const nb::object value = nb::getattr(self, name.c_str());
+    if (value.equal(nb::getattr(usual, name.c_str()))) continue;
+    fields.push_back(absl::StrCat(name, "=", nb::cast<std::string>(nb::repr(value))));
+  }
+  return absl::StrCat("Config(", absl::StrJoin(fields, ", "), ")");
+}
+
 void BindConfig(nb::module_& module) {
   nb::class_<Config> config(module, "Config", "All tunables; see base/config.h.");
   config.def_static(
@@ -171,6 +184,7 @@ void BindConfig(nb::module_& module) {
       "Defaults, then KVFERRY_* variables, then options; validated. ValueError names the "
       "wrong key or value and lists the right ones.");
   config.def_static("field_names", &Config::FieldNames, "Keys that make() knows.");
+  config.def("__repr__", &ReprOfConfig);
   config.def_ro("listen_host", &Config::listen_host)
       .def_ro("listen_port", &Config::listen_port)
       .def_ro("allowed_hosts", &Config::allowed_hosts)
@@ -394,6 +408,11 @@ void BindPools(nb::module_& module) {
           "adopt() for contiguous tensors of the CPU or of a GPU, torch's, numpy's or any with "
           "DLPack: K of each layer, then V of each, of the layout's dtypes or bytes (any "
           "integers). They are kept alive with the pool; nothing is copied.")
+      .def("__repr__",
+           [](const KvPool& self) {
+             return absl::StrCat("KvPool(", self.num_pages(), " pages of ",
+                                 self.layout().ToString(), ", ", NameOf(self.memory()), ")");
+           })
       .def_prop_ro("num_pages", &KvPool::num_pages)
       .def_prop_ro("layout", &KvPool::layout)
       .def_prop_ro(

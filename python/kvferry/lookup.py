@@ -250,7 +250,7 @@ class KVLookupBuffer:
 
     def _as_producer(self) -> _core.LookupProducer:
         if self._producer is None:
-            raise RuntimeError("lookup: a consumer does not insert")
+            raise _core.FailedPrecondition("lookup: a consumer does not insert")
         return self._producer
 
     @property
@@ -323,7 +323,7 @@ class KVLookupBuffer:
 
     def _start(self, input_tokens, roi, pages, timeout_ms, events=None, event=0) -> _core.Lookup:
         if self._consumer is None:
-            raise RuntimeError("lookup: a producer does not look up")
+            raise _core.FailedPrecondition("lookup: a producer does not look up")
         return self._consumer.drop_select(
             _tokens(input_tokens), _roi(roi), pages, timeout_ms, events, event
         )

@@ -223,6 +223,13 @@ def test_the_first_array_may_find_no_memory():
     assert told_by(FIRST_ARRAY) == ["[1, 2, 3]"]
 
 
+def test_objects_say_what_they_are():
+    assert repr(kvferry.Config.make({})) == "Config()"
+    config = kvferry.Config.make({"lanes": 2, "net_device": "lo", "checksum": True})
+    assert repr(config) == "Config(net_device='lo', lanes=2, checksum=True)"
+    assert repr(kvferry.KvPool.create(small_layout(), 3)).startswith("KvPool(3 pages of ")
+
+
 @pytest.mark.parametrize("make", [list, tuple, np.array, np.int32, torch_pages], ids=str)
 def test_pages_come_as_lists_and_arrays(pair, make):
     pages, local = np.array([1, 2]), np.array([3, 4])

@@ -237,9 +237,9 @@ def test_bad_input_says_what_is_wrong(pair):
         other.drop_select([1], timeout_ms=-1)
     with pytest.raises(ValueError, match="max_fetch_timeout_ms"):
         other.drop_select([1], timeout_ms=10**8)
-    with pytest.raises(RuntimeError, match="a producer does not look up"):
+    with pytest.raises(kvferry.FailedPrecondition, match="a producer does not look up"):
         one.drop_select([1])
-    with pytest.raises(RuntimeError, match="a consumer does not insert"):
+    with pytest.raises(kvferry.FailedPrecondition, match="a consumer does not insert"):
         other.insert([1], None, key, value)
     with pytest.raises(ValueError, match="role is 'both'"):
         KVLookupBuffer("both", model="m", layout=layout())
