@@ -10,7 +10,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/cleanup/cleanup.h"
-#include "absl/container/btree_set.h"
+#include "absl/container/btree_map.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "base/mutex.h"
@@ -30,6 +30,7 @@ namespace kvferry {
 namespace {
 
 constexpr int64_t kReplyLeaseMs = 10000;  // At most.
+constexpr int64_t kMaxWaiting = 2 * CallRooms::kMaxCalls;
 
 // What one call to a tier may take of those who wait behind it, however long its own caller waits.
 // One that hangs is known by then (TieredStore::kPatience) and is not asked by those who come next.
@@ -100,20 +101,18 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   void OnCall(const CallKey& call, const std::string& function, const Fields& args,
               Deadline deadline) override;
   // What it has leased expires.
-  void OnCallDropped(const CallKey& call) override {
-    const MutexLock lock(&mutex_);
-    awaited_.erase(call);
-  }
+  void OnCallDropped(const CallKey& call) override { Forget(call); }
   // Of LeaseSource too; the leases need it once.
   Deadline Tick(Deadline now) override { return LeaseSource::Tick(now); }
 
  private:
   struct Request {
     CallKey call;
-    std::shared_ptr<const Fields> args;  // And the call's room, until nothing is left of it.
     Deadline deadline;
     Deadline answer_by;
-    std::vector<std::string> keys;  // From ReadKeys() on.
+    // These two from its turn on: what waits for that holds nothing of a call that may be dropped.
+    std::shared_ptr<const Fields> args{};  // And the call's room, until nothing is left of it.
+    std::vector<std::string> keys{};
   };
   // Of one call to the stores. Asked for anew before each of several.
   static Deadline StoreDeadline(const Request& request) {
@@ -126,19 +125,24 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
     return !awaited_.contains(request.call);
   }
   void Reply(const CallKey& call, const absl::StatusOr<Fields>& reply) {
-    {
-      const MutexLock lock(&mutex_);
-      awaited_.erase(call);
-    }
+    Forget(call);
     node_.get().Reply(call, reply);
+  }
+  void Forget(const CallKey& call) {
+    decltype(awaited_)::node_type forgotten;  // Destroyed outside of the lock.
+    const MutexLock lock(&mutex_);
+    forgotten = awaited_.extract(call);
   }
   // What to reply now; nothing: the reply follows.
   using Result = absl::StatusOr<std::optional<Fields>>;
   using Function = Result (Service::*)(const Request&);
   static Function Find(const std::string& name);
 
-  // Of a call that has come, with room for it.
-  absl::StatusOr<Request> Take(const CallKey& call, const Fields& args, Deadline deadline);
+  // The thread that a call which has come waits for, if there is room for it.
+  TaskThread& line() { return options_.tiered != nullptr ? in_memory_ : tasks_; }
+  absl::Status Take(const CallKey& call, const Fields& args);
+  // False when nobody waits for the reply any more.
+  bool ReadArgs(Request& request);
   static absl::Status ReadKeys(Request& request);
   // Posts the task; what cannot be posted is answered.
   void Post(TaskThread& thread, const CallKey& call, std::function<void()> task);
@@ -208,8 +212,9 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   std::atomic<bool> closing_{false};
   Mutex mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<void>> held_ ABSL_GUARDED_BY(mutex_);
-  // Calls whose callers wait for a reply. As many as the node serves: each is replied to or dropped.
-  absl::btree_set<CallKey> awaited_ ABSL_GUARDED_BY(mutex_);
+  // Calls whose callers wait for a reply. As many as the node serves: each is replied to or dropped, and with
+  // it what it carries, though it may not have had its turn.
+  absl::btree_map<CallKey, std::shared_ptr<const Fields>> awaited_ ABSL_GUARDED_BY(mutex_);
   AttachedNode node_;
   std::unique_ptr<Node> owned_node_;  // Last: its thread uses the rest.
 };
@@ -253,24 +258,33 @@ StoreServer::Service::Function StoreServer::Service::Find(const std::string& nam
 
 void StoreServer::Service::OnCall(const CallKey& call, const std::string& function,
                                   const Fields& args, Deadline deadline) {
-  {
-    const MutexLock lock(&mutex_);
-    awaited_.insert(call);
-  }
-  absl::StatusOr<Request> request = Take(call, args, deadline);
-  if (!request.ok()) return Reply(call, request.status());
-  Post(options_.tiered != nullptr ? in_memory_ : tasks_, call,
-       [this, function, request = *std::move(request)] { Begin(function, request); });
+  if (const absl::Status taken = Take(call, args); !taken.ok()) return Reply(call, taken);
+  Post(line(), call, [this, function, request = Request{call, deadline, InTimeToReply(deadline)}] {
+    Begin(function, request);
+  });
 }
 
-absl::StatusOr<StoreServer::Service::Request> StoreServer::Service::Take(const CallKey& call,
-                                                                         const Fields& args,
-                                                                         Deadline deadline) {
+absl::Status StoreServer::Service::Take(const CallKey& call, const Fields& args) {
+  // Those whose callers have gone wait on, but for nothing.
+  if (line().num_waiting() >= kMaxWaiting) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("store: ", kMaxWaiting, " calls wait already; try again in a moment"));
+  }
   const auto bytes = static_cast<int64_t>(args.TotalBytes());
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<void> room, rooms_->Take(call.peer, bytes));
-  const std::shared_ptr<const Fields> held(new Fields(args),
-                                           [room](const Fields* fields) { delete fields; });
-  return Request{call, held, deadline, InTimeToReply(deadline), {}};
+  std::shared_ptr<const Fields> held(new Fields(args),
+                                     [room](const Fields* fields) { delete fields; });
+  const MutexLock lock(&mutex_);
+  awaited_.emplace(call, std::move(held));
+  return absl::OkStatus();
+}
+
+bool StoreServer::Service::ReadArgs(Request& request) {
+  const MutexLock lock(&mutex_);
+  const auto found = awaited_.find(request.call);
+  if (found == awaited_.end()) return false;
+  request.args = found->second;
+  return true;
 }
 
 absl::Status StoreServer::Service::ReadKeys(Request& request) {
@@ -297,7 +311,7 @@ void StoreServer::Service::Run(const CallKey& call, const std::function<void()>&
 }
 
 void StoreServer::Service::Begin(const std::string& name, Request request) {
-  if (IsOver(request)) return;
+  if (IsOver(request) || !ReadArgs(request)) return;
   const Function function = Find(name);
   if (function == nullptr) {
     return Reply(request.call,
@@ -305,9 +319,9 @@ void StoreServer::Service::Begin(const std::string& name, Request request) {
   }
   if (const absl::Status read = ReadKeys(request); !read.ok()) return Reply(request.call, read);
   if (options_.tiered == nullptr || IsInMemory(name, request)) return Serve(function, request);
-  request.keys = std::vector<std::string>();  // Where many wait they are to be packed.
+  request = {request.call, request.deadline, request.answer_by};
   Post(IsQuestion(name) ? questions_ : tasks_, request.call, [this, function, request]() mutable {
-    if (ReadKeys(request).ok()) Serve(function, request);  // As it was before.
+    if (ReadArgs(request) && ReadKeys(request).ok()) Serve(function, request);  // As it was before.
   });
 }
 

@@ -18,7 +18,8 @@ std::string_view MeaningOf(absl::StatusCode code) {
     case absl::StatusCode::kNotFound:
       return "no such entry there";
     case absl::StatusCode::kFailedPrecondition:
-      return "the value there has another length than a page: put as bytes, or with another layout";
+      return "the value there has another length than a page, put as bytes or with another layout; "
+             "or the tier below refuses, and the server's log says why";
     case absl::StatusCode::kResourceExhausted:
       return "no room there now: entries that are pinned or being read or put take all of it, or a "
              "tier below is full; try again, unpin entries or give the server more";

@@ -29,6 +29,7 @@ absl::Status TaskThread::Post(const PeerKey& peer, Task task) {
   turn.front() = queue;
   if (is_new) turns_.splice(turns_.end(), turn);
   queue->second.splice(queue->second.end(), one);
+  ++num_waiting_;
   changed_.NotifyAll();
   return absl::OkStatus();
 }
@@ -40,6 +41,7 @@ void TaskThread::Stop() {
     stopped_ = true;
     turns_.clear();
     dropped.swap(queues_);
+    num_waiting_ = 0;
     changed_.NotifyAll();
   }
   if (thread_.joinable()) thread_.join();
@@ -49,6 +51,7 @@ TaskThread::Task TaskThread::TakeNext() {
   const Queues::iterator queue = turns_.front();
   Task task = std::move(queue->second.front());
   queue->second.pop_front();
+  --num_waiting_;
   if (queue->second.empty()) {
     turns_.pop_front();
     queues_.erase(queue);

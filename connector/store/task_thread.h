@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <list>
 #include <map>
@@ -28,6 +29,10 @@ class TaskThread {
   absl::Status Start(const std::string& name);
   // UNAVAILABLE when it was stopped: the task is gone then. Tasks posted before the start wait for it.
   absl::Status Post(const PeerKey& peer, Task task);
+  int64_t num_waiting() const {
+    const MutexLock lock(&mutex_);
+    return num_waiting_;
+  }
   // Finishes what it is doing; what waits is dropped, and what that holds.
   void Stop();
 
@@ -38,9 +43,10 @@ class TaskThread {
   // The first one of the peer whose turn it is, which is the last to have another.
   Task TakeNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  Mutex mutex_;
+  mutable Mutex mutex_;
   CondVar changed_;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
+  int64_t num_waiting_ ABSL_GUARDED_BY(mutex_) = 0;
   Queues queues_ ABSL_GUARDED_BY(mutex_);  // None is empty.
   std::list<Queues::iterator> turns_ ABSL_GUARDED_BY(mutex_);
   std::thread thread_;

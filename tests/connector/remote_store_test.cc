@@ -769,6 +769,32 @@ TEST_F(RemotePages, WhoAsksForTooMuchAtOnceIsRefused) {
   EXPECT_TRUE(IsOk(many.front().get()));
 }
 
+// Though they have not had their turn.
+TEST_F(RemotePages, CallsOfClientsThatHaveGoneTakeNoRoom) {
+  const auto lower = std::make_shared<OrderedStore>(SmallLayout().page_bytes());
+  const auto server = Serve(MakeHost(4), lower);
+  const auto first = StartNode(source_), last = StartNode(target_);
+  auto blocks = BeginCall(*first, server->address(), store_call::kExists, KeyArgs("b"));
+  const Fields long_args = KeyArgs("e").Set("more", std::string(1500 << 10, 'x'));
+  const int64_t fill_the_room = CallRooms::kMaxBytes / (1500 << 10) + 1;
+  for (int64_t i = 0; i < fill_the_room; ++i) {
+    const auto gone = StartNode(source_);
+    const int64_t served = Metric(*server, "calls_served");
+    const auto reply = BeginCall(*gone, server->address(), store_call::kExists, long_args);
+    ASSERT_TRUE(WaitFor([&] { return Metric(*server, "calls_served") > served; }, Soon()));
+  }
+  ASSERT_TRUE(WaitFor([&] { return Metric(*server, "peers") <= 1; }, Soon()));
+  const int64_t served = Metric(*server, "calls_served");
+  std::vector<std::future<absl::StatusOr<Fields>>> several;
+  for (int i = 0; i < 3; ++i) {
+    several.push_back(BeginCall(*last, server->address(), store_call::kExists, long_args));
+  }
+  ASSERT_TRUE(WaitFor([&] { return Metric(*server, "calls_served") == served + 3; }, Soon()));
+  lower->go_on.Open();
+  for (auto& reply : several) EXPECT_TRUE(IsOk(reply.get()));
+  EXPECT_TRUE(IsOk(blocks.get()));
+}
+
 // It uses up what it is given: that is less than the client waits.
 TEST_F(RemotePages, ATierThatHangsMakesNothingInMemoryTooLate) {
   const std::vector<std::string> keys = {"here", "nowhere"};
@@ -1054,7 +1080,6 @@ TEST_F(RemoteSessions, AFetchThatIsRefusedIsMadeAnew) {
   }
 }
 
-// As often as it is made anew.
 // The caller's memory is the transfer's for longer than a second, and the caller finds no memory meanwhile.
 TEST_F(RemoteSessions, AFetchIsWaitedForWithoutMemoryToo) {
   ASSERT_TRUE(IsOk(Put(*writer_, "value", Bytes(1000))));
@@ -1073,6 +1098,7 @@ TEST_F(RemoteSessions, AFetchIsWaitedForWithoutMemoryToo) {
   EXPECT_TRUE(Fails(got, Code::kDeadlineExceeded));
 }
 
+// As often as it is made anew.
 TEST_F(RemoteSessions, AnErasureThatIsCutOffEachTimeMayHaveBeenCarriedOut) {
   PutAll();
   std::atomic<int> num_replies = 0;
