@@ -63,8 +63,15 @@ bool Contains(const Network& network, const Address& address) {
   return true;
 }
 
+// Of an address; what else follows a zone stays.
 absl::string_view WithoutZone(absl::string_view entry) {
-  return entry.find(':') == absl::string_view::npos ? entry : entry.substr(0, entry.find('%'));
+  const size_t zone = entry.find('%');
+  if (zone == absl::string_view::npos ||
+      entry.substr(0, zone).find(':') == absl::string_view::npos ||
+      entry.substr(zone).find_first_of("/:*]") != absl::string_view::npos) {
+    return entry;
+  }
+  return entry.substr(0, zone);
 }
 
 auto Entries(absl::string_view list) { return absl::StrSplit(list, ',', absl::SkipWhitespace()); }

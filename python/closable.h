@@ -31,7 +31,9 @@ class Closable {
   Closable& operator=(const Closable&) = delete;
   ~Closable() { Close(); }
 
-  // With the GIL held, as Close(). The result outlives a Close() on another thread.
+  // With the GIL held, as Close(). The result outlives a Close() on another thread, which waits for it:
+  // it is to be let go of before the GIL is taken back, and before Python makes anything, whose garbage
+  // collection may close this on this very thread.
   std::shared_ptr<T> get() const {
     maker_.CheckIsHere(what_);
     {
@@ -70,9 +72,11 @@ class Closable {
       is_over_ = true;
       ended_.NotifyAll();
     }
+    // Not at exit, where threads may have stayed in a call for ever (gil.h), and nobody uses again what
+    // the object shares.
     void WaitUntilOver() {
       const MutexLock lock(&mutex_);
-      while (!is_over_) ended_.WaitAwhile(&mutex_);
+      while (!is_over_ && !InterpreterExits()) ended_.WaitAwhile(&mutex_);
     }
 
    private:

@@ -83,12 +83,14 @@ void DefineFreeRuns(nanobind::class_<Pool>& pool, const std::string& prefix, Pag
            "Element i counts the free runs of [2^i, 2^(i + 1)) pages.");
 }
 
-// The numbers of whatever has Metrics(), by name.
-template <typename Endpoint>
-nanobind::dict MetricsDict(const Endpoint& endpoint) {
-  nanobind::dict metrics;
-  for (const auto& [name, value] : endpoint.Metrics()) metrics[name.c_str()] = value;
-  return metrics;
+// What read() gives: the Metrics() of an object. It is let go of before Python's garbage collection may
+// run, which may close it.
+template <typename Read>
+nanobind::dict MetricsDict(const Read& read) {
+  const std::vector<std::pair<std::string, int64_t>> metrics = read();
+  nanobind::dict dict;
+  for (const auto& [name, value] : metrics) dict[name.c_str()] = value;
+  return dict;
 }
 
 // Integers as engines keep them: an array or tensor of int32 or int64, or where it says so a list.
@@ -120,7 +122,9 @@ class IntegerList {
     if (const auto* array = std::get_if<SlotInput>(&given)) {
       values_ = IntegerList(*array, what).values_;
     } else {
-      for (const int64_t value : std::get<std::vector<int64_t>>(given)) Add(value);
+      const auto& list = std::get<std::vector<int64_t>>(given);
+      values_.reserve(list.size());
+      for (const int64_t value : list) Add(value);
     }
   }
   IntegerList(const IntegerList&) = delete;

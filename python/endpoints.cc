@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "base/clock.h"
@@ -87,16 +88,18 @@ Object Begun(const std::shared_ptr<Handle>& handle, const Make& make) {
   }
 }
 
-std::vector<int64_t> PageList(const IntegersInput& given) {
+// A list is taken as it is: it has been copied from Python's, and may be long.
+std::vector<int64_t> PageList(IntegersInput given) {
+  if (auto* const list = std::get_if<std::vector<int64_t>>(&given)) return std::move(*list);
   const CountList list(given, "page");
   const std::span<const int64_t> pages = list;
   return {pages.begin(), pages.end()};
 }
 
 // The ticket is made first: what is published when there is no memory for it could not be told to anybody.
-nb::str Publish(const Prefill& self, const IntegersInput& given, int64_t num_tokens,
-                uint64_t lease_id, int64_t ready_layers, int64_t lease_ms) {
-  std::vector<int64_t> pages = PageList(given);
+nb::str Publish(const Prefill& self, IntegersInput given, int64_t num_tokens, uint64_t lease_id,
+                int64_t ready_layers, int64_t lease_ms) {
+  std::vector<int64_t> pages = PageList(std::move(given));
   const std::shared_ptr<PrefillEndpoint> endpoint = self.get();
   if (lease_id == 0) lease_id = RandomId();
   const std::string ticket = Ticket{endpoint->address(), endpoint->epoch(), lease_id,
@@ -190,11 +193,11 @@ void BindPrefill(nb::module_& module) {
            "configured.")
       .def(
           "push",
-          [](const Prefill& self, const std::string& ticket, const IntegersInput& pages,
+          [](const Prefill& self, const std::string& ticket, IntegersInput pages,
              int64_t num_tokens, uint64_t lease_id, int64_t ready_layers, int64_t timeout_ms) {
             const std::shared_ptr<PushHandle> push = Value(self.get()->Push(
                 Value(ReceiveTicket::Parse(ticket)),
-                {PageList(pages), num_tokens, lease_id, ready_layers}, timeout_ms));
+                {PageList(std::move(pages)), num_tokens, lease_id, ready_layers}, timeout_ms));
             return Begun<Pushed>(push, [&] { return Pushed(nb::cast(push)); });
           },
           "ticket"_a, "pages"_a, "num_tokens"_a = 0, "lease_id"_a = 0, "ready_layers"_a = 0,
@@ -255,7 +258,8 @@ void BindPrefill(nb::module_& module) {
           "(lease_id, 'fetched' | 'released' | 'expired') of leases that ended since the last "
           "call.")
       .def(
-          "metrics", [](const Prefill& self) { return MetricsDict(*self.get()); },
+          "metrics",
+          [](const Prefill& self) { return MetricsDict([&] { return self.get()->Metrics(); }); },
           nb::sig("def metrics(self) -> dict[str, int]"))
       .def(
           "close", [](Prefill& self) { self.Close(); },
@@ -320,10 +324,10 @@ void BindDecode(nb::module_& module) {
       .def_prop_ro("epoch", [](const Decode& self) { return self.get()->epoch(); })
       .def(
           "receive",
-          [](const Decode& self, int64_t first_page, const IntegersInput& pages, int64_t num_tokens,
+          [](const Decode& self, int64_t first_page, IntegersInput pages, int64_t num_tokens,
              int64_t timeout_ms) {
-            DecodeEndpoint::Receiving receiving =
-                Value(self.get()->Receive({first_page, PageList(pages), num_tokens, timeout_ms}));
+            DecodeEndpoint::Receiving receiving = Value(self.get()->Receive(
+                {first_page, PageList(std::move(pages)), num_tokens, timeout_ms}));
             return Begun<Received>(receiving.handle, [&] {
               return Received(nb::cast(std::pair(receiving.ticket.ToString(), receiving.handle)));
             });
@@ -333,10 +337,10 @@ void BindDecode(nb::module_& module) {
           "(ticket for PrefillEndpoint.push, handle).")
       .def(
           "fetch",
-          [](const Decode& self, const std::string& ticket, int64_t first_page,
-             const IntegersInput& pages, int64_t timeout_ms, Pair heads, Pair reader) {
+          [](const Decode& self, const std::string& ticket, int64_t first_page, IntegersInput pages,
+             int64_t timeout_ms, Pair heads, Pair reader) {
             const std::shared_ptr<FetchHandle> handle = Value(self.get()->Fetch(
-                Value(Ticket::Parse(ticket)), first_page, CountList(pages, "page"), timeout_ms,
+                Value(Ticket::Parse(ticket)), first_page, PageList(std::move(pages)), timeout_ms,
                 {{heads.first, heads.second}, {reader.first, reader.second}}));
             return Begun<Fetched>(handle, [&] { return Fetched(nb::cast(handle)); });
           },
@@ -354,7 +358,8 @@ void BindDecode(nb::module_& module) {
           "Asks the prefill sides to keep what these Tickets stand for, for their lease_ms from "
           "now on. Never fails: a fetch says what has become of it.")
       .def(
-          "metrics", [](const Decode& self) { return MetricsDict(*self.get()); },
+          "metrics",
+          [](const Decode& self) { return MetricsDict([&] { return self.get()->Metrics(); }); },
           nb::sig("def metrics(self) -> dict[str, int]"))
       .def(
           "close", [](Decode& self) { self.Close(); },

@@ -46,6 +46,8 @@ void StayForEver() {
   for (;;) pause();
 }
 
+bool InterpreterExits() { return g_exits_on.load() != std::thread::id(); }
+
 HeldGil::HeldGil() {
   ++g_num_held;  // Before the question: BeginExit() looks only after it has changed the answer.
   held_ = nb::is_alive() && !ExitsOnAnother();

@@ -18,6 +18,8 @@
 namespace kvferry {
 
 [[noreturn]] void StayForEver();
+// From the interpreter's exit on.
+bool InterpreterExits();
 
 // Returns what `call` returns, which is one call of Python's C API that may ask for the GIL, as
 // running Python code does, and nothing else. At exit the thread stays in here, as from 3.14 on.

@@ -109,8 +109,9 @@ void InsertTensors(const Producer& self, const KvLayout& layout, const TokenInpu
   const auto key_bytes = TensorBytes(key, "key", layout, num_tokens);
   const auto value_bytes = TensorBytes(value, "value", layout, num_tokens);
   const Deadline deadline = StoreDeadline(timeout_ms);
-  const std::shared_ptr<LookupProducer> producer = self.get();
+  std::shared_ptr<LookupProducer> held = self.get();
   const ReleasedGil nogil;
+  const std::shared_ptr<LookupProducer> producer = std::move(held);
   Check(producer->InsertTensors(Span(tokens), mask, key_bytes, value_bytes, deadline,
                                 ToHidden(hidden)));
 }
@@ -119,8 +120,9 @@ uint64_t InsertPages(const Producer& self, const TokenInput& tokens, const RoiIn
                      const std::vector<int64_t>& pages, const HiddenInput& hidden,
                      int64_t timeout_ms) {
   const Deadline deadline = StoreDeadline(timeout_ms);
-  const std::shared_ptr<LookupProducer> producer = self.get();
+  std::shared_ptr<LookupProducer> held = self.get();
   const ReleasedGil nogil;
+  const std::shared_ptr<LookupProducer> producer = std::move(held);
   return Value(producer->Insert(Span(tokens), ToRoi(roi), pages, deadline, ToHidden(hidden)));
 }
 
@@ -166,7 +168,8 @@ void BindProducer(nb::module_& module) {
           },
           "(entry, 'fetched' | 'dropped') of entries that left since the last call.")
       .def(
-          "metrics", [](const Producer& self) { return MetricsDict(*self.get()); },
+          "metrics",
+          [](const Producer& self) { return MetricsDict([&] { return self.get()->Metrics(); }); },
           nb::sig("def metrics(self) -> dict[str, int]"))
       .def("close", &Producer::Close);
 }
@@ -255,13 +258,17 @@ class PyLookup {
   // Python lets go of it, as where Ctrl-C comes before it is anybody's: the caller has his pages back.
   ~PyLookup() {
     if (handle_ == nullptr || handle_->done()) return;
+    if (!maker_.IsHere()) return;  // In the child of a fork nobody would end it.
     const ReleasedGil nogil;
     CancelAndWait(*handle_);
   }
 
   // Once, before anything else is called.
   void Begin(std::shared_ptr<LookupHandle> handle) { handle_ = std::move(handle); }
-  LookupHandle& handle() const { return *handle_; }
+  LookupHandle& handle() const {
+    maker_.CheckIsHere("lookup");
+    return *handle_;
+  }
   const KvPool& pool() const { return *pool_; }
   // Of a lookup that is done; raises what it failed with.
   LookupResult result() const {
@@ -271,6 +278,7 @@ class PyLookup {
 
  private:
   const std::shared_ptr<KvPool> pool_;
+  const Maker maker_;
   std::shared_ptr<LookupHandle> handle_;
   const std::shared_ptr<LentPages> lent_;  // Null: the caller's pages.
 };
@@ -279,7 +287,7 @@ std::unique_ptr<PyLookup> Start(const Consumer& self, const std::optional<TokenI
                                 const RoiInput& roi,
                                 const std::optional<std::vector<int64_t>>& pages,
                                 int64_t timeout_ms, const PyEvents* events, uint64_t event) {
-  const std::shared_ptr<ConsumerParts> parts = self.get();
+  std::shared_ptr<ConsumerParts> held = self.get();
   LookupConsumer::Request request;
   if (tokens) request.tokens.emplace(tokens->data(), tokens->data() + tokens->shape(0));
   request.roi = ToRoi(roi);
@@ -287,8 +295,8 @@ std::unique_ptr<PyLookup> Start(const Consumer& self, const std::optional<TokenI
   if (pages) {
     request.pages = *pages;
   } else {
-    CheckCanBeTensors(parts->pool->layout());
-    lent = std::make_shared<LentPages>(parts->copies);
+    CheckCanBeTensors(held->pool->layout());
+    lent = std::make_shared<LentPages>(held->copies);
     request.allocate = [lent](int64_t count) { return lent->Allocate(count); };
   }
   request.deadline = StoreDeadline(timeout_ms);
@@ -296,8 +304,9 @@ std::unique_ptr<PyLookup> Start(const Consumer& self, const std::optional<TokenI
     request.on_done = [done = events->events, event = std::make_shared<LookupEvents::Event>(
                                                   1, event)] { done->Add(*event); };
   }
-  auto lookup = std::make_unique<PyLookup>(parts->pool, std::move(lent));
+  auto lookup = std::make_unique<PyLookup>(held->pool, std::move(lent));
   const ReleasedGil nogil;
+  const std::shared_ptr<ConsumerParts> parts = std::move(held);
   lookup->Begin(Value(parts->consumer->DropSelect(std::move(request))));
   return lookup;
 }
@@ -393,7 +402,10 @@ void BindConsumer(nb::module_& module) {
            "Starts a lookup, into the caller's pages or (none) into the last copy_pages of the "
            "pool. `events` gets the number `event` when it is done.")
       .def(
-          "metrics", [](const Consumer& self) { return MetricsDict(*self.get()->consumer); },
+          "metrics",
+          [](const Consumer& self) {
+            return MetricsDict([&] { return self.get()->consumer->Metrics(); });
+          },
           nb::sig("def metrics(self) -> dict[str, int]"))
       .def("close", &Consumer::Close);
 }

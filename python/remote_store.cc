@@ -72,7 +72,8 @@ void BindServer(nb::module_& module) {
           "served then; without it `host` alone is.")
       .def_prop_ro("address", [](const PyServer& self) { return self.get()->address(); })
       .def(
-          "metrics", [](const PyServer& self) { return MetricsDict(*self.get()); },
+          "metrics",
+          [](const PyServer& self) { return MetricsDict([&] { return self.get()->Metrics(); }); },
           nb::sig("def metrics(self) -> dict[str, int]"))
       .def("close", &PyServer::Close);
 }

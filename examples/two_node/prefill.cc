@@ -193,13 +193,13 @@ absl::StatusOr<LineSocket> AcceptDecode(LineListener* listener, Deadline deadlin
 absl::Status RunPrefill(const Options& options) {
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<KvPool> pool,
                            KvPool::Create(options.layout, options.pool_pages));
+  KVFERRY_ASSIGN_OR_RETURN(LineListener listener, LineListener::Listen(options.address));
   Config config = options.config;
   const auto make_endpoint = [&] {
     return PrefillEndpoint::Create(pool, {config, options.model(), "prefill"});
   };
   // What is wrong with the configuration shows before a decode side comes.
   KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<PrefillEndpoint> endpoint, make_endpoint());
-  KVFERRY_ASSIGN_OR_RETURN(LineListener listener, LineListener::Listen(options.address));
   absl::PrintF("prefill: %s, %d pages of %.1f KiB; tickets at %s:%d\n", options.layout.ToString(),
                options.pool_pages, static_cast<double>(options.layout.page_bytes()) / 1024,
                options.address.host, listener.port());

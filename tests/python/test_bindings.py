@@ -833,6 +833,7 @@ def refusal(call):
         return str(error)
 
 parent = os.getpid()
+lookup = consumer.drop_select(None, None, [1], 20000)
 if os.fork() != 0:
     sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 signal.alarm(20)
@@ -841,6 +842,7 @@ calls = {
     "lookup buffers": [producer.metrics, consumer.metrics],
     "store servers": [server.metrics],
     "stores": [host.stats, remote.stats, tiered.stats],
+    "lookups": [lookup.cancel, lambda: lookup.done],
 }
 for what, those in calls.items():
     for call in those:

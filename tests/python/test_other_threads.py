@@ -290,6 +290,67 @@ def test_who_finds_an_endpoint_closed_finds_it_ended(fetched):
         thread.join()
 
 
+# An insert waits for room, in a daemon thread, when the interpreter exits and somebody closes the
+# buffer.
+CLOSED_AT_EXIT = """
+import os, threading, time
+import numpy as np
+import kvferry
+
+layout = kvferry.KvLayout.mha(2, 4, 1, 8, "float32")
+key = np.zeros((2, 4, 1, 8), np.float32)
+
+class Owner:
+    def __init__(self):
+        self.buffer = kvferry.KVLookupBuffer(
+            "producer", model="m", layout=layout, max_bytes=layout.page_bytes
+        )
+
+    def __del__(self, write=os.write):
+        self.buffer.close()
+        write(1, b"closed")
+
+owner = Owner()
+owner.buffer.insert([1, 2, 3, 4], None, key, key)
+waits = ([1, 2, 3, 5], None, key, key, None, 30000)
+threading.Thread(target=owner.buffer.insert, args=waits, daemon=True).start()
+time.sleep(0.2)
+"""
+
+# The garbage collection that making a result begins closes what is asked for it.
+CLOSED_BY_A_COLLECTION = """
+import gc
+import kvferry
+
+layout = kvferry.KvLayout.mha(2, 4, 1, 8, "float32")
+prefill = kvferry.PrefillEndpoint(kvferry.KvPool.create(layout, 4), kvferry.Config.make({}), "m")
+
+class Owner:
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        prefill.close()
+
+gc.collect()
+gc.freeze()
+Owner()
+gc.set_threshold(1)
+try:
+    while True:
+        prefill.metrics()
+except kvferry.FailedPrecondition:
+    print("closed", end="")
+"""
+
+
+@pytest.mark.parametrize("script", [CLOSED_AT_EXIT, CLOSED_BY_A_COLLECTION], ids=["exit", "gc"])
+def test_close_waits_for_no_call_that_cannot_end(script):
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "closed"), done.stderr
+
+
 # As torch's, but that asks for the GIL each time.
 PYTHON_ARRAYS = """
 class Array:

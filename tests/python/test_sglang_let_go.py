@@ -169,6 +169,26 @@ def test_pages_of_which_nothing_is_found_out_are_never_freed(pair, mode, what, m
     assert not prefill.manager._outgoing and not prefill.manager._by_lease
 
 
+def test_pages_are_waited_for_where_nothing_can_be_said(pair, monkeypatch):
+    """For want of memory, which is when there is most to say."""
+    prefill, decode = pair
+    transfer, (handle,) = under_way(prefill, decode)
+    monkeypatch.setattr(pd_manager, "_SETTLE_TIMEOUT_MS", 50)
+
+    def finds_no_memory(*_):
+        raise MemoryError
+
+    (fetch,) = decode.manager._incoming[transfer.room].fetches()
+    monkeypatch.setattr(fetch, "cancel", finds_no_memory)
+    monkeypatch.setattr(pd_manager._logger, "error", finds_no_memory)
+    with pytest.raises(pd_manager.PagesInUse):
+        end_before_a_poll(transfer, "decode")
+    monkeypatch.undo()
+    for it in transfer.receivers + transfer.senders:
+        it.clear()
+    assert handle.done
+
+
 class LateEndpoint:
     """A prefill endpoint that does not say in time that it has taken leases back."""
 

@@ -3,6 +3,7 @@ messages, and how requests fail and let go of their pages."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -54,6 +55,13 @@ def _is_readable(address: int) -> bool:
     finally:
         os.close(read_end)
         os.close(write_end)
+
+
+def _say(text: str, *of: Any) -> None:
+    """Where there is memory for that: who waits for pages has to wait on in any case."""
+    with contextlib.suppress(Exception):
+        words = [reason_of(it) if isinstance(it, Exception) else it for it in of]
+        _logger.error(f"kvferry: {text}", *words)
 
 
 class PagesInUse(BaseException):
@@ -209,7 +217,7 @@ class Manager(CommonKVManager):
         for _ in range(_SETTLE_ATTEMPTS):
             if self._is_in_time(are_let_go, time.monotonic() + _SETTLE_TIMEOUT_MS / 1e3):
                 return
-            _logger.error("kvferry: pages of room %s may be %s still", room, used)
+            _say("pages of room %s may be %s still", room, used)
         raise PagesInUse(f"pages of room {room} may be {used} still")
 
     @staticmethod
@@ -221,7 +229,7 @@ class Manager(CommonKVManager):
                     return True
             except Exception as error:  # Memory that is out, say. It tells nothing of the pages.
                 if not is_said:
-                    _logger.error("kvferry: asking again what uses pages: %s", reason_of(error))
+                    _say("asking again what uses pages: %s", error)
                 is_said = True
             if time.monotonic() >= deadline:
                 return False
