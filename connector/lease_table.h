@@ -166,8 +166,8 @@ class LeaseTable : public FetchSource {
   Deadline none_expires_before_ ABSL_GUARDED_BY(mutex_) = Deadline::max();
   std::vector<EndedLease> ended_ ABSL_GUARDED_BY(mutex_);
   struct Nothing {};
-  // Of leases that were published or given up here: to say what became of a ticket, or to answer Take() again;
-  // who has come for them; and of those that are to be published again, the readers that are done.
+  // Of leases that were published or given up here: to say what became of a ticket, or to answer Take()
+  // again; who has come for them; and of those that are to be published again, the readers that are done.
   RecentMap<Fate> fates_ ABSL_GUARDED_BY(mutex_);
   RecentMap<Nothing> asked_for_ ABSL_GUARDED_BY(mutex_);
   RecentMap<Readers> unpublished_ ABSL_GUARDED_BY(mutex_);

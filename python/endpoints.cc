@@ -75,8 +75,8 @@ void TakeBack(const Prefill& self, absl::Status (PrefillEndpoint::*how)(uint64_t
   Check(status);
 }
 
-// What has begun, for Python. Where there is no memory for its object its pages are the caller's again, who has
-// no handle: not before nothing moves there any more, which the deadline bounds.
+// What has begun, for Python. Where there is no memory for its object its pages are the caller's again,
+// who has no handle: not before nothing moves there any more, which the deadline bounds.
 template <typename Object, typename Handle, typename Make>
 Object Begun(const std::shared_ptr<Handle>& handle, const Make& make) {
   try {

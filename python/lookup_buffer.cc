@@ -257,8 +257,8 @@ class PyLookup {
   PyLookup& operator=(const PyLookup&) = delete;
   // Python lets go of it, as where Ctrl-C comes before it is anybody's: the caller has his pages back.
   ~PyLookup() {
-    if (handle_ == nullptr || handle_->done()) return;
-    if (!maker_.IsHere()) return;  // In the child of a fork nobody would end it.
+    // In the child of a fork nobody would end it, nor let go of its lock.
+    if (handle_ == nullptr || !maker_.IsHere() || handle_->done()) return;
     const ReleasedGil nogil;
     CancelAndWait(*handle_);
   }
@@ -272,8 +272,8 @@ class PyLookup {
   const KvPool& pool() const { return *pool_; }
   // Of a lookup that is done; raises what it failed with.
   LookupResult result() const {
-    Check(handle_->status());
-    return handle_->result();
+    Check(handle().status());
+    return handle().result();
   }
 
  private:

@@ -421,7 +421,7 @@ void NodeImpl::WelcomePeer(const PeerKey& peer, const Session& session) {
 }
 
 void NodeImpl::OnConnected(const PeerKey& peer, const Session& session) {
-  Log().info("connected to '{}' at {} over {}", absl::CEscape(session.name), session.address,
+  Log().info("connected to peer {} at {} over {}", Called(session.name), session.address,
              data_->PathName(session.link));
   RequestWaiting(peer, session);
   calls_->OnPeerReady(peer);

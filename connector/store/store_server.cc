@@ -30,7 +30,6 @@ namespace kvferry {
 namespace {
 
 constexpr int64_t kReplyLeaseMs = 10000;  // At most.
-constexpr int64_t kMaxWaiting = 2 * CallRooms::kMaxCalls;
 
 // What one call to a tier may take of those who wait behind it, however long its own caller waits.
 // One that hangs is known by then (TieredStore::kPatience) and is not asked by those who come next.
@@ -101,7 +100,10 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   void OnCall(const CallKey& call, const std::string& function, const Fields& args,
               Deadline deadline) override;
   // What it has leased expires.
-  void OnCallDropped(const CallKey& call) override { Forget(call); }
+  void OnCallDropped(const CallKey& call) override {
+    Forget(call);
+    for (TaskThread* thread : {&in_memory_, &questions_, &tasks_}) thread->Drop(call);
+  }
   // Of LeaseSource too; the leases need it once.
   Deadline Tick(Deadline now) override { return LeaseSource::Tick(now); }
 
@@ -138,8 +140,7 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   using Function = Result (Service::*)(const Request&);
   static Function Find(const std::string& name);
 
-  // The thread that a call which has come waits for, if there is room for it.
-  TaskThread& line() { return options_.tiered != nullptr ? in_memory_ : tasks_; }
+  // Keeps what a call carries, if there is room for it.
   absl::Status Take(const CallKey& call, const Fields& args);
   // False when nobody waits for the reply any more.
   bool ReadArgs(Request& request);
@@ -259,17 +260,13 @@ StoreServer::Service::Function StoreServer::Service::Find(const std::string& nam
 void StoreServer::Service::OnCall(const CallKey& call, const std::string& function,
                                   const Fields& args, Deadline deadline) {
   if (const absl::Status taken = Take(call, args); !taken.ok()) return Reply(call, taken);
-  Post(line(), call, [this, function, request = Request{call, deadline, InTimeToReply(deadline)}] {
-    Begin(function, request);
-  });
+  Post(options_.tiered != nullptr ? in_memory_ : tasks_, call,
+       [this, function, request = Request{call, deadline, InTimeToReply(deadline)}] {
+         Begin(function, request);
+       });
 }
 
 absl::Status StoreServer::Service::Take(const CallKey& call, const Fields& args) {
-  // Those whose callers have gone wait on, but for nothing.
-  if (line().num_waiting() >= kMaxWaiting) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("store: ", kMaxWaiting, " calls wait already; try again in a moment"));
-  }
   const auto bytes = static_cast<int64_t>(args.TotalBytes());
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<void> room, rooms_->Take(call.peer, bytes));
   std::shared_ptr<const Fields> held(new Fields(args),
@@ -297,7 +294,7 @@ absl::Status StoreServer::Service::ReadKeys(Request& request) {
 void StoreServer::Service::Post(TaskThread& thread, const CallKey& call,
                                 std::function<void()> task) {
   const absl::Status taken =
-      thread.Post(call.peer, [this, call, task = std::move(task)] { Run(call, task); });
+      thread.Post(call, [this, call, task = std::move(task)] { Run(call, task); });
   if (!taken.ok()) Reply(call, taken);
 }
 
@@ -453,8 +450,8 @@ absl::Status StoreServer::Service::FetchFromCaller(const Request& request, PageR
   fetch.on_done = [this, call = request.call, handle, then = std::move(then)] {
     // Refused only when the server closes: then the caller's deadline ends it.
     tasks_
-        .Post(call.peer, [this, call, handle,
-                          then] { Run(call, [&] { then(OfTransfer((*handle)->status())); }); })
+        .Post(call, [this, call, handle,
+                     then] { Run(call, [&] { then(OfTransfer((*handle)->status())); }); })
         .IgnoreError();
   };
   KVFERRY_ASSIGN_OR_RETURN(*handle, node_.get().Fetch(std::move(fetch)));

@@ -19,7 +19,9 @@ std::string_view MeaningOf(absl::StatusCode code) {
       return "no such entry there";
     case absl::StatusCode::kFailedPrecondition:
       return "the value there has another length than a page, put as bytes or with another layout; "
-             "or the tier below refuses, and the server's log says why";
+             "or the tier below is set up otherwise than the server was told";
+    case absl::StatusCode::kPermissionDenied:
+      return "the tier below refuses the server: look at its password and rights there";
     case absl::StatusCode::kResourceExhausted:
       return "no room there now: entries that are pinned or being read or put take all of it, or a "
              "tier below is full; try again, unpin entries or give the server more";

@@ -1,5 +1,6 @@
 #include "connector/store/task_thread.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <new>
 #include <utility>
@@ -19,19 +20,32 @@ absl::Status TaskThread::Start(const std::string& name) {
   return absl::OkStatus();
 }
 
-absl::Status TaskThread::Post(const PeerKey& peer, Task task) {
-  std::list<Task> one;
-  one.push_back(std::move(task));
+absl::Status TaskThread::Post(const CallKey& call, Task task) {
+  std::list<Waiting> one;
+  one.push_back({call.id, std::move(task)});
   const MutexLock lock(&mutex_);
   if (stopped_) return absl::UnavailableError("store: the server is closing");
   std::list<Queues::iterator> turn(1);  // Before anything changes: there may be no memory.
-  const auto [queue, is_new] = queues_.try_emplace(peer);
+  const auto [queue, is_new] = queues_.try_emplace(call.peer);
   turn.front() = queue;
   if (is_new) turns_.splice(turns_.end(), turn);
   queue->second.splice(queue->second.end(), one);
-  ++num_waiting_;
   changed_.NotifyAll();
   return absl::OkStatus();
+}
+
+void TaskThread::Drop(const CallKey& call) {
+  std::list<Waiting> dropped;  // Destroyed outside of the lock.
+  const MutexLock lock(&mutex_);
+  const auto queue = queues_.find(call.peer);
+  if (queue == queues_.end()) return;
+  std::list<Waiting>& tasks = queue->second;
+  const auto found = std::ranges::find(tasks, call.id, &Waiting::call);
+  if (found == tasks.end()) return;
+  dropped.splice(dropped.end(), tasks, found);
+  if (!tasks.empty()) return;
+  turns_.remove(queue);
+  queues_.erase(queue);
 }
 
 void TaskThread::Stop() {
@@ -41,7 +55,6 @@ void TaskThread::Stop() {
     stopped_ = true;
     turns_.clear();
     dropped.swap(queues_);
-    num_waiting_ = 0;
     changed_.NotifyAll();
   }
   if (thread_.joinable()) thread_.join();
@@ -49,9 +62,8 @@ void TaskThread::Stop() {
 
 TaskThread::Task TaskThread::TakeNext() {
   const Queues::iterator queue = turns_.front();
-  Task task = std::move(queue->second.front());
+  Task task = std::move(queue->second.front().task);
   queue->second.pop_front();
-  --num_waiting_;
   if (queue->second.empty()) {
     turns_.pop_front();
     queues_.erase(queue);

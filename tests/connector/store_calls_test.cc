@@ -23,12 +23,13 @@ TEST(TaskThread, PeersHaveTurnsAndEachKeepsItsOrder) {
   Latch done;
   TaskThread thread;
   const auto post = [&](const PeerKey& peer, char name) {
-    ASSERT_TRUE(IsOk(thread.Post(peer, [&order, name] { order += name; })));
+    const auto id = static_cast<uint64_t>(name);
+    ASSERT_TRUE(IsOk(thread.Post({peer, id}, [&order, name] { order += name; })));
   };
   for (const char name : {'1', '2', '3', '4', '5'}) post("a", name);
   for (const char name : {'x', 'y'}) post("b", name);
   post("c", 'C');
-  ASSERT_TRUE(IsOk(thread.Post("a", [&] { done.Open(); })));
+  ASSERT_TRUE(IsOk(thread.Post({"a", 1}, [&] { done.Open(); })));
   ASSERT_TRUE(IsOk(thread.Start("tasks")));
   ASSERT_TRUE(done.Wait(Soon()));
   thread.Stop();
@@ -40,21 +41,53 @@ TEST(TaskThread, WhatFindsNoMemoryIsNotPosted) {
   Latch last;
   TaskThread thread;
   // Its own closure takes none.
-  CallWithoutMemory([&] { (void)thread.Post(std::string(100, 'p'), [&done] { ++done; }); }, [] {});
-  ASSERT_TRUE(IsOk(thread.Post(std::string(100, 'p'), [&] { last.Open(); })));
+  CallWithoutMemory(
+      [&] {
+        (void)thread.Post({std::string(100, 'p'), 1}, [&done] { ++done; });
+      },
+      [] {});
+  ASSERT_TRUE(IsOk(thread.Post({std::string(100, 'p'), 2}, [&] { last.Open(); })));
   ASSERT_TRUE(IsOk(thread.Start("tasks")));
   ASSERT_TRUE(last.Wait(Soon()));
   thread.Stop();
   EXPECT_EQ(done, 1);
 }
 
+TEST(TaskThread, WhatNobodyWaitsForLeavesTheLine) {
+  std::string order;
+  Latch done;
+  TaskThread thread;
+  const auto held = std::make_shared<int>();
+  const auto post = [&](const PeerKey& peer, uint64_t id, char name) {
+    ASSERT_TRUE(IsOk(thread.Post({peer, id}, [&order, name, held] { order += name; })));
+  };
+  post("a", 1, '1');
+  post("a", 2, '2');
+  post("a", 3, '3');
+  post("gone", 1, 'x');
+  post("gone", 2, 'y');
+  post("b", 1, 'B');
+  for (const uint64_t id : {2, 1}) thread.Drop({"gone", id});
+  thread.Drop({"a", 2});
+  thread.Drop({"a", 2});
+  thread.Drop({"nobody", 1});
+  EXPECT_EQ(held.use_count(), 4);
+  ASSERT_TRUE(IsOk(thread.Post({"c", 1}, [&] { done.Open(); })));
+  ASSERT_TRUE(IsOk(thread.Start("tasks")));
+  ASSERT_TRUE(done.Wait(Soon()));
+  thread.Drop({"a", 1});  // It has been done.
+  thread.Stop();
+  EXPECT_EQ(order.substr(0, 2), "1B");
+  EXPECT_EQ(order.find_first_of("2xy"), std::string::npos);
+}
+
 TEST(TaskThread, WhatWaitsWhenItStopsIsDropped) {
   const auto held = std::make_shared<int>();
   TaskThread thread;
-  ASSERT_TRUE(IsOk(thread.Post("a", [held] { FAIL(); })));
+  ASSERT_TRUE(IsOk(thread.Post({"a", 1}, [held] { FAIL(); })));
   thread.Stop();
   EXPECT_EQ(held.use_count(), 1);
-  EXPECT_TRUE(Fails(thread.Post("a", [] {}), Code::kUnavailable));
+  EXPECT_TRUE(Fails(thread.Post({"a", 2}, [] {}), Code::kUnavailable));
 }
 
 // As many as it is granted.

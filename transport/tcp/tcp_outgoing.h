@@ -42,8 +42,8 @@ class TcpOutgoing {
   int64_t waiting() const { return static_cast<int64_t>(words_.size()) + frames_bytes_; }
   int64_t written() const { return written_; }
 
-  // Writes at most about `max_bytes` of that, and no more chunks than others may be kept waiting for. Anything
-  // but kSome says that the socket takes no more.
+  // Writes at most about `max_bytes` of that, and no more chunks than others may be kept waiting for.
+  // Anything but kSome says that the socket takes no more.
   // `done` of what has been sent is called from here.
   Moved Write(int fd, bool open, int64_t max_bytes);
   // Whatever is left fails.

@@ -3,7 +3,6 @@ messages, and how requests fail and let go of their pages."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import logging
@@ -59,9 +58,11 @@ def _is_readable(address: int) -> bool:
 
 def _say(text: str, *of: Any) -> None:
     """Where there is memory for that: who waits for pages has to wait on in any case."""
-    with contextlib.suppress(Exception):
+    try:  # contextlib.suppress() would need memory, too.
         words = [reason_of(it) if isinstance(it, Exception) else it for it in of]
         _logger.error(f"kvferry: {text}", *words)
+    except Exception:
+        pass
 
 
 class PagesInUse(BaseException):
@@ -214,11 +215,12 @@ class Manager(CommonKVManager):
     def _settle(self, room: int, are_let_go: Callable[[float], bool], used: str) -> None:
         """Waits until nothing uses the request's pages. are_let_go: whether nothing does, asked
         again and again; it may wait until that time itself. Raises PagesInUse, and nothing else."""
+        in_use = PagesInUse(f"pages of room {room} may be {used} still")  # While there is memory.
         for _ in range(_SETTLE_ATTEMPTS):
             if self._is_in_time(are_let_go, time.monotonic() + _SETTLE_TIMEOUT_MS / 1e3):
                 return
             _say("pages of room %s may be %s still", room, used)
-        raise PagesInUse(f"pages of room {room} may be {used} still")
+        raise in_use
 
     @staticmethod
     def _is_in_time(are_let_go: Callable[[float], bool], deadline: float) -> bool:
