@@ -45,8 +45,8 @@ class RocksDbStore : public KvStore {
   // INVALID_ARGUMENT for an empty path, a negative capacity, or max_value_bytes outside
   // [1, kMaxValueBytes]; FAILED_PRECONDITION for a path that is no folder, is open already, here or
   // in another process, or holds another database; PERMISSION_DENIED when it may not be written;
-  // RESOURCE_EXHAUSTED or UNAVAILABLE when the disk is full or fails; DATA_LOSS when RocksDB finds
-  // its files damaged.
+  // RESOURCE_EXHAUSTED or UNAVAILABLE when the disk is full or fails; RESOURCE_EXHAUSTED when the
+  // system does not give RocksDB its three threads; DATA_LOSS when RocksDB finds its files damaged.
   static absl::StatusOr<std::unique_ptr<RocksDbStore>> Open(const Options& options);
   ~RocksDbStore() override;
 

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -398,6 +399,70 @@ TEST(RocksDbStores, APathIsOpenedOnce) {
   }
   const auto store = Must(RocksDbStore::Open({.path = folder.path()}));
   EXPECT_TRUE(Fails(RocksDbStore::Open({.path = folder.path()}), kPrecondition, "open already"));
+}
+
+// What kvferry_test_store_opener said of its two stores.
+struct Opened {
+  absl::Status short_of_threads = absl::UnknownError("it has ended");
+  absl::Status afterwards = absl::UnknownError("it has ended");
+  bool ended_well = false;
+};
+
+Opened OpenWithThreads(const std::string& how, int number, const std::string& path) {
+  const std::string command =
+      absl::StrCat(KVFERRY_TEST_STORE_OPENER, " ", how, " ", number, " ", path);
+  FILE* const lines = popen(command.c_str(), "r");
+  Opened opened;
+  for (absl::Status* const status : {&opened.short_of_threads, &opened.afterwards}) {
+    char line[1000] = {};
+    if (fgets(line, sizeof(line), lines) == nullptr) break;
+    *status = absl::Status(static_cast<absl::StatusCode>(std::atoi(line)), line);
+  }
+  opened.ended_well = pclose(lines) == 0;
+  return opened;
+}
+
+TEST(RocksDbStores, WhereThreadsAreShort) {
+  for (int at_once = 0; at_once <= 18; ++at_once) {
+    SCOPED_TRACE(at_once);
+    const TempFolder folder;
+    for (const char* const what : {"new", "there already"}) {
+      SCOPED_TRACE(what);
+      const Opened opened = OpenWithThreads("scarce", at_once, folder.path());
+      EXPECT_TRUE(opened.ended_well);
+      if (at_once < 3) {
+        EXPECT_TRUE(Fails(opened.short_of_threads, kExhausted, folder.path(),
+                          absl::StrCat("thread ", at_once + 1, " of 3")));
+      } else {
+        EXPECT_TRUE(IsOk(opened.short_of_threads));
+      }
+      EXPECT_TRUE(IsOk(opened.afterwards));
+    }
+  }
+}
+
+// As where others take them while RocksDB opens its files. The timer starts last: what RocksDB has
+// locked by then stays so in that process.
+TEST(RocksDbStores, WhereThreadsRunOut) {
+  const TempFolder folder;
+  ASSERT_TRUE(IsOk(Put(*Must(RocksDbStore::Open({.path = folder.path()})), "a", ValueOf(1, 1, 9))));
+  for (int number = 0; number <= 18; ++number) {
+    SCOPED_TRACE(number);
+    const Opened opened = OpenWithThreads("fail", number, folder.path());
+    EXPECT_TRUE(opened.ended_well);
+    if (number < 6) {
+      EXPECT_TRUE(Fails(opened.short_of_threads, kExhausted, folder.path()));
+    } else {
+      EXPECT_TRUE(IsOk(opened.short_of_threads));
+    }
+    if (number == 5) {
+      EXPECT_TRUE(Fails(opened.afterwards, kPrecondition, "open already"));
+    } else {
+      EXPECT_TRUE(IsOk(opened.afterwards));
+    }
+    EXPECT_TRUE(*Must(RocksDbStore::Open({.path = folder.path()}))->GetBytes("a", Soon()) ==
+                ValueOf(1, 1, 9));
+  }
 }
 
 // ---- Paths and options --------------------------------------------------------------------------
