@@ -28,7 +28,9 @@ namespace kvferry {
 //
 // When the disk is full or fails, puts and erasures fail (RESOURCE_EXHAUSTED, UNAVAILABLE, with
 // RocksDB's words) and change nothing, gets go on, and the next put after there is room again
-// works. Room has to come from elsewhere: RocksDB needs some to remove anything.
+// works. Room has to come from elsewhere: RocksDB needs some to remove anything. After errors that
+// RocksDB calls fatal (no file descriptor left, a failing disk) they fail until the store is opened
+// anew, and say so.
 class RocksDbStore : public KvStore {
  public:
   struct Options {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <rocksdb/db.h>
 #include <sys/mount.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -535,6 +536,7 @@ TEST(RocksDbStores, AFullDiskAndRoomAgain) {
   absl::Status status = put(0);
   while (status.ok() && fit < 1000) status = put(++fit);
   EXPECT_TRUE(Fails(status, kExhausted, "No space left on device"));
+  EXPECT_EQ(status.message().find("opened anew"), absl::string_view::npos) << status;
   ASSERT_GT(fit, 50);
   EXPECT_TRUE(Fails(put(0), kExhausted));  // Not again, either; the old value stays.
   EXPECT_GE(store->stats().errors, 2);
@@ -552,6 +554,47 @@ TEST(RocksDbStores, AFullDiskAndRoomAgain) {
   for (uint64_t i = 1; i <= fit; ++i) {
     EXPECT_TRUE(*store->GetBytes(absl::StrCat(i), Soon()) == ValueOf(i, 1, 50000));
   }
+}
+
+// As long as it lives, no file grows beyond so many bytes: writes fail with EFBIG.
+class FileSizeLimit {
+ public:
+  explicit FileSizeLimit(rlim_t bytes) : signal_(std::signal(SIGXFSZ, SIG_IGN)) {
+    getrlimit(RLIMIT_FSIZE, &before_);
+    const rlimit limit = {bytes, before_.rlim_max};
+    setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  ~FileSizeLimit() {
+    setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, signal_);
+  }
+  FileSizeLimit(const FileSizeLimit&) = delete;
+  FileSizeLimit& operator=(const FileSizeLimit&) = delete;
+
+ private:
+  void (*signal_)(int);
+  rlimit before_{};
+};
+
+TEST(RocksDbStores, AnErrorThatRocksDbDoesNotGetOver) {
+  const TempFolder folder;
+  auto store = Must(RocksDbStore::Open({.path = folder.path()}));
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 1000))));
+  const auto expect_refused = [&] {
+    EXPECT_TRUE(Fails(Put(*store, "b", ValueOf(2, 1, 100000)), absl::StatusCode::kUnavailable,
+                      "File too large",
+                      "; RocksDB takes no more writes until the store is opened anew"));
+  };
+  {
+    const FileSizeLimit limit(50000);
+    expect_refused();
+  }
+  expect_refused();
+  EXPECT_TRUE(*store->GetBytes("a", Soon()) == ValueOf(1, 1, 1000));
+  store.reset();
+  store = Must(RocksDbStore::Open({.path = folder.path()}));
+  EXPECT_TRUE(IsOk(Put(*store, "b", ValueOf(2, 1, 100000))));
+  EXPECT_TRUE(*store->GetBytes("a", Soon()) == ValueOf(1, 1, 1000));
 }
 
 TEST(RocksDbStores, AReadOnlyDisk) {
