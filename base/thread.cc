@@ -1,12 +1,15 @@
 #include "base/thread.h"
 
 #include <csignal>
+#include <latch>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
+#include "base/status.h"
 
 namespace kvferry {
 namespace {
@@ -40,6 +43,32 @@ class SignalsBlocked {
   sigset_t before_;
 };
 
+// Threads that run until it goes.
+class HeldThreads {
+ public:
+  explicit HeldThreads(int count) : count_(count) { threads_.reserve(count); }
+  ~HeldThreads() {
+    end_.count_down();
+    for (std::thread& thread : threads_) thread.join();
+  }
+  HeldThreads(const HeldThreads&) = delete;
+  HeldThreads& operator=(const HeldThreads&) = delete;
+
+  absl::Status Start() {
+    while (threads_.size() < static_cast<size_t>(count_)) {
+      const std::string what = absl::StrCat("thread ", threads_.size() + 1, " of ", count_);
+      KVFERRY_ASSIGN_OR_RETURN(std::thread thread, StartThread(what, [this] { end_.wait(); }));
+      threads_.push_back(std::move(thread));
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  const int count_;
+  std::latch end_{1};
+  std::vector<std::thread> threads_;
+};
+
 }  // namespace
 
 absl::StatusOr<std::thread> StartThread(const std::string& what, std::function<void()> run) {
@@ -55,5 +84,7 @@ absl::StatusOr<std::thread> StartThread(const std::string& what, std::function<v
         absl::StrCat(what, ": the system refused a thread: ", error.what()));
   }
 }
+
+absl::Status CheckThreadsStart(int count) { return HeldThreads(count).Start(); }
 
 }  // namespace kvferry
