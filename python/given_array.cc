@@ -1,5 +1,7 @@
 #include "python/given_array.h"
 
+#include <unistd.h>
+
 #include "python/gil.h"
 
 namespace nb = nanobind;
@@ -7,9 +9,10 @@ namespace nb = nanobind;
 namespace kvferry {
 namespace {
 
-// Ctrl-C, or what else a signal's handler raises, that came while an object's own code ran: no reason to
-// refuse the object, and not to be lost. It is raised behind the call.
+// Ctrl-C, or what else a signal's handler raises, that came while an object's own code ran: not to be
+// lost. It is raised behind the call. Handlers run in the main thread, as what is raised later does.
 void RaiseLater() {
+  if (gettid() != getpid()) return;
   PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
   PyErr_Fetch(&type, &value, &traceback);
   PyErr_NormalizeException(&type, &value, &traceback);
