@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 
+#include "absl/strings/numbers.h"
 #include "connector/store/rocksdb_store.h"
 #include "tests/support/failing_threads.h"
 
@@ -37,5 +38,7 @@ int Run(std::string_view how, int number, const std::string& path) {
 
 int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
-  return argc == 4 ? kvferry::Run(argv[1], std::atoi(argv[2]), argv[3]) : 2;
+  int number = 0;
+  if (argc != 4 || !absl::SimpleAtoi(argv[2], &number)) return 2;
+  return kvferry::Run(argv[1], number, argv[3]);
 }

@@ -16,6 +16,7 @@
 #include <fstream>
 #include <functional>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "connector/store/host_store.h"
 #include "connector/store/tiered_store.h"
@@ -412,12 +413,17 @@ struct Opened {
 Opened OpenWithThreads(const std::string& how, int number, const std::string& path) {
   const std::string command =
       absl::StrCat(KVFERRY_TEST_STORE_OPENER, " ", how, " ", number, " ", path);
-  FILE* const lines = popen(command.c_str(), "r");
+  FILE* const lines = popen(command.c_str(), "r");  // NOLINT(bugprone-command-processor): ours.
   Opened opened;
   for (absl::Status* const status : {&opened.short_of_threads, &opened.afterwards}) {
     char line[1000] = {};
     if (fgets(line, sizeof(line), lines) == nullptr) break;
-    *status = absl::Status(static_cast<absl::StatusCode>(std::atoi(line)), line);
+    int code = 0;
+    const absl::string_view text = line;
+    if (!absl::SimpleAtoi(text.substr(0, text.find(' ')), &code)) {
+      break;
+    }
+    *status = absl::Status(static_cast<absl::StatusCode>(code), line);
   }
   opened.ended_well = pclose(lines) == 0;
   return opened;

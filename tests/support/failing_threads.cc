@@ -34,7 +34,8 @@ void* Run(void* start) {
 }
 
 bool Fails() {
-  if (starts_left != kNoLimit && starts_left-- <= 0) return true;
+  const bool is_counted = starts_left != kNoLimit;
+  if (is_counted && starts_left.fetch_sub(1) <= 0) return true;
   return running >= most_running;
 }
 
