@@ -1,8 +1,10 @@
 #include "base/thread.h"
 
 #include <csignal>
+#include <latch>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
@@ -40,6 +42,28 @@ class SignalsBlocked {
   sigset_t before_;
 };
 
+// Threads that do nothing but be there, all at once, until it goes.
+class IdleThreads {
+ public:
+  explicit IdleThreads(int count) { threads_.reserve(static_cast<size_t>(count)); }
+  ~IdleThreads() {
+    end_.count_down();
+    for (std::thread& thread : threads_) thread.join();
+  }
+  IdleThreads(const IdleThreads&) = delete;
+  IdleThreads& operator=(const IdleThreads&) = delete;
+
+  absl::Status StartOne(const std::string& what) {
+    absl::StatusOr<std::thread> thread = StartThread(what, [this] { end_.wait(); });
+    if (thread.ok()) threads_.push_back(*std::move(thread));
+    return thread.status();
+  }
+
+ private:
+  std::latch end_{1};
+  std::vector<std::thread> threads_;
+};
+
 }  // namespace
 
 absl::StatusOr<std::thread> StartThread(const std::string& what, std::function<void()> run) {
@@ -54,6 +78,18 @@ absl::StatusOr<std::thread> StartThread(const std::string& what, std::function<v
     return absl::ResourceExhaustedError(
         absl::StrCat(what, ": the system refused a thread: ", error.what()));
   }
+}
+
+absl::Status CheckThreadsStart(int count) {
+  const std::string what = absl::StrCat("trial of ", count, " threads");
+  IdleThreads threads(count);
+  for (int i = 0; i < count; ++i) {
+    if (const absl::Status started = threads.StartOne(what); !started.ok()) {
+      return absl::ResourceExhaustedError(absl::StrCat(
+          started.message(), "; raise the limit (ulimit -u, pids.max of the control group)"));
+    }
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace kvferry

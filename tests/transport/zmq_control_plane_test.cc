@@ -8,6 +8,7 @@
 #include <set>
 
 #include "base/config.h"
+#include "tests/support/failing_threads.h"
 #include "tests/support/files.h"
 #include "tests/support/sanitized.h"
 #include "tests/support/status.h"
@@ -38,6 +39,21 @@ TEST_F(WithoutFiles, ThereIsNoControlPlane) {
     EXPECT_TRUE(absl::IsResourceExhausted(plane.status())) << plane.status();
   }
   EXPECT_GT(made, 0);
+}
+
+// And where there is none of its threads.
+TEST(WithoutThreads, ThereIsNoControlPlane) {
+#ifdef KVFERRY_SANITIZED
+  GTEST_SKIP() << "sanitizers start threads in a way of their own";
+#endif
+  for (const int room : {0, 1}) {
+    const FewThreads few(room);
+    EXPECT_TRUE(Fails(MakeZmqControlPlane(Config(), /*listen=*/false).status(),
+                      absl::StatusCode::kResourceExhausted, "ulimit -u"))
+        << room;
+  }
+  const FewThreads enough(2);
+  EXPECT_TRUE(IsOk(MakeZmqControlPlane(Config(), /*listen=*/false).status()));
 }
 
 TEST_F(WithoutFiles, DialsAreNoBadAddresses) {

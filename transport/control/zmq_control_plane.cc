@@ -1,6 +1,8 @@
 #include "transport/control/zmq_control_plane.h"
 
 #include <fcntl.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <array>
@@ -24,6 +26,7 @@
 #include "base/mutex.h"
 #include "base/random.h"
 #include "base/status.h"
+#include "base/thread.h"
 #include "base/unique_fd.h"
 #include "transport/control/codec.h"
 #include "transport/control/curve.h"
@@ -44,6 +47,7 @@ constexpr int kMaxSockets = 65536;
 constexpr int kLingerMs = 200;  // For a goodbye to get out when the plane closes.
 // What the threads of a context need, and some to spare.
 constexpr int kFilesOfThreads = 16;
+constexpr int kThreads = 2;  // Of a context: one for input and output, and one that closes sockets.
 // A peer chooses its routing id; the prefix keeps it from posing as a peer that we dialled.
 constexpr absl::string_view kAccepted = "accepted:";
 constexpr absl::string_view kDialled = "dialled:";
@@ -93,6 +97,9 @@ zmq::socket_t MakeRouter(zmq::context_t& context) {
   return {context, zmq::socket_type::router};
 }
 
+// A copy of a descriptor would take none of the system's open files.
+UniqueFd NewFile() { return UniqueFd(eventfd(0, EFD_CLOEXEC)); }
+
 struct Dealer {
   std::string address;
   zmq::socket_t socket;
@@ -112,19 +119,14 @@ class ZmqControlPlane : public ControlPlane {
     router_.close();
   }
 
-  // Before anything else. ZeroMQ makes a context's threads with its first socket, and where the process
-  // has no file descriptor left for them it aborts: so while there is one, and not in the first Dial().
+  // Before anything else. ZeroMQ makes a context's threads with its first socket, and where the system
+  // has no file descriptor or no thread left for them it aborts: so while there are, and not in the first
+  // Dial(). They may still go between the look and the making.
   absl::Status StartThreads() {
-    {
-      std::array<UniqueFd, kFilesOfThreads> room;
-      for (UniqueFd& fd : room) {
-        fd = UniqueFd(fcntl(epoll_.fd(), F_DUPFD_CLOEXEC, 0));
-        if (!fd.valid()) {
-          return absl::ResourceExhaustedError(
-              absl::StrCat("control: ", std::strerror(errno), ": ", kFilesOfThreads,
-                           " file descriptors are needed; raise the limit (ulimit -n)"));
-        }
-      }
+    KVFERRY_RETURN_IF_ERROR(CheckFiles());
+    const absl::Status threads = CheckThreadsStart(kThreads);
+    if (!threads.ok()) {
+      return absl::ResourceExhaustedError(absl::StrCat("control: ", threads.message()));
     }
     zmq::socket_t first(context_, zmq::socket_type::pair);
     return absl::OkStatus();
@@ -252,6 +254,19 @@ class ZmqControlPlane : public ControlPlane {
     std::deque<std::string> messages;
     Backlog backlog;
   };
+
+  static absl::Status CheckFiles() {
+    std::array<UniqueFd, kFilesOfThreads> room;
+    for (UniqueFd& fd : room) {
+      fd = NewFile();
+      if (!fd.valid()) {
+        return absl::ResourceExhaustedError(
+            absl::StrCat("control: ", std::strerror(errno), ": ", kFilesOfThreads,
+                         " file descriptors are needed; raise the limit (ulimit -n)"));
+      }
+    }
+    return absl::OkStatus();
+  }
 
   zmq::socket_t MakeSocket(zmq::socket_type type) {
     zmq::socket_t socket =
