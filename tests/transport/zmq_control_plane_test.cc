@@ -3,11 +3,18 @@
 #include "transport/control/zmq_control_plane.h"
 
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
 
+#include <array>
 #include <cstdlib>
+#include <ctime>
 #include <set>
 
 #include "base/config.h"
+#include "tests/support/captured_log.h"
+#include "tests/support/endpoints.h"
 #include "tests/support/failing_threads.h"
 #include "tests/support/files.h"
 #include "tests/support/sanitized.h"
@@ -111,6 +118,56 @@ PeerKey IdGivenBy(ControlPlane* listens) {
       },
       Soon()));
   return heard.peer;
+}
+
+UniqueFd UnconnectedSocket() { return UniqueFd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)); }
+
+double ProcessorSeconds() {
+  timespec used{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
+  return static_cast<double>(used.tv_sec) + static_cast<double>(used.tv_nsec) / 1e9;
+}
+
+// As the process's other listeners do. ZeroMQ's thread would turn meanwhile.
+TEST_F(WithoutFiles, WhoConnectsWaits) {
+  const CapturedLog log;
+  const std::unique_ptr<ControlPlane> plane = MakeHere(/*listen=*/true);
+  Heard heard;
+  sockaddr_in where{};
+  where.sin_family = AF_INET;
+  where.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  where.sin_port = htons(static_cast<uint16_t>(PortOf(plane->listen_address())));
+  // Some of them may come in still: ZeroMQ closes what it has done with in a thread of its own.
+  const std::array<UniqueFd, 4> peers = {UnconnectedSocket(), UnconnectedSocket(),
+                                         UnconnectedSocket(), UnconnectedSocket()};
+  const UniqueFd& last = peers.back();
+  const auto said = [&] { return log.Has({"a peer waits to connect", "open files"}); };
+  const auto step = [&] {  // As a progress thread does.
+    plane->Progress(&heard);
+    if (!plane->Arm()) return;
+    pollfd entry{plane->event_fd(), POLLIN, 0};
+    poll(&entry, 1, 1000);
+  };
+  {
+    const FileLimit none(0);
+    for (const UniqueFd& peer : peers) {
+      ASSERT_EQ(connect(peer.get(), reinterpret_cast<const sockaddr*>(&where), sizeof(where)), 0);
+    }
+    const Deadline until = Soon();
+    while (!said() && Clock::now() < until) step();
+    EXPECT_TRUE(said()) << log.ToString();
+    const double used = ProcessorSeconds();
+    const Deadline second = DeadlineInMs(1000);
+    while (Clock::now() < second) step();
+    EXPECT_LT(ProcessorSeconds() - used, 0.5);
+    EXPECT_FALSE(IsReadable(last.get()));  // Nor was it hung up on.
+  }
+  EXPECT_EQ(log.lines().size(), 1) << log.ToString();
+  const Deadline until = Soon();
+  while (!IsReadable(last.get()) && Clock::now() < until) step();
+  char greeting = 0;
+  EXPECT_EQ(recv(last.get(), &greeting, 1, MSG_DONTWAIT), 1);  // ZeroMQ's.
+  IdGivenBy(plane.get());
 }
 
 // Whoever knew it could claim it, and ZeroMQ would abort when its turn comes.
