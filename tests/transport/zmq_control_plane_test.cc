@@ -146,7 +146,7 @@ TEST_F(WithoutFiles, WhoConnectsWaits) {
     plane->Progress(&heard);
     if (!plane->Arm()) return;
     pollfd entry{plane->event_fd(), POLLIN, 0};
-    poll(&entry, 1, 1000);
+    poll(&entry, 1, 100);
   };
   {
     const FileLimit none(0);

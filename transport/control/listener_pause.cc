@@ -6,6 +6,7 @@
 
 #include <cerrno>
 #include <chrono>
+#include <cinttypes>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -65,9 +66,10 @@ std::optional<ListenerPause::Watch> ListenerPause::FindIn(int fd, int listener, 
   for (std::string line; std::getline(lines, line);) {
     int watched = -1;
     unsigned events = 0;
-    unsigned long long data = 0, its_inode = 0;
-    const int read = std::sscanf(line.c_str(), "tfd: %d events: %x data: %llx pos:%*d ino:%llx",
-                                 &watched, &events, &data, &its_inode);
+    uint64_t data = 0, its_inode = 0;
+    const int read =
+        std::sscanf(line.c_str(), "tfd: %d events: %x data: %" SCNx64 " pos:%*d ino:%" SCNx64,
+                    &watched, &events, &data, &its_inode);
     const bool is_its = read == 4 && watched == listener && its_inode == inode;
     // Not before ZeroMQ's thread, which puts it there, waits for it.
     if (is_its && (events & EPOLLIN) != 0) return Watch{fd, events, data};
