@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
+#include "base/status.h"
 
 namespace kvferry {
 namespace {
@@ -42,24 +43,28 @@ class SignalsBlocked {
   sigset_t before_;
 };
 
-// Threads that do nothing but be there, all at once, until it goes.
-class IdleThreads {
+// Threads that run until it goes.
+class HeldThreads {
  public:
-  explicit IdleThreads(int count) { threads_.reserve(static_cast<size_t>(count)); }
-  ~IdleThreads() {
+  explicit HeldThreads(int count) : count_(count) { threads_.reserve(count); }
+  ~HeldThreads() {
     end_.count_down();
     for (std::thread& thread : threads_) thread.join();
   }
-  IdleThreads(const IdleThreads&) = delete;
-  IdleThreads& operator=(const IdleThreads&) = delete;
+  HeldThreads(const HeldThreads&) = delete;
+  HeldThreads& operator=(const HeldThreads&) = delete;
 
-  absl::Status StartOne(const std::string& what) {
-    absl::StatusOr<std::thread> thread = StartThread(what, [this] { end_.wait(); });
-    if (thread.ok()) threads_.push_back(*std::move(thread));
-    return thread.status();
+  absl::Status Start() {
+    while (threads_.size() < static_cast<size_t>(count_)) {
+      const std::string what = absl::StrCat("thread ", threads_.size() + 1, " of ", count_);
+      KVFERRY_ASSIGN_OR_RETURN(std::thread thread, StartThread(what, [this] { end_.wait(); }));
+      threads_.push_back(std::move(thread));
+    }
+    return absl::OkStatus();
   }
 
  private:
+  const int count_;
   std::latch end_{1};
   std::vector<std::thread> threads_;
 };
@@ -80,16 +85,6 @@ absl::StatusOr<std::thread> StartThread(const std::string& what, std::function<v
   }
 }
 
-absl::Status CheckThreadsStart(int count) {
-  const std::string what = absl::StrCat("trial of ", count, " threads");
-  IdleThreads threads(count);
-  for (int i = 0; i < count; ++i) {
-    if (const absl::Status started = threads.StartOne(what); !started.ok()) {
-      return absl::ResourceExhaustedError(absl::StrCat(
-          started.message(), "; raise the limit (ulimit -u, pids.max of the control group)"));
-    }
-  }
-  return absl::OkStatus();
-}
+absl::Status CheckThreadsStart(int count) { return HeldThreads(count).Start(); }
 
 }  // namespace kvferry

@@ -109,10 +109,11 @@ class IntegerList {
   template <typename... Args>
   explicit IntegerList(const GivenArray<Args...>& array, const char* what = "slot") : what_(what) {
     values_.reserve(array.size());
+    const bool is_empty = array.size() == 0;  // Also where a dimension is huge, and another one 0.
     if (array.dtype() == nanobind::dtype<int32_t>()) {
-      Take<int32_t>(array, 0, static_cast<const int32_t*>(array.data()));
+      if (!is_empty) Take<int32_t>(array, 0, static_cast<const int32_t*>(array.data()));
     } else if (array.dtype() == nanobind::dtype<int64_t>()) {
-      Take<int64_t>(array, 0, static_cast<const int64_t*>(array.data()));
+      if (!is_empty) Take<int64_t>(array, 0, static_cast<const int64_t*>(array.data()));
     } else {
       throw StatusError(absl::InvalidArgumentError(absl::StrCat(
           "an array of integers (", what, "s) is neither int32 nor int64; convert it first")));

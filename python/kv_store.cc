@@ -58,7 +58,7 @@ class Buffers {
  private:
   void Add(nb::handle object) {
     Array array;
-    if (!nb::try_cast<Array>(Readable(object), array, /*convert=*/false)) Refuse(object);
+    if (!nb::try_cast<Array>(object, array, /*convert=*/false)) Refuse(object);
     if (array.device_type() != nb::device::cpu::value) {
       throw StatusError(absl::InvalidArgumentError(
           "store: the memory is not the CPU's; copy it there first, as with .cpu()"));
@@ -69,14 +69,6 @@ class Buffers {
     }
     parts_.push_back({static_cast<Byte*>(array.data()), array.nbytes()});
     arrays_.push_back(std::move(array));
-  }
-
-  // Buffers by way of a memoryview: some, such as ctypes', have no strides, which nanobind reads.
-  static nb::object Readable(nb::handle object) {
-    if (nb::hasattr(object, "__dlpack__") || !PyObject_CheckBuffer(object.ptr())) {
-      return nb::borrow(object);
-    }
-    return nb::steal(PyMemoryView_FromObject(object.ptr()));
   }
 
   [[noreturn]] static void Refuse(nb::handle object) {

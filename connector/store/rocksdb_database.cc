@@ -16,14 +16,19 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "base/log.h"
 #include "base/status.h"
+#include "base/thread.h"
 #include "connector/store/kv_store.h"
 
 namespace kvferry {
 namespace {
 
 constexpr char kEntriesFamily[] = "kvferry entries 1";
+// Those that RocksDB starts in a process and keeps, one each: for flushes, for compactions, and a
+// timer. All stores of the process share them.
+constexpr int kRocksDbThreads = 3;
 constexpr size_t kNumberBytes = 8;
 constexpr size_t kBytesBytes = 8;
 
@@ -106,6 +111,10 @@ rocksdb::Options RocksDbOptions(int64_t capacity_bytes) {
   made.enable_blob_garbage_collection = true;
   made.blob_garbage_collection_force_threshold = 0.5;
   made.max_open_files = 512;  // The usual limit of a process is 1024.
+  // A thread that the system refuses among those that open files ends the process.
+  made.max_file_opening_threads = 1;
+  made.stats_dump_period_sec = 0;  // Nobody reads them.
+  made.stats_persist_period_sec = 0;
   made.info_log = std::make_shared<RocksDbLog>();
   made.listeners.push_back(std::make_shared<NoRecovery>());
   return made;
@@ -136,6 +145,28 @@ absl::Status CheckOurs(const std::string& path, const rocksdb::Options& options)
       absl::StrCat("rocksdb store: path '", path, "' holds another RocksDB database"));
 }
 
+absl::Status NoThreads(const std::string& path, absl::string_view why) {
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "rocksdb store: path '", path, "' is not opened: RocksDB needs ", kRocksDbThreads,
+      " threads: ", why, " (ulimit -u, or the container's limit of pids)"));
+}
+
+absl::StatusOr<RocksDbDatabase> OpenFamilies(const std::string& path,
+                                             const rocksdb::Options& options) {
+  KVFERRY_RETURN_IF_ERROR(CheckOurs(path, options));
+  const std::vector<rocksdb::ColumnFamilyDescriptor> families = {
+      {rocksdb::kDefaultColumnFamilyName, options}, {kEntriesFamily, options}};
+  rocksdb::DB* db = nullptr;
+  std::vector<rocksdb::ColumnFamilyHandle*> handles;
+  const rocksdb::Status opened = rocksdb::DB::Open(options, path, families, &handles, &db);
+  if (!opened.ok()) return FromOpening(path, opened);
+  RocksDbDatabase database;
+  database.db.reset(db);
+  database.values = handles[0];
+  database.entries = handles[1];
+  return database;
+}
+
 }  // namespace
 
 RocksDbDatabase::~RocksDbDatabase() {
@@ -157,19 +188,15 @@ absl::Status FromRocksDb(std::string_view doing, const rocksdb::Status& status) 
 
 absl::StatusOr<RocksDbDatabase> OpenRocksDb(const std::string& path, int64_t capacity_bytes) {
   KVFERRY_RETURN_IF_ERROR(MakeFolder(path));
-  const rocksdb::Options options = RocksDbOptions(capacity_bytes);
-  KVFERRY_RETURN_IF_ERROR(CheckOurs(path, options));
-  const std::vector<rocksdb::ColumnFamilyDescriptor> families = {
-      {rocksdb::kDefaultColumnFamilyName, options}, {kEntriesFamily, options}};
-  rocksdb::DB* db = nullptr;
-  std::vector<rocksdb::ColumnFamilyHandle*> handles;
-  const rocksdb::Status opened = rocksdb::DB::Open(options, path, families, &handles, &db);
-  if (!opened.ok()) return FromOpening(path, opened);
-  RocksDbDatabase database;
-  database.db.reset(db);
-  database.values = handles[0];
-  database.entries = handles[1];
-  return database;
+  // First, while nothing is open: where RocksDB is refused a thread half-way, the path stays locked
+  // until the process ends.
+  const absl::Status threads = CheckThreadsStart(kRocksDbThreads);
+  if (!threads.ok()) return NoThreads(path, threads.message());
+  try {  // Others may have taken the threads since.
+    return OpenFamilies(path, RocksDbOptions(capacity_bytes));
+  } catch (const std::system_error& error) {
+    return NoThreads(path, error.what());
+  }
 }
 
 std::string RecordKey(uint64_t number) {

@@ -52,6 +52,17 @@ absl::Status CheckOptions(const RocksDbStore::Options& options) {
   return absl::OkStatus();
 }
 
+// `resumed`: what RocksDB said when it was told to go on. After some errors (no file descriptor left,
+// a failing disk; not a full one) it never does.
+absl::Status FromWriting(std::string_view doing, const rocksdb::Status& written,
+                         const rocksdb::Status& resumed) {
+  const absl::Status status = FromRocksDb(doing, written);
+  if (resumed.severity() < rocksdb::Status::kFatalError) return status;
+  return {status.code(),
+          absl::StrCat(status.message(),
+                       "; RocksDB takes no more writes until the store is opened anew")};
+}
+
 }  // namespace
 
 class RocksDbStore::Impl {
@@ -225,13 +236,13 @@ void RocksDbStore::Impl::AddRemoval(std::string_view key, rocksdb::WriteBatch* b
 }
 
 // RocksDB is told not to wait when it is behind with its files, so that the deadline holds. After
-// an error it refuses all writes until it is told to go on.
+// an error it refuses all writes until it is told to go on; after some it does so for good.
 absl::Status RocksDbStore::Impl::Write(std::string_view doing, rocksdb::WriteBatch* batch,
                                        Deadline deadline) {
   rocksdb::WriteOptions options;
   options.sync = options_.sync;
   options.no_slowdown = true;
-  bool resumed = false;
+  std::optional<rocksdb::Status> resumed;
   for (;;) {
     const rocksdb::Status written = database_.db->Write(options, batch);
     if (written.ok()) return absl::OkStatus();
@@ -239,12 +250,12 @@ absl::Status RocksDbStore::Impl::Write(std::string_view doing, rocksdb::WriteBat
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
       continue;
     }
-    if (!written.IsIncomplete() && !resumed && database_.db->Resume().ok()) {
-      resumed = true;
-      continue;
+    if (!written.IsIncomplete() && !resumed) {
+      resumed = database_.db->Resume();
+      if (resumed->ok()) continue;
     }
     CountError();
-    if (!written.IsIncomplete()) return FromRocksDb(doing, written);
+    if (!written.IsIncomplete()) return FromWriting(doing, written, *resumed);
     return absl::DeadlineExceededError("rocksdb store: the disk was behind until the deadline");
   }
 }

@@ -28,7 +28,9 @@ namespace kvferry {
 //
 // When the disk is full or fails, puts and erasures fail (RESOURCE_EXHAUSTED, UNAVAILABLE, with
 // RocksDB's words) and change nothing, gets go on, and the next put after there is room again
-// works. Room has to come from elsewhere: RocksDB needs some to remove anything.
+// works. Room has to come from elsewhere: RocksDB needs some to remove anything. After errors that
+// RocksDB calls fatal (no file descriptor left, a failing disk) they fail until the store is opened
+// anew, and say so.
 class RocksDbStore : public KvStore {
  public:
   struct Options {
@@ -45,8 +47,8 @@ class RocksDbStore : public KvStore {
   // INVALID_ARGUMENT for an empty path, a negative capacity, or max_value_bytes outside
   // [1, kMaxValueBytes]; FAILED_PRECONDITION for a path that is no folder, is open already, here or
   // in another process, or holds another database; PERMISSION_DENIED when it may not be written;
-  // RESOURCE_EXHAUSTED or UNAVAILABLE when the disk is full or fails; DATA_LOSS when RocksDB finds
-  // its files damaged.
+  // RESOURCE_EXHAUSTED or UNAVAILABLE when the disk is full or fails; RESOURCE_EXHAUSTED when the
+  // system does not give RocksDB its three threads; DATA_LOSS when RocksDB finds its files damaged.
   static absl::StatusOr<std::unique_ptr<RocksDbStore>> Open(const Options& options);
   ~RocksDbStore() override;
 

@@ -16,7 +16,7 @@ import numbers
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from kvferry import _core
@@ -333,11 +333,30 @@ class KVStoreBuffer:
     async def aget_batch(self, keys: Sequence[Key], outs: Sequence[Any] | None = None) -> list:
         return await self._in_thread(self._get_batch, keys, outs)
 
+    def _submit(self, call, deadline: float, *args) -> Future:
+        # It is in line before its thread is started, and would be done by the next one's.
+        is_in_line = [True]
+
+        def do():
+            if is_in_line:
+                return self._call_in_time(call, deadline, *args)
+
+        try:
+            return self._thread.submit(do)
+        except RuntimeError as error:
+            is_in_line.clear()
+            if self._closed:
+                raise _core.FailedPrecondition("store: it is closed") from error
+            raise _core.ResourceExhausted(
+                f"store: the system refused a thread for asynchronous calls ({error}); allow more "
+                "(pids.max, ulimit -u)"
+            ) from error
+
     async def _in_thread(self, call, *args):
         if self._closed:
             raise _core.FailedPrecondition("store: it is closed")
         deadline = self._deadline()
-        future = self._thread.submit(self._call_in_time, call, deadline, *args)
+        future = self._submit(call, deadline, *args)
         waiting = asyncio.wrap_future(future)
         # Or asyncio logs an error that nobody was left to hear.
         waiting.add_done_callback(lambda it: it.cancelled() or it.exception())

@@ -17,6 +17,7 @@
 
 #include "base/thread.h"
 #include "tests/support/failing_new.h"
+#include "tests/support/failing_threads.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
 
@@ -123,6 +124,23 @@ TEST(Thread, ThatFindsNoMemoryLeavesItsCallersSignals) {
                     [&] { EXPECT_FALSE(is_blocked()); });
   thread.join();
   EXPECT_FALSE(is_blocked());
+}
+
+TEST(Thread, AsManyAsAreAskedForStartAtOnce) {
+  EXPECT_TRUE(IsOk(CheckThreadsStart(0)));
+  for (int at_once = 0; at_once < 5; ++at_once) {
+    const ScarceThreads scarce(at_once);
+    EXPECT_TRUE(IsOk(CheckThreadsStart(at_once)));
+    EXPECT_TRUE(Fails(CheckThreadsStart(at_once + 1), absl::StatusCode::kResourceExhausted,
+                      absl::StrCat("thread ", at_once + 1, " of ", at_once + 1)));
+    EXPECT_TRUE(IsOk(CheckThreadsStart(at_once)));  // Those that started have ended.
+  }
+}
+
+TEST(Thread, StartsThatFindNoMemoryLeaveNoneBehind) {
+  absl::Status status;
+  CallWithoutMemory([&] { status = CheckThreadsStart(3); }, [] {});
+  EXPECT_TRUE(IsOk(status));
 }
 
 TEST(ThreadPool, PartsMayCallAgain) {

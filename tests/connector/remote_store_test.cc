@@ -742,6 +742,7 @@ TEST_F(RemotePages, ClientsAreServedInTurn) {
   // What is in memory is said by the thread that has posted those before it by then.
   for (Node* node : {eager.get(), modest.get()}) EXPECT_TRUE(IsOk(ask(*node, "here").get()));
   lower->go_on.Open();
+  EXPECT_TRUE(IsOk(first.get()));
   EXPECT_TRUE(IsOk(one.get()));
   for (auto& reply : many) EXPECT_TRUE(IsOk(reply.get()));
   EXPECT_EQ(lower->order(), "-em" + std::string(199, 'e'));
@@ -780,8 +781,9 @@ TEST_F(RemotePages, CallsOfClientsThatHaveGoneTakeNoRoom) {
   for (int64_t i = 0; i < fill_the_room; ++i) {
     const auto gone = StartNode(source_);
     const int64_t served = Metric(*server, "calls_served");
-    const auto reply = BeginCall(*gone, server->address(), store_call::kExists, long_args);
+    auto reply = BeginCall(*gone, server->address(), store_call::kExists, long_args);
     ASSERT_TRUE(WaitFor([&] { return Metric(*server, "calls_served") > served; }, Soon()));
+    ASSERT_TRUE(reply.valid());
   }
   ASSERT_TRUE(WaitFor([&] { return Metric(*server, "peers") <= 1; }, Soon()));
   const int64_t served = Metric(*server, "calls_served");

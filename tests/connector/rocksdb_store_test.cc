@@ -3,12 +3,14 @@
 #include <gtest/gtest.h>
 #include <rocksdb/db.h>
 #include <sys/mount.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -400,6 +402,70 @@ TEST(RocksDbStores, APathIsOpenedOnce) {
   EXPECT_TRUE(Fails(RocksDbStore::Open({.path = folder.path()}), kPrecondition, "open already"));
 }
 
+// What kvferry_test_store_opener said of its two stores.
+struct Opened {
+  absl::Status short_of_threads = absl::UnknownError("it has ended");
+  absl::Status afterwards = absl::UnknownError("it has ended");
+  bool ended_well = false;
+};
+
+Opened OpenWithThreads(const std::string& how, int number, const std::string& path) {
+  const std::string command =
+      absl::StrCat(KVFERRY_TEST_STORE_OPENER, " ", how, " ", number, " ", path);
+  FILE* const lines = popen(command.c_str(), "r");
+  Opened opened;
+  for (absl::Status* const status : {&opened.short_of_threads, &opened.afterwards}) {
+    char line[1000] = {};
+    if (fgets(line, sizeof(line), lines) == nullptr) break;
+    *status = absl::Status(static_cast<absl::StatusCode>(std::atoi(line)), line);
+  }
+  opened.ended_well = pclose(lines) == 0;
+  return opened;
+}
+
+TEST(RocksDbStores, WhereThreadsAreShort) {
+  for (int at_once = 0; at_once <= 18; ++at_once) {
+    SCOPED_TRACE(at_once);
+    const TempFolder folder;
+    for (const char* const what : {"new", "there already"}) {
+      SCOPED_TRACE(what);
+      const Opened opened = OpenWithThreads("scarce", at_once, folder.path());
+      EXPECT_TRUE(opened.ended_well);
+      if (at_once < 3) {
+        EXPECT_TRUE(Fails(opened.short_of_threads, kExhausted, folder.path(),
+                          absl::StrCat("thread ", at_once + 1, " of 3")));
+      } else {
+        EXPECT_TRUE(IsOk(opened.short_of_threads));
+      }
+      EXPECT_TRUE(IsOk(opened.afterwards));
+    }
+  }
+}
+
+// As where others take them while RocksDB opens its files. The timer starts last: what RocksDB has
+// locked by then stays so in that process.
+TEST(RocksDbStores, WhereThreadsRunOut) {
+  const TempFolder folder;
+  ASSERT_TRUE(IsOk(Put(*Must(RocksDbStore::Open({.path = folder.path()})), "a", ValueOf(1, 1, 9))));
+  for (int number = 0; number <= 18; ++number) {
+    SCOPED_TRACE(number);
+    const Opened opened = OpenWithThreads("fail", number, folder.path());
+    EXPECT_TRUE(opened.ended_well);
+    if (number < 6) {
+      EXPECT_TRUE(Fails(opened.short_of_threads, kExhausted, folder.path()));
+    } else {
+      EXPECT_TRUE(IsOk(opened.short_of_threads));
+    }
+    if (number == 5) {
+      EXPECT_TRUE(Fails(opened.afterwards, kPrecondition, "open already"));
+    } else {
+      EXPECT_TRUE(IsOk(opened.afterwards));
+    }
+    EXPECT_TRUE(*Must(RocksDbStore::Open({.path = folder.path()}))->GetBytes("a", Soon()) ==
+                ValueOf(1, 1, 9));
+  }
+}
+
 // ---- Paths and options --------------------------------------------------------------------------
 
 TEST(RocksDbStores, BadOptionsAreNamed) {
@@ -470,6 +536,7 @@ TEST(RocksDbStores, AFullDiskAndRoomAgain) {
   absl::Status status = put(0);
   while (status.ok() && fit < 1000) status = put(++fit);
   EXPECT_TRUE(Fails(status, kExhausted, "No space left on device"));
+  EXPECT_EQ(status.message().find("opened anew"), absl::string_view::npos) << status;
   ASSERT_GT(fit, 50);
   EXPECT_TRUE(Fails(put(0), kExhausted));  // Not again, either; the old value stays.
   EXPECT_GE(store->stats().errors, 2);
@@ -487,6 +554,47 @@ TEST(RocksDbStores, AFullDiskAndRoomAgain) {
   for (uint64_t i = 1; i <= fit; ++i) {
     EXPECT_TRUE(*store->GetBytes(absl::StrCat(i), Soon()) == ValueOf(i, 1, 50000));
   }
+}
+
+// As long as it lives, no file grows beyond so many bytes: writes fail with EFBIG.
+class FileSizeLimit {
+ public:
+  explicit FileSizeLimit(rlim_t bytes) : signal_(std::signal(SIGXFSZ, SIG_IGN)) {
+    getrlimit(RLIMIT_FSIZE, &before_);
+    const rlimit limit = {bytes, before_.rlim_max};
+    setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  ~FileSizeLimit() {
+    setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, signal_);
+  }
+  FileSizeLimit(const FileSizeLimit&) = delete;
+  FileSizeLimit& operator=(const FileSizeLimit&) = delete;
+
+ private:
+  void (*signal_)(int);
+  rlimit before_{};
+};
+
+TEST(RocksDbStores, AnErrorThatRocksDbDoesNotGetOver) {
+  const TempFolder folder;
+  auto store = Must(RocksDbStore::Open({.path = folder.path()}));
+  ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 1000))));
+  const auto expect_refused = [&] {
+    EXPECT_TRUE(Fails(Put(*store, "b", ValueOf(2, 1, 100000)), absl::StatusCode::kUnavailable,
+                      "File too large",
+                      "; RocksDB takes no more writes until the store is opened anew"));
+  };
+  {
+    const FileSizeLimit limit(50000);
+    expect_refused();
+  }
+  expect_refused();
+  EXPECT_TRUE(*store->GetBytes("a", Soon()) == ValueOf(1, 1, 1000));
+  store.reset();
+  store = Must(RocksDbStore::Open({.path = folder.path()}));
+  EXPECT_TRUE(IsOk(Put(*store, "b", ValueOf(2, 1, 100000))));
+  EXPECT_TRUE(*store->GetBytes("a", Soon()) == ValueOf(1, 1, 1000));
 }
 
 TEST(RocksDbStores, AReadOnlyDisk) {

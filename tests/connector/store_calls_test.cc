@@ -23,7 +23,7 @@ TEST(TaskThread, PeersHaveTurnsAndEachKeepsItsOrder) {
   Latch done;
   TaskThread thread;
   const auto post = [&](const PeerKey& peer, char name) {
-    const auto id = static_cast<uint64_t>(name);
+    const auto id = static_cast<uint64_t>(static_cast<unsigned char>(name));
     ASSERT_TRUE(IsOk(thread.Post({peer, id}, [&order, name] { order += name; })));
   };
   for (const char name : {'1', '2', '3', '4', '5'}) post("a", name);

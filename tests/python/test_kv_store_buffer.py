@@ -183,6 +183,32 @@ async def begun(store: Held) -> None:
         await asyncio.sleep(0.001)
 
 
+def test_an_asyncio_call_that_gets_no_thread_does_nothing_later(monkeypatch):
+    """It is in line by then, and its memory is the caller's again."""
+    start = threading.Thread.start
+
+    def refuses(thread):
+        if thread.name.startswith("kvferry-store"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def run(buffer):
+        out = torch.full((4,), 99)
+        with pytest.raises(kvferry.ResourceExhausted, match="refused a thread"):
+            await buffer.aget("k", out=out)
+        with pytest.raises(kvferry.ResourceExhausted, match="pids.max"):
+            await buffer.aput("x", None)
+        monkeypatch.undo()
+        assert await buffer.aexists(["k", "x"]) == 2
+        assert (out == 99).all()
+
+    with kvferry.KVStoreBuffer({"backend": "host", "capacity_bytes": 1 << 20}) as buffer:
+        buffer.put("k", torch.full((4,), 7))
+        buffer.put("x", torch.zeros(1))
+        monkeypatch.setattr(threading.Thread, "start", refuses)
+        asyncio.run(run(buffer))
+
+
 def test_asyncio_calls_that_wait_for_their_turn_keep_their_timeout():
     store = InTime()
     began = []

@@ -711,6 +711,24 @@ def worker() -> Iterator[Worker]:
     it.close()
 
 
+def test_a_step_starts_no_thread(monkeypatch):
+    """One that the system refuses would end the engine."""
+
+    def refuses(_):
+        raise RuntimeError("can't start new thread")
+
+    it = Worker(timeout_ms=1000)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuses)
+        it.store.go_on.set()
+        it.save("a", 1)
+        it.load("b", 2)
+        it.wait_loaded({"b"})
+        with pytest.raises(RuntimeError, match="new thread"):
+            Worker(timeout_ms=1000)
+    it.close()
+
+
 def test_saves_that_wait_are_dropped_when_their_blocks_are_taken(worker: Worker):
     worker.save("other", 0)
     assert worker.store.began.wait(WAIT_S)
@@ -742,6 +760,7 @@ def test_saves_of_a_request_that_was_preempted_and_has_ended_are_dropped_and_rep
 def test_a_load_of_a_preempted_request_is_all_that_is_reported(worker: Worker):
     worker.store.go_on.set()
     key = worker.save("r", 1)
+    assert worker.store.began.wait(WAIT_S)  # One that has not is dropped.
     worker.half.end_saves(["r"], [])
     worker.half.load([StoreLoad("r", [key], [2], 0)])
     reported: list[set[str]] = [set(), set()]

@@ -5,63 +5,66 @@
 
 #include <atomic>
 #include <cerrno>
+#include <cstdlib>
+#include <limits>
 #include <memory>
-
-#include "tests/support/sanitized.h"
 
 namespace {
 
-std::atomic<bool> is_scarce = false;
-std::atomic<int> room = 0;
+constexpr int kNoLimit = std::numeric_limits<int>::max();
 
-#ifndef KVFERRY_SANITIZED  // They have a pthread_create of their own.
-struct Started {
+std::atomic<int> starts_left = kNoLimit;
+std::atomic<int> most_running = kNoLimit;
+std::atomic<int> running = 0;
+
+struct Start {
   void* (*run)(void*);
-  void* arg;
+  void* argument;
 };
+struct Free {
+  void operator()(Start* start) const { std::free(start); }
+};
+using StartPtr = std::unique_ptr<Start, Free>;
 
-void* RunAndLeave(void* arg) {
-  const std::unique_ptr<Started> started(static_cast<Started*>(arg));
-  void* const result = started->run(started->arg);
-  ++room;
+void* Run(void* start) {
+  const Start of = *StartPtr(static_cast<Start*>(start));
+  void* const result = of.run(of.argument);
+  --running;  // Before anybody can have joined it.
   return result;
 }
 
-using Create = int(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
-Create* TheSystems() {
-  static auto* const create = reinterpret_cast<Create*>(dlsym(RTLD_NEXT, "pthread_create"));
-  return create;
+bool Fails() {
+  if (starts_left != kNoLimit && starts_left-- <= 0) return true;
+  return running >= most_running;
 }
-#endif
 
 }  // namespace
 
-#ifndef KVFERRY_SANITIZED
-// Of all of the test's program, and of the libraries in it.
+// Of all of the test's program.
 extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
-                              void* (*run)(void*), void* arg) {
-  if (!is_scarce) return TheSystems()(thread, attributes, run, arg);
-  if (room-- <= 0) {
-    ++room;
-    return EAGAIN;
-  }
-  auto started = std::make_unique<Started>(Started{run, arg});
-  const int error = TheSystems()(thread, attributes, RunAndLeave, started.get());
+                              void* (*run)(void*), void* argument) noexcept {
+  static const auto real =
+      reinterpret_cast<decltype(&pthread_create)>(dlsym(RTLD_NEXT, "pthread_create"));
+  if (Fails()) return EAGAIN;
+  StartPtr start(static_cast<Start*>(std::malloc(sizeof(Start))));  // new may be failing_new.cc's.
+  if (start == nullptr) return EAGAIN;
+  *start = {run, argument};
+  ++running;
+  const int error = real(thread, attributes, Run, start.get());
   if (error == 0) {
-    [[maybe_unused]] Started* const taken = started.release();
+    (void)start.release();  // The thread's.
   } else {
-    ++room;
+    --running;
   }
   return error;
 }
-#endif
 
 namespace kvferry {
 
-FewThreads::FewThreads(int threads) {
-  room = threads;
-  is_scarce = true;
-}
-FewThreads::~FewThreads() { is_scarce = false; }
+FailingThreads::FailingThreads(int number) { starts_left = number; }
+FailingThreads::~FailingThreads() { starts_left = kNoLimit; }
+
+ScarceThreads::ScarceThreads(int at_once) { most_running = running + at_once; }
+ScarceThreads::~ScarceThreads() { most_running = kNoLimit; }
 
 }  // namespace kvferry

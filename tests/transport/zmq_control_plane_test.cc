@@ -54,12 +54,12 @@ TEST(WithoutThreads, ThereIsNoControlPlane) {
   GTEST_SKIP() << "sanitizers start threads in a way of their own";
 #endif
   for (const int room : {0, 1}) {
-    const FewThreads few(room);
+    const ScarceThreads scarce(room);
     EXPECT_TRUE(Fails(MakeZmqControlPlane(Config(), /*listen=*/false).status(),
                       absl::StatusCode::kResourceExhausted, "ulimit -u"))
         << room;
   }
-  const FewThreads enough(2);
+  const ScarceThreads enough(2);
   EXPECT_TRUE(IsOk(MakeZmqControlPlane(Config(), /*listen=*/false).status()));
 }
 

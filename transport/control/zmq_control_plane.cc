@@ -127,7 +127,9 @@ class ZmqControlPlane : public ControlPlane {
     KVFERRY_RETURN_IF_ERROR(CheckFiles());
     const absl::Status threads = CheckThreadsStart(kThreads);
     if (!threads.ok()) {
-      return absl::ResourceExhaustedError(absl::StrCat("control: ", threads.message()));
+      return absl::ResourceExhaustedError(
+          absl::StrCat("control: ", threads.message(),
+                       "; raise the limit (ulimit -u, pids.max of the control group)"));
     }
     zmq::socket_t first(context_, zmq::socket_type::pair);
     return absl::OkStatus();

@@ -24,7 +24,7 @@ class Channel {
   // What comes is told by `epoll` under `id`. An id that breaks while it is given something to send
   // goes to `failed`. Both outlive it.
   Channel(uint64_t id, UniqueFd socket, Epoll* epoll, std::vector<uint64_t>* failed);
-  Channel(Channel&&) = default;
+  Channel(Channel&&) noexcept = default;
 
   uint64_t id() const { return id_; }
   const UniqueFd& socket() const { return socket_; }

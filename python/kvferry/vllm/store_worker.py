@@ -70,6 +70,8 @@ class StoreWorker:
         self._address = StoreAddress.of(self._opened.address, model, layout)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvferry-load")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="kvferry-save")
+        for thread in (self._loader, self._saver):
+            thread.submit(int).result()  # Started here, and not in a step that the engine takes.
         self._loads: dict[str, tuple[StoreLoad, Future[_Moved]]] = {}
         self._saves: dict[str, list[Future[None]]] = {}  # Of requests the engine has not finished.
         self._finishing: set[str] = set()  # Finished, but for their saves.
