@@ -67,8 +67,8 @@ std::optional<ListenerPause::Watch> ListenerPause::FindIn(int fd, int listener, 
     int watched = -1;
     unsigned events = 0;
     uint64_t data = 0, its_inode = 0;
-    // A number that is too long is none of ours. NOLINTNEXTLINE(bugprone-unchecked-string-to-number-conversion)
-    const int read =
+    // A number that is too long is none of ours.
+    const int read =  // NOLINTNEXTLINE(bugprone-unchecked-string-to-number-conversion)
         std::sscanf(line.c_str(), "tfd: %d events: %x data: %" SCNx64 " pos:%*d ino:%" SCNx64,
                     &watched, &events, &data, &its_inode);
     const bool is_its = read == 4 && watched == listener && its_inode == inode;
