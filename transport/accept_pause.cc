@@ -21,6 +21,15 @@ void Set(const UniqueFd& timer, int64_t ns) {
 
 }  // namespace
 
+bool IsForWantOfFiles(int error) {
+  return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
+}
+
+void LogThatPeersWait(int error, const std::string& more) {
+  Log().warn("a peer waits to connect and the system refuses: {} (limit of open files?){}",
+             std::strerror(error), more);
+}
+
 absl::StatusOr<AcceptPause> AcceptPause::Create(const Epoll& epoll, int listener) {
   AcceptPause pause;
   pause.timer_ = UniqueFd(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
@@ -34,12 +43,9 @@ absl::StatusOr<AcceptPause> AcceptPause::Create(const Epoll& epoll, int listener
 }
 
 void AcceptPause::OnFailure(const Epoll& epoll, int error) {
-  if (error != EMFILE && error != ENFILE && error != ENOBUFS && error != ENOMEM) return;
+  if (!IsForWantOfFiles(error)) return;
   // The peer waits, and this fails, until something is closed: ten times a second.
-  if (const auto more = refused_.Next()) {
-    Log().warn("a peer waits to connect and the system refuses: {} (limit of open files?){}",
-               std::strerror(error), *more);
-  }
+  if (const auto more = refused_.Next()) LogThatPeersWait(error, *more);
   epoll.Change(listener_, 0, kListenerId);
   Set(timer_, kPauseNs);
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -9,6 +10,11 @@
 #include "transport/limited_line.h"
 
 namespace kvferry {
+
+// Whether accepting that has failed with this errno fails again until something is closed.
+bool IsForWantOfFiles(int error);
+// `more`: LimitedLine's.
+void LogThatPeersWait(int error, const std::string& more);
 
 // A connection for which the process has no file descriptor left stays in the listener's queue, and the
 // listener readable: whoever waits for it would turn without end. It is left out of the epoll for a

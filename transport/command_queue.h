@@ -3,6 +3,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <functional>
 #include <utility>
@@ -20,8 +21,10 @@ namespace kvferry {
 // Wakes the progress thread from other threads.
 class WakeFd {
  public:
-  WakeFd() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
+  WakeFd() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), error_(fd_.valid() ? 0 : errno) {}
   int get() const { return fd_.get(); }
+  // Why there is none: whoever asks has done other things since. 0: there is one.
+  int error() const { return error_; }
   void Wake() const {
     const uint64_t one = 1;
     // Fails only when the counter is full, and then the thread is awake already.
@@ -34,6 +37,7 @@ class WakeFd {
 
  private:
   const UniqueFd fd_;
+  const int error_;
 };
 
 // Closures from other threads, run in order on the progress thread.

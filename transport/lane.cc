@@ -28,8 +28,8 @@ Lane::Lane(Options options)
 
 absl::StatusOr<std::unique_ptr<Lane>> Lane::Create(Options options) {
   std::unique_ptr<Lane> lane(new Lane(std::move(options)));
-  if (lane->work_.wake().get() < 0) {
-    return absl::ResourceExhaustedError(absl::StrCat("lane: eventfd: ", std::strerror(errno)));
+  if (const int error = lane->work_.wake().error(); error != 0) {
+    return absl::ResourceExhaustedError(absl::StrCat("lane: eventfd: ", std::strerror(error)));
   }
   KVFERRY_ASSIGN_OR_RETURN(lane->thread_, StartThread("lane", [raw = lane.get()] { raw->Run(); }));
   return lane;

@@ -83,6 +83,9 @@ class NodeImpl::LaneTaker final : public ChunkTaker {
 };
 
 absl::Status NodeImpl::Init() {
+  if (const int error = commands_->wake().error(); error != 0) {
+    return absl::ResourceExhaustedError(absl::StrCat("node: eventfd: ", std::strerror(error)));
+  }
   const Config& config = options_.config;
   KVFERRY_ASSIGN_OR_RETURN(arena_, Arena::Create(config.arena_bytes, config.chunk_bytes));
   PinArena();
@@ -108,9 +111,6 @@ absl::Status NodeImpl::Init() {
       data_, DataPlanes::Create(
                  {config, arena_.get(), PoolForPeers(), std::move(readable), commands_, &metrics_,
                   [this] { return std::make_unique<LaneTaker>(this); }, listen_address_}));
-  if (commands_->wake().get() < 0) {
-    return absl::ResourceExhaustedError(absl::StrCat("node: eventfd: ", std::strerror(errno)));
-  }
   KVFERRY_ASSIGN_OR_RETURN(thread_, StartThread("node", [this] { Run(); }));
   if (options_.listen) {
     Log().info("'{}' listens on {}, {}", options_.name, listen_address_,

@@ -1,3 +1,5 @@
+#include <sys/eventfd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <string>
@@ -7,6 +9,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
+#include "base/unique_fd.h"
 #include "transport/node_impl.h"
 
 namespace kvferry {
@@ -34,6 +37,9 @@ bool MayComeEarly(const MessageBody& body) {
          std::holds_alternative<ByeMsg>(body);
 }
 
+// ZeroMQ does not say why an attempt to connect failed: perhaps it never left this process.
+bool HasFileLeft() { return UniqueFd(eventfd(0, EFD_CLOEXEC)).valid(); }
+
 // What has come of the attempts to connect, of which `failed` was the last.
 std::string Unreachable(const Session& session, ControlEvents::Attempt failed) {
   const char* why =
@@ -48,6 +54,11 @@ std::string Unreachable(const Session& session, ControlEvents::Attempt failed) {
                             : attempts == 1                             ? ", tried once"
                                             : absl::StrCat(", tried ", attempts, " times");
   return absl::StrCat("cannot connect to ", session.address, tried, ": ", why);
+}
+
+std::string WithoutFiles(const Session& session) {
+  return absl::StrCat("cannot connect to ", session.address,
+                      ": this process has no file descriptors left; raise the limit (ulimit -n)");
 }
 
 }  // namespace
@@ -150,7 +161,10 @@ void NodeImpl::OnAttemptFailed(const PeerKey& peer, Attempt failed) {
   ++session->failed_attempts;
   session->unreachable = Unreachable(*session, failed);
   if (session->failed_attempts < kMaxFailedAttempts && !is_last) return;
-  const absl::Status status = absl::UnavailableError(session->unreachable);
+  const bool is_ours = failed == Attempt::kUnreachable && !HasFileLeft();
+  if (is_ours) session->unreachable = WithoutFiles(*session);
+  const absl::Status status = is_ours ? absl::ResourceExhaustedError(session->unreachable)
+                                      : absl::UnavailableError(session->unreachable);
   if (session->awaits_anyone && !is_last) {
     receiver_->OnPeerGone(peer, status);
   } else {

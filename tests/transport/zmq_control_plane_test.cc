@@ -3,11 +3,19 @@
 #include "transport/control/zmq_control_plane.h"
 
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
 
+#include <array>
 #include <cstdlib>
+#include <ctime>
 #include <set>
 
 #include "base/config.h"
+#include "tests/support/captured_log.h"
+#include "tests/support/endpoints.h"
+#include "tests/support/failing_threads.h"
 #include "tests/support/files.h"
 #include "tests/support/sanitized.h"
 #include "tests/support/status.h"
@@ -38,6 +46,21 @@ TEST_F(WithoutFiles, ThereIsNoControlPlane) {
     EXPECT_TRUE(absl::IsResourceExhausted(plane.status())) << plane.status();
   }
   EXPECT_GT(made, 0);
+}
+
+// And where there is none of its threads.
+TEST(WithoutThreads, ThereIsNoControlPlane) {
+#ifdef KVFERRY_SANITIZED
+  GTEST_SKIP() << "sanitizers start threads in a way of their own";
+#endif
+  for (const int room : {0, 1}) {
+    const ScarceThreads scarce(room);
+    EXPECT_TRUE(Fails(MakeZmqControlPlane(Config(), /*listen=*/false).status(),
+                      absl::StatusCode::kResourceExhausted, "ulimit -u"))
+        << room;
+  }
+  const ScarceThreads enough(2);
+  EXPECT_TRUE(IsOk(MakeZmqControlPlane(Config(), /*listen=*/false).status()));
 }
 
 TEST_F(WithoutFiles, DialsAreNoBadAddresses) {
@@ -95,6 +118,56 @@ PeerKey IdGivenBy(ControlPlane* listens) {
       },
       Soon()));
   return heard.peer;
+}
+
+UniqueFd UnconnectedSocket() { return UniqueFd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)); }
+
+double ProcessorSeconds() {
+  timespec used{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
+  return static_cast<double>(used.tv_sec) + static_cast<double>(used.tv_nsec) / 1e9;
+}
+
+// As the process's other listeners do. ZeroMQ's thread would turn meanwhile.
+TEST_F(WithoutFiles, WhoConnectsWaits) {
+  const CapturedLog log;
+  const std::unique_ptr<ControlPlane> plane = MakeHere(/*listen=*/true);
+  Heard heard;
+  sockaddr_in where{};
+  where.sin_family = AF_INET;
+  where.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  where.sin_port = htons(static_cast<uint16_t>(PortOf(plane->listen_address())));
+  // Some of them may come in still: ZeroMQ closes what it has done with in a thread of its own.
+  const std::array<UniqueFd, 4> peers = {UnconnectedSocket(), UnconnectedSocket(),
+                                         UnconnectedSocket(), UnconnectedSocket()};
+  const UniqueFd& last = peers.back();
+  const auto said = [&] { return log.Has({"a peer waits to connect", "open files"}); };
+  const auto step = [&] {  // As a progress thread does.
+    plane->Progress(&heard);
+    if (!plane->Arm()) return;
+    pollfd entry{plane->event_fd(), POLLIN, 0};
+    poll(&entry, 1, 100);
+  };
+  {
+    const FileLimit none(0);
+    for (const UniqueFd& peer : peers) {
+      ASSERT_EQ(connect(peer.get(), reinterpret_cast<const sockaddr*>(&where), sizeof(where)), 0);
+    }
+    const Deadline until = Soon();
+    while (!said() && Clock::now() < until) step();
+    EXPECT_TRUE(said()) << log.ToString();
+    const double used = ProcessorSeconds();
+    const Deadline second = DeadlineInMs(1000);
+    while (Clock::now() < second) step();
+    EXPECT_LT(ProcessorSeconds() - used, 0.5);
+    EXPECT_FALSE(IsReadable(last.get()));  // Nor was it hung up on.
+  }
+  EXPECT_EQ(log.lines().size(), 1) << log.ToString();
+  const Deadline until = Soon();
+  while (!IsReadable(last.get()) && Clock::now() < until) step();
+  char greeting = 0;
+  EXPECT_EQ(recv(last.get(), &greeting, 1, MSG_DONTWAIT), 1);  // ZeroMQ's.
+  IdGivenBy(plane.get());
 }
 
 // Whoever knew it could claim it, and ZeroMQ would abort when its turn comes.

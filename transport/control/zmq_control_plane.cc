@@ -1,6 +1,6 @@
 #include "transport/control/zmq_control_plane.h"
 
-#include <fcntl.h>
+#include <sys/eventfd.h>
 
 #include <algorithm>
 #include <array>
@@ -24,9 +24,11 @@
 #include "base/mutex.h"
 #include "base/random.h"
 #include "base/status.h"
+#include "base/thread.h"
 #include "base/unique_fd.h"
 #include "transport/control/codec.h"
 #include "transport/control/curve.h"
+#include "transport/control/listener_pause.h"
 #include "transport/silence_limits.h"
 
 namespace kvferry {
@@ -40,10 +42,13 @@ constexpr int kMaxUnsent = 64;
 // were dialled, for whoever floods the one must not keep the other unheard.
 constexpr int kMaxMessagesPerProgress = 64;
 constexpr int kMaxMessagesOfOneDialled = 16;  // Before it is the next one's turn.
+constexpr int kMaxEventsPerProgress =
+    1024;  // Of those who come, of which ZeroMQ may say as many again.
 constexpr int kMaxSockets = 65536;
 constexpr int kLingerMs = 200;  // For a goodbye to get out when the plane closes.
 // What the threads of a context need, and some to spare.
 constexpr int kFilesOfThreads = 16;
+constexpr int kThreads = 2;  // Of a context: one for input and output, and one that closes sockets.
 // A peer chooses its routing id; the prefix keeps it from posing as a peer that we dialled.
 constexpr absl::string_view kAccepted = "accepted:";
 constexpr absl::string_view kDialled = "dialled:";
@@ -93,6 +98,9 @@ zmq::socket_t MakeRouter(zmq::context_t& context) {
   return {context, zmq::socket_type::router};
 }
 
+// A copy of a descriptor would take none of the system's open files.
+UniqueFd NewFile() { return UniqueFd(eventfd(0, EFD_CLOEXEC)); }
+
 struct Dealer {
   std::string address;
   zmq::socket_t socket;
@@ -112,19 +120,16 @@ class ZmqControlPlane : public ControlPlane {
     router_.close();
   }
 
-  // Before anything else. ZeroMQ makes a context's threads with its first socket, and where the process
-  // has no file descriptor left for them it aborts: so while there is one, and not in the first Dial().
+  // Before anything else. ZeroMQ makes a context's threads with its first socket, and where the system
+  // has no file descriptor or no thread left for them it aborts: so while there are, and not in the first
+  // Dial(). They may still go between the look and the making.
   absl::Status StartThreads() {
-    {
-      std::array<UniqueFd, kFilesOfThreads> room;
-      for (UniqueFd& fd : room) {
-        fd = UniqueFd(fcntl(epoll_.fd(), F_DUPFD_CLOEXEC, 0));
-        if (!fd.valid()) {
-          return absl::ResourceExhaustedError(
-              absl::StrCat("control: ", std::strerror(errno), ": ", kFilesOfThreads,
-                           " file descriptors are needed; raise the limit (ulimit -n)"));
-        }
-      }
+    KVFERRY_RETURN_IF_ERROR(CheckFiles());
+    const absl::Status threads = CheckThreadsStart(kThreads);
+    if (!threads.ok()) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("control: ", threads.message(),
+                       "; raise the limit (ulimit -u, pids.max of the control group)"));
     }
     zmq::socket_t first(context_, zmq::socket_type::pair);
     return absl::OkStatus();
@@ -143,7 +148,8 @@ class ZmqControlPlane : public ControlPlane {
       // Whoever has not shown by then that it speaks ZeroMQ, and has the key.
       router_.set(zmq::sockopt::handshake_ivl, static_cast<int>(config.connect_timeout_ms));
       if (doorkeeper_) doorkeeper_->Guard(router_);
-      strangers_ = Monitor(router_, "inproc://strangers", kHandshakeFailed);
+      strangers_ = Monitor(router_, "inproc://strangers",
+                           kHandshakeFailed | ZMQ_EVENT_LISTENING | ZMQ_EVENT_ACCEPT_FAILED);
       const bool ipv6 = config.listen_host.find(':') != std::string::npos;
       const bool bare_ipv6 = ipv6 && config.listen_host[0] != '[';
       // Only then: an IPv4 address would be reported in its IPv6 form.
@@ -153,6 +159,7 @@ class ZmqControlPlane : public ControlPlane {
       const std::string port = config.listen_port == 0 ? "*" : absl::StrCat(config.listen_port);
       Uninterrupted([&] { router_.bind(absl::StrCat("tcp://", host, ":", port)); });
       address_ = router_.get(zmq::sockopt::last_endpoint);
+      KVFERRY_RETURN_IF_ERROR(MakePause());
     } catch (const zmq::error_t& error) {
       return absl::UnavailableError(
           absl::StrCat("control: cannot listen on ", config.listen_host, ":", config.listen_port,
@@ -220,6 +227,7 @@ class ZmqControlPlane : public ControlPlane {
     Drain();
     const bool sent = SendWaiting();
     if (doorkeeper_) AnswerQuestions();
+    pause_.Progress();
     int of_accepted = kMaxMessagesPerProgress;
     if (router_) ReceiveFromRouter(events, &of_accepted);
     if (strangers_) ReportStrangers(events);
@@ -236,6 +244,7 @@ class ZmqControlPlane : public ControlPlane {
 
   bool Arm() override {
     Drain();
+    pause_.Progress();
     if (doorkeeper_ && HasInput(doorkeeper_->questions())) return false;
     if (router_ && HasInput(router_)) return false;
     if (strangers_ && HasInput(strangers_)) return false;
@@ -252,6 +261,19 @@ class ZmqControlPlane : public ControlPlane {
     std::deque<std::string> messages;
     Backlog backlog;
   };
+
+  static absl::Status CheckFiles() {
+    std::array<UniqueFd, kFilesOfThreads> room;
+    for (UniqueFd& fd : room) {
+      fd = NewFile();
+      if (!fd.valid()) {
+        return absl::ResourceExhaustedError(
+            absl::StrCat("control: ", std::strerror(errno), ": ", kFilesOfThreads,
+                         " file descriptors are needed; raise the limit (ulimit -n)"));
+      }
+    }
+    return absl::OkStatus();
+  }
 
   zmq::socket_t MakeSocket(zmq::socket_type type) {
     zmq::socket_t socket =
@@ -288,6 +310,18 @@ class ZmqControlPlane : public ControlPlane {
       return absl::Status(CodeOf(error), absl::StrCat("control: cannot connect to '", address,
                                                       "': ", error.what()));
     }
+  }
+
+  // Of the listener, which ZeroMQ tells the monitor before anything else. Where there can be none, it would
+  // say without end that accepting fails: it says nothing of that then.
+  absl::Status MakePause() {
+    if (!Receive(strangers_) || EventReceived() != ZMQ_EVENT_LISTENING) {
+      return absl::InternalError("control: ZeroMQ does not say that it listens");
+    }
+    KVFERRY_ASSIGN_OR_RETURN(pause_, ListenerPause::Create(epoll_, ValueReceived()));
+    if (!pause_.works())
+      strangers_ = Monitor(router_, "inproc://strangers-alone", kHandshakeFailed);
+    return absl::OkStatus();
   }
 
   // What ZeroMQ says of connections it says nowhere else (zmq_socket_monitor(3)).
@@ -481,9 +515,26 @@ class ZmqControlPlane : public ControlPlane {
     }
   }
 
+  // And what goes with it: an errno, or a file descriptor.
+  int ValueReceived() const {
+    int32_t value = 0;
+    const size_t at = sizeof(uint16_t);
+    if (frames_[0].size() >= at + sizeof value) {
+      std::memcpy(&value, static_cast<const char*>(frames_[0].data()) + at, sizeof value);
+    }
+    return value;
+  }
+
   void ReportStrangers(ControlEvents* events) {
     try {
-      while (Receive(strangers_)) events->OnStranger();
+      for (int left = kMaxEventsPerProgress; left > 0 && Receive(strangers_); --left) {
+        const int event = EventReceived();
+        if (event != ZMQ_EVENT_ACCEPT_FAILED) {
+          events->OnStranger();
+        } else {
+          pause_.OnFailure(ValueReceived());
+        }
+      }
     } catch (const zmq::error_t& error) {
       Log().error("control: watching who connects failed: {}", error.what());
     }
@@ -502,7 +553,9 @@ class ZmqControlPlane : public ControlPlane {
   const Epoll epoll_;
   std::optional<Doorkeeper> doorkeeper_;
   zmq::socket_t router_;
-  zmq::socket_t strangers_;  // Says that the handshake of one has failed.
+  zmq::socket_t
+      strangers_;  // Says that the handshake of one has failed, and that accepting one has.
+  ListenerPause pause_;
   std::string address_;
   uint64_t next_dealer_ = 1;
   uint64_t next_monitor_ = 1;
