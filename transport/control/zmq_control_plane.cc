@@ -42,8 +42,8 @@ constexpr int kMaxUnsent = 64;
 // were dialled, for whoever floods the one must not keep the other unheard.
 constexpr int kMaxMessagesPerProgress = 64;
 constexpr int kMaxMessagesOfOneDialled = 16;  // Before it is the next one's turn.
-constexpr int kMaxEventsPerProgress =
-    1024;  // Of those who come, of which ZeroMQ may say as many again.
+// Of those who come, of which ZeroMQ may say as many again.
+constexpr int kMaxEventsPerProgress = 1024;
 constexpr int kMaxSockets = 65536;
 constexpr int kLingerMs = 200;  // For a goodbye to get out when the plane closes.
 // What the threads of a context need, and some to spare.
