@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -11,10 +10,24 @@
 
 namespace kvferry {
 
-// Whether accepting that has failed with this errno fails again until something is closed.
-bool IsForWantOfFiles(int error);
-// `more`: LimitedLine's.
-void LogThatPeersWait(int error, const std::string& more);
+// The moment for which a listener is left out where accepting fails until something is closed.
+class PauseTimer {
+ public:
+  PauseTimer() = default;  // None: End() is false.
+  static absl::StatusOr<PauseTimer> Create();
+
+  // Readable when a pause is over.
+  int fd() const { return timer_.get(); }
+  // False, and nothing begins, where accepting has failed with this errno for another reason. Else the
+  // log says so, now and then.
+  bool Begin(int error);
+  // Whether a pause is over that was not before.
+  bool End();
+
+ private:
+  UniqueFd timer_;
+  LimitedLine refused_;
+};
 
 // A connection for which the process has no file descriptor left stays in the listener's queue, and the
 // listener readable: whoever waits for it would turn without end. It is left out of the epoll for a
@@ -34,9 +47,8 @@ class AcceptPause {
   void OnTimer(const Epoll& epoll);
 
  private:
-  UniqueFd timer_;
+  PauseTimer timer_;
   int listener_ = -1;
-  LimitedLine refused_;
 };
 
 }  // namespace kvferry

@@ -1,31 +1,25 @@
 #include "transport/control/listener_pause.h"
 
 #include <sys/stat.h>
-#include <sys/timerfd.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <chrono>
 #include <cinttypes>
 #include <cstdio>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <string>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/clock.h"
-#include "base/log.h"
 #include "base/status.h"
-#include "transport/accept_pause.h"
 
 namespace kvferry {
 namespace {
 
-constexpr int64_t kPauseNs = 100'000'000;
 // ZeroMQ's thread does it when it has its turn.
 constexpr int64_t kUntilWatchedMs = 200;
 constexpr const char* kDescriptors = "/proc/self/fdinfo";
@@ -34,11 +28,12 @@ constexpr const char* kDescriptors = "/proc/self/fdinfo";
 
 absl::StatusOr<ListenerPause> ListenerPause::Create(const Epoll& epoll, int listener) {
   ListenerPause pause;
-  pause.timer_ = UniqueFd(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
-  if (!pause.timer_.valid()) {
-    return absl::ResourceExhaustedError(absl::StrCat("control: timerfd: ", std::strerror(errno)));
+  absl::StatusOr<PauseTimer> timer = PauseTimer::Create();
+  if (!timer.ok()) {
+    return absl::Status(timer.status().code(), absl::StrCat("control: ", timer.status().message()));
   }
-  KVFERRY_RETURN_IF_ERROR(epoll.Add(pause.timer_.get(), EPOLLIN | EPOLLET, 0));
+  pause.timer_ = *std::move(timer);
+  KVFERRY_RETURN_IF_ERROR(epoll.Add(pause.timer_.fd(), EPOLLIN | EPOLLET, 0));
   pause.listener_ = listener;
   const Deadline until = DeadlineInMs(kUntilWatchedMs);
   while (!(pause.watch_ = Find(listener)) && Clock::now() < until) {
@@ -79,16 +74,11 @@ std::optional<ListenerPause::Watch> ListenerPause::FindIn(int fd, int listener, 
 }
 
 void ListenerPause::OnFailure(int error) {
-  if (!IsForWantOfFiles(error) || !works()) return;
-  if (const auto more = refused_.Next()) LogThatPeersWait(error, *more);
-  Listen(false);
-  const itimerspec once{{}, {0, kPauseNs}};
-  timerfd_settime(timer_.get(), 0, &once, nullptr);
+  if (works() && timer_.Begin(error)) Listen(false);
 }
 
 void ListenerPause::Progress() {
-  uint64_t times = 0;
-  if (timer_.valid() && read(timer_.get(), &times, sizeof times) == sizeof times) Listen(true);
+  if (timer_.End()) Listen(true);
 }
 
 void ListenerPause::Listen(bool on) const {

@@ -5,8 +5,7 @@
 
 #include "absl/status/statusor.h"
 #include "base/epoll.h"
-#include "base/unique_fd.h"
-#include "transport/limited_line.h"
+#include "transport/accept_pause.h"
 
 namespace kvferry {
 
@@ -37,10 +36,9 @@ class ListenerPause {
   static std::optional<Watch> FindIn(int fd, int listener, uint64_t inode);
   void Listen(bool on) const;
 
-  UniqueFd timer_;
+  PauseTimer timer_;
   int listener_ = -1;
   std::optional<Watch> watch_;
-  LimitedLine refused_;
 };
 
 }  // namespace kvferry

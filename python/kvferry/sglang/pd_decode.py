@@ -7,6 +7,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable
+from typing import Any
 
 import requests
 import zmq
@@ -16,7 +17,6 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVReceiver,
     KVTransferError,
 )
-from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_device
 from sglang.srt.utils.network import NetworkAddress
 
@@ -40,14 +40,8 @@ _PAST_ASKING = (KVPoll.Transferring, KVPoll.Success)
 
 
 class DecodeManager(Manager):
-    def __init__(
-        self,
-        args: KVArgs,
-        disaggregation_mode: DisaggregationMode,
-        server_args,
-        is_mla_backend: bool | None = False,
-    ):
-        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+    def __init__(self, args: KVArgs, *of_sglang: Any):
+        super().__init__(args, *of_sglang)
         self._incoming: dict[int, Incoming] = {}
         # How long a request may take is SGLang's to say, which ends it then.
         config = kvferry.Config.make()

@@ -7,13 +7,13 @@ import ctypes
 import logging
 import queue
 import time
+from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
     CommonKVSender,
     KVTransferError,
 )
-from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.utils.network import NetworkAddress
 
 import kvferry
@@ -35,14 +35,8 @@ _ABORT = b"ABORT"  # SGLang's, decode to prefill.
 
 
 class PrefillManager(Manager):
-    def __init__(
-        self,
-        args: KVArgs,
-        disaggregation_mode: DisaggregationMode,
-        server_args,
-        is_mla_backend: bool | None = False,
-    ):
-        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+    def __init__(self, args: KVArgs, *of_sglang: Any):
+        super().__init__(args, *of_sglang)
         self._outgoing: dict[int, Outgoing] = {}
         self._by_lease: dict[LeaseKey, tuple[int, Outgoing]] = {}
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
