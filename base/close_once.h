@@ -10,8 +10,8 @@ namespace kvferry {
 // For what several threads may close at once: one of them does, and the others return when it has.
 class CloseOnce {
  public:
-  // Calls `close` in the first call of all. Where that is under way on this very thread, as in what it
-  // calls back, returns at once. noexcept: others would wait for ever for one that threw.
+  // Calls `close` in the first call of all. Where that is under way on this very thread, as in what
+  // it calls back, returns at once. noexcept: others would wait for ever for one that threw.
   template <typename Close>
   void Run(const Close& close) noexcept {
     if (!Begin()) return;

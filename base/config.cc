@@ -152,8 +152,8 @@ bool IsKnown(absl::string_view variable) {
          absl::c_any_of(kFields, [&](const Field& field) { return variable == VariableOf(field); });
 }
 
-// A misspelt one may be what was to protect something. No error: a cluster's manager may put names of
-// its own there, after its services'. Each list is said once.
+// A misspelt one may be what was to protect something. No error: a cluster's manager may put names
+// of its own there, after its services'. Each list is said once.
 void WarnOfUnknownVariables() {
   std::set<std::string> unknown;
   for (char** variable = environ; *variable != nullptr; ++variable) {

@@ -35,8 +35,8 @@ class Ending {
     }
     return status_;
   }
-  // Waits until done(), which what is under way comes to by its own deadline: for who may go on only
-  // then, whatever else fails. Needs no memory and throws nothing.
+  // Waits until done(), which what is under way comes to by its own deadline: for who may go on
+  // only then, whatever else fails. Needs no memory and throws nothing.
   void WaitUntilDone() const noexcept {
     const MutexLock lock(&mutex_);
     while (!done_) ended_.WaitAwhile(&mutex_);

@@ -29,8 +29,8 @@ class Epoll {
   absl::Status Add(int fd, uint32_t events, uint64_t id) const;
   void Change(int fd, uint32_t events, uint64_t id) const;
   void Remove(int fd) const;
-  // Takes a socket out and ends its connection. Closing does both, unless a child of this process was
-  // forked meanwhile: what it has a copy of stays open and watched.
+  // Takes a socket out and ends its connection. Closing does both, unless a child of this process
+  // was forked meanwhile: what it has a copy of stays open and watched.
   void HangUp(int socket) const;
 
   // For as many as are looked at in a turn.

@@ -47,8 +47,8 @@ absl::StatusOr<int64_t> ReadNumber(const std::string& path, absl::string_view ke
   return absl::UnavailableError(absl::StrCat("no number ", key, " in ", path));
 }
 
-// How a version of control groups calls what it says of memory (Documentation/admin-guide/cgroup-v1/memory.rst
-// and cgroup-v2.rst of Linux).
+// How a version of control groups calls what it says of memory
+// (Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst of Linux).
 struct CgroupNames {
   absl::string_view controllers;  // In /proc/self/cgroup.
   absl::string_view folder;
@@ -73,8 +73,8 @@ int64_t LeftIn(const std::string& folder, const CgroupNames& names) {
   return std::max<int64_t>(0, *limit - std::max<int64_t>(0, *used - files));
 }
 
-// Of the group named there and of all above it. A container may see its own group as the root, and the
-// name that it has outside.
+// Of the group named there and of all above it. A container may see its own group as the root, and
+// the name that it has outside.
 int64_t LeftInGroups(std::string group, const std::string& root, const CgroupNames& names) {
   int64_t left = INT64_MAX;
   for (;;) {

@@ -55,8 +55,8 @@ class Logger {
 };
 
 // The process-wide logger "kvferry" (stderr, for which nobody waits: StderrSink). Level from
-// KVFERRY_LOG = trace | debug | info | warn | error | off, default warn, read at first use. A message
-// stays on one line. Thread-safe.
+// KVFERRY_LOG = trace | debug | info | warn | error | off, default warn, read at first use. A
+// message stays on one line. Thread-safe.
 const Logger& Log();
 
 }  // namespace kvferry

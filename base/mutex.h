@@ -49,8 +49,8 @@ class CondVar {
     lock.release();
     return notified;
   }
-  // For a loop over what is bounded by itself, such as a copy: returns for a notification, or after a
-  // second, in case none comes.
+  // For a loop over what is bounded by itself, such as a copy: returns for a notification, or after
+  // a second, in case none comes.
   void WaitAwhile(Mutex* mutex) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     WaitUntil(mutex, DeadlineInMs(1000));
   }

@@ -11,7 +11,8 @@ namespace kvferry {
 
 // Memory that other processes can read and only this one can write: a memfd, mapped writable here
 // and sealed, so that whoever is handed its descriptor can neither resize it nor map it writable.
-// Zeroed, aligned to kHugePageBytes, takes no room until it is touched (or UseHugePages() is asked).
+// Zeroed, aligned to kHugePageBytes, takes no room until it is touched (or UseHugePages() is
+// asked).
 struct SharedMemory {
   std::shared_ptr<std::byte> data;
   int64_t bytes = 0;

@@ -21,8 +21,9 @@ namespace {
 constexpr size_t kMaxLineBytes = PIPE_BUF;
 constexpr std::string_view kCut = "...\n";
 
-// O_NONBLOCK belongs to what is open, not to a descriptor: set on the one that is there, it would be set
-// for all processes that have inherited it. So this is another one, of the same pipe or terminal.
+// O_NONBLOCK belongs to what is open, not to a descriptor: set on the one that is there, it would
+// be set for all processes that have inherited it. So this is another one, of the same pipe or
+// terminal.
 UniqueFd OpenAgain(int fd) {
   return UniqueFd(open(absl::StrCat("/proc/self/fd/", fd).c_str(),
                        O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));

@@ -47,8 +47,9 @@ struct Request {
 };
 
 // What follows the bytes: a whole page, or the next bytes would lie in the system's pages a little
-// further on than in the buffer. To a place 1 to 15 bytes ahead, modulo a page, `rep movsb` of an AMD
-// Zen 3 or 4 copies at a twentieth of its speed (lunnova.dev/articles/ryzen-slow-short-rep-mov).
+// further on than in the buffer. To a place 1 to 15 bytes ahead, modulo a page, `rep movsb` of an
+// AMD Zen 3 or 4 copies at a twentieth of its speed
+// (lunnova.dev/articles/ryzen-slow-short-rep-mov).
 struct Reply {
   double cpu = 0;
   std::array<std::byte, 4096 - sizeof(double)> rest{};

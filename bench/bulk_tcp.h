@@ -1,8 +1,8 @@
 #pragma once
 
 // Plain TCP streams from child processes to this one: what the kernel allows, without any protocol;
-// of bytes as they lie, or of scattered items, with the two copies of whoever packs them or straight
-// from where they are to where they go.
+// of bytes as they lie, or of scattered items, with the two copies of whoever packs them or
+// straight from where they are to where they go.
 
 #include <cstddef>
 #include <cstdint>
@@ -30,8 +30,8 @@ class BulkTcp {
   // What is sent: items of `bytes` each in random order, or, if 0, all as it lies.
   struct Items {
     size_t bytes = 0;
-    // The kernel takes and brings them piece by piece (sendmsg(2), recvmsg(2)). Else the child gathers
-    // them into chunks of 1 MiB, and this process scatters those.
+    // The kernel takes and brings them piece by piece (sendmsg(2), recvmsg(2)). Else the child
+    // gathers them into chunks of 1 MiB, and this process scatters those.
     bool straight = false;
   };
   struct Result {
@@ -43,9 +43,9 @@ class BulkTcp {
   static absl::StatusOr<std::unique_ptr<BulkTcp>> Start(const Options& options);
 
   // Has `streams` children send an equal part of `bytes` each, at once, out of one buffer into
-  // another, to the same places, and compares what came with what was sent; the latter is not timed.
-  // Items divide `bytes`. INVALID_ARGUMENT for more of either than there are, UNAVAILABLE when
-  // a child has gone, DATA_LOSS for other bytes.
+  // another, to the same places, and compares what came with what was sent; the latter is not
+  // timed. Items divide `bytes`. INVALID_ARGUMENT for more of either than there are, UNAVAILABLE
+  // when a child has gone, DATA_LOSS for other bytes.
   absl::StatusOr<Result> Measure(size_t bytes, int streams, Items items);
 
  private:

@@ -34,7 +34,8 @@ absl::StatusOr<T> ParseNumber(const std::string& word) {
   return absl::InvalidArgumentError(absl::StrCat("'", word, "' is no number"));
 }
 
-// Points in time, as processes tell each other: nanoseconds of Clock, which all of a host read alike.
+// Points in time, as processes tell each other: nanoseconds of Clock, which all of a host read
+// alike.
 inline int64_t Nanoseconds(Deadline when) {
   return std::chrono::nanoseconds(when.time_since_epoch()).count();
 }
@@ -66,8 +67,8 @@ class Driver {
   std::map<std::string, Command> commands_;
 };
 
-// A pool whose memory has been touched, so that no measured copy pays for that; a private one is not
-// read in place by peers, as an engine's own memory is not.
+// A pool whose memory has been touched, so that no measured copy pays for that; a private one is
+// not read in place by peers, as an engine's own memory is not.
 absl::StatusOr<std::shared_ptr<KvPool>> TouchedPool(const KvLayout& layout, int64_t num_pages,
                                                     bool is_private = false);
 

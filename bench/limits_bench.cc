@@ -4,8 +4,8 @@
 //                                      memcpy a page and buffer, in the order of kvferry's stream;
 //                                      then compares
 //   tcp STREAMS BYTES ITEM HOW         as many bytes from child processes (bulk_tcp.h), as they lie
-//                                      if ITEM is 0, else in items of as many bytes at random, which
-//                                      are moved as HOW says: "packed" or "straight"
+//                                      if ITEM is 0, else in items of as many bytes at random,
+//                                      which are moved as HOW says: "packed" or "straight"
 //
 // Both answer {"seconds": S, "cpu": of all processes, "verified": true}.
 

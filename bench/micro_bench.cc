@@ -162,7 +162,8 @@ void BM_AllocateFree(benchmark::State& state) {
   state.counters["free_runs"] = static_cast<double>(allocator.num_free_runs());
 }
 
-// Of one page more than any free run has, where every second of these is free: all of them lie in its bin.
+// Of one page more than any free run has, where every second of these is free: all of them lie in
+// its bin.
 void BM_AllocateOfNoFit(benchmark::State& state) {
   const int64_t run_pages = state.range(0), pool_pages = state.range(1);
   PageAllocator allocator = Must(PageAllocator::Create(pool_pages, 0));

@@ -2,12 +2,12 @@
 // driver's commands:
 //
 //   prefill   publish RUNS           {"ticket": TEXT}
-//             push TICKET RUNS       {"seconds": from Push() until the handle is done, "cpu": as below}
+//             push TICKET RUNS       {"seconds": from Push() until the handle is done,
+//                                     "cpu": as below}
 //             ended                  waits for the last lease's end: {"outcome": TEXT}
 //             cpu                    as everywhere
-//   decode    fetch TICKET RUNS      {"seconds": from Fetch() until the handle is done, "cpu": this
-//   process's
-//                                     meanwhile}
+//   decode    fetch TICKET RUNS      {"seconds": from Fetch() until the handle is done,
+//                                     "cpu": this process's meanwhile}
 //             receive RUNS           {"ticket": TEXT}, with --accept-pushes
 //             received               waits for the last receive's end
 //   both      metrics                the endpoint's

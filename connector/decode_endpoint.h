@@ -20,8 +20,9 @@
 namespace kvferry {
 
 // The side that fetches KV into its own pages, from any number of prefill processes, or has them
-// push it there. Theirs may be of another size, order (NHD, HND) and dtype; all numbers of pages here are of this
-// side's, but for what a ticket says. Thread-safe; no method blocks except the destructor, for a bounded time.
+// push it there. Theirs may be of another size, order (NHD, HND) and dtype; all numbers of pages
+// here are of this side's, but for what a ticket says. Thread-safe; no method blocks except the
+// destructor, for a bounded time.
 class DecodeEndpoint {
  public:
   // Listens on config.listen_host:listen_port if options.accept_pushes says so.
@@ -36,18 +37,19 @@ class DecodeEndpoint {
   };
 
   // Fetches pages [first_page, first_page + pages.size()) of the ticket into the local `pages`, in
-  // order, counted in pages as this side has them: as many as the ticket's tokens make, or as it has
-  // pages. What the last one holds behind the tokens of the request is undefined. The pages before
-  // first_page the caller has already (a cached prefix). A local page that stands twice, as padding may,
-  // holds any of what went there. The prefill side may not have published the
-  // request yet: by a moment (its publish_grace_ms) or, if the ticket is one without an epoch, until
-  // the fetch's deadline. timeout_ms 0: the configured fetch_timeout_ms. The session with the ticket's
+  // order, counted in pages as this side has them: as many as the ticket's tokens make, or as it
+  // has pages. What the last one holds behind the tokens of the request is undefined. The pages
+  // before first_page the caller has already (a cached prefix). A local page that stands twice, as
+  // padding may, holds any of what went there. The prefill side may not have published the request
+  // yet: by a moment (its publish_grace_ms) or, if the ticket is one without an epoch, until the
+  // fetch's deadline. timeout_ms 0: the configured fetch_timeout_ms. The session with the ticket's
   // host is opened on first use and kept. Pages on a device must not be in use from here on, in any
   // stream; they hold their bytes, for all streams, when the handle is done.
   //
   // Errors here mean that nothing was started: INVALID_ARGUMENT, OUT_OF_RANGE (pages of the ticket
-  // or of the pool, heads of the pool), PERMISSION_DENIED (host not in allowed_hosts). With no pages, the
-  // fetch only tells the prefill side that its lease may end, as far as this reader goes.
+  // or of the pool, heads of the pool), PERMISSION_DENIED (host not in allowed_hosts). With no
+  // pages, the fetch only tells the prefill side that its lease may end, as far as this reader
+  // goes.
   absl::StatusOr<std::shared_ptr<FetchHandle>> Fetch(const Ticket& ticket, int64_t first_page,
                                                      std::span<const int64_t> pages,
                                                      int64_t timeout_ms, const Part& part);
@@ -57,9 +59,10 @@ class DecodeEndpoint {
     return Fetch(ticket, first_page, pages, timeout_ms, Part());
   }
 
-  // Asks the prefill sides to keep what these tickets stand for, for lease_ms of theirs from now on, as
-  // long as the caller cannot fetch it yet. As far as they are reached: a fetch says what has become of a
-  // lease. Tickets that cannot be, and of hosts that are not allowed, are passed over.
+  // Asks the prefill sides to keep what these tickets stand for, for lease_ms of theirs from now
+  // on, as long as the caller cannot fetch it yet. As far as they are reached: a fetch says what
+  // has become of a lease. Tickets that cannot be, and of hosts that are not allowed, are passed
+  // over.
   void Keep(absl::Span<const Ticket> tickets);
 
   struct Reception {

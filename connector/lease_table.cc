@@ -214,8 +214,8 @@ absl::Status LeaseTable::Admit(uint64_t lease_id, Lease& lease, LeaseReader read
         absl::StrCat("lease ", absl::Hex(lease_id), " is not published now"));
   }
   if (lease.state == State::kWithdrawing) return refused("is being withdrawn");
-  // Nothing expires while somebody reads: readers that take turns would keep the pages for ever. Whoever
-  // began in time has ended by then.
+  // Nothing expires while somebody reads: readers that take turns would keep the pages for ever.
+  // Whoever began in time has ended by then.
   if (Clock::now() > lease.expiry + std::chrono::milliseconds(config_.max_fetch_timeout_ms)) {
     return refused("has already expired; raise lease_ms or fetch sooner");
   }

@@ -21,8 +21,8 @@
 
 namespace kvferry {
 
-// How a lease ended. Every published lease that is not unpublished ends in exactly one of these, and is
-// reported once.
+// How a lease ended. Every published lease that is not unpublished ends in exactly one of these,
+// and is reported once.
 enum class LeaseOutcome { kFetched, kReleased, kExpired };
 absl::string_view LeaseOutcomeName(LeaseOutcome outcome);
 
@@ -33,48 +33,50 @@ struct EndedLease {
 
 // The requests that a prefill side has published.
 //
-//   state          on                   becomes         because
-//   idle           BeginTransfer        transferring    a fetch reads the pages: no expiry meanwhile
-//   idle           expiry               ended expired   nobody came, nor said that they would (Keep)
-//   unknown        NothingNeeded        unneeded        its reader was told the id before it is published,
-//                                                       or had all of it before it was unpublished
-//   unneeded       Publish              ended fetched   -
-//   unknown        GiveUp               ended released  the same reader need not wait for it any more
-//   idle           Withdraw,            ended           -
+//   state          on                  becomes        because
+//   idle           BeginTransfer       transferring   a fetch reads the pages: no expiry meanwhile
+//   idle           expiry              ended expired  nobody came, nor said that they would (Keep)
+//   unknown        NothingNeeded       unneeded       its reader was told the id early, or had all
+//                                                     of it before it was unpublished
+//   unneeded       Publish             ended fetched  -
+//   unknown        GiveUp              ended released the same reader need not wait for it any more
+//   idle           Withdraw,           ended          -
 //                  NothingNeeded, Take
-//   transferring   EndTransfer(OK)      ended fetched   -
-//   transferring   EndTransfer(error)   idle            the decode side may come again, until expiry
-//   transferring   GoOn                 idle            the same, whether all arrived or not
-//   transferring   Withdraw             withdrawing     the pages are still being read
-//   transferring   Take                 taken           the same, perhaps: its reader has said so over
-//                                                       another session, which it does when it has all
-//   withdrawing    EndTransfer(any)     ended           fetched if all arrived, else released
-//   withdrawing    GoOn                 ended released  -
-//   idle           Unpublish, Retract   unknown         it will be published again, or never was
-//   transferring   Unpublish            unpublishing    the pages are still being read
-//   unpublishing   EndTransfer(OK)      ended fetched   -
-//   unpublishing   EndTransfer(error),  unknown         -
+//   transferring   EndTransfer(OK)     ended fetched  -
+//   transferring   EndTransfer(error)  idle           the decode side may come again, until expiry
+//   transferring   GoOn                idle           the same, whether all arrived or not
+//   transferring   Withdraw            withdrawing    the pages are still being read
+//   transferring   Take                taken          the same, perhaps: its reader has all of it
+//                                                     and has said so over another session
+//   withdrawing    EndTransfer(any)    ended          fetched if all arrived, else released
+//   withdrawing    GoOn                ended released -
+//   idle           Unpublish, Retract  unknown        it will be published again, or never was
+//   transferring   Unpublish           unpublishing   the pages are still being read
+//   unpublishing   EndTransfer(OK)     ended fetched  -
+//   unpublishing   EndTransfer(error), unknown        -
 //                  GoOn
-//   unpublishing   Withdraw             withdrawing     -
-//   taken          EndTransfer, GoOn    ended fetched   -
+//   unpublishing   Withdraw            withdrawing    -
+//   taken          EndTransfer, GoOn   ended fetched  -
 //
-// BeginTransfer is refused when max_fetch_timeout_ms have passed since the expiry, whoever else reads then.
+// BeginTransfer is refused when max_fetch_timeout_ms have passed since the expiry, whoever else
+// reads then.
 //
-// A lease may have several readers (LeaseReader). It is transferring while any of them reads, a transfer's
-// end moves it on when no other is under way, and EndTransfer(OK) and NothingNeeded count when the last
-// reader has said so; what readers have said outlives Unpublish, and may come before Publish.
+// A lease may have several readers (LeaseReader). It is transferring while any of them reads, a
+// transfer's end moves it on when no other is under way, and EndTransfer(OK) and NothingNeeded
+// count when the last reader has said so; what readers have said outlives Unpublish, and may come
+// before Publish.
 //
 // Pages belong to the owner again when the lease has ended, not before. Thread-safe; never blocks.
 class LeaseTable : public FetchSource {
  public:
   explicit LeaseTable(const Config& config) : config_(config) {}
 
-  // ALREADY_EXISTS for a lease id that was used before or given up, RESOURCE_EXHAUSTED at max_leases
-  // (live ones and ended ones not yet taken).
+  // ALREADY_EXISTS for a lease id that was used before or given up, RESOURCE_EXHAUSTED at
+  // max_leases (live ones and ended ones not yet taken).
   absl::Status Publish(uint64_t lease_id, PageRuns pages, int64_t ready_layers, Deadline expiry,
                        std::shared_ptr<const std::vector<std::byte>> tail = nullptr);
-  // Layers [0, layers) are final; never shrinks. NOT_FOUND for an unknown lease, FAILED_PRECONDITION,
-  // saying why, for one that has ended or will not be published.
+  // Layers [0, layers) are final; never shrinks. NOT_FOUND for an unknown lease,
+  // FAILED_PRECONDITION, saying why, for one that has ended or will not be published.
   absl::Status SetReadyLayers(uint64_t lease_id, int64_t layers);
   // The lease that somebody may be waiting for will not be published. ALREADY_EXISTS if it was.
   absl::Status GiveUp(uint64_t lease_id);
@@ -85,21 +87,23 @@ class LeaseTable : public FetchSource {
   // As if it had not been published, for a lease whose owner found no memory to tell anybody of it.
   // Needs none. False, and nothing has happened, for one that somebody reads or that has ended.
   bool Retract(uint64_t lease_id);
-  // Those of these leases, published or not, that somebody has come for, or has said to need nothing
-  // of. As far back as that is remembered (RecentMap).
+  // Those of these leases, published or not, that somebody has come for, or has said to need
+  // nothing of. As far back as that is remembered (RecentMap).
   std::vector<uint64_t> AskedFor(absl::Span<const uint64_t> lease_ids) const;
-  // FAILED_PRECONDITION, saying how, for a lease that has ended, as far back as that is remembered. Not
-  // for one that is not published, whatever its readers have said: TakeEnded() says nothing of it.
+  // FAILED_PRECONDITION, saying how, for a lease that has ended, as far back as that is remembered.
+  // Not for one that is not published, whatever its readers have said: TakeEnded() says nothing of
+  // it.
   absl::Status CheckNotEnded(uint64_t lease_id) const;
-  // The reader has all that it wanted. OK: the lease ends as fetched, now or with the transfer under
-  // way, or did so before, however often this is asked. FAILED_PRECONDITION for one that ended
-  // otherwise or is being withdrawn, NOT_FOUND for one that is unknown.
+  // The reader has all that it wanted. OK: the lease ends as fetched, now or with the transfer
+  // under way, or did so before, however often this is asked. FAILED_PRECONDITION for one that
+  // ended otherwise or is being withdrawn, NOT_FOUND for one that is unknown.
   absl::Status Take(uint64_t lease_id);
   // Instead of EndTransfer(), for an owner whose readers have to Take(): however the transfer
   // ended, the lease goes on, until `expiry` at least.
   void GoOn(uint64_t lease_id, LeaseReader reader, Deadline expiry);
-  // Somebody will come for these, but not yet: those of them that are live last until `expiry` at least,
-  // if that is not more than max_fetch_timeout_ms behind their first one. Returns how many are live.
+  // Somebody will come for these, but not yet: those of them that are live last until `expiry` at
+  // least, if that is not more than max_fetch_timeout_ms behind their first one. Returns how many
+  // are live.
   int64_t Keep(absl::Span<const uint64_t> lease_ids, Deadline expiry);
   // Leases that ended since the last call, oldest first.
   std::vector<EndedLease> TakeEnded();
@@ -166,13 +170,14 @@ class LeaseTable : public FetchSource {
   Deadline none_expires_before_ ABSL_GUARDED_BY(mutex_) = Deadline::max();
   std::vector<EndedLease> ended_ ABSL_GUARDED_BY(mutex_);
   struct Nothing {};
-  // Of leases that were published or given up here: to say what became of a ticket, or to answer Take()
-  // again; who has come for them; and of those that are to be published again, the readers that are done.
+  // Of leases that were published or given up here: to say what became of a ticket, or to answer
+  // Take() again; who has come for them; and of those that are to be published again, the readers
+  // that are done.
   RecentMap<Fate> fates_ ABSL_GUARDED_BY(mutex_);
   RecentMap<Nothing> asked_for_ ABSL_GUARDED_BY(mutex_);
   RecentMap<Readers> unpublished_ ABSL_GUARDED_BY(mutex_);
-  // What peers say of all others. Apart from those: peers can invent as many ids as they like, and what is
-  // ours would be forgotten for them.
+  // What peers say of all others. Apart from those: peers can invent as many ids as they like, and
+  // what is ours would be forgotten for them.
   RecentMap<Nothing> unneeded_ ABSL_GUARDED_BY(mutex_);
   RecentMap<Nothing> asked_before_ ABSL_GUARDED_BY(mutex_);
   RecentMap<Readers> done_before_ ABSL_GUARDED_BY(mutex_);

@@ -1,7 +1,7 @@
 #pragma once
 
-// What both sides of a lookup buffer share: lookup_producer.h keeps entries, lookup_consumer.h takes
-// them. docs/wire_protocol.md, "Functions", has what they say to each other.
+// What both sides of a lookup buffer share: lookup_producer.h keeps entries, lookup_consumer.h
+// takes them. docs/wire_protocol.md, "Functions", has what they say to each other.
 
 #include <cstdint>
 #include <optional>

@@ -52,9 +52,9 @@ class LookupConsumer {
     // be found again.
     std::vector<int64_t> pages;
     // Called instead where it is set, when it is known how many pages are needed; on the progress
-    // thread: it must not block. Its error ends the lookup, and the entry can be found again. Called
-    // again if that entry has gone to another consumer after all and the next one is found: then
-    // the pages that it gave before are its own again.
+    // thread: it must not block. Its error ends the lookup, and the entry can be found again.
+    // Called again if that entry has gone to another consumer after all and the next one is found:
+    // then the pages that it gave before are its own again.
     std::function<absl::StatusOr<std::vector<int64_t>>(int64_t num_pages)> allocate;
     Deadline deadline;
     // Called once, when the handle is done(): on the progress thread, or on one that cancels or

@@ -30,8 +30,8 @@ absl::StatusOr<std::shared_ptr<LookupEntry>> NewEntry(std::vector<std::byte> hid
 
 }  // namespace
 
-// A call of Insert that Close() has to wait for: it may be answering a lookup. Those that come later
-// are refused, or it could wait for one after another.
+// A call of Insert that Close() has to wait for: it may be answering a lookup. Those that come
+// later are refused, or it could wait for one after another.
 class LookupProducer::Inserting {
  public:
   explicit Inserting(LookupProducer* producer) : producer_(producer) {

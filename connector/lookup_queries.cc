@@ -28,8 +28,8 @@ Deadline BackOff(int64_t& backoff_ms, Deadline now) {
 }
 
 constexpr int64_t kGiveBackMs = 2000;
-// A lookup that asks for the entry whose bytes it has gets so long for that, also past its deadline:
-// without the answer the entry may be lost.
+// A lookup that asks for the entry whose bytes it has gets so long for that, also past its
+// deadline: without the answer the entry may be lost.
 constexpr int64_t kTakeMs = 2000;
 constexpr size_t kMaxQueries = 65536;
 

@@ -26,27 +26,27 @@ namespace kvferry {
 
 // The lookups of a LookupConsumer.
 //
-//   state      on                        becomes    because
-//   asking     found                     fetching   -
-//   asking     deadline, cancel,         gone       with that error
+//   state     on                       becomes   because
+//   asking    found                    fetching  -
+//   asking    deadline, cancel,        gone      with that error
 //              all refuse
-//   fetching   producer has no turn      fetching   anew after a moment: the entry is still ours
-//   fetching   the same, and cancelled   gone       with that error; the entry goes back
+//   fetching  producer has no turn     fetching  anew after a moment: the entry is still ours
+//   fetching  the same, and cancelled  gone      with that error; the entry goes back
 //              or deadline
-//   fetching   lease has ended           asking     the entry went back before it was fetched, or its
-//                                                   producer has begun anew
-//   fetching   fetch failed, cancelled   gone       with that error; the entry goes back
-//   fetching   every byte                taking     if `done` is lost the producer puts the entry back:
-//                                                   it has to say whose it is (lookup_take)
-//   taking     yes                       gone OK    the entry is gone from its producer, for good
-//   taking     no                        asking     it went back, perhaps to somebody else: what came
-//                                                   does not count
-//   taking     no answer                 taking     over another session, after a moment: asked again,
-//                                                   the producer says the same
-//   taking     no answer, and cancelled  gone       with an error, even though every byte is here: the
-//              or too late                          entry may be somebody else's, or lost
-//   taking     refused for good          gone       the same
-//   taking     cancel                    taking     the answer may be on its way: without one it ends
+//   fetching  lease has ended          asking    the entry went back before it was fetched, or its
+//                                                producer has begun anew
+//   fetching  fetch failed, cancelled  gone      with that error; the entry goes back
+//   fetching  every byte               taking    if `done` is lost the producer puts the entry
+//                                                back: it has to say whose it is (lookup_take)
+//   taking    yes                      gone OK   the entry is gone from its producer, for good
+//   taking    no                       asking    it went back, perhaps to somebody else: what came
+//                                                does not count
+//   taking    no answer                taking    over another session, after a moment: asked again,
+//                                                the producer says the same
+//   taking    no answer, and cancelled gone      with an error, even though every byte is here: the
+//             or too late                        entry may be somebody else's, or lost
+//   taking    refused for good         gone      the same
+//   taking    cancel                   taking    the answer may be on its way: without one it ends
 //
 // Too late is the deadline, but 2 s after the last byte at the earliest. Each of its producers is,
 // while the lookup is asking,
@@ -60,9 +60,9 @@ namespace kvferry {
 // (LookupCrowd). A place that none of them has room in is for who asks next.
 //
 // That one has waited its producer does not say. But it answers those that do not wait in turn: of
-// all that were asked before a question, those wait that are not answered when it is. So many waited
-// when it refused one, and there is a place when fewer of ours are asked there. The place of one
-// that is not known to have waited is for who asks next, too.
+// all that were asked before a question, those wait that are not answered when it is. So many
+// waited when it refused one, and there is a place when fewer of ours are asked there. The place of
+// one that is not known to have waited is for who asks next, too.
 //
 // The node's thread drives them; nothing is called back under the lock.
 class LookupQueries : public CallHandler, public std::enable_shared_from_this<LookupQueries> {
@@ -179,7 +179,8 @@ class LookupQueries : public CallHandler, public std::enable_shared_from_this<Lo
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void LeaveCrowd(uint64_t id, Query& query, size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void LeaveCrowds(uint64_t id, Query& query) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Asks for the one in turn among those with shorter questions (LookupCrowd); false: there is none.
+  // Asks for the one in turn among those with shorter questions (LookupCrowd); false: there is
+  // none.
   bool GivePlace(size_t index, int64_t shorter_than) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // To a shorter one, if there was a place for the one that was refused but too little room in it.
   void PassOnPlace(const Query& refused, size_t index) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -27,8 +27,8 @@
 
 namespace kvferry {
 
-// What a producer keeps of an entry, as the payload in its LookupTable. Gone when the entry has left
-// the buffer for good; `on_gone` is called then, by whoever let go of it last.
+// What a producer keeps of an entry, as the payload in its LookupTable. Gone when the entry has
+// left the buffer for good; `on_gone` is called then, by whoever let go of it last.
 struct LookupEntry {
   LookupEntry() = default;
   LookupEntry(const LookupEntry&) = delete;

@@ -76,8 +76,8 @@ absl::StatusOr<std::shared_ptr<PushHandle>> PrefillEndpoint::Push(const ReceiveT
   Publication leased = publication;
   leased.lease_ms = timeout + kLeaseSlackMs;
   KVFERRY_ASSIGN_OR_RETURN(const Ticket lease, Publish(leased));
-  // Nobody has heard of it; unless its id is the caller's, who may have told others: then TakeEnded() will
-  // say how it ended.
+  // Nobody has heard of it; unless its id is the caller's, who may have told others: then
+  // TakeEnded() will say how it ended.
   absl::Cleanup not_pushed = [&] { leases_.Retract(lease.lease_id); };
   auto push = std::make_shared<PushHandle>(lease.lease_id);
   Node::CallRequest call;

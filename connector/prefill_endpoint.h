@@ -23,9 +23,9 @@
 namespace kvferry {
 
 // The side that computes KV and lets others fetch it, or pushes it to them. Serves any number of
-// decode processes, whose pages may be of another size, order (NHD, HND) and dtype than these: each gets what its
-// own hold (pool/page_cut.h, pool/value_format.h). All methods are thread-safe and none blocks, except Release, Unpublish and the
-// destructor, for a bounded time.
+// decode processes, whose pages may be of another size, order (NHD, HND) and dtype than these: each
+// gets what its own hold (pool/page_cut.h, pool/value_format.h). All methods are thread-safe and
+// none blocks, except Release, Unpublish and the destructor, for a bounded time.
 class PrefillEndpoint {
  public:
   // Listens on config.listen_host:listen_port.
@@ -46,44 +46,46 @@ class PrefillEndpoint {
     int64_t lease_ms = 0;
   };
   // Offers a request. From here on until the lease has ended (TakeEnded), the pages must keep their
-  // bytes. INVALID_ARGUMENT without pages or for negative numbers, OUT_OF_RANGE for a page that is not
-  // in the pool, ALREADY_EXISTS for a lease id that was used before or given up, RESOURCE_EXHAUSTED at
-  // max_leases.
+  // bytes. INVALID_ARGUMENT without pages or for negative numbers, OUT_OF_RANGE for a page that is
+  // not in the pool, ALREADY_EXISTS for a lease id that was used before or given up,
+  // RESOURCE_EXHAUSTED at max_leases.
   absl::StatusOr<Ticket> Publish(const Publication& publication);
 
   // Publishes a request, for the pages that a decode process has registered (its ticket, of
   // DecodeEndpoint::Receive), and tells that process to come and get it. It does so at once: each
   // layer moves as it becomes ready (LayerReady with the handle's lease_id()). timeout_ms 0: the
-  // configured fetch_timeout_ms. The session with the ticket's host is opened on first use and kept.
+  // configured fetch_timeout_ms. The session with the ticket's host is opened on first use and
+  // kept.
   //
   // The handle ends within the timeout: OK, all bytes are there; NOT_FOUND, the process at that
-  // address does not know the receive, or has given the session up; FAILED_PRECONDITION, the receive
-  // has ended, is being pushed to already, or is of another number of pages or tokens; ABORTED,
-  // released; CANCELLED, here or there; RESOURCE_EXHAUSTED, a limit is reached: max_peers here or there,
-  // max_fetches_per_peer here or max_calls_per_peer there; UNAVAILABLE, the peer is
-  // gone; DEADLINE_EXCEEDED. Where the peer has not said so itself, all may have arrived nevertheless.
+  // address does not know the receive, or has given the session up; FAILED_PRECONDITION, the
+  // receive has ended, is being pushed to already, or is of another number of pages or tokens;
+  // ABORTED, released; CANCELLED, here or there; RESOURCE_EXHAUSTED, a limit is reached: max_peers
+  // here or there, max_fetches_per_peer here or max_calls_per_peer there; UNAVAILABLE, the peer is
+  // gone; DEADLINE_EXCEEDED. Where the peer has not said so itself, all may have arrived
+  // nevertheless.
   //
   // Errors here mean that nothing was started: those of Publish, PERMISSION_DENIED (host not in
-  // allowed_hosts), FAILED_PRECONDITION (the ticket is of another number of pages, and they are of no order
-  // that another size could be made of),
-  // INVALID_ARGUMENT (also for a lease_ms: the lease lives as long as the push).
+  // allowed_hosts), FAILED_PRECONDITION (the ticket is of another number of pages, and they are of
+  // no order that another size could be made of), INVALID_ARGUMENT (also for a lease_ms: the lease
+  // lives as long as the push).
   absl::StatusOr<std::shared_ptr<PushHandle>> Push(const ReceiveTicket& ticket,
                                                    const Publication& publication,
                                                    int64_t timeout_ms);
 
-  // Layer `layer` and all before it are final; a fetch may be waiting for them. On a device the work that
-  // computes them has ended: nothing else orders a transfer behind it. NOT_FOUND for an
+  // Layer `layer` and all before it are final; a fetch may be waiting for them. On a device the
+  // work that computes them has ended: nothing else orders a transfer behind it. NOT_FOUND for an
   // unknown lease, FAILED_PRECONDITION for one that has ended or will not be published.
   absl::Status LayerReady(uint64_t lease_id, int64_t layer);
   absl::Status AllLayersReady(uint64_t lease_id);
 
-  // A request that was announced, to a decode side that fetches it by a ticket without an epoch, will
-  // not be published: such a fetch fails now and not at its deadline. ALREADY_EXISTS: it was
+  // A request that was announced, to a decode side that fetches it by a ticket without an epoch,
+  // will not be published: such a fetch fails now and not at its deadline. ALREADY_EXISTS: it was
   // published; Release() it.
   absl::Status GiveUp(uint64_t lease_id);
 
-  // Those of these leases, published or not, that a decode process has asked for, or has said to need
-  // nothing of: it has room for them. Remembered of the last 65,536 that were asked for.
+  // Those of these leases, published or not, that a decode process has asked for, or has said to
+  // need nothing of: it has room for them. Remembered of the last 65,536 that were asked for.
   std::vector<uint64_t> AskedFor(absl::Span<const uint64_t> lease_ids) const {
     return leases_.AskedFor(lease_ids);
   }
@@ -93,10 +95,11 @@ class PrefillEndpoint {
   absl::Status Release(uint64_t lease_id, Deadline deadline);
 
   // Takes a request back that will be published again under the same lease id, as an engine has to
-  // that preempts it. OK: none of its pages is read any more, and it is as if it had not been published:
-  // TakeEnded() does not report it. Fetches by tickets without an epoch wait for it, and then go on
-  // behind what they have, so that its pages have to be as many and to hold the same; GiveUp() ends
-  // them. Other fetches fail. Errors as of Release(), FAILED_PRECONDITION also if it ended meanwhile.
+  // that preempts it. OK: none of its pages is read any more, and it is as if it had not been
+  // published: TakeEnded() does not report it. Fetches by tickets without an epoch wait for it, and
+  // then go on behind what they have, so that its pages have to be as many and to hold the same;
+  // GiveUp() ends them. Other fetches fail. Errors as of Release(), FAILED_PRECONDITION also if it
+  // ended meanwhile.
   absl::Status Unpublish(uint64_t lease_id, Deadline deadline);
 
   // Leases that ended since the last call: their pages are the caller's again. Each is reported

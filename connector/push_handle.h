@@ -13,8 +13,8 @@ namespace kvferry {
 // One push under way. Made by PrefillEndpoint::Push; all methods are thread-safe.
 //
 // Its pages are leased until done(): they keep their bytes until then, and are the caller's again
-// from then on, whatever the status. PrefillEndpoint::TakeEnded() reports the lease too. OK: the decode
-// side has every byte.
+// from then on, whatever the status. PrefillEndpoint::TakeEnded() reports the lease too. OK: the
+// decode side has every byte.
 class PushHandle : public Ending {
  public:
   // For LayerReady(), AllLayersReady() and Release().

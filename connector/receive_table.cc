@@ -82,7 +82,8 @@ absl::Status ReceiveTable::Push(const CallKey& call, const Fields& args) {
   return absl::OkStatus();
 }
 
-// Of the same request, as far as both say: as many tokens, or pages that some number of tokens fills.
+// Of the same request, as far as both say: as many tokens, or pages that some number of tokens
+// fills.
 absl::Status ReceiveTable::CheckCounts(const Receive& receive, const Pushed& pushed) const {
   const bool both = receive.num_tokens != 0 && pushed.num_tokens != 0;
   if (both && pushed.num_tokens != receive.num_tokens) {

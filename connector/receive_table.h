@@ -73,7 +73,8 @@ class ReceiveTable : public CallHandler {
   Node& node() { return node_.get(); }
   // OK: the push is answered when the receive has ended.
   absl::Status Push(const CallKey& call, const Fields& args);
-  // What a push says of its pages: their number, tokens in all of them (0: not said) and in a full one.
+  // What a push says of its pages: their number, tokens in all of them (0: not said) and in a full
+  // one.
   struct Pushed {
     int64_t num_pages = 0;
     int64_t num_tokens = 0;

@@ -9,16 +9,16 @@
 
 namespace kvferry {
 
-// What is known of ids that come up once more, if they do: the last kMax of them that were added. Peers
-// choose ids, so there has to be a limit. Not thread-safe.
+// What is known of ids that come up once more, if they do: the last kMax of them that were added.
+// Peers choose ids, so there has to be a limit. Not thread-safe.
 template <typename Value>
 class RecentMap {
  public:
   // At 3,000 leases a second for 20 s, twice as long as a silent session lasts.
   static constexpr size_t kMax = 65536;
 
-  // What is known then. What was known before stays as it is, and where there is no memory everything
-  // does. Valid until the next Add().
+  // What is known then. What was known before stays as it is, and where there is no memory
+  // everything does. Valid until the next Add().
   Value& Add(uint64_t id, Value value) {
     if (Value* const known = Find(id)) return *known;
     order_.push_back(id);

@@ -64,8 +64,8 @@ class TokenTree {
   std::unique_ptr<Entry> Erase(Entry* entry);
 
   // The entry of the longest match. Of entries with the same tokens the oldest; of several that go
-  // on differently behind the end of the query one of the way that was there first, and any one where
-  // there are many ways. Nothing when none matches.
+  // on differently behind the end of the query one of the way that was there first, and any one
+  // where there are many ways. Nothing when none matches.
   std::optional<Match> Longest(std::span<const int32_t> tokens) const;
   // The entry that was inserted first; null when there is none.
   Entry* Oldest() const { return oldest_; }

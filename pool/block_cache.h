@@ -65,9 +65,9 @@ class BlockCache {
       const BlockCacheShape& shape, int64_t num_blocks,
       const std::shared_ptr<const PoolMemory>& memory = HostMemory());
 
-  // Uses an engine's memory: layers[i] is all of layer i, of as many blocks as the others. Nothing is
-  // copied, and `owner` is kept alive. INVALID_ARGUMENT as above, or naming the layer that does not fit;
-  // `memory` as for KvPool::Adopt().
+  // Uses an engine's memory: layers[i] is all of layer i, of as many blocks as the others. Nothing
+  // is copied, and `owner` is kept alive. INVALID_ARGUMENT as above, or naming the layer that does
+  // not fit; `memory` as for KvPool::Adopt().
   static absl::StatusOr<std::shared_ptr<BlockCache>> Adopt(
       const BlockCacheShape& shape, std::span<const std::span<std::byte>> layers,
       std::shared_ptr<const void> owner,
@@ -88,10 +88,10 @@ class BlockCache {
   // Layer after layer, and within a layer one for each combination of the dimensions outside of
   // the block: a buffer of num_blocks() items. K and V of a layer in the default order.
   std::vector<BufferInfo> buffer_infos() const;
-  // Of a cache in the host's memory: the device of that memory reaches the blocks where they lie as long
-  // as this lives, so that CopyBlocks() between them is faster. Takes the room of all blocks. Errors of
-  // PoolMemory::Pin(). Nothing to do where that is the host's too, nor where somebody, as an engine, has
-  // pinned all of them already: then they are reached for as long as he says.
+  // Of a cache in the host's memory: the device of that memory reaches the blocks where they lie as
+  // long as this lives, so that CopyBlocks() between them is faster. Takes the room of all blocks.
+  // Errors of PoolMemory::Pin(). Nothing to do where that is the host's too, nor where somebody, as
+  // an engine, has pinned all of them already: then they are reached for as long as he says.
   absl::Status PinFor(const PoolMemory& device);
 
  private:
@@ -127,10 +127,10 @@ absl::StatusOr<std::vector<BlockRun>> PlanBlockCopy(const BlockCache& from, cons
 // come. `from` and `to` may be the same cache.
 //
 // INVALID_ARGUMENT when the caches differ in shape, a block is written twice, or a block of one
-// cache is both read and written; OUT_OF_RANGE naming a block that does not exist. Nothing is written
-// then. `threads`, which may be null, help. Where a cache is not on_host() its device copies
-// (PoolMemory::RunBlocks()) and is done when this returns; what a device that fails has written is not
-// known. cuda/block_copy_cuda.h has the same on a stream.
+// cache is both read and written; OUT_OF_RANGE naming a block that does not exist. Nothing is
+// written then. `threads`, which may be null, help. Where a cache is not on_host() its device
+// copies (PoolMemory::RunBlocks()) and is done when this returns; what a device that fails has
+// written is not known. cuda/block_copy_cuda.h has the same on a stream.
 absl::Status CopyBlocks(const BlockCache& from, BlockCache& to, std::span<const BlockPair> pairs,
                         ThreadPool* threads = nullptr);
 

@@ -99,8 +99,8 @@ class QuantizedCopy {
   std::span<const int32_t> slots_;
 };
 
-// Plan and run in one, by the memory that codes and scales lie in. `threads`, which may be null, help.
-// Errors as for planning, nothing is written then, and as for PoolMemory::RunQuantized().
+// Plan and run in one, by the memory that codes and scales lie in. `threads`, which may be null,
+// help. Errors as for planning, nothing is written then, and as for PoolMemory::RunQuantized().
 absl::Status StoreQuantized(BlockFormat format, const TokenView& rows, const TokenView& codes,
                             const TokenView& scales, std::span<const int32_t> slots,
                             const PoolMemory& memory = *HostMemory(),

@@ -44,8 +44,8 @@ absl::Status CheckOptions(const BlockTables::Options& options) {
                      std::numeric_limits<int64_t>::max() / places);
 }
 
-// Room for `count` more: appending them cannot throw. Unlike reserve(), which makes just that much, it costs a
-// constant time an element however often it is called.
+// Room for `count` more: appending them cannot throw. Unlike reserve(), which makes just that much,
+// it costs a constant time an element however often it is called.
 void ReserveMore(std::vector<int32_t>* list, size_t count) {
   const size_t needed = list->size() + count;
   if (needed > list->capacity()) list->reserve(std::max(needed, 2 * list->capacity()));

@@ -78,8 +78,8 @@ class BlockTables {
 
   // Entries of the longest row: what WriteTable() needs at least.
   absl::StatusOr<int64_t> TableWidth(std::span<const int64_t> ids) const;
-  // INVALID_ARGUMENT also when a table of that width is too narrow, or of more than any sequence can
-  // have: for who has to make it first.
+  // INVALID_ARGUMENT also when a table of that width is too narrow, or of more than any sequence
+  // can have: for who has to make it first.
   absl::Status CheckWidth(std::span<const int64_t> ids, int64_t width) const;
   // Fills the first ids.size() * width entries of `table`, int32 [ids, width]: the blocks of each
   // sequence, then -1. A width above TableWidth() is legal, for tables of a constant shape.

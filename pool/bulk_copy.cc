@@ -19,8 +19,8 @@ constexpr size_t kLine = 64;
 // Below this a call of memcpy is as good (measured: 256 B is 1.1 to 2 times memcpy, 200 B 0.8).
 constexpr size_t kMinBytes = 256;
 
-// Of longer pieces lines are fetched so far ahead into the first cache: with 72 KiB 1.2, with 4 MiB 1.3
-// times as fast as by CopyAhead.
+// Of longer pieces lines are fetched so far ahead into the first cache: with 72 KiB 1.2, with 4 MiB
+// 1.3 times as fast as by CopyAhead.
 constexpr size_t kAhead = 1024;
 constexpr size_t kMinBytesToFetch = 8 * kAhead;
 

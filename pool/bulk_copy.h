@@ -11,9 +11,9 @@
 namespace kvferry {
 
 // As memcpy, for what nobody here reads again soon: past the caches where the processor can and it
-// pays. A store of a whole line needs not read the line first, and what is in the caches stays there.
-// FinishBulkCopies() makes the bytes visible to whoever then sees another store of this thread; so it
-// comes before any word that they are there.
+// pays. A store of a whole line needs not read the line first, and what is in the caches stays
+// there. FinishBulkCopies() makes the bytes visible to whoever then sees another store of this
+// thread; so it comes before any word that they are there.
 void BulkCopy(std::byte* to, const std::byte* from, size_t bytes);
 void FinishBulkCopies();
 
@@ -24,11 +24,11 @@ inline void PlainCopy(std::byte* to, const std::byte* from, size_t bytes) {
 
 inline constexpr size_t kFetchedBytes = 2 << 10;
 
-// Fetches into the second-level cache what is to be copied within some 100 KiB, or its first 2 KiB: of a
-// longer piece the processor fetches the rest about as fast by itself. That cache takes more requests at once
-// than the first: random items of 256 B to 2 KiB are gathered 1.5 to 2 times as fast as with the same fetched
-// into the first. Always inlined: GCC takes a function that only fetches ahead for one without effect, and
-// drops calls of it.
+// Fetches into the second-level cache what is to be copied within some 100 KiB, or its first 2 KiB:
+// of a longer piece the processor fetches the rest about as fast by itself. That cache takes more
+// requests at once than the first: random items of 256 B to 2 KiB are gathered 1.5 to 2 times as
+// fast as with the same fetched into the first. Always inlined: GCC takes a function that only
+// fetches ahead for one without effect, and drops calls of it.
 [[gnu::always_inline]] inline void FetchAhead(std::span<const std::byte> from) {
   constexpr size_t kLine = 64;
   constexpr int kSecondLevel = 2;  // prefetcht1.
@@ -37,10 +37,11 @@ inline constexpr size_t kFetchedBytes = 2 << 10;
   }
 }
 
-// Copies pieces one after another, in slices, each of them fetched ahead for a while before its turn: the
-// processor by itself foresees lines that follow each other, but not where the next page begins. Random
-// pieces of 512 B to 8 KiB are copied 1.2 to 1.4 times as fast by BulkCopy, and gathered 1.6 to 2 times (2 cores
-// of an AMD EPYC, medians of 9); of longer ones the processor sees enough. One thread's.
+// Copies pieces one after another, in slices, each of them fetched ahead for a while before its
+// turn: the processor by itself foresees lines that follow each other, but not where the next page
+// begins. Random pieces of 512 B to 8 KiB are copied 1.2 to 1.4 times as fast by BulkCopy, and
+// gathered 1.6 to 2 times (2 cores of an AMD EPYC, medians of 9); of longer ones the processor sees
+// enough. One thread's.
 template <void (*kCopy)(std::byte* to, const std::byte* from, size_t bytes)>
 class CopyAhead {
  public:
@@ -58,8 +59,8 @@ class CopyAhead {
  private:
   // Measured together: 8 to 32 KiB ahead are much the same, as are slices of 1 and 2 KiB.
   static constexpr size_t kAheadBytes = 16 << 10;
-  // From here on in one go; and by memcpy always: it is quicker with 4 KiB and more at a time, unless what it
-  // writes to is in a cache.
+  // From here on in one go; and by memcpy always: it is quicker with 4 KiB and more at a time,
+  // unless what it writes to is in a cache.
   static constexpr size_t kLongBytes = 32 << 10;
   static constexpr size_t kMost = 64;  // Of slices: a power of two, for pieces of 256 B and more.
 

@@ -40,8 +40,8 @@ inline void CastAll(const std::byte* __restrict in, std::byte* __restrict out, i
   CastBlock<From, To, kDivides>(in + i * kFromBytes, out + i * kToBytes, n - i, multiply, divide);
 }
 
-// Whether 1 / divide is a float32 too: a normal power of two of which the inverse is normal. Then a product
-// with it is the quotient, to the last bit, and takes a fraction of the time.
+// Whether 1 / divide is a float32 too: a normal power of two of which the inverse is normal. Then a
+// product with it is the quotient, to the last bit, and takes a fraction of the time.
 inline bool HasInverse(float divide) {
   constexpr uint32_t kMantissaBits = 0x7fffff;
   const uint32_t bits = AsBits(divide);

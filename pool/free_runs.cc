@@ -199,8 +199,8 @@ std::optional<FreeRuns::Id> FreeRuns::AtLeastInBin(int64_t count, int64_t tries)
 }
 
 std::optional<FreeRuns::Id> FreeRuns::AtLeast(int64_t count) {
-  // Of its own bin, whose runs may be shorter: some before the tightest of the next bins is taken, more
-  // when there is none.
+  // Of its own bin, whose runs may be shorter: some before the tightest of the next bins is taken,
+  // more when there is none.
   constexpr int64_t kFew = 8, kMost = 64;
   const int own = BinOf(count);
   while (bins_[own].head != kNone && !Settle(own)) {

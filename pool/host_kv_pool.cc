@@ -270,8 +270,8 @@ absl::Status HostKvPool::BackUp(std::span<const int32_t> device_slots,
   return absl::OkStatus();
 }
 
-// At once: whoever waits for the last layer may use these slots, and those of a load that was given up
-// are never synced.
+// At once: whoever waits for the last layer may use these slots, and those of a load that was given
+// up are never synced.
 absl::Status HostKvPool::FinishLoad(int64_t load, std::span<const int32_t> slots) {
   LayerCounter& layers = device_->layers();
   const MutexLock lock(&mutex_);

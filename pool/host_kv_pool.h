@@ -40,8 +40,8 @@ absl::string_view HostSlotStateName(HostSlotState state);
 //   MarkSynced      backup                      synced     (the device computed the token again)
 //   Free            reserved, synced, backup    idle       (never while a transfer may be under
 //   way)
-// BackUp() and Load() go through their states by themselves, and leave slots as they found them also
-// when they throw.
+// BackUp() and Load() go through their states by themselves, and leave slots as they found them
+// also when they throw.
 //
 // Thread-safe; transfers run outside of the lock, on slots that are protected meanwhile.
 class HostKvPool {
@@ -57,10 +57,10 @@ class HostKvPool {
 
   // Memory for the layout of `device`, whose page size it keeps, pinned as long as the result lives
   // where the device copies faster then (PoolMemory::Pin(); when that fails, the log says so).
-  // INVALID_ARGUMENT when the size is not one of the two, not positive or less than a page, when more
-  // than INT32_MAX slots would be needed, or keep_free_bytes is negative; RESOURCE_EXHAUSTED naming
-  // both numbers when less than that would be left of the available memory. One page more than asked
-  // for is taken: page 0, as in every pool.
+  // INVALID_ARGUMENT when the size is not one of the two, not positive or less than a page, when
+  // more than INT32_MAX slots would be needed, or keep_free_bytes is negative; RESOURCE_EXHAUSTED
+  // naming both numbers when less than that would be left of the available memory. One page more
+  // than asked for is taken: page 0, as in every pool.
   static absl::StatusOr<std::unique_ptr<HostKvPool>> Create(
       std::shared_ptr<TokenKvPool> device, const Size& size,
       int64_t keep_free_bytes = kDefaultKeepFreeBytes);

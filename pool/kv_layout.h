@@ -39,8 +39,9 @@ struct KvLayout {
   int64_t num_layers = 0;
   int64_t page_size = 0;  // Tokens in a page.
   DType dtype = DType::kBFloat16;
-  // "NHD", "HND", or the name of an engine's private arrangement, which peers that have equal names move
-  // page by page. The former two, and other page sizes of them, are made of each other (pool/page_cut.h).
+  // "NHD", "HND", or the name of an engine's private arrangement, which peers that have equal names
+  // move page by page. The former two, and other page sizes of them, are made of each other
+  // (pool/page_cut.h).
   std::string page_format = "NHD";
   std::vector<KvTensor> tensors;  // The same in every layer.
 

@@ -30,8 +30,9 @@ struct BufferInfo {
 // holds the page.
 class KvPool {
  public:
-  // When the memory of a pool takes room. Random pages move up to 1.25 times as fast in huge pages, which
-  // are taken at once, where the system has them (UseHugePages() says when, and how long it takes).
+  // When the memory of a pool takes room. Random pages move up to 1.25 times as fast in huge pages,
+  // which are taken at once, where the system has them (UseHugePages() says when, and how long it
+  // takes).
   enum class TakesRoom { kAtOnce, kAsTouched };
 
   // Zeroed memory of the pool's own, which endpoints let processes of the same user on this host
@@ -50,21 +51,22 @@ class KvPool {
   // Looks at `buffers`, K layers then V layers (KvLayout::buffer_index), all of the same page
   // count. `owner` is kept alive as long as the pool; the memory must stay valid while it lives.
   // INVALID_ARGUMENT names the buffer whose address, size or item size does not fit the layout.
-  // `memory` says what kind it is of (null: the host's); what a device does not have is refused too.
+  // `memory` says what kind it is of (null: the host's); what a device does not have is refused
+  // too.
   static absl::StatusOr<std::shared_ptr<KvPool>> Adopt(
       const KvLayout& layout, std::span<const BufferInfo> buffers,
       std::shared_ptr<const void> owner, std::shared_ptr<const PoolMemory> memory = HostMemory());
-  // The same of an engine that was given `shared` to put its buffers in, so that endpoints let processes
-  // of the same user on this host read them in place, as those of Create(). INVALID_ARGUMENT if it
-  // is null, or naming a buffer that does not lie in it.
+  // The same of an engine that was given `shared` to put its buffers in, so that endpoints let
+  // processes of the same user on this host read them in place, as those of Create().
+  // INVALID_ARGUMENT if it is null, or naming a buffer that does not lie in it.
   static absl::StatusOr<std::shared_ptr<KvPool>> AdoptShared(
       const KvLayout& layout, std::span<const BufferInfo> buffers,
       std::shared_ptr<const void> owner, std::shared_ptr<const SharedMemory> shared);
 
-  // The same memory as more pages, of fewer tokens and heads, which must divide what `pool` has: page p
-  // has become the pages from p * (what it is more) on. Where the page_format lets heads of a page, or rows
-  // of it, lie together, its values are in them in order (pool/page_cut.h). A num_heads of 0: as many as each
-  // tensor has.
+  // The same memory as more pages, of fewer tokens and heads, which must divide what `pool` has:
+  // page p has become the pages from p * (what it is more) on. Where the page_format lets heads of
+  // a page, or rows of it, lie together, its values are in them in order (pool/page_cut.h). A
+  // num_heads of 0: as many as each tensor has.
   static std::shared_ptr<const KvPool> InSmallerPages(const std::shared_ptr<const KvPool>& pool,
                                                       int64_t page_size, int64_t num_heads);
 

@@ -18,19 +18,21 @@ class LayerCounter {
  public:
   explicit LayerCounter(int64_t num_layers) : num_layers_(num_layers), ready_(num_layers) {}
 
-  // A load begins: no layer is ready. Gives its number. FAILED_PRECONDITION naming the other one while
-  // another load is under way.
+  // A load begins: no layer is ready. Gives its number. FAILED_PRECONDITION naming the other one
+  // while another load is under way.
   absl::StatusOr<int64_t> Begin();
   // Of that load layers [0, count) are ready; a smaller count than before changes nothing.
-  // OUT_OF_RANGE beyond the number of layers; FAILED_PRECONDITION, and its loader is to stop, where it
-  // has failed, or another one has begun since.
+  // OUT_OF_RANGE beyond the number of layers; FAILED_PRECONDITION, and its loader is to stop, where
+  // it has failed, or another one has begun since.
   absl::Status Ready(int64_t load, int64_t count);
-  // That load ends with an error, which waiters for layers that are not ready get, also where the next load
-  // begins before they have looked, and later ones until then. Nothing happens where it has ended.
+  // That load ends with an error, which waiters for layers that are not ready get, also where the
+  // next load begins before they have looked, and later ones until then. Nothing happens where it
+  // has ended.
   void Fail(int64_t load, absl::Status why);
 
-  // OK when `layer` is ready in the load that is under way at the call; between loads every layer is. DEADLINE_EXCEEDED naming the layer and
-  // how far the load is, OUT_OF_RANGE when there is no such layer, or the load's own error.
+  // OK when `layer` is ready in the load that is under way at the call; between loads every layer
+  // is. DEADLINE_EXCEEDED naming the layer and how far the load is, OUT_OF_RANGE when there is no
+  // such layer, or the load's own error.
   absl::Status WaitFor(int64_t layer, Deadline deadline);
 
   // What Begin() gave last, 0 before: if its loader is gone, somebody else can Fail() it.
@@ -46,7 +48,8 @@ class LayerCounter {
     bool is_told = false;
     absl::Status status{};
   };
-  // Tells those who wait for what has just come about: by the time they look it may be another load's turn.
+  // Tells those who wait for what has just come about: by the time they look it may be another
+  // load's turn.
   void TellWaiters() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const int64_t num_layers_;

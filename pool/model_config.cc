@@ -286,8 +286,8 @@ absl::StatusOr<const Json*> FindObject(const Json& object, const std::string& na
   return Bad(name, " is ", Shown(*value), " but must be an object");
 }
 
-// Python writes numbers that JSON has none for as NaN, Infinity and -Infinity, in fields that do not
-// count here (time_step_limit of models with Mamba layers): each becomes a null.
+// Python writes numbers that JSON has none for as NaN, Infinity and -Infinity, in fields that do
+// not count here (time_step_limit of models with Mamba layers): each becomes a null.
 std::string WithoutPythonsNumbers(absl::string_view json) {
   std::string plain;
   plain.reserve(json.size());

@@ -162,8 +162,8 @@ absl::Status SetInBlocks(BlockFormat format, size_t num_in_blocks, TokenKvPool& 
   return Run(from_aside, pool);
 }
 
-// What memory is asked for once all that is wrong with the options has been found: it may be much, and
-// takes its room at once.
+// What memory is asked for once all that is wrong with the options has been found: it may be much,
+// and takes its room at once.
 struct Plan {
   int64_t value_dim = 0;
   std::optional<KvLayout> kv, window;

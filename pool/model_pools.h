@@ -30,8 +30,8 @@ struct ModelPoolsOptions {
   int64_t max_track_slots = 0;     // Of linear layers.
   // Instead of the model's: a name that ModelConfig::SetKvCacheDType() knows; "auto" keeps it.
   std::string kv_cache_dtype = "auto";
-  // Where keys, values, states and the request table lie, as for TokenKvPool::Create(). Who has which
-  // slots is the host's in any case.
+  // Where keys, values, states and the request table lie, as for TokenKvPool::Create(). Who has
+  // which slots is the host's in any case.
   std::shared_ptr<const PoolMemory> memory = nullptr;
 };
 

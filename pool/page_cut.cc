@@ -12,7 +12,8 @@
 namespace kvferry {
 namespace {
 
-// In a page each head's values lie together. Engines' own arrangements say so by the end of their name.
+// In a page each head's values lie together. Engines' own arrangements say so by the end of their
+// name.
 bool HeadsLieApart(const KvLayout& layout) { return absl::EndsWith(layout.page_format, "HND"); }
 
 absl::Status CheckHeads(const KvLayout& layout, HeadRange heads) {
@@ -45,8 +46,9 @@ PageForm Spelled(const KvLayout& layout, PageForm form) {
   return form;
 }
 
-// Of a page that is cut out of others: beyond those that there are it is filled, item by item, with the last one,
-// and the list of items for a peer that asks for a single one is made on the progress thread.
+// Of a page that is cut out of others: beyond those that there are it is filled, item by item, with
+// the last one, and the list of items for a peer that asks for a single one is made on the progress
+// thread.
 constexpr int64_t kMostTokensOfAPage = 65536;
 
 absl::Status CheckForm(const KvPool& pool, const PageForm& form) {
@@ -76,7 +78,8 @@ struct Grain {
   bool stream_head_by_head = false;
 };
 
-// Heads and form have been checked, each by itself. One token or one head a page can be taken for either order.
+// Heads and form have been checked, each by itself. One token or one head a page can be taken for
+// either order.
 absl::StatusOr<Grain> GrainOf(const KvLayout& layout, const PageForm& form, HeadRange heads) {
   const int64_t num_heads = layout.num_heads();
   const bool all = AreAllHeads(layout, heads);

@@ -67,15 +67,15 @@ class PoolMemory {
   // The device whose memory it is, for who shares it with CUDA's other users.
   virtual std::optional<int> cuda_device() const { return std::nullopt; }
   // Zeroed bytes, aligned to 256 at least, freed with their last owner. RESOURCE_EXHAUSTED when
-  // they cannot be had, UNAVAILABLE when there is no such device. The host's take their room at once
-  // where the system has huge pages for them.
+  // they cannot be had, UNAVAILABLE when there is no such device. The host's take their room at
+  // once where the system has huge pages for them.
   virtual absl::StatusOr<std::shared_ptr<std::byte>> Allocate(int64_t bytes) const = 0;
-  // The same for what a call needs until it returns: the host's take room as they are touched, for the
-  // system may search long for huge pages.
+  // The same for what a call needs until it returns: the host's take room as they are touched, for
+  // the system may search long for huge pages.
   virtual absl::StatusOr<std::shared_ptr<std::byte>> AllocateForNow(int64_t bytes) const;
-  // Of somebody else's memory, before a pool adopts it: INVALID_ARGUMENT where a device sees that it
-  // begins or ends elsewhere, as a kernel that used it there would end all of the process's work on the
-  // device. Else OK.
+  // Of somebody else's memory, before a pool adopts it: INVALID_ARGUMENT where a device sees that
+  // it begins or ends elsewhere, as a kernel that used it there would end all of the process's work
+  // on the device. Else OK.
   virtual absl::Status CheckHolds(std::span<const std::byte> /*bytes*/) const {
     return absl::OkStatus();
   }
@@ -86,25 +86,25 @@ class PoolMemory {
   // The same for copies whose codes and scales lie here, and their rows here or in host memory.
   virtual absl::Status RunQuantized(std::span<const QuantizedCopy> copies,
                                     ThreadPool* threads) const = 0;
-  // CopyBlocks() of a device: one of the caches lies here, the other here, on another one or in host
-  // memory. UNIMPLEMENTED where there is no such thing.
+  // CopyBlocks() of a device: one of the caches lies here, the other here, on another one or in
+  // host memory. UNIMPLEMENTED where there is no such thing.
   virtual absl::Status RunBlocks(const BlockCache& from, BlockCache& to,
                                  std::span<const std::pair<int64_t, int64_t>> pairs) const;
-  // As Run(), but in no order with anything else that the device does, which does not hold it up: for
-  // who has waited for the rows that it reads and keeps others off those that it writes, as transfers
-  // do.
+  // As Run(), but in no order with anything else that the device does, which does not hold it up:
+  // for who has waited for the rows that it reads and keeps others off those that it writes, as
+  // transfers do.
   virtual absl::Status RunApart(std::span<const TokenCopy> copies) const = 0;
   // As RunApart(), of bytes. All moves of a call go the same way: between places here, to here from
-  // what MapShared() gave, or between here and the host, whose bytes have to be pinned by Pin() as a
-  // whole or not at all.
+  // what MapShared() gave, or between here and the host, whose bytes have to be pinned by Pin() as
+  // a whole or not at all.
   virtual absl::Status MoveApart(std::span<const BytesMove> moves) const = 0;
-  // As MoveApart(), but perhaps it returns before all is done, and then with what is to be waited for
-  // before anything of both sides is used or goes away. The list of moves need not live on. An error: no
-  // move of it is under way.
+  // As MoveApart(), but perhaps it returns before all is done, and then with what is to be waited
+  // for before anything of both sides is used or goes away. The list of moves need not live on. An
+  // error: no move of it is under way.
   virtual absl::StatusOr<std::shared_ptr<const MovesUnderWay>> BeginMoveApart(
       std::span<const BytesMove> moves) const;
-  // As MoveApart() of MovesOf() these, but for the host's bytes, which are none of them. A device makes
-  // as many moves of it: nothing is done for each here.
+  // As MoveApart() of MovesOf() these, but for the host's bytes, which are none of them. A device
+  // makes as many moves of it: nothing is done for each here.
   virtual absl::Status MoveItemsApart(std::span<const ItemsMove> items,
                                       std::span<const PlaceMove> places) const;
   // As long as the result lives, the device reaches these bytes of the host where they lie, so that
@@ -116,7 +116,8 @@ class PoolMemory {
   absl::StatusOr<std::shared_ptr<const void>> Pin(std::span<std::byte> host) const {
     return Pin(std::span<const std::span<std::byte>>(&host, 1));
   }
-  // Whether it does so already, as far as it tells: whoever has pinned them, and for as long as he does.
+  // Whether it does so already, as far as it tells: whoever has pinned them, and for as long as he
+  // does.
   virtual bool Reaches(std::span<const std::byte> /*host*/) const { return on_host(); }
 
   // Memory here as other processes of this machine can name it, part after part.
@@ -125,14 +126,14 @@ class PoolMemory {
     int64_t bytes;
   };
   static constexpr size_t kMaxSharedName = 256;
-  // For MapShared() of another process, as long as the memory lives. UNIMPLEMENTED where this kind of
-  // memory has no such names (the host's is shared otherwise: KvPool::shared_memory()), else what the
-  // device says of memory that it shares with nobody.
+  // For MapShared() of another process, as long as the memory lives. UNIMPLEMENTED where this kind
+  // of memory has no such names (the host's is shared otherwise: KvPool::shared_memory()), else
+  // what the device says of memory that it shares with nobody.
   virtual absl::StatusOr<std::vector<SharedPart>> Share(std::span<const std::byte> bytes) const;
-  // Where MoveApart() finds the bytes of such a part, to read them, as long as the result lives: also
-  // when their owner has freed them or is dead, and then they are whatever they were last. Nobody else
-  // can touch them there. The name may come from anyone. UNAVAILABLE when they cannot be reached from
-  // here, INVALID_ARGUMENT for what is no name of so many bytes.
+  // Where MoveApart() finds the bytes of such a part, to read them, as long as the result lives:
+  // also when their owner has freed them or is dead, and then they are whatever they were last.
+  // Nobody else can touch them there. The name may come from anyone. UNAVAILABLE when they cannot
+  // be reached from here, INVALID_ARGUMENT for what is no name of so many bytes.
   virtual absl::StatusOr<std::shared_ptr<const std::byte>> MapShared(absl::string_view name,
                                                                      int64_t bytes) const;
 };

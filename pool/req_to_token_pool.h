@@ -16,14 +16,14 @@ namespace kvferry {
 // int32 token slots, and the request slots (its rows) that are free. What SGLang and pymllm call
 // ReqToTokenPool.
 //
-// The table may lie on a device, for its kernels to read; who has which slots is the host's anyway. A
-// row keeps its old contents until it is written. Not thread-safe; engines drive it from their
+// The table may lie on a device, for its kernels to read; who has which slots is the host's anyway.
+// A row keeps its old contents until it is written. Not thread-safe; engines drive it from their
 // scheduler thread.
 class ReqToTokenPool {
  public:
   // A zeroed table in memory of the given kind (null: the host's), whose errors are passed on:
-  // RESOURCE_EXHAUSTED when the machine will not give it. INVALID_ARGUMENT for sizes below 1 or above
-  // the limits, on a device also for more than 2^31 - 1 entries.
+  // RESOURCE_EXHAUSTED when the machine will not give it. INVALID_ARGUMENT for sizes below 1 or
+  // above the limits, on a device also for more than 2^31 - 1 entries.
   static absl::StatusOr<ReqToTokenPool> Create(
       int64_t num_requests, int64_t max_context_tokens,
       const std::shared_ptr<const PoolMemory>& memory = HostMemory());
@@ -39,8 +39,8 @@ class ReqToTokenPool {
   int64_t num_free() const { return static_cast<int64_t>(free_.size()); }
 
   // Writes positions [first, first + token_slots.size()) of an allocated request slot's row.
-  // INVALID_ARGUMENT when the slot is not allocated, OUT_OF_RANGE beyond max_context_tokens; nothing
-  // changes then. On a device also what that fails with.
+  // INVALID_ARGUMENT when the slot is not allocated, OUT_OF_RANGE beyond max_context_tokens;
+  // nothing changes then. On a device also what that fails with.
   absl::Status Write(int64_t slot, int64_t first, std::span<const int32_t> token_slots);
   // The same for a batch, in one go on a device: the next counts[i] of token_slots to positions
   // [firsts[i], firsts[i] + counts[i]) of slots[i], as allocators give them out for a batch. Of two
@@ -52,8 +52,8 @@ class ReqToTokenPool {
   int64_t num_requests() const { return static_cast<int64_t>(allocated_.size()); }
   int64_t max_context_tokens() const { return max_context_tokens_; }
   const PoolMemory& memory() const { return *memory_; }
-  // The whole table, row after row, where memory() has it; it lives as long as table_memory() has an
-  // owner.
+  // The whole table, row after row, where memory() has it; it lives as long as table_memory() has
+  // an owner.
   std::span<int32_t> table() const;
   std::shared_ptr<std::byte> table_memory() const { return table_; }
   // A row, likewise; `slot` must be in range.

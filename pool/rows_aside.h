@@ -28,13 +28,13 @@ struct RowsAside {
   std::vector<TokenView> rows;
   std::shared_ptr<std::byte> memory;
 };
-// All rows of `views`, which lie where `memory` reaches them. RESOURCE_EXHAUSTED saying how many bytes
-// are missing when it has no room for them; else its own errors.
+// All rows of `views`, which lie where `memory` reaches them. RESOURCE_EXHAUSTED saying how many
+// bytes are missing when it has no room for them; else its own errors.
 absl::StatusOr<RowsAside> PutAside(std::span<const TokenView> views, const PoolMemory& memory,
                                    ThreadPool* threads);
 
-// memory.Run(), but all rows are read before one is written. Errors as for PutAside(), and nothing is
-// written then; or of the writes.
+// memory.Run(), but all rows are read before one is written. Errors as for PutAside(), and nothing
+// is written then; or of the writes.
 absl::Status RunAside(std::span<const TokenCopy> copies, const PoolMemory& memory,
                       ThreadPool* threads);
 

@@ -31,8 +31,8 @@ struct SlotKernels {
   SlotsBehindFn slots_behind;
   // Writes first, first + 1, ... first + count - 1, which are int32.
   void (*count_up)(int32_t first, int64_t count, int32_t* slots);
-  // How many of `count` slots, which is 1 at least, are neighbours from the first one on, each one above the
-  // one before.
+  // How many of `count` slots, which is 1 at least, are neighbours from the first one on, each one
+  // above the one before.
   int64_t (*neighbours)(const int32_t* slots, int64_t count);
 };
 

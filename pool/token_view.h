@@ -15,8 +15,8 @@
 
 namespace kvferry {
 
-// INVALID_ARGUMENT when the page format is neither NHD nor HND: only the engine knows where a token lies
-// then.
+// INVALID_ARGUMENT when the page format is neither NHD nor HND: only the engine knows where a token
+// lies then.
 absl::Status CheckTokensCanBeFound(const KvLayout& layout);
 
 // One dimension of an array; its stride is in bytes.
@@ -26,8 +26,8 @@ struct ArrayDim {
 
   bool operator==(const ArrayDim&) const = default;
 };
-// The same array with as few dimensions as there are: without those of size 1, and neighbours that lie
-// evenly as one.
+// The same array with as few dimensions as there are: without those of size 1, and neighbours that
+// lie evenly as one.
 std::vector<ArrayDim> Merged(std::span<const ArrayDim> dims);
 // "3 x 480, 5 x 96", for errors.
 std::string SizesByStrides(std::span<const ArrayDim> dims);
@@ -53,9 +53,9 @@ struct TokenView {
   // [num_slots, num_heads, head_dim] without gaps.
   static TokenView Packed(std::byte* data, DType dtype, int64_t num_slots, int64_t num_heads,
                           int64_t head_dim);
-  // The values of an array, the last index running fastest, as rows of [num_slots, num_heads, head_dim]:
-  // of as many, in any arrangement of dimensions. Strides are in bytes. INVALID_ARGUMENT when the
-  // array has another number of values, or rows in more than two nested steps.
+  // The values of an array, the last index running fastest, as rows of [num_slots, num_heads,
+  // head_dim]: of as many, in any arrangement of dimensions. Strides are in bytes. INVALID_ARGUMENT
+  // when the array has another number of values, or rows in more than two nested steps.
   static absl::StatusOr<TokenView> OfArray(std::byte* data, DType dtype,
                                            std::span<const ArrayDim> dims, int64_t num_slots,
                                            int64_t num_heads, int64_t head_dim);

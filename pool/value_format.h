@@ -1,7 +1,7 @@
 #pragma once
 
-// What the bytes of a pool's values stand for, and how they become another side's, where the two have other
-// dtypes or other scales of them.
+// What the bytes of a pool's values stand for, and how they become another side's, where the two
+// have other dtypes or other scales of them.
 
 #include <cstddef>
 #include <cstdint>
@@ -20,30 +20,31 @@ namespace kvferry {
 // A value type.
 struct ValueFormat {
   std::vector<DType> dtypes;  // Of each tensor. Empty: as the pool's own.
-  // By KvLayout::buffer_index: what is stored stands for itself times this (TokenView). Empty: 1 everywhere.
+  // By KvLayout::buffer_index: what is stored stands for itself times this (TokenView). Empty: 1
+  // everywhere.
   std::vector<float> scales;
 
   bool operator==(const ValueFormat&) const = default;
 };
 
-// INVALID_ARGUMENT unless there are none, or as many as buffers, each finite and above 0: names the first
-// that is not.
+// INVALID_ARGUMENT unless there are none, or as many as buffers, each finite and above 0: names the
+// first that is not.
 absl::Status CheckScales(const KvLayout& layout, std::span<const float> scales);
 // Of pages of that layout, with those scales.
 ValueFormat ValueFormatOf(const KvLayout& layout, std::span<const float> scales);
 // Whether two sides with as many tensors have them of the same dtypes.
 bool SameDTypes(const KvLayout& one, const KvLayout& other);
-// OK when ValueCasts can make values of the one out of those of the other, if they are alike in all else.
-// INVALID_ARGUMENT says why not.
+// OK when ValueCasts can make values of the one out of those of the other, if they are alike in all
+// else. INVALID_ARGUMENT says why not.
 absl::Status CheckCastable(const KvLayout& one, const KvLayout& other);
 
 // Of what pages hold, the values as another side has them. Immutable and thread-safe.
 class ValueCasts {
  public:
-  // From pages of that layout, whose values are `own` (CheckScales() has passed its scales; its dtypes are the
-  // layout's or none). Null: bytes can move as they are.
-  // INVALID_ARGUMENT, naming what is wrong, when `wanted` does not have the layout's number of tensors or
-  // buffers, has a scale that is none, or a dtype that there is no cast to.
+  // From pages of that layout, whose values are `own` (CheckScales() has passed its scales; its
+  // dtypes are the layout's or none). Null: bytes can move as they are. INVALID_ARGUMENT, naming
+  // what is wrong, when `wanted` does not have the layout's number of tensors or buffers, has a
+  // scale that is none, or a dtype that there is no cast to.
   static absl::StatusOr<std::shared_ptr<const ValueCasts>> Make(const KvLayout& layout,
                                                                 const ValueFormat& own,
                                                                 const ValueFormat& wanted);
@@ -58,9 +59,9 @@ class ValueCasts {
     int64_t offset;  // Of the window; may lie inside of a value, and so may its end.
     std::span<std::byte> packed;
   };
-  // Casts the windows into where they are packed, in memory `to`: the host's, or that of the buffers, which
-  // lie in `memory`. `items`, and what is asked of them, lie inside of the buffers. Errors are those of
-  // PoolMemory::RunApart() and MoveApart().
+  // Casts the windows into where they are packed, in memory `to`: the host's, or that of the
+  // buffers, which lie in `memory`. `items`, and what is asked of them, lie inside of the buffers.
+  // Errors are those of PoolMemory::RunApart() and MoveApart().
   absl::Status Gather(const PoolMemory& memory, const PageRuns& items,
                       std::span<const Window> windows, const PoolMemory& to) const;
 

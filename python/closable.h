@@ -19,8 +19,8 @@ namespace kvferry {
 // at once one does, and the others wait until it has, as do those that find it closed: what they
 // share with it, as pages, is nobody else's before.
 //
-// It ends with the last of the calls that are under way: close() waits for that too, unless they are
-// such that may take long and need not end (waits_for_calls).
+// It ends with the last of the calls that are under way: close() waits for that too, unless they
+// are such that may take long and need not end (waits_for_calls).
 template <typename T, bool waits_for_calls = true>
 class Closable {
  public:
@@ -31,9 +31,9 @@ class Closable {
   Closable& operator=(const Closable&) = delete;
   ~Closable() { Close(); }
 
-  // With the GIL held, as Close(). The result outlives a Close() on another thread, which waits for it:
-  // it is to be let go of before the GIL is taken back, and before Python makes anything, whose garbage
-  // collection may close this on this very thread.
+  // With the GIL held, as Close(). The result outlives a Close() on another thread, which waits for
+  // it: it is to be let go of before the GIL is taken back, and before Python makes anything, whose
+  // garbage collection may close this on this very thread.
   std::shared_ptr<T> get() const {
     maker_.CheckIsHere(what_);
     {
@@ -72,8 +72,8 @@ class Closable {
       is_over_ = true;
       ended_.NotifyAll();
     }
-    // Not at exit, where threads may have stayed in a call for ever (gil.h), and nobody uses again what
-    // the object shares.
+    // Not at exit, where threads may have stayed in a call for ever (gil.h), and nobody uses again
+    // what the object shares.
     void WaitUntilOver() {
       const MutexLock lock(&mutex_);
       while (!is_over_ && !InterpreterExits()) ended_.WaitAwhile(&mutex_);

@@ -83,8 +83,8 @@ void DefineFreeRuns(nanobind::class_<Pool>& pool, const std::string& prefix, Pag
            "Element i counts the free runs of [2^i, 2^(i + 1)) pages.");
 }
 
-// What read() gives: the Metrics() of an object. It is let go of before Python's garbage collection may
-// run, which may close it.
+// What read() gives: the Metrics() of an object. It is let go of before Python's garbage collection
+// may run, which may close it.
 template <typename Read>
 nanobind::dict MetricsDict(const Read& read) {
   const std::vector<std::pair<std::string, int64_t>> metrics = read();
@@ -100,9 +100,9 @@ using SlotInput = IntegerInput<nanobind::ndim<1>>;
 using SlotsInput = IntegerInput<>;  // In any number of dimensions, the last index running fastest.
 using IntegersInput = std::variant<SlotInput, std::vector<int64_t>>;
 
-// They are converted here, and not by nanobind, which would let large ones wrap around and cut fractions
-// off; and copied, since what is called checks them before it uses them, while their owner may change
-// them. `what` each of them is, for errors.
+// They are converted here, and not by nanobind, which would let large ones wrap around and cut
+// fractions off; and copied, since what is called checks them before it uses them, while their
+// owner may change them. `what` each of them is, for errors.
 template <typename T>
 class IntegerList {
  public:
@@ -135,8 +135,8 @@ class IntegerList {
   operator std::span<const T>() const { return values_; }
 
  private:
-  // What lies from `at` on in the dimensions from `dim` on. Each is read once: it may be another one
-  // next time.
+  // What lies from `at` on in the dimensions from `dim` on. Each is read once: it may be another
+  // one next time.
   template <typename Given, typename Array>
   void Take(const Array& array, size_t dim, const Given* at) {
     if (array.ndim() == 0) return Add(*at);

@@ -75,8 +75,8 @@ void TakeBack(const Prefill& self, absl::Status (PrefillEndpoint::*how)(uint64_t
   Check(status);
 }
 
-// What has begun, for Python. Where there is no memory for its object its pages are the caller's again,
-// who has no handle: not before nothing moves there any more, which the deadline bounds.
+// What has begun, for Python. Where there is no memory for its object its pages are the caller's
+// again, who has no handle: not before nothing moves there any more, which the deadline bounds.
 template <typename Object, typename Handle, typename Make>
 Object Begun(const std::shared_ptr<Handle>& handle, const Make& make) {
   try {
@@ -96,7 +96,8 @@ std::vector<int64_t> PageList(IntegersInput given) {
   return {pages.begin(), pages.end()};
 }
 
-// The ticket is made first: what is published when there is no memory for it could not be told to anybody.
+// The ticket is made first: what is published when there is no memory for it could not be told to
+// anybody.
 nb::str Publish(const Prefill& self, IntegersInput given, int64_t num_tokens, uint64_t lease_id,
                 int64_t ready_layers, int64_t lease_ms) {
   std::vector<int64_t> pages = PageList(std::move(given));

@@ -6,9 +6,9 @@
 // destructors that need the GIL, until a noexcept one aborts the process. From 3.14 on the thread
 // stays where it is, for ever.
 //
-// What stays here is what this module calls itself. nanobind calls Python code too, in functions that
-// are noexcept: of arrays given_array.h leaves it none, but a sequence's __getitem__ or an object's
-// __index__ that are written in Python can still end a process that exits meanwhile.
+// What stays here is what this module calls itself. nanobind calls Python code too, in functions
+// that are noexcept: of arrays given_array.h leaves it none, but a sequence's __getitem__ or an
+// object's __index__ that are written in Python can still end a process that exits meanwhile.
 
 #include <nanobind/nanobind.h>
 

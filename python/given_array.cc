@@ -9,8 +9,9 @@ namespace nb = nanobind;
 namespace kvferry {
 namespace {
 
-// Ctrl-C, or what else a signal's handler raises, that came while an object's own code ran: not to be
-// lost. It is raised behind the call. Handlers run in the main thread, as what is raised later does.
+// Ctrl-C, or what else a signal's handler raises, that came while an object's own code ran: not to
+// be lost. It is raised behind the call. Handlers run in the main thread, as what is raised later
+// does.
 void RaiseLater() {
   if (gettid() != getpid()) return;
   PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;

@@ -11,14 +11,14 @@
 
 namespace kvferry {
 
-// Makes of an object what nanobind can read. Of one whose __dlpack__ may be Python code, as torch's and
-// jax's are, what that gives: nanobind calls it in functions that are noexcept, in which a thread cannot
-// stay at exit (gil.h). Of a buffer a memoryview: some, as ctypes', have no strides, which nanobind reads.
-// Others stay. False where there is nothing to read.
+// Makes of an object what nanobind can read. Of one whose __dlpack__ may be Python code, as torch's
+// and jax's are, what that gives: nanobind calls it in functions that are noexcept, in which a
+// thread cannot stay at exit (gil.h). Of a buffer a memoryview: some, as ctypes', have no strides,
+// which nanobind reads. Others stay. False where there is nothing to read.
 bool MakeReadable(nanobind::object& object);
 
-// nanobind's array, with that. It is what the caller has, and never a copy of it: with strides of its own
-// where c_contig is not asked for.
+// nanobind's array, with that. It is what the caller has, and never a copy of it: with strides of
+// its own where c_contig is not asked for.
 template <typename... Args>
 class GivenArray : public nanobind::ndarray<Args...> {
  public:
@@ -47,8 +47,8 @@ struct type_caster<kvferry::GivenArray<Args...>> {
   }
 };
 
-// Lists of them. The code of one object may change the list, or let a thread that does have its turn,
-// while nanobind walks it.
+// Lists of them. The code of one object may change the list, or let a thread that does have its
+// turn, while nanobind walks it.
 template <typename... Args>
 struct type_caster<std::vector<kvferry::GivenArray<Args...>>>
     : list_caster<std::vector<kvferry::GivenArray<Args...>>, kvferry::GivenArray<Args...>> {

@@ -69,7 +69,8 @@ using Producer = Closable<LookupProducer>;
 
 // ---------------------------------------------------------------- producer
 
-// Whether entries can be tensors here, and not pages alone. Asked before one is taken, which would be lost.
+// Whether entries can be tensors here, and not pages alone. Asked before one is taken, which would
+// be lost.
 void CheckCanBeTensors(const KvLayout& layout) {
   Check(KvTensorBytes(layout, 1).status());
   const DType dtype = layout.dtype_of(layout.tensors[0]);
@@ -205,7 +206,8 @@ class LookupEvents {
   Event done_ ABSL_GUARDED_BY(mutex_);
 };
 
-// What Python holds of them: the progress thread must never be the last to let go of a Python object.
+// What Python holds of them: the progress thread must never be the last to let go of a Python
+// object.
 struct PyEvents {
   PyEvents() {
     if (events->fd() >= 0) return;
@@ -255,7 +257,8 @@ class PyLookup {
       : pool_(std::move(pool)), lent_(std::move(lent)) {}
   PyLookup(const PyLookup&) = delete;
   PyLookup& operator=(const PyLookup&) = delete;
-  // Python lets go of it, as where Ctrl-C comes before it is anybody's: the caller has his pages back.
+  // Python lets go of it, as where Ctrl-C comes before it is anybody's: the caller has his pages
+  // back.
   ~PyLookup() {
     // In the child of a fork nobody would end it, nor let go of its lock.
     if (handle_ == nullptr || !maker_.IsHere() || handle_->done()) return;

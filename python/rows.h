@@ -24,7 +24,8 @@ using RowInput = GivenArray<nanobind::ro>;
 
 DType FromDlpack(const nanobind::dlpack::dtype& dtype);
 
-// What arrays hold, for as long as both live. What no view can have as it lies is copied, on the host.
+// What arrays hold, for as long as both live. What no view can have as it lies is copied, on the
+// host.
 class GivenRows {
  public:
   // Any array whose values are those of num_rows rows, for a pool in `memory`. Throws

@@ -18,8 +18,8 @@ class PauseTimer {
 
   // Readable when a pause is over.
   int fd() const { return timer_.get(); }
-  // False, and nothing begins, where accepting has failed with this errno for another reason. Else the
-  // log says so, now and then.
+  // False, and nothing begins, where accepting has failed with this errno for another reason. Else
+  // the log says so, now and then.
   bool Begin(int error);
   // Whether a pause is over that was not before.
   bool End();
@@ -29,9 +29,9 @@ class PauseTimer {
   LimitedLine refused_;
 };
 
-// A connection for which the process has no file descriptor left stays in the listener's queue, and the
-// listener readable: whoever waits for it would turn without end. It is left out of the epoll for a
-// moment instead, and a timer in the same epoll ends that.
+// A connection for which the process has no file descriptor left stays in the listener's queue, and
+// the listener readable: whoever waits for it would turn without end. It is left out of the epoll
+// for a moment instead, and a timer in the same epoll ends that.
 class AcceptPause {
  public:
   AcceptPause() = default;                   // None.

@@ -27,8 +27,8 @@ class ByteRanges {
   // The ranges of [0, total) that are not there.
   std::vector<std::pair<int64_t, int64_t>> Gaps(int64_t total) const;
 
-  // Behind each gap's end is a chunk that has overtaken one under way, and no more are under way than
-  // credits_per_transfer may be.
+  // Behind each gap's end is a chunk that has overtaken one under way, and no more are under way
+  // than credits_per_transfer may be.
   static constexpr size_t kMaxGaps = 4096;
 
  private:

@@ -62,9 +62,9 @@ class CallHandler {
 
 // Questions to peers and their answers, for what is not a transfer: both halves of it.
 //
-//   a call is    waiting --session ready--> asked --reply--> (gone: the reply)
-//                   |                         |
-//                   '-------------------------'-- cancel, deadline, peer gone --> (gone: that error)
+//   a call is   waiting --session ready--> asked --reply--> (gone: the reply)
+//                  |                         |
+//                  '-------------------------'-- cancel, deadline, peer gone --> (gone: error)
 //
 // Progress thread only.
 class Calls {
@@ -88,7 +88,8 @@ class Calls {
   // Takes a call for a session with its peer; it leaves with an OnPeerReady that finds room for it.
   void Add(uint64_t id, Call&& call);
   void OnPeerReady(const PeerKey& peer);
-  // Calls of one session that its peer has not heard of are another's from now on; returns how many.
+  // Calls of one session that its peer has not heard of are another's from now on; returns how
+  // many.
   int64_t MoveUnasked(const PeerKey& from, const PeerKey& to);
   void OnReplyMsg(const PeerKey& peer, ReplyMsg reply);
   // No-op for a call that has ended.

@@ -1,7 +1,7 @@
 #pragma once
 
-// Where chunks of KV come from and go to: plain TCP (tcp/), UCX (ucx/), and shared memory on one host
-// (mapped/). What is read from afar: direct_reads.h.
+// Where chunks of KV come from and go to: plain TCP (tcp/), UCX (ucx/), and shared memory on one
+// host (mapped/). What is read from afar: direct_reads.h.
 
 #include <cstddef>
 #include <cstdint>
@@ -43,8 +43,8 @@ struct PoolPiece {
 };
 static_assert(sizeof(PoolPiece) == 16);
 
-// A list of that for a peer on this host begins with it. Without places PoolPieces follow, else so many
-// PoolPlaces, and the PoolRuns that lie at each of them.
+// A list of that for a peer on this host begins with it. Without places PoolPieces follow, else so
+// many PoolPlaces, and the PoolRuns that lie at each of them.
 struct PoolListHead {
   uint64_t places = 0;
   uint64_t zero = 0;
@@ -84,8 +84,9 @@ struct ItemsPlace {
   const std::byte* begin;
   int64_t item_bytes;
 };
-// Whole tensors of a stream, as a peer's device has them: the bytes are, place after place, the same runs of
-// items of each. There is a run, and a place, and each has an item. Never of a chunk with a checksum.
+// Whole tensors of a stream, as a peer's device has them: the bytes are, place after place, the
+// same runs of items of each. There is a run, and a place, and each has an item. Never of a chunk
+// with a checksum.
 struct PlacedRuns {
   std::span<const PageRun> runs;
   std::span<const ItemsPlace> places;
@@ -101,8 +102,8 @@ class ChunkSink {
   // Calls `fill` with where the bytes belong that come next; it returns how many it has put there.
   // False, without a call: they are not wanted any more.
   virtual bool Fill(absl::FunctionRef<int64_t(MutablePieces)> fill) = 0;
-  // Takes the bytes that come next. False: they are not wanted any more. Where `*reading` is set they are
-  // still being read, and have to stay as they are until it is done.
+  // Takes the bytes that come next. False: they are not wanted any more. Where `*reading` is set
+  // they are still being read, and have to stay as they are until it is done.
   virtual bool Copy(std::span<const std::byte> bytes,
                     std::shared_ptr<const MovesUnderWay>* reading) = 0;
   // Whether End() has nothing to wait for.
@@ -137,8 +138,9 @@ class DataEvents : public ChunkTaker {
   virtual void OnLinkMessage(const MessageHeader& header, std::span<const std::byte> bytes) = 0;
   // AddressedPlane::IsOpen holds from now on.
   virtual void OnLinkOpen(LinkId link) = 0;
-  // The peer is gone, or, DEADLINE_EXCEEDED, nothing comes back from it, or, of a link over shared memory
-  // that is not open, it has not taken the memory (MakeMappedDataPlane). Close(link) is still to be called.
+  // The peer is gone, or, DEADLINE_EXCEEDED, nothing comes back from it, or, of a link over shared
+  // memory that is not open, it has not taken the memory (MakeMappedDataPlane). Close(link) is
+  // still to be called.
   virtual void OnLinkDown(LinkId link, const absl::Status& status) = 0;
 };
 
@@ -147,13 +149,14 @@ using SendDone = std::function<void(const absl::Status&)>;
 // Makes a chunk's payload, and what of the header follows from it. CANCELLED: it is not wanted any
 // more. What it returns must stay as it is until the send has completed.
 using FillChunk = std::function<absl::StatusOr<std::span<const std::byte>>(ChunkHeader* header)>;
-// Calls `read` with the payload from byte `from` on, `most` bytes of it or what is left, which may be read
-// during that call only, and has been fetched from memory for it. False, without a call: it may not be read
-// any more.
+// Calls `read` with the payload from byte `from` on, `most` bytes of it or what is left, which may
+// be read during that call only, and has been fetched from memory for it. False, without a call: it
+// may not be read any more.
 using LendChunk =
     std::function<bool(int64_t from, int64_t most, absl::FunctionRef<void(Pieces)> read)>;
-// Where a chunk's payload comes from: made in one piece, once, or read where it lies, perhaps in several
-// steps. Asked by the thread that sends the chunk: perhaps another one, perhaps before SendChunk returns.
+// Where a chunk's payload comes from: made in one piece, once, or read where it lies, perhaps in
+// several steps. Asked by the thread that sends the chunk: perhaps another one, perhaps before
+// SendChunk returns.
 using ChunkSource = std::variant<FillChunk, LendChunk>;
 
 // What is sent over links. Used by the progress thread.
@@ -162,16 +165,17 @@ class ChunkLinks {
   virtual ~ChunkLinks() = default;
 
   // `done` runs exactly once, on the progress thread, perhaps before this returns; with UNAVAILABLE
-  // when the link is unknown, or with what a FillChunk failed with. LendChunk only if LendsTo(link).
+  // when the link is unknown, or with what a FillChunk failed with. LendChunk only if
+  // LendsTo(link).
   virtual void SendChunk(LinkId link, const ChunkHeader& header, ChunkSource source,
                          SendDone done) = 0;
   virtual bool LendsTo(LinkId link) const = 0;
   virtual void SendCredit(LinkId link, const CreditHeader& header) = 0;
-  // Whether a payload may be a list of where the bytes lie, with kChunkInPool in the header's flags from
-  // the start. What it names must stay as it is too, or be taken from the reader before it changes. On
-  // this host, where a PoolListHead comes first, by Arena::TakeFromReaders. From afar PoolPieces come behind
-  // a GuardHead, and its word is raised; `done` then says only that the list has gone, and the peer has
-  // to say that it can read at all.
+  // Whether a payload may be a list of where the bytes lie, with kChunkInPool in the header's flags
+  // from the start. What it names must stay as it is too, or be taken from the reader before it
+  // changes. On this host, where a PoolListHead comes first, by Arena::TakeFromReaders. From afar
+  // PoolPieces come behind a GuardHead, and its word is raised; `done` then says only that the list
+  // has gone, and the peer has to say that it can read at all.
   enum class ReadsPool { kNo, kOnThisHost, kFromAfar };
   virtual ReadsPool PoolReads(LinkId link) const = 0;
   // What reading the peer's pool from afar takes this side.
@@ -207,7 +211,8 @@ class DataPlane {
   virtual int event_fd() const = 0;
   // True when nothing is pending and it is safe to sleep on event_fd().
   virtual bool Arm() = 0;
-  // Ends what is overdue (the next Progress() reports it); returns when to be called again at the latest.
+  // Ends what is overdue (the next Progress() reports it); returns when to be called again at the
+  // latest.
   virtual Deadline Tick(Deadline /*now*/) { return Deadline::max(); }
 };
 

@@ -26,8 +26,8 @@ namespace kvferry {
 
 // The data planes of one node as one: a link is over shared memory where the peer is on this host,
 // else over TCP, or over UCX if the configuration names transports of it, in as many lanes as both
-// sides have. The first lane is the progress thread's, and so are small transfers; each of the others
-// has a thread. Threads as DataPlane.
+// sides have. The first lane is the progress thread's, and so are small transfers; each of the
+// others has a thread. Threads as DataPlane.
 class DataPlanes final : public ChunkLinks {
  public:
   struct Options {

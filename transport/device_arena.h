@@ -12,13 +12,13 @@
 
 namespace kvferry {
 
-// Memory of the device that a pool lies on, in equal chunks, where its pages are gathered for peers of this
-// machine that have mapped it: those that cannot have the pages as they lie in the pool. Never more than it
-// was made of. Not thread-safe.
+// Memory of the device that a pool lies on, in equal chunks, where its pages are gathered for peers
+// of this machine that have mapped it: those that cannot have the pages as they lie in the pool.
+// Never more than it was made of. Not thread-safe.
 class DeviceArena {
  public:
-  // Of these bytes, or somewhat less. Long chunks, as each of them has to be asked for and waited for on both
-  // sides; a few of them, for one to be gathered while another one is read.
+  // Of these bytes, or somewhat less. Long chunks, as each of them has to be asked for and waited
+  // for on both sides; a few of them, for one to be gathered while another one is read.
   static constexpr int64_t kNumChunks = 8;
   // Errors of PoolMemory::Allocate() and Share().
   static absl::StatusOr<std::unique_ptr<DeviceArena>> Create(const PoolMemory& memory,

@@ -25,8 +25,8 @@ struct GuardHead {
 };
 static_assert(sizeof(GuardHead) == sizeof(PoolPiece));
 
-// Not thread-safe: made on one thread, then used by the progress thread alone. No call blocks, except
-// the destructor, which waits for closing links for a bounded time.
+// Not thread-safe: made on one thread, then used by the progress thread alone. No call blocks,
+// except the destructor, which waits for closing links for a bounded time.
 class DirectReads {
  public:
   // What peers may read of this process: nothing where `guards` is empty. Outlives the object.
@@ -43,16 +43,16 @@ class DirectReads {
   // `address` of a peer whose hello was accepted: it is parsed by code that trusts it.
   virtual absl::Status Connect(LinkId link, const std::string& address) = 0;
   virtual void Close(LinkId link) = 0;
-  // Whether that is not known yet. OnProbed(link) follows, once and in a bounded time: it may be found out
-  // still later, and then counts from then on.
+  // Whether that is not known yet. OnProbed(link) follows, once and in a bounded time: it may be
+  // found out still later, and then counts from then on.
   virtual bool Probing(LinkId link) const = 0;
   // Not possible() while it is not known, or is known not to work (any more).
   virtual ReadCosts Costs(LinkId link) const = 0;
 
   // Reads the chunk that `list` (a GuardHead, then PoolPieces) names, into memory of its own. Ends
-  // with OnChunk() without kChunkInPool, or with OnReadFailed(): RESOURCE_EXHAUSTED where there is no
-  // room for so many, which is said of one chunk of each transfer. Of a link that is closed first, nothing
-  // more is heard.
+  // with OnChunk() without kChunkInPool, or with OnReadFailed(): RESOURCE_EXHAUSTED where there is
+  // no room for so many, which is said of one chunk of each transfer. Of a link that is closed
+  // first, nothing more is heard.
   virtual void Read(LinkId link, const ChunkHeader& header, std::span<const std::byte> list) = 0;
 
   // Moves everything on; true when something happened.

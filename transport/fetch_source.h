@@ -18,8 +18,8 @@ struct LeasedMemory {
   std::shared_ptr<const std::vector<std::byte>> tail{};
 };
 
-// One of several that each fetch a part of a lease, as tensor-parallel ranks do that have fewer heads
-// each than the side that publishes.
+// One of several that each fetch a part of a lease, as tensor-parallel ranks do that have fewer
+// heads each than the side that publishes.
 struct LeaseReader {
   static constexpr int64_t kMax = 64;
 
@@ -40,11 +40,11 @@ class FetchSource {
   virtual absl::StatusOr<LeasedMemory> BeginTransfer(uint64_t lease_id, LeaseReader reader) = 0;
   // Layers [0, n) hold their final bytes.
   virtual int64_t ReadyLayers(uint64_t lease_id) = 0;
-  // OK: the reader has what it wanted, and with the last reader the lease ends. Else it goes on, until it
-  // expires or is fetched after all.
+  // OK: the reader has what it wanted, and with the last reader the lease ends. Else it goes on,
+  // until it expires or is fetched after all.
   virtual void EndTransfer(uint64_t lease_id, LeaseReader reader, const absl::Status& outcome) = 0;
-  // The reader needs nothing of this lease. If no other does, it ends as fetched, now or, if it is still to
-  // be published, then.
+  // The reader needs nothing of this lease. If no other does, it ends as fetched, now or, if it is
+  // still to be published, then.
   virtual void NothingNeeded(uint64_t lease_id, LeaseReader reader) = 0;
   // Expires what is due; returns when to be called again at the latest.
   virtual Deadline Tick(Deadline now) = 0;

@@ -20,8 +20,8 @@ class Fields {
   static constexpr size_t kMaxNameBytes = 32;
   static constexpr size_t kMaxTotalBytes = 1536 << 10;  // Of all names and values together.
 
-  // No std::string by itself: libstdc++ takes it for a type that never leaves a variant without a value,
-  // and destroys one that was never made where copying it finds no memory.
+  // No std::string by itself: libstdc++ takes it for a type that never leaves a variant without a
+  // value, and destroys one that was never made where copying it finds no memory.
   struct Text {
     std::string bytes;
 

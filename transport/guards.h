@@ -10,8 +10,9 @@
 
 namespace kvferry {
 
-// A word for each transfer whose pages a peer reads from afar, where the peer can read it too: it has
-// the value that the peer was told for as long as the pages are the transfer's. Not thread-safe.
+// A word for each transfer whose pages a peer reads from afar, where the peer can read it too: it
+// has the value that the peer was told for as long as the pages are the transfer's. Not
+// thread-safe.
 class Guards {
  public:
   static constexpr int64_t kNumWords = 4096;  // Transfers beyond them go through the arena.

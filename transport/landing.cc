@@ -29,7 +29,8 @@ absl::Status Landing::CheckBounds(const ChunkHeader& header) const {
     return absl::DataLossError(absl::StrCat("a chunk of ", header.bytes, " bytes, where ",
                                             max_chunk_bytes_, " were asked for at most"));
   }
-  // A tail lies in no pool, and who took it for part of one on a device would read that on the host.
+  // A tail lies in no pool, and who took it for part of one on a device would read that on the
+  // host.
   if ((header.flags & kChunkInPool) != 0 &&
       header.offset + header.bytes > static_cast<uint64_t>(plan_->pages_bytes())) {
     return absl::DataLossError(absl::StrCat("a chunk in a pool covers bytes ", header.offset, " + ",

@@ -24,8 +24,9 @@ namespace kvferry {
 // chunks of several lanes are copied at the same time.
 class Landing {
  public:
-  // Of a stream of which the first `prefix` bytes have arrived. Chunks of more than `max_chunk_bytes` are
-  // refused, and those without a checksum if `checksum`. `metrics` outlives this.
+  // Of a stream of which the first `prefix` bytes have arrived. Chunks of more than
+  // `max_chunk_bytes` are refused, and those without a checksum if `checksum`. `metrics` outlives
+  // this.
   Landing(std::shared_ptr<const StreamPlan> plan, std::shared_ptr<FetchHandle> handle,
           int64_t prefix, int64_t max_chunk_bytes, bool checksum, Metrics* metrics);
 
@@ -33,8 +34,8 @@ class Landing {
   // but it does not count as arrived.
   absl::Status Accept(const ChunkHeader& header, const Payload& payload, ChunkTaker::Intact intact,
                       PieceCopy* copy);
-  // The same in steps, for a chunk that comes part by part: Begin, then Write for each part, then End
-  // with the checksum of all parts, which is looked at if the header has one.
+  // The same in steps, for a chunk that comes part by part: Begin, then Write for each part, then
+  // End with the checksum of all parts, which is looked at if the header has one.
   absl::Status Begin(const ChunkHeader& header);
   // Calls `write` while the pages may be written. False, without a call: not any more. What `write`
   // leaves under way it gives to AwaitAtClose().

@@ -18,8 +18,8 @@ class LandingChunk final : public ChunkSink {
  public:
   using Landed = std::function<void(const ChunkHeader&, const absl::Status&)>;
 
-  // Of a chunk that `landing` has begun. `copy` and what `landed` needs outlive this; `landed` is called
-  // from End().
+  // Of a chunk that `landing` has begun. `copy` and what `landed` needs outlive this; `landed` is
+  // called from End().
   LandingChunk(const ChunkHeader& header, std::shared_ptr<Landing> landing, PieceCopy* copy,
                Landed landed);
 

@@ -15,8 +15,8 @@
 
 namespace kvferry {
 
-// A further connection to each peer, with a thread of its own that gathers and sends, or receives and
-// scatters, its share of the chunks: what one processor cannot move, several may.
+// A further connection to each peer, with a thread of its own that gathers and sends, or receives
+// and scatters, its share of the chunks: what one processor cannot move, several may.
 //
 // All methods are for the progress thread and return at once. Links are named as the progress
 // thread names the session's first one.

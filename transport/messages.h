@@ -35,8 +35,8 @@ inline constexpr size_t kMaxTextBytes = 1024;
 inline constexpr size_t kMaxRuns = 65536;
 inline constexpr size_t kMaxFunctionBytes = 32;
 
-// How a peer is reached over plain TCP. A hello says how many connections its sender would make; the
-// welcome where they go to, and what each side has to say on them first. Not for logs.
+// How a peer is reached over plain TCP. A hello says how many connections its sender would make;
+// the welcome where they go to, and what each side has to say on them first. Not for logs.
 struct TcpAddress {
   int64_t lanes = 0;   // 0: not.
   std::string host{};  // Numeric.

@@ -8,7 +8,8 @@
 
 namespace kvferry {
 
-// Counters and gauges of one node; written by its progress thread and its lanes', readable from any.
+// Counters and gauges of one node; written by its progress thread and its lanes', readable from
+// any.
 struct Metrics {
   using Value = std::atomic<int64_t>;
   Value bytes_sent{0};
@@ -21,8 +22,9 @@ struct Metrics {
   Value chunks_dropped{0};  // Of no live transfer, or contradicting one.
   Value checksum_failures{0};
   Value fetches_started{0};  // As receiver.
-  // Asked anew, behind what had come: after silence of a peer, a lease that was taken back to be published
-  // again, one-sided reads that failed or had no room, chunks that were read too late on this host.
+  // Asked anew, behind what had come: after silence of a peer, a lease that was taken back to be
+  // published again, one-sided reads that failed or had no room, chunks that were read too late on
+  // this host.
   Value fetches_restarted{0};
   Value fetches_ok{0};
   Value fetches_failed{0};

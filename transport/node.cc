@@ -24,8 +24,9 @@ constexpr int64_t kMaxSleepMs = 60000;
 constexpr auto kLookForRoom = std::chrono::milliseconds(5);
 // How long an endpoint that closes waits for its peers to have read its goodbye.
 constexpr auto kFarewell = std::chrono::milliseconds(250);
-// Of messages that wait for one peer: above the first calls and fetches wait until half of it is left, above
-// the second what is long of replies is left out. Short words go on up to kMaxMessagesWaiting.
+// Of messages that wait for one peer: above the first calls and fetches wait until half of it is
+// left, above the second what is long of replies is left out. Short words go on up to
+// kMaxMessagesWaiting.
 constexpr int64_t kRoomForPeer = 4 << 20;
 constexpr int64_t kMaxRepliesWaiting = 16 << 20;
 constexpr size_t kLongReply = 4 << 10;
@@ -51,7 +52,8 @@ absl::Status CheckOptions(const Node::Options& options) {
   return absl::OkStatus();
 }
 
-// So many pages of ours a ticket may be of: it counts the other side's, whose size only that side knows.
+// So many pages of ours a ticket may be of: it counts the other side's, whose size only that side
+// knows.
 int64_t MostPages(const Ticket& ticket, const KvLayout& layout) {
   const int64_t full = ticket.num_tokens / layout.page_size;
   return std::max(ticket.num_pages, full + (ticket.num_tokens % layout.page_size > 0 ? 1 : 0));
@@ -208,8 +210,8 @@ NodeImpl::~NodeImpl() {
   if (thread_.joinable()) thread_.join();
 }
 
-// In a child that was forked meanwhile. What these have to end are its parent's connections too, and
-// threads to wait for are not here: they are never destroyed.
+// In a child that was forked meanwhile. What these have to end are its parent's connections too,
+// and threads to wait for are not here: they are never destroyed.
 void NodeImpl::LeaveToMaker() {
   const auto leak = [](auto& owner) { new auto(std::move(owner)); };
   leak(thread_);
@@ -632,9 +634,9 @@ void NodeImpl::OnLinkDown(LinkId link, const absl::Status& status) {
   if (absl::IsDeadlineExceeded(status)) {
     return GiveUpAndBeginAgain(peer, absl::UnavailableError(status.message()));
   }
-  // The peer may have given us up, and its word for that may come after this, or never: we did not run,
-  // or control passes nothing on, as pings say that had time to be answered. Where it has ended instead,
-  // what goes on fails soon after, for nobody listens there.
+  // The peer may have given us up, and its word for that may come after this, or never: we did not
+  // run, or control passes nothing on, as pings say that had time to be answered. Where it has
+  // ended instead, what goes on fails soon after, for nobody listens there.
   constexpr int kUnanswered = 2;
   if (sessions_.StoppedLately(Clock::now(), options_.config.heartbeat_timeout_ms) ||
       sessions_.Find(peer)->pings >= kUnanswered) {

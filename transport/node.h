@@ -37,12 +37,13 @@ class Node {
     CallHandler* handler = nullptr;  // What answers calls; null: nothing. Outlives the node.
     bool listen = false;
     HeadShare heads{};  // What the pool holds. Peers' shares may differ.
-    // Peers' pages may be of another size and order. For owners who count in no pages but their own: what one
-    // side's page is another's need not be.
+    // Peers' pages may be of another size and order. For owners who count in no pages but their
+    // own: what one side's page is another's need not be.
     bool converts_pages = false;
     // Their values of other dtypes and scales. Not for owners who keep bytes for whoever asks.
     bool casts_values = false;
-    // Of the pool's values, by KvLayout::buffer_index: what is stored stands for itself times this. Empty: 1.
+    // Of the pool's values, by KvLayout::buffer_index: what is stored stands for itself times this.
+    // Empty: 1.
     std::vector<float> scales{};
   };
 
@@ -64,8 +65,8 @@ class Node {
     PeerKey peer{};
     // Where the bytes behind the pages go; as many as the lease has, or none.
     StreamTail tail{};
-    // Which of the model's heads to fetch, of those that both sides' pages hold; the others stay as they
-    // are. A count of 0: all that the local pages hold.
+    // Which of the model's heads to fetch, of those that both sides' pages hold; the others stay as
+    // they are. A count of 0: all that the local pages hold.
     HeadRange heads{};
     // Who else fetches from the lease, each of them once.
     LeaseReader reader{};

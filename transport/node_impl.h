@@ -141,8 +141,8 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void CountPeers();
   void OnGivenUp(const PeerKey& peer, Session& session, const absl::Status& status);
   void OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch, const WelcomeMsg& welcome);
-  // Of a dialled session that learns its peer's epoch and another one to the same address one of the two
-  // ends; whether that is `peer`'s own.
+  // Of a dialled session that learns its peer's epoch and another one to the same address one of
+  // the two ends; whether that is `peer`'s own.
   bool EndTwin(const PeerKey& peer, const Session& session);
   // With what the peer has offered, or what is left of that.
   void LinkTo(const PeerKey& peer);
@@ -188,13 +188,14 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   std::unique_ptr<Receiver> receiver_;
   std::unique_ptr<Calls> calls_;
   Sessions sessions_;
-  // Addresses to which hellos are to offer no shared memory, while the process of that epoch is there.
+  // Addresses to which hellos are to offer no shared memory, while the process of that epoch is
+  // there.
   absl::flat_hash_map<std::string, uint64_t> unmapped_;
   std::vector<std::pair<PeerKey, absl::Status>>
       lost_;  // Found while sending; dropped when it is safe.
   std::vector<std::pair<MessageHeader, std::vector<std::byte>>> heard_;  // Over links.
-  // Sessions with so many messages on their way that others wait, how much their peers had taken when
-  // that was last looked at, and since when no more.
+  // Sessions with so many messages on their way that others wait, how much their peers had taken
+  // when that was last looked at, and since when no more.
   struct Crowded {
     int64_t taken;
     Deadline since;

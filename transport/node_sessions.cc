@@ -20,8 +20,8 @@ constexpr int64_t kMaxFailedAttempts = 3;
 constexpr size_t kMaxUnmapped = 4096;
 // Who has given a session up has begun another one by then, or does not.
 constexpr int64_t kGoesOnMs = 1000;
-// A session that ends sooner than this has been of no use; a peer that ends so many, one after another,
-// would have us dial it for ever.
+// A session that ends sooner than this has been of no use; a peer that ends so many, one after
+// another, would have us dial it for ever.
 constexpr int64_t kQuickEndMs = 1000;
 constexpr int64_t kMaxQuickEnds = 5;
 
@@ -152,8 +152,8 @@ void NodeImpl::OnMalformed(const PeerKey& peer, const absl::Status& status) {
   if (sessions_.Find(peer) != nullptr) DropSession(peer, status);
 }
 
-// Whoever gave out a ticket listened at its address before, so where nobody does, that process is no
-// more. A call without an epoch may have come before the process that is to serve it.
+// Whoever gave out a ticket listened at its address before, so where nobody does, that process is
+// no more. A call without an epoch may have come before the process that is to serve it.
 void NodeImpl::OnAttemptFailed(const PeerKey& peer, Attempt failed) {
   Session* const session = sessions_.Find(peer);
   if (session == nullptr || session->state != Session::State::kGreeting) return;
@@ -186,8 +186,9 @@ absl::Status NodeImpl::NotGreeted(const Session& session) const {
                        : session.unreachable));
 }
 
-// The hello may be lost with the first connection, or its answer. It is said on a new one, where the old
-// cannot come after it; whatever waits for the session waits on, for as long as it would have.
+// The hello may be lost with the first connection, or its answer. It is said on a new one, where
+// the old cannot come after it; whatever waits for the session waits on, for as long as it would
+// have.
 void NodeImpl::OnMadeAgain(const PeerKey& peer) {
   const Session* const session = sessions_.Find(peer);
   if (session == nullptr || session->state != Session::State::kGreeting) return;
@@ -263,8 +264,8 @@ void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
   OnSessionMessage(peer, *session, std::move(message.body));
 }
 
-// The peer may go on over another session: what it fetches goes on with that, and is not idle in between, when
-// its lease could expire. What it calls it calls again.
+// The peer may go on over another session: what it fetches goes on with that, and is not idle in
+// between, when its lease could expire. What it calls it calls again.
 void NodeImpl::OnGivenUp(const PeerKey& peer, Session& session, const absl::Status& status) {
   session.ends_at = std::min(session.ends_at, DeadlineInMs(kGoesOnMs));
   calls_->OnPeerGone(peer, status);
@@ -313,8 +314,8 @@ std::string NodeImpl::DifferenceFrom(const HelloMsg& hello) const {
   return difference;
 }
 
-// The session that a peer begins anew may come before the end of the one that it has given up is known
-// here: it is one peer. Only so many, as it may say so again and again.
+// The session that a peer begins anew may come before the end of the one that it has given up is
+// known here: it is one peer. Only so many, as it may say so again and again.
 absl::Status NodeImpl::CheckRoomFor(uint64_t epoch) const {
   const int64_t limit = options_.config.max_peers;
   if (sessions_.CountOthers(epoch) < limit && static_cast<int64_t>(sessions_.size()) < 2 * limit) {
@@ -380,10 +381,10 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
   if (!EndTwin(peer, session)) LinkTo(peer);
 }
 
-// A second session to one address is opened because a ticket names another epoch. Either the process
-// there is new, and the first session a ghost, or the ticket was stale, and this session is one too many:
-// what waits for it meant a process that is no more. Before it is linked, since from then on it would be
-// taken for the session of its epoch, by what was to end with it.
+// A second session to one address is opened because a ticket names another epoch. Either the
+// process there is new, and the first session a ghost, or the ticket was stale, and this session is
+// one too many: what waits for it meant a process that is no more. Before it is linked, since from
+// then on it would be taken for the session of its epoch, by what was to end with it.
 bool NodeImpl::EndTwin(const PeerKey& peer, const Session& session) {
   const PeerKey twin = sessions_.FindTwin(peer);
   if (twin.empty()) return false;
@@ -458,8 +459,8 @@ void NodeImpl::OnNotLinked(const PeerKey& peer, const absl::Status& status) {
     return LinkTo(peer);
   }
   if (session.dialled) {
-    // The peer has accepted a session that is not to be: unless it is told it keeps a place for it, of
-    // max_peers, until it hears no heartbeat.
+    // The peer has accepted a session that is not to be: unless it is told it keeps a place for it,
+    // of max_peers, until it hears no heartbeat.
     SendAside(peer, ByeMsg{});
     return DropSession(peer, status);
   }
@@ -531,16 +532,16 @@ void NodeImpl::DropSession(const PeerKey& peer, const absl::Status& status, LogL
   tick_now_ = true;  // Leases whose transfers have just ended can expire again.
 }
 
-// The peer may only have been stopped, or see nothing of it and have this side's calls and fetches still: this
-// is the word that it finds beside the end of its connections.
+// The peer may only have been stopped, or see nothing of it and have this side's calls and fetches
+// still: this is the word that it finds beside the end of its connections.
 void NodeImpl::GiveUpAndBeginAgain(const PeerKey& peer, const absl::Status& status) {
   RefuseSession(peer, absl::NotFoundError(
                           absl::StrCat("this side has given the session up: ", status.message())));
   DropAndBeginAgain(peer, status);
 }
 
-// Silence may be the connection's and not the peer's, or have been our own: what can go on does, on a
-// new session. A connection that breaks is another matter: then the peer's process has ended.
+// Silence may be the connection's and not the peer's, or have been our own: what can go on does, on
+// a new session. A connection that breaks is another matter: then the peer's process has ended.
 void NodeImpl::DropAndBeginAgain(const PeerKey& peer, const absl::Status& status) {
   const PeerKey nobody;  // Yet.
   const Session session = *sessions_.Find(peer);

@@ -14,11 +14,11 @@ class Outbox {
   // Stamps the epochs and sends; messages to one peer arrive in order. A peer that takes none is
   // declared dead, later and elsewhere.
   virtual void Send(const PeerKey& peer, MessageBody body) = 0;
-  // Whether what can wait, a call or a fetch, should be sent now. If not, OnPeerReady() comes when it should,
-  // so that a burst of them never becomes more than the peer is given to take.
+  // Whether what can wait, a call or a fetch, should be sent now. If not, OnPeerReady() comes when
+  // it should, so that a burst of them never becomes more than the peer is given to take.
   virtual bool HasRoom(const PeerKey& peer) = 0;
-  // Why nobody can be connected to there, as far as attempts have shown; empty: they have not, or one has
-  // succeeded.
+  // Why nobody can be connected to there, as far as attempts have shown; empty: they have not, or
+  // one has succeeded.
   virtual std::string WhyUnreachable(const PeerKey& /*peer*/) { return ""; }
   virtual ChunkLinks& data() = 0;
 };

@@ -22,8 +22,8 @@ struct ParkedFetch {
   Deadline until;
 };
 
-// Those of one sender. Thousands may wait while layers of other leases become ready all the time, so what is
-// done for one of them, or when none is due, looks at no others. Not thread-safe.
+// Those of one sender. Thousands may wait while layers of other leases become ready all the time,
+// so what is done for one of them, or when none is due, looks at no others. Not thread-safe.
 class ParkedFetches {
  public:
   bool Has(uint64_t transfer_id) const { return by_id_.contains(transfer_id); }

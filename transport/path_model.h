@@ -8,8 +8,9 @@
 
 namespace kvferry {
 
-// The ways to a peer that may read the pool, on this host or from afar: it takes the pages from where they
-// lie, or chunks that this side has gathered in the arena; or, where no model is asked, in the device's.
+// The ways to a peer that may read the pool, on this host or from afar: it takes the pages from
+// where they lie, or chunks that this side has gathered in the arena; or, where no model is asked,
+// in the device's.
 enum class PageWay { kInPlace, kArena, kDeviceArena };
 
 // What copying costs one processor: seconds a byte, and seconds more for each piece.
@@ -33,8 +34,8 @@ struct CopyCosts {
 // process; all zero when that memory is refused. Thread-safe.
 const CopyCosts& MeasuredCopyCosts();
 
-// Which way is quicker, for transfers of a size and a fragmentation: from what copies cost at first,
-// then more and more from the transfers themselves. Not thread-safe.
+// Which way is quicker, for transfers of a size and a fragmentation: from what copies cost at
+// first, then more and more from the transfers themselves. Not thread-safe.
 class PathModel {
  public:
   struct Work {
@@ -44,15 +45,15 @@ class PathModel {
 
   // Of peers on this host.
   explicit PathModel(const CopyCosts& costs);
-  // Of one that reads from afar. The two ways have less in common there: what one takes says nothing
-  // of the other, which is therefore tried sooner, unless it is expected to be far worse.
+  // Of one that reads from afar. The two ways have less in common there: what one takes says
+  // nothing of the other, which is therefore tried sooner, unless it is expected to be far worse.
   PathModel(const CopyCosts& costs, const ReadCosts& reads);
 
   // In place, unless the arena saves more than 15 % of the time, or half of it while one of them
   // was never tried: it takes a second processor and copies everything twice. One choice in
   // kTryEvery is the other way, if that was never tried or is within a factor of two, so that it is
-  // known what it takes, and what is worse is tried more seldom, for it may have had a bad time; but
-  // none of those transfers of which nothing can be learnt (`can_tell`).
+  // known what it takes, and what is worse is tried more seldom, for it may have had a bad time;
+  // but none of those transfers of which nothing can be learnt (`can_tell`).
   PageWay Choose(const Work& work, bool can_tell = true);
   // What a transfer took that had this node to itself. Of the way that was never tried it says how
   // much more than copies a transfer takes.

@@ -7,8 +7,8 @@
 
 namespace kvferry {
 
-// visit(from, to, bytes) for what lies together on both sides, in order, until `to` is full. `from` has as
-// many bytes behind the first `skip` as `to`, at least, and `skip` lies in its first piece.
+// visit(from, to, bytes) for what lies together on both sides, in order, until `to` is full. `from`
+// has as many bytes behind the first `skip` as `to`, at least, and `skip` lies in its first piece.
 template <typename Visit>
 void ForEachMove(Pieces from, MutablePieces to, const Visit& visit, size_t skip = 0) {
   for (std::span<std::byte> target : to) {

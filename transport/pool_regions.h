@@ -9,9 +9,9 @@
 
 namespace kvferry {
 
-// The memory that a pool's pages lie in, as peers are told of it: one row of bytes. All of it, where
-// the pool lies in shared memory; else its buffers in the order of their addresses, those that touch
-// as one. Immutable; does not keep the pool alive.
+// The memory that a pool's pages lie in, as peers are told of it: one row of bytes. All of it,
+// where the pool lies in shared memory; else its buffers in the order of their addresses, those
+// that touch as one. Immutable; does not keep the pool alive.
 class PoolRegions {
  public:
   using Region = std::span<const std::byte>;
@@ -19,14 +19,16 @@ class PoolRegions {
   explicit PoolRegions(const KvPool& pool);
 
   const std::vector<Region>& regions() const { return regions_; }
-  // Whether each buffer of the pool lies in one of these parts, which one after another are the row.
+  // Whether each buffer of the pool lies in one of these parts, which one after another are the
+  // row.
   bool EachInOne(const KvPool& pool, std::span<const PoolMemory::SharedPart> parts) const;
   // Where in the row a byte of a page lies. What lies together in a page lies together there.
   uint64_t OffsetOf(const std::byte* byte) const {
     size_t region = 0;
     return OffsetOf(byte, &region);
   }
-  // The same for who asks for many, most of which lie in the `region` that the last one did; 0 at first.
+  // The same for who asks for many, most of which lie in the `region` that the last one did; 0 at
+  // first.
   uint64_t OffsetOf(const std::byte* byte, size_t* region) const {
     if (Into(*region, byte) >= regions_[*region].size()) *region = RegionOf(byte);
     return offsets_[*region] + Into(*region, byte);

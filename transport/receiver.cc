@@ -14,9 +14,9 @@ namespace {
 // Beyond these no machine copies a chunk in a millisecond any more.
 constexpr int64_t kMaxThreadsInPlace = 8;
 
-// Behind each the device has nothing to do until the next list has been read and launched, some 30 to
-// 100 us, in which it could move some 100 MB. More would be waited for longer by who ends the fetch, 20 ms
-// where the pages come over a bus.
+// Behind each the device has nothing to do until the next list has been read and launched, some 30
+// to 100 us, in which it could move some 100 MB. More would be waited for longer by who ends the
+// fetch, 20 ms where the pages come over a bus.
 constexpr int64_t kBytesInPlaceOnDevice = 512 << 20;
 
 // One after another that brought nothing: whoever answers so many times so would be asked for ever.
@@ -286,7 +286,8 @@ void Receiver::OnLanded(const ChunkHeader& header, const absl::Status& status) {
   if ((header.flags & kChunkInPool) == 0) Credit(fetch);
 }
 
-// What is asked for again comes packed: where reads do not work, and where there is no room for more of them.
+// What is asked for again comes packed: where reads do not work, and where there is no room for
+// more of them.
 void Receiver::OnReadFailed(const ChunkHeader& header, const absl::Status& status) {
   const auto found = fetches_.find(header.transfer_id);
   const bool no_room =

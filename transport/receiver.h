@@ -35,10 +35,11 @@ namespace kvferry {
 //                                                 bad chunk --> (gone: that error)
 //
 // and a requested one whose peer falls silent is taken out, to wait for another session under a new
-// transfer id (TakeUnfinished). One whose reads fail is requested again, under a new transfer id too
-// (RequestAgain), and so is one that waits for leases to be published, when the sender takes its lease
-// back to publish it again. All go on behind what has arrived in one piece, which is not written again:
-// layers of it may have been read. One that somebody else is to name the peer of waits without one (Assign).
+// transfer id (TakeUnfinished). One whose reads fail is requested again, under a new transfer id
+// too (RequestAgain), and so is one that waits for leases to be published, when the sender takes
+// its lease back to publish it again. All go on behind what has arrived in one piece, which is not
+// written again: layers of it may have been read. One that somebody else is to name the peer of
+// waits without one (Assign).
 //
 // A chunk is scattered only while its fetch is here, so a fetch that has ended is never written
 // for. Progress thread only, but for Land() and Begin().
@@ -103,8 +104,8 @@ class Receiver {
   absl::Status Land(const ChunkHeader& header, const Payload& payload, ChunkTaker::Intact intact,
                     PieceCopy* copy);
   void OnLanded(const ChunkHeader& header, const absl::Status& status);
-  // A chunk that comes part by part: on this thread, or on that of a lane, which has a `copy` of its
-  // own and whose `landed` leads to OnLanded() here.
+  // A chunk that comes part by part: on this thread, or on that of a lane, which has a `copy` of
+  // its own and whose `landed` leads to OnLanded() here.
   std::unique_ptr<ChunkSink> OnChunkBegins(const ChunkHeader& header);
   std::unique_ptr<ChunkSink> Begin(const ChunkHeader& header, PieceCopy* copy,
                                    LandingChunk::Landed landed);
@@ -130,12 +131,12 @@ class Receiver {
   void CloseLanding(const Fetch& fetch);
   // Out of what is here.
   Fetch Remove(uint64_t transfer_id);
-  // Removes it, and gives it another transfer id; chunks of the old one are dropped from now on. None
-  // of a fetch that turns out to be whole: it has ended.
+  // Removes it, and gives it another transfer id; chunks of the old one are dropped from now on.
+  // None of a fetch that turns out to be whole: it has ended.
   std::optional<Fetch> TakeOut(uint64_t transfer_id);
   bool EndIfWhole(const Fetch& fetch);
-  // Before it ends otherwise or goes on: lanes may have landed all of it, which OnLanded() is still to
-  // hear.
+  // Before it ends otherwise or goes on: lanes may have landed all of it, which OnLanded() is still
+  // to hear.
   bool CloseAndEndIfWhole(const Fetch& fetch);
   void Credit(Fetch& fetch);
   // An error ends it, unless it is whole; GiveUp() tells the sender.

@@ -277,8 +277,8 @@ void Sender::OnDone(const PeerKey& peer, const DoneMsg& done) {
   End(done.transfer_id, absl::OkStatus(), /*tell=*/false);
 }
 
-// Or without a transfer: the receiver needs nothing. So does one that had everything before it heard
-// that its lease was taken back: it will not come when the lease is published again.
+// Or without a transfer: the receiver needs nothing. So does one that had everything before it
+// heard that its lease was taken back: it will not come when the lease is published again.
 void Sender::OnDoneAfterEnd(const PeerKey& peer, const DoneMsg& done) {
   if (source_ == nullptr) return;
   if (done.bytes == 0) {

@@ -53,8 +53,8 @@ class ChunksOfPeers {
   absl::flat_hash_map<PeerKey, int64_t> held_;  // None is 0.
 };
 
-// Chunks that are on their way to peers, each one of the arena and perhaps one of the device's besides, and
-// what is kept of them until they come back. Not thread-safe.
+// Chunks that are on their way to peers, each one of the arena and perhaps one of the device's
+// besides, and what is kept of them until they come back. Not thread-safe.
 struct ChunksUnderWay {
   struct Chunk {
     int64_t chunk;
@@ -104,8 +104,8 @@ class Sender {
 
   // Sends what is one turn of each transfer that may; true when it sent any.
   bool Pump();
-  // Whether Pump() left out a chunk until others are read: some of their readers may be stuck, so Tick() says
-  // when to look again. Or has ended a transfer, whose lease may have expired.
+  // Whether Pump() left out a chunk until others are read: some of their readers may be stuck, so
+  // Tick() says when to look again. Or has ended a transfer, whose lease may have expired.
   bool wants_tick() const { return waits_for_readers_ || has_ended_some_; }
   const PathModel& paths() const { return paths_; }
   // What offsets of pieces count in.
@@ -171,13 +171,13 @@ class Sender {
   void ChooseWay(Transfer& transfer);
   void ChooseWayOfDevice(Transfer& transfer);
   void LearnCosts(const Transfer& transfer);
-  // Of the next chunk: what is behind the pages goes through the arena in any case, and so does what there is
-  // no room for on the device.
+  // Of the next chunk: what is behind the pages goes through the arena in any case, and so does
+  // what there is no room for on the device.
   PageWay NextWay(const Transfer& transfer) const;
   // Of the device's arena, for now.
   int64_t DeviceShare(const PeerKey& peer) const;
-  // Whether the peer reads a chunk that goes this way on this host, in the pool's pages or in the device's
-  // arena.
+  // Whether the peer reads a chunk that goes this way on this host, in the pool's pages or in the
+  // device's arena.
   static bool ReadInPlace(const Transfer& transfer, PageWay way);
   // What chooses its way and learns from it; null when there is no choice.
   PathModel* ModelOf(const Transfer& transfer);
@@ -191,7 +191,8 @@ class Sender {
   int64_t MaxBytesInPlace(const Transfer& transfer, int64_t left) const;
   // What a list of where bytes lie has room for, behind its head.
   int64_t MaxEntries() const;
-  // The tensors that a chunk of the next `bytes`, or fewer, is named as; none: its pieces are named.
+  // The tensors that a chunk of the next `bytes`, or fewer, is named as; none: its pieces are
+  // named.
   StreamTensors NextTensors(const Transfer& transfer, int64_t bytes) const;
   // Whether there is a chunk of the arena for the transfer, and where it needs one of the device's.
   bool HasRoom(const Transfer& transfer, PageWay way) const;
@@ -249,8 +250,8 @@ class Sender {
   LimitedLine refused_{LimitedLine::kSome}, ended_{LimitedLine::kSome};
   ParkedFetches parked_;
   absl::flat_hash_map<PeerKey, int64_t> fetches_of_peer_;  // Active and parked; none is 0.
-  // Shared with sends, which may complete after their transfer, its peer and this object are gone, but not
-  // after the arenas.
+  // Shared with sends, which may complete after their transfer, its peer and this object are gone,
+  // but not after the arenas.
   const std::shared_ptr<ChunksUnderWay> under_way_;
 };
 

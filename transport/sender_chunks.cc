@@ -14,28 +14,29 @@
 namespace kvferry {
 namespace {
 
-// Of one chunk, whatever its reader asks for: what a header can say, and more than any reader needs.
+// Of one chunk, whatever its reader asks for: what a header can say, and more than any reader
+// needs.
 constexpr int64_t kMaxBytesInPlace = 1 << 30;
 constexpr size_t kMaxChunksInPlace = 4;
-// Of one chunk that is gathered on a device: a list of them takes 40 bytes each on both sides, and its time.
-// But so many bytes in any case, as a chunk of the arena may have.
+// Of one chunk that is gathered on a device: a list of them takes 40 bytes each on both sides, and
+// its time. But so many bytes in any case, as a chunk of the arena may have.
 constexpr int64_t kMaxPieces = 64 << 10, kMinBytesOfPieces = 1 << 20;
 // Of one transfer, not sent yet: as many as a window of ours has (credits_per_transfer).
 constexpr int64_t kMaxLentChunks = 4096;
-// With more readers than this machine has room for (ReadersAreBusy()), what one gets before it is the
-// next one's turn: half of what it still needs, so that all of them are through at about the same
-// time, and no more than keeps those with little to read from waiting long for those with much. Each
-// turn costs two wakes: 64 readers of 17 MB move as much as one of all from here on (measured; with
-// 2 MiB and a quarter 0.9 of it).
+// With more readers than this machine has room for (ReadersAreBusy()), what one gets before it is
+// the next one's turn: half of what it still needs, so that all of them are through at about the
+// same time, and no more than keeps those with little to read from waiting long for those with
+// much. Each turn costs two wakes: 64 readers of 17 MB move as much as one of all from here on
+// (measured; with 2 MiB and a quarter 0.9 of it).
 constexpr int64_t kMaxBytesOfATurn = 4 << 20;
 // In several chunks, where one is less: over TCP, too, a receiver is woken for each turn, and 64 of
 // them got 0.9 of as much when a turn was one chunk of 512 KiB (measured).
 constexpr int64_t kMinBytesOfATurn = 1 << 20;
 
-// Layers that go together in one chunk: each would take a device longer to begin with than to move. With
-// more of them the two sides would work one after the other (measured: 2 MB in 32 layers out of an H200
-// and into one take 0.7 to 0.8 of the time over TCP, with 1 MiB 0.8 to 0.9; between hosts 0.9 to 1.0, and
-// with 1 MiB longer).
+// Layers that go together in one chunk: each would take a device longer to begin with than to move.
+// With more of them the two sides would work one after the other (measured: 2 MB in 32 layers out
+// of an H200 and into one take 0.7 to 0.8 of the time over TCP, with 1 MiB 0.8 to 0.9; between
+// hosts 0.9 to 1.0, and with 1 MiB longer).
 constexpr int64_t kMaxBytesOfLayers = 256 << 10;
 
 using Filled = absl::StatusOr<std::span<const std::byte>>;
@@ -64,8 +65,8 @@ bool Sender::PumpOne(const TransferPtr& transfer) {
 
 bool Sender::SendNext(const TransferPtr& transfer) {
   const PageWay way = NextWay(*transfer);
-  // A chunk of the arena leaves its layer for whole short ones only, so that a layer's end seldom waits for
-  // what is behind it. On others this side's processor has nothing to work.
+  // A chunk of the arena leaves its layer for whole short ones only, so that a layer's end seldom
+  // waits for what is behind it. On others this side's processor has nothing to work.
   const int64_t most = std::min(transfer->chunk_bytes, kMaxBytesOfLayers);
   const int64_t layers_end = way == PageWay::kArena
                                  ? transfer->plan.LayersEnd(transfer->sent_bytes, most)
@@ -99,17 +100,18 @@ int64_t Sender::NextBytes(const Transfer& transfer, PageWay way, int64_t left) c
   return std::min(transfer.chunk_bytes, left);
 }
 
-// A peer may have another chunk while it holds fewer than are free: of n that are busy each has 1/(n + 1) then,
-// and those who hold chunks and do not read, whether their transfers go on or not, leave some to whoever comes.
-// The dynamic threshold of Choudhury and Hahne (1998) for packets in a switch's memory, with alpha = 1.
+// A peer may have another chunk while it holds fewer than are free: of n that are busy each has
+// 1/(n + 1) then, and those who hold chunks and do not read, whether their transfers go on or not,
+// leave some to whoever comes. The dynamic threshold of Choudhury and Hahne (1998) for packets in a
+// switch's memory, with alpha = 1.
 bool Sender::HasRoom(const Transfer& transfer, PageWay way) const {
   if (under_way_->of_peers.Of(transfer.peer) >= arena_->num_free()) return false;
   return way != PageWay::kDeviceArena ||
          under_way_->of_peers_on_device.Of(transfer.peer) < DeviceShare(transfer.peer);
 }
 
-// Who holds a chunk of it waits for his turn to have another; two each, for one to be gathered while the
-// other one is read, if there are as many.
+// Who holds a chunk of it waits for his turn to have another; two each, for one to be gathered
+// while the other one is read, if there are as many.
 int64_t Sender::DeviceShare(const PeerKey& peer) const {
   if (on_device_.arena->num_free() == 0) return 0;
   const int64_t newcomer = under_way_->of_peers_on_device.Of(peer) == 0 ? 1 : 0;
@@ -193,9 +195,9 @@ FillChunk Sender::Gather(const TransferPtr& transfer, int64_t chunk) const {
   };
 }
 
-// Its list is one piece. The pages are their owner's again when this has run; what was gathered stays as it is
-// until its reader is through, also when the transfer has ended, or until the link is closed: then a reader
-// finds that the slot of the list is another chunk's.
+// Its list is one piece. The pages are their owner's again when this has run; what was gathered
+// stays as it is until its reader is through, also when the transfer has ended, or until the link
+// is closed: then a reader finds that the slot of the list is another chunk's.
 FillChunk Sender::GatherOnDevice(const TransferPtr& transfer, int64_t chunk, int64_t device_chunk) {
   return [this, transfer, chunk, device_chunk,
           offset = transfer->sent_bytes](ChunkHeader* header) -> Filled {
@@ -299,8 +301,8 @@ LendChunk Sender::Lend(const TransferPtr& transfer, int64_t bytes) {
   };
 }
 
-// Takes nothing of the arena: how much is on its way is bounded by the window, and in how many chunks,
-// which are of the peer's choice too, by kMaxLentChunks.
+// Takes nothing of the arena: how much is on its way is bounded by the window, and in how many
+// chunks, which are of the peer's choice too, by kMaxLentChunks.
 void Sender::SendLent(const TransferPtr& transfer, int64_t bytes) {
   const ChunkHeader header = HeaderOfNext(*transfer, bytes, 0);
   LendChunk lend = Lend(transfer, bytes);

@@ -59,11 +59,12 @@ class Sessions {
   void Erase(const PeerKey& peer);
   // Null when there is none.
   Session* Find(const PeerKey& peer);
-  // The dialled session with that address and epoch (0: any), else one with that address that is greeting,
-  // else an empty key. A ready one of another epoch does not count: the process behind the address
-  // may have been replaced.
+  // The dialled session with that address and epoch (0: any), else one with that address that is
+  // greeting, else an empty key. A ready one of another epoch does not count: the process behind
+  // the address may have been replaced.
   PeerKey FindDialled(const std::string& address, uint64_t epoch) const;
-  // Another dialled session with the same address as `peer` that has been welcomed, or an empty key.
+  // Another dialled session with the same address as `peer` that has been welcomed, or an empty
+  // key.
   PeerKey FindTwin(const PeerKey& peer) const;
   PeerKey FindLink(LinkId link) const;
   // By own_id.
@@ -76,13 +77,13 @@ class Sessions {
   // What to do about a session at `now`.
   enum class Due { kNothing, kPing, kDead, kGivenUp, kGreetingFailed };
   // All sessions with something due, and when to ask again at the latest. A session to be pinged
-  // counts as pinged. When this is asked late by more than half of timeout_ms, the process did not run
-  // (it was stopped, or its machine was): that time is not counted as the peers' silence.
+  // counts as pinged. When this is asked late by more than half of timeout_ms, the process did not
+  // run (it was stopped, or its machine was): that time is not counted as the peers' silence.
   std::vector<std::pair<PeerKey, Due>> TakeDue(Deadline now, int64_t interval_ms,
                                                int64_t timeout_ms, Deadline* next);
   std::vector<PeerKey> Keys() const;
-  // Whether the process did not run, as TakeDue() tells it, and does so again for less than a second: a
-  // connection that ends then may be one that its peer closed because of that.
+  // Whether the process did not run, as TakeDue() tells it, and does so again for less than a
+  // second: a connection that ends then may be one that its peer closed because of that.
   bool StoppedLately(Deadline now, int64_t timeout_ms) const;
 
  private:

@@ -20,9 +20,9 @@ struct Segment {
   int64_t packed;  // Where the segment begins in the window.
 };
 
-// Where the pieces of a window lie, and what goes to and from them. A thread keeps its own from call to
-// call: of small pages they take megabytes a chunk, and memory that is touched for the first time costs
-// more than all the rest that is done for a piece.
+// Where the pieces of a window lie, and what goes to and from them. A thread keeps its own from
+// call to call: of small pages they take megabytes a chunk, and memory that is touched for the
+// first time costs more than all the rest that is done for a piece.
 struct Lists {
   std::vector<std::span<std::byte>> pieces;
   std::vector<BytesMove> moves;
@@ -42,8 +42,8 @@ Lists& EmptyLists() {
 // As many items as each of a run is in parts.
 PageRun InParts(PageRun run, int64_t parts) { return {run.first * parts, run.count * parts}; }
 
-// Appends what lies together on both sides, in items that are so many to one of theirs and of ours. Both
-// lists have as many of them.
+// Appends what lies together on both sides, in items that are so many to one of theirs and of ours.
+// Both lists have as many of them.
 void PairRuns(std::span<const PageRun> from, int64_t from_parts, const PageRuns& to,
               int64_t to_parts, std::vector<ItemsMove>* moves) {
   PageRun target;
@@ -62,8 +62,8 @@ void PairRuns(std::span<const PageRun> from, int64_t from_parts, const PageRuns&
 
 absl::Status CheckPages(const KvPool& pool, const PageRuns& pages) {
   KVFERRY_RETURN_IF_ERROR(pages.CheckWithin(pool.num_pages()));
-  // Each page once at most, so that the stream is never larger than the pool, or in pages of another form
-  // than twice the pool, and sums cannot overflow.
+  // Each page once at most, so that the stream is never larger than the pool, or in pages of
+  // another form than twice the pool, and sums cannot overflow.
   if (pages.num_pages() > pool.num_pages()) {
     return absl::OutOfRangeError("more pages listed than the pool has");
   }
@@ -300,7 +300,8 @@ absl::StatusOr<std::shared_ptr<const MovesUnderWay>> StreamPlan::BeginScatterPie
   return begun;
 }
 
-// The two sides may count in items of other numbers of heads: then in the longest that both can count in.
+// The two sides may count in items of other numbers of heads: then in the longest that both can
+// count in.
 absl::Status StreamPlan::ScatterRuns(int64_t offset, const PlacedRuns& from) const {
   const absl::Status other = absl::DataLossError(
       absl::StrCat("a chunk of other tensors than those at byte ", offset, " of the stream"));

@@ -39,8 +39,9 @@ struct StreamTensors {
 class StreamPlan {
  public:
   static constexpr int64_t kMaxTailBytes = int64_t{1} << 40;
-  // The shortest pieces, on average, that the system is given a list of, to send them from where they lie or
-  // to put what arrives where it belongs. For shorter ones that takes longer than copying (decision 10).
+  // The shortest pieces, on average, that the system is given a list of, to send them from where
+  // they lie or to put what arrives where it belongs. For shorter ones that takes longer than
+  // copying (decision 10).
   static constexpr int64_t kMinSentBytes = 2 << 10;
   static constexpr int64_t kMinPlacedBytes = 8 << 10;
 
@@ -49,8 +50,8 @@ class StreamPlan {
   static absl::StatusOr<StreamPlan> Create(const std::shared_ptr<const KvPool>& pool,
                                            PageRuns pages, StreamTail tail = {},
                                            HeadRange heads = {});
-  // The same of `pages` as pages of another form, those at `positions`, with their values as `casts` says
-  // (null: as they are), to be read with Gather() alone then. Errors as of Create().
+  // The same of `pages` as pages of another form, those at `positions`, with their values as
+  // `casts` says (null: as they are), to be read with Gather() alone then. Errors as of Create().
   static absl::StatusOr<StreamPlan> CreateIn(const PageForm& form,
                                              const std::shared_ptr<const KvPool>& pool,
                                              const PageRuns& pages, const PageRuns& positions,
@@ -69,13 +70,13 @@ class StreamPlan {
   int64_t LayersIn(int64_t bytes) const;
   // How much of the stream the first `layers` layers are; all of it for all layers.
   int64_t BytesOfLayers(int64_t layers) const;
-  // Where the last layer, or the tail, ends of those that end within `most` bytes from `offset` on; of the
-  // one that `offset` lies in, if none does.
+  // Where the last layer, or the tail, ends of those that end within `most` bytes from `offset` on;
+  // of the one that `offset` lies in, if none does.
   int64_t LayersEnd(int64_t offset, int64_t most) const;
   // Where the tensor ends that `offset`, which lies in pages, lies in.
   int64_t TensorEnd(int64_t offset) const;
-  // The tensors from `offset` on that the next `bytes` hold whole, `most` of them or fewer; none where no
-  // tensor begins.
+  // The tensors from `offset` on that the next `bytes` hold whole, `most` of them or fewer; none
+  // where no tensor begins.
   StreamTensors TensorsIn(int64_t offset, int64_t bytes, int64_t most) const;
   // The pages of the stream, or what of them is in it, as items, in order; the same of each tensor.
   const PageRuns& items() const { return items_; }
@@ -90,9 +91,10 @@ class StreamPlan {
   // Whether the processor can touch the pages.
   bool on_host() const { return pool_->memory().on_host(); }
 
-  // Copies the window [offset, offset + packed.size()) of the stream, which must lie inside it. `packed`
-  // lies on the host. INTERNAL when a device fails; what it has written by then is not known. Returns
-  // when all is done: a device's copies wait for nothing that goes on there (PoolMemory::MoveApart).
+  // Copies the window [offset, offset + packed.size()) of the stream, which must lie inside it.
+  // `packed` lies on the host. INTERNAL when a device fails; what it has written by then is not
+  // known. Returns when all is done: a device's copies wait for nothing that goes on there
+  // (PoolMemory::MoveApart).
   absl::Status Gather(int64_t offset, std::span<std::byte> packed) const;
   absl::Status Scatter(int64_t offset, std::span<const std::byte> packed) const;
   // As Gather(), into memory of the device that the pages lie on; the tail is not in the window.
@@ -100,19 +102,19 @@ class StreamPlan {
   // Of pages on a device: from pieces, one after another, that all lie on the host or all where
   // MoveApart() of the pool's memory finds them; then the tail is not in the window.
   absl::Status ScatterPieces(int64_t offset, Pieces from) const;
-  // The same, that may return before all is done (PoolMemory::BeginMoveApart); Settle() says then how it
-  // went, and of null that nothing is left to do.
+  // The same, that may return before all is done (PoolMemory::BeginMoveApart); Settle() says then
+  // how it went, and of null that nothing is left to do.
   absl::StatusOr<std::shared_ptr<const MovesUnderWay>> BeginScatterPieces(int64_t offset,
                                                                           Pieces from) const;
   absl::Status Settle(const std::shared_ptr<const MovesUnderWay>& moves) const;
-  // The same from whole tensors that lie where MoveItemsApart() finds them. DATA_LOSS if they are not
-  // those that begin at `offset`: then nothing has been written.
+  // The same from whole tensors that lie where MoveItemsApart() finds them. DATA_LOSS if they are
+  // not those that begin at `offset`: then nothing has been written.
   absl::Status ScatterRuns(int64_t offset, const PlacedRuns& from) const;
 
   // Appends where that window lies in this side's memory, piece by piece; adjacent pages are one.
   void AppendPieces(int64_t offset, int64_t bytes, std::vector<std::span<std::byte>>* pieces) const;
-  // Bytes of a page, as far as it is in the stream, of the tensor whose pages are smallest. Of the pieces of a window only the first
-  // and the last can be smaller.
+  // Bytes of a page, as far as it is in the stream, of the tensor whose pages are smallest. Of the
+  // pieces of a window only the first and the last can be smaller.
   int64_t min_item_bytes() const { return min_item_bytes_; }
   // Bytes that lie together in this side's memory, on average over the pages; 1 at least.
   int64_t mean_piece_bytes() const;
@@ -144,7 +146,8 @@ class StreamPlan {
   // visit(Segment) for each tensor of each layer that the window, which is of pages alone, touches.
   template <typename Visit>
   void ForEachSegment(int64_t offset, int64_t bytes, const Visit& visit) const;
-  // On the host: fn(buffer, pages, offset, part) for each part of the window, which is of pages alone.
+  // On the host: fn(buffer, pages, offset, part) for each part of the window, which is of pages
+  // alone.
   template <typename Byte, typename Fn>
   void ForEachPart(int64_t offset, std::span<Byte> packed, const Fn& fn) const;
   absl::Status GatherFromDevice(int64_t offset, std::span<std::byte> packed) const;

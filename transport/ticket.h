@@ -14,9 +14,9 @@ namespace kvferry {
 // need not understand it: "kvferry1|tcp://10.0.0.1:4000|<epoch>|<lease>|<pages>|<tokens>", ids in
 // hex. The lease id is random: who has no ticket cannot guess one.
 //
-// A ticket without an epoch is one that both sides have agreed on, or been told, beforehand. It means
-// whichever process listens there when the fetch gets through, and that process alone from then on; the
-// request may be published as late as the fetch's deadline.
+// A ticket without an epoch is one that both sides have agreed on, or been told, beforehand. It
+// means whichever process listens there when the fetch gets through, and that process alone from
+// then on; the request may be published as late as the fetch's deadline.
 struct Ticket {
   std::string address;  // Of the prefill side's control plane.
   uint64_t epoch = 0;   // Of its process; 0: of whichever.

@@ -160,8 +160,8 @@ bool MeasureCopies(const Rig& rig, int64_t item, bool on_host, int rounds) {
 
 // ---------------------------------------------------------------- chunks of transfers
 
-// Chunk after chunk between pages of the device and host memory, each waited for, as a transfer does
-// it (PoolMemory::MoveApart); the limit waits for plain copies of as many bytes.
+// Chunk after chunk between pages of the device and host memory, each waited for, as a transfer
+// does it (PoolMemory::MoveApart); the limit waits for plain copies of as many bytes.
 bool MeasureChunks(const Rig& rig, int64_t item, int64_t chunk, bool gather, bool pinned,
                    int rounds) {
   const int64_t count = kBusBytes / item;
@@ -225,8 +225,8 @@ bool AreMoved(const Rig& rig, std::span<const BytesMove> moves, int64_t bytes) {
   });
 }
 
-// Pages to pages of another pool on the device, so many bytes at a time, as a peer's pool is read in
-// place; the limit waits for plain copies of as many bytes.
+// Pages to pages of another pool on the device, so many bytes at a time, as a peer's pool is read
+// in place; the limit waits for plain copies of as many bytes.
 bool MeasureMoves(const Rig& rig, int64_t item, int64_t at_a_time, int rounds) {
   const int64_t count = kDeviceBytes / item;
   const auto memory = CudaMemory(0);
@@ -265,8 +265,8 @@ bool MeasureMoves(const Rig& rig, int64_t item, int64_t at_a_time, int rounds) {
                  rounds);
 }
 
-// The same pages of each of many tensors, all at once, as a peer's pool on a device is read; the limit is one
-// plain copy of as many bytes, waited for too.
+// The same pages of each of many tensors, all at once, as a peer's pool on a device is read; the
+// limit is one plain copy of as many bytes, waited for too.
 bool MeasureRepeatedMoves(const Rig& rig, int64_t item, int64_t pages, int64_t tensors,
                           int rounds) {
   const int64_t count = pages * tensors;

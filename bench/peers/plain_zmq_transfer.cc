@@ -1,7 +1,8 @@
 // The same transfer as somebody would write it by hand in a day, for bench/run.py to compare
 // kvferry with: the target asks, the source gathers pages into chunks and sends each as a ZeroMQ
 // message without another copy, the target scatters what comes. One connection, libzmq's defaults,
-// no leases, no deadlines but one, no second reader. Besides the driver's commands (bench/driver.h):
+// no leases, no deadlines but one, no second reader. Besides the driver's commands
+// (bench/driver.h):
 //
 //   source   listen HOST           {"address": TEXT}
 //   target   connect ADDRESS

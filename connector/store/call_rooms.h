@@ -12,9 +12,9 @@
 
 namespace kvferry {
 
-// Room that a server has for the calls of all its clients, shared as the arena's chunks are: a client has
-// more calls, or more bytes of them, only while it has fewer than are left for others. One call each
-// client has in any case. Thread-safe.
+// Room that a server has for the calls of all its clients, shared as the arena's chunks are: a
+// client has more calls, or more bytes of them, only while it has fewer than are left for others.
+// One call each client has in any case. Thread-safe.
 class CallRooms : public std::enable_shared_from_this<CallRooms> {
  public:
   static constexpr int64_t kMaxCalls = 65536;
@@ -22,8 +22,8 @@ class CallRooms : public std::enable_shared_from_this<CallRooms> {
 
   static std::shared_ptr<CallRooms> Create() { return std::shared_ptr<CallRooms>(new CallRooms()); }
 
-  // The room of a call that carries so many bytes, until what is returned is gone, which may be after
-  // this. RESOURCE_EXHAUSTED says of what there is not enough.
+  // The room of a call that carries so many bytes, until what is returned is gone, which may be
+  // after this. RESOURCE_EXHAUSTED says of what there is not enough.
   absl::StatusOr<std::shared_ptr<void>> Take(const PeerKey& peer, int64_t bytes);
 
  private:

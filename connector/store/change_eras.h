@@ -16,8 +16,8 @@ namespace kvferry {
 
 // The eras of a client's changes (docs/wire_protocol.md): a server that has taken up a call of one
 // carries out none of an earlier one. A later one begins where that matters, as it ends all other
-// changes that are under way: with the first change of a key of which an earlier one may still come.
-// Thread-safe.
+// changes that are under way: with the first change of a key of which an earlier one may still
+// come. Thread-safe.
 class ChangeEras {
  public:
   // Of a call that changes these.

@@ -46,9 +46,9 @@ class EntryIndex {
   // Of an entry that is there; not below 0.
   void AddPins(std::string_view key, int64_t pins) noexcept;
 
-  // Which entries have to go so that all `wanted` fit, each in place of what its key has now; no two
-  // have the same key. Nothing when what is pinned leaves no room, or has one of the numbers `spared`,
-  // which stays as if it were.
+  // Which entries have to go so that all `wanted` fit, each in place of what its key has now; no
+  // two have the same key. Nothing when what is pinned leaves no room, or has one of the numbers
+  // `spared`, which stays as if it were.
   struct Wanted {
     std::string_view key;
     int64_t bytes;

@@ -21,8 +21,8 @@ namespace kvferry {
 //
 // What is used least recently goes first. What is pinned, leased or reserved stays; when the rest
 // does not make room enough, a put fails and nothing has been dropped for it. A value that replaces
-// another needs room beside it, and those of a batch beside all that they replace: the last that have
-// none are RESOURCE_EXHAUSTED. Calls cost the same whatever is stored, but for the copies,
+// another needs room beside it, and those of a batch beside all that they replace: the last that
+// have none are RESOURCE_EXHAUSTED. Calls cost the same whatever is stored, but for the copies,
 // which run outside of the lock. Deadlines are not looked at: nothing waits.
 class HostStore : public KvStore {
  public:

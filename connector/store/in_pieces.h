@@ -8,8 +8,9 @@
 
 namespace kvferry {
 
-// Calls move(first, count) for items [first, first + count), so many at a time, and returns the statuses
-// that it gave, of all items in their order. `last_first`: the pieces go from the last to the first.
+// Calls move(first, count) for items [first, first + count), so many at a time, and returns the
+// statuses that it gave, of all items in their order. `last_first`: the pieces go from the last to
+// the first.
 template <typename Move>
 std::vector<absl::Status> InPieces(size_t num_items, size_t at_a_time, bool last_first,
                                    const Move& move) {

@@ -100,9 +100,9 @@ class KvStore {
 
   // The same for pages of a pool: the value of keys[i] is the page pages[i], its items one after
   // another, layer by layer. As many keys as pages, and pages within the pool, or each status is
-  // INVALID_ARGUMENT or OUT_OF_RANGE. After an error the bytes of that page are undefined. Pages on a
-  // device go through host memory, 16 MiB at a time (PoolMemory::RunApart says what they wait for), which is
-  // pinned and which the calling thread keeps.
+  // INVALID_ARGUMENT or OUT_OF_RANGE. After an error the bytes of that page are undefined. Pages on
+  // a device go through host memory, 16 MiB at a time (PoolMemory::RunApart says what they wait
+  // for), which is pinned and which the calling thread keeps.
   std::vector<absl::Status> PutPages(std::span<const std::string_view> keys, const KvPool& pool,
                                      std::span<const int64_t> pages, Deadline deadline);
   std::vector<absl::Status> GetPages(std::span<const std::string_view> keys, const KvPool& pool,
@@ -111,8 +111,8 @@ class KvStore {
   virtual Stats stats() const = 0;
 
  protected:
-  // What PutBatch does with items of different keys: says for each how it went. Single calls, unless
-  // a backend does better.
+  // What PutBatch does with items of different keys: says for each how it went. Single calls,
+  // unless a backend does better.
   virtual void PutDistinct(std::span<const PutItem> items, std::span<absl::Status> statuses,
                            Deadline deadline);
   // What PutPages and GetPages do once their arguments are checked: a batch of parts, unless a

@@ -44,7 +44,8 @@ class Answer {
   std::optional<absl::StatusOr<Fields>> reply_ ABSL_GUARDED_BY(mutex_);
 };
 
-// A lease of ours outlives the call that names it, which may have no limit; it is taken back long before.
+// A lease of ours outlives the call that names it, which may have no limit; it is taken back long
+// before.
 Deadline LeaseUntil(Deadline called_by) {
   return std::min(called_by, DeadlineInMs(INT64_MAX)) + std::chrono::seconds(10);
 }
@@ -70,8 +71,8 @@ bool RefusedForAnother(const absl::Status& status) {
   return absl::IsAborted(status) && CutOffOf(status) == CutOff::kNotAsked;
 }
 
-// What `attempt` gives in the end. Errors for which `may_try_again` holds may pass, and others' changes
-// are over at some time.
+// What `attempt` gives in the end. Errors for which `may_try_again` holds may pass, and others'
+// changes are over at some time.
 template <typename Attempt>
 auto Persist(Deadline deadline, bool (*may_try_again)(const absl::Status&),
              const Attempt& attempt) {

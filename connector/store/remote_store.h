@@ -25,10 +25,10 @@ namespace kvferry {
 // DEADLINE_EXCEEDED when it does not even answer; the next call finds it again. Before it says
 // UNAVAILABLE a call is made anew, over another session, twice at most and within its deadline: it
 // may be carried out more than once. Pin and Unpin, which are counted, are made anew only if the
-// server has not heard of them; else the error says that they may have been carried out, as that of an
-// Erase whose sessions all ended under it does, and as may whatever ends with DEADLINE_EXCEEDED; but not any more once a later Put, Erase, Pin or Unpin of the
-// same key by this store has succeeded: that waits until the one before has ended. Pins stay when the
-// client goes.
+// server has not heard of them; else the error says that they may have been carried out, as that of
+// an Erase whose sessions all ended under it does, and as may whatever ends with DEADLINE_EXCEEDED;
+// but not any more once a later Put, Erase, Pin or Unpin of the same key by this store has
+// succeeded: that waits until the one before has ended. Pins stay when the client goes.
 //
 // Pages beyond what the server's memory takes at a time go in several rounds. RESOURCE_EXHAUSTED
 // for a page that is got: it may be in a tier below, but others keep what is above occupied.
@@ -44,8 +44,8 @@ class RemoteStore : public KvStore {
     std::shared_ptr<const KvPool> pool;
     int64_t max_value_bytes = 64 << 20;  // 256 MiB at most: no server moves more as bytes.
   };
-  // Does not wait for the server. INVALID_ARGUMENT for options that cannot work, PERMISSION_DENIED for
-  // a host that allowed_hosts does not admit; errors of Node::Start().
+  // Does not wait for the server. INVALID_ARGUMENT for options that cannot work, PERMISSION_DENIED
+  // for a host that allowed_hosts does not admit; errors of Node::Start().
   static absl::StatusOr<std::unique_ptr<RemoteStore>> Create(Options options);
 
   std::string_view name() const override { return "remote"; }
@@ -108,8 +108,8 @@ class RemoteStore : public KvStore {
   absl::Status Fetch(const Ticket& ticket, const std::vector<int64_t>& pages, StreamTail tail,
                      Deadline deadline);
   void Decline(const Ticket& ticket);
-  // Takes a lease back: nothing of it is read afterwards. Without memory for that the process ends, as
-  // the pages' owner would write into what is read.
+  // Takes a lease back: nothing of it is read afterwards. Without memory for that the process ends,
+  // as the pages' owner would write into what is read.
   void Withdraw(uint64_t lease_id);
   // The rest are one attempt each.
   absl::Status GetOnce(std::string_view key, Parts out, Deadline deadline);

@@ -52,8 +52,8 @@ absl::Status CheckOptions(const RocksDbStore::Options& options) {
   return absl::OkStatus();
 }
 
-// `resumed`: what RocksDB said when it was told to go on. After some errors (no file descriptor left,
-// a failing disk; not a full one) it never does.
+// `resumed`: what RocksDB said when it was told to go on. After some errors (no file descriptor
+// left, a failing disk; not a full one) it never does.
 absl::Status FromWriting(std::string_view doing, const rocksdb::Status& written,
                          const rocksdb::Status& resumed) {
   const absl::Status status = FromRocksDb(doing, written);

@@ -17,14 +17,15 @@ namespace kvferry {
 // and counted in `errors`.
 //
 // What was written first goes first when the store is full, and of what was written together the
-// last; reading does not make an entry younger. What of a batch has no room beside what comes before
-// it there is RESOURCE_EXHAUSTED.
-// `bytes` and the capacity count keys, values and 24 bytes an entry. RocksDB's files take more for
-// a while, as it cleans up behind: about half as much again, and 400 MiB for a large store.
+// last; reading does not make an entry younger. What of a batch has no room beside what comes
+// before it there is RESOURCE_EXHAUSTED. `bytes` and the capacity count keys, values and 24 bytes
+// an entry. RocksDB's files take more for a while, as it cleans up behind: about half as much
+// again, and 400 MiB for a large store.
 //
-// Keys are kept in memory as well, about 210 bytes each where they have 32, and read at Open(). Pins are kept in
-// memory only: after a restart nothing is pinned. Puts take turns, and wait for theirs until their
-// deadline; what the disk itself takes, a read or a write under way, is not broken off.
+// Keys are kept in memory as well, about 210 bytes each where they have 32, and read at Open().
+// Pins are kept in memory only: after a restart nothing is pinned. Puts take turns, and wait for
+// theirs until their deadline; what the disk itself takes, a read or a write under way, is not
+// broken off.
 //
 // When the disk is full or fails, puts and erasures fail (RESOURCE_EXHAUSTED, UNAVAILABLE, with
 // RocksDB's words) and change nothing, gets go on, and the next put after there is room again

@@ -17,8 +17,8 @@ namespace kvferry {
 
 // Host memory that a device reaches where it lies, if it lets itself be pinned.
 struct StagingMemory {
-  // Of the calling thread's, which keeps the last one that was given back: pinning takes longer than what
-  // goes through it. At least so many bytes, pinned for `device`. RESOURCE_EXHAUSTED.
+  // Of the calling thread's, which keeps the last one that was given back: pinning takes longer
+  // than what goes through it. At least so many bytes, pinned for `device`. RESOURCE_EXHAUSTED.
   static absl::StatusOr<StagingMemory> Take(const PoolMemory& device, int64_t bytes);
   static void GiveBack(StagingMemory memory);
 
@@ -27,8 +27,9 @@ struct StagingMemory {
   std::optional<int> device;  // By CUDA's number.
 };
 
-// Some pages of a pool that the processor cannot touch, in host memory on the way from or to a store.
-// Not thread-safe; used by the thread that made it. The pool and the list of pages outlive it.
+// Some pages of a pool that the processor cannot touch, in host memory on the way from or to a
+// store. Not thread-safe; used by the thread that made it. The pool and the list of pages outlive
+// it.
 class StagedPages {
  public:
   // How many pages of such a pool are staged at a time: 16 MiB of them, one at least.
@@ -49,7 +50,8 @@ class StagedPages {
  private:
   StagedPages(const KvPool& pool, std::span<const int64_t> pages, StagingMemory memory)
       : pool_(pool), pages_(pages), memory_(std::move(memory)) {}
-  // Runs what plan(pages, here) says of each tensor of each layer: all pages of the pool, and those here.
+  // Runs what plan(pages, here) says of each tensor of each layer: all pages of the pool, and those
+  // here.
   template <typename Plan>
   absl::Status Copy(const Plan& plan);
   // Where the items of one tensor of one layer lie here, in the order of the pages.

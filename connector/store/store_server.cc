@@ -47,8 +47,8 @@ absl::Status NoRoomAbove() {
   return absl::ResourceExhaustedError("store: no room to bring the page up from the tier below");
 }
 
-// What a call is given that waits for a tier: one that hangs uses it up, and what is said then has to
-// arrive while it is awaited, and what is found to be fetched.
+// What a call is given that waits for a tier: one that hangs uses it up, and what is said then has
+// to arrive while it is awaited, and what is found to be fetched.
 Deadline InTimeToReply(Deadline deadline) {
   const Deadline now = Clock::now();
   return deadline - std::max(deadline - now, Clock::duration()) / 4;
@@ -72,10 +72,10 @@ absl::Status TooLate() {
 
 }  // namespace
 
-// Its task thread does what is asked, one call after another, of clients in turn. Where there is a tier
-// below, which may be slow, another thread answers what is in memory, so that nobody who asks for that
-// waits for a disk, and a third one says what is there, so that nobody who asks that waits for others'
-// values. The node's progress thread only hands calls over and lets go of leases.
+// Its task thread does what is asked, one call after another, of clients in turn. Where there is a
+// tier below, which may be slow, another thread answers what is in memory, so that nobody who asks
+// for that waits for a disk, and a third one says what is there, so that nobody who asks that waits
+// for others' values. The node's progress thread only hands calls over and lets go of leases.
 class StoreServer::Service final : public LeaseSource, public CallHandler {
  public:
   explicit Service(Options options)
@@ -164,8 +164,8 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   Result PutPages(const Request& request);
 
   absl::StatusOr<std::string_view> OneKey(const Request& request) const;
-  // ABORTED unless the call may change something still: its client has asked for something in a later
-  // era, so it waits for this one no more, and what it has heard since is to stay true.
+  // ABORTED unless the call may change something still: its client has asked for something in a
+  // later era, so it waits for this one no more, and what it has heard since is to stay true.
   absl::Status CheckEra(const Request& request);
   // Of what is served, as bytes.
   int64_t MaxStagedValueBytes() const {
@@ -213,8 +213,8 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   std::atomic<bool> closing_{false};
   Mutex mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<void>> held_ ABSL_GUARDED_BY(mutex_);
-  // Calls whose callers wait for a reply. As many as the node serves: each is replied to or dropped, and with
-  // it what it carries, though it may not have had its turn.
+  // Calls whose callers wait for a reply. As many as the node serves: each is replied to or
+  // dropped, and with it what it carries, though it may not have had its turn.
   absl::btree_map<CallKey, std::shared_ptr<const Fields>> awaited_ ABSL_GUARDED_BY(mutex_);
   AttachedNode node_;
   std::unique_ptr<Node> owned_node_;  // Last: its thread uses the rest.
@@ -407,8 +407,8 @@ absl::StatusOr<uint64_t> StoreServer::Service::Lease(const Request& request, Pag
                                                      const std::shared_ptr<void>& held) {
   if (IsOver(request)) return TooLate();  // Nobody would come for it.
   const uint64_t id = RandomId();
-  // Who has not come by the call's deadline has given up, or never got the reply: pages that were held
-  // for longer would be missed by others.
+  // Who has not come by the call's deadline has given up, or never got the reply: pages that were
+  // held for longer would be missed by others.
   const Deadline expiry = std::min(DeadlineInMs(kReplyLeaseMs), request.deadline);
   {
     const MutexLock lock(&mutex_);
@@ -461,8 +461,8 @@ absl::Status StoreServer::Service::FetchFromCaller(const Request& request, PageR
 // ---------------------------------------------------------------- values as bytes
 
 // What is in memory is read only if there is room for it. The length of a value below is known when
-// it has been read: by the task thread one at a time, and one more where the thread that answers what
-// is in memory has come for what was evicted meanwhile.
+// it has been read: by the task thread one at a time, and one more where the thread that answers
+// what is in memory has come for what was evicted meanwhile.
 absl::StatusOr<std::shared_ptr<const Bytes>> StoreServer::Service::ReadValue(std::string_view key,
                                                                              Deadline deadline) {
   Bytes value;

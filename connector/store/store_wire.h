@@ -40,8 +40,8 @@ inline constexpr size_t kMaxKeysPerCall = 4096;
 static_assert(kMaxKeysPerCall * kMaxPackedKeyBytes + 4096 <= Fields::kMaxTotalBytes,
               "a call takes that many of the longest keys, and its other fields");
 
-// Keys as one byte string: each a u16 of its length, little-endian, and its bytes.
-// INVALID_ARGUMENT for a bad key, bytes that are no list of keys, or one of more than kMaxKeysPerCall.
+// Keys as one byte string: each a u16 of its length, little-endian, and its bytes. INVALID_ARGUMENT
+// for a bad key, bytes that are no list of keys, or one of more than kMaxKeysPerCall.
 absl::StatusOr<std::string> PackKeys(std::span<const std::string_view> keys);
 absl::StatusOr<std::vector<std::string>> UnpackKeys(std::string_view packed);
 

@@ -15,9 +15,9 @@
 
 namespace kvferry {
 
-// A thread that does one thing after another for calls: of each peer in the order in which they came, and
-// one of each in turn, so that who wants much done does not keep others waiting. Thread-safe. Whoever
-// posts bounds how many wait.
+// A thread that does one thing after another for calls: of each peer in the order in which they
+// came, and one of each in turn, so that who wants much done does not keep others waiting.
+// Thread-safe. Whoever posts bounds how many wait.
 class TaskThread {
  public:
   using Task = std::function<void()>;
@@ -28,10 +28,11 @@ class TaskThread {
   ~TaskThread() { Stop(); }
 
   absl::Status Start(const std::string& name);
-  // UNAVAILABLE when it was stopped: the task is gone then. Tasks posted before the start wait for it.
+  // UNAVAILABLE when it was stopped: the task is gone then. Tasks posted before the start wait for
+  // it.
   absl::Status Post(const CallKey& call, Task task);
-  // What waits for that call, and what it holds, is gone; what is being done goes on. Steps are as many as
-  // tasks of the peer wait before it.
+  // What waits for that call, and what it holds, is gone; what is being done goes on. Steps are as
+  // many as tasks of the peer wait before it.
   void Drop(const CallKey& call);
   // Finishes what it is doing; what waits is dropped, and what that holds.
   void Stop();

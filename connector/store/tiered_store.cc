@@ -563,8 +563,8 @@ absl::StatusOr<int64_t> TieredStore::Exists(std::span<const std::string_view> ke
     there += upper.value_or(0);
     if (upper.value_or(0) > 0) ++pieces_above;
     if (there == std::ssize(keys)) break;
-    // More and more behind one gap of the upper's. All that are left, at each of them, would be keys
-    // times gaps.
+    // More and more behind one gap of the upper's. All that are left, at each of them, would be
+    // keys times gaps.
     if (upper.value_or(0) > 0) ask = 1;
     const int64_t count = std::min(ask, std::ssize(keys) - there);
     ask = 2 * count;

@@ -35,12 +35,12 @@ namespace kvferry {
 // with the tier's error when there are more.
 //
 // A tier that was waited for in vain for kPatience since it last answered, in one call or in
-// several, is UNAVAILABLE without being asked for kSilence: what the other one has is not to be late
-// because of it. From then on until it answers a call waits for it for kPatience at most, and for
-// twice as long each time that is in vain, up to 7.5 s, after which it is silent for four times as
-// long as that call waited, but for kSilence at least and 30 s at most (TierPatience): so one that
-// hangs costs its callers one deadline and then a fifth of their time at most. One that refuses at
-// once, which costs nothing, is asked each time.
+// several, is UNAVAILABLE without being asked for kSilence: what the other one has is not to be
+// late because of it. From then on until it answers a call waits for it for kPatience at most, and
+// for twice as long each time that is in vain, up to 7.5 s, after which it is silent for four times
+// as long as that call waited, but for kSilence at least and 30 s at most (TierPatience): so one
+// that hangs costs its callers one deadline and then a fifth of their time at most. One that
+// refuses at once, which costs nothing, is asked each time.
 //
 // Others may use the tiers themselves, but then not for the same keys. Statistics count calls of
 // this store; of entries and bytes only the tiers know.
@@ -69,19 +69,20 @@ class TieredStore : public KvStore {
                                                Deadline deadline) override;
   // Fails when either tier does: what it still has would come back.
   absl::Status Erase(std::string_view key, Deadline deadline) override;
-  // Pins in both tiers where they can, counted here. A tier whose pins are not for sure, as those of
-  // a RemoteStore, counts as one without: a pin that nobody knows of would stay for ever. What only a
-  // lower tier without pins has is brought up for it.
+  // Pins in both tiers where they can, counted here. A tier whose pins are not for sure, as those
+  // of a RemoteStore, counts as one without: a pin that nobody knows of would stay for ever. What
+  // only a lower tier without pins has is brought up for it.
   absl::Status Pin(std::string_view key, Deadline deadline) override;
   // Fails when a tier does that has the pin: the entry stays pinned, and this can be called again.
   absl::Status Unpin(std::string_view key, Deadline deadline) override;
   bool pins_for_sure() const override {
     return upper_.store->pins_for_sure() && lower_.store->pins_for_sure();
   }
-  // For the owner of an upper tier who has the values in its memory, where nobody sees them yet: pages of
-  // `pool`. The lower tier takes them, and then `show`(i) has the upper one give value i, which it is
-  // not asked to unless the lower one took that: below there may be another value, which would come
-  // up once this one is evicted. If it fails then, the upper one drops the value before.
+  // For the owner of an upper tier who has the values in its memory, where nobody sees them yet:
+  // pages of `pool`. The lower tier takes them, and then `show`(i) has the upper one give value i,
+  // which it is not asked to unless the lower one took that: below there may be another value,
+  // which would come up once this one is evicted. If it fails then, the upper one drops the value
+  // before.
   std::vector<absl::Status> PutShown(std::span<const std::string_view> keys, const KvPool& pool,
                                      std::span<const int64_t> pages,
                                      const std::function<absl::Status(size_t)>& show,
@@ -124,8 +125,8 @@ class TieredStore : public KvStore {
   void PutDistinct(std::span<const PutItem> items, std::span<absl::Status> statuses,
                    Deadline deadline) override;
 
-  // All calls to a tier that may wait for it go through these, and wait until the time that they are
-  // given. UNAVAILABLE while it is silent.
+  // All calls to a tier that may wait for it go through these, and wait until the time that they
+  // are given. UNAVAILABLE while it is silent.
   template <typename Call>
   auto Ask(Tier& tier, Deadline deadline, const Call& call) -> decltype(call(deadline));
   template <typename Call>
@@ -141,12 +142,14 @@ class TieredStore : public KvStore {
                                                    Deadline deadline);
   std::vector<absl::Status> FetchFrom(Tier& tier, std::span<const GetItem> items,
                                       Deadline deadline);
-  // Of what the upper tier did not give, for the reasons in `statuses`, when it had been put into so often.
+  // Of what the upper tier did not give, for the reasons in `statuses`, when it had been put into
+  // so often.
   std::vector<absl::Status> FetchFromLower(std::span<const GetItem> items,
                                            std::vector<absl::Status> statuses, uint64_t puts_above,
                                            Deadline deadline);
-  // Between the looks at the two tiers, of which the first was made when the upper one had been put into so
-  // often, a put may have moved what neither gave up, if the lower one did not take the value.
+  // Between the looks at the two tiers, of which the first was made when the upper one had been put
+  // into so often, a put may have moved what neither gave up, if the lower one did not take the
+  // value.
   bool MayHaveMovedUp(uint64_t puts_above) const { return puts_above_ != puts_above; }
   // Of what the tiers did not give one after the other. Says so in `lower`; needs the keys' turns.
   void FetchWhatMovedUp(std::span<const GetItem> items, std::span<const absl::Status> upper,

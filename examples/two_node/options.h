@@ -31,8 +31,8 @@ struct Options {
   Config config;
   int64_t timeout_ms = 30000;
 
-  // What endpoints call the model. The layout is in it, so that another one on the other side is refused: its
-  // pages would be converted, and here bytes are compared.
+  // What endpoints call the model. The layout is in it, so that another one on the other side is
+  // refused: its pages would be converted, and here bytes are compared.
   std::string model() const { return "two_node, " + layout.ToString(); }
 };
 

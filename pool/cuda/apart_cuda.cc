@@ -64,7 +64,8 @@ absl::Status AskUntilOver(const Ask& ask, absl::string_view what) {
 // All that a stream was given until this was made.
 class AllBefore final : public MovesUnderWay {
  public:
-  // Of the stream's device, which any thread may ask afterwards, whatever its own current device is.
+  // Of the stream's device, which any thread may ask afterwards, whatever its own current device
+  // is.
   explicit AllBefore(int device) : device_(device) {}
   ~AllBefore() override {
     if (event_ != nullptr) Ask(&cudaEventDestroy);
@@ -130,8 +131,8 @@ std::span<const std::byte> Around(std::span<const BytesMove> moves, Side BytesMo
   return {first, end};
 }
 
-// Whether the device reaches this side of the moves. Looking up what is pinned takes less than asking
-// CUDA about an address.
+// Whether the device reaches this side of the moves. Looking up what is pinned takes less than
+// asking CUDA about an address.
 template <typename Side>
 absl::StatusOr<bool> IsReached(std::span<const BytesMove> moves, Side BytesMove::*side) {
   const std::byte* const first = moves[0].*side;
@@ -159,7 +160,8 @@ absl::Status MoveAndWait(std::span<const BytesMove> moves, cudaStream_t stream) 
   return WaitAfter(MoveBytesCuda(moves, stream), stream);
 }
 
-// What goes through the bounce buffer at a time: the same bytes on the host, in it, and on the device.
+// What goes through the bounce buffer at a time: the same bytes on the host, in it, and on the
+// device.
 class Window {
  public:
   Window(std::byte* bounce, bool to_host, cudaStream_t stream)

@@ -49,8 +49,8 @@ std::vector<BytesMove> BlockMoves(const BlockCache& from, const BlockCache& to,
   return moves;
 }
 
-// Moves between two caches of which one at least lies on the host and is pinned in part: the processor
-// does what CUDA refuses.
+// Moves between two caches of which one at least lies on the host and is pinned in part: the
+// processor does what CUDA refuses.
 class PartlyPinnedCopies {
  public:
   PartlyPinnedCopies(bool from_host, bool to_host, int device, cudaStream_t stream)

@@ -20,8 +20,8 @@ constexpr int64_t kThreads = 256;  // Of a block of them.
 constexpr uint32_t kValues = 16;   // Of a piece of a row, which one thread takes.
 
 // How a thread makes codes of its piece and values of its codes. Neighbouring pieces may share a
-// scale. Encode() is told whether all values are finite, which most are, so that it may go a shorter
-// way; DecodeMost() may give up on values that Division does not take.
+// scale. Encode() is told whether all values are finite, which most are, so that it may go a
+// shorter way; DecodeMost() may give up on values that Division does not take.
 struct Mxfp4 {
   using Scale = Mxfp4Block::Scale;
   static constexpr uint32_t kPieces = 1;     // With the same scale.
@@ -198,8 +198,8 @@ __device__ Piece ReadPiece(const Sides& sides, const Place& place) {
 }
 
 // Of all pieces that share a scale, which neighbouring threads of a warp have: all of its threads
-// must come here. Where there are no warps (tests/pool_cuda/emulated), a thread looks at all of them
-// itself.
+// must come here. Where there are no warps (tests/pool_cuda/emulated), a thread looks at all of
+// them itself.
 template <typename Format, typename Block, bool kAligned>
 __device__ uint32_t LargestOfBlock(const Sides& sides, const Place& place, bool exists,
                                    uint32_t largest) {

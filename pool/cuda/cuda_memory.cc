@@ -295,8 +295,8 @@ absl::Status WaitForCopies(cudaStream_t stream) {
                                   : WaitFor(stream, kWhat);
 }
 
-// copy(), and returns when nothing of it is under way in the stream any more. Also when it fails, by an
-// error or for want of memory: what has begun uses the caller's lists, rows and blocks.
+// copy(), and returns when nothing of it is under way in the stream any more. Also when it fails,
+// by an error or for want of memory: what has begun uses the caller's lists, rows and blocks.
 template <typename Copy>
 absl::Status WaitingFor(cudaStream_t stream, const Copy& copy) {
   absl::Status status, waited;

@@ -9,8 +9,8 @@
 namespace kvferry {
 
 // Whether nothing that was asked about is under way any more after this answer: it is done, or the
-// device does nothing for this process any longer, which nearly every error means that is the answer to
-// such a question. Those while a graph is captured say nothing about it.
+// device does nothing for this process any longer, which nearly every error means that is the
+// answer to such a question. Those while a graph is captured say nothing about it.
 bool IsOver(cudaError_t answer);
 
 // What a call of CUDA returned: RESOURCE_EXHAUSTED when memory is short, UNAVAILABLE when there is

@@ -35,7 +35,8 @@ bool HasContext(int device) {
       DriverCall<PFN_cuDevicePrimaryCtxGetState_v7000>("cuDevicePrimaryCtxGetState", 7000);
   unsigned flags = 0;
   int active = 1;
-  // The number of a device is the driver's handle of it, as elsewhere (torch's hasPrimaryContext()).
+  // The number of a device is the driver's handle of it, as elsewhere (torch's
+  // hasPrimaryContext()).
   const bool told = state_of.ok() && (*state_of)(device, &flags, &active) == CUDA_SUCCESS;
   return !told || active != 0;
 }

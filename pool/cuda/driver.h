@@ -9,8 +9,8 @@
 
 namespace kvferry {
 
-// Whether this process has a context on the device: where it has none, making the device current would
-// set one up. True where the driver does not tell.
+// Whether this process has a context on the device: where it has none, making the device current
+// would set one up. True where the driver does not tell.
 bool HasContext(int device);
 
 // The allocation that an address lies in, on a device or mapped there.

@@ -25,10 +25,11 @@ constexpr int64_t kMostSlices = 4 << 10;
 constexpr int64_t kLongMove = 64 << 10;
 constexpr size_t kFewMoves = 16;
 
-// What a launch moves: each unit, some items that lie together, at each place. It brings this along as an
-// argument, which may be 32,764 bytes long: nothing has to be copied to the device first, and nothing
-// kept until the launch has run. Arrays for themselves, as some are of short numbers: so there is room for
-// more units. No padding, which would hide what is wrong in it from the emulated device.
+// What a launch moves: each unit, some items that lie together, at each place. It brings this along
+// as an argument, which may be 32,764 bytes long: nothing has to be copied to the device first, and
+// nothing kept until the launch has run. Arrays for themselves, as some are of short numbers: so
+// there is room for more units. No padding, which would hide what is wrong in it from the emulated
+// device.
 template <int kUnits, int kPlaces>
 struct Moves {
   static constexpr int kMostUnits = kUnits, kMostPlaces = kPlaces;
@@ -54,8 +55,8 @@ struct Piece {
   uint32_t bytes;
 };
 
-// Four words of each lane under way at a time. So at the end, where there are fewer: who has none there
-// reads the last one and keeps it to himself, as no load then waits for another one's turn.
+// Four words of each lane under way at a time. So at the end, where there are fewer: who has none
+// there reads the last one and keeps it to himself, as no load then waits for another one's turn.
 template <typename Word>
 __device__ void MoveWords(const Piece& piece, uint32_t lane) {
   constexpr uint32_t kWordsAtATime = 4;

@@ -14,7 +14,8 @@ namespace kvferry {
 // device must be the current one; the memory must live until it has run, the list need not. As
 // CudaStatus() says when a launch fails; what came before it may be on its way. Thread-safe.
 absl::Status MoveBytesCuda(std::span<const BytesMove> moves, cudaStream_t stream);
-// The same of each of `items` at each of `places`, whose list is the items' alone: a launch for some 1,600 of them.
+// The same of each of `items` at each of `places`, whose list is the items' alone: a launch for
+// some 1,600 of them.
 absl::Status MoveItemsCuda(std::span<const ItemsMove> items, std::span<const PlaceMove> places,
                            cudaStream_t stream);
 

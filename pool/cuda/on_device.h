@@ -15,8 +15,8 @@ namespace kvferry {
 absl::Status CheckDevice(int device);
 
 // As long as it lives, what another thread captures in a graph (an engine's, with
-// cudaStreamCaptureModeGlobal) forbids this thread nothing, and none of its calls breaks the capture:
-// it uses nothing that is captured.
+// cudaStreamCaptureModeGlobal) forbids this thread nothing, and none of its calls breaks the
+// capture: it uses nothing that is captured.
 class WhateverIsCaptured {
  public:
   WhateverIsCaptured() { Exchange(); }
@@ -32,10 +32,10 @@ class WhateverIsCaptured {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Makes a device the thread's current one again when it goes, however what was done meanwhile ended: that
-// stands even where this fails, which the log says. A device that nothing in this process has used is
-// left alone: CUDA would set up a context there, which takes hundreds of megabytes of it, and threads of
-// ours begin with device 0.
+// Makes a device the thread's current one again when it goes, however what was done meanwhile
+// ended: that stands even where this fails, which the log says. A device that nothing in this
+// process has used is left alone: CUDA would set up a context there, which takes hundreds of
+// megabytes of it, and threads of ours begin with device 0.
 class BackToDevice {
  public:
   explicit BackToDevice(int device) : device_(device) {}

@@ -18,8 +18,8 @@ enum class Place : uint8_t {
   kDevice,
 };
 
-// Whoever pinned it. `device` is the current one. INVALID_ARGUMENT for memory of another device, and
-// where these bytes begin on one and end on the host, or the other way round.
+// Whoever pinned it. `device` is the current one. INVALID_ARGUMENT for memory of another device,
+// and where these bytes begin on one and end on the host, or the other way round.
 absl::StatusOr<Place> PlaceOf(std::span<const std::byte> bytes, int device);
 
 }  // namespace kvferry

@@ -29,10 +29,10 @@ constexpr uint64_t kMagic = 0x6b76666375646131;
 constexpr size_t kProbeBytes = 2 << 20;
 constexpr size_t kProbedBytes = 512;
 
-// Bytes that do not change as long as their process lives. There are machines on which one GPU reads
-// something else out of another's memory than lies there, without an error (of virtual machines and
-// their address translation; vLLM and NCCL look for it too): who maps a device's memory reads these
-// first.
+// Bytes that do not change as long as their process lives. There are machines on which one GPU
+// reads something else out of another's memory than lies there, without an error (of virtual
+// machines and their address translation; vLLM and NCCL look for it too): who maps a device's
+// memory reads these first.
 struct Probe {
   cudaIpcMemHandle_t allocation{};
   uint64_t hash = 0;

@@ -28,8 +28,9 @@ class Variable {
 TEST(ConfigDefaults, AreValid) { EXPECT_TRUE(IsOk(Config().Validate())); }
 
 TEST(ConfigJson, SetsWhatItNamesAndNothingElse) {
-  const Config config = Must(Json(
-      R"({"listen_port": 4000, "checksum": true, "net_device": "eth1", "lease_ms": 5, "listen_host": "::1"})"));
+  const Config config =
+      Must(Json(R"({"listen_port": 4000, "checksum": true, "net_device": "eth1", "lease_ms": 5, )"
+                R"("listen_host": "::1"})"));
   EXPECT_EQ(config.listen_port, 4000);
   EXPECT_TRUE(config.checksum);
   EXPECT_EQ(config.net_device, "eth1");

@@ -112,8 +112,8 @@ TEST_F(Hello, AnotherPageSizeOfAnArrangementOfAnEnginesOwn) {
        "only pages of NHD and HND are converted", "start both sides"});
 }
 
-// A peer of before there were other pages would not say which it wants, and one that keeps pages for others to
-// ask for counts in its own.
+// A peer of before there were other pages would not say which it wants, and one that keeps pages
+// for others to ask for counts in its own.
 TEST_F(Hello, OtherPagesOfPeersThatConvertNone) {
   HelloMsg hello{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}};
   const auto answer_to = [&](const HelloMsg& said) {
@@ -370,8 +370,8 @@ class HelloToOthersOverTcp : public testing::Test {
 
 using HelloFromOthersOverTcp = HelloToOthersOverTcp;
 
-// The prefill side reaches this one through shared memory, and so has offered nothing else, but is not
-// reached that way: the next hello does not offer it.
+// The prefill side reaches this one through shared memory, and so has offered nothing else, but is
+// not reached that way: the next hello does not offer it.
 TEST_F(HelloToOthersOverTcp, APeerThatIsOnlyReachedOneWayIsReachedOverTheNetwork) {
   RawPrefill prefill;
   const auto target = MakePatternPool(SmallLayout(), 8, 3);
@@ -459,8 +459,9 @@ class MapsNothing {
   }
   // Of what it is told over the connection that was made last.
   void ReadSome() { memory_.ReadSome(); }
-  // The next hello, which is answered as by the process of that epoch: by shared memory where that is
-  // offered, else by a port where nobody is in a hurry. Without `takes` no memory is to be given.
+  // The next hello, which is answered as by the process of that epoch: by shared memory where that
+  // is offered, else by a port where nobody is in a hurry. Without `takes` no memory is to be
+  // given.
   HelloMsg Welcome(uint64_t epoch, std::optional<Takes> takes = Takes::kNever) {
     const auto received = Receive();
     if (!received.has_value() || !std::holds_alternative<HelloMsg>(received->second.body)) {
@@ -750,7 +751,8 @@ TEST_F(HelloFromOthersOverTcp, APeerThatHasGivenItsSessionUpTakesNoPlace) {
   EXPECT_TRUE(WaitFor([&] { return Metric(*prefill, "peers") == 0; }, Soon()));
 }
 
-// The end of the session that it has given up may be heard of later than that of the next one's beginning.
+// The end of the session that it has given up may be heard of later than that of the next one's
+// beginning.
 TEST_F(HelloFromOthersOverTcp, APeerThatBeginsAnewTakesOnePlace) {
   Config config = SmallChunks();
   config.same_host_path = "network";
@@ -787,8 +789,9 @@ TEST_F(HelloFromOthersOverTcp, APeerThatMapsNothingAndOffersNoNetworkIsRefused) 
   EXPECT_EQ(Metric(*prefill, "hellos_refused"), 1);
 }
 
-// Its pings are answered. While it takes something now and then the session goes on; when what it is sent is
-// not read any more, what it has been asked ends, and what waits for room goes to another session.
+// Its pings are answered. While it takes something now and then the session goes on; when what it
+// is sent is not read any more, what it has been asked ends, and what waits for room goes to
+// another session.
 TEST_F(HelloToOthersOverTcp, APeerThatTakesNoMoreMessagesIsGivenUp) {
   Config config = SmallChunks();
   config.same_host_path = "auto";
@@ -820,8 +823,9 @@ TEST_F(HelloToOthersOverTcp, APeerThatTakesNoMoreMessagesIsGivenUp) {
   EXPECT_EQ(replies[11].wait_for(std::chrono::seconds(0)), std::future_status::timeout);
 }
 
-// The session that a stale ticket opens is one too many from its welcome on: were it linked first, it
-// would be taken for the good one meanwhile, as that would for a newer one when it is linked at last.
+// The session that a stale ticket opens is one too many from its welcome on: were it linked first,
+// it would be taken for the good one meanwhile, as that would for a newer one when it is linked at
+// last.
 TEST_F(HelloToOthersOverTcp, AStaleTicketsSessionIsNeverLinked) {
   MapsNothing peer;
   Config config = SmallChunks();
@@ -849,7 +853,8 @@ TEST_F(HelloToOthersOverTcp, AStaleTicketsSessionIsNeverLinked) {
   EXPECT_FALSE(newer->done());
 }
 
-// Who is not reached for data takes no place at a peer that has accepted it, and sees nothing of it.
+// Who is not reached for data takes no place at a peer that has accepted it, and sees nothing of
+// it.
 TEST_F(HelloToOthersOverTcp, APeerWhoseDataConnectionEndsIsToldSo) {
   Config config = SmallChunks();
   config.same_host_path = "network";
@@ -878,7 +883,8 @@ TEST(HelloToOthers, AnEarlyFetchWaitsForNobodyWhoIsStillToCome) {
   }
 }
 
-// Fetches that go on may find a hello that a stale ticket has said long before, and nobody has answered.
+// Fetches that go on may find a hello that a stale ticket has said long before, and nobody has
+// answered.
 TEST_F(HelloToOthersOverTcp, WhatGoesOnHasTheTimeOfANewSession) {
   Config config = SmallChunks();
   config.same_host_path = "network";

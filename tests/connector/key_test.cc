@@ -212,7 +212,8 @@ TEST_F(Keys, FilesThatHoldNone) {
   }
 }
 
-// As docs/wire_protocol.md says; the numbers are another program's (Python's hmac, and RFC 7748's steps).
+// As docs/wire_protocol.md says; the numbers are another program's (Python's hmac, and RFC 7748's
+// steps).
 TEST_F(Keys, FollowFromTheDeploymentsAsTheProtocolSays) {
   const CurveKeys keys = Must(ReadCurveKeys(key_));
   const auto hex = [](const CurveKeys::Key& key) {

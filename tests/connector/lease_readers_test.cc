@@ -91,7 +91,8 @@ TEST_F(LeaseReaders, OneThatFailsMayComeAgain) {
   EXPECT_EQ(Ended(), "fetched");
 }
 
-// Whoever says another number than the others cannot end their lease, nor keep them from it for good.
+// Whoever says another number than the others cannot end their lease, nor keep them from it for
+// good.
 TEST_F(LeaseReaders, AnotherNumberOfReaders) {
   ASSERT_TRUE(IsOk(Publish()));
   ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));

@@ -67,7 +67,8 @@ TEST(LookupTables, AnEntryGoesToOneConsumer) {
 
 // ---------------------------------------------------------------- without memory
 
-// Whatever it needs: a first child of a node, one more of few and of many, and a place where entries part.
+// Whatever it needs: a first child of a node, one more of few and of many, and a place where
+// entries part.
 TEST(LookupTables, AnInsertThatFindsNoMemoryChangesNothing) {
   const auto table = Table(1 << 20);
   std::vector<Tokens> entries = {{1, 2, 3}, {1, 2, 3}, {1, 2}, {1, 2, 3, 4}, {1, 5, 6}, {1, 5, 7}};

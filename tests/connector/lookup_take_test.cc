@@ -330,8 +330,8 @@ TEST_F(CrowdedLookups, SayWhyNothingCame) {
                     relay_->address(), "max_calls_per_peer (3)"));
 }
 
-// Long ones seldom, as there are many: else they would be most of what the producer hears. But the first of
-// them is there as soon as it can wait.
+// Long ones seldom, as there are many: else they would be most of what the producer hears. But the
+// first of them is there as soon as it can wait.
 TEST_F(CrowdedLookups, AskAgainInTurn) {
   constexpr int32_t kMore = 200;
   std::vector<std::shared_ptr<LookupHandle>> more;

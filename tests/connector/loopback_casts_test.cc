@@ -1,5 +1,5 @@
-// Sides with values of other dtypes and scales: each value comes to where the decode side has its place, as
-// the nearest that it can store, over every path, and nothing else changes.
+// Sides with values of other dtypes and scales: each value comes to where the decode side has its
+// place, as the nearest that it can store, over every path, and nothing else changes.
 
 #include <gtest/gtest.h>
 
@@ -64,8 +64,8 @@ class Pages {
     return ReadPage(*pool_, buffer, page);
   }
 
-  // Page pages[i] holds the tokens from (first_page + i) * page_size on of those that the pages `of` of
-  // `from` hold, and all other pages are as they were.
+  // Page pages[i] holds the tokens from (first_page + i) * page_size on of those that the pages
+  // `of` of `from` hold, and all other pages are as they were.
   testing::AssertionResult Hold(const std::vector<int64_t>& pages, int64_t first_page,
                                 const Pages& from, const std::vector<int64_t>& of) const {
     for (int64_t page = 0; page < pool_->num_pages(); ++page) {

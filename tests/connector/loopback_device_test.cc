@@ -65,8 +65,8 @@ INSTANTIATE_TEST_SUITE_P(Loopback, BetweenPools,
                                   std::get<1>(instance.param) + "_" + std::get<2>(instance.param);
                          });
 
-// A fetch whose pages cannot be copied fails with the reason, on whichever side; what can be fetched
-// then is.
+// A fetch whose pages cannot be copied fails with the reason, on whichever side; what can be
+// fetched then is.
 class FailingDevices : public testing::Test {
  protected:
   void SetUp() override {

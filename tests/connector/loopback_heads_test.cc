@@ -1,5 +1,5 @@
-// Sides with different numbers of tensor-parallel ranks: every rank gets its heads of every page, from
-// whoever has them, and nothing else changes.
+// Sides with different numbers of tensor-parallel ranks: every rank gets its heads of every page,
+// from whoever has them, and nothing else changes.
 
 #include <gtest/gtest.h>
 
@@ -232,7 +232,8 @@ TEST_F(HeadsOfOthers, WhatCannotBeIsRefusedHere) {
   }
 }
 
-// Of another model, or of a side that does not say which heads it holds: refused before anything moves.
+// Of another model, or of a side that does not say which heads it holds: refused before anything
+// moves.
 TEST_F(HeadsOfOthers, OtherNumbersOfHeadsInAllAreRefused) {
   PrefillSide prefill(shape_, SmallChunks());
   prefill.Publish({1, 2, 3}, -1);

@@ -242,9 +242,9 @@ TEST_F(Lifetime, HandleOutlivesBothEndpoints) {
   handle->Cancel();
 }
 
-// Nothing passes on the control connection any more, and the data connection is well. The side that finds
-// out first closes both; the other one cannot know why. (On one host it does not notice, and finds out
-// by itself.)
+// Nothing passes on the control connection any more, and the data connection is well. The side that
+// finds out first closes both; the other one cannot know why. (On one host it does not notice, and
+// finds out by itself.)
 TEST_F(Lifetime, AFetchOutlivesItsControlConnection) {
   Config config = SmallChunks();
   config.key_file = "";  // The relay has none.

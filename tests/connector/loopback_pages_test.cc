@@ -1,5 +1,5 @@
-// Sides with pages of other sizes, and with values in the other order: every token of every head comes to
-// where the decode side has its place, over every path, and nothing else changes.
+// Sides with pages of other sizes, and with values in the other order: every token of every head
+// comes to where the decode side has its place, over every path, and nothing else changes.
 
 #include <gtest/gtest.h>
 
@@ -29,7 +29,8 @@ KvLayout Layout(const std::string& format, int64_t page_size, int64_t num_heads,
   return layout;
 }
 
-// One rank's pool. What a model has computed depends on the token and the head and not on where they lie.
+// One rank's pool. What a model has computed depends on the token and the head and not on where
+// they lie.
 class Rank {
  public:
   Rank(const KvLayout& layout, HeadRange heads, int64_t num_pages)
@@ -58,9 +59,9 @@ class Rank {
       }
     }
   }
-  // Page pages[i] holds the tokens from (first_page + i) * page_size on that were computed, of all heads;
-  // behind the `held` tokens of the lease whichever of those of the same head. All other pages are as they
-  // were, and so are the layers from `end_layer` on.
+  // Page pages[i] holds the tokens from (first_page + i) * page_size on that were computed, of all
+  // heads; behind the `held` tokens of the lease whichever of those of the same head. All other
+  // pages are as they were, and so are the layers from `end_layer` on.
   testing::AssertionResult Holds(const std::vector<int64_t>& pages, int64_t first_page,
                                  int64_t held, int64_t end_layer = kLayers) const {
     for (int64_t page = 0; page < pool_->num_pages(); ++page) {
@@ -358,7 +359,8 @@ TEST_F(OtherPages, ACancelledFetchNamesItsOwnPages) {
   EXPECT_TRUE(rank_.Holds({5, 1}, 0, 80));
 }
 
-// A request that is taken back and comes again goes on where its stream stood, which is in the fetcher's pages.
+// A request that is taken back and comes again goes on where its stream stood, which is in the
+// fetcher's pages.
 TEST_F(OtherPages, ARequestThatIsPublishedAgainGoesOn) {
   const std::vector<int64_t> pages = {1, 2, 3, 4, 5};
   computed_.Compute(pages);
@@ -406,8 +408,8 @@ TEST_F(OtherPages, PushesThatCannotBeOfTheSameRequest) {
   EXPECT_TRUE(IsOk(push(80, 5, 80)));
 }
 
-// A latent has one head, whatever the order is called, and tensors of several numbers of heads have theirs
-// token by token.
+// A latent has one head, whatever the order is called, and tensors of several numbers of heads have
+// theirs token by token.
 TEST(OtherPagesOf, LatentsAndTensorsThatDifferInHeads) {
   const auto moved = [](const KvLayout& from, const KvLayout& into) {
     const auto source = MakePatternPool(from, 10, kComputed);

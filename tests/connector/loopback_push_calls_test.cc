@@ -155,8 +155,8 @@ TEST_F(PushCalls, ACallThatIsTakenBackEndsTheReceive) {
   EXPECT_FALSE(log.Has({id, "gave the push up"})) << log.ToString();
 }
 
-// A call that its caller has cancelled is answered when its receive has ended; until then another of the same
-// id would be given that answer.
+// A call that its caller has cancelled is answered when its receive has ended; until then another
+// of the same id would be given that answer.
 TEST_F(PushCalls, ACallsIdIsInUseUntilItsReceiveHasEnded) {
   class Keeper : public CallHandler {
    public:

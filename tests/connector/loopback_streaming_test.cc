@@ -189,7 +189,8 @@ TEST_F(Streaming, FetchThatIsNeverPublishedIsRefusedAfterTheGrace) {
   EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
 }
 
-// Both sides have agreed on a lease beforehand: the decode side has no ticket of the prefill side's.
+// Both sides have agreed on a lease beforehand: the decode side has no ticket of the prefill
+// side's.
 class Announced : public Streaming {
  protected:
   static Config Impatient() {
@@ -252,8 +253,8 @@ TEST_F(Announced, GivenUp) {
                     absl::StatusCode::kFailedPrecondition, "gave the request up"));
 }
 
-// The prefill side needs the pages for another request, in the middle of a fetch, and computes this one
-// again later, in other pages.
+// The prefill side needs the pages for another request, in the middle of a fetch, and computes this
+// one again later, in other pages.
 TEST_F(Announced, TakenBackAndPublishedAgain) {
   const auto prefill = MakePrefill(source_, Impatient());
   const auto decode = MakeDecode(target_, Impatient());
@@ -326,7 +327,8 @@ TEST_F(Announced, NothingNeeded) {
   EXPECT_EQ(ended.Wait(lease), "fetched");
 }
 
-// It is the process's that it has begun with: another one at the same address may know the same lease.
+// It is the process's that it has begun with: another one at the same address may know the same
+// lease.
 TEST_F(Announced, AnotherProcessIsNotTakenForIt) {
   auto prefill = MakePrefill(source_, Impatient());
   const auto decode = MakeDecode(target_, Impatient());

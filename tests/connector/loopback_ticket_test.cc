@@ -102,7 +102,8 @@ TEST_F(TicketRefused, AnotherEpochHurtsNobodyElse) {
   }
 }
 
-// A session that was opened for a stale ticket and is one too many takes no place at the prefill side.
+// A session that was opened for a stale ticket and is one too many takes no place at the prefill
+// side.
 TEST_F(TicketRefused, AnotherEpochTakesNobodysPlace) {
   Config config = Quick();
   config.max_peers = 2;

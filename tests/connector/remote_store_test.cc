@@ -396,7 +396,8 @@ TEST_F(RemotePages, WhatIsReadInMemoryIsAHitOfTheTiersToo) {
 
 // ---------------------------------------------------------------- memory that is not there
 
-// Leaves the thread that has put something without memory of some size: that of a list of one status.
+// Leaves the thread that has put something without memory of some size: that of a list of one
+// status.
 class StarvingStore : public FakeStore {
  public:
   using FakeStore::FakeStore;
@@ -1082,7 +1083,8 @@ TEST_F(RemoteSessions, AFetchThatIsRefusedIsMadeAnew) {
   }
 }
 
-// The caller's memory is the transfer's for longer than a second, and the caller finds no memory meanwhile.
+// The caller's memory is the transfer's for longer than a second, and the caller finds no memory
+// meanwhile.
 TEST_F(RemoteSessions, AFetchIsWaitedForWithoutMemoryToo) {
   ASSERT_TRUE(IsOk(Put(*writer_, "value", Bytes(1000))));
   Connect([](const Heard& heard) {
@@ -1134,8 +1136,8 @@ TEST_F(RemoteSessions, APinThatTheServerHasNotHeardOfIsMadeAnew) {
 
 // ---------------------------------------------------------------- what comes late
 
-// What a client has sent over a session that ended, or has given up, and has never heard of, may be on
-// its way still.
+// What a client has sent over a session that ended, or has given up, and has never heard of, may be
+// on its way still.
 TEST_F(RemoteSessions, WhatComesLateChangesNothing) {
   PutAll();
   const auto node = StartNode(source_);

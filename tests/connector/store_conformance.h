@@ -1,7 +1,8 @@
 #pragma once
 
 // What every KvStore must do. A backend enrols with
-//   INSTANTIATE_TEST_SUITE_P(Where, StoreConformance, testing::Values(backend, ...), BackendName());
+//   INSTANTIATE_TEST_SUITE_P(Where, StoreConformance, testing::Values(backend, ...),
+//                            BackendName());
 // in one file of its binary.
 
 #include <gtest/gtest.h>

@@ -38,8 +38,8 @@ TEST(TensorParallel, HeadsOfARank) {
   EXPECT_TRUE(Fails(SharesFor(1, 0, 65, 1), absl::StatusCode::kInvalidArgument, "limit 64"));
 }
 
-// Every decode rank gets each of its heads once, from a rank that holds it; every prefill rank hears from
-// as many readers as each of them says, or is let go by one.
+// Every decode rank gets each of its heads once, from a rank that holds it; every prefill rank
+// hears from as many readers as each of them says, or is let go by one.
 TEST(TensorParallel, AllPairsOfSizes) {
   int pairs = 0;
   for (const int64_t heads : {1, 2, 3, 4, 6, 8, 12}) {

@@ -309,7 +309,8 @@ TEST_F(TieredStores, AnOldValueIsNeverAnswered) {
   }
 }
 
-// A put moves it up while it is got: between the looks at the two tiers, neither of which has it then.
+// A put moves it up while it is got: between the looks at the two tiers, neither of which has it
+// then.
 TEST_F(TieredStores, WhatMovesUpWhileItIsGotIsFound) {
   for (const bool batch : {false, true}) {
     for (const bool full : {false, true}) {
@@ -727,8 +728,8 @@ TEST(TierPatience, ASilenceIsFourTimesWhatWasWaitedAndHasAnEnd) {
 
 // ---- Memory that is not there -------------------------------------------------------------------
 
-// Whichever allocation is the first to fail: once the new value was seen, the old one never is, whatever is
-// evicted above. Also where the lower tier did not take it and the upper one in part.
+// Whichever allocation is the first to fail: once the new value was seen, the old one never is,
+// whatever is evicted above. Also where the lower tier did not take it and the upper one in part.
 TEST_F(TieredStores, APutThatFindsNoMemoryDoesNotShowTheOldValueAfterTheNewOne) {
   const std::vector<std::string> names = {"a key with memory of its own",
                                           "another key as long as that"};

@@ -41,15 +41,14 @@ class TwoNamespaces : public BetweenHosts<testing::Test> {
  protected:
   ChildPeer::Options Peer(const std::string& role) const {
     const bool prefill = role == "prefill";
-    return {
-        .role = role,
-        .config_json = absl::StrCat(
-            "{", hosts_.ConfigOf(prefill),
-            R"(, "chunk_bytes": 65536, "heartbeat_interval_ms": 300, "heartbeat_timeout_ms": 3000})"),
-        .num_layers = kLayers,
-        .num_pages = kPages,
-        .seed = prefill ? 11u : 22u,
-        .netns = prefill ? hosts_.prefill.ns : hosts_.decode.ns};
+    return {.role = role,
+            .config_json = absl::StrCat("{", hosts_.ConfigOf(prefill),
+                                        R"(, "chunk_bytes": 65536, "heartbeat_interval_ms": 300, )",
+                                        R"("heartbeat_timeout_ms": 3000})"),
+            .num_layers = kLayers,
+            .num_pages = kPages,
+            .seed = prefill ? 11u : 22u,
+            .netns = prefill ? hosts_.prefill.ns : hosts_.decode.ns};
   }
 };
 
@@ -108,7 +107,8 @@ TEST_F(TwoNamespaces, EveryByte) {
   EXPECT_EQ(prefill.Ask("ended " + LeaseOf(ticket) + " 20000"), "fetched");
 }
 
-// Off loopback: with the deployment's key nothing else has to be allowed, and who has none gets nothing.
+// Off loopback: with the deployment's key nothing else has to be allowed, and who has none gets
+// nothing.
 TEST_F(TwoNamespaces, WithAKey) {
   const TempFolder folder;
   const std::string key_file = folder.path() + "/key";

@@ -149,7 +149,8 @@ class SwappedCaches {
  private:
   int64_t Upto(int64_t n) { return static_cast<int64_t>((*random_)() % static_cast<uint64_t>(n)); }
 
-  // Pairs that are good ones, some of them neighbours: each block once in one cache, written once else.
+  // Pairs that are good ones, some of them neighbours: each block once in one cache, written once
+  // else.
   std::vector<BlockPair> Pairs(size_t from, size_t to) {
     std::vector<int64_t> targets(static_cast<size_t>(caches_[to]->num_blocks()));
     std::iota(targets.begin(), targets.end(), 0);

@@ -57,8 +57,8 @@ const std::vector<Call>& Calls() {
   return calls;
 }
 
-// The state of every slot, and the bytes of every token on either side. Knows nothing of runs, layers or
-// where tensors lie.
+// The state of every slot, and the bytes of every token on either side. Knows nothing of runs,
+// layers or where tensors lie.
 class HostModel : public testing::TestWithParam<int64_t> {
  protected:
   using Row = std::vector<std::byte>;
@@ -455,7 +455,8 @@ TEST_F(HookedTransfers, OneThatThrowsLeavesTheStateItFound) {
   EXPECT_TRUE(IsOk(pool_->Clear()));
 }
 
-// Else somebody could free them and have others in their place, and their states be taken for these.
+// Else somebody could free them and have others in their place, and their states be taken for
+// these.
 TEST_F(HookedTransfers, SlotsOfALoadThatWasGivenUpAreNeverSynced) {
   LayerCounter& layers = device_->layers();
   // It takes a while to say so, in which the other one has its turn.

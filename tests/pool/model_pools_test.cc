@@ -197,8 +197,8 @@ class FourBits : public testing::TestWithParam<const char*> {
   std::mt19937_64 random_{4};
 };
 
-// A million rows, beside a pool like the model's, of which each is stored by StoreQuantized() or as it
-// comes.
+// A million rows, beside a pool like the model's, of which each is stored by StoreQuantized() or as
+// it comes.
 TEST_P(FourBits, RowsAreStoredAsStoreQuantizedWould) {
   const KvLayout& layout = pools_->kv()->layout();
   const auto naive = Must(TokenKvPool::Create(layout, 64));

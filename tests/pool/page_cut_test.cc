@@ -15,8 +15,8 @@
 namespace kvferry {
 namespace {
 
-// What the header says, a value at a time: where the bytes of `heads` of the pages at `positions` lie in one
-// buffer.
+// What the header says, a value at a time: where the bytes of `heads` of the pages at `positions`
+// lie in one buffer.
 std::vector<const std::byte*> Naive(const KvPool& pool, int64_t layer, int64_t tensor,
                                     const std::vector<int64_t>& pages,
                                     const std::vector<int64_t>& positions, int64_t page_size,

@@ -40,7 +40,8 @@ class WindowsAgainstModel : public testing::TestWithParam<int64_t> {
                                         [](const auto& entry) { return entry.second != 0; });
   }
 
-  // A sequence's next tokens: first what its last page has room for, then pages that are new in both pools.
+  // A sequence's next tokens: first what its last page has room for, then pages that are new in
+  // both pools.
   void Append(Sequence* sequence, std::span<const int32_t> slots) {
     for (const int32_t slot : slots) {
       if (slot % size_ != 0) {
@@ -141,7 +142,8 @@ class WindowsAgainstModel : public testing::TestWithParam<int64_t> {
     for (const int32_t page : whole) window_of_[page] = 0;
   }
 
-  // Of one sequence: all its slots, or one of each page, which does as well; or with a slot too much.
+  // Of one sequence: all its slots, or one of each page, which does as well; or with a slot too
+  // much.
   void Free() {
     if (live_.empty()) return;
     std::swap(live_[Upto(static_cast<int64_t>(live_.size()))], live_.back());

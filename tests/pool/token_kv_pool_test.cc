@@ -284,7 +284,8 @@ TEST(TokenKvPools, FlatDataMayBeAViewOfThePoolItself) {
   EXPECT_TRUE(std::equal(own.begin(), own.end(), want.begin()));
 }
 
-// Their own scale is no reason to round them on the way: they are what rows apart from the pool are.
+// Their own scale is no reason to round them on the way: they are what rows apart from the pool
+// are.
 TEST(TokenKvPools, RowsMayBeAScaledViewOfThePoolItself) {
   for (const DType dtype : {DType::kFloat8E4M3, DType::kFloat16}) {
     const auto pool = Must(TokenKvPool::Create(KvLayout::Mha(1, 1, 1, 16, dtype), 64));

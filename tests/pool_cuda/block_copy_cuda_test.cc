@@ -61,8 +61,8 @@ struct Cache {
   }
 };
 
-// Each behind the one before, as on a heap: where one ends in the middle of a page of the system's the
-// next one begins.
+// Each behind the one before, as on a heap: where one ends in the middle of a page of the system's
+// the next one begins.
 std::array<Cache, 3> Neighbours(const BlockCacheShape& shape, int64_t num_blocks) {
   const auto layer_bytes = static_cast<size_t>(num_blocks * shape.block_bytes() / shape.num_layers);
   const int64_t bytes = 3 * num_blocks * shape.block_bytes();
@@ -157,7 +157,8 @@ TEST(CudaBlocks, CopyBlocksLeavesThemToTheDevice) {
                     "destination block 6"));
 }
 
-// Layers of an engine's: the second right behind the first, the third before it, in pages that they share.
+// Layers of an engine's: the second right behind the first, the third before it, in pages that they
+// share.
 TEST(CudaBlocks, LayersThatSharePagesArePinnedTogether) {
   const std::string missing = MissingDevice();
   if (!missing.empty()) GTEST_SKIP() << missing;

@@ -322,8 +322,8 @@ TEST_F(CudaMemories, MoreThanGoesAtATime) {
   EXPECT_EQ(got, bytes);
 }
 
-// Moves that are not waited for at once are done in the order in which they were begun. What the device does not
-// reach is moved before the call returns.
+// Moves that are not waited for at once are done in the order in which they were begun. What the
+// device does not reach is moved before the call returns.
 TEST_F(CudaMemories, WhatIsBegunIsDoneInTheEnd) {
   constexpr int64_t kBytes = 1 << 20;
   // A page of the system's, or what is beside it would be pinned too.
@@ -419,11 +419,12 @@ TEST_F(CudaMemories, ListsOfAnyLengthMoveApart) {
   }
 }
 
-// Units at places against a loop over bytes: more of either than a launch has room for, and fewer; places
-// whose items are of other sizes; anything as far from alignment as it likes.
+// Units at places against a loop over bytes: more of either than a launch has room for, and fewer;
+// places whose items are of other sizes; anything as far from alignment as it likes.
 class MovedItems : public CudaMemories {
  protected:
-  // Places of items of these sizes, as many of each as `slots`, in memory of their own on both sides.
+  // Places of items of these sizes, as many of each as `slots`, in memory of their own on both
+  // sides.
   void Place(const std::vector<int64_t>& item_bytes, int64_t slots, int64_t gap) {
     slots_ = slots;
     int64_t from = gap, to = 3 * gap;

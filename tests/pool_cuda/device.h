@@ -22,8 +22,8 @@ inline std::string MissingDevice() {
   return none ? "this machine has no CUDA device" : "";
 }
 
-// Also for who looks at it from another stream than the default one: cudaMemcpy from memory that is not
-// pinned may return before the bytes are there.
+// Also for who looks at it from another stream than the default one: cudaMemcpy from memory that is
+// not pinned may return before the bytes are there.
 inline void CopyToDevice(void* to, const void* from, size_t bytes) {
   EXPECT_EQ(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), cudaSuccess);
   EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);

@@ -201,8 +201,8 @@ class DecodePeer {
   std::vector<std::shared_ptr<FetchHandle>> handles_;
 };
 
-// Signals every thread of this process but the one that reads commands, for so many milliseconds, as a
-// profiler does; their handler does nothing.
+// Signals every thread of this process but the one that reads commands, for so many milliseconds,
+// as a profiler does; their handler does nothing.
 std::string HandleSignals(const Words& words) {
   struct sigaction action {};
   action.sa_handler = [](int) {};

@@ -16,9 +16,9 @@
 
 namespace kvferry {
 
-// A request of a seed has in each buffer, for each of its tokens and heads, small whole numbers, which
-// every dtype but uint8 holds exactly, as it does when they are scaled by a half or by two. This reads and
-// writes them in one pool, whose pages are NHD or HND.
+// A request of a seed has in each buffer, for each of its tokens and heads, small whole numbers,
+// which every dtype but uint8 holds exactly, as it does when they are scaled by a half or by two.
+// This reads and writes them in one pool, whose pages are NHD or HND.
 class RequestValues {
  public:
   // A value is what is stored times `scale`.
@@ -27,8 +27,8 @@ class RequestValues {
   // The request's first pages, in layers [first_layer, end_layer).
   void Write(uint64_t seed, int64_t first_layer, int64_t end_layer,
              const std::vector<int64_t>& pages) const;
-  // `pages` hold what its pages from `first_page` on do, in layers [0, end_layer): those heads of each token
-  // below `tokens`.
+  // `pages` hold what its pages from `first_page` on do, in layers [0, end_layer): those heads of
+  // each token below `tokens`.
   testing::AssertionResult Holds(uint64_t seed, int64_t first_page, int64_t end_layer,
                                  const std::vector<int64_t>& pages, int64_t tokens,
                                  HeadRange heads) const;

@@ -90,7 +90,8 @@ TEST(StoppedPeer, AFetchGoesOnBehindWhatHasCome) {
   EXPECT_EQ(prefill.Ask("ended " + LeaseOf(ticket) + " 15000"), "fetched");
 }
 
-// What was moved to the new session, and is given up before that is welcomed, is nobody's business there.
+// What was moved to the new session, and is given up before that is welcomed, is nobody's business
+// there.
 TEST(StoppedPeer, OneThatIsCancelledMeanwhileEndsNoOther) {
   ChildPeer prefill(Peer("prefill", kQuickHeart));
   ChildPeer decode(Peer("decode", kQuickHeart));
@@ -255,8 +256,8 @@ TEST(StoppedPeer, NoPagesOfAnotherRequest) {
   }
 }
 
-// What was on its way to the decode process is taken back when that is given up, and asked for again
-// when it goes on.
+// What was on its way to the decode process is taken back when that is given up, and asked for
+// again when it goes on.
 TEST(StoppedPeer, DecodeGoesOnBehindWhatHasCome) {
   ChildPeer prefill(Peer("prefill", kQuickHeart));
   ChildPeer decode(Peer("decode", kQuickHeart));

@@ -25,8 +25,8 @@ namespace kvferry {
 
 class StoreServerPeer {
  public:
-  // Room for a quarter of the pool's pages; at every second port with a tier below for half of them,
-  // at every fourth one with files below that the next server there finds again.
+  // Room for a quarter of the pool's pages; at every second port with a tier below for half of
+  // them, at every fourth one with files below that the next server there finds again.
   StoreServerPeer(const KvPool& pool, const Config& config) {
     const std::shared_ptr<HostStore> host = Host(pool, 4);
     StoreServer::Options options = {{config, kTestModel, "store"}, host, nullptr};
@@ -66,8 +66,8 @@ class StoreServerPeer {
   std::unique_ptr<StoreServer> server_;
 };
 
-// Its calls run in threads of their own, many at once. What is in its pool goes and comes as pages, or
-// by "put_values" and "get_values" one value after the other.
+// Its calls run in threads of their own, many at once. What is in its pool goes and comes as pages,
+// or by "put_values" and "get_values" one value after the other.
 class StoreClientPeer {
  public:
   StoreClientPeer(std::shared_ptr<KvPool> pool, const Config& config)

@@ -1,5 +1,5 @@
-// Linked into a binary, it has a device for the paths whose pools lie on one: one that the processor
-// plays, or a GPU (KVFERRY_TEST_ON_GPU).
+// Linked into a binary, it has a device for the paths whose pools lie on one: one that the
+// processor plays, or a GPU (KVFERRY_TEST_ON_GPU).
 
 #include <cstdlib>
 #include <memory>
@@ -23,8 +23,8 @@ int DeviceOfThisProcess() {
   return device != nullptr && absl::SimpleAtoi(device, &number) ? number : 0;
 }
 
-// What is allocated first, a test's pool, has no name for other processes: as memory that an engine maps
-// itself, such as PyTorch's expandable segments.
+// What is allocated first, a test's pool, has no name for other processes: as memory that an engine
+// maps itself, such as PyTorch's expandable segments.
 class FirstUnnamed : public PoolMemory {
  public:
   explicit FirstUnnamed(std::shared_ptr<const PoolMemory> memory) : memory_(std::move(memory)) {}

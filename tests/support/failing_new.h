@@ -1,7 +1,7 @@
 #pragma once
 
-// What becomes of things when the system has no memory: for a list, allocation by allocation, or for
-// what has a certain size.
+// What becomes of things when the system has no memory: for a list, allocation by allocation, or
+// for what has a certain size.
 
 #include <gtest/gtest.h>
 
@@ -20,8 +20,8 @@ class FailingNew {
   FailingNew& operator=(const FailingNew&) = delete;
 };
 
-// As long as it lives, allocations of exactly that many bytes throw std::bad_alloc, those of this thread or
-// those of all others. There is one at a time.
+// As long as it lives, allocations of exactly that many bytes throw std::bad_alloc, those of this
+// thread or those of all others. There is one at a time.
 class ScarceNew {
  public:
   enum class Of { kThisThread, kOtherThreads };
@@ -31,8 +31,9 @@ class ScarceNew {
   ScarceNew& operator=(const ScarceNew&) = delete;
 };
 
-// Makes the call again and again, of which each time a later allocation fails, until it makes no more; and
-// `expect_unchanged` after each that failed. The call is to do nothing that allocates once it has succeeded.
+// Makes the call again and again, of which each time a later allocation fails, until it makes no
+// more; and `expect_unchanged` after each that failed. The call is to do nothing that allocates
+// once it has succeeded.
 template <typename Call, typename ExpectUnchanged>
 void CallWithoutMemory(const Call& call, const ExpectUnchanged& expect_unchanged) {
   int failed = 0;

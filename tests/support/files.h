@@ -41,7 +41,8 @@ class FileLimit {
   rlimit before_{};
 };
 
-// A child of this process without an exec: it has a copy of every file descriptor, and does nothing.
+// A child of this process without an exec: it has a copy of every file descriptor, and does
+// nothing.
 class ForkedChild {
  public:
   ForkedChild() : pid_(fork()) {

@@ -1,9 +1,9 @@
 #pragma once
 
-// Producers and consumers of lookup buffers that insert, look up and cancel. Whatever comes together:
-// no entry is delivered twice, each comes whole, every lookup ends in time, what was not delivered is
-// still there, but for what a consumer that died or gave up may have been given, and a producer that
-// died had.
+// Producers and consumers of lookup buffers that insert, look up and cancel. Whatever comes
+// together: no entry is delivered twice, each comes whole, every lookup ends in time, what was not
+// delivered is still there, but for what a consumer that died or gave up may have been given, and a
+// producer that died had.
 
 #include <map>
 #include <string>

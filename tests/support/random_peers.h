@@ -1,9 +1,9 @@
 #pragma once
 
 // Prefill and decode processes that publish, announce, push, fetch all of a request or its end, by
-// several, cancel, take back and publish again. Whatever comes together: every wait ends in time, what
-// has arrived is what was published, pages that are their owner's again keep what they hold, and in
-// the end nothing is left over.
+// several, cancel, take back and publish again. Whatever comes together: every wait ends in time,
+// what has arrived is what was published, pages that are their owner's again keep what they hold,
+// and in the end nothing is left over.
 
 #include <memory>
 #include <optional>

@@ -171,8 +171,8 @@ void RandomProcesses::ExpectNotLate(Deadline due, const std::string& what) {
 
 // All they had dealings with are gone, and what was opened for them is closed.
 void RandomProcesses::ExpectNothingOfPeers(std::vector<Process>& processes) {
-  // A UCX worker keeps the timer that it begins to need with its first peer; and of nodes that do not
-  // listen, ZeroMQ begins the two threads with that one, each of which has two.
+  // A UCX worker keeps the timer that it begins to need with its first peer; and of nodes that do
+  // not listen, ZeroMQ begins the two threads with that one, each of which has two.
   const bool ucx = PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect;
   for (Process& process : processes) {
     ExpectAtRest(process, {"peers", "peers_mapped"});

@@ -1,7 +1,7 @@
 #pragma once
 
-// Processes that do at random whatever they can, and stop for a while, end and die meanwhile. What they
-// do, and what must hold then, is derived tests'.
+// Processes that do at random whatever they can, and stop for a while, end and die meanwhile. What
+// they do, and what must hold then, is derived tests'.
 //
 // KVFERRY_RANDOM_SEED and KVFERRY_RANDOM_SECONDS make it another run, and a longer one; how things
 // fall out in time is not repeated by a seed.
@@ -76,7 +76,8 @@ class RandomProcesses : public testing::Test {
 
   // --- What another test does otherwise ---
 
-  // Behind what is chosen at random: more members of the configuration, each with a comma before it.
+  // Behind what is chosen at random: more members of the configuration, each with a comma before
+  // it.
   virtual std::string MoreConfig(const Process& /*process*/) { return ""; }
   virtual std::string NetnsOf(const Process& /*process*/) { return ""; }
   virtual PeerPages AnyPages() { return {}; }
@@ -146,8 +147,8 @@ class RandomProcesses : public testing::Test {
   // Behind `tokens` of all that is written anything may lie. With `half`, that half of their heads.
   std::string Holds(Process& target, uint64_t seed, const Pages& pages, int64_t first_page,
                     int64_t end_layer, int64_t tokens = kTokens, const std::string& half = "");
-  // Pages of a source that are its own again: written at once, so that whoever still reads them reads
-  // something else.
+  // Pages of a source that are its own again: written at once, so that whoever still reads them
+  // reads something else.
   void GiveBackSpent(Process& source, Pages& pages);
   static std::string Listed(const Pages& pages);
   // Of a target: what they hold now is theirs, and does not change until they are used again.

@@ -201,8 +201,8 @@ void RandomStores::ExpectServes(Process& client, int64_t server) {
         Ask(client, absl::StrCat(what, " ", server, " key0 ", page, " 20000"));
     return client.peer->Wait(number, 20000);
   };
-  // Pages may be held for calls of processes that have died, and files that a server waited for while it was
-  // stopped are left alone for some seconds (TierPatience).
+  // Pages may be held for calls of processes that have died, and files that a server waited for
+  // while it was stopped are left alone for some seconds (TierPatience).
   const auto room = [&](const std::string& what, int64_t page) {
     std::string code;
     const auto passes = [&] { return code == "RESOURCE_EXHAUSTED" || code == "UNAVAILABLE"; };

@@ -1,8 +1,8 @@
 #pragma once
 
-// Servers of stores and their clients, which put, get and erase pages. Whatever comes together: what is
-// got is whole, and of a put that no later one has replaced; every call ends in time; and no page of
-// a client's is written, nor read, when its call has ended.
+// Servers of stores and their clients, which put, get and erase pages. Whatever comes together:
+// what is got is whole, and of a put that no later one has replaced; every call ends in time; and
+// no page of a client's is written, nor read, when its call has ended.
 
 #include <map>
 #include <memory>

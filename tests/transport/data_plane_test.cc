@@ -131,7 +131,8 @@ TEST_F(Planes, EverySendCompletesOnceWhenThePeerGoesAway) {
   for (size_t i = 0; i < completions.size(); ++i) EXPECT_EQ(completions[i], 1) << i;
 }
 
-// A peer that dies while the connection to it is being set up: the kernel accepted it, UCX never did.
+// A peer that dies while the connection to it is being set up: the kernel accepted it, UCX never
+// did.
 TEST_F(Planes, ThePeerGoesAwayBeforeItAnswers) {
   const CapturedLog log;
   const std::vector<std::byte> payload = RandomBytes(256 << 10, 1);
@@ -177,8 +178,8 @@ std::vector<uint16_t> ListeningPorts() {
   return ports;
 }
 
-// A port on which nobody answers: its queue is full, and the kernel drops what asks to connect, as a
-// firewall does.
+// A port on which nobody answers: its queue is full, and the kernel drops what asks to connect, as
+// a firewall does.
 class SilentPort {
  public:
   SilentPort() {

@@ -224,8 +224,9 @@ TEST_F(Direct, WhatIsReadAfterTheGuardWasRaisedDoesNotCount) {
   EXPECT_FALSE(at_reader_.whole[0]);
 }
 
-// The guard is read last: raised between the bytes and it, they do not count either. The owner of the
-// memory runs between any two rounds of the reader here, so one of a thousand rounds is between them.
+// The guard is read last: raised between the bytes and it, they do not count either. The owner of
+// the memory runs between any two rounds of the reader here, so one of a thousand rounds is between
+// them.
 TEST_F(Direct, AGuardRaisedInTheMiddleIsSeen) {
   Connect();
   int stale = 0;

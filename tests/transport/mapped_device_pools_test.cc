@@ -136,8 +136,8 @@ TEST(MappedDevicePools, HostilePlaces) {
   }
 }
 
-// A pool on the host takes copies of what lies on a device in any case: that it cannot map it is no news,
-// and nothing that other settings of containers would change.
+// A pool on the host takes copies of what lies on a device in any case: that it cannot map it is no
+// news, and nothing that other settings of containers would change.
 TEST(MappedDevicePools, OfWhichAPoolOnTheHostSaysNothing) {
   const CapturedLog log;
   DeviceSide a(8);

@@ -1,5 +1,5 @@
-// Strangers at the socket of a data plane for this host, and peers that are given its memory: all of them by
-// hand.
+// Strangers at the socket of a data plane for this host, and peers that are given its memory: all
+// of them by hand.
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

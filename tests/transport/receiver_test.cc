@@ -34,7 +34,8 @@ TEST_F(ReceiverAlone, AsksForTheStream) {
   EXPECT_LE(fetch->timeout_ms, 60000);
 }
 
-// What a thread reads in place at a time, for each that copies; but a checksum is the sender's work.
+// What a thread reads in place at a time, for each that copies; but a checksum is the sender's
+// work.
 TEST_F(ReceiverAlone, AsksForChunksThatKeepItsThreadsBusy) {
   const auto asked = [&](int64_t copy_threads, bool checksum) {
     config_.copy_threads = copy_threads;
@@ -86,7 +87,8 @@ TEST_F(ReceiverAlone, WhatWaitsToBeAskedForAnewIsCancelledAsItWas) {
   EXPECT_EQ(outbox_.Last<CancelMsg>()->transfer_id, kId);
 }
 
-// Of another session its peer has not heard of it; said while that is greeting, a word would end it.
+// Of another session its peer has not heard of it; said while that is greeting, a word would end
+// it.
 TEST_F(ReceiverAlone, WhatWaitsForAnotherSessionIsCancelledInSilence) {
   outbox_.data().costs_of_reads = {700, 60000};
   for (const bool asked_anew_before : {false, true}) {
@@ -735,7 +737,8 @@ TEST_F(ReceiverAlone, WhatThereIsNoRoomToReadComesPacked) {
   EXPECT_TRUE(outbox_.Last<FetchMsg>()->reads.possible());
 }
 
-// A fetch says what reads take this side, and lists are read out of the memory of its own peer only.
+// A fetch says what reads take this side, and lists are read out of the memory of its own peer
+// only.
 TEST_F(ReceiverAlone, ChunksElsewhereAreReadFromTheFetchsPeer) {
   outbox_.data().costs_of_reads = {700, 60000};
   const auto handle = Begin();

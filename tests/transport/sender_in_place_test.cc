@@ -475,8 +475,8 @@ TEST_F(SenderGathersOnDevice, AStuckReaderHasItsShare) {
   }
 }
 
-// Peers that read nothing hold all of it, one after another, some beyond the end of their transfers: the next
-// one gets chunks of the arena instead.
+// Peers that read nothing hold all of it, one after another, some beyond the end of their
+// transfers: the next one gets chunks of the arena instead.
 TEST_F(SenderGathersOnDevice, StuckReadersKeepNobodyWaiting) {
   Sender sender(config_, device_pool_, &leases_, arena_.get(), &outbox_, &metrics_,
                 {.processors = 64});
@@ -527,7 +527,8 @@ TEST_F(SenderGathersOnDevice, PeersThatHoldNoneOfItHaveNoShare) {
   for (size_t i = 0; i < wire().chunks.size(); ++i) wire().Complete(i, absl::OkStatus());
 }
 
-// What was gathered stays as it is when its transfer ends: a reader that has not come to it may have it.
+// What was gathered stays as it is when its transfer ends: a reader that has not come to it may
+// have it.
 TEST_F(SenderGathersOnDevice, AnAbortLeavesTheChunksToTheirReader) {
   sender_on_device_.OnFetch(kPeer, kLink, Ask(1));
   while (sender_on_device_.Pump()) {

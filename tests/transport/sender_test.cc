@@ -315,8 +315,8 @@ TEST_F(SenderAlone, AStuckPeerLeavesRoomInTheArena) {
   EXPECT_FALSE(Sent(2).empty());
 }
 
-// Nor does it when its transfers have ended, which takes no chunk from it: several that are stuck leave some to
-// the next one.
+// Nor does it when its transfers have ended, which takes no chunk from it: several that are stuck
+// leave some to the next one.
 TEST_F(SenderAlone, StuckPeersLeaveRoomAfterTheirTransfersToo) {
   wire().complete_at_once = false;
   for (uint64_t id = 1; id <= 4; ++id) {

@@ -69,7 +69,8 @@ TEST_F(SessionTable, HearingPutsDeathOff) {
   EXPECT_EQ(TakeDue(950), (Map{{"a", Due::kDead}}));
 }
 
-// The process, or its machine, stood still: nobody could be heard. Peers get as long as they had left.
+// The process, or its machine, stood still: nobody could be heard. Peers get as long as they had
+// left.
 TEST_F(SessionTable, TimeInWhichNobodyAskedIsNoSilence) {
   AddReady("pinged", true, 0);
   AddReady("accepted", false, 0);

@@ -82,8 +82,8 @@ void ExpectLayers(const StreamPlan& plan, int64_t page_bytes, int64_t total) {
 
 class Plans : public testing::TestWithParam<uint64_t> {};
 
-// A sender's plan of a receiver's values counts bytes as the receiver's own plan does, and any window of it is
-// that part of the whole; what it is made of is ValueCasts' matter.
+// A sender's plan of a receiver's values counts bytes as the receiver's own plan does, and any
+// window of it is that part of the whole; what it is made of is ValueCasts' matter.
 TEST_P(Plans, OfOtherValuesAreThoseOfTheOtherSide) {
   std::mt19937_64 random(GetParam());
   constexpr std::array kNumbers = {DType::kFloat32, DType::kBFloat16, DType::kFloat8E5M2};
@@ -183,8 +183,8 @@ TEST_P(Plans, WindowsAgainstAByteLoop) {
   }
 }
 
-// The stream of some heads is that of the pages that they have become, and what is missing of it is told
-// in the pages that the owner knows.
+// The stream of some heads is that of the pages that they have become, and what is missing of it is
+// told in the pages that the owner knows.
 TEST_P(Plans, SomeHeads) {
   std::mt19937_64 random(GetParam() + 200);
   for (int round = 0; round < 60; ++round) {
@@ -321,8 +321,9 @@ TEST(StreamPlan, PoolsOnADevice) {
   }
 }
 
-// Whole tensors out of another pool on the device, against gathering them and scattering that: pages in any
-// order on both sides, tensors of several sizes, all heads or some, whichever number of them a side has.
+// Whole tensors out of another pool on the device, against gathering them and scattering that:
+// pages in any order on both sides, tensors of several sizes, all heads or some, whichever number
+// of them a side has.
 class Placed : public testing::TestWithParam<uint64_t> {
  protected:
   // The tensors that begin at `offset`, as their owner's device has them.
@@ -412,8 +413,8 @@ TEST_P(Placed, AsGatheredAndScattered) {
   }
 }
 
-// The sender's pages of any size and order, cut as the receiver has them: the items of the two sides need not
-// be of the same tokens or heads, only of the same bytes.
+// The sender's pages of any size and order, cut as the receiver has them: the items of the two
+// sides need not be of the same tokens or heads, only of the same bytes.
 TEST_P(Placed, PagesOfAnotherForm) {
   const std::vector<int64_t> sizes = {1, 2, 3, 4, 6, 8};
   const auto size = [&] { return sizes[random_() % sizes.size()]; };

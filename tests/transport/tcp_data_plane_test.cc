@@ -99,8 +99,8 @@ TEST_F(TcpPlanes, HoweverTheSystemCutsThem) {
   for (size_t i = 0; i < payloads.size(); ++i) ASSERT_EQ(at_a_.chunks[i].second, payloads[i]) << i;
 }
 
-// What has come of a chunk that is not whole goes on to where it belongs when another connection has
-// something to read, or with its own connection.
+// What has come of a chunk that is not whole goes on to where it belongs when another connection
+// has something to read, or with its own connection.
 TEST_F(TcpPlanes, ConnectionsThatTakeTurnsInTheMiddleOfTheirChunks) {
   constexpr size_t kBytes = 100000, kSlice = 7000;
   std::vector<UniqueFd> sockets;
@@ -268,7 +268,8 @@ TEST_F(TcpPlanes, MessagesWithoutEndKeepNoChunkFromBeginning) {
   EXPECT_GE(b_->BacklogOf(link_b_).taken, 2 * 5000);
 }
 
-// However many wait, and however short they are: what another connection has to say is heard between them.
+// However many wait, and however short they are: what another connection has to say is heard
+// between them.
 class TcpTurns : public TcpPlanes {
  protected:
   void SetUp() override {
@@ -368,8 +369,8 @@ TEST_F(TcpPlanes, AListGoesToWhoeverReadsFromAfar) {
   EXPECT_EQ(at_a_.begun, 0);
 }
 
-// Pages that are their owner's again in the middle of a chunk: not a byte more is read, what has come
-// does not count, and the next chunk is found where it begins.
+// Pages that are their owner's again in the middle of a chunk: not a byte more is read, what has
+// come does not count, and the next chunk is found where it begins.
 TEST_F(TcpPlanes, AChunkThatIsGivenUpInTheMiddleDoesNotCount) {
   const std::vector<std::byte> payload = RandomBytes(64 << 20, 1);
   Connect();

@@ -79,8 +79,8 @@ TEST_F(TcpPlanes, StrangersAreClosedAndHarmNobody) {
   EXPECT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
 }
 
-// By who writes a line for each time somebody connects the log is as long as somebody likes, and the thread
-// stands still where nobody reads it.
+// By who writes a line for each time somebody connects the log is as long as somebody likes, and
+// the thread stands still where nobody reads it.
 TEST_F(TcpPlanes, ManyStrangersAreCountedAndSeldomLogged) {
   Await();
   for (int i = 0; i < 1000; ++i) EXPECT_TRUE(IsClosed(Says(std::string(sizeof(TcpHello), 'x'))));
@@ -124,8 +124,8 @@ TEST_F(TcpPlanes, MoreStrangersThanThereIsRoomForDoNotKeepThePeerOut) {
   EXPECT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
 }
 
-// A process that did not run for a moment finds all its peers at the door at once, and they have said who
-// they are.
+// A process that did not run for a moment finds all its peers at the door at once, and they have
+// said who they are.
 TEST_F(TcpPlanes, MorePeersAtOnceThanThereIsRoomForStrangers) {
   constexpr LinkId kPeers = 320;
   std::vector<UniqueFd> peers;
@@ -170,7 +170,8 @@ TEST_F(TcpPlanes, WithoutADescriptorAPeerWaits) {
   EXPECT_TRUE(StepsUntil([&] { return came |= door_->TakeAccepted(); }));
 }
 
-// Closing a descriptor that a child has too neither ends the connection nor takes it out of an epoll.
+// Closing a descriptor that a child has too neither ends the connection nor takes it out of an
+// epoll.
 TEST_F(TcpPlanes, AForkedChildKeepsNothingAlive) {
   Connect();
   b_->SendCredit(link_b_, {1, 2});

@@ -193,7 +193,8 @@ TEST(ZmqControlPlane, TheApplicationsRandomNumbersStayAsTheyAre) {
   EXPECT_EQ(got, want);
 }
 
-// Of more than ZeroMQ takes at a time nothing is lost or overtaken, by either way, and what waits is known.
+// Of more than ZeroMQ takes at a time nothing is lost or overtaken, by either way, and what waits
+// is known.
 class ZmqControlPlanes : public testing::Test {
  protected:
   static Message Cancel(uint64_t id, size_t bytes) {

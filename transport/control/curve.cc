@@ -23,7 +23,8 @@ constexpr char kDomain[] = "kvferry";
 constexpr int kZapEnforceDomain = 93;  // ZMQ_ZAP_ENFORCE_DOMAIN, which zmq.h has among drafts only.
 constexpr char kQuestions[] = "inproc://zeromq.zap.01";  // Where ZeroMQ asks.
 constexpr size_t kDigits = 64;
-// Of a question: version, id, domain, address, routing id, mechanism, and the public key that was shown.
+// Of a question: version, id, domain, address, routing id, mechanism, and the public key that was
+// shown.
 constexpr size_t kIdAt = 1;
 constexpr size_t kMechanismAt = 5;
 constexpr size_t kKeyAt = 6;
@@ -78,7 +79,8 @@ Doorkeeper::Doorkeeper(zmq::context_t& context, const CurveKeys& keys)
 void Doorkeeper::Guard(zmq::socket_t& listener) const {
   listener.set(zmq::sockopt::curve_server, 1);
   SetKey(listener, ZMQ_CURVE_SECRETKEY, keys_.listener.secret);
-  // Without a domain that is enforced, and somebody to ask, ZeroMQ takes whoever knows the public key.
+  // Without a domain that is enforced, and somebody to ask, ZeroMQ takes whoever knows the public
+  // key.
   listener.set(zmq::sockopt::zap_domain, kDomain);
   const int enforce = 1;
   if (zmq_setsockopt(listener.handle(), kZapEnforceDomain, &enforce, sizeof enforce) != 0) {

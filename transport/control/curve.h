@@ -11,8 +11,8 @@
 
 namespace kvferry {
 
-// Two Curve25519 key pairs that everybody with the same deployment key has: one of whoever listens, one of
-// whoever dials. docs/wire_protocol.md, "Keys", says how they follow from it.
+// Two Curve25519 key pairs that everybody with the same deployment key has: one of whoever listens,
+// one of whoever dials. docs/wire_protocol.md, "Keys", says how they follow from it.
 struct CurveKeys {
   using Key = std::array<uint8_t, 32>;
   struct Pair {
@@ -24,7 +24,8 @@ struct CurveKeys {
 };
 
 // Of the deployment key in that file: 64 hexadecimal digits, and white space around them.
-// INVALID_ARGUMENT, naming the file and what is wrong with it; UNIMPLEMENTED if ZeroMQ has no CURVE.
+// INVALID_ARGUMENT, naming the file and what is wrong with it; UNIMPLEMENTED if ZeroMQ has no
+// CURVE.
 absl::StatusOr<CurveKeys> ReadCurveKeys(const std::string& key_file);
 
 // Lets ZeroMQ's sockets make connections with the deployment's peers alone, encrypted (CurveZMQ,

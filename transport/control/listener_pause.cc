@@ -55,7 +55,8 @@ std::optional<ListenerPause::Watch> ListenerPause::Find(int listener) {
   return std::nullopt;
 }
 
-// By its inode too: an epoll goes on to name what it watches by a number that may have become another's.
+// By its inode too: an epoll goes on to name what it watches by a number that may have become
+// another's.
 std::optional<ListenerPause::Watch> ListenerPause::FindIn(int fd, int listener, uint64_t inode) {
   std::ifstream lines(absl::StrCat(kDescriptors, "/", fd));
   for (std::string line; std::getline(lines, line);) {

@@ -35,11 +35,11 @@ namespace kvferry {
 namespace {
 
 constexpr int kMaxUnread = 4096;  // Messages queued a peer that it has sent.
-// The same that it is sent. ZeroMQ says neither how many there are nor how long they are, and that it takes
-// more again when half of them have left; so the others wait here.
+// The same that it is sent. ZeroMQ says neither how many there are nor how long they are, and that
+// it takes more again when half of them have left; so the others wait here.
 constexpr int kMaxUnsent = 64;
-// So that control traffic cannot starve the data plane: of those who have come here, and of those who
-// were dialled, for whoever floods the one must not keep the other unheard.
+// So that control traffic cannot starve the data plane: of those who have come here, and of those
+// who were dialled, for whoever floods the one must not keep the other unheard.
 constexpr int kMaxMessagesPerProgress = 64;
 constexpr int kMaxMessagesOfOneDialled = 16;  // Before it is the next one's turn.
 // Of those who come, of which ZeroMQ may say as many again.
@@ -53,8 +53,8 @@ constexpr int kThreads = 2;  // Of a context: one for input and output, and one 
 constexpr absl::string_view kAccepted = "accepted:";
 constexpr absl::string_view kDialled = "dialled:";
 
-// A signal that is handled in this thread interrupts calls of ZeroMQ, even those that do not wait. Our
-// threads block what can be blocked; a change of user ids cannot (nptl(7)).
+// A signal that is handled in this thread interrupts calls of ZeroMQ, even those that do not wait.
+// Our threads block what can be blocked; a change of user ids cannot (nptl(7)).
 template <typename Call>
 auto Uninterrupted(const Call& call) {
   for (;;) {
@@ -83,10 +83,11 @@ constexpr int kHandshakeFailed = ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL |
                                  ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL |
                                  ZMQ_EVENT_HANDSHAKE_FAILED_AUTH;
 
-// A peer that brings no routing id gets the next number of a counter. ZeroMQ does not look whether another
-// peer has claimed that id, and aborts where one has (4.3.4, router_t::identify_peer; no issue of libzmq's
-// is known that says so). The counter begins with rand(), which nobody seeds: where everybody knows. Here it
-// begins where nobody does, and the application's rand() goes on as if it had not been asked.
+// A peer that brings no routing id gets the next number of a counter. ZeroMQ does not look whether
+// another peer has claimed that id, and aborts where one has (4.3.4, router_t::identify_peer; no
+// issue of libzmq's is known that says so). The counter begins with rand(), which nobody seeds:
+// where everybody knows. Here it begins where nobody does, and the application's rand() goes on as
+// if it had not been asked.
 zmq::socket_t MakeRouter(zmq::context_t& context) {
   static Mutex mutex;
   // Another thread that does as much may take it for the application's: it is there for ever.
@@ -120,9 +121,9 @@ class ZmqControlPlane : public ControlPlane {
     router_.close();
   }
 
-  // Before anything else. ZeroMQ makes a context's threads with its first socket, and where the system
-  // has no file descriptor or no thread left for them it aborts: so while there are, and not in the first
-  // Dial(). They may still go between the look and the making.
+  // Before anything else. ZeroMQ makes a context's threads with its first socket, and where the
+  // system has no file descriptor or no thread left for them it aborts: so while there are, and not
+  // in the first Dial(). They may still go between the look and the making.
   absl::Status StartThreads() {
     KVFERRY_RETURN_IF_ERROR(CheckFiles());
     const absl::Status threads = CheckThreadsStart(kThreads);
@@ -251,7 +252,8 @@ class ZmqControlPlane : public ControlPlane {
     for (auto& [peer, dealer] : dealers_) {
       if (HasInput(dealer)) return false;
     }
-    // Takes the sign of what has arrived at such a socket since it was asked, as any send may: Waits().
+    // Takes the sign of what has arrived at such a socket since it was asked, as any send may:
+    // Waits().
     return !SendWaiting();
   }
 
@@ -298,7 +300,8 @@ class ZmqControlPlane : public ControlPlane {
       Dealer dealer{address, MakeSocket(zmq::socket_type::dealer), {}};
       dealer.socket.set(zmq::sockopt::ipv6, 1);  // A host name may resolve to either.
       if (doorkeeper_) doorkeeper_->Introduce(dealer.socket);
-      // ZeroMQ adds that it tries again both when connecting has failed and when a connection has broken.
+      // ZeroMQ adds that it tries again both when connecting has failed and when a connection has
+      // broken.
       dealer.attempts =
           Monitor(dealer.socket, absl::StrCat("inproc://attempts:", next_monitor_++),
                   ZMQ_EVENT_CONNECT_RETRIED | ZMQ_EVENT_HANDSHAKE_SUCCEEDED | kHandshakeFailed);
@@ -312,8 +315,8 @@ class ZmqControlPlane : public ControlPlane {
     }
   }
 
-  // Of the listener, which ZeroMQ tells the monitor before anything else. Where there can be none, it would
-  // say without end that accepting fails: it says nothing of that then.
+  // Of the listener, which ZeroMQ tells the monitor before anything else. Where there can be none,
+  // it would say without end that accepting fails: it says nothing of that then.
   absl::Status MakePause() {
     if (!Receive(strangers_) || EventReceived() != ZMQ_EVENT_LISTENING) {
       return absl::InternalError("control: ZeroMQ does not say that it listens");

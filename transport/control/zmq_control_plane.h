@@ -9,9 +9,9 @@
 
 namespace kvferry {
 
-// The ZeroMQ control plane: a ROUTER when `listen`, and a DEALER for each dialled peer; with key_file
-// between peers that have the same key alone. UNAVAILABLE when listen_host:listen_port cannot be bound;
-// errors of ReadCurveKeys().
+// The ZeroMQ control plane: a ROUTER when `listen`, and a DEALER for each dialled peer; with
+// key_file between peers that have the same key alone. UNAVAILABLE when listen_host:listen_port
+// cannot be bound; errors of ReadCurveKeys().
 absl::StatusOr<std::unique_ptr<ControlPlane>> MakeZmqControlPlane(const Config& config,
                                                                   bool listen);
 

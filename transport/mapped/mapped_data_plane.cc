@@ -267,8 +267,8 @@ Backlog MappedDataPlane::BacklogOf(LinkId id) const {
   return found == links_.end() ? Backlog() : found->second->channel.backlog();
 }
 
-// A peer that cannot map what it is given (another user, a filter of system calls) would not be able to
-// the next time; one that is short of something may.
+// A peer that cannot map what it is given (another user, a filter of system calls) would not be
+// able to the next time; one that is short of something may.
 void MappedDataPlane::HearAnswer(Link& link) {
   Packet packet;
   const SocketResult result = ReceivePacket(link.channel.socket(), &packet);
@@ -395,7 +395,8 @@ absl::Status MappedDataPlane::OnPoolPart(Accepted& accepted, const Packet& packe
     return absl::InvalidArgumentError(
         absl::StrCat("a part of ", head.bytes, " bytes of a pool, ", head.parts_after, " to come"));
   }
-  // Into pages on the host nothing is copied from a device: that such a pool cannot be mapped is no news.
+  // Into pages on the host nothing is copied from a device: that such a pool cannot be mapped is no
+  // news.
   const bool wants_it = pool_.memory != nullptr && !pool_.memory->on_host();
   if (!wants_it || accepted.unmapped) return absl::OkStatus();
   const absl::string_view name(reinterpret_cast<const char*>(packet.bytes) + sizeof(head),
@@ -501,9 +502,9 @@ bool MappedDataPlane::OnAcceptedReadable(Accepted& accepted, DataEvents* events)
   return true;
 }
 
-// The news of a peer's end comes by our connection to it, and may overtake what it has said before: goodbyes
-// among it, and the words that fetches are done. Which of the others is its connection to us its process tells;
-// those whose processes are not known (other containers) are all heard.
+// The news of a peer's end comes by our connection to it, and may overtake what it has said before:
+// goodbyes among it, and the words that fetches are done. Which of the others is its connection to
+// us its process tells; those whose processes are not known (other containers) are all heard.
 void MappedDataPlane::HearLastWords(const Channel& of, DataEvents* events) {
   const pid_t peer = ProcessOf(of.socket());
   for (auto& [id, accepted] : accepted_) {

@@ -25,11 +25,12 @@ struct MappedPool {
 // they lie in the sender's arena, or in its pool, and only words about them pass through Unix
 // sockets. Payloads must lie in `arena`, which outlives the plane and whose memory is shared.
 // Pieces of a pool on a device lie where the receiving pool's memory has mapped them, and the
-// processor cannot touch them (PoolMemory::MoveApart). Connect() is UNAVAILABLE
-// for a peer that is not on this host, INVALID_ARGUMENT for one of another version of this
-// protocol, FAILED_PRECONDITION for one that has said that it cannot map this side's memory. A link is to
-// be used once it is open: the peer has mapped the memory then. One that the peer does not take goes
-// down with FAILED_PRECONDITION (it cannot) or RESOURCE_EXHAUSTED (not now, or it has not answered).
+// processor cannot touch them (PoolMemory::MoveApart). Connect() is UNAVAILABLE for a peer that is
+// not on this host, INVALID_ARGUMENT for one of another version of this protocol,
+// FAILED_PRECONDITION for one that has said that it cannot map this side's memory. A link is to be
+// used once it is open: the peer has mapped the memory then. One that the peer does not take goes
+// down with FAILED_PRECONDITION (it cannot) or RESOURCE_EXHAUSTED (not now, or it has not
+// answered).
 absl::StatusOr<std::unique_ptr<AddressedPlane>> MakeMappedDataPlane(Arena* arena, MappedPool pool,
                                                                     int64_t answer_timeout_ms);
 

@@ -27,7 +27,8 @@ UniqueFd AcceptUnix(const UniqueFd& listener);
 // PERMISSION_DENIED when the other end runs under another user id than this process.
 absl::Status CheckSameUser(const UniqueFd& socket);
 
-// Of the other end: who connected, or listened. 0: not known, or out of this process's sight (pid_namespaces(7)).
+// Of the other end: who connected, or listened. 0: not known, or out of this process's sight
+// (pid_namespaces(7)).
 pid_t ProcessOf(const UniqueFd& socket);
 
 enum class SocketResult { kOk, kWouldBlock, kBroken };

@@ -22,7 +22,8 @@
 
 namespace kvferry {
 
-// A connection that is made, being made or to be made, and what proves to each side who the other is.
+// A connection that is made, being made or to be made, and what proves to each side who the other
+// is.
 struct TcpConnection {
   UniqueFd socket;     // Invalid: `dial` makes it.
   std::string say;     // First.
@@ -35,9 +36,9 @@ struct TcpConnection {
   std::function<absl::StatusOr<UniqueFd>()> dial{};
 };
 
-// A data plane over TCP sockets (docs/wire_protocol.md, "TCP"): the pages of a chunk may be sent from
-// where they lie, and what arrives goes into pages as it comes. A link is one connection; who connects
-// is the caller's affair (TcpDoor, DialTcp).
+// A data plane over TCP sockets (docs/wire_protocol.md, "TCP"): the pages of a chunk may be sent
+// from where they lie, and what arrives goes into pages as it comes. A link is one connection; who
+// connects is the caller's affair (TcpDoor, DialTcp).
 class TcpDataPlane final : public DataPlane {
  public:
   // `pages`: where what arrives goes to.
@@ -45,8 +46,8 @@ class TcpDataPlane final : public DataPlane {
       const PoolMemory& pages = *HostMemory());
   ~TcpDataPlane() override;
 
-  // A link on that connection, or on one that Join() will bring; sends wait for it. It is down if the
-  // peer has not proven who it is by `ready_by`.
+  // A link on that connection, or on one that Join() will bring; sends wait for it. It is down if
+  // the peer has not proven who it is by `ready_by`.
   absl::StatusOr<LinkId> Open(TcpConnection connection, Deadline ready_by);
   LinkId Await(Deadline ready_by);
   absl::Status Join(LinkId link, TcpConnection connection);

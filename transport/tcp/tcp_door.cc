@@ -15,7 +15,8 @@
 namespace kvferry {
 namespace {
 
-// Whoever comes when so many have not said who they are yet takes the place of the one that came first.
+// Whoever comes when so many have not said who they are yet takes the place of the one that came
+// first.
 constexpr size_t kMaxStrangers = 256;
 
 }  // namespace
@@ -57,7 +58,8 @@ void TcpDoor::Accept(std::vector<Arrival>* arrivals) {
     Stranger stranger{AcceptTcp(listener_), "", DeadlineInMs(timeout_ms_)};
     if (!stranger.socket.valid()) return pause_.OnFailure(epoll_, errno);
     accepted_ = true;
-    // A peer has said its token by now, unless the network has not brought it yet: it takes no place.
+    // A peer has said its token by now, unless the network has not brought it yet: it takes no
+    // place.
     if (Hear(stranger, arrivals)) continue;
     if (strangers_.size() >= kMaxStrangers) MakeRoom(arrivals);
     const uint64_t id = next_stranger_++;

@@ -22,11 +22,12 @@
 namespace kvferry {
 
 // Where peers connect for data. Each expected peer is told a token of its own, in the welcome; a
-// connection that does not present one is closed, and nothing else of it is read. Progress thread only.
+// connection that does not present one is closed, and nothing else of it is read. Progress thread
+// only.
 class TcpDoor {
  public:
-  // Listens at `host`, a numeric address, or at that of config.net_device, on config.data_port. `metrics`
-  // outlives this.
+  // Listens at `host`, a numeric address, or at that of config.net_device, on config.data_port.
+  // `metrics` outlives this.
   static absl::StatusOr<std::unique_ptr<TcpDoor>> Create(const Config& config,
                                                          const std::string& host, Metrics* metrics);
 

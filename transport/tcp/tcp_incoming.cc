@@ -13,7 +13,8 @@
 namespace kvferry {
 namespace {
 
-// Of one turn, before it is the next connection's: as many as a mebibyte of the shortest chunks has.
+// Of one turn, before it is the next connection's: as many as a mebibyte of the shortest chunks
+// has.
 constexpr int64_t kFramesATurn = 256;
 // A message takes as long as so many, and again for each so many bytes that it has begun.
 constexpr int64_t kFramesOfAMessage = 4;

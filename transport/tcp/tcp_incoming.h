@@ -22,17 +22,18 @@ namespace kvferry {
 
 class TcpIncoming;
 
-// Memory of a thread, in which one of its connections at a time gathers what is copied on from here. Of
-// two parts where a device copies: it reads one while the other is filled.
+// Memory of a thread, in which one of its connections at a time gathers what is copied on from
+// here. Of two parts where a device copies: it reads one while the other is filled.
 class TcpScratch {
  public:
-  // Of a part: a whole chunk's, by default. A receiver that copies on whatever has come falls behind the sender
-  // while that sends, and what waits in the socket meanwhile leaves the cache; one that copies a chunk
-  // on while the sender gathers the next one does not (docs/decisions/0010-straight-from-pages.md).
+  // Of a part: a whole chunk's, by default. A receiver that copies on whatever has come falls
+  // behind the sender while that sends, and what waits in the socket meanwhile leaves the cache;
+  // one that copies a chunk on while the sender gathers the next one does not
+  // (docs/decisions/0010-straight-from-pages.md).
   static constexpr int64_t kBytes = 1 << 20;
 
-  // On the way to pages in `pages`, by whose device it is reached where that can be had. On the host's
-  // it takes no room until it is used. RESOURCE_EXHAUSTED when the system refuses it.
+  // On the way to pages in `pages`, by whose device it is reached where that can be had. On the
+  // host's it takes no room until it is used. RESOURCE_EXHAUSTED when the system refuses it.
   static absl::StatusOr<std::unique_ptr<TcpScratch>> Create(const PoolMemory& pages);
   ~TcpScratch();
   TcpScratch(const TcpScratch&) = delete;
@@ -58,9 +59,10 @@ class TcpScratch {
   TcpIncoming* holder_ = nullptr;  // Whose bytes lie in the part that is filled.
 };
 
-// What comes over one connection. The payload of a chunk goes to where its ChunkSink says: at once, or by way
-// of the scratch when that is full, the chunk is whole, or another connection needs it. A chunk that a device
-// is still copying then has its end when that is done or when nothing more comes meanwhile. One thread's.
+// What comes over one connection. The payload of a chunk goes to where its ChunkSink says: at once,
+// or by way of the scratch when that is full, the chunk is whole, or another connection needs it. A
+// chunk that a device is still copying then has its end when that is done or when nothing more
+// comes meanwhile. One thread's.
 class TcpIncoming {
  public:
   // `scratch` must outlive this.
@@ -74,9 +76,9 @@ class TcpIncoming {
   // Whether it has said it.
   bool open() const { return expected_.empty(); }
 
-  // Reads at most about `max_bytes`, and no more messages and other frames than others may be kept waiting
-  // for, and tells `events` what they were. Anything but kSome says that nothing more has come.
-  // INVALID_ARGUMENT or PERMISSION_DENIED: this is no peer.
+  // Reads at most about `max_bytes`, and no more messages and other frames than others may be kept
+  // waiting for, and tells `events` what they were. Anything but kSome says that nothing more has
+  // come. INVALID_ARGUMENT or PERMISSION_DENIED: this is no peer.
   absl::Status Read(int fd, int64_t max_bytes, DataEvents* events, Moved* moved);
 
  private:
@@ -97,7 +99,8 @@ class TcpIncoming {
   // What lies in the scratch, which anybody may have then.
   void CopyOn();
   Moved ReadInto(int fd, MutablePieces pieces);
-  // Bytes that arrived, of which the last ones may be between_'s; returns how many were the payload's.
+  // Bytes that arrived, of which the last ones may be between_'s; returns how many were the
+  // payload's.
   int64_t Take(int64_t bytes);
 
   TcpScratch* const scratch_;

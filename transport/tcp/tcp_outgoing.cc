@@ -9,7 +9,8 @@
 namespace kvferry {
 namespace {
 
-// Instead of what may not be read any more, up to where the other side expects the end of the chunk.
+// Instead of what may not be read any more, up to where the other side expects the end of the
+// chunk.
 constexpr std::array<std::byte, 64 << 10> kFiller{};
 
 // Of one turn: a mebibyte of the shortest ones.
@@ -160,7 +161,8 @@ Moved TcpOutgoing::WriteParts(int fd, const Chunk& chunk, Pieces payload, int64_
   return moved;
 }
 
-// A chunk that is given up has begun: its frame, which says how much follows, may not have gone whole.
+// A chunk that is given up has begun: its frame, which says how much follows, may not have gone
+// whole.
 Moved TcpOutgoing::WriteFiller(int fd, const Chunk& chunk, int64_t max_bytes) {
   const int64_t from = std::max<int64_t>(0, chunk.payload_sent());
   const int64_t left = std::max<int64_t>(0, chunk.frame.payload_bytes - from);

@@ -20,20 +20,21 @@
 namespace kvferry {
 
 // What one connection has to send. A chunk's source is asked when it is its turn, so that what was
-// gathered is still in the cache when the system copies it, and what ends before that is never sent.
-// One thread's.
+// gathered is still in the cache when the system copies it, and what ends before that is never
+// sent. One thread's.
 class TcpOutgoing {
  public:
   // Comes before everything else.
   void Say(std::string first_words) { words_ = std::move(first_words); }
   void AddChunk(const ChunkHeader& header, ChunkSource source, SendDone done);
-  // These go before chunks that have not begun, but for one of them now and then. A credit takes the place of
-  // one for the same transfer that waits: a peer that takes none may send chunk after chunk.
+  // These go before chunks that have not begun, but for one of them now and then. A credit takes
+  // the place of one for the same transfer that waits: a peer that takes none may send chunk after
+  // chunk.
   void AddCredit(const CreditHeader& header) { credits_[header.transfer_id] = header.bytes_done; }
   // RESOURCE_EXHAUSTED when more than kMaxMessagesWaiting do already.
   absl::Status AddMessage(const MessageHeader& header, std::string_view bytes);
-  // Whether there is something to write: the first words, or once they are out (and the other side has
-  // answered, `open`) anything.
+  // Whether there is something to write: the first words, or once they are out (and the other side
+  // has answered, `open`) anything.
   bool has_work(bool open) const {
     return !words_.empty() || (open && (has_frames() || !chunks_.empty()));
   }
@@ -42,9 +43,9 @@ class TcpOutgoing {
   int64_t waiting() const { return static_cast<int64_t>(words_.size()) + frames_bytes_; }
   int64_t written() const { return written_; }
 
-  // Writes at most about `max_bytes` of that, and no more chunks than others may be kept waiting for.
-  // Anything but kSome says that the socket takes no more.
-  // `done` of what has been sent is called from here.
+  // Writes at most about `max_bytes` of that, and no more chunks than others may be kept waiting
+  // for. Anything but kSome says that the socket takes no more. `done` of what has been sent is
+  // called from here.
   Moved Write(int fd, bool open, int64_t max_bytes);
   // Whatever is left fails.
   void Fail(const absl::Status& status);
@@ -80,8 +81,8 @@ class TcpOutgoing {
   void NoteTaken(int64_t bytes, int64_t offered);
   void FinishFirst(const absl::Status& status);
 
-  // What is lent is listed and fetched from memory for as much as the socket took the last time, until it
-  // was full: what it does not take would have to be fetched again.
+  // What is lent is listed and fetched from memory for as much as the socket took the last time,
+  // until it was full: what it does not take would have to be fetched again.
   static constexpr int64_t kLeastListed = 64 << 10;
   static constexpr int64_t kMostListed = 1 << 20;
   // Small messages are written together, and after so much of them a chunk has its turn.

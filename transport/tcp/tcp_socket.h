@@ -19,18 +19,18 @@ namespace kvferry {
 absl::StatusOr<UniqueFd> ListenTcp(const std::string& host, int64_t port);
 // The port that a socket is bound to.
 absl::StatusOr<int64_t> PortOf(const UniqueFd& socket);
-// Has a socket, and all that a listening one accepts later, use that congestion control; "" leaves the
-// system's default. INVALID_ARGUMENT: the system does not have or give it.
+// Has a socket, and all that a listening one accepts later, use that congestion control; "" leaves
+// the system's default. INVALID_ARGUMENT: the system does not have or give it.
 absl::Status ChooseCongestionControl(const UniqueFd& socket, const std::string& name);
 // Whether that would work.
 absl::Status CheckCongestionControl(const std::string& name);
-// The connection breaks when for so long, a second at least, the other side's kernel has been silent
-// (SilenceLimits). Whoever reads must not let what has come wait for longer.
+// The connection breaks when for so long, a second at least, the other side's kernel has been
+// silent (SilenceLimits). Whoever reads must not let what has come wait for longer.
 void LimitSilence(const UniqueFd& socket, int64_t timeout_ms);
 // Whether a connection that broke with this errno did so because nothing came back.
 bool IsSilence(int error);
-// A socket that is connecting: writable when it is through, broken when that failed. DEADLINE_EXCEEDED:
-// there is no way to that host just now (IsSilence).
+// A socket that is connecting: writable when it is through, broken when that failed.
+// DEADLINE_EXCEEDED: there is no way to that host just now (IsSilence).
 absl::StatusOr<UniqueFd> DialTcp(const std::string& host, int64_t port);
 // An invalid fd when nobody waits, or errno says why not.
 UniqueFd AcceptTcp(const UniqueFd& listener);

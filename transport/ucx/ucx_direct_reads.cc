@@ -45,10 +45,11 @@ constexpr int kProbeRounds = 3;
 constexpr int kSmallReads = 64;
 constexpr size_t kSmallBytes = 64;
 constexpr size_t kMaxLargeBytes = 1 << 20;
-// All of that takes milliseconds, and the peer's fetches wait for it. Where packets to it go nowhere
-// UCX tries for half a minute (UCX_UD_TIMEOUT), as long as a fetch may take.
+// All of that takes milliseconds, and the peer's fetches wait for it. Where packets to it go
+// nowhere UCX tries for half a minute (UCX_UD_TIMEOUT), as long as a fetch may take.
 constexpr int64_t kProbeMs = 2000;
-// Slots that probes may hold: what is read of peers that answer must not wait for those that do not.
+// Slots that probes may hold: what is read of peers that answer must not wait for those that do
+// not.
 constexpr int64_t kMaxProbes = kSlots / 2;
 
 std::vector<UcxContext::Option> Options(const Config& config) {
@@ -104,8 +105,8 @@ class UcxDirectReads final : public DirectReads {
     int64_t list_bytes = 0;  // and what they name.
     int64_t slots = 0;       // That its jobs hold.
     int64_t under_way = 0;   // Reads.
-    // OnProbed() follows by then, whether the probe has had a slot or not; and has been said, or is about
-    // to be.
+    // OnProbed() follows by then, whether the probe has had a slot or not; and has been said, or is
+    // about to be.
     Deadline say_by = DeadlineInMs(kProbeMs);
     bool said = false;
     Deadline probe_by = Deadline::max();  // Once it has a slot.
@@ -182,7 +183,8 @@ class UcxDirectReads final : public DirectReads {
   };
   std::list<Waiting> waiting_;
   int64_t list_bytes_ = 0;  // Of all of them.
-  // Chunks that were not taken, one of each transfer: that ends, or is begun anew. Said in the next Progress().
+  // Chunks that were not taken, one of each transfer: that ends, or is begun anew. Said in the next
+  // Progress().
   struct Refused {
     LinkId link;
     ChunkHeader header;
@@ -611,7 +613,8 @@ Deadline UcxDirectReads::Tick(Deadline now) {
   Deadline next = Deadline::max();
   for (const auto& [link, peer] : peers_) {
     if (peer->state != Peer::State::kProbing) continue;
-    // One that others kept from beginning says nothing of its peer: it goes on, and later fetches can be read.
+    // One that others kept from beginning says nothing of its peer: it goes on, and later fetches
+    // can be read.
     if (peer->say_by <= now && !std::exchange(peer->said, true)) overdue_.push_back(link);
     if (peer->probe_by <= now) {
       FailProbe(*peer, absl::StrCat("no answer within ", kProbeMs, " ms"));

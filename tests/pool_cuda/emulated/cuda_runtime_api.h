@@ -1,24 +1,26 @@
 #pragma once
 
-// A CUDA runtime whose devices are this processor: what pool/cuda and its tests use of CUDA, so that
-// they compile as C++ and run where there is no GPU. It shows what kernels and calls do, not how
-// fast, and it is stricter than a GPU in what goes unnoticed there:
+// A CUDA runtime whose devices are this processor: what pool/cuda and its tests use of CUDA, so
+// that they compile as C++ and run where there is no GPU. It shows what kernels and calls do, not
+// how fast, and it is stricter than a GPU in what goes unnoticed there:
 //
-// - Nobody can touch what lies at an address of a device: a kernel is given other pointers for those
-//   among its arguments, and so are copies. Its memory begins full of 0xcd, ends at a page that is out
-//   of bounds, and what is written beside it is found.
-// - What is put into a stream is done when somebody waits for it, and not before; or asks whether it is
-//   done a second time.
+// - Nobody can touch what lies at an address of a device: a kernel is given other pointers for
+//   those among its arguments, and so are copies. Its memory begins full of 0xcd, ends at a page
+//   that is out of bounds, and what is written beside it is found.
+// - What is put into a stream is done when somebody waits for it, and not before; or asks whether
+//   it is done a second time.
 // - A kernel gets no pointer to memory that its device cannot reach. Its threads run one after the
 //   other, from the first to the last and in the next launch from the last to the first.
 // - Words that are not aligned trap, as this is compiled with -fsanitize=alignment.
-// - Memory that another process shares (cudaIpcOpenMemHandle) is there for the device alone that was
-//   current when it was opened, to be read and not to be written, and until it is closed, whatever
-//   waits in streams then. A device opens it once: CUDA would count, here the second time is an error.
+// - Memory that another process shares (cudaIpcOpenMemHandle) is there for the device alone that
+//   was current when it was opened, to be read and not to be written, and until it is closed,
+//   whatever waits in streams then. A device opens it once: CUDA would count, here the second time
+//   is an error.
 //
-// - Any call that needs a context sets one up on the current device; so does making a device current.
-// - While a test says that some thread captures a graph (SetCapturing()), calls that may be unsafe then
-//   are refused, but to threads that have said that this is no concern of theirs.
+// - Any call that needs a context sets one up on the current device; so does making a device
+//   current.
+// - While a test says that some thread captures a graph (SetCapturing()), calls that may be unsafe
+//   then are refused, but to threads that have said that this is no concern of theirs.
 //
 // Whoever breaks one of these rules ends with a line on standard error or a signal. What CUDA
 // answers with an error gets that error. Kernels that wait for one another (__syncthreads, warps)
@@ -130,8 +132,8 @@ cudaError_t cudaHostUnregister(void* pointer);
 cudaError_t cudaHostGetDevicePointer(void** seen, void* pointer, unsigned flags);
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer);
 
-// Other processes may map the whole allocation that the pointer lies in, and keep what is in it when
-// it is freed here or this process ends. They must be of the same user and see the same /proc.
+// Other processes may map the whole allocation that the pointer lies in, and keep what is in it
+// when it is freed here or this process ends. They must be of the same user and see the same /proc.
 struct cudaIpcMemHandle_t {
   char reserved[64];
 };
@@ -205,7 +207,8 @@ CallCounts CountedCalls();
 // NOLINTBEGIN(bugprone-reserved-identifier)
 #define __global__
 #define __device__
-// Threads share one argument, as on a GPU: `const Argument __grid_constant__ name` is a reference here.
+// Threads share one argument, as on a GPU: `const Argument __grid_constant__ name` is a reference
+// here.
 #define __grid_constant__ &
 #define __host__
 #define __launch_bounds__(threads, blocks)
@@ -245,8 +248,8 @@ struct cudaLaunchConfig_t {
 
 namespace kvferry::emulated {
 
-// Replaces the addresses of the current device in an argument by those where it has its memory. With
-// padding, which may hold anything, nothing is refused.
+// Replaces the addresses of the current device in an argument by those where it has its memory.
+// With padding, which may hold anything, nothing is refused.
 void Translate(std::span<std::byte> argument, bool has_padding);
 
 template <typename Argument>

@@ -97,8 +97,9 @@ UniqueFd OpenFile(const SharedAllocation& shared) {
   return file;
 }
 
-// Addresses of a device's, which nobody can touch, and its memory for them elsewhere: as much before it
-// as makes up whole pages, and behind it up to the last page but one, the last being out of bounds.
+// Addresses of a device's, which nobody can touch, and its memory for them elsewhere: as much
+// before it as makes up whole pages, and behind it up to the last page but one, the last being out
+// of bounds.
 class Allocation {
  public:
   // nullptr when the system refuses the memory.
@@ -142,8 +143,8 @@ class Allocation {
   // Where the device has what lies at an address of this.
   std::byte* Of(const std::byte* address) const { return memory_ + (address - addresses_); }
 
-  // Nothing when this is not to be shared, or the system refuses it. As few are shared, and processes
-  // may have few files, the memory lies in one only from here on.
+  // Nothing when this is not to be shared, or the system refuses it. As few are shared, and
+  // processes may have few files, the memory lies in one only from here on.
   std::optional<SharedAllocation> Share() {
     if (!can_be_shared_ || (!file_.valid() && !MoveToFile())) return std::nullopt;
     return SharedAllocation{
@@ -377,8 +378,8 @@ class Machine {
     CheckReach(from);
     const bool from_pageable = !*from_device && !IsPinned(from);
     if (from_pageable && *to_device) {
-      // Is read before the call returns, and may be gone when its bytes are written: cudaMemcpy, too, may
-      // return once it has read them.
+      // Is read before the call returns, and may be gone when its bytes are written: cudaMemcpy,
+      // too, may return once it has read them.
       if (waits) Drain(Of(stream));
       const auto* first = static_cast<const std::byte*>(from);
       Of(stream)->work.emplace_back(

@@ -533,7 +533,8 @@ TEST_F(EmulatedDeviceSharing, AnyPointerLeadsToItsAllocation) {
   EXPECT_EQ(RangeOf(opened), none);
 }
 
-// What PoolMemory does on device 1, from threads whose current device is 0, as that of new threads is.
+// What PoolMemory does on device 1, from threads whose current device is 0, as that of new threads
+// is.
 class OtherDevice : public testing::Test {
  protected:
   static constexpr int64_t kMoved = 1 << 20;
