@@ -5,7 +5,8 @@
 #               SYSTEM  pkg-config ucx >= 1.13 or an error
 # KVFERRY_UCX_ROOT      folder of an unpacked wheel (the one holding lib/ and include/); skips the search
 #
-# Sets KVFERRY_UCX_VERSION and KVFERRY_UCX_ORIGIN for the configure summary.
+# Sets KVFERRY_UCX_VERSION and KVFERRY_UCX_ORIGIN for the configure summary, and KVFERRY_UCX_WHEEL, the
+# wheel's folder or nothing, for whoever takes an installed kvferry.
 
 set(KVFERRY_UCX "AUTO" CACHE STRING "Where UCX comes from: AUTO, WHEEL or SYSTEM")
 set_property(CACHE KVFERRY_UCX PROPERTY STRINGS AUTO WHEEL SYSTEM)
@@ -28,9 +29,10 @@ endif()
 
 if(_ucx_root AND EXISTS "${_ucx_root}/lib/cmake/ucx/ucx-config.cmake")
   find_package(ucx CONFIG REQUIRED PATHS "${_ucx_root}/lib/cmake/ucx" NO_DEFAULT_PATH)
-  add_library(kvferry_ucx_dep INTERFACE)
-  target_link_libraries(kvferry_ucx_dep INTERFACE ucx::ucp ucx::ucs)
+  add_library(kvferry::ucx_dep INTERFACE IMPORTED GLOBAL)
+  target_link_libraries(kvferry::ucx_dep INTERFACE ucx::ucp ucx::ucs)
   set(KVFERRY_UCX_ORIGIN "wheel at ${_ucx_root}")
+  set(KVFERRY_UCX_WHEEL "${_ucx_root}")
   set(_ucx_header "${_ucx_root}/include/ucp/api/ucp_version.h")
 elseif(KVFERRY_UCX STREQUAL "WHEEL")
   message(FATAL_ERROR "KVFERRY_UCX=WHEEL but no libucx package was found: pip install libucx-cu13, "
@@ -38,9 +40,10 @@ elseif(KVFERRY_UCX STREQUAL "WHEEL")
 else()
   find_package(PkgConfig REQUIRED)
   pkg_check_modules(KVFERRY_PC_UCX REQUIRED IMPORTED_TARGET "ucx>=1.13")
-  add_library(kvferry_ucx_dep INTERFACE)
-  target_link_libraries(kvferry_ucx_dep INTERFACE PkgConfig::KVFERRY_PC_UCX)
+  add_library(kvferry::ucx_dep INTERFACE IMPORTED GLOBAL)
+  target_link_libraries(kvferry::ucx_dep INTERFACE PkgConfig::KVFERRY_PC_UCX)
   set(KVFERRY_UCX_ORIGIN "system (pkg-config)")
+  set(KVFERRY_UCX_WHEEL "")
   set(_ucx_header "")
   set(KVFERRY_UCX_VERSION "${KVFERRY_PC_UCX_VERSION}")
 endif()
@@ -50,4 +53,3 @@ if(_ucx_header)
   string(REGEX REPLACE ".*UCP_API_MAJOR +([0-9]+).*UCP_API_MINOR +([0-9]+).*" "\\1.\\2"
          KVFERRY_UCX_VERSION "${_ucx_lines}")
 endif()
-add_library(kvferry::ucx_dep ALIAS kvferry_ucx_dep)
