@@ -28,34 +28,11 @@ absl::StatusOr<std::shared_ptr<LookupEntry>> NewEntry(std::vector<std::byte> hid
   return entry;
 }
 
+absl::Status CheckOpen(const Gate::Pass& pass) {
+  return pass.open() ? absl::OkStatus() : absl::CancelledError("lookup: the buffer was closed");
+}
+
 }  // namespace
-
-// A call of Insert that Close() has to wait for: it may be answering a lookup. Those that come
-// later are refused, or it could wait for one after another.
-class LookupProducer::Inserting {
- public:
-  explicit Inserting(LookupProducer* producer) : producer_(producer) {
-    const MutexLock lock(&producer_->mutex_);
-    is_refused_ = producer_->closing_;
-    if (!is_refused_) ++producer_->inserting_;
-  }
-  ~Inserting() {
-    if (is_refused_) return;
-    const MutexLock lock(&producer_->mutex_);
-    --producer_->inserting_;
-    producer_->changed_.NotifyAll();
-  }
-  Inserting(const Inserting&) = delete;
-  Inserting& operator=(const Inserting&) = delete;
-
-  absl::Status status() const {
-    return is_refused_ ? absl::CancelledError("lookup: the buffer was closed") : absl::OkStatus();
-  }
-
- private:
-  LookupProducer* const producer_;
-  bool is_refused_ = false;
-};
 
 LookupProducer::LookupProducer(const Options& options, std::shared_ptr<LookupTable> table,
                                std::unique_ptr<CopyPages> copies)
@@ -93,16 +70,12 @@ absl::StatusOr<std::unique_ptr<LookupProducer>> LookupProducer::Create(const Opt
 
 void LookupProducer::Close() {
   close_once_.Run([this] {
+    copies_->Close();
+    table_->Close();
+    gate_.Close();
     std::shared_ptr<Node> node;
     {
       const MutexLock lock(&mutex_);
-      closing_ = true;
-    }
-    copies_->Close();
-    table_->Close();
-    {
-      const MutexLock lock(&mutex_);
-      while (inserting_ > 0) changed_.WaitAwhile(&mutex_);
       node = std::move(node_);
     }
     service_.Close();
@@ -151,8 +124,8 @@ absl::StatusOr<uint64_t> LookupProducer::Insert(std::span<const int32_t> tokens,
                                                 const std::optional<std::vector<bool>>& roi,
                                                 std::span<const int64_t> pages, Deadline deadline,
                                                 std::vector<std::byte> hidden) {
-  const Inserting inserting(this);
-  KVFERRY_RETURN_IF_ERROR(inserting.status());
+  const Gate::Pass pass(&gate_);
+  KVFERRY_RETURN_IF_ERROR(CheckOpen(pass));
   KVFERRY_ASSIGN_OR_RETURN(LookupTable::Tokens selected, SelectTokens(tokens, roi));
   KVFERRY_ASSIGN_OR_RETURN(auto entry, NewEntry(std::move(hidden)));
   KVFERRY_ASSIGN_OR_RETURN(entry->pages, CheckPages(pages, static_cast<int64_t>(selected.size())));
@@ -174,8 +147,8 @@ absl::Status LookupProducer::InsertTensors(std::span<const int32_t> tokens,
                                            std::span<const std::byte> key,
                                            std::span<const std::byte> value, Deadline deadline,
                                            std::vector<std::byte> hidden) {
-  const Inserting inserting(this);
-  KVFERRY_RETURN_IF_ERROR(inserting.status());
+  const Gate::Pass pass(&gate_);
+  KVFERRY_RETURN_IF_ERROR(CheckOpen(pass));
   KVFERRY_ASSIGN_OR_RETURN(LookupTable::Tokens selected, SelectTokens(tokens, roi));
   const KvPool& pool = *options_.pool;
   const auto num_tokens = static_cast<int64_t>(selected.size());

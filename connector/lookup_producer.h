@@ -21,6 +21,7 @@
 #include "connector/lookup_service.h"
 #include "connector/lookup_table.h"
 #include "pool/kv_pool.h"
+#include "transport/gate.h"
 #include "transport/node.h"
 
 namespace kvferry {
@@ -108,7 +109,6 @@ class LookupProducer {
     Mutex mutex;
     std::vector<GoneEntry> entries ABSL_GUARDED_BY(mutex);
   };
-  class Inserting;
 
   LookupProducer(const Options& options, std::shared_ptr<LookupTable> table,
                  std::unique_ptr<CopyPages> copies);
@@ -128,10 +128,8 @@ class LookupProducer {
   std::string address_;
   std::atomic<uint64_t> next_entry_ = 1;
 
+  Gate gate_;  // Inserts are inside.
   mutable Mutex mutex_;
-  CondVar changed_;
-  int64_t inserting_ ABSL_GUARDED_BY(mutex_) = 0;  // Calls that are under way.
-  bool closing_ ABSL_GUARDED_BY(mutex_) = false;
   std::shared_ptr<Node> node_ ABSL_GUARDED_BY(mutex_);  // Its thread uses service_.
 };
 

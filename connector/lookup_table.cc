@@ -180,7 +180,7 @@ LookupTable::Answer LookupTable::EndQuery(uint64_t id) {
   if (found->second.any) {
     any_queries_.erase(*found->second.any);
   } else {
-    query_index_.Erase(id).IgnoreError();
+    query_tree_.Erase(found->second.tokens);
   }
   deadlines_.erase({found->second.deadline, id});
   waiting_bytes_ -= found->second.bytes;
@@ -190,8 +190,8 @@ LookupTable::Answer LookupTable::EndQuery(uint64_t id) {
 
 std::optional<std::pair<LookupTable::Answer, int64_t>> LookupTable::QueryFor(
     std::span<const int32_t> tokens) {
-  if (const auto match = query_index_.Longest(tokens)) {
-    return std::pair(EndQuery(match->entry), match->num_tokens);
+  if (const auto match = query_tree_.Longest(tokens)) {
+    return std::pair(EndQuery(static_cast<QueryTokens*>(match->entry)->query), match->num_tokens);
   }
   if (any_queries_.empty()) return std::nullopt;
   return std::pair(EndQuery(any_queries_.front()), static_cast<int64_t>(tokens.size()));
@@ -239,7 +239,9 @@ uint64_t LookupTable::AddQuery(const std::optional<Tokens>& tokens, Deadline dea
   deadlines_.insert({deadline, id});
   // Last: what finds no memory is in none of them.
   if (tokens) {
-    query_index_.Insert(id, *tokens).IgnoreError();  // A new id, and tokens: cannot fail.
+    auto entry = std::make_unique<QueryTokens>(id, *tokens);
+    query.tokens = entry.get();
+    query_tree_.Insert(std::move(entry));
   } else {
     query.any = any_queries_.insert(any_queries_.end(), id);
   }

@@ -17,7 +17,6 @@
 #include "absl/status/statusor.h"
 #include "base/clock.h"
 #include "base/mutex.h"
-#include "connector/token_index.h"
 #include "connector/token_tree.h"
 
 namespace kvferry {
@@ -139,11 +138,19 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
     Payload payload;
     Waiting* waiting = nullptr;  // Else it is kept, and its bytes count.
   };
+  // Of a query with tokens, in query_tree_.
+  struct QueryTokens : TokenTree::Entry {
+    QueryTokens(uint64_t query, Tokens tokens)
+        : TokenTree::Entry(std::move(tokens)), query(query) {}
+    const uint64_t query;
+  };
+
   struct Query {
     Deadline deadline;
     Answer answer;
     int64_t bytes;                                     // Of its tokens.
     std::optional<std::list<uint64_t>::iterator> any;  // In any_queries_, when it has no tokens.
+    TokenTree::Entry* tokens = nullptr;                // Else, in query_tree_.
   };
 
   explicit LookupTable(const Options& options) : options_(options) {}
@@ -186,7 +193,7 @@ class LookupTable : public std::enable_shared_from_this<LookupTable> {
   // Abseil's maps are broken by a growth for which there is no memory.
   std::unordered_map<uint64_t, Query> queries_ ABSL_GUARDED_BY(mutex_);
   int64_t waiting_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // Of their tokens.
-  TokenIndex query_index_ ABSL_GUARDED_BY(mutex_);
+  TokenTree query_tree_ ABSL_GUARDED_BY(mutex_);
   std::list<uint64_t> any_queries_ ABSL_GUARDED_BY(mutex_);  // Those without tokens, oldest first.
   std::set<std::pair<Deadline, uint64_t>> deadlines_ ABSL_GUARDED_BY(mutex_);  // Of queries.
 };
