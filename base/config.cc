@@ -320,12 +320,7 @@ bool IsEveryInterface(absl::string_view host) {
 }
 
 bool IsLoopbackHost(absl::string_view host) {
-  if (host == "localhost" || host == "::1" || host == "[::1]") return true;
-  // Parsed, not matched by prefix: "127.example.com" is somebody's name server's answer.
-  if (host.find('\0') != absl::string_view::npos) return false;  // inet_pton would stop there.
-  in_addr address{};
-  const bool is_ipv4 = inet_pton(AF_INET, std::string(host).c_str(), &address) == 1;
-  return is_ipv4 && (ntohl(address.s_addr) >> 24) == 127;
+  return HostListAdmits("127.0.0.0/8,::1,localhost", host);
 }
 
 }  // namespace kvferry

@@ -16,7 +16,6 @@
 #include "connector/lease_table.h"
 #include "connector/push_handle.h"
 #include "pool/kv_pool.h"
-#include "pool/page_runs.h"
 #include "transport/node.h"
 #include "transport/ticket.h"
 

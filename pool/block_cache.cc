@@ -63,14 +63,14 @@ absl::Status CheckPairs(const BlockCache& from, const BlockCache& to,
   return absl::OkStatus();
 }
 
-std::vector<BlockRun> Coalesce(std::span<const BlockPair> pairs) {
+std::vector<ItemsMove> Coalesce(std::span<const BlockPair> pairs) {
   std::vector<BlockPair> sorted(pairs.begin(), pairs.end());
   std::sort(sorted.begin(), sorted.end());
-  std::vector<BlockRun> runs;
+  std::vector<ItemsMove> runs;
   for (const auto& [from, to] : sorted) {
-    if (!runs.empty() && runs.back().from + runs.back().count == from &&
-        runs.back().to + runs.back().count == to) {
-      ++runs.back().count;
+    if (!runs.empty() && runs.back().from + runs.back().items == from &&
+        runs.back().to + runs.back().items == to) {
+      ++runs.back().items;
     } else {
       runs.push_back({from, to, 1});
     }
@@ -225,8 +225,8 @@ std::vector<BufferInfo> BlockCache::buffer_infos() const {
   return infos;
 }
 
-absl::StatusOr<std::vector<BlockRun>> PlanBlockCopy(const BlockCache& from, const BlockCache& to,
-                                                    std::span<const BlockPair> pairs) {
+absl::StatusOr<std::vector<ItemsMove>> PlanBlockCopy(const BlockCache& from, const BlockCache& to,
+                                                     std::span<const BlockPair> pairs) {
   if (from.shape() != to.shape()) {
     return absl::InvalidArgumentError("block cache: blocks move between caches of one shape only");
   }
@@ -239,14 +239,14 @@ absl::Status CopyBlocks(const BlockCache& from, BlockCache& to, std::span<const 
   // A device knows how to reach the host, and not the other way round.
   const PoolMemory& copier = to.memory().on_host() ? from.memory() : to.memory();
   if (!copier.on_host()) return copier.RunBlocks(from, to, pairs);
-  KVFERRY_ASSIGN_OR_RETURN(const std::vector<BlockRun> runs, PlanBlockCopy(from, to, pairs));
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<ItemsMove> runs, PlanBlockCopy(from, to, pairs));
   const std::vector<BufferInfo> sources = from.buffer_infos();
   const std::vector<BufferInfo> destinations = to.buffer_infos();
   const auto copy_buffer = [&](int64_t buffer) {
     const auto& [source, bytes, item_bytes] = sources[static_cast<size_t>(buffer)];
-    for (const BlockRun& run : runs) {
+    for (const ItemsMove& run : runs) {
       std::memcpy(destinations[static_cast<size_t>(buffer)].address + run.to * item_bytes,
-                  source + run.from * item_bytes, static_cast<size_t>(run.count * item_bytes));
+                  source + run.from * item_bytes, static_cast<size_t>(run.items * item_bytes));
     }
   };
   const auto num_buffers = static_cast<int64_t>(sources.size());

@@ -110,17 +110,10 @@ class BlockCache {
   std::shared_ptr<const void> pin_;  // Of the pieces.
 };
 
-// Neighbouring blocks that go to neighbouring blocks.
-struct BlockRun {
-  int64_t from, to, count;
-
-  bool operator==(const BlockRun&) const = default;
-};
-
 // The pairs in as few runs as there are, in order of `from`: what any copy of blocks checks first.
 // Errors as for CopyBlocks(), of any kind of memory.
-absl::StatusOr<std::vector<BlockRun>> PlanBlockCopy(const BlockCache& from, const BlockCache& to,
-                                                    std::span<const BlockPair> pairs);
+absl::StatusOr<std::vector<ItemsMove>> PlanBlockCopy(const BlockCache& from, const BlockCache& to,
+                                                     std::span<const BlockPair> pairs);
 
 // Block pair.second of `to` becomes block pair.first of `from`, in every layer, for all pairs.
 // Neighbouring blocks that go to neighbouring blocks move in one piece, in whatever order the pairs

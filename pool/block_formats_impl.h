@@ -22,7 +22,6 @@ KVFERRY_CASTS_TARGET inline float PowerOfTwo(int exponent) {
 struct Mxfp4Block {
   using Scale = uint8_t;  // Its exponent + 127.
   static constexpr uint32_t kValues = 16;
-  static constexpr uint32_t kValuesPerCode = 2;  // A code is a byte here.
 
   // The smallest one with largest <= 6 * 2^exponent, 6 being 1.5 * 2^2. At most 253.
   KVFERRY_CASTS_TARGET static Scale ScaleOf(uint32_t largest) {

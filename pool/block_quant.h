@@ -4,7 +4,6 @@
 // and the index keys of sparse attention in SGLang. A row is the values of all its heads, one after
 // the other; its last block may not be short.
 
-#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>

@@ -1,7 +1,6 @@
 #include "pool/host_kv_pool.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"

@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -31,15 +30,15 @@ absl::string_view HostSlotStateName(HostSlotState state);
 // the device pool's.
 //
 // Every call checks the state of every slot it names, against this table:
-//   call            from                        to
-//   Allocate        idle                        reserved
-//   ProtectWrite    reserved                    protected
-//   ProtectLoad     backup                      protected
-//   CompleteIo      protected                   synced
-//   MarkBackup      synced                      backup     (the device slot is about to be freed)
-//   MarkSynced      backup                      synced     (the device computed the token again)
-//   Free            reserved, synced, backup    idle       (never while a transfer may be under
-//   way)
+//   call          from                      to
+//   Allocate      idle                      reserved
+//   ProtectWrite  reserved                  protected
+//   ProtectLoad   backup                    protected
+//   CompleteIo    protected                 synced
+//   MarkBackup    synced                    backup     (the device slot is about to be freed)
+//   MarkSynced    backup                    synced     (the device computed the token again)
+//   Free          reserved, synced, backup  idle       (never while a transfer may be under way)
+//
 // BackUp() and Load() go through their states by themselves, and leave slots as they found them
 // also when they throw.
 //

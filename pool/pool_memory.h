@@ -32,6 +32,7 @@ struct BytesMove {
 // Equal items that lie together on both sides, counted from a place on each.
 struct ItemsMove {
   int64_t from, to, items;
+  bool operator==(const ItemsMove&) const = default;
 };
 // Where item 0 lies and where it goes, and how long the items are.
 struct PlaceMove {

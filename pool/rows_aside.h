@@ -3,7 +3,6 @@
 // Copies that read what they write, for whose rows memory of their own is needed meanwhile.
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>

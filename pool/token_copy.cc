@@ -162,11 +162,4 @@ void TokenCopy::CopyValues(const std::byte* from, std::byte* to, int64_t values)
   if (from != to) std::memcpy(to, from, static_cast<size_t>(values * DTypeBytes(from_.dtype)));
 }
 
-absl::Status CopyTokens(const TokenView& from, std::span<const int32_t> from_slots,
-                        const TokenView& to, std::span<const int32_t> to_slots) {
-  KVFERRY_ASSIGN_OR_RETURN(const TokenCopy copy, TokenCopy::Plan(from, from_slots, to, to_slots));
-  copy.Run();
-  return absl::OkStatus();
-}
-
 }  // namespace kvferry

@@ -87,8 +87,4 @@ class TokenCopy {
   bool runs_, rows_, heads_;  // What lies without gaps on both sides.
 };
 
-// Plan and Run in one. Errors as for Plan; nothing is written then.
-absl::Status CopyTokens(const TokenView& from, std::span<const int32_t> from_slots,
-                        const TokenView& to, std::span<const int32_t> to_slots);
-
 }  // namespace kvferry

@@ -15,12 +15,11 @@ namespace {
 
 constexpr int64_t kPauseNs = 100'000'000;
 
-// The peer waits, and accepting it fails again.
+}  // namespace
+
 bool IsForWantOfFiles(int error) {
   return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
 }
-
-}  // namespace
 
 absl::StatusOr<PauseTimer> PauseTimer::Create() {
   PauseTimer made;

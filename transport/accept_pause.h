@@ -10,6 +10,9 @@
 
 namespace kvferry {
 
+// Whether an errno says that there are no descriptors or no memory left: it may pass.
+bool IsForWantOfFiles(int error);
+
 // The moment for which a listener is left out where accepting fails until something is closed.
 class PauseTimer {
  public:

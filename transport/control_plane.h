@@ -3,7 +3,6 @@
 // Where control messages come from and go to. The one implementation is ZeroMQ (control/); tests
 // wrap it.
 
-#include <cstdint>
 #include <string>
 
 #include "absl/status/status.h"

@@ -5,12 +5,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "absl/strings/strip.h"
 #include "base/log.h"
 #include "base/status.h"
 #include "transport/mapped/mapped_data_plane.h"
 #include "transport/tcp/tcp_frames.h"
 #include "transport/tcp/tcp_socket.h"
+#include "transport/ticket.h"
 #include "transport/ucx/ucx_data_plane.h"
 #include "transport/ucx/ucx_direct_reads.h"
 
@@ -26,14 +26,6 @@ std::unique_ptr<AddressedPlane> MappedPlane(const Config& config, Arena* arena,
   if (plane.ok()) return *std::move(plane);
   Log().warn("peers on this host are reached over the network: {}", plane.status().ToString());
   return nullptr;
-}
-
-// Of "tcp://host:port", without the brackets of an IPv6 address.
-std::string HostOf(absl::string_view address) {
-  absl::ConsumePrefix(&address, "tcp://");
-  address = address.substr(0, address.rfind(':'));
-  if (absl::ConsumePrefix(&address, "[")) absl::ConsumeSuffix(&address, "]");
-  return std::string(address);
 }
 
 // The lane of the next chunk. The first lane's thread also runs everything else, and gathers before
@@ -75,8 +67,8 @@ absl::Status DataPlanes::MakeNetwork(const Options& options) {
     KVFERRY_RETURN_IF_ERROR(AddressOfInterface(config_.net_device).status());
   }
   if (options.listen_address.empty()) return absl::OkStatus();
-  KVFERRY_ASSIGN_OR_RETURN(door_,
-                           TcpDoor::Create(config_, HostOf(options.listen_address), metrics_));
+  KVFERRY_ASSIGN_OR_RETURN(const std::string host, HostOfAddress(options.listen_address));
+  KVFERRY_ASSIGN_OR_RETURN(door_, TcpDoor::Create(config_, host, metrics_));
   return absl::OkStatus();
 }
 

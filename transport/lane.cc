@@ -3,10 +3,8 @@
 #include <poll.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <iterator>
-#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"

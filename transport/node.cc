@@ -3,7 +3,6 @@
 #include <poll.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 
 #include "absl/strings/escaping.h"
@@ -228,16 +227,10 @@ void NodeImpl::LeaveToMaker() {
 
 // ---------------------------------------------------------------- called from any thread
 
-absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest request) {
-  Ticket& ticket = request.ticket;
-  const bool awaited = request.await_id != 0;
-  if (awaited) ticket.address = "nobody yet";  // In logs.
-  const bool by_ticket = request.peer.empty() && !awaited;
-  if (by_ticket) {
-    KVFERRY_RETURN_IF_ERROR(CheckHostAllowed(ticket.address, options_.config));
-  }
-  const KvLayout& layout = options_.pool->layout();
-  const int64_t most_pages = options_.converts_pages ? MostPages(ticket, layout) : ticket.num_pages;
+absl::Status NodeImpl::CheckFetch(const FetchRequest& request) const {
+  const int64_t most_pages = options_.converts_pages
+                                 ? MostPages(request.ticket, options_.pool->layout())
+                                 : request.ticket.num_pages;
   KVFERRY_RETURN_IF_ERROR(request.positions.CheckWithin(most_pages));
   if (request.positions.num_pages() != request.pages.num_pages()) {
     return absl::InvalidArgumentError(absl::StrCat("fetch: ", request.positions.num_pages(),
@@ -255,6 +248,19 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
                                                    request.reader.of, ", limit ",
                                                    LeaseReader::kMax));
   }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest request) {
+  Ticket& ticket = request.ticket;
+  const bool awaited = request.await_id != 0;
+  if (awaited) ticket.address = "nobody yet";  // In logs.
+  const bool by_ticket = request.peer.empty() && !awaited;
+  if (by_ticket) {
+    KVFERRY_RETURN_IF_ERROR(CheckHostAllowed(ticket.address, options_.config));
+  }
+  KVFERRY_RETURN_IF_ERROR(CheckFetch(request));
+  const KvLayout& layout = options_.pool->layout();
   const HeadRange heads =
       request.heads.count != 0 ? request.heads : HeadsOf(layout, options_.heads);
   KVFERRY_ASSIGN_OR_RETURN(const HeadRange local, LocalHeads(layout, options_.heads, heads));

@@ -64,6 +64,9 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   }
 
  private:
+  // Any thread.
+  absl::Status CheckFetch(const FetchRequest& request) const;
+
   // The progress thread.
   void Run();
   bool Work();

@@ -75,8 +75,8 @@ struct ChunksUnderWay {
 //
 // A transfer is    parked --publish--> active --done--> (gone: fetched)
 //                     |                  |
-//                     '-- grace over     '-- cancel, abort, peer gone, deadline --> (gone: lease
-//                     goes on)
+//                     |                  '-- cancel, abort, peer gone, deadline
+//                     '-- grace over             --> (gone: lease goes on)
 //                         --> refused
 //
 // Progress thread only.

@@ -10,7 +10,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "pool/kv_pool.h"
-#include "pool/page_copy.h"
 #include "pool/page_cut.h"
 #include "pool/page_runs.h"
 #include "pool/value_format.h"

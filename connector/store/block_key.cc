@@ -1,6 +1,5 @@
 #include "connector/store/block_key.h"
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "base/sha256.h"
 #include "base/status.h"
@@ -80,10 +79,6 @@ absl::StatusOr<std::vector<std::string>> BlockKeys(std::span<const int32_t> toke
     keys.push_back(before);
   }
   return keys;
-}
-
-std::string KeyToHex(std::string_view key) {
-  return absl::BytesToHexString({key.data(), key.size()});
 }
 
 }  // namespace kvferry

@@ -44,7 +44,4 @@ absl::StatusOr<std::vector<std::string>> BlockKeys(
     std::span<const int32_t> tokens, int64_t page_size, const KeyScope& scope,
     std::optional<std::string_view> parent = std::nullopt);
 
-// For logs and for stores whose keys are text.
-std::string KeyToHex(std::string_view key);
-
 }  // namespace kvferry

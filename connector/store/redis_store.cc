@@ -3,7 +3,6 @@
 #include <hiredis/hiredis.h>
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"

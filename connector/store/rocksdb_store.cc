@@ -17,6 +17,7 @@
 #include "base/mutex.h"
 #include "base/status.h"
 #include "connector/store/entry_index.h"
+#include "connector/store/key_turns.h"
 #include "connector/store/rocksdb_database.h"
 #include "connector/store/value_header.h"
 
@@ -96,18 +97,11 @@ class RocksDbStore::Impl {
 
  private:
   // The right to change anything, held by one call at a time.
-  class Turn {
-   public:
-    static absl::StatusOr<Turn> Take(Impl* impl, Deadline deadline);
-    Turn(Turn&& other) noexcept : impl_(std::exchange(other.impl_, nullptr)) {}
-    Turn& operator=(Turn&&) = delete;
-    ~Turn();
-
-   private:
-    explicit Turn(Impl* impl) : impl_(impl) {}
-    Impl* impl_;
-  };
-
+  absl::StatusOr<KeyTurns::Turn> TakeTurn(Deadline deadline) {
+    auto turn = turns_.Take("", deadline);
+    if (turn.ok()) return turn;
+    return absl::DeadlineExceededError("rocksdb store: others were writing until the deadline");
+  }
   std::optional<EntryIndex::Entry> Find(std::string_view key) const;
   absl::Status LoadEntries(rocksdb::WriteBatch* stale);
   absl::StatusOr<std::vector<std::string>> VictimsFor(std::span<const EntryIndex::Wanted> wanted,
@@ -132,32 +126,12 @@ class RocksDbStore::Impl {
 
   const Options options_;
   const RocksDbDatabase database_;
-  mutable Mutex mutex_;  // Never held while RocksDB works.
-  CondVar turn_ended_;
-  bool turn_taken_ ABSL_GUARDED_BY(mutex_) = false;
+  KeyTurns turns_;
+  mutable Mutex mutex_;                       // Never held while RocksDB works.
   EntryIndex index_ ABSL_GUARDED_BY(mutex_);  // Changes in a Turn only.
   uint64_t next_number_ ABSL_GUARDED_BY(mutex_) = 1;
   Stats counts_ ABSL_GUARDED_BY(mutex_);
 };
-
-absl::StatusOr<RocksDbStore::Impl::Turn> RocksDbStore::Impl::Turn::Take(Impl* impl,
-                                                                        Deadline deadline) {
-  MutexLock lock(&impl->mutex_);
-  while (impl->turn_taken_) {
-    if (!impl->turn_ended_.WaitUntil(&impl->mutex_, deadline) && impl->turn_taken_) {
-      return absl::DeadlineExceededError("rocksdb store: others were writing until the deadline");
-    }
-  }
-  impl->turn_taken_ = true;
-  return Turn(impl);
-}
-
-RocksDbStore::Impl::Turn::~Turn() {
-  if (impl_ == nullptr) return;
-  MutexLock lock(&impl_->mutex_);
-  impl_->turn_taken_ = false;
-  impl_->turn_ended_.NotifyAll();
-}
 
 // ---- Opening ------------------------------------------------------------------------------------
 
@@ -276,7 +250,7 @@ absl::Status RocksDbStore::Impl::PutTogether(std::span<const NumberedItem> items
     wanted.push_back({item.key, EntryBytes(item.key, BytesOf(item.value))});
     places.emplace_back(item.key);
   }
-  KVFERRY_ASSIGN_OR_RETURN(const Turn turn, Turn::Take(this, deadline));
+  KVFERRY_ASSIGN_OR_RETURN(const KeyTurns::Turn turn, TakeTurn(deadline));
   KVFERRY_ASSIGN_OR_RETURN(const std::vector<std::string> victims, VictimsFor(wanted, batch));
   rocksdb::WriteBatch writes;
   for (const std::string& victim : victims) AddRemoval(victim, &writes);
@@ -322,12 +296,12 @@ absl::Status RocksDbStore::Impl::Remove(std::string_view key, Deadline deadline)
 }
 
 absl::Status RocksDbStore::Impl::Erase(std::string_view key, Deadline deadline) {
-  KVFERRY_ASSIGN_OR_RETURN(const Turn turn, Turn::Take(this, deadline));
+  KVFERRY_ASSIGN_OR_RETURN(const KeyTurns::Turn turn, TakeTurn(deadline));
   return Remove(key, deadline);
 }
 
 absl::Status RocksDbStore::Impl::Pin(std::string_view key, Deadline deadline) {
-  KVFERRY_ASSIGN_OR_RETURN(const Turn turn, Turn::Take(this, deadline));
+  KVFERRY_ASSIGN_OR_RETURN(const KeyTurns::Turn turn, TakeTurn(deadline));
   MutexLock lock(&mutex_);
   if (index_.Find(key) == nullptr) {
     return absl::NotFoundError("rocksdb store: no such entry to pin");
@@ -337,7 +311,7 @@ absl::Status RocksDbStore::Impl::Pin(std::string_view key, Deadline deadline) {
 }
 
 absl::Status RocksDbStore::Impl::Unpin(std::string_view key, Deadline deadline) {
-  KVFERRY_ASSIGN_OR_RETURN(const Turn turn, Turn::Take(this, deadline));
+  KVFERRY_ASSIGN_OR_RETURN(const KeyTurns::Turn turn, TakeTurn(deadline));
   MutexLock lock(&mutex_);
   const EntryIndex::Entry* const entry = index_.Find(key);
   if (entry == nullptr || entry->pins == 0) {
@@ -427,7 +401,7 @@ absl::Status RocksDbStore::Impl::Miss() {
 // Unless another put has come in between. What cannot be removed stays, and is a miss all the same.
 absl::Status RocksDbStore::Impl::DropDamaged(std::string_view key, uint64_t number,
                                              Deadline deadline) {
-  KVFERRY_ASSIGN_OR_RETURN(const Turn turn, Turn::Take(this, deadline));
+  KVFERRY_ASSIGN_OR_RETURN(const KeyTurns::Turn turn, TakeTurn(deadline));
   const std::optional<EntryIndex::Entry> entry = Find(key);
   if (!entry || entry->number != number) return absl::OkStatus();
   Log().warn("rocksdb store: a damaged value of {} bytes is dropped", entry->bytes);

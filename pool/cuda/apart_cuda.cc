@@ -12,8 +12,8 @@
 
 #include "base/slab.h"
 #include "base/status.h"
-#include "pool/cuda/cuda_kv_pool.h"
 #include "pool/cuda/cuda_status.h"
+#include "pool/cuda/host_pin.h"
 #include "pool/cuda/move_bytes_cuda.h"
 #include "pool/cuda/on_device.h"
 

@@ -34,19 +34,13 @@ absl::StatusOr<Reach> ReachOf(const BlockCache& cache, int device) {
   return reach;
 }
 
-std::vector<BytesMove> BlockMoves(const BlockCache& from, const BlockCache& to,
-                                  std::span<const BlockRun> runs) {
+std::vector<PlaceMove> PlacesOf(const BlockCache& from, const BlockCache& to) {
   const std::vector<BufferInfo> sources = from.buffer_infos(), destinations = to.buffer_infos();
-  std::vector<BytesMove> moves;
-  moves.reserve(sources.size() * runs.size());
-  for (size_t buffer = 0; buffer < sources.size(); ++buffer) {
-    const int64_t item_bytes = sources[buffer].item_bytes;
-    for (const BlockRun& run : runs) {
-      moves.push_back({sources[buffer].address + run.from * item_bytes,
-                       destinations[buffer].address + run.to * item_bytes, run.count * item_bytes});
-    }
+  std::vector<PlaceMove> places;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    places.push_back({sources[i].address, destinations[i].address, sources[i].item_bytes});
   }
-  return moves;
+  return places;
 }
 
 // Moves between two caches of which one at least lies on the host and is pinned in part: the
@@ -116,13 +110,13 @@ class PartlyPinnedCopies {
 
 absl::Status CopyBlocksCuda(const BlockCache& from, BlockCache& to,
                             std::span<const BlockPair> pairs, cudaStream_t stream) {
-  KVFERRY_ASSIGN_OR_RETURN(const std::vector<BlockRun> runs, PlanBlockCopy(from, to, pairs));
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<ItemsMove> runs, PlanBlockCopy(from, to, pairs));
   if (runs.empty()) return absl::OkStatus();
   int device = 0;
   KVFERRY_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "block copy"));
   KVFERRY_ASSIGN_OR_RETURN(const Reach read, ReachOf(from, device));
   KVFERRY_ASSIGN_OR_RETURN(const Reach written, ReachOf(to, device));
-  const std::vector<BytesMove> moves = BlockMoves(from, to, runs);
+  const std::vector<BytesMove> moves = MovesOf(runs, PlacesOf(from, to));
   if (read.by_kernels && written.by_kernels) return MoveBytesCuda(moves, stream);
   if (read.by_copies && written.by_copies) return CopyEachCuda(moves, stream);
   return PartlyPinnedCopies(from.memory().on_host(), to.memory().on_host(), device, stream)

@@ -4,9 +4,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
-#include "pool/cuda/cuda_kv_pool.h"
 #include "pool/cuda/cuda_status.h"
 #include "pool/cuda/driver.h"
+#include "pool/cuda/host_pin.h"
 
 namespace kvferry {
 namespace {

@@ -7,6 +7,7 @@
 #include <random>
 #include <set>
 
+#include "absl/strings/escaping.h"
 #include "tests/support/status.h"
 
 namespace kvferry {
@@ -18,7 +19,7 @@ using Tokens = std::vector<int32_t>;
 KeyScope Scope() { return {"m@1", KvLayout::Mha(2, 4, 3, 8, DType::kBFloat16), 0, ""}; }
 
 std::vector<std::string> Hex(std::vector<std::string> keys) {
-  for (std::string& key : keys) key = KeyToHex(key);
+  for (std::string& key : keys) key = absl::BytesToHexString(key);
   return keys;
 }
 
@@ -141,8 +142,6 @@ TEST(BlockKeys, BadArgumentsAreNamed) {
   EXPECT_TRUE(Fails(keys(4, Scope(), ""), kInvalid, "parent has 0 bytes", "32"));
   EXPECT_TRUE(Fails(keys(4, Scope(), std::string(33, 'x')), kInvalid, "parent has 33 bytes"));
 }
-
-TEST(BlockKeys, HexIsLowerCase) { EXPECT_EQ(KeyToHex(std::string("\x00\xab\x0f", 3)), "00ab0f"); }
 
 }  // namespace
 }  // namespace kvferry

@@ -351,7 +351,7 @@ TEST(BlockCaches, ADeviceCopiesItsBlocksItself) {
 
 TEST(BlockCaches, RunsAreAsFewAsThereAre) {
   const auto cache = Must(BlockCache::Create(Shape(), 4));
-  const std::vector<BlockRun> runs = {{0, 1, 2}, {3, 0, 1}};
+  const std::vector<ItemsMove> runs = {{0, 1, 2}, {3, 0, 1}};
   const std::vector<BlockPair> pairs = {{3, 0}, {0, 1}, {1, 2}};
   EXPECT_EQ(Must(PlanBlockCopy(*cache, *Must(BlockCache::Create(Shape(), 3)), pairs)), runs);
 }

@@ -69,15 +69,15 @@ class GuardedMemory : public PoolMemory {
 
   absl::Status RunBlocks(const BlockCache& from, BlockCache& to,
                          std::span<const BlockPair> pairs) const override {
-    const absl::StatusOr<std::vector<BlockRun>> runs = PlanBlockCopy(from, to, pairs);
+    const absl::StatusOr<std::vector<ItemsMove>> runs = PlanBlockCopy(from, to, pairs);
     if (!runs.ok()) return runs.status();
     std::vector<BytesMove> moves;
     for (size_t i = 0; i < from.buffer_infos().size(); ++i) {
       const BufferInfo source = from.buffer_infos()[i], destination = to.buffer_infos()[i];
-      for (const BlockRun& run : *runs) {
+      for (const ItemsMove& run : *runs) {
         moves.push_back({source.address + run.from * source.item_bytes,
                          destination.address + run.to * source.item_bytes,
-                         run.count * source.item_bytes});
+                         run.items * source.item_bytes});
       }
     }
     return MoveApart(moves);

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "pool/cuda/cuda_kv_pool.h"
 #include "pool/cuda/cuda_memory.h"
+#include "pool/cuda/host_pin.h"
 #include "tests/pool_cuda/device.h"
 #include "tests/support/status.h"
 

@@ -1,4 +1,4 @@
-#include "pool/cuda/cuda_kv_pool.h"
+#include "pool/cuda/cuda_memory.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "pool/block_cache.h"
+#include "pool/cuda/host_pin.h"
 #include "pool/cuda/token_copy_cuda.h"
+#include "pool/kv_pool.h"
 #include "pool/token_view.h"
 #include "tests/pool_cuda/device.h"
 #include "tests/support/status.h"
@@ -28,7 +30,7 @@ std::vector<std::byte> BytesOf(const BufferInfo& buffer) {
 TEST_F(CudaKvPools, BeginZeroed) {
   // Twice, so that the second may get the bytes that the first has written.
   for (int i = 0; i < 2; ++i) {
-    const auto pool = Must(CreateCudaKvPool(SmallLayout(), 100, 0));
+    const auto pool = Must(KvPool::CreateIn(SmallLayout(), 100, CudaMemory(0)));
     EXPECT_EQ(pool->num_pages(), 100);
     for (const BufferInfo& buffer : pool->buffer_infos()) {
       EXPECT_EQ(BytesOf(buffer), std::vector<std::byte>(static_cast<size_t>(buffer.bytes)));
@@ -40,16 +42,16 @@ TEST_F(CudaKvPools, BeginZeroed) {
 TEST_F(CudaKvPools, MoreThanTheDeviceHasIsRefused) {
   const KvLayout layout = SmallLayout();
   const int64_t pages = (int64_t{1} << 43) / layout.page_bytes();  // 8 TiB.
-  EXPECT_TRUE(Fails(CreateCudaKvPool(layout, pages, 0), absl::StatusCode::kResourceExhausted,
-                    "8796093022208 bytes refused"));
+  EXPECT_TRUE(Fails(KvPool::CreateIn(layout, pages, CudaMemory(0)),
+                    absl::StatusCode::kResourceExhausted, "8796093022208 bytes refused"));
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
-  EXPECT_TRUE(IsOk(CreateCudaKvPool(layout, 1, 0)));
+  EXPECT_TRUE(IsOk(KvPool::CreateIn(layout, 1, CudaMemory(0))));
 }
 
 TEST_F(CudaKvPools, PinnedPoolsAreReadAndWrittenByTheDevice) {
   const KvLayout layout = SmallLayout();
   const auto host = Must(KvPool::Create(layout, 10));
-  const auto device = Must(CreateCudaKvPool(layout, 10, 0));
+  const auto device = Must(KvPool::CreateIn(layout, 10, CudaMemory(0)));
   auto pin = Must(PinHostMemory(host->buffer_infos(), host));
   for (const BufferInfo& buffer : host->buffer_infos()) {
     std::iota(reinterpret_cast<uint8_t*>(buffer.address),
@@ -93,17 +95,18 @@ TEST_F(CudaKvPools, BlocksOfACacheAreRows) {
 
 TEST(CudaKvPoolArguments, ADeviceThatIsNotThereIsNamed) {
   for (const int device : {-1, 1000}) {
-    EXPECT_TRUE(Fails(CreateCudaKvPool(SmallLayout(), 4, device), absl::StatusCode::kUnavailable,
+    EXPECT_TRUE(Fails(KvPool::CreateIn(SmallLayout(), 4, CudaMemory(device)),
+                      absl::StatusCode::kUnavailable,
                       "no device " + std::to_string(device) + ": "));
   }
 }
 
 TEST(CudaKvPoolArguments, LayoutsAndCountsAreCheckedAsOnTheHost) {
   constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
-  EXPECT_TRUE(Fails(CreateCudaKvPool(SmallLayout(), 0, 0), kInvalid, "num_pages is 0"));
+  EXPECT_TRUE(Fails(KvPool::CreateIn(SmallLayout(), 0, CudaMemory(0)), kInvalid, "num_pages is 0"));
   KvLayout bad = SmallLayout();
   bad.page_size = 0;
-  EXPECT_TRUE(Fails(CreateCudaKvPool(bad, 1, 0), kInvalid, "page_size"));
+  EXPECT_TRUE(Fails(KvPool::CreateIn(bad, 1, CudaMemory(0)), kInvalid, "page_size"));
 }
 
 TEST(CudaKvPoolArguments, OnlyMemoryCanBePinned) {

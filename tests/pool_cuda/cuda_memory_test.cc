@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "pool/cuda/cuda_kv_pool.h"
+#include "pool/cuda/host_pin.h"
 #include "pool/host_kv_pool.h"
 #include "pool/model_pools.h"
 #include "pool/page_copy.h"

@@ -301,21 +301,51 @@ ValueFormat ReadValues(Reader& reader) {
   return values;
 }
 
-MessageBody ReadBody(std::string_view type, Reader& reader) {
-  if (type == "hello") {
-    HelloMsg body;
-    body.name = reader.Text("name", kMaxNameBytes);
-    body.model = reader.Text("model", kMaxModelBytes);
-    body.layout = ReadLayout(reader);
-    body.data = ReadAddresses(reader);
-    if (reader.Has("heads")) {
-      body.heads = {reader.Int("head", 0, KvLayout::kMaxHeads),
-                    reader.Int("heads", 1, KvLayout::kMaxHeads)};
-    }
-    if (reader.Has("converts")) body.converts = reader.Uint("converts", 1) != 0;
-    if (reader.Has("casts")) body.casts = reader.Uint("casts", 1) != 0;
-    return body;
+// A HeadShare of a hello, a HeadRange of a fetch.
+template <typename Heads>
+Heads ReadHeads(Reader& reader) {
+  if (!reader.Has("heads")) return {};
+  return {reader.Int("head", 0, KvLayout::kMaxHeads), reader.Int("heads", 1, KvLayout::kMaxHeads)};
+}
+
+HelloMsg ReadHello(Reader& reader) {
+  HelloMsg body;
+  body.name = reader.Text("name", kMaxNameBytes);
+  body.model = reader.Text("model", kMaxModelBytes);
+  body.layout = ReadLayout(reader);
+  body.data = ReadAddresses(reader);
+  body.heads = ReadHeads<HeadShare>(reader);
+  if (reader.Has("converts")) body.converts = reader.Uint("converts", 1) != 0;
+  if (reader.Has("casts")) body.casts = reader.Uint("casts", 1) != 0;
+  return body;
+}
+
+FetchMsg ReadFetch(Reader& reader) {
+  FetchMsg body;
+  body.transfer_id = reader.Uint("id", 1);
+  body.lease_id = reader.Uint("lease", 1);
+  body.positions = ReadRuns(reader);
+  body.timeout_ms = reader.Int("ms", 1, kMaxWireInt);
+  body.window_bytes = reader.Int("window", 1, kMaxWireInt);
+  body.chunk_bytes = reader.Int("chunk", 1, kMaxWireInt);
+  body.checksum = reader.Bool("sum");
+  if (reader.Has("tail")) body.tail_bytes = reader.Int("tail", 1, kMaxWireInt);
+  if (reader.Has("in_place")) body.in_place_bytes = reader.Int("in_place", 1, kMaxWireInt);
+  if (reader.Has("replaces")) body.replaces = reader.Uint("replaces", 1);
+  if (reader.Has("from")) body.from_bytes = reader.Int("from", 1, kMaxWireInt);
+  if (reader.Has("wait")) body.wait_ms = reader.Int("wait", 1, kMaxWireInt);
+  body.heads = ReadHeads<HeadRange>(reader);
+  body.reader = ReadLeaseReader(reader);
+  body.form = ReadForm(reader);
+  body.values = ReadValues(reader);
+  if (reader.Has("read_ns")) {
+    body.reads = {reader.Int("read_ns", 1, kMaxReadNs), reader.Int("mib_ns", 1, kMaxReadNs)};
   }
+  return body;
+}
+
+MessageBody ReadBody(std::string_view type, Reader& reader) {
+  if (type == "hello") return ReadHello(reader);
   if (type == "welcome") {
     WelcomeMsg body;
     body.name = reader.Text("name", kMaxNameBytes);
@@ -323,32 +353,7 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
     return body;
   }
   if (type == "refuse") return RefuseMsg{reader.Uint("id"), ReadStatus(reader)};
-  if (type == "fetch") {
-    FetchMsg body;
-    body.transfer_id = reader.Uint("id", 1);
-    body.lease_id = reader.Uint("lease", 1);
-    body.positions = ReadRuns(reader);
-    body.timeout_ms = reader.Int("ms", 1, kMaxWireInt);
-    body.window_bytes = reader.Int("window", 1, kMaxWireInt);
-    body.chunk_bytes = reader.Int("chunk", 1, kMaxWireInt);
-    body.checksum = reader.Bool("sum");
-    if (reader.Has("tail")) body.tail_bytes = reader.Int("tail", 1, kMaxWireInt);
-    if (reader.Has("in_place")) body.in_place_bytes = reader.Int("in_place", 1, kMaxWireInt);
-    if (reader.Has("replaces")) body.replaces = reader.Uint("replaces", 1);
-    if (reader.Has("from")) body.from_bytes = reader.Int("from", 1, kMaxWireInt);
-    if (reader.Has("wait")) body.wait_ms = reader.Int("wait", 1, kMaxWireInt);
-    if (reader.Has("heads")) {
-      body.heads = {reader.Int("head", 0, KvLayout::kMaxHeads),
-                    reader.Int("heads", 1, KvLayout::kMaxHeads)};
-    }
-    body.reader = ReadLeaseReader(reader);
-    body.form = ReadForm(reader);
-    body.values = ReadValues(reader);
-    if (reader.Has("read_ns")) {
-      body.reads = {reader.Int("read_ns", 1, kMaxReadNs), reader.Int("mib_ns", 1, kMaxReadNs)};
-    }
-    return body;
-  }
+  if (type == "fetch") return ReadFetch(reader);
   if (type == "done") {
     return DoneMsg{reader.Uint("id", 1), reader.Uint("lease", 1),
                    reader.Int("bytes", 0, kMaxWireInt), ReadLeaseReader(reader)};

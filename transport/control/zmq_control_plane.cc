@@ -26,6 +26,7 @@
 #include "base/status.h"
 #include "base/thread.h"
 #include "base/unique_fd.h"
+#include "transport/accept_pause.h"
 #include "transport/control/codec.h"
 #include "transport/control/curve.h"
 #include "transport/control/listener_pause.h"
@@ -68,15 +69,8 @@ auto Uninterrupted(const Call& call) {
 
 // Of a call that an address was given to.
 absl::StatusCode CodeOf(const zmq::error_t& error) {
-  switch (error.num()) {
-    case EMFILE:
-    case ENFILE:
-    case ENOBUFS:
-    case ENOMEM:
-      return absl::StatusCode::kResourceExhausted;
-    default:
-      return absl::StatusCode::kInvalidArgument;
-  }
+  return IsForWantOfFiles(error.num()) ? absl::StatusCode::kResourceExhausted
+                                       : absl::StatusCode::kInvalidArgument;
 }
 
 constexpr int kHandshakeFailed = ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL |

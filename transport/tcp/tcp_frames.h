@@ -2,7 +2,6 @@
 
 // Messages of docs/wire_protocol.md, "TCP"; the structs are their bytes.
 
-#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>

@@ -16,6 +16,7 @@
 #include "transport/fair_share.h"
 #include "transport/limited_line.h"
 #include "transport/messages.h"
+#include "transport/slots.h"
 #include "transport/ucx/direct_address.h"
 #include "transport/ucx/ucx_endpoints.h"
 #include "transport/ucx/ucx_handles.h"
@@ -171,7 +172,7 @@ class UcxDirectReads final : public DirectReads {
 
   std::shared_ptr<std::byte> staging_;  // Made for the first peer.
   std::unique_ptr<UcxMemory> staging_memory_;
-  std::vector<int64_t> free_slots_;
+  Slots slots_{kSlots};
 
   UcxEndpoints endpoints_;
   absl::flat_hash_map<LinkId, std::shared_ptr<Peer>> peers_;
@@ -247,7 +248,6 @@ absl::Status UcxDirectReads::MakeStaging() {
                            UcxMemory::Map(context_, {staging.get(), static_cast<size_t>(bytes)}));
   staging_ = std::move(staging);
   staging_memory_ = std::make_unique<UcxMemory>(std::move(memory));
-  for (int64_t slot = kSlots - 1; slot >= 0; --slot) free_slots_.push_back(slot);
   return absl::OkStatus();
 }
 
@@ -416,7 +416,7 @@ void UcxDirectReads::Await(JobPtr job) {
 bool UcxDirectReads::Admit() {
   const size_t before = running_.size();
   const int64_t share = FairShare(kSlots, peers_.size());
-  for (auto it = waiting_.begin(); it != waiting_.end() && !free_slots_.empty();) {
+  for (auto it = waiting_.begin(); it != waiting_.end() && slots_.num_free() > 0;) {
     const auto of_peer = it++;
     std::deque<JobPtr>& jobs = of_peer->jobs;
     if (of_peer->peer->slots >= share || (jobs.front()->probe && probes_ == kMaxProbes)) continue;
@@ -433,8 +433,7 @@ bool UcxDirectReads::Admit() {
 }
 
 void UcxDirectReads::TakeSlot(JobPtr job) {
-  job->slot = free_slots_.back();
-  free_slots_.pop_back();
+  job->slot = slots_.Take();
   --job->peer->waiting;
   job->peer->list_bytes -= static_cast<int64_t>(job->list.size());
   list_bytes_ -= static_cast<int64_t>(job->list.size());
@@ -598,7 +597,7 @@ bool UcxDirectReads::Progress(DataEvents* events) {
       ++it;
       continue;
     }
-    free_slots_.push_back(job.slot);
+    slots_.GiveBack(job.slot);
     --job.peer->slots;
     probes_ -= job.probe ? 1 : 0;
     it = running_.erase(it);

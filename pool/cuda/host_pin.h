@@ -1,6 +1,6 @@
 #pragma once
 
-// Memory of KV pools on an NVIDIA GPU, and host pools that the GPU can reach.
+// Host memory that a GPU can reach.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,12 +14,6 @@
 #include "pool/kv_pool.h"
 
 namespace kvferry {
-
-// KvPool::CreateIn() in CudaMemory(): zeroed when this returns, freed with the pool.
-// INVALID_ARGUMENT for a bad layout or page count, UNAVAILABLE naming the reason when there is no
-// such device, RESOURCE_EXHAUSTED when it will not give the memory.
-absl::StatusOr<std::shared_ptr<KvPool>> CreateCudaKvPool(const KvLayout& layout, int64_t num_pages,
-                                                         int device);
 
 // Host memory that is pinned while this lives: the GPU reads and writes it at the same addresses,
 // and copies of it are asynchronous; they must have run before it is destroyed.

@@ -1,4 +1,4 @@
-#include "pool/cuda/cuda_kv_pool.h"
+#include "pool/cuda/host_pin.h"
 
 #include <cuda_runtime_api.h>
 #include <unistd.h>
@@ -80,11 +80,6 @@ Pinned& AllPinned() {
 }
 
 }  // namespace
-
-absl::StatusOr<std::shared_ptr<KvPool>> CreateCudaKvPool(const KvLayout& layout, int64_t num_pages,
-                                                         int device) {
-  return KvPool::CreateIn(layout, num_pages, CudaMemory(device));
-}
 
 HostPin::~HostPin() {
   if (pinned_.empty()) return;
