@@ -561,7 +561,7 @@ class DecodeScheduler:
         if self._takers.get(transfer) == "":  # The engine's policy is for this one too.
             error = "the load of these tickets has failed"
         if num_external_tokens == 0:  # Everything is cached here, or another request's.
-            self._dismiss(transfer, offers)
+            self._dismiss(request.request_id, transfer, offers)
             return
         load = self._load(request, offers, blocks.get_block_ids(), num_external_tokens)
         # What is wrong with the tickets comes before what is with the blocks.
@@ -569,9 +569,12 @@ class DecodeScheduler:
         self._loads.append(load)
         self._begin_load(request, params, load, transfer, peer)
         if not error:
-            self._takers[transfer] = request.request_id
-            if len(self._takers) > _MAX_TAKERS:
-                self._takers.popitem(last=False)
+            self._take(transfer, request.request_id)
+
+    def _take(self, transfer: int, request_id: str) -> None:
+        self._takers[transfer] = request_id
+        if len(self._takers) > _MAX_TAKERS:
+            self._takers.popitem(last=False)
 
     def _load(
         self,
@@ -682,10 +685,13 @@ class DecodeScheduler:
         meta.dismissed, self._dismissed = self._dismissed, []
         meta.kept = self._take_kept()
 
-    def _dismiss(self, transfer: int, offers: list[_Offer]) -> None:
-        """Unless another request has taken the tickets, whose load they end with."""
+    def _dismiss(self, request_id: str, transfer: int, offers: list[_Offer]) -> None:
+        """Unless another request has taken the tickets, whose load they end with. They have served
+        then: whoever still comes with them computes the prompt."""
         if not self._takers.get(transfer):
             self._dismissed += [offer.tickets for offer in offers]
+            if transfer not in self._takers:  # Whose load has failed, that is remembered.
+                self._take(transfer, request_id)
 
     def request_finished(self, request: Request) -> None:
         request_id, params = request.request_id, request.kv_transfer_params or {}
@@ -693,7 +699,7 @@ class DecodeScheduler:
             params["do_remote_prefill"] = False
             # One that vLLM has turned down comes with a prompt of its own making.
             offers, _ = self._offers(request, params, is_its_prompt=False)
-            self._dismiss(self._transfer(request, params), offers)
+            self._dismiss(request_id, self._transfer(request, params), offers)
         elif (loading := self._loading.get(request_id)) is not None:
             # vLLM keeps the blocks until the load is reported.
             self._cancelled.append(request_id)

@@ -6,6 +6,7 @@ layers are ready.
 """
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -179,14 +180,22 @@ class PrefillWorker:
                     )
                     self._leases[new.lease_id] = lease
             except _REFUSED as error:
-                logger.error("cannot publish the KV of %s: %s", new.request_id, reason_of(error))
-                # Whoever waits for it need not. Unless it is another request's with the same
-                # transfer_id and prompt, which keeps it.
-                self.give_up([new.lease_id])
-                self._trace_end(lease, "refused")
-                continue
-            leases.append(lease)
-            self._computing.append(lease)
+                self._refuse(lease, error)
+            else:
+                leases.append(lease)
+                self._computing.append(lease)
+
+    def _refuse(self, lease: _Lease, error: Exception) -> None:
+        """Whoever waits for it need not. Unless it is another request's with the same transfer_id
+        and prompt, which keeps it."""
+        level, advice = logging.ERROR, ""
+        if isinstance(error, kvferry.AlreadyExists):  # Clients can cause it as they like.
+            level = logging.WARNING
+            advice = "; a transfer_id serves once, another attempt needs a new one"
+        reason = reason_of(error)
+        logger.log(level, "cannot publish the KV of %s: %s%s", lease.request_id, reason, advice)
+        self.give_up([lease.lease_id])
+        self._trace_end(lease, "refused")
 
     def layer_saved(self, layer_name: str) -> None:
         """The layer's KV of this step is in the cache, or the device has been asked for it."""
