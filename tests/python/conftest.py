@@ -19,3 +19,13 @@ def pair(make):
     prefill.fill(seed=1)
     decode.fill(seed=2)
     return prefill, decode
+
+
+@pytest.fixture
+def scheduler():
+    """The scheduler's half of vLLM's store mode, with a store of its own."""
+    from vllm_store_scheduler import Scheduler  # Its tests are skipped where vLLM is not installed.
+
+    it = Scheduler()
+    yield it
+    it.close()
