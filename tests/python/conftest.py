@@ -29,3 +29,13 @@ def scheduler():
     it = Scheduler()
     yield it
     it.close()
+
+
+@pytest.fixture
+def workers():
+    """A prefill and a decode engine's worker, of vLLM's connector."""
+    from vllm_workers import Workers
+
+    it = Workers()
+    yield it
+    it.close()
