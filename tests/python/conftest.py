@@ -39,3 +39,13 @@ def workers():
     it = Workers()
     yield it
     it.close()
+
+
+@pytest.fixture
+def peers():
+    """A prefill and a decode endpoint of small pools."""
+    from endpoints import Peers
+
+    it = Peers(publish_grace_ms=50)
+    yield it
+    it.close()
