@@ -19,3 +19,33 @@ def pair(make):
     prefill.fill(seed=1)
     decode.fill(seed=2)
     return prefill, decode
+
+
+@pytest.fixture
+def scheduler():
+    """The scheduler's half of vLLM's store mode, with a store of its own."""
+    from vllm_store_scheduler import Scheduler  # Its tests are skipped where vLLM is not installed.
+
+    it = Scheduler()
+    yield it
+    it.close()
+
+
+@pytest.fixture
+def workers():
+    """A prefill and a decode engine's worker, of vLLM's connector."""
+    from vllm_workers import Workers
+
+    it = Workers()
+    yield it
+    it.close()
+
+
+@pytest.fixture
+def peers():
+    """A prefill and a decode endpoint of small pools."""
+    from endpoints import Peers
+
+    it = Peers(publish_grace_ms=50)
+    yield it
+    it.close()

@@ -13,6 +13,7 @@ import time
 import kvferry
 import numpy as np
 import pytest
+from quantized_pools import mxfp4_layout
 from waiting import wait_for
 
 
@@ -92,11 +93,7 @@ def make_host_tiers():
 
 
 def get_quantized():
-    tensors = kvferry.quantized_tensors("mxfp4", "k", 8, 128)
-    layout = kvferry.KvLayout(
-        num_layers=1, page_size=16, dtype="uint8", page_format="NHD", tensors=tensors
-    )
-    pool = kvferry.TokenKvPool.create(layout, 4096)
+    pool = kvferry.TokenKvPool.create(mxfp4_layout(8, 128, page_size=16), 4096)
     slots = np.arange(4096, dtype=np.int32)
     return lambda: pool.get_quantized("mxfp4", 0, 0, slots)
 

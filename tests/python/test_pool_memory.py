@@ -3,6 +3,7 @@
 import kvferry
 import numpy as np
 import pytest
+from quantized_pools import mxfp4_layout
 
 torch = pytest.importorskip("torch")
 
@@ -146,13 +147,7 @@ def test_rows_of_a_device_do_not_fit_the_host(device):
         pool.set_kv_buffer(0, slots, [rows, rows])
     with pytest.raises(ValueError, match=match):
         pools.set_kv_buffer(0, slots, [rows, rows])
-    four_bits = kvferry.KvLayout(
-        num_layers=1,
-        page_size=4,
-        dtype="uint8",
-        page_format="NHD",
-        tensors=kvferry.quantized_tensors("mxfp4", "k", 2, 8),
-    )
+    four_bits = mxfp4_layout(2, 8, page_size=4)
     quantised = kvferry.TokenKvPool.create(four_bits, 32)
     with pytest.raises(ValueError, match=match):
         quantised.set_quantized("mxfp4", 0, 0, slots, rows)

@@ -3,10 +3,9 @@
 import kvferry
 import numpy as np
 import pytest
+from endpoints import MODEL, NUM_PAGES, make_config
 
-MODEL = "test/model"
 LAYERS = 3
-NUM_PAGES = 16
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def pools():
 
 @pytest.fixture
 def ends(pools):
-    config = kvferry.Config.make({"chunk_bytes": 4096, "arena_bytes": 1 << 20})
+    config = make_config()
     prefill = kvferry.PrefillEndpoint(pools[0], config, MODEL, "p")
     decode = kvferry.DecodeEndpoint(pools[1], config, MODEL, "d", accept_pushes=True)
     yield prefill, decode

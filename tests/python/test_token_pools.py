@@ -9,6 +9,7 @@ import threading
 import kvferry
 import numpy as np
 import pytest
+from quantized_pools import mxfp4_layout
 
 torch = pytest.importorskip("torch")
 TorchDispatchMode = pytest.importorskip("torch.utils._python_dispatch").TorchDispatchMode
@@ -235,13 +236,7 @@ def test_threads_change_nothing_but_the_speed():
 
 
 def test_threads_quantise_the_same_rows():
-    layout = kvferry.KvLayout(
-        num_layers=1,
-        page_size=1,
-        dtype="uint8",
-        page_format="NHD",
-        tensors=kvferry.quantized_tensors("mxfp4", "k", 8, 128),
-    )
+    layout = mxfp4_layout(8, 128)
     where = np.random.default_rng(3).permutation(2048).astype(np.int32)
     rows = torch.randn(2048, 8, 128)
     alone, helped = (kvferry.TokenKvPool.create(layout, 2048) for _ in range(2))
@@ -303,13 +298,7 @@ def test_what_is_given_is_taken_as_it_is_or_refused():
         with pytest.raises(ValueError, match="neither int32 nor int64"):
             allocator.alloc_decode(one, np.array([1]))
     assert allocator.available_size == 16
-    layout = kvferry.KvLayout(
-        num_layers=2,
-        page_size=1,
-        dtype="uint8",
-        page_format="NHD",
-        tensors=kvferry.quantized_tensors("mxfp4", "k", 2, 32),
-    )
+    layout = mxfp4_layout(2, 32, num_layers=2)
     quantised = kvferry.TokenKvPool.create(layout, 8)
     slots = np.zeros(1, np.int32)
     for tensor in (-1, 1, 2, 2**62, 2**63 - 2, 2**63 - 1):

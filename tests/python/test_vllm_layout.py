@@ -442,6 +442,26 @@ def test_a_kv_dtype_has_one_name_however_it_is_spelled(spec, spellings: tuple[st
     assert len({model_identity(it, of_ranks=True, of_bytes=True) for it in configs}) == 1
 
 
+def test_other_kinds_of_small_numbers_are_different_models():
+    def identity(cache_dtype: str, of_bytes: bool = True) -> str:
+        return model_identity(
+            SimpleNamespace(
+                model_config=SimpleNamespace(model="a/b", revision=None, quantization=None),
+                parallel_config=SimpleNamespace(tensor_parallel_size=1),
+                cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+            ),
+            of_ranks=False,
+            of_bytes=of_bytes,
+        )
+
+    assert identity("auto") == identity("bfloat16")  # What it is stands in the layout.
+    assert identity("fp8") == identity("fp8_e4m3")
+    others = ("auto", "fp8_e4m3", "fp8_e5m2", "turboquant_4bit_nc", "ultraquant_4bit")
+    assert len({identity(it) for it in others}) == 5
+    # But for who casts one into the other.
+    assert identity("fp8_e5m2", of_bytes=False) == identity("auto")
+
+
 def test_blocks_that_a_backend_packs_are_not_cut_beside_states_either():
     def page_format(backend: str | None) -> str:
         slabs, spec = Slabs(), B12X if backend else full_attention()

@@ -18,6 +18,7 @@ from kvferry.vllm.stores import StoreOptions  # noqa: E402
 from kvferry.vllm.telemetry import (  # noqa: E402
     COUNTERS,
     GAUGES,
+    FetchRecord,
     Trace,
     TransferMetrics,
     TransferStats,
@@ -92,6 +93,26 @@ def test_endpoints_are_not_asked_in_each_step(monkeypatch):
     assert stats.take().data["counts"] == {"strangers": 1}
     endpoint.counts["strangers"] = 2
     assert stats.take() is None
+
+
+def test_stats_add_up():
+    stats = TransferStats()
+    assert stats.is_empty() and stats.take() is None
+    stats.record(FetchRecord("a", True, "", 2, 0, 0, 3_000_000, 1.0, 2.0))
+    stats.record(FetchRecord("b", False, "lost", 2, 0, 2, 0, 1.0, 2.0))
+    stats.record(FetchRecord("c", False, "cancelled", 2, 0, 2, 0, 1.0, 2.0, cancelled=True))
+    stats.record_expired()
+    taken = stats.take()
+    assert taken is not None and stats.is_empty()
+    total = TransferStats().aggregate(taken).aggregate(TransferStats(dict(taken.to_dict())))
+    assert total.reduce() == {
+        "Fetches": 2,
+        "MB fetched": 6.0,
+        "Avg ms": 2.0,
+        "GB/s": 1.5,
+        "Failed fetches": 2,
+        "Expired leases": 2,
+    }
 
 
 def outputs(*ranks: TransferStats) -> list[ModelRunnerOutput]:

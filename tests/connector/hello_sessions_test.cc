@@ -1,0 +1,261 @@
+// Sessions that peers give up, begin anew or leave silent, and what is asked over them.
+
+#include <gtest/gtest.h>
+
+#include <future>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "tests/connector/unmapped_peers.h"
+#include "transport/node.h"
+
+namespace kvferry {
+namespace {
+
+// It would be dialled until the deadline, as fast as it answers.
+TEST_F(HelloToOthersOverTcp, APeerThatForgetsEachSessionAtOnceIsGivenUp) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
+  MapsNothing peer;
+  const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  int hellos = 0;
+  while (!fetch->done() && hellos < 50) {
+    peer.Welcome(5);
+    ++hellos;
+    const auto asked = peer.Receive();
+    ASSERT_TRUE(std::holds_alternative<FetchMsg>(asked->second.body));
+    peer.Say(asked->first, asked->second.from_epoch, 5,
+             RefuseMsg{0, absl::NotFoundError("forgotten")});
+    WaitFor([&] { return fetch->done(); }, DeadlineInMs(hellos < 6 ? 0 : 5000));
+  }
+  EXPECT_EQ(hellos, 6);
+  EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kNotFound, "forgotten"));
+}
+
+// Which may be the network's doing, however short the time is that is given for it.
+TEST_F(HelloToOthersOverTcp, APeerThatIsSilentInEachSessionIsNotGivenUp) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  config.heartbeat_interval_ms = 50;
+  config.heartbeat_timeout_ms = 200;
+  const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
+  MapsNothing peer;
+  const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  for (int session = 0; session < 8; ++session) {
+    peer.Welcome(5);
+    const auto asked = peer.Receive();
+    ASSERT_TRUE(asked.has_value() && std::holds_alternative<FetchMsg>(asked->second.body));
+    // And that this side has given the session up.
+    const auto refused = peer.Receive();
+    ASSERT_TRUE(refused.has_value() && std::holds_alternative<RefuseMsg>(refused->second.body));
+    EXPECT_FALSE(fetch->done());
+  }
+}
+
+// Releases of a while said so of what they had fetched over an earlier session.
+TEST_F(HelloFromOthersOverTcp, WhatIsSaidInTheHopeOfAWelcomeEndsNoSession) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 1), config);
+  RawDecode peer(prefill->address());
+  peer.Send({42, 0, HelloMsg{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}}});
+  peer.Send({42, 0, CancelMsg{9, "enough"}});
+  const auto welcome = peer.Receive(Soon());
+  ASSERT_TRUE(welcome.has_value() && std::holds_alternative<WelcomeMsg>(welcome->body));
+  peer.Send({42, welcome->from_epoch, PingMsg{}});
+  const auto pong = peer.Receive(Soon());
+  ASSERT_TRUE(pong.has_value() && std::holds_alternative<PongMsg>(pong->body));
+  EXPECT_EQ(Metric(*prefill, "messages_stale"), 1);
+}
+
+// What a peer's call has begun is asked of that peer's next session, if that has begun already.
+TEST_F(HelloFromOthersOverTcp, WhatIsFetchedWhileAPeerBeginsAnewIsAskedThen) {
+  struct : CallHandler {
+    void OnCall(const CallKey& call, const std::string&, const Fields&, Deadline) override {
+      caller.set_value(call.peer);
+    }
+    void OnCallDropped(const CallKey&) override {}
+    std::promise<PeerKey> caller;
+  } handler;
+  Config config = SmallChunks();
+  config.same_host_path = "auto";
+  config.connect_timeout_ms = 1000;
+  const auto pool = MakePatternPool(SmallLayout(), 8, 1);
+  const auto node =
+      Must(Node::Start({config, kTestModel, "keeper", pool, nullptr, &handler, true}));
+  RawDecode peer(node->listen_address());
+  HelloMsg hello{"", kTestModel, SmallLayout(), {}};
+  hello.data.tcp.lanes = 1;
+  peer.Send({42, 0, hello});
+  ASSERT_TRUE(peer.Receive(Soon()).has_value());
+  peer.Send({42, node->epoch(), CallMsg{5, "f", 60000, {}}});
+  UnmappedMemory memory;
+  Node::FetchRequest fetch;
+  fetch.peer = handler.caller.get_future().get();
+  hello.data.local = memory.local();
+  peer.Send({42, 0, hello});
+  memory.Answer(Takes::kSaysNothing);  // So that the session is a while in coming.
+  const PageRun one{0, 1};
+  fetch.ticket.lease_id = 9;
+  fetch.ticket.num_pages = 1;
+  fetch.positions = fetch.pages = Must(PageRuns::FromRuns({&one, 1}));
+  fetch.deadline = Soon();
+  const auto handle = Must(node->Fetch(std::move(fetch)));
+  const auto welcome = peer.Receive(Soon());
+  ASSERT_TRUE(welcome.has_value() && std::holds_alternative<WelcomeMsg>(welcome->body));
+  const auto asked = peer.Receive(Soon());
+  ASSERT_TRUE(asked.has_value() && std::holds_alternative<FetchMsg>(asked->body));
+  EXPECT_EQ(std::get<FetchMsg>(asked->body).lease_id, 9u);
+  peer.Send(
+      {42, node->epoch(),
+       RefuseMsg{std::get<FetchMsg>(asked->body).transfer_id, absl::DataLossError("by hand")}});
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kDataLoss, "a peer without a name"));
+}
+
+// It may have been thought dead, and goes on over another session.
+TEST_F(HelloFromOthersOverTcp, APeerThatHasGivenItsSessionUpTakesNoPlace) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  config.connect_timeout_ms = config.heartbeat_timeout_ms = 600000;
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 1), config);
+  RawDecode peer(prefill->address());
+  HelloMsg hello{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}};
+  peer.Send({42, 0, hello});
+  const auto welcome = peer.Receive(Soon());
+  ASSERT_TRUE(welcome.has_value() && std::holds_alternative<WelcomeMsg>(welcome->body));
+  EXPECT_EQ(Metric(*prefill, "peers"), 1);
+  peer.Send({42, welcome->from_epoch, RefuseMsg{0, absl::NotFoundError("given up")}});
+  EXPECT_TRUE(WaitFor([&] { return Metric(*prefill, "peers") == 0; }, Soon()));
+}
+
+// The end of the session that it has given up may be heard of later than that of the next one's
+// beginning.
+TEST_F(HelloFromOthersOverTcp, APeerThatBeginsAnewTakesOnePlace) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  config.connect_timeout_ms = config.heartbeat_timeout_ms = 600000;
+  config.max_peers = 2;
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 1), config);
+  std::vector<std::unique_ptr<RawDecode>> peers;
+  const auto is_taken = [&](uint64_t epoch) {
+    peers.push_back(std::make_unique<RawDecode>(prefill->address()));
+    peers.back()->Send(
+        {epoch, 0, HelloMsg{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}}});
+    const auto answer = peers.back()->Receive(Soon());
+    return answer.has_value() && std::holds_alternative<WelcomeMsg>(answer->body);
+  };
+  for (const uint64_t epoch : {42, 43, 42, 43}) EXPECT_TRUE(is_taken(epoch)) << epoch;
+  EXPECT_FALSE(is_taken(44));
+  EXPECT_FALSE(is_taken(42));  // Nor as often as it likes.
+}
+
+// Its pings are answered. While it takes something now and then the session goes on; when what it
+// is sent is not read any more, what it has been asked ends, and what waits for room goes to
+// another session.
+TEST_F(HelloToOthersOverTcp, APeerThatTakesNoMoreMessagesIsGivenUp) {
+  Config config = SmallChunks();
+  config.same_host_path = "auto";
+  config.heartbeat_interval_ms = 50;
+  config.heartbeat_timeout_ms = 1500;
+  const auto pool = MakePatternPool(SmallLayout(), 8, 3);
+  const auto node = Must(Node::Start({config, kTestModel, "asks", pool}));
+  MapsNothing peer;
+  peer.pongs_as = 5;
+  std::vector<std::future<absl::StatusOr<Fields>>> replies;
+  for (int i = 0; i < 12; ++i) {
+    replies.push_back(BeginCall(*node, peer.address(), "f",
+                                Fields().Set("x", std::string(1500000, 'x')),
+                                DeadlineInMs(600000)));
+  }
+  peer.Welcome(5, Takes::kAndReadsNothing);
+  for (int i = 0; i < 5; ++i) {
+    peer.AnswerPings(DeadlineInMs(400));
+    peer.ReadSome();
+  }
+  EXPECT_EQ(Metric(*node, "peers_lost"), 0);
+  const auto refused = peer.Receive();
+  ASSERT_TRUE(refused.has_value() && std::holds_alternative<RefuseMsg>(refused->second.body));
+  const absl::Status ended = replies[0].get().status();
+  EXPECT_TRUE(Fails(ended, absl::StatusCode::kUnavailable, "took nothing for heartbeat_timeout_ms",
+                    "bytes of messages wait"));
+  EXPECT_EQ(CutOffOf(ended), CutOff::kAsked);
+  peer.Welcome(5, Takes::kAndReadsNothing);
+  EXPECT_EQ(replies[11].wait_for(std::chrono::seconds(0)), std::future_status::timeout);
+}
+
+// The session that a stale ticket opens is one too many from its welcome on: were it linked first,
+// it would be taken for the good one meanwhile, as that would for a newer one when it is linked at
+// last.
+TEST_F(HelloToOthersOverTcp, AStaleTicketsSessionIsNeverLinked) {
+  MapsNothing peer;
+  Config config = SmallChunks();
+  config.same_host_path = "auto";
+  config.connect_timeout_ms = config.heartbeat_timeout_ms = 600000;
+  const auto target = MakePatternPool(SmallLayout(), 8, 3);
+  const auto decode = MakeDecode(target, config);
+  const auto good = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  peer.Welcome(5, Takes::kSaysNothing);  // Being linked, and for long.
+  const auto stale = Fetch(*decode, Ticket{peer.address(), 4, 6, 1, 16}, {1});
+  peer.Welcome(5, std::nullopt);
+  EXPECT_TRUE(Fails(stale->Wait(Soon()), absl::StatusCode::kNotFound, peer.address(),
+                    "has restarted since it gave out the ticket", "prefilled, or received, anew"));
+  EXPECT_EQ(Metric(*decode, "peers"), 1);
+  const auto more = Fetch(*decode, Ticket{peer.address(), 5, 7, 1, 16}, {2});
+  EXPECT_FALSE(more->done() || good->done());
+  // A new process shows that the first session is a ghost.
+  const auto newer = Fetch(*decode, Ticket{peer.address(), 8, 6, 1, 16}, {3});
+  peer.Welcome(8, Takes::kSaysNothing);
+  EXPECT_EQ(peer.byes, 1);
+  for (const auto& handle : {good, more}) {
+    EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable,
+                      "another process has taken its address"));
+  }
+  EXPECT_FALSE(newer->done());
+}
+
+// Who is not reached for data takes no place at a peer that has accepted it, and sees nothing of
+// it.
+TEST_F(HelloToOthersOverTcp, APeerWhoseDataConnectionEndsIsToldSo) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
+  MapsNothing peer;
+  peer.session = 9;
+  const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  peer.Welcome(5);
+  peer.CloseNextLink();
+  EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kUnavailable));
+  const auto next = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  peer.Welcome(5);
+  EXPECT_EQ(peer.byes, 1);
+}
+
+// Fetches that go on may find a hello that a stale ticket has said long before, and nobody has
+// answered.
+TEST_F(HelloToOthersOverTcp, WhatGoesOnHasTheTimeOfANewSession) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  config.connect_timeout_ms = 1600;
+  config.heartbeat_interval_ms = 200;
+  config.heartbeat_timeout_ms = 1000;
+  const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
+  MapsNothing peer;
+  const Deadline begin = Clock::now();
+  const auto good = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  peer.Welcome(5);
+  ASSERT_TRUE(std::holds_alternative<FetchMsg>(peer.Receive()->second.body));
+  const auto stale = Fetch(*decode, Ticket{peer.address(), 4, 6, 1, 16}, {1});
+  const auto hello = peer.Receive();  // It has no answer.
+  ASSERT_TRUE(std::holds_alternative<HelloMsg>(hello->second.body));
+  ASSERT_TRUE(WaitFor([&] { return Metric(*decode, "fetches_restarted") == 1; }, Soon()));
+  ASSERT_TRUE(
+      WaitFor([&] { return Clock::now() > begin + std::chrono::milliseconds(1800); }, Soon()));
+  EXPECT_FALSE(good->done()) << good->status();
+  EXPECT_TRUE(
+      Fails(good->Wait(Soon()), absl::StatusCode::kUnavailable, "within connect_timeout_ms"));
+}
+
+}  // namespace
+}  // namespace kvferry

@@ -1,0 +1,149 @@
+#pragma once
+
+// Peers on this host, played by hand, that map no memory of others, and so are reached over the
+// network.
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "base/random.h"
+#include "tests/support/endpoints.h"
+#include "tests/support/raw_peer.h"
+#include "transport/control/codec.h"
+#include "transport/mapped/unix_socket.h"
+#include "transport/tcp/tcp_socket.h"
+
+namespace kvferry {
+
+// These play a peer whose data goes over plain connections.
+class HelloToOthersOverTcp : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (PathUnderTest() == TestPath::kUcx || PathUnderTest() == TestPath::kDirect) {
+      GTEST_SKIP() << "the network is UCX's here";
+    }
+  }
+};
+
+using HelloFromOthersOverTcp = HelloToOthersOverTcp;
+
+// How a process says that it has taken the memory which it is given.
+enum class Takes : uint64_t { kAndReadsNothing = 0, kNever = 1, kNotNow = 2, kSaysNothing };
+
+// Where a process on this host is given memory of others, which it does not map.
+class UnmappedMemory {
+ public:
+  // What a hello or welcome says of it.
+  std::string local() const { return absl::StrCat("\x05", name_, std::string(16, 't')); }
+  // The next one that gives memory is told so.
+  void Answer(Takes takes) {
+    Packet hello;
+    UniqueFd taken;
+    EXPECT_TRUE(WaitFor([&] { return (taken = AcceptUnix(listener_)).valid(); }, Soon()));
+    EXPECT_TRUE(WaitFor([&] { return ReceivePacket(taken, &hello) == SocketResult::kOk; }, Soon()));
+    if (takes != Takes::kSaysNothing) {
+      const uint64_t answer[] = {8, static_cast<uint64_t>(takes)};
+      EXPECT_EQ(SendPacket(taken, std::as_bytes(std::span(answer))), SocketResult::kOk);
+    }
+    const bool ends = takes == Takes::kNever || takes == Takes::kNotNow;
+    if (!ends) held_.push_back(std::move(taken));
+  }
+  // What its socket holds, or about so much.
+  void ReadSome() {
+    Packet packet;
+    for (int left = 100; left > 0; --left) {
+      if (ReceivePacket(held_.back(), &packet) != SocketResult::kOk) return;
+    }
+  }
+
+ private:
+  const std::string name_ = RandomBytes16();
+  const UniqueFd listener_ =
+      Must(ListenUnix(absl::StrCat("kvferry/", absl::BytesToHexString(name_))));
+  std::vector<UniqueFd> held_;
+};
+
+// Welcomes whoever says hello as such a process.
+class MapsNothing {
+ public:
+  // The next message that is no goodbye and no ping; none: the test has failed.
+  std::optional<std::pair<std::string, Message>> Receive() {
+    for (const Deadline by = Soon();;) {
+      auto received = peer_.Receive(by);
+      if (received.has_value() && IsPing(*received)) continue;
+      if (received.has_value() && std::holds_alternative<ByeMsg>(received->second.body)) {
+        ++byes;
+        continue;
+      }
+      EXPECT_TRUE(received.has_value());
+      return received;
+    }
+  }
+  // Until then, of a peer that says nothing else.
+  void AnswerPings(Deadline until) {
+    while (const auto received = peer_.Receive(until)) EXPECT_TRUE(IsPing(*received));
+  }
+  // Of what it is told over the connection that was made last.
+  void ReadSome() { memory_.ReadSome(); }
+  // The next hello, which is answered as by the process of that epoch: by shared memory where that
+  // is offered, else by a port where nobody is in a hurry. Without `takes` no memory is to be
+  // given.
+  HelloMsg Welcome(uint64_t epoch, std::optional<Takes> takes = Takes::kNever) {
+    const auto received = Receive();
+    if (!received.has_value() || !std::holds_alternative<HelloMsg>(received->second.body)) {
+      ADD_FAILURE() << "no hello";
+      return {};
+    }
+    const auto& [from, message] = *received;
+    const HelloMsg hello = std::get<HelloMsg>(message.body);
+    WelcomeMsg welcome{"prefill", {}};
+    welcome.data.session = session;
+    if (hello.data.local.empty()) {
+      welcome.data.tcp = {1, "127.0.0.1", Must(PortOf(door_)), std::string(16, 't'),
+                          std::string(16, 'a')};
+    } else {
+      welcome.data.local = memory_.local();
+      welcome.data.session = 9;  // Messages over the link, too.
+    }
+    Say(from, message.from_epoch, epoch, welcome);
+    if (takes && !hello.data.local.empty()) memory_.Answer(*takes);
+    return hello;
+  }
+  void Say(const std::string& to, uint64_t to_epoch, uint64_t epoch, const MessageBody& body) {
+    peer_.SendBytes(to, EncodeMessage({epoch, to_epoch, body}));
+  }
+  const std::string& address() const { return peer_.address(); }
+  // Whoever has been welcomed over the network finds a door that closes.
+  void CloseNextLink() {
+    UniqueFd link;
+    EXPECT_TRUE(WaitFor([&] { return (link = AcceptTcp(door_)).valid(); }, Soon()));
+  }
+
+  int byes = 0;
+  // Not 0: it takes messages over the network, and reads none.
+  uint64_t session = 0;
+  // Not 0: the epoch that its answers to pings are from.
+  uint64_t pongs_as = 0;
+
+ private:
+  bool IsPing(const std::pair<std::string, Message>& received) {
+    const auto& [from, message] = received;
+    if (!std::holds_alternative<PingMsg>(message.body)) return false;
+    if (pongs_as != 0) Say(from, message.from_epoch, pongs_as, PongMsg{});
+    return true;
+  }
+
+  RawPrefill peer_;
+  UnmappedMemory memory_;
+  const UniqueFd door_ = Must(ListenTcp("127.0.0.1", 0));
+};
+
+}  // namespace kvferry
