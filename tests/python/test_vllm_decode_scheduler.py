@@ -97,6 +97,17 @@ def test_request_that_ends_before_it_got_blocks_is_dismissed():
     assert decode.step().dismissed == [["t"]]
 
 
+def test_tickets_that_were_let_go_of_in_the_queue_have_served():
+    """A router's retry: who comes with them again computes the prompt."""
+    decode, first, second = Decode(), request("a", 32, remote()), request("b", 32, remote())
+    for it in (first, second):
+        decode.scheduler.on_new_request(it)
+    decode.scheduler.request_finished(first)
+    assert decode.step().dismissed == [["t"]]
+    assert decode.scheduler.get_num_new_matched_tokens(second, 0) == (0, False)
+    assert decode.allocate(second, 32, [5, 6]) == StepMetadata()  # None of its tokens come.
+
+
 def test_load_of_an_aborted_request_is_cancelled():
     decode, it = Decode(), request("r", 32, remote())
     decode.allocate(it, 0, [5, 6])

@@ -130,3 +130,15 @@ def test_an_idle_engine_waits_for_its_load_instead_of_turning(workers: Workers):
     assert time.process_time() - cpu < 0.3
     workers.prefill.give_up([101])
     wait_for(workers.loaded)
+
+
+def test_a_lease_that_is_published_again_is_a_warning_that_says_what_to_do(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+):
+    """As of a transfer_id that a router uses for a second attempt."""
+    workers.prefill.publish([publication(101, [1])])
+    workers.prefill.give_up([101])
+    workers.prefill.publish([publication(101, [1])])
+    (record,) = (r for r in caplog.records if "cannot publish" in r.message)
+    assert record.levelname == "WARNING"
+    assert "another attempt needs a new one" in record.message
