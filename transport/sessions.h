@@ -38,6 +38,9 @@ struct Session {
   Deadline next_ping{};
   int64_t pings = 0;  // Sent since it was last heard.
   Deadline greeting_until{};
+  // The answer to the hello, and after it the link, has been waited for. What began later joined
+  // somebody else's wait.
+  Deadline tried_since = Clock::now();
   int64_t failed_attempts = 0;  // To connect, while greeting.
   std::string unreachable;      // Why; empty: none has, or a connection has been made since.
   // A call waits for whoever will listen at the address, perhaps later.
