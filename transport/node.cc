@@ -436,10 +436,6 @@ Deadline NodeImpl::Tick(Deadline now) {
         TakeForDead(peer, "was silent",
                     absl::StrCat(sessions_.Find(peer)->pings, " pings sent meanwhile"));
         break;
-      case Sessions::Due::kGivenUp:
-        DropSession(peer, absl::UnavailableError("the peer has given the session up"),
-                    LogLevel::kInfo);
-        break;
       case Sessions::Due::kGreetingFailed:
         if (sessions_.Find(peer)->greeting_until > now)
           break;  // It has been given more time just now.

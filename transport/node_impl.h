@@ -142,7 +142,8 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   // Why no pages can be exchanged with that peer; empty: they can.
   std::string DifferenceFrom(const HelloMsg& hello) const;
   void CountPeers();
-  void OnGivenUp(const PeerKey& peer, Session& session, const absl::Status& status);
+  // The peer has given the session up, and may go on over another one.
+  void OnGivenUp(const PeerKey& peer, const absl::Status& status);
   void OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch, const WelcomeMsg& welcome);
   // Of a dialled session that learns its peer's epoch and another one to the same address one of
   // the two ends; whether that is `peer`'s own.

@@ -18,8 +18,6 @@ namespace {
 // One may be an accident of the network; ZeroMQ makes three within half a second.
 constexpr int64_t kMaxFailedAttempts = 3;
 constexpr size_t kMaxUnmapped = 4096;
-// Who has given a session up has begun another one by then, or does not.
-constexpr int64_t kGoesOnMs = 1000;
 // A session that ends sooner than this has been of no use; a peer that ends so many, one after
 // another, would have us dial it for ever.
 constexpr int64_t kQuickEndMs = 1000;
@@ -225,7 +223,7 @@ void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
   const auto* refuse = std::get_if<RefuseMsg>(&message.body);
   if (refuse != nullptr && refuse->transfer_id == 0) {
     if (session == nullptr) return;
-    if (!session->dialled) return OnGivenUp(peer, *session, refuse->status);
+    if (!session->dialled) return OnGivenUp(peer, refuse->status);
     const absl::Status status(refuse->status.code(), absl::StrCat("refused by ", session->address,
                                                                   ": ", refuse->status.message()));
     // Was accepted, and is not known any more: it has not heard us for too long, or is another
@@ -263,12 +261,12 @@ void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
   OnSessionMessage(peer, *session, std::move(message.body));
 }
 
-// The peer may go on over another session: what it fetches goes on with that, and is not idle in
-// between, when its lease could expire. What it calls it calls again.
-void NodeImpl::OnGivenUp(const PeerKey& peer, Session& session, const absl::Status& status) {
-  session.ends_at = std::min(session.ends_at, DeadlineInMs(kGoesOnMs));
-  calls_->OnPeerGone(peer, status);
-  tick_now_ = true;
+// What it fetches goes on with that (FetchSource::OnReaderGone); what it calls it calls again.
+void NodeImpl::OnGivenUp(const PeerKey& peer, const absl::Status& status) {
+  DropSession(
+      peer,
+      absl::UnavailableError(absl::StrCat("the peer has given the session up: ", status.message())),
+      LogLevel::kInfo);
 }
 
 absl::Status NodeImpl::CheckConverts(const HelloMsg& hello) const {
