@@ -25,6 +25,10 @@ class LeaseSource : public FetchSource {
     leases_.EndTransfer(lease_id, reader, outcome);
     Settle();
   }
+  void OnReaderGone(uint64_t lease_id, LeaseReader reader, const absl::Status& why) override {
+    leases_.OnReaderGone(lease_id, reader, why);
+    Settle();
+  }
   void NothingNeeded(uint64_t lease_id, LeaseReader reader) override {
     leases_.NothingNeeded(lease_id, reader);
     Settle();

@@ -258,11 +258,22 @@ void LeaseTable::EndTransfer(uint64_t lease_id, LeaseReader reader, const absl::
 void LeaseTable::GoOn(uint64_t lease_id, LeaseReader reader, Deadline expiry) {
   MutexLock lock(&mutex_);
   const auto found = leases_.find(lease_id);
-  if (found == leases_.end()) return;
-  Lease& lease = found->second;
+  if (found != leases_.end()) GoOn(lease_id, found->second, reader, expiry);
+}
+
+void LeaseTable::GoOn(uint64_t lease_id, Lease& lease, LeaseReader reader, Deadline expiry) {
   lease.readers.reading &= ~BitOf(reader);
   lease.expiry = std::max(lease.expiry, expiry);
   if (lease.readers.reading == 0) EndOrIdle(lease_id, lease);
+}
+
+void LeaseTable::OnReaderGone(uint64_t lease_id, LeaseReader reader, const absl::Status&) {
+  MutexLock lock(&mutex_);
+  const auto found = leases_.find(lease_id);
+  if (found == leases_.end()) return;
+  const Deadline expiry =
+      std::min(DeadlineInMs(config_.connect_timeout_ms), found->second.last_expiry);
+  GoOn(lease_id, found->second, reader, expiry);
 }
 
 int64_t LeaseTable::Keep(absl::Span<const uint64_t> lease_ids, Deadline expiry) {

@@ -43,19 +43,22 @@ struct EndedLease {
 //                  NothingNeeded, Take
 //   transferring   EndTransfer(OK)     ended fetched  -
 //   transferring   EndTransfer(error)  idle           the decode side may come again, until expiry
+//   transferring   OnReaderGone        idle           the same, until connect_timeout_ms from then
+//                                                     at least
 //   transferring   GoOn                idle           the same, whether all arrived or not
 //   transferring   Withdraw            withdrawing    the pages are still being read
 //   transferring   Take                taken          the same, perhaps: its reader has all of it
 //                                                     and has said so over another session
 //   withdrawing    EndTransfer(any)    ended          fetched if all arrived, else released
-//   withdrawing    GoOn                ended released -
+//   withdrawing    GoOn, OnReaderGone  ended released -
 //   idle           Unpublish, Retract  unknown        it will be published again, or never was
 //   transferring   Unpublish           unpublishing   the pages are still being read
 //   unpublishing   EndTransfer(OK)     ended fetched  -
 //   unpublishing   EndTransfer(error), unknown        -
-//                  GoOn
+//                  GoOn, OnReaderGone
 //   unpublishing   Withdraw            withdrawing    -
-//   taken          EndTransfer, GoOn   ended fetched  -
+//   taken          EndTransfer, GoOn,  ended fetched  -
+//                  OnReaderGone
 //
 // BeginTransfer is refused when max_fetch_timeout_ms have passed since the expiry, whoever else
 // reads then.
@@ -112,6 +115,10 @@ class LeaseTable : public FetchSource {
   absl::StatusOr<LeasedMemory> BeginTransfer(uint64_t lease_id, LeaseReader reader) override;
   int64_t ReadyLayers(uint64_t lease_id) override;
   void EndTransfer(uint64_t lease_id, LeaseReader reader, const absl::Status& outcome) override;
+  // The lease does not expire before its reader has had connect_timeout_ms to begin another session
+  // in, but for a limit: max_fetch_timeout_ms behind its first expiry, when whoever began in time
+  // has ended.
+  void OnReaderGone(uint64_t lease_id, LeaseReader reader, const absl::Status& why) override;
   void NothingNeeded(uint64_t lease_id, LeaseReader reader) override;
   Deadline Tick(Deadline now) override;
 
@@ -133,7 +140,7 @@ class LeaseTable : public FetchSource {
     LeasedMemory memory;
     int64_t ready_layers = 0;
     Deadline expiry;
-    Deadline last_expiry;  // However often it is kept.
+    Deadline last_expiry;  // However often it is kept, or loses a reader.
     Readers readers{};
     State state = State::kIdle;
   };
@@ -152,6 +159,8 @@ class LeaseTable : public FetchSource {
   void NothingNeededOfUnpublished(uint64_t lease_id, LeaseReader reader)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Admit(uint64_t lease_id, Lease& lease, LeaseReader reader)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void GoOn(uint64_t lease_id, Lease& lease, LeaseReader reader, Deadline expiry)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // After the last transfer under way, unless the lease ends with its success.
   void EndOrIdle(uint64_t lease_id, Lease& lease) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

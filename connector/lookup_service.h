@@ -86,6 +86,9 @@ class LookupService : public LeaseSource, public CallHandler {
   // And LeaseSource.
   Deadline Tick(Deadline now) override;
   void EndTransfer(uint64_t lease_id, LeaseReader reader, const absl::Status& outcome) override;
+  void OnReaderGone(uint64_t lease_id, LeaseReader reader, const absl::Status& why) override {
+    EndTransfer(lease_id, reader, why);
+  }
 
  private:
   using Taken = LookupTable::Taken;

@@ -37,10 +37,12 @@ absl::Status WithCutOff(absl::Status error, CutOff cut_off) {
 
 void Calls::Add(uint64_t id, Call&& call) {
   call_deadlines_.emplace(call.deadline, id);
-  call.turn = unasked_.NextTurn();
+  if (call.turn == 0) {
+    call.turn = unasked_.NextTurn();
+    ++metrics_->calls_started;
+  }
   unasked_.Add(call.peer, call.turn, id);
   calls_.emplace(id, std::move(call));
-  ++metrics_->calls_started;
 }
 
 template <typename Matches>
@@ -65,15 +67,19 @@ void Calls::Ask(uint64_t id, Call& call) {
   outbox_->Send(call.peer, CallMsg{id, call.function, timeout_ms, std::move(call.args)});
 }
 
-int64_t Calls::MoveUnasked(const PeerKey& from, const PeerKey& to) {
-  int64_t moved = 0;
-  for (uint64_t id; (id = unasked_.First(from)) != 0; ++moved) {
-    Call& call = calls_.find(id)->second;
-    unasked_.Remove(from, call.turn);
-    call.peer = to;
-    unasked_.Add(to, call.turn, id);
+std::vector<std::pair<uint64_t, Calls::Call>> Calls::TakeUnasked(const PeerKey& peer,
+                                                                 Deadline since) {
+  std::vector<std::pair<uint64_t, Call>> taken;
+  for (const uint64_t id :
+       IdsWhere([&](const Call& c) { return c.peer == peer && !c.asked && c.created > since; })) {
+    Call call = std::move(calls_.extract(id).mapped());
+    call_deadlines_.erase({call.deadline, id});
+    unasked_.Remove(peer, call.turn);
+    taken.emplace_back(id, std::move(call));
   }
-  return moved;
+  std::sort(taken.begin(), taken.end(),
+            [](const auto& one, const auto& other) { return one.second.turn < other.second.turn; });
+  return taken;
 }
 
 void Calls::End(uint64_t id, absl::StatusOr<Fields> reply) {
@@ -189,11 +195,11 @@ absl::Status Calls::Overdue(const Call& call) const {
   const std::string began = absl::StrCat("no answer to '", call.function, "' in time");
   if (call.asked) return absl::DeadlineExceededError(began);
   const std::string unreachable = outbox_->WhyUnreachable(call.peer);
-  return WithCutOff(absl::DeadlineExceededError(absl::StrCat(
-                        began, ": ",
-                        unreachable.empty() ? "the peer never answered the hello, or took no more"
-                                            : unreachable)),
-                    CutOff::kNotAsked);
+  return WithCutOff(
+      absl::DeadlineExceededError(absl::StrCat(
+          began, ": ",
+          unreachable.empty() ? "the peer never answered, or took no more" : unreachable)),
+      CutOff::kNotAsked);
 }
 
 Deadline Calls::Tick(Deadline now) {

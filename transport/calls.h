@@ -76,8 +76,10 @@ class Calls {
     Fields args;
     Deadline deadline;
     OnReply on_reply;
+    uint64_t epoch = 0;  // Of the process that it is for; 0: whichever is there.
+    Deadline created = Clock::now();
     bool asked = false;
-    int64_t turn = 0;  // Before later ones.
+    int64_t turn = 0;  // Before later ones; kept when it is added again.
   };
 
   // All pointers outlive this; `handler` may be null: then nothing is served.
@@ -88,9 +90,9 @@ class Calls {
   // Takes a call for a session with its peer; it leaves with an OnPeerReady that finds room for it.
   void Add(uint64_t id, Call&& call);
   void OnPeerReady(const PeerKey& peer);
-  // Calls of one session that its peer has not heard of are another's from now on; returns how
-  // many.
-  int64_t MoveUnasked(const PeerKey& from, const PeerKey& to);
+  // Takes the calls that the session's peer has not heard of and that were created after `since`,
+  // in turn, ready to be added for another session.
+  std::vector<std::pair<uint64_t, Call>> TakeUnasked(const PeerKey& peer, Deadline since);
   void OnReplyMsg(const PeerKey& peer, ReplyMsg reply);
   // No-op for a call that has ended.
   void Cancel(uint64_t id, const absl::Status& status);

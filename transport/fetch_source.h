@@ -43,6 +43,11 @@ class FetchSource {
   // OK: the reader has what it wanted, and with the last reader the lease ends. Else it goes on,
   // until it expires or is fetched after all.
   virtual void EndTransfer(uint64_t lease_id, LeaseReader reader, const absl::Status& outcome) = 0;
+  // Instead of EndTransfer(): the reader's session has ended, and it may go on over another one, for
+  // which a source may keep the lease.
+  virtual void OnReaderGone(uint64_t lease_id, LeaseReader reader, const absl::Status& why) {
+    EndTransfer(lease_id, reader, why);
+  }
   // The reader needs nothing of this lease. If no other does, it ends as fetched, now or, if it is
   // still to be published, then.
   virtual void NothingNeeded(uint64_t lease_id, LeaseReader reader) = 0;

@@ -321,10 +321,10 @@ absl::StatusOr<uint64_t> NodeImpl::Call(CallRequest request, Calls::OnReply on_r
                    std::move(request.function),
                    std::move(request.args),
                    request.deadline,
-                   std::move(on_reply)};
-  commands_->Post(
-      [this, id, address = std::move(request.address), epoch = request.epoch,
-       call = std::move(call)]() mutable { StartCall(id, address, epoch, std::move(call)); });
+                   std::move(on_reply),
+                   request.epoch};
+  commands_->Post([this, id, address = std::move(request.address),
+                   call = std::move(call)]() mutable { StartCall(id, address, std::move(call)); });
   return id;
 }
 
@@ -436,14 +436,11 @@ Deadline NodeImpl::Tick(Deadline now) {
         TakeForDead(peer, "was silent",
                     absl::StrCat(sessions_.Find(peer)->pings, " pings sent meanwhile"));
         break;
-      case Sessions::Due::kGivenUp:
-        DropSession(peer, absl::UnavailableError("the peer has given the session up"),
-                    LogLevel::kInfo);
-        break;
       case Sessions::Due::kGreetingFailed:
         if (sessions_.Find(peer)->greeting_until > now)
           break;  // It has been given more time just now.
-        DropSession(peer, NotGreeted(*sessions_.Find(peer)));
+        // What has joined since the hello is to have as much time as what it was said for.
+        DropAndMove(peer, NotGreeted(*sessions_.Find(peer)), sessions_.Find(peer)->tried_since);
         break;
     }
   }
@@ -513,14 +510,17 @@ bool NodeImpl::HasRoom(const PeerKey& peer) {
   const Session* session = sessions_.Find(peer);
   if (session == nullptr) return true;
   const Backlog backlog = BacklogOf(peer, *session);
-  if (backlog.waiting < kRoomForPeer) return true;
+  if (backlog.open && backlog.waiting < kRoomForPeer) return true;
   NoteCrowded(peer, backlog);
   return false;
 }
 
 std::string NodeImpl::WhyUnreachable(const PeerKey& peer) {
   const Session* const session = sessions_.Find(peer);
-  return session == nullptr ? "" : session->unreachable;
+  if (session == nullptr) return "";
+  if (BacklogOf(peer, *session).open) return session->unreachable;
+  return absl::StrCat("the connection for data to ", session->address,
+                      " is not made yet; is its port (data_port) open to this side?");
 }
 
 void NodeImpl::NoteCrowded(const PeerKey& peer, const Backlog& backlog) {
@@ -530,9 +530,8 @@ void NodeImpl::NoteCrowded(const PeerKey& peer, const Backlog& backlog) {
 void NodeImpl::AskMore() {
   std::vector<PeerKey> roomy;
   for (const auto& [peer, crowded] : crowded_) {
-    if (BacklogOf(peer, *sessions_.Find(peer)).waiting <= kRoomForPeer / 2) {
-      roomy.push_back(peer);
-    }
+    const Backlog backlog = BacklogOf(peer, *sessions_.Find(peer));
+    if (backlog.open && backlog.waiting <= kRoomForPeer / 2) roomy.push_back(peer);
   }
   for (const PeerKey& peer : roomy) {
     crowded_.erase(peer);
@@ -653,7 +652,10 @@ void NodeImpl::OnLinkDown(LinkId link, const absl::Status& status) {
   const bool idle = metrics_.fetches_active == 0 && metrics_.transfers_active == 0;
   // The peer may see nothing of it, and would keep a place for this side, of max_peers.
   if (sessions_.Find(peer)->dialled) SendAside(peer, ByeMsg{});
-  DropSession(peer, status, idle ? LogLevel::kInfo : LogLevel::kWarn);
+  // Of a link that never opened what has joined since it was begun is to have as much time again.
+  const Deadline since =
+      data_->BacklogOf(link).open ? Deadline::max() : sessions_.Find(peer)->tried_since;
+  DropAndMove(peer, status, since, idle ? LogLevel::kInfo : LogLevel::kWarn);
 }
 
 absl::StatusOr<std::unique_ptr<Node>> Node::Start(Options options) {

@@ -131,7 +131,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void RequestWaiting(const PeerKey& peer, const Session& session);
   // What follows from JoinSession().
   void RequestOrCancel(uint64_t fetch_id, const absl::Status& joined, const PeerKey& peer);
-  void StartCall(uint64_t id, const std::string& address, uint64_t epoch, Calls::Call call);
+  void StartCall(uint64_t id, const std::string& address, Calls::Call call);
   void OnHello(const PeerKey& peer, uint64_t epoch, const HelloMsg& hello);
   absl::Status CheckHello(const HelloMsg& hello, uint64_t epoch) const;
   absl::Status CheckRoomFor(uint64_t epoch) const;
@@ -142,7 +142,8 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   // Why no pages can be exchanged with that peer; empty: they can.
   std::string DifferenceFrom(const HelloMsg& hello) const;
   void CountPeers();
-  void OnGivenUp(const PeerKey& peer, Session& session, const absl::Status& status);
+  // The peer has given the session up, and may go on over another one.
+  void OnGivenUp(const PeerKey& peer, const absl::Status& status);
   void OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch, const WelcomeMsg& welcome);
   // Of a dialled session that learns its peer's epoch and another one to the same address one of
   // the two ends; whether that is `peer`'s own.
@@ -164,6 +165,9 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void LeaveToMaker();
   // A peer did that for heartbeat_timeout_ms, as shows from `seen`.
   void TakeForDead(const PeerKey& peer, const char* did, const std::string& seen);
+  // As DropSession(), but what was created after `since` and can go on does so, on another session.
+  void DropAndMove(const PeerKey& peer, const absl::Status& status, Deadline since,
+                   LogLevel level = LogLevel::kWarn);
   void DropAndBeginAgain(const PeerKey& peer, const absl::Status& status);
   void GiveUpAndBeginAgain(const PeerKey& peer, const absl::Status& status);
 
@@ -197,8 +201,8 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   std::vector<std::pair<PeerKey, absl::Status>>
       lost_;  // Found while sending; dropped when it is safe.
   std::vector<std::pair<MessageHeader, std::vector<std::byte>>> heard_;  // Over links.
-  // Sessions with so many messages on their way that others wait, how much their peers had taken
-  // when that was last looked at, and since when no more.
+  // Sessions with so many messages on their way that others wait, or with a link that is not open
+  // yet, how much their peers had taken when that was last looked at, and since when no more.
   struct Crowded {
     int64_t taken;
     Deadline since;

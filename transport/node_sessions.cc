@@ -18,8 +18,6 @@ namespace {
 // One may be an accident of the network; ZeroMQ makes three within half a second.
 constexpr int64_t kMaxFailedAttempts = 3;
 constexpr size_t kMaxUnmapped = 4096;
-// Who has given a session up has begun another one by then, or does not.
-constexpr int64_t kGoesOnMs = 1000;
 // A session that ends sooner than this has been of no use; a peer that ends so many, one after
 // another, would have us dial it for ever.
 constexpr int64_t kQuickEndMs = 1000;
@@ -132,12 +130,11 @@ void NodeImpl::RequestWaiting(const PeerKey& peer, const Session& session) {
   if (!data_->Probing(session.link)) receiver_->OnPeerReady(peer, session.epoch, session.link);
 }
 
-void NodeImpl::StartCall(uint64_t id, const std::string& address, uint64_t epoch,
-                         Calls::Call call) {
-  const absl::StatusOr<PeerKey> peer = SessionFor(address, epoch, epoch == 0);
+void NodeImpl::StartCall(uint64_t id, const std::string& address, Calls::Call call) {
+  const absl::StatusOr<PeerKey> peer = SessionFor(address, call.epoch, call.epoch == 0);
   if (peer.ok()) call.peer = *peer;
   calls_->Add(id, std::move(call));
-  if (!peer.ok()) return calls_->Cancel(id, peer.status());
+  if (!peer.ok()) return calls_->Cancel(id, WithCutOff(peer.status(), CutOff::kNotAsked));
   if (sessions_.Find(*peer)->state == Session::State::kReady) calls_->OnPeerReady(*peer);
 }
 
@@ -226,7 +223,7 @@ void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
   const auto* refuse = std::get_if<RefuseMsg>(&message.body);
   if (refuse != nullptr && refuse->transfer_id == 0) {
     if (session == nullptr) return;
-    if (!session->dialled) return OnGivenUp(peer, *session, refuse->status);
+    if (!session->dialled) return OnGivenUp(peer, refuse->status);
     const absl::Status status(refuse->status.code(), absl::StrCat("refused by ", session->address,
                                                                   ": ", refuse->status.message()));
     // Was accepted, and is not known any more: it has not heard us for too long, or is another
@@ -264,12 +261,12 @@ void NodeImpl::OnMessage(const PeerKey& peer, Message message) {
   OnSessionMessage(peer, *session, std::move(message.body));
 }
 
-// The peer may go on over another session: what it fetches goes on with that, and is not idle in
-// between, when its lease could expire. What it calls it calls again.
-void NodeImpl::OnGivenUp(const PeerKey& peer, Session& session, const absl::Status& status) {
-  session.ends_at = std::min(session.ends_at, DeadlineInMs(kGoesOnMs));
-  calls_->OnPeerGone(peer, status);
-  tick_now_ = true;
+// What it fetches goes on with that (FetchSource::OnReaderGone); what it calls it calls again.
+void NodeImpl::OnGivenUp(const PeerKey& peer, const absl::Status& status) {
+  DropSession(
+      peer,
+      absl::UnavailableError(absl::StrCat("the peer has given the session up: ", status.message())),
+      LogLevel::kInfo);
 }
 
 absl::Status NodeImpl::CheckConverts(const HelloMsg& hello) const {
@@ -405,6 +402,7 @@ bool NodeImpl::EndTwin(const PeerKey& peer, const Session& session) {
 void NodeImpl::LinkTo(const PeerKey& peer) {
   Session& session = *sessions_.Find(peer);
   session.state = Session::State::kLinking;
+  session.tried_since = Clock::now();
   const absl::StatusOr<LinkId> link =
       session.dialled ? data_->Connect(session.offered) : data_->Accept(session.offered);
   if (!link.ok()) return OnNotLinked(peer, link.status());
@@ -532,6 +530,16 @@ void NodeImpl::DropSession(const PeerKey& peer, const absl::Status& status, LogL
   tick_now_ = true;  // Leases whose transfers have just ended can expire again.
 }
 
+void NodeImpl::DropAndMove(const PeerKey& peer, const absl::Status& status, Deadline since,
+                           LogLevel level) {
+  const std::string address = sessions_.Find(peer)->address;
+  std::vector<Receiver::Fetch> fetches = receiver_->TakeUnfinished(peer, since);
+  std::vector<std::pair<uint64_t, Calls::Call>> calls = calls_->TakeUnasked(peer, since);
+  DropSession(peer, status, level);
+  for (Receiver::Fetch& fetch : fetches) StartFetch(std::move(fetch));
+  for (auto& [id, call] : calls) StartCall(id, address, std::move(call));
+}
+
 // The peer may only have been stopped, or see nothing of it and have this side's calls and fetches
 // still: this is the word that it finds beside the end of its connections.
 void NodeImpl::GiveUpAndBeginAgain(const PeerKey& peer, const absl::Status& status) {
@@ -543,28 +551,18 @@ void NodeImpl::GiveUpAndBeginAgain(const PeerKey& peer, const absl::Status& stat
 // Silence may be the connection's and not the peer's, or have been our own: what can go on does, on
 // a new session. A connection that breaks is another matter: then the peer's process has ended.
 void NodeImpl::DropAndBeginAgain(const PeerKey& peer, const absl::Status& status) {
-  const PeerKey nobody;  // Yet.
   const Session session = *sessions_.Find(peer);
   // Otherwise a session has been of use, or has taken its time to end, as a silent one does.
   const int64_t quick_ms = std::min(kQuickEndMs, options_.config.heartbeat_timeout_ms / 2);
   const bool is_quick = Clock::now() - session.began < std::chrono::milliseconds(quick_ms);
   const int64_t quick_ends = is_quick ? session.quick_ends + 1 : 0;
   if (quick_ends > kMaxQuickEnds) return DropSession(peer, status);
-  std::vector<Receiver::Fetch> again = receiver_->TakeUnfinished(peer);
-  const int64_t calls_again = calls_->MoveUnasked(peer, nobody);
-  DropSession(peer, status);
-  for (Receiver::Fetch& fetch : again) StartFetch(std::move(fetch));
-  if (calls_again > 0) {
-    const absl::StatusOr<PeerKey> next = SessionFor(
-        session.address, session.awaits_anyone ? 0 : session.epoch, session.awaits_anyone);
-    if (!next.ok()) return calls_->OnPeerGone(nobody, next.status());
-    calls_->MoveUnasked(nobody, *next);
-    if (sessions_.Find(*next)->state == Session::State::kReady) calls_->OnPeerReady(*next);
-  }
+  DropAndMove(peer, status, Deadline::min());
   Session* const next = sessions_.Find(sessions_.FindDialled(session.address, 0));
   if (next == nullptr || next->state != Session::State::kGreeting) return;
   next->quick_ends = quick_ends;
   // It may be one that a stale ticket has begun, long ago.
+  next->tried_since = Clock::now();
   next->greeting_until = DeadlineInMs(options_.config.connect_timeout_ms);
 }
 

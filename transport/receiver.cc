@@ -134,9 +134,10 @@ void Receiver::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
   }
 }
 
-std::vector<Receiver::Fetch> Receiver::TakeUnfinished(const PeerKey& peer) {
+std::vector<Receiver::Fetch> Receiver::TakeUnfinished(const PeerKey& peer, Deadline since) {
   std::vector<Fetch> taken;
-  for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.peer == peer && f.redial; })) {
+  for (const uint64_t id :
+       IdsWhere([&](const Fetch& f) { return f.peer == peer && f.redial && f.created > since; })) {
     std::optional<Fetch> fetch = TakeOut(id);
     if (!fetch.has_value()) continue;
     fetch->peer.clear();
@@ -364,9 +365,12 @@ std::string Receiver::Overdue(const Fetch& fetch) const {
   const char* unheard_of = fetch.early && fetch.bytes_arrived() == 0
                                ? "; was the prefill side given the same request?"
                                : "";
-  return absl::StrCat(
-      "the fetch from ", fetch.ticket.address, " did not end in time: ", fetch.bytes_arrived(),
-      " of ", fetch.plan->total_bytes(), " bytes arrived", fetch.requested() ? unheard_of : silent);
+  const std::string why = outbox_->WhyUnreachable(fetch.peer);
+  const std::string unasked = absl::StrCat(silent, why.empty() ? "" : ": ", why);
+  return absl::StrCat("the fetch from ", fetch.ticket.address,
+                      " did not end in time: ", fetch.bytes_arrived(), " of ",
+                      fetch.plan->total_bytes(), " bytes arrived",
+                      fetch.requested() ? unheard_of : unasked);
 }
 
 Deadline Receiver::Tick(Deadline now) {

@@ -87,9 +87,10 @@ class Receiver {
   // The session is up and has room: requests what waits for it, in turn.
   void OnPeerReady(const PeerKey& peer, uint64_t epoch, LinkId link);
   void OnPeerGone(const PeerKey& peer, const absl::Status& status);
-  // Takes the fetches that can go on over another session with the peer, ready to be added for it.
-  // Whole ones are ended; the others are to be ended by OnPeerGone.
-  std::vector<Fetch> TakeUnfinished(const PeerKey& peer);
+  // Takes the fetches that can go on over another session with the peer and were created after
+  // `since`, ready to be added for it. Whole ones are ended; the others are to be ended by
+  // OnPeerGone.
+  std::vector<Fetch> TakeUnfinished(const PeerKey& peer, Deadline since = Deadline::min());
   // Lets a requested fetch go on under another id, on its session, or end when it is whole. False,
   // and nothing has happened, when it cannot.
   bool RequestAgain(uint64_t transfer_id);

@@ -342,7 +342,8 @@ std::vector<uint64_t> Sender::IdsWhere(const Matches& matches) const {
 void Sender::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
   parked_.ForgetPeer(peer);
   for (const uint64_t id : IdsWhere([&](const Transfer& t) { return t.peer == peer; })) {
-    End(id, status, /*tell=*/false);
+    const TransferPtr transfer = Stop(id, status);
+    source_->OnReaderGone(transfer->fetch.lease_id, transfer->fetch.reader, status);
   }
   fetches_of_peer_.erase(peer);
   paths_to_.erase(peer);
@@ -360,7 +361,7 @@ void Sender::AbortAll(const absl::Status& status) {
   for (const uint64_t id : IdsWhere([](const Transfer&) { return true; })) End(id, status, true);
 }
 
-void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell, bool again) {
+Sender::TransferPtr Sender::Stop(uint64_t transfer_id, const absl::Status& outcome) {
   const auto found = transfers_.find(transfer_id);
   const TransferPtr transfer = found->second;
   transfers_.erase(found);
@@ -378,6 +379,11 @@ void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell, b
                transfer->fetch.lease_id, transfer->credited_bytes, transfer->plan.total_bytes(),
                outcome.ToString(), *more);
   }
+  return transfer;
+}
+
+void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell, bool again) {
+  const TransferPtr transfer = Stop(transfer_id, outcome);
   if (tell) outbox_->Send(transfer->peer, AbortMsg{transfer_id, outcome, again});
   if (again && transfer->sent_bytes == transfer->plan.total_bytes()) {
     taken_back_.push_back({transfer_id, transfer->peer, transfer->fetch.lease_id,

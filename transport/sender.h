@@ -215,6 +215,8 @@ class Sender {
   FillChunk Fill(const TransferPtr& transfer, PageWay way, const ChunksUnderWay::Chunk& taken,
                  int64_t bytes);
   int64_t ReadyBytes(const StreamPlan& plan, uint64_t lease_id) const;
+  // Ends one transfer, but for what its source is to hear of it.
+  TransferPtr Stop(uint64_t transfer_id, const absl::Status& outcome);
   // Ends one transfer; `tell` also sends the peer an abort, and whether the lease comes again.
   void End(uint64_t transfer_id, const absl::Status& outcome, bool tell, bool again = false);
   template <typename Matches>

@@ -105,11 +105,6 @@ std::vector<std::pair<PeerKey, Sessions::Due>> Sessions::TakeDue(Deadline now, i
       *next = std::min(*next, session.greeting_until);
       continue;
     }
-    if (session.ends_at <= now) {
-      due.emplace_back(peer, Due::kGivenUp);
-      continue;
-    }
-    *next = std::min(*next, session.ends_at);
     if (session.last_heard + timeout <= now) {
       due.emplace_back(peer, Due::kDead);
       continue;

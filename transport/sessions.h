@@ -38,12 +38,14 @@ struct Session {
   Deadline next_ping{};
   int64_t pings = 0;  // Sent since it was last heard.
   Deadline greeting_until{};
+  // The answer to the hello, and after it the link, has been waited for. What began later joined
+  // somebody else's wait.
+  Deadline tried_since = Clock::now();
   int64_t failed_attempts = 0;  // To connect, while greeting.
   std::string unreachable;      // Why; empty: none has, or a connection has been made since.
   // A call waits for whoever will listen at the address, perhaps later.
   bool awaits_anyone = false;
-  bool network_only = false;           // Our hello has offered no shared memory.
-  Deadline ends_at = Deadline::max();  // The peer has given it up.
+  bool network_only = false;  // Our hello has offered no shared memory.
   Deadline began = Clock::now();
   // Of sessions to this address before, each begun as the one before it ended.
   int64_t quick_ends = 0;
@@ -75,7 +77,7 @@ class Sessions {
   int64_t CountLinks(absl::FunctionRef<bool(LinkId)> matches) const;
 
   // What to do about a session at `now`.
-  enum class Due { kNothing, kPing, kDead, kGivenUp, kGreetingFailed };
+  enum class Due { kNothing, kPing, kDead, kGreetingFailed };
   // All sessions with something due, and when to ask again at the latest. A session to be pinged
   // counts as pinged. When this is asked late by more than half of timeout_ms, the process did not
   // run (it was stopped, or its machine was): that time is not counted as the peers' silence.

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status.h"
+#include "pool/page_copy.h"
 #include "transport/pieces.h"
 
 namespace kvferry {

@@ -194,6 +194,41 @@ TEST_F(Leases, TransferringGoesOn) {
   EXPECT_EQ(Ended(), "fetched");
 }
 
+// It has begun in time, and may go on over another session.
+TEST_F(Leases, TransferringLosesItsReaderAndIsIdleForAWhile) {
+  const int64_t while_ms = Config().connect_timeout_ms;
+  ASSERT_TRUE(IsOk(Publish()));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));
+  const Deadline before = Clock::now();
+  table_.OnReaderGone(kLease, {}, absl::UnavailableError("gone"));
+  const Deadline expiry = table_.Tick(At(101));
+  EXPECT_GE(expiry, before + std::chrono::milliseconds(while_ms));
+  EXPECT_LE(expiry, DeadlineInMs(while_ms));
+  EXPECT_EQ(Ended(), "none");
+  EXPECT_TRUE(IsOk(table_.BeginTransfer(kLease, {})));
+  table_.EndTransfer(kLease, {}, absl::CancelledError("x"));
+  table_.Tick(expiry);
+  EXPECT_EQ(Ended(), "expired");
+}
+
+// However often that is.
+TEST_F(Leases, ReadersThatAreLostKeepNoLeaseForEver) {
+  Config config;
+  config.connect_timeout_ms = 60000;
+  config.max_fetch_timeout_ms = 5000;
+  LeaseTable table(config);
+  ASSERT_TRUE(IsOk(table.Publish(1, Pages({3}), 0, At(1000))));
+  ASSERT_TRUE(IsOk(table.Publish(2, Pages({4}), 0, At(100000))));  // Nothing takes time away.
+  for (int i = 0; i < 3; ++i) {
+    for (const uint64_t lease : {1, 2}) {
+      ASSERT_TRUE(IsOk(table.BeginTransfer(lease, {})));
+      table.OnReaderGone(lease, {}, absl::UnavailableError("gone"));
+    }
+  }
+  EXPECT_EQ(table.Tick(At(5999)), At(6000));
+  EXPECT_EQ(table.Tick(At(6000)), At(100000));
+}
+
 TEST_F(Leases, TransferringTakeWaitsForTheTransfer) {
   for (const int end : {0, 1, 2}) {
     const uint64_t lease = 1 + end;

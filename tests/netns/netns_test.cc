@@ -187,6 +187,23 @@ TEST_F(TwoNamespaces, AFetchOutlivesAnOutage) {
   EXPECT_EQ(decode.Metric("bytes_received"), 2 * half);
 }
 
+// Long packets are lost on the way of the connection that is there; one that is made anew finds out
+// what gets through. The decode side, which dialled, hears all that it asks for an answer to.
+TEST_F(TwoNamespaces, AFetchOutlivesAWayThatGetsNarrow) {
+  ASSERT_TRUE(Shell(absl::StrCat("ip -n ", hosts_.prefill.ns, " link set ", hosts_.prefill.device,
+                                 " gso_max_segs 1")));
+  ChildPeer prefill(Peer("prefill"));
+  ChildPeer decode(Peer("decode"));
+  const std::string first = decode.Fetch(prefill.Publish({7, 8}, kLayers, 60000), {9, 3}, 20000);
+  ASSERT_EQ(decode.Wait(first, 20000), "OK");
+  ASSERT_TRUE(Shell(
+      absl::StrCat("ip -n ", hosts_.decode.ns, " link set ", hosts_.decode.device, " mtu 600")));
+  const std::string fetch = decode.Fetch(prefill.Publish({5, 6}, kLayers, 60000), {2, 4}, 60000);
+  EXPECT_EQ(decode.Wait(fetch, 40000), "OK");
+  EXPECT_EQ(decode.Verify(11, {5, 6}, {2, 4}), "OK");
+  EXPECT_EQ(decode.Metric("fetches_restarted"), 1);
+}
+
 // That of the bytes dies.
 TEST_F(TwoWays, AFetchOutlivesADeadDataPath) {
   // As behind a router: what is sent into the dead way is lost, and no neighbour is missed.

@@ -20,8 +20,11 @@ namespace {
 constexpr int64_t kLeaseMs = 1000;
 
 ChildPeer::Options Peer(const std::string& role, int64_t num_pages) {
-  // A killed peer is noticed at once: neither lease nor handle has to wait for a heartbeat.
-  return PeerOptions(role, R"({"chunk_bytes": 16384, "heartbeat_timeout_ms": 600000})", num_pages);
+  // A killed peer is noticed at once: neither lease nor handle has to wait for a heartbeat. But for
+  // connect_timeout_ms it might begin another session.
+  return PeerOptions(
+      role, R"({"chunk_bytes": 16384, "heartbeat_timeout_ms": 600000, "connect_timeout_ms": 3000})",
+      num_pages);
 }
 
 std::vector<int64_t> Reversed(int64_t num_pages) {

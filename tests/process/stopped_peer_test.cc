@@ -90,6 +90,25 @@ TEST(StoppedPeer, AFetchGoesOnBehindWhatHasCome) {
   EXPECT_EQ(prefill.Ask("ended " + LeaseOf(ticket) + " 15000"), "fetched");
 }
 
+// Nor does its lease expire while it is between two sessions, if it has begun in time.
+TEST(StoppedPeer, AFetchGoesOnWhenTheTimeOfItsLeaseIsOver) {
+  const std::string network =
+      absl::StrReplaceAll(kQuickHeart, {{"}", R"(, "same_host_path": "network"})"}});
+  ChildPeer prefill(Peer("prefill", network));
+  ChildPeer decode(Peer("decode", network));
+  const std::vector<int64_t> pages = AllPages();
+  const std::string ticket = prefill.Publish(pages, kPeerLayers / 2, 1000);
+  const std::string fetch = decode.Fetch(ticket, pages, 60000);
+  ASSERT_EQ(decode.WaitLayer(fetch, kPeerLayers / 2 - 1, 20000), "OK");
+  prefill.Signal(SIGSTOP);
+  ASSERT_TRUE(WaitFor([&] { return decode.Metric("fetches_restarted") == 1; }, Soon()));
+  prefill.Signal(SIGCONT);
+  ASSERT_EQ(prefill.Ask("ready " + LeaseOf(ticket)), "OK");
+  EXPECT_EQ(decode.Wait(fetch, 20000), "OK");
+  EXPECT_EQ(decode.Verify(11, pages, pages), "OK");
+  EXPECT_EQ(prefill.Ask("ended " + LeaseOf(ticket) + " 15000"), "fetched");
+}
+
 // What was moved to the new session, and is given up before that is welcomed, is nobody's business
 // there.
 TEST(StoppedPeer, OneThatIsCancelledMeanwhileEndsNoOther) {
@@ -257,12 +276,12 @@ TEST(StoppedPeer, NoPagesOfAnotherRequest) {
 }
 
 // What was on its way to the decode process is taken back when that is given up, and asked for
-// again when it goes on.
+// again when it goes on, though the time of its lease is over by then.
 TEST(StoppedPeer, DecodeGoesOnBehindWhatHasCome) {
   ChildPeer prefill(Peer("prefill", kQuickHeart));
   ChildPeer decode(Peer("decode", kQuickHeart));
   const std::vector<int64_t> pages = AllPages();
-  const std::string ticket = prefill.Publish(pages, 1, 60000);
+  const std::string ticket = prefill.Publish(pages, 1, 1000);
   const std::string fetch = decode.Fetch(ticket, pages, 60000);
   ASSERT_EQ(decode.WaitLayer(fetch, 0, 20000), "OK");
   decode.Signal(SIGSTOP);
@@ -274,9 +293,11 @@ TEST(StoppedPeer, DecodeGoesOnBehindWhatHasCome) {
   EXPECT_EQ(decode.Verify(11, pages, pages), "OK");
 }
 
-// Its session ends at the heartbeat timeout, and the pages come back.
+// Its session ends at the heartbeat timeout, and when it has not begun another one within
+// connect_timeout_ms, the pages come back.
 TEST(StoppedPeer, DecodeLosesItsLease) {
-  ChildPeer prefill(Peer("prefill", kQuickHeart));
+  ChildPeer prefill(Peer(
+      "prefill", absl::StrReplaceAll(kQuickHeart, {{"}", R"(, "connect_timeout_ms": 2500})"}})));
   ChildPeer decode(Peer("decode", kQuickHeart));
   const std::vector<int64_t> pages = AllPages();
   const std::string ticket = prefill.Publish(pages, 1, 2000);

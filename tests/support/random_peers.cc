@@ -18,8 +18,9 @@ constexpr int64_t kMostTokens = 24 * 16;                 // Of a request.
 constexpr int64_t kMostRequests = 12, kMostFetches = 8;  // Of a process, at once.
 constexpr int64_t kLongestLeaseMs = 2000, kLongestFetchMs = 4000;
 
-// When a lease has ended that is published now.
-Deadline EndOfLease() { return DeadlineInMs(kLongestLeaseMs + kLongestFetchMs); }
+// When a lease has ended that is published now: a fetch whose session ends has connect_timeout_ms
+// (2,000) to go on over another one, or for somebody else to come meanwhile.
+Deadline EndOfLease() { return DeadlineInMs(kLongestLeaseMs + 2000 + 2 * kLongestFetchMs); }
 
 }  // namespace
 

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "tests/support/status.h"
+#include "tests/support/wait_for.h"
 #include "tests/transport/fake_outbox.h"
 
 namespace kvferry {
@@ -46,6 +47,15 @@ class CallsAlone : public testing::Test {
                 }});
   }
   bool Answered(uint64_t id) const { return answers_.contains(id); }
+  // Those that were created after `since` wait for another session with their peer.
+  int64_t Move(Deadline since = Deadline::min()) {
+    auto taken = calls_.TakeUnasked(kPeer, since);
+    for (auto& [id, call] : taken) {
+      call.peer = kOther;
+      calls_.Add(id, std::move(call));
+    }
+    return std::ssize(taken);
+  }
 
   const Config config_ = MakeConfig();
   Recorder handler_;
@@ -85,7 +95,7 @@ TEST_F(CallsAlone, AsksInTurnAsFarAsThereIsRoom) {
   EXPECT_EQ(ask(2).size(), 2u);
   EXPECT_EQ(ask(3), (std::vector<uint64_t>{7, 3, 1}));
   calls_.OnPeerGone(kOther, absl::UnavailableError("x"));
-  EXPECT_EQ(calls_.MoveUnasked(kPeer, kOther), 1);
+  EXPECT_EQ(Move(), 1);
   calls_.OnPeerGone(kPeer, absl::UnavailableError("x"));
   EXPECT_EQ(CutOffOf(answers_.at(1).status()), CutOff::kAsked);
   EXPECT_FALSE(Answered(5));
@@ -115,7 +125,8 @@ TEST_F(CallsAlone, WaitsForAnotherSessionWithItsPeer) {
   Ask(1);
   calls_.OnPeerReady(kPeer);
   Ask(2);
-  EXPECT_EQ(calls_.MoveUnasked(kPeer, kOther), 1);
+  EXPECT_EQ(Move(), 1);
+  EXPECT_EQ(metrics_.calls_started, 2);
   calls_.OnPeerGone(kPeer, absl::UnavailableError("x"));
   EXPECT_EQ(CutOffOf(answers_.at(1).status()), CutOff::kAsked);
   EXPECT_FALSE(answers_.contains(2));
@@ -125,6 +136,23 @@ TEST_F(CallsAlone, WaitsForAnotherSessionWithItsPeer) {
   EXPECT_EQ(*outbox_.Last<CallMsg>()->args.Uint("x"), 5u);
   calls_.OnReplyMsg(kOther, {2, absl::OkStatus(), {}});
   EXPECT_TRUE(IsOk(answers_.at(2)));
+}
+
+// What was there before has had its time, and what has moved keeps its turn.
+TEST_F(CallsAlone, OnlyWhatIsYoungerMoves) {
+  for (const uint64_t id : {9, 4}) Ask(id);
+  const Deadline since = Clock::now();
+  ASSERT_TRUE(WaitFor([&] { return Clock::now() > since; }, Soon()));
+  for (const uint64_t id : {7, 3, 5}) Ask(id);
+  EXPECT_EQ(Move(since), 3);
+  EXPECT_EQ(Move(since), 0);
+  calls_.OnPeerGone(kPeer, absl::UnavailableError("x"));
+  EXPECT_EQ(answers_.size(), 2u);
+  EXPECT_EQ(CutOffOf(answers_.at(9).status()), CutOff::kNotAsked);
+  calls_.OnPeerReady(kOther);
+  std::vector<uint64_t> asked;
+  for (const auto& [peer, body] : outbox_.sent) asked.push_back(std::get<CallMsg>(body).call_id);
+  EXPECT_EQ(asked, (std::vector<uint64_t>{7, 3, 5}));
 }
 
 // Who asks for more than this side allows would wait on for nothing.

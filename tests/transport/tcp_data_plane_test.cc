@@ -501,6 +501,29 @@ TEST_F(TcpPlanes, WhatElseFailsIsNotDialledAgain) {
   EXPECT_EQ(dials, 2);
 }
 
+// It stands still, and its kernel says so: whether it is there shows elsewhere.
+TEST_F(TcpPlanes, WhoTakesNothingIsNotTakenForOneWhoIsNotReached) {
+  config_.heartbeat_timeout_ms = 1000;
+  door_ = Must(TcpDoor::Create(config_, "127.0.0.1", &metrics_));
+  Connect();
+  constexpr uint64_t kChunks = 8;  // More than the system keeps for it.
+  const std::vector<std::byte> payload = RandomBytes(3000000, 1);
+  for (uint64_t i = 0; i < kChunks; ++i) {
+    b_->SendChunk(link_b_, {i, 0, 0, 3000000, 0}, FilledWith(payload),
+                  [](const absl::Status& status) { EXPECT_TRUE(IsOk(status)); });
+  }
+  ASSERT_TRUE(StepsUntil([&] { return !arrived_.empty() && a_->BacklogOf(link_a_).open; }));
+  const Deadline until = DeadlineInMs(3000);
+  EXPECT_TRUE(StepUntil(
+      [&] {
+        b_->Tick(Clock::now());
+        b_->Progress(&at_b_);
+      },
+      [&] { return Clock::now() > until; }));
+  EXPECT_TRUE(at_b_.down.empty()) << at_b_.down[0].second;
+  EXPECT_TRUE(StepsUntil([&] { return at_a_.chunks.size() == kChunks; }));
+}
+
 // A socket that is full cuts what it is given anywhere, in the middle of a chunk's end too.
 TEST(TcpOutgoing, HoweverTheSystemCutsIt) {
   int ends[2];

@@ -13,6 +13,8 @@ namespace {
 // Of one link and direction, before it is the next one's turn.
 constexpr int64_t kBytesATurn = 1 << 20;
 constexpr auto kDialInterval = std::chrono::milliseconds(100);
+// As often as a peer's silence is found out late by no more than a quarter.
+constexpr int64_t kLooksATimeout = 4;
 
 }  // namespace
 
@@ -162,6 +164,7 @@ bool TcpDataPlane::Serve(LinkId id, Link& link, DataEvents* events) {
     const Moved moved = link.outgoing.Write(fd, link.incoming.open(), kBytesATurn);
     bytes += moved.bytes;
     link.writable = moved.some();
+    if (link.connection.unheard_ms > 0 && link.look_at == Deadline::max()) LookLater(link);
     Note(id, link, moved, absl::OkStatus());
   }
   if (!link.has_work()) ready_.erase(id);
@@ -201,9 +204,41 @@ Deadline TcpDataPlane::DialIfDue(LinkId id, Link& link, Deadline now) {
   return link.has_socket() ? link.ready_by : std::min(link.ready_by, link.dial_at);
 }
 
+void TcpDataPlane::LookLater(Link& link) {
+  link.look_at =
+      Clock::now() + std::chrono::milliseconds(link.connection.unheard_ms) / kLooksATimeout;
+  new_deadline_ = true;
+}
+
+// Returns when to ask again. What is sent again is heard with the first acknowledgement of any of
+// it.
+Deadline TcpDataPlane::LookIfDue(LinkId id, Link& link, Deadline now) {
+  if (link.look_at > now) return link.look_at;
+  link.look_at = Deadline::max();
+  const Unacknowledged left = WhatIsUnacknowledged(link.connection.socket);
+  if (left.bytes == 0) return link.look_at;  // Until something is written.
+  const int64_t heard_bytes = link.outgoing.written() - left.bytes;
+  if (!left.sent_again || heard_bytes != std::exchange(link.heard_bytes, heard_bytes)) {
+    link.heard_until = now;
+  }
+  const int64_t limit_ms = link.connection.unheard_ms;
+  if (now - link.heard_until < std::chrono::milliseconds(limit_ms)) {
+    LookLater(link);
+    return link.look_at;
+  }
+  link.connection.unheard_ms = 0;  // Once.
+  down_.emplace_back(
+      id, absl::DeadlineExceededError(absl::StrCat(
+              "tcp: of ", left.bytes, " bytes to ", link.connection.where,
+              " nothing was acknowledged for heartbeat_timeout_ms (", limit_ms,
+              "), though they were sent again; does the way there pass packets of this length?")));
+  return link.look_at;
+}
+
 Deadline TcpDataPlane::Tick(Deadline now) {
   Deadline next = Deadline::max();
   for (const auto& [id, link] : links_) {
+    if (link->ready()) next = std::min(next, LookIfDue(id, *link, now));
     if (link->ready() || link->ready_by == Deadline::max()) continue;
     if (link->ready_by > now) {
       next = std::min(next, DialIfDue(id, *link, now));

@@ -34,6 +34,11 @@ struct TcpConnection {
   int64_t silence_ms = 0;
   // As DialTcp, and again while there is no way to the other side; null: that side has dialled.
   std::function<absl::StatusOr<UniqueFd>()> dial{};
+  // How long the other side may acknowledge nothing of what is sent to it again and again; 0: for
+  // ever. For whoever was dialled: its words may be all that is lost, as long packets are on a way
+  // that is too narrow for them, and then nobody else is missed. A peer that takes no more is
+  // another matter.
+  int64_t unheard_ms = 0;
 };
 
 // A data plane over TCP sockets (docs/wire_protocol.md, "TCP"): the pages of a chunk may be sent
@@ -80,6 +85,11 @@ class TcpDataPlane final : public DataPlane {
     // What the socket has told us of; the system tells of changes only (EPOLLET).
     bool readable = false;
     bool writable = false;
+    // Of what is written with unheard_ms: when to look whether it is heard, how much was the last
+    // time, and since when no more is.
+    Deadline look_at = Deadline::max();
+    int64_t heard_bytes = -1;
+    Deadline heard_until{};
 
     bool has_socket() const { return connection.socket.valid(); }
     bool ready() const { return has_socket() && incoming.open(); }
@@ -93,6 +103,9 @@ class TcpDataPlane final : public DataPlane {
   // There is no way to the other side. False: it is not to be dialled again.
   bool DialLater(Link& link, absl::string_view why);
   Deadline DialIfDue(LinkId id, Link& link, Deadline now);
+  // Whether what was written is heard.
+  void LookLater(Link& link);
+  Deadline LookIfDue(LinkId id, Link& link, Deadline now);
   void Look();
   bool Serve(LinkId id, Link& link, DataEvents* events);
   // Reading or writing has come to this.

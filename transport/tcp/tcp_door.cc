@@ -10,6 +10,7 @@
 #include "base/log.h"
 #include "base/random.h"
 #include "base/status.h"
+#include "transport/silence_limits.h"
 #include "transport/tcp/tcp_frames.h"
 
 namespace kvferry {
@@ -26,6 +27,7 @@ absl::StatusOr<std::unique_ptr<TcpDoor>> TcpDoor::Create(const Config& config,
                                                          Metrics* metrics) {
   std::unique_ptr<TcpDoor> door(new TcpDoor(metrics));
   door->timeout_ms_ = config.connect_timeout_ms;
+  door->unheard_ms_ = SilenceLimits(config.heartbeat_timeout_ms).user_timeout_ms;
   door->host_ = host;
   if (!config.net_device.empty()) {
     KVFERRY_ASSIGN_OR_RETURN(door->host_, AddressOfInterface(config.net_device));
@@ -116,8 +118,12 @@ void TcpDoor::LetIn(Stranger& stranger, std::vector<Arrival>* arrivals) {
   // Data may follow at once: whoever reads the socket next looks without being told.
   epoll_.Remove(stranger.socket.get());
   TcpConnection connection{std::move(stranger.socket),
-                           TcpHello::With(expected.address.answer, hello.lane).Bytes(), "",
-                           "a peer"};
+                           TcpHello::With(expected.address.answer, hello.lane).Bytes(),
+                           "",
+                           "a peer",
+                           0,
+                           nullptr,
+                           unheard_ms_};
   arrivals->push_back({link, hello.lane, std::move(connection)});
   if (std::find(expected.came.begin(), expected.came.end(), false) == expected.came.end()) {
     Forget(link);

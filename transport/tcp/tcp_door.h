@@ -75,6 +75,7 @@ class TcpDoor {
   std::string host_;
   int64_t port_ = 0;
   int64_t timeout_ms_ = 0;
+  int64_t unheard_ms_ = 0;  // Of the connections that are let in.
   Epoll epoll_;
   UniqueFd listener_;
   AcceptPause pause_;

@@ -2,8 +2,10 @@
 
 #include <arpa/inet.h>
 #include <ifaddrs.h>
+#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -155,6 +157,18 @@ void LimitSilence(const UniqueFd& socket, int64_t timeout_ms) {
   setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPIDLE, &limits.probe_s, sizeof(limits.probe_s));
   setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPINTVL, &limits.probe_s, sizeof(limits.probe_s));
   setsockopt(socket.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
+}
+
+Unacknowledged WhatIsUnacknowledged(const UniqueFd& socket) {
+  int bytes = 0;
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  if (ioctl(socket.get(), SIOCOUTQ, &bytes) != 0 ||
+      getsockopt(socket.get(), IPPROTO_TCP, TCP_INFO, &info, &size) != 0) {
+    return {};
+  }
+  // Probes of a window that is closed are counted apart, and any acknowledgement sets this to 0.
+  return {bytes, info.tcpi_retransmits > 0};
 }
 
 bool IsSilence(int error) {

@@ -27,6 +27,13 @@ absl::Status CheckCongestionControl(const std::string& name);
 // The connection breaks when for so long, a second at least, the other side's kernel has been
 // silent (SilenceLimits). Whoever reads must not let what has come wait for longer.
 void LimitSilence(const UniqueFd& socket, int64_t timeout_ms);
+// What of all that was written the other side's kernel has not acknowledged, and whether that has
+// been sent again, so far in vain: what only waits because the other side takes no more is not.
+struct Unacknowledged {
+  int64_t bytes = 0;
+  bool sent_again = false;
+};
+Unacknowledged WhatIsUnacknowledged(const UniqueFd& socket);
 // Whether a connection that broke with this errno did so because nothing came back.
 bool IsSilence(int error);
 // A socket that is connecting: writable when it is through, broken when that failed.
