@@ -117,6 +117,16 @@ def test_stores_that_do_not_answer_hold_up_the_start_for_seconds_in_all(
     assert [len(store.asked) for store in stores] == [1] * 4
 
 
+def test_an_engine_that_is_told_to_wake_up_keeps_its_stores(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    store = StoreByClock(clock, delay_s=0.001)
+    half = start_with(monkeypatch, [store])
+    monkeypatch.setattr(store_scheduler, "scheduler_stores", lambda *_: pytest.fail("opened"))
+    half.set_workers({0: StoreAddress.of("a", "m", LAYOUT)})
+    assert len(store.asked) == 1
+
+
 def test_all_prompts_of_a_step_have_one_deadline(scheduler: Scheduler, clock: Clock):
     store = StoreByClock(clock, delay_s=0.15)
     scheduler.use([store])

@@ -4,9 +4,16 @@
                        "kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_producer"}'
 """
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from kvferry.vllm import releases
 
-from kvferry.vllm.connector import KVFerryConnector
+try:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kvferry.vllm.connector import KVFerryConnector
+except ImportError as error:
+    if explanation := releases.explain(error):
+        raise ImportError(explanation) from error
+    raise
 
 # MultiConnector finds the class of a connector's statistics by name alone.
 try:

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvferry.vllm import layout, limits, siblings
+from kvferry.vllm import layout, limits, releases, siblings
 from kvferry.vllm.metadata import Addresses, AskedFor, StepMetadata
 from kvferry.vllm.parts import in_groups, most_blocks_computing, not_final
 from kvferry.vllm.room import Room
@@ -40,11 +40,13 @@ from kvferry.vllm.telemetry import (
     Trace,
     TransferMetrics,
     TransferStats,
+    logger,
     setup_logging,
 )
 from kvferry.vllm.worker import DecodeWorker, PrefillWorker
 
 if TYPE_CHECKING:
+    from vllm.config.kv_transfer import KVTransferConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
@@ -72,6 +74,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Raises ValueError for wrong options, NotImplementedError beyond the limits."""
         super().__init__(vllm_config, role, kv_cache_config)
         setup_logging()
+        if role == KVConnectorRole.SCHEDULER and (warning := releases.warning()):
+            logger.warning("%s", warning)
         transfer = self._kv_transfer_config
         self._options = Options.parse(transfer.kv_connector_extra_config)
         limits.check_supported(vllm_config, kv_cache_config)
@@ -134,6 +138,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """No. GPU engines ask when they are configured: before they load the model for nothing."""
         Options.parse(extra_config)
+        return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
+        """No, as limits.check_supported() says. vLLM asks from 0.33 on, before it loads a model."""
         return False
 
     @classmethod

@@ -89,10 +89,14 @@ class StoreScheduler:
         self._save_s = config.fetch_timeout_ms / 1e3
 
     def set_workers(self, workers: dict[int, StoreAddress]) -> None:
-        """Where the workers' stores are, by tensor-parallel rank."""
-        self._workers = [workers[rank] for rank in sorted(workers)]
-        self._layout = self._workers[0].kv_layout()
-        self._stores = scheduler_stores(self._options, self._workers, self._config)
+        """Where the workers' stores are, by tensor-parallel rank. From 0.33 on vLLM says so again
+        when it is told to wake up, asleep or not."""
+        by_rank = [workers[rank] for rank in sorted(workers)]
+        if by_rank == self._workers:
+            return
+        self._layout = by_rank[0].kv_layout()
+        self._stores = scheduler_stores(self._options, by_rank, self._config)
+        self._workers = by_rank
         self._warm_up()
 
     def _warm_up(self) -> None:
