@@ -248,7 +248,7 @@ def test_who_waits_for_a_load_leaves_its_tickets_alone_when_it_hangs_up(announce
     fourth = request("d", 40, dict(params))
     decode.scheduler.update_state_after_alloc(fourth, Blocks([1, 2, 3]), 0)
     assert decode.step().dismissed == []
-    assert decode.scheduler._transfers == {}
+    assert decode.scheduler._transfers == {} and decode.scheduler._fetches == {}
 
 
 @pytest.mark.parametrize("announced", [False, True])
@@ -267,6 +267,22 @@ def test_who_waits_for_a_load_that_is_aborted_computes_the_prompt(announced: boo
     )
     meta = decode.allocate(second, 0, [1, 2, 3])
     assert (meta.loads, meta.dismissed) == ([], [])
+
+
+def test_another_adapters_prompt_of_the_same_batch_is_no_copy():
+    decode = Decode()
+    first, second = (request(name, 40, dict(FROM)) for name in "ab")
+    second.lora_request = SimpleNamespace(lora_name="a", lora_path="/a")
+    decode.allocate(first, 0, [5, 6, 8])
+    assert decode.scheduler.get_num_new_matched_tokens(second, 0) == (40, True)
+
+
+def test_takers_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvferry.vllm.scheduler._MAX_TAKERS", 2)
+    decode = Decode()
+    for name in "abc":
+        decode.allocate(request(name, 32, remote(kvferry_tickets=[name])), 0, [5, 6])
+    assert list(decode.scheduler._takers.values()) == ["b", "c"]
 
 
 def test_a_load_that_cannot_work_is_no_taker():
@@ -358,9 +374,10 @@ def test_tickets_are_for_the_tokens_of_their_prompt(windows):
         assert "a prompt of other tokens" in error or "another kvferry_prompt" in error
 
 
-def test_prompts_of_embeddings_have_tickets_too():
+@pytest.mark.parametrize("same_id", [{}, TRANSFER])
+def test_prompts_of_embeddings_have_tickets_too(same_id):
     prefill = Prefill()
-    it = request("r", 20, {"do_remote_decode": True})
+    it = request("r", 20, {"do_remote_decode": True} | same_id)
     it.prompt_token_ids = None
     prefill.scheduler.on_new_request(it)
     prefill.step({"r": 20})
@@ -369,6 +386,20 @@ def test_prompts_of_embeddings_have_tickets_too():
     mine = request("s", 20, dict(params))
     mine.prompt_token_ids = None
     assert Decode().allocate(mine, 0, [5, 6]).loads[0].error == ""
+
+
+def test_a_prompt_of_embeddings_cannot_be_asked_for_by_a_transfer_id():
+    it = request("s", 20, dict(FROM))
+    it.prompt_token_ids = None
+    (load,) = Decode().allocate(it, 0, [5, 6]).loads
+    assert "embeddings cannot have a transfer_id" in load.error and load.block_ids == [5, 6]
+
+
+def test_tickets_come_before_a_transfer_id():
+    """As of a prefill engine that has handed over by tickets what came with a wrong one."""
+    it = request("r", 32, FROM | {"transfer_id": "short", "kvferry_tickets": ["t"]})
+    (load,) = Decode().allocate(it, 0, [5, 6]).loads
+    assert (load.error, load.parts) == ("", [LoadPart(["t"], 0, [5, 6], 2)])
 
 
 def test_tickets_count_blocks_of_the_prefill_engine():
@@ -391,10 +422,12 @@ def test_an_announced_prompt_is_published_part_by_part():
     prefill = Prefill()
     it = prefill.arrive(2500, {"do_remote_decode": True} | TRANSFER)
     parts = cut(TRANSFER["transfer_id"], range(2500), BLOCK)
-    published = []
+    unasked, published = prefill.step({}).unasked, []
     for scheduled in (1000, 1100, 400):
         published.append(prefill.step({"r": scheduled}).publications)
         it.num_computed_tokens += scheduled
+    # Whoever fetches asks for all parts at once, and the last one is there the longest.
+    assert unasked == [parts[2].lease_id]
     assert [[new.lease_id for new in step] for step in published] == [
         [],
         [parts[0].lease_id, parts[1].lease_id],
@@ -406,6 +439,7 @@ def test_an_announced_prompt_is_published_part_by_part():
         blocks[64:128],
         blocks[128:157],
     ]
+    assert {new.num_tokens for step in published for new in step} == {2500}
     it.status = RequestStatus.FINISHED_LENGTH_CAPPED
     assert prefill.scheduler.request_finished(it) == (True, None)
     prefill.report(finished_sending={"r"})
@@ -647,12 +681,12 @@ def test_a_window_is_let_go_of_by_preemption():
     prefill.step({"r": 40})
     assert +prefill.blocks.held
     assert prefill.step({}, preempted={"r"}).preempted == ["r"]
-    assert not +prefill.blocks.held
+    assert prefill.blocks.none_held()
     assert len(prefill.step({"r": 40}).publications) == 2
     it.status = RequestStatus.FINISHED_ABORTED
     assert prefill.scheduler.request_finished(it) == (True, None)
     prefill.report(finished_sending={"r"})
-    assert not +prefill.blocks.held
+    assert prefill.blocks.none_held()  # Nor given back twice: they may be others' by now.
 
 
 def test_a_window_that_vllm_has_given_back_is_not_handed_over(caplog: pytest.LogCaptureFixture):
@@ -671,8 +705,10 @@ def test_whoever_waits_for_a_window_that_vllm_has_given_back_is_told():
     it = prefill.arrive(40, {"do_remote_decode": True} | TRANSFER)
     assert prefill.begin(it)
     assert prefill.step({"r": 40}).publications == []
+    it.num_computed_tokens = 40
     leases = {part.lease_id for part in cut(TRANSFER["transfer_id"], range(40), BLOCK, WINDOWS)}
     assert set(prefill.step({"r": 1}).given_up) == leases
+    assert prefill.step({"r": 1}).given_up == []  # Once.
     assert prefill.begin(it)  # Nobody is to ask for it any more.
 
 

@@ -136,6 +136,7 @@ def test_what_waits_in_the_decode_engine_is_kept():
         return not workers.prefill._leases[102].live
 
     wait_for(the_other_has_expired)
+    assert workers.prefill._stats.data["expired"] == [1]
     workers.load(part)
     wait_for(workers.loaded)
     assert workers.decode.take_missing_blocks() == set()
@@ -189,6 +190,49 @@ def test_a_part_that_is_given_up_fails_the_load_and_lets_the_others_go(workers: 
     assert workers.decode.take_missing_blocks() == {9, 10}
     assert workers.stats.data["failed"] == [1]
     wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
+
+
+def test_blocks_stay_until_all_leases_of_their_request_have_ended(workers: Workers):
+    workers.prefill.publish([publication(101, [1, 2]), publication(102, [3, 4])])
+    workers.source.compute(workers.prefill, [1, 2, 3, 4])
+    workers.load(workers.part(101, [7, 8]))
+    wait_for(workers.loaded)
+
+    def the_first_has_ended() -> bool:
+        assert workers.prefill.take_finished({"p"}) == set()
+        return workers.part_fetched(101)
+
+    wait_for(the_first_has_ended)
+    workers.decode.dismiss(workers.part(102, [9, 10]).tickets)
+    wait_for(lambda: workers.prefill.take_finished(set()) == {"p"})
+
+
+@pytest.mark.parametrize("num_tokens, num_blocks", [(17, 2), (16, 3)])
+def test_a_ticket_for_another_prompt_is_not_fetched_but_let_go_of(
+    workers: Workers, num_tokens: int, num_blocks: int
+):
+    workers.prefill.publish([publication(101, [1, 2])])
+    workers.source.compute(workers.prefill, [1, 2])
+    part = workers.part(101, [7, 8])
+    part.num_blocks = num_blocks
+    workers.decode.load([Load("d", [part], 0, num_tokens)])
+    assert workers.decode.take_finished() == {"d"}  # At once.
+    assert workers.decode.take_missing_blocks() == {7, 8}
+    wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
+    assert not workers.target.block(0, 7).any()
+
+
+def test_a_load_that_is_known_not_to_work_leaves_its_tickets_alone(workers: Workers):
+    """They may be another request's."""
+    workers.prefill.publish([publication(101, [1, 2])])
+    workers.source.compute(workers.prefill, [1, 2])
+    part = workers.part(101, [7, 8])
+    workers.decode.load([Load("wrong", [part], 0, 16, "the load of these tickets has failed")])
+    assert workers.decode.take_finished() == {"wrong"}
+    assert workers.decode.take_missing_blocks() == {7, 8}
+    workers.load(part)
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == set()
 
 
 def test_a_load_that_is_cancelled_frees_what_is_published_later(workers: Workers):
@@ -261,6 +305,7 @@ def test_a_load_goes_on_when_a_preempted_request_is_computed_again(
             assert (workers.target.block(layer, block) == 1 + layer * 70 + source).all()
     assert workers.decode.take_missing_blocks() == set()
     wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
+    assert workers.prefill._ended_before == {} and workers.prefill._computing == []
 
 
 class LateEndpoint:
@@ -375,6 +420,16 @@ def test_a_preempted_request_that_is_aborted_fails_its_load(workers: Workers):
     assert workers.prefill.take_finished({"p"}) == set()  # The engine has its blocks already.
     wait_for(workers.loaded)
     assert workers.decode.take_missing_blocks() == {7, 8}
+
+
+def test_an_idle_engine_does_not_wait_where_a_load_has_ended(workers: Workers):
+    failed = Load("failed", [workers.part(101, [7, 8])], 0, 16, "why")
+    workers.decode.load([failed])
+    workers.load(workers.part(102, [9, 10]))
+    workers.decode.pause()
+    assert workers.decode.take_finished() == {"failed"}
+    workers.prefill.give_up([102])
+    wait_for(workers.loaded)
 
 
 def test_an_idle_engine_waits_for_its_load_instead_of_turning(workers: Workers):
@@ -544,7 +599,7 @@ def test_what_cannot_be_let_go_of_is_said_in_one_line(make_engines, caplog):
         engines.prefill[0].publish([publication(lease, [block])])
     engines.sources[0].compute(engines.prefill[0], list(range(5)))
     wait_for(engines.freed)
-    worker.take_finished()
+    wait_for(lambda: not worker.take_finished() and not worker._dismissals)
     told = [it.message for it in caplog.records if "could not let go" in it.message]
     assert len(told) == 1 and told[0].startswith("could not let go of 2 tickets; 'no ticket'")
 
@@ -634,6 +689,16 @@ class Listening:
 
     def __getattr__(self, name: str):
         return getattr(self._endpoint, name)
+
+
+def test_a_layer_is_not_ready_before_those_below_it(workers: Workers):
+    endpoint = workers.prefill._endpoint = Listening(workers.prefill._endpoint)
+    workers.prefill.publish([publication(101, [1])])
+    workers.prefill.layer_saved("layer.1")
+    assert endpoint.told == []
+    workers.prefill.layer_saved("layer.0")
+    assert endpoint.told == [101]
+    workers.prefill.step_saved()
 
 
 def test_what_was_asked_for_before_a_lease_was_taken_back_says_nothing_of_the_next_one(
@@ -727,6 +792,17 @@ def test_what_goes_wrong_beside_the_engine_is_in_the_log(
     workers.prefill.step_saved()
     device.finish(1)
     wait_for(lambda: "were not announced: MemoryError()" in caplog.text)
+
+
+def test_a_cancel_that_finds_no_memory_does_not_end_the_engine(workers: Workers):
+    workers.load(workers.part(101, [7, 8]))
+    (fetch,) = workers.decode._loading["d"].fetches
+    fetch.handle = OutOfMemory(fetch.handle, "cancel")
+    workers.decode.cancel(["d"])
+    assert fetch.handle.times == 0
+    workers.decode.cancel(["d"])
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == {7, 8}
 
 
 def test_a_load_that_finds_no_memory_fails_with_its_blocks(workers: Workers):
