@@ -11,7 +11,7 @@ pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=I
 
 import zmq  # noqa: E402
 from kvferry.sglang import pd_sockets  # noqa: E402
-from kvferry.sglang.pd_messages import Chunk, Request, parse  # noqa: E402
+from kvferry.sglang.pd_messages import Chunk, Peer, Request, parse  # noqa: E402
 from servers import free_port  # noqa: E402
 from sglang.srt.disaggregation.common.conn import KVTransferError  # noqa: E402
 from sglang_faults import (  # noqa: E402
@@ -31,12 +31,20 @@ from sglang_pd import (  # noqa: E402
 )
 
 CHUNK = Chunk(room=1, rank=0, first=0, pages=1, ticket="", is_last=False)
+PEER = Peer("10.0.0.1", 80, aux_bytes=[4])
+
+
+def changed(message, old, new):
+    """Frames of a message in whose header that stands instead."""
+    tag, header = message.frames()
+    assert old in header
+    return [tag, header.replace(old, new)]
 
 
 def test_messages_are_read_back():
     request = Request(1 << 63, "10.0.0.1", 80, rank=1, readers=2, prefix=16, is_dummy=False)
     with_states = dataclasses.replace(CHUNK, states=["a ticket", ""])
-    for message in (CHUNK, with_states, request):
+    for message in (CHUNK, with_states, request, PEER):
         assert parse(message.frames(b"a", b"")) == (message, [b"a", b""])
 
 
@@ -53,16 +61,19 @@ def test_a_chunk_of_a_release_that_knows_no_states():
         [b"OTHER", b"{}"],
         [b"KVFERRY", b"[]"],
         [b"KVFERRY", b"{"],
-        [b"KVFERRY", b'{"v": 2, "t": "chunk"}'],
+        changed(CHUNK, b'"v": 1', b'"v": 2'),
         [b"KVFERRY", b'{"v": 1, "t": "other"}'],
         [b"KVFERRY", b'{"v": 1, "t": "chunk"}'],
         [*CHUNK.frames()[:1], CHUNK.frames()[1] + b" " * 4096],
-        CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"first": 0', b'"first": -1')],
-        CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"first": 0', b'"first": true')],
-        CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"first": 0', b'"first": 9999999999')],
-        CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"ticket": ""', b'"ticket": 1')],
-        CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"states": []', b'"states": [1]')],
-        CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"first": 0, ', b"")],
+        changed(CHUNK, b'"first": 0', b'"first": -1'),
+        changed(CHUNK, b'"first": 0', b'"first": true'),
+        changed(CHUNK, b'"first": 0', b'"first": 9999999999'),
+        changed(CHUNK, b'"ticket": ""', b'"ticket": 1'),
+        changed(CHUNK, b'"is_last": false', b'"is_last": 0'),
+        changed(CHUNK, b'"states": []', b'"states": [1]'),
+        changed(CHUNK, b'"first": 0, ', b""),
+        changed(PEER, b"[4]", b'["4"]'),
+        changed(PEER, b"[4]", b"4"),
     ],
 )
 def test_messages_that_are_wrong_are_dropped(frames, pair):
