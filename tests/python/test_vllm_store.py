@@ -144,6 +144,30 @@ def test_what_the_store_promised_and_did_not_give_is_computed(scheduler: Schedul
     assert ask(it, 0) == (3 * BLOCK, True)
 
 
+def test_what_the_engine_has_lost_meanwhile_is_asked_for_anew(scheduler: Scheduler):
+    scheduler.put(keys_of(scheduler, request("before", 3)))
+    it = request("r", 4)
+    scheduler.half.on_new_request(it)
+    ask = scheduler.half.get_num_new_matched_tokens
+    assert ask(it, 2 * BLOCK) == (BLOCK, True)
+    assert ask(it, BLOCK) == (2 * BLOCK, True)
+    scheduler.half.update_state_after_alloc(it, TABLE, 2 * BLOCK)
+    (load,) = scheduler.compute(it, 4).store_loads
+    assert (load.block_ids, load.blocks_skipped) == ([1, 2], 1)
+    # Preempted, and the store has lost it too.
+    scheduler.use([SlowRank(1, delay_s=0.0)])
+    it.num_computed_tokens = 0
+    assert ask(it, BLOCK) == (0, False)
+
+
+def test_who_does_not_read_the_prefix_cache_does_not_read_the_store(scheduler: Scheduler):
+    """As a request for logprobs of its prompt, all of which has to be computed."""
+    scheduler.put(keys_of(scheduler, request("before", 3)))
+    it = request("r", 3, skip_reading_prefix_cache=True)
+    scheduler.half.on_new_request(it)
+    assert scheduler.half.get_num_new_matched_tokens(it, 0) == (0, False)
+
+
 @pytest.mark.parametrize("reported", [False, True])
 def test_the_load_of_an_aborted_request_is_cancelled(scheduler: Scheduler, reported: bool):
     scheduler.put(keys_of(scheduler, request("before", 2)))
@@ -271,6 +295,32 @@ def test_what_a_request_has_saved_is_not_saved_again_when_it_was_preempted(sched
     scheduler.step({}, {"r"})
     assert begin_again(scheduler, it, local=3) == 0
     assert saved_of(it, scheduler.compute(it, 1)) == [3]
+
+
+def test_what_is_computed_again_after_a_preemption_is_saved_once(scheduler: Scheduler):
+    it = request("r", 4)
+    assert begin(scheduler, it, local=0) == 0
+    assert saved_of(it, scheduler.compute(it, 3)) == [0, 1, 2]
+    scheduler.step({}, {"r"})
+    it.num_computed_tokens = 0
+    assert [saved_of(it, scheduler.compute(it, blocks)) for blocks in (1, 1, 2)] == [[], [], [3]]
+
+
+def test_drafts_are_not_saved(scheduler: Scheduler):
+    """They are scheduled as tokens are, and may be wrong."""
+    it = request("r", 3, num_tokens=2 * BLOCK + 8)
+    it.all_token_ids = it.all_token_ids[: it.num_tokens]
+    scheduler.half.on_new_request(it)
+    assert saved_of(it, scheduler.compute(it, 3)) == [0, 1]
+
+
+def test_a_block_has_one_key_in_however_many_steps_those_before_are_computed(
+    scheduler: Scheduler,
+):
+    it = request("r", 3)
+    scheduler.half.on_new_request(it)
+    keys = [key for _ in range(3) for key in scheduler.compute(it, 1).store_saves[0].keys]
+    assert keys == keys_of(scheduler, request("s", 3))
 
 
 def test_a_beginning_that_many_requests_have_is_saved_again_by_one_of_them(scheduler: Scheduler):
@@ -482,6 +532,20 @@ def test_a_prompt_whose_turn_to_be_asked_about_does_not_come_is_computed(
     assert ask_all(scheduler, waiting) == [NOTHING] and len(store.asked) == asked
 
 
+def test_a_prompt_that_was_put_off_once_is_asked_about_when_it_comes_again(
+    scheduler: Scheduler, clock: Clock
+):
+    scheduler.use([StoreByClock(clock, delay_s=0.15)])
+    first, second = arrive(scheduler, "ab")
+    assert ask_all(scheduler, [first, second]) == [FOUND, LATER]
+    assert ask_all(scheduler, [second]) == [FOUND]
+    scheduler.half.update_state_after_alloc(second, TABLE, 3 * BLOCK)
+    scheduler.compute(second, 1)
+    clock.now += 60
+    second.num_computed_tokens = 0  # Preempted.
+    assert ask_all(scheduler, [second]) == [FOUND]
+
+
 def test_what_all_ranks_have_is_loaded(scheduler: Scheduler):
     scheduler.use([SlowRank(blocks, delay_s=0.0) for blocks in (4, 2, 3)])
     assert begin(scheduler, request("r", 5), local=1) == 1
@@ -561,6 +625,7 @@ MOONCAKE = {"backend": "mooncake", "local_hostname": "h", "master_address": "h:1
         ({"backend": "remote"}, "takes an address"),
         ({"backend": "remote", "address": []}, "none for rank 0"),
         ({"backend": "rocksdb"}, "needs 'path'"),
+        ({"backend": "tiered", "lower": {"backend": "rocksdb"}}, "needs 'path'"),
         ({"backend": "tiered", "uper": HOST.config, "lower": REDIS}, "tiered knows no 'uper'"),
         ({"backend": "tiered", "upper": {"backend": "host", "size": 1}, "lower": REDIS}, "'size'"),
         ({"backend": "tiered", "lower": MOONCAKE}, "mooncake cannot be the lower tier"),
@@ -594,6 +659,21 @@ def test_embedded_stores_are_reached_from_the_scheduler(backend, tmp_path):
     assert loaded[:2] == [None, None] and isinstance(loaded[2], kvferry.NotFound)
     store.close()
     opened.close()
+
+
+def test_mooncake_has_room_for_a_block_and_gives_memory_once(monkeypatch: pytest.MonkeyPatch):
+    """The scheduler only asks."""
+    made: list[dict] = []
+    monkeypatch.setattr(
+        kvferry, "make_store", lambda it: made.append(it) or SimpleNamespace(close=None)
+    )
+    options = StoreOptions(MOONCAKE | {"global_segment_bytes": 1 << 30})
+    config, pool = kvferry.Config.make({}), kvferry.KvPool.create(LAYOUT, BLOCKS)
+    opened = open_store(options, pool, config, "m", "n", 0)
+    assert opened.address == ""  # Everybody goes to the backend.
+    assert len(scheduler_stores(options, [StoreAddress.of("", "m", LAYOUT)] * 2, config)) == 1
+    assert [it["max_value_bytes"] for it in made] == [LAYOUT.page_bytes] * 2
+    assert [it["global_segment_bytes"] for it in made] == [1 << 30, 0]
 
 
 def test_each_engine_of_a_host_has_folders_of_its_own(tmp_path: Path):
@@ -665,11 +745,12 @@ class HeldStore:
 
 
 class Worker:
-    def __init__(self, timeout_ms: int, device: Device = Host()):  # noqa: B008
+    def __init__(self, timeout_ms: int, device: Device = Host(), rank: int = 0):  # noqa: B008
         self.pool = kvferry.KvPool.create(LAYOUT, BLOCKS)
         config = kvferry.Config.make({"fetch_timeout_ms": timeout_ms})
         cache = SimpleNamespace(pool=self.pool, device=device)
-        self.half = StoreWorker(cache, HOST, config, "m", "n", 0, 0, Trace("", 0), TransferStats())
+        of_rank = (rank, 0, Trace("", rank), TransferStats())
+        self.half = StoreWorker(cache, HOST, config, "m", "n", *of_rank)
         self.store = self.half._opened.store = HeldStore(self.half._opened.store)
 
     def save(self, request_id: str, block: int) -> bytes:
@@ -727,6 +808,43 @@ def test_a_step_starts_no_thread(monkeypatch):
         with pytest.raises(RuntimeError, match="new thread"):
             Worker(timeout_ms=1000)
     it.close()
+
+
+def test_blocks_of_ranks_have_keys_of_their_own():
+    worker = Worker(timeout_ms=int(WAIT_S * 1e3), rank=1)
+    worker.store.go_on.set()
+    key = worker.save("r", 1)
+    worker.wait_saved({"r"})
+    assert [worker.store.exists([rank_key(key, rank)]) for rank in range(2)] == [0, 1]
+    worker.close()
+
+
+def test_blocks_stay_until_all_saves_of_their_request_have_ended(worker: Worker):
+    worker.store.go_on.set()
+    worker.save("r", 1)
+    (first,) = worker.half._saves["r"]
+    first.result(WAIT_S)
+    worker.store.go_on.clear()
+    worker.save("r", 2)
+    assert worker.half.take_finished({"r"}) == (set(), set())
+    worker.store.go_on.set()
+    worker.wait_saved({"r"})
+
+
+@pytest.mark.parametrize("what", ["save", "load"])
+def test_a_store_is_closed_when_what_has_begun_has_ended(worker: Worker, what: str, caplog):
+    """And what was to be saved, but not what was to be loaded."""
+    for block in range(3):
+        getattr(worker, what)(f"r{block}", block)
+    assert worker.store.began.wait(WAIT_S)
+    closing = threading.Thread(target=worker.half.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    worker.store.go_on.set()
+    closing.join(WAIT_S)
+    assert (worker.store.puts, worker.store.gets) == ((3, 0) if what == "save" else (0, 1))
+    assert "not saved" not in caplog.text
 
 
 def test_saves_that_wait_are_dropped_when_their_blocks_are_taken(worker: Worker):
@@ -837,7 +955,7 @@ def test_a_load_that_nobody_waits_for_does_not_wait_for_others(worker: Worker):
     assert worker.half._stats.data["failed"] == []  # It is no fault of the store.
     worker.store.go_on.set()
     worker.wait_loaded({"other"})
-    assert worker.store.gets == 1
+    assert worker.store.gets == 1 and worker.half._cancelled == set()
 
 
 def test_a_block_is_saved_when_the_device_has_computed_it():
