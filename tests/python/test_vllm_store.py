@@ -713,6 +713,8 @@ def test_embedded_stores_serve_their_pages(backend: str, tmp_path):
     assert holds(pool, 1, 9) and holds(pool, 3, 7)
     remote.close()
     opened.close()
+    with pytest.raises(kvferry.FailedPrecondition):  # Nobody is served any more.
+        opened.metrics()
 
 
 class HeldStore:
@@ -868,7 +870,7 @@ def test_saves_of_a_request_that_was_preempted_and_has_ended_are_dropped_and_rep
     assert worker.store.began.wait(WAIT_S)
     key = worker.save("ended", 1)
     worker.half.end_saves([], ["ended"])
-    worker.wait_saved({"ended"})
+    assert worker.half.take_finished({"ended"}) == ({"ended"}, set())  # At once.
     worker.store.go_on.set()
     worker.save("last", 2)
     worker.wait_saved({"other", "last"})
@@ -920,6 +922,7 @@ def test_loads_do_not_wait_for_a_store_that_hangs_one_behind_the_other():
     worker.wait_loaded({f"r{block}" for block in range(BLOCKS)})
     assert worker.store.gets == 1
     assert worker.half.take_missing_blocks() == set(range(BLOCKS))
+    assert worker.half.take_missing_blocks() == set()
     # Nor does the next one, but what is saved may go elsewhere.
     worker.load("later", 1)
     worker.wait_loaded({"later"})
