@@ -147,6 +147,8 @@ def test_pages_as_tensors():
     # Wrong sizes, and the other interface.
     assert not backend.set("d", pages[0][:-1]) and not backend.exists("d")
     assert backend.get("a", outs[0][:-1]) is None and backend.get("a") is None
+    # What is read into is no copy.
+    assert backend.get("a", outs[0].reshape(8, -1).T) is None
     assert not backend.batch_set(["e", "f"], pages[:1]) and not backend.exists("e")
     # Not contiguous: what is stored is a copy.
     apart = torch.stack([pages[1], pages[2]], -1)[..., 0]
@@ -221,7 +223,7 @@ def test_ranks_of_mla_share_what_one_of_them_writes(redis):
 @with_sglang
 def test_keys_are_bounded():
     backend = create(HOST, sg.mha("page_first"), model_name="m" * 1000)
-    for long in ("x" * 5000, "é" * 200, ""):
+    for long in ("x" * 5000, "é" * 200, "é" * 100, ""):
         assert backend.batch_set_v1([long], sg.slots([1])) == [True]
         assert backend.exists(long) and not backend.exists(long + "x")
 
@@ -288,8 +290,23 @@ def test_pages_of_as_many_bytes_that_hold_something_else_have_other_keys():
         ),
         key(Says(pool), dcp_size=2, dcp_rank=0),
         key(Says(pool), dcp_size=2, dcp_rank=1),
+        # With MLA what has heads, such as a draft model's KV, is each rank's own, and states are.
+        *(
+            key(Says(pool), name, is_mla_model=True, tp_size=2, tp_rank=rank)
+            for name in (PoolName.SWA, PoolName.MAMBA)
+            for rank in range(2)
+        ),
     ]
     assert len(set(keys)) == len(keys)
+
+
+@with_sglang
+def test_pages_of_a_pool_whose_slots_are_no_tokens_are_counted_in_tokens():
+    pool = sg.mha("page_first")
+    tokens = {"logical_page_size": sg.PAGE, "logical_size": sg.PAGES * sg.PAGE}
+    says = Says(pool, page_size=1, size=sg.PAGES, **tokens)
+    pages = Pages(says, PoolName.KV, sg.rank({}), "", zero_copy=True)
+    assert len(pages.memory(sg.slots([0, sg.PAGES - 1]), 2)) == 2
 
 
 class CountsExists:
@@ -333,8 +350,14 @@ def test_pools_beside_the_kv(monkeypatch):
     got = backend.batch_get_v2([transfer(PoolName.SWA, trailing, HASHES[3:6], [8, 9, 10])])
     assert got == {PoolName.SWA: [True, True, False]}
     assert sg.page_bytes(swa, 3 * sg.PAGE) == sg.page_bytes(swa, 8 * sg.PAGE)
+    # What is there of a window that nobody has named, and no more than there is of the KV.
+    unnamed = replace(asked, keys=None, host_indices=None)
+    assert backend.batch_exists_v2(HASHES, [unnamed]).restorable_prefix_pages == [1, 2, 4, 5]
+    backend.batch_set_v2([transfer(PoolName.INDEXER, every, HASHES, range(8))])
+    result = backend.batch_exists_v2(HASHES, [indexer])
+    assert result.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.INDEXER: 6}
     # Blocks of another granularity decide nothing.
-    blocks = transfer(PoolName.INDEXER, PoolHitPolicy.BLOCK_GROUPS, HASHES[7:], [7])
+    blocks = transfer(PoolName.MAMBA, PoolHitPolicy.BLOCK_GROUPS, HASHES[7:], [7])
     assert backend.batch_exists_v2(HASHES, [blocks]).kv_hit_pages == 6
     unknown = transfer(PoolName.MAMBA, every, HASHES[:1], [0])
     assert backend.batch_set_v2([unknown]) == {PoolName.MAMBA: [False]}
@@ -438,6 +461,7 @@ def test_files_outlast_the_server(tmp_path):
         sg.fill(pool, rank)
     for again in (False, True):
         ranks = [create(store, pool, tp_size=2, tp_rank=i) for i, pool in enumerate(pools)]
+        create(store, pools[0], tp_size=2, dp_rank=1).close()  # A replica has files of its own.
         for backend, pool in zip(ranks, pools, strict=True):
             if again:
                 assert backend.batch_get_v1(HASHES, sg.slots(range(8, 16))) == [True] * 8

@@ -114,6 +114,35 @@ def test_a_chunk_that_was_not_asked_for_fails_the_request(pair, wrong, says):
     assert says in transfer.reasons()[0]
 
 
+def test_a_second_last_chunk_fails_the_request(pair):
+    """Whose metadata would take the place of the first one's."""
+    prefill, decode = pair
+    transfer = Transfer([prefill], [decode], [], []).begin()
+    last = dataclasses.replace(CHUNK, room=transfer.room, pages=0, is_last=True)
+    rows = [bytes(size) for size in decode.args.aux_item_lens]
+    for _ in range(2):
+        decode.manager._on_decode_message(last.frames(*rows))
+    wait_status(transfer.receivers, KVPoll.Failed)
+    wait_status(transfer.senders, KVPoll.Failed)
+    assert "pages [0, 0) of 0, behind 0" in transfer.reasons()[0]
+
+
+def test_a_chunk_of_a_request_that_is_about_to_end_begins_no_fetch(pair):
+    """Its pages may be another one's as soon as what was under way has ended."""
+    prefill, decode = pair
+    transfer = Transfer([prefill], [decode], [1], [3]).begin()
+    incoming = decode.manager._incoming[transfer.room]
+    assert decode.manager.cancel_incoming(transfer.room)
+    ticket = "kvferry1|tcp://127.0.0.1:1|1|1|1|0"
+    chunk = dataclasses.replace(CHUNK, room=transfer.room, ticket=ticket)
+    decode.manager._on_decode_message(chunk.frames())
+    assert not incoming.fetches()
+    transfer.receivers[0].abort()
+    wait_status(transfer.senders, KVPoll.Failed)
+    for it in transfer.receivers + transfer.senders:
+        it.clear()
+
+
 @pytest.mark.parametrize("is_early", [False, True])
 def test_rows_behind_a_chunk_that_is_not_the_last_one_fail_the_request(make, monkeypatch, is_early):
     """They would be kept until the pages may be written, of any number and size."""
