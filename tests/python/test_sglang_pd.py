@@ -136,6 +136,24 @@ def test_a_chunk_waits_for_the_device(pair):
     check_pages(prefill, decode, before, SOURCE, TARGET)
 
 
+def test_which_pages_they_are_may_be_computed_still(pair):
+    """By a stream of SGLang's, of whose end it gives an event."""
+    prefill, decode = pair
+    before = copies(decode)
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    pages = np.zeros(len(SOURCE), np.int32)
+
+    class Computed:
+        def synchronize(self):
+            pages[:] = SOURCE
+
+    prefill.manager.add_transfer_request(
+        transfer.room, pages, slice(0, len(SOURCE)), True, ROW, indices_event=Computed()
+    )
+    transfer.end(KVPoll.Success)
+    check_pages(prefill, decode, before, SOURCE, TARGET)
+
+
 def test_pages_are_not_written_before_the_device_is_done_with_them(make, monkeypatch):
     device = SlowDevice(monkeypatch)
     prefill, decode = make("prefill"), make("decode")

@@ -189,7 +189,7 @@ def test_prompts_that_nobody_has_asked_for_are_computed_in_the_order_in_which_th
     prefill = Prefill(room=room_for_twelve_blocks())
     a, b, long, short, beyond = (
         prefill.arrive(blocks * BLOCK, ANNOUNCED | {"transfer_id": 16 * name}, name)
-        for name, blocks in (("a", 6), ("b", 6), ("c", 11), ("d", 1), ("e", 13))
+        for name, blocks in (("a", 6), ("b", 6), ("c", 12), ("d", 1), ("e", 13))
     )
     assert prefill.begin(a) and prefill.begin(b)
     prefill.report(finished_sending={"a"})
@@ -507,6 +507,20 @@ def test_no_more_fetches_wait_at_a_prefill_engine_than_it_lets():
     assert len(decode.allocate(long, 0, blocks).loads[0].parts) == 4
     decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"d", "e"}))
     assert decode.scheduler._peers == {}
+
+
+def test_fetches_that_the_engine_does_not_ask_for_any_more_are_in_nobodys_way():
+    decode = Decode(room=Room(10_000, 10), max_fetches=3)
+    ask = decode.scheduler.get_num_new_matched_tokens
+    first, long, short = (
+        request(name, tokens, FROM | {"transfer_id": 16 * name})
+        for name, tokens in (("a", TWO_PARTS), ("b", TWO_PARTS), ("c", 1024))
+    )
+    assert len(decode.allocate(first, 0, list(range(1000, 1128))).loads) == 1
+    assert ask(long, 0) == ask(short, 0) == (None, False)
+    decode.scheduler.request_finished(long)
+    decode.step()
+    assert ask(short, 0) == (1024, True)
 
 
 def from_there(lease_id: int) -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from kvferry.vllm.worker import (  # noqa: E402
     _PREEMPTION_ATTEMPTS,
     DecodeWorker,
     PrefillWorker,
+    _Fetch,
 )
 from vllm_steps import SlowDevice  # noqa: E402
 from waiting import wait_for as wait  # noqa: E402
@@ -118,6 +120,14 @@ def workers() -> Iterator[Workers]:
     workers = Workers()
     yield workers
     workers.close()
+
+
+def test_closed_workers_have_ended_their_endpoints():
+    workers = Workers()
+    workers.close()
+    for half in (workers.prefill, workers.decode):
+        with pytest.raises(kvferry.FailedPrecondition):
+            half._endpoint.metrics()
 
 
 def publication(lease_id: int, blocks: list[int]) -> Publication:
@@ -415,7 +425,7 @@ def test_a_preempted_request_that_is_aborted_fails_its_load(workers: Workers):
     workers.load(workers.part(101, [7, 8]))
     workers.prefill.publish([publication(101, [1, 2])])
     workers.prefill.release_preempted(["p"])
-    assert not workers.loaded()
+    assert not workers.loaded() and workers.prefill._leases == {}
     workers.prefill.give_up([101])
     assert workers.prefill.take_finished({"p"}) == set()  # The engine has its blocks already.
     wait_for(workers.loaded)
@@ -803,6 +813,15 @@ def test_a_cancel_that_finds_no_memory_does_not_end_the_engine(workers: Workers)
     workers.decode.cancel(["d"])
     wait_for(workers.loaded)
     assert workers.decode.take_missing_blocks() == {7, 8}
+
+
+def test_a_fetch_that_ends_badly_when_all_has_come_is_none_that_failed():
+    """As one whose prefill engine goes before it has heard so."""
+    ended = SimpleNamespace(done=True, ok=False, error="lost", missing_pages=lambda: [])
+    fetch = _Fetch(LoadPart(["t"], 0, [7], 1), "t", handle=ended)
+    assert fetch.done and fetch.error() == ""
+    ended.missing_pages = lambda: [7]
+    assert fetch.error() == "lost"
 
 
 def test_a_load_that_finds_no_memory_fails_with_its_blocks(workers: Workers):
