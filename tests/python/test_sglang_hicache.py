@@ -436,6 +436,15 @@ def test_a_server_that_is_down_is_a_miss_in_time_said_once(redis, monkeypatch, c
 
 
 @with_sglang
+def test_a_miss_is_no_failure(caplog):
+    """Of which it is said once in a while that there are some."""
+    backend = create(HOST, sg.mha("page_first"))
+    with caplog.at_level(logging.WARNING, logger="kvferry.sglang"):
+        assert backend.batch_get_v1(HASHES[:1], sg.slots([1])) == [False]
+    assert caplog.text == ""
+
+
+@with_sglang
 def test_a_server_that_does_not_answer_costs_no_more_than_the_timeout(redis):
     server, store = redis
     pool = sg.mha("page_first")

@@ -215,6 +215,21 @@ def test_a_rank_at_the_address_of_one_that_did_not_read_gets_its_own_messages(ma
         assert rank.recv_multipart() == [b"new"]
 
 
+def test_a_rank_may_have_an_address_of_ipv6():
+    with zmq.Context() as context, context.socket(zmq.PULL) as rank:
+        rank.setsockopt(zmq.IPV6, 1)
+        rank.RCVTIMEO = 10000
+        try:
+            port = rank.bind_to_random_port("tcp://[::1]")
+        except zmq.ZMQError:
+            pytest.skip("there is no IPv6 here")
+        sockets = pd_sockets.Sockets(context)
+        sockets.send(f"tcp://[::1]:{port}", [b"1"], is_ipv6=True)
+        assert rank.recv_multipart() == [b"1"]
+        for it in sockets._sockets.values():
+            it.close(0)
+
+
 def test_sockets_to_ranks_that_have_gone_are_closed(monkeypatch):
     clock = Clock(monkeypatch, [pd_sockets])
     with zmq.Context() as context:
