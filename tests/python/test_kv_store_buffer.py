@@ -96,8 +96,9 @@ def test_batches(buffer):
     for one_key in ("01", b"01"):
         with pytest.raises(ValueError, match="one key, but must be a list"):
             buffer.get_batch(one_key)
-    with pytest.raises(kvferry.FailedPrecondition):
-        buffer.get_batch(["0"], [torch.empty(3)])
+    for wrong in (torch.empty(3), torch.empty(10, dtype=torch.int16)):  # And of as many bytes.
+        with pytest.raises(kvferry.FailedPrecondition):
+            buffer.get_batch(["0"], [wrong])
     with pytest.raises(ValueError, match="1 to 256"):
         buffer.put_batch([("", tensors["0"]), ("later", tensors["0"])])
     assert buffer.exists("later") == 1
@@ -322,6 +323,12 @@ def test_what_is_not_contiguous(host):
         with pytest.raises(ValueError, match="not contiguous"):
             host.get("t", out=out)
     gradient = torch.ones(3, requires_grad=True)
+    # What torch has put off computing is not in the memory.
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    for late in (values.conj(), values.conj().imag):
+        assert late.is_conj() or late.is_neg()
+        host.put("c", late)
+        assert torch.equal(host.get("c"), late)
     host.put("g", gradient)
     assert same(host.get("g"), torch.ones(3))
 
@@ -358,6 +365,18 @@ def test_foreign_bytes_are_no_tensor(host):
     for size in (1, 63, 64, len(whole) - 1):
         host.backend.put("a", whole[:size])
         with pytest.raises(kvferry.DataLoss, match="not a tensor of KVStoreBuffer"):
+            host.get("a")
+    long = b"".join(bytes(part) for part in tensor_bytes.encode(np.ones([1] * 8)))
+    host.backend.put("a", long[:64])  # Of 128 bytes.
+    with pytest.raises(kvferry.DataLoss, match="a header that is cut short"):
+        host.get("a")
+    header = tensor_bytes.FIRST
+    of_later = header.pack(tensor_bytes.MAGIC, 3, 7, 1, 1) + whole[header.size :]
+    ones = np.ones(65, np.uint64).tobytes()
+    of_many_dimensions = header.pack(tensor_bytes.MAGIC, 0, 5, 65, 9) + b"uint8" + ones
+    for foreign in (of_later, of_many_dimensions.ljust(9 * 64, b"\0") + b"x"):
+        host.backend.put("a", foreign)
+        with pytest.raises(kvferry.DataLoss, match="another header"):
             host.get("a")
     random = np.random.default_rng(1)
     for _ in range(3000):  # Whatever comes is an error of ours or a tensor; nothing is executed.

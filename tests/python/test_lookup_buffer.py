@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import kvferry
 import numpy as np
@@ -221,8 +222,10 @@ def test_bad_input_says_what_is_wrong(pair):
         (([1.5], None, key, value), "integers"),
         (([[1]], None, key, value), "one row"),
         (([2**31], None, key, value), "32 bits"),
+        (([-(2**31) - 1], None, key, value), "32 bits"),
         (([1, 2, 3], [True], key, value), "roi has 1 values but there are 3"),
         (([1, 2, 3], [1.0, 0.0, 1.0], key, value), "row of bools"),
+        (([1, 2, 3], [[True, True, True]], key, value), "row of bools"),
         (([1, 2], None, key, value), r"key has shape \[3, 3, 2, 8\].*\[3, 2, 2, 8\]"),
         (([1, 2, 3], None, key, value[:2]), r"value has shape \[2, 3, 2, 8\]"),
         (([1, 2, 3], None, key.float(), value), "key is float32 .* bfloat16"),
@@ -247,6 +250,8 @@ def test_bad_input_says_what_is_wrong(pair):
         KVLookupBuffer("producer", model="m")
     with pytest.raises(ValueError, match="no producers"):
         consumer()
+    with pytest.raises(ValueError, match="producers are for a consumer"):
+        producer(producers=[one.address])
     with pytest.raises(ValueError, match="'tcp://127.0.0.1:1', one address, but must be a list"):
         KVLookupBuffer("consumer", model="m", layout=layout(), producers="tcp://127.0.0.1:1")
 
@@ -261,6 +266,13 @@ def test_tensor_pages_that_are_all_in_use(pair):
             one.insert([7, 7, 7], None, *kv(3))
             assert other.drop_select([7]).num_matched == 1
         assert other.drop_select(list(range(8))).num_matched == 8
+
+
+def test_a_buffer_of_less_than_a_page_has_one(pair):
+    one, _ = pair
+    one.insert([1], None, *kv(1))
+    with consumer(one, max_bytes=1) as other:
+        assert other.drop_select([1]).num_matched == 1
 
 
 def test_refusals_are_errors_at_once(pair):
@@ -328,6 +340,36 @@ def check_asyncio(one, other):
     one.insert([501], None, *kv(1))
     assert one.metrics()["lookup_entries"] == 1
     assert asyncio.run(other.drop_select_async([501])).num_matched == 1  # Another loop.
+
+
+def test_event_loops_keep_nothing_of_lookups_that_have_ended(pair):
+    one, other = pair
+
+    async def look_up():
+        one.insert([1], None, *kv(1))
+        await other.drop_select_async([1])
+        (mine,) = other._loops.values()  # Those of before are closed.
+        assert mine.waiting == {} and not mine.loop.remove_reader(mine.events.fileno())
+
+    for _ in range(2):
+        asyncio.run(look_up())
+
+
+def test_the_end_of_a_lookup_that_nobody_awaits_any_more_keeps_none_from_others():
+    """Both may be said to have ended at once."""
+
+    async def run():
+        loop = _Loop(asyncio.get_running_loop())
+        (cancelled, first), (awaited, second) = loop.add(), loop.add()
+        first.cancel()
+        said = [cancelled, awaited]
+        loop.events = SimpleNamespace(take=lambda: said, fileno=loop.events.fileno)
+        loop._take()
+        assert second.done()
+        for number in said:
+            loop.remove(number)
+
+    asyncio.run(run())
 
 
 def test_asyncio_pages(pair):
@@ -408,12 +450,17 @@ def test_a_lookup_that_is_cancelled_again_and_again_ends_when_no_page_is_written
     async def run():
         lookup = asyncio.create_task(other.drop_select_pages_async([1], None, [0]))
         await asyncio.sleep(0.01)
+        begin, turns = time.monotonic(), 0
         for _ in range(5):
             lookup.cancel()
             await asyncio.sleep(0.001)
+        while not lookup.done():  # And others of the loop have their turn meanwhile.
+            await asyncio.sleep(0.01)
+            turns += 1
         with pytest.raises(asyncio.CancelledError):
             await lookup
-        assert started[0].done
+        assert started[0].done and turns > 2
+        assert time.monotonic() - begin < 10  # Not at its deadline.
 
     asyncio.run(run())
 
@@ -429,6 +476,18 @@ def test_a_lookup_whose_loop_is_gone_ends_when_no_page_is_written_to(late):
         assert started[0].done
 
     asyncio.run(run())
+
+
+def test_a_lookup_whose_loop_is_closed_ends_too(late):
+    other, started = late
+
+    async def begin():
+        lookup = other.drop_select_pages_async([1], None, [0])
+        lookup.send(None)
+        return lookup
+
+    asyncio.run(begin()).close()
+    assert started[0].done
 
 
 @pytest.fixture

@@ -24,6 +24,42 @@ def works(store) -> bool:
     return store.get_bytes("a", timeout_ms=1000).tobytes() == value.tobytes()
 
 
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("staging_buffers", 0),
+        ("staging_buffers", 257),
+        ("max_value_bytes", 0),
+        ("max_value_bytes", 1 << 41),
+        ("connect_timeout_ms", 600_001),
+        ("global_segment_bytes", -1),
+    ],
+)
+def test_options_out_of_bounds_are_refused(monkeypatch, option, value):
+    with pytest.raises(ValueError, match=f"{option} is {value} but must be"):
+        store_on(MooncakeOfOne(), monkeypatch, **{option: value})
+
+
+class Refuses(MooncakeOfOne):
+    """Answers what is asked of it at the start with these codes."""
+
+    def __init__(self, *codes: int):
+        super().__init__()
+        self.codes = list(codes)
+
+    def setup(self, *_):
+        return self.codes.pop(0)
+
+    register_buffer = setup
+
+
+@pytest.mark.parametrize("codes", [(-900,), (0, -900, 0), (0, 0, -900)])
+def test_a_mooncake_that_cannot_be_joined_is_an_error(monkeypatch, codes):
+    """Nor one to which a buffer is unknown: it could neither read nor write."""
+    with pytest.raises(kvferry.Unavailable, match="h:1: error -900"):
+        store_on(Refuses(*codes), monkeypatch, staging_buffers=2)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_buffer_comes_back_when_filling_it_fails(store, monkeypatch, error):
     def fails(*_):

@@ -105,6 +105,33 @@ def test_the_decode_side_aborts(pair, sent):
     assert not prefill.manager._outgoing and not decode.manager._incoming
 
 
+def test_the_first_end_of_a_request_counts(pair):
+    prefill, decode = pair
+    fails, arrives = (Transfer([prefill], [decode], [n], [n + 9]).begin() for n in (1, 2))
+    for reason in ("first", "second"):
+        decode.manager._fail(fails.room, reason)
+    wait_status(fails.receivers + fails.senders, KVPoll.Failed)
+    assert fails.reasons()[0] == "first"
+    arrives.send(0, 1)
+    wait_status(arrives.receivers + arrives.senders, KVPoll.Success)
+    for manager in (prefill.manager, decode.manager):
+        manager._fail(arrives.room, "late")
+        assert manager.request_status[arrives.room] == KVPoll.Success
+        assert not manager.failure_records
+    for it in arrives.receivers + arrives.senders:
+        it.clear()
+
+
+def test_an_abort_of_what_has_failed_does_not_change_why(pair):
+    prefill, decode = pair
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    decode.manager._fail(transfer.room, "lost")
+    transfer.receivers[0].abort()
+    wait_status(transfer.receivers, KVPoll.Failed)
+    wait_status(transfer.senders, KVPoll.Failed)
+    assert transfer.reasons()[0] == "lost"
+
+
 @pytest.mark.parametrize("sent", [0, 3])
 def test_the_prefill_side_aborts(pair, sent):
     prefill, decode = pair
@@ -245,6 +272,24 @@ def test_the_decode_side_aborts_before_the_prefill_side_begins(pair):
         sender.failure_exception()
     for it in (sender, receiver):
         it.clear()
+
+
+def test_the_decode_side_aborts_as_the_prefill_side_begins(pair, monkeypatch):
+    """What SGLang has just noted of the request is gone then."""
+    manager = pair[0].manager
+    begun = manager.begun
+
+    def aborted_meanwhile(room):
+        manager._aborted_early.add(room)
+        manager._forget(room)
+        begun(room)
+
+    monkeypatch.setattr(manager, "begun", aborted_meanwhile)
+    sender = pair[0].sender(next(rooms))
+    assert sender.poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError, match="Aborted by the decode side"):
+        sender.failure_exception()
+    assert not any(left_of(manager))
 
 
 def test_an_abort_of_a_request_that_has_ended_does_not_end_the_next_of_its_room(pair):

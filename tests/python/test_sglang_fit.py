@@ -222,3 +222,27 @@ def test_what_is_not_served_is_refused_at_the_start(make, changes, says):
         changes = changes | {"state_item_lens": [[8], [8]]}
     with pytest.raises(NotImplementedError, match=says):
         make("decode", **changes)
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        ("pp_size", "pipeline parallelism in SGLang, here of 2"),
+        ("attn_cp_size", "context parallelism of attention in SGLang"),
+        ("dcp_size", "context parallelism of decoding in SGLang"),
+        ("kv_shard_size", "sharding of KV pages in SGLang"),
+    ],
+)
+def test_other_ways_to_share_a_model_out_are_refused(make, monkeypatch, size, says):
+    manager = make("decode").manager
+    monkeypatch.setattr(manager, size, 2)
+    with pytest.raises(NotImplementedError, match=says):
+        manager._check_supported()
+
+
+def test_data_parallel_ranks_of_a_host_have_ports_of_their_own(make, monkeypatch):
+    manager = make("prefill").manager
+    monkeypatch.setenv("KVFERRY_LISTEN_PORT", "23450")
+    monkeypatch.setattr(manager, "attn_tp_size", 4)
+    monkeypatch.setattr(manager, "system_dp_rank", 2)
+    assert manager._config(0).listen_port == 23450 + 2 * 4

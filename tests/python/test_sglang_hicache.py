@@ -8,12 +8,14 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import kvferry
 import pytest
 from stores import config, need, redis_server, start_server, tiered
 
 torch = pytest.importorskip("torch")
 try:
     import sglang_pools as sg
+    from kvferry.sglang.pages import Pages
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
     from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller as hybrid
     from sglang.srt.mem_cache.storage import StorageBackendFactory
@@ -145,7 +147,13 @@ def test_pages_as_tensors():
     # Wrong sizes, and the other interface.
     assert not backend.set("d", pages[0][:-1]) and not backend.exists("d")
     assert backend.get("a", outs[0][:-1]) is None and backend.get("a") is None
+    # What is read into is no copy.
+    assert backend.get("a", outs[0].reshape(8, -1).T) is None
     assert not backend.batch_set(["e", "f"], pages[:1]) and not backend.exists("e")
+    # Not contiguous: what is stored is a copy.
+    apart = torch.stack([pages[1], pages[2]], -1)[..., 0]
+    assert backend.set("h", apart) and backend.get("h", outs[1]) is outs[1]
+    assert torch.equal(outs[1].view(torch.int16), pages[1].view(torch.int16))
     assert backend.batch_set_v1(["g"], sg.slots([0])) == [False] and not backend.exists("g")
 
 
@@ -215,9 +223,90 @@ def test_ranks_of_mla_share_what_one_of_them_writes(redis):
 @with_sglang
 def test_keys_are_bounded():
     backend = create(HOST, sg.mha("page_first"), model_name="m" * 1000)
-    for long in ("x" * 5000, "é" * 200, ""):
+    for long in ("x" * 5000, "é" * 200, "é" * 100, ""):
         assert backend.batch_set_v1([long], sg.slots([1])) == [True]
         assert backend.exists(long) and not backend.exists(long + "x")
+
+
+class StoresTheFirst:
+    """A store that has room for one value of a batch."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def put_batch(self, items, timeout_ms):
+        no_room = kvferry.ResourceExhausted("no room")
+        return self._store.put_batch(items[:1], timeout_ms=timeout_ms) + [no_room] * len(items[1:])
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+@with_sglang
+def test_a_batch_of_which_some_is_not_stored_is_not_stored(monkeypatch):
+    pool = sg.mha("layer_first")
+    backend = create(HOST, pool, options={"interface_v1": 0})
+    monkeypatch.setattr(backend, "_store", StoresTheFirst(backend._store))
+    pages = [pool.get_data_page(page * sg.PAGE) for page in range(2)]
+    assert not backend.batch_set(["a", "b"], pages)
+    assert backend.exists("a") and not backend.exists("b")
+
+
+class Says:
+    """A pool that says something else of itself."""
+
+    def __init__(self, pool, **of_itself):
+        self._pool = pool
+        vars(self).update(of_itself)
+
+    def __getattr__(self, name):
+        return getattr(self._pool, name)
+
+
+@with_sglang
+def test_pages_of_as_many_bytes_that_hold_something_else_have_other_keys():
+    pool = sg.mha("page_first")
+
+    def key(pool, name=PoolName.KV, **of_rank) -> str:
+        config = SimpleNamespace(**vars(sg.rank({})) | of_rank)
+        (of_page,) = Pages(pool, name, config, "", zero_copy=True).keys(HASHES[:1])
+        return of_page
+
+    assert key(Says(pool)) == key(Says(sg.mha("page_first")))
+    twice = {"page_size": 2 * sg.PAGE, "logical_page_size": 2 * sg.PAGE}
+    keys = [
+        key(pool),
+        key(Says(pool)),  # Of another class.
+        key(Says(pool), PoolName.SWA),
+        key(Says(pool, dtype=torch.float16)),
+        key(Says(pool, layout="page_head")),
+        key(Says(pool, start_layer=1, end_layer=1 + sg.LAYERS)),
+        key(
+            Says(
+                pool,
+                **twice,
+                get_page_buffer_meta=lambda slots: pool.get_page_buffer_meta(slots[: sg.PAGE]),
+            )
+        ),
+        key(Says(pool), dcp_size=2, dcp_rank=0),
+        key(Says(pool), dcp_size=2, dcp_rank=1),
+        # With MLA what has heads, such as a draft model's KV, is each rank's own, and states are.
+        *(
+            key(Says(pool), name, is_mla_model=True, tp_size=2, tp_rank=rank)
+            for name in (PoolName.SWA, PoolName.MAMBA)
+            for rank in range(2)
+        ),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+@with_sglang
+def test_pages_of_a_pool_whose_slots_are_no_tokens_are_counted_in_tokens():
+    pool = sg.mha("page_first")
+    tokens = {"logical_page_size": sg.PAGE, "logical_size": sg.PAGES * sg.PAGE}
+    says = Says(pool, page_size=1, size=sg.PAGES, **tokens)
+    pages = Pages(says, PoolName.KV, sg.rank({}), "", zero_copy=True)
+    assert len(pages.memory(sg.slots([0, sg.PAGES - 1]), 2)) == 2
 
 
 class CountsExists:
@@ -261,6 +350,15 @@ def test_pools_beside_the_kv(monkeypatch):
     got = backend.batch_get_v2([transfer(PoolName.SWA, trailing, HASHES[3:6], [8, 9, 10])])
     assert got == {PoolName.SWA: [True, True, False]}
     assert sg.page_bytes(swa, 3 * sg.PAGE) == sg.page_bytes(swa, 8 * sg.PAGE)
+    # What is there of a window that nobody has named, and no more than there is of the KV.
+    unnamed = replace(asked, keys=None, host_indices=None)
+    assert backend.batch_exists_v2(HASHES, [unnamed]).restorable_prefix_pages == [1, 2, 4, 5]
+    backend.batch_set_v2([transfer(PoolName.INDEXER, every, HASHES, range(8))])
+    result = backend.batch_exists_v2(HASHES, [indexer])
+    assert result.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.INDEXER: 6}
+    # Blocks of another granularity decide nothing.
+    blocks = transfer(PoolName.MAMBA, PoolHitPolicy.BLOCK_GROUPS, HASHES[7:], [7])
+    assert backend.batch_exists_v2(HASHES, [blocks]).kv_hit_pages == 6
     unknown = transfer(PoolName.MAMBA, every, HASHES[:1], [0])
     assert backend.batch_set_v2([unknown]) == {PoolName.MAMBA: [False]}
     assert backend.batch_exists_v2(HASHES).kv_hit_pages == 6
@@ -338,6 +436,15 @@ def test_a_server_that_is_down_is_a_miss_in_time_said_once(redis, monkeypatch, c
 
 
 @with_sglang
+def test_a_miss_is_no_failure(caplog):
+    """Of which it is said once in a while that there are some."""
+    backend = create(HOST, sg.mha("page_first"))
+    with caplog.at_level(logging.WARNING, logger="kvferry.sglang"):
+        assert backend.batch_get_v1(HASHES[:1], sg.slots([1])) == [False]
+    assert caplog.text == ""
+
+
+@with_sglang
 def test_a_server_that_does_not_answer_costs_no_more_than_the_timeout(redis):
     server, store = redis
     pool = sg.mha("page_first")
@@ -363,6 +470,7 @@ def test_files_outlast_the_server(tmp_path):
         sg.fill(pool, rank)
     for again in (False, True):
         ranks = [create(store, pool, tp_size=2, tp_rank=i) for i, pool in enumerate(pools)]
+        create(store, pools[0], tp_size=2, dp_rank=1).close()  # A replica has files of its own.
         for backend, pool in zip(ranks, pools, strict=True):
             if again:
                 assert backend.batch_get_v1(HASHES, sg.slots(range(8, 16))) == [True] * 8

@@ -11,7 +11,7 @@ pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=I
 
 import zmq  # noqa: E402
 from kvferry.sglang import pd_sockets  # noqa: E402
-from kvferry.sglang.pd_messages import Chunk, Request, parse  # noqa: E402
+from kvferry.sglang.pd_messages import Chunk, Peer, Request, parse  # noqa: E402
 from servers import free_port  # noqa: E402
 from sglang.srt.disaggregation.common.conn import KVTransferError  # noqa: E402
 from sglang_faults import (  # noqa: E402
@@ -31,12 +31,20 @@ from sglang_pd import (  # noqa: E402
 )
 
 CHUNK = Chunk(room=1, rank=0, first=0, pages=1, ticket="", is_last=False)
+PEER = Peer("10.0.0.1", 80, aux_bytes=[4])
+
+
+def changed(message, old, new):
+    """Frames of a message in whose header that stands instead."""
+    tag, header = message.frames()
+    assert old in header
+    return [tag, header.replace(old, new)]
 
 
 def test_messages_are_read_back():
     request = Request(1 << 63, "10.0.0.1", 80, rank=1, readers=2, prefix=16, is_dummy=False)
     with_states = dataclasses.replace(CHUNK, states=["a ticket", ""])
-    for message in (CHUNK, with_states, request):
+    for message in (CHUNK, with_states, request, PEER):
         assert parse(message.frames(b"a", b"")) == (message, [b"a", b""])
 
 
@@ -53,16 +61,19 @@ def test_a_chunk_of_a_release_that_knows_no_states():
         [b"OTHER", b"{}"],
         [b"KVFERRY", b"[]"],
         [b"KVFERRY", b"{"],
-        [b"KVFERRY", b'{"v": 2, "t": "chunk"}'],
+        changed(CHUNK, b'"v": 1', b'"v": 2'),
         [b"KVFERRY", b'{"v": 1, "t": "other"}'],
         [b"KVFERRY", b'{"v": 1, "t": "chunk"}'],
-        [b"KVFERRY", b" " * 5000],
-        CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"first": 0', b'"first": -1')],
-        CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"first": 0', b'"first": true')],
-        CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"first": 0', b'"first": 9999999999')],
-        CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"ticket": ""', b'"ticket": 1')],
-        CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"states": []', b'"states": [1]')],
-        CHUNK.frames()[:1] + [CHUNK.frames()[1].replace(b'"first": 0, ', b"")],
+        [*CHUNK.frames()[:1], CHUNK.frames()[1] + b" " * 4096],
+        changed(CHUNK, b'"first": 0', b'"first": -1'),
+        changed(CHUNK, b'"first": 0', b'"first": true'),
+        changed(CHUNK, b'"first": 0', b'"first": 9999999999'),
+        changed(CHUNK, b'"ticket": ""', b'"ticket": 1'),
+        changed(CHUNK, b'"is_last": false', b'"is_last": 0'),
+        changed(CHUNK, b'"states": []', b'"states": [1]'),
+        changed(CHUNK, b'"first": 0, ', b""),
+        changed(PEER, b"[4]", b'["4"]'),
+        changed(PEER, b"[4]", b"4"),
     ],
 )
 def test_messages_that_are_wrong_are_dropped(frames, pair):
@@ -101,6 +112,35 @@ def test_a_chunk_that_was_not_asked_for_fails_the_request(pair, wrong, says):
     wait_status(transfer.receivers, KVPoll.Failed)
     wait_status(transfer.senders, KVPoll.Failed)  # It has been told.
     assert says in transfer.reasons()[0]
+
+
+def test_a_second_last_chunk_fails_the_request(pair):
+    """Whose metadata would take the place of the first one's."""
+    prefill, decode = pair
+    transfer = Transfer([prefill], [decode], [], []).begin()
+    last = dataclasses.replace(CHUNK, room=transfer.room, pages=0, is_last=True)
+    rows = [bytes(size) for size in decode.args.aux_item_lens]
+    for _ in range(2):
+        decode.manager._on_decode_message(last.frames(*rows))
+    wait_status(transfer.receivers, KVPoll.Failed)
+    wait_status(transfer.senders, KVPoll.Failed)
+    assert "pages [0, 0) of 0, behind 0" in transfer.reasons()[0]
+
+
+def test_a_chunk_of_a_request_that_is_about_to_end_begins_no_fetch(pair):
+    """Its pages may be another one's as soon as what was under way has ended."""
+    prefill, decode = pair
+    transfer = Transfer([prefill], [decode], [1], [3]).begin()
+    incoming = decode.manager._incoming[transfer.room]
+    assert decode.manager.cancel_incoming(transfer.room)
+    ticket = "kvferry1|tcp://127.0.0.1:1|1|1|1|0"
+    chunk = dataclasses.replace(CHUNK, room=transfer.room, ticket=ticket)
+    decode.manager._on_decode_message(chunk.frames())
+    assert not incoming.fetches()
+    transfer.receivers[0].abort()
+    wait_status(transfer.senders, KVPoll.Failed)
+    for it in transfer.receivers + transfer.senders:
+        it.clear()
 
 
 @pytest.mark.parametrize("is_early", [False, True])
@@ -173,6 +213,21 @@ def test_a_rank_at_the_address_of_one_that_did_not_read_gets_its_own_messages(ma
         rank.RCVTIMEO = 10000
         rank.bind(endpoint)
         assert rank.recv_multipart() == [b"new"]
+
+
+def test_a_rank_may_have_an_address_of_ipv6():
+    with zmq.Context() as context, context.socket(zmq.PULL) as rank:
+        rank.setsockopt(zmq.IPV6, 1)
+        rank.RCVTIMEO = 10000
+        try:
+            port = rank.bind_to_random_port("tcp://[::1]")
+        except zmq.ZMQError:
+            pytest.skip("there is no IPv6 here")
+        sockets = pd_sockets.Sockets(context)
+        sockets.send(f"tcp://[::1]:{port}", [b"1"], is_ipv6=True)
+        assert rank.recv_multipart() == [b"1"]
+        for it in sockets._sockets.values():
+            it.close(0)
 
 
 def test_sockets_to_ranks_that_have_gone_are_closed(monkeypatch):

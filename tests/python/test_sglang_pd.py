@@ -29,6 +29,8 @@ from sglang_pd import (  # noqa: E402
     CHILD_ROOM,
     OTHER_SIZES,
     PAGE,
+    ROW,
+    ROWS,
     SOURCE,
     TARGET,
     TARGET_ROW,
@@ -71,6 +73,20 @@ def test_a_last_chunk_without_pages(pair):
     transfer.send(0, 0)
     transfer.end(KVPoll.Success)
     check_pages(prefill, decode, before, SOURCE, TARGET)
+
+
+def test_a_rank_that_wants_no_metadata_gets_none(pair):
+    prefill, decode = pair
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET)
+    transfer.receivers[0].send_metadata(np.array(TARGET, np.int32))
+    wait_status(transfer.senders, KVPoll.WaitingForInput)
+    prefill.write_row(ROW, transfer.room, token=7)
+    transfer.senders[0].init(len(SOURCE), ROW)
+    transfer.send(0, len(SOURCE))
+    wait_status(transfer.receivers + transfer.senders, KVPoll.Success)
+    assert all(decode.row(row).room != transfer.room for row in range(ROWS))
+    for it in transfer.receivers + transfer.senders:
+        it.clear()
 
 
 def test_all_is_cached_on_the_decode_side(pair):
@@ -120,6 +136,24 @@ def test_a_chunk_waits_for_the_device(pair):
     check_pages(prefill, decode, before, SOURCE, TARGET)
 
 
+def test_which_pages_they_are_may_be_computed_still(pair):
+    """By a stream of SGLang's, of whose end it gives an event."""
+    prefill, decode = pair
+    before = copies(decode)
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    pages = np.zeros(len(SOURCE), np.int32)
+
+    class Computed:
+        def synchronize(self):
+            pages[:] = SOURCE
+
+    prefill.manager.add_transfer_request(
+        transfer.room, pages, slice(0, len(SOURCE)), True, ROW, indices_event=Computed()
+    )
+    transfer.end(KVPoll.Success)
+    check_pages(prefill, decode, before, SOURCE, TARGET)
+
+
 def test_pages_are_not_written_before_the_device_is_done_with_them(make, monkeypatch):
     device = SlowDevice(monkeypatch)
     prefill, decode = make("prefill"), make("decode")
@@ -152,6 +186,7 @@ def test_what_waits_for_the_device_ends_with_its_request(make, monkeypatch):
     device = SlowDevice(monkeypatch)
     prefill, decode = make("prefill"), make("decode")
     first = sent_early(prefill, decode)
+    closed = decode.manager._incoming[first.room]
     assert device.is_awaited.wait(20)
     second = sent_early(prefill, decode, [22, 23, 8, 61, 10, 2])
     before = copies(decode)
@@ -163,6 +198,50 @@ def test_what_waits_for_the_device_ends_with_its_request(make, monkeypatch):
     assert all(torch.equal(*it) for it in zip(decode.pages(), before, strict=True))
     assert device.waits == 2
     wait_for(lambda: not decode.manager._with_early_chunks)
+    assert not closed.fetches()  # Its pages are another request's.
+
+
+def test_chunks_that_come_when_the_device_is_done_wait_for_those_before(make, monkeypatch):
+    device = SlowDevice(monkeypatch)
+    prefill, decode = make("prefill"), make("decode")
+    prefill.fill(seed=1)
+    before = copies(decode)
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    incoming = decode.manager._incoming[transfer.room]
+    transfer.send(0, 1)
+    wait_for(lambda: len(incoming.early) == 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(decode.manager, "_take_early_chunks", lambda: None)  # Not its turn yet.
+        device.let_go()
+        wait_for(lambda: incoming.may_be_written)
+        transfer.send(1, len(SOURCE))
+        wait_for(lambda: len(incoming.early) == 2)
+    transfer.end(KVPoll.Success)
+    check_pages(prefill, decode, before, SOURCE, TARGET)
+
+
+def test_as_many_early_chunks_as_can_come_are_kept_and_no_more(make, monkeypatch):
+    """One with each page and a last one without any."""
+    device = SlowDevice(monkeypatch)
+    prefill, decode = make("prefill"), make("decode")
+    prefill.fill(seed=1)
+    before = copies(decode)
+    good = Transfer([prefill], [decode], [9, 3], [20, 21]).begin()
+    good.senders[0].num_kv_indices = 3  # So that these are not the last ones.
+    good.send(0, 1)
+    good.send(1, 2)
+    good.senders[0].num_kv_indices = 2
+    good.send(0, 0)
+    wait_for(lambda: len(decode.manager._incoming[good.room].early) == 3)
+    bad = Transfer([prefill], [decode], [9, 3], [5, 60]).begin()
+    nothing = Chunk(bad.room, 0, 0, 0, "", False).frames()
+    for _ in range(4):
+        decode.manager._on_decode_message(nothing)
+    assert len(decode.manager._incoming[bad.room].early) == 3
+    device.let_go()
+    good.end(KVPoll.Success)
+    assert "more chunks than pages" in failed(bad)
+    check_pages(prefill, decode, before, [9, 3], [20, 21])
 
 
 def test_sglang_knows_the_backend():

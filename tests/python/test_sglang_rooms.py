@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=ImportError)
 
+from kvferry.sglang import pd_requests  # noqa: E402
 from sglang.srt.disaggregation.common.conn import KVTransferError  # noqa: E402
 from sglang_faults import (  # noqa: E402
     handles,
@@ -26,6 +27,15 @@ from sglang_pd import (  # noqa: E402
     whole,
 )
 from waiting import wait_for  # noqa: E402
+
+
+def test_the_rooms_that_were_used_last_are_remembered(monkeypatch):
+    monkeypatch.setattr(pd_requests, "_MAX_RECENT_ROOMS", 2)
+    recent = pd_requests.RecentRooms()
+    for room in (1, 2, 1, 3):
+        recent.add(room)
+    assert [room in recent for room in (1, 2, 3)] == [True, False, True]
+    assert recent.take(1) and not recent.take(1) and not recent.take(2)
 
 
 def test_a_failure_that_comes_as_its_request_ends_is_not_the_next_ones(pair, monkeypatch):

@@ -36,6 +36,11 @@ def indices(kind, rows):
     return rows_of_others + ([[np.array(rows[0])]] if "mamba" in kind else [])
 
 
+def test_a_pool_ends_where_the_shortest_of_its_buffers_does():
+    buffers = pd_pool._Buffers([1000, 2000], [64, 56], [16, 16])
+    assert pd_pool._whole_pages(buffers) == [(1000, 48), (2000, 48)]
+
+
 def rows_by_buffer(rank, rows):
     """Of each of its states()."""
     return [

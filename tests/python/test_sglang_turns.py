@@ -3,6 +3,7 @@ takes fetches of."""
 
 import contextlib
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,6 +113,14 @@ def test_a_fetch_that_has_no_time_left_when_it_has_its_turn_fails():
     FetchQueues(1).add("a peer", late)
     assert late.is_over
     assert late.failure.startswith("from prefill rank 3: the time limit was over")
+
+
+def test_queues_of_prefill_ranks_that_have_gone_are_forgotten():
+    queues = FetchQueues(1)
+    ended, goes_on = SimpleNamespace(done=True), SimpleNamespace(done=False)
+    for peer, handle in (("gone", ended), ("slow", goes_on), ("new", goes_on)):
+        queues.add(peer, Fetch(0, time.monotonic() + 60, start=lambda _, it=handle: it))
+    assert list(queues._queues) == ["slow", "new"]
 
 
 def test_a_fetch_that_finds_no_memory_when_it_has_its_turn_ends_its_request_alone(one_at_a_time):

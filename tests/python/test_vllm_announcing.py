@@ -74,6 +74,16 @@ class Listening:
         return getattr(self._endpoint, name)
 
 
+def test_a_layer_is_not_ready_before_those_below_it(workers: Workers):
+    endpoint = workers.prefill._endpoint = Listening(workers.prefill._endpoint)
+    workers.prefill.publish([publication(101, [1])])
+    workers.prefill.layer_saved("layer.1")
+    assert endpoint.told == []
+    workers.prefill.layer_saved("layer.0")
+    assert endpoint.told == [101]
+    workers.prefill.step_saved()
+
+
 def test_what_was_asked_for_before_a_lease_was_taken_back_says_nothing_of_the_next_one(
     workers: Workers, device: SlowDevice
 ):

@@ -1,6 +1,7 @@
 """What the scheduler half of a decode engine has loaded, kept and let go of, without an engine."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,7 +95,8 @@ def test_what_waits_of_an_announced_prompt_is_kept(monkeypatch: pytest.MonkeyPat
 def test_request_that_ends_before_it_got_blocks_is_dismissed():
     decode, it = Decode(), request("r", 32, remote())
     decode.scheduler.request_finished(it)
-    assert decode.step().dismissed == [["t"]]
+    decode.scheduler.request_finished(it)
+    assert decode.step().dismissed == [["t"]]  # Once.
 
 
 def test_tickets_that_were_let_go_of_in_the_queue_have_served():
@@ -172,7 +174,7 @@ def test_who_waits_for_a_load_leaves_its_tickets_alone_when_it_hangs_up(announce
     fourth = request("d", 40, dict(params))
     decode.scheduler.update_state_after_alloc(fourth, Blocks([1, 2, 3]), 0)
     assert decode.step().dismissed == []
-    assert decode.scheduler._transfers == {}
+    assert decode.scheduler._transfers == {} and decode.scheduler._fetches == {}
 
 
 @pytest.mark.parametrize("announced", [False, True])
@@ -191,6 +193,22 @@ def test_who_waits_for_a_load_that_is_aborted_computes_the_prompt(announced: boo
     )
     meta = decode.allocate(second, 0, [1, 2, 3])
     assert (meta.loads, meta.dismissed) == ([], [])
+
+
+def test_another_adapters_prompt_of_the_same_batch_is_no_copy():
+    decode = Decode()
+    first, second = (request(name, 40, dict(FROM)) for name in "ab")
+    second.lora_request = SimpleNamespace(lora_name="a", lora_path="/a")
+    decode.allocate(first, 0, [5, 6, 8])
+    assert decode.scheduler.get_num_new_matched_tokens(second, 0) == (40, True)
+
+
+def test_takers_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvferry.vllm.scheduler._MAX_TAKERS", 2)
+    decode = Decode()
+    for name in "abc":
+        decode.allocate(request(name, 32, remote(kvferry_tickets=[name])), 0, [5, 6])
+    assert list(decode.scheduler._takers.values()) == ["b", "c"]
 
 
 def test_a_load_that_cannot_work_is_no_taker():

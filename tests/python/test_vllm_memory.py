@@ -108,3 +108,14 @@ def test_what_is_asked_again_anyway_may_find_no_memory(workers: Workers, caplog)
     workers.decode._endpoint = OutOfMemory(workers.decode._endpoint, "keep")
     workers.decode.keep([workers.part(102, [8]).tickets])
     assert "cannot ask for leases to be kept: MemoryError" in caplog.text
+
+
+def test_a_cancel_that_finds_no_memory_does_not_end_the_engine(workers: Workers):
+    workers.load(workers.part(101, [7, 8]))
+    (fetch,) = workers.decode._loading["d"].fetches
+    fetch.handle = OutOfMemory(fetch.handle, "cancel")
+    workers.decode.cancel(["d"])
+    assert fetch.handle.times == 0
+    workers.decode.cancel(["d"])
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == {7, 8}

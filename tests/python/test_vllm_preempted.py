@@ -38,6 +38,7 @@ def test_a_load_goes_on_when_a_preempted_request_is_computed_again(
             assert (workers.target.block(layer, block) == 1 + layer * 70 + source).all()
     assert workers.decode.take_missing_blocks() == set()
     wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
+    assert workers.prefill._ended_before == {} and workers.prefill._computing == []
 
 
 class LateEndpoint:
@@ -147,7 +148,7 @@ def test_a_preempted_request_that_is_aborted_fails_its_load(workers: Workers):
     workers.load(workers.part(101, [7, 8]))
     workers.prefill.publish([publication(101, [1, 2])])
     workers.prefill.release_preempted(["p"])
-    assert not workers.loaded()
+    assert not workers.loaded() and workers.prefill._leases == {}
     workers.prefill.give_up([101])
     assert workers.prefill.take_finished({"p"}) == set()  # The engine has its blocks already.
     wait_for(workers.loaded)

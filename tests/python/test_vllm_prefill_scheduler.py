@@ -5,10 +5,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import kvferry  # noqa: E402
-from kvferry.vllm.metadata import StepMetadata  # noqa: E402
+from kvferry.vllm.metadata import LoadPart, StepMetadata  # noqa: E402
 from kvferry.vllm.parts import cut  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
-from vllm_steps import BLOCK, TRANSFER, Decode, Prefill, request  # noqa: E402
+from vllm_steps import BLOCK, FROM, TRANSFER, Decode, Prefill, request  # noqa: E402
 
 
 def test_prompt_is_published_in_the_step_that_computes_its_last_token():
@@ -91,9 +91,10 @@ def test_a_prompt_that_is_preempted_and_ends_before_the_next_step(status: Reques
     assert prefill.step({}, {"r"}) == StepMetadata()
 
 
-def test_prompts_of_embeddings_have_tickets_too():
+@pytest.mark.parametrize("same_id", [{}, TRANSFER])
+def test_prompts_of_embeddings_have_tickets_too(same_id):
     prefill = Prefill()
-    it = request("r", 20, {"do_remote_decode": True})
+    it = request("r", 20, {"do_remote_decode": True} | same_id)
     it.prompt_token_ids = None
     prefill.scheduler.on_new_request(it)
     prefill.step({"r": 20})
@@ -104,14 +105,30 @@ def test_prompts_of_embeddings_have_tickets_too():
     assert Decode().allocate(mine, 0, [5, 6]).loads[0].error == ""
 
 
+def test_a_prompt_of_embeddings_cannot_be_asked_for_by_a_transfer_id():
+    it = request("s", 20, dict(FROM))
+    it.prompt_token_ids = None
+    (load,) = Decode().allocate(it, 0, [5, 6]).loads
+    assert "embeddings cannot have a transfer_id" in load.error and load.block_ids == [5, 6]
+
+
+def test_tickets_come_before_a_transfer_id():
+    """As of a prefill engine that has handed over by tickets what came with a wrong one."""
+    it = request("r", 32, FROM | {"transfer_id": "short", "kvferry_tickets": ["t"]})
+    (load,) = Decode().allocate(it, 0, [5, 6]).loads
+    assert (load.error, load.parts) == ("", [LoadPart(["t"], 0, [5, 6], 2)])
+
+
 def test_an_announced_prompt_is_published_part_by_part():
     prefill = Prefill()
     it = prefill.arrive(2500, {"do_remote_decode": True} | TRANSFER)
     parts = cut(TRANSFER["transfer_id"], range(2500), BLOCK)
-    published = []
+    unasked, published = prefill.step({}).unasked, []
     for scheduled in (1000, 1100, 400):
         published.append(prefill.step({"r": scheduled}).publications)
         it.num_computed_tokens += scheduled
+    # Whoever fetches asks for all parts at once, and the last one is there the longest.
+    assert unasked == [parts[2].lease_id]
     assert [[new.lease_id for new in step] for step in published] == [
         [],
         [parts[0].lease_id, parts[1].lease_id],
@@ -123,6 +140,7 @@ def test_an_announced_prompt_is_published_part_by_part():
         blocks[64:128],
         blocks[128:157],
     ]
+    assert {new.num_tokens for step in published for new in step} == {2500}
     it.status = RequestStatus.FINISHED_LENGTH_CAPPED
     assert prefill.scheduler.request_finished(it) == (True, None)
     prefill.report(finished_sending={"r"})

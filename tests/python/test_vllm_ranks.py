@@ -113,6 +113,19 @@ def test_all_ranks_let_go_of_what_is_cached(make_engines, prefill_size: int, dec
     wait_for(engines.freed)
 
 
+def test_a_rank_that_lets_go_leaves_the_lease_to_the_others(make_engines):
+    engines = make_engines(2, 1, 2)
+    here, other = engines.decode
+    tickets = engines.tickets(101, 1)
+    here.dismiss(tickets)
+    engines.compute(101, [1])
+    wait_for(lambda: not here.take_finished() and not here._dismissals)
+    other.load([Load("d", [LoadPart(tickets, 0, [7], 1)], 0, 16)])
+    wait_for(lambda: "d" in other.take_finished())
+    assert other.take_missing_blocks() == set()
+    wait_for(engines.freed)
+
+
 def test_what_cannot_be_let_go_of_is_said_in_one_line(make_engines, caplog):
     engines = make_engines(4, 1, 1)
     (worker,), leases = engines.decode, range(101, 106)
@@ -125,7 +138,7 @@ def test_what_cannot_be_let_go_of_is_said_in_one_line(make_engines, caplog):
         engines.prefill[0].publish([publication(lease, [block])])
     engines.sources[0].compute(engines.prefill[0], list(range(5)))
     wait_for(engines.freed)
-    worker.take_finished()
+    wait_for(lambda: not worker.take_finished() and not worker._dismissals)
     told = [it.message for it in caplog.records if "could not let go" in it.message]
     assert len(told) == 1 and told[0].startswith("could not let go of 2 tickets; 'no ticket'")
 
@@ -152,3 +165,4 @@ def test_numbers_of_ranks_that_cannot_share_the_heads_out(make_engines):
         assert worker.take_finished() == {"d"}
         assert worker.take_missing_blocks() == {7, 8}
         worker.dismiss(part.tickets)  # Says so in the log.
+        worker.keep([part.tickets])  # The load says so.

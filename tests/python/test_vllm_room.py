@@ -14,7 +14,7 @@ from kvferry.vllm.parts import (  # noqa: E402
     most_blocks_computing,
     most_blocks_loading,
 )
-from kvferry.vllm.room import Room  # noqa: E402
+from kvferry.vllm.room import Held, Room  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
 from vllm_steps import (  # noqa: E402
@@ -60,6 +60,28 @@ def test_what_nobody_has_asked_for_leaves_room_for_the_longest_prompt():
     assert not prefill.begin(second)
     prefill.report(finished_sending={"a"})
     assert prefill.begin(second)
+
+
+def test_who_takes_room_twice_has_what_it_took_last():
+    held = Held()
+    held.take("a", 6)
+    held.take("a", 4)
+    assert held.sum == 4
+    held.give_back("a")
+    held.give_back("a")
+    assert held.sum == 0 and not held
+
+
+def test_what_is_asked_for_while_it_is_computed_gives_its_room_back():
+    prefill = Prefill(room=room_for_twelve_blocks())
+    first, second, third = (
+        prefill.arrive(SIX_BLOCKS, ANNOUNCED | {"transfer_id": 16 * name}, name) for name in "abc"
+    )
+    leases = prefill.step({}).unasked
+    assert prefill.begin(first) and prefill.begin(second) and not prefill.begin(third)
+    prefill.report({leases[0]})
+    prefill.step({"a": BLOCK})
+    assert prefill.begin(third)
 
 
 def test_a_cache_in_which_long_prompts_wait_for_each_other_is_warned_of(caplog):
@@ -116,7 +138,7 @@ def test_what_is_not_computed_yet_leaves_room_for_what_is():
         assert len(decode.allocate(it, 0, blocks).loads) == 1
     assert decode.scheduler.get_num_new_matched_tokens(loads[2], 0) == (None, False)
     by_ticket = request("t", SIX_BLOCKS, remote())
-    assert decode.scheduler.get_num_new_matched_tokens(by_ticket, 0) == (SIX_BLOCKS, True)
+    assert len(decode.allocate(by_ticket, 0, blocks).loads) == 1
     decode.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"a"}))
     assert len(decode.allocate(loads[2], 0, blocks).loads) == 1
 
@@ -167,7 +189,7 @@ def test_prompts_that_nobody_has_asked_for_are_computed_in_the_order_in_which_th
     prefill = Prefill(room=room_for_twelve_blocks())
     a, b, long, short, beyond = (
         prefill.arrive(blocks * BLOCK, ANNOUNCED | {"transfer_id": 16 * name}, name)
-        for name, blocks in (("a", 6), ("b", 6), ("c", 11), ("d", 1), ("e", 13))
+        for name, blocks in (("a", 6), ("b", 6), ("c", 12), ("d", 1), ("e", 13))
     )
     assert prefill.begin(a) and prefill.begin(b)
     prefill.report(finished_sending={"a"})
@@ -381,6 +403,22 @@ def test_prompts_for_tickets_wait_for_room_where_the_engine_loads_too():
     assert engine.prefill.begin(second)
 
 
+def test_a_prompt_of_which_nothing_is_handed_over_waits_for_no_room():
+    """As one for tickets does where the engine loads too."""
+    windows = (window(2 * BLOCK), WHOLE)
+    engine = BothWays(num_blocks=30, longest=10, windows=windows)
+    it = engine.prefill.arrive(40)
+    assert engine.prefill.begin(it)
+    engine.prefill.blocks = Blocks([0, 0, 2], [4, 9, 2])  # A block of its window is gone.
+    assert engine.prefill.step({"r": 40}).publications == []
+    room = engine.prefill.scheduler._room
+    assert room.empty
+    room.loads.take("another", 20)
+    assert engine.prefill.begin(it)  # Preempted, say.
+    room.loads.give_back("another")
+    assert room.empty
+
+
 def test_a_request_that_gets_blocks_again_in_the_step_that_preempts_it_keeps_its_room():
     """As a reset of the prefix cache preempts: between steps."""
     for params in (ANNOUNCED, None):
@@ -471,6 +509,20 @@ def test_no_more_fetches_wait_at_a_prefill_engine_than_it_lets():
     assert decode.scheduler._peers == {}
 
 
+def test_fetches_that_the_engine_does_not_ask_for_any_more_are_in_nobodys_way():
+    decode = Decode(room=Room(10_000, 10), max_fetches=3)
+    ask = decode.scheduler.get_num_new_matched_tokens
+    first, long, short = (
+        request(name, tokens, FROM | {"transfer_id": 16 * name})
+        for name, tokens in (("a", TWO_PARTS), ("b", TWO_PARTS), ("c", 1024))
+    )
+    assert len(decode.allocate(first, 0, list(range(1000, 1128))).loads) == 1
+    assert ask(long, 0) == ask(short, 0) == (None, False)
+    decode.scheduler.request_finished(long)
+    decode.step()
+    assert ask(short, 0) == (1024, True)
+
+
 def from_there(lease_id: int) -> str:
     """A ticket of the engine that FROM names."""
     ticket = kvferry.Ticket(
@@ -482,7 +534,7 @@ def from_there(lease_id: int) -> str:
 def test_loads_by_tickets_are_among_the_fetches_that_a_prefill_engine_lets_wait():
     decode = Decode(max_fetches=2)
     ask = decode.scheduler.get_num_new_matched_tokens
-    at_once = request("a", TWO_PARTS, dict(FROM))
+    at_once = request("a", TWO_PARTS, FROM | {"tp_size": 2})  # Each of whose ranks gets as many.
     by_ticket = request("b", BLOCK, remote(kvferry_tickets=[from_there(1)]))
     assert len(decode.allocate(at_once, 0, list(range(1000, 1128))).loads[0].parts) == 2
     assert ask(by_ticket, 0) == (None, False)

@@ -9,10 +9,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import kvferry  # noqa: E402
 from kvferry.vllm.metadata import LoadPart  # noqa: E402
-from kvferry.vllm.parts import LAST_STATE, STATE, WHOLE  # noqa: E402
+from kvferry.vllm.parts import LAST_STATE, STATE, WHOLE, blocks_of  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
-from vllm_steps import BLOCK, Blocks, Decode, Prefill, request  # noqa: E402
+from vllm_steps import BLOCK, Blocks, Decode, Prefill, request, window  # noqa: E402
 
 WINDOWS = (STATE, WHOLE, STATE)
 TRANSFER = {"transfer_id": "0123456789abcdef"}
@@ -115,6 +115,12 @@ def test_all_but_the_last_token_is_loaded(prompt: int, blocks: int):
         LoadPart(["u"], 0, [9], 1),
     ]
     assert (load.num_tokens, load.blocks_skipped, load.error) == (prompt - 1, 0, "")
+
+
+def test_a_window_beside_states_is_that_of_the_token_that_is_not_handed_over():
+    """It looks at 32, itself among them: of a prompt of 48 at none of the first block."""
+    assert blocks_of((STATE, window(2 * BLOCK)), 1, 47, BLOCK) == range(1, 3)
+    assert blocks_of((STATE, window(2 * BLOCK)), 1, 46, BLOCK) == range(3)
 
 
 def test_a_state_among_cached_ones_is_in_the_block_of_the_last_token():

@@ -40,6 +40,30 @@ def test_what_the_store_promised_and_did_not_give_is_computed(scheduler: Schedul
     assert ask(it, 0) == (3 * BLOCK, True)
 
 
+def test_what_the_engine_has_lost_meanwhile_is_asked_for_anew(scheduler: Scheduler):
+    scheduler.put(keys_of(scheduler, request("before", 3)))
+    it = request("r", 4)
+    scheduler.half.on_new_request(it)
+    ask = scheduler.half.get_num_new_matched_tokens
+    assert ask(it, 2 * BLOCK) == (BLOCK, True)
+    assert ask(it, BLOCK) == (2 * BLOCK, True)
+    scheduler.half.update_state_after_alloc(it, TABLE, 2 * BLOCK)
+    (load,) = scheduler.compute(it, 4).store_loads
+    assert (load.block_ids, load.blocks_skipped) == ([1, 2], 1)
+    # Preempted, and the store has lost it too.
+    scheduler.use([SlowRank(1, delay_s=0.0)])
+    it.num_computed_tokens = 0
+    assert ask(it, BLOCK) == (0, False)
+
+
+def test_who_does_not_read_the_prefix_cache_does_not_read_the_store(scheduler: Scheduler):
+    """As a request for logprobs of its prompt, all of which has to be computed."""
+    scheduler.put(keys_of(scheduler, request("before", 3)))
+    it = request("r", 3, skip_reading_prefix_cache=True)
+    scheduler.half.on_new_request(it)
+    assert scheduler.half.get_num_new_matched_tokens(it, 0) == (0, False)
+
+
 @pytest.mark.parametrize("reported", [False, True])
 def test_the_load_of_an_aborted_request_is_cancelled(scheduler: Scheduler, reported: bool):
     scheduler.put(keys_of(scheduler, request("before", 2)))
@@ -150,6 +174,32 @@ def test_what_a_request_has_saved_is_not_saved_again_when_it_was_preempted(sched
     scheduler.step({}, {"r"})
     assert begin_again(scheduler, it, local=3) == 0
     assert saved_of(it, scheduler.compute(it, 1)) == [3]
+
+
+def test_what_is_computed_again_after_a_preemption_is_saved_once(scheduler: Scheduler):
+    it = request("r", 4)
+    assert begin(scheduler, it, local=0) == 0
+    assert saved_of(it, scheduler.compute(it, 3)) == [0, 1, 2]
+    scheduler.step({}, {"r"})
+    it.num_computed_tokens = 0
+    assert [saved_of(it, scheduler.compute(it, blocks)) for blocks in (1, 1, 2)] == [[], [], [3]]
+
+
+def test_drafts_are_not_saved(scheduler: Scheduler):
+    """They are scheduled as tokens are, and may be wrong."""
+    it = request("r", 3, num_tokens=2 * BLOCK + 8)
+    it.all_token_ids = it.all_token_ids[: it.num_tokens]
+    scheduler.half.on_new_request(it)
+    assert saved_of(it, scheduler.compute(it, 3)) == [0, 1]
+
+
+def test_a_block_has_one_key_in_however_many_steps_those_before_are_computed(
+    scheduler: Scheduler,
+):
+    it = request("r", 3)
+    scheduler.half.on_new_request(it)
+    keys = [key for _ in range(3) for key in scheduler.compute(it, 1).store_saves[0].keys]
+    assert keys == keys_of(scheduler, request("s", 3))
 
 
 def test_a_beginning_that_many_requests_have_is_saved_again_by_one_of_them(scheduler: Scheduler):

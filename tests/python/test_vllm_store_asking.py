@@ -11,7 +11,15 @@ import kvferry  # noqa: E402
 from kvferry.vllm import store_scheduler  # noqa: E402
 from kvferry.vllm.metadata import StoreAddress  # noqa: E402
 from kvferry.vllm.store_scheduler import StoreScheduler  # noqa: E402
-from vllm_store_scheduler import BLOCK, HOST, LAYOUT, Scheduler, SlowRank, request  # noqa: E402
+from vllm_store_scheduler import (  # noqa: E402
+    BLOCK,
+    HOST,
+    LAYOUT,
+    TABLE,
+    Scheduler,
+    SlowRank,
+    request,
+)
 
 
 def test_the_stores_of_all_ranks_have_one_deadline(scheduler: Scheduler):
@@ -164,3 +172,17 @@ def test_a_prompt_whose_turn_to_be_asked_about_does_not_come_is_computed(
     assert 5.0 < steps * 0.2 < 5.5
     asked = len(store.asked)
     assert ask_all(scheduler, waiting) == [NOTHING] and len(store.asked) == asked
+
+
+def test_a_prompt_that_was_put_off_once_is_asked_about_when_it_comes_again(
+    scheduler: Scheduler, clock: Clock
+):
+    scheduler.use([StoreByClock(clock, delay_s=0.15)])
+    first, second = arrive(scheduler, "ab")
+    assert ask_all(scheduler, [first, second]) == [FOUND, LATER]
+    assert ask_all(scheduler, [second]) == [FOUND]
+    scheduler.half.update_state_after_alloc(second, TABLE, 3 * BLOCK)
+    scheduler.compute(second, 1)
+    clock.now += 60
+    second.num_computed_tokens = 0  # Preempted.
+    assert ask_all(scheduler, [second]) == [FOUND]

@@ -1,6 +1,7 @@
 """The stores that store mode opens, and what it says of those that cannot be."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +34,7 @@ MOONCAKE = {"backend": "mooncake", "local_hostname": "h", "master_address": "h:1
         ({"backend": "remote"}, "takes an address"),
         ({"backend": "remote", "address": []}, "none for rank 0"),
         ({"backend": "rocksdb"}, "needs 'path'"),
+        ({"backend": "tiered", "lower": {"backend": "rocksdb"}}, "needs 'path'"),
         ({"backend": "tiered", "uper": HOST.config, "lower": REDIS}, "tiered knows no 'uper'"),
         ({"backend": "tiered", "upper": {"backend": "host", "size": 1}, "lower": REDIS}, "'size'"),
         ({"backend": "tiered", "lower": MOONCAKE}, "mooncake cannot be the lower tier"),
@@ -66,6 +68,21 @@ def test_embedded_stores_are_reached_from_the_scheduler(backend, tmp_path):
     assert loaded[:2] == [None, None] and isinstance(loaded[2], kvferry.NotFound)
     store.close()
     opened.close()
+
+
+def test_mooncake_has_room_for_a_block_and_gives_memory_once(monkeypatch: pytest.MonkeyPatch):
+    """The scheduler only asks."""
+    made: list[dict] = []
+    monkeypatch.setattr(
+        kvferry, "make_store", lambda it: made.append(it) or SimpleNamespace(close=None)
+    )
+    options = StoreOptions(MOONCAKE | {"global_segment_bytes": 1 << 30})
+    config, pool = kvferry.Config.make({}), kvferry.KvPool.create(LAYOUT, BLOCKS)
+    opened = open_store(options, pool, config, "m", "n", 0)
+    assert opened.address == ""  # Everybody goes to the backend.
+    assert len(scheduler_stores(options, [StoreAddress.of("", "m", LAYOUT)] * 2, config)) == 1
+    assert [it["max_value_bytes"] for it in made] == [LAYOUT.page_bytes] * 2
+    assert [it["global_segment_bytes"] for it in made] == [1 << 30, 0]
 
 
 def test_each_engine_of_a_host_has_folders_of_its_own(tmp_path: Path):
@@ -105,3 +122,5 @@ def test_embedded_stores_serve_their_pages(backend: str, tmp_path):
     assert holds(pool, 1, 9) and holds(pool, 3, 7)
     remote.close()
     opened.close()
+    with pytest.raises(kvferry.FailedPrecondition):  # Nobody is served any more.
+        opened.metrics()

@@ -51,11 +51,12 @@ class HeldStore:
 
 
 class Worker:
-    def __init__(self, timeout_ms: int, device: Device = Host()):  # noqa: B008
+    def __init__(self, timeout_ms: int, device: Device = Host(), rank: int = 0):  # noqa: B008
         self.pool = kvferry.KvPool.create(LAYOUT, BLOCKS)
         config = kvferry.Config.make({"fetch_timeout_ms": timeout_ms})
         cache = SimpleNamespace(pool=self.pool, device=device)
-        self.half = StoreWorker(cache, HOST, config, "m", "n", 0, 0, Trace("", 0), TransferStats())
+        of_rank = (rank, 0, Trace("", rank), TransferStats())
+        self.half = StoreWorker(cache, HOST, config, "m", "n", *of_rank)
         self.store = self.half._opened.store = HeldStore(self.half._opened.store)
 
     def save(self, request_id: str, block: int) -> bytes:
@@ -115,6 +116,43 @@ def test_a_step_starts_no_thread(monkeypatch):
     it.close()
 
 
+def test_blocks_of_ranks_have_keys_of_their_own():
+    worker = Worker(timeout_ms=int(WAIT_S * 1e3), rank=1)
+    worker.store.go_on.set()
+    key = worker.save("r", 1)
+    worker.wait_saved({"r"})
+    assert [worker.store.exists([rank_key(key, rank)]) for rank in range(2)] == [0, 1]
+    worker.close()
+
+
+def test_blocks_stay_until_all_saves_of_their_request_have_ended(worker: Worker):
+    worker.store.go_on.set()
+    worker.save("r", 1)
+    (first,) = worker.half._saves["r"]
+    first.result(WAIT_S)
+    worker.store.go_on.clear()
+    worker.save("r", 2)
+    assert worker.half.take_finished({"r"}) == (set(), set())
+    worker.store.go_on.set()
+    worker.wait_saved({"r"})
+
+
+@pytest.mark.parametrize("what", ["save", "load"])
+def test_a_store_is_closed_when_what_has_begun_has_ended(worker: Worker, what: str, caplog):
+    """And what was to be saved, but not what was to be loaded."""
+    for block in range(3):
+        getattr(worker, what)(f"r{block}", block)
+    assert worker.store.began.wait(WAIT_S)
+    closing = threading.Thread(target=worker.half.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    worker.store.go_on.set()
+    closing.join(WAIT_S)
+    assert (worker.store.puts, worker.store.gets) == ((3, 0) if what == "save" else (0, 1))
+    assert "not saved" not in caplog.text
+
+
 def test_saves_that_wait_are_dropped_when_their_blocks_are_taken(worker: Worker):
     worker.save("other", 0)
     assert worker.store.began.wait(WAIT_S)
@@ -136,7 +174,7 @@ def test_saves_of_a_request_that_was_preempted_and_has_ended_are_dropped_and_rep
     assert worker.store.began.wait(WAIT_S)
     key = worker.save("ended", 1)
     worker.half.end_saves([], ["ended"])
-    worker.wait_saved({"ended"})
+    assert worker.half.take_finished({"ended"}) == ({"ended"}, set())  # At once.
     worker.store.go_on.set()
     worker.save("last", 2)
     worker.wait_saved({"other", "last"})
@@ -188,6 +226,7 @@ def test_loads_do_not_wait_for_a_store_that_hangs_one_behind_the_other():
     worker.wait_loaded({f"r{block}" for block in range(BLOCKS)})
     assert worker.store.gets == 1
     assert worker.half.take_missing_blocks() == set(range(BLOCKS))
+    assert worker.half.take_missing_blocks() == set()
     # Nor does the next one, but what is saved may go elsewhere.
     worker.load("later", 1)
     worker.wait_loaded({"later"})
@@ -223,7 +262,7 @@ def test_a_load_that_nobody_waits_for_does_not_wait_for_others(worker: Worker):
     assert worker.half._stats.data["failed"] == []  # It is no fault of the store.
     worker.store.go_on.set()
     worker.wait_loaded({"other"})
-    assert worker.store.gets == 1
+    assert worker.store.gets == 1 and worker.half._cancelled == set()
 
 
 def test_a_block_is_saved_when_the_device_has_computed_it():

@@ -1,13 +1,16 @@
 """What workers of two engines hand over, and what becomes of a load that is given up."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kvferry.vllm.metadata import Publication  # noqa: E402
+import kvferry  # noqa: E402
+from kvferry.vllm.metadata import Load, LoadPart, Publication  # noqa: E402
 from kvferry.vllm.telemetry import TransferStats  # noqa: E402
+from kvferry.vllm.worker import _Fetch  # noqa: E402
 from vllm_workers import LAYERS, Workers, publication, wait_for  # noqa: E402
 
 
@@ -23,6 +26,7 @@ def test_what_waits_in_the_decode_engine_is_kept():
         return not workers.prefill._leases[102].live
 
     wait_for(the_other_has_expired)
+    assert workers.prefill._stats.data["expired"] == [1]
     workers.load(part)
     wait_for(workers.loaded)
     assert workers.decode.take_missing_blocks() == set()
@@ -76,6 +80,49 @@ def test_a_part_that_is_given_up_fails_the_load_and_lets_the_others_go(workers: 
     assert workers.decode.take_missing_blocks() == {9, 10}
     assert workers.stats.data["failed"] == [1]
     wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
+
+
+def test_blocks_stay_until_all_leases_of_their_request_have_ended(workers: Workers):
+    workers.prefill.publish([publication(101, [1, 2]), publication(102, [3, 4])])
+    workers.source.compute(workers.prefill, [1, 2, 3, 4])
+    workers.load(workers.part(101, [7, 8]))
+    wait_for(workers.loaded)
+
+    def the_first_has_ended() -> bool:
+        assert workers.prefill.take_finished({"p"}) == set()
+        return workers.part_fetched(101)
+
+    wait_for(the_first_has_ended)
+    workers.decode.dismiss(workers.part(102, [9, 10]).tickets)
+    wait_for(lambda: workers.prefill.take_finished(set()) == {"p"})
+
+
+@pytest.mark.parametrize("num_tokens, num_blocks", [(17, 2), (16, 3)])
+def test_a_ticket_for_another_prompt_is_not_fetched_but_let_go_of(
+    workers: Workers, num_tokens: int, num_blocks: int
+):
+    workers.prefill.publish([publication(101, [1, 2])])
+    workers.source.compute(workers.prefill, [1, 2])
+    part = workers.part(101, [7, 8])
+    part.num_blocks = num_blocks
+    workers.decode.load([Load("d", [part], 0, num_tokens)])
+    assert workers.decode.take_finished() == {"d"}  # At once.
+    assert workers.decode.take_missing_blocks() == {7, 8}
+    wait_for(lambda: workers.prefill.take_finished({"p"}) == {"p"})
+    assert not workers.target.block(0, 7).any()
+
+
+def test_a_load_that_is_known_not_to_work_leaves_its_tickets_alone(workers: Workers):
+    """They may be another request's."""
+    workers.prefill.publish([publication(101, [1, 2])])
+    workers.source.compute(workers.prefill, [1, 2])
+    part = workers.part(101, [7, 8])
+    workers.decode.load([Load("wrong", [part], 0, 16, "the load of these tickets has failed")])
+    assert workers.decode.take_finished() == {"wrong"}
+    assert workers.decode.take_missing_blocks() == {7, 8}
+    workers.load(part)
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == set()
 
 
 def test_a_load_that_is_cancelled_frees_what_is_published_later(workers: Workers):
@@ -142,3 +189,30 @@ def test_a_lease_that_is_published_again_is_a_warning_that_says_what_to_do(
     (record,) = (r for r in caplog.records if "cannot publish" in r.message)
     assert record.levelname == "WARNING"
     assert "another attempt needs a new one" in record.message
+
+
+def test_a_fetch_that_ends_badly_when_all_has_come_is_none_that_failed():
+    """As one whose prefill engine goes before it has heard so."""
+    ended = SimpleNamespace(done=True, ok=False, error="lost", missing_pages=lambda: [])
+    fetch = _Fetch(LoadPart(["t"], 0, [7], 1), "t", handle=ended)
+    assert fetch.done and fetch.error() == ""
+    ended.missing_pages = lambda: [7]
+    assert fetch.error() == "lost"
+
+
+def test_an_idle_engine_does_not_wait_where_a_load_has_ended(workers: Workers):
+    failed = Load("failed", [workers.part(101, [7, 8])], 0, 16, "why")
+    workers.decode.load([failed])
+    workers.load(workers.part(102, [9, 10]))
+    workers.decode.pause()
+    assert workers.decode.take_finished() == {"failed"}
+    workers.prefill.give_up([102])
+    wait_for(workers.loaded)
+
+
+def test_closed_workers_have_ended_their_endpoints():
+    workers = Workers()
+    workers.close()
+    for half in (workers.prefill, workers.decode):
+        with pytest.raises(kvferry.FailedPrecondition):
+            half._endpoint.metrics()

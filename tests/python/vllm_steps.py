@@ -54,6 +54,10 @@ class Blocks:
     def free_blocks(self, blocks: list[int]) -> None:
         self.held.subtract(blocks)
 
+    def none_held(self) -> bool:
+        """Nor freed more often than held, which would be another request's block."""
+        return not any(self.held.values())
+
 
 class SlowDevice:
     """Does what it is asked for when the test says so, in order."""
