@@ -306,6 +306,27 @@ TEST_F(ReceiverAlone, ChunksThatALandingRefuses) {
   EXPECT_EQ(tail, std::vector<std::byte>(100));
 }
 
+// A lane may have found it before its fetch ended.
+TEST_F(ReceiverAlone, AClosedLandingTakesNothing) {
+  const auto plan = std::make_shared<const StreamPlan>(Plan(target_, local_));
+  Landing landing(plan, HandleOf(*plan), 0, 4096, /*checksum=*/false, &metrics_);
+  const std::vector<Chunk> chunks = Stream(4096);
+  EXPECT_TRUE(IsOk(landing.Begin(chunks[0].header)));
+  landing.Close();
+  const auto ended = [](const absl::Status& status) {
+    return Fails(status, absl::StatusCode::kCancelled, "has ended");
+  };
+  EXPECT_FALSE(landing.Write([&] { FillPattern(*target_, 9); }));
+  EXPECT_TRUE(ended(landing.End(chunks[0].header, 0)));
+  EXPECT_TRUE(ended(landing.Begin(chunks[1].header)));
+  PieceCopy copy(threads_.get());
+  const std::span<const std::byte> payload = chunks[2].payload;
+  EXPECT_TRUE(ended(landing.Accept(
+      chunks[2].header, Pieces(&payload, 1), [] { return true; }, &copy)));
+  EXPECT_EQ(landing.num_bytes(), 0);
+  EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+}
+
 TEST_F(ReceiverAlone, WrongChecksumIsNotWritten) {
   const auto handle = Begin();
   Chunk chunk = Stream(4096)[0];
