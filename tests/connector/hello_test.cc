@@ -14,6 +14,7 @@
 #include "base/random.h"
 #include "tests/support/captured_log.h"
 #include "tests/support/endpoints.h"
+#include "tests/support/files.h"
 #include "tests/support/raw_peer.h"
 #include "transport/control/codec.h"
 #include "transport/mapped/unix_socket.h"
@@ -494,6 +495,7 @@ class MapsNothing {
   }
 
   int byes = 0;
+  int pings = 0;
   // Not 0: it takes messages over the network, and reads none.
   uint64_t session = 0;
   // Not 0: the epoch that its answers to pings are from.
@@ -503,6 +505,7 @@ class MapsNothing {
   bool IsPing(const std::pair<std::string, Message>& received) {
     const auto& [from, message] = received;
     if (!std::holds_alternative<PingMsg>(message.body)) return false;
+    ++pings;
     if (pongs_as != 0) Say(from, message.from_epoch, pongs_as, PongMsg{});
     return true;
   }
@@ -684,6 +687,48 @@ TEST_F(HelloFromOthersOverTcp, WhatIsSaidInTheHopeOfAWelcomeEndsNoSession) {
   EXPECT_EQ(Metric(*prefill, "messages_stale"), 1);
 }
 
+// Or was said by the one that was there before, and is heard only now.
+TEST_F(HelloFromOthersOverTcp, WhatAnotherProcessSaysIsNotOfTheSession) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 1), config);
+  RawDecode peer(prefill->address());
+  peer.Send({42, 0, HelloMsg{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}}});
+  const auto welcome = peer.Receive(Soon());
+  ASSERT_TRUE(welcome.has_value() && std::holds_alternative<WelcomeMsg>(welcome->body));
+  peer.Send({43, welcome->from_epoch, PingMsg{}});
+  const auto refused = peer.Receive(Soon());
+  ASSERT_TRUE(refused.has_value() && std::holds_alternative<RefuseMsg>(refused->body));
+  EXPECT_TRUE(Fails(std::get<RefuseMsg>(refused->body).status, absl::StatusCode::kNotFound,
+                    "no session with that epoch"));
+}
+
+TEST_F(HelloFromOthersOverTcp, ASecondHelloEndsTheSessionOfTheFirst) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 1), config);
+  RawDecode peer(prefill->address());
+  for (const int64_t lost : {0, 1, 2}) {
+    peer.Send({42, 0, HelloMsg{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}}});
+    const auto welcome = peer.Receive(Soon());
+    ASSERT_TRUE(welcome.has_value() && std::holds_alternative<WelcomeMsg>(welcome->body));
+    EXPECT_EQ(Metric(*prefill, "peers_lost"), lost);
+    EXPECT_EQ(Metric(*prefill, "peers"), 1);
+  }
+}
+
+TEST_F(HelloFromOthersOverTcp, HeadsThatTheModelHasNot) {
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 1), SmallChunks());
+  RawDecode peer(prefill->address());
+  HelloMsg hello{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}};
+  hello.heads = {1, SmallLayout().num_heads()};
+  peer.Send({42, 0, hello});
+  const auto refused = peer.Receive(Soon());
+  ASSERT_TRUE(refused.has_value() && std::holds_alternative<RefuseMsg>(refused->body));
+  EXPECT_TRUE(Fails(std::get<RefuseMsg>(refused->body).status, absl::StatusCode::kInvalidArgument,
+                    "not within the model's"));
+}
+
 // What a peer's call has begun is asked of that peer's next session, if that has begun already.
 TEST_F(HelloFromOthersOverTcp, WhatIsFetchedWhileAPeerBeginsAnewIsAskedThen) {
   struct : CallHandler {
@@ -854,20 +899,57 @@ TEST_F(HelloToOthersOverTcp, AStaleTicketsSessionIsNeverLinked) {
 }
 
 // Who is not reached for data takes no place at a peer that has accepted it, and sees nothing of
-// it.
+// it. Pings that were answered say nothing of how a path is.
 TEST_F(HelloToOthersOverTcp, APeerWhoseDataConnectionEndsIsToldSo) {
   Config config = SmallChunks();
   config.same_host_path = "network";
+  config.heartbeat_interval_ms = 500;
+  config.heartbeat_timeout_ms = 10000;
   const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
   MapsNothing peer;
   peer.session = 9;
+  peer.pongs_as = 5;
   const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
   peer.Welcome(5);
+  while (peer.pings < 2 && !HasFailure()) peer.AnswerPings(DeadlineInMs(100));
   peer.CloseNextLink();
   EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kUnavailable));
   const auto next = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
   peer.Welcome(5);
   EXPECT_EQ(peer.byes, 1);
+}
+
+TEST_F(HelloToOthersOverTcp, SessionsThatHaveEndedLeaveNoFilesOpen) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
+  const auto session = [&] {
+    MapsNothing peer;
+    const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+    peer.Welcome(5);
+    const auto asked = peer.Receive();
+    ASSERT_TRUE(asked.has_value());
+    peer.Say(asked->first, asked->second.from_epoch, 5, ByeMsg{});
+    EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kUnavailable, "has closed"));
+  };
+  session();
+  const int64_t before = OpenFiles();
+  for (int i = 0; i < 10; ++i) session();
+  EXPECT_TRUE(WaitFor([&] { return OpenFiles() <= before; }, Soon()))
+      << OpenFiles() << " instead of " << before;
+}
+
+TEST_F(HelloToOthersOverTcp, SoIsOneThatOffersNoWayToIt) {
+  const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), SmallChunks());
+  RawPrefill peer;
+  const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  const auto hello = peer.Receive(Soon());
+  ASSERT_TRUE(hello.has_value());
+  peer.SendBytes(hello->first, EncodeMessage({5, hello->second.from_epoch, WelcomeMsg{"p", {}}}));
+  EXPECT_FALSE(fetch->Wait(Soon()).ok());
+  const auto bye = peer.Receive(Soon());
+  ASSERT_TRUE(bye.has_value());
+  EXPECT_TRUE(std::holds_alternative<ByeMsg>(bye->second.body));
 }
 
 // A fetch without an epoch waits for a process that gave something out, as one with an epoch does.

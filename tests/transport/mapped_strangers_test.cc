@@ -185,8 +185,16 @@ TEST_F(Stranger, MemoryThatIsTooShort) {
 }
 
 TEST_F(Stranger, AnArenaBeyondAllBounds) {
-  for (const auto& [chunks, bytes] : std::vector<std::pair<uint64_t, uint64_t>>{
-           {0, 4096}, {4, 0}, {uint64_t{1} << 63, 2}, {UINT64_MAX, UINT64_MAX}}) {
+  // The last two are as long as the memory is, modulo 2^64.
+  const std::pair<uint64_t, uint64_t> shapes[] = {
+      {0, 4096},
+      {4, 0},
+      {uint64_t{1} << 63, 2},
+      {UINT64_MAX, UINT64_MAX},
+      {(uint64_t{1} << 61) + 4, kChunkBytes},
+      {4, (uint64_t{1} << 62) + kChunkBytes},
+  };
+  for (const auto& [chunks, bytes] : shapes) {
     const UniqueFd socket = Dial();
     HelloBytes hello = Hello();
     hello.num_chunks = chunks;

@@ -131,6 +131,21 @@ TEST_F(NodeCalls, ACallWaitsForAServerThatIsYetToListen) {
   EXPECT_TRUE(IsOk(asked.reply.get()));
 }
 
+// The session is the fetch's, which would have ended it.
+TEST_F(NodeCalls, SoDoesACallThatComesToTheSessionOfAFetch) {
+  handler_.ServeWith([&](const CallKey& call, const std::string&, const Fields&) {
+    server_->Reply(call, Fields());
+  });
+  const std::string address = server_->listen_address();
+  config_.listen_port = PortOf(address);
+  server_.reset();
+  const auto fetch = Must(client_->Fetch({{address, 5, 6, 1, 16}, OnePage(), OnePage(), Soon()}));
+  Asked asked = Ask("f", {}, 20000, address);
+  EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kUnavailable, "cannot connect to"));
+  server_ = Start(server_pool_, &handler_, nullptr, /*listen=*/true);
+  EXPECT_TRUE(IsOk(asked.reply.get()));
+}
+
 // ZeroMQ says of both alike that there is no connection.
 TEST_F(NodeCalls, WhoHasNoFilesLeftDoesNotBlameThePeer) {
 #ifdef KVFERRY_SANITIZED

@@ -501,6 +501,17 @@ TEST_F(SenderAlone, OfThoseThatWereTakenBackTheLastFewAreKnown) {
   EXPECT_EQ(leases_.TakeEnded().size(), 1u);
 }
 
+TEST_F(SenderAlone, ADoneOfOtherBytesThanThereAreDoesNotEndTheLease) {
+  sender_.OnFetch(kPeer, kLink, Ask(1));
+  PumpDry();
+  const auto bytes = static_cast<int64_t>(Sent(1).size());
+  sender_.OnDone(kPeer, {.transfer_id = 1, .lease_id = kLease, .bytes = bytes - 1});
+  ASSERT_NE(outbox_.Last<AbortMsg>(), nullptr);
+  EXPECT_TRUE(Fails(outbox_.Last<AbortMsg>()->status, absl::StatusCode::kInternal, "reports"));
+  EXPECT_EQ(metrics_.transfers_active, 0);
+  EXPECT_EQ(leases_.num_live(), 1);
+}
+
 TEST_F(SenderAlone, DeadlineOfAReceiverThatCannotSaySo) {
   FetchMsg fetch = Ask(1, kLease, 6, 4096);
   fetch.timeout_ms = 100;

@@ -448,9 +448,23 @@ TEST_F(TcpPlanes, SendsWaitForTheConnection) {
   b_->SendChunk(link_b_, {1, 0, 0, 5000, 0}, FilledWith(payload), [](const absl::Status&) {});
   for (int i = 0; i < 10; ++i) Step();
   EXPECT_TRUE(b_->Arm());  // Nothing to do meanwhile.
+  EXPECT_FALSE(b_->BacklogOf(link_b_).open);
   link_a_ = Must(a_->Open(Connection(address_.token, address_.answer), DeadlineInMs(5000)));
   ASSERT_TRUE(StepsUntil([&] { return !at_a_.chunks.empty(); }));
   EXPECT_EQ(at_a_.chunks[0].second, payload);
+  EXPECT_TRUE(b_->BacklogOf(link_b_).open);
+}
+
+TEST_F(TcpPlanes, AConnectionThatIsMadeHasNoDeadlineAnyMore) {
+  Connect();
+  b_->SendCredit(link_b_, {1, 2});
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
+  for (TcpDataPlane* plane : {a_.get(), b_.get()}) {
+    EXPECT_EQ(plane->Tick(DeadlineInMs(10 * config_.connect_timeout_ms)), Deadline::max());
+  }
+  Step();
+  EXPECT_TRUE(at_a_.down.empty());
+  EXPECT_TRUE(at_b_.down.empty());
 }
 
 // A route that is missing for a moment, or a host that does not answer for its address.
@@ -499,6 +513,19 @@ TEST_F(TcpPlanes, WhatElseFailsIsNotDialledAgain) {
   for (int i = 0; i < 10; ++i) Step();
   EXPECT_EQ(at_a_.down.size(), 1u);
   EXPECT_EQ(dials, 2);
+}
+
+TEST_F(TcpPlanes, WhoRefusesIsNotDialledAgain) {
+  const int64_t port = Must(PortOf(Must(ListenTcp("127.0.0.1", 0))));  // Nobody's any more.
+  int dials = 0;
+  TcpConnection connection = ToDial([&] {
+    ++dials;
+    return DialTcp("127.0.0.1", port);
+  });
+  link_a_ = Must(a_->Open(std::move(connection), DeadlineInMs(20000)));
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.down.empty(); }));
+  EXPECT_TRUE(Fails(at_a_.down[0].second, absl::StatusCode::kUnavailable, "Connection refused"));
+  EXPECT_EQ(dials, 1);
 }
 
 // A socket that is full cuts what it is given anywhere, in the middle of a chunk's end too.
