@@ -105,6 +105,13 @@ TEST_F(NodeCalls, TheReplyComesBack) {
       Fails(Ask("cook", {}).reply.get(), absl::StatusCode::kNotFound, "no function 'cook'"));
   EXPECT_TRUE(Fails(client_->Call({server_->listen_address(), "", {}, Soon()}, nullptr),
                     absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(
+      Fails(client_->Call({server_->listen_address(), std::string(33, 'f'), {}, Soon()}, nullptr),
+            absl::StatusCode::kInvalidArgument, "33 bytes"));
+  Fields many;
+  for (int i = 0; i < 17; ++i) many.Set(std::to_string(i), i);
+  EXPECT_TRUE(Fails(client_->Call({server_->listen_address(), "f", many, Soon()}, nullptr),
+                    absl::StatusCode::kInvalidArgument, "17 fields"));
   EXPECT_TRUE(Fails(client_->Call({"tcp://10.9.8.7:1", "f", {}, Soon()}, nullptr),
                     absl::StatusCode::kPermissionDenied));
 }

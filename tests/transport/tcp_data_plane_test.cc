@@ -217,6 +217,35 @@ TEST_F(TcpPlanes, MessagesOfAnyLengthInOrder) {
   EXPECT_EQ(at_a_.credits.size(), 9u);
 }
 
+// More than the system holds on its way.
+TEST_F(TcpPlanes, NothingIsSaidInTheMiddleOfAChunk) {
+  Connect();
+  const std::vector<std::byte> payload = RandomBytes(16000000, 1);
+  b_->SendChunk(link_b_, {1, 0, 0, 16000000, 0}, FilledWith(payload), [](const absl::Status&) {});
+  ASSERT_TRUE(StepsUntil([&] { return at_a_.begun == 1; }));
+  ASSERT_TRUE(at_a_.chunks.empty());
+  b_->SendCredit(link_b_, {1, 2});
+  ASSERT_TRUE(IsOk(b_->SendMessage(link_b_, {5}, "words")));
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.messages.empty() || !at_a_.down.empty(); }));
+  ASSERT_EQ(at_a_.chunks.size(), 1u);
+  EXPECT_EQ(at_a_.chunks[0].second, payload);
+  EXPECT_EQ(at_a_.credits.size(), 1u);
+}
+
+// Nor do chunks keep messages from their turn.
+TEST_F(TcpPlanes, LongMessagesAndChunksTakeTurns) {
+  Connect();
+  const std::vector<std::byte> payload = RandomBytes(5000, 1);
+  for (int i = 0; i < 10; ++i) {
+    ASSERT_TRUE(IsOk(b_->SendMessage(link_b_, {1}, std::string(1 << 20, 'x'))));
+  }
+  for (uint64_t i = 0; i < 8; ++i) {
+    b_->SendChunk(link_b_, {i, 0, 0, 5000, 0}, FilledWith(payload), [](const absl::Status&) {});
+  }
+  ASSERT_TRUE(StepsUntil([&] { return at_a_.chunks.size() == 8; }));
+  EXPECT_GE(at_a_.messages.size(), 8u);
+}
+
 TEST_F(TcpPlanes, APeerThatTakesNoMessages) {
   Await();
   EXPECT_TRUE(Fails(b_->SendMessage(99, {1}, "x"), absl::StatusCode::kUnavailable));
