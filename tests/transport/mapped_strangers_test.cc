@@ -328,6 +328,21 @@ TEST_F(Stranger, MessagesBeyondAllBounds) {
   EXPECT_EQ(b_.events.messages.size(), 1u);  // What ended.
 }
 
+// All that is kept for who asks for more and more and takes no answer is bounded.
+TEST_F(Stranger, WhoReadsNothingOfWhatItIsTold) {
+  const UniqueFd socket = Dial();
+  Say(socket, Hello(), Memory(kEnough, true).get());
+  const ChunkBytes chunk;
+  SocketResult result = SocketResult::kOk;
+  for (int said = 0; said < 40000 && result != SocketResult::kBroken; ++said) {
+    result = SendPacket(socket, std::as_bytes(std::span(&chunk, 1)));
+    b_.Progress();
+  }
+  EXPECT_EQ(result, SocketResult::kBroken);
+  EXPECT_TRUE(log_.Has({"a peer on this host", "does not read"})) << log_.ToString();
+  EXPECT_GT(b_.events.chunks.size(), 16384u);
+}
+
 struct PartBytes {
   uint32_t kind = 6;
   uint32_t zero = 0;
