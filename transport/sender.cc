@@ -369,7 +369,6 @@ void Sender::End(uint64_t transfer_id, const absl::Status& outcome, bool tell, b
   // The pages are their owner's again.
   transfer->reading->Close();
   for (const int64_t chunk : transfer->read_in_place) arena_->TakeFromReaders(chunk);
-  transfer->read_in_place.clear();
   if (transfer->guard >= 0) guards_->RaiseAndGiveBack(transfer->guard);
   ++(outcome.ok() ? metrics_->transfers_ok : metrics_->transfers_failed);
   UpdateGauges();
