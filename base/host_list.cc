@@ -90,7 +90,7 @@ absl::Status CheckHostList(absl::string_view list) {
     const absl::string_view entry = absl::StripAsciiWhitespace(padded);
     if (entry == "*" || entry.find_first_of("*/:") == absl::string_view::npos) continue;
     // An address of IPv6 may have a zone.
-    if (entry.find('*') == absl::string_view::npos && ParseNetwork(WithoutZone(entry))) continue;
+    if (ParseNetwork(WithoutZone(entry))) continue;
     return absl::InvalidArgumentError(
         absl::StrCat("'", entry,
                      "' is no numeric address, no network such as 10.0.0.0/8, no name, and not *; "

@@ -11,8 +11,7 @@ absl::Status CheckHeadShare(const KvLayout& layout, HeadShare share) {
     return absl::InvalidArgumentError(absl::StrCat(
         "a share of a model's heads in pages whose tensors differ in heads: ", layout.ToString()));
   }
-  if (share.total > KvLayout::kMaxHeads || share.first < 0 || share.total < held ||
-      share.first > share.total - held) {
+  if (share.total > KvLayout::kMaxHeads || share.first < 0 || share.first > share.total - held) {
     return absl::InvalidArgumentError(absl::StrCat(
         "heads [", share.first, ", ", share.first, " + ", held, ") are not within the model's ",
         share.total, " (limit ", KvLayout::kMaxHeads, ")"));
@@ -27,8 +26,7 @@ HeadRange HeadsOf(const KvLayout& layout, HeadShare share) {
 absl::StatusOr<HeadRange> LocalHeads(const KvLayout& layout, HeadShare share, HeadRange heads) {
   if (heads.count == 0) return HeadRange();
   const HeadRange held = HeadsOf(layout, share);
-  if (heads.first < held.first || heads.count > held.count ||
-      heads.first - held.first > held.count - heads.count) {
+  if (heads.first < held.first || heads.first - held.first > held.count - heads.count) {
     return absl::OutOfRangeError(absl::StrCat(
         "heads [", heads.first, ", ", heads.first, " + ", heads.count,
         ") asked, of pages that hold [", held.first, ", ", held.first, " + ", held.count, ")"));

@@ -370,7 +370,6 @@ Sender::TransferPtr Sender::Stop(uint64_t transfer_id, const absl::Status& outco
   // The pages are their owner's again.
   transfer->reading->Close();
   for (const int64_t chunk : transfer->read_in_place) arena_->TakeFromReaders(chunk);
-  transfer->read_in_place.clear();
   if (transfer->guard >= 0) guards_->RaiseAndGiveBack(transfer->guard);
   ++(outcome.ok() ? metrics_->transfers_ok : metrics_->transfers_failed);
   UpdateGauges();

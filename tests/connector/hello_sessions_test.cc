@@ -8,6 +8,10 @@
 #include <vector>
 
 #include "tests/connector/unmapped_peers.h"
+#include "tests/support/endpoints.h"
+#include "tests/support/files.h"
+#include "tests/support/raw_peer.h"
+#include "transport/control/codec.h"
 #include "transport/node.h"
 
 namespace kvferry {
@@ -68,6 +72,36 @@ TEST_F(HelloFromOthersOverTcp, WhatIsSaidInTheHopeOfAWelcomeEndsNoSession) {
   const auto pong = peer.Receive(Soon());
   ASSERT_TRUE(pong.has_value() && std::holds_alternative<PongMsg>(pong->body));
   EXPECT_EQ(Metric(*prefill, "messages_stale"), 1);
+}
+
+// Or was said by the one that was there before, and is heard only now.
+TEST_F(HelloFromOthersOverTcp, WhatAnotherProcessSaysIsNotOfTheSession) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 1), config);
+  RawDecode peer(prefill->address());
+  peer.Send({42, 0, HelloMsg{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}}});
+  const auto welcome = peer.Receive(Soon());
+  ASSERT_TRUE(welcome.has_value() && std::holds_alternative<WelcomeMsg>(welcome->body));
+  peer.Send({43, welcome->from_epoch, PingMsg{}});
+  const auto refused = peer.Receive(Soon());
+  ASSERT_TRUE(refused.has_value() && std::holds_alternative<RefuseMsg>(refused->body));
+  EXPECT_TRUE(Fails(std::get<RefuseMsg>(refused->body).status, absl::StatusCode::kNotFound,
+                    "no session with that epoch"));
+}
+
+TEST_F(HelloFromOthersOverTcp, ASecondHelloEndsTheSessionOfTheFirst) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 1), config);
+  RawDecode peer(prefill->address());
+  for (const int64_t lost : {0, 1, 2}) {
+    peer.Send({42, 0, HelloMsg{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}}});
+    const auto welcome = peer.Receive(Soon());
+    ASSERT_TRUE(welcome.has_value() && std::holds_alternative<WelcomeMsg>(welcome->body));
+    EXPECT_EQ(Metric(*prefill, "peers_lost"), lost);
+    EXPECT_EQ(Metric(*prefill, "peers"), 1);
+  }
 }
 
 // What a peer's call has begun is asked of that peer's next session, if that has begun already.
@@ -216,20 +250,57 @@ TEST_F(HelloToOthersOverTcp, AStaleTicketsSessionIsNeverLinked) {
 }
 
 // Who is not reached for data takes no place at a peer that has accepted it, and sees nothing of
-// it.
+// it. Pings that were answered say nothing of how a path is.
 TEST_F(HelloToOthersOverTcp, APeerWhoseDataConnectionEndsIsToldSo) {
   Config config = SmallChunks();
   config.same_host_path = "network";
+  config.heartbeat_interval_ms = 500;
+  config.heartbeat_timeout_ms = 10000;
   const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
   MapsNothing peer;
   peer.session = 9;
+  peer.pongs_as = 5;
   const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
   peer.Welcome(5);
+  while (peer.pings < 2 && !HasFailure()) peer.AnswerPings(DeadlineInMs(100));
   peer.CloseNextLink();
   EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kUnavailable));
   const auto next = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
   peer.Welcome(5);
   EXPECT_EQ(peer.byes, 1);
+}
+
+TEST_F(HelloToOthersOverTcp, SessionsThatHaveEndedLeaveNoFilesOpen) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
+  const auto session = [&] {
+    MapsNothing peer;
+    const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+    peer.Welcome(5);
+    const auto asked = peer.Receive();
+    ASSERT_TRUE(asked.has_value());
+    peer.Say(asked->first, asked->second.from_epoch, 5, ByeMsg{});
+    EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kUnavailable, "has closed"));
+  };
+  session();
+  const int64_t before = OpenFiles();
+  for (int i = 0; i < 10; ++i) session();
+  EXPECT_TRUE(WaitFor([&] { return OpenFiles() <= before; }, Soon()))
+      << OpenFiles() << " instead of " << before;
+}
+
+TEST_F(HelloToOthersOverTcp, SoIsOneThatOffersNoWayToIt) {
+  const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), SmallChunks());
+  RawPrefill peer;
+  const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  const auto hello = peer.Receive(Soon());
+  ASSERT_TRUE(hello.has_value());
+  peer.SendBytes(hello->first, EncodeMessage({5, hello->second.from_epoch, WelcomeMsg{"p", {}}}));
+  EXPECT_FALSE(fetch->Wait(Soon()).ok());
+  const auto bye = peer.Receive(Soon());
+  ASSERT_TRUE(bye.has_value());
+  EXPECT_TRUE(std::holds_alternative<ByeMsg>(bye->second.body));
 }
 
 // Fetches that go on may find a hello that a stale ticket has said long before, and nobody has

@@ -208,6 +208,18 @@ TEST_F(Hello, OtherTensors) {
        "start both sides"});
 }
 
+TEST(HelloFromOthers, HeadsThatTheModelHasNot) {
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 1), SmallChunks());
+  RawDecode peer(prefill->address());
+  HelloMsg hello{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}};
+  hello.heads = {1, SmallLayout().num_heads()};
+  peer.Send({42, 0, hello});
+  const auto refused = peer.Receive(Soon());
+  ASSERT_TRUE(refused.has_value() && std::holds_alternative<RefuseMsg>(refused->body));
+  EXPECT_TRUE(Fails(std::get<RefuseMsg>(refused->body).status, absl::StatusCode::kInvalidArgument,
+                    "not within the model's"));
+}
+
 // A decode process of a later release, against a prefill process of this one.
 TEST_F(Hello, DecodeSideOfAnotherVersion) {
   RawDecode peer(prefill_->address());

@@ -383,6 +383,7 @@ TEST_F(Malformed, HelloToADecodeEndpointIsRefused) {
                     EncodeMessage({5, 0, HelloMsg{"n", kTestModel, SmallLayout(), {"address"}}}));
   EXPECT_FALSE(handle->Wait(Soon()).ok());
   EXPECT_TRUE(WaitFor([&] { return Metric(*decode, "hellos_refused") == 1; }, Soon()));
+  EXPECT_TRUE(log_.Has({"refused peer 'n'", "accepts no peers"})) << log_.ToString();
 }
 
 }  // namespace

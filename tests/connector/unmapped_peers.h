@@ -128,6 +128,7 @@ class MapsNothing {
   }
 
   int byes = 0;
+  int pings = 0;
   // Not 0: it takes messages over the network, and reads none.
   uint64_t session = 0;
   // Not 0: the epoch that its answers to pings are from.
@@ -137,6 +138,7 @@ class MapsNothing {
   bool IsPing(const std::pair<std::string, Message>& received) {
     const auto& [from, message] = received;
     if (!std::holds_alternative<PingMsg>(message.body)) return false;
+    ++pings;
     if (pongs_as != 0) Say(from, message.from_epoch, pongs_as, PongMsg{});
     return true;
   }

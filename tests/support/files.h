@@ -10,10 +10,19 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <cstdint>
+#include <filesystem>
+#include <iterator>
 
 #include "base/unique_fd.h"
 
 namespace kvferry {
+
+// How many descriptors this process has.
+inline int64_t OpenFiles() {
+  const std::filesystem::directory_iterator files("/proc/self/fd");
+  return std::distance(begin(files), end(files));
+}
 
 inline bool IsReadable(int fd) {
   pollfd entry{fd, POLLIN, 0};

@@ -128,6 +128,19 @@ TEST(Codec, AnotherVersionNamesBoth) {
                     absl::StatusCode::kFailedPrecondition));
 }
 
+// Whatever else that says, and however long it is.
+TEST(Codec, ConnectionsOfAnotherVersionAreAsIfThereWereNone) {
+  HelloMsg hello{"n", "m", KvLayout::Mha(1, 16, 1, 8, DType::kUint8), {}};
+  hello.data.tcp.lanes = 1;
+  std::string bytes = EncodeMessage({1, 0, hello});
+  const std::string key = "\xa3tcp\x82\xa1v";
+  const size_t at = bytes.find(key);
+  ASSERT_NE(at, std::string::npos);
+  bytes[at + key.size()] = 9;
+  const Message decoded = Must(Decode(bytes));
+  EXPECT_EQ(std::get<HelloMsg>(decoded.body).data.tcp.lanes, 0);
+}
+
 TEST(Codec, WhatIsWrongIsNamed) {
   const auto expect = [](const std::string& bytes, absl::string_view part) {
     EXPECT_TRUE(

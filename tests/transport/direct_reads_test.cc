@@ -259,6 +259,7 @@ TEST_F(Direct, ListsThatMakeNoSenseAreRefused) {
                            absl::string_view what) {
     return Fails(FailureOf(ListOf(pieces), bytes), absl::StatusCode::kInvalidArgument, what);
   };
+  EXPECT_TRUE(Fails(FailureOf({}, 100), absl::StatusCode::kInvalidArgument, "in 0 bytes"));
   EXPECT_TRUE(refused({}, 100, "0 bytes for its 100"));
   EXPECT_TRUE(refused({{0, 99}}, 100, "99 bytes for its 100"));
   EXPECT_TRUE(refused({{0, 101}}, 100, "other bytes"));
@@ -317,6 +318,40 @@ TEST_F(Direct, ListsHaveNoMoreRoomThanTheirShare) {
   EXPECT_TRUE(at_reader_.chunks.empty());
 }
 
+// Whatever became of them.
+TEST_F(Direct, ListsThatHaveHadTheirTurnTakeNoRoom) {
+  Connect();
+  std::vector<std::byte> longest = ListOf(std::vector<PoolPiece>(65535, {0, 1}));
+  const GuardHead beyond{Guards::kNumWords, 0};
+  std::memcpy(longest.data(), &beyond, sizeof(beyond));
+  for (int i = 0; i < 300; ++i) {
+    ASSERT_TRUE(Fails(FailureOf(longest, 65535), absl::StatusCode::kInvalidArgument, "guard"));
+  }
+}
+
+// Who came first may have more than what is everybody's share by now.
+TEST_F(Direct, ListsOfAllPeersHaveABoundTogether) {
+  const std::vector<std::byte> mebibyte = ListOf(std::vector<PoolPiece>(65535, {0, 1}));
+  const auto fill = [&](LinkId link) {
+    EXPECT_TRUE(IsOk(reader_->Connect(link, owner_->address())));
+    for (uint64_t id = 0; id < 200; ++id) {
+      reader_->Read(link, {1000 * link + id, 0, 0, 65535, kChunkInPool}, mebibyte);
+    }
+  };
+  for (const LinkId link : {1, 2, 3}) fill(link);
+  reader_->Progress(&at_reader_);
+  EXPECT_EQ(at_reader_.failed.size(), 3 * 200u - 256);
+  // With their links they are gone, and nothing more is said of them.
+  at_reader_.failed.clear();
+  fill(4);
+  for (const LinkId link : {1, 2, 3, 4}) reader_->Close(link);
+  reader_->Progress(&at_reader_);
+  EXPECT_TRUE(at_reader_.failed.empty());
+  fill(5);
+  reader_->Progress(&at_reader_);
+  EXPECT_EQ(at_reader_.failed.size(), 200u - 128);
+}
+
 TEST_F(Direct, OfALinkThatIsClosedNothingMoreIsHeard) {
   Connect();
   for (int i = 0; i < 40; ++i) Read({{0, 60000}}, 60000);
@@ -363,6 +398,10 @@ TEST_F(Direct, AddressesAreCheckedBeforeUcxSeesThem) {
   EXPECT_TRUE(Fails(with(16 + 16, 5000), absl::StatusCode::kInvalidArgument, "key of 5000"));
   EXPECT_TRUE(Fails(reader_->Connect(kLink, good.substr(1)), absl::StatusCode::kInvalidArgument,
                     "direct address"));
+  DirectAddress small = Must(DirectAddress::Decode(good));
+  small.memories[0].bytes = 63;  // A probe reads as much as 64.
+  EXPECT_TRUE(Fails(reader_->Connect(kLink, small.Encode()), absl::StatusCode::kInvalidArgument,
+                    "without guards"));
 }
 
 #endif

@@ -76,19 +76,43 @@ TEST(Handle, WhoWaitsForTheEndHasIt) {
 TEST(Handle, WaitersOnOtherThreadsWakeUp) {
   FetchHandle handle(Pages({3}), 4, 400, [] {});
   std::vector<std::thread> threads;
-  std::atomic<int> in_order{0};
+  std::atomic<int> begun{0}, in_order{0};
+  const Deadline late = DeadlineInMs(60000);
   for (int64_t layer = 0; layer < 4; ++layer) {
     threads.emplace_back([&, layer] {
-      if (handle.WaitLayer(layer, Soon()).ok() && handle.layers_done() > layer) ++in_order;
+      ++begun;
+      if (handle.WaitLayer(layer, late).ok() && handle.layers_done() > layer) ++in_order;
     });
   }
   threads.emplace_back([&] {
-    if (handle.Wait(Soon()).ok() && handle.done()) ++in_order;
+    ++begun;
+    if (handle.Wait(late).ok() && handle.done()) ++in_order;
   });
-  for (int64_t layers = 1; layers <= 4; ++layers) handle.SetLayersDone(layers);
+  EXPECT_TRUE(WaitFor([&] { return begun == 5; }, Soon()));
+  for (int64_t layers = 1; layers <= 4; ++layers) {
+    handle.SetLayersDone(layers);
+    EXPECT_TRUE(WaitFor([&] { return in_order >= layers; }, Soon())) << "woken too late";
+  }
   handle.Finish(absl::OkStatus(), {}, {});
+  EXPECT_TRUE(WaitFor([&] { return in_order == 5; }, Soon())) << "woken too late";
   for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(in_order, 5);
+}
+
+TEST(Handle, AFailureWakesThoseWhoWaitForLayers) {
+  for (int round = 0; round < 20 && !testing::Test::HasFailure(); ++round) {
+    FetchHandle handle(Pages({3}), 4, 400, [] {});
+    std::atomic<bool> begun{false}, ended{false};
+    std::thread waiter([&] {
+      begun = true;
+      EXPECT_TRUE(Fails(handle.WaitLayer(2, DeadlineInMs(60000)), absl::StatusCode::kAborted));
+      ended = true;
+    });
+    EXPECT_TRUE(WaitFor([&] { return begun.load(); }, Soon()));
+    handle.SetLayersDone(1);
+    handle.Finish(absl::AbortedError("x"), {3}, {});
+    EXPECT_TRUE(WaitFor([&] { return ended.load(); }, Soon())) << "woken too late";
+    waiter.join();
+  }
 }
 
 TEST(Handle, OnDoneIsCalledOnceItIsDone) {

@@ -1,5 +1,6 @@
 #include "transport/mapped/mapped_data_plane.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <sys/mman.h>
@@ -411,6 +412,8 @@ TEST(SharedMemory, OnlyItsOwnerWrites) {
   EXPECT_EQ(mmap(nullptr, 8192, PROT_READ | PROT_WRITE, MAP_SHARED, memory.fd.get(), 0),
             MAP_FAILED);
   EXPECT_NE(ftruncate(memory.fd.get(), 0), 0);
+  EXPECT_NE(ftruncate(memory.fd.get(), 16384), 0);
+  EXPECT_NE(fcntl(memory.fd.get(), F_ADD_SEALS, F_SEAL_SHRINK), 0);  // They stay as they are.
   EXPECT_NE(write(memory.fd.get(), "x", 1), 1);
   const auto seen = Must(MapPeersMemory(memory.fd, 8192));
   EXPECT_EQ(seen.get()[8191], std::byte{7});

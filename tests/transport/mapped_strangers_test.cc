@@ -185,8 +185,16 @@ TEST_F(Stranger, MemoryThatIsTooShort) {
 }
 
 TEST_F(Stranger, AnArenaBeyondAllBounds) {
-  for (const auto& [chunks, bytes] : std::vector<std::pair<uint64_t, uint64_t>>{
-           {0, 4096}, {4, 0}, {uint64_t{1} << 63, 2}, {UINT64_MAX, UINT64_MAX}}) {
+  // The last two are as long as the memory is, modulo 2^64.
+  const std::pair<uint64_t, uint64_t> shapes[] = {
+      {0, 4096},
+      {4, 0},
+      {uint64_t{1} << 63, 2},
+      {UINT64_MAX, UINT64_MAX},
+      {(uint64_t{1} << 61) + 4, kChunkBytes},
+      {4, (uint64_t{1} << 62) + kChunkBytes},
+  };
+  for (const auto& [chunks, bytes] : shapes) {
     const UniqueFd socket = Dial();
     HelloBytes hello = Hello();
     hello.num_chunks = chunks;
@@ -318,6 +326,21 @@ TEST_F(Stranger, MessagesBeyondAllBounds) {
     ExpectHangUp(socket, "bytes, limit 2097152");
   }
   EXPECT_EQ(b_.events.messages.size(), 1u);  // What ended.
+}
+
+// All that is kept for who asks for more and more and takes no answer is bounded.
+TEST_F(Stranger, WhoReadsNothingOfWhatItIsTold) {
+  const UniqueFd socket = Dial();
+  Say(socket, Hello(), Memory(kEnough, true).get());
+  const ChunkBytes chunk;
+  SocketResult result = SocketResult::kOk;
+  for (int said = 0; said < 40000 && result != SocketResult::kBroken; ++said) {
+    result = SendPacket(socket, std::as_bytes(std::span(&chunk, 1)));
+    b_.Progress();
+  }
+  EXPECT_EQ(result, SocketResult::kBroken);
+  EXPECT_TRUE(log_.Has({"a peer on this host", "does not read"})) << log_.ToString();
+  EXPECT_GT(b_.events.chunks.size(), 16384u);
 }
 
 struct PartBytes {

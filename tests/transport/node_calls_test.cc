@@ -105,6 +105,13 @@ TEST_F(NodeCalls, TheReplyComesBack) {
       Fails(Ask("cook", {}).reply.get(), absl::StatusCode::kNotFound, "no function 'cook'"));
   EXPECT_TRUE(Fails(client_->Call({server_->listen_address(), "", {}, Soon()}, nullptr),
                     absl::StatusCode::kInvalidArgument));
+  EXPECT_TRUE(
+      Fails(client_->Call({server_->listen_address(), std::string(33, 'f'), {}, Soon()}, nullptr),
+            absl::StatusCode::kInvalidArgument, "33 bytes"));
+  Fields many;
+  for (int i = 0; i < 17; ++i) many.Set(std::to_string(i), i);
+  EXPECT_TRUE(Fails(client_->Call({server_->listen_address(), "f", many, Soon()}, nullptr),
+                    absl::StatusCode::kInvalidArgument, "17 fields"));
   EXPECT_TRUE(Fails(client_->Call({"tcp://10.9.8.7:1", "f", {}, Soon()}, nullptr),
                     absl::StatusCode::kPermissionDenied));
 }
@@ -128,6 +135,21 @@ TEST_F(NodeCalls, ACallWaitsForAServerThatIsYetToListen) {
   EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kUnavailable, "cannot connect to"));
   server_ = Start(server_pool_, &handler_, nullptr, /*listen=*/true);
   server_->Reply(heard.get_future().get(), Fields());
+  EXPECT_TRUE(IsOk(asked.reply.get()));
+}
+
+// The session is the fetch's, which would have ended it.
+TEST_F(NodeCalls, SoDoesACallThatComesToTheSessionOfAFetch) {
+  handler_.ServeWith([&](const CallKey& call, const std::string&, const Fields&) {
+    server_->Reply(call, Fields());
+  });
+  const std::string address = server_->listen_address();
+  config_.listen_port = PortOf(address);
+  server_.reset();
+  const auto fetch = Must(client_->Fetch({{address, 5, 6, 1, 16}, OnePage(), OnePage(), Soon()}));
+  Asked asked = Ask("f", {}, 20000, address);
+  EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kUnavailable, "cannot connect to"));
+  server_ = Start(server_pool_, &handler_, nullptr, /*listen=*/true);
   EXPECT_TRUE(IsOk(asked.reply.get()));
 }
 

@@ -306,6 +306,27 @@ TEST_F(ReceiverAlone, ChunksThatALandingRefuses) {
   EXPECT_EQ(tail, std::vector<std::byte>(100));
 }
 
+// A lane may have found it before its fetch ended.
+TEST_F(ReceiverAlone, AClosedLandingTakesNothing) {
+  const auto plan = std::make_shared<const StreamPlan>(Plan(target_, local_));
+  Landing landing(plan, HandleOf(*plan), 0, 4096, /*checksum=*/false, &metrics_);
+  const std::vector<Chunk> chunks = Stream(4096);
+  EXPECT_TRUE(IsOk(landing.Begin(chunks[0].header)));
+  landing.Close();
+  const auto ended = [](const absl::Status& status) {
+    return Fails(status, absl::StatusCode::kCancelled, "has ended");
+  };
+  EXPECT_FALSE(landing.Write([&] { FillPattern(*target_, 9); }));
+  EXPECT_TRUE(ended(landing.End(chunks[0].header, 0)));
+  EXPECT_TRUE(ended(landing.Begin(chunks[1].header)));
+  PieceCopy copy(threads_.get());
+  const std::span<const std::byte> payload = chunks[2].payload;
+  EXPECT_TRUE(ended(landing.Accept(
+      chunks[2].header, Pieces(&payload, 1), [] { return true; }, &copy)));
+  EXPECT_EQ(landing.num_bytes(), 0);
+  EXPECT_TRUE(IsUntouched(*target_, kOwnSeed));
+}
+
 TEST_F(ReceiverAlone, WrongChecksumIsNotWritten) {
   const auto handle = Begin();
   Chunk chunk = Stream(4096)[0];
@@ -565,6 +586,26 @@ TEST_F(ReceiverAlone, CreditsGrowAndNeverExceedWhatWasWritten) {
   }
 }
 
+// The next chunk may need all of it.
+TEST_F(ReceiverAlone, AWindowOfOneChunkIsPaidBackAtOnce) {
+  config_.credits_per_transfer = 1;
+  Begin();
+  Deliver(Stream(1000)[0]);
+  ASSERT_EQ(outbox_.data().credits.size(), 1u);
+  EXPECT_EQ(outbox_.data().credits[0].bytes_done, 1000u);
+}
+
+// It takes no room here, and its sender hears in another way that it has been read.
+TEST_F(ReceiverAlone, NoCreditIsPaidForWhatIsReadInPlace) {
+  Begin();
+  for (Chunk& chunk : Stream(4096)) {
+    chunk.header.flags = kChunkInPool;
+    Deliver(chunk);
+  }
+  EXPECT_NE(outbox_.Last<DoneMsg>(), nullptr);
+  EXPECT_TRUE(outbox_.data().credits.empty());
+}
+
 TEST_F(ReceiverAlone, AnotherEpochEndsTheFetchBeforeItIsAskedFor) {
   StreamPlan plan = Plan(target_, local_);
   auto handle = HandleOf(plan);
@@ -615,6 +656,52 @@ TEST_F(ReceiverAlone, AFetchTakenFromASilentPeerGoesOn) {
   EXPECT_EQ(outbox_.Last<DoneMsg>()->bytes, handle->report().total_bytes);
   EXPECT_EQ(metrics_.fetches_started, 1);
   EXPECT_EQ(metrics_.fetches_restarted, 1);
+}
+
+// What had come beyond a gap, and was paid for, comes again: its sender begins with a whole window
+// behind the gap, and has none left if nothing is paid before all of that is here again.
+TEST_F(ReceiverAlone, WhatComesAgainIsPaidForAgain) {
+  Begin();
+  const std::vector<Chunk> chunks = Stream(4096);
+  for (size_t i = 1; i < 9; ++i) Deliver(chunks[i]);
+  ASSERT_FALSE(outbox_.data().credits.empty());
+  Receiver::Fetch taken = TakeOnly();
+  EXPECT_EQ(taken.from_bytes, 0);
+  const uint64_t new_id = taken.transfer_id;
+  taken.peer = kPeer;
+  receiver_.Add(std::move(taken));
+  receiver_.OnPeerReady(kPeer, kEpoch, LinkId{4});
+  outbox_.data().credits.clear();
+  const std::vector<Chunk> again = Stream(4096, new_id);
+  for (size_t i = 0; i < 4; ++i) Deliver(again[i]);
+  EXPECT_FALSE(outbox_.data().credits.empty());
+}
+
+TEST_F(ReceiverAlone, WhatHasComeIsNotMissedWhileTheFetchWaits) {
+  const auto handle = Begin();
+  const std::vector<Chunk> chunks = Stream(1000);
+  for (size_t i = 0; i + 1 < chunks.size(); ++i) Deliver(chunks[i]);
+  Receiver::Fetch taken = TakeOnly();
+  taken.peer = kPeer;
+  receiver_.Add(std::move(taken));
+  receiver_.Cancel(kId, absl::CancelledError("x"));
+  EXPECT_EQ(handle->missing_pages(), std::vector<int64_t>{local_.back()});
+}
+
+// It has nobody to ask for the rest.
+TEST_F(ReceiverAlone, APushIsNotTakenFromASilentPeer) {
+  const auto handle = Begin(kId, DeadlineInMs(60000), kPeer, /*redial=*/false);
+  EXPECT_TRUE(receiver_.TakeUnfinished(kPeer).empty());
+  EXPECT_FALSE(handle->done());
+}
+
+TEST_F(ReceiverAlone, APeerThatIsGoneIsReadyNoMore) {
+  Begin();
+  receiver_.OnPeerGone(kPeer, absl::UnavailableError("x"));
+  const auto handle = Add(kId + 1, DeadlineInMs(1));
+  receiver_.Tick(DeadlineInMs(10));
+  EXPECT_TRUE(
+      Fails(handle->status(), absl::StatusCode::kDeadlineExceeded, "the peer never answered"));
 }
 
 // Its caller may be reading that layer; a peer that does not know "from" sends it again.

@@ -282,5 +282,19 @@ TEST(PoolRegions, BuffersMayOverlap) {
   EXPECT_EQ(regions.regions()[0].size(), static_cast<size_t>(bytes + layout.item_bytes(0)));
 }
 
+TEST(PoolRegions, OneBufferMayLieInAnother) {
+  KvLayout layout = KvLayout::Mha(1, 4, 1, 16, DType::kBFloat16);
+  layout.tensors[1].head_dim = 8;
+  const int64_t bytes = 6 * layout.item_bytes(0);
+  auto memory = std::make_shared<std::vector<std::byte>>(bytes);
+  const std::vector<BufferInfo> buffers = {
+      {memory->data(), bytes, layout.item_bytes(0)},
+      {memory->data() + 64, 6 * layout.item_bytes(1), layout.item_bytes(1)}};
+  const auto pool = Must(KvPool::Adopt(layout, buffers, memory));
+  const PoolRegions regions(*pool);
+  ASSERT_EQ(regions.regions().size(), 1u);
+  EXPECT_EQ(regions.regions()[0].size(), static_cast<size_t>(bytes));
+}
+
 }  // namespace
 }  // namespace kvferry

@@ -55,6 +55,12 @@ class SenderInPlace : public SenderAlone {
     }
     return pieces;
   }
+  // What readers of the arena's chunks compare with what they were told.
+  std::vector<uint64_t> Generations() {
+    std::vector<uint64_t> all;
+    for (int64_t i = 0; i < arena_->num_chunks(); ++i) all.push_back(arena_->Generation(i));
+    return all;
+  }
   static uint64_t PlacesOf(const SentChunk& chunk) {
     PoolListHead head;
     std::memcpy(&head, chunk.payload.data(), sizeof head);
@@ -281,6 +287,21 @@ TEST_F(SenderOnDevice, TooManyRunsForAList) {
   }
   EXPECT_EQ(wire().chunks.size(), 16u);
   EXPECT_EQ(ReadAll(), Want(pages));
+}
+
+TEST_F(SenderOnDevice, AnAbortTakesTheTensorsFromTheirReader) {
+  pool_ = Must(KvPool::CreateIn(layout_, 16, memory_));
+  Sender sender(config_, pool_, &leases_, arena_.get(), &outbox_, &metrics_);
+  sender.UseOnDevice({.pages = true});
+  FetchMsg fetch = Ask(1);
+  fetch.in_place_bytes = 1 << 30;
+  sender.OnFetch(kPeer, kLink, fetch);
+  sender.Pump();
+  EXPECT_EQ(Places(), std::vector<uint64_t>{8});
+  const std::vector<uint64_t> before = Generations();
+  sender.AbortLease(kLease, absl::AbortedError("taken back"));
+  EXPECT_NE(Generations(), before);
+  wire().Complete(0, absl::OkStatus());
 }
 
 TEST_F(SenderOnDevice, SomeHeads) {
@@ -534,12 +555,11 @@ TEST_F(SenderGathersOnDevice, AnAbortLeavesTheChunksToTheirReader) {
   while (sender_on_device_.Pump()) {
   }
   ASSERT_EQ(wire().chunks.size(), 4u);
-  std::vector<uint64_t> before;
-  for (int64_t i = 0; i < arena_->num_chunks(); ++i) before.push_back(arena_->Generation(i));
+  const std::vector<uint64_t> before = Generations();
   const std::vector<std::byte> want = Want({3, 4, 5, 9, 0, 15});
   sender_on_device_.AbortLease(kLease, absl::AbortedError("taken back"));
   FillPattern(*device_pool_, 77);
-  for (int64_t i = 0; i < arena_->num_chunks(); ++i) EXPECT_EQ(arena_->Generation(i), before[i]);
+  EXPECT_EQ(Generations(), before);
   EXPECT_EQ(arena_->num_taken(), 4) << "its reader may still be looking at it";
   std::vector<std::byte> got;
   for (size_t i = 0; i < 4; ++i) {
@@ -777,8 +797,7 @@ TEST_F(SenderInPlace, AnAbortTakesTheChunksFromTheirReader) {
   PumpDry();
   ASSERT_EQ(wire().chunks.size(), 1u);
   ASSERT_EQ(arena_->num_taken(), 1);
-  std::vector<uint64_t> before;
-  for (int64_t i = 0; i < arena_->num_chunks(); ++i) before.push_back(arena_->Generation(i));
+  const std::vector<uint64_t> before = Generations();
   sender_.AbortLease(kLease, absl::AbortedError("taken back"));
   int changed = 0;
   for (int64_t i = 0; i < arena_->num_chunks(); ++i) changed += arena_->Generation(i) != before[i];

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/transport/sender_alone.h"
@@ -78,6 +79,17 @@ TEST_F(SenderLends, NotAfterTheTransferHasEnded) {
   lender_.AbortLease(kLease, absl::AbortedError("taken back"));
   wire().FillLater();
   EXPECT_TRUE(wire().chunks.empty());
+}
+
+TEST_F(SenderLends, ASendThatFailsEndsTheTransfer) {
+  lender_.Pump();
+  for (FakeLinks::Unfilled& chunk : std::exchange(wire().later, {})) {
+    chunk.done(absl::UnavailableError("reset"));
+  }
+  lender_.Pump();
+  EXPECT_EQ(metrics_.transfers_active, 0);
+  ASSERT_NE(outbox_.Last<AbortMsg>(), nullptr);
+  EXPECT_TRUE(Fails(outbox_.Last<AbortMsg>()->status, absl::StatusCode::kUnavailable, "reset"));
 }
 
 // How many chunks wait to be sent is not the peer's to choose.

@@ -202,6 +202,17 @@ TEST_F(SenderAlone, OnlyAFetchOfTheSameLeaseIsReplaced) {
   EXPECT_EQ(metrics_.transfers_active, 2);
 }
 
+TEST_F(SenderAlone, NorOneOfAnotherLeaseThatWaits) {
+  sender_.OnFetch(kPeer, kLink, Ask(1, 50, 2));
+  FetchMsg other = Ask(2, 51, 2);
+  other.replaces = 1;
+  sender_.OnFetch(kPeer, kLink, other);
+  Publish(50, {7, 8}, 4);
+  sender_.OnLeaseChanged(50);
+  PumpDry();
+  EXPECT_EQ(Sent(1), Want({7, 8}));
+}
+
 TEST_F(SenderAlone, AFetchThatWaitsForItsPublishIsReplacedToo) {
   sender_.OnFetch(kPeer, kLink, Ask(1, 5));
   FetchMsg again = Ask(2, 5);
@@ -245,6 +256,10 @@ TEST_F(SenderAlone, ForgedCreditsOpenNothing) {
   sender_.OnCredit({1, 1});
   PumpDry();
   EXPECT_EQ(Sent(1).size(), 2 * sent);
+  sender_.OnCredit({1, 2 * sent});
+  sender_.OnCredit({1, 1});  // Comes late: takes nothing back.
+  PumpDry();
+  EXPECT_EQ(Sent(1).size(), 3 * sent);
 }
 
 TEST_F(SenderAlone, ChecksumsWhenAsked) {
@@ -274,6 +289,18 @@ TEST_F(SenderAlone, HostileChunkAndWindowSizes) {
     EXPECT_FALSE(wire().chunks.empty());
     sender_.OnPeerGone(kPeer, absl::UnavailableError("x"));
   }
+}
+
+// Else it would have no room for any.
+TEST_F(SenderAlone, ChunksAreNoLongerThanTheWindow) {
+  Config config = MakeConfig();
+  config.chunk_bytes = 8192;
+  const auto arena = Must(Arena::Create(config.arena_bytes, config.chunk_bytes));
+  Sender sender(config, pool_, &leases_, arena.get(), &outbox_, &metrics_);
+  sender.OnFetch(kPeer, kLink, Ask(1, kLease, 6, 5000));
+  while (sender.Pump()) {
+  }
+  EXPECT_EQ(Sent(1).size(), 5000u);
 }
 
 // Each chunk costs others their time, however little is in it.
@@ -365,6 +392,7 @@ TEST_F(SenderAlone, AFailedSendEndsTheTransferAndNotTheLease) {
   PumpDry();
   wire().Complete(0, absl::UnavailableError("reset"));
   PumpDry();
+  EXPECT_TRUE(sender_.wants_tick());  // The lease may have expired meanwhile.
   ASSERT_NE(outbox_.Last<AbortMsg>(), nullptr);
   EXPECT_EQ(outbox_.Last<AbortMsg>()->transfer_id, 1u);
   EXPECT_EQ(metrics_.transfers_active, 0);
@@ -449,8 +477,39 @@ TEST_F(SenderAlone, ADoneForWhatWasNotSentDoesNotCount) {
   sender_.AbortLease(2, absl::AbortedError("taken back"), /*again=*/true);
   const auto bytes = static_cast<int64_t>(Want({1}).size());
   sender_.OnDone(kPeer, {.transfer_id = 1, .lease_id = 2, .bytes = bytes});
+  const auto sent = static_cast<int64_t>(Sent(1).size());
+  sender_.OnDone(kPeer, {.transfer_id = 1, .lease_id = 2, .bytes = sent});
   Publish(2, {1}, 1);
   EXPECT_TRUE(leases_.TakeEnded().empty());
+}
+
+// As many as a peer may have under way: of an older one nothing is known any more.
+TEST_F(SenderAlone, OfThoseThatWereTakenBackTheLastFewAreKnown) {
+  constexpr uint64_t kKnown = 1024;
+  const auto bytes = static_cast<int64_t>(Want({1}).size());
+  for (uint64_t id = 100; id <= 100 + kKnown; ++id) {
+    Publish(id, {1}, 4);
+    sender_.OnFetch(kPeer, kLink, Ask(id, id, 1));
+    PumpDry();
+    EXPECT_EQ(Must(leases_.Unpublish(id)), false);
+    sender_.AbortLease(id, absl::AbortedError("taken back"), /*again=*/true);
+  }
+  for (const uint64_t id : {100, 101}) {
+    sender_.OnDone(kPeer, {.transfer_id = id, .lease_id = id, .bytes = bytes});
+    Publish(id, {1}, 4);
+  }
+  EXPECT_EQ(leases_.TakeEnded().size(), 1u);
+}
+
+TEST_F(SenderAlone, ADoneOfOtherBytesThanThereAreDoesNotEndTheLease) {
+  sender_.OnFetch(kPeer, kLink, Ask(1));
+  PumpDry();
+  const auto bytes = static_cast<int64_t>(Sent(1).size());
+  sender_.OnDone(kPeer, {.transfer_id = 1, .lease_id = kLease, .bytes = bytes - 1});
+  ASSERT_NE(outbox_.Last<AbortMsg>(), nullptr);
+  EXPECT_TRUE(Fails(outbox_.Last<AbortMsg>()->status, absl::StatusCode::kInternal, "reports"));
+  EXPECT_EQ(metrics_.transfers_active, 0);
+  EXPECT_EQ(leases_.num_live(), 1);
 }
 
 TEST_F(SenderAlone, DeadlineOfAReceiverThatCannotSaySo) {
@@ -458,7 +517,7 @@ TEST_F(SenderAlone, DeadlineOfAReceiverThatCannotSaySo) {
   fetch.timeout_ms = 100;
   sender_.OnFetch(kPeer, kLink, fetch);
   PumpDry();
-  sender_.Tick(DeadlineInMs(90));
+  EXPECT_LE(sender_.Tick(DeadlineInMs(90)), DeadlineInMs(5000));
   EXPECT_EQ(metrics_.transfers_active, 1);
   sender_.Tick(DeadlineInMs(5000));
   EXPECT_EQ(metrics_.transfers_active, 0);
@@ -469,6 +528,17 @@ TEST_F(SenderAlone, DeadlineOfAReceiverThatCannotSaySo) {
 TEST_F(SenderAlone, TimeoutsAreCapped) {
   FetchMsg fetch = Ask(1);
   fetch.timeout_ms = int64_t{1} << 50;
+  sender_.OnFetch(kPeer, kLink, fetch);
+  sender_.Tick(DeadlineInMs(config_.max_fetch_timeout_ms - 2000));
+  EXPECT_EQ(metrics_.transfers_active, 1);
+  sender_.Tick(DeadlineInMs(config_.max_fetch_timeout_ms + 2000));
+  EXPECT_EQ(metrics_.transfers_active, 0);
+}
+
+TEST_F(SenderAlone, SoIsHowLongAFetchWaitsForItsLease) {
+  sender_.Tick(DeadlineInMs(120000));  // There is no lease to look after.
+  FetchMsg fetch = Ask(1, 50, 2);
+  fetch.wait_ms = int64_t{1} << 50;
   sender_.OnFetch(kPeer, kLink, fetch);
   EXPECT_LE(sender_.Tick(Clock::now()), DeadlineInMs(config_.max_fetch_timeout_ms + 2000));
 }
@@ -517,6 +587,58 @@ TEST_F(SenderAlone, ParkedFetchCanBeCancelled) {
   PumpDry();
   EXPECT_TRUE(Sent(1).empty());
   EXPECT_TRUE(IsOk(leases_.BeginTransfer(50, {})));
+}
+
+// Of the fetches that a peer may have at once.
+TEST_F(SenderAlone, WhatIsRefusedTakesNoPlace) {
+  Publish(2, {1, 2, 3}, 4);
+  sender_.OnFetch(kPeer, kLink, Ask(1));
+  for (uint64_t id = 100; id < 120; ++id) {
+    sender_.OnFetch(kPeer, kLink, Ask(id));            // The lease is being fetched.
+    sender_.OnFetch(kPeer, kLink, Ask(1000 + id, 2));  // It has no such pages.
+  }
+  sender_.OnFetch(kPeer, kLink, Ask(2, 2, 3));
+  EXPECT_EQ(metrics_.transfers_active, 2);
+}
+
+TEST_F(SenderAlone, NorDoesAFetchThatWaitedAndWasCancelled) {
+  for (uint64_t id = 100; id < 120; ++id) {
+    sender_.OnFetch(kPeer, kLink, Ask(id, id));
+    sender_.OnCancel(kPeer, {id, "x"});
+  }
+  sender_.OnFetch(kPeer, kLink, Ask(1));
+  EXPECT_EQ(metrics_.transfers_active, 1);
+}
+
+// Who comes again by the same name has all of its places.
+TEST_F(SenderAlone, WhoIsGoneWaitsForNothing) {
+  for (uint64_t id = 100; id < 108; ++id) sender_.OnFetch(kPeer, kLink, Ask(id, id, 1));
+  sender_.OnPeerGone(kPeer, absl::UnavailableError("x"));
+  Publish(100, {1}, 4);
+  sender_.OnLeaseChanged(100);
+  EXPECT_EQ(metrics_.transfers_active, 0);
+  sender_.OnFetch(kPeer, kLink, Ask(1));
+  EXPECT_EQ(metrics_.transfers_active, 1);
+}
+
+TEST_F(SenderAlone, NobodyElseCancelsAFetchThatWaits) {
+  sender_.OnFetch(kPeer, kLink, Ask(1, 50, 2));
+  sender_.OnCancel("accepted:2", {1, "x"});
+  Publish(50, {7, 8}, 4);
+  sender_.OnLeaseChanged(50);
+  PumpDry();
+  EXPECT_EQ(Sent(1), Want({7, 8}));
+}
+
+TEST_F(SenderAlone, TheIdOfAFetchThatWaitsIsInUse) {
+  sender_.OnFetch(kPeer, kLink, Ask(1, 50, 2));
+  sender_.OnFetch("accepted:2", kLink, Ask(1, 51, 2));
+  ASSERT_NE(outbox_.Last<RefuseMsg>(), nullptr);
+  EXPECT_TRUE(Fails(outbox_.Last<RefuseMsg>()->status, absl::StatusCode::kAlreadyExists, "in use"));
+  Publish(50, {7, 8}, 4);
+  sender_.OnLeaseChanged(50);
+  PumpDry();
+  EXPECT_EQ(Sent(1), Want({7, 8}));
 }
 
 // Random peers, fetches, credits, cancels and completions: limits hold, nothing leaks.

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <iterator>
 #include <map>
 
 namespace kvferry {
@@ -50,6 +51,7 @@ TEST_F(SessionTable, TheDiallerPings) {
   EXPECT_TRUE(TakeDue(150).empty());  // Counted as pinged.
   EXPECT_EQ(TakeDue(450), (Map{{"a", Due::kPing}}));
   EXPECT_EQ(next_, At(500));  // Its death comes before the next ping.
+  EXPECT_EQ(sessions_.Find("a")->pings, 2);
 }
 
 TEST_F(SessionTable, TheAcceptedAreNotPingedButMayDie) {
@@ -99,6 +101,27 @@ TEST_F(SessionTable, Greeting) {
   EXPECT_EQ(TakeDue(300), (Map{{"a", Due::kGreetingFailed}}));
 }
 
+TEST_F(SessionTable, WhatAPeerHasGivenUpEndsWhenItIsToEnd) {
+  AddReady("a", false, 0);
+  sessions_.Find("a")->ends_at = At(300);
+  EXPECT_TRUE(TakeDue(0).empty());
+  EXPECT_EQ(next_, At(300));
+  EXPECT_EQ(TakeDue(300), (Map{{"a", Due::kGivenUp}}));
+}
+
+// Each process once, however many sessions it has; who has not said which it is may be any.
+TEST_F(SessionTable, CountsTheNodesThatPeersAre) {
+  constexpr uint64_t kEpochs[] = {8, 8, 9, 0, 0};
+  for (size_t i = 0; i < std::size(kEpochs); ++i) {
+    const PeerKey peer(1, static_cast<char>('a' + i));
+    AddReady(peer, false, 0);
+    sessions_.Find(peer)->epoch = kEpochs[i];
+  }
+  EXPECT_EQ(sessions_.CountOthers(7), 4);
+  EXPECT_EQ(sessions_.CountOthers(8), 3);
+  EXPECT_EQ(sessions_.CountOthers(9), 3);
+}
+
 TEST_F(SessionTable, EachForItself) {
   AddReady("dead", false, -500);
   AddReady("pinged", true, -100);
@@ -115,11 +138,14 @@ TEST_F(SessionTable, Finding) {
   EXPECT_EQ(sessions_.FindDialled("tcp://b", 0), "");  // Accepted, not dialled.
   EXPECT_EQ(sessions_.FindLink(2), "b");
   EXPECT_EQ(sessions_.FindLink(3), "");
+  const uint64_t own_id = sessions_.Find("a")->own_id;
+  EXPECT_EQ(sessions_.FindOwnId(own_id), "a");
   Session greeting;
   sessions_.Insert("c", greeting);
   EXPECT_EQ(sessions_.FindLink(0), "");  // A greeting session has no link.
   sessions_.Erase("a");
   EXPECT_EQ(sessions_.Find("a"), nullptr);
+  EXPECT_EQ(sessions_.FindOwnId(own_id), "");
   EXPECT_EQ(sessions_.FindDialled("tcp://a", 8), "");
   EXPECT_EQ(sessions_.size(), 2u);
 }

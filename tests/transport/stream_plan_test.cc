@@ -266,6 +266,23 @@ TEST(StreamPlan, PagesOutsideThePool) {
   EXPECT_TRUE(Fails(create(std::vector<int64_t>(11, 3)), absl::StatusCode::kOutOfRange));
   EXPECT_TRUE(Fails(StreamPlan::Create(pool, PageRuns(), {nullptr, -1}),
                     absl::StatusCode::kOutOfRange, "a tail of -1 bytes"));
+  EXPECT_TRUE(Fails(StreamPlan::Create(pool, PageRuns(), {nullptr, StreamPlan::kMaxTailBytes + 1}),
+                    absl::StatusCode::kOutOfRange, "limit 1099511627776"));
+}
+
+TEST(StreamPlan, ATailBehindPagesOnADeviceIsOnTheHost) {
+  const KvLayout layout = KvLayout::Mha(2, 4, 2, 8, DType::kFloat16);
+  const auto pool = Must(KvPool::CreateIn(layout, 4, std::make_shared<GuardedMemory>()));
+  std::vector<std::byte> tail(100);
+  const PageRuns pages = Must(PageRuns::FromPages(std::vector<int64_t>{3, 1}));
+  const StreamPlan plan = Must(StreamPlan::Create(pool, pages, TailOf(tail)));
+  std::vector<std::byte> stream(plan.total_bytes());
+  for (size_t i = 0; i < stream.size(); ++i) stream[i] = static_cast<std::byte>(i % 251);
+  ASSERT_TRUE(IsOk(plan.Scatter(0, stream)));
+  EXPECT_TRUE(std::equal(tail.begin(), tail.end(), stream.end() - 100));
+  std::vector<std::byte> again(stream.size());
+  ASSERT_TRUE(IsOk(plan.Gather(0, again)));
+  EXPECT_EQ(again, stream);
 }
 
 // Wherever the pool lies, which has nothing in the stream.
@@ -500,6 +517,11 @@ TEST_P(Placed, OtherTensors) {
   EXPECT_TRUE(refused(0, other));
   other.places[0].item_bytes = int64_t{1} << 32;
   EXPECT_TRUE(refused(0, other));
+  Tensors longer = all;  // Items that are two of ours each, or would be.
+  longer.runs = {{0, pages.num_pages() / 2}};
+  for (ItemsPlace& place : longer.places) place.item_bytes *= 2;
+  longer.places[1].item_bytes += 1;
+  EXPECT_TRUE(refused(0, longer));
   EXPECT_TRUE(IsOk(to.ScatterRuns(0, all)));
 }
 

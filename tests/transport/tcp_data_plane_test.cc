@@ -217,6 +217,35 @@ TEST_F(TcpPlanes, MessagesOfAnyLengthInOrder) {
   EXPECT_EQ(at_a_.credits.size(), 9u);
 }
 
+// More than the system holds on its way.
+TEST_F(TcpPlanes, NothingIsSaidInTheMiddleOfAChunk) {
+  Connect();
+  const std::vector<std::byte> payload = RandomBytes(16000000, 1);
+  b_->SendChunk(link_b_, {1, 0, 0, 16000000, 0}, FilledWith(payload), [](const absl::Status&) {});
+  ASSERT_TRUE(StepsUntil([&] { return at_a_.begun == 1; }));
+  ASSERT_TRUE(at_a_.chunks.empty());
+  b_->SendCredit(link_b_, {1, 2});
+  ASSERT_TRUE(IsOk(b_->SendMessage(link_b_, {5}, "words")));
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.messages.empty() || !at_a_.down.empty(); }));
+  ASSERT_EQ(at_a_.chunks.size(), 1u);
+  EXPECT_EQ(at_a_.chunks[0].second, payload);
+  EXPECT_EQ(at_a_.credits.size(), 1u);
+}
+
+// Nor do chunks keep messages from their turn.
+TEST_F(TcpPlanes, LongMessagesAndChunksTakeTurns) {
+  Connect();
+  const std::vector<std::byte> payload = RandomBytes(5000, 1);
+  for (int i = 0; i < 10; ++i) {
+    ASSERT_TRUE(IsOk(b_->SendMessage(link_b_, {1}, std::string(1 << 20, 'x'))));
+  }
+  for (uint64_t i = 0; i < 8; ++i) {
+    b_->SendChunk(link_b_, {i, 0, 0, 5000, 0}, FilledWith(payload), [](const absl::Status&) {});
+  }
+  ASSERT_TRUE(StepsUntil([&] { return at_a_.chunks.size() == 8; }));
+  EXPECT_GE(at_a_.messages.size(), 8u);
+}
+
 TEST_F(TcpPlanes, APeerThatTakesNoMessages) {
   Await();
   EXPECT_TRUE(Fails(b_->SendMessage(99, {1}, "x"), absl::StatusCode::kUnavailable));
@@ -448,9 +477,23 @@ TEST_F(TcpPlanes, SendsWaitForTheConnection) {
   b_->SendChunk(link_b_, {1, 0, 0, 5000, 0}, FilledWith(payload), [](const absl::Status&) {});
   for (int i = 0; i < 10; ++i) Step();
   EXPECT_TRUE(b_->Arm());  // Nothing to do meanwhile.
+  EXPECT_FALSE(b_->BacklogOf(link_b_).open);
   link_a_ = Must(a_->Open(Connection(address_.token, address_.answer), DeadlineInMs(5000)));
   ASSERT_TRUE(StepsUntil([&] { return !at_a_.chunks.empty(); }));
   EXPECT_EQ(at_a_.chunks[0].second, payload);
+  EXPECT_TRUE(b_->BacklogOf(link_b_).open);
+}
+
+TEST_F(TcpPlanes, AConnectionThatIsMadeHasNoDeadlineAnyMore) {
+  Connect();
+  b_->SendCredit(link_b_, {1, 2});
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
+  for (TcpDataPlane* plane : {a_.get(), b_.get()}) {
+    EXPECT_EQ(plane->Tick(DeadlineInMs(10 * config_.connect_timeout_ms)), Deadline::max());
+  }
+  Step();
+  EXPECT_TRUE(at_a_.down.empty());
+  EXPECT_TRUE(at_b_.down.empty());
 }
 
 // A route that is missing for a moment, or a host that does not answer for its address.
@@ -522,6 +565,19 @@ TEST_F(TcpPlanes, WhoTakesNothingIsNotTakenForOneWhoIsNotReached) {
       [&] { return Clock::now() > until; }));
   EXPECT_TRUE(at_b_.down.empty()) << at_b_.down[0].second;
   EXPECT_TRUE(StepsUntil([&] { return at_a_.chunks.size() == kChunks; }));
+}
+
+TEST_F(TcpPlanes, WhoRefusesIsNotDialledAgain) {
+  const int64_t port = Must(PortOf(Must(ListenTcp("127.0.0.1", 0))));  // Nobody's any more.
+  int dials = 0;
+  TcpConnection connection = ToDial([&] {
+    ++dials;
+    return DialTcp("127.0.0.1", port);
+  });
+  link_a_ = Must(a_->Open(std::move(connection), DeadlineInMs(20000)));
+  ASSERT_TRUE(StepsUntil([&] { return !at_a_.down.empty(); }));
+  EXPECT_TRUE(Fails(at_a_.down[0].second, absl::StatusCode::kUnavailable, "Connection refused"));
+  EXPECT_EQ(dials, 1);
 }
 
 // A socket that is full cuts what it is given anywhere, in the middle of a chunk's end too.

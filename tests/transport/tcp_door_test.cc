@@ -124,6 +124,22 @@ TEST_F(TcpPlanes, MoreStrangersThanThereIsRoomForDoNotKeepThePeerOut) {
   EXPECT_TRUE(StepsUntil([&] { return !at_a_.credits.empty(); }));
 }
 
+// It may have said who it is just before it has to make room.
+TEST_F(TcpPlanes, WhoHasToMakeRoomIsHeardOnceMore) {
+  Await();
+  const UniqueFd first = Says("");
+  std::vector<UniqueFd> crowd;
+  for (int i = 0; i < 255; ++i) {
+    crowd.push_back(Says("x"));
+    Step();
+  }
+  crowd.push_back(Says("x"));
+  const std::string words = TcpHello::With(address_.token, 0).Bytes();
+  ASSERT_EQ(send(first.get(), words.data(), words.size(), MSG_NOSIGNAL),
+            static_cast<ssize_t>(words.size()));
+  EXPECT_TRUE(StepsUntil([&] { return !arrived_.empty(); }));
+}
+
 // A process that did not run for a moment finds all its peers at the door at once, and they have
 // said who they are.
 TEST_F(TcpPlanes, MorePeersAtOnceThanThereIsRoomForStrangers) {
@@ -140,7 +156,7 @@ TEST_F(TcpPlanes, MorePeersAtOnceThanThereIsRoomForStrangers) {
 }
 
 TEST_F(TcpPlanes, WhoHasComeHasADeadline) {
-  Await();
+  address_ = door_->Expect(1, 1, DeadlineInMs(10 * config_.connect_timeout_ms));
   EXPECT_FALSE(door_->TakeAccepted());
   const UniqueFd silent = Says("");
   bool came = false;
@@ -241,9 +257,13 @@ TEST_F(TcpPlanes, FramesThatMakeNoSense) {
   for (const auto& [lie, why] : lies) {
     at_b_.down.clear();
     Await();
-    const UniqueFd socket = Says(TcpHello::With(address_.token, 0).Bytes() + lie);
+    const UniqueFd socket =
+        Says(TcpHello::With(address_.token, 0).Bytes() + lie +
+             TextOf(TcpFrame::Of(kTcpCredit, CreditHeader{1, 2}, 0)));  // Makes sense.
     ASSERT_TRUE(StepsUntil([&] { return !at_b_.down.empty(); }));
     EXPECT_TRUE(Fails(at_b_.down[0].second, absl::StatusCode::kInvalidArgument, why));
+    for (int i = 0; i < 5; ++i) Step();
+    EXPECT_EQ(at_b_.down.size(), 1u);
     b_->Close(link_b_);
   }
   EXPECT_TRUE(at_b_.chunks.empty());
