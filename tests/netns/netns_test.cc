@@ -196,6 +196,7 @@ TEST_F(TwoNamespaces, AFetchOutlivesAWayThatGetsNarrow) {
   ChildPeer decode(Peer("decode"));
   const std::string first = decode.Fetch(prefill.Publish({7, 8}, kLayers, 60000), {9, 3}, 20000);
   ASSERT_EQ(decode.Wait(first, 20000), "OK");
+  ASSERT_EQ(decode.Ask("reset"), "OK");
   ASSERT_TRUE(Shell(
       absl::StrCat("ip -n ", hosts_.decode.ns, " link set ", hosts_.decode.device, " mtu 600")));
   const std::string fetch = decode.Fetch(prefill.Publish({5, 6}, kLayers, 60000), {2, 4}, 60000);
