@@ -101,14 +101,6 @@ TEST_F(SessionTable, Greeting) {
   EXPECT_EQ(TakeDue(300), (Map{{"a", Due::kGreetingFailed}}));
 }
 
-TEST_F(SessionTable, WhatAPeerHasGivenUpEndsWhenItIsToEnd) {
-  AddReady("a", false, 0);
-  sessions_.Find("a")->ends_at = At(300);
-  EXPECT_TRUE(TakeDue(0).empty());
-  EXPECT_EQ(next_, At(300));
-  EXPECT_EQ(TakeDue(300), (Map{{"a", Due::kGivenUp}}));
-}
-
 // Each process once, however many sessions it has; who has not said which it is may be any.
 TEST_F(SessionTable, CountsTheNodesThatPeersAre) {
   constexpr uint64_t kEpochs[] = {8, 8, 9, 0, 0};
