@@ -5,6 +5,8 @@
 #               SYSTEM  pkg-config ucx >= 1.13 or an error
 # KVFERRY_UCX_ROOT      folder of an unpacked wheel (the one holding lib/ and include/); skips the search
 #
+# An installed kvferry prefers the wheel that it was built with (KVFERRY_UCX_BUILT_WITH).
+#
 # Sets KVFERRY_UCX_VERSION and KVFERRY_UCX_ORIGIN for the configure summary, and KVFERRY_UCX_WHEEL, the
 # wheel's folder or nothing, for whoever takes an installed kvferry.
 
@@ -16,7 +18,15 @@ if(NOT KVFERRY_UCX MATCHES "^(AUTO|WHEEL|SYSTEM)$")
   message(FATAL_ERROR "KVFERRY_UCX is '${KVFERRY_UCX}'; it must be AUTO, WHEEL or SYSTEM")
 endif()
 
+if(TARGET kvferry::ucx_dep)  # Somebody else in this program has taken kvferry.
+  return()
+endif()
+
 set(_ucx_root "${KVFERRY_UCX_ROOT}")
+if(NOT _ucx_root AND KVFERRY_UCX STREQUAL "AUTO" AND
+   EXISTS "${KVFERRY_UCX_BUILT_WITH}/lib/cmake/ucx/ucx-config.cmake")
+  set(_ucx_root "${KVFERRY_UCX_BUILT_WITH}")
+endif()
 if(NOT _ucx_root AND NOT KVFERRY_UCX STREQUAL "SYSTEM")
   find_package(Python3 COMPONENTS Interpreter QUIET)
   if(Python3_Interpreter_FOUND)

@@ -11,7 +11,8 @@ absl::Status CheckHeadShare(const KvLayout& layout, HeadShare share) {
     return absl::InvalidArgumentError(absl::StrCat(
         "a share of a model's heads in pages whose tensors differ in heads: ", layout.ToString()));
   }
-  if (share.total > KvLayout::kMaxHeads || share.first < 0 || share.first > share.total - held) {
+  if (share.total > KvLayout::kMaxHeads || share.first < 0 || share.total < held ||
+      share.first > share.total - held) {
     return absl::InvalidArgumentError(absl::StrCat(
         "heads [", share.first, ", ", share.first, " + ", held, ") are not within the model's ",
         share.total, " (limit ", KvLayout::kMaxHeads, ")"));

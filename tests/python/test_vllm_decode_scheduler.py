@@ -110,6 +110,19 @@ def test_tickets_that_were_let_go_of_in_the_queue_have_served():
     assert decode.allocate(second, 32, [5, 6]) == StepMetadata()  # None of its tokens come.
 
 
+def test_tickets_that_are_none_have_not_served():
+    """A router's fault does not hide the same one of other prompts."""
+    decode = Decode()
+    for tickets in ({"kvferry_tickets": []}, {}):
+        params = remote() | tickets if tickets else {"do_remote_prefill": True}
+        decode.scheduler.request_finished(request("a", 32, dict(params)))
+        decode.allocate(request("b", 32, dict(params)), 32, [5, 6])
+        later = request("c", 32, dict(params))
+        assert decode.scheduler.get_num_new_matched_tokens(later, 0) == (32, True)
+        (load,) = decode.allocate(later, 0, [5, 6]).loads
+        assert load.error
+
+
 def test_load_of_an_aborted_request_is_cancelled():
     decode, it = Decode(), request("r", 32, remote())
     decode.allocate(it, 0, [5, 6])

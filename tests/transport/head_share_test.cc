@@ -13,8 +13,13 @@ TEST(HeadShare, LiesWithinTheModel) {
   for (const HeadShare share : {HeadShare{}, {0, 4}, {4, 8}, {0, KvLayout::kMaxHeads}}) {
     EXPECT_TRUE(IsOk(CheckHeadShare(kLayout, share)));
   }
-  for (const HeadShare share :
-       {HeadShare{-1, 8}, {5, 8}, {0, 3}, {1, 0}, {INT64_MAX, 8}, {0, KvLayout::kMaxHeads + 1}}) {
+  for (const HeadShare share : {HeadShare{-1, 8},
+                                {5, 8},
+                                {0, 3},
+                                {1, 0},
+                                {0, INT64_MIN},
+                                {INT64_MAX, 8},
+                                {0, KvLayout::kMaxHeads + 1}}) {
     EXPECT_TRUE(Fails(CheckHeadShare(kLayout, share), absl::StatusCode::kInvalidArgument,
                       "not within the model's"));
   }

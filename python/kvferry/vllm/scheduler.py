@@ -690,7 +690,8 @@ class DecodeScheduler:
         then: whoever still comes with them computes the prompt."""
         if not self._takers.get(transfer):
             self._dismissed += [offer.tickets for offer in offers]
-            if transfer not in self._takers:  # Whose load has failed, that is remembered.
+            has_tickets = any(offer.tickets for offer in offers)
+            if has_tickets and transfer not in self._takers:  # "" stays: their load has failed.
                 self._take(transfer, request_id)
 
     def request_finished(self, request: Request) -> None:
