@@ -43,8 +43,8 @@ class FetchSource {
   // OK: the reader has what it wanted, and with the last reader the lease ends. Else it goes on,
   // until it expires or is fetched after all.
   virtual void EndTransfer(uint64_t lease_id, LeaseReader reader, const absl::Status& outcome) = 0;
-  // Instead of EndTransfer(): the reader's session has ended, and it may go on over another one, for
-  // which a source may keep the lease.
+  // Instead of EndTransfer(): the reader's session has ended, and it may go on over another one. A
+  // source may keep the lease for that.
   virtual void OnReaderGone(uint64_t lease_id, LeaseReader reader, const absl::Status& why) {
     EndTransfer(lease_id, reader, why);
   }
