@@ -411,7 +411,10 @@ def parse_arguments():
     parser.add_argument("--reps", type=int, default=7, help="measured rounds of each (default: 7)")
     parser.add_argument("--seed", type=int, default=1, help="which prompts (default: 1)")
     parser.add_argument(
-        "--model", type=Path, default=DEFAULT_MODEL, help="Hugging Face folder (default: %(default)s)"
+        "--model",
+        type=Path,
+        default=DEFAULT_MODEL,
+        help="Hugging Face folder (default: %(default)s)",
     )
     parser.add_argument("--dtype", choices=list(DTYPE_BYTES), default="bfloat16")
     parser.add_argument(
