@@ -305,6 +305,25 @@ def test_an_abort_of_a_request_that_has_ended_does_not_end_the_next_of_its_room(
     sender.clear()
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_computing_a_retracted_request_again_fails(pair, is_over):
+    """As SGLang's thread says that has asked the prefill server to."""
+    prefill, decode = pair
+    room = whole([prefill], [decode], [1], [2])
+    receiver = decode.receiver(room)
+    receiver.send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
+    if is_over:
+        receiver.abort()
+        receiver.clear()
+        decode.manager.failure_records.pop(room)  # As failure_exception() does.
+    decode.manager._fail_prefill_recompute(receiver, "status=500")
+    if not is_over:
+        assert receiver.poll() == KVPoll.Failed and receiver.abort_notified
+        with pytest.raises(KVTransferError, match="status=500"):
+            receiver.failure_exception()
+    assert not decode.manager.failure_records
+
+
 def test_another_rank_fails(make):
     """SGLang ends a request on all ranks when one's transfer has failed: pages are free then."""
     prefill = make("prefill")
