@@ -305,6 +305,59 @@ def test_an_abort_of_a_request_that_has_ended_does_not_end_the_next_of_its_room(
     sender.clear()
 
 
+@pytest.mark.parametrize("has_ended", [True, False])
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2)])
+def test_the_decode_side_aborts_what_the_prefill_side_has_not_begun_to_compute_again(
+    make, sizes, has_ended
+):
+    """Its sender would wait for its time limit, and the one before has not been aborted."""
+    (prefill,), decode = make_sides(make, sizes)
+    transfer = Transfer([prefill], decode, SOURCE, TARGET).begin()
+    transfer.send(0, len(SOURCE))
+    wait_status(transfer.receivers, KVPoll.Success)
+    (old,) = transfer.senders
+    wait_for(lambda: prefill.manager._publishers[0].metrics()["leases_live"] == 0)
+    if has_ended:
+        wait_status([old], KVPoll.Success)
+        old.clear()
+    for it in transfer.receivers:
+        it.clear()
+    again = [it.receiver(transfer.room) for it in decode]
+    for it in again:
+        it.send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
+    for it in again:
+        it.abort()
+        it.clear()
+    whole([prefill], decode, [1], [2])  # Messages come in order: the aborts have been read.
+    assert old.poll() == KVPoll.Success
+    old.clear()
+    assert not any(left_of(prefill.manager)) and not prefill.manager._asked_again
+    sender = prefill.sender(transfer.room)
+    assert sender.poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError, match="Aborted by the decode side"):
+        sender.failure_exception()
+    assert not any(left_of(prefill.manager)) and not prefill.manager._live
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_computing_a_retracted_request_again_fails(pair, is_over):
+    """As SGLang's thread says that has asked the prefill server to."""
+    prefill, decode = pair
+    room = whole([prefill], [decode], [1], [2])
+    receiver = decode.receiver(room)
+    receiver.send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
+    if is_over:
+        receiver.abort()
+        receiver.clear()
+        decode.manager.failure_records.pop(room)  # As failure_exception() does.
+    decode.manager._fail_prefill_recompute(receiver, "status=500")
+    if not is_over:
+        assert receiver.poll() == KVPoll.Failed and receiver.abort_notified
+        with pytest.raises(KVTransferError, match="status=500"):
+            receiver.failure_exception()
+    assert not decode.manager.failure_records
+
+
 def test_another_rank_fails(make):
     """SGLang ends a request on all ranks when one's transfer has failed: pages are free then."""
     prefill = make("prefill")

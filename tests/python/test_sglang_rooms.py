@@ -15,6 +15,7 @@ from sglang_faults import (  # noqa: E402
     under_way,
 )
 from sglang_pd import (  # noqa: E402
+    ROW,
     SOURCE,
     TARGET,
     TARGET_ROW,
@@ -22,6 +23,7 @@ from sglang_pd import (  # noqa: E402
     Transfer,
     check_pages,
     copies,
+    make_sides,
     rooms,
     wait_status,
     whole,
@@ -162,3 +164,75 @@ def test_a_request_whose_room_has_ended_with_another_request_fails(pair):
     first.clear()
     assert second.poll() == KVPoll.Failed
     second.clear()
+
+
+def asked_again(prefill, decode):
+    """A request whose pages have come, whose sender nobody has looked at since, and receivers that
+    have asked for its room once more: SGLang's decode server has retracted it."""
+    transfer = Transfer(prefill, decode, SOURCE, TARGET).begin()
+    transfer.send(0, len(SOURCE))
+    wait_status(transfer.receivers, KVPoll.Success)
+    for it in transfer.receivers:
+        it.clear()
+    publishers = [it.manager._publishers[0] for it in prefill]
+    wait_for(lambda: not any(it.metrics()["leases_live"] for it in publishers))
+    again = [it.receiver(transfer.room) for it in decode]
+    for it in again:
+        it.send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
+    whole(prefill, decode, [1], [2])  # Messages come in order: what they ask has been read.
+    return transfer, again
+
+
+@pytest.mark.parametrize("first", ["the old sender ends", "the new sender begins"])
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2)])
+def test_a_request_is_computed_again_though_its_sender_had_not_ended(make, sizes, first):
+    """As where the prefill server is paused, or computes a long chunk."""
+    prefill, decode = make_sides(make, sizes)
+    transfer, again = asked_again(prefill, decode)
+    (old,), (rank,) = transfer.senders, prefill
+    if first == "the old sender ends":
+        assert old.poll() == KVPoll.Success
+        old.clear()
+    transfer.senders = [rank.sender(transfer.room)]
+    transfer.receivers = again
+    assert transfer.senders[0].poll() == KVPoll.WaitingForInput
+    assert old.poll() == KVPoll.Success
+    old.clear()  # The scheduler does, whoever has been first.
+    assert not rank.manager._asked_again
+    rank.write_row(ROW, transfer.room, token=transfer.room % 1000)
+    transfer.senders[0].init(len(SOURCE), ROW)
+    transfer.send(0, len(SOURCE))
+    transfer.end(KVPoll.Success)
+    assert not any(left_of(rank.manager)) and not rank.manager._live
+
+
+def test_another_ranks_failure_of_what_had_ended_here_leaves_what_is_computed_again_alone(pair):
+    prefill, decode = pair
+    transfer, (again,) = asked_again([prefill], [decode])
+    new = prefill.sender(transfer.room)
+    with pytest.raises(KVTransferError):
+        transfer.senders[0].failure_exception()
+    assert transfer.room not in prefill.manager._given_up
+    assert new.poll() == KVPoll.WaitingForInput
+    new.abort()
+    wait_status([again], KVPoll.Failed)
+    again.clear()
+
+
+def test_a_second_request_of_a_room_that_has_asked_ends_while_the_first_one_is_read(pair):
+    """Its pages may not go before they have been fetched."""
+    prefill, decode = pair
+    transfer, _ = under_way(prefill, decode)
+    again = decode.manager._incoming.pop(transfer.room)  # Or it would not ask.
+    second = decode.receiver_beside(transfer.receivers[0])
+    second.send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
+    wait_for(lambda: transfer.room in prefill.manager._asked_again)
+    sender = prefill.sender(transfer.room)
+    assert sender.poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError, match=SAME_ROOM):
+        sender.failure_exception()
+    assert prefill.manager._publishers[0].metrics()["leases_live"] == 1
+    transfer.senders[0].abort()
+    wait_status([second], KVPoll.Failed)
+    second.clear()
+    assert all(fetch.cancel() for fetch in again.fetches())

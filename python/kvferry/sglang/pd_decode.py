@@ -110,6 +110,14 @@ class DecodeManager(Manager):
             pool.submit(self._abort_at_prefill, bootstrap_addr, rooms)
         return False
 
+    def _fail_prefill_recompute(self, kv_receiver: KVReceiver, reason: str) -> None:
+        """In a thread of SGLang's, whose own ends the receiver there, beside the scheduler, and
+        keeps the reason for ever where the request had ended."""
+        room, incoming = kv_receiver.bootstrap_room, kv_receiver._incoming
+        with self._lock:
+            if incoming is not None and self.expects(room, incoming):
+                self._fail(room, reason)  # poll() tells the prefill side.
+
     def _abort_at_prefill(self, bootstrap_addr: str, rooms: list[int]) -> None:
         """Of requests that have not asked there: it would wait for them until a time limit. Who has
         a request is not known yet, so each data-parallel rank hears of it; of tensor-parallel ranks

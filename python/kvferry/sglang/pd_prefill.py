@@ -7,6 +7,7 @@ import ctypes
 import logging
 import queue
 import time
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
@@ -41,9 +42,12 @@ class PrefillManager(Manager):
         self._by_lease: dict[LeaseKey, tuple[int, Outgoing]] = {}
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._given_up = RecentRooms()  # Failed, and the decode side knows.
-        self._live: set[int] = set()  # Those that have a sender now,
+        self._live: dict[int, KVSender] = {}  # Those that have a sender now,
         self._begun = RecentRooms()  # and those that ever had one.
         self._aborted_early = RecentRooms()  # On the decode side, before they began here.
+        # By rank, of rooms whose sender has not ended here but is through for who asks: SGLang
+        # gives what it computes again, of a request that it has retracted, the same room.
+        self._asked_again: dict[int, dict[int, Request]] = {}
         self._publishers = self._endpoints(kvferry.PrefillEndpoint)
         for publisher in self._publishers:
             _logger.info("kvferry: %s listens on %s", self._name(), publisher.address)
@@ -90,6 +94,9 @@ class PrefillManager(Manager):
     def _note_destination(self, message: Request) -> None:
         """Holds the lock."""
         infos = self.transfer_infos.setdefault(message.room, {})
+        if message.room in self._live and message.rank in infos:
+            self._asked_again.setdefault(message.room, {})[message.rank] = message
+            return
         infos[message.rank] = Destination(
             message.ip, message.port, message.readers, message.prefix, message.is_dummy
         )
@@ -128,14 +135,17 @@ class PrefillManager(Manager):
             self._fail(room, reason)
             self.give_up(room)
 
-    def begin(self, room: int) -> bool:
+    def begin(self, room: int, sender: KVSender) -> bool:
         """Before anything can come for it; a room may be used again once its request has ended.
         False: it has not."""
+        before = self._live.get(room) if room in self._asked_again else None
+        if before is not None and before.poll() == KVPoll.Success:
+            before.clear()  # The scheduler would when it looks at it next.
         with self._lock:
             if room in self._live:
                 return False
             self._given_up.take(room)
-            self._live.add(room)
+            self._live[room] = sender
             return True
 
     def begun(self, room: int) -> None:
@@ -154,10 +164,14 @@ class PrefillManager(Manager):
         itself, which would then wait for its time limit (SGLang's, minutes). It may also come
         when the request has ended, and must not end the next one of that room."""
         with self._lock:
+            if room in self._asked_again:  # It is of that one. Each rank that has asked aborts.
+                self._asked_again[room].clear()
+                self._aborted_early.add(room)
+                return
             if room in self._live and room in self.request_status:
                 self._given_up.add(room)
             else:
-                if room not in self._begun:
+                if room not in self._begun or room in self.transfer_infos:
                     self._aborted_early.add(room)
                 self._forget(room)  # The request may never come.
         self._fail(room, _ABORTED_THERE)  # The scheduler cleans up.
@@ -278,9 +292,17 @@ class PrefillManager(Manager):
         """When it returns nothing of the request is read any more, nor will be. Raises
         PagesInUse."""
         self._settle(room, lambda deadline: self._are_taken_back(room, deadline), "read")
+
+    def end(self, room: int, forget: Callable[[], None]) -> None:
+        """Of a request that has settled. In one step, as messages see it: what asks for the room
+        meanwhile is of its next request."""
         with self._lock:
-            self._live.discard(room)
+            self._live.pop(room, None)
             self._outgoing.pop(room, None)
+            again = self._asked_again.pop(room, {})
+            forget()
+            for message in again.values():
+                self._note_destination(message)
 
     def _are_taken_back(self, room: int, deadline: float) -> bool:
         """Ends the request, and its leases; who is not through with them may be asked again."""
@@ -319,7 +341,7 @@ class KVSender(CommonKVSender):
         self, mgr: PrefillManager, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs
     ):
         # From when it is over on, what is known of the room may be another request's.
-        self._is_over = not mgr.begin(bootstrap_room)
+        self._is_over = not mgr.begin(bootstrap_room, self)
         self._why_failed = SAME_ROOM if self._is_over else None
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
         if self._is_over:  # The other one goes on.
@@ -350,7 +372,8 @@ class KVSender(CommonKVSender):
         try:
             # A time limit, or another rank's failure: nobody has told those that have asked this
             # one.
-            if self.kv_mgr.request_status.get(self.bootstrap_room) not in (None, KVPoll.Success):
+            status = self.kv_mgr.request_status.get(self.bootstrap_room)
+            if not self._is_over and status not in (None, KVPoll.Success):
                 self.kv_mgr.give_up(self.bootstrap_room)
         finally:  # SGLang frees its pages whatever is raised.
             super().failure_exception()
@@ -360,4 +383,4 @@ class KVSender(CommonKVSender):
             return
         self.kv_mgr.settle_outgoing(self.bootstrap_room)
         self._is_over = True
-        super().clear()
+        self.kv_mgr.end(self.bootstrap_room, super().clear)
