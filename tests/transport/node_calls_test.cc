@@ -140,9 +140,9 @@ TEST_F(NodeCalls, ACallWaitsForAServerThatIsYetToListen) {
 
 // The session is the fetch's, which would have ended it.
 TEST_F(NodeCalls, SoDoesACallThatComesToTheSessionOfAFetch) {
-  handler_.ServeWith([&](const CallKey& call, const std::string&, const Fields&) {
-    server_->Reply(call, Fields());
-  });
+  std::promise<CallKey> heard;
+  handler_.ServeWith(
+      [&](const CallKey& call, const std::string&, const Fields&) { heard.set_value(call); });
   const std::string address = server_->listen_address();
   config_.listen_port = PortOf(address);
   server_.reset();
@@ -150,6 +150,7 @@ TEST_F(NodeCalls, SoDoesACallThatComesToTheSessionOfAFetch) {
   Asked asked = Ask("f", {}, 20000, address);
   EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kUnavailable, "cannot connect to"));
   server_ = Start(server_pool_, &handler_, nullptr, /*listen=*/true);
+  server_->Reply(heard.get_future().get(), Fields());
   EXPECT_TRUE(IsOk(asked.reply.get()));
 }
 
