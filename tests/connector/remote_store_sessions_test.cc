@@ -5,7 +5,9 @@
 #include <atomic>
 #include <future>
 #include <optional>
+#include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "tests/connector/remote_stores.h"
 #include "tests/connector/store_values.h"
 #include "tests/support/control_relay.h"
@@ -21,13 +23,21 @@ using Verdict = ControlRelay::Verdict;
 bool IsReply(const Heard& heard) { return std::holds_alternative<ReplyMsg>(heard.message.body); }
 bool IsHello(const Heard& heard) { return std::holds_alternative<HelloMsg>(heard.message.body); }
 
-// `far_` reaches the server through a relay.
+// `far_` reaches the server through a relay, whose thread may judge for as long as there is one.
 class RemoteSessions : public RemotePages {
  protected:
   void Connect(ControlRelay::Judge judge, int64_t connect_timeout_ms = 3000) {
     far_.reset();
     relay_.emplace(server_->address(), std::move(judge));
     far_ = Dial(relay_->address(), target_, 64 << 20, connect_timeout_ms);
+  }
+  // For tests whose judge looks at what is theirs: while this lives, which is to be less long.
+  auto ConnectWhile(ControlRelay::Judge judge) {
+    Connect(std::move(judge));
+    return absl::Cleanup([this] {
+      far_.reset();
+      relay_.reset();
+    });
   }
   // What is to happen to the first message of which `at` holds.
   static ControlRelay::Judge Once(Verdict verdict, std::function<bool(const Heard&)> at) {
@@ -82,7 +92,7 @@ TEST_F(RemoteSessions, AFetchThatIsRefusedIsMadeAnew) {
   PutAll();
   std::atomic<int> num_fetches = 0;
   std::atomic<int> num_refused = 2;
-  Connect([&](Heard& heard) {
+  const auto connected = ConnectWhile([&](Heard& heard) {
     const auto* fetch = std::get_if<FetchMsg>(&heard.message.body);
     if (fetch == nullptr || ++num_fetches > num_refused) return Verdict::kPass;
     heard.answer = RefuseMsg{fetch->transfer_id, num_fetches % 2 == 1
@@ -122,7 +132,7 @@ TEST_F(RemoteSessions, AFetchIsWaitedForWithoutMemoryToo) {
 TEST_F(RemoteSessions, AnErasureThatIsCutOffEachTimeMayHaveBeenCarriedOut) {
   PutAll();
   std::atomic<int> num_replies = 0;
-  Connect([&](Heard& heard) {
+  const auto connected = ConnectWhile([&](Heard& heard) {
     if (!IsReply(heard)) return Verdict::kPass;
     ++num_replies;
     return Verdict::kBreakUnnoticed;
@@ -240,7 +250,7 @@ TEST_F(RemoteSessions, AChangeWaitsForThatOfTheSameKeyBefore) {
   std::atomic<bool> drops = true;
   std::atomic<uint64_t> era = 0;
   Latch asked;
-  Connect([&](Heard& heard) {
+  const auto connected = ConnectWhile([&](Heard& heard) {
     if (heard.function() != store_call::kErase) return Verdict::kPass;
     era = Must(std::get<CallMsg>(heard.message.body).args.Uint("era"));
     const Verdict verdict = drops ? Verdict::kDrop : Verdict::kPass;  // Before it is another one's.
@@ -263,7 +273,7 @@ TEST_F(RemoteSessions, AChangeWaitsForThatOfTheSameKeyBefore) {
 TEST_F(RemoteSessions, WhatTimesOutEndsNoChangeOfAnotherKey) {
   std::atomic<bool> drops = true;
   std::atomic<uint64_t> era = 0;
-  Connect([&](Heard& heard) {
+  const auto connected = ConnectWhile([&](Heard& heard) {
     if (heard.function() != store_call::kErase) return Verdict::kPass;
     era = Must(std::get<CallMsg>(heard.message.body).args.Uint("era"));
     return drops ? Verdict::kDrop : Verdict::kPass;
@@ -284,7 +294,7 @@ TEST_F(RemoteSessions, WhatTimesOutEndsNoChangeOfAnotherKey) {
 // The client's other calls were under way when it changed again what one of them may still change.
 TEST_F(RemoteSessions, WhatIsRefusedForAnotherCallsSakeIsMadeAnew) {
   std::atomic<int> num_refused = 1;
-  Connect([&](Heard& heard) {
+  const auto connected = ConnectWhile([&](Heard& heard) {
     const auto* call = std::get_if<CallMsg>(&heard.message.body);
     if (call == nullptr || num_refused-- <= 0) return Verdict::kPass;
     heard.answer = ReplyMsg{call->call_id, absl::AbortedError("in a later era"), {}};
