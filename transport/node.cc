@@ -519,6 +519,7 @@ std::string NodeImpl::WhyUnreachable(const PeerKey& peer) {
   const Session* const session = sessions_.Find(peer);
   if (session == nullptr) return "";
   if (BacklogOf(peer, *session).open) return session->unreachable;
+  if (session->address.empty()) return "the peer has not made its connection for data yet";
   return absl::StrCat("the connection for data to ", session->address,
                       " is not made yet; is its port (data_port) open to this side?");
 }
