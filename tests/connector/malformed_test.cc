@@ -382,8 +382,14 @@ TEST_F(Malformed, HelloToADecodeEndpointIsRefused) {
   hostile.SendBytes(hello->first,
                     EncodeMessage({5, 0, HelloMsg{"n", kTestModel, SmallLayout(), {"address"}}}));
   EXPECT_FALSE(handle->Wait(Soon()).ok());
-  EXPECT_TRUE(WaitFor([&] { return Metric(*decode, "hellos_refused") == 1; }, Soon()));
-  EXPECT_TRUE(log_.Has({"refused peer 'n'", "accepts no peers"})) << log_.ToString();
+  // Which is counted before it is said.
+  EXPECT_TRUE(WaitFor(
+      [&] {
+        return log_.Has({"refused peer 'n'", "accepts no peers"});
+      },
+      Soon()))
+      << log_.ToString();
+  EXPECT_EQ(Metric(*decode, "hellos_refused"), 1);
 }
 
 }  // namespace
