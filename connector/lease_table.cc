@@ -57,7 +57,8 @@ absl::Status LeaseTable::NotLive(uint64_t lease_id) const {
 
 absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t ready_layers,
                                  Deadline expiry,
-                                 std::shared_ptr<const std::vector<std::byte>> tail) {
+                                 std::shared_ptr<const std::vector<std::byte>> tail,
+                                 std::optional<Deadline> last_expiry) {
   MutexLock lock(&mutex_);
   const std::optional<Fate> fate = FateOf(lease_id);
   if (leases_.contains(lease_id) || (fate.has_value() && *fate != kUnneeded)) {
@@ -77,10 +78,11 @@ absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t read
   const Readers* before = unpublished_.Find(lease_id);
   if (before == nullptr) before = done_before_.Find(lease_id);
   if (asked_before_.contains(lease_id)) asked_for_.Add(lease_id, {});
+  const auto max_fetch_timeout = std::chrono::milliseconds(config_.max_fetch_timeout_ms);
   leases_.emplace(lease_id, Lease{{std::move(pages), std::move(tail)},
                                   ready_layers,
                                   expiry,
-                                  expiry + std::chrono::milliseconds(config_.max_fetch_timeout_ms),
+                                  last_expiry.value_or(expiry + max_fetch_timeout),
                                   before != nullptr ? *before : Readers()});
   return absl::OkStatus();
 }

@@ -74,9 +74,12 @@ class LeaseTable : public FetchSource {
   explicit LeaseTable(const Config& config) : config_(config) {}
 
   // ALREADY_EXISTS for a lease id that was used before or given up, RESOURCE_EXHAUSTED at
-  // max_leases (live ones and ended ones not yet taken).
+  // max_leases (live ones and ended ones not yet taken). However often the lease is kept, or loses
+  // a reader, that makes it last until `last_expiry` at most; none: max_fetch_timeout_ms behind
+  // `expiry`.
   absl::Status Publish(uint64_t lease_id, PageRuns pages, int64_t ready_layers, Deadline expiry,
-                       std::shared_ptr<const std::vector<std::byte>> tail = nullptr);
+                       std::shared_ptr<const std::vector<std::byte>> tail = nullptr,
+                       std::optional<Deadline> last_expiry = std::nullopt);
   // Layers [0, layers) are final; never shrinks. NOT_FOUND for an unknown lease,
   // FAILED_PRECONDITION, saying why, for one that has ended or will not be published.
   absl::Status SetReadyLayers(uint64_t lease_id, int64_t layers);
@@ -140,7 +143,7 @@ class LeaseTable : public FetchSource {
     LeasedMemory memory;
     int64_t ready_layers = 0;
     Deadline expiry;
-    Deadline last_expiry;  // However often it is kept, or loses a reader.
+    Deadline last_expiry;
     Readers readers{};
     State state = State::kIdle;
   };

@@ -188,8 +188,6 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
                                  const std::shared_ptr<void>& held);
   // Lets go of what is leased no more.
   void Settle() override;
-  // What is offered to a client that has lost its session is so until its call's deadline at most.
-  void OnReaderGone(uint64_t lease_id, LeaseReader reader, const absl::Status& why) override;
   // Fetches from the caller's lease and goes on with the outcome on the task thread.
   absl::Status FetchFromCaller(const Request& request, PageRuns positions, PageRuns pages,
                                StreamTail tail, std::function<void(const absl::Status&)> then);
@@ -214,11 +212,7 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
       std::make_shared<std::atomic<int64_t>>(0);
   std::atomic<bool> closing_{false};
   Mutex mutex_;
-  struct Held {
-    std::shared_ptr<void> memory;
-    Deadline until;  // Of the call.
-  };
-  std::unordered_map<uint64_t, Held> held_ ABSL_GUARDED_BY(mutex_);
+  std::unordered_map<uint64_t, std::shared_ptr<void>> held_ ABSL_GUARDED_BY(mutex_);
   // Calls whose callers wait for a reply. As many as the node serves: each is replied to or
   // dropped, and with it what it carries, though it may not have had its turn.
   absl::btree_map<CallKey, std::shared_ptr<const Fields>> awaited_ ABSL_GUARDED_BY(mutex_);
@@ -414,18 +408,19 @@ absl::StatusOr<uint64_t> StoreServer::Service::Lease(const Request& request, Pag
   if (IsOver(request)) return TooLate();  // Nobody would come for it.
   const uint64_t id = RandomId();
   // Who has not come by the call's deadline has given up, or never got the reply: pages that were
-  // held for longer would be missed by others.
+  // held for longer would be missed by others. Nor do they stay for one whose session has ended.
   const Deadline expiry = std::min(DeadlineInMs(kReplyLeaseMs), request.deadline);
   {
     const MutexLock lock(&mutex_);
-    held_.emplace(id, Held{held, request.deadline});
+    held_.emplace(id, held);
   }
   absl::Cleanup let_go = [this, id] {
     const MutexLock lock(&mutex_);
     held_.erase(id);
   };
-  KVFERRY_RETURN_IF_ERROR(leases_.Publish(
-      id, std::move(pages), options_.host->pool()->layout().num_layers, expiry, std::move(tail)));
+  KVFERRY_RETURN_IF_ERROR(leases_.Publish(id, std::move(pages),
+                                          options_.host->pool()->layout().num_layers, expiry,
+                                          std::move(tail), request.deadline));
   std::move(let_go).Cancel();    // The lease's end does it.
   node_.get().LeaseChanged(id);  // It may be the next to expire.
   return id;
@@ -437,18 +432,6 @@ void StoreServer::Service::Settle() {
     const MutexLock lock(&mutex_);
     ended = held_.extract(lease.lease_id);
   }
-}
-
-void StoreServer::Service::OnReaderGone(uint64_t lease_id, LeaseReader reader,
-                                        const absl::Status&) {
-  Deadline until = Deadline::min();
-  {
-    const MutexLock lock(&mutex_);
-    if (const auto found = held_.find(lease_id); found != held_.end()) until = found->second.until;
-  }
-  const int64_t grace_ms = options_.endpoint.config.connect_timeout_ms;
-  leases_.GoOn(lease_id, reader, std::min(DeadlineInMs(grace_ms), until));
-  Settle();
 }
 
 absl::Status StoreServer::Service::FetchFromCaller(const Request& request, PageRuns positions,

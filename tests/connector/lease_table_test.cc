@@ -229,6 +229,17 @@ TEST_F(Leases, ReadersThatAreLostKeepNoLeaseForEver) {
   EXPECT_EQ(table.Tick(At(6000)), At(100000));
 }
 
+TEST_F(Leases, AReaderThatIsLostKeepsNoLeaseBehindItsLastExpiry) {
+  Config config;
+  config.connect_timeout_ms = 60000;
+  LeaseTable table(config);
+  ASSERT_TRUE(IsOk(table.Publish(1, Pages({3}), 0, At(1000), nullptr, At(3000))));
+  ASSERT_TRUE(IsOk(table.BeginTransfer(1, {})));
+  table.OnReaderGone(1, {}, absl::UnavailableError("gone"));
+  EXPECT_EQ(table.Tick(At(2999)), At(3000));
+  EXPECT_EQ(table.Tick(At(3000)), Deadline::max());
+}
+
 TEST_F(Leases, TransferringTakeWaitsForTheTransfer) {
   for (const int end : {0, 1, 2}) {
     const uint64_t lease = 1 + end;
