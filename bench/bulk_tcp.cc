@@ -233,6 +233,14 @@ absl::Status Join(const std::string& netns) {
   return absl::OkStatus();
 }
 
+absl::Status RunOn(const std::vector<int>& cpus) {
+  if (cpus.empty()) return absl::OkStatus();
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int cpu : cpus) CPU_SET(static_cast<size_t>(cpu), &set);
+  return sched_setaffinity(0, sizeof(set), &set) == 0 ? absl::OkStatus() : Errno("processors");
+}
+
 absl::Status Answer(int fd, const Request& request, std::span<std::byte> source) {
   const double before = examples::CpuSeconds();
   KVFERRY_RETURN_IF_ERROR(SendShare(fd, source.data() + request.offset, request));
@@ -241,10 +249,11 @@ absl::Status Answer(int fd, const Request& request, std::span<std::byte> source)
 }
 
 // A child: answers requests until the parent has gone. It sleeps in between, however long.
-absl::Status Serve(int listener, const std::string& netns, std::span<std::byte> source) {
+absl::Status Serve(int listener, const BulkTcp::Options& options, std::span<std::byte> source) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
+  KVFERRY_RETURN_IF_ERROR(RunOn(options.senders_cpus));
   KVFERRY_ASSIGN_OR_RETURN(const sockaddr_in address, AddressOf(listener));
-  KVFERRY_RETURN_IF_ERROR(Join(netns));
+  KVFERRY_RETURN_IF_ERROR(Join(options.senders_netns));
   KVFERRY_ASSIGN_OR_RETURN(const UniqueFd fd, Connect(address));
   Request request;
   while (ReceiveAll(fd.get(), &request, sizeof(request)).ok() && request.offset <= source.size() &&
@@ -269,19 +278,17 @@ absl::StatusOr<std::unique_ptr<BulkTcp>> BulkTcp::Start(const Options& options) 
   examples::Pattern(kSalt).Fill({source.get(), size}, 0, 0, 0);
   KVFERRY_ASSIGN_OR_RETURN(const UniqueFd listener, Listen(options.host));
   for (int i = 0; i < options.streams; ++i) {
-    KVFERRY_RETURN_IF_ERROR(
-        bulk->AddStream(listener.get(), options.senders_netns, {source.get(), size}));
+    KVFERRY_RETURN_IF_ERROR(bulk->AddStream(listener.get(), options, {source.get(), size}));
   }
   return bulk;
 }
 
-absl::Status BulkTcp::AddStream(int listener, const std::string& netns,
-                                std::span<std::byte> source) {
+absl::Status BulkTcp::AddStream(int listener, const Options& options, std::span<std::byte> source) {
   const pid_t child = fork();
   if (child < 0) return Errno("fork");
   if (child == 0) {
     streams_.clear();  // Or an older child would not see that the parent has gone.
-    const absl::Status served = Serve(listener, netns, source);
+    const absl::Status served = Serve(listener, options, source);
     if (!served.ok()) std::fprintf(stderr, "bulk TCP child: %s\n", served.ToString().c_str());
     _exit(served.ok() ? 0 : 1);
   }

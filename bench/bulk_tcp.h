@@ -26,6 +26,7 @@ class BulkTcp {
     std::string host = "127.0.0.1";
     // The network namespace that the children join, as a file (/run/netns/NAME); "": this one.
     std::string senders_netns;
+    std::vector<int> senders_cpus;  // Where the children run; none: anywhere.
   };
   // What is sent: items of `bytes` each in random order, or, if 0, all as it lies.
   struct Items {
@@ -49,7 +50,7 @@ class BulkTcp {
   absl::StatusOr<Result> Measure(size_t bytes, int streams, Items items);
 
  private:
-  absl::Status AddStream(int listener, const std::string& netns, std::span<std::byte> source);
+  absl::Status AddStream(int listener, const Options& options, std::span<std::byte> source);
   // Bytes [first, end); returns the sender's CPU seconds.
   absl::StatusOr<double> Receive(int stream, size_t first, size_t end, Items items);
 

@@ -9,6 +9,8 @@
 //
 // Both answer {"seconds": S, "cpu": of all processes, "verified": true}.
 
+#include <sched.h>
+
 #include <CLI/CLI.hpp>
 #include <cstring>
 #include <memory>
@@ -125,6 +127,9 @@ int main(int argc, char** argv) {
   app.add_option("--tcp-host", flags.tcp.host, "IPv4 address that the streams come to");
   app.add_option("--tcp-senders-netns", flags.tcp.senders_netns,
                  "file of the network namespace that they come from");
+  app.add_option("--tcp-senders-cpus", flags.tcp.senders_cpus, "processors that they run on")
+      ->delimiter(',')
+      ->check(CLI::Range(0, CPU_SETSIZE - 1));
   flags.layout.AddTo(&app);
   CLI11_PARSE(app, argc, argv);
   const absl::StatusOr<int> rc = kvferry::bench::Run(flags);

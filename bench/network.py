@@ -1,4 +1,5 @@
-"""Where the two sides of a TCP measurement run: on loopback, or in a network namespace each."""
+"""Where the two sides of a TCP measurement run: on loopback, or in a network namespace each; and on
+which processors."""
 
 import contextlib
 import dataclasses
@@ -22,11 +23,17 @@ class End:
     host: str = "127.0.0.1"
     device: str = "lo"
     netns: str = ""  # Its name; "" is where run.py runs.
+    cpus: tuple = ()  # () are all.
 
     @property
     def prefix(self):
         """What a command starts with to run there."""
-        return ["ip", "netns", "exec", self.netns] if self.netns else []
+        enter = ["ip", "netns", "exec", self.netns] if self.netns else []
+        return [*enter, "taskset", "--cpu-list", self.cpu_list] if self.cpus else enter
+
+    @property
+    def cpu_list(self):
+        return ",".join(map(str, self.cpus))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +55,28 @@ class Network:
 
 
 LOOPBACK = Network("loopback")
+
+
+def check_apart():
+    """CannotMake when the two sides cannot be kept apart."""
+    if len(os.sched_getaffinity(0)) < 2:
+        raise CannotMake("there is one processor only")
+    if not shutil.which("taskset"):
+        raise CannotMake("the taskset command is missing (Debian: util-linux)")
+
+
+def apart(network):
+    """The same, each side on one half of the processors, as two hosts have their own."""
+    cpus = sorted(os.sched_getaffinity(0))
+    source, target = (
+        dataclasses.replace(end, cpus=tuple(half))
+        for end, half in (
+            (network.source, cpus[: len(cpus) // 2]),
+            (network.target, cpus[len(cpus) // 2 :]),
+        )
+    )
+    name = f"{network.name}; source on CPU {source.cpu_list}, target on {target.cpu_list}"
+    return Network(name, source, target)
 
 
 def check_netns():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import allocators
 import device
-from network import LOOPBACK, CannotMake, check_netns, netns_pair
+from network import LOOPBACK, CannotMake, apart, check_apart, check_netns, netns_pair
 from picture import import_matplotlib, write_picture
 from row import PARTS, measure
 from systems import ROOT
@@ -92,6 +92,12 @@ def add_network(parser):
         action="store_true",
         help="TCP between two network namespaces, joined by a veth pair, instead of over loopback; "
         "needs root",
+    )
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="TCP with each side on one half of the processors, as two hosts have their own; "
+        "otherwise the system may put both sides on one",
     )
 
 
@@ -172,13 +178,19 @@ def check(args, parser):
     for path in filter(None, (args.csv, args.json, args.picture)):
         if not path.absolute().parent.is_dir():
             parser.error(f"there is no folder {path.parent} for {path.name}")
-    if args.netns and "tcp" not in args.paths:
-        parser.error("--netns is of the path tcp, which --paths leaves out")
+    for option in ("netns", "apart"):
+        if getattr(args, option) and "tcp" not in args.paths:
+            parser.error(f"--{option} is of the path tcp, which --paths leaves out")
     if args.netns:
         try:
             check_netns()
         except CannotMake as error:
             parser.error(f"--netns: {error}")
+    if args.apart:
+        try:
+            check_apart()
+        except CannotMake as error:
+            parser.error(f"--apart: {error}")
     if args.picture:
         try:
             import_matplotlib()
@@ -321,6 +333,7 @@ def main():
         problems.append("NIXL, Mooncake: give --peers (./dev bench --peers does)")
     try:
         with netns_pair() if args.netns else contextlib.nullcontext(LOOPBACK) as network:
+            network = apart(network) if args.apart else network
             header["network"] = network.name
             print_header(header)
             rows = measure_all(args, network, problems, notes)

@@ -224,6 +224,8 @@ def tcp_limits(lists, stage, build):
     command += ["--tcp-host", stage.network.target.host]
     if stage.network.source.netns:
         command += ["--tcp-senders-netns", f"/run/netns/{stage.network.source.netns}"]
+    if stage.network.source.cpus:
+        command += ["--tcp-senders-cpus", stage.network.source.cpu_list]
     driver = stage.start(stage.network.target, command)
     bulk = [(f"tcp {streams}", streams, 0, "packed") for streams in TCP_STREAMS]
     items = [

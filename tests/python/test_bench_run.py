@@ -55,6 +55,7 @@ def test_help_names_every_choice(build):
         (["--reps", "many"], "invalid int value: 'many'"),
         (["--also", "/nowhere"], "/nowhere holds no bench/kvferry_bench_transfer"),
         (["--netns", "--paths", "host"], "--netns is of the path tcp"),
+        (["--apart", "--paths", "host"], "--apart is of the path tcp"),
         (["--peers", "/nowhere/python"], "/nowhere/python is no Python that can be started"),
         (["--csv", "/nowhere/a.csv"], "there is no folder /nowhere for a.csv"),
         (["--picture", "/nowhere/a"], "there is no folder /nowhere for a"),
@@ -123,6 +124,35 @@ def test_a_pair_of_namespaces_reaches_across_and_is_removed():
         assert source.communicate(timeout=30)[0].strip() == "across"
     names = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
     assert pair.source.netns not in names and pair.target.netns not in names
+
+
+def test_the_sides_of_one_processor_cannot_be_kept_apart(build, monkeypatch):
+    monkeypatch.setattr(network.os, "sched_getaffinity", lambda _: {3})
+    with pytest.raises(network.CannotMake, match="one processor only"):
+        network.check_apart()
+    monkeypatch.setattr(network.os, "sched_getaffinity", lambda _: {3, 5})
+    monkeypatch.setenv("PATH", str(build))
+    with pytest.raises(network.CannotMake, match="taskset command is missing"):
+        network.check_apart()
+
+
+def test_sides_that_are_kept_apart_share_no_processor(monkeypatch):
+    monkeypatch.setattr(network.os, "sched_getaffinity", lambda _: {7, 2, 3, 5, 11})
+    joined = network.apart(network.Network("n", network.End(netns="a"), network.End()))
+    assert (joined.source.cpus, joined.target.cpus) == ((2, 3), (5, 7, 11))
+    assert joined.source.prefix == [*"ip netns exec a taskset --cpu-list 2,3".split()]
+    assert joined.target.prefix == [*"taskset --cpu-list 5,7,11".split()]
+    assert joined.name == "n; source on CPU 2,3, target on 5,7,11"
+
+
+def test_a_command_runs_where_its_side_does():
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("there is one processor only")
+    allowed = "import os; print(sorted(os.sched_getaffinity(0)))"
+    for end in (network.apart(network.LOOPBACK).source, network.apart(network.LOOPBACK).target):
+        command = [*end.prefix, sys.executable, "-c", allowed]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        assert json.loads(done.stdout) == list(end.cpus)
 
 
 def row_of(part, fragmentation="rand", **rates):
