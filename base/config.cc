@@ -18,6 +18,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/types/span.h"
+#include "base/check_range.h"
 #include "base/host_list.h"
 #include "base/log.h"
 #include "base/mutex.h"
@@ -170,14 +171,10 @@ void WarnOfUnknownVariables() {
              absl::AsciiStrToUpper(absl::StrJoin(Config::FieldNames(), ", ")));
 }
 
-absl::Status CheckRange(const Field& field, const Config& config) {
+absl::Status CheckNumber(const Field& field, const Config& config) {
   const auto* number = std::get_if<int64_t Config::*>(&field.member);
   if (number == nullptr) return absl::OkStatus();
-  const int64_t value = config.*(*number);
-  if (value >= field.min && value <= field.max) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("config: ", field.name, " is ", value,
-                                                 " but must lie in [", field.min, ", ", field.max,
-                                                 "]"));
+  return CheckRange("config", field.name, config.*(*number), field.min, field.max);
 }
 
 absl::Status CheckChoice(absl::string_view name, const std::string& value,
@@ -275,7 +272,7 @@ absl::StatusOr<Config> Config::FromEnv(const Config& base) {
 }
 
 absl::Status Config::Validate() const {
-  for (const Field& field : kFields) KVFERRY_RETURN_IF_ERROR(CheckRange(field, *this));
+  for (const Field& field : kFields) KVFERRY_RETURN_IF_ERROR(CheckNumber(field, *this));
   KVFERRY_RETURN_IF_ERROR(CheckListenHost(listen_host));
   if (heartbeat_timeout_ms < 2 * heartbeat_interval_ms) {
     return absl::InvalidArgumentError(

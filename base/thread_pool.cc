@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/check_range.h"
 #include "base/linger.h"
 #include "base/status.h"
 #include "base/thread.h"
@@ -17,10 +18,7 @@ Deadline LongWait() { return DeadlineInMs(60000); }
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<ThreadPool>> ThreadPool::Create(int64_t num_workers) {
-  if (num_workers < 0 || num_workers > kMaxWorkers) {
-    return absl::InvalidArgumentError(absl::StrCat("thread pool: num_workers is ", num_workers,
-                                                   " but must lie in [0, ", kMaxWorkers, "]"));
-  }
+  KVFERRY_RETURN_IF_ERROR(CheckRange("thread pool", "num_workers", num_workers, 0, kMaxWorkers));
   std::unique_ptr<ThreadPool> pool(new ThreadPool);
   pool->workers_.reserve(num_workers);
   for (int64_t i = 0; i < num_workers; ++i) {

@@ -4,6 +4,8 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "base/check_range.h"
+#include "base/status.h"
 
 namespace kvferry {
 
@@ -22,11 +24,8 @@ Node::Options NodeOptionsOf(const EndpointOptions& options, std::shared_ptr<cons
 
 absl::StatusOr<int64_t> TimeoutMs(absl::string_view what, int64_t timeout_ms,
                                   const Config& config) {
-  if (timeout_ms < 0 || timeout_ms > config.max_fetch_timeout_ms) {
-    return absl::InvalidArgumentError(absl::StrCat(what, ": timeout_ms is ", timeout_ms,
-                                                   " but must lie in [0, ",
-                                                   config.max_fetch_timeout_ms, "]"));
-  }
+  KVFERRY_RETURN_IF_ERROR(
+      CheckRange(what, "timeout_ms", timeout_ms, 0, config.max_fetch_timeout_ms));
   return timeout_ms != 0 ? timeout_ms : config.fetch_timeout_ms;
 }
 

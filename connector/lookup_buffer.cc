@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/check_range.h"
 #include "base/packed_numbers.h"
 #include "base/status.h"
 
@@ -37,9 +38,7 @@ absl::StatusOr<std::vector<int32_t>> SelectTokens(std::span<const int32_t> token
 }
 
 absl::Status CheckPartition(int64_t partition) {
-  if (partition >= 0 && partition <= kMaxLookupPartition) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      "lookup: partition is ", partition, " but must lie in [0, ", kMaxLookupPartition, "]"));
+  return CheckRange("lookup", "partition", partition, 0, kMaxLookupPartition);
 }
 
 std::string PackTokens(std::span<const int32_t> tokens) { return PackNumbers(tokens); }

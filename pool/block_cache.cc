@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/check_range.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -31,9 +32,7 @@ KvLayout LayoutOf(const BlockCacheShape& shape) {
 
 absl::Status CheckNumBlocks(const BlockCacheShape& shape, int64_t num_blocks) {
   const int64_t max_blocks = kMaxBytes / shape.block_bytes();
-  if (num_blocks >= 1 && num_blocks <= max_blocks) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("block cache: num_blocks is ", num_blocks,
-                                                 " but must lie in [1, ", max_blocks, "]"));
+  return CheckRange("block cache", "num_blocks", num_blocks, 1, max_blocks);
 }
 
 absl::Status CheckInRange(absl::string_view side, int64_t block, const BlockCache& cache) {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/check_range.h"
 #include "base/status.h"
 #include "pool/page_runs.h"
 
@@ -26,22 +27,18 @@ absl::Status Exhausted(const Words&... words) {
   return absl::ResourceExhaustedError(absl::StrCat("block tables: ", words...));
 }
 
-absl::Status CheckOption(const char* name, int64_t value, int64_t min, int64_t max) {
-  if (value >= min && value <= max) return absl::OkStatus();
-  return Invalid(name, " is ", value, " but must lie in [", min, ", ", max, "]");
-}
-
 absl::Status CheckOptions(const BlockTables::Options& options) {
-  KVFERRY_RETURN_IF_ERROR(CheckOption("num_blocks", options.num_blocks, 1, PageRuns::kMaxPages));
   KVFERRY_RETURN_IF_ERROR(
-      CheckOption("block_size", options.block_size, 1, BlockTables::kMaxTokens));
+      CheckRange("block tables", "num_blocks", options.num_blocks, 1, PageRuns::kMaxPages));
   KVFERRY_RETURN_IF_ERROR(
-      CheckOption("max_sequences", options.max_sequences, 1, BlockTables::kMaxSequences));
-  KVFERRY_RETURN_IF_ERROR(
-      CheckOption("reserved_blocks", options.reserved_blocks, 0, options.num_blocks - 1));
+      CheckRange("block tables", "block_size", options.block_size, 1, BlockTables::kMaxTokens));
+  KVFERRY_RETURN_IF_ERROR(CheckRange("block tables", "max_sequences", options.max_sequences, 1,
+                                     BlockTables::kMaxSequences));
+  KVFERRY_RETURN_IF_ERROR(CheckRange("block tables", "reserved_blocks", options.reserved_blocks, 0,
+                                     options.num_blocks - 1));
   const int64_t places = options.num_blocks * options.block_size;
-  return CheckOption("bytes_per_token", options.bytes_per_token, 0,
-                     std::numeric_limits<int64_t>::max() / places);
+  return CheckRange("block tables", "bytes_per_token", options.bytes_per_token, 0,
+                    std::numeric_limits<int64_t>::max() / places);
 }
 
 // Room for `count` more: appending them cannot throw. Unlike reserve(), which makes just that much,
@@ -138,7 +135,7 @@ void BlockTables::Extend(Sequence* sequence, int64_t tokens) {
 }
 
 absl::StatusOr<int64_t> BlockTables::Add(int64_t tokens) {
-  KVFERRY_RETURN_IF_ERROR(CheckOption("tokens", tokens, 0, kMaxTokens));
+  KVFERRY_RETURN_IF_ERROR(CheckRange("block tables", "tokens", tokens, 0, kMaxTokens));
   if (free_ids_.empty()) {
     return Exhausted("all ", max_sequences(), " sequences (max_sequences) are alive");
   }
@@ -260,7 +257,7 @@ absl::StatusOr<int64_t> BlockTables::TableWidth(std::span<const int64_t> ids) co
 
 absl::Status BlockTables::CheckWidth(std::span<const int64_t> ids, int64_t width) const {
   KVFERRY_ASSIGN_OR_RETURN(const int64_t least, TableWidth(ids));
-  return CheckOption("width", width, least, kMaxTokens);
+  return CheckRange("block tables", "width", width, least, kMaxTokens);
 }
 
 absl::Status BlockTables::CheckTable(std::span<const int64_t> ids, int64_t width,

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/check_range.h"
 #include "base/status.h"
 #include "pool/token_copy.h"
 
@@ -22,12 +23,6 @@ struct Wave {
     destinations.push_back(static_cast<int32_t>(destination));
   }
 };
-
-absl::Status CheckCount(absl::string_view name, int64_t value, int64_t min, int64_t max) {
-  if (value >= min && value <= max) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("gdn pool: ", name, " is ", value, " but must lie in [", min, ", ", max, "]"));
-}
 
 absl::Status CheckStateBytes(absl::string_view name, int64_t num_layers, int64_t num_slots,
                              int64_t item_bytes) {
@@ -140,21 +135,27 @@ absl::StatusOr<Copies> PlanWave(const Wave& wave, std::span<const TokenView> fro
 // ---------------------------------------------------------------- shape
 
 absl::Status GdnShape::Validate() const {
-  KVFERRY_RETURN_IF_ERROR(CheckCount("num_layers", num_layers, 1, KvLayout::kMaxLayers));
-  KVFERRY_RETURN_IF_ERROR(CheckCount("num_v_heads", num_v_heads, 1, KvLayout::kMaxHeads));
-  KVFERRY_RETURN_IF_ERROR(CheckCount("head_k_dim", head_k_dim, 1, KvLayout::kMaxHeadDim));
-  KVFERRY_RETURN_IF_ERROR(CheckCount("head_v_dim", head_v_dim, 1, KvLayout::kMaxHeadDim));
-  KVFERRY_RETURN_IF_ERROR(CheckCount("conv_dim", conv_dim, 1, kMaxConvDim));
-  KVFERRY_RETURN_IF_ERROR(CheckCount("conv_kernel_size", conv_kernel_size, 2, kMaxConvKernelSize));
+  KVFERRY_RETURN_IF_ERROR(
+      CheckRange("gdn pool", "num_layers", num_layers, 1, KvLayout::kMaxLayers));
+  KVFERRY_RETURN_IF_ERROR(
+      CheckRange("gdn pool", "num_v_heads", num_v_heads, 1, KvLayout::kMaxHeads));
+  KVFERRY_RETURN_IF_ERROR(
+      CheckRange("gdn pool", "head_k_dim", head_k_dim, 1, KvLayout::kMaxHeadDim));
+  KVFERRY_RETURN_IF_ERROR(
+      CheckRange("gdn pool", "head_v_dim", head_v_dim, 1, KvLayout::kMaxHeadDim));
+  KVFERRY_RETURN_IF_ERROR(CheckRange("gdn pool", "conv_dim", conv_dim, 1, kMaxConvDim));
+  KVFERRY_RETURN_IF_ERROR(
+      CheckRange("gdn pool", "conv_kernel_size", conv_kernel_size, 2, kMaxConvKernelSize));
   if (DTypeBytes(conv_dtype) < 2) {
     return absl::InvalidArgumentError(absl::StrCat("gdn pool: conv_dtype is ",
                                                    DTypeName(conv_dtype),
                                                    " but must be float32, float16 or bfloat16"));
   }
   // Neither product passes 2^58 with the limits above.
-  KVFERRY_RETURN_IF_ERROR(
-      CheckCount("bytes of a recurrent state", recurrent_item_bytes(), 1, KvLayout::kMaxItemBytes));
-  return CheckCount("bytes of a conv state", conv_item_bytes(), 1, KvLayout::kMaxItemBytes);
+  KVFERRY_RETURN_IF_ERROR(CheckRange("gdn pool", "bytes of a recurrent state",
+                                     recurrent_item_bytes(), 1, KvLayout::kMaxItemBytes));
+  return CheckRange("gdn pool", "bytes of a conv state", conv_item_bytes(), 1,
+                    KvLayout::kMaxItemBytes);
 }
 
 int64_t GdnShape::recurrent_item_bytes() const {
@@ -169,8 +170,8 @@ int64_t GdnShape::conv_item_bytes() const {
 
 absl::Status GdnPool::Check(const GdnShape& shape, int64_t max_requests, int64_t max_track_slots) {
   KVFERRY_RETURN_IF_ERROR(shape.Validate());
-  KVFERRY_RETURN_IF_ERROR(CheckCount("max_requests", max_requests, 1, kMaxSlots));
-  KVFERRY_RETURN_IF_ERROR(CheckCount("max_track_slots", max_track_slots, 0, kMaxSlots));
+  KVFERRY_RETURN_IF_ERROR(CheckRange("gdn pool", "max_requests", max_requests, 1, kMaxSlots));
+  KVFERRY_RETURN_IF_ERROR(CheckRange("gdn pool", "max_track_slots", max_track_slots, 0, kMaxSlots));
   const int64_t num_slots = 1 + max_requests + max_track_slots;
   KVFERRY_RETURN_IF_ERROR(
       CheckStateBytes("recurrent", shape.num_layers, num_slots, shape.recurrent_item_bytes()));

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "base/check_range.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -26,9 +27,7 @@ constexpr std::array<DTypeRow, 6> kDTypes = {{
 }};
 
 absl::Status CheckCount(absl::string_view field, int64_t value, int64_t max) {
-  if (value >= 1 && value <= max) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("layout: ", field, " is ", value, " but must lie in [1, ", max, "]"));
+  return CheckRange("layout", field, value, 1, max);
 }
 
 absl::Status CheckName(absl::string_view field, absl::string_view name) {

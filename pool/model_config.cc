@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "base/check_range.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -656,9 +657,7 @@ absl::Status ReadPositions(const Fields& fields, ModelConfig* config) {
 }
 
 absl::Status CheckRanks(int64_t ranks) {
-  if (ranks >= 1 && ranks <= KvLayout::kMaxHeads) return absl::OkStatus();
-  return Bad("option tensor_parallel_size is ", ranks, " but must lie in [1, ", KvLayout::kMaxHeads,
-             "]");
+  return CheckRange("model config", "option tensor_parallel_size", ranks, 1, KvLayout::kMaxHeads);
 }
 
 }  // namespace

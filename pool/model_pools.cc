@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/check_range.h"
 #include "base/status.h"
 #include "pool/block_quant.h"
 #include "pool/rows_aside.h"
@@ -39,12 +40,7 @@ absl::Status CheckOptions(const ModelPoolsOptions& options, const Split& split) 
     return absl::InvalidArgumentError(absl::StrCat(
         "model pools: window_ratio is ", options.window_ratio, " but must lie in (0, 1]"));
   }
-  if (options.page_size < 1 || options.page_size > KvLayout::kMaxPageSize) {
-    return absl::InvalidArgumentError(absl::StrCat("model pools: page_size is ", options.page_size,
-                                                   " but must lie in [1, ", KvLayout::kMaxPageSize,
-                                                   "]"));
-  }
-  return absl::OkStatus();
+  return CheckRange("model pools", "page_size", options.page_size, 1, KvLayout::kMaxPageSize);
 }
 
 // Whole pages of tokens for both pools, without the padding page that each has besides.

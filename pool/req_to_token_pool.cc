@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "base/check_range.h"
 #include "base/status.h"
 #include "pool/token_copy.h"
 #include "pool/token_view.h"
@@ -20,24 +21,22 @@ absl::Status Invalid(const Parts&... parts) {
   return absl::InvalidArgumentError(absl::StrCat("request pool: ", parts...));
 }
 
-absl::Status CheckSize(absl::string_view name, int64_t value, int64_t max) {
-  if (value >= 1 && value <= max) return absl::OkStatus();
-  return Invalid(name, " is ", value, " but must lie in [1, ", max, "]");
-}
-
 }  // namespace
 
 absl::StatusOr<ReqToTokenPool> ReqToTokenPool::Create(
     int64_t num_requests, int64_t max_context_tokens,
     const std::shared_ptr<const PoolMemory>& memory) {
   const std::shared_ptr<const PoolMemory>& kind = memory == nullptr ? HostMemory() : memory;
-  KVFERRY_RETURN_IF_ERROR(CheckSize("num_requests", num_requests, kMaxRequests));
-  KVFERRY_RETURN_IF_ERROR(CheckSize("max_context_tokens", max_context_tokens, kMaxContextTokens));
+  KVFERRY_RETURN_IF_ERROR(
+      CheckRange("request pool", "num_requests", num_requests, 1, kMaxRequests));
+  KVFERRY_RETURN_IF_ERROR(
+      CheckRange("request pool", "max_context_tokens", max_context_tokens, 1, kMaxContextTokens));
   const int64_t entries = num_requests * max_context_tokens;
   // Devices are told where an entry goes by 32 bits (TokenCopy).
   if (!kind->on_host()) {
-    KVFERRY_RETURN_IF_ERROR(
-        CheckSize("a device's table (num_requests x max_context_tokens)", entries, INT32_MAX));
+    KVFERRY_RETURN_IF_ERROR(CheckRange("request pool",
+                                       "a device's table (num_requests x max_context_tokens)",
+                                       entries, 1, INT32_MAX));
   }
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> table, kind->Allocate(entries * kEntryBytes));
   return ReqToTokenPool(num_requests, max_context_tokens, kind, std::move(table));

@@ -7,6 +7,7 @@
 
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
+#include "base/check_range.h"
 #include "base/status.h"
 #include "pool/slot_kernels.h"
 
@@ -37,10 +38,7 @@ void AppendSlots(int64_t first, int64_t count, std::vector<int32_t>* slots) {
 
 absl::StatusOr<TokenSlotAllocator> TokenSlotAllocator::Create(int64_t num_tokens,
                                                               int64_t page_size) {
-  if (page_size < 1 || page_size > kMaxSlots / 2) {
-    return absl::InvalidArgumentError(absl::StrCat("slot allocator: page_size is ", page_size,
-                                                   " but must lie in [1, ", kMaxSlots / 2, "]"));
-  }
+  KVFERRY_RETURN_IF_ERROR(CheckRange("slot allocator", "page_size", page_size, 1, kMaxSlots / 2));
   if (num_tokens < 1 || num_tokens % page_size != 0 || num_tokens > kMaxSlots - page_size) {
     return absl::InvalidArgumentError(
         absl::StrCat("slot allocator: num_tokens is ", num_tokens,

@@ -1,6 +1,7 @@
 #include "connector/store/block_key.h"
 
 #include "absl/strings/str_cat.h"
+#include "base/check_range.h"
 #include "base/sha256.h"
 #include "base/status.h"
 
@@ -49,9 +50,8 @@ absl::Status CheckArguments(int64_t page_size, const KeyScope& scope,
   const auto bad = [](auto&&... what) {
     return absl::InvalidArgumentError(absl::StrCat("block keys: ", what...));
   };
-  if (page_size < 1 || page_size > KvLayout::kMaxPageSize) {
-    return bad("page_size is ", page_size, " but must lie in [1, ", KvLayout::kMaxPageSize, "]");
-  }
+  KVFERRY_RETURN_IF_ERROR(
+      CheckRange("block keys", "page_size", page_size, 1, KvLayout::kMaxPageSize));
   if (scope.model.empty()) return bad("model is empty");
   if (scope.partition < 0) return bad("partition is ", scope.partition, " but may not be negative");
   if (parent && parent->size() != kKeyBytes) {

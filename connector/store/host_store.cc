@@ -8,6 +8,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "base/check_range.h"
 #include "base/mutex.h"
 #include "base/status.h"
 #include "pool/page_allocator.h"
@@ -322,11 +323,8 @@ absl::Status HostStore::Reservation::CopyFrom(ConstParts value) {
 }
 
 absl::StatusOr<KvLayout> HostStore::FlatLayout(int64_t page_bytes) {
-  if (page_bytes < 1 || page_bytes > KvLayout::kMaxHeadDim) {
-    return absl::InvalidArgumentError(absl::StrCat("host store: page_bytes is ", page_bytes,
-                                                   " but must lie in [1, ", KvLayout::kMaxHeadDim,
-                                                   "]"));
-  }
+  KVFERRY_RETURN_IF_ERROR(
+      CheckRange("host store", "page_bytes", page_bytes, 1, KvLayout::kMaxHeadDim));
   return KvLayout{1, 1, DType::kUint8, "flat", {{"bytes", 1, page_bytes}}};
 }
 

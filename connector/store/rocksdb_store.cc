@@ -13,6 +13,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
+#include "base/check_range.h"
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/status.h"
@@ -46,11 +47,8 @@ absl::Status CheckOptions(const RocksDbStore::Options& options) {
   if (options.capacity_bytes < 0) {
     return bad("capacity_bytes is ", options.capacity_bytes, " but may not be negative");
   }
-  if (options.max_value_bytes < 1 || options.max_value_bytes > RocksDbStore::kMaxValueBytes) {
-    return bad("max_value_bytes is ", options.max_value_bytes, " but must lie in [1, ",
-               RocksDbStore::kMaxValueBytes, "]");
-  }
-  return absl::OkStatus();
+  return CheckRange("rocksdb store", "max_value_bytes", options.max_value_bytes, 1,
+                    RocksDbStore::kMaxValueBytes);
 }
 
 // `resumed`: what RocksDB said when it was told to go on. After some errors (no file descriptor
