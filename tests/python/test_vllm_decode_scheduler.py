@@ -217,7 +217,7 @@ def test_another_adapters_prompt_of_the_same_batch_is_no_copy():
 
 
 def test_takers_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvferry.vllm.scheduler._MAX_TAKERS", 2)
+    monkeypatch.setattr("kvferry.vllm.decode_scheduler._MAX_TAKERS", 2)
     decode = Decode()
     for name in "abc":
         decode.allocate(request(name, 32, remote(kvferry_tickets=[name])), 0, [5, 6])

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 
+from kvferry.vllm.decode_scheduler import DecodeScheduler
 from kvferry.vllm.metadata import AskedFor, StepMetadata, WorkerAddress
 from kvferry.vllm.parts import WHOLE, Kind, Window
+from kvferry.vllm.prefill_scheduler import PrefillScheduler
 from kvferry.vllm.room import Room
-from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 

@@ -28,10 +28,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.vllm import layout, limits, releases, siblings
+from kvferry.vllm.decode_scheduler import DecodeScheduler
 from kvferry.vllm.metadata import Addresses, AskedFor, StepMetadata
 from kvferry.vllm.parts import in_groups, most_blocks_computing, not_final
+from kvferry.vllm.prefill_scheduler import PrefillScheduler
 from kvferry.vllm.room import Room
-from kvferry.vllm.scheduler import DecodeScheduler, PrefillScheduler, warn_wrong_role
 from kvferry.vllm.shared_cache import SharedAllocation
 from kvferry.vllm.store_scheduler import StoreScheduler
 from kvferry.vllm.store_worker import StoreWorker
@@ -182,7 +183,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if self._store is not None:
             self._store.on_new_request(request)
             return
-        warn_wrong_role(request, self._kv_transfer_config.kv_role)
+        _warn_wrong_role(request, self._kv_transfer_config.kv_role)
         if self._prefill is not None:
             self._prefill.on_new_request(request)
         if self._decode is not None:
@@ -425,3 +426,20 @@ def _all_known(addresses: dict[int, Any]) -> dict[int, Any]:
             "has to stand before connectors of other kinds"
         )
     return addresses
+
+
+def _warn_wrong_role(request: "Request", role: str | None) -> None:
+    """Says so when a request asks for what an engine of this kv_role does not do."""
+    params = request.kv_transfer_params or {}
+    for key, wrong_role, consequence in (
+        ("do_remote_decode", "kv_consumer", "it hands out no ticket"),
+        ("do_remote_prefill", "kv_producer", "it computes the prompt itself"),
+    ):
+        if params.get(key) and role == wrong_role:
+            logger.warning(
+                "%s asks for %s, but this engine is a %s: %s",
+                request.request_id,
+                key,
+                role,
+                consequence,
+            )

@@ -12,7 +12,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.utils.math_utils import cdiv
 
@@ -28,6 +28,7 @@ _MAX_ID_CHARACTERS = 128
 # prompts are cut into few enough parts for many of them to wait (Config.max_fetches_per_peer).
 _PART_TOKENS = 1024
 _MAX_PARTS = 64
+NULL_BLOCK = 0  # Stands for blocks that have left a window.
 # Whatever changes the names or the cuts changes this too.
 _VERSION = b"kvferry-parts-2"
 
@@ -221,3 +222,22 @@ def _lease_id(prompt: "hashlib._Hash", group: int, first_token: int) -> int:
         part_name.update(struct.pack("<q", -group))  # No part begins there.
     part_name.update(struct.pack("<q", first_token))
     return int.from_bytes(part_name.digest()[:8], "little") or 1  # 0 is no lease.
+
+
+def announced_parts(
+    request: "Request",
+    tokens: list[int] | None,
+    params: dict[str, Any],
+    block_size: int,
+    windows: Windows,
+) -> tuple[list[Part], str]:
+    """The parts of what is handed over of a prompt that both engines were given with a transfer_id,
+    and what is wrong with that ("" if nothing). Neither: there is none."""
+    transfer_id = params.get(TRANSFER_ID)
+    if transfer_id is None:
+        return [], ""
+    if error := check_transfer_id(transfer_id):
+        return [], error
+    if tokens is None:
+        return [], f"a prompt of embeddings cannot have a {TRANSFER_ID}"
+    return cut(transfer_id, tokens, block_size, windows, adapter_of(request)), ""
