@@ -285,6 +285,18 @@ TEST(PageCut, AllHeadsAreThePoolAsItIs) {
   }
 }
 
+TEST(PageCut, SmallerPagesLieInTheMemoryOfThePoolWhichTheyKeep) {
+  std::shared_ptr<const KvPool> pool =
+      MakePatternPool(KvLayout::Mha(1, 2, 4, 8, DType::kBFloat16), 4, 1);
+  ASSERT_NE(pool->shared_memory(), nullptr);
+  const PageCut cut = Must(CutPages(pool, PageRuns(PageRun{0, 4}), {0, 2}));
+  EXPECT_NE(cut.pool, pool);
+  EXPECT_EQ(cut.pool->shared_memory(), pool->shared_memory());
+  const std::weak_ptr<const KvPool> held = pool;
+  pool.reset();
+  EXPECT_FALSE(held.expired());
+}
+
 TEST(PageCut, WhatThePagesDoNotHoldIsRefused) {
   const auto with = [](const KvLayout& layout, HeadRange heads) {
     const std::shared_ptr<const KvPool> pool = MakePatternPool(layout, 4, 1);
