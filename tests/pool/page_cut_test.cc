@@ -221,6 +221,13 @@ TEST(PageCut, FormsThatCannotBeAreRefused) {
     EXPECT_TRUE(Fails(cut(nhd, {page_size, ValueOrder::kNhd}, first),
                       absl::StatusCode::kInvalidArgument, "of a pool that has room for 128"));
   }
+  // Longer than any page may be, though its tokens are not too many: in a pool that nobody touches.
+  const KvLayout large = KvLayout::Mha(1, 1, 1 << 10, 1 << 10, DType::kUint8);
+  const BufferInfo buffer = {reinterpret_cast<std::byte*>(4096), int64_t{1} << 36, 1 << 20};
+  const std::vector<BufferInfo> buffers(2, buffer);
+  EXPECT_TRUE(Fails(CutPages(Must(KvPool::Adopt(large, buffers, nullptr)), first, first,
+                             {8192, ValueOrder::kNhd}, {}),
+                    absl::StatusCode::kInvalidArgument, "bytes of a page of tensor k"));
   // However large the pool is: all behind the last token would be an item each.
   for (const int64_t page_size :
        {int64_t{65537}, KvLayout::kMaxPageSize, std::numeric_limits<int64_t>::max()}) {
@@ -240,6 +247,13 @@ TEST(PageCut, FormsThatCannotBeAreRefused) {
 }
 
 // Each way: who can make one out of the other can be given one for the other.
+TEST(PageCut, AFormIsWhatOthersCanCount) {
+  KvLayout layout = KvLayout::Mha(1, 16, 4, 8, DType::kUint8);
+  EXPECT_EQ(FormOf(layout), (PageForm{16, ValueOrder::kNhd}));
+  layout.page_format = "engine's own";
+  EXPECT_EQ(FormOf(layout), PageForm());
+}
+
 TEST(PageCut, WhichLayoutsAreConvertible) {
   const auto with = [](const std::string& format, int64_t page_size, int64_t v_heads = 4) {
     return KvLayout{1, page_size, DType::kUint8, format, {{"k", 4, 8}, {"v", v_heads, 8}}};
