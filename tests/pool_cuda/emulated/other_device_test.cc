@@ -19,6 +19,7 @@
 #include "pool/cuda/block_copy_cuda.h"
 #include "pool/cuda/cuda_memory.h"
 #include "pool/cuda/on_device.h"
+#include "pool/gdn_pool.h"
 #include "pool/token_copy.h"
 #include "pool/token_kv_pool.h"
 #include "tests/support/failing_new.h"
@@ -169,6 +170,16 @@ TEST_F(OtherDevice, OnlyItsMemoryIsAdopted) {
   EXPECT_TRUE(Fails(adopt(host.get(), kMoved, host), kInvalid, "lies in the host's memory"));
   const auto pin = Must(memory_->Pin({host.get(), kMoved}));
   EXPECT_TRUE(Fails(adopt(host.get(), kMoved, host), kInvalid, "lies in the host's memory"));
+  // Nor by others: states of two slots, of 4 and 2 bytes each.
+  const GdnShape states{.num_layers = 1,
+                        .num_v_heads = 1,
+                        .head_k_dim = 1,
+                        .head_v_dim = 1,
+                        .conv_dim = 1,
+                        .conv_kernel_size = 2};
+  EXPECT_TRUE(Fails(GdnPool::Adopt(states, 1, {here.get(), 8}, {host.get(), 4}, host, memory_),
+                    kInvalid, "the conv states of 4 bytes", "lies in the host's memory"));
+  EXPECT_TRUE(IsOk(GdnPool::Adopt(states, 1, {here.get(), 8}, {here.get() + 8, 4}, here, memory_)));
 }
 
 TEST_F(OtherDevice, ManagedMemoryIsAdoptedToo) {
