@@ -11,7 +11,6 @@ namespace {
 template <typename Copy>
 void ForEachPiece(const BufferInfo& buffer, const PageRuns& runs, int64_t offset, int64_t bytes,
                   const Copy& copy) {
-  if (bytes == 0) return;
   const int64_t item_bytes = buffer.item_bytes;
   size_t index = runs.RunAt(offset / item_bytes);
   int64_t into_run = offset - runs.RunBegin(index) * item_bytes;

@@ -23,8 +23,7 @@ absl::Status CheckHeads(const KvLayout& layout, HeadRange heads) {
     return absl::InvalidArgumentError(absl::StrCat(
         "some of the heads of pages whose tensors differ in heads: ", layout.ToString()));
   }
-  if (heads.first < 0 || heads.count < 1 || heads.first >= num_heads ||
-      heads.count > num_heads - heads.first) {
+  if (heads.first < 0 || heads.count < 1 || heads.count > num_heads - heads.first) {
     return absl::InvalidArgumentError(absl::StrCat("heads [", heads.first, ", ", heads.first, " + ",
                                                    heads.count, ") of pages of ", num_heads));
   }

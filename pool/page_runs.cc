@@ -58,7 +58,7 @@ int64_t PageRuns::PageAt(int64_t position) const {
 }
 
 absl::StatusOr<PageRuns> PageRuns::Slice(int64_t first, int64_t count) const {
-  if (first < 0 || count < 0 || first > num_pages() || count > num_pages() - first) {
+  if (first < 0 || count < 0 || count > num_pages() - first) {
     return absl::OutOfRangeError(absl::StrCat("pages [", first, ", ", first, " + ", count,
                                               ") asked of a list of ", num_pages()));
   }

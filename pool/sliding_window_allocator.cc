@@ -111,8 +111,7 @@ absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Extend(
     std::span<const int32_t> last_slots) {
   KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> last_window,
                            LastWindowSlots(prefix_tokens, last_slots));
-  // The window pool is asked last and must not refuse: the full pool could not take its last pages'
-  // slots back.
+  // Said here, as the window pool itself would not say whose pages are missing.
   const int64_t pages = NewPages(prefix_tokens, tokens, window_);
   if (pages * page_size() > window_.num_free()) {
     return absl::ResourceExhaustedError(absl::StrCat("sliding window: ", pages,

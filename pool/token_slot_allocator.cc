@@ -84,8 +84,8 @@ absl::Status TokenSlotAllocator::CheckGrowth(int64_t sequence, const Growth& gro
     return fault("it cannot grow from ", growth.from, " to ", growth.to, " tokens");
   }
   if (growth.from == 0) return absl::OkStatus();
-  const int64_t page = growth.last_slot / page_size_;
-  if (growth.last_slot < 0 || !pages_.IsAllocated(page) || IsNoted(page)) {
+  const int64_t page = growth.last_slot / page_size_;  // Below 1 where the slot is negative.
+  if (!pages_.IsAllocated(page) || IsNoted(page)) {
     return fault("its last slot, ", growth.last_slot, ", is not allocated");
   }
   if (growth.last_slot % page_size_ != (growth.from - 1) % page_size_) {
@@ -277,7 +277,7 @@ int64_t TokenSlotAllocator::NextNoted(int64_t page, bool noted) const {
   for (; page < noted_end_; page += 64 - page % 64) {
     const uint64_t word = noted ? noted_[page / 64] : ~noted_[page / 64];
     const uint64_t bits = word >> (page % 64);
-    if (bits != 0) return std::min(page + std::countr_zero(bits), noted_end_);
+    if (bits != 0) return page + std::countr_zero(bits);  // At the end none is noted.
   }
   return noted_end_;
 }

@@ -242,7 +242,7 @@ absl::Status NodeImpl::CheckFetch(const FetchRequest& request) const {
                                                    " runs of pages, limit ", kMaxRuns,
                                                    "; fetch in several parts"));
   }
-  if (request.reader.of < 1 || request.reader.of > LeaseReader::kMax || request.reader.index < 0 ||
+  if (request.reader.of > LeaseReader::kMax || request.reader.index < 0 ||
       request.reader.index >= request.reader.of) {
     return absl::InvalidArgumentError(absl::StrCat("fetch: reader ", request.reader.index, " of ",
                                                    request.reader.of, ", limit ",

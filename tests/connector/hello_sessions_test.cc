@@ -303,6 +303,20 @@ TEST_F(HelloToOthersOverTcp, SoIsOneThatOffersNoWayToIt) {
   EXPECT_TRUE(std::holds_alternative<ByeMsg>(bye->second.body));
 }
 
+// Whatever a peer says that it has.
+TEST_F(HelloToOthersOverTcp, APeersLanesAreAsManyAsThisSideHas) {
+  const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), SmallChunks());
+  RawPrefill peer;
+  const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+  const auto hello = peer.Receive(Soon());
+  ASSERT_TRUE(hello.has_value());
+  WelcomeMsg welcome{"p", {}};
+  // Nobody listens there.
+  welcome.data.tcp = {8, "127.0.0.1", 1, std::string(16, 't'), std::string(16, 'a')};
+  peer.SendBytes(hello->first, EncodeMessage({5, hello->second.from_epoch, welcome}));
+  EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kUnavailable));
+}
+
 // Fetches that go on may find a hello that a stale ticket has said long before, and nobody has
 // answered.
 TEST_F(HelloToOthersOverTcp, WhatGoesOnHasTheTimeOfANewSession) {

@@ -90,7 +90,7 @@ TEST_P(Lanes, ShareATransfer) {
 
 INSTANTIATE_TEST_SUITE_P(Loopback, Lanes,
                          testing::Values(std::pair{1, 1}, std::pair{2, 2}, std::pair{1, 3},
-                                         std::pair{4, 1}, std::pair{3, 8}),
+                                         std::pair{4, 1}, std::pair{4, 2}, std::pair{3, 8}),
                          [](const auto& instance) {
                            return std::to_string(instance.param.first) + "_and_" +
                                   std::to_string(instance.param.second);

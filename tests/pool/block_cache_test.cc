@@ -288,6 +288,9 @@ TEST(BlockCaches, LayersThatDoNotFitAreNotAdopted) {
   EXPECT_TRUE(Fails(adopt({95, 95}), kInvalid, "num_blocks is 0"));
   const std::vector<std::span<std::byte>> none(2);
   EXPECT_TRUE(Fails(BlockCache::Adopt(Shape(), none, nullptr), kInvalid, "num_blocks is 0"));
+  const std::vector<std::span<std::byte>> nowhere = {{memory.data(), 384},
+                                                     {static_cast<std::byte*>(nullptr), 384}};
+  EXPECT_TRUE(Fails(BlockCache::Adopt(Shape(), nowhere, nullptr), kInvalid, "layer 1 of 384"));
 }
 
 TEST(BlockCaches, LayersHaveTheEnginesDimensions) {
@@ -343,6 +346,10 @@ TEST(BlockCaches, ADeviceCopiesItsBlocksItself) {
   EXPECT_EQ(Read(*to, 2), Read(*from, 1));
   EXPECT_TRUE(Fails(CopyBlocks(*from, *device, std::vector<BlockPair>{{0, 4}}), kRange,
                     "destination block 4"));
+  EXPECT_TRUE(Fails(device->PinFor(*HostMemory()), absl::StatusCode::kFailedPrecondition,
+                    "what is to be pinned lies in guarded memory"));
+  memory->pin_failure = absl::ResourceExhaustedError("too much is locked");
+  EXPECT_TRUE(Fails(to->PinFor(*memory), absl::StatusCode::kResourceExhausted, "locked"));
   memory->failure = absl::ResourceExhaustedError("full");
   constexpr auto kExhausted = absl::StatusCode::kResourceExhausted;
   EXPECT_TRUE(Fails(CopyBlocks(*device, *to, std::vector<BlockPair>{{0, 0}}), kExhausted, "full"));

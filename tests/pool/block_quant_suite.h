@@ -213,6 +213,14 @@ TEST_P(BlockQuants, RowsOfOtherDtypes) {
       TokenView::Packed(reinterpret_cast<std::byte*>(back.data()), DType::kBFloat16, 1, 1, 16);
   ASSERT_TRUE(IsOk(pool.Load(slots, out)));
   EXPECT_EQ(back, bf16);
+  // Floats may have a scale as all others.
+  Floats halves(16, 3);
+  TokenView scaled = ViewOf(halves, 1, 1, 16);
+  scaled.scale = 0.5F;
+  ASSERT_TRUE(IsOk(pool.Store(scaled, slots)));
+  EXPECT_EQ(pool.Load(slots), Floats(16, 1.5F));
+  ASSERT_TRUE(IsOk(pool.Load(slots, scaled)));
+  EXPECT_EQ(halves, Floats(16, 3));
 }
 
 // Of any numbers, in rows of any dtype and scale, wherever they lie: the same bytes as on the host.
@@ -399,6 +407,10 @@ TEST_P(BlockQuants, WhatDoesNotFitIsNamed) {
   TokenView unscaled = rows;
   unscaled.scale = 0;
   EXPECT_TRUE(Fails(store(unscaled, codes, scales), kInvalid, "scale of the source is 0"));
+  TokenView scaled_codes = codes, scaled_scales = scales;
+  scaled_codes.scale = scaled_scales.scale = 2;
+  EXPECT_TRUE(Fails(store(rows, scaled_codes, scales), kInvalid, "codes are", "scaled by 2"));
+  EXPECT_TRUE(Fails(store(rows, codes, scaled_scales), kInvalid, "scales are", "scaled by 2"));
   EXPECT_EQ(pool.Load({4, 5}), before);
 }
 

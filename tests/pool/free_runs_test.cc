@@ -174,6 +174,27 @@ TEST(FreeRuns, ASearchLooksAtFewRuns) {
   }
 }
 
+// A run that is taken from the front stays in its bin until a search meets it there: what was long
+// once is no answer, and hides none.
+TEST(FreeRuns, RunsTakenFromTheFrontHideNone) {
+  FreeRuns runs = Must(FreeRuns::Create(20000));
+  const auto insert = [&runs](PageRun run, int64_t left) {
+    runs.Insert(run);
+    for (int64_t i = 0; i < run.count - left; ++i) runs.TakeFront(run.first + i);
+  };
+  // 129 and 131 pages are of one bin, which is not the first one's.
+  insert({19000, 131}, 131);
+  insert({19200, 200}, 129);
+  EXPECT_EQ(runs.longest(), 131);
+  insert({18000, 700}, 1);
+  EXPECT_EQ(runs.Run(runs.Longest()).count, 131);
+  EXPECT_EQ(runs.Run(runs.LongestBelow(1000).value()).count, 131);
+  // As many as a search looks at, and more, before the one that is left.
+  for (int64_t i = 0; i < 100; ++i) insert({i * 170, 160}, 1);
+  insert({17500, 160}, 160);
+  EXPECT_EQ(runs.AtLeast(160).value(), runs.At(17500));
+}
+
 TEST(FreeRuns, TheLargestPool) {
   FreeRuns runs = Must(FreeRuns::Create(PageRuns::kMaxPages));
   runs.Insert({PageRuns::kMaxPages - 5, 5});

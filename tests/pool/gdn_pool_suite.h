@@ -163,6 +163,19 @@ TEST_P(GdnPools, ResetZeroesTheseSlotsInAllLayers) {
   EXPECT_EQ(Values(pool), (std::vector<int>{0, 2, 3, 0, 5, 0}));
 }
 
+// Zeros are as many as either kind needs.
+TEST_P(GdnPools, AStateOfEitherKindMayBeTheLarger) {
+  GdnShape large_conv = SmallGdnShape(), large_recurrent = SmallGdnShape();
+  large_conv.conv_dim = 8192;
+  large_recurrent.num_v_heads = 1024;
+  for (const GdnShape& shape : {large_conv, large_recurrent}) {
+    GdnPool pool = Create(2, 0, shape);
+    FillAll(pool);
+    EXPECT_TRUE(IsOk(pool.Reset(Slots{1})));
+    EXPECT_EQ(Values(pool), (std::vector<int>{1, 0, 3}));
+  }
+}
+
 TEST_P(GdnPools, CopiesReadAsBeforeTheCall) {
   GdnPool pool = Create(6);
   const auto copied = [&](const Slots& sources, const Slots& destinations) {

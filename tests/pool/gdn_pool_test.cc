@@ -114,6 +114,17 @@ TEST(Gdn, StatesThatDoNotFitAreNotAdopted) {
   GdnShape shape = SmallGdnShape();
   shape.num_layers = 0;
   EXPECT_TRUE(Fails(GdnPool::Adopt(shape, 4, recurrent, conv, nullptr), kInvalid, "num_layers"));
+  // Of 4 and 2 bytes a slot; nobody looks at them.
+  shape = {.num_layers = 1,
+           .num_v_heads = 1,
+           .head_k_dim = 1,
+           .head_v_dim = 1,
+           .conv_dim = 1,
+           .conv_kernel_size = 2};
+  const auto slots = static_cast<size_t>(GdnPool::kMaxSlots + 3);
+  EXPECT_TRUE(Fails(
+      GdnPool::Adopt(shape, 1, {recurrent.data(), slots * 4}, {conv.data(), slots * 2}, nullptr),
+      kInvalid, "max_track_slots is 16777217"));
 }
 
 TEST(Gdn, MemoryThatCannotBeHad) {

@@ -479,6 +479,27 @@ TEST_F(HookedTransfers, SlotsOfALoadThatWasGivenUpAreNeverSynced) {
   EXPECT_FALSE(were_synced);
 }
 
+// Whoever says that a transfer is over when it is not, and frees its slots, does so to itself: the
+// transfer ends in an error, and what has become of the slots since stays as it is.
+TEST_F(HookedTransfers, SlotsThatWereFreedMeanwhileAreLeftAlone) {
+  const auto free_them = [this](const Slots& slots) {
+    EXPECT_TRUE(IsOk(pool_->CompleteIo(slots)));
+    EXPECT_TRUE(IsOk(pool_->Free(slots)));
+  };
+  const Slots more = Must(pool_->Allocate(8));
+  memory_->before_run = [&] { free_them(more); };
+  EXPECT_TRUE(Fails(pool_->BackUp(there_, more), kWrongState, "slot 12 is idle"));
+  EXPECT_EQ(Must(pool_->StateOf(more)), State::kIdle);
+  memory_->before_run = [&] {
+    if (device_->layers().ready() == 2) free_them(host_);
+  };
+  EXPECT_TRUE(Fails(pool_->Load(host_, there_), kWrongState, "slot 4 is idle"));
+  EXPECT_EQ(Must(pool_->StateOf(host_)), State::kIdle);
+  EXPECT_FALSE(device_->Key(2, Clock::now()).ok());
+  memory_->before_run = [] {};
+  EXPECT_TRUE(IsOk(pool_->Clear()));
+}
+
 TEST(HostPools, WhatCannotBePinnedIsSlowerAndWorks) {
   const CapturedLog log;
   const auto memory = std::make_shared<GuardedMemory>();

@@ -60,7 +60,8 @@ TEST(Layouts, ATensorMayHaveItsOwnDtype) {
             "tensors: latent[1 heads x 16]+index_scale[1 heads x 1] float32 here, "
             "latent[1 heads x 16]+index_scale[1 heads x 1] there");
   layout.tensors[1].dtype = static_cast<DType>(200);
-  EXPECT_TRUE(Fails(layout.Validate(), absl::StatusCode::kInvalidArgument, "index_scale"));
+  EXPECT_TRUE(
+      Fails(layout.Validate(), absl::StatusCode::kInvalidArgument, "dtype of tensor index_scale"));
 }
 
 using Change = std::function<void(KvLayout&)>;
@@ -83,7 +84,7 @@ TEST(Layouts, ValidateNamesTheField) {
       {[](KvLayout& l) { l.tensors[1].num_heads = KvLayout::kMaxHeads + 1; }, "num_heads"},
       {[](KvLayout& l) { l.tensors[1].head_dim = 0; }, "head_dim is 0"},
       {[](KvLayout& l) { l.tensors[1].head_dim = INT64_MAX; }, "head_dim"},
-      {[](KvLayout& l) { l.dtype = static_cast<DType>(200); }, "dtype"},
+      {[](KvLayout& l) { l.dtype = static_cast<DType>(200); }, "dtype is not a known one"},
       {[](KvLayout& l) {
          l.page_size = KvLayout::kMaxPageSize;
          l.tensors[0] = {"big", KvLayout::kMaxHeads, KvLayout::kMaxHeadDim};

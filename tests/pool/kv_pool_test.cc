@@ -187,6 +187,10 @@ TEST_F(Adopting, InSharedMemoryOthersCanMapIt) {
   EXPECT_TRUE(Fails(KvPool::AdoptShared(kLayout, buffers, nullptr, nullptr),
                     absl::StatusCode::kInvalidArgument, "no shared memory"));
   EXPECT_EQ(pool->page(0, 0, 0).data(), shared->data.get());
+  // What nobody can map is memory like any other.
+  const auto hidden =
+      std::make_shared<SharedMemory>(SharedMemory{shared->data, shared->bytes, UniqueFd()});
+  EXPECT_EQ(Must(KvPool::AdoptShared(kLayout, buffers, nullptr, hidden))->shared_memory(), nullptr);
   for (const int64_t shift : {-1, 1}) {
     std::vector<BufferInfo> beside = buffers;
     const size_t which = shift < 0 ? 0 : 5;
@@ -213,6 +217,9 @@ TEST_F(Adopting, ErrorsNameTheBuffer) {
   infos_ = good;
   infos_[5].bytes = 0;
   EXPECT_TRUE(fails("buffer 5"));
+  infos_ = good;
+  for (BufferInfo& info : infos_) info.bytes = 0;
+  EXPECT_TRUE(fails("buffer 0", "has 0 bytes"));
   infos_ = good;
   infos_[3].bytes = 4 * 64;
   EXPECT_TRUE(fails("buffer 3", "4 pages", "5"));

@@ -90,6 +90,7 @@ TEST(LayerCounters, AFailedLoadWakesItsWaiters) {
   EXPECT_FALSE(counter.WaitFor(1, Now()).ok());
   ASSERT_TRUE(IsOk(counter.Begin().status()));
   EXPECT_TRUE(Fails(counter.WaitFor(0, Now()), absl::StatusCode::kDeadlineExceeded));
+  EXPECT_EQ(counter.num_waiting(), 0);  // Nobody is told of what has gone.
 }
 
 // Its loader may not know yet that somebody else has given it up.

@@ -115,6 +115,22 @@ TEST(ModelPoolsOf, SlidingLayersHaveTheirOwnSmallerPool) {
   EXPECT_EQ(first_value(*pools->kv(), 1, more[3]), 5);
 }
 
+// The engine frees what has left the window.
+TEST(ModelPoolsOf, WhereAllLayersSlideOnePoolIsEnough) {
+  ModelConfig model = Must(ModelConfig::FromJson(kGemma3));
+  model.layers.assign(6, LayerKind::kSliding);
+  const auto pools = Must(ModelPools::Create(model, Small()));
+  EXPECT_EQ(pools->kv()->layout().num_layers, 6);
+  EXPECT_EQ(pools->window_kv(), nullptr);
+  EXPECT_EQ(Must(pools->PlaceOf(4)).layer, 4);
+  std::vector<float> values(16, 5);
+  const TokenView row =
+      TokenView::Packed(reinterpret_cast<std::byte*>(values.data()), DType::kFloat32, 1, 1, 16);
+  const std::vector<int32_t> slots = {7};
+  ASSERT_TRUE(IsOk(pools->Set(4, slots, std::vector<TokenView>{row, row})));
+  EXPECT_EQ(std::memcmp(pools->kv()->view(4, 1).row(7), values.data(), 16 * sizeof(float)), 0);
+}
+
 TEST(ModelPoolsOf, LinearLayersHaveStates) {
   const auto pools = Make(kQwen3Next);
   EXPECT_EQ(pools->kv()->layout().num_layers, 2);
@@ -123,6 +139,8 @@ TEST(ModelPoolsOf, LinearLayersHaveStates) {
   EXPECT_EQ(pools->states()->num_slots(), 1 + 3);
   EXPECT_EQ(Must(pools->PlaceOf(3)).kind, LayerKind::kFull);
   EXPECT_EQ(Must(pools->PlaceOf(4)).layer, 3);
+  const int64_t table = 3 * 32 * 4, kv = (64 + 4) * 2 * 2 * 2 * 32 * 2;
+  EXPECT_EQ(pools->bytes(), table + kv + pools->states()->bytes());
   EXPECT_TRUE(Fails(pools->Set(4, {}, {}), kInvalid, "layer 4 is linear"));
   EXPECT_TRUE(Fails(pools->Set(8, {}, {}), absl::StatusCode::kOutOfRange, "layer 8", "[0, 8)"));
 }

@@ -221,6 +221,13 @@ TEST(PageCut, FormsThatCannotBeAreRefused) {
     EXPECT_TRUE(Fails(cut(nhd, {page_size, ValueOrder::kNhd}, first),
                       absl::StatusCode::kInvalidArgument, "of a pool that has room for 128"));
   }
+  // Longer than any page may be, though its tokens are not too many: in a pool that nobody touches.
+  const KvLayout large = KvLayout::Mha(1, 1, 1 << 10, 1 << 10, DType::kUint8);
+  const BufferInfo buffer = {reinterpret_cast<std::byte*>(4096), int64_t{1} << 36, 1 << 20};
+  const std::vector<BufferInfo> buffers(2, buffer);
+  EXPECT_TRUE(Fails(CutPages(Must(KvPool::Adopt(large, buffers, nullptr)), first, first,
+                             {8192, ValueOrder::kNhd}, {}),
+                    absl::StatusCode::kInvalidArgument, "bytes of a page of tensor k"));
   // However large the pool is: all behind the last token would be an item each.
   for (const int64_t page_size :
        {int64_t{65537}, KvLayout::kMaxPageSize, std::numeric_limits<int64_t>::max()}) {
@@ -240,6 +247,13 @@ TEST(PageCut, FormsThatCannotBeAreRefused) {
 }
 
 // Each way: who can make one out of the other can be given one for the other.
+TEST(PageCut, AFormIsWhatOthersCanCount) {
+  KvLayout layout = KvLayout::Mha(1, 16, 4, 8, DType::kUint8);
+  EXPECT_EQ(FormOf(layout), (PageForm{16, ValueOrder::kNhd}));
+  layout.page_format = "engine's own";
+  EXPECT_EQ(FormOf(layout), PageForm());
+}
+
 TEST(PageCut, WhichLayoutsAreConvertible) {
   const auto with = [](const std::string& format, int64_t page_size, int64_t v_heads = 4) {
     return KvLayout{1, page_size, DType::kUint8, format, {{"k", 4, 8}, {"v", v_heads, 8}}};
@@ -283,6 +297,18 @@ TEST(PageCut, AllHeadsAreThePoolAsItIs) {
     EXPECT_EQ(slice.pool, pool);
     EXPECT_EQ(slice.items.ToPages(), pages.ToPages());
   }
+}
+
+TEST(PageCut, SmallerPagesLieInTheMemoryOfThePoolWhichTheyKeep) {
+  std::shared_ptr<const KvPool> pool =
+      MakePatternPool(KvLayout::Mha(1, 2, 4, 8, DType::kBFloat16), 4, 1);
+  ASSERT_NE(pool->shared_memory(), nullptr);
+  const PageCut cut = Must(CutPages(pool, PageRuns(PageRun{0, 4}), {0, 2}));
+  EXPECT_NE(cut.pool, pool);
+  EXPECT_EQ(cut.pool->shared_memory(), pool->shared_memory());
+  const std::weak_ptr<const KvPool> held = pool;
+  pool.reset();
+  EXPECT_FALSE(held.expired());
 }
 
 TEST(PageCut, WhatThePagesDoNotHoldIsRefused) {

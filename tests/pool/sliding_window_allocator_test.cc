@@ -23,6 +23,9 @@ TEST(SlidingWindows, BothPoolsOrNone) {
   auto allocator = Must(SlidingWindowAllocator::Create(16, 8, 4));
   EXPECT_EQ(allocator.num_free(), 8);
   EXPECT_TRUE(Fails(allocator.Allocate(12), kExhausted));
+  EXPECT_TRUE(Fails(allocator.Extend({{0}}, {{12}}, Slots{0}), kExhausted,
+                    "3 pages needed but the window pool has 2"));
+  EXPECT_EQ(allocator.window().num_free(), 8);
   EXPECT_EQ(allocator.full().num_free(), 16);
   const Slots first = Must(allocator.Allocate(8));
   EXPECT_TRUE(Fails(allocator.Allocate(4), kExhausted));
@@ -171,6 +174,11 @@ TEST(SlidingWindows, BadCallsChangeNothing) {
   const std::vector<int64_t> nine = {9}, zero = {0};
   EXPECT_TRUE(Fails(allocator.Decode(zero, Slots{7}), kInvalid, "sequence 0 has 0 tokens"));
   EXPECT_TRUE(Fails(allocator.Decode(nine, Slots{10}), kInvalid));  // No last place of a page.
+  // What makes no sense is said to make none, and not to want room.
+  for (const auto& [prefix, tokens] :
+       {std::pair{int64_t{-1000}, int64_t{5}}, {int64_t{8}, -5}, {int64_t{0}, int64_t{1} << 40}}) {
+    EXPECT_TRUE(Fails(allocator.Extend({{prefix}}, {{tokens}}, Slots{7}), kInvalid, "cannot grow"));
+  }
   EXPECT_TRUE(Fails(allocator.Decode(nine, Slots{77}), absl::StatusCode::kOutOfRange, "slot 77"));
   ASSERT_TRUE(IsOk(allocator.FreeWindow(Slots{8, 9, 10, 11})));
   EXPECT_TRUE(Fails(allocator.Decode(nine, Slots{11}), absl::StatusCode::kFailedPrecondition,

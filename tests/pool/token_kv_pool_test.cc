@@ -29,8 +29,8 @@ INSTANTIATE_TEST_SUITE_P(Memories, TokenPools,
 
 TEST(TokenKvPools, SizesThatCannotBe) {
   const KvLayout layout = KvLayout::Mha(2, 16, 2, 8, DType::kFloat32);
-  for (const int64_t tokens :
-       {int64_t{0}, int64_t{-16}, int64_t{17}, int64_t{INT32_MAX} + 1, INT64_MAX, INT64_MIN}) {
+  for (const int64_t tokens : {int64_t{0}, int64_t{-16}, int64_t{17}, int64_t{INT32_MAX} - 15,
+                               int64_t{INT32_MAX} + 1, INT64_MAX, INT64_MIN}) {
     EXPECT_TRUE(Fails(TokenKvPool::Create(layout, tokens), kInvalid, "num_tokens"));
   }
   // All that is wrong is found before any memory is asked for.
@@ -108,6 +108,10 @@ TEST_F(BadCalls, FlatData) {
   EXPECT_TRUE(Fails(pool_->ReadFlat(slots_, {flat.data(), 0}), kInvalid, "0 bytes", "2 slots"));
   EXPECT_TRUE(Fails(pool_->WriteFlatLayer(0, slots_, flat), kInvalid, "2 slots of 1 layers"));
   EXPECT_TRUE(Fails(pool_->WriteFlatLayer(2, slots_, flat), kRange, "layer 2"));
+  for (const int64_t layer : {int64_t{-1}, int64_t{2}}) {
+    EXPECT_TRUE(Fails(pool_->ReadFlatLayer(layer, slots_, {flat.data(), flat.size() / 2}), kRange,
+                      "layer "));
+  }
   EXPECT_TRUE(Fails(pool_->WriteFlat(std::vector<int32_t>{4, -1}, flat), kRange, "slot -1"));
 }
 
@@ -116,6 +120,10 @@ TEST_F(BadCalls, CopiesBetweenPools) {
   EXPECT_TRUE(Fails(pool_->CopyFrom(*other, slots_, slots_), kInvalid, "3 layers", "2 layers"));
   const auto mla = Must(TokenKvPool::Create(KvLayout::Mla(2, 4, 16, DType::kFloat32), 16));
   EXPECT_TRUE(Fails(pool_->CopyFrom(*mla, slots_, slots_), kInvalid, "latent"));
+  KvLayout renamed = layout_;
+  renamed.tensors[1].name = "w";
+  EXPECT_TRUE(Fails(pool_->CopyFrom(*Must(TokenKvPool::Create(renamed, 16)), slots_, slots_),
+                    kInvalid, "w[2 heads"));
   const auto good = Must(TokenKvPool::Create(layout_, 8));
   EXPECT_TRUE(
       Fails(pool_->CopyFrom(*good, std::vector<int32_t>{4, 12}, slots_), kRange, "slot 12"));
@@ -194,6 +202,7 @@ TEST(TokenKvPools, APoolMaySeeTheSameMemoryOtherwise) {
   ASSERT_TRUE(IsOk(hnd->CopyFrom(*pool, all, all)));  // The other page format, in place.
   EXPECT_EQ(FlatOf(*hnd, all), want);
   EXPECT_NE(FlatOf(*pool, all), want);
+  EXPECT_TRUE(IsOk(hnd->CopyFrom(*pool, {}, {})));
 
   // Its slot 0 is the other's slot 8.
   std::vector<BufferInfo> tail(pages->buffer_infos().begin(), pages->buffer_infos().end());

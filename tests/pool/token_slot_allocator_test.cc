@@ -29,6 +29,7 @@ TEST(TokenSlots, BadSizes) {
                                                 {8, 0},
                                                 {8, -1},
                                                 {int64_t{1} << 31, 1},
+                                                {INT32_MAX - 1, 3},  // Its last slot is 2^31.
                                                 {std::numeric_limits<int64_t>::max(), 1},
                                                 {8, std::numeric_limits<int64_t>::max()}}) {
     EXPECT_TRUE(
@@ -109,7 +110,7 @@ TEST(TokenSlots, CallsThatFindNoMemoryForTheirListsChangeNothing) {
 }
 
 TEST(TokenSlots, ListsOfAnyLengthAreFreedWholeOrNotAtAll) {
-  for (const int32_t page_size : {1, 4}) {
+  for (const int32_t page_size : {1, 3, 4}) {
     TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(100 * page_size, page_size));
     for (int64_t pages = 1; pages <= 40; ++pages) {
       const Slots slots = Must(allocator.Allocate(pages * page_size));
@@ -128,6 +129,25 @@ TEST(TokenSlots, ListsOfAnyLengthAreFreedWholeOrNotAtAll) {
     EXPECT_TRUE(Fails(allocator.Free(Slots{kMax, kMin}), absl::StatusCode::kInvalidArgument));
     EXPECT_TRUE(
         Fails(allocator.Free(Slots{-1, 0, 1}), absl::StatusCode::kInvalidArgument, "slot -1"));
+  }
+}
+
+// What a group has noted is freed without a look.
+TEST(TokenSlots, SlotsBehindTheLastPageAreRefusedAsSuch) {
+  for (const int32_t page_size : {1, 4}) {
+    SCOPED_TRACE(page_size);
+    TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(100 * page_size, page_size));
+    ASSERT_TRUE(IsOk(allocator.Allocate(100 * page_size)));
+    const int32_t behind = 101 * page_size;
+    const std::string message = absl::StrCat("slot ", behind, " is not allocated");
+    for (const bool in_group : {false, true}) {
+      if (in_group) allocator.BeginFreeGroup();
+      for (const Slots& slots : {Slots{behind - 1, behind}, Slots{behind}}) {
+        EXPECT_TRUE(Fails(allocator.Free(slots), absl::StatusCode::kInvalidArgument, message));
+      }
+    }
+    allocator.EndFreeGroup();
+    EXPECT_EQ(allocator.num_free(), 0);
   }
 }
 

@@ -114,5 +114,33 @@ TEST_F(TokenViewsOfArrays, WhatDoesNotFitIsNamed) {
                     "2 x 100, 2 x 40, 2 x 16, 8 x 2", "no evenly spaced 2 heads x 4"));
 }
 
+TEST(TokenViewsOfPools, WhatThereIsNotIsNamed) {
+  const auto pool = Must(KvPool::Create(KvLayout::Mha(3, 4, 2, 8, DType::kUint8), 2));
+  EXPECT_TRUE(IsOk(TokenView::Of(*pool, 2, 1)));
+  for (const auto& [layer, tensor] :
+       {std::pair{int64_t{3}, int64_t{1}}, {int64_t{-1}, 1}, {int64_t{2}, 2}, {int64_t{2}, -1}}) {
+    EXPECT_TRUE(Fails(TokenView::Of(*pool, layer, tensor), absl::StatusCode::kOutOfRange,
+                      "3 layers of 2 tensors"));
+  }
+}
+
+// Whether two views meet is told by it.
+TEST(TokenViewsOfPools, TheHullIsFromTheFirstByteToTheLast) {
+  std::vector<std::byte> bytes(48);
+  const auto is = [](std::span<const std::byte> hull, const std::byte* begin, size_t size) {
+    return hull.data() == begin && hull.size() == size;
+  };
+  TokenView view = TokenView::Packed(bytes.data(), DType::kUint8, 6, 2, 4);
+  EXPECT_TRUE(is(view.Hull(), bytes.data(), 48));
+  view.data = view.row(5);  // The last row first.
+  view.page_stride = view.token_stride = -8;
+  EXPECT_TRUE(is(view.Hull(), bytes.data(), 48));
+  // Less than a page.
+  view = TokenView::Packed(bytes.data(), DType::kUint8, 2, 2, 4);
+  view.page_size = 4;
+  view.page_stride = 32;
+  EXPECT_TRUE(is(view.Hull(), bytes.data(), 16));
+}
+
 }  // namespace
 }  // namespace kvferry

@@ -124,6 +124,20 @@ TEST_P(CastsOfValues, WindowsAgainstTheDefinitionOfTheFormats) {
   }
 }
 
+// What the device answers is passed on, or pages that nobody has written would go to the peer.
+TEST_P(CastsOfValues, ADeviceThatFails) {
+  GuardedMemory memory;
+  pool_ = Must(KvPool::CreateIn(layout_, 24, {std::shared_ptr<void>(), &memory}));
+  scales_.assign(layout_.num_buffers(), 0.5F);
+  casts_ = Must(ValueCasts::Make(layout_, ValueFormatOf(layout_, scales_), wanted_));
+  std::vector<std::byte> packed(5);
+  memory.failure = absl::UnavailableError("it fell off the bus");
+  EXPECT_TRUE(Fails(casts_->Gather(memory, PageRuns(PageRun{0, 2}),
+                                   {{{0, pool_->buffer_infos()[0], 0, packed}}}, *HostMemory()),
+                    absl::StatusCode::kUnavailable, "fell off"));
+  pool_ = nullptr;  // Before its memory.
+}
+
 // Where the processor cannot write: the parts of values, too.
 TEST_P(CastsOfValues, WindowsInTheMemoryOfThePages) {
   GuardedMemory memory;
@@ -212,6 +226,14 @@ TEST(ValueCasts, WhichLayoutsAreCastable) {
   other.dtype = DType::kFloat16;
   EXPECT_TRUE(Fails(CheckCastable(own, other), absl::StatusCode::kInvalidArgument,
                     "vllm-cpu-amx-HND is an arrangement of an engine's own"));
+  other.page_format = "NHD";
+  EXPECT_TRUE(Fails(CheckCastable(other, own), absl::StatusCode::kInvalidArgument,
+                    "vllm-cpu-amx-HND is an arrangement of an engine's own"));
+  // That they differ in more than dtypes is for others to say.
+  KvLayout fewer = TwoTensors(DType::kFloat16, DType::kFloat16);
+  fewer.tensors.pop_back();
+  EXPECT_TRUE(IsOk(CheckCastable(one, fewer)));
+  EXPECT_TRUE(IsOk(CheckCastable(fewer, one)));
 }
 
 }  // namespace

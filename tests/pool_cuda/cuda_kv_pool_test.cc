@@ -68,6 +68,15 @@ TEST_F(CudaKvPools, PinnedPoolsAreReadAndWrittenByTheDevice) {
   EXPECT_TRUE(IsOk(PinHostMemory(host->buffer_infos(), host)));
 }
 
+TEST_F(CudaKvPools, BuffersInsideOfOthersArePinnedWithThem) {
+  constexpr int64_t kPage = 4096;
+  const std::shared_ptr<std::byte> memory = Must(HostMemory()->Allocate(4 * kPage));
+  const std::vector<BufferInfo> buffers = {{memory.get(), 4 * kPage, kPage},
+                                           {memory.get() + kPage, kPage, kPage}};
+  const auto pin = Must(PinHostMemory(buffers, memory));
+  EXPECT_TRUE(IsPinned({memory.get(), 4 * kPage}));
+}
+
 // Swapping blocks in: a launch a buffer, whose rows are blocks.
 TEST_F(CudaKvPools, BlocksOfACacheAreRows) {
   BlockCacheShape shape{.num_layers = 2, .block_size = 4, .num_kv_heads = 2, .head_dim = 8};

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -324,6 +325,48 @@ TEST_F(CudaMemories, MoreThanGoesAtATime) {
 
 // Moves that are not waited for at once are done in the order in which they were begun. What the
 // device does not reach is moved before the call returns.
+// A list is known by where it begins and how long it is.
+TEST_F(CudaMemories, ListsThatBeginAlikeAreNotTheSame) {
+  constexpr int64_t kRows = 64, kRowBytes = 16, kBytes = kRows * kRowBytes;
+  const std::shared_ptr<std::byte> device = Must(memory_->Allocate(3 * kBytes));
+  const auto rows = [&](int64_t which) {
+    return TokenView::Packed(device.get() + which * kBytes, DType::kUint8, kRows, 1, kRowBytes);
+  };
+  const std::vector<std::byte> bytes = RandomBytes(kBytes);
+  CopyToDevice(device.get(), bytes.data(), bytes.size());
+  const std::vector<int32_t> slots = ShuffledSlots(kRows);
+  const std::span<const int32_t> some = std::span(slots).first(2);
+  const std::vector<TokenCopy> copies = {Must(TokenCopy::Plan(rows(0), some, rows(1), some)),
+                                         Must(TokenCopy::Plan(rows(0), slots, rows(2), slots))};
+  ASSERT_TRUE(IsOk(memory_->Run(copies, nullptr)));
+  std::vector<std::byte> got(static_cast<size_t>(kBytes));
+  ASSERT_EQ(cudaMemcpy(got.data(), rows(2).data, got.size(), cudaMemcpyDefault), cudaSuccess);
+  EXPECT_EQ(got, bytes);
+}
+
+// Of more rows than go at a time, where the device has no list of which a piece could have a part.
+TEST_F(CudaMemories, RowsThatAreInOrderOnTheDevice) {
+  constexpr int64_t kRows = 20000, kRowBytes = 1024;
+  std::vector<std::byte> host = RandomBytes(kRows * kRowBytes);
+  const std::vector<std::byte> before = host;
+  const std::shared_ptr<std::byte> device = Must(memory_->Allocate(kRows * kRowBytes));
+  const auto rows = [](std::byte* data) {
+    return TokenView::Packed(data, DType::kUint8, kRows, 1, kRowBytes);
+  };
+  const std::vector<int32_t> slots = ShuffledSlots(kRows);
+  const TokenCopy in = Must(TokenCopy::PlanGather(rows(host.data()), slots, rows(device.get())));
+  ASSERT_TRUE(IsOk(memory_->Run({&in, 1}, nullptr)));
+  std::vector<std::byte> got(host.size());
+  ASSERT_EQ(cudaMemcpy(got.data(), device.get(), got.size(), cudaMemcpyDefault), cudaSuccess);
+  for (int64_t i = 0; i < kRows; ++i) {
+    ASSERT_EQ(std::memcmp(&got[i * kRowBytes], &host[slots[i] * kRowBytes], kRowBytes), 0) << i;
+  }
+  std::fill(host.begin(), host.end(), std::byte{0});
+  const TokenCopy out = Must(TokenCopy::PlanScatter(rows(device.get()), rows(host.data()), slots));
+  ASSERT_TRUE(IsOk(memory_->Run({&out, 1}, nullptr)));
+  EXPECT_TRUE(host == before);
+}
+
 TEST_F(CudaMemories, WhatIsBegunIsDoneInTheEnd) {
   constexpr int64_t kBytes = 1 << 20;
   // A page of the system's, or what is beside it would be pinned too.

@@ -285,6 +285,23 @@ TEST_F(Stranger, PiecesOutsideThePool) {
   }
 }
 
+TEST_F(Stranger, AListWithoutAHead) {
+  for (const uint64_t bytes : {0, 15}) {
+    const UniqueFd socket = Dial();
+    HelloBytes hello = Hello();
+    hello.pool_bytes = 8192;
+    const UniqueFd arena(Memory(kEnough, true)), pool = Memory(8192, true);
+    SayWith(socket, hello, std::vector<int>{arena.get(), pool.get()});
+    ChunkBytes chunk;
+    chunk.header.flags = kChunkInPool;
+    chunk.payload_bytes = bytes;
+    Say(socket, chunk);
+    a_.done.clear();
+    b_.events.chunks.clear();
+    ExpectHangUp(socket, "a list without a head");
+  }
+}
+
 TEST_F(Stranger, OddSizes) {
   for (const size_t size : {1, 8, 23, 56, 63, 64, 4096}) {
     const UniqueFd socket = Dial();

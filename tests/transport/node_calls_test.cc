@@ -245,6 +245,73 @@ TEST_F(NodeCalls, TheServerFetchesFromItsCaller) {
   EXPECT_TRUE(WaitFor([&] { return leases_.num_live() == 0; }, Soon()));
 }
 
+TEST_F(NodeCalls, RequestsThatCannotWorkAreRefusedAtOnce) {
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  const auto fetch = [&](int64_t positions, int64_t pages, LeaseReader reader = {}) {
+    Node::FetchRequest request;
+    request.ticket.num_pages = 3;
+    request.positions = PageRuns(PageRun{0, positions});
+    request.pages = PageRuns(PageRun{0, pages});
+    request.deadline = Soon();
+    request.reader = reader;
+    request.await_id = 1;
+    return client_->Fetch(std::move(request)).status();
+  };
+  EXPECT_TRUE(Fails(fetch(4, 4), absl::StatusCode::kOutOfRange, "3 pages that there are"));
+  EXPECT_TRUE(Fails(fetch(3, 2), kInvalid, "3 pages of the ticket into 2 local pages"));
+  EXPECT_TRUE(Fails(fetch(3, 4), kInvalid, "3 pages of the ticket into 4 local pages"));
+  for (const LeaseReader reader : {LeaseReader{0, 0}, LeaseReader{2, 2}, LeaseReader{-1, 2},
+                                   LeaseReader{0, LeaseReader::kMax + 1}}) {
+    EXPECT_TRUE(Fails(fetch(3, 3, reader), kInvalid, "fetch: reader "));
+  }
+  for (const std::string& function : {std::string(), std::string(kMaxFunctionBytes + 1, 'f')}) {
+    EXPECT_TRUE(Fails(client_->Call({server_->listen_address(), function, {}, Soon()},
+                                    [](const absl::StatusOr<Fields>&) { FAIL(); }),
+                      kInvalid, "call: a function's name of "));
+  }
+}
+
+TEST_F(NodeCalls, OptionsThatCannotWorkAreRefusedAtOnce) {
+  const auto start = [&](void (*change)(Node::Options&)) {
+    Node::Options options;
+    options.config = config_;
+    options.model = kTestModel;
+    options.pool = client_pool_;
+    change(options);
+    return Node::Start(std::move(options)).status();
+  };
+  using Options = Node::Options;
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  EXPECT_TRUE(Fails(start([](Options& it) { it.pool = nullptr; }), kInvalid, "no pool"));
+  EXPECT_TRUE(Fails(start([](Options& it) { it.model = ""; }), kInvalid, "has 0 bytes"));
+  EXPECT_TRUE(Fails(start([](Options& it) { it.model.assign(kMaxModelBytes + 1, 'm'); }), kInvalid,
+                    "model's name has "));
+  EXPECT_TRUE(Fails(start([](Options& it) { it.name.assign(kMaxNameBytes + 1, 'n'); }), kInvalid,
+                    "the name has "));
+  EXPECT_TRUE(Fails(start([](Options& it) { it.scales = {1}; }), kInvalid, "1 scales"));
+  EXPECT_TRUE(Fails(start([](Options& it) { it.heads = {1000, 1001}; }), kInvalid));
+}
+
+// Whoever must not read pages any more is not told that nobody does.
+TEST_F(NodeCalls, AnAbortThatHasNoAnswerInTimeSaysSo) {
+  Latch is_busy, go_on;
+  handler_.ServeWith([&](const CallKey& call, const std::string&, const Fields&) {
+    server_->Reply(call, Fields());
+  });
+  const auto hold = [&](const absl::StatusOr<Fields>&) {
+    is_busy.Open();
+    EXPECT_TRUE(go_on.Wait(Soon()));
+  };
+  ASSERT_TRUE(IsOk(client_->Call({server_->listen_address(), "hold", {}, Soon()}, hold)));
+  ASSERT_TRUE(is_busy.Wait(Soon()));
+  const auto abort = [&](Deadline deadline) {
+    return client_->AbortLease(kLease, absl::AbortedError("enough"), Node::Again::kNo, deadline);
+  };
+  EXPECT_TRUE(Fails(abort(Clock::now()), absl::StatusCode::kDeadlineExceeded, "did not answer"));
+  go_on.Open();
+  EXPECT_TRUE(IsOk(abort(Soon())));
+}
+
 // What lies in no page travels behind the pages, in as many chunks as it takes.
 TEST_F(NodeCalls, ATailFollowsThePages) {
   auto tail = std::make_shared<std::vector<std::byte>>(100001);

@@ -19,6 +19,7 @@
 #include "pool/cuda/block_copy_cuda.h"
 #include "pool/cuda/cuda_memory.h"
 #include "pool/cuda/on_device.h"
+#include "pool/gdn_pool.h"
 #include "pool/token_copy.h"
 #include "pool/token_kv_pool.h"
 #include "tests/support/failing_new.h"
@@ -169,6 +170,16 @@ TEST_F(OtherDevice, OnlyItsMemoryIsAdopted) {
   EXPECT_TRUE(Fails(adopt(host.get(), kMoved, host), kInvalid, "lies in the host's memory"));
   const auto pin = Must(memory_->Pin({host.get(), kMoved}));
   EXPECT_TRUE(Fails(adopt(host.get(), kMoved, host), kInvalid, "lies in the host's memory"));
+  // Nor by others: states of two slots, of 4 and 2 bytes each.
+  const GdnShape states{.num_layers = 1,
+                        .num_v_heads = 1,
+                        .head_k_dim = 1,
+                        .head_v_dim = 1,
+                        .conv_dim = 1,
+                        .conv_kernel_size = 2};
+  EXPECT_TRUE(Fails(GdnPool::Adopt(states, 1, {here.get(), 8}, {host.get(), 4}, host, memory_),
+                    kInvalid, "the conv states of 4 bytes", "lies in the host's memory"));
+  EXPECT_TRUE(IsOk(GdnPool::Adopt(states, 1, {here.get(), 8}, {here.get() + 8, 4}, here, memory_)));
 }
 
 TEST_F(OtherDevice, ManagedMemoryIsAdoptedToo) {
@@ -273,6 +284,46 @@ TEST_F(PinnedByAnEngine, ItIsCopiedWhereItMayHaveGaps) {
   EXPECT_TRUE(Fails(cache_->PinFor(*CudaMemory(0)), absl::StatusCode::kAlreadyExists, "pinning"));
 }
 
+TEST(PinnedByOthers, WhatLiesBetweenIsNotReached) {
+  constexpr size_t kPage = 4096;
+  const std::shared_ptr<std::byte> slab = Must(HostMemory()->Allocate(3 * kPage));
+  const std::vector<std::byte*> pages = {slab.get(), slab.get() + 2 * kPage};
+  for (std::byte* const page : pages) ASSERT_EQ(cudaHostRegister(page, kPage, 0), cudaSuccess);
+  const auto memory = CudaMemory(0);
+  EXPECT_TRUE(memory->Reaches({slab.get(), kPage}));
+  EXPECT_FALSE(memory->Reaches({slab.get(), 3 * kPage}));
+  for (std::byte* const page : pages) EXPECT_EQ(cudaHostUnregister(page), cudaSuccess);
+}
+
+// What the device says while it is waited for is what has come of the copy.
+TEST_F(OtherDevice, ACopyThatFailsOnItsWayIsNoSuccess) {
+  const std::shared_ptr<std::byte> device = Allocate();
+  const TokenView from = TokenView::Packed(device.get(), DType::kUint8, 64, 1, 1024);
+  TokenView to = from;
+  to.data += kMoved;
+  const std::vector<int32_t> slots = {5, 3, 60};
+  const TokenCopy copy = Must(TokenCopy::Plan(from, slots, to, slots));
+  emulated::FailQueries(1, cudaErrorIllegalAddress);
+  EXPECT_TRUE(Fails(memory_->Run({&copy, 1}, nullptr), absl::StatusCode::kInternal, "copying"));
+  emulated::FailQueries(1, cudaErrorIllegalAddress);
+  EXPECT_TRUE(Fails(memory_->RunApart({&copy, 1}), absl::StatusCode::kInternal, "copying"));
+  // No answer is none yet.
+  emulated::FailQueries(3, cudaErrorStreamCaptureUnsupported);
+  EXPECT_TRUE(IsOk(memory_->RunApart({&copy, 1})));
+}
+
+TEST_F(OtherDevice, WhatIsUnderWayIsAskedAboutThoughItsDeviceCannotBeCurrent) {
+  const std::shared_ptr<std::byte> device = Allocate();
+  const std::shared_ptr<const MovesUnderWay> moves = Begin(device);
+  emulated::LoseDevice(1);
+  OnThread([&] {                  // Whose current device is another.
+    EXPECT_FALSE(moves->done());  // It is asked for the first time.
+    EXPECT_TRUE(moves->done());
+  });
+  emulated::LoseDevice(-1);
+  EXPECT_TRUE(IsOk(moves->Wait()));
+}
+
 TEST_F(OtherDevice, CapturesOfOthersForbidNothing) {
   emulated::SetCapturing(true);
   std::shared_ptr<std::byte> device = Allocate();
@@ -296,6 +347,7 @@ TEST_F(OtherDevice, WhatCannotBeAskedIsNotDone) {
     emulated::FailQueries(3, error);
     for (int i = 0; i < 3; ++i) EXPECT_FALSE(asked->done());
     EXPECT_FALSE(asked->done());  // Now it is asked for the first time.
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess);
     EXPECT_TRUE(asked->done());
     emulated::FailQueries(3, error);
     EXPECT_TRUE(IsOk(waited->Wait()));
