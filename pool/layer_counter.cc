@@ -45,7 +45,7 @@ void LayerCounter::Fail(int64_t load, absl::Status why) {
 void LayerCounter::TellWaiters() {
   std::erase_if(waiters_, [&](Waiter* waiter) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     waiter->is_told = ready_ > waiter->layer || !failure_.ok();
-    waiter->status = failure_;  // Of a layer that was ready before, the waiter has been told.
+    if (ready_ <= waiter->layer) waiter->status = failure_;
     return waiter->is_told;
   });
   told_.NotifyAll();
