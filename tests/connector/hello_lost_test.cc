@@ -118,7 +118,7 @@ TEST(HelloToOthers, AnEarlyFetchWaitsForNobodyWhoIsStillToCome) {
 TEST(HelloToOthers, WelcomeForAnotherEpochIsStale) {
   RawPrefill prefill;
   Config config = SmallChunks();
-  config.connect_timeout_ms = 300;
+  config.connect_timeout_ms = 2000;
   const auto target = MakePatternPool(SmallLayout(), 8, 3);
   const auto decode = MakeDecode(target, config);
   const auto handle = Fetch(*decode, Ticket{prefill.address(), 5, 6, 1, 16}, {0});

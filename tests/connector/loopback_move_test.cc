@@ -113,7 +113,7 @@ TEST_P(Chunks, AnySizesAgree) {
   const auto prefill = MakePrefill(source, prefill_config);
   const auto decode = MakeDecode(target, decode_config);
   const std::vector<int64_t> pages = {9, 1, 2, 3, 0};
-  const auto handle = Fetch(*decode, Publish(*prefill, *source, pages), pages, 0, 8000);
+  const auto handle = Fetch(*decode, Publish(*prefill, *source, pages), pages);
   ASSERT_TRUE(IsOk(handle->Wait(Soon())));
   EXPECT_TRUE(HoldsExactly(*target, kOwnSeed, pages, kSourceSeed, pages));
 }
