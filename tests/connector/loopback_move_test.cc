@@ -75,7 +75,7 @@ TEST_P(Lanes, ShareATransfer) {
   const auto prefill = MakePrefill(source, prefill_config);
   const auto decode = MakeDecode(target, decode_config);
   std::mt19937_64 random(3);
-  for (int round = 0; round < 20; ++round) {
+  for (int round = 0; round < 8; ++round) {
     FillPattern(*target, kOwnSeed);
     const std::vector<int64_t> published = MakePages("rand", 40, kPoolPages, &random);
     const std::vector<int64_t> local = MakePages("rand", 40, kPoolPages, &random);

@@ -233,7 +233,7 @@ TEST_F(Announced, AFetchWaitsForItsLease) {
 TEST_F(Announced, NotLongerThanItsDeadline) {
   const auto prefill = MakePrefill(source_, Impatient());
   const auto decode = MakeDecode(target_, Impatient());
-  const auto handle = Fetch(*decode, Of(*prefill, RandomId()), local_, 0, /*timeout_ms=*/200);
+  const auto handle = Fetch(*decode, Of(*prefill, RandomId()), local_, 0, /*timeout_ms=*/2000);
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kDeadlineExceeded,
                     "was the prefill side given the same request?"));
   EXPECT_EQ(handle->missing_pages(), local_);
