@@ -37,8 +37,8 @@ TEST(HelloToOthers, APeerThatEndsBeforeItAnswersIsNotWaitedFor) {
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable, "cannot connect to"));
 }
 
-// Those of this process to whoever listens at the address.
-void BreakConnectionsTo(const std::string& address) {
+// Those of this process to whoever listens at the address; how many there were.
+int BreakConnectionsTo(const std::string& address) {
   const int port = PortOf(address);
   int broken = 0;
   for (int fd = 3; fd < 1024; ++fd) {
@@ -49,7 +49,7 @@ void BreakConnectionsTo(const std::string& address) {
                        ntohs(peer.sin6_port) == port;
     if (there && shutdown(fd, SHUT_RDWR) == 0) ++broken;
   }
-  EXPECT_GT(broken, 0);
+  return broken;
 }
 
 // One broken connection, or the peer's quick restart at its address: both sides are well.
@@ -68,7 +68,7 @@ TEST(HelloToOthers, AHelloThatIsLostWithItsConnectionIsSaidAgain) {
       EXPECT_TRUE(names.insert(std::get<HelloMsg>(hello->second.body).data.session).second);
       EXPECT_FALSE(handle->done());
       if (i < 3) {
-        BreakConnectionsTo(peer.address());
+        EXPECT_GT(BreakConnectionsTo(peer.address()), 0);
       } else {
         peer.SendBytes(hello->first, EncodeMessage({5, 0, RefuseMsg{0, absl::DataLossError("x")}}));
       }
@@ -84,7 +84,7 @@ TEST(HelloToOthers, AHelloThatIsLostWithItsConnectionIsSaidAgain) {
 TEST(HelloToOthers, ConnectionsThatBreakAtEachHelloAreNotMadeForEver) {
   RawPrefill peer;
   Config config = SmallChunks();
-  config.connect_timeout_ms = 1000;
+  config.connect_timeout_ms = 2000;
   const auto target = MakePatternPool(SmallLayout(), 8, 3);
   const auto decode = MakeDecode(target, config);
   const auto handle = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
@@ -92,12 +92,13 @@ TEST(HelloToOthers, ConnectionsThatBreakAtEachHelloAreNotMadeForEver) {
   while (!handle->done() && hellos < 100) {
     if (!peer.Receive(DeadlineInMs(20)).has_value()) continue;
     ++hellos;
-    BreakConnectionsTo(peer.address());
+    // The time may be over as the last one is heard.
+    if (BreakConnectionsTo(peer.address()) == 0) break;
   }
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable,
-                    "within connect_timeout_ms (1000)", peer.address()));
-  EXPECT_GT(hellos, 3);
-  EXPECT_LT(hellos, 30);  // ZeroMQ waits for 50 ms at least.
+                    "within connect_timeout_ms (2000)", peer.address()));
+  EXPECT_GT(hellos, 1);
+  EXPECT_LT(hellos, 60);  // ZeroMQ waits for 50 ms at least.
 }
 
 // A fetch without an epoch waits for a process that gave something out, as one with an epoch does.
@@ -117,7 +118,7 @@ TEST(HelloToOthers, AnEarlyFetchWaitsForNobodyWhoIsStillToCome) {
 TEST(HelloToOthers, WelcomeForAnotherEpochIsStale) {
   RawPrefill prefill;
   Config config = SmallChunks();
-  config.connect_timeout_ms = 300;
+  config.connect_timeout_ms = 2000;
   const auto target = MakePatternPool(SmallLayout(), 8, 3);
   const auto decode = MakeDecode(target, config);
   const auto handle = Fetch(*decode, Ticket{prefill.address(), 5, 6, 1, 16}, {0});

@@ -106,7 +106,7 @@ TEST_F(Keys, CallsSayTooWhatIsWrong) {
   const auto node =
       Must(Node::Start({WithKey(other_key_), kTestModel, "caller", source_, nullptr, nullptr}));
   const auto call = [&](const std::string& address) {
-    return BeginCall(*node, address, "f", {}, DeadlineInMs(1000)).get();
+    return BeginCall(*node, address, "f", {}, DeadlineInMs(3000)).get();
   };
   EXPECT_TRUE(Fails(call(prefill->address()), absl::StatusCode::kDeadlineExceeded,
                     prefill->address(), "the same key_file"));
@@ -117,11 +117,11 @@ TEST_F(Keys, CallsSayTooWhatIsWrong) {
 // As does their session, when it has waited for long enough.
 TEST_F(Keys, SessionsSayTooWhatIsWrong) {
   Config config = WithKey(other_key_);
-  config.connect_timeout_ms = 1000;
+  config.connect_timeout_ms = 3000;
   const auto prefill = MakePrefill(source_, WithKey(key_));
   const auto node = Must(Node::Start({config, kTestModel, "caller", source_, nullptr, nullptr}));
   EXPECT_TRUE(Fails(BeginCall(*node, prefill->address(), "f", {}).get(),
-                    absl::StatusCode::kUnavailable, "connect_timeout_ms (1000)",
+                    absl::StatusCode::kUnavailable, "connect_timeout_ms (3000)",
                     "the same key_file"));
 }
 

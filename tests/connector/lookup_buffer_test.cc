@@ -31,8 +31,11 @@ Tokens Count(int32_t first, int64_t count) {
 
 class LookupBuffers : public testing::Test {
  protected:
-  static std::unique_ptr<LookupProducer> Producer(const std::shared_ptr<KvPool>& pool) {
-    return Must(LookupProducer::Create(ProducerOptions(pool)));
+  static std::unique_ptr<LookupProducer> Producer(const std::shared_ptr<KvPool>& pool,
+                                                  int64_t reply_lease_ms = 1000) {
+    LookupProducer::Options options = ProducerOptions(pool);
+    options.reply_lease_ms = reply_lease_ms;
+    return Must(LookupProducer::Create(options));
   }
   std::unique_ptr<LookupConsumer> Consumer(std::vector<std::string> producers) const {
     return Must(LookupConsumer::Create(ConsumerOptions(pool_, std::move(producers))));
@@ -87,7 +90,7 @@ TEST_F(LookupBuffers, AnEntryMovesFromPagesToPages) {
 TEST_F(LookupBuffers, ADeadlineSaysWhichProducersWereNotReached) {
   const std::string gone = Producer(their_pool_)->address();
   const auto consumer = Consumer({producer_->address(), gone});
-  const absl::Status late = Take(*consumer, Lookup(Count(5, 40), {0}, 300));
+  const absl::Status late = Take(*consumer, Lookup(Count(5, 40), {0}, 2000));
   EXPECT_TRUE(Fails(late, Code::kDeadlineExceeded, "no matching entry came in time", gone));
   EXPECT_FALSE(absl::StrContains(late.message(), producer_->address())) << late;
 }
@@ -577,6 +580,7 @@ TEST_F(LookupBuffers, ACopyIntoManyPiecesThatFindsNoMemoryKeepsNoPages) {
 
 // Not even where one producer has been asked by then.
 TEST_F(LookupBuffers, ALookupThatFindsNoMemoryTakesNothing) {
+  producer_ = Producer(their_pool_, 200);  // Each that finds none is waited for.
   const auto other = Producer(their_pool_);
   auto consumer = Consumer({producer_->address(), other->address()});
   EXPECT_TRUE(Fails(Take(*consumer, Lookup(Tokens{9}, {9}, 50)), Code::kDeadlineExceeded));
@@ -600,7 +604,7 @@ TEST_F(LookupBuffers, ManyLongLookupsWaitForAProducerThatIsYetToListen) {
   const auto consumer = Consumer({address});
   std::vector<std::shared_ptr<LookupHandle>> waiting;
   for (int i = 0; i < 900; ++i) {
-    waiting.push_back(Must(consumer->DropSelect(Lookup(Tokens(12000, 1000000 + i), {0}))));
+    waiting.push_back(Must(consumer->DropSelect(Lookup(Tokens(12000, 1000000 + i), {0}, 60000))));
   }
   const auto short_one = Must(consumer->DropSelect(Lookup(Count(5, 40), {7, 1, 2})));
   producer_ = Must(LookupProducer::Create(options));

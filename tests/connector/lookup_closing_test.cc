@@ -188,7 +188,7 @@ TEST_F(LookupClosing, ACancelWhoseCallbackFindsNoMemoryIsNotWaitedFor) {
   EXPECT_THROW(lookup->Cancel(), std::bad_alloc);
   EXPECT_TRUE(Fails(lookup->Wait(Soon()), Code::kCancelled));
   auto closing = std::async(std::launch::async, [&] { consumer_->Close(); });
-  ASSERT_EQ(closing.wait_for(std::chrono::seconds(5)), std::future_status::ready);
+  ASSERT_EQ(closing.wait_for(std::chrono::seconds(20)), std::future_status::ready);
 }
 
 // Replies that find no room say nothing of their entries, which are leased by then.
@@ -197,7 +197,7 @@ TEST(LookupBursts, ManyLongEntriesAllCome) {
   const auto ours = MakePatternPool(SmallLayout(), 16, kOurs);
   LookupProducer::Options options = ProducerOptions(theirs);
   options.max_bytes = int64_t{1} << 50;
-  options.reply_lease_ms = 5000;  // Python's default.
+  options.reply_lease_ms = 60000;  // Longer than any lookup waits.
   const auto producer = Must(LookupProducer::Create(options));
   Pages pages;
   for (int64_t i = 0; i < 1024; ++i) pages.push_back(i);
@@ -208,7 +208,7 @@ TEST(LookupBursts, ManyLongEntriesAllCome) {
   const auto consumer = Must(LookupConsumer::Create(ConsumerOptions(ours, {producer->address()})));
   std::vector<std::shared_ptr<LookupHandle>> lookups;
   for (int i = 0; i < kEntries; ++i) {
-    lookups.push_back(Must(consumer->DropSelect(Lookup(Tokens{i + 1}, {i % 16}, 4000))));
+    lookups.push_back(Must(consumer->DropSelect(Lookup(Tokens{i + 1}, {i % 16}, 30000))));
   }
   int failed = 0;
   std::string first;
@@ -281,7 +281,7 @@ TEST_F(LookupClosing, ClosingDoesNotWaitForInsertsThatComeLater) {
     });
   }
   auto closing = std::async(std::launch::async, [&] { producer_->Close(); });
-  EXPECT_EQ(closing.wait_for(std::chrono::seconds(5)), std::future_status::ready);
+  EXPECT_EQ(closing.wait_for(std::chrono::seconds(20)), std::future_status::ready);
   closed = true;
   for (std::thread& thread : threads) thread.join();
 }

@@ -173,6 +173,7 @@ TEST(RandomLookups, EachEntryIsDeliveredOnceAndWhole) {
     LookupProducer::Options options =
         ProducerOptions(MakePatternPool(SmallLayout(), kPages, static_cast<uint64_t>(p)));
     options.max_bytes /= 2;
+    options.reply_lease_ms = 200;  // So short that some end.
     producers.push_back(Must(LookupProducer::Create(options)));
     addresses.push_back(producers.back()->address());
   }

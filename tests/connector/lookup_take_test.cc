@@ -98,11 +98,12 @@ class LookupTakes : public testing::Test {
   // Leases outlast a session; tests of their expiry choose another.
   std::unique_ptr<LookupProducer> producer_ = Producer(their_pool_, 20000);
   uint64_t entry_ = 0;
-  std::atomic<int> num_takes_ = 0,
-                   num_answers_ = 0;  // Seen by the relay, where a test counts them.
+  // Seen by the relay, where a test counts them.
+  std::atomic<int> num_lookups_ = 0, num_backs_ = 0, num_fetches_ = 0, num_takes_ = 0,
+                   num_answers_ = 0;
   Latch asked_, near_asked_, take_seen_, go_on_;
   std::shared_ptr<LookupHandle> far_lookup_, near_lookup_;
-  // A judge uses what stands above.
+  // A judge uses what stands above, and nothing of a test's own: it may judge after a test's end.
   std::optional<ControlRelay> relay_;
   std::unique_ptr<LookupConsumer> far_, near_;
 };
@@ -110,9 +111,8 @@ class LookupTakes : public testing::Test {
 // One of the two stood still between the answer and the fetch.
 TEST_F(LookupTakes, AnEntryWhoseLeaseHasEndedIsLookedForAgain) {
   producer_ = Producer(their_pool_, 50);
-  int fetches = 0;
-  AskFar([&](Heard& heard) {
-    if (std::holds_alternative<FetchMsg>(heard.message.body) && fetches++ == 0) {
+  AskFar([this](Heard& heard) {
+    if (std::holds_alternative<FetchMsg>(heard.message.body) && num_fetches_++ == 0) {
       EXPECT_TRUE(WaitFor([&] { return Metric(*producer_, "lookup_leased") == 0; }, Soon()));
     }
     return Verdict::kPass;
@@ -120,8 +120,7 @@ TEST_F(LookupTakes, AnEntryWhoseLeaseHasEndedIsLookedForAgain) {
   ASSERT_TRUE(IsOk(WaitFar()));
   EXPECT_TRUE(HoldsExactly(*pool_, kOurs, Pages{7}, kTheirs, Pages{3}));
   ExpectGone(true);
-  relay_.reset();
-  EXPECT_EQ(fetches, 2);
+  EXPECT_EQ(num_fetches_, 2);
 }
 
 // The word that breaks the session: `done`, and with it the question; the question; the answer.
@@ -165,10 +164,10 @@ INSTANTIATE_TEST_SUITE_P(At, LookupTakesBroken,
 TEST_F(LookupTakes, WhoHasTheBytesComesBackBeforeTheProducerKnows) {
   LookupProducer::Options options = ProducerOptions(their_pool_);
   options.config.heartbeat_interval_ms = 100;
-  options.config.heartbeat_timeout_ms = 1000;
+  options.config.heartbeat_timeout_ms = 3000;
   producer_ = Must(LookupProducer::Create(options));
   AskFar([this](Heard& heard) {
-    return IsDone(heard) && AskNearOnce(3000) ? Verdict::kBreakUnnoticed : Verdict::kPass;
+    return IsDone(heard) && AskNearOnce(5000) ? Verdict::kBreakUnnoticed : Verdict::kPass;
   });
   ASSERT_TRUE(IsOk(WaitFar()));
   EXPECT_TRUE(producer_->TakeGone().empty());  // Its pages may still be read.
@@ -179,7 +178,7 @@ TEST_F(LookupTakes, WhoHasTheBytesComesBackBeforeTheProducerKnows) {
 
 // What a lease has left when its transfer ends may be nothing: the time to come back begins then.
 TEST_F(LookupTakes, ALeaseLastsFromTheEndOfItsTransfer) {
-  constexpr int64_t kLeaseMs = 1000;
+  constexpr int64_t kLeaseMs = 2000;  // To connect in once more.
   producer_ = Producer(their_pool_, kLeaseMs);
   AskFar([this](Heard& heard) {
     if (!IsDone(heard) || !AskNearOnce(kLeaseMs + 500)) return Verdict::kPass;
@@ -222,9 +221,10 @@ TEST_F(LookupTakes, AndItsDeadlineIsTheSame) {
         }
         return Verdict::kPass;
       },
-      /*timeout_ms=*/500);
+      /*timeout_ms=*/2000);
   EXPECT_TRUE(Fails(WaitFar(), Code::kDeadlineExceeded, "no matching entry came in time"));
-  EXPECT_TRUE(IsOk(near_lookup().status()));
+  ASSERT_TRUE(near_asked_.Wait(Soon()));
+  EXPECT_TRUE(IsOk(near_lookup_->status()));
 }
 
 TEST_F(LookupTakes, PagesAreChosenForEachEntryThatIsFound) {
@@ -291,13 +291,12 @@ class CrowdedLookups : public LookupTakes {
     return Must(far_->DropSelect(Lookup(std::move(tokens), {7}, timeout_ms)));
   }
 
-  std::atomic<int> num_lookups_ = 0, num_backs_ = 0;
   std::vector<std::shared_ptr<LookupHandle>> waiting_;
 };
 
 TEST_F(CrowdedLookups, FindWhatIsThere) {
   entry_ = Insert({3});
-  EXPECT_TRUE(IsOk(Ask(kTokens, 3000)->Wait(Soon())));
+  EXPECT_TRUE(IsOk(Ask(kTokens)->Wait(Soon())));
   ExpectGone(true);
   EXPECT_EQ(producer_->num_waiting(), kPlaces);
   EXPECT_EQ(num_lookups_, kPlaces + 1);
@@ -311,7 +310,7 @@ TEST_F(CrowdedLookups, EmptyAFullBuffer) {
   EXPECT_FALSE(producer_->Insert(Tokens{16}, std::nullopt, Pages{0}, Clock::now()).ok());
   std::vector<std::shared_ptr<LookupHandle>> lookups;
   for (int32_t i = 0; i < 16; ++i) {
-    lookups.push_back(Must(far_->DropSelect(Lookup(Tokens{i}, {i}, 3000))));
+    lookups.push_back(Must(far_->DropSelect(Lookup(Tokens{i}, {i}))));
   }
   for (const auto& lookup : lookups) EXPECT_TRUE(IsOk(lookup->Wait(Soon())));
 }
@@ -320,13 +319,13 @@ TEST_F(CrowdedLookups, HearOfWhatComesLater) {
   const auto lookup = Ask(kTokens);
   ASSERT_TRUE(WaitFor([&] { return num_lookups_ >= kPlaces + 3; }, Soon()));
   entry_ = Insert({3});
-  EXPECT_TRUE(IsOk(lookup->Wait(DeadlineInMs(2000))));
+  EXPECT_TRUE(IsOk(lookup->Wait(DeadlineInMs(10000))));
   ExpectGone(true);
   EXPECT_EQ(num_backs_, 0);  // Of what it was refused nothing was leased.
 }
 
 TEST_F(CrowdedLookups, SayWhyNothingCame) {
-  EXPECT_TRUE(Fails(Ask(kTokens, 100)->Wait(Soon()), Code::kDeadlineExceeded, "no matching entry",
+  EXPECT_TRUE(Fails(Ask(kTokens, 2000)->Wait(Soon()), Code::kDeadlineExceeded, "no matching entry",
                     relay_->address(), "max_calls_per_peer (3)"));
 }
 
@@ -342,13 +341,13 @@ TEST_F(CrowdedLookups, AskAgainInTurn) {
   EXPECT_FALSE(WaitFor([&] { return num_lookups_ >= before + 2 * kMore; }, DeadlineInMs(1000)));
   before = num_lookups_;
   for (const auto& lookup : waiting_) lookup->Cancel();
-  EXPECT_TRUE(WaitFor([&] { return producer_->num_waiting() == kPlaces; }, DeadlineInMs(2000)));
+  EXPECT_TRUE(WaitFor([&] { return producer_->num_waiting() == kPlaces; }, DeadlineInMs(5000)));
   EXPECT_LE(num_lookups_, before + kMore);
 }
 
 TEST_F(LookupTakes, WithoutAnAnswerNothingIsDelivered) {
   AskFar([](Heard& heard) { return IsTake(heard) ? Verdict::kDrop : Verdict::kPass; },
-         /*timeout_ms=*/300);
+         /*timeout_ms=*/2000);
   EXPECT_TRUE(Fails(WaitFar(), Code::kDeadlineExceeded, "every byte came", relay_->address(),
                     "has not said"));
   ExpectInTheBuffer();
@@ -357,7 +356,7 @@ TEST_F(LookupTakes, WithoutAnAnswerNothingIsDelivered) {
 // The entry is lost then: the producer has given it away.
 TEST_F(LookupTakes, AnAnswerThatIsNeverHeardDeliversNothing) {
   AskFar([](Heard& heard) { return IsTaken(heard) ? Verdict::kBreak : Verdict::kPass; },
-         /*timeout_ms=*/300);
+         /*timeout_ms=*/2000);
   EXPECT_TRUE(Fails(WaitFar(), Code::kDeadlineExceeded, "every byte came"));
   ExpectGone(true);
   EXPECT_TRUE(Fails(AskNear(50)->Wait(Soon()), Code::kDeadlineExceeded));
@@ -380,13 +379,13 @@ TEST_F(LookupTakes, AFetchThatHasNoTurnEndsWithItsLookup) {
   LookupConsumer::Options options = ConsumerOptions(pool_, {relay_->address()});
   options.config.max_peers = 1;
   far_ = Must(LookupConsumer::Create(options));
-  const auto late = Must(far_->DropSelect(Lookup(kTokens, {7}, 300)));
-  EXPECT_TRUE(Fails(late->Wait(DeadlineInMs(5000)), Code::kDeadlineExceeded, "max_peers (1)"));
+  const auto late = Must(far_->DropSelect(Lookup(kTokens, {7}, 2000)));
+  EXPECT_TRUE(Fails(late->Wait(Soon()), Code::kDeadlineExceeded, "max_peers (1)"));
   const int64_t failed = Metric(*far_, "fetches_failed");
   const auto cancelled = Must(far_->DropSelect(Lookup(kTokens, {7})));
   ASSERT_TRUE(WaitFor([&] { return Metric(*far_, "fetches_failed") > failed; }, Soon()));
   cancelled->Cancel();
-  EXPECT_TRUE(Fails(cancelled->Wait(DeadlineInMs(5000)), Code::kCancelled));
+  EXPECT_TRUE(Fails(cancelled->Wait(DeadlineInMs(10000)), Code::kCancelled));
 }
 
 // ---------------------------------------------------------------- cancels and closings
@@ -482,7 +481,7 @@ TEST_F(LookupTakes, AProducerThatClosesGivesNothingAway) {
         take_seen_.Open();
         return Verdict::kHold;
       },
-      /*timeout_ms=*/500);
+      /*timeout_ms=*/2000);
   ASSERT_TRUE(take_seen_.Wait(Soon()));
   producer_->Close();
   EXPECT_TRUE(Fails(WaitFar(), Code::kDeadlineExceeded, "every byte came"));
@@ -499,7 +498,7 @@ TEST_F(LookupTakes, AProducerThatClosesWhenItsEntryIsGoneHasDeliveredIt) {
     ExpectGone(true);
     const std::string address = producer_->address();
     producer_.reset();
-    EXPECT_TRUE(IsOk(near->Wait(DeadlineInMs(2000))));
+    EXPECT_TRUE(IsOk(near->Wait(DeadlineInMs(10000))));
     producer_ = Producer(their_pool_, 20000, address);
   }
 }

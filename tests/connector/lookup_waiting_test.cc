@@ -34,6 +34,7 @@ class NarrowProducer {
                                          .max_tokens = kMaxLookupTokens}))),
         options_(ProducerOptions(pool)) {
     options_.config.max_calls_per_peer = max_calls_per_peer;
+    options_.reply_lease_ms = 20000;  // Many fetches wait in turn here.
     service_ = std::make_unique<LookupService>(
         LookupService::Options{options_.config, 0, pool->layout().num_layers,
                                options_.reply_lease_ms},
@@ -86,7 +87,7 @@ class LookupsThatWait : public testing::Test {
     return Must(LookupConsumer::Create(ConsumerOptions(pool_, {producer_->address()})));
   }
   static std::shared_ptr<LookupHandle> Ask(LookupConsumer& consumer, Tokens tokens,
-                                           int64_t timeout_ms = 20000) {
+                                           int64_t timeout_ms = 60000) {
     std::vector<int64_t> pages(16);
     std::iota(pages.begin(), pages.end(), 0);
     return Must(consumer.DropSelect(Lookup(std::move(tokens), std::move(pages), timeout_ms)));
@@ -124,7 +125,7 @@ TEST_F(LookupsThatWait, ThoseAboveAConsumersShareFindWhatIsThere) {
   producer_->Insert(kTokens);
   AskForAllThatMayWait();
   EXPECT_TRUE(IsOk(Ask(kTokens)->Wait(Soon())));
-  EXPECT_TRUE(Fails(Ask(*consumer_, kTokens, 100)->Wait(Soon()), Code::kDeadlineExceeded,
+  EXPECT_TRUE(Fails(Ask(*consumer_, kTokens, 2000)->Wait(Soon()), Code::kDeadlineExceeded,
                     "8192 bytes of tokens", "16384"));
   // And wait as soon as others do not any more.
   for (int32_t i = 0; i < 8; ++i) lookups_[static_cast<size_t>(i)]->Cancel();
@@ -150,7 +151,7 @@ TEST_F(LookupsThatWait, OneThatFindsItsEntryAtOnceLeavesNoPlace) {
   EXPECT_EQ(producer_->num_waiting(), 1);
   waiting->Cancel();
   find(1);  // Asked after that: it does not wait there any more.
-  EXPECT_TRUE(WaitFor([&] { return producer_->num_waiting() == 1; }, DeadlineInMs(3000)));
+  EXPECT_TRUE(WaitFor([&] { return producer_->num_waiting() == 1; }, DeadlineInMs(5000)));
 }
 
 // The first ones are too long to wait there at all, and it is 10 s until they may all ask again.
@@ -181,10 +182,10 @@ TEST_F(LookupsThatWait, ThePlaceOfOneThatEndsIsForWhoHasRoomThere) {
   const int before = num_long, first_before = num_first;
   producer_->Insert({9});
   EXPECT_TRUE(IsOk(waiting->Wait(Soon())));
-  EXPECT_TRUE(WaitFor([&] { return producer_->num_waiting() == 1; }, DeadlineInMs(3000)));
+  EXPECT_TRUE(WaitFor([&] { return producer_->num_waiting() == 1; }, DeadlineInMs(5000)));
   EXPECT_LE(num_long, before + kLong / 2);
   producer_->Insert(kTokens);
-  EXPECT_TRUE(IsOk(lookup->Wait(DeadlineInMs(1000))));
+  EXPECT_TRUE(IsOk(lookup->Wait(DeadlineInMs(5000))));
   // Later places are not tried by the same one again. It may have asked once more since: it may not
   // have known of the others when it was first refused.
   for (int i = 0; i < 3; ++i) {
@@ -195,7 +196,7 @@ TEST_F(LookupsThatWait, ThePlaceOfOneThatEndsIsForWhoHasRoomThere) {
     const int asked = num_long;
     producer_->Insert({9});
     EXPECT_TRUE(IsOk(waits->Wait(Soon())));
-    EXPECT_TRUE(WaitFor([&] { return num_long > asked; }, DeadlineInMs(3000)));
+    EXPECT_TRUE(WaitFor([&] { return num_long > asked; }, DeadlineInMs(5000)));
   }
   EXPECT_LE(num_first, first_before + 2);
   consumer_.reset();  // Before the relay.

@@ -110,8 +110,8 @@ TEST_F(FailingDevices, OfTheSenderEndTheLease) {
   config.heartbeat_timeout_ms = 600000;
   const auto prefill = MakePrefill(source_, config);
   const auto decode = MakeDecode(target_, config);
-  const Ticket ticket = Publish(*prefill, *source_, pages_, 1, 1500);
-  const Deadline expired = DeadlineInMs(1600);
+  const Ticket ticket = Publish(*prefill, *source_, pages_, 1, 3000);
+  const Deadline expired = DeadlineInMs(3100);
   const auto fetch = Fetch(*decode, ticket, pages_);
   ASSERT_TRUE(IsOk(fetch->WaitLayer(0, Soon())));
   ASSERT_TRUE(WaitFor([&] { return Clock::now() > expired; }, Soon()));

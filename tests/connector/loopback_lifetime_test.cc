@@ -94,15 +94,15 @@ TEST_F(Lifetime, ExpiryWaitsForTheFetchAndComesSoonAfterIt) {
   decode_ = MakeDecode(target_, config);
   prefill_ = MakePrefill(source_, config);
   EndedLeases ended(prefill_.get());
-  const Ticket ticket = Publish(*prefill_, *source_, pages_, 1, 300);
+  const Ticket ticket = Publish(*prefill_, *source_, pages_, 1, 2000);
   const auto handle = HeldFetch(ticket);
-  const Ticket other = Publish(*prefill_, *source_, {1}, 0, 500);
+  const Ticket other = Publish(*prefill_, *source_, {1}, 0, 2100);
   EXPECT_EQ(ended.Wait(other.lease_id), "expired");  // So the first one's time is over too.
   EXPECT_FALSE(ended.Contains(ticket.lease_id)) << "expired in the middle of a fetch";
   EXPECT_FALSE(handle->done());
   handle->Cancel();
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kCancelled));
-  EXPECT_EQ(ended.Wait(ticket.lease_id, DeadlineInMs(3000)), "expired");
+  EXPECT_EQ(ended.Wait(ticket.lease_id, DeadlineInMs(10000)), "expired");
 }
 
 // By the one that is to fetch them, which has no room yet.
@@ -149,18 +149,18 @@ TEST_F(Lifetime, ExpiryComesSoonAfterTheDecodeSideWentAway) {
   decode_ = MakeDecode(target_, config);
   prefill_ = MakePrefill(source_, config);
   EndedLeases ended(prefill_.get());
-  const Ticket ticket = Publish(*prefill_, *source_, pages_, 1, 1000);
+  const Ticket ticket = Publish(*prefill_, *source_, pages_, 1, 2000);
   const auto handle = HeldFetch(ticket);
   decode_.reset();
-  EXPECT_EQ(ended.Wait(ticket.lease_id, DeadlineInMs(4000)), "expired");
+  EXPECT_EQ(ended.Wait(ticket.lease_id, DeadlineInMs(10000)), "expired");
 }
 
 TEST_F(Lifetime, DecodeEndpointDestroyedMidFetch) {
-  const Ticket ticket = Publish(*prefill_, *source_, pages_, 1, 2000);
+  const Ticket ticket = Publish(*prefill_, *source_, pages_, 1, 60000);
   const auto handle = HeldFetch(ticket);
   const Deadline begin = Clock::now();
   decode_.reset();
-  EXPECT_LT(SecondsBetween(begin, Clock::now()), 5);
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 15);  // The fetch's deadline is at 30.
   EXPECT_TRUE(handle->done());
   EXPECT_TRUE(Fails(handle->status(), absl::StatusCode::kCancelled, "closing"));
   EXPECT_EQ(handle->missing_pages(), pages_);
@@ -181,7 +181,7 @@ TEST_F(Lifetime, PrefillEndpointDestroyedMidFetch) {
   const Deadline begin = Clock::now();
   prefill_.reset();
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable, "closing"));
-  EXPECT_LT(SecondsBetween(begin, Clock::now()), 5);
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 15);  // The fetch's deadline is at 30.
   // Another prefill endpoint is another peer; the decode side goes on with it.
   prefill_ = MakePrefill(source_, SmallChunks());
   FillPattern(*target_, kOwnSeed);
@@ -249,9 +249,9 @@ TEST_F(Lifetime, AFetchOutlivesItsControlConnection) {
   Config config = SmallChunks();
   config.key_file = "";  // The relay has none.
   config.heartbeat_interval_ms = 50;
-  config.heartbeat_timeout_ms = 500;
+  config.heartbeat_timeout_ms = 1000;
   prefill_ = MakePrefill(source_, config);
-  config.heartbeat_timeout_ms = 2000;
+  config.heartbeat_timeout_ms = 4000;
   decode_ = MakeDecode(target_, config);
   std::atomic<bool> silent = false;
   ControlRelay relay(prefill_->address(), [&](ControlRelay::Heard& heard) {
@@ -262,8 +262,8 @@ TEST_F(Lifetime, AFetchOutlivesItsControlConnection) {
   ticket.address = relay.address();
   const auto handle = HeldFetch(ticket);
   silent = true;
-  ASSERT_TRUE(WaitFor([&] { return handle->done() || Metric(*decode_, "fetches_restarted") == 1; },
-                      Soon()));
+  ASSERT_TRUE(
+      WaitFor([&] { return handle->done() || Metric(*decode_, "fetches_restarted") > 0; }, Soon()));
   ASSERT_TRUE(IsOk(prefill_->AllLayersReady(ticket.lease_id)));
   EXPECT_TRUE(IsOk(handle->Wait(Soon())));
   EXPECT_TRUE(HoldsExactly(*target_, kOwnSeed, pages_, kSourceSeed, pages_));

@@ -66,7 +66,7 @@ TEST_F(Limits, ManyFetchesThatReadFromAfar) {
 TEST_F(Limits, ParkedFetchesCount) {
   Config config = SmallChunks();
   config.max_fetches_per_peer = 2;
-  config.publish_grace_ms = 600;
+  config.publish_grace_ms = 2000;
   const auto prefill = MakePrefill(source_, config);
   const auto decode = MakeDecode(target_, SmallChunks());
   const auto unpublished = [&](uint64_t lease) {

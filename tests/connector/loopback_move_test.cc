@@ -75,7 +75,7 @@ TEST_P(Lanes, ShareATransfer) {
   const auto prefill = MakePrefill(source, prefill_config);
   const auto decode = MakeDecode(target, decode_config);
   std::mt19937_64 random(3);
-  for (int round = 0; round < 20; ++round) {
+  for (int round = 0; round < 8; ++round) {
     FillPattern(*target, kOwnSeed);
     const std::vector<int64_t> published = MakePages("rand", 40, kPoolPages, &random);
     const std::vector<int64_t> local = MakePages("rand", 40, kPoolPages, &random);
@@ -113,7 +113,7 @@ TEST_P(Chunks, AnySizesAgree) {
   const auto prefill = MakePrefill(source, prefill_config);
   const auto decode = MakeDecode(target, decode_config);
   const std::vector<int64_t> pages = {9, 1, 2, 3, 0};
-  const auto handle = Fetch(*decode, Publish(*prefill, *source, pages), pages, 0, 8000);
+  const auto handle = Fetch(*decode, Publish(*prefill, *source, pages), pages);
   ASSERT_TRUE(IsOk(handle->Wait(Soon())));
   EXPECT_TRUE(HoldsExactly(*target, kOwnSeed, pages, kSourceSeed, pages));
 }

@@ -194,7 +194,7 @@ TEST_F(PushCalls, ACallsIdIsInUseUntilItsReceiveHasEnded) {
   auto answered = BeginCall(*node_, node->listen_address(), "push", args(first));
   ASSERT_TRUE(IsOk(first.handle->WaitLayer(0, Soon())));
   keeper.table.OnCall(keeper.last, "push", args(second), Soon());
-  ASSERT_EQ(answered.wait_until(DeadlineInMs(2000)), std::future_status::ready);
+  ASSERT_EQ(answered.wait_until(DeadlineInMs(10000)), std::future_status::ready);
   EXPECT_TRUE(Fails(answered.get(), absl::StatusCode::kAlreadyExists, "id is in use"));
   EXPECT_FALSE(second.handle->done());
 }

@@ -331,13 +331,13 @@ TEST_F(Pushing, DecodeEndpointRestartedAtItsAddress) {
 // ---------------------------------------------------------------- ends from one side
 
 TEST_F(Pushing, NobodyPushes) {
-  const auto receive = Receive(*decode_, local_, 0, 200);
+  const auto receive = Receive(*decode_, local_, 0, 1000);
   EXPECT_EQ(Metric(*decode_, "receives_waiting"), 1);
   const Deadline begin = Clock::now();
   EXPECT_TRUE(Fails(receive.handle->WaitLayer(0, Soon()), absl::StatusCode::kDeadlineExceeded,
                     "nobody has pushed"));
   EXPECT_TRUE(receive.handle->done());
-  EXPECT_LT(SecondsBetween(begin, Clock::now()), 5);
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 15);
   EXPECT_EQ(receive.handle->missing_pages(), local_);
   // The handle is done first.
   EXPECT_TRUE(WaitFor([&] { return Metric(*decode_, "receives_waiting") == 0; }, Soon()));
@@ -436,7 +436,7 @@ TEST_F(Pushing, DecodeEndpointDestroyedInTheMiddle) {
   const absl::Status status = under.push->Wait(Soon());
   EXPECT_TRUE(absl::IsUnavailable(status) || absl::IsCancelled(status)) << status.ToString();
   EXPECT_EQ(EndedLeases(prefill_.get()).Wait(under.push->lease_id(), Clock::now()), "released");
-  EXPECT_LT(SecondsBetween(begin, Clock::now()), 5);
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 15);
 }
 
 TEST_F(Pushing, PrefillEndpointDestroyedInTheMiddle) {

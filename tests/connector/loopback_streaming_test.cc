@@ -90,7 +90,7 @@ TEST_F(Streaming, DeadlineWithoutLayersThenLateLayersWriteNothing) {
   const Ticket ticket = Publish(*prefill, *source_, pages_, 0);
   WriteLayer(0);
   ASSERT_TRUE(IsOk(prefill->LayerReady(ticket.lease_id, 0)));
-  const auto handle = Fetch(*decode, ticket, local_, 0, 400);
+  const auto handle = Fetch(*decode, ticket, local_, 0, 2000);
   ASSERT_TRUE(IsOk(handle->WaitLayer(0, Soon())));
   const absl::Status status = handle->Wait(Soon());
   EXPECT_TRUE(Fails(status, absl::StatusCode::kDeadlineExceeded, prefill->address()));
@@ -233,7 +233,7 @@ TEST_F(Announced, AFetchWaitsForItsLease) {
 TEST_F(Announced, NotLongerThanItsDeadline) {
   const auto prefill = MakePrefill(source_, Impatient());
   const auto decode = MakeDecode(target_, Impatient());
-  const auto handle = Fetch(*decode, Of(*prefill, RandomId()), local_, 0, /*timeout_ms=*/200);
+  const auto handle = Fetch(*decode, Of(*prefill, RandomId()), local_, 0, /*timeout_ms=*/2000);
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kDeadlineExceeded,
                     "was the prefill side given the same request?"));
   EXPECT_EQ(handle->missing_pages(), local_);

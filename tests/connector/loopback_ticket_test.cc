@@ -185,7 +185,7 @@ TEST_F(TicketRefused, NobodyListens) {
   const Deadline begin = Clock::now();
   EXPECT_TRUE(Fails(Fetch(*decode, ticket, {0}, 0, 50)->Wait(Soon()),
                     absl::StatusCode::kDeadlineExceeded, "never answered"));
-  EXPECT_LT(SecondsBetween(begin, Clock::now()), 5);
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 15);
 }
 
 TEST(Endpoints, BadOptions) {

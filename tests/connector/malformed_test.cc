@@ -330,7 +330,7 @@ TEST_F(Malformed, DecodeSideSurvivesGarbageToo) {
   RawPrefill hostile;
   const auto target = MakePatternPool(SmallLayout(), 8, 3);
   Config config = SmallChunks();
-  config.connect_timeout_ms = 1000;
+  config.connect_timeout_ms = 2500;
   const auto decode = MakeDecode(target, config);
   const auto handle = Fetch(*decode, Ticket{hostile.address(), 5, 6, 1, 16}, {0});
   const auto hello = hostile.Receive(Soon());
@@ -350,7 +350,7 @@ TEST_F(Malformed, DecodeSideSurvivesGarbageToo) {
 TEST_F(Malformed, AFloodKeepsNobodyUnheard) {
   Config config = SmallChunks();
   config.heartbeat_interval_ms = 100;
-  config.heartbeat_timeout_ms = 1000;
+  config.heartbeat_timeout_ms = 2000;
   const auto target = MakePatternPool(SmallLayout(), 8, 3);
   const auto decode = MakePushedDecode(target, config);
   std::atomic<bool> stop = false;
@@ -361,7 +361,7 @@ TEST_F(Malformed, AFloodKeepsNobodyUnheard) {
       while (!stop) peer.SendFrames({"", "", ""});
     });
   }
-  const Deadline until = DeadlineInMs(3000);
+  const Deadline until = DeadlineInMs(4000);
   absl::Status status;
   while (status.ok() && Clock::now() < until) {
     status = Fetch(*decode, Publish(*prefill_, *source_, {1}), {5})->Wait(Soon());

@@ -23,7 +23,7 @@ TEST_F(RemotePages, AServerClosesWhileATierHangs) {
   ASSERT_TRUE(WaitFor([&] { return lower->num_calls == 1; }, Soon()));
   const Deadline begin = Clock::now();
   server.reset();
-  EXPECT_LT(SecondsBetween(begin, Clock::now()), 10);
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 15);  // The call's deadline is at 20.
   EXPECT_FALSE(get.get().ok());
 }
 
@@ -31,16 +31,19 @@ TEST_F(RemotePages, AServerClosesWhileATierHangs) {
 TEST_F(RemotePages, AServerThatClosesReadsNoMore) {
   const auto lower = std::make_shared<GatedStore>(SmallLayout().page_bytes());
   auto server = Serve(MakeHost(8), lower);
-  const auto client = Dial(server->address(), source_);
+  const auto client = Dial(server->address(), source_), other = Dial(server->address(), target_);
   const std::vector<std::string> keys = Keys(4);
   const std::vector<int64_t> pages = {1, 2, 3, 4};
   ASSERT_TRUE(AllOk(lower->PutPages(Views(keys), *source_, pages, Soon())));
   auto get = std::async(std::launch::async, [&] {
-    return client->GetPages(Views(keys), *source_, pages, DeadlineInMs(5000))[0];
+    return client->GetPages(Views(keys), *source_, pages, DeadlineInMs(10000))[0];
   });
   ASSERT_TRUE(lower->asked.Wait(Soon()));
   auto closed = std::async(std::launch::async, [&] { server.reset(); });
-  closed.wait_for(std::chrono::milliseconds(200));  // It has begun by then.
+  const auto has_begun = [&] {  // From then on it refuses what others ask.
+    return absl::IsUnavailable(other->Exists(Views({"key"}), DeadlineInMs(500)).status());
+  };
+  EXPECT_TRUE(WaitFor(has_begun, DeadlineInMs(8000)));
   lower->go_on.Open();
   closed.get();
   EXPECT_EQ(lower->num_gets, 1);
@@ -91,11 +94,11 @@ TEST_F(RemotePages, AServerClosesWithCallsOnTheirWay) {
 
 TEST_F(RemotePages, NobodyThere) {
   RawPrefill silent;  // Listens and never answers.
-  const auto lonely = Dial(silent.address(), target_);
+  const auto lonely = Dial(silent.address(), target_, 64 << 20, /*connect_timeout_ms=*/60000);
   const Deadline begin = Clock::now();
   EXPECT_TRUE(Fails(lonely->Exists(Views(Keys(1)), DeadlineInMs(300)),
                     absl::StatusCode::kDeadlineExceeded, silent.address()));
-  EXPECT_LT(SecondsBetween(begin, Clock::now()), 1.3);
+  EXPECT_LT(SecondsBetween(begin, Clock::now()), 15);
 }
 
 TEST_F(RemotePages, AnotherLayoutIsRefused) {

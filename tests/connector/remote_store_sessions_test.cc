@@ -173,24 +173,34 @@ TEST_F(RemoteSessions, WhatComesLateChangesNothing) {
                                        store_call::kPin, store_call::kUnpin}) {
       SCOPED_TRACE(testing::Message() << function << given_up);
       // Of the relay, which goes with the next one: after this.
-      const auto sent = std::make_shared<std::optional<Fields>>();
+      struct Sent {
+        std::optional<Fields> args;
+        Latch seen;  // They are there.
+      };
+      const auto sent = std::make_shared<Sent>();
       Connect([sent, function, given_up](Heard& heard) {
-        if (*sent || heard.function() != function) return Verdict::kPass;
-        *sent = std::get<CallMsg>(heard.message.body).args;
+        if (sent->args || heard.function() != function) return Verdict::kPass;
+        sent->args = std::get<CallMsg>(heard.message.body).args;
+        sent->seen.Open();
         return given_up ? Verdict::kDrop : Verdict::kBreakUnnoticed;
       });
-      const Deadline deadline = given_up ? DeadlineInMs(200) : Soon();
-      absl::Status status;
-      if (function == store_call::kErase) status = far_->Erase(keys_[0], deadline);
-      if (function == store_call::kPut) status = Put(*far_, keys_[0], value, deadline);
-      if (function == store_call::kPin) status = far_->Pin(keys_[0], deadline);
-      if (function == store_call::kUnpin) status = far_->Unpin(keys_[0], deadline);
-      if (function == store_call::kPutPages) {
-        status = far_->PutPages(Views(keys_), *target_, pages_, deadline)[0];
-      }
-      EXPECT_EQ(absl::IsDeadlineExceeded(status), given_up) << status;
+      // One that is given up before it is sent does not count.
+      int64_t timeout_ms = given_up ? 100 : 10000;
+      do {
+        const Deadline deadline = DeadlineInMs(timeout_ms *= 2);
+        absl::Status status;
+        if (function == store_call::kErase) status = far_->Erase(keys_[0], deadline);
+        if (function == store_call::kPut) status = Put(*far_, keys_[0], value, deadline);
+        if (function == store_call::kPin) status = far_->Pin(keys_[0], deadline);
+        if (function == store_call::kUnpin) status = far_->Unpin(keys_[0], deadline);
+        if (function == store_call::kPutPages) {
+          status = far_->PutPages(Views(keys_), *target_, pages_, deadline)[0];
+        }
+        EXPECT_EQ(absl::IsDeadlineExceeded(status), given_up) << status;
+      } while (!sent->seen.Wait(Clock::now()) && timeout_ms < 20000);
+      ASSERT_TRUE(sent->seen.Wait(Clock::now()));
       ASSERT_TRUE(IsOk(Put(*far_, keys_[0], value)));
-      EXPECT_TRUE(Fails(BeginCall(*node, server_->address(), function, **sent).get(),
+      EXPECT_TRUE(Fails(BeginCall(*node, server_->address(), function, *sent->args).get(),
                         Code::kAborted, "given this call up"));
       EXPECT_EQ(Must(writer_->GetBytes(keys_[0], Soon())), value);
       EXPECT_EQ(host_->stats().pinned, 0);

@@ -20,6 +20,7 @@ class ProducerPeer {
   ProducerPeer(const std::shared_ptr<KvPool>& pool, const Config& config) {
     LookupProducer::Options options = ProducerOptions(pool);
     options.config = config;
+    options.reply_lease_ms = 200;
     producer_ = Must(LookupProducer::Create(options));
   }
 

@@ -63,7 +63,7 @@ TEST(LookupProcesses, EachEntryOnce) {
   std::vector<std::string> lookups[2];
   for (int64_t i = 0; i < kEntries; ++i) {
     for (const int c : {0, 1}) {
-      lookups[c].push_back(consumers[c]->Lookup(absl::StrCat(i, ",7"), {2 * i, 2 * i + 1}, 3000));
+      lookups[c].push_back(consumers[c]->Lookup(absl::StrCat(i, ",7"), {2 * i, 2 * i + 1}, 8000));
     }
     if (i >= kEntries / 2) insert(i - kEntries / 2);
   }
@@ -73,7 +73,7 @@ TEST(LookupProcesses, EachEntryOnce) {
   for (int64_t i = 0; i < kEntries; ++i) {
     bool got = false;
     for (const int c : {0, 1}) {
-      const std::string status = consumers[c]->Wait(lookups[c][i], 10000);
+      const std::string status = consumers[c]->Wait(lookups[c][i], 20000);
       if (status != "OK") {
         EXPECT_TRUE(absl::StartsWith(status, "DEADLINE_EXCEEDED")) << status;
         continue;
@@ -169,14 +169,14 @@ TEST(LookupProcesses, AProducerIsKilledInTheMiddle) {
     Insert(victim, Count(0, kPages * 16), pages);
     const int64_t received = consumer.Metric("bytes_received");
     const std::string broken = consumer.Lookup("any", pages, 60000);
-    const std::string missing = consumer.Lookup("77", {9}, 2000);
+    const std::string missing = consumer.Lookup("77", {9}, 5000);
     const std::string waiting = consumer.Lookup("88", {9}, 60000);
     ASSERT_TRUE(Waits(survivor, 2));
     ASSERT_TRUE(
         WaitFor([&] { return consumer.Metric("bytes_received") > received + 4096; }, Soon()));
     victim.Kill();
     // At once: its deadline is at 60 s.
-    if (!absl::StartsWith(consumer.Wait(broken, 3000), "UNAVAILABLE")) continue;
+    if (!absl::StartsWith(consumer.Wait(broken, 15000), "UNAVAILABLE")) continue;
     const std::string late = consumer.Wait(missing, 20000);
     EXPECT_TRUE(absl::StartsWith(late, "DEADLINE_EXCEEDED: lookup: no matching entry came in time"))
         << late;

@@ -15,7 +15,7 @@ from vllm_workers import LAYERS, Workers, publication, wait_for  # noqa: E402
 
 
 def test_what_waits_in_the_decode_engine_is_kept():
-    workers = Workers(lease_ms=1000)
+    workers = Workers(lease_ms=4000)  # To connect and to ask in.
     workers.prefill.publish([publication(101, [1, 2]), publication(102, [3, 4])])
     workers.source.compute(workers.prefill, [1, 2, 3, 4])
     part = workers.part(101, [7, 8])

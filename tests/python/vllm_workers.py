@@ -15,7 +15,7 @@ from kvferry.vllm.worker import DecodeWorker, PrefillWorker
 from waiting import wait_for as wait
 
 LAYERS = 3
-DEADLINE_S = 10.0
+DEADLINE_S = 20.0
 wait_for = functools.partial(wait, seconds=DEADLINE_S)
 
 

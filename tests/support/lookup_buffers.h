@@ -21,7 +21,7 @@ inline LookupProducer::Options ProducerOptions(std::shared_ptr<const KvPool> poo
   options.name = "producer";
   options.max_bytes = pool->num_pages() * pool->layout().page_bytes();
   options.pool = std::move(pool);
-  options.reply_lease_ms = 200;
+  options.reply_lease_ms = 1000;  // To fetch in. Tests that wait for its end may choose another.
   return options;
 }
 
