@@ -136,8 +136,13 @@ TEST(CopiedPages, AreHandedOutInTurn) {
       Fails(pages->Allocate(5, Soon()), Code::kResourceExhausted, "5 pages", "copy_pages is 4"));
   absl::StatusOr<PageRuns> second;
   const Deadline soon = Soon();
-  std::thread waiting([&] { second = pages->Allocate(4, soon); });
+  std::atomic<bool> ended = false;
+  std::thread waiting([&] {
+    second = pages->Allocate(4, soon);
+    ended = true;
+  });
   ASSERT_TRUE(WaitFor([&] { return WaitsFor(*pages, 1); }, Soon()));
+  EXPECT_FALSE(WaitFor([&] { return ended.load(); }, DeadlineInMs(20)));  // Asleep again by then.
   pages->Free(first);
   waiting.join();
   EXPECT_LT(Clock::now(), soon);  // It was told.
@@ -146,9 +151,13 @@ TEST(CopiedPages, AreHandedOutInTurn) {
   pages->Free(*second);
   const PageRuns third = Must(pages->Allocate(3, Soon()));
   const Deadline later = Soon();
-  std::thread closed(
-      [&] { EXPECT_TRUE(Fails(pages->Allocate(4, later), Code::kCancelled, "closed")); });
+  ended = false;
+  std::thread closed([&] {
+    EXPECT_TRUE(Fails(pages->Allocate(4, later), Code::kCancelled, "closed"));
+    ended = true;
+  });
   ASSERT_TRUE(WaitFor([&] { return WaitsFor(*pages, 1); }, Soon()));
+  EXPECT_FALSE(WaitFor([&] { return ended.load(); }, DeadlineInMs(20)));
   pages->Close();
   closed.join();
   EXPECT_LT(Clock::now(), later);

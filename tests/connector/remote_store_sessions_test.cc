@@ -330,6 +330,42 @@ TEST_F(RemotePages, WhatIsFetchedLateIsNotPut) {
   }
 }
 
+// Values on their way have so much memory together, and what was refused none of it.
+TEST(RemoteValues, WhatIsRefusedBesideOthersTakesNoRoom) {
+  constexpr int64_t kBytes = 200 << 20;
+  const std::shared_ptr<KvPool> pool = Must(KvPool::Create(Flat(1 << 20), 1));
+  const auto server = Serve(Must(HostStore::Create({Flat(1 << 20), 300 << 20, 0})));
+  GatedLeases leases{SmallChunks()};
+  const auto late = StartNode(pool, &leases), node = StartNode(pool);
+  const auto put = [&](Node& from) {
+    Fields args = KeyArgs("key");
+    args.Set("lease", 1).Set("bytes", static_cast<uint64_t>(kBytes));
+    return BeginCall(from, server->address(), store_call::kPut, args);
+  };
+  auto first = put(*late);
+  ASSERT_TRUE(leases.asked.Wait(Soon()));
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_TRUE(Fails(put(*node).get(), Code::kResourceExhausted, "beside others on their way"));
+  }
+  leases.go_on.Open();
+  EXPECT_FALSE(first.get().ok());  // It has no such lease, and neither has the other.
+  EXPECT_TRUE(
+      WaitFor([&] { return !absl::IsResourceExhausted(put(*node).get().status()); }, Soon()));
+}
+
+// Whose caller has not come for it by the call's deadline has given up: others need the memory.
+TEST_F(RemotePages, WhatNobodyComesForIsNotHeldBeyondTheCallsDeadline) {
+  const auto host = MakeHost(1);
+  const auto server = Serve(host);
+  const auto node = StartNode(target_);
+  ASSERT_TRUE(AllOk(host->PutPages(Views({"key"}), *source_, std::vector<int64_t>{1}, Soon())));
+  const absl::StatusOr<Fields> got =
+      BeginCall(*node, server->address(), store_call::kGetPages, KeyArgs("key"), DeadlineInMs(1000))
+          .get();
+  ASSERT_TRUE(IsOk(got));
+  EXPECT_TRUE(WaitFor([&] { return host->Reserve(1).ok(); }, DeadlineInMs(6000)));
+}
+
 // Of a client that does not say which it is, nothing is known.
 TEST_F(RemotePages, AnEraWithoutAClientSaysNothing) {
   const auto node = StartNode(target_);

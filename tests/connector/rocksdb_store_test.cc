@@ -345,7 +345,7 @@ TEST(RocksDbStores, WhatIsDamagedIsAMissAlsoWhereItCannotBeDropped) {
 TEST(RocksDbStores, EntriesThatMakeNoSenseAreNotTakenForOurs) {
   const std::string key(KvStore::kMaxKeyBytes, 'k');
   const std::vector<std::pair<std::string, std::string>> bad = {
-      {"12345678", EntryText(100, "")},        {"12345678", EntryText(100, key + "k")},
+      {"12345678", EntryText(100, "")},        {"12345678", EntryText(1000, key + "k")},
       {"12345678", EntryText(25, "a")},        {"12345678", "short"},
       {"123456789", EntryText(100, "longer")}, {"1234567", EntryText(100, "shorter")}};
   for (const auto& [record_key, text] : bad) {
