@@ -328,7 +328,7 @@ void LeaseTable::NothingNeeded(uint64_t lease_id, LeaseReader reader) {
   const auto found = leases_.find(lease_id);
   if (found == leases_.end()) return NothingNeededOfUnpublished(lease_id, reader);
   Lease& lease = found->second;
-  if (lease.state == State::kWithdrawing || lease.state == State::kTaken) return;
+  if (lease.state == State::kWithdrawing) return;
   lease.readers.NeedsNothing(reader);
   if (lease.readers.all_done()) End(lease_id, LeaseOutcome::kFetched);
 }

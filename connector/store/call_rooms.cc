@@ -36,7 +36,6 @@ class CallRooms::Taken {
 };
 
 absl::Status CallRooms::Check(const Room& of_peer) const {
-  if (of_peer.calls == 0) return absl::OkStatus();
   KVFERRY_RETURN_IF_ERROR(CheckShare(of_peer.calls, all_.calls, kMaxCalls, "calls"));
   return CheckShare(of_peer.bytes, all_.bytes, kMaxBytes, "bytes of calls");
 }

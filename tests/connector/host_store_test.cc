@@ -178,6 +178,16 @@ TEST(HostStores, ALeaseKeepsItsBytes) {
   EXPECT_TRUE(IsOk(Put(*store, "b", ValueOf(2, 1, 21))));
 }
 
+// It is nobody's any more but the lease's.
+TEST(HostStores, WhatIsErasedUnderALeaseIsNotPinned) {
+  const auto store = Must(HostStore::Create({Must(HostStore::FlatLayout(10)), 100, 0}));
+  ASSERT_TRUE(IsOk(Put(*store, "a", Bytes(10))));
+  ASSERT_TRUE(IsOk(store->Pin("a", Soon())));
+  const HostStore::ReadLease lease = Must(store->Acquire("a"));
+  ASSERT_TRUE(IsOk(store->Erase("a", Soon())));
+  EXPECT_EQ(store->stats().pinned, 0);
+}
+
 TEST(HostStores, ALeasedEntryIsNotEvicted) {
   const auto store = Small(2);
   ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 10))));

@@ -123,6 +123,30 @@ TEST_F(LeaseReaders, WithdrawnWhenNoneReads) {
   EXPECT_EQ(Ended(), "released");
 }
 
+// Its pages would be somebody else's while that one reads them.
+TEST_F(LeaseReaders, OneThatIsGoneLeavesTheOtherReading) {
+  ASSERT_TRUE(IsOk(Publish()));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, kFirst)));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, kSecond)));
+  table_.OnReaderGone(kLease, kFirst, kGone);
+  table_.Tick(At(1000000));
+  EXPECT_EQ(Ended(), "none");
+  EXPECT_FALSE(Must(table_.Withdraw(kLease)));
+  table_.GoOn(kLease, kSecond, At(100));
+  EXPECT_EQ(Ended(), "released");
+}
+
+// Who took it was told that it is theirs: nothing puts it back.
+TEST_F(LeaseReaders, NoneComesForWhatIsTaken) {
+  ASSERT_TRUE(IsOk(Publish()));
+  ASSERT_TRUE(IsOk(table_.BeginTransfer(kLease, kFirst)));
+  ASSERT_TRUE(IsOk(table_.Take(kLease)));
+  EXPECT_TRUE(Fails(table_.BeginTransfer(kLease, kSecond), absl::StatusCode::kFailedPrecondition,
+                    "being fetched already"));
+  table_.GoOn(kLease, kFirst, At(100));
+  EXPECT_EQ(Ended(), "fetched");
+}
+
 // One that has all of it does not come again when it is published again.
 TEST_F(LeaseReaders, UnpublishedBetweenTwo) {
   ASSERT_TRUE(IsOk(Publish()));

@@ -338,6 +338,7 @@ TEST_F(Leases, MemoryOfEndedLeasesIsBounded) {
 // Of ids that they invent, without end.
 TEST_F(Leases, WhatPeersSayOfOthersIsNotForgottenInPlaceOfOurs) {
   constexpr uint64_t kFetched = 1, kGivenUp = 2, kUnpublished = 3, kUnneeded = 4, kLive = 5;
+  constexpr uint64_t kAwaited = 6;  // To be published again.
   ASSERT_TRUE(IsOk(Publish(kFetched)));
   ASSERT_TRUE(IsOk(table_.BeginTransfer(kFetched, {})));
   table_.EndTransfer(kFetched, {}, absl::OkStatus());
@@ -350,11 +351,19 @@ TEST_F(Leases, WhatPeersSayOfOthersIsNotForgottenInPlaceOfOurs) {
   table_.NothingNeeded(kUnneeded, {1, 2});
   EXPECT_FALSE(IsOk(table_.BeginTransfer(kLive, {})));  // Not published yet.
   ASSERT_TRUE(IsOk(Publish(kLive, 60000)));
+  ASSERT_TRUE(IsOk(Publish(kAwaited)));
+  ASSERT_TRUE(Must(table_.Unpublish(kAwaited)));
+  for (const uint64_t lease : {kGivenUp, kAwaited}) {
+    EXPECT_FALSE(IsOk(table_.BeginTransfer(lease, {})));
+  }
   for (uint64_t lease = 100000; lease < 170000; ++lease) {
     EXPECT_TRUE(Fails(table_.BeginTransfer(lease, {0, 2}), absl::StatusCode::kNotFound));
     table_.NothingNeeded(lease, {0, 2});
     table_.NothingNeeded(lease + 100000, {});
   }
+  const std::vector<uint64_t> asked = {kFetched, kUnpublished, kUnneeded,
+                                       kLive,    kGivenUp,     kAwaited};
+  EXPECT_EQ(table_.AskedFor(asked), asked);
   EXPECT_TRUE(Fails(table_.BeginTransfer(kFetched, {}), absl::StatusCode::kFailedPrecondition,
                     "has already been fetched"));
   EXPECT_TRUE(IsOk(table_.Take(kFetched)));
@@ -363,7 +372,6 @@ TEST_F(Leases, WhatPeersSayOfOthersIsNotForgottenInPlaceOfOurs) {
   EXPECT_TRUE(Fails(Publish(kGivenUp), absl::StatusCode::kAlreadyExists));
   EXPECT_TRUE(Fails(table_.BeginTransfer(kUnneeded, {}), absl::StatusCode::kFailedPrecondition,
                     "needs nothing"));
-  EXPECT_EQ(table_.AskedFor({kFetched, kUnpublished, kUnneeded, kLive}).size(), 4u);
   ASSERT_TRUE(IsOk(Publish(kUnpublished)));
   EXPECT_TRUE(Fails(table_.BeginTransfer(kUnpublished, {0, 2}),
                     absl::StatusCode::kFailedPrecondition, "already been fetched by reader 0"));

@@ -446,6 +446,29 @@ TEST_F(LookupBuffers, AnOversizeItemIsRefusedAtOnce) {
                     Code::kResourceExhausted, std::to_string(options.max_bytes + 1)));
 }
 
+// Else the list of them would grow without end.
+TEST_F(LookupBuffers, WhoDoesNotTakeWhatIsGoneInsertsNoMore) {
+  LookupProducer::Options options = ProducerOptions(their_pool_);
+  options.config.max_leases = 2;
+  producer_ = Must(LookupProducer::Create(options));
+  const auto consumer = Consumer();
+  for (int32_t i = 0; i < 2; ++i) {
+    Insert({i}, {i});
+    EXPECT_TRUE(IsOk(Take(*consumer, Lookup(Tokens{i}, {i}))));
+  }
+  absl::Status refused;
+  EXPECT_TRUE(WaitFor(
+      [&] {
+        refused = producer_->Insert(Tokens{7}, {}, Pages{7}, Clock::now()).status();
+        return absl::IsResourceExhausted(refused);
+      },
+      Soon()));
+  EXPECT_TRUE(Fails(refused, Code::kResourceExhausted, "max_leases (2)", "have not been taken"));
+  EXPECT_EQ(producer_->TakeGone().size(), 2u);
+  EXPECT_FALSE(
+      absl::IsResourceExhausted(producer_->Insert(Tokens{8}, {}, Pages{8}, Clock::now()).status()));
+}
+
 TEST_F(LookupBuffers, BadOptions) {
   const auto producer = [&](const auto& change) {
     LookupProducer::Options options = ProducerOptions(their_pool_);
@@ -475,6 +498,12 @@ TEST_F(LookupBuffers, BadOptions) {
   EXPECT_TRUE(Fails(consumer({}), Code::kInvalidArgument, "no producers"));
   EXPECT_TRUE(Fails(consumer({"nonsense"}), Code::kInvalidArgument));
   EXPECT_TRUE(Fails(consumer({"tcp://10.9.8.7:1"}), Code::kPermissionDenied));
+  LookupConsumer::Options of_rank = ConsumerOptions(pool_, {producer_->address()});
+  for (const int64_t partition : {int64_t{-1}, kMaxLookupPartition + 1}) {
+    of_rank.partition = partition;
+    EXPECT_TRUE(Fails(LookupConsumer::Create(of_rank), Code::kInvalidArgument,
+                      "partition is " + std::to_string(partition)));
+  }
 }
 
 TEST_F(LookupBuffers, BadRequestsStartNothing) {

@@ -121,6 +121,7 @@ TEST(LookupTables, AQueryThatFindsNoMemoryIsNone) {
   for (int i = 0; i < 20; ++i) ASSERT_TRUE(IsOk(table->Insert({100}, 1, Number(0), Now())));
   EXPECT_EQ(table->num_waiting(), 0);
   EXPECT_EQ(table->num_entries(), 0);
+  EXPECT_EQ(table->Expire(Now()), std::nullopt);  // No deadline is left of any.
 }
 
 // Whoever asks next has it.
@@ -187,9 +188,12 @@ TEST(LookupTables, AnEntryThatWaitsForRoomCanBeTaken) {
   const auto table = Table(10);
   ASSERT_TRUE(IsOk(table->Insert({1}, 10, Number(1), Now())));
   absl::Status inserted = absl::UnknownError("still waiting");
-  std::thread producer([&] { inserted = table->Insert({2}, 8, Number(2), Soon()); });
+  const Deadline soon = Soon();
+  std::thread producer([&] { inserted = table->Insert({2}, 8, Number(2), soon); });
+  ASSERT_TRUE(WaitFor([&] { return table->num_entries() == 2; }, soon));
   const Taken taken = Must(Take(*table, Tokens{2}, Soon()));
   producer.join();
+  EXPECT_LT(Now(), soon);  // It was told.
   EXPECT_EQ(NumberOf(taken), 2);
   EXPECT_TRUE(IsOk(inserted));
   EXPECT_EQ(table->bytes(), 10);  // Only the other one's.
@@ -217,6 +221,34 @@ TEST(LookupTables, InsertWaitsForRoomUpToItsDeadline) {
   taken.reset();
   producer.join();
   EXPECT_EQ(table->bytes(), 5);
+}
+
+TEST(LookupTables, RoomGoesToWhoWaitsFirst) {
+  const auto table = Table(10);
+  ASSERT_TRUE(IsOk(table->Insert({1}, 8, Number(1), Now())));
+  std::thread first([&] { EXPECT_TRUE(IsOk(table->Insert({2}, 5, Number(2), Soon()))); });
+  ASSERT_TRUE(WaitFor([&] { return table->num_entries() == 2; }, Soon()));
+  // A short one would fit; a stream of them would keep the long one out for ever.
+  EXPECT_TRUE(Fails(table->Insert({3}, 1, Number(3), Now()), kLate, "8 of 10"));
+  Must(table->TryTake(Tokens{1}));
+  first.join();
+  EXPECT_TRUE(IsOk(table->Insert({3}, 1, Number(3), Now())));
+}
+
+// Which nothing else would tell it: no room is made.
+TEST(LookupTables, WhoWaitsBehindOneThatIsLateIsServed) {
+  const auto table = Table(10);
+  ASSERT_TRUE(IsOk(table->Insert({1}, 8, Number(1), Now())));
+  std::atomic<bool> late = false;
+  std::thread first([&] {
+    EXPECT_TRUE(Fails(table->Insert({2}, 5, Number(2), DeadlineInMs(300)), kLate));
+    late = true;
+  });
+  ASSERT_TRUE(WaitFor([&] { return table->num_entries() == 2 || late; }, Soon()));
+  const Deadline soon = Soon();
+  EXPECT_TRUE(IsOk(table->Insert({3}, 1, Number(3), soon)));
+  EXPECT_LT(Now(), soon);
+  first.join();
 }
 
 TEST(LookupTables, WhatCanNeverFitIsRefusedAtOnce) {
@@ -281,17 +313,21 @@ TEST(LookupTables, CloseEndsEverythingThatWaits) {
   const auto table = Table(10);
   ASSERT_TRUE(IsOk(table->Insert({1}, 10, Number(1), Now())));
   absl::Status producer_status, consumer_status;
-  std::thread producer([&] { producer_status = table->Insert({2}, 5, Number(2), Soon()); });
+  const Deadline soon = Soon();
+  std::thread producer([&] { producer_status = table->Insert({2}, 5, Number(2), soon); });
   std::thread consumer([&] { consumer_status = Take(*table, Tokens{3}, Soon()).status(); });
   ASSERT_TRUE(
       WaitFor([&] { return table->num_entries() == 2 && table->num_waiting() == 1; }, Soon()));
   table->Close();
   producer.join();
   consumer.join();
+  EXPECT_LT(Now(), soon);  // Both were told.
   EXPECT_TRUE(Fails(producer_status, kCancelled, "closed"));
   EXPECT_TRUE(Fails(consumer_status, kCancelled, "closed"));
   EXPECT_TRUE(Fails(table->Insert({1}, 1, nullptr, Soon()), kCancelled));
   EXPECT_TRUE(Fails(table->TryTake(std::nullopt), kCancelled));
+  // Nobody would end it.
+  EXPECT_TRUE(Fails(table->Ask(Tokens{3}, Soon(), [](const auto&) {}), kCancelled));
 }
 
 TEST(LookupTables, AQueryThatIsWithdrawnGetsNothing) {

@@ -24,6 +24,25 @@ const Tokens kTokens = {1, 2, 3};
 
 bool IsTake(const Heard& heard) { return heard.function() == kLookupTakeFunction; }
 bool IsDone(const Heard& heard) { return std::holds_alternative<DoneMsg>(heard.message.body); }
+// What a producer answers that has an entry for a lookup.
+bool IsFound(const Heard& heard) {
+  const auto* reply = std::get_if<ReplyMsg>(&heard.message.body);
+  return reply != nullptr && reply->result.Has("epoch");
+}
+// The same, in its place.
+Fields FoundReply(uint64_t epoch) {
+  return Fields()
+      .Set("epoch", epoch)
+      .Set("tokens", PackTokens(kTokens))
+      .Set("pages", 1)
+      .Set("matched", kTokens.size())
+      .Set("hidden", 0);
+}
+Verdict AnswerWith(Heard& heard, Fields fields) {
+  heard.answer =
+      ReplyMsg{std::get<CallMsg>(heard.message.body).call_id, absl::OkStatus(), std::move(fields)};
+  return Verdict::kAnswer;
+}
 // The answer to a take.
 bool IsTaken(const Heard& heard) {
   const auto* reply = std::get_if<ReplyMsg>(&heard.message.body);
@@ -95,8 +114,8 @@ class LookupTakes : public testing::Test {
 
   const std::shared_ptr<KvPool> their_pool_ = MakePatternPool(SmallLayout(), 16, kTheirs);
   const std::shared_ptr<KvPool> pool_ = MakePatternPool(SmallLayout(), 16, kOurs);
-  // Leases outlast a session; tests of their expiry choose another.
-  std::unique_ptr<LookupProducer> producer_ = Producer(their_pool_, 20000);
+  // Leases outlast a session and all waits of a test; tests of their expiry choose another.
+  std::unique_ptr<LookupProducer> producer_ = Producer(their_pool_, 100000);
   uint64_t entry_ = 0;
   // Seen by the relay, where a test counts them.
   std::atomic<int> num_lookups_ = 0, num_backs_ = 0, num_fetches_ = 0, num_takes_ = 0,
@@ -229,7 +248,7 @@ TEST_F(LookupTakes, AndItsDeadlineIsTheSame) {
 
 TEST_F(LookupTakes, PagesAreChosenForEachEntryThatIsFound) {
   producer_ = Producer(their_pool_, 200);
-  Insert({3});
+  Must(producer_->Insert(kTokens, std::nullopt, Pages{3}, Soon(), std::vector<std::byte>(9)));
   Connect([this](Heard& heard) {
     if (IsTake(heard) && AskNearOnce(20000)) {
       EXPECT_TRUE(IsOk(near_lookup().Wait(Soon())));
@@ -248,6 +267,7 @@ TEST_F(LookupTakes, PagesAreChosenForEachEntryThatIsFound) {
   EXPECT_EQ(allocated, (Pages{1, 2}));
   EXPECT_EQ(far->result().pages, (Pages{1, 2}));
   EXPECT_EQ(far->result().tokens, Tokens(20, 4));
+  EXPECT_EQ(far->result().hidden, nullptr);  // The first one's.
   EXPECT_TRUE(HoldsPages(*pool_, Pages{1, 2}, kTheirs, Pages{5, 6}, 0, 4));
 }
 
@@ -367,14 +387,7 @@ TEST_F(LookupTakes, AnAnswerThatIsNeverHeardDeliversNothing) {
 TEST_F(LookupTakes, AFetchThatHasNoTurnEndsWithItsLookup) {
   relay_.emplace(producer_->address(), [](Heard& heard) {
     if (heard.function() != kLookupFunction) return Verdict::kPass;
-    heard.answer = ReplyMsg{std::get<CallMsg>(heard.message.body).call_id, absl::OkStatus(),
-                            Fields()
-                                .Set("epoch", heard.message.to_epoch + 1)
-                                .Set("tokens", PackTokens(kTokens))
-                                .Set("pages", 1)
-                                .Set("matched", kTokens.size())
-                                .Set("hidden", 0)};
-    return Verdict::kAnswer;
+    return AnswerWith(heard, FoundReply(heard.message.to_epoch + 1));
   });
   LookupConsumer::Options options = ConsumerOptions(pool_, {relay_->address()});
   options.config.max_peers = 1;
@@ -388,7 +401,142 @@ TEST_F(LookupTakes, AFetchThatHasNoTurnEndsWithItsLookup) {
   EXPECT_TRUE(Fails(cancelled->Wait(DeadlineInMs(10000)), Code::kCancelled));
 }
 
+// It was there before its producer began anew, which has others.
+TEST_F(LookupTakes, AnEntryOfAProducerThatIsNoMoreIsLookedForAgain) {
+  int lookups = 0;
+  AskFar([&](Heard& heard) {
+    if (heard.function() != kLookupFunction || lookups++ > 0) return Verdict::kPass;
+    return AnswerWith(heard, FoundReply(heard.message.to_epoch + 1));
+  });
+  ASSERT_TRUE(IsOk(WaitFar()));
+  EXPECT_TRUE(HoldsExactly(*pool_, kOurs, Pages{7}, kTheirs, Pages{3}));
+  ExpectGone(true);
+  relay_.reset();
+  EXPECT_EQ(lookups, 2);
+}
+
+// Of another request it would be decoded as if it were this one's.
+TEST_F(LookupTakes, WhatAProducerSaysThatItHasFoundIsChecked) {
+  struct Row {
+    Fields reply;
+    Code code;
+    std::string words;
+  };
+  const auto found = [] { return FoundReply(1); };
+  const std::vector<Row> rows = {
+      {found().Set("tokens", PackTokens(Tokens{1, 2, 4})), Code::kDataLoss, "but they do not"},
+      {found().Set("matched", 2), Code::kDataLoss, "2 are said to match"},
+      {found().Set("pages", 2), Code::kDataLoss, "3 tokens in 2 pages"},
+      {found().Set("pages", 0), Code::kDataLoss, "3 tokens in 0 pages"},
+      {found().Set("hidden", kMaxLookupHiddenBytes + 1), Code::kInvalidArgument, "hidden"},
+      {found().Set("tokens", ""), Code::kInvalidArgument, "0 tokens"}};
+  std::atomic<size_t> row = 0;
+  std::atomic<int> backs = 0;
+  Connect([&](Heard& heard) {
+    if (heard.function() == kLookupBackFunction) ++backs;
+    if (heard.function() != kLookupFunction) return Verdict::kPass;
+    return AnswerWith(heard, rows[row].reply);
+  });
+  for (; row < rows.size(); ++row) {
+    const auto lookup = Must(far_->DropSelect(Lookup(kTokens, {7})));
+    EXPECT_TRUE(Fails(lookup->Wait(Soon()), rows[row].code, rows[row].words));
+  }
+  // What was leased to them all the same is given back.
+  EXPECT_TRUE(WaitFor([&] { return backs == std::ssize(rows); }, Soon()));
+  EXPECT_TRUE(IsUntouched(*pool_, kOurs));
+  relay_.reset();
+}
+
+TEST_F(LookupTakes, WhatIsFoundTooLateGoesBackAtOnce) {
+  AskFar([](Heard& heard) { return IsFound(heard) ? Verdict::kDrop : Verdict::kPass; },
+         /*timeout_ms=*/300);
+  EXPECT_TRUE(Fails(WaitFar(), Code::kDeadlineExceeded, "no matching entry came in time"));
+  ExpectInTheBuffer();
+}
+
+TEST_F(LookupTakes, WhatThereAreNoPagesForGoesBackAtOnce) {
+  near_ = Consumer(producer_->address());
+  entry_ = Insert({3});
+  LookupConsumer::Request request = Lookup(kTokens, {});
+  request.allocate = [](int64_t) { return absl::ResourceExhaustedError("no pages"); };
+  EXPECT_TRUE(
+      Fails(Must(near_->DropSelect(request))->Wait(Soon()), Code::kResourceExhausted, "no pages"));
+  ExpectInTheBuffer();
+}
+
+// Another producer was faster, and this one's answer was on its way.
+TEST_F(LookupTakes, WhatASecondProducerFoundGoesBackAtOnce) {
+  const auto first = Producer(their_pool_, 100000);
+  relay_.emplace(producer_->address(), [&](Heard& heard) {
+    if (IsFound(heard)) {
+      EXPECT_TRUE(asked_.Wait(Soon()));
+      EXPECT_TRUE(IsOk(first->Insert(kTokens, std::nullopt, Pages{5}, Soon())));
+      EXPECT_TRUE(IsOk(WaitFar()));
+    }
+    return Verdict::kPass;
+  });
+  far_ =
+      Must(LookupConsumer::Create(ConsumerOptions(pool_, {first->address(), relay_->address()})));
+  near_ = Consumer(producer_->address());
+  entry_ = Insert({3});
+  far_lookup_ = Must(far_->DropSelect(Lookup(kTokens, {7})));
+  asked_.Open();
+  EXPECT_TRUE(IsOk(WaitFar()));
+  EXPECT_TRUE(HoldsExactly(*pool_, kOurs, Pages{7}, kTheirs, Pages{5}));
+  ExpectInTheBuffer();
+  relay_.reset();
+}
+
 // ---------------------------------------------------------------- cancels and closings
+
+// Its entry is found, and nothing of it has come.
+TEST_F(LookupTakes, ACancelBeforeTheFetchBegins) {
+  near_ = Consumer(producer_->address());
+  LookupConsumer::Request request = Lookup(kTokens, {});
+  request.allocate = [this](int64_t) {
+    near_lookup_->Cancel();
+    return Pages{7};
+  };
+  near_lookup_ = Must(near_->DropSelect(request));
+  entry_ = Insert({3});
+  EXPECT_TRUE(Fails(near_lookup_->Wait(Soon()), Code::kCancelled));
+  ExpectInTheBuffer();
+}
+
+TEST_F(LookupTakes, ACancelEndsTheFetch) {
+  AskFar([this](Heard& heard) {
+    if (!std::holds_alternative<FetchMsg>(heard.message.body)) return Verdict::kPass;
+    take_seen_.Open();
+    return Verdict::kDrop;
+  });
+  ASSERT_TRUE(take_seen_.Wait(Soon()));
+  far_lookup_->Cancel();
+  EXPECT_TRUE(Fails(far_lookup_->Wait(DeadlineInMs(10000)), Code::kCancelled));
+  ExpectInTheBuffer();
+}
+
+TEST_F(LookupTakes, WhoIsCancelledLeavesItsPlaceAtOnce) {
+  near_ = Consumer(producer_->address());
+  near_lookup_ = AskNear(100000);
+  ASSERT_TRUE(WaitFor([&] { return producer_->num_waiting() == 1; }, Soon()));
+  near_lookup_->Cancel();
+  EXPECT_TRUE(WaitFor([&] { return producer_->num_waiting() == 0; }, Soon()));
+}
+
+// It had gone back, and to somebody else: whoever cancelled does not wait for the next one.
+TEST_F(LookupTakes, ACancelAndAnotherHasIt) {
+  producer_ = Producer(their_pool_, 200);
+  AskFar([this](Heard& heard) {
+    if (!IsTake(heard)) return Verdict::kPass;
+    CancelFar();
+    if (AskNearOnce(20000)) {
+      EXPECT_TRUE(IsOk(near_lookup().Wait(Soon())));
+    }
+    return Verdict::kPass;
+  });
+  EXPECT_TRUE(Fails(far_lookup_->Wait(DeadlineInMs(10000)), Code::kCancelled));
+  ExpectGone(true);
+}
 
 TEST_F(LookupTakes, ACancelWaitsForTheAnswer) {
   AskFar([this](Heard& heard) {

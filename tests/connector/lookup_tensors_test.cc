@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstring>
 #include <numeric>
 #include <thread>
@@ -11,6 +12,7 @@
 #include "tests/pool/guarded_memory.h"
 #include "tests/support/failing_new.h"
 #include "tests/support/lookup_buffers.h"
+#include "tests/support/wait_for.h"
 
 namespace kvferry {
 namespace {
@@ -89,8 +91,38 @@ TEST(KvTensors, BadInput) {
       Fails(CopyTensorsToPages(bytes, bytes, 32, *pool, Must(PageRuns::FromPages(Pages{7, 8}))),
             Code::kOutOfRange, "8"));
   EXPECT_TRUE(IsUntouched(*pool, 1));
-  EXPECT_TRUE(Fails(KvTensorBytes(KvLayout::Mla(1, 16, 8, DType::kBFloat16), 1),
-                    Code::kInvalidArgument, "two equal tensors"));
+  const auto unlike = [](KvTensor key, KvTensor value) {
+    return KvLayout{1, 16, DType::kBFloat16, "NHD", {std::move(key), std::move(value)}};
+  };
+  // More heads, and as many bytes in other heads or of another dtype.
+  for (const KvLayout& layout :
+       {KvLayout::Mla(1, 16, 8, DType::kBFloat16), unlike({"k", 2, 8}, {"v", 1, 8}),
+        unlike({"k", 2, 8}, {"v", 1, 16}), unlike({"k", 2, 8}, {"v", 4, 8, DType::kUint8})}) {
+    EXPECT_TRUE(Fails(KvTensorBytes(layout, 1), Code::kInvalidArgument, "two equal tensors"));
+  }
+}
+
+// Whether somebody waits for more than the `free` pages that there are: they are that one's then.
+bool WaitsFor(CopyPages& pages, int64_t free) {
+  const absl::StatusOr<PageRuns> got = pages.Allocate(free, Clock::now());
+  if (got.ok()) pages.Free(*got);
+  return !got.ok();
+}
+
+// Which nothing else would tell it: no page gets free.
+TEST(CopiedPages, GoToWhoWaitsBehindOneThatIsLate) {
+  const auto pages = Must(CopyPages::Create(4, 4));
+  const PageRuns first = Must(pages->Allocate(3, Soon()));
+  std::atomic<bool> late = false;
+  std::thread waiting([&] {
+    EXPECT_TRUE(Fails(pages->Allocate(4, DeadlineInMs(300)), Code::kDeadlineExceeded));
+    late = true;
+  });
+  ASSERT_TRUE(WaitFor([&] { return WaitsFor(*pages, 1) || late; }, Soon()));
+  const Deadline soon = Soon();
+  EXPECT_TRUE(IsOk(pages->Allocate(1, soon)));
+  EXPECT_LT(Clock::now(), soon);
+  waiting.join();
 }
 
 TEST(CopiedPages, AreHandedOutInTurn) {
@@ -103,16 +135,33 @@ TEST(CopiedPages, AreHandedOutInTurn) {
   EXPECT_TRUE(
       Fails(pages->Allocate(5, Soon()), Code::kResourceExhausted, "5 pages", "copy_pages is 4"));
   absl::StatusOr<PageRuns> second;
-  std::thread waiting([&] { second = pages->Allocate(4, Soon()); });
+  const Deadline soon = Soon();
+  std::atomic<bool> ended = false;
+  std::thread waiting([&] {
+    second = pages->Allocate(4, soon);
+    ended = true;
+  });
+  ASSERT_TRUE(WaitFor([&] { return WaitsFor(*pages, 1); }, Soon()));
+  EXPECT_FALSE(WaitFor([&] { return ended.load(); }, DeadlineInMs(20)));  // Asleep again by then.
   pages->Free(first);
   waiting.join();
+  EXPECT_LT(Clock::now(), soon);  // It was told.
   ASSERT_TRUE(IsOk(second));
   EXPECT_TRUE(Fails(pages->Allocate(1, DeadlineInMs(1)), Code::kDeadlineExceeded, "0 of 4"));
-  std::thread closed(
-      [&] { EXPECT_TRUE(Fails(pages->Allocate(1, Soon()), Code::kCancelled, "closed")); });
+  pages->Free(*second);
+  const PageRuns third = Must(pages->Allocate(3, Soon()));
+  const Deadline later = Soon();
+  ended = false;
+  std::thread closed([&] {
+    EXPECT_TRUE(Fails(pages->Allocate(4, later), Code::kCancelled, "closed"));
+    ended = true;
+  });
+  ASSERT_TRUE(WaitFor([&] { return WaitsFor(*pages, 1); }, Soon()));
+  EXPECT_FALSE(WaitFor([&] { return ended.load(); }, DeadlineInMs(20)));
   pages->Close();
   closed.join();
-  pages->Free(*second);
+  EXPECT_LT(Clock::now(), later);
+  pages->Free(third);
   EXPECT_TRUE(Fails(pages->Allocate(1, Soon()), Code::kCancelled));
   EXPECT_TRUE(Fails(CopyPages::Create(4, -1), Code::kInvalidArgument, "copy_pages is -1"));
   EXPECT_TRUE(Fails(Must(CopyPages::Create(4, 0))->Allocate(1, Soon()), Code::kResourceExhausted));

@@ -232,6 +232,10 @@ TEST_F(Pushing, AnotherNumberOfPagesOrTokens) {
   publication.pages = {60, 3};
   EXPECT_TRUE(Fails(Must(prefill_->Push(receive.ticket, publication, 0))->Wait(Soon()),
                     absl::StatusCode::kFailedPrecondition, "is of 6 pages, the push of 2"));
+  publication.num_tokens = 90;  // It says as many, but they are elsewhere.
+  EXPECT_TRUE(Fails(Must(prefill_->Push(receive.ticket, publication, 0))->Wait(Soon()),
+                    absl::StatusCode::kFailedPrecondition, "is of 6 pages, the push of 2"));
+  publication.num_tokens = 0;
   ReceiveTicket altered = receive.ticket;  // Whoever carried it has changed it.
   altered.num_pages = 2;
   EXPECT_TRUE(Fails(Must(prefill_->Push(altered, publication, 0))->Wait(Soon()),
@@ -269,6 +273,9 @@ TEST_F(Pushing, BeforeAnythingIsSent) {
   bad.lease_ms = 5;
   EXPECT_TRUE(Fails(push(ticket, bad), absl::StatusCode::kInvalidArgument, "lease_ms"));
   bad = publication;
+  bad.num_tokens = PageRuns::kMaxPages + 1;
+  EXPECT_TRUE(Fails(push(ticket, bad), absl::StatusCode::kInvalidArgument, "num_tokens"));
+  bad = publication;
   bad.pages[2] = 64;
   EXPECT_TRUE(Fails(push(ticket, bad), absl::StatusCode::kOutOfRange, "64 pages"));
   EXPECT_EQ(Metric(*prefill_, "peers"), 0);
@@ -284,7 +291,9 @@ TEST_F(Pushing, BeforeAnythingIsSent) {
   EXPECT_TRUE(Fails(receive(INT64_MAX, {0}), absl::StatusCode::kInvalidArgument, "first_page"));
   EXPECT_TRUE(Fails(receive(0, {64}), absl::StatusCode::kOutOfRange, "64 pages"));
   EXPECT_TRUE(Fails(receive(0, {-1}), absl::StatusCode::kInvalidArgument));
-  EXPECT_TRUE(Fails(receive(0, {0}, -1), absl::StatusCode::kInvalidArgument, "num_tokens"));
+  for (const int64_t tokens : {int64_t{-1}, PageRuns::kMaxPages + 1}) {
+    EXPECT_TRUE(Fails(receive(0, {0}, tokens), absl::StatusCode::kInvalidArgument, "num_tokens"));
+  }
   EXPECT_TRUE(Fails(receive(0, {0}, 0, -1), absl::StatusCode::kInvalidArgument, "timeout_ms"));
   EXPECT_EQ(Metric(*decode_, "receives_waiting"), 1);
 }

@@ -167,6 +167,10 @@ TEST_F(TicketRefused, PublishErrors) {
   EXPECT_TRUE(
       Fails(prefill_->Publish(publication), absl::StatusCode::kInvalidArgument, "lease_ms"));
   publication.lease_ms = 0;
+  publication.num_tokens = -1;
+  EXPECT_TRUE(
+      Fails(prefill_->Publish(publication), absl::StatusCode::kInvalidArgument, "num_tokens"));
+  publication.num_tokens = 0;
   publication.lease_id = 77;
   EXPECT_TRUE(IsOk(prefill_->Publish(publication)));
   EXPECT_TRUE(Fails(prefill_->Publish(publication), absl::StatusCode::kAlreadyExists, "4d"));

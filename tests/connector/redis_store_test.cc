@@ -452,6 +452,9 @@ TEST_F(RedisStoreTest, PasswordsUsersAndDatabases) {
                     Code::kPermissionDenied, "NOPERM"));
   EXPECT_TRUE(
       Fails(put({.password = "secret", .database = 99}), Code::kFailedPrecondition, "database 99"));
+  // What was wrong first is said, and not what became of the rest.
+  EXPECT_TRUE(
+      Fails(put({.password = "guess", .database = 3}), Code::kPermissionDenied, "WRONGPASS"));
   EXPECT_TRUE(IsOk(put({.password = "secret", .database = 3})));
   EXPECT_TRUE(IsOk(put({.username = "eve", .password = "hers"})));
   const auto other = MakeStore({.port = server.port(), .password = "secret", .database = 4});
@@ -563,6 +566,7 @@ TEST_F(RedisStoreTest, BatchesOfManyRounds) {
   const std::vector<absl::Status> failed = store->GetBatch(gets, Soon());
   ASSERT_EQ(failed.size(), kItems);
   for (const absl::Status& status : failed) EXPECT_TRUE(Fails(status, Code::kUnavailable));
+  EXPECT_EQ(store->stats().errors, 1);  // It is not waited for again in each round.
 }
 
 // ---------------------------------------------------------------- servers that misbehave
@@ -621,6 +625,7 @@ TEST(RedisStoreAgainst, AServerThatTalksNonsense) {
       "",
       ":\r\n",
       "$5000000\r\n" + std::string(5000000, 'x'),
+      "$5000000\r\n" + std::string(5000000, 'x') + "\r\n",
   };
   for (const std::string& text : nonsense) {
     SCOPED_TRACE(text.substr(0, 20));
@@ -653,6 +658,34 @@ TEST(RedisStoreAgainst, AReplyNobodyAskedForEndsTheConnection) {
   EXPECT_TRUE(first.ok() ? *first == 1 : absl::IsUnavailable(first.status()));
   EXPECT_EQ(Must(store->Exists(keys, Soon())), 0);  // And not 1, the first connection's.
   EXPECT_EQ(connections, 2);
+}
+
+// Of which the rest would be taken for the next one's.
+TEST(RedisStoreAgainst, AConnectionWithPartOfAnotherReplyIsNotUsedAgain) {
+  const ScriptedServer server([&](int fd, int connection) {
+    ScriptedServer::Read(fd);
+    ScriptedServer::Say(fd, connection == 1 ? ":1\r\n:" : ":0\r\n");
+    if (connection == 1 && ScriptedServer::Read(fd)) ScriptedServer::Say(fd, "1\r\n");
+  });
+  const auto store = MakeStore({.port = server.port(), .connections = 1});
+  const std::vector<std::string_view> keys = {"a"};
+  EXPECT_EQ(Must(store->Exists(keys, Soon())), 1);
+  EXPECT_EQ(Must(store->Exists(keys, Soon())), 0);
+}
+
+// It would take what comes next for the rest of the value.
+TEST(RedisStoreAgainst, AConnectionWithHalfACommandIsNotUsedAgain) {
+  const ScriptedServer server([&](int fd, int connection) {
+    ScriptedServer::Read(fd);
+    if (connection > 1) return ScriptedServer::Say(fd, ":1\r\n");
+    ScriptedServer::Say(fd, "-ERR unknown command\r\n-ERR unknown command\r\n");
+    ScriptedServer::Read(fd);
+    ScriptedServer::Say(fd, "+OK\r\n");  // And reads no more of it.
+  });
+  const auto store = MakeStore({.port = server.port(), .connections = 1});
+  EXPECT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 1, 32 << 20))));  // More than sockets hold.
+  const std::vector<std::string_view> keys = {"a"};
+  EXPECT_EQ(Must(store->Exists(keys, Soon())), 1);
 }
 
 TEST(RedisStoreAgainst, AConnectionOfWhichAReplyIsDueIsNotUsedAgain) {
@@ -690,7 +723,7 @@ TEST(RedisStoreAgainst, AConnectionWhoseValueFoundNoMemoryIsGivenBack) {
 
 // For what the server calls its connection, and to say that there was no answer.
 TEST(RedisStoreAgainst, AWriteThatIsBrokenOffIsEndedAlsoWhereMemoryRanOut) {
-  const std::string run(40, 'f');
+  const std::string run(50, 'f');  // Not as long as what is said late: each is a size of its own.
   std::atomic<bool> answers = true;
   std::atomic<int> num_unanswered = 0, num_ended = 0;
   const ScriptedServer server([&](int fd, int) {
@@ -723,8 +756,11 @@ TEST(RedisStoreAgainst, AWriteThatIsBrokenOffIsEndedAlsoWhereMemoryRanOut) {
       EXPECT_THROW((void)Put(*store, "a", value, DeadlineInMs(100)), std::bad_alloc);
     }
     answers = true;
-    EXPECT_TRUE(IsOk(Put(*store, "a", value)));
-    EXPECT_EQ(num_ended, num_unanswered);
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_TRUE(IsOk(Put(*store, "a", value)));
+      EXPECT_EQ(num_unanswered, bytes == late.size() + 1 ? 1 : 0);  // Else none was sent.
+      EXPECT_EQ(num_ended, num_unanswered);                         // Once.
+    }
   }
 }
 
@@ -736,9 +772,49 @@ TEST(RedisStoreAgainst, AServerThatIsStillLoading) {
       }
     }
   });
-  const auto store = MakeStore({.port = server.port()});
+  auto store = MakeStore({.port = server.port()});
   EXPECT_TRUE(Fails(Get(*store, "a"), Code::kUnavailable, "LOADING"));
   EXPECT_TRUE(Fails(Put(*store, "a", ValueOf(1, 1, 10)), Code::kUnavailable, "LOADING"));
+  store.reset();  // It has one connection at a time.
+  // Nothing is wrong with what it is told first.
+  store = MakeStore({.port = server.port(), .password = "secret", .database = 3});
+  EXPECT_TRUE(Fails(Get(*store, "a"), Code::kUnavailable, "LOADING"));
+}
+
+// As one that begins to load in between. Without what it did not say the write could come after a
+// later one, so it is not sent.
+TEST(RedisStoreAgainst, AServerThatCannotSayWhatAWriteNeeds) {
+  const std::string loading = "-LOADING Redis is loading the dataset in memory\r\n";
+  for (const absl::string_view about : {"CLIENT\r\n$2\r\nID", "KILL"}) {
+    SCOPED_TRACE(about);
+    std::atomic<bool> loads = about != "KILL", answers = true;
+    const ScriptedServer server([&](int fd, int) {
+      char bytes[4096];
+      for (ssize_t got = 0; (got = recv(fd, bytes, sizeof(bytes), 0)) > 0;) {
+        const absl::string_view said(bytes, got);
+        if (loads && absl::StrContains(said, about)) {
+          for (int64_t i = std::ranges::count(said, '*'); i > 0; --i) {
+            ScriptedServer::Say(fd, loading);
+          }
+        } else if (absl::StrContains(said, "INFO")) {
+          ScriptedServer::Say(fd, ":7\r\n$10\r\nrun_id:abc\r\n");
+        } else if (answers) {
+          ScriptedServer::Say(fd, absl::StrContains(said, "KILL") ? ":1\r\n" : "+OK\r\n");
+        }
+      }
+    });
+    const auto store = MakeStore({.port = server.port(), .connections = 1});
+    const Bytes value = ValueOf(1, 1, 100);
+    if (!loads) {
+      answers = false;
+      EXPECT_TRUE(Fails(Put(*store, "a", value, DeadlineInMs(100)), Code::kDeadlineExceeded));
+      loads = answers = true;
+    }
+    EXPECT_TRUE(Fails(Put(*store, "a", value), Code::kUnavailable, "LOADING"));
+    EXPECT_EQ(store->stats().puts, 0);
+    loads = false;
+    EXPECT_TRUE(IsOk(Put(*store, "a", value)));
+  }
 }
 
 // ---------------------------------------------------------------- the header
@@ -754,6 +830,10 @@ TEST(ValueHeader, TellsAValueFromWhatIsNone) {
   EXPECT_EQ(Bytes(CheckedValue("key", whole)->begin(), CheckedValue("key", whole)->end()), value);
   EXPECT_EQ(LengthInHeader(whole), 100);
   EXPECT_FALSE(CheckedValue("kez", whole).has_value());
+  EXPECT_FALSE(CheckedValue("key", MakeValueHeader("key", {})).has_value());  // None has 0 bytes.
+  for (size_t length = 0; length < kValueHeaderBytes; ++length) {
+    EXPECT_FALSE(LengthInHeader(std::span(whole).first(length)).has_value()) << length;
+  }
   for (size_t length = 0; length < whole.size(); ++length) {
     EXPECT_FALSE(CheckedValue("key", std::span(whole).first(length)).has_value()) << length;
   }

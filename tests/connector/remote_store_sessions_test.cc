@@ -102,6 +102,9 @@ TEST_F(RemoteSessions, AFetchThatIsRefusedIsMadeAnew) {
   });
   EXPECT_TRUE(IsOk(far_->GetBytes(keys_[0], Soon())));
   EXPECT_EQ(num_fetches, 3);
+  num_fetches = 0;
+  EXPECT_TRUE(AllOk(far_->GetPages(Views(keys_), *target_, pages_, Soon())));
+  EXPECT_TRUE(HoldsExactly(*target_, 2, pages_, 1, pages_));
   num_refused = 1000;
   EXPECT_TRUE(Fails(far_->GetBytes(keys_[0], Soon()), Code::kUnavailable, "expired"));
   for (const absl::Status& status : far_->GetPages(Views(keys_), *target_, pages_, Soon())) {
@@ -126,6 +129,98 @@ TEST_F(RemoteSessions, AFetchIsWaitedForWithoutMemoryToo) {
       },
       [&] { ASSERT_EQ(Metric(*far_, "fetches_active"), 0); });
   EXPECT_TRUE(Fails(got, Code::kDeadlineExceeded));
+}
+
+TEST_F(RemoteSessions, PagesThatDidNotComeInTimeAreNotThere) {
+  PutAll();
+  Connect([](const Heard& heard) {
+    return std::holds_alternative<FetchMsg>(heard.message.body) ? Verdict::kDrop : Verdict::kPass;
+  });
+  for (const auto& status : far_->GetPages(Views(keys_), *target_, pages_, DeadlineInMs(500))) {
+    EXPECT_TRUE(Fails(status, Code::kDeadlineExceeded));
+  }
+  EXPECT_TRUE(IsUntouched(*target_, 2));
+}
+
+// The server has what it wanted, and the client does not hear that: the caller may write into its
+// pages from then on, and nothing of it is sent.
+TEST_F(RemoteSessions, NothingIsReadOfPagesWhosePutIsOver) {
+  Connect([](const Heard& heard) {
+    return std::holds_alternative<DoneMsg>(heard.message.body) ? Verdict::kDrop : Verdict::kPass;
+  });
+  EXPECT_TRUE(AllOk(far_->PutPages(Views(keys_), *target_, pages_, Soon())));
+  EXPECT_EQ(Metric(*far_, "transfers_active"), 0);
+  EXPECT_TRUE(IsOk(Put(*far_, "value", Bytes(1000))));
+  EXPECT_EQ(Metric(*far_, "transfers_active"), 0);
+}
+
+// Else the server would keep it for as long as the call could have lasted.
+TEST_F(RemoteSessions, WhatIsOfAnotherLengthIsDeclined) {
+  ASSERT_TRUE(IsOk(Put(*writer_, "value", Bytes(1000))));
+  std::atomic<int> num_fetches = 0, num_declined = 0;
+  const auto connected = ConnectWhile([&](Heard& heard) {
+    if (std::holds_alternative<FetchMsg>(heard.message.body)) ++num_fetches;
+    if (std::holds_alternative<DoneMsg>(heard.message.body)) ++num_declined;
+    return Verdict::kPass;
+  });
+  Bytes into(10);
+  const std::span<std::byte> out = into;
+  EXPECT_TRUE(Fails(far_->Get("value", {&out, 1}, Soon()), Code::kFailedPrecondition, "1000 bytes",
+                    "for it 10"));
+  EXPECT_TRUE(WaitFor([&] { return num_declined == 1; }, Soon()));
+  const auto modest = Dial(relay_->address(), target_, /*max_value_bytes=*/100);
+  EXPECT_TRUE(Fails(modest->GetBytes("value", Soon()), Code::kFailedPrecondition, "1000 bytes",
+                    "1 to 100"));
+  EXPECT_TRUE(WaitFor([&] { return num_declined == 2; }, Soon()));
+  EXPECT_EQ(num_fetches, 0);
+  const int64_t calls = Metric(*modest, "calls_started");
+  EXPECT_TRUE(Fails(Put(*modest, "value", Bytes(101)), Code::kInvalidArgument, "1 to 100"));
+  EXPECT_EQ(Metric(*modest, "calls_started"), calls);
+}
+
+// ---------------------------------------------------------------- what a server says
+
+TEST_F(RemoteSessions, AnswersAboutOtherNumbersOfKeysAreNone) {
+  Fields answer;
+  Connect([&answer](Heard& heard) {
+    const auto* call = std::get_if<CallMsg>(&heard.message.body);
+    if (call == nullptr) return Verdict::kPass;
+    heard.answer = ReplyMsg{call->call_id, absl::OkStatus(), answer};
+    return Verdict::kAnswer;
+  });
+  const absl::Cleanup disconnect = [this] {
+    far_.reset();
+    relay_.reset();
+  };
+  answer.Set("count", 3);
+  EXPECT_TRUE(Fails(far_->Exists(Views(keys_), Soon()), Code::kInvalidArgument, "count"));
+  for (const std::string there : {"\1", "\1\1\1"}) {
+    answer.Set("there", there);
+    EXPECT_FALSE(far_->ExistsEach(Views(keys_), Soon()).ok());
+  }
+  for (const size_t count : {1, 3}) {
+    answer.Set("codes", std::string(count, '\0'));
+    for (const auto& status : far_->GetPages(Views(keys_), *target_, pages_, Soon())) {
+      EXPECT_TRUE(Fails(status, Code::kInternal, "of 2 keys"));
+    }
+  }
+  EXPECT_TRUE(IsUntouched(*target_, 2));
+}
+
+// It has heard the call: only a session that ends is reason to make it anew.
+TEST_F(RemoteSessions, WhatTheServerCannotDoIsAskedOnce) {
+  std::atomic<int> num_calls = 0;
+  const auto connected = ConnectWhile([&](Heard& heard) {
+    const auto* call = std::get_if<CallMsg>(&heard.message.body);
+    if (call == nullptr) return Verdict::kPass;
+    ++num_calls;
+    heard.answer = ReplyMsg{call->call_id, absl::UnavailableError("the tier below is down"), {}};
+    return Verdict::kAnswer;
+  });
+  EXPECT_TRUE(Fails(far_->GetBytes("key", Soon()), Code::kUnavailable, "tier below is down"));
+  EXPECT_TRUE(Fails(far_->Erase("key", Soon()), Code::kUnavailable, "tier below is down"));
+  EXPECT_EQ(num_calls, 2);
+  EXPECT_EQ(far_->stats().errors, 1);  // It cannot even ask.
 }
 
 // As often as it is made anew.
@@ -243,6 +338,42 @@ TEST_F(RemotePages, WhatIsFetchedLateIsNotPut) {
     EXPECT_TRUE(Fails(put.get(), absl::StatusCode::kAborted));
     EXPECT_EQ(Must(writer_->Exists(Views({"key"}), Soon())), 0);
   }
+}
+
+// Values on their way have so much memory together, and what was refused none of it.
+TEST(RemoteValues, WhatIsRefusedBesideOthersTakesNoRoom) {
+  constexpr int64_t kBytes = 200 << 20;
+  const std::shared_ptr<KvPool> pool = Must(KvPool::Create(Flat(1 << 20), 1));
+  const auto server = Serve(Must(HostStore::Create({Flat(1 << 20), 300 << 20, 0})));
+  GatedLeases leases{SmallChunks()};
+  const auto late = StartNode(pool, &leases), node = StartNode(pool);
+  const auto put = [&](Node& from) {
+    Fields args = KeyArgs("key");
+    args.Set("lease", 1).Set("bytes", static_cast<uint64_t>(kBytes));
+    return BeginCall(from, server->address(), store_call::kPut, args);
+  };
+  auto first = put(*late);
+  ASSERT_TRUE(leases.asked.Wait(Soon()));
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_TRUE(Fails(put(*node).get(), Code::kResourceExhausted, "beside others on their way"));
+  }
+  leases.go_on.Open();
+  EXPECT_FALSE(first.get().ok());  // It has no such lease, and neither has the other.
+  EXPECT_TRUE(
+      WaitFor([&] { return !absl::IsResourceExhausted(put(*node).get().status()); }, Soon()));
+}
+
+// Whose caller has not come for it by the call's deadline has given up: others need the memory.
+TEST_F(RemotePages, WhatNobodyComesForIsNotHeldBeyondTheCallsDeadline) {
+  const auto host = MakeHost(1);
+  const auto server = Serve(host);
+  const auto node = StartNode(target_);
+  ASSERT_TRUE(AllOk(host->PutPages(Views({"key"}), *source_, std::vector<int64_t>{1}, Soon())));
+  const absl::StatusOr<Fields> got =
+      BeginCall(*node, server->address(), store_call::kGetPages, KeyArgs("key"), DeadlineInMs(1000))
+          .get();
+  ASSERT_TRUE(IsOk(got));
+  EXPECT_TRUE(WaitFor([&] { return host->Reserve(1).ok(); }, DeadlineInMs(6000)));
 }
 
 // Of a client that does not say which it is, nothing is known.

@@ -207,9 +207,9 @@ TEST(RocksDbStores, FilesStayNearTheCapacity) {
 // ---- Damage -------------------------------------------------------------------------------------
 
 // Opens the files behind the store's back, and lets `change` alter them.
-void ChangeFiles(
-    const std::string& path,
-    const std::function<void(rocksdb::DB&, rocksdb::ColumnFamilyHandle& values)>& change) {
+void ChangeFiles(const std::string& path,
+                 const std::function<void(rocksdb::DB&, rocksdb::ColumnFamilyHandle& values,
+                                          rocksdb::ColumnFamilyHandle& entries)>& change) {
   const std::vector<rocksdb::ColumnFamilyDescriptor> families = {
       {rocksdb::kDefaultColumnFamilyName, {}}, {"kvferry entries 1", {}}};
   rocksdb::DB* opened = nullptr;
@@ -218,14 +218,14 @@ void ChangeFiles(
       rocksdb::DB::Open(rocksdb::DBOptions(), path, families, &handles, &opened);
   ASSERT_TRUE(status.ok()) << status.ToString();
   const std::unique_ptr<rocksdb::DB> db(opened);
-  change(*db, *handles[0]);
+  change(*db, *handles[0], *handles[1]);
   for (rocksdb::ColumnFamilyHandle* const handle : handles) db->DestroyColumnFamilyHandle(handle);
 }
 
 std::vector<std::pair<std::string, std::string>> Records(rocksdb::DB& db,
-                                                         rocksdb::ColumnFamilyHandle& values) {
+                                                         rocksdb::ColumnFamilyHandle& family) {
   std::vector<std::pair<std::string, std::string>> records;
-  const std::unique_ptr<rocksdb::Iterator> it(db.NewIterator({}, &values));
+  const std::unique_ptr<rocksdb::Iterator> it(db.NewIterator({}, &family));
   for (it->SeekToFirst(); it->Valid(); it->Next()) {
     records.emplace_back(it->key().ToString(), it->value().ToString());
   }
@@ -241,7 +241,7 @@ TEST(RocksDbStores, WhatIsDamagedIsAMissAndDropped) {
     const auto store = Must(RocksDbStore::Open(options));
     for (const std::string& key : keys) ASSERT_TRUE(IsOk(Put(*store, key, ValueOf(7, 1, 9000))));
   }
-  ChangeFiles(folder.path(), [&](rocksdb::DB& db, rocksdb::ColumnFamilyHandle& values) {
+  ChangeFiles(folder.path(), [&](rocksdb::DB& db, rocksdb::ColumnFamilyHandle& values, auto&) {
     auto records = Records(db, values);
     ASSERT_EQ(records.size(), keys.size());
     records[0].second[5000] ^= 1;
@@ -270,6 +270,162 @@ TEST(RocksDbStores, WhatIsDamagedIsAMissAndDropped) {
   EXPECT_TRUE(*store->GetBytes("byte", Soon()) == ValueOf(7, 2, 9000));
 }
 
+// As long as it lives, no file grows beyond so many bytes: writes fail with EFBIG.
+class FileSizeLimit {
+ public:
+  explicit FileSizeLimit(rlim_t bytes) : signal_(std::signal(SIGXFSZ, SIG_IGN)) {
+    getrlimit(RLIMIT_FSIZE, &before_);
+    const rlimit limit = {bytes, before_.rlim_max};
+    setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  ~FileSizeLimit() {
+    setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, signal_);
+  }
+  FileSizeLimit(const FileSizeLimit&) = delete;
+  FileSizeLimit& operator=(const FileSizeLimit&) = delete;
+
+ private:
+  void (*signal_)(int);
+  rlimit before_{};
+};
+
+// The bytes that an entry says to have, in front of its key.
+std::string EntryText(int64_t bytes, std::string_view key) {
+  std::string text(sizeof(bytes), '\0');
+  std::memcpy(text.data(), &bytes, sizeof(bytes));
+  return text.append(key);
+}
+
+// Which would be read beyond its end, or not to it.
+TEST(RocksDbStores, AValueOfAnotherLengthThanItsEntrySaysIsAMiss) {
+  const TempFolder folder;
+  {
+    const auto store = Must(RocksDbStore::Open({.path = folder.path()}));
+    for (const std::string_view key : {"a", "b", "c"}) {
+      ASSERT_TRUE(IsOk(Put(*store, key, ValueOf(7, 1, 1000))));
+    }
+  }
+  ChangeFiles(folder.path(), [](rocksdb::DB& db, auto&, rocksdb::ColumnFamilyHandle& entries) {
+    const auto records = Records(db, entries);
+    ASSERT_EQ(records.size(), 3u);
+    ASSERT_EQ(records[0].second, EntryText(1025, "a"));
+    ASSERT_TRUE(db.Put({}, &entries, records[0].first, EntryText(1026, "a")).ok());
+    ASSERT_TRUE(db.Put({}, &entries, records[1].first, EntryText(1024, "b")).ok());
+  });
+  const auto store = Must(RocksDbStore::Open({.path = folder.path()}));
+  Bytes a(1001), b(999), c(1000);
+  const std::span<std::byte> into_a = a, into_b = b, into_c = c;
+  const std::vector<KvStore::GetItem> items = {
+      {"a", {&into_a, 1}}, {"b", {&into_b, 1}}, {"c", {&into_c, 1}}};
+  for (const absl::Status& status : store->GetBatch(items, Clock::now())) {
+    EXPECT_TRUE(Fails(status, absl::StatusCode::kDeadlineExceeded));
+  }
+  const std::vector<absl::Status> got = store->GetBatch(items, Soon());
+  EXPECT_TRUE(Fails(got[0], kNotFound));
+  EXPECT_TRUE(Fails(got[1], kNotFound));
+  EXPECT_TRUE(IsOk(got[2]));
+  EXPECT_TRUE(c == ValueOf(7, 1, 1000));
+  EXPECT_EQ(store->stats().hits, 1);
+  EXPECT_EQ(store->stats().misses, 2);
+  EXPECT_EQ(store->stats().entries, 1);
+}
+
+TEST(RocksDbStores, WhatIsDamagedIsAMissAlsoWhereItCannotBeDropped) {
+  const TempFolder folder;
+  { ASSERT_TRUE(IsOk(Put(*Must(RocksDbStore::Open({.path = folder.path()})), "a", Bytes(1000)))); }
+  ChangeFiles(folder.path(), [](rocksdb::DB& db, rocksdb::ColumnFamilyHandle& values, auto&) {
+    ASSERT_TRUE(db.Put({}, &values, Records(db, values)[0].first, "x").ok());
+  });
+  const auto store = Must(RocksDbStore::Open({.path = folder.path()}));
+  const FileSizeLimit limit(0);
+  EXPECT_TRUE(Fails(store->GetBytes("a", Soon()), kNotFound));
+}
+
+TEST(RocksDbStores, EntriesThatMakeNoSenseAreNotTakenForOurs) {
+  const std::string key(KvStore::kMaxKeyBytes, 'k');
+  const std::vector<std::pair<std::string, std::string>> bad = {
+      {"12345678", EntryText(100, "")},        {"12345678", EntryText(1000, key + "k")},
+      {"12345678", EntryText(25, "a")},        {"12345678", "short"},
+      {"123456789", EntryText(100, "longer")}, {"1234567", EntryText(100, "shorter")}};
+  for (const auto& [record_key, text] : bad) {
+    SCOPED_TRACE(testing::Message() << record_key << " " << text.size());
+    const TempFolder folder;
+    { ASSERT_TRUE(IsOk(Put(*Must(RocksDbStore::Open({.path = folder.path()})), key, Bytes(9)))); }
+    ChangeFiles(folder.path(), [&](rocksdb::DB& db, auto&, rocksdb::ColumnFamilyHandle& entries) {
+      ASSERT_TRUE(db.Put({}, &entries, record_key, text).ok());
+    });
+    EXPECT_TRUE(Fails(RocksDbStore::Open({.path = folder.path()}), absl::StatusCode::kDataLoss,
+                      folder.path(), "makes no sense"));
+  }
+}
+
+// As a put that failed half-way may leave them.
+TEST(RocksDbStores, OfTwoEntriesOfAKeyTheLaterStaysAlone) {
+  const TempFolder folder;
+  {
+    const auto store = Must(RocksDbStore::Open({.path = folder.path()}));
+    for (const std::string_view key : {"a", "b"}) {
+      ASSERT_TRUE(IsOk(Put(*store, key, ValueOf(7, 1, 1000))));
+    }
+  }
+  ChangeFiles(folder.path(), [](rocksdb::DB& db, auto&, rocksdb::ColumnFamilyHandle& entries) {
+    const auto records = Records(db, entries);
+    ASSERT_TRUE(db.Put({}, &entries, records[0].first, records[1].second).ok());  // Both are of b.
+  });
+  EXPECT_TRUE(*Must(RocksDbStore::Open({.path = folder.path()}))->GetBytes("b", Soon()) ==
+              ValueOf(7, 1, 1000));
+  ChangeFiles(folder.path(), [](rocksdb::DB& db, rocksdb::ColumnFamilyHandle& values,
+                                rocksdb::ColumnFamilyHandle& entries) {
+    EXPECT_EQ(Records(db, values).size(), 1u);
+    EXPECT_EQ(Records(db, entries).size(), 1u);
+  });
+}
+
+TEST(RocksDbStores, WhatIsReplacedOrErasedLeavesNothingOnTheDisk) {
+  const TempFolder folder;
+  {
+    const auto store = Must(RocksDbStore::Open({.path = folder.path()}));
+    for (uint64_t version = 1; version <= 3; ++version) {
+      ASSERT_TRUE(IsOk(Put(*store, "a", ValueOf(7, version, 1000))));
+    }
+    ASSERT_TRUE(IsOk(Put(*store, "b", ValueOf(7, 1, 1000))));
+    ASSERT_TRUE(IsOk(store->Erase("b", Soon())));
+  }
+  ChangeFiles(folder.path(), [](rocksdb::DB& db, rocksdb::ColumnFamilyHandle& values,
+                                rocksdb::ColumnFamilyHandle& entries) {
+    EXPECT_EQ(Records(db, values).size(), 1u);
+    EXPECT_EQ(Records(db, entries).size(), 1u);
+  });
+}
+
+// RocksDB finds out itself, and says so in other words than of a value that is not there.
+TEST(RocksDbStores, ValuesOfDamagedAndOfMissingFilesAreMisses) {
+  for (const bool missing : {false, true}) {
+    SCOPED_TRACE(missing);
+    const TempFolder folder;
+    {
+      ASSERT_TRUE(IsOk(Put(*Must(RocksDbStore::Open({.path = folder.path()})), "a", Bytes(99999))));
+    }
+    const auto store = Must(RocksDbStore::Open({.path = folder.path()}));  // Writes its files.
+    int changed = 0;
+    for (const auto& file : std::filesystem::directory_iterator(folder.path())) {
+      if (file.path().extension() != ".blob") continue;
+      ++changed;
+      if (missing) {
+        std::filesystem::remove(file.path());
+      } else {
+        std::fstream(file.path(), std::ios::in | std::ios::out | std::ios::binary).seekp(50000)
+            << 'x';
+      }
+    }
+    ASSERT_EQ(changed, 1);
+    EXPECT_TRUE(Fails(store->GetBytes("a", Soon()), kNotFound));
+    EXPECT_EQ(store->stats().errors, 1);
+    EXPECT_EQ(store->stats().entries, 0);
+  }
+}
+
 // Bytes of the files themselves, wherever they fall: what RocksDB finds is as good as what we find.
 TEST(RocksDbStores, DamagedFilesNeverGiveWrongBytes) {
   const TempFolder folder;
@@ -280,7 +436,7 @@ TEST(RocksDbStores, DamagedFilesNeverGiveWrongBytes) {
       ASSERT_TRUE(IsOk(Put(*store, absl::StrCat(key), WholeValue(key, key))));
     }
   }
-  ChangeFiles(folder.path(), [](rocksdb::DB& db, rocksdb::ColumnFamilyHandle& values) {
+  ChangeFiles(folder.path(), [](rocksdb::DB& db, rocksdb::ColumnFamilyHandle& values, auto&) {
     ASSERT_TRUE(db.Flush({}, &values).ok());
   });
   { const auto store = Must(RocksDbStore::Open(options)); }
@@ -513,6 +669,21 @@ TEST(RocksDbStores, AnothersDatabaseIsLeftAlone) {
   EXPECT_TRUE(IsOk(RocksDbStore::Open({.path = folder.path()})));
 }
 
+TEST(RocksDbStores, AnothersFamiliesAreLeftAlone) {
+  const TempFolder folder;
+  rocksdb::Options options;
+  options.create_if_missing = true;
+  rocksdb::DB* opened = nullptr;
+  ASSERT_TRUE(rocksdb::DB::Open(options, folder.path(), &opened).ok());
+  const std::unique_ptr<rocksdb::DB> db(opened);
+  rocksdb::ColumnFamilyHandle* theirs = nullptr;
+  ASSERT_TRUE(db->CreateColumnFamily({}, "theirs", &theirs).ok());
+  ASSERT_TRUE(db->DestroyColumnFamilyHandle(theirs).ok());
+  ASSERT_TRUE(db->Close().ok());
+  EXPECT_TRUE(Fails(RocksDbStore::Open({.path = folder.path()}), kPrecondition, folder.path(),
+                    "another RocksDB database"));
+}
+
 // A file system of its own; `error` says why there is none.
 class Tmpfs {
  public:
@@ -561,26 +732,6 @@ TEST(RocksDbStores, AFullDiskAndRoomAgain) {
     EXPECT_TRUE(*store->GetBytes(absl::StrCat(i), Soon()) == ValueOf(i, 1, 50000));
   }
 }
-
-// As long as it lives, no file grows beyond so many bytes: writes fail with EFBIG.
-class FileSizeLimit {
- public:
-  explicit FileSizeLimit(rlim_t bytes) : signal_(std::signal(SIGXFSZ, SIG_IGN)) {
-    getrlimit(RLIMIT_FSIZE, &before_);
-    const rlimit limit = {bytes, before_.rlim_max};
-    setrlimit(RLIMIT_FSIZE, &limit);
-  }
-  ~FileSizeLimit() {
-    setrlimit(RLIMIT_FSIZE, &before_);
-    std::signal(SIGXFSZ, signal_);
-  }
-  FileSizeLimit(const FileSizeLimit&) = delete;
-  FileSizeLimit& operator=(const FileSizeLimit&) = delete;
-
- private:
-  void (*signal_)(int);
-  rlimit before_{};
-};
 
 TEST(RocksDbStores, AnErrorThatRocksDbDoesNotGetOver) {
   const TempFolder folder;

@@ -3,9 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "connector/store/call_rooms.h"
+#include "connector/store/change_eras.h"
 #include "connector/store/task_thread.h"
 #include "tests/support/failing_new.h"
 #include "tests/support/status.h"
@@ -116,12 +119,38 @@ TEST(CallRooms, WhoHasMostLeavesSomeToOthers) {
 
 TEST(CallRooms, OneCallEachHasInAnyCase) {
   const auto rooms = CallRooms::Create();
+  EXPECT_TRUE(IsOk(rooms->Take("b", 1)));  // It is over when that of the other one comes.
   const auto all = rooms->Take("a", CallRooms::kMaxBytes);
   ASSERT_TRUE(IsOk(all));
   EXPECT_TRUE(Fails(rooms->Take("a", 1), Code::kResourceExhausted, "0 are left"));
   const auto one = rooms->Take("b", 1);
   EXPECT_TRUE(IsOk(one));
   EXPECT_TRUE(Fails(rooms->Take("b", 1), Code::kResourceExhausted, "0 are left"));
+}
+
+TEST(ChangeEras, ALaterOneBeginsWithAKeyThatWasAbandoned) {
+  const std::vector<std::string_view> a = {"a"}, b = {"b"}, both = {"b", "a"};
+  ChangeEras eras;
+  EXPECT_EQ(eras.Of(a), 0);
+  eras.Abandon(0, a);
+  EXPECT_EQ(eras.Of(b), 0);
+  EXPECT_EQ(eras.Of(both), 1);
+  EXPECT_EQ(eras.Of(a), 1);
+  eras.Abandon(0, b);  // Ended by what came since.
+  EXPECT_EQ(eras.Of(b), 1);
+}
+
+// The list of those that were is bounded.
+TEST(ChangeEras, ManyThatWereAbandonedAreAsAll) {
+  ChangeEras eras;
+  for (int i = 0; i <= 65536; ++i) {
+    const std::string key = absl::StrCat(i);
+    const std::string_view view = key;
+    EXPECT_EQ(eras.Of({&view, 1}), 0);
+    eras.Abandon(0, {&view, 1});
+  }
+  const std::string_view other = "other";
+  EXPECT_EQ(eras.Of({&other, 1}), 1);
 }
 
 TEST(CallRooms, WhatFindsNoMemoryTakesNothing) {

@@ -125,6 +125,22 @@ TEST(StoreOfDevicePages, OfManyTheFirstIsDroppedLast) {
   }
 }
 
+TEST(StoreOfPages, PagesThatAreNotInThePoolAreRefused) {
+  const auto pool = MakePatternPool(KvLayout::Mha(2, 4, 2, 8, DType::kBFloat16), 4, 1);
+  FakeStore store(1 << 20);
+  const std::vector<std::string_view> keys = {"a", "b"};
+  for (const std::vector<int64_t>& pages :
+       {std::vector<int64_t>{0, -1}, std::vector<int64_t>{4, 0}}) {
+    for (const bool gets : {false, true}) {
+      for (const absl::Status& status : gets ? store.GetPages(keys, *pool, pages, Soon())
+                                             : store.PutPages(keys, *pool, pages, Soon())) {
+        EXPECT_TRUE(Fails(status, absl::StatusCode::kOutOfRange, "of a pool of 4"));
+      }
+    }
+  }
+  EXPECT_EQ(store.num_calls, 0);
+}
+
 TEST(StoreOfDevicePages, OfTwoUnderOneKeyTheLaterStays) {
   const KvLayout layout = KvLayout::Mha(2, 64, 32, 64, DType::kBFloat16);  // 1 MiB a page.
   constexpr int64_t kPages = 20;                                           // Two pieces.

@@ -16,7 +16,9 @@ TEST(StoreWire, KeysAndCodes) {
   EXPECT_EQ(std::vector<std::string_view>(unpacked.begin(), unpacked.end()), keys);
   for (size_t cut = 1; cut < packed.size(); ++cut) {
     const auto some = UnpackKeys(packed.substr(0, cut));
-    EXPECT_TRUE(some.ok() ? some->size() < 3 : absl::IsInvalidArgument(some.status())) << cut;
+    const bool is_whole = cut == 3 || cut == 7;  // Behind a key.
+    EXPECT_TRUE(is_whole ? some.ok() : absl::StrContains(some.status().message(), "ends inside a"))
+        << cut;
   }
   EXPECT_TRUE(Fails(UnpackKeys(std::string_view("\0\0", 2)), absl::StatusCode::kInvalidArgument));
   std::vector<std::string_view> many(kMaxKeysPerCall, "k");

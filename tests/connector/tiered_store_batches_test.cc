@@ -75,6 +75,20 @@ TEST_F(TieredStores, WhatIsReadToTheSamePlaceIsNotBroughtUp) {
   }
 }
 
+// Also with one that ends long before it.
+TEST_F(TieredStores, WhatWasReadIntoAnothersMemoryIsNotBroughtUpHoweverLongThatIs) {
+  ASSERT_TRUE(IsOk(Put(*lower_, "a", ValueOf('a', 1, 900))));
+  for (const std::string_view key : {"b", "c"}) {
+    ASSERT_TRUE(IsOk(Put(*lower_, key, ValueOf(key[0], 1, 100))));
+  }
+  Bytes memory(900);
+  const std::span<std::byte> all = memory;
+  const std::span<std::byte> b = all.subspan(100, 100), c = all.subspan(500, 100);
+  const std::vector<KvStore::GetItem> items = {{"c", {&c, 1}}, {"a", {&all, 1}}, {"b", {&b, 1}}};
+  for (const auto& status : store_->GetBatch(items, Soon())) EXPECT_TRUE(IsOk(status));
+  for (const std::string_view key : {"a", "b", "c"}) EXPECT_TRUE(Misses(*upper_, key)) << key;
+}
+
 // All keys at each gap would be 500 times 1000.
 TEST_F(TieredStores, GapsDoNotMakeTheLowerTierLookForAllKeys) {
   std::vector<std::string> names;

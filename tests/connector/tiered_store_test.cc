@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <future>
 #include <utility>
@@ -94,6 +95,9 @@ TEST_F(TieredStores, AnUpperTierThatIsDown) {
   upper_->down = true;
   EXPECT_TRUE(Is(*store_, "a", old_));
   EXPECT_TRUE(Fails(store_->GetBytes("b", Soon()), kUnavailable));  // It may be there.
+  Bytes out(100);
+  const std::span<std::byte> part = out;
+  EXPECT_TRUE(Fails(store_->Get("b", {&part, 1}, Soon()), kUnavailable));
   EXPECT_EQ(Exists(*store_, {"a", "b"}), 1);
   EXPECT_EQ(Each(*store_, {"b", "a"}), std::vector<bool>({false, true}));
   EXPECT_TRUE(IsOk(Put(*store_, "c", old_)));
@@ -198,6 +202,38 @@ TEST_F(TieredStores, WhatMovesUpWhileItIsAskedForIsThere) {
       EXPECT_EQ(Exists(*store, {"a", "b", "nowhere"}), 2);
     }
   }
+}
+
+// Has no room for what is put, and lets go of nothing.
+class StuckStore : public FakeStore {
+ public:
+  using FakeStore::FakeStore;
+  std::atomic<bool> stuck = false;
+  bool pins_for_sure() const override { return false; }
+  absl::Status Erase(std::string_view key, Deadline deadline) override {
+    return stuck ? absl::InternalError("it is stuck") : FakeStore::Erase(key, deadline);
+  }
+};
+
+// Though the tier below keeps it for good, until it takes a newer one.
+TEST_F(TieredStores, AnOldValueThatCannotBeDroppedIsNeverAnswered) {
+  const auto lower = std::make_shared<StuckStore>(1000);
+  const std::shared_ptr<HostStore> upper = MakeHost(1000);
+  const auto store = Must(TieredStore::Create(upper, lower));
+  ASSERT_TRUE(IsOk(Put(*store, "a", old_)));
+  lower->full = lower->stuck = true;
+  ASSERT_TRUE(IsOk(Put(*store, "a", new_)));
+  EXPECT_TRUE(Is(*lower, "a", old_));
+  ASSERT_TRUE(IsOk(upper->Erase("a", Soon())));  // As when it is evicted.
+  EXPECT_TRUE(Misses(*store, "a"));
+  EXPECT_TRUE(Fails(store->Pin("a", Soon()), absl::StatusCode::kNotFound));
+  EXPECT_EQ(Exists(*store, {"a"}), 0);
+  EXPECT_EQ(Each(*store, {"a"}), std::vector<bool>({false}));
+  lower->full = false;
+  ASSERT_TRUE(IsOk(Put(*store, "a", new_)));
+  ASSERT_TRUE(IsOk(upper->Erase("a", Soon())));
+  EXPECT_EQ(Exists(*store, {"a"}), 1);
+  EXPECT_TRUE(Is(*store, "a", new_));
 }
 
 TEST_F(TieredStores, AFullTierDropsTheOldValue) {
