@@ -189,6 +189,14 @@ void SendAtOnce(int fd) {
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
 }
 
+// Of what is sent from here; no-op for "".
+absl::Status SetCongestionControl(int fd, const std::string& name) {
+  if (name.empty() || setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), name.size()) == 0) {
+    return absl::OkStatus();
+  }
+  return Errno(("congestion control '" + name + "'").c_str());
+}
+
 UniqueFd NewSocket() { return UniqueFd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)); }
 
 absl::StatusOr<UniqueFd> Listen(const std::string& host) {
@@ -216,8 +224,9 @@ absl::StatusOr<sockaddr_in> AddressOf(int listener) {
   return address;
 }
 
-absl::StatusOr<UniqueFd> Connect(const sockaddr_in& address) {
+absl::StatusOr<UniqueFd> Connect(const sockaddr_in& address, const std::string& congestion) {
   UniqueFd client = NewSocket();
+  KVFERRY_RETURN_IF_ERROR(SetCongestionControl(client.get(), congestion));
   if (!client.valid() ||
       connect(client.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
     return Errno("connecting socket");
@@ -254,7 +263,7 @@ absl::Status Serve(int listener, const BulkTcp::Options& options, std::span<std:
   KVFERRY_RETURN_IF_ERROR(RunOn(options.senders_cpus));
   KVFERRY_ASSIGN_OR_RETURN(const sockaddr_in address, AddressOf(listener));
   KVFERRY_RETURN_IF_ERROR(Join(options.senders_netns));
-  KVFERRY_ASSIGN_OR_RETURN(const UniqueFd fd, Connect(address));
+  KVFERRY_ASSIGN_OR_RETURN(const UniqueFd fd, Connect(address, options.congestion_control));
   Request request;
   while (ReceiveAll(fd.get(), &request, sizeof(request)).ok() && request.offset <= source.size() &&
          request.bytes <= source.size() - request.offset) {

@@ -26,7 +26,8 @@ class BulkTcp {
     std::string host = "127.0.0.1";
     // The network namespace that the children join, as a file (/run/netns/NAME); "": this one.
     std::string senders_netns;
-    std::vector<int> senders_cpus;  // Where the children run; none: anywhere.
+    std::vector<int> senders_cpus;   // Where the children run; none: anywhere.
+    std::string congestion_control;  // Of what the children send; "": the system's.
   };
   // What is sent: items of `bytes` each in random order, or, if 0, all as it lies.
   struct Items {

@@ -127,6 +127,7 @@ int main(int argc, char** argv) {
   app.add_option("--tcp-host", flags.tcp.host, "IPv4 address that the streams come to");
   app.add_option("--tcp-senders-netns", flags.tcp.senders_netns,
                  "file of the network namespace that they come from");
+  app.add_option("--tcp-congestion-control", flags.tcp.congestion_control, "of the streams");
   app.add_option("--tcp-senders-cpus", flags.tcp.senders_cpus, "processors that they run on")
       ->delimiter(',')
       ->check(CLI::Range(0, CPU_SETSIZE - 1));

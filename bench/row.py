@@ -184,7 +184,9 @@ def measure(part, args, network, shape_name, fragmentation, problems, notes):
         problems.append(f"{shape_name} {fragmentation} {part.title}, {what}: {why}")
 
     with contextlib.ExitStack() as drivers:
-        stage = Stage(drivers, network if part.name == "tcp" else LOOPBACK)
+        chosen = dict(setting.split("=", 1) for setting in args.config if "=" in setting)
+        congestion_control = chosen.get("tcp_congestion_control", "")
+        stage = Stage(drivers, network if part.name == "tcp" else LOOPBACK, congestion_control)
         systems = make_all(part, args, lists, stage, problem)
         notes.update(system.about for system in systems if system.about)
         take_turns(row, systems, args.reps, args.rest_ms, problem)

@@ -28,6 +28,7 @@ class Sample:
 class Stage:
     drivers: contextlib.ExitStack  # Ends them.
     network: Network = LOOPBACK
+    congestion_control: str = ""  # Of the bulk streams, as of kvferry; "" is the system's.
 
     def start(self, end, command, env=None):
         return self.drivers.enter_context(Driver(command, env, end.prefix))
@@ -226,6 +227,8 @@ def tcp_limits(lists, stage, build):
         command += ["--tcp-senders-netns", f"/run/netns/{stage.network.source.netns}"]
     if stage.network.source.cpus:
         command += ["--tcp-senders-cpus", stage.network.source.cpu_list]
+    if stage.congestion_control:
+        command += ["--tcp-congestion-control", stage.congestion_control]
     driver = stage.start(stage.network.target, command)
     bulk = [(f"tcp {streams}", streams, 0, "packed") for streams in TCP_STREAMS]
     items = [
