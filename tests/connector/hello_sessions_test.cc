@@ -241,7 +241,7 @@ TEST_F(HelloToOthersOverTcp, AStaleTicketsSessionIsNeverLinked) {
   // A new process shows that the first session is a ghost.
   const auto newer = Fetch(*decode, Ticket{peer.address(), 8, 6, 1, 16}, {3});
   peer.Welcome(8, Takes::kSaysNothing);
-  EXPECT_EQ(peer.byes, 1);
+  peer.ExpectByes(1);
   for (const auto& handle : {good, more}) {
     EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable,
                       "another process has taken its address"));
@@ -267,7 +267,7 @@ TEST_F(HelloToOthersOverTcp, APeerWhoseDataConnectionEndsIsToldSo) {
   EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kUnavailable));
   const auto next = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
   peer.Welcome(5);
-  EXPECT_EQ(peer.byes, 1);
+  peer.ExpectByes(1);
 }
 
 TEST_F(HelloToOthersOverTcp, SessionsThatHaveEndedLeaveNoFilesOpen) {

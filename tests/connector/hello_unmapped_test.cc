@@ -67,7 +67,7 @@ TEST_F(HelloToOthersOverTcp, APeerThatMapsNothingIsReachedOverTheNetwork) {
   {  // As long as the process is there.
     const auto push = Push(*prefill, ticket, *pool, {0});
     EXPECT_TRUE(peer.Welcome(5).data.local.empty());
-    EXPECT_EQ(peer.byes, 1);
+    peer.ExpectByes(1);
     ends(*peer.Receive(), push);
   }
   {  // Until another one answers.
@@ -109,7 +109,7 @@ TEST_F(HelloToOthersOverTcp, APeerThatMapsNothingJustNowIsAskedAgainNextTime) {
                RefuseMsg{0, absl::DataLossError("by hand")});
       EXPECT_TRUE(Fails(fetch->Wait(Soon()), absl::StatusCode::kDataLoss, "refused by"));
     }
-    EXPECT_EQ(peer.byes, 2);
+    peer.ExpectByes(2);
   }
 }
 

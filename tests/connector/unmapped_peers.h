@@ -5,7 +5,9 @@
 
 #include <gtest/gtest.h>
 
+#include <climits>
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <span>
 #include <string>
@@ -76,16 +78,24 @@ class MapsNothing {
  public:
   // The next message that is no goodbye and no ping; none: the test has failed.
   std::optional<std::pair<std::string, Message>> Receive() {
-    for (const Deadline by = Soon();;) {
-      auto received = peer_.Receive(by);
-      if (received.has_value() && IsPing(*received)) continue;
-      if (received.has_value() && std::holds_alternative<ByeMsg>(received->second.body)) {
-        ++byes;
-        continue;
-      }
-      EXPECT_TRUE(received.has_value());
+    if (!kept_.empty()) {
+      auto received = std::move(kept_.front());
+      kept_.pop_front();
       return received;
     }
+    auto received = Next();
+    EXPECT_TRUE(received.has_value());
+    return received;
+  }
+  // So many goodbyes in all, and no more so far. Each comes over its own session's connection, and
+  // others may overtake it.
+  void ExpectByes(int count) {
+    while (byes_ < count) {
+      auto received = Next(count);
+      if (!received.has_value()) break;
+      kept_.push_back(*std::move(received));
+    }
+    EXPECT_EQ(byes_, count);
   }
   // Until then, of a peer that says nothing else.
   void AnswerPings(Deadline until) {
@@ -127,7 +137,6 @@ class MapsNothing {
     EXPECT_TRUE(WaitFor([&] { return (link = AcceptTcp(door_)).valid(); }, Soon()));
   }
 
-  int byes = 0;
   int pings = 0;
   // Not 0: it takes messages over the network, and reads none.
   uint64_t session = 0;
@@ -135,6 +144,16 @@ class MapsNothing {
   uint64_t pongs_as = 0;
 
  private:
+  // The next message that is no goodbye and no ping; none with the last of `byes` goodbyes, too.
+  std::optional<std::pair<std::string, Message>> Next(int byes = INT_MAX) {
+    for (const Deadline by = Soon();;) {
+      auto received = peer_.Receive(by);
+      if (!received.has_value()) return received;
+      if (IsPing(*received)) continue;
+      if (!std::holds_alternative<ByeMsg>(received->second.body)) return received;
+      if (++byes_ >= byes) return std::nullopt;
+    }
+  }
   bool IsPing(const std::pair<std::string, Message>& received) {
     const auto& [from, message] = received;
     if (!std::holds_alternative<PingMsg>(message.body)) return false;
@@ -144,6 +163,9 @@ class MapsNothing {
   }
 
   RawPrefill peer_;
+  std::deque<std::pair<std::string, Message>>
+      kept_;  // What was heard while goodbyes were waited for.
+  int byes_ = 0;
   UnmappedMemory memory_;
   const UniqueFd door_ = Must(ListenTcp("127.0.0.1", 0));
 };

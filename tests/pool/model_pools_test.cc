@@ -128,7 +128,8 @@ TEST(ModelPoolsOf, WhereAllLayersSlideOnePoolIsEnough) {
       TokenView::Packed(reinterpret_cast<std::byte*>(values.data()), DType::kFloat32, 1, 1, 16);
   const std::vector<int32_t> slots = {7};
   ASSERT_TRUE(IsOk(pools->Set(4, slots, std::vector<TokenView>{row, row})));
-  EXPECT_EQ(std::memcmp(pools->kv()->view(4, 1).row(7), values.data(), 16 * sizeof(float)), 0);
+  const auto* const set = reinterpret_cast<const float*>(pools->kv()->view(4, 1).row(7));
+  EXPECT_TRUE(std::equal(values.begin(), values.end(), set));
 }
 
 TEST(ModelPoolsOf, LinearLayersHaveStates) {

@@ -75,7 +75,7 @@ class LaneAlone : public testing::Test {
   bool RunUntil(const Condition& condition) {
     return WaitFor([&] { return commands_->Run(), condition(); }, Soon());
   }
-  void Connect(LinkId link, absl::StatusOr<LinkId> own) {
+  void Connect(LinkId link, const absl::StatusOr<LinkId>& own) {
     lane_->Connect(link, [own] { return own; });
   }
   // What comes of a chunk.
