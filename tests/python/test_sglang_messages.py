@@ -1,6 +1,8 @@
 """What ranks of SGLang's servers tell each other: what strangers send, and a network that fails."""
 
+import contextlib
 import dataclasses
+import socket
 import time
 
 import numpy as np
@@ -177,12 +179,25 @@ def test_messages_arrive_again_when_the_network_is_back(make):
                 pass
 
 
+@pytest.fixture
+def silent_port():
+    """Ports where nobody listens, another one with each call, and which this process does not take
+    for an attempt to connect either."""
+    with contextlib.ExitStack() as held:
+
+        def hold():
+            nobody = held.enter_context(socket.socket())
+            nobody.bind(("127.0.0.1", 0))
+            return nobody.getsockname()[1]
+
+        yield hold
+
+
 MOST_MESSAGES = 1000  # That ZeroMQ keeps for a rank which is not there yet.
 
 
-def fill_queue(manager):
-    """The port of a decode rank for which no more messages are kept."""
-    port = free_port()
+def fill_queue(manager, port):
+    """For a decode rank of which no more messages are kept. Returns the port."""
     for _ in range(MOST_MESSAGES):
         manager._send_multipart_locked(f"tcp://127.0.0.1:{port}", [b"old"])
     return port
@@ -196,7 +211,7 @@ def ask_in_vain(manager, room, port):
 
 def test_a_rank_gets_what_was_sent_before_it_was_there(make):
     manager = make("prefill").manager
-    port = fill_queue(manager)
+    port = fill_queue(manager, free_port())
     with zmq.Context() as context, context.socket(zmq.PULL) as rank:
         rank.RCVTIMEO = 10000
         rank.bind(f"tcp://127.0.0.1:{port}")
@@ -205,7 +220,7 @@ def test_a_rank_gets_what_was_sent_before_it_was_there(make):
 
 def test_a_rank_at_the_address_of_one_that_did_not_read_gets_its_own_messages(make):
     manager = make("prefill").manager
-    endpoint = f"tcp://127.0.0.1:{fill_queue(manager)}"
+    endpoint = f"tcp://127.0.0.1:{fill_queue(manager, free_port())}"
     with pytest.raises(ConnectionError, match="does not read its messages"):
         manager._send_multipart_locked(endpoint, [b"one too many"])
     manager._send_multipart_locked(endpoint, [b"new"])
@@ -252,12 +267,13 @@ def test_sockets_to_ranks_that_have_gone_are_closed(monkeypatch):
             it.close(0)
 
 
-def test_requests_of_ranks_that_do_not_read_are_given_up_without_waiting(make):
+def test_requests_of_ranks_that_do_not_read_are_given_up_without_waiting(make, silent_port):
     """On the scheduler's thread, which has those of all other ranks too."""
     prefill = make("prefill")
     senders = [prefill.sender(next(rooms)) for _ in range(8)]
     for sender in senders:
-        ask_in_vain(prefill.manager, sender.bootstrap_room, fill_queue(prefill.manager))
+        port = fill_queue(prefill.manager, silent_port())
+        ask_in_vain(prefill.manager, sender.bootstrap_room, port)
     begin = time.monotonic()
     for sender in senders:
         sender.abort()
@@ -265,12 +281,15 @@ def test_requests_of_ranks_that_do_not_read_are_given_up_without_waiting(make):
     assert not any(left_of(prefill.manager))
 
 
-def test_a_chunk_for_a_rank_that_does_not_read_ends_its_request_and_holds_up_no_other(pair):
+def test_a_chunk_for_a_rank_that_does_not_read_ends_its_request_and_holds_up_no_other(
+    pair, silent_port
+):
     prefill, decode = pair
     others = Transfer([prefill], [decode], SOURCE, TARGET).begin()
     senders = [prefill.sender(next(rooms)) for _ in range(8)]
     for sender in senders:
-        ask_in_vain(prefill.manager, sender.bootstrap_room, fill_queue(prefill.manager))
+        port = fill_queue(prefill.manager, silent_port())
+        ask_in_vain(prefill.manager, sender.bootstrap_room, port)
         sender.init(1, 2)
     begin = time.monotonic()
     for sender in senders:
@@ -286,9 +305,9 @@ def test_a_chunk_for_a_rank_that_does_not_read_ends_its_request_and_holds_up_no_
 
 
 def test_a_prefill_rank_that_does_not_read_does_not_hold_up_a_decode_rank():
-    socket, _ = KVReceiver._connect(f"tcp://127.0.0.1:{free_port()}")
+    rank, _ = KVReceiver._connect(f"tcp://127.0.0.1:{free_port()}")
     begin = time.monotonic()
     with pytest.raises(zmq.Again):
         for _ in range(MOST_MESSAGES + 1):
-            socket.send_multipart([b"x"])
+            rank.send_multipart([b"x"])
     assert time.monotonic() - begin < 0.9
