@@ -246,6 +246,7 @@ TEST_F(LookupClosing, ASecondThreadThatClosesWaitsForTheFirst) {
   EXPECT_TRUE(IsOk(LookupProducer::Create(options).status()));
   go_on.Open();
   closing.join();
+  consumer_ = nullptr;  // Its thread may still be in `go_on`.
 }
 
 TEST_F(LookupClosing, ManyCloseBesideThoseWhoInsert) {
