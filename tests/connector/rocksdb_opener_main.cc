@@ -36,10 +36,10 @@ int Run(std::string_view how, int number, const std::string& path) {
 }  // namespace
 }  // namespace kvferry
 
-// Asked by LeakSanitizer, where it is there: RocksDB forgets what it has made for a thread that the
-// system refuses it.
+// Asked by LeakSanitizer, where it is there: RocksDB forgets what it has made where the
+// system refuses it a thread.
 // NOLINTNEXTLINE(bugprone-reserved-identifier, misc-use-internal-linkage)
-extern "C" const char* __lsan_default_suppressions() { return "leak:rocksdb::ThreadPoolImpl"; }
+extern "C" const char* __lsan_default_suppressions() { return "leak:librocksdb"; }
 
 int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
