@@ -68,13 +68,9 @@ def check_apart():
 def apart(network):
     """The same, each side on one half of the processors, as two hosts have their own."""
     cpus = sorted(os.sched_getaffinity(0))
-    source, target = (
-        dataclasses.replace(end, cpus=tuple(half))
-        for end, half in (
-            (network.source, cpus[: len(cpus) // 2]),
-            (network.target, cpus[len(cpus) // 2 :]),
-        )
-    )
+    half = len(cpus) // 2
+    source = dataclasses.replace(network.source, cpus=tuple(cpus[:half]))
+    target = dataclasses.replace(network.target, cpus=tuple(cpus[half:]))
     name = f"{network.name}; source on CPU {source.cpu_list}, target on {target.cpu_list}"
     return Network(name, source, target)
 

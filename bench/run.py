@@ -178,19 +178,15 @@ def check(args, parser):
     for path in filter(None, (args.csv, args.json, args.picture)):
         if not path.absolute().parent.is_dir():
             parser.error(f"there is no folder {path.parent} for {path.name}")
-    for option in ("netns", "apart"):
-        if getattr(args, option) and "tcp" not in args.paths:
+    for option, check_option in (("netns", check_netns), ("apart", check_apart)):
+        if not getattr(args, option):
+            continue
+        if "tcp" not in args.paths:
             parser.error(f"--{option} is of the path tcp, which --paths leaves out")
-    if args.netns:
         try:
-            check_netns()
+            check_option()
         except CannotMake as error:
-            parser.error(f"--netns: {error}")
-    if args.apart:
-        try:
-            check_apart()
-        except CannotMake as error:
-            parser.error(f"--apart: {error}")
+            parser.error(f"--{option}: {error}")
     if args.picture:
         try:
             import_matplotlib()

@@ -122,7 +122,8 @@ class LookupTakes : public testing::Test {
                    num_answers_ = 0;
   Latch asked_, near_asked_, take_seen_, go_on_;
   std::shared_ptr<LookupHandle> far_lookup_, near_lookup_;
-  // A judge uses what stands above, and nothing of a test's own: it may judge after a test's end.
+  // A judge uses what stands above. It may judge after a test's end: one that uses what is the
+  // test's own is ended by it.
   std::optional<ControlRelay> relay_;
   std::unique_ptr<LookupConsumer> far_, near_;
 };
@@ -403,16 +404,14 @@ TEST_F(LookupTakes, AFetchThatHasNoTurnEndsWithItsLookup) {
 
 // It was there before its producer began anew, which has others.
 TEST_F(LookupTakes, AnEntryOfAProducerThatIsNoMoreIsLookedForAgain) {
-  int lookups = 0;
-  AskFar([&](Heard& heard) {
-    if (heard.function() != kLookupFunction || lookups++ > 0) return Verdict::kPass;
+  AskFar([this](Heard& heard) {
+    if (heard.function() != kLookupFunction || num_lookups_++ > 0) return Verdict::kPass;
     return AnswerWith(heard, FoundReply(heard.message.to_epoch + 1));
   });
   ASSERT_TRUE(IsOk(WaitFar()));
   EXPECT_TRUE(HoldsExactly(*pool_, kOurs, Pages{7}, kTheirs, Pages{3}));
   ExpectGone(true);
-  relay_.reset();
-  EXPECT_EQ(lookups, 2);
+  EXPECT_EQ(num_lookups_, 2);
 }
 
 // Of another request it would be decoded as if it were this one's.
@@ -431,9 +430,8 @@ TEST_F(LookupTakes, WhatAProducerSaysThatItHasFoundIsChecked) {
       {found().Set("hidden", kMaxLookupHiddenBytes + 1), Code::kInvalidArgument, "hidden"},
       {found().Set("tokens", ""), Code::kInvalidArgument, "0 tokens"}};
   std::atomic<size_t> row = 0;
-  std::atomic<int> backs = 0;
   Connect([&](Heard& heard) {
-    if (heard.function() == kLookupBackFunction) ++backs;
+    if (heard.function() == kLookupBackFunction) ++num_backs_;
     if (heard.function() != kLookupFunction) return Verdict::kPass;
     return AnswerWith(heard, rows[row].reply);
   });
@@ -442,7 +440,7 @@ TEST_F(LookupTakes, WhatAProducerSaysThatItHasFoundIsChecked) {
     EXPECT_TRUE(Fails(lookup->Wait(Soon()), rows[row].code, rows[row].words));
   }
   // What was leased to them all the same is given back.
-  EXPECT_TRUE(WaitFor([&] { return backs == std::ssize(rows); }, Soon()));
+  EXPECT_TRUE(WaitFor([&] { return num_backs_ == std::ssize(rows); }, Soon()));
   EXPECT_TRUE(IsUntouched(*pool_, kOurs));
   relay_.reset();
 }

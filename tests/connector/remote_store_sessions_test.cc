@@ -182,16 +182,12 @@ TEST_F(RemoteSessions, WhatIsOfAnotherLengthIsDeclined) {
 
 TEST_F(RemoteSessions, AnswersAboutOtherNumbersOfKeysAreNone) {
   Fields answer;
-  Connect([&answer](Heard& heard) {
+  const auto connected = ConnectWhile([&answer](Heard& heard) {
     const auto* call = std::get_if<CallMsg>(&heard.message.body);
     if (call == nullptr) return Verdict::kPass;
     heard.answer = ReplyMsg{call->call_id, absl::OkStatus(), answer};
     return Verdict::kAnswer;
   });
-  const absl::Cleanup disconnect = [this] {
-    far_.reset();
-    relay_.reset();
-  };
   answer.Set("count", 3);
   EXPECT_TRUE(Fails(far_->Exists(Views(keys_), Soon()), Code::kInvalidArgument, "count"));
   for (const std::string there : {"\1", "\1\1\1"}) {

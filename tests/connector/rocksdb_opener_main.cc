@@ -36,8 +36,8 @@ int Run(std::string_view how, int number, const std::string& path) {
 }  // namespace
 }  // namespace kvferry
 
-// Asked by LeakSanitizer, where it is there: RocksDB forgets what it has made where the
-// system refuses it a thread.
+// Asked by LeakSanitizer, where it is there: RocksDB forgets what it has made where the system
+// refuses it a thread.
 // NOLINTNEXTLINE(bugprone-reserved-identifier, misc-use-internal-linkage)
 extern "C" const char* __lsan_default_suppressions() { return "leak:librocksdb"; }
 

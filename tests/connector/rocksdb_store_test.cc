@@ -652,30 +652,28 @@ TEST(RocksDbStores, PathsThatAreNoFolders) {
   EXPECT_TRUE(IsOk(RocksDbStore::Open({.path = folder.path() + "/made/for/it"})));
 }
 
-TEST(RocksDbStores, AnothersDatabaseIsLeftAlone) {
-  const TempFolder folder;
+// As another program does, which makes it where there is none.
+std::unique_ptr<rocksdb::DB> OpenAsAnother(const std::string& path) {
   rocksdb::Options options;
   options.create_if_missing = true;
   rocksdb::DB* opened = nullptr;
-  ASSERT_TRUE(rocksdb::DB::Open(options, folder.path(), &opened).ok());
-  ASSERT_TRUE(opened->Put({}, "a", "b").ok());
-  delete opened;
+  EXPECT_TRUE(rocksdb::DB::Open(options, path, &opened).ok());
+  return std::unique_ptr<rocksdb::DB>(opened);
+}
+
+TEST(RocksDbStores, AnothersDatabaseIsLeftAlone) {
+  const TempFolder folder;
+  ASSERT_TRUE(OpenAsAnother(folder.path())->Put({}, "a", "b").ok());
   EXPECT_TRUE(Fails(RocksDbStore::Open({.path = folder.path()}), kPrecondition, folder.path(),
                     "another RocksDB database"));
-  ASSERT_TRUE(rocksdb::DB::Open(options, folder.path(), &opened).ok());
-  ASSERT_TRUE(opened->Delete({}, "a").ok());
-  delete opened;
+  ASSERT_TRUE(OpenAsAnother(folder.path())->Delete({}, "a").ok());
   // As when the making of ours was cut short.
   EXPECT_TRUE(IsOk(RocksDbStore::Open({.path = folder.path()})));
 }
 
 TEST(RocksDbStores, AnothersFamiliesAreLeftAlone) {
   const TempFolder folder;
-  rocksdb::Options options;
-  options.create_if_missing = true;
-  rocksdb::DB* opened = nullptr;
-  ASSERT_TRUE(rocksdb::DB::Open(options, folder.path(), &opened).ok());
-  const std::unique_ptr<rocksdb::DB> db(opened);
+  const std::unique_ptr<rocksdb::DB> db = OpenAsAnother(folder.path());
   rocksdb::ColumnFamilyHandle* theirs = nullptr;
   ASSERT_TRUE(db->CreateColumnFamily({}, "theirs", &theirs).ok());
   ASSERT_TRUE(db->DestroyColumnFamilyHandle(theirs).ok());

@@ -163,8 +163,8 @@ class MapsNothing {
   }
 
   RawPrefill peer_;
-  std::deque<std::pair<std::string, Message>>
-      kept_;  // What was heard while goodbyes were waited for.
+  // What was heard while goodbyes were waited for.
+  std::deque<std::pair<std::string, Message>> kept_;
   int byes_ = 0;
   UnmappedMemory memory_;
   const UniqueFd door_ = Must(ListenTcp("127.0.0.1", 0));

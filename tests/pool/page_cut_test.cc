@@ -246,7 +246,6 @@ TEST(PageCut, FormsThatCannotBeAreRefused) {
   }
 }
 
-// Each way: who can make one out of the other can be given one for the other.
 TEST(PageCut, AFormIsWhatOthersCanCount) {
   KvLayout layout = KvLayout::Mha(1, 16, 4, 8, DType::kUint8);
   EXPECT_EQ(FormOf(layout), (PageForm{16, ValueOrder::kNhd}));
@@ -254,6 +253,7 @@ TEST(PageCut, AFormIsWhatOthersCanCount) {
   EXPECT_EQ(FormOf(layout), PageForm());
 }
 
+// Each way: who can make one out of the other can be given one for the other.
 TEST(PageCut, WhichLayoutsAreConvertible) {
   const auto with = [](const std::string& format, int64_t page_size, int64_t v_heads = 4) {
     return KvLayout{1, page_size, DType::kUint8, format, {{"k", 4, 8}, {"v", v_heads, 8}}};

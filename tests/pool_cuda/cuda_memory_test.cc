@@ -323,8 +323,6 @@ TEST_F(CudaMemories, MoreThanGoesAtATime) {
   EXPECT_EQ(got, bytes);
 }
 
-// Moves that are not waited for at once are done in the order in which they were begun. What the
-// device does not reach is moved before the call returns.
 // A list is known by where it begins and how long it is.
 TEST_F(CudaMemories, ListsThatBeginAlikeAreNotTheSame) {
   constexpr int64_t kRows = 64, kRowBytes = 16, kBytes = kRows * kRowBytes;
@@ -367,6 +365,8 @@ TEST_F(CudaMemories, RowsThatAreInOrderOnTheDevice) {
   EXPECT_TRUE(host == before);
 }
 
+// Moves that are not waited for at once are done in the order in which they were begun. What the
+// device does not reach is moved before the call returns.
 TEST_F(CudaMemories, WhatIsBegunIsDoneInTheEnd) {
   constexpr int64_t kBytes = 1 << 20;
   // A page of the system's, or what is beside it would be pinned too.

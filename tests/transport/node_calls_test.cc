@@ -12,7 +12,6 @@
 #include "connector/lease_table.h"
 #include "tests/support/endpoints.h"
 #include "tests/support/files.h"
-#include "tests/support/sanitized.h"
 #include "transport/node.h"
 
 namespace kvferry {
@@ -174,9 +173,7 @@ TEST_F(NodeCalls, SoDoesACallThatComesToTheSessionOfAFetch) {
 
 // ZeroMQ says of both alike that there is no connection. The session is a call's, which tries on.
 TEST_F(NodeCalls, WhoHasNoFilesLeftDoesNotBlameThePeer) {
-#ifdef KVFERRY_SANITIZED
-  GTEST_SKIP() << "UBSan looks at objects through a pipe, for which there is no descriptor";
-#endif
+  KVFERRY_SKIP_WHERE_DESCRIPTORS_ARE_NEEDED();
   const std::string address = server_->listen_address();
   server_.reset();  // Nobody else is given its port so soon.
   Asked asked = Ask("f", {}, 20000, address);
@@ -197,9 +194,7 @@ TEST_F(NodeCalls, WhoHasNoFilesLeftDoesNotBlameThePeer) {
 }
 
 TEST_F(NodeCalls, FewFilesLeftEndInAStatusWhereverTheyRunOut) {
-#ifdef KVFERRY_SANITIZED
-  GTEST_SKIP() << "UBSan looks at objects through a pipe, for which there is no descriptor";
-#endif
+  KVFERRY_SKIP_WHERE_DESCRIPTORS_ARE_NEEDED();
   for (int free = 0; free < 16; ++free) {
     const FileLimit limit(free);
     // Another one each time: a session that is there needs none.

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "tests/support/files.h"
-#include "tests/support/sanitized.h"
 #include "tests/support/status.h"
 #include "tests/transport/tcp_planes.h"
 #include "transport/tcp/tcp_frames.h"
@@ -168,9 +167,7 @@ TEST_F(TcpPlanes, WhoHasComeHasADeadline) {
 
 // What the process cannot take now neither keeps its thread turning nor is forgotten.
 TEST_F(TcpPlanes, WithoutADescriptorAPeerWaits) {
-#ifdef KVFERRY_SANITIZED
-  GTEST_SKIP() << "UBSan looks at objects through a pipe, for which there is no descriptor";
-#endif
+  KVFERRY_SKIP_WHERE_DESCRIPTORS_ARE_NEEDED();
   Await();
   const UniqueFd unconnected(socket(AF_INET, SOCK_STREAM, 0));
   sockaddr_in where{};

@@ -26,11 +26,7 @@ namespace {
 
 class WithoutFiles : public testing::Test {
  protected:
-  void SetUp() override {
-#ifdef KVFERRY_SANITIZED
-    GTEST_SKIP() << "UBSan looks at objects through a pipe, for which there is no descriptor";
-#endif
-  }
+  void SetUp() override { KVFERRY_SKIP_WHERE_DESCRIPTORS_ARE_NEEDED(); }
 };
 
 // ZeroMQ aborts the process where there is no descriptor for its threads.
