@@ -82,18 +82,18 @@ absl::Status ReceiveTable::Push(const CallKey& call, const Fields& args) {
   return absl::OkStatus();
 }
 
-// Of the same request, as far as both say: as many tokens, or pages that some number of tokens
+// Of the same request: as many tokens, as far as both say, and pages that some number of tokens
 // fills.
 absl::Status ReceiveTable::CheckCounts(const Receive& receive, const Pushed& pushed) const {
-  const bool both = receive.num_tokens != 0 && pushed.num_tokens != 0;
-  if (both && pushed.num_tokens != receive.num_tokens) {
+  const bool both_say = receive.num_tokens != 0 && pushed.num_tokens != 0;
+  if (both_say && pushed.num_tokens != receive.num_tokens) {
     return absl::FailedPreconditionError(
         absl::StrCat("is of ", receive.num_tokens, " tokens, the push of ", pushed.num_tokens));
   }
   const bool same_size = pushed.page_size == page_size_;
   if (same_size
           ? pushed.num_pages == receive.num_pages
-          : both || HoldAsMuch(receive.num_pages, page_size_, pushed.num_pages, pushed.page_size)) {
+          : HoldAsMuch(receive.num_pages, page_size_, pushed.num_pages, pushed.page_size)) {
     return absl::OkStatus();
   }
   const auto of_size = [&](int64_t page_size) {

@@ -404,6 +404,8 @@ TEST_F(OtherPages, PushesThatCannotBeOfTheSameRequest) {
   EXPECT_TRUE(Fails(push(0, 9, 0), absl::StatusCode::kFailedPrecondition, "the push of 9"));
   EXPECT_TRUE(Fails(push(80, 5, 79), absl::StatusCode::kFailedPrecondition,
                     "is of 80 tokens, the push of 79"));
+  // Both say as many tokens, and only one of them has pages for those.
+  EXPECT_TRUE(Fails(push(80, 9, 80), absl::StatusCode::kFailedPrecondition, "the push of 9"));
   for (int64_t pages = 5; pages <= 8; ++pages) EXPECT_TRUE(IsOk(push(0, pages, 0)));
   EXPECT_TRUE(IsOk(push(80, 5, 80)));
 }

@@ -17,6 +17,7 @@
 #include "tests/support/endpoints.h"
 #include "tests/support/failing_threads.h"
 #include "tests/support/files.h"
+#include "tests/support/raw_peer.h"
 #include "tests/support/sanitized.h"
 #include "tests/support/status.h"
 #include "tests/support/wait_for.h"
@@ -90,6 +91,7 @@ TEST(ZmqControlPlane, APeerThatWasHungUpIsNone) {
 struct Heard : ControlEvents {
   void OnMessage(const PeerKey& from, Message message) override {
     peer = from;
+    peers.insert(from);
     messages.push_back(std::move(message.body));
   }
   void OnMalformed(const PeerKey&, const absl::Status& status) override { ADD_FAILURE() << status; }
@@ -98,7 +100,8 @@ struct Heard : ControlEvents {
   void OnMadeAgain(const PeerKey&) override {}
   void OnStranger() override {}
 
-  PeerKey peer;
+  PeerKey peer;  // The last one.
+  std::set<PeerKey> peers;
   std::vector<MessageBody> messages;
 };
 
@@ -114,6 +117,36 @@ PeerKey IdGivenBy(ControlPlane* listens) {
       },
       Soon()));
   return heard.peer;
+}
+
+// Each time it is asked, however much those have sent that dial it.
+TEST(ZmqControlPlane, WhoIsDialledIsHeardBesideAFlood) {
+  const std::unique_ptr<ControlPlane> plane = MakeHere(/*listen=*/true);
+  const std::unique_ptr<ControlPlane> other = MakeHere(/*listen=*/true);
+  Heard heard, others;
+  const PeerKey dialled = Must(plane->Dial(other->listen_address()));
+  EXPECT_TRUE(IsOk(plane->Send(dialled, {1, 2, PingMsg{}})));
+  ASSERT_TRUE(WaitFor(
+      [&] {
+        other->Progress(&others);
+        return !others.messages.empty();
+      },
+      Soon()));
+  plane->Progress(&heard);  // That it was made.
+  ASSERT_TRUE(plane->Arm());
+  EXPECT_TRUE(IsOk(other->Send(others.peer, {1, 2, PongMsg{}})));
+  ASSERT_TRUE(WaitFor([&] { return !plane->Arm(); }, Soon()));  // It has come.
+  {
+    RawDecode stranger(plane->listen_address());
+    for (int i = 0; i < 900; ++i) stranger.Send({1, 2, PingMsg{}});
+  }  // Which waits until the system has them.
+  ASSERT_TRUE(WaitFor(
+      [&] {
+        plane->Progress(&heard);
+        return !heard.messages.empty();
+      },
+      Soon()));
+  EXPECT_TRUE(heard.peers.contains(dialled));
 }
 
 UniqueFd UnconnectedSocket() { return UniqueFd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)); }
