@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "base/ceil_div.h"
 
 namespace kvferry {
 
@@ -35,7 +36,7 @@ absl::Status CheckPartition(int64_t partition);
 
 // Pages that hold so many tokens.
 inline int64_t PagesOfTokens(int64_t num_tokens, int64_t page_size) {
-  return (num_tokens + page_size - 1) / page_size;
+  return CeilDiv(num_tokens, page_size);
 }
 
 // Little-endian int32.

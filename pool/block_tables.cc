@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/ceil_div.h"
 #include "base/check_range.h"
 #include "base/status.h"
 #include "pool/page_runs.h"
@@ -15,8 +16,6 @@ namespace {
 
 // A part of a table that is worth waking a thread for.
 constexpr int64_t kEntriesPerPart = 16384;
-
-int64_t CeilDiv(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 template <typename... Words>
 absl::Status Invalid(const Words&... words) {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/ceil_div.h"
 #include "base/host_memory.h"
 #include "base/status.h"
 
@@ -11,10 +12,6 @@ namespace kvferry {
 namespace {
 
 constexpr int64_t kBufferAlignment = 4096;  // A memory page, so that no two buffers share one.
-
-int64_t AlignUp(int64_t bytes) {
-  return (bytes + kBufferAlignment - 1) / kBufferAlignment * kBufferAlignment;
-}
 
 absl::Status CheckBuffer(const KvLayout& layout, std::span<const BufferInfo> buffers,
                          int64_t index) {
@@ -49,7 +46,8 @@ absl::StatusOr<int64_t> SlabBytes(const KvLayout& layout, int64_t num_pages) {
   }
   int64_t slab_bytes = 0;
   for (int64_t tensor = 0; tensor < layout.num_tensors(); ++tensor) {
-    slab_bytes += layout.num_layers * AlignUp(num_pages * layout.item_bytes(tensor));
+    slab_bytes +=
+        layout.num_layers * RoundUp(num_pages * layout.item_bytes(tensor), kBufferAlignment);
   }
   return slab_bytes;
 }
@@ -61,7 +59,7 @@ std::vector<BufferInfo> BuffersIn(std::byte* slab, const KvLayout& layout, int64
     const int64_t item_bytes = layout.item_bytes(tensor);
     for (int64_t layer = 0; layer < layout.num_layers; ++layer) {
       buffers.push_back({next, num_pages * item_bytes, item_bytes});
-      next += AlignUp(num_pages * item_bytes);
+      next += RoundUp(num_pages * item_bytes, kBufferAlignment);
     }
   }
   return buffers;

@@ -7,6 +7,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/ceil_div.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -260,7 +261,7 @@ absl::Status CheckConvertible(const KvLayout& one, const KvLayout& other) {
 
 int64_t PagesIn(int64_t num_pages, const KvLayout& layout, const PageForm& form) {
   const int64_t page_size = Spelled(layout, form).page_size;
-  return (num_pages * layout.page_size + page_size - 1) / page_size;
+  return CeilDiv(num_pages * layout.page_size, page_size);
 }
 
 absl::StatusOr<PageCut> CutPages(const std::shared_ptr<const KvPool>& pool, const PageRuns& pages,

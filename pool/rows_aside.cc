@@ -4,6 +4,7 @@
 #include <functional>
 
 #include "absl/strings/str_cat.h"
+#include "base/ceil_div.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -19,7 +20,7 @@ struct ListedRows {
 // Of rows that wait aside, rounded up so that the next ones begin aligned.
 int64_t AsideBytes(const ListedRows& rows) {
   constexpr int64_t kAlignment = 256;
-  return (rows.count * rows.view.row_bytes() + kAlignment - 1) / kAlignment * kAlignment;
+  return RoundUp(rows.count * rows.view.row_bytes(), kAlignment);
 }
 
 absl::StatusOr<std::shared_ptr<std::byte>> AllocateAside(std::span<const ListedRows> from,

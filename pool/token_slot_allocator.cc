@@ -7,6 +7,7 @@
 
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
+#include "base/ceil_div.h"
 #include "base/check_range.h"
 #include "base/status.h"
 #include "pool/slot_kernels.h"
@@ -15,8 +16,6 @@ namespace kvferry {
 namespace {
 
 constexpr int64_t kMaxSlots = std::numeric_limits<int32_t>::max();
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 absl::Status NotAllocated(int64_t slot) {
   return absl::InvalidArgumentError(
@@ -100,7 +99,7 @@ int64_t TokenSlotAllocator::NewPages(int64_t from, int64_t to) const {
 }
 
 void TokenSlotAllocator::Grow(const Growth& growth, std::vector<int32_t>* slots) {
-  const int64_t room = CeilDiv(growth.from, page_size_) * page_size_ - growth.from;
+  const int64_t room = RoundUp(growth.from, page_size_) - growth.from;
   const int64_t filled = std::min(room, growth.to - growth.from);
   AppendSlots(growth.last_slot + 1, filled, slots);
   const int64_t new_pages = NewPages(growth.from, growth.to);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/ceil_div.h"
 #include "base/status.h"
 #include "pool/bulk_copy.h"
 #include "transport/pieces.h"
@@ -57,7 +58,7 @@ void PieceCopy::ToHost(const StreamPlan& plan, int64_t offset, Pieces from) {
     const auto first = std::upper_bound(begins_.begin(), begins_.end(), begin) - 1;
     Copy(to, from.subspan(first - begins_.begin()), begin - *first);
   };
-  threads_->ParallelFor((bytes + kShareBytes - 1) / kShareBytes, copy_share);
+  threads_->ParallelFor(CeilDiv(bytes, kShareBytes), copy_share);
 }
 
 }  // namespace kvferry

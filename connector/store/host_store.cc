@@ -8,6 +8,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "base/ceil_div.h"
 #include "base/check_range.h"
 #include "base/mutex.h"
 #include "base/status.h"
@@ -145,7 +146,7 @@ std::vector<absl::StatusOr<HostStore::Held>> HostStore::State::Reserve(
   int64_t wanted = 0;
   for (const int64_t value_bytes : bytes) {
     const bool valid = CheckValueBytes(value_bytes, max_value_bytes_).ok();
-    const int64_t num_pages = valid ? (value_bytes - 1) / page_bytes_ + 1 : 0;
+    const int64_t num_pages = valid ? CeilDiv(value_bytes, page_bytes_) : 0;
     pages.push_back(num_pages <= most - wanted ? num_pages : 0);
     wanted += pages.back();
   }

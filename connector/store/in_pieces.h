@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "base/ceil_div.h"
 
 namespace kvferry {
 
@@ -15,7 +16,7 @@ template <typename Move>
 std::vector<absl::Status> InPieces(size_t num_items, size_t at_a_time, bool last_first,
                                    const Move& move) {
   std::vector<absl::Status> statuses(num_items);
-  const size_t pieces = (num_items + at_a_time - 1) / at_a_time;
+  const size_t pieces = CeilDiv(num_items, at_a_time);
   for (size_t piece = 0; piece < pieces; ++piece) {
     const size_t first = at_a_time * (last_first ? pieces - 1 - piece : piece);
     std::ranges::move(move(first, std::min(at_a_time, num_items - first)),

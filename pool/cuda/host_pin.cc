@@ -8,6 +8,7 @@
 #include <map>
 
 #include "absl/strings/str_cat.h"
+#include "base/ceil_div.h"
 #include "base/mutex.h"
 #include "base/status.h"
 #include "pool/cuda/cuda_memory.h"
@@ -26,7 +27,7 @@ std::vector<std::span<std::byte>> MemoryPages(std::span<const BufferInfo> buffer
   for (const BufferInfo& buffer : buffers) {
     const auto address = reinterpret_cast<uintptr_t>(buffer.address);
     ranges.emplace_back(address / page * page,
-                        (address + static_cast<uintptr_t>(buffer.bytes) + page - 1) / page * page);
+                        RoundUp(address + static_cast<uintptr_t>(buffer.bytes), page));
   }
   std::sort(ranges.begin(), ranges.end());
   std::vector<std::span<std::byte>> merged;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <iterator>
 
+#include "base/ceil_div.h"
 #include "base/status.h"
 #include "pool/cuda/cuda_status.h"
 
@@ -110,8 +111,6 @@ __global__ void MoveUnits(const List __grid_constant__ list) {
   }
 }
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 template <typename Byte>
 uint64_t AddressOf(Byte* byte) {
   return reinterpret_cast<uintptr_t>(byte);
@@ -200,7 +199,7 @@ class Launches {
     const int64_t warps =
         CeilDiv(list.num_places, list.places_a_warp) * list.slices * list.num_units;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<uint32_t>(CeilDiv(warps, kWarps)));
+    config.gridDim = dim3(static_cast<uint32_t>(CeilDiv(warps, int64_t{kWarps})));
     config.blockDim = dim3(kWarps * kLanes);
     config.stream = stream_;
     return CudaStatus(cudaLaunchKernelEx(&config, &MoveUnits<List>, list), "moving bytes");

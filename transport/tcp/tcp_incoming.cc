@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/ceil_div.h"
 #include "base/config.h"
 #include "base/log.h"
 #include "base/slab.h"
@@ -22,7 +23,7 @@ constexpr int64_t kBytesOfAMessage = 16 << 10;
 
 int64_t FramesOf(const TcpFrame& frame) {
   if (frame.kind != kTcpMessage) return 1;
-  return kFramesOfAMessage * ((frame.payload_bytes + kBytesOfAMessage - 1) / kBytesOfAMessage);
+  return kFramesOfAMessage * CeilDiv(int64_t{frame.payload_bytes}, kBytesOfAMessage);
 }
 
 iovec PartOf(std::span<std::byte> bytes) { return {bytes.data(), bytes.size()}; }

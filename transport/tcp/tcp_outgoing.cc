@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/ceil_div.h"
 
 namespace kvferry {
 namespace {
@@ -130,7 +131,7 @@ Moved TcpOutgoing::WriteChunk(int fd, int64_t max_bytes) {
 
 // Whole steps, or the few bytes by which a message shortens a turn would take a call of their own.
 int64_t TcpOutgoing::MostToList(int64_t max_bytes) const {
-  return std::min(room_, (max_bytes + kLeastListed - 1) / kLeastListed * kLeastListed);
+  return std::min(room_, RoundUp(max_bytes, kLeastListed));
 }
 
 void TcpOutgoing::NoteTaken(int64_t bytes, int64_t offered) {
