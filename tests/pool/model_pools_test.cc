@@ -466,8 +466,10 @@ TEST(ModelPoolsOf, OptionsThatCannotBe) {
   ModelConfig odd = Must(ModelConfig::FromJson(kDeepseekBlocks));
   odd.kv_lora_rank = 33;
   EXPECT_TRUE(Fails(create(odd, four_bits), kInvalid, "kv_lora_rank 33"));
-  const ModelConfig hybrid = Must(ModelConfig::FromJson(kQwen3Next));
-  EXPECT_TRUE(Fails(create(hybrid, [](Options& o) { o.max_track_slots = -1; }), kInvalid));
+  for (const ModelConfig& model : {Must(ModelConfig::FromJson(kQwen3Next)), llama}) {
+    EXPECT_TRUE(Fails(create(model, [](Options& o) { o.max_track_slots = -1; }), kInvalid,
+                      "max_track_slots is -1", "[0, 16777216]"));
+  }
 }
 
 }  // namespace
