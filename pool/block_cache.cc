@@ -80,7 +80,14 @@ std::vector<ItemsMove> Coalesce(std::span<const BlockPair> pairs) {
 }  // namespace
 
 absl::Status BlockCacheShape::Validate() const {
-  KVFERRY_RETURN_IF_ERROR(LayoutOf(*this).Validate());
+  const auto check = [](absl::string_view name, int64_t value, int64_t max) {
+    return CheckRange("block cache", name, value, 1, max);
+  };
+  KVFERRY_RETURN_IF_ERROR(check("num_layers", num_layers, KvLayout::kMaxLayers));
+  KVFERRY_RETURN_IF_ERROR(check("block_size", block_size, KvLayout::kMaxPageSize));
+  KVFERRY_RETURN_IF_ERROR(check("num_kv_heads", num_kv_heads, KvLayout::kMaxHeads));
+  KVFERRY_RETURN_IF_ERROR(check("head_dim", head_dim, KvLayout::kMaxHeadDim));
+  KVFERRY_RETURN_IF_ERROR(LayoutOf(*this).Validate());  // Also what they make together.
   return CheckOrder(order);
 }
 

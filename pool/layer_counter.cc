@@ -25,6 +25,10 @@ absl::Status LayerCounter::Ready(int64_t load, int64_t count) {
         absl::StrCat("layer counter: ", count, " layers but there are ", num_layers_));
   }
   const MutexLock lock(&mutex_);
+  if (load < 1 || load > load_) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("layer counter: load ", load, " has not begun; the last that has is ", load_));
+  }
   if (load != load_ || !failure_.ok()) {
     return absl::FailedPreconditionError(absl::StrCat(
         "layer counter: load ", load,

@@ -22,7 +22,8 @@ class LayerCounter {
   // while another load is under way.
   absl::StatusOr<int64_t> Begin();
   // Of that load layers [0, count) are ready; a smaller count than before changes nothing.
-  // OUT_OF_RANGE beyond the number of layers; FAILED_PRECONDITION, and its loader is to stop, where
+  // OUT_OF_RANGE beyond the number of layers; INVALID_ARGUMENT for a number that Begin() has not
+  // given; FAILED_PRECONDITION, and its loader is to stop, where
   // it has failed, or another one has begun since.
   absl::Status Ready(int64_t load, int64_t count);
   // That load ends with an error, which waiters for layers that are not ready get, also where the

@@ -40,7 +40,10 @@ absl::Status CheckOptions(const ModelPoolsOptions& options, const Split& split) 
     return absl::InvalidArgumentError(absl::StrCat(
         "model pools: window_ratio is ", options.window_ratio, " but must lie in (0, 1]"));
   }
-  return CheckRange("model pools", "page_size", options.page_size, 1, KvLayout::kMaxPageSize);
+  KVFERRY_RETURN_IF_ERROR(
+      CheckRange("model pools", "page_size", options.page_size, 1, KvLayout::kMaxPageSize));
+  return CheckRange("model pools", "max_track_slots", options.max_track_slots, 0,
+                    GdnPool::kMaxSlots);
 }
 
 // Whole pages of tokens for both pools, without the padding page that each has besides.

@@ -6,20 +6,15 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
+#include "base/check_range.h"
 #include "base/status.h"
 
 namespace kvferry {
 
 absl::StatusOr<PageAllocator> PageAllocator::Create(int64_t num_pages, int64_t reserved) {
-  if (reserved < 0 || reserved >= num_pages) {
-    return absl::InvalidArgumentError(absl::StrCat("page allocator: reserved is ", reserved,
-                                                   " but must lie in [0, num_pages = ", num_pages,
-                                                   ")"));
-  }
-  if (num_pages > PageRuns::kMaxPages) {
-    return absl::InvalidArgumentError(absl::StrCat("page allocator: num_pages is ", num_pages,
-                                                   " but must be at most ", PageRuns::kMaxPages));
-  }
+  KVFERRY_RETURN_IF_ERROR(
+      CheckRange("page allocator", "num_pages", num_pages, 1, PageRuns::kMaxPages));
+  KVFERRY_RETURN_IF_ERROR(CheckRange("page allocator", "reserved", reserved, 0, num_pages - 1));
   KVFERRY_ASSIGN_OR_RETURN(FreeRuns free, FreeRuns::Create(num_pages));
   return PageAllocator(std::move(free), num_pages, reserved);
 }

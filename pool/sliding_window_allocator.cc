@@ -5,6 +5,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -23,15 +24,24 @@ int64_t NewPages(std::span<const int64_t> prefix_tokens, std::span<const int64_t
   return pages;
 }
 
+// An error says of which of the two sizes it speaks.
+absl::StatusOr<TokenSlotAllocator> CreateSlots(absl::string_view which, int64_t num_tokens,
+                                               int64_t page_size) {
+  absl::StatusOr<TokenSlotAllocator> slots = TokenSlotAllocator::Create(num_tokens, page_size);
+  if (slots.ok()) return slots;
+  return absl::Status(slots.status().code(), absl::StrCat("sliding window: of the ", which, ": ",
+                                                          slots.status().message()));
+}
+
 }  // namespace
 
 absl::StatusOr<SlidingWindowAllocator> SlidingWindowAllocator::Create(int64_t num_full_tokens,
                                                                       int64_t num_window_tokens,
                                                                       int64_t page_size) {
   KVFERRY_ASSIGN_OR_RETURN(TokenSlotAllocator full,
-                           TokenSlotAllocator::Create(num_full_tokens, page_size));
+                           CreateSlots("full slots", num_full_tokens, page_size));
   KVFERRY_ASSIGN_OR_RETURN(TokenSlotAllocator window,
-                           TokenSlotAllocator::Create(num_window_tokens, page_size));
+                           CreateSlots("window slots", num_window_tokens, page_size));
   return SlidingWindowAllocator(std::move(full), std::move(window));
 }
 

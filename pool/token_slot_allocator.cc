@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <limits>
+#include <string>
 #include <utility>
 
 #include "absl/container/inlined_vector.h"
@@ -16,11 +17,6 @@ namespace kvferry {
 namespace {
 
 constexpr int64_t kMaxSlots = std::numeric_limits<int32_t>::max();
-
-absl::Status NotAllocated(int64_t slot) {
-  return absl::InvalidArgumentError(
-      absl::StrCat("slot allocator: slot ", slot, " is not allocated"));
-}
 
 // What is best here, asked once: a call takes less time than a second asking.
 const SlotKernels& Kernels() {
@@ -38,11 +34,12 @@ void AppendSlots(int64_t first, int64_t count, std::vector<int32_t>* slots) {
 absl::StatusOr<TokenSlotAllocator> TokenSlotAllocator::Create(int64_t num_tokens,
                                                               int64_t page_size) {
   KVFERRY_RETURN_IF_ERROR(CheckRange("slot allocator", "page_size", page_size, 1, kMaxSlots / 2));
-  if (num_tokens < 1 || num_tokens % page_size != 0 || num_tokens > kMaxSlots - page_size) {
+  const int64_t most_pages = std::min(PageRuns::kMaxPages, kMaxSlots / page_size) - 1;
+  if (num_tokens < 1 || num_tokens % page_size != 0 || num_tokens > most_pages * page_size) {
     return absl::InvalidArgumentError(
         absl::StrCat("slot allocator: num_tokens is ", num_tokens,
                      " but must be a positive multiple of page_size = ", page_size, " and at most ",
-                     kMaxSlots - page_size));
+                     most_pages * page_size));
   }
   KVFERRY_ASSIGN_OR_RETURN(PageAllocator pages,
                            PageAllocator::Create(num_tokens / page_size + 1, /*reserved=*/1));
@@ -72,6 +69,17 @@ absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Allocate(int64_t num_to
   return slots;
 }
 
+std::string TokenSlotAllocator::WhyNotAllocated(int64_t slot) const {
+  const int64_t end = pages_.num_pages() * page_size_;
+  if (slot >= page_size_ && slot < end) return "is not allocated";
+  return absl::StrCat("is outside [", page_size_, ", ", end, ")");
+}
+
+absl::Status TokenSlotAllocator::NotAllocated(int64_t slot) const {
+  return absl::InvalidArgumentError(
+      absl::StrCat("slot allocator: slot ", slot, " ", WhyNotAllocated(slot)));
+}
+
 // ---------------------------------------------------------------- growing
 
 absl::Status TokenSlotAllocator::CheckGrowth(int64_t sequence, const Growth& growth) const {
@@ -85,7 +93,7 @@ absl::Status TokenSlotAllocator::CheckGrowth(int64_t sequence, const Growth& gro
   if (growth.from == 0) return absl::OkStatus();
   const int64_t page = growth.last_slot / page_size_;  // Below 1 where the slot is negative.
   if (!pages_.IsAllocated(page) || IsNoted(page)) {
-    return fault("its last slot, ", growth.last_slot, ", is not allocated");
+    return fault("its last slot, ", growth.last_slot, ", ", WhyNotAllocated(growth.last_slot));
   }
   if (growth.last_slot % page_size_ != (growth.from - 1) % page_size_) {
     return fault("its last slot, ", growth.last_slot, ", cannot hold token ", growth.from - 1,
@@ -181,12 +189,13 @@ absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Decode(
     std::span<const int64_t> tokens, std::span<const int32_t> last_slots) {
   if (auto slots = DecodeUsual(tokens, last_slots)) return *std::move(slots);
   std::vector<int64_t> prefix_tokens(tokens.begin(), tokens.end());
-  for (int64_t& count : prefix_tokens) {
-    if (count < 1) {
-      return absl::InvalidArgumentError(absl::StrCat("slot allocator: a sequence of ", count,
-                                                     " tokens; they count the one to be decoded"));
+  for (size_t i = 0; i < prefix_tokens.size(); ++i) {
+    if (prefix_tokens[i] < 1) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("slot allocator: sequence ", i, " of the batch: tokens is ",
+                       prefix_tokens[i], " but must be at least 1, as the new one counts"));
     }
-    --count;
+    --prefix_tokens[i];
   }
   return Extend(prefix_tokens, tokens, last_slots);
 }

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "absl/container/inlined_vector.h"
@@ -22,7 +23,8 @@ namespace kvferry {
 class TokenSlotAllocator {
  public:
   // num_tokens slots beside those of page 0. INVALID_ARGUMENT when page_size is below 1, num_tokens
-  // is not a positive multiple of it, or a slot would not fit an int32.
+  // is not a positive multiple of it, a slot would not fit an int32, or there would be more than
+  // PageRuns::kMaxPages pages.
   static absl::StatusOr<TokenSlotAllocator> Create(int64_t num_tokens, int64_t page_size);
 
   int64_t page_size() const { return page_size_; }
@@ -84,6 +86,9 @@ class TokenSlotAllocator {
     int64_t to = 0;
     int64_t last_slot = 0;
   };
+  // "is not allocated", or where slots lie.
+  std::string WhyNotAllocated(int64_t slot) const;
+  absl::Status NotAllocated(int64_t slot) const;
   absl::Status CheckGrowth(int64_t sequence, const Growth& growth) const;
   // Cannot fail after CheckGrowth(), with enough free pages and room in `slots`.
   void Grow(const Growth& growth, std::vector<int32_t>* slots);

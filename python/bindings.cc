@@ -269,7 +269,7 @@ void BindLayout(nb::module_& module) {
       .def(
           "item_bytes",
           [](const KvLayout& self, int64_t tensor) {
-            if (tensor < 0 || tensor >= self.num_tensors()) throw nb::index_error("tensor");
+            CheckIndex("tensor", tensor, self.num_tensors());
             return self.item_bytes(tensor);
           },
           "tensor"_a, "Bytes of one page of that tensor in one layer.")
@@ -344,10 +344,9 @@ PoolPtr AdoptTensors(const KvLayout& layout, const std::vector<EngineTensor>& te
 
 NumpyArray<uint8_t> PageView(const PoolPtr& pool, int64_t layer, int64_t tensor, int64_t page) {
   const KvLayout& layout = pool->layout();
-  if (layer < 0 || layer >= layout.num_layers || tensor < 0 || tensor >= layout.num_tensors() ||
-      page < 0 || page >= pool->num_pages()) {
-    throw nb::index_error("layer, tensor or page out of range");
-  }
+  CheckIndex("layer", layer, layout.num_layers);
+  CheckIndex("tensor", tensor, layout.num_tensors());
+  CheckIndex("page", page, pool->num_pages());
   Check(CheckOnHost("kv pool: the page", pool->memory()));
   const std::span<std::byte> bytes = pool->page(layer, tensor, page);
   return {reinterpret_cast<uint8_t*>(bytes.data()), {bytes.size()}, KeepAlive(pool)};

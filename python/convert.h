@@ -4,6 +4,7 @@
 
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -24,6 +25,14 @@
 #include "python/status_error.h"
 
 namespace kvferry {
+
+// IndexError naming the argument and its limit unless `index` lies in [0, end).
+inline void CheckIndex(const char* name, int64_t index, int64_t end) {
+  if (index >= 0 && index < end) return;
+  const std::string message =
+      absl::StrCat(name, " is ", index, " but must lie in [0, ", std::max<int64_t>(end, 0), ")");
+  throw nanobind::index_error(message.c_str());
+}
 
 // Keeps a copy of `owner` alive with an array.
 template <typename Owner>

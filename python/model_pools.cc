@@ -69,7 +69,7 @@ void BindModelPools(nb::module_& module) {
              const std::vector<RowInput>& rows, const std::vector<float>& scales) {
             const ModelPools::Place place = Value(self.PlaceOf(model_layer));
             const auto& pool = place.kind == LayerKind::kSliding ? self.window_kv() : self.kv();
-            if (pool == nullptr) throw nb::index_error("model_layer has no keys and values");
+            if (pool == nullptr) return Check(self.Set(model_layer, {}, {}));  // It is linear.
             const GivenRows given =
                 RowsFor(Value(KvPartsOf(self.model())), slots, rows, pool->memory());
             const ReleasedGil nogil;

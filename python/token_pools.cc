@@ -81,7 +81,7 @@ std::span<const std::byte> Bytes(const ByteInput& array) {
 
 void SetKv(TokenKvPool& self, int64_t layer, const SlotsInput& slots,
            const std::vector<RowInput>& rows, const std::vector<float>& scales) {
-  if (layer < 0 || layer >= self.layout().num_layers) throw nb::index_error("layer");
+  CheckIndex("layer", layer, self.layout().num_layers);
   const GivenRows given = RowsFor(self.Parts(layer), slots, rows, self.memory());
   const ReleasedGil nogil;
   Check(self.Set(layer, SlotList(slots), given.views(), scales));
@@ -123,8 +123,8 @@ BlockFormat ParseBlockFormat(const std::string& name) {
 
 // Codes in `tensor`, scales in the next one.
 void CheckCodes(const TokenKvPool& self, int64_t layer, int64_t tensor) {
-  if (layer < 0 || layer >= self.layout().num_layers) throw nb::index_error("layer");
-  if (tensor < 0 || tensor >= self.layout().num_tensors() - 1) throw nb::index_error("tensor");
+  CheckIndex("layer", layer, self.layout().num_layers);
+  CheckIndex("tensor", tensor, self.layout().num_tensors() - 1);
 }
 
 void SetQuantized(TokenKvPool& self, const std::string& format, int64_t layer, int64_t tensor,
@@ -232,17 +232,15 @@ void BindTokenKvPool(nb::module_& module) {
       .def(
           "tensor_bytes",
           [](const TokenKvPool& self, int64_t tensor) {
-            if (tensor < 0 || tensor >= self.layout().num_tensors())
-              throw nb::index_error("tensor");
+            CheckIndex("tensor", tensor, self.layout().num_tensors());
             return self.tensor_bytes(tensor);
           },
           "tensor"_a, "Over all layers.")
       .def(
           "buffer",
           [](const PoolPtr& self, int64_t layer, int64_t tensor) {
-            if (layer < 0 || layer >= self->layout().num_layers) throw nb::index_error("layer");
-            if (tensor < 0 || tensor >= self->layout().num_tensors())
-              throw nb::index_error("tensor");
+            CheckIndex("layer", layer, self->layout().num_layers);
+            CheckIndex("tensor", tensor, self->layout().num_tensors());
             return SeenFrom(self->view(layer, tensor), self);
           },
           "layer"_a, "tensor"_a,
@@ -370,7 +368,7 @@ using LayerInput = GivenArray<>;
 // The whole of a layer, which lies in `order`.
 DlpackArray LayerOf(const CachePtr& self, int64_t layer) {
   const BlockCacheShape& shape = self->shape();
-  if (layer < 0 || layer >= shape.num_layers) throw nb::index_error("layer");
+  CheckIndex("layer", layer, shape.num_layers);
   return ArrayOf(self->layer(layer), shape.dtype, shape.LayerDims(self->num_blocks()), self);
 }
 

@@ -315,10 +315,10 @@ TEST(BlockCaches, ShapesThatCannotBe) {
   };
   EXPECT_TRUE(
       Fails(create([](BlockCacheShape& s) { s.num_layers = 0; }), kInvalid, "num_layers is 0"));
+  EXPECT_TRUE(Fails(create([](BlockCacheShape& s) { s.block_size = -1; }), kInvalid,
+                    "block cache: block_size is -1"));
   EXPECT_TRUE(
-      Fails(create([](BlockCacheShape& s) { s.block_size = -1; }), kInvalid, "page_size is -1"));
-  EXPECT_TRUE(
-      Fails(create([](BlockCacheShape& s) { s.num_kv_heads = 0; }), kInvalid, "num_heads is 0"));
+      Fails(create([](BlockCacheShape& s) { s.num_kv_heads = 0; }), kInvalid, "num_kv_heads is 0"));
   EXPECT_TRUE(
       Fails(create([](BlockCacheShape& s) { s.head_dim = INT64_MAX; }), kInvalid, "head_dim"));
   EXPECT_TRUE(Fails(create([](BlockCacheShape& s) { s.dtype = static_cast<DType>(99); }), kInvalid,

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -75,6 +77,77 @@ TEST(LayerCounters, LayersThatDoNotExist) {
   EXPECT_TRUE(Fails(counter.WaitFor(-1, Now()), kRange, "layer -1"));
   EXPECT_TRUE(Fails(counter.Ready(0, 4), kRange, "4 layers"));
   EXPECT_TRUE(Fails(counter.Ready(0, -1), kRange, "-1 layers"));
+}
+
+TEST(LayerCounters, LoadsThatHaveNotBegun) {
+  LayerCounter counter(3);
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  EXPECT_TRUE(Fails(counter.Ready(0, 3), kInvalid, "load 0 has not begun"));
+  const int64_t load = Must(counter.Begin());
+  for (const int64_t other : {INT64_MIN, int64_t{-1}, int64_t{0}, load + 1, INT64_MAX}) {
+    EXPECT_TRUE(
+        Fails(counter.Ready(other, 3), kInvalid, "has not begun", "the last that has is 1"));
+  }
+  EXPECT_EQ(counter.ready(), 0);
+}
+
+// What has happened in loads, and what a counter does about it, in plain words.
+struct LayersModel {
+  int64_t layers, load = 0, ready = layers;
+  bool failed = false;
+
+  absl::StatusCode Begin() {
+    if (!failed && ready < layers) return absl::StatusCode::kFailedPrecondition;
+    failed = false;
+    ready = 0;
+    ++load;
+    return absl::StatusCode::kOk;
+  }
+  absl::StatusCode Ready(int64_t of, int64_t count) {
+    if (count < 0 || count > layers) return absl::StatusCode::kOutOfRange;
+    if (of < 1 || of > load) return absl::StatusCode::kInvalidArgument;
+    if (of < load || failed) return absl::StatusCode::kFailedPrecondition;
+    if (count > ready) ready = count;
+    return absl::StatusCode::kOk;
+  }
+  void Fail(int64_t of) { failed |= of == load && ready < layers; }
+  absl::StatusCode Wait(int64_t layer) const {
+    if (layer < 0 || layer >= layers) return absl::StatusCode::kOutOfRange;
+    if (layer < ready) return absl::StatusCode::kOk;
+    return failed ? absl::StatusCode::kAborted : absl::StatusCode::kDeadlineExceeded;
+  }
+};
+
+TEST(LayerCounters, AMillionRandomCallsAgainstAModel) {
+  constexpr int64_t kLayers = 5;
+  std::mt19937_64 random(1);
+  const auto upto = [&](int64_t n) { return static_cast<int64_t>(random() % n); };
+  LayerCounter counter(kLayers);
+  LayersModel model{kLayers};
+  int64_t begun = 0;
+  for (int i = 0; i < 1'000'000; ++i) {
+    // Mostly of the load that is under way.
+    const int64_t load = upto(8) > 0 ? model.load : model.load + 1 - upto(3);
+    const int64_t what = upto(16);
+    if (what < 3) {
+      const auto got = counter.Begin();
+      ASSERT_EQ(got.status().code(), model.Begin());
+      if (got.ok()) ASSERT_EQ(*got, model.load);
+      begun += got.ok() ? 1 : 0;
+    } else if (what < 12) {
+      const int64_t count = upto(kLayers + 3) - 1;
+      ASSERT_EQ(counter.Ready(load, count).code(), model.Ready(load, count));
+    } else if (what < 13) {
+      counter.Fail(load, absl::AbortedError("gone"));
+      model.Fail(load);
+    } else {
+      const int64_t layer = upto(kLayers + 2) - 1;
+      ASSERT_EQ(counter.WaitFor(layer, Now()).code(), model.Wait(layer)) << layer;
+    }
+    ASSERT_EQ(counter.ready(), model.ready);
+    ASSERT_EQ(counter.last_load(), model.load);
+  }
+  EXPECT_GT(begun, 50'000);
 }
 
 TEST(LayerCounters, AFailedLoadWakesItsWaiters) {

@@ -3,13 +3,17 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <numeric>
 #include <random>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "pool/block_quant.h"
 #include "tests/pool/guarded_memory.h"
+#include "tests/pool/naive_numbers.h"
 #include "tests/support/failing_new.h"
 #include "tests/support/status.h"
 
@@ -180,6 +184,149 @@ TEST(ModelPoolsOf, TheCallerChoosesTheDTypeOfKv) {
                                            {"v_scale", 1, 1, DType::kUint8}};
   EXPECT_EQ(layout("fp4").tensors, four_bits);
 }
+
+// A model's pools beside a table of what each of its layers keeps of each slot: a number, from which
+// all values of the rows follow.
+class PoolsAgainstTable : public testing::TestWithParam<const char*> {
+ protected:
+  using Slots = std::vector<int32_t>;
+
+  int64_t Upto(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
+  // Every format has these values.
+  static float ValueOf(uint32_t number, size_t part, int64_t i) {
+    return static_cast<float>((number * 5 + part * 3 + static_cast<uint64_t>(i)) % 16);
+  }
+  bool slides(int64_t layer) const { return layers_[layer] == LayerKind::kSliding; }
+  SlidingWindowAllocator* windows() { return pools_->window_slots(); }
+
+  void Allocate() {
+    const int64_t tokens = 4 * (1 + Upto(5));
+    const auto got = windows() ? windows()->Allocate(tokens) : pools_->slots()->Allocate(tokens);
+    if (!got.ok()) {
+      ASSERT_TRUE(absl::IsResourceExhausted(got.status())) << got.status();
+      return;
+    }
+    ASSERT_EQ(static_cast<int64_t>(got->size()), tokens);
+    for (const int32_t slot : *got) ASSERT_TRUE(in_use_.insert(slot).second) << slot;
+    live_.push_back(*got);
+  }
+  void Free() {
+    std::swap(live_[Upto(static_cast<int64_t>(live_.size()))], live_.back());
+    const Slots slots = std::move(live_.back());
+    live_.pop_back();
+    ASSERT_TRUE(IsOk(windows() ? windows()->Free(slots) : pools_->slots()->Free(slots)));
+    for (const int32_t slot : slots) {
+      in_use_.erase(slot);
+      left_window_.erase(slot);
+      for (std::vector<uint32_t>& layer : table_) layer[slot] = 0;
+    }
+  }
+  void LeaveWindow() {
+    const Slots& any = live_[Upto(static_cast<int64_t>(live_.size()))];
+    const Slots page(any.begin(), any.begin() + 4);
+    ASSERT_TRUE(IsOk(windows()->FreeWindow(page)));
+    for (const int32_t slot : page) {
+      left_window_.insert(slot);
+      for (size_t layer = 0; layer < layers_.size(); ++layer) {
+        if (slides(static_cast<int64_t>(layer))) table_[layer][slot] = 0;
+      }
+    }
+  }
+
+  // Rows of some slots in a layer, which may be none; or of a slot too much.
+  void Set() {
+    const int64_t layer = Upto(static_cast<int64_t>(layers_.size()) + 2) - 1;
+    Slots slots = live_[Upto(static_cast<int64_t>(live_.size()))];
+    std::shuffle(slots.begin(), slots.end(), random_);
+    slots.resize(Upto(static_cast<int64_t>(slots.size()) + 1));
+    const bool outside = Upto(8) == 0;
+    if (outside) slots.push_back(Upto(2) == 0 ? -1 : kSlots);
+    const bool exists = layer >= 0 && layer < static_cast<int64_t>(layers_.size());
+    const bool linear = exists && layers_[layer] == LayerKind::kLinear;
+    const absl::StatusCode want = linear               ? kInvalid
+                                  : !exists || outside ? absl::StatusCode::kOutOfRange
+                                                       : absl::StatusCode::kOk;
+    std::vector<uint32_t> numbers(slots.size());
+    for (uint32_t& number : numbers) number = ++last_number_;
+    std::vector<std::vector<float>> memory(parts_.size());
+    std::vector<TokenView> rows;
+    for (size_t part = 0; part < parts_.size(); ++part) {
+      const int64_t width = parts_[part].num_heads * parts_[part].head_dim;
+      for (const uint32_t number : numbers) {
+        for (int64_t i = 0; i < width; ++i) memory[part].push_back(ValueOf(number, part, i));
+      }
+      rows.push_back(TokenView::Packed(reinterpret_cast<std::byte*>(memory[part].data()),
+                                       DType::kFloat32, static_cast<int64_t>(slots.size()),
+                                       parts_[part].num_heads, parts_[part].head_dim));
+    }
+    ASSERT_EQ(pools_->Set(layer, slots, rows).code(), want);
+    for (size_t i = 0; want == absl::StatusCode::kOk && i < slots.size(); ++i) {
+      if (slides(layer) && left_window_.contains(slots[i])) continue;  // As padding.
+      table_[layer][slots[i]] = numbers[i];
+    }
+  }
+
+  void Expect(int64_t layer, int32_t slot) {
+    const uint32_t number = table_[layer][slot];
+    if (number == 0) return;
+    const int64_t place = std::count(layers_.begin(), layers_.begin() + layer, layers_[layer]);
+    const TokenKvPool& pool = slides(layer) ? *pools_->window_kv() : *pools_->kv();
+    const int32_t at = slides(layer) ? Must(windows()->ToWindow(Slots{slot}))[0] : slot;
+    for (size_t part = 0; part < parts_.size(); ++part) {
+      const TokenView view = pool.view(place, static_cast<int64_t>(part));
+      const NaiveFormat& format = NaiveFormat::Of(view.dtype);
+      for (int64_t i = 0; i < view.num_heads * view.head_dim; ++i) {
+        ASSERT_EQ(format.Decode(view.row(at) + i * format.bytes()), ValueOf(number, part, i))
+            << "layer " << layer << ", slot " << slot << ", part " << part;
+      }
+    }
+  }
+  void ExpectAll() {
+    for (int64_t layer = 0; layer < static_cast<int64_t>(layers_.size()); ++layer) {
+      for (const int32_t slot : in_use_) Expect(layer, slot);
+    }
+  }
+
+  static constexpr int32_t kSlots = 64 + 4;
+  std::unique_ptr<ModelPools> pools_ = Make(GetParam());
+  const std::vector<LayerKind> layers_ = pools_->model().layers;
+  const std::vector<KvTensor> parts_ = Must(KvPartsOf(pools_->model()));
+  std::vector<std::vector<uint32_t>> table_{layers_.size(), std::vector<uint32_t>(kSlots)};
+  std::vector<Slots> live_;
+  std::set<int32_t> in_use_, left_window_;
+  uint32_t last_number_ = 0;
+  std::mt19937_64 random_{6};
+};
+
+TEST_P(PoolsAgainstTable, RandomOperations) {
+  for (int i = 0; i < 200'000; ++i) {
+    const int64_t what = Upto(100);
+    if (live_.empty() || what < 10) {
+      Allocate();
+    } else if (what < 18) {
+      Free();
+    } else if (what < 24 && windows() != nullptr) {
+      LeaveWindow();
+    } else if (what < 60) {
+      Set();
+    } else {
+      const Slots& any = live_[Upto(static_cast<int64_t>(live_.size()))];
+      Expect(Upto(static_cast<int64_t>(layers_.size())),
+             any[Upto(static_cast<int64_t>(any.size()))]);
+    }
+    if (i % 1024 == 0) ExpectAll();
+    if (HasFatalFailure()) FAIL() << "operation " << i;
+  }
+  EXPECT_GT(last_number_, 100'000);
+}
+
+// A million operations in all.
+constexpr std::array<const char*, 5> kModels = {kLlama, kDeepseek, kDeepseek32, kGemma3,
+                                                kQwen3Next};
+INSTANTIATE_TEST_SUITE_P(Models, PoolsAgainstTable, testing::ValuesIn(kModels),
+                         [](const auto& info) {
+                           return Must(ModelConfig::FromJson(info.param)).model_type;
+                         });
 
 // DeepSeek V3.2 with a latent of whole blocks.
 constexpr char kDeepseekBlocks[] = R"({"model_type": "deepseek_v32", "hidden_size": 64,
@@ -466,8 +613,10 @@ TEST(ModelPoolsOf, OptionsThatCannotBe) {
   ModelConfig odd = Must(ModelConfig::FromJson(kDeepseekBlocks));
   odd.kv_lora_rank = 33;
   EXPECT_TRUE(Fails(create(odd, four_bits), kInvalid, "kv_lora_rank 33"));
-  const ModelConfig hybrid = Must(ModelConfig::FromJson(kQwen3Next));
-  EXPECT_TRUE(Fails(create(hybrid, [](Options& o) { o.max_track_slots = -1; }), kInvalid));
+  for (const ModelConfig& model : {Must(ModelConfig::FromJson(kQwen3Next)), llama}) {
+    EXPECT_TRUE(Fails(create(model, [](Options& o) { o.max_track_slots = -1; }), kInvalid,
+                      "max_track_slots is -1", "[0, 16777216]"));
+  }
 }
 
 }  // namespace

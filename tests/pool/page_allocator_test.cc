@@ -18,7 +18,10 @@ TEST(Allocator, BadSizes) {
   EXPECT_TRUE(
       Fails(PageAllocator::Create(4, 4), absl::StatusCode::kInvalidArgument, "reserved is 4"));
   EXPECT_TRUE(Fails(PageAllocator::Create(4, -1), absl::StatusCode::kInvalidArgument));
-  EXPECT_TRUE(Fails(PageAllocator::Create(0, 0), absl::StatusCode::kInvalidArgument));
+  for (const int64_t none : {int64_t{0}, INT64_MIN}) {
+    EXPECT_TRUE(Fails(PageAllocator::Create(none, 0), absl::StatusCode::kInvalidArgument,
+                      "num_pages is ", "[1, 1073741824]"));
+  }
   EXPECT_TRUE(Fails(PageAllocator::Create(PageRuns::kMaxPages + 1, 0),
                     absl::StatusCode::kInvalidArgument, "num_pages is 1073741825"));
 }

@@ -184,8 +184,10 @@ TEST(SlidingWindows, BadCallsChangeNothing) {
   EXPECT_TRUE(Fails(allocator.Decode(nine, Slots{11}), absl::StatusCode::kFailedPrecondition,
                     "sequence 0", "slot 11", "has left the window"));
   EXPECT_EQ(allocator.full().num_free(), 8);
-  EXPECT_TRUE(Fails(SlidingWindowAllocator::Create(16, 15, 4), kInvalid));
-  EXPECT_TRUE(Fails(SlidingWindowAllocator::Create(0, 16, 4), kInvalid));
+  EXPECT_TRUE(Fails(SlidingWindowAllocator::Create(16, 15, 4), kInvalid,
+                    "of the window slots: slot allocator: num_tokens is 15"));
+  EXPECT_TRUE(Fails(SlidingWindowAllocator::Create(0, 16, 4), kInvalid,
+                    "of the full slots: slot allocator: num_tokens is 0"));
 }
 
 }  // namespace

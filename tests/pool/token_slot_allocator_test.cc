@@ -35,12 +35,16 @@ TEST(TokenSlots, BadSizes) {
     EXPECT_TRUE(
         Fails(TokenSlotAllocator::Create(tokens, page), absl::StatusCode::kInvalidArgument));
   }
+  EXPECT_TRUE(Fails(TokenSlotAllocator::Create(int64_t{1} << 30, 1),
+                    absl::StatusCode::kInvalidArgument, "num_tokens is 1073741824",
+                    "at most 1073741823"));
 }
 
 TEST(TokenSlots, PageZeroIsPadding) {
   TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(8, 4));
   EXPECT_EQ(Must(allocator.Allocate(8)), (Slots{4, 5, 6, 7, 8, 9, 10, 11}));
-  EXPECT_TRUE(Fails(allocator.Free(Slots{0}), absl::StatusCode::kInvalidArgument, "slot 0"));
+  EXPECT_TRUE(Fails(allocator.Free(Slots{0}), absl::StatusCode::kInvalidArgument,
+                    "slot 0 is outside [4, 12)"));
   EXPECT_TRUE(Fails(allocator.Free(Slots{3, 4}), absl::StatusCode::kInvalidArgument, "slot 3"));
   EXPECT_EQ(allocator.num_free(), 0);
 }
@@ -127,8 +131,8 @@ TEST(TokenSlots, ListsOfAnyLengthAreFreedWholeOrNotAtAll) {
     constexpr int32_t kMax = std::numeric_limits<int32_t>::max();
     constexpr int32_t kMin = std::numeric_limits<int32_t>::min();
     EXPECT_TRUE(Fails(allocator.Free(Slots{kMax, kMin}), absl::StatusCode::kInvalidArgument));
-    EXPECT_TRUE(
-        Fails(allocator.Free(Slots{-1, 0, 1}), absl::StatusCode::kInvalidArgument, "slot -1"));
+    EXPECT_TRUE(Fails(allocator.Free(Slots{-1, 0, 1}), absl::StatusCode::kInvalidArgument,
+                      "slot -1 is outside ["));
   }
 }
 
@@ -139,7 +143,8 @@ TEST(TokenSlots, SlotsBehindTheLastPageAreRefusedAsSuch) {
     TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(100 * page_size, page_size));
     ASSERT_TRUE(IsOk(allocator.Allocate(100 * page_size)));
     const int32_t behind = 101 * page_size;
-    const std::string message = absl::StrCat("slot ", behind, " is not allocated");
+    const std::string message =
+        absl::StrCat("slot ", behind, " is outside [", page_size, ", ", behind, ")");
     for (const bool in_group : {false, true}) {
       if (in_group) allocator.BeginFreeGroup();
       for (const Slots& slots : {Slots{behind - 1, behind}, Slots{behind}}) {
@@ -232,21 +237,22 @@ TEST(TokenSlots, BadBatchesChangeNothing) {
   EXPECT_TRUE(
       Fails(allocator.Extend(Counts{0}, Counts{std::numeric_limits<int64_t>::max()}, Slots{0}),
             kInvalid));
-  EXPECT_TRUE(Fails(allocator.Decode(Counts{0}, Slots{9}), kInvalid));
+  EXPECT_TRUE(Fails(allocator.Decode(Counts{7, 0}, Slots{9, 9}), kInvalid,
+                    "sequence 1 of the batch: tokens is 0"));
   EXPECT_TRUE(Fails(allocator.Decode(Counts{7, 7}, Slots{9}), kInvalid, "one of each"));
   // One wrong sequence after 70 right ones, and one that needs a page.
   const auto kBig = std::numeric_limits<int64_t>::max();
   const auto kLast = std::numeric_limits<int32_t>::max();
-  for (const auto& [count, slot, words] :
-       std::vector<std::tuple<int64_t, int32_t, const char*>>{{7, 8, "cannot hold token 5"},
-                                                              {2, -4, "slot, -4, is not"},
-                                                              {2, 0, "slot, 0, is not"},
-                                                              {2, 12, "slot, 12, is not"},
-                                                              {2, 16, "slot, 16, is not"},
-                                                              {4, kLast - 1, "is not allocated"},
-                                                              {5, kLast, "is not allocated"},
-                                                              {kBig, 9, "cannot grow"},
-                                                              {-kBig, 9, "tokens"}}) {
+  for (const auto& [count, slot, words] : std::vector<std::tuple<int64_t, int32_t, const char*>>{
+           {7, 8, "cannot hold token 5"},
+           {2, -4, "slot, -4, is outside [4, 16)"},
+           {2, 0, "slot, 0, is outside [4, 16)"},
+           {2, 12, "slot, 12, is not allocated"},
+           {2, 16, "slot, 16, is outside [4, 16)"},
+           {4, kLast - 1, "is outside [4, 16)"},
+           {5, kLast, "is outside [4, 16)"},
+           {kBig, 9, "cannot grow"},
+           {-kBig, 9, "sequence 71 of the batch: tokens is -9223372036854775807"}}) {
     Counts counts(71, 7);
     Slots last(71, 9);
     counts[0] = 5;

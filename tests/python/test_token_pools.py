@@ -277,6 +277,36 @@ def test_bad_calls_say_what_is_wrong():
         kvferry.TokenKvPool.create(kvferry.KvLayout.mha(1, 2, 2, 4, "float32"), 9)
 
 
+def test_an_index_that_is_outside_is_named_with_its_limit():
+    layout = kvferry.KvLayout.mha(2, 4, 1, 8, "float32")
+    pool = kvferry.TokenKvPool.create(layout, 32)
+    codes = kvferry.TokenKvPool.create(mxfp4_layout(1, 16, num_layers=2), 32)
+    cache = kvferry.BlockCache.create(
+        num_blocks=2, num_layers=3, block_size=4, num_kv_heads=1, head_dim=8
+    )
+    rows = [np.zeros((1, 1, 8), np.float32)] * 2
+    for call, name, end in (
+        (lambda at: pool.set_kv_buffer(at, slots(4), rows), "layer", 2),
+        (lambda at: pool.buffer(at, 0), "layer", 2),
+        (lambda at: pool.buffer(0, at), "tensor", 2),
+        (pool.tensor_bytes, "tensor", 2),
+        (layout.item_bytes, "tensor", 2),
+        (lambda at: pool.pages.page(at, 0, 0), "layer", 2),
+        (lambda at: pool.pages.page(0, at, 0), "tensor", 2),
+        (lambda at: pool.pages.page(0, 0, at), "page", 9),
+        (cache.layer, "layer", 3),
+        (lambda at: codes.get_quantized("mxfp4", at, 0, slots(4)), "layer", 2),
+        (
+            lambda at: codes.get_quantized("mxfp4", 0, at, slots(4)),
+            "tensor",
+            len(codes.layout.tensors) - 1,
+        ),
+    ):
+        for at in (-1, end, 2**63 - 1):
+            with pytest.raises(IndexError, match=rf"^{name} is {at} but must lie in \[0, {end}\)$"):
+                call(at)
+
+
 def test_what_is_given_is_taken_as_it_is_or_refused():
     """Fractions are not cut off, values of other widths are no bytes, and no index wraps around."""
     pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(2, 1, 1, 4, "uint8"), 8)
