@@ -218,7 +218,7 @@ class OnABusyProcessor {
     CPU_ZERO(&one);
     CPU_SET(sched_getcpu(), &one);
     sched_setaffinity(0, sizeof(one), &one);  // The threads that begin here are there too.
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < 4; ++i) {
       others_.emplace_back([this] {
         while (!done_) {
         }
@@ -242,7 +242,7 @@ class OnABusyProcessor {
 TEST(PathModel, WhatOthersTakeOfAProcessorIsNotCopying) {
   const CopyCosts calm = MeasureCopyCosts();
   const OnABusyProcessor busy;
-  for (int i = 0; i < 10; ++i) {
+  for (int i = 0; i < 16; ++i) {
     const CopyCosts costs = MeasureCopyCosts();
     for (const CopyCost CopyCosts::*copy :
          {&CopyCosts::page_to_page, &CopyCosts::gather, &CopyCosts::scatter}) {
