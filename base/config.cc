@@ -17,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "absl/types/span.h"
 #include "base/check_range.h"
 #include "base/host_list.h"
@@ -187,7 +188,8 @@ absl::Status CheckChoice(absl::string_view name, const std::string& value,
 // UCX opens a port for each transport that is named, and tcp's takes remote memory access from
 // anybody, in software, at addresses that it does not check.
 absl::Status CheckDirectTls(const std::string& direct_tls) {
-  for (const absl::string_view tls : absl::StrSplit(direct_tls, ',')) {
+  for (absl::string_view tls : absl::StrSplit(direct_tls, ',')) {
+    absl::ConsumePrefix(&tls, "\\");  // To UCX: this very transport, no group of them.
     if (!tls.empty() && tls[0] != '^' && tls != "all" && !absl::StartsWith(tls, "tcp")) continue;
     return absl::InvalidArgumentError(
         absl::StrCat("config: direct_tls is '", direct_tls,

@@ -72,6 +72,19 @@ void BM_Plan(benchmark::State& state) {
   state.SetItemsProcessed(state.iterations() * setup.count);
 }
 
+// The same of one request in as many tensors as a model has: what is planned are pages, and the
+// items of all tensors follow by arithmetic.
+void BM_PlanRequest(benchmark::State& state) {
+  const int64_t layers = state.range(0), pages = state.range(1);
+  const auto layout = KvLayout::Mha(layers, 1, 8, 128, DType::kBFloat16);
+  const auto pool = Must(KvPool::Create(layout, 2 * pages, KvPool::TakesRoom::kAsTouched));
+  const std::vector<int64_t> list = RandomPages(2 * pages, pages, 1);
+  for (auto _ : state) {
+    benchmark::DoNotOptimize(Must(StreamPlan::Create(pool, Must(PageRuns::FromPages(list)))));
+  }
+  state.counters["items"] = static_cast<double>(2 * layers * pages);
+}
+
 // Calls copy(offset, chunk) for each chunk of the plan.
 template <typename Copy>
 void ByChunks(benchmark::State& state, const Copy& copy) {
@@ -328,6 +341,11 @@ void PageSizes(benchmark::internal::Benchmark* benchmark) {
 }
 
 BENCHMARK(BM_Plan)->Apply(ItemSizes);
+BENCHMARK(BM_PlanRequest)
+    ->ArgNames({"layers", "pages"})
+    ->Args({32, 4096})
+    ->Args({128, 4096})
+    ->Unit(benchmark::kMillisecond);
 BENCHMARK(BM_Gather)->Apply(ItemSizes);
 BENCHMARK(BM_MemcpyGather)->Apply(ItemSizes);
 BENCHMARK(BM_Scatter)->Apply(ItemSizes);

@@ -5,12 +5,14 @@ from table import NIXL
 ENDINGS = (".png", ".svg")
 COLOURS = {  # Told apart by those who see few colours, too.
     "kvferry": "#0072B2",
+    "push": "#F0E442",
     "also": "#56B4E9",
     "NIXL": "#E69F00",
     "ZeroMQ": "#009E73",
     "Mooncake": "#CC79A7",
 }
 LIMIT_COLOUR = "#DDDDDD"
+WHISKERS = {"elinewidth": 0.8, "ecolor": "#444444", "zorder": 4}
 GROUP_WIDTH = 0.84  # Of the distance between two groups of bars.
 
 
@@ -23,20 +25,34 @@ def import_matplotlib():
 
 
 def series(rows):
-    """{name: rates of its fastest operation, None where it was not measured} of one part."""
-    systems = {"kvferry": ("kvferry",), "also": ("also",), "NIXL": NIXL, **rows[0].part.peers}
-    found = {name: [row.best_rate(names) for row in rows] for name, names in systems.items()}
-    return {name: rates for name, rates in found.items() if any(rates)}
+    """{name: its fastest operation in each row, None where it was not measured} of one part."""
+    ours = {name: (name,) for name in ("kvferry", "push", "also")}
+    systems = {**ours, "NIXL": NIXL, **rows[0].part.peers}
+    found = {name: [row.fastest(names) for row in rows] for name, names in systems.items()}
+    return {name: fastest for name, fastest in found.items() if any(fastest)}
+
+
+def heights_and_whiskers(rows, fastest):
+    """Of these operations the medians, and how far below and above them the runs went."""
+    heights, below, above = [], [], []
+    for row, name in zip(rows, fastest, strict=True):
+        rate = row.rate(name) or 0
+        low, high = row.spread(name) or (0, 0)
+        heights.append(rate)
+        below.append(rate - low)
+        above.append(high - rate)
+    return heights, [below, above]
 
 
 def draw_bars(axes, rows):
     bars = series(rows)
     width = GROUP_WIDTH / max(1, len(bars))
-    for index, (name, rates) in enumerate(bars.items()):
+    for index, (name, fastest) in enumerate(bars.items()):
         places = [i - GROUP_WIDTH / 2 + (index + 0.5) * width for i in range(len(rows))]
-        heights = [rate or 0 for rate in rates]
-        drawn = axes.bar(places, heights, width, color=COLOURS[name], label=name, zorder=3)
-        texts = [f"{rate:.1f}" if rate else "" for rate in rates]
+        heights, whiskers = heights_and_whiskers(rows, fastest)
+        look = {"color": COLOURS[name], "error_kw": WHISKERS, "zorder": 3}
+        drawn = axes.bar(places, heights, width, yerr=whiskers, label=name, **look)
+        texts = [f"{height:.1f}" if height else "" for height in heights]
         axes.bar_label(drawn, texts, fontsize=6, padding=1, zorder=4)
 
 

@@ -96,6 +96,11 @@ class Row:
     def rate(self, name):
         return statistics.median(self.rates(name)) if self.samples.get(name) else None
 
+    def spread(self, name):
+        """(lowest, highest) rate; None when it was not measured."""
+        rates = self.rates(name)
+        return (min(rates), max(rates)) if rates else None
+
     def milliseconds(self, name):
         return statistics.median(s.seconds for s in self.samples[name]) * 1e3
 

@@ -36,9 +36,9 @@ def ratio(name, systems, of, ours_name="kvferry"):
     return Column(name, text, of)
 
 
-def spread(row):
-    rates = row.rates("kvferry")
-    return f"{min(rates):.2f}..{max(rates):.2f}" if rates else "-"
+def spread(row, name="kvferry"):
+    found = row.spread(name)
+    return f"{found[0]:.2f}..{found[1]:.2f}" if found else "-"
 
 
 def milliseconds(row):
@@ -129,9 +129,11 @@ class Table:
 
 
 def write_csv(path, rows):
-    """One line a row, with the columns of every part."""
+    """One line a row, with the columns of every part and the spread of every system."""
     cells = [
-        {"path": row.part.name} | {c.name: c.text(row) for c in all_columns(row.part)}
+        {"path": row.part.name}
+        | {c.name: c.text(row) for c in all_columns(row.part)}
+        | {f"{name} min..max": spread(row, name) for name in row.samples if name != "kvferry"}
         for row in rows
     ]
     names = dict.fromkeys(name for line in cells for name in line)

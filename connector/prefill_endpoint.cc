@@ -4,6 +4,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "base/check_range.h"
 #include "base/random.h"
 #include "base/status.h"
 #include "connector/receive_table.h"
@@ -13,6 +14,16 @@ namespace {
 
 // The lease of a push outlives its call by so much; the end of the call ends it.
 constexpr int64_t kLeaseSlackMs = 10000;
+
+// More tokens than a ticket can name would make one that nobody can read, and more layers than
+// there are would be taken for all of them, computed or not.
+absl::Status CheckNumbers(const PrefillEndpoint::Publication& publication, int64_t num_layers) {
+  KVFERRY_RETURN_IF_ERROR(
+      CheckRange("publish", "num_tokens", publication.num_tokens, 0, PageRuns::kMaxPages));
+  KVFERRY_RETURN_IF_ERROR(
+      CheckRange("publish", "ready_layers", publication.ready_layers, 0, num_layers));
+  return CheckRange("publish", "lease_ms", publication.lease_ms, 0, INT64_MAX);
+}
 
 }  // namespace
 
@@ -33,9 +44,7 @@ absl::StatusOr<Ticket> PrefillEndpoint::Publish(const Publication& publication) 
   KVFERRY_ASSIGN_OR_RETURN(PageRuns pages, PageRuns::FromPages(publication.pages));
   KVFERRY_RETURN_IF_ERROR(pages.CheckWithin(pool_->num_pages()));
   if (pages.num_pages() == 0) return absl::InvalidArgumentError("publish: no pages");
-  if (publication.num_tokens < 0 || publication.lease_ms < 0) {
-    return absl::InvalidArgumentError("publish: num_tokens and lease_ms must not be negative");
-  }
+  KVFERRY_RETURN_IF_ERROR(CheckNumbers(publication, pool_->layout().num_layers));
   const uint64_t lease_id = publication.lease_id != 0 ? publication.lease_id : RandomId();
   const int64_t lease_ms = publication.lease_ms != 0 ? publication.lease_ms : config_.lease_ms;
   Ticket ticket{address(), epoch(), lease_id, pages.num_pages(), publication.num_tokens};

@@ -45,9 +45,10 @@ class PrefillEndpoint {
     int64_t lease_ms = 0;
   };
   // Offers a request. From here on until the lease has ended (TakeEnded), the pages must keep their
-  // bytes. INVALID_ARGUMENT without pages or for negative numbers, OUT_OF_RANGE for a page that is
-  // not in the pool, ALREADY_EXISTS for a lease id that was used before or given up,
-  // RESOURCE_EXHAUSTED at max_leases.
+  // bytes. INVALID_ARGUMENT without pages, for negative numbers, more ready_layers than there are
+  // layers or more tokens than a ticket can name (2^30), OUT_OF_RANGE for a page that is not in the
+  // pool, ALREADY_EXISTS for a lease id that was used before or given up, RESOURCE_EXHAUSTED at
+  // max_leases.
   absl::StatusOr<Ticket> Publish(const Publication& publication);
 
   // Publishes a request, for the pages that a decode process has registered (its ticket, of

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstring>
+#include <ctime>
 #include <memory>
 #include <utility>
 
@@ -12,7 +13,6 @@
 #endif
 
 #include "absl/status/statusor.h"
-#include "base/clock.h"
 #include "base/slab.h"
 #include "pool/bulk_copy.h"
 
@@ -49,6 +49,14 @@ void DropFromCaches([[maybe_unused]] const std::byte* memory, [[maybe_unused]] i
 #endif
 }
 
+// Of a processor, that this thread has had: an engine that starts keeps them busy, and what others
+// take is no part of a copy.
+double SecondsOfThread() {
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
+}
+
 // Copies all pieces of one half to the other, and returns the seconds a byte. Pieces come in an
 // order in which no processor foresees the next; of a chunk, bytes lie one after another.
 template <void (*kCopy)(std::byte*, const std::byte*, size_t)>
@@ -56,7 +64,7 @@ double CopyAll(std::byte* to, const std::byte* from, int64_t piece_bytes, bool c
                bool chunk_from) {
   const int64_t pieces = kHalfBytes / piece_bytes;
   if (!chunk_from) DropFromCaches(from, kHalfBytes);
-  const Deadline begin = Clock::now();
+  const double begin = SecondsOfThread();
   CopyAhead<kCopy> copies;
   for (int64_t i = 0; i < pieces; ++i) {
     const int64_t far = (i * 173 + 5) % pieces * piece_bytes;  // 173 is odd, pieces a power of two.
@@ -67,7 +75,7 @@ double CopyAll(std::byte* to, const std::byte* from, int64_t piece_bytes, bool c
   }
   copies.Finish();
   FinishBulkCopies();
-  return SecondsBetween(begin, Clock::now()) / static_cast<double>(kHalfBytes);
+  return (SecondsOfThread() - begin) / static_cast<double>(kHalfBytes);
 }
 
 CopyCost MeasureCopy(std::byte* memory, bool chunk_to, bool chunk_from) {
@@ -83,14 +91,6 @@ CopyCost MeasureCopy(std::byte* memory, bool chunk_to, bool chunk_from) {
   return {std::max(0.0, large - piece_seconds / kLarge), piece_seconds};
 }
 
-CopyCosts MeasureCopies() {
-  const absl::StatusOr<std::shared_ptr<std::byte>> memory = MapSlab(2 * kHalfBytes);
-  if (!memory.ok()) return {};
-  std::memset(memory->get(), 1, 2 * kHalfBytes);
-  return {MeasureCopy(memory->get(), false, false), MeasureCopy(memory->get(), true, false),
-          MeasureCopy(memory->get(), false, true)};
-}
-
 int PieceClass(int64_t piece_bytes, int classes) {
   const int log = std::bit_width(static_cast<uint64_t>(piece_bytes)) - 1;
   return std::clamp(log - kSmallestPieceLog, 0, classes - 1);
@@ -98,8 +98,16 @@ int PieceClass(int64_t piece_bytes, int classes) {
 
 }  // namespace
 
+CopyCosts MeasureCopyCosts() {
+  const absl::StatusOr<std::shared_ptr<std::byte>> memory = MapSlab(2 * kHalfBytes);
+  if (!memory.ok()) return {};
+  std::memset(memory->get(), 1, 2 * kHalfBytes);
+  return {MeasureCopy(memory->get(), false, false), MeasureCopy(memory->get(), true, false),
+          MeasureCopy(memory->get(), false, true)};
+}
+
 const CopyCosts& MeasuredCopyCosts() {
-  static const CopyCosts costs = MeasureCopies();
+  static const CopyCosts costs = MeasureCopyCosts();
   return costs;
 }
 

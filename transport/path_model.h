@@ -30,8 +30,10 @@ struct CopyCosts {
   CopyCost scatter;  // From a chunk into pages.
 };
 
-// Of this machine, measured by copying for about ten milliseconds in 8 MiB of its own, once a
-// process; all zero when that memory is refused. Thread-safe.
+// Of this machine, measured by copying for about ten milliseconds, of this thread's time on a
+// processor, in 8 MiB of its own; all zero when that memory is refused. Thread-safe.
+CopyCosts MeasureCopyCosts();
+// The same, measured once a process.
 const CopyCosts& MeasuredCopyCosts();
 
 // Which way is quicker, for transfers of a size and a fragmentation: from what copies cost at

@@ -225,11 +225,11 @@ TEST(ConfigValidate, PathsOverANetwork) {
 
 TEST(ConfigValidate, DirectReadsAreNeverEmulatedOverTcp) {
   Config config;
-  for (const char* tls : {"rc", "rc_x,cuda_copy", "posix,cma"}) {
+  for (const char* tls : {"rc", "rc_x,cuda_copy", "posix,cma", "\\rc_mlx5"}) {
     config.direct_tls = tls;
     EXPECT_TRUE(IsOk(config.Validate())) << tls;
   }
-  for (const char* tls : {"", "tcp", "rc,tcp", "tcp:aux,rc", "all", "^rc", "rc,"}) {
+  for (const char* tls : {"", "tcp", "rc,tcp", "tcp:aux,rc", "all", "^rc", "rc,", "\\tcp", "\\"}) {
     config.direct_tls = tls;
     EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument, "direct_tls is '",
                       "such as rc"))

@@ -167,10 +167,21 @@ TEST_F(TicketRefused, PublishErrors) {
   EXPECT_TRUE(
       Fails(prefill_->Publish(publication), absl::StatusCode::kInvalidArgument, "lease_ms"));
   publication.lease_ms = 0;
-  publication.num_tokens = -1;
-  EXPECT_TRUE(
-      Fails(prefill_->Publish(publication), absl::StatusCode::kInvalidArgument, "num_tokens"));
+  // A ticket can name as many.
+  for (const int64_t wrong : {int64_t{-1}, PageRuns::kMaxPages + 1, INT64_MAX}) {
+    publication.num_tokens = wrong;
+    EXPECT_TRUE(Fails(prefill_->Publish(publication), absl::StatusCode::kInvalidArgument,
+                      absl::StrCat("num_tokens is ", wrong), "[0, 1073741824]"));
+  }
   publication.num_tokens = 0;
+  const int64_t layers = SmallLayout().num_layers;
+  for (const int64_t wrong : {int64_t{-1}, layers + 1, INT64_MAX}) {
+    publication.ready_layers = wrong;
+    EXPECT_TRUE(Fails(prefill_->Publish(publication), absl::StatusCode::kInvalidArgument,
+                      absl::StrCat("ready_layers is ", wrong), absl::StrCat("[0, ", layers, "]")));
+  }
+  EXPECT_EQ(prefill_->num_live_leases(), 0);
+  publication.ready_layers = layers;
   publication.lease_id = 77;
   EXPECT_TRUE(IsOk(prefill_->Publish(publication)));
   EXPECT_TRUE(Fails(prefill_->Publish(publication), absl::StatusCode::kAlreadyExists, "4d"));

@@ -202,6 +202,7 @@ def test_files_hold_both_parts(tmp_path):
         lines = list(csv.DictReader(file))
     assert [(line["path"], line["GB/s"]) for line in lines] == [("tcp", "2.00"), ("host", "3.00")]
     assert (lines[0]["memcpy 2"], lines[1]["memcpy 2"]) == ("-", "12.00")
+    assert (lines[0]["NIXL READ min..max"], lines[1]["tcp 4 min..max"]) == ("0.50..0.50", "-")
     written = json.loads((tmp_path / "a.json").read_text())
     assert [result["path"] for result in written["results"]] == ["tcp", "host"]
     assert written["problems"] == ["NIXL: no"]
@@ -209,13 +210,24 @@ def test_files_hold_both_parts(tmp_path):
 
 def test_a_picture_shows_what_was_measured(tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [row_of("tcp", **TCP), row_of("tcp", "seq", kvferry=1.0), row_of("host", **HOST)]
+    rows = [row_of("tcp", **TCP, push=1.5), row_of("tcp", "seq", kvferry=1.0)]
+    rows += [row_of("host", **HOST)]
     picture.write_picture(tmp_path / "a.png", "title", rows)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "</svg>" in (tmp_path / "a.svg").read_text()
     bars = picture.series(rows[:2])
-    assert list(bars) == ["kvferry", "NIXL", "ZeroMQ", "Mooncake"]
-    assert bars["NIXL"] == [pytest.approx(1.0), None]
+    assert list(bars) == ["kvferry", "push", "NIXL", "ZeroMQ", "Mooncake"]
+    assert bars["NIXL"] == ["NIXL WRITE", None]
+
+
+def test_bars_have_the_spread_of_their_runs():
+    quick, usual, slow = (row_of("tcp", NIXL_READ=rate) for rate in (4.0, 2.0, 1.0))
+    usual.samples["NIXL READ"] += quick.samples["NIXL READ"] + slow.samples["NIXL READ"]
+    rows = [usual, row_of("tcp", kvferry=1.0)]
+    heights, (below, above) = picture.heights_and_whiskers(rows, ["NIXL READ", None])
+    assert heights == [pytest.approx(2.0), 0]
+    assert (below, above) == ([pytest.approx(1.0), 0], [pytest.approx(2.0), 0])
+    assert table.spread(usual, "NIXL READ") == "1.00..4.00"
 
 
 class FakeDriver:

@@ -1,8 +1,12 @@
 #include "transport/path_model.h"
 
 #include <gtest/gtest.h>
+#include <sched.h>
 
 #include <algorithm>
+#include <atomic>
+#include <thread>
+#include <vector>
 
 namespace kvferry {
 namespace {
@@ -82,23 +86,41 @@ TEST(PathModel, TheArenaIsAsSlowAsItsSlowerSide) {
   EXPECT_DOUBLE_EQ(PathModel(costs).ExpectedSeconds(PageWay::kArena, {100, 1024}), 100 * 0.25e-9);
 }
 
+// Requests of 4,096 and of 128 tokens whose pages lie together one by one, in eights and all.
+std::vector<Work> WorkOfBench() {
+  std::vector<Work> works;
+  const Work pages[] = {{512 * kMiB, 32 << 10},
+                        {512 * kMiB, 2048},
+                        {274 * kMiB, 72 << 10},
+                        {274 * kMiB, 1152},
+                        {16 * kMiB, 32 << 10}};
+  for (const auto& [bytes, page_bytes] : pages) {
+    for (const int64_t together : {page_bytes, 8 * page_bytes, bytes / 64}) {
+      works.push_back({bytes, together});
+    }
+  }
+  return works;
+}
+
+bool UsuallyGathers(PathModel* model, const Work& work) {
+  return ChoicesOf(model, PageWay::kArena, work, 2 * PathModel::kTryEvery) > PathModel::kTryEvery;
+}
+
 // Whatever was predicted, what is chosen in the end is within 15 % of the better one.
 TEST(PathModel, LearnsWhatTransfersTake) {
-  const Work work{64 * kMiB, 2048};
   const Truth truths[] = {{0.1, 0.1}, {0.1, 0.4}, {0.4, 0.1}, {0.1, 0.08}, {0.2, 0.15}};
-  for (const double predicted_in_place : {0.05, 0.1, 0.15}) {
-    for (const Truth& truth : truths) {
-      CopyCosts costs = kAlike;
-      costs.page_to_page.byte_seconds = predicted_in_place * kNanosecond;
-      PathModel model(costs);
-      Live(&model, work, truth, 30 * PathModel::kTryEvery);
-      const PageWay usual =
-          ChoicesOf(&model, PageWay::kArena, work, 2 * PathModel::kTryEvery) > PathModel::kTryEvery
-              ? PageWay::kArena
-              : PageWay::kInPlace;
-      EXPECT_LE(truth.Of(usual) * 0.85, std::min(truth.in_place, truth.arena))
-          << "in place " << truth.in_place << ", arena " << truth.arena << ", predicted "
-          << predicted_in_place;
+  for (const Work& work : WorkOfBench()) {
+    for (const double predicted_in_place : {0.05, 0.1, 0.15}) {
+      for (const Truth& truth : truths) {
+        CopyCosts costs = kAlike;
+        costs.page_to_page.byte_seconds = predicted_in_place * kNanosecond;
+        PathModel model(costs);
+        Live(&model, work, truth, 30 * PathModel::kTryEvery);
+        const PageWay usual = UsuallyGathers(&model, work) ? PageWay::kArena : PageWay::kInPlace;
+        EXPECT_LE(truth.Of(usual) * 0.85, std::min(truth.in_place, truth.arena))
+            << work.bytes << " by " << work.piece_bytes << ", in place " << truth.in_place
+            << ", arena " << truth.arena << ", predicted " << predicted_in_place;
+      }
     }
   }
 }
@@ -185,6 +207,54 @@ TEST(PathModel, CopiesOfThisMachineAreMeasured) {
     EXPECT_GT(cost.PerByte(1024), 0);
     EXPECT_GE(cost.PerByte(1024), cost.PerByte(16 << 10));
   }
+}
+
+// What an engine is when its endpoints start: its own threads and its peers' take the processors.
+class OnABusyProcessor {
+ public:
+  OnABusyProcessor() {
+    sched_getaffinity(0, sizeof(before_), &before_);
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(sched_getcpu(), &one);
+    sched_setaffinity(0, sizeof(one), &one);  // The threads that begin here are there too.
+    for (int i = 0; i < 4; ++i) {
+      others_.emplace_back([this] {
+        while (!done_) {
+        }
+      });
+    }
+  }
+  ~OnABusyProcessor() {
+    done_ = true;
+    for (std::thread& other : others_) other.join();
+    sched_setaffinity(0, sizeof(before_), &before_);
+  }
+
+ private:
+  cpu_set_t before_;
+  std::atomic<bool> done_{false};
+  std::vector<std::thread> others_;
+};
+
+// A copy in whose middle another thread has its turn takes a hundred times as long by the clock,
+// and one of the ways would be shut out by that.
+TEST(PathModel, WhatOthersTakeOfAProcessorIsNotCopying) {
+  const CopyCosts calm = MeasureCopyCosts();
+  const OnABusyProcessor busy;
+  const auto is_slow = [&calm](const CopyCosts& costs) {
+    for (const CopyCost CopyCosts::*copy :
+         {&CopyCosts::page_to_page, &CopyCosts::gather, &CopyCosts::scatter}) {
+      for (const int64_t piece_bytes : {1 << 10, 16 << 10}) {
+        if ((costs.*copy).PerByte(piece_bytes) > 10 * (calm.*copy).PerByte(piece_bytes))
+          return true;
+      }
+    }
+    return false;
+  };
+  int slow = 0;
+  for (int i = 0; i < 16; ++i) slow += is_slow(MeasureCopyCosts()) ? 1 : 0;
+  EXPECT_LE(slow, 2);  // A virtual processor may itself be away for a while.
 }
 
 // From afar: what one read takes decides for small pieces, what a byte takes for large ones.

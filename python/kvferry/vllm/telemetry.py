@@ -156,6 +156,9 @@ class FetchRecord:
 # Of what endpoints count (transport/metrics.h), what vLLM's metrics have too, with what it means.
 COUNTERS = {
     "bytes_sent": "Bytes of KV sent to other engines, or read by them in place.",
+    "transfers_in_place": "Transfers to other engines that read the blocks where they lie.",
+    "transfers_on_device": "Transfers to other engines by way of chunks in this one's GPU.",
+    "transfers_direct": "Transfers to other engines by one-sided reads over the network.",
     "transfers_ok": "Transfers to other engines that ended well.",
     "transfers_failed": "Transfers to other engines that did not.",
     "fetches_refused": "Fetches of other engines that were refused.",
