@@ -185,6 +185,7 @@ def test_the_prefill_side_ends_a_request_by_its_time_limit(make):
     transfer = Transfer([prefill], decode, SOURCE, TARGET)
     early, late = transfer.receivers
     early.send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
+    wait_for(lambda: transfer.room in prefill.manager.transfer_infos)  # Before anybody polls.
     wait_status(transfer.senders, KVPoll.Failed)
     with pytest.raises(KVTransferError, match="timed out .* in KVPoll.Bootstrapping"):
         transfer.senders[0].failure_exception()
@@ -215,6 +216,7 @@ def test_a_failure_is_told_once_and_not_to_who_said_so(pair, monkeypatch):
     by_prefill.send(0, len(SOURCE))
     wait_status(by_prefill.senders, KVPoll.Failed)
     assert by_prefill.reasons()[1] == "publishing pages: division by zero"
+    wait_for(lambda: bool(told))  # It has failed before that.
     assert [it["failure_reason"] for it in told] == ["publishing pages: division by zero"]
 
 
