@@ -32,7 +32,7 @@ class TracedEngine(Engine):
         )
 
     def wait_saved(self, blocks: int) -> None:
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 60.0
         while self.blocks("save") < blocks:
             assert time.monotonic() < deadline, f"{self.blocks('save')} of {blocks} blocks saved"
             time.sleep(0.02)

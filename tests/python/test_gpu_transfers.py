@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 from torch_pools import DECODE_PAGES, LAYERS, MODEL, PREFILL_PAGES, Cache, random_bits  # noqa: E402
 
 # So that the end of a process is noticed even where no connection ends with it.
-CONFIG = {"heartbeat_interval_ms": 200, "heartbeat_timeout_ms": 3000}
+CONFIG = {"heartbeat_interval_ms": 200, "heartbeat_timeout_ms": 8000}
 REQUESTS = (7, 1, 9)  # Pages of those that are under way at once.
 
 
@@ -186,7 +186,7 @@ class Decode:
     def fetch_until_in_place(self, prefill: PrefillProcess) -> int:
         """The prefill side has to hear first that its pool is mapped. Returns how many transfers
         were."""
-        end, rounds = time.monotonic() + 6, 0
+        end, rounds = time.monotonic() + 30, 0
         while True:
             self.fetch_some(prefill)
             rounds += 1
