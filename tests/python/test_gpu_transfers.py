@@ -78,7 +78,7 @@ class PrefillProcess:
             self.answers.put(line)
         self.answers.put("")
 
-    def ask(self, what: str, seconds: float = 20, **arguments):
+    def ask(self, what: str, seconds: float = 60, **arguments):
         assert self.process.poll() is None, self.said("it has ended")
         try:
             self.process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
@@ -95,7 +95,7 @@ class PrefillProcess:
 
     def open(self, place: str, fused: bool = False, **config) -> dict:
         # Torch may still be on its way in, and a GPU's context.
-        return self.ask("open", 60, place=place, fused=fused, config=CONFIG | config)
+        return self.ask("open", 120, place=place, fused=fused, config=CONFIG | config)
 
     def in_place(self) -> int:
         return self.ask("metrics")["transfers_in_place"]
