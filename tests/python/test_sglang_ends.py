@@ -247,9 +247,7 @@ def test_why_a_request_fails_is_told_where_its_scheduler_has_taken_note_of_it_me
         with pytest.raises(KVTransferError, match="division by zero"):
             transfer.senders[0].failure_exception()
 
-    manager._lock = Meanwhile(
-        manager._lock, lambda: transfer.room in manager._given_up, take_note
-    )
+    manager._lock = Meanwhile(manager._lock, lambda: transfer.room in manager._given_up, take_note)
     monkeypatch.setattr(manager, "_lease", lambda *_: 1 / 0)
     transfer.send(0, len(SOURCE))
     wait_status(transfer.receivers, KVPoll.Failed)
