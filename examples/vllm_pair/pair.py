@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DEFAULT_MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 YIELD_S = 100e-6
