@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DEFAULT_MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 YIELD_S = 100e-6
@@ -229,7 +229,7 @@ class Engine:
         name{value of its "source" label}."""
         return self._call(op="metrics")["metrics"]
 
-    def wait_idle(self, timeout_s: float = 10.0) -> None:
+    def wait_idle(self, timeout_s: float = 60.0) -> None:
         """Waits until it holds no block and no request. EngineError if that does not come."""
         names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
         deadline = time.monotonic() + timeout_s
@@ -440,7 +440,7 @@ class Pair:
             return []
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
-    def wait_trace(self, name: str, count: int, timeout_s: float = 10.0) -> list[dict[str, Any]]:
+    def wait_trace(self, name: str, count: int, timeout_s: float = 60.0) -> list[dict[str, Any]]:
         """Waits until the trace has `count` events. Raises EngineError if they do not come."""
         deadline = time.monotonic() + timeout_s
         while len(events := self.trace(name)) < count:

@@ -71,7 +71,7 @@ class Engines(Pair):
             decode=DECODE_ENGINE,
             decode_transfer={
                 "kv_connector_extra_config": {
-                    "connect_timeout_ms": 1500,
+                    "connect_timeout_ms": 5000,
                     "fetch_timeout_ms": FETCH_TIMEOUT_MS,
                 }
             },
@@ -101,8 +101,8 @@ class Engines(Pair):
         self.spare.close()
 
     def wait_metric(self, engine: Engine, name: str, more_than: float) -> None:
-        """Waits until a metric of the engine exceeds a value. Fails if it does not in 10 s."""
-        deadline = time.monotonic() + 10.0
+        """Waits until a metric of the engine exceeds a value. Fails if it does not in a minute."""
+        deadline = time.monotonic() + 60.0
         while (value := engine.metrics().get(name, 0)) <= more_than:
             assert time.monotonic() < deadline, f"{engine.name}: {name} stays at {value}"
             time.sleep(0.02)

@@ -180,6 +180,6 @@ def test_wrong_pairing_is_refused_when_they_meet(engines: Engines, model, dtype,
     pool = kvferry.KvPool.create(layout, 4)
     endpoint = kvferry.DecodeEndpoint(pool, kvferry.Config.make(), model, "test")
     with pytest.raises(kvferry.Error, match=word):
-        endpoint.fetch(params["kvferry_tickets"][0], 0, [1]).wait(5000)
+        endpoint.fetch(params["kvferry_tickets"][0], 0, [1]).wait(20000)
     endpoint.close()
     engines.decode.reject(params)

@@ -50,7 +50,7 @@ def test_requests_that_are_aborted(servers, tokens, reference, on):
             if on in (name, "both"):
                 request.abort()
         for request in requests:
-            request.answer(30)
+            request.answer()
         assert others[1].answer().tokens == reference(other)
         others[0].answer()
     prompt = tokens("And now one that nobody aborts.")
@@ -66,8 +66,8 @@ def test_requests_of_one_room_end_and_no_server_does(servers, tokens, reference,
         requests.append(servers.start(prompt, 8, room))
         time.sleep(apart_s)  # Any moment will do.
     for prefill, decode in requests:
-        prefill.answer(60)
-        answer = decode.answer(60)
+        prefill.answer()
+        answer = decode.answer()
         assert answer.error or answer.tokens == reference(prompt)
     prompt = tokens("And now one that has a room of its own.")
     assert servers.answer(prompt).tokens == reference(prompt)
@@ -137,9 +137,9 @@ def test_a_prefill_server_with_pages_of_another_size_ends_its_own_requests(
         other.wait_ready()
         for _ in range(3):
             prefill, decode = servers.start_at(other, port, prompt, 8)
-            error = decode.answer(30).error
+            error = decode.answer().error
             assert "page_size=32" in error and "page_size=16" in error
-            assert prefill.answer(30).error != ""
+            assert prefill.answer().error != ""
             assert servers.answer(prompt).tokens == reference(prompt)
         other.stop()
 
@@ -149,6 +149,6 @@ def test_a_prefill_server_that_dies_and_another_one(servers, tokens, reference):
     with servers.prefill.paused():
         _, decode = servers.start(prompt, 8)
         servers.prefill.kill()
-    assert decode.answer(60).error != ""
+    assert decode.answer().error != ""
     servers.restart_prefill()
     assert servers.answer(prompt).tokens == reference(prompt)

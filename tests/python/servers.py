@@ -1,6 +1,8 @@
 """Servers that tests and benchmarks start for themselves, on free ports of 127.0.0.1."""
 
+import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -14,9 +16,21 @@ class NoServer(RuntimeError):
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    return free_ports(1)
+
+
+def free_ports(count: int) -> int:
+    """The first of so many in a row, all below those that the system hands out by itself: nobody
+    gets one meanwhile."""
+    for first in random.sample(range(10000, 32000), 100):
+        with contextlib.ExitStack() as probes:
+            try:
+                for port in range(first, first + count):
+                    probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return first
+    raise RuntimeError(f"no {count} free ports in a row, a hundred times")
 
 
 class Server:

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 from torch_pools import DECODE_PAGES, LAYERS, MODEL, PREFILL_PAGES, Cache, random_bits  # noqa: E402
 
 # So that the end of a process is noticed even where no connection ends with it.
-CONFIG = {"heartbeat_interval_ms": 200, "heartbeat_timeout_ms": 3000}
+CONFIG = {"heartbeat_interval_ms": 200, "heartbeat_timeout_ms": 8000}
 REQUESTS = (7, 1, 9)  # Pages of those that are under way at once.
 
 
@@ -78,7 +78,7 @@ class PrefillProcess:
             self.answers.put(line)
         self.answers.put("")
 
-    def ask(self, what: str, seconds: float = 20, **arguments):
+    def ask(self, what: str, seconds: float = 60, **arguments):
         assert self.process.poll() is None, self.said("it has ended")
         try:
             self.process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
@@ -95,7 +95,7 @@ class PrefillProcess:
 
     def open(self, place: str, fused: bool = False, **config) -> dict:
         # Torch may still be on its way in, and a GPU's context.
-        return self.ask("open", 60, place=place, fused=fused, config=CONFIG | config)
+        return self.ask("open", 120, place=place, fused=fused, config=CONFIG | config)
 
     def in_place(self) -> int:
         return self.ask("metrics")["transfers_in_place"]
@@ -186,7 +186,7 @@ class Decode:
     def fetch_until_in_place(self, prefill: PrefillProcess) -> int:
         """The prefill side has to hear first that its pool is mapped. Returns how many transfers
         were."""
-        end, rounds = time.monotonic() + 6, 0
+        end, rounds = time.monotonic() + 30, 0
         while True:
             self.fetch_some(prefill)
             rounds += 1

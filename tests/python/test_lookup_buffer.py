@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from kvferry import KVLookupBuffer
 from kvferry.lookup import _Loop
+from waiting import wait_for
 
 torch = pytest.importorskip("torch")
 
@@ -189,8 +190,8 @@ def test_pages_stay_where_they_are():
         for layer in range(LAYERS):
             assert (ours.page(layer, 1, 3) == 10 * layer + 5).all()
             assert (ours.page(layer, 1, 4) == 10 * layer + 2).all()
-        while not (gone := one.take_gone()):
-            pass
+        gone = []
+        wait_for(lambda: gone.extend(one.take_gone()) or gone)
         assert gone == [(entry, "fetched")]
         one.insert_pages([1] * 5, None, [0, 1])
         with pytest.raises(kvferry.ResourceExhausted, match="needs 2 pages but 1"):
@@ -294,8 +295,7 @@ def test_closed_buffers(pair):
         target=lambda: pytest.raises(kvferry.Cancelled, other.drop_select, [1])
     )
     thread.start()
-    while one.metrics()["lookup_waiting"] == 0:
-        pass
+    wait_for(lambda: one.metrics()["lookup_waiting"] > 0)
     other.close()
     thread.join()
     one.close()
@@ -314,11 +314,13 @@ def test_asyncio_holds_no_thread_a_lookup(pair):
 def check_asyncio(one, other):
     async def run():
         lookups = [asyncio.create_task(other.drop_select_async([n, n])) for n in range(200)]
-        late = asyncio.create_task(other.drop_select_async([500], timeout_ms=300))
         cancelled = asyncio.create_task(other.drop_select_async([501]))
-        while one.metrics()["lookup_waiting"] < 202:
+        end = time.monotonic() + 20
+        while one.metrics()["lookup_waiting"] < 201:
+            assert time.monotonic() < end
             await asyncio.sleep(0)
         threads = threading.active_count()
+        late = asyncio.create_task(other.drop_select_async([500], timeout_ms=300))
         cancelled.cancel()
         for n in range(200):
             one.insert([n, n], None, *kv(2, n))
@@ -335,8 +337,7 @@ def check_asyncio(one, other):
 
     before = threading.active_count()
     assert asyncio.run(run()) == before
-    while one.metrics()["lookup_waiting"] != 0:
-        pass
+    wait_for(lambda: one.metrics()["lookup_waiting"] == 0)
     one.insert([501], None, *kv(1))
     assert one.metrics()["lookup_entries"] == 1
     assert asyncio.run(other.drop_select_async([501])).num_matched == 1  # Another loop.
@@ -420,11 +421,23 @@ def test_event_loops_of_several_threads(pair, monkeypatch):
 class LateToEnd:
     """A lookup that takes a while to end when it is cancelled, as one whose pages are written."""
 
+    ends_by_itself = True  # Or when the test says so.
+
     def __init__(self, lookup):
         self.lookup = lookup
+        self.waits = self.cancels = 0
+
+    def wait(self, timeout_ms):
+        self.waits += 1
+        self.lookup.wait(timeout_ms)
 
     def cancel(self):
-        threading.Timer(0.3, self.lookup.cancel).start()
+        self.cancels += 1
+        if self.ends_by_itself:
+            threading.Timer(0.3, self.end).start()
+
+    def end(self):
+        self.lookup.cancel()
 
     def __getattr__(self, name):
         return getattr(self.lookup, name)
@@ -444,23 +457,30 @@ def late(pair, monkeypatch):
         yield made, started
 
 
-def test_a_lookup_that_is_cancelled_again_and_again_ends_when_no_page_is_written_to(late):
-    other, started = late
+@pytest.fixture
+def held_late(late, monkeypatch):
+    """As late(), of lookups that end when the test says so."""
+    monkeypatch.setattr(LateToEnd, "ends_by_itself", False)
+    return late
+
+
+def test_a_lookup_that_is_cancelled_again_and_again_ends_when_no_page_is_written_to(held_late):
+    other, started = held_late
 
     async def run():
+        begin = time.monotonic()
         lookup = asyncio.create_task(other.drop_select_pages_async([1], None, [0]))
         await asyncio.sleep(0.01)
-        begin, turns = time.monotonic(), 0
         for _ in range(5):
             lookup.cancel()
             await asyncio.sleep(0.001)
-        while not lookup.done():  # And others of the loop have their turn meanwhile.
-            await asyncio.sleep(0.01)
-            turns += 1
+        # And others of the loop have their turn meanwhile.
+        assert not lookup.done() and not started[0].done
+        started[0].end()
         with pytest.raises(asyncio.CancelledError):
             await lookup
-        assert started[0].done and turns > 2
-        assert time.monotonic() - begin < 10  # Not at its deadline.
+        assert started[0].done
+        assert time.monotonic() - begin < 20  # Not at its deadline.
 
     asyncio.run(run())
 
@@ -499,15 +519,24 @@ def ctrl_c():
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_ends_a_lookup_soon_and_when_no_page_is_written_to(late):
-    other, started = late
-    for seconds in (0.1, 0.35):  # The second one while it is ending.
-        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
-    begin = time.monotonic()
+def test_ctrl_c_ends_a_lookup_soon_and_when_no_page_is_written_to(held_late):
+    other, started = held_late
+
+    def press():
+        wait_for(lambda: started and started[0].waits > 0)
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: started[0].cancels == 1)
+        os.kill(os.getpid(), signal.SIGINT)  # While it is ending.
+        wait_for(lambda: started[0].cancels == 2)
+        assert not started[0].done
+        started[0].end()
+
+    thread = threading.Thread(target=press)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
-        other.drop_select_pages([1], None, [0], timeout_ms=10000)
-    assert started[0].done
-    assert 0.35 < time.monotonic() - begin < 5
+        other.drop_select_pages([1], None, [0], timeout_ms=60000)
+    assert started[0].done and started[0].cancels == 2
+    thread.join()
 
 
 def test_a_lookup_that_nobody_has_any_more_has_ended():

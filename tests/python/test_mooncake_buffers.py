@@ -7,7 +7,7 @@ import kvferry
 import numpy as np
 import pytest
 from kvferry import mooncake
-from test_kv_store import MooncakeOfOne, store_on
+from test_kv_store import GIVEN_UP_MS, MooncakeOfOne, store_on
 from waiting import wait_for
 
 
@@ -20,8 +20,8 @@ def store(monkeypatch):
 
 def works(store) -> bool:
     value = np.arange(10, dtype=np.uint8)
-    store.put("a", value, timeout_ms=1000)
-    return store.get_bytes("a", timeout_ms=1000).tobytes() == value.tobytes()
+    store.put("a", value, timeout_ms=20_000)
+    return store.get_bytes("a", timeout_ms=20_000).tobytes() == value.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_buffer_that_mooncake_has_comes_back_when_it_lets_go_of_it(store, monk
     with monkeypatch.context() as patched:
         patched.setattr(store._store, "upsert_from", hangs)
         with pytest.raises(kvferry.DeadlineExceeded):
-            store.put("b", b"x", timeout_ms=300)
+            store.put("b", b"x", timeout_ms=GIVEN_UP_MS)
         assert has_it.is_set() and store._staging.empty()
     let_go.set()
     assert works(store)
@@ -122,8 +122,8 @@ def test_a_write_past_its_deadline_is_not_carried_out_after_a_later_one(monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(store._store, "upsert_from", hangs)
         with pytest.raises(kvferry.DeadlineExceeded):
-            store.put("b", b"old", timeout_ms=100)
-    store.put("other", b"x", timeout_ms=5000)
+            store.put("b", b"old", timeout_ms=GIVEN_UP_MS)
+    store.put("other", b"x", timeout_ms=20_000)
     for later in (
         lambda: store.put("b", b"new", timeout_ms=100),
         lambda: store.erase("b", timeout_ms=100),
@@ -133,7 +133,7 @@ def test_a_write_past_its_deadline_is_not_carried_out_after_a_later_one(monkeypa
             if (error := later()) is not None:
                 raise error
     let_go.set()
-    store.put("b", b"new", timeout_ms=5000)
+    store.put("b", b"new", timeout_ms=20_000)
     assert store.get_bytes("b").tobytes() == b"new"
     wait_for(lambda: not store._writing)
     store.close()
@@ -184,7 +184,7 @@ def test_a_write_does_not_wait_for_one_that_will_never_be(monkeypatch):
         filling.go_on.set()
         with pytest.raises(MemoryError):
             fails.result(20)
-        waits.result(5)
+        waits.result(15)  # Before its own deadline.
     assert store.get_bytes("b").tobytes() == b"new"
     assert not store._writing and store._staging.qsize() == 2
     store.close()

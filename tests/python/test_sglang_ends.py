@@ -185,6 +185,7 @@ def test_the_prefill_side_ends_a_request_by_its_time_limit(make):
     transfer = Transfer([prefill], decode, SOURCE, TARGET)
     early, late = transfer.receivers
     early.send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
+    wait_for(lambda: transfer.room in prefill.manager.transfer_infos)  # Before anybody polls.
     wait_status(transfer.senders, KVPoll.Failed)
     with pytest.raises(KVTransferError, match="timed out .* in KVPoll.Bootstrapping"):
         transfer.senders[0].failure_exception()
@@ -215,7 +216,44 @@ def test_a_failure_is_told_once_and_not_to_who_said_so(pair, monkeypatch):
     by_prefill.send(0, len(SOURCE))
     wait_status(by_prefill.senders, KVPoll.Failed)
     assert by_prefill.reasons()[1] == "publishing pages: division by zero"
+    wait_for(lambda: bool(told))  # It has failed before that.
     assert [it["failure_reason"] for it in told] == ["publishing pages: division by zero"]
+
+
+class Meanwhile:
+    """A lock, and what another thread does as soon as it has been let go of and that holds."""
+
+    def __init__(self, lock, holds, do):
+        self.lock, self.holds, self.do = lock, holds, do
+
+    def __enter__(self):
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+        if self.holds():
+            self.holds = lambda: False
+            self.do()
+
+
+def test_why_a_request_fails_is_told_where_its_scheduler_has_taken_note_of_it_meanwhile(
+    pair, monkeypatch
+):
+    prefill, decode = pair
+    manager = prefill.manager
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+
+    def take_note():
+        with pytest.raises(KVTransferError, match="division by zero"):
+            transfer.senders[0].failure_exception()
+
+    manager._lock = Meanwhile(manager._lock, lambda: transfer.room in manager._given_up, take_note)
+    monkeypatch.setattr(manager, "_lease", lambda *_: 1 / 0)
+    transfer.send(0, len(SOURCE))
+    wait_status(transfer.receivers, KVPoll.Failed)
+    with pytest.raises(KVTransferError, match="division by zero"):
+        transfer.receivers[0].failure_exception()
+    assert not any(left_of(manager))
 
 
 def test_a_failure_of_another_rank_is_told(make):

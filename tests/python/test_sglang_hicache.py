@@ -410,7 +410,7 @@ def test_a_server_that_is_down_is_a_miss_in_time_said_once(redis, monkeypatch, c
     server, store = redis
     pool = sg.mha("page_first")
     sg.fill(pool, 8)
-    made = sg.controller(monkeypatch, pool, extra(store, timeout_ms=500))
+    made = sg.controller(monkeypatch, pool, extra(store, timeout_ms=5000))
     tokens = list(range(2 * sg.PAGE))
     first = get_hash_str(tokens[: sg.PAGE], None)
     hashes = [first, get_hash_str(tokens[sg.PAGE :], first)]
@@ -423,7 +423,7 @@ def test_a_server_that_is_down_is_a_miss_in_time_said_once(redis, monkeypatch, c
         backend = made.storage_backend
         assert backend.batch_get_v1(hashes, sg.slots([2, 3])) == [False, False]
         assert backend.batch_exists_v2(hashes).kv_hit_pages == 0
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15  # Four times the timeout is more.
     said = [r for r in caplog.records if r.name.startswith("kvferry")]
     assert len(said) == 1 and f":{server.port}: " in said[0].getMessage()
     server.start()  # Empty.
@@ -448,7 +448,7 @@ def test_a_miss_is_no_failure(caplog):
 def test_a_server_that_does_not_answer_costs_no_more_than_the_timeout(redis):
     server, store = redis
     pool = sg.mha("page_first")
-    backend = create(store, pool, options={"timeout_ms": 200})
+    backend = create(store, pool, options={"timeout_ms": 1000})
     assert backend.batch_set_v1(HASHES, sg.slots(range(8))) == [True] * 8
     server.send(signal.SIGSTOP)
     for call, answer in (
@@ -457,7 +457,7 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_timeout(redis):
         (lambda: backend.batch_set_v1(HASHES, sg.slots(range(8))), [False] * 8),
     ):
         begin = time.monotonic()
-        assert call() == answer and time.monotonic() - begin < 1.5
+        assert call() == answer and time.monotonic() - begin < 4
     server.send(signal.SIGCONT)
 
 

@@ -168,7 +168,7 @@ def run(prefill, decode, seed):
     rng = random.Random(seed)
     source, target = Scheduler(prefill), Scheduler(decode)
     running, outcomes = [], []
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 200
     both_ended = [KVPoll.Success, KVPoll.Success]
     # On a busy machine more are aborted before they are through.
     while len(outcomes) < 300 or outcomes.count(both_ended) <= 50:

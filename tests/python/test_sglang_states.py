@@ -11,6 +11,7 @@ pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=I
 
 import torch  # noqa: E402
 from kvferry.sglang import pd_pool  # noqa: E402
+from servers import free_ports  # noqa: E402
 from sglang.srt.disaggregation.base.conn import StateType  # noqa: E402
 from sglang_pd import (  # noqa: E402
     OTHER_SIZES,
@@ -206,10 +207,12 @@ def test_states_of_another_dtype_are_refused(make):
 
 def test_fixed_ports_are_the_first_ones(make, monkeypatch):
     """Each rank has an endpoint for the KV and one for each state."""
-    monkeypatch.setenv("KVFERRY_LISTEN_PORT", "23450")
+    first = free_ports(4)
+    monkeypatch.setenv("KVFERRY_LISTEN_PORT", str(first))
     ranks = [make("prefill", rank, 2, kind="swa") for rank in range(2)]
-    ports = [it.address.rpartition(":")[2] for rank in ranks for it in rank.manager._publishers]
-    assert ports == ["23450", "23451", "23452", "23453"]
+    publishers = [it for rank in ranks for it in rank.manager._publishers]
+    ports = [int(it.address.rpartition(":")[2]) for it in publishers]
+    assert ports == list(range(first, first + 4))
 
 
 # ---------------------------------------------------------------- layouts

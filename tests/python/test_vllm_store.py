@@ -8,21 +8,27 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import kvferry  # noqa: E402
+from kvferry.vllm import store_scheduler  # noqa: E402
 from kvferry.vllm.stores import rank_key  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 from vllm_store_scheduler import (  # noqa: E402
     BLOCK,
     LAYOUT,
     TABLE,
-    WAIT_S,
+    Rank,
     Scheduler,
-    SlowRank,
     begin,
     begin_again,
     keys_of,
     request,
     saved_of,
 )
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a store may take to answer has tests of its own, by a clock of theirs."""
+    monkeypatch.setattr(store_scheduler, "_ASK_TIMEOUT_MS", 20_000)
 
 
 def test_what_the_store_promised_and_did_not_give_is_computed(scheduler: Scheduler):
@@ -51,7 +57,7 @@ def test_what_the_engine_has_lost_meanwhile_is_asked_for_anew(scheduler: Schedul
     (load,) = scheduler.compute(it, 4).store_loads
     assert (load.block_ids, load.blocks_skipped) == ([1, 2], 1)
     # Preempted, and the store has lost it too.
-    scheduler.use([SlowRank(1, delay_s=0.0)])
+    scheduler.use([Rank(1)])
     it.num_computed_tokens = 0
     assert ask(it, BLOCK) == (0, False)
 
@@ -224,7 +230,7 @@ def test_keys_of_saves_that_must_have_ended_are_forgotten(scheduler: Scheduler):
 def test_nothing_is_saved_again_to_a_store_that_does_not_answer(scheduler: Scheduler):
     keys_of(scheduler, request("before", 3))
     scheduler.half._saving.clear()
-    scheduler.use([SlowRank(1, delay_s=WAIT_S)])
+    scheduler.use([Rank(None)])
     it = request("r", 4)
     assert begin(scheduler, it, local=3) == 0
     assert saved_of(it, scheduler.compute(it, 1)) == [3]
@@ -252,7 +258,7 @@ def test_what_the_engine_never_loads_as_it_has_it_itself_stays_in_the_store(sche
 
 
 def test_what_all_ranks_have_is_loaded(scheduler: Scheduler):
-    scheduler.use([SlowRank(blocks, delay_s=0.0) for blocks in (4, 2, 3)])
+    scheduler.use([Rank(blocks) for blocks in (4, 2, 3)])
     assert begin(scheduler, request("r", 5), local=1) == 1
 
 

@@ -1,6 +1,5 @@
 """How long store mode's scheduler half waits for what stores say they have."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -17,26 +16,8 @@ from vllm_store_scheduler import (  # noqa: E402
     LAYOUT,
     TABLE,
     Scheduler,
-    SlowRank,
     request,
 )
-
-
-def test_the_stores_of_all_ranks_have_one_deadline(scheduler: Scheduler):
-    ranks = [SlowRank(3, delay_s=0.08) for _ in range(8)]
-    scheduler.use(ranks)
-    it = request("r", 3)
-    scheduler.half.on_new_request(it)
-    begin_s = time.monotonic()
-    assert scheduler.half.get_num_new_matched_tokens(it, 0) == (0, False)
-    assert time.monotonic() - begin_s < 0.5  # One after the other they would take 0.64 s.
-    timeouts = [ms for rank in ranks for ms in rank.timeouts_ms]
-    assert timeouts == sorted(timeouts, reverse=True) and sum(timeouts) < 2 * 200
-    # None is asked for a while.
-    other = request("s", 3)
-    scheduler.half.on_new_request(other)
-    assert scheduler.half.get_num_new_matched_tokens(other, 0) == (0, False)
-    assert [ms for rank in ranks for ms in rank.timeouts_ms] == timeouts
 
 
 class Clock:
@@ -89,6 +70,19 @@ def ask_all(scheduler: Scheduler, its: list[SimpleNamespace]) -> list[tuple[int 
 
 
 FOUND, LATER, NOTHING = (3 * BLOCK, True), (None, False), (0, False)
+
+
+def test_the_stores_of_all_ranks_have_one_deadline(scheduler: Scheduler, clock: Clock):
+    ranks = [StoreByClock(clock, delay_s=0.08) for _ in range(8)]
+    scheduler.use(ranks)
+    begin = clock.now
+    assert ask_all(scheduler, arrive(scheduler, "r")) == [NOTHING]
+    assert clock.now - begin < 0.2001
+    asked = [left for rank in ranks for left in rank.asked]
+    assert asked == pytest.approx([0.2, 0.12, 0.04], abs=2e-3)
+    # None is asked for a while.
+    assert ask_all(scheduler, arrive(scheduler, "s")) == [NOTHING]
+    assert [left for rank in ranks for left in rank.asked] == asked
 
 
 class QuickOnceWarm(StoreByClock):

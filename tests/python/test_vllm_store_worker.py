@@ -20,6 +20,10 @@ from vllm_steps import SlowDevice  # noqa: E402
 from vllm_store_scheduler import BLOCKS, HOST, LAYOUT, WAIT_S, fill, holds  # noqa: E402
 from waiting import wait_for  # noqa: E402
 
+# For tests that wait until it is over, and for what has begun by then on a machine that has much
+# to do.
+SHORT_MS = 1000
+
 
 class HeldStore:
     """A store in which puts and gets wait until they are let go on, or for their deadline."""
@@ -104,7 +108,7 @@ def test_a_step_starts_no_thread(monkeypatch):
     def refuses(_):
         raise RuntimeError("can't start new thread")
 
-    it = Worker(timeout_ms=1000)
+    it = Worker(timeout_ms=int(WAIT_S * 1e3))
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuses)
         it.store.go_on.set()
@@ -200,7 +204,7 @@ def test_a_load_of_a_preempted_request_is_all_that_is_reported(worker: Worker):
 
 def test_blocks_of_a_save_that_does_not_end_are_not_given_away(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvferry.vllm.store_worker._LATE_S", 0.1)
-    worker = Worker(timeout_ms=100)
+    worker = Worker(timeout_ms=SHORT_MS)
     worker.store.late_s = WAIT_S
     worker.save("preempted", 1)
     assert worker.store.began.wait(WAIT_S)
@@ -210,7 +214,7 @@ def test_blocks_of_a_save_that_does_not_end_are_not_given_away(monkeypatch: pyte
 
 
 def test_a_store_that_hangs_holds_blocks_no_longer_than_one_save_may_take():
-    worker = Worker(timeout_ms=300)
+    worker = Worker(timeout_ms=SHORT_MS)
     requests = {f"r{n}" for n in range(20)}
     for name in requests:
         worker.save(name, 1)
@@ -220,7 +224,7 @@ def test_a_store_that_hangs_holds_blocks_no_longer_than_one_save_may_take():
 
 
 def test_loads_do_not_wait_for_a_store_that_hangs_one_behind_the_other():
-    worker = Worker(timeout_ms=300)
+    worker = Worker(timeout_ms=SHORT_MS)
     for block in range(BLOCKS):
         worker.load(f"r{block}", block)
     worker.wait_loaded({f"r{block}" for block in range(BLOCKS)})
@@ -239,13 +243,13 @@ def test_loads_do_not_wait_for_a_store_that_hangs_one_behind_the_other():
 
 
 def test_the_time_that_a_load_may_take_begins_when_it_is_asked_for():
-    worker = Worker(timeout_ms=100)
+    worker = Worker(timeout_ms=SHORT_MS)
     worker.store.late_s = WAIT_S
     worker.load("slow", 1)
     worker.load("behind", 2)
     asked = time.monotonic()
     assert worker.store.began.wait(WAIT_S)
-    wait_for(lambda: time.monotonic() - asked > 0.2)
+    wait_for(lambda: time.monotonic() - asked > 1.1 * SHORT_MS / 1e3)
     worker.store.go_on.set()
     worker.wait_loaded({"slow", "behind"})
     assert worker.store.gets == 1

@@ -164,11 +164,9 @@ def test_two_requests_that_claim_the_same_lease(workers: Workers):
 
 
 def test_an_idle_engine_waits_for_its_load_instead_of_turning(workers: Workers):
-    began = time.monotonic()
-    workers.decode.pause()  # Nothing to wait for.
-    assert time.monotonic() - began < 0.5
+    workers.decode.pause()  # Returns: there is nothing to wait for.
     workers.load(workers.part(101, [7, 8]))
-    cpu = time.process_time()
+    began, cpu = time.monotonic(), time.process_time()
     turns = 0
     while time.monotonic() - began < 0.3:
         workers.decode.pause()

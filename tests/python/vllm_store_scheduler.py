@@ -3,7 +3,6 @@
 Only for modules that have skipped themselves where vLLM is not installed.
 """
 
-import time
 from types import SimpleNamespace
 
 import kvferry
@@ -116,17 +115,14 @@ def begin_again(scheduler: Scheduler, it: SimpleNamespace, local: int) -> int:
     return count
 
 
-class SlowRank:
-    """What the scheduler asks: a store that takes its time for an answer."""
+class Rank:
+    """What the scheduler asks: a store that has so many blocks, or does not answer."""
 
-    def __init__(self, blocks: int, delay_s: float):
-        self.blocks, self.delay_s = blocks, delay_s
-        self.timeouts_ms: list[int] = []
+    def __init__(self, blocks: int | None):
+        self.blocks = blocks
 
     def exists(self, keys: list[bytes], timeout_ms: int) -> int:
-        self.timeouts_ms.append(timeout_ms)
-        time.sleep(min(self.delay_s, timeout_ms / 1e3))
-        if self.delay_s > timeout_ms / 1e3:
+        if self.blocks is None:
             raise kvferry.DeadlineExceeded("slow")
         return min(self.blocks, len(keys))
 

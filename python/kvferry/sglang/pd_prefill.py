@@ -122,11 +122,13 @@ class PrefillManager(Manager):
                 return
             self._given_up.add(room)
             targets = self._room_notify_targets(room)
+            # Before the scheduler, which comes through here too, takes it out.
+            reason = self.failure_records.get(room, _ABORTED_HERE)
         self.send_kv_status_message(
             targets=targets,
             bootstrap_room=room,
             status=KVPoll.Failed,
-            failure_reason=self.failure_records.get(room, _ABORTED_HERE),
+            failure_reason=reason,
         )
 
     def _fail_outgoing(self, room: int, reason: str) -> None:
