@@ -91,9 +91,8 @@ absl::Status ReceiveTable::CheckCounts(const Receive& receive, const Pushed& pus
         absl::StrCat("is of ", receive.num_tokens, " tokens, the push of ", pushed.num_tokens));
   }
   const bool same_size = pushed.page_size == page_size_;
-  if (same_size
-          ? pushed.num_pages == receive.num_pages
-          : HoldAsMuch(receive.num_pages, page_size_, pushed.num_pages, pushed.page_size)) {
+  if (same_size ? pushed.num_pages == receive.num_pages
+                : HoldAsMuch(receive.num_pages, page_size_, pushed.num_pages, pushed.page_size)) {
     return absl::OkStatus();
   }
   const auto of_size = [&](int64_t page_size) {

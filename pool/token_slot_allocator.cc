@@ -83,7 +83,7 @@ absl::Status TokenSlotAllocator::NotAllocated(int64_t slot) const {
 // ---------------------------------------------------------------- growing
 
 absl::Status TokenSlotAllocator::CheckGrowth(int64_t sequence, const Growth& growth) const {
-  const auto fault = [&](auto... words) {
+  const auto fault = [&](const auto&... words) {
     return absl::InvalidArgumentError(
         absl::StrCat("slot allocator: sequence ", sequence, " of the batch: ", words...));
   };

@@ -185,8 +185,8 @@ TEST(ModelPoolsOf, TheCallerChoosesTheDTypeOfKv) {
   EXPECT_EQ(layout("fp4").tensors, four_bits);
 }
 
-// A model's pools beside a table of what each of its layers keeps of each slot: a number, from which
-// all values of the rows follow.
+// A model's pools beside a table of what each of its layers keeps of each slot: a number, from
+// which all values of the rows follow.
 class PoolsAgainstTable : public testing::TestWithParam<const char*> {
  protected:
   using Slots = std::vector<int32_t>;
