@@ -1,10 +1,12 @@
 #include "base/config.h"
 
-#include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/in.h>
 #include <unistd.h>
 
 #include <array>
 #include <cstdlib>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
@@ -199,6 +201,16 @@ absl::Status CheckDirectTls(const std::string& direct_tls) {
   return absl::OkStatus();
 }
 
+bool IsAny(const sockaddr& address) {
+  if (address.sa_family == AF_INET) {
+    return reinterpret_cast<const sockaddr_in&>(address).sin_addr.s_addr == INADDR_ANY;
+  }
+  if (address.sa_family != AF_INET6) return false;
+  const in6_addr& six = reinterpret_cast<const sockaddr_in6&>(address).sin6_addr;
+  // The last: of IPv4, written as one of IPv6.
+  return IN6_IS_ADDR_UNSPECIFIED(&six) || (IN6_IS_ADDR_V4MAPPED(&six) && six.s6_addr32[3] == 0);
+}
+
 absl::Status CheckListenHost(const std::string& host) {
   if (host.empty()) {
     return absl::InvalidArgumentError(
@@ -314,8 +326,17 @@ absl::Status Config::Validate() const {
   return absl::OkStatus();
 }
 
+// As who listens there reads it: 0, 0x0 and ::0 are such addresses, too, and zones are left out.
 bool IsEveryInterface(absl::string_view host) {
-  return host == "0.0.0.0" || host == "::" || host == "[::]" || host == "*";
+  if (host == "*") return true;
+  if (absl::ConsumePrefix(&host, "[")) absl::ConsumeSuffix(&host, "]");
+  host = host.substr(0, host.find('%'));
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST;
+  addrinfo* read = nullptr;
+  if (getaddrinfo(std::string(host).c_str(), nullptr, &hints, &read) != 0) return false;
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> found(read, freeaddrinfo);
+  return IsAny(*found->ai_addr);
 }
 
 bool IsLoopbackHost(absl::string_view host) {
