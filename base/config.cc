@@ -223,13 +223,21 @@ absl::Status CheckListenHost(const std::string& host) {
       absl::StrCat("config: listen_host is '", host, "' but the port goes into listen_port"));
 }
 
-// Who can reach an endpoint off loopback has to have the key, or the network has to be closed.
+// Who can reach an endpoint off loopback has to have the key, or the network has to be closed. UCX
+// takes connections at net_device, wherever an endpoint listens and whether it does.
 absl::Status CheckReach(const Config& config) {
-  if (IsLoopbackHost(config.listen_host) || config.allow_insecure_network) return absl::OkStatus();
-  const std::string begin = absl::StrCat("config: listen_host is '", config.listen_host,
-                                         "', which is not loopback, and ");
+  if (config.allow_insecure_network) return absl::OkStatus();
   constexpr absl::string_view kOrClose =
       "put the nodes on a network that only they reach and set allow_insecure_network=true";
+  if (!config.ucx_tls.empty() && !config.net_device.empty() && config.net_device != "lo") {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "config: net_device is '", config.net_device,
+        "', which is not loopback, and UCX (ucx_tls) takes connections there from anybody: ",
+        kOrClose));
+  }
+  if (IsLoopbackHost(config.listen_host)) return absl::OkStatus();
+  const std::string begin = absl::StrCat("config: listen_host is '", config.listen_host,
+                                         "', which is not loopback, and ");
   if (config.key_file.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(
         begin, "peers would not be authenticated: give all sides the same key_file, or ",

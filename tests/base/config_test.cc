@@ -270,6 +270,25 @@ TEST(ConfigValidate, OffLoopbackHasToBeAskedFor) {
   }
 }
 
+// Which aborts a process that is sent a few bytes there.
+TEST(ConfigValidate, UcxIsNotOffLoopbackEither) {
+  for (const char* device : {"eth0", "all", "lo,eth0"}) {
+    Config config;
+    config.net_device = device;
+    EXPECT_TRUE(IsOk(config.Validate())) << device;  // Over TCP peers have tokens.
+    config.ucx_tls = "tcp";
+    EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument,
+                      absl::StrCat("net_device is '", device, "'"), "allow_insecure_network=true"));
+    config.allow_insecure_network = true;
+    EXPECT_TRUE(IsOk(config.Validate())) << device;
+  }
+  Config config;
+  config.ucx_tls = "tcp";
+  EXPECT_TRUE(IsOk(config.Validate()));
+  config.net_device = "lo";
+  EXPECT_TRUE(IsOk(config.Validate()));
+}
+
 TEST(ConfigValidate, AListenHostIsNeitherEmptyNorHasItAPort) {
   Config config;
   config.allow_insecure_network = true;
