@@ -1,10 +1,12 @@
 #include "base/config.h"
 
-#include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/in.h>
 #include <unistd.h>
 
 #include <array>
 #include <cstdlib>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
@@ -199,6 +201,16 @@ absl::Status CheckDirectTls(const std::string& direct_tls) {
   return absl::OkStatus();
 }
 
+bool IsAny(const sockaddr& address) {
+  if (address.sa_family == AF_INET) {
+    return reinterpret_cast<const sockaddr_in&>(address).sin_addr.s_addr == INADDR_ANY;
+  }
+  if (address.sa_family != AF_INET6) return false;
+  const in6_addr& six = reinterpret_cast<const sockaddr_in6&>(address).sin6_addr;
+  // The last: of IPv4, written as one of IPv6.
+  return IN6_IS_ADDR_UNSPECIFIED(&six) || (IN6_IS_ADDR_V4MAPPED(&six) && six.s6_addr32[3] == 0);
+}
+
 absl::Status CheckListenHost(const std::string& host) {
   if (host.empty()) {
     return absl::InvalidArgumentError(
@@ -211,13 +223,21 @@ absl::Status CheckListenHost(const std::string& host) {
       absl::StrCat("config: listen_host is '", host, "' but the port goes into listen_port"));
 }
 
-// Who can reach an endpoint off loopback has to have the key, or the network has to be closed.
+// Who can reach an endpoint off loopback has to have the key, or the network has to be closed. UCX
+// takes connections at net_device, wherever an endpoint listens and whether it does.
 absl::Status CheckReach(const Config& config) {
-  if (IsLoopbackHost(config.listen_host) || config.allow_insecure_network) return absl::OkStatus();
-  const std::string begin = absl::StrCat("config: listen_host is '", config.listen_host,
-                                         "', which is not loopback, and ");
+  if (config.allow_insecure_network) return absl::OkStatus();
   constexpr absl::string_view kOrClose =
       "put the nodes on a network that only they reach and set allow_insecure_network=true";
+  if (!config.ucx_tls.empty() && !config.net_device.empty() && config.net_device != "lo") {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "config: net_device is '", config.net_device,
+        "', which is not loopback, and UCX (ucx_tls) takes connections there from anybody: ",
+        kOrClose));
+  }
+  if (IsLoopbackHost(config.listen_host)) return absl::OkStatus();
+  const std::string begin = absl::StrCat("config: listen_host is '", config.listen_host,
+                                         "', which is not loopback, and ");
   if (config.key_file.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(
         begin, "peers would not be authenticated: give all sides the same key_file, or ",
@@ -314,8 +334,17 @@ absl::Status Config::Validate() const {
   return absl::OkStatus();
 }
 
+// As who listens there reads it: 0, 0x0 and ::0 are such addresses, too, and zones are left out.
 bool IsEveryInterface(absl::string_view host) {
-  return host == "0.0.0.0" || host == "::" || host == "[::]" || host == "*";
+  if (host == "*") return true;
+  if (absl::ConsumePrefix(&host, "[")) absl::ConsumeSuffix(&host, "]");
+  host = host.substr(0, host.find('%'));
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST;
+  addrinfo* read = nullptr;
+  if (getaddrinfo(std::string(host).c_str(), nullptr, &hints, &read) != 0) return false;
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> found(read, freeaddrinfo);
+  return IsAny(*found->ai_addr);
 }
 
 bool IsLoopbackHost(absl::string_view host) {

@@ -32,7 +32,7 @@ class DecodeEndpoint {
   // What one fetch is of, where the other side has another number of tensor-parallel ranks:
   // SharesFor() (connector/tensor_parallel.h) says which.
   struct Part {
-    HeadRange heads{};     // Of the model's. A count of 0: all that the local pages hold.
+    HeadRange heads{};     // Of the model's. 0 from 0 on: all that the local pages hold.
     LeaseReader reader{};  // Which of those that fetch from this lease.
   };
 

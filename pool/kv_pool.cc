@@ -1,7 +1,10 @@
 #include "pool/kv_pool.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <numeric>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/ceil_div.h"
@@ -32,6 +35,25 @@ absl::Status CheckBuffer(const KvLayout& layout, std::span<const BufferInfo> buf
   const int64_t pages = buffer.bytes / want_item_bytes;
   const int64_t first_pages = buffers[0].bytes / layout.item_bytes(0);
   if (pages != first_pages) return bad("has ", pages, " pages but buffer 0 has ", first_pages);
+  return absl::OkStatus();
+}
+
+// Where two share some of their bytes, pages of one lie in others of the other, and who writes a page
+// changes those. Two that are one have the same pages: layers may share all of a cache.
+absl::Status CheckApart(std::span<const BufferInfo> buffers) {
+  std::vector<size_t> order(buffers.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto begin = [&](size_t i) { return reinterpret_cast<uintptr_t>(buffers[i].address); };
+  std::ranges::sort(order, {}, [&](size_t i) { return std::pair(begin(i), buffers[i].bytes); });
+  for (size_t next = 1; next < order.size(); ++next) {
+    const size_t low = order[next - 1], high = order[next];
+    const bool are_one = begin(low) == begin(high) && buffers[low].bytes == buffers[high].bytes;
+    if (are_one || begin(high) - begin(low) >= static_cast<uint64_t>(buffers[low].bytes)) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "pool: buffers ", std::min(low, high), " and ", std::max(low, high),
+        " overlap, so that a page of one is part of others; where K and V of a page lie one behind "
+        "the other, give them as one tensor"));
+  }
   return absl::OkStatus();
 }
 
@@ -132,6 +154,7 @@ absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Adopt(const KvLayout& layout,
                                                     " bytes: ", here.message()));
     }
   }
+  KVFERRY_RETURN_IF_ERROR(CheckApart(buffers));
   return std::shared_ptr<KvPool>(
       new KvPool(layout, {buffers.begin(), buffers.end()}, std::move(owner), std::move(memory)));
 }

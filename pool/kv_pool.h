@@ -50,7 +50,8 @@ class KvPool {
 
   // Looks at `buffers`, K layers then V layers (KvLayout::buffer_index), all of the same page
   // count. `owner` is kept alive as long as the pool; the memory must stay valid while it lives.
-  // INVALID_ARGUMENT names the buffer whose address, size or item size does not fit the layout.
+  // INVALID_ARGUMENT names the buffer whose address, size or item size does not fit the layout, or
+  // two that overlap in part; layers may share all of one.
   // `memory` says what kind it is of (null: the host's); what a device does not have is refused
   // too.
   static absl::StatusOr<std::shared_ptr<KvPool>> Adopt(

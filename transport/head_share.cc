@@ -25,7 +25,13 @@ HeadRange HeadsOf(const KvLayout& layout, HeadShare share) {
 }
 
 absl::StatusOr<HeadRange> LocalHeads(const KvLayout& layout, HeadShare share, HeadRange heads) {
-  if (heads.count == 0) return HeadRange();
+  if (heads == HeadRange()) return HeadRange();
+  if (heads.count == 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "heads [", heads.first, ", ", heads.first,
+        " + 0) asked, which are none: leave them out for all that the pages hold, or ask for no "
+        "pages"));
+  }
   const HeadRange held = HeadsOf(layout, share);
   if (heads.first < held.first || heads.first - held.first > held.count - heads.count) {
     return absl::OutOfRangeError(absl::StrCat(

@@ -25,8 +25,8 @@ absl::Status CheckHeadShare(const KvLayout& layout, HeadShare share);
 // The model's heads that the pool holds, after CheckHeadShare(). A count of 0: all, whatever they
 // are, of a layout whose tensors differ in heads.
 HeadRange HeadsOf(const KvLayout& layout, HeadShare share);
-// Which heads of the pool's own those of the model's are; a count of 0 stands for all it has.
-// OUT_OF_RANGE, naming both, when it does not hold them all.
+// Which heads of the pool's own those of the model's are; a range of 0 from 0 on stands for all it
+// has. OUT_OF_RANGE, naming both, when it does not hold them all, INVALID_ARGUMENT for none.
 absl::StatusOr<HeadRange> LocalHeads(const KvLayout& layout, HeadShare share, HeadRange heads);
 
 // Why two pools cannot exchange pages, of any heads that both hold: the first difference; empty

@@ -262,7 +262,7 @@ absl::StatusOr<std::shared_ptr<FetchHandle>> NodeImpl::Fetch(FetchRequest reques
   KVFERRY_RETURN_IF_ERROR(CheckFetch(request));
   const KvLayout& layout = options_.pool->layout();
   const HeadRange heads =
-      request.heads.count != 0 ? request.heads : HeadsOf(layout, options_.heads);
+      request.heads != HeadRange() ? request.heads : HeadsOf(layout, options_.heads);
   KVFERRY_ASSIGN_OR_RETURN(const HeadRange local, LocalHeads(layout, options_.heads, heads));
   KVFERRY_ASSIGN_OR_RETURN(
       StreamPlan made,

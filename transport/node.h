@@ -66,7 +66,7 @@ class Node {
     // Where the bytes behind the pages go; as many as the lease has, or none.
     StreamTail tail{};
     // Which of the model's heads to fetch, of those that both sides' pages hold; the others stay as
-    // they are. A count of 0: all that the local pages hold.
+    // they are. 0 from 0 on: all that the local pages hold.
     HeadRange heads{};
     // Who else fetches from the lease, each of them once.
     LeaseReader reader{};

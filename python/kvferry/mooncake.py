@@ -27,6 +27,8 @@ NOT_FOUND = {-704, -703}  # No such object, or one that is still being written.
 NO_ROOM = {-200}
 GREW = -600  # The value no longer fits: it was replaced between asking for its size and reading.
 READS = 5
+# As of the stores in C++ (python/kv_store.h).
+MAX_TIMEOUT_MS = 366 * 24 * 3600 * 1000
 # So long close() waits for Mooncake.
 CLOSE_S = 5.0
 # A device's pages are in host memory so many at a time, as in C++ (connector/store/kv_store.h).
@@ -277,8 +279,8 @@ class MooncakeStore:
     # ---------------------------------------------------------------- calls with a deadline
 
     def _deadline(self, timeout_ms: int) -> float:
-        if timeout_ms < 0:
-            raise ValueError(f"timeout_ms is {timeout_ms} but must be at least 0")
+        if not 0 <= timeout_ms <= MAX_TIMEOUT_MS:
+            raise ValueError(f"timeout_ms is {timeout_ms} but must be 0 to {MAX_TIMEOUT_MS}")
         return time.monotonic() + timeout_ms / 1000
 
     def _count(self, *names: str) -> None:

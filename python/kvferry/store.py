@@ -26,6 +26,8 @@ Key = str | bytes
 
 # So long after its deadline a store has ended a call, or it hangs.
 GRACE_S = 1.0
+# As of the stores in C++ (python/kv_store.h).
+_MAX_TIMEOUT_MS = 366 * 24 * 3600 * 1000
 
 # What make_store() takes: keys of a configuration, those that must be there, and the class.
 _BACKENDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
@@ -189,8 +191,10 @@ class KVStoreBuffer:
     """
 
     def __init__(self, backend, *, timeout_ms: int = 5000):
-        if timeout_ms < 0:
-            raise ValueError(f"store: timeout_ms is {timeout_ms} but must be at least 0")
+        if not 0 <= timeout_ms <= _MAX_TIMEOUT_MS:  # Nor is it no number.
+            raise ValueError(
+                f"store: timeout_ms is {timeout_ms} but must be 0 to {_MAX_TIMEOUT_MS}"
+            )
         self._owned = isinstance(backend, Mapping)
         self._store = make_store(backend) if self._owned else backend
         self._timeout_ms = timeout_ms

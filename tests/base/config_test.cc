@@ -257,11 +257,36 @@ TEST(ConfigValidate, OffLoopbackHasToBeAskedFor) {
   config.allow_insecure_network = true;
   config.listen_host = "10.0.0.1";
   EXPECT_TRUE(IsOk(config.Validate()));
-  for (const std::string all : {"0.0.0.0", "::", "[::]", "*"}) {
+  for (const std::string all : {"0.0.0.0", "::", "[::]", "*", "0", "0.0", "0x0", "000.0.0.0", "::0",
+                                "[::0]", "0:0:0:0:0:0:0:0", "::%lo", "::ffff:0.0.0.0"}) {
     config.listen_host = all;
     EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument,
-                      "listen_host is " + all, "goes into tickets"));
+                      "listen_host is " + all, "goes into tickets"))
+        << all;
   }
+  for (const std::string one : {"0.0.0.1", "::1:0", "::ffff:10.0.0.1", "eth0", "prefill-0"}) {
+    config.listen_host = one;
+    EXPECT_TRUE(IsOk(config.Validate())) << one;
+  }
+}
+
+// Which aborts a process that is sent a few bytes there.
+TEST(ConfigValidate, UcxIsNotOffLoopbackEither) {
+  for (const char* device : {"eth0", "all", "lo,eth0"}) {
+    Config config;
+    config.net_device = device;
+    EXPECT_TRUE(IsOk(config.Validate())) << device;  // Over TCP peers have tokens.
+    config.ucx_tls = "tcp";
+    EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument,
+                      absl::StrCat("net_device is '", device, "'"), "allow_insecure_network=true"));
+    config.allow_insecure_network = true;
+    EXPECT_TRUE(IsOk(config.Validate())) << device;
+  }
+  Config config;
+  config.ucx_tls = "tcp";
+  EXPECT_TRUE(IsOk(config.Validate()));
+  config.net_device = "lo";
+  EXPECT_TRUE(IsOk(config.Validate()));
 }
 
 TEST(ConfigValidate, AListenHostIsNeitherEmptyNorHasItAPort) {

@@ -215,7 +215,7 @@ TEST_F(HeadsOfOthers, WhatCannotBeIsRefusedHere) {
     return decode->Fetch({"tcp://127.0.0.1:1", 1, 1, 3, 0}, 0, {{4, 5, 6}}, 0, part).status();
   };
   for (const HeadRange heads :
-       {HeadRange{1, 1}, HeadRange{3, 2}, HeadRange{-2, 1}, HeadRange{2, -1}}) {
+       {HeadRange{1, 1}, HeadRange{3, 2}, HeadRange{-2, 1}, HeadRange{2, -1}, HeadRange{2, 0}}) {
     EXPECT_FALSE(fetch({heads, {}}).ok()) << heads.first << " " << heads.count;
   }
   for (const LeaseReader reader : {LeaseReader{0, 0}, LeaseReader{2, 2}, LeaseReader{-1, 2},

@@ -203,6 +203,11 @@ TEST_F(Adopting, InSharedMemoryOthersCanMapIt) {
   }
 }
 
+TEST_F(Adopting, LayersMayShareACache) {
+  infos_[2] = infos_[0];
+  EXPECT_TRUE(IsOk(Adopt()));
+}
+
 TEST_F(Adopting, ErrorsNameTheBuffer) {
   const std::vector<BufferInfo> good = infos_;
   const auto fails = [&](const auto&... parts) {
@@ -225,6 +230,13 @@ TEST_F(Adopting, ErrorsNameTheBuffer) {
   infos_ = good;
   infos_[3].bytes = 4 * 64;
   EXPECT_TRUE(fails("buffer 3", "4 pages", "5"));
+  infos_ = good;
+  // K and V of each page one behind the other, taken for two tensors.
+  infos_[3].address = infos_[0].address + 128;
+  EXPECT_TRUE(fails("buffers 0 and 3 overlap"));
+  infos_ = good;
+  infos_[1].address = infos_[2].address - 1;
+  EXPECT_TRUE(fails("buffers 1 and 2 overlap"));
   infos_ = good;
   infos_.pop_back();
   EXPECT_TRUE(fails("5 buffers given", "6"));

@@ -254,8 +254,16 @@ def test_the_calls_of_one_get_batch_share_its_timeout():
     with kvferry.KVStoreBuffer(Slow(), timeout_ms=250) as buffer:
         with pytest.raises(kvferry.DeadlineExceeded):
             buffer.get_batch(["a"] * 10)
-    with pytest.raises(ValueError, match="timeout_ms is -1"):
-        kvferry.KVStoreBuffer(Slow(), timeout_ms=-1)
+
+
+def test_a_timeout_that_no_call_could_have_is_refused_at_once():
+    most = 366 * 24 * 3600 * 1000
+    for timeout_ms in (-1, most + 1, 2**63 - 1, 2**64, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"timeout_ms is {timeout_ms} but must be 0 to {most}"):
+            kvferry.KVStoreBuffer(InTime(), timeout_ms=timeout_ms)
+    with kvferry.KVStoreBuffer(kvferry.HostStore(1 << 20), timeout_ms=most) as buffer:
+        buffer.put("a", b"value")
+        assert asyncio.run(buffer.aget("a")) == b"value"
 
 
 def test_an_asyncio_call_waits_for_a_store_that_hangs_a_second_longer_and_no_more(held):

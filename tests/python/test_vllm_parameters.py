@@ -105,6 +105,33 @@ def test_a_block_size_that_cannot_be_makes_a_load_that_fails(size):
     assert f"kvferry_block_size of {size}" in load.error and load.block_ids == [5, 6]
 
 
+DEEP: list = []
+for _ in range(5000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {key: value}
+        for key in (*FROM, *remote(), "kvferry_block_size")
+        for value in (DEEP, 10**5000)
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_has_no_text_makes_a_load_that_fails(change: dict):
+    """Lists in lists in lists, and numbers of thousands of digits."""
+    for params in (remote(), FROM):
+        decode, it = Decode(), request("r", 40, params | change | {"do_remote_prefill": True})
+        decode.scheduler.on_new_request(it)
+        assert decode.scheduler.get_num_new_matched_tokens(it, 0) == (40, True)
+        decode.step()
+        (load,) = decode.allocate(it, 0, [5, 6, 8]).loads
+        assert not load.error or load.block_ids == [5, 6, 8]
+        ended = request("s", 40, params | change | {"do_remote_prefill": True})
+        decode.scheduler.request_finished(ended)
+
+
 @pytest.mark.parametrize("transfer_id", ["short", "x" * 129, "ü" * 20, 17, ["0" * 16]])
 def test_a_wrong_transfer_id_makes_tickets_or_a_load_that_fails(transfer_id):
     prefill = Prefill()

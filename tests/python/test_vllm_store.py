@@ -291,6 +291,14 @@ def test_adapters_share_nothing_whatever_their_name(scheduler: Scheduler):
     assert keys("a", "a", "/b") == keys("a", "a", "/b")
 
 
+def test_a_salt_that_is_no_unicode_is_one_like_any_other(scheduler: Scheduler):
+    """A client's JSON may hold such text."""
+    salts = ["\ud800", "\udc00", "\\ud800", "\0\ud800", "?", None]
+    keys = [keys_of(scheduler, request("r", 1, cache_salt=salt))[0] for salt in salts]
+    assert len(set(keys)) == len(keys)
+    assert keys_of(scheduler, request("r", 1, cache_salt="\ud800")) == keys[:1]
+
+
 def test_a_reset_of_what_cannot_be_emptied_is_no_success(scheduler: Scheduler):
     assert scheduler.half.reset_cache() is False
 

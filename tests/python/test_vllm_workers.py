@@ -112,6 +112,16 @@ def test_a_ticket_for_another_prompt_is_not_fetched_but_let_go_of(
     assert not workers.target.block(0, 7).any()
 
 
+@pytest.mark.parametrize("ticket", ["no ticket", "\ud800", "kvferry1|tcp://a\udcff:1|1|1|2|16"])
+def test_what_is_no_ticket_fails_its_load_and_not_the_engine(workers: Workers, ticket: str):
+    workers.load(LoadPart([ticket], 0, [7, 8], 2))
+    wait_for(workers.loaded)
+    assert workers.decode.take_missing_blocks() == {7, 8}
+    workers.decode.dismiss([ticket])
+    workers.decode.keep([[ticket]])
+    assert workers.decode.take_finished() == set()
+
+
 def test_a_load_that_is_known_not_to_work_leaves_its_tickets_alone(workers: Workers):
     """They may be another request's."""
     workers.prefill.publish([publication(101, [1, 2])])

@@ -34,6 +34,11 @@ TEST(HeadShare, HeadsAreThoseThatThePoolHolds) {
     EXPECT_TRUE(Fails(LocalHeads(kLayout, share, heads), absl::StatusCode::kOutOfRange,
                       "of pages that hold"));
   }
+  // Who computes a range that turns out to be of none does not mean all.
+  for (const HeadRange none : {HeadRange{4, 0}, {1, 0}, {-1, 0}, {INT64_MAX, 0}}) {
+    EXPECT_TRUE(Fails(LocalHeads(kLayout, share, none), absl::StatusCode::kInvalidArgument,
+                      "which are none"));
+  }
 }
 
 }  // namespace

@@ -420,9 +420,15 @@ def _check_prompt(
 
 
 def _key_of(request: Request, params: dict[str, Any]) -> int:
-    """The same for requests that would fetch the same leases, and for no others."""
-    tickets = params.get(TICKETS, params.get(GROUP_TICKETS))
-    if isinstance(tickets, list):
-        return hash(str(tickets[:1]))
-    prompt = tuple(request.prompt_token_ids or ())
-    return hash((str(params.get(TRANSFER_ID)), adapter_of(request), prompt))
+    """The same for requests that would fetch the same leases, and for no others. Clients nest lists
+    as deep as they like, so nothing but text is taken as what it says."""
+    first = params.get(TICKETS, params.get(GROUP_TICKETS))
+    for _ in ("of groups", "of ranks"):
+        if isinstance(first, list) and first:
+            first = first[0]
+    if isinstance(first, str):
+        return hash(first)
+    transfer_id = params.get(TRANSFER_ID)
+    if isinstance(transfer_id, str):
+        return hash((transfer_id, adapter_of(request), tuple(request.prompt_token_ids or ())))
+    return hash(request.request_id)  # Nothing can be fetched.

@@ -197,9 +197,18 @@ def parse_block_size(params: dict[str, Any], own: int) -> tuple[int, str]:
     if type(size) is int and 1 <= size <= _MAX_BLOCK_SIZE:
         return size, ""
     return own, (
-        f"kv_transfer_params has a {BLOCK_SIZE} of {str(size)[:32]}: the prefill engine's "
+        f"kv_transfer_params has a {BLOCK_SIZE} of {_shown(size)}: the prefill engine's "
         f"block_size, 1 to {_MAX_BLOCK_SIZE}"
     )
+
+
+def _shown(value: object) -> str:
+    """The beginning of what a client has sent. Some numbers are too long for a text, and some lists
+    too deep."""
+    try:
+        return str(value)[:32]
+    except (ValueError, RecursionError):
+        return type(value).__name__
 
 
 def _are_tickets(tickets: object) -> bool:
@@ -240,13 +249,13 @@ def parse_addresses(params: dict[str, Any], tp_size: int) -> tuple[list[str], st
     size = params.get("tp_size", tp_size)
     if type(size) is not int or not 1 <= size <= _MAX_RANKS:
         return [], (
-            f"kv_transfer_params has a tp_size of {str(size)[:32]}: the prefill engine's "
+            f"kv_transfer_params has a tp_size of {_shown(size)}: the prefill engine's "
             f"tensor_parallel_size, 1 to {_MAX_RANKS}"
         )
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"
-    addresses = [f"tcp://{host}:{port + rank}" for rank in range(size)]
     try:
+        addresses = [f"tcp://{host}:{port + rank}" for rank in range(size)]
         for address in addresses:
             kvferry.Ticket(address=address, epoch=0, lease_id=1, num_pages=0, num_tokens=0)
     except (ValueError, TypeError) as error:  # TypeError: of text that is no Unicode.

@@ -52,6 +52,15 @@ def _is_of_tokens(request: Request) -> bool:
     )
 
 
+def _in_unicode(salt: str) -> str:
+    """What a client's JSON may hold beside that, as another text, which no salt of ours is."""
+    try:
+        salt.encode()
+    except UnicodeEncodeError:
+        return "\0" + salt.encode("utf-8", "surrogatepass").hex()
+    return salt
+
+
 class StoreScheduler:
     """Loads blocks that the store has, and saves the blocks that are computed here.
 
@@ -117,7 +126,7 @@ class StoreScheduler:
         # has a NUL in it, nor is one empty.
         adapter = f"{lora.lora_name}\0{lora.lora_path}" if lora else ""
         salt = f"{request.cache_salt or ''}\0{adapter}"
-        self._requests[request.request_id] = _Tracked(request, salt)
+        self._requests[request.request_id] = _Tracked(request, _in_unicode(salt))
 
     # ---- Loading
 

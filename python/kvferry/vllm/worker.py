@@ -20,8 +20,9 @@ from kvferry.vllm.layout import AdoptedCache
 from kvferry.vllm.metadata import Load, LoadPart, Publication, WorkerAddress, parse_ticket
 from kvferry.vllm.telemetry import FetchRecord, Trace, TransferStats, logger
 
-# What the endpoints raise for bad input and for trouble; never a reason to stop the engine.
-_REFUSED = (kvferry.Error, ValueError, MemoryError)
+# What the endpoints raise for bad input and for trouble; never a reason to stop the engine. The
+# last of tickets that are no Unicode, which clients can send.
+_REFUSED = (kvferry.Error, ValueError, MemoryError, TypeError)
 # Long against what a step without work takes, short against one with some.
 _PAUSE_MS = 1
 # The endpoint's thread ends transfers as soon as it is asked to, so this time is not used up, but
