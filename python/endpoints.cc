@@ -154,8 +154,8 @@ void BindReceiveTicket(nb::module_& module) {
       .def("__eq__", [](const ReceiveTicket& a, const ReceiveTicket& b) { return a == b; });
 }
 
-// Waits for a handle's end, or for a layer, by `wait(deadline)`. An exception of Python's, as Ctrl-C
-// is one, ends it, and changes nothing for what is waited for.
+// Waits for a handle's end, or for a layer, by `wait(deadline)`. An exception of Python's, such as
+// Ctrl-C, ends that, and changes nothing for what is waited for.
 template <typename Handle, typename Wait>
 void WaitAndHear(const Handle& handle, int64_t timeout_ms, Wait wait) {
   const Deadline deadline = DeadlineInMs(timeout_ms);
@@ -167,7 +167,7 @@ void WaitAndHear(const Handle& handle, int64_t timeout_ms, Wait wait) {
       const ReleasedGil released;
       status = wait(soon);
     }
-    // Before the last one DEADLINE_EXCEEDED may be of the short wait, or what the handle ended with.
+    // Before the last one DEADLINE_EXCEEDED may be the short wait's, or what the handle ended with.
     if (is_last || !absl::IsDeadlineExceeded(status)) return Check(status);
     if (StayAtExit([] { return PyErr_CheckSignals(); }) != 0) throw nb::python_error();
   }
