@@ -220,7 +220,9 @@ absl::Status CheckListenHost(const std::string& host) {
   // IPv6 has two colons at least.
   if (std::count(host.begin(), host.end(), ':') != 1) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      absl::StrCat("config: listen_host is '", host, "' but the port goes into listen_port"));
+      absl::StrCat("config: listen_host is '", host,
+                   "' but must be an address or an interface alone, such as 127.0.0.1; the port "
+                   "goes into listen_port"));
 }
 
 // Who can reach an endpoint off loopback has to have the key, or the network has to be closed. UCX

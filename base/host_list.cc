@@ -88,13 +88,13 @@ bool EntryAdmits(absl::string_view entry, absl::string_view host) {
 absl::Status CheckHostList(absl::string_view list) {
   for (const absl::string_view padded : Entries(list)) {
     const absl::string_view entry = absl::StripAsciiWhitespace(padded);
-    if (entry == "*" || entry.find_first_of("*/:") == absl::string_view::npos) continue;
+    if (entry == "*" || entry.find_first_of("*/:; \t\n") == absl::string_view::npos) continue;
     // An address of IPv6 may have a zone.
     if (ParseNetwork(WithoutZone(entry))) continue;
     return absl::InvalidArgumentError(
         absl::StrCat("'", entry,
                      "' is no numeric address, no network such as 10.0.0.0/8, no name, and not *; "
-                     "ports don't belong here"));
+                     "ports don't belong here, and commas stand between hosts"));
   }
   return absl::OkStatus();
 }

@@ -44,6 +44,9 @@ if(_ucx_root AND EXISTS "${_ucx_root}/lib/cmake/ucx/ucx-config.cmake")
   set(KVFERRY_UCX_ORIGIN "wheel at ${_ucx_root}")
   set(KVFERRY_UCX_WHEEL "${_ucx_root}")
   set(_ucx_header "${_ucx_root}/include/ucp/api/ucp_version.h")
+elseif(KVFERRY_UCX_ROOT)
+  message(FATAL_ERROR "KVFERRY_UCX_ROOT is '${KVFERRY_UCX_ROOT}', which has no lib/cmake/ucx/ucx-config.cmake: set it "
+                      "to the folder libucx of an unpacked wheel, or to nothing for a search")
 elseif(KVFERRY_UCX STREQUAL "WHEEL")
   message(FATAL_ERROR "KVFERRY_UCX=WHEEL but no libucx package was found: pip install libucx-cu13, "
                       "or set KVFERRY_UCX_ROOT to the folder that holds its lib/ and include/")

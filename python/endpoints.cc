@@ -6,6 +6,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <span>
 #include <string>
@@ -35,6 +36,9 @@ namespace kvferry {
 namespace {
 
 using PoolPtr = std::shared_ptr<KvPool>;
+
+// A wait inside C++ hears no Ctrl-C, so it is one of many short ones.
+constexpr int64_t kWaitMs = 200;
 
 // As type hints have them.
 using Fetched = nb::typed<nb::object, FetchHandle>;
@@ -150,6 +154,25 @@ void BindReceiveTicket(nb::module_& module) {
       .def("__eq__", [](const ReceiveTicket& a, const ReceiveTicket& b) { return a == b; });
 }
 
+// Waits for a handle's end, or for a layer, by `wait(deadline)`. An exception of Python's, such as
+// Ctrl-C, ends that, and changes nothing for what is waited for.
+template <typename Handle, typename Wait>
+void WaitAndHear(const Handle& handle, int64_t timeout_ms, Wait wait) {
+  const Deadline deadline = DeadlineInMs(timeout_ms);
+  while (true) {
+    const Deadline soon = std::min(deadline, DeadlineInMs(kWaitMs));
+    const bool is_last = soon == deadline || handle.done();
+    absl::Status status;
+    {
+      const ReleasedGil released;
+      status = wait(soon);
+    }
+    // Before the last one DEADLINE_EXCEEDED may be the short wait's, or what the handle ended with.
+    if (is_last || !absl::IsDeadlineExceeded(status)) return Check(status);
+    if (StayAtExit([] { return PyErr_CheckSignals(); }) != 0) throw nb::python_error();
+  }
+}
+
 void BindPushHandle(nb::module_& module) {
   nb::class_<PushHandle>(module, "PushHandle", "One push under way; see connector/push_handle.h.")
       .def_prop_ro("lease_id", &PushHandle::lease_id, "For layer_ready() and release().")
@@ -164,10 +187,10 @@ void BindPushHandle(nb::module_& module) {
       .def(
           "wait",
           [](const PushHandle& self, int64_t timeout_ms) {
-            Check(self.Wait(DeadlineInMs(timeout_ms)));
+            WaitAndHear(self, timeout_ms, [&](Deadline deadline) { return self.Wait(deadline); });
           },
-          "timeout_ms"_a, nb::call_guard<ReleasedGil>(),
-          "Returns after success, raises after failure or timeout_ms.")
+          "timeout_ms"_a,
+          "Returns after success, raises after failure or timeout_ms. Ctrl-C ends the wait alone.")
       .def("cancel", &PushHandle::Cancel, nb::call_guard<ReleasedGil>(),
            "Asks for the end, on both sides; done follows shortly.");
 }
@@ -283,17 +306,18 @@ void BindDecode(nb::module_& module) {
       .def(
           "wait",
           [](const FetchHandle& self, int64_t timeout_ms) {
-            Check(self.Wait(DeadlineInMs(timeout_ms)));
+            WaitAndHear(self, timeout_ms, [&](Deadline deadline) { return self.Wait(deadline); });
           },
-          "timeout_ms"_a, nb::call_guard<ReleasedGil>(),
-          "Returns after success, raises after failure or timeout_ms.")
+          "timeout_ms"_a,
+          "Returns after success, raises after failure or timeout_ms. Ctrl-C ends the wait alone.")
       .def_prop_ro("layers_done", &FetchHandle::layers_done)
       .def(
           "wait_layer",
           [](const FetchHandle& self, int64_t layer, int64_t timeout_ms) {
-            Check(self.WaitLayer(layer, DeadlineInMs(timeout_ms)));
+            WaitAndHear(self, timeout_ms,
+                        [&](Deadline deadline) { return self.WaitLayer(layer, deadline); });
           },
-          "layer"_a, "timeout_ms"_a, nb::call_guard<ReleasedGil>())
+          "layer"_a, "timeout_ms"_a)
       .def("missing_pages", &FetchHandle::missing_pages,
            "Local page ids that did not arrive whole; all of them while under way.")
       .def(

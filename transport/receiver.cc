@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
 #include "base/random.h"
@@ -26,6 +27,12 @@ constexpr int kMaxFutileRequests = 100;
 int64_t BytesInPlace(const Config& config, const StreamPlan& plan) {
   if (!plan.on_host()) return kBytesInPlaceOnDevice;
   return kBytesInPlace * (config.checksum ? 1 : std::min(config.copy_threads, kMaxThreadsInPlace));
+}
+
+// What a connection says of its end may not name whose it was.
+absl::Status OfSession(const std::string& address, const absl::Status& end) {
+  if (absl::StrContains(end.message(), address)) return end;
+  return {end.code(), absl::StrCat("the session with ", address, " ended: ", end.message())};
 }
 
 }  // namespace
@@ -130,7 +137,7 @@ void Receiver::Request(Fetch& fetch, const Ready& session) {
 void Receiver::OnPeerGone(const PeerKey& peer, const absl::Status& status) {
   ready_.erase(peer);
   for (const uint64_t id : IdsWhere([&](const Fetch& f) { return f.peer == peer; })) {
-    Fail(id, status);
+    Fail(id, OfSession(fetches_.find(id)->second.ticket.address, status));
   }
 }
 

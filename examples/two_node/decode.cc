@@ -124,6 +124,10 @@ absl::StatusOr<PageRuns> Decode::ChooseOwnPages(int64_t count) const {
 }
 
 absl::Status Decode::FetchOne(absl::string_view ticket_and_content) {
+  if (options_.push) {
+    return absl::FailedPreconditionError(
+        "the prefill side publishes; start that side with --push too, or this one without");
+  }
   const std::pair<absl::string_view, absl::string_view> words =
       absl::StrSplit(ticket_and_content, absl::MaxSplits(' ', 1));
   KVFERRY_ASSIGN_OR_RETURN(const Ticket ticket, Ticket::Parse(words.first));

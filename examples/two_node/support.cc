@@ -95,7 +95,8 @@ absl::StatusOr<HostPort> ParseHostPort(absl::string_view text) {
   HostPort result;
   if (colon == absl::string_view::npos || !absl::SimpleAtoi(text.substr(colon + 1), &result.port) ||
       result.port < 0 || result.port > 65535) {
-    return absl::InvalidArgumentError(absl::StrCat("'", text, "' is not HOST:PORT"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("'", text, "' is not HOST:PORT, with a port of 0 to 65535"));
   }
   absl::string_view host = text.substr(0, colon);
   if (absl::ConsumePrefix(&host, "[")) absl::ConsumeSuffix(&host, "]");

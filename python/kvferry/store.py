@@ -196,6 +196,9 @@ class KVStoreBuffer:
                 f"store: timeout_ms is {timeout_ms} but must be 0 to {_MAX_TIMEOUT_MS}"
             )
         self._owned = isinstance(backend, Mapping)
+        if not self._owned and not hasattr(backend, "get_bytes"):
+            kind = type(backend).__name__
+            raise TypeError(f"store: a backend is a store or the dict that makes one, not {kind}")
         self._store = make_store(backend) if self._owned else backend
         self._timeout_ms = timeout_ms
         # One thread: asyncio calls take turns, and wait for nobody else's threads.

@@ -294,10 +294,10 @@ TEST(ConfigValidate, AListenHostIsNeitherEmptyNorHasItAPort) {
   config.allow_insecure_network = true;
   config.listen_host = "";
   EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument, "listen_host is empty"));
-  for (const std::string host : {"127.0.0.1:7700", "prefill-0:0", "eth0:"}) {
+  for (const std::string host : {"127.0.0.1:7700", "prefill-0:0", "eth0:", "tcp://10.0.0.1"}) {
     config.listen_host = host;
     EXPECT_TRUE(Fails(config.Validate(), absl::StatusCode::kInvalidArgument,
-                      "listen_host is '" + host + "'", "listen_port"));
+                      "listen_host is '" + host + "' but must be an address", "listen_port"));
   }
   config.listen_host = "fd00::1";
   EXPECT_TRUE(IsOk(config.Validate()));

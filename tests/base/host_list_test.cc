@@ -57,5 +57,13 @@ TEST(HostList, WhatCouldAdmitNobodyIsNamed) {
   }
 }
 
+TEST(HostList, HostsThatNoCommaPartsAreNamed) {
+  for (const char* entry : {"10.0.0.2 10.0.0.3", "10.0.0.2;10.0.0.3", "prefill-0\nprefill-1"}) {
+    EXPECT_TRUE(Fails(CheckHostList(std::string("10.0.0.1,") + entry),
+                      absl::StatusCode::kInvalidArgument, entry, "commas"))
+        << entry;
+  }
+}
+
 }  // namespace
 }  // namespace kvferry

@@ -67,6 +67,17 @@ def test_bad_usage_is_refused_before_anything_is_measured(build, arguments, mess
     assert message in done.stderr
 
 
+@pytest.mark.parametrize("option", ["--config", "--also-config"])
+def test_settings_that_kvferry_refuses_are_refused_before_anything_is_measured(build, option):
+    ours = build / "bench/kvferry_bench_transfer"
+    ours.write_text('#!/bin/sh\necho "config: unknown key in $*" >&2\nexit 1\n')
+    ours.chmod(0o755)
+    done = run(build, option, "leas_ms=3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "leas_ms=3: config: unknown key in --role=prefill" in done.stderr
+    assert "--config=leas_ms=3" in done.stderr
+
+
 def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(build):
     missing = build / "path/matplotlib"
     missing.mkdir(parents=True)

@@ -242,6 +242,12 @@ def test_an_asyncio_call_that_waited_for_its_turn_has_what_is_left_of_its_time(h
     assert held.timeouts[1] <= 5000 - 300 + 1  # Whole milliseconds.
 
 
+@pytest.mark.parametrize("backend", ["host", None, 1 << 30])
+def test_what_is_no_backend_is_refused(backend):
+    with pytest.raises(TypeError, match=f"a store or the dict .*, not {type(backend).__name__}"):
+        kvferry.KVStoreBuffer(backend)
+
+
 def test_the_calls_of_one_get_batch_share_its_timeout():
     class Slow(InTime):
         def get_bytes(self, key, timeout_ms):

@@ -37,6 +37,26 @@ def test_wrong_options_are_told_where_vllm_is_configured():
     assert not KVFerryConnector.requires_piecewise_for_cudagraph({"lease_ms": 1234})
     with pytest.raises(ValueError, match="unknown key 'lease'"):
         KVFerryConnector.requires_piecewise_for_cudagraph({"lease": 1})
+    for wrong, words in (
+        ({"backend": "host", "capacity": 1}, "it knows capacity_bytes"),
+        ({"backend": "redis", "prot": 1}, "redis knows no 'prot'"),
+        ({"backend": "remote", "addresses": []}, "remote takes an address"),
+        ({"backend": "tiered", "upper": {"backend": "host"}}, "tiered needs 'lower'"),
+        ({"backend": "tiered", "upper": {"backend": "redis"}}, "needs an upper tier"),
+        ({"backend": "rocksdb"}, "rocksdb needs 'path'"),
+    ):
+        options = {"mode": "store", "store": wrong}
+        with pytest.raises(ValueError, match=words):
+            KVFerryConnector.requires_piecewise_for_cudagraph(options)
+    for right in ({"backend": "rocksdb", "path": "p"}, {"backend": "remote", "address": ["a"]}):
+        options = {"mode": "store", "store": right}
+        assert not KVFerryConnector.requires_piecewise_for_cudagraph(options)
+
+
+def test_a_wrong_store_is_told_without_its_password():
+    with pytest.raises(ValueError, match="'reddis'") as refused:
+        Options.parse({"mode": "store", "store": {"backend": "reddis", "password": "secret"}})
+    assert "secret" not in str(refused.value)
 
 
 def test_options_of_store_mode():

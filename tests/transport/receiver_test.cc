@@ -8,8 +8,11 @@
 
 #include <algorithm>
 #include <random>
+#include <string>
 #include <thread>
+#include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "base/hash.h"
 #include "base/thread_pool.h"
 #include "tests/support/endpoints.h"
@@ -567,6 +570,19 @@ TEST_F(ReceiverAlone, OnlyItsOwnPeerCanEndAFetch) {
   receiver_.OnAbort("dialled:2", {kId, absl::NotFoundError("x")});
   receiver_.OnPeerGone("dialled:2", absl::UnavailableError("x"));
   EXPECT_FALSE(handle->done());
+}
+
+TEST_F(ReceiverAlone, WhoseSessionHasEndedIsSaidOnce) {
+  const std::string address = "tcp://127.0.0.1:4000";
+  const std::string named = absl::StrCat("cannot connect to ", address);
+  for (const auto& [end, error] :
+       {std::pair<std::string, std::string>{
+            "it is gone", absl::StrCat("the session with ", address, " ended: it is gone")},
+        {named, named}}) {
+    const auto handle = Begin();
+    receiver_.OnPeerGone(kPeer, absl::UnavailableError(end));
+    EXPECT_EQ(handle->status(), absl::UnavailableError(error));
+  }
 }
 
 TEST_F(ReceiverAlone, CreditsGrowAndNeverExceedWhatWasWritten) {

@@ -13,8 +13,8 @@ try:
     import sglang.srt.environ  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"kvferry.sglang is a part of SGLang's server and needs SGLang 0.5.23 or later, installed "
-        f"with what it needs itself (pip install sglang): {error}"
+        f"kvferry.sglang is a part of SGLang's server and needs SGLang 0.5.23, installed with "
+        f"what it needs itself (pip install sglang==0.5.23): {error}"
     ) from error
 
 __all__ = ["HiCacheStore"]

@@ -1,4 +1,4 @@
-"""KVFerryConnector: what vLLM loads. It only passes calls on; see scheduler.py and worker.py."""
+"""KVFerryConnector: what vLLM loads. It only passes calls on: to schedulers and workers."""
 
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any

@@ -28,10 +28,13 @@ class StoreOptions(NamedTuple):
         """Raises ValueError for what is no configuration of a store; opening it shows the rest."""
         config = _DEFAULT if config is None else config
         if not isinstance(config, dict) or config.get("backend") not in _BACKENDS:
+            # Without the rest of it: a password may be there.
+            given = {"backend": config.get("backend")} if isinstance(config, dict) else config
             raise ValueError(
-                f"store is {config!r}; it has to be an object with a backend, one of "
+                f"store is {given!r}; it has to be an object with a backend, one of "
                 f"{', '.join(_BACKENDS)}"
             )
+        _complete(config)
         return StoreOptions(dict(config))
 
     @property
@@ -82,32 +85,47 @@ def open_store(
     return OpenedStore(store, server.address, close, server.metrics)
 
 
-def _open_embedded(
-    config: dict[str, Any], layout: kvferry.KvLayout, rank: int, dp_rank: int
-) -> tuple[kvferry.HostStore, kvferry.TieredStore | None]:
-    """(the host store that blocks are served from, what has it as its upper tier, if anything)"""
-    if config["backend"] == "host":
-        return _host(config, layout), None
-    if config["backend"] == "rocksdb":  # Others are served out of memory.
+def _complete(config: dict[str, Any]) -> dict[str, Any]:
+    """With what is left out. Raises ValueError for a wrong key or value."""
+    backend = config["backend"]
+    if backend == "remote":
+        _check_remote(config)
+        return config
+    if backend == "host":
+        return _complete_host(config)
+    if backend == "rocksdb":  # Others are served out of memory.
         config = {"backend": "tiered", "lower": config}
-    upper = config.get("upper", _DEFAULT)
-    if not isinstance(upper, dict) or upper.get("backend") != "host":
-        raise ValueError('store: "tiered" needs an upper tier of backend "host" and a lower one')
-    config = config | {"upper": _DEFAULT | upper}
+    if config["backend"] == "tiered":
+        upper = config.get("upper", _DEFAULT)
+        if not isinstance(upper, dict) or upper.get("backend") != "host":
+            raise ValueError(
+                'store: "tiered" needs an upper tier of backend "host" and a lower one'
+            )
+        config = config | {"upper": _complete_host(upper)}
     check_config(config)
-    engine = f"dp{dp_rank}-" if dp_rank > 0 else ""
-    config = in_folders(config, f"{engine}rank{rank}")
-    host = _host(config["upper"], layout)
-    return host, kvferry.TieredStore(host, kvferry.make_store(config["lower"]))
+    return config
 
 
-def _host(config: dict[str, Any], layout: kvferry.KvLayout) -> kvferry.HostStore:
+def _complete_host(config: dict[str, Any]) -> dict[str, Any]:
     unknown = config.keys() - {"backend", "capacity_bytes"}
     if unknown:
         raise ValueError(f"store: host knows no {sorted(unknown)}; it knows capacity_bytes")
     config = _DEFAULT | config
     check_config(config)
-    return kvferry.HostStore(config["capacity_bytes"], layout=layout)
+    return config
+
+
+def _open_embedded(
+    config: dict[str, Any], layout: kvferry.KvLayout, rank: int, dp_rank: int
+) -> tuple[kvferry.HostStore, kvferry.TieredStore | None]:
+    """(the host store that blocks are served from, what has it as its upper tier, if anything)"""
+    config = _complete(config)
+    if config["backend"] == "host":
+        return kvferry.HostStore(config["capacity_bytes"], layout=layout), None
+    engine = f"dp{dp_rank}-" if dp_rank > 0 else ""
+    config = in_folders(config, f"{engine}rank{rank}")
+    host = kvferry.HostStore(config["upper"]["capacity_bytes"], layout=layout)
+    return host, kvferry.TieredStore(host, kvferry.make_store(config["lower"]))
 
 
 def _of_pages(config: dict[str, Any], layout: kvferry.KvLayout) -> dict[str, Any]:
@@ -115,6 +133,13 @@ def _of_pages(config: dict[str, Any], layout: kvferry.KvLayout) -> dict[str, Any
     if config["backend"] != "mooncake":
         return config
     return {"max_value_bytes": layout.page_bytes} | config
+
+
+def _check_remote(config: dict[str, Any]) -> None:
+    if config.keys() != {"backend", "address"}:
+        raise ValueError(
+            f"store: remote takes an address, tcp://host:port, or one a rank, not {config!r}"
+        )
 
 
 def _remote(
@@ -125,11 +150,7 @@ def _remote(
     name: str,
     rank: int,
 ) -> kvferry.RemoteStore:
-    unknown = config.keys() - {"backend", "address"}
-    if unknown or "address" not in config:
-        raise ValueError(
-            f"store: remote takes an address, tcp://host:port, or one a rank, not {config!r}"
-        )
+    _check_remote(config)
     address = config["address"]
     if isinstance(address, list):
         if rank >= len(address):
