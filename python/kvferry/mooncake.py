@@ -19,6 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 import numpy as np
 
 from kvferry import _core
+from kvferry.store import MAX_TIMEOUT_MS
 
 HEADER_BYTES = 24
 MAX_KEY_BYTES = 256
@@ -27,8 +28,6 @@ NOT_FOUND = {-704, -703}  # No such object, or one that is still being written.
 NO_ROOM = {-200}
 GREW = -600  # The value no longer fits: it was replaced between asking for its size and reading.
 READS = 5
-# As of the stores in C++ (python/kv_store.h).
-MAX_TIMEOUT_MS = 366 * 24 * 3600 * 1000
 # So long close() waits for Mooncake.
 CLOSE_S = 5.0
 # A device's pages are in host memory so many at a time, as in C++ (connector/store/kv_store.h).

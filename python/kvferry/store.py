@@ -27,7 +27,7 @@ Key = str | bytes
 # So long after its deadline a store has ended a call, or it hangs.
 GRACE_S = 1.0
 # As of the stores in C++ (python/kv_store.h).
-_MAX_TIMEOUT_MS = 366 * 24 * 3600 * 1000
+MAX_TIMEOUT_MS = 366 * 24 * 3600 * 1000
 
 # What make_store() takes: keys of a configuration, those that must be there, and the class.
 _BACKENDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
@@ -191,10 +191,8 @@ class KVStoreBuffer:
     """
 
     def __init__(self, backend, *, timeout_ms: int = 5000):
-        if not 0 <= timeout_ms <= _MAX_TIMEOUT_MS:  # Nor is it no number.
-            raise ValueError(
-                f"store: timeout_ms is {timeout_ms} but must be 0 to {_MAX_TIMEOUT_MS}"
-            )
+        if not 0 <= timeout_ms <= MAX_TIMEOUT_MS:  # Nor is it no number.
+            raise ValueError(f"store: timeout_ms is {timeout_ms} but must be 0 to {MAX_TIMEOUT_MS}")
         self._owned = isinstance(backend, Mapping)
         if not self._owned and not hasattr(backend, "get_bytes"):
             kind = type(backend).__name__
