@@ -38,8 +38,8 @@ absl::Status CheckBuffer(const KvLayout& layout, std::span<const BufferInfo> buf
   return absl::OkStatus();
 }
 
-// Where two share some of their bytes, pages of one lie in others of the other, and who writes a page
-// changes those. Two that are one have the same pages: layers may share all of a cache.
+// Where two share some of their bytes, pages of one lie in others of the other, and who writes a
+// page changes those. Two that are one have the same pages: layers may share all of a cache.
 absl::Status CheckApart(std::span<const BufferInfo> buffers) {
   std::vector<size_t> order(buffers.size());
   std::iota(order.begin(), order.end(), 0);
