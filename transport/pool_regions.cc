@@ -16,7 +16,7 @@ std::vector<PoolRegions::Region> Buffers(const KvPool& pool) {
   return buffers;
 }
 
-// An engine's buffers may overlap, as K and V that are two views of one tensor do.
+// Those that are one, as of layers that share a cache, and those that touch.
 std::vector<PoolRegions::Region> Merged(const std::vector<PoolRegions::Region>& sorted) {
   std::vector<PoolRegions::Region> merged;
   for (const PoolRegions::Region& next : sorted) {

@@ -269,31 +269,20 @@ TEST(PoolRegions, EachBufferInOnePart) {
   EXPECT_FALSE(in_one({}));
 }
 
-TEST(PoolRegions, BuffersMayOverlap) {
-  const KvLayout layout = KvLayout::Mha(1, 4, 1, 8, DType::kBFloat16);
+// Layers that share all of a cache.
+TEST(PoolRegions, BuffersMayBeOne) {
+  const KvLayout layout = KvLayout::Mha(2, 4, 1, 8, DType::kBFloat16);
   const int64_t bytes = 6 * layout.item_bytes(0);
-  auto memory = std::make_shared<std::vector<std::byte>>(2 * bytes);
-  const std::vector<BufferInfo> buffers = {
-      {memory->data(), bytes, layout.item_bytes(0)},
-      {memory->data() + layout.item_bytes(0), bytes, layout.item_bytes(0)}};
-  const auto pool = Must(KvPool::Adopt(layout, buffers, memory));
+  auto memory = std::make_shared<std::vector<std::byte>>(3 * bytes);
+  const auto at = [&](int64_t n) {
+    return BufferInfo{memory->data() + n * bytes, bytes, layout.item_bytes(0)};
+  };
+  const auto pool = Must(KvPool::Adopt(layout, {{at(0), at(0), at(2), at(2)}}, memory));
   const PoolRegions regions(*pool);
-  ASSERT_EQ(regions.regions().size(), 1u);
-  EXPECT_EQ(regions.regions()[0].size(), static_cast<size_t>(bytes + layout.item_bytes(0)));
-}
-
-TEST(PoolRegions, OneBufferMayLieInAnother) {
-  KvLayout layout = KvLayout::Mha(1, 4, 1, 16, DType::kBFloat16);
-  layout.tensors[1].head_dim = 8;
-  const int64_t bytes = 6 * layout.item_bytes(0);
-  auto memory = std::make_shared<std::vector<std::byte>>(bytes);
-  const std::vector<BufferInfo> buffers = {
-      {memory->data(), bytes, layout.item_bytes(0)},
-      {memory->data() + 64, 6 * layout.item_bytes(1), layout.item_bytes(1)}};
-  const auto pool = Must(KvPool::Adopt(layout, buffers, memory));
-  const PoolRegions regions(*pool);
-  ASSERT_EQ(regions.regions().size(), 1u);
-  EXPECT_EQ(regions.regions()[0].size(), static_cast<size_t>(bytes));
+  ASSERT_EQ(regions.regions().size(), 2u);
+  for (const auto& region : regions.regions()) {
+    EXPECT_EQ(region.size(), static_cast<size_t>(bytes));
+  }
 }
 
 }  // namespace
