@@ -10,7 +10,7 @@ constexpr T CeilDiv(T a, T b) {
   return a / b + static_cast<T>(a % b != 0);
 }
 
-// The least multiple of b that is not below a.
+// The least multiple of b that is not below a, which has to fit T.
 template <std::integral T>
 constexpr T RoundUp(T a, T b) {
   return CeilDiv(a, b) * b;

@@ -4,7 +4,6 @@
 #include <bit>
 #include <cstddef>
 #include <cstring>
-#include <ctime>
 #include <memory>
 #include <utility>
 
@@ -13,6 +12,7 @@
 #endif
 
 #include "absl/status/statusor.h"
+#include "base/cpu_seconds.h"
 #include "base/slab.h"
 #include "pool/bulk_copy.h"
 
@@ -51,11 +51,7 @@ void DropFromCaches([[maybe_unused]] const std::byte* memory, [[maybe_unused]] i
 
 // Of a processor, that this thread has had: an engine that starts keeps them busy, and what others
 // take is no part of a copy.
-double SecondsOfThread() {
-  timespec time{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
-}
+double SecondsOfThread() { return CpuSeconds(CLOCK_THREAD_CPUTIME_ID); }
 
 // Copies all pieces of one half to the other, and returns the seconds a byte. Pieces come in an
 // order in which no processor foresees the next; of a chunk, bytes lie one after another.

@@ -1,7 +1,5 @@
 #include "examples/two_node/support.h"
 
-#include <sys/resource.h>
-
 #include <algorithm>
 #include <random>
 
@@ -9,16 +7,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "base/cpu_seconds.h"
 #include "base/status.h"
 
 namespace kvferry::examples {
-namespace {
-
-double Seconds(const timeval& time) {
-  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) * 1e-6;
-}
-
-}  // namespace
 
 absl::StatusOr<Config> ConfigFromSettings(const std::vector<std::string>& settings) {
   KVFERRY_ASSIGN_OR_RETURN(Config config, Config::FromEnv(Config()));
@@ -33,11 +25,7 @@ absl::StatusOr<Config> ConfigFromSettings(const std::vector<std::string>& settin
   return config;
 }
 
-double CpuSeconds() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return Seconds(usage.ru_utime) + Seconds(usage.ru_stime);
-}
+double CpuSeconds() { return kvferry::CpuSeconds(CLOCK_PROCESS_CPUTIME_ID); }
 
 std::string FormatRuns(const PageRuns& pages) {
   return absl::StrJoin(pages.runs(), ",", [](std::string* out, const PageRun& run) {

@@ -2,7 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -11,6 +10,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/cpu_seconds.h"
 #include "tests/support/endpoints.h"
 #include "tests/support/raw_peer.h"
 #include "tests/support/sanitized.h"
@@ -18,12 +18,6 @@
 
 namespace kvferry {
 namespace {
-
-double CpuSecondsOfThisProcess() {
-  timespec time{};
-  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
-}
 
 // The peer's kernel has accepted UCX's connection, its UCX has not: the process is stopped, say, or
 // waits for a processor that we must not take. UCX's event fd stays readable all the time.
@@ -46,10 +40,10 @@ TEST(Idle, APeerThatDoesNotAnswerCostsNoProcessor) {
   peer.Send({kEpoch, prefill->epoch(), fetch});
   ASSERT_TRUE(WaitFor([&] { return Metric(*prefill, "bytes_sent") > 0; }, Soon()));
 
-  const double before = CpuSecondsOfThisProcess();
+  const double before = CpuSeconds(CLOCK_PROCESS_CPUTIME_ID);
   const Deadline end = DeadlineInMs(2000);
   while (Clock::now() < end) peer.Receive(end);  // Nothing but pings comes.
-  EXPECT_LT(CpuSecondsOfThisProcess() - before, 0.3) << "of 2 s";
+  EXPECT_LT(CpuSeconds(CLOCK_PROCESS_CPUTIME_ID) - before, 0.3) << "of 2 s";
   EXPECT_EQ(Metric(*prefill, "transfers_active"), 1);
 }
 
@@ -78,9 +72,10 @@ TEST(Idle, SixtyFourPeersThatRestCostNextToNothing) {
       ASSERT_TRUE(IsOk(Fetch(*decodes[i], Publish(*prefill, *source, {1}), {1})->Wait(Soon())));
     }
     ASSERT_EQ(Metric(*prefill, "peers"), 64);
-    const double before = CpuSecondsOfThisProcess();
+    const double before = CpuSeconds(CLOCK_PROCESS_CPUTIME_ID);
     std::this_thread::sleep_for(std::chrono::seconds(2));
-    EXPECT_LT(CpuSecondsOfThisProcess() - before, kNextToNothing) << "of 2 s of 65 nodes, " << path;
+    EXPECT_LT(CpuSeconds(CLOCK_PROCESS_CPUTIME_ID) - before, kNextToNothing)
+        << "of 2 s of 65 nodes, " << path;
   }
 }
 

@@ -9,10 +9,10 @@
 
 #include <array>
 #include <cstdlib>
-#include <ctime>
 #include <set>
 
 #include "base/config.h"
+#include "base/cpu_seconds.h"
 #include "tests/support/captured_log.h"
 #include "tests/support/endpoints.h"
 #include "tests/support/failing_threads.h"
@@ -154,12 +154,6 @@ TEST(ZmqControlPlane, WhoIsDialledIsHeardBesideAFlood) {
 
 UniqueFd UnconnectedSocket() { return UniqueFd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)); }
 
-double ProcessorSeconds() {
-  timespec used{};
-  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
-  return static_cast<double>(used.tv_sec) + static_cast<double>(used.tv_nsec) / 1e9;
-}
-
 // As the process's other listeners do. ZeroMQ's thread would turn meanwhile.
 TEST_F(WithoutFiles, WhoConnectsWaits) {
   const CapturedLog log;
@@ -188,10 +182,10 @@ TEST_F(WithoutFiles, WhoConnectsWaits) {
     const Deadline until = Soon();
     while (!said() && Clock::now() < until) step();
     EXPECT_TRUE(said()) << log.ToString();
-    const double used = ProcessorSeconds();
+    const double used = CpuSeconds(CLOCK_PROCESS_CPUTIME_ID);
     const Deadline second = DeadlineInMs(1000);
     while (Clock::now() < second) step();
-    EXPECT_LT(ProcessorSeconds() - used, 0.5);
+    EXPECT_LT(CpuSeconds(CLOCK_PROCESS_CPUTIME_ID) - used, 0.5);
     EXPECT_FALSE(IsReadable(last.get()));  // Nor was it hung up on.
   }
   EXPECT_EQ(log.lines().size(), 1) << log.ToString();
