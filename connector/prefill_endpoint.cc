@@ -65,9 +65,6 @@ absl::Status PrefillEndpoint::CheckPush(const ReceiveTicket& ticket,
   if (publication.lease_ms != 0) {
     return absl::InvalidArgumentError("push: lease_ms is the push's own; leave it 0");
   }
-  if (publication.num_tokens > PageRuns::kMaxPages) {
-    return absl::InvalidArgumentError(absl::StrCat("push: num_tokens is ", publication.num_tokens));
-  }
   // Where the decode side's pages may be of another size it says whether the numbers agree.
   if (static_cast<int64_t>(publication.pages.size()) == ticket.num_pages || converts_pages_) {
     return absl::OkStatus();

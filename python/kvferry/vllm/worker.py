@@ -20,9 +20,10 @@ from kvferry.vllm.layout import AdoptedCache
 from kvferry.vllm.metadata import Load, LoadPart, Publication, WorkerAddress, parse_ticket
 from kvferry.vllm.telemetry import FetchRecord, Trace, TransferStats, logger
 
-# What the endpoints raise for bad input and for trouble; never a reason to stop the engine. The
-# last of tickets that are no Unicode, which clients can send.
-_REFUSED = (kvferry.Error, ValueError, MemoryError, TypeError)
+# What the endpoints raise for bad input and for trouble; never a reason to stop the engine.
+_REFUSED = (kvferry.Error, ValueError, MemoryError)
+# The same where they are given what clients send as a ticket, which may be no Unicode.
+_TICKET_REFUSED = (*_REFUSED, TypeError)
 # Long against what a step without work takes, short against one with some.
 _PAUSE_MS = 1
 # The endpoint's thread ends transfers as soon as it is asked to, so this time is not used up, but
@@ -449,7 +450,7 @@ class DecodeWorker:
                 text, part.first_block, part.block_ids, heads=share.heads, reader=share.reader
             )
             return fetch
-        except _REFUSED as error:
+        except _TICKET_REFUSED as error:
             return _Fetch(part, failure=reason_of(error))
 
     def cancel(self, request_ids: list[str]) -> None:
@@ -477,7 +478,7 @@ class DecodeWorker:
     def _let_go(self, ticket: str, reader: tuple[int, int]) -> None:
         try:
             handle = self._endpoint.fetch(ticket, 0, [], reader=reader)
-        except _REFUSED as error:
+        except _TICKET_REFUSED as error:
             self._not_let_go.append((ticket, reason_of(error)))
             return
         self._dismissals.append((ticket, handle))
