@@ -20,6 +20,7 @@
 #include "pool/kv_pool.h"
 #include "pool/page_allocator.h"
 #include "pool/page_runs.h"
+#include "pool/req_to_token_pool.h"
 #include "pool/token_slot_allocator.h"
 #include "transport/stream_plan.h"
 
@@ -154,7 +155,8 @@ void ComeAndGo(benchmark::State& state, const Allocate& allocate, const Free& fr
   // Halves and whole requests, so that holes of several sizes appear.
   const auto pages_of_next = [&] { return std::max<int64_t>(1, request_pages >> (random() % 2)); };
   while (pages_left() > pool_pages / 10 + request_pages) {
-    live.push_back(Must(allocate(pages_of_next())));
+    live.emplace_back();
+    Must(allocate(pages_of_next(), &live.back()));
   }
   Request* next = live.data();
   for (auto _ : state) {
@@ -162,14 +164,18 @@ void ComeAndGo(benchmark::State& state, const Allocate& allocate, const Free& fr
     // An engine has been using what it gives back: this list of ours is not what is measured.
     __builtin_prefetch(next);
     if (!free(victim).ok()) std::abort();
-    victim = Must(allocate(std::min(pages_of_next(), pages_left())));
+    Must(allocate(std::min(pages_of_next(), pages_left()), &victim));
   }
 }
 
 void BM_AllocateFree(benchmark::State& state) {
   PageAllocator allocator = Must(PageAllocator::Create(state.range(1), 1));
   ComeAndGo<PageRuns>(
-      state, [&](int64_t pages) { return allocator.Allocate(pages); },
+      state,
+      [&](int64_t count, PageRuns* pages) {
+        *pages = Must(allocator.Allocate(count));
+        return absl::OkStatus();
+      },
       [&](const PageRuns& pages) { return allocator.Free(pages); },
       [&] { return allocator.num_free(); });
   state.counters["free_runs"] = static_cast<double>(allocator.num_free_runs());
@@ -194,9 +200,21 @@ void BM_AllocateOfNoFit(benchmark::State& state) {
 void BM_SlotsAllocateFree(benchmark::State& state) {
   const int64_t page_size = state.range(2);
   auto allocator = Must(TokenSlotAllocator::Create(state.range(1) * page_size, page_size));
-  ComeAndGo<std::vector<int32_t>>(
-      state, [&](int64_t pages) { return allocator.Allocate(pages * page_size); },
-      [&](const std::vector<int32_t>& slots) { return allocator.Free(slots); },
+  // Slots are written to the rows of a table, as engines keep them.
+  const int64_t row_tokens = state.range(0) * page_size;
+  auto table = Must(ReqToTokenPool::Create(2 * state.range(1) / state.range(0) + 1, row_tokens));
+  struct Request {
+    int64_t row = -1;
+    std::span<int32_t> slots;
+  };
+  ComeAndGo<Request>(
+      state,
+      [&](int64_t pages, Request* request) {
+        if (request->row < 0) request->row = Must(table.Allocate(1)).front();
+        request->slots = table.table().subspan(request->row * row_tokens, pages * page_size);
+        return allocator.AllocateInto(request->slots);
+      },
+      [&](const Request& request) { return allocator.Free(request.slots); },
       [&] { return allocator.pages().num_free(); });
 }
 

@@ -30,6 +30,8 @@ class PageAllocator {
   // RESOURCE_EXHAUSTED when fewer than `count` pages are free, INVALID_ARGUMENT when count < 1;
   // nothing changes then, nor where the list of runs finds no memory (std::bad_alloc).
   absl::StatusOr<PageRuns> Allocate(int64_t count);
+  // The error that Allocate(count) would have now.
+  absl::Status CheckCount(int64_t count) const;
   // `count` more pages for a sequence whose last page is `last_page`: those right behind it as far
   // as they are free. Errors as for Allocate, and INVALID_ARGUMENT when last_page is not allocated.
   absl::StatusOr<PageRuns> Extend(int64_t last_page, int64_t count);
@@ -72,7 +74,6 @@ class PageAllocator {
  private:
   PageAllocator(FreeRuns free, int64_t num_pages, int64_t reserved);
 
-  absl::Status CheckCount(int64_t count) const;
   template <typename Runs>
   absl::Status CheckAllocated(const Runs& sorted) const;
   template <typename Runs>

@@ -79,14 +79,25 @@ void SlidingWindowAllocator::Map(std::span<const int32_t> full_slots,
 
 // ---------------------------------------------------------------- taking
 
-absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Allocate(int64_t num_tokens) {
+absl::Status SlidingWindowAllocator::CheckRoom(int64_t num_tokens) const {
+  KVFERRY_RETURN_IF_ERROR(window_.CheckRoom(num_tokens));
+  return full_.CheckRoom(num_tokens);
+}
+
+absl::Status SlidingWindowAllocator::AllocateInto(std::span<int32_t> slots) {
+  const auto num_tokens = static_cast<int64_t>(slots.size());
+  KVFERRY_RETURN_IF_ERROR(CheckRoom(num_tokens));
   KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> window, window_.Allocate(num_tokens));
-  // Also where the full pool's list finds no memory.
-  absl::Cleanup give_back = [&] { FreeNewPages(window, &window_); };
-  KVFERRY_ASSIGN_OR_RETURN(std::vector<int32_t> full, full_.Allocate(num_tokens));
-  std::move(give_back).Cancel();
-  Map(full, window);
-  return full;
+  KVFERRY_RETURN_IF_ERROR(full_.AllocateInto(slots));  // OK: there is room, it needs no memory.
+  Map(slots, window);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Allocate(int64_t num_tokens) {
+  KVFERRY_RETURN_IF_ERROR(CheckRoom(num_tokens));
+  std::vector<int32_t> slots(num_tokens);
+  KVFERRY_RETURN_IF_ERROR(AllocateInto(slots));
+  return slots;
 }
 
 absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::LastWindowSlots(

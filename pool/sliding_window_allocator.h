@@ -34,6 +34,8 @@ class SlidingWindowAllocator {
   // nothing changes in either when one of them refuses. Growing needs the last token of a sequence
   // inside the window still: FAILED_PRECONDITION naming the sequence when it is not.
   absl::StatusOr<std::vector<int32_t>> Allocate(int64_t num_tokens);
+  absl::Status AllocateInto(std::span<int32_t> slots);  // Needs memory for the window's slots.
+  absl::Status CheckRoom(int64_t num_tokens) const;
   absl::StatusOr<std::vector<int32_t>> Extend(std::span<const int64_t> prefix_tokens,
                                               std::span<const int64_t> tokens,
                                               std::span<const int32_t> last_slots);

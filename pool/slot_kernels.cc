@@ -119,12 +119,27 @@ __attribute__((target("avx512f"))) void CountUpAvx512(int32_t first, int64_t cou
 }
 
 __attribute__((target("avx512f"))) int64_t NeighboursAvx512(const int32_t* slots, int64_t count) {
+  constexpr int64_t kAtOnce = 64, kAhead = 512;
+  const __m512i sixteen = _mm512_set1_epi32(16);
   __m512i next = SixteenFrom(slots[0]);
   int64_t i = 0;
+  for (; i + kAtOnce <= count; i += kAtOnce) {
+    // The processor by itself looks no further than to the end of each 4 KiB.
+    for (int64_t line = 0; line < kAtOnce && i + kAhead + kAtOnce <= count; line += 16) {
+      _mm_prefetch(slots + i + kAhead + line, _MM_HINT_T0);
+    }
+    __m512i differ{}, expected = next;
+    for (int64_t part = 0; part < kAtOnce; part += 16) {
+      differ |= _mm512_xor_si512(_mm512_loadu_si512(slots + i + part), expected);
+      expected = _mm512_add_epi32(expected, sixteen);
+    }
+    if (_mm512_test_epi32_mask(differ, differ) != 0) break;
+    next = expected;
+  }
   for (; i + 16 <= count; i += 16) {
     const uint32_t differ = _mm512_cmpneq_epi32_mask(_mm512_loadu_si512(slots + i), next);
     if (differ != 0) return i + std::countr_zero(differ);
-    next = _mm512_add_epi32(next, _mm512_set1_epi32(16));
+    next = _mm512_add_epi32(next, sixteen);
   }
   const auto left = static_cast<__mmask16>((1 << (count - i)) - 1);
   const uint32_t differ =

@@ -53,19 +53,32 @@ TokenSlotAllocator::TokenSlotAllocator(PageAllocator pages, int64_t page_size)
                       ? std::countr_zero(static_cast<uint64_t>(page_size))
                       : -1) {}
 
-absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Allocate(int64_t num_tokens) {
+absl::Status TokenSlotAllocator::CheckRoom(int64_t num_tokens) const {
   if (num_tokens < 1 || num_tokens % page_size_ != 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("slot allocator: num_tokens is ", num_tokens,
                      " but must be a positive multiple of page_size = ", page_size_));
   }
-  std::vector<int32_t> slots;
-  // Before pages are taken: where the list finds no memory, nothing would give them back.
-  if (num_tokens <= num_free()) slots.reserve(num_tokens);
-  KVFERRY_ASSIGN_OR_RETURN(const PageRuns taken, pages_.Allocate(num_tokens / page_size_));
-  for (const PageRun& run : taken.runs()) {
-    AppendSlots(run.first * page_size_, run.count * page_size_, &slots);
-  }
+  return pages_.CheckCount(num_tokens / page_size_);
+}
+
+absl::Status TokenSlotAllocator::AllocateInto(std::span<int32_t> slots) {
+  const auto num_tokens = static_cast<int64_t>(slots.size());
+  KVFERRY_RETURN_IF_ERROR(CheckRoom(num_tokens));
+  int32_t* to = slots.data();
+  pages_.AllocateRuns(num_tokens / page_size_, [&](PageRun run) {
+    const int64_t count = run.count * page_size_;
+    Kernels().count_up(static_cast<int32_t>(run.first * page_size_), count, to);
+    to += count;
+  });
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Allocate(int64_t num_tokens) {
+  // Before there is a list, which may be a large one.
+  KVFERRY_RETURN_IF_ERROR(CheckRoom(num_tokens));
+  std::vector<int32_t> slots(num_tokens);
+  KVFERRY_RETURN_IF_ERROR(AllocateInto(slots));
   return slots;
 }
 

@@ -35,6 +35,11 @@ class TokenSlotAllocator {
   // num_tokens slots in whole pages, page by page. INVALID_ARGUMENT unless num_tokens is a positive
   // multiple of page_size, RESOURCE_EXHAUSTED when fewer are free; nothing changes then.
   absl::StatusOr<std::vector<int32_t>> Allocate(int64_t num_tokens);
+  // As many as `slots` has places for, written there, such as to a row of a ReqToTokenPool. Needs
+  // no memory; the errors are those of Allocate().
+  absl::Status AllocateInto(std::span<int32_t> slots);
+  // The error that Allocate(num_tokens) would have now.
+  absl::Status CheckRoom(int64_t num_tokens) const;
 
   // More tokens for a batch of sequences in one call. Sequence i has prefix_tokens[i] tokens, the
   // last of them at last_slots[i] (not looked at when there is none), and grows to tokens[i]. Its

@@ -104,8 +104,13 @@ void DefineAllocation(nb::class_<Allocator>& allocator) {
   allocator
       .def(
           "alloc",
-          [](Allocator& self, int64_t num_tokens) {
-            return ArrayOrNone(self.Allocate(num_tokens));
+          [](Allocator& self, int64_t num_tokens) -> std::optional<Int32Array> {
+            const absl::Status room = self.CheckRoom(num_tokens);
+            if (absl::IsResourceExhausted(room)) return std::nullopt;
+            Check(room);
+            OwnedArray<int32_t> slots(static_cast<size_t>(num_tokens));
+            Check(self.AllocateInto(slots.values()));
+            return std::move(slots).template ToNumpy<1>({slots.values().size()});
           },
           "num_tokens"_a, "Slots in whole pages (int32), None when fewer are free.")
       .def(

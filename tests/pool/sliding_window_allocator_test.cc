@@ -41,6 +41,20 @@ TEST(SlidingWindows, BothPoolsOrNone) {
   EXPECT_EQ(allocator.window().num_free(), 4);
 }
 
+TEST(SlidingWindows, SlotsAreWrittenToTheCallersList) {
+  auto allocator = Must(SlidingWindowAllocator::Create(8, 4, 2));
+  Slots row(6, -1);
+  // The window has fewer.
+  EXPECT_TRUE(Fails(allocator.AllocateInto(row), absl::StatusCode::kResourceExhausted,
+                    "3 pages asked, 2 of 3 free"));
+  EXPECT_EQ(row, Slots(6, -1));
+  EXPECT_EQ(allocator.full().num_free(), 8);
+  ASSERT_TRUE(IsOk(allocator.AllocateInto(std::span(row).first(4))));
+  EXPECT_EQ(row, (Slots{2, 3, 4, 5, -1, -1}));
+  EXPECT_EQ(Must(allocator.ToWindow(std::span(row).first(4))), (Slots{2, 3, 4, 5}));
+  EXPECT_EQ(allocator.num_free(), 0);
+}
+
 TEST(SlidingWindows, ListsThatFindNoMemoryTakeNoPages) {
 #ifdef KVFERRY_SANITIZED
   GTEST_SKIP() << "a sanitizer's malloc does not fail";

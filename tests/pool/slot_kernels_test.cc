@@ -86,7 +86,7 @@ TEST_P(SlotKernelsTest, AMillionSequencesThatDecodeOneByOne) {
 TEST_P(SlotKernelsTest, NeighboursAreCountedUpAndFound) {
   constexpr int32_t kLast = std::numeric_limits<int32_t>::max();
   const SlotKernels& kernels = SlotKernelsOf(GetParam());
-  for (int64_t count = 1; count < 150; ++count) {
+  for (int64_t count = 1; count < 1000; count += count < 150 ? 1 : 61) {
     for (const int32_t first : {0, 12345, -7, static_cast<int32_t>(kLast - count + 1)}) {
       std::vector<int32_t> slots(count + 1, 99);
       kernels.count_up(first, count, slots.data());

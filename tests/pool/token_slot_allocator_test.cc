@@ -49,6 +49,27 @@ TEST(TokenSlots, PageZeroIsPadding) {
   EXPECT_EQ(allocator.num_free(), 0);
 }
 
+TEST(TokenSlots, SlotsAreWrittenToTheCallersList) {
+  TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(24, 4));
+  ASSERT_TRUE(IsOk(allocator.Allocate(24)));
+  ASSERT_TRUE(IsOk(allocator.Free(Slots{4, 12, 20})));
+  Slots row(14, -1);
+  const std::span<int32_t> places = std::span(row).subspan(1);
+  for (const size_t tokens : {0, 3, 13}) {
+    EXPECT_TRUE(Fails(allocator.AllocateInto(places.first(tokens)),
+                      absl::StatusCode::kInvalidArgument, absl::StrCat("num_tokens is ", tokens)));
+  }
+  {
+    const FailingNew failing(0);  // It needs none.
+    ASSERT_TRUE(IsOk(allocator.AllocateInto(places.first(12))));
+  }
+  EXPECT_EQ(row, (Slots{-1, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, -1}));
+  EXPECT_TRUE(Fails(allocator.AllocateInto(places.first(4)), absl::StatusCode::kResourceExhausted,
+                    "1 pages asked, 0 of 7 free"));
+  EXPECT_TRUE(Fails(allocator.CheckRoom(4), absl::StatusCode::kResourceExhausted));
+  EXPECT_EQ(row[1], 4);
+}
+
 TEST(TokenSlots, SlotsOfAPageCountOnce) {
   TokenSlotAllocator allocator = Must(TokenSlotAllocator::Create(16, 4));
   ASSERT_TRUE(IsOk(allocator.Allocate(16)));

@@ -102,3 +102,23 @@ def test_how_the_free_pages_of_both_windows_pools_lie():
     assert pool.window_free_run_histogram()[:2] == [1, 1]
     pool.free(second)
     assert (pool.full_num_free_pages, pool.window_num_free_pages) == (7, 4)
+
+
+@pytest.mark.parametrize("stride", [1, 3, -2])
+def test_every_slot_of_a_list_is_taken_as_it_is(stride):
+    """However the list lies; those that fit into no int32 are none of those that they wrap to."""
+    allocator = kvferry.TokenSlotAllocator(num_tokens=1000)
+    got = allocator.alloc(1000)
+    for wrong in (2**31, -(2**31) - 1, 2**32 + 7, 2**62):
+        for place in (0, 600, 999):
+            several = got.astype(np.int64)
+            several[place] = wrong
+            several = np.repeat(several, abs(stride))[:: abs(stride)]
+            with pytest.raises(ValueError, match=f"slot {wrong} does not fit in 32 bits"):
+                allocator.free(several[::-1] if stride < 0 else several)
+    assert allocator.available_size == 0
+    for dtype in (np.int32, np.int64):
+        every = np.repeat(got.astype(dtype), abs(stride))
+        allocator.free(every[:: abs(stride)][::-1] if stride < 0 else every[::stride])
+        assert allocator.available_size == 1000
+        assert np.array_equal(allocator.alloc(1000), got)
