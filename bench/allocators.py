@@ -1,8 +1,9 @@
 """Our allocators beside free lists in torch: requests that come and go, and batches that decode.
 
 Prints one row for each operation and pool, in microseconds: in C++ alone (kvferry_micro_bench)
-PageAllocator ("pages") and TokenSlotAllocator ("slots", with its spread), the latter from Python,
-the same in torch on the CPU, and how many times as long torch takes. For a decode also a memcpy of
+PageAllocator ("pages") and TokenSlotAllocator ("slots", with its spread), which writes them to the
+rows of a table, the latter from Python, with an array for each request, the same in torch on the
+CPU, and how many times as long torch takes. For a decode also a memcpy of
 what it returns, and the least that a checked one can do ("bound"): read its input, look at one
 place for each sequence, write. They take turns, and a row shows the medians of the rounds. `run.py`
 prints this table after its own; alone: bench/allocators.py --help.
