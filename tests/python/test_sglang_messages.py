@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=ImportError)
 
 import zmq  # noqa: E402
-from kvferry.sglang import pd_sockets  # noqa: E402
+from kvferry.sglang import pd_requests, pd_sockets  # noqa: E402
 from kvferry.sglang.pd_messages import Chunk, Peer, Request, parse  # noqa: E402
 from servers import free_port  # noqa: E402
 from sglang.srt.disaggregation.common.conn import KVTransferError  # noqa: E402
@@ -207,6 +207,28 @@ def ask_in_vain(manager, room, port):
     """A decode rank that does not read has asked for that request."""
     asks = Request(room, "127.0.0.1", port, rank=0, readers=1, prefix=0, is_dummy=False)
     manager._on_prefill_message(asks.frames())
+
+
+def test_a_prefill_rank_notes_so_many_requests_that_never_begin(make, monkeypatch, caplog):
+    """SGLang's port is anybody's. Those that have begun stay."""
+    monkeypatch.setattr(pd_requests, "MAX_RECENT", 10)
+    manager = (prefill := make("prefill")).manager
+    begun = next(rooms)
+    sender = prefill.sender(begun)
+    ask_in_vain(manager, begun, 1)
+    many = [next(rooms) for _ in range(40)]
+    for room in many:
+        ask_in_vain(manager, room, 1)
+    assert list(manager.transfer_infos) == [begun, *many[-10:]]
+    assert set(manager.request_status) == {begun, *many[-10:]}
+    assert sum("is forgotten" in record.message for record in caplog.records) == 1
+    for rank in range(1, 5):  # More than there are to be.
+        asks = Request(begun, "127.0.0.1", 1, rank, readers=1, prefix=0, is_dummy=False)
+        manager._on_prefill_message(asks.frames())
+    asks = dataclasses.replace(asks, room=next(rooms), readers=0)
+    manager._on_prefill_message(asks.frames())
+    assert list(manager.transfer_infos[begun]) == [0] and asks.room not in manager.transfer_infos
+    sender.abort()
 
 
 def test_a_rank_gets_what_was_sent_before_it_was_there(make):

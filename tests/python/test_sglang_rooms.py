@@ -32,10 +32,9 @@ from waiting import wait_for  # noqa: E402
 
 
 def test_the_rooms_that_were_used_last_are_remembered(monkeypatch):
-    monkeypatch.setattr(pd_requests, "_MAX_RECENT_ROOMS", 2)
-    recent = pd_requests.RecentRooms()
-    for room in (1, 2, 1, 3):
-        recent.add(room)
+    monkeypatch.setattr(pd_requests, "MAX_RECENT", 2)
+    recent = pd_requests.Recent()
+    assert [recent.add(room) for room in (1, 2, 1, 3)] == [None, None, None, 2]
     assert [room in recent for room in (1, 2, 3)] == [True, False, True]
     assert recent.take(1) and not recent.take(1) and not recent.take(2)
 

@@ -15,6 +15,10 @@ TAG = b"KVFERRY"
 _VERSION = 1
 _MAX_HEADER_BYTES = 4096
 _MAX_COUNT = 1 << 30
+_MAX_OF = {
+    "room": (1 << 64) - 1,  # SGLang's, of 63 bits.
+    "readers": 4096,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +102,7 @@ def _checked(name: str, kind: Any, value: Any) -> Any:
     elif kind == "list[str]":
         right = isinstance(value, list) and all(isinstance(it, str) for it in value)
     else:
-        # A room is SGLang's, of 63 bits.
-        right = _is_count(value, (1 << 64) - 1 if name == "room" else _MAX_COUNT)
+        right = _is_count(value, _MAX_OF.get(name, _MAX_COUNT))
     if not right:
         raise ValueError(f"{name} is {value!r}")
     return value

@@ -22,11 +22,12 @@ from kvferry.errors import reason_of
 from kvferry.sglang.pd_manager import SAME_ROOM, Manager, indices
 from kvferry.sglang.pd_messages import Chunk, Peer, Request, parse
 from kvferry.sglang.pd_requests import (
+    MAX_RECENT,
     Destination,
     Job,
     LeaseKey,
     Outgoing,
-    RecentRooms,
+    Recent,
 )
 
 _logger = logging.getLogger(__name__)
@@ -41,10 +42,13 @@ class PrefillManager(Manager):
         self._outgoing: dict[int, Outgoing] = {}
         self._by_lease: dict[LeaseKey, tuple[int, Outgoing]] = {}
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._given_up = RecentRooms()  # Failed, and the decode side knows.
+        self._given_up = Recent[int]()  # Rooms that failed, and the decode side knows.
         self._live: dict[int, KVSender] = {}  # Those that have a sender now,
-        self._begun = RecentRooms()  # and those that ever had one.
-        self._aborted_early = RecentRooms()  # On the decode side, before they began here.
+        self._begun = Recent[int]()  # and those that ever had one.
+        self._aborted_early = Recent[int]()  # On the decode side, before they began here.
+        # (room, rank) that have asked: anybody may, for rooms that never begin.
+        self._asked = Recent[tuple[int, int]]()
+        self._has_forgotten = False
         # By rank, of rooms whose sender has not ended here but is through for who asks: SGLang
         # gives what it computes again, of a request that it has retracted, the same room.
         self._asked_again: dict[int, dict[int, Request]] = {}
@@ -93,19 +97,45 @@ class PrefillManager(Manager):
 
     def _note_destination(self, message: Request) -> None:
         """Holds the lock."""
-        infos = self.transfer_infos.setdefault(message.room, {})
+        infos = self.transfer_infos.get(message.room, {})
         if message.room in self._live and message.rank in infos:
             self._asked_again.setdefault(message.room, {})[message.rank] = message
+            return
+        if message.rank not in infos and len(infos) >= message.readers:
+            _logger.warning(
+                "kvferry: a message was dropped: more than %d ranks ask for room %d",
+                message.readers,
+                message.room,
+            )
             return
         infos[message.rank] = Destination(
             message.ip, message.port, message.readers, message.prefix, message.is_dummy
         )
+        self.transfer_infos[message.room] = infos
         if len(infos) == message.readers:
             self.resolve_kv_replica_factor(infos)
             self.req_to_decode_prefix_len[message.room] = max(
                 info.decode_prefix_len for info in infos.values()
             )
             self.update_status(message.room, KVPoll.WaitingForInput)
+        forgotten = self._asked.add((message.room, message.rank))
+        if forgotten is not None:
+            self._forget_unbegun(*forgotten)
+
+    def _forget_unbegun(self, room: int, rank: int) -> None:
+        """Holds the lock."""
+        if room in self._live or room not in self.transfer_infos:
+            return
+        self._forget(room)
+        if not self._has_forgotten:
+            _logger.warning(
+                "kvferry: room %d, which decode rank %d asked for, is forgotten, since no request "
+                "here has it and %d ranks have asked for others after it; it is said once",
+                room,
+                rank,
+                MAX_RECENT,
+            )
+        self._has_forgotten = True
 
     def _refuse(self, message: Request) -> None:
         self.send_kv_status_message(

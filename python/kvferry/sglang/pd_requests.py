@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, Generic, TypeVar
 
 from kvferry.sglang.pd_fetches import Fetch
 from kvferry.sglang.pd_messages import Chunk
 
-_MAX_RECENT_ROOMS = 65536
+MAX_RECENT = 65536
 
+Item = TypeVar("Item", bound=Hashable)
 LeaseKey = tuple[int, int]  # Which of the rank's pools it is of, and its id.
 
 
-class RecentRooms:
-    """Rooms, of which the oldest are forgotten."""
+class Recent(Generic[Item]):
+    """Things, of which the oldest are forgotten."""
 
     def __init__(self):
-        self._rooms: OrderedDict[int, bool] = OrderedDict()
+        self._items: OrderedDict[Item, bool] = OrderedDict()
 
-    def add(self, room: int) -> None:
-        self._rooms[room] = True
-        self._rooms.move_to_end(room)
-        if len(self._rooms) > _MAX_RECENT_ROOMS:
-            self._rooms.popitem(last=False)
+    def add(self, item: Item) -> Item | None:
+        """What is forgotten for it."""
+        self._items[item] = True
+        self._items.move_to_end(item)
+        return self._items.popitem(last=False)[0] if len(self._items) > MAX_RECENT else None
 
-    def take(self, room: int) -> bool:
+    def take(self, item: Item) -> bool:
         """Takes it out. False: it was not in."""
-        return self._rooms.pop(room, False)
+        return self._items.pop(item, False)
 
-    def __contains__(self, room: int) -> bool:
-        return room in self._rooms
+    def __contains__(self, item: Item) -> bool:
+        return item in self._items
 
 
 @dataclasses.dataclass
