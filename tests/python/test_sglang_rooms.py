@@ -20,6 +20,7 @@ from sglang_pd import (  # noqa: E402
     TARGET,
     TARGET_ROW,
     KVPoll,
+    KVReceiver,
     Transfer,
     check_pages,
     copies,
@@ -119,6 +120,17 @@ def test_a_second_request_of_a_room_may_be_aborted_before_it_asks(pair):
     with pytest.raises(KVTransferError, match=SAME_ROOM):
         transfer.receivers[0].failure_exception()
     transfer.senders[0].abort()
+
+
+def test_a_second_request_of_a_room_ends_that_knows_no_prefill_rank_yet(pair):
+    """The first one's do not make it ready to ask: SGLang's own classes raise AttributeError then,
+    which ends the server."""
+    decode = pair[1]
+    first = decode.receiver(next(rooms))
+    second = KVReceiver(decode.manager, "127.0.0.1:1", first.bootstrap_room)
+    assert SAME_ROOM in decode.look_at_unasked(second).finished_reason.message
+    assert SAME_ROOM in decode.look_at_unasked(first).finished_reason.message
+    assert not decode.manager.failure_records and not decode.manager.request_status
 
 
 def test_what_ended_with_another_request_of_its_room_leaves_the_next_one_alone(pair):

@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.common.conn import (
     AbortNotification,
     CommonKVReceiver,
     KVTransferError,
+    PrefillServerInfo,
 )
 from sglang.srt.runtime_context import get_device
 from sglang.srt.utils.network import NetworkAddress
@@ -34,7 +35,7 @@ from kvferry.sglang.pd_requests import (
 _logger = logging.getLogger(__name__)
 # What endpoints raise for bad input and for trouble; never a reason to stop the server.
 _REFUSED = (kvferry.Error, ValueError)
-_MAX_DP_RANKS = 1024  # Of a prefill server.
+_MAX_RANKS = 1024  # Of each kind, of a prefill server.
 _FIRST_OF_DP_RANK = {"prefill_cp_rank": 0, "target_tp_rank": 0, "target_pp_rank": 0}
 _PAST_ASKING = (KVPoll.Transferring, KVPoll.Success)
 
@@ -110,6 +111,17 @@ class DecodeManager(Manager):
             pool.submit(self._abort_at_prefill, bootstrap_addr, rooms)
         return False
 
+    def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
+        """Clients name the prefill server, so it may say anything: SGLang's own divides by no ranks
+        and makes lists of many."""
+        sizes = info.attn_tp_size, info.attn_cp_size, info.dp_size, info.pp_size
+        if not all(1 <= size <= _MAX_RANKS for size in sizes):
+            raise RuntimeError(
+                f"it says that it has {sizes} ranks (tensor, context, data and pipeline parallel); "
+                f"each has to be 1 to {_MAX_RANKS}"
+            )
+        super()._resolve_rank_mapping(info)
+
     def _fail_prefill_recompute(self, kv_receiver: KVReceiver, reason: str) -> None:
         """In a thread of SGLang's, whose own ends the receiver there, beside the scheduler, and
         keeps the reason for ever where the request had ended."""
@@ -123,7 +135,7 @@ class DecodeManager(Manager):
         a request is not known yet, so each data-parallel rank hears of it; of tensor-parallel ranks
         the first one does, and SGLang ends it on the others."""
         try:
-            for rank in range(_MAX_DP_RANKS):
+            for rank in range(_MAX_RANKS):
                 where = {"prefill_dp_rank": rank} | _FIRST_OF_DP_RANK
                 answer = requests.get(f"http://{bootstrap_addr}/route", where, timeout=5)
                 if answer.status_code != 200:
@@ -148,12 +160,14 @@ class DecodeManager(Manager):
     def expects(self, room: int, incoming: Incoming | None) -> bool:
         return self._incoming.get(room) is incoming
 
-    def is_anothers(self, room: int, mine: Incoming | None) -> bool:
+    def is_anothers(self, room: int, mine: Incoming | None, knows_whom_to_ask: bool) -> bool:
         """Whether what is known of the room is of another request than the one that expects `mine`
         (None: nothing yet), or of none any more."""
         if not self.expects(room, mine):
             return True
         status = self.request_status.get(room)
+        if mine is None and status == KVPoll.WaitingForInput:
+            return not knows_whom_to_ask
         return status is None or (mine is None and status in _PAST_ASKING)
 
     def _free_pages(self) -> None:
@@ -413,8 +427,9 @@ class KVReceiver(CommonKVReceiver):
         super().send_metadata(kv_indices, aux_index, state_indices, *args, **kwargs)
 
     def poll(self) -> int:
-        if self.kv_mgr.is_anothers(self.bootstrap_room, self._incoming):
-            # SGLang ends its server where a request seems to arrive that has not asked yet.
+        if self.kv_mgr.is_anothers(self.bootstrap_room, self._incoming, self._knows_whom_to_ask()):
+            # SGLang ends its server where a request seems to arrive that has not asked yet, or to
+            # be ready to ask.
             if self.conclude_state is None:
                 self.conclude_state = KVPoll.Failed
                 self._why_failed = SAME_ROOM
@@ -441,6 +456,10 @@ class KVReceiver(CommonKVReceiver):
         if not self._was_ended():
             self._clear_room()
         self._is_over = True
+
+    def _knows_whom_to_ask(self) -> bool:
+        """SGLang has looked its prefill ranks up."""
+        return getattr(self, "bootstrap_infos", None) is not None
 
     def _was_ended(self) -> bool:
         """By the other request of its room, which may have a third one by now."""
