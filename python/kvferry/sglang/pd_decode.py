@@ -130,6 +130,32 @@ class DecodeManager(Manager):
             if incoming is not None and self.expects(room, incoming):
                 self._fail(room, reason)  # poll() tells the prefill side.
 
+    def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
+        """SGLang's, in its thread. A server that was started again soon enough answers for the one
+        before, whose ranks hear nothing any more: requests would wait for their time limits, and
+        those that come would ask the same ranks."""
+        prefix = f"{bootstrap_addr}_"
+        with self.connection_lock:
+            known = [
+                (key.removeprefix(prefix).split("_"), infos[0])
+                for key, infos in self.connection_pool.items()
+                if key.startswith(prefix)
+            ]
+        if known and not self._is_still_there(bootstrap_addr, *known[0]):
+            _logger.error("kvferry: prefill server %s was started again", bootstrap_addr)
+            self._handle_node_failure(bootstrap_addr)
+
+    @staticmethod
+    def _is_still_there(bootstrap_addr: str, ranks: list[str], rank: dict) -> bool:
+        """ranks: data, context and tensor parallel ones, as SGLang's keys have them."""
+        names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank")
+        where = dict(zip(names, ranks, strict=True)) | {"target_pp_rank": rank["pp_rank"]}
+        answer = requests.get(f"http://{bootstrap_addr}/route", where, timeout=(2, 3))
+        if answer.status_code != 200:  # Not all ranks are there yet, or there are fewer now.
+            return answer.status_code not in (503, 404)
+        now = answer.json()
+        return all(now[name] == rank[name] for name in ("rank_ip", "rank_port"))
+
     def _abort_at_prefill(self, bootstrap_addr: str, rooms: list[int]) -> None:
         """Of requests that have not asked there: it would wait for them until a time limit. Who has
         a request is not known yet, so each data-parallel rank hears of it; of tensor-parallel ranks
