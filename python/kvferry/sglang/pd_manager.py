@@ -24,6 +24,7 @@ import kvferry
 from kvferry.errors import reason_of
 from kvferry.sglang.pd_pool import Rank, adopt
 from kvferry.sglang.pd_sockets import Sockets
+from kvferry.sglang.seldom_log import SeldomLog
 
 _logger = logging.getLogger(__name__)
 # An endpoint's thread ends transfers as soon as it is asked to, so this time is not used up, but
@@ -96,6 +97,7 @@ class Manager(CommonKVManager):
             model=os.path.basename(os.path.normpath(server_args.model_path)),
         )
         self._sockets = Sockets(self._zmq_ctx)
+        self._of_strangers = SeldomLog(_logger)  # And of ranks that do not fit.
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -192,7 +194,7 @@ class Manager(CommonKVManager):
                     if not self._is_over.is_set():
                         on_message(frames)
             except Exception as error:  # Whatever a stranger sends.
-                _logger.warning("kvferry: a message was dropped: %s", reason_of(error))
+                self._of_strangers.warn("a message was dropped: %s", reason_of(error))
 
     @staticmethod
     def _after(advance: Callable[[], int | None]) -> int | None:
