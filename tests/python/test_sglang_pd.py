@@ -308,3 +308,20 @@ def test_the_prefill_server_is_started_again_between_two_heartbeats(make, monkey
         receiver.failure_exception()
     server._registered_count = 1
     whole([again], [decode], SOURCE, TARGET)
+
+
+class EndsWhenAskedOf(dict):
+    """Statuses of requests that the scheduler ends right after somebody has found them."""
+
+    def __contains__(self, room):
+        return self.pop(room, None) is not None
+
+
+def test_a_prefill_server_dies_as_a_request_of_it_ends(pair, monkeypatch):
+    """The thread that finds the former out has to find out the next one's end too."""
+    manager = pair[1].manager
+    receiver = pair[1].receiver(CHILD_ROOM)
+    monkeypatch.setattr(manager, "request_status", EndsWhenAskedOf(manager.request_status))
+    manager._handle_node_failure(receiver.bootstrap_addr)
+    assert not manager.failure_records and not manager.request_status
+    receiver.clear()

@@ -130,6 +130,11 @@ class DecodeManager(Manager):
             if incoming is not None and self.expects(room, incoming):
                 self._fail(room, reason)  # poll() tells the prefill side.
 
+    def check_status(self, bootstrap_room: int) -> int:
+        """SGLang's thread of heartbeats asks of rooms that the scheduler may just have ended: a
+        KeyError would end that thread, and nobody would hear of servers that die any more."""
+        return self.request_status.get(bootstrap_room, KVPoll.Success)
+
     def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
         """SGLang's, in its thread. A server that was started again soon enough answers for the one
         before, whose ranks hear nothing any more: requests would wait for their time limits, and
