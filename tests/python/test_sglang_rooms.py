@@ -40,6 +40,17 @@ def test_the_rooms_that_were_used_last_are_remembered(monkeypatch):
     assert recent.take(1) and not recent.take(1) and not recent.take(2)
 
 
+def test_room_0_is_refused(pair):
+    """It is how SGLang knows metadata that have not come: it would wait for ever."""
+    prefill, decode = pair
+    sender, receiver = prefill.sender(0), decode.receiver(0)
+    receiver.send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
+    wait_status([sender, receiver], KVPoll.Failed)
+    with pytest.raises(KVTransferError, match="bootstrap_room 0 is what SGLang has"):
+        receiver.failure_exception()
+    sender.clear()
+
+
 def test_a_failure_that_comes_as_its_request_ends_is_not_the_next_ones(pair, monkeypatch):
     """Of that room: threads say so that do not know when the scheduler is done with a request."""
     manager = pair[0].manager

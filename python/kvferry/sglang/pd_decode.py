@@ -38,6 +38,7 @@ _REFUSED = (kvferry.Error, ValueError)
 _MAX_RANKS = 1024  # Of each kind, of a prefill server.
 _FIRST_OF_DP_RANK = {"prefill_cp_rank": 0, "target_tp_rank": 0, "target_pp_rank": 0}
 _PAST_ASKING = (KVPoll.Transferring, KVPoll.Success)
+_NO_ROOM = "bootstrap_room 0 is what SGLang has in metadata that have not come: take another one"
 
 
 class DecodeManager(Manager):
@@ -434,6 +435,9 @@ class KVReceiver(CommonKVReceiver):
     def send_metadata(
         self, kv_indices, aux_index=None, state_indices=None, *args, **kwargs
     ) -> None:
+        if self.bootstrap_room == 0:  # SGLang would wait for ever for what has arrived.
+            self.kv_mgr._fail(self.bootstrap_room, _NO_ROOM)
+            return  # poll() tells the prefill side.
         if self.bootstrap_infos is not None:
             asked = list(self.target_tp_ranks)
             try:
