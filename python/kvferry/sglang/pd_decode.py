@@ -25,7 +25,7 @@ import kvferry
 from kvferry.errors import reason_of
 from kvferry.sglang import pd_device
 from kvferry.sglang.pd_fetches import Fetch, FetchQueues
-from kvferry.sglang.pd_manager import SAME_ROOM, TURN_MS, Manager, indices
+from kvferry.sglang.pd_manager import SAME_ROOM, TURN_MS, Manager, indices, say
 from kvferry.sglang.pd_messages import Chunk, Peer, Request, parse
 from kvferry.sglang.pd_requests import (
     FromRank,
@@ -222,10 +222,18 @@ class DecodeManager(Manager):
                 failure = f"the device of the pages failed: {error}"
             with self._lock:
                 for room, incoming in given:
-                    if failure and not incoming.is_closed:
-                        self._fail(room, failure)
-                        incoming.is_closed = True  # What has come for it is of no use.
-                    incoming.may_be_written = not failure
+                    self._note_freed(room, incoming, failure)
+
+    def _note_freed(self, room: int, incoming: Incoming, failure: str) -> None:
+        """Never raises: those behind it would wait for their time limits. Holds the lock."""
+        incoming.may_be_written = not failure
+        if not failure or incoming.is_closed:
+            return
+        incoming.is_closed = True  # What has come for it is of no use.
+        try:
+            self._fail(room, failure)
+        except Exception as error:  # Memory that is out, say.
+            say("room %s waits for its time limit: %s", room, error)
 
     def _on_decode_message(self, frames: list[bytes]) -> None:
         if frames[0] == self.kv_status_msg_tag:

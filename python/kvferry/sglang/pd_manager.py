@@ -57,8 +57,9 @@ def _is_readable(address: int) -> bool:
         os.close(write_end)
 
 
-def _say(text: str, *of: Any) -> None:
-    """Where there is memory for that: who waits for pages has to wait on in any case."""
+def say(text: str, *of: Any) -> None:
+    """Where there is memory for that: who waits for pages, or has other requests to look after,
+    has to go on in any case."""
     try:  # contextlib.suppress() would need memory, too.
         words = [reason_of(it) if isinstance(it, Exception) else it for it in of]
         _logger.error(f"kvferry: {text}", *words)
@@ -221,7 +222,7 @@ class Manager(CommonKVManager):
         for _ in range(_SETTLE_ATTEMPTS):
             if self._is_in_time(are_let_go, time.monotonic() + _SETTLE_TIMEOUT_MS / 1e3):
                 return
-            _say("pages of room %s may be %s still", room, used)
+            say("pages of room %s may be %s still", room, used)
         raise in_use
 
     @staticmethod
@@ -233,7 +234,7 @@ class Manager(CommonKVManager):
                     return True
             except Exception as error:  # Memory that is out, say. It tells nothing of the pages.
                 if not is_said:
-                    _say("asking again what uses pages: %s", error)
+                    say("asking again what uses pages: %s", error)
                 is_said = True
             if time.monotonic() >= deadline:
                 return False

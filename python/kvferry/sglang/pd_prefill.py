@@ -19,7 +19,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 import kvferry
 from kvferry.errors import reason_of
-from kvferry.sglang.pd_manager import SAME_ROOM, Manager, indices
+from kvferry.sglang.pd_manager import SAME_ROOM, Manager, indices, say
 from kvferry.sglang.pd_messages import Chunk, Peer, Request, parse, room_of
 from kvferry.sglang.pd_requests import (
     MAX_RECENT,
@@ -253,12 +253,19 @@ class PrefillManager(Manager):
         ]
 
     def _publish_chunks(self) -> None:
-        """In a thread of its own: it waits for the device."""
+        """In a thread of its own: it waits for the device. Nothing must end it before teardown():
+        all requests would wait for their time limits."""
         while (job := self._jobs.get()) is not None:
             try:
-                self._publish(job)
-            except Exception as error:
-                self._fail_outgoing(job.room, f"publishing pages: {reason_of(error)}")
+                self._publish_or_fail(job)
+            except Exception as error:  # Memory that is out, say.
+                say("room %s waits for its time limit: %s", job.room, error)
+
+    def _publish_or_fail(self, job: Job) -> None:
+        try:
+            self._publish(job)
+        except Exception as error:
+            self._fail_outgoing(job.room, f"publishing pages: {reason_of(error)}")
 
     def _publish(self, job: Job) -> None:
         if job.wait_event is not None:
