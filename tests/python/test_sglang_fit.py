@@ -73,6 +73,24 @@ def test_a_server_whose_ranks_do_not_fit_ends_its_requests_and_nothing_else(make
     assert "requires equal prefill/decode attn TP sizes" in ends_with([prefill], decode[0])
 
 
+@pytest.mark.parametrize("changes", [{"attn_tp_size": 0}, {"dp_size": 0}, {"pp_size": 1025}])
+def test_a_server_that_says_impossible_numbers_of_ranks_ends_its_requests_and_nothing_else(
+    pair, changes
+):
+    """Clients name it. SGLang's own class divides by them, which ends the server."""
+    prefill, decode = pair
+    server = prefill.deployment._server
+    right = {name: getattr(server, name) for name in changes}
+    vars(server).update(changes)
+    server._registered_count = 1 << 20
+    receiver = decode.begin_receiver(next(rooms))
+    wait_status([receiver], KVPoll.Failed)
+    with pytest.raises(KVTransferError, match=r"each has to be 1 to 1024"):
+        receiver.failure_exception()
+    vars(server).update(right)
+    whole([prefill], [decode], SOURCE, TARGET)
+
+
 def test_a_server_that_is_started_again_with_the_right_pages_is_used(make):
     prefill, decode = make("prefill"), make("decode")
     server = prefill.deployment._server

@@ -13,14 +13,19 @@ from kvferry.sglang import pd_manager  # noqa: E402
 from sglang.srt.disaggregation.common.conn import KVTransferError  # noqa: E402
 from sglang_faults import (  # noqa: E402
     Clock,
+    SlowDevice,
     WithoutMemory,
     left_of,
     under_way,
 )
 from sglang_pd import (  # noqa: E402
+    SOURCE,
+    TARGET,
     KVPoll,
     KVReceiver,
+    Transfer,
     wait_status,
+    whole,
 )
 from waiting import wait_for  # noqa: E402
 
@@ -235,3 +240,49 @@ def test_pages_that_may_be_read_still_are_never_freed(pair, monkeypatch):
     assert late.times == 0
     wait_status(transfer.receivers, KVPoll.Failed)
     transfer.receivers[0].clear()
+
+
+def without_memory_once(monkeypatch, manager, name):
+    """What is called so finds none the first time. Says whether it has been called."""
+    right, calls = getattr(manager, name), []
+
+    def call(*of):
+        calls.append(of)
+        if len(calls) == 1:
+            raise MemoryError
+        right(*of)
+
+    monkeypatch.setattr(manager, name, call)
+    return lambda: bool(calls)
+
+
+def test_a_failure_that_finds_no_memory_does_not_end_the_thread_that_publishes(pair, monkeypatch):
+    """All other requests would wait for their time limits."""
+    prefill, decode = pair
+    has_failed = without_memory_once(monkeypatch, prefill.manager, "_fail_outgoing")
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    with monkeypatch.context() as broken:
+        broken.setattr(prefill.manager, "_lease", lambda *_: 1 / 0)
+        transfer.send(0, len(SOURCE))
+        wait_for(has_failed)
+    whole([prefill], [decode], [1], [2])
+    transfer.senders[0].abort()
+    wait_status(transfer.receivers, KVPoll.Failed)
+    transfer.receivers[0].clear()
+
+
+def test_a_failure_that_finds_no_memory_does_not_end_the_thread_that_waits_for_the_device(
+    make, monkeypatch
+):
+    device = SlowDevice(monkeypatch)
+    prefill, decode = make("prefill"), make("decode")
+    has_failed = without_memory_once(monkeypatch, decode.manager, "_fail")
+    transfer = Transfer([prefill], [decode], SOURCE, TARGET).begin()
+    device.let_go(RuntimeError("an illegal memory access"))
+    wait_for(has_failed)
+    device.error = None
+    whole([prefill], [decode], [1], [2])
+    transfer.receivers[0].abort()
+    wait_status(transfer.receivers + transfer.senders, KVPoll.Failed)
+    for it in transfer.receivers + transfer.senders:
+        it.clear()

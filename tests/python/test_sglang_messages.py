@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=ImportError)
 
 import zmq  # noqa: E402
-from kvferry.sglang import pd_requests, pd_sockets  # noqa: E402
+from kvferry.sglang import pd_requests, pd_sockets, seldom_log  # noqa: E402
 from kvferry.sglang.pd_messages import Chunk, Peer, Request, parse  # noqa: E402
 from servers import free_port  # noqa: E402
 from sglang.srt.disaggregation.common.conn import KVTransferError  # noqa: E402
@@ -31,6 +31,7 @@ from sglang_pd import (  # noqa: E402
     wait_status,
     whole,
 )
+from waiting import wait_for  # noqa: E402
 
 CHUNK = Chunk(room=1, rank=0, first=0, pages=1, ticket="", is_last=False)
 PEER = Peer("10.0.0.1", 80, aux_bytes=[4])
@@ -76,6 +77,7 @@ def test_a_chunk_of_a_release_that_knows_no_states():
         changed(CHUNK, b'"first": 0, ', b""),
         changed(PEER, b"[4]", b'["4"]'),
         changed(PEER, b"[4]", b"4"),
+        changed(PEER, b"10.0.0.1", b"1" * 256),
     ],
 )
 def test_messages_that_are_wrong_are_dropped(frames, pair):
@@ -86,10 +88,37 @@ def test_messages_that_are_wrong_are_dropped(frames, pair):
         with context.socket(zmq.PUSH) as socket:
             socket.setsockopt(zmq.LINGER, 5000)
             socket.connect(f"tcp://127.0.0.1:{rank.manager.rank_port}")
-            for message in (frames, [b"ABORT"], [b"ABORT", b"x"], [b""], [b"KVFERRY_STATUS", b"1"]):
+            for message in (
+                frames, [b"ABORT"], [b"ABORT", b"x"], [b"ABORT", b"9" * 30], [b"ABORT", b"-1"],
+                [b""], [b"KVFERRY_STATUS", b"1"],
+            ):  # fmt: skip
                 socket.send_multipart(message)
     context.term()
     whole(pair[:1], pair[1:], [1], [2])
+    assert not list(pair[0].manager._aborted_early._items)
+
+
+def test_messages_that_are_wrong_are_said_once_in_a_while(make, monkeypatch, caplog):
+    """Whoever reaches SGLang's port can send as many as they like."""
+    clock = Clock(monkeypatch, [seldom_log])
+    manager = make("prefill").manager
+    peer = Peer("10.0.0.1", 80, aux_bytes=[4]).frames()
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(f"tcp://127.0.0.1:{manager.rank_port}")
+
+        def send(*messages):
+            """They are read in this order."""
+            asks = Request(next(rooms), "127.0.0.1", 1, 0, readers=1, prefix=0, is_dummy=False)
+            for frames in (*messages, asks.frames()):
+                socket.send_multipart(frames)
+            wait_for(lambda: asks.room in manager.transfer_infos)
+
+        send([b"OTHER"], peer, [b"KVFERRY"])
+        clock.now += 31
+        send([b"OTHER"])
+    said = [it.getMessage() for it in caplog.records if it.name.startswith("kvferry")]
+    assert len(said) == 2
+    assert "(0 more since the last)" in said[0] and "(2 more since the last)" in said[1]
 
 
 @pytest.mark.parametrize(

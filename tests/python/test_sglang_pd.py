@@ -288,3 +288,40 @@ def test_the_prefill_server_dies(monkeypatch):
         child.wait()
         decode.close()
         deployment.close()
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_the_prefill_server_is_started_again_between_two_heartbeats(make, monkeypatch, is_ready):
+    """At its old address, so that heartbeats go on; its ranks listen elsewhere."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "2")
+    prefill, decode = make("prefill"), make("decode")
+    server = prefill.deployment._server
+    whole([prefill], [decode], [1], [2])
+    receiver = decode.receiver(prefill.sender(CHILD_ROOM).bootstrap_room)
+    receiver.send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
+    prefill.close()
+    again = make("prefill")
+    if not is_ready:  # Its other ranks are still to come.
+        server._registered_count = 0
+    wait_status([receiver], KVPoll.Failed)
+    with pytest.raises(KVTransferError, match="Lost connection with prefill instance"):
+        receiver.failure_exception()
+    server._registered_count = 1
+    whole([again], [decode], SOURCE, TARGET)
+
+
+class EndsWhenAskedOf(dict):
+    """Statuses of requests that the scheduler ends right after somebody has found them."""
+
+    def __contains__(self, room):
+        return self.pop(room, None) is not None
+
+
+def test_a_prefill_server_dies_as_a_request_of_it_ends(pair, monkeypatch):
+    """The thread that finds the former out has to find out the next one's end too."""
+    manager = pair[1].manager
+    receiver = pair[1].receiver(CHILD_ROOM)
+    monkeypatch.setattr(manager, "request_status", EndsWhenAskedOf(manager.request_status))
+    manager._handle_node_failure(receiver.bootstrap_addr)
+    assert not manager.failure_records and not manager.request_status
+    receiver.clear()

@@ -20,6 +20,7 @@ from sglang_pd import (  # noqa: E402
     TARGET,
     TARGET_ROW,
     KVPoll,
+    KVReceiver,
     Transfer,
     check_pages,
     copies,
@@ -37,6 +38,17 @@ def test_the_rooms_that_were_used_last_are_remembered(monkeypatch):
     assert [recent.add(room) for room in (1, 2, 1, 3)] == [None, None, None, 2]
     assert [room in recent for room in (1, 2, 3)] == [True, False, True]
     assert recent.take(1) and not recent.take(1) and not recent.take(2)
+
+
+def test_room_0_is_refused(pair):
+    """It is how SGLang knows metadata that have not come: it would wait for ever."""
+    prefill, decode = pair
+    sender, receiver = prefill.sender(0), decode.receiver(0)
+    receiver.send_metadata(np.array(TARGET, np.int32), TARGET_ROW)
+    wait_status([sender, receiver], KVPoll.Failed)
+    with pytest.raises(KVTransferError, match="bootstrap_room 0 is what SGLang has"):
+        receiver.failure_exception()
+    sender.clear()
 
 
 def test_a_failure_that_comes_as_its_request_ends_is_not_the_next_ones(pair, monkeypatch):
@@ -119,6 +131,17 @@ def test_a_second_request_of_a_room_may_be_aborted_before_it_asks(pair):
     with pytest.raises(KVTransferError, match=SAME_ROOM):
         transfer.receivers[0].failure_exception()
     transfer.senders[0].abort()
+
+
+def test_a_second_request_of_a_room_ends_that_knows_no_prefill_rank_yet(pair):
+    """The first one's do not make it ready to ask: SGLang's own classes raise AttributeError then,
+    which ends the server."""
+    decode = pair[1]
+    first = decode.receiver(next(rooms))
+    second = KVReceiver(decode.manager, "127.0.0.1:1", first.bootstrap_room)
+    assert SAME_ROOM in decode.look_at_unasked(second).finished_reason.message
+    assert SAME_ROOM in decode.look_at_unasked(first).finished_reason.message
+    assert not decode.manager.failure_records and not decode.manager.request_status
 
 
 def test_what_ended_with_another_request_of_its_room_leaves_the_next_one_alone(pair):

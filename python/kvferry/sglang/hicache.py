@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -21,9 +19,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 import kvferry
 from kvferry.sglang.options import Options, open_store
 from kvferry.sglang.pages import Pages
+from kvferry.sglang.seldom_log import SeldomLog
 
 _logger = logging.getLogger(__name__)
-_LOG_EVERY_S = 30.0
 _Result = TypeVar("_Result")
 
 
@@ -42,7 +40,7 @@ class HiCacheStore(HiCacheStorage):
         self._options = Options.parse(storage_config.extra_config)
         self._store = open_store(self._options, storage_config)
         self._pages: dict[str, Pages] = {}
-        self._log = _SeldomLog(self._store.name)
+        self._log, self._name = SeldomLog(_logger), self._store.name
 
     # ---------------------------------------------------------------- pools
 
@@ -190,16 +188,25 @@ class HiCacheStore(HiCacheStorage):
         errors = call(items, timeout_ms=self._options.timeout_ms)
         for error in errors:
             if error is not None and not isinstance(error, kvferry.NotFound):
-                self._log.failed(what, error)
+                self._say_failed(what, error)
                 break
         return [error is None for error in errors]
+
+    def _say_failed(self, what: str, error: Exception) -> None:
+        self._log.warn(
+            "%s of %s failed, SGLang goes on without: %s: %s",
+            what,
+            self._name,
+            type(error).__name__,
+            error,
+        )
 
     def _try(self, what: str, call: Callable[[], _Result], otherwise: _Result) -> _Result:
         # All of them: SGLang's threads run other requests too.
         try:
             return call()
         except Exception as error:
-            self._log.failed(what, error)
+            self._say_failed(what, error)
             return otherwise
 
 
@@ -210,30 +217,3 @@ def _ends(there: list[bool], transfer: PoolTransfer) -> set[int]:
         return set(range(1, length + 1))
     needed = max(1, len(transfer.keys or []))
     return {end for end in range(1, len(there) + 1) if all(there[max(0, end - needed) : end])}
-
-
-class _SeldomLog:
-    """Warns of failures at most every _LOG_EVERY_S, and says then how many there were."""
-
-    def __init__(self, store: str):
-        self._store = store
-        self._mutex = threading.Lock()
-        self._next_s = 0.0
-        self._unsaid = 0
-
-    def failed(self, what: str, error: Any) -> None:
-        with self._mutex:
-            now = time.monotonic()
-            if now < self._next_s:
-                self._unsaid += 1
-                return
-            unsaid, self._unsaid = self._unsaid, 0
-            self._next_s = now + _LOG_EVERY_S
-        _logger.warning(
-            "kvferry: %s of %s failed, SGLang goes on without: %s: %s (%d more since the last)",
-            what,
-            self._store,
-            type(error).__name__,
-            error,
-            unsaid,
-        )

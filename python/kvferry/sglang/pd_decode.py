@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.common.conn import (
     AbortNotification,
     CommonKVReceiver,
     KVTransferError,
+    PrefillServerInfo,
 )
 from sglang.srt.runtime_context import get_device
 from sglang.srt.utils.network import NetworkAddress
@@ -24,7 +25,7 @@ import kvferry
 from kvferry.errors import reason_of
 from kvferry.sglang import pd_device
 from kvferry.sglang.pd_fetches import Fetch, FetchQueues
-from kvferry.sglang.pd_manager import SAME_ROOM, TURN_MS, Manager, indices
+from kvferry.sglang.pd_manager import SAME_ROOM, TURN_MS, Manager, indices, say
 from kvferry.sglang.pd_messages import Chunk, Peer, Request, parse
 from kvferry.sglang.pd_requests import (
     FromRank,
@@ -34,9 +35,10 @@ from kvferry.sglang.pd_requests import (
 _logger = logging.getLogger(__name__)
 # What endpoints raise for bad input and for trouble; never a reason to stop the server.
 _REFUSED = (kvferry.Error, ValueError)
-_MAX_DP_RANKS = 1024  # Of a prefill server.
+_MAX_RANKS = 1024  # Of each kind, of a prefill server.
 _FIRST_OF_DP_RANK = {"prefill_cp_rank": 0, "target_tp_rank": 0, "target_pp_rank": 0}
 _PAST_ASKING = (KVPoll.Transferring, KVPoll.Success)
+_NO_ROOM = "bootstrap_room 0 is what SGLang has in metadata that have not come: take another one"
 
 
 class DecodeManager(Manager):
@@ -110,6 +112,17 @@ class DecodeManager(Manager):
             pool.submit(self._abort_at_prefill, bootstrap_addr, rooms)
         return False
 
+    def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
+        """Clients name the prefill server, so it may say anything: SGLang's own divides by no ranks
+        and makes lists of many."""
+        sizes = info.attn_tp_size, info.attn_cp_size, info.dp_size, info.pp_size
+        if not all(1 <= size <= _MAX_RANKS for size in sizes):
+            raise RuntimeError(
+                f"it says that it has {sizes} ranks (tensor, context, data and pipeline parallel); "
+                f"each has to be 1 to {_MAX_RANKS}"
+            )
+        super()._resolve_rank_mapping(info)
+
     def _fail_prefill_recompute(self, kv_receiver: KVReceiver, reason: str) -> None:
         """In a thread of SGLang's, whose own ends the receiver there, beside the scheduler, and
         keeps the reason for ever where the request had ended."""
@@ -118,12 +131,43 @@ class DecodeManager(Manager):
             if incoming is not None and self.expects(room, incoming):
                 self._fail(room, reason)  # poll() tells the prefill side.
 
+    def check_status(self, bootstrap_room: int) -> int:
+        """SGLang's thread of heartbeats asks of rooms that the scheduler may just have ended: a
+        KeyError would end that thread, and nobody would hear of servers that die any more."""
+        return self.request_status.get(bootstrap_room, KVPoll.Success)
+
+    def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
+        """SGLang's, in its thread. A server that was started again soon enough answers for the one
+        before, whose ranks hear nothing any more: requests would wait for their time limits, and
+        those that come would ask the same ranks."""
+        prefix = f"{bootstrap_addr}_"
+        with self.connection_lock:
+            known = [
+                (key.removeprefix(prefix).split("_"), infos[0])
+                for key, infos in self.connection_pool.items()
+                if key.startswith(prefix)
+            ]
+        if known and not self._is_still_there(bootstrap_addr, *known[0]):
+            _logger.error("kvferry: prefill server %s was started again", bootstrap_addr)
+            self._handle_node_failure(bootstrap_addr)
+
+    @staticmethod
+    def _is_still_there(bootstrap_addr: str, ranks: list[str], rank: dict) -> bool:
+        """ranks: data, context and tensor parallel ones, as SGLang's keys have them."""
+        names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank")
+        where = dict(zip(names, ranks, strict=True)) | {"target_pp_rank": rank["pp_rank"]}
+        answer = requests.get(f"http://{bootstrap_addr}/route", where, timeout=(2, 3))
+        if answer.status_code != 200:  # Not all ranks are there yet, or there are fewer now.
+            return answer.status_code not in (503, 404)
+        now = answer.json()
+        return all(now[name] == rank[name] for name in ("rank_ip", "rank_port"))
+
     def _abort_at_prefill(self, bootstrap_addr: str, rooms: list[int]) -> None:
         """Of requests that have not asked there: it would wait for them until a time limit. Who has
         a request is not known yet, so each data-parallel rank hears of it; of tensor-parallel ranks
         the first one does, and SGLang ends it on the others."""
         try:
-            for rank in range(_MAX_DP_RANKS):
+            for rank in range(_MAX_RANKS):
                 where = {"prefill_dp_rank": rank} | _FIRST_OF_DP_RANK
                 answer = requests.get(f"http://{bootstrap_addr}/route", where, timeout=5)
                 if answer.status_code != 200:
@@ -148,12 +192,14 @@ class DecodeManager(Manager):
     def expects(self, room: int, incoming: Incoming | None) -> bool:
         return self._incoming.get(room) is incoming
 
-    def is_anothers(self, room: int, mine: Incoming | None) -> bool:
+    def is_anothers(self, room: int, mine: Incoming | None, knows_whom_to_ask: bool) -> bool:
         """Whether what is known of the room is of another request than the one that expects `mine`
         (None: nothing yet), or of none any more."""
         if not self.expects(room, mine):
             return True
         status = self.request_status.get(room)
+        if mine is None and status == KVPoll.WaitingForInput:
+            return not knows_whom_to_ask
         return status is None or (mine is None and status in _PAST_ASKING)
 
     def _free_pages(self) -> None:
@@ -176,10 +222,18 @@ class DecodeManager(Manager):
                 failure = f"the device of the pages failed: {error}"
             with self._lock:
                 for room, incoming in given:
-                    if failure and not incoming.is_closed:
-                        self._fail(room, failure)
-                        incoming.is_closed = True  # What has come for it is of no use.
-                    incoming.may_be_written = not failure
+                    self._note_freed(room, incoming, failure)
+
+    def _note_freed(self, room: int, incoming: Incoming, failure: str) -> None:
+        """Never raises: those behind it would wait for their time limits. Holds the lock."""
+        incoming.may_be_written = not failure
+        if not failure or incoming.is_closed:
+            return
+        incoming.is_closed = True  # What has come for it is of no use.
+        try:
+            self._fail(room, failure)
+        except Exception as error:  # Memory that is out, say.
+            say("room %s waits for its time limit: %s", room, error)
 
     def _on_decode_message(self, frames: list[bytes]) -> None:
         if frames[0] == self.kv_status_msg_tag:
@@ -389,6 +443,9 @@ class KVReceiver(CommonKVReceiver):
     def send_metadata(
         self, kv_indices, aux_index=None, state_indices=None, *args, **kwargs
     ) -> None:
+        if self.bootstrap_room == 0:  # SGLang would wait for ever for what has arrived.
+            self.kv_mgr._fail(self.bootstrap_room, _NO_ROOM)
+            return  # poll() tells the prefill side.
         if self.bootstrap_infos is not None:
             asked = list(self.target_tp_ranks)
             try:
@@ -413,8 +470,9 @@ class KVReceiver(CommonKVReceiver):
         super().send_metadata(kv_indices, aux_index, state_indices, *args, **kwargs)
 
     def poll(self) -> int:
-        if self.kv_mgr.is_anothers(self.bootstrap_room, self._incoming):
-            # SGLang ends its server where a request seems to arrive that has not asked yet.
+        if self.kv_mgr.is_anothers(self.bootstrap_room, self._incoming, self._knows_whom_to_ask()):
+            # SGLang ends its server where a request seems to arrive that has not asked yet, or to
+            # be ready to ask.
             if self.conclude_state is None:
                 self.conclude_state = KVPoll.Failed
                 self._why_failed = SAME_ROOM
@@ -441,6 +499,10 @@ class KVReceiver(CommonKVReceiver):
         if not self._was_ended():
             self._clear_room()
         self._is_over = True
+
+    def _knows_whom_to_ask(self) -> bool:
+        """SGLang has looked its prefill ranks up."""
+        return getattr(self, "bootstrap_infos", None) is not None
 
     def _was_ended(self) -> bool:
         """By the other request of its room, which may have a third one by now."""

@@ -24,6 +24,7 @@ import kvferry
 from kvferry.errors import reason_of
 from kvferry.sglang.pd_pool import Rank, adopt
 from kvferry.sglang.pd_sockets import Sockets
+from kvferry.sglang.seldom_log import SeldomLog
 
 _logger = logging.getLogger(__name__)
 # An endpoint's thread ends transfers as soon as it is asked to, so this time is not used up, but
@@ -56,8 +57,9 @@ def _is_readable(address: int) -> bool:
         os.close(write_end)
 
 
-def _say(text: str, *of: Any) -> None:
-    """Where there is memory for that: who waits for pages has to wait on in any case."""
+def say(text: str, *of: Any) -> None:
+    """Where there is memory for that: who waits for pages, or has other requests to look after,
+    has to go on in any case."""
     try:  # contextlib.suppress() would need memory, too.
         words = [reason_of(it) if isinstance(it, Exception) else it for it in of]
         _logger.error(f"kvferry: {text}", *words)
@@ -96,6 +98,7 @@ class Manager(CommonKVManager):
             model=os.path.basename(os.path.normpath(server_args.model_path)),
         )
         self._sockets = Sockets(self._zmq_ctx)
+        self._of_strangers = SeldomLog(_logger)  # And of ranks that do not fit.
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -192,7 +195,7 @@ class Manager(CommonKVManager):
                     if not self._is_over.is_set():
                         on_message(frames)
             except Exception as error:  # Whatever a stranger sends.
-                _logger.warning("kvferry: a message was dropped: %s", reason_of(error))
+                self._of_strangers.warn("a message was dropped: %s", reason_of(error))
 
     @staticmethod
     def _after(advance: Callable[[], int | None]) -> int | None:
@@ -219,7 +222,7 @@ class Manager(CommonKVManager):
         for _ in range(_SETTLE_ATTEMPTS):
             if self._is_in_time(are_let_go, time.monotonic() + _SETTLE_TIMEOUT_MS / 1e3):
                 return
-            _say("pages of room %s may be %s still", room, used)
+            say("pages of room %s may be %s still", room, used)
         raise in_use
 
     @staticmethod
@@ -231,7 +234,7 @@ class Manager(CommonKVManager):
                     return True
             except Exception as error:  # Memory that is out, say. It tells nothing of the pages.
                 if not is_said:
-                    _say("asking again what uses pages: %s", error)
+                    say("asking again what uses pages: %s", error)
                 is_said = True
             if time.monotonic() >= deadline:
                 return False

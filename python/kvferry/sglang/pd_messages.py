@@ -19,6 +19,7 @@ _MAX_OF = {
     "room": (1 << 64) - 1,  # SGLang's, of 63 bits.
     "readers": 4096,
 }
+_MAX_ADDRESS_CHARS = 255  # Of which a prefill rank keeps as many as of requests.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +93,14 @@ def parse(frames: list[bytes]) -> tuple[Peer | Request | Chunk, list[bytes]]:
     raise ValueError(f"unknown type {header.get('t')!r}")
 
 
+def room_of(frame: bytes) -> int:
+    """As SGLang's own messages have it: a number in decimal. ValueError says what is wrong."""
+    return _checked("room", "int", int(frame))
+
+
 def _checked(name: str, kind: Any, value: Any) -> Any:
     if kind == "str":
-        right = isinstance(value, str)
+        right = isinstance(value, str) and (name != "ip" or len(value) <= _MAX_ADDRESS_CHARS)
     elif kind == "bool":
         right = isinstance(value, bool)
     elif kind == "list[int]":

@@ -19,8 +19,8 @@ from sglang.srt.utils.network import NetworkAddress
 
 import kvferry
 from kvferry.errors import reason_of
-from kvferry.sglang.pd_manager import SAME_ROOM, Manager, indices
-from kvferry.sglang.pd_messages import Chunk, Peer, Request, parse
+from kvferry.sglang.pd_manager import SAME_ROOM, Manager, indices, say
+from kvferry.sglang.pd_messages import Chunk, Peer, Request, parse, room_of
 from kvferry.sglang.pd_requests import (
     MAX_RECENT,
     Destination,
@@ -65,7 +65,7 @@ class PrefillManager(Manager):
 
     def _on_prefill_message(self, frames: list[bytes]) -> None:
         if frames[0] == _ABORT:
-            self._abort_from_decode(int(frames[1]))
+            self._abort_from_decode(room_of(frames[1]))
             return
         message, _ = parse(frames)
         if isinstance(message, Peer):
@@ -78,8 +78,8 @@ class PrefillManager(Manager):
     def _check_aux(self, peer: Peer) -> None:
         mine = list(self.kv_args.aux_item_lens)
         if peer.aux_bytes != mine:
-            _logger.error(
-                "kvferry: decode rank %s:%d has metadata rows of %s bytes, this rank of %s: "
+            self._of_strangers.warn(
+                "decode rank %s:%d has metadata rows of %s bytes, this rank of %s: "
                 "both servers need the same release and options of SGLang. Its requests will fail",
                 peer.ip,
                 peer.port,
@@ -102,8 +102,8 @@ class PrefillManager(Manager):
             self._asked_again.setdefault(message.room, {})[message.rank] = message
             return
         if message.rank not in infos and len(infos) >= message.readers:
-            _logger.warning(
-                "kvferry: a message was dropped: more than %d ranks ask for room %d",
+            self._of_strangers.warn(
+                "a message was dropped: more than %d ranks ask for room %d",
                 message.readers,
                 message.room,
             )
@@ -253,12 +253,19 @@ class PrefillManager(Manager):
         ]
 
     def _publish_chunks(self) -> None:
-        """In a thread of its own: it waits for the device."""
+        """In a thread of its own: it waits for the device. Nothing must end it before teardown():
+        all requests would wait for their time limits."""
         while (job := self._jobs.get()) is not None:
             try:
-                self._publish(job)
-            except Exception as error:
-                self._fail_outgoing(job.room, f"publishing pages: {reason_of(error)}")
+                self._publish_or_fail(job)
+            except Exception as error:  # Memory that is out, say.
+                say("room %s waits for its time limit: %s", job.room, error)
+
+    def _publish_or_fail(self, job: Job) -> None:
+        try:
+            self._publish(job)
+        except Exception as error:
+            self._fail_outgoing(job.room, f"publishing pages: {reason_of(error)}")
 
     def _publish(self, job: Job) -> None:
         if job.wait_event is not None:
