@@ -8,8 +8,9 @@ namespace kvferry {
 absl::StatusOr<std::unique_ptr<CopyPages>> CopyPages::Create(int64_t num_pages,
                                                              int64_t copy_pages) {
   if (copy_pages < 0 || copy_pages > num_pages) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("lookup: copy_pages is ", copy_pages, " but the pool has ", num_pages));
+    return absl::InvalidArgumentError(absl::StrCat("lookup: copy_pages is ", copy_pages,
+                                                   " (tensor_pages in Python) but the pool has ",
+                                                   num_pages));
   }
   std::optional<PageAllocator> pages;
   if (copy_pages > 0) {
@@ -36,7 +37,8 @@ absl::Status CopyPages::WaitForTurn(int64_t count, Deadline deadline) {
 absl::StatusOr<PageRuns> CopyPages::Allocate(int64_t count, Deadline deadline) {
   if (count > total_) {
     return absl::ResourceExhaustedError(
-        absl::StrCat("lookup: a copy of ", count, " pages can never fit: copy_pages is ", total_));
+        absl::StrCat("lookup: a copy of ", count, " pages can never fit: copy_pages is ", total_,
+                     " (tensor_pages in Python); give it more, or use the calls for pages"));
   }
   const MutexLock lock(&mutex_);
   KVFERRY_RETURN_IF_ERROR(WaitForTurn(count, deadline));

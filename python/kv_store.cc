@@ -97,34 +97,37 @@ using Output = Buffers<GivenArray<>, std::byte>;
 
 // ---------------------------------------------------------------- stores
 
+// What `call` says of the store, which may be closed meanwhile: the last call that has it ends it,
+// which takes as long as giving back its memory, or taking leave of its server, and keeps no thread
+// of Python's from running.
+template <typename Call>
+auto WithoutGil(const PyStore& self, const Call& call) {
+  std::shared_ptr<KvStore> held = self.get();
+  const ReleasedGil nogil;
+  const std::shared_ptr<KvStore> store = std::move(held);
+  return call(*store);
+}
+
 void Put(const PyStore& self, nb::handle key, nb::handle value, int64_t timeout_ms) {
   const std::string_view name = StoreKey(key);
   const Input input(value);
   const Deadline deadline = StoreDeadline(timeout_ms);
-  const std::shared_ptr<KvStore> store = self.get();
-  const ReleasedGil nogil;
-  Check(store->Put(name, input.parts(), deadline));
+  Check(WithoutGil(self, [&](KvStore& store) { return store.Put(name, input.parts(), deadline); }));
 }
 
 void GetInto(const PyStore& self, nb::handle key, nb::handle out, int64_t timeout_ms) {
   const std::string_view name = StoreKey(key);
   const Output output(out);
   const Deadline deadline = StoreDeadline(timeout_ms);
-  const std::shared_ptr<KvStore> store = self.get();
-  const ReleasedGil nogil;
-  Check(store->Get(name, output.parts(), deadline));
+  Check(
+      WithoutGil(self, [&](KvStore& store) { return store.Get(name, output.parts(), deadline); }));
 }
 
 ByteArray GetBytes(const PyStore& self, nb::handle key, int64_t timeout_ms) {
   const std::string_view name = StoreKey(key);
   const Deadline deadline = StoreDeadline(timeout_ms);
-  const std::shared_ptr<KvStore> store = self.get();
-  absl::StatusOr<std::vector<std::byte>> bytes;
-  {
-    const ReleasedGil nogil;
-    bytes = store->GetBytes(name, deadline);
-  }
-  return ToNumpy<uint8_t>(Value(std::move(bytes)));
+  return ToNumpy<uint8_t>(
+      Value(WithoutGil(self, [&](KvStore& store) { return store.GetBytes(name, deadline); })));
 }
 
 template <auto kCall>  // KvStore::Exists or ExistsEach.
@@ -133,18 +136,14 @@ auto AskAboutKeys(const PyStore& self, const std::vector<nb::object>& keys, int6
   names.reserve(keys.size());
   for (const nb::object& key : keys) names.push_back(StoreKey(key));
   const Deadline deadline = StoreDeadline(timeout_ms);
-  const std::shared_ptr<KvStore> store = self.get();
-  const ReleasedGil nogil;
-  return Value(((*store).*kCall)(names, deadline));
+  return Value(WithoutGil(self, [&](KvStore& store) { return (store.*kCall)(names, deadline); }));
 }
 
 template <absl::Status (KvStore::*kCall)(std::string_view, Deadline)>
 void CallWithKey(const PyStore& self, nb::handle key, int64_t timeout_ms) {
   const std::string_view name = StoreKey(key);
   const Deadline deadline = StoreDeadline(timeout_ms);
-  const std::shared_ptr<KvStore> store = self.get();
-  const ReleasedGil nogil;
-  Check((store.get()->*kCall)(name, deadline));
+  Check(WithoutGil(self, [&](KvStore& store) { return (store.*kCall)(name, deadline); }));
 }
 
 using Pairs = std::vector<std::pair<nb::object, nb::object>>;
@@ -167,12 +166,8 @@ std::vector<nb::object> CallBatch(const PyStore& self, const nb::sequence& items
     batch.push_back({StoreKey(pairs[i].first), memory[i].parts()});
   }
   const Deadline deadline = StoreDeadline(timeout_ms);
-  const std::shared_ptr<KvStore> store = self.get();
-  std::vector<absl::Status> statuses;
-  {
-    const ReleasedGil nogil;
-    statuses = (store.get()->*kCall)(batch, deadline);
-  }
+  const std::vector<absl::Status> statuses =
+      WithoutGil(self, [&](KvStore& store) { return (store.*kCall)(batch, deadline); });
   std::vector<nb::object> errors;
   errors.reserve(statuses.size());
   for (const absl::Status& status : statuses) errors.push_back(ExceptionOf(status));
@@ -180,12 +175,7 @@ std::vector<nb::object> CallBatch(const PyStore& self, const nb::sequence& items
 }
 
 nb::dict StatsDict(const PyStore& self) {
-  const std::shared_ptr<KvStore> store = self.get();
-  KvStore::Stats stats;
-  {
-    const ReleasedGil nogil;
-    stats = store->stats();
-  }
+  const auto stats = WithoutGil(self, [](const KvStore& store) { return store.stats(); });
   nb::dict dict;
   for (const auto& [name, field] : kStatsFields) dict[name] = stats.*field;
   return dict;
@@ -208,12 +198,8 @@ std::vector<nb::object> CallPages(const PyStore& self, const std::vector<nb::obj
   names.reserve(keys.size());
   for (const nb::object& key : keys) names.push_back(StoreKey(key));
   const Deadline deadline = StoreDeadline(timeout_ms);
-  const std::shared_ptr<KvStore> store = self.get();
-  std::vector<absl::Status> statuses;
-  {
-    const ReleasedGil nogil;
-    statuses = (store.get()->*kCall)(names, *pool, pages, deadline);
-  }
+  const std::vector<absl::Status> statuses = WithoutGil(
+      self, [&](KvStore& store) { return (store.*kCall)(names, *pool, pages, deadline); });
   std::vector<nb::object> errors;
   for (const absl::Status& status : statuses) errors.push_back(ExceptionOf(status));
   return errors;

@@ -284,6 +284,13 @@ absl::StatusOr<std::span<const std::byte>> RedisStore::CheckReply(std::string_vi
     return absl::FailedPreconditionError(absl::StrCat("redis: the value has ", *length,
                                                       " bytes but there is room for ", want_bytes));
   }
+  // Of which no more was asked for.
+  if (*length > options_.max_value_bytes &&
+      std::ssize(bytes) > kValueHeaderBytes + options_.max_value_bytes) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("redis: the value has ", *length, " bytes, put by somebody whose ",
+                     "max_value_bytes is higher than ours, ", options_.max_value_bytes));
+  }
   const std::optional<std::span<const std::byte>> value = CheckedValue(key, bytes);
   if (!value) return Damaged("its length or checksum is wrong");
   ++hits_;

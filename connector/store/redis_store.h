@@ -27,7 +27,8 @@ namespace kvferry {
 // A value is one string under key_prefix + key: value_header.h, then the bytes. What lies there
 // and is not exactly that, because it was cut short, altered, or written by somebody else, is a
 // miss and counts among the errors; it stays until it is replaced or erased, and Exists and
-// ExistsEach, which see no bytes, still count it.
+// ExistsEach, which see no bytes, still count it. A value that is longer than max_value_bytes, as
+// another process may have put one, is FAILED_PRECONDITION.
 //
 // Batches go out together (pipelined; kPipelined commands or 1 MiB of answers at a time) and values
 // go out from where they lie. A get takes them from the socket into a buffer, from there into

@@ -1,7 +1,6 @@
 #include "connector/store/remote_store.h"
 
 #include <algorithm>
-#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -106,14 +105,18 @@ std::vector<T> Those(std::span<const T> all, const std::vector<size_t>& which) {
   return those;
 }
 
-// All in one round, and in another one what had no room beside the others, while that gets on.
+// All with a good key in one round, and in another one what had no room beside the others, while
+// that gets on.
 template <typename DoRound>
 std::vector<absl::Status> InRounds(Keys keys, PageIds pages, Deadline deadline,
                                    const DoRound& do_round) {
-  std::vector<absl::Status> statuses(keys.size());
-  std::vector<size_t> left(keys.size());
-  std::iota(left.begin(), left.end(), 0);
-  for (bool again = true; again;) {
+  std::vector<absl::Status> statuses;
+  std::vector<size_t> left;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    statuses.push_back(CheckKey(keys[i]));  // A call with a bad one is refused as a whole.
+    if (statuses[i].ok()) left.push_back(i);
+  }
+  for (bool again = !left.empty(); again;) {
     const auto round = do_round(Those(keys, left), Those(pages, left));
     std::vector<size_t> without_room;
     bool any_done = false;

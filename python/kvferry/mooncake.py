@@ -483,22 +483,31 @@ class MooncakeStore:
         return self._batch(self._get_together, items, timeout_ms, writable=True)
 
     def put_pages(self, keys: Sequence, pool, pages: Sequence[int], timeout_ms: int = 5000) -> list:
+        if (error := self._check_pages(keys, pool, pages)) is not None:
+            return [error] * len(keys)
         if pool.memory != "host":
             return self._staged(self._put_from_device, keys, pool, pages, timeout_ms)
         return self.put_batch(self._page_items(keys, pool, pages), timeout_ms)
 
     def get_pages(self, keys: Sequence, pool, pages: Sequence[int], timeout_ms: int = 5000) -> list:
+        if (error := self._check_pages(keys, pool, pages)) is not None:
+            return [error] * len(keys)
         if pool.memory != "host":
             return self._staged(self._get_to_device, keys, pool, pages, timeout_ms)
         return self.get_batch(self._page_items(keys, pool, pages), timeout_ms)
 
     @staticmethod
-    def _check_pages(keys: Sequence, pages: Sequence[int]) -> None:
+    def _check_pages(keys: Sequence, pool, pages: Sequence[int]) -> Exception | None:
+        """What each key is told of a page that the pool does not have, as by the stores in C++."""
         if len(keys) != len(pages):
             raise ValueError(f"store: {len(keys)} keys for {len(pages)} pages")
+        for page in pages:
+            if not 0 <= page < pool.num_pages:
+                return ValueError(f"store: page {page} of a pool of {pool.num_pages}")
+        return None
 
-    def _page_items(self, keys: Sequence, pool, pages: Sequence[int]) -> list[tuple]:
-        self._check_pages(keys, pages)
+    @staticmethod
+    def _page_items(keys: Sequence, pool, pages: Sequence[int]) -> list[tuple]:
         layers, tensors = pool.layout.num_layers, len(pool.layout.tensors)
         return [
             (key, [pool.page(layer, at, page) for layer in range(layers) for at in range(tensors)])
@@ -510,7 +519,6 @@ class MooncakeStore:
     def _staged(
         self, move, keys: Sequence, pool, pages: Sequence[int], timeout_ms: int
     ) -> list[Exception | None]:
-        self._check_pages(keys, pages)
         deadline, errors = self._deadline(timeout_ms), []
         most = max(1, STAGED_BYTES // pool.layout.page_bytes)
         for first in range(0, len(keys), most):

@@ -272,8 +272,8 @@ class KVStoreBuffer:
     def _get_batch(self, deadline: float, keys: Sequence[Key], outs=None) -> list:
         if isinstance(keys, str | bytes):
             raise ValueError(f"store: keys is {keys!r}, one key, but must be a list of them")
-        if outs is None:
-            return [self._get(deadline, key) for key in keys]
+        if outs is None:  # The first is used last, and so dropped last.
+            return [self._get(deadline, key) for key in reversed(list(keys))][::-1]
         if len(outs) != len(keys):
             raise ValueError(f"store: {len(keys)} keys but {len(outs)} outs")
         targets = [fill(out) for out in outs]

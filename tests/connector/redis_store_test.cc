@@ -461,6 +461,28 @@ TEST_F(RedisStoreTest, AValueThatIsNotWhatWasPutIsAMiss) {
   spoil({"EVAL", "redis.call('DEL', 'p:a') redis.call('RPUSH', 'p:a', 'x')", "0"});
 }
 
+// Others may put longer ones than we take. It is whole, and no miss, for which it would be made anew.
+TEST_F(RedisStoreTest, AValueLongerThanOursIsNoMiss) {
+  RedisProcess server;
+  const auto theirs = MakeStore({.port = server.port()});
+  const auto ours = MakeStore({.port = server.port(), .max_value_bytes = 1000});
+  ASSERT_TRUE(IsOk(Put(*theirs, "a", ValueOf(1, 1, 1001))));
+  ASSERT_TRUE(IsOk(Put(*theirs, "b", ValueOf(2, 1, 1000))));
+  Bytes out(1001);
+  const std::span<std::byte> part = out;
+  for (const absl::Status& status :
+       {Get(*ours, "a").status(), ours->Get("a", {&part, 1}, Soon())}) {
+    EXPECT_TRUE(Fails(status, Code::kFailedPrecondition, "1001 bytes", "max_value_bytes", "1000"));
+  }
+  EXPECT_EQ(Must(Get(*ours, "b")), ValueOf(2, 1, 1000));
+  EXPECT_EQ(ours->stats().misses, 0);
+  EXPECT_EQ(ours->stats().errors, 0);
+  // One that only says that it is so long is damaged.
+  const std::string header = Command(server, {"GETRANGE", "kvferry:a", "0", "23"});
+  Command(server, {"SET", "kvferry:b", header + std::string(500, 'x')});
+  EXPECT_TRUE(Fails(Get(*ours, "b"), Code::kNotFound, "length or checksum"));
+}
+
 TEST_F(RedisStoreTest, ATtlEnds) {
   RedisProcess server;
   const auto store = MakeStore({.port = server.port(), .ttl_ms = 50});

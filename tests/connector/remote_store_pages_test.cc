@@ -147,6 +147,20 @@ TEST_F(RemotePages, WhatIsMissingIsSaidKeyByKey) {
       HoldsExactly(*target_, 2, std::vector<int64_t>{8, 10}, 1, std::vector<int64_t>{5, 6}));
 }
 
+TEST_F(RemotePages, ABadKeyIsAnErrorOfItsOwn) {
+  const std::vector<int64_t> pages = {3, 4, 5};
+  for (const std::string& bad : {std::string(), std::string(257, 'x')}) {
+    const std::vector<std::string_view> keys = {"a", bad, "b"};
+    const auto put = writer_->PutPages(keys, *source_, pages, Soon());
+    const auto got = reader_->GetPages(keys, *target_, pages, Soon());
+    for (const auto& statuses : {put, got}) {
+      EXPECT_TRUE(Fails(statuses[1], absl::StatusCode::kInvalidArgument, "1 to 256"));
+      EXPECT_TRUE(AllOk({statuses[0], statuses[2]}));
+    }
+  }
+  EXPECT_TRUE(HoldsExactly(*target_, 2, std::vector<int64_t>{3, 5}, 1, std::vector<int64_t>{3, 5}));
+}
+
 TEST_F(RemotePages, AFullStoreTakesWhatItCan) {
   const auto host = MakeHost(3);
   const auto server = Serve(host);

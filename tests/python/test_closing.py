@@ -1,7 +1,9 @@
 """Endpoints that wait, close, and end with what they are made of."""
 
 import gc
+import socket
 import threading
+import time
 
 import kvferry
 import pytest
@@ -138,3 +140,33 @@ def test_a_second_thread_that_closes_waits_for_the_first(kind):
     for thread in closing:
         thread.join(20)
         assert not thread.is_alive()
+
+
+def test_a_closed_store_that_ends_with_its_last_call_keeps_no_thread_from_running():
+    """It takes leave of its server then, which does not answer."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        pool = kvferry.KvPool.create(kvferry.KvLayout.mha(1, 4, 1, 8, "float32"), 4)
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        store = kvferry.RemoteStore(address, pool, make_config(), MODEL)
+        ended = threading.Event()
+
+        def call():
+            with pytest.raises(kvferry.DeadlineExceeded):
+                store.exists(["a"], timeout_ms=500)
+            ended.set()
+
+        begin = time.monotonic()
+        thread = threading.Thread(target=call)
+        thread.start()
+        assert silent.accept()  # It is under way.
+        store.close()
+        times = []
+        while not ended.wait(0.001):
+            times.append(time.monotonic())
+        thread.join()
+    # Behind its deadline it only ends: that keeps the other thread for all of it, or not at all.
+    late = [one for one in times if one > begin + 0.55]
+    assert time.monotonic() - begin > 0.6
+    assert len(late) > 1

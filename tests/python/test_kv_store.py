@@ -161,6 +161,15 @@ class TestEveryBackend:
                     move(keys, pool, pages)
         assert store.exists(["a"]) == 0
 
+    def test_a_page_that_the_pool_does_not_have_is_the_error_of_each_key(self, store):
+        pool = kvferry.KvPool.create(kvferry.KvLayout.mha(1, 4, 1, 8, "float32"), 4)
+        for page in (4, -1):
+            for move in store.put_pages, store.get_pages:
+                errors = move(["a", "b"], pool, [0, page])
+                assert [type(error) for error in errors] == [ValueError] * 2
+                assert f"page {page} of a pool of 4" in str(errors[0])
+        assert store.exists(["a"]) == 0
+
     def test_pins_where_there_are_any(self, store):
         store.put("a", b"x")
         try:
@@ -351,6 +360,9 @@ class MooncakeOfOne(FakeMooncake):
         self.values[name] = ctypes.string_at(address, size)
         return 0
 
+    def batch_is_exist(self, names):
+        return [int(name in self.values) for name in names]
+
     def get_size(self, name):
         return len(self.values[name]) if name in self.values else -704
 
@@ -403,6 +415,12 @@ def test_mooncake_takes_pages_of_a_device_through_host_memory(monkeypatch, pages
         assert isinstance(call(["0"], pool, [20])[0], ValueError)
         with pytest.raises(ValueError, match="1 keys for 2 pages"):
             call(["0"], pool, [1, 2])
+    store.close()
+
+
+def test_mooncake_is_not_asked_for_pages_that_the_pool_does_not_have(monkeypatch):
+    store = store_on(MooncakeOfOne(), monkeypatch)
+    TestEveryBackend().test_a_page_that_the_pool_does_not_have_is_the_error_of_each_key(store)
     store.close()
 
 

@@ -104,6 +104,20 @@ def test_batches(buffer):
     assert buffer.exists("later") == 1
 
 
+@pytest.mark.parametrize("with_outs", [False, True])
+def test_of_what_one_get_batch_gets_the_first_is_dropped_last(with_outs):
+    config = {"backend": "host", "capacity_bytes": 4 * 4096, "page_bytes": 4096}
+    with kvferry.KVStoreBuffer(config) as buffer:
+        values = {key: np.full(100, ord(key), np.uint8) for key in "abcd"}
+        for key, value in values.items():
+            buffer.put(key, value)
+        outs = [np.zeros(100, np.uint8) for _ in values] if with_outs else None
+        got = buffer.get_batch(list(values), outs)
+        assert [value[0] for value in got] == [ord(key) for key in values]
+        buffer.put("more", values["a"])
+        assert buffer.backend.exists_each(list("abcd")) == [True, True, True, False]
+
+
 def test_asyncio(buffer):
     async def run():
         await buffer.aput("a", TENSORS[0])
