@@ -142,8 +142,9 @@ def test_a_second_thread_that_closes_waits_for_the_first(kind):
         assert not thread.is_alive()
 
 
-def test_a_closed_store_that_ends_with_its_last_call_keeps_no_thread_from_running():
-    """It takes leave of its server then, which does not answer."""
+def turns_while_a_store_ends() -> int:
+    """Of this thread, behind the deadline of a store's last call, when it has been closed already:
+    then it only takes leave of its server, which does not answer."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -166,7 +167,10 @@ def test_a_closed_store_that_ends_with_its_last_call_keeps_no_thread_from_runnin
         while not ended.wait(0.001):
             times.append(time.monotonic())
         thread.join()
-    # Behind its deadline it only ends: that keeps the other thread for all of it, or not at all.
-    late = [one for one in times if one > begin + 0.55]
     assert time.monotonic() - begin > 0.6
-    assert len(late) > 1
+    return sum(one > begin + 0.55 for one in times)
+
+
+def test_a_closed_store_that_ends_with_its_last_call_keeps_no_thread_from_running():
+    # One that does keeps this thread for all of that time, each time; so may a busy machine once.
+    assert any(turns_while_a_store_ends() > 1 for _ in range(5))
