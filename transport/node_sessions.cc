@@ -143,10 +143,13 @@ void NodeImpl::OnMalformed(const PeerKey& peer, const absl::Status& status) {
   if (const auto more = malformed_.Next()) {
     Log().warn("dropped a message from {}: {}{}", absl::CEscape(peer), status.ToString(), *more);
   }
-  if (!absl::IsFailedPrecondition(status)) return;
   // Another version of the protocol: it cannot become a session, and one that is greeting ends.
+  const bool is_other_version = absl::IsFailedPrecondition(status);
+  const bool has_session = sessions_.Find(peer) != nullptr;
+  if (has_session && !is_other_version) return;
+  // Perhaps it was a hello, and its sender waits and does not know what cannot be read here.
   RefuseSession(peer, status);
-  if (sessions_.Find(peer) != nullptr) DropSession(peer, status);
+  if (has_session) DropSession(peer, status);
 }
 
 // Whoever gave out a ticket listened at its address before, so where nobody does, that process is
