@@ -360,7 +360,8 @@ TEST_F(Malformed, DecodeSideSurvivesGarbageToo) {
   hostile.SendBytes(hello->first, EncodeMessage({5, epoch, AbortMsg{1, absl::AbortedError("x")}}));
   hostile.SendBytes(hello->first, EncodeMessage({5, epoch, PongMsg{}}));
   EXPECT_TRUE(WaitFor([&] { return Metric(*decode, "messages_malformed") == 2; }, Soon()));
-  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable));
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable, "no answer to the hello",
+                    "what came from there cannot be read: malformed message"));
   EXPECT_TRUE(IsOk(Fetch(*decode, Publish(*prefill_, *source_, {1}), {5})->Wait(Soon())));
 }
 
