@@ -284,6 +284,23 @@ TEST_F(ZmqControlPlanes, LongMessagesAreHeardOneAtATime) {
   EXPECT_LE(most_at_once(listens_.get(), heard_.peer, &heard_, dials_.get(), &answers_), 1u);
 }
 
+// Each may have 2 MiB, and whoever sends them need not even be a peer.
+TEST_F(ZmqControlPlanes, OfWhatIsNotHeardNotMuchIsTaken) {
+  CallMsg call{1, "f", 1, {}};
+  call.args.Set("bytes", std::string(400000, 'x'));
+  const PeerKey dialled = Must(dials_->Dial(listens_->listen_address()));
+  const auto is_taken = [&] {
+    dials_->Progress(&answers_);
+    return dials_->BacklogOf(dialled).waiting == 0;
+  };
+  int taken = 0;  // By ZeroMQ of both sides, and by the system between them.
+  do {
+    ASSERT_TRUE(IsOk(dials_->Send(dialled, {1, 2, call})));
+  } while (WaitFor(is_taken, DeadlineInMs(2000)) && ++taken < 400);
+  EXPECT_GE(taken, 64);
+  EXPECT_LT(taken, 250);
+}
+
 TEST_F(ZmqControlPlanes, WhatIsNotTakenIsCountedAndHasALimit) {
   const PeerKey nobody = Must(dials_->Dial("tcp://127.0.0.1:1"));
   EXPECT_EQ(dials_->BacklogOf(nobody).waiting, 0);

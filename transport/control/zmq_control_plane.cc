@@ -35,7 +35,7 @@
 namespace kvferry {
 namespace {
 
-constexpr int kMaxUnread = 4096;  // Messages queued a peer that it has sent.
+constexpr int kMaxUnread = 64;  // Messages queued a peer that it has sent, each of up to 2 MiB.
 // The same that it is sent. ZeroMQ says neither how many there are nor how long they are, and that
 // it takes more again when half of them have left; so the others wait here.
 constexpr int kMaxUnsent = 64;
