@@ -143,10 +143,20 @@ void NodeImpl::OnMalformed(const PeerKey& peer, const absl::Status& status) {
   if (const auto more = malformed_.Next()) {
     Log().warn("dropped a message from {}: {}{}", absl::CEscape(peer), status.ToString(), *more);
   }
-  if (!absl::IsFailedPrecondition(status)) return;
+  Session* const session = sessions_.Find(peer);
   // Another version of the protocol: it cannot become a session, and one that is greeting ends.
+  const bool is_other_version = absl::IsFailedPrecondition(status);
+  if (session != nullptr && !is_other_version) {
+    // Perhaps it was the answer to the hello: else it would only be said that there was none.
+    if (session->state == Session::State::kGreeting) {
+      session->unreachable =
+          absl::StrCat("what came from there cannot be read: ", status.message());
+    }
+    return;
+  }
+  // Perhaps it was a hello, and its sender waits and does not know what cannot be read here.
   RefuseSession(peer, status);
-  if (sessions_.Find(peer) != nullptr) DropSession(peer, status);
+  if (session != nullptr) DropSession(peer, status);
 }
 
 // Whoever gave out a ticket listened at its address before, so where nobody does, that process is

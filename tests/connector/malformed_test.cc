@@ -185,6 +185,12 @@ TEST_F(Malformed, HelloWithoutAKey) {
     EXPECT_TRUE(WaitFor([&] { return log_.Has({"malformed message: no '" + key + "'"}); }, Soon()))
         << key << "\n"
         << log_.ToString();
+    // Or its sender would wait for connect_timeout_ms, and not learn why.
+    const std::optional<Message> answer = peer.Receive(Soon());
+    const auto* refuse = answer ? std::get_if<RefuseMsg>(&answer->body) : nullptr;
+    ASSERT_NE(refuse, nullptr) << key;
+    EXPECT_EQ(refuse->transfer_id, 0u);
+    EXPECT_TRUE(Fails(refuse->status, absl::StatusCode::kInvalidArgument, "no '" + key + "'"));
   }
   EXPECT_EQ(Metric(*prefill_, "peers"), 0);
   ExpectServing();
@@ -207,6 +213,18 @@ TEST_F(Malformed, EverythingFromAStrangerIsAnsweredWithARefusal) {
   }
   EXPECT_EQ(Metric(*prefill_, "peers"), 0);
   ExpectServing();
+}
+
+TEST_F(Malformed, WhatAPeerSaysEndsNoSession) {
+  RawDecode peer(prefill_->address());
+  GreetOverTcp(peer);
+  peer.SendFrames({"garbage"});
+  peer.Send({kEpoch, prefill_->epoch(), PingMsg{}});
+  const std::optional<Message> answer = peer.Receive(Soon());
+  ASSERT_TRUE(answer.has_value());
+  EXPECT_TRUE(std::holds_alternative<PongMsg>(answer->body)) << answer->body.index();
+  EXPECT_EQ(Metric(*prefill_, "messages_malformed"), 1);
+  EXPECT_EQ(Metric(*prefill_, "peers"), 1);
 }
 
 // What comes over a data connection is looked at as what comes by ZeroMQ is.
@@ -342,7 +360,8 @@ TEST_F(Malformed, DecodeSideSurvivesGarbageToo) {
   hostile.SendBytes(hello->first, EncodeMessage({5, epoch, AbortMsg{1, absl::AbortedError("x")}}));
   hostile.SendBytes(hello->first, EncodeMessage({5, epoch, PongMsg{}}));
   EXPECT_TRUE(WaitFor([&] { return Metric(*decode, "messages_malformed") == 2; }, Soon()));
-  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable));
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable, "no answer to the hello",
+                    "what came from there cannot be read: malformed message"));
   EXPECT_TRUE(IsOk(Fetch(*decode, Publish(*prefill_, *source_, {1}), {5})->Wait(Soon())));
 }
 

@@ -139,6 +139,12 @@ TEST(Codec, ConnectionsOfAnotherVersionAreAsIfThereWereNone) {
   bytes[at + key.size()] = 9;
   const Message decoded = Must(Decode(bytes));
   EXPECT_EQ(std::get<HelloMsg>(decoded.body).data.tcp.lanes, 0);
+  // But which version that is has to be said.
+  bytes[at + key.size()] = '\xc0';
+  EXPECT_TRUE(Fails(Decode(bytes), absl::StatusCode::kInvalidArgument, "'v' has the wrong type"));
+  bytes[at + key.size()] = 1;
+  bytes[at + key.size() - 1] = 'w';
+  EXPECT_TRUE(Fails(Decode(bytes), absl::StatusCode::kInvalidArgument, "no 'v'"));
 }
 
 TEST(Codec, WhatIsWrongIsNamed) {

@@ -258,6 +258,49 @@ TEST_F(ZmqControlPlanes, WhatIsNotTakenAtOnceComesInOrder) {
   SendMany(listens_.get(), heard_.peer, &heard_, dials_.get(), &answers_);
 }
 
+// What takes long to read must not keep all else of the thread waiting for as many of it.
+TEST_F(ZmqControlPlanes, LongMessagesAreHeardOneAtATime) {
+  CallMsg call{1, "f", 1, {}};
+  call.args.Set("bytes", std::string(Fields::kMaxTotalBytes / 2, 'x'));
+  const auto most_at_once = [&](ControlPlane* from, const PeerKey& to, Heard* from_hears,
+                                ControlPlane* at, Heard* hears) {
+    constexpr size_t kMany = 30;
+    size_t most = 0, all = 0;
+    for (size_t i = 0; i < kMany; ++i) EXPECT_TRUE(IsOk(from->Send(to, {1, 2, call})));
+    EXPECT_TRUE(WaitFor(
+        [&] {
+          from->Progress(from_hears);
+          const size_t before = hears->messages.size();
+          at->Progress(hears);
+          most = std::max(most, hears->messages.size() - before);
+          all += hears->messages.size() - before;
+          return all == kMany;
+        },
+        Soon()));
+    return most;
+  };
+  const PeerKey dialled = Must(dials_->Dial(listens_->listen_address()));
+  EXPECT_LE(most_at_once(dials_.get(), dialled, &answers_, listens_.get(), &heard_), 2u);
+  EXPECT_LE(most_at_once(listens_.get(), heard_.peer, &heard_, dials_.get(), &answers_), 1u);
+}
+
+// Each may have 2 MiB, and whoever sends them need not even be a peer.
+TEST_F(ZmqControlPlanes, OfWhatIsNotHeardNotMuchIsTaken) {
+  CallMsg call{1, "f", 1, {}};
+  call.args.Set("bytes", std::string(400000, 'x'));
+  const PeerKey dialled = Must(dials_->Dial(listens_->listen_address()));
+  const auto is_taken = [&] {
+    dials_->Progress(&answers_);
+    return dials_->BacklogOf(dialled).waiting == 0;
+  };
+  int taken = 0;  // By ZeroMQ of both sides, and by the system between them.
+  do {
+    ASSERT_TRUE(IsOk(dials_->Send(dialled, {1, 2, call})));
+  } while (WaitFor(is_taken, DeadlineInMs(2000)) && ++taken < 400);
+  EXPECT_GE(taken, 64);
+  EXPECT_LT(taken, 250);
+}
+
 TEST_F(ZmqControlPlanes, WhatIsNotTakenIsCountedAndHasALimit) {
   const PeerKey nobody = Must(dials_->Dial("tcp://127.0.0.1:1"));
   EXPECT_EQ(dials_->BacklogOf(nobody).waiting, 0);

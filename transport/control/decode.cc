@@ -213,7 +213,8 @@ TcpAddress ReadTcp(Reader& reader) {
   const Object* map = reader.Map("tcp");
   if (map == nullptr) return tcp;
   Reader fields(*map);
-  if (fields.Uint("v", 1) != kTcpVersion) return tcp;
+  const uint64_t version = fields.Uint("v");
+  if (fields.status().ok() && version != kTcpVersion) return tcp;
   tcp.lanes = fields.Int("lanes", 1, 1 + kMaxMoreLanes);
   if (fields.Has("port")) {
     tcp.host = fields.Text("host", kMaxHostBytes);

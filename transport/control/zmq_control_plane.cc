@@ -35,7 +35,7 @@
 namespace kvferry {
 namespace {
 
-constexpr int kMaxUnread = 4096;  // Messages queued a peer that it has sent.
+constexpr int kMaxUnread = 64;  // Messages queued a peer that it has sent, each of up to 2 MiB.
 // The same that it is sent. ZeroMQ says neither how many there are nor how long they are, and that
 // it takes more again when half of them have left; so the others wait here.
 constexpr int kMaxUnsent = 64;
@@ -43,6 +43,9 @@ constexpr int kMaxUnsent = 64;
 // who were dialled, for whoever floods the one must not keep the other unheard.
 constexpr int kMaxMessagesPerProgress = 64;
 constexpr int kMaxMessagesOfOneDialled = 16;  // Before it is the next one's turn.
+// One that is longer counts as one more for each so many bytes: the longest take up to 35 ms to be
+// read (measured: numbers in lists, in keys that nobody knows).
+constexpr size_t kBytesOfAMessage = 16 << 10;
 // Of those who come, of which ZeroMQ may say as many again.
 constexpr int kMaxEventsPerProgress = 1024;
 constexpr int kMaxSockets = 65536;
@@ -430,6 +433,13 @@ class ZmqControlPlane : public ControlPlane {
     DeliverMessage(peer, {static_cast<const std::byte*>(frame.data()), frame.size()}, events);
   }
 
+  // What the message in frames_ counts as.
+  int CostOfReceived() const {
+    size_t bytes = 0;
+    for (const zmq::message_t& frame : frames_) bytes += frame.size();
+    return static_cast<int>(1 + bytes / kBytesOfAMessage);
+  }
+
   // Receives one whole message into frames_; false when there was none.
   bool Receive(zmq::socket_t& socket) {
     frames_.clear();
@@ -447,7 +457,7 @@ class ZmqControlPlane : public ControlPlane {
   void ReceiveFromRouter(ControlEvents* events, int* budget) {
     try {
       while (*budget > 0 && Receive(router_)) {
-        --*budget;
+        *budget -= CostOfReceived();
         const PeerKey peer = absl::StrCat(kAccepted, frames_[0].to_string());
         if (frames_.size() == 2) {
           Deliver(peer, frames_[1], events);
@@ -462,11 +472,13 @@ class ZmqControlPlane : public ControlPlane {
 
   void ReceiveFromDealer(const PeerKey& peer, ControlEvents* events, int* budget) {
     try {
-      for (int left = kMaxMessagesOfOneDialled; *budget > 0 && left > 0; --left) {
+      for (int left = kMaxMessagesOfOneDialled; *budget > 0 && left > 0;) {
         const auto found = dealers_.find(peer);
         if (found == dealers_.end() || !Receive(found->second.socket)) return;
         StopWatching(found->second);
-        --*budget;
+        const int cost = CostOfReceived();
+        left -= cost;
+        *budget -= cost;
         if (frames_.size() == 1) {
           Deliver(peer, frames_[0], events);
         } else {
