@@ -48,7 +48,6 @@ class PrefillManager(Manager):
         self._aborted_early = Recent[int]()  # On the decode side, before they began here.
         # (room, rank) that have asked: anybody may, for rooms that never begin.
         self._asked = Recent[tuple[int, int]]()
-        self._has_forgotten = False
         # By rank, of rooms whose sender has not ended here but is through for who asks: SGLang
         # gives what it computes again, of a request that it has retracted, the same room.
         self._asked_again: dict[int, dict[int, Request]] = {}
@@ -127,15 +126,13 @@ class PrefillManager(Manager):
         if room in self._live or room not in self.transfer_infos:
             return
         self._forget(room)
-        if not self._has_forgotten:
-            _logger.warning(
-                "kvferry: room %d, which decode rank %d asked for, is forgotten, since no request "
-                "here has it and %d ranks have asked for others after it; it is said once",
-                room,
-                rank,
-                MAX_RECENT,
-            )
-        self._has_forgotten = True
+        self._of_strangers.warn(
+            "room %d, which decode rank %d asked for, is forgotten, since no request here has it "
+            "and %d ranks have asked for others after it",
+            room,
+            rank,
+            MAX_RECENT,
+        )
 
     def _refuse(self, message: Request) -> None:
         self.send_kv_status_message(
