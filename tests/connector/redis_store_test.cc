@@ -461,7 +461,7 @@ TEST_F(RedisStoreTest, AValueThatIsNotWhatWasPutIsAMiss) {
   spoil({"EVAL", "redis.call('DEL', 'p:a') redis.call('RPUSH', 'p:a', 'x')", "0"});
 }
 
-// Others may put longer ones than we take. It is whole, and no miss, for which it would be made anew.
+// Others may put longer ones than we take. It is whole, and no miss: nobody has to make it anew.
 TEST_F(RedisStoreTest, AValueLongerThanOursIsNoMiss) {
   RedisProcess server;
   const auto theirs = MakeStore({.port = server.port()});

@@ -289,6 +289,14 @@ TEST_F(ZmqControlPlanes, OfWhatIsNotHeardNotMuchIsTaken) {
   CallMsg call{1, "f", 1, {}};
   call.args.Set("bytes", std::string(400000, 'x'));
   const PeerKey dialled = Must(dials_->Dial(listens_->listen_address()));
+  ASSERT_TRUE(IsOk(dials_->Send(dialled, {1, 2, call})));
+  EXPECT_TRUE(WaitFor(  // The connection stands.
+      [&] {
+        dials_->Progress(&answers_);
+        listens_->Progress(&heard_);
+        return !heard_.messages.empty();
+      },
+      Soon()));
   const auto is_taken = [&] {
     dials_->Progress(&answers_);
     return dials_->BacklogOf(dialled).waiting == 0;
