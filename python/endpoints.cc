@@ -68,15 +68,9 @@ using Decode = PyEndpoint<DecodeEndpoint>;
 
 void TakeBack(const Prefill& self, absl::Status (PrefillEndpoint::*how)(uint64_t, Deadline),
               uint64_t lease_id, int64_t timeout_ms) {
-  std::shared_ptr<PrefillEndpoint> held = self.get();
-  absl::Status status;
-  {
-    const ReleasedGil nogil;
-    // Let go of here: it may be the last, and the endpoint's end joins threads.
-    const std::shared_ptr<PrefillEndpoint> endpoint = std::move(held);
-    status = (endpoint.get()->*how)(lease_id, DeadlineInMs(timeout_ms));
-  }
-  Check(status);
+  Check(self.CallWithoutGil([&](PrefillEndpoint& endpoint) {
+    return (endpoint.*how)(lease_id, DeadlineInMs(timeout_ms));
+  }));
 }
 
 // What has begun, for Python. Where there is no memory for its object its pages are the caller's

@@ -97,53 +97,57 @@ using Output = Buffers<GivenArray<>, std::byte>;
 
 // ---------------------------------------------------------------- stores
 
-// What `call` says of the store, which may be closed meanwhile: the last call that has it ends it,
-// which takes as long as giving back its memory, or taking leave of its server, and keeps no thread
-// of Python's from running.
-template <typename Call>
-auto WithoutGil(const PyStore& self, const Call& call) {
-  std::shared_ptr<KvStore> held = self.get();
-  const ReleasedGil nogil;
-  const std::shared_ptr<KvStore> store = std::move(held);
-  return call(*store);
+std::vector<std::string_view> StoreKeys(const std::vector<nb::object>& keys) {
+  std::vector<std::string_view> names;
+  names.reserve(keys.size());
+  for (const nb::object& key : keys) names.push_back(StoreKey(key));
+  return names;
+}
+
+// None for each that is OK.
+std::vector<nb::object> ErrorsOf(const std::vector<absl::Status>& statuses) {
+  std::vector<nb::object> errors;
+  errors.reserve(statuses.size());
+  for (const absl::Status& status : statuses) errors.push_back(ExceptionOf(status));
+  return errors;
 }
 
 void Put(const PyStore& self, nb::handle key, nb::handle value, int64_t timeout_ms) {
   const std::string_view name = StoreKey(key);
   const Input input(value);
   const Deadline deadline = StoreDeadline(timeout_ms);
-  Check(WithoutGil(self, [&](KvStore& store) { return store.Put(name, input.parts(), deadline); }));
+  Check(self.CallWithoutGil(
+      [&](KvStore& store) { return store.Put(name, input.parts(), deadline); }));
 }
 
 void GetInto(const PyStore& self, nb::handle key, nb::handle out, int64_t timeout_ms) {
   const std::string_view name = StoreKey(key);
   const Output output(out);
   const Deadline deadline = StoreDeadline(timeout_ms);
-  Check(
-      WithoutGil(self, [&](KvStore& store) { return store.Get(name, output.parts(), deadline); }));
+  Check(self.CallWithoutGil(
+      [&](KvStore& store) { return store.Get(name, output.parts(), deadline); }));
 }
 
 ByteArray GetBytes(const PyStore& self, nb::handle key, int64_t timeout_ms) {
   const std::string_view name = StoreKey(key);
   const Deadline deadline = StoreDeadline(timeout_ms);
   return ToNumpy<uint8_t>(
-      Value(WithoutGil(self, [&](KvStore& store) { return store.GetBytes(name, deadline); })));
+      Value(self.CallWithoutGil([&](KvStore& store) { return store.GetBytes(name, deadline); })));
 }
 
 template <auto kCall>  // KvStore::Exists or ExistsEach.
 auto AskAboutKeys(const PyStore& self, const std::vector<nb::object>& keys, int64_t timeout_ms) {
-  std::vector<std::string_view> names;
-  names.reserve(keys.size());
-  for (const nb::object& key : keys) names.push_back(StoreKey(key));
+  const std::vector<std::string_view> names = StoreKeys(keys);
   const Deadline deadline = StoreDeadline(timeout_ms);
-  return Value(WithoutGil(self, [&](KvStore& store) { return (store.*kCall)(names, deadline); }));
+  return Value(
+      self.CallWithoutGil([&](KvStore& store) { return (store.*kCall)(names, deadline); }));
 }
 
 template <absl::Status (KvStore::*kCall)(std::string_view, Deadline)>
 void CallWithKey(const PyStore& self, nb::handle key, int64_t timeout_ms) {
   const std::string_view name = StoreKey(key);
   const Deadline deadline = StoreDeadline(timeout_ms);
-  Check(WithoutGil(self, [&](KvStore& store) { return (store.*kCall)(name, deadline); }));
+  Check(self.CallWithoutGil([&](KvStore& store) { return (store.*kCall)(name, deadline); }));
 }
 
 using Pairs = std::vector<std::pair<nb::object, nb::object>>;
@@ -166,16 +170,12 @@ std::vector<nb::object> CallBatch(const PyStore& self, const nb::sequence& items
     batch.push_back({StoreKey(pairs[i].first), memory[i].parts()});
   }
   const Deadline deadline = StoreDeadline(timeout_ms);
-  const std::vector<absl::Status> statuses =
-      WithoutGil(self, [&](KvStore& store) { return (store.*kCall)(batch, deadline); });
-  std::vector<nb::object> errors;
-  errors.reserve(statuses.size());
-  for (const absl::Status& status : statuses) errors.push_back(ExceptionOf(status));
-  return errors;
+  return ErrorsOf(
+      self.CallWithoutGil([&](KvStore& store) { return (store.*kCall)(batch, deadline); }));
 }
 
 nb::dict StatsDict(const PyStore& self) {
-  const auto stats = WithoutGil(self, [](const KvStore& store) { return store.stats(); });
+  const auto stats = self.CallWithoutGil([](const KvStore& store) { return store.stats(); });
   nb::dict dict;
   for (const auto& [name, field] : kStatsFields) dict[name] = stats.*field;
   return dict;
@@ -194,15 +194,10 @@ std::vector<nb::object> CallPages(const PyStore& self, const std::vector<nb::obj
     throw StatusError(absl::InvalidArgumentError(
         absl::StrCat("store: ", keys.size(), " keys for ", pages.size(), " pages")));
   }
-  std::vector<std::string_view> names;
-  names.reserve(keys.size());
-  for (const nb::object& key : keys) names.push_back(StoreKey(key));
+  const std::vector<std::string_view> names = StoreKeys(keys);
   const Deadline deadline = StoreDeadline(timeout_ms);
-  const std::vector<absl::Status> statuses = WithoutGil(
-      self, [&](KvStore& store) { return (store.*kCall)(names, *pool, pages, deadline); });
-  std::vector<nb::object> errors;
-  for (const absl::Status& status : statuses) errors.push_back(ExceptionOf(status));
-  return errors;
+  return ErrorsOf(self.CallWithoutGil(
+      [&](KvStore& store) { return (store.*kCall)(names, *pool, pages, deadline); }));
 }
 
 void BindCommon(nb::module_& module) {

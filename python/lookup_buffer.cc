@@ -110,21 +110,19 @@ void InsertTensors(const Producer& self, const KvLayout& layout, const TokenInpu
   const auto key_bytes = TensorBytes(key, "key", layout, num_tokens);
   const auto value_bytes = TensorBytes(value, "value", layout, num_tokens);
   const Deadline deadline = StoreDeadline(timeout_ms);
-  std::shared_ptr<LookupProducer> held = self.get();
-  const ReleasedGil nogil;
-  const std::shared_ptr<LookupProducer> producer = std::move(held);
-  Check(producer->InsertTensors(Span(tokens), mask, key_bytes, value_bytes, deadline,
-                                ToHidden(hidden)));
+  Check(self.CallWithoutGil([&](LookupProducer& producer) {
+    return producer.InsertTensors(Span(tokens), mask, key_bytes, value_bytes, deadline,
+                                  ToHidden(hidden));
+  }));
 }
 
 uint64_t InsertPages(const Producer& self, const TokenInput& tokens, const RoiInput& roi,
                      const std::vector<int64_t>& pages, const HiddenInput& hidden,
                      int64_t timeout_ms) {
   const Deadline deadline = StoreDeadline(timeout_ms);
-  std::shared_ptr<LookupProducer> held = self.get();
-  const ReleasedGil nogil;
-  const std::shared_ptr<LookupProducer> producer = std::move(held);
-  return Value(producer->Insert(Span(tokens), ToRoi(roi), pages, deadline, ToHidden(hidden)));
+  return Value(self.CallWithoutGil([&](LookupProducer& producer) {
+    return producer.Insert(Span(tokens), ToRoi(roi), pages, deadline, ToHidden(hidden));
+  }));
 }
 
 void BindProducer(nb::module_& module) {
