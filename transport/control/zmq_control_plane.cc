@@ -30,6 +30,7 @@
 #include "transport/control/codec.h"
 #include "transport/control/curve.h"
 #include "transport/control/listener_pause.h"
+#include "transport/message_cost.h"
 #include "transport/silence_limits.h"
 
 namespace kvferry {
@@ -43,9 +44,6 @@ constexpr int kMaxUnsent = 64;
 // who were dialled, for whoever floods the one must not keep the other unheard.
 constexpr int kMaxMessagesPerProgress = 64;
 constexpr int kMaxMessagesOfOneDialled = 16;  // Before it is the next one's turn.
-// One that is longer counts as one more for each so many bytes: the longest take up to 35 ms to be
-// read (measured: numbers in lists, in keys that nobody knows).
-constexpr size_t kBytesOfAMessage = 16 << 10;
 // Of those who come, of which ZeroMQ may say as many again.
 constexpr int kMaxEventsPerProgress = 1024;
 constexpr int kMaxSockets = 65536;
@@ -437,7 +435,7 @@ class ZmqControlPlane : public ControlPlane {
   int CostOfReceived() const {
     size_t bytes = 0;
     for (const zmq::message_t& frame : frames_) bytes += frame.size();
-    return static_cast<int>(1 + bytes / kBytesOfAMessage);
+    return static_cast<int>(MessageCost(static_cast<int64_t>(bytes)));
   }
 
   // Receives one whole message into frames_; false when there was none.

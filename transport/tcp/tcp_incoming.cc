@@ -5,11 +5,11 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "base/ceil_div.h"
 #include "base/config.h"
 #include "base/log.h"
 #include "base/slab.h"
 #include "base/status.h"
+#include "transport/message_cost.h"
 
 namespace kvferry {
 namespace {
@@ -17,13 +17,12 @@ namespace {
 // Of one turn, before it is the next connection's: as many as a mebibyte of the shortest chunks
 // has.
 constexpr int64_t kFramesATurn = 256;
-// A message takes as long as so many, and again for each so many bytes that it has begun.
+// A message takes as long as so many, and a longer one as several messages.
 constexpr int64_t kFramesOfAMessage = 4;
-constexpr int64_t kBytesOfAMessage = 16 << 10;
 
 int64_t FramesOf(const TcpFrame& frame) {
   if (frame.kind != kTcpMessage) return 1;
-  return kFramesOfAMessage * CeilDiv(int64_t{frame.payload_bytes}, kBytesOfAMessage);
+  return kFramesOfAMessage * MessageCost(frame.payload_bytes);
 }
 
 iovec PartOf(std::span<std::byte> bytes) { return {bytes.data(), bytes.size()}; }
