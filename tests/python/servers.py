@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -31,6 +32,15 @@ def free_ports(count: int) -> int:
                 continue
         return first
     raise RuntimeError(f"no {count} free ports in a row, a hundred times")
+
+
+@contextlib.contextmanager
+def silent_server() -> Iterator[socket.socket]:
+    """Listens on a port of 127.0.0.1, and says nothing."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        yield silent
 
 
 class Server:

@@ -1,13 +1,13 @@
 """Endpoints that wait, close, and end with what they are made of."""
 
 import gc
-import socket
 import threading
 import time
 
 import kvferry
 import pytest
 from endpoints import MODEL, Owner, Peers, adopt, make_config, numpy_buffers
+from servers import silent_server
 
 
 @pytest.mark.parametrize("waiting", ["wait", "wait_layer"])
@@ -145,9 +145,7 @@ def test_a_second_thread_that_closes_waits_for_the_first(kind):
 def turns_while_a_store_ends() -> int:
     """Of this thread, behind the deadline of a store's last call, when it has been closed already:
     then it only takes leave of its server, which does not answer."""
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
+    with silent_server() as silent:
         pool = kvferry.KvPool.create(kvferry.KvLayout.mha(1, 4, 1, 8, "float32"), 4)
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         store = kvferry.RemoteStore(address, pool, make_config(), MODEL)

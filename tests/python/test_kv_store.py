@@ -1,7 +1,6 @@
 """Store backends from Python: one suite for all of them, then what each has of its own."""
 
 import ctypes
-import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ import kvferry
 import numpy as np
 import pytest
 from kvferry.mooncake import HEADER_BYTES
+from servers import silent_server
 from stores import BACKENDS, MAX_VALUE_BYTES, config, need, redis_server, start_server
 
 
@@ -586,9 +586,7 @@ def test_mooncake_batches_answer_value_by_value(tmp_path):
 
 def test_redis_that_never_answers_keeps_the_deadline():
     need("RedisStore")
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
+    with silent_server() as silent:
         store = kvferry.RedisStore(port=silent.getsockname()[1])
         begin = time.monotonic()
         with pytest.raises(TimeoutError, match="no answer in time"):
@@ -619,9 +617,7 @@ def test_redis_passwords(tmp_path):
 
 def test_other_python_threads_run_while_a_call_waits():
     need("RedisStore")
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
+    with silent_server() as silent:
         store = kvferry.RedisStore(port=silent.getsockname()[1])
         errors = []
 

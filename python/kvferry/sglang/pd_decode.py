@@ -142,12 +142,13 @@ class DecodeManager(Manager):
         those that come would ask the same ranks."""
         prefix = f"{bootstrap_addr}_"
         with self.connection_lock:
-            known = [
+            known = (
                 (key.removeprefix(prefix).split("_"), infos[0])
                 for key, infos in self.connection_pool.items()
                 if key.startswith(prefix)
-            ]
-        if known and not self._is_still_there(bootstrap_addr, *known[0]):
+            )
+            one = next(known, None)
+        if one is not None and not self._is_still_there(bootstrap_addr, *one):
             _logger.error("kvferry: prefill server %s was started again", bootstrap_addr)
             self._handle_node_failure(bootstrap_addr)
 
