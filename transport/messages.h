@@ -88,7 +88,10 @@ struct FetchMsg {
   bool checksum = false;
   int64_t in_place_bytes = kBytesInPlace;  // Of a chunk that is read in place, at most.
   int64_t tail_bytes = 0;                  // Wanted behind the pages.
-  uint64_t replaces = 0;   // A fetch of the same lease that this one goes on with; 0: none.
+  // A fetch of the same lease that this one goes on with, as others may have done of which nothing
+  // has come; 0: none.
+  uint64_t replaces = 0;
+  int64_t attempt = 0;     // Higher than theirs; 0 for the first.
   int64_t from_bytes = 0;  // Of the stream: what lies before has arrived.
   int64_t wait_ms = 0;     // For the lease to be published; 0: as the sender likes.
   ReadCosts reads{};       // Of the sender's memory, by the receiver.
@@ -97,6 +100,13 @@ struct FetchMsg {
   PageForm
       form{};  // Of the pages that are wanted and that `positions` count; {}: the sender's own.
   ValueFormat values{};  // That are wanted; {}: as the sender has them.
+
+  // Whether this is another attempt of the same fetch, and a later one.
+  bool GoesOnWith(const FetchMsg& earlier) const {
+    if (lease_id != earlier.lease_id || replaces == 0) return false;
+    return replaces == earlier.transfer_id ||
+           (replaces == earlier.replaces && attempt > earlier.attempt);
+  }
 };
 struct DoneMsg {
   uint64_t transfer_id = 0;

@@ -33,6 +33,15 @@ std::vector<ParkedFetch> ParkedFetches::TakeOfLease(uint64_t lease_id) {
   return taken;
 }
 
+std::vector<uint64_t> ParkedFetches::IdsOfLease(uint64_t lease_id) const {
+  std::vector<uint64_t> ids;
+  for (auto next = by_lease_.lower_bound({lease_id, 0});
+       next != by_lease_.end() && next->first == lease_id; ++next) {
+    ids.push_back(next->second);
+  }
+  return ids;
+}
+
 std::vector<ParkedFetch> ParkedFetches::TakeDue(Deadline now) {
   std::vector<ParkedFetch> taken;
   while (next_due() <= now) taken.push_back(*Take(due_.begin()->second));

@@ -33,6 +33,7 @@ class ParkedFetches {
   void Add(ParkedFetch parked);
   std::optional<ParkedFetch> Take(uint64_t transfer_id);
   std::vector<ParkedFetch> TakeOfLease(uint64_t lease_id);
+  std::vector<uint64_t> IdsOfLease(uint64_t lease_id) const;
   std::vector<ParkedFetch> TakeDue(Deadline now);
   void ForgetPeer(const PeerKey& peer);
   // When the first one is due.

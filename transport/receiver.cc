@@ -124,6 +124,7 @@ void Receiver::Request(Fetch& fetch, const Ready& session) {
   message.in_place_bytes = BytesInPlace(config_, *fetch.plan);
   message.tail_bytes = fetch.plan->tail_bytes();
   message.replaces = fetch.replaces;
+  message.attempt = fetch.attempt;
   message.from_bytes = fetch.from_bytes;
   if (fetch.early) message.wait_ms = message.timeout_ms;
   message.heads = fetch.heads;
@@ -159,7 +160,12 @@ std::optional<Receiver::Fetch> Receiver::TakeOut(uint64_t transfer_id) {
   Fetch fetch = Remove(transfer_id);
   fetch.transfer_id = RandomId();
   if (fetch.requested()) {
-    fetch.replaces = transfer_id;
+    ++fetch.attempt;
+    // Of a request that brought nothing nobody knows whether it was heard: then the sender has
+    // either that one, which has said what it replaces, or the one before.
+    if (fetch.replaces == 0 || fetch.bytes_arrived() > fetch.from_bytes) {
+      fetch.replaces = transfer_id;
+    }
     fetch.from_bytes = fetch.landing->prefix();
     Log().info("fetch {:x} goes on as {:x} from byte {} of {}", transfer_id, fetch.transfer_id,
                fetch.from_bytes, fetch.plan->total_bytes());

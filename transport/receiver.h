@@ -62,10 +62,11 @@ class Receiver {
     uint64_t transfer_id = id;  // On the wire; another one each time it is begun.
     int64_t turn = 0;           // To be requested; kept each time it is begun.
     uint64_t known_as = 0;      // To its session's peer: the last one that was requested there.
-    uint64_t replaces = 0;      // The transfer id it had before,
-    int64_t from_bytes = 0;     // under which the stream up to here has arrived.
-    int futile_requests = 0;    // One after another that brought nothing.
-    bool packed = false;        // Nothing is to be read from afar for it any more.
+    uint64_t replaces = 0;    // The last of the transfer ids before under which anything has come.
+    int64_t attempt = 0;      // To request it.
+    int64_t from_bytes = 0;   // The stream up to here has arrived.
+    int futile_requests = 0;  // One after another that brought nothing.
+    bool packed = false;      // Nothing is to be read from afar for it any more.
     Deadline requested_at{};
     int64_t credited_bytes = 0;
     std::shared_ptr<Landing> landing{};  // From the request on.

@@ -93,7 +93,20 @@ void Sender::ForgetFetch(const PeerKey& peer) {
   if (count != fetches_of_peer_.end() && --count->second == 0) fetches_of_peer_.erase(count);
 }
 
+template <typename Matches>
+std::vector<uint64_t> Sender::IdsWhere(const Matches& matches) const {
+  std::vector<uint64_t> ids;
+  for (const TransferPtr& transfer : turn_) {
+    if (matches(*transfer)) ids.push_back(transfer->fetch.transfer_id);
+  }
+  return ids;
+}
+
 void Sender::OnFetch(const PeerKey& peer, LinkId link, FetchMsg fetch) {
+  if (IsOutrun(fetch)) {
+    Refuse(peer, fetch.transfer_id, absl::CancelledError("a later attempt has come before it"));
+    return;
+  }
   if (fetch.replaces != 0) EndReplaced(fetch);
   if (const absl::Status status = CheckLimits(peer, fetch); !status.ok()) {
     Refuse(peer, fetch.transfer_id, status);
@@ -304,16 +317,25 @@ void Sender::OnCancel(const PeerKey& peer, const CancelMsg& cancel) {
   if (parked != nullptr && parked->peer == peer) ForgetParked(cancel.transfer_id);
 }
 
+// Sessions do not outrun themselves, but each other. One that goes on with nothing is refused for
+// the transfer under way, if there is one.
+bool Sender::IsOutrun(const FetchMsg& fetch) const {
+  for (const uint64_t id : parked_.IdsOfLease(fetch.lease_id)) {
+    if (parked_.Find(id)->fetch.GoesOnWith(fetch)) return true;
+  }
+  return fetch.replaces != 0 &&
+         !IdsWhere([&](const Transfer& t) { return t.fetch.GoesOnWith(fetch); }).empty();
+}
+
 // The session of the fetch that is replaced may not have ended here yet, and while it lasts the
 // lease is taken.
 void Sender::EndReplaced(const FetchMsg& fetch) {
-  const auto found = transfers_.find(fetch.replaces);
-  if (found != transfers_.end() && found->second->fetch.lease_id == fetch.lease_id) {
-    End(fetch.replaces, absl::CancelledError("the receiver goes on with another fetch"),
-        /*tell=*/false);
+  for (const uint64_t id : IdsWhere([&](const Transfer& t) { return fetch.GoesOnWith(t.fetch); })) {
+    End(id, absl::CancelledError("the receiver goes on with another fetch"), /*tell=*/false);
   }
-  const ParkedFetch* const parked = parked_.Find(fetch.replaces);
-  if (parked != nullptr && parked->fetch.lease_id == fetch.lease_id) ForgetParked(fetch.replaces);
+  for (const uint64_t id : parked_.IdsOfLease(fetch.lease_id)) {
+    if (fetch.GoesOnWith(parked_.Find(id)->fetch)) ForgetParked(id);
+  }
 }
 
 void Sender::ForgetParked(uint64_t transfer_id) {
@@ -328,15 +350,6 @@ void Sender::OnCredit(const CreditHeader& credit) {
   const auto done =
       static_cast<int64_t>(std::min<uint64_t>(credit.bytes_done, transfer.sent_bytes));
   transfer.credited_bytes = std::max(transfer.credited_bytes, done);
-}
-
-template <typename Matches>
-std::vector<uint64_t> Sender::IdsWhere(const Matches& matches) const {
-  std::vector<uint64_t> ids;
-  for (const TransferPtr& transfer : turn_) {
-    if (matches(*transfer)) ids.push_back(transfer->fetch.transfer_id);
-  }
-  return ids;
 }
 
 void Sender::OnPeerGone(const PeerKey& peer, const absl::Status& status) {

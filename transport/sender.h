@@ -222,6 +222,8 @@ class Sender {
   template <typename Matches>
   std::vector<uint64_t> IdsWhere(const Matches& matches) const;
   void ForgetFetch(const PeerKey& peer);
+  // Whether a later attempt has come before it, over another session.
+  bool IsOutrun(const FetchMsg& fetch) const;
   void EndReplaced(const FetchMsg& fetch);
   void OnDoneAfterEnd(const PeerKey& peer, const DoneMsg& done);
   void ForgetParked(uint64_t transfer_id);

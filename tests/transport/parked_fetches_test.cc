@@ -88,6 +88,7 @@ TEST_F(Parked, RandomRun) {
         parked_.Add(Of(id, lease, peer, ms));
         model[id] = {lease, peer, ms};
     }
+    std::vector<uint64_t> of_lease;
     int64_t first = INT64_MAX;
     for (const auto& [known_id, known] : model) {
       const ParkedFetch* const found = parked_.Find(known_id);
@@ -95,7 +96,9 @@ TEST_F(Parked, RandomRun) {
       ASSERT_EQ(found->fetch.lease_id, known.lease);
       ASSERT_EQ(found->peer, known.peer);
       first = std::min(first, known.until_ms);
+      if (known.lease == lease) of_lease.push_back(known_id);
     }
+    ASSERT_EQ(parked_.IdsOfLease(lease), of_lease);
     ASSERT_EQ(parked_.Has(id), model.contains(id));
     ASSERT_EQ(parked_.next_due(), model.empty() ? Deadline::max() : At(first));
   }

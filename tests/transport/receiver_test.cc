@@ -753,6 +753,28 @@ TEST_F(ReceiverAlone, WhatHasComeIsKeptWhileTheFetchWaits) {
   EXPECT_FALSE(handle->done());
 }
 
+// The sender may have heard of the second request, or not.
+TEST_F(ReceiverAlone, WhatBroughtNothingIsNotNamedAsReplaced) {
+  Begin();
+  const auto ask_again = [&] {
+    Receiver::Fetch taken = TakeOnly();
+    taken.peer = kPeer;
+    receiver_.Add(std::move(taken));
+    receiver_.OnPeerReady(kPeer, kEpoch, LinkId{4});
+    return *outbox_.Last<FetchMsg>();
+  };
+  const FetchMsg second = ask_again();
+  EXPECT_EQ(second.replaces, kId);
+  const FetchMsg third = ask_again();
+  EXPECT_NE(third.transfer_id, second.transfer_id);
+  EXPECT_EQ(third.replaces, kId);
+  EXPECT_GT(third.attempt, second.attempt);
+  Deliver(Stream(1000, third.transfer_id)[0]);
+  const FetchMsg fourth = ask_again();
+  EXPECT_EQ(fourth.replaces, third.transfer_id);
+  EXPECT_EQ(fourth.from_bytes, 1000);
+}
+
 // A lane has the last chunk in its page, and has not told the progress thread.
 TEST_F(ReceiverAlone, AFetchThatIsWholeWhenItIsTakenOutIsDone) {
   const auto handle = Begin();

@@ -76,6 +76,7 @@ struct Describer {
         m.tail_bytes == 0 ? "" : absl::StrCat(" tail ", m.tail_bytes),
         m.in_place_bytes == kBytesInPlace ? "" : absl::StrCat(" in place ", m.in_place_bytes),
         m.replaces == 0 ? "" : absl::StrCat(" replaces ", m.replaces),
+        m.attempt == 0 ? "" : absl::StrCat(" attempt ", m.attempt),
         m.from_bytes == 0 ? "" : absl::StrCat(" from ", m.from_bytes),
         m.wait_ms == 0 ? "" : absl::StrCat(" wait ", m.wait_ms),
         m.heads.count == 0 ? "" : absl::StrCat(" heads ", m.heads.first, "+", m.heads.count),

@@ -24,6 +24,8 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
   fetch.checksum = true;
   FetchMsg again = fetch;
   again.replaces = 0x0f1e2d3c4b5a6978;
+  FetchMsg once_more = again;
+  once_more.attempt = 3;
   FetchMsg from = again;
   from.from_bytes = 3 << 20;
   FetchMsg early = fetch;
@@ -66,6 +68,7 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
       {"refuse_fetch", RefuseMsg{77, absl::NotFoundError("lease 4d is unknown here")}},
       {"fetch", fetch},
       {"fetch_again", again},
+      {"fetch_attempt", once_more},
       {"fetch_from", from},
       {"fetch_early", early},
       {"fetch_in_place", in_place},

@@ -193,6 +193,34 @@ TEST_F(SenderAlone, NothingBehindTheEndOfAStreamIsSent) {
   EXPECT_EQ(metrics_.transfers_active, 1);
 }
 
+// The receiver has heard nothing of the second, whose session fell silent as well, and cannot know
+// whether the sender has that one or still the first.
+TEST_F(SenderAlone, WhatReplacesTheSameIsReplacedToo) {
+  for (const bool second_came : {true, false}) {
+    SCOPED_TRACE(second_came);
+    const uint64_t lease = second_came ? kLease : 2;
+    if (!second_came) Publish(lease, {1, 2, 6, 7, 8, 10}, 4);
+    const uint64_t first = lease * 100;
+    sender_.OnFetch(kPeer, kLink, Ask(first, lease));
+    FetchMsg next = Ask(first + 1, lease);
+    next.replaces = first;
+    next.attempt = 1;
+    if (second_came) sender_.OnFetch("accepted:2", 4, next);
+    FetchMsg last = next;
+    last.transfer_id = first + 2;
+    last.attempt = 2;
+    sender_.OnFetch("accepted:3", 5, last);
+    EXPECT_EQ(outbox_.Count<RefuseMsg>(), 0);
+    if (!second_came) {  // It comes now.
+      sender_.OnFetch("accepted:2", 4, next);
+      EXPECT_EQ(outbox_.Last<RefuseMsg>()->transfer_id, next.transfer_id);
+    }
+    EXPECT_EQ(metrics_.transfers_active, 1);
+    sender_.OnDone("accepted:3", {first + 2, lease, 0});
+    EXPECT_EQ(metrics_.transfers_active, 0);
+  }
+}
+
 TEST_F(SenderAlone, OnlyAFetchOfTheSameLeaseIsReplaced) {
   Publish(2, {1, 2, 3}, 4);
   sender_.OnFetch(kPeer, kLink, Ask(1));
@@ -224,6 +252,27 @@ TEST_F(SenderAlone, AFetchThatWaitsForItsPublishIsReplacedToo) {
   EXPECT_TRUE(Sent(1).empty());
   EXPECT_EQ(Sent(2), Want({1, 2, 3, 4, 5, 6}));
   EXPECT_EQ(outbox_.Last<RefuseMsg>(), nullptr);
+}
+
+TEST_F(SenderAlone, AndWhatReplacesTheSame) {
+  sender_.OnFetch(kPeer, kLink, Ask(1, 5));
+  FetchMsg again = Ask(2, 5);
+  again.replaces = again.attempt = 1;
+  sender_.OnFetch("accepted:2", 4, again);
+  again.transfer_id = 3;
+  again.attempt = 2;
+  sender_.OnFetch("accepted:3", 5, again);
+  EXPECT_EQ(outbox_.Count<RefuseMsg>(), 0);
+  // What both go on with, over an older session than theirs.
+  sender_.OnFetch("accepted:4", 6, Ask(1, 5));
+  EXPECT_EQ(outbox_.Last<RefuseMsg>()->transfer_id, 1u);
+  Publish(5, {1, 2, 3, 4, 5, 6}, 4);
+  sender_.OnLeaseChanged(5);
+  PumpDry();
+  EXPECT_TRUE(Sent(1).empty());
+  EXPECT_TRUE(Sent(2).empty());
+  EXPECT_EQ(Sent(3), Want({1, 2, 3, 4, 5, 6}));
+  EXPECT_EQ(outbox_.Count<RefuseMsg>(), 1);
 }
 
 TEST_F(SenderAlone, NeverMoreThanTheWindow) {

@@ -333,6 +333,7 @@ FetchMsg ReadFetch(Reader& reader) {
   if (reader.Has("tail")) body.tail_bytes = reader.Int("tail", 1, kMaxWireInt);
   if (reader.Has("in_place")) body.in_place_bytes = reader.Int("in_place", 1, kMaxWireInt);
   if (reader.Has("replaces")) body.replaces = reader.Uint("replaces", 1);
+  if (reader.Has("attempt")) body.attempt = reader.Int("attempt", 1, kMaxWireInt);
   if (reader.Has("from")) body.from_bytes = reader.Int("from", 1, kMaxWireInt);
   if (reader.Has("wait")) body.wait_ms = reader.Int("wait", 1, kMaxWireInt);
   body.heads = ReadHeads<HeadRange>(reader);

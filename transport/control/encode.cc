@@ -185,10 +185,10 @@ struct BodyWriter {
   void operator()(const FetchMsg& body) const {
     Head("fetch", 7 + (body.tail_bytes == 0 ? 0 : 1) +
                       (body.in_place_bytes == kBytesInPlace ? 0 : 1) +
-                      (body.replaces == 0 ? 0 : 1) + (body.from_bytes == 0 ? 0 : 1) +
-                      (body.wait_ms == 0 ? 0 : 1) + (body.reads.possible() ? 2 : 0) +
-                      (body.heads.count == 0 ? 0 : 2) + NumKeys(body.reader) + NumKeys(body.form) +
-                      NumKeys(body.values));
+                      (body.replaces == 0 ? 0 : 1) + (body.attempt == 0 ? 0 : 1) +
+                      (body.from_bytes == 0 ? 0 : 1) + (body.wait_ms == 0 ? 0 : 1) +
+                      (body.reads.possible() ? 2 : 0) + (body.heads.count == 0 ? 0 : 2) +
+                      NumKeys(body.reader) + NumKeys(body.form) + NumKeys(body.values));
     writer.Uint("id", body.transfer_id);
     writer.Uint("lease", body.lease_id);
     PackRuns(writer, body.positions);
@@ -199,6 +199,7 @@ struct BodyWriter {
     if (body.tail_bytes != 0) writer.Uint("tail", body.tail_bytes);
     if (body.in_place_bytes != kBytesInPlace) writer.Uint("in_place", body.in_place_bytes);
     if (body.replaces != 0) writer.Uint("replaces", body.replaces);
+    if (body.attempt != 0) writer.Uint("attempt", body.attempt);
     if (body.from_bytes != 0) writer.Uint("from", body.from_bytes);
     if (body.wait_ms != 0) writer.Uint("wait", body.wait_ms);
     Heads(body.heads.first, body.heads.count);
