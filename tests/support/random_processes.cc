@@ -5,14 +5,13 @@
 #include <algorithm>
 #include <chrono>
 #include <csignal>
-#include <cstdlib>
 #include <iostream>
 #include <numeric>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "tests/support/from_environment.h"
 #include "tests/support/test_config.h"
 #include "tests/support/wait_for.h"
 
@@ -22,13 +21,6 @@ namespace {
 constexpr int64_t kMostLanes = 3;
 constexpr int64_t kLongestStopMs = 2500;
 constexpr int64_t kLongestBetweenBreaksMs = 2000, kLongestBetweenEndsMs = 5000;
-
-int64_t FromEnvironment(const char* name, int64_t otherwise) {
-  const char* text = std::getenv(name);
-  int64_t value = otherwise;
-  if (text != nullptr && !absl::SimpleAtoi(text, &value)) ADD_FAILURE() << name << "=" << text;
-  return value;
-}
 
 }  // namespace
 
