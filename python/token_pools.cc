@@ -245,8 +245,8 @@ void BindTokenKvPool(nb::module_& module) {
           },
           "layer"_a, "tensor"_a,
           "A tensor of a layer without a copy, for torch.from_dlpack and numpy.from_dlpack: "
-          "[num_slots, heads, dim], or [pages, page_size, heads, dim] where pages are HND. fp8 is "
-          "seen as uint8.")
+          "[num_slots, heads, dim], or [pages, page_size, heads, dim] where pages are HND, of "
+          "several tokens and heads. fp8 is seen as uint8.")
       .def("key_buffer", &BufferWhenReady<&TokenKvPool::Key>, "layer"_a, "timeout_ms"_a = 30000,
            "The keys of a layer, as buffer(), once `layers` says that they are loaded.")
       .def("value_buffer", &BufferWhenReady<&TokenKvPool::Value>, "layer"_a, "timeout_ms"_a = 30000)
@@ -313,7 +313,7 @@ void BindHostKvPool(nb::module_& module) {
             return ArrayOrNone(self.Allocate(num_tokens));
           },
           "num_tokens"_a, "Reserved slots in whole pages, None when fewer are free.")
-      .def("free", &CallOnSlots<&HostKvPool::Free>, "slots"_a)
+      .def("free", &CallOnSlots<&HostKvPool::Free>, "slots"_a, "All slots of each of their pages.")
       .def("clear", [](HostKvPool& self) { Check(self.Clear()); })
       .def("protect_write", &CallOnSlots<&HostKvPool::ProtectWrite>, "slots"_a)
       .def("protect_load", &CallOnSlots<&HostKvPool::ProtectLoad>, "slots"_a)
@@ -332,7 +332,8 @@ void BindHostKvPool(nb::module_& module) {
             const ReleasedGil nogil;
             Check(self.BackUp(SlotList(device_slots), SlotList(host_slots)));
           },
-          "device_slots"_a, "host_slots"_a)
+          "device_slots"_a, "host_slots"_a,
+          "Rows of these device slots to reserved host slots, which are synced then.")
       .def(
           "load",
           [](HostKvPool& self, const SlotInput& host_slots, const SlotInput& device_slots) {
@@ -340,7 +341,9 @@ void BindHostKvPool(nb::module_& module) {
             Check(self.Load(SlotList(host_slots), SlotList(device_slots)));
           },
           "host_slots"_a, "device_slots"_a,
-          "Layer by layer, counting the device pool's `layers` up.");
+          "Rows of backup host slots, which are synced then, to these device slots: layer by "
+          "layer, counting the device pool's `layers` up. FailedPrecondition while another load is "
+          "under way.");
 }
 
 // ---------------------------------------------------------------- BlockCache
@@ -502,7 +505,7 @@ void BindBlockCache(nb::module_& module) {
       "copy_blocks",
       [](const BlockCache& source, BlockCache& destination, const PairInput& pairs,
          ThreadPool* threads) {
-        const CountList blocks(pairs);
+        const CountList blocks(pairs, "block");
         const std::span<const int64_t> flat = blocks;
         std::vector<BlockPair> list;
         for (size_t i = 0; i < flat.size(); i += 2) list.emplace_back(flat[i], flat[i + 1]);

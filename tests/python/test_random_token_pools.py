@@ -303,19 +303,31 @@ class Pool(Model):
 
     def do_set_its_own_rows(self):
         """All are read before one is written."""
-        layer, count = self.layer(), self.rng.randint(0, self.slots)
-        if self.layout.page_format == "HND" and self.layout.page_size > 1:
-            return
-        first = self.rng.randint(0, self.slots - count)
-        to = self.rng.sample(range(self.slots), count)
+        layer, unit = self.layer(), self.layout.page_size
+        unit = unit if self.layout.page_format == "HND" else 1
+        first = self.rng.randint(0, self.slots // unit) * unit
+        end = self.rng.randint(first // unit, self.slots // unit) * unit
+        to = self.rng.sample(range(self.slots), end - first)
         rows = []
         for (part, dtype), (i, half) in zip(self.naive.parts(layer), self.parts_of(), strict=True):
             own = seen(self.pool.buffer(layer, i), dtype)
-            rows.append(own[first : first + count, :, half])
-            assert torch.equal(bits(rows[-1]), bits(part[first : first + count]))
+            at = slice(first // unit, end // unit) if own.ndim == 4 else slice(first, end)
+            rows.append(own[at][..., half])
+            assert torch.equal(bits(rows[-1]).reshape(-1), bits(part[first:end]).reshape(-1))
         self.pool.set_kv_buffer(layer, integers(self.rng, to), rows)
         for part, _ in self.naive.parts(layer):
-            bits_of(part)[to] = bits_of(part)[first : first + count].clone()
+            bits_of(part)[to] = bits_of(part)[first:end].clone()
+
+    def do_set_its_own_page(self):
+        """The same of flat data."""
+        if len(self.naive.specs) > 1 or self.layout.page_format == "HND":
+            return
+        layer, count = self.layer(), self.layout.page_size
+        page = self.rng.randrange(self.slots // count)
+        to = self.rng.sample(range(self.slots), count)
+        self.pool.set_flat_data(np.array(to), self.pool.pages.page(layer, 0, page), layer)
+        of = bits_of(self.naive.of[0][layer])
+        of[to] = of[page * count : (page + 1) * count].clone()
 
     def parts_of(self) -> list:
         """Of each part its tensor, and which of its values."""

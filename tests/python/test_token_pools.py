@@ -321,9 +321,9 @@ def test_what_is_given_is_taken_as_it_is_or_refused():
     allocator = kvferry.TokenSlotAllocator(16)
     for dtype in (np.float64, bool, np.uint64):
         one = np.array([1], dtype)
-        with pytest.raises(ValueError, match="neither int32 nor int64"):
+        with pytest.raises(ValueError, match=r"\(blocks\) is neither int32 nor int64"):
             kvferry.copy_blocks(cache, cache, np.array([[0, 1]], dtype))
-        with pytest.raises(ValueError, match="neither int32 nor int64"):
+        with pytest.raises(ValueError, match=r"\(numbers\) is neither int32 nor int64"):
             allocator.alloc_extend(one, one, np.array([1]))
         with pytest.raises(ValueError, match="neither int32 nor int64"):
             allocator.alloc_decode(one, np.array([1]))
