@@ -393,7 +393,8 @@ void BindPools(nb::module_& module) {
           nb::call_guard<ReleasedGil>(),
           "Zeroed memory of the pool's own: the host's, or a GPU's as 'cuda:0'. at_once: in huge "
           "pages where the system has them, which take their room before this returns (about 0.1 s "
-          "for a GiB); else the host's is taken as pages are touched.")
+          "for a GiB); else the host's is taken as pages are touched. The host's is shared with a "
+          "child that the process forks, which must not write to it.")
       .def_static(
           "adopt", &AdoptPool, "layout"_a, "buffers"_a, "owner"_a, "shared"_a = nb::none(),
           "memory"_a = "host",

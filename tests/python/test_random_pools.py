@@ -20,6 +20,7 @@ from random_models import (
     torch,
 )
 from test_model_pools import DEEPSEEK_V3_2, GEMMA, QWEN3_NEXT
+from test_random_token_pools import some_layout
 
 FAILED = kvferry.FailedPrecondition
 
@@ -221,18 +222,19 @@ class Host(Model):
     def __init__(self, rng):
         super().__init__(rng)
         self.page = rng.choice([1, 2, 4])
-        layers = rng.randint(1, 3)
-        layout = kvferry.KvLayout.mha(layers, self.page, 1, rng.choice([4, 24]), "float16")
-        self.layers = layers
-        self.device = kvferry.TokenKvPool.create(layout, 8 * self.page)
+        layout, value_dim, _ = some_layout(rng, self.page)
+        self.layers = layout.num_layers
+        self.device = kvferry.TokenKvPool.create(layout, 8 * self.page, value_dim)
+        # Bytes of a slot in each buffer, as flat data has them.
+        widths = [layout.item_bytes(i) // self.page for i in range(len(layout.tensors))]
+        self.widths = [width for width in widths for _ in range(self.layers)]
         self.num = rng.randint(2, 12) * self.page
         if rng.randrange(2):
             size = {"ratio": self.num / (8 * self.page)}
         else:  # Both are rounded down to whole pages.
-            size = {"bytes": self.num * layout.page_bytes // self.page + rng.randint(0, 3)}
+            size = {"bytes": self.num * sum(self.widths) + rng.randrange(sum(self.widths))}
         self.pool = kvferry.HostKvPool.create(self.device, **size, keep_free_bytes=0)
-        row = layout.page_bytes // self.page
-        self.row_bytes = row
+        self.row_bytes = row = sum(self.widths)
         # Rows as bytes, of all layers.
         self.on_device = np.zeros((self.device.num_slots, row), np.uint8)
         self.on_host = np.zeros((self.num + self.page, row), np.uint8)
@@ -241,11 +243,10 @@ class Host(Model):
         self.under_way = None
 
     def rows(self, pool) -> np.ndarray:
-        """[slots, bytes of a slot], in some order of those."""
-        flat = pool.get_flat_data(np.arange(pool.num_slots))
-        width = flat.size // (2 * self.layers * pool.num_slots)
-        by_tensor = flat.reshape(2 * self.layers, pool.num_slots, width)
-        return by_tensor.transpose(1, 0, 2).reshape(pool.num_slots, -1)
+        """[slots, bytes of a slot], buffer after buffer."""
+        ends = np.cumsum([width * pool.num_slots for width in self.widths])
+        buffers = np.split(pool.get_flat_data(np.arange(pool.num_slots)), ends[:-1])
+        return np.concatenate([it.reshape(pool.num_slots, -1) for it in buffers], axis=1)
 
     def seen(self):
         states = [self.pool.state_of(np.array([slot])) for slot in range(len(self.state))]
@@ -343,8 +344,9 @@ class Host(Model):
         slots = self.rng.sample(range(len(self.on_device)), self.rng.randint(0, 5))
         rows = np.frombuffer(self.rng.randbytes(len(slots) * self.row_bytes), np.uint8)
         rows = rows.reshape(len(slots), self.row_bytes)
-        by_tensor = rows.reshape(len(slots), 2 * self.layers, self.row_bytes // (2 * self.layers))
-        self.device.set_flat_data(integers(self.rng, slots), by_tensor.transpose(1, 0, 2).tobytes())
+        buffers = np.split(rows, np.cumsum(self.widths)[:-1], axis=1)
+        flat = b"".join(it.tobytes() for it in buffers)
+        self.device.set_flat_data(integers(self.rng, slots), flat)
         self.on_device[slots] = rows
 
     def do_back_up(self):
