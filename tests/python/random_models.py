@@ -27,7 +27,8 @@ REFUSED = (TypeError, ValueError, IndexError)
 
 
 class Model:
-    """What a pool is compared with. Methods that begin with do_ are the calls."""
+    """What a pool is compared with. Methods that begin with do_ are the calls, each as likely as
+    another; a second name makes one likelier."""
 
     def __init__(self, rng: random.Random):
         self.rng = rng
