@@ -219,7 +219,8 @@ void BindConfig(nb::module_& module) {
 }
 
 void BindLayout(nb::module_& module) {
-  nb::class_<KvLayout>(module, "KvLayout", "How KV lies in memory; see pool/kv_layout.h.")
+  nb::class_<KvLayout> layout(module, "KvLayout", "How KV lies in memory; see pool/kv_layout.h.");
+  layout
       .def(
           "__init__",
           [](KvLayout* self, int64_t num_layers, int64_t page_size, const std::string& dtype,
@@ -273,8 +274,8 @@ void BindLayout(nb::module_& module) {
             return self.item_bytes(tensor);
           },
           "tensor"_a, "Bytes of one page of that tensor in one layer.")
-      .def("__eq__", [](const KvLayout& a, const KvLayout& b) { return a == b; })
       .def("__repr__", [](const KvLayout& self) { return "KvLayout(" + self.ToString() + ")"; });
+  DefineEquality(layout, [](const KvLayout& self) { return self.ToString(); });
 }
 
 using PoolPtr = std::shared_ptr<KvPool>;
