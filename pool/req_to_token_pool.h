@@ -28,8 +28,8 @@ class ReqToTokenPool {
       int64_t num_requests, int64_t max_context_tokens,
       const std::shared_ptr<const PoolMemory>& memory = HostMemory());
 
-  // `count` free request slots. RESOURCE_EXHAUSTED when fewer are free, INVALID_ARGUMENT when count
-  // is below 1; nothing changes then.
+  // `count` free request slots, of a new or cleared pool the lowest. RESOURCE_EXHAUSTED when fewer
+  // are free, INVALID_ARGUMENT when count is below 1; nothing changes then.
   absl::StatusOr<std::vector<int64_t>> Allocate(int64_t count);
   // INVALID_ARGUMENT naming the slot when one is out of range, not allocated, or twice in the list;
   // nothing changes then.

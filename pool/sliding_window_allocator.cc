@@ -135,6 +135,8 @@ absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Extend(
   // Said here, as the window pool itself would not say whose pages are missing.
   const int64_t pages = NewPages(prefix_tokens, tokens, window_);
   if (pages * page_size() > window_.num_free()) {
+    // Unless there is something wrong with the batch.
+    KVFERRY_RETURN_IF_ERROR(full_.CheckExtend(prefix_tokens, tokens, last_slots));
     return absl::ResourceExhaustedError(absl::StrCat("sliding window: ", pages,
                                                      " pages needed but the window pool has ",
                                                      window_.num_free() / page_size()));

@@ -138,9 +138,9 @@ void TokenSlotAllocator::Grow(const Growth& growth, std::vector<int32_t>* slots)
   }
 }
 
-absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Extend(
+absl::StatusOr<std::vector<TokenSlotAllocator::Growth>> TokenSlotAllocator::PlanExtend(
     std::span<const int64_t> prefix_tokens, std::span<const int64_t> tokens,
-    std::span<const int32_t> last_slots) {
+    std::span<const int32_t> last_slots) const {
   if (prefix_tokens.size() != tokens.size() || last_slots.size() != tokens.size()) {
     return absl::InvalidArgumentError(absl::StrCat("slot allocator: ", prefix_tokens.size(),
                                                    " prefix_tokens, ", tokens.size(),
@@ -150,18 +150,33 @@ absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Extend(
   }
   std::vector<Growth> batch;
   batch.reserve(tokens.size());
-  int64_t new_pages = 0, new_tokens = 0;
+  int64_t new_pages = 0;
   for (size_t i = 0; i < tokens.size(); ++i) {
     batch.push_back({prefix_tokens[i], tokens[i], last_slots[i]});
     KVFERRY_RETURN_IF_ERROR(CheckGrowth(static_cast<int64_t>(i), batch[i]));
     new_pages += NewPages(batch[i].from, batch[i].to);
-    new_tokens += batch[i].to - batch[i].from;
   }
   if (new_pages > pages_.num_free()) {
     return absl::ResourceExhaustedError(absl::StrCat("slot allocator: the batch needs ", new_pages,
                                                      " pages of ", page_size_, " tokens, ",
                                                      pages_.num_free(), " are free"));
   }
+  return batch;
+}
+
+absl::Status TokenSlotAllocator::CheckExtend(std::span<const int64_t> prefix_tokens,
+                                             std::span<const int64_t> tokens,
+                                             std::span<const int32_t> last_slots) const {
+  return PlanExtend(prefix_tokens, tokens, last_slots).status();
+}
+
+absl::StatusOr<std::vector<int32_t>> TokenSlotAllocator::Extend(
+    std::span<const int64_t> prefix_tokens, std::span<const int64_t> tokens,
+    std::span<const int32_t> last_slots) {
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<Growth> batch,
+                           PlanExtend(prefix_tokens, tokens, last_slots));
+  int64_t new_tokens = 0;
+  for (const Growth& growth : batch) new_tokens += growth.to - growth.from;
   std::vector<int32_t> slots;
   slots.reserve(new_tokens);
   for (const Growth& growth : batch) Grow(growth, &slots);

@@ -53,6 +53,9 @@ class TokenSlotAllocator {
   absl::StatusOr<std::vector<int32_t>> Extend(std::span<const int64_t> prefix_tokens,
                                               std::span<const int64_t> tokens,
                                               std::span<const int32_t> last_slots);
+  // The error that Extend() would have now.
+  absl::Status CheckExtend(std::span<const int64_t> prefix_tokens, std::span<const int64_t> tokens,
+                           std::span<const int32_t> last_slots) const;
   // Extend() by one token each: tokens[i] counts the new one.
   absl::StatusOr<std::vector<int32_t>> Decode(std::span<const int64_t> tokens,
                                               std::span<const int32_t> last_slots);
@@ -95,6 +98,9 @@ class TokenSlotAllocator {
   std::string WhyNotAllocated(int64_t slot) const;
   absl::Status NotAllocated(int64_t slot) const;
   absl::Status CheckGrowth(int64_t sequence, const Growth& growth) const;
+  absl::StatusOr<std::vector<Growth>> PlanExtend(std::span<const int64_t> prefix_tokens,
+                                                 std::span<const int64_t> tokens,
+                                                 std::span<const int32_t> last_slots) const;
   // Cannot fail after CheckGrowth(), with enough free pages and room in `slots`.
   void Grow(const Growth& growth, std::vector<int32_t>* slots);
   // Decode() of the usual batch: every sequence has tokens, all arguments are right, and pages hold

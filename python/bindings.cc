@@ -219,7 +219,8 @@ void BindConfig(nb::module_& module) {
 }
 
 void BindLayout(nb::module_& module) {
-  nb::class_<KvLayout>(module, "KvLayout", "How KV lies in memory; see pool/kv_layout.h.")
+  nb::class_<KvLayout> layout(module, "KvLayout", "How KV lies in memory; see pool/kv_layout.h.");
+  layout
       .def(
           "__init__",
           [](KvLayout* self, int64_t num_layers, int64_t page_size, const std::string& dtype,
@@ -273,8 +274,8 @@ void BindLayout(nb::module_& module) {
             return self.item_bytes(tensor);
           },
           "tensor"_a, "Bytes of one page of that tensor in one layer.")
-      .def("__eq__", [](const KvLayout& a, const KvLayout& b) { return a == b; })
       .def("__repr__", [](const KvLayout& self) { return "KvLayout(" + self.ToString() + ")"; });
+  DefineEquality(layout, [](const KvLayout& self) { return self.ToString(); });
 }
 
 using PoolPtr = std::shared_ptr<KvPool>;
@@ -393,7 +394,8 @@ void BindPools(nb::module_& module) {
           nb::call_guard<ReleasedGil>(),
           "Zeroed memory of the pool's own: the host's, or a GPU's as 'cuda:0'. at_once: in huge "
           "pages where the system has them, which take their room before this returns (about 0.1 s "
-          "for a GiB); else the host's is taken as pages are touched.")
+          "for a GiB); else the host's is taken as pages are touched. The host's is shared with a "
+          "child that the process forks, which must not write to it.")
       .def_static(
           "adopt", &AdoptPool, "layout"_a, "buffers"_a, "owner"_a, "shared"_a = nb::none(),
           "memory"_a = "host",

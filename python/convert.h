@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -90,6 +91,15 @@ void DefineFreeRuns(nanobind::class_<Pool>& pool, const std::string& prefix, Pag
   pool.def((prefix + "free_run_histogram").c_str(),
            [pages](const Pool& self) { return pages(self).free_run_histogram(); },
            "Element i counts the free runs of [2^i, 2^(i + 1)) pages.");
+}
+
+// == of values. What is no T is just another thing; equal ones hash alike, by text(value), which
+// needs not tell all others apart.
+template <typename T, typename Text>
+void DefineEquality(nanobind::class_<T>& type, Text text) {
+  type.def(
+          "__eq__", [](const T& a, const T& b) { return a == b; }, nanobind::is_operator())
+      .def("__hash__", [text](const T& self) { return std::hash<std::string>()(text(self)); });
 }
 
 // What read() gives: the Metrics() of an object. It is let go of before Python's garbage collection

@@ -111,8 +111,9 @@ nb::str Publish(const Prefill& self, IntegersInput given, int64_t num_tokens, ui
 }
 
 void BindTicket(nb::module_& module) {
-  nb::class_<Ticket>(module, "Ticket",
-                     "What a decode process needs to fetch; see transport/ticket.h.")
+  nb::class_<Ticket> ticket(module, "Ticket",
+                            "What a decode process needs to fetch; see transport/ticket.h.");
+  ticket
       .def(
           "__init__",
           [](Ticket* self, const std::string& address, uint64_t epoch, uint64_t lease_id,
@@ -129,13 +130,14 @@ void BindTicket(nb::module_& module) {
       .def_ro("lease_id", &Ticket::lease_id)
       .def_ro("num_pages", &Ticket::num_pages)
       .def_ro("num_tokens", &Ticket::num_tokens)
-      .def("__str__", &Ticket::ToString)
-      .def("__eq__", [](const Ticket& a, const Ticket& b) { return a == b; });
+      .def("__str__", &Ticket::ToString);
+  DefineEquality(ticket, [](const Ticket& self) { return self.ToString(); });
 }
 
 void BindReceiveTicket(nb::module_& module) {
-  nb::class_<ReceiveTicket>(module, "ReceiveTicket",
-                            "What a prefill process needs to push; see transport/ticket.h.")
+  nb::class_<ReceiveTicket> ticket(module, "ReceiveTicket",
+                                   "What a prefill process needs to push; see transport/ticket.h.");
+  ticket
       .def_static(
           "parse", [](const std::string& text) { return Value(ReceiveTicket::Parse(text)); },
           "text"_a)
@@ -144,8 +146,8 @@ void BindReceiveTicket(nb::module_& module) {
       .def_ro("receive_id", &ReceiveTicket::receive_id)
       .def_ro("num_pages", &ReceiveTicket::num_pages)
       .def_ro("num_tokens", &ReceiveTicket::num_tokens)
-      .def("__str__", &ReceiveTicket::ToString)
-      .def("__eq__", [](const ReceiveTicket& a, const ReceiveTicket& b) { return a == b; });
+      .def("__str__", &ReceiveTicket::ToString);
+  DefineEquality(ticket, [](const ReceiveTicket& self) { return self.ToString(); });
 }
 
 // Waits for a handle's end, or for a layer, by `wait(deadline)`. An exception of Python's, such as

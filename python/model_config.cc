@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "python/convert.h"
 #include "python/model_config.h"
 #include "python/status_error.h"
 
@@ -55,8 +57,9 @@ void BindParts(nb::module_& module) {
 
 void BindModelConfig(nb::module_& module) {
   BindParts(module);
-  nb::class_<ModelConfig>(module, "ModelConfig",
-                          "The KV cache that a model needs; see pool/model_config.h.")
+  nb::class_<ModelConfig> config(module, "ModelConfig",
+                                 "The KV cache that a model needs; see pool/model_config.h.");
+  config
       .def_static("from_json", &FromJson, "text"_a, nb::kw_only(), "tensor_parallel_size"_a = 1,
                   "dtype"_a = "auto", "kv_cache_dtype"_a = "auto", "hf_quant_config"_a = "",
                   "Reads the text of a config.json for one of tensor_parallel_size ranks. The "
@@ -90,8 +93,10 @@ void BindModelConfig(nb::module_& module) {
       .def_ro("indexer", &ModelConfig::indexer)
       .def_ro("linear", &ModelConfig::linear)
       .def_prop_ro("layer_kv_bytes_per_token", &ModelConfig::layer_kv_bytes_per_token)
-      .def_prop_ro("kv_bytes_per_token", &ModelConfig::kv_bytes_per_token, "Over all layers.")
-      .def("__eq__", [](const ModelConfig& a, const ModelConfig& b) { return a == b; });
+      .def_prop_ro("kv_bytes_per_token", &ModelConfig::kv_bytes_per_token, "Over all layers.");
+  DefineEquality(config, [](const ModelConfig& self) {
+    return absl::StrCat(self.architecture, " ", self.kv_bytes_per_token());
+  });
 }
 
 }  // namespace kvferry

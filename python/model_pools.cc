@@ -44,16 +44,17 @@ void BindModelPools(nb::module_& module) {
           "Sized by num_tokens or kv_bytes; max_context_tokens 0 is the model's "
           "max_position_embeddings; kv_cache_dtype, other than 'auto', replaces the model's; "
           "memory is "
-          "the host's, or a GPU's as 'cuda:0', for keys, values and states.")
+          "the host's, or a GPU's as 'cuda:0', for keys, values, states and the table of requests.")
       .def_prop_ro("model", &ModelPools::model)
       .def_prop_ro("requests", &ModelPools::requests, nb::rv_policy::reference_internal)
-      .def_prop_ro("kv", &ModelPools::kv, "TokenKvPool of the layers that share all slots.")
+      .def_prop_ro("kv", &ModelPools::kv,
+                   "TokenKvPool of the layers that share all slots, None where all are linear.")
       .def_prop_ro("window_kv", &ModelPools::window_kv,
                    "TokenKvPool of the sliding layers beside full ones, or None.")
       .def_prop_ro("states", &ModelPools::states, nb::rv_policy::reference_internal,
                    "GdnPool of linear layers, or None; request slot r has state slot r + 1.")
       .def_prop_ro("slots", &ModelPools::slots, nb::rv_policy::reference_internal,
-                   "TokenSlotAllocator, or None when there is a window_kv.")
+                   "TokenSlotAllocator, or None when there is a window_kv, or no kv.")
       .def_prop_ro("window_slots", &ModelPools::window_slots, nb::rv_policy::reference_internal,
                    "SlidingWindowAllocator when there is a window_kv, or None.")
       .def(

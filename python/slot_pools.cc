@@ -79,7 +79,7 @@ void BindReqToTokenPool(nb::module_& module) {
           "write_batch",
           [](ReqToTokenPool& self, const SlotInput& slots, const SlotInput& firsts,
              const SlotInput& counts, const SlotInput& values) {
-            const CountList to(slots), from(firsts), lengths(counts);
+            const CountList to(slots), from(firsts, "position"), lengths(counts, "number");
             const SlotList token_slots(values);
             const ReleasedGil nogil;
             Check(self.WriteBatch(to, from, lengths, token_slots));
@@ -117,24 +117,25 @@ void DefineAllocation(nb::class_<Allocator>& allocator) {
           "alloc_extend",
           [](Allocator& self, const SlotInput& prefix_tokens, const SlotInput& tokens,
              const SlotInput& last_slots) {
-            return ArrayOrNone(
-                self.Extend(CountList(prefix_tokens), CountList(tokens), SlotList(last_slots)));
+            return ArrayOrNone(self.Extend(CountList(prefix_tokens, "number"),
+                                           CountList(tokens, "number"), SlotList(last_slots)));
           },
           "prefix_tokens"_a, "tokens"_a, "last_slots"_a,
           "The new slots of a batch that grows from prefix_tokens to tokens, None when there are "
-          "too few.")
+          "too few. last_slots: of the last token that each sequence has, any where it has none.")
       .def(
           "alloc_decode",
           [](Allocator& self, const SlotInput& tokens, const SlotInput& last_slots) {
-            return ArrayOrNone(self.Decode(CountList(tokens), SlotList(last_slots)));
+            return ArrayOrNone(self.Decode(CountList(tokens, "number"), SlotList(last_slots)));
           },
           "tokens"_a, "last_slots"_a,
           "One slot for each sequence; tokens counts the new one. None when there are too few.")
       .def(
           "free",
           [](Allocator& self, const SlotInput& slots) { Check(self.Free(SlotList(slots))); },
-          "slots"_a)
-      .def("free_group_begin", &Allocator::BeginFreeGroup)
+          "slots"_a, "The pages of these slots, whole: one slot of a page is enough.")
+      .def("free_group_begin", &Allocator::BeginFreeGroup,
+           "What free() is given from now on is free at the end of the group.")
       .def("free_group_end", &Allocator::EndFreeGroup)
       .def("clear", &Allocator::Clear)
       .def_prop_ro("page_size", &Allocator::page_size)
@@ -176,7 +177,9 @@ void BindSlidingWindowAllocator(nb::module_& module) {
           [](SlidingWindowAllocator& self, const SlotInput& slots) {
             Check(self.FreeWindow(SlotList(slots)));
           },
-          "slots"_a, "These tokens left the window; their full slots stay.")
+          "slots"_a,
+          "These tokens left the window: pages of which all slots are given, in one call, lose "
+          "their window slots. Their full slots stay.")
       .def(
           "to_window",
           [](const SlidingWindowAllocator& self, const SlotInput& slots) {

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/thread_pool.h"
@@ -159,14 +160,30 @@ NumpyArray<float, 3> GetQuantized(const TokenKvPool& self, const std::string& fo
   return std::move(owned).ToNumpy({count, num_heads, head_dim});
 }
 
-template <absl::StatusOr<TokenView> (TokenKvPool::*kView)(int64_t, Deadline)>
-DlpackArray BufferWhenReady(const PoolPtr& self, int64_t layer, int64_t timeout_ms) {
-  absl::StatusOr<TokenView> view;
-  {
+// Of a wait without the GIL: no longer where there is an exception of Python's, such as Ctrl-C.
+bool GoesOn() {
+  const HeldGil gil;
+  return gil && StayAtExit([] { return PyErr_CheckSignals(); }) == 0;
+}
+
+// What wait(deadline) gives, which runs without the GIL and asks GoesOn(), or that exception.
+template <typename Wait>
+auto WaitAndHear(int64_t timeout_ms, const Wait& wait) {
+  auto result = [&] {
     const ReleasedGil nogil;
-    view = (self.get()->*kView)(layer, DeadlineInMs(timeout_ms));
-  }
-  return SeenFrom(Value(std::move(view)), self);
+    return wait(DeadlineInMs(timeout_ms));
+  }();
+  if (PyErr_Occurred() != nullptr) throw nb::python_error();
+  return result;
+}
+
+template <absl::StatusOr<TokenView> (TokenKvPool::*kView)(int64_t, Deadline,
+                                                          absl::FunctionRef<bool()>)>
+DlpackArray BufferWhenReady(const PoolPtr& self, int64_t layer, int64_t timeout_ms) {
+  const auto wait = [&](Deadline deadline) {
+    return (self.get()->*kView)(layer, deadline, GoesOn);
+  };
+  return SeenFrom(Value(WaitAndHear(timeout_ms, wait)), self);
 }
 
 void BindLayerCounter(nb::module_& module) {
@@ -190,8 +207,9 @@ void BindLayerCounter(nb::module_& module) {
       .def(
           "wait",
           [](LayerCounter& self, int64_t layer, int64_t timeout_ms) {
-            const ReleasedGil nogil;
-            Check(self.WaitFor(layer, DeadlineInMs(timeout_ms)));
+            Check(WaitAndHear(timeout_ms, [&](Deadline deadline) {
+              return self.WaitFor(layer, deadline, GoesOn);
+            }));
           },
           "layer"_a, "timeout_ms"_a)
       .def_prop_ro("last_load", &LayerCounter::last_load,
@@ -245,8 +263,8 @@ void BindTokenKvPool(nb::module_& module) {
           },
           "layer"_a, "tensor"_a,
           "A tensor of a layer without a copy, for torch.from_dlpack and numpy.from_dlpack: "
-          "[num_slots, heads, dim], or [pages, page_size, heads, dim] where pages are HND. fp8 is "
-          "seen as uint8.")
+          "[num_slots, heads, dim], or [pages, page_size, heads, dim] where pages are HND, of "
+          "several tokens and heads. fp8 is seen as uint8.")
       .def("key_buffer", &BufferWhenReady<&TokenKvPool::Key>, "layer"_a, "timeout_ms"_a = 30000,
            "The keys of a layer, as buffer(), once `layers` says that they are loaded.")
       .def("value_buffer", &BufferWhenReady<&TokenKvPool::Value>, "layer"_a, "timeout_ms"_a = 30000)
@@ -313,7 +331,7 @@ void BindHostKvPool(nb::module_& module) {
             return ArrayOrNone(self.Allocate(num_tokens));
           },
           "num_tokens"_a, "Reserved slots in whole pages, None when fewer are free.")
-      .def("free", &CallOnSlots<&HostKvPool::Free>, "slots"_a)
+      .def("free", &CallOnSlots<&HostKvPool::Free>, "slots"_a, "All slots of each of their pages.")
       .def("clear", [](HostKvPool& self) { Check(self.Clear()); })
       .def("protect_write", &CallOnSlots<&HostKvPool::ProtectWrite>, "slots"_a)
       .def("protect_load", &CallOnSlots<&HostKvPool::ProtectLoad>, "slots"_a)
@@ -332,7 +350,8 @@ void BindHostKvPool(nb::module_& module) {
             const ReleasedGil nogil;
             Check(self.BackUp(SlotList(device_slots), SlotList(host_slots)));
           },
-          "device_slots"_a, "host_slots"_a)
+          "device_slots"_a, "host_slots"_a,
+          "Rows of these device slots to reserved host slots, which are synced then.")
       .def(
           "load",
           [](HostKvPool& self, const SlotInput& host_slots, const SlotInput& device_slots) {
@@ -340,7 +359,9 @@ void BindHostKvPool(nb::module_& module) {
             Check(self.Load(SlotList(host_slots), SlotList(device_slots)));
           },
           "host_slots"_a, "device_slots"_a,
-          "Layer by layer, counting the device pool's `layers` up.");
+          "Rows of backup host slots, which are synced then, to these device slots: layer by "
+          "layer, counting the device pool's `layers` up. FailedPrecondition while another load is "
+          "under way.");
 }
 
 // ---------------------------------------------------------------- BlockCache
@@ -502,7 +523,7 @@ void BindBlockCache(nb::module_& module) {
       "copy_blocks",
       [](const BlockCache& source, BlockCache& destination, const PairInput& pairs,
          ThreadPool* threads) {
-        const CountList blocks(pairs);
+        const CountList blocks(pairs, "block");
         const std::span<const int64_t> flat = blocks;
         std::vector<BlockPair> list;
         for (size_t i = 0; i < flat.size(); i += 2) list.emplace_back(flat[i], flat[i + 1]);

@@ -204,5 +204,14 @@ TEST(SlidingWindows, BadCallsChangeNothing) {
                     "of the full slots: slot allocator: num_tokens is 0"));
 }
 
+TEST(SlidingWindows, WhatIsWrongIsSaidAlsoWhereThereIsNoRoom) {
+  auto allocator = Must(SlidingWindowAllocator::Create(16, 4, 4));
+  const Slots slots = Must(allocator.Allocate(4));
+  EXPECT_TRUE(Fails(allocator.Decode({{5}}, Slots{7}), kExhausted));
+  EXPECT_TRUE(Fails(allocator.Decode({{5, 1}}, Slots{7}), kInvalid, "2 tokens and 1 last_slots"));
+  EXPECT_TRUE(Fails(allocator.Decode({{5}}, Slots{6}), kInvalid, "cannot hold token 3"));
+  EXPECT_TRUE(Fails(allocator.Extend({{4}}, {{9}}, Slots{15}), kInvalid, "15, is not allocated"));
+}
+
 }  // namespace
 }  // namespace kvferry

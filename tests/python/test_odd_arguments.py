@@ -91,6 +91,32 @@ def test_what_a_signals_handler_raises_in_there_is_not_lost():
             pass
 
 
+def values() -> dict:
+    """Makers of values that are alike."""
+    model = (
+        '{"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 1, '
+        '"head_dim": 8, "hidden_size": 8, "torch_dtype": "float16"}'
+    )
+    ticket, push = "kvferry1|tcp://h:1|1|2|3|4", "kvferrypush1|tcp://h:1|1|2|3|4"
+    return {
+        "layout": lambda: kvferry.KvLayout.mha(1, 4, 1, 8, "float32"),
+        "model": lambda: kvferry.ModelConfig.from_json(model),
+        "ticket": lambda: kvferry.Ticket.parse(ticket),
+        "receive ticket": lambda: kvferry.ReceiveTicket.parse(push),
+    }
+
+
+@pytest.mark.parametrize("name", values())
+def test_values_may_be_compared_with_anything_and_looked_up(name):
+    value, same = values()[name](), values()[name]()
+    assert value == same and not value != same
+    assert {value: 1}[same] == 1 and len({value, same}) == 1
+    others = [make() for key, make in values().items() if key != name]
+    for other in [*others, None, 1, "text", object()]:
+        assert value != other and not value == other
+        assert value in [other, same]
+
+
 def test_errors_of_an_array_refuse_it():
     def fail():
         raise RuntimeError("requires grad")

@@ -2,6 +2,8 @@
 
 import gc
 import itertools
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -321,9 +323,9 @@ def test_what_is_given_is_taken_as_it_is_or_refused():
     allocator = kvferry.TokenSlotAllocator(16)
     for dtype in (np.float64, bool, np.uint64):
         one = np.array([1], dtype)
-        with pytest.raises(ValueError, match="neither int32 nor int64"):
+        with pytest.raises(ValueError, match=r"\(blocks\) is neither int32 nor int64"):
             kvferry.copy_blocks(cache, cache, np.array([[0, 1]], dtype))
-        with pytest.raises(ValueError, match="neither int32 nor int64"):
+        with pytest.raises(ValueError, match=r"\(numbers\) is neither int32 nor int64"):
             allocator.alloc_extend(one, one, np.array([1]))
         with pytest.raises(ValueError, match="neither int32 nor int64"):
             allocator.alloc_decode(one, np.array([1]))
@@ -387,6 +389,23 @@ def test_readers_wait_for_their_layer():
         pool.key_buffer(1)
     with pytest.raises(kvferry.FailedPrecondition, match="the disk is gone"):
         pool.layers.ready(load, 2)
+
+
+def test_ctrl_c_ends_a_wait_for_a_layer():
+    pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(2, 1, 1, 4, "float32"), 8)
+    load = pool.layers.begin()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for wait in (pool.layers.wait, pool.key_buffer, pool.value_buffer):
+            interrupt = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                interrupt.start()
+                wait(0, 500_000)
+            interrupt.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    pool.layers.ready(load, 2)
+    assert torch.from_dlpack(pool.key_buffer(1)).shape == (9, 1, 4)
 
 
 def test_a_load_whose_loader_is_gone_is_given_up():
