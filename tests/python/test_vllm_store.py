@@ -46,6 +46,21 @@ def test_what_the_store_promised_and_did_not_give_is_computed(scheduler: Schedul
     assert ask(it, 0) == (3 * BLOCK, True)
 
 
+def test_what_another_connector_failed_to_load_is_computed(scheduler: Scheduler):
+    """vLLM has room for one load of it, and would wait for more, and let nobody else begin."""
+    scheduler.put(keys_of(scheduler, request("before", 3)))
+    it = request("r", 3)
+    scheduler.half.on_new_request(it)
+    ask = scheduler.half.get_num_new_matched_tokens
+    assert ask(it, 0) == (3 * BLOCK, True)
+    scheduler.half.update_state_after_alloc(it, TABLE, 0)  # As MultiConnector says it.
+    assert scheduler.step({}).store_loads == []
+    assert ask(it, 0) == (0, False)
+    scheduler.compute(it, 2)
+    it.num_computed_tokens = 0  # Preempted.
+    assert ask(it, 0) == (3 * BLOCK, True)
+
+
 def test_what_the_engine_has_lost_meanwhile_is_asked_for_anew(scheduler: Scheduler):
     scheduler.put(keys_of(scheduler, request("before", 3)))
     it = request("r", 4)

@@ -39,7 +39,7 @@ class _Tracked:
     lost: range = range(0)  # Blocks that the engine has and the store has not (any more).
     saved: int | None = None  # Blocks that need no saving (any more); None: not scheduled yet.
     has_saves: bool = False  # The workers know it, and report when its saves have ended.
-    has_loaded: bool = False  # Since it was last computed.
+    has_begun: bool = False  # It was given blocks, and has not been computed since.
 
 
 def _is_of_tokens(request: Request) -> bool:
@@ -143,8 +143,10 @@ class StoreScheduler:
         ):
             return 0, False
         # What has just failed to load is computed: a store that promises a block and cannot give it
-        # would otherwise be asked for it for ever.
-        if tracked.has_loaded:
+        # would otherwise be asked for it for ever. So it is if another connector was to load it:
+        # vLLM still counts its blocks as some that it needs, and a second load has to fit in beside
+        # them. It may wait for ever then, and every other request behind it.
+        if tracked.has_begun:
             return 0, False
         first = num_computed_tokens // self._block_size
         if tracked.found is None or tracked.found[0] != first:
@@ -235,7 +237,10 @@ class StoreScheduler:
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         tracked = self._requests.get(request.request_id)
-        if tracked is None or num_external_tokens == 0 or tracked.found is None:
+        if tracked is None:
+            return
+        tracked.has_begun = True
+        if num_external_tokens == 0 or tracked.found is None:
             return
         first, _ = tracked.found
         last = first + num_external_tokens // self._block_size
@@ -249,7 +254,6 @@ class StoreScheduler:
         )
         self._loading.add(request.request_id)
         tracked.found = None
-        tracked.has_loaded = True
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self._ended.difference_update(output.finished_sending or ())
@@ -284,7 +288,7 @@ class StoreScheduler:
         kv_cache_manager: KVCacheManager,
     ) -> None:
         request = tracked.request
-        tracked.has_loaded = False
+        tracked.has_begun = False
         if not _is_of_tokens(request):
             return
         before = request.num_computed_tokens // self._block_size
