@@ -166,14 +166,6 @@ absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Decode(
 
 // ---------------------------------------------------------------- giving back
 
-std::vector<int64_t> SlidingWindowAllocator::PagesOf(std::span<const int32_t> slots) const {
-  std::vector<int64_t> pages;
-  pages.reserve(slots.size());
-  for (const int32_t slot : slots) pages.push_back(slot / page_size());
-  std::sort(pages.begin(), pages.end());
-  return pages;
-}
-
 void SlidingWindowAllocator::FreeWindowPages(PageRun full_pages) {
   const auto mapped = std::span(window_pages_).subspan(full_pages.first, full_pages.count);
   window_.FreeEachPage(mapped);  // Every mapped page is allocated, once.
@@ -201,13 +193,12 @@ absl::Status SlidingWindowAllocator::FreeWindow(std::span<const int32_t> slots) 
         absl::StrCat("sliding window: slot ", slot, " is not allocated"));
   }
   std::vector<int32_t> sorted(slots.begin(), slots.end());
-  std::sort(sorted.begin(), sorted.end());
+  if (!std::is_sorted(sorted.begin(), sorted.end())) std::sort(sorted.begin(), sorted.end());
   sorted.erase(std::unique(sorted.begin(), sorted.end()), sorted.end());
-  const std::vector<int64_t> pages = PagesOf(sorted);
-  for (size_t first = 0, i = 1; i <= pages.size(); ++i) {
-    if (i < pages.size() && pages[i] == pages[first]) continue;
-    if (static_cast<int64_t>(i - first) == page_size()) FreeWindowPages({pages[first], 1});
-    first = i;
+  for (size_t first = 0, end = 0; first < sorted.size(); first = end) {
+    const int64_t page = sorted[first] / page_size();
+    while (end < sorted.size() && sorted[end] < (page + 1) * page_size()) ++end;
+    if (static_cast<int64_t>(end - first) == page_size()) FreeWindowPages({page, 1});
   }
   return absl::OkStatus();
 }

@@ -77,7 +77,6 @@ class SlidingWindowAllocator {
   void FreeNewPages(std::span<const int32_t> slots, TokenSlotAllocator* pool) const;
   void Map(std::span<const int32_t> full_slots, std::span<const int32_t> window_slots);
   void FreeWindowPages(PageRun full_pages);
-  std::vector<int64_t> PagesOf(std::span<const int32_t> slots) const;
 
   TokenSlotAllocator full_;
   TokenSlotAllocator window_;
