@@ -127,9 +127,10 @@ void SlidingWindowAllocator::FreeNewPages(std::span<const int32_t> slots,
   }
 }
 
-absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Extend(
+template <typename GrowIn>
+absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Grow(
     std::span<const int64_t> prefix_tokens, std::span<const int64_t> tokens,
-    std::span<const int32_t> last_slots) {
+    std::span<const int32_t> last_slots, const GrowIn& grow_in) {
   KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> last_window,
                            LastWindowSlots(prefix_tokens, last_slots));
   // Said here, as the window pool itself would not say whose pages are missing.
@@ -139,15 +140,22 @@ absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Extend(
                                                      " pages needed but the window pool has ",
                                                      window_.num_free() / page_size()));
   }
-  KVFERRY_ASSIGN_OR_RETURN(std::vector<int32_t> full,
-                           full_.Extend(prefix_tokens, tokens, last_slots));
+  KVFERRY_ASSIGN_OR_RETURN(std::vector<int32_t> full, grow_in(full_, last_slots));
   // The window pool does not refuse, but its list may find no memory.
   absl::Cleanup give_back = [&] { FreeNewPages(full, &full_); };
-  KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> window,
-                           window_.Extend(prefix_tokens, tokens, last_window));
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> window, grow_in(window_, last_window));
   std::move(give_back).Cancel();
   Map(full, window);
   return full;
+}
+
+absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Extend(
+    std::span<const int64_t> prefix_tokens, std::span<const int64_t> tokens,
+    std::span<const int32_t> last_slots) {
+  return Grow(prefix_tokens, tokens, last_slots,
+              [&](TokenSlotAllocator& pool, std::span<const int32_t> last) {
+                return pool.Extend(prefix_tokens, tokens, last);
+              });
 }
 
 absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Decode(
@@ -161,7 +169,10 @@ absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Decode(
     }
     prefix_tokens[i] = tokens[i] - 1;
   }
-  return Extend(prefix_tokens, tokens, last_slots);
+  return Grow(prefix_tokens, tokens, last_slots,
+              [&](TokenSlotAllocator& pool, std::span<const int32_t> last) {
+                return pool.Decode(tokens, last);
+              });
 }
 
 // ---------------------------------------------------------------- giving back
