@@ -121,10 +121,10 @@ absl::StatusOr<std::vector<ItemsMove>> PlanBlockCopy(const BlockCache& from, con
 // come. `from` and `to` may be the same cache, or have adopted the same layers.
 //
 // INVALID_ARGUMENT when the caches differ in shape, a block is written twice, a block of one cache
-// is both read and written, or caches share memory but not all layers; OUT_OF_RANGE naming a block that does not exist. Nothing is
-// written then. `threads`, which may be null, help. Where a cache is not on_host() its device
-// copies (PoolMemory::RunBlocks()) and is done when this returns; what a device that fails has
-// written is not known. cuda/block_copy_cuda.h has the same on a stream.
+// is both read and written, or caches share memory but not all layers; OUT_OF_RANGE naming a block
+// that does not exist. Nothing is written then. `threads`, which may be null, help. Where a cache
+// is not on_host() its device copies (PoolMemory::RunBlocks()) and is done when this returns; what
+// a device that fails has written is not known. cuda/block_copy_cuda.h has the same on a stream.
 absl::Status CopyBlocks(const BlockCache& from, BlockCache& to, std::span<const BlockPair> pairs,
                         ThreadPool* threads = nullptr);
 
