@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/check_range.h"
 #include "base/status.h"
+#include "pool/rows_aside.h"
 
 namespace kvferry {
 namespace {
@@ -41,8 +42,24 @@ absl::Status CheckInRange(absl::string_view side, int64_t block, const BlockCach
                                             " is not in [0, ", cache.num_blocks(), ")"));
 }
 
+bool ShareMemory(const BlockCache& a, const BlockCache& b) {
+  return std::any_of(a.pieces().begin(), a.pieces().end(), [&b](const std::span<std::byte>& mine) {
+    return std::any_of(b.pieces().begin(), b.pieces().end(),
+                       [&mine](const std::span<std::byte>& theirs) { return Meet(mine, theirs); });
+  });
+}
+
+// An engine's layers may be adopted more than once. Of caches of one shape.
+bool HaveSameLayers(const BlockCache& a, const BlockCache& b) {
+  if (a.num_blocks() != b.num_blocks()) return false;
+  for (int64_t layer = 0; layer < a.shape().num_layers; ++layer) {
+    if (a.layer(layer) != b.layer(layer)) return false;
+  }
+  return true;
+}
+
 // Both ends of the pairs in range, no block written twice nor, in one cache, read and written.
-absl::Status CheckPairs(const BlockCache& from, const BlockCache& to,
+absl::Status CheckPairs(const BlockCache& from, const BlockCache& to, bool are_one,
                         std::span<const BlockPair> pairs) {
   std::vector<bool> written(static_cast<size_t>(to.num_blocks()), false);
   for (const auto& [source, destination] : pairs) {
@@ -55,7 +72,7 @@ absl::Status CheckPairs(const BlockCache& from, const BlockCache& to,
     written[destination] = true;
   }
   for (const auto& [source, destination] : pairs) {
-    if (&from != &to || !written[source]) continue;
+    if (!are_one || !written[source]) continue;
     return absl::InvalidArgumentError(
         absl::StrCat("block cache: block ", source, " is both read and written"));
   }
@@ -167,6 +184,12 @@ absl::StatusOr<std::shared_ptr<BlockCache>> BlockCache::Adopt(
     }
     addresses.push_back(layer.data());
   }
+  if (const auto met = FindMeetInPart(layers)) {
+    return absl::InvalidArgumentError(absl::StrCat("block cache: layers ", met->first, " and ",
+                                                   met->second,
+                                                   " overlap, so that a block of one is part of "
+                                                   "others of the other"));
+  }
   return std::shared_ptr<BlockCache>(
       new BlockCache(shape, num_blocks, memory, std::move(addresses), std::move(owner)));
 }
@@ -236,7 +259,13 @@ absl::StatusOr<std::vector<ItemsMove>> PlanBlockCopy(const BlockCache& from, con
   if (from.shape() != to.shape()) {
     return absl::InvalidArgumentError("block cache: blocks move between caches of one shape only");
   }
-  KVFERRY_RETURN_IF_ERROR(CheckPairs(from, to, pairs));
+  const bool are_one = &from == &to || HaveSameLayers(from, to);
+  if (!are_one && ShareMemory(from, to)) {
+    return absl::InvalidArgumentError(
+        "block cache: the caches share memory but not all layers, so that a block of one is part "
+        "of others of the other");
+  }
+  KVFERRY_RETURN_IF_ERROR(CheckPairs(from, to, are_one, pairs));
   return Coalesce(pairs);
 }
 

@@ -67,7 +67,8 @@ class BlockCache {
 
   // Uses an engine's memory: layers[i] is all of layer i, of as many blocks as the others. Nothing
   // is copied, and `owner` is kept alive. INVALID_ARGUMENT as above, or naming the layer that does
-  // not fit; `memory` as for KvPool::Adopt().
+  // not fit, or two that overlap in part; layers may share all of one. `memory` as for
+  // KvPool::Adopt().
   static absl::StatusOr<std::shared_ptr<BlockCache>> Adopt(
       const BlockCacheShape& shape, std::span<const std::span<std::byte>> layers,
       std::shared_ptr<const void> owner,
@@ -117,13 +118,13 @@ absl::StatusOr<std::vector<ItemsMove>> PlanBlockCopy(const BlockCache& from, con
 
 // Block pair.second of `to` becomes block pair.first of `from`, in every layer, for all pairs.
 // Neighbouring blocks that go to neighbouring blocks move in one piece, in whatever order the pairs
-// come. `from` and `to` may be the same cache.
+// come. `from` and `to` may be the same cache, or have adopted the same layers.
 //
-// INVALID_ARGUMENT when the caches differ in shape, a block is written twice, or a block of one
-// cache is both read and written; OUT_OF_RANGE naming a block that does not exist. Nothing is
-// written then. `threads`, which may be null, help. Where a cache is not on_host() its device
-// copies (PoolMemory::RunBlocks()) and is done when this returns; what a device that fails has
-// written is not known. cuda/block_copy_cuda.h has the same on a stream.
+// INVALID_ARGUMENT when the caches differ in shape, a block is written twice, a block of one cache
+// is both read and written, or caches share memory but not all layers; OUT_OF_RANGE naming a block
+// that does not exist. Nothing is written then. `threads`, which may be null, help. Where a cache
+// is not on_host() its device copies (PoolMemory::RunBlocks()) and is done when this returns; what
+// a device that fails has written is not known. cuda/block_copy_cuda.h has the same on a stream.
 absl::Status CopyBlocks(const BlockCache& from, BlockCache& to, std::span<const BlockPair> pairs,
                         ThreadPool* threads = nullptr);
 

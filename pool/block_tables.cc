@@ -256,7 +256,7 @@ absl::StatusOr<int64_t> BlockTables::TableWidth(std::span<const int64_t> ids) co
 
 absl::Status BlockTables::CheckWidth(std::span<const int64_t> ids, int64_t width) const {
   KVFERRY_ASSIGN_OR_RETURN(const int64_t least, TableWidth(ids));
-  return CheckRange("block tables", "width", width, least, kMaxTokens);
+  return CheckRange("block tables", "width", width, least, CeilDiv(kMaxTokens, block_size()));
 }
 
 absl::Status BlockTables::CheckTable(std::span<const int64_t> ids, int64_t width,

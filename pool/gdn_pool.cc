@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/check_range.h"
 #include "base/status.h"
+#include "pool/rows_aside.h"
 #include "pool/token_copy.h"
 
 namespace kvferry {
@@ -217,6 +218,9 @@ absl::StatusOr<GdnPool> GdnPool::Adopt(const GdnShape& shape, int64_t max_reques
   KVFERRY_RETURN_IF_ERROR(
       CheckStates("recurrent", recurrent, items * shape.recurrent_item_bytes(), *memory));
   KVFERRY_RETURN_IF_ERROR(CheckStates("conv", conv, items * shape.conv_item_bytes(), *memory));
+  if (Meet(recurrent, conv)) {
+    return absl::InvalidArgumentError("gdn pool: the recurrent states and the conv states overlap");
+  }
   states.recurrent = {owner, recurrent.data()};
   states.conv = {owner, conv.data()};
   return Over(shape, max_requests, std::move(states), memory);

@@ -67,7 +67,8 @@ class GdnPool {
   // as many slots as there are beyond those of max_requests are track slots. Nothing is copied or
   // zeroed, and `owner` is kept alive as long as the pool and what is taken from it.
   // INVALID_ARGUMENT as for Create(), or naming the kind whose bytes are no whole slots, or as many
-  // as the other's; `memory` as for KvPool::Adopt(). Zeros are allocated in it, with its errors.
+  // as the other's, or where the two overlap; `memory` as for KvPool::Adopt(). Zeros are allocated
+  // in it, with its errors.
   static absl::StatusOr<GdnPool> Adopt(const GdnShape& shape, int64_t max_requests,
                                        std::span<std::byte> recurrent, std::span<std::byte> conv,
                                        std::shared_ptr<const void> owner,

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -10,6 +9,7 @@
 #include "base/ceil_div.h"
 #include "base/host_memory.h"
 #include "base/status.h"
+#include "pool/rows_aside.h"
 
 namespace kvferry {
 namespace {
@@ -41,20 +41,16 @@ absl::Status CheckBuffer(const KvLayout& layout, std::span<const BufferInfo> buf
 // Where two share some of their bytes, pages of one lie in others of the other, and who writes a
 // page changes those. Two that are one have the same pages: layers may share all of a cache.
 absl::Status CheckApart(std::span<const BufferInfo> buffers) {
-  std::vector<size_t> order(buffers.size());
-  std::iota(order.begin(), order.end(), 0);
-  const auto begin = [&](size_t i) { return reinterpret_cast<uintptr_t>(buffers[i].address); };
-  std::ranges::sort(order, {}, [&](size_t i) { return std::pair(begin(i), buffers[i].bytes); });
-  for (size_t next = 1; next < order.size(); ++next) {
-    const size_t low = order[next - 1], high = order[next];
-    const bool are_one = begin(low) == begin(high) && buffers[low].bytes == buffers[high].bytes;
-    if (are_one || begin(high) - begin(low) >= static_cast<uint64_t>(buffers[low].bytes)) continue;
-    return absl::InvalidArgumentError(absl::StrCat(
-        "pool: buffers ", std::min(low, high), " and ", std::max(low, high),
-        " overlap, so that a page of one is part of others; where K and V of a page lie one behind "
-        "the other, give them as one tensor"));
+  std::vector<std::span<std::byte>> stretches;
+  for (const BufferInfo& buffer : buffers) {
+    stretches.emplace_back(buffer.address, static_cast<size_t>(buffer.bytes));
   }
-  return absl::OkStatus();
+  const auto met = FindMeetInPart(stretches);
+  if (!met) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "pool: buffers ", met->first, " and ", met->second,
+      " overlap, so that a page of one is part of others; where K and V of a page lie one behind "
+      "the other, give them as one tensor"));
 }
 
 // Of all buffers, each rounded up.

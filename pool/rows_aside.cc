@@ -1,7 +1,9 @@
 #include "pool/rows_aside.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <functional>
+#include <numeric>
 
 #include "absl/strings/str_cat.h"
 #include "base/ceil_div.h"
@@ -61,6 +63,22 @@ absl::StatusOr<RowsAside> PutAside(std::span<const ListedRows> from, const PoolM
 bool Meet(std::span<const std::byte> a, std::span<const std::byte> b) {
   const std::less<const std::byte*> below;
   return below(a.data(), b.data() + b.size()) && below(b.data(), a.data() + a.size());
+}
+
+std::optional<std::pair<size_t, size_t>> FindMeetInPart(
+    std::span<const std::span<std::byte>> stretches) {
+  std::vector<size_t> order(stretches.size());
+  std::iota(order.begin(), order.end(), 0);
+  // As numbers: pointers of different objects have no order.
+  const auto begin = [&](size_t i) { return reinterpret_cast<uintptr_t>(stretches[i].data()); };
+  std::ranges::sort(order, {}, [&](size_t i) { return std::pair(begin(i), stretches[i].size()); });
+  for (size_t next = 1; next < order.size(); ++next) {
+    const size_t low = order[next - 1], high = order[next];
+    const bool are_one =
+        begin(low) == begin(high) && stretches[low].size() == stretches[high].size();
+    if (!are_one && begin(high) - begin(low) < stretches[low].size()) return std::minmax(low, high);
+  }
+  return std::nullopt;
 }
 
 bool Meet(std::span<const TokenView> some, std::span<const TokenView> others) {

@@ -4,7 +4,9 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -18,6 +20,10 @@ namespace kvferry {
 
 // Whether two stretches of bytes have some in common.
 bool Meet(std::span<const std::byte> a, std::span<const std::byte> b);
+// Two stretches that have some of their bytes in common but are not one, if there are any: their
+// numbers, the lower one first.
+std::optional<std::pair<size_t, size_t>> FindMeetInPart(
+    std::span<const std::span<std::byte>> stretches);
 // Whether some of these may have bytes of the others, as far as the first and the last byte of each
 // say. Only the former may be without slots.
 bool Meet(std::span<const TokenView> some, std::span<const TokenView> others);

@@ -127,9 +127,10 @@ void SlidingWindowAllocator::FreeNewPages(std::span<const int32_t> slots,
   }
 }
 
-absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Extend(
+template <typename GrowIn>
+absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Grow(
     std::span<const int64_t> prefix_tokens, std::span<const int64_t> tokens,
-    std::span<const int32_t> last_slots) {
+    std::span<const int32_t> last_slots, const GrowIn& grow_in) {
   KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> last_window,
                            LastWindowSlots(prefix_tokens, last_slots));
   // Said here, as the window pool itself would not say whose pages are missing.
@@ -141,15 +142,22 @@ absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Extend(
                                                      " pages needed but the window pool has ",
                                                      window_.num_free() / page_size()));
   }
-  KVFERRY_ASSIGN_OR_RETURN(std::vector<int32_t> full,
-                           full_.Extend(prefix_tokens, tokens, last_slots));
+  KVFERRY_ASSIGN_OR_RETURN(std::vector<int32_t> full, grow_in(full_, last_slots));
   // The window pool does not refuse, but its list may find no memory.
   absl::Cleanup give_back = [&] { FreeNewPages(full, &full_); };
-  KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> window,
-                           window_.Extend(prefix_tokens, tokens, last_window));
+  KVFERRY_ASSIGN_OR_RETURN(const std::vector<int32_t> window, grow_in(window_, last_window));
   std::move(give_back).Cancel();
   Map(full, window);
   return full;
+}
+
+absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Extend(
+    std::span<const int64_t> prefix_tokens, std::span<const int64_t> tokens,
+    std::span<const int32_t> last_slots) {
+  return Grow(prefix_tokens, tokens, last_slots,
+              [&](TokenSlotAllocator& pool, std::span<const int32_t> last) {
+                return pool.Extend(prefix_tokens, tokens, last);
+              });
 }
 
 absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Decode(
@@ -163,18 +171,13 @@ absl::StatusOr<std::vector<int32_t>> SlidingWindowAllocator::Decode(
     }
     prefix_tokens[i] = tokens[i] - 1;
   }
-  return Extend(prefix_tokens, tokens, last_slots);
+  return Grow(prefix_tokens, tokens, last_slots,
+              [&](TokenSlotAllocator& pool, std::span<const int32_t> last) {
+                return pool.Decode(tokens, last);
+              });
 }
 
 // ---------------------------------------------------------------- giving back
-
-std::vector<int64_t> SlidingWindowAllocator::PagesOf(std::span<const int32_t> slots) const {
-  std::vector<int64_t> pages;
-  pages.reserve(slots.size());
-  for (const int32_t slot : slots) pages.push_back(slot / page_size());
-  std::sort(pages.begin(), pages.end());
-  return pages;
-}
 
 void SlidingWindowAllocator::FreeWindowPages(PageRun full_pages) {
   const auto mapped = std::span(window_pages_).subspan(full_pages.first, full_pages.count);
@@ -203,13 +206,12 @@ absl::Status SlidingWindowAllocator::FreeWindow(std::span<const int32_t> slots) 
         absl::StrCat("sliding window: slot ", slot, " is not allocated"));
   }
   std::vector<int32_t> sorted(slots.begin(), slots.end());
-  std::sort(sorted.begin(), sorted.end());
+  if (!std::is_sorted(sorted.begin(), sorted.end())) std::sort(sorted.begin(), sorted.end());
   sorted.erase(std::unique(sorted.begin(), sorted.end()), sorted.end());
-  const std::vector<int64_t> pages = PagesOf(sorted);
-  for (size_t first = 0, i = 1; i <= pages.size(); ++i) {
-    if (i < pages.size() && pages[i] == pages[first]) continue;
-    if (static_cast<int64_t>(i - first) == page_size()) FreeWindowPages({pages[first], 1});
-    first = i;
+  for (size_t first = 0, end = 0; first < sorted.size(); first = end) {
+    const int64_t page = sorted[first] / page_size();
+    while (end < sorted.size() && sorted[end] < (page + 1) * page_size()) ++end;
+    if (static_cast<int64_t>(end - first) == page_size()) FreeWindowPages({page, 1});
   }
   return absl::OkStatus();
 }

@@ -73,11 +73,16 @@ class SlidingWindowAllocator {
   }
   absl::StatusOr<std::vector<int32_t>> LastWindowSlots(std::span<const int64_t> prefix_tokens,
                                                        std::span<const int32_t> last_slots) const;
+  // What grow_in(pool, last slots there) says of both pools.
+  template <typename GrowIn>
+  absl::StatusOr<std::vector<int32_t>> Grow(std::span<const int64_t> prefix_tokens,
+                                            std::span<const int64_t> tokens,
+                                            std::span<const int32_t> last_slots,
+                                            const GrowIn& grow_in);
   // Pages that Allocate() or Extend() has just taken from `pool`, of which these are the slots.
   void FreeNewPages(std::span<const int32_t> slots, TokenSlotAllocator* pool) const;
   void Map(std::span<const int32_t> full_slots, std::span<const int32_t> window_slots);
   void FreeWindowPages(PageRun full_pages);
-  std::vector<int64_t> PagesOf(std::span<const int32_t> slots) const;
 
   TokenSlotAllocator full_;
   TokenSlotAllocator window_;

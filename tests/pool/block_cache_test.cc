@@ -293,6 +293,39 @@ TEST(BlockCaches, LayersThatDoNotFitAreNotAdopted) {
   EXPECT_TRUE(Fails(BlockCache::Adopt(Shape(), nowhere, nullptr), kInvalid, "layer 1 of 384"));
 }
 
+TEST(BlockCaches, LayersThatOverlapInPartAreNotAdopted) {
+  std::vector<std::byte> memory(3 * 384);
+  const auto adopt = [&](size_t first, size_t second) {
+    const std::vector<std::span<std::byte>> layers = {{memory.data() + first, 384},
+                                                      {memory.data() + second, 384}};
+    return BlockCache::Adopt(Shape(), layers, nullptr);
+  };
+  EXPECT_TRUE(IsOk(adopt(0, 384)));
+  EXPECT_TRUE(IsOk(adopt(5, 5)));  // Layers may share a cache.
+  EXPECT_TRUE(Fails(adopt(0, 383), kInvalid, "layers 0 and 1 overlap"));
+  EXPECT_TRUE(Fails(adopt(96, 0), kInvalid, "layers 0 and 1 overlap"));
+}
+
+TEST(BlockCaches, LayersAdoptedTwiceAreOneCache) {
+  std::vector<std::byte> memory(2 * 384 + 96);
+  const auto adopt = [&](size_t first) {
+    const std::vector<std::span<std::byte>> layers = {{memory.data() + first, 384},
+                                                      {memory.data() + first + 384, 384}};
+    return Must(BlockCache::Adopt(Shape(), layers, nullptr));
+  };
+  const auto one = adopt(0), same = adopt(0), shifted = adopt(96);
+  for (int64_t block = 0; block < 4; ++block) Fill(*one, block, static_cast<uint64_t>(block));
+  const std::vector<std::byte> before = memory;
+  const std::vector<BlockPair> onwards = {{0, 1}, {1, 2}}, first = {{0, 1}};
+  EXPECT_TRUE(
+      Fails(CopyBlocks(*one, *same, onwards), kInvalid, "block 1 is both read and written"));
+  EXPECT_TRUE(Fails(CopyBlocks(*one, *shifted, first), kInvalid, "share memory"));
+  EXPECT_TRUE(Fails(CopyBlocks(*shifted, *one, first), kInvalid, "share memory"));
+  EXPECT_EQ(memory, before);
+  ASSERT_TRUE(IsOk(CopyBlocks(*one, *same, first)));
+  EXPECT_EQ(Read(*one, 1), Read(*one, 0));
+}
+
 TEST(BlockCaches, LayersHaveTheEnginesDimensions) {
   BlockCacheShape shape = Shape();
   shape.order = {BlockDim::kBlock, BlockDim::kKv, BlockDim::kHead, BlockDim::kToken,

@@ -134,7 +134,9 @@ TEST(BlockTables, BadTables) {
   EXPECT_TRUE(Fails(write({id}, kInt64Max), kInvalid, "width"));
   EXPECT_TRUE(Fails(write({id}, -1), kInvalid, "width"));
   EXPECT_TRUE(Fails(write({id, id}, 4), kInvalid, "6 entries but must have 2 rows of 4"));
-  EXPECT_TRUE(Fails(write({id}, BlockTables::kMaxTokens), kInvalid, "6 entries"));
+  EXPECT_TRUE(Fails(write({id}, int64_t{1} << 29), kInvalid, "6 entries"));
+  EXPECT_TRUE(Fails(write({id}, (int64_t{1} << 29) + 1), kInvalid,  // Of blocks of 4 tokens.
+                    "must lie in [3, 536870912]"));
   EXPECT_TRUE(Fails(write({id, 1}, 3), kInvalid, "sequence 1 is not alive"));
   EXPECT_EQ(table, Row(6, -7));
   for (const int64_t bad : {int64_t{-1}, int64_t{4}, kInt64Max}) {

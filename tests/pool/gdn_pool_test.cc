@@ -111,6 +111,8 @@ TEST(Gdn, StatesThatDoNotFitAreNotAdopted) {
                     "the conv states of 200 bytes: they have to have 210"));
   EXPECT_TRUE(Fails(adopt(4, recurrent, {static_cast<std::byte*>(nullptr), conv.size()}), kInvalid,
                     "the conv states of 210 bytes"));
+  EXPECT_TRUE(Fails(adopt(4, recurrent, std::span(recurrent).last(210)), kInvalid,
+                    "the recurrent states and the conv states overlap"));
   GdnShape shape = SmallGdnShape();
   shape.num_layers = 0;
   EXPECT_TRUE(Fails(GdnPool::Adopt(shape, 4, recurrent, conv, nullptr), kInvalid, "num_layers"));
