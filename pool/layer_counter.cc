@@ -55,8 +55,7 @@ void LayerCounter::TellWaiters() {
   told_.NotifyAll();
 }
 
-absl::Status LayerCounter::WaitFor(int64_t layer, Deadline deadline,
-                                   absl::FunctionRef<bool()> goes_on) {
+absl::Status LayerCounter::WaitFor(int64_t layer, Deadline deadline) {
   if (layer < 0 || layer >= num_layers_) {
     return absl::OutOfRangeError(
         absl::StrCat("layer counter: layer ", layer, " but there are ", num_layers_));
@@ -66,19 +65,10 @@ absl::Status LayerCounter::WaitFor(int64_t layer, Deadline deadline,
   if (!failure_.ok()) return failure_;
   Waiter self{layer};
   waiters_.push_back(&self);
-  bool is_given_up = false;
-  while (!self.is_told && !is_given_up && Clock::now() < deadline) {
-    if (told_.WaitUntil(&mutex_, std::min(deadline, DeadlineInMs(kAskMs)))) continue;
-    mutex_.Unlock();
-    is_given_up = !goes_on();
-    mutex_.Lock();
+  while (!self.is_told && (told_.WaitUntil(&mutex_, deadline) || Clock::now() < deadline)) {
   }
   if (self.is_told) return self.status;
   std::erase(waiters_, &self);
-  if (is_given_up) {
-    return absl::CancelledError(
-        absl::StrCat("layer counter: the wait for layer ", layer, " was given up"));
-  }
   return absl::DeadlineExceededError(absl::StrCat("layer counter: layer ", layer,
                                                   " was not loaded in time; ", ready_, " of ",
                                                   num_layers_, " are"));

@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
@@ -35,12 +34,7 @@ class LayerCounter {
   // OK when `layer` is ready in the load that is under way at the call; between loads every layer
   // is. DEADLINE_EXCEEDED naming the layer and how far the load is, OUT_OF_RANGE when there is no
   // such layer, or the load's own error.
-  // A wait that is long asks goes_on(), which must not throw, every kAskMs or so, without the lock:
-  // CANCELLED where it says no.
-  absl::Status WaitFor(int64_t layer, Deadline deadline,
-                       absl::FunctionRef<bool()> goes_on = Always);
-  static constexpr int64_t kAskMs = 200;
-  static bool Always() { return true; }
+  absl::Status WaitFor(int64_t layer, Deadline deadline);
 
   // What Begin() gave last, 0 before: if its loader is gone, somebody else can Fail() it.
   int64_t last_load() const;

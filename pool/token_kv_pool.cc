@@ -156,15 +156,13 @@ TokenView TokenKvPool::ValueView(int64_t layer) const {
   return layout().num_tensors() > 1 ? view(layer, 1) : first;
 }
 
-absl::StatusOr<TokenView> TokenKvPool::Key(int64_t layer, Deadline deadline,
-                                           absl::FunctionRef<bool()> goes_on) {
-  KVFERRY_RETURN_IF_ERROR(layers_.WaitFor(layer, deadline, goes_on));
+absl::StatusOr<TokenView> TokenKvPool::Key(int64_t layer, Deadline deadline) {
+  KVFERRY_RETURN_IF_ERROR(layers_.WaitFor(layer, deadline));
   return KeyView(layer);
 }
 
-absl::StatusOr<TokenView> TokenKvPool::Value(int64_t layer, Deadline deadline,
-                                             absl::FunctionRef<bool()> goes_on) {
-  KVFERRY_RETURN_IF_ERROR(layers_.WaitFor(layer, deadline, goes_on));
+absl::StatusOr<TokenView> TokenKvPool::Value(int64_t layer, Deadline deadline) {
+  KVFERRY_RETURN_IF_ERROR(layers_.WaitFor(layer, deadline));
   return ValueView(layer);
 }
 

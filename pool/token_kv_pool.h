@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
@@ -68,11 +67,9 @@ class TokenKvPool {
   TokenView view(int64_t layer, int64_t tensor) const {
     return views_[layout().buffer_index(layer, tensor)];
   }
-  // Of a layer that is loaded: waits for layers(), as LayerCounter::WaitFor(), with its errors.
-  absl::StatusOr<TokenView> Key(int64_t layer, Deadline deadline,
-                                absl::FunctionRef<bool()> goes_on = LayerCounter::Always);
-  absl::StatusOr<TokenView> Value(int64_t layer, Deadline deadline,
-                                  absl::FunctionRef<bool()> goes_on = LayerCounter::Always);
+  // Of a layer that is loaded: waits for layers(). Errors as for LayerCounter::WaitFor().
+  absl::StatusOr<TokenView> Key(int64_t layer, Deadline deadline);
+  absl::StatusOr<TokenView> Value(int64_t layer, Deadline deadline);
 
   // What Set() writes of a layer, which must be in range: key and value (MLA: the latent alone),
   // then the layout's further tensors.

@@ -18,7 +18,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/thread_pool.h"
@@ -160,30 +159,14 @@ NumpyArray<float, 3> GetQuantized(const TokenKvPool& self, const std::string& fo
   return std::move(owned).ToNumpy({count, num_heads, head_dim});
 }
 
-// Of a wait without the GIL: no longer where there is an exception of Python's, such as Ctrl-C.
-bool GoesOn() {
-  const HeldGil gil;
-  return gil && StayAtExit([] { return PyErr_CheckSignals(); }) == 0;
-}
-
-// What wait(deadline) gives, which runs without the GIL and asks GoesOn(), or that exception.
-template <typename Wait>
-auto WaitAndHear(int64_t timeout_ms, const Wait& wait) {
-  auto result = [&] {
-    const ReleasedGil nogil;
-    return wait(DeadlineInMs(timeout_ms));
-  }();
-  if (PyErr_Occurred() != nullptr) throw nb::python_error();
-  return result;
-}
-
-template <absl::StatusOr<TokenView> (TokenKvPool::*kView)(int64_t, Deadline,
-                                                          absl::FunctionRef<bool()>)>
+template <absl::StatusOr<TokenView> (TokenKvPool::*kView)(int64_t, Deadline)>
 DlpackArray BufferWhenReady(const PoolPtr& self, int64_t layer, int64_t timeout_ms) {
-  const auto wait = [&](Deadline deadline) {
-    return (self.get()->*kView)(layer, deadline, GoesOn);
-  };
-  return SeenFrom(Value(WaitAndHear(timeout_ms, wait)), self);
+  absl::StatusOr<TokenView> view;
+  {
+    const ReleasedGil nogil;
+    view = (self.get()->*kView)(layer, DeadlineInMs(timeout_ms));
+  }
+  return SeenFrom(Value(std::move(view)), self);
 }
 
 void BindLayerCounter(nb::module_& module) {
@@ -207,9 +190,8 @@ void BindLayerCounter(nb::module_& module) {
       .def(
           "wait",
           [](LayerCounter& self, int64_t layer, int64_t timeout_ms) {
-            Check(WaitAndHear(timeout_ms, [&](Deadline deadline) {
-              return self.WaitFor(layer, deadline, GoesOn);
-            }));
+            const ReleasedGil nogil;
+            Check(self.WaitFor(layer, DeadlineInMs(timeout_ms)));
           },
           "layer"_a, "timeout_ms"_a)
       .def_prop_ro("last_load", &LayerCounter::last_load,

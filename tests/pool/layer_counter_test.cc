@@ -70,24 +70,6 @@ TEST(LayerCounters, WaitersHearOfTheirOwnLoad) {
   }
 }
 
-TEST(LayerCounters, AWaitMayBeGivenUp) {
-  LayerCounter counter(2);
-  ASSERT_TRUE(IsOk(counter.Begin()));
-  int asked = 0;
-  const auto twice = [&] { return ++asked < 2; };
-  EXPECT_TRUE(Fails(counter.WaitFor(1, DeadlineInMs(60000), twice), absl::StatusCode::kCancelled,
-                    "layer 1 was given up"));
-  EXPECT_EQ(asked, 2);
-  EXPECT_EQ(counter.num_waiting(), 0);
-  // What comes about while it is asked counts.
-  const auto load = [&] {
-    EXPECT_TRUE(IsOk(counter.Ready(1, 2)));
-    return false;
-  };
-  EXPECT_TRUE(IsOk(counter.WaitFor(1, DeadlineInMs(60000), load)));
-  EXPECT_TRUE(IsOk(counter.WaitFor(0, Now(), [] { return false; })));
-}
-
 TEST(LayerCounters, LayersThatDoNotExist) {
   LayerCounter counter(3);
   constexpr auto kRange = absl::StatusCode::kOutOfRange;

@@ -2,8 +2,6 @@
 
 import gc
 import itertools
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -389,23 +387,6 @@ def test_readers_wait_for_their_layer():
         pool.key_buffer(1)
     with pytest.raises(kvferry.FailedPrecondition, match="the disk is gone"):
         pool.layers.ready(load, 2)
-
-
-def test_ctrl_c_ends_a_wait_for_a_layer():
-    pool = kvferry.TokenKvPool.create(kvferry.KvLayout.mha(2, 1, 1, 4, "float32"), 8)
-    load = pool.layers.begin()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        for wait in (pool.layers.wait, pool.key_buffer, pool.value_buffer):
-            interrupt = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
-            with pytest.raises(KeyboardInterrupt):
-                interrupt.start()
-                wait(0, 500_000)
-            interrupt.join()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    pool.layers.ready(load, 2)
-    assert torch.from_dlpack(pool.key_buffer(1)).shape == (9, 1, 4)
 
 
 def test_a_load_whose_loader_is_gone_is_given_up():
