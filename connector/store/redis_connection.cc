@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "base/interrupt.h"
 #include "base/secret_file.h"
 #include "base/status.h"
 
@@ -215,15 +216,15 @@ absl::StatusOr<short> RedisConnection::Await(short events, Deadline deadline) co
   for (;;) {
     // Also when there is something: a server that sends without end is late all the same.
     const Deadline now = Clock::now();
-    const int64_t left_ms = std::min<int64_t>(MsUntil(deadline, now), 1 << 30);
-    pollfd fd = {context_->fd, events, 0};
-    const int ready = now < deadline ? poll(&fd, 1, static_cast<int>(left_ms)) : 0;
-    if (ready > 0) return fd.revents;
-    if (ready == 0) {
+    if (now >= deadline || Interrupted()) {
       return absl::DeadlineExceededError(
           absl::StrCat("redis ", server_.address(), ": no answer in time"));
     }
-    if (errno != EINTR) return Broken(ErrorText(errno));
+    const int64_t left_ms = std::min<int64_t>(MsUntil(NextLook(deadline), now), 1 << 30);
+    pollfd fd = {context_->fd, events, 0};
+    const int ready = poll(&fd, 1, static_cast<int>(left_ms));
+    if (ready > 0) return fd.revents;
+    if (ready < 0 && errno != EINTR) return Broken(ErrorText(errno));
   }
 }
 

@@ -8,6 +8,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/interrupt.h"
 #include "base/log.h"
 #include "base/status.h"
 #include "connector/store/value_header.h"
@@ -100,7 +101,8 @@ absl::StatusOr<std::unique_ptr<RedisConnection>> RedisStore::Acquire(Deadline de
   {
     const MutexLock lock(&mutex_);
     while (in_use_ == options_.connections) {
-      if (released_.WaitUntil(&mutex_, deadline) || Clock::now() < deadline) continue;
+      const bool notified = released_.WaitUntil(&mutex_, NextLook(deadline));
+      if (notified || (Clock::now() < deadline && !Interrupted(&mutex_))) continue;
       return absl::DeadlineExceededError(
           absl::StrCat("redis ", server_.address(), ": all ", options_.connections,
                        " connections were in use until the deadline"));
