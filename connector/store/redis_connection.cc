@@ -97,19 +97,25 @@ RedisConnection::RedisConnection(const RedisServer& server)
 RedisConnection::~RedisConnection() = default;
 
 absl::StatusOr<std::unique_ptr<RedisConnection>> RedisConnection::Connect(const RedisServer& server,
+                                                                          HostLookup& lookup,
                                                                           Deadline deadline) {
   std::unique_ptr<RedisConnection> connection(new RedisConnection(server));
   deadline = std::min(deadline, DeadlineInMs(server.connect_timeout_ms));
-  absl::Status status = connection->Open(deadline);
+  absl::Status status = connection->Open(lookup, deadline);
   if (status.ok()) status = connection->LogIn(deadline);
   if (absl::IsDeadlineExceeded(status)) return absl::UnavailableError(status.message());
   if (!status.ok()) return status;
   return connection;
 }
 
-absl::Status RedisConnection::Open(Deadline deadline) {
-  context_.reset(redisConnectNonBlock(server_.host.c_str(), static_cast<int>(server_.port)));
-  if (context_ == nullptr) return Broken("out of memory");
+absl::Status RedisConnection::Open(HostLookup& lookup, Deadline deadline) {
+  const absl::StatusOr<std::vector<std::string>> addresses = lookup.Find(deadline);
+  if (!addresses.ok()) return Broken(addresses.status().message());
+  for (const std::string& address : *addresses) {
+    context_.reset(redisConnectNonBlock(address.c_str(), static_cast<int>(server_.port)));
+    if (context_ == nullptr) return Broken("out of memory");
+    if (context_->err == 0) break;
+  }
   if (context_->err != 0) return Broken(context_->errstr);
   KVFERRY_RETURN_IF_ERROR(Await(POLLOUT, deadline));
   int error = 0;

@@ -80,7 +80,8 @@ absl::StatusOr<std::unique_ptr<RedisStore>> RedisStore::Create(const Options& op
   return std::unique_ptr<RedisStore>(new RedisStore(options));
 }
 
-RedisStore::RedisStore(const Options& options) : options_(options), server_(ServerOf(options)) {
+RedisStore::RedisStore(const Options& options)
+    : options_(options), server_(ServerOf(options)), lookup_(options.host) {
   // Giving one back needs no memory, nor does what is broken off.
   idle_.reserve(options.connections);
   broken_off_.reserve(options.connections);
@@ -112,7 +113,7 @@ absl::StatusOr<std::unique_ptr<RedisConnection>> RedisStore::Acquire(Deadline de
   }
   absl::Cleanup give_back = [this] { Release(nullptr); };
   KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<RedisConnection> made,
-                           RedisConnection::Connect(server_, deadline));
+                           RedisConnection::Connect(server_, lookup_, deadline));
   std::move(give_back).Cancel();
   return made;
 }
