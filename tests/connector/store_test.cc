@@ -258,5 +258,29 @@ TEST(StoreOfDevicePages, GoThroughTheHost) {
   EXPECT_TRUE(HoldsExactly(*target, 2, to, 1, from));
 }
 
+// Each would be late at once, and a thousand of them by a second.
+TEST(Batches, EndWithTheOneThatTookAllTheirTime) {
+  FakeStore fake(1000);
+  fake.hangs = true;
+  const Bytes value(10);
+  const std::span<const std::byte> part = value;
+  Bytes out(10);
+  const std::span<std::byte> room = out;
+  std::vector<KvStore::PutItem> puts;
+  std::vector<KvStore::GetItem> gets;
+  for (const char* key : {"a", "b", "c"}) {
+    puts.push_back({key, {&part, 1}});
+    gets.push_back({key, {&room, 1}});
+  }
+  for (const absl::Status& status : fake.PutBatch(puts, DeadlineInMs(20))) {
+    EXPECT_TRUE(Fails(status, absl::StatusCode::kDeadlineExceeded, "hangs"));
+  }
+  EXPECT_EQ(fake.num_calls, 1);
+  for (const absl::Status& status : fake.GetBatch(gets, DeadlineInMs(20))) {
+    EXPECT_TRUE(Fails(status, absl::StatusCode::kDeadlineExceeded, "hangs"));
+  }
+  EXPECT_EQ(fake.num_calls, 2);
+}
+
 }  // namespace
 }  // namespace kvferry
