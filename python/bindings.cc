@@ -46,6 +46,7 @@
 #include "python/slot_pools.h"
 #include "python/status_error.h"
 #include "python/token_pools.h"
+#include "transport/node.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
@@ -195,6 +196,10 @@ void BindConfig(nb::module_& module) {
       "Defaults, then KVFERRY_* variables, then options; validated. ValueError names the "
       "wrong key or value and lists the right ones.");
   config.def_static("field_names", &Config::FieldNames, "Keys that make() knows.");
+  config.def(
+      "check_key_file", [](const Config& self) { Check(Node::CheckKeyFile(self)); },
+      nb::call_guard<ReleasedGil>(),
+      "ValueError where key_file cannot be read or holds no key, as endpoints that are made say.");
   config.def("__repr__", &ReprOfConfig);
   config.def_ro("listen_host", &Config::listen_host)
       .def_ro("listen_port", &Config::listen_port)
