@@ -4,8 +4,6 @@
 
 #include <utility>
 
-#include "python/gil.h"
-
 namespace kvferry {
 namespace {
 

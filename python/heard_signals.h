@@ -8,6 +8,7 @@
 #include <functional>
 
 #include "base/interrupt.h"
+#include "python/gil.h"
 
 namespace kvferry {
 
@@ -42,5 +43,17 @@ class HeardSignals final : public Interrupter {
   // What a handler raised.
   PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
 };
+
+// What wait() gives, which runs without the GIL; raises what a handler raised meanwhile.
+template <typename Wait>
+auto WaitWithoutGil(const Wait& wait) {
+  HeardSignals signals(nullptr);
+  auto result = [&] {
+    const ReleasedGil nogil;
+    return wait();
+  }();
+  signals.Raise();
+  return result;
+}
 
 }  // namespace kvferry

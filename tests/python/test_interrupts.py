@@ -79,6 +79,15 @@ def test_ctrl_c_ends_the_wait_for_a_connection():
         other.join()
 
 
+def test_ctrl_c_ends_the_wait_for_a_layer():
+    pool = kvferry.TokenKvPool.create(LAYOUT, 16)
+    load = pool.layers.begin()
+    expect_heard(lambda: pool.layers.wait(0, TIMEOUT_MS))
+    expect_heard(lambda: pool.key_buffer(0, TIMEOUT_MS))
+    pool.layers.ready(load, 1)
+    pool.layers.wait(0, TIMEOUT_MS)
+
+
 @pytest.fixture
 def full():
     """A producer without room, or pages, for one entry more."""
