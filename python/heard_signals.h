@@ -13,7 +13,7 @@
 namespace kvferry {
 
 // What a call hears of that waits with base/interrupt.h, while this lives: of signals, if it is the
-// main thread's. Handlers run in between, and may use what is called, and close it. Made, and ended,
+// main thread's. Handlers run in between, and may use what is called, and close it. Made and ended
 // with the GIL held; the call has released it.
 class HeardSignals final : public Interrupter {
  public:
