@@ -19,8 +19,8 @@ int64_t Sum(Parts parts) {
   return bytes;
 }
 
-// Whether a call of a batch has come to the end of its time, so that the next ones need not be made:
-// a thousand that are each late at once are late together.
+// Whether a call of a batch has come to the end of its time, so that the next ones need not be
+// made: a thousand that are each late at once are late together.
 bool TookAllTime(const absl::Status& status, Deadline deadline) {
   return absl::IsDeadlineExceeded(status) && (Clock::now() >= deadline || Interrupted());
 }

@@ -40,8 +40,8 @@ namespace kvferry {
 // is closed, and a new one made by a later call: a server that is back is used again without more
 // ado. While it is away every call fails with UNAVAILABLE and its "host:port", after
 // connect_timeout_ms at most. A host that is a name is looked up for each connection.
-// PERMISSION_DENIED: wrong or missing password, or a user without the right, or a password_file that
-// is gone.
+// PERMISSION_DENIED: wrong or missing password, or a user without the right, or a password_file
+// that is gone.
 //
 // A put or an erasure that failed with UNAVAILABLE or DEADLINE_EXCEEDED may have been carried out,
 // or may be while nothing else is written: what was sent lies in the server's kernel, also when its
