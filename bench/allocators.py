@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -285,6 +286,10 @@ def main():
     parser.add_argument("--build", type=Path, default=ROOT / "build/release")
     parser.add_argument("--reps", type=int, default=5)
     args = parser.parse_args()
+    if args.reps < 1:
+        parser.error("--reps must be at least 1")
+    if not os.access(args.build / "bench/kvferry_micro_bench", os.X_OK):
+        parser.error(f"--build: {args.build} holds no bench/kvferry_micro_bench; ./dev build")
     problems = []
     print_table(args.build, args.reps, problems)
     for problem in problems:

@@ -22,7 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-from drivers import BenchError, Driver
+from drivers import BenchError, Driver, check_settings
 from systems import ROOT, SALT, Stage, nixl_sides
 from systems import Pair as Sides
 from workload import SHAPES, choose_pages, format_runs
@@ -395,6 +395,8 @@ def parse_arguments():
         parser.error("--tokens must be at least 16, a page")
     if not os.access(args.bin / "kvferry_bench_transfer", os.X_OK):
         parser.error(f"--bin: {args.bin} holds no kvferry_bench_transfer; build it: ./dev build")
+    if args.config:
+        check_settings(args.bin / "kvferry_bench_transfer", args.config, parser)
     if args.nixl and not shutil.which(args.nixl):
         parser.error(f"--nixl: there is no program {args.nixl}")
     for path in filter(None, (args.csv, args.json)):

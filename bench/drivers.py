@@ -22,6 +22,19 @@ def program(command):
     return Path(command[1]).name if name.startswith("python") else name
 
 
+def check_settings(binary, settings, parser):
+    """Of --config, by a process that is started with them, and ended: it knows the fields and their
+    ranges. Ends this program where it refuses them."""
+    command = [binary, "--role=prefill", "--pool-pages=1"]
+    command += [f"--config={setting}" for setting in settings]
+    tried = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
+    if tried.returncode != 0:
+        said = tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"]
+        parser.error(f"{' '.join(settings)}: {said[-1]}")
+
+
 class Driver:
     """A process that answers each line with a line of JSON (driver.h, peers/pool_side.py)."""
 

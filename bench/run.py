@@ -18,6 +18,7 @@ from pathlib import Path
 
 import allocators
 import device
+from drivers import check_settings
 from network import LOOPBACK, CannotMake, apart, check_apart, check_netns, netns_pair
 from picture import import_matplotlib, write_picture
 from row import PARTS, measure
@@ -166,18 +167,6 @@ def add_outputs(parser):
     )
 
 
-def check_settings(build, settings, parser):
-    """By a process that is started with them, and ended: it knows the fields and their ranges."""
-    command = [build / "bench/kvferry_bench_transfer", "--role=prefill", "--pool-pages=1"]
-    command += [f"--config={setting}" for setting in settings]
-    tried = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
-    )
-    if tried.returncode != 0:
-        said = tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"]
-        parser.error(f"{' '.join(settings)}: {said[-1]}")
-
-
 def check(args, parser):
     """Ends the program, before anything is measured, when it could not end well."""
     if args.reps < 1:
@@ -187,7 +176,8 @@ def check(args, parser):
             parser.error(f"{build} holds no bench/kvferry_bench_transfer; build it: ./dev build")
     for build, settings in ((args.build, args.config), (args.also, args.also_config)):
         if settings:
-            check_settings(build or args.build, settings, parser)
+            binary = (build or args.build) / "bench/kvferry_bench_transfer"
+            check_settings(binary, settings, parser)
     if args.peers and not os.access(args.peers, os.X_OK):
         parser.error(f"--peers: {args.peers} is no Python that can be started")
     for path in filter(None, (args.csv, args.json, args.picture)):

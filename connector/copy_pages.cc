@@ -1,6 +1,7 @@
 #include "connector/copy_pages.h"
 
 #include "absl/strings/str_cat.h"
+#include "base/interrupt.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -23,7 +24,8 @@ absl::Status CopyPages::WaitForTurn(int64_t count, Deadline deadline) {
   const auto place = waiting_.insert(waiting_.end(), count);
   bool is_late = false;
   while (!closed_ && !is_late && (waiting_.begin() != place || pages_->num_free() < count)) {
-    is_late = !changed_.WaitUntil(&mutex_, deadline) && Clock::now() >= deadline;
+    is_late = !changed_.WaitUntil(&mutex_, NextLook(deadline)) &&
+              (Clock::now() >= deadline || Interrupted(&mutex_));
   }
   waiting_.erase(place);
   changed_.NotifyAll();  // The next one may be served now.

@@ -5,6 +5,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "base/interrupt.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -99,8 +100,8 @@ absl::Status LookupTable::WaitForRoom(std::list<Waiting*>::iterator place, Deadl
       waiting.entry->waiting = nullptr;
       waiting.fate = Fate::kIn;
       bytes_ += bytes;
-    } else if (!changed_.WaitUntil(&mutex_, deadline) && Clock::now() >= deadline &&
-               waiting.fate == Fate::kWaits) {
+    } else if (!changed_.WaitUntil(&mutex_, NextLook(deadline)) &&
+               (Clock::now() >= deadline || Interrupted(&mutex_)) && waiting.fate == Fate::kWaits) {
       *late = Erase(waiting.entry, Fate::kLate);
     }
   }

@@ -37,6 +37,8 @@ class PrefillEndpoint {
 
   struct Publication {
     std::vector<int64_t> pages;  // The request's pages, in order.
+    // Of the request: more than the pages hold where they are those of a window, or of a part. It
+    // goes into the ticket, and bounds nothing here. 0: not said.
     int64_t num_tokens = 0;
     uint64_t lease_id = 0;     // 0: a random one.
     int64_t ready_layers = 0;  // Layers [0, n) are final already.

@@ -36,21 +36,21 @@ std::string StateNames(uint32_t bits) {
 absl::StatusOr<int64_t> TokensOf(const TokenKvPool& device, const HostKvPool::Size& size) {
   const bool by_ratio = size.ratio_to_device != 0;
   if (by_ratio == (size.bytes != 0)) {
-    return absl::InvalidArgumentError(absl::StrCat("host pool: ratio_to_device is ",
-                                                   size.ratio_to_device, " and bytes ", size.bytes,
-                                                   "; give one of them and leave the other 0"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("host pool: ratio_to_device (ratio in Python) is ", size.ratio_to_device,
+                     " and bytes ", size.bytes, "; give one of them and leave the other 0"));
   }
   const int64_t page_size = device.layout().page_size;
   const double tokens =
       by_ratio ? static_cast<double>(device.num_tokens()) * size.ratio_to_device
                : static_cast<double>(size.bytes) / static_cast<double>(device.flat_bytes(1));
   if (!(tokens >= static_cast<double>(page_size) && tokens <= static_cast<double>(INT32_MAX))) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("host pool: ",
-                     by_ratio ? absl::StrCat("ratio_to_device ", size.ratio_to_device)
-                              : absl::StrCat(size.bytes, " bytes"),
-                     " makes ", tokens, " tokens, but there must be between a page (", page_size,
-                     ") and ", INT32_MAX));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "host pool: ",
+        by_ratio ? absl::StrCat("ratio_to_device (ratio in Python) ", size.ratio_to_device)
+                 : absl::StrCat(size.bytes, " bytes"),
+        " makes ", tokens, " tokens, but there must be between a page (", page_size, ") and ",
+        INT32_MAX));
   }
   return static_cast<int64_t>(tokens) / page_size * page_size;
 }

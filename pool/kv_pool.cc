@@ -56,8 +56,7 @@ absl::Status CheckApart(std::span<const BufferInfo> buffers) {
 // Of all buffers, each rounded up.
 absl::StatusOr<int64_t> SlabBytes(const KvLayout& layout, int64_t num_pages) {
   KVFERRY_RETURN_IF_ERROR(layout.Validate());
-  // With at most 2^44 bytes (16 TiB) in all, none of the sums below can overflow.
-  const int64_t max_pages = std::max<int64_t>(1, (int64_t{1} << 44) / layout.page_bytes());
+  const int64_t max_pages = KvPool::MaxPages(layout);
   if (num_pages < 1 || num_pages > max_pages) {
     return absl::InvalidArgumentError(absl::StrCat(
         "pool: num_pages is ", num_pages, " but must lie in [1, ", max_pages, "] for this layout"));
@@ -92,6 +91,11 @@ KvPool::KvPool(const KvLayout& layout, std::vector<BufferInfo> buffers,
       num_pages_(buffers_[0].bytes / layout_.item_bytes(0)),
       memory_(std::move(memory)),
       owner_(std::move(owner)) {}
+
+int64_t KvPool::MaxPages(const KvLayout& layout) {
+  // With at most 2^44 bytes (16 TiB) in all, no sum of their bytes can overflow.
+  return std::max<int64_t>(1, (int64_t{1} << 44) / layout.page_bytes());
+}
 
 absl::StatusOr<std::shared_ptr<KvPool>> KvPool::Create(const KvLayout& layout, int64_t num_pages) {
   return CreateShared(layout, num_pages, TakesRoom::kAtOnce, "");

@@ -42,6 +42,8 @@ class KvPool {
                                                         TakesRoom takes_room);
   // kAtOnce, for who offers its own callers nothing else: the error does not speak of it.
   static absl::StatusOr<std::shared_ptr<KvPool>> Create(const KvLayout& layout, int64_t num_pages);
+  // So many pages of the layout, which is valid, it makes at most.
+  static int64_t MaxPages(const KvLayout& layout);
 
   // The same in memory of another kind, a device's for example, or the host's own that no other
   // process reads (null: the latter). Errors of memory->Allocate() are passed on.

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/interrupt.h"
 
 namespace kvferry {
 
@@ -65,7 +66,8 @@ absl::Status LayerCounter::WaitFor(int64_t layer, Deadline deadline) {
   if (!failure_.ok()) return failure_;
   Waiter self{layer};
   waiters_.push_back(&self);
-  while (!self.is_told && (told_.WaitUntil(&mutex_, deadline) || Clock::now() < deadline)) {
+  while (!self.is_told && (told_.WaitUntil(&mutex_, NextLook(deadline)) ||
+                           (Clock::now() < deadline && !Interrupted(&mutex_)))) {
   }
   if (self.is_told) return self.status;
   std::erase(waiters_, &self);

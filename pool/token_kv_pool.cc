@@ -96,6 +96,11 @@ absl::StatusOr<std::shared_ptr<TokenKvPool>> TokenKvPool::Create(
   // Before memory is taken, which may be much.
   KVFERRY_RETURN_IF_ERROR(CheckPages(layout, num_tokens, latent_value_dim));
   const int64_t num_pages = num_tokens / layout.page_size + 1;
+  if (const int64_t max_pages = KvPool::MaxPages(layout); num_pages > max_pages) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("token pool: num_tokens is ", num_tokens, " but must be at most ",
+                     (max_pages - 1) * layout.page_size, " for this layout"));
+  }
   KVFERRY_ASSIGN_OR_RETURN(std::shared_ptr<KvPool> pool,
                            memory == nullptr ? KvPool::Create(layout, num_pages)
                                              : KvPool::CreateIn(layout, num_pages, memory));

@@ -22,6 +22,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/check_range.h"
 #include "base/config.h"
 #include "base/host_memory.h"
 #include "base/random.h"
@@ -45,6 +46,7 @@
 #include "python/slot_pools.h"
 #include "python/status_error.h"
 #include "python/token_pools.h"
+#include "transport/node.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;  // NOLINT(google-build-using-namespace): "name"_a
@@ -74,12 +76,12 @@ constexpr std::array kErrors = {
 
 // The module keeps these alive; they live as long as the interpreter.
 PyObject* g_error = nullptr;
+PyObject* g_out_of_range = nullptr;
 std::array<PyObject*, kErrors.size()> g_errors{};
 
 PyObject* ExceptionFor(absl::StatusCode code) {
-  if (code == absl::StatusCode::kInvalidArgument || code == absl::StatusCode::kOutOfRange) {
-    return PyExc_ValueError;
-  }
+  if (code == absl::StatusCode::kInvalidArgument) return PyExc_ValueError;
+  if (code == absl::StatusCode::kOutOfRange) return g_out_of_range;
   for (size_t i = 0; i < kErrors.size(); ++i) {
     if (kErrors[i].code == code) return g_errors[i];
   }
@@ -99,6 +101,11 @@ void BindErrors(nb::module_& module) {
     g_errors[i] = PyErr_NewException(name.c_str(), bases.ptr(), nullptr);
     module.attr(kErrors[i].name) = nb::borrow(g_errors[i]);
   }
+  const nb::object both =
+      nb::make_tuple(nb::borrow(PyExc_IndexError), nb::borrow(PyExc_ValueError));
+  g_out_of_range = PyErr_NewExceptionWithDoc(
+      "kvferry.OutOfRange", "An index, or a range of them, that is outside.", both.ptr(), nullptr);
+  module.attr("OutOfRange") = nb::borrow(g_out_of_range);
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
       std::rethrow_exception(pointer);
@@ -159,6 +166,11 @@ KvLayout MakeLayout(int64_t num_layers, int64_t page_size, const std::string& dt
   return layout;
 }
 
+// Of what has another name in the layout, by which that would refuse it.
+void CheckDim(const char* name, int64_t value, int64_t max) {
+  Check(CheckRange("layout", name, value, 1, max));
+}
+
 KvLayout Validated(const KvLayout& layout) {
   Check(layout.Validate());
   return layout;
@@ -184,6 +196,10 @@ void BindConfig(nb::module_& module) {
       "Defaults, then KVFERRY_* variables, then options; validated. ValueError names the "
       "wrong key or value and lists the right ones.");
   config.def_static("field_names", &Config::FieldNames, "Keys that make() knows.");
+  config.def(
+      "check_key_file", [](const Config& self) { Check(Node::CheckKeyFile(self)); },
+      nb::call_guard<ReleasedGil>(),
+      "ValueError where key_file cannot be read or holds no key, as endpoints that are made say.");
   config.def("__repr__", &ReprOfConfig);
   config.def_ro("listen_host", &Config::listen_host)
       .def_ro("listen_port", &Config::listen_port)
@@ -234,6 +250,7 @@ void BindLayout(nb::module_& module) {
           "mha",
           [](int64_t num_layers, int64_t page_size, int64_t num_kv_heads, int64_t head_dim,
              const std::string& dtype) {
+            CheckDim("num_kv_heads", num_kv_heads, KvLayout::kMaxHeads);
             return Validated(KvLayout::Mha(num_layers, page_size, num_kv_heads, head_dim,
                                            Value(ParseDType(dtype))));
           },
@@ -242,6 +259,8 @@ void BindLayout(nb::module_& module) {
           "fused",
           [](int64_t num_layers, int64_t page_size, int64_t num_kv_heads, int64_t head_dim,
              const std::string& dtype) {
+            CheckDim("num_kv_heads", num_kv_heads, KvLayout::kMaxHeads);
+            CheckDim("head_dim", head_dim, KvLayout::kMaxHeadDim / 2);
             return Validated(KvLayout::Fused(num_layers, page_size, num_kv_heads, head_dim,
                                              Value(ParseDType(dtype))));
           },
@@ -249,6 +268,7 @@ void BindLayout(nb::module_& module) {
       .def_static(
           "mla",
           [](int64_t num_layers, int64_t page_size, int64_t latent_dim, const std::string& dtype) {
+            CheckDim("latent_dim", latent_dim, KvLayout::kMaxHeadDim);
             return Validated(
                 KvLayout::Mla(num_layers, page_size, latent_dim, Value(ParseDType(dtype))));
           },

@@ -5,6 +5,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <new>
 #include <optional>
 #include <span>
 #include <utility>
@@ -23,13 +24,25 @@ namespace kvferry {
 namespace {
 
 using Ids = std::vector<int64_t>;
+// MemoryError says how large it would be.
+OwnedArray<int32_t> RoomFor(size_t rows, size_t columns) {
+  try {
+    return OwnedArray<int32_t>(rows * columns);
+  } catch (const std::bad_alloc&) {
+    PyErr_Format(PyExc_MemoryError,
+                 "block tables: no memory for a table of %zu rows of width %zu, int32", rows,
+                 columns);
+    throw nb::python_error();
+  }
+}
+
 // Not a vector: its zeros would be written only to be overwritten.
 NumpyArray<int32_t, 2> Table(const BlockTables& self, const Ids& ids, ThreadPool* threads,
                              std::optional<int64_t> width) {
   // Before there is a table, which may be more than there is memory.
   if (width) Check(self.CheckWidth(ids, *width));
   const int64_t columns = width ? *width : Value(self.TableWidth(ids));
-  OwnedArray<int32_t> table(ids.size() * static_cast<size_t>(columns));
+  OwnedArray<int32_t> table = RoomFor(ids.size(), static_cast<size_t>(columns));
   // With the GIL: another call that moved what is copied here would be undefined.
   Check(self.WriteTable(ids, columns, table.values(), threads));
   return std::move(table).ToNumpy({ids.size(), static_cast<size_t>(columns)});

@@ -9,6 +9,7 @@
 #include "base/close_once.h"
 #include "base/mutex.h"
 #include "python/gil.h"
+#include "python/heard_signals.h"
 #include "python/maker.h"
 #include "python/status_error.h"
 
@@ -20,7 +21,8 @@ namespace kvferry {
 // share with it, as pages, is nobody else's before.
 //
 // It ends with the last of the calls that are under way: close() waits for that too, unless they
-// are such that may take long and need not end (waits_for_calls).
+// are such that may take long and need not end (waits_for_calls). A signal's handler that closes it
+// while its own thread is in such a call has it closed behind that.
 template <typename T, bool waits_for_calls = true>
 class Closable {
  public:
@@ -33,13 +35,19 @@ class Closable {
 
   // What call(object) gives, which runs without the GIL. Where it is the last that has the object,
   // which was closed meanwhile, it ends here: that joins threads, takes leave of servers, gives
-  // gigabytes back, and keeps no thread of Python's from running.
+  // gigabytes back, and keeps no thread of Python's from running. In the main thread handlers of
+  // signals run while it waits, and what one raises is raised when it has ended.
   template <typename Call>
   auto CallWithoutGil(const Call& call) const {
     std::shared_ptr<T> held = get();
-    const ReleasedGil nogil;
-    const std::shared_ptr<T> object = std::move(held);
-    return call(*object);
+    HeardSignals signals(this);
+    auto result = [&] {
+      const ReleasedGil nogil;
+      const std::shared_ptr<T> object = std::move(held);
+      return call(*object);
+    }();
+    if (signals.Raise()) ThrowClosed();
+    return result;
   }
   // With the GIL held, as Close(). The result outlives a Close() on another thread, which waits for
   // it: it is to be let go of before the GIL is taken back, and before Python makes anything, whose
@@ -54,11 +62,14 @@ class Closable {
       const ReleasedGil nogil;
       close_once_.Wait();
     }
-    throw StatusError(absl::FailedPreconditionError(absl::StrCat("the ", what_, " is closed")));
+    ThrowClosed();
   }
   void Close() {
     // In the child of a fork, where whoever was closing it is not, it is left to its maker.
     if (!maker_.IsHere()) return;
+    if constexpr (waits_for_calls) {
+      if (HeardSignals::CloseBehindCall(this, [this] { Close(); })) return;
+    }
     const ReleasedGil nogil;  // Joins threads.
     close_once_.Run([this] {
       std::shared_ptr<T> made;
@@ -94,6 +105,10 @@ class Closable {
     CondVar ended_;
     bool is_over_ ABSL_GUARDED_BY(mutex_) = false;
   };
+
+  [[noreturn]] void ThrowClosed() const {
+    throw StatusError(absl::FailedPreconditionError(absl::StrCat("the ", what_, " is closed")));
+  }
 
   std::shared_ptr<T> Living(std::unique_ptr<T> made) const {
     T* const object = made.get();

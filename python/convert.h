@@ -27,12 +27,11 @@
 
 namespace kvferry {
 
-// IndexError naming the argument and its limit unless `index` lies in [0, end).
+// OUT_OF_RANGE naming the argument and its limit unless `index` lies in [0, end).
 inline void CheckIndex(const char* name, int64_t index, int64_t end) {
   if (index >= 0 && index < end) return;
-  const std::string message =
-      absl::StrCat(name, " is ", index, " but must lie in [0, ", std::max<int64_t>(end, 0), ")");
-  throw nanobind::index_error(message.c_str());
+  throw StatusError(absl::OutOfRangeError(
+      absl::StrCat(name, " is ", index, " but must lie in [0, ", std::max<int64_t>(end, 0), ")")));
 }
 
 // Keeps a copy of `owner` alive with an array.

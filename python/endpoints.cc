@@ -209,8 +209,9 @@ void BindPrefill(nb::module_& module) {
       .def_prop_ro("epoch", [](const Prefill& self) { return self.get()->epoch(); })
       .def("publish", &Publish, "pages"_a, "num_tokens"_a = 0, "lease_id"_a = 0,
            "ready_layers"_a = 0, "lease_ms"_a = 0,
-           "Offers a request and returns its ticket. lease_id 0 draws one, lease_ms 0 is the "
-           "configured.")
+           "Offers a request and returns its ticket. num_tokens are the request's, of which the "
+           "pages may hold a window or a part; 0 is not said. lease_id 0 draws one, lease_ms 0 is "
+           "the configured.")
       .def(
           "push",
           [](const Prefill& self, const std::string& ticket, IntegersInput pages,

@@ -27,6 +27,7 @@
 #include "pool/token_kv_pool.h"
 #include "python/convert.h"
 #include "python/gil.h"
+#include "python/heard_signals.h"
 #include "python/pool_memory.h"
 #include "python/rows.h"
 #include "python/status_error.h"
@@ -161,12 +162,9 @@ NumpyArray<float, 3> GetQuantized(const TokenKvPool& self, const std::string& fo
 
 template <absl::StatusOr<TokenView> (TokenKvPool::*kView)(int64_t, Deadline)>
 DlpackArray BufferWhenReady(const PoolPtr& self, int64_t layer, int64_t timeout_ms) {
-  absl::StatusOr<TokenView> view;
-  {
-    const ReleasedGil nogil;
-    view = (self.get()->*kView)(layer, DeadlineInMs(timeout_ms));
-  }
-  return SeenFrom(Value(std::move(view)), self);
+  return SeenFrom(
+      Value(WaitWithoutGil([&] { return (self.get()->*kView)(layer, DeadlineInMs(timeout_ms)); })),
+      self);
 }
 
 void BindLayerCounter(nb::module_& module) {
@@ -190,8 +188,7 @@ void BindLayerCounter(nb::module_& module) {
       .def(
           "wait",
           [](LayerCounter& self, int64_t layer, int64_t timeout_ms) {
-            const ReleasedGil nogil;
-            Check(self.WaitFor(layer, DeadlineInMs(timeout_ms)));
+            Check(WaitWithoutGil([&] { return self.WaitFor(layer, DeadlineInMs(timeout_ms)); }));
           },
           "layer"_a, "timeout_ms"_a)
       .def_prop_ro("last_load", &LayerCounter::last_load,

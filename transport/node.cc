@@ -666,4 +666,6 @@ absl::StatusOr<std::unique_ptr<Node>> Node::Start(Options options) {
   return node;
 }
 
+absl::Status Node::CheckKeyFile(const Config& config) { return kvferry::CheckKeyFile(config); }
+
 }  // namespace kvferry

@@ -49,6 +49,8 @@ class Node {
 
   // INVALID_ARGUMENT for bad options; UNAVAILABLE when the address is taken.
   static absl::StatusOr<std::unique_ptr<Node>> Start(Options options);
+  // What Start() says of the config's key_file, for who has long to go until then.
+  static absl::Status CheckKeyFile(const Config& config);
   // Tells the peers goodbye, ends all transfers and joins the thread, within bounded time.
   virtual ~Node() = default;
 

@@ -11,6 +11,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
+#include "base/interrupt.h"
 #include "base/mutex.h"
 #include "base/status.h"
 
@@ -39,13 +40,14 @@ class KeyTurns {
     Taken::iterator key_;
   };
 
-  // DEADLINE_EXCEEDED when others had the turn until then.
+  // DEADLINE_EXCEEDED when others had the turn until then, or until the caller was interrupted.
   absl::StatusOr<Turn> Take(std::string_view key, Deadline deadline) {
     MutexLock lock(&mutex_);
     for (;;) {
       const auto [place, is_mine] = taken_.emplace(key);
       if (is_mine) return Turn(this, place);
-      if (!ended_.WaitUntil(&mutex_, deadline) && taken_.contains(key)) {
+      const bool is_late = !ended_.WaitUntil(&mutex_, NextLook(deadline)) && taken_.contains(key);
+      if (is_late && (Clock::now() >= deadline || Interrupted(&mutex_))) {
         return absl::DeadlineExceededError("others were at the same key until the deadline");
       }
     }

@@ -4,6 +4,8 @@
 #include <unordered_set>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
+#include "base/interrupt.h"
 #include "connector/store/in_pieces.h"
 #include "connector/store/staged_pages.h"
 
@@ -15,6 +17,12 @@ int64_t Sum(Parts parts) {
   int64_t bytes = 0;
   for (const auto& part : parts) bytes += static_cast<int64_t>(part.size());
   return bytes;
+}
+
+// Whether a call of a batch has come to the end of its time, so that the next ones need not be
+// made: a thousand that are each late at once are late together.
+bool TookAllTime(const absl::Status& status, Deadline deadline) {
+  return absl::IsDeadlineExceeded(status) && (Clock::now() >= deadline || Interrupted());
 }
 
 }  // namespace
@@ -33,7 +41,10 @@ std::vector<absl::Status> KvStore::PutBatch(std::span<const PutItem> items, Dead
 // Last to first, as what is put or used last is dropped last.
 void KvStore::PutDistinct(std::span<const PutItem> items, std::span<absl::Status> statuses,
                           Deadline deadline) {
-  for (size_t i = items.size(); i-- > 0;) statuses[i] = Put(items[i].key, items[i].value, deadline);
+  for (size_t i = items.size(); i-- > 0;) {
+    const bool is_late = i + 1 < items.size() && TookAllTime(statuses[i + 1], deadline);
+    statuses[i] = is_late ? statuses[i + 1] : Put(items[i].key, items[i].value, deadline);
+  }
 }
 
 // What a deadline cuts off are the last items, without which the first are of use.
@@ -42,7 +53,8 @@ std::vector<absl::Status> KvStore::GetBatch(std::span<const GetItem> items, Dead
   std::vector<absl::Status> statuses;
   for (const GetItem& item : items) {
     keys.push_back(item.key);
-    statuses.push_back(Get(item.key, item.out, deadline));
+    const bool is_late = !statuses.empty() && TookAllTime(statuses.back(), deadline);
+    statuses.push_back(is_late ? statuses.back() : Get(item.key, item.out, deadline));
   }
   UseLastToFirst(keys, statuses, deadline);
   return statuses;

@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "base/interrupt.h"
 #include "base/secret_file.h"
 #include "base/status.h"
 
@@ -96,19 +97,25 @@ RedisConnection::RedisConnection(const RedisServer& server)
 RedisConnection::~RedisConnection() = default;
 
 absl::StatusOr<std::unique_ptr<RedisConnection>> RedisConnection::Connect(const RedisServer& server,
+                                                                          HostLookup& lookup,
                                                                           Deadline deadline) {
   std::unique_ptr<RedisConnection> connection(new RedisConnection(server));
   deadline = std::min(deadline, DeadlineInMs(server.connect_timeout_ms));
-  absl::Status status = connection->Open(deadline);
+  absl::Status status = connection->Open(lookup, deadline);
   if (status.ok()) status = connection->LogIn(deadline);
   if (absl::IsDeadlineExceeded(status)) return absl::UnavailableError(status.message());
   if (!status.ok()) return status;
   return connection;
 }
 
-absl::Status RedisConnection::Open(Deadline deadline) {
-  context_.reset(redisConnectNonBlock(server_.host.c_str(), static_cast<int>(server_.port)));
-  if (context_ == nullptr) return Broken("out of memory");
+absl::Status RedisConnection::Open(HostLookup& lookup, Deadline deadline) {
+  const absl::StatusOr<std::vector<std::string>> addresses = lookup.Find(deadline);
+  if (!addresses.ok()) return Broken(addresses.status().message());
+  for (const std::string& address : *addresses) {
+    context_.reset(redisConnectNonBlock(address.c_str(), static_cast<int>(server_.port)));
+    if (context_ == nullptr) return Broken("out of memory");
+    if (context_->err == 0) break;
+  }
   if (context_->err != 0) return Broken(context_->errstr);
   KVFERRY_RETURN_IF_ERROR(Await(POLLOUT, deadline));
   int error = 0;
@@ -215,15 +222,15 @@ absl::StatusOr<short> RedisConnection::Await(short events, Deadline deadline) co
   for (;;) {
     // Also when there is something: a server that sends without end is late all the same.
     const Deadline now = Clock::now();
-    const int64_t left_ms = std::min<int64_t>(MsUntil(deadline, now), 1 << 30);
-    pollfd fd = {context_->fd, events, 0};
-    const int ready = now < deadline ? poll(&fd, 1, static_cast<int>(left_ms)) : 0;
-    if (ready > 0) return fd.revents;
-    if (ready == 0) {
+    if (now >= deadline || Interrupted()) {
       return absl::DeadlineExceededError(
           absl::StrCat("redis ", server_.address(), ": no answer in time"));
     }
-    if (errno != EINTR) return Broken(ErrorText(errno));
+    const int64_t left_ms = std::min<int64_t>(MsUntil(NextLook(deadline), now), 1 << 30);
+    pollfd fd = {context_->fd, events, 0};
+    const int ready = poll(&fd, 1, static_cast<int>(left_ms));
+    if (ready > 0) return fd.revents;
+    if (ready < 0 && errno != EINTR) return Broken(ErrorText(errno));
   }
 }
 

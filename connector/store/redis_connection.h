@@ -15,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "base/clock.h"
+#include "connector/store/host_lookup.h"
 #include "connector/store/kv_store.h"
 
 struct redisContext;
@@ -73,9 +74,10 @@ struct RedisClientId {
 class RedisConnection {
  public:
   // UNAVAILABLE when the server does not accept, or does not answer to the log-in, within
-  // connect_timeout_ms or by the deadline; PERMISSION_DENIED when it refuses the log-in. A host
-  // that is a name is looked up here: the system's resolver knows no deadline.
+  // connect_timeout_ms or by the deadline, or its host, `lookup`'s too, is not found by then;
+  // PERMISSION_DENIED when it refuses the log-in.
   static absl::StatusOr<std::unique_ptr<RedisConnection>> Connect(const RedisServer& server,
+                                                                  HostLookup& lookup,
                                                                   Deadline deadline);
   ~RedisConnection();
   RedisConnection(const RedisConnection&) = delete;
@@ -107,7 +109,7 @@ class RedisConnection {
 
   explicit RedisConnection(const RedisServer& server);
 
-  absl::Status Open(Deadline deadline);
+  absl::Status Open(HostLookup& lookup, Deadline deadline);
   absl::StatusOr<std::string> Password() const;
   absl::Status LogIn(Deadline deadline);
   absl::StatusOr<short> Await(short events, Deadline deadline) const;

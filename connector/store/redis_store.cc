@@ -8,6 +8,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/interrupt.h"
 #include "base/log.h"
 #include "base/status.h"
 #include "connector/store/value_header.h"
@@ -79,7 +80,8 @@ absl::StatusOr<std::unique_ptr<RedisStore>> RedisStore::Create(const Options& op
   return std::unique_ptr<RedisStore>(new RedisStore(options));
 }
 
-RedisStore::RedisStore(const Options& options) : options_(options), server_(ServerOf(options)) {
+RedisStore::RedisStore(const Options& options)
+    : options_(options), server_(ServerOf(options)), lookup_(options.host) {
   // Giving one back needs no memory, nor does what is broken off.
   idle_.reserve(options.connections);
   broken_off_.reserve(options.connections);
@@ -100,7 +102,8 @@ absl::StatusOr<std::unique_ptr<RedisConnection>> RedisStore::Acquire(Deadline de
   {
     const MutexLock lock(&mutex_);
     while (in_use_ == options_.connections) {
-      if (released_.WaitUntil(&mutex_, deadline) || Clock::now() < deadline) continue;
+      const bool notified = released_.WaitUntil(&mutex_, NextLook(deadline));
+      if (notified || (Clock::now() < deadline && !Interrupted(&mutex_))) continue;
       return absl::DeadlineExceededError(
           absl::StrCat("redis ", server_.address(), ": all ", options_.connections,
                        " connections were in use until the deadline"));
@@ -110,7 +113,7 @@ absl::StatusOr<std::unique_ptr<RedisConnection>> RedisStore::Acquire(Deadline de
   }
   absl::Cleanup give_back = [this] { Release(nullptr); };
   KVFERRY_ASSIGN_OR_RETURN(std::unique_ptr<RedisConnection> made,
-                           RedisConnection::Connect(server_, deadline));
+                           RedisConnection::Connect(server_, lookup_, deadline));
   std::move(give_back).Cancel();
   return made;
 }

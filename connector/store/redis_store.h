@@ -15,6 +15,7 @@
 #include "absl/strings/string_view.h"
 #include "base/clock.h"
 #include "base/mutex.h"
+#include "connector/store/host_lookup.h"
 #include "connector/store/kv_store.h"
 #include "connector/store/redis_connection.h"
 
@@ -38,9 +39,9 @@ namespace kvferry {
 // Nothing is connected before the first call. A connection on which a deadline passed or that broke
 // is closed, and a new one made by a later call: a server that is back is used again without more
 // ado. While it is away every call fails with UNAVAILABLE and its "host:port", after
-// connect_timeout_ms at most; only a host that is a name, and not an address, can take longer,
-// because the system's resolver knows no deadline. PERMISSION_DENIED: wrong or missing password, or
-// a user without the right, or a password_file that is gone.
+// connect_timeout_ms at most. A host that is a name is looked up for each connection.
+// PERMISSION_DENIED: wrong or missing password, or a user without the right, or a password_file
+// that is gone.
 //
 // A put or an erasure that failed with UNAVAILABLE or DEADLINE_EXCEEDED may have been carried out,
 // or may be while nothing else is written: what was sent lies in the server's kernel, also when its
@@ -138,6 +139,7 @@ class RedisStore : public KvStore {
 
   const Options options_;
   const RedisServer server_;
+  HostLookup lookup_;
 
   std::atomic<int64_t> puts_ = 0;
   std::atomic<int64_t> hits_ = 0;

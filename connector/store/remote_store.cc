@@ -1,11 +1,13 @@
 #include "connector/store/remote_store.h"
 
 #include <algorithm>
+#include <new>
 #include <optional>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "base/interrupt.h"
 #include "base/mutex.h"
 #include "base/status.h"
 #include "connector/store/in_pieces.h"
@@ -30,11 +32,14 @@ class Answer {
     reply_ = std::move(reply);
     changed_.NotifyAll();
   }
-  // The node answers every call, at its deadline at the latest.
+  // The node answers every call, at its deadline at the latest. To a caller who was interrupted
+  // before, that is over: the call may have been carried out, but is not after a later one.
   absl::StatusOr<Fields> Wait() {
     const MutexLock lock(&mutex_);
-    while (!reply_) changed_.WaitUntil(&mutex_, DeadlineInMs(kWaitMs));
-    return *std::move(reply_);
+    while (!reply_ && !Interrupted(&mutex_)) {
+      changed_.WaitUntil(&mutex_, NextLook(DeadlineInMs(kWaitMs)));
+    }
+    return reply_ ? *std::move(reply_) : absl::DeadlineExceededError("interrupted");
   }
 
  private:
@@ -42,6 +47,18 @@ class Answer {
   CondVar changed_;
   std::optional<absl::StatusOr<Fields>> reply_ ABSL_GUARDED_BY(mutex_);
 };
+
+// Until nothing is written any more. A caller that is interrupted has it end first.
+void WaitForEnd(FetchHandle& fetch) {
+  while (!fetch.done() && !Interrupted()) {
+    fetch.Wait(NextLook(DeadlineInMs(kWaitMs))).IgnoreError();
+  }
+  try {
+    if (!fetch.done()) fetch.Cancel();
+  } catch (const std::bad_alloc&) {  // Then it ends by its deadline.
+  }
+  fetch.WaitUntilDone();
+}
 
 // A lease of ours outlives the call that names it, which may have no limit; it is taken back long
 // before.
@@ -166,13 +183,12 @@ absl::StatusOr<std::unique_ptr<RemoteStore>> RemoteStore::Create(Options options
 absl::StatusOr<Fields> RemoteStore::Ask(const std::string& function, const Fields& args,
                                         Deadline deadline) const {
   auto answer = std::make_shared<Answer>();
-  const absl::Status called =
-      node_
-          ->Call({options_.address, function, args, deadline},
-                 [answer](absl::StatusOr<Fields> reply) { answer->Set(std::move(reply)); })
-          .status();
-  absl::StatusOr<Fields> reply = called.ok() ? answer->Wait() : called;
+  const absl::StatusOr<uint64_t> call =
+      node_->Call({options_.address, function, args, deadline},
+                  [answer](absl::StatusOr<Fields> reply) { answer->Set(std::move(reply)); });
+  absl::StatusOr<Fields> reply = call.ok() ? answer->Wait() : call.status();
   if (reply.ok()) return reply;
+  if (call.ok() && Interrupted()) node_->CancelCall(*call);
   const absl::Status& error = reply.status();
   const CutOff cut_off = CutOffOf(error);
   // A server that has forgotten the session says so with the code of a store's miss.
@@ -299,8 +315,7 @@ absl::Status RemoteStore::Fetch(const Ticket& ticket, const std::vector<int64_t>
   request.tail = std::move(tail);
   KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<FetchHandle> handle,
                            node_->Fetch(std::move(request)));
-  // At its deadline at the latest; until then the memory is the transfer's.
-  handle->WaitUntilDone();
+  WaitForEnd(*handle);  // At its deadline at the latest; until then the memory is the transfer's.
   const absl::Status ended = OfTransfer(handle->status());
   return absl::IsUnavailable(ended) ? WithCutOff(ended, CutOff::kAsked) : ended;
 }

@@ -503,7 +503,7 @@ class MooncakeStore:
             raise ValueError(f"store: {len(keys)} keys for {len(pages)} pages")
         for page in pages:
             if not 0 <= page < pool.num_pages:
-                return ValueError(f"store: page {page} of a pool of {pool.num_pages}")
+                return _core.OutOfRange(f"store: page {page} of a pool of {pool.num_pages}")
         return None
 
     @staticmethod

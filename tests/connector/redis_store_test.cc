@@ -84,7 +84,7 @@ class RedisStoreTest : public testing::Test {
   static std::string Command(const RedisProcess& server,
                              std::initializer_list<absl::string_view> words) {
     const RedisServer address = {.port = server.port(), .max_reply_bytes = 1 << 20};
-    const auto connection = Must(RedisConnection::Connect(address, Soon()));
+    const auto connection = Must(Connect(address));
     RedisCommands commands;
     commands.Add(words);
     std::string text;
@@ -303,7 +303,7 @@ TEST_F(RedisWritesBrokenOff, DoNotEndOthersConnectionsOfALaterServer) {
   RedisCommands ping;
   ping.Add({"PING"});
   for (int i = 0; i < 20; ++i) {
-    others.push_back(Must(RedisConnection::Connect(address, Soon())));
+    others.push_back(Must(Connect(address)));
     ASSERT_TRUE(IsOk(others.back()->Exchange(ping, Soon(), [](int64_t, const redisReply&) {})));
   }
   EXPECT_TRUE(IsOk(Put(*store, "a", ValueOf(1, 3, 100))));

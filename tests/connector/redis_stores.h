@@ -16,6 +16,12 @@ inline std::unique_ptr<RedisStore> MakeStore(const RedisStore::Options& options)
   return Must(RedisStore::Create(options));
 }
 
+// Past any store.
+inline absl::StatusOr<std::unique_ptr<RedisConnection>> Connect(const RedisServer& server) {
+  HostLookup lookup(server.host);
+  return RedisConnection::Connect(server, lookup, Soon());
+}
+
 inline absl::StatusOr<Bytes> Get(KvStore& store, std::string_view key, Deadline deadline = Soon()) {
   return store.GetBytes(key, deadline);
 }

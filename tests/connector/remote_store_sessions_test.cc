@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
+#include "base/interrupt.h"
 #include "tests/connector/remote_stores.h"
 #include "tests/connector/store_values.h"
 #include "tests/support/control_relay.h"
@@ -129,6 +130,40 @@ TEST_F(RemoteSessions, AFetchIsWaitedForWithoutMemoryToo) {
       },
       [&] { ASSERT_EQ(Metric(*far_, "fetches_active"), 0); });
   EXPECT_TRUE(Fails(got, Code::kDeadlineExceeded));
+}
+
+// As by Ctrl-C, while a fetch is under way that would go on until the deadline.
+TEST_F(RemoteSessions, WhoIsInterruptedHasHisMemoryBack) {
+  class Impatient final : public Interrupter {
+    bool Look() noexcept override { return true; }
+  };
+  PutAll();
+  ASSERT_TRUE(IsOk(Put(*writer_, "value", Bytes(1000))));
+  std::atomic<int> num_fetches = 0;
+  const auto connected = ConnectWhile([&](Heard& heard) {
+    const bool is_fetch = std::holds_alternative<FetchMsg>(heard.message.body);
+    num_fetches += is_fetch ? 1 : 0;
+    return is_fetch ? Verdict::kDrop : Verdict::kPass;
+  });
+  const Deadline late = DeadlineInMs(600'000);
+  const auto interrupted = [&](const auto& call) {
+    Impatient impatient;
+    Interrupter* const before = SetInterrupter(&impatient);
+    const absl::Cleanup restore = [before] { SetInterrupter(before); };
+    const Deadline begin = Clock::now();
+    EXPECT_FALSE(call().ok());
+    EXPECT_LT(SecondsBetween(begin, Clock::now()), 60);
+    EXPECT_EQ(Metric(*far_, "fetches_active"), 0);
+  };
+  // So that what is interrupted are fetches.
+  ASSERT_TRUE(IsOk(far_->Exists(Views(keys_), Soon())));
+  interrupted([&] { return far_->GetPages(Views(keys_), *target_, pages_, late)[1]; });
+  interrupted([&] {
+    Bytes out(1000);
+    const std::span<std::byte> part = out;
+    return far_->Get("value", {&part, 1}, late);
+  });
+  EXPECT_EQ(num_fetches, 2);
 }
 
 TEST_F(RemoteSessions, PagesThatDidNotComeInTimeAreNotThere) {

@@ -37,6 +37,16 @@ class TracedEngine(Engine):
             assert time.monotonic() < deadline, f"{self.blocks('save')} of {blocks} blocks saved"
             time.sleep(0.02)
 
+    def again_where_unanswered(self, loads: Callable[[], bool]) -> bool:
+        """Whether loads() ever says that the engine has loaded something. It is called again where
+        the engine says that its store did not answer in the time that a step has for it, as on a
+        machine that has much to do: for a while it is not asked then."""
+        deadline = time.monotonic() + 60.0
+        while not (loaded := loads()) and time.monotonic() < deadline:
+            if "the KV store is not asked for" not in self.log_path.read_text(errors="replace"):
+                break
+        return loaded
+
 
 class StoreEngine(TracedEngine):
     """An engine in store mode."""
@@ -51,16 +61,6 @@ class StoreEngine(TracedEngine):
             kv_load_failure_policy="recompute",
         )
         super().__init__(name, folder, trace_path, config)
-
-    def again_where_unanswered(self, loads: Callable[[], bool]) -> bool:
-        """Whether loads() ever says that the engine has loaded something. It is called again where
-        the engine says that its store did not answer in the time that a step has for it, as on a
-        machine that has much to do: for a while it is not asked then."""
-        deadline = time.monotonic() + 60.0
-        while not (loaded := loads()) and time.monotonic() < deadline:
-            if "the KV store is not asked for" not in self.log_path.read_text(errors="replace"):
-                break
-        return loaded
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:

@@ -98,19 +98,27 @@ def test_a_pair_pulls_and_both_engines_save(engines: Both):
     prefill.wait_saved(FULL_BLOCKS)
 
     # The prompt's prefill comes out of the store, and its KV goes to the decode engine directly.
-    before = moved(prefill), moved(decode)
-    answer = decode.generate(prompt, 60, engines.hand_over(prompt), ignore_eos=True)
-    assert answer.tokens == expected.tokens
-    assert moved(prefill, before[0]) == {"fetch": 0, "load": FULL_BLOCKS}
-    assert moved(decode, before[1]) == {"fetch": PROMPT_BLOCKS, "load": 0}
-    assert [it["outcome"] for it in read_trace(prefill.trace_path) if it["event"] == "lease"] == [
-        "fetched"
-    ]
+    outcomes: list[str] = []
+
+    def comes_out_of_the_store() -> bool:
+        before = moved(prefill), moved(decode)
+        answer = decode.generate(prompt, 60, engines.hand_over(prompt), ignore_eos=True)
+        assert answer.tokens == expected.tokens
+        assert moved(decode, before[1]) == {"fetch": PROMPT_BLOCKS, "load": 0}
+        outcomes.append("fetched")
+        return moved(prefill, before[0]) == {"fetch": 0, "load": FULL_BLOCKS}
+
+    assert prefill.again_where_unanswered(comes_out_of_the_store)
+    leases = [it for it in read_trace(prefill.trace_path) if it["event"] == "lease"]
+    assert [it["outcome"] for it in leases] == outcomes
 
     # What the decode engine generated is in the store too: the next turn's prefill loads it.
-    longer = prompt + answer.tokens[:-1]
+    longer = prompt + expected.tokens[:-1]
     decode.wait_saved(len(longer) // BLOCK_TOKENS - FULL_BLOCKS)
-    assert prefill.generate(longer, 1).cached_tokens == len(longer) // BLOCK_TOKENS * BLOCK_TOKENS
+    cached = len(longer) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert prefill.again_where_unanswered(
+        lambda: prefill.generate(longer, 1).cached_tokens == cached
+    )
 
 
 def test_the_decode_engine_alone_loads_what_the_other_has_saved(engines: Both):
@@ -119,9 +127,13 @@ def test_the_decode_engine_alone_loads_what_the_other_has_saved(engines: Both):
     saved = prefill.blocks("save")
     expected = prefill.generate(prompt, 20)
     prefill.wait_saved(saved + len(prompt) // BLOCK_TOKENS)
-    before = moved(decode)
-    assert decode.generate(prompt, 20).tokens == expected.tokens
-    assert moved(decode, before) == {"fetch": 0, "load": len(prompt) // BLOCK_TOKENS}
+
+    def loads() -> bool:
+        before = moved(decode)
+        assert decode.generate(prompt, 20).tokens == expected.tokens
+        return moved(decode, before) == {"fetch": 0, "load": len(prompt) // BLOCK_TOKENS}
+
+    assert decode.again_where_unanswered(loads)
 
 
 def test_what_cannot_be_pulled_comes_out_of_the_store(engines: Both):
@@ -131,10 +143,14 @@ def test_what_cannot_be_pulled_comes_out_of_the_store(engines: Both):
     params = engines.hand_over(prompt)
     prefill.wait_saved(saved + len(prompt) // BLOCK_TOKENS)
     expected = decode.generate(prompt, 8, dict(params))
-    before = moved(decode)
-    again = decode.generate(prompt, 8, dict(params))  # The ticket is used up.
-    assert again.tokens == expected.tokens != []
-    assert moved(decode, before) == {"fetch": 0, "load": len(prompt) // BLOCK_TOKENS}
+
+    def loads() -> bool:
+        before = moved(decode)
+        again = decode.generate(prompt, 8, dict(params))  # The ticket is used up.
+        assert again.tokens == expected.tokens != []
+        return moved(decode, before) == {"fetch": 0, "load": len(prompt) // BLOCK_TOKENS}
+
+    assert decode.again_where_unanswered(loads)
 
 
 def test_pairs_at_the_same_time(engines: Both):

@@ -251,7 +251,8 @@ TEST(HostPools, SizesThatCannotBe) {
   };
   EXPECT_TRUE(Fails(create({}), kInvalid, "give one of them"));
   EXPECT_TRUE(Fails(create({.ratio_to_device = 1, .bytes = 1000}), kInvalid, "give one of them"));
-  EXPECT_TRUE(Fails(create({.ratio_to_device = -1}), kInvalid, "ratio_to_device -1"));
+  EXPECT_TRUE(
+      Fails(create({.ratio_to_device = -1}), kInvalid, "ratio_to_device (ratio in Python) -1"));
   EXPECT_TRUE(Fails(create({.ratio_to_device = 0.1}), kInvalid, "a page (4)"));
   EXPECT_TRUE(Fails(create({.ratio_to_device = 1e300}), kInvalid, "2147483647"));
   EXPECT_TRUE(Fails(create({.ratio_to_device = std::nan("")}), kInvalid, "nan"));

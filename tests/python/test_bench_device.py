@@ -42,6 +42,7 @@ def folder(tmp_path):
         (["--nixl", "/nowhere/python"], "--nixl: there is no program /nowhere/python"),
         (["--nixl-places", "device-host"], "no device-host; there are host-host, device-device"),
         (["--bin", "/nowhere"], "/nowhere holds no kvferry_bench_transfer"),
+        (["--config", "leas_ms=3"], "leas_ms=3: no such device"),
     ],
 )
 def test_refuses(folder, arguments, message):

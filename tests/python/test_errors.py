@@ -17,6 +17,53 @@ def test_error_types():
     assert issubclass(kvferry.DeadlineExceeded, TimeoutError)
 
 
+def test_an_index_that_is_outside_is_one_error_everywhere(peers):
+    """Whether the bindings find it or what they call; older releases raised either of the two."""
+    assert issubclass(kvferry.OutOfRange, (IndexError, ValueError))
+    assert {IndexError, ValueError} < set(kvferry.OutOfRange.__mro__)
+    assert kvferry.OutOfRange.__module__ == "kvferry"
+    pool = kvferry.KvPool.create(kvferry.KvLayout.mha(1, 4, 1, 8, "float32"), 4)
+    store = kvferry.HostStore(1 << 20)
+    (of_a_page,) = store.put_pages(["a"], pool, [4])
+    assert type(of_a_page) is kvferry.OutOfRange
+    for call in (
+        lambda: pool.layout.item_bytes(2),
+        lambda: pool.page(1, 0, 0),
+        lambda: peers.prefill.publish([16]),
+        lambda: peers.prefill.layer_ready(1, 3),
+    ):
+        with pytest.raises(kvferry.OutOfRange):
+            call()
+
+
+def test_errors_name_what_python_calls_it():
+    layout = kvferry.KvLayout
+    for make, what in (
+        (lambda: layout.mha(1, 4, 0, 8, "float32"), "num_kv_heads is 0"),
+        (lambda: layout.fused(1, 4, 0, 8, "float32"), "num_kv_heads is 0"),
+        (lambda: layout.fused(1, 4, 1, 1 << 19, "float32"), None),
+        (lambda: layout.fused(1, 4, 1, (1 << 19) + 1, "float32"), "head_dim is 524289 but must"),
+        (lambda: layout.fused(1, 4, 1, 0, "float32"), "head_dim is 0 but must"),
+        (lambda: layout.mla(1, 4, 0, "float32"), "latent_dim is 0"),
+    ):
+        if what is None:
+            make()
+            continue
+        with pytest.raises(ValueError, match=f"layout: {what}"):
+            make()
+    large = layout.mha(64, 16, 64, 128, "float32")  # 4 MiB a token.
+    with pytest.raises(ValueError, match=r"token pool: num_tokens is 4194304 but must .* 4194288 "):
+        kvferry.TokenKvPool.create(large, 1 << 22)
+    device = kvferry.TokenKvPool.create(layout.mha(1, 4, 1, 8, "float32"), 16)
+    for options in ({}, {"ratio": -1.0}):
+        with pytest.raises(ValueError, match="ratio in Python"):
+            kvferry.HostKvPool.create(device, **options)
+    tables = kvferry.BlockTables(8, 4, 4)
+    row = tables.add(4)
+    with pytest.raises(MemoryError, match="a table of 1000 rows of width 2147483647"):
+        tables.table([row] * 1000, width=2**31 - 1)
+
+
 def test_errors_of_a_fetch(peers):
     ticket = kvferry.Ticket.parse(peers.prefill.publish([1, 2], ready_layers=1))
 

@@ -166,7 +166,7 @@ class TestEveryBackend:
         for page in (4, -1):
             for move in store.put_pages, store.get_pages:
                 errors = move(["a", "b"], pool, [0, page])
-                assert [type(error) for error in errors] == [ValueError] * 2
+                assert [type(error) for error in errors] == [kvferry.OutOfRange] * 2
                 assert f"page {page} of a pool of 4" in str(errors[0])
         assert store.exists(["a"]) == 0
 

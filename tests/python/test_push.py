@@ -1,14 +1,12 @@
 """Push from Python: what the bindings add; the transfer has tests in C++."""
 
-import os
-import signal
 import threading
 
 import kvferry
 import numpy as np
 import pytest
 from endpoints import MODEL, NUM_PAGES, make_config
-from waiting import wait_for
+from pressing import PressedError, heeding, pressing
 
 LAYERS = 3
 
@@ -129,27 +127,8 @@ def test_a_decode_endpoint_accepts_no_pushes_unless_told_to(pools):
         decode.receive(0, [1])
 
 
-class PressedError(Exception):
-    """In KeyboardInterrupt's place, which would end the tests."""
-
-
-@pytest.fixture
-def presses():
-    """Those of Ctrl-C that Python has heard of; the third one is heeded."""
-    heard = []
-
-    def hear(*_):
-        heard.append(None)
-        if len(heard) == 3:
-            raise PressedError
-
-    before = signal.signal(signal.SIGINT, hear)
-    yield heard
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize("which", ["fetch", "layer", "push"])
-def test_ctrl_c_ends_a_wait_and_nothing_else(which, ends, presses):
+def test_ctrl_c_ends_a_wait_and_nothing_else(which, ends):
     prefill, decode = ends
     ticket, handle = decode.receive(0, [8])
     push = prefill.push(ticket, [3])
@@ -159,19 +138,11 @@ def test_ctrl_c_ends_a_wait_and_nothing_else(which, ends, presses):
         "push": lambda: push.wait(60000),
     }
 
-    def press():
-        for count in range(1, 4):
-            os.kill(os.getpid(), signal.SIGINT)
-            wait_for(lambda count=count: len(presses) == count)
-
     too_late = threading.Timer(15, handle.cancel)
     too_late.start()
-    pressing = threading.Thread(target=press)
-    pressing.start()
-    with pytest.raises(PressedError):
+    with heeding(3) as heard, pressing(heard, 3), pytest.raises(PressedError):
         waits[which]()
     too_late.cancel()
-    pressing.join()
     assert not handle.done and not push.done
     for layer in range(LAYERS):
         prefill.layer_ready(push.lease_id, layer)

@@ -53,6 +53,26 @@ def test_wrong_options_are_told_where_vllm_is_configured():
         assert not KVFerryConnector.requires_piecewise_for_cudagraph(options)
 
 
+def test_files_that_cannot_be_opened_are_told_where_vllm_is_configured(tmp_path):
+    key = tmp_path / "key"
+    key.write_text("00" * 32)
+    trace = tmp_path / "trace"
+    right = {"key_file": str(key), "trace_path": str(trace)}
+    for options in (right, right | {"mode": "store"}):
+        assert not KVFerryConnector.requires_piecewise_for_cudagraph(options)
+    key.with_name("short").write_text("00")
+    nowhere = str(tmp_path / "nowhere" / "file")
+    for wrong, words in (
+        ({"key_file": nowhere}, "key_file '.*nowhere/file' cannot be read: No such file"),
+        ({"key_file": str(tmp_path)}, "cannot be read: it is no regular file"),
+        ({"key_file": str(tmp_path / "short")}, "does not hold 64 hexadecimal digits"),
+        ({"trace_path": nowhere}, "trace_path: .*No such file or directory: '.*nowhere/file'"),
+        ({"trace_path": str(tmp_path)}, "trace_path: .*Is a directory"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            KVFerryConnector.requires_piecewise_for_cudagraph(right | wrong)
+
+
 def test_a_wrong_store_is_told_without_its_password():
     with pytest.raises(ValueError, match="'reddis'") as refused:
         Options.parse({"mode": "store", "store": {"backend": "reddis", "password": "secret"}})
@@ -62,6 +82,10 @@ def test_a_wrong_store_is_told_without_its_password():
 def test_options_of_store_mode():
     assert Options.parse({}).store is None
     assert Options.parse({"mode": "store"}).store.config["backend"] == "host"
+    below = {"backend": "rocksdb", "path": "p"}
+    completed = Options.parse({"mode": "store", "store": below}).store
+    above = {"backend": "host", "capacity_bytes": 1 << 30}
+    assert completed.config == {"backend": "tiered", "upper": above, "lower": below}
     redis = Options.parse({"mode": "store", "store": {"backend": "redis", "port": 1}}).store
     assert redis.config["port"] == 1 and not redis.embedded
     for wrong, words in (

@@ -16,7 +16,7 @@ from vllm_store_scheduler import BLOCKS, HOST, LAYOUT, fill, holds  # noqa: E402
 def embedded(backend: str, folder: Path) -> StoreOptions:
     configs = {"host": HOST.config, "rocksdb": {"backend": "rocksdb", "path": str(folder)}}
     configs["tiered"] = {"backend": "tiered", "upper": configs["host"], "lower": configs["rocksdb"]}
-    return StoreOptions(configs[backend])
+    return StoreOptions.parse(configs[backend])
 
 
 REDIS = {"backend": "redis"}
@@ -49,7 +49,7 @@ def test_stores_that_cannot_be_opened_say_why(config, words):
     layout = kvferry.KvLayout.mha(2, 4, 1, 8, "float32")
     pool = kvferry.KvPool.create(layout, 4)
     with pytest.raises((ValueError, kvferry.Error), match=words):
-        open_store(StoreOptions(config), pool, kvferry.Config.make({}), "m", "n", 0)
+        open_store(StoreOptions.parse(config), pool, kvferry.Config.make({}), "m", "n", 0)
 
 
 @pytest.mark.parametrize("backend", ["host", "rocksdb", "tiered"])
@@ -98,7 +98,7 @@ def test_each_engine_has_a_folder_of_its_own_in_every_tier(tmp_path: Path):
     config, pool = kvferry.Config.make({}), kvferry.KvPool.create(LAYOUT, BLOCKS)
     disks = [{"backend": "rocksdb", "path": str(tmp_path / disk)} for disk in ("fast", "slow")]
     below = {"backend": "tiered", "upper": disks[0], "lower": disks[1]}
-    options = StoreOptions({"backend": "tiered", "lower": below})
+    options = StoreOptions.parse({"backend": "tiered", "lower": below})
     opened = [open_store(options, pool, config, "m", "n", rank) for rank in (0, 1)]
     for one in opened:  # Both were open together.
         one.close()

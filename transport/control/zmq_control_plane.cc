@@ -593,4 +593,8 @@ absl::StatusOr<std::unique_ptr<ControlPlane>> MakeZmqControlPlane(const Config& 
   }
 }
 
+absl::Status CheckKeyFile(const Config& config) {
+  return config.key_file.empty() ? absl::OkStatus() : ReadCurveKeys(config.key_file).status();
+}
+
 }  // namespace kvferry

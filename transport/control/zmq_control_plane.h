@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/config.h"
 #include "transport/control_plane.h"
@@ -13,5 +14,7 @@ namespace kvferry {
 // cannot be bound; errors of ReadCurveKeys().
 absl::StatusOr<std::unique_ptr<ControlPlane>> MakeZmqControlPlane(const Config& config,
                                                                   bool listen);
+// What that says of the config's key_file.
+absl::Status CheckKeyFile(const Config& config);
 
 }  // namespace kvferry

@@ -21,7 +21,7 @@ _DEFAULT = {"backend": "host", "capacity_bytes": 1 << 30}
 class StoreOptions(NamedTuple):
     """The `store` of a kv_connector_extra_config."""
 
-    config: dict[str, Any]
+    config: dict[str, Any]  # Nothing is left out.
 
     @staticmethod
     def parse(config: Any) -> StoreOptions:
@@ -34,8 +34,7 @@ class StoreOptions(NamedTuple):
                 f"store is {given!r}; it has to be an object with a backend, one of "
                 f"{', '.join(_BACKENDS)}"
             )
-        _complete(config)
-        return StoreOptions(dict(config))
+        return StoreOptions(_complete(dict(config)))
 
     @property
     def embedded(self) -> bool:
@@ -119,7 +118,6 @@ def _open_embedded(
     config: dict[str, Any], layout: kvferry.KvLayout, rank: int, dp_rank: int
 ) -> tuple[kvferry.HostStore, kvferry.TieredStore | None]:
     """(the host store that blocks are served from, what has it as its upper tier, if anything)"""
-    config = _complete(config)
     if config["backend"] == "host":
         return kvferry.HostStore(config["capacity_bytes"], layout=layout), None
     engine = f"dp{dp_rank}-" if dp_rank > 0 else ""

@@ -50,7 +50,8 @@ class Options(NamedTuple):
 
     @staticmethod
     def parse(extra_config: dict[str, Any]) -> "Options":
-        """Raises ValueError, listing the right keys, for a wrong key or value."""
+        """Raises ValueError, listing the right keys, for a wrong key or value, and for a file that
+        cannot be opened."""
         fields = dict(extra_config)
         trace_path = fields.pop(TRACE_PATH, "")
         if not isinstance(trace_path, str):
@@ -69,12 +70,18 @@ class Options(NamedTuple):
             raise ValueError(f"{NAMESPACE} is {namespace!r}; it has to be a text")
         store = StoreOptions.parse(fields.pop(STORE, None)) if mode == "store" else None
         try:
-            kvferry.Config.make(fields)
+            config = kvferry.Config.make(fields)
         except ValueError as error:
             raise ValueError(
                 f"kv_connector_extra_config: {error} (KVFerryConnector also takes {MODE}, "
                 f"{NAMESPACE}, {SHARE_KV_CACHE}, {STORE} and {TRACE_PATH})"
             ) from error
+        # What is used only when there is a model, which takes long to load.
+        config.check_key_file()
+        try:
+            Trace(trace_path, 0).close()
+        except OSError as error:
+            raise ValueError(f"{TRACE_PATH}: {error}") from error
         return Options(fields, trace_path, mode, store, namespace, share)
 
     def config(self, rank: int) -> kvferry.Config:
