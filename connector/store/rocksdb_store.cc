@@ -20,6 +20,7 @@
 #include "connector/store/entry_index.h"
 #include "connector/store/key_turns.h"
 #include "connector/store/rocksdb_database.h"
+#include "connector/store/rocksdb_resumer.h"
 #include "connector/store/value_header.h"
 
 namespace kvferry {
@@ -49,17 +50,6 @@ absl::Status CheckOptions(const RocksDbStore::Options& options) {
   }
   return CheckRange("rocksdb store", "max_value_bytes", options.max_value_bytes, 1,
                     RocksDbStore::kMaxValueBytes);
-}
-
-// `resumed`: what RocksDB said when it was told to go on. After some errors (no file descriptor
-// left, a failing disk; not a full one) it never does.
-absl::Status FromWriting(std::string_view doing, const rocksdb::Status& written,
-                         const rocksdb::Status& resumed) {
-  const absl::Status status = FromRocksDb(doing, written);
-  if (resumed.severity() < rocksdb::Status::kFatalError) return status;
-  return {status.code(),
-          absl::StrCat(status.message(),
-                       "; RocksDB takes no more writes until the store is opened anew")};
 }
 
 }  // namespace
@@ -124,6 +114,7 @@ class RocksDbStore::Impl {
 
   const Options options_;
   const RocksDbDatabase database_;
+  RocksDbResumer resumer_{database_.db.get(), options_.path};  // Used in a Turn only.
   KeyTurns turns_;
   mutable Mutex mutex_;                       // Never held while RocksDB works.
   EntryIndex index_ ABSL_GUARDED_BY(mutex_);  // Changes in a Turn only.
@@ -214,7 +205,7 @@ absl::Status RocksDbStore::Impl::Write(std::string_view doing, rocksdb::WriteBat
   rocksdb::WriteOptions options;
   options.sync = options_.sync;
   options.no_slowdown = true;
-  std::optional<rocksdb::Status> resumed;
+  bool resumed = false;
   for (;;) {
     const rocksdb::Status written = database_.db->Write(options, batch);
     if (written.ok()) return absl::OkStatus();
@@ -222,13 +213,17 @@ absl::Status RocksDbStore::Impl::Write(std::string_view doing, rocksdb::WriteBat
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
       continue;
     }
-    if (!written.IsIncomplete() && !resumed) {
-      resumed = database_.db->Resume();
-      if (resumed->ok()) continue;
+    absl::Status status =
+        written.IsIncomplete()
+            ? absl::DeadlineExceededError("rocksdb store: the disk was behind until the deadline")
+            : FromRocksDb(doing, written);
+    if (!written.IsIncomplete() && !std::exchange(resumed, true)) {
+      const auto bytes = static_cast<int64_t>(batch->GetDataSize());
+      status = resumer_.Resume(written, bytes, status, deadline);
+      if (status.ok()) continue;
     }
     CountError();
-    if (!written.IsIncomplete()) return FromWriting(doing, written, *resumed);
-    return absl::DeadlineExceededError("rocksdb store: the disk was behind until the deadline");
+    return status;
   }
 }
 
