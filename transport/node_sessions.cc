@@ -330,7 +330,8 @@ absl::Status NodeImpl::CheckRoomFor(uint64_t epoch) const {
   if (sessions_.CountOthers(epoch) < limit && static_cast<int64_t>(sessions_.size()) < 2 * limit) {
     return absl::OkStatus();
   }
-  return absl::ResourceExhaustedError(absl::StrCat("max_peers (", limit, ") are connected"));
+  return absl::ResourceExhaustedError(
+      absl::StrCat("max_peers (", limit, ") are connected; raise it on the side that listens"));
 }
 
 absl::Status NodeImpl::CheckHello(const HelloMsg& hello, uint64_t epoch) const {
