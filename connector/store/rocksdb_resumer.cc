@@ -20,12 +20,6 @@ constexpr auto kAskAgain = std::chrono::seconds(5);
 constexpr auto kLongest = std::chrono::seconds(30);
 constexpr int64_t kMoreRoom = 1 << 20;  // What others write and remove beside it comes and goes.
 
-int64_t RoomBytes(const std::string& path) {
-  struct statvfs disk {};
-  if (statvfs(path.c_str(), &disk) != 0) return 0;
-  return static_cast<int64_t>(disk.f_bavail * disk.f_frsize);
-}
-
 absl::Status With(const absl::Status& status, absl::string_view more) {
   return {status.code(), absl::StrCat(status.message(), "; ", more)};
 }
@@ -35,6 +29,12 @@ absl::Status TakesNoMore(const absl::Status& status) {
 }
 
 }  // namespace
+
+std::optional<int64_t> DiskRoomBytes(const std::string& path) {
+  struct statvfs disk {};
+  if (statvfs(path.c_str(), &disk) != 0) return std::nullopt;
+  return static_cast<int64_t>(disk.f_bavail * disk.f_frsize);
+}
 
 RocksDbResumer::~RocksDbResumer() {
   if (IsRunning()) rocksdb::CancelAllBackgroundWork(db_, /*wait=*/false);  // Which wakes it.
@@ -69,7 +69,7 @@ absl::Status RocksDbResumer::Resume(const rocksdb::Status& error, int64_t bytes,
 bool RocksDbResumer::MayGoOn(const rocksdb::Status& error, int64_t bytes) {
   if (!error.IsNoSpace()) return true;
   const Deadline now = Clock::now();
-  const int64_t room = RoomBytes(path_);
+  const int64_t room = DiskRoomBytes(path_).value_or(0);
   if (now < ask_at_ && room < ask_with_bytes_) return false;
   ask_at_ = now + kAskAgain;
   ask_with_bytes_ = room + std::max(bytes, kMoreRoom);

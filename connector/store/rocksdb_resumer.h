@@ -14,6 +14,9 @@
 
 namespace kvferry {
 
+// Free on the disk of that folder, for whoever is not root. Nothing where the system does not say.
+std::optional<int64_t> DiskRoomBytes(const std::string& path);
+
 // Tells a database to go on after an error. RocksDB (7.8) knows no deadline for that: it writes
 // what it has in memory, and waits for ever when it has lost sight of a flush, as when one that had
 // failed before ends meanwhile. So it waits in a thread of its own, and where the disk is full it

@@ -99,6 +99,7 @@ class RocksDbStore::Impl {
                         ConstParts value, rocksdb::WriteBatch* batch) const;
   absl::Status Miss();
   // These need a Turn.
+  absl::Status CheckRoom(int64_t bytes);
   absl::Status Write(std::string_view doing, rocksdb::WriteBatch* batch, Deadline deadline);
   absl::Status Remove(std::string_view key, Deadline deadline);
   absl::Status DropDamaged(std::string_view key, uint64_t number, Deadline deadline);
@@ -198,6 +199,21 @@ void RocksDbStore::Impl::AddRemoval(std::string_view key, rocksdb::WriteBatch* b
   (void)batch->Delete(database_.entries, record_key);
 }
 
+// RocksDB does not always get over a disk that is full (RocksDbResumer), so it is given nothing
+// that it could not write beside what it has in memory. Others may fill the disk all the same.
+absl::Status RocksDbStore::Impl::CheckRoom(int64_t bytes) {
+  uint64_t in_memory = 0;
+  (void)database_.db->GetAggregatedIntProperty(rocksdb::DB::Properties::kCurSizeAllMemTables,
+                                               &in_memory);
+  const std::optional<int64_t> room = DiskRoomBytes(options_.path);
+  const int64_t needed = bytes + static_cast<int64_t>(in_memory);
+  if (!room || *room >= needed) return absl::OkStatus();
+  CountError();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("rocksdb store: writing a value: No space left on device: ", *room,
+                   " bytes are free at '", options_.path, "', and RocksDB may need ", needed));
+}
+
 // RocksDB is told not to wait when it is behind with its files, so that the deadline holds. After
 // an error it refuses all writes until it is told to go on; after some it does so for good.
 absl::Status RocksDbStore::Impl::Write(std::string_view doing, rocksdb::WriteBatch* batch,
@@ -252,6 +268,7 @@ absl::Status RocksDbStore::Impl::PutTogether(std::span<const NumberedItem> items
     AddRemoval(item.key, &writes);
     KVFERRY_RETURN_IF_ERROR(AddValue(item.key, number, headers[i], item.value, &writes));
   }
+  KVFERRY_RETURN_IF_ERROR(CheckRoom(static_cast<int64_t>(writes.GetDataSize())));
   KVFERRY_RETURN_IF_ERROR(Write("writing a value", &writes, deadline));
   MutexLock lock(&mutex_);
   for (const std::string& victim : victims) index_.Remove(victim);
