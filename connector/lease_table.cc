@@ -68,7 +68,7 @@ absl::Status LeaseTable::Publish(uint64_t lease_id, PageRuns pages, int64_t read
   if (static_cast<int64_t>(leases_.size() + ended_.size()) >= config_.max_leases) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "max_leases (", config_.max_leases, "): ", leases_.size(), " requests are published and ",
-        ended_.size(), " ended ones have not been taken"));
+        ended_.size(), " ended ones have not been taken; take those, or raise it"));
   }
   if (fate.has_value()) {
     End(lease_id, LeaseOutcome::kFetched);

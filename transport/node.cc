@@ -58,6 +58,12 @@ int64_t MostPages(const Ticket& ticket, const KvLayout& layout) {
   return std::max(ticket.num_pages, full + (ticket.num_tokens % layout.page_size > 0 ? 1 : 0));
 }
 
+// Whoever has dialled asks, the other side only answers.
+std::string PingsMeanwhile(const Session& session) {
+  return session.dialled ? absl::StrCat(session.pings, " pings sent meanwhile")
+                         : "none of its pings came";
+}
+
 }  // namespace
 
 // What a lane's thread does with its chunks; what follows from them is the progress thread's.
@@ -433,8 +439,7 @@ Deadline NodeImpl::Tick(Deadline now) {
         SendAside(peer, PingMsg{});
         break;
       case Sessions::Due::kDead:
-        TakeForDead(peer, "was silent",
-                    absl::StrCat(sessions_.Find(peer)->pings, " pings sent meanwhile"));
+        TakeForDead(peer, "was silent", PingsMeanwhile(*sessions_.Find(peer)));
         break;
       case Sessions::Due::kGreetingFailed:
         if (sessions_.Find(peer)->greeting_until > now)

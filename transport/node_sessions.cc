@@ -46,7 +46,8 @@ std::string Unreachable(const Session& session, ControlEvents::Attempt failed) {
             "sides the same key_file, or neither any"
       : session.awaits_anyone
           ? "nobody listens there, its name is not known, or its machine cannot be reached"
-          : "the process that gave out the ticket has ended, or its machine cannot be reached";
+          : "the process that gave out the ticket has ended, its address is another one, or its "
+            "machine cannot be reached";
   const int64_t attempts = session.failed_attempts;
   const std::string tried = failed == ControlEvents::Attempt::kStranger ? ""
                             : attempts == 1                             ? ", tried once"
@@ -189,7 +190,8 @@ absl::Status NodeImpl::NotGreeted(const Session& session) const {
       absl::StrCat("no answer to the hello from ", session.address, " within connect_timeout_ms (",
                    options_.config.connect_timeout_ms, "); ",
                    session.unreachable.empty()
-                       ? "is an endpoint of kvferry's listening there, with file descriptors left?"
+                       ? "is an endpoint of kvferry's listening there, with file descriptors left, "
+                         "and is that port (listen_port) open to this side?"
                        : session.unreachable));
 }
 
@@ -328,7 +330,8 @@ absl::Status NodeImpl::CheckRoomFor(uint64_t epoch) const {
   if (sessions_.CountOthers(epoch) < limit && static_cast<int64_t>(sessions_.size()) < 2 * limit) {
     return absl::OkStatus();
   }
-  return absl::ResourceExhaustedError(absl::StrCat("max_peers (", limit, ") are connected"));
+  return absl::ResourceExhaustedError(
+      absl::StrCat("max_peers (", limit, ") are connected; raise it on the side that listens"));
 }
 
 absl::Status NodeImpl::CheckHello(const HelloMsg& hello, uint64_t epoch) const {

@@ -336,6 +336,11 @@ absl::StatusOr<std::unique_ptr<HostStore>> HostStore::Create(const Options& opti
         "host store: capacity_bytes is ", options.capacity_bytes, " but must be at least 1"));
   }
   const int64_t page_bytes = options.layout.page_bytes();
+  if (options.capacity_bytes / page_bytes > PageRuns::kMaxPages) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "host store: capacity_bytes is ", options.capacity_bytes, " but must be at most ",
+        PageRuns::kMaxPages * page_bytes, " with pages of ", page_bytes, " bytes"));
+  }
   const int64_t num_pages = std::max<int64_t>(1, options.capacity_bytes / page_bytes);
   KVFERRY_ASSIGN_OR_RETURN(PageAllocator allocator, PageAllocator::Create(num_pages, 0));
   // It may never be full, and its values are long.

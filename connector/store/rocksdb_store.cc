@@ -20,6 +20,7 @@
 #include "connector/store/entry_index.h"
 #include "connector/store/key_turns.h"
 #include "connector/store/rocksdb_database.h"
+#include "connector/store/rocksdb_resumer.h"
 #include "connector/store/value_header.h"
 
 namespace kvferry {
@@ -49,17 +50,6 @@ absl::Status CheckOptions(const RocksDbStore::Options& options) {
   }
   return CheckRange("rocksdb store", "max_value_bytes", options.max_value_bytes, 1,
                     RocksDbStore::kMaxValueBytes);
-}
-
-// `resumed`: what RocksDB said when it was told to go on. After some errors (no file descriptor
-// left, a failing disk; not a full one) it never does.
-absl::Status FromWriting(std::string_view doing, const rocksdb::Status& written,
-                         const rocksdb::Status& resumed) {
-  const absl::Status status = FromRocksDb(doing, written);
-  if (resumed.severity() < rocksdb::Status::kFatalError) return status;
-  return {status.code(),
-          absl::StrCat(status.message(),
-                       "; RocksDB takes no more writes until the store is opened anew")};
 }
 
 }  // namespace
@@ -109,6 +99,7 @@ class RocksDbStore::Impl {
                         ConstParts value, rocksdb::WriteBatch* batch) const;
   absl::Status Miss();
   // These need a Turn.
+  absl::Status CheckRoom(int64_t bytes);
   absl::Status Write(std::string_view doing, rocksdb::WriteBatch* batch, Deadline deadline);
   absl::Status Remove(std::string_view key, Deadline deadline);
   absl::Status DropDamaged(std::string_view key, uint64_t number, Deadline deadline);
@@ -124,6 +115,7 @@ class RocksDbStore::Impl {
 
   const Options options_;
   const RocksDbDatabase database_;
+  RocksDbResumer resumer_{database_.db.get(), options_.path};  // Used in a Turn only.
   KeyTurns turns_;
   mutable Mutex mutex_;                       // Never held while RocksDB works.
   EntryIndex index_ ABSL_GUARDED_BY(mutex_);  // Changes in a Turn only.
@@ -207,6 +199,21 @@ void RocksDbStore::Impl::AddRemoval(std::string_view key, rocksdb::WriteBatch* b
   (void)batch->Delete(database_.entries, record_key);
 }
 
+// RocksDB does not always get over a disk that is full (RocksDbResumer), so it is given nothing
+// that it could not write beside what it has in memory. Others may fill the disk all the same.
+absl::Status RocksDbStore::Impl::CheckRoom(int64_t bytes) {
+  uint64_t in_memory = 0;
+  (void)database_.db->GetAggregatedIntProperty(rocksdb::DB::Properties::kCurSizeAllMemTables,
+                                               &in_memory);
+  const std::optional<int64_t> room = DiskRoomBytes(options_.path);
+  const int64_t needed = bytes + static_cast<int64_t>(in_memory);
+  if (!room || *room >= needed) return absl::OkStatus();
+  CountError();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("rocksdb store: writing a value: No space left on device: ", *room,
+                   " bytes are free at '", options_.path, "', and RocksDB may need ", needed));
+}
+
 // RocksDB is told not to wait when it is behind with its files, so that the deadline holds. After
 // an error it refuses all writes until it is told to go on; after some it does so for good.
 absl::Status RocksDbStore::Impl::Write(std::string_view doing, rocksdb::WriteBatch* batch,
@@ -214,7 +221,7 @@ absl::Status RocksDbStore::Impl::Write(std::string_view doing, rocksdb::WriteBat
   rocksdb::WriteOptions options;
   options.sync = options_.sync;
   options.no_slowdown = true;
-  std::optional<rocksdb::Status> resumed;
+  bool resumed = false;
   for (;;) {
     const rocksdb::Status written = database_.db->Write(options, batch);
     if (written.ok()) return absl::OkStatus();
@@ -222,13 +229,17 @@ absl::Status RocksDbStore::Impl::Write(std::string_view doing, rocksdb::WriteBat
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
       continue;
     }
-    if (!written.IsIncomplete() && !resumed) {
-      resumed = database_.db->Resume();
-      if (resumed->ok()) continue;
+    absl::Status status =
+        written.IsIncomplete()
+            ? absl::DeadlineExceededError("rocksdb store: the disk was behind until the deadline")
+            : FromRocksDb(doing, written);
+    if (!written.IsIncomplete() && !std::exchange(resumed, true)) {
+      const auto bytes = static_cast<int64_t>(batch->GetDataSize());
+      status = resumer_.Resume(written, bytes, status, deadline);
+      if (status.ok()) continue;
     }
     CountError();
-    if (!written.IsIncomplete()) return FromWriting(doing, written, *resumed);
-    return absl::DeadlineExceededError("rocksdb store: the disk was behind until the deadline");
+    return status;
   }
 }
 
@@ -257,6 +268,7 @@ absl::Status RocksDbStore::Impl::PutTogether(std::span<const NumberedItem> items
     AddRemoval(item.key, &writes);
     KVFERRY_RETURN_IF_ERROR(AddValue(item.key, number, headers[i], item.value, &writes));
   }
+  KVFERRY_RETURN_IF_ERROR(CheckRoom(static_cast<int64_t>(writes.GetDataSize())));
   KVFERRY_RETURN_IF_ERROR(Write("writing a value", &writes, deadline));
   MutexLock lock(&mutex_);
   for (const std::string& victim : victims) index_.Remove(victim);

@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <array>
 #include <new>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "base/log.h"
 #include "base/status.h"
 
 namespace kvferry {
@@ -39,9 +42,19 @@ bool TieredStore::IsPinned(std::string_view key) const {
   return pins_.contains(key);
 }
 
-void TieredStore::CountError() {
-  MutexLock lock(&mutex_);
-  ++counts_.errors;
+// The other tier may hide it from whoever calls. Where there is no memory, it is not said: what the
+// tiers have to hear about yet is not to be left out for that.
+void TieredStore::CountError(const absl::Status& status) {
+  try {
+    std::optional<std::string> more;
+    {
+      MutexLock lock(&mutex_);
+      ++counts_.errors;
+      more = failed_.Next();
+    }
+    if (more) Log().warn("tiered store: a tier failed: {}{}", status.ToString(), *more);
+  } catch (const std::bad_alloc&) {
+  }
 }
 
 bool TieredStore::IsPinnedInATier(std::string_view key) const {
@@ -224,9 +237,9 @@ absl::Status TieredStore::AfterPut(std::string_view key, const absl::Status& upp
                                    const absl::Status& lower, Deadline deadline) {
   // Too large for a tier is no failure of it, and neither is an upper one that is full just now.
   if (!upper.ok() && !absl::IsInvalidArgument(upper) && !absl::IsResourceExhausted(upper)) {
-    CountError();
+    CountError(upper);
   }
-  if (!lower.ok() && !absl::IsInvalidArgument(lower)) CountError();
+  if (!lower.ok() && !absl::IsInvalidArgument(lower)) CountError(lower);
   if (!upper.ok() && !lower.ok()) {
     // What is too large for the lower one may fit the upper one another time.
     const absl::StatusCode code = absl::IsInvalidArgument(lower) ? upper.code() : lower.code();
@@ -287,7 +300,7 @@ std::vector<absl::Status> TieredStore::PutShown(std::span<const std::string_view
   });
   for (size_t i = 0; i < keys.size(); ++i) {
     if (!statuses[i].ok()) {
-      CountError();
+      CountError(statuses[i]);
       continue;
     }
     AfterPutInto(lower_, keys[i], deadline);
@@ -331,7 +344,7 @@ absl::Status TieredStore::Erase(std::string_view key, Deadline deadline) {
   const absl::Status upper = EraseFrom(upper_, key, deadline);
   const absl::Status lower = EraseFrom(lower_, key, deadline);
   for (const absl::Status& status : {upper, lower}) {
-    if (!status.ok()) CountError();
+    if (!status.ok()) CountError(status);
   }
   KVFERRY_RETURN_IF_ERROR(upper);
   KVFERRY_RETURN_IF_ERROR(lower);
@@ -344,7 +357,7 @@ absl::Status TieredStore::Erase(std::string_view key, Deadline deadline) {
 
 absl::Status TieredStore::Note(absl::Status fetched) {
   if (!fetched.ok() && !absl::IsNotFound(fetched) && !absl::IsFailedPrecondition(fetched)) {
-    CountError();
+    CountError(fetched);
   }
   return fetched;
 }
@@ -543,7 +556,7 @@ absl::StatusOr<int64_t> TieredStore::CountIn(Tier& tier, std::span<const std::st
   absl::StatusOr<int64_t> there =
       Ask(tier, deadline, [&](Deadline until) { return tier.store->Exists(keys, until); });
   if (!there.ok()) {
-    CountError();
+    CountError(there.status());
     return there;
   }
   int64_t fresh = 0;
@@ -590,7 +603,7 @@ absl::StatusOr<std::vector<bool>> TieredStore::WhichIn(Tier& tier,
   absl::StatusOr<std::vector<bool>> there =
       Ask(tier, deadline, [&](Deadline until) { return tier.store->ExistsEach(keys, until); });
   if (!there.ok()) {
-    CountError();
+    CountError(there.status());
     return there;
   }
   for (size_t i = 0; i < keys.size(); ++i) (*there)[i] = (*there)[i] && !IsStale(tier, keys[i]);
@@ -652,7 +665,7 @@ absl::Status TieredStore::UnpinIn(Tier& tier, std::string_view key, Deadline dea
       Ask(tier, deadline, [&](Deadline until) { return tier.store->Unpin(key, until); });
   // FAILED_PRECONDITION: the tier has not got the pin.
   if (!status.ok() && !absl::IsFailedPrecondition(status)) {
-    CountError();
+    CountError(status);
     return status;
   }
   MutexLock lock(&mutex_);

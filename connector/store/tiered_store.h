@@ -20,6 +20,7 @@
 #include "connector/store/kv_store.h"
 #include "connector/store/tier_patience.h"
 #include "pool/kv_pool.h"
+#include "transport/limited_line.h"
 
 namespace kvferry {
 
@@ -191,7 +192,7 @@ class TieredStore : public KvStore {
   bool IsPinned(std::string_view key) const;
   // Whether a tier has pinned the present value.
   bool IsPinnedInATier(std::string_view key) const;
-  void CountError();
+  void CountError(const absl::Status& status);
 
   KeyTurns turns_;
   mutable Mutex mutex_;  // Of the tiers, but for their stores; never held during a call to one.
@@ -200,6 +201,7 @@ class TieredStore : public KvStore {
   std::map<std::string, int64_t, std::less<>> pins_ ABSL_GUARDED_BY(mutex_);
   std::atomic<uint64_t> puts_above_ = 0;  // Values that the upper tier has taken.
   Stats counts_ ABSL_GUARDED_BY(mutex_);
+  LimitedLine failed_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace kvferry

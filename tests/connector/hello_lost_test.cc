@@ -22,7 +22,8 @@ TEST(HelloToOthers, NoAnswerEndsAtTheConnectTimeout) {
   const auto decode = MakeDecode(target, config);
   const auto handle = Fetch(*decode, Ticket{prefill.address(), 5, 6, 1, 16}, {0});
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kUnavailable,
-                    "connect_timeout_ms (150)", prefill.address(), "is an endpoint of kvferry's"));
+                    "connect_timeout_ms (150)", prefill.address(), "is an endpoint of kvferry's",
+                    "listen_port"));
 }
 
 TEST(HelloToOthers, APeerThatEndsBeforeItAnswersIsNotWaitedFor) {

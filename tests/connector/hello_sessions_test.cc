@@ -8,9 +8,11 @@
 #include <vector>
 
 #include "tests/connector/unmapped_peers.h"
+#include "tests/support/captured_log.h"
 #include "tests/support/endpoints.h"
 #include "tests/support/files.h"
 #include "tests/support/raw_peer.h"
+#include "tests/support/wait_for.h"
 #include "transport/control/codec.h"
 #include "transport/node.h"
 
@@ -162,6 +164,22 @@ TEST_F(HelloFromOthersOverTcp, APeerThatHasGivenItsSessionUpTakesNoPlace) {
   EXPECT_EQ(Metric(*prefill, "peers"), 1);
   peer.Send({42, welcome->from_epoch, RefuseMsg{0, absl::NotFoundError("given up")}});
   EXPECT_TRUE(WaitFor([&] { return Metric(*prefill, "peers") == 0; }, Soon()));
+}
+
+// This side only answers pings, and has sent none.
+TEST(HelloSessions, ASilentPeerThatDialledIsSaidToHaveSentNoPing) {
+  const CapturedLog log;
+  Config config = SmallChunks();
+  config.heartbeat_interval_ms = 20;
+  config.heartbeat_timeout_ms = 100;
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 1), config);
+  RawDecode peer(prefill->address());
+  peer.Send({42, 0, HelloMsg{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}}});
+  EXPECT_TRUE(WaitFor(
+      [&] {
+        return log.Has({"'by hand' was silent", "(100)", "none of its pings came"});
+      },
+      Soon()));
 }
 
 // The end of the session that it has given up may be heard of later than that of the next one's

@@ -294,7 +294,9 @@ TEST(HostStores, BadOptionsAreNamed) {
   const KvLayout layout = Must(HostStore::FlatLayout(10));
   EXPECT_TRUE(Fails(HostStore::Create({layout, 0, 0}), kInvalid, "capacity_bytes is 0"));
   EXPECT_TRUE(Fails(HostStore::Create({layout, INT64_MIN, 0}), kInvalid, "capacity_bytes is -9"));
-  EXPECT_TRUE(Fails(HostStore::Create({layout, INT64_MAX, 0}), kInvalid, "num_pages"));
+  // Of pages, of which the caller has said nothing, there may be so many.
+  EXPECT_TRUE(Fails(HostStore::Create({layout, (int64_t{10} << 30) + 10, 0}), kInvalid,
+                    "capacity_bytes is 10737418250", "at most 10737418240", "pages of 10 bytes"));
   EXPECT_TRUE(Fails(HostStore::Create({layout, 25, 21}), kInvalid, "max_value_bytes is 21", "20"));
   EXPECT_TRUE(Fails(HostStore::Create({layout, 25, -1}), kInvalid, "max_value_bytes is -1"));
   EXPECT_TRUE(Fails(HostStore::Create({KvLayout(), 25, 0}), kInvalid, "num_layers"));

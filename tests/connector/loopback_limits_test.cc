@@ -98,7 +98,8 @@ TEST_F(Limits, MaxPeersOfThePrefillSide) {
   }
   const auto third = MakeDecode(target_, SmallChunks());
   EXPECT_TRUE(Fails(Fetch(*third, Publish(*prefill, *source_, {5}), {5})->Wait(Soon()),
-                    absl::StatusCode::kResourceExhausted, "max_peers (2)", "refused by"));
+                    absl::StatusCode::kResourceExhausted, "max_peers (2)", "refused by",
+                    "raise it on the side that listens"));
   EXPECT_EQ(Metric(*prefill, "hellos_refused"), 1);
   // One leaves, and there is room.
   decodes.pop_back();
@@ -132,7 +133,7 @@ TEST_F(Limits, MaxLeases) {
   ASSERT_TRUE(IsOk(prefill->Release(tickets[0].lease_id, Soon())));
   // Its place is free when its end has been taken.
   EXPECT_TRUE(Fails(prefill->Publish(publication), absl::StatusCode::kResourceExhausted,
-                    "have not been taken"));
+                    "have not been taken; take those, or raise it"));
   EXPECT_EQ(prefill->TakeEnded().size(), 1u);
   EXPECT_TRUE(IsOk(prefill->Publish(publication)));
 }

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "tests/connector/tiered_stores.h"
+#include "tests/support/captured_log.h"
 
 namespace kvferry {
 namespace {
@@ -87,6 +88,20 @@ TEST_F(TieredStores, ALowerTierThatIsDown) {
   EXPECT_TRUE(Is(*store_, "a", old_));  // The erasure had failed, and said so.
   EXPECT_TRUE(IsOk(store_->Erase("a", Soon())));
   EXPECT_TRUE(Misses(*store_, "a"));
+}
+
+// Nobody else hears of it.
+TEST_F(TieredStores, ATierThatFailsIsSaidOnceInAWhile) {
+  const CapturedLog log;
+  lower_->full = true;
+  for (const std::string_view key : {"a", "b", "c"}) EXPECT_TRUE(IsOk(Put(*store_, key, old_)));
+  EXPECT_EQ(store_->stats().errors, 3);
+  const std::vector<std::string> lines = log.lines();
+  EXPECT_EQ(
+      std::ranges::count_if(
+          lines, [](const std::string& line) { return line.find("a tier failed") != line.npos; }),
+      1);
+  EXPECT_TRUE(log.Has({"tiered store: a tier failed: RESOURCE_EXHAUSTED"}));
 }
 
 TEST_F(TieredStores, AnUpperTierThatIsDown) {

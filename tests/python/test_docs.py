@@ -35,6 +35,13 @@ def test_every_option_of_every_store_is_described():
     }
 
 
+def test_what_a_store_counts_is_described():
+    with kvferry.KVStoreBuffer({"backend": "host", "capacity_bytes": 1 << 20}) as store:
+        counted = store.stats().keys()
+    [line] = re.findall(r"^`stats\(\)` says .*$", (ROOT / "docs/stores.md").read_text(), re.M)
+    assert set(re.findall(r"`(\w+)`", line)) == counted
+
+
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 

@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sglang_pools", reason="SGLang is not installed", exc_type=ImportError)
 
 import zmq  # noqa: E402
-from kvferry.sglang import pd_requests, pd_sockets, seldom_log  # noqa: E402
+from kvferry import seldom_log  # noqa: E402
+from kvferry.sglang import pd_requests, pd_sockets  # noqa: E402
 from kvferry.sglang.pd_messages import Chunk, Peer, Request, parse  # noqa: E402
 from servers import free_port  # noqa: E402
 from sglang.srt.disaggregation.common.conn import KVTransferError  # noqa: E402

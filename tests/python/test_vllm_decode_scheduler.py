@@ -167,7 +167,7 @@ def test_who_waits_for_a_load_that_fails_fails_too(policy: str):
         KVConnectorOutput(finished_recving={"a"}, invalid_block_ids={6})
     )
     (load,) = decode.allocate(second, 0, [1, 2, 3]).loads
-    assert "has failed" in load.error and load.block_ids == [1, 2, 3]
+    assert "has failed; prefill the request again" in load.error and load.block_ids == [1, 2, 3]
     decode.scheduler.request_finished(third)
     assert decode.step().dismissed == [["t"]]  # Nobody has them.
 

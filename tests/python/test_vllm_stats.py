@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,6 +66,10 @@ class Prometheus:
         """As it comes from the engine's process."""
         data = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
         self._metrics.observe(data, engine)
+
+    def names(self) -> set[str]:
+        samples = (it.name for family in self._registry.collect() for it in family.samples)
+        return {name.removeprefix("vllm:kvferry_") for name in samples}
 
     def value(self, name: str, engine: int = 0, **labels: str) -> float | None:
         labels |= {"engine": str(engine)}
@@ -186,6 +191,14 @@ def test_the_server_of_a_store_is_watched_too():
     assert stats.take().data["gauges"].keys() == {"store n"}
     worker.close()
     assert stats.take() is None
+
+
+def test_alerts_are_on_what_is_exported():
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    alerts = text.split("## What to alert on\n")[1].split("\n## ")[0]
+    watched = set(re.findall(r"vllm:kvferry_(\w+)", alerts))
+    made = Prometheus().names()
+    assert watched and watched <= made, watched - made
 
 
 def test_all_that_is_counted_is_described():

@@ -294,3 +294,26 @@ def test_a_block_that_the_device_failed_to_compute_is_not_saved():
     worker.wait_saved({"r"})
     assert worker.store.puts == 0 and worker.store.exists([rank_key(key, 0)]) == 0
     worker.close()
+
+
+class FullStore:
+    def __init__(self, store):
+        self._store = store
+
+    def put_pages(self, keys, pool, pages, *, timeout_ms):
+        return [kvferry.ResourceExhausted("the disk is full")] * len(keys)
+
+    def __getattr__(self, name: str):
+        return getattr(self._store, name)
+
+
+def test_saves_that_fail_are_said_once_in_a_while(caplog):
+    """Of a full store they would be a line for each step of each request."""
+    worker = Worker(timeout_ms=60_000)
+    worker.half._opened.store = FullStore(worker.half._opened.store)
+    for block in range(3):
+        worker.save("it", block)
+    wait_for(lambda: worker.half.take_finished({"it"})[0] == {"it"})
+    said = [it.getMessage() for it in caplog.records if "not saved" in it.getMessage()]
+    assert said == ["1 of 1 blocks of it were not saved: the disk is full (0 more since the last)"]
+    worker.half.close()

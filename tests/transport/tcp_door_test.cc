@@ -37,7 +37,8 @@ TEST_F(TcpPlanes, NobodyListens) {
   door_ = Must(TcpDoor::Create(config_, "127.0.0.1", &metrics_));  // At another port.
   link_a_ = Must(a_->Open(Connection(address_.token, address_.answer), DeadlineInMs(5000)));
   ASSERT_TRUE(StepsUntil([&] { return !at_a_.down.empty(); }));
-  EXPECT_TRUE(Fails(at_a_.down[0].second, absl::StatusCode::kUnavailable, "Connection refused"));
+  EXPECT_TRUE(Fails(at_a_.down[0].second, absl::StatusCode::kUnavailable, "Connection refused",
+                    "data_port"));
 }
 
 TEST_F(TcpPlanes, AnAnswerThatIsNotThePeers) {

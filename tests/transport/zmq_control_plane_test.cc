@@ -119,6 +119,22 @@ PeerKey IdGivenBy(ControlPlane* listens) {
   return heard.peer;
 }
 
+// It is no host that cannot be reached, as the system's word for it says.
+TEST(ZmqControlPlane, APeerThatHasHungUpIsSaidToHave) {
+  const std::unique_ptr<ControlPlane> plane = MakeHere(/*listen=*/true);
+  const PeerKey peer = IdGivenBy(plane.get());
+  Heard heard;
+  absl::Status sent;
+  EXPECT_TRUE(WaitFor(
+      [&] {
+        plane->Progress(&heard);
+        sent = plane->Send(peer, {1, 2, PongMsg{}});
+        return !sent.ok();
+      },
+      Soon()));
+  EXPECT_TRUE(Fails(sent, absl::StatusCode::kUnavailable, "the peer's connection is closed"));
+}
+
 // Each time it is asked, however much those have sent that dial it.
 TEST(ZmqControlPlane, WhoIsDialledIsHeardBesideAFlood) {
   const std::unique_ptr<ControlPlane> plane = MakeHere(/*listen=*/true);

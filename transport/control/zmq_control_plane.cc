@@ -376,7 +376,10 @@ class ZmqControlPlane : public ControlPlane {
       return SendFrame(router_, routing_id, zmq::send_flags::sndmore) &&
              SendFrame(router_, bytes, zmq::send_flags::none);
     } catch (const zmq::error_t& error) {
-      return absl::UnavailableError(absl::StrCat("control: cannot send: ", error.what()));
+      // Of the router, which says so of a connection that has ended: no word of the network.
+      return absl::UnavailableError(error.num() == EHOSTUNREACH
+                                        ? "control: the peer's connection is closed"
+                                        : absl::StrCat("control: cannot send: ", error.what()));
     }
   }
 

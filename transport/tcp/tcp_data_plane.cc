@@ -15,6 +15,7 @@ constexpr int64_t kBytesATurn = 1 << 20;
 constexpr auto kDialInterval = std::chrono::milliseconds(100);
 // As often as a peer's silence is found out late by no more than a quarter.
 constexpr int64_t kLooksATimeout = 4;
+constexpr absl::string_view kIsItOpen = "; is that port (data_port) open to the other side?";
 
 }  // namespace
 
@@ -185,7 +186,8 @@ void TcpDataPlane::Note(LinkId id, Link& link, const Moved& moved, const absl::S
   const bool silence = IsSilence(moved.error);
   const std::string words = absl::StrCat(
       "tcp: the connection to ", where,
-      " ended: ", moved.error == 0 ? "closed by the other side" : std::strerror(moved.error));
+      " ended: ", moved.error == 0 ? "closed by the other side" : std::strerror(moved.error),
+      moved.error == ECONNREFUSED ? kIsItOpen : "");
   if (silence && DialLater(link, words)) return;
   down_.emplace_back(id, link.ready() && silence ? absl::DeadlineExceededError(words)
                                                  : absl::UnavailableError(words));
@@ -246,12 +248,12 @@ Deadline TcpDataPlane::Tick(Deadline now) {
     }
     link->ready_by = Deadline::max();  // Once.
     const std::string& where = link->connection.where;
-    down_.emplace_back(id, absl::UnavailableError(absl::StrCat(
-                               "tcp: no connection for data ",
-                               where.empty() ? "came from the peer" : absl::StrCat("to ", where),
-                               " within connect_timeout_ms",
-                               link->no_way.empty() ? "" : absl::StrCat(" (", link->no_way, ")"),
-                               "; is that port (data_port) open to the other side?")));
+    down_.emplace_back(
+        id, absl::UnavailableError(absl::StrCat(
+                "tcp: no connection for data ",
+                where.empty() ? "came from the peer" : absl::StrCat("to ", where),
+                " within connect_timeout_ms",
+                link->no_way.empty() ? "" : absl::StrCat(" (", link->no_way, ")"), kIsItOpen)));
   }
   return next;
 }

@@ -17,9 +17,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 import kvferry
+from kvferry.seldom_log import SeldomLog
 from kvferry.sglang.options import Options, open_store
 from kvferry.sglang.pages import Pages
-from kvferry.sglang.seldom_log import SeldomLog
 
 _logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")

@@ -22,9 +22,9 @@ from sglang.srt.utils.network import NetworkAddress
 
 import kvferry
 from kvferry.errors import reason_of
+from kvferry.seldom_log import SeldomLog
 from kvferry.sglang.pd_pool import Rank, adopt
 from kvferry.sglang.pd_sockets import Sockets
-from kvferry.sglang.seldom_log import SeldomLog
 
 _logger = logging.getLogger(__name__)
 # An endpoint's thread ends transfers as soon as it is asked to, so this time is not used up, but

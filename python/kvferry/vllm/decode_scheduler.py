@@ -216,7 +216,7 @@ class DecodeScheduler:
         self._forget_waiting(request.request_id)
         offers, error = self._offers(request, params)
         if self._takers.get(transfer) == "":  # The engine's policy is for this one too.
-            error = "the load of these tickets has failed"
+            error = "the load of these tickets has failed; prefill the request again"
         if num_external_tokens == 0:  # Everything is cached here, or another request's.
             self._dismiss(request.request_id, transfer, offers)
             return

@@ -13,6 +13,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 
 import kvferry
+from kvferry.seldom_log import SeldomLog
 from kvferry.vllm.device import Point
 from kvferry.vllm.layout import AdoptedCache
 from kvferry.vllm.metadata import StoreAddress, StoreLoad, StoreSave
@@ -78,6 +79,7 @@ class StoreWorker:
         self._missing_blocks: set[int] = set()
         self._cancelled: set[str] = set()  # Loads nobody waits for any more.
         self._load_turns, self._save_turns = _Turns("loads"), _Turns("saves")
+        self._unsaved = SeldomLog(logger, prefix="")
 
     def address(self) -> StoreAddress:
         return self._address
@@ -164,7 +166,8 @@ class StoreWorker:
             statuses = [error] * len(save.block_ids)
         failed = [error for error in statuses if error is not None]
         if failed:
-            logger.warning(
+            # Where a store is full or down that is each save of each step.
+            self._unsaved.warn(
                 "%d of %d blocks of %s were not saved: %s",
                 len(failed),
                 len(statuses),

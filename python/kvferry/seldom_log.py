@@ -1,4 +1,4 @@
-"""Warnings of what others can cause as often as they like."""
+"""Warnings of what may come as often as it likes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _EVERY_S = 30.0
 class SeldomLog:
     """Warns at most every _EVERY_S, and says then how many others there were. Thread-safe."""
 
-    def __init__(self, logger: logging.Logger):
+    def __init__(self, logger: logging.Logger, prefix: str = "kvferry: "):
         self._logger = logger
+        self._prefix = prefix
         self._mutex = threading.Lock()
         self._next_s = 0.0
         self._unsaid = 0
@@ -27,4 +28,5 @@ class SeldomLog:
                 return
             unsaid, self._unsaid = self._unsaid, 0
             self._next_s = now + _EVERY_S
-        self._logger.warning(f"kvferry: {text} (%d more since the last)", *of, unsaid)
+        line = f"{self._prefix}{text} (%d more since the last)"
+        self._logger.warning(line, *of, unsaid, stacklevel=2)
