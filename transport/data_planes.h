@@ -38,7 +38,7 @@ class DataPlanes final : public ChunkLinks {
     std::shared_ptr<CommandQueue> commands;  // Run by the progress thread.
     Metrics* metrics;                        // Outlives the planes.
     // Makes what takes chunks on the thread of one lane.
-    std::function<std::unique_ptr<ChunkTaker>()> taker_of_lane;
+    std::function<std::unique_ptr<LaneTaker>()> taker_of_lane;
     std::string listen_address;  // Of the control plane; empty: nobody connects to this node.
   };
   static absl::StatusOr<std::unique_ptr<DataPlanes>> Create(const Options& options);

@@ -119,6 +119,12 @@ void Lane::OnChunk(const ChunkHeader& header, const Payload& payload, Intact int
   taker_->OnChunk(header, payload, intact);
 }
 
+void Lane::OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> /*list*/) {
+  taker_->Refuse(header, absl::DataLossError(
+                             "a list of where a chunk lies, which belongs on the first lane, came "
+                             "over another one"));
+}
+
 std::unique_ptr<ChunkSink> Lane::OnChunkBegins(const ChunkHeader& header) {
   return taker_->OnChunkBegins(header);
 }

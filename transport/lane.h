@@ -15,6 +15,13 @@
 
 namespace kvferry {
 
+// What takes the chunks of a lane, on its thread.
+class LaneTaker : public ChunkTaker {
+ public:
+  // One that contradicts what was asked for, and was not taken.
+  virtual void Refuse(const ChunkHeader& header, const absl::Status& status) = 0;
+};
+
 // A further connection to each peer, with a thread of its own that gathers and sends, or receives
 // and scatters, its share of the chunks: what one processor cannot move, several may.
 //
@@ -27,7 +34,7 @@ class Lane final : private DataEvents {
   struct Options {
     std::unique_ptr<DataPlane> plane;
     std::shared_ptr<CommandQueue> commands;
-    std::unique_ptr<ChunkTaker> taker;
+    std::unique_ptr<LaneTaker> taker;
     std::function<void(LinkId, const absl::Status&)> on_down;
   };
   static absl::StatusOr<std::unique_ptr<Lane>> Create(Options options);
@@ -52,8 +59,8 @@ class Lane final : private DataEvents {
   void ReportDown(LinkId link, const absl::Status& status);
   void OnChunk(const ChunkHeader& header, const Payload& payload, Intact intact) override;
   std::unique_ptr<ChunkSink> OnChunkBegins(const ChunkHeader& header) override;
-  // Come over the first lane only.
-  void OnChunkElsewhere(const ChunkHeader&, std::span<const std::byte>) override {}
+  // These come over the first lane only.
+  void OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list) override;
   void OnReadFailed(const ChunkHeader&, const absl::Status&) override {}
   void OnProbed(LinkId) override {}
   void OnLinkOpen(LinkId) override {}
@@ -68,7 +75,7 @@ class Lane final : private DataEvents {
 
   // The lane's thread's alone, once it runs.
   std::unique_ptr<DataPlane> plane_;
-  const std::unique_ptr<ChunkTaker> taker_;
+  const std::unique_ptr<LaneTaker> taker_;
   absl::flat_hash_map<LinkId, LinkId> own_links_;  // By the session's.
   FutileWakes futile_wakes_;
   Linger linger_;

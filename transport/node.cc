@@ -61,9 +61,9 @@ int64_t MostPages(const Ticket& ticket, const KvLayout& layout) {
 }  // namespace
 
 // What a lane's thread does with its chunks; what follows from them is the progress thread's.
-class NodeImpl::LaneTaker final : public ChunkTaker {
+class NodeImpl::TakerOfLane final : public LaneTaker {
  public:
-  explicit LaneTaker(NodeImpl* node) : node_(node), copy_(node->lane_copies_.get()) {}
+  explicit TakerOfLane(NodeImpl* node) : node_(node), copy_(node->lane_copies_.get()) {}
   void OnChunk(const ChunkHeader& header, const Payload& payload, Intact intact) override {
     OnLanded(header, node_->receiver_->Land(header, payload, intact, &copy_));
   }
@@ -71,6 +71,9 @@ class NodeImpl::LaneTaker final : public ChunkTaker {
     return node_->receiver_->Begin(
         header, &copy_,
         [this](const ChunkHeader& of, const absl::Status& status) { OnLanded(of, status); });
+  }
+  void Refuse(const ChunkHeader& header, const absl::Status& status) override {
+    OnLanded(header, status);
   }
 
  private:
@@ -111,7 +114,7 @@ absl::Status NodeImpl::Init() {
   KVFERRY_ASSIGN_OR_RETURN(
       data_, DataPlanes::Create(
                  {config, arena_.get(), PoolForPeers(), std::move(readable), commands_, &metrics_,
-                  [this] { return std::make_unique<LaneTaker>(this); }, listen_address_}));
+                  [this] { return std::make_unique<TakerOfLane>(this); }, listen_address_}));
   KVFERRY_ASSIGN_OR_RETURN(thread_, StartThread("node", [this] { Run(); }));
   if (options_.listen) {
     Log().info("'{}' listens on {}, {}", options_.name, listen_address_,

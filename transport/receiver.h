@@ -59,13 +59,14 @@ class Receiver {
     HeadRange heads{};   // Of the model's, that the plan is of.
     LeaseReader reader{};
     PageForm form{};  // Of the plan's pages; {}: nobody but who has the same can serve it.
-    uint64_t transfer_id = id;  // On the wire; another one each time it is begun.
-    int64_t turn = 0;           // To be requested; kept each time it is begun.
-    uint64_t known_as = 0;      // To its session's peer: the last one that was requested there.
-    uint64_t replaces = 0;      // The transfer id it had before,
-    int64_t from_bytes = 0;     // under which the stream up to here has arrived.
-    int futile_requests = 0;    // One after another that brought nothing.
-    bool packed = false;        // Nothing is to be read from afar for it any more.
+    uint64_t transfer_id = id;   // On the wire; another one each time it is begun.
+    int64_t turn = 0;            // To be requested; kept each time it is begun.
+    uint64_t known_as = 0;       // To its session's peer: the last one that was requested there.
+    uint64_t replaces = 0;       // The transfer id it had before,
+    int64_t from_bytes = 0;      // under which the stream up to here has arrived.
+    int futile_requests = 0;     // One after another that brought nothing.
+    bool packed = false;         // Nothing is to be read from afar for it any more.
+    bool may_be_listed = false;  // Its sender was told that this side can read from afar.
     Deadline requested_at{};
     int64_t credited_bytes = 0;
     std::shared_ptr<Landing> landing{};  // From the request on.
