@@ -58,6 +58,48 @@ TEST_F(HelloToOthersOverTcp, APeerThatIsSilentInEachSessionIsNotGivenUp) {
   }
 }
 
+// The side that is dialled sends no pings of its own: it hears as many as it needs, whatever the
+// other would do by itself.
+TEST_F(HelloToOthersOverTcp, APeerIsPingedAsOftenAsItHasToBe) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  config.heartbeat_interval_ms = 200000;  // But for the first ping.
+  config.heartbeat_timeout_ms = 600000;
+  for (const int64_t silence_ms : {1, 100, 300000}) {
+    const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
+    MapsNothing peer;
+    peer.silence_ms = silence_ms;
+    peer.pongs_as = 5;
+    const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+    const Deadline began = Clock::now();
+    peer.Welcome(5);
+    while (peer.pings < 4 && Clock::now() < began + std::chrono::milliseconds(1000)) {
+      peer.HearOne(DeadlineInMs(20));
+    }
+    if (silence_ms <= 100) {
+      EXPECT_EQ(peer.pings, 4) << silence_ms;
+      // 10 ms apart at least, and 50 where that is half.
+      EXPECT_GE(Clock::now() - began, std::chrono::milliseconds(silence_ms == 1 ? 20 : 140));
+    } else {
+      EXPECT_LE(peer.pings, 1);
+    }
+  }
+}
+
+TEST_F(HelloFromOthersOverTcp, ANodeSaysHowMuchSilenceItBears) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  config.heartbeat_timeout_ms = 12345;
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 1), config);
+  RawDecode peer(prefill->address());
+  peer.Send({42, 0, HelloMsg{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}}});
+  const auto answer = peer.Receive(Soon());
+  ASSERT_TRUE(answer.has_value());
+  const auto* welcome = std::get_if<WelcomeMsg>(&answer->body);
+  ASSERT_NE(welcome, nullptr);
+  EXPECT_EQ(welcome->silence_ms, 12345);
+}
+
 // Releases of a while said so of what they had fetched over an earlier session.
 TEST_F(HelloFromOthersOverTcp, WhatIsSaidInTheHopeOfAWelcomeEndsNoSession) {
   Config config = SmallChunks();

@@ -101,6 +101,10 @@ class MapsNothing {
   void AnswerPings(Deadline until) {
     while (const auto received = peer_.Receive(until)) EXPECT_TRUE(IsPing(*received));
   }
+  // The next message, if it comes by then; a ping is answered.
+  void HearOne(Deadline until) {
+    if (const auto received = peer_.Receive(until)) IsPing(*received);
+  }
   // Of what it is told over the connection that was made last.
   void ReadSome() { memory_.ReadSome(); }
   // The next hello, which is answered as by the process of that epoch: by shared memory where that
@@ -116,6 +120,7 @@ class MapsNothing {
     const HelloMsg hello = std::get<HelloMsg>(message.body);
     WelcomeMsg welcome{"prefill", {}};
     welcome.data.session = session;
+    welcome.silence_ms = silence_ms;
     if (hello.data.local.empty()) {
       welcome.data.tcp = {1, "127.0.0.1", Must(PortOf(door_)), std::string(16, 't'),
                           std::string(16, 'a')};
@@ -140,6 +145,7 @@ class MapsNothing {
   int pings = 0;
   // Not 0: it takes messages over the network, and reads none.
   uint64_t session = 0;
+  int64_t silence_ms = 0;  // As its welcomes say.
   // Not 0: the epoch that its answers to pings are from.
   uint64_t pongs_as = 0;
 
