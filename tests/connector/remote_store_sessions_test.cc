@@ -189,10 +189,10 @@ TEST_F(RemoteSessions, AnswersAboutOtherNumbersOfKeysAreNone) {
     return Verdict::kAnswer;
   });
   answer.Set("count", 3);
-  EXPECT_TRUE(Fails(far_->Exists(Views(keys_), Soon()), Code::kInvalidArgument, "count"));
+  EXPECT_TRUE(Fails(far_->Exists(Views(keys_), Soon()), Code::kInternal, "count"));
   for (const std::string there : {"\1", "\1\1\1"}) {
     answer.Set("there", there);
-    EXPECT_FALSE(far_->ExistsEach(Views(keys_), Soon()).ok());
+    EXPECT_TRUE(Fails(far_->ExistsEach(Views(keys_), Soon()), Code::kInternal, "server's reply"));
   }
   for (const size_t count : {1, 3}) {
     answer.Set("codes", std::string(count, '\0'));
@@ -200,6 +200,41 @@ TEST_F(RemoteSessions, AnswersAboutOtherNumbersOfKeysAreNone) {
       EXPECT_TRUE(Fails(status, Code::kInternal, "of 2 keys"));
     }
   }
+  EXPECT_TRUE(IsUntouched(*target_, 2));
+}
+
+// Which is nothing that the caller has done.
+TEST_F(RemoteSessions, AnswersThatLackSomethingAreTheServersFault) {
+  Fields answer;
+  const auto connected = ConnectWhile([&answer](Heard& heard) {
+    const auto* call = std::get_if<CallMsg>(&heard.message.body);
+    if (call == nullptr) return Verdict::kPass;
+    heard.answer = ReplyMsg{call->call_id, absl::OkStatus(), answer};
+    return Verdict::kAnswer;
+  });
+  const auto lacks = [](const auto& result, absl::string_view field) {
+    return Fails(result, Code::kInternal, "the server's reply", field);
+  };
+  EXPECT_TRUE(lacks(far_->Exists(Views(keys_), Soon()), "'count' is missing"));
+  EXPECT_TRUE(lacks(far_->ExistsEach(Views(keys_), Soon()), "'there' is missing"));
+  EXPECT_TRUE(lacks(far_->GetBytes("key", Soon()), "'lease' is missing"));
+  answer.Set("lease", 1);
+  EXPECT_TRUE(lacks(far_->GetBytes("key", Soon()), "'epoch' is missing"));
+  answer.Set("epoch", 1);
+  EXPECT_TRUE(lacks(far_->GetBytes("key", Soon()), "'bytes' is missing"));
+  const auto pages_lack = [&](absl::string_view field) {
+    for (const auto& status : far_->GetPages(Views(keys_), *target_, pages_, Soon())) {
+      EXPECT_TRUE(lacks(status, field));
+    }
+    for (const auto& status : far_->PutPages(Views(keys_), *target_, pages_, Soon())) {
+      EXPECT_EQ(lacks(status, field), !answer.Has("codes"));
+    }
+  };
+  pages_lack("'codes' is missing");
+  answer = Fields().Set("codes", std::string(2, '\0'));
+  pages_lack("'lease' is missing");
+  answer.Set("lease", 1);
+  pages_lack("'epoch' is missing");
   EXPECT_TRUE(IsUntouched(*target_, 2));
 }
 
