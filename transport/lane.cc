@@ -20,6 +20,7 @@ constexpr int64_t kMaxSleepMs = 60000;
 
 Lane::Lane(Options options)
     : commands_(std::move(options.commands)),
+      on_open_(std::move(options.on_open)),
       on_down_(std::move(options.on_down)),
       plane_(std::move(options.plane)),
       taker_(std::move(options.taker)) {}
@@ -127,6 +128,13 @@ void Lane::OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte
 
 std::unique_ptr<ChunkSink> Lane::OnChunkBegins(const ChunkHeader& header) {
   return taker_->OnChunkBegins(header);
+}
+
+void Lane::OnLinkOpen(LinkId own_link) {
+  for (const auto& [link, own] : own_links_) {
+    if (own != own_link) continue;
+    commands_->Post([on_open = on_open_, link = link] { on_open(link); });
+  }
 }
 
 void Lane::OnLinkDown(LinkId own_link, const absl::Status& status) {

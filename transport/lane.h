@@ -30,11 +30,13 @@ class LaneTaker : public ChunkTaker {
 class Lane final : private DataEvents {
  public:
   // `plane` is used by the lane's thread alone from now on, and `taker` is called on it. What else
-  // happens is posted to `commands`: `done` of sends, and `on_down(link, status)`.
+  // happens is posted to `commands`: `done` of sends, `on_open(link)` once who was dialled has
+  // answered, and `on_down(link, status)`.
   struct Options {
     std::unique_ptr<DataPlane> plane;
     std::shared_ptr<CommandQueue> commands;
     std::unique_ptr<LaneTaker> taker;
+    std::function<void(LinkId)> on_open;
     std::function<void(LinkId, const absl::Status&)> on_down;
   };
   static absl::StatusOr<std::unique_ptr<Lane>> Create(Options options);
@@ -63,12 +65,13 @@ class Lane final : private DataEvents {
   void OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> list) override;
   void OnReadFailed(const ChunkHeader&, const absl::Status&) override {}
   void OnProbed(LinkId) override {}
-  void OnLinkOpen(LinkId) override {}
   void OnCredit(const CreditHeader& /*header*/) override {}
   void OnLinkMessage(const MessageHeader&, std::span<const std::byte>) override {}
+  void OnLinkOpen(LinkId own_link) override;
   void OnLinkDown(LinkId own_link, const absl::Status& status) override;
 
   const std::shared_ptr<CommandQueue> commands_;
+  const std::function<void(LinkId)> on_open_;
   const std::function<void(LinkId, const absl::Status&)> on_down_;
   CommandQueue work_;
   std::atomic<bool> stop_{false};

@@ -607,7 +607,9 @@ void NodeImpl::OnProbed(LinkId link) {
 
 void NodeImpl::OnLinkOpen(LinkId link) {
   const PeerKey peer = sessions_.FindLink(link);
-  if (!peer.empty()) OnLinked(peer);
+  if (peer.empty()) return;
+  // Over a network it has been used since it was begun.
+  if (sessions_.Find(peer)->state == Session::State::kLinking) OnLinked(peer);
 }
 
 std::unique_ptr<ChunkSink> NodeImpl::OnChunkBegins(const ChunkHeader& header) {
@@ -643,6 +645,12 @@ void NodeImpl::OnLinkDown(LinkId link, const absl::Status& status) {
   if (absl::IsDeadlineExceeded(status)) {
     return GiveUpAndBeginAgain(peer, absl::UnavailableError(status.message()));
   }
+  // A lane beside the first was never made, while that one is: what goes on does, and the next
+  // session may have all of them.
+  const bool is_open = data_->BacklogOf(link).open;
+  if (sessions_.Find(peer)->dialled && is_open && !data_->IsWhole(link)) {
+    return GiveUpAndBeginAgain(peer, status);
+  }
   // The peer may have given us up, and its word for that may come after this, or never: we did not
   // run, or control passes nothing on, as pings say that had time to be answered. Where it has
   // ended instead, what goes on fails soon after, for nobody listens there.
@@ -657,8 +665,7 @@ void NodeImpl::OnLinkDown(LinkId link, const absl::Status& status) {
   // The peer may see nothing of it, and would keep a place for this side, of max_peers.
   if (sessions_.Find(peer)->dialled) SendAside(peer, ByeMsg{});
   // Of a link that never opened what has joined since it was begun is to have as much time again.
-  const Deadline since =
-      data_->BacklogOf(link).open ? Deadline::max() : sessions_.Find(peer)->tried_since;
+  const Deadline since = is_open ? Deadline::max() : sessions_.Find(peer)->tried_since;
   DropAndMove(peer, status, since, idle ? LogLevel::kInfo : LogLevel::kWarn);
 }
 

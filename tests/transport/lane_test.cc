@@ -109,9 +109,11 @@ class LaneAlone : public testing::Test {
   using Links = std::vector<LinkId>;
   Seen seen_;
   const std::shared_ptr<CommandQueue> commands_ = std::make_shared<CommandQueue>();
+  Links open_;
   std::vector<std::pair<LinkId, absl::Status>> down_;
   std::unique_ptr<Lane> lane_ = Must(Lane::Create(
       {std::make_unique<FakePlane>(&seen_), commands_, std::make_unique<NoTaker>(&seen_),
+       [this](LinkId link) { open_.push_back(link); },
        [this](LinkId link, const absl::Status& status) { down_.emplace_back(link, status); }}));
 };
 
