@@ -394,6 +394,28 @@ TEST(RemoteValues, WhatIsRefusedBesideOthersTakesNoRoom) {
       WaitFor([&] { return !absl::IsResourceExhausted(put(*node).get().status()); }, Soon()));
 }
 
+// Or who sends much, and slowly, would have it all.
+TEST(RemoteValues, OfOneClientLeaveRoomForThoseOfOthers) {
+  constexpr int64_t kBytes = 60 << 20;
+  const std::shared_ptr<KvPool> pool = Must(KvPool::Create(Flat(1 << 20), 1));
+  const auto server = Serve(Must(HostStore::Create({Flat(1 << 20), 300 << 20, 0})));
+  Config config = SmallChunks();
+  config.publish_grace_ms = 60000;  // The server waits for so long for leases that never come.
+  LeaseTable leases{config};
+  const auto slow = StartNode(pool, &leases, config), node = StartNode(pool);
+  const auto put = [&](Node& from) {
+    Fields args = KeyArgs("key");
+    args.Set("lease", 1).Set("bytes", static_cast<uint64_t>(kBytes));
+    return BeginCall(from, server->address(), store_call::kPut, args);
+  };
+  std::vector<std::future<absl::StatusOr<Fields>>> under_way;
+  for (int i = 0; i < 3; ++i) under_way.push_back(put(*slow));
+  // There is room for a fourth one.
+  EXPECT_TRUE(Fails(put(*slow).get(), Code::kResourceExhausted,
+                    absl::StrCat("this client has ", 3 * kBytes, " bytes of values")));
+  EXPECT_TRUE(Fails(put(*node).get(), Code::kUnavailable, "publishes nothing"));
+}
+
 // Whose caller has not come for it by the call's deadline has given up: others need the memory.
 TEST_F(RemotePages, WhatNobodyComesForIsNotHeldBeyondTheCallsDeadline) {
   const auto host = MakeHost(1);
