@@ -482,6 +482,7 @@ void NodeImpl::OnNotLinked(const PeerKey& peer, const absl::Status& status) {
   const std::string name = session.name;
   sessions_.Erase(peer);
   CountPeers();
+  receiver_->OnPeerGone(peer, status);  // What a call of the session before it has begun.
   RefuseHello(peer, name, status);
 }
 
