@@ -140,7 +140,8 @@ class DataPlanes final : public ChunkLinks {
   LimitedLine not_direct_{LimitedLine::kSome};
   Metrics* const metrics_;
   std::vector<LanePlane> lanes_;  // But the first.
-  // Of links that have more than one lane, and all of them; shared with sends, which may end after their link.
+  // Of links that have more than one lane, and all of them; shared with sends, which may end after
+  // their link.
   absl::flat_hash_map<LinkId, std::shared_ptr<UnderWay>> under_way_;
   std::vector<std::pair<LinkId, absl::Status>> down_;  // Reported by the next Progress().
 };

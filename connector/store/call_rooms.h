@@ -14,9 +14,9 @@
 
 namespace kvferry {
 
-// Room that a server has for the calls of all its clients, or for values on their way, shared as the arena's chunks are: a
-// client has more calls, or more bytes of them, only while it has fewer than are left for others.
-// One call each client has in any case. Thread-safe.
+// Room that a server has for the calls of all its clients, or for values on their way, shared as
+// the arena's chunks are: a client has more calls, or more bytes of them, only while it has fewer
+// than are left for others. One call each client has in any case. Thread-safe.
 class CallRooms : public std::enable_shared_from_this<CallRooms> {
  public:
   static constexpr int64_t kMaxCalls = 65536;
