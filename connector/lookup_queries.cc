@@ -35,7 +35,8 @@ constexpr size_t kMaxQueries = 65536;
 
 bool IsFinal(const absl::Status& status) {
   return absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status) ||
-         absl::IsPermissionDenied(status) || absl::IsUnimplemented(status);
+         absl::IsPermissionDenied(status) || absl::IsUnimplemented(status) ||
+         absl::IsDataLoss(status);
 }
 
 // A producer's reply that it has no place for the lookup now; nothing is leased to it.
@@ -48,6 +49,12 @@ absl::Status Cancelled() { return absl::CancelledError("the lookup was cancelled
 
 absl::Status BadReply(absl::string_view what) {
   return absl::DataLossError(absl::StrCat("lookup: the producer's reply ", what));
+}
+// Of what it says that cannot be read, which is none of the caller's doing.
+template <typename T>
+absl::StatusOr<T> OfReply(absl::StatusOr<T> field) {
+  if (field.ok()) return field;
+  return BadReply(absl::StrCat("is not as it has to be: ", field.status().message()));
 }
 
 }  // namespace
@@ -267,19 +274,20 @@ absl::Status LookupQueries::TooLate(const Query& query) const {
 }
 
 absl::StatusOr<int64_t> LookupQueries::Read(const Fields& reply, Query& query) const {
-  KVFERRY_ASSIGN_OR_RETURN(query.epoch, reply.Uint("epoch"));
-  KVFERRY_ASSIGN_OR_RETURN(const std::string_view bytes, reply.Bytes("tokens"));
+  KVFERRY_ASSIGN_OR_RETURN(query.epoch, OfReply(reply.Uint("epoch")));
+  KVFERRY_ASSIGN_OR_RETURN(const std::string_view bytes, OfReply(reply.Bytes("tokens")));
   LookupResult& result = query.result;
-  KVFERRY_ASSIGN_OR_RETURN(result.tokens, UnpackTokens(bytes));
+  KVFERRY_ASSIGN_OR_RETURN(result.tokens, OfReply(UnpackTokens(bytes)));
   const auto num_tokens = static_cast<int64_t>(result.tokens.size());
   const int64_t page_size = options_.pool->layout().page_size;
-  KVFERRY_ASSIGN_OR_RETURN(const uint64_t pages, reply.Uint("pages", kMaxLookupTokens));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t pages, OfReply(reply.Uint("pages", kMaxLookupTokens)));
   if (static_cast<int64_t>(pages) != PagesOfTokens(num_tokens, page_size)) {
     return BadReply(absl::StrCat("has ", num_tokens, " tokens in ", pages, " pages"));
   }
-  KVFERRY_ASSIGN_OR_RETURN(const uint64_t matched, reply.Uint("matched", num_tokens));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t matched, OfReply(reply.Uint("matched", num_tokens)));
   result.num_matched = static_cast<int64_t>(matched);
-  KVFERRY_ASSIGN_OR_RETURN(const uint64_t hidden, reply.Uint("hidden", kMaxLookupHiddenBytes));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t hidden,
+                           OfReply(reply.Uint("hidden", kMaxLookupHiddenBytes)));
   result.hidden_bytes = static_cast<int64_t>(hidden);
   const auto& asked = query.request.tokens;
   const int64_t expected =
@@ -426,7 +434,8 @@ void LookupQueries::Take(uint64_t id, Query& query) {
 }
 
 void LookupQueries::OnTaken(uint64_t id, const absl::StatusOr<Fields>& reply) {
-  const absl::StatusOr<uint64_t> taken = reply.ok() ? reply->Uint("taken", 1) : reply.status();
+  const absl::StatusOr<uint64_t> taken =
+      reply.ok() ? OfReply(reply->Uint("taken", 1)) : reply.status();
   Ended ended;
   {
     const MutexLock lock(&mutex_);

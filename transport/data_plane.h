@@ -136,7 +136,7 @@ class DataEvents : public ChunkTaker {
   virtual void OnCredit(const CreditHeader& header) = 0;
   // Must not close links: one of them is being read.
   virtual void OnLinkMessage(const MessageHeader& header, std::span<const std::byte> bytes) = 0;
-  // AddressedPlane::IsOpen holds from now on.
+  // AddressedPlane::IsOpen holds from now on, or who was dialled over TCP has answered.
   virtual void OnLinkOpen(LinkId link) = 0;
   // The peer is gone, or, DEADLINE_EXCEEDED, nothing comes back from it, or, of a link over shared
   // memory that is not open, it has not taken the memory (MakeMappedDataPlane). Close(link) is

@@ -39,6 +39,10 @@ size_t ChooseLane(const std::vector<int64_t>& under_way) {
   return best;
 }
 
+absl::Status OfLane(int64_t lane, const absl::Status& status) {
+  return {status.code(), absl::StrCat("lane ", lane, " (the first is 0): ", status.message())};
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<DataPlanes>> DataPlanes::Create(const Options& options) {
@@ -104,8 +108,9 @@ absl::Status DataPlanes::MakeLanes(const Options& options) {
     }
     KVFERRY_ASSIGN_OR_RETURN(
         made.lane, Lane::Create({std::move(plane), options.commands, options.taker_of_lane(),
-                                 [this](LinkId link, const absl::Status& status) {
-                                   down_.emplace_back(link, status);
+                                 [this](LinkId link) { OnLaneMade(link); },
+                                 [this, i](LinkId link, const absl::Status& status) {
+                                   down_.emplace_back(link, OfLane(i, status));
                                  }}));
     lanes_.push_back(std::move(made));
   }
@@ -135,8 +140,8 @@ DataAddresses DataPlanes::addresses() const {
 DataAddresses DataPlanes::AddressesFor(LinkId link) const {
   DataAddresses own = addresses();
   if (tcp_ == nullptr) return own;
-  const auto awaited = awaited_.find(link);
-  own.tcp = awaited == awaited_.end() ? TcpAddress() : awaited->second.address;
+  const auto found = tcp_lanes_.find(link);
+  own.tcp = found == tcp_lanes_.end() ? TcpAddress() : found->second.address;
   return own;
 }
 
@@ -206,7 +211,7 @@ absl::StatusOr<LinkId> DataPlanes::AwaitTcp(const DataAddresses& peer) {
   const Deadline ready_by = DeadlineInMs(config_.connect_timeout_ms);
   const LinkId link = tcp_->Await(ready_by);
   const int64_t lanes = std::min(num_lanes(), peer.tcp.lanes);
-  awaited_.emplace(link, Awaited{door_->Expect(link, lanes, ready_by)});
+  tcp_lanes_.emplace(link, TcpLanes{lanes, door_->Expect(link, lanes, ready_by)});
   return link;
 }
 
@@ -214,9 +219,25 @@ absl::StatusOr<LinkId> DataPlanes::DialTcpLanes(const TcpAddress& peer) {
   const int64_t lanes = std::min(num_lanes(), peer.lanes);
   const Deadline ready_by = DeadlineInMs(config_.connect_timeout_ms);
   KVFERRY_ASSIGN_OR_RETURN(const LinkId link, tcp_->Open(ConnectionTo(peer, 0), ready_by));
+  tcp_lanes_.emplace(link, TcpLanes{lanes});
+  OnLaneMade(link);  // Whatever is sent waits for the first one.
   for (int64_t lane = 1; lane < lanes; ++lane) JoinLane(lane - 1, link, ConnectionTo(peer, lane));
-  if (lanes > 1) under_way_.emplace(link, std::make_shared<UnderWay>(lanes));
   return link;
+}
+
+// Only all of them are used: who waited for one that is never made would wait for its end.
+void DataPlanes::OnLaneMade(LinkId link) {
+  const auto found = tcp_lanes_.find(link);
+  if (found == tcp_lanes_.end()) return;  // It was closed meanwhile.
+  const int64_t lanes = found->second.lanes;
+  if (++found->second.made == lanes && lanes > 1) {
+    under_way_.emplace(link, std::make_shared<UnderWay>(lanes));
+  }
+}
+
+bool DataPlanes::IsWhole(LinkId link) const {
+  const auto found = tcp_lanes_.find(link);
+  return found == tcp_lanes_.end() || found->second.made == found->second.lanes;
 }
 
 TcpConnection DataPlanes::ConnectionTo(const TcpAddress& peer, int64_t lane) const {
@@ -247,12 +268,8 @@ bool DataPlanes::LetArrivalsIn() {
   if (door_ == nullptr) return false;
   std::vector<TcpDoor::Arrival> arrivals = door_->Progress();
   for (TcpDoor::Arrival& arrival : arrivals) {
-    const auto found = awaited_.find(arrival.link);
-    if (found == awaited_.end()) continue;
-    const int64_t lanes = found->second.address.lanes;
-    if (++found->second.came == lanes && lanes > 1) {
-      under_way_.emplace(arrival.link, std::make_shared<UnderWay>(lanes));
-    }
+    if (!tcp_lanes_.contains(arrival.link)) continue;
+    OnLaneMade(arrival.link);
     if (arrival.lane > 0) {
       JoinLane(arrival.lane - 1, arrival.link, std::move(arrival.connection));
     } else if (const absl::Status joined = tcp_->Join(arrival.link, std::move(arrival.connection));
@@ -268,9 +285,9 @@ bool DataPlanes::IsMapped(LinkId link) { return link >= kFirstMappedLink; }
 std::string DataPlanes::PathName(LinkId link) const {
   if (IsMapped(link)) return "shared memory";
   const std::string network = tcp_ == nullptr ? absl::StrCat("UCX (", config_.ucx_tls, ")") : "TCP";
-  const auto awaited = awaited_.find(link);
+  const auto of_tcp = tcp_lanes_.find(link);
   const auto found = under_way_.find(link);
-  const int64_t lanes = awaited != awaited_.end()   ? awaited->second.address.lanes
+  const int64_t lanes = of_tcp != tcp_lanes_.end()  ? of_tcp->second.lanes
                         : found != under_way_.end() ? static_cast<int64_t>(found->second->size())
                                                     : 1;
   return lanes == 1 ? network : absl::StrCat(network, ", ", lanes, " lanes");
@@ -278,10 +295,10 @@ std::string DataPlanes::PathName(LinkId link) const {
 
 void DataPlanes::Close(LinkId link) {
   if (door_ != nullptr) door_->Forget(link);
-  const auto awaited = awaited_.find(link);
-  // Some of an accepted peer's lanes may have come, and not all.
-  const bool may_have_lanes = awaited != awaited_.end() && awaited->second.address.lanes > 1;
-  if (awaited != awaited_.end()) awaited_.erase(awaited);
+  const auto found = tcp_lanes_.find(link);
+  // Some of them may be made, and not all.
+  const bool may_have_lanes = found != tcp_lanes_.end() && found->second.lanes > 1;
+  if (found != tcp_lanes_.end()) tcp_lanes_.erase(found);
   if (under_way_.erase(link) > 0 || may_have_lanes) {
     for (const LanePlane& each : lanes_) each.lane->Close(link);
   }

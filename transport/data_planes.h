@@ -38,7 +38,7 @@ class DataPlanes final : public ChunkLinks {
     std::shared_ptr<CommandQueue> commands;  // Run by the progress thread.
     Metrics* metrics;                        // Outlives the planes.
     // Makes what takes chunks on the thread of one lane.
-    std::function<std::unique_ptr<ChunkTaker>()> taker_of_lane;
+    std::function<std::unique_ptr<LaneTaker>()> taker_of_lane;
     std::string listen_address;  // Of the control plane; empty: nobody connects to this node.
   };
   static absl::StatusOr<std::unique_ptr<DataPlanes>> Create(const Options& options);
@@ -57,6 +57,8 @@ class DataPlanes final : public ChunkLinks {
   static bool IsMapped(LinkId link);
   // As AddressedPlane. Links over a network may be used at once.
   bool IsOpen(LinkId link) const { return !IsMapped(link) || mapped_->IsOpen(link); }
+  // False while some of a link's lanes are still to be made; what is sent goes over the first one.
+  bool IsWhole(LinkId link) const;
   // For the log: the path, and over how many lanes.
   std::string PathName(LinkId link) const;
 
@@ -101,10 +103,11 @@ class DataPlanes final : public ChunkLinks {
     std::string address;  // Of a UCX plane.
     std::unique_ptr<Lane> lane;
   };
-  // What a peer was told that is to connect.
-  struct Awaited {
-    TcpAddress address;
-    int64_t came = 0;  // Of its lanes.
+  // The lanes of a link over TCP.
+  struct TcpLanes {
+    int64_t lanes;
+    TcpAddress address{};  // What a peer was told that is to connect.
+    int64_t made = 0;
   };
 
   explicit DataPlanes(const Options& options);
@@ -122,6 +125,7 @@ class DataPlanes final : public ChunkLinks {
   void ConnectDirect(LinkId link, const DataAddresses& peer);
   // On the lane's thread.
   void JoinLane(size_t lane, LinkId link, TcpConnection connection);
+  void OnLaneMade(LinkId link);
   bool LetArrivalsIn();
   int64_t num_lanes() const { return static_cast<int64_t>(lanes_.size()) + 1; }
 
@@ -130,13 +134,14 @@ class DataPlanes final : public ChunkLinks {
   std::unique_ptr<TcpDataPlane> tcp_;    // Null: it is UCX's.
   DataPlane* network_ = nullptr;         // One of the two.
   std::unique_ptr<TcpDoor> door_;        // Null: nobody connects to this node, or by UCX.
-  absl::flat_hash_map<LinkId, Awaited> awaited_;
+  absl::flat_hash_map<LinkId, TcpLanes> tcp_lanes_;
   const std::unique_ptr<AddressedPlane> mapped_;  // Null: not on this host or not wanted.
   std::unique_ptr<DirectReads> direct_;           // Null: not wanted, or no network for it.
   LimitedLine not_direct_{LimitedLine::kSome};
   Metrics* const metrics_;
   std::vector<LanePlane> lanes_;  // But the first.
-  // Of links that have more than one lane; shared with sends, which may end after their link.
+  // Of links that have more than one lane, and all of them; shared with sends, which may end after
+  // their link.
   absl::flat_hash_map<LinkId, std::shared_ptr<UnderWay>> under_way_;
   std::vector<std::pair<LinkId, absl::Status>> down_;  // Reported by the next Progress().
 };

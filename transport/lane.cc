@@ -20,6 +20,7 @@ constexpr int64_t kMaxSleepMs = 60000;
 
 Lane::Lane(Options options)
     : commands_(std::move(options.commands)),
+      on_open_(std::move(options.on_open)),
       on_down_(std::move(options.on_down)),
       plane_(std::move(options.plane)),
       taker_(std::move(options.taker)) {}
@@ -119,8 +120,21 @@ void Lane::OnChunk(const ChunkHeader& header, const Payload& payload, Intact int
   taker_->OnChunk(header, payload, intact);
 }
 
+void Lane::OnChunkElsewhere(const ChunkHeader& header, std::span<const std::byte> /*list*/) {
+  taker_->Refuse(header, absl::DataLossError(
+                             "a list of where a chunk lies, which belongs on the first lane, came "
+                             "over another one"));
+}
+
 std::unique_ptr<ChunkSink> Lane::OnChunkBegins(const ChunkHeader& header) {
   return taker_->OnChunkBegins(header);
+}
+
+void Lane::OnLinkOpen(LinkId own_link) {
+  for (const auto& [link, own] : own_links_) {
+    if (own != own_link) continue;
+    commands_->Post([on_open = on_open_, link = link] { on_open(link); });
+  }
 }
 
 void Lane::OnLinkDown(LinkId own_link, const absl::Status& status) {

@@ -69,6 +69,7 @@ struct HelloMsg {
 struct WelcomeMsg {
   std::string name;
   DataAddresses data;
+  int64_t silence_ms = 0;  // After which its sender takes the other side for dead; 0: not said.
 };
 struct RefuseMsg {
   uint64_t transfer_id = 0;  // 0: the session itself.

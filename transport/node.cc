@@ -67,9 +67,9 @@ std::string PingsMeanwhile(const Session& session) {
 }  // namespace
 
 // What a lane's thread does with its chunks; what follows from them is the progress thread's.
-class NodeImpl::LaneTaker final : public ChunkTaker {
+class NodeImpl::TakerOfLane final : public LaneTaker {
  public:
-  explicit LaneTaker(NodeImpl* node) : node_(node), copy_(node->lane_copies_.get()) {}
+  explicit TakerOfLane(NodeImpl* node) : node_(node), copy_(node->lane_copies_.get()) {}
   void OnChunk(const ChunkHeader& header, const Payload& payload, Intact intact) override {
     OnLanded(header, node_->receiver_->Land(header, payload, intact, &copy_));
   }
@@ -77,6 +77,9 @@ class NodeImpl::LaneTaker final : public ChunkTaker {
     return node_->receiver_->Begin(
         header, &copy_,
         [this](const ChunkHeader& of, const absl::Status& status) { OnLanded(of, status); });
+  }
+  void Refuse(const ChunkHeader& header, const absl::Status& status) override {
+    OnLanded(header, status);
   }
 
  private:
@@ -117,7 +120,7 @@ absl::Status NodeImpl::Init() {
   KVFERRY_ASSIGN_OR_RETURN(
       data_, DataPlanes::Create(
                  {config, arena_.get(), PoolForPeers(), std::move(readable), commands_, &metrics_,
-                  [this] { return std::make_unique<LaneTaker>(this); }, listen_address_}));
+                  [this] { return std::make_unique<TakerOfLane>(this); }, listen_address_}));
   KVFERRY_ASSIGN_OR_RETURN(thread_, StartThread("node", [this] { Run(); }));
   if (options_.listen) {
     Log().info("'{}' listens on {}, {}", options_.name, listen_address_,
@@ -609,7 +612,9 @@ void NodeImpl::OnProbed(LinkId link) {
 
 void NodeImpl::OnLinkOpen(LinkId link) {
   const PeerKey peer = sessions_.FindLink(link);
-  if (!peer.empty()) OnLinked(peer);
+  if (peer.empty()) return;
+  // Over a network it has been used since it was begun.
+  if (sessions_.Find(peer)->state == Session::State::kLinking) OnLinked(peer);
 }
 
 std::unique_ptr<ChunkSink> NodeImpl::OnChunkBegins(const ChunkHeader& header) {
@@ -645,6 +650,12 @@ void NodeImpl::OnLinkDown(LinkId link, const absl::Status& status) {
   if (absl::IsDeadlineExceeded(status)) {
     return GiveUpAndBeginAgain(peer, absl::UnavailableError(status.message()));
   }
+  // A lane beside the first was never made, while that one is: what goes on does, and the next
+  // session may have all of them.
+  const bool is_open = data_->BacklogOf(link).open;
+  if (sessions_.Find(peer)->dialled && is_open && !data_->IsWhole(link)) {
+    return GiveUpAndBeginAgain(peer, status);
+  }
   // The peer may have given us up, and its word for that may come after this, or never: we did not
   // run, or control passes nothing on, as pings say that had time to be answered. Where it has
   // ended instead, what goes on fails soon after, for nobody listens there.
@@ -659,8 +670,7 @@ void NodeImpl::OnLinkDown(LinkId link, const absl::Status& status) {
   // The peer may see nothing of it, and would keep a place for this side, of max_peers.
   if (sessions_.Find(peer)->dialled) SendAside(peer, ByeMsg{});
   // Of a link that never opened what has joined since it was begun is to have as much time again.
-  const Deadline since =
-      data_->BacklogOf(link).open ? Deadline::max() : sessions_.Find(peer)->tried_since;
+  const Deadline since = is_open ? Deadline::max() : sessions_.Find(peer)->tried_since;
   DropAndMove(peer, status, since, idle ? LogLevel::kInfo : LogLevel::kWarn);
 }
 

@@ -97,7 +97,7 @@ class NodeImpl final : public Node, public ControlEvents, public DataEvents, pub
   void OnCredit(const CreditHeader& header) override;
   void OnLinkMessage(const MessageHeader& header, std::span<const std::byte> bytes) override;
   std::unique_ptr<ChunkSink> OnChunkBegins(const ChunkHeader& header) override;
-  class LaneTaker;
+  class TakerOfLane;
   void OnLinkDown(LinkId link, const absl::Status& status) override;
   void Send(const PeerKey& peer, MessageBody body) override;
   bool HasRoom(const PeerKey& peer) override;

@@ -22,6 +22,8 @@ constexpr size_t kMaxUnmapped = 4096;
 // another, would have us dial it for ever.
 constexpr int64_t kQuickEndMs = 1000;
 constexpr int64_t kMaxQuickEnds = 5;
+// However little silence a peer bears.
+constexpr int64_t kLeastBetweenPingsMs = 10;
 
 // Of as many tensors.
 void TakeDTypes(const KvLayout& from, KvLayout* layout) {
@@ -386,6 +388,10 @@ void NodeImpl::OnWelcome(const PeerKey& peer, Session& session, uint64_t epoch,
   session.name = welcome.name.empty() ? session.address : welcome.name;
   session.peers_id = welcome.data.session;
   session.offered = welcome.data;
+  // As often as each side has to hear of its own pings (Config::Validate).
+  if (welcome.silence_ms != 0) {
+    session.most_between_pings_ms = std::max(kLeastBetweenPingsMs, welcome.silence_ms / 2);
+  }
   const auto unmapped = unmapped_.find(session.address);
   if (unmapped != unmapped_.end() && unmapped->second != epoch) unmapped_.erase(unmapped);
   if (!EndTwin(peer, session)) LinkTo(peer);
@@ -441,7 +447,8 @@ void NodeImpl::OnLinked(const PeerKey& peer) {
 
 void NodeImpl::WelcomePeer(const PeerKey& peer, const Session& session) {
   Log().info("accepted peer {} over {}", Called(session.name), data_->PathName(session.link));
-  WelcomeMsg welcome{options_.name, data_->AddressesFor(session.link)};
+  WelcomeMsg welcome{options_.name, data_->AddressesFor(session.link),
+                     options_.config.heartbeat_timeout_ms};
   welcome.data.session = session.own_id;
   SendAside(peer, std::move(welcome));
 }
@@ -478,6 +485,7 @@ void NodeImpl::OnNotLinked(const PeerKey& peer, const absl::Status& status) {
   const std::string name = session.name;
   sessions_.Erase(peer);
   CountPeers();
+  receiver_->OnPeerGone(peer, status);  // What a call of the session before it has begun.
   RefuseHello(peer, name, status);
 }
 

@@ -132,6 +132,7 @@ void Receiver::Request(Fetch& fetch, const Ready& session) {
   message.form = fetch.form;
   message.values = values_;
   if (!fetch.packed) message.reads = outbox_->data().CostsOfReads(session.link);
+  fetch.may_be_listed = message.reads.possible();
   outbox_->Send(fetch.peer, std::move(message));
 }
 
@@ -249,6 +250,10 @@ void Receiver::OnChunkElsewhere(const ChunkHeader& header, std::span<const std::
   const auto session = found == fetches_.end() ? ready_.end() : ready_.find(found->second.peer);
   // The transfer says whose memory is meant: nobody else's can be named.
   if (session == ready_.end()) return OnLanded(header, absl::NotFoundError("no such fetch"));
+  if (!found->second.may_be_listed) {
+    return OnLanded(header, absl::DataLossError("a chunk to be read out of the sender's memory, "
+                                                "which was not asked for"));
+  }
   outbox_->data().Read(session->second.link, header, list);
 }
 

@@ -67,6 +67,7 @@ class Receiver {
     int64_t from_bytes = 0;   // The stream up to here has arrived.
     int futile_requests = 0;  // One after another that brought nothing.
     bool packed = false;      // Nothing is to be read from afar for it any more.
+    bool may_be_listed = false;  // Its sender was told that this side can read from afar.
     Deadline requested_at{};
     int64_t credited_bytes = 0;
     std::shared_ptr<Landing> landing{};  // From the request on.

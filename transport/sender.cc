@@ -116,22 +116,31 @@ void Sender::OnFetch(const PeerKey& peer, LinkId link, FetchMsg fetch) {
   const int64_t wait_ms = std::min(fetch.wait_ms, config_.max_fetch_timeout_ms);
   const int64_t park_ms =
       std::max(config_.publish_grace_ms, wait_ms > 0 ? wait_ms + kDeadlineSlackMs : 0);
-  RetryParked({std::move(fetch), peer, link, DeadlineInMs(park_ms)});
+  RetryParked({std::move(fetch), peer, link, DeadlineInMs(park_ms)}, Clock::now());
 }
 
-void Sender::RetryParked(ParkedFetch parked) {
+void Sender::RetryParked(ParkedFetch parked, Deadline now) {
   absl::StatusOr<LeasedMemory> leased =
       source_->BeginTransfer(parked.fetch.lease_id, parked.fetch.reader);
   if (leased.ok()) {
     Start(parked.peer, parked.link, std::move(parked.fetch), *leased);
     return;
   }
-  if (absl::IsNotFound(leased.status()) && Clock::now() < parked.until) {
+  if (absl::IsNotFound(leased.status()) && now < parked.until) {
     parked_.Add(std::move(parked));
     return;
   }
   ForgetFetch(parked.peer);
-  Refuse(parked.peer, parked.fetch.transfer_id, leased.status());
+  Refuse(parked.peer, parked.fetch.transfer_id, NeverPublished(parked.fetch, leased.status()));
+}
+
+// Who would have waited longer waits still: else its own deadline is over.
+absl::Status Sender::NeverPublished(const FetchMsg& fetch, const absl::Status& unknown) const {
+  if (!absl::IsNotFound(unknown) || fetch.wait_ms <= config_.max_fetch_timeout_ms) return unknown;
+  return absl::DeadlineExceededError(
+      absl::StrCat("lease ", absl::Hex(fetch.lease_id),
+                   " was not published within this side's max_fetch_timeout_ms (",
+                   config_.max_fetch_timeout_ms, "), the longest that a fetch may wait for it"));
 }
 
 // The plan is of what this side reads: its own pages, cut as the receiver has them.
@@ -267,7 +276,8 @@ void Sender::OnLeaseChanged(uint64_t lease_id) {
       transfer->ready_bytes = ReadyBytes(transfer->plan, lease_id);
     }
   }
-  for (ParkedFetch& parked : parked_.TakeOfLease(lease_id)) RetryParked(std::move(parked));
+  const Deadline now = Clock::now();
+  for (ParkedFetch& parked : parked_.TakeOfLease(lease_id)) RetryParked(std::move(parked), now);
 }
 
 void Sender::OnDone(const PeerKey& peer, const DoneMsg& done) {
@@ -426,11 +436,20 @@ bool Sender::Pump() {
   return sent;
 }
 
+absl::Status Sender::Overdue(const Transfer& transfer) const {
+  if (transfer.fetch.timeout_ms <= config_.max_fetch_timeout_ms) {
+    return absl::DeadlineExceededError("the receiver's deadline passed");
+  }
+  return absl::DeadlineExceededError(
+      absl::StrCat("the transfer was given up after this side's max_fetch_timeout_ms (",
+                   config_.max_fetch_timeout_ms, ")"));
+}
+
 Deadline Sender::Tick(Deadline now) {
   for (const uint64_t id : IdsWhere([&](const Transfer& t) { return t.deadline <= now; })) {
-    End(id, absl::DeadlineExceededError("the receiver's deadline passed"), /*tell=*/true);
+    End(id, Overdue(*transfers_.find(id)->second), /*tell=*/true);
   }
-  for (ParkedFetch& parked : parked_.TakeDue(now)) RetryParked(std::move(parked));
+  for (ParkedFetch& parked : parked_.TakeDue(now)) RetryParked(std::move(parked), now);
   metrics_->arena_chunks_taken = arena_->num_taken();
 
   Deadline next = source_ == nullptr ? Deadline::max() : source_->Tick(now);

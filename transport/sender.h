@@ -163,7 +163,10 @@ class Sender {
   void Refuse(const PeerKey& peer, uint64_t transfer_id, const absl::Status& status);
   absl::StatusOr<StreamPlan> PlanFor(const FetchMsg& fetch, const LeasedMemory& leased) const;
   void Start(const PeerKey& peer, LinkId link, FetchMsg fetch, const LeasedMemory& leased);
-  void RetryParked(ParkedFetch parked);
+  void RetryParked(ParkedFetch parked, Deadline now);
+  // Of one that has waited for as long as it may.
+  absl::Status NeverPublished(const FetchMsg& fetch, const absl::Status& unknown) const;
+  absl::Status Overdue(const Transfer& transfer) const;
   // Both return true when they sent something: of a turn as much as may go,
   bool PumpOne(const TransferPtr& transfer);
   // or one chunk.

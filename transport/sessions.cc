@@ -90,7 +90,6 @@ bool Sessions::StoppedLately(Deadline now, int64_t timeout_ms) const {
 std::vector<std::pair<PeerKey, Sessions::Due>> Sessions::TakeDue(Deadline now, int64_t interval_ms,
                                                                  int64_t timeout_ms,
                                                                  Deadline* next) {
-  const auto interval = std::chrono::milliseconds(interval_ms);
   const auto timeout = std::chrono::milliseconds(timeout_ms);
   std::vector<std::pair<PeerKey, Due>> due;
   const auto stopped = Stopped(now, timeout_ms);
@@ -114,7 +113,8 @@ std::vector<std::pair<PeerKey, Sessions::Due>> Sessions::TakeDue(Deadline now, i
     if (!session.dialled) continue;
     if (session.next_ping <= now) {
       due.emplace_back(peer, Due::kPing);
-      session.next_ping = now + interval;
+      session.next_ping =
+          now + std::chrono::milliseconds(std::min(interval_ms, session.most_between_pings_ms));
       ++session.pings;
     }
     *next = std::min(*next, session.next_ping);

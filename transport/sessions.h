@@ -36,7 +36,8 @@ struct Session {
   uint64_t peers_id = 0;  // 0: it takes none.
   Deadline last_heard{};
   Deadline next_ping{};
-  int64_t pings = 0;  // Sent since it was last heard.
+  int64_t most_between_pings_ms = INT64_MAX;  // As the peer needs them.
+  int64_t pings = 0;                          // Sent since it was last heard.
   Deadline greeting_until{};
   // The answer to the hello, and after it the link, has been waited for. What began later joined
   // somebody else's wait.

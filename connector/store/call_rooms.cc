@@ -37,7 +37,7 @@ class CallRooms::Taken {
 
 absl::Status CallRooms::Check(const Room& of_peer) const {
   KVFERRY_RETURN_IF_ERROR(CheckShare(of_peer.calls, all_.calls, kMaxCalls, "calls"));
-  return CheckShare(of_peer.bytes, all_.bytes, kMaxBytes, "bytes of calls");
+  return CheckShare(of_peer.bytes, all_.bytes, kMaxBytes, absl::StrCat("bytes of ", of_what_));
 }
 
 absl::StatusOr<std::shared_ptr<void>> CallRooms::Take(const PeerKey& peer, int64_t bytes) {

@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <string>
+#include <string_view>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -12,15 +14,18 @@
 
 namespace kvferry {
 
-// Room that a server has for the calls of all its clients, shared as the arena's chunks are: a
-// client has more calls, or more bytes of them, only while it has fewer than are left for others.
-// One call each client has in any case. Thread-safe.
+// Room that a server has for the calls of all its clients, or for values on their way, shared as
+// the arena's chunks are: a client has more calls, or more bytes of them, only while it has fewer
+// than are left for others. One call each client has in any case. Thread-safe.
 class CallRooms : public std::enable_shared_from_this<CallRooms> {
  public:
   static constexpr int64_t kMaxCalls = 65536;
   static constexpr int64_t kMaxBytes = 256 << 20;  // Of what the calls carry.
 
-  static std::shared_ptr<CallRooms> Create() { return std::shared_ptr<CallRooms>(new CallRooms()); }
+  // `of_what` the bytes are, for errors.
+  static std::shared_ptr<CallRooms> Create(std::string_view of_what = "calls") {
+    return std::shared_ptr<CallRooms>(new CallRooms(of_what));
+  }
 
   // The room of a call that carries so many bytes, until what is returned is gone, which may be
   // after this. RESOURCE_EXHAUSTED says of what there is not enough.
@@ -34,10 +39,11 @@ class CallRooms : public std::enable_shared_from_this<CallRooms> {
   using OfPeers = std::map<PeerKey, Room>;
   class Taken;
 
-  CallRooms() = default;
+  explicit CallRooms(std::string_view of_what) : of_what_(of_what) {}
   absl::Status Check(const Room& of_peer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void GiveBack(OfPeers::iterator of_peer, int64_t bytes);
 
+  const std::string of_what_;
   Mutex mutex_;
   Room all_ ABSL_GUARDED_BY(mutex_);
   OfPeers of_peers_ ABSL_GUARDED_BY(mutex_);  // Those that have any.

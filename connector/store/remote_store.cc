@@ -103,6 +103,15 @@ auto Persist(Deadline deadline, bool (*may_try_again)(const absl::Status&),
   }
 }
 
+// A server's fault, and none of the caller's, as the codes of Fields would have it.
+absl::Status BadReply(absl::string_view what) {
+  return absl::InternalError(absl::StrCat("store: the server's reply: ", what));
+}
+template <typename T>
+absl::StatusOr<T> OfReply(const absl::StatusOr<T>& field) {
+  return field.ok() ? field : BadReply(field.status().message());
+}
+
 using Keys = std::span<const std::string_view>;
 using PageIds = std::span<const int64_t>;
 
@@ -244,7 +253,7 @@ absl::StatusOr<int64_t> RemoteStore::Exists(std::span<const std::string_view> ke
     const size_t asked = std::min(kMaxKeysPerCall, keys.size() - there);
     KVFERRY_ASSIGN_OR_RETURN(const Fields reply,
                              AskAbout(store_call::kExists, keys.subspan(there, asked), deadline));
-    KVFERRY_ASSIGN_OR_RETURN(const uint64_t count, reply.Uint("count", asked));
+    KVFERRY_ASSIGN_OR_RETURN(const uint64_t count, OfReply(reply.Uint("count", asked)));
     there += count;
     if (count < asked) break;
   }
@@ -263,10 +272,9 @@ absl::StatusOr<std::vector<bool>> RemoteStore::ExistsEach(std::span<const std::s
     const size_t asked = end - begin;
     const auto some = keys.subspan(begin, asked);
     KVFERRY_ASSIGN_OR_RETURN(const Fields reply, AskAbout(store_call::kExistsEach, some, deadline));
-    KVFERRY_ASSIGN_OR_RETURN(const std::string_view flags, reply.Bytes("there", asked));
+    KVFERRY_ASSIGN_OR_RETURN(const std::string_view flags, OfReply(reply.Bytes("there", asked)));
     if (flags.size() != asked) {
-      return absl::UnavailableError(absl::StrCat("remote store: ", options_.address, " answered ",
-                                                 flags.size(), " of ", asked, " keys"));
+      return BadReply(absl::StrCat("answers for ", flags.size(), " of ", asked, " keys"));
     }
     for (size_t i = 0; i < asked; ++i) there[begin + i] = flags[i] != 0;
   }
@@ -343,9 +351,9 @@ absl::StatusOr<RemoteStore::Offer> RemoteStore::AskForValue(std::string_view key
                                                             Deadline deadline) {
   KVFERRY_ASSIGN_OR_RETURN(const Fields args, ArgsAbout({&key, 1}));
   KVFERRY_ASSIGN_OR_RETURN(const Fields reply, Ask(store_call::kGet, args, deadline));
-  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, reply.Uint("lease"));
-  KVFERRY_ASSIGN_OR_RETURN(const uint64_t epoch, reply.Uint("epoch"));
-  KVFERRY_ASSIGN_OR_RETURN(const uint64_t bytes, reply.Uint("bytes", INT64_MAX));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, OfReply(reply.Uint("lease")));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t epoch, OfReply(reply.Uint("epoch")));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t bytes, OfReply(reply.Uint("bytes", INT64_MAX)));
   return Offer{{options_.address, epoch, lease_id, 0, 0}, static_cast<int64_t>(bytes)};
 }
 
@@ -412,7 +420,7 @@ absl::Status RemoteStore::PutOnce(std::string_view key, const Fields& args,
 }
 
 absl::StatusOr<RemoteStore::Round> RemoteStore::ReadRound(const Fields& reply, size_t num_keys) {
-  KVFERRY_ASSIGN_OR_RETURN(const std::string_view codes, reply.Bytes("codes"));
+  KVFERRY_ASSIGN_OR_RETURN(const std::string_view codes, OfReply(reply.Bytes("codes")));
   KVFERRY_ASSIGN_OR_RETURN(std::vector<absl::Status> statuses, UnpackCodes(codes, num_keys));
   return Round{std::move(statuses), reply.Uint("again", 1).value_or(0) == 1};
 }
@@ -444,8 +452,8 @@ absl::StatusOr<RemoteStore::Round> RemoteStore::GetSomePages(std::span<const std
     if (round.statuses[i].ok()) into.push_back(pages[i]);
   }
   if (into.empty()) return round;
-  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, reply.Uint("lease"));
-  KVFERRY_ASSIGN_OR_RETURN(const uint64_t epoch, reply.Uint("epoch"));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, OfReply(reply.Uint("lease")));
+  KVFERRY_ASSIGN_OR_RETURN(const uint64_t epoch, OfReply(reply.Uint("epoch")));
   const Ticket ticket{options_.address, epoch, lease_id, static_cast<int64_t>(into.size()), 0};
   const absl::Status fetched = Fetch(ticket, into, {}, deadline);
   if (SessionEnded(fetched)) return fetched;

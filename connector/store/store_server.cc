@@ -171,9 +171,10 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   int64_t MaxStagedValueBytes() const {
     return std::min(store_->max_value_bytes(), kMaxStagedBytes);
   }
-  // The right to memory for a value of `bytes`, until this is gone.
-  absl::StatusOr<std::shared_ptr<void>> TakeRoom(int64_t bytes);
-  absl::StatusOr<std::shared_ptr<const Bytes>> ReadValue(std::string_view key, Deadline deadline);
+  // The right of a client to memory for a value of `bytes`, until this is gone.
+  absl::StatusOr<std::shared_ptr<void>> TakeRoom(const PeerKey& peer, int64_t bytes);
+  absl::StatusOr<std::shared_ptr<const Bytes>> ReadValue(const Request& request,
+                                                         std::string_view key);
   // RESOURCE_EXHAUSTED: not in the host store, which has no room for what a tier below may have.
   absl::StatusOr<HostStore::ReadLease> Acquire(const std::string& key, bool has_room,
                                                Deadline deadline);
@@ -205,6 +206,8 @@ class StoreServer::Service final : public LeaseSource, public CallHandler {
   TaskThread questions_;
   TaskThread tasks_;
   const std::shared_ptr<CallRooms> rooms_ = CallRooms::Create();
+  static_assert(CallRooms::kMaxBytes == kMaxStagedBytes);
+  const std::shared_ptr<CallRooms> value_rooms_ = CallRooms::Create("values");
   // Of clients, if not 0. The task thread's: all changes are made there.
   RecentMap<uint64_t> eras_;
   // Leases and fetches that hold such memory may end after this server.
@@ -391,8 +394,11 @@ StoreServer::Service::Result StoreServer::Service::Stats(const Request& /*reques
 
 // ---------------------------------------------------------------- leases and fetches
 
-absl::StatusOr<std::shared_ptr<void>> StoreServer::Service::TakeRoom(int64_t bytes) {
-  const auto give_back = [staged = staged_bytes_, bytes](void*) { *staged -= bytes; };
+absl::StatusOr<std::shared_ptr<void>> StoreServer::Service::TakeRoom(const PeerKey& peer,
+                                                                     int64_t bytes) {
+  // Its share: whoever sends much, or does not come for what it asks for, leaves some to others.
+  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<void> share, value_rooms_->Take(peer, bytes));
+  const auto give_back = [staged = staged_bytes_, share, bytes](void*) { *staged -= bytes; };
   if (staged_bytes_->fetch_add(bytes) + bytes > kMaxStagedBytes) {
     give_back(nullptr);
     return absl::ResourceExhaustedError(absl::StrCat("store: a value of ", bytes,
@@ -464,23 +470,23 @@ absl::Status StoreServer::Service::FetchFromCaller(const Request& request, PageR
 // What is in memory is read only if there is room for it. The length of a value below is known when
 // it has been read: by the task thread one at a time, and one more where the thread that answers
 // what is in memory has come for what was evicted meanwhile.
-absl::StatusOr<std::shared_ptr<const Bytes>> StoreServer::Service::ReadValue(std::string_view key,
-                                                                             Deadline deadline) {
+absl::StatusOr<std::shared_ptr<const Bytes>> StoreServer::Service::ReadValue(const Request& request,
+                                                                             std::string_view key) {
   Bytes value;
   std::shared_ptr<void> room;
   const absl::StatusOr<HostStore::ReadLease> here = options_.host->Acquire(key);
   if (here.ok()) {
     KVFERRY_RETURN_IF_ERROR(CheckMayBeStaged(here->bytes()));
-    KVFERRY_ASSIGN_OR_RETURN(room, TakeRoom(here->bytes()));
+    KVFERRY_ASSIGN_OR_RETURN(room, TakeRoom(request.call.peer, here->bytes()));
     value.resize(static_cast<size_t>(here->bytes()));
     const std::span<std::byte> out = value;
     KVFERRY_RETURN_IF_ERROR(here->CopyTo({&out, 1}));
     if (options_.tiered != nullptr) options_.tiered->CountHitAbove();
   } else {
     if (options_.tiered == nullptr) return here.status();
-    KVFERRY_ASSIGN_OR_RETURN(value, options_.tiered->GetBytes(key, deadline));
+    KVFERRY_ASSIGN_OR_RETURN(value, options_.tiered->GetBytes(key, StoreDeadline(request)));
     KVFERRY_RETURN_IF_ERROR(CheckMayBeStaged(std::ssize(value)));
-    KVFERRY_ASSIGN_OR_RETURN(room, TakeRoom(std::ssize(value)));
+    KVFERRY_ASSIGN_OR_RETURN(room, TakeRoom(request.call.peer, std::ssize(value)));
   }
   return std::shared_ptr<const Bytes>(new Bytes(std::move(value)),
                                       [room](const Bytes* staged) { delete staged; });
@@ -488,8 +494,7 @@ absl::StatusOr<std::shared_ptr<const Bytes>> StoreServer::Service::ReadValue(std
 
 StoreServer::Service::Result StoreServer::Service::Get(const Request& request) {
   KVFERRY_ASSIGN_OR_RETURN(const std::string_view key, OneKey(request));
-  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<const Bytes> value,
-                           ReadValue(key, StoreDeadline(request)));
+  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<const Bytes> value, ReadValue(request, key));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t lease_id, Lease(request, PageRuns(), value, nullptr));
   return Fields()
       .Set("lease", lease_id)
@@ -502,7 +507,8 @@ StoreServer::Service::Result StoreServer::Service::Put(const Request& request) {
   KVFERRY_RETURN_IF_ERROR(CheckEra(request));
   KVFERRY_ASSIGN_OR_RETURN(const uint64_t bytes, request.args->Uint("bytes", INT64_MAX));
   KVFERRY_RETURN_IF_ERROR(CheckValueBytes(static_cast<int64_t>(bytes), MaxStagedValueBytes()));
-  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<void> room, TakeRoom(static_cast<int64_t>(bytes)));
+  KVFERRY_ASSIGN_OR_RETURN(const std::shared_ptr<void> room,
+                           TakeRoom(request.call.peer, static_cast<int64_t>(bytes)));
   // That it is so many is the client's word: none is touched before it comes.
   const std::shared_ptr<std::byte> memory(new std::byte[bytes],
                                           [room](const std::byte* staged) { delete[] staged; });

@@ -60,6 +60,48 @@ TEST_F(HelloToOthersOverTcp, APeerThatIsSilentInEachSessionIsNotGivenUp) {
   }
 }
 
+// The side that is dialled sends no pings of its own: it hears as many as it needs, whatever the
+// other would do by itself.
+TEST_F(HelloToOthersOverTcp, APeerIsPingedAsOftenAsItHasToBe) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  config.heartbeat_interval_ms = 200000;  // But for the first ping.
+  config.heartbeat_timeout_ms = 600000;
+  for (const int64_t silence_ms : {1, 100, 300000}) {
+    const auto decode = MakeDecode(MakePatternPool(SmallLayout(), 8, 3), config);
+    MapsNothing peer;
+    peer.silence_ms = silence_ms;
+    peer.pongs_as = 5;
+    const auto fetch = Fetch(*decode, Ticket{peer.address(), 5, 6, 1, 16}, {0});
+    const Deadline began = Clock::now();
+    peer.Welcome(5);
+    while (peer.pings < 4 && Clock::now() < began + std::chrono::milliseconds(1000)) {
+      peer.HearOne(DeadlineInMs(20));
+    }
+    if (silence_ms <= 100) {
+      EXPECT_EQ(peer.pings, 4) << silence_ms;
+      // 10 ms apart at least, and 50 where that is half.
+      EXPECT_GE(Clock::now() - began, std::chrono::milliseconds(silence_ms == 1 ? 20 : 140));
+    } else {
+      EXPECT_LE(peer.pings, 1);
+    }
+  }
+}
+
+TEST_F(HelloFromOthersOverTcp, ANodeSaysHowMuchSilenceItBears) {
+  Config config = SmallChunks();
+  config.same_host_path = "network";
+  config.heartbeat_timeout_ms = 12345;
+  const auto prefill = MakePrefill(MakePatternPool(SmallLayout(), 8, 1), config);
+  RawDecode peer(prefill->address());
+  peer.Send({42, 0, HelloMsg{"by hand", kTestModel, SmallLayout(), {"", "", {}, "", {1}, 7}}});
+  const auto answer = peer.Receive(Soon());
+  ASSERT_TRUE(answer.has_value());
+  const auto* welcome = std::get_if<WelcomeMsg>(&answer->body);
+  ASSERT_NE(welcome, nullptr);
+  EXPECT_EQ(welcome->silence_ms, 12345);
+}
+
 // Releases of a while said so of what they had fetched over an earlier session.
 TEST_F(HelloFromOthersOverTcp, WhatIsSaidInTheHopeOfAWelcomeEndsNoSession) {
   Config config = SmallChunks();
@@ -106,46 +148,70 @@ TEST_F(HelloFromOthersOverTcp, ASecondHelloEndsTheSessionOfTheFirst) {
   }
 }
 
-// What a peer's call has begun is asked of that peer's next session, if that has begun already.
-TEST_F(HelloFromOthersOverTcp, WhatIsFetchedWhileAPeerBeginsAnewIsAskedThen) {
-  struct : CallHandler {
+// A peer whose call has begun a fetch when the peer begins its session anew.
+class HelloAgainAfterACall : public HelloFromOthersOverTcp {
+ protected:
+  struct Handler : CallHandler {
     void OnCall(const CallKey& call, const std::string&, const Fields&, Deadline) override {
       caller.set_value(call.peer);
     }
     void OnCallDropped(const CallKey&) override {}
     std::promise<PeerKey> caller;
-  } handler;
-  Config config = SmallChunks();
-  config.same_host_path = "auto";
-  config.connect_timeout_ms = 1000;
-  const auto pool = MakePatternPool(SmallLayout(), 8, 1);
-  const auto node =
-      Must(Node::Start({config, kTestModel, "keeper", pool, nullptr, &handler, true}));
-  RawDecode peer(node->listen_address());
-  HelloMsg hello{"", kTestModel, SmallLayout(), {}};
-  hello.data.tcp.lanes = 1;
-  peer.Send({42, 0, hello});
-  ASSERT_TRUE(peer.Receive(Soon()).has_value());
-  peer.Send({42, node->epoch(), CallMsg{5, "f", 60000, {}}});
-  UnmappedMemory memory;
-  Node::FetchRequest fetch;
-  fetch.peer = handler.caller.get_future().get();
-  hello.data.local = memory.local();
-  peer.Send({42, 0, hello});
-  memory.Answer(Takes::kSaysNothing);  // So that the session is a while in coming.
-  const PageRun one{0, 1};
-  fetch.ticket.lease_id = 9;
-  fetch.ticket.num_pages = 1;
-  fetch.positions = fetch.pages = Must(PageRuns::FromRuns({&one, 1}));
-  fetch.deadline = Soon();
-  const auto handle = Must(node->Fetch(std::move(fetch)));
-  const auto welcome = peer.Receive(Soon());
+  };
+  static Config MakeConfig() {
+    Config config = SmallChunks();
+    config.same_host_path = "auto";
+    config.connect_timeout_ms = 1000;
+    return config;
+  }
+  // The peer's second session has begun, and is a while in coming; `lanes` over TCP it offers then.
+  std::shared_ptr<FetchHandle> FetchWhileItBeginsAnew(int64_t lanes) {
+    HelloMsg hello{"", kTestModel, SmallLayout(), {}};
+    hello.data.tcp.lanes = 1;
+    peer_.Send({42, 0, hello});
+    EXPECT_TRUE(peer_.Receive(Soon()).has_value());
+    peer_.Send({42, node_->epoch(), CallMsg{5, "f", 60000, {}}});
+    Node::FetchRequest fetch;
+    fetch.peer = handler_.caller.get_future().get();
+    hello.data.local = memory_.local();
+    hello.data.tcp.lanes = lanes;
+    peer_.Send({42, 0, hello});
+    memory_.Answer(Takes::kSaysNothing);
+    const PageRun one{0, 1};
+    fetch.ticket.lease_id = 9;
+    fetch.ticket.num_pages = 1;
+    fetch.positions = fetch.pages = Must(PageRuns::FromRuns({&one, 1}));
+    fetch.deadline = DeadlineInMs(60000);
+    return Must(node_->Fetch(std::move(fetch)));
+  }
+
+  Handler handler_;
+  const std::shared_ptr<KvPool> pool_ = MakePatternPool(SmallLayout(), 8, 1);
+  const std::unique_ptr<Node> node_ =
+      Must(Node::Start({MakeConfig(), kTestModel, "keeper", pool_, nullptr, &handler_, true}));
+  UnmappedMemory memory_;
+  RawDecode peer_{node_->listen_address()};
+};
+
+// Nobody else would end it before its deadline.
+TEST_F(HelloAgainAfterACall, WhatIsFetchedEndsWithASessionThatIsNotToBe) {
+  const auto handle = FetchWhileItBeginsAnew(/*lanes=*/0);
+  const auto answer = peer_.Receive(Soon());
+  ASSERT_TRUE(answer.has_value() && std::holds_alternative<RefuseMsg>(answer->body));
+  EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kFailedPrecondition,
+                    "the peer over shared memory"));
+}
+
+// What a peer's call has begun is asked of that peer's next session, if that has begun already.
+TEST_F(HelloAgainAfterACall, WhatIsFetchedIsAskedThen) {
+  const auto handle = FetchWhileItBeginsAnew(/*lanes=*/1);
+  const auto welcome = peer_.Receive(Soon());
   ASSERT_TRUE(welcome.has_value() && std::holds_alternative<WelcomeMsg>(welcome->body));
-  const auto asked = peer.Receive(Soon());
+  const auto asked = peer_.Receive(Soon());
   ASSERT_TRUE(asked.has_value() && std::holds_alternative<FetchMsg>(asked->body));
   EXPECT_EQ(std::get<FetchMsg>(asked->body).lease_id, 9u);
-  peer.Send(
-      {42, node->epoch(),
+  peer_.Send(
+      {42, node_->epoch(),
        RefuseMsg{std::get<FetchMsg>(asked->body).transfer_id, absl::DataLossError("by hand")}});
   EXPECT_TRUE(Fails(handle->Wait(Soon()), absl::StatusCode::kDataLoss, "a peer without a name"));
 }

@@ -427,8 +427,10 @@ TEST_F(LookupTakes, WhatAProducerSaysThatItHasFoundIsChecked) {
       {found().Set("matched", 2), Code::kDataLoss, "2 are said to match"},
       {found().Set("pages", 2), Code::kDataLoss, "3 tokens in 2 pages"},
       {found().Set("pages", 0), Code::kDataLoss, "3 tokens in 0 pages"},
-      {found().Set("hidden", kMaxLookupHiddenBytes + 1), Code::kInvalidArgument, "hidden"},
-      {found().Set("tokens", ""), Code::kInvalidArgument, "0 tokens"}};
+      {found().Set("hidden", kMaxLookupHiddenBytes + 1), Code::kDataLoss, "hidden"},
+      {found().Set("tokens", ""), Code::kDataLoss, "0 tokens"},
+      {found().Set("tokens", 7), Code::kDataLoss, "'tokens' is no byte string"},
+      {Fields(), Code::kDataLoss, "'epoch' is missing"}};
   std::atomic<size_t> row = 0;
   Connect([&](Heard& heard) {
     if (heard.function() == kLookupBackFunction) ++num_backs_;
@@ -663,7 +665,7 @@ TEST_F(LookupTakes, AProducerThatCannotSayEndsTheLookup) {
   EXPECT_TRUE(Fails(WaitFar(), Code::kUnimplemented, "every byte came", "no such function"));
   for (int i = 0; i < 2; ++i) {
     const auto again = Must(far_->DropSelect(Lookup(kTokens, {7})));
-    EXPECT_TRUE(Fails(again->Wait(Soon()), Code::kInvalidArgument, "every byte came", "taken"));
+    EXPECT_TRUE(Fails(again->Wait(Soon()), Code::kDataLoss, "every byte came", "taken"));
   }
   ExpectInTheBuffer();
 }

@@ -224,10 +224,10 @@ TEST_F(RemoteSessions, AnswersAboutOtherNumbersOfKeysAreNone) {
     return Verdict::kAnswer;
   });
   answer.Set("count", 3);
-  EXPECT_TRUE(Fails(far_->Exists(Views(keys_), Soon()), Code::kInvalidArgument, "count"));
+  EXPECT_TRUE(Fails(far_->Exists(Views(keys_), Soon()), Code::kInternal, "count"));
   for (const std::string there : {"\1", "\1\1\1"}) {
     answer.Set("there", there);
-    EXPECT_FALSE(far_->ExistsEach(Views(keys_), Soon()).ok());
+    EXPECT_TRUE(Fails(far_->ExistsEach(Views(keys_), Soon()), Code::kInternal, "server's reply"));
   }
   for (const size_t count : {1, 3}) {
     answer.Set("codes", std::string(count, '\0'));
@@ -235,6 +235,41 @@ TEST_F(RemoteSessions, AnswersAboutOtherNumbersOfKeysAreNone) {
       EXPECT_TRUE(Fails(status, Code::kInternal, "of 2 keys"));
     }
   }
+  EXPECT_TRUE(IsUntouched(*target_, 2));
+}
+
+// Which is nothing that the caller has done.
+TEST_F(RemoteSessions, AnswersThatLackSomethingAreTheServersFault) {
+  Fields answer;
+  const auto connected = ConnectWhile([&answer](Heard& heard) {
+    const auto* call = std::get_if<CallMsg>(&heard.message.body);
+    if (call == nullptr) return Verdict::kPass;
+    heard.answer = ReplyMsg{call->call_id, absl::OkStatus(), answer};
+    return Verdict::kAnswer;
+  });
+  const auto lacks = [](const auto& result, absl::string_view field) {
+    return Fails(result, Code::kInternal, "the server's reply", field);
+  };
+  EXPECT_TRUE(lacks(far_->Exists(Views(keys_), Soon()), "'count' is missing"));
+  EXPECT_TRUE(lacks(far_->ExistsEach(Views(keys_), Soon()), "'there' is missing"));
+  EXPECT_TRUE(lacks(far_->GetBytes("key", Soon()), "'lease' is missing"));
+  answer.Set("lease", 1);
+  EXPECT_TRUE(lacks(far_->GetBytes("key", Soon()), "'epoch' is missing"));
+  answer.Set("epoch", 1);
+  EXPECT_TRUE(lacks(far_->GetBytes("key", Soon()), "'bytes' is missing"));
+  const auto pages_lack = [&](absl::string_view field) {
+    for (const auto& status : far_->GetPages(Views(keys_), *target_, pages_, Soon())) {
+      EXPECT_TRUE(lacks(status, field));
+    }
+    for (const auto& status : far_->PutPages(Views(keys_), *target_, pages_, Soon())) {
+      EXPECT_EQ(lacks(status, field), !answer.Has("codes"));
+    }
+  };
+  pages_lack("'codes' is missing");
+  answer = Fields().Set("codes", std::string(2, '\0'));
+  pages_lack("'lease' is missing");
+  answer.Set("lease", 1);
+  pages_lack("'epoch' is missing");
   EXPECT_TRUE(IsUntouched(*target_, 2));
 }
 
@@ -392,6 +427,28 @@ TEST(RemoteValues, WhatIsRefusedBesideOthersTakesNoRoom) {
   EXPECT_FALSE(first.get().ok());  // It has no such lease, and neither has the other.
   EXPECT_TRUE(
       WaitFor([&] { return !absl::IsResourceExhausted(put(*node).get().status()); }, Soon()));
+}
+
+// Or who sends much, and slowly, would have it all.
+TEST(RemoteValues, OfOneClientLeaveRoomForThoseOfOthers) {
+  constexpr int64_t kBytes = 60 << 20;
+  const std::shared_ptr<KvPool> pool = Must(KvPool::Create(Flat(1 << 20), 1));
+  const auto server = Serve(Must(HostStore::Create({Flat(1 << 20), 300 << 20, 0})));
+  Config config = SmallChunks();
+  config.publish_grace_ms = 60000;  // The server waits for so long for leases that never come.
+  LeaseTable leases{config};
+  const auto slow = StartNode(pool, &leases, config), node = StartNode(pool);
+  const auto put = [&](Node& from) {
+    Fields args = KeyArgs("key");
+    args.Set("lease", 1).Set("bytes", static_cast<uint64_t>(kBytes));
+    return BeginCall(from, server->address(), store_call::kPut, args);
+  };
+  std::vector<std::future<absl::StatusOr<Fields>>> under_way;
+  for (int i = 0; i < 3; ++i) under_way.push_back(put(*slow));
+  // There is room for a fourth one.
+  EXPECT_TRUE(Fails(put(*slow).get(), Code::kResourceExhausted,
+                    absl::StrCat("this client has ", 3 * kBytes, " bytes of values")));
+  EXPECT_TRUE(Fails(put(*node).get(), Code::kUnavailable, "publishes nothing"));
 }
 
 // Whose caller has not come for it by the call's deadline has given up: others need the memory.

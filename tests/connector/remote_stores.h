@@ -46,9 +46,10 @@ inline std::unique_ptr<RemoteStore> Dial(const std::string& address,
 
 // That asks servers for what no RemoteStore would.
 inline std::unique_ptr<Node> StartNode(std::shared_ptr<const KvPool> pool,
-                                       FetchSource* source = nullptr) {
+                                       FetchSource* source = nullptr,
+                                       const Config& config = SmallChunks()) {
   Node::Options options;
-  options.config = SmallChunks();
+  options.config = config;
   options.model = kTestModel;
   options.pool = std::move(pool);
   options.source = source;

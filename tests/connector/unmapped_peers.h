@@ -21,6 +21,7 @@
 #include "tests/support/raw_peer.h"
 #include "transport/control/codec.h"
 #include "transport/mapped/unix_socket.h"
+#include "transport/tcp/tcp_frames.h"
 #include "transport/tcp/tcp_socket.h"
 
 namespace kvferry {
@@ -101,6 +102,10 @@ class MapsNothing {
   void AnswerPings(Deadline until) {
     while (const auto received = peer_.Receive(until)) EXPECT_TRUE(IsPing(*received));
   }
+  // The next message, if it comes by then; a ping is answered.
+  void HearOne(Deadline until) {
+    if (const auto received = peer_.Receive(until)) IsPing(*received);
+  }
   // Of what it is told over the connection that was made last.
   void ReadSome() { memory_.ReadSome(); }
   // The next hello, which is answered as by the process of that epoch: by shared memory where that
@@ -116,8 +121,9 @@ class MapsNothing {
     const HelloMsg hello = std::get<HelloMsg>(message.body);
     WelcomeMsg welcome{"prefill", {}};
     welcome.data.session = session;
+    welcome.silence_ms = silence_ms;
     if (hello.data.local.empty()) {
-      welcome.data.tcp = {1, "127.0.0.1", Must(PortOf(door_)), std::string(16, 't'),
+      welcome.data.tcp = {lanes, "127.0.0.1", Must(PortOf(door_)), std::string(16, 't'),
                           std::string(16, 'a')};
     } else {
       welcome.data.local = memory_.local();
@@ -137,13 +143,43 @@ class MapsNothing {
     EXPECT_TRUE(WaitFor([&] { return (link = AcceptTcp(door_)).valid(); }, Soon()));
   }
 
+  // All of the lanes that are dialled, of which the first `answered` are answered.
+  void TakeLanes(int64_t answered) {
+    lanes_.clear();
+    lanes_.resize(static_cast<size_t>(lanes));
+    for (int64_t left = lanes; left > 0; --left) {
+      UniqueFd link;
+      ASSERT_TRUE(WaitFor([&] { return (link = AcceptTcp(door_)).valid(); }, Soon()));
+      TcpHello hello;
+      const iovec words{&hello, sizeof(hello)};
+      ASSERT_TRUE(WaitFor([&] { return ReceiveTcp(link.get(), {&words, 1}).some(); }, Soon()));
+      ASSERT_LT(hello.lane, lanes);
+      if (hello.lane < answered) Answer(link, hello.lane);
+      lanes_[hello.lane] = std::move(link);
+    }
+  }
+  void CloseLane(size_t lane) { lanes_[lane] = UniqueFd(); }
+  // What has come over one of them since the last call.
+  int64_t ReadLane(size_t lane) {
+    std::string bytes(64 << 10, '\0');
+    const iovec part{bytes.data(), bytes.size()};
+    return ReceiveTcp(lanes_[lane].get(), {&part, 1}).bytes;
+  }
+
+  int64_t lanes = 1;  // Of each session's connections, as its welcomes say.
   int pings = 0;
   // Not 0: it takes messages over the network, and reads none.
   uint64_t session = 0;
+  int64_t silence_ms = 0;  // As its welcomes say.
   // Not 0: the epoch that its answers to pings are from.
   uint64_t pongs_as = 0;
 
  private:
+  static void Answer(const UniqueFd& link, uint32_t lane) {
+    std::string answer = TcpHello::With(std::string(16, 'a'), lane).Bytes();
+    const iovec words{answer.data(), answer.size()};
+    EXPECT_TRUE(SendTcp(link.get(), {&words, 1}).some());
+  }
   // The next message that is no goodbye and no ping; none with the last of `byes` goodbyes, too.
   std::optional<std::pair<std::string, Message>> Next(int byes = INT_MAX) {
     for (const Deadline by = Soon();;) {
@@ -168,6 +204,7 @@ class MapsNothing {
   int byes_ = 0;
   UnmappedMemory memory_;
   const UniqueFd door_ = Must(ListenTcp("127.0.0.1", 0));
+  std::vector<UniqueFd> lanes_;  // Of the last session.
 };
 
 }  // namespace kvferry

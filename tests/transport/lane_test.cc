@@ -21,6 +21,9 @@ struct Seen {
   // What Progress() reports once Arm() has refused so many times more.
   std::map<LinkId, absl::Status> down ABSL_GUARDED_BY(mutex);
   int refusals ABSL_GUARDED_BY(mutex) = 0;
+  // Lists that it reports, and of which transfers some have been refused.
+  std::vector<ChunkHeader> listed ABSL_GUARDED_BY(mutex);
+  std::vector<std::pair<uint64_t, absl::Status>> refused ABSL_GUARDED_BY(mutex);
 };
 
 class FakePlane final : public DataPlane {
@@ -42,12 +45,15 @@ class FakePlane final : public DataPlane {
   }
   bool Progress(DataEvents* events) override {
     std::map<LinkId, absl::Status> down;
+    std::vector<ChunkHeader> listed;
     {
       const MutexLock lock(&seen_->mutex);
       if (seen_->refusals == 0) down.swap(seen_->down);
+      listed.swap(seen_->listed);
     }
     for (const auto& [link, status] : down) events->OnLinkDown(link, status);
-    return !down.empty();
+    for (const ChunkHeader& header : listed) events->OnChunkElsewhere(header, {});
+    return !down.empty() || !listed.empty();
   }
   int event_fd() const override { return never_.get(); }
   bool Arm() override {
@@ -62,10 +68,19 @@ class FakePlane final : public DataPlane {
   const WakeFd never_;
 };
 
-class NoTaker final : public ChunkTaker {
+// Takes no chunks.
+class NoTaker final : public LaneTaker {
  public:
+  explicit NoTaker(Seen* seen) : seen_(seen) {}
   void OnChunk(const ChunkHeader&, const Payload&, Intact) override {}
   std::unique_ptr<ChunkSink> OnChunkBegins(const ChunkHeader&) override { return nullptr; }
+  void Refuse(const ChunkHeader& header, const absl::Status& status) override {
+    const MutexLock lock(&seen_->mutex);
+    seen_->refused.emplace_back(header.transfer_id, status);
+  }
+
+ private:
+  Seen* const seen_;
 };
 
 // The test's thread is the progress thread.
@@ -94,9 +109,11 @@ class LaneAlone : public testing::Test {
   using Links = std::vector<LinkId>;
   Seen seen_;
   const std::shared_ptr<CommandQueue> commands_ = std::make_shared<CommandQueue>();
+  Links open_;
   std::vector<std::pair<LinkId, absl::Status>> down_;
   std::unique_ptr<Lane> lane_ = Must(Lane::Create(
-      {std::make_unique<FakePlane>(&seen_), commands_, std::make_unique<NoTaker>(),
+      {std::make_unique<FakePlane>(&seen_), commands_, std::make_unique<NoTaker>(&seen_),
+       [this](LinkId link) { open_.push_back(link); },
        [this](LinkId link, const absl::Status& status) { down_.emplace_back(link, status); }}));
 };
 
@@ -138,6 +155,23 @@ TEST_F(LaneAlone, OneThatBreaksTakesNoOthersWithIt) {
   ASSERT_EQ(down_.size(), 1u);
   EXPECT_EQ(down_[0].first, 8u);
   EXPECT_TRUE(Fails(down_[0].second, absl::StatusCode::kUnavailable, "it is gone"));
+}
+
+// Its fetch would wait for it until the deadline.
+TEST_F(LaneAlone, ListsAreRefused) {
+  {
+    const MutexLock lock(&seen_.mutex);
+    seen_.listed = {{77, 0, 0, 100, kChunkInPool}};
+  }
+  Connect(7, 70);  // Wakes it.
+  const auto is_refused = [&] {
+    const MutexLock lock(&seen_.mutex);
+    return !seen_.refused.empty();
+  };
+  ASSERT_TRUE(RunUntil(is_refused));
+  const MutexLock lock(&seen_.mutex);
+  EXPECT_EQ(seen_.refused[0].first, 77u);
+  EXPECT_TRUE(Fails(seen_.refused[0].second, absl::StatusCode::kDataLoss, "the first lane"));
 }
 
 }  // namespace

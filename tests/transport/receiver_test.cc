@@ -862,6 +862,17 @@ TEST_F(ReceiverAlone, WhatThereIsNoRoomToReadComesPacked) {
   EXPECT_TRUE(outbox_.Last<FetchMsg>()->reads.possible());
 }
 
+// Who was not told that this side can read has nothing to list: nobody would ever read it.
+TEST_F(ReceiverAlone, AChunkElsewhereThatWasNotAskedForFailsTheFetch) {
+  const auto handle = Begin();
+  ASSERT_FALSE(outbox_.Last<FetchMsg>()->reads.possible());
+  const std::vector<std::byte> list(32, std::byte{5});
+  receiver_.OnChunkElsewhere({kId, 4096, 0, 100, kChunkInPool}, list);
+  EXPECT_TRUE(outbox_.data().reads.empty());
+  EXPECT_EQ(metrics_.chunks_dropped, 1);
+  ExpectDataLoss(*handle, "a chunk to be read out of the sender's memory, which was not asked for");
+}
+
 // A fetch says what reads take this side, and lists are read out of the memory of its own peer
 // only.
 TEST_F(ReceiverAlone, ChunksElsewhereAreReadFromTheFetchsPeer) {

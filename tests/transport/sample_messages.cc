@@ -61,7 +61,8 @@ struct Describer {
         m.converts ? " converts" : "", m.casts ? " casts" : "");
   }
   std::string operator()(const WelcomeMsg& m) const {
-    return absl::StrCat("welcome ", m.name, " ", Describe(m.data));
+    return absl::StrCat("welcome ", m.name, " ", Describe(m.data),
+                        m.silence_ms == 0 ? "" : absl::StrCat(" within ", m.silence_ms));
   }
   std::string operator()(const RefuseMsg& m) const {
     return absl::StrCat("refuse ", m.transfer_id, " ", m.status.ToString());

@@ -63,6 +63,7 @@ inline std::vector<std::pair<std::string, Message>> SampleMessages() {
       {"welcome_tcp", WelcomeMsg{"prefill-0", {"", "", {}, "", tcp}}},
       {"hello_session",
        HelloMsg{"decode-0", "org/model", layout, {"", local, {}, "", {2}, 0xfedcba9876543210}}},
+      {"welcome_silence", WelcomeMsg{"prefill-0", {"", "", {}, "", tcp, 1}, 10000}},
       {"welcome_session", WelcomeMsg{"prefill-0", {"", "", {}, "", tcp, 1}}},
       {"refuse", RefuseMsg{0, absl::FailedPreconditionError("model: 'a' here, 'b' there")}},
       {"refuse_fetch", RefuseMsg{77, absl::NotFoundError("lease 4d is unknown here")}},

@@ -582,6 +582,9 @@ TEST_F(SenderAlone, TimeoutsAreCapped) {
   EXPECT_EQ(metrics_.transfers_active, 1);
   sender_.Tick(DeadlineInMs(config_.max_fetch_timeout_ms + 2000));
   EXPECT_EQ(metrics_.transfers_active, 0);
+  ASSERT_NE(outbox_.Last<AbortMsg>(), nullptr);
+  EXPECT_TRUE(Fails(outbox_.Last<AbortMsg>()->status, absl::StatusCode::kDeadlineExceeded,
+                    "max_fetch_timeout_ms (600000)"));
 }
 
 TEST_F(SenderAlone, SoIsHowLongAFetchWaitsForItsLease) {
@@ -590,6 +593,12 @@ TEST_F(SenderAlone, SoIsHowLongAFetchWaitsForItsLease) {
   fetch.wait_ms = int64_t{1} << 50;
   sender_.OnFetch(kPeer, kLink, fetch);
   EXPECT_LE(sender_.Tick(Clock::now()), DeadlineInMs(config_.max_fetch_timeout_ms + 2000));
+  EXPECT_EQ(outbox_.Count<RefuseMsg>(), 0);
+  // It waits still, and is not to think that there is no such lease.
+  sender_.Tick(DeadlineInMs(config_.max_fetch_timeout_ms + 2000));
+  ASSERT_NE(outbox_.Last<RefuseMsg>(), nullptr);
+  EXPECT_TRUE(Fails(outbox_.Last<RefuseMsg>()->status, absl::StatusCode::kDeadlineExceeded,
+                    "lease 32 was not published", "max_fetch_timeout_ms (600000)"));
 }
 
 TEST_F(SenderAlone, MessagesOfOtherPeersAboutItChangeNothing) {

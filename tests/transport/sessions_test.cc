@@ -54,6 +54,20 @@ TEST_F(SessionTable, TheDiallerPings) {
   EXPECT_EQ(sessions_.Find("a")->pings, 2);
 }
 
+// Or it would take this side for dead.
+TEST_F(SessionTable, APeerThatBearsLessSilenceIsPingedMoreOften) {
+  AddReady("a", true, 0);
+  AddReady("b", true, 0);
+  AddReady("c", true, 0);
+  sessions_.Find("b")->most_between_pings_ms = 30;
+  sessions_.Find("c")->most_between_pings_ms = 5000;
+  EXPECT_EQ(TakeDue(100), (Map{{"a", Due::kPing}, {"b", Due::kPing}, {"c", Due::kPing}}));
+  EXPECT_EQ(next_, At(130));
+  EXPECT_EQ(TakeDue(130), (Map{{"b", Due::kPing}}));
+  EXPECT_EQ(next_, At(160));
+  EXPECT_EQ(TakeDue(200), (Map{{"a", Due::kPing}, {"b", Due::kPing}, {"c", Due::kPing}}));
+}
+
 TEST_F(SessionTable, TheAcceptedAreNotPingedButMayDie) {
   AddReady("a", false, 0);
   EXPECT_TRUE(TakeDue(499).empty());

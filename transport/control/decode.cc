@@ -352,6 +352,7 @@ MessageBody ReadBody(std::string_view type, Reader& reader) {
     WelcomeMsg body;
     body.name = reader.Text("name", kMaxNameBytes);
     body.data = ReadAddresses(reader);
+    if (reader.Has("silence")) body.silence_ms = reader.Int("silence", 1, kMaxWireInt);
     return body;
   }
   if (type == "refuse") return RefuseMsg{reader.Uint("id"), ReadStatus(reader)};

@@ -173,9 +173,10 @@ struct BodyWriter {
     Addresses(body.data);
   }
   void operator()(const WelcomeMsg& body) const {
-    Head("welcome", 1 + NumAddresses(body.data));
+    Head("welcome", 1 + NumAddresses(body.data) + (body.silence_ms == 0 ? 0 : 1));
     writer.Text("name", body.name, kMaxNameBytes);
     Addresses(body.data);
+    if (body.silence_ms != 0) writer.Uint("silence", body.silence_ms);
   }
   void operator()(const RefuseMsg& body) const {
     Head("refuse", 3);

@@ -152,12 +152,16 @@ bool TcpDataPlane::Serve(LinkId id, Link& link, DataEvents* events) {
   int64_t bytes = 0;
   if (link.readable) {
     Moved moved;
+    const bool was_open = link.ready();
     const absl::Status status = link.incoming.Read(fd, kBytesATurn, events, &moved);
     bytes += moved.bytes;
     link.readable = moved.some();
-    // Not before: connect_timeout_ms has better words for a connection that is never made.
-    if (link.connection.silence_ms > 0 && link.ready()) {
-      LimitSilence(link.connection.socket, std::exchange(link.connection.silence_ms, 0));
+    if (!was_open && link.ready()) {
+      // Not before: connect_timeout_ms has better words for a connection that is never made.
+      if (link.connection.silence_ms > 0) {
+        LimitSilence(link.connection.socket, link.connection.silence_ms);
+      }
+      events->OnLinkOpen(id);
     }
     Note(id, link, moved, status);
   }
