@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -95,9 +96,14 @@ absl::Status RocksDbResumer::Start() {
 }
 
 void RocksDbResumer::Run() {
-  const rocksdb::Status said = db_->Resume();
+  rocksdb::Status said;
+  try {
+    said = db_->Resume();
+  } catch (const std::bad_alloc&) {  // Which would end the process here.
+    said = rocksdb::Status::MemoryLimit();
+  }
   MutexLock lock(&mutex_);
-  said_ = said;
+  said_ = std::move(said);
   running_ = false;
   ended_.NotifyAll();
 }

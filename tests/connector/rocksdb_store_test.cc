@@ -742,11 +742,13 @@ class Resumes : public rocksdb::StackableDB {
   rocksdb::Status Resume() override {
     ++asked;
     EXPECT_TRUE(WaitFor([&] { return !hangs; }, Soon()));
+    if (finds_no_memory) throw std::bad_alloc();
     return says;
   }
 
   std::atomic<int> asked = 0;
   std::atomic<bool> hangs = false;
+  bool finds_no_memory = false;
   rocksdb::Status says;
 };
 
@@ -773,6 +775,15 @@ TEST_F(RocksDbResumers, OneThatHangsIsWaitedForUntilTheDeadline) {
   }
   EXPECT_EQ(db_.asked, 1);
   db_.hangs = false;
+  EXPECT_TRUE(IsOk(Resume(rocksdb::Status::IOError())));
+}
+
+// On a thread of its own, where nobody else would catch it.
+TEST_F(RocksDbResumers, OneThatFindsNoMemoryFailsTheWriteAlone) {
+  db_.finds_no_memory = true;
+  EXPECT_TRUE(
+      Fails(Resume(rocksdb::Status::IOError()), absl::StatusCode::kUnavailable, "it failed"));
+  db_.finds_no_memory = false;
   EXPECT_TRUE(IsOk(Resume(rocksdb::Status::IOError())));
 }
 
