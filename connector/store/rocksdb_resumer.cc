@@ -8,6 +8,7 @@
 #include <new>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "base/status.h"
@@ -85,13 +86,12 @@ absl::Status RocksDbResumer::Start() {
     running_ = true;
     said_.reset();
   }
-  absl::StatusOr<std::thread> thread = StartThread("rocksdb-resume", [this] { Run(); });
-  if (!thread.ok()) {
+  absl::Cleanup not_started = [this] {  // Also where there is no memory for a thread.
     MutexLock lock(&mutex_);
     running_ = false;
-    return thread.status();
-  }
-  thread_ = *std::move(thread);
+  };
+  KVFERRY_ASSIGN_OR_RETURN(thread_, StartThread("rocksdb-resume", [this] { Run(); }));
+  std::move(not_started).Cancel();
   return absl::OkStatus();
 }
 

@@ -17,6 +17,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <new>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -25,6 +26,7 @@
 #include "connector/store/tiered_store.h"
 #include "tests/connector/store_conformance.h"
 #include "tests/connector/store_values.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/wait_for.h"
 
@@ -785,6 +787,15 @@ TEST_F(RocksDbResumers, OneThatFindsNoMemoryFailsTheWriteAlone) {
       Fails(Resume(rocksdb::Status::IOError()), absl::StatusCode::kUnavailable, "it failed"));
   db_.finds_no_memory = false;
   EXPECT_TRUE(IsOk(Resume(rocksdb::Status::IOError())));
+}
+
+TEST_F(RocksDbResumers, OneThatCouldNotBeginIsNotWaitedFor) {
+  const rocksdb::Status error = rocksdb::Status::IOError();
+  const absl::Status failed = absl::UnavailableError("it failed");
+  bool resumed = false;
+  CallWithoutMemory([&] { resumed = resumer_.Resume(error, 100, failed, Soon()).ok(); },
+                    [&] { EXPECT_TRUE(IsOk(Resume(error, 1000))); });
+  EXPECT_TRUE(resumed);
 }
 
 // Each time it would write what fits, and fail.
