@@ -29,7 +29,7 @@ class Interrupter {
   bool Interrupted() {
     if (interrupted_ || Clock::now() < next_look_) return interrupted_;
     interrupted_ = Look();
-    next_look_ = Clock::now() + kLook;
+    if (!interrupted_) next_look_ = Clock::now() + kLook;  // Else nobody is to wait any more.
     return interrupted_;
   }
 
@@ -70,6 +70,14 @@ inline bool Interrupted(Mutex* mutex) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
   const bool interrupted = Interrupted();
   mutex->Lock();
   return interrupted;
+}
+// Waits for a notification, no longer than until the next look. False: the deadline has come, or
+// the caller was interrupted. What is waited for may have come all the same, while the mutex was
+// let go of: loop over it, and look at it first.
+inline bool WaitOrLook(CondVar& changed, Mutex* mutex, Deadline deadline)
+    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+  return changed.WaitUntil(mutex, NextLook(deadline)) ||
+         (Clock::now() < deadline && !Interrupted(mutex));
 }
 
 }  // namespace kvferry

@@ -24,8 +24,7 @@ absl::Status CopyPages::WaitForTurn(int64_t count, Deadline deadline) {
   const auto place = waiting_.insert(waiting_.end(), count);
   bool is_late = false;
   while (!closed_ && !is_late && (waiting_.begin() != place || pages_->num_free() < count)) {
-    is_late = !changed_.WaitUntil(&mutex_, NextLook(deadline)) &&
-              (Clock::now() >= deadline || Interrupted(&mutex_));
+    is_late = !WaitOrLook(changed_, &mutex_, deadline);
   }
   waiting_.erase(place);
   changed_.NotifyAll();  // The next one may be served now.

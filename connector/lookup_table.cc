@@ -100,8 +100,7 @@ absl::Status LookupTable::WaitForRoom(std::list<Waiting*>::iterator place, Deadl
       waiting.entry->waiting = nullptr;
       waiting.fate = Fate::kIn;
       bytes_ += bytes;
-    } else if (!changed_.WaitUntil(&mutex_, NextLook(deadline)) &&
-               (Clock::now() >= deadline || Interrupted(&mutex_)) && waiting.fate == Fate::kWaits) {
+    } else if (!WaitOrLook(changed_, &mutex_, deadline) && waiting.fate == Fate::kWaits) {
       *late = Erase(waiting.entry, Fate::kLate);
     }
   }

@@ -66,8 +66,7 @@ absl::Status LayerCounter::WaitFor(int64_t layer, Deadline deadline) {
   if (!failure_.ok()) return failure_;
   Waiter self{layer};
   waiters_.push_back(&self);
-  while (!self.is_told && (told_.WaitUntil(&mutex_, NextLook(deadline)) ||
-                           (Clock::now() < deadline && !Interrupted(&mutex_)))) {
+  while (!self.is_told && WaitOrLook(told_, &mutex_, deadline)) {
   }
   if (self.is_told) return self.status;
   std::erase(waiters_, &self);

@@ -70,13 +70,10 @@ class HostLookup::Answer {
   }
   absl::StatusOr<Addresses> Wait(Deadline deadline) {
     const MutexLock lock(&mutex_);
-    while (!found_) {
-      if (Clock::now() >= deadline || Interrupted(&mutex_)) {
-        return absl::DeadlineExceededError("the system's resolver did not answer in time");
-      }
-      changed_.WaitUntil(&mutex_, NextLook(deadline));
+    while (!found_ && WaitOrLook(changed_, &mutex_, deadline)) {
     }
-    return *found_;
+    if (found_) return *found_;
+    return absl::DeadlineExceededError("the system's resolver did not answer in time");
   }
 
  private:

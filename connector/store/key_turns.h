@@ -46,8 +46,7 @@ class KeyTurns {
     for (;;) {
       const auto [place, is_mine] = taken_.emplace(key);
       if (is_mine) return Turn(this, place);
-      const bool is_late = !ended_.WaitUntil(&mutex_, NextLook(deadline)) && taken_.contains(key);
-      if (is_late && (Clock::now() >= deadline || Interrupted(&mutex_))) {
+      if (!WaitOrLook(ended_, &mutex_, deadline) && taken_.contains(key)) {
         return absl::DeadlineExceededError("others were at the same key until the deadline");
       }
     }

@@ -102,8 +102,7 @@ absl::StatusOr<std::unique_ptr<RedisConnection>> RedisStore::Acquire(Deadline de
   {
     const MutexLock lock(&mutex_);
     while (in_use_ == options_.connections) {
-      const bool notified = released_.WaitUntil(&mutex_, NextLook(deadline));
-      if (notified || (Clock::now() < deadline && !Interrupted(&mutex_))) continue;
+      if (WaitOrLook(released_, &mutex_, deadline)) continue;
       return absl::DeadlineExceededError(
           absl::StrCat("redis ", server_.address(), ": all ", options_.connections,
                        " connections were in use until the deadline"));

@@ -36,8 +36,9 @@ class Answer {
   // before, that is over: the call may have been carried out, but is not after a later one.
   absl::StatusOr<Fields> Wait() {
     const MutexLock lock(&mutex_);
-    while (!reply_ && !Interrupted(&mutex_)) {
-      changed_.WaitUntil(&mutex_, NextLook(DeadlineInMs(kWaitMs)));
+    // Interrupted() lets go of the mutex: a reply that came then would not be heard of by waiting.
+    while (!reply_ && (changed_.WaitUntil(&mutex_, NextLook(DeadlineInMs(kWaitMs))) ||
+                       !Interrupted(&mutex_))) {
     }
     return reply_ ? *std::move(reply_) : absl::DeadlineExceededError("interrupted");
   }

@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <new>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "base/status.h"
@@ -84,20 +86,24 @@ absl::Status RocksDbResumer::Start() {
     running_ = true;
     said_.reset();
   }
-  absl::StatusOr<std::thread> thread = StartThread("rocksdb-resume", [this] { Run(); });
-  if (!thread.ok()) {
+  absl::Cleanup not_started = [this] {  // Also where there is no memory for a thread.
     MutexLock lock(&mutex_);
     running_ = false;
-    return thread.status();
-  }
-  thread_ = *std::move(thread);
+  };
+  KVFERRY_ASSIGN_OR_RETURN(thread_, StartThread("rocksdb-resume", [this] { Run(); }));
+  std::move(not_started).Cancel();
   return absl::OkStatus();
 }
 
 void RocksDbResumer::Run() {
-  const rocksdb::Status said = db_->Resume();
+  rocksdb::Status said;
+  try {
+    said = db_->Resume();
+  } catch (const std::bad_alloc&) {  // Which would end the process here.
+    said = rocksdb::Status::MemoryLimit();
+  }
   MutexLock lock(&mutex_);
-  said_ = said;
+  said_ = std::move(said);
   running_ = false;
   ended_.NotifyAll();
 }

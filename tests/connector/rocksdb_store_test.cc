@@ -17,6 +17,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <new>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -25,6 +26,7 @@
 #include "connector/store/tiered_store.h"
 #include "tests/connector/store_conformance.h"
 #include "tests/connector/store_values.h"
+#include "tests/support/failing_new.h"
 #include "tests/support/temp_folder.h"
 #include "tests/support/wait_for.h"
 
@@ -742,11 +744,13 @@ class Resumes : public rocksdb::StackableDB {
   rocksdb::Status Resume() override {
     ++asked;
     EXPECT_TRUE(WaitFor([&] { return !hangs; }, Soon()));
+    if (finds_no_memory) throw std::bad_alloc();
     return says;
   }
 
   std::atomic<int> asked = 0;
   std::atomic<bool> hangs = false;
+  bool finds_no_memory = false;
   rocksdb::Status says;
 };
 
@@ -774,6 +778,24 @@ TEST_F(RocksDbResumers, OneThatHangsIsWaitedForUntilTheDeadline) {
   EXPECT_EQ(db_.asked, 1);
   db_.hangs = false;
   EXPECT_TRUE(IsOk(Resume(rocksdb::Status::IOError())));
+}
+
+// On a thread of its own, where nobody else would catch it.
+TEST_F(RocksDbResumers, OneThatFindsNoMemoryFailsTheWriteAlone) {
+  db_.finds_no_memory = true;
+  EXPECT_TRUE(
+      Fails(Resume(rocksdb::Status::IOError()), absl::StatusCode::kUnavailable, "it failed"));
+  db_.finds_no_memory = false;
+  EXPECT_TRUE(IsOk(Resume(rocksdb::Status::IOError())));
+}
+
+TEST_F(RocksDbResumers, OneThatCouldNotBeginIsNotWaitedFor) {
+  const rocksdb::Status error = rocksdb::Status::IOError();
+  const absl::Status failed = absl::UnavailableError("it failed");
+  bool resumed = false;
+  CallWithoutMemory([&] { resumed = resumer_.Resume(error, 100, failed, Soon()).ok(); },
+                    [&] { EXPECT_TRUE(IsOk(Resume(error, 1000))); });
+  EXPECT_TRUE(resumed);
 }
 
 // Each time it would write what fits, and fail.

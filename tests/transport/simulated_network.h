@@ -1,7 +1,7 @@
 #pragma once
 
-// Sessions of one sender with receivers, over a network that does nothing by itself: each thing that
-// a thread, a lane or the network may do next is a step of its own, and whoever plays the world
+// Sessions of one sender with receivers, over a network that does nothing by itself: each thing
+// that a thread, a lane or the network may do next is a step of its own, and whoever plays the world
 // chooses which. All in one thread.
 
 #include <cstddef>
@@ -33,8 +33,8 @@ inline int64_t Below(int64_t end, Random& random) {
 inline bool OneIn(int64_t n, Random& random) { return Below(n, random) == 0; }
 
 // How a link brings chunks: in one piece, as by UCX; part by part, as by TCP, straight from pages
-// too; read where they lie, by who has mapped the sender's memory; or as lists of what is to be read
-// from afar.
+// too; read where they lie, by who has mapped the sender's memory; or as lists of what is to be
+// read from afar.
 enum class Brings { kWhole, kInParts, kMapped, kFromAfar };
 inline constexpr int64_t kNumBrings = 4;
 
