@@ -22,7 +22,7 @@ HeardSignals::HeardSignals(const void* called)
 HeardSignals::~HeardSignals() {
   t_heard = around_;
   SetInterrupter(before_);
-  CloseIfTold();  // Where the call itself has thrown.
+  if (close_ != nullptr) close_();  // Nobody finds this call any more and puts it off again.
   Py_XDECREF(type_);
   Py_XDECREF(value_);
   Py_XDECREF(traceback_);
@@ -37,15 +37,8 @@ bool HeardSignals::Look() noexcept {
   return raised || close_ != nullptr;
 }
 
-bool HeardSignals::CloseIfTold() {
-  if (close_ == nullptr) return false;
-  std::exchange(close_, nullptr)();
-  return true;
-}
-
 bool HeardSignals::Raise() {
-  const bool closed = CloseIfTold();
-  if (type_ == nullptr) return closed;
+  if (type_ == nullptr) return close_ != nullptr;
   PyErr_Restore(std::exchange(type_, nullptr), std::exchange(value_, nullptr),
                 std::exchange(traceback_, nullptr));
   throw nanobind::python_error();

@@ -22,8 +22,8 @@ class HeardSignals final : public Interrupter {
   HeardSignals& operator=(const HeardSignals&) = delete;
   ~HeardSignals();
 
-  // Behind the call, which has ended early where a handler raised: raises that. True: a handler
-  // closed what was called.
+  // Behind the call, which has ended early where a handler raised: raises that. True: a handler has
+  // closed what was called, which is done when this ends.
   bool Raise();
 
   // Whether this thread is in a handler that a call of the same object runs, which cannot end
@@ -32,8 +32,6 @@ class HeardSignals final : public Interrupter {
 
  private:
   bool Look() noexcept override;
-  // Whether it was closed.
-  bool CloseIfTold();
 
   const void* const called_;
   const bool is_main_;

@@ -468,7 +468,6 @@ class Pool(Model):
 
     def do_copy_between(self):
         """From a pool of the same tensors, in pages and dtypes of its own."""
-        tensors = [it[:3] if len(it) == 3 or self.one_in(2) else it for it in self.layout.tensors]
         tensors = list(self.layout.tensors)
         dtype = "uint8" if self.layout.dtype == "uint8" else self.rng.choice(NUMBERS)
         page_size = self.rng.choice([1, 2, 4])
