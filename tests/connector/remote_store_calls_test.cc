@@ -1,6 +1,7 @@
 // Calls that wait at a server of a store: in turn, within bounds, and not for longer than their
 // callers.
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -158,7 +159,9 @@ TEST_F(RemotePages, ClientsAreServedInTurn) {
   EXPECT_TRUE(IsOk(first.get()));
   EXPECT_TRUE(IsOk(one.get()));
   for (auto& reply : many) EXPECT_TRUE(IsOk(reply.get()));
-  EXPECT_EQ(lower->order(), "-em" + std::string(199, 'e'));
+  // Whose call of the two came first is the network's business.
+  EXPECT_THAT(lower->order(),
+              testing::AnyOf("-em" + std::string(199, 'e'), "-me" + std::string(199, 'e')));
 }
 
 // What its calls carry is bounded, and others' calls are taken all the same.
