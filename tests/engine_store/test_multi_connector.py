@@ -136,7 +136,7 @@ def test_the_decode_engine_alone_loads_what_the_other_has_saved(engines: Both):
     assert decode.again_where_unanswered(loads)
 
 
-def test_what_cannot_be_pulled_comes_out_of_the_store(engines: Both):
+def test_what_nobody_hands_over_any_more_comes_out_of_the_store(engines: Both):
     prefill, decode = engines
     prompt = prefill.tokenize("What is the capital of France? " * 12)
     saved = prefill.blocks("save")

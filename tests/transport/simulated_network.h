@@ -1,8 +1,8 @@
 #pragma once
 
 // Sessions of one sender with receivers, over a network that does nothing by itself: each thing
-// that a thread, a lane or the network may do next is a step of its own, and whoever plays the world
-// chooses which. All in one thread.
+// that a thread, a lane or the network may do next is a step of its own, and whoever plays the
+// world chooses which. All in one thread.
 
 #include <cstddef>
 #include <cstdint>
