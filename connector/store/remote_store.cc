@@ -49,15 +49,22 @@ class Answer {
   std::optional<absl::StatusOr<Fields>> reply_ ABSL_GUARDED_BY(mutex_);
 };
 
+// False: there was no memory for that, and it ends by its deadline.
+bool TryToCancel(FetchHandle& fetch) {
+  try {
+    fetch.Cancel();
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
 // Until nothing is written any more. A caller that is interrupted has it end first.
 void WaitForEnd(FetchHandle& fetch) {
   while (!fetch.done() && !Interrupted()) {
     fetch.Wait(NextLook(DeadlineInMs(kWaitMs))).IgnoreError();
   }
-  try {
-    if (!fetch.done()) fetch.Cancel();
-  } catch (const std::bad_alloc&) {  // Then it ends by its deadline.
-  }
+  if (!fetch.done()) (void)TryToCancel(fetch);
   fetch.WaitUntilDone();
 }
 

@@ -42,8 +42,8 @@ bool TieredStore::IsPinned(std::string_view key) const {
   return pins_.contains(key);
 }
 
-// The other tier may hide it from whoever calls. Where there is no memory, it is not said: what the
-// tiers have to hear about yet is not to be left out for that.
+// The other tier may hide it from whoever calls. What the tiers have to hear about yet is not to be
+// left out because there is no memory to say this.
 void TieredStore::CountError(const absl::Status& status) {
   try {
     std::optional<std::string> more;
@@ -54,6 +54,7 @@ void TieredStore::CountError(const absl::Status& status) {
     }
     if (more) Log().warn("tiered store: a tier failed: {}{}", status.ToString(), *more);
   } catch (const std::bad_alloc&) {
+    return;  // It is counted.
   }
 }
 
