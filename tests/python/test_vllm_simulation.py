@@ -26,9 +26,8 @@ from waiting import wait_for  # noqa: E402
 
 WORLDS = 3
 REQUESTS = 150
-USERS = 12
-DEADLINE_S = 60.0  # No request takes so long.
-FETCH_TIMEOUT_MS = 10_000
+USERS = 16
+DEADLINE_S = 30.0  # Until somebody is served.
 LENGTHS = [1, 15, 16, 17, 40, 64, 100, 160, 200, 300, 400]
 PREFIX = 300
 
@@ -52,7 +51,7 @@ MODES = {
     "tickets": Mode(TICKETS, blocks=SMALL),
     "at_once": Mode(("at_once", "at_once", "alone")),
     "both_ways": Mode(BOTH, roles=("kv_both", "kv_both")),
-    "expired": Mode(("by_tickets", "late", "never"), expires=True),
+    "expired": Mode(("by_tickets", "late", "never"), expires=True, blocks=SMALL),
     "windows": Mode(BOTH, groups=(None, 40)),
     "states": Mode(BOTH, groups=(None, "align")),
     "states_alone": Mode(BOTH, groups=("none", None)),
@@ -152,9 +151,10 @@ class World:
     def _pull_options(self, number: int) -> dict[str, Any]:
         return {
             "listen_port": self.ports + 2 * number,
-            # A load that could not begin leaves leases that only end when they expire.
-            "lease_ms": 500 if self.mode.expires or self.has_faults else 30_000,
-            "fetch_timeout_ms": FETCH_TIMEOUT_MS,
+            # A load that could not begin leaves leases that only end when they expire, and may be
+            # waited for by who computes the prompt.
+            "lease_ms": 250 if self.mode.expires or self.has_faults else 30_000,
+            "fetch_timeout_ms": 1000 if self.has_faults else 10_000,
             "publish_grace_ms": 0,
         }
 
@@ -163,7 +163,7 @@ class World:
         store = {"backend": "host", "capacity_bytes": 150 * BLOCK * 16}
         if number == 1:
             store = {"backend": "remote", "address": self._store_address()}
-        return {"mode": "store", "fetch_timeout_ms": FETCH_TIMEOUT_MS, "store": store}
+        return {"mode": "store", "store": store}
 
     def _store_address(self) -> str:
         halves = [it._store_worker for it in self.engines[0].connectors()]

@@ -116,7 +116,7 @@ def _vllm_config(name: str, options: Options, folder: Path) -> VllmConfig:
         skip_tokenizer_init=True,
         dtype="float32",
         block_size=BLOCK,
-        max_num_seqs=8,
+        max_num_seqs=16,
         max_num_batched_tokens=64,
         enforce_eager=True,
         scheduling_policy="priority" if options.priority else "fcfs",
