@@ -51,7 +51,7 @@ MODES = {
     "tickets": Mode(TICKETS, blocks=SMALL),
     "at_once": Mode(("at_once", "at_once", "alone")),
     "both_ways": Mode(BOTH, roles=("kv_both", "kv_both")),
-    "expired": Mode(("by_tickets", "late", "never"), expires=True, blocks=SMALL),
+    "expired": Mode((*TICKETS, "late", "never"), expires=True, blocks=SMALL),
     "windows": Mode(BOTH, groups=(None, 40)),
     "states": Mode(BOTH, groups=(None, "align")),
     "states_alone": Mode(BOTH, groups=("none", None)),
@@ -153,7 +153,7 @@ class World:
             "listen_port": self.ports + 2 * number,
             # A load that could not begin leaves leases that only end when they expire, and may be
             # waited for by who computes the prompt.
-            "lease_ms": 250 if self.mode.expires or self.has_faults else 30_000,
+            "lease_ms": 200 if self.mode.expires or self.has_faults else 30_000,
             "fetch_timeout_ms": 1000 if self.has_faults else 10_000,
             "publish_grace_ms": 0,
         }

@@ -454,8 +454,8 @@ class Engine:
             it.shutdown()
 
 
-# Of the last requests or of the last seconds, as many as there is room for.
-_BOUNDED = ("_takers", "_saving", "_stats")
+# Of the last requests or of the last seconds, and what the next step looks at, if there is one.
+_BOUNDED = ("_takers", "_saving", "_stats", "_dismissals")
 
 
 def _sizes(name: str, of: Any) -> list[tuple[str, int]]:
