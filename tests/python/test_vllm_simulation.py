@@ -63,10 +63,18 @@ MODES = {
 
 
 class Faulty:
-    """Something of ours, some calls of which raise an error."""
+    """Something of ours, some calls of which raise an error, and others take a while."""
 
-    def __init__(self, it: Any, rng: random.Random, calls: tuple[str, ...], error: Exception):
-        self._it, self._rng, self._calls, self._error = it, rng, calls, error
+    def __init__(
+        self,
+        it: Any,
+        rng: random.Random,
+        calls: tuple[str, ...],
+        error: Exception,
+        while_s: float = 0.0,
+    ):
+        self._it, self._rng, self._calls = it, rng, calls
+        self._error, self._while_s = error, while_s
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._it, name)
@@ -75,6 +83,7 @@ class Faulty:
     def _call(self, call: Callable, *args: Any, **options: Any) -> Any:
         if self._rng.random() < 0.05:
             raise self._error
+        time.sleep(self._rng.random() * self._while_s)
         return call(*args, **options)
 
 
@@ -179,9 +188,8 @@ class World:
                     half._endpoint = Faulty(half._endpoint, self.rng, calls, error)
             if it._store_worker is not None:
                 opened = it._store_worker._opened
-                calls = ("get_pages", "put_pages")
-                faulty = Faulty(opened.store, self.rng, calls, RuntimeError("no disk"))
-                opened.store = faulty
+                calls, error = ("get_pages", "put_pages"), RuntimeError("no disk")
+                opened.store = Faulty(opened.store, self.rng, calls, error, while_s=0.01)
 
     # ---- Users
 

@@ -179,6 +179,9 @@ class _Planned(NamedTuple):
     end: int
     tokens: list[int] | None  # What is known of it, where the workers do not know that yet.
 
+    def __str__(self) -> str:
+        return f"{self.request_id}, tokens {self.begin} to {self.end}, blocks {self.blocks}"
+
 
 @dataclasses.dataclass
 class _Step:
@@ -459,13 +462,15 @@ _BOUNDED = ("_takers", "_saving", "_stats", "_dismissals")
 
 
 def _sizes(name: str, of: Any) -> list[tuple[str, int]]:
-    """Of all that a part of the connector keeps."""
+    """Of all that a part of the connector keeps, and what it counts."""
     found = []
     for field, it in vars(of).items():
         if field in _BOUNDED:
             continue
         if isinstance(it, (dict, list, set, deque)):
             found.append((f"{name}.{field}", len(it)))
+        elif type(it) is int:
+            found.append((f"{name}.{field}", it))
         elif type(it).__module__.startswith("kvferry.vllm.") and hasattr(it, "__dict__"):
             found += _sizes(f"{name}.{field}", it)
     return found
