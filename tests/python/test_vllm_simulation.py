@@ -24,11 +24,11 @@ from servers import free_ports  # noqa: E402
 from vllm_simulation import BLOCK, VOCABULARY, Engine, Options, answer  # noqa: E402
 from waiting import wait_for  # noqa: E402
 
-WORLDS = 3
-REQUESTS = 150
+WORLDS = 4
+REQUESTS = 120
 USERS = 16
 DEADLINE_S = 30.0  # Until somebody is served.
-LENGTHS = [1, 15, 16, 17, 40, 64, 100, 160, 200, 300, 400]
+LENGTHS = [1, 15, 16, 17, 40, 64, 100, 200, 300, 400, 400]
 PREFIX = 300
 
 
@@ -57,7 +57,7 @@ MODES = {
     "states_alone": Mode(BOTH, groups=("none", None)),
     "two_to_one": Mode(BOTH, ranks=(2, 1)),
     "store": Mode(("alone",), pulls=False, stores=True, blocks=SMALL),
-    "multi": Mode(TICKETS, stores=True, blocks=SMALL),
+    "multi": Mode((*TICKETS, "lost", "lost"), stores=True, blocks=(36,)),
     "multi_both_ways": Mode(BOTH, roles=("kv_both", "kv_both"), stores=True),
 }
 
@@ -81,7 +81,7 @@ class Faulty:
         return functools.partial(self._call, found) if name in self._calls else found
 
     def _call(self, call: Callable, *args: Any, **options: Any) -> Any:
-        if self._rng.random() < 0.05:
+        if self._rng.random() < 0.1:
             raise self._error
         time.sleep(self._rng.random() * self._while_s)
         return call(*args, **options)
@@ -112,7 +112,7 @@ class World:
 
     def __init__(self, mode: Mode, folder: Path, rng: random.Random):
         self.mode, self.rng = mode, rng
-        self.has_faults, self.resets = rng.random() < 0.5, rng.random() < 0.5
+        self.has_faults, self.resets = rng.random() < 0.6, rng.random() < 0.5
         self.recomputes = mode.stores or rng.random() < 0.3
         self.may_fail = mode.expires or self.has_faults or self.resets
         self.asynchronous, self.priority = rng.random() < 0.5, rng.random() < 0.3
@@ -262,6 +262,12 @@ class World:
         params = {prefill: transfer | {"do_remote_decode": True}, decode: transfer | source}
         self.rng.shuffle(pair)
         yield from self._served(*[self._ask(it, prompt, params[it], True) for it in pair])
+
+    def do_lost(self, prompt: list[int]) -> Iterator[None]:
+        """Its tickets are, on the way. A store may have the prompt."""
+        yield from self._served(self._ask(self.prefill, prompt))
+        params = {"do_remote_prefill": True, "kvferry_tickets": ["lost"]}
+        yield from self._served(self._ask(self.decode, prompt, params, may_fail=True))
 
     def do_never(self, prompt: list[int]) -> Iterator[None]:
         yield from self._handed_over(self.prefill, prompt)
