@@ -55,7 +55,7 @@ class RedisNames : public testing::Test {
     g_answers = false;
     g_asked = 0;
   }
-  ~RedisNames() override { g_answers = true; }
+  void TearDown() override { g_answers = true; }
 
   static double Took(const std::function<void()>& call) {
     const Deadline begin = Clock::now();
