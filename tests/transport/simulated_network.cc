@@ -343,9 +343,8 @@ void Network::ForgetClosed() {
 
 void Links::Send(const PeerKey& peer, MessageBody body) {
   const SessionPtr session = network_.At(peer);
-  if (session == nullptr || !(is_sender_ ? session->sender_open : session->receiver_open)) return;
-  // What the other side has closed takes nothing any more.
-  if (!(is_sender_ ? session->receiver_open : session->sender_open)) return;
+  // What either side has closed takes nothing any more.
+  if (session == nullptr || !session->sender_open || !session->receiver_open) return;
   (is_sender_ ? session->to_receiver : session->to_sender).push_back(std::move(body));
 }
 
