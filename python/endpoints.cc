@@ -14,6 +14,7 @@
 #include <variant>
 #include <vector>
 
+#include "base/cancel_and_wait.h"
 #include "base/clock.h"
 #include "base/config.h"
 #include "base/random.h"
@@ -22,7 +23,6 @@
 #include "connector/prefill_endpoint.h"
 #include "connector/tensor_parallel.h"
 #include "pool/kv_pool.h"
-#include "python/cancel_and_wait.h"
 #include "python/closable.h"
 #include "python/convert.h"
 #include "python/gil.h"

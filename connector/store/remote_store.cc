@@ -1,12 +1,12 @@
 #include "connector/store/remote_store.h"
 
 #include <algorithm>
-#include <new>
 #include <optional>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "base/cancel_and_wait.h"
 #include "base/interrupt.h"
 #include "base/mutex.h"
 #include "base/status.h"
@@ -49,23 +49,12 @@ class Answer {
   std::optional<absl::StatusOr<Fields>> reply_ ABSL_GUARDED_BY(mutex_);
 };
 
-// False: there was no memory for that, and it ends by its deadline.
-bool TryToCancel(FetchHandle& fetch) {
-  try {
-    fetch.Cancel();
-    return true;
-  } catch (const std::bad_alloc&) {
-    return false;
-  }
-}
-
 // Until nothing is written any more. A caller that is interrupted has it end first.
 void WaitForEnd(FetchHandle& fetch) {
   while (!fetch.done() && !Interrupted()) {
     fetch.Wait(NextLook(DeadlineInMs(kWaitMs))).IgnoreError();
   }
-  if (!fetch.done()) (void)TryToCancel(fetch);
-  fetch.WaitUntilDone();
+  if (!fetch.done()) CancelAndWait(fetch);
 }
 
 // A lease of ours outlives the call that names it, which may have no limit; it is taken back long

@@ -11,7 +11,8 @@ template <typename Handle>
 void CancelAndWait(Handle& handle) {
   try {
     handle.Cancel();
-  } catch (const std::bad_alloc&) {  // Then it ends by itself.
+  } catch (const std::bad_alloc&) {
+    return handle.WaitUntilDone();  // It ends by itself.
   }
   handle.WaitUntilDone();
 }
