@@ -6,7 +6,6 @@
 #include <chrono>
 #include <csignal>
 #include <iostream>
-#include <numeric>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -23,17 +22,6 @@ constexpr int64_t kLongestStopMs = 2500;
 constexpr int64_t kLongestBetweenBreaksMs = 2000, kLongestBetweenEndsMs = 5000;
 
 }  // namespace
-
-RandomProcesses::FreePages::FreePages(int64_t count) : free_(count) {
-  std::iota(free_.begin(), free_.end(), 0);
-}
-
-RandomProcesses::Pages RandomProcesses::FreePages::Take(int64_t count, std::mt19937_64& random) {
-  std::shuffle(free_.begin(), free_.end(), random);
-  const Pages taken(free_.end() - count, free_.end());
-  free_.resize(free_.size() - count);
-  return taken;
-}
 
 void RandomProcesses::TearDown() {
   if (!HasFailure()) return;

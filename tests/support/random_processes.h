@@ -21,6 +21,7 @@
 
 #include "base/clock.h"
 #include "tests/support/child_peer.h"
+#include "tests/support/free_pages.h"
 
 namespace kvferry {
 
@@ -30,19 +31,6 @@ class RandomProcesses : public testing::Test {
   static constexpr int64_t kTokens = 96 * 16;  // That a pool has room for.
   static constexpr int64_t kSlackMs = 10000;   // By which a wait may end late on a busy machine.
   static constexpr uint64_t kUnwritten = 1;    // The seed of what pages hold that are nobody's.
-
-  // The pages of a pool that nobody uses.
-  class FreePages {
-   public:
-    explicit FreePages(int64_t count = 0);
-    bool Has(int64_t count) const { return count <= static_cast<int64_t>(free_.size()); }
-    Pages Take(int64_t count, std::mt19937_64& random);
-    void GiveBack(const Pages& pages) { free_.insert(free_.end(), pages.begin(), pages.end()); }
-    const Pages& all() const { return free_; }
-
-   private:
-    Pages free_;
-  };
 
   struct Process {
     std::string role;  // A ChildPeer's.

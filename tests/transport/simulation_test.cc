@@ -24,6 +24,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/thread_pool.h"
 #include "connector/lease_table.h"
+#include "tests/support/free_pages.h"
 #include "tests/support/from_environment.h"
 #include "tests/support/kv_pattern.h"
 #include "tests/support/status.h"
@@ -51,27 +52,6 @@ struct Troubles {
 };
 
 using Pages = std::vector<int64_t>;
-
-// The free pages of a pool.
-class FreePages {
- public:
-  explicit FreePages(Random* random) : free_(kPages), random_(*random) {
-    std::iota(free_.begin(), free_.end(), 0);
-  }
-  Pages Take(int64_t count) {
-    if (count > static_cast<int64_t>(free_.size())) return {};
-    std::shuffle(free_.begin(), free_.end(), random_);
-    const Pages taken(free_.end() - count, free_.end());
-    free_.resize(free_.size() - count);
-    return taken;
-  }
-  void GiveBack(const Pages& pages) { free_.insert(free_.end(), pages.begin(), pages.end()); }
-  const Pages& all() const { return free_; }
-
- private:
-  Pages free_;
-  Random& random_;
-};
 
 class World {
  public:
@@ -109,11 +89,10 @@ class World {
     int64_t layers_seen = 0;
   };
   struct Side {  // A receiver's.
-    Side(const KvLayout& layout, Random* random)
-        : pool(MakePatternPool(layout, kPages, kNobodys)), free(random) {}
+    explicit Side(const KvLayout& layout) : pool(MakePatternPool(layout, kPages, kNobodys)) {}
 
     std::shared_ptr<KvPool> pool;
-    FreePages free;
+    FreePages free{kPages};
     Metrics metrics{};
     std::unique_ptr<Links> links{};
     std::unique_ptr<PieceCopy> lanes_copy{};
@@ -176,7 +155,7 @@ class World {
   std::deque<std::string> log_;
 
   const std::shared_ptr<KvPool> pool_;
-  FreePages free_{&random_};
+  FreePages free_{kPages};
   LeaseTable leases_{config_};
   const std::unique_ptr<Arena> arena_;
   const std::unique_ptr<Guards> guards_ = Must(Guards::Create());
@@ -228,7 +207,7 @@ World::World(uint64_t seed, const Troubles& troubles)
   const bool crowded = OneIn(3);
   const int64_t receivers = 1 + Below(3, random_);
   for (int64_t i = 0; i < receivers; ++i) {
-    Side& side = sides_.emplace_back(layout_, &random_);
+    Side& side = sides_.emplace_back(layout_);
     side.links = std::make_unique<Links>(&network_, /*is_sender=*/false, &random_, crowded);
     side.lanes_copy = std::make_unique<PieceCopy>(threads_.get());
     side.receiver =
@@ -281,8 +260,8 @@ void World::WriteLayers(const Request& request, int64_t first, int64_t end) {
 
 bool World::Publish(Request& request) {
   if (request.state != Request::State::kNotYet) return false;
-  request.pages = free_.Take(request.num_pages);
-  if (request.pages.empty()) return false;
+  if (!free_.Has(request.num_pages)) return false;
+  request.pages = free_.Take(request.num_pages, random_);
   request.ready_layers = OneIn(2) ? layout_.num_layers : Below(layout_.num_layers, random_);
   WriteLayers(request, 0, request.ready_layers);
   const auto lasts = std::chrono::seconds(troubles_.time ? 1 + Below(60, random_) : 3600);
@@ -407,8 +386,8 @@ bool World::BeginFetch() {
   const int64_t first = OneIn(2) ? 0 : Below(request->num_pages + 1, random_);
   Pages positions(request->num_pages - first);
   std::iota(positions.begin(), positions.end(), first);
-  const Pages pages = side.free.Take(static_cast<int64_t>(positions.size()));
-  if (pages.size() != positions.size()) return false;
+  if (!side.free.Has(std::ssize(positions))) return false;
+  const Pages pages = side.free.Take(std::ssize(positions), random_);
   EXPECT_TRUE(HoldsPages(*side.pool, pages, kNobodys, pages, 0, layout_.num_layers))
       << "written when it was nobody's";
 
