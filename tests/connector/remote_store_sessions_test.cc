@@ -40,6 +40,15 @@ class RemoteSessions : public RemotePages {
       relay_.reset();
     });
   }
+  // Calls hear nothing but what `answer`, which outlives the relay, is by then.
+  static ControlRelay::Judge AllAnswered(const Fields& answer) {
+    return [&answer](Heard& heard) {
+      const auto* call = std::get_if<CallMsg>(&heard.message.body);
+      if (call == nullptr) return Verdict::kPass;
+      heard.answer = ReplyMsg{call->call_id, absl::OkStatus(), answer};
+      return Verdict::kAnswer;
+    };
+  }
   // What is to happen to the first message of which `at` holds.
   static ControlRelay::Judge Once(Verdict verdict, std::function<bool(const Heard&)> at) {
     return [verdict, at = std::move(at), done = false](Heard& heard) mutable {
@@ -217,12 +226,7 @@ TEST_F(RemoteSessions, WhatIsOfAnotherLengthIsDeclined) {
 
 TEST_F(RemoteSessions, AnswersAboutOtherNumbersOfKeysAreNone) {
   Fields answer;
-  const auto connected = ConnectWhile([&answer](Heard& heard) {
-    const auto* call = std::get_if<CallMsg>(&heard.message.body);
-    if (call == nullptr) return Verdict::kPass;
-    heard.answer = ReplyMsg{call->call_id, absl::OkStatus(), answer};
-    return Verdict::kAnswer;
-  });
+  const auto connected = ConnectWhile(AllAnswered(answer));
   answer.Set("count", 3);
   EXPECT_TRUE(Fails(far_->Exists(Views(keys_), Soon()), Code::kInternal, "count"));
   for (const std::string there : {"\1", "\1\1\1"}) {
@@ -241,12 +245,7 @@ TEST_F(RemoteSessions, AnswersAboutOtherNumbersOfKeysAreNone) {
 // Which is nothing that the caller has done.
 TEST_F(RemoteSessions, AnswersThatLackSomethingAreTheServersFault) {
   Fields answer;
-  const auto connected = ConnectWhile([&answer](Heard& heard) {
-    const auto* call = std::get_if<CallMsg>(&heard.message.body);
-    if (call == nullptr) return Verdict::kPass;
-    heard.answer = ReplyMsg{call->call_id, absl::OkStatus(), answer};
-    return Verdict::kAnswer;
-  });
+  const auto connected = ConnectWhile(AllAnswered(answer));
   const auto lacks = [](const auto& result, absl::string_view field) {
     return Fails(result, Code::kInternal, "the server's reply", field);
   };

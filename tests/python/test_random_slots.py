@@ -379,18 +379,16 @@ class Tokens(Model):
             it.slots[-1] if it.slots else self.rng.choice([0, -1, 2**31 - 1]) for it, _ in batch
         ]
         given = [len(it.slots) for it, _ in batch], [want for _, want in batch], lasts
-        need = sum(self.new_pages(len(it.slots), want) for it, want in batch)
-        slots = self.pool.alloc_extend(*(integers(self.rng, it) for it in given))
-        if need > self.room():
-            assert slots is None
-        else:
-            self.grown(batch, slots)
+        self.grow(self.pool.alloc_extend, given, batch)
 
     def do_alloc_decode(self):
         batch = [(it, len(it.slots) + 1) for it in self.growing()]
         given = [want for _, want in batch], [it.slots[-1] for it, _ in batch]
+        self.grow(self.pool.alloc_decode, given, batch)
+
+    def grow(self, call, given, batch):
         need = sum(self.new_pages(len(it.slots), want) for it, want in batch)
-        slots = self.pool.alloc_decode(*(integers(self.rng, it) for it in given))
+        slots = call(*(integers(self.rng, it) for it in given))
         if need > self.room():
             assert slots is None
         else:

@@ -31,12 +31,18 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_scheduler, "_ASK_TIMEOUT_MS", 20_000)
 
 
-def test_what_the_store_promised_and_did_not_give_is_computed(scheduler: Scheduler):
+def promised(scheduler: Scheduler) -> SimpleNamespace:
+    """A request of three blocks, all of which the store has and has said so."""
     scheduler.put(keys_of(scheduler, request("before", 3)))
     it = request("r", 3)
     scheduler.half.on_new_request(it)
+    assert scheduler.half.get_num_new_matched_tokens(it, 0) == (3 * BLOCK, True)
+    return it
+
+
+def test_what_the_store_promised_and_did_not_give_is_computed(scheduler: Scheduler):
+    it = promised(scheduler)
     ask = scheduler.half.get_num_new_matched_tokens
-    assert ask(it, 0) == (3 * BLOCK, True)
     scheduler.half.update_state_after_alloc(it, TABLE, 3 * BLOCK)
     # Not one of them came, so the engine asks again, and has to be told to compute.
     scheduler.half.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
@@ -48,11 +54,8 @@ def test_what_the_store_promised_and_did_not_give_is_computed(scheduler: Schedul
 
 def test_what_another_connector_failed_to_load_is_computed(scheduler: Scheduler):
     """vLLM has room for one load of it, and would wait for more, and let nobody else begin."""
-    scheduler.put(keys_of(scheduler, request("before", 3)))
-    it = request("r", 3)
-    scheduler.half.on_new_request(it)
+    it = promised(scheduler)
     ask = scheduler.half.get_num_new_matched_tokens
-    assert ask(it, 0) == (3 * BLOCK, True)
     scheduler.half.update_state_after_alloc(it, TABLE, 0)  # As MultiConnector says it.
     assert scheduler.step({}).store_loads == []
     assert ask(it, 0) == (0, False)
